@@ -1,0 +1,76 @@
+// What the backward's kernels share: which queries see a key tile, and what becomes of keys that they do not see.
+#pragma once
+
+#include "attn/params.cuh"
+#include "attn/visible.cuh"
+#include "target/target.cuh"
+
+// The query tiles that see a key of a tile: count of them from `begin` on.
+struct QueryRange {
+  int begin, count;
+};
+
+template <int kTileQ, bool kLeft, bool kRight, bool kTopLeft, int kTileK>
+DEVICE QueryRange queries_seeing(const VisibleKeys<kLeft, kRight, kTopLeft, kTileK>& visible, int tile, int len_q) {
+  const int64 first_key = int64(tile) * kTileK;
+  const int64 last_key = clamp(first_key + kTileK, 0, visible.len_k) - 1;
+  int64 first = 0;
+  int64 end = len_q;
+  if constexpr (kRight) first = clamp(first_key - visible.offset - visible.right, 0, len_q);
+  if constexpr (kLeft) {
+    // Sink tokens are seen from every row below.
+    if (first_key >= visible.sink) end = clamp(last_key - visible.offset + visible.left + 1, 0, len_q);
+  }
+  if (first >= end) return {0, 0};
+  const int begin = static_cast<int>(first / kTileQ);
+  return {begin, static_cast<int>((end + kTileQ - 1) / kTileQ) - begin};
+}
+
+// The probability of a score, anew. In float32 the difference is taken before the change to base 2: that keeps the
+// digits which a large score and a large lse share, for one more instruction.
+template <class T>
+struct Probability {
+  static constexpr float kLog2E = 1.4426950408889634f;
+  static constexpr bool kNatural = sizeof(T) == 4;
+  static constexpr float kLseUnit = kNatural ? 1.0f : kLog2E;
+
+  float scale;  // of the score
+
+  DEVICE explicit Probability(float scale) : scale(kNatural ? scale : scale * kLog2E) {}
+  // lse is in units of kLseUnit.
+  DEVICE float operator()(float score, float lse) const {
+    const float difference = fmaf(score, scale, -lse);
+    return target::exp2(kNatural ? difference * kLog2E : difference);
+  }
+};
+
+// Probabilities of keys that a query does not see become 0, whatever they are.
+template <class Visible, class C, int kRowBlocks, int kKeyBlocks>
+DEVICE void forget_unseen(C (&p)[kRowBlocks][kKeyBlocks], const Visible& visible, int first_row, int first_key,
+                          int lane) {
+  UNROLL for (int m = 0; m < kRowBlocks; m++) {
+    UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
+      const RowLimits limits = visible.row(first_row + m * 16 + C::row(lane, slot));
+      UNROLL for (int n = 0; n < kKeyBlocks; n++) {
+        UNROLL for (int i = 0; i < C::kRun; i++) {
+          const int e = C::element(slot, i);
+          if (!visible(limits, first_key + n * 16 + C::column(lane, e))) p[m][n].x[e] = 0.0f;
+        }
+      }
+    }
+  }
+}
+
+// The same where keys are rows and queries columns.
+template <class Visible, class C, int kKeyBlocks, int kQueryBlocks>
+DEVICE void forget_unseen_keys(C (&p)[kKeyBlocks][kQueryBlocks], const Visible& visible, int first_key, int first_row,
+                               int lane) {
+  UNROLL for (int n = 0; n < kQueryBlocks; n++) {
+    UNROLL for (int e = 0; e < C::kElements; e++) {
+      const RowLimits limits = visible.row(first_row + n * 16 + C::column(lane, e));
+      UNROLL for (int m = 0; m < kKeyBlocks; m++) {
+        if (!visible(limits, first_key + m * 16 + C::row(lane, C::slot(e)))) p[m][n].x[e] = 0.0f;
+      }
+    }
+  }
+}

@@ -1,0 +1,68 @@
+// Which query tile of which head and sequence comes at which index of the schedule.
+//
+// Work is begun in the order of its index, so the order of tiles is the schedule:
+//   - sequences: the longest first (ragged batches), so that a long one never starts last;
+//   - inside a sequence, heads in sections whose K and V fit the L2 cache together;
+//   - inside a section, the query tile with the most visible keys first, its heads side by side.
+#pragma once
+
+#include "attn/params.cuh"
+#include "attn/sequence.cuh"
+#include "target/target.cuh"
+
+struct Work {
+  bool exists;
+  int sequence, head, tile;
+  Span q, k;
+};
+
+// The last place in the schedule whose first tile is not beyond `tile`.
+DEVICE int place_of(const int* first_tile, int batch, int tile) {
+  int low = 0;
+  int high = batch;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    if (first_tile[middle] <= tile) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+template <bool kRagged, bool kLongestTileLast, int kTileQ>
+DEVICE Work find_work(const ForwardParams& p, int64 index) {
+  Work work;
+  if constexpr (kRagged) {
+    const int tile = static_cast<int>(index / p.nheads_q);
+    work.exists = tile < p.first_tile[p.batch];
+    if (!work.exists) return work;
+    const int place = place_of(p.first_tile, p.batch, tile);
+    index -= int64(p.first_tile[place]) * p.nheads_q;
+    work.sequence = p.order[place];
+    work.q = span_of(p.q_side, work.sequence);
+    work.k = span_of(p.k_side, work.sequence);
+  } else {
+    work.q = {0, static_cast<int>(p.q_side.rows)};
+    work.k = {0, static_cast<int>(p.k_side.rows)};
+    const int64 blocks = (p.q_side.rows + kTileQ - 1) / kTileQ * p.nheads_q;
+    work.sequence = static_cast<int>(index / blocks);
+    work.exists = work.sequence < p.batch;
+    index -= work.sequence * blocks;
+  }
+  const int tiles = (work.q.length + kTileQ - 1) / kTileQ;
+  const int group = p.nheads_q / p.nheads_kv;
+  const int sections =
+      static_cast<int>(clamp(int64(p.nheads_kv) * work.k.length / p.section_keys, 0, p.nheads_kv - 1)) + 1;
+  const int section_heads = (p.nheads_kv + sections - 1) / sections * group;  // as even as can be
+  const int section = static_cast<int>(index / (int64(tiles) * section_heads));
+  index -= int64(section) * tiles * section_heads;
+  const int first_head = section * section_heads;
+  const int heads = first_head + section_heads <= p.nheads_q ? section_heads : p.nheads_q - first_head;
+  work.tile = static_cast<int>(index / heads);
+  work.head = first_head + static_cast<int>(index % heads);
+  work.exists = work.exists && work.tile < tiles;  // unchecked lengths can make a schedule that does not add up
+  if constexpr (kLongestTileLast) work.tile = tiles - 1 - work.tile;
+  return work;
+}

@@ -1,0 +1,130 @@
+// Online softmax over key tiles (Milakov and Gimelshein 2018; Dao et al. 2022, algorithm 1), in base 2.
+//
+// Each row keeps a reference that its exponents are taken against. It need not be the row's maximum: it only moves when
+// the maximum has outgrown it by 2^kSlack, so most tiles leave the output accumulator alone. Any reference gives the
+// same quotient, and p <= 2^kSlack keeps float16 and bfloat16 as accurate as p <= 1 does.
+#pragma once
+
+#include "target/target.cuh"
+
+template <class C, int kRowBlocks>
+struct OnlineSoftmax {
+  static constexpr float kSlack = 8.0f;
+
+  float reference[kRowBlocks][C::kSlots];  // log2 units; -inf until the row has seen a key
+  float sum[kRowBlocks][C::kSlots];        // this lane's columns only, until finish()
+  float factor[kRowBlocks][C::kSlots];     // of the last move
+  int threshold = -1;                      // of an outgrowing exponent's bits; below all until every row has seen a key
+
+  DEVICE OnlineSoftmax() {
+    UNROLL for (int m = 0; m < kRowBlocks; m++) {
+      UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
+        reference[m][slot] = -target::infinity();
+        sum[m][slot] = 0.0f;
+      }
+    }
+  }
+
+  // Scores become exponents relative to the reference, which moves first if a row has outgrown it or has none yet.
+  // Returns whether the wave's references moved: then the output accumulated so far must be rescaled before it meets
+  // this tile.
+  //
+  // Looking for an outgrown row needs no maximum by rows, and a positive float compares like the integer of the same
+  // bits, for which the hardware takes three-way maxima.
+  template <int kKeyBlocks>
+  DEVICE bool relate(C (&s)[kRowBlocks][kKeyBlocks], float scale_log2) {
+    float shift[kRowBlocks][C::kSlots];
+    UNROLL for (int m = 0; m < kRowBlocks; m++) {
+      UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
+        shift[m][slot] = reference[m][slot] == -target::infinity() ? 0.0f : reference[m][slot];
+      }
+    }
+    int largest = 0;
+    UNROLL for (int m = 0; m < kRowBlocks; m++) {
+      UNROLL for (int n = 0; n < kKeyBlocks; n++) {
+        UNROLL for (int e = 0; e < C::kElements; e++) {
+          s[m][n].x[e] = fmaf(s[m][n].x[e], scale_log2, -shift[m][C::slot(e)]);
+          const int bits = static_cast<int>(target::bits_of(s[m][n].x[e]));
+          largest = bits > largest ? bits : largest;
+        }
+      }
+    }
+    const bool moved = target::wave_any(largest > threshold);
+    if (moved) move_reference(s);
+    return moved;
+  }
+
+  template <int kKeyBlocks>
+  DEVICE void move_reference(C (&s)[kRowBlocks][kKeyBlocks]) {
+    bool unsettled = false;
+    UNROLL for (int m = 0; m < kRowBlocks; m++) {
+      UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
+        float maximum = -target::infinity();
+        UNROLL for (int n = 0; n < kKeyBlocks; n++) {
+          UNROLL for (int e = 0; e < C::kElements; e++) {
+            if (C::slot(e) == slot) maximum = fmaxf(maximum, s[m][n].x[e]);
+          }
+        }
+        maximum = C::row_max(maximum);
+        const bool first = reference[m][slot] == -target::infinity();
+        const bool unseen = first && maximum == -target::infinity();
+        const float rise = unseen ? 0.0f : (first ? maximum : fmaxf(maximum, 0.0f));
+        factor[m][slot] = first ? 1.0f : target::exp2(-rise);  // nothing was accumulated before the first
+        if (!unseen) reference[m][slot] = first ? rise : reference[m][slot] + rise;
+        sum[m][slot] *= factor[m][slot];
+        unsettled = unsettled || unseen;
+        UNROLL for (int n = 0; n < kKeyBlocks; n++) {
+          UNROLL for (int e = 0; e < C::kElements; e++) {
+            if (C::slot(e) == slot) s[m][n].x[e] -= rise;
+          }
+        }
+      }
+    }
+    threshold = target::wave_any(unsettled) ? -1 : static_cast<int>(target::bits_of(kSlack));
+  }
+
+  template <int kOutBlocks>
+  DEVICE void rescale(C (&o)[kRowBlocks][kOutBlocks]) const {
+    UNROLL for (int m = 0; m < kRowBlocks; m++) {
+      UNROLL for (int d = 0; d < kOutBlocks; d++) {
+        UNROLL for (int e = 0; e < C::kElements; e++) o[m][d].x[e] *= factor[m][C::slot(e)];
+      }
+    }
+  }
+
+  // Exponents become probabilities.
+  template <int kKeyBlocks>
+  DEVICE void exponentiate(C (&s)[kRowBlocks][kKeyBlocks]) {
+    // Keys outermost: P V of the first keys can start while the exponentials of the last are still being computed.
+    UNROLL for (int n = 0; n < kKeyBlocks; n++) {
+      UNROLL for (int m = 0; m < kRowBlocks; m++) {
+        UNROLL for (int e = 0; e < C::kElements; e++) {
+          s[m][n].x[e] = target::exp2(s[m][n].x[e]);
+          sum[m][C::slot(e)] += s[m][n].x[e];
+        }
+      }
+    }
+  }
+
+  // Divides the output by the row sums. A row that saw no key becomes 0. Afterwards lse() may be asked.
+  template <int kOutBlocks>
+  DEVICE void finish(C (&o)[kRowBlocks][kOutBlocks]) {
+    UNROLL for (int m = 0; m < kRowBlocks; m++) {
+      float inverse[C::kSlots];
+      UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
+        sum[m][slot] = C::row_sum(sum[m][slot]);
+        inverse[slot] = sum[m][slot] == 0.0f ? 0.0f : 1.0f / sum[m][slot];
+      }
+      UNROLL for (int d = 0; d < kOutBlocks; d++) {
+        UNROLL for (int e = 0; e < C::kElements; e++) o[m][d].x[e] *= inverse[C::slot(e)];
+      }
+    }
+  }
+
+  // Natural logarithm of the sum of exponentials; -inf for a row that saw no key.
+  DEVICE float lse(int m, int slot) const {
+    constexpr float kLn2 = 0.6931471805599453f;
+    if (reference[m][slot] == -target::infinity()) return -target::infinity();
+    return kLn2 * (reference[m][slot] + target::log2(sum[m][slot]));
+  }
+};

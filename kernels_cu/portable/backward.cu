@@ -1,0 +1,333 @@
+// Gradients of attention on any target: one block computes dk and dv of one key tile of one kv head (FlashAttention-2,
+// Dao 2023).
+//
+// It walks the query tiles that see its keys, for every query head of the group. Half of the waves own dv, the other
+// half dk, in registers, and both do the same with their roles' operands (keys are rows, queries columns):
+//
+//            scores            element-wise                  gradient            and together
+//   dv       S^T = K Q^T       P = exp(S - lse)              dV += P^T dO        dQ = dS K, added to
+//   dk       dP^T = V dO^T     dS = P (dP - delta)           dK += dS^T Q        memory atomically
+//
+// P goes from the first half to the second through shared memory, dS to all. A wave owns kKeyBlocks * 16 keys, and with
+// kColumnWaves > 1 only a share of the queries of S and of the columns of the gradient.
+#include "attn/gradient.cuh"
+#include "attn/key_scheduler.cuh"
+#include "attn/params.cuh"
+#include "attn/sequence.cuh"
+#include "attn/visible.cuh"
+#include "target/target.cuh"
+#include "tile/accumulator.cuh"
+#include "tile/copy.cuh"
+
+namespace backward {
+
+using namespace config;
+using M = target::Mma<Element>;
+using C = M::C;
+
+constexpr int kRoleWaves = kKeyWaves * kColumnWaves;
+constexpr int kWaves = 2 * kRoleWaves;
+constexpr int kThreads = kWaves * target::kWave;
+constexpr int kKeyBlocks = kTileK / (16 * kKeyWaves);
+constexpr int kQueryBlocks = kTileQ / (16 * kColumnWaves);
+// One depth serves q, k and v, dout: the two roles are then one body.
+constexpr int kDepth = round_up(kHeadDim > kHeadDimV ? kHeadDim : kHeadDimV, 16 * kColumnWaves);
+constexpr int kDepthBlocks = kDepth / (16 * kColumnWaves);
+constexpr int kSteps = kDepth / M::kDepth;
+constexpr int kQuerySteps = kTileQ / M::kDepth;
+static_assert(kKeyBlocks * 16 * kKeyWaves == kTileK && kQueryBlocks * 16 * kColumnWaves == kTileQ,
+              "tiles are made of 16 x 16 blocks");
+static_assert(kStages == 1 || kStages == 2, "one or two stages of queries and douts");
+
+// dQ is shared out anew: kDqRowWaves bands of rows, the columns among the waves of a band.
+constexpr int kDqColumnWaves = kWaves / kDqRowWaves;
+constexpr int kDqRowBlocks = kTileQ / (16 * kDqRowWaves);
+constexpr int kDqBlocks = kDqPitch / 16;
+constexpr int kDqColumnBlocks = (kDqBlocks + kDqColumnWaves - 1) / kDqColumnWaves;
+static_assert(kDqRowBlocks * 16 * kDqRowWaves == kTileQ && kDqColumnWaves * kDqRowWaves == kWaves,
+              "waves share dQ evenly");
+
+// Whether a wave has all it needs of P or dS in its own accumulators, in the form of an operand.
+constexpr bool kFromRegisters = M::kAccumulatorFeedsA && kColumnWaves == 1;
+constexpr bool kSharesDs = kWithDq || !kFromRegisters;
+
+// Elements of shared memory. dQ of a tile is computed when dS of the next one is there already.
+constexpr int kPitch = padded_pitch<Element>(kDepth);
+constexpr int kPitchP = padded_pitch<Element>(kTileQ);
+constexpr int kKeysAt = 0;
+constexpr int kValuesAt = kTileK * kPitch;
+constexpr int kQueriesAt = 2 * kTileK * kPitch;
+constexpr int kDoutsAt = kQueriesAt + kStages * kTileQ * kPitch;
+constexpr int kProbabilitiesAt = kDoutsAt + kStages * kTileQ * kPitch;
+constexpr int kScoreGradientsAt = kProbabilitiesAt + kTileK * kPitchP;
+constexpr int kElementsUsed = kScoreGradientsAt + (kWithDq ? 2 : int(kSharesDs)) * kTileK * kPitchP;
+constexpr int kStatisticsBytes = kStages * 2 * kTileQ * int(sizeof(float));
+static_assert(kElementsUsed * int(sizeof(Element)) + kStatisticsBytes == kSharedBytes,
+              "the host computes the same size");
+
+using CopyK = RowCopy<Element, kTileK, kHeadDim, kDepth, kPitch, kThreads, kCopyBytes>;
+using CopyV = RowCopy<Element, kTileK, kHeadDimV, kDepth, kPitch, kThreads, kCopyBytes>;
+using CopyQ = RowCopy<Element, kTileQ, kHeadDim, kDepth, kPitch, kThreads, kCopyBytes>;
+using CopyDout = RowCopy<Element, kTileQ, kHeadDimV, kDepth, kPitch, kThreads, kCopyBytes>;
+using Visible = VisibleKeys<kLeft, kRight, kTopLeft, kTileK>;
+
+// float32 products are many and small: all of them in a row would only be long.
+constexpr int kUnroll = kSteps <= 16 ? kSteps : 4;
+constexpr int kQueryUnroll = kQuerySteps <= 16 ? kQuerySteps : 4;
+
+// X^T = own rows (keys or values) times rows of the other side (queries or douts)
+DEVICE void multiply_rows(C (&x)[kKeyBlocks][kQueryBlocks], const Element* own, const Element* other, int lane) {
+  UNROLL for (int m = 0; m < kKeyBlocks; m++) { UNROLL for (int n = 0; n < kQueryBlocks; n++) x[m][n] = C{}; }
+#pragma unroll kUnroll
+  for (int step = 0; step < kSteps; step++) {
+    typename M::A a[kKeyBlocks];
+    UNROLL for (int m = 0; m < kKeyBlocks; m++) a[m] =
+        M::load_a(own + m * 16 * kPitch + step * M::kDepth, kPitch, lane);
+    UNROLL for (int n = 0; n < kQueryBlocks; n++) {
+      const typename M::B b = M::load_b_rows(other + n * 16 * kPitch + step * M::kDepth, kPitch, lane);
+      UNROLL for (int m = 0; m < kKeyBlocks; m++) M::multiply_add(x[m][n], a[m], b);
+    }
+  }
+}
+
+// gradient += X^T times columns of the other side. X comes from the wave's accumulators or, all of its rows, from
+// `tile`.
+template <class M>  // the branch not taken must not be instantiated
+DEVICE void multiply_columns(C (&gradient)[kKeyBlocks][kDepthBlocks], const C (&x)[kKeyBlocks][kQueryBlocks],
+                             const Element* tile, const Element* other, int lane) {
+#pragma unroll kQueryUnroll
+  for (int step = 0; step < kQuerySteps; step++) {
+    typename M::A a[kKeyBlocks];
+    UNROLL for (int m = 0; m < kKeyBlocks; m++) {
+      if constexpr (M::kAccumulatorFeedsA && kColumnWaves == 1) {
+        a[m] = M::from_accumulator(x[m][step]);
+      } else {
+        a[m] = M::load_a(tile + m * 16 * kPitchP + step * M::kDepth, kPitchP, lane);
+      }
+    }
+    UNROLL for (int d = 0; d < kDepthBlocks; d++) {
+      const typename M::B b = M::load_b_columns(other + step * M::kDepth * kPitch + d * 16, kPitch, lane);
+      UNROLL for (int m = 0; m < kKeyBlocks; m++) M::multiply_add(gradient[m][d], a[m], b);
+    }
+  }
+}
+
+// A piece of work: a query tile of one of the group's heads. Blocks of neighbouring key tiles begin at different query
+// tiles, so that they seldom add to the same dq at the same time.
+struct QueryTile {
+  int head, tile, stage;
+  bool exists;
+
+  DEVICE QueryTile next(const QueryRange& range, int start, int group) const {
+    QueryTile after{head, tile + 1, (stage + 1) % kStages, true};
+    if (after.tile == range.begin + range.count) after.tile = range.begin;
+    if (after.tile == start) after.exists = ++after.head < group;
+    return after;
+  }
+  DEVICE int row() const { return tile * kTileQ; }
+};
+
+// dQ = dS K, added to the sums in memory. `gradients` is dS^T: keys are rows.
+DEVICE void add_dq(float* sums, int64 stride, int rows, const Element* gradients, const Element* keys, int wave,
+                   int lane) {
+  const int row = wave % kDqRowWaves * kDqRowBlocks * 16;
+  const int block = wave / kDqRowWaves * kDqColumnBlocks;
+  C dq[kDqRowBlocks][kDqColumnBlocks];
+  UNROLL for (int m = 0; m < kDqRowBlocks; m++) { UNROLL for (int d = 0; d < kDqColumnBlocks; d++) dq[m][d] = C{}; }
+  constexpr int kKeySteps = kTileK / M::kDepth;
+  constexpr int kKeyUnroll = kKeySteps <= 8 ? kKeySteps : 4;
+#pragma unroll kKeyUnroll
+  for (int step = 0; step < kKeySteps; step++) {
+    typename M::A a[kDqRowBlocks];
+    UNROLL for (int m = 0; m < kDqRowBlocks; m++) {
+      a[m] = M::load_a_columns(gradients + step * M::kDepth * kPitchP + row + m * 16, kPitchP, lane);
+    }
+    UNROLL for (int d = 0; d < kDqColumnBlocks; d++) {
+      if (kDqBlocks % kDqColumnBlocks != 0 && block + d >= kDqBlocks) break;
+      const typename M::B b = M::load_b_columns(keys + step * M::kDepth * kPitch + (block + d) * 16, kPitch, lane);
+      UNROLL for (int m = 0; m < kDqRowBlocks; m++) M::multiply_add(dq[m][d], a[m], b);
+    }
+  }
+  UNROLL for (int m = 0; m < kDqRowBlocks; m++) {
+    UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
+      const int at = row + m * 16 + C::row(lane, slot);
+      if (at >= rows) continue;
+      float* const sum = sums + at * stride + C::place(C::column(lane, C::element(slot, 0)));
+      UNROLL for (int d = 0; d < kDqColumnBlocks; d++) {
+        if (block + d >= kDqBlocks) break;
+        float run[C::kRun];
+        UNROLL for (int i = 0; i < C::kRun; i++) run[i] = dq[m][d].x[C::element(slot, i)];
+        target::atomic_add(sum + (block + d) * 16, run);
+      }
+    }
+  }
+}
+
+}  // namespace backward
+
+KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_backward(PARAMETER BackwardParams p) {
+  using namespace backward;
+  SHARED_MEMORY(shared, kSharedBytes);
+  Element* const elements = reinterpret_cast<Element*>(shared);
+  float* const statistics = reinterpret_cast<float*>(elements + kElementsUsed);
+  const ForwardParams& f = p.forward;
+  const int thread = target::thread_index();
+  const int lane = thread % target::kWave;
+  const int wave = thread / target::kWave;
+
+  const KeyWork work = find_key_work<kRagged, kTileK>(p, target::block_index());
+  if (!work.exists) return;
+  const int first_key = work.tile * kTileK;
+  const int keys = work.k.length - first_key < kTileK ? work.k.length - first_key : kTileK;
+  const Visible visible(f, work.q.length, work.k.length);
+  const QueryRange range = queries_seeing<kTileQ>(visible, work.tile, work.q.length);
+  const int group = f.nheads_q / f.nheads_kv;
+
+  const Element* const q = static_cast<const Element*>(f.q) + work.sequence * f.q_strides.batch +
+                           work.q.start * f.q_strides.row + work.kv_head * group * f.q_strides.head;
+  const Element* const dout = static_cast<const Element*>(p.dout) + work.sequence * p.dout_strides.batch +
+                              work.q.start * p.dout_strides.row + work.kv_head * group * p.dout_strides.head;
+  const int64 first_statistic = work.sequence * f.lse_batch + work.kv_head * group * f.lse_head + work.q.start;
+
+  const auto load = [&](const QueryTile& tile) {
+    const int row = tile.row();
+    const int valid = work.q.length - row;
+    CopyQ::load(elements + kQueriesAt + tile.stage * kTileQ * kPitch,
+                q + tile.head * f.q_strides.head + row * f.q_strides.row, f.q_strides.row, valid, thread);
+    CopyDout::load(elements + kDoutsAt + tile.stage * kTileQ * kPitch,
+                   dout + tile.head * p.dout_strides.head + row * p.dout_strides.row, p.dout_strides.row, valid,
+                   thread);
+    // Rows past the end get 0 for both: their queries and douts are 0, and so is all that comes of them.
+    for (int i = thread; i < 2 * kTileQ; i += kThreads) {
+      const int at = i % kTileQ;
+      const float* const source = i < kTileQ ? p.row_lse : p.row_delta;
+      target::copy_async<4>(statistics + tile.stage * 2 * kTileQ + i,
+                            source + first_statistic + tile.head * f.lse_head + row + at, at < valid);
+    }
+  };
+  // Afterwards everything asked for has landed for all threads, and all are done with what they read before.
+  const auto arrive = [] {
+    target::copy_async_wait();
+    target::block_sync();
+  };
+
+  const Element* const k = static_cast<const Element*>(f.k) + work.sequence * f.k_strides.batch +
+                           (work.k.start + first_key) * f.k_strides.row + work.kv_head * f.k_strides.head;
+  const Element* const v = static_cast<const Element*>(f.v) + work.sequence * f.v_strides.batch +
+                           (work.k.start + first_key) * f.v_strides.row + work.kv_head * f.v_strides.head;
+  const int start = range.count > 0 ? range.begin + work.tile % range.count : 0;
+  QueryTile tile{0, start, 0, range.count > 0};
+  if (tile.exists) {
+    CopyK::load(elements + kKeysAt, k, f.k_strides.row, keys, thread);
+    CopyV::load(elements + kValuesAt, v, f.v_strides.row, keys, thread);
+    load(tile);
+  }
+  target::copy_async_commit();
+
+  const bool owns_dk = wave >= kRoleWaves;
+  const int key = wave % kRoleWaves / kColumnWaves * kKeyBlocks * 16;
+  const int column_wave = wave % kColumnWaves;
+  const Element* const own = elements + (owns_dk ? kValuesAt : kKeysAt) + key * kPitch;
+  Element* const p_tile = elements + kProbabilitiesAt + key * kPitchP;
+  const Probability<Element> probability(f.scale);
+  C gradient[kKeyBlocks][kDepthBlocks];
+  UNROLL for (int m = 0; m < kKeyBlocks; m++) { UNROLL for (int d = 0; d < kDepthBlocks; d++) gradient[m][d] = C{}; }
+
+  // dQ of a tile is computed when all of its dS is there: in the next turn. Each half of the waves does it while the
+  // other has element-wise work.
+  const auto add_dq_of = [&](const QueryTile& tile, int buffer) {
+    // The batch stride of lse is that of rows times heads, here as there.
+    const int64 row = work.sequence * f.lse_batch + (work.q.start + tile.row()) * f.nheads_q;
+    add_dq(p.dq_sum + (row + work.kv_head * group + tile.head) * kDqPitch, int64(f.nheads_q) * kDqPitch,
+           work.q.length - tile.row(), elements + kScoreGradientsAt + buffer * kTileK * kPitchP, elements + kKeysAt,
+           wave, lane);
+  };
+  int buffer = 0;  // of dS
+  QueryTile before{0, 0, 0, false};
+#pragma unroll 1
+  while (tile.exists) {
+    arrive();
+    const QueryTile next = tile.next(range, start, group);
+    if (kStages == 2 && next.exists) load(next);
+    target::copy_async_commit();
+    const Element* const queries = elements + kQueriesAt + tile.stage * kTileQ * kPitch;
+    const Element* const douts = elements + kDoutsAt + tile.stage * kTileQ * kPitch;
+    const int first_row = tile.row();
+    const int columns = column_wave * kQueryBlocks * 16;
+    const float* const lse = statistics + tile.stage * 2 * kTileQ + columns;
+    const float* const delta = lse + kTileQ;
+    Element* const ds_tile = elements + kScoreGradientsAt + (buffer * kTileK + key) * kPitchP;
+
+    C x[kKeyBlocks][kQueryBlocks];
+    if (owns_dk) {
+      if (kWithDq && before.exists) add_dq_of(before, buffer ^ 1);
+      multiply_rows(x, own, douts + columns * kPitch, lane);
+    } else {
+      multiply_rows(x, own, queries + columns * kPitch, lane);
+      UNROLL for (int m = 0; m < kKeyBlocks; m++) {
+        UNROLL for (int b = 0; b < kQueryBlocks; b++) {
+          UNROLL for (int e = 0; e < C::kElements; e++) {
+            x[m][b].x[e] = probability(x[m][b].x[e], lse[b * 16 + C::column(lane, e)]);
+          }
+        }
+      }
+      if (!tile_is_full(visible, work.tile, first_row, first_row + kTileQ - 1)) {
+        forget_unseen_keys(x, visible, first_key + key, first_row + columns, lane);
+      }
+      UNROLL for (int m = 0; m < kKeyBlocks; m++) {
+        UNROLL for (int b = 0; b < kQueryBlocks; b++) {
+          store_accumulator<M>(x[m][b], p_tile + m * 16 * kPitchP + columns + b * 16, kPitchP, lane);
+        }
+      }
+    }
+    target::block_sync();
+    if (owns_dk) {
+      UNROLL for (int m = 0; m < kKeyBlocks; m++) {
+        UNROLL for (int b = 0; b < kQueryBlocks; b++) {
+          const int at = m * 16 * kPitchP + columns + b * 16;
+          const C weight = load_accumulator<M, C>(p_tile + at, kPitchP, lane);
+          UNROLL for (int e = 0; e < C::kElements; e++) {
+            x[m][b].x[e] = weight.x[e] * (x[m][b].x[e] - delta[b * 16 + C::column(lane, e)]);
+          }
+          if constexpr (kSharesDs) store_accumulator<M>(x[m][b], ds_tile + at, kPitchP, lane);
+        }
+      }
+    } else if (kWithDq && !kFromRegisters && before.exists) {
+      add_dq_of(before, buffer ^ 1);
+    }
+    if constexpr (!kFromRegisters) target::block_sync();
+    multiply_columns<M>(gradient, x, owns_dk ? ds_tile : p_tile,
+                        (owns_dk ? queries : douts) + column_wave * kDepthBlocks * 16, lane);
+    // Not earlier: P would be kept in float32 meanwhile, and there are no registers for that.
+    if (kWithDq && kFromRegisters && !owns_dk && before.exists) add_dq_of(before, buffer ^ 1);
+    if (kStages == 1 && next.exists) {
+      target::block_sync();
+      load(next);
+      target::copy_async_commit();
+    }
+    if (kWithDq) buffer ^= 1;
+    before = tile;
+    tile = next;
+  }
+
+  arrive();
+  if (kWithDq && before.exists) {
+    add_dq_of(before, buffer ^ 1);
+    target::block_sync();
+  }
+  const float factor = owns_dk ? f.scale : 1.0f;
+  Element* const result = elements + (owns_dk ? kKeysAt : kValuesAt) + key * kPitch + column_wave * kDepthBlocks * 16;
+  UNROLL for (int m = 0; m < kKeyBlocks; m++) {
+    UNROLL for (int d = 0; d < kDepthBlocks; d++) {
+      UNROLL for (int e = 0; e < C::kElements; e++) gradient[m][d].x[e] *= factor;
+      store_accumulator<M>(gradient[m][d], result + m * 16 * kPitch + d * 16, kPitch, lane);
+    }
+  }
+  target::block_sync();
+  CopyK::store(static_cast<Element*>(p.dk) + work.sequence * p.dk_strides.batch +
+                   (work.k.start + first_key) * p.dk_strides.row + work.kv_head * p.dk_strides.head,
+               p.dk_strides.row, keys, elements + kKeysAt, thread);
+  CopyV::store(static_cast<Element*>(p.dv) + work.sequence * p.dv_strides.batch +
+                   (work.k.start + first_key) * p.dv_strides.row + work.kv_head * p.dv_strides.head,
+               p.dv_strides.row, keys, elements + kValuesAt, thread);
+}

@@ -1,0 +1,213 @@
+// dQ alone, for gradients that are the same bit for bit run after run: one block computes dq of one query tile of one
+// head.
+//
+// It walks the key tiles that its rows see, as the forward does, and keeps dq in registers: nothing is added up in
+// memory, so no order is left to chance. portable/backward.cu without dQ does the rest. Each wave owns kRowBlocks * 16
+// query rows.
+#include "attn/gradient.cuh"
+#include "attn/params.cuh"
+#include "attn/scheduler.cuh"
+#include "attn/sequence.cuh"
+#include "attn/visible.cuh"
+#include "target/target.cuh"
+#include "tile/accumulator.cuh"
+#include "tile/copy.cuh"
+
+namespace backward_dq {
+
+using namespace config;
+using M = target::Mma<Element>;
+using C = M::C;
+
+constexpr int kThreads = kWaves * target::kWave;
+constexpr int kRowBlocks = kTileQ / (16 * kWaves);
+constexpr int kWaveRows = 16 * kRowBlocks;
+constexpr int kKeyBlocks = kTileK / 16;
+constexpr int kDepthQk = round_up(kHeadDim, 16);
+constexpr int kDepthV = round_up(kHeadDimV, 16);
+constexpr int kDqBlocks = kDepthQk / 16;
+static_assert(kRowBlocks * 16 * kWaves == kTileQ && kKeyBlocks * 16 == kTileK, "tiles are made of 16 x 16 blocks");
+static_assert(kStages == 1 || kStages == 2, "one or two stages of keys and values");
+
+// Elements of shared memory. dq leaves through the space of the queries.
+constexpr int kPitchQk = padded_pitch<Element>(kDepthQk);
+constexpr int kPitchV = padded_pitch<Element>(kDepthV);
+constexpr int kPitchDs = padded_pitch<Element>(kTileK);
+constexpr int kDoutsAt = kTileQ * kPitchQk;
+constexpr int kKeysAt = kDoutsAt + kTileQ * kPitchV;
+constexpr int kValuesAt = kKeysAt + kStages * kTileK * kPitchQk;
+constexpr int kGradientsAt = kValuesAt + kStages * kTileK * kPitchV;
+constexpr int kElementsUsed = kGradientsAt + (M::kAccumulatorFeedsA ? 0 : kTileQ * kPitchDs);
+static_assert(kElementsUsed * int(sizeof(Element)) == kSharedBytes, "the host computes the same size");
+
+using CopyQ = RowCopy<Element, kTileQ, kHeadDim, kDepthQk, kPitchQk, kThreads, kCopyBytes>;
+using CopyDout = RowCopy<Element, kTileQ, kHeadDimV, kDepthV, kPitchV, kThreads, kCopyBytes>;
+using CopyK = RowCopy<Element, kTileK, kHeadDim, kDepthQk, kPitchQk, kThreads, kCopyBytes>;
+using CopyV = RowCopy<Element, kTileK, kHeadDimV, kDepthV, kPitchV, kThreads, kCopyBytes>;
+using Visible = VisibleKeys<kLeft, kRight, kTopLeft, kTileK>;
+
+// X = own rows (queries or douts) times rows of the other side (keys or values)
+template <int kDepth, int kPitch>
+DEVICE void multiply_rows(C (&x)[kRowBlocks][kKeyBlocks], const Element* own, const Element* other, int lane) {
+  UNROLL for (int m = 0; m < kRowBlocks; m++) { UNROLL for (int n = 0; n < kKeyBlocks; n++) x[m][n] = C{}; }
+  constexpr int kSteps = kDepth / M::kDepth;
+  constexpr int kUnroll = kSteps <= 16 ? kSteps : 4;
+#pragma unroll kUnroll
+  for (int step = 0; step < kSteps; step++) {
+    typename M::A a[kRowBlocks];
+    UNROLL for (int m = 0; m < kRowBlocks; m++) a[m] =
+        M::load_a(own + m * 16 * kPitch + step * M::kDepth, kPitch, lane);
+    UNROLL for (int n = 0; n < kKeyBlocks; n++) {
+      const typename M::B b = M::load_b_rows(other + n * 16 * kPitch + step * M::kDepth, kPitch, lane);
+      UNROLL for (int m = 0; m < kRowBlocks; m++) M::multiply_add(x[m][n], a[m], b);
+    }
+  }
+}
+
+// dQ += dS K. Where an accumulator cannot serve as an operand, dS goes through the wave's own rows of shared memory.
+template <class M>  // the branch not taken must not be instantiated
+DEVICE void multiply_keys(C (&dq)[kRowBlocks][kDqBlocks], const C (&ds)[kRowBlocks][kKeyBlocks], Element* slab,
+                          const Element* keys, int lane) {
+  if constexpr (!M::kAccumulatorFeedsA) {
+    UNROLL for (int m = 0; m < kRowBlocks; m++) {
+      UNROLL for (int n = 0; n < kKeyBlocks; n++) {
+        store_accumulator<M>(ds[m][n], slab + m * 16 * kPitchDs + n * 16, kPitchDs, lane);
+      }
+    }
+    target::wave_sync();
+  }
+  constexpr int kSteps = kTileK / M::kDepth;
+  constexpr int kUnroll = kSteps <= 8 ? kSteps : 4;
+#pragma unroll kUnroll
+  for (int step = 0; step < kSteps; step++) {
+    typename M::A a[kRowBlocks];
+    UNROLL for (int m = 0; m < kRowBlocks; m++) {
+      if constexpr (M::kAccumulatorFeedsA) {
+        a[m] = M::from_accumulator(ds[m][step]);
+      } else {
+        a[m] = M::load_a(slab + m * 16 * kPitchDs + step * M::kDepth, kPitchDs, lane);
+      }
+    }
+    UNROLL for (int d = 0; d < kDqBlocks; d++) {
+      const typename M::B b = M::load_b_columns(keys + step * M::kDepth * kPitchQk + d * 16, kPitchQk, lane);
+      UNROLL for (int m = 0; m < kRowBlocks; m++) M::multiply_add(dq[m][d], a[m], b);
+    }
+  }
+  if constexpr (!M::kAccumulatorFeedsA) target::wave_sync();
+}
+
+}  // namespace backward_dq
+
+KERNEL LAUNCH_BOUNDS(backward_dq::kThreads, config::kBlocksPerSm) void rawattn_backward_dq(PARAMETER BackwardParams p) {
+  using namespace backward_dq;
+  SHARED_MEMORY(shared, kSharedBytes);
+  Element* const elements = reinterpret_cast<Element*>(shared);
+  const ForwardParams& f = p.forward;
+  const int thread = target::thread_index();
+  const int lane = thread % target::kWave;
+  const int wave = thread / target::kWave;
+
+  const Work work = find_work<kRagged, kRight, kTileQ>(f, target::block_index());
+  if (!work.exists) return;
+  const int first = work.tile * kTileQ;
+  const int rows = work.q.length - first < kTileQ ? work.q.length - first : kTileQ;
+  const int kv_head = work.head / (f.nheads_q / f.nheads_kv);
+  const Visible visible(f, work.q.length, work.k.length);
+  const TileRange range = tiles_seen(visible, first, first + rows - 1);
+
+  const Element* const k = static_cast<const Element*>(f.k) + work.sequence * f.k_strides.batch +
+                           work.k.start * f.k_strides.row + kv_head * f.k_strides.head;
+  const Element* const v = static_cast<const Element*>(f.v) + work.sequence * f.v_strides.batch +
+                           work.k.start * f.v_strides.row + kv_head * f.v_strides.head;
+  const auto load = [&](int n) {
+    const int64 row = int64(range.tile(n)) * kTileK;
+    const int valid = static_cast<int>(work.k.length - row);
+    const int stage = n % kStages;
+    CopyK::load(elements + kKeysAt + stage * kTileK * kPitchQk, k + row * f.k_strides.row, f.k_strides.row, valid,
+                thread);
+    CopyV::load(elements + kValuesAt + stage * kTileK * kPitchV, v + row * f.v_strides.row, f.v_strides.row, valid,
+                thread);
+  };
+  // Afterwards everything asked for has landed for all threads, and all are done with what they read before.
+  const auto arrive = [] {
+    target::copy_async_wait();
+    target::block_sync();
+  };
+
+  CopyQ::load(elements,
+              static_cast<const Element*>(f.q) + work.sequence * f.q_strides.batch +
+                  (work.q.start + first) * f.q_strides.row + work.head * f.q_strides.head,
+              f.q_strides.row, rows, thread);
+  CopyDout::load(elements + kDoutsAt,
+                 static_cast<const Element*>(p.dout) + work.sequence * p.dout_strides.batch +
+                     (work.q.start + first) * p.dout_strides.row + work.head * p.dout_strides.head,
+                 p.dout_strides.row, rows, thread);
+  if (range.count > 0) load(0);
+  target::copy_async_commit();
+
+  // Rows past the end get 0 for both: their queries and douts are 0, and so is all that comes of them.
+  float lse[kRowBlocks][C::kSlots];
+  float delta[kRowBlocks][C::kSlots];
+  UNROLL for (int m = 0; m < kRowBlocks; m++) {
+    UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
+      const int row = wave * kWaveRows + m * 16 + C::row(lane, slot);
+      const int64 at = work.sequence * f.lse_batch + work.head * f.lse_head + work.q.start + first + row;
+      lse[m][slot] = row < rows ? p.row_lse[at] : 0.0f;
+      delta[m][slot] = row < rows ? p.row_delta[at] : 0.0f;
+    }
+  }
+  const Element* const queries = elements + wave * kWaveRows * kPitchQk;
+  const Element* const douts = elements + kDoutsAt + wave * kWaveRows * kPitchV;
+  Element* const slab = elements + kGradientsAt + wave * kWaveRows * kPitchDs;
+  const Probability<Element> probability(f.scale);
+  C dq[kRowBlocks][kDqBlocks];
+  UNROLL for (int m = 0; m < kRowBlocks; m++) { UNROLL for (int d = 0; d < kDqBlocks; d++) dq[m][d] = C{}; }
+
+#pragma unroll 1
+  for (int n = 0; n < range.count; n++) {
+    arrive();
+    if (kStages == 2 && n + 1 < range.count) load(n + 1);
+    target::copy_async_commit();
+    const int tile = range.tile(n);
+    const Element* const keys = elements + kKeysAt + n % kStages * kTileK * kPitchQk;
+    const Element* const values = elements + kValuesAt + n % kStages * kTileK * kPitchV;
+
+    C s[kRowBlocks][kKeyBlocks];
+    multiply_rows<kDepthQk, kPitchQk>(s, queries, keys, lane);
+    UNROLL for (int m = 0; m < kRowBlocks; m++) {
+      UNROLL for (int b = 0; b < kKeyBlocks; b++) {
+        UNROLL for (int e = 0; e < C::kElements; e++) { s[m][b].x[e] = probability(s[m][b].x[e], lse[m][C::slot(e)]); }
+      }
+    }
+    if (!tile_is_full(visible, tile, first, first + kTileQ - 1)) {
+      forget_unseen(s, visible, first + wave * kWaveRows, tile * kTileK, lane);
+    }
+    C dp[kRowBlocks][kKeyBlocks];
+    multiply_rows<kDepthV, kPitchV>(dp, douts, values, lane);
+    UNROLL for (int m = 0; m < kRowBlocks; m++) {
+      UNROLL for (int b = 0; b < kKeyBlocks; b++) {
+        UNROLL for (int e = 0; e < C::kElements; e++) {
+          dp[m][b].x[e] = s[m][b].x[e] * (dp[m][b].x[e] - delta[m][C::slot(e)]);
+        }
+      }
+    }
+    multiply_keys<M>(dq, dp, slab, keys, lane);
+    if (kStages == 1 && n + 1 < range.count) {
+      target::block_sync();
+      load(n + 1);
+      target::copy_async_commit();
+    }
+  }
+
+  arrive();
+  UNROLL for (int m = 0; m < kRowBlocks; m++) {
+    UNROLL for (int d = 0; d < kDqBlocks; d++) {
+      UNROLL for (int e = 0; e < C::kElements; e++) dq[m][d].x[e] *= f.scale;
+      store_accumulator<M>(dq[m][d], elements + (wave * kWaveRows + m * 16) * kPitchQk + d * 16, kPitchQk, lane);
+    }
+  }
+  target::block_sync();
+  CopyQ::store(static_cast<Element*>(p.dq) + work.sequence * p.dq_strides.batch +
+                   (work.q.start + first) * p.dq_strides.row + work.head * p.dq_strides.head,
+               p.dq_strides.row, rows, elements, thread);
+}

@@ -1,0 +1,44 @@
+// Last step of the backward: dq = scale * dq_sum, in the dtype and the layout of dq. One wave takes one physical row,
+// all heads.
+#include "attn/params.cuh"
+#include "attn/row_place.cuh"
+#include "attn/sequence.cuh"
+#include "target/target.cuh"
+#include "tile/copy.cuh"
+
+namespace backward_finish {
+
+using namespace config;
+using C = target::Mma<Element>::C;
+
+constexpr int kWaves = kThreads / target::kWave;
+constexpr int kChunk = kCopyBytes / int(sizeof(Element));
+constexpr int kChunks = kHeadDim / kChunk;
+
+struct alignas(kCopyBytes) Piece {
+  Element x[kChunk];
+};
+
+}  // namespace backward_finish
+
+KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_backward_finish(PARAMETER BackwardParams p) {
+  using namespace backward_finish;
+  const ForwardParams& f = p.forward;
+  const int wave = target::thread_index() / target::kWave;
+  const int lane = target::thread_index() % target::kWave;
+  const RowPlace place = row_place(f.q_side, f.batch, int64(target::block_index()) * kWaves + wave);
+  if (!place.logical) return;
+
+  const float* const sums = p.dq_sum + (place.batch * f.q_side.rows + place.row) * f.nheads_q * kDqPitch;
+  Element* const dq = static_cast<Element*>(p.dq) + place.batch * p.dq_strides.batch + place.row * p.dq_strides.row;
+  for (int i = lane; i < f.nheads_q * kChunks; i += target::kWave) {
+    const int head = i / kChunks;
+    const int column = i % kChunks * kChunk;
+    Piece piece;
+    UNROLL for (int j = 0; j < kChunk; j++) {
+      const float x = sums[int64(head) * kDqPitch + (column + j) / 16 * 16 + C::place((column + j) % 16)];
+      piece.x[j] = target::from_float<Element>(f.scale * x);
+    }
+    *reinterpret_cast<Piece*>(dq + head * p.dq_strides.head + column) = piece;
+  }
+}

@@ -1,0 +1,75 @@
+// First step of the backward: what the scores' gradient needs of each query row, and zeros where dq is summed.
+//
+//   row_lse = lse in the unit of attn/gradient.cuh, inf where it is -inf        row_delta = dout . out - dlse dq_sum =
+//   0
+//
+// One wave takes one physical row, all heads: several at a time, side by side. Rows of no sequence are not touched.
+#include "attn/gradient.cuh"
+#include "attn/params.cuh"
+#include "attn/row_place.cuh"
+#include "attn/sequence.cuh"
+#include "target/target.cuh"
+#include "tile/copy.cuh"
+
+namespace backward_prepare {
+
+using namespace config;
+
+constexpr int kWaves = kThreads / target::kWave;
+constexpr int kChunk = kCopyBytes / int(sizeof(Element));
+constexpr int kChunks = (kHeadDimV + kChunk - 1) / kChunk;
+constexpr int kLanes = power_of_two_from(kChunks) < target::kWave ? power_of_two_from(kChunks) : target::kWave;
+constexpr int kHeadsAtOnce = target::kWave / kLanes;
+
+struct alignas(kCopyBytes) Piece {
+  Element x[kChunk];
+};
+
+DEVICE float dot(const Element* a, const Element* b, int lane) {
+  float sum = 0.0f;
+  UNROLL for (int base = 0; base < kChunks; base += kLanes) {
+    const int chunk = base + lane;
+    if (kChunks % kLanes == 0 || chunk < kChunks) {
+      const Piece x = reinterpret_cast<const Piece*>(a)[chunk];
+      const Piece y = reinterpret_cast<const Piece*>(b)[chunk];
+      UNROLL for (int i = 0; i < kChunk; i++) sum += target::to_float(x.x[i]) * target::to_float(y.x[i]);
+    }
+  }
+  UNROLL for (int mask = 1; mask < kLanes; mask *= 2) sum += target::shuffle_xor(sum, mask);
+  return sum;
+}
+
+}  // namespace backward_prepare
+
+KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_backward_prepare(PARAMETER BackwardParams p) {
+  using namespace backward_prepare;
+  const ForwardParams& f = p.forward;
+  const int wave = target::thread_index() / target::kWave;
+  const int lane = target::thread_index() % target::kWave;
+  const RowPlace place = row_place(f.q_side, f.batch, int64(target::block_index()) * kWaves + wave);
+  if (!place.logical) return;
+
+  const Element* const out =
+      static_cast<const Element*>(f.out) + place.batch * f.out_strides.batch + place.row * f.out_strides.row;
+  const Element* const dout =
+      static_cast<const Element*>(p.dout) + place.batch * p.dout_strides.batch + place.row * p.dout_strides.row;
+  for (int first = 0; first < f.nheads_q; first += kHeadsAtOnce) {
+    const int head = first + lane / kLanes;
+    // Lanes without a head of their own repeat the last one: all must meet in the sum.
+    const int64 real = head < f.nheads_q ? head : f.nheads_q - 1;
+    float delta = dot(dout + real * p.dout_strides.head, out + real * f.out_strides.head, lane % kLanes);
+    if (lane % kLanes == 0 && head < f.nheads_q) {
+      const int64 at = place.batch * f.lse_batch + head * f.lse_head + place.row;
+      const float lse = f.lse[at];
+      const bool sees_none = lse == -target::infinity();
+      if (p.dlse != nullptr) delta -= p.dlse[at];
+      p.row_lse[at] = sees_none ? target::infinity() : lse * Probability<Element>::kLseUnit;
+      p.row_delta[at] = sees_none ? 0.0f : delta;
+    }
+  }
+  if (p.dq_sum != nullptr) {
+    const int64 count = int64(f.nheads_q) * kDqPitch / 4;
+    Chunk<16>* const sum = reinterpret_cast<Chunk<16>*>(p.dq_sum) + (place.batch * f.q_side.rows + place.row) * count;
+    for (int64 i = lane; i < count; i += target::kWave) sum[i] = Chunk<16>{0, 0, 0, 0};
+  }
+}

@@ -1,0 +1,242 @@
+// Attention forward on any target: one block computes one query tile of one head (FlashAttention-2, Dao 2023).
+//
+// Each wave owns kRowBlocks * 16 query rows, holds their scores and output in registers and walks the key tiles; keys
+// and values arrive by asynchronous copies. With two stages the next tile's keys and values travel during the whole of
+// this tile's arithmetic; with one, values travel under Q K^T and the next keys under the softmax and P V.
+#include "attn/params.cuh"
+#include "attn/scheduler.cuh"
+#include "attn/sequence.cuh"
+#include "attn/softmax.cuh"
+#include "attn/visible.cuh"
+#include "target/target.cuh"
+#include "tile/copy.cuh"
+
+namespace forward {
+
+using namespace config;
+using M = target::Mma<Element>;
+using C = M::C;
+
+constexpr int kThreads = kWaves * target::kWave;
+constexpr int kRowBlocks = kTileQ / (16 * kWaves);  // 16-row blocks of a wave
+constexpr int kWaveRows = 16 * kRowBlocks;
+constexpr int kKeyBlocks = kTileK / 16;
+constexpr int kDepthQk = round_up(kHeadDim, 16);
+constexpr int kDepthV = round_up(kHeadDimV, 16);
+constexpr int kOutBlocks = kDepthV / 16;
+static_assert(kRowBlocks * 16 * kWaves == kTileQ && kKeyBlocks * 16 == kTileK, "tiles are made of 16 x 16 blocks");
+static_assert(kStages == 1 || kStages == 2, "one or two stages of keys and values");
+
+constexpr int kPitchQk = padded_pitch<Element>(kDepthQk);
+constexpr int kPitchV = padded_pitch<Element>(kDepthV);
+constexpr int kPitchP = padded_pitch<Element>(kTileK);
+
+// Elements of shared memory. The output leaves through the space of the queries (and of the first keys if it is wider).
+constexpr int kKeysAt = kTileQ * kPitchQk;
+constexpr int kValuesAt = kKeysAt + kStages * kTileK * kPitchQk;
+constexpr int kProbabilitiesAt = kValuesAt + kStages * kTileK * kPitchV;
+constexpr int kElementsUsed = kProbabilitiesAt + (M::kAccumulatorFeedsA ? 0 : kTileQ * kPitchP);
+constexpr int kElementsOut = kTileQ * kPitchV;
+constexpr int kBytesNeeded = (kElementsUsed > kElementsOut ? kElementsUsed : kElementsOut) * int(sizeof(Element));
+static_assert(kBytesNeeded == kSharedBytes, "the host computes the same size");
+
+using CopyQ = RowCopy<Element, kTileQ, kHeadDim, kDepthQk, kPitchQk, kThreads, kCopyBytes>;
+using CopyK = RowCopy<Element, kTileK, kHeadDim, kDepthQk, kPitchQk, kThreads, kCopyBytes>;
+using CopyV = RowCopy<Element, kTileK, kHeadDimV, kDepthV, kPitchV, kThreads, kCopyBytes>;
+using CopyOut = RowCopy<Element, kTileQ, kHeadDimV, kDepthV, kPitchV, kThreads, kCopyBytes>;
+using Visible = VisibleKeys<kLeft, kRight, kTopLeft, kTileK>;
+
+constexpr int kSteps = kDepthQk / M::kDepth;
+// Shallow products have many steps, and code for them all would take the compiler longer than it saves the GPU.
+constexpr int kUnrolledSteps = M::kDepth == 16 ? 16 : 4;
+
+// The wave's queries as operands: read once into registers, or from shared memory at every use.
+struct Queries {
+  const Element* rows;
+  typename M::A held[kQueryInRegisters ? kRowBlocks : 1][kQueryInRegisters ? kSteps : 1];
+
+  DEVICE void hold(int lane) {
+    if constexpr (kQueryInRegisters) {
+      UNROLL for (int m = 0; m < kRowBlocks; m++) {
+        UNROLL for (int step = 0; step < kSteps; step++) {
+          held[m][step] = M::load_a(rows + m * 16 * kPitchQk + step * M::kDepth, kPitchQk, lane);
+        }
+      }
+    }
+  }
+  DEVICE typename M::A operator()(int m, int step, int lane) const {
+    if constexpr (kQueryInRegisters) return held[m][step];
+    return M::load_a(rows + m * 16 * kPitchQk + step * M::kDepth, kPitchQk, lane);
+  }
+};
+
+// S = Q K^T
+DEVICE void multiply_keys(C (&s)[kRowBlocks][kKeyBlocks], const Queries& queries, const Element* keys, int lane) {
+  UNROLL for (int m = 0; m < kRowBlocks; m++) { UNROLL for (int n = 0; n < kKeyBlocks; n++) s[m][n] = C{}; }
+#pragma unroll kUnrolledSteps
+  for (int step = 0; step < kSteps; step++) {
+    typename M::A a[kRowBlocks];
+    UNROLL for (int m = 0; m < kRowBlocks; m++) a[m] = queries(m, step, lane);
+    UNROLL for (int n = 0; n < kKeyBlocks; n++) {
+      const typename M::B b = M::load_b_rows(keys + n * 16 * kPitchQk + step * M::kDepth, kPitchQk, lane);
+      UNROLL for (int m = 0; m < kRowBlocks; m++) M::multiply_add(s[m][n], a[m], b);
+    }
+  }
+}
+
+// O += P V. Where an accumulator cannot serve as an operand, P goes through the wave's own rows of shared memory.
+template <class M>  // the branch not taken must not be instantiated
+DEVICE void multiply_values(C (&o)[kRowBlocks][kOutBlocks], const C (&p)[kRowBlocks][kKeyBlocks], Element* slab,
+                            const Element* values, int lane) {
+  if constexpr (!M::kAccumulatorFeedsA) {
+    UNROLL for (int m = 0; m < kRowBlocks; m++) {
+      UNROLL for (int n = 0; n < kKeyBlocks; n++) {
+        UNROLL for (int e = 0; e < C::kElements; e++) {
+          slab[(m * 16 + C::row(lane, C::slot(e))) * kPitchP + n * 16 + C::column(lane, e)] =
+              target::from_float<Element>(p[m][n].x[e]);
+        }
+      }
+    }
+    target::wave_sync();
+  }
+#pragma unroll kUnrolledSteps
+  for (int step = 0; step < kTileK / M::kDepth; step++) {
+    typename M::A a[kRowBlocks];
+    UNROLL for (int m = 0; m < kRowBlocks; m++) {
+      if constexpr (M::kAccumulatorFeedsA) {
+        a[m] = M::from_accumulator(p[m][step]);
+      } else {
+        a[m] = M::load_a(slab + m * 16 * kPitchP + step * M::kDepth, kPitchP, lane);
+      }
+    }
+    UNROLL for (int d = 0; d < kOutBlocks; d++) {
+      const typename M::B b = M::load_b_columns(values + step * M::kDepth * kPitchV + d * 16, kPitchV, lane);
+      UNROLL for (int m = 0; m < kRowBlocks; m++) M::multiply_add(o[m][d], a[m], b);
+    }
+  }
+  if constexpr (!M::kAccumulatorFeedsA) target::wave_sync();
+}
+
+}  // namespace forward
+
+KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forward(PARAMETER ForwardParams p) {
+  using namespace forward;
+  SHARED_MEMORY(shared, kSharedBytes);
+  Element* const elements = reinterpret_cast<Element*>(shared);
+  const int thread = target::thread_index();
+  const int lane = thread % target::kWave;
+  const int wave = thread / target::kWave;
+
+  const Work work = find_work<kRagged, kRight, kTileQ>(p, target::block_index());
+  if (!work.exists) return;
+  const int first = work.tile * kTileQ;
+  const int rows = work.q.length - first < kTileQ ? work.q.length - first : kTileQ;
+  const int kv_head = work.head / (p.nheads_q / p.nheads_kv);
+  const Visible visible(p, work.q.length, work.k.length);
+  const TileRange range = tiles_seen(visible, first, first + rows - 1);
+
+  const Element* const q = static_cast<const Element*>(p.q) + work.sequence * p.q_strides.batch +
+                           (work.q.start + first) * p.q_strides.row + work.head * p.q_strides.head;
+  const Element* const k = static_cast<const Element*>(p.k) + work.sequence * p.k_strides.batch +
+                           work.k.start * p.k_strides.row + kv_head * p.k_strides.head;
+  const Element* const v = static_cast<const Element*>(p.v) + work.sequence * p.v_strides.batch +
+                           work.k.start * p.v_strides.row + kv_head * p.v_strides.head;
+
+  const auto load_keys = [&](int n) {
+    const int64 row = int64(range.tile(n)) * kTileK;
+    CopyK::load(elements + kKeysAt + n % kStages * kTileK * kPitchQk, k + row * p.k_strides.row, p.k_strides.row,
+                static_cast<int>(work.k.length - row), thread);
+  };
+  const auto load_values = [&](int n) {
+    const int64 row = int64(range.tile(n)) * kTileK;
+    CopyV::load(elements + kValuesAt + n % kStages * kTileK * kPitchV, v + row * p.v_strides.row, p.v_strides.row,
+                static_cast<int>(work.k.length - row), thread);
+  };
+  // Afterwards everything asked for has landed for all threads, and all are done with what they read before.
+  const auto arrive = [] {
+    target::copy_async_wait();
+    target::block_sync();
+  };
+
+  CopyQ::load(elements, q, p.q_strides.row, rows, thread);
+  if (range.count > 0) {
+    load_keys(0);
+    if constexpr (kStages == 2) load_values(0);
+  }
+  target::copy_async_commit();
+
+  Queries queries;
+  queries.rows = elements + wave * kWaveRows * kPitchQk;
+  Element* const slab = elements + kProbabilitiesAt + wave * kWaveRows * kPitchP;
+  OnlineSoftmax<C, kRowBlocks> softmax;
+  constexpr float kLog2E = 1.4426950408889634f;
+  const float scale_log2 = kScaleFirst ? kLog2E : p.scale * kLog2E;
+  C o[kRowBlocks][kOutBlocks];
+  UNROLL for (int m = 0; m < kRowBlocks; m++) { UNROLL for (int d = 0; d < kOutBlocks; d++) o[m][d] = C{}; }
+  if constexpr (kQueryInRegisters) {
+    arrive();
+    queries.hold(lane);
+  }
+
+#pragma unroll 1
+  for (int n = 0; n < range.count; n++) {
+    arrive();
+    if constexpr (kStages == 2) {
+      if (n + 1 < range.count) {
+        load_keys(n + 1);
+        load_values(n + 1);
+      }
+    } else {
+      load_values(n);
+    }
+    target::copy_async_commit();
+
+    C s[kRowBlocks][kKeyBlocks];
+    multiply_keys(s, queries, elements + kKeysAt + n % kStages * kTileK * kPitchQk, lane);
+    if constexpr (kStages == 1) {
+      arrive();
+      if (n + 1 < range.count) load_keys(n + 1);
+      target::copy_async_commit();
+    }
+
+    if constexpr (kScaleFirst) {
+      UNROLL for (int m = 0; m < kRowBlocks; m++) {
+        UNROLL for (int b = 0; b < kKeyBlocks; b++) {
+          UNROLL for (int e = 0; e < C::kElements; e++) s[m][b].x[e] *= p.scale;
+        }
+      }
+    }
+    const int tile = range.tile(n);
+    if (!tile_is_full(visible, tile, first, first + kTileQ - 1)) {
+      hide_unseen(s, visible, first + wave * kWaveRows, tile * kTileK, lane);
+    }
+    if (softmax.relate(s, scale_log2)) softmax.rescale(o);
+    softmax.exponentiate(s);
+    multiply_values<M>(o, s, slab, elements + kValuesAt + n % kStages * kTileK * kPitchV, lane);
+  }
+
+  softmax.finish(o);
+  arrive();
+  UNROLL for (int m = 0; m < kRowBlocks; m++) {
+    const int block_row = wave * kWaveRows + m * 16;
+    UNROLL for (int d = 0; d < kOutBlocks; d++) {
+      UNROLL for (int e = 0; e < C::kElements; e++) {
+        elements[(block_row + C::row(lane, C::slot(e))) * kPitchV + d * 16 + C::column(lane, e)] =
+            target::from_float<Element>(o[m][d].x[e]);
+      }
+    }
+    if (p.lse != nullptr) {
+      UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
+        const int row = block_row + C::row(lane, slot);
+        if (C::column(lane, 0) == 0 && row < rows) {
+          p.lse[work.sequence * p.lse_batch + work.head * p.lse_head + work.q.start + first + row] =
+              softmax.lse(m, slot);
+        }
+      }
+    }
+  }
+  target::block_sync();
+  CopyOut::store(static_cast<Element*>(p.out) + work.sequence * p.out_strides.batch +
+                     (work.q.start + first) * p.out_strides.row + work.head * p.out_strides.head,
+                 p.out_strides.row, rows, elements, thread);
+}

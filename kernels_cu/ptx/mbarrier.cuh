@@ -1,0 +1,40 @@
+// mbarrier: a counter in shared memory whose phase completes when all arrivals, and all announced bytes, have come.
+#pragma once
+
+#include "target/cuda.cuh"
+
+namespace ptx {
+
+typedef unsigned long long Mbarrier;
+
+DEVICE void mbarrier_init(Mbarrier* barrier, unsigned arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(target::shared_address(barrier)), "r"(arrivals)
+               : "memory");
+}
+// Makes initialised barriers visible to the copy engine; a block barrier must follow.
+DEVICE void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+DEVICE void mbarrier_arrive(Mbarrier* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(target::shared_address(barrier)) : "memory");
+}
+// Arrives and announces bytes that copies will deliver before the phase can complete.
+DEVICE void mbarrier_arrive_expect(Mbarrier* barrier, unsigned bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(target::shared_address(barrier)),
+               "r"(bytes)
+               : "memory");
+}
+// Returns once the phase of this parity has completed. A fresh barrier is in phase 0: waiting for parity 1 passes at
+// once.
+DEVICE void mbarrier_wait(Mbarrier* barrier, unsigned parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "RETRY:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra RETRY;\n"
+      "}\n" ::"r"(target::shared_address(barrier)),
+      "r"(parity)
+      : "memory");
+}
+
+}  // namespace ptx

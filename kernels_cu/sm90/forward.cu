@@ -1,0 +1,344 @@
+// Attention forward for Hopper: persistent blocks, TMA loads, wgmma products (FlashAttention-3, Shah et al. 2024).
+//
+// Warp group 0 produces: one thread walks the schedule and keeps the copy engine ahead of the consumers. Each of the
+// kConsumers other warp groups owns 64 query rows. In a consumer, Q K^T of tile n and P V of tile n - 1 run in the
+// tensor cores while the softmax of tile n runs in the other pipes; with kPingPong, consumers also take turns at
+// issuing products, so that the softmax of one meets the products of another. The next tile's queries, keys and values
+// travel while this one's output is stored.
+#include "attn/params.cuh"
+#include "attn/scheduler.cuh"
+#include "attn/sequence.cuh"
+#include "attn/softmax.cuh"
+#include "attn/visible.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/setmaxnreg.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/wgmma.cuh"
+#include "target/target.cuh"
+#include "tile/copy.cuh"
+#include "tile/transpose.cuh"
+
+namespace forward {
+
+using namespace config;
+using M = target::Mma<Element>;
+using C = target::Accumulator;
+
+constexpr int kGroup = 128;  // threads of a warp group
+constexpr int kThreads = kGroup * (1 + kConsumers);
+constexpr int kTileQ = 64 * kConsumers;
+constexpr int kKeyBlocks = kTileK / 16;
+constexpr int kColumns = 64;  // of a 128-byte swizzled block
+constexpr int kDepthQk = round_up(kHeadDim, 16);
+constexpr int kDepthV = round_up(kHeadDimV, 16);
+constexpr int kBlocksQk = round_up(kHeadDim, kColumns) / kColumns;
+constexpr int kBlocksV = round_up(kHeadDimV, kColumns) / kColumns;
+constexpr int kOutBlocks = kDepthV / 16;
+
+constexpr int kQueryBytes = kBlocksQk * kTileQ * 128;
+constexpr int kKeyBytes = kBlocksQk * kTileK * 128;
+constexpr int kValueBytes = kBlocksV * kTileK * 128;
+
+using Qk = ptx::Wgmma<Element, kTileK>;
+using Pv = ptx::Wgmma<Element, kDepthV>;
+using Visible = VisibleKeys<kLeft, kRight, kTopLeft, kTileK>;
+
+struct SharedMemory {
+  alignas(1024) unsigned char queries[kQueryBytes];
+  unsigned char keys[kStages][kKeyBytes];
+  unsigned char values[kStages][kValueBytes];
+  ptx::Mbarrier keys_full[kStages], keys_empty[kStages], values_full[kStages], values_empty[kStages];
+  ptx::Mbarrier queries_full, queries_empty;
+  // Two slots: the producer decides on the next work while the consumers are busy with this one.
+  ptx::Mbarrier work_full[2], work_empty[2];
+  Work work[2];
+};
+static_assert(sizeof(SharedMemory) <= kSharedBytes, "the host reserves enough");
+
+enum NamedBarrier { kTurn = 1 };  // kTurn + c: consumer c may issue its products
+
+// A place in a ring of kSlots whose barriers flip parity at each round.
+template <int kSlots>
+struct Ring {
+  int slot = 0;
+  unsigned parity = 0;
+  DEVICE void advance() {
+    if (++slot == kSlots) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+DEVICE TileRange tiles_of(const ForwardParams& p, const Work& work) {
+  const int first = work.tile * kTileQ;
+  const int last = (first + kTileQ < work.q.length ? first + kTileQ : work.q.length) - 1;
+  return tiles_seen(Visible(p, work.q.length, work.k.length), first, last);
+}
+
+// Coordinates of a sequence's rows in a tensor map. A ragged map has a row axis that ends where the sequence does,
+// whatever its length: the map's origin lies `bound` rows before the array, and a second row axis brings it back (see
+// rawattn/_kernels).
+struct MapRows {
+  int first, outer, batch;
+};
+DEVICE MapRows map_rows(const Work& work, const Span& span, int bound) {
+  if constexpr (kRagged) {
+    return {bound - span.length, static_cast<int>(span.start) + span.length, kPacked ? 0 : work.sequence};
+  } else {
+    return {0, 0, work.sequence};
+  }
+}
+
+template <int kBlocks, int kRows>
+DEVICE void load_rows(unsigned char* shared, const ptx::TensorMap* map, ptx::Mbarrier* barrier, const MapRows& rows,
+                      int row, int head) {
+  ptx::mbarrier_arrive_expect(barrier, kBlocks * kRows * 128);
+  UNROLL for (int b = 0; b < kBlocks; b++) {
+    ptx::copy_tensor_5d(shared + b * kRows * 128, map, barrier, b * kColumns, rows.first + row, head, rows.outer,
+                        rows.batch);
+  }
+}
+
+DEVICE void produce(const Sm90ForwardParams& p, SharedMemory& s, const ptx::TensorMap* q_map,
+                    const ptx::TensorMap* k_map, const ptx::TensorMap* v_map) {
+  Ring<kStages> keys, values;
+  Ring<2> slot;
+  unsigned queries_parity = 0;
+  int64 index = target::block_index();
+  for (;;) {
+    ptx::mbarrier_wait(&s.work_empty[slot.slot], slot.parity ^ 1);
+    const Work& work = s.work[slot.slot] = find_work<kRagged, kRight, kTileQ>(p.forward, index);
+    ptx::mbarrier_arrive(&s.work_full[slot.slot]);
+    slot.advance();
+    if (!work.exists) break;
+    const unsigned ticket = atomicAdd(p.next_work, 1u);
+
+    const TileRange range = tiles_of(p.forward, work);
+    const int kv_head = work.head / (p.forward.nheads_q / p.forward.nheads_kv);
+    const MapRows q_rows = map_rows(work, work.q, p.row_bound_q);
+    const MapRows k_rows = map_rows(work, work.k, p.row_bound_k);
+    const auto load_values = [&](int n) {
+      ptx::mbarrier_wait(&s.values_empty[values.slot], values.parity ^ 1);
+      load_rows<kBlocksV, kTileK>(s.values[values.slot], v_map, &s.values_full[values.slot], k_rows,
+                                  range.tile(n) * kTileK, kv_head);
+      values.advance();
+    };
+#pragma unroll 1
+    for (int n = 0; n < range.count; n++) {
+      ptx::mbarrier_wait(&s.keys_empty[keys.slot], keys.parity ^ 1);
+      load_rows<kBlocksQk, kTileK>(s.keys[keys.slot], k_map, &s.keys_full[keys.slot], k_rows, range.tile(n) * kTileK,
+                                   kv_head);
+      keys.advance();
+      if (n == 0) {
+        ptx::mbarrier_wait(&s.queries_empty, queries_parity ^ 1);
+        queries_parity ^= 1;
+        load_rows<kBlocksQk, kTileQ>(s.queries, q_map, &s.queries_full, q_rows, work.tile * kTileQ, work.head);
+      } else {
+        load_values(n - 1);
+      }
+    }
+    if (range.count > 0) load_values(range.count - 1);
+    index = int64(ticket) + gridDim.x;
+  }
+  // The last block to run out of work leaves the counters as it found them, for the next launch.
+  if (atomicAdd(p.next_work + 1, 1u) == gridDim.x - 1) {
+    p.next_work[0] = 0;
+    p.next_work[1] = 0;
+  }
+}
+
+struct Consumer {
+  SharedMemory& s;
+  const int index, lane, warp;  // warp: 0 to 3 in the group
+  Ring<kStages> keys, values;
+
+  DEVICE void take_turn() const {
+    if constexpr (kPingPong) ptx::barrier_sync(kTurn + index, 2 * kGroup);
+  }
+  DEVICE void pass_turn() const {
+    if constexpr (kPingPong) ptx::barrier_arrive(kTurn + (index + 1 == kConsumers ? 0 : index + 1), 2 * kGroup);
+  }
+
+  // S = Q K^T of the tile in the ring's slot, under way when this returns.
+  DEVICE void start_scores(C (&scores)[1][kKeyBlocks], unsigned long long q) const {
+    const unsigned long long k = ptx::wgmma_descriptor(s.keys[keys.slot], 0);
+    ptx::wgmma_fence();
+    UNROLL for (int step = 0; step < kDepthQk / 16; step++) {
+      Qk::ss(scores[0], q + step / 4 * (kTileQ * 8) + step % 4 * 2, k + step / 4 * (kTileK * 8) + step % 4 * 2,
+             step > 0);
+    }
+    ptx::wgmma_commit();
+  }
+  // O += P V of the tile in the ring's slot, under way when this returns.
+  DEVICE void start_output(C (&o)[1][kOutBlocks], const M::A (&p)[kKeyBlocks]) const {
+    const unsigned long long v = ptx::wgmma_descriptor(s.values[values.slot], kTileK * 128);
+    ptx::wgmma_fence();
+    UNROLL for (int step = 0; step < kKeyBlocks; step++) Pv::rs(o[0], p[step], v + step * 128);
+    ptx::wgmma_commit();
+  }
+  DEVICE void release(ptx::Mbarrier* barrier) const {
+    if (lane == 0) ptx::mbarrier_arrive(barrier);
+  }
+};
+
+DEVICE void pack(M::A (&p)[kKeyBlocks], const C (&scores)[1][kKeyBlocks]) {
+  UNROLL for (int n = 0; n < kKeyBlocks; n++) p[n] = M::from_accumulator(scores[0][n]);
+}
+
+// The wave's 16 rows of the output and its LSE. A row of a 32-column piece lies with a quad, 4 bytes of each 8 columns
+// in each lane; after the exchange every lane holds 16 bytes in a row.
+DEVICE void store(const ForwardParams& p, const Work& work, const C (&o)[1][kOutBlocks],
+                  const OnlineSoftmax<C, 1>& softmax, int first_row, int lane) {
+  unsigned packed[C::kSlots][round_up(kOutBlocks, 2) * 2];
+  UNROLL for (int d = 0; d < kOutBlocks; d++) {
+    UNROLL for (int e = 0; e < C::kElements; e += 2) {
+      packed[C::slot(e)][2 * d + e / 4] = M::pack_pair(o[0][d].x[e], o[0][d].x[e + 1]);
+    }
+  }
+  UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
+    const int row = first_row + C::row(lane, slot);
+    const bool real = row < work.q.length;
+    Element* const out = static_cast<Element*>(p.out) + work.sequence * p.out_strides.batch +
+                         (work.q.start + row) * p.out_strides.row + work.head * p.out_strides.head + lane % 4 * 8;
+    UNROLL for (int d = 0; d < kOutBlocks * 2; d += 4) {
+      unsigned piece[4] = {packed[slot][d], packed[slot][d + 1], packed[slot][d + 2], packed[slot][d + 3]};
+      transpose_quad(piece, lane % 4);
+      if (real && d * 8 + lane % 4 * 8 < kHeadDimV) {
+        *reinterpret_cast<Chunk<16>*>(out + d * 8) = {piece[0], piece[1], piece[2], piece[3]};
+      }
+    }
+    if (p.lse != nullptr && lane % 4 == 0 && real) {
+      p.lse[work.sequence * p.lse_batch + work.head * p.lse_head + work.q.start + row] = softmax.lse(0, slot);
+    }
+  }
+}
+
+DEVICE void consume(const Sm90ForwardParams& params, SharedMemory& s, int index) {
+  const ForwardParams& p = params.forward;
+  Consumer self{s, index, target::thread_index() % 32, target::thread_index() / 32 % 4, {}, {}};
+  const unsigned long long q = ptx::wgmma_descriptor(s.queries + index * 64 * 128, 0);
+  constexpr float kLog2E = 1.4426950408889634f;
+  const float scale_log2 = kScaleFirst ? kLog2E : p.scale * kLog2E;
+  Ring<2> slot;
+  unsigned queries_parity = 0;
+  if (kPingPong && index == kConsumers - 1) self.pass_turn();  // the first turn is consumer 0's
+  for (;;) {
+    ptx::mbarrier_wait(&s.work_full[slot.slot], slot.parity);
+    const Work& work = s.work[slot.slot];  // stays there until this tile is stored
+    if (!work.exists) break;
+    const TileRange range = tiles_of(p, work);
+    const int first = work.tile * kTileQ + index * 64;
+    const int first_row = first + self.warp * 16;
+    const Visible visible(p, work.q.length, work.k.length);
+
+    OnlineSoftmax<C, 1> softmax;
+    C o[1][kOutBlocks];
+    M::A probabilities[kKeyBlocks];
+    const auto finish_scores = [&](C(&scores)[1][kKeyBlocks], int n) {
+      if constexpr (kScaleFirst) {
+        UNROLL for (int b = 0; b < kKeyBlocks; b++) {
+          UNROLL for (int e = 0; e < C::kElements; e++) scores[0][b].x[e] *= p.scale;
+        }
+      }
+      const int tile = range.tile(n);
+      if (!tile_is_full(visible, tile, first, first + 63)) {
+        hide_unseen(scores, visible, first_row, tile * kTileK, self.lane);
+      }
+      const bool moved = softmax.relate(scores, scale_log2);
+      softmax.exponentiate(scores);
+      return moved;
+    };
+
+    UNROLL for (int d = 0; d < kOutBlocks; d++) o[0][d] = C{};
+    if (range.count > 0) {
+      ptx::mbarrier_wait(&s.queries_full, queries_parity);
+      queries_parity ^= 1;
+      {
+        C scores[1][kKeyBlocks];
+        ptx::mbarrier_wait(&s.keys_full[self.keys.slot], self.keys.parity);
+        self.take_turn();
+        self.start_scores(scores, q);
+        self.pass_turn();
+        ptx::wgmma_wait<0>();
+        self.release(&s.keys_empty[self.keys.slot]);
+        self.keys.advance();
+        finish_scores(scores, 0);
+        pack(probabilities, scores);
+      }
+#pragma unroll 1
+      for (int n = 1; n < range.count; n++) {
+        C scores[1][kKeyBlocks];
+        ptx::mbarrier_wait(&s.keys_full[self.keys.slot], self.keys.parity);
+        self.take_turn();
+        self.start_scores(scores, q);
+        ptx::mbarrier_wait(&s.values_full[self.values.slot], self.values.parity);
+        self.start_output(o, probabilities);
+        self.pass_turn();
+        ptx::wgmma_wait<1>();
+        self.release(&s.keys_empty[self.keys.slot]);
+        self.keys.advance();
+        const bool moved = finish_scores(scores, n);
+        // Never taken. The branch ends the basic block: without it the compiler moves the wait above the exponentials,
+        // and softmax and products no longer overlap.
+        if (softmax.sum[0][0] + softmax.sum[0][1] < 0.0f) asm volatile("brkpt;");
+        ptx::wgmma_wait<0>();
+        self.release(&s.values_empty[self.values.slot]);
+        self.values.advance();
+        pack(probabilities, scores);
+        if (moved) softmax.rescale(o);
+      }
+      self.release(&s.queries_empty);
+      ptx::mbarrier_wait(&s.values_full[self.values.slot], self.values.parity);
+      self.start_output(o, probabilities);
+      ptx::wgmma_wait<0>();
+      self.release(&s.values_empty[self.values.slot]);
+      self.values.advance();
+      softmax.finish(o);
+    }
+    store(p, work, o, softmax, first_row, self.lane);
+    __syncwarp();
+    self.release(&s.work_empty[slot.slot]);
+    slot.advance();
+  }
+}
+
+}  // namespace forward
+
+KERNEL LAUNCH_BOUNDS(forward::kThreads,
+                     1) void rawattn_sm90_forward(PARAMETER Sm90ForwardParams p, PARAMETER ptx::TensorMap q_map,
+                                                  PARAMETER ptx::TensorMap k_map, PARAMETER ptx::TensorMap v_map) {
+  using namespace forward;
+  extern __shared__ __align__(1024) unsigned char bytes[];
+  SharedMemory& shared = *reinterpret_cast<SharedMemory*>(bytes);
+  if (target::thread_index() == 0) {
+    for (int i = 0; i < kStages; i++) {
+      ptx::mbarrier_init(&shared.keys_full[i], 1);
+      ptx::mbarrier_init(&shared.keys_empty[i], 4 * kConsumers);
+      ptx::mbarrier_init(&shared.values_full[i], 1);
+      ptx::mbarrier_init(&shared.values_empty[i], 4 * kConsumers);
+    }
+    for (int i = 0; i < 2; i++) {
+      ptx::mbarrier_init(&shared.work_full[i], 1);
+      ptx::mbarrier_init(&shared.work_empty[i], 4 * kConsumers);
+    }
+    ptx::mbarrier_init(&shared.queries_full, 1);
+    ptx::mbarrier_init(&shared.queries_empty, 4 * kConsumers);
+    ptx::fence_mbarrier_init();
+    ptx::prefetch_tensormap(&q_map);
+    ptx::prefetch_tensormap(&k_map);
+    ptx::prefetch_tensormap(&v_map);
+  }
+  target::block_sync();
+  // Through a shuffle the compiler knows that the group is the same for the whole warp, and keeps descriptors in
+  // uniform registers.
+  const int group = __shfl_sync(~0u, target::thread_index() / kGroup, 0);
+  if (group == 0) {
+    ptx::setmaxnreg_dec<kProducerRegisters>();
+    if (target::thread_index() == 0) produce(p, shared, &q_map, &k_map, &v_map);
+  } else {
+    ptx::setmaxnreg_inc<kConsumerRegisters>();
+    consume(p, shared, group - 1);
+  }
+}

@@ -1,0 +1,301 @@
+// NVIDIA GPUs from Ampere on: mma.sync, ldmatrix, cp.async. No CUDA header is needed: 16-bit types are bit patterns
+// here.
+#pragma once
+
+#define DEVICE __device__ __forceinline__
+#define KERNEL extern "C" __global__
+#define LAUNCH_BOUNDS(threads, blocks) __launch_bounds__(threads, blocks)
+#define PARAMETER const __grid_constant__
+#define SHARED_MEMORY(name, bytes) extern __shared__ __align__(128) unsigned char name[]
+#define UNROLL _Pragma("unroll")
+
+struct float16 {
+  unsigned short bits;
+};
+struct bfloat16 {
+  unsigned short bits;
+};
+
+namespace target {
+
+constexpr int kWave = 32;
+DEVICE float infinity() { return __int_as_float(0x7f800000); }
+
+DEVICE int thread_index() { return threadIdx.x; }
+DEVICE int block_index() { return blockIdx.x; }
+
+DEVICE void block_sync() { __syncthreads(); }
+DEVICE void wave_sync() { __syncwarp(); }
+
+DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(~0u, x, mask); }
+DEVICE bool wave_any(bool predicate) { return __any_sync(~0u, predicate); }
+
+DEVICE float exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+DEVICE float log2(float x) { return ::log2f(x); }
+DEVICE int bits_of(float x) { return __float_as_int(x); }
+
+DEVICE float to_float(float x) { return x; }
+DEVICE float to_float(float16 x) {
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+  return y;
+}
+DEVICE float to_float(bfloat16 x) { return __uint_as_float(unsigned(x.bits) << 16); }
+
+template <class T>
+DEVICE T from_float(float x);
+template <>
+DEVICE float from_float<float>(float x) {
+  return x;
+}
+template <>
+DEVICE float16 from_float<float16>(float x) {
+  float16 y;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+  return y;
+}
+template <>
+DEVICE bfloat16 from_float<bfloat16>(float x) {
+  bfloat16 y;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+  return y;
+}
+
+// Adds to memory that other blocks add to at the same time; in which order is not defined. `address` is aligned to
+// kCount floats.
+template <int kCount>
+DEVICE void atomic_add(float* address, const float (&x)[kCount]) {
+#if __CUDA_ARCH__ >= 900
+  if constexpr (kCount == 4) {
+    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(x[0]), "f"(x[1]), "f"(x[2]),
+                 "f"(x[3])
+                 : "memory");
+    return;
+  }
+#endif
+  UNROLL for (int i = 0; i < kCount; i++) {
+    asm volatile("red.global.add.f32 [%0], %1;" ::"l"(address + i), "f"(x[i]) : "memory");
+  }
+}
+
+DEVICE unsigned shared_address(const void* pointer) { return static_cast<unsigned>(__cvta_generic_to_shared(pointer)); }
+
+// Copies kBytes (4, 8 or 16) to shared memory behind the thread's back; zeros instead when !valid, and then `global` is
+// not read.
+template <int kBytes>
+DEVICE void copy_async(void* shared, const void* global, bool valid) {
+  const int readable = valid ? kBytes : 0;
+  if constexpr (kBytes == 16) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
+                 "r"(readable)
+                 : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(shared)), "l"(global),
+                 "n"(kBytes), "r"(readable)
+                 : "memory");
+  }
+}
+DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits for this thread's own copies; other threads see them after the next block_sync().
+DEVICE void copy_async_wait() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
+
+DEVICE void ldmatrix(unsigned (&r)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+DEVICE void stmatrix(void* row, const unsigned (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(shared_address(row)), "r"(r[0]),
+               "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+DEVICE void ldmatrix_transposed(unsigned (&r)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+
+// The accumulator of a 16 x 16 product, shared by every type: lane l holds rows l/4 and l/4 + 8, and in each of the two
+// 8-column halves the columns 2*(l%4) and 2*(l%4) + 1. Element e = 4*half + 2*slot + parity.
+struct Accumulator {
+  static constexpr int kElements = 8;
+  static constexpr int kSlots = 2;  // distinct rows a lane holds
+  float x[kElements];
+
+  static constexpr int kRun = kElements / kSlots;  // elements of one row that a lane holds
+
+  DEVICE static constexpr int slot(int e) { return (e >> 1) & 1; }
+  DEVICE static constexpr int element(int slot, int i) {
+    return (i & 1) + 2 * slot + 4 * (i >> 1);
+  }  // the i-th of a row
+  // Where a column stands if the lanes of a row put what they hold of it side by side.
+  DEVICE static constexpr int place(int column) { return column / 2 % 4 * kRun + column % 2 + column / 8 * 2; }
+  DEVICE static int row(int lane, int slot) { return lane / 4 + 8 * slot; }
+  DEVICE static int column(int lane, int e) { return 2 * (lane % 4) + (e & 1) + 8 * (e >> 2); }
+
+  // Reductions over the four lanes that share a row.
+  DEVICE static float row_max(float x) {
+    x = fmaxf(x, shuffle_xor(x, 1));
+    return fmaxf(x, shuffle_xor(x, 2));
+  }
+  DEVICE static float row_sum(float x) {
+    x += shuffle_xor(x, 1);
+    return x + shuffle_xor(x, 2);
+  }
+};
+
+template <class T>
+struct Mma16Bit {
+  static constexpr int kDepth = 16;
+  static constexpr bool kAccumulatorFeedsA = true;
+  using C = Accumulator;
+  struct A {
+    unsigned r[4];
+  };
+  struct B {
+    unsigned r[4];
+  };
+
+  // A[m][k] = tile[m * pitch + k]
+  DEVICE static A load_a(const T* tile, int pitch, int lane) {
+    A a;
+    ldmatrix(a.r, tile + (lane % 16) * pitch + (lane / 16) * 8);
+    return a;
+  }
+  // A[m][k] = tile[k * pitch + m]
+  DEVICE static A load_a_columns(const T* tile, int pitch, int lane) {
+    A a;
+    ldmatrix_transposed(a.r, tile + (lane % 8 + lane / 16 * 8) * pitch + (lane / 8 % 2) * 8);
+    return a;
+  }
+  // tile[m * pitch + k] = A[m][k]
+  DEVICE static void store_a(const A& a, T* tile, int pitch, int lane) {
+#if __CUDA_ARCH__ >= 900
+    stmatrix(tile + (lane % 16) * pitch + (lane / 16) * 8, a.r);
+#else
+    UNROLL for (int i = 0; i < 4; i++) {
+      *reinterpret_cast<unsigned*>(tile + (lane / 4 + i % 2 * 8) * pitch + lane % 4 * 2 + i / 2 * 8) = a.r[i];
+    }
+#endif
+  }
+  // B[k][n] = tile[n * pitch + k]
+  DEVICE static B load_b_rows(const T* tile, int pitch, int lane) {
+    B b;
+    ldmatrix(b.r, tile + (lane % 8 + lane / 16 * 8) * pitch + (lane / 8 % 2) * 8);
+    return b;
+  }
+  // B[k][n] = tile[k * pitch + n]
+  DEVICE static B load_b_columns(const T* tile, int pitch, int lane) {
+    B b;
+    ldmatrix_transposed(b.r, tile + (lane % 16) * pitch + (lane / 16) * 8);
+    return b;
+  }
+  DEVICE static unsigned pack_pair(float low, float high);
+  // A 16 x 16 accumulator has, element by element, the layout of an A operand.
+  DEVICE static A from_accumulator(const C& c) {
+    A a;
+    UNROLL for (int i = 0; i < 4; i++) a.r[i] = pack_pair(c.x[2 * i], c.x[2 * i + 1]);
+    return a;
+  }
+  DEVICE static C to_accumulator(const A& a) {
+    C c;
+    UNROLL for (int i = 0; i < 4; i++) {
+      c.x[2 * i] = to_float(T{static_cast<unsigned short>(a.r[i])});
+      c.x[2 * i + 1] = to_float(T{static_cast<unsigned short>(a.r[i] >> 16)});
+    }
+    return c;
+  }
+  DEVICE static void multiply_add(C& c, const A& a, const B& b);
+};
+
+template <class T>
+struct Mma;
+
+#define RAWATTN_MMA_16BIT(T, name)                                                                              \
+  template <>                                                                                                   \
+  DEVICE unsigned Mma16Bit<T>::pack_pair(float low, float high) {                                               \
+    unsigned pair;                                                                                              \
+    asm("cvt.rn." name "x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));                                \
+    return pair;                                                                                                \
+  }                                                                                                             \
+  template <>                                                                                                   \
+  DEVICE void Mma16Bit<T>::multiply_add(C& c, const A& a, const B& b) {                                         \
+    UNROLL for (int h = 0; h < 2; h++) {                                                                        \
+      asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." name "." name                                       \
+                   ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "                                                        \
+                   "{%8,%9}, {%0,%1,%2,%3};"                                                                    \
+                   : "+f"(c.x[4 * h]), "+f"(c.x[4 * h + 1]), "+f"(c.x[4 * h + 2]), "+f"(c.x[4 * h + 3])         \
+                   : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "r"(b.r[2 * h]), "r"(b.r[2 * h + 1])); \
+    }                                                                                                           \
+  }                                                                                                             \
+  template <>                                                                                                   \
+  struct Mma<T> : Mma16Bit<T> {};
+
+RAWATTN_MMA_16BIT(float16, "f16")
+RAWATTN_MMA_16BIT(bfloat16, "bf16")
+#undef RAWATTN_MMA_16BIT
+
+// float32 keeps float32 accuracy: fused multiply-adds, not TF32. A lane reads the operands of its own two rows and four
+// columns.
+template <>
+struct Mma<float> {
+  static constexpr int kDepth = 4;
+  static constexpr bool kAccumulatorFeedsA = false;
+  using C = Accumulator;
+  struct A {
+    float4 row[2];
+  };
+  struct B {
+    float4 column[4];  // 2 * half + parity
+  };
+
+  DEVICE static A load_a(const float* tile, int pitch, int lane) {
+    A a;
+    UNROLL for (int slot = 0; slot < 2; slot++) {
+      a.row[slot] = *reinterpret_cast<const float4*>(tile + C::row(lane, slot) * pitch);
+    }
+    return a;
+  }
+  DEVICE static A load_a_columns(const float* tile, int pitch, int lane) {
+    A a;
+    UNROLL for (int slot = 0; slot < 2; slot++) {
+      const float* const column = tile + C::row(lane, slot);
+      a.row[slot] = make_float4(column[0], column[pitch], column[2 * pitch], column[3 * pitch]);
+    }
+    return a;
+  }
+  DEVICE static B load_b_rows(const float* tile, int pitch, int lane) {
+    B b;
+    UNROLL for (int n = 0; n < 4; n++) {
+      b.column[n] = *reinterpret_cast<const float4*>(tile + C::column(lane, (n >> 1) * 4 + (n & 1)) * pitch);
+    }
+    return b;
+  }
+  DEVICE static B load_b_columns(const float* tile, int pitch, int lane) {
+    B b;
+    UNROLL for (int half = 0; half < 2; half++) {
+      float2 k[4];
+      UNROLL for (int i = 0; i < 4; i++) {
+        k[i] = *reinterpret_cast<const float2*>(tile + i * pitch + C::column(lane, half * 4));
+      }
+      b.column[2 * half] = make_float4(k[0].x, k[1].x, k[2].x, k[3].x);
+      b.column[2 * half + 1] = make_float4(k[0].y, k[1].y, k[2].y, k[3].y);
+    }
+    return b;
+  }
+  DEVICE static void multiply_add(C& c, const A& a, const B& b) {
+    UNROLL for (int e = 0; e < C::kElements; e++) {
+      const float4 x = a.row[C::slot(e)];
+      const float4 y = b.column[2 * (e >> 2) + (e & 1)];
+      c.x[e] = fmaf(x.w, y.w, fmaf(x.z, y.z, fmaf(x.y, y.y, fmaf(x.x, y.x, c.x[e]))));
+    }
+  }
+};
+
+}  // namespace target

@@ -1,0 +1,21 @@
+// The machine under a portable kernel. Each target file defines the same names:
+//
+//   macros     DEVICE, KERNEL, LAUNCH_BOUNDS(threads, blocks), PARAMETER, SHARED_MEMORY(name, bytes), UNROLL
+//   types      float16, bfloat16
+//   place      thread_index(), block_index(), kWave
+//   numbers    infinity()
+//   order      block_sync(), wave_sync()
+//   exchange   shuffle_xor(x, mask), wave_any(predicate)
+//   maths      exp2(x), log2(x), bits_of(x), to_float(x), from_float<T>(x)
+//   sums       atomic_add(address, x)
+//   copies     copy_async<bytes>(shared, global, valid), copy_async_commit(), copy_async_wait()
+//   product    Mma<T>: fragments of a 16 x 16 x kDepth product, how they are loaded, which row and column a lane holds
+//
+// and nothing else, so that an algorithm written against them runs on every machine.
+#pragma once
+
+#if defined(RAWATTN_TARGET_HOST)
+#include "target/host.cuh"
+#else
+#include "target/cuda.cuh"
+#endif

@@ -1,0 +1,29 @@
+// Accumulators <-> tiles of the element type in shared memory, as operands where the machine's accumulators can be
+// that.
+#pragma once
+
+#include "target/target.cuh"
+
+template <class M, class T, class C>
+DEVICE void store_accumulator(const C& c, T* tile, int pitch, int lane) {
+  if constexpr (M::kAccumulatorFeedsA) {
+    M::store_a(M::from_accumulator(c), tile, pitch, lane);
+  } else {
+    UNROLL for (int e = 0; e < C::kElements; e++) {
+      tile[C::row(lane, C::slot(e)) * pitch + C::column(lane, e)] = target::from_float<T>(c.x[e]);
+    }
+  }
+}
+
+template <class M, class C, class T>
+DEVICE C load_accumulator(const T* tile, int pitch, int lane) {
+  if constexpr (M::kAccumulatorFeedsA) {
+    return M::to_accumulator(M::load_a(tile, pitch, lane));
+  } else {
+    C c;
+    UNROLL for (int e = 0; e < C::kElements; e++) {
+      c.x[e] = target::to_float(tile[C::row(lane, C::slot(e)) * pitch + C::column(lane, e)]);
+    }
+    return c;
+  }
+}

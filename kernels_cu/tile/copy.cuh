@@ -1,0 +1,95 @@
+// Rows of an array in global memory <-> a tile of rows in shared memory.
+#pragma once
+
+#include "attn/params.cuh"
+#include "target/target.cuh"
+
+DEVICE constexpr int round_up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
+
+DEVICE constexpr int power_of_two_from(int x) {
+  int power = 1;
+  while (power < x) power *= 2;
+  return power;
+}
+
+// One 16-byte unit of padding makes the pitch an odd number of them: eight rows of a matrix load then touch every bank
+// once.
+template <class T>
+DEVICE constexpr int padded_pitch(int columns) {
+  return columns + 16 / int(sizeof(T));
+}
+
+template <int kBytes>
+struct Chunk;
+template <>
+struct Chunk<2> {
+  unsigned short x;
+};
+template <>
+struct Chunk<4> {
+  unsigned x;
+};
+template <>
+struct alignas(8) Chunk<8> {
+  unsigned x, y;
+};
+template <>
+struct alignas(16) Chunk<16> {
+  unsigned x, y, z, w;
+};
+
+// kColumns are real, up to kPadded are zeros in the tile. kBytes is the widest access that every row of the array
+// allows.
+template <class T, int kRows, int kColumns, int kPadded, int kPitch, int kThreads, int kBytes>
+struct RowCopy {
+  static constexpr int kChunk = kBytes / int(sizeof(T));
+  static constexpr int kChunks = kPadded / kChunk;
+  static constexpr int kPerRow = power_of_two_from(kChunks) < kThreads ? power_of_two_from(kChunks) : kThreads;
+  static constexpr int kStep = kThreads / kPerRow;
+  static_assert(kThreads % kPerRow == 0, "every thread has a place in a row");
+  static_assert(kColumns % kChunk == 0, "an access must not straddle the end of a row");
+
+  // Visits this thread's chunks: row and column in the tile, address in the array. Addresses advance by one addition a
+  // row.
+  template <class Pointer, class Visit>
+  DEVICE static void each_chunk(Pointer rows, int64 stride, int thread, const Visit& visit) {
+    const int first_row = thread / kPerRow;
+    const int first_column = thread % kPerRow * kChunk;
+    Pointer at = rows + first_row * stride + first_column;
+    const int64 step = kStep * stride;
+    constexpr int kPasses = (kRows + kStep - 1) / kStep;
+    constexpr int kUnroll = kPasses <= 16 ? kPasses : 8;
+#pragma unroll kUnroll
+    for (int pass = 0; pass < kPasses; pass++) {
+      const int row = pass * kStep + first_row;
+      if (kRows % kStep != 0 && row >= kRows) break;
+      UNROLL for (int base = 0; base < kChunks * kChunk; base += kPerRow * kChunk) {
+        const int column = base + first_column;
+        if (kChunks % kPerRow == 0 || column < kPadded) visit(row, column, at + base);
+      }
+      at += step;
+    }
+  }
+
+  // Rows from `valid` on become zeros and are not read.
+  DEVICE static void load(T* tile, const T* rows, int64 stride, int valid, int thread) {
+    each_chunk(rows, stride, thread, [&](int row, int column, const T* source) {
+      const bool real = row < valid && (kColumns == kPadded || column < kColumns);
+      T* destination = tile + row * kPitch + column;
+      if constexpr (kBytes >= 4) {
+        target::copy_async<kBytes>(destination, source, real);
+      } else {
+        *destination = real ? *source : T{};
+      }
+    });
+  }
+
+  DEVICE static void store(T* rows, int64 stride, int valid, const T* tile, int thread) {
+    each_chunk(rows, stride, thread, [&](int row, int column, T* destination) {
+      if (row < valid && (kColumns == kPadded || column < kColumns)) {
+        *reinterpret_cast<Chunk<kBytes>*>(destination) =
+            *reinterpret_cast<const Chunk<kBytes>*>(tile + row * kPitch + column);
+      }
+    });
+  }
+};

@@ -1,0 +1,22 @@
+// A 4 x 4 transpose among the four lanes of a quad: afterwards lane t holds, in order, what lanes 0 to 3 held in x[t].
+#pragma once
+
+#include "target/cuda.cuh"
+
+DEVICE void transpose_quad(unsigned (&x)[4], int t) {
+  // Two rounds of exchanges, with the lane 1 and then 2 away, each of the half that belongs on the other side.
+  UNROLL for (int distance = 1; distance <= 2; distance *= 2) {
+    const bool high = t & distance;
+    UNROLL for (int i = 0; i < 4; i++) {
+      if (i & distance) continue;
+      unsigned& low_one = x[i];
+      unsigned& high_one = x[i + distance];
+      const unsigned received = __shfl_xor_sync(~0u, high ? low_one : high_one, distance);
+      if (high) {
+        low_one = received;
+      } else {
+        high_one = received;
+      }
+    }
+  }
+}

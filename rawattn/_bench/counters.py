@@ -1,0 +1,66 @@
+"""Operations and bytes that attention cannot do without, counted from its visible-key rule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Visible:
+    """What a mask leaves: (row, key) pairs, rows that see a key, keys that are seen."""
+
+    pairs: int
+    rows: int
+    keys: int
+
+
+def visible(
+    len_q: int,
+    len_k: int,
+    *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    sink: int = 0,
+    align: str = "bottom-right",
+) -> Visible:
+    """Exact counts for one sequence, by the options of `rawattn.attention`."""
+    if not len_q or not len_k:
+        return Visible(0, 0, 0)
+    left, right = window or (None, None)
+    if causal:
+        right = 0
+    diagonal = np.arange(len_q) + (len_k - len_q if align == "bottom-right" else 0)
+    first = np.zeros(len_q, int) if left is None else np.clip(diagonal - left, 0, len_k)
+    last = np.full(len_q, len_k) if right is None else np.clip(diagonal + right + 1, 0, len_k)
+    band = np.maximum(last - first, 0)
+    # Sink keys before the band, and never past the right edge.
+    sinks = np.minimum(sink, np.minimum(first, last))
+
+    edges = np.zeros(len_k + 1, int)
+    np.add.at(edges, first[band > 0], 1)
+    np.add.at(edges, last[band > 0], -1)
+    seen = np.cumsum(edges[:-1]) > 0
+    seen[: sinks.max()] = True
+    counts = band + sinks
+    return Visible(int(counts.sum()), int(np.count_nonzero(counts)), int(np.count_nonzero(seen)))
+
+
+def forward_flops(pairs: int, nheads_q: int, headdim: int, headdim_v: int) -> int:
+    """A multiplication and an addition for each element of q and of v, in every visible pair."""
+    return 2 * pairs * nheads_q * (headdim + headdim_v)
+
+
+def forward_bytes(
+    counts: Visible,
+    rows: int,
+    nheads_q: int,
+    nheads_kv: int,
+    headdim: int,
+    headdim_v: int,
+    itemsize: int,
+) -> int:
+    """Each row and key that matters read once; the output of all `rows` written once."""
+    read = counts.rows * nheads_q * headdim + counts.keys * nheads_kv * (headdim + headdim_v)
+    return (read + rows * nheads_q * headdim_v) * itemsize

@@ -1,0 +1,131 @@
+"""The machine measured on: device, versions, clocks, and the rate of its matrix products."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import platform
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+import ml_dtypes  # noqa: F401  (teaches NumPy the name "bfloat16")
+import numpy as np
+
+from rawattn._bench.timing import Clock, Entrant, Timing, race
+
+_PACKAGES = ("rawattn", "numpy", "cupy-cuda13x", "cupy-cuda12x", "torch", "jax", "flash-attn-4")
+_PEAK_SIZE = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One look at the GPU; power is NVML's average over about a second."""
+
+    sm_mhz: float
+    watts: float
+    celsius: float
+
+
+class Sensors:
+    """Clock, power and temperature of the current device: from NVML, else from nvidia-smi."""
+
+    def __init__(self) -> None:
+        import cupy
+
+        self._bus = cupy.cuda.Device().pci_bus_id
+        self._nvml: Any = None
+        with contextlib.suppress(Exception):  # without NVML there is still nvidia-smi
+            nvml = importlib.import_module("pynvml")
+            nvml.nvmlInit()
+            self._handle = nvml.nvmlDeviceGetHandleByPciBusId(self._bus.encode())
+            self._nvml = nvml
+
+    def read(self) -> Reading | None:
+        """None where neither answers."""
+        nvml = self._nvml
+        if nvml is not None:
+            with contextlib.suppress(nvml.NVMLError):
+                return Reading(
+                    nvml.nvmlDeviceGetClockInfo(self._handle, nvml.NVML_CLOCK_SM),
+                    nvml.nvmlDeviceGetPowerUsage(self._handle) / 1e3,
+                    nvml.nvmlDeviceGetTemperature(self._handle, nvml.NVML_TEMPERATURE_GPU),
+                )
+        try:
+            return Reading(
+                *map(float, self._smi("clocks.sm,power.draw,temperature.gpu").split(","))
+            )
+        except (OSError, ValueError, subprocess.SubprocessError):
+            return None
+
+    def driver(self) -> str:
+        """Version of the driver."""
+        try:
+            return self._smi("driver_version")
+        except (OSError, subprocess.SubprocessError):
+            return "unknown"
+
+    def _smi(self, fields: str) -> str:
+        command = ["nvidia-smi", "-i", self._bus, f"--query-gpu={fields}"]
+        command.append("--format=csv,noheader,nounits")
+        return subprocess.run(
+            command, check=True, capture_output=True, text=True, timeout=10
+        ).stdout.strip()
+
+
+def facts(sensors: Sensors) -> dict[str, Any]:
+    """What a reader must know to compare figures."""
+    import cupy
+
+    device = cupy.cuda.Device()
+    properties = cupy.cuda.runtime.getDeviceProperties(device.id)
+    return {
+        "device": properties["name"].decode(),
+        "compute_capability": device.compute_capability,
+        "multiprocessors": properties["multiProcessorCount"],
+        "memory_bytes": properties["totalGlobalMem"],
+        "l2_bytes": properties["l2CacheSize"],
+        "driver": sensors.driver(),
+        "cuda_runtime": cupy.cuda.runtime.runtimeGetVersion(),
+        "python": platform.python_version(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of what is installed of rawattn, its dependencies and its peers."""
+    found = {}
+    for name in _PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    if torch := sys.modules.get("torch"):
+        found["cuDNN"] = str(torch.backends.cudnn.version())
+    return found
+
+
+def random_array(shape: tuple[int, ...], dtype: str) -> Any:
+    """Normal data: on zeros a GPU draws less power and runs faster than on anything real."""
+    normal = _generator().standard_normal(shape, dtype=np.float32)
+    return normal.astype(np.dtype(dtype), copy=False)
+
+
+@functools.cache
+def _generator() -> Any:
+    from cupy import random
+
+    return random.Generator(random.Philox4x3210(0))
+
+
+def matmul_flops(dtype: str, clock: Clock) -> float:
+    """FLOP/s of a square matrix product, the ceiling that a percentage means."""
+    import cupy
+
+    size = _PEAK_SIZE
+    a, b = (random_array((size, size), dtype) for _ in range(2))
+    out = cupy.empty_like(a)
+    timing = race({"": Entrant(lambda: cupy.matmul(a, b, out=out), clock)})[""]
+    if not isinstance(timing, Timing):
+        raise timing
+    return 2 * size**3 / timing.seconds

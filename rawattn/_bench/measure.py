@@ -1,0 +1,178 @@
+"""Runs a suite: every case, every contender that is there, taking turns."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from rawattn._bench import machine
+from rawattn._bench.cases import Case
+from rawattn._bench.contenders import Contender, Inputs
+from rawattn._bench.report import Report, Result, Row
+from rawattn._bench.timing import REPEATS, Clock, Entrant, EventClock, Timing, race, rotate
+
+# Two bf16 kernels differ by some tenths of a percent; a wrong mask by far more.
+_AGREE = 0.02
+_MAX_SETS = 8
+
+Read = Callable[[], machine.Reading | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the caller asks for."""
+
+    dtype: str = "bfloat16"
+    repeats: int = REPEATS
+    budget: float = 120.0  # seconds, after which peers are left out
+
+
+def run(
+    suite: str,
+    cases: Sequence[Case],
+    contenders: Sequence[Contender],
+    ours: Sequence[str],
+    options: Options,
+    step: Callable[[str], None],
+) -> Report:
+    """Measures cases on the current GPU; `step(text)` hears of each when it is done."""
+    started = time.monotonic()
+    clock, sensors = EventClock(), machine.Sensors()
+    facts = machine.facts(sensors)
+    report = Report(
+        suite=suite,
+        dtype=options.dtype,
+        date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        repeats=options.repeats,
+        machine=facts,
+        versions={},
+        matmul_flops=machine.matmul_flops(options.dtype, clock),
+        ours=list(ours),
+        peers=[contender.name for contender in contenders if contender.name not in ours],
+    )
+    absent: dict[str, str] = {}
+    rows = {}
+    for case in sorted(cases, key=lambda case: case.priority):
+        if time.monotonic() - started > options.budget:
+            spent = f"not run: the budget of {options.budget:.0f} s was spent"
+            absent = {**dict.fromkeys(report.peers, spent), **absent}
+        wanted = [c for c in contenders if c.name in ours or c.name in case.peers]
+        inputs = make_inputs(case, options.dtype, facts["l2_bytes"])
+        results = measure_case(
+            case, wanted, inputs, clock, sensors.read, absent, repeats=options.repeats
+        )
+        nbytes = case.nbytes(np.dtype(options.dtype).itemsize)
+        rows[case.name] = row = Row(
+            *(case.name, case.kind, case.headdim, case.flops, nbytes),
+            results=results,
+            over=case.over,
+            by_time=case.by_time,
+        )
+        step(summary(row))
+    report.rows = [rows[case.name] for case in cases]
+    report.versions = machine.versions()
+    return report
+
+
+def make_inputs(case: Case, dtype: str, l2_bytes: int) -> list[Inputs]:
+    """Enough sets of inputs that none is still in the L2 cache when its turn comes again."""
+    import cupy
+
+    leading = (case.tokens,) if case.packed else (len(case.seqlens), case.seqlens[0])
+    shapes = [(*leading, heads, case.headdim) for heads in (case.nheads_q, *[case.nheads_kv] * 2)]
+    nbytes = sum(int(np.prod(shape)) for shape in shapes) * np.dtype(dtype).itemsize
+    seqstart = None
+    if case.packed:
+        seqstart = cupy.asarray(np.cumsum([0, *case.seqlens]), np.int32)
+    count = min(_MAX_SETS, max(1, -(-2 * l2_bytes // nbytes)))
+    sets = [tuple(machine.random_array(shape, dtype) for shape in shapes) for _ in range(count)]
+    return [Inputs(qkv, seqstart, max(case.seqlens)) for qkv in sets]
+
+
+def measure_case(
+    case: Case,
+    contenders: Sequence[Contender],
+    inputs: Sequence[Inputs],
+    events: Clock,
+    read: Read,
+    absent: dict[str, str],
+    *,
+    repeats: int,
+) -> dict[str, Result]:
+    """Everybody's result, a reason instead of a time for whoever raised.
+
+    Peers that cannot be imported are added to `absent`, so that they are not tried again.
+    """
+    results: dict[str, Result] = {}
+    entrants: dict[str, Entrant] = {}
+    baseline: tuple[str, Any] | None = None
+    for contender in contenders:
+        name = contender.name
+        results[name] = result = Result()
+        if name in absent:
+            result.reason = absent[name]
+            continue
+        try:
+            clock = contender.clock(events)
+            calls = [contender.prepare(case, one) for one in inputs]
+            with contender.scope():
+                result.first_seconds, first = clock.first(calls[0])
+            out = contender.read(first)
+            if baseline is None:
+                baseline = name, out
+            elif not (error := difference(out, baseline[1])) <= _AGREE:
+                result.warning = f"differs from {baseline[0]} by {error:.2g} of its RMS"
+            del first, out
+        except ImportError as error:
+            result.reason = absent[name] = describe(error)
+            continue
+        except Exception as error:  # a peer that cannot do this case must not end the run
+            result.reason = describe(error)
+            continue
+        during = _noting(result, read)
+        entrants[name] = Entrant(
+            rotate(calls), clock, contender.scope, during, contender.burst_seconds
+        )
+    del baseline
+    for name, timing in race(entrants, repeats=repeats).items():
+        if isinstance(timing, Timing):
+            results[name].seconds, results[name].spread = timing.seconds, timing.spread
+            results[name].samples = timing.samples
+        else:
+            results[name].reason = describe(timing)
+    return results
+
+
+def _noting(result: Result, read: Read) -> Callable[[], None]:
+    def note() -> None:
+        if (reading := read()) is not None:
+            for name, value in asdict(reading).items():
+                setattr(result, name, value)
+
+    return note
+
+
+def difference(got: Any, expected: Any) -> float:
+    """RMS of the difference over RMS of what was expected; NaN when either has one."""
+    got, expected = got.astype(np.float32), expected.astype(np.float32)
+    return float((((got - expected) ** 2).mean() / (expected**2).mean()) ** 0.5)
+
+
+def describe(error: Exception) -> str:
+    """The first line of an error, with its kind where it says little."""
+    text = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {text}"[:160]
+
+
+def summary(row: Row) -> str:
+    """One line for the progress display."""
+    cells = []
+    for name in row.results:
+        rate = row.rate(name)
+        cells.append(f"{name} {'n/a' if rate is None else f'{rate / 1e12:.0f}'}")
+    return f"{row.name}: {', '.join(cells)} TFLOP/s"

@@ -1,0 +1,183 @@
+"""A report for people: a text table, Markdown, a plot."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from rawattn._bench.report import Report, Result, Row
+from rawattn._cli import table
+
+
+def text(report: Report) -> str:
+    """For a terminal."""
+    parts = [_heading(report)]
+    if report.rows:
+        parts.append(table.render(_header(report), _cells(report)))
+    if figures := _figures(report):
+        parts.append(table.render(("figure", "value"), figures))
+    return "\n\n".join((*parts, "\n".join(_legend(report))))
+
+
+def markdown(report: Report) -> str:
+    """To commit beside the JSON."""
+    parts = [f"# rawattn bench: {report.suite}, {report.dtype}", _heading(report)]
+    if report.rows:
+        parts.append(_markdown_table(_header(report), _cells(report)))
+    if figures := _figures(report):
+        parts.append(_markdown_table(("figure", "value"), figures))
+    return "\n\n".join((*parts, "\n".join(f"- {line}" for line in _legend(report)))) + "\n"
+
+
+def plot(report: Report, path: Path) -> None:
+    """Bars by shape, in percent of the matrix-product rate, a panel for each head dimension.
+
+    Raises ImportError without matplotlib.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    panels: dict[str, list[Row]] = defaultdict(list)
+    for row in report.rows:
+        if row.kind.endswith("-ref"):
+            continue
+        panels[f"dense, D {row.headdim}" if row.kind == "dense" else "other shapes"].append(row)
+    figure = Figure(figsize=(12, 3.2 * max(len(panels), 1)), layout="constrained")
+    names = [*report.ours, *report.peers]
+    colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names)}
+    axes = figure.subplots(max(len(panels), 1), 1, squeeze=False)[:, 0]
+    for axis, (title, rows) in zip(axes, panels.items(), strict=False):
+        axis.set_title(title, loc="left", fontsize="medium", fontweight="bold")
+        _bars(axis, report, rows, colours)
+    keys = [Patch(color=colour, label=name) for name, colour in colours.items()]
+    axes[0].legend(
+        handles=keys, ncols=len(keys), loc="lower right", bbox_to_anchor=(1, 1), frameon=False
+    )
+    figure.suptitle(
+        f"Attention {report.suite}, {report.dtype}, {report.machine['device']}, {report.date[:10]}"
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+# Ours first: dark and distinct, then peers that stay apart for colour-blind readers too.
+_COLOURS = ("#1b3a6b", "#4f83cc", "#e69f00", "#999999", "#009e73", "#cc79a7")
+
+
+def _bars(axis: Any, report: Report, rows: list[Row], colours: dict[str, str]) -> None:
+    width = 0.8 / len(colours)
+    for place, row in enumerate(rows):
+        rates = {name: rate for name in colours if (rate := row.rate(name))}
+        lefts = [place + width * (i - (len(rates) - 1) / 2) for i in range(len(rates))]
+        percents = [100 * rate / report.matmul_flops for rate in rates.values()]
+        bars = axis.bar(lefts, percents, width, color=[colours[name] for name in rates])
+        labels = [f"{rate / 1e12:.0f}" for rate in rates.values()]
+        axis.bar_label(bars, labels, fontsize=6, padding=1)
+    names = [row.name.removeprefix(f"dense D{row.headdim} ").replace(" ", "\n") for row in rows]
+    axis.set_xticks(range(len(rows)), names, fontsize="small")
+    axis.set_ylabel("% of matrix product\n(labels: TFLOP/s)", fontsize="small")
+    axis.set_ylim(0, 105)
+    axis.grid(axis="y", alpha=0.3)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def _heading(report: Report) -> str:
+    machine = report.machine
+    lines = [
+        f"{machine['device']}, driver {machine['driver']}, {report.date}",
+        ", ".join(f"{name} {version}" for name, version in report.versions.items()),
+        f"{report.dtype} matrix product of 8192 x 8192: {report.matmul_flops / 1e12:.0f} TFLOP/s",
+    ]
+    return "\n".join(lines)
+
+
+def _header(report: Report) -> list[str]:
+    ours = [column for name in report.ours for column in (f"{name} TFLOP/s", "spread", "of peak")]
+    return ["case", *ours, *report.peers, "SM MHz", "W", "°C"]
+
+
+def _cells(report: Report) -> list[list[str]]:
+    rows = []
+    for row in report.rows:
+        cells = [row.name]
+        for name in report.ours:
+            result, rate = row.results[name], row.rate(name)
+            cells += (
+                ["n/a", "", ""]
+                if rate is None
+                else [
+                    f"{rate / 1e12:.0f}{_mark(result)}",
+                    f"{result.spread:.1%}",
+                    f"{rate / report.matmul_flops:.0%}",
+                ]
+            )
+        cells += [_peer(report, row, name) for name in report.peers]
+        first = row.results[report.ours[0]]
+        cells += [_whole(value) for value in (first.sm_mhz, first.watts, first.celsius)]
+        rows.append(cells)
+    return rows
+
+
+def _peer(report: Report, row: Row, name: str) -> str:
+    result, rate = row.results.get(name), row.rate(name)
+    if result is None:
+        return ""
+    if rate is None:
+        return "n/a"
+    ratio = report.ratio(row, name)
+    beaten = f" ({ratio:.2f}x)" if ratio else ""
+    return f"{rate / 1e12:.0f}{_mark(result)}{beaten}"
+
+
+def _mark(result: Result) -> str:
+    return "!" if result.warning else ""
+
+
+def _whole(value: float | None) -> str:
+    return "" if value is None else f"{value:.0f}"
+
+
+def _figures(report: Report) -> list[tuple[str, str]]:
+    return [
+        (figure.name, f"{figure.value:.3g} {figure.unit}".strip())
+        for figure in (*report.divided(), *report.figures)
+    ]
+
+
+def _legend(report: Report) -> list[str]:
+    lines = []
+    if report.rows:
+        lines.append(
+            f"TFLOP/s of visible pairs, median of {report.repeats} bursts; spread: interquartile "
+            "range; (x): rawattn's speed over that peer's; JAX is timed by the host's clock, "
+            "the others by CUDA events"
+        )
+    reasons: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for row in report.rows:
+        for name, result in row.results.items():
+            if result.reason:
+                reasons[f"{name} n/a", result.reason].append(row.name)
+            if result.warning:
+                reasons[f"{name} !", result.warning].append(row.name)
+    for (what, reason), names in reasons.items():
+        where = names[0] if len(names) == 1 else f"{len(names)} cases"
+        lines.append(f"{what} ({where}): {reason}")
+    first: dict[str, list[float]] = {name: [] for name in (*report.ours, *report.peers)}
+    for row in report.rows:
+        for name, result in row.results.items():
+            if result.seconds:
+                first[name].append(result.first_seconds)
+    slowest = [f"{name} {max(seconds):.1f} s" for name, seconds in first.items() if seconds]
+    if slowest:
+        lines.append(f"slowest first call, with what it compiles: {', '.join(slowest)}")
+    lines += report.notes
+    for peer, (mean, count) in report.means().items():
+        lines.append(f"geometric mean, rawattn over {peer}: {mean:.3f}x ({count} cases)")
+    return lines
+
+
+def _markdown_table(header: Any, rows: Any) -> str:
+    lines = [header, ["--", *["--:"] * (len(header) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -1,0 +1,157 @@
+"""`rawattn bench`: speed on this GPU, beside whatever peers are installed."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from rawattn._bench import cases, contenders, measure, render, suites
+from rawattn._bench.report import Report
+from rawattn._bench.timing import REPEATS
+from rawattn._cli.progress import Progress
+
+_QUICK_REPEATS = 5
+
+
+def add_parser(subparsers: Any) -> None:
+    """Describe the command line."""
+    parser = subparsers.add_parser(
+        "bench",
+        description="Measure rawattn on this GPU beside the peers that are installed: "
+        f"{', '.join(cases.PEERS)} (torch, torch, flash_attn.cute, jax).",
+        epilog="Suites. " + " ".join(f"{name}: {s.summary}." for name, s in suites.SUITES.items()),
+    )
+    parser.add_argument("--suite", choices=suites.SUITES, default="forward")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--quick", action="store_true", help="fewer shapes, fewer repeats")
+    parser.add_argument(
+        "--filter",
+        metavar="WORDS",
+        default="",
+        help='only the cases whose names have all these words, as in "dense D128 causal"; '
+        "host or compile: that figure alone",
+    )
+    parser.add_argument(
+        "--peers",
+        type=_peers,
+        metavar="NAMES",
+        default=cases.PEERS,
+        help=f"comma-separated, of {', '.join(cases.PEERS)}; none: rawattn alone",
+    )
+    parser.add_argument(
+        "--repeats",
+        type=_positive,
+        metavar="N",
+        help=f"bursts of each contender on a case (default {REPEATS}, quick {_QUICK_REPEATS})",
+    )
+    parser.add_argument(
+        "--budget",
+        type=float,
+        metavar="SECONDS",
+        default=120.0,
+        help="once spent, the cases that remain run without peers (default %(default).0f)",
+    )
+    parser.add_argument("--list", action="store_true", help="list the cases; needs no GPU")
+    parser.add_argument(
+        "--from",
+        dest="source",
+        type=Path,
+        metavar="JSON",
+        help="show, write and plot what an earlier --json holds; needs no GPU",
+    )
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write everything measured")
+    parser.add_argument("--markdown", type=Path, metavar="PATH", help="write the table")
+    parser.add_argument(
+        "--plot", type=Path, metavar="PATH", help="write bars as PNG, SVG or PDF (needs matplotlib)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure or load, then show and write; status 1 when there is nothing to show."""
+    suite = suites.SUITES[args.suite]
+    chosen = cases.select(suite.cases(args.quick), args.filter)
+    extras = [name for name in suite.figures if _wants(args, name)]
+    if args.list:
+        print("\n".join([case.name for case in chosen] + extras))
+        return 0
+    try:
+        if args.source is not None:
+            report = Report.load(args.source)
+        elif chosen or extras:
+            report = _measure(args, chosen, extras)
+        else:
+            raise ValueError(f"no case has the words {args.filter!r}; --list shows the names")
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        print(f"rawattn bench: {error}", file=sys.stderr)
+        return 1
+    # The file first: a closed pipe or a missing matplotlib must not lose what was measured.
+    if args.json is not None:
+        report.save(args.json)
+    if args.markdown is not None:
+        args.markdown.parent.mkdir(parents=True, exist_ok=True)
+        args.markdown.write_text(render.markdown(report), encoding="utf-8")
+    print(render.text(report))
+    if args.plot is not None:
+        try:
+            render.plot(report, args.plot)
+        except ImportError:
+            print(
+                'rawattn bench: a plot needs matplotlib: pip install "rawattn[bench]"',
+                file=sys.stderr,
+            )
+            return 1
+    return 0
+
+
+def _measure(args: argparse.Namespace, chosen: list[cases.Case], extras: list[str]) -> Report:
+    _require_gpu()
+    ours = list(contenders.families())
+    wanted = [c for c in contenders.contenders() if c.name in ours or c.name in args.peers]
+    repeats = args.repeats or (_QUICK_REPEATS if args.quick else REPEATS)
+    options = measure.Options(args.dtype, repeats, args.budget)
+    with Progress(len(chosen) + len(extras)) as progress:
+        report = measure.run(args.suite, chosen, wanted, ours, options, progress.step)
+        for name in extras:
+            try:
+                report.figures += suites.SUITES[args.suite].figures[name](args.dtype, report.peers)
+            except Exception as error:  # the table that was measured is worth showing all the same
+                report.notes.append(f"{name} n/a: {measure.describe(error)}")
+            progress.step(name)
+    return report
+
+
+def _wants(args: argparse.Namespace, figure: str) -> bool:
+    if args.filter:
+        return bool(args.filter == figure)
+    return not (args.quick and figure == "compile")
+
+
+def _require_gpu() -> None:
+    needs = "bench measures GPU kernels"
+    try:
+        import cupy
+    except ImportError as error:
+        raise ImportError(f'{needs} and needs CuPy: pip install "rawattn[cuda13]"') from error
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except RuntimeError as error:
+        raise RuntimeError(f"{needs}, and there is no usable GPU here ({error})") from error
+    if not count:
+        raise RuntimeError(f"{needs}, and there is no GPU here")
+
+
+def _peers(text: str) -> tuple[str, ...]:
+    names = () if text == "none" else tuple(name.strip() for name in text.split(","))
+    if unknown := set(names) - set(cases.PEERS):
+        raise argparse.ArgumentTypeError(
+            f"got {', '.join(sorted(unknown))}; accepted are {', '.join(cases.PEERS)}, or none"
+        )
+    return names
+
+
+def _positive(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"got {text}, expected at least 1")
+    return value

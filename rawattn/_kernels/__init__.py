@@ -1,0 +1,151 @@
+"""Kernel families: each module turns a problem into the configuration and source of one kernel of kernels_cu/."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rawattn._compile import Source
+
+# Families of forward kernels, the fastest first: the first that applies to a call is taken.
+FORWARD_FAMILIES = ("sm90", "portable")
+
+_only: ContextVar[str | None] = ContextVar("rawattn_forward_family", default=None)
+
+
+def allowed(family: str) -> bool:
+    """Whether calls may choose this family now."""
+    return _only.get() in (None, family)
+
+
+@contextmanager
+def only(family: str) -> Iterator[None]:
+    """Keeps calls to one family of kernels, so that families can be compared.
+
+    "portable" applies to every call. Where another does not apply, the portable one runs all the same.
+    """
+    if family not in FORWARD_FAMILIES:
+        raise ValueError(f"family: got {family!r}; accepted are {', '.join(FORWARD_FAMILIES)}")
+    token = _only.set(family)
+    try:
+        yield
+    finally:
+        _only.reset(token)
+
+
+# The family that calls are kept to, if any: part of what decides a launch.
+selection = _only.get
+
+
+# Shared memory one block may use, by architecture (CUDA C++ Programming Guide, "Technical Specifications per Compute
+# Capability"); used where there is no device to ask.
+SHARED_LIMIT = {
+    "sm_80": 166912,
+    "sm_86": 101376,
+    "sm_87": 166912,
+    "sm_89": 101376,
+    "sm_90": 232448,
+    "sm_90a": 232448,
+    "sm_100": 232448,
+    "sm_103": 232448,
+    "sm_120": 101376,
+}
+
+
+def common_variants(arch: str, *, every: bool = False) -> list[Source]:
+    """Sources worth compiling ahead of time for `arch`, without a GPU.
+
+    The common ones are 16-bit, dense and packed, causal and full, at the usual head dims. `every` adds float32, windows,
+    top-left alignment, scales that are not positive, narrow copies and head dims between the usual ones, and the backward's
+    kernels: each code path of each tile shape, not the product of all.
+    """
+    from rawattn._kernels import (
+        fill_padding,
+        portable_backward,
+        portable_forward,
+        schedule,
+        sm90_forward,
+    )
+    from rawattn._problem import Problem
+
+    sources = [schedule.source(), fill_padding.source()]
+
+    def add(
+        dtype: str,
+        headdim: int,
+        headdim_v: int | None = None,
+        *,
+        ragged: bool = False,
+        left: int | None = None,
+        right: int | None = None,
+        top_left: bool = False,
+        scale: float = 1.0,
+        copy_bytes: int = 16,
+        backward: bool = False,
+    ) -> None:
+        problem = Problem(
+            dtype=dtype,
+            batch=1,
+            nheads_q=1,
+            nheads_kv=1,
+            headdim=headdim,
+            headdim_v=headdim if headdim_v is None else headdim_v,
+            group=ragged,
+            rows_q=1,
+            rows_k=1,
+            max_seqlen_q=1,
+            max_seqlen_k=1,
+            ragged=ragged,
+            window_left=left,
+            window_right=right,
+            sink=0,
+            top_left=top_left,
+            scale=scale,
+        )
+        portable = portable_forward.choose(
+            problem, copy_bytes=copy_bytes, shared_limit=SHARED_LIMIT[arch]
+        )
+        sources.append(portable.source())
+        persistent = sm90_forward.choose(problem, arch=arch, strides={}, pointers=0)
+        if persistent is not None:
+            sources.append(persistent.source())
+        if not backward:
+            return
+        shared_limit = SHARED_LIMIT[arch]
+        for with_dq in (True, False):
+            main = portable_backward.choose(
+                problem, copy_bytes=copy_bytes, shared_limit=shared_limit, with_dq=with_dq
+            )
+            sources.append(main.source())
+        dq = portable_backward.choose_dq(problem, copy_bytes=copy_bytes, shared_limit=shared_limit)
+        sources.extend(
+            (
+                dq.source(),
+                portable_backward.prepare_source(problem, copy_bytes),
+                portable_backward.finish_source(problem, copy_bytes),
+            )
+        )
+
+    usual = (64, 96, 128, 192, 256)
+    for dtype, headdim, ragged, right in itertools.product(
+        ("bfloat16", "float16"), usual, (False, True), (None, 0)
+    ):
+        add(dtype, headdim, ragged=ragged, right=right)
+    if every:
+        for headdim in (32, *usual):
+            add("float32", headdim, ragged=True, right=0)
+            add("float32", headdim)
+            add("bfloat16", headdim, ragged=True, left=0, right=0, backward=True)
+            add("bfloat16", headdim, left=0, top_left=True)
+            add("float16", headdim, left=0, right=0, scale=-1.0)
+        add("bfloat16", 36, 36, copy_bytes=8, right=0, backward=True)
+        add("bfloat16", 34, 66, copy_bytes=4, right=0, backward=True)
+        add("bfloat16", 7, 1, copy_bytes=2, right=0, backward=True)
+        add("bfloat16", 192, 128, right=0)
+        add("bfloat16", 40, 256, right=0)
+        add("float32", 33, 65, copy_bytes=4, ragged=True, left=0, backward=True)
+    return list(dict.fromkeys(sources))

@@ -1,0 +1,322 @@
+"""Host twin of kernels_cu/portable/backward*.cu: problem -> configurations -> sources of the backward's kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rawattn._compile import Source
+from rawattn._kernels.portable_forward import _ELEMENT, _ITEMSIZE, _round_up
+from rawattn._problem import Problem
+
+ENTRY = "rawattn_backward"
+DQ_ENTRY = "rawattn_backward_dq"
+ROW_THREADS = 256  # of the kernels that visit rows: one wave a row
+
+# (largest padded headdim, tile_q, tile_k, key waves, column waves, stages, blocks per SM, row waves
+# of dQ), the fastest first. The first whose shared memory fits is taken; the last of each headdim
+# fits every GPU since Ampere.
+_TILES_16BIT = (
+    (64, 128, 128, 4, 1, 2, 1, 4),
+    (64, 64, 128, 4, 1, 2, 1, 2),
+    (64, 32, 128, 4, 1, 2, 1, 2),
+    (96, 64, 128, 4, 1, 2, 1, 4),
+    (128, 64, 128, 4, 1, 2, 1, 2),
+    (128, 64, 128, 4, 1, 1, 1, 2),
+    (128, 64, 64, 4, 1, 1, 1, 2),
+    (192, 64, 64, 2, 2, 2, 1, 2),
+    (256, 64, 64, 2, 2, 2, 1, 1),
+    (256, 64, 64, 2, 2, 1, 1, 1),
+    (256, 32, 32, 2, 1, 1, 1, 1),
+)
+_TILES_32BIT = (
+    (64, 32, 64, 4, 1, 1, 1, 2),
+    (128, 32, 64, 4, 1, 1, 1, 2),
+    (256, 32, 64, 4, 1, 1, 1, 2),
+    (256, 16, 16, 1, 1, 1, 1, 1),
+)
+
+# (largest padded headdim, tile_q, tile_k, waves, stages, blocks per SM) of the kernel that computes dQ alone.
+_DQ_TILES_16BIT = (
+    (64, 128, 64, 4, 2, 2),
+    (64, 128, 32, 4, 1, 2),
+    (128, 128, 32, 4, 2, 2),
+    (128, 64, 32, 4, 2, 1),
+    (256, 128, 32, 8, 2, 1),
+    (256, 64, 16, 4, 1, 1),
+)
+_DQ_TILES_32BIT = (
+    (64, 64, 32, 4, 1, 1),
+    (128, 64, 32, 4, 1, 1),
+    (256, 64, 32, 4, 1, 1),
+    (256, 16, 16, 1, 1, 1),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Everything the compiler is told about the main kernel: the named constants of namespace `config`."""
+
+    element: str
+    headdim: int
+    headdim_v: int
+    tile_q: int
+    tile_k: int
+    key_waves: int
+    column_waves: int
+    stages: int
+    blocks_per_sm: int
+    dq_row_waves: int
+    copy_bytes: int
+    ragged: bool
+    left: bool
+    right: bool
+    top_left: bool
+    with_dq: bool
+    accumulator_feeds_a: bool
+    wave: int = 32
+
+    @property
+    def threads(self) -> int:
+        return 2 * self.key_waves * self.column_waves * self.wave
+
+    @property
+    def shared_bytes(self) -> int:
+        itemsize = 4 if self.element == "float" else 2
+        padding = 16 // itemsize
+        depth = _round_up(max(self.headdim, self.headdim_v), 16 * self.column_waves)
+        elements = 2 * (self.tile_k + self.stages * self.tile_q) * (depth + padding)
+        # P, and two of dS; without dQ one, or none where the accumulators that hold it are operands.
+        tiles = 3 if self.with_dq else 1 + (not self.accumulator_feeds_a or self.column_waves > 1)
+        elements += tiles * self.tile_k * (self.tile_q + padding)
+        return elements * itemsize + self.stages * 2 * self.tile_q * 4
+
+    def source(self) -> Source:
+        constants = {
+            "kHeadDim": self.headdim,
+            "kHeadDimV": self.headdim_v,
+            "kDqPitch": dq_pitch(self.headdim),
+            "kTileQ": self.tile_q,
+            "kTileK": self.tile_k,
+            "kKeyWaves": self.key_waves,
+            "kColumnWaves": self.column_waves,
+            "kStages": self.stages,
+            "kBlocksPerSm": self.blocks_per_sm,
+            "kDqRowWaves": self.dq_row_waves,
+            "kCopyBytes": self.copy_bytes,
+            "kRagged": self.ragged,
+            "kLeft": self.left,
+            "kRight": self.right,
+            "kTopLeft": self.top_left,
+            "kWithDq": self.with_dq,
+            "kSharedBytes": self.shared_bytes,
+        }
+        text = _source_text(self.element, constants, "backward")
+        return Source(entry=ENTRY, text=text, summary=self.summary())
+
+    def summary(self) -> str:
+        shape = f"{self.tile_q}x{self.tile_k} waves={self.key_waves}x{self.column_waves} stages={self.stages}"
+        traits = [*_traits(self), *([] if self.with_dq else ["without-dq"])]
+        return " ".join(
+            ["portable backward", self.element, _dims(self), shape, f"{self.copy_bytes}B", *traits]
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DqConfig:
+    """What the compiler is told about the kernel that computes dQ alone."""
+
+    element: str
+    headdim: int
+    headdim_v: int
+    tile_q: int
+    tile_k: int
+    waves: int
+    stages: int
+    blocks_per_sm: int
+    copy_bytes: int
+    ragged: bool
+    left: bool
+    right: bool
+    top_left: bool
+    accumulator_feeds_a: bool
+    wave: int = 32
+
+    @property
+    def threads(self) -> int:
+        return self.waves * self.wave
+
+    @property
+    def shared_bytes(self) -> int:
+        itemsize = 4 if self.element == "float" else 2
+        padding = 16 // itemsize
+        depths = _round_up(self.headdim, 16) + _round_up(self.headdim_v, 16) + 2 * padding
+        elements = (self.tile_q + self.stages * self.tile_k) * depths
+        if not self.accumulator_feeds_a:
+            elements += self.tile_q * (self.tile_k + padding)
+        return elements * itemsize
+
+    def source(self) -> Source:
+        constants = {
+            "kHeadDim": self.headdim,
+            "kHeadDimV": self.headdim_v,
+            "kTileQ": self.tile_q,
+            "kTileK": self.tile_k,
+            "kWaves": self.waves,
+            "kStages": self.stages,
+            "kBlocksPerSm": self.blocks_per_sm,
+            "kCopyBytes": self.copy_bytes,
+            "kRagged": self.ragged,
+            "kLeft": self.left,
+            "kRight": self.right,
+            "kTopLeft": self.top_left,
+            "kSharedBytes": self.shared_bytes,
+        }
+        text = _source_text(self.element, constants, "backward_dq")
+        return Source(entry=DQ_ENTRY, text=text, summary=self.summary())
+
+    def summary(self) -> str:
+        shape = f"{self.tile_q}x{self.tile_k} waves={self.waves} stages={self.stages}"
+        return " ".join(
+            [
+                "portable backward_dq",
+                self.element,
+                _dims(self),
+                shape,
+                f"{self.copy_bytes}B",
+                *_traits(self),
+            ]
+        )
+
+
+def _dims(config: Config | DqConfig) -> str:
+    dims = f"D={config.headdim}"
+    return dims if config.headdim == config.headdim_v else f"{dims},{config.headdim_v}"
+
+
+def _traits(config: Config | DqConfig) -> list[str]:
+    named = {
+        "ragged": config.ragged,
+        "left": config.left,
+        "right": config.right,
+        "top-left": config.top_left,
+    }
+    return [name for name, on in named.items() if on]
+
+
+def choose(problem: Problem, *, copy_bytes: int, shared_limit: int, with_dq: bool = True) -> Config:
+    """The fastest known configuration of `problem` that fits `shared_limit` bytes of shared memory a block.
+
+    copy_bytes: the widest access that every row of q, k, v, dout, dk and dv allows (2 to 16).
+    with_dq: whether the kernel adds up dQ too, in an order that is not defined.
+    """
+    wide = max(_round_up(problem.headdim, 16), _round_up(problem.headdim_v, 16))
+    full = problem.dtype == "float32"
+    for limit, tile_q, tile_k, key_waves, column_waves, stages, blocks, dq_row_waves in (
+        _TILES_32BIT if full else _TILES_16BIT
+    ):
+        config = Config(
+            element=_ELEMENT[problem.dtype],
+            headdim=problem.headdim,
+            headdim_v=problem.headdim_v,
+            tile_q=tile_q,
+            tile_k=tile_k,
+            key_waves=key_waves,
+            column_waves=column_waves,
+            stages=stages,
+            blocks_per_sm=blocks,
+            dq_row_waves=dq_row_waves,
+            copy_bytes=copy_bytes,
+            ragged=problem.ragged,
+            left=problem.window_left is not None,
+            right=problem.window_right is not None,
+            top_left=_top_left(problem),
+            with_dq=with_dq,
+            accumulator_feeds_a=not full,
+        )
+        if wide <= limit and config.shared_bytes <= shared_limit:
+            return config
+    raise AssertionError(f"no tile of the table fits {shared_limit} bytes of shared memory")
+
+
+def choose_dq(problem: Problem, *, copy_bytes: int, shared_limit: int) -> DqConfig:
+    """As `choose`, of the kernel that computes dQ alone."""
+    wide = max(_round_up(problem.headdim, 16), _round_up(problem.headdim_v, 16))
+    full = problem.dtype == "float32"
+    for limit, tile_q, tile_k, waves, stages, blocks in (
+        _DQ_TILES_32BIT if full else _DQ_TILES_16BIT
+    ):
+        config = DqConfig(
+            element=_ELEMENT[problem.dtype],
+            headdim=problem.headdim,
+            headdim_v=problem.headdim_v,
+            tile_q=tile_q,
+            tile_k=tile_k,
+            waves=waves,
+            stages=stages,
+            blocks_per_sm=blocks,
+            copy_bytes=copy_bytes,
+            ragged=problem.ragged,
+            left=problem.window_left is not None,
+            right=problem.window_right is not None,
+            top_left=_top_left(problem),
+            accumulator_feeds_a=not full,
+        )
+        if wide <= limit and config.shared_bytes <= shared_limit:
+            return config
+    raise AssertionError(f"no tile of the table fits {shared_limit} bytes of shared memory")
+
+
+def _top_left(problem: Problem) -> bool:
+    """Without a limit on either side the diagonal is nowhere, so both alignments share one kernel."""
+    return problem.top_left and (
+        problem.window_left is not None or problem.window_right is not None
+    )
+
+
+def dq_pitch(headdim: int) -> int:
+    """Columns of a row of the dQ sums: whole blocks of 16."""
+    return _round_up(headdim, 16)
+
+
+def prepare_source(problem: Problem, copy_bytes: int) -> Source:
+    return _row_source("backward_prepare", problem, copy_bytes)
+
+
+def finish_source(problem: Problem, copy_bytes: int) -> Source:
+    return _row_source("backward_finish", problem, copy_bytes)
+
+
+def row_blocks(rows: int, wave: int = 32) -> int:
+    """Blocks of the kernels that visit rows."""
+    return -(-rows // (ROW_THREADS // wave))
+
+
+def _row_source(kernel: str, problem: Problem, copy_bytes: int) -> Source:
+    element = _ELEMENT[problem.dtype]
+    constants = {
+        "kHeadDim": problem.headdim,
+        "kHeadDimV": problem.headdim_v,
+        "kDqPitch": dq_pitch(problem.headdim),
+        "kThreads": ROW_THREADS,
+        "kCopyBytes": copy_bytes,
+    }
+    return Source(
+        entry=f"rawattn_{kernel}",
+        text=_source_text(element, constants, kernel),
+        summary=f"portable {kernel} {element} D={problem.headdim},{problem.headdim_v} {copy_bytes}B",
+    )
+
+
+def _source_text(element: str, constants: dict[str, int], kernel: str) -> str:
+    lines = ['#include "target/target.cuh"', "namespace config {", f"using Element = {element};"]
+    for name, value in constants.items():
+        kind = "bool" if isinstance(value, bool) else "int"
+        lines.append(f"constexpr {kind} {name} = {str(value).lower()};")
+    return "\n".join([*lines, "}  // namespace config", f'#include "portable/{kernel}.cu"', ""])
+
+
+def copy_bytes(problem: Problem, strides_bytes: int, pointers: int) -> int:
+    """The widest access that divides every row stride (OR-ed, in bytes), every pointer (OR-ed) and both headdims."""
+    itemsize = _ITEMSIZE[problem.dtype]
+    together = strides_bytes | pointers | problem.headdim * itemsize | problem.headdim_v * itemsize
+    return min(16, together & -together)

@@ -1,0 +1,216 @@
+"""Host twin of kernels_cu/sm90/forward.cu: problem -> configuration -> source, and the tensor maps it loads through."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rawattn._compile import Source
+from rawattn._problem import Problem
+from rawattn._tensor_map import Geometry
+
+ENTRY = "rawattn_sm90_forward"
+ARCH = "sm_90a"
+SHARED_LIMIT = 232448
+
+# Keys of one kv head whose K and V fill this much are scheduled together. More than the L2 cache on purpose: with all heads
+# in one section the longest tiles of all start first, which is worth more than the hits (docs/notes/hopper-forward.md).
+SECTION_BYTES = 128 << 20
+
+# (largest headdim, tile_k, consumers, stages, ping-pong)
+_TILES = (
+    (64, 128, 3, 2, True),
+    (128, 128, 2, 2, True),
+    (192, 112, 2, 2, False),
+    (256, 80, 2, 2, False),
+)
+# With a limit on the left a thread has more to remember: smaller key tiles, which also fit a window better.
+_TILES_LEFT = (
+    (64, 96, 3, 2, True),
+    (128, 128, 2, 2, True),
+    (192, 80, 2, 2, False),
+    (256, 48, 2, 2, False),
+)
+_REGISTERS = {2: (40, 232), 3: (32, 160)}  # of producer and consumer threads, by consumers
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Everything the compiler is told: the named constants of namespace `config` in the kernel."""
+
+    element: str
+    headdim: int
+    headdim_v: int
+    tile_k: int
+    consumers: int
+    stages: int
+    ping_pong: bool
+    ragged: bool
+    packed: bool  # group mode: the arrays have no batch axis
+    left: bool
+    right: bool
+    top_left: bool
+    scale_first: bool
+
+    @property
+    def tile_q(self) -> int:
+        return 64 * self.consumers
+
+    @property
+    def section_bytes(self) -> int:
+        return SECTION_BYTES
+
+    @property
+    def threads(self) -> int:
+        return 128 * (1 + self.consumers)
+
+    @property
+    def shared_bytes(self) -> int:
+        row_bytes_qk = 128 * -(-self.headdim // 64)
+        row_bytes_v = 128 * -(-self.headdim_v // 64)
+        tiles = self.tile_q * row_bytes_qk + self.stages * self.tile_k * (
+            row_bytes_qk + row_bytes_v
+        )
+        return tiles + 1024  # barriers and two slots of work
+
+    def source(self) -> Source:
+        producer, consumer = _REGISTERS[self.consumers]
+        constants = {
+            "kHeadDim": self.headdim,
+            "kHeadDimV": self.headdim_v,
+            "kTileK": self.tile_k,
+            "kConsumers": self.consumers,
+            "kStages": self.stages,
+            "kPingPong": self.ping_pong,
+            "kRagged": self.ragged,
+            "kPacked": self.packed,
+            "kLeft": self.left,
+            "kRight": self.right,
+            "kTopLeft": self.top_left,
+            "kScaleFirst": self.scale_first,
+            "kProducerRegisters": producer,
+            "kConsumerRegisters": consumer,
+            "kSharedBytes": self.shared_bytes,
+        }
+        lines = [
+            '#include "target/target.cuh"',
+            "namespace config {",
+            f"using Element = {self.element};",
+        ]
+        for name, value in constants.items():
+            kind = "bool" if isinstance(value, bool) else "int"
+            lines.append(f"constexpr {kind} {name} = {str(value).lower()};")
+        lines += ["}  // namespace config", '#include "sm90/forward.cu"', ""]
+        return Source(entry=ENTRY, text="\n".join(lines), summary=self.summary())
+
+    def summary(self) -> str:
+        dims = f"D={self.headdim}" + (
+            "" if self.headdim == self.headdim_v else f",{self.headdim_v}"
+        )
+        traits = [
+            name
+            for name, on in (
+                ("packed", self.packed),
+                ("ragged", self.ragged and not self.packed),
+                ("left", self.left),
+                ("right", self.right),
+                ("top-left", self.top_left),
+                ("scale-first", self.scale_first),
+            )
+            if on
+        ]
+        return " ".join(
+            ["sm90 forward", self.element, dims, f"{self.tile_q}x{self.tile_k}", *traits]
+        )
+
+
+def choose(
+    problem: Problem,
+    *,
+    arch: str,
+    strides: Mapping[str, tuple[int, ...]],
+    pointers: int,
+) -> Config | None:
+    """The configuration for `problem`, or None where this kernel does not apply: the portable one does then.
+
+    It applies on compute capability 9.0, in 16 bits, where every row starts at a multiple of 16 bytes and ends at one.
+    strides: of q, k, v and out, in bytes; pointers: all addresses OR-ed together.
+    """
+    if arch != ARCH or problem.dtype == "float32":
+        return None
+    if problem.headdim % 8 or problem.headdim_v % 8 or pointers % 16:
+        return None
+    if (
+        min(problem.batch, problem.rows_q, problem.rows_k) == 0
+        or max(problem.rows_q, problem.rows_k) > 2**29
+    ):
+        return None
+    for name, each in strides.items():
+        rows, nheads = (
+            (problem.rows_q, problem.nheads_q)
+            if name in ("q", "out")
+            else (problem.rows_k, problem.nheads_kv)
+        )
+        extents = (rows, nheads) if problem.group else (problem.batch, rows, nheads)
+        for stride, extent in zip(each[:-1], extents, strict=True):
+            if stride % 16 or (extent > 1 and not 0 < stride < 2**40):
+                return None
+    wide = max(problem.headdim, problem.headdim_v)
+    limited = problem.window_left is not None or problem.window_right is not None
+    tiles = _TILES if problem.window_left is None else _TILES_LEFT
+    for limit, tile_k, consumers, stages, ping_pong in tiles:
+        if wide <= limit:
+            return Config(
+                element=problem.dtype,
+                headdim=problem.headdim,
+                headdim_v=problem.headdim_v,
+                tile_k=tile_k,
+                consumers=consumers,
+                stages=stages,
+                ping_pong=ping_pong,
+                ragged=problem.ragged,
+                packed=problem.group,
+                left=problem.window_left is not None,
+                right=problem.window_right is not None,
+                top_left=problem.top_left and limited,
+                scale_first=not problem.scale > 0,
+            )
+    raise AssertionError(f"no tile of the table holds headdim {wide}")
+
+
+def row_bound(rows: int) -> int:
+    """Where the row axis of a ragged map ends: no sequence is longer."""
+    return 1 << max(rows - 1, 1).bit_length()
+
+
+def geometry(
+    problem: Problem,
+    strides: tuple[int, ...],
+    *,
+    rows: int,
+    nheads: int,
+    headdim: int,
+    box_rows: int,
+) -> Geometry:
+    """The map of q, k or v: axes (column, row, head, row again, batch).
+
+    In a ragged map the first row axis ends at `row_bound`, where the kernel lets every sequence end, so that loads past the
+    end of a sequence are out of bounds and arrive as zeros. The map starts as many rows before the array, and the second row
+    axis brings a sequence back to its place.
+    """
+    batch_stride, row_stride, head_stride = (0, *strides[:2]) if problem.group else strides[:3]
+    bound = row_bound(rows) if problem.ragged else rows
+    outer = rows + 1 if problem.ragged else 1
+    batch = 1 if problem.group else problem.batch
+
+    def legal(stride: int, extent: int) -> int:
+        return stride if extent > 1 else 16  # the stride of an axis of one element says nothing
+
+    row_stride = legal(row_stride, rows)
+    return Geometry(
+        dtype=problem.dtype,
+        dims=(headdim, bound, nheads, outer, batch),
+        strides=(row_stride, legal(head_stride, nheads), row_stride, legal(batch_stride, batch)),
+        box=(64, box_rows, 1, 1, 1),
+        origin=-bound * row_stride if problem.ragged else 0,
+    )

@@ -1,0 +1,208 @@
+"""CUDA streams and memory shared with other frameworks.
+
+CuPy and torch have a current stream that can be asked for: work that crosses from one stream to
+another is ordered with an event, and nothing is done where the stream is the same. All others are
+ordered by DLPack's stream protocol when an array comes in, and their memory is held until the work
+that uses it is done.
+
+A stream that captures a graph is never ordered with one that does not: a graph cannot wait for
+work outside it, and whoever launches the graph orders the launch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import queue
+import sys
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import cupy
+
+# The legacy default stream in DLPack; in CuPy and torch its handle is 0.
+DLPACK_LEGACY = 1
+
+
+def import_cupy() -> Any:
+    """CuPy, or an ImportError that says how to get it."""
+    try:
+        import cupy
+    except ImportError as error:
+        raise ImportError(
+            "arrays on a GPU need CuPy: pip install 'rawattn[cuda13]', or [cuda12] for CUDA 12"
+        ) from error
+    return cupy
+
+
+def current_stream(framework: str, device: int) -> int | None:
+    """Handle of the stream that `framework` uses on `device` now, None if it cannot be asked."""
+    if framework == "torch":
+        return int(sys.modules["torch"].cuda.current_stream(device).cuda_stream)
+    if framework == "cupy":
+        return int(_callers_stream(device).ptr)
+    return None
+
+
+def compute_stream(framework: str, device: int) -> cupy.cuda.Stream:
+    """The stream that work on an array of `framework` belongs on, as a CuPy stream."""
+    current = import_cupy().cuda.get_current_stream(device)
+    wanted = current_stream("torch", device) if framework == "torch" else current.ptr
+    return current if wanted == current.ptr else _external(wanted)
+
+
+class _Foreign:
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._handle
+
+
+@functools.lru_cache(maxsize=64)
+def _external(handle: int) -> Any:
+    import cupy
+
+    return cupy.cuda.Stream.from_external(_Foreign(handle)) if handle else cupy.cuda.Stream.null
+
+
+class _Replaced(threading.local):
+    """CuPy's current streams by device, where `on_torch_stream` has replaced them."""
+
+    def __init__(self) -> None:
+        self.streams: dict[int, Any] = {}
+
+
+_replaced = _Replaced()
+
+
+def _callers_stream(device: int) -> Any:
+    if device in _replaced.streams:
+        return _replaced.streams[device]
+    import cupy
+
+    return cupy.cuda.get_current_stream(device)
+
+
+@contextlib.contextmanager
+def on_torch_stream(device: int) -> Iterator[Any]:
+    """Lets CuPy work on torch's current stream of `device`, and in torch's memory."""
+    cupy = import_cupy()
+    with cupy.cuda.Device(device):
+        stream = compute_stream("torch", device)
+        before = cupy.cuda.get_current_stream()
+        memory = _TorchMemory(device, stream.ptr, cupy.cuda.get_allocator())
+        outermost = device not in _replaced.streams
+        if outermost:
+            _replaced.streams[device] = before
+        try:
+            with stream, cupy.cuda.using_allocator(memory):
+                yield stream
+        finally:
+            if outermost:
+                del _replaced.streams[device]
+
+
+class _TorchMemory:
+    """A CuPy allocator that takes memory from torch.
+
+    What a call allocates during a torch graph capture must come from torch: it keeps the block for
+    the graph's replays after the last tensor is gone, and CuPy's own pool may not grow then.
+    """
+
+    __slots__ = ("_device", "_elsewhere", "_handle", "_torch")
+
+    def __init__(self, device: int, handle: int, elsewhere: Any) -> None:
+        self._torch = sys.modules["torch"]
+        self._device = device
+        self._handle = handle
+        self._elsewhere = elsewhere
+
+    def __call__(self, nbytes: int) -> Any:
+        import cupy
+
+        # torch gives freed memory out again in the order of its own stream alone.
+        if (
+            cupy.cuda.runtime.getDevice() != self._device
+            or cupy.cuda.get_current_stream().ptr != self._handle
+        ):
+            return self._elsewhere(nbytes)
+        torch = self._torch
+        block = torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", self._device))
+        memory = cupy.cuda.UnownedMemory(block.data_ptr(), nbytes, block, self._device)
+        return cupy.cuda.MemoryPointer(memory, 0)
+
+
+def is_capturing(handle: int) -> bool:
+    """Whether a graph captures the stream."""
+    if handle in (0, DLPACK_LEGACY):  # cannot be captured, nor be asked during another's capture
+        return False
+    import cupy
+
+    return bool(cupy.cuda.runtime.streamIsCapturing(handle))
+
+
+def order(before: int, after: int, device: int) -> None:
+    """Makes stream `after` wait for all that stream `before` of `device` has been given."""
+    if before == after or is_capturing(before) != is_capturing(after):
+        return
+    import cupy
+
+    with cupy.cuda.Device(device):
+        event = cupy.cuda.Event(disable_timing=True)
+    cupy.cuda.runtime.eventRecord(event.ptr, before)
+    cupy.cuda.runtime.streamWaitEvent(after, event.ptr, 0)
+
+
+class Borrowed:
+    """Owner of memory that is used on another stream than its framework's.
+
+    A framework reads an `out=` back, and gives freed memory out again, in the order of its own
+    stream. So when the last view dies, that stream is made to wait for the one that used it; where
+    it cannot be asked for, the memory is let go only once that work is done.
+    """
+
+    __slots__ = ("_device", "_framework", "_owner", "_stream")
+
+    def __init__(self, owner: object, framework: str, device: int, stream: Any) -> None:
+        self._owner = owner
+        self._framework = framework
+        self._device = device
+        self._stream = stream
+
+    def __del__(self) -> None:
+        if sys.is_finalizing():  # CUDA may be gone already
+            return
+        theirs = current_stream(self._framework, self._device)
+        if theirs is not None:
+            order(self._stream.ptr, theirs, self._device)
+        elif not is_capturing(self._stream.ptr):  # a graph's inputs are the caller's to keep
+            _free_after(self._stream, self._device, self._owner)
+
+
+_dying: queue.SimpleQueue[tuple[Any, object]] = queue.SimpleQueue()
+
+
+def _free_after(stream: Any, device: int, owner: object) -> None:
+    import cupy
+
+    with cupy.cuda.Device(device):
+        event = cupy.cuda.Event(block=True, disable_timing=True)
+    event.record(stream)
+    _start_freeing()
+    _dying.put((event, owner))
+
+
+@functools.cache
+def _start_freeing() -> None:
+    threading.Thread(target=_free, name="rawattn-free", daemon=True).start()
+
+
+def _free() -> None:
+    while True:
+        event, owner = _dying.get()
+        with contextlib.suppress(Exception):  # in a failed context nothing is left to wait for
+            event.synchronize()
+        del event, owner

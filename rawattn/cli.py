@@ -1,0 +1,47 @@
+"""The `rawattn` command. A sub-command is a module of rawattn/_cli, imported once it is invoked."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from rawattn import __version__
+
+_COMMANDS = {
+    "info": "devices, driver, versions of everything involved, kernel cache",
+    "demo": "embed real sentences with a real model, attention by rawattn",
+    "check": "compare the kernels of this machine with the reference",
+    "bench": "measure speed against whatever peers are installed",
+    "compile": "fill the kernel cache ahead of time",
+    "cache": "list or clear the kernel cache",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one sub-command; returns the exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    invoked = next((word for word in argv if not word.startswith("-")), None)
+    parser = argparse.ArgumentParser(
+        prog="rawattn", description="Exact attention for arrays of any framework."
+    )
+    parser.add_argument("--version", action="version", version=f"rawattn {__version__}")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    command = None
+    for name, summary in _COMMANDS.items():
+        if name == invoked:
+            command = importlib.import_module(f"rawattn._cli.{name}")
+            command.add_parser(subparsers)
+        else:
+            subparsers.add_parser(name, help=summary)
+    args = parser.parse_args(argv)
+    assert command is not None, "argparse exits when the first word is no command"
+    try:
+        return int(command.run(args) or 0)
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

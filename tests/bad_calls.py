@@ -1,0 +1,181 @@
+"""What a user can get wrong in a call: each mistake changes one thing in a good call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rawattn
+from tests.cases import strided
+from tests.frameworks import Framework
+
+# The arrays of the good call, in batch mode and (with `seqs`) packed.
+_SHAPES = {"q": (2, 5, 4, 8), "k": (2, 7, 2, 8), "v": (2, 7, 2, 16)}
+_PACKED = {"q": (10, 4, 8), "k": (14, 2, 8), "v": (14, 2, 16)}
+
+
+@dataclass(frozen=True)
+class Bad:
+    """change: arguments by name; a Shape becomes an array, a dict for `seqs` a SeqLayout."""
+
+    name: str
+    change: dict[str, Any]
+    error: type[Exception]
+    says: str  # a regular expression
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class Shape:
+    """An array of a framework, to be made at the call."""
+
+    shape: tuple[int, ...]
+    dtype: str = "float16"
+
+
+def _bad_arrays() -> list[Bad]:
+    packed = {name: Shape(shape) for name, shape in _PACKED.items()}
+    return [
+        Bad("q-no-axes", {"q": Shape(())}, ValueError, r"^q: .*\(\)"),
+        Bad("q-two-axes", {"q": Shape((5, 8))}, ValueError, r"^q: .*\(5, 8\)"),
+        Bad("q-five-axes", {"q": Shape((1, 2, 5, 4, 8))}, ValueError, r"^q: "),
+        Bad("k-three-axes", {"k": Shape((14, 2, 8))}, ValueError, r"^k: "),
+        Bad("v-three-axes", {"v": Shape((14, 2, 16))}, ValueError, r"^v: "),
+        Bad("packed-without-seqs", packed, ValueError, r"^seqs: .*None"),
+        Bad("batch-of-k", {"k": Shape((3, 7, 2, 8))}, ValueError, r"^k: .*3"),
+        Bad("rows-of-v", {"v": Shape((2, 6, 2, 16))}, ValueError, r"^v: .*6"),
+        Bad("heads-of-v", {"v": Shape((2, 7, 4, 16))}, ValueError, r"^v: .*4"),
+        Bad(
+            "heads-do-not-divide",
+            {"q": Shape((2, 5, 3, 8))},
+            ValueError,
+            r"nheads_q.*3.*nheads_kv.*2",
+        ),
+        Bad("headdim-of-k", {"k": Shape((2, 7, 2, 9))}, ValueError, r"^k: .*9"),
+        Bad("headdim-0", {"v": Shape((2, 7, 2, 0))}, ValueError, r"^v: "),
+        Bad(
+            "headdim-257",
+            {"q": Shape((2, 5, 4, 257)), "k": Shape((2, 7, 2, 257))},
+            ValueError,
+            r"257.*256",
+        ),
+        Bad("headdim-v-300", {"v": Shape((2, 7, 2, 300))}, ValueError, r"^v: .*300.*256"),
+        Bad("integers", {"q": Shape((2, 5, 4, 8), "int32")}, TypeError, r"^q: .*int32"),
+        Bad(
+            "float64",
+            {name: Shape(shape, "float64") for name, shape in _SHAPES.items()},
+            TypeError,
+            r"^q: .*float64",
+        ),
+        Bad("mixed-dtypes", {"k": Shape(_SHAPES["k"], "float32")}, TypeError, r"^k: .*float32"),
+        Bad("q-text", {"q": "text"}, TypeError, r"^q: .*str"),
+        Bad("k-none", {"k": None}, TypeError, r"^k: .*None"),
+        Bad("v-list", {"v": [[1.0, 2.0]]}, TypeError, r"^v: .*list"),
+        Bad("out-shape", {"out": Shape((2, 5, 4, 8))}, ValueError, r"^out: .*\(2, 5, 4, 8\)"),
+        Bad("out-dtype", {"out": Shape((2, 5, 4, 16), "float32")}, TypeError, r"^out: .*float32"),
+        Bad("out-no-array", {"out": 3}, TypeError, r"^out: .*int"),
+    ]
+
+
+def _bad_options() -> list[Bad]:
+    return [
+        Bad("causal-text", {"causal": "yes"}, TypeError, r"^causal: .*yes"),
+        Bad("align-unknown", {"align": "middle"}, ValueError, r"^align: .*middle.*top-left"),
+        Bad("window-number", {"window": 5}, TypeError, r"^window: .*5"),
+        Bad("window-one-end", {"window": (5,)}, (ValueError, TypeError), r"^window: "),
+        Bad("window-negative", {"window": (-1, 0)}, ValueError, r"^window: .*-1"),
+        Bad("window-fraction", {"window": (1.5, 0)}, TypeError, r"^window: .*1\.5"),
+        Bad("sink-negative", {"sink": -1}, ValueError, r"^sink: .*-1"),
+        Bad("sink-fraction", {"sink": 1.5}, TypeError, r"^sink: .*1\.5"),
+        Bad("scale-nan", {"scale": float("nan")}, ValueError, r"^scale: .*nan"),
+        Bad("scale-infinite", {"scale": float("inf")}, ValueError, r"^scale: .*inf"),
+        Bad("scale-text", {"scale": "big"}, TypeError, r"^scale: .*big"),
+        Bad("backend-unknown", {"backend": "tpu"}, ValueError, r"^backend: .*tpu"),
+        Bad("dropout-1", {"dropout_p": 1.0, "seed": 1}, ValueError, r"^dropout_p: .*1\.0"),
+        Bad("dropout-without-seed", {"dropout_p": 0.1}, (TypeError, ValueError), r"^seed: "),
+        Bad("softcap-negative", {"softcap": -1.0}, ValueError, r"^softcap: .*-1"),
+        Bad("splits-0", {"num_splits": 0}, ValueError, r"^num_splits: .*0"),
+        Bad("splits-257", {"num_splits": 257}, ValueError, r"^num_splits: .*257.*256"),
+        Bad("bias-later", {"bias": Shape((1, 1, 5, 7))}, NotImplementedError, r"^bias: "),
+        Bad("alibi-later", {"alibi_slopes": Shape((4,), "float32")}, NotImplementedError, r"alibi"),
+        Bad("sink-logits-later", {"sink_logits": Shape((4,))}, NotImplementedError, r"sink_logits"),
+        Bad("softcap-later", {"softcap": 30.0}, NotImplementedError, r"^softcap: "),
+        Bad("dropout-later", {"dropout_p": 0.1, "seed": 1}, NotImplementedError, r"^dropout_p: "),
+        Bad("splits-later", {"num_splits": 2}, NotImplementedError, r"^num_splits: "),
+    ]
+
+
+def _bad_lengths() -> list[Bad]:
+    def padded(name: str, seqs: Any, error: type[Exception], says: str) -> Bad:
+        return Bad(name, {"seqs": seqs}, error, says)
+
+    def packed(name: str, seqs: Any, error: type[Exception], says: str) -> Bad:
+        arrays = {key: Shape(shape) for key, shape in _PACKED.items()}
+        return Bad(name, {**arrays, "seqs": seqs}, error, says)
+
+    starts = {"seqstart_q": [0, 5, 10], "seqstart_k": [0, 7, 14]}
+    return [
+        Bad("seqs-list", {"seqs": [0, 5]}, TypeError, r"^seqs: .*list"),
+        packed("starts-fall", {"seqstart_q": [0, 6, 5]}, ValueError, r"^seqstart_q: .*5.*6"),
+        packed("start-negative", {"seqstart_q": [-1, 5, 10]}, ValueError, r"^seqstart_q: .*-1"),
+        packed("end-past-rows", {"seqstart_q": [0, 5, 11]}, ValueError, r"^seqstart_q: .*11.*10"),
+        packed("end-past-keys", {**starts, "seqstart_k": [0, 7, 15]}, ValueError, r"^seqstart_k"),
+        packed("only-seqstart-k", {"seqstart_k": [0, 7, 14]}, ValueError, r"^seqstart_k: .*_q"),
+        packed("no-starts", {"seqlen_q": [5, 5]}, ValueError, r"^seqs: .*seqstart_q"),
+        packed("past-room", {**starts, "seqlen_q": [5, 6]}, ValueError, r"^seqlen_q: .*6.*5"),
+        packed("counts", {**starts, "seqlen_q": [5, 5, 0]}, ValueError, r"^seqlen_q: "),
+        packed("cu-falls", {**starts, "cu_seqlen_k": [0, 7, 6]}, ValueError, r"^cu_seqlen_k: .*6"),
+        packed(
+            "max-too-small", {**starts, "max_seqlen_q": 4}, ValueError, r"^max_seqlen_q: .*4.*5"
+        ),
+        packed("floats", {**starts, "seqlen_q": [5.0, 5.0]}, TypeError, r"^seqlen_q: "),
+        packed("bools", {**starts, "seqlen_q": [True, True]}, TypeError, r"^seqlen_q: "),
+        packed("two-axes", {**starts, "seqlen_q": [[5, 5]]}, ValueError, r"^seqlen_q: .*\(1, 2\)"),
+        padded("starts-in-batch-mode", starts, ValueError, r"^seqs: .*seqstart_q"),
+        padded("length-negative", {"seqlen_q": [5, -1]}, ValueError, r"^seqlen_q: .*-1"),
+        padded("length-past-rows", {"seqlen_k": [7, 8]}, ValueError, r"^seqlen_k: .*8.*7"),
+        padded("wrong-batch", {"seqlen_k": [7, 7, 7]}, ValueError, r"^seqs: .*3.*2"),
+        padded("max-is-negative", {"max_seqlen_k": -2}, ValueError, r"^max_seqlen_k: .*-2"),
+        padded("max-is-float", {"max_seqlen_k": 7.0}, TypeError, r"^max_seqlen_k: "),
+    ]
+
+
+BAD_CALLS = [*_bad_arrays(), *_bad_options(), *_bad_lengths()]
+
+
+def good_call(framework: Framework) -> dict[str, Any]:
+    return {name: _array(framework, Shape(shape)) for name, shape in _SHAPES.items()}
+
+
+def check_refused(bad: Bad, framework: Framework, call: Callable[..., Any]) -> None:
+    """The bad call is refused with a message that helps, and the next good call works."""
+    arguments: dict[str, Any] = {name: Shape(shape) for name, shape in _SHAPES.items()}
+    arguments |= bad.change
+    with pytest.raises(bad.error, match=bad.says):
+        # SeqLayout refuses what it can by itself: its construction is part of the call.
+        call(**{name: _argument(framework, x, name) for name, x in arguments.items()})
+    out = framework.host(call(**good_call(framework)))
+    assert np.all(out.astype(np.float32) == 1), "the call after a refused one is wrong"
+
+
+def _argument(framework: Framework, value: Any, name: str) -> Any:
+    if isinstance(value, Shape):
+        return _array(framework, value)
+    if name == "seqs" and isinstance(value, dict):
+        return rawattn.SeqLayout(**value)
+    return value
+
+
+def _array(framework: Framework, shape: Shape) -> Any:
+    dtype = np.dtype(shape.dtype)
+    array = strided(shape.shape, np.dtype(np.float16), "dense")
+    array = type(array)(
+        np.ones(array.buffer.shape, dtype), array.offset, array.shape, array.strides
+    )
+    return framework.array(array)

@@ -1,0 +1,174 @@
+"""Arrays of each framework, from and to NumPy, with strides and bfloat16."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Protocol
+
+import ml_dtypes
+import numpy as np
+
+from tests.cases import Strided
+
+
+class Framework(Protocol):
+    name: str
+    writable: bool  # whether its arrays can be given as `out=`
+
+    def array(self, strided: Strided) -> Any: ...
+    def buffer_of(self, array: Any, strided: Strided) -> np.ndarray:
+        """All of the buffer that `array`, made from `strided`, is a view of."""
+
+    def integers(self, values: np.ndarray) -> Any: ...
+    def host(self, array: Any) -> np.ndarray: ...
+
+
+class NumPy:
+    name = "numpy"
+    writable = True
+
+    def array(self, strided: Strided) -> np.ndarray:
+        return strided.view()
+
+    def buffer_of(self, array: Any, strided: Strided) -> np.ndarray:
+        return strided.buffer
+
+    def integers(self, values: np.ndarray) -> np.ndarray:
+        return values
+
+    def host(self, array: Any) -> np.ndarray:
+        assert isinstance(array, np.ndarray)
+        return array
+
+
+class CuPy:
+    name = "cupy"
+    writable = True
+
+    def array(self, strided: Strided) -> Any:
+        import cupy
+
+        raw = cupy.asarray(strided.buffer.view(np.uint8))
+        itemsize = strided.buffer.dtype.itemsize
+        return cupy.ndarray(
+            strided.shape,
+            strided.buffer.dtype,
+            memptr=raw.data + strided.offset * itemsize,
+            strides=tuple(itemsize * stride for stride in strided.strides),
+        )
+
+    def buffer_of(self, array: Any, strided: Strided) -> np.ndarray:
+        import cupy
+
+        start = array.data - strided.offset * strided.buffer.dtype.itemsize
+        raw = cupy.ndarray((strided.buffer.nbytes,), np.uint8, memptr=start)
+        return raw.get().view(strided.buffer.dtype)
+
+    def integers(self, values: np.ndarray) -> Any:
+        import cupy
+
+        return cupy.asarray(values)
+
+    def host(self, array: Any) -> np.ndarray:
+        import cupy
+
+        assert isinstance(array, cupy.ndarray)
+        # As plain words: what CuPy can do with bfloat16 is not what is tested here.
+        words = cupy.ascontiguousarray(array.view(f"u{array.itemsize}"))
+        return words.get().view(array.dtype)
+
+
+class TightCuPy(CuPy):
+    """With nothing allocated around an array, for tools that watch the ends of allocations."""
+
+    name = "tight-cupy"
+
+    def array(self, strided: Strided) -> Any:
+        first, end = _extent(strided)
+        return super().array(
+            replace(strided, buffer=strided.buffer[first:end], offset=strided.offset - first)
+        )
+
+    def buffer_of(self, array: Any, strided: Strided) -> np.ndarray:
+        first, end = _extent(strided)
+        buffer = strided.buffer.copy()
+        tight = replace(strided, buffer=buffer[first:end], offset=strided.offset - first)
+        buffer[first:end] = super().buffer_of(array, tight)
+        return buffer
+
+
+def _extent(strided: Strided) -> tuple[int, int]:
+    """The first element of the buffer that belongs to the array, and the one past the last."""
+    if 0 in strided.shape:
+        return strided.offset, strided.offset
+    ends = [(n - 1) * stride for n, stride in zip(strided.shape, strided.strides, strict=True)]
+    first = strided.offset + sum(min(end, 0) for end in ends)
+    return first, strided.offset + sum(max(end, 0) for end in ends) + 1
+
+
+class Torch:
+    """Negative strides do not exist here."""
+
+    name = "torch"
+    writable = True
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.device = device
+
+    def array(self, strided: Strided) -> Any:
+        import torch
+
+        dtype = getattr(torch, strided.buffer.dtype.name)
+        buffer = torch.from_numpy(strided.buffer.view(np.uint8).copy()).to(self.device).view(dtype)
+        return torch.as_strided(buffer, strided.shape, strided.strides, strided.offset)
+
+    def buffer_of(self, array: Any, strided: Strided) -> np.ndarray:
+        import torch
+
+        return self.host(torch.as_strided(array, strided.buffer.shape, (1,), 0))
+
+    def integers(self, values: np.ndarray) -> Any:
+        import torch
+
+        return torch.from_numpy(values.copy()).to(self.device)
+
+    def host(self, array: Any) -> np.ndarray:
+        import torch
+
+        assert isinstance(array, torch.Tensor)
+        assert array.device.type == torch.device(self.device).type
+        array = array.detach().cpu().contiguous()
+        if array.dtype == torch.bfloat16:
+            return array.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+        return array.numpy()
+
+
+class Jax:
+    """JAX arrays are dense and immutable: strides are lost, `out=` is not possible."""
+
+    name = "jax"
+    writable = False
+
+    def __init__(self, platform: str = "cpu") -> None:
+        self.platform = platform
+
+    def array(self, strided: Strided) -> Any:
+        import jax
+
+        return jax.device_put(strided.view().copy(), jax.devices(self.platform)[0])
+
+    def buffer_of(self, array: Any, strided: Strided) -> np.ndarray:
+        raise NotImplementedError("a JAX array is no view")
+
+    def integers(self, values: np.ndarray) -> Any:
+        import jax
+
+        # Without its 64-bit mode JAX has int32 alone.
+        return jax.device_put(values.astype(np.int32), jax.devices(self.platform)[0])
+
+    def host(self, array: Any) -> np.ndarray:
+        import jax
+
+        assert isinstance(array, jax.Array)
+        assert {device.platform for device in array.devices()} == {self.platform}
+        return np.asarray(array)

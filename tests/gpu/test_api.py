@@ -1,0 +1,233 @@
+"""The public call on the GPU: frameworks, devices, mistakes, integers that nobody has checked."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rawattn
+from tests.bad_calls import BAD_CALLS, Bad, check_refused, good_call
+from tests.cases import CANARY, Case, curated, dense, materialise, ragged, strided
+from tests.frameworks import CuPy, Framework, Jax, NumPy, Torch
+from tests.verify import run, verify
+
+cupy = pytest.importorskip("cupy")
+CUPY = CuPy()
+EXCHANGED = [
+    case
+    for case in curated()
+    if case.name.startswith(("d64", "d96", "empty-batch", "padded-", "ragged-bhsd", "slots-"))
+    and case.layout != "reversed"  # torch has no negative strides
+]
+
+
+@pytest.mark.parametrize(
+    "framework",
+    [NumPy(), Torch("cuda"), Torch("cpu"), Jax("gpu"), Jax("cpu")],
+    ids=["numpy", "torch-cuda", "torch-cpu", "jax-cuda", "jax-cpu"],
+)
+@pytest.mark.parametrize("case", EXCHANGED, ids=str)
+def test_frameworks(case: Case, framework: Framework) -> None:
+    pytest.importorskip(framework.name)
+    verify(case, framework)
+
+
+@pytest.mark.parametrize("case", [c for c in curated() if c.name in ("d64", "slots-both")], ids=str)
+def test_cpu_backend_takes_gpu_arrays(case: Case) -> None:
+    verify(case, CUPY, backend="cpu")
+
+
+def test_gpu_backend_takes_numpy_arrays() -> None:
+    verify(dense("numpy", 2, 70, 90), NumPy(), backend="cuda")
+
+
+def test_result_is_in_the_framework_of_q() -> None:
+    torch = pytest.importorskip("torch")
+    arrays = good_call(CUPY)
+    tensors = good_call(Torch("cuda"))
+    assert isinstance(rawattn.attention(arrays["q"], tensors["k"], tensors["v"]), cupy.ndarray)
+    out = rawattn.attention(tensors["q"], arrays["k"], tensors["v"])
+    assert isinstance(out, torch.Tensor)
+    assert bool((out == 1).all())
+
+
+def test_torch_tensor_that_requires_grad_is_read_as_detached() -> None:
+    pytest.importorskip("torch")
+    tensors = {name: x.requires_grad_() for name, x in good_call(Torch("cuda")).items()}
+    out = rawattn.attention(**tensors)
+    assert not out.requires_grad
+    assert bool((out == 1).all())
+
+
+@pytest.mark.parametrize("framework", [CUPY, NumPy()], ids=lambda framework: framework.name)
+@pytest.mark.parametrize("bad", BAD_CALLS, ids=str)
+def test_mistakes_are_refused(bad: Bad, framework: Framework) -> None:
+    check_refused(bad, framework, rawattn.attention)
+
+
+@pytest.mark.parametrize("bad", [bad for bad in BAD_CALLS if "q" in bad.change], ids=str)
+def test_mistakes_with_torch_are_refused(bad: Bad) -> None:
+    pytest.importorskip("torch")
+    check_refused(bad, Torch("cuda"), rawattn.attention)
+
+
+def _raw(shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
+    memory = cupy.zeros(1 << 12, np.float16)
+    return cupy.ndarray(shape, np.float16, memory.data, tuple(2 * stride for stride in strides))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda call: {"out": call["q"]}, "shares memory with q"),
+        (lambda call: {"out": _raw((2, 5, 4, 8), (0, 32, 8, 1))}, "overlap"),
+        (lambda call: {"out": _raw((2, 5, 4, 8), (320, 64, 16, 2))}, "stride"),
+        (lambda call: {"out": np.zeros((2, 5, 4, 8), np.float16)}, "host"),
+    ],
+    ids=["is-an-input", "overlaps-itself", "last-axis-strided", "on-the-host"],
+)
+def test_unusable_out_is_refused(change: Any, says: str) -> None:
+    call = good_call(CUPY)
+    call["v"] = call["k"].copy()
+    with pytest.raises(ValueError, match=f"^out: .*{says}"):
+        rawattn.attention(**call, **change(call))
+    # The same with a call that is already known, hence prepared.
+    rawattn.attention(**call, out=cupy.empty_like(call["q"]))
+    with pytest.raises(ValueError, match=f"^out: .*{says}"):
+        rawattn.attention(**call, **change(call))
+
+
+def test_arrays_on_host_and_gpu_are_refused() -> None:
+    on_gpu, on_host = good_call(CUPY), good_call(NumPy())
+    with pytest.raises(ValueError, match=r"^k: .*host.*GPU 0"):
+        rawattn.attention(on_gpu["q"], on_host["k"], on_gpu["v"])
+    with pytest.raises(ValueError, match=r"^v: .*GPU 0.*host"):
+        rawattn.attention(on_host["q"], on_host["k"], on_gpu["v"])
+
+
+def _devices() -> int:
+    try:
+        return int(cupy.cuda.runtime.getDeviceCount())
+    except cupy.cuda.runtime.CUDARuntimeError:
+        return 0
+
+
+@pytest.mark.skipif(_devices() < 2, reason="needs two GPUs")
+class TestTwoDevices:
+    def test_runs_where_q_is(self) -> None:
+        case = ragged("second", (70, 30), (90, 3), causal=True, on_device=True)
+        with cupy.cuda.Device(1):
+            expected = run(case, CUPY)
+            verify(case, CUPY)
+            inputs = materialise(case)
+            arrays = [CUPY.array(array) for array in (inputs.q, inputs.k, inputs.v)]
+            starts = {name: CUPY.integers(x) for name, x in inputs.integers.items()}
+        # Device 0 is current: the call must not depend on it.
+        out = rawattn.attention(*arrays, seqs=rawattn.SeqLayout(**starts), causal=True)
+        assert out.data.device_id == 1
+        assert out.get().tobytes() == expected[0].get().tobytes()
+        assert cupy.cuda.runtime.getDevice() == 0
+
+    def test_torch_on_the_second(self) -> None:
+        pytest.importorskip("torch")
+        verify(dense("second", 2, 70, 90, causal=True), Torch("cuda:1"))
+
+    def test_arrays_on_two_devices_are_refused(self) -> None:
+        call = good_call(CUPY)
+        with cupy.cuda.Device(1):
+            there = good_call(CUPY)
+        with pytest.raises(ValueError, match=r"^k: .*GPU 1.*GPU 0"):
+            rawattn.attention(call["q"], there["k"], call["v"])
+        with pytest.raises(ValueError, match=r"^out: .*GPU 1"):
+            rawattn.attention(**call, out=cupy.empty_like(there["q"]))
+        with cupy.cuda.Device(1):
+            lengths = cupy.asarray([5, 5])
+        with pytest.raises(ValueError, match=r"GPU 1.*GPU 0"):
+            rawattn.attention(**call, seqs=rawattn.SeqLayout(seqlen_q=lengths))
+
+
+_I32, _I64 = 2**31 - 1, 2**63 - 1
+_JUNK = {
+    "huge": [_I32, _I32, _I32, _I32],
+    "negative": [-1, -5, -1000, -1],
+    "extremes": [-_I64 - 1, _I64, -_I64 - 1, _I64],
+    "alternating": [0, 120, -7, 1 << 40],
+    "decreasing": [140, 90, 30, 0],
+    "all-of-it-each-time": [0, 140, 0, 140],
+    "just-past-the-end": [0, 50, 100, 141],
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BadIntegers:
+    """group: packed, else padded batch. what: the keywords that are bad, max_seqlen: a bound that
+    longer sequences break."""
+
+    group: bool
+    what: str
+    max_seqlen: int | None
+    junk: str
+    dtype: str
+
+    def __str__(self) -> str:
+        return "-".join(map(str, asdict(self).values()))
+
+
+BAD_INTEGERS = [
+    BadIntegers(group=group, what=what, max_seqlen=max_seqlen, junk=junk, dtype=dtype)
+    for group in (True, False)
+    for what in ("seqstart_q", "seqstart_k", "cu_seqlen", "seqlen", "everything")
+    for max_seqlen in (None, 9)
+    for junk in _JUNK
+    for dtype in ("int32", "int64")
+    if group or not what.startswith("seqstart")
+    if dtype == "int64" or max(map(abs, _JUNK[junk])) <= _I32
+]
+
+
+@pytest.mark.parametrize("bad", BAD_INTEGERS, ids=str)
+def test_bad_integers_on_the_gpu_stay_inside(bad: BadIntegers) -> None:
+    """No error and no access outside: memory around the inputs is NaN, around `out` a canary."""
+    check_bad_integers(bad, CUPY)
+
+
+def check_bad_integers(case: BadIntegers, framework: CuPy) -> None:
+    group, what = case.group, case.what
+    bad = cupy.asarray(np.array(_JUNK[case.junk], case.dtype))
+    lengths = bad[:3].copy()
+    good = cupy.asarray(np.array([0, 40, 90, 140], case.dtype))
+    integers: dict[str, Any] = {"seqstart_q": good, "seqstart_k": good} if group else {}
+    if what.startswith("seqstart"):
+        integers[what] = bad
+    elif what == "cu_seqlen":
+        integers |= {"cu_seqlen_q": bad, "cu_seqlen_k": bad}
+    elif what == "seqlen":
+        integers |= {"seqlen_q": lengths, "seqlen_k": lengths}
+    else:
+        integers = {"cu_seqlen_q": bad, "seqlen_k": lengths}
+        integers |= {"seqstart_q": bad, "seqstart_k": bad} if group else {}
+    most = case.max_seqlen
+    seqs = rawattn.SeqLayout(**integers, max_seqlen_q=most, max_seqlen_k=most)
+
+    leading = (140,) if group else (3, 60)
+    inputs = [strided((*leading, 2, 64), np.dtype(np.float16), "gaps") for _ in range(3)]
+    out = strided((*leading, 2, 64), np.dtype(np.float16), "gaps")
+    out.buffer.view(np.uint8)[:] = CANARY
+    inside = np.zeros(out.buffer.shape, bool)
+    type(out)(inside, out.offset, out.shape, out.strides).view()[...] = True
+    for array in inputs:
+        array.view()[...] = 1
+    given = framework.array(out)
+    _, lse = rawattn.attention(
+        *map(framework.array, inputs), seqs=seqs, causal=True, out=given, return_lse=True
+    )
+    assert not np.isnan(lse.get()).any(), "NaN from outside reached lse"
+    memory = framework.buffer_of(given, out)
+    touched = memory.view(np.uint16) != out.buffer.view(np.uint16)
+    assert not np.any(touched & ~inside), "memory outside out= changed"
+    result = memory[touched]
+    assert np.all((result == 1) | (result == 0)), "something else than the inputs reached out"
+    assert np.all(rawattn.attention(**good_call(CUPY)).get() == 1)

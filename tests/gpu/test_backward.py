@@ -1,0 +1,84 @@
+"""The backward's kernels against the float64 reference."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+
+import rawattn
+from tests.cases import Case, curated, dense, ragged, random_case
+from tests.frameworks import CuPy, Jax, NumPy, Torch
+from tests.gradients import backward_of, verify
+
+CUPY = CuPy()
+_FIRST, _COUNT = map(int, os.environ.get("RAWATTN_FUZZ", "0:160").split(":"))
+_FRAMEWORKS = [CuPy(), CuPy(), CuPy(), NumPy(), CuPy(), CuPy(), CuPy(), Torch("cuda"), Jax("gpu")]
+
+
+@pytest.mark.parametrize("case", curated(), ids=str)
+def test_curated(case: Case) -> None:
+    verify(case, CUPY)
+
+
+@pytest.mark.parametrize("case", [x for x in curated() if x.scores <= 300_000], ids=str)
+def test_curated_deterministic(case: Case) -> None:
+    verify(case, CUPY, deterministic=True)
+
+
+@pytest.mark.parametrize("alignment", [2, 4, 8, 16])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_every_copy_width(dtype: str, alignment: int) -> None:
+    if dtype == "float32" and alignment < 4:
+        pytest.skip("a float32 is 4 bytes")
+    headdim = 48 + alignment // (2 if dtype == "float16" else 4)
+    case = dense(f"width{alignment}", 2, 70, 90, headdim=headdim, dtype=dtype, causal=True)
+    verify(case, CUPY)
+    verify(case, CUPY, deterministic=True)
+
+
+@pytest.mark.parametrize("seed", range(_FIRST, _FIRST + _COUNT))
+def test_random(seed: int) -> None:
+    framework = _FRAMEWORKS[seed % len(_FRAMEWORKS)]
+    case = random_case(seed)
+    if framework.name in ("torch", "jax"):
+        pytest.importorskip(framework.name)
+    if framework.name == "torch" and case.layout == "reversed":
+        framework = CuPy()
+    verify(case, framework, deterministic=seed % 3 == 0)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        dense("same-bits", 2, 700, 700, nheads_q=4, causal=True, headdim=128),
+        dense("same-bits-gqa", 1, 700, 900, nheads_q=8, nheads_kv=2, window=(200, 30), sink=5),
+        ragged("same-bits-ragged", (700, 0, 90, 333), (650, 20, 100, 400), nheads_q=4, nheads_kv=4),
+        dense("same-bits-float32", 1, 300, 400, dtype="float32", causal=True),
+    ],
+    ids=str,
+)
+def test_deterministic_gives_the_same_bits(case: Case) -> None:
+    """While another stream keeps the GPU busy, so that blocks run in ever other orders."""
+    import cupy
+
+    call = backward_of(case)
+    inputs = call.inputs
+    arrays = [CUPY.array(x) for x in (call.dout, inputs.q, inputs.k, inputs.v, call.out)]
+    lse = cupy.asarray(call.lse)
+    from tests.verify import layout
+
+    options = {**inputs.options, "seqs": layout(inputs, case, CUPY)}
+    first = None
+    busy = cupy.cuda.Stream(non_blocking=True)
+    load = cupy.ones(1 << 22, np.float32)
+    for n in range(1000):
+        if n % 7 == 0:
+            with busy:
+                load = cupy.sin(load)
+        gradients = rawattn.attention_backward(*arrays, lse, **options, deterministic=True)
+        words = [cupy.ascontiguousarray(x).view(f"u{x.itemsize}") for x in gradients[:3]]
+        if first is None:
+            first = [x.copy() for x in words]
+        assert all((a == b).all() for a, b in zip(words, first, strict=True)), f"run {n} differs"

@@ -1,0 +1,30 @@
+"""Random calls of the whole contract. RAWATTN_FUZZ=first:count runs other seeds than the usual."""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+
+import pytest
+
+from rawattn._kernels import only
+from tests.cases import random_case
+from tests.frameworks import CuPy, Jax, NumPy, Torch
+from tests.verify import verify
+
+_FIRST, _COUNT = map(int, os.environ.get("RAWATTN_FUZZ", "0:160").split(":"))
+# Every fourth call goes through another framework.
+_FRAMEWORKS = [CuPy(), CuPy(), CuPy(), NumPy(), CuPy(), CuPy(), CuPy(), Torch("cuda"), Jax("gpu")]
+
+
+@pytest.mark.parametrize("seed", range(_FIRST, _FIRST + _COUNT))
+def test_random(seed: int) -> None:
+    framework = _FRAMEWORKS[seed % len(_FRAMEWORKS)]
+    case = random_case(seed)
+    if framework.name in ("torch", "jax"):
+        pytest.importorskip(framework.name)
+    if framework.name == "torch" and case.layout == "reversed":
+        framework = CuPy()
+    # Odd seeds keep to the kernel that does everything, even ones take what a caller gets.
+    with only("portable") if seed % 2 else nullcontext():
+        verify(case, framework)

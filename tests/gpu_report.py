@@ -1,0 +1,253 @@
+"""reports/gpu.json: the record of the last full test run on a GPU.
+
+CI has no GPU. Whoever changes `rawattn/` or `kernels_cu/` runs `pytest` once on a machine that has
+one and commits the record that this plugin writes. CI then checks that it is a record of the
+source at hand, and that nothing failed:
+
+    python -m tests.gpu_report --check
+    python -m tests.gpu_report --pending "why there is no run yet"    # CI passes, loudly
+
+A run is recorded when it is full: all of `tests/`, nothing selected, left out or stopped. The file:
+
+    date, source               when it began; `source_hash()` at that moment
+    device, driver, versions   what it ran on: driver, CUDA runtime and NVRTC, Python and packages
+    tests, total               outcomes by file, and their sum
+    failures, skips            node ids; {reason: how many}
+    sanitizer                  {tool: {"runs": n, "findings": n}} of compute-sanitizer, null until
+                               tests/sanitize.py enters it; kept while the source is the same
+    pending                    only in a record that is known to be stale: the reason
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+import sys
+from collections import Counter, defaultdict
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+REPORT = Path("reports/gpu.json")
+SOURCES = ("rawattn", "kernels_cu")
+COMPILED = {".pyc", ".pyo", ".so", ".o", ".pyd"}
+PACKAGES = ("numpy", "ml_dtypes", "cupy-cuda13x", "cupy-cuda12x", "cuda-bindings", "torch", "jax")
+# Options that run less than everything.
+SELECTING = ("keyword", "markexpr", "deselect", "ignore", "ignore_glob", "lf", "stepwise")
+# The worst thing that happened to a test in any of its phases is its outcome.
+OUTCOMES = ("passed", "xfailed", "skipped", "failed")
+
+
+def source_hash(root: Path = ROOT) -> str:
+    """sha256 over the paths and contents of everything a kernel or its host code is made of."""
+    digest = hashlib.sha256()
+    files = {
+        path.relative_to(root).as_posix(): path
+        for top in SOURCES
+        for path in (root / top).rglob("*")
+        if path.is_file() and path.suffix not in COMPILED
+    }
+    for name in sorted(files):
+        if not any(part == "__pycache__" or part.startswith(".") for part in Path(name).parts):
+            content = files[name].read_bytes()
+            digest.update(f"{name}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()
+
+
+def why_no_gpu() -> str | None:
+    """None on a machine with a GPU that CuPy can use, else one line."""
+    try:
+        import cupy
+
+        if cupy.cuda.runtime.getDeviceCount() > 0:
+            return None
+        return "no GPU: CUDA sees no device"
+    except Exception as error:  # CuPy and the driver fail in many ways where there is no GPU
+        return f"no GPU: {str(error).splitlines()[0]}"
+
+
+class GpuReport:
+    """pytest plugin: collects outcomes, writes the record when the session ends."""
+
+    def __init__(self, config: pytest.Config, path: Path | None = None) -> None:
+        self.config = config
+        self.path = path or config.rootpath / REPORT
+        self.began = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        self.source = source_hash(config.rootpath)
+        self.outcomes: dict[str, str] = {}
+        self.skips: Counter[str] = Counter()
+        self.note = ""
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        outcome = "xfailed" if report.skipped and hasattr(report, "wasxfail") else report.outcome
+        previous = self.outcomes.get(report.nodeid, "passed")
+        self.outcomes[report.nodeid] = max(previous, outcome, key=OUTCOMES.index)
+        if outcome == "skipped":
+            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+            self.skips[str(reason).removeprefix("Skipped: ")] += 1
+
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        if hasattr(self.config, "workerinput") or why_no_gpu():
+            return
+        if reason := self.why_partial(session, exitstatus):
+            self.note = f"{REPORT} not written: {reason}"
+            return
+        self.path.parent.mkdir(exist_ok=True)
+        self.path.write_text(json.dumps(self.record(), indent=2) + "\n", "utf-8")
+        self.note = f"{REPORT} written: commit it with the change"
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        if self.note:
+            terminalreporter.section("GPU report")
+            terminalreporter.line(self.note)
+
+    def why_partial(self, session: pytest.Session, exitstatus: int) -> str | None:
+        """None when everything ran to the end, passed or failed."""
+        config = self.config
+        directory = config.invocation_params.dir
+        named = {(directory / argument.split("::")[0]).resolve() for argument in config.args}
+        if not named & {config.rootpath, config.rootpath / "tests"}:
+            return "only a part of tests/ was named"
+        if used := [name for name in SELECTING if config.getoption(name, None)]:
+            return f"tests were selected ({', '.join(used)})"
+        if session.shouldfail or session.shouldstop:
+            return "the run was stopped early"
+        if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            return f"the run did not reach its end (exit status {int(exitstatus)})"
+        return None
+
+    def record(self) -> dict[str, Any]:
+        by_file: dict[str, Counter[str]] = defaultdict(Counter)
+        for nodeid, outcome in sorted(self.outcomes.items()):
+            by_file[nodeid.split("::")[0]][outcome] += 1
+        previous = read(self.path)
+        return {
+            "date": self.began,
+            "source": self.source,
+            **machine(),
+            "tests": {name: count(counter) for name, counter in by_file.items()},
+            "total": count(sum(by_file.values(), Counter())),
+            "failures": sorted(n for n, outcome in self.outcomes.items() if outcome == "failed"),
+            "skips": dict(self.skips.most_common()),
+            "sanitizer": previous.get("sanitizer")
+            if previous.get("source") == self.source
+            else None,
+        }
+
+
+def machine() -> dict[str, Any]:
+    """The GPU that tests run on, and the versions of everything between it and them."""
+    import cupy
+
+    runtime = cupy.cuda.runtime
+    device = runtime.getDeviceProperties(runtime.getDevice())
+    try:
+        module = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        module = ""
+    version = re.search(r"\b\d+\.\d+(\.\d+)?\b", module)
+    installed = {
+        dist.name: dist.version for dist in metadata.distributions() if dist.name in PACKAGES
+    }
+    return {
+        "device": {
+            "name": device["name"].decode(),
+            "compute_capability": f"{device['major']}.{device['minor']}",
+            "memory_gib": round(device["totalGlobalMem"] / 2**30, 1),
+            "count": runtime.getDeviceCount(),
+        },
+        "driver": {
+            "version": version[0] if version else "unknown",
+            "cuda": dotted(runtime.driverGetVersion()),
+        },
+        "versions": {
+            "cuda_runtime": dotted(runtime.runtimeGetVersion()),
+            "nvrtc": ".".join(map(str, cupy.cuda.nvrtc.getVersion())),
+            "python": ".".join(map(str, sys.version_info[:3])),
+            **dict(sorted(installed.items())),
+        },
+    }
+
+
+def dotted(version: int) -> str:
+    """13020 -> "13.2", the way CUDA counts."""
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def count(outcomes: Counter[str]) -> dict[str, int]:
+    """Passed, failed and skipped always, anything else where there was any."""
+    return {name: outcomes[name] for name in ("passed", "failed", "skipped")} | {
+        name: n for name, n in outcomes.items() if name == "xfailed"
+    }
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The record, empty where there is none."""
+    try:
+        record = json.loads(path.read_text("utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def problem(root: Path) -> str | None:
+    """What is wrong with the record of the source in `root`, None if nothing is."""
+    record = read(root / REPORT)
+    how = (
+        "run `pytest` on a machine with a GPU and commit the file; if that has to wait: "
+        'python -m tests.gpu_report --pending "reason"'
+    )
+    if "source" not in record:
+        return f"{REPORT} is missing or damaged; {how}"
+    if record["source"] != source_hash(root):
+        return (
+            f"{REPORT} is stale: {' or '.join(SOURCES)} changed since the run of "
+            f"{record.get('date')}; {how}"
+        )
+    total = record.get("total", {})
+    if total.get("failed", 1):
+        return f"{REPORT} records failures: {', '.join(record.get('failures', []))}; {how}"
+    if not total.get("passed"):
+        return f"{REPORT} records no test that passed; {how}"
+    for tool, runs in (record.get("sanitizer") or {}).items():
+        if runs["findings"]:
+            return f"{REPORT} records {runs['findings']} findings of compute-sanitizer {tool}"
+    return None
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Check the record, or mark it as known to be stale."""
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu_report", description=main.__doc__)
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("--check", action="store_true", help="exit 1 unless the record is current")
+    action.add_argument("--pending", metavar="REASON", help="let --check pass until the next run")
+    args = parser.parse_args(arguments)
+    path = ROOT / REPORT
+    if args.pending is not None:
+        if not args.pending.strip():
+            parser.error("--pending: got an empty reason")
+        path.parent.mkdir(exist_ok=True)
+        record = {**read(path), "pending": args.pending}
+        path.write_text(json.dumps(record, indent=2) + "\n", "utf-8")
+        return 0
+    if reason := read(path).get("pending"):
+        print(
+            f"WARNING: {REPORT} IS PENDING, NO GPU HAS RUN THIS SOURCE: {reason}", file=sys.stderr
+        )
+        return 0
+    if fault := problem(ROOT):
+        print(fault, file=sys.stderr)
+        return 1
+    record = read(path)
+    print(f"{REPORT}: {record['total']} on {record['device']['name']}, {record['date']}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,198 @@
+"""What a backward call is given and what it must return, for every `Case`."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import ml_dtypes
+import numpy as np
+
+import rawattn
+from rawattn import reference
+from rawattn._gradients import Gradients
+from rawattn._reference_call import read
+from tests.cases import CANARY, Case, Inputs, Strided, _logical_rows, materialise, strided
+from tests.frameworks import Framework
+from tests.tolerance import check
+from tests.verify import layout
+
+NAMES = ("dq", "dk", "dv")
+
+
+@dataclass(frozen=True, eq=False)
+class Backward:
+    """One backward call. Padding rows of all that it is given are NaN."""
+
+    inputs: Inputs
+    dout: Strided
+    out: Strided
+    lse: np.ndarray
+    dlse: np.ndarray | None
+    into: tuple[Strided, ...] | None  # dq, dk, dv
+    rows: tuple[np.ndarray, ...]  # True for the logical rows of dq, dk and dv
+    exact: tuple[np.ndarray, ...]  # the logical rows alone
+    low: tuple[np.ndarray, ...]
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(x.shape for x in (self.inputs.q, self.inputs.k, self.inputs.v))
+
+
+@lru_cache(maxsize=4)
+def backward_of(case: Case) -> Backward:
+    inputs = materialise(case)
+    arrays = [x.view() for x in (inputs.q, inputs.k, inputs.v)]
+    options = {**inputs.options, "seqs": layout(inputs)}
+    dtype = inputs.q.buffer.dtype
+    rng = np.random.default_rng(zlib.crc32(str(case).encode()))
+    rows_q, rows_k = inputs.rows, _logical_rows(case, *case.side_k)
+    shape = (*rows_q.shape, case.nheads_q, inputs.v.shape[-1])
+
+    def poisoned(values: np.ndarray) -> Strided:
+        array = strided(shape, dtype, case.layout if case.layout != "shared-heads" else "bhsd")
+        array.view()[rows_q] = values[rows_q].astype(dtype)
+        return array
+
+    exact_out, exact_lse = reference.attention(*arrays, **options, return_lse=True)
+    dout = poisoned(rng.standard_normal(shape))
+    out = poisoned(exact_out)
+    dlse = None
+    if case.return_lse and rng.random() < 0.5:
+        dlse = rng.standard_normal(exact_lse.shape).astype(np.float32)
+    exact = reference.attention_backward(
+        dout.view(), *arrays, exact_out, exact_lse, dlse=dlse, **options
+    )
+    # From what the kernels are given too, whose rounding is not theirs.
+    low = low_precision_gradients(
+        dout.view(), *arrays, exact_out.astype(dtype), exact_lse.astype(np.float32), dlse, **options
+    )
+
+    def poison(x: np.ndarray | None) -> np.ndarray | None:
+        if x is None:
+            return None
+        x = x.astype(np.float32)
+        x.swapaxes(-1, -2)[~rows_q] = np.nan
+        return x
+
+    into = None
+    if case.give_out:
+        dense = case.layout in ("steps", "shared-heads")
+        into = tuple(
+            strided(x.shape, dtype, "dense" if dense else case.layout)
+            for x in (inputs.q, inputs.k, inputs.v)
+        )
+        for array in into:
+            array.buffer.view(np.uint8)[:] = CANARY
+    rows = (rows_q, rows_k, rows_k)
+    return Backward(
+        inputs,
+        dout,
+        out,
+        poison(exact_lse),
+        poison(dlse),
+        into,
+        rows,
+        tuple(getattr(exact, name)[where] for name, where in zip(NAMES, rows, strict=True)),
+        tuple(getattr(low, name)[where] for name, where in zip(NAMES, rows, strict=True)),
+    )
+
+
+def low_precision_gradients(dout, q, k, v, out, lse, dlse, **options) -> Gradients:
+    """As float32 arithmetic gives them with scores, probabilities, their gradients and the result rounded
+    to the dtype of `q`."""
+    dtype = q.dtype
+    call = read(q, k, v, **options, precision=np.float32)
+    gradients = reference._backward(
+        call,
+        dout,
+        out,
+        lse,
+        dlse,
+        want_dbias=False,
+        rounded=lambda x: x.astype(dtype).astype(np.float32),
+    )
+    return Gradients(*(getattr(gradients, name).astype(dtype) for name in NAMES))
+
+
+def check_gradient(call: Backward, n: int, got: np.ndarray) -> None:
+    """`check` of the logical rows of dq, dk or dv (n = 0, 1, 2)."""
+    exact, low = call.exact[n], call.low[n]
+    if not exact.size:
+        return
+    # Where terms cancel, as dP and delta do in a row that sees one key, what is left is their rounding in float32.
+    inputs, rows = call.inputs, call.rows[0]
+    dout, out = (np.abs(x.view()[rows].astype(np.float64)) for x in (call.dout, call.out))
+    if n == 2:
+        finite = call.lse[np.isfinite(call.lse)]
+        terms = np.abs(finite).max(initial=0) * dout.max(initial=0)
+    else:
+        other = inputs.k.view()[call.rows[1]] if n == 0 else inputs.q.view()[rows]
+        scale = abs(inputs.options.get("scale") or inputs.q.shape[-1] ** -0.5)
+        terms = scale * (dout * out).sum(axis=-1).max(initial=0)
+        terms *= np.abs(other.astype(np.float64)).max(initial=0)
+    left = 8 * 2.0**-24 * terms
+    size = np.sqrt(np.mean(np.square(exact)))
+    units = 16 if got.dtype.itemsize == 4 else 0.5
+    usual = units * float(ml_dtypes.finfo(got.dtype).eps) * size
+    check(got, exact, low, what=NAMES[n], floor=usual + left if left > usual else None)
+
+
+def verify(
+    case: Case,
+    framework: Framework,
+    *,
+    backend: str | None = None,
+    deterministic: bool = False,
+) -> None:
+    """Values within tolerance, padding as the contract says, nothing else touched."""
+    call = backward_of(case)
+    inputs = call.inputs
+    q, k, v, out, dout = (
+        framework.array(x) for x in (inputs.q, inputs.k, inputs.v, call.out, call.dout)
+    )
+    lse, dlse = (None if x is None else framework.array(_dense(x)) for x in (call.lse, call.dlse))
+    into = None
+    if call.into is not None and framework.writable:
+        into = Gradients(*map(framework.array, call.into))
+    gradients = rawattn.attention_backward(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        seqs=layout(inputs, case, framework),
+        **inputs.options,
+        dlse=dlse,
+        deterministic=deterministic,
+        into=into,
+        backend=backend,
+    )
+    assert isinstance(gradients, Gradients)
+    assert gradients.dbias is None and gradients.dsink_logits is None
+    for n, (name, rows) in enumerate(zip(NAMES, call.rows, strict=True)):
+        gradient = gradients[n]
+        assert type(gradient) is type(q), f"{name}: got {type(gradient)} for a {type(q)}"
+        result = framework.host(gradient)
+        assert result.shape == call.shapes[n] and result.dtype == inputs.q.buffer.dtype
+        check_gradient(call, n, result[rows])
+        if into is None:
+            assert not np.any(result[~rows].astype(np.float32) != 0), f"{name}: padding is not 0"
+        else:
+            assert gradient is into[n], f"into.{name} was given, something else was returned"
+            given = call.into[n]
+            buffer = framework.buffer_of(gradient, given)
+            mine = replace(given, buffer=np.zeros(buffer.shape, bool))
+            mine.view()[rows] = True
+            bits = f"u{buffer.itemsize}"
+            touched = buffer.view(bits) != given.buffer.view(bits)
+            assert not np.any(touched & ~mine.buffer), f"{name}: memory outside its rows changed"
+
+
+def _dense(array: np.ndarray) -> Strided:
+    """In memory of its own, NaN around it."""
+    copy = strided(array.shape, array.dtype, "dense")
+    copy.view()[...] = array
+    return copy

@@ -1,0 +1,197 @@
+"""Every kernel variant under compute-sanitizer, without pytest around it.
+
+    python -m tests.sanitize                          # memcheck, racecheck, synccheck
+    python -m tests.sanitize --tool memcheck
+
+A first run without the tool compiles the kernels and checks their results. Findings are printed;
+the counts are entered in reports/gpu.json when that is a record of the source at hand, so run
+pytest first. Exit status 1 when there is a finding or a run did not reach its end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from tests import gpu_report
+from tests.cases import Case, dense, padded, ragged
+from tests.frameworks import TightCuPy
+from tests.gpu.test_api import BAD_INTEGERS, check_bad_integers
+from tests.tiles import shared_limit, tile_shapes
+from tests.verify import verify
+
+TOOLS = ("memcheck", "racecheck", "synccheck")
+_OPTIONS = {
+    # Allocations are padded apart, so that an access just past one does not hit the next.
+    "memcheck": ["--padding", "256", "--report-api-errors", "no"],
+    "racecheck": [],
+    "synccheck": [],
+}
+_SUMMARY = r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)"
+_DONE = "calls ran to their end"
+
+
+@dataclass(frozen=True)
+class Step:
+    """A call, and the shared memory that decides on its tile shape (None: that of the GPU)."""
+
+    case: Case
+    shared_limit: int | None = None
+
+
+def matrix() -> list[Step]:
+    """Few small calls that together take every path of every kernel."""
+    steps = []
+    for n, shape in enumerate(tile_shapes()):
+        # The two 16-bit types differ in nothing but the product's instruction: half of each.
+        dtype = "float16" if shape.dtype == "bfloat16" and n % 2 else shape.dtype
+        knobs = {"dtype": dtype, "headdim": shape.headdim, "nheads_kv": 1}
+        lens = (130, 0, 33), (30, 9, 200)
+        for case in (
+            dense("causal", 1, 140, 200, **knobs, causal=True),
+            ragged("window", *lens, **knobs, window=(60, 9), sink=5),
+        ):
+            steps.append(Step(case, shape.shared_limit))
+    one = {"nheads_q": 1, "nheads_kv": 1}
+    slots = {"room_q": (70, 90), "room_k": (150, 40), "by_q": "seqlen", "by_k": "cu_seqlen"}
+    device = {"on_device": True, "integers": "int64"}
+    cases = [
+        dense("full", 2, 100, 130, headdim=64, nheads_q=4),
+        dense("odd-memory", 1, 70, 90, **one, headdim=80, layout="odd", give_out=True),
+        dense("d33", 1, 70, 90, **one, headdim=33, headdim_v=65, dtype="float32"),
+        dense("d34", 1, 70, 90, **one, headdim=34, headdim_v=250),
+        dense("d1", 1, 70, 90, **one, headdim=1, dtype="float16"),
+        dense("d36", 1, 70, 90, **one, headdim=36, window=(9, None), align="top-left"),
+        dense("negative-scale", 1, 70, 90, **one, scale=-0.3, window=(20, 3)),
+        dense("no-keys", 1, 70, 0, **one),
+        dense("without-lse", 1, 70, 90, **one, return_lse=False),
+        dense("reversed", 1, 70, 90, **one, layout="reversed", give_out=True, causal=True),
+        padded("padded", (5, 90), (100, 0), 128, 128, **device, causal=True),
+        ragged("slots", (60, 90), (150, 1), **slots, lead=3, tail=40, **device, headdim=128),
+        ragged("out", (60, 90), (150, 1), **slots, tail=40, give_out=True, layout="gaps"),
+        ragged("many", (1,) * 300, (2,) * 300, **one),
+    ]
+    for headdim in (96, 128, 192, 256):  # the largest GPU's own kernels
+        cases.append(dense("causal", 1, 200, 300, **one, headdim=headdim, causal=True))
+        cases.append(
+            ragged(
+                "window", (130, 0, 33), (30, 9, 200), **one, headdim=headdim, window=(60, 9), sink=5
+            )
+        )
+    return steps + [Step(case) for case in cases]
+
+
+def run_calls(part: int, parts: int) -> int:
+    """Runs every `parts`-th call, and returns how many those were."""
+    import cupy
+
+    # From a pool, an access outside an array would land in memory that is allocated all the same.
+    cupy.cuda.set_allocator(None)
+    junk = [bad for bad in BAD_INTEGERS if bad.dtype == "int64" and bad.what == "everything"]
+    mine = [*matrix(), *junk][part::parts]
+    for call in mine:
+        if isinstance(call, Step):
+            with shared_limit(call.shared_limit):
+                verify(call.case, TightCuPy())
+        else:
+            check_bad_integers(call, TightCuPy())
+    return len(mine)
+
+
+def run_tool(tool: str | None, jobs: int) -> dict[str, int] | None:
+    """Runs all calls in `jobs` processes at once: counts of calls and of findings.
+
+    None if a process did not reach its end. What the processes print beside their counts is shown.
+    """
+    started = time.perf_counter()
+    with ThreadPoolExecutor(jobs) as pool:
+        counts = list(pool.map(lambda part: _run_part(tool, part, jobs), range(jobs)))
+    seconds = time.perf_counter() - started
+    ended = [count for count in counts if count is not None]
+    calls, findings = (sum(column) for column in zip(*ended, strict=True)) if ended else (0, 0)
+    broken = f", {jobs - len(ended)} of {jobs} processes BROKE OFF" if len(ended) < jobs else ""
+    name = tool or "without a tool"
+    print(f"{name}: {calls} calls, {findings} findings, {seconds:.0f} s{broken}", flush=True)
+    return None if broken else {"runs": calls, "findings": findings}
+
+
+def _run_part(tool: str | None, part: int, parts: int) -> tuple[int, int] | None:
+    command = [sys.executable, "-m", "tests.sanitize", "--part", f"{part}/{parts}"]
+    if tool is not None:
+        command = [_sanitizer(), "--tool", tool, *_OPTIONS[tool], *command]
+    process = subprocess.run(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=gpu_report.ROOT,
+        check=False,
+    )
+    findings = re.findall(_SUMMARY, process.stdout)
+    calls = re.findall(rf"(\d+) {_DONE}", process.stdout)
+    expected = re.compile(rf"{_SUMMARY}|{_DONE}|^=+ COMPUTE-SANITIZER$")
+    for line in process.stdout.splitlines():
+        if line.strip() and not expected.search(line):
+            print(line, flush=True)
+    if len(calls) != 1 or (tool is not None and len(findings) != 1):
+        return None
+    return int(calls[0]), sum(map(int, findings))
+
+
+def _sanitizer() -> str:
+    found = shutil.which("compute-sanitizer") or shutil.which(
+        "compute-sanitizer", path="/usr/local/cuda/bin"
+    )
+    if found is None:
+        raise SystemExit("compute-sanitizer: not found; it is part of the CUDA toolkit")
+    return found
+
+
+def enter(results: dict[str, dict[str, int]]) -> None:
+    path = gpu_report.ROOT / gpu_report.REPORT
+    record = gpu_report.read(path)
+    if record.get("source") != gpu_report.source_hash():
+        print(f"not entered: {gpu_report.REPORT} is no record of this source; run pytest first")
+        return
+    record["sanitizer"] = {**(record.get("sanitizer") or {}), **results}
+    path.write_text(json.dumps(record, indent=2) + "\n", "utf-8")
+    print(f"entered in {gpu_report.REPORT}")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.sanitize",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--tool", choices=TOOLS, action="append", help="default: all of them")
+    parser.add_argument("--jobs", type=int, default=8, help="processes at once (%(default)s)")
+    parser.add_argument(
+        "--part", help="i/n: make every n-th call in this process, from the i-th on"
+    )
+    args = parser.parse_args(arguments)
+    if args.part:
+        part, parts = map(int, args.part.split("/"))
+        print(f"{run_calls(part, parts)} {_DONE}")
+        return 0
+    if reason := gpu_report.why_no_gpu():
+        print(reason, file=sys.stderr)
+        return 1
+    if run_tool(None, args.jobs) is None:
+        return 1
+    results = {tool: run_tool(tool, args.jobs) for tool in args.tool or TOOLS}
+    ended = {tool: result for tool, result in results.items() if result is not None}
+    enter(ended)
+    clean = len(ended) == len(results) and not any(result["findings"] for result in ended.values())
+    return 0 if clean else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

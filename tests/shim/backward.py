@@ -1,0 +1,187 @@
+"""What rawattn/_launch_backward.py does on a GPU, with the shim's kernels and memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from rawattn import _launch
+from rawattn._kernels import fill_padding, params, portable_backward, schedule
+from rawattn._kernels.portable_backward import Config, DqConfig
+from rawattn._layout import Lengths, Side
+from rawattn._problem import Problem, result_shapes
+from tests.cases import Strided
+from tests.shim.launch import Machine, Operand
+from tests.shim.shim import Memory
+
+
+class Backward:
+    """The arrays of one call, packed for the kernels."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        lengths: Lengths,
+        operands: dict[str, Strided],
+        lse: np.ndarray,
+        dlse: np.ndarray | None,
+        gradients: dict[str, Strided],
+    ) -> None:
+        """operands: q, k, v, out, dout; gradients: dq, dk, dv."""
+        self.problem = problem
+        self.operands = {name: Operand(name, x) for name, x in operands.items()}
+        self.gradients = {name: Operand(name, x, readonly=False) for name, x in gradients.items()}
+        self._memory = [x.memory for x in (*self.operands.values(), *self.gradients.values())]
+        packed = np.zeros(1, params.BACKWARD)
+        fields = packed[0]
+        forward = fields["forward"]
+        itemsize = self.operands["q"].memory.dtype.itemsize
+        for name, operand in {**self.operands, **self.gradients}.items():
+            into = forward if name in ("q", "k", "v", "out") else fields
+            into[name] = operand.address
+            into[f"{name}_strides"] = _launch._strides(operand.strides, itemsize, problem.group)
+        forward["lse"] = self._keep(Memory("lse", lse))
+        if dlse is not None:
+            fields["dlse"] = self._keep(Memory("dlse", dlse))
+        shape = result_shapes(problem)[1]
+        for name in ("row_lse", "row_delta"):
+            fields[name] = self._keep(
+                Memory(name, np.full(shape, np.nan, np.float32), readonly=False)
+            )
+        forward["lse_batch"] = 0 if problem.group else problem.nheads_q * problem.rows_q
+        forward["lse_head"] = problem.rows_q
+        self.q_side = forward["q_side"] = self._side("q", lengths.q)
+        self.k_side = forward["k_side"] = self._side("k", lengths.k)
+        forward["window_left"] = problem.window_left or 0
+        forward["window_right"] = problem.window_right or 0
+        for name in ("sink", "batch", "nheads_q", "nheads_kv", "scale"):
+            forward[name] = getattr(problem, name)
+        self.packed = packed
+
+    def _keep(self, memory: Memory) -> int:
+        self._memory.append(memory)
+        return memory.address
+
+    def _side(self, name: str, side: Side) -> Any:
+        packed = np.zeros((), params.SIDE)
+        for what, integers in (("start", side.start), ("length", side.length)):
+            if integers is not None:
+                packed[what]["data"] = self._keep(Memory(f"{what}_{name}", integers))
+                packed[what]["is_64bit"] = integers.dtype.itemsize == 8
+        packed["cumulative"], packed["rows"] = side.cumulative, side.rows
+        return packed
+
+    def run(
+        self,
+        machine: Machine,
+        config: Config,
+        dq_config: DqConfig,
+        *,
+        exact_grid: bool = True,
+        section_queries: int = 1 << 20,
+        fill: bool = False,
+    ) -> dict[str, np.ndarray]:
+        """The whole buffers of dq, dk and dv."""
+        problem, packed = self.problem, self.packed
+        fields = packed[0]
+        rows = problem.rows_q * (1 if problem.group else problem.batch)
+        pitch = portable_backward.dq_pitch(problem.headdim)
+        dq_sum = Memory(
+            "dq_sum", np.full((rows, problem.nheads_q, pitch), np.nan, np.float32), readonly=False
+        )
+        fields["dq_sum"] = self._keep(dq_sum)
+        fields["section_queries"] = section_queries
+        row_grid = portable_backward.row_blocks(rows, machine.wave)
+        tiles = problem.batch * -(-problem.rows_k // config.tile_k)
+        if problem.ragged:
+            first_tile = self._schedule(machine, self.k_side, self.q_side, config.tile_k)
+            if problem.group:
+                tiles = problem.rows_k // config.tile_k + problem.batch
+            if exact_grid:
+                tiles = int(first_tile.array()[-1])
+        copy = config.copy_bytes
+        rows_of = {"threads": portable_backward.ROW_THREADS, "memory": self._memory}
+        prepare = portable_backward.prepare_source(problem, copy)
+        machine.run(prepare, packed, grid=row_grid, **rows_of)
+        machine.run(
+            config.source(),
+            packed,
+            grid=tiles * problem.nheads_kv,
+            threads=config.threads,
+            shared_bytes=config.shared_bytes,
+            memory=self._memory,
+        )
+        if config.with_dq:
+            finish = portable_backward.finish_source(problem, copy)
+            machine.run(finish, packed, grid=row_grid, **rows_of)
+        else:
+            self._run_dq(machine, dq_config)
+        if fill:
+            self._fill(machine)
+        return {name: operand.buffer() for name, operand in self.gradients.items()}
+
+    def _run_dq(self, machine: Machine, config: DqConfig) -> None:
+        problem = self.problem
+        tiles = problem.batch * -(-problem.rows_q // config.tile_q)
+        if problem.ragged:
+            first_tile = self._schedule(machine, self.q_side, self.k_side, config.tile_q)
+            tiles = int(first_tile.array()[-1])
+        self.packed[0]["dq_sum"] = 0
+        self.packed[0]["forward"]["section_keys"] = 100
+        machine.run(
+            config.source(),
+            self.packed,
+            grid=tiles * problem.nheads_q,
+            threads=config.threads,
+            shared_bytes=config.shared_bytes,
+            memory=self._memory,
+        )
+
+    def _schedule(self, machine: Machine, tiled: Any, longest: Any, tile: int) -> Memory:
+        """Of the tiles of one side, the sequence that is longest on the other side first."""
+        batch = self.problem.batch
+        order = Memory("order", np.full(batch, -1, np.int32), readonly=False)
+        first_tile = Memory("first_tile", np.zeros(batch + 1, np.int32), readonly=False)
+        self._memory += [order, first_tile]
+        packed = np.zeros(1, params.SCHEDULE)
+        fields = packed[0]
+        fields["q_side"], fields["k_side"] = tiled, longest
+        fields["order"], fields["first_tile"] = order.address, first_tile.address
+        fields["batch"], fields["tile_q"] = batch, tile
+        machine.run(
+            schedule.source(),
+            packed,
+            grid=schedule.blocks(batch),
+            threads=schedule.THREADS,
+            shared_bytes=schedule.SHARED_BYTES,
+            memory=self._memory,
+        )
+        forward = self.packed[0]["forward"]
+        forward["order"], forward["first_tile"] = order.address, first_tile.address
+        return first_tile
+
+    def _fill(self, machine: Machine) -> None:
+        problem = self.problem
+        for name, side, nheads, headdim in (
+            ("dq", self.q_side, problem.nheads_q, problem.headdim),
+            ("dk", self.k_side, problem.nheads_kv, problem.headdim),
+            ("dv", self.k_side, problem.nheads_kv, problem.headdim_v),
+        ):
+            operand = self.gradients[name]
+            itemsize = operand.memory.dtype.itemsize
+            packed = np.zeros(1, params.PADDING)
+            fields = packed[0]
+            fields["out"] = operand.address
+            fields["out_strides"] = _launch._strides(operand.strides, itemsize, problem.group)
+            fields["side"] = side
+            fields["batch"], fields["nheads"] = problem.batch, nheads
+            fields["headdim"], fields["element_bytes"] = headdim, itemsize
+            fields["parts"] = parts = 2
+            machine.run(
+                fill_padding.source(),
+                packed,
+                grid=(problem.batch + 1) * parts,
+                threads=fill_padding.THREADS,
+                memory=self._memory,
+            )

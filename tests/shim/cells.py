@@ -1,0 +1,163 @@
+"""Cells of the test matrix: a call of the contract, and how its kernel is configured and run."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rawattn._kernels import fill_padding, portable_forward, schedule
+from rawattn._kernels.portable_forward import Config
+from rawattn._layout import Lengths
+from rawattn._problem import Problem, describe
+from tests.cases import CANARY, Case, Inputs, Strided, materialise, strided
+from tests.shim.launch import Forward, Machine
+from tests.shim.shim import Build, Builder
+from tests.tolerance import check, check_lse
+from tests.verify import expected, layout
+
+# What an H100 gives a block: the host has no limit of its own.
+_SHARED_LIMIT = 232448
+
+
+class Tiles(NamedTuple):
+    """A shape other than the table's: small tiles put many edges into a short sequence."""
+
+    tile_q: int
+    tile_k: int
+    waves: int
+    stages: int
+    held: bool  # queries in registers
+
+    def __str__(self) -> str:
+        shape = f"{self.tile_q}x{self.tile_k}w{self.waves}s{self.stages}"
+        return shape + ("r" if self.held else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    case: Case
+    wave: int = 32
+    tiles: Tiles | None = None
+    checked: bool = False
+    fibers: str = "own"
+    section_keys: int | None = None
+
+    def __str__(self) -> str:
+        knobs = [f"{self.case}", f"wave{self.wave}"]
+        knobs += [str(self.tiles)] if self.tiles else []
+        knobs += [f"section{self.section_keys}"] if self.section_keys is not None else []
+        knobs += ["checked"] if self.checked else []
+        knobs += [self.fibers] if self.fibers != "own" else []
+        return "-".join(knobs)
+
+    @cached_property
+    def call(self) -> Call:
+        return call_of(self.case)
+
+    @cached_property
+    def config(self) -> Config:
+        config = portable_forward.choose(
+            self.call.problem, copy_bytes=self.call.copy_bytes, shared_limit=_SHARED_LIMIT
+        )
+        if self.tiles is not None:
+            config = replace(
+                config,
+                tile_q=self.tiles.tile_q,
+                tile_k=self.tiles.tile_k,
+                waves=self.tiles.waves,
+                stages=self.tiles.stages,
+                query_in_registers=self.tiles.held,
+            )
+        feeds_a = config.accumulator_feeds_a and self.wave == 32
+        return replace(config, wave=self.wave, accumulator_feeds_a=feeds_a)
+
+    @property
+    def builds(self) -> list[Build]:
+        """Of the kernels that it runs."""
+        sources = [self.config.source()]
+        sources += [schedule.source()] if self.call.problem.ragged else []
+        sources += [fill_padding.source()] if self.fill else []
+        return [Build(source, self.wave, self.checked, self.fibers) for source in sources]
+
+    @property
+    def fill(self) -> bool:
+        """Whether padding rows are the library's to write."""
+        return self.call.lengths.q.padded and not self.case.give_out
+
+    def machine(self, builder: Builder) -> Machine:
+        seed = zlib.crc32(str(self).encode())
+        return Machine(builder, self.wave, self.checked, self.fibers, seed)
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    inputs: Inputs
+    problem: Problem
+    lengths: Lengths
+    out: Strided
+    copy_bytes: int
+
+    def forward(self, *, return_lse: bool = True) -> Forward:
+        inputs = self.inputs
+        arrays = inputs.q, inputs.k, inputs.v, self.out
+        return Forward(self.problem, self.lengths, *arrays, return_lse=return_lse)
+
+
+@lru_cache(maxsize=8)
+def call_of(case: Case) -> Call:
+    inputs = materialise(case)
+    q, k, v = inputs.q, inputs.k, inputs.v
+    problem, lengths = describe(q.view(), k.view(), v.view(), seqs=layout(inputs), **inputs.options)
+    out = inputs.out or dense_out(inputs.rows.shape, problem, q.buffer.dtype)
+    strides = pointers = 0
+    for array in (q, k, v, out):
+        pointers |= array.offset * array.buffer.itemsize
+        for stride in array.strides[:-1]:
+            strides |= stride * array.buffer.itemsize
+    copy_bytes = portable_forward.copy_bytes(problem, strides, pointers)
+    return Call(inputs, problem, lengths, out, copy_bytes)
+
+
+def dense_out(rows: tuple[int, ...], problem: Problem, dtype: np.dtype[Any]) -> Strided:
+    out = strided((*rows, problem.nheads_q, problem.headdim_v), dtype, "dense")
+    out.buffer.view(np.uint8)[:] = CANARY
+    return out
+
+
+def verify(cell: Cell, builder: Builder) -> None:
+    """Values within the tolerance; padding as the contract says; nothing else touched."""
+    call, case = cell.call, cell.case
+    exact = expected(case)
+    rows = call.inputs.rows
+    buffer, lse = call.forward(return_lse=case.return_lse).run(
+        cell.machine(builder),
+        cell.config,
+        exact_grid=not case.on_device,
+        section_keys=cell.section_keys,
+        fill=cell.fill,
+    )
+
+    got = replace(call.out, buffer=buffer).view()
+    check(got[rows], exact.out, exact.low_out, what="out")
+    mine = replace(call.out, buffer=np.zeros(buffer.shape, bool))
+    mine.view()[... if cell.fill else rows] = True
+    touched = _bits(buffer) != _bits(call.out.buffer)
+    assert not np.any(touched & ~mine.buffer), "out: memory outside its rows changed"
+    if cell.fill:
+        assert not np.any(_bits(np.ascontiguousarray(got[~rows]))), "padding rows of out are not 0"
+    if lse is not None:
+        log = lse.swapaxes(-1, -2)
+        check_lse(log[rows], exact.lse, exact.low_lse)
+        padding = np.ascontiguousarray(log[~rows])
+        if cell.fill:
+            assert np.all(padding == -np.inf), "padding rows of lse are not -inf"
+        else:
+            assert np.all(padding.view(np.uint8) == CANARY), "padding rows of lse changed"
+
+
+def _bits(array: np.ndarray) -> np.ndarray:
+    return array.view(f"u{array.itemsize}")

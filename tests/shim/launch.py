@@ -1,0 +1,199 @@
+"""What rawattn/_launch.py does on a GPU, with the shim's kernels and memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rawattn import _launch
+from rawattn._kernels import fill_padding, params, schedule
+from rawattn._kernels.portable_forward import Config
+from rawattn._layout import Lengths, Side
+from rawattn._problem import Problem, result_shapes
+from tests.cases import CANARY, Strided
+from tests.shim.shim import Build, Builder, Memory
+
+
+@dataclass(frozen=True)
+class Machine:
+    """How kernels are built and run."""
+
+    builder: Builder
+    wave: int = 32
+    checked: bool = False
+    fibers: str = "own"
+    seed: int = 1
+
+    def run(self, source: Any, params: Any, **launch: Any) -> None:
+        build = Build(source, self.wave, self.checked, self.fibers)
+        self.builder.kernel(build).run(params[0], seed=self.seed, **launch)
+
+
+class Operand:
+    """An array with strides, in memory that ends where it ends."""
+
+    def __init__(self, name: str, array: Strided, *, readonly: bool = True) -> None:
+        itemsize = array.buffer.itemsize
+        reach = [
+            stride * (extent - 1) for extent, stride in zip(array.shape, array.strides, strict=True)
+        ]
+        first = array.offset + sum(x for x in reach if x < 0)
+        last = array.offset + sum(x for x in reach if x > 0)
+        end = last + 1 if 0 not in array.shape else first
+        self._array, self._first, self._end = array, first, end
+        self.memory = Memory(
+            name, array.buffer[first:end], phase=first * itemsize % 16, readonly=readonly
+        )
+        self.address = self.memory.address + (array.offset - first) * itemsize
+        self.strides = tuple(itemsize * stride for stride in array.strides)
+
+    def buffer(self) -> np.ndarray:
+        """All of the array's buffer as it is now."""
+        buffer = self._array.buffer.copy()
+        buffer[self._first : self._end] = self.memory.array()
+        return buffer
+
+
+class Forward:
+    """The arrays of one call, packed for the kernels."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        lengths: Lengths,
+        q: Strided,
+        k: Strided,
+        v: Strided,
+        out: Strided,
+        *,
+        return_lse: bool = True,
+    ) -> None:
+        self.problem, self.lengths = problem, lengths
+        inputs = {name: Operand(name, x) for name, x in (("q", q), ("k", k), ("v", v))}
+        self.out = Operand("out", out, readonly=False)
+        self.operands = {**inputs, "out": self.out}
+        self.lse = None
+        if return_lse:
+            lse = np.empty(result_shapes(problem)[1], np.float32)
+            lse.reshape(-1).view(np.uint8)[:] = CANARY
+            self.lse_shape = lse.shape
+            self.lse = Memory("lse", lse, readonly=False)
+        self._memory = [*(operand.memory for operand in self.operands.values())]
+        self._memory += [] if self.lse is None else [self.lse]
+        self._sides = {"q_side": self._side("q", lengths.q), "k_side": self._side("k", lengths.k)}
+
+    def run(
+        self,
+        machine: Machine,
+        config: Config,
+        *,
+        exact_grid: bool = True,
+        section_keys: int | None = None,
+        fill: bool = False,
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """The whole buffer of `out`, and lse.
+
+        exact_grid: launch as many blocks as there are tiles, else as many as there may be.
+        fill: write the padding rows as well.
+        """
+        problem = self.problem
+        packed = np.zeros(1, params.FORWARD)
+        fields = packed[0]
+        for name, operand in self.operands.items():
+            fields[name] = operand.address
+            itemsize = operand.memory.dtype.itemsize
+            fields[f"{name}_strides"] = _launch._strides(operand.strides, itemsize, problem.group)
+        self._put_lse(fields)
+        for name, side in self._sides.items():
+            fields[name] = side
+        fields["window_left"] = problem.window_left or 0
+        fields["window_right"] = problem.window_right or 0
+        for name in ("sink", "batch", "nheads_q", "nheads_kv", "scale"):
+            fields[name] = getattr(problem, name)
+        if section_keys is None:
+            section_keys = _launch._section_keys(problem, itemsize)
+        fields["section_keys"] = section_keys
+
+        memory = list(self._memory)
+        tiles = problem.batch * -(-problem.rows_q // config.tile_q)
+        if problem.ragged:
+            order, first_tile = self.schedule(machine, config.tile_q)
+            memory += [order, first_tile]
+            fields["order"], fields["first_tile"] = order.address, first_tile.address
+            if problem.group:
+                tiles = problem.rows_q // config.tile_q + problem.batch
+            if exact_grid:
+                tiles = int(first_tile.array()[-1])
+        machine.run(
+            config.source(),
+            packed,
+            grid=tiles * problem.nheads_q,
+            threads=config.threads,
+            shared_bytes=config.shared_bytes,
+            memory=memory,
+        )
+        if fill:
+            self.fill_padding(machine)
+        return self.out.buffer(), self.lse and self.lse.array().reshape(self.lse_shape)
+
+    def schedule(self, machine: Machine, tile_q: int) -> tuple[Memory, Memory]:
+        batch = self.problem.batch
+        order = Memory("order", np.full(batch, -1, np.int32), readonly=False)
+        first_tile = Memory("first_tile", np.zeros(batch + 1, np.int32), readonly=False)
+        packed = np.zeros(1, params.SCHEDULE)
+        fields = packed[0]
+        for name, side in self._sides.items():
+            fields[name] = side
+        fields["order"], fields["first_tile"] = order.address, first_tile.address
+        fields["batch"], fields["tile_q"] = batch, tile_q
+        machine.run(
+            schedule.source(),
+            packed,
+            grid=schedule.blocks(batch),
+            threads=schedule.THREADS,
+            shared_bytes=schedule.SHARED_BYTES,
+            memory=[*self._memory, order, first_tile],
+        )
+        return order, first_tile
+
+    def fill_padding(self, machine: Machine, *, fill_out: bool = True) -> None:
+        problem = self.problem
+        packed = np.zeros(1, params.PADDING)
+        fields = packed[0]
+        itemsize = self.out.memory.dtype.itemsize
+        fields["out"] = self.out.address if fill_out else 0
+        fields["out_strides"] = _launch._strides(self.out.strides, itemsize, problem.group)
+        self._put_lse(fields)
+        fields["side"] = self._sides["q_side"]
+        fields["batch"], fields["nheads"] = problem.batch, problem.nheads_q
+        fields["headdim"], fields["element_bytes"] = problem.headdim_v, itemsize
+        fields["parts"] = parts = 2  # a GPU is given enough to be full
+        fields["parts"] = parts = (
+            2  # a gap is shared, by few blocks: they run one after the other here
+        )
+        machine.run(
+            fill_padding.source(),
+            packed,
+            grid=(problem.batch + 1) * parts,
+            threads=fill_padding.THREADS,
+            memory=self._memory,
+        )
+
+    def _put_lse(self, fields: Any) -> None:
+        problem = self.problem
+        fields["lse"] = 0 if self.lse is None else self.lse.address
+        fields["lse_batch"] = 0 if problem.group else problem.nheads_q * problem.rows_q
+        fields["lse_head"] = problem.rows_q
+
+    def _side(self, name: str, side: Side) -> Any:
+        packed = np.zeros((), params.SIDE)
+        for what, integers in (("start", side.start), ("length", side.length)):
+            if integers is not None:
+                memory = Memory(f"{what}_{name}", integers)
+                self._memory.append(memory)
+                packed[what]["data"] = memory.address
+                packed[what]["is_64bit"] = integers.dtype.itemsize == 8
+        packed["cumulative"], packed["rows"] = side.cumulative, side.rows
+        return packed

@@ -1,0 +1,179 @@
+"""Kernels compiled by g++ against target/host.cuh, run on memory that faults outside its arrays."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import re
+import subprocess
+import threading
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rawattn._compile import Source, kernels_dir
+
+HERE = Path(__file__).parent
+POISON = 0xFF  # NaN as any floating-point type, -1 as an integer
+_PAGE = mmap.PAGESIZE
+_PROT_NONE = 0
+_ALIGNMENT = 16  # the widest access there is
+_REPORT_BYTES = 8192
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Fault(AssertionError):
+    """A kernel did what a GPU would not survive, or not do the same way twice."""
+
+
+@dataclass(frozen=True)
+class Build:
+    """A kernel for waves of 32 or 64 threads; `checked` adds the undefined-behaviour sanitizer."""
+
+    source: Source
+    wave: int = 32
+    checked: bool = False
+    fibers: str = "own"  # or "ucontext", what other CPUs use
+
+
+class Builder:
+    """Compiles each build once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._pool = ThreadPoolExecutor(os.cpu_count())
+        self._machines: dict[tuple[int, str], Path] = {}
+        self._machines_lock = threading.Lock()
+        self._started: dict[Build, Future[Path]] = {}
+        self._kernels: dict[Build, Kernel] = {}
+
+    def start(self, build: Build) -> None:
+        """Compiles it in the background, after those asked for earlier."""
+        if build not in self._started:
+            self._started[build] = self._pool.submit(self._link, build, len(self._started))
+
+    def kernel(self, build: Build) -> Kernel:
+        if build not in self._kernels:
+            started = self._started.get(build)
+            # Whoever needs one whose turn has not come does not wait for the others.
+            if started is None or started.cancel():
+                path = self._link(build, -1 - len(self._kernels))
+            else:
+                path = started.result()
+            self._kernels[build] = Kernel(path)
+        return self._kernels[build]
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def _link(self, build: Build, number: int) -> Path:
+        unit = self._folder / f"kernel{number}.cpp"
+        entry = f'#include "machine.hpp"\nSHIM_ENTRY({build.source.entry})\n'
+        unit.write_text(build.source.text + entry)
+        options = ["-O1", "-shared", str(self._machine(build))]
+        options += ["-fsanitize=undefined", "-fno-sanitize-recover"] if build.checked else []
+        return _compile(unit, unit.with_suffix(".so"), build, options)
+
+    def _machine(self, build: Build) -> Path:
+        key = build.wave, build.fibers
+        with self._machines_lock:
+            if key not in self._machines:
+                path = self._folder / f"machine{len(self._machines)}.o"
+                options = ["-O2", "-c"]
+                options += ["-DSHIM_UCONTEXT"] if build.fibers == "ucontext" else []
+                self._machines[key] = _compile(HERE / "machine.cpp", path, build, options)
+            return self._machines[key]
+
+
+def _compile(source: Path, target: Path, build: Build, options: list[str]) -> Path:
+    command = ["g++", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-DRAWATTN_TARGET_HOST"]
+    command += [f"-DRAWATTN_WAVE={build.wave}", f"-I{kernels_dir()}", f"-I{HERE}"]
+    command += [str(source), *options, "-o", str(target)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise AssertionError(f"{' '.join(command)}\n{build.source.summary}\n{done.stderr}")
+    return target
+
+
+class Kernel:
+    def __init__(self, path: Path) -> None:
+        self._library = ctypes.CDLL(str(path))
+
+    def run(
+        self,
+        params: np.void,
+        *,
+        grid: int,
+        threads: int,
+        shared_bytes: int = 0,
+        seed: int = 1,
+        memory: Iterable[Memory] = (),
+    ) -> None:
+        """Runs all blocks. `seed` decides in which order threads take turns.
+
+        Raises Fault for a touch outside of `memory` and of shared memory, threads that wait for
+        different things, copies that nobody waited for, undefined behaviour (in a checked build).
+        """
+        packed = params.tobytes()
+        assert len(packed) == self._library.shim_params_bytes(), "the twins of the struct differ"
+        report = ctypes.create_string_buffer(_REPORT_BYTES)
+        if grid and self._library.shim_run(
+            packed, grid, threads, shared_bytes, ctypes.c_uint(seed), report, _REPORT_BYTES
+        ):
+            text = report.value.decode(errors="replace")
+            raise Fault(re.sub(r"address (0x[0-9a-f]+)", lambda m: _place(m, memory), text))
+
+
+class Memory:
+    """Bytes shared with the process that runs a kernel, between two pages that fault when touched.
+
+    The last byte lies at most 15 before such a page. Around the bytes there is POISON.
+    """
+
+    def __init__(self, name: str, data: Any, *, phase: int = 0, readonly: bool = True) -> None:
+        """`phase` is the address modulo 16."""
+        data = np.ascontiguousarray(data)
+        self.name, self.dtype = name, data.dtype
+        body = -(-(data.nbytes + _ALIGNMENT) // _PAGE) * _PAGE
+        self._region = mmap.mmap(-1, body + 2 * _PAGE)
+        whole = np.frombuffer(self._region, np.uint8)
+        self._base = whole.ctypes.data
+        start = _PAGE + body - data.nbytes
+        start -= (start - phase) % _ALIGNMENT
+        self.address = self._base + start
+        self._bytes = whole[start : start + data.nbytes]
+        self._around = (whole[_PAGE:start], whole[start + data.nbytes : _PAGE + body])
+        for slack in self._around:
+            slack[:] = POISON
+        self._bytes[:] = data.reshape(-1).view(np.uint8)
+        self._protect(0, _PAGE, _PROT_NONE)
+        self._protect(_PAGE + body, _PAGE, _PROT_NONE)
+        if readonly:
+            self._protect(_PAGE, body, mmap.PROT_READ)
+
+    def array(self) -> np.ndarray:
+        """A copy of the content, which must not have been written around."""
+        assert all((slack == POISON).all() for slack in self._around), (
+            f"{self.name}: written around"
+        )
+        return self._bytes.view(self.dtype).copy()
+
+    def contains(self, address: int) -> bool:
+        return self._base <= address < self._base + len(self._region)
+
+    def _protect(self, start: int, size: int, protection: int) -> None:
+        if _libc.mprotect(ctypes.c_void_p(self._base + start), ctypes.c_size_t(size), protection):
+            raise OSError(ctypes.get_errno(), "mprotect")
+
+
+def _place(match: re.Match[str], memory: Iterable[Memory]) -> str:
+    address = int(match[1], 16)
+    for array in memory:
+        if array.contains(address):
+            return f"byte {address - array.address} of {array.name} ({array._bytes.size} bytes)"
+    return f"{match[0]}, of no array,"

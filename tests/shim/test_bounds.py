@@ -1,0 +1,106 @@
+"""Nobody checks integers on a GPU: whatever they hold, kernels stay inside their arrays."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from rawattn._kernels import portable_forward
+from rawattn._layout import Lengths, Side, host_lengths
+from rawattn._problem import Problem
+from tests.cases import CANARY, DTYPES, Strided, strided
+from tests.shim.cells import dense_out
+from tests.shim.launch import Forward, Machine
+from tests.shim.shim import Builder
+
+BATCH, ROWS_Q, ROWS_K, HEADS, HEADDIM = 9, 70, 90, 2, 16
+
+
+def garbage(rng: np.random.Generator, size: int, dtype: str, rows: int) -> np.ndarray:
+    """Some values that could be right, among all that cannot."""
+    limits = np.iinfo(dtype)
+    extremes = [limits.min, limits.min + 1, -1, 0, 1, rows, rows + 1, limits.max - 1, limits.max]
+    values = [int(rng.choice(extremes)), int(rng.integers(-rows, 2 * rows))]
+    return np.array([rng.choice([rng.choice(extremes), *values]) for _ in range(size)], dtype)
+
+
+def side(rng: np.random.Generator, rows: int, *, group: bool, dtype: str) -> Side:
+    cumulative = bool(rng.integers(2))
+    start = garbage(rng, BATCH + 1, dtype, rows) if group else None
+    length = garbage(rng, BATCH + cumulative, dtype, rows)
+    if group and rng.random() < 0.2:
+        cumulative, length = False, None
+    return Side(start, length, cumulative, rows, rows, True)
+
+
+@pytest.mark.parametrize("checked", [False, True], ids=["", "checked"])
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+@pytest.mark.parametrize("group", [False, True], ids=["batch", "group"])
+def test_garbage_stays_in_bounds(group: bool, dtype: str, checked: bool, builder: Builder) -> None:
+    problem = Problem(
+        dtype="bfloat16",
+        batch=BATCH,
+        nheads_q=HEADS,
+        nheads_kv=1,
+        headdim=HEADDIM,
+        headdim_v=HEADDIM,
+        group=group,
+        rows_q=ROWS_Q,
+        rows_k=ROWS_K,
+        max_seqlen_q=ROWS_Q,
+        max_seqlen_k=ROWS_K,
+        ragged=True,
+        window_left=20,
+        window_right=0,
+        sink=3,
+        top_left=False,
+        scale=0.25,
+    )
+    config = portable_forward.choose(problem, copy_bytes=16, shared_limit=1 << 17)
+    config = replace(config, tile_q=32, tile_k=16, waves=2)
+    for seed in range(4 if checked else 14):
+        rng = np.random.default_rng([seed, group, dtype == "int64"])
+        lengths = Lengths(
+            batch=BATCH,
+            group=group,
+            q=side(rng, ROWS_Q, group=group, dtype=dtype),
+            k=side(rng, ROWS_K, group=group, dtype=dtype),
+            on_host=False,
+        )
+        forward = Forward(
+            problem,
+            lengths,
+            arrays(ROWS_Q, HEADS, group),
+            arrays(ROWS_K, 1, group),
+            arrays(ROWS_K, 1, group),
+            dense_out((ROWS_Q,) if group else (BATCH, ROWS_Q), problem, DTYPES["bfloat16"]),
+        )
+        machine = Machine(builder, checked=checked, seed=seed)
+        every_tile = bool(seed % 2)
+        _, lse = forward.run(machine, config, exact_grid=every_tile)
+        assert lse is not None
+        written = ~np.all(lse.view(np.uint8).reshape(*lse.shape, 4) == CANARY, axis=-1)
+        rows = np.broadcast_to(logical(lengths, group), written.shape)
+        assert not np.any(written & ~rows), f"seed {seed}: rows of no sequence were written"
+        assert np.all(written == rows) or not every_tile, f"seed {seed}: rows were left out"
+        # Sequences may overlap, and what is padding to one be a row of another: bounds alone count.
+        forward.fill_padding(machine)
+        forward.out.buffer()
+
+
+def arrays(rows: int, heads: int, group: bool) -> Strided:
+    shape = (rows, heads, HEADDIM) if group else (BATCH, rows, heads, HEADDIM)
+    array = strided(shape, DTYPES["bfloat16"], "dense")
+    array.view()[...] = 1
+    return array
+
+
+def logical(lengths: Lengths, group: bool) -> np.ndarray:
+    """Rows of q in a sequence, as they broadcast to lse: (1, total) or (batch, 1, rows)."""
+    host = host_lengths(lengths)
+    rows = np.zeros((1 if group else BATCH, ROWS_Q), bool)
+    for n, (start, length) in enumerate(zip(host.start_q, host.len_q, strict=True)):
+        rows[0 if group else n, start : start + length] = True
+    return rows if group else rows[:, None]

@@ -1,0 +1,142 @@
+"""The public call on the CPU backend: values, every framework, every mistake."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import rawattn
+from tests.bad_calls import BAD_CALLS, Bad, check_refused
+from tests.cases import Case, curated, dense, random_case
+from tests.frameworks import Framework, Jax, NumPy, Torch
+from tests.verify import run, verify
+
+NUMPY = NumPy()
+CHEAP = [case for case in curated() if case.scores <= 300_000]
+# What goes through DLPack differs by dtype, strides and integers, not by mask or shape.
+EXCHANGED = [
+    case
+    for case in CHEAP
+    if case.name.startswith(("d64", "padded-", "slots-", "ragged-"))
+    and case.layout != "reversed"  # torch has no negative strides
+]
+
+
+@pytest.mark.parametrize("case", CHEAP, ids=str)
+def test_curated(case: Case) -> None:
+    verify(case, NUMPY, backend="cpu")
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_random(seed: int) -> None:
+    verify(random_case(seed), NUMPY, backend="cpu")
+
+
+@pytest.mark.frameworks
+@pytest.mark.parametrize("framework", [Torch(), Jax()], ids=lambda framework: framework.name)
+@pytest.mark.parametrize("case", EXCHANGED, ids=str)
+def test_frameworks(case: Case, framework: Framework) -> None:
+    pytest.importorskip(framework.name)
+    verify(case, framework, backend="cpu")
+
+
+@pytest.mark.parametrize("bad", BAD_CALLS, ids=str)
+def test_mistakes_are_refused(bad: Bad) -> None:
+    def call(**arguments: object) -> object:
+        return rawattn.attention(**{"backend": "cpu", **arguments})
+
+    check_refused(bad, NUMPY, call)
+
+
+@pytest.mark.frameworks
+@pytest.mark.parametrize("bad", [bad for bad in BAD_CALLS if "q" in bad.change], ids=str)
+def test_mistakes_with_torch_are_refused(bad: Bad) -> None:
+    pytest.importorskip("torch")
+
+    def call(**arguments: object) -> object:
+        return rawattn.attention(**{"backend": "cpu", **arguments})
+
+    check_refused(bad, Torch(), call)
+
+
+def _ones() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    return np.ones((1, 3, 2, 8), np.float32), *np.ones((2, 1, 4, 2, 8), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda q: q, "shares memory with q"),
+        (lambda q: np.broadcast_to(np.ones(8, np.float32), q.shape), "read-only|writable"),
+        (
+            lambda q: np.lib.stride_tricks.as_strided(
+                np.ones(8, np.float32), q.shape, (0, 0, 0, 4)
+            ),
+            "overlap",
+        ),
+        (lambda q: np.ones((*q.shape, 2), np.float32)[..., 0], "stride"),
+    ],
+    ids=["is-an-input", "read-only", "overlaps-itself", "last-axis-strided"],
+)
+def test_unusable_out_is_refused(make, says) -> None:
+    q, k, v = _ones()
+    out = make(q)
+    before = out.copy()
+    with pytest.raises(ValueError, match=f"^out: .*({says})"):
+        rawattn.attention(q, k, v, out=out, backend="cpu")
+    np.testing.assert_array_equal(out, before)
+
+
+def test_read_only_inputs_are_fine() -> None:
+    q, k, v = _ones()
+    for x in (q, k, v):
+        x.flags.writeable = False
+    assert np.all(rawattn.attention(q, k, v, backend="cpu") == 1)
+
+
+@pytest.mark.frameworks
+def test_tensor_that_requires_grad_is_read_as_detached() -> None:
+    torch = pytest.importorskip("torch")
+    q, k, v = (torch.from_numpy(x).requires_grad_() for x in _ones())
+    out = rawattn.attention(q, k, v, backend="cpu")
+    assert not out.requires_grad
+    assert bool((out == 1).all())
+
+
+@pytest.mark.frameworks
+def test_result_is_in_the_framework_of_q() -> None:
+    torch = pytest.importorskip("torch")
+    q, k, v = _ones()
+    assert isinstance(rawattn.attention(q, torch.from_numpy(k), v, backend="cpu"), np.ndarray)
+    assert isinstance(rawattn.attention(torch.from_numpy(q), k, v, backend="cpu"), torch.Tensor)
+
+
+def test_same_call_gives_the_same_bits() -> None:
+    case = dense("repeat", 2, 300, 300, nheads_q=6, nheads_kv=3, dtype="float32", causal=True)
+    first = run(case, NUMPY, backend="cpu")
+    for _ in range(5):
+        again = run(case, NUMPY, backend="cpu")
+        assert again[0].tobytes() == first[0].tobytes()
+        assert again[1].tobytes() == first[1].tobytes()
+
+
+_IMPORT = """
+import sys, time
+import numpy, ml_dtypes
+started = time.perf_counter()
+import rawattn
+seconds = time.perf_counter() - started
+loaded = {"cupy", "torch", "jax", "cuda"} & {name.partition(".")[0] for name in sys.modules}
+assert not loaded, f"import rawattn imported {loaded}"
+print(seconds)
+"""
+
+
+def test_import_is_light() -> None:
+    """No GPU library, no framework, at most 0.2 s beyond NumPy (the best of five, to be fair)."""
+    command = [sys.executable, "-c", _IMPORT]
+    runs = [subprocess.run(command, stdout=subprocess.PIPE, check=True) for _ in range(5)]
+    assert min(float(run.stdout) for run in runs) <= 0.2

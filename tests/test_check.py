@@ -1,0 +1,64 @@
+"""`rawattn check` passes on a machine that computes right, and tells when one does not."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import ml_dtypes
+import pytest
+
+from rawattn import _cpu, cli
+from rawattn._cli import check
+
+
+@pytest.fixture(autouse=True)
+def _few_cells(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "_HEADDIMS", (64,))
+    monkeypatch.setattr(check, "_DTYPES", {"bfloat16": ml_dtypes.bfloat16})
+
+
+def test_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "--backend", "cpu"]) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert table[0].split()[:4] == ["backend", "dtype", "headdim", "mode"]
+    assert [line.split()[-1] for line in table[1:-1]] == ["ok"] * len(check._MODES)
+    assert table[-1] == "3 of 3 within their bounds"
+
+
+@pytest.mark.gpu
+def test_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "--backend", "cuda"]) == 0
+    assert re.search(r"GPU 0 portable +bfloat16 +64 +full", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("wrong", ["scale", "window_right", "nan"])
+def test_wrong_results_are_told(
+    wrong: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    forward = _cpu.forward
+
+    def broken(problem: Any, lengths: Any, q: Any, k: Any, v: Any, out: Any, lse: Any) -> None:
+        changed = {
+            "scale": {"scale": problem.scale * 1.0005},
+            "window_right": {"window_right": 5},
+            "nan": {},
+        }[wrong]
+        forward(replace(problem, **changed), lengths, q, k, v, out, lse)
+        if wrong == "nan":
+            out[-1] = float("nan")
+
+    monkeypatch.setattr(_cpu, "forward", broken)
+    assert cli.main(["check", "--backend", "cpu"]) == 1
+    printed = capsys.readouterr().out
+    assert "0 of 3 within their bounds" in printed
+    assert printed.count("FAILED") == 3
+
+
+def test_no_gpu_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(check, "gpu_available", lambda: False)
+    assert cli.main(["check", "--backend", "cuda"]) == 1
+    assert "rawattn info" in capsys.readouterr().err

@@ -1,0 +1,292 @@
+"""The CPU backend's forward: values for every tiling, NaN, memory, speed, the same bits."""
+
+from __future__ import annotations
+
+import math
+import time
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from rawattn import _cpu, _cpu_tiles, reference
+from rawattn._layout import host_lengths
+from rawattn._problem import describe, result_shapes
+from tests.cases import Case, curated, dense, materialise, padded, ragged, random_case
+from tests.tolerance import check, check_lse
+from tests.verify import _by_row, expected, layout
+
+# More than one tile of keys, of rows, or of both.
+LONG = [
+    dense("tiles", 1, 600, 1100, headdim=40, causal=True),
+    dense("tiles-gqa", 1, 300, 700, nheads_q=6, nheads_kv=2, headdim=16, dtype="float32"),
+    dense("tiles-gqa-wide", 1, 2, 700, nheads_q=300, nheads_kv=1, headdim=8, dtype="float32"),
+    dense("tiles-window", 1, 900, 1300, headdim=24, window=(200, 30), sink=5, dtype="float32"),
+    dense("tiles-far-sinks", 1, 1300, 700, headdim=24, window=(90, 0), sink=600, dtype="float16"),
+    dense("tiles-decode", 3, 1, 1500, nheads_q=8, nheads_kv=2, headdim=128, headdim_v=96),
+    dense("tiles-layout", 1, 300, 600, layout="reversed", dtype="float32", headdim=256),
+    ragged("tiles-ragged", (700, 0, 40), (30, 600, 900), headdim=32, causal=True),
+    padded("tiles-padded", (30, 400), (700, 0), 500, 800, headdim=72, headdim_v=20),
+]
+FULL_SIZE = [case for case in curated() if case.name.startswith("long-")]
+
+
+def forward(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, *, with_lse: bool = True, **options: Any
+) -> tuple[np.ndarray, Any]:
+    """out and lse, NaN where nothing was written."""
+    problem, bound = describe(q, k, v, **options)
+    out_shape, lse_shape = result_shapes(problem)
+    out = np.full(out_shape, np.nan, q.dtype)
+    lse = np.full(lse_shape, np.nan, np.float32) if with_lse else None
+    _cpu.forward(problem, host_lengths(bound), q, k, v, out, lse)
+    return out, lse
+
+
+def verify(case: Case) -> None:
+    inputs = materialise(case)
+    arrays = [x.view() for x in (inputs.q, inputs.k, inputs.v)]
+    out, lse = forward(*arrays, **inputs.options, seqs=layout(inputs))
+    exact, rows, by_row = expected(case), inputs.rows, _by_row(lse)
+    # One weight in a few is rounded like the sum of them all: relative to v, not to out.
+    v = np.abs(np.nan_to_num(arrays[2].astype(np.float32))).max(initial=0)
+    score = np.abs(exact.lse, where=np.isfinite(exact.lse), out=np.zeros_like(exact.lse))
+    units = 8 + score.max(initial=0) if out.itemsize == 4 else 0
+    floor = None if exact.out.size > 4096 else max(units * 2.0**-23, 0.5 * eps(out)) * v
+    check(out[rows], exact.out, exact.low_out, what="out", floor=floor)
+    check_lse(by_row[rows], exact.lse, exact.low_lse)
+    assert np.isnan(out[~rows].astype(np.float32)).all(), "padding of out written"
+    assert np.isnan(by_row[~rows]).all(), "padding of lse written"
+
+
+def eps(array: np.ndarray) -> float:
+    return {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23}[array.dtype.name]
+
+
+@pytest.mark.parametrize("case", [*LONG, *FULL_SIZE], ids=str)
+def test_long(case: Case) -> None:
+    verify(case)
+
+
+@settings(max_examples=150)
+@given(st.integers(0, 1 << 32))
+def test_random(seed: int) -> None:
+    verify(random_case(seed))
+
+
+@st.composite
+def masks(draw: st.DrawFn) -> Case:
+    """Few rows and keys, any mask, any small group of heads."""
+    end = st.none() | st.integers(0, 12)
+    nheads_kv = draw(st.integers(1, 3))
+    return dense(
+        "mask",
+        draw(st.integers(1, 2)),
+        draw(st.integers(0, 12)),
+        draw(st.integers(0, 12)),
+        headdim=draw(st.sampled_from([1, 4])),
+        headdim_v=draw(st.sampled_from([1, 4])),
+        nheads_q=nheads_kv * draw(st.integers(1, 3)),
+        nheads_kv=nheads_kv,
+        dtype="float32",
+        causal=draw(st.booleans()),
+        align=draw(st.sampled_from(["bottom-right", "top-left"])),
+        window=draw(st.none() | st.tuples(end, end)),
+        sink=draw(st.integers(0, 14)),
+    )
+
+
+@pytest.mark.parametrize("shape", [(256, 512), (3, 4), (4, 2), (1, 1)], ids=str)
+def test_masks_and_tiles(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int]) -> None:
+    """Tiles of a few rows and keys give every case edges that no tile of full size has."""
+    monkeypatch.setattr(_cpu_tiles, "ROWS", shape[0])
+    monkeypatch.setattr(_cpu_tiles, "KEYS", shape[1])
+
+    @settings(max_examples=100)
+    @given(masks())
+    @example(dense("sinks", 1, 9, 9, headdim=4, window=(0, 0), sink=3, dtype="float32"))
+    @example(dense("all-sinks", 1, 9, 9, headdim=4, window=(0, 2), sink=9, dtype="float32"))
+    def check_one(case: Case) -> None:
+        verify(case)
+
+    check_one()
+
+
+def test_tiles_that_nobody_sees_are_not_visited(monkeypatch: pytest.MonkeyPatch) -> None:
+    visited: list[tuple[int, int]] = []
+    multiply_transposed = _cpu.multiply_transposed
+
+    def counting(queries: Any, keys: Any, pieces: Any) -> Any:
+        visited.append(pieces.shape)
+        return multiply_transposed(queries, keys, pieces)
+
+    monkeypatch.setattr(_cpu, "multiply_transposed", counting)
+    monkeypatch.setattr(_cpu_tiles, "_cores", lambda: 1)
+
+    def scores(**options: Any) -> int:
+        visited.clear()
+        forward(*np.zeros((3, 1, 4096, 1, 8), np.float32), **options)
+        return sum(rows * keys for rows, keys in visited)
+
+    everything = 4096**2
+    assert scores() == everything
+    assert scores(causal=True) <= 0.55 * everything
+    assert scores(window=(256, 0)) <= 0.15 * everything
+    assert scores(window=(256, 0), sink=64) <= 0.2 * everything
+    assert scores(window=(256, 0), sink=64) > scores(window=(256, 0))
+
+
+@pytest.mark.parametrize("nkeys", [20, 900])
+def test_nan_stays_with_those_that_see_it(nkeys: int) -> None:
+    rng = np.random.default_rng(1)
+    q, k, v = rng.standard_normal((3, 1, nkeys, 2, 8), np.float32)
+    bad = nkeys - 7
+    clean, clean_lse = forward(q, k, v, causal=True)
+    v[:, bad, 0] = np.inf
+    out, lse = forward(q, k, v, causal=True)
+    np.testing.assert_allclose(out[:, :bad], clean[:, :bad], atol=1e-6)
+    np.testing.assert_allclose(out[:, :, 1], clean[:, :, 1], atol=1e-6)
+    assert np.all(out[:, bad:, 0] == np.inf)
+    np.testing.assert_array_equal(lse, clean_lse)
+    k[:, bad, 0] = np.nan
+    out, lse = forward(q, k, v, causal=True)
+    np.testing.assert_allclose(out[:, :bad], clean[:, :bad], atol=1e-6)
+    np.testing.assert_allclose(out[:, :, 1], clean[:, :, 1], atol=1e-6)
+    np.testing.assert_array_equal(lse[:, :, :bad], clean_lse[:, :, :bad])
+    assert np.isnan(out[:, bad:, 0]).all() and np.isnan(lse[:, 0, bad:]).all()
+
+
+def test_rows_without_keys_are_written() -> None:
+    q, k, v = np.random.default_rng(0).standard_normal((3, 1, 8, 2, 16), np.float32)
+    out, lse = forward(q, k[:, :3], v[:, :3], causal=True)
+    assert not out[:, :5].any() and np.all(lse[:, :, :5] == -np.inf)
+    out, lse = forward(q, k[:, :0], v[:, :0])
+    assert not out.any() and np.all(lse == -np.inf)
+
+
+def test_infinite_scores_hide_like_a_mask() -> None:
+    """A score of -inf is a key that is not seen, also in the tile that a row begins with."""
+    q = np.ones((1, 2, 1, 1), np.float32)
+    k = np.full((1, 600, 1, 1), -np.inf, np.float32)
+    k[:, 550] = 1
+    v = np.arange(600, dtype=np.float32).reshape(1, 600, 1, 1)
+    out, lse = forward(q, k, v)
+    assert np.all(out == 550) and np.all(lse == 1)
+
+
+def test_overflow_is_silent() -> None:
+    v = np.array([65504.0, 65504.0], np.float16).reshape(1, 2, 1, 1)
+    q, k = np.zeros((1, 1, 1, 1), np.float16), np.zeros((1, 2, 1, 1), np.float16)
+    out, _ = forward(q, k, v)
+    assert np.all(out == np.float16(65504))
+    q[:], k[:] = 60000, 60000
+    out, lse = forward(q, k, v, scale=1e30)
+    assert np.isnan(out).all() and np.all(np.isnan(lse) | np.isinf(lse))
+
+
+def test_lse_is_optional() -> None:
+    q, k, v = np.random.default_rng(0).standard_normal((3, 2, 40, 2, 16), np.float32)
+    out, _ = forward(q, k, v, causal=True)
+    alone, lse = forward(q, k, v, causal=True, with_lse=False)
+    assert lse is None
+    np.testing.assert_array_equal(out, alone)
+
+
+@pytest.mark.parametrize("case", LONG[:4], ids=str)
+def test_same_call_gives_the_same_bits(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With any number of threads."""
+    inputs = materialise(case)
+    arrays = [x.view() for x in (inputs.q, inputs.k, inputs.v)]
+
+    def bits() -> list[bytes]:
+        return [x.tobytes() for x in forward(*arrays, **inputs.options, seqs=layout(inputs))]
+
+    first = bits()
+    for cores in (1, 2, 5, 2):
+        monkeypatch.setattr(_cpu_tiles, "_cores", lambda cores=cores: cores)
+        assert bits() == first
+
+
+@pytest.mark.parametrize("headdim", [1, 32, 64, 96, 128, 160, 192, 256])
+@pytest.mark.parametrize("rows", [1, 5, 64, 65, 256])
+def test_products_stay_on_the_calling_thread(headdim: int, rows: int) -> None:
+    """OpenBLAS computes a product of matrices alone up to 2**18 multiplications, that of a matrix
+    and a vector up to 9216."""
+    problem, _ = describe(*np.zeros((3, 1, 1, 1, headdim), np.float32))
+    for keys in (1, 33, 512):
+        pieces = _cpu_tiles.divide(problem, rows, keys)
+        work = pieces.rows_each * pieces.keys_each * headdim
+        is_matrix = min(pieces.rows_each, pieces.keys_each) > 1
+        assert work <= (1 << 18 if is_matrix else 9216)
+        assert pieces.shape[0] >= rows and pieces.shape[1] >= keys
+        assert pieces.shape[0] < rows + max(2, pieces.rows)
+        assert pieces.shape[1] < keys + max(1, pieces.keys)
+
+
+def full_size() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return tuple(rng.standard_normal((1, 4096, 8, 64), np.float32) for _ in "qkv")  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("cores", [None, 16])
+def test_memory_beyond_inputs_and_outputs(
+    monkeypatch: pytest.MonkeyPatch, cores: int | None
+) -> None:
+    """Naive NumPy takes 1 GiB for its scores here."""
+    if cores is not None:
+        monkeypatch.setattr(_cpu_tiles, "_cores", lambda: cores)
+    q, k, v = full_size()
+    problem, bound = describe(q, k, v, causal=True)
+    out, lse = np.empty_like(q), np.empty((1, 8, 4096), np.float32)
+    tracemalloc.start()
+    try:
+        _cpu.forward(problem, host_lengths(bound), q, k, v, out, lse)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 64 << 20
+
+
+def naive(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """All scores at once, as one writes it first; one sequence, causal."""
+    seqlen, _, headdim = q.shape[1:]
+    scores = q[0].swapaxes(0, 1) @ k[0].transpose(1, 2, 0) * np.float32(1 / math.sqrt(headdim))
+    scores[:, ~np.tri(seqlen, dtype=bool)] = -np.inf
+    scores -= scores.max(axis=-1, keepdims=True)
+    np.exp(scores, out=scores)
+    scores /= scores.sum(axis=-1, keepdims=True)
+    out: np.ndarray = (scores @ v[0].swapaxes(0, 1)).swapaxes(0, 1)[None]
+    return out
+
+
+@pytest.mark.slow
+def test_faster_than_naive_numpy() -> None:
+    """The best of three, alternating, since the machine may have other work."""
+    q, k, v = full_size()
+
+    def seconds(function: Callable[[], Any]) -> float:
+        started = time.perf_counter()
+        function()
+        return time.perf_counter() - started
+
+    def ours() -> np.ndarray:
+        return forward(q, k, v, causal=True, with_lse=False)[0]
+
+    np.testing.assert_allclose(ours(), naive(q, k, v), atol=2e-5)
+    runs = [(seconds(ours), seconds(lambda: naive(q, k, v))) for _ in range(3)]
+    best, best_naive = (min(column) for column in zip(*runs, strict=True))
+    assert best < best_naive, f"{best:.3f} s, naive NumPy {best_naive:.3f} s"
+
+
+def test_exact_where_one_key_is_seen() -> None:
+    """A probability of 1 must not cost precision."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, 300, 2, 32)).astype(np.float16) for _ in "qkv")
+    out, lse = forward(q, k, v, window=(0, 0))
+    np.testing.assert_array_equal(out, v)
+    exact = reference.attention(q, k, v, window=(0, 0), return_lse=True)[1]
+    np.testing.assert_allclose(lse, exact, atol=1e-5)
