@@ -5,8 +5,10 @@ from hypothesis import settings
 
 from tests import gpu_report
 
-# Time per example says more about the machine than about the code.
-settings.register_profile("rawattn", deadline=None)
+# The same examples on every run: a change is judged by its own effect. `--hypothesis-profile=search` looks for new ones.
+# No deadline, since time per example says more about the machine than about the code.
+settings.register_profile("rawattn", deadline=None, derandomize=True)
+settings.register_profile("search", deadline=None)
 settings.load_profile("rawattn")
 
 

@@ -15,7 +15,7 @@ from rawattn._gradients import Gradients
 from rawattn._reference_call import read
 from tests.cases import CANARY, Case, Inputs, Strided, _logical_rows, materialise, strided
 from tests.frameworks import Framework
-from tests.tolerance import check
+from tests.tolerance import check, column_orders, scale_of
 from tests.verify import layout
 
 NAMES = ("dq", "dk", "dv")
@@ -33,7 +33,7 @@ class Backward:
     into: tuple[Strided, ...] | None  # dq, dk, dv
     rows: tuple[np.ndarray, ...]  # True for the logical rows of dq, dk and dv
     exact: tuple[np.ndarray, ...]  # the logical rows alone
-    low: tuple[np.ndarray, ...]
+    low: tuple[tuple[np.ndarray, ...], ...]  # of each gradient, one or more evaluations
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -65,9 +65,8 @@ def backward_of(case: Case) -> Backward:
         dout.view(), *arrays, exact_out, exact_lse, dlse=dlse, **options
     )
     # From what the kernels are given too, whose rounding is not theirs.
-    low = low_precision_gradients(
-        dout.view(), *arrays, exact_out.astype(dtype), exact_lse.astype(np.float32), dlse, **options
-    )
+    given = exact_out.astype(dtype), exact_lse.astype(np.float32)
+    low = low_precision_gradients(dout.view(), *arrays, *given, dlse, **options)
 
     def poison(x: np.ndarray | None) -> np.ndarray | None:
         if x is None:
@@ -95,25 +94,39 @@ def backward_of(case: Case) -> Backward:
         into,
         rows,
         tuple(getattr(exact, name)[where] for name, where in zip(NAMES, rows, strict=True)),
-        tuple(getattr(low, name)[where] for name, where in zip(NAMES, rows, strict=True)),
+        tuple(
+            tuple(getattr(x, name)[where] for x in low)
+            for name, where in zip(NAMES, rows, strict=True)
+        ),
     )
 
 
-def low_precision_gradients(dout, q, k, v, out, lse, dlse, **options) -> Gradients:
+def low_precision_gradients(dout, q, k, v, out, lse, dlse, **options) -> list[Gradients]:
     """As float32 arithmetic gives them with scores, probabilities, their gradients and the result rounded
-    to the dtype of `q`."""
+    to the dtype of `q`, for each of `column_orders`."""
     dtype = q.dtype
-    call = read(q, k, v, **options, precision=np.float32)
-    gradients = reference._backward(
-        call,
-        dout,
-        out,
-        lse,
-        dlse,
-        want_dbias=False,
-        rounded=lambda x: x.astype(dtype).astype(np.float32),
-    )
-    return Gradients(*(getattr(gradients, name).astype(dtype) for name in NAMES))
+    options["scale"] = scale_of(q, options)
+    results = []
+    for order, order_v in column_orders(q, v):
+        call = read(q[..., order], k[..., order], v[..., order_v], **options, precision=np.float32)
+        gradients = reference._backward(
+            call,
+            dout[..., order_v],
+            out[..., order_v],
+            lse,
+            dlse,
+            want_dbias=False,
+            rounded=lambda x: x.astype(dtype).astype(np.float32),
+        )
+        back, back_v = np.argsort(order), np.argsort(order_v)
+        results.append(
+            Gradients(
+                gradients.dq[..., back].astype(dtype),
+                gradients.dk[..., back].astype(dtype),
+                gradients.dv[..., back_v].astype(dtype),
+            )
+        )
+    return results
 
 
 def check_gradient(call: Backward, n: int, got: np.ndarray) -> None:
@@ -129,8 +142,7 @@ def check_gradient(call: Backward, n: int, got: np.ndarray) -> None:
         terms = np.abs(finite).max(initial=0) * dout.max(initial=0)
     else:
         other = inputs.k.view()[call.rows[1]] if n == 0 else inputs.q.view()[rows]
-        scale = abs(inputs.options.get("scale") or inputs.q.shape[-1] ** -0.5)
-        terms = scale * (dout * out).sum(axis=-1).max(initial=0)
+        terms = abs(scale_of(inputs.q, inputs.options)) * (dout * out).sum(axis=-1).max(initial=0)
         terms *= np.abs(other.astype(np.float64)).max(initial=0)
     left = 8 * 2.0**-24 * terms
     size = np.sqrt(np.mean(np.square(exact)))

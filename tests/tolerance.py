@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,22 +13,55 @@ from rawattn._reference_call import read
 Array = Any
 
 
-def low_precision_attention(q: Array, k: Array, v: Array, **options: Any) -> tuple[Array, Array]:
+def column_orders(q: Array, v: Array) -> Iterator[tuple[Array, Array]]:
+    """Orders of the columns of q and k and of those of v, in which to evaluate a call in low precision.
+
+    In float32 there are four. A score of a hundred is off by several units of its last place, by how many is chance,
+    and its probability by as much relatively: of two correct evaluations that differ only in the order of their sums,
+    as two CPUs' matrix products do, one may be ten times as exact as the other.
+    """
+    headdim, headdim_v = q.shape[-1], v.shape[-1]
+    yield np.arange(headdim), np.arange(headdim_v)
+    if q.dtype == np.float32:
+        rng = np.random.default_rng(0)
+        for _ in range(3):
+            yield rng.permutation(headdim), rng.permutation(headdim_v)
+
+
+def scale_of(q: Array, options: dict[str, Any]) -> float:
+    scale = options.get("scale")
+    return q.shape[-1] ** -0.5 if scale is None else scale
+
+
+def low_precision_attention(
+    q: Array, k: Array, v: Array, **options: Any
+) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
     """`out` and `lse` as float32 arithmetic gives them with scores and probabilities rounded to
-    the dtype of `q`, and `out` rounded to it; the options are those of `reference.attention`."""
+    the dtype of `q`, and `out` rounded to it, for each of `column_orders`; the options are those of
+    `reference.attention`."""
     options.pop("return_lse", None)
-    dtype = np.asarray(q).dtype
-    call = read(q, k, v, **options, precision=np.float32)
-    with np.errstate(over="ignore"):  # float16 ends at 65504
-        out, lse = reference._forward(call, lambda x: x.astype(dtype).astype(np.float32))
-        return out.astype(dtype), lse
+    q, k, v = map(np.asarray, (q, k, v))
+    options["scale"] = scale_of(q, options)
+    outs, lses = [], []
+    for order, order_v in column_orders(q, v):
+        call = read(q[..., order], k[..., order], v[..., order_v], **options, precision=np.float32)
+        with np.errstate(over="ignore"):  # float16 ends at 65504
+            out, lse = reference._forward(call, lambda x: x.astype(q.dtype).astype(np.float32))
+            outs.append(out[..., np.argsort(order_v)].astype(q.dtype))
+        lses.append(lse)
+    return tuple(outs), tuple(lses)
 
 
 def check(
-    got: Array, exact: Array, lowprec: Array, *, what: str = "", floor: float | None = None
+    got: Array,
+    exact: Array,
+    lowprec: tuple[Array, ...],
+    *,
+    what: str = "",
+    floor: float | None = None,
 ) -> None:
     """AssertionError unless the largest and the root-mean-square error of `got` against `exact` are
-    each at most twice those of `lowprec`, plus a floor.
+    each at most twice the worst of `lowprec`, which are evaluations in low precision, plus a floor.
 
     `floor` is absolute. By default it is relative to the largest (and to the root-mean-square)
     exact value: half a unit in the last place of 16-bit results, 16 units of float32 ones, since
@@ -35,25 +69,27 @@ def check(
     """
     units = 16.0 if np.asarray(got).dtype.itemsize >= 4 else 0.5
     relative = units * _epsilon(np.asarray(got).dtype)
-    got, exact, lowprec = (np.asarray(x).astype(np.float64) for x in (got, exact, lowprec))
+    got, exact = (np.asarray(x).astype(np.float64) for x in (got, exact))
+    orders = [np.asarray(x).astype(np.float64) for x in lowprec]
     what = what or "result"
-    assert got.shape == exact.shape == lowprec.shape, (
-        f"{what}: shapes differ: got {got.shape}, exact {exact.shape}, lowprec {lowprec.shape}"
+    shapes = [x.shape for x in (got, exact, *orders)]
+    assert len(set(shapes)) == 1, (
+        f"{what}: shapes differ: got, exact and low precision have {shapes}"
     )
-    assert not np.isnan(exact).any() and not np.isnan(lowprec).any(), (
+    assert not any(np.isnan(x).any() for x in (exact, *orders)), (
         f"{what}: the expected values hold NaN: compare what is defined alone"
     )
     finite = np.isfinite(exact)
     wrong = np.isnan(got) | np.where(finite, np.isinf(got), got != exact)
     assert not wrong.any(), _first(what, "NaN or infinity", wrong, got, exact)
-    assert np.isfinite(lowprec[finite]).all(), (
+    assert all(np.isfinite(x[finite]).all() for x in orders), (
         f"{what}: low precision overflows: use less extreme inputs"
     )
 
-    got, exact, lowprec = (np.where(finite, x, 0) for x in (got, exact, lowprec))
+    got, exact, *orders = (np.where(finite, x, 0) for x in (got, exact, *orders))
     error = np.abs(got - exact)
     for norm, name in ((_largest, "largest"), (_rms, "root-mean-square")):
-        low = norm(lowprec - exact)
+        low = max(norm(x - exact) for x in orders)
         bound = 2 * low + (relative * norm(exact) if floor is None else floor)
         measured = norm(error)
         if not measured <= bound:
@@ -65,7 +101,7 @@ def check(
             raise AssertionError(_first(what, reason, bad, got, exact))
 
 
-def check_lse(got: Array, exact: Array, lowprec: Array, *, what: str = "lse") -> None:
+def check_lse(got: Array, exact: Array, lowprec: tuple[Array, ...], *, what: str = "lse") -> None:
     """`check` for log-sum-exps: a relative error of the sum is an absolute one of its logarithm, so
     an lse near 0 is not more precise than the others."""
     size = max(1.0, _largest(np.asarray(exact)[np.isfinite(exact)]))

@@ -19,8 +19,8 @@ class Expected(NamedTuple):
 
     out: np.ndarray
     lse: np.ndarray
-    low_out: np.ndarray
-    low_lse: np.ndarray
+    low_out: tuple[np.ndarray, ...]
+    low_lse: tuple[np.ndarray, ...]
 
 
 @lru_cache(maxsize=4)
@@ -31,7 +31,12 @@ def expected(case: Case) -> Expected:
     out, lse = reference.attention(*arrays, **options, return_lse=True)
     low_out, low_lse = low_precision_attention(*arrays, **options)
     rows = inputs.rows
-    return Expected(out[rows], _by_row(lse)[rows], low_out[rows], _by_row(low_lse)[rows])
+    return Expected(
+        out[rows],
+        _by_row(lse)[rows],
+        tuple(x[rows] for x in low_out),
+        tuple(_by_row(x)[rows] for x in low_lse),
+    )
 
 
 def layout(inputs: Inputs, case: Case | None = None, framework: Framework | None = None) -> Any:
