@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -29,16 +29,21 @@ class DeviceLengths:
             self.q_side = self._pack(lengths.q)
             self.k_side = self._pack(lengths.k)
 
-    def schedule(self, tile_q: int) -> Any:
-        """Enqueues the ordering of the sequences on the current stream: an array that holds `order`, then `first_tile`."""
+    def schedule(self, tile: int, *, of: Literal["q", "k"] = "q") -> Any:
+        """Enqueues the ordering of the sequences on the current stream: an array that holds `order`, then `first_tile`.
+
+        tile: rows of the tiles to hand out, which are those `of` one side; sequences that are longest on the other come
+        first.
+        """
         import cupy
 
         order = cupy.empty(2 * self._batch + 1, np.int32)
         packed = np.zeros(1, params.SCHEDULE)
         fields = packed[0]
-        fields["q_side"], fields["k_side"] = self.q_side, self.k_side
+        tiled, longest = (self.q_side, self.k_side) if of == "q" else (self.k_side, self.q_side)
+        fields["q_side"], fields["k_side"] = tiled, longest
         fields["order"], fields["first_tile"] = self.schedule_addresses(order)
-        fields["batch"], fields["tile_q"] = self._batch, tile_q
+        fields["batch"], fields["tile_q"] = self._batch, tile
         _compile.load(schedule.source(), self.device)(
             (schedule.blocks(self._batch),),
             (schedule.THREADS,),
@@ -47,10 +52,10 @@ class DeviceLengths:
         )
         return order
 
-    def schedule_once(self, tile_q: int) -> Any:
+    def schedule_once(self, tile: int, *, of: Literal["q", "k"] = "q") -> Any:
         """`schedule` for lengths that never change: done when this returns, for every stream."""
         with private_stream(self.device) as stream:
-            order = self.schedule(tile_q)
+            order = self.schedule(tile, of=of)
             stream.synchronize()
         return order
 

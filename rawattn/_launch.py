@@ -11,28 +11,21 @@ from typing import Any
 
 import numpy as np
 
-from rawattn import _compile, _kernels
+from rawattn import _compile, _kernels, _pack
 from rawattn._device_lengths import DeviceLengths, tile_count
-from rawattn._device_lengths import logical_lengths as _logical
-from rawattn._device_lengths import private_stream as _private_stream
-from rawattn._kernels import fill_padding, params, portable_forward, sm90_forward
+from rawattn._kernels import _source, fill_padding, params, portable_forward, sm90_forward
+from rawattn._launch_common import Launch, all_strides, grid
 from rawattn._layout import Lengths
 from rawattn._problem import Problem
 from rawattn._tensor_map import TensorMaps
 
-__all__ = ["Forward", "_logical", "_private_stream"]
-
-_MAX_BLOCKS = 2**31 - 1
 _POINTERS = struct.Struct("<5Q")  # q, k, v, out, lse: the head of ForwardParams
 _TABLES = struct.Struct("<2Q")  # order, first_tile
 _ORDER_AT = params.FORWARD.fields["order"][1]  # type: ignore[index]
 _NEXT_WORK_AT = params.SM90_FORWARD.fields["next_work"][1]  # type: ignore[index]
 
-# What a CUDA graph replays must outlive the graph, and nobody tells us when a graph dies.
-_held_by_graphs: list[Any] = []
 
-
-class Forward:
+class Forward(Launch):
     """One forward call on one device, ready to run on arrays of the shapes and strides it was made for."""
 
     def __init__(
@@ -57,16 +50,10 @@ class Forward:
         """
         import cupy
 
+        super().__init__()
         self.copies, self.out_shape, self.lse_shape = copies, out_shape, lse_shape
         self._ragged = problem.ragged
-        self._streams: dict[
-            int, Any
-        ] = {}  # every stream this ran on, by handle, where that matters
         properties = cupy.cuda.Device(device).attributes
-        together = 0
-        for each in strides.values():
-            for stride in each[:-1]:
-                together |= stride
         persistent = None
         if _kernels.allowed("sm90"):
             persistent = sm90_forward.choose(
@@ -76,24 +63,19 @@ class Forward:
             persistent
             or portable_forward.choose(
                 problem,
-                copy_bytes=portable_forward.copy_bytes(problem, together, pointers),
+                copy_bytes=_source.copy_bytes(problem, all_strides(strides), pointers),
                 shared_limit=properties["MaxSharedMemoryPerBlockOptin"],
             )
         )
         tiles = tile_count(lengths.q, problem.batch, self.config.tile_q, group=problem.group)
-        self._blocks = tiles * problem.nheads_q
-        if self._blocks > _MAX_BLOCKS:
-            raise ValueError(
-                f"q: {self._blocks} tiles of {self.config.tile_q} rows over all heads and sequences, but one launch "
-                f"holds {_MAX_BLOCKS}; split the batch"
-            )
+        self._blocks = grid("q", tiles * problem.nheads_q, self.config.tile_q)
         self._lengths = DeviceLengths(lengths, device)
         if self._blocks:
             self._kernel = _compile.load(self.config.source(), device)
             self._kernel.max_dynamic_shared_size_bytes = self.config.shared_bytes
 
         packed = np.zeros(1, params.FORWARD)
-        self._describe(packed[0], problem, strides)
+        _pack.forward(packed[0], problem, self._lengths, strides, self.config.section_bytes)
         # The schedule, when the lengths are known once and for all.
         self._order: Any = None
         if problem.ragged and self._blocks and lengths.on_host:
@@ -119,7 +101,13 @@ class Forward:
         if (fill_out or fill_lse) and lengths.q.padded and problem.rows_q:
             self._fill_out, self._fill_lse = fill_out, fill_lse
             self._fill_blocks = fill_padding.blocks(problem.batch)
-            self._padding = self._pack_padding(problem, packed[0]["out_strides"])
+            self._padding = _pack.padding(
+                problem,
+                self._lengths.q_side,
+                strides["out"],
+                nheads=problem.nheads_q,
+                headdim=problem.headdim_v,
+            )
             self._fill = _compile.load(fill_padding.source(), device)
 
     def run(self, q: int, k: int, v: int, out: int, lse: int) -> None:
@@ -142,17 +130,12 @@ class Forward:
             (self._blocks,), (self.config.threads,), arguments, shared_mem=self.config.shared_bytes
         )
 
-    def streams(self) -> list[Any]:
-        """Streams that may still be reading memory of this object."""
-        return list(self._streams.values())
-
     def _pack_state(self, packed: bytearray) -> None:
         """Addresses of what this launch shares with no other under way: the schedule and the counters of work."""
         import cupy
 
         stream = cupy.cuda.get_current_stream()
-        self._streams[stream.ptr] = stream
-        capturing = stream.ptr not in (0, 1) and stream.is_capturing()
+        capturing = self._use(stream)
         order = self._order
         if self._ragged:
             if order is None:
@@ -169,41 +152,7 @@ class Forward:
                     self._counters[stream.ptr] = counters
             struct.pack_into("<Q", packed, _NEXT_WORK_AT, counters.data.ptr)
         if capturing:
-            _held_by_graphs.append((self, order, counters))
-
-    def _describe(self, fields: Any, problem: Problem, strides: dict[str, tuple[int, ...]]) -> None:
-        itemsize = problem_itemsize(problem)
-        for name, each in strides.items():
-            fields[f"{name}_strides"] = _strides(each, itemsize, problem.group)
-        fields["lse_batch"] = 0 if problem.group else problem.nheads_q * problem.rows_q
-        fields["lse_head"] = problem.rows_q
-        fields["q_side"], fields["k_side"] = self._lengths.q_side, self._lengths.k_side
-        fields["window_left"] = problem.window_left or 0
-        fields["window_right"] = problem.window_right or 0
-        fields["sink"] = problem.sink
-        fields["batch"] = problem.batch
-        fields["nheads_q"] = problem.nheads_q
-        fields["nheads_kv"] = problem.nheads_kv
-        fields["section_keys"] = _section_keys(problem, itemsize, self.config.section_bytes)
-        fields["scale"] = problem.scale
-
-    def _pack_padding(self, problem: Problem, out_strides: Any) -> bytes:
-        packed = np.zeros(1, params.PADDING)
-        fields = packed[0]
-        fields["out_strides"] = out_strides
-        fields["lse_batch"] = 0 if problem.group else problem.nheads_q * problem.rows_q
-        fields["lse_head"] = problem.rows_q
-        fields["side"] = self._lengths.q_side
-        fields["batch"] = problem.batch
-        fields["nheads"] = problem.nheads_q
-        fields["headdim"] = problem.headdim_v
-        fields["element_bytes"] = problem_itemsize(problem)
-        fields["parts"] = fill_padding.parts(problem.batch)
-        return packed.tobytes()
-
-
-def problem_itemsize(problem: Problem) -> int:
-    return 4 if problem.dtype == "float32" else 2
+            self._hold(order, counters)
 
 
 def _tensor_maps(
@@ -223,22 +172,3 @@ def _tensor_maps(
             ("v", rows_k, heads_k, problem.headdim_v, config.tile_k),
         )
     )
-
-
-def _strides(strides: tuple[int, ...], itemsize: int, group: bool) -> tuple[int, int, int]:
-    """(batch, row, head) in elements; group mode has no batch axis."""
-    elements = [stride // itemsize for stride in strides]
-    return (0, elements[0], elements[1]) if group else (elements[0], elements[1], elements[2])
-
-
-def _section_keys(
-    problem: Problem, itemsize: int, section_bytes: int = portable_forward.SECTION_BYTES
-) -> int:
-    """Keys of one head whose K and V together fill `section_bytes`: the heads that are scheduled side by side."""
-    return section_bytes // ((problem.headdim + problem.headdim_v) * itemsize)
-
-
-def _is_capturing() -> bool:
-    import cupy
-
-    return bool(cupy.cuda.get_current_stream().is_capturing())

@@ -7,27 +7,20 @@ to dq). Deterministic: prepare, main without dq, and a kernel that computes dq a
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from rawattn import _compile
-from rawattn._kernels import fill_padding, params, portable_backward, schedule
-from rawattn._launch import (
-    _MAX_BLOCKS,
-    _held_by_graphs,
-    _is_capturing,
-    _logical,
-    _private_stream,
-    _section_keys,
-    _strides,
-)
-from rawattn._layout import Lengths, Side
+from rawattn import _compile, _pack
+from rawattn._device_lengths import DeviceLengths, tile_count
+from rawattn._kernels import _source, fill_padding, params, portable_backward
+from rawattn._launch_common import Launch, all_strides, grid
+from rawattn._layout import Lengths
 from rawattn._problem import Problem
 
 _TABLES = struct.Struct("<2Q")  # order, first_tile
-_L2_SHARE = 32 << 20  # bytes that the running blocks should share
 
 
 def _at(*path: str) -> int:
@@ -62,7 +55,7 @@ class Addresses:
     dv: int
 
 
-class Backward:
+class Backward(Launch):
     """One backward call on one device, ready to run on arrays of the shapes and strides it was made for."""
 
     def __init__(
@@ -85,21 +78,15 @@ class Backward:
         """
         import cupy
 
+        super().__init__()
         self.device, self.copies = device, copies
-        self._streams: dict[int, Any] = {}  # every stream this ran on, by handle
-        self._batch, self._ragged = problem.batch, problem.ragged
-        self._deterministic = deterministic
-        self._lengths = lengths
-        self._rows = problem.rows_q * (1 if problem.group else problem.batch)
-        self._lse_elements = self._rows * problem.nheads_q
+        self._ragged, self._deterministic = problem.ragged and problem.batch > 0, deterministic
+        self._lengths = DeviceLengths(lengths, device)
+        rows = problem.rows_q * (1 if problem.group else problem.batch)
+        self._lse_elements = rows * problem.nheads_q
         self._dq_elements = self._lse_elements * portable_backward.dq_pitch(problem.headdim)
 
-        itemsize = 4 if problem.dtype == "float32" else 2
-        together = 0
-        for each in strides.values():
-            for stride in each[:-1]:
-                together |= stride
-        copy_bytes = portable_backward.copy_bytes(problem, together, pointers)
+        copy_bytes = _source.copy_bytes(problem, all_strides(strides), pointers)
         shared_limit = cupy.cuda.Device(device).attributes["MaxSharedMemoryPerBlockOptin"]
         self.config = portable_backward.choose(
             problem, copy_bytes=copy_bytes, shared_limit=shared_limit, with_dq=not deterministic
@@ -107,36 +94,39 @@ class Backward:
         self.dq_config = portable_backward.choose_dq(
             problem, copy_bytes=copy_bytes, shared_limit=shared_limit
         )
-        self._blocks = self._grid(
-            "k", self._count(problem, lengths.k, self.config.tile_k) * problem.nheads_kv
-        )
-        self._dq_blocks = self._grid(
-            "q", self._count(problem, lengths.q, self.dq_config.tile_q) * problem.nheads_q
-        )
-        self._row_blocks = self._grid("q", portable_backward.row_blocks(self._rows))
+        tile_k, tile_q = self.config.tile_k, self.dq_config.tile_q
+        batch, group = problem.batch, problem.group
+        tiles_k = tile_count(lengths.k, batch, tile_k, group=group)
+        tiles_q = tile_count(lengths.q, batch, tile_q, group=group)
+        self._blocks = grid("k", tiles_k * problem.nheads_kv, tile_k)
+        self._dq_blocks = grid("q", tiles_q * problem.nheads_q, tile_q)
+        self._row_blocks = grid("q", portable_backward.row_blocks(rows), 1)
         self._load(problem, copy_bytes)
 
-        self._integers: list[Any] = []
-        # As in `Forward`: memory of the private stream, whose owner is dropped after a synchronisation alone.
-        with _private_stream(device) as stream:
-            self._q_side, self._k_side = self._side(lengths.q), self._side(lengths.k)
-            self._template = self._pack(problem, strides, itemsize)
-            known = problem.ragged and lengths.on_host
-            self._order = self._tables() if known else None
-            stream.synchronize()
-        self._argument = np.dtype((np.void, len(self._template)))
+        packed = np.zeros(1, params.BACKWARD)
+        _pack.backward(packed[0], problem, self._lengths, strides)
+        self._template = packed.tobytes()
+        # The schedules, when the lengths are known once and for all.
+        self._orders: list[Any] | None = None
+        if self._ragged and lengths.on_host:
+            self._orders = self._schedules(self._lengths.schedule_once)
+
+        q_side, k_side = self._lengths.q_side, self._lengths.k_side
+        gradients = {
+            "dq": (lengths.q, q_side, problem.nheads_q, problem.headdim),
+            "dk": (lengths.k, k_side, problem.nheads_kv, problem.headdim),
+            "dv": (lengths.k, k_side, problem.nheads_kv, problem.headdim_v),
+        }
         self._padding = [
-            (
-                name,
-                self._pack_padding(side, strides[name], itemsize, problem.group, nheads, headdim),
-            )
-            for name, ours, logical, side, nheads, headdim in (
-                ("dq", fill[0], lengths.q, self._q_side, problem.nheads_q, problem.headdim),
-                ("dk", fill[1], lengths.k, self._k_side, problem.nheads_kv, problem.headdim),
-                ("dv", fill[2], lengths.k, self._k_side, problem.nheads_kv, problem.headdim_v),
+            (name, _pack.padding(problem, side, strides[name], nheads=nheads, headdim=headdim))
+            for (name, (logical, side, nheads, headdim)), ours in zip(
+                gradients.items(), fill, strict=True
             )
             if ours and logical.padded and logical.rows
         ]
+        if self._padding:
+            self._fill = _compile.load(fill_padding.source(), device)
+            self._fill_blocks = fill_padding.blocks(problem.batch)
 
     def run(self, arrays: Addresses) -> None:
         """Launches on the current stream of the current device."""
@@ -144,16 +134,16 @@ class Backward:
 
         statistics = cupy.empty(2 * self._lse_elements, np.float32)
         sums = None if self._deterministic else cupy.empty(self._dq_elements, np.float32)
-        tables = self._order if self._order is not None or not self._ragged else self._tables()
-        stream = cupy.cuda.get_current_stream()
-        self._streams[stream.ptr] = stream
-        if _is_capturing():
-            _held_by_graphs.append((self, statistics, sums, tables))
+        orders = self._orders
+        if self._ragged and orders is None:
+            orders = self._schedules(self._lengths.schedule)
+        if self._use(cupy.cuda.get_current_stream()):
+            self._hold(statistics, sums, orders)
 
         for name, template in self._padding:
-            packed = bytearray(template)
-            struct.pack_into("<Q", packed, 0, getattr(arrays, name))
-            self._launch_padding(packed)
+            filled = bytearray(template)
+            struct.pack_into("<Q", filled, 0, getattr(arrays, name))
+            self._fill((self._fill_blocks,), (fill_padding.THREADS,), (params.by_value(filled),))
         packed = bytearray(self._template)
         _FORWARD_ADDRESSES.pack_into(
             packed, 0, arrays.q, arrays.k, arrays.v, arrays.out, arrays.lse
@@ -173,21 +163,17 @@ class Backward:
         if self._row_blocks:
             self._launch(self._prepare, self._row_blocks, portable_backward.ROW_THREADS, 0, packed)
         if self._blocks:
-            self._put_tables(packed, tables, 0)
+            self._put_order(packed, orders, 0)
             self._launch(
                 self._main, self._blocks, self.config.threads, self.config.shared_bytes, packed
             )
         if self._deterministic:
             if self._dq_blocks:
-                self._put_tables(packed, tables, 1)
+                self._put_order(packed, orders, 1)
                 config = self.dq_config
                 self._launch(self._dq, self._dq_blocks, config.threads, config.shared_bytes, packed)
         elif self._row_blocks:
             self._launch(self._finish, self._row_blocks, portable_backward.ROW_THREADS, 0, packed)
-
-    def streams(self) -> list[Any]:
-        """Streams that may still be reading memory of this object."""
-        return list(self._streams.values())
 
     def _load(self, problem: Problem, copy_bytes: int) -> None:
         """The kernels that will run."""
@@ -211,125 +197,15 @@ class Backward:
         self, kernel: Any, blocks: int, threads: int, shared: int, packed: bytearray
     ) -> None:
         # A copy: the launch reads the argument before it returns, but `packed` is used again after it.
-        kernel(
-            (blocks,),
-            (threads,),
-            (np.frombuffer(bytes(packed), self._argument),),
-            shared_mem=shared,
-        )
+        kernel((blocks,), (threads,), (params.by_value(bytes(packed)),), shared_mem=shared)
 
-    def _launch_padding(self, packed: bytearray) -> None:
-        _compile.load(fill_padding.source(), self.device)(
-            (fill_padding.blocks(self._batch),),
-            (fill_padding.THREADS,),
-            (np.frombuffer(packed, np.dtype((np.void, len(packed)))),),
-        )
+    def _schedules(self, schedule: Callable[..., Any]) -> list[Any]:
+        """The order of key tiles, and where dq is computed apart, of query tiles."""
+        orders = [schedule(self.config.tile_k, of="k")]
+        if self._deterministic:
+            orders.append(schedule(self.dq_config.tile_q, of="q"))
+        return orders
 
-    def _grid(self, side: str, blocks: int) -> int:
-        if blocks > _MAX_BLOCKS:
-            raise ValueError(
-                f"{side}: {blocks} tiles of rows over all heads and sequences, but one launch holds {_MAX_BLOCKS}; "
-                "split the batch"
-            )
-        return blocks
-
-    def _count(self, problem: Problem, side: Side, tile: int) -> int:
-        """Tiles a head needs over all sequences: exact for host lengths, else the most there can be."""
-        if not problem.ragged:
-            return problem.batch * -(-side.rows // tile)
-        if self._lengths.on_host:
-            return int(np.sum(-(-_logical(side, problem.batch) // tile)))
-        most = problem.batch * -(-side.max_seqlen // tile)
-        return min(most, side.rows // tile + problem.batch) if problem.group else most
-
-    def _pack(self, problem: Problem, strides: dict[str, tuple[int, ...]], itemsize: int) -> bytes:
-        packed = np.zeros(1, params.BACKWARD)
-        fields = packed[0]
-        forward = fields["forward"]
-        for name, each in strides.items():
-            into = forward if name in ("q", "k", "v", "out") else fields
-            into[f"{name}_strides"] = _strides(each, itemsize, problem.group)
-        forward["lse_batch"] = 0 if problem.group else problem.nheads_q * problem.rows_q
-        forward["lse_head"] = problem.rows_q
-        forward["q_side"], forward["k_side"] = self._q_side, self._k_side
-        forward["window_left"] = problem.window_left or 0
-        forward["window_right"] = problem.window_right or 0
-        for name in ("sink", "batch", "nheads_q", "nheads_kv", "scale"):
-            forward[name] = getattr(problem, name)
-        forward["section_keys"] = _section_keys(problem, itemsize)
-        # Of every query row: q and dout are read, float32 dq is added to.
-        group = problem.nheads_q // problem.nheads_kv
-        row_bytes = (problem.headdim + problem.headdim_v) * itemsize + 4 * problem.headdim
-        fields["section_queries"] = max(1, _L2_SHARE // (row_bytes * group))
-        return packed.tobytes()
-
-    def _pack_padding(
-        self,
-        side: Any,
-        strides: tuple[int, ...],
-        itemsize: int,
-        group: bool,
-        nheads: int,
-        headdim: int,
-    ) -> bytes:
-        packed = np.zeros(1, params.PADDING)
-        fields = packed[0]
-        fields["out_strides"] = _strides(strides, itemsize, group)
-        fields["side"] = side
-        fields["batch"], fields["nheads"], fields["headdim"] = self._batch, nheads, headdim
-        fields["element_bytes"] = itemsize
-        fields["parts"] = fill_padding.parts(self._batch)
-        return packed.tobytes()
-
-    def _side(self, side: Side) -> Any:
-        import cupy
-
-        packed = np.zeros((), params.SIDE)
-        for name, integers in (("start", side.start), ("length", side.length)):
-            if integers is None:
-                continue
-            on_device = integers
-            if isinstance(integers, np.ndarray):
-                on_device = cupy.empty(integers.shape, integers.dtype)
-                on_device.set(integers, stream=cupy.cuda.get_current_stream())
-            self._integers.append(on_device)
-            packed[name]["data"] = on_device.data.ptr
-            packed[name]["is_64bit"] = on_device.dtype.itemsize == 8
-        packed["cumulative"], packed["rows"] = side.cumulative, side.rows
-        return packed
-
-    def _tables(self) -> Any:
-        """Enqueues the ordering of sequences by queries, for key tiles, and when needed by keys, for query tiles.
-
-        The array holds, of each, `order` and `first_tile`.
-        """
-        import cupy
-
-        tables = cupy.empty((2, 2 * self._batch + 1), np.int32)
-        for n, (tiled, longest, tile) in enumerate(
-            (
-                (self._k_side, self._q_side, self.config.tile_k),
-                (self._q_side, self._k_side, self.dq_config.tile_q),
-            )[: 2 if self._deterministic else 1]
-        ):
-            packed = np.zeros(1, params.SCHEDULE)
-            fields = packed[0]
-            fields["q_side"], fields["k_side"] = tiled, longest
-            fields["order"], fields["first_tile"] = self._table_addresses(tables, n)
-            fields["batch"], fields["tile_q"] = self._batch, tile
-            if self._batch:
-                _compile.load(schedule.source(), self.device)(
-                    (schedule.blocks(self._batch),),
-                    (schedule.THREADS,),
-                    (packed.view(np.dtype((np.void, params.SCHEDULE.itemsize))),),
-                    shared_mem=schedule.SHARED_BYTES,
-                )
-        return tables
-
-    def _table_addresses(self, tables: Any, n: int) -> tuple[int, int]:
-        address = tables.data.ptr + n * 4 * (2 * self._batch + 1)
-        return address, address + 4 * self._batch
-
-    def _put_tables(self, packed: bytearray, tables: Any, n: int) -> None:
-        if tables is not None:
-            _TABLES.pack_into(packed, _TABLES_AT, *self._table_addresses(tables, n))
+    def _put_order(self, packed: bytearray, orders: list[Any] | None, n: int) -> None:
+        if orders is not None:
+            _TABLES.pack_into(packed, _TABLES_AT, *self._lengths.schedule_addresses(orders[n]))

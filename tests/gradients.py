@@ -34,6 +34,7 @@ class Backward:
     rows: tuple[np.ndarray, ...]  # True for the logical rows of dq, dk and dv
     exact: tuple[np.ndarray, ...]  # the logical rows alone
     low: tuple[tuple[np.ndarray, ...], ...]  # of each gradient, one or more evaluations
+    terms: tuple[float, ...]  # the size of what cancels in dq, dk and dv: see `cancelling_terms`
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -98,6 +99,7 @@ def backward_of(case: Case) -> Backward:
             tuple(getattr(x, name)[where] for x in low)
             for name, where in zip(NAMES, rows, strict=True)
         ),
+        cancelling_terms(dout.view(), *arrays, exact_out, exact_lse, rows, **options),
     )
 
 
@@ -129,22 +131,37 @@ def low_precision_gradients(dout, q, k, v, out, lse, dlse, **options) -> list[Gr
     return results
 
 
+def cancelling_terms(dout, q, k, v, out, lse, rows, **options) -> tuple[float, ...]:
+    """How large the terms of each gradient are before they cancel: their rounding in float32 is left even where
+    the gradient is 0, and whether a low-precision evaluation has it too is chance.
+
+    dP - delta cancels in a row that sees one key. Of row i it leaves a part of t_i = scale sum |dout_i out_i|, which
+    dq_i has times k, and dk_j has times q_i from every row: errors of rows are independent, so their squares add
+    up, each P_ij^2 t_i^2 <= P_ij t_i^2. In dv it is a score of the size of lse that leaves its rounding in P.
+    """
+    scale = abs(scale_of(q, options))
+    rows_q, rows_k, _ = rows
+    size = scale * np.abs(dout.astype(np.float64) * out).sum(axis=-1, keepdims=True)
+    one_q = np.abs(q.astype(np.float64)).max(axis=-1, keepdims=True)
+    t = np.square(size * one_q)
+    # dv = P^T dout, of a v that has one column.
+    of_rows = reference.attention_backward(t, q, k, v[..., :1], np.zeros_like(t), lse, **options).dv
+    finite = lse[np.isfinite(lse)]
+    return (
+        float(size[rows_q].max(initial=0) * np.abs(k[rows_k].astype(np.float64)).max(initial=0)),
+        float(np.sqrt(of_rows[rows_k].max(initial=0))),
+        float(
+            np.abs(finite).max(initial=0) * np.abs(dout[rows_q].astype(np.float64)).max(initial=0)
+        ),
+    )
+
+
 def check_gradient(call: Backward, n: int, got: np.ndarray) -> None:
     """`check` of the logical rows of dq, dk or dv (n = 0, 1, 2)."""
     exact, low = call.exact[n], call.low[n]
     if not exact.size:
         return
-    # Where terms cancel, as dP and delta do in a row that sees one key, what is left is their rounding in float32.
-    inputs, rows = call.inputs, call.rows[0]
-    dout, out = (np.abs(x.view()[rows].astype(np.float64)) for x in (call.dout, call.out))
-    if n == 2:
-        finite = call.lse[np.isfinite(call.lse)]
-        terms = np.abs(finite).max(initial=0) * dout.max(initial=0)
-    else:
-        other = inputs.k.view()[call.rows[1]] if n == 0 else inputs.q.view()[rows]
-        terms = abs(scale_of(inputs.q, inputs.options)) * (dout * out).sum(axis=-1).max(initial=0)
-        terms *= np.abs(other.astype(np.float64)).max(initial=0)
-    left = 8 * 2.0**-24 * terms
+    left = 8 * 2.0**-24 * call.terms[n]
     size = np.sqrt(np.mean(np.square(exact)))
     units = 16 if got.dtype.itemsize == 4 else 0.5
     usual = units * float(ml_dtypes.finfo(got.dtype).eps) * size

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rawattn._compile import Source
-from rawattn._kernels.portable_forward import _ELEMENT, _ITEMSIZE, _round_up
+from rawattn._kernels import _source
+from rawattn._kernels._source import round_up
 from rawattn._problem import Problem
 
 ENTRY = "rawattn_backward"
@@ -83,7 +84,7 @@ class Config:
     def shared_bytes(self) -> int:
         itemsize = 4 if self.element == "float" else 2
         padding = 16 // itemsize
-        depth = _round_up(max(self.headdim, self.headdim_v), 16 * self.column_waves)
+        depth = round_up(max(self.headdim, self.headdim_v), 16 * self.column_waves)
         elements = 2 * (self.tile_k + self.stages * self.tile_q) * (depth + padding)
         # P, and two of dS; without dQ one, or none where the accumulators that hold it are operands.
         tiles = 3 if self.with_dq else 1 + (not self.accumulator_feeds_a or self.column_waves > 1)
@@ -110,14 +111,21 @@ class Config:
             "kWithDq": self.with_dq,
             "kSharedBytes": self.shared_bytes,
         }
-        text = _source_text(self.element, constants, "backward")
+        text = _source.text(self.element, constants, "portable/backward.cu")
         return Source(entry=ENTRY, text=text, summary=self.summary())
 
     def summary(self) -> str:
         shape = f"{self.tile_q}x{self.tile_k} waves={self.key_waves}x{self.column_waves} stages={self.stages}"
         traits = [*_traits(self), *([] if self.with_dq else ["without-dq"])]
         return " ".join(
-            ["portable backward", self.element, _dims(self), shape, f"{self.copy_bytes}B", *traits]
+            [
+                "portable backward",
+                self.element,
+                _source.dims(self),
+                shape,
+                f"{self.copy_bytes}B",
+                *traits,
+            ]
         )
 
 
@@ -149,7 +157,7 @@ class DqConfig:
     def shared_bytes(self) -> int:
         itemsize = 4 if self.element == "float" else 2
         padding = 16 // itemsize
-        depths = _round_up(self.headdim, 16) + _round_up(self.headdim_v, 16) + 2 * padding
+        depths = round_up(self.headdim, 16) + round_up(self.headdim_v, 16) + 2 * padding
         elements = (self.tile_q + self.stages * self.tile_k) * depths
         if not self.accumulator_feeds_a:
             elements += self.tile_q * (self.tile_k + padding)
@@ -171,7 +179,7 @@ class DqConfig:
             "kTopLeft": self.top_left,
             "kSharedBytes": self.shared_bytes,
         }
-        text = _source_text(self.element, constants, "backward_dq")
+        text = _source.text(self.element, constants, "portable/backward_dq.cu")
         return Source(entry=DQ_ENTRY, text=text, summary=self.summary())
 
     def summary(self) -> str:
@@ -180,7 +188,7 @@ class DqConfig:
             [
                 "portable backward_dq",
                 self.element,
-                _dims(self),
+                _source.dims(self),
                 shape,
                 f"{self.copy_bytes}B",
                 *_traits(self),
@@ -188,19 +196,10 @@ class DqConfig:
         )
 
 
-def _dims(config: Config | DqConfig) -> str:
-    dims = f"D={config.headdim}"
-    return dims if config.headdim == config.headdim_v else f"{dims},{config.headdim_v}"
-
-
 def _traits(config: Config | DqConfig) -> list[str]:
-    named = {
-        "ragged": config.ragged,
-        "left": config.left,
-        "right": config.right,
-        "top-left": config.top_left,
-    }
-    return [name for name, on in named.items() if on]
+    return _source.traits(
+        ragged=config.ragged, left=config.left, right=config.right, top_left=config.top_left
+    )
 
 
 def choose(problem: Problem, *, copy_bytes: int, shared_limit: int, with_dq: bool = True) -> Config:
@@ -209,13 +208,13 @@ def choose(problem: Problem, *, copy_bytes: int, shared_limit: int, with_dq: boo
     copy_bytes: the widest access that every row of q, k, v, dout, dk and dv allows (2 to 16).
     with_dq: whether the kernel adds up dQ too, in an order that is not defined.
     """
-    wide = max(_round_up(problem.headdim, 16), _round_up(problem.headdim_v, 16))
+    wide = max(round_up(problem.headdim, 16), round_up(problem.headdim_v, 16))
     full = problem.dtype == "float32"
     for limit, tile_q, tile_k, key_waves, column_waves, stages, blocks, dq_row_waves in (
         _TILES_32BIT if full else _TILES_16BIT
     ):
         config = Config(
-            element=_ELEMENT[problem.dtype],
+            element=_source.ELEMENT[problem.dtype],
             headdim=problem.headdim,
             headdim_v=problem.headdim_v,
             tile_q=tile_q,
@@ -227,9 +226,7 @@ def choose(problem: Problem, *, copy_bytes: int, shared_limit: int, with_dq: boo
             dq_row_waves=dq_row_waves,
             copy_bytes=copy_bytes,
             ragged=problem.ragged,
-            left=problem.window_left is not None,
-            right=problem.window_right is not None,
-            top_left=_top_left(problem),
+            **_source.masks(problem),
             with_dq=with_dq,
             accumulator_feeds_a=not full,
         )
@@ -240,13 +237,13 @@ def choose(problem: Problem, *, copy_bytes: int, shared_limit: int, with_dq: boo
 
 def choose_dq(problem: Problem, *, copy_bytes: int, shared_limit: int) -> DqConfig:
     """As `choose`, of the kernel that computes dQ alone."""
-    wide = max(_round_up(problem.headdim, 16), _round_up(problem.headdim_v, 16))
+    wide = max(round_up(problem.headdim, 16), round_up(problem.headdim_v, 16))
     full = problem.dtype == "float32"
     for limit, tile_q, tile_k, waves, stages, blocks in (
         _DQ_TILES_32BIT if full else _DQ_TILES_16BIT
     ):
         config = DqConfig(
-            element=_ELEMENT[problem.dtype],
+            element=_source.ELEMENT[problem.dtype],
             headdim=problem.headdim,
             headdim_v=problem.headdim_v,
             tile_q=tile_q,
@@ -256,9 +253,7 @@ def choose_dq(problem: Problem, *, copy_bytes: int, shared_limit: int) -> DqConf
             blocks_per_sm=blocks,
             copy_bytes=copy_bytes,
             ragged=problem.ragged,
-            left=problem.window_left is not None,
-            right=problem.window_right is not None,
-            top_left=_top_left(problem),
+            **_source.masks(problem),
             accumulator_feeds_a=not full,
         )
         if wide <= limit and config.shared_bytes <= shared_limit:
@@ -266,16 +261,9 @@ def choose_dq(problem: Problem, *, copy_bytes: int, shared_limit: int) -> DqConf
     raise AssertionError(f"no tile of the table fits {shared_limit} bytes of shared memory")
 
 
-def _top_left(problem: Problem) -> bool:
-    """Without a limit on either side the diagonal is nowhere, so both alignments share one kernel."""
-    return problem.top_left and (
-        problem.window_left is not None or problem.window_right is not None
-    )
-
-
 def dq_pitch(headdim: int) -> int:
     """Columns of a row of the dQ sums: whole blocks of 16."""
-    return _round_up(headdim, 16)
+    return round_up(headdim, 16)
 
 
 def prepare_source(problem: Problem, copy_bytes: int) -> Source:
@@ -292,7 +280,7 @@ def row_blocks(rows: int, wave: int = 32) -> int:
 
 
 def _row_source(kernel: str, problem: Problem, copy_bytes: int) -> Source:
-    element = _ELEMENT[problem.dtype]
+    element = _source.ELEMENT[problem.dtype]
     constants = {
         "kHeadDim": problem.headdim,
         "kHeadDimV": problem.headdim_v,
@@ -302,21 +290,6 @@ def _row_source(kernel: str, problem: Problem, copy_bytes: int) -> Source:
     }
     return Source(
         entry=f"rawattn_{kernel}",
-        text=_source_text(element, constants, kernel),
+        text=_source.text(element, constants, f"portable/{kernel}.cu"),
         summary=f"portable {kernel} {element} D={problem.headdim},{problem.headdim_v} {copy_bytes}B",
     )
-
-
-def _source_text(element: str, constants: dict[str, int], kernel: str) -> str:
-    lines = ['#include "target/target.cuh"', "namespace config {", f"using Element = {element};"]
-    for name, value in constants.items():
-        kind = "bool" if isinstance(value, bool) else "int"
-        lines.append(f"constexpr {kind} {name} = {str(value).lower()};")
-    return "\n".join([*lines, "}  // namespace config", f'#include "portable/{kernel}.cu"', ""])
-
-
-def copy_bytes(problem: Problem, strides_bytes: int, pointers: int) -> int:
-    """The widest access that divides every row stride (OR-ed, in bytes), every pointer (OR-ed) and both headdims."""
-    itemsize = _ITEMSIZE[problem.dtype]
-    together = strides_bytes | pointers | problem.headdim * itemsize | problem.headdim_v * itemsize
-    return min(16, together & -together)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rawattn._compile import Source
+from rawattn._kernels import _source
+from rawattn._kernels._source import round_up
 from rawattn._problem import Problem
 
 ENTRY = "rawattn_forward"
-
-_ELEMENT = {"float16": "float16", "bfloat16": "bfloat16", "float32": "float"}
-_ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
 
 # Keys of one kv head whose K and V fill this much are scheduled together: the part of L2 that running blocks should share.
 SECTION_BYTES = 32 << 20
@@ -72,8 +71,8 @@ class Config:
         def pitch(columns: int) -> int:
             return columns + 16 // itemsize
 
-        keys = pitch(_round_up(self.headdim, 16))
-        values = pitch(_round_up(self.headdim_v, 16))
+        keys = pitch(round_up(self.headdim, 16))
+        values = pitch(round_up(self.headdim_v, 16))
         elements = self.tile_q * keys + self.stages * self.tile_k * (keys + values)
         if not self.accumulator_feeds_a:
             elements += self.tile_q * pitch(self.tile_k)
@@ -97,33 +96,19 @@ class Config:
             "kScaleFirst": self.scale_first,
             "kSharedBytes": self.shared_bytes,
         }
-        lines = [
-            '#include "target/target.cuh"',
-            "namespace config {",
-            f"using Element = {self.element};",
-        ]
-        for name, value in constants.items():
-            kind = "bool" if isinstance(value, bool) else "int"
-            lines.append(f"constexpr {kind} {name} = {str(value).lower()};")
-        lines += ["}  // namespace config", '#include "portable/forward.cu"', ""]
-        return Source(entry=ENTRY, text="\n".join(lines), summary=self.summary())
+        text = _source.text(self.element, constants, "portable/forward.cu")
+        return Source(entry=ENTRY, text=text, summary=self.summary())
 
     def summary(self) -> str:
-        dims = f"D={self.headdim}" + (
-            "" if self.headdim == self.headdim_v else f",{self.headdim_v}"
-        )
-        traits = [
-            name
-            for name, on in (
-                ("ragged", self.ragged),
-                ("left", self.left),
-                ("right", self.right),
-                ("top-left", self.top_left),
-                ("scale-first", self.scale_first),
-            )
-            if on
-        ]
         shape = f"{self.tile_q}x{self.tile_k} waves={self.waves} stages={self.stages}"
+        traits = _source.traits(
+            ragged=self.ragged,
+            left=self.left,
+            right=self.right,
+            top_left=self.top_left,
+            scale_first=self.scale_first,
+        )
+        dims = _source.dims(self)
         return " ".join(
             ["portable forward", self.element, dims, shape, f"{self.copy_bytes}B", *traits]
         )
@@ -134,13 +119,13 @@ def choose(problem: Problem, *, copy_bytes: int, shared_limit: int) -> Config:
 
     copy_bytes: the widest access that every row of q, k, v and out allows (2 to 16).
     """
-    wide = max(_round_up(problem.headdim, 16), _round_up(problem.headdim_v, 16))
+    wide = max(round_up(problem.headdim, 16), round_up(problem.headdim_v, 16))
     full = problem.dtype == "float32"
     for limit, tile_q, tile_k, waves, stages, blocks, held in (
         _TILES_32BIT if full else _TILES_16BIT
     ):
         config = Config(
-            element=_ELEMENT[problem.dtype],
+            element=_source.ELEMENT[problem.dtype],
             headdim=problem.headdim,
             headdim_v=problem.headdim_v,
             tile_q=tile_q,
@@ -151,28 +136,10 @@ def choose(problem: Problem, *, copy_bytes: int, shared_limit: int) -> Config:
             query_in_registers=held,
             copy_bytes=copy_bytes,
             ragged=problem.ragged,
-            left=problem.window_left is not None,
-            right=problem.window_right is not None,
-            # Without a limit on either side the diagonal is nowhere, so both alignments share one kernel.
-            top_left=problem.top_left
-            and (problem.window_left is not None or problem.window_right is not None),
+            **_source.masks(problem),
             scale_first=not problem.scale > 0,
             accumulator_feeds_a=not full,
         )
         if wide <= limit and config.shared_bytes <= shared_limit:
             return config
     raise AssertionError(f"no tile of the table fits {shared_limit} bytes of shared memory")
-
-
-def copy_bytes(problem: Problem, strides: int, pointers: int) -> int:
-    """The widest access that divides every row's place and length.
-
-    strides: of all arrays but on their last axis, in bytes, OR-ed together; pointers: likewise all addresses.
-    """
-    itemsize = _ITEMSIZE[problem.dtype]
-    together = strides | pointers | problem.headdim * itemsize | problem.headdim_v * itemsize
-    return min(16, together & -together)
-
-
-def _round_up(x: int, multiple: int) -> int:
-    return -(-x // multiple) * multiple

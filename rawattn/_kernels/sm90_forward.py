@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rawattn._compile import Source
+from rawattn._kernels import _source
 from rawattn._problem import Problem
 from rawattn._tensor_map import Geometry
 
@@ -92,36 +93,20 @@ class Config:
             "kConsumerRegisters": consumer,
             "kSharedBytes": self.shared_bytes,
         }
-        lines = [
-            '#include "target/target.cuh"',
-            "namespace config {",
-            f"using Element = {self.element};",
-        ]
-        for name, value in constants.items():
-            kind = "bool" if isinstance(value, bool) else "int"
-            lines.append(f"constexpr {kind} {name} = {str(value).lower()};")
-        lines += ["}  // namespace config", '#include "sm90/forward.cu"', ""]
-        return Source(entry=ENTRY, text="\n".join(lines), summary=self.summary())
+        text = _source.text(self.element, constants, "sm90/forward.cu")
+        return Source(entry=ENTRY, text=text, summary=self.summary())
 
     def summary(self) -> str:
-        dims = f"D={self.headdim}" + (
-            "" if self.headdim == self.headdim_v else f",{self.headdim_v}"
+        traits = _source.traits(
+            packed=self.packed,
+            ragged=self.ragged and not self.packed,
+            left=self.left,
+            right=self.right,
+            top_left=self.top_left,
+            scale_first=self.scale_first,
         )
-        traits = [
-            name
-            for name, on in (
-                ("packed", self.packed),
-                ("ragged", self.ragged and not self.packed),
-                ("left", self.left),
-                ("right", self.right),
-                ("top-left", self.top_left),
-                ("scale-first", self.scale_first),
-            )
-            if on
-        ]
-        return " ".join(
-            ["sm90 forward", self.element, dims, f"{self.tile_q}x{self.tile_k}", *traits]
-        )
+        tile = f"{self.tile_q}x{self.tile_k}"
+        return " ".join(["sm90 forward", self.element, _source.dims(self), tile, *traits])
 
 
 def choose(
@@ -156,7 +141,6 @@ def choose(
             if stride % 16 or (extent > 1 and not 0 < stride < 2**40):
                 return None
     wide = max(problem.headdim, problem.headdim_v)
-    limited = problem.window_left is not None or problem.window_right is not None
     tiles = _TILES if problem.window_left is None else _TILES_LEFT
     for limit, tile_k, consumers, stages, ping_pong in tiles:
         if wide <= limit:
@@ -170,9 +154,7 @@ def choose(
                 ping_pong=ping_pong,
                 ragged=problem.ragged,
                 packed=problem.group,
-                left=problem.window_left is not None,
-                right=problem.window_right is not None,
-                top_left=problem.top_left and limited,
+                **_source.masks(problem),
                 scale_first=not problem.scale > 0,
             )
     raise AssertionError(f"no tile of the table holds headdim {wide}")

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from rawattn import _launch
+from rawattn import _pack
 from rawattn._kernels import fill_padding, params, portable_backward, schedule
 from rawattn._kernels.portable_backward import Config, DqConfig
 from rawattn._layout import Lengths, Side
@@ -36,11 +36,10 @@ class Backward:
         packed = np.zeros(1, params.BACKWARD)
         fields = packed[0]
         forward = fields["forward"]
-        itemsize = self.operands["q"].memory.dtype.itemsize
         for name, operand in {**self.operands, **self.gradients}.items():
             into = forward if name in ("q", "k", "v", "out") else fields
             into[name] = operand.address
-            into[f"{name}_strides"] = _launch._strides(operand.strides, itemsize, problem.group)
+            into[f"{name}_strides"] = _pack._elements(problem, operand.strides)
         forward["lse"] = self._keep(Memory("lse", lse))
         if dlse is not None:
             fields["dlse"] = self._keep(Memory("dlse", dlse))
@@ -173,7 +172,7 @@ class Backward:
             packed = np.zeros(1, params.PADDING)
             fields = packed[0]
             fields["out"] = operand.address
-            fields["out_strides"] = _launch._strides(operand.strides, itemsize, problem.group)
+            fields["out_strides"] = _pack._elements(problem, operand.strides)
             fields["side"] = side
             fields["batch"], fields["nheads"] = problem.batch, nheads
             fields["headdim"], fields["element_bytes"] = headdim, itemsize

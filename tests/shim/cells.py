@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rawattn._kernels import fill_padding, portable_forward, schedule
+from rawattn._kernels import _source, fill_padding, portable_forward, schedule
 from rawattn._kernels.portable_forward import Config
 from rawattn._layout import Lengths
 from rawattn._problem import Problem, describe
@@ -118,7 +118,7 @@ def call_of(case: Case) -> Call:
         pointers |= array.offset * array.buffer.itemsize
         for stride in array.strides[:-1]:
             strides |= stride * array.buffer.itemsize
-    copy_bytes = portable_forward.copy_bytes(problem, strides, pointers)
+    copy_bytes = _source.copy_bytes(problem, strides, pointers)
     return Call(inputs, problem, lengths, out, copy_bytes)
 
 

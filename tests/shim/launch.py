@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rawattn import _launch
+from rawattn import _pack
 from rawattn._kernels import fill_padding, params, schedule
 from rawattn._kernels.portable_forward import Config
 from rawattn._layout import Lengths, Side
@@ -104,7 +104,7 @@ class Forward:
         for name, operand in self.operands.items():
             fields[name] = operand.address
             itemsize = operand.memory.dtype.itemsize
-            fields[f"{name}_strides"] = _launch._strides(operand.strides, itemsize, problem.group)
+            fields[f"{name}_strides"] = _pack._elements(problem, operand.strides)
         self._put_lse(fields)
         for name, side in self._sides.items():
             fields[name] = side
@@ -113,7 +113,7 @@ class Forward:
         for name in ("sink", "batch", "nheads_q", "nheads_kv", "scale"):
             fields[name] = getattr(problem, name)
         if section_keys is None:
-            section_keys = _launch._section_keys(problem, itemsize)
+            section_keys = _pack.L2_SHARE // ((problem.headdim + problem.headdim_v) * itemsize)
         fields["section_keys"] = section_keys
 
         memory = list(self._memory)
@@ -164,7 +164,7 @@ class Forward:
         fields = packed[0]
         itemsize = self.out.memory.dtype.itemsize
         fields["out"] = self.out.address if fill_out else 0
-        fields["out_strides"] = _launch._strides(self.out.strides, itemsize, problem.group)
+        fields["out_strides"] = _pack._elements(problem, self.out.strides)
         self._put_lse(fields)
         fields["side"] = self._sides["q_side"]
         fields["batch"], fields["nheads"] = problem.batch, problem.nheads_q

@@ -163,6 +163,10 @@ class Memory:
         )
         return self._bytes.view(self.dtype).copy()
 
+    def write(self, data: np.ndarray) -> None:
+        """Replaces the content."""
+        self._bytes[:] = np.ascontiguousarray(data, self.dtype).reshape(-1).view(np.uint8)
+
     def contains(self, address: int) -> bool:
         return self._base <= address < self._base + len(self._region)
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from rawattn._kernels import portable_backward
+from rawattn._kernels import _source, portable_backward
 from rawattn._kernels.portable_backward import Config, DqConfig
 from rawattn._problem import describe
 from tests.cases import CANARY, Case, Strided, curated, dense, padded, ragged, random_case, strided
@@ -102,7 +102,7 @@ class Cell:
             for stride in array.strides[:-1]:
                 strides |= stride * array.buffer.itemsize
         access = {
-            "copy_bytes": portable_backward.copy_bytes(problem, strides, pointers),
+            "copy_bytes": _source.copy_bytes(problem, strides, pointers),
             "shared_limit": _SHARED_LIMIT,
         }
         config = portable_backward.choose(problem, **access, with_dq=self.with_dq)

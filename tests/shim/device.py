@@ -1,0 +1,108 @@
+"""A stand-in for CuPy under rawattn's launch code: its memory is the shim's, its kernels are built by g++.
+
+What `_launch.py` and `_launch_backward.py` pack, size and order is thus run as it is, without a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rawattn import _compile, _device_lengths
+from rawattn._layout import Lengths, Side
+from tests.shim.launch import Machine
+from tests.shim.shim import POISON, Memory
+
+# As of an H100, whose own kernels are not built here.
+ARCH = "sm_80"
+ATTRIBUTES = {"MaxSharedMemoryPerBlockOptin": 232448, "MultiProcessorCount": 3}
+
+
+class Device:
+    """Launches made while it is installed run on `machine`, one after the other, and are done when they return."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self.memory: list[Memory] = []  # all that kernels may touch
+        self.launched: list[str] = []  # entries of kernels, in order
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        stream = SimpleNamespace(ptr=0, synchronize=lambda: None)
+
+        @contextmanager
+        def private_stream(device: int) -> Iterator[Any]:
+            yield stream
+
+        cuda = SimpleNamespace(
+            Device=lambda device: SimpleNamespace(attributes=ATTRIBUTES),
+            get_current_stream=lambda: stream,
+        )
+        monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(empty=self.empty, cuda=cuda))
+        monkeypatch.setattr(_compile, "device_arch", lambda device: ARCH)
+        monkeypatch.setattr(_compile, "load", lambda source, device: _Kernel(self, source))
+        monkeypatch.setattr(_device_lengths, "private_stream", private_stream)
+
+    def empty(self, shape: int | tuple[int, ...], dtype: Any) -> _Array:
+        count = math.prod(shape) if isinstance(shape, tuple) else shape
+        raw = np.full(count * np.dtype(dtype).itemsize, POISON, np.uint8)
+        return _Array(self.keep(Memory("scratch", raw.view(dtype), readonly=False)))
+
+    def lengths(self, lengths: Lengths) -> Lengths:
+        """As the caller's arrays on the device, which the host does not read."""
+
+        def side(each: Side) -> Side:
+            start, length = (
+                x if x is None else _Array(self.keep(Memory("lengths", x)))
+                for x in (each.start, each.length)
+            )
+            return replace(each, start=start, length=length, padded=True)
+
+        return replace(lengths, q=side(lengths.q), k=side(lengths.k), on_host=False)
+
+    def keep(self, memory: Memory) -> Memory:
+        self.memory.append(memory)
+        return memory
+
+
+class _Array:
+    def __init__(self, memory: Memory) -> None:
+        self._memory, self.dtype = memory, memory.dtype
+        self.data = SimpleNamespace(ptr=memory.address)
+
+    def set(self, values: np.ndarray, stream: Any) -> None:
+        self._memory.write(values)
+
+
+class _Kernel:
+    max_dynamic_shared_size_bytes = 0
+
+    def __init__(self, device: Device, source: _compile.Source) -> None:
+        self._device, self._source = device, source
+
+    def __call__(
+        self,
+        grid: tuple[int, ...],
+        block: tuple[int, ...],
+        arguments: tuple[Any, ...],
+        shared_mem: int = 0,
+    ) -> None:
+        assert grid[0] > 0, f"{self._source.entry}: a GPU refuses a grid of no blocks"
+        assert shared_mem <= max(48 << 10, self.max_dynamic_shared_size_bytes)
+        self._device.launched.append(self._source.entry)
+        (packed,) = arguments
+        self._device._machine.run(
+            self._source,
+            packed.reshape(1),
+            grid=grid[0],
+            threads=block[0],
+            shared_bytes=shared_mem,
+            memory=self._device.memory,
+        )

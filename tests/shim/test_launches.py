@@ -1,0 +1,156 @@
+"""The launch code itself, on a stand-in for CuPy, with kernels on the CPU and against the float64 reference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rawattn._launch import Forward
+from rawattn._launch_backward import Addresses, Backward
+from rawattn._layout import Lengths
+from rawattn._problem import describe, result_shapes
+from tests.cases import CANARY, Case, Strided, dense, padded, ragged, strided
+from tests.gradients import NAMES, backward_of, check_gradient
+from tests.shim.cells import call_of
+from tests.shim.device import Device
+from tests.shim.launch import Machine, Operand
+from tests.shim.shim import Builder, Memory
+from tests.tolerance import check, check_lse
+from tests.verify import expected, layout
+
+SMALL = {"headdim": 16, "nheads_q": 4, "nheads_kv": 2}
+DEVICE = {"on_device": True, "max_seqlen": True}
+CASES = [
+    dense("dense", 2, 70, 90, **SMALL, causal=True),
+    dense("other-dims", 1, 33, 50, headdim=24, headdim_v=40, dtype="float32", window=(9, 3)),
+    dense("no-queries", 2, 0, 9, **SMALL),
+    dense("no-keys", 2, 9, 0, **SMALL),
+    padded("padded", (5, 40, 0), (30, 1, 7), 40, 33, **SMALL, causal=True),
+    padded("padded-device", (5, 40, 0), (30, 1, 7), 40, 33, **SMALL, **DEVICE),
+    ragged("ragged", (70, 0, 9), (30, 9, 90), **SMALL, window=(20, 3), sink=2),
+    ragged("ragged-device", (70, 0, 9), (30, 9, 90), **SMALL, **DEVICE, causal=True),
+    ragged("slots", (30, 9), (50, 1), **SMALL, room_q=(40, 9), room_k=(60, 8), by_q="seqlen", by_k="cu_seqlen"),
+    ragged("given", (30, 9), (50, 1), **SMALL, tail=9, give_out=True, layout="gaps"),
+]  # fmt: skip
+
+
+@pytest.fixture
+def device(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> Device:
+    device = Device(Machine(builder))
+    device.install(monkeypatch)
+    return device
+
+
+def bound(device: Device, case: Case) -> tuple[Any, Lengths]:
+    """Problem and lengths; where the case wants them on the device, in its memory."""
+    inputs = call_of(case).inputs
+    arrays = [x.view() for x in (inputs.q, inputs.k, inputs.v)]
+    problem, lengths = describe(*arrays, seqs=layout(inputs), **inputs.options)
+    return problem, device.lengths(lengths) if case.on_device else lengths
+
+
+def together(operands: dict[str, Operand]) -> dict[str, Any]:
+    pointers = 0
+    for operand in operands.values():
+        pointers |= operand.address
+    return {
+        "device": 0,
+        "strides": {name: operand.strides for name, operand in operands.items()},
+        "pointers": pointers,
+    }
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_forward(device: Device, case: Case) -> None:
+    call = call_of(case)
+    problem, lengths = bound(device, case)
+    ours = not case.give_out
+    inputs = {"q": call.inputs.q, "k": call.inputs.k, "v": call.inputs.v}
+    operands = {name: Operand(name, x) for name, x in inputs.items()}
+    operands["out"] = Operand("out", call.out, readonly=False)
+    out_shape, lse_shape = result_shapes(problem)
+    lse = device.keep(Memory("lse", np.full(lse_shape, np.nan, np.float32), readonly=False))
+    device.memory += [operand.memory for operand in operands.values()]
+    forward = Forward(
+        problem,
+        lengths,
+        **together(operands),
+        copies=None,
+        out_shape=out_shape,
+        lse_shape=lse_shape,
+        fill_out=ours,
+        fill_lse=True,
+    )
+    exact, rows = expected(case), call.inputs.rows
+    for _ in range(2):
+        forward.run(*(operands[name].address for name in ("q", "k", "v", "out")), lse.address)
+        out = strided_view(call.out, operands["out"])
+        check(out[rows], exact.out, exact.low_out, what="out")
+        log = lse.array().reshape(lse_shape).swapaxes(-1, -2)
+        check_lse(log[rows], exact.lse, exact.low_lse)
+        assert np.all(log[~rows] == -np.inf)
+        if ours:
+            assert not np.any(out[~rows].astype(np.float32))
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["atomic", "deterministic"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_backward(device: Device, case: Case, deterministic: bool) -> None:
+    call = backward_of(case)
+    problem, lengths = bound(device, case)
+    inputs = call.inputs
+    given = {"dout": call.dout, "q": inputs.q, "k": inputs.k, "v": inputs.v, "out": call.out}
+    operands = {name: Operand(name, x) for name, x in given.items()}
+    into = dict(zip(NAMES, call.into or map(canaries, call.shapes, [inputs.q] * 3), strict=True))
+    for name, array in into.items():
+        operands[name] = Operand(name, array, readonly=False)
+    device.memory += [operand.memory for operand in operands.values()]
+    lse = device.keep(Memory("lse", call.lse)).address
+    dlse = 0 if call.dlse is None else device.keep(Memory("dlse", call.dlse)).address
+    ours = call.into is None
+    backward = Backward(
+        problem,
+        lengths,
+        **together(operands),
+        copies=(False,) * 7,
+        fill=(ours,) * 3,
+        deterministic=deterministic,
+    )
+    addresses = {name: operand.address for name, operand in operands.items()}
+    for _ in range(2):
+        backward.run(Addresses(**addresses, lse=lse, dlse=dlse))
+        for n, (name, rows) in enumerate(zip(NAMES, call.rows, strict=True)):
+            gradient = strided_view(into[name], operands[name])
+            check_gradient(call, n, gradient[rows])
+            if ours:
+                assert not np.any(gradient[~rows].astype(np.float32)), f"{name}: padding is not 0"
+
+
+def test_kernels_of_a_backward(device: Device) -> None:
+    """Nothing is launched for what is not there."""
+    test_backward(device, CASES[0], deterministic=False)
+    usual = ["rawattn_backward_prepare", "rawattn_backward", "rawattn_backward_finish"]
+    assert device.launched == usual * 2
+    device.launched.clear()
+    test_backward(device, CASES[0], deterministic=True)
+    assert (
+        device.launched
+        == ["rawattn_backward_prepare", "rawattn_backward", "rawattn_backward_dq"] * 2
+    )
+    device.launched.clear()
+    test_backward(device, CASES[2], deterministic=False)  # no queries: dk and dv are 0
+    assert device.launched == ["rawattn_backward"] * 2
+
+
+def canaries(shape: tuple[int, ...], like: Strided) -> Strided:
+    array = strided(shape, like.buffer.dtype, "dense")
+    array.buffer.view(np.uint8)[:] = CANARY
+    return array
+
+
+def strided_view(array: Strided, operand: Operand) -> np.ndarray:
+    """What the operand's memory holds now, in the array's shape."""
+    return replace(array, buffer=operand.buffer()).view()
