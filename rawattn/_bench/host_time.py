@@ -6,8 +6,8 @@ prepared launch, allocating results, launching, and freeing the results when the
 Not counted: compiling and loading (the first batches only warm up), the GPU's own time, waiting for it, and waiting
 for room in the launch queue: the queue is drained before each batch, and a batch is a small fraction of what it holds.
 
-The same call takes longer in a process that has done much else: the memory pool splits and joins leftover blocks for
-each result, and the processor's caches are full of other libraries' code. So each library is measured twice: in a new
+The same call may take longer in a process that has done much else: the memory pool splits and joins leftover blocks
+for each result, and other libraries' threads and code share the processor. So each library is measured twice: in a new
 process that does nothing else, as a bare loop would, and in this one, after its cases.
 """
 
