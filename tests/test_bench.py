@@ -16,8 +16,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rawattn import cli
-from rawattn._bench import cases, contenders, counters, figures, machine, measure, render, timing
+import rawattn
+from rawattn import cli, reference
+from rawattn._bench import (
+    cases,
+    child,
+    compile_time,
+    contender,
+    counters,
+    grids,
+    host_time,
+    machine,
+    measure,
+    memory,
+    ours,
+    render,
+    suites,
+    timing,
+)
 from rawattn._bench.report import Figure, Report, Result, Row
 
 _bound = st.none() | st.integers(0, 12)
@@ -61,11 +77,54 @@ def test_a_window_that_drops_rows_and_keys_reads_less():
     assert counters.forward_bytes(seen, 10, 1, 1, 8, 8, 2) == 2 * 8 * (4 + 4 + 4 + 10)
 
 
+@given(
+    len_q=st.integers(1, 6),
+    len_k=st.integers(1, 6),
+    causal=st.booleans(),
+    heads=st.sampled_from([(1, 1), (4, 2)]),
+    headdims=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+)
+def test_flops_and_bytes_of_a_backward_against_products_done_one_by_one(
+    len_q, len_k, causal, heads, headdims
+):
+    nheads_q, nheads_kv = heads
+    headdim, headdim_v = headdims
+    operations, read, written = 0, set(), set()
+    for head, i, j in itertools.product(range(nheads_q), range(len_q), range(len_k)):
+        if causal and j > i + len_k - len_q:
+            continue
+        shared = head // (nheads_q // nheads_kv)
+        read |= {("q", head, i, d) for d in range(headdim)}
+        read |= {("k", shared, j, d) for d in range(headdim)}
+        read |= {(name, head, i, d) for name in ("out", "dout") for d in range(headdim_v)}
+        read |= {("v", shared, j, d) for d in range(headdim_v)}
+        read |= {("lse", head, i, half) for half in range(2)}  # two elements of 16 bits
+        for over in (headdim, headdim_v, headdim_v, headdim, headdim):  # S, dP, dV, dQ, dK
+            operations += 2 * over
+    for head, i, d in itertools.product(range(nheads_q), range(len_q), range(headdim)):
+        written.add(("dq", head, i, d))
+    for head, j in itertools.product(range(nheads_kv), range(len_k)):
+        written |= {("dk", head, j, d) for d in range(headdim)}
+        written |= {("dv", head, j, d) for d in range(headdim_v)}
+    seen = counters.visible(len_q, len_k, causal=causal)
+    assert counters.backward_flops(seen.pairs, nheads_q, *headdims) == operations
+    nbytes = counters.backward_bytes(seen, len_q, len_k, *heads, *headdims, 2)
+    assert nbytes == 2 * (len(read) + len(written))
+
+
+def test_a_case_counts_what_it_is():
+    case = cases.Case("ragged", "", (3, 1, 5), 6, 2, 8, causal=True, packed=True, backward=True)
+    forward = dataclasses.replace(case, backward=False)
+    assert case.flops == 2.5 * forward.flops == 10 * (6 + 1 + 15) * 6 * 8
+    of_q, of_k = 9 * 6 * 8, 9 * 2 * 8
+    assert case.nbytes(2) == 2 * (4 * of_q + 4 * of_k) + 4 * 9 * 6  # q, out, dout, dq; k, v, dk, dv
+
+
 # Cases
 
 
 def test_forward_cases_are_the_promised_shapes():
-    suite = cases.forward()
+    suite = grids.forward()
     names = [case.name for case in suite]
     assert len(set(names)) == len(names)
     assert all(case.over is None or case.over in names for case in suite)
@@ -78,17 +137,45 @@ def test_forward_cases_are_the_promised_shapes():
             assert min(case.seqlens) >= 64
             assert max(case.seqlens) <= 4096
             assert abs(case.tokens - 16 * 2048) < 500
-    assert {case.name for case in cases.forward(quick=True)} < set(names)
+    assert {case.name for case in grids.forward(quick=True)} < set(names)
 
 
 def test_select_takes_whole_words_and_brings_what_a_case_is_divided_by():
-    suite = cases.forward()
+    suite = grids.forward()
     names = [case.name for case in cases.select(suite, "dense D64 causal")]
     assert names == [f"dense D64 S{s} causal" for s in (1024, 2048, 4096, 16384)]
     names = [case.name for case in cases.select(suite, "straggler")]
     assert names == ["straggler D128 1x16384+512x32 causal", "straggler-ref D128 1x16384 causal"]
     assert cases.select(suite, "") == suite
     assert cases.select(suite, "D6") == []
+
+
+def test_backward_cases_are_the_promised_shapes():
+    suite = grids.backward()
+    by_name = {case.name: case for case in suite}
+    assert len(by_name) == len(suite)
+    assert all(case.backward for case in suite)
+    assert all(case.over is None or case.over in by_name for case in suite)
+    forward = {case.name: case for case in grids.forward()}
+    for case in suite:
+        if case.kind != "float16":
+            assert case.seqlens == forward[case.name].seqlens
+            assert case.flops == 2.5 * forward[case.name].flops
+    dense = [case for case in suite if case.kind == "dense"]
+    assert len(dense) == 12
+    assert all(case.deterministic and {"cuDNN", "FA2", "FA4"} == set(case.peers) for case in dense)
+    assert {case.label for case in dense} == {"S4096", "S16384"}
+    for causal, heads in itertools.product(("causal", "full"), ("H16/16", "H32/8")):
+        ragged = by_name[f"ragged D128 {heads} {causal}"]
+        assert ragged.deterministic
+        assert {"FA2", "FA4"} == set(ragged.peers)
+        assert set(by_name[ragged.over].seqlens) == {2048}
+    half = by_name["float16 D128 S4096 causal"]
+    assert (half.dtype, by_name[half.over].dtype) == ("float16", None)
+    assert "JAX cuDNN" not in {peer for case in suite for peer in case.peers}
+    quick = {case.name for case in grids.backward(quick=True)}
+    assert quick < set(by_name)
+    assert "ragged D128 H16/16 full" in quick
 
 
 # Timing
@@ -194,7 +281,7 @@ def test_event_clock_flushes_before_it_starts_and_waits_for_its_end(monkeypatch)
     clock = timing.EventClock()
     seconds = clock.burst(lambda: log.append("call"), 2, lambda: log.append("during"))
     assert seconds == pytest.approx(0.015)
-    assert log == ["flush", "record", "call", "call", "record", "during", "wait"]
+    assert log == [*["flush"] * 4, "record", "call", "call", "record", "during", "wait"]
     log.clear()
     assert clock.first(lambda: log.append("call"))[0] >= 0
     assert log == ["call", "synchronize"]
@@ -205,26 +292,304 @@ def test_rotate_takes_turns():
     assert [call(), call(), call()] == [1, 2, 1]
 
 
-def test_host_time_leaves_the_first_series_out():
-    calls = []
-    seconds = figures.host_time(lambda: calls.append(1), lambda: None)
-    assert 0 < seconds < 1e-3
-    assert len(calls) == 21 * 100
-
-
 def test_a_child_that_fails_leaves_the_last_line_of_its_error(monkeypatch):
-    monkeypatch.setattr(figures, "_FIRST_CALLS", "raise OSError('no such luck')")
+    monkeypatch.setattr(compile_time, "_FIRST_CALLS", "raise OSError('no such luck')")
     with pytest.raises(RuntimeError, match=r"new process failed: OSError: no such luck$"):
-        figures.compile_times("float16", ())
+        compile_time.figures("float16", ())
+
+
+def test_a_child_finds_this_package_and_may_print_before_its_result():
+    code = """
+import json, sys, rawattn
+print("noise")
+print(json.dumps([rawattn.__file__, sys.argv[1]]))
+"""
+    found = child.run(code, "word")
+    assert [Path(found[0]).parent.name, found[1]] == ["rawattn", "word"]
+
+
+# Host time
+
+
+def test_host_time_drains_the_queue_before_each_batch_and_keeps_its_waiting_out(monkeypatch):
+    now, queued, deepest = 0.0, 0, 0
+    monkeypatch.setattr(host_time.time, "perf_counter", lambda: now)
+    batches = []
+
+    def call():
+        nonlocal now, queued, deepest
+        # The first batches are slow, and one straggler among the others must not matter.
+        slow = len(batches) <= 10 or len(batches) == 50
+        now += 1.0 if slow else 0.001
+        queued += 1
+        deepest = max(deepest, queued)
+
+    def synchronize():
+        nonlocal now, queued
+        now += 5.0 * queued
+        batches.append(queued)
+        queued = 0
+
+    assert host_time.seconds_a_call(call, synchronize) == pytest.approx(0.001)
+    assert batches == [0, *[host_time.BATCH] * 110]
+    assert deepest == host_time.BATCH < 100  # a launch queue holds about a thousand
+
+
+def test_host_times_in_a_new_process_and_in_this_one(monkeypatch):
+    asked = []
+
+    def run(code, *arguments):
+        asked.append(arguments)
+        compile(code, "child", "exec")
+        return 11e-6
+
+    monkeypatch.setattr(child, "run", run)
+    monkeypatch.setattr(host_time, "seconds_a_call", lambda call, synchronize: 20e-6)
+    monkeypatch.setattr(host_time.importlib.util, "find_spec", lambda name: object())
+    pretended = dict.fromkeys(host_time._CALLS, lambda verb, dtype: (None, None))
+    monkeypatch.setattr(host_time, "_CALLS", pretended)
+    found = host_time.figures("backward", "float16", ("FA2",))
+    assert asked == [("rawattn", "backward", "float16"), ("torch SDPA", "backward", "float16")]
+    assert [figure.value for figure in found] == pytest.approx([11, 20, 11, 20])
+    assert len({figure.name for figure in found}) == 4
+    assert len(host_time.figures("forward", "float16", ("FA4",))) == 2
+
+
+def test_a_child_prints_its_host_time(monkeypatch, capsys):
+    pretended = {"rawattn": lambda verb, dtype: ((verb, dtype), None)}
+    monkeypatch.setattr(host_time, "_CALLS", pretended)
+    monkeypatch.setattr(host_time, "seconds_a_call", lambda call, wait: call == ("forward", "x"))
+    host_time.report("rawattn", "forward", "x")
+    assert capsys.readouterr().out == "true\n"
+
+
+# The contenders themselves, as far as they go without a GPU
+
+
+def _small(packed=False, **more):
+    """A backward of two sequences, and its inputs as NumPy arrays."""
+    case = cases.Case(
+        "dense", "", (6, 6), 4, 2, 8, causal=True, packed=packed, backward=True, **more
+    )
+    rng = np.random.default_rng(0)
+    leading = (12,) if packed else (2, 6)
+    q, k, v, dout = (
+        rng.standard_normal((*leading, heads, 8), dtype=np.float32) for heads in (4, 2, 2, 4)
+    )
+    starts = np.array([0, 6, 12], np.int32) if packed else None
+    return case, contender.Inputs((q, k, v), dout=dout, seqstart=starts, max_seqlen=6)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_ours_computes_the_gradients_of_the_case(packed, deterministic):
+    case, inputs = _small(packed)
+    seqs = rawattn.SeqLayout(seqstart_q=inputs.seqstart) if packed else None
+    out, lse = reference.attention(*inputs.qkv, seqs=seqs, causal=True, return_lse=True)
+    expected = reference.attention_backward(
+        inputs.dout, *inputs.qkv, out, lse, seqs=seqs, causal=True
+    )
+    side = ours.Ours("rawattn", deterministic=deterministic)
+    call = side.prepare(case, inputs)
+    assert call.keywords["deterministic"] is deterministic
+    got = side.read(case, call())
+    assert not measure.disagreement(got, ("reference", expected[:3]))
+    forward = dataclasses.replace(case, backward=False)
+    assert not measure.disagreement(
+        side.read(forward, side.prepare(forward, inputs)()), ("reference", (out,))
+    )
+
+
+def test_who_is_asked_for_which_suite():
+    names = {suite: [c.name for c in suites.contenders(suite)] for suite in suites.SUITES}
+    assert names["forward"][-4:] == ["cuDNN", "FA2", "FA4", "JAX cuDNN"]
+    assert names["backward"][-4:] == ["deterministic", "cuDNN", "FA2", "FA4"]
+    for suite in suites.SUITES:
+        everybody = suites.contenders(suite)
+        assert everybody[0].name == "rawattn"
+        assert everybody[0].ours
+        assert {c.name for c in everybody if not c.ours} <= set(grids.PEERS)
+    case = grids.backward()[0]
+    asked = [c.name for c in suites.contenders("backward") if c.takes(case)]
+    assert asked[-4:] == ["deterministic", "cuDNN", "FA2", "FA4"]
+    half = next(case for case in grids.backward() if case.dtype)
+    assert [c.name for c in suites.contenders("backward") if c.takes(half)][-1] == "FA2"
+    assert not ours.Ours("deterministic", deterministic=True).takes(half)
+
+
+class Tensor:
+    """As much of a torch tensor as a contender touches; remembers what was done to it."""
+
+    def __init__(self, name):
+        self.name, self.requires_grad = name, False
+
+    def requires_grad_(self):
+        self.requires_grad = True
+        return self
+
+    def transpose(self, a, b):
+        view = Tensor(f"{self.name}^T")
+        view.requires_grad = self.requires_grad
+        return view
+
+
+@pytest.fixture
+def pretend_torch(monkeypatch):
+    """Modules with the names that contenders call; `log` holds the calls of attention and of grad."""
+    log, enabled = [], []
+
+    @contextlib.contextmanager
+    def switched(on):
+        enabled.append(on)
+        yield
+        enabled.pop()
+
+    def attention(name, returned):
+        def call(*args, **options):
+            tensors = [x for x in args if isinstance(x, Tensor)]
+            recorded = enabled[-1] and all(x.requires_grad for x in tensors[:3])
+            log.append((name, [getattr(x, "name", x) for x in args], options, recorded))
+            return returned
+
+        return call
+
+    def grad(out, leaves, dout, retain_graph):
+        log.append(("grad", out.name, [x.name for x in leaves], dout.name, retain_graph))
+        return tuple(Tensor(f"d{leaf.name}") for leaf in leaves)
+
+    out = Tensor("out")
+    torch = types.ModuleType("torch")
+    torch.no_grad, torch.enable_grad = lambda: switched(False), lambda: switched(True)
+    torch.from_dlpack = Tensor
+    torch.cuda = types.SimpleNamespace(current_stream=lambda: types.SimpleNamespace(cuda_stream=0))
+    torch.autograd = types.SimpleNamespace(grad=grad)
+    functional = types.SimpleNamespace(scaled_dot_product_attention=attention("sdpa", out))
+    torch.nn = types.ModuleType("torch.nn")
+    torch.nn.functional = functional
+    torch.nn.attention = types.SimpleNamespace(
+        SDPBackend=types.SimpleNamespace(FLASH_ATTENTION="flash", CUDNN_ATTENTION="cudnn"),
+        sdpa_kernel=lambda kernels: switched(False),
+    )
+    varlen = attention("varlen", (out, "lse", "rng", "unused", "mask"))
+    torch.ops = types.SimpleNamespace(aten=types.SimpleNamespace(_flash_attention_forward=varlen))
+    stream = types.SimpleNamespace(ptr=0)
+    cupy = types.SimpleNamespace(
+        cuda=types.SimpleNamespace(get_current_stream=lambda: stream),
+        from_dlpack=lambda tensor: f"cupy {tensor.name}",
+    )
+    interface = types.ModuleType("flash_attn.cute.interface")
+    interface.flash_attn_func = attention("fa4", (out, "lse"))
+    interface.flash_attn_varlen_func = attention("fa4 varlen", (out, "lse"))
+    for module in (torch, torch.nn, interface):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", types.ModuleType("flash_attn.cute"))
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    return log
+
+
+@pytest.mark.parametrize(
+    ("peer", "packed", "attention", "args", "options", "out"),
+    [
+        (
+            *("cuDNN", False, "sdpa", ["q^T", "k^T", "v^T"]),
+            *({"is_causal": True, "enable_gqa": True}, "out^T"),
+        ),
+        (
+            *("FA2", False, "sdpa", ["q^T", "k^T", "v^T"]),
+            *({"is_causal": True, "enable_gqa": True}, "out^T"),
+        ),
+        (
+            *("FA2", True, "varlen"),
+            *(["q", "k", "v", "starts", "starts", 6, 6, 0.0, True, False], {}, "out"),
+        ),
+        (
+            *("FA4", False, "fa4", ["q", "k", "v"]),
+            *({"causal": True, "window_size": (None, None)}, "out"),
+        ),
+        ("FA4", True, "fa4 varlen", ["q", "k", "v"], None, "out"),
+    ],
+)
+def test_a_peer_makes_its_forward_once_and_then_its_backward_alone(
+    pretend_torch, peer, packed, attention, args, options, out
+):
+    case, _ = _small(packed)
+    inputs = contender.Inputs(("q", "k", "v"), dout="dout", seqstart="starts", max_seqlen=6)
+    side = next(c for c in suites.contenders("backward") if c.name == peer)
+    with side.scope():
+        call = side.prepare(case, inputs)
+        results = [call(), call()]
+    forward, *backwards = pretend_torch
+    assert (forward[0], forward[1]) == (attention, args)
+    assert options is None or forward[2] == options
+    assert forward[3], "the forward must be recorded by autograd"
+    assert backwards == [("grad", out, ["q", "k", "v"], "dout", True)] * 2
+    assert side.read(case, results[0]) == ("cupy dq", "cupy dk", "cupy dv")
+
+    pretend_torch.clear()
+    with side.scope():
+        forward = dataclasses.replace(case, backward=False)
+        call = side.prepare(forward, inputs)
+        assert not pretend_torch
+        assert side.read(forward, call()) == (f"cupy {out}",)
+    assert not pretend_torch[0][3], "no graph in a forward that is timed"
+
+
+def test_cudnn_takes_no_packed_sequences_and_jax_no_backward(pretend_torch):
+    case, inputs = _small(packed=True)
+    everybody = {c.name: c for c in suites.contenders("forward")}
+    for name in ("cuDNN", "JAX cuDNN"):
+        with everybody[name].scope(), pytest.raises(NotImplementedError):
+            everybody[name].prepare(case, inputs)
+
+
+def test_memory_beyond_gradients_is_what_a_new_pool_owns(monkeypatch):
+    owned, calls = [0], []
+
+    class Pool:
+        def malloc(self, nbytes):
+            owned[0] = max(owned[0], nbytes)  # the second call finds what the first has freed
+
+        def total_bytes(self):
+            return owned[0]
+
+    allocator = [lambda nbytes: None]
+
+    @contextlib.contextmanager
+    def using_allocator(malloc):
+        allocator.append(malloc)
+        yield
+        allocator.pop()
+
+    runtime = types.SimpleNamespace(deviceSynchronize=lambda: calls.append("wait"))
+    cuda = types.SimpleNamespace(MemoryPool=Pool, using_allocator=using_allocator, runtime=runtime)
+    monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(cuda=cuda))
+
+    def call(into):
+        calls.append(into)
+        allocator[-1](1000)
+
+    into = tuple("qkv")
+    assert memory.beyond(call, into) == 1000
+    gradients = rawattn.Gradients(*into)
+    assert calls == [gradients, "wait", gradients, "wait"]
+    case = next(c for c in grids.backward() if c.name == "dense D128 S4096 causal")
+    assert memory.allowed(case) == 16384 * 16 * (4 * 128 + 8)
+    assert set(memory._CASES) <= {case.name for case in grids.backward()}
 
 
 # A run, with contenders that only pretend
 
 
-class Fake(contenders.Contender):
-    def __init__(self, name, seconds=0.001, out=1.0, error=None):
+class Fake(contender.Contender):
+    def __init__(self, name, seconds=0.001, value=1.0, error=None):
         super().__init__(name)
-        self.seconds, self.out, self.error, self.prepared = seconds, out, error, 0
+        self.ours = name in ("rawattn", "deterministic")
+        self.seconds, self.value, self.error, self.prepared = seconds, value, error, 0
+
+    def takes(self, case):
+        wanted = case.deterministic if self.name == "deterministic" else self.ours
+        return wanted or super().takes(case)
 
     @contextlib.contextmanager
     def scope(self):
@@ -233,27 +598,32 @@ class Fake(contenders.Contender):
         self.inside = False
 
     def prepare(self, case, inputs):
+        assert self.inside
         self.prepared += 1
+        self.calls = 0
         if self.error is not None:
             raise self.error
 
         def call():
             assert self.inside
+            self.calls += 1
             return self.seconds
 
         return call
 
-    def read(self, result):
-        return np.full(4, self.out, np.float32)
+    def read(self, case, result):
+        arrays = [np.full(4, 1.0, np.float32) for _ in range(3 if case.backward else 1)]
+        arrays[-1][:] = self.value
+        return tuple(arrays)
 
 
-def _run_case(*peers, absent=None):
-    case = cases.forward()[0]
+def _run_case(*fakes, absent=None, backward=False):
+    case = (grids.backward if backward else grids.forward)()[0]
     reading = machine.Reading(1980.0, 650.0, 60.0)
     return measure.measure_case(
         case,
-        peers,
-        [contenders.Inputs(())] * 2,
+        fakes,
+        [contender.Inputs(())] * 2,
         FakeClock(),
         lambda: reading,
         {} if absent is None else absent,
@@ -268,7 +638,7 @@ def test_a_case_measures_everybody():
     assert results["rawattn"].first_seconds == 1.5
     assert (results["FA2"].sm_mhz, results["FA2"].watts, results["FA2"].celsius) == (1980, 650, 60)
     assert len(results["FA2"].samples) == 3
-    assert not results["FA2"].warning
+    assert not results["FA2"].reason
 
 
 def test_a_peer_that_fails_leaves_its_reason_and_an_absent_one_is_not_tried_again():
@@ -285,29 +655,51 @@ def test_a_peer_that_fails_leaves_its_reason_and_an_absent_one_is_not_tried_agai
     assert (broken.prepared, missing.prepared) == (2, 1)
 
 
-@pytest.mark.parametrize("out", [1.1, np.nan])
-def test_a_peer_that_computes_something_else_is_marked(out):
-    results = _run_case(Fake("rawattn"), Fake("cuDNN", out=out), Fake("FA2", out=1.001))
-    assert "differs from rawattn" in results["cuDNN"].warning
-    assert not results["FA2"].warning
-    assert results["cuDNN"].seconds
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("value", [1.1, 0.0, np.nan])
+def test_who_computes_something_else_is_not_timed(value, backward):
+    wrong = Fake("cuDNN", value=value)
+    results = _run_case(Fake("rawattn"), wrong, Fake("FA2", value=1.001), backward=backward)
+    assert results["cuDNN"].reason.startswith("not timed: differs from rawattn by ")
+    assert results["cuDNN"].seconds is None
+    assert wrong.calls == 1
+    assert results["FA2"].seconds
+    assert not results["FA2"].reason
+
+
+def test_the_first_is_not_timed_when_its_result_is_no_number():
+    results = _run_case(Fake("rawattn", value=np.nan), Fake("FA2"), Fake("FA4", value=2.0))
+    assert results["rawattn"].reason == "not timed: differs from itself by nan of its RMS"
+    assert results["FA2"].seconds
+    assert results["FA4"].reason.startswith("not timed: differs from FA2")
 
 
 @pytest.fixture
 def pretend_gpu(monkeypatch):
     """The whole command, with fakes where a GPU would be asked."""
-    fakes = [Fake("rawattn", 0.001), Fake("FA2", 0.002), Fake("FA4", error=ImportError("absent"))]
+    fakes = {
+        "forward": [
+            Fake("rawattn", 0.001),
+            Fake("FA2", 0.002),
+            Fake("FA4", error=ImportError("absent")),
+        ],
+        "backward": [
+            Fake("rawattn", 0.001),
+            Fake("deterministic", 0.00125),
+            Fake("cuDNN", value=0.5),
+            Fake("FA2", 0.002),
+        ],
+    }
     sensors = types.SimpleNamespace(read=lambda: None)
     facts = {"device": "Pretended GPU", "driver": "1.2", "l2_bytes": 1}
     monkeypatch.setattr("rawattn._cli.bench._require_gpu", lambda: None)
-    monkeypatch.setattr(contenders, "contenders", lambda: fakes)
-    monkeypatch.setattr(contenders, "families", lambda: {"rawattn": contextlib.nullcontext})
+    monkeypatch.setattr(suites, "contenders", fakes.__getitem__)
     monkeypatch.setattr(measure, "EventClock", FakeClock)
     monkeypatch.setattr(machine, "Sensors", lambda: sensors)
     monkeypatch.setattr(machine, "facts", lambda sensors: facts)
     monkeypatch.setattr(machine, "matmul_flops", lambda dtype, clock: 1e15)
-    monkeypatch.setattr(measure, "make_inputs", lambda *args: [contenders.Inputs(())])
-    return fakes
+    monkeypatch.setattr(measure, "make_inputs", lambda *args: [contender.Inputs(())])
+    return fakes["forward"]
 
 
 def test_the_command_measures_shows_and_writes(pretend_gpu, capsys, tmp_path):
@@ -315,13 +707,13 @@ def test_the_command_measures_shows_and_writes(pretend_gpu, capsys, tmp_path):
     words = "dense D128 S4096"
     assert cli.main(["bench", "--filter", words, "--repeats", "2", "--json", str(path)]) == 0
     shown = capsys.readouterr()
-    case = next(case for case in cases.forward() if case.name == f"{words} causal")
+    case = next(case for case in grids.forward() if case.name == f"{words} causal")
     rate = f"{case.flops / 0.001 / 1e12:.0f}"
     line = next(line for line in shown.out.splitlines() if line.startswith(case.name))
     assert line.split()[4:6] == [rate, "0.0%"]
     assert "(2.00x)" in line
     assert "FA4 n/a (2 cases): ImportError: absent" in shown.out
-    assert "geometric mean, rawattn over FA2: 2.000x (2 cases)" in shown.out
+    assert "geometric mean, rawattn over FA2: 2.000x (2 cases; least 2.00x, dense" in shown.out
     assert "[2/2] dense D128 S4096" in shown.err
 
     data = json.loads(path.read_text())
@@ -354,25 +746,62 @@ def test_peers_can_be_chosen(pretend_gpu, capsys):
 
 def test_a_figure_alone_and_one_that_fails(pretend_gpu, capsys, monkeypatch):
     fake = {
-        "host": lambda dtype, peers: [Figure(f"{dtype} host", 12.34, "us")],
-        "compile": lambda dtype, peers: 1 / 0,
+        "host": lambda dtype, names: [Figure(f"{dtype} host", 12.34, "us")],
+        "compile": lambda dtype, names: 1 / 0,
     }
-    suite = dataclasses.replace(_suite(), figures=fake)
-    monkeypatch.setitem(_suites(), "forward", suite)
+    suite = dataclasses.replace(suites.SUITES["forward"], figures=fake)
+    monkeypatch.setitem(suites.SUITES, "forward", suite)
     assert cli.main(["bench", "--filter", "host"]) == 0
     assert "bfloat16 host  12.3 us" in capsys.readouterr().out
     assert cli.main(["bench", "--filter", "compile"]) == 0
     assert "compile n/a: ZeroDivisionError" in capsys.readouterr().out
 
 
-def _suites():
-    from rawattn._bench import suites
+def test_the_backward_suite_measures_shows_and_writes(pretend_gpu, capsys, tmp_path, monkeypatch):
+    figures = {"memory": lambda dtype, names: [Figure("memory beyond", 130.0, "MiB")]}
+    suite = dataclasses.replace(suites.SUITES["backward"], figures=figures)
+    monkeypatch.setitem(suites.SUITES, "backward", suite)
+    path = tmp_path / "backward.json"
+    arguments = ["bench", "--suite", "backward", "--repeats", "1"]
+    assert cli.main([*arguments, "--filter", "H16/16 causal", "--json", str(path)]) == 0
+    out = capsys.readouterr().out
+    ragged = next(line for line in out.splitlines() if line.startswith("ragged D128 H16/16 causal"))
+    rate = grids.backward()[12].flops / 0.001 / 1e12
+    # Ours with spread and share, deterministic likewise, FA2; cuDNN was not asked.
+    assert ragged.split()[4:] == [
+        *(f"{rate:.0f}", "0.0%", f"{rate / 10:.0f}%"),
+        *(f"{rate / 1.25:.0f}", "0.0%", f"{rate / 12.5:.0f}%"),
+        *(f"{rate / 2:.0f}", "(2.00x)"),
+    ]
+    base = next(line for line in out.splitlines() if line.startswith("ragged-ref"))
+    assert base.split()[-3] == "n/a"  # cuDNN, refused
+    assert "cuDNN n/a (ragged-ref D128 H16/16 B16 S2048 causal): not timed: differs from" in out
+    assert "rawattn, FLOP/s: ragged D128 H16/16 causal / ragged-ref D128 H16/16 B16 S2048" in out
+    assert "deterministic / rawattn, time: ragged D128 H16/16 causal" in out
+    assert "1.25 x" in out
+    assert "the backward alone" in out
+    assert "JAX" not in out
 
-    return suites.SUITES
+    report = Report.load(path)
+    assert (report.suite, report.ours) == ("backward", ["rawattn", "deterministic"])
+    assert report.rows[0].flops == grids.backward()[12].flops
+    assert cli.main([*arguments, "--filter", "memory"]) == 0
+    assert "memory beyond  130 MiB" in capsys.readouterr().out
 
 
-def _suite():
-    return _suites()["forward"]
+def test_a_backward_with_a_spent_budget_is_ours_alone(pretend_gpu, capsys, monkeypatch):
+    asked = []
+    figures = {"host": lambda dtype, names: asked.append(list(names)) or []}
+    suite = dataclasses.replace(suites.SUITES["backward"], figures=figures)
+    monkeypatch.setitem(suites.SUITES, "backward", suite)
+    arguments = ["bench", "--suite", "backward", "--budget", "-1", "--repeats", "1"]
+    assert cli.main([*arguments, "--filter", "D64 S4096"]) == 0
+    out = capsys.readouterr().out
+    assert "FA2 n/a (2 cases): not run: the budget of -1 s was spent" in out
+    assert "deterministic / rawattn, time: dense D64 S4096 full" in out
+    assert cli.main([*arguments, "--filter", "host"]) == 0
+    assert asked == [[]]
+    assert "host: without peers, as the budget was spent" in capsys.readouterr().out
 
 
 # Reports
@@ -421,6 +850,30 @@ def test_a_file_that_is_no_report_is_named(tmp_path, capsys, content):
     assert cli.main(["bench", "--from", str(tmp_path / "x.json")]) == 1
     assert "x.json: not a report of `rawattn bench`" in capsys.readouterr().err
     assert cli.main(["bench", "--from", str(tmp_path / "absent.json")]) == 1
+
+
+def test_the_best_peer_of_each_case():
+    report = _report()
+    assert report.over_best() == {row.name: 2.0 for row in report.rows}
+    report.rows[0].results["FA4"] = Result(0.001)
+    assert report.over_best()[report.rows[0].name] == 0.5
+    assert (
+        "geometric mean, rawattn over each case's best peer: 1.414x (4 cases; least 0.50x, dense"
+        in (render.text(report))
+    )
+
+
+def test_what_a_variant_costs():
+    report = _report()
+    report.ours.append("deterministic")
+    report.rows[0].results["deterministic"] = Result(0.0025)
+    (cost,) = report.cost("deterministic")
+    assert (cost.name, cost.value) == (
+        "deterministic / rawattn, time: dense D128 S4096 causal",
+        pytest.approx(1.25),
+    )
+    cells = next(line for line in render.text(report).splitlines() if line.startswith("ragged"))
+    assert cells.split()[4:8] == ["250", "1.0%", "31%", "125"]  # nothing under deterministic
 
 
 def test_ratios_to_other_cases():
@@ -518,6 +971,38 @@ def test_a_quick_run_on_a_gpu(capsys, tmp_path):
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_compile_and_load_times_on_a_gpu():
-    cold, another, loaded, _, rebuilt = (f.value for f in figures.compile_times("float16", ()))
+    cold, another, loaded, _, rebuilt = (f.value for f in compile_time.figures("float16", ()))
     assert cold > another > loaded / 1e3 > 0
     assert rebuilt == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_a_backward_run_on_a_gpu(tmp_path):
+    path = tmp_path / "a.json"
+    arguments = ["bench", "--suite", "backward", "--filter", "D64 S4096", "--peers", "none"]
+    assert cli.main([*arguments, "--repeats", "3", "--json", str(path)]) == 0
+    report = Report.load(path)
+    assert [row.name for row in report.rows] == ["dense D64 S4096 causal", "dense D64 S4096 full"]
+    for row in report.rows:
+        for name in ("rawattn", "deterministic"):
+            rate = row.rate(name)
+            assert rate is not None, row.results[name].reason
+            assert 0.01 < rate / report.matmul_flops < 1
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_memory_of_a_backward_on_a_gpu():
+    slack = 4 / 1024  # 4 KiB: a ragged batch's schedule, and rounding
+    found = [figure.value for figure in memory.figures("bfloat16", ())]
+    for default, deterministic, allowed in zip(found[::3], found[1::3], found[2::3], strict=True):
+        assert 0 < deterministic < default <= allowed + slack
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", ["forward", "backward"])
+def test_host_times_on_a_gpu(verb):
+    for figure in host_time.figures(verb, "bfloat16", ()):
+        assert 1 < figure.value < 1000

@@ -64,3 +64,28 @@ def forward_bytes(
     """Each row and key that matters read once; the output of all `rows` written once."""
     read = counts.rows * nheads_q * headdim + counts.keys * nheads_kv * (headdim + headdim_v)
     return (read + rows * nheads_q * headdim_v) * itemsize
+
+
+def backward_flops(pairs: int, nheads_q: int, headdim: int, headdim_v: int) -> int:
+    """Five products of every visible pair: S and dP again, then dV, dK and dQ.
+
+    S, dK and dQ take D multiplications and additions each, dP and dV take Dv: for D = Dv 2.5 times the forward's.
+    """
+    return 2 * pairs * nheads_q * (3 * headdim + 2 * headdim_v)
+
+
+def backward_bytes(
+    counts: Visible,
+    rows: int,
+    keys: int,
+    nheads_q: int,
+    nheads_kv: int,
+    headdim: int,
+    headdim_v: int,
+    itemsize: int,
+) -> int:
+    """Each row (q, out, dout and a float32 lse) and key that matters read once; all gradients written once."""
+    read_rows = counts.rows * nheads_q * (headdim + 2 * headdim_v)
+    read_keys = counts.keys * nheads_kv * (headdim + headdim_v)
+    written = rows * nheads_q * headdim + keys * nheads_kv * (headdim + headdim_v)
+    return (read_rows + read_keys + written) * itemsize + 4 * counts.rows * nheads_q

@@ -12,11 +12,11 @@ import numpy as np
 
 from rawattn._bench import machine
 from rawattn._bench.cases import Case
-from rawattn._bench.contenders import Contender, Inputs
+from rawattn._bench.contender import Contender, Inputs
 from rawattn._bench.report import Report, Result, Row
 from rawattn._bench.timing import REPEATS, Clock, Entrant, EventClock, Timing, race, rotate
 
-# Two bf16 kernels differ by some tenths of a percent; a wrong mask by far more.
+# Two bf16 kernels differ by some tenths of a percent, in gradients too; a wrong mask by far more.
 _AGREE = 0.02
 _MAX_SETS = 8
 
@@ -36,7 +36,6 @@ def run(
     suite: str,
     cases: Sequence[Case],
     contenders: Sequence[Contender],
-    ours: Sequence[str],
     options: Options,
     step: Callable[[str], None],
 ) -> Report:
@@ -52,8 +51,8 @@ def run(
         machine=facts,
         versions={},
         matmul_flops=machine.matmul_flops(options.dtype, clock),
-        ours=list(ours),
-        peers=[contender.name for contender in contenders if contender.name not in ours],
+        ours=[contender.name for contender in contenders if contender.ours],
+        peers=[contender.name for contender in contenders if not contender.ours],
     )
     absent: dict[str, str] = {}
     rows = {}
@@ -61,12 +60,13 @@ def run(
         if time.monotonic() - started > options.budget:
             spent = f"not run: the budget of {options.budget:.0f} s was spent"
             absent = {**dict.fromkeys(report.peers, spent), **absent}
-        wanted = [c for c in contenders if c.name in ours or c.name in case.peers]
-        inputs = make_inputs(case, options.dtype, facts["l2_bytes"])
+        wanted = [contender for contender in contenders if contender.takes(case)]
+        dtype = case.dtype or options.dtype
+        inputs = make_inputs(case, dtype, facts["l2_bytes"])
         results = measure_case(
             case, wanted, inputs, clock, sensors.read, absent, repeats=options.repeats
         )
-        nbytes = case.nbytes(np.dtype(options.dtype).itemsize)
+        nbytes = case.nbytes(np.dtype(dtype).itemsize)
         rows[case.name] = row = Row(
             *(case.name, case.kind, case.headdim, case.flops, nbytes),
             results=results,
@@ -84,14 +84,25 @@ def make_inputs(case: Case, dtype: str, l2_bytes: int) -> list[Inputs]:
     import cupy
 
     leading = (case.tokens,) if case.packed else (len(case.seqlens), case.seqlens[0])
-    shapes = [(*leading, heads, case.headdim) for heads in (case.nheads_q, *[case.nheads_kv] * 2)]
+    nheads = [case.nheads_q, case.nheads_kv, case.nheads_kv]
+    if case.backward:
+        nheads.append(case.nheads_q)  # dout
+    shapes = [(*leading, heads, case.headdim) for heads in nheads]
     nbytes = sum(int(np.prod(shape)) for shape in shapes) * np.dtype(dtype).itemsize
     seqstart = None
     if case.packed:
         seqstart = cupy.asarray(np.cumsum([0, *case.seqlens]), np.int32)
     count = min(_MAX_SETS, max(1, -(-2 * l2_bytes // nbytes)))
-    sets = [tuple(machine.random_array(shape, dtype) for shape in shapes) for _ in range(count)]
-    return [Inputs(qkv, seqstart, max(case.seqlens)) for qkv in sets]
+    sets = [[machine.random_array(shape, dtype) for shape in shapes] for _ in range(count)]
+    return [
+        Inputs(
+            tuple(arrays[:3]),
+            dout=arrays[3] if case.backward else None,
+            seqstart=seqstart,
+            max_seqlen=max(case.seqlens),
+        )
+        for arrays in sets
+    ]
 
 
 def measure_case(
@@ -104,13 +115,13 @@ def measure_case(
     *,
     repeats: int,
 ) -> dict[str, Result]:
-    """Everybody's result, a reason instead of a time for whoever raised.
+    """Everybody's result, a reason instead of a time for whoever raised or computed something else than the first.
 
     Peers that cannot be imported are added to `absent`, so that they are not tried again.
     """
     results: dict[str, Result] = {}
     entrants: dict[str, Entrant] = {}
-    baseline: tuple[str, Any] | None = None
+    first: tuple[str, tuple[Any, ...]] | None = None
     for contender in contenders:
         name = contender.name
         results[name] = result = Result()
@@ -119,15 +130,15 @@ def measure_case(
             continue
         try:
             clock = contender.clock(events)
-            calls = [contender.prepare(case, one) for one in inputs]
             with contender.scope():
-                result.first_seconds, first = clock.first(calls[0])
-            out = contender.read(first)
-            if baseline is None:
-                baseline = name, out
-            elif not (error := difference(out, baseline[1])) <= _AGREE:
-                result.warning = f"differs from {baseline[0]} by {error:.2g} of its RMS"
-            del first, out
+                calls = [contender.prepare(case, one) for one in inputs]
+                result.first_seconds, returned = clock.first(calls[0])
+            arrays = contender.read(case, returned)
+            result.reason = disagreement(arrays, first)
+            first = first or (None if result.reason else (name, arrays))
+            del returned, arrays
+            if result.reason:
+                continue
         except ImportError as error:
             result.reason = absent[name] = describe(error)
             continue
@@ -138,7 +149,7 @@ def measure_case(
         entrants[name] = Entrant(
             rotate(calls), clock, contender.scope, during, contender.burst_seconds
         )
-    del baseline
+    del first
     for name, timing in race(entrants, repeats=repeats).items():
         if isinstance(timing, Timing):
             results[name].seconds, results[name].spread = timing.seconds, timing.spread
@@ -155,6 +166,14 @@ def _noting(result: Result, read: Read) -> Callable[[], None]:
                 setattr(result, name, value)
 
     return note
+
+
+def disagreement(got: Sequence[Any], first: tuple[str, Sequence[Any]] | None) -> str:
+    """Why results are not worth a time; nothing when they agree with those of the first, by its name, or are the first."""
+    name, expected = first or ("itself", got)  # NaN differs from itself
+    errors = [difference(*pair) for pair in zip(got, expected, strict=True)]
+    worst = max(errors, key=lambda error: np.inf if np.isnan(error) else error)
+    return "" if worst <= _AGREE else f"not timed: differs from {name} by {worst:.2g} of its RMS"
 
 
 def difference(got: Any, expected: Any) -> float:

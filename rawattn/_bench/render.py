@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
-from rawattn._bench.report import Report, Result, Row
+from rawattn._bench.grids import DETERMINISTIC, JAX
+from rawattn._bench.report import Report, Row
 from rawattn._cli import table
 
 
@@ -103,16 +105,14 @@ def _cells(report: Report) -> list[list[str]]:
     for row in report.rows:
         cells = [row.name]
         for name in report.ours:
-            result, rate = row.results[name], row.rate(name)
-            cells += (
-                ["n/a", "", ""]
-                if rate is None
-                else [
-                    f"{rate / 1e12:.0f}{_mark(result)}",
-                    f"{result.spread:.1%}",
-                    f"{rate / report.matmul_flops:.0%}",
-                ]
-            )
+            result, rate = row.results.get(name), row.rate(name)
+            if result is None:
+                cells += ["", "", ""]
+            elif rate is None:
+                cells += ["n/a", "", ""]
+            else:
+                share = rate / report.matmul_flops
+                cells += [f"{rate / 1e12:.0f}", f"{result.spread:.1%}", f"{share:.0%}"]
         cells += [_peer(report, row, name) for name in report.peers]
         first = row.results[report.ours[0]]
         cells += [_whole(value) for value in (first.sm_mhz, first.watts, first.celsius)]
@@ -121,18 +121,14 @@ def _cells(report: Report) -> list[list[str]]:
 
 
 def _peer(report: Report, row: Row, name: str) -> str:
-    result, rate = row.results.get(name), row.rate(name)
-    if result is None:
+    rate = row.rate(name)
+    if name not in row.results:
         return ""
     if rate is None:
         return "n/a"
     ratio = report.ratio(row, name)
     beaten = f" ({ratio:.2f}x)" if ratio else ""
-    return f"{rate / 1e12:.0f}{_mark(result)}{beaten}"
-
-
-def _mark(result: Result) -> str:
-    return "!" if result.warning else ""
+    return f"{rate / 1e12:.0f}{beaten}"
 
 
 def _whole(value: float | None) -> str:
@@ -142,25 +138,24 @@ def _whole(value: float | None) -> str:
 def _figures(report: Report) -> list[tuple[str, str]]:
     return [
         (figure.name, f"{figure.value:.3g} {figure.unit}".strip())
-        for figure in (*report.divided(), *report.figures)
+        for figure in (*report.divided(), *report.cost(DETERMINISTIC), *report.figures)
     ]
 
 
 def _legend(report: Report) -> list[str]:
     lines = []
     if report.rows:
-        lines.append(
+        line = (
             f"TFLOP/s of visible pairs, median of {report.repeats} bursts; spread: interquartile "
-            "range; (x): rawattn's speed over that peer's; JAX is timed by the host's clock, "
-            "the others by CUDA events"
+            "range; (x): rawattn's speed over that peer's; "
         )
+        jax = "JAX is timed by the host's clock, the others by CUDA events"
+        lines.append(line + (jax if JAX in report.peers else "timed by CUDA events"))
     reasons: dict[tuple[str, str], list[str]] = defaultdict(list)
     for row in report.rows:
         for name, result in row.results.items():
             if result.reason:
                 reasons[f"{name} n/a", result.reason].append(row.name)
-            if result.warning:
-                reasons[f"{name} !", result.warning].append(row.name)
     for (what, reason), names in reasons.items():
         where = names[0] if len(names) == 1 else f"{len(names)} cases"
         lines.append(f"{what} ({where}): {reason}")
@@ -173,8 +168,15 @@ def _legend(report: Report) -> list[str]:
     if slowest:
         lines.append(f"slowest first call, with what it compiles: {', '.join(slowest)}")
     lines += report.notes
-    for peer, (mean, count) in report.means().items():
-        lines.append(f"geometric mean, rawattn over {peer}: {mean:.3f}x ({count} cases)")
+    over = {peer: report.ratios(peer) for peer in report.peers}
+    over["each case's best peer"] = report.over_best()
+    for peer, ratios in over.items():
+        if ratios:
+            least = min(ratios, key=ratios.__getitem__)
+            lines.append(
+                f"geometric mean, rawattn over {peer}: {geometric_mean(ratios.values()):.3f}x "
+                f"({len(ratios)} cases; least {ratios[least]:.2f}x, {least})"
+            )
     return lines
 
 

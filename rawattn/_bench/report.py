@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ class Result:
     watts: float | None = None
     celsius: float | None = None
     reason: str = ""
-    warning: str = ""
 
 
 @dataclass(slots=True)
@@ -67,22 +65,21 @@ class Report:
     figures: list[Figure] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def best(self, row: Row) -> float | None:
-        """FLOP/s of our fastest family."""
-        return max(filter(None, map(row.rate, self.ours)), default=None)
-
     def ratio(self, row: Row, peer: str) -> float | None:
-        """Our speed over a peer's."""
-        ours, theirs = self.best(row), row.rate(peer)
+        """Speed of what a caller of ours gets over a peer's."""
+        ours, theirs = row.rate(self.ours[0]), row.rate(peer)
         return ours / theirs if ours and theirs else None
 
-    def means(self) -> dict[str, tuple[float, int]]:
-        """Geometric mean of our speed over each peer's, and over how many cases."""
-        found = {}
-        for peer in self.peers:
-            ratios = [ratio for row in self.rows if (ratio := self.ratio(row, peer))]
-            if ratios:
-                found[peer] = (math.exp(sum(map(math.log, ratios)) / len(ratios)), len(ratios))
+    def ratios(self, peer: str) -> dict[str, float]:
+        """Our speed over a peer's, by case."""
+        return {row.name: ratio for row in self.rows if (ratio := self.ratio(row, peer))}
+
+    def over_best(self) -> dict[str, float]:
+        """Our speed over that of the fastest peer, by case."""
+        found: dict[str, float] = {}
+        for ratios in map(self.ratios, self.peers):
+            for name, ratio in ratios.items():
+                found[name] = min(ratio, found.get(name, ratio))
         return found
 
     def divided(self) -> list[Figure]:
@@ -103,6 +100,16 @@ class Report:
                 figures.append(Figure(f"{name}, {what}: {row.name} / {base.name}", value, "x"))
         return figures
 
+    def cost(self, variant: str) -> list[Figure]:
+        """Time of another of ours over that of what a caller gets."""
+        figures = []
+        for row in self.rows:
+            usual, other = row.rate(self.ours[0]), row.rate(variant)
+            if usual and other:
+                name = f"{variant} / {self.ours[0]}, time: {row.name}"
+                figures.append(Figure(name, usual / other, "x"))
+        return figures
+
     def save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
@@ -113,10 +120,15 @@ class Report:
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
             data["rows"] = [
-                Row(**{**row, "results": {k: Result(**v) for k, v in row["results"].items()}})
+                Row(**{**row, "results": {k: _result(v) for k, v in row["results"].items()}})
                 for row in data["rows"]
             ]
             data["figures"] = [Figure(**figure) for figure in data["figures"]]
             return cls(**data)
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"{path}: not a report of `rawattn bench` ({error})") from error
+
+
+def _result(data: dict[str, Any]) -> Result:
+    # Reports of the first version held a `warning` beside the time; a contender that earned one is no longer timed.
+    return Result(**{name: value for name, value in data.items() if name != "warning"})

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rawattn._bench import cases, figures
+from rawattn._bench import compile_time, grids, host_time, memory, ours, peers
+from rawattn._bench.cases import Case
+from rawattn._bench.contender import Contender
 from rawattn._bench.report import Figure
 
 
@@ -14,14 +17,26 @@ class Suite:
     """cases(quick), and functions (dtype, peers) for further figures, by their word in --filter."""
 
     summary: str
-    cases: Callable[[bool], list[cases.Case]]
+    cases: Callable[[bool], list[Case]]
     figures: Mapping[str, Callable[[str, Sequence[str]], list[Figure]]]
+    note: str = ""  # below the table
 
 
 SUITES = {
     "forward": Suite(
         "dense, ragged and windowed batches; host time a call; compile time",
-        cases.forward,
-        {"host": figures.host_times, "compile": figures.compile_times},
+        grids.forward,
+        {"host": functools.partial(host_time.figures, "forward"), "compile": compile_time.figures},
+    ),
+    "backward": Suite(
+        "dense, ragged and grouped batches, deterministic beside default; host time a call; memory",
+        grids.backward,
+        {"host": functools.partial(host_time.figures, "backward"), "memory": memory.figures},
+        note="the backward alone, after a forward that is not timed; its operations are 2.5 times the forward's",
     ),
 }
+
+
+def contenders(suite: str) -> list[Contender]:
+    """Everybody who may be measured. Ours first, and of ours what a caller gets."""
+    return [*ours.ours(suite), *peers.peers(suite)]

@@ -21,6 +21,7 @@ REPEATS = 9
 BURST_SECONDS = 0.01
 _MAX_CALLS = 200
 _TRIAL_CALLS = 3
+_FLUSHES = 4  # about half a millisecond
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +57,9 @@ class Clock(Protocol):
 class EventClock:
     """CUDA events on CuPy's current stream, which the calls must use.
 
-    Each burst starts after a write of `flush_bytes`: it empties the L2 cache of the inputs, and it
-    keeps the GPU busy while the host launches the first call, so that host time stays out.
+    Each burst starts after writes of `flush_bytes`: they empty the L2 cache of the inputs, and keep
+    the GPU busy while the host launches the first call, so that host time stays out. Several, as a
+    framework that goes through its autograd first takes longer than one.
     """
 
     def __init__(self, flush_bytes: int = 512 << 20) -> None:
@@ -69,7 +71,8 @@ class EventClock:
         self._synchronize: Call = cupy.cuda.runtime.deviceSynchronize
 
     def burst(self, call: Call, calls: int, during: Call | None = None) -> float:
-        self._flush.data.memset_async(1, self._flush.nbytes)
+        for _ in range(_FLUSHES):
+            self._flush.data.memset_async(1, self._flush.nbytes)
         self._start.record()
         for _ in range(calls):
             call()

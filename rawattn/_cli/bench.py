@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
-from rawattn._bench import cases, contenders, measure, render, suites
+from rawattn._bench import cases, grids, measure, render, suites
 from rawattn._bench.report import Report
 from rawattn._bench.timing import REPEATS
 from rawattn._cli.progress import Progress
@@ -20,7 +21,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "bench",
         description="Measure rawattn on this GPU beside the peers that are installed: "
-        f"{', '.join(cases.PEERS)} (torch, torch, flash_attn.cute, jax).",
+        f"{', '.join(grids.PEERS)} (torch, torch, flash_attn.cute, jax).",
         epilog="Suites. " + " ".join(f"{name}: {s.summary}." for name, s in suites.SUITES.items()),
     )
     parser.add_argument("--suite", choices=suites.SUITES, default="forward")
@@ -31,14 +32,14 @@ def add_parser(subparsers: Any) -> None:
         metavar="WORDS",
         default="",
         help='only the cases whose names have all these words, as in "dense D128 causal"; '
-        "host or compile: that figure alone",
+        "host, compile or memory: that figure alone",
     )
     parser.add_argument(
         "--peers",
         type=_peers,
         metavar="NAMES",
-        default=cases.PEERS,
-        help=f"comma-separated, of {', '.join(cases.PEERS)}; none: rawattn alone",
+        default=grids.PEERS,
+        help=f"comma-separated, of {', '.join(grids.PEERS)}; none: rawattn alone",
     )
     parser.add_argument(
         "--repeats",
@@ -51,7 +52,7 @@ def add_parser(subparsers: Any) -> None:
         type=float,
         metavar="SECONDS",
         default=120.0,
-        help="once spent, the cases that remain run without peers (default %(default).0f)",
+        help="once spent, what remains runs without peers (default %(default).0f)",
     )
     parser.add_argument("--list", action="store_true", help="list the cases; needs no GPU")
     parser.add_argument(
@@ -107,15 +108,22 @@ def run(args: argparse.Namespace) -> int:
 
 def _measure(args: argparse.Namespace, chosen: list[cases.Case], extras: list[str]) -> Report:
     _require_gpu()
-    ours = list(contenders.families())
-    wanted = [c for c in contenders.contenders() if c.name in ours or c.name in args.peers]
+    started = time.monotonic()
+    wanted = [c for c in suites.contenders(args.suite) if c.ours or c.name in args.peers]
+    suite = suites.SUITES[args.suite]
     repeats = args.repeats or (_QUICK_REPEATS if args.quick else REPEATS)
     options = measure.Options(args.dtype, repeats, args.budget)
     with Progress(len(chosen) + len(extras)) as progress:
-        report = measure.run(args.suite, chosen, wanted, ours, options, progress.step)
+        report = measure.run(args.suite, chosen, wanted, options, progress.step)
+        if suite.note and chosen:
+            report.notes.append(suite.note)
         for name in extras:
+            peers = report.peers
+            if peers and time.monotonic() - started > args.budget:
+                peers = []
+                report.notes.append(f"{name}: without peers, as the budget was spent")
             try:
-                report.figures += suites.SUITES[args.suite].figures[name](args.dtype, report.peers)
+                report.figures += suite.figures[name](args.dtype, peers)
             except Exception as error:  # the table that was measured is worth showing all the same
                 report.notes.append(f"{name} n/a: {measure.describe(error)}")
             progress.step(name)
@@ -144,9 +152,9 @@ def _require_gpu() -> None:
 
 def _peers(text: str) -> tuple[str, ...]:
     names = () if text == "none" else tuple(name.strip() for name in text.split(","))
-    if unknown := set(names) - set(cases.PEERS):
+    if unknown := set(names) - set(grids.PEERS):
         raise argparse.ArgumentTypeError(
-            f"got {', '.join(sorted(unknown))}; accepted are {', '.join(cases.PEERS)}, or none"
+            f"got {', '.join(sorted(unknown))}; accepted are {', '.join(grids.PEERS)}, or none"
         )
     return names
 

@@ -1,0 +1,119 @@
+"""The shapes that are measured, suite by suite."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from rawattn._bench.cases import Case
+
+CUDNN, FA2, FA4, JAX = "cuDNN", "FA2", "FA4", "JAX cuDNN"
+PEERS = (CUDNN, FA2, FA4, JAX)
+DETERMINISTIC = "deterministic"  # ours, beside the backward that a caller gets
+
+_MHA, _GQA = (16, 16), (32, 8)
+
+
+def forward(quick: bool = False) -> list[Case]:
+    """Dense, ragged, one long sequence among short ones, a window."""
+    dense = []
+    for case in _dense(1024, 2048, 4096, 16384):
+        seqlen = case.seqlens[0]
+        # JAX's cuDNN is torch's behind another door, and slow to compile: one length tells.
+        peers = PEERS if seqlen == 4096 else (CUDNN, FA2, FA4)
+        dense.append(replace(case, peers=peers, priority=0 if seqlen >= 4096 else 2))
+    ragged = []
+    for heads in (_MHA, _GQA):
+        for causal in (True, False):
+            pair, base = _ragged(heads, causal)
+            ragged += [replace(pair, peers=(FA4,)), base]
+    return _quick([*dense, *ragged, *_straggler(), *_window()], quick)
+
+
+def backward(quick: bool = False) -> list[Case]:
+    """Dense at 4096 and 16384, ragged over dense, grouped heads, float16 over bfloat16."""
+    everybody = (CUDNN, FA2, FA4)
+    cases = [replace(case, peers=everybody, deterministic=True) for case in _dense(4096, 16384)]
+    for heads in (_MHA, _GQA):
+        for causal in (True, False):
+            # FA4 compiles for seconds for each: what the figures do not need comes last.
+            priority = 0 if heads == _MHA else 1 if causal else 2
+            pair, base = _ragged(heads, causal)
+            cases += [
+                replace(pair, peers=(FA2, FA4), deterministic=True, priority=priority),
+                replace(base, peers=everybody, priority=priority),
+            ]
+    bfloat16 = next(c for c in cases if (c.headdim, c.label, c.causal) == (128, "S4096", True))
+    cases.append(
+        replace(
+            bfloat16,
+            kind="float16",
+            dtype="float16",
+            peers=(FA2,),
+            deterministic=False,
+            over=bfloat16.name,
+            priority=1,
+        )
+    )
+    return _quick([replace(case, backward=True) for case in cases], quick)
+
+
+def _quick(cases: list[Case], quick: bool) -> list[Case]:
+    def wanted(case: Case) -> bool:
+        dense = case.kind == "dense" and case.headdim != 256 and case.label == "S4096"
+        return dense or (case.kind.startswith("ragged") and case.nheads_kv == 16)
+
+    return [case for case in cases if wanted(case) or not quick]
+
+
+def _dense(*seqlens: int) -> list[Case]:
+    """16384 tokens in sequences of one length, heads x D = 2048."""
+    return [
+        Case(
+            "dense",
+            f"S{seqlen}",
+            (seqlen,) * (16384 // seqlen),
+            nheads_q=2048 // headdim,
+            nheads_kv=2048 // headdim,
+            headdim=headdim,
+            causal=causal,
+        )
+        for headdim in (64, 128, 256)
+        for causal in (True, False)
+        for seqlen in seqlens
+    ]
+
+
+def _ragged(heads: tuple[int, int], causal: bool) -> tuple[Case, Case]:
+    """Lengths uniform in 64..4096, about 33k tokens, and about as many in sequences of 2048."""
+    seqlens = tuple(map(int, np.random.default_rng(2).integers(64, 4097, size=16)))
+    label = f"H{heads[0]}/{heads[1]}"
+    dense = _d128("ragged-ref", f"{label} B16 S2048", (2048,) * 16, heads, causal)
+    more: dict[str, Any] = {"packed": True, "over": dense.name}
+    return _d128("ragged", label, seqlens, heads, causal, **more), dense
+
+
+def _straggler() -> list[Case]:
+    """One sequence of 16384 beside 512 of 32: the time should be that of the long one."""
+    alone = _d128("straggler-ref", "1x16384", (16384,), packed=True)
+    crowd = (16384, *(32,) * 512)
+    more: dict[str, Any] = {"packed": True, "over": alone.name, "by_time": True}
+    return [_d128("straggler", "1x16384+512x32", crowd, **more), alone]
+
+
+def _window() -> list[Case]:
+    more: dict[str, Any] = {"window_left": 1024, "peers": (FA4, JAX), "priority": 1}
+    return [_d128("window", "S16384 left1024", (16384,) * 2, **more)]
+
+
+def _d128(
+    kind: str,
+    label: str,
+    seqlens: tuple[int, ...],
+    heads: tuple[int, int] = _MHA,
+    causal: bool = True,
+    **more: Any,
+) -> Case:
+    return Case(kind, label, seqlens, *heads, 128, causal, **more)
