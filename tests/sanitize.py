@@ -20,11 +20,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from tests import gpu_report
+from tests import gpu_report, gradients
 from tests.cases import Case, dense, padded, ragged
 from tests.frameworks import TightCuPy
 from tests.gpu.test_api import BAD_INTEGERS, check_bad_integers
-from tests.tiles import shared_limit, tile_shapes
+from tests.tiles import TileShape, backward_tile_shapes, shared_limit, tile_shapes
 from tests.verify import verify
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
@@ -44,21 +44,25 @@ class Step:
 
     case: Case
     shared_limit: int | None = None
+    backward: bool = False
+
+    def run(self) -> None:
+        with shared_limit(self.shared_limit):
+            if self.backward:
+                gradients.verify(self.case, TightCuPy())
+                gradients.verify(self.case, TightCuPy(), deterministic=True)
+            else:
+                verify(self.case, TightCuPy())
 
 
 def matrix() -> list[Step]:
     """Few small calls that together take every path of every kernel."""
-    steps = []
-    for n, shape in enumerate(tile_shapes()):
-        # The two 16-bit types differ in nothing but the product's instruction: half of each.
-        dtype = "float16" if shape.dtype == "bfloat16" and n % 2 else shape.dtype
-        knobs = {"dtype": dtype, "headdim": shape.headdim, "nheads_kv": 1}
-        lens = (130, 0, 33), (30, 9, 200)
-        for case in (
-            dense("causal", 1, 140, 200, **knobs, causal=True),
-            ragged("window", *lens, **knobs, window=(60, 9), sink=5),
-        ):
-            steps.append(Step(case, shape.shared_limit))
+    steps = [
+        Step(case, shape.shared_limit, backward)
+        for backward, shapes in ((False, tile_shapes()), (True, backward_tile_shapes()))
+        for n, shape in enumerate(shapes)
+        for case in cases_of(shape, n)
+    ]
     one = {"nheads_q": 1, "nheads_kv": 1}
     slots = {"room_q": (70, 90), "room_k": (150, 40), "by_q": "seqlen", "by_k": "cu_seqlen"}
     device = {"on_device": True, "integers": "int64"}
@@ -85,7 +89,24 @@ def matrix() -> list[Step]:
                 "window", (130, 0, 33), (30, 9, 200), **one, headdim=headdim, window=(60, 9), sink=5
             )
         )
-    return steps + [Step(case) for case in cases]
+    steps += [Step(case) for case in cases]
+    return steps + [Step(case, backward=True) for case in cases if case.name not in FORWARD_ALONE]
+
+
+# Cases of Hopper's forward kernel, and of what the backward does not have.
+FORWARD_ALONE = ("causal", "window", "without-lse")
+
+
+def cases_of(shape: TileShape, n: int) -> list[Case]:
+    """For the n-th tile shape."""
+    # The two 16-bit types differ in nothing but the product's instruction: half of each.
+    dtype = "float16" if shape.dtype == "bfloat16" and n % 2 else shape.dtype
+    knobs = {"dtype": dtype, "headdim": shape.headdim, "nheads_kv": 1}
+    lens = (130, 0, 33), (30, 9, 200)
+    return [
+        dense("causal", 1, 140, 200, **knobs, causal=True),
+        ragged("window", *lens, **knobs, window=(60, 9), sink=5),
+    ]
 
 
 def run_calls(part: int, parts: int) -> int:
@@ -98,8 +119,7 @@ def run_calls(part: int, parts: int) -> int:
     mine = [*matrix(), *junk][part::parts]
     for call in mine:
         if isinstance(call, Step):
-            with shared_limit(call.shared_limit):
-                verify(call.case, TightCuPy())
+            call.run()
         else:
             check_bad_integers(call, TightCuPy())
     return len(mine)

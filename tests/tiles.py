@@ -1,18 +1,18 @@
-"""Tile shapes of the forward kernel, also those that only GPUs with less shared memory choose."""
+"""Tile shapes of the portable kernels, also those that only GPUs with less shared memory choose."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import numpy as np
 
-from rawattn import _backends
-from rawattn._kernels import SHARED_LIMIT, only, portable_forward
-from rawattn._problem import describe
+from rawattn import _backends, _backends_backward
+from rawattn._kernels import SHARED_LIMIT, only, portable_backward, portable_forward
+from rawattn._problem import Problem, describe
 from tests.cases import DTYPES
 
 
@@ -30,34 +30,60 @@ class TileShape:
 
 
 def tile_shapes() -> list[TileShape]:
-    """One of each, of every GPU that the kernel is for."""
+    """One of each of the forward, of every GPU that the kernel is for."""
+
+    def tile(problem: Problem, limit: int) -> str:
+        config = portable_forward.choose(problem, copy_bytes=16, shared_limit=limit)
+        return f"{config.tile_q}x{config.tile_k}x{config.waves}x{config.stages}"
+
+    return _shapes(tile)
+
+
+def backward_tile_shapes() -> list[TileShape]:
+    """Likewise of the backward: of its main kernel and of the one that computes dq alone."""
+
+    def tile(problem: Problem, limit: int) -> str:
+        main = portable_backward.choose(problem, copy_bytes=16, shared_limit=limit)
+        dq = portable_backward.choose_dq(problem, copy_bytes=16, shared_limit=limit)
+        waves = f"{main.key_waves}x{main.column_waves}"
+        shape = f"{main.tile_q}x{main.tile_k}x{waves}x{main.stages}"
+        return f"{shape}-{dq.tile_q}x{dq.tile_k}x{dq.waves}x{dq.stages}"
+
+    return _shapes(tile)
+
+
+def _shapes(tile: Callable[[Problem, int], str]) -> list[TileShape]:
     shapes: dict[Any, TileShape] = {}
     for dtype in ("bfloat16", "float32"):
         for headdim in (64, 96, 128, 192, 256):
             q = np.broadcast_to(np.zeros((), DTYPES[dtype]), (1, 1, 1, headdim))
             problem, _ = describe(q, q, q)
             for limit in sorted(set(SHARED_LIMIT.values()), reverse=True):
-                config = portable_forward.choose(problem, copy_bytes=16, shared_limit=limit)
-                tile = f"{config.tile_q}x{config.tile_k}x{config.waves}x{config.stages}"
-                shape = TileShape(dtype, headdim, limit, tile)
-                shapes.setdefault((dtype, headdim, tile), shape)
+                shape = TileShape(dtype, headdim, limit, tile(problem, limit))
+                shapes.setdefault((dtype, headdim, shape.tile), shape)
     return list(shapes.values())
 
 
 @contextmanager
 def shared_limit(limit: int | None) -> Iterator[None]:
     """Makes launches choose tiles as a GPU does that has `limit` bytes of shared memory a block."""
-    choose = portable_forward.choose
-
-    def pretend(*args: Any, **keywords: Any) -> Any:
-        return choose(*args, **{**keywords, "shared_limit": limit})
-
     if limit is None:
         yield
         return
-    with (
-        only("portable"),
-        mock.patch.object(portable_forward, "choose", pretend),
-        mock.patch.object(_backends, "_prepared", {}),
-    ):
+
+    def pretend(choose: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **keywords: choose(*args, **{**keywords, "shared_limit": limit})
+
+    with ExitStack() as stack:
+        stack.enter_context(only("portable"))
+        for module, name in (
+            (portable_forward, "choose"),
+            (portable_backward, "choose"),
+            (portable_backward, "choose_dq"),
+        ):
+            replacement = pretend(getattr(module, name))
+            stack.enter_context(mock.patch.object(module, name, replacement))
+        # Launches that were prepared for the GPU as it is are for later calls.
+        for module in (_backends, _backends_backward):
+            stack.enter_context(mock.patch.object(module, "_prepared", {}))
         yield

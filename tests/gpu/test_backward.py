@@ -11,6 +11,7 @@ import rawattn
 from tests.cases import Case, curated, dense, ragged, random_case
 from tests.frameworks import CuPy, Jax, NumPy, Torch
 from tests.gradients import backward_of, verify
+from tests.tiles import TileShape, backward_tile_shapes, shared_limit
 
 CUPY = CuPy()
 _FIRST, _COUNT = map(int, os.environ.get("RAWATTN_FUZZ", "0:160").split(":"))
@@ -36,6 +37,19 @@ def test_every_copy_width(dtype: str, alignment: int) -> None:
     case = dense(f"width{alignment}", 2, 70, 90, headdim=headdim, dtype=dtype, causal=True)
     verify(case, CUPY)
     verify(case, CUPY, deterministic=True)
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["atomic", "deterministic"])
+@pytest.mark.parametrize("shape", backward_tile_shapes(), ids=str)
+def test_every_tile_shape(shape: TileShape, deterministic: bool) -> None:
+    knobs = {"dtype": shape.dtype, "headdim": shape.headdim, "nheads_q": 4, "nheads_kv": 2}
+    lens = (130, 0, 33), (30, 9, 200)
+    with shared_limit(shape.shared_limit):
+        verify(
+            dense("causal", 2, 200, 300, **knobs, causal=True), CUPY, deterministic=deterministic
+        )
+        window = ragged("window", *lens, **knobs, window=(60, 9), sink=5)
+        verify(window, CUPY, deterministic=deterministic)
 
 
 @pytest.mark.parametrize("seed", range(_FIRST, _FIRST + _COUNT))
