@@ -43,34 +43,3 @@ struct Probability {
     return target::exp2(kNatural ? difference * kLog2E : difference);
   }
 };
-
-// Probabilities of keys that a query does not see become 0, whatever they are.
-template <class Visible, class C, int kRowBlocks, int kKeyBlocks>
-DEVICE void forget_unseen(C (&p)[kRowBlocks][kKeyBlocks], const Visible& visible, int first_row, int first_key,
-                          int lane) {
-  UNROLL for (int m = 0; m < kRowBlocks; m++) {
-    UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
-      const RowLimits limits = visible.row(first_row + m * 16 + C::row(lane, slot));
-      UNROLL for (int n = 0; n < kKeyBlocks; n++) {
-        UNROLL for (int i = 0; i < C::kRun; i++) {
-          const int e = C::element(slot, i);
-          if (!visible(limits, first_key + n * 16 + C::column(lane, e))) p[m][n].x[e] = 0.0f;
-        }
-      }
-    }
-  }
-}
-
-// The same where keys are rows and queries columns.
-template <class Visible, class C, int kKeyBlocks, int kQueryBlocks>
-DEVICE void forget_unseen_keys(C (&p)[kKeyBlocks][kQueryBlocks], const Visible& visible, int first_key, int first_row,
-                               int lane) {
-  UNROLL for (int n = 0; n < kQueryBlocks; n++) {
-    UNROLL for (int e = 0; e < C::kElements; e++) {
-      const RowLimits limits = visible.row(first_row + n * 16 + C::column(lane, e));
-      UNROLL for (int m = 0; m < kKeyBlocks; m++) {
-        if (!visible(limits, first_key + m * 16 + C::row(lane, C::slot(e)))) p[m][n].x[e] = 0.0f;
-      }
-    }
-  }
-}

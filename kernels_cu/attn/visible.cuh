@@ -13,10 +13,16 @@
 struct RowLimits {
   int left, right;
 };
+// The query rows that see one key: [first, last].
+struct QueryLimits {
+  int first, last;
+};
 
 // kRight, kLeft: whether the visible keys are limited on that side. Both false: every key of the sequence is visible.
 template <bool kLeft, bool kRight, bool kTopLeft, int kTileK>
 struct VisibleKeys {
+  static constexpr bool kLimitedLeft = kLeft;
+
   int64 left, right;
   int offset, len_k, sink;
 
@@ -34,8 +40,13 @@ struct VisibleKeys {
     return limits;
   }
 
-  DEVICE bool operator()(const RowLimits& limits, int j) const {
-    return j <= limits.right && (!kLeft || j >= limits.left || j < sink);
+  DEVICE QueryLimits key(int j) const {
+    constexpr int kEnd = 0x7fffffff;
+    QueryLimits limits{0, kEnd};
+    if constexpr (kRight) limits.first = static_cast<int>(clamp(int64(j) - offset - right, 0, kEnd));
+    if constexpr (kLeft) limits.last = j < sink ? kEnd : static_cast<int>(clamp(int64(j) - offset + left, -1, kEnd));
+    if (j >= len_k) limits.first = kEnd;
+    return limits;
   }
 };
 
@@ -61,29 +72,74 @@ DEVICE TileRange tiles_seen(const VisibleKeys<kLeft, kRight, kTopLeft, kTileK>& 
   }
 }
 
-// Whether every row of [first, last] sees every key of the tile: then no element needs a test.
+// Which limits cross a tile of keys, for some row of [first, last]. Where none does, no element needs a test.
+struct TileEdges {
+  bool left, right;
+};
+
 template <bool kLeft, bool kRight, bool kTopLeft, int kTileK>
-DEVICE bool tile_is_full(const VisibleKeys<kLeft, kRight, kTopLeft, kTileK>& visible, int tile, int first, int last) {
+DEVICE TileEdges tile_edges(const VisibleKeys<kLeft, kRight, kTopLeft, kTileK>& visible, int tile, int first,
+                            int last) {
   const int j_first = tile * kTileK;
   const int j_last = j_first + kTileK - 1;
-  bool full = j_last <= visible.row(first).right;
-  if constexpr (kLeft) full = full && (j_first >= visible.row(last).left || j_last < visible.sink);
-  return full;
+  TileEdges edges{false, j_last > visible.row(first).right};
+  if constexpr (kLeft) edges.left = j_first < visible.row(last).left && j_last >= visible.sink;
+  return edges;
 }
 
-// Scores of keys that a row does not see become -inf. first_row and first_key are those of the accumulators' first
-// element.
+// What a tile's row does not see, counted from the tile's first key: keys beyond `right`, and keys from `sink` on that
+// come before `left`. An element's place in the tile is known when the kernel is compiled, so a test is one comparison.
+template <class Visible>
+struct Unseen {
+  int left, right, sink;
+
+  DEVICE Unseen(const Visible& visible, int row, int first_key) {
+    const RowLimits limits = visible.row(row);
+    left = limits.left - first_key;
+    right = limits.right - first_key;
+    sink = visible.sink - first_key;
+  }
+  DEVICE bool beyond(int j) const { return j > right; }
+  DEVICE bool before(int j) const { return j < left && j >= sink; }
+};
+
+// Elements of keys that a row does not see become `value`. first_row and first_key are those of the accumulators' first
+// element. One edge at a time, since few tiles have both.
 template <class Visible, class C, int kRowBlocks, int kKeyBlocks>
-DEVICE void hide_unseen(C (&s)[kRowBlocks][kKeyBlocks], const Visible& visible, int first_row, int first_key,
-                        int lane) {
-  UNROLL for (int m = 0; m < kRowBlocks; m++) {
-    UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
-      const RowLimits limits = visible.row(first_row + m * 16 + C::row(lane, slot));
-      UNROLL for (int n = 0; n < kKeyBlocks; n++) {
-        UNROLL for (int e = 0; e < C::kElements; e++) {
-          if (C::slot(e) == slot && !visible(limits, first_key + n * 16 + C::column(lane, e))) {
-            s[m][n].x[e] = -target::infinity();
+DEVICE void replace_unseen(C (&s)[kRowBlocks][kKeyBlocks], float value, const Visible& visible, const TileEdges& edges,
+                           int first_row, int first_key, int lane) {
+  const auto replace = [&](const auto& hides) {
+    UNROLL for (int m = 0; m < kRowBlocks; m++) {
+      UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
+        const Unseen<Visible> unseen(visible, first_row + m * 16 + C::row(lane, slot), first_key + C::column(lane, 0));
+        UNROLL for (int n = 0; n < kKeyBlocks; n++) {
+          UNROLL for (int i = 0; i < C::kRun; i++) {
+            const int e = C::element(slot, i);
+            if (hides(unseen, n * 16 + C::column(0, e))) s[m][n].x[e] = value;
           }
+        }
+      }
+    }
+  };
+  if (edges.right) replace([](const Unseen<Visible>& unseen, int j) { return unseen.beyond(j); });
+  if (edges.left) replace([](const Unseen<Visible>& unseen, int j) { return unseen.before(j); });
+}
+
+// The same where keys are rows and queries columns.
+template <class Visible, class C, int kKeyBlocks, int kQueryBlocks>
+DEVICE void replace_unseen_keys(C (&s)[kKeyBlocks][kQueryBlocks], float value, const Visible& visible,
+                                const TileEdges& edges, int first_key, int first_row, int lane) {
+  if (!edges.left && !edges.right) return;
+  UNROLL for (int m = 0; m < kKeyBlocks; m++) {
+    UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
+      const QueryLimits limits = visible.key(first_key + m * 16 + C::row(lane, slot));
+      const int first = limits.first - first_row - C::column(lane, 0);
+      const int last = limits.last - first_row - C::column(lane, 0);
+      UNROLL for (int n = 0; n < kQueryBlocks; n++) {
+        UNROLL for (int i = 0; i < C::kRun; i++) {
+          const int e = C::element(slot, i);
+          const int query = n * 16 + C::column(0, e);
+          if (query < first || (Visible::kLimitedLeft && query > last)) s[m][n].x[e] = value;
         }
       }
     }

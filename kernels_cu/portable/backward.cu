@@ -271,9 +271,8 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
           }
         }
       }
-      if (!tile_is_full(visible, work.tile, first_row, first_row + kTileQ - 1)) {
-        forget_unseen_keys(x, visible, first_key + key, first_row + columns, lane);
-      }
+      const TileEdges edges = tile_edges(visible, work.tile, first_row, first_row + kTileQ - 1);
+      replace_unseen_keys(x, 0.0f, visible, edges, first_key + key, first_row + columns, lane);
       UNROLL for (int m = 0; m < kKeyBlocks; m++) {
         UNROLL for (int b = 0; b < kQueryBlocks; b++) {
           store_accumulator<M>(x[m][b], p_tile + m * 16 * kPitchP + columns + b * 16, kPitchP, lane);

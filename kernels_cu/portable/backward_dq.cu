@@ -179,9 +179,8 @@ KERNEL LAUNCH_BOUNDS(backward_dq::kThreads, config::kBlocksPerSm) void rawattn_b
         UNROLL for (int e = 0; e < C::kElements; e++) { s[m][b].x[e] = probability(s[m][b].x[e], lse[m][C::slot(e)]); }
       }
     }
-    if (!tile_is_full(visible, tile, first, first + kTileQ - 1)) {
-      forget_unseen(s, visible, first + wave * kWaveRows, tile * kTileK, lane);
-    }
+    const TileEdges edges = tile_edges(visible, tile, first, first + kTileQ - 1);
+    replace_unseen(s, 0.0f, visible, edges, first + wave * kWaveRows, tile * kTileK, lane);
     C dp[kRowBlocks][kKeyBlocks];
     multiply_rows<kDepthV, kPitchV>(dp, douts, values, lane);
     UNROLL for (int m = 0; m < kRowBlocks; m++) {

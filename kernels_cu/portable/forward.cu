@@ -207,9 +207,8 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
       }
     }
     const int tile = range.tile(n);
-    if (!tile_is_full(visible, tile, first, first + kTileQ - 1)) {
-      hide_unseen(s, visible, first + wave * kWaveRows, tile * kTileK, lane);
-    }
+    const TileEdges edges = tile_edges(visible, tile, first, first + kTileQ - 1);
+    replace_unseen(s, -target::infinity(), visible, edges, first + wave * kWaveRows, tile * kTileK, lane);
     if (softmax.relate(s, scale_log2)) softmax.rescale(o);
     softmax.exponentiate(s);
     multiply_values<M>(o, s, slab, elements + kValuesAt + n % kStages * kTileK * kPitchV, lane);

@@ -243,9 +243,8 @@ DEVICE void consume(const Sm90ForwardParams& params, SharedMemory& s, int index)
         }
       }
       const int tile = range.tile(n);
-      if (!tile_is_full(visible, tile, first, first + 63)) {
-        hide_unseen(scores, visible, first_row, tile * kTileK, self.lane);
-      }
+      const TileEdges edges = tile_edges(visible, tile, first, first + 63);
+      replace_unseen(scores, -target::infinity(), visible, edges, first_row, tile * kTileK, self.lane);
       const bool moved = softmax.relate(scores, scale_log2);
       softmax.exponentiate(scores);
       return moved;
