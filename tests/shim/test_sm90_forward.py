@@ -33,10 +33,10 @@ WINDOWS = (
 
 
 def cells_of_curated() -> Iterable[Sm90Cell]:
-    """The tile of the table, small tiles, or another shape."""
-    shapes = itertools.cycle((None, SMALL, None, *SHAPES))
+    """The tile of the table, or small tiles."""
+    shapes = itertools.cycle((None, SMALL))
     for case in curated():
-        if case.scores <= 160_000 and applies(case):
+        if case.scores <= 160_000 and case.batch <= 200 and applies(case):
             yield Sm90Cell(case=case, shape=SMALL if case.batch > 100 else next(shapes))
 
 
@@ -86,7 +86,7 @@ def cells_of_sections() -> Iterable[Sm90Cell]:
 
 
 def cells_of_chance() -> Iterable[Sm90Cell]:
-    for seed in range(160):
+    for seed in range(120):
         case = random_case(seed)
         if case.scores <= 120_000 and applies(case):
             rng = np.random.default_rng(seed)

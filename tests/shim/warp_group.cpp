@@ -73,18 +73,29 @@ struct Step {
 constexpr Step kLane[5] = {{0, 2}, {0, 4}, {1, 0}, {2, 0}, {4, 0}};
 constexpr Step kElement[7] = {{0, 1}, {8, 0}, {0, 8}, {0, 16}, {0, 32}, {0, 64}, {0, 128}};
 
-Step position(int lane, int element) {
-  Step sum{0, 0};
-  for (int bit = 0; bit < 5; bit++) {
-    sum.row += (lane >> bit & 1) * kLane[bit].row;
-    sum.column += (lane >> bit & 1) * kLane[bit].column;
+struct Positions {
+  struct {
+    unsigned char row, column;
+  } at[kWarp][kMostColumns / 2];
+
+  constexpr Positions() : at() {
+    for (int lane = 0; lane < kWarp; lane++) {
+      for (int element = 0; element < kMostColumns / 2; element++) {
+        int row = 0, column = 0;
+        for (int bit = 0; bit < 5; bit++) {
+          row += (lane >> bit & 1) * kLane[bit].row;
+          column += (lane >> bit & 1) * kLane[bit].column;
+        }
+        for (int bit = 0; bit < 7; bit++) {
+          row += (element >> bit & 1) * kElement[bit].row;
+          column += (element >> bit & 1) * kElement[bit].column;
+        }
+        at[lane][element] = {static_cast<unsigned char>(row), static_cast<unsigned char>(column)};
+      }
+    }
   }
-  for (int bit = 0; bit < 7; bit++) {
-    sum.row += (element >> bit & 1) * kElement[bit].row;
-    sum.column += (element >> bit & 1) * kElement[bit].column;
-  }
-  return sum;
-}
+};
+constexpr Positions kPositions;
 
 // An operand in the 128-byte swizzle, by its descriptor (PTX ISA, "Matrix Descriptor Format").
 struct Operand {
@@ -105,14 +116,16 @@ struct Operand {
   }
 };
 
-unsigned short element_at(unsigned address) {
-  unsigned short bits;
-  memcpy(&bits, at_shared_address(address ^ ((address >> 7 & 7) << 4), 2, "wgmma"), 2);
-  return bits;
-}
-
 float number(bool bfloat, unsigned short bits) {
   return bfloat ? target::to_float(bfloat16{bits}) : target::to_float(float16{bits});
+}
+
+// Of an operand whose bytes are known to lie in shared memory.
+float number_at(bool bfloat, unsigned address) {
+  static const unsigned origin = shared_address(shared);
+  unsigned short bits;
+  memcpy(&bits, shared + ((address ^ ((address >> 7 & 7) << 4)) - origin), sizeof(bits));
+  return number(bfloat, bits);
 }
 
 // Calls visit(begin, end) for the bytes of shared memory that a warp reads.
@@ -162,30 +175,29 @@ void compute(const Issued& issued, int warp) {
   const int columns = product.columns;
   check_operands_are_there(product, warp);
   float a[kRows][kDepth], b[kDepth][kMostColumns], c[kRows][kMostColumns];
+  const Operand operand_b(product.b);
   for (int n = 0; n < columns; n++) {
     for (int k = 0; k < kDepth; k++) {
-      const Operand operand(product.b);
-      b[k][n] =
-          number(product.bfloat, element_at(product.a_in_registers ? operand.address(k, n) : operand.address(n, k)));
+      const unsigned address = product.a_in_registers ? operand_b.address(k, n) : operand_b.address(n, k);
+      b[k][n] = number_at(product.bfloat, address);
     }
   }
-  for (int row = 0; row < kRows && !product.a_in_registers; row++) {
-    const Operand operand(product.a);
-    for (int k = 0; k < kDepth; k++) {
-      a[row][k] = number(product.bfloat, element_at(operand.address(warp % kWarps * kRows + row, k)));
+  if (!product.a_in_registers) {
+    const Operand operand_a(product.a);
+    for (int row = 0; row < kRows; row++) {
+      for (int k = 0; k < kDepth; k++) {
+        a[row][k] = number_at(product.bfloat, operand_a.address(warp % kWarps * kRows + row, k));
+      }
     }
   }
   for (int lane = 0; lane < kWarp; lane++) {
     const Request& request = issued.of_lane[lane];
+    const auto& at = kPositions.at[lane];
     for (int e = 0; e < kElementsA && product.a_in_registers; e++) {
-      const Step at = position(lane, e);
-      a[at.row][at.column] = number(product.bfloat, request.a[e]);
+      a[at[e].row][at[e].column] = number(product.bfloat, request.a[e]);
     }
     const std::vector<float>& values = find_held(lanes[warp * kWarp + lane], request.c)->values;
-    for (int e = 0; e < columns / 2; e++) {
-      const Step at = position(lane, e);
-      c[at.row][at.column] = product.accumulate ? values[e] : 0.0f;
-    }
+    for (int e = 0; e < columns / 2; e++) c[at[e].row][at[e].column] = product.accumulate ? values[e] : 0.0f;
   }
   for (int row = 0; row < kRows; row++) {
     for (int k = 0; k < kDepth; k++) {
@@ -194,10 +206,8 @@ void compute(const Issued& issued, int warp) {
   }
   for (int lane = 0; lane < kWarp; lane++) {
     std::vector<float>& values = find_held(lanes[warp * kWarp + lane], issued.of_lane[lane].c)->values;
-    for (int e = 0; e < columns / 2; e++) {
-      const Step at = position(lane, e);
-      values[e] = c[at.row][at.column];
-    }
+    const auto& at = kPositions.at[lane];
+    for (int e = 0; e < columns / 2; e++) values[e] = c[at[e].row][at[e].column];
   }
 }
 
