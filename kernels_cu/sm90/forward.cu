@@ -10,11 +10,7 @@
 #include "attn/sequence.cuh"
 #include "attn/softmax.cuh"
 #include "attn/visible.cuh"
-#include "ptx/barrier.cuh"
-#include "ptx/mbarrier.cuh"
-#include "ptx/setmaxnreg.cuh"
-#include "ptx/tma.cuh"
-#include "ptx/wgmma.cuh"
+#include "ptx/ptx.cuh"
 #include "target/target.cuh"
 #include "tile/copy.cuh"
 #include "tile/transpose.cuh"
@@ -113,7 +109,7 @@ DEVICE void produce(const Sm90ForwardParams& p, SharedMemory& s, const ptx::Tens
     ptx::mbarrier_arrive(&s.work_full[slot.slot]);
     slot.advance();
     if (!work.exists) break;
-    const unsigned ticket = atomicAdd(p.next_work, 1u);
+    const unsigned ticket = target::fetch_add(p.next_work, 1u);
 
     const TileRange range = tiles_of(p.forward, work);
     const int kv_head = work.head / (p.forward.nheads_q / p.forward.nheads_kv);
@@ -140,10 +136,10 @@ DEVICE void produce(const Sm90ForwardParams& p, SharedMemory& s, const ptx::Tens
       }
     }
     if (range.count > 0) load_values(range.count - 1);
-    index = int64(ticket) + gridDim.x;
+    index = int64(ticket) + target::grid_size();
   }
   // The last block to run out of work leaves the counters as it found them, for the next launch.
-  if (atomicAdd(p.next_work + 1, 1u) == gridDim.x - 1) {
+  if (target::fetch_add(p.next_work + 1, 1u) == target::grid_size() - 1) {
     p.next_work[0] = 0;
     p.next_work[1] = 0;
   }
@@ -281,7 +277,7 @@ DEVICE void consume(const Sm90ForwardParams& params, SharedMemory& s, int index)
         const bool moved = finish_scores(scores, n);
         // Never taken. The branch ends the basic block: without it the compiler moves the wait above the exponentials,
         // and softmax and products no longer overlap.
-        if (softmax.sum[0][0] + softmax.sum[0][1] < 0.0f) asm volatile("brkpt;");
+        if (softmax.sum[0][0] + softmax.sum[0][1] < 0.0f) target::breakpoint();
         ptx::wgmma_wait<0>();
         self.release(&s.values_empty[self.values.slot]);
         self.values.advance();
@@ -297,8 +293,8 @@ DEVICE void consume(const Sm90ForwardParams& params, SharedMemory& s, int index)
       softmax.finish(o);
     }
     store(p, work, o, softmax, first_row, self.lane);
-    __syncwarp();
-    self.release(&s.work_empty[slot.slot]);
+    // Every thread for itself: all of them read the slot, up to here.
+    ptx::mbarrier_arrive(&s.work_empty[slot.slot]);
     slot.advance();
   }
 }
@@ -309,7 +305,7 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads,
                      1) void rawattn_sm90_forward(PARAMETER Sm90ForwardParams p, PARAMETER ptx::TensorMap q_map,
                                                   PARAMETER ptx::TensorMap k_map, PARAMETER ptx::TensorMap v_map) {
   using namespace forward;
-  extern __shared__ __align__(1024) unsigned char bytes[];
+  SHARED_MEMORY_ALIGNED(bytes, sizeof(SharedMemory), 1024);
   SharedMemory& shared = *reinterpret_cast<SharedMemory*>(bytes);
   if (target::thread_index() == 0) {
     for (int i = 0; i < kStages; i++) {
@@ -320,7 +316,7 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads,
     }
     for (int i = 0; i < 2; i++) {
       ptx::mbarrier_init(&shared.work_full[i], 1);
-      ptx::mbarrier_init(&shared.work_empty[i], 4 * kConsumers);
+      ptx::mbarrier_init(&shared.work_empty[i], kGroup * kConsumers);
     }
     ptx::mbarrier_init(&shared.queries_full, 1);
     ptx::mbarrier_init(&shared.queries_empty, 4 * kConsumers);
@@ -330,9 +326,8 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads,
     ptx::prefetch_tensormap(&v_map);
   }
   target::block_sync();
-  // Through a shuffle the compiler knows that the group is the same for the whole warp, and keeps descriptors in
-  // uniform registers.
-  const int group = __shfl_sync(~0u, target::thread_index() / kGroup, 0);
+  // The compiler, once it knows that the group is the same for the whole warp, keeps descriptors in uniform registers.
+  const int group = target::wave_uniform(target::thread_index() / kGroup);
   if (group == 0) {
     ptx::setmaxnreg_dec<kProducerRegisters>();
     if (target::thread_index() == 0) produce(p, shared, &q_map, &k_map, &v_map);

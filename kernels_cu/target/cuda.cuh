@@ -6,7 +6,10 @@
 #define KERNEL extern "C" __global__
 #define LAUNCH_BOUNDS(threads, blocks) __launch_bounds__(threads, blocks)
 #define PARAMETER const __grid_constant__
-#define SHARED_MEMORY(name, bytes) extern __shared__ __align__(128) unsigned char name[]
+#define SHARED_MEMORY(name, bytes) SHARED_MEMORY_ALIGNED(name, bytes, 128)
+#define SHARED_MEMORY_ALIGNED(name, bytes, alignment) \
+  extern __shared__ __align__(alignment)              \
+  unsigned char name[]
 #define UNROLL _Pragma("unroll")
 
 struct float16 {
@@ -23,12 +26,16 @@ DEVICE float infinity() { return __int_as_float(0x7f800000); }
 
 DEVICE int thread_index() { return threadIdx.x; }
 DEVICE int block_index() { return blockIdx.x; }
+DEVICE unsigned grid_size() { return gridDim.x; }
 
 DEVICE void block_sync() { __syncthreads(); }
 DEVICE void wave_sync() { __syncwarp(); }
 
 DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(~0u, x, mask); }
+DEVICE unsigned shuffle_xor(unsigned x, int mask) { return __shfl_xor_sync(~0u, x, mask); }
 DEVICE bool wave_any(bool predicate) { return __any_sync(~0u, predicate); }
+// Through a shuffle the compiler learns that x is the same in every lane.
+DEVICE int wave_uniform(int x) { return __shfl_sync(~0u, x, 0); }
 
 DEVICE float exp2(float x) {
   float y;
@@ -81,6 +88,11 @@ DEVICE void atomic_add(float* address, const float (&x)[kCount]) {
     asm volatile("red.global.add.f32 [%0], %1;" ::"l"(address + i), "f"(x[i]) : "memory");
   }
 }
+
+// Adds 1 or more to a counter that other blocks share, and returns what it was.
+DEVICE unsigned fetch_add(unsigned* counter, unsigned x) { return atomicAdd(counter, x); }
+
+DEVICE void breakpoint() { asm volatile("brkpt;"); }
 
 DEVICE unsigned shared_address(const void* pointer) { return static_cast<unsigned>(__cvta_generic_to_shared(pointer)); }
 

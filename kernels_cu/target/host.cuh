@@ -20,7 +20,8 @@ float log2f(float) noexcept;
 #define KERNEL extern "C"
 #define LAUNCH_BOUNDS(threads, blocks)
 #define PARAMETER const
-#define SHARED_MEMORY(name, bytes) unsigned char* const name = host::shared_memory(bytes)
+#define SHARED_MEMORY(name, bytes) SHARED_MEMORY_ALIGNED(name, bytes, 128)
+#define SHARED_MEMORY_ALIGNED(name, bytes, alignment) unsigned char* const name = host::shared_memory(bytes, alignment)
 #define UNROLL
 
 struct float16 {
@@ -38,7 +39,9 @@ using Combine = void (*)(void* const* payloads);
 
 int thread_index();
 int block_index();
-unsigned char* shared_memory(int bytes);
+int grid_size();
+unsigned char* shared_memory(int bytes, int alignment);
+unsigned shared_address(const void* pointer);
 // Both return when every thread of the wave, or of the block, is there. `name` and `detail` say
 // what the thread waits for.
 void meet_wave(const char* name, int detail, Combine combine, void* payload);
@@ -72,28 +75,33 @@ DEVICE float infinity() { return float_of(0x7f800000); }
 
 DEVICE int thread_index() { return host::thread_index(); }
 DEVICE int block_index() { return host::block_index(); }
+DEVICE unsigned grid_size() { return static_cast<unsigned>(host::grid_size()); }
 
 DEVICE void block_sync() { host::meet_block(); }
 DEVICE void wave_sync() {
   host::meet_wave("wave_sync", 0, [](void* const*) {}, nullptr);
 }
 
+template <class T>
 struct Shuffle {
-  float x, received;
+  T x, received;
   int mask;
 };
-DEVICE float shuffle_xor(float x, int mask) {
-  Shuffle mine{x, 0.0f, mask};
+template <class T>
+DEVICE T exchange(T x, int mask) {
+  Shuffle<T> mine{x, T{}, mask};
   const auto exchange = [](void* const* payloads) {
     for (int lane = 0; lane < kWave; lane++) {
-      Shuffle& receiver = *static_cast<Shuffle*>(payloads[lane]);
-      receiver.received = static_cast<const Shuffle*>(payloads[lane ^ receiver.mask])->x;
+      Shuffle<T>& receiver = *static_cast<Shuffle<T>*>(payloads[lane]);
+      receiver.received = static_cast<const Shuffle<T>*>(payloads[lane ^ receiver.mask])->x;
     }
   };
   if (mask < 0 || mask >= kWave) host::fail("shuffle_xor(%d) leaves a wave of %d", mask, kWave);
   host::meet_wave("shuffle_xor", mask, exchange, &mine);
   return mine.received;
 }
+DEVICE float shuffle_xor(float x, int mask) { return exchange(x, mask); }
+DEVICE unsigned shuffle_xor(unsigned x, int mask) { return exchange(x, mask); }
 
 DEVICE bool wave_any(bool predicate) {
   const auto any = [](void* const* payloads) {
@@ -103,6 +111,18 @@ DEVICE bool wave_any(bool predicate) {
   };
   host::meet_wave("wave_any", 0, any, &predicate);
   return predicate;
+}
+
+DEVICE int wave_uniform(int x) {
+  const auto same = [](void* const* payloads) {
+    const int first = *static_cast<const int*>(payloads[0]);
+    for (int lane = 1; lane < kWave; lane++) {
+      const int other = *static_cast<const int*>(payloads[lane]);
+      if (other != first) host::fail("wave_uniform of %d in lane 0 and %d in lane %d", first, other, lane);
+    }
+  };
+  host::meet_wave("wave_uniform", 0, same, &x);
+  return x;
 }
 
 DEVICE float exp2(float x) { return ::exp2f(x); }
@@ -166,6 +186,15 @@ DEVICE void atomic_add(float* address, const float (&x)[kCount]) {
     host::fail("%d floats are added to %p", kCount, static_cast<void*>(address));
   for (int i = 0; i < kCount; i++) address[i] += x[i];
 }
+
+DEVICE unsigned fetch_add(unsigned* counter, unsigned x) {
+  const unsigned was = *counter;
+  *counter += x;
+  return was;
+}
+
+DEVICE void breakpoint() { host::fail("comes to a breakpoint"); }
+DEVICE unsigned shared_address(const void* pointer) { return host::shared_address(pointer); }
 
 // Where the elements of fragments lie, for the kernel: the row and the column of element `e` of a
 // lane. Operands are told apart by their element's size.
@@ -384,6 +413,10 @@ struct Mma {
       b.x[e] = tile[Map::b_depth(lane, e) * pitch + Map::b_column(lane, e)];
     }
     return b;
+  }
+  DEVICE static unsigned pack_pair(float low, float high) {
+    static_assert(sizeof(T) == 2, "two fill a register");
+    return from_float<T>(low).bits | static_cast<unsigned>(from_float<T>(high).bits) << 16;
   }
   // A 16 x 16 accumulator has, element by element, the layout of an A operand.
   DEVICE static A from_accumulator(const C& c) {

@@ -1,15 +1,18 @@
 // The machine under a portable kernel. Each target file defines the same names:
 //
-//   macros     DEVICE, KERNEL, LAUNCH_BOUNDS(threads, blocks), PARAMETER, SHARED_MEMORY(name, bytes), UNROLL
+//   macros     DEVICE, KERNEL, LAUNCH_BOUNDS(threads, blocks), PARAMETER, UNROLL,
+//              SHARED_MEMORY(name, bytes), SHARED_MEMORY_ALIGNED(name, bytes, alignment)
 //   types      float16, bfloat16
-//   place      thread_index(), block_index(), kWave
+//   place      thread_index(), block_index(), grid_size(), kWave
 //   numbers    infinity()
 //   order      block_sync(), wave_sync()
-//   exchange   shuffle_xor(x, mask), wave_any(predicate)
+//   exchange   shuffle_xor(x, mask), wave_any(predicate), wave_uniform(x)
 //   maths      exp2(x), log2(x), bits_of(x), to_float(x), from_float<T>(x)
-//   sums       atomic_add(address, x)
+//   sums       atomic_add(address, x), fetch_add(counter, x)
 //   copies     copy_async<bytes>(shared, global, valid), copy_async_commit(), copy_async_wait()
 //   product    Mma<T>: fragments of a 16 x 16 x kDepth product, how they are loaded, which row and column a lane holds
+//
+//   oddities   shared_address(pointer), for descriptors; breakpoint(), where no thread may come
 //
 // and nothing else, so that an algorithm written against them runs on every machine.
 #pragma once

@@ -1,7 +1,7 @@
 // A 4 x 4 transpose among the four lanes of a quad: afterwards lane t holds, in order, what lanes 0 to 3 held in x[t].
 #pragma once
 
-#include "target/cuda.cuh"
+#include "target/target.cuh"
 
 DEVICE void transpose_quad(unsigned (&x)[4], int t) {
   // Two rounds of exchanges, with the lane 1 and then 2 away, each of the half that belongs on the other side.
@@ -11,7 +11,7 @@ DEVICE void transpose_quad(unsigned (&x)[4], int t) {
       if (i & distance) continue;
       unsigned& low_one = x[i];
       unsigned& high_one = x[i + distance];
-      const unsigned received = __shfl_xor_sync(~0u, high ? low_one : high_one, distance);
+      const unsigned received = target::shuffle_xor(high ? low_one : high_one, distance);
       if (high) {
         low_one = received;
       } else {

@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from rawattn import _pack
-from rawattn._kernels import fill_padding, params, schedule
+from rawattn import _launch, _pack
+from rawattn._kernels import fill_padding, params, schedule, sm90_forward
 from rawattn._kernels.portable_forward import Config
 from rawattn._layout import Lengths, Side
 from rawattn._problem import Problem, result_shapes
 from tests.cases import CANARY, Strided
 from tests.shim.shim import Build, Builder, Memory
+from tests.shim.tensor_map import encode
 
 
 @dataclass(frozen=True)
@@ -26,9 +27,11 @@ class Machine:
     fibers: str = "own"
     seed: int = 1
 
-    def run(self, source: Any, params: Any, **launch: Any) -> None:
+    def run(self, source: Any, *params: Any, **launch: Any) -> None:
+        """params: the kernel's, each an array of one element."""
         build = Build(source, self.wave, self.checked, self.fibers)
-        self.builder.kernel(build).run(params[0], seed=self.seed, **launch)
+        values = [each[0] for each in params]
+        self.builder.kernel(build).run(*values, seed=self.seed, **launch)
 
 
 class Operand:
@@ -98,12 +101,70 @@ class Forward:
         exact_grid: launch as many blocks as there are tiles, else as many as there may be.
         fill: write the padding rows as well.
         """
+        packed, memory, tiles = self._describe(machine, config, exact_grid, section_keys)
+        machine.run(
+            config.source(),
+            packed,
+            grid=tiles * self.problem.nheads_q,
+            threads=config.threads,
+            shared_bytes=config.shared_bytes,
+            memory=memory,
+        )
+        return self._results(machine, fill)
+
+    def run_sm90(
+        self,
+        machine: Machine,
+        config: sm90_forward.Config,
+        *,
+        blocks: int,
+        exact_grid: bool = True,
+        section_keys: int | None = None,
+        fill: bool = False,
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """The same by Hopper's kernel, on a GPU that holds `blocks` of its blocks."""
+        problem = self.problem
+        packed, memory, tiles = self._describe(machine, config, exact_grid, section_keys)
+        whole = np.zeros(1, params.SM90_FORWARD)
+        fields = whole[0]
+        fields["forward"] = packed[0]
+        next_work = Memory("next_work", np.zeros(2, np.uint32), readonly=False)
+        fields["next_work"] = next_work.address
+        fields["row_bound_q"] = sm90_forward.row_bound(problem.rows_q)
+        fields["row_bound_k"] = sm90_forward.row_bound(problem.rows_k)
+        strides = {name: operand.strides for name, operand in self.operands.items()}
+        maps = [
+            np.array([encode(tensor._geometry, self.operands[name].address)])
+            for name, tensor in zip(
+                "qkv", _launch._tensor_maps(problem, config, strides), strict=True
+            )
+        ]
+        machine.run(
+            config.source(),
+            whole,
+            *maps,
+            grid=min(tiles * problem.nheads_q, blocks),
+            threads=config.threads,
+            shared_bytes=config.shared_bytes,
+            memory=[*memory, next_work],
+        )
+        assert not next_work.array().any(), "the counters of work are not zero for the next launch"
+        return self._results(machine, fill)
+
+    def _describe(
+        self,
+        machine: Machine,
+        config: Config | sm90_forward.Config,
+        exact_grid: bool,
+        section_keys: int | None,
+    ) -> tuple[np.ndarray, list[Memory], int]:
+        """The parameters both kernels have, all memory they may touch, and how many tiles there are."""
         problem = self.problem
         packed = np.zeros(1, params.FORWARD)
         fields = packed[0]
+        itemsize = self.out.memory.dtype.itemsize
         for name, operand in self.operands.items():
             fields[name] = operand.address
-            itemsize = operand.memory.dtype.itemsize
             fields[f"{name}_strides"] = _pack._elements(problem, operand.strides)
         self._put_lse(fields)
         for name, side in self._sides.items():
@@ -113,7 +174,8 @@ class Forward:
         for name in ("sink", "batch", "nheads_q", "nheads_kv", "scale"):
             fields[name] = getattr(problem, name)
         if section_keys is None:
-            section_keys = _pack.L2_SHARE // ((problem.headdim + problem.headdim_v) * itemsize)
+            key_bytes = (problem.headdim + problem.headdim_v) * itemsize
+            section_keys = config.section_bytes // key_bytes
         fields["section_keys"] = section_keys
 
         memory = list(self._memory)
@@ -126,14 +188,9 @@ class Forward:
                 tiles = problem.rows_q // config.tile_q + problem.batch
             if exact_grid:
                 tiles = int(first_tile.array()[-1])
-        machine.run(
-            config.source(),
-            packed,
-            grid=tiles * problem.nheads_q,
-            threads=config.threads,
-            shared_bytes=config.shared_bytes,
-            memory=memory,
-        )
+        return packed, memory, tiles
+
+    def _results(self, machine: Machine, fill: bool) -> tuple[np.ndarray, np.ndarray | None]:
         if fill:
             self.fill_padding(machine)
         return self.out.buffer(), self.lse and self.lse.array().reshape(self.lse_shape)
@@ -169,10 +226,8 @@ class Forward:
         fields["side"] = self._sides["q_side"]
         fields["batch"], fields["nheads"] = problem.batch, problem.nheads_q
         fields["headdim"], fields["element_bytes"] = problem.headdim_v, itemsize
-        fields["parts"] = parts = 2  # a GPU is given enough to be full
-        fields["parts"] = parts = (
-            2  # a gap is shared, by few blocks: they run one after the other here
-        )
+        # A gap is shared by few blocks: they run one after the other here.
+        fields["parts"] = parts = 2
         machine.run(
             fill_padding.source(),
             packed,

@@ -1,5 +1,6 @@
 // The machine under target/host.cuh: fibers for threads, a scheduler for the waves of a block,
-// shared memory between pages that fault, copies that stay away until they are waited for.
+// shared memory between pages that fault, copies that stay away until they are waited for. What
+// only Hopper has is in mbarrier.cpp, tensor_copy.cpp and wgmma.cpp.
 #include "machine.hpp"
 
 #include <fcntl.h>
@@ -14,77 +15,25 @@
 
 #include <vector>
 
+#include "fiber.hpp"
+#include "inside.hpp"
 #include "target/host.cuh"
 
-#if defined(__x86_64__) && !defined(SHIM_UCONTEXT)
-
-struct Context {
-  void* stack_pointer;
-};
-// Saves what a function must preserve on the stack of `from`, then continues where `to` stopped.
-extern "C" void shim_switch(Context* from, const Context* to);
-asm(R"(
-  .text
-  .globl shim_switch
-  .hidden shim_switch
-  .type shim_switch, @function
-shim_switch:
-  pushq %rbp
-  pushq %rbx
-  pushq %r12
-  pushq %r13
-  pushq %r14
-  pushq %r15
-  movq %rsp, (%rdi)
-  movq (%rsi), %rsp
-  popq %r15
-  popq %r14
-  popq %r13
-  popq %r12
-  popq %rbx
-  popq %rbp
-  ret
-  .size shim_switch, . - shim_switch
-)");
-
-static void prepare(Context& context, unsigned char* stack, size_t bytes, void (*entry)()) {
-  // As if `entry` had been called from nowhere: its return address is 0, and 16 bytes are aligned
-  // before that was pushed.
-  void** top = reinterpret_cast<void**>(stack + bytes - 16);
-  *--top = nullptr;
-  *--top = reinterpret_cast<void*>(entry);
-  top -= 6;
-  memset(top, 0, 6 * sizeof(void*));
-  context.stack_pointer = top;
-}
-
-#else
-
-#include <ucontext.h>
-
-struct Context {
-  ucontext_t state;
-};
-static void shim_switch(Context* from, const Context* to) { swapcontext(&from->state, &to->state); }
-
-static void prepare(Context& context, unsigned char* stack, size_t bytes, void (*entry)()) {
-  getcontext(&context.state);
-  context.state.uc_stack.ss_sp = stack;
-  context.state.uc_stack.ss_size = bytes;
-  context.state.uc_link = nullptr;
-  makecontext(&context.state, entry, 0);
-}
-
-#endif
-
 namespace host {
+
+Launch launch;
+int running = -1;
+unsigned char* shared;
+int block_syncs;
+
 namespace {
 
 constexpr size_t kPage = 4096;
 constexpr size_t kStackBytes = 64 * kPage;
-constexpr int kPoison = 0xff;  // NaN as any floating-point type, -1 as an integer
 constexpr unsigned kSecondsAllowed = 120;
-const char* const kBlockSync = "block_sync";
+constexpr unsigned kNever = 1u << 30;
+// Where an H100 starts to count the bytes that a block asks for.
+constexpr unsigned kSharedAddress = 1024;
 
 struct Copy {
   void* shared;
@@ -93,34 +42,31 @@ struct Copy {
   bool valid;
 };
 
+enum class Waits {
+  kNot,
+  kWave,       // for the other lanes
+  kBlock,      // for the other threads of the block
+  kCondition,  // by itself
+  kExited,
+};
+
 struct Fiber {
   Context context;
-  bool exited;
-  // What it waits for.
+  Waits waits;
   const char* name;
   int detail;
   Combine combine;
   void* payload;
+  Condition condition;
   std::vector<Copy> copies;
   size_t committed;  // of them
 };
 
-// Only the child process of a run has these.
-Launch launch;
 int block;
-int running = -1;  // the thread whose turn it is; -1 = the scheduler
 Context scheduler;
 std::vector<Fiber> fibers;
 unsigned char* stacks;
-unsigned char* shared;
 unsigned random_state;
-
-unsigned draw(unsigned below) {
-  random_state ^= random_state << 13;
-  random_state ^= random_state >> 17;
-  random_state ^= random_state << 5;
-  return random_state % below;
-}
 
 // `bytes` of memory that start on a page and have a page that faults before and after them.
 unsigned char* fenced(size_t bytes) {
@@ -136,12 +82,14 @@ void thread_main() {
   launch.kernel(launch.params);
   Fiber& self = fibers[running];
   if (!self.copies.empty()) fail("exits while %zu of its copies were never waited for", self.copies.size());
-  self.exited = true;
+  check_products_at_exit();
+  self.waits = Waits::kExited;
   shim_switch(&self.context, &scheduler);
 }
 
-void wait(const char* name, int detail, Combine combine, void* payload) {
+void wait(Waits waits, const char* name, int detail, Combine combine, void* payload) {
   Fiber& self = fibers[running];
+  self.waits = waits;
   self.name = name;
   self.detail = detail;
   self.combine = combine;
@@ -149,81 +97,170 @@ void wait(const char* name, int detail, Combine combine, void* payload) {
   shim_switch(&self.context, &scheduler);
 }
 
+bool can_run(const Fiber& fiber) {
+  return fiber.waits == Waits::kNot || (fiber.waits == Waits::kCondition && fiber.condition.holds(fiber.condition));
+}
+
 void take_turn(int thread) {
+  fibers[thread].waits = Waits::kNot;
   running = thread;
   shim_switch(&scheduler, &fibers[thread].context);
   running = -1;
 }
 
 bool meets(const Fiber& a, const Fiber& b) {
-  if (a.exited || b.exited) return a.exited && b.exited;
+  if (a.waits != b.waits || a.waits == Waits::kExited) return a.waits == b.waits;
   return strcmp(a.name, b.name) == 0 && a.detail == b.detail;
 }
 
 void describe(char* text, size_t size, int thread) {
   const Fiber& fiber = fibers[thread];
-  if (fiber.exited) {
+  if (fiber.waits == Waits::kExited) {
     snprintf(text, size, "thread %d has exited", thread);
-  } else {
-    snprintf(text, size, "thread %d waits in %s(%d)", thread, fiber.name, fiber.detail);
+    return;
   }
+  const int length = snprintf(text, size, "thread %d waits in %s(%d)", thread, fiber.name, fiber.detail);
+  if (fiber.waits == Waits::kCondition) fiber.condition.tell(fiber.condition, text + length, size - length);
 }
 
 [[noreturn]] void diverged(const char* what, int a, int b) {
-  char first[128], second[128];
+  char first[256], second[256];
   describe(first, sizeof(first), a);
   describe(second, sizeof(second), b);
   fail("threads of one %s diverged: %s, %s", what, first, second);
 }
 
-// Lets every lane run until it waits or exits, then completes what they wait for. False when the
-// wave can go no further.
-bool advance(int wave) {
+// Completes what all lanes of the wave wait for together, if that is so.
+void complete_meeting(int wave) {
   const int first = wave * launch.wave;
-  const bool backward = draw(2) != 0;
-  for (int lane = 0; lane < launch.wave; lane++) {
-    take_turn(first + (backward ? launch.wave - 1 - lane : lane));
-  }
   void* payloads[64];
   for (int lane = 0; lane < launch.wave; lane++) {
-    if (!meets(fibers[first], fibers[first + lane])) diverged("wave", first, first + lane);
-    payloads[lane] = fibers[first + lane].payload;
+    const Fiber& fiber = fibers[first + lane];
+    if (fiber.waits != Waits::kWave || !meets(fibers[first], fiber)) return;
+    payloads[lane] = fiber.payload;
   }
-  if (fibers[first].exited || fibers[first].name == kBlockSync) return false;
+  running = first;
   fibers[first].combine(payloads);
+  running = -1;
+  for (int lane = 0; lane < launch.wave; lane++) fibers[first + lane].waits = Waits::kNot;
+}
+
+// Lets the lanes that can run do so until they wait or exit, now and then only the first few. False
+// when none can. Other waves may come in between before what the lanes then wait for is completed.
+bool advance(int wave) {
+  const int first = wave * launch.wave;
+  complete_meeting(wave);
+  const bool backward = draw(2) != 0;
+  const int lanes = draw(4) == 0 ? static_cast<int>(draw(launch.wave)) : launch.wave;
+  bool can = false;
+  for (int n = 0; n < launch.wave; n++) {
+    const int thread = first + (backward ? launch.wave - 1 - n : n);
+    if (!can_run(fibers[thread])) continue;
+    can = true;
+    if (n < lanes) take_turn(thread);
+  }
+  int met = -1;
+  for (int thread = first; thread < first + launch.wave; thread++) {
+    if (fibers[thread].waits == Waits::kNot || fibers[thread].waits == Waits::kCondition) continue;
+    if (met >= 0 && !meets(fibers[met], fibers[thread])) diverged("wave", met, thread);
+    if (met < 0) met = thread;
+  }
+  return can;
+}
+
+// Nothing moves any more: why?
+[[noreturn]] void deadlock() {
+  char text[4096];
+  int length = 0;
+  for (int thread = 0; thread < launch.threads; thread++) {
+    const int first = thread / launch.wave * launch.wave;
+    bool told = fibers[thread].waits == Waits::kExited && thread != first;
+    for (int other = first; other < thread && !told; other++) told = meets(fibers[other], fibers[thread]);
+    if (told || length > static_cast<int>(sizeof(text)) - 300) continue;
+    length += snprintf(text + length, sizeof(text) - length, "; ");
+    describe(text + length, sizeof(text) - length, thread);
+    length += static_cast<int>(strlen(text + length));
+  }
+  fail("deadlock%s", text);
+}
+
+// Goes on from where every wave is stuck. False when the block is done.
+bool leave_standstill() {
+  if (copies_under_way() != 0) {
+    bool exited = true;
+    for (const Fiber& fiber : fibers) exited = exited && fiber.waits == Waits::kExited;
+    if (exited) fail("ends while %zu copies are under way", copies_under_way());
+    deliver_copy();
+    return true;
+  }
+  for (const Fiber& fiber : fibers) {
+    if (fiber.waits == Waits::kCondition) deadlock();
+  }
+  for (int thread = 1; thread < launch.threads; thread++) {
+    if (!meets(fibers[0], fibers[thread])) diverged("block", 0, thread);
+  }
+  if (fibers[0].waits == Waits::kExited) return false;
+  block_syncs++;
+  for (Fiber& fiber : fibers) fiber.waits = Waits::kNot;
   return true;
+}
+
+void run_waves() {
+  // How long a wave stays ahead: it keeps its turn as far as it can go, or loses it now and then,
+  // or nearly always. And how long copies take: until nobody can go on without them, or less.
+  const unsigned turns[] = {kNever, 16, 2};
+  const unsigned delays[] = {kNever, 40, 6, 1};
+  const unsigned stays = turns[draw(3)];
+  const unsigned delay = delays[draw(4)];
+  const int waves = launch.threads / launch.wave;
+  std::vector<int> ready;
+  std::vector<int> waiting;  // for a condition: whatever happens may fulfil it
+  const auto wake = [&] {
+    ready.insert(ready.end(), waiting.begin(), waiting.end());
+    waiting.clear();
+  };
+  do {
+    ready.clear();
+    waiting.clear();
+    for (int wave = 0; wave < waves; wave++) ready.push_back(wave);
+    unsigned chosen = draw(ready.size());
+    while (!ready.empty()) {
+      const int wave = ready[chosen];
+      if (advance(wave)) {
+        wake();
+        if (draw(stays) == 0) chosen = draw(ready.size());
+      } else {
+        ready.erase(ready.begin() + chosen);
+        for (int lane = 0; lane < launch.wave; lane++) {
+          if (fibers[wave * launch.wave + lane].waits != Waits::kCondition) continue;
+          waiting.push_back(wave);
+          break;
+        }
+        if (!ready.empty()) chosen = draw(ready.size());
+      }
+      if (copies_under_way() != 0 && draw(delay) == 0) {
+        deliver_copy();
+        wake();
+        if (chosen >= ready.size() && !ready.empty()) chosen = draw(ready.size());
+      }
+    }
+  } while (leave_standstill());
 }
 
 void run_block() {
   memset(shared, kPoison, (launch.shared_bytes + kPage - 1) / kPage * kPage);
   for (int thread = 0; thread < launch.threads; thread++) {
     Fiber& fiber = fibers[thread];
-    fiber.exited = false;
+    fiber.waits = Waits::kNot;
     fiber.name = "";
     fiber.committed = 0;
     prepare(fiber.context, stacks + thread * (kStackBytes + kPage), kStackBytes, thread_main);
   }
-  // How long a wave stays ahead: it keeps its turn up to the next barrier, or loses it now and
-  // then, or nearly always.
-  const unsigned turns[] = {1u << 30, 16, 2};
-  const unsigned stays = turns[draw(3)];
-  std::vector<int> ready;
-  do {
-    ready.clear();
-    for (int wave = 0; wave < launch.threads / launch.wave; wave++) ready.push_back(wave);
-    unsigned chosen = draw(ready.size());
-    while (!ready.empty()) {
-      if (!advance(ready[chosen])) {
-        ready.erase(ready.begin() + chosen);
-        if (!ready.empty()) chosen = draw(ready.size());
-      } else if (draw(stays) == 0) {
-        chosen = draw(ready.size());
-      }
-    }
-    for (int thread = 1; thread < launch.threads; thread++) {
-      if (!meets(fibers[0], fibers[thread])) diverged("block", 0, thread);
-    }
-  } while (!fibers[0].exited);
+  block_syncs = 0;
+  forget_barriers();
+  forget_products();
+  run_waves();
+  check_products_of_block();
   for (size_t i = launch.shared_bytes; i % kPage != 0; i++) {
     if (shared[i] != kPoison) fail("byte %zu of shared memory was written, but there are %d", i, launch.shared_bytes);
   }
@@ -271,14 +308,51 @@ void run_grid() {
 
 int thread_index() { return running; }
 int block_index() { return block; }
+int grid_size() { return launch.grid; }
 
-unsigned char* shared_memory(int bytes) {
+unsigned draw(unsigned below) {
+  random_state ^= random_state << 13;
+  random_state ^= random_state >> 17;
+  random_state ^= random_state << 5;
+  return random_state % below;
+}
+
+unsigned char* shared_memory(int bytes, int alignment) {
   if (bytes > launch.shared_bytes) fail("uses %d bytes of shared memory, launched with %d", bytes, launch.shared_bytes);
+  if (alignment > static_cast<int>(kSharedAddress)) fail("shared memory starts on no multiple of %d", alignment);
   return shared;
 }
 
-void meet_wave(const char* name, int detail, Combine combine, void* payload) { wait(name, detail, combine, payload); }
-void meet_block() { wait(kBlockSync, 0, nullptr, nullptr); }
+unsigned shared_address(const void* pointer) {
+  return kSharedAddress + static_cast<unsigned>(static_cast<const unsigned char*>(pointer) - shared);
+}
+
+size_t place_in_shared(const void* pointer, size_t bytes, size_t alignment, const char* what) {
+  const size_t place = static_cast<const unsigned char*>(pointer) - shared;
+  const size_t room = launch.shared_bytes;
+  if (place > room || bytes > room - place || place % alignment != 0) {
+    fail("%s: %zu bytes at byte %lld of %zu of shared memory; multiples of %zu are right", what, bytes,
+         static_cast<long long>(place), room, alignment);
+  }
+  return place;
+}
+
+unsigned char* at_shared_address(unsigned address, size_t bytes, const char* what) {
+  unsigned char* const pointer = shared + (static_cast<long long>(address) - kSharedAddress);
+  place_in_shared(pointer, bytes, 1, what);
+  return pointer;
+}
+
+void meet_wave(const char* name, int detail, Combine combine, void* payload) {
+  wait(Waits::kWave, name, detail, combine, payload);
+}
+void meet_block() { wait(Waits::kBlock, "block_sync", 0, nullptr, nullptr); }
+
+void wait_until(const char* name, const Condition& condition) {
+  if (condition.holds(condition)) return;
+  fibers[running].condition = condition;
+  wait(Waits::kCondition, name, static_cast<int>(condition.place), nullptr, nullptr);
+}
 
 void copy_later(void* to, const void* from, int bytes, bool valid) {
   const size_t offset = static_cast<unsigned char*>(to) - shared;
@@ -317,7 +391,7 @@ void multiply_add(float* c, const float* a, const float* b, int depth) {
 }
 
 void fail(const char* format, ...) {
-  char text[512];
+  char text[4608];
   int length = snprintf(text, sizeof(text), "block %d, ", block);
   length += running < 0 ? 0 : snprintf(text + length, sizeof(text) - length, "thread %d: ", running);
   va_list arguments;

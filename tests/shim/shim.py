@@ -10,7 +10,7 @@ import subprocess
 import threading
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ _PAGE = mmap.PAGESIZE
 _PROT_NONE = 0
 _ALIGNMENT = 16  # the widest access there is
 _REPORT_BYTES = 8192
+# The machine, a part a file.
+_PARTS = ("machine", "fiber", "mbarrier", "tensor_copy", "warp_group")
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -47,7 +49,7 @@ class Builder:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._pool = ThreadPoolExecutor(os.cpu_count())
-        self._machines: dict[tuple[int, str], Path] = {}
+        self._machines: dict[str, list[Path]] = {}
         self._machines_lock = threading.Lock()
         self._started: dict[Build, Future[Path]] = {}
         self._kernels: dict[Build, Kernel] = {}
@@ -75,19 +77,24 @@ class Builder:
         unit = self._folder / f"kernel{number}.cpp"
         entry = f'#include "machine.hpp"\nSHIM_ENTRY({build.source.entry})\n'
         unit.write_text(build.source.text + entry)
-        options = ["-O1", "-shared", str(self._machine(build))]
+        options = ["-O1", "-shared", *map(str, self._machine(build))]
         options += ["-fsanitize=undefined", "-fno-sanitize-recover"] if build.checked else []
         return _compile(unit, unit.with_suffix(".so"), build, options)
 
-    def _machine(self, build: Build) -> Path:
-        key = build.wave, build.fibers
+    def _machine(self, build: Build) -> list[Path]:
+        """Its objects: one set for all kernels, since a launch says how long waves are."""
+        build = replace(build, wave=32)
         with self._machines_lock:
-            if key not in self._machines:
-                path = self._folder / f"machine{len(self._machines)}.o"
+            if build.fibers not in self._machines:
+                folder = self._folder / f"machine-{build.fibers}"
+                folder.mkdir()
                 options = ["-O2", "-c"]
                 options += ["-DSHIM_UCONTEXT"] if build.fibers == "ucontext" else []
-                self._machines[key] = _compile(HERE / "machine.cpp", path, build, options)
-            return self._machines[key]
+                self._machines[build.fibers] = [
+                    _compile(HERE / f"{part}.cpp", folder / f"{part}.o", build, options)
+                    for part in _PARTS
+                ]
+            return self._machines[build.fibers]
 
 
 def _compile(source: Path, target: Path, build: Build, options: list[str]) -> Path:
@@ -106,21 +113,24 @@ class Kernel:
 
     def run(
         self,
-        params: np.void,
-        *,
+        *params: np.void,
         grid: int,
         threads: int,
         shared_bytes: int = 0,
         seed: int = 1,
         memory: Iterable[Memory] = (),
     ) -> None:
-        """Runs all blocks. `seed` decides in which order threads take turns.
+        """Runs all blocks on the values of the kernel's parameters. `seed` decides in which order
+        threads take turns and copies arrive.
 
         Raises Fault for a touch outside of `memory` and of shared memory, threads that wait for
-        different things, copies that nobody waited for, undefined behaviour (in a checked build).
+        different things or for ever, copies and products that nobody waited for, undefined behaviour
+        (in a checked build).
         """
-        packed = params.tobytes()
-        assert len(packed) == self._library.shim_params_bytes(), "the twins of the struct differ"
+        values = [ctypes.create_string_buffer(value.tobytes(), value.nbytes) for value in params]
+        sizes = [self._library.shim_parameter_bytes(n) for n in range(len(values) + 1)]
+        assert sizes == [*map(len, values), 0], "the twins of a struct differ"
+        packed = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
         report = ctypes.create_string_buffer(_REPORT_BYTES)
         if grid and self._library.shim_run(
             packed, grid, threads, shared_bytes, ctypes.c_uint(seed), report, _REPORT_BYTES

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rawattn._kernels import portable_forward
+from rawattn._kernels import portable_forward, sm90_forward
 from rawattn._layout import Lengths, Side, host_lengths
 from rawattn._problem import Problem
 from tests.cases import CANARY, DTYPES, Strided, strided
@@ -38,7 +38,10 @@ def side(rng: np.random.Generator, rows: int, *, group: bool, dtype: str) -> Sid
 @pytest.mark.parametrize("checked", [False, True], ids=["", "checked"])
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
 @pytest.mark.parametrize("group", [False, True], ids=["batch", "group"])
-def test_garbage_stays_in_bounds(group: bool, dtype: str, checked: bool, builder: Builder) -> None:
+@pytest.mark.parametrize("family", ["portable", "sm90"])
+def test_garbage_stays_in_bounds(
+    family: str, group: bool, dtype: str, checked: bool, builder: Builder
+) -> None:
     problem = Problem(
         dtype="bfloat16",
         batch=BATCH,
@@ -60,6 +63,9 @@ def test_garbage_stays_in_bounds(group: bool, dtype: str, checked: bool, builder
     )
     config = portable_forward.choose(problem, copy_bytes=16, shared_limit=1 << 17)
     config = replace(config, tile_q=32, tile_k=16, waves=2)
+    persistent = sm90_forward.choose(problem, arch=sm90_forward.ARCH, strides={}, pointers=0)
+    assert persistent is not None
+    persistent = replace(persistent, tile_k=16, consumers=2)
     for seed in range(4 if checked else 14):
         rng = np.random.default_rng([seed, group, dtype == "int64"])
         lengths = Lengths(
@@ -79,7 +85,10 @@ def test_garbage_stays_in_bounds(group: bool, dtype: str, checked: bool, builder
         )
         machine = Machine(builder, checked=checked, seed=seed)
         every_tile = bool(seed % 2)
-        _, lse = forward.run(machine, config, exact_grid=every_tile)
+        if family == "portable":
+            _, lse = forward.run(machine, config, exact_grid=every_tile)
+        else:
+            _, lse = forward.run_sm90(machine, persistent, blocks=3, exact_grid=every_tile)
         assert lse is not None
         written = ~np.all(lse.view(np.uint8).reshape(*lse.shape, 4) == CANARY, axis=-1)
         rows = np.broadcast_to(logical(lengths, group), written.shape)

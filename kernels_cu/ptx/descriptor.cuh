@@ -1,0 +1,18 @@
+// How a product is told where in shared memory its operand lies.
+#pragma once
+
+#include "target/target.cuh"
+
+namespace ptx {
+
+// Shared-memory operand of 128-byte rows in the 128-byte swizzle; the tile starts at a multiple of 1024 bytes.
+// `leading` is the distance in bytes from one block of 64 columns to the next where the operand is not K-major, else
+// unused.
+DEVICE unsigned long long wgmma_descriptor(const void* shared, unsigned leading) {
+  constexpr unsigned long long kEightRows = 1024 >> 4;
+  constexpr unsigned long long kSwizzle128 = 1ull << 62;
+  const unsigned long long address = (target::shared_address(shared) >> 4) & 0x3FFF;
+  return address | static_cast<unsigned long long>(leading >> 4) << 16 | kEightRows << 32 | kSwizzle128;
+}
+
+}  // namespace ptx

@@ -1,0 +1,114 @@
+// Hopper's instructions for tests: each hands what it is given to the machine of tests/shim, which does what the PTX
+// manual says, only later and less forgivingly (tests/shim/mbarrier.cpp, tensor_copy.cpp, wgmma.cpp).
+#pragma once
+
+#include "ptx/descriptor.cuh"
+#include "target/host.cuh"
+
+static_assert(RAWATTN_WAVE == 32, "NVIDIA's warps");
+
+namespace ptx {
+
+typedef unsigned long long Mbarrier;
+
+// What the driver encodes in a way of its own; packed by tests/shim/tensor_map.py. Innermost axis first; strides in
+// bytes, without the innermost axis's.
+struct alignas(64) TensorMap {
+  unsigned long long address;
+  unsigned long long dims[5];
+  unsigned long long strides[4];
+  unsigned box[5];
+  unsigned itemsize;
+  unsigned long long unused[3];
+};
+static_assert(sizeof(TensorMap) == 128, "the size of the driver's");
+
+}  // namespace ptx
+
+namespace host {
+
+void named_barrier(int id, int threads, bool wait);
+void mbarrier_init(void* barrier, unsigned arrivals);
+void fence_mbarrier_init();
+// Announces `bytes` if any, then arrives.
+void mbarrier_arrive(void* barrier, unsigned bytes);
+void mbarrier_wait(void* barrier, unsigned parity);
+void copy_tensor(void* shared, const ptx::TensorMap& map, void* barrier, const int (&coordinates)[5]);
+void set_registers(const char* name, int count);
+
+// A product of a warp group as one thread asks for it: 64 x columns, 16 deep.
+struct Product {
+  bool bfloat;
+  int columns;
+  bool accumulate;
+  bool a_in_registers;      // then B's columns are contiguous, else the depth of both
+  unsigned long long a, b;  // descriptors
+};
+// c: columns / 2 floats, which are the machine's until the wait. a: 8 elements of 16 bits, or null.
+void wgmma(const Product& product, float* c, const unsigned short* a);
+void wgmma_fence();
+void wgmma_commit();
+void wgmma_wait(int pending);
+
+template <class T>
+struct IsBfloat {
+  static constexpr bool kValue = false;
+};
+template <>
+struct IsBfloat<bfloat16> {
+  static constexpr bool kValue = true;
+};
+
+}  // namespace host
+
+namespace ptx {
+
+DEVICE void barrier_sync(int id, int threads) { host::named_barrier(id, threads, true); }
+DEVICE void barrier_arrive(int id, int threads) { host::named_barrier(id, threads, false); }
+
+DEVICE void mbarrier_init(Mbarrier* barrier, unsigned arrivals) { host::mbarrier_init(barrier, arrivals); }
+DEVICE void fence_mbarrier_init() { host::fence_mbarrier_init(); }
+DEVICE void mbarrier_arrive(Mbarrier* barrier) { host::mbarrier_arrive(barrier, 0); }
+DEVICE void mbarrier_arrive_expect(Mbarrier* barrier, unsigned bytes) { host::mbarrier_arrive(barrier, bytes); }
+DEVICE void mbarrier_wait(Mbarrier* barrier, unsigned parity) { host::mbarrier_wait(barrier, parity); }
+
+template <int kRegisters>
+DEVICE void setmaxnreg_dec() {
+  host::set_registers("setmaxnreg_dec", kRegisters);
+}
+template <int kRegisters>
+DEVICE void setmaxnreg_inc() {
+  host::set_registers("setmaxnreg_inc", kRegisters);
+}
+
+DEVICE void prefetch_tensormap(const TensorMap*) {}
+DEVICE void copy_tensor_5d(void* shared, const TensorMap* map, Mbarrier* barrier, int c0, int c1, int c2, int c3,
+                           int c4) {
+  host::copy_tensor(shared, *map, barrier, {c0, c1, c2, c3, c4});
+}
+
+DEVICE void wgmma_fence() { host::wgmma_fence(); }
+DEVICE void wgmma_commit() { host::wgmma_commit(); }
+template <int kPending>
+DEVICE void wgmma_wait() {
+  host::wgmma_wait(kPending);
+}
+
+template <class T, int kColumns>
+struct Wgmma {
+  static_assert(sizeof(T) == 2 && kColumns % 16 == 0 && kColumns <= 256, "shapes that the kernels have");
+  static constexpr bool kBfloat = host::IsBfloat<T>::kValue;
+
+  template <class C>
+  DEVICE static void ss(C (&c)[kColumns / 16], unsigned long long a, unsigned long long b, int accumulate) {
+    static_assert(sizeof(c) == kColumns / 2 * sizeof(float), "128 threads share 64 rows");
+    host::wgmma({kBfloat, kColumns, accumulate != 0, false, a, b}, c[0].x, nullptr);
+  }
+  template <class C, class A>
+  DEVICE static void rs(C (&c)[kColumns / 16], const A& a, unsigned long long b) {
+    static_assert(sizeof(c) == kColumns / 2 * sizeof(float) && sizeof(a) == 16, "a thread's share");
+    host::wgmma({kBfloat, kColumns, true, true, 0, b}, c[0].x, &a.x[0].bits);
+  }
+};
+
+}  // namespace ptx

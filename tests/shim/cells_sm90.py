@@ -1,0 +1,81 @@
+"""Cells of the test matrix for Hopper's kernel."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from rawattn._kernels import sm90_forward
+from tests.cases import Case
+from tests.shim.cells import Cell, call_of
+from tests.shim.launch import Machine
+from tests.shim.shim import Builder
+
+
+class Sm90Tiles(NamedTuple):
+    """A shape other than the table's: small tiles put many edges into a short sequence."""
+
+    tile_k: int
+    consumers: int
+    stages: int
+    ping_pong: bool
+
+    def __str__(self) -> str:
+        return f"{64 * self.consumers}x{self.tile_k}s{self.stages}" + (
+            "p" if self.ping_pong else ""
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sm90Cell(Cell):
+    """blocks: how many the GPU holds at once; seed: one more order of turns and arrivals."""
+
+    shape: Sm90Tiles | None = None
+    blocks: int = 2
+    seed: int = 0
+
+    def __str__(self) -> str:
+        knobs = [f"{self.case}"]
+        knobs += [str(self.shape)] if self.shape else []
+        knobs += [f"section{self.section_keys}"] if self.section_keys is not None else []
+        knobs += [f"blocks{self.blocks}"] if self.blocks != 2 else []
+        knobs += [f"seed{self.seed}"] if self.seed else []
+        knobs += ["checked"] if self.checked else []
+        return "-".join(knobs)
+
+    @cached_property
+    def config(self) -> sm90_forward.Config:
+        config = chosen(self.case)
+        assert config is not None, f"{self.case}: not a call for this kernel"
+        return config if self.shape is None else replace(config, **self.shape._asdict())
+
+    def run(self, builder: Builder) -> tuple[np.ndarray, np.ndarray | None]:
+        machine = Machine(builder, checked=self.checked, seed=zlib.crc32(str(self).encode()))
+        return self.call.forward(return_lse=self.case.return_lse).run_sm90(
+            machine,
+            self.config,
+            blocks=self.blocks,
+            exact_grid=not self.case.on_device,
+            section_keys=self.section_keys,
+            fill=self.fill,
+        )
+
+
+def chosen(case: Case) -> sm90_forward.Config | None:
+    """What a Hopper GPU runs for this call; None where that is the portable kernel."""
+    if case.layout == "steps" or case.dtype == "float32":
+        return None
+    call = call_of(case)
+    arrays = {"q": call.inputs.q, "k": call.inputs.k, "v": call.inputs.v, "out": call.out}
+    pointers = 0
+    strides = {}
+    for name, array in arrays.items():
+        pointers |= array.offset * array.buffer.itemsize
+        strides[name] = tuple(stride * array.buffer.itemsize for stride in array.strides)
+    return sm90_forward.choose(
+        call.problem, arch=sm90_forward.ARCH, strides=strides, pointers=pointers
+    )

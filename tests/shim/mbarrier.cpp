@@ -1,0 +1,177 @@
+// Who waits for whom: barriers in shared memory that count arrivals and bytes, and the block's
+// sixteen numbered ones that count threads.
+#include <stdio.h>
+#include <string.h>
+
+#include <vector>
+
+#include "inside.hpp"
+#include "ptx/host.cuh"
+
+namespace host {
+namespace {
+
+constexpr int kMost = (1 << 20) - 1;  // arrivals, or bytes, that an mbarrier can count
+constexpr int kNamed = 16;
+
+struct Mbarrier {
+  size_t place;
+  int arrivals;     // of a phase
+  int pending;      // of this one
+  long long bytes;  // announced and not yet here; below 0 if they came before they were announced
+  unsigned long long phase;
+  int owner;    // the thread that initialised it
+  int created;  // block_syncs then
+  bool fenced;  // the copy engine knows of it
+};
+
+struct Named {
+  int threads, arrived;
+  unsigned long long generation;
+  std::vector<int> waves;  // that arrived
+};
+
+std::vector<Mbarrier> mbarriers;
+Named named[kNamed];
+
+// What lies in the shared memory of a barrier, so that it is seen when others write there.
+unsigned long long mark_of(size_t place) { return 0xb1a5ed0000000000ull + place; }
+
+Mbarrier& find(const void* pointer, const char* what) {
+  const size_t place = place_in_shared(pointer, 8, 8, what);
+  unsigned long long mark;
+  memcpy(&mark, pointer, sizeof(mark));
+  for (Mbarrier& barrier : mbarriers) {
+    if (barrier.place != place) continue;
+    if (mark != mark_of(place)) fail("%s: the mbarrier at byte %zu was overwritten", what, place);
+    if (barrier.owner != running && barrier.created == block_syncs) {
+      fail("%s: no block_sync since thread %d initialised the mbarrier at byte %zu", what, barrier.owner, place);
+    }
+    return barrier;
+  }
+  fail("%s: the mbarrier at byte %zu is not initialised", what, place);
+}
+
+void complete_if_all_came(Mbarrier& barrier) {
+  if (barrier.pending != 0 || barrier.bytes > 0) return;
+  if (barrier.bytes < 0) {
+    fail("phase %llu of the mbarrier at byte %zu: %lld bytes came that nobody announced", barrier.phase, barrier.place,
+         -barrier.bytes);
+  }
+  barrier.phase++;
+  barrier.pending = barrier.arrivals;
+}
+
+const Mbarrier& barrier_at(size_t place) {
+  for (const Mbarrier& barrier : mbarriers) {
+    if (barrier.place == place) return barrier;
+  }
+  fail("the mbarrier at byte %zu is gone", place);
+}
+
+}  // namespace
+
+void forget_barriers() {
+  mbarriers.clear();
+  for (Named& barrier : named) barrier = {};
+}
+
+void mbarrier_init(void* pointer, unsigned arrivals) {
+  const size_t place = place_in_shared(pointer, 8, 8, "mbarrier_init");
+  for (const Mbarrier& barrier : mbarriers) {
+    if (barrier.place == place) fail("mbarrier_init: the mbarrier at byte %zu is initialised already", place);
+  }
+  if (arrivals < 1 || arrivals > kMost) fail("mbarrier_init: %u arrivals", arrivals);
+  const unsigned long long mark = mark_of(place);
+  memcpy(pointer, &mark, sizeof(mark));
+  const int count = static_cast<int>(arrivals);
+  mbarriers.push_back({place, count, count, 0, 0, running, block_syncs, false});
+}
+
+void fence_mbarrier_init() {
+  for (Mbarrier& barrier : mbarriers) barrier.fenced = barrier.fenced || barrier.owner == running;
+}
+
+void mbarrier_arrive(void* pointer, unsigned bytes) {
+  Mbarrier& barrier = find(pointer, "mbarrier_arrive");
+  barrier.bytes += bytes;
+  if (barrier.bytes > kMost) fail("mbarrier_arrive: %lld bytes are more than an mbarrier counts", barrier.bytes);
+  if (barrier.pending == 0) {
+    fail("mbarrier_arrive: phase %llu of the mbarrier at byte %zu has its %d arrivals already", barrier.phase,
+         barrier.place, barrier.arrivals);
+  }
+  barrier.pending--;
+  complete_if_all_came(barrier);
+}
+
+void mbarrier_wait(void* pointer, unsigned parity) {
+  if (parity > 1) fail("mbarrier_wait: parity %u", parity);
+  const Mbarrier& barrier = find(pointer, "mbarrier_wait");
+  const auto passed = [](const Condition& condition) {
+    // Phase n has parity n % 2: the one before the current has completed.
+    return barrier_at(condition.place).phase % 2 != condition.number;
+  };
+  const auto tell = [](const Condition& condition, char* text, size_t size) {
+    const Mbarrier& it = barrier_at(condition.place);
+    snprintf(text, size, " for parity %llu: phase %llu lacks %d of %d arrivals and %lld bytes", condition.number,
+             it.phase, it.pending, it.arrivals, it.bytes);
+  };
+  wait_until("mbarrier_wait", {passed, tell, barrier.place, parity});
+}
+
+void check_mbarrier(const void* pointer) {
+  const Mbarrier& barrier = find(pointer, "copy_tensor");
+  if (!barrier.fenced) fail("copy_tensor: no fence_mbarrier_init for the mbarrier at byte %zu", barrier.place);
+}
+
+void complete_bytes(const void* pointer, unsigned bytes) {
+  Mbarrier& barrier = find(pointer, "copy_tensor");
+  barrier.bytes -= bytes;
+  if (barrier.bytes < -kMost) fail("copy_tensor: %lld bytes are more than an mbarrier counts", -barrier.bytes);
+  complete_if_all_came(barrier);
+}
+
+void named_barrier(int id, int threads, bool waits) {
+  struct Arrival {
+    int id, threads;
+    unsigned long long generation;
+  };
+  const auto arrive = [](void* const* payloads) {
+    const Arrival& first = *static_cast<const Arrival*>(payloads[0]);
+    Named& barrier = named[first.id];
+    for (int lane = 0; lane < launch.wave; lane++) {
+      Arrival& mine = *static_cast<Arrival*>(payloads[lane]);
+      if (mine.threads != first.threads)
+        fail("barrier %d: lanes count %d and %d", mine.id, first.threads, mine.threads);
+      mine.generation = barrier.generation;
+    }
+    if (barrier.arrived == 0) barrier.threads = first.threads;
+    if (barrier.threads != first.threads) {
+      fail("barrier %d: some count %d threads, others %d", first.id, barrier.threads, first.threads);
+    }
+    const int wave = running / launch.wave;
+    for (const int other : barrier.waves) {
+      if (other == wave) fail("barrier %d: wave %d arrives again before the others have come", first.id, wave);
+    }
+    barrier.waves.push_back(wave);
+    barrier.arrived += launch.wave;
+    if (barrier.arrived == barrier.threads) {
+      barrier.arrived = 0;
+      barrier.generation++;
+      barrier.waves.clear();
+    }
+  };
+  const auto passed = [](const Condition& condition) { return named[condition.place].generation != condition.number; };
+  const auto tell = [](const Condition& condition, char* text, size_t size) {
+    const Named& it = named[condition.place];
+    snprintf(text, size, ": %d of %d threads came", it.arrived, it.threads);
+  };
+  if (id < 1 || id >= kNamed || threads < 1 || threads > launch.threads || threads % launch.wave != 0) {
+    fail("barrier %d for %d threads of %d", id, threads, launch.threads);
+  }
+  Arrival mine{id, threads, 0};
+  meet_wave(waits ? "barrier_sync" : "barrier_arrive", id, arrive, &mine);
+  if (waits) wait_until("barrier_sync", {passed, tell, static_cast<size_t>(id), mine.generation});
+}
+
+}  // namespace host

@@ -1,0 +1,151 @@
+"""sm90/forward.cu against the float64 reference: its copies, barriers and products on the CPU."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+import numpy as np
+import pytest
+
+from rawattn._kernels import sm90_forward
+from tests.cases import Case, curated, dense, padded, ragged, random_case
+from tests.shim.cells import verify
+from tests.shim.cells_sm90 import Sm90Cell, Sm90Tiles, chosen
+from tests.shim.shim import Builder
+
+# Many tile edges in a short sequence.
+SMALL = Sm90Tiles(16, 2, 2, True)
+# Shapes that no table has: rings of one to three places, consumers that take turns or do not.
+SHAPES = (
+    Sm90Tiles(16, 2, 1, False),
+    Sm90Tiles(32, 3, 2, True),
+    Sm90Tiles(48, 2, 1, True),
+    Sm90Tiles(16, 3, 3, False),
+    Sm90Tiles(32, 2, 3, True),
+)
+EDGES_Q = (0, 1, 16, 63, 64, 65, 128, 130)
+EDGES_K = (0, 1, 15, 16, 17, 32, 33, 65)
+WINDOWS = (
+    ((0, 0), 0), ((15, 0), 0), ((16, 1), 16), ((17, 31), 1), ((40, 33), 15), ((5, 2), 1000),
+    ((3, None), 0), ((16, None), 17), ((None, 0), 0), ((None, 17), 0),
+)  # fmt: skip
+
+
+def cells_of_curated() -> Iterable[Sm90Cell]:
+    """The tile of the table, or small tiles."""
+    shapes = itertools.cycle((None, SMALL))
+    for case in curated():
+        if case.scores <= 160_000 and case.batch <= 200 and applies(case):
+            yield Sm90Cell(case=case, shape=SMALL if case.batch > 100 else next(shapes))
+
+
+def cells_of_edges() -> Iterable[Sm90Cell]:
+    """Every pair of lengths around the edges of tiles, in one batch, for every kind of mask."""
+    lens_q, lens_k = zip(*itertools.product(EDGES_Q, EDGES_K), strict=True)
+    one_head = {"nheads_q": 1, "nheads_kv": 1, "headdim": 16}
+    for align in ("bottom-right", "top-left"):
+        corner = {"bottom-right": "b", "top-left": "t"}[align]
+        for window, sink in WINDOWS:
+            name = f"edges-{corner}{window[0]},{window[1]},{sink}".replace("None", "x")
+            knobs = {**one_head, "align": align, "window": window, "sink": sink}
+            yield Sm90Cell(case=ragged(name, lens_q, lens_k, **knobs), shape=SMALL)
+    yield Sm90Cell(case=ragged("edges", lens_q, lens_k, **one_head), shape=SMALL)
+
+
+def cells_of_shapes() -> Iterable[Sm90Cell]:
+    for n, (shape, dtype) in enumerate(itertools.product(SHAPES, ("float16", "bfloat16"))):
+        mask = ({}, {"causal": True}, {"window": (30, 20), "sink": 9})[n % 3]
+        dims = {"headdim": (40, 136)[n % 2], "headdim_v": (24, 72, 200)[n % 3]}
+        case = dense(f"shape{n}", 1, 150, 118, dtype=dtype, **dims, **mask)
+        yield Sm90Cell(case=case, shape=shape)
+
+
+def cells_of_table() -> Iterable[Sm90Cell]:
+    """Every tile of the tables, a little longer than one tile of queries and two of keys."""
+    tables = (
+        (sm90_forward._TILES, {"causal": True}),
+        (sm90_forward._TILES_LEFT, {"window": (50, 9)}),
+    )
+    for (rows, mask), dtype in itertools.product(tables, ("float16", "bfloat16")):
+        for headdim, tile_k, consumers, _, _ in rows:
+            knobs = {"headdim": headdim, "dtype": dtype, **mask}
+            case = dense(f"table-d{headdim}", 1, 64 * consumers + 9, 2 * tile_k + 5, **knobs)
+            yield Sm90Cell(case=case)
+
+
+def cells_of_sections() -> Iterable[Sm90Cell]:
+    """Heads in sections: one at a time, some, a last one that is smaller, or all."""
+    for section_keys in (1, 100, 250, 1 << 30):
+        many_heads = {"nheads_q": 10, "nheads_kv": 5, "headdim": 16, "causal": True}
+        for case in (
+            dense("heads", 2, 70, 100, **many_heads),
+            ragged("ragged-heads", (70, 0, 33), (100, 50, 300), **many_heads),
+        ):
+            yield Sm90Cell(case=case, shape=SMALL, section_keys=section_keys)
+
+
+def cells_of_chance() -> Iterable[Sm90Cell]:
+    for seed in range(120):
+        case = random_case(seed)
+        if case.scores <= 120_000 and applies(case):
+            rng = np.random.default_rng(seed)
+            shape = (None, SMALL, *SHAPES)[int(rng.integers(2 + len(SHAPES)))]
+            section_keys = int(rng.integers(1, 400)) if rng.random() < 0.5 else None
+            blocks = int(rng.integers(1, 9))
+            yield Sm90Cell(case=case, shape=shape, section_keys=section_keys, blocks=blocks)
+
+
+def cells_of_orders() -> Iterable[Sm90Cell]:
+    """The same calls with turns taken and copies arriving in many orders."""
+    slots = {"room_q": (140, 5, 9, 70), "room_k": (40, 20, 7, 131), "lead": 3, "tail": 4}
+    lens = (129, 0, 3, 65), (33, 20, 0, 130)
+    by = {"by_q": "seqlen", "by_k": "cu_seqlen", "dtype": "float16"}
+    orders = (
+        (dense("order", 1, 200, 120, nheads_q=4, causal=True), SMALL),
+        (dense("order", 1, 200, 120, nheads_q=4, causal=True), Sm90Tiles(16, 3, 1, True)),
+        (dense("order-full", 2, 70, 260, headdim=72, headdim_v=136), SHAPES[0]),
+        (ragged("order-slots", *lens, **slots, **by, window=(9, 9), sink=4), SMALL),
+    )
+    for (case, shape), seed in itertools.product(orders, range(8)):
+        yield Sm90Cell(case=case, shape=shape, blocks=(1, 2, 5)[seed % 3], seed=seed)
+
+
+def cells_of_checks() -> Iterable[Sm90Cell]:
+    """One of each kind under the undefined-behaviour sanitizer."""
+    lens_q, lens_k = (40, 0, 3, 165), (33, 20, 0, 130)
+    rooms = {"room_q": (41, 5, 9, 165), "room_k": (40, 20, 7, 131), "lead": 3, "tail": 4}
+    kinds = (
+        dense("dense", 2, 70, 90, nheads_q=4, layout="bhsd", headdim=24),
+        dense("gaps", 1, 33, 40, layout="gaps", give_out=True, causal=True, headdim=8),
+        dense("tall", 1, 190, 20, causal=True, dtype="float16", headdim=80, headdim_v=136),
+        dense("scale", 1, 33, 40, scale=-0.3, window=(9, None), sink=20, headdim=64),
+        ragged("slots", lens_q, lens_k, by_q="seqlen", by_k="cu_seqlen", **rooms, window=(9, 9)),
+        padded("padded", lens_q, lens_k, 170, 140, integers="int64", causal=True, align="top-left"),
+        ragged("many", lens_q * 10, lens_k * 10, headdim=16, dtype="float16", on_device=True),
+    )
+    for n, case in enumerate(kinds):
+        yield Sm90Cell(case=case, shape=(*SHAPES, None, SMALL)[n], checked=True)
+
+
+def applies(case: Case) -> bool:
+    """Whether the kernel takes this call, at first by what needs no arrays."""
+    dims = case.headdim, case.headdim if case.headdim_v is None else case.headdim_v
+    return all(dim % 8 == 0 for dim in dims) and chosen(case) is not None
+
+
+CELLS = [
+    *cells_of_curated(),
+    *cells_of_edges(),
+    *cells_of_shapes(),
+    *cells_of_table(),
+    *cells_of_sections(),
+    *cells_of_chance(),
+    *cells_of_orders(),
+    *cells_of_checks(),
+]
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_sm90_forward(cell: Sm90Cell, builder: Builder) -> None:
+    verify(cell, builder)

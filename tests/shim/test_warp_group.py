@@ -1,0 +1,189 @@
+"""Hopper's part of the machine: copies, barriers and products do what the PTX manual says."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rawattn._compile import Source
+from tests.cases import DTYPES
+from tests.shim.shim import Build, Builder, Memory
+from tests.shim.warp_group import BYTES, LOADED, PIPELINE, SEEDS, THREADS, WAIT, probe, run
+
+
+def test_no_order_breaks_a_correct_pipeline(builder: Builder) -> None:
+    kernel = probe(builder, PIPELINE % (WAIT + "multiply(c); ptx::wgmma_wait<0>(); release();"))
+    for seed in SEEDS:
+        np.testing.assert_array_equal(run(kernel, seed=seed)[:1024], 16.0)
+
+
+def test_accumulators_are_nan_until_the_wait(builder: Builder) -> None:
+    body = f"""{LOADED} {{
+      multiply(c);
+      p.y[thread - 128] = c[0].x[0];
+      ptx::wgmma_wait<1>();
+      p.y[thread] = c[0].x[0];
+      ptx::wgmma_wait<0>();
+      p.y[thread + 128] = c[0].x[0];
+    }}"""
+    y = run(probe(builder, body)).reshape(-1, 128)
+    assert np.isnan(y[:2]).all()
+    np.testing.assert_array_equal(y[2], 16.0)
+
+
+def test_a_copy_arrives_at_the_barrier(builder: Builder) -> None:
+    """Before that its destination is NaN, or there already: which, the order decides."""
+    body = f"""
+      const float16* const half = reinterpret_cast<const float16*>(s.a);
+      if (thread == 0) load(s.a, {BYTES});
+      target::wave_sync();
+      if (warp == 0) p.y[thread] = target::to_float(half[thread]);
+      ptx::mbarrier_wait(&s.full, 0);
+      if (warp == 0) p.y[thread + 32] = target::to_float(half[thread]);
+    """
+    kernel = probe(builder, body)
+    early = set()
+    for seed in SEEDS:
+        y = run(kernel, seed=seed)
+        early.add(bool(np.isnan(y[:32]).all()))
+        np.testing.assert_array_equal(y[32:64], 1.0)
+    assert early == {True, False}
+
+
+@pytest.mark.parametrize("corner", [(0, 0), (0, -5), (0, 50), (-8, 3), (24, -64), (64, 0), (0, 70)])
+def test_boxes_are_clipped_and_swizzled(corner: tuple[int, int], builder: Builder) -> None:
+    """The array ends where memory faults, so that nothing clipped may have been read."""
+    rows, columns = 70, 40
+    body = f"""
+      if (thread == 0) {{
+        ptx::mbarrier_arrive_expect(&s.full, {BYTES});
+        ptx::copy_tensor_5d(s.a, &map, &s.full, {corner[0]}, {corner[1]}, 0, 0, 0);
+      }}
+      ptx::mbarrier_wait(&s.full, 0);
+      for (int i = thread; i < 4096; i += {THREADS}) {{
+        p.y[i] = target::to_float(reinterpret_cast<const float16*>(s.a)[i]);
+      }}
+    """
+    x = np.arange(1, 1 + rows * columns).reshape(rows, columns).astype(np.float16)
+    # Inside of zeros, as if there were no end.
+    plane = np.zeros((64 + rows + 80, 8 + columns + 100), np.float16)
+    plane[64 : 64 + rows, 8 : 8 + columns] = x
+    left, top = 8 + corner[0], 64 + corner[1]
+    box = plane[top : top + 64, left : left + 64]
+    # Eight elements stay together; which eight of a row is decided with the row's number.
+    places = np.arange(8) ^ (np.arange(64)[:, None] % 8)
+    expected = np.take_along_axis(box.reshape(64, 8, 8), places[:, :, None], axis=1)
+    y = run(probe(builder, body), x=x)
+    np.testing.assert_array_equal(y[:4096].reshape(64, 8, 8), expected)
+
+
+def test_five_axes(builder: Builder) -> None:
+    """Heads, a second row axis and a batch, from before the array's start."""
+    body = f"""
+      if (thread == 0) {{
+        ptx::mbarrier_arrive_expect(&s.full, {BYTES});
+        ptx::copy_tensor_5d(s.a, &map, &s.full, 0, 61, 1, 30, 1);
+      }}
+      ptx::mbarrier_wait(&s.full, 0);
+      for (int i = thread; i < 64; i += {THREADS}) {{
+        p.y[i] = target::to_float(reinterpret_cast<const float16*>(s.a)[64 * i]);
+      }}
+    """
+    x = np.arange(2 * 40 * 3).astype(np.float16)  # (batch, row, head)
+    x = np.repeat(x, 64).reshape(-1, 64)
+    row = 3 * 128
+    shape = {
+        "dims": (64, 64, 3, 41, 2),
+        "strides": (row, 128, row, 40 * row),
+        "origin": -64 * row,
+    }
+    y = run(probe(builder, body), x=x, **shape)
+    # Row 61 of the first axis and 30 of the second: rows 27, 28 and 29, then the axis ends.
+    of_row = 3 * (40 + np.arange(27, 30)) + 1
+    # The first eight of row r lie at piece r % 8.
+    np.testing.assert_array_equal(y[:3], of_row)
+    np.testing.assert_array_equal(y[3:64], 0.0)
+
+
+@pytest.mark.parametrize("columns", [16, 48, 80, 256])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_product(dtype: str, columns: int, builder: Builder) -> None:
+    """A B^T with both in shared memory, then + A V with A in registers, as PTX lays them out."""
+    depth, blocks = 32, -(-columns // 64)
+    text = f"""\
+#include "ptx/ptx.cuh"
+#include "target/target.cuh"
+using T = {dtype};
+struct Params {{
+  const T* a;  // 64 x {depth}
+  const T* b;  // {columns} x {depth}
+  const T* v;  // {depth} x {columns}
+  float* c;    // 64 x {columns}
+}};
+// Row r of 64 elements: pieces of eight change places with r.
+void place(T* tile, int r, int column, T x) {{
+  tile[r * 64 + ((column / 8) ^ (r % 8)) * 8 + column % 8] = x;
+}}
+KERNEL LAUNCH_BOUNDS(128, 1) void product(PARAMETER Params p) {{
+  SHARED_MEMORY_ALIGNED(shared, {(64 + columns + depth * blocks) * 128}, 1024);
+  T* const a = reinterpret_cast<T*>(shared);
+  T* const b = a + 64 * 64;
+  T* const v = b + {columns} * 64;
+  const int thread = target::thread_index();
+  const int lane = thread % 32, warp = thread / 32;
+  for (int i = thread; i < 64 * {depth}; i += 128) place(a, i / {depth}, i % {depth}, p.a[i]);
+  for (int i = thread; i < {columns * depth}; i += 128) {{
+    place(b, i / {depth}, i % {depth}, p.b[i]);
+    const int row = i / {columns}, column = i % {columns};
+    place(v + column / 64 * {depth} * 64, row, column % 64, p.v[i]);
+  }}
+  target::block_sync();
+  using W = ptx::Wgmma<T, {columns}>;
+  target::Accumulator c[{columns // 16}];
+  target::Mma<T>::A registers[{depth // 16}];
+  for (int step = 0; step < {depth // 16}; step++) {{
+    for (int e = 0; e < 8; e++) {{
+      const int row = warp * 16 + lane / 4 + (e / 2 % 2) * 8;
+      const int k = step * 16 + lane % 4 * 2 + e % 2 + e / 4 * 8;
+      registers[step].x[e] = p.a[row * {depth} + k];
+    }}
+  }}
+  ptx::wgmma_fence();
+  for (int step = 0; step < {depth // 16}; step++) {{
+    W::ss(c, ptx::wgmma_descriptor(a, 0) + 2 * step, ptx::wgmma_descriptor(b, 0) + 2 * step, step);
+  }}
+  ptx::wgmma_commit();
+  for (int step = 0; step < {depth // 16}; step++) {{
+    W::rs(c, registers[step], ptx::wgmma_descriptor(v, {depth} * 128) + 128 * step);
+  }}
+  ptx::wgmma_commit();
+  ptx::wgmma_wait<0>();
+  const float* const mine = c[0].x;
+  for (int i = 0; i < {columns // 2}; i++) {{
+    const int row = warp * 16 + lane / 4 + (i / 2 % 2) * 8;
+    p.c[row * {columns} + i / 4 * 8 + lane % 4 * 2 + i % 2] = mine[i];
+  }}
+}}
+"""
+    kernel = builder.kernel(Build(Source("product", text, "products of a warp group")))
+    rng = np.random.default_rng(columns)
+    a, b, v = (
+        rng.integers(-8, 9, shape).astype(DTYPES[dtype])
+        for shape in ((64, depth), (columns, depth), (depth, columns))
+    )
+    memory = [Memory(name, x) for name, x in (("a", a), ("b", b), ("v", v))]
+    c = Memory("c", np.zeros((64, columns), np.float32), readonly=False)
+    fields = np.dtype([(name, np.uint64) for name in ("a", "b", "v", "c")])
+    params = np.array([tuple(array.address for array in (*memory, c))], fields)[0]
+    shared_bytes = (64 + columns + depth * blocks) * 128
+    expected = a.astype(np.float32) @ (b.astype(np.float32).T + v.astype(np.float32))
+    for seed in (1, 2, 3, 4):
+        kernel.run(
+            params,
+            grid=1,
+            threads=128,
+            shared_bytes=shared_bytes,
+            seed=seed,
+            memory=[*memory, c],
+        )
+        np.testing.assert_array_equal(c.array().reshape(64, columns), expected)

@@ -1,0 +1,367 @@
+// What the four warps of a warp group do alike: products of operands in shared memory that run while
+// the threads do something else, and giving registers away.
+//
+// A product is computed as early or as late as may be: when it is committed or when it is waited
+// for. Until then its accumulators are NaN to the thread, and copies must stay away from its operands.
+#include <string.h>
+
+#include <vector>
+
+#include "inside.hpp"
+#include "ptx/host.cuh"
+
+namespace host {
+namespace {
+
+constexpr int kWarp = 32;
+constexpr int kWarps = kGroup / kWarp;
+constexpr int kRows = 16;  // of a warp: 64 for the group
+constexpr int kDepth = 16;
+constexpr int kMostColumns = 256;
+constexpr int kElementsA = 8;
+constexpr int kRegisters = 65536;
+
+// Accumulators that the machine has taken from a thread.
+struct Held {
+  float* visible;
+  std::vector<float> values;
+  int products;  // that will still add to them
+};
+
+// A product as one thread has asked for it.
+struct Request {
+  Product product;
+  float* c;
+  const unsigned short* a_at;
+  unsigned short a[kElementsA];
+};
+
+struct Lane {
+  bool fenced;
+  std::vector<Request> requests;  // not committed
+  std::vector<Held> held;
+};
+
+// The same as a warp has.
+struct Issued {
+  std::vector<Request> of_lane;
+  bool computed;
+};
+
+struct Warp {
+  std::vector<std::vector<Issued>> groups;  // committed and not waited for
+  size_t actions;                           // in the log of its warp group
+  int registers;                            // of a thread; 0 = as launched
+};
+
+// What all warps of the group must do in this order.
+struct Action {
+  const char* name;
+  Product product;
+  int registers;
+};
+
+std::vector<Lane> lanes;
+std::vector<Warp> warps;
+std::vector<std::vector<Action>> logs;
+
+// What each bit of the lane, then of the element, adds to the row and to the column (PTX ISA, "Register
+// Fragments for wgmma.mma_async.m64nNk16"). Written down apart from the kernel's own maps.
+struct Step {
+  int row, column;
+};
+constexpr Step kLane[5] = {{0, 2}, {0, 4}, {1, 0}, {2, 0}, {4, 0}};
+constexpr Step kElement[7] = {{0, 1}, {8, 0}, {0, 8}, {0, 16}, {0, 32}, {0, 64}, {0, 128}};
+
+struct Positions {
+  struct {
+    unsigned char row, column;
+  } at[kWarp][kMostColumns / 2];
+
+  constexpr Positions() : at() {
+    for (int lane = 0; lane < kWarp; lane++) {
+      for (int element = 0; element < kMostColumns / 2; element++) {
+        int row = 0, column = 0;
+        for (int bit = 0; bit < 5; bit++) {
+          row += (lane >> bit & 1) * kLane[bit].row;
+          column += (lane >> bit & 1) * kLane[bit].column;
+        }
+        for (int bit = 0; bit < 7; bit++) {
+          row += (element >> bit & 1) * kElement[bit].row;
+          column += (element >> bit & 1) * kElement[bit].column;
+        }
+        at[lane][element] = {static_cast<unsigned char>(row), static_cast<unsigned char>(column)};
+      }
+    }
+  }
+};
+constexpr Positions kPositions;
+
+// An operand in the 128-byte swizzle, by its descriptor (PTX ISA, "Matrix Descriptor Format").
+struct Operand {
+  unsigned start, leading, stride;
+
+  explicit Operand(unsigned long long bits)
+      : start(static_cast<unsigned>(bits & 0x3fff) << 4),
+        leading(static_cast<unsigned>(bits >> 16 & 0x3fff) << 4),
+        stride(static_cast<unsigned>(bits >> 32 & 0x3fff) << 4) {
+    if (bits >> 62 != 1) fail("descriptor %#llx: not of the 128-byte swizzle", bits);
+    if ((bits & 0x3fffc000c000c000ull) != 0) fail("descriptor %#llx: a field has grown into the next one", bits);
+    // The eight rows after which the swizzle repeats.
+    if ((start >> 7 & 7) != 0) fail("descriptor %#llx: starts inside of 1024 bytes that belong together", bits);
+  }
+  // `major`: along rows of 128 bytes. Eight of these make 1024 bytes, wherever the next eight lie.
+  unsigned address(unsigned minor, unsigned major) const {
+    return start + minor / 8 * stride + minor % 8 * 128 + major / 64 * leading + major % 64 * 2;
+  }
+};
+
+float number(bool bfloat, unsigned short bits) {
+  return bfloat ? target::to_float(bfloat16{bits}) : target::to_float(float16{bits});
+}
+
+// Of an operand whose bytes are known to lie in shared memory.
+float number_at(bool bfloat, unsigned address) {
+  static const unsigned origin = shared_address(shared);
+  unsigned short bits;
+  memcpy(&bits, shared + ((address ^ ((address >> 7 & 7) << 4)) - origin), sizeof(bits));
+  return number(bfloat, bits);
+}
+
+// Calls visit(begin, end) for the bytes of shared memory that a warp reads.
+template <class Visit>
+void each_range(const Product& product, int warp, const Visit& visit) {
+  const auto range = [&](unsigned address, size_t bytes) {
+    const size_t begin = at_shared_address(address, bytes, "wgmma") - shared;
+    visit(begin, begin + bytes);
+  };
+  if (product.a_in_registers) {
+    const Operand b(product.b);
+    for (int column = 0; column < product.columns; column += 64) {
+      for (int depth = 0; depth < kDepth; depth += 8) range(b.address(depth, column) & ~1023u, 1024);
+    }
+    return;
+  }
+  const Operand a(product.a), b(product.b);
+  if (a.start % 128 + 2 * kDepth > 128 || b.start % 128 + 2 * kDepth > 128) {
+    fail("wgmma: the depth of an operand reaches beyond its 128 bytes");
+  }
+  for (int row = 0; row < kRows; row += 8) range(a.address(warp % kWarps * kRows + row, 0) & ~1023u, 1024);
+  for (int column = 0; column < product.columns; column += 8) range(b.address(column, 0) & ~1023u, 1024);
+}
+
+void check_operands_are_there(const Product& product, int warp) {
+  each_range(product, warp, [](size_t begin, size_t end) {
+    if (copy_touches(begin, end)) fail("wgmma: a copy to bytes %zu to %zu of shared memory is under way", begin, end);
+  });
+}
+
+Held* find_held(Lane& lane, const float* c) {
+  for (Held& held : lane.held) {
+    if (held.visible == c) return &held;
+  }
+  return nullptr;
+}
+
+void check_untouched(const Held& held) {
+  const unsigned char* const bytes = reinterpret_cast<const unsigned char*>(held.visible);
+  for (size_t i = 0; i < held.values.size() * sizeof(float); i++) {
+    if (bytes[i] != kPoison) fail("wgmma: an accumulator was written while a product added to it");
+  }
+}
+
+void compute(const Issued& issued, int warp) {
+  const Product& product = issued.of_lane[0].product;
+  const int columns = product.columns;
+  check_operands_are_there(product, warp);
+  float a[kRows][kDepth], b[kDepth][kMostColumns], c[kRows][kMostColumns];
+  const Operand operand_b(product.b);
+  for (int n = 0; n < columns; n++) {
+    for (int k = 0; k < kDepth; k++) {
+      const unsigned address = product.a_in_registers ? operand_b.address(k, n) : operand_b.address(n, k);
+      b[k][n] = number_at(product.bfloat, address);
+    }
+  }
+  if (!product.a_in_registers) {
+    const Operand operand_a(product.a);
+    for (int row = 0; row < kRows; row++) {
+      for (int k = 0; k < kDepth; k++) {
+        a[row][k] = number_at(product.bfloat, operand_a.address(warp % kWarps * kRows + row, k));
+      }
+    }
+  }
+  for (int lane = 0; lane < kWarp; lane++) {
+    const Request& request = issued.of_lane[lane];
+    const auto& at = kPositions.at[lane];
+    for (int e = 0; e < kElementsA && product.a_in_registers; e++) {
+      a[at[e].row][at[e].column] = number(product.bfloat, request.a[e]);
+    }
+    const std::vector<float>& values = find_held(lanes[warp * kWarp + lane], request.c)->values;
+    for (int e = 0; e < columns / 2; e++) c[at[e].row][at[e].column] = product.accumulate ? values[e] : 0.0f;
+  }
+  for (int row = 0; row < kRows; row++) {
+    for (int k = 0; k < kDepth; k++) {
+      for (int n = 0; n < columns; n++) c[row][n] += a[row][k] * b[k][n];
+    }
+  }
+  for (int lane = 0; lane < kWarp; lane++) {
+    std::vector<float>& values = find_held(lanes[warp * kWarp + lane], issued.of_lane[lane].c)->values;
+    const auto& at = kPositions.at[lane];
+    for (int e = 0; e < columns / 2; e++) values[e] = c[at[e].row][at[e].column];
+  }
+}
+
+// Gives back to the threads what the oldest group of a warp has computed.
+void retire(int warp) {
+  std::vector<std::vector<Issued>>& groups = warps[warp].groups;
+  for (Issued& issued : groups.front()) {
+    if (!issued.computed) compute(issued, warp);
+    for (int n = 0; n < kWarp; n++) {
+      const Request& request = issued.of_lane[n];
+      if (request.product.a_in_registers && memcmp(request.a_at, request.a, sizeof(request.a)) != 0) {
+        fail("wgmma: A was written while a product read it");
+      }
+      Lane& lane = lanes[warp * kWarp + n];
+      Held* const held = find_held(lane, request.c);
+      if (--held->products != 0) continue;
+      check_untouched(*held);
+      memcpy(held->visible, held->values.data(), held->values.size() * sizeof(float));
+      lane.held.erase(lane.held.begin() + (held - lane.held.data()));
+    }
+  }
+  groups.erase(groups.begin());
+}
+
+bool same(const Product& x, const Product& y) {
+  return x.bfloat == y.bfloat && x.columns == y.columns && x.accumulate == y.accumulate &&
+         x.a_in_registers == y.a_in_registers && x.a == y.a && x.b == y.b;
+}
+
+// Called when a warp does what its group must do alike.
+void act(const Action& action) {
+  const int warp = running / kWarp;
+  if ((warp / kWarps + 1) * kGroup > launch.threads) fail("%s outside of a whole warp group", action.name);
+  std::vector<Action>& log = logs[warp / kWarps];
+  const size_t n = warps[warp].actions++;
+  if (n == log.size()) log.push_back(action);
+  const Action& other = log[n];
+  if (strcmp(other.name, action.name) != 0 || other.registers != action.registers ||
+      !same(other.product, action.product)) {
+    fail("warps of one group diverged: %s where another warp did %s, or with other operands", action.name, other.name);
+  }
+}
+
+}  // namespace
+
+void forget_products() {
+  lanes.assign(launch.threads, {});
+  warps.assign(launch.threads / launch.wave, {});
+  logs.assign((launch.threads + kGroup - 1) / kGroup, {});
+}
+
+void wgmma(const Product& product, float* c, const unsigned short* a) {
+  Lane& lane = lanes[running];
+  if (!lane.fenced) fail("wgmma: no wgmma_fence since the last wait");
+  if (running % kWarp == 0) check_operands_are_there(product, running / kWarp);
+  Request request{product, c, a, {}};
+  if (a != nullptr) memcpy(request.a, a, sizeof(request.a));
+  const size_t count = product.columns / 2;
+  Held* held = find_held(lane, c);
+  if (held == nullptr) {
+    lane.held.push_back({c, std::vector<float>(c, c + count), 0});
+    held = &lane.held.back();
+    memset(c, kPoison, count * sizeof(float));
+  }
+  if (held->values.size() != count) fail("wgmma: accumulators of another shape are in use");
+  check_untouched(*held);
+  held->products++;
+  lane.requests.push_back(request);
+}
+
+void wgmma_fence() { lanes[running].fenced = true; }
+
+void wgmma_commit() {
+  const auto commit = [](void* const*) {
+    const int warp = running / kWarp;
+    const Lane& first = lanes[running];
+    std::vector<Issued> group;
+    for (size_t n = 0; n < first.requests.size(); n++) {
+      Issued issued{{}, false};
+      for (int thread = running; thread < running + kWarp; thread++) {
+        const std::vector<Request>& requests = lanes[thread].requests;
+        if (requests.size() != first.requests.size() || !same(requests[n].product, first.requests[n].product)) {
+          fail("threads of one warp diverged: threads %d and %d asked for different products", running, thread);
+        }
+        issued.of_lane.push_back(requests[n]);
+      }
+      act({"wgmma", first.requests[n].product, 0});
+      group.push_back(issued);
+    }
+    for (int thread = running; thread < running + kWarp; thread++) lanes[thread].requests.clear();
+    warps[warp].groups.push_back(group);
+    if (draw(2) != 0) return;
+    for (std::vector<Issued>& each : warps[warp].groups) {
+      for (Issued& issued : each) {
+        if (!issued.computed) compute(issued, warp);
+        issued.computed = true;
+      }
+    }
+  };
+  meet_wave("wgmma_commit", 0, commit, nullptr);
+}
+
+void wgmma_wait(int pending) {
+  const auto wait = [](void* const* payloads) {
+    const size_t most = *static_cast<const int*>(payloads[0]);
+    const int warp = running / kWarp;
+    while (warps[warp].groups.size() > most) retire(warp);
+    for (int thread = running; thread < running + kWarp; thread++) lanes[thread].fenced = false;
+  };
+  meet_wave("wgmma_wait", pending, wait, &pending);
+}
+
+bool product_touches(size_t begin, size_t end) {
+  bool touches = false;
+  const auto visit = [&](size_t first, size_t last) { touches = touches || (first < end && begin < last); };
+  for (int warp = 0; warp < static_cast<int>(warps.size()); warp++) {
+    for (const std::vector<Issued>& group : warps[warp].groups) {
+      for (const Issued& issued : group) each_range(issued.of_lane[0].product, warp, visit);
+    }
+    for (const Request& request : lanes[warp * launch.wave].requests) each_range(request.product, warp, visit);
+  }
+  return touches;
+}
+
+void set_registers(const char* name, int count) {
+  struct Wish {
+    const char* name;
+    int count;
+  };
+  const auto set = [](void* const* payloads) {
+    const Wish& wish = *static_cast<const Wish*>(payloads[0]);
+    warps[running / kWarp].registers = wish.count;
+    act({wish.name, {}, wish.count});
+  };
+  if (count < 24 || count > 256 || count % 8 != 0) fail("%s(%d)", name, count);
+  Wish mine{name, count};
+  meet_wave(name, count, set, &mine);
+}
+
+void check_products_at_exit() {
+  if (!lanes[running].requests.empty()) fail("exits with a product that was never committed");
+  if (!warps[running / launch.wave].groups.empty()) fail("exits with products that were never waited for");
+}
+
+void check_products_of_block() {
+  int registers = 0;
+  for (size_t warp = 0; warp < warps.size(); warp++) {
+    const std::vector<Action>& log = logs[warp * launch.wave / kGroup];
+    if (warps[warp].actions != log.size()) {
+      fail("warps of one group diverged: wave %zu did not come to %s", warp, log[warps[warp].actions].name);
+    }
+    registers += kWarp * warps[warp].registers;
+  }
+  if (registers > kRegisters) fail("the block's threads have %d registers together", registers);
+}
+
+}  // namespace host

@@ -1,0 +1,112 @@
+"""A kernel to try Hopper's part of the machine with: one warp group loads, one multiplies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from rawattn._compile import Source
+from rawattn._tensor_map import Geometry
+from tests.shim.shim import Build, Builder, Kernel, Memory
+from tests.shim.tensor_map import encode
+
+THREADS = 256  # group 0 loads, group 1 multiplies
+ROWS, COLUMNS = 64, 64
+BYTES = ROWS * COLUMNS * 2
+POINTERS = np.dtype([("x", np.uint64), ("y", np.uint64)])
+SEEDS = range(1, 41)  # orders of turns and arrivals
+
+
+def probe(builder: Builder, body: str) -> Kernel:
+    """A kernel of `x` (a map of 64 x 64 elements of float16) and `y` (float32)."""
+    text = f"""\
+#include "ptx/ptx.cuh"
+#include "target/target.cuh"
+struct Params {{
+  const float16* x;
+  float* y;
+}};
+struct Shared {{
+  alignas(1024) unsigned char a[{BYTES}];
+  unsigned char b[{BYTES}];
+  ptx::Mbarrier full, empty, none;
+  int number;
+}};
+using C = target::Accumulator;
+using A = target::Mma<float16>::A;
+using W = ptx::Wgmma<float16, 16>;
+KERNEL LAUNCH_BOUNDS({THREADS}, 1) void probe(PARAMETER Params p, PARAMETER ptx::TensorMap map) {{
+  SHARED_MEMORY_ALIGNED(bytes, sizeof(Shared), 1024);
+  Shared& s = *reinterpret_cast<Shared*>(bytes);
+  const int thread = target::thread_index();
+  const int group = thread / 128, warp = thread / 32, lane = thread % 32;
+  const auto load = [&](void* to, int expected) {{
+    ptx::mbarrier_arrive_expect(&s.full, expected);
+    ptx::copy_tensor_5d(to, &map, &s.full, 0, 0, 0, 0, 0);
+  }};
+  const auto release = [&] {{
+    if (lane == 0) ptx::mbarrier_arrive(&s.empty);
+  }};
+  const unsigned long long a = ptx::wgmma_descriptor(s.a, 0);
+  const auto multiply = [&](C (&c)[1]) {{
+    ptx::wgmma_fence();
+    W::ss(c, a, a, 0);
+    ptx::wgmma_commit();
+  }};
+  C c[1];
+  A registers{{}};
+  if (thread == 0) {{
+    ptx::mbarrier_init(&s.full, 1);
+    ptx::mbarrier_init(&s.empty, 4);
+    ptx::fence_mbarrier_init();
+  }}
+  target::block_sync();
+  {body}
+  (void)p, (void)group, (void)warp, (void)load, (void)release, (void)multiply, (void)c, (void)registers;
+}}
+"""
+    return builder.kernel(Build(Source("probe", text, "a probe")))
+
+
+def run(kernel: Kernel, *, seed: int = 1, x: np.ndarray | None = None, **geometry: Any) -> Any:
+    """What the kernel made of y, NaN at first."""
+    values = np.ones((ROWS, COLUMNS), np.float16) if x is None else x
+    given = Memory("x", values)
+    result = Memory("y", np.full(64 * 256, np.nan, np.float32), readonly=False)
+    params = np.array([(given.address, result.address)], POINTERS)[0]
+    shape = {
+        "dtype": "float16",
+        "dims": (values.shape[1], values.shape[0], 1, 1, 1),
+        "strides": (2 * values.shape[1], 16, 16, 16),
+        "box": (64, 64, 1, 1, 1),
+        "origin": 0,
+    }
+    tensor = encode(Geometry(**{**shape, **geometry}), given.address)
+    kernel.run(
+        params,
+        tensor,
+        grid=1,
+        threads=THREADS,
+        shared_bytes=2 * BYTES + 1024,
+        seed=seed,
+        memory=[given, result],
+    )
+    return result.array()
+
+
+# A producer that loads twice, and a consumer that multiplies what came: {...} is its order.
+PIPELINE = f"""
+  if (thread == 0) {{
+    load(s.a, {BYTES});
+    ptx::mbarrier_wait(&s.empty, 0);
+    load(s.a, {BYTES});
+  }}
+  if (group == 1) for (unsigned n = 0; n < 2; n++) {{
+    %s
+    for (int e = 0; e < 8; e++) p.y[(thread - 128) * 8 + e] = c[0].x[e];
+  }}
+"""
+WAIT = "ptx::mbarrier_wait(&s.full, n);"
+LOADED = f"if (thread == 0) load(s.a, {BYTES}); ptx::mbarrier_wait(&s.full, 0); if (group == 1)"
+ALONE = "for (int i = thread; i < 4096; i += 256) s.a[i] = 0; target::block_sync(); if (group == 1)"
