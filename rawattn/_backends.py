@@ -103,9 +103,7 @@ def cuda(
         k.dtype,
         v.dtype,
         None if out is None else (out.shape, out.strides, out.dtype, out.data.device_id),
-        values,
-        # True == 1 == 1.0, and not all of them are accepted everywhere.
-        tuple(map(type, values)),
+        options_key(values),
     )
     try:
         prepared = _prepared.get(key)
@@ -265,6 +263,14 @@ def _retire(prepared: Any) -> None:
         event.record(stream)
         events.append(event)
     _retired.append((prepared, events))
+
+
+def options_key(values: tuple[Any, ...]) -> Any:
+    """What tells the options of calls apart: True == 1 == 1.0, and not all of them are accepted everywhere."""
+    types = tuple(map(type, values))
+    if tuple in types:  # a window
+        types += tuple(type(end) for x in values if type(x) is tuple for end in x)
+    return values, types
 
 
 def _named(values: tuple[Any, ...]) -> dict[str, Any]:

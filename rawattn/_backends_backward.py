@@ -14,6 +14,7 @@ from rawattn._backends import (
     _prepared,
     _remember,
     gpu_available,
+    options_key,
 )
 
 GIVEN = ("dout", "q", "k", "v", "out", "lse", "dlse")
@@ -72,14 +73,12 @@ def cuda(
     for x in (*arrays[:5], *targets):
         pointers |= 0 if x is None else x.data.ptr % 16
     key: Any = (
-        ("backward", device, pointers, deterministic, *options.values()),
+        ("backward", device, pointers, deterministic, options_key(tuple(options.values()))),
         tuple(None if x is None else (x.shape, x.strides, x.dtype) for x in (*arrays, *targets)),
     )
     try:
         prepared = _prepared.get(key)
-    except (
-        TypeError
-    ):  # an option that cannot be hashed: describing the call tells what is wrong with it
+    except TypeError:  # an option that cannot be hashed: describing the call tells what is wrong
         prepared, key = None, None
     if prepared is None:
         prepared = _prepare(arrays, targets, options, deterministic, device, pointers)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from numpy.lib.stride_tricks import as_strided
 
+from rawattn._backends import options_key
 from rawattn._layout import SeqLayout
 from rawattn._problem import Problem, check_out, describe, result_shapes
 
@@ -544,3 +545,11 @@ def test_overlap_with_reversed_and_broadcast_inputs() -> None:
 def test_empty_inputs_overlap_nothing() -> None:
     buffer = np.zeros(SHAPE, F16)
     check(buffer, buffer[:, :0], buffer[:, :0], buffer[:, :0])
+
+
+def test_calls_that_differ_in_a_type_alone_share_nothing() -> None:
+    """A call that was refused must be refused after one like it was accepted."""
+    usual = options_key((0, (1, 2), None))
+    assert options_key((0, (1, 2), None)) == usual
+    for other in ((False, (1, 2), None), (0, (True, 2), None), (0, (1.0, 2), None), (0, (1, 2), 0)):
+        assert options_key(other) != usual
