@@ -36,10 +36,10 @@ class Backward:
         packed = np.zeros(1, params.BACKWARD)
         fields = packed[0]
         forward = fields["forward"]
-        for name, operand in {**self.operands, **self.gradients}.items():
+        every = {**self.operands, **self.gradients}
+        for name, operand in every.items():
             into = forward if name in ("q", "k", "v", "out") else fields
             into[name] = operand.address
-            into[f"{name}_strides"] = _pack._elements(problem, operand.strides)
         forward["lse"] = self._keep(Memory("lse", lse))
         if dlse is not None:
             fields["dlse"] = self._keep(Memory("dlse", dlse))
@@ -48,14 +48,9 @@ class Backward:
             fields[name] = self._keep(
                 Memory(name, np.full(shape, np.nan, np.float32), readonly=False)
             )
-        forward["lse_batch"] = 0 if problem.group else problem.nheads_q * problem.rows_q
-        forward["lse_head"] = problem.rows_q
-        self.q_side = forward["q_side"] = self._side("q", lengths.q)
-        self.k_side = forward["k_side"] = self._side("k", lengths.k)
-        forward["window_left"] = problem.window_left or 0
-        forward["window_right"] = problem.window_right or 0
-        for name in ("sink", "batch", "nheads_q", "nheads_kv", "scale"):
-            forward[name] = getattr(problem, name)
+        self.q_side, self.k_side = self._side("q", lengths.q), self._side("k", lengths.k)
+        strides = {name: operand.strides for name, operand in every.items()}
+        _pack.backward(fields, problem, self, strides)
         self.packed = packed
 
     def _keep(self, memory: Memory) -> int:
@@ -168,14 +163,11 @@ class Backward:
             ("dv", self.k_side, problem.nheads_kv, problem.headdim_v),
         ):
             operand = self.gradients[name]
-            itemsize = operand.memory.dtype.itemsize
-            packed = np.zeros(1, params.PADDING)
+            heads = {"nheads": nheads, "headdim": headdim}
+            whole = _pack.padding(problem, side, operand.strides, **heads)
+            packed = np.frombuffer(whole, params.PADDING).copy()
             fields = packed[0]
             fields["out"] = operand.address
-            fields["out_strides"] = _pack._elements(problem, operand.strides)
-            fields["side"] = side
-            fields["batch"], fields["nheads"] = problem.batch, nheads
-            fields["headdim"], fields["element_bytes"] = headdim, itemsize
             fields["parts"] = parts = 2
             machine.run(
                 fill_padding.source(),

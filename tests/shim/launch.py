@@ -85,7 +85,8 @@ class Forward:
             self.lse = Memory("lse", lse, readonly=False)
         self._memory = [*(operand.memory for operand in self.operands.values())]
         self._memory += [] if self.lse is None else [self.lse]
-        self._sides = {"q_side": self._side("q", lengths.q), "k_side": self._side("k", lengths.k)}
+        self.strides = {name: operand.strides for name, operand in self.operands.items()}
+        self.q_side, self.k_side = self._side("q", lengths.q), self._side("k", lengths.k)
 
     def run(
         self,
@@ -132,11 +133,10 @@ class Forward:
         fields["next_work"] = next_work.address
         fields["row_bound_q"] = sm90_forward.row_bound(problem.rows_q)
         fields["row_bound_k"] = sm90_forward.row_bound(problem.rows_k)
-        strides = {name: operand.strides for name, operand in self.operands.items()}
         maps = [
             np.array([encode(tensor._geometry, self.operands[name].address)])
             for name, tensor in zip(
-                "qkv", _launch._tensor_maps(problem, config, strides), strict=True
+                "qkv", _launch._tensor_maps(problem, config, self.strides), strict=True
             )
         ]
         machine.run(
@@ -162,21 +162,12 @@ class Forward:
         problem = self.problem
         packed = np.zeros(1, params.FORWARD)
         fields = packed[0]
-        itemsize = self.out.memory.dtype.itemsize
         for name, operand in self.operands.items():
             fields[name] = operand.address
-            fields[f"{name}_strides"] = _pack._elements(problem, operand.strides)
-        self._put_lse(fields)
-        for name, side in self._sides.items():
-            fields[name] = side
-        fields["window_left"] = problem.window_left or 0
-        fields["window_right"] = problem.window_right or 0
-        for name in ("sink", "batch", "nheads_q", "nheads_kv", "scale"):
-            fields[name] = getattr(problem, name)
-        if section_keys is None:
-            key_bytes = (problem.headdim + problem.headdim_v) * itemsize
-            section_keys = config.section_bytes // key_bytes
-        fields["section_keys"] = section_keys
+        fields["lse"] = 0 if self.lse is None else self.lse.address
+        _pack.forward(fields, problem, self, self.strides, config.section_bytes)
+        if section_keys is not None:
+            fields["section_keys"] = section_keys
 
         memory = list(self._memory)
         tiles = problem.batch * -(-problem.rows_q // config.tile_q)
@@ -201,8 +192,7 @@ class Forward:
         first_tile = Memory("first_tile", np.zeros(batch + 1, np.int32), readonly=False)
         packed = np.zeros(1, params.SCHEDULE)
         fields = packed[0]
-        for name, side in self._sides.items():
-            fields[name] = side
+        fields["q_side"], fields["k_side"] = self.q_side, self.k_side
         fields["order"], fields["first_tile"] = order.address, first_tile.address
         fields["batch"], fields["tile_q"] = batch, tile_q
         machine.run(
@@ -217,15 +207,12 @@ class Forward:
 
     def fill_padding(self, machine: Machine, *, fill_out: bool = True) -> None:
         problem = self.problem
-        packed = np.zeros(1, params.PADDING)
+        heads = {"nheads": problem.nheads_q, "headdim": problem.headdim_v}
+        whole = _pack.padding(problem, self.q_side, self.out.strides, **heads)
+        packed = np.frombuffer(whole, params.PADDING).copy()
         fields = packed[0]
-        itemsize = self.out.memory.dtype.itemsize
         fields["out"] = self.out.address if fill_out else 0
-        fields["out_strides"] = _pack._elements(problem, self.out.strides)
-        self._put_lse(fields)
-        fields["side"] = self._sides["q_side"]
-        fields["batch"], fields["nheads"] = problem.batch, problem.nheads_q
-        fields["headdim"], fields["element_bytes"] = problem.headdim_v, itemsize
+        fields["lse"] = 0 if self.lse is None else self.lse.address
         # A gap is shared by few blocks: they run one after the other here.
         fields["parts"] = parts = 2
         machine.run(
@@ -235,12 +222,6 @@ class Forward:
             threads=fill_padding.THREADS,
             memory=self._memory,
         )
-
-    def _put_lse(self, fields: Any) -> None:
-        problem = self.problem
-        fields["lse"] = 0 if self.lse is None else self.lse.address
-        fields["lse_batch"] = 0 if problem.group else problem.nheads_q * problem.rows_q
-        fields["lse_head"] = problem.rows_q
 
     def _side(self, name: str, side: Side) -> Any:
         packed = np.zeros((), params.SIDE)
