@@ -15,6 +15,7 @@ from rawattn._backends import (
     _remember,
     gpu_available,
 )
+from rawattn._kernels import selection
 
 GIVEN = ("dout", "q", "k", "v", "out", "lse", "dlse")
 RESULTS = ("dq", "dk", "dv")
@@ -72,7 +73,7 @@ def cuda(
     for x in (*arrays[:5], *targets):
         pointers |= 0 if x is None else x.data.ptr % 16
     key: Any = (
-        ("backward", device, pointers, deterministic, *options.values()),
+        ("backward", device, pointers, deterministic, selection(), *options.values()),
         tuple(None if x is None else (x.shape, x.strides, x.dtype) for x in (*arrays, *targets)),
     )
     try:
