@@ -112,6 +112,11 @@ def _shipped(kernel: str) -> dict[str, tuple[Row, ...]]:
     return read(kernel, DIRECTORY / f"{kernel}.json")
 
 
+def forget() -> None:
+    """Reads the files again at the next choice: one was written."""
+    _shipped.cache_clear()
+
+
 def _rows(place: str, entries: Any, schema: Schema) -> tuple[Row, ...]:
     if not isinstance(entries, list) or not entries:
         raise ValueError(f"{place}: got no list of rows")
