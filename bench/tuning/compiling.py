@@ -14,6 +14,7 @@ from rawattn import _compile
 from rawattn._kernels import sm90_forward
 
 SPILLS, SERIALISED, NOT_COMPILED = "spills", "serialised", "does not compile"
+_TRAITS = {"packed", "ragged", "left", "right", "top-left", "scale-first", "without-dq"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +68,7 @@ def judge(job: Job) -> Verdict:
 
 def _variant(source: _compile.Source) -> str:
     """The words of its summary that say what the candidate does not."""
-    words = [word for word in source.summary.split() if re.fullmatch(r"[a-z-]+", word)]
-    return " ".join(words[2:]) or "full"
+    return " ".join(word for word in source.summary.split() if word in _TRAITS) or "full"
 
 
 def judge_all(
