@@ -16,6 +16,7 @@ from rawattn._backends import (
     gpu_available,
     options_key,
 )
+from rawattn._kernels import selection
 
 GIVEN = ("dout", "q", "k", "v", "out", "lse", "dlse")
 RESULTS = ("dq", "dk", "dv")
@@ -73,7 +74,8 @@ def cuda(
     for x in (*arrays[:5], *targets):
         pointers |= 0 if x is None else x.data.ptr % 16
     key: Any = (
-        ("backward", device, pointers, deterministic, options_key(tuple(options.values()))),
+        ("backward", device, pointers, deterministic, selection()),
+        options_key(tuple(options.values())),
         tuple(None if x is None else (x.shape, x.strides, x.dtype) for x in (*arrays, *targets)),
     )
     try:

@@ -1,8 +1,13 @@
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 from hypothesis import settings
 
+from rawattn._kernels import _tiles
 from tests import gpu_report
 
 # The same examples on every run: a change is judged by its own effect. `--hypothesis-profile=search` looks for new ones.
@@ -21,3 +26,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def tile_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """A copy of the tile tables that a test may write, in the place of the shipped ones."""
+    for path in _tiles.DIRECTORY.glob("*.json"):
+        shutil.copy(path, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(_tiles, "DIRECTORY", tmp_path)
+        _tiles.forget()
+        yield tmp_path
+    _tiles.forget()

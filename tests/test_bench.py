@@ -692,7 +692,7 @@ def pretend_gpu(monkeypatch):
     }
     sensors = types.SimpleNamespace(read=lambda: None)
     facts = {"device": "Pretended GPU", "driver": "1.2", "l2_bytes": 1}
-    monkeypatch.setattr("rawattn._cli.bench._require_gpu", lambda: None)
+    monkeypatch.setattr("rawattn._cli.bench.require_gpu", lambda: None)
     monkeypatch.setattr(suites, "contenders", fakes.__getitem__)
     monkeypatch.setattr(measure, "EventClock", FakeClock)
     monkeypatch.setattr(machine, "Sensors", lambda: sensors)

@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(args: argparse.Namespace, chosen: list[cases.Case], extras: list[str]) -> Report:
-    _require_gpu()
+    require_gpu()
     started = time.monotonic()
     wanted = [c for c in suites.contenders(args.suite) if c.ours or c.name in args.peers]
     suite = suites.SUITES[args.suite]
@@ -136,7 +136,7 @@ def _wants(args: argparse.Namespace, figure: str) -> bool:
     return not (args.quick and figure == "compile")
 
 
-def _require_gpu() -> None:
+def require_gpu() -> None:
     needs = "bench measures GPU kernels"
     try:
         import cupy

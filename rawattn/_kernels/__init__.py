@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from rawattn._compile import Source
+    from rawattn._kernels._tiles import Row
 
 # Families of forward kernels, the fastest first: the first that applies to a call is taken.
 FORWARD_FAMILIES = ("sm90", "portable")
 
-_only: ContextVar[str | None] = ContextVar("rawattn_forward_family", default=None)
+
+class Selection(NamedTuple):
+    """What the current context changes about which kernel runs: part of what decides a launch."""
+
+    family: str | None = None  # the one that forward calls are kept to
+    # Tile tables in the place of shipped ones: (kernel, name of the table, rows).
+    tables: tuple[tuple[str, str, tuple[Row, ...]], ...] = ()
+
+
+_UNCHANGED = Selection()
+_selection: ContextVar[Selection] = ContextVar("rawattn_selection", default=_UNCHANGED)
+selection = _selection.get
 
 
 def allowed(family: str) -> bool:
     """Whether calls may choose this family now."""
-    return _only.get() in (None, family)
+    return selection().family in (None, family)
 
 
 @contextmanager
@@ -30,15 +42,23 @@ def only(family: str) -> Iterator[None]:
     """
     if family not in FORWARD_FAMILIES:
         raise ValueError(f"family: got {family!r}; accepted are {', '.join(FORWARD_FAMILIES)}")
-    token = _only.set(family)
+    token = _selection.set(selection()._replace(family=family))
     try:
         yield
     finally:
-        _only.reset(token)
+        _selection.reset(token)
 
 
-# The family that calls are kept to, if any: part of what decides a launch.
-selection = _only.get
+@contextmanager
+def using_tiles(kernel: str, table: str, rows: Iterable[Row]) -> Iterator[None]:
+    """Puts rows in the place of a shipped tile table, so that candidates can be compared as calls would run them."""
+    others = tuple(each for each in selection().tables if each[:2] != (kernel, table))
+    tables = (*others, (kernel, table, tuple(rows)))
+    token = _selection.set(selection()._replace(tables=tables))
+    try:
+        yield
+    finally:
+        _selection.reset(token)
 
 
 # Shared memory one block may use, by architecture (CUDA C++ Programming Guide, "Technical Specifications per Compute

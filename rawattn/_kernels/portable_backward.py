@@ -5,52 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rawattn._compile import Source
-from rawattn._kernels import _source
+from rawattn._kernels import _source, _tiles
 from rawattn._kernels._source import round_up
 from rawattn._problem import Problem
 
 ENTRY = "rawattn_backward"
 DQ_ENTRY = "rawattn_backward_dq"
+# The files of their tile tables.
+TILES = "portable_backward"
+DQ_TILES = "portable_backward_dq"
 ROW_THREADS = 256  # of the kernels that visit rows: one wave a row
-
-# (largest padded headdim, tile_q, tile_k, key waves, column waves, stages, blocks per SM, row waves
-# of dQ), the fastest first. The first whose shared memory fits is taken; the last of each headdim
-# fits every GPU since Ampere.
-_TILES_16BIT = (
-    (64, 128, 128, 4, 1, 2, 1, 4),
-    (64, 64, 128, 4, 1, 2, 1, 2),
-    (64, 32, 128, 4, 1, 2, 1, 2),
-    (96, 64, 128, 4, 1, 2, 1, 4),
-    (128, 64, 128, 4, 1, 2, 1, 2),
-    (128, 64, 128, 4, 1, 1, 1, 2),
-    (128, 64, 64, 4, 1, 1, 1, 2),
-    (192, 64, 64, 2, 2, 2, 1, 2),
-    (256, 64, 64, 2, 2, 2, 1, 1),
-    (256, 64, 64, 2, 2, 1, 1, 1),
-    (256, 32, 32, 2, 1, 1, 1, 1),
-)
-_TILES_32BIT = (
-    (64, 32, 64, 4, 1, 1, 1, 2),
-    (128, 32, 64, 4, 1, 1, 1, 2),
-    (256, 32, 64, 4, 1, 1, 1, 2),
-    (256, 16, 16, 1, 1, 1, 1, 1),
-)
-
-# (largest padded headdim, tile_q, tile_k, waves, stages, blocks per SM) of the kernel that computes dQ alone.
-_DQ_TILES_16BIT = (
-    (64, 128, 64, 4, 2, 2),
-    (64, 128, 32, 4, 1, 2),
-    (128, 128, 32, 4, 2, 2),
-    (128, 64, 32, 4, 2, 1),
-    (256, 128, 32, 8, 2, 1),
-    (256, 64, 16, 4, 1, 1),
-)
-_DQ_TILES_32BIT = (
-    (64, 64, 32, 4, 1, 1),
-    (128, 64, 32, 4, 1, 1),
-    (256, 64, 32, 4, 1, 1),
-    (256, 16, 16, 1, 1, 1),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,27 +174,20 @@ def choose(problem: Problem, *, copy_bytes: int, shared_limit: int, with_dq: boo
     """
     wide = max(round_up(problem.headdim, 16), round_up(problem.headdim_v, 16))
     full = problem.dtype == "float32"
-    for limit, tile_q, tile_k, key_waves, column_waves, stages, blocks, dq_row_waves in (
-        _TILES_32BIT if full else _TILES_16BIT
-    ):
+    # The first row whose shared memory fits; the last of each headdim fits every GPU since Ampere.
+    for row in _tiles.table(TILES, "32bit" if full else "16bit"):
         config = Config(
             element=_source.ELEMENT[problem.dtype],
             headdim=problem.headdim,
             headdim_v=problem.headdim_v,
-            tile_q=tile_q,
-            tile_k=tile_k,
-            key_waves=key_waves,
-            column_waves=column_waves,
-            stages=stages,
-            blocks_per_sm=blocks,
-            dq_row_waves=dq_row_waves,
+            **row.fields,
             copy_bytes=copy_bytes,
             ragged=problem.ragged,
             **_source.masks(problem),
             with_dq=with_dq,
             accumulator_feeds_a=not full,
         )
-        if wide <= limit and config.shared_bytes <= shared_limit:
+        if wide <= row.headdim and config.shared_bytes <= shared_limit:
             return config
     raise AssertionError(f"no tile of the table fits {shared_limit} bytes of shared memory")
 
@@ -239,24 +196,18 @@ def choose_dq(problem: Problem, *, copy_bytes: int, shared_limit: int) -> DqConf
     """As `choose`, of the kernel that computes dQ alone."""
     wide = max(round_up(problem.headdim, 16), round_up(problem.headdim_v, 16))
     full = problem.dtype == "float32"
-    for limit, tile_q, tile_k, waves, stages, blocks in (
-        _DQ_TILES_32BIT if full else _DQ_TILES_16BIT
-    ):
+    for row in _tiles.table(DQ_TILES, "32bit" if full else "16bit"):
         config = DqConfig(
             element=_source.ELEMENT[problem.dtype],
             headdim=problem.headdim,
             headdim_v=problem.headdim_v,
-            tile_q=tile_q,
-            tile_k=tile_k,
-            waves=waves,
-            stages=stages,
-            blocks_per_sm=blocks,
+            **row.fields,
             copy_bytes=copy_bytes,
             ragged=problem.ragged,
             **_source.masks(problem),
             accumulator_feeds_a=not full,
         )
-        if wide <= limit and config.shared_bytes <= shared_limit:
+        if wide <= row.headdim and config.shared_bytes <= shared_limit:
             return config
     raise AssertionError(f"no tile of the table fits {shared_limit} bytes of shared memory")
 

@@ -5,33 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rawattn._compile import Source
-from rawattn._kernels import _source
+from rawattn._kernels import _source, _tiles
 from rawattn._kernels._source import round_up
 from rawattn._problem import Problem
 
 ENTRY = "rawattn_forward"
+TILES = "portable_forward"  # the file of its tile tables
 
 # Keys of one kv head whose K and V fill this much are scheduled together: the part of L2 that running blocks should share.
 SECTION_BYTES = 32 << 20
-
-# (largest padded headdim, tile_q, tile_k, waves, stages, blocks per SM, queries in registers), the fastest first.
-# The first whose shared memory fits is taken; the last of each headdim fits every GPU since Ampere.
-_TILES_16BIT = (
-    (64, 128, 64, 4, 2, 2, True),
-    (96, 128, 64, 4, 2, 2, False),
-    (128, 128, 48, 4, 2, 2, False),
-    (192, 128, 96, 8, 1, 1, False),
-    (192, 64, 48, 4, 1, 1, False),
-    (256, 128, 80, 8, 1, 1, False),
-    (256, 128, 64, 8, 1, 1, False),
-    (256, 64, 32, 4, 1, 1, False),
-)
-_TILES_32BIT = (
-    (64, 64, 64, 4, 1, 2, False),
-    (128, 64, 32, 4, 1, 2, False),
-    (256, 64, 32, 4, 1, 1, False),
-    (256, 32, 16, 2, 1, 2, False),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,25 +103,19 @@ def choose(problem: Problem, *, copy_bytes: int, shared_limit: int) -> Config:
     """
     wide = max(round_up(problem.headdim, 16), round_up(problem.headdim_v, 16))
     full = problem.dtype == "float32"
-    for limit, tile_q, tile_k, waves, stages, blocks, held in (
-        _TILES_32BIT if full else _TILES_16BIT
-    ):
+    # The first row whose shared memory fits; the last of each headdim fits every GPU since Ampere.
+    for row in _tiles.table(TILES, "32bit" if full else "16bit"):
         config = Config(
             element=_source.ELEMENT[problem.dtype],
             headdim=problem.headdim,
             headdim_v=problem.headdim_v,
-            tile_q=tile_q,
-            tile_k=tile_k,
-            waves=waves,
-            stages=stages,
-            blocks_per_sm=blocks,
-            query_in_registers=held,
+            **row.fields,
             copy_bytes=copy_bytes,
             ragged=problem.ragged,
             **_source.masks(problem),
             scale_first=not problem.scale > 0,
             accumulator_feeds_a=not full,
         )
-        if wide <= limit and config.shared_bytes <= shared_limit:
+        if wide <= row.headdim and config.shared_bytes <= shared_limit:
             return config
     raise AssertionError(f"no tile of the table fits {shared_limit} bytes of shared memory")

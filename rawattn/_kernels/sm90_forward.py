@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rawattn._compile import Source
-from rawattn._kernels import _source
+from rawattn._kernels import _source, _tiles
 from rawattn._problem import Problem
 from rawattn._tensor_map import Geometry
 
 ENTRY = "rawattn_sm90_forward"
+TILES = "sm90_forward"  # the file of its tile tables
 ARCH = "sm_90a"
 SHARED_LIMIT = 232448
 
@@ -18,21 +19,8 @@ SHARED_LIMIT = 232448
 # in one section the longest tiles of all start first, which is worth more than the hits (docs/notes/hopper-forward.md).
 SECTION_BYTES = 128 << 20
 
-# (largest headdim, tile_k, consumers, stages, ping-pong)
-_TILES = (
-    (64, 128, 3, 2, True),
-    (128, 128, 2, 2, True),
-    (192, 112, 2, 2, False),
-    (256, 80, 2, 2, False),
-)
-# With a limit on the left a thread has more to remember: smaller key tiles, which also fit a window better.
-_TILES_LEFT = (
-    (64, 96, 3, 2, True),
-    (128, 128, 2, 2, True),
-    (192, 80, 2, 2, False),
-    (256, 48, 2, 2, False),
-)
-_REGISTERS = {2: (40, 232), 3: (32, 160)}  # of producer and consumer threads, by consumers
+# Registers of a multiprocessor, and of a thread what setmaxnreg counts in.
+_REGISTERS, _REGISTER_STEP = 65536, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +34,7 @@ class Config:
     consumers: int
     stages: int
     ping_pong: bool
+    consumer_registers: int  # of a thread; the producer's have the rest
     ragged: bool
     packed: bool  # group mode: the arrays have no batch axis
     left: bool
@@ -66,6 +55,12 @@ class Config:
         return 128 * (1 + self.consumers)
 
     @property
+    def producer_registers(self) -> int:
+        """Of a thread. A block begins with as many for each thread and shares them out anew."""
+        each = _REGISTERS // self.threads // _REGISTER_STEP * _REGISTER_STEP
+        return each * (1 + self.consumers) - self.consumer_registers * self.consumers
+
+    @property
     def shared_bytes(self) -> int:
         row_bytes_qk = 128 * -(-self.headdim // 64)
         row_bytes_v = 128 * -(-self.headdim_v // 64)
@@ -75,7 +70,6 @@ class Config:
         return tiles + 1024  # barriers and two slots of work
 
     def source(self) -> Source:
-        producer, consumer = _REGISTERS[self.consumers]
         constants = {
             "kHeadDim": self.headdim,
             "kHeadDimV": self.headdim_v,
@@ -89,8 +83,8 @@ class Config:
             "kRight": self.right,
             "kTopLeft": self.top_left,
             "kScaleFirst": self.scale_first,
-            "kProducerRegisters": producer,
-            "kConsumerRegisters": consumer,
+            "kProducerRegisters": self.producer_registers,
+            "kConsumerRegisters": self.consumer_registers,
             "kSharedBytes": self.shared_bytes,
         }
         text = _source.text(self.element, constants, "sm90/forward.cu")
@@ -141,17 +135,15 @@ def choose(
             if stride % 16 or (extent > 1 and not 0 < stride < 2**40):
                 return None
     wide = max(problem.headdim, problem.headdim_v)
-    tiles = _TILES if problem.window_left is None else _TILES_LEFT
-    for limit, tile_k, consumers, stages, ping_pong in tiles:
-        if wide <= limit:
+    # With a limit on the left a thread has more to remember, and a window is better met by small key tiles.
+    table = "any" if problem.window_left is None else "left"
+    for row in _tiles.table(TILES, table):
+        if wide <= row.headdim:
             return Config(
                 element=problem.dtype,
                 headdim=problem.headdim,
                 headdim_v=problem.headdim_v,
-                tile_k=tile_k,
-                consumers=consumers,
-                stages=stages,
-                ping_pong=ping_pong,
+                **row.fields,
                 ragged=problem.ragged,
                 packed=problem.group,
                 **_source.masks(problem),

@@ -51,7 +51,10 @@ class Sm90Cell(Cell):
     def config(self) -> sm90_forward.Config:
         config = chosen(self.case)
         assert config is not None, f"{self.case}: not a call for this kernel"
-        return config if self.shape is None else replace(config, **self.shape._asdict())
+        if self.shape is None:
+            return config
+        registers = {2: 232, 3: 160}[self.shape.consumers]
+        return replace(config, **self.shape._asdict(), consumer_registers=registers)
 
     def run(self, builder: Builder) -> tuple[np.ndarray, np.ndarray | None]:
         machine = Machine(builder, checked=self.checked, seed=zlib.crc32(str(self).encode()))

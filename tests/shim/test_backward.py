@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from rawattn._kernels import _source, portable_backward
+from rawattn._kernels import _source, _tiles, portable_backward
 from rawattn._kernels.portable_backward import Config, DqConfig
 from rawattn._problem import describe
 from tests.cases import CANARY, Case, Strided, curated, dense, padded, ragged, random_case, strided
@@ -56,17 +56,18 @@ SHAPES = (
     Tiles(48, 32, 1, 1, 1, 1),
 )
 AROUND_EDGES = (0, 1, 15, 16, 17, 33)
+TWO_HEADS = {"nheads_q": 2, "nheads_kv": 1}
 WINDOWS = (
     ((0, 0), 0), ((16, 1), 16), ((17, 31), 1), ((40, 33), 15), ((5, 2), 1000),
     ((3, None), 0), ((16, None), 17), ((1 << 40, None), 0), ((None, 0), 0), ((None, 17), 0),
 )  # fmt: skip
 DQ_TABLE = [
-    *(("bfloat16", row) for row in portable_backward._DQ_TILES_16BIT),
-    *(("float32", row) for row in portable_backward._DQ_TILES_32BIT),
+    *(("bfloat16", row) for row in _tiles.table(portable_backward.DQ_TILES, "16bit")),
+    *(("float32", row) for row in _tiles.table(portable_backward.DQ_TILES, "32bit")),
 ]
 TABLE = [
-    *(("bfloat16", row) for row in portable_backward._TILES_16BIT),
-    *(("float32", row) for row in portable_backward._TILES_32BIT),
+    *(("bfloat16", row) for row in _tiles.table(portable_backward.TILES, "16bit")),
+    *(("float32", row) for row in _tiles.table(portable_backward.TILES, "32bit")),
 ]
 
 
@@ -202,19 +203,17 @@ def cells_of_shapes() -> Iterable[Cell]:
 def cells_of_table() -> Iterable[Cell]:
     """Every tile of the tables, whatever the shared memory of this or that GPU."""
     for n, (dtype, row) in enumerate(TABLE):
-        headdim, tile_q, tile_k, key_waves, column_waves, stages, _, dq_row_waves = row
-        tiles = Tiles(tile_q, tile_k, key_waves, column_waves, stages, dq_row_waves)
-        knobs = {"headdim": headdim, "dtype": dtype, "causal": True, "nheads_q": 2, "nheads_kv": 1}
-        case = dense("table", 1, tile_q + 9, tile_k + 5, **knobs)
+        tiles = Tiles(*(row.fields[name] for name in Tiles._fields))
+        knobs = {"headdim": row.headdim, "dtype": dtype, "causal": True, **TWO_HEADS}
+        case = dense("table", 1, tiles.tile_q + 9, tiles.tile_k + 5, **knobs)
         yield Cell(case=case, wave=WAVES[n % 2], tiles=tiles)
 
 
 def cells_of_dq_table() -> Iterable[Cell]:
     for n, (dtype, row) in enumerate(DQ_TABLE):
-        headdim, tile_q, tile_k, waves, stages, _ = row
-        tiles = DqTiles(tile_q, tile_k, waves, stages)
-        knobs = {"headdim": headdim, "dtype": dtype, "causal": True, "nheads_q": 2, "nheads_kv": 1}
-        case = dense("dq-table", 1, tile_q + 9, 2 * tile_k + 5, **knobs)
+        tiles = DqTiles(*(row.fields[name] for name in DqTiles._fields))
+        knobs = {"headdim": row.headdim, "dtype": dtype, "causal": True, **TWO_HEADS}
+        case = dense("dq-table", 1, tiles.tile_q + 9, 2 * tiles.tile_k + 5, **knobs)
         yield Cell(case=case, wave=WAVES[n % 2], tiles=SMALL, dq_tiles=tiles, with_dq=False)
 
 

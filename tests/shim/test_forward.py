@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rawattn._kernels import portable_forward
+from rawattn._kernels import _tiles, portable_forward
 from tests.cases import Case, curated, dense, padded, ragged, random_case
 from tests.shim.cells import Cell, Tiles, verify
 from tests.shim.shim import Builder
@@ -28,8 +28,8 @@ SHAPES = (
     Tiles(64, 16, 4, 2, True),
 )
 TABLE = [
-    *(("bfloat16", row) for row in portable_forward._TILES_16BIT),
-    *(("float32", row) for row in portable_forward._TILES_32BIT),
+    *(("bfloat16", row) for row in _tiles.table(portable_forward.TILES, "16bit")),
+    *(("float32", row) for row in _tiles.table(portable_forward.TILES, "32bit")),
 ]
 AROUND_EDGES = (0, 1, 15, 16, 17, 31, 32, 33, 48, 65)
 WINDOWS = (
@@ -76,10 +76,12 @@ def cells_of_shapes() -> Iterable[Cell]:
 
 def cells_of_table() -> Iterable[Cell]:
     """Every tile of the tables, whatever the shared memory of this or that GPU."""
-    for dtype, (headdim, tile_q, tile_k, waves, stages, _, held) in TABLE:
-        tiles = Tiles(tile_q, tile_k, waves, stages, held)
-        knobs = {"headdim": headdim, "dtype": dtype, "causal": True}
-        case = dense(f"table-d{headdim}", 1, tile_q + 9, 2 * tile_k + 5, **knobs)
+    for dtype, row in TABLE:
+        fields = row.fields
+        held = fields["query_in_registers"]
+        tiles = Tiles(fields["tile_q"], fields["tile_k"], fields["waves"], fields["stages"], held)
+        knobs = {"headdim": row.headdim, "dtype": dtype, "causal": True}
+        case = dense(f"table-d{row.headdim}", 1, tiles.tile_q + 9, 2 * tiles.tile_k + 5, **knobs)
         yield from each_wave(case, tiles=tiles)
 
 

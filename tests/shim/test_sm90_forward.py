@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from rawattn._kernels import sm90_forward
+from rawattn._kernels import _tiles, sm90_forward
 from tests.cases import Case, curated, dense, padded, ragged, random_case
 from tests.shim.cells import verify
 from tests.shim.cells_sm90 import Sm90Cell, Sm90Tiles, chosen
@@ -64,14 +64,14 @@ def cells_of_shapes() -> Iterable[Sm90Cell]:
 def cells_of_table() -> Iterable[Sm90Cell]:
     """Every tile of the tables, a little longer than one tile of queries and two of keys."""
     tables = (
-        (sm90_forward._TILES, {"causal": True}),
-        (sm90_forward._TILES_LEFT, {"window": (50, 9)}),
+        ("any", {"causal": True}),
+        ("left", {"window": (50, 9)}),
     )
-    for (rows, mask), dtype in itertools.product(tables, ("float16", "bfloat16")):
-        for headdim, tile_k, consumers, _, _ in rows:
-            knobs = {"headdim": headdim, "dtype": dtype, **mask}
-            case = dense(f"table-d{headdim}", 1, 64 * consumers + 9, 2 * tile_k + 5, **knobs)
-            yield Sm90Cell(case=case)
+    for (table, mask), dtype in itertools.product(tables, ("float16", "bfloat16")):
+        for row in _tiles.table(sm90_forward.TILES, table):
+            knobs = {"headdim": row.headdim, "dtype": dtype, **mask}
+            rows_q, rows_k = 64 * row.fields["consumers"] + 9, 2 * row.fields["tile_k"] + 5
+            yield Sm90Cell(case=dense(f"table-d{row.headdim}", 1, rows_q, rows_k, **knobs))
 
 
 def cells_of_sections() -> Iterable[Sm90Cell]:

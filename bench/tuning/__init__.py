@@ -1,0 +1,1 @@
+"""The search for tile shapes behind bench/tune.py."""

@@ -1,0 +1,116 @@
+"""Which tile shapes are worth compiling for a row, and the table that a chosen one makes."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bench.tuning.kernels import Fields, Kernel
+from rawattn._kernels import SHARED_LIMIT, _tiles, using_tiles
+from rawattn._kernels._tiles import Row
+from rawattn._problem import Problem
+
+SHARED_MEMORY, REGISTERS = "more shared memory than there is", "more registers than a thread has"
+# Of a multiprocessor's shared memory a block takes this beside its own.
+_SHARED_OVERHEAD = 1024
+
+
+def label(fields: Fields) -> str:
+    """A candidate in the words that --only takes."""
+    return ",".join(f"{name}={int(value)}" for name, value in fields.items())
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The row that is searched: of which table, for which head dim, on which architecture."""
+
+    kernel: Kernel
+    table: str
+    headdim: int
+    problem: Problem
+    arch: str
+
+    @property
+    def shared_limit(self) -> int:
+        return SHARED_LIMIT[self.arch]
+
+    def present(self) -> Row:
+        """The row that calls take now."""
+        for row in _tiles.table(self.kernel.name, self.table):
+            if self.headdim <= row.headdim and self.config(row).shared_bytes <= self.shared_limit:
+                return row
+        raise ValueError(f"{self.kernel.name}: no row of {self.table} fits {self.arch}")
+
+    def config(self, row: Row, problem: Problem | None = None) -> Any:
+        """The configuration that this row makes, whether or not it fits."""
+        alone = Row(_tiles.LARGEST, row.shape)
+        with using_tiles(self.kernel.name, self.table, (alone,)):
+            return self.kernel.choose(problem or self.problem, self.arch, 1 << 30)
+
+    def row(self, fields: Fields, measured: str | None = None) -> Row:
+        order = _tiles.SCHEMAS[self.kernel.name].fields
+        return Row(self.headdim, tuple((name, fields[name]) for name in order), measured)
+
+    def with_row(self, new: Row) -> tuple[Row, ...]:
+        """The table with `new` for this head dim.
+
+        The present row makes room for it, unless that serves larger head dims too, or GPUs with too little shared memory
+        for the new one.
+        """
+        rows = _tiles.table(self.kernel.name, self.table)
+        present = self.present()
+        at = rows.index(present)
+        if present.headdim != self.headdim:
+            at = sum(row.headdim <= self.headdim for row in rows)
+            return (*rows[:at], new, *rows[at:])
+        behind = at if self._serves_more(present, new) else at + 1
+        return (*rows[:at], new, *rows[behind:])
+
+    def _serves_more(self, present: Row, new: Row) -> bool:
+        if self.kernel.family == "sm90":  # one architecture
+            return False
+        before, after = (self.config(row).shared_bytes for row in (present, new))
+        return any(before <= limit < after for limit in SHARED_LIMIT.values())
+
+
+def generate(place: Place, only: Mapping[str, int]) -> tuple[list[Row], Counter[str]]:
+    """Candidates that may fit, the present choice first, and how many were refused, by reason."""
+    kernel, present = place.kernel, place.present()
+    first = place.row(present.fields)
+    found, refused = [first], Counter[str]()
+    for values in itertools.product(*kernel.values.values()):
+        fields = dict(zip(kernel.values, values, strict=True))
+        if any(fields[name] != value for name, value in only.items()):
+            continue
+        if not kernel.possible(fields) or (row := place.row(fields)) == first:
+            continue
+        if reason := misfit(place, row):
+            refused[reason] += 1
+        else:
+            found.append(row)
+    return found, refused
+
+
+def misfit(place: Place, row: Row) -> str:
+    """Why a candidate is not worth compiling; nothing when it is."""
+    config = place.config(row)
+    blocks = row.fields.get("blocks_per_sm", 1)
+    if (
+        config.shared_bytes > place.shared_limit
+        or blocks * (config.shared_bytes + _SHARED_OVERHEAD) > place.shared_limit + _SHARED_OVERHEAD
+    ):
+        return SHARED_MEMORY
+    needed, there = place.kernel.registers(config)
+    return REGISTERS if needed > there else ""
+
+
+def nearest(rows: Sequence[Row], only: Mapping[str, int]) -> Row:
+    """The one that --only names: of those it fits, the one most like the present choice, which comes first."""
+    fitting = [row for row in rows if all(row.fields[name] == only[name] for name in only)]
+    if not fitting:
+        raise ValueError(f"no candidate has {label(only)}; --compile-only lists them")
+    present = rows[0].fields
+    return max(fitting, key=lambda row: sum(present[name] == row.fields[name] for name in present))

@@ -1,0 +1,62 @@
+"""The calls that a row of a table is judged by."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from bench.tuning.kernels import Kernel
+from rawattn import SeqLayout
+from rawattn._bench.cases import Case
+from rawattn._bench.grids import CUDNN, FA2, FA4
+from rawattn._problem import Problem, describe
+
+_TOKENS, _COLUMNS = 16384, 2048  # heads x D
+_WINDOW = 1024
+
+
+def cases(kernel: Kernel, table: str, headdim: int) -> list[Case]:
+    """Causal and full at two lengths, and a ragged batch; with a limit on the left, causal ones with a window."""
+    left = _WINDOW if table == "left" else None
+    heads = max(1, _COLUMNS // headdim)
+    lengths = tuple(map(int, np.random.default_rng(2).integers(64, 4097, size=_TOKENS // 2048)))
+    shapes = [
+        *((f"S{seqlen}", (seqlen,) * (_TOKENS // seqlen), False) for seqlen in (4096, _TOKENS)),
+        ("ragged", lengths, True),
+    ]
+    found = []
+    for label, seqlens, packed in shapes:
+        for causal in (True,) if packed or left is not None else (True, False):
+            if left is not None:
+                peers: tuple[str, ...] = (FA4,)
+            elif packed:
+                peers = (FA4,) if kernel.verb == "forward" else (FA2, FA4)
+            else:
+                peers = (CUDNN, FA2, FA4)
+            found.append(
+                Case(
+                    "ragged" if packed else "dense",
+                    label if left is None else f"{label} left{left}",
+                    seqlens,
+                    nheads_q=heads,
+                    nheads_kv=heads,
+                    headdim=headdim,
+                    causal=causal,
+                    packed=packed,
+                    window_left=left,
+                    backward=kernel.verb == "backward",
+                    peers=peers,
+                    deterministic=kernel.deterministic,
+                )
+            )
+    return found
+
+
+def problem(case: Case, dtype: str) -> Problem:
+    """What the compiler must know of a case: no array of its size is made."""
+    rows = (1,) if case.packed else (1, 1)
+    operand = np.broadcast_to(np.zeros((), np.dtype(dtype)), (*rows, 1, case.headdim))
+    seqs = SeqLayout(seqstart_q=[0, 1]) if case.packed else None
+    described, _ = describe(
+        operand, operand, operand, seqs=seqs, causal=case.causal, window=case.window
+    )
+    return described

@@ -1,0 +1,114 @@
+"""Compiles candidates and says which of them are worth running."""
+
+from __future__ import annotations
+
+import multiprocessing
+import re
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from bench.tuning import gate
+from rawattn import _compile
+from rawattn._kernels import sm90_forward
+
+SPILLS, SERIALISED, NOT_COMPILED = "spills", "serialised", "does not compile"
+_TRAITS = {"packed", "ragged", "left", "right", "top-left", "scale-first", "without-dq"}
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One candidate in all the variants it must be good in.
+
+    allowed: bytes that each variant may spill; None: as many as it likes.
+    """
+
+    label: str
+    sources: tuple[_compile.Source, ...]
+    arch: str
+    allowed: tuple[int | None, ...]
+
+
+@dataclass(slots=True)
+class Verdict:
+    """The most registers and spilled bytes of any variant, the spills of each, and why it is refused, if it is."""
+
+    registers: int = 0
+    spills: int = 0
+    by_variant: list[int] = field(default_factory=list)
+    kind: str = ""
+    reason: str = ""
+
+
+def judge(job: Job) -> Verdict:
+    """Compiles variant after variant until one is refused."""
+    verdict = Verdict()
+    tool = gate.disassembler()
+    for source, allowed in zip(job.sources, job.allowed, strict=True):
+        try:
+            cubin = _compile.compile_source(source, job.arch)
+        except _compile.CompileError as error:
+            told = re.search(r"error: (.*)", str(error))
+            verdict.kind = NOT_COMPILED
+            verdict.reason = f"{NOT_COMPILED}: {told[1] if told else str(error).splitlines()[-1]}"
+            return verdict
+        spills = cubin.meta.get("spills", 0)
+        verdict.registers = max(verdict.registers, cubin.meta.get("registers", 0))
+        verdict.spills = max(verdict.spills, spills)
+        verdict.by_variant.append(spills)
+        if allowed is not None and spills > allowed:
+            verdict.kind, verdict.reason = SPILLS, f"{SPILLS} {spills} bytes, {_variant(source)}"
+        elif source.entry == sm90_forward.ENTRY and (fault := _fault(cubin, source, tool)):
+            verdict.kind, verdict.reason = SERIALISED, f"{SERIALISED}: {fault}, {_variant(source)}"
+        if verdict.kind:
+            return verdict
+    return verdict
+
+
+def _variant(source: _compile.Source) -> str:
+    """The words of its summary that say what the candidate does not."""
+    return " ".join(word for word in source.summary.split() if word in _TRAITS) or "full"
+
+
+def judge_all(
+    jobs: Sequence[Job], processes: int, step: Callable[[str], None]
+) -> dict[str, Verdict]:
+    """Verdicts by label; `step` hears of each."""
+    verdicts: dict[str, Verdict] = {}
+
+    def note(job: Job, verdict: Verdict) -> None:
+        verdicts[job.label] = verdict
+        step(f"{job.label}: {verdict.reason or f'{verdict.registers} registers'}")
+
+    if processes == 1 or len(jobs) < 2:
+        for job in jobs:
+            note(job, judge(job))
+        return verdicts
+    with _pool(min(processes, len(jobs))) as pool:
+        futures = {pool.submit(judge, job): job for job in jobs}
+        for future in as_completed(futures):
+            note(futures[future], future.result())
+    return verdicts
+
+
+@contextmanager
+def _pool(processes: int) -> Iterator[ProcessPoolExecutor]:
+    # spawn: a fork of a process that has used CUDA, or runs threads, is not safe.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=context) as pool:
+        try:
+            yield pool
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _fault(cubin: _compile.Cubin, source: _compile.Source, tool: str | None) -> str:
+    if codes := gate.serialised(cubin.log):
+        return f"ptxas says {', '.join(codes)}"
+    if tool is None:
+        return ""
+    tile_k = re.search(r"kTileK = (\d+)", source.text)
+    assert tile_k is not None
+    return gate.schedule_fault(cubin.image, int(tile_k[1]), tool)

@@ -1,0 +1,48 @@
+"""What Hopper's forward must look like after compilation: no products serialised, the softmax under them."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+
+def disassembler() -> str | None:
+    """nvdisasm, of NVIDIA's wheel or of a toolkit."""
+    try:
+        import nvidia
+    except ImportError:
+        return shutil.which("nvdisasm")
+    found = [path for root in nvidia.__path__ for path in Path(root).glob("*/bin/nvdisasm")]
+    return str(found[0]) if found else shutil.which("nvdisasm")
+
+
+def serialised(log: str) -> list[str]:
+    """ptxas says C75xx where it waits for every product, ignores setmaxnreg or adds waits of its own."""
+    return sorted(set(re.findall(r"C75\d\d", log)))
+
+
+def schedule_fault(image: bytes, tile_k: int, tool: str) -> str:
+    """What is wrong with the schedule of a cubin; nothing when it is the one that the source describes."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.cubin")
+        path.write_bytes(image)
+        sass = subprocess.run([tool, "-c", str(path)], capture_output=True, text=True, check=True)
+    # Exponentials of one row pair in each stretch between two waits for products.
+    stretches, count = [], 0
+    for line in sass.stdout.splitlines():
+        if "WARPGROUP.DEPBAR" in line:
+            stretches.append(count)
+            count = 0
+        count += "MUFU.EX2" in line
+    # The waits: first scores; scores of a tile; its P V; the last P V. Between the second and the third lie all
+    # exponentials of a tile.
+    if len(stretches) != 4:
+        return f"{len(stretches)} waits for products instead of 4"
+    if stretches[2] < tile_k // 2:
+        return f"{stretches[2]} exponentials under the products instead of {tile_k // 2}"
+    if re.search(r"\b(LDL|STL)\b", sass.stdout):
+        return "registers live in local memory"
+    return ""

@@ -1,0 +1,206 @@
+"""The kernels whose tiles are searched: which values are tried, and what a thread must hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rawattn._kernels import portable_backward, portable_forward, sm90_forward
+from rawattn._kernels._source import round_up
+from rawattn._problem import Problem
+
+Fields = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One kernel with tile tables of its own.
+
+    values: what is tried of each field.
+    possible: whether the kernel can be made of these fields at all, whatever the problem.
+    registers: a lower bound of what a thread holds at once, and how many it can have.
+    choose: the configuration that the library takes, from (problem, architecture, bytes of shared memory).
+    """
+
+    name: str
+    verb: str
+    note: str  # the notebook that keeps the figures
+    entry: str
+    values: Mapping[str, Sequence[int]]
+    possible: Callable[[Fields], bool]
+    registers: Callable[[Any], tuple[int, int]]
+    choose: Callable[[Problem, str, int], Any]
+    family: str | None = None  # of forward kernels, that calls are kept to
+    deterministic: bool = False  # searched in the deterministic backward
+    may_spill: bool = True  # as much as the present choice does
+
+    def table(self, dtype: str, *, left: bool) -> str:
+        """The table that serves such calls."""
+        if self.name == sm90_forward.TILES:
+            return "left" if left else "any"
+        return "32bit" if dtype == "float32" else "16bit"
+
+
+def _itemsize(config: Any) -> int:
+    return 4 if config.element == "float" else 2
+
+
+def _of_launch(threads: int, blocks: int) -> int:
+    return min(255, 65536 // (threads * blocks) // 8 * 8)
+
+
+# In accumulator registers a 16 x 16 block is 8 of a thread, as an operand of 16-bit elements 4. The rest of what a thread
+# remembers is left to the compiler: the bounds only keep hopeless candidates away from it.
+_SM90_REST, _FORWARD_REST, _BACKWARD_REST = 16, 24, 24
+
+
+def _sm90_registers(config: sm90_forward.Config) -> tuple[int, int]:
+    out = round_up(config.headdim_v, 16) // 2
+    scores_and_operands = config.tile_k // 2 + config.tile_k // 4
+    return out + scores_and_operands + _SM90_REST, config.consumer_registers
+
+
+def _forward_registers(config: portable_forward.Config) -> tuple[int, int]:
+    blocks = config.tile_q // (16 * config.waves)
+    out, scores = round_up(config.headdim_v, 16) // 2, config.tile_k // 2
+    held = round_up(config.headdim, 16) // 8 * _itemsize(config) if config.query_in_registers else 0
+    limit = _of_launch(config.threads, config.blocks_per_sm)
+    return blocks * (out + scores + held) + _FORWARD_REST, limit
+
+
+def _backward_registers(config: portable_backward.Config) -> tuple[int, int]:
+    keys = config.tile_k // (16 * config.key_waves)
+    queries = config.tile_q // (16 * config.column_waves)
+    wide = round_up(max(config.headdim, config.headdim_v), 16 * config.column_waves)
+    gradient = keys * (wide // (16 * config.column_waves)) * 8
+    waves = 2 * config.key_waves * config.column_waves
+    columns = -(-round_up(config.headdim, 16) // 16 // (waves // config.dq_row_waves))
+    dq = config.tile_q // (16 * config.dq_row_waves) * columns * 8 if config.with_dq else 0
+    limit = _of_launch(config.threads, config.blocks_per_sm)
+    return gradient + max(keys * queries * 8, dq) + _BACKWARD_REST, limit
+
+
+def _dq_registers(config: portable_backward.DqConfig) -> tuple[int, int]:
+    rows = config.tile_q // (16 * config.waves)
+    dq, scores = round_up(config.headdim, 16) // 2, config.tile_k // 2
+    limit = _of_launch(config.threads, config.blocks_per_sm)
+    return rows * (dq + 2 * scores) + _BACKWARD_REST, limit
+
+
+def _sm90_possible(fields: Fields) -> bool:
+    # setmaxnreg takes 24 to 256, and what consumers do not have is the producer's, who needs little. tile_k is in blocks
+    # of 16: the instruction's columns could be 8, but P is an operand in blocks of 16.
+    threads = 128 * (1 + fields["consumers"])
+    each = 65536 // threads // 8 * 8
+    producer = each * (1 + fields["consumers"]) - fields["consumers"] * fields["consumer_registers"]
+    return bool(24 <= producer <= 64 and fields["tile_k"] % 16 == 0)
+
+
+def _rows_of_waves(fields: Fields) -> bool:
+    return bool(fields["tile_q"] % (16 * fields["waves"]) == 0)
+
+
+def _backward_possible(fields: Fields) -> bool:
+    waves = 2 * fields["key_waves"] * fields["column_waves"]
+    return bool(
+        fields["tile_k"] % (16 * fields["key_waves"]) == 0
+        and fields["tile_q"] % (16 * fields["column_waves"]) == 0
+        and waves % fields["dq_row_waves"] == 0
+        and fields["tile_q"] % (16 * fields["dq_row_waves"]) == 0
+        and waves <= 16
+    )
+
+
+def _choose_sm90(problem: Problem, arch: str, shared_limit: int) -> Any:
+    return sm90_forward.choose(problem, arch=arch, strides={}, pointers=0)
+
+
+def _choose_forward(problem: Problem, arch: str, shared_limit: int) -> Any:
+    return portable_forward.choose(problem, copy_bytes=16, shared_limit=shared_limit)
+
+
+def _choose_backward(problem: Problem, arch: str, shared_limit: int) -> Any:
+    return portable_backward.choose(problem, copy_bytes=16, shared_limit=shared_limit)
+
+
+def _choose_dq(problem: Problem, arch: str, shared_limit: int) -> Any:
+    return portable_backward.choose_dq(problem, copy_bytes=16, shared_limit=shared_limit)
+
+
+KERNELS = {
+    kernel.name: kernel
+    for kernel in (
+        Kernel(
+            name=sm90_forward.TILES,
+            verb="forward",
+            note="hopper-forward.md",
+            entry=sm90_forward.ENTRY,
+            values={
+                "tile_k": tuple(range(48, 193, 16)),
+                "consumers": (2, 3),
+                "stages": (2, 3),
+                "ping_pong": (True, False),
+                "consumer_registers": (160, 232, 240),
+            },
+            possible=_sm90_possible,
+            registers=_sm90_registers,
+            choose=_choose_sm90,
+            family="sm90",
+            may_spill=False,
+        ),
+        Kernel(
+            name=portable_forward.TILES,
+            verb="forward",
+            note="portable-forward.md",
+            entry=portable_forward.ENTRY,
+            values={
+                "tile_q": (64, 128),
+                "tile_k": (32, 48, 64, 80, 96, 128),
+                "waves": (4, 8),
+                "stages": (1, 2),
+                "blocks_per_sm": (1, 2, 3),
+                "query_in_registers": (False, True),
+            },
+            possible=_rows_of_waves,
+            registers=_forward_registers,
+            choose=_choose_forward,
+            family="portable",
+        ),
+        Kernel(
+            name=portable_backward.TILES,
+            verb="backward",
+            note="portable-backward.md",
+            entry=portable_backward.ENTRY,
+            values={
+                "tile_q": (32, 64, 128),
+                "tile_k": (64, 128, 192, 256),
+                "key_waves": (2, 4, 8),
+                "column_waves": (1, 2),
+                "stages": (1, 2),
+                "blocks_per_sm": (1, 2),
+                "dq_row_waves": (1, 2, 4, 8),
+            },
+            possible=_backward_possible,
+            registers=_backward_registers,
+            choose=_choose_backward,
+        ),
+        Kernel(
+            name=portable_backward.DQ_TILES,
+            verb="backward",
+            note="portable-backward.md",
+            entry=portable_backward.DQ_ENTRY,
+            values={
+                "tile_q": (64, 128),
+                "tile_k": (16, 32, 48, 64, 80, 96),
+                "waves": (4, 8),
+                "stages": (1, 2),
+                "blocks_per_sm": (1, 2, 3),
+            },
+            possible=_rows_of_waves,
+            registers=_dq_registers,
+            choose=_choose_dq,
+            deterministic=True,
+        ),
+    )
+}

@@ -1,0 +1,107 @@
+"""Runs candidates on the GPU, as calls of the library, in turns with the present choice and with peers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from statistics import geometric_mean
+from typing import Any
+
+from bench.tuning.candidates import Place
+from rawattn._bench import machine
+from rawattn._bench.cases import Case
+from rawattn._bench.contender import Contender
+from rawattn._bench.measure import make_inputs, measure_case
+from rawattn._bench.ours import Ours
+from rawattn._bench.report import Result
+from rawattn._bench.timing import EventClock
+from rawattn._kernels import only, using_tiles
+from rawattn._kernels._tiles import Row
+
+_PROFILED_CALLS = 3
+
+
+@contextmanager
+def running(place: Place, rows: tuple[Row, ...]) -> Iterator[None]:
+    """Calls take their tiles from these rows."""
+    with ExitStack() as stack:
+        if place.kernel.family is not None:
+            stack.enter_context(only(place.kernel.family))
+        stack.enter_context(using_tiles(place.kernel.name, place.table, rows))
+        yield
+
+
+def contender(place: Place, name: str, row: Row) -> Ours:
+    """A candidate as `rawattn bench` measures the library itself. ValueError when calls would not take the row."""
+    rows = place.with_row(row)
+    with running(place, rows):
+        config = place.kernel.choose(place.problem, place.arch, place.shared_limit)
+    taken = {field: getattr(config, field, None) for field in row.fields}
+    if taken != row.fields:
+        raise ValueError(f"{name}: the chooser takes {taken} instead")
+    scope = functools.partial(running, place, rows)
+    return Ours(name, scope, deterministic=place.kernel.deterministic)
+
+
+class Racer:
+    """Measures by name. `results` are each one's latest, by case; `dropped` says why somebody is out."""
+
+    def __init__(
+        self,
+        place: Place,
+        rows: Mapping[str, Row],
+        present: str,
+        cases: Sequence[Case],
+        peers: Sequence[Contender],
+        dtype: str,
+    ) -> None:
+        self._contenders = {name: contender(place, name, row) for name, row in rows.items()}
+        self._present, self._cases, self._peers = present, cases, peers
+        self._clock, self._sensors = EventClock(), machine.Sensors()
+        facts = machine.facts(self._sensors)
+        self.device = str(facts["device"])
+        self._inputs = [make_inputs(case, dtype, facts["l2_bytes"]) for case in cases]
+        self._absent: dict[str, str] = {}
+        self.results: dict[str, dict[str, Result]] = {}
+        self.dropped: dict[str, str] = {}
+
+    def __call__(self, names: Sequence[str], repeats: int) -> dict[str, float]:
+        """Speeds over the present choice's, over all cases, of those that are right in every case."""
+        alive = list(names)
+        for case, inputs in zip(self._cases, self._inputs, strict=True):
+            wanted: list[Contender] = [self._contenders[name] for name in alive]
+            wanted += [peer for peer in self._peers if peer.takes(case)]
+            # The first is what the others must agree with: the present choice.
+            found = measure_case(
+                *(case, wanted, inputs, self._clock, self._sensors.read, self._absent),
+                repeats=repeats,
+            )
+            for name, result in found.items():
+                self.results.setdefault(name, {})[case.name] = result
+                if name in alive and result.seconds is None:
+                    self.dropped[name] = f"{case.name}: {result.reason}"
+                    alive.remove(name)
+        if self._present not in alive:
+            return {}
+        return {name: speed(self.results[name], self.results[self._present]) for name in alive}
+
+
+def speed(results: Mapping[str, Result], present: Mapping[str, Result]) -> float:
+    """Geometric mean over the cases of the present choice's time over this one's."""
+    pairs = ((present[name].seconds, result.seconds) for name, result in results.items())
+    return geometric_mean(before / after for before, after in pairs if before and after)
+
+
+def profile(place: Place, name: str, row: Row, cases: Sequence[Case], dtype: str) -> None:
+    """Launches one candidate a few times on each case: for a profiler, which finds kernels by name."""
+    import cupy
+
+    ours = contender(place, name, row)
+    for case in cases:
+        with ours.scope():
+            call: Any = ours.prepare(case, make_inputs(case, dtype, 1)[0])
+            for _ in range(1 + _PROFILED_CALLS):  # the first is cold
+                call()
+            cupy.cuda.runtime.deviceSynchronize()
+        print(f"{name}: {1 + _PROFILED_CALLS} calls of {case.name}")

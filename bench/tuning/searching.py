@@ -1,0 +1,130 @@
+"""One search: candidates, the compiler's verdicts, rounds on the GPU."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from bench.tuning import candidates, compiling, halving
+from bench.tuning.candidates import Place, label
+from bench.tuning.cases import cases, problem
+from bench.tuning.kernels import Kernel
+from bench.tuning.racing import Racer
+from bench.tuning.record import Figure, Search
+from rawattn._bench.cases import Case, select
+from rawattn._bench.contender import Contender
+from rawattn._cli.progress import Progress
+from rawattn._kernels._tiles import Row
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the caller asks for. spills: bytes a portable candidate may spill beyond what the present choice does."""
+
+    dtype: str = "bfloat16"
+    only: Mapping[str, int] | None = None
+    words: str = ""
+    spills: int = 0
+    jobs: int = 1
+    budget: float = 120.0
+    peers: Sequence[Contender] = ()
+
+
+def place(kernel: Kernel, table: str, headdim: int, arch: str, dtype: str) -> Place:
+    return Place(kernel, table, headdim, problem(cases(kernel, table, headdim)[0], dtype), arch)
+
+
+def chosen_cases(where: Place, options: Options) -> list[Case]:
+    """The cases of a search, or those whose names have the caller's words."""
+    found = select(cases(where.kernel, where.table, where.headdim), options.words)
+    if not found:
+        raise ValueError(f"no case has the words {options.words!r}")
+    return found
+
+
+def compile_candidates(where: Place, options: Options) -> tuple[Search, dict[str, Row]]:
+    """A search as far as it needs no GPU, and the rows that may run, the present choice first."""
+    rows, refused = candidates.generate(where, options.only or {})
+    named = {label(row.fields): row for row in rows}
+    present = next(iter(named))
+    # Copies of 16 bytes: what the cases have.
+    variants = list(
+        dict.fromkeys(problem(case, options.dtype) for case in chosen_cases(where, options))
+    )
+
+    def job(name: str, allowed: Sequence[int | None]) -> compiling.Job:
+        configs = [where.config(named[name], variant) for variant in variants]
+        sources = tuple(config.source() for config in configs)
+        return compiling.Job(name, sources, where.arch, tuple(allowed))
+
+    limits: list[int | None] = [0] * len(variants)
+    with Progress(len(named)) as progress:
+        verdicts = compiling.judge_all([job(present, [None] * len(variants))], 1, progress.step)
+        if verdicts[present].kind:
+            raise ValueError(f"the present choice: {verdicts[present].reason}")
+        if where.kernel.may_spill:
+            limits = [spills + options.spills for spills in verdicts[present].by_variant]
+        work = [job(name, limits) for name in named if name != present]
+        verdicts |= compiling.judge_all(work, options.jobs, progress.step)
+
+    search = Search(
+        *(where.kernel.name, where.table, where.headdim, options.dtype, where.arch, present)
+    )
+    for name, row in named.items():
+        verdict = verdicts[name]
+        if verdict.kind:
+            refused[verdict.kind] += 1
+        search.figures.append(
+            Figure(
+                label=name,
+                fields=row.fields,
+                shared=where.config(row).shared_bytes,
+                registers=verdict.registers,
+                spills=verdict.spills,
+                reason=verdict.reason,
+            )
+        )
+    search.refused = dict(refused)
+    return search, {name: row for name, row in named.items() if not verdicts[name].kind}
+
+
+def measure(where: Place, search: Search, rows: Mapping[str, Row], options: Options) -> None:
+    """Fills in what the GPU says."""
+    measured = chosen_cases(where, options)
+    search.flops = {case.name: case.flops for case in measured}
+    search.date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    racer = Racer(where, rows, search.present, measured, options.peers, options.dtype)
+    search.device = racer.device
+    started = time.monotonic()
+
+    def round_of(names: Sequence[str], repeats: int) -> Mapping[str, float]:
+        scores = racer(names, repeats)
+        seconds = time.monotonic() - started
+        best = max(scores, key=lambda name: scores[name]) if scores else "nobody"
+        print(f"{seconds:4.0f} s: {len(names)} candidates, {repeats} bursts; fastest: {best}")
+        return scores
+
+    rounds = halving.search(
+        list(rows), search.present, round_of, lambda: time.monotonic() - started > options.budget
+    )
+    fill(search, rounds, racer.dropped)
+    for name, results in racer.results.items():
+        if name in rows:
+            search.figure(name).results = results
+        else:
+            search.peers.append(Figure(name, results=results))
+    search.spent = rounds[-1].repeats != halving.FINAL_REPEATS
+
+
+def fill(search: Search, rounds: Sequence[halving.Round], dropped: Mapping[str, str]) -> None:
+    """Enters speeds, and who won."""
+    for one in rounds:
+        for name, score in one.scores.items():
+            figure = search.figure(name)
+            figure.ran, figure.speed, figure.rounds = True, score, figure.rounds + 1
+    for name, reason in dropped.items():
+        search.figure(name).ran, search.figure(name).reason = True, reason
+    if search.present in rounds[-1].scores:
+        search.winner = halving.winner(rounds, search.present)

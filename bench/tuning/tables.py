@@ -1,0 +1,73 @@
+"""Writes a search's winner into the data file that the chooser reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from bench.tuning.candidates import Place, label
+from bench.tuning.compiling import Job, judge_all
+from bench.tuning.record import Search
+from rawattn._kernels import _tiles, common_variants, using_tiles
+from rawattn._kernels._tiles import Row
+
+
+def dump(source: str, tables: Mapping[str, tuple[Row, ...]]) -> str:
+    """The text of a data file: one row a line."""
+    blocks = []
+    for name, rows in tables.items():
+        lines = [
+            json.dumps({"headdim": row.headdim, **row.fields, "measured": row.measured})
+            for row in rows
+        ]
+        blocks.append(f"  {json.dumps(name)}: [\n   " + ",\n   ".join(lines) + "\n  ]")
+    joined = ",\n".join(blocks)
+    return f'{{\n "kernel": {json.dumps(source)},\n "tables": {{\n{joined}\n }}\n}}\n'
+
+
+def write(
+    search: Search, place: Place, jobs: int, step: Callable[[str], None] = lambda text: None
+) -> str:
+    """Puts the winner into its table; what was done, in words.
+
+    Raises ValueError when the table is not the one that was searched, or a variant of the kernel that the row serves besides
+    those that were measured cannot be used.
+    """
+    if search.winner in ("", search.present):
+        return f"{search.name}: nothing to write"
+    if (present := label(place.present().fields)) != search.present:
+        raise ValueError(
+            f"{search.name}: the table has {present} now, but the search compared with {search.present}; search again"
+        )
+    date = search.date[:10]
+    row = place.row(search.figure(search.winner).fields, f"{search.device}, {date}, bench/tune.py")
+    rows = place.with_row(row)
+    check(place, rows, jobs, step)
+    path = _tiles.DIRECTORY / f"{place.kernel.name}.json"
+    tables = {**_tiles.read(place.kernel.name, path), place.table: rows}
+    source = json.loads(path.read_text(encoding="utf-8"))["kernel"]
+    _replace(path, dump(source, tables))
+    _tiles.forget()
+    return f"{search.name}: {search.winner} is in {path.name}"
+
+
+def check(
+    place: Place, rows: tuple[Row, ...], jobs: int, step: Callable[[str], None] = lambda text: None
+) -> None:
+    """ValueError unless every variant that these rows change compiles, and where it must not spill, does not."""
+    before = set(common_variants(place.arch, every=True))
+    with using_tiles(place.kernel.name, place.table, rows):
+        after = common_variants(place.arch, every=True)
+    changed = [source for source in after if source not in before]
+    allowed = None if place.kernel.may_spill else 0
+    work = [Job(source.text, (source,), place.arch, (allowed,)) for source in changed]
+    verdicts = judge_all(work, jobs, lambda text: step(place.kernel.name))
+    if bad := [verdict.reason for verdict in verdicts.values() if verdict.kind]:
+        raise ValueError(f"not written, as of {len(changed)} variants {len(bad)} fail: {bad[0]}")
+
+
+def _replace(path: Path, text: str) -> None:
+    aside = path.with_suffix(".new")
+    aside.write_text(text, encoding="utf-8")
+    aside.replace(path)

@@ -1,0 +1,152 @@
+"""The tile tables: data files below `tiles/`, one a kernel, read when a call first chooses from them.
+
+A table's rows stand in the order of `headdim`, the largest padded head dim that a row serves; among rows of one head dim the
+fastest comes first. `measured` says on what a row was found to be the fastest, null where no figure was kept. bench/tune.py
+measures candidates and writes rows.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rawattn import _kernels
+
+DIRECTORY = Path(__file__).with_name("tiles")
+LARGEST = 256  # the head dim that every table must serve
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """What the file of a kernel holds: tables by name, and of each row these fields."""
+
+    tables: tuple[str, ...]
+    fields: Mapping[str, type]
+
+
+SCHEMAS = {
+    "sm90_forward": Schema(
+        ("any", "left"),
+        {
+            "tile_k": int,
+            "consumers": int,
+            "stages": int,
+            "ping_pong": bool,
+            "consumer_registers": int,
+        },
+    ),
+    "portable_forward": Schema(
+        ("16bit", "32bit"),
+        {
+            "tile_q": int,
+            "tile_k": int,
+            "waves": int,
+            "stages": int,
+            "blocks_per_sm": int,
+            "query_in_registers": bool,
+        },
+    ),
+    "portable_backward": Schema(
+        ("16bit", "32bit"),
+        {
+            "tile_q": int,
+            "tile_k": int,
+            "key_waves": int,
+            "column_waves": int,
+            "stages": int,
+            "blocks_per_sm": int,
+            "dq_row_waves": int,
+        },
+    ),
+    "portable_backward_dq": Schema(
+        ("16bit", "32bit"),
+        {"tile_q": int, "tile_k": int, "waves": int, "stages": int, "blocks_per_sm": int},
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """headdim: the largest it serves; shape: the schema's fields with their values, in its order."""
+
+    headdim: int
+    shape: tuple[tuple[str, int], ...]
+    measured: str | None = None
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The constants of a configuration that the row decides."""
+        return dict(self.shape)
+
+
+def table(kernel: str, name: str) -> tuple[Row, ...]:
+    """The rows to choose from: the file's, or those that `_kernels.using_tiles` put in their place."""
+    for replaced_kernel, replaced_name, rows in _kernels.selection().tables:
+        if (replaced_kernel, replaced_name) == (kernel, name):
+            return rows
+    return _shipped(kernel)[name]
+
+
+def read(kernel: str, path: Path) -> dict[str, tuple[Row, ...]]:
+    """Tables by name. ValueError, with the file and the row, when they are not what the schema says."""
+    schema = SCHEMAS[kernel]
+    try:
+        tables = json.loads(path.read_text(encoding="utf-8"))["tables"]
+        names = tuple(tables)
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: no tile tables ({type(error).__name__}: {error})") from error
+    if names != schema.tables:
+        raise ValueError(
+            f"{path}: has the tables {', '.join(names)}; expected {', '.join(schema.tables)}"
+        )
+    return {name: _rows(f"{path}: {name}", tables[name], schema) for name in names}
+
+
+@functools.cache
+def _shipped(kernel: str) -> dict[str, tuple[Row, ...]]:
+    return read(kernel, DIRECTORY / f"{kernel}.json")
+
+
+def forget() -> None:
+    """Reads the files again at the next choice: one was written."""
+    _shipped.cache_clear()
+
+
+def _rows(place: str, entries: Any, schema: Schema) -> tuple[Row, ...]:
+    if not isinstance(entries, list) or not entries:
+        raise ValueError(f"{place}: got no list of rows")
+    rows = tuple(_row(f"{place}[{n}]", entry, schema) for n, entry in enumerate(entries))
+    for n, (row, after) in enumerate(itertools.pairwise(rows), start=1):
+        if row.headdim > after.headdim:
+            raise ValueError(
+                f"{place}[{n}]: headdim {after.headdim} follows {row.headdim}; rows stand in its order"
+            )
+    if rows[-1].headdim != LARGEST:
+        raise ValueError(
+            f"{place}[{len(rows) - 1}]: headdim {rows[-1].headdim}; the last row must serve {LARGEST}"
+        )
+    return rows
+
+
+def _row(place: str, entry: Any, schema: Schema) -> Row:
+    if not isinstance(entry, dict):
+        raise ValueError(f"{place}: got {type(entry).__name__}, expected an object")
+    expected: dict[str, type] = {"headdim": int, **schema.fields}
+    if missing := [name for name in (*expected, "measured") if name not in entry]:
+        raise ValueError(f"{place}: {', '.join(missing)} missing")
+    if unknown := sorted(set(entry) - {*expected, "measured"}):
+        raise ValueError(f"{place}: {', '.join(unknown)} unknown; fields are {', '.join(expected)}")
+    for name, kind in expected.items():
+        value = entry[name]
+        # True is an int too, and would be another constant in the source.
+        if type(value) is not kind or (kind is int and entry[name] <= 0):
+            wanted = "a positive int" if kind is int else "true or false"
+            raise ValueError(f"{place}: {name} is {value!r}, expected {wanted}")
+    if not isinstance(measured := entry["measured"], str | None):
+        raise ValueError(f"{place}: measured is {measured!r}, expected text or null")
+    return Row(entry["headdim"], tuple((name, entry[name]) for name in schema.fields), measured)

@@ -1,0 +1,142 @@
+"""Tile tables as data, and other tables in their place for a while."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench.tuning import tables
+from rawattn import _backends, _backends_backward
+from rawattn._kernels import SHARED_LIMIT, _tiles, only, portable_forward, selection, using_tiles
+from rawattn._problem import describe
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+# The tables
+
+
+def test_importing_the_library_reads_no_table():
+    code = "import sys, rawattn; print('rawattn._kernels._tiles' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("kernel", _tiles.SCHEMAS)
+def test_shipped_tables_are_as_the_tuner_writes_them(kernel: str):
+    path = _tiles.DIRECTORY / f"{kernel}.json"
+    text = path.read_text(encoding="utf-8")
+    source = json.loads(text)["kernel"]
+    assert tables.dump(source, _tiles.read(kernel, path)) == text
+    assert (ROOT / source).is_file()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda rows: rows[1].pop("stages"), r"any\[1\]: stages missing"),
+        (lambda rows: rows[1].update(tile=3), r"any\[1\]: tile unknown"),
+        (lambda rows: rows[2].update(ping_pong=1), r"any\[2\]: ping_pong is 1, expected true"),
+        (lambda rows: rows[0].update(stages=True), r"any\[0\]: stages is True, expected a pos"),
+        (lambda rows: rows[0].update(tile_k=0), r"any\[0\]: tile_k is 0"),
+        (lambda rows: rows[0].update(tile_k="64"), r"any\[0\]: tile_k is '64'"),
+        (lambda rows: rows[0].update(measured=3), r"any\[0\]: measured is 3"),
+        (lambda rows: rows[0].update(headdim=200), r"any\[1\]: headdim 128 follows 200"),
+        (lambda rows: rows.pop(), r"any\[2\]: headdim 192; the last row must serve 256"),
+        (lambda rows: rows.clear(), "any: got no list of rows"),
+        (lambda rows: rows.insert(0, 7), r"any\[0\]: got int, expected an object"),
+    ],
+)
+def test_a_wrong_row_is_named(tile_tables: Path, change: Any, message: str):
+    path = tile_tables / "sm90_forward.json"
+    data = json.loads(path.read_text(encoding="utf-8"))
+    change(data["tables"]["any"])
+    path.write_text(json.dumps(data), encoding="utf-8")
+    with pytest.raises(ValueError, match=message) as raised:
+        _tiles.table("sm90_forward", "any")
+    assert str(path) in str(raised.value)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"tables": 3}', '{"tables": {"any": []}}'])
+def test_a_file_without_the_tables_is_named(tile_tables: Path, text: str):
+    path = tile_tables / "sm90_forward.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"sm90_forward\.json"):
+        _tiles.table("sm90_forward", "any")
+
+
+# Another table for a while
+
+
+def test_using_tiles_replaces_one_table_and_is_undone():
+    shipped = _tiles.table("portable_forward", "16bit")
+    row = _tiles.Row(256, shipped[-1].shape)
+    with only("portable"), using_tiles("portable_forward", "16bit", [row]):
+        assert selection().family == "portable"
+        assert _tiles.table("portable_forward", "16bit") == (row,)
+        assert _tiles.table("portable_forward", "32bit") != (row,)
+        with using_tiles("portable_forward", "16bit", shipped):
+            assert _tiles.table("portable_forward", "16bit") == shipped
+        assert len(selection().tables) == 1
+        q = np.zeros((1, 1, 1, 64), np.float16)
+        problem, _ = describe(q, q, q)
+        config = portable_forward.choose(
+            problem, copy_bytes=16, shared_limit=SHARED_LIMIT["sm_90a"]
+        )
+        assert {name: getattr(config, name) for name in row.fields} == row.fields
+    assert _tiles.table("portable_forward", "16bit") == shipped
+    assert selection() == (None, ())
+
+
+class FakeArray:
+    """What `cuda` reads of a CuPy array."""
+
+    def __init__(self) -> None:
+        self.shape, self.strides, self.dtype = (1, 4, 1, 8), (64, 16, 16, 2), np.dtype(np.float16)
+        self.data = SimpleNamespace(device_id=0, ptr=0)
+
+
+@pytest.mark.parametrize("verb", ["forward", "backward"])
+def test_a_prepared_call_belongs_to_its_tables(verb: str, monkeypatch: pytest.MonkeyPatch):
+    made: list[Any] = []
+
+    def prepare(*args: Any) -> Any:
+        made.append(selection())
+        return SimpleNamespace(
+            copies=None if verb == "forward" else (False,) * 7,
+            out_shape=(1, 4, 1, 8),
+            run=lambda *args: None,
+        )
+
+    module = _backends if verb == "forward" else _backends_backward
+    prepared: dict[Any, Any] = {}
+    for each in (_backends, _backends_backward):
+        monkeypatch.setattr(each, "_prepared", prepared)
+    monkeypatch.setattr(module, "_prepare", prepare)
+    runtime = SimpleNamespace(getDevice=lambda: 0)
+    fake = SimpleNamespace(
+        cuda=SimpleNamespace(runtime=runtime), empty=lambda shape, dtype: FakeArray()
+    )
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+
+    def call() -> None:
+        x = FakeArray()
+        if verb == "forward":
+            _backends.cuda(x, x, x, None, (), False)
+        else:
+            _backends_backward.cuda([x] * 6 + [None], [None] * 3, {"causal": True}, False)
+
+    rows = _tiles.table("portable_forward", "16bit")
+    for _ in range(2):
+        call()
+        with using_tiles("portable_forward", "16bit", rows[-1:]):
+            call()
+    assert len(made) == len(prepared) == 2
+    assert made[0] != made[1]
