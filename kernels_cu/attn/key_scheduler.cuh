@@ -21,32 +21,11 @@ template <bool kRagged, int kTileK>
 DEVICE KeyWork find_key_work(const BackwardParams& p, int64 index) {
   const ForwardParams& f = p.forward;
   KeyWork work;
-  if constexpr (kRagged) {
-    const int tile = static_cast<int>(index / f.nheads_kv);
-    work.exists = tile < f.first_tile[f.batch];
-    if (!work.exists) return work;
-    const int place = place_of(f.first_tile, f.batch, tile);
-    index -= int64(f.first_tile[place]) * f.nheads_kv;
-    work.sequence = f.order[place];
-    work.q = span_of(f.q_side, work.sequence);
-    work.k = span_of(f.k_side, work.sequence);
-  } else {
-    work.q = {0, static_cast<int>(f.q_side.rows)};
-    work.k = {0, static_cast<int>(f.k_side.rows)};
-    const int64 blocks = (f.k_side.rows + kTileK - 1) / kTileK * f.nheads_kv;
-    work.sequence = static_cast<int>(index / blocks);
-    work.exists = work.sequence < f.batch;
-    index -= work.sequence * blocks;
-  }
+  find_sequence<kRagged, kTileK>(f, f.k_side, f.nheads_kv, index, work);
+  if (!work.exists) return work;
   const int tiles = (work.k.length + kTileK - 1) / kTileK;
-  const int sections =
-      static_cast<int>(clamp(int64(f.nheads_kv) * work.q.length / p.section_queries, 0, f.nheads_kv - 1)) + 1;
-  const int section_heads = (f.nheads_kv + sections - 1) / sections;  // as even as can be
-  const int section = static_cast<int>(index / (int64(tiles) * section_heads));
-  index -= int64(section) * tiles * section_heads;
-  const int first_head = section * section_heads;
-  const int heads = first_head + section_heads <= f.nheads_kv ? section_heads : f.nheads_kv - first_head;
-  work.tile = static_cast<int>(index / heads);
-  work.kv_head = first_head + static_cast<int>(index % heads);
+  const HeadTile place = find_head(index, tiles, f.nheads_kv, 1, work.q.length, p.section_queries);
+  work.kv_head = place.head;
+  work.tile = place.tile;
   return work;
 }

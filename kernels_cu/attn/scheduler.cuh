@@ -31,38 +31,56 @@ DEVICE int place_of(const int* first_tile, int batch, int tile) {
   return low;
 }
 
-template <bool kRagged, bool kLongestTileLast, int kTileQ>
-DEVICE Work find_work(const ForwardParams& p, int64 index) {
-  Work work;
+// Finds the sequence of `index`, of which what is left is the place among the sequence's tiles and heads. Tiles of
+// kTile rows are those of one side, `heads` its heads.
+template <bool kRagged, int kTile, class Work>
+DEVICE void find_sequence(const ForwardParams& p, const Side& tiled, int heads, int64& index, Work& work) {
   if constexpr (kRagged) {
-    const int tile = static_cast<int>(index / p.nheads_q);
+    const int tile = static_cast<int>(index / heads);
     work.exists = tile < p.first_tile[p.batch];
-    if (!work.exists) return work;
+    if (!work.exists) return;
     const int place = place_of(p.first_tile, p.batch, tile);
-    index -= int64(p.first_tile[place]) * p.nheads_q;
+    index -= int64(p.first_tile[place]) * heads;
     work.sequence = p.order[place];
     work.q = span_of(p.q_side, work.sequence);
     work.k = span_of(p.k_side, work.sequence);
   } else {
     work.q = {0, static_cast<int>(p.q_side.rows)};
     work.k = {0, static_cast<int>(p.k_side.rows)};
-    const int64 blocks = (p.q_side.rows + kTileQ - 1) / kTileQ * p.nheads_q;
+    const int64 blocks = (tiled.rows + kTile - 1) / kTile * heads;
     work.sequence = static_cast<int>(index / blocks);
     work.exists = work.sequence < p.batch;
     index -= work.sequence * blocks;
   }
+}
+
+// The tile and the head at a place in a sequence. kv heads, each with `group` heads of the kind that is counted, come
+// in sections of as many as have `section` rows of the other side together, as even as can be.
+struct HeadTile {
+  int head, tile;
+};
+DEVICE HeadTile find_head(int64 index, int tiles, int nheads_kv, int group, int rows, int section) {
+  const int nheads = nheads_kv * group;
+  const int sections = static_cast<int>(clamp(int64(nheads_kv) * rows / section, 0, nheads_kv - 1)) + 1;
+  const int section_heads = (nheads_kv + sections - 1) / sections * group;
+  const int place = static_cast<int>(index / (int64(tiles) * section_heads));
+  index -= int64(place) * tiles * section_heads;
+  const int first_head = place * section_heads;
+  const int heads = first_head + section_heads <= nheads ? section_heads : nheads - first_head;
+  return {first_head + static_cast<int>(index % heads), static_cast<int>(index / heads)};
+}
+
+template <bool kRagged, bool kLongestTileLast, int kTileQ>
+DEVICE Work find_work(const ForwardParams& p, int64 index) {
+  Work work;
+  find_sequence<kRagged, kTileQ>(p, p.q_side, p.nheads_q, index, work);
+  if (!work.exists) return work;
   const int tiles = (work.q.length + kTileQ - 1) / kTileQ;
   const int group = p.nheads_q / p.nheads_kv;
-  const int sections =
-      static_cast<int>(clamp(int64(p.nheads_kv) * work.k.length / p.section_keys, 0, p.nheads_kv - 1)) + 1;
-  const int section_heads = (p.nheads_kv + sections - 1) / sections * group;  // as even as can be
-  const int section = static_cast<int>(index / (int64(tiles) * section_heads));
-  index -= int64(section) * tiles * section_heads;
-  const int first_head = section * section_heads;
-  const int heads = first_head + section_heads <= p.nheads_q ? section_heads : p.nheads_q - first_head;
-  work.tile = static_cast<int>(index / heads);
-  work.head = first_head + static_cast<int>(index % heads);
-  work.exists = work.exists && work.tile < tiles;  // unchecked lengths can make a schedule that does not add up
+  const HeadTile place = find_head(index, tiles, p.nheads_kv, group, work.k.length, p.section_keys);
+  work.head = place.head;
+  work.tile = place.tile;
+  work.exists = work.tile < tiles;  // unchecked lengths can make a schedule that does not add up
   if constexpr (kLongestTileLast) work.tile = tiles - 1 - work.tile;
   return work;
 }

@@ -18,6 +18,7 @@
 #include "target/target.cuh"
 #include "tile/accumulator.cuh"
 #include "tile/copy.cuh"
+#include "tile/multiply.cuh"
 
 namespace backward {
 
@@ -76,40 +77,26 @@ constexpr int kUnroll = kSteps <= 16 ? kSteps : 4;
 constexpr int kQueryUnroll = kQuerySteps <= 16 ? kQuerySteps : 4;
 
 // X^T = own rows (keys or values) times rows of the other side (queries or douts)
-DEVICE void multiply_rows(C (&x)[kKeyBlocks][kQueryBlocks], const Element* own, const Element* other, int lane) {
-  UNROLL for (int m = 0; m < kKeyBlocks; m++) { UNROLL for (int n = 0; n < kQueryBlocks; n++) x[m][n] = C{}; }
-#pragma unroll kUnroll
-  for (int step = 0; step < kSteps; step++) {
-    typename M::A a[kKeyBlocks];
-    UNROLL for (int m = 0; m < kKeyBlocks; m++) a[m] =
-        M::load_a(own + m * 16 * kPitch + step * M::kDepth, kPitch, lane);
-    UNROLL for (int n = 0; n < kQueryBlocks; n++) {
-      const typename M::B b = M::load_b_rows(other + n * 16 * kPitch + step * M::kDepth, kPitch, lane);
-      UNROLL for (int m = 0; m < kKeyBlocks; m++) M::multiply_add(x[m][n], a[m], b);
-    }
-  }
+DEVICE void multiply(C (&x)[kKeyBlocks][kQueryBlocks], const Element* own, const Element* other, int lane) {
+  const auto operand = [&](int m, int step) {
+    return M::load_a(own + m * 16 * kPitch + step * M::kDepth, kPitch, lane);
+  };
+  multiply_rows<M, kSteps, kUnroll, kPitch>(x, operand, other, lane);
 }
 
 // gradient += X^T times columns of the other side. X comes from the wave's accumulators or, all of its rows, from
 // `tile`.
 template <class M>  // the branch not taken must not be instantiated
-DEVICE void multiply_columns(C (&gradient)[kKeyBlocks][kDepthBlocks], const C (&x)[kKeyBlocks][kQueryBlocks],
-                             const Element* tile, const Element* other, int lane) {
-#pragma unroll kQueryUnroll
-  for (int step = 0; step < kQuerySteps; step++) {
-    typename M::A a[kKeyBlocks];
-    UNROLL for (int m = 0; m < kKeyBlocks; m++) {
-      if constexpr (M::kAccumulatorFeedsA && kColumnWaves == 1) {
-        a[m] = M::from_accumulator(x[m][step]);
-      } else {
-        a[m] = M::load_a(tile + m * 16 * kPitchP + step * M::kDepth, kPitchP, lane);
-      }
+DEVICE void add_product(C (&gradient)[kKeyBlocks][kDepthBlocks], const C (&x)[kKeyBlocks][kQueryBlocks],
+                        const Element* tile, const Element* other, int lane) {
+  const auto operand = [&](int m, int step) {
+    if constexpr (M::kAccumulatorFeedsA && kColumnWaves == 1) {
+      return M::from_accumulator(x[m][step]);
+    } else {
+      return M::load_a(tile + m * 16 * kPitchP + step * M::kDepth, kPitchP, lane);
     }
-    UNROLL for (int d = 0; d < kDepthBlocks; d++) {
-      const typename M::B b = M::load_b_columns(other + step * M::kDepth * kPitch + d * 16, kPitch, lane);
-      UNROLL for (int m = 0; m < kKeyBlocks; m++) M::multiply_add(gradient[m][d], a[m], b);
-    }
-  }
+  };
+  multiply_columns<M, kQuerySteps, kQueryUnroll, kPitch>(gradient, operand, other, lane);
 }
 
 // A piece of work: a query tile of one of the group's heads. Blocks of neighbouring key tiles begin at different query
@@ -261,9 +248,9 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
     C x[kKeyBlocks][kQueryBlocks];
     if (owns_dk) {
       if (kWithDq && before.exists) add_dq_of(before, buffer ^ 1);
-      multiply_rows(x, own, douts + columns * kPitch, lane);
+      multiply(x, own, douts + columns * kPitch, lane);
     } else {
-      multiply_rows(x, own, queries + columns * kPitch, lane);
+      multiply(x, own, queries + columns * kPitch, lane);
       UNROLL for (int m = 0; m < kKeyBlocks; m++) {
         UNROLL for (int b = 0; b < kQueryBlocks; b++) {
           UNROLL for (int e = 0; e < C::kElements; e++) {
@@ -295,8 +282,8 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
       add_dq_of(before, buffer ^ 1);
     }
     if constexpr (!kFromRegisters) target::block_sync();
-    multiply_columns<M>(gradient, x, owns_dk ? ds_tile : p_tile,
-                        (owns_dk ? queries : douts) + column_wave * kDepthBlocks * 16, lane);
+    add_product<M>(gradient, x, owns_dk ? ds_tile : p_tile,
+                   (owns_dk ? queries : douts) + column_wave * kDepthBlocks * 16, lane);
     // Not earlier: P would be kept in float32 meanwhile, and there are no registers for that.
     if (kWithDq && kFromRegisters && !owns_dk && before.exists) add_dq_of(before, buffer ^ 1);
     if (kStages == 1 && next.exists) {

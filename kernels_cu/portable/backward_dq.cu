@@ -12,6 +12,7 @@
 #include "target/target.cuh"
 #include "tile/accumulator.cuh"
 #include "tile/copy.cuh"
+#include "tile/multiply.cuh"
 
 namespace backward_dq {
 
@@ -48,52 +49,12 @@ using Visible = VisibleKeys<kLeft, kRight, kTopLeft, kTileK>;
 
 // X = own rows (queries or douts) times rows of the other side (keys or values)
 template <int kDepth, int kPitch>
-DEVICE void multiply_rows(C (&x)[kRowBlocks][kKeyBlocks], const Element* own, const Element* other, int lane) {
-  UNROLL for (int m = 0; m < kRowBlocks; m++) { UNROLL for (int n = 0; n < kKeyBlocks; n++) x[m][n] = C{}; }
+DEVICE void multiply(C (&x)[kRowBlocks][kKeyBlocks], const Element* own, const Element* other, int lane) {
   constexpr int kSteps = kDepth / M::kDepth;
-  constexpr int kUnroll = kSteps <= 16 ? kSteps : 4;
-#pragma unroll kUnroll
-  for (int step = 0; step < kSteps; step++) {
-    typename M::A a[kRowBlocks];
-    UNROLL for (int m = 0; m < kRowBlocks; m++) a[m] =
-        M::load_a(own + m * 16 * kPitch + step * M::kDepth, kPitch, lane);
-    UNROLL for (int n = 0; n < kKeyBlocks; n++) {
-      const typename M::B b = M::load_b_rows(other + n * 16 * kPitch + step * M::kDepth, kPitch, lane);
-      UNROLL for (int m = 0; m < kRowBlocks; m++) M::multiply_add(x[m][n], a[m], b);
-    }
-  }
-}
-
-// dQ += dS K. Where an accumulator cannot serve as an operand, dS goes through the wave's own rows of shared memory.
-template <class M>  // the branch not taken must not be instantiated
-DEVICE void multiply_keys(C (&dq)[kRowBlocks][kDqBlocks], const C (&ds)[kRowBlocks][kKeyBlocks], Element* slab,
-                          const Element* keys, int lane) {
-  if constexpr (!M::kAccumulatorFeedsA) {
-    UNROLL for (int m = 0; m < kRowBlocks; m++) {
-      UNROLL for (int n = 0; n < kKeyBlocks; n++) {
-        store_accumulator<M>(ds[m][n], slab + m * 16 * kPitchDs + n * 16, kPitchDs, lane);
-      }
-    }
-    target::wave_sync();
-  }
-  constexpr int kSteps = kTileK / M::kDepth;
-  constexpr int kUnroll = kSteps <= 8 ? kSteps : 4;
-#pragma unroll kUnroll
-  for (int step = 0; step < kSteps; step++) {
-    typename M::A a[kRowBlocks];
-    UNROLL for (int m = 0; m < kRowBlocks; m++) {
-      if constexpr (M::kAccumulatorFeedsA) {
-        a[m] = M::from_accumulator(ds[m][step]);
-      } else {
-        a[m] = M::load_a(slab + m * 16 * kPitchDs + step * M::kDepth, kPitchDs, lane);
-      }
-    }
-    UNROLL for (int d = 0; d < kDqBlocks; d++) {
-      const typename M::B b = M::load_b_columns(keys + step * M::kDepth * kPitchQk + d * 16, kPitchQk, lane);
-      UNROLL for (int m = 0; m < kRowBlocks; m++) M::multiply_add(dq[m][d], a[m], b);
-    }
-  }
-  if constexpr (!M::kAccumulatorFeedsA) target::wave_sync();
+  const auto operand = [&](int m, int step) {
+    return M::load_a(own + m * 16 * kPitch + step * M::kDepth, kPitch, lane);
+  };
+  multiply_rows<M, kSteps, kSteps <= 16 ? kSteps : 4, kPitch>(x, operand, other, lane);
 }
 
 }  // namespace backward_dq
@@ -173,7 +134,7 @@ KERNEL LAUNCH_BOUNDS(backward_dq::kThreads, config::kBlocksPerSm) void rawattn_b
     const Element* const values = elements + kValuesAt + n % kStages * kTileK * kPitchV;
 
     C s[kRowBlocks][kKeyBlocks];
-    multiply_rows<kDepthQk, kPitchQk>(s, queries, keys, lane);
+    multiply<kDepthQk, kPitchQk>(s, queries, keys, lane);
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
       UNROLL for (int b = 0; b < kKeyBlocks; b++) {
         UNROLL for (int e = 0; e < C::kElements; e++) { s[m][b].x[e] = probability(s[m][b].x[e], lse[m][C::slot(e)]); }
@@ -182,7 +143,7 @@ KERNEL LAUNCH_BOUNDS(backward_dq::kThreads, config::kBlocksPerSm) void rawattn_b
     const TileEdges edges = tile_edges(visible, tile, first, first + kTileQ - 1);
     replace_unseen(s, 0.0f, visible, edges, first + wave * kWaveRows, tile * kTileK, lane);
     C dp[kRowBlocks][kKeyBlocks];
-    multiply_rows<kDepthV, kPitchV>(dp, douts, values, lane);
+    multiply<kDepthV, kPitchV>(dp, douts, values, lane);
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
       UNROLL for (int b = 0; b < kKeyBlocks; b++) {
         UNROLL for (int e = 0; e < C::kElements; e++) {
@@ -190,7 +151,8 @@ KERNEL LAUNCH_BOUNDS(backward_dq::kThreads, config::kBlocksPerSm) void rawattn_b
         }
       }
     }
-    multiply_keys<M>(dq, dp, slab, keys, lane);
+    constexpr int kKeySteps = kTileK / M::kDepth;
+    multiply_accumulators<M, kKeySteps <= 8 ? kKeySteps : 4, kPitchQk, kPitchDs>(dq, dp, slab, keys, lane);
     if (kStages == 1 && n + 1 < range.count) {
       target::block_sync();
       load(n + 1);

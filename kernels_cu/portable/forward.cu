@@ -10,6 +10,7 @@
 #include "attn/visible.cuh"
 #include "target/target.cuh"
 #include "tile/copy.cuh"
+#include "tile/multiply.cuh"
 
 namespace forward {
 
@@ -69,53 +70,6 @@ struct Queries {
     return M::load_a(rows + m * 16 * kPitchQk + step * M::kDepth, kPitchQk, lane);
   }
 };
-
-// S = Q K^T
-DEVICE void multiply_keys(C (&s)[kRowBlocks][kKeyBlocks], const Queries& queries, const Element* keys, int lane) {
-  UNROLL for (int m = 0; m < kRowBlocks; m++) { UNROLL for (int n = 0; n < kKeyBlocks; n++) s[m][n] = C{}; }
-#pragma unroll kUnrolledSteps
-  for (int step = 0; step < kSteps; step++) {
-    typename M::A a[kRowBlocks];
-    UNROLL for (int m = 0; m < kRowBlocks; m++) a[m] = queries(m, step, lane);
-    UNROLL for (int n = 0; n < kKeyBlocks; n++) {
-      const typename M::B b = M::load_b_rows(keys + n * 16 * kPitchQk + step * M::kDepth, kPitchQk, lane);
-      UNROLL for (int m = 0; m < kRowBlocks; m++) M::multiply_add(s[m][n], a[m], b);
-    }
-  }
-}
-
-// O += P V. Where an accumulator cannot serve as an operand, P goes through the wave's own rows of shared memory.
-template <class M>  // the branch not taken must not be instantiated
-DEVICE void multiply_values(C (&o)[kRowBlocks][kOutBlocks], const C (&p)[kRowBlocks][kKeyBlocks], Element* slab,
-                            const Element* values, int lane) {
-  if constexpr (!M::kAccumulatorFeedsA) {
-    UNROLL for (int m = 0; m < kRowBlocks; m++) {
-      UNROLL for (int n = 0; n < kKeyBlocks; n++) {
-        UNROLL for (int e = 0; e < C::kElements; e++) {
-          slab[(m * 16 + C::row(lane, C::slot(e))) * kPitchP + n * 16 + C::column(lane, e)] =
-              target::from_float<Element>(p[m][n].x[e]);
-        }
-      }
-    }
-    target::wave_sync();
-  }
-#pragma unroll kUnrolledSteps
-  for (int step = 0; step < kTileK / M::kDepth; step++) {
-    typename M::A a[kRowBlocks];
-    UNROLL for (int m = 0; m < kRowBlocks; m++) {
-      if constexpr (M::kAccumulatorFeedsA) {
-        a[m] = M::from_accumulator(p[m][step]);
-      } else {
-        a[m] = M::load_a(slab + m * 16 * kPitchP + step * M::kDepth, kPitchP, lane);
-      }
-    }
-    UNROLL for (int d = 0; d < kOutBlocks; d++) {
-      const typename M::B b = M::load_b_columns(values + step * M::kDepth * kPitchV + d * 16, kPitchV, lane);
-      UNROLL for (int m = 0; m < kRowBlocks; m++) M::multiply_add(o[m][d], a[m], b);
-    }
-  }
-  if constexpr (!M::kAccumulatorFeedsA) target::wave_sync();
-}
 
 }  // namespace forward
 
@@ -192,7 +146,9 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
     target::copy_async_commit();
 
     C s[kRowBlocks][kKeyBlocks];
-    multiply_keys(s, queries, elements + kKeysAt + n % kStages * kTileK * kPitchQk, lane);
+    const auto query = [&](int m, int step) { return queries(m, step, lane); };
+    const Element* const keys = elements + kKeysAt + n % kStages * kTileK * kPitchQk;
+    multiply_rows<M, kSteps, kUnrolledSteps, kPitchQk>(s, query, keys, lane);
     if constexpr (kStages == 1) {
       arrive();
       if (n + 1 < range.count) load_keys(n + 1);
@@ -211,7 +167,8 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
     replace_unseen(s, -target::infinity(), visible, edges, first + wave * kWaveRows, tile * kTileK, lane);
     if (softmax.relate(s, scale_log2)) softmax.rescale(o);
     softmax.exponentiate(s);
-    multiply_values<M>(o, s, slab, elements + kValuesAt + n % kStages * kTileK * kPitchV, lane);
+    const Element* const values = elements + kValuesAt + n % kStages * kTileK * kPitchV;
+    multiply_accumulators<M, kUnrolledSteps, kPitchV, kPitchP>(o, s, slab, values, lane);
   }
 
   softmax.finish(o);
