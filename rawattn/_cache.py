@@ -45,6 +45,7 @@ _NAME_DIGITS = 32
 _ENTRY = re.compile(rf"[0-9a-f]{{{_NAME_DIGITS}}}")
 _FAILED = re.compile(rf"[0-9a-f]{{{_NAME_DIGITS}}}\.failed")
 _WORKING = re.compile(rf"[0-9a-f]{{{_NAME_DIGITS}}}\.(lock|tmp-[0-9a-f]+)")
+_NOTE = re.compile(r"compiler-[0-9a-f]{16}\.(json|tmp-[0-9a-f]+)")  # see _compiler_memo
 _STALE_SECONDS = 600.0  # a process that works on an entry is done or dead by then
 
 _warned: set[str] = set()
@@ -159,13 +160,14 @@ def entries() -> list[tuple[Path, Entry | None]]:
 
 
 def clear() -> int:
-    """Remove entries, kept failures and what dead processes left; returns how many entries."""
+    """Remove entries, kept failures, notes and what dead processes left; returns how many entries."""
     root = directory()
     if not root.exists():
         return 0
     removed = 0
     for path in list(root.iterdir()):
-        if _ENTRY.fullmatch(path.name) or _FAILED.fullmatch(path.name) or _is_stale(path):
+        done = any(kind.fullmatch(path.name) for kind in (_ENTRY, _FAILED, _NOTE))
+        if done or _is_stale(path):
             _remove(path)
             removed += _ENTRY.fullmatch(path.name) is not None
     return removed

@@ -22,7 +22,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from rawattn import _cache
+from rawattn import _cache, _compiler_memo
 
 _log = logging.getLogger("rawattn")
 
@@ -92,6 +92,9 @@ class _Request:
 # Kernels whose cubin could not be written to disk, by key.
 _in_memory: dict[str, Cubin] = {}
 
+# Of NVRTC, once it is known.
+_compiler_version: list[str] = []
+
 _functions: dict[tuple[Source, int], Any] = {}
 _loading: dict[tuple[Source, int], threading.Lock] = {}
 
@@ -115,6 +118,9 @@ def compile_source(source: Source, arch: str) -> Cubin:
     request = _request(source, arch)
     if (cubin := _find(request.key)) is not None:
         return cubin
+    if nvrtc_version() != request.nvrtc:
+        _correct_compiler()
+        request = _request(source, arch)
     with _cache.lock(request.key):
         # Another process may have compiled it while this one waited for the lock.
         cubin = _find(request.key) or _compile(source, arch, request)
@@ -162,6 +168,22 @@ def nvrtc_version() -> str:
         ) from error
 
 
+def _compiler() -> str:
+    """The version of NVRTC that keys are made with: what is remembered of it, else that of the library."""
+    if not _compiler_version:
+        if (version := _compiler_memo.recall()) is None:
+            version = nvrtc_version()
+            _compiler_memo.remember(version)
+        _compiler_version.append(version)
+    return _compiler_version[0]
+
+
+def _correct_compiler() -> None:
+    """The library is not the one that was remembered."""
+    _compiler_version[:] = [nvrtc_version()]
+    _compiler_memo.remember(nvrtc_version())
+
+
 def _nvrtc() -> Any:
     try:
         from cupy.cuda import nvrtc
@@ -175,9 +197,9 @@ def _nvrtc() -> Any:
 def _request(source: Source, arch: str) -> _Request:
     headers = _headers(source)
     options = (f"--gpu-architecture={arch}", *_OPTIONS)
-    everything = json.dumps([source.text, headers, options, nvrtc_version()], sort_keys=True)
+    everything = json.dumps([source.text, headers, options, _compiler()], sort_keys=True)
     key = hashlib.sha256(everything.encode()).hexdigest()
-    return _Request(source.text, headers, options, nvrtc_version(), key)
+    return _Request(source.text, headers, options, _compiler(), key)
 
 
 def _headers(source: Source) -> dict[str, str]:

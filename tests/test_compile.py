@@ -34,6 +34,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(_cache, "_warned", set())
     for memory in ("_in_memory", "_functions", "_loading"):
         monkeypatch.setattr(_compile, memory, {})
+    monkeypatch.setattr(_compile, "_compiler_version", [])
     return path
 
 
@@ -198,6 +199,7 @@ def test_what_reaches_the_compiler_changes_the_key(
         arch = "sm_86"
     elif change == "nvrtc":
         monkeypatch.setattr(_compile, "nvrtc_version", lambda: "99.9")
+        monkeypatch.setattr(_compile, "_compiler_version", ["99.9"])
     else:
         monkeypatch.setattr(_compile, "_OPTIONS", (*_compile._OPTIONS, "--fmad=false"))
     after = compile_source(source, arch)
@@ -240,6 +242,60 @@ def test_hit_runs_no_nvrtc_and_is_quick(monkeypatch: pytest.MonkeyPatch) -> None
         assert compile_source(SOURCE, "sm_90a") == first
         seconds.append(time.perf_counter() - started)
     assert min(seconds) < 0.030
+
+
+IN_ANOTHER_PROCESS = """
+from pathlib import Path
+from rawattn import _compile
+_compile.kernels_dir = lambda: Path({kernels!r})
+source = _compile.Source("k", {text!r}, "test")
+cubin = _compile.compile_source(source, "sm_80")
+print(cubin.path, "libnvrtc" in Path("/proc/self/maps").read_text())
+"""
+
+
+def in_another_process(kernels: Path, text: str = TEXT) -> tuple[str, bool]:
+    """Where the cubin is, and whether NVRTC was loaded for it."""
+    script = IN_ANOTHER_PROCESS.format(kernels=str(kernels), text=text)
+    environment = {**os.environ, "PYTHONPATH": str(Path(_compile.__file__).parents[1])}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    path, loaded = done.stdout.split()
+    return path, loaded == "True"
+
+
+def test_hit_does_not_load_the_compiler(cache: Path, kernels: Path) -> None:
+    first = in_another_process(kernels)
+    assert first[1]
+    assert in_another_process(kernels) == (first[0], False)
+    (note,) = cache.glob("compiler-*.json")
+    kept = note.read_text()
+    # What is damaged, or of a library that changed since, is looked up anew.
+    for wrong in ("{", kept.replace('"file": [', '"file": [1')):
+        note.write_text(wrong)
+        assert in_another_process(kernels) == first
+        assert note.read_text() == kept
+
+
+def test_another_compiler_is_noticed_when_it_compiles(cache: Path, kernels: Path) -> None:
+    path, _ = in_another_process(kernels)
+    (note,) = cache.glob("compiler-*.json")
+    version = json.loads(note.read_text())["version"]
+    note.write_text(note.read_text().replace(f'"{version}"', '"1.2"'))
+    # As if the kernel in the cache were of this older compiler.
+    other = f"// another\n{TEXT}"
+    compiled, loaded = in_another_process(kernels, other)
+    assert loaded
+    assert json.loads((Path(compiled).parent / "meta.json").read_text())["nvrtc"] == version
+    assert json.loads(note.read_text())["version"] == version
+    assert in_another_process(kernels) == (path, False)
+    assert in_another_process(kernels, other) == (compiled, False)
+
+
+def test_clear_removes_the_note(cache: Path, kernels: Path) -> None:
+    in_another_process(kernels)
+    assert _cache.clear() == 1
+    assert not list(cache.iterdir())
 
 
 def test_find_compiles_nothing(compiled: list[str]) -> None:
@@ -310,7 +366,8 @@ print(cubin.path)
     assert len(paths) == 1
     assert Path(paths.pop()).is_file()
     assert (tmp_path / "compiled").read_text() == "x"
-    assert [path.name for path in cache.iterdir() if not path.is_dir()] == []
+    (note,) = (path.name for path in cache.iterdir() if not path.is_dir())
+    assert note.startswith("compiler-")
 
 
 def test_unwritable_directory_keeps_kernels_in_memory(cache: Path, compiled: list[str]) -> None:
