@@ -86,7 +86,7 @@ def cells_of_sections() -> Iterable[Sm90Cell]:
 
 
 def cells_of_chance() -> Iterable[Sm90Cell]:
-    for seed in range(120):
+    for seed in range(80):
         case = random_case(seed)
         if case.scores <= 120_000 and applies(case):
             rng = np.random.default_rng(seed)
