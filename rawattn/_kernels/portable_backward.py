@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rawattn._compile import Source
-from rawattn._kernels import _source, _tiles
+from rawattn._kernels import _portable, _source
 from rawattn._kernels._source import round_up
 from rawattn._problem import Problem
 
@@ -167,49 +167,20 @@ def _traits(config: Config | DqConfig) -> list[str]:
 
 
 def choose(problem: Problem, *, copy_bytes: int, shared_limit: int, with_dq: bool = True) -> Config:
-    """The fastest known configuration of `problem` that fits `shared_limit` bytes of shared memory a block.
+    """As `_portable.choose`; copy_bytes is of all arrays and gradients.
 
-    copy_bytes: the widest access that every row of q, k, v, dout, dk and dv allows (2 to 16).
     with_dq: whether the kernel adds up dQ too, in an order that is not defined.
     """
-    wide = max(round_up(problem.headdim, 16), round_up(problem.headdim_v, 16))
-    full = problem.dtype == "float32"
-    # The first row whose shared memory fits; the last of each headdim fits every GPU since Ampere.
-    for row in _tiles.table(TILES, "32bit" if full else "16bit"):
-        config = Config(
-            element=_source.ELEMENT[problem.dtype],
-            headdim=problem.headdim,
-            headdim_v=problem.headdim_v,
-            **row.fields,
-            copy_bytes=copy_bytes,
-            ragged=problem.ragged,
-            **_source.masks(problem),
-            with_dq=with_dq,
-            accumulator_feeds_a=not full,
-        )
-        if wide <= row.headdim and config.shared_bytes <= shared_limit:
-            return config
-    raise AssertionError(f"no tile of the table fits {shared_limit} bytes of shared memory")
+    return _portable.choose(
+        Config, TILES, problem, copy_bytes=copy_bytes, shared_limit=shared_limit, with_dq=with_dq
+    )
 
 
 def choose_dq(problem: Problem, *, copy_bytes: int, shared_limit: int) -> DqConfig:
     """As `choose`, of the kernel that computes dQ alone."""
-    wide = max(round_up(problem.headdim, 16), round_up(problem.headdim_v, 16))
-    full = problem.dtype == "float32"
-    for row in _tiles.table(DQ_TILES, "32bit" if full else "16bit"):
-        config = DqConfig(
-            element=_source.ELEMENT[problem.dtype],
-            headdim=problem.headdim,
-            headdim_v=problem.headdim_v,
-            **row.fields,
-            copy_bytes=copy_bytes,
-            ragged=problem.ragged,
-            **_source.masks(problem),
-            accumulator_feeds_a=not full,
-        )
-        if wide <= row.headdim and config.shared_bytes <= shared_limit:
-            return config
-    raise AssertionError(f"no tile of the table fits {shared_limit} bytes of shared memory")
+    return _portable.choose(
+        DqConfig, DQ_TILES, problem, copy_bytes=copy_bytes, shared_limit=shared_limit
+    )
 
 
 def dq_pitch(headdim: int) -> int:

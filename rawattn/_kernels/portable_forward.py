@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rawattn._compile import Source
-from rawattn._kernels import _source, _tiles
+from rawattn._kernels import _portable, _source
 from rawattn._kernels._source import round_up
 from rawattn._problem import Problem
 
@@ -97,25 +97,12 @@ class Config:
 
 
 def choose(problem: Problem, *, copy_bytes: int, shared_limit: int) -> Config:
-    """The fastest known configuration of `problem` that fits `shared_limit` bytes of shared memory a block.
-
-    copy_bytes: the widest access that every row of q, k, v and out allows (2 to 16).
-    """
-    wide = max(round_up(problem.headdim, 16), round_up(problem.headdim_v, 16))
-    full = problem.dtype == "float32"
-    # The first row whose shared memory fits; the last of each headdim fits every GPU since Ampere.
-    for row in _tiles.table(TILES, "32bit" if full else "16bit"):
-        config = Config(
-            element=_source.ELEMENT[problem.dtype],
-            headdim=problem.headdim,
-            headdim_v=problem.headdim_v,
-            **row.fields,
-            copy_bytes=copy_bytes,
-            ragged=problem.ragged,
-            **_source.masks(problem),
-            scale_first=not problem.scale > 0,
-            accumulator_feeds_a=not full,
-        )
-        if wide <= row.headdim and config.shared_bytes <= shared_limit:
-            return config
-    raise AssertionError(f"no tile of the table fits {shared_limit} bytes of shared memory")
+    """As `_portable.choose`; copy_bytes is of q, k, v and out."""
+    return _portable.choose(
+        Config,
+        TILES,
+        problem,
+        copy_bytes=copy_bytes,
+        shared_limit=shared_limit,
+        scale_first=not problem.scale > 0,
+    )
