@@ -19,6 +19,7 @@
 
 #if defined(RAWATTN_TARGET_HOST)
 #include "target/host.cuh"
+#include "target/host_product.cuh"
 #else
 #include "target/cuda.cuh"
 #endif
