@@ -72,6 +72,21 @@ DEVICE TileRange tiles_seen(const VisibleKeys<kLeft, kRight, kTopLeft, kTileK>& 
   }
 }
 
+// Those of a range's tiles, counted as it does, that some of its rows see: [begin, end).
+struct TileSpan {
+  int begin, end;
+};
+
+// For rows [first, last], none if last < first. Tiles of sink tokens come first, whatever the window leaves out.
+template <bool kLeft, bool kRight, bool kTopLeft, int kTileK>
+DEVICE TileSpan tiles_seen_of(const TileRange& range, const VisibleKeys<kLeft, kRight, kTopLeft, kTileK>& visible,
+                              int first, int last) {
+  if (last < first) return {0, 0};
+  const TileRange own = tiles_seen(visible, first, last);
+  const int end = own.count + own.skipped - range.skipped;
+  return {visible.sink > 0 ? 0 : own.skipped - range.skipped, end};
+}
+
 // Which limits cross a tile of keys, for some row of [first, last]. Where none does, no element needs a test.
 struct TileEdges {
   bool left, right;

@@ -1,10 +1,10 @@
 // Attention forward for Hopper: persistent blocks, TMA loads, wgmma products (FlashAttention-3, Shah et al. 2024).
 //
 // Warp group 0 produces: one thread walks the schedule and keeps the copy engine ahead of the consumers. Each of the
-// kConsumers other warp groups owns 64 query rows. In a consumer, Q K^T of tile n and P V of tile n - 1 run in the
-// tensor cores while the softmax of tile n runs in the other pipes; with kPingPong, consumers also take turns at
-// issuing products, so that the softmax of one meets the products of another. The next tile's queries, keys and values
-// travel while this one's output is stored.
+// kConsumers other warp groups owns 64 query rows. In a consumer, P V of tile n - 1 runs in the tensor cores while the
+// scores of tile n are masked and related to their references; its exponentials meet the products of other consumers.
+// With kPingPong consumers take turns at issuing products, so that they do not all want the same unit at once. The next
+// tile's queries, keys and values travel while this one's output is stored.
 #include "attn/params.cuh"
 #include "attn/scheduler.cuh"
 #include "attn/sequence.cuh"
@@ -177,6 +177,27 @@ struct Consumer {
   DEVICE void release(ptx::Mbarrier* barrier) const {
     if (lane == 0) ptx::mbarrier_arrive(barrier);
   }
+  DEVICE void release_keys() {
+    release(&s.keys_empty[keys.slot]);
+    keys.advance();
+  }
+  DEVICE void release_values() {
+    release(&s.values_empty[values.slot]);
+    values.advance();
+  }
+  // A tile that other consumers work on and this one's rows do not see. Its slots may be given back only once they are
+  // full, and every lane knows it: an earlier arrival would count for the slots' last tile, and hide this one from a
+  // lane that still waits. (Where a tile is worked on, the products bring the lanes together.)
+  DEVICE void pass_over() {
+    ptx::mbarrier_wait(&s.keys_full[keys.slot], keys.parity);
+    take_turn();
+    pass_turn();
+    target::wave_sync();
+    release_keys();
+    ptx::mbarrier_wait(&s.values_full[values.slot], values.parity);
+    target::wave_sync();
+    release_values();
+  }
 };
 
 DEVICE void pack(M::A (&p)[kKeyBlocks], const C (&scores)[1][kKeyBlocks]) {
@@ -226,13 +247,16 @@ DEVICE void consume(const Sm90ForwardParams& params, SharedMemory& s, int index)
     if (!work.exists) break;
     const TileRange range = tiles_of(p, work);
     const int first = work.tile * kTileQ + index * 64;
+    const int last = (first + 64 < work.q.length ? first + 64 : work.q.length) - 1;
     const int first_row = first + self.warp * 16;
     const Visible visible(p, work.q.length, work.k.length);
+    const TileSpan mine = tiles_seen_of(range, visible, first, last);
 
     OnlineSoftmax<C, 1> softmax;
     C o[1][kOutBlocks];
     M::A probabilities[kKeyBlocks];
-    const auto finish_scores = [&](C(&scores)[1][kKeyBlocks], int n) {
+    // Scores become exponents; returns whether the output must be rescaled.
+    const auto relate = [&](C(&scores)[1][kKeyBlocks], int n) {
       if constexpr (kScaleFirst) {
         UNROLL for (int b = 0; b < kKeyBlocks; b++) {
           UNROLL for (int e = 0; e < C::kElements; e++) scores[0][b].x[e] *= p.scale;
@@ -241,46 +265,46 @@ DEVICE void consume(const Sm90ForwardParams& params, SharedMemory& s, int index)
       const int tile = range.tile(n);
       const TileEdges edges = tile_edges(visible, tile, first, first + 63);
       replace_unseen(scores, -target::infinity(), visible, edges, first_row, tile * kTileK, self.lane);
-      const bool moved = softmax.relate(scores, scale_log2);
-      softmax.exponentiate(scores);
-      return moved;
+      return softmax.relate(scores, scale_log2);
     };
 
     UNROLL for (int d = 0; d < kOutBlocks; d++) o[0][d] = C{};
     if (range.count > 0) {
       ptx::mbarrier_wait(&s.queries_full, queries_parity);
       queries_parity ^= 1;
+    }
+    for (int n = 0; n < mine.begin; n++) self.pass_over();
+    if (mine.begin < mine.end) {
       {
         C scores[1][kKeyBlocks];
         ptx::mbarrier_wait(&s.keys_full[self.keys.slot], self.keys.parity);
         self.take_turn();
         self.start_scores(scores, q);
-        self.pass_turn();
         ptx::wgmma_wait<0>();
-        self.release(&s.keys_empty[self.keys.slot]);
-        self.keys.advance();
-        finish_scores(scores, 0);
+        self.pass_turn();
+        self.release_keys();
+        relate(scores, mine.begin);
+        softmax.exponentiate(scores);
         pack(probabilities, scores);
       }
 #pragma unroll 1
-      for (int n = 1; n < range.count; n++) {
+      for (int n = mine.begin + 1; n < mine.end; n++) {
         C scores[1][kKeyBlocks];
         ptx::mbarrier_wait(&s.keys_full[self.keys.slot], self.keys.parity);
         self.take_turn();
         self.start_scores(scores, q);
         ptx::mbarrier_wait(&s.values_full[self.values.slot], self.values.parity);
         self.start_output(o, probabilities);
-        self.pass_turn();
         ptx::wgmma_wait<1>();
-        self.release(&s.keys_empty[self.keys.slot]);
-        self.keys.advance();
-        const bool moved = finish_scores(scores, n);
-        // Never taken. The branch ends the basic block: without it the compiler moves the wait above the exponentials,
-        // and softmax and products no longer overlap.
-        if (softmax.sum[0][0] + softmax.sum[0][1] < 0.0f) target::breakpoint();
+        // Not before the scores are there: products of the next consumer would delay them.
+        self.pass_turn();
+        self.release_keys();
+        const bool moved = relate(scores, n);
+        // P V ends here, not below the exponentials: they are faster in one stretch with the conversions, whose
+        // registers P V holds, than apart from them under P V.
         ptx::wgmma_wait<0>();
-        self.release(&s.values_empty[self.values.slot]);
-        self.values.advance();
+        self.release_values();
+        softmax.exponentiate(scores);
         pack(probabilities, scores);
         if (moved) softmax.rescale(o);
       }
@@ -288,10 +312,13 @@ DEVICE void consume(const Sm90ForwardParams& params, SharedMemory& s, int index)
       ptx::mbarrier_wait(&s.values_full[self.values.slot], self.values.parity);
       self.start_output(o, probabilities);
       ptx::wgmma_wait<0>();
-      self.release(&s.values_empty[self.values.slot]);
-      self.values.advance();
+      self.release_values();
       softmax.finish(o);
+    } else if (range.count > 0) {
+      target::wave_sync();
+      self.release(&s.queries_empty);
     }
+    for (int n = mine.end; n < range.count; n++) self.pass_over();
     store(p, work, o, softmax, first_row, self.lane);
     // Every thread for itself: all of them read the slot, up to here.
     ptx::mbarrier_arrive(&s.work_empty[slot.slot]);
