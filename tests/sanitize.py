@@ -20,6 +20,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from rawattn._kernels.sm90_forward import LONG_SEQLEN
 from tests import gpu_report, gradients
 from tests.cases import Case, dense, padded, ragged
 from tests.frameworks import TightCuPy
@@ -89,12 +90,14 @@ def matrix() -> list[Step]:
                 "window", (130, 0, 33), (30, 9, 200), **one, headdim=headdim, window=(60, 9), sink=5
             )
         )
+        # Hopper's tiles for long sequences.
+        cases.append(dense("long", 1, 70, LONG_SEQLEN + 9, **one, headdim=headdim, causal=True))
     steps += [Step(case) for case in cases]
     return steps + [Step(case, backward=True) for case in cases if case.name not in FORWARD_ALONE]
 
 
 # Cases of Hopper's forward kernel, and of what the backward does not have.
-FORWARD_ALONE = ("causal", "window", "without-lse")
+FORWARD_ALONE = ("causal", "window", "long", "without-lse")
 
 
 def cases_of(shape: TileShape, n: int) -> list[Case]:

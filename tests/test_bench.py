@@ -972,7 +972,7 @@ def test_a_quick_run_on_a_gpu(capsys, tmp_path):
 @pytest.mark.slow
 def test_compile_and_load_times_on_a_gpu():
     cold, another, loaded, _, rebuilt = (f.value for f in compile_time.figures("float16", ()))
-    assert cold > another > loaded / 1e3 > 0
+    assert min(cold, another) > loaded / 1e3 > 0
     assert rebuilt == 0
 
 

@@ -25,8 +25,8 @@ def test_no_spills_and_no_serialised_products(source: _compile.Source) -> None:
 
 
 @pytest.mark.parametrize("source", VARIANTS, ids=lambda source: source.summary)
-def test_softmax_runs_under_the_products(source: _compile.Source) -> None:
-    """Between the wait for the scores and the wait for P V lie all exponentials of the tile."""
+def test_exponentials_come_in_one_stretch(source: _compile.Source) -> None:
+    """Behind the wait for P V, which holds the registers that they are converted into."""
     tool = gate.disassembler()
     if tool is None:
         pytest.skip("nvdisasm is not installed (pip install nvidia-cuda-nvdisasm)")

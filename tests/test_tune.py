@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def place(kernel: str, headdim: int = 64, arch: str = ARCH, table: str | None = None):
     described = KERNELS[kernel]
-    table = table or described.table("bfloat16", left=False)
+    table = table or described.tables("bfloat16")[0]
     return searching.place(described, table, headdim, arch, "bfloat16")
 
 
@@ -78,10 +78,10 @@ def test_registers_are_shared_out():
 
 def test_only_narrows_and_names():
     where = place("sm90_forward", 128)
-    rows, _ = candidates.generate(where, {"tile_k": 96, "stages": 2})
-    assert all(row.fields["tile_k"] == 96 for row in rows[1:])
-    near = candidates.nearest(rows, {"tile_k": 96})
-    assert near.fields == {**rows[0].fields, "tile_k": 96}
+    rows, _ = candidates.generate(where, {"tile_k": 80, "stages": 3})
+    assert all(row.fields["tile_k"] == 80 for row in rows[1:])
+    near = candidates.nearest(rows, {"tile_k": 80})
+    assert near.fields == {**rows[0].fields, "tile_k": 80}
     with pytest.raises(ValueError, match="no candidate has tile_k=7"):
         candidates.nearest(rows, {"tile_k": 7})
 
@@ -90,8 +90,8 @@ def test_a_row_takes_the_place_of_the_present_one_or_stands_before_it():
     where = place("sm90_forward", 128)
     shipped = _tiles.table("sm90_forward", "any")
     new = where.row({**where.present().fields, "tile_k": 96}, "here")
-    assert where.with_row(new) == (shipped[0], new, *shipped[2:])
-    between = place("sm90_forward", 96)
+    assert where.with_row(new) == (*shipped[:2], new, *shipped[3:])
+    between = place("sm90_forward", 80)
     new = between.row(between.present().fields)
     assert between.with_row(new) == (shipped[0], new, *shipped[1:])
     # GPUs with less shared memory keep what fits them.
@@ -212,7 +212,7 @@ def search(tile_tables: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     monkeypatch.setattr(command, "require_gpu", lambda: None)
     path = tmp_path / "search.json"
     words = ["sm90_forward", "--headdim", "64", "--tables", "any", "--peers", "none"]
-    few = "consumers=3,stages=2,ping_pong=1"
+    few = "consumers=3,stages=2,ping_pong=1,late_scaling=1,consumer_registers=160"
     assert command.main([*words, "--only", few, "--jobs", "1", "--json", str(path)]) == 0
     return path
 
@@ -225,8 +225,9 @@ def test_a_search_writes_its_winner_and_its_losers(
     capsys: pytest.CaptureFixture[str],
 ):
     (found,) = record.load(search)
-    assert found.winner == "tile_k=96,consumers=3,stages=2,ping_pong=1,consumer_registers=160"
-    assert found.present == found.winner.replace("96", "128")
+    fields = "consumers=3,stages=2,ping_pong=1,late_scaling=1,consumer_registers=160"
+    assert found.winner == f"tile_k=96,{fields}"
+    assert found.present == candidates.label(_tiles.table("sm90_forward", "any")[0].fields)
     assert found.figure(found.winner).speed == pytest.approx(1.1)
     wrong = found.figure(found.winner.replace("96", "80"))
     assert "differs from" in wrong.reason

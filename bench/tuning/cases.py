@@ -8,21 +8,29 @@ from bench.tuning.kernels import Kernel
 from rawattn import SeqLayout
 from rawattn._bench.cases import Case
 from rawattn._bench.grids import CUDNN, FA2, FA4
+from rawattn._kernels.sm90_forward import LONG_SEQLEN
 from rawattn._problem import Problem, describe
 
 _TOKENS, _COLUMNS = 16384, 2048  # heads x D
 _WINDOW = 1024
+_SEQLENS = {"any": (1024, 4096), "long": (8192, _TOKENS)}  # of a table; of the others:
+_ALL_SEQLENS = (4096, _TOKENS)
 
 
 def cases(kernel: Kernel, table: str, headdim: int) -> list[Case]:
-    """Causal and full at two lengths, and a ragged batch; with a limit on the left, causal ones with a window."""
+    """Causal and full at two lengths of the table, and a ragged batch where those are not long.
+
+    With a limit on the left, causal ones with a window.
+    """
     left = _WINDOW if table == "left" else None
     heads = max(1, _COLUMNS // headdim)
     lengths = tuple(map(int, np.random.default_rng(2).integers(64, 4097, size=_TOKENS // 2048)))
     shapes = [
-        *((f"S{seqlen}", (seqlen,) * (_TOKENS // seqlen), False) for seqlen in (4096, _TOKENS)),
-        ("ragged", lengths, True),
+        (f"S{seqlen}", (seqlen,) * (_TOKENS // seqlen), False)
+        for seqlen in _SEQLENS.get(table, _ALL_SEQLENS)
     ]
+    if table != "long":
+        shapes.append(("ragged", lengths, True))
     found = []
     for label, seqlens, packed in shapes:
         for causal in (True,) if packed or left is not None else (True, False):
@@ -53,9 +61,11 @@ def cases(kernel: Kernel, table: str, headdim: int) -> list[Case]:
 
 def problem(case: Case, dtype: str) -> Problem:
     """What the compiler must know of a case: no array of its size is made."""
-    rows = (1,) if case.packed else (1, 1)
+    # Of the lengths it matters whether they are long.
+    seqlen = LONG_SEQLEN if max(case.seqlens) >= LONG_SEQLEN else 1
+    rows = (seqlen,) if case.packed else (1, seqlen)
     operand = np.broadcast_to(np.zeros((), np.dtype(dtype)), (*rows, 1, case.headdim))
-    seqs = SeqLayout(seqstart_q=[0, 1]) if case.packed else None
+    seqs = SeqLayout(seqstart_q=[0, seqlen]) if case.packed else None
     described, _ = describe(
         operand, operand, operand, seqs=seqs, causal=case.causal, window=case.window
     )

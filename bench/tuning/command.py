@@ -153,11 +153,11 @@ def _arch(args: argparse.Namespace, kernel: Kernel) -> str:
 
 
 def _tables(args: argparse.Namespace, kernel: Kernel) -> list[str]:
-    both = list(dict.fromkeys(kernel.table(args.dtype, left=left) for left in (False, True)))
+    there = kernel.tables(args.dtype)
     for name in args.tables or ():
-        if name not in both:
-            raise ValueError(f"--tables: got {name}; {args.dtype} has {', '.join(both)}")
-    return args.tables or both
+        if name not in there:
+            raise ValueError(f"--tables: got {name}; {args.dtype} has {', '.join(there)}")
+    return list(args.tables or there)
 
 
 def _check_fields(kernel: Kernel, only: dict[str, int]) -> None:

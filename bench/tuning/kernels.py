@@ -35,11 +35,11 @@ class Kernel:
     deterministic: bool = False  # searched in the deterministic backward
     may_spill: bool = True  # as much as the present choice does
 
-    def table(self, dtype: str, *, left: bool) -> str:
-        """The table that serves such calls."""
+    def tables(self, dtype: str) -> tuple[str, ...]:
+        """Those that serve calls of this dtype."""
         if self.name == sm90_forward.TILES:
-            return "left" if left else "any"
-        return "32bit" if dtype == "float32" else "16bit"
+            return ("any", "long", "left")
+        return ("32bit" if dtype == "float32" else "16bit",)
 
 
 def _itemsize(config: Any) -> int:
@@ -138,10 +138,11 @@ KERNELS = {
             entry=sm90_forward.ENTRY,
             values={
                 "tile_k": tuple(range(48, 193, 16)),
-                "consumers": (2, 3),
-                "stages": (2, 3),
+                "consumers": (2, 3, 4),
+                "stages": (2, 3, 4),
                 "ping_pong": (True, False),
-                "consumer_registers": (160, 232, 240),
+                "late_scaling": (True, False),
+                "consumer_registers": (112, 152, 160, 232, 240),
             },
             possible=_sm90_possible,
             registers=_sm90_registers,

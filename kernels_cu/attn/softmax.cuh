@@ -7,16 +7,18 @@
 
 #include "target/target.cuh"
 
+// What the softmax of a wave's rows has come to.
 template <class C, int kRowBlocks>
-struct OnlineSoftmax {
+struct SoftmaxRows {
   static constexpr float kSlack = 8.0f;
 
+  const float scale_log2;
   float reference[kRowBlocks][C::kSlots];  // log2 units; -inf until the row has seen a key
   float sum[kRowBlocks][C::kSlots];        // this lane's columns only, until finish()
   float factor[kRowBlocks][C::kSlots];     // of the last move
-  int threshold = -1;                      // of an outgrowing exponent's bits; below all until every row has seen a key
 
-  DEVICE OnlineSoftmax() {
+  // scale_log2: from scores to log2 units, positive.
+  DEVICE explicit SoftmaxRows(float scale_log2) : scale_log2(scale_log2) {
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
       UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
         reference[m][slot] = -target::infinity();
@@ -25,6 +27,53 @@ struct OnlineSoftmax {
     }
   }
 
+  // What exponents are taken against: of a row without a reference all are -inf, whatever is subtracted.
+  DEVICE float shift(int m, int slot) const {
+    return reference[m][slot] == -target::infinity() ? 0.0f : reference[m][slot];
+  }
+
+  template <int kOutBlocks>
+  DEVICE void rescale(C (&o)[kRowBlocks][kOutBlocks]) const {
+    UNROLL for (int m = 0; m < kRowBlocks; m++) {
+      UNROLL for (int d = 0; d < kOutBlocks; d++) {
+        UNROLL for (int e = 0; e < C::kElements; e++) o[m][d].x[e] *= factor[m][C::slot(e)];
+      }
+    }
+  }
+
+  // Divides the output by the row sums. A row that saw no key becomes 0. Afterwards lse() may be asked.
+  template <int kOutBlocks>
+  DEVICE void finish(C (&o)[kRowBlocks][kOutBlocks]) {
+    UNROLL for (int m = 0; m < kRowBlocks; m++) {
+      float inverse[C::kSlots];
+      UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
+        sum[m][slot] = C::row_sum(sum[m][slot]);
+        inverse[slot] = sum[m][slot] == 0.0f ? 0.0f : 1.0f / sum[m][slot];
+      }
+      UNROLL for (int d = 0; d < kOutBlocks; d++) {
+        UNROLL for (int e = 0; e < C::kElements; e++) o[m][d].x[e] *= inverse[C::slot(e)];
+      }
+    }
+  }
+
+  // Natural logarithm of the sum of exponentials; -inf for a row that saw no key.
+  DEVICE float lse(int m, int slot) const {
+    constexpr float kLn2 = 0.6931471805599453f;
+    if (reference[m][slot] == -target::infinity()) return -target::infinity();
+    return kLn2 * (reference[m][slot] + target::log2(sum[m][slot]));
+  }
+};
+
+// Scores are scaled as soon as they are there, and exponents looked through for an outgrown row.
+template <class C, int kRowBlocks>
+struct OnlineSoftmax : SoftmaxRows<C, kRowBlocks> {
+  using Rows = SoftmaxRows<C, kRowBlocks>;
+  using Rows::factor, Rows::kSlack, Rows::reference, Rows::scale_log2, Rows::sum;
+
+  int threshold = -1;  // of an outgrowing exponent's bits; below all until every row has seen a key
+
+  using Rows::Rows;
+
   // Scores become exponents relative to the reference, which moves first if a row has outgrown it or has none yet.
   // Returns whether the wave's references moved: then the output accumulated so far must be rescaled before it meets
   // this tile.
@@ -32,12 +81,10 @@ struct OnlineSoftmax {
   // Looking for an outgrown row needs no maximum by rows, and a positive float compares like the integer of the same
   // bits, for which the hardware takes three-way maxima.
   template <int kKeyBlocks>
-  DEVICE bool relate(C (&s)[kRowBlocks][kKeyBlocks], float scale_log2) {
+  DEVICE bool relate(C (&s)[kRowBlocks][kKeyBlocks]) {
     float shift[kRowBlocks][C::kSlots];
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
-      UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
-        shift[m][slot] = reference[m][slot] == -target::infinity() ? 0.0f : reference[m][slot];
-      }
+      UNROLL for (int slot = 0; slot < C::kSlots; slot++) { shift[m][slot] = this->shift(m, slot); }
     }
     int largest = 0;
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
@@ -83,15 +130,6 @@ struct OnlineSoftmax {
     threshold = target::wave_any(unsettled) ? -1 : static_cast<int>(target::bits_of(kSlack));
   }
 
-  template <int kOutBlocks>
-  DEVICE void rescale(C (&o)[kRowBlocks][kOutBlocks]) const {
-    UNROLL for (int m = 0; m < kRowBlocks; m++) {
-      UNROLL for (int d = 0; d < kOutBlocks; d++) {
-        UNROLL for (int e = 0; e < C::kElements; e++) o[m][d].x[e] *= factor[m][C::slot(e)];
-      }
-    }
-  }
-
   // Exponents become probabilities.
   template <int kKeyBlocks>
   DEVICE void exponentiate(C (&s)[kRowBlocks][kKeyBlocks]) {
@@ -104,27 +142,5 @@ struct OnlineSoftmax {
         }
       }
     }
-  }
-
-  // Divides the output by the row sums. A row that saw no key becomes 0. Afterwards lse() may be asked.
-  template <int kOutBlocks>
-  DEVICE void finish(C (&o)[kRowBlocks][kOutBlocks]) {
-    UNROLL for (int m = 0; m < kRowBlocks; m++) {
-      float inverse[C::kSlots];
-      UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
-        sum[m][slot] = C::row_sum(sum[m][slot]);
-        inverse[slot] = sum[m][slot] == 0.0f ? 0.0f : 1.0f / sum[m][slot];
-      }
-      UNROLL for (int d = 0; d < kOutBlocks; d++) {
-        UNROLL for (int e = 0; e < C::kElements; e++) o[m][d].x[e] *= inverse[C::slot(e)];
-      }
-    }
-  }
-
-  // Natural logarithm of the sum of exponentials; -inf for a row that saw no key.
-  DEVICE float lse(int m, int slot) const {
-    constexpr float kLn2 = 0.6931471805599453f;
-    if (reference[m][slot] == -target::infinity()) return -target::infinity();
-    return kLn2 * (reference[m][slot] + target::log2(sum[m][slot]));
   }
 };

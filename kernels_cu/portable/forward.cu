@@ -122,9 +122,8 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
   Queries queries;
   queries.rows = elements + wave * kWaveRows * kPitchQk;
   Element* const slab = elements + kProbabilitiesAt + wave * kWaveRows * kPitchP;
-  OnlineSoftmax<C, kRowBlocks> softmax;
   constexpr float kLog2E = 1.4426950408889634f;
-  const float scale_log2 = kScaleFirst ? kLog2E : p.scale * kLog2E;
+  OnlineSoftmax<C, kRowBlocks> softmax(kScaleFirst ? kLog2E : p.scale * kLog2E);
   C o[kRowBlocks][kOutBlocks];
   UNROLL for (int m = 0; m < kRowBlocks; m++) { UNROLL for (int d = 0; d < kOutBlocks; d++) o[m][d] = C{}; }
   if constexpr (kQueryInRegisters) {
@@ -165,7 +164,7 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
     const int tile = range.tile(n);
     const TileEdges edges = tile_edges(visible, tile, first, first + kTileQ - 1);
     replace_unseen(s, -target::infinity(), visible, edges, first + wave * kWaveRows, tile * kTileK, lane);
-    if (softmax.relate(s, scale_log2)) softmax.rescale(o);
+    if (softmax.relate(s)) softmax.rescale(o);
     softmax.exponentiate(s);
     const Element* const values = elements + kValuesAt + n % kStages * kTileK * kPitchV;
     multiply_accumulators<M, kUnrolledSteps, kPitchV, kPitchP>(o, s, slab, values, lane);

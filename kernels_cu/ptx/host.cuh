@@ -93,6 +93,8 @@ template <int kPending>
 DEVICE void wgmma_wait() {
   host::wgmma_wait(kPending);
 }
+template <class C, int kBlocks>
+DEVICE void wgmma_results(C (&)[kBlocks]) {}
 
 template <class T, int kColumns>
 struct Wgmma {

@@ -18,6 +18,14 @@ DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
+// Accumulators as a wait left them. Nothing else ties them to it, and the compiler would move reads above it.
+template <class C, int kBlocks>
+DEVICE void wgmma_results(C (&c)[kBlocks]) {
+  UNROLL for (int b = 0; b < kBlocks; b++) {
+    UNROLL for (int e = 0; e < C::kElements; e++) asm volatile("" : "+f"(c[b].x[e])::"memory");
+  }
+}
+
 // ss: c = A * B, or c += A * B with `accumulate`; both in shared memory with their 16 contiguous (as Q and K are).
 // rs: c += A * B; A (64 x 16) in registers, B stored with its N columns contiguous (as V is).
 template <class T, int kColumns>

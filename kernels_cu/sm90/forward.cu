@@ -5,6 +5,7 @@
 // scores of tile n are masked and related to their references; its exponentials meet the products of other consumers.
 // With kPingPong consumers take turns at issuing products, so that they do not all want the same unit at once. The next
 // tile's queries, keys and values travel while this one's output is stored.
+#include "attn/late_softmax.cuh"
 #include "attn/params.cuh"
 #include "attn/scheduler.cuh"
 #include "attn/sequence.cuh"
@@ -39,6 +40,15 @@ constexpr int kValueBytes = kBlocksV * kTileK * 128;
 using Qk = ptx::Wgmma<Element, kTileK>;
 using Pv = ptx::Wgmma<Element, kDepthV>;
 using Visible = VisibleKeys<kLeft, kRight, kTopLeft, kTileK>;
+template <bool kLate>
+struct SoftmaxOf {
+  using Type = OnlineSoftmax<C, 1>;
+};
+template <>
+struct SoftmaxOf<true> {
+  using Type = LateOnlineSoftmax<C, 1>;
+};
+using Softmax = SoftmaxOf<kLateScaling>::Type;
 
 struct SharedMemory {
   alignas(1024) unsigned char queries[kQueryBytes];
@@ -206,8 +216,8 @@ DEVICE void pack(M::A (&p)[kKeyBlocks], const C (&scores)[1][kKeyBlocks]) {
 
 // The wave's 16 rows of the output and its LSE. A row of a 32-column piece lies with a quad, 4 bytes of each 8 columns
 // in each lane; after the exchange every lane holds 16 bytes in a row.
-DEVICE void store(const ForwardParams& p, const Work& work, const C (&o)[1][kOutBlocks],
-                  const OnlineSoftmax<C, 1>& softmax, int first_row, int lane) {
+DEVICE void store(const ForwardParams& p, const Work& work, const C (&o)[1][kOutBlocks], const Softmax& softmax,
+                  int first_row, int lane) {
   unsigned packed[C::kSlots][round_up(kOutBlocks, 2) * 2];
   UNROLL for (int d = 0; d < kOutBlocks; d++) {
     UNROLL for (int e = 0; e < C::kElements; e += 2) {
@@ -252,10 +262,10 @@ DEVICE void consume(const Sm90ForwardParams& params, SharedMemory& s, int index)
     const Visible visible(p, work.q.length, work.k.length);
     const TileSpan mine = tiles_seen_of(range, visible, first, last);
 
-    OnlineSoftmax<C, 1> softmax;
+    Softmax softmax(scale_log2);
     C o[1][kOutBlocks];
     M::A probabilities[kKeyBlocks];
-    // Scores become exponents; returns whether the output must be rescaled.
+    // Returns whether the output must be rescaled.
     const auto relate = [&](C(&scores)[1][kKeyBlocks], int n) {
       if constexpr (kScaleFirst) {
         UNROLL for (int b = 0; b < kKeyBlocks; b++) {
@@ -265,7 +275,7 @@ DEVICE void consume(const Sm90ForwardParams& params, SharedMemory& s, int index)
       const int tile = range.tile(n);
       const TileEdges edges = tile_edges(visible, tile, first, first + 63);
       replace_unseen(scores, -target::infinity(), visible, edges, first_row, tile * kTileK, self.lane);
-      return softmax.relate(scores, scale_log2);
+      return softmax.relate(scores);
     };
 
     UNROLL for (int d = 0; d < kOutBlocks; d++) o[0][d] = C{};
@@ -273,6 +283,7 @@ DEVICE void consume(const Sm90ForwardParams& params, SharedMemory& s, int index)
       ptx::mbarrier_wait(&s.queries_full, queries_parity);
       queries_parity ^= 1;
     }
+#pragma unroll 1
     for (int n = 0; n < mine.begin; n++) self.pass_over();
     if (mine.begin < mine.end) {
       {
@@ -281,6 +292,7 @@ DEVICE void consume(const Sm90ForwardParams& params, SharedMemory& s, int index)
         self.take_turn();
         self.start_scores(scores, q);
         ptx::wgmma_wait<0>();
+        ptx::wgmma_results(scores[0]);
         self.pass_turn();
         self.release_keys();
         relate(scores, mine.begin);
@@ -296,11 +308,12 @@ DEVICE void consume(const Sm90ForwardParams& params, SharedMemory& s, int index)
         ptx::mbarrier_wait(&s.values_full[self.values.slot], self.values.parity);
         self.start_output(o, probabilities);
         ptx::wgmma_wait<1>();
+        ptx::wgmma_results(scores[0]);
         // Not before the scores are there: products of the next consumer would delay them.
         self.pass_turn();
         self.release_keys();
         const bool moved = relate(scores, n);
-        // P V ends here, not below the exponentials: they are faster in one stretch with the conversions, whose
+        // P V ends here, not below the exponentials: those are faster in one stretch with the conversions, whose
         // registers P V holds, than apart from them under P V.
         ptx::wgmma_wait<0>();
         self.release_values();
@@ -318,6 +331,7 @@ DEVICE void consume(const Sm90ForwardParams& params, SharedMemory& s, int index)
       target::wave_sync();
       self.release(&s.queries_empty);
     }
+#pragma unroll 1
     for (int n = mine.end; n < range.count; n++) self.pass_over();
     store(p, work, o, softmax, first_row, self.lane);
     // Every thread for itself: all of them read the slot, up to here.

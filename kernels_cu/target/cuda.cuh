@@ -43,6 +43,11 @@ DEVICE float exp2(float x) {
   return y;
 }
 DEVICE float log2(float x) { return ::log2f(x); }
+DEVICE float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 DEVICE int bits_of(float x) { return __float_as_int(x); }
 
 DEVICE float to_float(float x) { return x; }
@@ -91,8 +96,6 @@ DEVICE void atomic_add(float* address, const float (&x)[kCount]) {
 
 // Adds 1 or more to a counter that other blocks share, and returns what it was.
 DEVICE unsigned fetch_add(unsigned* counter, unsigned x) { return atomicAdd(counter, x); }
-
-DEVICE void breakpoint() { asm volatile("brkpt;"); }
 
 DEVICE unsigned shared_address(const void* pointer) { return static_cast<unsigned>(__cvta_generic_to_shared(pointer)); }
 

@@ -7,12 +7,12 @@
 //   numbers    infinity()
 //   order      block_sync(), wave_sync()
 //   exchange   shuffle_xor(x, mask), wave_any(predicate), wave_uniform(x)
-//   maths      exp2(x), log2(x), bits_of(x), to_float(x), from_float<T>(x)
+//   maths      exp2(x), log2(x), reciprocal(x) (to a few bits less), bits_of(x), to_float(x), from_float<T>(x)
 //   sums       atomic_add(address, x), fetch_add(counter, x)
 //   copies     copy_async<bytes>(shared, global, valid), copy_async_commit(), copy_async_wait()
 //   product    Mma<T>: fragments of a 16 x 16 x kDepth product, how they are loaded, which row and column a lane holds
 //
-//   oddities   shared_address(pointer), for descriptors; breakpoint(), where no thread may come
+//   oddities   shared_address(pointer), for descriptors
 //
 // and nothing else, so that an algorithm written against them runs on every machine.
 #pragma once

@@ -106,6 +106,7 @@ def common_variants(arch: str, *, every: bool = False) -> list[Source]:
         scale: float = 1.0,
         copy_bytes: int = 16,
         backward: bool = False,
+        seqlen: int = 1,
     ) -> None:
         problem = Problem(
             dtype=dtype,
@@ -115,10 +116,10 @@ def common_variants(arch: str, *, every: bool = False) -> list[Source]:
             headdim=headdim,
             headdim_v=headdim if headdim_v is None else headdim_v,
             group=ragged,
-            rows_q=1,
-            rows_k=1,
-            max_seqlen_q=1,
-            max_seqlen_k=1,
+            rows_q=seqlen,
+            rows_k=seqlen,
+            max_seqlen_q=seqlen,
+            max_seqlen_k=seqlen,
             ragged=ragged,
             window_left=left,
             window_right=right,
@@ -154,7 +155,8 @@ def common_variants(arch: str, *, every: bool = False) -> list[Source]:
     for dtype, headdim, ragged, right in itertools.product(
         ("bfloat16", "float16"), usual, (False, True), (None, 0)
     ):
-        add(dtype, headdim, ragged=ragged, right=right)
+        for seqlen in (1, sm90_forward.LONG_SEQLEN):
+            add(dtype, headdim, ragged=ragged, right=right, seqlen=seqlen)
     if every:
         for headdim in (32, *usual):
             add("float32", headdim, ragged=True, right=0)

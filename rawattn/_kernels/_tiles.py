@@ -31,12 +31,13 @@ class Schema:
 
 SCHEMAS = {
     "sm90_forward": Schema(
-        ("any", "left"),
+        ("any", "long", "left"),
         {
             "tile_k": int,
             "consumers": int,
             "stages": int,
             "ping_pong": bool,
+            "late_scaling": bool,
             "consumer_registers": int,
         },
     ),

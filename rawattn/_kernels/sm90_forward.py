@@ -19,6 +19,9 @@ SHARED_LIMIT = 232448
 # in one section the longest tiles of all start first, which is worth more than the hits (docs/notes/hopper-forward.md).
 SECTION_BYTES = 128 << 20
 
+# Keys of a sequence from which on the tiles of the table "long" are the faster ones: more work a tile, less often begun.
+LONG_SEQLEN = 8192
+
 # Registers of a multiprocessor, and of a thread what setmaxnreg counts in.
 _REGISTERS, _REGISTER_STEP = 65536, 8
 
@@ -34,6 +37,7 @@ class Config:
     consumers: int
     stages: int
     ping_pong: bool
+    late_scaling: bool  # of scores, beside their exponentials
     consumer_registers: int  # of a thread; the producer's have the rest
     ragged: bool
     packed: bool  # group mode: the arrays have no batch axis
@@ -77,6 +81,7 @@ class Config:
             "kConsumers": self.consumers,
             "kStages": self.stages,
             "kPingPong": self.ping_pong,
+            "kLateScaling": self.late_scaling,
             "kRagged": self.ragged,
             "kPacked": self.packed,
             "kLeft": self.left,
@@ -135,9 +140,7 @@ def choose(
             if stride % 16 or (extent > 1 and not 0 < stride < 2**40):
                 return None
     wide = max(problem.headdim, problem.headdim_v)
-    # With a limit on the left a thread has more to remember, and a window is better met by small key tiles.
-    table = "any" if problem.window_left is None else "left"
-    for row in _tiles.table(TILES, table):
+    for row in _tiles.table(TILES, _table(problem)):
         if wide <= row.headdim:
             return Config(
                 element=problem.dtype,
@@ -150,6 +153,13 @@ def choose(
                 scale_first=not problem.scale > 0,
             )
     raise AssertionError(f"no tile of the table holds headdim {wide}")
+
+
+def _table(problem: Problem) -> str:
+    # With a limit on the left a thread has more to remember, and a window is better met by small key tiles.
+    if problem.window_left is not None:
+        return "left"
+    return "long" if problem.max_seqlen_k >= LONG_SEQLEN else "any"
 
 
 def row_bound(rows: int) -> int:

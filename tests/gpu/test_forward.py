@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rawattn._kernels import FORWARD_FAMILIES, only
+from rawattn._kernels.sm90_forward import LONG_SEQLEN
 from tests.cases import Case, curated, dense, ragged
 from tests.frameworks import CuPy
 from tests.tiles import TileShape, shared_limit, tile_shapes
@@ -18,6 +19,15 @@ CUPY = CuPy()
 def test_curated(case: Case, family: str) -> None:
     with only(family):
         verify(case, CUPY)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("headdim", [64, 96, 128, 192, 256])
+def test_long_sequences(headdim: int, causal: bool) -> None:
+    """Hopper's kernel has tiles of its own for them."""
+    knobs = {"headdim": headdim, "causal": causal, "nheads_q": 1, "nheads_kv": 1}
+    verify(dense("long", 1, 300, LONG_SEQLEN + 77, **knobs), CUPY)
+    verify(ragged("long-ragged", (300, 9, 200), (40, LONG_SEQLEN + 1, 100), **knobs), CUPY)
 
 
 @pytest.mark.parametrize("alignment", [2, 4, 8, 16])

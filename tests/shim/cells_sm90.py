@@ -23,10 +23,11 @@ class Sm90Tiles(NamedTuple):
     consumers: int
     stages: int
     ping_pong: bool
+    late_scaling: bool = False
 
     def __str__(self) -> str:
         return f"{64 * self.consumers}x{self.tile_k}s{self.stages}" + (
-            "p" if self.ping_pong else ""
+            "p" * self.ping_pong + "l" * self.late_scaling
         )
 
 
@@ -53,7 +54,7 @@ class Sm90Cell(Cell):
         assert config is not None, f"{self.case}: not a call for this kernel"
         if self.shape is None:
             return config
-        registers = {2: 232, 3: 160}[self.shape.consumers]
+        registers = {2: 232, 3: 160, 4: 112}[self.shape.consumers]
         return replace(config, **self.shape._asdict(), consumer_registers=registers)
 
     def run(self, builder: Builder) -> tuple[np.ndarray, np.ndarray | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from tests.shim.shim import Builder
 
 # Many tile edges in a short sequence.
 SMALL = Sm90Tiles(16, 2, 2, True)
+LATE = Sm90Tiles(16, 3, 2, False, late_scaling=True)
 # Shapes that no table has: rings of one to three places, consumers that take turns or do not.
 SHAPES = (
     Sm90Tiles(16, 2, 1, False),
@@ -23,6 +25,8 @@ SHAPES = (
     Sm90Tiles(48, 2, 1, True),
     Sm90Tiles(16, 3, 3, False),
     Sm90Tiles(32, 2, 3, True),
+    Sm90Tiles(32, 4, 2, True, late_scaling=True),
+    Sm90Tiles(16, 4, 1, False),
 )
 EDGES_Q = (0, 1, 16, 63, 64, 65, 128, 130)
 EDGES_K = (0, 1, 15, 16, 17, 32, 33, 65)
@@ -34,7 +38,7 @@ WINDOWS = (
 
 def cells_of_curated() -> Iterable[Sm90Cell]:
     """The tile of the table, or small tiles."""
-    shapes = itertools.cycle((None, SMALL))
+    shapes = itertools.cycle((None, SMALL, LATE))
     for case in curated():
         if case.scores <= 160_000 and case.batch <= 200 and applies(case):
             yield Sm90Cell(case=case, shape=SMALL if case.batch > 100 else next(shapes))
@@ -49,8 +53,10 @@ def cells_of_edges() -> Iterable[Sm90Cell]:
         for window, sink in WINDOWS:
             name = f"edges-{corner}{window[0]},{window[1]},{sink}".replace("None", "x")
             knobs = {**one_head, "align": align, "window": window, "sink": sink}
-            yield Sm90Cell(case=ragged(name, lens_q, lens_k, **knobs), shape=SMALL)
-    yield Sm90Cell(case=ragged("edges", lens_q, lens_k, **one_head), shape=SMALL)
+            for shape in (SMALL, LATE):
+                yield Sm90Cell(case=ragged(name, lens_q, lens_k, **knobs), shape=shape)
+    for shape in (SMALL, LATE):
+        yield Sm90Cell(case=ragged("edges", lens_q, lens_k, **one_head), shape=shape)
 
 
 def cells_of_shapes() -> Iterable[Sm90Cell]:
@@ -63,15 +69,16 @@ def cells_of_shapes() -> Iterable[Sm90Cell]:
 
 def cells_of_table() -> Iterable[Sm90Cell]:
     """Every tile of the tables, a little longer than one tile of queries and two of keys."""
-    tables = (
-        ("any", {"causal": True}),
-        ("left", {"window": (50, 9)}),
-    )
-    for (table, mask), dtype in itertools.product(tables, ("float16", "bfloat16")):
+    for table, dtype in itertools.product(
+        _tiles.SCHEMAS[sm90_forward.TILES].tables, ("float16", "bfloat16")
+    ):
+        mask: dict[str, Any] = {"window": (50, 9)} if table == "left" else {"causal": True}
         for row in _tiles.table(sm90_forward.TILES, table):
+            shape = Sm90Tiles(**{name: row.fields[name] for name in Sm90Tiles._fields})
             knobs = {"headdim": row.headdim, "dtype": dtype, **mask}
-            rows_q, rows_k = 64 * row.fields["consumers"] + 9, 2 * row.fields["tile_k"] + 5
-            yield Sm90Cell(case=dense(f"table-d{row.headdim}", 1, rows_q, rows_k, **knobs))
+            rows_q, rows_k = 64 * shape.consumers + 9, 2 * shape.tile_k + 5
+            case = dense(f"{table}-d{row.headdim}", 1, rows_q, rows_k, **knobs)
+            yield Sm90Cell(case=case, shape=shape)
 
 
 def cells_of_sections() -> Iterable[Sm90Cell]:

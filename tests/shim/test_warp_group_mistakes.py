@@ -149,7 +149,6 @@ MISTAKES = {
         r"setmaxnreg_inc\(264\)",
     ),
     "group not uniform": ("target::wave_uniform(lane / 16);", "wave_uniform of 0 in lane 0"),
-    "breakpoint": ("if (thread == 7) target::breakpoint();", "thread 7: comes to a breakpoint"),
 }  # fmt: skip
 
 
