@@ -53,8 +53,9 @@ def cells_of_edges() -> Iterable[Sm90Cell]:
         for window, sink in WINDOWS:
             name = f"edges-{corner}{window[0]},{window[1]},{sink}".replace("None", "x")
             knobs = {**one_head, "align": align, "window": window, "sink": sink}
-            for shape in (SMALL, LATE):
-                yield Sm90Cell(case=ragged(name, lens_q, lens_k, **knobs), shape=shape)
+            # Every window meets both.
+            shape = SMALL if (align == "top-left") == (WINDOWS.index((window, sink)) % 2) else LATE
+            yield Sm90Cell(case=ragged(name, lens_q, lens_k, **knobs), shape=shape)
     for shape in (SMALL, LATE):
         yield Sm90Cell(case=ragged("edges", lens_q, lens_k, **one_head), shape=shape)
 
@@ -69,13 +70,12 @@ def cells_of_shapes() -> Iterable[Sm90Cell]:
 
 def cells_of_table() -> Iterable[Sm90Cell]:
     """Every tile of the tables, a little longer than one tile of queries and two of keys."""
-    for table, dtype in itertools.product(
-        _tiles.SCHEMAS[sm90_forward.TILES].tables, ("float16", "bfloat16")
-    ):
+    dtypes = itertools.cycle(("float16", "bfloat16"))
+    for table in _tiles.SCHEMAS[sm90_forward.TILES].tables:
         mask: dict[str, Any] = {"window": (50, 9)} if table == "left" else {"causal": True}
         for row in _tiles.table(sm90_forward.TILES, table):
             shape = Sm90Tiles(**{name: row.fields[name] for name in Sm90Tiles._fields})
-            knobs = {"headdim": row.headdim, "dtype": dtype, **mask}
+            knobs = {"headdim": row.headdim, "dtype": next(dtypes), **mask}
             rows_q, rows_k = 64 * shape.consumers + 9, 2 * shape.tile_k + 5
             case = dense(f"{table}-d{row.headdim}", 1, rows_q, rows_k, **knobs)
             yield Sm90Cell(case=case, shape=shape)
