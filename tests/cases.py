@@ -56,7 +56,7 @@ class Case:
     layout: str = "dense"
     give_out: bool = False
     return_lse: bool = True
-    values: str = "normal"  # or uniform, large, constant
+    values: str = "normal"  # or uniform, large, constant, negative (all scores, rising with the key)
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -164,6 +164,10 @@ def materialise(case: Case) -> Inputs:
         drawn = rng.standard_normal((np.count_nonzero(rows), nheads, headdim))
         if case.values == "uniform":
             drawn = rng.random(drawn.shape)
+        elif case.values == "negative":
+            drawn = rng.random(drawn.shape) * {"q": 4, "k": -1, "v": 1}[what]
+            if what == "k":
+                drawn *= np.linspace(4, 1, len(drawn))[:, None, None]
         elif case.values == "large" and what == "q":
             drawn *= 30
         elif case.values == "constant" and what == "v":
@@ -392,7 +396,7 @@ def _memory() -> list[Case]:
 
 def _values() -> list[Case]:
     cases = []
-    for values in ("uniform", "large", "constant"):
+    for values in ("uniform", "large", "constant", "negative"):
         cases += _each_dtype(dense(f"{values}", 1, 90, 300, values=values, causal=True))
     for scale in (0.0, -0.2, 1.0, 1e-30, 3.0):
         cases += _each_dtype(dense(f"scale{scale}", 1, 66, 130, scale=scale, window=(100, 20)))
