@@ -116,16 +116,8 @@ def _choose_sm90(problem: Problem, arch: str, shared_limit: int) -> Any:
     return sm90_forward.choose(problem, arch=arch, strides={}, pointers=0)
 
 
-def _choose_forward(problem: Problem, arch: str, shared_limit: int) -> Any:
-    return portable_forward.choose(problem, copy_bytes=16, shared_limit=shared_limit)
-
-
-def _choose_backward(problem: Problem, arch: str, shared_limit: int) -> Any:
-    return portable_backward.choose(problem, copy_bytes=16, shared_limit=shared_limit)
-
-
-def _choose_dq(problem: Problem, arch: str, shared_limit: int) -> Any:
-    return portable_backward.choose_dq(problem, copy_bytes=16, shared_limit=shared_limit)
+def _portable(choose: Callable[..., Any]) -> Callable[[Problem, str, int], Any]:
+    return lambda problem, _, limit: choose(problem, copy_bytes=16, shared_limit=limit)
 
 
 KERNELS = {
@@ -165,7 +157,7 @@ KERNELS = {
             },
             possible=_rows_of_waves,
             registers=_forward_registers,
-            choose=_choose_forward,
+            choose=_portable(portable_forward.choose),
             family="portable",
         ),
         Kernel(
@@ -184,7 +176,7 @@ KERNELS = {
             },
             possible=_backward_possible,
             registers=_backward_registers,
-            choose=_choose_backward,
+            choose=_portable(portable_backward.choose),
         ),
         Kernel(
             name=portable_backward.DQ_TILES,
@@ -200,7 +192,7 @@ KERNELS = {
             },
             possible=_rows_of_waves,
             registers=_dq_registers,
-            choose=_choose_dq,
+            choose=_portable(portable_backward.choose_dq),
             deterministic=True,
         ),
     )
