@@ -56,9 +56,7 @@ class Case:
     layout: str = "dense"
     give_out: bool = False
     return_lse: bool = True
-    values: str = (
-        "normal"  # or uniform, large, constant, negative (all scores, rising with the key)
-    )
+    values: str = "normal"  # or uniform, large, constant, negative (scores, rising with the key)
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -48,13 +48,12 @@ def cells_of_edges() -> Iterable[Sm90Cell]:
     """Every pair of lengths around the edges of tiles, in one batch, for every kind of mask."""
     lens_q, lens_k = zip(*itertools.product(EDGES_Q, EDGES_K), strict=True)
     one_head = {"nheads_q": 1, "nheads_kv": 1, "headdim": 16}
-    for align in ("bottom-right", "top-left"):
+    for first, align in enumerate(("bottom-right", "top-left")):
         corner = {"bottom-right": "b", "top-left": "t"}[align]
-        for window, sink in WINDOWS:
+        for n, (window, sink) in enumerate(WINDOWS):
             name = f"edges-{corner}{window[0]},{window[1]},{sink}".replace("None", "x")
             knobs = {**one_head, "align": align, "window": window, "sink": sink}
-            # Every window meets both.
-            shape = SMALL if (align == "top-left") == (WINDOWS.index((window, sink)) % 2) else LATE
+            shape = (SMALL, LATE)[(first + n) % 2]  # every window meets both
             yield Sm90Cell(case=ragged(name, lens_q, lens_k, **knobs), shape=shape)
     for shape in (SMALL, LATE):
         yield Sm90Cell(case=ragged("edges", lens_q, lens_k, **one_head), shape=shape)
