@@ -23,6 +23,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from rawattn import _cache, _compiler_memo
+from rawattn._kernel import Kernel
 
 _log = logging.getLogger("rawattn")
 
@@ -141,8 +142,8 @@ def device_arch(device: int) -> str:
     return "sm_90a" if capability == "90" else f"sm_{capability}"
 
 
-def load(source: Source, device: int) -> Any:
-    """The kernel as a `cupy.RawKernel` loaded on a device; launch it with that device current.
+def load(source: Source, device: int) -> Kernel:
+    """The kernel, loaded on a device.
 
     Later calls return the same object. Safe to call from several threads.
     """
@@ -334,7 +335,7 @@ def _announce(line: str) -> None:
         print(f"rawattn: {line}", file=sys.stderr)
 
 
-def _load(cubin: Cubin, entry: str, device: int) -> Any:
+def _load(cubin: Cubin, entry: str, device: int) -> Kernel:
     import cupy
 
     with contextlib.ExitStack() as stack:
@@ -346,5 +347,4 @@ def _load(cubin: Cubin, entry: str, device: int) -> Any:
             path.write_bytes(cubin.image)
         function = cupy.RawModule(path=str(path)).get_function(entry)
         # CuPy reads the file at first use: now, while it exists and its device is current.
-        _ = function.kernel
-    return function
+        return Kernel(function)

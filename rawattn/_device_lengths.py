@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rawattn import _compile
+from rawattn import _compile, _driver
 from rawattn._kernels import params, schedule
 from rawattn._layout import Lengths, Side
 
@@ -45,10 +45,10 @@ class DeviceLengths:
         fields["order"], fields["first_tile"] = self.schedule_addresses(order)
         fields["batch"], fields["tile_q"] = self._batch, tile
         _compile.load(schedule.source(), self.device)(
-            (schedule.blocks(self._batch),),
-            (schedule.THREADS,),
-            (params.by_value(packed),),
-            shared_mem=schedule.SHARED_BYTES,
+            schedule.blocks(self._batch),
+            schedule.THREADS,
+            packed.tobytes(),
+            shared_bytes=schedule.SHARED_BYTES,
         )
         return order
 
@@ -119,16 +119,12 @@ def private_stream(device: int) -> Iterator[Any]:
     because nothing done on this stream is part of the graph.
     """
     import cupy
-    from cuda.bindings import driver
 
-    relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-    status, before = driver.cuThreadExchangeStreamCaptureMode(relaxed)
-    if status != driver.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(f"cuThreadExchangeStreamCaptureMode failed: {status.name}")
+    before = _driver.exchange_capture_mode(_driver.CAPTURE_RELAXED)
     try:
         if device not in _private_streams:
             _private_streams[device] = cupy.cuda.Stream(non_blocking=True)
         with _private_streams[device] as stream:
             yield stream
     finally:
-        driver.cuThreadExchangeStreamCaptureMode(before)
+        _driver.exchange_capture_mode(before)

@@ -68,11 +68,12 @@ class Forward(Launch):
             )
         )
         tiles = tile_count(lengths.q, problem.batch, self.config.tile_q, group=problem.group)
-        self._blocks = grid("q", tiles * problem.nheads_q, self.config.tile_q)
+        heads = problem.nheads_q // (persistent.heads_per_tile if persistent else 1)
+        self._blocks = grid("q", tiles * heads, self.config.tile_q)
         self._lengths = DeviceLengths(lengths, device)
         if self._blocks:
             self._kernel = _compile.load(self.config.source(), device)
-            self._kernel.max_dynamic_shared_size_bytes = self.config.shared_bytes
+            self._kernel.allow_shared_memory(self.config.shared_bytes)
 
         packed = np.zeros(1, params.FORWARD)
         _pack.forward(packed[0], problem, self._lengths, strides, self.config.section_bytes)
@@ -115,20 +116,16 @@ class Forward(Launch):
         if self._padding is not None:
             filled = bytearray(self._padding)
             _TABLES.pack_into(filled, 0, out if self._fill_out else 0, lse if self._fill_lse else 0)
-            self._fill((self._fill_blocks,), (fill_padding.THREADS,), (params.by_value(filled),))
+            self._fill(self._fill_blocks, fill_padding.THREADS, filled)
         if not self._blocks:
             return
         packed = bytearray(self._template)
         _POINTERS.pack_into(packed, 0, q, k, v, out, lse)
         if self._ragged or self._maps:
             self._pack_state(packed)
-        arguments = (
-            params.by_value(packed),
-            *(maps.at(address) for maps, address in zip(self._maps, (q, k, v), strict=False)),
-        )
-        self._kernel(
-            (self._blocks,), (self.config.threads,), arguments, shared_mem=self.config.shared_bytes
-        )
+        maps = [each.at(address) for each, address in zip(self._maps, (q, k, v), strict=False)]
+        shared_bytes = self.config.shared_bytes
+        self._kernel(self._blocks, self.config.threads, packed, *maps, shared_bytes=shared_bytes)
 
     def _pack_state(self, packed: bytearray) -> None:
         """Addresses of what this launch shares with no other under way: the schedule and the counters of work."""
@@ -163,12 +160,17 @@ def _tensor_maps(
     return tuple(
         TensorMaps(
             sm90_forward.geometry(
-                problem, strides[name], rows=rows, nheads=heads, headdim=headdim, box_rows=box_rows
+                *(problem, strides[name]),
+                rows=rows,
+                nheads=heads,
+                headdim=headdim,
+                box_rows=box_rows,
+                box_heads=box_heads,
             )
         )
-        for name, rows, heads, headdim, box_rows in (
-            ("q", rows_q, heads_q, problem.headdim, config.tile_q),
-            ("k", rows_k, heads_k, problem.headdim, config.tile_k),
-            ("v", rows_k, heads_k, problem.headdim_v, config.tile_k),
+        for name, rows, heads, headdim, box_rows, box_heads in (
+            ("q", rows_q, heads_q, problem.headdim, config.tile_q, config.heads_per_tile),
+            ("k", rows_k, heads_k, problem.headdim, config.tile_k, 1),
+            ("v", rows_k, heads_k, problem.headdim_v, config.tile_k, 1),
         )
     )

@@ -143,7 +143,7 @@ class Backward(Launch):
         for name, template in self._padding:
             filled = bytearray(template)
             struct.pack_into("<Q", filled, 0, getattr(arrays, name))
-            self._fill((self._fill_blocks,), (fill_padding.THREADS,), (params.by_value(filled),))
+            self._fill(self._fill_blocks, fill_padding.THREADS, filled)
         packed = bytearray(self._template)
         _FORWARD_ADDRESSES.pack_into(
             packed, 0, arrays.q, arrays.k, arrays.v, arrays.out, arrays.lse
@@ -161,19 +161,18 @@ class Backward(Launch):
             0 if sums is None else sums.data.ptr,
         )
         if self._row_blocks:
-            self._launch(self._prepare, self._row_blocks, portable_backward.ROW_THREADS, 0, packed)
+            self._prepare(self._row_blocks, portable_backward.ROW_THREADS, packed)
         if self._blocks:
             self._put_order(packed, orders, 0)
-            self._launch(
-                self._main, self._blocks, self.config.threads, self.config.shared_bytes, packed
-            )
+            config = self.config
+            self._main(self._blocks, config.threads, packed, shared_bytes=config.shared_bytes)
         if self._deterministic:
             if self._dq_blocks:
                 self._put_order(packed, orders, 1)
-                config = self.dq_config
-                self._launch(self._dq, self._dq_blocks, config.threads, config.shared_bytes, packed)
+                alone = self.dq_config
+                self._dq(self._dq_blocks, alone.threads, packed, shared_bytes=alone.shared_bytes)
         elif self._row_blocks:
-            self._launch(self._finish, self._row_blocks, portable_backward.ROW_THREADS, 0, packed)
+            self._finish(self._row_blocks, portable_backward.ROW_THREADS, packed)
 
     def _load(self, problem: Problem, copy_bytes: int) -> None:
         """The kernels that will run."""
@@ -188,16 +187,10 @@ class Backward(Launch):
                 )
         if self._blocks:
             self._main = _compile.load(self.config.source(), device)
-            self._main.max_dynamic_shared_size_bytes = self.config.shared_bytes
+            self._main.allow_shared_memory(self.config.shared_bytes)
         if self._deterministic and self._dq_blocks:
             self._dq = _compile.load(self.dq_config.source(), device)
-            self._dq.max_dynamic_shared_size_bytes = self.dq_config.shared_bytes
-
-    def _launch(
-        self, kernel: Any, blocks: int, threads: int, shared: int, packed: bytearray
-    ) -> None:
-        # A copy: the launch reads the argument before it returns, but `packed` is used again after it.
-        kernel((blocks,), (threads,), (params.by_value(bytes(packed)),), shared_mem=shared)
+            self._dq.allow_shared_memory(self.dq_config.shared_bytes)
 
     def _schedules(self, schedule: Callable[..., Any]) -> list[Any]:
         """The order of key tiles, and where dq is computed apart, of query tiles."""

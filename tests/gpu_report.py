@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[1]
 REPORT = Path("reports/gpu.json")
 SOURCES = ("rawattn", "kernels_cu")
 COMPILED = {".pyc", ".pyo", ".so", ".o", ".pyd"}
-PACKAGES = ("numpy", "ml_dtypes", "cupy-cuda13x", "cupy-cuda12x", "cuda-bindings", "torch", "jax")
+PACKAGES = ("numpy", "ml_dtypes", "cupy-cuda13x", "cupy-cuda12x", "torch", "jax")
 # Options that run less than everything.
 SELECTING = ("keyword", "markexpr", "deselect", "ignore", "ignore_glob", "lf", "stepwise")
 # The worst thing that happened to a test in any of its phases is its outcome.

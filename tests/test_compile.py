@@ -536,9 +536,9 @@ def test_loaded_kernel_runs(place: str, cache: Path) -> None:
         _cache.clear()  # a loaded kernel needs its file no more
     with cupy.cuda.Device(0):
         x = cupy.full(1, 21.0, np.float32)
-        function((1,), (1,), (x,))
+        function(1, 1, struct.pack("<Q", x.data.ptr))
         assert x.get()[0] == 42.0
-        function.max_dynamic_shared_size_bytes = 64 * 1024
+        function.allow_shared_memory(64 * 1024)
     assert _compile.load(SOURCE, 0) is function
 
 

@@ -22,7 +22,6 @@ DEVICE KeyWork find_key_work(const BackwardParams& p, int64 index) {
   const ForwardParams& f = p.forward;
   KeyWork work;
   find_sequence<kRagged, kTileK>(f, f.k_side, f.nheads_kv, index, work);
-  if (!work.exists) return work;
   const int tiles = (work.k.length + kTileK - 1) / kTileK;
   const HeadTile place = find_head(index, tiles, f.nheads_kv, 1, work.q.length, p.section_queries);
   work.kv_head = place.head;

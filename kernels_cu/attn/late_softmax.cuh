@@ -62,14 +62,8 @@ struct LateOnlineSoftmax : SoftmaxRows<C, kRowBlocks> {
   DEVICE void move_references(const C (&s)[kRowBlocks][kKeyBlocks]) {
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
       UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
-        float maximum = -target::infinity();
-        UNROLL for (int n = 0; n < kKeyBlocks; n++) {
-          UNROLL for (int e = 0; e < C::kElements; e++) {
-            if (C::slot(e) == slot) maximum = fmaxf(maximum, s[m][n].x[e]);
-          }
-        }
         const float before = reference[m][slot];
-        const float now = fmaxf(before, C::row_max(maximum) * scale_log2);
+        const float now = fmaxf(before, Rows::row_maximum(s, m, slot) * scale_log2);
         // Nothing was accumulated before the first reference.
         factor[m][slot] = before == -target::infinity() ? 1.0f : target::exp2(before - now);
         reference[m][slot] = now;

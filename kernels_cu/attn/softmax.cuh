@@ -32,6 +32,18 @@ struct SoftmaxRows {
     return reference[m][slot] == -target::infinity() ? 0.0f : reference[m][slot];
   }
 
+  // The largest score of a tile's row.
+  template <int kKeyBlocks>
+  DEVICE static float row_maximum(const C (&s)[kRowBlocks][kKeyBlocks], int m, int slot) {
+    float maximum = -target::infinity();
+    UNROLL for (int n = 0; n < kKeyBlocks; n++) {
+      UNROLL for (int e = 0; e < C::kElements; e++) {
+        if (C::slot(e) == slot) maximum = fmaxf(maximum, s[m][n].x[e]);
+      }
+    }
+    return C::row_max(maximum);
+  }
+
   template <int kOutBlocks>
   DEVICE void rescale(C (&o)[kRowBlocks][kOutBlocks]) const {
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
@@ -106,13 +118,7 @@ struct OnlineSoftmax : SoftmaxRows<C, kRowBlocks> {
     bool unsettled = false;
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
       UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
-        float maximum = -target::infinity();
-        UNROLL for (int n = 0; n < kKeyBlocks; n++) {
-          UNROLL for (int e = 0; e < C::kElements; e++) {
-            if (C::slot(e) == slot) maximum = fmaxf(maximum, s[m][n].x[e]);
-          }
-        }
-        maximum = C::row_max(maximum);
+        const float maximum = Rows::row_maximum(s, m, slot);
         const bool first = reference[m][slot] == -target::infinity();
         const bool unseen = first && maximum == -target::infinity();
         const float rise = unseen ? 0.0f : (first ? maximum : fmaxf(maximum, 0.0f));

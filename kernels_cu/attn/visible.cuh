@@ -21,7 +21,7 @@ struct QueryLimits {
 // kRight, kLeft: whether the visible keys are limited on that side. Both false: every key of the sequence is visible.
 template <bool kLeft, bool kRight, bool kTopLeft, int kTileK>
 struct VisibleKeys {
-  static constexpr bool kLimitedLeft = kLeft;
+  static constexpr bool kLimitedLeft = kLeft, kLimitedRight = kRight;
 
   int64 left, right;
   int offset, len_k, sink;
@@ -154,7 +154,8 @@ DEVICE void replace_unseen_keys(C (&s)[kKeyBlocks][kQueryBlocks], float value, c
         UNROLL for (int i = 0; i < C::kRun; i++) {
           const int e = C::element(slot, i);
           const int query = n * 16 + C::column(0, e);
-          if (query < first || (Visible::kLimitedLeft && query > last)) s[m][n].x[e] = value;
+          const bool before = Visible::kLimitedRight ? query < first : limits.first > 0;  // no query, or all
+          if (before || (Visible::kLimitedLeft && query > last)) s[m][n].x[e] = value;
         }
       }
     }

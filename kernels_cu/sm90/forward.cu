@@ -24,7 +24,10 @@ using C = target::Accumulator;
 
 constexpr int kGroup = 128;  // threads of a warp group
 constexpr int kThreads = kGroup * (1 + kConsumers);
-constexpr int kTileQ = 64 * kConsumers;
+// A tile is kTileQ query rows of each of kHeadsPerTile neighbouring heads with the same keys: one head after the other.
+constexpr int kTileRows = 64 * kConsumers;
+constexpr int kTileQ = kTileRows / kHeadsPerTile;
+static_assert(kTileQ * kHeadsPerTile == kTileRows && kTileQ % 16 == 0, "a warp's 16 rows are those of one head");
 constexpr int kKeyBlocks = kTileK / 16;
 constexpr int kColumns = 64;  // of a 128-byte swizzled block
 constexpr int kDepthQk = round_up(kHeadDim, 16);
@@ -33,7 +36,7 @@ constexpr int kBlocksQk = round_up(kHeadDim, kColumns) / kColumns;
 constexpr int kBlocksV = round_up(kHeadDimV, kColumns) / kColumns;
 constexpr int kOutBlocks = kDepthV / 16;
 
-constexpr int kQueryBytes = kBlocksQk * kTileQ * 128;
+constexpr int kQueryBytes = kBlocksQk * kTileRows * 128;
 constexpr int kKeyBytes = kBlocksQk * kTileK * 128;
 constexpr int kValueBytes = kBlocksV * kTileK * 128;
 
@@ -77,6 +80,18 @@ struct Ring {
   }
 };
 
+// A row of the tile: its head, counted from the tile's first, and its query row, likewise.
+struct TileRow {
+  int head, row;
+};
+DEVICE TileRow tile_row(int n) {
+  if constexpr (kHeadsPerTile == 1) {
+    return {0, n};
+  } else {
+    return {n / kTileQ, n % kTileQ};
+  }
+}
+
 DEVICE TileRange tiles_of(const ForwardParams& p, const Work& work) {
   const int first = work.tile * kTileQ;
   const int last = (first + kTileQ < work.q.length ? first + kTileQ : work.q.length) - 1;
@@ -115,12 +130,10 @@ DEVICE void produce(const Sm90ForwardParams& p, SharedMemory& s, const ptx::Tens
   int64 index = target::block_index();
   for (;;) {
     ptx::mbarrier_wait(&s.work_empty[slot.slot], slot.parity ^ 1);
-    const Work& work = s.work[slot.slot] = find_work<kRagged, kRight, kTileQ>(p.forward, index);
+    const Work& work = s.work[slot.slot] = find_work<kRagged, kRight, kTileQ, kHeadsPerTile>(p.forward, index);
     ptx::mbarrier_arrive(&s.work_full[slot.slot]);
     slot.advance();
     if (!work.exists) break;
-    const unsigned ticket = target::fetch_add(p.next_work, 1u);
-
     const TileRange range = tiles_of(p.forward, work);
     const int kv_head = work.head / (p.forward.nheads_q / p.forward.nheads_kv);
     const MapRows q_rows = map_rows(work, work.q, p.row_bound_q);
@@ -140,11 +153,13 @@ DEVICE void produce(const Sm90ForwardParams& p, SharedMemory& s, const ptx::Tens
       if (n == 0) {
         ptx::mbarrier_wait(&s.queries_empty, queries_parity ^ 1);
         queries_parity ^= 1;
-        load_rows<kBlocksQk, kTileQ>(s.queries, q_map, &s.queries_full, q_rows, work.tile * kTileQ, work.head);
+        load_rows<kBlocksQk, kTileRows>(s.queries, q_map, &s.queries_full, q_rows, work.tile * kTileQ, work.head);
       } else {
         load_values(n - 1);
       }
     }
+    // Not earlier: work goes to whoever is done first, and consumers are still busy with what is loaded.
+    const unsigned ticket = target::fetch_add(p.next_work, 1u);
     if (range.count > 0) load_values(range.count - 1);
     index = int64(ticket) + target::grid_size();
   }
@@ -172,7 +187,7 @@ struct Consumer {
     const unsigned long long k = ptx::wgmma_descriptor(s.keys[keys.slot], 0);
     ptx::wgmma_fence();
     UNROLL for (int step = 0; step < kDepthQk / 16; step++) {
-      Qk::ss(scores[0], q + step / 4 * (kTileQ * 8) + step % 4 * 2, k + step / 4 * (kTileK * 8) + step % 4 * 2,
+      Qk::ss(scores[0], q + step / 4 * (kTileRows * 8) + step % 4 * 2, k + step / 4 * (kTileK * 8) + step % 4 * 2,
              step > 0);
     }
     ptx::wgmma_commit();
@@ -217,7 +232,7 @@ DEVICE void pack(M::A (&p)[kKeyBlocks], const C (&scores)[1][kKeyBlocks]) {
 // The wave's 16 rows of the output and its LSE. A row of a 32-column piece lies with a quad, 4 bytes of each 8 columns
 // in each lane; after the exchange every lane holds 16 bytes in a row.
 DEVICE void store(const ForwardParams& p, const Work& work, const C (&o)[1][kOutBlocks], const Softmax& softmax,
-                  int first_row, int lane) {
+                  int head, int first_row, int lane) {
   unsigned packed[C::kSlots][round_up(kOutBlocks, 2) * 2];
   UNROLL for (int d = 0; d < kOutBlocks; d++) {
     UNROLL for (int e = 0; e < C::kElements; e += 2) {
@@ -228,7 +243,7 @@ DEVICE void store(const ForwardParams& p, const Work& work, const C (&o)[1][kOut
     const int row = first_row + C::row(lane, slot);
     const bool real = row < work.q.length;
     Element* const out = static_cast<Element*>(p.out) + work.sequence * p.out_strides.batch +
-                         (work.q.start + row) * p.out_strides.row + work.head * p.out_strides.head + lane % 4 * 8;
+                         (work.q.start + row) * p.out_strides.row + head * p.out_strides.head + lane % 4 * 8;
     UNROLL for (int d = 0; d < kOutBlocks * 2; d += 4) {
       unsigned piece[4] = {packed[slot][d], packed[slot][d + 1], packed[slot][d + 2], packed[slot][d + 3]};
       transpose_quad(piece, lane % 4);
@@ -237,7 +252,7 @@ DEVICE void store(const ForwardParams& p, const Work& work, const C (&o)[1][kOut
       }
     }
     if (p.lse != nullptr && lane % 4 == 0 && real) {
-      p.lse[work.sequence * p.lse_batch + work.head * p.lse_head + work.q.start + row] = softmax.lse(0, slot);
+      p.lse[work.sequence * p.lse_batch + head * p.lse_head + work.q.start + row] = softmax.lse(0, slot);
     }
   }
 }
@@ -256,9 +271,12 @@ DEVICE void consume(const Sm90ForwardParams& params, SharedMemory& s, int index)
     const Work& work = s.work[slot.slot];  // stays there until this tile is stored
     if (!work.exists) break;
     const TileRange range = tiles_of(p, work);
-    const int first = work.tile * kTileQ + index * 64;
-    const int last = (first + 64 < work.q.length ? first + 64 : work.q.length) - 1;
-    const int first_row = first + self.warp * 16;
+    // The query rows that this consumer's 64 lie among: where they begin in one head and end in the next, all.
+    constexpr int kSpan = kTileQ % 64 == 0 ? 64 : kTileQ;
+    const int first = work.tile * kTileQ + (kSpan == 64 ? tile_row(index * 64).row : 0);
+    const int last = (first + kSpan < work.q.length ? first + kSpan : work.q.length) - 1;
+    const TileRow own = tile_row(index * 64 + self.warp * 16);
+    const int first_row = work.tile * kTileQ + own.row;
     const Visible visible(p, work.q.length, work.k.length);
     const TileSpan mine = tiles_seen_of(range, visible, first, last);
 
@@ -273,7 +291,7 @@ DEVICE void consume(const Sm90ForwardParams& params, SharedMemory& s, int index)
         }
       }
       const int tile = range.tile(n);
-      const TileEdges edges = tile_edges(visible, tile, first, first + 63);
+      const TileEdges edges = tile_edges(visible, tile, first, first + kSpan - 1);
       replace_unseen(scores, -target::infinity(), visible, edges, first_row, tile * kTileK, self.lane);
       return softmax.relate(scores);
     };
@@ -333,7 +351,7 @@ DEVICE void consume(const Sm90ForwardParams& params, SharedMemory& s, int index)
     }
 #pragma unroll 1
     for (int n = mine.end; n < range.count; n++) self.pass_over();
-    store(p, work, o, softmax, first_row, self.lane);
+    store(p, work, o, softmax, work.head + own.head, first_row, self.lane);
     // Every thread for itself: all of them read the slot, up to here.
     ptx::mbarrier_arrive(&s.work_empty[slot.slot]);
     slot.advance();

@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
 def _facts() -> Iterator[tuple[str, str]]:
     yield "rawattn", __version__
     yield "Python", f"{platform.python_version()} on {platform.platform()}"
-    for name in ("numpy", "ml_dtypes", "cuda-bindings"):
+    for name in ("numpy", "ml_dtypes"):
         yield name, _version(name)
     yield from _cuda_facts()
     yield "kernel cache", _cache_fact()

@@ -107,11 +107,12 @@ def common_variants(arch: str, *, every: bool = False) -> list[Source]:
         copy_bytes: int = 16,
         backward: bool = False,
         seqlen: int = 1,
+        group: int = 1,
     ) -> None:
         problem = Problem(
             dtype=dtype,
             batch=1,
-            nheads_q=1,
+            nheads_q=group,
             nheads_kv=1,
             headdim=headdim,
             headdim_v=headdim if headdim_v is None else headdim_v,
@@ -157,12 +158,16 @@ def common_variants(arch: str, *, every: bool = False) -> list[Source]:
     ):
         for seqlen in (1, sm90_forward.LONG_SEQLEN):
             add(dtype, headdim, ragged=ragged, right=right, seqlen=seqlen)
+    for headdim, ragged in itertools.product(usual, (False, True)):
+        add("bfloat16", headdim, ragged=ragged, right=0, group=4)
     if every:
         for headdim in (32, *usual):
             add("float32", headdim, ragged=True, right=0)
             add("float32", headdim)
             add("bfloat16", headdim, ragged=True, left=0, right=0, backward=True)
             add("bfloat16", headdim, left=0, top_left=True)
+            add("bfloat16", headdim, left=0, group=2)
+            add("float16", headdim, ragged=True, right=0, group=12)
             add("float16", headdim, left=0, right=0, scale=-1.0)
         add("bfloat16", 36, 36, copy_bytes=8, right=0, backward=True)
         add("bfloat16", 34, 66, copy_bytes=4, right=0, backward=True)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import numpy as np
 
 POINTER = np.uint64
@@ -103,13 +100,3 @@ PADDING = np.dtype(
     ],
     align=True,
 )
-
-
-def by_value(packed: Any) -> Any:
-    """A struct as CuPy passes it to a kernel: one opaque element. Takes a one-element array or its bytes."""
-    return np.frombuffer(packed, _opaque(memoryview(packed).nbytes))
-
-
-@functools.cache
-def _opaque(nbytes: int) -> np.dtype[np.void]:
-    return np.dtype((np.void, nbytes))

@@ -39,6 +39,7 @@ class Config:
     ping_pong: bool
     late_scaling: bool  # of scores, beside their exponentials
     consumer_registers: int  # of a thread; the producer's have the rest
+    heads_per_tile: int  # query heads of one kv head whose rows share a tile
     ragged: bool
     packed: bool  # group mode: the arrays have no batch axis
     left: bool
@@ -47,8 +48,13 @@ class Config:
     scale_first: bool
 
     @property
-    def tile_q(self) -> int:
+    def tile_rows(self) -> int:
         return 64 * self.consumers
+
+    @property
+    def tile_q(self) -> int:
+        """Query rows of each head."""
+        return self.tile_rows // self.heads_per_tile
 
     @property
     def section_bytes(self) -> int:
@@ -68,7 +74,7 @@ class Config:
     def shared_bytes(self) -> int:
         row_bytes_qk = 128 * -(-self.headdim // 64)
         row_bytes_v = 128 * -(-self.headdim_v // 64)
-        tiles = self.tile_q * row_bytes_qk + self.stages * self.tile_k * (
+        tiles = self.tile_rows * row_bytes_qk + self.stages * self.tile_k * (
             row_bytes_qk + row_bytes_v
         )
         return tiles + 1024  # barriers and two slots of work
@@ -79,6 +85,7 @@ class Config:
             "kHeadDimV": self.headdim_v,
             "kTileK": self.tile_k,
             "kConsumers": self.consumers,
+            "kHeadsPerTile": self.heads_per_tile,
             "kStages": self.stages,
             "kPingPong": self.ping_pong,
             "kLateScaling": self.late_scaling,
@@ -104,7 +111,9 @@ class Config:
             top_left=self.top_left,
             scale_first=self.scale_first,
         )
-        tile = f"{self.tile_q}x{self.tile_k}"
+        tile = f"{self.tile_rows}x{self.tile_k}"
+        if self.heads_per_tile > 1:
+            tile += f" heads={self.heads_per_tile}"
         return " ".join(["sm90 forward", self.element, _source.dims(self), tile, *traits])
 
 
@@ -147,6 +156,7 @@ def choose(
                 headdim=problem.headdim,
                 headdim_v=problem.headdim_v,
                 **row.fields,
+                heads_per_tile=heads_per_tile(problem, 64 * row.fields["consumers"]),
                 ragged=problem.ragged,
                 packed=problem.group,
                 **_source.masks(problem),
@@ -162,6 +172,23 @@ def _table(problem: Problem) -> str:
     return "long" if problem.max_seqlen_k >= LONG_SEQLEN else "any"
 
 
+def heads_per_tile(problem: Problem, tile_rows: int) -> int:
+    """Query heads of a kv head whose rows share a tile: as many as fit.
+
+    Fewer query rows a tile waste fewer products at the edges of masks and at the ends of sequences, and fewer tiles read the
+    same keys. A warp's 16 rows must be those of one head. And a consumer's 64 must not be parts of two heads with other rows
+    between: it would visit the key tiles of all (docs/notes/hopper-forward.md).
+    """
+    group = problem.nheads_q // problem.nheads_kv
+
+    def fits(heads: int) -> bool:
+        rows = tile_rows // heads
+        whole = group % heads == 0 and tile_rows % (16 * heads) == 0
+        return whole and (rows <= 64 or rows % 64 == 0)
+
+    return max(heads for heads in range(1, tile_rows // 16 + 1) if heads == 1 or fits(heads))
+
+
 def row_bound(rows: int) -> int:
     """Where the row axis of a ragged map ends: no sequence is longer."""
     return 1 << max(rows - 1, 1).bit_length()
@@ -175,6 +202,7 @@ def geometry(
     nheads: int,
     headdim: int,
     box_rows: int,
+    box_heads: int = 1,
 ) -> Geometry:
     """The map of q, k or v: axes (column, row, head, row again, batch).
 
@@ -195,6 +223,6 @@ def geometry(
         dtype=problem.dtype,
         dims=(headdim, bound, nheads, outer, batch),
         strides=(row_stride, legal(head_stride, nheads), row_stride, legal(batch_stride, batch)),
-        box=(64, box_rows, 1, 1, 1),
+        box=(64, box_rows, box_heads, 1, 1),
         origin=-bound * row_stride if problem.ragged else 0,
     )

@@ -173,6 +173,29 @@ def test_same_bits_under_load() -> None:
         assert int(different) == 0, f"{case}: {int(different)} elements differ over 100 runs"
 
 
+def test_a_new_thread_that_only_launches() -> None:
+    """It has no context yet, and a cached call into the caller's `out` asks the runtime for nothing else."""
+    q, k, v = (cupy.random.standard_normal((1, 70, 2, 64), dtype=np.float32) for _ in range(3))
+    expected = rawattn.attention(q, k, v)
+    out = cupy.full_like(expected, np.nan)
+    rawattn.attention(q, k, v, out=out)
+    out.fill(np.nan)
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            rawattn.attention(q, k, v, out=out)
+        except BaseException as error:
+            failed.append(error)
+
+    cupy.cuda.get_current_stream().synchronize()
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert not failed
+    assert np.array_equal(out.get(), expected.get())
+
+
 def test_threads_with_their_own_streams() -> None:
     calls = [arguments(materialise(case), case, CUPY) for case in CASES]
     expected = [bits(rawattn.attention(**call), CUPY) for call in calls]

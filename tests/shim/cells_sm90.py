@@ -55,7 +55,13 @@ class Sm90Cell(Cell):
         if self.shape is None:
             return config
         registers = {2: 232, 3: 160, 4: 112}[self.shape.consumers]
-        return replace(config, **self.shape._asdict(), consumer_registers=registers)
+        heads = sm90_forward.heads_per_tile(self.call.problem, 64 * self.shape.consumers)
+        return replace(
+            config,
+            **self.shape._asdict(),
+            consumer_registers=registers,
+            heads_per_tile=heads,
+        )
 
     def run(self, builder: Builder) -> tuple[np.ndarray, np.ndarray | None]:
         machine = Machine(builder, checked=self.checked, seed=zlib.crc32(str(self).encode()))

@@ -82,27 +82,24 @@ class _Array:
 
 
 class _Kernel:
-    max_dynamic_shared_size_bytes = 0
-
     def __init__(self, device: Device, source: _compile.Source) -> None:
         self._device, self._source = device, source
+        self._allowed = 48 << 10
+
+    def allow_shared_memory(self, nbytes: int) -> None:
+        self._allowed = nbytes
 
     def __call__(
-        self,
-        grid: tuple[int, ...],
-        block: tuple[int, ...],
-        arguments: tuple[Any, ...],
-        shared_mem: int = 0,
+        self, blocks: int, threads: int, packed: bytes | bytearray, *, shared_bytes: int = 0
     ) -> None:
-        assert grid[0] > 0, f"{self._source.entry}: a GPU refuses a grid of no blocks"
-        assert shared_mem <= max(48 << 10, self.max_dynamic_shared_size_bytes)
+        assert blocks > 0, f"{self._source.entry}: a GPU refuses a grid of no blocks"
+        assert shared_bytes <= self._allowed
         self._device.launched.append(self._source.entry)
-        (packed,) = arguments
         self._device._machine.run(
             self._source,
-            packed.reshape(1),
-            grid=grid[0],
-            threads=block[0],
-            shared_bytes=shared_mem,
+            np.frombuffer(bytes(packed), np.dtype((np.void, len(packed)))),
+            grid=blocks,
+            threads=threads,
+            shared_bytes=shared_bytes,
             memory=self._device.memory,
         )

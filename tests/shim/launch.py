@@ -143,7 +143,7 @@ class Forward:
             config.source(),
             whole,
             *maps,
-            grid=min(tiles * problem.nheads_q, blocks),
+            grid=min(tiles * problem.nheads_q // config.heads_per_tile, blocks),
             threads=config.threads,
             shared_bytes=config.shared_bytes,
             memory=[*memory, next_work],

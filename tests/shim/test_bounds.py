@@ -65,7 +65,10 @@ def test_garbage_stays_in_bounds(
     config = replace(config, tile_q=32, tile_k=16, waves=2)
     persistent = sm90_forward.choose(problem, arch=sm90_forward.ARCH, strides={}, pointers=0)
     assert persistent is not None
-    persistent = replace(persistent, tile_k=16, consumers=2, consumer_registers=232)
+    heads = sm90_forward.heads_per_tile(problem, 64 * 2)
+    persistent = replace(
+        persistent, tile_k=16, consumers=2, consumer_registers=232, heads_per_tile=heads
+    )
     for seed in range(4 if checked else 14):
         rng = np.random.default_rng([seed, group, dtype == "int64"])
         lengths = Lengths(

@@ -91,6 +91,33 @@ def cells_of_sections() -> Iterable[Sm90Cell]:
             yield Sm90Cell(case=case, shape=SMALL, section_keys=section_keys)
 
 
+def cells_of_groups() -> Iterable[Sm90Cell]:
+    """Rows of a group's heads in one tile: whole and parts of a consumer's 64 rows, for every kind of mask."""
+    lens = (5, 0, 41, 130, 16, 1), (33, 20, 0, 130, 97, 64)
+    slots = {
+        "room_q": (9, 5, 41, 133, 16, 1),
+        "room_k": (40, 20, 7, 131, 97, 64),
+        "lead": 3,
+        "tail": 4,
+    }
+    masks: tuple[dict[str, Any], ...] = (
+        {"causal": True}, {"window": (9, 4), "sink": 3}, {"window": (None, 3), "align": "top-left"}, {}
+    )  # fmt: skip
+    shapes = itertools.cycle((SMALL, LATE, Sm90Tiles(16, 4, 2, False), Sm90Tiles(32, 3, 1, True)))
+    for n, (group, mask) in enumerate(itertools.product((2, 3, 4, 6, 8, 16), masks)):
+        heads = {"nheads_kv": 2, "nheads_q": 2 * group, "headdim": 16, **mask}
+        name = f"group{group}-{n}"
+        cases = (
+            dense(name, 2, 70, 90, layout="bhsd", dtype="float16", **heads),
+            ragged(name, *lens, by_q="seqlen", by_k="cu_seqlen", **slots, **heads),
+            padded(name, *lens, 140, 135, on_device=True, **heads),
+        )
+        yield Sm90Cell(case=cases[n % 3], shape=next(shapes), section_keys=(None, 60)[n // 2 % 2])
+    for headdim in (64, 128, 256):
+        case = dense(f"group-d{headdim}", 1, 150, 200, nheads_q=8, headdim=headdim, causal=True)
+        yield Sm90Cell(case=case)
+
+
 def cells_of_chance() -> Iterable[Sm90Cell]:
     for seed in range(80):
         case = random_case(seed)
@@ -146,6 +173,7 @@ CELLS = [
     *cells_of_shapes(),
     *cells_of_table(),
     *cells_of_sections(),
+    *cells_of_groups(),
     *cells_of_chance(),
     *cells_of_orders(),
     *cells_of_checks(),
