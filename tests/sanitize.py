@@ -19,6 +19,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 from rawattn._kernels.sm90_forward import LONG_SEQLEN
 from tests import gpu_report, gradients
@@ -90,6 +91,11 @@ def matrix() -> list[Step]:
                 "window", (130, 0, 33), (30, 9, 200), **one, headdim=headdim, window=(60, 9), sink=5
             )
         )
+        # Heads that share a tile of Hopper's forward: in 48 query rows each at D 128, or in 16.
+        for n, heads in enumerate((4, 12)):
+            knobs = {"headdim": headdim, "nheads_q": heads, "nheads_kv": 1}
+            masks: dict[str, Any] = {"window": (40, 9)} if n else {"causal": True}
+            cases.append(ragged("group", (130, 0, 33), (30, 9, 200), **knobs, **masks))
         # Hopper's tiles for long sequences.
         cases.append(dense("long", 1, 70, LONG_SEQLEN + 9, **one, headdim=headdim, causal=True))
     steps += [Step(case) for case in cases]
@@ -97,7 +103,7 @@ def matrix() -> list[Step]:
 
 
 # Cases of Hopper's forward kernel, and of what the backward does not have.
-FORWARD_ALONE = ("causal", "window", "long", "without-lse")
+FORWARD_ALONE = ("causal", "window", "group", "long", "without-lse")
 
 
 def cases_of(shape: TileShape, n: int) -> list[Case]:
