@@ -73,7 +73,7 @@ def test_curated(case: Case) -> None:
     verify(case)
 
 
-@settings(max_examples=120)
+@settings(max_examples=80)
 @given(st.integers(0, 1 << 32))
 def test_random(seed: int) -> None:
     verify(random_case(seed))
