@@ -34,7 +34,7 @@ def _at(*path: str) -> int:
 
 
 _FORWARD_ADDRESSES = struct.Struct("<5Q")  # q, k, v, out, lse
-_ADDRESSES = struct.Struct("<8Q")  # dout, dlse, dq, dk, dv, row_lse, row_delta, dq_sum
+_ADDRESSES = struct.Struct("<7Q")  # dout, dlse, dq, dk, dv, row_delta, dq_sum
 _ADDRESSES_AT = _at("dout")
 _TABLES_AT = _at("forward", "order")
 
@@ -132,13 +132,13 @@ class Backward(Launch):
         """Launches on the current stream of the current device."""
         import cupy
 
-        statistics = cupy.empty(2 * self._lse_elements, np.float32)
+        delta = cupy.empty(self._lse_elements, np.float32)
         sums = None if self._deterministic else cupy.empty(self._dq_elements, np.float32)
         orders = self._orders
         if self._ragged and orders is None:
             orders = self._schedules(self._lengths.schedule)
         if self._use(cupy.cuda.get_current_stream()):
-            self._hold(statistics, sums, orders)
+            self._hold(delta, sums, orders)
 
         for name, template in self._padding:
             filled = bytearray(template)
@@ -156,8 +156,7 @@ class Backward(Launch):
             arrays.dq,
             arrays.dk,
             arrays.dv,
-            statistics.data.ptr,
-            statistics.data.ptr + 4 * self._lse_elements,
+            delta.data.ptr,
             0 if sums is None else sums.data.ptr,
         )
         if self._row_blocks:

@@ -173,6 +173,7 @@ KERNELS = {
                 "stages": (1, 2),
                 "blocks_per_sm": (1, 2),
                 "dq_row_waves": (1, 2, 4, 8),
+                "late_copies": (False, True),
             },
             possible=_backward_possible,
             registers=_backward_registers,

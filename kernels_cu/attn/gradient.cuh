@@ -32,14 +32,12 @@ template <class T>
 struct Probability {
   static constexpr float kLog2E = 1.4426950408889634f;
   static constexpr bool kNatural = sizeof(T) == 4;
-  static constexpr float kLseUnit = kNatural ? 1.0f : kLog2E;
 
   float scale;  // of the score
 
   DEVICE explicit Probability(float scale) : scale(kNatural ? scale : scale * kLog2E) {}
-  // lse is in units of kLseUnit.
   DEVICE float operator()(float score, float lse) const {
-    const float difference = fmaf(score, scale, -lse);
-    return target::exp2(kNatural ? difference * kLog2E : difference);
+    if constexpr (kNatural) return target::exp2(fmaf(score, scale, -lse) * kLog2E);
+    return target::exp2(fmaf(score, scale, lse * -kLog2E));
   }
 };

@@ -53,9 +53,7 @@ struct BackwardParams {
   void* dq;
   void* dk;
   void* dv;
-  float* row_lse;  // laid out as lse, in units of Probability; +inf where a row sees no key, so that its probabilities
-                   // are 0
-  float* row_delta;  // laid out as lse: dout . out - dlse
+  float* row_delta;  // laid out as lse: dout . out - dlse; 0 where a row sees no key
   float* dq_sum;     // (batch, rows, nheads_q, dq_pitch), columns of 16 in the order of Accumulator::place(); null when
                      // not wanted
   Strides dout_strides, dq_strides, dk_strides, dv_strides;

@@ -9,7 +9,8 @@
 //   dk       dP^T = V dO^T     dS = P (dP - delta)           dK += dS^T Q        memory atomically
 //
 // P goes from the first half to the second through shared memory, dS to all. A wave owns kKeyBlocks * 16 keys, and with
-// kColumnWaves > 1 only a share of the queries of S and of the columns of the gradient.
+// kColumnWaves > 1 only a share of the queries of S and of the columns of the gradient. The half that owns dk, which has
+// no exponentials, also copies the next queries and douts.
 #include "attn/gradient.cuh"
 #include "attn/key_scheduler.cuh"
 #include "attn/params.cuh"
@@ -29,6 +30,7 @@ using C = M::C;
 constexpr int kRoleWaves = kKeyWaves * kColumnWaves;
 constexpr int kWaves = 2 * kRoleWaves;
 constexpr int kThreads = kWaves * target::kWave;
+constexpr int kRoleThreads = kThreads / 2;
 constexpr int kKeyBlocks = kTileK / (16 * kKeyWaves);
 constexpr int kQueryBlocks = kTileQ / (16 * kColumnWaves);
 // One depth serves q, k and v, dout: the two roles are then one body.
@@ -68,8 +70,8 @@ static_assert(kElementsUsed * int(sizeof(Element)) + kStatisticsBytes == kShared
 
 using CopyK = RowCopy<Element, kTileK, kHeadDim, kDepth, kPitch, kThreads, kCopyBytes>;
 using CopyV = RowCopy<Element, kTileK, kHeadDimV, kDepth, kPitch, kThreads, kCopyBytes>;
-using CopyQ = RowCopy<Element, kTileQ, kHeadDim, kDepth, kPitch, kThreads, kCopyBytes>;
-using CopyDout = RowCopy<Element, kTileQ, kHeadDimV, kDepth, kPitch, kThreads, kCopyBytes>;
+using CopyQ = RowCopy<Element, kTileQ, kHeadDim, kDepth, kPitch, kRoleThreads, kCopyBytes>;
+using CopyDout = RowCopy<Element, kTileQ, kHeadDimV, kDepth, kPitch, kRoleThreads, kCopyBytes>;
 using Visible = VisibleKeys<kLeft, kRight, kTopLeft, kTileK>;
 
 // float32 products are many and small: all of them in a row would only be long.
@@ -176,21 +178,25 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
                               work.q.start * p.dout_strides.row + work.kv_head * group * p.dout_strides.head;
   const int64 first_statistic = work.sequence * f.lse_batch + work.kv_head * group * f.lse_head + work.q.start;
 
+  // By the half that owns dk.
   const auto load = [&](const QueryTile& tile) {
+    if (thread < kRoleThreads) return;
+    const int part = thread % kRoleThreads;
     const int row = tile.row();
     const int valid = work.q.length - row;
     CopyQ::load(elements + kQueriesAt + tile.stage * kTileQ * kPitch,
-                q + tile.head * f.q_strides.head + row * f.q_strides.row, f.q_strides.row, valid, thread);
+                q + tile.head * f.q_strides.head + row * f.q_strides.row, f.q_strides.row, valid, part);
     CopyDout::load(elements + kDoutsAt + tile.stage * kTileQ * kPitch,
                    dout + tile.head * p.dout_strides.head + row * p.dout_strides.row, p.dout_strides.row, valid,
-                   thread);
+                   part);
     // Rows past the end get 0 for both: their queries and douts are 0, and so is all that comes of them.
-    for (int i = thread; i < 2 * kTileQ; i += kThreads) {
+    for (int i = part; i < 2 * kTileQ; i += kRoleThreads) {
       const int at = i % kTileQ;
-      const float* const source = i < kTileQ ? p.row_lse : p.row_delta;
+      const float* const source = i < kTileQ ? f.lse : p.row_delta;
       target::copy_async<4>(statistics + tile.stage * 2 * kTileQ + i,
                             source + first_statistic + tile.head * f.lse_head + row + at, at < valid);
     }
+    target::copy_async_commit();
   };
   // Afterwards everything asked for has landed for all threads, and all are done with what they read before.
   const auto arrive = [] {
@@ -207,9 +213,9 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
   if (tile.exists) {
     CopyK::load(elements + kKeysAt, k, f.k_strides.row, keys, thread);
     CopyV::load(elements + kValuesAt, v, f.v_strides.row, keys, thread);
+    target::copy_async_commit();
     load(tile);
   }
-  target::copy_async_commit();
 
   const bool owns_dk = wave >= kRoleWaves;
   const int key = wave % kRoleWaves / kColumnWaves * kKeyBlocks * 16;
@@ -235,8 +241,6 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
   while (tile.exists) {
     arrive();
     const QueryTile next = tile.next(range, start, group);
-    if (kStages == 2 && next.exists) load(next);
-    target::copy_async_commit();
     const Element* const queries = elements + kQueriesAt + tile.stage * kTileQ * kPitch;
     const Element* const douts = elements + kDoutsAt + tile.stage * kTileQ * kPitch;
     const int first_row = tile.row();
@@ -249,6 +253,8 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
     if (owns_dk) {
       if (kWithDq && before.exists) add_dq_of(before, buffer ^ 1);
       multiply(x, own, douts + columns * kPitch, lane);
+      // Not earlier: issuing copies takes a while, and products must not wait for it.
+      if (kStages == 2 && !kLateCopies && next.exists) load(next);
     } else {
       multiply(x, own, queries + columns * kPitch, lane);
       UNROLL for (int m = 0; m < kKeyBlocks; m++) {
@@ -268,6 +274,7 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
     }
     target::block_sync();
     if (owns_dk) {
+      if (kStages == 2 && kLateCopies && next.exists) load(next);
       UNROLL for (int m = 0; m < kKeyBlocks; m++) {
         UNROLL for (int b = 0; b < kQueryBlocks; b++) {
           const int at = m * 16 * kPitchP + columns + b * 16;
@@ -289,7 +296,6 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
     if (kStages == 1 && next.exists) {
       target::block_sync();
       load(next);
-      target::copy_async_commit();
     }
     if (kWithDq) buffer ^= 1;
     before = tile;

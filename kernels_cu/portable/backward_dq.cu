@@ -113,7 +113,7 @@ KERNEL LAUNCH_BOUNDS(backward_dq::kThreads, config::kBlocksPerSm) void rawattn_b
     UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
       const int row = wave * kWaveRows + m * 16 + C::row(lane, slot);
       const int64 at = work.sequence * f.lse_batch + work.head * f.lse_head + work.q.start + first + row;
-      lse[m][slot] = row < rows ? p.row_lse[at] : 0.0f;
+      lse[m][slot] = row < rows ? f.lse[at] : 0.0f;
       delta[m][slot] = row < rows ? p.row_delta[at] : 0.0f;
     }
   }
@@ -127,8 +127,6 @@ KERNEL LAUNCH_BOUNDS(backward_dq::kThreads, config::kBlocksPerSm) void rawattn_b
 #pragma unroll 1
   for (int n = 0; n < range.count; n++) {
     arrive();
-    if (kStages == 2 && n + 1 < range.count) load(n + 1);
-    target::copy_async_commit();
     const int tile = range.tile(n);
     const Element* const keys = elements + kKeysAt + n % kStages * kTileK * kPitchQk;
     const Element* const values = elements + kValuesAt + n % kStages * kTileK * kPitchV;
@@ -144,6 +142,9 @@ KERNEL LAUNCH_BOUNDS(backward_dq::kThreads, config::kBlocksPerSm) void rawattn_b
     replace_unseen(s, 0.0f, visible, edges, first + wave * kWaveRows, tile * kTileK, lane);
     C dp[kRowBlocks][kKeyBlocks];
     multiply<kDepthV, kPitchV>(dp, douts, values, lane);
+    // Not earlier: issuing copies takes a while, and products must not wait for it.
+    if (kStages == 2 && n + 1 < range.count) load(n + 1);
+    target::copy_async_commit();
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
       UNROLL for (int b = 0; b < kKeyBlocks; b++) {
         UNROLL for (int e = 0; e < C::kElements; e++) {

@@ -1,10 +1,8 @@
 // First step of the backward: what the scores' gradient needs of each query row, and zeros where dq is summed.
 //
-//   row_lse = lse in the unit of attn/gradient.cuh, inf where it is -inf        row_delta = dout . out - dlse dq_sum =
-//   0
+//   row_delta = dout . out - dlse, 0 where lse is -inf        dq_sum = 0
 //
 // One wave takes one physical row, all heads: several at a time, side by side. Rows of no sequence are not touched.
-#include "attn/gradient.cuh"
 #include "attn/params.cuh"
 #include "attn/row_place.cuh"
 #include "attn/sequence.cuh"
@@ -60,11 +58,8 @@ KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_backward_prepare(PARAMETE
     float delta = dot(dout + real * p.dout_strides.head, out + real * f.out_strides.head, lane % kLanes);
     if (lane % kLanes == 0 && head < f.nheads_q) {
       const int64 at = place.batch * f.lse_batch + head * f.lse_head + place.row;
-      const float lse = f.lse[at];
-      const bool sees_none = lse == -target::infinity();
       if (p.dlse != nullptr) delta -= p.dlse[at];
-      p.row_lse[at] = sees_none ? target::infinity() : lse * Probability<Element>::kLseUnit;
-      p.row_delta[at] = sees_none ? 0.0f : delta;
+      p.row_delta[at] = f.lse[at] == -target::infinity() ? 0.0f : delta;
     }
   }
   if (p.dq_sum != nullptr) {

@@ -134,25 +134,26 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
 #pragma unroll 1
   for (int n = 0; n < range.count; n++) {
     arrive();
-    if constexpr (kStages == 2) {
-      if (n + 1 < range.count) {
-        load_keys(n + 1);
-        load_values(n + 1);
-      }
-    } else {
+    if constexpr (kStages == 1) {
       load_values(n);
+      target::copy_async_commit();
     }
-    target::copy_async_commit();
 
     C s[kRowBlocks][kKeyBlocks];
     const auto query = [&](int m, int step) { return queries(m, step, lane); };
     const Element* const keys = elements + kKeysAt + n % kStages * kTileK * kPitchQk;
     multiply_rows<M, kSteps, kUnrolledSteps, kPitchQk>(s, query, keys, lane);
-    if constexpr (kStages == 1) {
+    if constexpr (kStages == 2) {
+      // Not earlier: issuing copies takes a while, and products must not wait for it.
+      if (n + 1 < range.count) {
+        load_keys(n + 1);
+        load_values(n + 1);
+      }
+    } else {
       arrive();
       if (n + 1 < range.count) load_keys(n + 1);
-      target::copy_async_commit();
     }
+    target::copy_async_commit();
 
     if constexpr (kScaleFirst) {
       UNROLL for (int m = 0; m < kRowBlocks; m++) {

@@ -62,6 +62,7 @@ SCHEMAS = {
             "stages": int,
             "blocks_per_sm": int,
             "dq_row_waves": int,
+            "late_copies": bool,
         },
     ),
     "portable_backward_dq": Schema(

@@ -50,7 +50,6 @@ BACKWARD = np.dtype(
         ("dq", POINTER),
         ("dk", POINTER),
         ("dv", POINTER),
-        ("row_lse", POINTER),
         ("row_delta", POINTER),
         ("dq_sum", POINTER),
         ("dout_strides", STRIDES),

@@ -31,6 +31,7 @@ class Config:
     stages: int
     blocks_per_sm: int
     dq_row_waves: int
+    late_copies: bool  # of the next queries and douts: behind the barrier that P waits for
     copy_bytes: int
     ragged: bool
     left: bool
@@ -67,6 +68,7 @@ class Config:
             "kStages": self.stages,
             "kBlocksPerSm": self.blocks_per_sm,
             "kDqRowWaves": self.dq_row_waves,
+            "kLateCopies": self.late_copies,
             "kCopyBytes": self.copy_bytes,
             "kRagged": self.ragged,
             "kLeft": self.left,

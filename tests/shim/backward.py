@@ -44,10 +44,9 @@ class Backward:
         if dlse is not None:
             fields["dlse"] = self._keep(Memory("dlse", dlse))
         shape = result_shapes(problem)[1]
-        for name in ("row_lse", "row_delta"):
-            fields[name] = self._keep(
-                Memory(name, np.full(shape, np.nan, np.float32), readonly=False)
-            )
+        fields["row_delta"] = self._keep(
+            Memory("row_delta", np.full(shape, np.nan, np.float32), readonly=False)
+        )
         self.q_side, self.k_side = self._side("q", lengths.q), self._side("k", lengths.k)
         strides = {name: operand.strides for name, operand in every.items()}
         _pack.backward(fields, problem, self, strides)

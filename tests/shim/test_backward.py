@@ -33,9 +33,10 @@ class Tiles(NamedTuple):
     column_waves: int
     stages: int
     dq_row_waves: int
+    late_copies: bool
 
     def __str__(self) -> str:
-        return "{}x{}w{}x{}s{}d{}".format(*self)
+        return "{}x{}w{}x{}s{}d{}".format(*self) + "late" * self.late_copies
 
 
 class DqTiles(NamedTuple):
@@ -47,13 +48,13 @@ class DqTiles(NamedTuple):
 
 DQ_SMALL = DqTiles(32, 16, 2, 2)
 # Many tile edges in a short sequence.
-SMALL = Tiles(16, 16, 1, 1, 1, 1)
+SMALL = Tiles(16, 16, 1, 1, 1, 1, False)
 SHAPES = (
-    Tiles(32, 32, 2, 1, 2, 2),
-    Tiles(32, 16, 1, 2, 1, 1),
-    Tiles(16, 48, 1, 1, 2, 1),
-    Tiles(64, 32, 2, 2, 2, 4),
-    Tiles(48, 32, 1, 1, 1, 1),
+    Tiles(32, 32, 2, 1, 2, 2, False),
+    Tiles(32, 16, 1, 2, 1, 1, False),
+    Tiles(16, 48, 1, 1, 2, 1, True),
+    Tiles(64, 32, 2, 2, 2, 4, True),
+    Tiles(48, 32, 1, 1, 1, 1, False),
 )
 AROUND_EDGES = (0, 1, 15, 16, 17, 33)
 TWO_HEADS = {"nheads_q": 2, "nheads_kv": 1}
