@@ -15,6 +15,7 @@ from rawattn import _compile, _kernels, _pack
 from rawattn._device_lengths import DeviceLengths, tile_count
 from rawattn._kernels import _source, fill_padding, params, portable_forward, sm90_forward
 from rawattn._launch_common import Launch, all_strides, grid
+from rawattn._launch_repack import Repack
 from rawattn._layout import Lengths
 from rawattn._problem import Problem
 from rawattn._tensor_map import TensorMaps
@@ -70,6 +71,13 @@ class Forward(Launch):
         tiles = tile_count(lengths.q, problem.batch, self.config.tile_q, group=problem.group)
         heads = problem.nheads_q // (persistent.heads_per_tile if persistent else 1)
         self._blocks = grid("q", tiles * heads, self.config.tile_q)
+        # Operands that the Hopper kernel cannot read where they lie, by their place among q, k, v.
+        self._repacks: list[tuple[int, Repack]] = []
+        if persistent is not None and self._blocks:
+            for name in sm90_forward.repacked(problem, strides, pointers):
+                repack = Repack(problem, name, strides[name], pointers=pointers, device=device)
+                self._repacks.append(("qkv".index(name), repack))
+                strides = {**strides, name: repack.strides}
         self._lengths = DeviceLengths(lengths, device)
         if self._blocks:
             self._kernel = _compile.load(self.config.source(), device)
@@ -119,16 +127,23 @@ class Forward(Launch):
             self._fill(self._fill_blocks, fill_padding.THREADS, filled)
         if not self._blocks:
             return
+        operands, copies = [q, k, v], []
+        for place, repack in self._repacks:
+            copies.append(repack.run(operands[place]))
+            operands[place] = copies[-1].data.ptr
         packed = bytearray(self._template)
-        _POINTERS.pack_into(packed, 0, q, k, v, out, lse)
+        _POINTERS.pack_into(packed, 0, *operands, out, lse)
         if self._ragged or self._maps:
-            self._pack_state(packed)
-        maps = [each.at(address) for each, address in zip(self._maps, (q, k, v), strict=False)]
+            self._pack_state(packed, copies)
+        maps = [each.at(address) for each, address in zip(self._maps, operands, strict=False)]
         shared_bytes = self.config.shared_bytes
         self._kernel(self._blocks, self.config.threads, packed, *maps, shared_bytes=shared_bytes)
 
-    def _pack_state(self, packed: bytearray) -> None:
-        """Addresses of what this launch shares with no other under way: the schedule and the counters of work."""
+    def _pack_state(self, packed: bytearray, copies: list[Any]) -> None:
+        """Addresses of what this launch shares with no other under way: the schedule and the counters of work.
+
+        copies: of operands, which a graph must keep too.
+        """
         import cupy
 
         stream = cupy.cuda.get_current_stream()
@@ -149,7 +164,7 @@ class Forward(Launch):
                     self._counters[stream.ptr] = counters
             struct.pack_into("<Q", packed, _NEXT_WORK_AT, counters.data.ptr)
         if capturing:
-            self._hold(order, counters)
+            self._hold(order, counters, *copies)
 
 
 def _tensor_maps(

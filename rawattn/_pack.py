@@ -61,6 +61,17 @@ def padding(
     return packed.tobytes()
 
 
+def repack(
+    problem: Problem, strides: tuple[int, ...], *, batch: int, rows: int, nheads: int
+) -> bytes:
+    """A `params.REPACK` for an array with these strides."""
+    packed = np.zeros(1, params.REPACK)
+    fields = packed[0]
+    fields["strides"] = _elements(problem, strides)
+    fields["rows"], fields["batch"], fields["nheads"] = rows, batch, nheads
+    return packed.tobytes()
+
+
 def _put_lse(fields: Any, problem: Problem) -> None:
     fields["lse_batch"] = 0 if problem.group else problem.nheads_q * problem.rows_q
     fields["lse_head"] = problem.rows_q

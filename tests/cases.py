@@ -130,6 +130,22 @@ class Inputs:
         return inside.buffer
 
 
+def repacked() -> list[Case]:
+    """Calls whose q, k and v Hopper's forward cannot read where they lie."""
+    badly = {"nheads_q": 4, "nheads_kv": 2, "layout": "odd"}
+    lens = (70, 0, 129), (30, 9, 290)
+    slots = {"room_q": (75, 4, 129), "room_k": (30, 20, 300), "by_q": "seqlen", "by_k": "cu_seqlen"}
+    return [
+        dense("dims", 2, 150, 190, headdim=20, headdim_v=36, nheads_q=2, causal=True),
+        dense("bhsd", 2, 133, 290, headdim=7, headdim_v=66, nheads_q=2, layout="bhsd", dtype="float16"),
+        dense("d100", 1, 200, 300, headdim=100, nheads_q=8, nheads_kv=2, window=(90, 20), sink=3),
+        dense("d255", 1, 70, 200, headdim=255, headdim_v=129, give_out=True, dtype="float16"),
+        dense("odd", 1, 140, 250, headdim=64, **badly, give_out=True, causal=True),
+        padded("padded", *lens, 140, 300, headdim=12, on_device=True, causal=True, dtype="float16"),
+        ragged("ragged", *lens, headdim=9, **badly, **slots, window=(20, 3), lead=3, tail=9),
+    ]  # fmt: skip
+
+
 def strided(shape: tuple[int, ...], dtype: np.dtype, layout: str) -> Strided:
     """An array of (..., rows, heads, dim) in memory that is NaN throughout."""
     ndim = len(shape)
@@ -143,6 +159,8 @@ def strided(shape: tuple[int, ...], dtype: np.dtype, layout: str) -> Strided:
     for axis in reversed(order):
         strides[axis] = size
         size = size * max(shape[axis], 1) + gap
+        if layout == "aligned":
+            size += -size % 8
     offset = _GUARD + (layout == "odd")
     if layout == "reversed":
         offset += strides[rows] * max(shape[rows] - 1, 0)

@@ -18,15 +18,22 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from rawattn._kernels.sm90_forward import LONG_SEQLEN
 from tests import gpu_report, gradients
-from tests.cases import Case, dense, padded, ragged
+from tests.cases import Case, dense, padded, ragged, repacked
 from tests.frameworks import TightCuPy
 from tests.gpu.test_api import BAD_INTEGERS, check_bad_integers
-from tests.tiles import TileShape, backward_tile_shapes, shared_limit, tile_shapes
+from tests.tiles import (
+    TileShape,
+    backward_tile_shapes,
+    repacking,
+    shared_limit,
+    tile_shapes,
+)
 from tests.verify import verify
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
@@ -47,9 +54,10 @@ class Step:
     case: Case
     shared_limit: int | None = None
     backward: bool = False
+    repacking: bool = False
 
     def run(self) -> None:
-        with shared_limit(self.shared_limit):
+        with shared_limit(self.shared_limit), repacking() if self.repacking else nullcontext():
             if self.backward:
                 gradients.verify(self.case, TightCuPy())
                 gradients.verify(self.case, TightCuPy(), deterministic=True)
@@ -99,6 +107,7 @@ def matrix() -> list[Step]:
         # Hopper's tiles for long sequences.
         cases.append(dense("long", 1, 70, LONG_SEQLEN + 9, **one, headdim=headdim, causal=True))
     steps += [Step(case) for case in cases]
+    steps += [Step(case, repacking=True) for case in repacked()]
     return steps + [Step(case, backward=True) for case in cases if case.name not in FORWARD_ALONE]
 
 

@@ -11,6 +11,7 @@ import sys
 import types
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
@@ -24,12 +25,14 @@ from rawattn._bench import (
     compile_time,
     contender,
     counters,
+    dtypes,
     grids,
     host_time,
     machine,
     measure,
     memory,
     ours,
+    peers,
     render,
     suites,
     timing,
@@ -158,9 +161,8 @@ def test_backward_cases_are_the_promised_shapes():
     assert all(case.over is None or case.over in by_name for case in suite)
     forward = {case.name: case for case in grids.forward()}
     for case in suite:
-        if case.kind != "float16":
-            assert case.seqlens == forward[case.name].seqlens
-            assert case.flops == 2.5 * forward[case.name].flops
+        assert case.seqlens == forward[case.name].seqlens
+        assert case.flops == 2.5 * forward[case.name].flops
     dense = [case for case in suite if case.kind == "dense"]
     assert len(dense) == 12
     assert all(case.deterministic and {"cuDNN", "FA2", "FA4"} == set(case.peers) for case in dense)
@@ -170,8 +172,6 @@ def test_backward_cases_are_the_promised_shapes():
         assert ragged.deterministic
         assert {"FA2", "FA4"} == set(ragged.peers)
         assert set(by_name[ragged.over].seqlens) == {2048}
-    half = by_name["float16 D128 S4096 causal"]
-    assert (half.dtype, by_name[half.over].dtype) == ("float16", None)
     assert "JAX cuDNN" not in {peer for case in suite for peer in case.peers}
     quick = {case.name for case in grids.backward(quick=True)}
     assert quick < set(by_name)
@@ -412,9 +412,8 @@ def test_who_is_asked_for_which_suite():
     case = grids.backward()[0]
     asked = [c.name for c in suites.contenders("backward") if c.takes(case)]
     assert asked[-4:] == ["deterministic", "cuDNN", "FA2", "FA4"]
-    half = next(case for case in grids.backward() if case.dtype)
-    assert [c.name for c in suites.contenders("backward") if c.takes(half)][-1] == "FA2"
-    assert not ours.Ours("deterministic", deterministic=True).takes(half)
+    base = next(case for case in grids.backward() if case.kind == "ragged-ref")
+    assert not ours.Ours("deterministic", deterministic=True).takes(base)
 
 
 class Tensor:
@@ -674,6 +673,129 @@ def test_the_first_is_not_timed_when_its_result_is_no_number():
     assert results["FA4"].reason.startswith("not timed: differs from FA2")
 
 
+# float16 over bfloat16
+
+
+def _kind(x):
+    if x.dtype == ml_dtypes.bfloat16:
+        return "bfloat16"
+    assert x.dtype == np.float16
+    shorter = np.array_equal(x.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float32), x)
+    return "float16 of bfloat16 values" if shorter else "float16"
+
+
+class ByKind(Fake):
+    """Takes its seconds from the kind of its inputs, raises what stands there instead; remembers the kinds."""
+
+    def __init__(self, name, seconds):
+        super().__init__(name)
+        self.by_kind, self.kinds = seconds, []
+
+    def prepare(self, case, inputs):
+        arrays = [*inputs.qkv, inputs.dout] if case.backward else inputs.qkv
+        (kind,) = set(map(_kind, arrays))
+        self.kinds.append(kind)
+        seconds = self.by_kind[kind]
+        if isinstance(seconds, Exception):
+            raise seconds
+        call = super().prepare(case, inputs)
+        return lambda: (call(), seconds)[1]
+
+
+@pytest.fixture
+def race_dtypes(monkeypatch):
+    """The figures of these contenders, with NumPy arrays of one row; `reading` is what sensors say."""
+
+    def random_array(shape, dtype):
+        values = np.random.default_rng(0).standard_normal(shape[-1], np.float32)
+        return values.astype(np.dtype(dtype))
+
+    def figures(verb, names, our, *others, reading=None):
+        sensors = types.SimpleNamespace(read=lambda: reading)
+        monkeypatch.setattr(machine, "Sensors", lambda: sensors)
+        monkeypatch.setattr(ours, "ours", lambda verb: [our, Fake("portable")])
+        monkeypatch.setattr(peers, "peers", lambda verb: others)
+        return {f.name: (f.value, f.unit) for f in dtypes.figures(verb, "bfloat16", names)}
+
+    monkeypatch.setitem(sys.modules, "cupy", types.ModuleType("cupy"))
+    monkeypatch.setattr(dtypes, "EventClock", FakeClock)
+    monkeypatch.setattr(machine, "random_array", random_array)
+    monkeypatch.setattr(machine, "facts", lambda sensors: {"l2_bytes": 50 << 20})
+    return figures
+
+
+_SECONDS = {"bfloat16": 0.0019, "float16": 0.002, "float16 of bfloat16 values": 0.00195}
+
+
+def test_float16_over_bfloat16_is_one_race_of_all_kinds(race_dtypes, monkeypatch):
+    raced = []
+
+    def race(entrants):
+        raced.append(list(entrants))
+        return timing.race(entrants)
+
+    monkeypatch.setattr(dtypes, "race", race)
+    our, peer = ByKind("rawattn", _SECONDS), ByKind("FA4", {"bfloat16": 0.003, "float16": 0.004})
+    asked, unasked = ("FA4", "cuDNN", "FA2"), ByKind("FA2", {})
+    reading = machine.Reading(1755.0, 650.0, 60.0)
+    found = race_dtypes("forward", asked, our, peer, unasked, reading=reading)
+
+    names = [case.name for case in dtypes.cases("forward")]
+    assert names == [f"dense D{d} S4096 {m}" for d in (64, 128, 256) for m in ("causal", "full")]
+    mine = [f"rawattn, {kind}" for kind in _SECONDS]
+    assert raced == [[*mine, "FA4, bfloat16", "FA4, float16"]] * len(names)
+    assert not unasked.kinds
+    expected = {}
+    for case in names:
+        ratios = {
+            f"rawattn, FLOP/s: float16 / bfloat16, {case}": 0.95,
+            f"rawattn, FLOP/s: float16 of bfloat16 values / bfloat16, {case}": 1.9 / 1.95,
+            f"FA4, FLOP/s: float16 / bfloat16, {case}": 0.75,
+        }
+        expected |= {name: (pytest.approx(ratio), "x") for name, ratio in ratios.items()}
+        for kind in _SECONDS:
+            expected[f"rawattn, SM clock: {kind}, {case}"] = (1755.0, "MHz")
+            expected[f"rawattn, power: {kind}, {case}"] = (650.0, "W")
+    assert found == expected
+
+
+def test_float16_over_bfloat16_of_a_backward_without_sensors(race_dtypes):
+    our, peer = ByKind("rawattn", _SECONDS), ByKind("FA2", _SECONDS)
+    found = race_dtypes("backward", ("FA2", "FA4"), our, peer, ByKind("FA4", {}))
+    names = [f"dense D{d} S4096 {m}" for d in (64, 128) for m in ("causal", "full")]
+    ratios = [
+        *("rawattn, FLOP/s: float16 / bfloat16", "FA2, FLOP/s: float16 / bfloat16"),
+        "rawattn, FLOP/s: float16 of bfloat16 values / bfloat16",
+    ]
+    assert set(found) == {f"{ratio}, {case}" for ratio in ratios for case in names}
+    assert peer.kinds == ["bfloat16", "float16"] * len(names)
+    assert set(race_dtypes("backward", (), our, peer)) == {n for n in found if "FA2" not in n}
+
+
+@pytest.mark.parametrize("broken", ["bfloat16", "float16"])
+def test_a_peer_without_both_dtypes_is_left_out_and_ours_must_have_them(race_dtypes, broken):
+    missing = ByKind("FA4", {**_SECONDS, broken: ImportError("no flash_attn")})
+    found = race_dtypes("forward", ("FA4",), ByKind("rawattn", _SECONDS), missing)
+    assert len(found) == 12
+    assert all(name.startswith("rawattn, ") for name in found)
+    with pytest.raises(RuntimeError, match="no kernel"):
+        race_dtypes(
+            "forward", (), ByKind("rawattn", {**_SECONDS, broken: RuntimeError("no kernel")})
+        )
+
+
+def test_who_raises_in_the_race_of_dtypes(race_dtypes):
+    class Mortal(ByKind):
+        def prepare(self, case, inputs):
+            call, lives = super().prepare(case, inputs), iter(range(20))
+            return lambda: (next(lives), call())[1]
+
+    found = race_dtypes("backward", ("FA2",), ByKind("rawattn", _SECONDS), Mortal("FA2", _SECONDS))
+    assert len(found) == 8
+    with pytest.raises(StopIteration):
+        race_dtypes("backward", (), Mortal("rawattn", _SECONDS))
+
+
 @pytest.fixture
 def pretend_gpu(monkeypatch):
     """The whole command, with fakes where a GPU would be asked."""
@@ -891,6 +1013,24 @@ def test_markdown_table_is_rectangular():
     assert "| dense D128 S4096 causal | 500 | 1.0% | 62% | 250 (2.00x) | n/a | 1900 |" in table[2]
 
 
+def test_figures_have_three_digits_and_no_power_of_ten():
+    report = _report()
+    report.figures = [Figure("clock", 1755.0, "MHz"), Figure("ratio", 0.9654, "x")]
+    text = render.text(report)
+    assert "1755 MHz" in text
+    assert "0.965 x" in text
+
+
+def test_a_report_with_float16_rows_still_shows_them(tmp_path):
+    report = _report()
+    base = report.rows[0]
+    name = "float16 D128 S4096 causal"
+    report.rows.append(dataclasses.replace(base, name=name, kind="float16", over=base.name))
+    report.save(tmp_path / "a.json")
+    text = render.text(Report.load(tmp_path / "a.json"))
+    assert f"rawattn, FLOP/s: {name} / {base.name}  " in text
+
+
 def test_legend_tells_reasons_and_compile_seconds():
     text = render.text(_report())
     assert "FA4 n/a (4 cases): ImportError: no module" in text
@@ -929,7 +1069,9 @@ def test_listing_and_unknown_words(capsys):
     names = capsys.readouterr().out.split("\n")
     assert "dense D64 S4096 causal" in names
     assert "host" in names
-    assert "compile" not in names
+    assert not {"compile", "dtypes"} & set(names)
+    assert cli.main(["bench", "--list", "--filter", "dtypes", "--suite", "backward"]) == 0
+    assert capsys.readouterr().out == "dtypes\n"
     assert cli.main(["bench", "--filter", "nonsense"]) == 1
     assert "no case has the words 'nonsense'" in capsys.readouterr().err
     with pytest.raises(SystemExit):

@@ -11,7 +11,13 @@ from unittest import mock
 import numpy as np
 
 from rawattn import _backends, _backends_backward
-from rawattn._kernels import SHARED_LIMIT, only, portable_backward, portable_forward
+from rawattn._kernels import (
+    SHARED_LIMIT,
+    only,
+    portable_backward,
+    portable_forward,
+    sm90_forward,
+)
 from rawattn._problem import Problem, describe
 from tests.cases import DTYPES
 
@@ -62,6 +68,15 @@ def _shapes(tile: Callable[[Problem, int], str]) -> list[TileShape]:
                 shape = TileShape(dtype, headdim, limit, tile(problem, limit))
                 shapes.setdefault((dtype, headdim, shape.tile), shape)
     return list(shapes.values())
+
+
+@contextmanager
+def repacking() -> Iterator[None]:
+    """Makes Hopper's forward copy operands that it cannot read where they lie, however short sequences are."""
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(sm90_forward, "REPACK_SEQLEN", 1))
+        stack.enter_context(mock.patch.object(_backends, "_prepared", {}))
+        yield
 
 
 @contextmanager

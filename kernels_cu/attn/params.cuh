@@ -68,6 +68,14 @@ struct ScheduleParams {
   int batch, tile_q;
 };
 
+struct RepackParams {
+  const void* from;
+  void* to;         // (batch, rows, nheads, columns rounded up to 8), without gaps
+  Strides strides;  // of `from`
+  int64 rows;
+  int batch, nheads;
+};
+
 struct PaddingParams {
   void* out;   // rows that belong to no sequence become 0 in out
   float* lse;  // and -inf in lse; either is null when it is not ours to fill

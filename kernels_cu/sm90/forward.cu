@@ -229,6 +229,25 @@ DEVICE void pack(M::A (&p)[kKeyBlocks], const C (&scores)[1][kKeyBlocks]) {
   UNROLL for (int n = 0; n < kKeyBlocks; n++) p[n] = M::from_accumulator(scores[0][n]);
 }
 
+// 8 elements of a row, fewer where it has only `left`, by accesses as wide as the output's rows allow.
+DEVICE void store_piece(Element* out, const unsigned (&piece)[4], int left) {
+  if constexpr (kStoreBytes == 16) {
+    if (left > 0) *reinterpret_cast<Chunk<16>*>(out) = {piece[0], piece[1], piece[2], piece[3]};
+  } else {
+    constexpr int kChunk = kStoreBytes / 2;
+    UNROLL for (int i = 0; i < 8; i += kChunk) {
+      if (i >= left) break;
+      if constexpr (kStoreBytes == 8) {
+        *reinterpret_cast<Chunk<8>*>(out + i) = {piece[i / 2], piece[i / 2 + 1]};
+      } else if constexpr (kStoreBytes == 4) {
+        *reinterpret_cast<Chunk<4>*>(out + i) = {piece[i / 2]};
+      } else {
+        *reinterpret_cast<Chunk<2>*>(out + i) = {static_cast<unsigned short>(piece[i / 2] >> i % 2 * 16)};
+      }
+    }
+  }
+}
+
 // The wave's 16 rows of the output and its LSE. A row of a 32-column piece lies with a quad, 4 bytes of each 8 columns
 // in each lane; after the exchange every lane holds 16 bytes in a row.
 DEVICE void store(const ForwardParams& p, const Work& work, const C (&o)[1][kOutBlocks], const Softmax& softmax,
@@ -247,9 +266,7 @@ DEVICE void store(const ForwardParams& p, const Work& work, const C (&o)[1][kOut
     UNROLL for (int d = 0; d < kOutBlocks * 2; d += 4) {
       unsigned piece[4] = {packed[slot][d], packed[slot][d + 1], packed[slot][d + 2], packed[slot][d + 3]};
       transpose_quad(piece, lane % 4);
-      if (real && d * 8 + lane % 4 * 8 < kHeadDimV) {
-        *reinterpret_cast<Chunk<16>*>(out + d * 8) = {piece[0], piece[1], piece[2], piece[3]};
-      }
+      if (real) store_piece(out + d * 8, piece, kHeadDimV - (d * 8 + lane % 4 * 8));
     }
     if (p.lse != nullptr && lane % 4 == 0 && real) {
       p.lse[work.sequence * p.lse_batch + head * p.lse_head + work.q.start + row] = softmax.lse(0, slot);

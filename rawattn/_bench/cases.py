@@ -25,7 +25,6 @@ class Case:
     packed: bool = False  # group mode; else batch mode, all seqlens the same
     window_left: int | None = None
     backward: bool = False  # the gradients of the call, not the call
-    dtype: str | None = None  # None: that of the run
     peers: tuple[str, ...] = ()
     deterministic: bool = False  # the deterministic backward runs too
     # The case of the same suite that this one is divided by, and whether by FLOP/s or by time.

@@ -17,7 +17,7 @@ _MHA, _GQA = (16, 16), (32, 8)
 
 
 def forward(quick: bool = False) -> list[Case]:
-    """Dense, ragged, one long sequence among short ones, a window, float16 over bfloat16."""
+    """Dense, ragged, one long sequence among short ones, a window."""
     dense = []
     for case in _dense(1024, 2048, 4096, 16384):
         seqlen = case.seqlens[0]
@@ -29,12 +29,11 @@ def forward(quick: bool = False) -> list[Case]:
         for causal in (True, False):
             pair, base = _ragged(heads, causal)
             ragged += [replace(pair, peers=(FA4,)), base]
-    float16 = _float16(dense, peers=(CUDNN, FA4))
-    return _quick([*dense, *ragged, *_straggler(), *_window(), float16], quick)
+    return _quick([*dense, *ragged, *_straggler(), *_window()], quick)
 
 
 def backward(quick: bool = False) -> list[Case]:
-    """Dense at 4096 and 16384, ragged over dense, grouped heads, float16 over bfloat16."""
+    """Dense at 4096 and 16384, ragged over dense, grouped heads."""
     everybody = (CUDNN, FA2, FA4)
     cases = [replace(case, peers=everybody, deterministic=True) for case in _dense(4096, 16384)]
     for heads in (_MHA, _GQA):
@@ -46,15 +45,7 @@ def backward(quick: bool = False) -> list[Case]:
                 replace(pair, peers=(FA2, FA4), deterministic=True, priority=priority),
                 replace(base, peers=everybody, priority=priority),
             ]
-    cases.append(replace(_float16(cases, peers=(FA2,)), deterministic=False))
     return _quick([replace(case, backward=True) for case in cases], quick)
-
-
-def _float16(cases: list[Case], peers: tuple[str, ...]) -> Case:
-    """The causal case of D 128 and S 4096 once more, over what it is in the dtype of the run."""
-    other = next(c for c in cases if (c.headdim, c.label, c.causal) == (128, "S4096", True))
-    more: dict[str, Any] = {"kind": "float16", "dtype": "float16", "over": other.name}
-    return replace(other, **more, peers=peers, priority=1)
 
 
 def _quick(cases: list[Case], quick: bool) -> list[Case]:

@@ -61,12 +61,11 @@ def run(
             spent = f"not run: the budget of {options.budget:.0f} s was spent"
             absent = {**dict.fromkeys(report.peers, spent), **absent}
         wanted = [contender for contender in contenders if contender.takes(case)]
-        dtype = case.dtype or options.dtype
-        inputs = make_inputs(case, dtype, facts["l2_bytes"])
+        inputs = make_inputs(case, options.dtype, facts["l2_bytes"])
         results = measure_case(
             case, wanted, inputs, clock, sensors.read, absent, repeats=options.repeats
         )
-        nbytes = case.nbytes(np.dtype(dtype).itemsize)
+        nbytes = case.nbytes(np.dtype(options.dtype).itemsize)
         rows[case.name] = row = Row(
             *(case.name, case.kind, case.headdim, case.flops, nbytes),
             results=results,
@@ -129,10 +128,9 @@ def measure_case(
             result.reason = absent[name]
             continue
         try:
-            clock = contender.clock(events)
-            with contender.scope():
-                calls = [contender.prepare(case, one) for one in inputs]
-                result.first_seconds, returned = clock.first(calls[0])
+            entrant, result.first_seconds, returned = enter(
+                case, contender, inputs, events, noting(result, read)
+            )
             arrays = contender.read(case, returned)
             result.reason = disagreement(arrays, first)
             first = first or (None if result.reason else (name, arrays))
@@ -145,10 +143,7 @@ def measure_case(
         except Exception as error:  # a peer that cannot do this case must not end the run
             result.reason = describe(error)
             continue
-        during = _noting(result, read)
-        entrants[name] = Entrant(
-            rotate(calls), clock, contender.scope, during, contender.burst_seconds
-        )
+        entrants[name] = entrant
     del first
     for name, timing in race(entrants, repeats=repeats).items():
         if isinstance(timing, Timing):
@@ -159,7 +154,25 @@ def measure_case(
     return results
 
 
-def _noting(result: Result, read: Read) -> Callable[[], None]:
+def enter(
+    case: Case,
+    contender: Contender,
+    inputs: Sequence[Inputs],
+    events: Clock,
+    during: Callable[[], None],
+) -> tuple[Entrant, float, Any]:
+    """A contender ready to race: its first call, with whatever that compiles, is done. Its seconds, and its result."""
+    clock = contender.clock(events)
+    with contender.scope():
+        calls = [contender.prepare(case, one) for one in inputs]
+        seconds, returned = clock.first(calls[0])
+    entrant = Entrant(rotate(calls), clock, contender.scope, during, contender.burst_seconds)
+    return entrant, seconds, returned
+
+
+def noting(result: Result, read: Read) -> Callable[[], None]:
+    """What reads the sensors into a result."""
+
     def note() -> None:
         if (reading := read()) is not None:
             for name, value in asdict(reading).items():

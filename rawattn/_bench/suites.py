@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rawattn._bench import compile_time, grids, host_time, memory, ours, peers
+from rawattn._bench import compile_time, dtypes, grids, host_time, memory, ours, peers
 from rawattn._bench.cases import Case
 from rawattn._bench.contender import Contender
 from rawattn._bench.report import Figure
@@ -24,14 +24,23 @@ class Suite:
 
 SUITES = {
     "forward": Suite(
-        "dense, ragged and windowed batches; host time a call; compile time",
+        "dense, ragged and windowed batches; host time a call; float16 over bfloat16; compile time",
         grids.forward,
-        {"host": functools.partial(host_time.figures, "forward"), "compile": compile_time.figures},
+        {
+            "host": functools.partial(host_time.figures, "forward"),
+            "dtypes": functools.partial(dtypes.figures, "forward"),
+            "compile": compile_time.figures,
+        },
     ),
     "backward": Suite(
-        "dense, ragged and grouped batches, deterministic beside default; host time a call; memory",
+        "dense, ragged and grouped batches, deterministic beside default; host time a call; "
+        "float16 over bfloat16; memory",
         grids.backward,
-        {"host": functools.partial(host_time.figures, "backward"), "memory": memory.figures},
+        {
+            "host": functools.partial(host_time.figures, "backward"),
+            "dtypes": functools.partial(dtypes.figures, "backward"),
+            "memory": memory.figures,
+        },
         note="the backward alone, after a forward that is not timed; its operations are 2.5 times the forward's",
     ),
 }

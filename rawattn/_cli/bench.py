@@ -32,7 +32,7 @@ def add_parser(subparsers: Any) -> None:
         metavar="WORDS",
         default="",
         help='only the cases whose names have all these words, as in "dense D128 causal"; '
-        "host, compile or memory: that figure alone",
+        "host, dtypes, compile or memory: that figure alone",
     )
     parser.add_argument(
         "--peers",
@@ -133,7 +133,7 @@ def _measure(args: argparse.Namespace, chosen: list[cases.Case], extras: list[st
 def _wants(args: argparse.Namespace, figure: str) -> bool:
     if args.filter:
         return bool(args.filter == figure)
-    return not (args.quick and figure == "compile")
+    return not (args.quick and figure in ("compile", "dtypes"))
 
 
 def require_gpu() -> None:

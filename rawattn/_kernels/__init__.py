@@ -87,6 +87,7 @@ def common_variants(arch: str, *, every: bool = False) -> list[Source]:
         fill_padding,
         portable_backward,
         portable_forward,
+        repack,
         schedule,
         sm90_forward,
     )
@@ -135,6 +136,8 @@ def common_variants(arch: str, *, every: bool = False) -> list[Source]:
         persistent = sm90_forward.choose(problem, arch=arch, strides={}, pointers=0)
         if persistent is not None:
             sources.append(persistent.source())
+            if copy_bytes < 16:
+                sources.append(repack.source(headdim, copy_bytes))
         if not backward:
             return
         shared_limit = SHARED_LIMIT[arch]

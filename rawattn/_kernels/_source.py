@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -54,7 +56,13 @@ def copy_bytes(problem: Problem, strides: int, pointers: int) -> int:
     strides: of all arrays but on their last axis, in bytes, OR-ed together; pointers: likewise all addresses.
     """
     itemsize = ITEMSIZE[problem.dtype]
-    together = strides | pointers | problem.headdim * itemsize | problem.headdim_v * itemsize
+    dims = (problem.headdim * itemsize, problem.headdim_v * itemsize)
+    return access_bytes(strides, pointers, *dims)
+
+
+def access_bytes(*bytes_apart: int) -> int:
+    """The widest access, up to 16 bytes, that divides all of these strides, addresses and lengths."""
+    together = functools.reduce(operator.or_, bytes_apart)
     return min(16, together & -together)
 
 

@@ -83,6 +83,18 @@ SCHEDULE = np.dtype(
     align=True,
 )
 
+REPACK = np.dtype(
+    [
+        ("from", POINTER),
+        ("to", POINTER),
+        ("strides", STRIDES),
+        ("rows", np.int64),
+        ("batch", np.int32),
+        ("nheads", np.int32),
+    ],
+    align=True,
+)
+
 PADDING = np.dtype(
     [
         ("out", POINTER),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rawattn._compile import Source
@@ -21,6 +21,9 @@ SECTION_BYTES = 128 << 20
 
 # Keys of a sequence from which on the tiles of the table "long" are the faster ones: more work a tile, less often begun.
 LONG_SEQLEN = 8192
+
+# Keys of a sequence from which on it pays to copy q, k and v where this kernel cannot read them as they lie.
+REPACK_SEQLEN = 1024
 
 # Registers of a multiprocessor, and of a thread what setmaxnreg counts in.
 _REGISTERS, _REGISTER_STEP = 65536, 8
@@ -46,10 +49,11 @@ class Config:
     right: bool
     top_left: bool
     scale_first: bool
+    store_bytes: int  # of an access to the output
 
     @property
     def tile_rows(self) -> int:
-        return 64 * self.consumers
+        return tile_rows(self.consumers)
 
     @property
     def tile_q(self) -> int:
@@ -95,6 +99,7 @@ class Config:
             "kRight": self.right,
             "kTopLeft": self.top_left,
             "kScaleFirst": self.scale_first,
+            "kStoreBytes": self.store_bytes,
             "kProducerRegisters": self.producer_registers,
             "kConsumerRegisters": self.consumer_registers,
             "kSharedBytes": self.shared_bytes,
@@ -114,7 +119,13 @@ class Config:
         tile = f"{self.tile_rows}x{self.tile_k}"
         if self.heads_per_tile > 1:
             tile += f" heads={self.heads_per_tile}"
+        if self.store_bytes < 16:
+            traits.append(f"{self.store_bytes}B")
         return " ".join(["sm90 forward", self.element, _source.dims(self), tile, *traits])
+
+
+def tile_rows(consumers: int) -> int:
+    return 64 * consumers
 
 
 def choose(
@@ -126,12 +137,12 @@ def choose(
 ) -> Config | None:
     """The configuration for `problem`, or None where this kernel does not apply: the portable one does then.
 
-    It applies on compute capability 9.0, in 16 bits, where every row starts at a multiple of 16 bytes and ends at one.
+    It applies on compute capability 9.0, in 16 bits; where `repacked` names arrays, from sequences of `REPACK_SEQLEN` on.
     strides: of q, k, v and out, in bytes; pointers: all addresses OR-ed together.
     """
     if arch != ARCH or problem.dtype == "float32":
         return None
-    if problem.headdim % 8 or problem.headdim_v % 8 or pointers % 16:
+    if repacked(problem, strides, pointers) and problem.max_seqlen_k < REPACK_SEQLEN:
         return None
     if (
         min(problem.batch, problem.rows_q, problem.rows_k) == 0
@@ -139,15 +150,8 @@ def choose(
     ):
         return None
     for name, each in strides.items():
-        rows, nheads = (
-            (problem.rows_q, problem.nheads_q)
-            if name in ("q", "out")
-            else (problem.rows_k, problem.nheads_kv)
-        )
-        extents = (rows, nheads) if problem.group else (problem.batch, rows, nheads)
-        for stride, extent in zip(each[:-1], extents, strict=True):
-            if stride % 16 or (extent > 1 and not 0 < stride < 2**40):
-                return None
+        if name != "out" and not all(0 < stride < 2**40 for stride in _real(problem, name, each)):
+            return None
     wide = max(problem.headdim, problem.headdim_v)
     for row in _tiles.table(TILES, _table(problem)):
         if wide <= row.headdim:
@@ -156,13 +160,37 @@ def choose(
                 headdim=problem.headdim,
                 headdim_v=problem.headdim_v,
                 **row.fields,
-                heads_per_tile=heads_per_tile(problem, 64 * row.fields["consumers"]),
+                heads_per_tile=heads_per_tile(problem, tile_rows(row.fields["consumers"])),
                 ragged=problem.ragged,
                 packed=problem.group,
                 **_source.masks(problem),
                 scale_first=not problem.scale > 0,
+                store_bytes=_source.access_bytes(
+                    problem.headdim_v * 2, pointers, *strides.get("out", ())[:-1]
+                ),
             )
     raise AssertionError(f"no tile of the table holds headdim {wide}")
+
+
+def repacked(
+    problem: Problem, strides: Mapping[str, tuple[int, ...]], pointers: int
+) -> tuple[str, ...]:
+    """Those of q, k and v that must be copied first: the copy engine reads rows that begin at multiples of 16 bytes."""
+    return tuple(
+        name
+        for name, each in strides.items()
+        if name != "out"
+        and (pointers % 16 or any(stride % 16 for stride in _real(problem, name, each)))
+    )
+
+
+def _real(problem: Problem, name: str, strides: tuple[int, ...]) -> Iterator[int]:
+    """Strides of the axes before the last one that have more than one element."""
+    queries = name == "q"
+    rows = problem.rows_q if queries else problem.rows_k
+    nheads = problem.nheads_q if queries else problem.nheads_kv
+    extents = (rows, nheads) if problem.group else (problem.batch, rows, nheads)
+    return (stride for stride, extent in zip(strides[:-1], extents, strict=True) if extent > 1)
 
 
 def _table(problem: Problem) -> str:

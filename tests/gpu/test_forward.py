@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from rawattn._kernels import FORWARD_FAMILIES, only
+from rawattn import _backends, _compile
+from rawattn._kernels import FORWARD_FAMILIES, only, sm90_forward
 from rawattn._kernels.sm90_forward import LONG_SEQLEN
-from tests.cases import Case, curated, dense, ragged
+from tests.cases import Case, curated, dense, ragged, repacked
 from tests.frameworks import CuPy
-from tests.tiles import TileShape, shared_limit, tile_shapes
+from tests.tiles import TileShape, repacking, shared_limit, tile_shapes
 from tests.verify import verify
 
 CUPY = CuPy()
@@ -38,6 +39,15 @@ def test_every_copy_width(dtype: str, alignment: int) -> None:
         pytest.skip("a float32 is 4 bytes")
     headdim = 48 + alignment // (2 if dtype == "float16" else 4)
     verify(dense(f"width{alignment}", 2, 70, 90, headdim=headdim, dtype=dtype, causal=True), CUPY)
+
+
+@pytest.mark.parametrize("case", repacked(), ids=str)
+def test_operands_that_hopper_cannot_read(case: Case) -> None:
+    with repacking():
+        verify(case, CUPY)
+        prepared = list(_backends._prepared.values())
+    if _compile.device_arch(0) == sm90_forward.ARCH:
+        assert prepared and all(isinstance(each.config, sm90_forward.Config) for each in prepared)
 
 
 @pytest.mark.parametrize("shape", tile_shapes(), ids=str)

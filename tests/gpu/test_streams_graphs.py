@@ -11,6 +11,7 @@ import pytest
 
 import rawattn
 from rawattn import reference
+from rawattn._kernels.sm90_forward import REPACK_SEQLEN
 from tests.cases import Case, Inputs, dense, materialise, padded, ragged
 from tests.frameworks import CuPy, Jax, Torch
 from tests.gpu.gate import closed, of_torch, still_closed
@@ -29,6 +30,7 @@ CASES = [
     ragged("device", _LENS_Q, _LENS_K, **_ON_DEVICE, tail=9),
     ragged("device-max", _LENS_Q, _LENS_K, **_ON_DEVICE, max_seqlen=True, causal=True),
     padded("device-padded", _LENS_Q, _LENS_K, 128, 256, on_device=True, max_seqlen=True),
+    dense("repacked", 1, 60, REPACK_SEQLEN + 40, headdim=20),
 ]
 each_case = pytest.mark.parametrize("case", CASES, ids=str)
 

@@ -55,7 +55,9 @@ class Sm90Cell(Cell):
         if self.shape is None:
             return config
         registers = {2: 232, 3: 160, 4: 112}[self.shape.consumers]
-        heads = sm90_forward.heads_per_tile(self.call.problem, 64 * self.shape.consumers)
+        heads = sm90_forward.heads_per_tile(
+            self.call.problem, sm90_forward.tile_rows(self.shape.consumers)
+        )
         return replace(
             config,
             **self.shape._asdict(),
@@ -76,7 +78,7 @@ class Sm90Cell(Cell):
 
 
 def chosen(case: Case) -> sm90_forward.Config | None:
-    """What a Hopper GPU runs for this call; None where that is the portable kernel."""
+    """What a Hopper GPU runs for this call; None where that is the portable kernel or arrays are copied first."""
     if case.layout == "steps" or case.dtype == "float32":
         return None
     call = call_of(case)
@@ -86,6 +88,8 @@ def chosen(case: Case) -> sm90_forward.Config | None:
     for name, array in arrays.items():
         pointers |= array.offset * array.buffer.itemsize
         strides[name] = tuple(stride * array.buffer.itemsize for stride in array.strides)
+    if sm90_forward.repacked(call.problem, strides, pointers):
+        return None
     return sm90_forward.choose(
         call.problem, arch=sm90_forward.ARCH, strides=strides, pointers=pointers
     )

@@ -16,21 +16,25 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rawattn import _compile, _device_lengths
+from rawattn import _compile, _device_lengths, _driver
 from rawattn._layout import Lengths, Side
+from rawattn._tensor_map import Geometry
 from tests.shim.launch import Machine
 from tests.shim.shim import POISON, Memory
+from tests.shim.tensor_map import encode
 
-# As of an H100, whose own kernels are not built here.
-ARCH = "sm_80"
+# As of an H100.
 ATTRIBUTES = {"MaxSharedMemoryPerBlockOptin": 232448, "MultiProcessorCount": 3}
 
 
 class Device:
-    """Launches made while it is installed run on `machine`, one after the other, and are done when they return."""
+    """Launches made while it is installed run on `machine`, one after the other, and are done when they return.
 
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
+    arch: what launch code is told; kernels of Hopper's own run where it is sm_90a.
+    """
+
+    def __init__(self, machine: Machine, arch: str = "sm_80") -> None:
+        self._machine, self._arch = machine, arch
         self.memory: list[Memory] = []  # all that kernels may touch
         self.launched: list[str] = []  # entries of kernels, in order
 
@@ -46,9 +50,10 @@ class Device:
             get_current_stream=lambda: stream,
         )
         monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(empty=self.empty, cuda=cuda))
-        monkeypatch.setattr(_compile, "device_arch", lambda device: ARCH)
+        monkeypatch.setattr(_compile, "device_arch", lambda device: self._arch)
         monkeypatch.setattr(_compile, "load", lambda source, device: _Kernel(self, source))
         monkeypatch.setattr(_device_lengths, "private_stream", private_stream)
+        monkeypatch.setattr(_driver, "encode_tensor_map", _encode)
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any) -> _Array:
         count = math.prod(shape) if isinstance(shape, tuple) else shape
@@ -72,10 +77,23 @@ class Device:
         return memory
 
 
+def _encode(
+    dtype: str,
+    address: int,
+    dims: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
+) -> bytes:
+    return encode(Geometry(dtype, dims, strides, box, origin=0), address).tobytes()
+
+
 class _Array:
     def __init__(self, memory: Memory) -> None:
-        self._memory, self.dtype = memory, memory.dtype
-        self.data = SimpleNamespace(ptr=memory.address)
+        self._memory, self.dtype, self.nbytes = memory, memory.dtype, memory.array().nbytes
+        self.data = SimpleNamespace(ptr=memory.address, memset_async=self._fill)
+
+    def _fill(self, value: int, nbytes: int, stream: Any) -> None:
+        self._memory.write(np.full(nbytes, value, np.uint8).view(self.dtype))
 
     def set(self, values: np.ndarray, stream: Any) -> None:
         self._memory.write(values)
@@ -90,14 +108,18 @@ class _Kernel:
         self._allowed = nbytes
 
     def __call__(
-        self, blocks: int, threads: int, packed: bytes | bytearray, *, shared_bytes: int = 0
+        self,
+        blocks: int,
+        threads: int,
+        *packed: bytes | bytearray,
+        shared_bytes: int = 0,
     ) -> None:
         assert blocks > 0, f"{self._source.entry}: a GPU refuses a grid of no blocks"
         assert shared_bytes <= self._allowed
         self._device.launched.append(self._source.entry)
         self._device._machine.run(
             self._source,
-            np.frombuffer(bytes(packed), np.dtype((np.void, len(packed)))),
+            *(np.frombuffer(bytes(each), np.dtype((np.void, len(each)))) for each in packed),
             grid=blocks,
             threads=threads,
             shared_bytes=shared_bytes,

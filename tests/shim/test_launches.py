@@ -8,16 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rawattn._kernels import repack, sm90_forward
 from rawattn._launch import Forward
 from rawattn._launch_backward import Addresses, Backward
 from rawattn._layout import Lengths
 from rawattn._problem import describe, result_shapes
-from tests.cases import CANARY, Case, Strided, dense, padded, ragged, strided
+from tests.cases import CANARY, Case, Strided, dense, padded, ragged, repacked, strided
 from tests.gradients import NAMES, backward_of, check_gradient
 from tests.shim.cells import call_of
 from tests.shim.device import Device
 from tests.shim.launch import Machine, Operand
 from tests.shim.shim import Builder, Memory
+from tests.tiles import repacking
 from tests.tolerance import check, check_lse
 from tests.verify import expected, layout
 
@@ -94,6 +96,18 @@ def test_forward(device: Device, case: Case) -> None:
         assert np.all(log[~rows] == -np.inf)
         if ours:
             assert not np.any(out[~rows].astype(np.float32))
+
+
+@pytest.mark.parametrize("case", repacked(), ids=str)
+def test_operands_that_hopper_cannot_read(
+    builder: Builder, monkeypatch: pytest.MonkeyPatch, case: Case
+) -> None:
+    device = Device(Machine(builder), sm90_forward.ARCH)
+    device.install(monkeypatch)
+    with repacking():
+        test_forward(device, case)
+    assert device.launched.count(repack.ENTRY) == 2 * 3
+    assert device.launched.count(sm90_forward.ENTRY) == 2
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["atomic", "deterministic"])

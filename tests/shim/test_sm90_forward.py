@@ -161,8 +161,19 @@ def cells_of_checks() -> Iterable[Sm90Cell]:
         yield Sm90Cell(case=case, shape=(*SHAPES, None, SMALL)[n], checked=True)
 
 
+def cells_of_dims() -> Iterable[Sm90Cell]:
+    """Head dims that are no multiples of 8, in rows that begin at multiples of 16 bytes: stores of every width."""
+    lens = (40, 0, 3, 165), (33, 20, 0, 130)
+    masks: tuple[dict[str, Any], ...] = ({"causal": True}, {"window": (30, 20), "sink": 9}, {})
+    for n, (headdim, headdim_v) in enumerate(((20, 36), (34, 66), (7, 1), (100, 9), (64, 255))):
+        knobs = {"headdim": headdim, "headdim_v": headdim_v, "layout": "aligned", **masks[n % 3]}
+        knobs |= {"dtype": ("float16", "bfloat16")[n % 2], "give_out": n % 2 == 0}
+        for case in (dense(f"dim{n}", 1, 150, 118, **knobs), ragged(f"dim{n}", *lens, **knobs)):
+            yield Sm90Cell(case=case, shape=SHAPES[n] if headdim_v < 200 else None, checked=n == 2)
+
+
 def applies(case: Case) -> bool:
-    """Whether the kernel takes this call, at first by what needs no arrays."""
+    """Whether the kernel takes this call as it is, at first by what needs no arrays."""
     dims = case.headdim, case.headdim if case.headdim_v is None else case.headdim_v
     return all(dim % 8 == 0 for dim in dims) and chosen(case) is not None
 
@@ -174,6 +185,7 @@ CELLS = [
     *cells_of_table(),
     *cells_of_sections(),
     *cells_of_groups(),
+    *cells_of_dims(),
     *cells_of_chance(),
     *cells_of_orders(),
     *cells_of_checks(),

@@ -1,0 +1,45 @@
+// Copies a 16-bit array to rows that begin at multiples of 16 bytes, for kernels that cannot read them where they lie.
+// One wave takes one row, all heads.
+#include "attn/params.cuh"
+#include "target/target.cuh"
+#include "tile/copy.cuh"
+
+namespace repack {
+
+using namespace config;
+using Access = Chunk<kCopyBytes>;
+
+constexpr int kWaves = kThreads / target::kWave;
+constexpr int kChunk = kCopyBytes / 2;
+constexpr int kChunks = kHeadDim / kChunk;
+constexpr int kPitch = round_up(kHeadDim, 8);
+static_assert(kHeadDim % kChunk == 0, "an access must not straddle the end of a row");
+
+}  // namespace repack
+
+KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_repack(PARAMETER RepackParams p) {
+  using namespace repack;
+  const int lane = target::thread_index() % target::kWave;
+  const int64 index = int64(target::block_index()) * kWaves + target::thread_index() / target::kWave;
+  const int64 batch = index / p.rows;
+  if (batch >= p.batch) return;
+  const unsigned short* const from =
+      static_cast<const unsigned short*>(p.from) + batch * p.strides.batch + (index - batch * p.rows) * p.strides.row;
+  unsigned short* const to = static_cast<unsigned short*>(p.to) + index * p.nheads * kPitch;
+  // Several accesses at a time are under way: each one is small.
+  constexpr int kAtOnce = 8;
+  const int count = p.nheads * kChunks;
+  for (int base = lane; base < count; base += kAtOnce * target::kWave) {
+    Access piece[kAtOnce];
+    UNROLL for (int n = 0; n < kAtOnce; n++) {
+      const int i = base + n * target::kWave;
+      if (i < count) {
+        piece[n] = *reinterpret_cast<const Access*>(from + i / kChunks * p.strides.head + i % kChunks * kChunk);
+      }
+    }
+    UNROLL for (int n = 0; n < kAtOnce; n++) {
+      const int i = base + n * target::kWave;
+      if (i < count) *reinterpret_cast<Access*>(to + i / kChunks * kPitch + i % kChunks * kChunk) = piece[n];
+    }
+  }
+}

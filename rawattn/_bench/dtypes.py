@@ -1,0 +1,104 @@
+"""Speed of float16 over bfloat16: all in one race, so that a change of clocks or temperature falls on both alike.
+
+Ours also runs on float16 arrays that hold the values of the bfloat16 arrays: float16's instructions, on mantissas as
+short as bfloat16's. What is still lost there is the instructions' cost; the rest is the power of longer mantissas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from rawattn._bench import grids, machine, measure, ours, peers
+from rawattn._bench.cases import Case
+from rawattn._bench.contender import Contender, Inputs
+from rawattn._bench.grids import CUDNN, FA2, FA4
+from rawattn._bench.report import Figure, Result
+from rawattn._bench.timing import Clock, Entrant, EventClock, Timing, race
+
+BFLOAT16, FLOAT16, SAME_VALUES = "bfloat16", "float16", "float16 of bfloat16 values"
+
+_GRIDS = {"forward": grids.forward, "backward": grids.backward}
+_HEADDIMS = {"forward": (64, 128, 256), "backward": (64, 128)}
+_PEERS = {"forward": (CUDNN, FA4), "backward": (FA2,)}
+
+
+def figures(verb: str, dtype: str, peers: Sequence[str]) -> list[Figure]:
+    """Ours and some of the peers, case by case, whatever the dtype of the run. verb: forward or backward."""
+    events, sensors = EventClock(), machine.Sensors()
+    l2_bytes = machine.facts(sensors)["l2_bytes"]
+    contenders = _contenders(verb, set(peers).intersection(_PEERS[verb]))
+    found = []
+    for case in cases(verb):
+        found += case_figures(case, contenders, make_inputs(case, l2_bytes), events, sensors.read)
+    return found
+
+
+def _contenders(verb: str, names: Set[str]) -> list[Contender]:
+    return [ours.ours(verb)[0], *(peer for peer in peers.peers(verb) if peer.name in names)]
+
+
+def cases(verb: str) -> list[Case]:
+    """The dense ones of the suite at S 4096."""
+    return [
+        case
+        for case in _GRIDS[verb]()
+        if (case.kind, case.label) == ("dense", "S4096") and case.headdim in _HEADDIMS[verb]
+    ]
+
+
+def make_inputs(case: Case, l2_bytes: int) -> dict[str, list[Inputs]]:
+    """Sets of inputs, by kind."""
+    sets = {kind: measure.make_inputs(case, kind, l2_bytes) for kind in (BFLOAT16, FLOAT16)}
+    return {**sets, SAME_VALUES: [_float16(inputs) for inputs in sets[BFLOAT16]]}
+
+
+def _float16(inputs: Inputs) -> Inputs:
+    def convert(x: Any) -> Any:
+        # By way of float32, which CuPy converts both from and to.
+        return None if x is None else x.astype(np.float32).astype(np.float16)
+
+    return replace(inputs, qkv=tuple(map(convert, inputs.qkv)), dout=convert(inputs.dout))
+
+
+def case_figures(
+    case: Case,
+    contenders: Sequence[Contender],
+    inputs: Mapping[str, Sequence[Inputs]],
+    events: Clock,
+    read: measure.Read,
+) -> list[Figure]:
+    """Ratios of one race, then our clock and power. A peer that raises is left out; what ours raises is raised."""
+    sides = [
+        (contender, kind, Result())
+        for contender in contenders
+        for kind in (inputs if contender.ours else (BFLOAT16, FLOAT16))
+    ]
+    entrants: dict[str, Entrant] = {}
+    for contender, kind, result in sides:
+        during = measure.noting(result, read)
+        try:
+            entrant = measure.enter(case, contender, inputs[kind], events, during)[0]
+        except Exception:  # a peer that is missing, or cannot do this case, must not end the run
+            if contender.ours:
+                raise
+        else:
+            entrants[f"{contender.name}, {kind}"] = entrant
+    outcome = race(entrants)
+    ratios, evidence = [], []
+    for contender, kind, result in sides:
+        name = contender.name
+        timing, base = (outcome.get(f"{name}, {one}") for one in (kind, BFLOAT16))
+        if isinstance(timing, Exception) and contender.ours:
+            raise timing
+        if kind != BFLOAT16 and isinstance(timing, Timing) and isinstance(base, Timing):
+            what = f"{name}, FLOP/s: {kind} / {BFLOAT16}, {case.name}"
+            ratios.append(Figure(what, base.seconds / timing.seconds, "x"))
+        read_off = (("SM clock", result.sm_mhz, "MHz"), ("power", result.watts, "W"))
+        for what, value, unit in read_off:
+            if contender.ours and value is not None:
+                evidence.append(Figure(f"{name}, {what}: {kind}, {case.name}", value, unit))
+    return [*ratios, *evidence]
