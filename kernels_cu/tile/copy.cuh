@@ -73,15 +73,31 @@ struct RowCopy {
 
   // Rows from `valid` on become zeros and are not read.
   DEVICE static void load(T* tile, const T* rows, int64 stride, int valid, int thread) {
-    each_chunk(rows, stride, thread, [&](int row, int column, const T* source) {
-      const bool real = row < valid && (kColumns == kPadded || column < kColumns);
-      T* destination = tile + row * kPitch + column;
-      if constexpr (kBytes >= 4) {
-        target::copy_async<kBytes>(destination, source, real);
-      } else {
-        *destination = real ? *source : T{};
+    if constexpr (kBytes >= 4) {
+      each_chunk(rows, stride, thread, [&](int row, int column, const T* source) {
+        const bool real = row < valid && (kColumns == kPadded || column < kColumns);
+        target::copy_async<kBytes>(tile + row * kPitch + column, source, real);
+      });
+    } else {
+      load_single(tile, rows, stride, valid, thread);
+    }
+  }
+
+  // Nothing copies single 16-bit elements asynchronously: many are under way before the first of them is stored.
+  DEVICE static void load_single(T* tile, const T* rows, int64 stride, int valid, int thread) {
+    constexpr int kAtOnce = 16;
+    for (int base = thread; base < kRows * kPadded; base += kAtOnce * kThreads) {
+      T piece[kAtOnce];
+      UNROLL for (int n = 0; n < kAtOnce; n++) {
+        const int row = (base + n * kThreads) / kPadded;
+        const int column = (base + n * kThreads) % kPadded;
+        piece[n] = row < kRows && row < valid && column < kColumns ? rows[row * stride + column] : T{};
       }
-    });
+      UNROLL for (int n = 0; n < kAtOnce; n++) {
+        const int row = (base + n * kThreads) / kPadded;
+        if (row < kRows) tile[row * kPitch + (base + n * kThreads) % kPadded] = piece[n];
+      }
+    }
   }
 
   DEVICE static void store(T* rows, int64 stride, int valid, const T* tile, int thread) {

@@ -16,7 +16,7 @@ from rawattn._bench import grids, machine, measure, ours, peers
 from rawattn._bench.cases import Case
 from rawattn._bench.contender import Contender, Inputs
 from rawattn._bench.grids import CUDNN, FA2, FA4
-from rawattn._bench.report import Figure, Result
+from rawattn._bench.report import Figure
 from rawattn._bench.timing import Clock, Entrant, EventClock, Timing, race
 
 BFLOAT16, FLOAT16, SAME_VALUES = "bfloat16", "float16", "float16 of bfloat16 values"
@@ -28,12 +28,12 @@ _PEERS = {"forward": (CUDNN, FA4), "backward": (FA2,)}
 
 def figures(verb: str, dtype: str, peers: Sequence[str]) -> list[Figure]:
     """Ours and some of the peers, case by case, whatever the dtype of the run. verb: forward or backward."""
-    events, sensors = EventClock(), machine.Sensors()
-    l2_bytes = machine.facts(sensors)["l2_bytes"]
+    events = EventClock()
+    l2_bytes = machine.facts(machine.Sensors())["l2_bytes"]
     contenders = _contenders(verb, set(peers).intersection(_PEERS[verb]))
     found = []
     for case in cases(verb):
-        found += case_figures(case, contenders, make_inputs(case, l2_bytes), events, sensors.read)
+        found += case_figures(case, contenders, make_inputs(case, l2_bytes), events)
     return found
 
 
@@ -69,27 +69,25 @@ def case_figures(
     contenders: Sequence[Contender],
     inputs: Mapping[str, Sequence[Inputs]],
     events: Clock,
-    read: measure.Read,
 ) -> list[Figure]:
-    """Ratios of one race, then our clock and power. A peer that raises is left out; what ours raises is raised."""
+    """Ratios of one race. A peer that raises is left out; what ours raises is raised."""
     sides = [
-        (contender, kind, Result())
+        (contender, kind)
         for contender in contenders
         for kind in (inputs if contender.ours else (BFLOAT16, FLOAT16))
     ]
     entrants: dict[str, Entrant] = {}
-    for contender, kind, result in sides:
-        during = measure.noting(result, read)
+    for contender, kind in sides:
         try:
-            entrant = measure.enter(case, contender, inputs[kind], events, during)[0]
+            entrant = measure.enter(case, contender, inputs[kind], events)[0]
         except Exception:  # a peer that is missing, or cannot do this case, must not end the run
             if contender.ours:
                 raise
         else:
             entrants[f"{contender.name}, {kind}"] = entrant
     outcome = race(entrants)
-    ratios, evidence = [], []
-    for contender, kind, result in sides:
+    ratios = []
+    for contender, kind in sides:
         name = contender.name
         timing, base = (outcome.get(f"{name}, {one}") for one in (kind, BFLOAT16))
         if isinstance(timing, Exception) and contender.ours:
@@ -97,8 +95,4 @@ def case_figures(
         if kind != BFLOAT16 and isinstance(timing, Timing) and isinstance(base, Timing):
             what = f"{name}, FLOP/s: {kind} / {BFLOAT16}, {case.name}"
             ratios.append(Figure(what, base.seconds / timing.seconds, "x"))
-        read_off = (("SM clock", result.sm_mhz, "MHz"), ("power", result.watts, "W"))
-        for what, value, unit in read_off:
-            if contender.ours and value is not None:
-                evidence.append(Figure(f"{name}, {what}: {kind}, {case.name}", value, unit))
-    return [*ratios, *evidence]
+    return ratios

@@ -129,7 +129,7 @@ def measure_case(
             continue
         try:
             entrant, result.first_seconds, returned = enter(
-                case, contender, inputs, events, noting(result, read)
+                case, contender, inputs, events, _noting(result, read)
             )
             arrays = contender.read(case, returned)
             result.reason = disagreement(arrays, first)
@@ -159,7 +159,7 @@ def enter(
     contender: Contender,
     inputs: Sequence[Inputs],
     events: Clock,
-    during: Callable[[], None],
+    during: Callable[[], None] | None = None,
 ) -> tuple[Entrant, float, Any]:
     """A contender ready to race: its first call, with whatever that compiles, is done. Its seconds, and its result."""
     clock = contender.clock(events)
@@ -170,9 +170,7 @@ def enter(
     return entrant, seconds, returned
 
 
-def noting(result: Result, read: Read) -> Callable[[], None]:
-    """What reads the sensors into a result."""
-
+def _noting(result: Result, read: Read) -> Callable[[], None]:
     def note() -> None:
         if (reading := read()) is not None:
             for name, value in asdict(reading).items():

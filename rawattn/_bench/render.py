@@ -137,14 +137,9 @@ def _whole(value: float | None) -> str:
 
 def _figures(report: Report) -> list[tuple[str, str]]:
     return [
-        (figure.name, f"{_short(figure.value)} {figure.unit}".strip())
+        (figure.name, f"{figure.value:.3g} {figure.unit}".strip())
         for figure in (*report.divided(), *report.cost(DETERMINISTIC), *report.figures)
     ]
-
-
-def _short(value: float) -> str:
-    # Three digits, but no power of ten: a clock is 1755 MHz, not 1.76e+03.
-    return _whole(value) if value >= 1000 else f"{value:.3g}"
 
 
 def _legend(report: Report) -> list[str]:

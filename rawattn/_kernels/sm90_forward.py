@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -22,7 +24,8 @@ SECTION_BYTES = 128 << 20
 # Keys of a sequence from which on the tiles of the table "long" are the faster ones: more work a tile, less often begun.
 LONG_SEQLEN = 8192
 
-# Keys of a sequence from which on it pays to copy q, k and v where this kernel cannot read them as they lie.
+# Keys of a sequence from which on it pays to copy q, k and v where this kernel cannot read them as they lie
+# (docs/notes/hopper-forward.md).
 REPACK_SEQLEN = 1024
 
 # Registers of a multiprocessor, and of a thread what setmaxnreg counts in.
@@ -53,7 +56,7 @@ class Config:
 
     @property
     def tile_rows(self) -> int:
-        return tile_rows(self.consumers)
+        return rows_of(self.consumers)
 
     @property
     def tile_q(self) -> int:
@@ -124,7 +127,8 @@ class Config:
         return " ".join(["sm90 forward", self.element, _source.dims(self), tile, *traits])
 
 
-def tile_rows(consumers: int) -> int:
+def rows_of(consumers: int) -> int:
+    """Of a tile, over all its heads."""
     return 64 * consumers
 
 
@@ -137,12 +141,12 @@ def choose(
 ) -> Config | None:
     """The configuration for `problem`, or None where this kernel does not apply: the portable one does then.
 
-    It applies on compute capability 9.0, in 16 bits; where `repacked` names arrays, from sequences of `REPACK_SEQLEN` on.
+    It applies on compute capability 9.0, in 16 bits; where `repacked` names arrays, only if their copies pay.
     strides: of q, k, v and out, in bytes; pointers: all addresses OR-ed together.
     """
     if arch != ARCH or problem.dtype == "float32":
         return None
-    if repacked(problem, strides, pointers) and problem.max_seqlen_k < REPACK_SEQLEN:
+    if repacked(problem, strides, pointers) and not _repacking_pays(problem, strides, pointers):
         return None
     if (
         min(problem.batch, problem.rows_q, problem.rows_k) == 0
@@ -160,7 +164,7 @@ def choose(
                 headdim=problem.headdim,
                 headdim_v=problem.headdim_v,
                 **row.fields,
-                heads_per_tile=heads_per_tile(problem, tile_rows(row.fields["consumers"])),
+                heads_per_tile=heads_per_tile(problem, rows_of(row.fields["consumers"])),
                 ragged=problem.ragged,
                 packed=problem.group,
                 **_source.masks(problem),
@@ -181,6 +185,17 @@ def repacked(
         for name, each in strides.items()
         if name != "out"
         and (pointers % 16 or any(stride % 16 for stride in _real(problem, name, each)))
+    )
+
+
+def _repacking_pays(
+    problem: Problem, strides: Mapping[str, tuple[int, ...]], pointers: int
+) -> bool:
+    # Copies 2 bytes wide, which the portable kernel would make of every tile, cost it most of its speed.
+    together = functools.reduce(operator.or_, (x for each in strides.values() for x in each[:-1]))
+    return (
+        problem.max_seqlen_k >= REPACK_SEQLEN
+        or _source.copy_bytes(problem, together, pointers) == 2
     )
 
 

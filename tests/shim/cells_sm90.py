@@ -56,7 +56,7 @@ class Sm90Cell(Cell):
             return config
         registers = {2: 232, 3: 160, 4: 112}[self.shape.consumers]
         heads = sm90_forward.heads_per_tile(
-            self.call.problem, sm90_forward.tile_rows(self.shape.consumers)
+            self.call.problem, sm90_forward.rows_of(self.shape.consumers)
         )
         return replace(
             config,
