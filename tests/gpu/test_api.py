@@ -137,12 +137,14 @@ class TestTwoDevices:
 
     def test_arrays_on_two_devices_are_refused(self) -> None:
         call = good_call(CUPY)
+        out_shape = (*call["q"].shape[:3], call["v"].shape[3])
         with cupy.cuda.Device(1):
             there = good_call(CUPY)
+            out = cupy.empty(out_shape, call["q"].dtype)
         with pytest.raises(ValueError, match=r"^k: .*GPU 1.*GPU 0"):
             rawattn.attention(call["q"], there["k"], call["v"])
         with pytest.raises(ValueError, match=r"^out: .*GPU 1"):
-            rawattn.attention(**call, out=cupy.empty_like(there["q"]))
+            rawattn.attention(**call, out=out)
         with cupy.cuda.Device(1):
             lengths = cupy.asarray([5, 5])
         with pytest.raises(ValueError, match=r"GPU 1.*GPU 0"):

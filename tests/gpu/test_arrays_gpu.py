@@ -510,8 +510,9 @@ def test_jax_on_the_second_gpu(jax: Any, second_gpu: int) -> None:
     array = on_gpu(jax, np.full(SIZE, 3, np.float32), second_gpu)
     view = import_array("q", array)
     assert (view.device, view.array.data.ptr) == (second_gpu, array.unsafe_buffer_pointer())
+    before = cupy.cuda.runtime.getDevice()  # JAX makes the device of its work the current one
     with on_stream_of(array, "jax") as current, cupy.cuda.Device(second_gpu):
         result = export_array(view.array + 1, "jax", current)
+    assert cupy.cuda.runtime.getDevice() == before
     assert result.devices() == array.devices()
     assert bool((result == 4).all())
-    assert cupy.cuda.runtime.getDevice() == 0
