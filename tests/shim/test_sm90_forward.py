@@ -37,11 +37,14 @@ WINDOWS = (
 
 
 def cells_of_curated() -> Iterable[Sm90Cell]:
-    """The tile of the table, or small tiles."""
-    shapes = itertools.cycle((None, SMALL, LATE))
+    """The tile of the table or small tiles in turn, the same for cases that are one kernel."""
+    kernels: dict[object, int] = {}
     for case in curated():
         if case.scores <= 160_000 and case.batch <= 200 and applies(case):
-            yield Sm90Cell(case=case, shape=SMALL if case.batch > 100 else next(shapes))
+            n = kernels.setdefault(Sm90Cell(case=case).config, len(kernels))
+            yield Sm90Cell(
+                case=case, shape=SMALL if case.batch > 100 else (None, SMALL, LATE)[n % 3]
+            )
 
 
 def cells_of_edges() -> Iterable[Sm90Cell]:
