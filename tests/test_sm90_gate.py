@@ -24,16 +24,7 @@ def test_no_spills_and_no_serialised_products(source: _compile.Source) -> None:
     assert not gate.serialised(cubin.log)
 
 
-# Disassembling takes longer than compiling, and float16 differs from bfloat16 in the type of its products alone.
-TWINS = {
-    source.summary.replace("bfloat16", "float16")
-    for source in VARIANTS
-    if "bfloat16" in source.summary
-}
-SCHEDULES = [source for source in VARIANTS if source.summary not in TWINS]
-
-
-@pytest.mark.parametrize("source", SCHEDULES, ids=lambda source: source.summary)
+@pytest.mark.parametrize("source", VARIANTS, ids=lambda source: source.summary)
 def test_exponentials_come_in_one_stretch(source: _compile.Source) -> None:
     """Behind the wait for P V, which holds the registers that they are converted into."""
     tool = gate.disassembler()
