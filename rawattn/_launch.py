@@ -104,6 +104,7 @@ class Forward(Launch):
             whole[0]["forward"] = packed[0]
             whole[0]["row_bound_q"] = sm90_forward.row_bound(problem.rows_q)
             whole[0]["row_bound_k"] = sm90_forward.row_bound(problem.rows_k)
+            whole[0]["kept_tiles"] = sm90_forward.kept_tiles(problem, persistent, self._blocks)
             self._template = whole.tobytes()
 
         self._padding: bytes | None = None

@@ -145,15 +145,15 @@ def is_capturing(handle: int) -> bool:
 
 
 def order(before: int, after: int, device: int) -> None:
-    """Makes stream `after` wait for all that stream `before` of `device` has been given."""
+    """Makes stream `after` of `device` wait for all that its stream `before` has been given."""
     if before == after or is_capturing(before) != is_capturing(after):
         return
     import cupy
 
-    with cupy.cuda.Device(device):
+    with cupy.cuda.Device(device):  # handle 0 is the legacy stream of whichever device is current
         event = cupy.cuda.Event(disable_timing=True)
-    cupy.cuda.runtime.eventRecord(event.ptr, before)
-    cupy.cuda.runtime.streamWaitEvent(after, event.ptr, 0)
+        cupy.cuda.runtime.eventRecord(event.ptr, before)
+        cupy.cuda.runtime.streamWaitEvent(after, event.ptr, 0)
 
 
 class Borrowed:
@@ -190,7 +190,7 @@ def _free_after(stream: Any, device: int, owner: object) -> None:
 
     with cupy.cuda.Device(device):
         event = cupy.cuda.Event(block=True, disable_timing=True)
-    event.record(stream)
+        event.record(stream)
     _start_freeing()
     _dying.put((event, owner))
 

@@ -28,6 +28,8 @@ DEVICE QueryRange queries_seeing(const VisibleKeys<kLeft, kRight, kTopLeft, kTil
 
 // The probability of a score, anew. In float32 the difference is taken before the change to base 2: that keeps the
 // digits which a large score and a large lse share, for one more instruction.
+//
+// An lse of -inf makes it inf: such a row sees no key, and what it does not see is replaced afterwards.
 template <class T>
 struct Probability {
   static constexpr float kLog2E = 1.4426950408889634f;

@@ -44,6 +44,7 @@ struct Sm90ForwardParams {
   ForwardParams forward;
   unsigned* next_work;           // a counter of work handed out and one of blocks done; zero between launches
   int row_bound_q, row_bound_k;  // ragged only: where the row axes of the tensor maps end
+  int kept_tiles;                // of each head of a causal dense batch: the shortest, which come last of all
 };
 
 struct BackwardParams {

@@ -36,8 +36,11 @@ DEVICE int place_of(const int* first_tile, int batch, int tile) {
 //
 // Where there is no such sequence, some other one is found: leaving early instead costs the backward, which fills all
 // registers, a hundred bytes of spills and up to a tenth of its speed.
+//
+// kept: tiles of each head of a dense batch that do not come here.
 template <bool kRagged, int kTile, class Work>
-DEVICE void find_sequence(const ForwardParams& p, const Side& tiled, int heads, int64& index, Work& work) {
+DEVICE void find_sequence(const ForwardParams& p, const Side& tiled, int heads, int64& index, Work& work,
+                          int kept = 0) {
   if constexpr (kRagged) {
     const int tile = static_cast<int>(index / heads);
     work.exists = tile < p.first_tile[p.batch];
@@ -49,7 +52,7 @@ DEVICE void find_sequence(const ForwardParams& p, const Side& tiled, int heads, 
   } else {
     work.q = {0, static_cast<int>(p.q_side.rows)};
     work.k = {0, static_cast<int>(p.k_side.rows)};
-    const int64 blocks = (tiled.rows + kTile - 1) / kTile * heads;
+    const int64 blocks = ((tiled.rows + kTile - 1) / kTile - kept) * heads;
     work.sequence = static_cast<int>(index / blocks);
     work.exists = work.sequence < p.batch;
     index -= work.sequence * blocks;
@@ -73,15 +76,37 @@ DEVICE HeadTile find_head(int64 index, int tiles, int nheads_kv, int group, int 
   return {first_head + static_cast<int>(index % heads), static_cast<int>(index / heads)};
 }
 
-// A tile is kTileQ rows of each of kHeads neighbouring heads; the work's head is the first of them.
-template <bool kRagged, bool kLongestTileLast, int kTileQ, int kHeads = 1>
-DEVICE Work find_work(const ForwardParams& p, int64 index) {
+// Work of a dense batch among the `kept` first tiles of every head of every sequence, the longest first.
+template <int kTileQ, int kHeads>
+DEVICE Work find_kept(const ForwardParams& p, int64 index, int kept) {
+  const int nheads = p.nheads_q / kHeads;
+  const int64 heads = int64(p.batch) * nheads;
+  const int head = static_cast<int>(index % heads);
   Work work;
-  find_sequence<kRagged, kTileQ>(p, p.q_side, p.nheads_q / kHeads, index, work);
+  work.exists = index < heads * kept;
+  work.sequence = head / nheads;
+  work.head = head % nheads * kHeads;
+  work.tile = kept - 1 - static_cast<int>(index / heads);
+  work.q = {0, static_cast<int>(p.q_side.rows)};
+  work.k = {0, static_cast<int>(p.k_side.rows)};
+  return work;
+}
+
+// A tile is kTileQ rows of each of kHeads neighbouring heads; the work's head is the first of them. kept: tiles of each
+// head that come after the others of all heads, the first ones; only in dense batches whose longest tile is the last.
+template <bool kRagged, bool kLongestTileLast, int kTileQ, int kHeads = 1>
+DEVICE Work find_work(const ForwardParams& p, int64 index, int kept = 0) {
+  if constexpr (!kRagged && kLongestTileLast) {
+    const int64 heads = int64(p.batch) * (p.nheads_q / kHeads);
+    const int64 before = heads * ((p.q_side.rows + kTileQ - 1) / kTileQ - kept);
+    if (kept > 0 && index >= before) return find_kept<kTileQ, kHeads>(p, index - before, kept);
+  }
+  Work work;
+  find_sequence<kRagged, kTileQ>(p, p.q_side, p.nheads_q / kHeads, index, work, kept);
   if (!work.exists) return work;
   const int tiles = (work.q.length + kTileQ - 1) / kTileQ;
   const int group = p.nheads_q / p.nheads_kv / kHeads;
-  const HeadTile place = find_head(index, tiles, p.nheads_kv, group, work.k.length, p.section_keys);
+  const HeadTile place = find_head(index, tiles - kept, p.nheads_kv, group, work.k.length, p.section_keys);
   work.head = place.head * kHeads;
   work.tile = place.tile;
   work.exists = work.tile < tiles;  // unchecked lengths can make a schedule that does not add up

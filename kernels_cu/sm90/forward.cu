@@ -130,7 +130,8 @@ DEVICE void produce(const Sm90ForwardParams& p, SharedMemory& s, const ptx::Tens
   int64 index = target::block_index();
   for (;;) {
     ptx::mbarrier_wait(&s.work_empty[slot.slot], slot.parity ^ 1);
-    const Work& work = s.work[slot.slot] = find_work<kRagged, kRight, kTileQ, kHeadsPerTile>(p.forward, index);
+    const Work& work = s.work[slot.slot] =
+        find_work<kRagged, kRight, kTileQ, kHeadsPerTile>(p.forward, index, p.kept_tiles);
     ptx::mbarrier_arrive(&s.work_full[slot.slot]);
     slot.advance();
     if (!work.exists) break;

@@ -83,19 +83,24 @@ struct RowCopy {
     }
   }
 
-  // Nothing copies single 16-bit elements asynchronously: many are under way before the first of them is stored.
+  // Nothing copies single 16-bit elements asynchronously: several are under way before the first of them is stored.
+  // Down a column, so that the address advances by one addition.
   DEVICE static void load_single(T* tile, const T* rows, int64 stride, int valid, int thread) {
-    constexpr int kAtOnce = 16;
-    for (int base = thread; base < kRows * kPadded; base += kAtOnce * kThreads) {
-      T piece[kAtOnce];
-      UNROLL for (int n = 0; n < kAtOnce; n++) {
-        const int row = (base + n * kThreads) / kPadded;
-        const int column = (base + n * kThreads) % kPadded;
-        piece[n] = row < kRows && row < valid && column < kColumns ? rows[row * stride + column] : T{};
-      }
-      UNROLL for (int n = 0; n < kAtOnce; n++) {
-        const int row = (base + n * kThreads) / kPadded;
-        if (row < kRows) tile[row * kPitch + (base + n * kThreads) % kPadded] = piece[n];
+    constexpr int kAtOnce = 8;
+    const int first_row = thread / kPerRow;
+    const int64 step = kStep * stride;
+    UNROLL for (int column = thread % kPerRow; column < kPadded; column += kPerRow) {
+      const T* at = rows + first_row * stride + column;
+      for (int base = first_row; base < kRows; base += kAtOnce * kStep) {
+        T piece[kAtOnce];
+        UNROLL for (int n = 0; n < kAtOnce; n++) {
+          piece[n] = base + n * kStep < valid && column < kColumns ? *at : T{};
+          at += step;
+        }
+        UNROLL for (int n = 0; n < kAtOnce; n++) {
+          const int row = base + n * kStep;
+          if (row < kRows) tile[row * kPitch + column] = piece[n];
+        }
       }
     }
   }

@@ -81,7 +81,8 @@ def common_variants(arch: str, *, every: bool = False) -> list[Source]:
 
     The common ones are 16-bit, dense and packed, causal and full, at the usual head dims. `every` adds float32, windows,
     top-left alignment, scales that are not positive, narrow copies and head dims between the usual ones, and the backward's
-    kernels: each code path of each tile shape, not the product of all.
+    kernels: each code path of each tile shape, not the product of all. Of portable kernels that differ in nothing but the
+    16-bit type it leaves out one.
     """
     from rawattn._kernels import (
         fill_padding,
@@ -129,10 +130,11 @@ def common_variants(arch: str, *, every: bool = False) -> list[Source]:
             top_left=top_left,
             scale=scale,
         )
-        portable = portable_forward.choose(
-            problem, copy_bytes=copy_bytes, shared_limit=SHARED_LIMIT[arch]
-        )
-        sources.append(portable.source())
+        if not (every and dtype == "float16"):
+            portable = portable_forward.choose(
+                problem, copy_bytes=copy_bytes, shared_limit=SHARED_LIMIT[arch]
+            )
+            sources.append(portable.source())
         persistent = sm90_forward.choose(problem, arch=arch, strides={}, pointers=0)
         if persistent is not None:
             sources.append(persistent.source())
@@ -172,6 +174,7 @@ def common_variants(arch: str, *, every: bool = False) -> list[Source]:
             add("bfloat16", headdim, left=0, group=2)
             add("float16", headdim, ragged=True, right=0, group=12)
             add("float16", headdim, left=0, right=0, scale=-1.0)
+            add("bfloat16", headdim, left=0, right=0, scale=-1.0)
         add("bfloat16", 36, 36, copy_bytes=8, right=0, backward=True)
         add("bfloat16", 34, 66, copy_bytes=4, right=0, backward=True)
         add("bfloat16", 7, 1, copy_bytes=2, right=0, backward=True)

@@ -67,6 +67,7 @@ SM90_FORWARD = np.dtype(
         ("next_work", POINTER),
         ("row_bound_q", np.int32),
         ("row_bound_k", np.int32),
+        ("kept_tiles", np.int32),
     ],
     align=True,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,9 +18,12 @@ TILES = "sm90_forward"  # the file of its tile tables
 ARCH = "sm_90a"
 SHARED_LIMIT = 232448
 
-# Keys of one kv head whose K and V fill this much are scheduled together. More than the L2 cache on purpose: with all heads
-# in one section the longest tiles of all start first, which is worth more than the hits (docs/notes/hopper-forward.md).
-SECTION_BYTES = 128 << 20
+# K and V of this much are scheduled together. A fraction of the L2 cache: what is read from DRAM costs power, and power is
+# what bounds long calls (docs/notes/hopper-forward.md).
+SECTION_BYTES = 9 << 20
+
+# Longest tiles a block that the tiles kept for the end amount to.
+_KEPT_ROUNDS = 0.25
 
 # Keys of a sequence from which on the tiles of the table "long" are the faster ones: more work a tile, less often begun.
 LONG_SEQLEN = 8192
@@ -230,6 +234,19 @@ def heads_per_tile(problem: Problem, tile_rows: int) -> int:
         return whole and (rows <= 64 or rows % 64 == 0)
 
     return max(heads for heads in range(1, tile_rows // 16 + 1) if heads == 1 or fits(heads))
+
+
+def kept_tiles(problem: Problem, config: Config, blocks: int) -> int:
+    """Query tiles of each head that come after the others of all heads: the shortest, where causal tiles differ.
+
+    They fill the gaps that the last long ones leave. More of them balance better, and read more of K and V from DRAM.
+    """
+    if problem.ragged or problem.window_right is None or problem.window_left is not None:
+        return 0
+    tiles = -(-problem.rows_q // config.tile_q)
+    heads = problem.batch * problem.nheads_q // config.heads_per_tile
+    # The longest tile of a head is as long as it has tiles, the first n together are n^2 / 2 long.
+    return min(tiles, math.ceil(math.sqrt(2 * _KEPT_ROUNDS * blocks * tiles / heads)))
 
 
 def row_bound(rows: int) -> int:

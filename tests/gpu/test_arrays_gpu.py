@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import rawattn
 from rawattn import _streams
 from rawattn._arrays import (
     HOST,
@@ -504,6 +505,31 @@ def test_torch_on_the_second_gpu(torch: Any, second_gpu: int) -> None:
     side.synchronize()
     assert result.device == device
     assert bool((result == 4).all())
+
+
+def test_orders_streams_of_the_second_gpu(second_gpu: int) -> None:
+    """Also its legacy stream, whose handle, 0, means the current GPU's."""
+    with cupy.cuda.Device(second_gpu):
+        side = cupy.cuda.Stream(non_blocking=True)
+        counter = cupy.zeros(64 << 20, np.float32)
+        for _ in range(50):
+            counter += 1
+    assert cupy.cuda.runtime.getDevice() == 0
+    _streams.order(0, side.ptr, second_gpu)
+    with cupy.cuda.Device(second_gpu), side:
+        assert counter[-1:].get() == 50
+
+
+def test_jax_on_either_gpu_while_the_other_is_current(jax: Any, second_gpu: int) -> None:
+    rng = np.random.default_rng(0)
+    host = rng.standard_normal((3, 1, 40, 2, 16), dtype=np.float32)
+    expected = rawattn.attention(*host, backend="cpu")
+    for place, current in ((second_gpu, 0), (0, second_gpu)):
+        arrays = [on_gpu(jax, x, place) for x in host]
+        with cupy.cuda.Device(current):
+            out = rawattn.attention(*arrays)
+        assert out.devices() == arrays[0].devices()
+        np.testing.assert_allclose(np.asarray(out), expected, atol=1e-5)
 
 
 def test_jax_on_the_second_gpu(jax: Any, second_gpu: int) -> None:

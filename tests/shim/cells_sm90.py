@@ -36,6 +36,7 @@ class Sm90Cell(Cell):
     """blocks: how many the GPU holds at once; seed: one more order of turns and arrivals."""
 
     shape: Sm90Tiles | None = None
+    kept_tiles: int | None = None
     blocks: int = 2
     seed: int = 0
 
@@ -43,6 +44,7 @@ class Sm90Cell(Cell):
         knobs = [f"{self.case}"]
         knobs += [str(self.shape)] if self.shape else []
         knobs += [f"section{self.section_keys}"] if self.section_keys is not None else []
+        knobs += [f"kept{self.kept_tiles}"] if self.kept_tiles is not None else []
         knobs += [f"blocks{self.blocks}"] if self.blocks != 2 else []
         knobs += [f"seed{self.seed}"] if self.seed else []
         knobs += ["checked"] if self.checked else []
@@ -73,6 +75,7 @@ class Sm90Cell(Cell):
             blocks=self.blocks,
             exact_grid=not self.case.on_device,
             section_keys=self.section_keys,
+            kept_tiles=self.kept_tiles,
             fill=self.fill,
         )
 

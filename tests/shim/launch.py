@@ -121,6 +121,7 @@ class Forward:
         blocks: int,
         exact_grid: bool = True,
         section_keys: int | None = None,
+        kept_tiles: int | None = None,
         fill: bool = False,
     ) -> tuple[np.ndarray, np.ndarray | None]:
         """The same by Hopper's kernel, on a GPU that holds `blocks` of its blocks."""
@@ -133,6 +134,9 @@ class Forward:
         fields["next_work"] = next_work.address
         fields["row_bound_q"] = sm90_forward.row_bound(problem.rows_q)
         fields["row_bound_k"] = sm90_forward.row_bound(problem.rows_k)
+        if kept_tiles is None:
+            kept_tiles = sm90_forward.kept_tiles(problem, config, blocks)
+        fields["kept_tiles"] = kept_tiles
         maps = [
             np.array([encode(tensor._geometry, self.operands[name].address)])
             for name, tensor in zip(

@@ -94,6 +94,16 @@ def cells_of_sections() -> Iterable[Sm90Cell]:
             yield Sm90Cell(case=case, shape=SMALL, section_keys=section_keys)
 
 
+def cells_of_kept_tiles() -> Iterable[Sm90Cell]:
+    """Tiles that come after those of all heads and sequences: none, some, all, with heads in one section or more."""
+    case = dense("kept", 2, 200, 210, nheads_q=2, nheads_kv=2, headdim=16, causal=True)
+    group = dense("kept-group", 2, 150, 130, nheads_q=4, nheads_kv=2, headdim=16, causal=True)
+    for kept_tiles, section_keys in itertools.product((0, 1, 2), (1, 1 << 30)):
+        for each in (case, group):
+            yield Sm90Cell(case=each, shape=SMALL, section_keys=section_keys, kept_tiles=kept_tiles)
+    yield Sm90Cell(case=group, shape=SMALL, kept_tiles=3)
+
+
 def cells_of_groups() -> Iterable[Sm90Cell]:
     """Rows of a group's heads in one tile: whole and parts of a consumer's 64 rows, for every kind of mask."""
     lens = (5, 0, 41, 130, 16, 1), (33, 20, 0, 130, 97, 64)
@@ -187,6 +197,7 @@ CELLS = [
     *cells_of_shapes(),
     *cells_of_table(),
     *cells_of_sections(),
+    *cells_of_kept_tiles(),
     *cells_of_groups(),
     *cells_of_dims(),
     *cells_of_chance(),
@@ -198,3 +209,22 @@ CELLS = [
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_sm90_forward(cell: Sm90Cell, builder: Builder) -> None:
     verify(cell, builder)
+
+
+def test_tiles_are_kept_where_some_are_longer() -> None:
+    def kept(case: Case, blocks: int = 132) -> tuple[int, int]:
+        cell = Sm90Cell(case=case)
+        tiles = -(-cell.call.problem.rows_q // cell.config.tile_q)
+        return sm90_forward.kept_tiles(cell.call.problem, cell.config, blocks), tiles
+
+    causal = dense("causal", 1, 2000, 300, nheads_q=16, nheads_kv=16, causal=True)
+    few, tiles = kept(causal)
+    assert 0 < few < tiles
+    assert few < kept(causal, blocks=500)[0] <= tiles
+    assert kept(causal, blocks=10**6)[0] == tiles
+    for other in (
+        dense("full", 1, 2000, 300, nheads_q=16),
+        dense("window", 1, 2000, 300, nheads_q=16, window=(9, 0)),
+        ragged("ragged", (2000, 3), (300, 5), causal=True),
+    ):
+        assert kept(other)[0] == 0
