@@ -198,17 +198,22 @@ class FakeClock:
         return 1.5, call()
 
 
-def test_race_sizes_bursts_and_alternates():
+def test_race_sizes_bursts_and_takes_turns():
     clock = FakeClock()
     entrants = {
         "slow": timing.Entrant(lambda: 0.004, clock, burst_seconds=0.01),
         "fast": timing.Entrant(lambda: 0.001, clock, burst_seconds=0.01),
     }
-    results = timing.race(entrants, repeats=3)
+    results = timing.race(entrants, repeats=20)
     slow, fast = (0.004, 2), (0.001, 10)
     warm_up, measured = clock.log[:4], clock.log[4:]
     assert warm_up == [(0.004, 3), slow, (0.001, 3), fast]
-    assert measured == [slow, fast, fast, slow, slow, fast]
+    turns = list(zip(measured[::2], measured[1::2], strict=True))
+    assert len(turns) == 20
+    assert set(turns) == {
+        (slow, fast),
+        (fast, slow),
+    }  # each once a turn, now one first, now another
     assert results["slow"].seconds == pytest.approx(0.004)
     assert results["fast"].spread == 0.0
 
