@@ -3,7 +3,7 @@
 A burst is long enough that the host stays ahead of the GPU, and contenders take turns so that a
 change of clocks or temperature falls on all alike. The clock that a burst begins with is what the
 one before it, by its power, has left: so the order of every turn is drawn anew. With the same
-neighbours always, equal contenders differ by up to 3%. Times compare within one `race`, hardly
+neighbours always, equal contenders differed by up to 4%. Times compare within one `race`, hardly
 between.
 """
 
