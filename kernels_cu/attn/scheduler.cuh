@@ -4,8 +4,8 @@
 //   - sequences: the longest first (ragged batches), so that a long one never starts last;
 //   - inside a sequence, heads in sections whose K and V fit the L2 cache together;
 //   - inside a section, the query tile with the most visible keys first, its heads side by side.
-// A dense batch may keep the shortest tiles of all sequences and heads for the end, the longest of them first: they fill
-// the gaps that the last section leaves.
+// A dense batch may keep the shortest tiles of all sequences and heads for the end, the longest of them first: they
+// fill the gaps that the last section leaves.
 #pragma once
 
 #include "attn/params.cuh"
