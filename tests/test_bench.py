@@ -210,10 +210,7 @@ def test_race_sizes_bursts_and_takes_turns():
     assert warm_up == [(0.004, 3), slow, (0.001, 3), fast]
     turns = list(zip(measured[::2], measured[1::2], strict=True))
     assert len(turns) == 20
-    assert set(turns) == {
-        (slow, fast),
-        (fast, slow),
-    }  # each once a turn, now one first, now another
+    assert set(turns) == {(slow, fast), (fast, slow)}
     assert results["slow"].seconds == pytest.approx(0.004)
     assert results["fast"].spread == 0.0
 
