@@ -68,9 +68,9 @@ class Forward(Launch):
                 shared_limit=properties["MaxSharedMemoryPerBlockOptin"],
             )
         )
-        tiles = tile_count(lengths.q, problem.batch, self.config.tile_q, group=problem.group)
+        tiles = tile_count(lengths.q, problem.batch, self.config.schedule_rows, group=problem.group)
         heads = problem.nheads_q // (persistent.heads_per_tile if persistent else 1)
-        self._blocks = grid("q", tiles * heads, self.config.tile_q)
+        self._blocks = grid("q", tiles * heads, self.config.schedule_rows)
         # Operands that the Hopper kernel cannot read where they lie, by their place among q, k, v.
         self._repacks: list[tuple[int, Repack]] = []
         if persistent is not None and self._blocks:
@@ -88,7 +88,7 @@ class Forward(Launch):
         # The schedule, when the lengths are known once and for all.
         self._order: Any = None
         if problem.ragged and self._blocks and lengths.on_host:
-            self._order = self._lengths.schedule_once(self.config.tile_q)
+            self._order = self._lengths.schedule_once(self.config.schedule_rows)
             packed[0]["order"], packed[0]["first_tile"] = self._lengths.schedule_addresses(
                 self._order
             )
@@ -98,13 +98,14 @@ class Forward(Launch):
         self._maps: tuple[TensorMaps, ...] = ()
         self._counters: dict[int, Any] = {}
         if persistent is not None:
-            self._blocks = min(self._blocks, properties["MultiProcessorCount"])
+            clusters = min(self._blocks, properties["MultiProcessorCount"] // persistent.cluster)
+            self._blocks = clusters * persistent.cluster
             self._maps = _tensor_maps(problem, persistent, strides)
             whole = np.zeros(1, params.SM90_FORWARD)
             whole[0]["forward"] = packed[0]
             whole[0]["row_bound_q"] = sm90_forward.row_bound(problem.rows_q)
             whole[0]["row_bound_k"] = sm90_forward.row_bound(problem.rows_k)
-            whole[0]["kept_tiles"] = sm90_forward.kept_tiles(problem, persistent, self._blocks)
+            whole[0]["kept_tiles"] = sm90_forward.kept_tiles(problem, persistent, clusters)
             self._template = whole.tobytes()
 
         self._padding: bytes | None = None
@@ -152,7 +153,7 @@ class Forward(Launch):
         order = self._order
         if self._ragged:
             if order is None:
-                order = self._lengths.schedule(self.config.tile_q)
+                order = self._lengths.schedule(self.config.schedule_rows)
             _TABLES.pack_into(packed, _ORDER_AT, *self._lengths.schedule_addresses(order))
         counters = None
         if self._maps:

@@ -17,8 +17,9 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,7 @@ from tests.gpu.test_api import BAD_INTEGERS, check_bad_integers
 from tests.tiles import (
     TileShape,
     backward_tile_shapes,
+    clusters,
     repacking,
     shared_limit,
     tile_shapes,
@@ -54,10 +56,10 @@ class Step:
     case: Case
     shared_limit: int | None = None
     backward: bool = False
-    repacking: bool = False
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def run(self) -> None:
-        with shared_limit(self.shared_limit), repacking() if self.repacking else nullcontext():
+        with shared_limit(self.shared_limit), self.around():
             if self.backward:
                 gradients.verify(self.case, TightCuPy())
                 gradients.verify(self.case, TightCuPy(), deterministic=True)
@@ -107,7 +109,17 @@ def matrix() -> list[Step]:
         # Hopper's tiles for long sequences.
         cases.append(dense("long", 1, 70, LONG_SEQLEN + 9, **one, headdim=headdim, causal=True))
     steps += [Step(case) for case in cases]
-    steps += [Step(case, repacking=True) for case in repacked()]
+    steps += [Step(case, around=repacking) for case in repacked()]
+    for headdim in (128, 192, 256):
+        knobs = {"headdim": headdim, "nheads_kv": 1}
+        for case in (
+            dense("causal", 1, 400, 300, **knobs, nheads_q=1, causal=True),
+            ragged("group", (300, 0, 33), (30, 9, 200), **knobs, nheads_q=4, window=(60, 9)),
+            # Neither all tiles of a head are kept for the end, nor none.
+            dense("kept", 5, 600, 600, headdim=headdim, nheads_q=14, nheads_kv=14, causal=True),
+        ):
+            steps.append(Step(case, around=clusters))
+    steps.append(Step(dense("kept", 5, 600, 600, nheads_q=14, nheads_kv=14, causal=True)))
     return steps + [Step(case, backward=True) for case in cases if case.name not in FORWARD_ALONE]
 
 

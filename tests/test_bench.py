@@ -226,6 +226,8 @@ def test_a_call_too_short_to_see_is_still_bounded():
     clock = FakeClock()
     timing.race({"": timing.Entrant(lambda: 0.0, clock)}, repeats=1)
     assert clock.log[-1][1] == 200
+    timing.race({"": timing.Entrant(lambda: 0.0, clock, burst_seconds=0.1)}, repeats=1)
+    assert clock.log[-1][1] == 2000
 
 
 def test_who_raises_midway_is_out_and_the_others_finish():
@@ -843,6 +845,16 @@ def test_the_command_measures_shows_and_writes(pretend_gpu, capsys, tmp_path):
     assert f"| {case.name} | {rate} |" in markdown.read_text()
 
 
+def test_bursts_as_long_as_asked_for(pretend_gpu, capsys, tmp_path, monkeypatch):
+    clock, path = FakeClock(), tmp_path / "forward.json"
+    monkeypatch.setattr(measure, "EventClock", lambda: clock)
+    arguments = ["bench", "--filter", "window", "--repeats", "1", "--peers", "FA4"]
+    assert cli.main([*arguments, "--burst", "0.3", "--json", str(path)]) == 0
+    assert clock.log[-1] == (0.001, 300)
+    assert "median of 1 bursts of 0.3 s" in capsys.readouterr().out
+    assert Report.load(path).burst_seconds == 0.3
+
+
 def test_a_spent_budget_drops_peers_and_says_so(pretend_gpu, capsys):
     arguments = ["bench", "--filter", "dense D64", "--budget", "-1", "--repeats", "1"]
     assert cli.main(arguments) == 0
@@ -1065,6 +1077,8 @@ def test_listing_and_unknown_words(capsys):
     assert "no case has the words 'nonsense'" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         cli.main(["bench", "--repeats", "0"])
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "--burst", "0"])
 
 
 def test_nothing_heavy_is_imported_to_list():

@@ -14,7 +14,15 @@ import pytest
 
 from bench.tuning import tables
 from rawattn import _backends, _backends_backward
-from rawattn._kernels import SHARED_LIMIT, _tiles, only, portable_forward, selection, using_tiles
+from rawattn._kernels import (
+    SHARED_LIMIT,
+    _tiles,
+    only,
+    portable_forward,
+    selection,
+    sm90_forward,
+    using_tiles,
+)
 from rawattn._problem import describe
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -140,3 +148,15 @@ def test_a_prepared_call_belongs_to_its_tables(verb: str, monkeypatch: pytest.Mo
             call()
     assert len(made) == len(prepared) == 2
     assert made[0] != made[1]
+
+
+def test_clusters_where_every_block_has_queries():
+    def cluster(rows_q: int, rows_k: int) -> int:
+        q, k = (np.broadcast_to(np.float16(0), (1, rows, 1, 256)) for rows in (rows_q, rows_k))
+        config = sm90_forward.choose(describe(q, k, k)[0], arch="sm_90a", strides={}, pointers=0)
+        assert config is not None
+        return config.cluster
+
+    long = sm90_forward.LONG_SEQLEN
+    assert cluster(long, long) == 2
+    assert [cluster(1, long), cluster(long - 1, long), cluster(long, long - 1)] == [1, 1, 1]

@@ -64,6 +64,14 @@ def test_filters_say_why():
     assert smaller.present() == _tiles.table("portable_forward", "16bit")[2]
 
 
+def test_clusters_are_for_long_queries():
+    for table, taken in (("any", {1}), ("long", {1, 2}), ("left", {1})):
+        where = place("sm90_forward", 256, table=table)
+        rows, refused = candidates.generate(where, {"tile_k": 64, "stages": 2})
+        assert {row.fields["cluster"] for row in rows} == taken
+        assert bool(refused[candidates.NOT_TAKEN]) == (taken == {1})
+
+
 def test_registers_are_shared_out():
     possible = KERNELS["sm90_forward"].possible
     assert possible({"consumers": 2, "consumer_registers": 240, "tile_k": 64})
@@ -212,7 +220,7 @@ def search(tile_tables: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     monkeypatch.setattr(command, "require_gpu", lambda: None)
     path = tmp_path / "search.json"
     words = ["sm90_forward", "--headdim", "64", "--tables", "any", "--peers", "none"]
-    few = "consumers=3,stages=2,ping_pong=1,late_scaling=1,consumer_registers=160"
+    few = "consumers=3,stages=2,cluster=1,ping_pong=1,late_scaling=1,consumer_registers=160"
     assert command.main([*words, "--only", few, "--jobs", "1", "--json", str(path)]) == 0
     return path
 
@@ -225,7 +233,7 @@ def test_a_search_writes_its_winner_and_its_losers(
     capsys: pytest.CaptureFixture[str],
 ):
     (found,) = record.load(search)
-    fields = "consumers=3,stages=2,ping_pong=1,late_scaling=1,consumer_registers=160"
+    fields = "consumers=3,stages=2,cluster=1,ping_pong=1,late_scaling=1,consumer_registers=160"
     assert found.winner == f"tile_k=96,{fields}"
     assert found.present == candidates.label(_tiles.table("sm90_forward", "any")[0].fields)
     assert found.figure(found.winner).speed == pytest.approx(1.1)

@@ -1,10 +1,10 @@
-"""Tile shapes of the portable kernels, also those that only GPUs with less shared memory choose."""
+"""Tile shapes other than the GPU at hand would choose for a call: of smaller GPUs, of longer sequences, in clusters."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -13,10 +13,12 @@ import numpy as np
 from rawattn import _backends, _backends_backward
 from rawattn._kernels import (
     SHARED_LIMIT,
+    _tiles,
     only,
     portable_backward,
     portable_forward,
     sm90_forward,
+    using_tiles,
 )
 from rawattn._problem import Problem, describe
 from tests.cases import DTYPES
@@ -76,6 +78,20 @@ def repacking() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(sm90_forward, "REPACK_SEQLEN", 1))
         stack.enter_context(mock.patch.object(_backends, "_prepared", {}))
+        yield
+
+
+@contextmanager
+def clusters() -> Iterator[None]:
+    """Makes the blocks of Hopper's forward work in pairs, whatever the head dim and however few the queries."""
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(sm90_forward, "LONG_SEQLEN", 1))
+        for table in ("long", "left"):
+            rows = [
+                replace(row, shape=tuple({**row.fields, "cluster": 2}.items()))
+                for row in _tiles.table(sm90_forward.TILES, table)
+            ]
+            stack.enter_context(using_tiles(sm90_forward.TILES, table, rows))
         yield
 
 

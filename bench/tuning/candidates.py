@@ -14,6 +14,7 @@ from rawattn._kernels._tiles import Row
 from rawattn._problem import Problem
 
 SHARED_MEMORY, REGISTERS = "more shared memory than there is", "more registers than a thread has"
+NOT_TAKEN = "not for calls of this table"  # clusters, where there may be too few queries for them
 # Of a multiprocessor's shared memory a block takes this beside its own.
 _SHARED_OVERHEAD = 1024
 
@@ -97,6 +98,8 @@ def generate(place: Place, only: Mapping[str, int]) -> tuple[list[Row], Counter[
 def misfit(place: Place, row: Row) -> str:
     """Why a candidate is not worth compiling; nothing when it is."""
     config = place.config(row)
+    if any(getattr(config, name, value) != value for name, value in row.fields.items()):
+        return NOT_TAKEN
     blocks = row.fields.get("blocks_per_sm", 1)
     if (
         config.shared_bytes > place.shared_limit

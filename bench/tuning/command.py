@@ -14,7 +14,8 @@ from bench.tuning.kernels import KERNELS, Kernel
 from rawattn import _compile
 from rawattn._backends import gpu_available
 from rawattn._bench import peers
-from rawattn._cli.bench import require_gpu
+from rawattn._bench.timing import BURST_SECONDS
+from rawattn._cli.bench import duration, require_gpu
 from rawattn._kernels import SHARED_LIMIT, _tiles, sm90_forward
 
 _NOTES = Path(__file__).resolve().parents[2] / "docs" / "notes"
@@ -52,6 +53,13 @@ def parser() -> argparse.ArgumentParser:
         default=120.0,
         metavar="SECONDS",
         help="of timing for each row; the round under way is finished (default %(default).0f)",
+    )
+    add(
+        "--burst",
+        type=duration,
+        default=BURST_SECONDS,
+        metavar="SECONDS",
+        help="length of a turn (default %(default)g; 0.3 where power decides, as in long calls)",
     )
     add(
         "--spills",
@@ -101,6 +109,7 @@ def _run(args: argparse.Namespace) -> int:
         spills=args.spills,
         jobs=args.jobs,
         budget=args.budget,
+        burst_seconds=args.burst,
         peers=[peer for peer in peers.peers(kernel.verb) if peer.name in args.peers],
     )
     _check_fields(kernel, args.only or {})

@@ -55,7 +55,10 @@ class Racer:
         cases: Sequence[Case],
         peers: Sequence[Contender],
         dtype: str,
+        *,
+        burst_seconds: float,
     ) -> None:
+        self._burst_seconds = burst_seconds
         self._contenders = {name: contender(place, name, row) for name, row in rows.items()}
         self._present, self._cases, self._peers = present, cases, peers
         self._clock, self._sensors = EventClock(), machine.Sensors()
@@ -76,6 +79,7 @@ class Racer:
             found = measure_case(
                 *(case, wanted, inputs, self._clock, self._sensors.read, self._absent),
                 repeats=repeats,
+                burst_seconds=self._burst_seconds,
             )
             for name, result in found.items():
                 self.results.setdefault(name, {})[case.name] = result

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from rawattn._bench.report import Result
+from rawattn._bench.timing import BURST_SECONDS
 from rawattn._cli import table
 
 
@@ -43,6 +44,7 @@ class Search:
     present: str
     device: str = ""
     date: str = ""
+    burst_seconds: float = BURST_SECONDS
     winner: str = ""
     spent: bool = False  # the budget ended the search before its last round
     refused: dict[str, int] = field(default_factory=dict)
@@ -123,7 +125,8 @@ def note(search: Search) -> str:
     header, rows = _cells(search)
     lines = [
         f"\n## Search: {search.name}, {search.device}, {search.date[:10]}",
-        f"`bench/tune.py`; speed over the choice of that day ({search.present}), TFLOP/s by case; all in turns. "
+        f"`bench/tune.py`; speed over the choice of that day ({search.present}), TFLOP/s by case; all in turns "
+        f"of {search.burst_seconds:g} s. "
         f"{refusals(search).capitalize()}. {_outcome(search)}.",
         "",
     ]

@@ -15,6 +15,7 @@ from bench.tuning.racing import Racer
 from bench.tuning.record import Figure, Search
 from rawattn._bench.cases import Case, select
 from rawattn._bench.contender import Contender
+from rawattn._bench.timing import BURST_SECONDS
 from rawattn._cli.progress import Progress
 from rawattn._kernels._tiles import Row
 
@@ -29,6 +30,7 @@ class Options:
     spills: int = 0
     jobs: int = 1
     budget: float = 120.0
+    burst_seconds: float = BURST_SECONDS
     peers: Sequence[Contender] = ()
 
 
@@ -94,8 +96,12 @@ def measure(where: Place, search: Search, rows: Mapping[str, Row], options: Opti
     """Fills in what the GPU says."""
     measured = chosen_cases(where, options)
     search.flops = {case.name: case.flops for case in measured}
+    search.burst_seconds = options.burst_seconds
     search.date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    racer = Racer(where, rows, search.present, measured, options.peers, options.dtype)
+    racer = Racer(
+        *(where, rows, search.present, measured, options.peers, options.dtype),
+        burst_seconds=options.burst_seconds,
+    )
     search.device = racer.device
     started = time.monotonic()
 

@@ -9,8 +9,8 @@
 //   dk       dP^T = V dO^T     dS = P (dP - delta)           dK += dS^T Q        memory atomically
 //
 // P goes from the first half to the second through shared memory, dS to all. A wave owns kKeyBlocks * 16 keys, and with
-// kColumnWaves > 1 only a share of the queries of S and of the columns of the gradient. The half that owns dk, which has
-// no exponentials, also copies the next queries and douts.
+// kColumnWaves > 1 only a share of the queries of S and of the columns of the gradient. The half that owns dk, which
+// has no exponentials, also copies the next queries and douts.
 #include "attn/gradient.cuh"
 #include "attn/key_scheduler.cuh"
 #include "attn/params.cuh"
@@ -187,8 +187,7 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
     CopyQ::load(elements + kQueriesAt + tile.stage * kTileQ * kPitch,
                 q + tile.head * f.q_strides.head + row * f.q_strides.row, f.q_strides.row, valid, part);
     CopyDout::load(elements + kDoutsAt + tile.stage * kTileQ * kPitch,
-                   dout + tile.head * p.dout_strides.head + row * p.dout_strides.row, p.dout_strides.row, valid,
-                   part);
+                   dout + tile.head * p.dout_strides.head + row * p.dout_strides.row, p.dout_strides.row, valid, part);
     // Rows past the end get 0 for both: their queries and douts are 0, and so is all that comes of them.
     for (int i = part; i < 2 * kTileQ; i += kRoleThreads) {
       const int at = i % kTileQ;

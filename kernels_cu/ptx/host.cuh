@@ -1,5 +1,5 @@
 // Hopper's instructions for tests: each hands what it is given to the machine of tests/shim, which does what the PTX
-// manual says, only later and less forgivingly (tests/shim/mbarrier.cpp, tensor_copy.cpp, wgmma.cpp).
+// manual says, only later and less forgivingly (tests/shim/mbarrier.cpp, tensor_copy.cpp, warp_group.cpp).
 #pragma once
 
 #include "ptx/descriptor.cuh"
@@ -19,7 +19,8 @@ struct alignas(64) TensorMap {
   unsigned long long strides[4];
   unsigned box[5];
   unsigned itemsize;
-  unsigned long long unused[3];
+  long long origin;  // bytes from the array's first element to the map's: no memory of ours if it is not 0
+  unsigned long long unused[2];
 };
 static_assert(sizeof(TensorMap) == 128, "the size of the driver's");
 
@@ -33,7 +34,13 @@ void fence_mbarrier_init();
 // Announces `bytes` if any, then arrives.
 void mbarrier_arrive(void* barrier, unsigned bytes);
 void mbarrier_wait(void* barrier, unsigned parity);
-void copy_tensor(void* shared, const ptx::TensorMap& map, void* barrier, const int (&coordinates)[5]);
+int cluster_rank();
+void meet_cluster();
+// Both reach what lies at the same place in the block `rank` of the cluster.
+void mbarrier_arrive_at(void* barrier, int rank);
+void send(void* to, unsigned x, void* barrier, int rank);
+// To this block, or to the first `receivers` of the cluster.
+void copy_tensor(void* shared, const ptx::TensorMap& map, void* barrier, const int (&coordinates)[5], int receivers);
 void set_registers(const char* name, int count);
 
 // A product of a warp group as one thread asks for it: 64 x columns, 16 deep.
@@ -72,6 +79,11 @@ DEVICE void mbarrier_arrive(Mbarrier* barrier) { host::mbarrier_arrive(barrier, 
 DEVICE void mbarrier_arrive_expect(Mbarrier* barrier, unsigned bytes) { host::mbarrier_arrive(barrier, bytes); }
 DEVICE void mbarrier_wait(Mbarrier* barrier, unsigned parity) { host::mbarrier_wait(barrier, parity); }
 
+DEVICE int cluster_rank() { return host::cluster_rank(); }
+DEVICE void cluster_sync() { host::meet_cluster(); }
+DEVICE void mbarrier_arrive_at(Mbarrier* barrier, int rank) { host::mbarrier_arrive_at(barrier, rank); }
+DEVICE void send(unsigned* to, unsigned x, Mbarrier* barrier, int rank) { host::send(to, x, barrier, rank); }
+
 template <int kRegisters>
 DEVICE void setmaxnreg_dec() {
   host::set_registers("setmaxnreg_dec", kRegisters);
@@ -82,9 +94,10 @@ DEVICE void setmaxnreg_inc() {
 }
 
 DEVICE void prefetch_tensormap(const TensorMap*) {}
+template <int kReceivers = 1>
 DEVICE void copy_tensor_5d(void* shared, const TensorMap* map, Mbarrier* barrier, int c0, int c1, int c2, int c3,
                            int c4) {
-  host::copy_tensor(shared, *map, barrier, {c0, c1, c2, c3, c4});
+  host::copy_tensor(shared, *map, barrier, {c0, c1, c2, c3, c4}, kReceivers);
 }
 
 DEVICE void wgmma_fence() { host::wgmma_fence(); }

@@ -5,6 +5,7 @@
 #include "ptx/host.cuh"
 #else
 #include "ptx/barrier.cuh"
+#include "ptx/cluster.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/tma.cuh"

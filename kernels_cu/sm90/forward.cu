@@ -5,171 +5,14 @@
 // scores of tile n are masked and related to their references; its exponentials meet the products of other consumers.
 // With kPingPong consumers take turns at issuing products, so that they do not all want the same unit at once. The next
 // tile's queries, keys and values travel while this one's output is stored.
-#include "attn/late_softmax.cuh"
-#include "attn/params.cuh"
-#include "attn/scheduler.cuh"
-#include "attn/sequence.cuh"
-#include "attn/softmax.cuh"
-#include "attn/visible.cuh"
-#include "ptx/ptx.cuh"
-#include "target/target.cuh"
-#include "tile/copy.cuh"
+//
+// Blocks of a cluster (kCluster > 1) work on neighbouring query tiles at the same time, and load keys and values for
+// each other: half of what a block needs is read from L2 by its neighbour.
+#include "sm90/forward_block.cuh"
+#include "sm90/forward_producer.cuh"
 #include "tile/transpose.cuh"
 
 namespace forward {
-
-using namespace config;
-using M = target::Mma<Element>;
-using C = target::Accumulator;
-
-constexpr int kGroup = 128;  // threads of a warp group
-constexpr int kThreads = kGroup * (1 + kConsumers);
-// A tile is kTileQ query rows of each of kHeadsPerTile neighbouring heads with the same keys: one head after the other.
-constexpr int kTileRows = 64 * kConsumers;
-constexpr int kTileQ = kTileRows / kHeadsPerTile;
-static_assert(kTileQ * kHeadsPerTile == kTileRows && kTileQ % 16 == 0, "a warp's 16 rows are those of one head");
-constexpr int kKeyBlocks = kTileK / 16;
-constexpr int kColumns = 64;  // of a 128-byte swizzled block
-constexpr int kDepthQk = round_up(kHeadDim, 16);
-constexpr int kDepthV = round_up(kHeadDimV, 16);
-constexpr int kBlocksQk = round_up(kHeadDim, kColumns) / kColumns;
-constexpr int kBlocksV = round_up(kHeadDimV, kColumns) / kColumns;
-constexpr int kOutBlocks = kDepthV / 16;
-
-constexpr int kQueryBytes = kBlocksQk * kTileRows * 128;
-constexpr int kKeyBytes = kBlocksQk * kTileK * 128;
-constexpr int kValueBytes = kBlocksV * kTileK * 128;
-
-using Qk = ptx::Wgmma<Element, kTileK>;
-using Pv = ptx::Wgmma<Element, kDepthV>;
-using Visible = VisibleKeys<kLeft, kRight, kTopLeft, kTileK>;
-template <bool kLate>
-struct SoftmaxOf {
-  using Type = OnlineSoftmax<C, 1>;
-};
-template <>
-struct SoftmaxOf<true> {
-  using Type = LateOnlineSoftmax<C, 1>;
-};
-using Softmax = SoftmaxOf<kLateScaling>::Type;
-
-struct SharedMemory {
-  alignas(1024) unsigned char queries[kQueryBytes];
-  unsigned char keys[kStages][kKeyBytes];
-  unsigned char values[kStages][kValueBytes];
-  ptx::Mbarrier keys_full[kStages], keys_empty[kStages], values_full[kStages], values_empty[kStages];
-  ptx::Mbarrier queries_full, queries_empty;
-  // Two slots: the producer decides on the next work while the consumers are busy with this one.
-  ptx::Mbarrier work_full[2], work_empty[2];
-  Work work[2];
-};
-static_assert(sizeof(SharedMemory) <= kSharedBytes, "the host reserves enough");
-
-enum NamedBarrier { kTurn = 1 };  // kTurn + c: consumer c may issue its products
-
-// A place in a ring of kSlots whose barriers flip parity at each round.
-template <int kSlots>
-struct Ring {
-  int slot = 0;
-  unsigned parity = 0;
-  DEVICE void advance() {
-    if (++slot == kSlots) {
-      slot = 0;
-      parity ^= 1;
-    }
-  }
-};
-
-// A row of the tile: its head, counted from the tile's first, and its query row, likewise.
-struct TileRow {
-  int head, row;
-};
-DEVICE TileRow tile_row(int n) {
-  if constexpr (kHeadsPerTile == 1) {
-    return {0, n};
-  } else {
-    return {n / kTileQ, n % kTileQ};
-  }
-}
-
-DEVICE TileRange tiles_of(const ForwardParams& p, const Work& work) {
-  const int first = work.tile * kTileQ;
-  const int last = (first + kTileQ < work.q.length ? first + kTileQ : work.q.length) - 1;
-  return tiles_seen(Visible(p, work.q.length, work.k.length), first, last);
-}
-
-// Coordinates of a sequence's rows in a tensor map. A ragged map has a row axis that ends where the sequence does,
-// whatever its length: the map's origin lies `bound` rows before the array, and a second row axis brings it back (see
-// rawattn/_kernels).
-struct MapRows {
-  int first, outer, batch;
-};
-DEVICE MapRows map_rows(const Work& work, const Span& span, int bound) {
-  if constexpr (kRagged) {
-    return {bound - span.length, static_cast<int>(span.start) + span.length, kPacked ? 0 : work.sequence};
-  } else {
-    return {0, 0, work.sequence};
-  }
-}
-
-template <int kBlocks, int kRows>
-DEVICE void load_rows(unsigned char* shared, const ptx::TensorMap* map, ptx::Mbarrier* barrier, const MapRows& rows,
-                      int row, int head) {
-  ptx::mbarrier_arrive_expect(barrier, kBlocks * kRows * 128);
-  UNROLL for (int b = 0; b < kBlocks; b++) {
-    ptx::copy_tensor_5d(shared + b * kRows * 128, map, barrier, b * kColumns, rows.first + row, head, rows.outer,
-                        rows.batch);
-  }
-}
-
-DEVICE void produce(const Sm90ForwardParams& p, SharedMemory& s, const ptx::TensorMap* q_map,
-                    const ptx::TensorMap* k_map, const ptx::TensorMap* v_map) {
-  Ring<kStages> keys, values;
-  Ring<2> slot;
-  unsigned queries_parity = 0;
-  int64 index = target::block_index();
-  for (;;) {
-    ptx::mbarrier_wait(&s.work_empty[slot.slot], slot.parity ^ 1);
-    const Work& work = s.work[slot.slot] =
-        find_work<kRagged, kRight, kTileQ, kHeadsPerTile>(p.forward, index, p.kept_tiles);
-    ptx::mbarrier_arrive(&s.work_full[slot.slot]);
-    slot.advance();
-    if (!work.exists) break;
-    const TileRange range = tiles_of(p.forward, work);
-    const int kv_head = work.head / (p.forward.nheads_q / p.forward.nheads_kv);
-    const MapRows q_rows = map_rows(work, work.q, p.row_bound_q);
-    const MapRows k_rows = map_rows(work, work.k, p.row_bound_k);
-    const auto load_values = [&](int n) {
-      ptx::mbarrier_wait(&s.values_empty[values.slot], values.parity ^ 1);
-      load_rows<kBlocksV, kTileK>(s.values[values.slot], v_map, &s.values_full[values.slot], k_rows,
-                                  range.tile(n) * kTileK, kv_head);
-      values.advance();
-    };
-#pragma unroll 1
-    for (int n = 0; n < range.count; n++) {
-      ptx::mbarrier_wait(&s.keys_empty[keys.slot], keys.parity ^ 1);
-      load_rows<kBlocksQk, kTileK>(s.keys[keys.slot], k_map, &s.keys_full[keys.slot], k_rows, range.tile(n) * kTileK,
-                                   kv_head);
-      keys.advance();
-      if (n == 0) {
-        ptx::mbarrier_wait(&s.queries_empty, queries_parity ^ 1);
-        queries_parity ^= 1;
-        load_rows<kBlocksQk, kTileRows>(s.queries, q_map, &s.queries_full, q_rows, work.tile * kTileQ, work.head);
-      } else {
-        load_values(n - 1);
-      }
-    }
-    // Not earlier: work goes to whoever is done first, and consumers are still busy with what is loaded.
-    const unsigned ticket = target::fetch_add(p.next_work, 1u);
-    if (range.count > 0) load_values(range.count - 1);
-    index = int64(ticket) + target::grid_size();
-  }
-  // The last block to run out of work leaves the counters as it found them, for the next launch.
-  if (target::fetch_add(p.next_work + 1, 1u) == target::grid_size() - 1) {
-    p.next_work[0] = 0;
-    p.next_work[1] = 0;
-  }
-}
 
 struct Consumer {
   SharedMemory& s;
@@ -203,12 +46,20 @@ struct Consumer {
   DEVICE void release(ptx::Mbarrier* barrier) const {
     if (lane == 0) ptx::mbarrier_arrive(barrier);
   }
+  // What all blocks of the cluster wait for before they load anew.
+  DEVICE void release_everywhere(ptx::Mbarrier* barrier) const {
+    if constexpr (kCluster == 1) {
+      release(barrier);
+    } else {
+      if (lane < kCluster) ptx::mbarrier_arrive_at(barrier, lane);
+    }
+  }
   DEVICE void release_keys() {
-    release(&s.keys_empty[keys.slot]);
+    release_everywhere(&s.keys_empty[keys.slot]);
     keys.advance();
   }
   DEVICE void release_values() {
-    release(&s.values_empty[values.slot]);
+    release_everywhere(&s.values_empty[values.slot]);
     values.advance();
   }
   // A tile that other consumers work on and this one's rows do not see. Its slots may be given back only once they are
@@ -291,10 +142,10 @@ DEVICE void consume(const Sm90ForwardParams& params, SharedMemory& s, int index)
     const TileRange range = tiles_of(p, work);
     // The query rows that this consumer's 64 lie among: where they begin in one head and end in the next, all.
     constexpr int kSpan = kTileQ % 64 == 0 ? 64 : kTileQ;
-    const int first = work.tile * kTileQ + (kSpan == 64 ? tile_row(index * 64).row : 0);
+    const int first = first_query(work) + (kSpan == 64 ? tile_row(index * 64).row : 0);
     const int last = (first + kSpan < work.q.length ? first + kSpan : work.q.length) - 1;
     const TileRow own = tile_row(index * 64 + self.warp * 16);
-    const int first_row = work.tile * kTileQ + own.row;
+    const int first_row = first_query(work) + own.row;
     const Visible visible(p, work.q.length, work.k.length);
     const TileSpan mine = tiles_seen_of(range, visible, first, last);
 
@@ -378,18 +229,19 @@ DEVICE void consume(const Sm90ForwardParams& params, SharedMemory& s, int index)
 
 }  // namespace forward
 
-KERNEL LAUNCH_BOUNDS(forward::kThreads,
-                     1) void rawattn_sm90_forward(PARAMETER Sm90ForwardParams p, PARAMETER ptx::TensorMap q_map,
-                                                  PARAMETER ptx::TensorMap k_map, PARAMETER ptx::TensorMap v_map) {
+KERNEL CLUSTER(forward::kCluster)
+    LAUNCH_BOUNDS(forward::kThreads,
+                  1) void rawattn_sm90_forward(PARAMETER Sm90ForwardParams p, PARAMETER ptx::TensorMap q_map,
+                                               PARAMETER ptx::TensorMap k_map, PARAMETER ptx::TensorMap v_map) {
   using namespace forward;
   SHARED_MEMORY_ALIGNED(bytes, sizeof(SharedMemory), 1024);
   SharedMemory& shared = *reinterpret_cast<SharedMemory*>(bytes);
   if (target::thread_index() == 0) {
     for (int i = 0; i < kStages; i++) {
       ptx::mbarrier_init(&shared.keys_full[i], 1);
-      ptx::mbarrier_init(&shared.keys_empty[i], 4 * kConsumers);
+      ptx::mbarrier_init(&shared.keys_empty[i], 4 * kConsumers * kCluster);
       ptx::mbarrier_init(&shared.values_full[i], 1);
-      ptx::mbarrier_init(&shared.values_empty[i], 4 * kConsumers);
+      ptx::mbarrier_init(&shared.values_empty[i], 4 * kConsumers * kCluster);
     }
     for (int i = 0; i < 2; i++) {
       ptx::mbarrier_init(&shared.work_full[i], 1);
@@ -397,12 +249,20 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads,
     }
     ptx::mbarrier_init(&shared.queries_full, 1);
     ptx::mbarrier_init(&shared.queries_empty, 4 * kConsumers);
+    if constexpr (kCluster > 1) {
+      ptx::mbarrier_init(&shared.ticket_full, 1);
+      ptx::mbarrier_init(&shared.ticket_empty, kCluster);
+    }
     ptx::fence_mbarrier_init();
     ptx::prefetch_tensormap(&q_map);
     ptx::prefetch_tensormap(&k_map);
     ptx::prefetch_tensormap(&v_map);
   }
-  target::block_sync();
+  if constexpr (kCluster == 1) {
+    target::block_sync();
+  } else {
+    ptx::cluster_sync();
+  }
   // The compiler, once it knows that the group is the same for the whole warp, keeps descriptors in uniform registers.
   const int group = target::wave_uniform(target::thread_index() / kGroup);
   if (group == 0) {
@@ -412,4 +272,6 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads,
     ptx::setmaxnreg_inc<kConsumerRegisters>();
     consume(p, shared, group - 1);
   }
+  // Neighbours may still give slots back to this block.
+  if constexpr (kCluster > 1) ptx::cluster_sync();
 }

@@ -5,6 +5,7 @@
 #define DEVICE __device__ __forceinline__
 #define KERNEL extern "C" __global__
 #define LAUNCH_BOUNDS(threads, blocks) __launch_bounds__(threads, blocks)
+#define CLUSTER(blocks) __cluster_dims__(blocks, 1, 1)
 #define PARAMETER const __grid_constant__
 #define SHARED_MEMORY(name, bytes) SHARED_MEMORY_ALIGNED(name, bytes, 128)
 #define SHARED_MEMORY_ALIGNED(name, bytes, alignment) \

@@ -1,6 +1,6 @@
-// A GPU made of plain C++, for tests: every thread of a block is a fiber, blocks run one after the
-// other. tests/shim/machine.cpp is the machine; this is its instruction set, as waves of 32 threads
-// with Ampere's fragments or of 64 with CDNA's.
+// A GPU made of plain C++, for tests: every thread is a fiber; blocks run one after the other, or together where they
+// are a cluster. tests/shim/machine.cpp is the machine; this is its instruction set, as waves of 32 threads with
+// Ampere's fragments or of 64 with CDNA's.
 //
 // It is stricter than a GPU where a GPU forgives: what a thread may not rely on yet is NaN (shared
 // memory at the start of a block, the destination of a copy until it was waited for), waves
@@ -19,6 +19,7 @@ float log2f(float) noexcept;
 #define DEVICE inline
 #define KERNEL extern "C"
 #define LAUNCH_BOUNDS(threads, blocks)
+#define CLUSTER(blocks)  // how many, the launch says
 #define PARAMETER const
 #define SHARED_MEMORY(name, bytes) SHARED_MEMORY_ALIGNED(name, bytes, 128)
 #define SHARED_MEMORY_ALIGNED(name, bytes, alignment) unsigned char* const name = host::shared_memory(bytes, alignment)

@@ -1,6 +1,6 @@
 // The machine under a portable kernel. Each target file defines the same names:
 //
-//   macros     DEVICE, KERNEL, LAUNCH_BOUNDS(threads, blocks), PARAMETER, UNROLL,
+//   macros     DEVICE, KERNEL, LAUNCH_BOUNDS(threads, blocks), CLUSTER(blocks), PARAMETER, UNROLL,
 //              SHARED_MEMORY(name, bytes), SHARED_MEMORY_ALIGNED(name, bytes, alignment)
 //   types      float16, bfloat16
 //   place      thread_index(), block_index(), grid_size(), kWave

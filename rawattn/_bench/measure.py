@@ -14,7 +14,16 @@ from rawattn._bench import machine
 from rawattn._bench.cases import Case
 from rawattn._bench.contender import Contender, Inputs
 from rawattn._bench.report import Report, Result, Row
-from rawattn._bench.timing import REPEATS, Clock, Entrant, EventClock, Timing, race, rotate
+from rawattn._bench.timing import (
+    BURST_SECONDS,
+    REPEATS,
+    Clock,
+    Entrant,
+    EventClock,
+    Timing,
+    race,
+    rotate,
+)
 
 # Two bf16 kernels differ by some tenths of a percent, in gradients too; a wrong mask by far more.
 _AGREE = 0.02
@@ -30,6 +39,7 @@ class Options:
     dtype: str = "bfloat16"
     repeats: int = REPEATS
     budget: float = 120.0  # seconds, after which peers are left out
+    burst_seconds: float = BURST_SECONDS
 
 
 def run(
@@ -48,6 +58,7 @@ def run(
         dtype=options.dtype,
         date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         repeats=options.repeats,
+        burst_seconds=options.burst_seconds,
         machine=facts,
         versions={},
         matmul_flops=machine.matmul_flops(options.dtype, clock),
@@ -63,7 +74,9 @@ def run(
         wanted = [contender for contender in contenders if contender.takes(case)]
         inputs = make_inputs(case, options.dtype, facts["l2_bytes"])
         results = measure_case(
-            case, wanted, inputs, clock, sensors.read, absent, repeats=options.repeats
+            *(case, wanted, inputs, clock, sensors.read, absent),
+            repeats=options.repeats,
+            burst_seconds=options.burst_seconds,
         )
         nbytes = case.nbytes(np.dtype(options.dtype).itemsize)
         rows[case.name] = row = Row(
@@ -113,6 +126,7 @@ def measure_case(
     absent: dict[str, str],
     *,
     repeats: int,
+    burst_seconds: float = BURST_SECONDS,
 ) -> dict[str, Result]:
     """Everybody's result, a reason instead of a time for whoever raised or computed something else than the first.
 
@@ -129,7 +143,8 @@ def measure_case(
             continue
         try:
             entrant, result.first_seconds, returned = enter(
-                case, contender, inputs, events, _noting(result, read)
+                *(case, contender, inputs, events, _noting(result, read)),
+                burst_seconds=burst_seconds,
             )
             arrays = contender.read(case, returned)
             result.reason = disagreement(arrays, first)
@@ -160,13 +175,16 @@ def enter(
     inputs: Sequence[Inputs],
     events: Clock,
     during: Callable[[], None] | None = None,
+    *,
+    burst_seconds: float = BURST_SECONDS,
 ) -> tuple[Entrant, float, Any]:
     """A contender ready to race: its first call, with whatever that compiles, is done. Its seconds, and its result."""
     clock = contender.clock(events)
     with contender.scope():
         calls = [contender.prepare(case, one) for one in inputs]
         seconds, returned = clock.first(calls[0])
-    entrant = Entrant(rotate(calls), clock, contender.scope, during, contender.burst_seconds)
+    burst_seconds *= contender.burst_factor
+    entrant = Entrant(rotate(calls), clock, contender.scope, during, burst_seconds)
     return entrant, seconds, returned
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from rawattn._bench.cases import Case
 from rawattn._bench.contender import Contender, Inputs
 from rawattn._bench.grids import CUDNN, FA2, FA4, JAX
-from rawattn._bench.timing import BURST_SECONDS, Call, Clock, HostClock
+from rawattn._bench.timing import Call, Clock, HostClock
 
 
 def peers(verb: str) -> list[Contender]:
@@ -144,7 +144,7 @@ class JaxCudnn(Contender):
     """jax.nn.dot_product_attention on cuDNN. JAX does not tell its stream: by the host's clock."""
 
     # Long, so that starting and waiting weigh little.
-    burst_seconds = 3 * BURST_SECONDS
+    burst_factor = 3
 
     def __init__(self) -> None:
         super().__init__(JAX)

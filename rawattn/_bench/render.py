@@ -146,7 +146,8 @@ def _legend(report: Report) -> list[str]:
     lines = []
     if report.rows:
         line = (
-            f"TFLOP/s of visible pairs, median of {report.repeats} bursts; spread: interquartile "
+            f"TFLOP/s of visible pairs, median of {report.repeats} bursts of "
+            f"{report.burst_seconds:g} s; spread: interquartile "
             "range; (x): rawattn's speed over that peer's; "
         )
         jax = "JAX is timed by the host's clock, the others by CUDA events"

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rawattn._bench.timing import BURST_SECONDS
+
 
 @dataclass(slots=True)
 class Result:
@@ -61,6 +63,7 @@ class Report:
     matmul_flops: float
     ours: list[str]
     peers: list[str]
+    burst_seconds: float = BURST_SECONDS
     rows: list[Row] = field(default_factory=list)
     figures: list[Figure] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)

@@ -10,7 +10,7 @@ from typing import Any
 
 from rawattn._bench import cases, grids, measure, render, suites
 from rawattn._bench.report import Report
-from rawattn._bench.timing import REPEATS
+from rawattn._bench.timing import BURST_SECONDS, REPEATS
 from rawattn._cli.progress import Progress
 
 _QUICK_REPEATS = 5
@@ -46,6 +46,14 @@ def add_parser(subparsers: Any) -> None:
         type=_positive,
         metavar="N",
         help=f"bursts of each contender on a case (default {REPEATS}, quick {_QUICK_REPEATS})",
+    )
+    parser.add_argument(
+        "--burst",
+        type=duration,
+        metavar="SECONDS",
+        default=BURST_SECONDS,
+        help="length of a burst (default %(default)g, in which all share one clock; in 0.3 or more "
+        "each reaches the clock of its own power, as calls do that follow each other for long)",
     )
     parser.add_argument(
         "--budget",
@@ -112,7 +120,7 @@ def _measure(args: argparse.Namespace, chosen: list[cases.Case], extras: list[st
     wanted = [c for c in suites.contenders(args.suite) if c.ours or c.name in args.peers]
     suite = suites.SUITES[args.suite]
     repeats = args.repeats or (_QUICK_REPEATS if args.quick else REPEATS)
-    options = measure.Options(args.dtype, repeats, args.budget)
+    options = measure.Options(args.dtype, repeats, args.budget, args.burst)
     with Progress(len(chosen) + len(extras)) as progress:
         report = measure.run(args.suite, chosen, wanted, options, progress.step)
         if suite.note and chosen:
@@ -148,6 +156,13 @@ def require_gpu() -> None:
         raise RuntimeError(f"{needs}, and there is no usable GPU here ({error})") from error
     if not count:
         raise RuntimeError(f"{needs}, and there is no GPU here")
+
+
+def duration(text: str) -> float:
+    """Seconds of a burst, for argparse."""
+    if not 0 < (value := float(text)) <= 10:
+        raise argparse.ArgumentTypeError(f"got {text}, expected seconds, above 0 and up to 10")
+    return value
 
 
 def _peers(text: str) -> tuple[str, ...]:

@@ -108,7 +108,7 @@ def common_variants(arch: str, *, every: bool = False) -> list[Source]:
         scale: float = 1.0,
         copy_bytes: int = 16,
         backward: bool = False,
-        seqlen: int = 1,
+        seqlens: tuple[int, int] = (1, 1),  # of queries and keys
         group: int = 1,
     ) -> None:
         problem = Problem(
@@ -119,10 +119,10 @@ def common_variants(arch: str, *, every: bool = False) -> list[Source]:
             headdim=headdim,
             headdim_v=headdim if headdim_v is None else headdim_v,
             group=ragged,
-            rows_q=seqlen,
-            rows_k=seqlen,
-            max_seqlen_q=seqlen,
-            max_seqlen_k=seqlen,
+            rows_q=seqlens[0],
+            rows_k=seqlens[1],
+            max_seqlen_q=seqlens[0],
+            max_seqlen_k=seqlens[1],
             ragged=ragged,
             window_left=left,
             window_right=right,
@@ -157,12 +157,12 @@ def common_variants(arch: str, *, every: bool = False) -> list[Source]:
             )
         )
 
-    usual = (64, 96, 128, 192, 256)
+    usual, long = (64, 96, 128, 192, 256), sm90_forward.LONG_SEQLEN
     for dtype, headdim, ragged, right in itertools.product(
         ("bfloat16", "float16"), usual, (False, True), (None, 0)
     ):
-        for seqlen in (1, sm90_forward.LONG_SEQLEN):
-            add(dtype, headdim, ragged=ragged, right=right, seqlen=seqlen)
+        for seqlens in ((1, 1), (1, long), (long, long)):
+            add(dtype, headdim, ragged=ragged, right=right, seqlens=seqlens)
     for headdim, ragged in itertools.product(usual, (False, True)):
         add("bfloat16", headdim, ragged=ragged, right=0, group=4)
     if every:

@@ -36,6 +36,7 @@ SCHEMAS = {
             "tile_k": int,
             "consumers": int,
             "stages": int,
+            "cluster": int,
             "ping_pong": bool,
             "late_scaling": bool,
             "consumer_registers": int,

@@ -39,6 +39,11 @@ class Config:
     wave: int = 32
 
     @property
+    def schedule_rows(self) -> int:
+        """Query rows of each head that the schedule hands out together."""
+        return self.tile_q
+
+    @property
     def section_bytes(self) -> int:
         return SECTION_BYTES
 

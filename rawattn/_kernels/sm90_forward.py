@@ -22,7 +22,7 @@ SHARED_LIMIT = 232448
 # what bounds long calls (docs/notes/hopper-forward.md).
 SECTION_BYTES = 9 << 20
 
-# Longest tiles a block that the tiles kept for the end amount to.
+# How much work is kept for the end, for each cluster: this many of a head's longest tiles.
 _KEPT_ROUNDS = 0.25
 
 # Keys of a sequence from which on the tiles of the table "long" are the faster ones: more work a tile, less often begun.
@@ -46,6 +46,7 @@ class Config:
     tile_k: int
     consumers: int
     stages: int
+    cluster: int  # blocks that load keys and values for each other
     ping_pong: bool
     late_scaling: bool  # of scores, beside their exponentials
     consumer_registers: int  # of a thread; the producer's have the rest
@@ -66,6 +67,11 @@ class Config:
     def tile_q(self) -> int:
         """Query rows of each head."""
         return self.tile_rows // self.heads_per_tile
+
+    @property
+    def schedule_rows(self) -> int:
+        """Query rows of each head that the schedule hands out together: the tiles of a cluster."""
+        return self.tile_q * self.cluster
 
     @property
     def section_bytes(self) -> int:
@@ -98,6 +104,7 @@ class Config:
             "kConsumers": self.consumers,
             "kHeadsPerTile": self.heads_per_tile,
             "kStages": self.stages,
+            "kCluster": self.cluster,
             "kPingPong": self.ping_pong,
             "kLateScaling": self.late_scaling,
             "kRagged": self.ragged,
@@ -126,6 +133,8 @@ class Config:
         tile = f"{self.tile_rows}x{self.tile_k}"
         if self.heads_per_tile > 1:
             tile += f" heads={self.heads_per_tile}"
+        if self.cluster > 1:
+            tile += f" cluster={self.cluster}"
         if self.store_bytes < 16:
             traits.append(f"{self.store_bytes}B")
         return " ".join(["sm90 forward", self.element, _source.dims(self), tile, *traits])
@@ -163,11 +172,15 @@ def choose(
     wide = max(problem.headdim, problem.headdim_v)
     for row in _tiles.table(TILES, _table(problem)):
         if wide <= row.headdim:
+            fields = row.fields
+            if problem.max_seqlen_q < LONG_SEQLEN:
+                # Of few queries a cluster's last block has none, and takes a multiprocessor all the same.
+                fields["cluster"] = 1
             return Config(
                 element=problem.dtype,
                 headdim=problem.headdim,
                 headdim_v=problem.headdim_v,
-                **row.fields,
+                **fields,
                 heads_per_tile=heads_per_tile(problem, rows_of(row.fields["consumers"])),
                 ragged=problem.ragged,
                 packed=problem.group,
@@ -236,17 +249,17 @@ def heads_per_tile(problem: Problem, tile_rows: int) -> int:
     return max(heads for heads in range(1, tile_rows // 16 + 1) if heads == 1 or fits(heads))
 
 
-def kept_tiles(problem: Problem, config: Config, blocks: int) -> int:
+def kept_tiles(problem: Problem, config: Config, clusters: int) -> int:
     """Query tiles of each head that come after the others of all heads: the shortest, where causal tiles differ.
 
     They fill the gaps that the last long ones leave. More of them balance better, and read more of K and V from DRAM.
     """
     if problem.ragged or problem.window_right is None or problem.window_left is not None:
         return 0
-    tiles = -(-problem.rows_q // config.tile_q)
+    tiles = -(-problem.rows_q // config.schedule_rows)
     heads = problem.batch * problem.nheads_q // config.heads_per_tile
     # The longest tile of a head is as long as it has tiles, the first n together are n^2 / 2 long.
-    return min(tiles, math.ceil(math.sqrt(2 * _KEPT_ROUNDS * blocks * tiles / heads)))
+    return min(tiles, math.ceil(math.sqrt(2 * _KEPT_ROUNDS * clusters * tiles / heads)))
 
 
 def row_bound(rows: int) -> int:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
+import numpy as np
 import pytest
 
-from rawattn import _backends, _compile
-from rawattn._kernels import FORWARD_FAMILIES, only, sm90_forward
+from rawattn import _backends, _compile, _launch
+from rawattn._kernels import FORWARD_FAMILIES, only, params, sm90_forward
 from rawattn._kernels.sm90_forward import LONG_SEQLEN
 from tests.cases import Case, curated, dense, ragged, repacked
 from tests.frameworks import CuPy
-from tests.tiles import TileShape, repacking, shared_limit, tile_shapes
+from tests.tiles import TileShape, clusters, repacking, shared_limit, tile_shapes
 from tests.verify import verify
 
 CUPY = CuPy()
@@ -20,6 +23,41 @@ CUPY = CuPy()
 def test_curated(case: Case, family: str) -> None:
     with only(family):
         verify(case, CUPY)
+
+
+@pytest.mark.parametrize("case", [case for case in curated() if case.dtype != "float32"], ids=str)
+def test_curated_in_clusters(case: Case) -> None:
+    with clusters():
+        verify(case, CUPY)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("headdim", [192, 256])
+def test_clusters_of_long_sequences(headdim: int, causal: bool) -> None:
+    """The tiles that calls choose by themselves."""
+    knobs = {"headdim": headdim, "causal": causal, "nheads_q": 2, "nheads_kv": 1}
+    lens = (LONG_SEQLEN + 300, 9, 200), (LONG_SEQLEN + 1, 40, 100)
+    verify(ragged("clusters", *lens, **knobs), CUPY)
+    if _compile.device_arch(0) == sm90_forward.ARCH:
+        assert _last_launch().config.cluster == 2
+
+
+@pytest.mark.parametrize("in_clusters", [False, True])
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+def test_some_tiles_kept_for_the_end(headdim: int, in_clusters: bool) -> None:
+    """Heads enough that neither all tiles are kept, nor none."""
+    knobs = {"headdim": headdim, "nheads_q": 14, "nheads_kv": 14, "causal": True}
+    case = dense("kept", 5, 600, 600, **knobs)
+    with clusters() if in_clusters else nullcontext():
+        verify(case, CUPY)
+    if _compile.device_arch(0) == sm90_forward.ARCH:
+        launch = _last_launch()
+        kept = np.frombuffer(launch._template, params.SM90_FORWARD)["kept_tiles"][0]
+        assert 0 < kept < -(-600 // launch.config.schedule_rows)
+
+
+def _last_launch() -> _launch.Forward:
+    return list(_backends._prepared.values())[-1]
 
 
 @pytest.mark.parametrize("causal", [False, True])

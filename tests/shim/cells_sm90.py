@@ -24,10 +24,11 @@ class Sm90Tiles(NamedTuple):
     stages: int
     ping_pong: bool
     late_scaling: bool = False
+    cluster: int = 1
 
     def __str__(self) -> str:
         return f"{64 * self.consumers}x{self.tile_k}s{self.stages}" + (
-            "p" * self.ping_pong + "l" * self.late_scaling
+            "p" * self.ping_pong + "l" * self.late_scaling + f"c{self.cluster}" * (self.cluster > 1)
         )
 
 

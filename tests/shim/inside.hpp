@@ -3,6 +3,8 @@
 
 #include <stddef.h>
 
+#include <vector>
+
 #include "machine.hpp"
 #include "target/host.cuh"
 
@@ -10,21 +12,34 @@ namespace host {
 
 constexpr int kPoison = 0xff;  // NaN as any floating-point type, -1 as an integer
 constexpr int kGroup = 128;    // threads of a warp group
+// Where an H100 starts to count the bytes that a block asks for: the same in every block.
+constexpr unsigned kSharedAddress = 1024;
+
+struct Block {
+  int index;              // in the grid
+  unsigned char* shared;  // its memory
+  int syncs;              // that it has passed, cluster_syncs among them
+  int threads;            // that have not exited
+};
 
 extern Launch launch;
-extern int running;            // the thread whose turn it is; -1 = the scheduler
-extern unsigned char* shared;  // of the block that runs
-extern int block_syncs;        // that the block has passed
+extern std::vector<Block> blocks;  // of the cluster that runs
+extern int cluster_syncs;          // that it has passed
+extern int rank;                   // in the cluster, of the block whose turn it is
+extern int running;                // its thread whose turn it is; -1 = the scheduler
 
 unsigned draw(unsigned below);  // at random
 // Where the bytes lie in shared memory; fails unless all of them do, on a multiple of `alignment`.
 size_t place_in_shared(const void* pointer, size_t bytes, size_t alignment, const char* what);
-unsigned char* at_shared_address(unsigned address, size_t bytes, const char* what);
+size_t place_of_address(unsigned address, size_t bytes, const char* what);
+// Fails unless the cluster's block `to` is there for the running thread to reach into.
+void check_reaches(int to, const char* what);
 
 // What one thread waits for by itself.
 struct Condition {
   bool (*holds)(const Condition&);
   void (*tell)(const Condition&, char* text, size_t size);
+  int rank;  // of the block
   size_t place;
   unsigned long long number;
 };
@@ -32,18 +47,19 @@ void wait_until(const char* name, const Condition& condition);
 
 // mbarrier.cpp
 void forget_barriers();
-void check_mbarrier(const void* barrier);
-void complete_bytes(const void* barrier, unsigned bytes);
+// Where the copy engine finds the barrier; fails if it does not know of the one in the block `to`.
+size_t check_mbarrier(const void* barrier, int to, const char* what);
+void complete_bytes(int to, size_t place, unsigned bytes, const char* what);
 
 // tensor_copy.cpp
 size_t copies_under_way();
 void deliver_copy();
-bool copy_touches(size_t begin, size_t end);
+size_t copies_to(int to, size_t begin, size_t end);  // under way
 
-// wgmma.cpp
+// warp_group.cpp
 void forget_products();
 void check_products_at_exit();  // of the running thread
 void check_products_of_block();
-bool product_touches(size_t begin, size_t end);
+bool product_touches(int to, size_t begin, size_t end);
 
 }  // namespace host

@@ -127,6 +127,8 @@ class Forward:
         """The same by Hopper's kernel, on a GPU that holds `blocks` of its blocks."""
         problem = self.problem
         packed, memory, tiles = self._describe(machine, config, exact_grid, section_keys)
+        heads = problem.nheads_q // config.heads_per_tile
+        clusters = min(tiles * heads, max(blocks // config.cluster, 1))
         whole = np.zeros(1, params.SM90_FORWARD)
         fields = whole[0]
         fields["forward"] = packed[0]
@@ -135,7 +137,7 @@ class Forward:
         fields["row_bound_q"] = sm90_forward.row_bound(problem.rows_q)
         fields["row_bound_k"] = sm90_forward.row_bound(problem.rows_k)
         if kept_tiles is None:
-            kept_tiles = sm90_forward.kept_tiles(problem, config, blocks)
+            kept_tiles = sm90_forward.kept_tiles(problem, config, clusters)
         fields["kept_tiles"] = kept_tiles
         maps = [
             np.array([encode(tensor._geometry, self.operands[name].address)])
@@ -147,7 +149,8 @@ class Forward:
             config.source(),
             whole,
             *maps,
-            grid=min(tiles * problem.nheads_q // config.heads_per_tile, blocks),
+            grid=clusters * config.cluster,
+            cluster=config.cluster,
             threads=config.threads,
             shared_bytes=config.shared_bytes,
             memory=[*memory, next_work],
@@ -174,13 +177,14 @@ class Forward:
             fields["section_keys"] = section_keys
 
         memory = list(self._memory)
-        tiles = problem.batch * -(-problem.rows_q // config.tile_q)
+        rows = config.schedule_rows
+        tiles = problem.batch * -(-problem.rows_q // rows)
         if problem.ragged:
-            order, first_tile = self.schedule(machine, config.tile_q)
+            order, first_tile = self.schedule(machine, rows)
             memory += [order, first_tile]
             fields["order"], fields["first_tile"] = order.address, first_tile.address
             if problem.group:
-                tiles = problem.rows_q // config.tile_q + problem.batch
+                tiles = problem.rows_q // rows + problem.batch
             if exact_grid:
                 tiles = int(first_tile.array()[-1])
         return packed, memory, tiles

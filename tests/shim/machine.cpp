@@ -1,6 +1,6 @@
-// The machine under target/host.cuh: fibers for threads, a scheduler for the waves of a block,
-// shared memory between pages that fault, copies that stay away until they are waited for. What
-// only Hopper has is in mbarrier.cpp, tensor_copy.cpp and wgmma.cpp.
+// The machine under target/host.cuh: fibers for threads, a scheduler for the waves of a cluster's blocks, shared memory
+// between pages that fault, copies that stay away until they are waited for. What only Hopper has is in mbarrier.cpp,
+// tensor_copy.cpp and warp_group.cpp.
 #include "machine.hpp"
 
 #include <fcntl.h>
@@ -22,9 +22,10 @@
 namespace host {
 
 Launch launch;
+std::vector<Block> blocks;
+int cluster_syncs;
+int rank;
 int running = -1;
-unsigned char* shared;
-int block_syncs;
 
 namespace {
 
@@ -32,8 +33,6 @@ constexpr size_t kPage = 4096;
 constexpr size_t kStackBytes = 64 * kPage;
 constexpr unsigned kSecondsAllowed = 120;
 constexpr unsigned kNever = 1u << 30;
-// Where an H100 starts to count the bytes that a block asks for.
-constexpr unsigned kSharedAddress = 1024;
 
 struct Copy {
   void* shared;
@@ -46,6 +45,7 @@ enum class Waits {
   kNot,
   kWave,       // for the other lanes
   kBlock,      // for the other threads of the block
+  kCluster,    // for those of the cluster
   kCondition,  // by itself
   kExited,
 };
@@ -62,9 +62,8 @@ struct Fiber {
   size_t committed;  // of them
 };
 
-int block;
 Context scheduler;
-std::vector<Fiber> fibers;
+std::vector<Fiber> fibers;  // of the cluster's blocks, one after the other
 unsigned char* stacks;
 unsigned random_state;
 
@@ -78,17 +77,36 @@ unsigned char* fenced(size_t bytes) {
   return start;
 }
 
+Fiber& running_fiber() { return fibers[rank * launch.threads + running]; }
+
+void set_running(int fiber) {
+  rank = fiber / launch.threads;
+  running = fiber % launch.threads;
+}
+
+// Called by its last thread.
+void check_block_at_exit() {
+  const size_t copies = copies_to(rank, 0, launch.shared_bytes);
+  if (copies != 0) fail("ends while %zu copies are under way", copies);
+  check_products_of_block();
+  for (size_t i = launch.shared_bytes; i % kPage != 0; i++) {
+    if (blocks[rank].shared[i] == kPoison) continue;
+    fail("byte %zu of shared memory was written, but there are %d", i, launch.shared_bytes);
+  }
+}
+
 void thread_main() {
   launch.kernel(launch.params);
-  Fiber& self = fibers[running];
+  Fiber& self = running_fiber();
   if (!self.copies.empty()) fail("exits while %zu of its copies were never waited for", self.copies.size());
   check_products_at_exit();
+  if (--blocks[rank].threads == 0) check_block_at_exit();
   self.waits = Waits::kExited;
   shim_switch(&self.context, &scheduler);
 }
 
 void wait(Waits waits, const char* name, int detail, Combine combine, void* payload) {
-  Fiber& self = fibers[running];
+  Fiber& self = running_fiber();
   self.waits = waits;
   self.name = name;
   self.detail = detail;
@@ -101,10 +119,10 @@ bool can_run(const Fiber& fiber) {
   return fiber.waits == Waits::kNot || (fiber.waits == Waits::kCondition && fiber.condition.holds(fiber.condition));
 }
 
-void take_turn(int thread) {
-  fibers[thread].waits = Waits::kNot;
-  running = thread;
-  shim_switch(&scheduler, &fibers[thread].context);
+void take_turn(int fiber) {
+  fibers[fiber].waits = Waits::kNot;
+  set_running(fiber);
+  shim_switch(&scheduler, &fibers[fiber].context);
   running = -1;
 }
 
@@ -113,13 +131,15 @@ bool meets(const Fiber& a, const Fiber& b) {
   return strcmp(a.name, b.name) == 0 && a.detail == b.detail;
 }
 
-void describe(char* text, size_t size, int thread) {
-  const Fiber& fiber = fibers[thread];
+void describe(char* text, size_t size, int n) {
+  const Fiber& fiber = fibers[n];
+  int length = launch.cluster == 1 ? 0 : snprintf(text, size, "block %d, ", blocks[n / launch.threads].index);
+  length += snprintf(text + length, size - length, "thread %d ", n % launch.threads);
   if (fiber.waits == Waits::kExited) {
-    snprintf(text, size, "thread %d has exited", thread);
+    snprintf(text + length, size - length, "has exited");
     return;
   }
-  const int length = snprintf(text, size, "thread %d waits in %s(%d)", thread, fiber.name, fiber.detail);
+  length += snprintf(text + length, size - length, "waits in %s(%d)", fiber.name, fiber.detail);
   if (fiber.waits == Waits::kCondition) fiber.condition.tell(fiber.condition, text + length, size - length);
 }
 
@@ -139,7 +159,7 @@ void complete_meeting(int wave) {
     if (fiber.waits != Waits::kWave || !meets(fibers[first], fiber)) return;
     payloads[lane] = fiber.payload;
   }
-  running = first;
+  set_running(first);
   fibers[first].combine(payloads);
   running = -1;
   for (int lane = 0; lane < launch.wave; lane++) fibers[first + lane].waits = Waits::kNot;
@@ -172,7 +192,7 @@ bool advance(int wave) {
 [[noreturn]] void deadlock() {
   char text[4096];
   int length = 0;
-  for (int thread = 0; thread < launch.threads; thread++) {
+  for (int thread = 0; thread < static_cast<int>(fibers.size()); thread++) {
     const int first = thread / launch.wave * launch.wave;
     bool told = fibers[thread].waits == Waits::kExited && thread != first;
     for (int other = first; other < thread && !told; other++) told = meets(fibers[other], fibers[thread]);
@@ -184,25 +204,54 @@ bool advance(int wave) {
   fail("deadlock%s", text);
 }
 
-// Goes on from where every wave is stuck. False when the block is done.
+bool all_wait(Waits waits, int begin, int end) {
+  for (int n = begin; n < end; n++) {
+    if (fibers[n].waits != waits) return false;
+  }
+  return true;
+}
+
+void pass_sync(int block) {
+  blocks[block].syncs++;
+  for (int n = 0; n < launch.threads; n++) fibers[block * launch.threads + n].waits = Waits::kNot;
+}
+
+// Completes what all threads of the cluster wait for together, or those of a block: of one at a time, which gets ahead
+// of the others. False where there is neither.
+bool complete_sync() {
+  if (all_wait(Waits::kCluster, 0, static_cast<int>(fibers.size()))) {
+    cluster_syncs++;
+    for (int block = 0; block < launch.cluster; block++) pass_sync(block);
+    return true;
+  }
+  std::vector<int> complete;
+  for (int block = 0; block < launch.cluster; block++) {
+    if (all_wait(Waits::kBlock, block * launch.threads, (block + 1) * launch.threads)) complete.push_back(block);
+  }
+  if (!complete.empty()) pass_sync(complete[draw(static_cast<unsigned>(complete.size()))]);
+  return !complete.empty();
+}
+
+// Goes on from where every wave is stuck. False when all blocks are done.
 bool leave_standstill() {
+  if (complete_sync()) return true;
   if (copies_under_way() != 0) {
-    bool exited = true;
-    for (const Fiber& fiber : fibers) exited = exited && fiber.waits == Waits::kExited;
-    if (exited) fail("ends while %zu copies are under way", copies_under_way());
     deliver_copy();
     return true;
   }
+  const int count = static_cast<int>(fibers.size());
+  if (all_wait(Waits::kExited, 0, count)) return false;
   for (const Fiber& fiber : fibers) {
     if (fiber.waits == Waits::kCondition) deadlock();
   }
-  for (int thread = 1; thread < launch.threads; thread++) {
-    if (!meets(fibers[0], fibers[thread])) diverged("block", 0, thread);
+  for (int n = 0; n < count; n++) {
+    const int first = n / launch.threads * launch.threads;
+    if (!meets(fibers[first], fibers[n])) diverged("block", first, n);
   }
-  if (fibers[0].waits == Waits::kExited) return false;
-  block_syncs++;
-  for (Fiber& fiber : fibers) fiber.waits = Waits::kNot;
-  return true;
+  for (int n = launch.threads; n < count; n += launch.threads) {
+    if (!meets(fibers[0], fibers[n])) diverged("cluster", 0, n);
+  }
+  fail("neither a block nor the cluster goes on");
 }
 
 void run_waves() {
@@ -212,7 +261,7 @@ void run_waves() {
   const unsigned delays[] = {kNever, 40, 6, 1};
   const unsigned stays = turns[draw(3)];
   const unsigned delay = delays[draw(4)];
-  const int waves = launch.threads / launch.wave;
+  const int waves = static_cast<int>(fibers.size()) / launch.wave;
   std::vector<int> ready;
   std::vector<int> waiting;  // for a condition: whatever happens may fulfil it
   const auto wake = [&] {
@@ -247,30 +296,30 @@ void run_waves() {
   } while (leave_standstill());
 }
 
-void run_block() {
-  memset(shared, kPoison, (launch.shared_bytes + kPage - 1) / kPage * kPage);
-  for (int thread = 0; thread < launch.threads; thread++) {
-    Fiber& fiber = fibers[thread];
+void run_cluster(int first_block) {
+  for (int n = 0; n < launch.cluster; n++) {
+    Block& block = blocks[n];
+    block = {first_block + n, block.shared, 0, launch.threads};
+    memset(block.shared, kPoison, (launch.shared_bytes + kPage - 1) / kPage * kPage);
+  }
+  for (size_t n = 0; n < fibers.size(); n++) {
+    Fiber& fiber = fibers[n];
     fiber.waits = Waits::kNot;
     fiber.name = "";
     fiber.committed = 0;
-    prepare(fiber.context, stacks + thread * (kStackBytes + kPage), kStackBytes, thread_main);
+    prepare(fiber.context, stacks + n * (kStackBytes + kPage), kStackBytes, thread_main);
   }
-  block_syncs = 0;
+  cluster_syncs = 0;
   forget_barriers();
   forget_products();
   run_waves();
-  check_products_of_block();
-  for (size_t i = launch.shared_bytes; i % kPage != 0; i++) {
-    if (shared[i] != kPoison) fail("byte %zu of shared memory was written, but there are %d", i, launch.shared_bytes);
-  }
 }
 
 void on_fault(int signal, siginfo_t* info, void*) {
   const size_t into_stacks = static_cast<unsigned char*>(info->si_addr) - stacks;
-  const size_t into_shared = static_cast<unsigned char*>(info->si_addr) - shared;
+  const size_t into_shared = static_cast<unsigned char*>(info->si_addr) - blocks[rank].shared;
   if (signal != SIGSEGV && signal != SIGBUS) fail("%s", strsignal(signal));
-  if (into_stacks + kPage < launch.threads * (kStackBytes + kPage) + kPage)
+  if (into_stacks + kPage < fibers.size() * (kStackBytes + kPage) + kPage)
     fail("a thread needs more than %zu bytes of stack", kStackBytes);
   if (into_shared + kPage < launch.shared_bytes + 3 * kPage) {
     fail("byte %lld of shared memory was touched, but there are %d", static_cast<long long>(into_shared),
@@ -292,22 +341,24 @@ void run_grid() {
   for (const int signal : {SIGSEGV, SIGBUS, SIGFPE, SIGILL}) sigaction(signal, &action, nullptr);
   alarm(kSecondsAllowed);
 
-  shared = fenced(launch.shared_bytes);
-  stacks = fenced(launch.threads * (kStackBytes + kPage));
-  for (int thread = 0; thread < launch.threads; thread++) {
+  blocks.resize(launch.cluster);
+  for (Block& block : blocks) block.shared = fenced(launch.shared_bytes);
+  fibers.resize(launch.cluster * launch.threads);
+  stacks = fenced(fibers.size() * (kStackBytes + kPage));
+  for (size_t n = 0; n < fibers.size(); n++) {
     // Stacks grow downwards: the page after a stack ends the next one.
-    mprotect(stacks + thread * (kStackBytes + kPage) + kStackBytes, kPage, PROT_NONE);
+    mprotect(stacks + n * (kStackBytes + kPage) + kStackBytes, kPage, PROT_NONE);
   }
-  fibers.resize(launch.threads);
   // Seeds that differ a little give turns that differ a lot.
   random_state = launch.seed * 2654435761u | 1u;
-  for (block = 0; block < launch.grid; block++) run_block();
+  for (int block = 0; block < launch.grid; block += launch.cluster) run_cluster(block);
 }
 
 }  // namespace
 
 int thread_index() { return running; }
-int block_index() { return block; }
+int block_index() { return blocks[rank].index; }
+int cluster_rank() { return rank; }
 int grid_size() { return launch.grid; }
 
 unsigned draw(unsigned below) {
@@ -320,15 +371,15 @@ unsigned draw(unsigned below) {
 unsigned char* shared_memory(int bytes, int alignment) {
   if (bytes > launch.shared_bytes) fail("uses %d bytes of shared memory, launched with %d", bytes, launch.shared_bytes);
   if (alignment > static_cast<int>(kSharedAddress)) fail("shared memory starts on no multiple of %d", alignment);
-  return shared;
+  return blocks[rank].shared;
 }
 
 unsigned shared_address(const void* pointer) {
-  return kSharedAddress + static_cast<unsigned>(static_cast<const unsigned char*>(pointer) - shared);
+  return kSharedAddress + static_cast<unsigned>(static_cast<const unsigned char*>(pointer) - blocks[rank].shared);
 }
 
 size_t place_in_shared(const void* pointer, size_t bytes, size_t alignment, const char* what) {
-  const size_t place = static_cast<const unsigned char*>(pointer) - shared;
+  const size_t place = static_cast<const unsigned char*>(pointer) - blocks[rank].shared;
   const size_t room = launch.shared_bytes;
   if (place > room || bytes > room - place || place % alignment != 0) {
     fail("%s: %zu bytes at byte %lld of %zu of shared memory; multiples of %zu are right", what, bytes,
@@ -337,25 +388,30 @@ size_t place_in_shared(const void* pointer, size_t bytes, size_t alignment, cons
   return place;
 }
 
-unsigned char* at_shared_address(unsigned address, size_t bytes, const char* what) {
-  unsigned char* const pointer = shared + (static_cast<long long>(address) - kSharedAddress);
-  place_in_shared(pointer, bytes, 1, what);
-  return pointer;
+size_t place_of_address(unsigned address, size_t bytes, const char* what) {
+  const long long place = static_cast<long long>(address) - kSharedAddress;
+  return place_in_shared(blocks[rank].shared + place, bytes, 1, what);
+}
+
+void check_reaches(int to, const char* what) {
+  if (to < 0 || to >= launch.cluster) fail("%s: block %d of a cluster of %d", what, to, launch.cluster);
+  if (blocks[to].threads == 0) fail("%s: block %d of the cluster has exited", what, to);
 }
 
 void meet_wave(const char* name, int detail, Combine combine, void* payload) {
   wait(Waits::kWave, name, detail, combine, payload);
 }
 void meet_block() { wait(Waits::kBlock, "block_sync", 0, nullptr, nullptr); }
+void meet_cluster() { wait(Waits::kCluster, "cluster_sync", 0, nullptr, nullptr); }
 
 void wait_until(const char* name, const Condition& condition) {
   if (condition.holds(condition)) return;
-  fibers[running].condition = condition;
+  running_fiber().condition = condition;
   wait(Waits::kCondition, name, static_cast<int>(condition.place), nullptr, nullptr);
 }
 
 void copy_later(void* to, const void* from, int bytes, bool valid) {
-  const size_t offset = static_cast<unsigned char*>(to) - shared;
+  const size_t offset = static_cast<unsigned char*>(to) - blocks[rank].shared;
   if (offset + bytes > static_cast<size_t>(launch.shared_bytes) || offset % bytes != 0) {
     fail("copies %d bytes to byte %lld of %d of shared memory", bytes, static_cast<long long>(offset),
          launch.shared_bytes);
@@ -363,13 +419,13 @@ void copy_later(void* to, const void* from, int bytes, bool valid) {
   if (valid && reinterpret_cast<size_t>(from) % bytes != 0)
     fail("copies %d bytes from %p, which is not aligned", bytes, from);
   memset(to, kPoison, bytes);
-  fibers[running].copies.push_back({to, from, bytes, valid});
+  running_fiber().copies.push_back({to, from, bytes, valid});
 }
 
-void commit_copies() { fibers[running].committed = fibers[running].copies.size(); }
+void commit_copies() { running_fiber().committed = running_fiber().copies.size(); }
 
 void perform_copies() {
-  Fiber& self = fibers[running];
+  Fiber& self = running_fiber();
   for (size_t i = 0; i < self.committed; i++) {
     const Copy& copy = self.copies[i];
     if (copy.valid) {
@@ -392,8 +448,12 @@ void multiply_add(float* c, const float* a, const float* b, int depth) {
 
 void fail(const char* format, ...) {
   char text[4608];
-  int length = snprintf(text, sizeof(text), "block %d, ", block);
-  length += running < 0 ? 0 : snprintf(text + length, sizeof(text) - length, "thread %d: ", running);
+  int length = snprintf(text, sizeof(text), "block %d, ", blocks[rank].index);
+  if (running >= 0) {
+    length += snprintf(text + length, sizeof(text) - length, "thread %d: ", running);
+  } else if (launch.cluster > 1) {
+    length = snprintf(text, sizeof(text), "blocks %d to %d, ", blocks.front().index, blocks.back().index);
+  }
   va_list arguments;
   va_start(arguments, format);
   vsnprintf(text + length, sizeof(text) - length, format, arguments);
@@ -405,8 +465,9 @@ void fail(const char* format, ...) {
 int run(const Launch& asked, char* report, int report_bytes) {
   int ends[2];
   // Compilers that another thread starts meanwhile must not hold the writing end open.
-  if (asked.threads % asked.wave != 0 || pipe2(ends, O_CLOEXEC) != 0) {
-    snprintf(report, report_bytes, "cannot launch %d threads in waves of %d", asked.threads, asked.wave);
+  if (asked.threads % asked.wave != 0 || asked.grid % asked.cluster != 0 || pipe2(ends, O_CLOEXEC) != 0) {
+    snprintf(report, report_bytes, "cannot launch %d threads in waves of %d, %d blocks in clusters of %d",
+             asked.threads, asked.wave, asked.grid, asked.cluster);
     return 1;
   }
   const pid_t child = fork();

@@ -6,7 +6,8 @@ namespace host {
 struct Launch {
   void (*kernel)(const void* const* params);
   const void* const* params;
-  int grid, threads, wave, shared_bytes;
+  int grid, cluster;  // blocks, and how many of them run together
+  int threads, wave, shared_bytes;
   unsigned seed;  // of the order in which waves and lanes take turns
 };
 
@@ -41,10 +42,11 @@ int bytes_of(void (*)(Params...), int parameter) {
 // What Python calls; all else is hidden, so that kernels loaded into one process do not share what
 // has the same name.
 #define SHIM_EXPORT extern "C" __attribute__((visibility("default")))
-#define SHIM_ENTRY(kernel)                                                                                      \
-  SHIM_EXPORT int shim_parameter_bytes(int parameter) { return host::bytes_of(kernel, parameter); }             \
-  SHIM_EXPORT int shim_run(const void* const* params, int grid, int threads, int shared_bytes, unsigned seed,   \
-                           char* report, int report_bytes) {                                                    \
-    const auto run_one = [](const void* const* p) { host::call(kernel, p); };                                   \
-    return host::run({run_one, params, grid, threads, RAWATTN_WAVE, shared_bytes, seed}, report, report_bytes); \
+#define SHIM_ENTRY(kernel)                                                                                  \
+  SHIM_EXPORT int shim_parameter_bytes(int parameter) { return host::bytes_of(kernel, parameter); }         \
+  SHIM_EXPORT int shim_run(const void* const* params, int grid, int cluster, int threads, int shared_bytes, \
+                           unsigned seed, char* report, int report_bytes) {                                 \
+    const auto run_one = [](const void* const* p) { host::call(kernel, p); };                               \
+    const host::Launch launch{run_one, params, grid, cluster, threads, RAWATTN_WAVE, shared_bytes, seed};   \
+    return host::run(launch, report, report_bytes);                                                         \
   }

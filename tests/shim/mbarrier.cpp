@@ -15,14 +15,15 @@ constexpr int kMost = (1 << 20) - 1;  // arrivals, or bytes, that an mbarrier ca
 constexpr int kNamed = 16;
 
 struct Mbarrier {
+  int rank;  // of its block
   size_t place;
   int arrivals;     // of a phase
   int pending;      // of this one
   long long bytes;  // announced and not yet here; below 0 if they came before they were announced
   unsigned long long phase;
-  int owner;    // the thread that initialised it
-  int created;  // block_syncs then
-  bool fenced;  // the copy engine knows of it
+  int owner;                 // the thread that initialised it
+  int syncs, cluster_syncs;  // that its block, and the cluster, had passed then
+  bool fenced;               // the copy engine knows of it
 };
 
 struct Named {
@@ -32,24 +33,36 @@ struct Named {
 };
 
 std::vector<Mbarrier> mbarriers;
-Named named[kNamed];
+std::vector<Named> named;  // kNamed of each block
+
+Named& named_at(int rank, size_t id) { return named[rank * kNamed + id]; }
 
 // What lies in the shared memory of a barrier, so that it is seen when others write there.
 unsigned long long mark_of(size_t place) { return 0xb1a5ed0000000000ull + place; }
 
-Mbarrier& find(const void* pointer, const char* what) {
-  const size_t place = place_in_shared(pointer, 8, 8, what);
-  unsigned long long mark;
-  memcpy(&mark, pointer, sizeof(mark));
+Mbarrier& barrier_at(int rank, size_t place, const char* what) {
   for (Mbarrier& barrier : mbarriers) {
-    if (barrier.place != place) continue;
+    if (barrier.rank != rank || barrier.place != place) continue;
+    unsigned long long mark;
+    memcpy(&mark, blocks[rank].shared + place, sizeof(mark));
     if (mark != mark_of(place)) fail("%s: the mbarrier at byte %zu was overwritten", what, place);
-    if (barrier.owner != running && barrier.created == block_syncs) {
-      fail("%s: no block_sync since thread %d initialised the mbarrier at byte %zu", what, barrier.owner, place);
-    }
     return barrier;
   }
   fail("%s: the mbarrier at byte %zu is not initialised", what, place);
+}
+
+// The one of the block `to` at the place of `pointer`, which the running thread must know to be initialised.
+Mbarrier& find(const void* pointer, int to, const char* what) {
+  const size_t place = place_in_shared(pointer, 8, 8, what);
+  check_reaches(to, what);
+  Mbarrier& barrier = barrier_at(to, place, what);
+  const bool near = to == rank;
+  const bool synced = near ? barrier.syncs != blocks[to].syncs : barrier.cluster_syncs != cluster_syncs;
+  if (!synced && !(near && barrier.owner == running)) {
+    fail("%s: no %s since thread %d initialised the mbarrier at byte %zu", what, near ? "block_sync" : "cluster_sync",
+         barrier.owner, place);
+  }
+  return barrier;
 }
 
 void complete_if_all_came(Mbarrier& barrier) {
@@ -62,38 +75,7 @@ void complete_if_all_came(Mbarrier& barrier) {
   barrier.pending = barrier.arrivals;
 }
 
-const Mbarrier& barrier_at(size_t place) {
-  for (const Mbarrier& barrier : mbarriers) {
-    if (barrier.place == place) return barrier;
-  }
-  fail("the mbarrier at byte %zu is gone", place);
-}
-
-}  // namespace
-
-void forget_barriers() {
-  mbarriers.clear();
-  for (Named& barrier : named) barrier = {};
-}
-
-void mbarrier_init(void* pointer, unsigned arrivals) {
-  const size_t place = place_in_shared(pointer, 8, 8, "mbarrier_init");
-  for (const Mbarrier& barrier : mbarriers) {
-    if (barrier.place == place) fail("mbarrier_init: the mbarrier at byte %zu is initialised already", place);
-  }
-  if (arrivals < 1 || arrivals > kMost) fail("mbarrier_init: %u arrivals", arrivals);
-  const unsigned long long mark = mark_of(place);
-  memcpy(pointer, &mark, sizeof(mark));
-  const int count = static_cast<int>(arrivals);
-  mbarriers.push_back({place, count, count, 0, 0, running, block_syncs, false});
-}
-
-void fence_mbarrier_init() {
-  for (Mbarrier& barrier : mbarriers) barrier.fenced = barrier.fenced || barrier.owner == running;
-}
-
-void mbarrier_arrive(void* pointer, unsigned bytes) {
-  Mbarrier& barrier = find(pointer, "mbarrier_arrive");
+void arrive(Mbarrier& barrier, unsigned bytes) {
   barrier.bytes += bytes;
   if (barrier.bytes > kMost) fail("mbarrier_arrive: %lld bytes are more than an mbarrier counts", barrier.bytes);
   if (barrier.pending == 0) {
@@ -104,30 +86,60 @@ void mbarrier_arrive(void* pointer, unsigned bytes) {
   complete_if_all_came(barrier);
 }
 
+}  // namespace
+
+void forget_barriers() {
+  mbarriers.clear();
+  named.assign(launch.cluster * kNamed, {});
+}
+
+void mbarrier_init(void* pointer, unsigned arrivals) {
+  const size_t place = place_in_shared(pointer, 8, 8, "mbarrier_init");
+  for (const Mbarrier& barrier : mbarriers) {
+    if (barrier.rank != rank || barrier.place != place) continue;
+    fail("mbarrier_init: the mbarrier at byte %zu is initialised already", place);
+  }
+  if (arrivals < 1 || arrivals > kMost) fail("mbarrier_init: %u arrivals", arrivals);
+  const unsigned long long mark = mark_of(place);
+  memcpy(pointer, &mark, sizeof(mark));
+  const int count = static_cast<int>(arrivals);
+  mbarriers.push_back({rank, place, count, count, 0, 0, running, blocks[rank].syncs, cluster_syncs, false});
+}
+
+void fence_mbarrier_init() {
+  for (Mbarrier& barrier : mbarriers) {
+    barrier.fenced = barrier.fenced || (barrier.rank == rank && barrier.owner == running);
+  }
+}
+
+void mbarrier_arrive(void* pointer, unsigned bytes) { arrive(find(pointer, rank, "mbarrier_arrive"), bytes); }
+void mbarrier_arrive_at(void* pointer, int to) { arrive(find(pointer, to, "mbarrier_arrive_at"), 0); }
+
 void mbarrier_wait(void* pointer, unsigned parity) {
   if (parity > 1) fail("mbarrier_wait: parity %u", parity);
-  const Mbarrier& barrier = find(pointer, "mbarrier_wait");
+  const Mbarrier& barrier = find(pointer, rank, "mbarrier_wait");
   const auto passed = [](const Condition& condition) {
     // Phase n has parity n % 2: the one before the current has completed.
-    return barrier_at(condition.place).phase % 2 != condition.number;
+    return barrier_at(condition.rank, condition.place, "mbarrier_wait").phase % 2 != condition.number;
   };
   const auto tell = [](const Condition& condition, char* text, size_t size) {
-    const Mbarrier& it = barrier_at(condition.place);
+    const Mbarrier& it = barrier_at(condition.rank, condition.place, "mbarrier_wait");
     snprintf(text, size, " for parity %llu: phase %llu lacks %d of %d arrivals and %lld bytes", condition.number,
              it.phase, it.pending, it.arrivals, it.bytes);
   };
-  wait_until("mbarrier_wait", {passed, tell, barrier.place, parity});
+  wait_until("mbarrier_wait", {passed, tell, rank, barrier.place, parity});
 }
 
-void check_mbarrier(const void* pointer) {
-  const Mbarrier& barrier = find(pointer, "copy_tensor");
-  if (!barrier.fenced) fail("copy_tensor: no fence_mbarrier_init for the mbarrier at byte %zu", barrier.place);
+size_t check_mbarrier(const void* pointer, int to, const char* what) {
+  const Mbarrier& barrier = find(pointer, to, what);
+  if (!barrier.fenced) fail("%s: no fence_mbarrier_init for the mbarrier at byte %zu", what, barrier.place);
+  return barrier.place;
 }
 
-void complete_bytes(const void* pointer, unsigned bytes) {
-  Mbarrier& barrier = find(pointer, "copy_tensor");
+void complete_bytes(int to, size_t place, unsigned bytes, const char* what) {
+  Mbarrier& barrier = barrier_at(to, place, what);
   barrier.bytes -= bytes;
-  if (barrier.bytes < -kMost) fail("copy_tensor: %lld bytes are more than an mbarrier counts", -barrier.bytes);
+  if (barrier.bytes < -kMost) fail("%s: %lld bytes are more than an mbarrier counts", what, -barrier.bytes);
   complete_if_all_came(barrier);
 }
 
@@ -138,7 +150,7 @@ void named_barrier(int id, int threads, bool waits) {
   };
   const auto arrive = [](void* const* payloads) {
     const Arrival& first = *static_cast<const Arrival*>(payloads[0]);
-    Named& barrier = named[first.id];
+    Named& barrier = named_at(rank, first.id);
     for (int lane = 0; lane < launch.wave; lane++) {
       Arrival& mine = *static_cast<Arrival*>(payloads[lane]);
       if (mine.threads != first.threads)
@@ -161,9 +173,11 @@ void named_barrier(int id, int threads, bool waits) {
       barrier.waves.clear();
     }
   };
-  const auto passed = [](const Condition& condition) { return named[condition.place].generation != condition.number; };
+  const auto passed = [](const Condition& condition) {
+    return named_at(condition.rank, condition.place).generation != condition.number;
+  };
   const auto tell = [](const Condition& condition, char* text, size_t size) {
-    const Named& it = named[condition.place];
+    const Named& it = named_at(condition.rank, condition.place);
     snprintf(text, size, ": %d of %d threads came", it.arrived, it.threads);
   };
   if (id < 1 || id >= kNamed || threads < 1 || threads > launch.threads || threads % launch.wave != 0) {
@@ -171,7 +185,7 @@ void named_barrier(int id, int threads, bool waits) {
   }
   Arrival mine{id, threads, 0};
   meet_wave(waits ? "barrier_sync" : "barrier_arrive", id, arrive, &mine);
-  if (waits) wait_until("barrier_sync", {passed, tell, static_cast<size_t>(id), mine.generation});
+  if (waits) wait_until("barrier_sync", {passed, tell, rank, static_cast<size_t>(id), mine.generation});
 }
 
 }  // namespace host

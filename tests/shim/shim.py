@@ -116,16 +116,17 @@ class Kernel:
         *params: np.void,
         grid: int,
         threads: int,
+        cluster: int = 1,
         shared_bytes: int = 0,
         seed: int = 1,
         memory: Iterable[Memory] = (),
     ) -> None:
-        """Runs all blocks on the values of the kernel's parameters. `seed` decides in which order
-        threads take turns and copies arrive.
+        """Runs all blocks on the values of the kernel's parameters, `cluster` of them at a time. `seed`
+        decides in which order threads take turns and copies arrive.
 
         Raises Fault for a touch outside of `memory` and of shared memory, threads that wait for
-        different things or for ever, copies and products that nobody waited for, undefined behaviour
-        (in a checked build).
+        different things or for ever, copies and products that nobody waited for, blocks that are
+        gone when another one reaches for them, undefined behaviour (in a checked build).
         """
         values = [ctypes.create_string_buffer(value.tobytes(), value.nbytes) for value in params]
         sizes = [self._library.shim_parameter_bytes(n) for n in range(len(values) + 1)]
@@ -133,7 +134,14 @@ class Kernel:
         packed = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
         report = ctypes.create_string_buffer(_REPORT_BYTES)
         if grid and self._library.shim_run(
-            packed, grid, threads, shared_bytes, ctypes.c_uint(seed), report, _REPORT_BYTES
+            packed,
+            grid,
+            cluster,
+            threads,
+            shared_bytes,
+            ctypes.c_uint(seed),
+            report,
+            _REPORT_BYTES,
         ):
             text = report.value.decode(errors="replace")
             raise Fault(re.sub(r"address (0x[0-9a-f]+)", lambda m: _place(m, memory), text))

@@ -14,7 +14,8 @@ TENSOR_MAP = np.dtype(
         ("strides", np.uint64, 4),
         ("box", np.uint32, 5),
         ("itemsize", np.uint32),
-        ("unused", np.uint64, 3),
+        ("origin", np.int64),
+        ("unused", np.uint64, 2),
     ],
     align=True,
 )
@@ -35,5 +36,5 @@ def encode(geometry: Geometry, address: int) -> np.void:
     encoded["address"] = start
     for name in ("dims", "strides", "box"):
         encoded[name] = getattr(geometry, name)
-    encoded["itemsize"] = itemsize
+    encoded["itemsize"], encoded["origin"] = itemsize, geometry.origin
     return encoded[()]

@@ -28,6 +28,9 @@ SHAPES = (
     Sm90Tiles(32, 4, 2, True, late_scaling=True),
     Sm90Tiles(16, 4, 1, False),
 )
+# Blocks that load for each other.
+PAIR = Sm90Tiles(16, 2, 2, True, cluster=2)
+LATE_PAIR = Sm90Tiles(32, 3, 2, False, late_scaling=True, cluster=2)
 EDGES_Q = (0, 1, 16, 63, 64, 65, 128, 130)
 EDGES_K = (0, 1, 15, 16, 17, 32, 33, 65)
 WINDOWS = (
@@ -185,6 +188,48 @@ def cells_of_dims() -> Iterable[Sm90Cell]:
             yield Sm90Cell(case=case, shape=SHAPES[n] if headdim_v < 200 else None, checked=n == 2)
 
 
+def cells_of_clusters() -> Iterable[Sm90Cell]:
+    """Two blocks to a cluster: sequences that end in the tile of its first block, in the second's, where it does."""
+    masks: tuple[dict[str, Any], ...] = (
+        {}, {"causal": True}, {"window": (30, 20), "sink": 9}, {"window": (None, 3), "align": "top-left"}
+    )  # fmt: skip
+    heads = {"nheads_q": 2, "nheads_kv": 2, "headdim": 16}
+    lens = (256, 0, 130, 5, 384, 97, 0, 300), (70, 33, 0, 130, 400, 64, 0, 17)
+    slots = {"room_q": (260, 5, 130, 9, 384, 97, 1, 300), "lead": 3, "tail": 4}
+    for n, mask in enumerate(masks):
+        shape = (PAIR, LATE_PAIR)[n % 2]
+        rows = 2 * 64 * shape.consumers
+        for rows_q in (9, rows // 2 + 9, rows, rows + 20):
+            case = dense(f"pair{n}-{rows_q}", 2, rows_q, 118, **heads, **mask)
+            yield Sm90Cell(case=case, shape=shape, blocks=4)
+        cases = (
+            ragged(f"pair{n}", *lens, by_q="seqlen", by_k="cu_seqlen", **slots, **heads, **mask),
+            padded(f"pair{n}", *lens, 390, 405, on_device=True, **heads, **mask),
+        )
+        for case, shape in zip(cases, (PAIR, LATE_PAIR), strict=True):
+            yield Sm90Cell(case=case, shape=shape, blocks=6)
+    for group, (n, mask) in itertools.product((4, 12), enumerate(masks[1:3])):
+        many = {"nheads_q": 2 * group, "nheads_kv": 2, "headdim": 16, **mask}
+        for each in (
+            dense(f"pair-group{group}-{n}", 2, 70, 90, **many),
+            ragged(f"pair-group{group}-{n}", (5, 0, 41, 130), (33, 20, 0, 130), **many),
+        ):
+            yield Sm90Cell(case=each, shape=PAIR, blocks=6, section_keys=60)
+    kept = dense("pair-kept", 2, 600, 210, **heads, causal=True)
+    for kept_tiles in (1, 3, None):
+        yield Sm90Cell(case=kept, shape=PAIR, blocks=4, kept_tiles=kept_tiles)
+    for headdim, tile_k, late in ((64, 128, True), (128, 80, False), (256, 64, False)):
+        shape = Sm90Tiles(tile_k, 2, 2, True, late, cluster=2)
+        for n, mask in enumerate(masks[:3]):
+            case = dense(f"pair-d{headdim}-{n}", 1, 300, 150, headdim=headdim, **mask)
+            yield Sm90Cell(case=case, shape=shape)
+    many_tiles = dense("pair-order", 1, 500, 90, **heads, causal=True)
+    empty = ragged("pair-order", (130, 0, 3, 300), (33, 20, 0, 130), dtype="float16", **heads)
+    for case, seed in itertools.product((many_tiles, empty), range(1, 6)):
+        yield Sm90Cell(case=case, shape=PAIR, blocks=(2, 4)[seed % 2], seed=seed)
+    yield Sm90Cell(case=empty, shape=PAIR, blocks=4, checked=True)
+
+
 def applies(case: Case) -> bool:
     """Whether the kernel takes this call as it is, at first by what needs no arrays."""
     dims = case.headdim, case.headdim if case.headdim_v is None else case.headdim_v
@@ -203,6 +248,7 @@ CELLS = [
     *cells_of_chance(),
     *cells_of_orders(),
     *cells_of_checks(),
+    *cells_of_clusters(),
 ]
 
 
@@ -214,7 +260,7 @@ def test_sm90_forward(cell: Sm90Cell, builder: Builder) -> None:
 def test_tiles_are_kept_where_some_are_longer() -> None:
     def kept(case: Case, blocks: int = 132) -> tuple[int, int]:
         cell = Sm90Cell(case=case)
-        tiles = -(-cell.call.problem.rows_q // cell.config.tile_q)
+        tiles = -(-cell.call.problem.rows_q // cell.config.schedule_rows)
         return sm90_forward.kept_tiles(cell.call.problem, cell.config, blocks), tiles
 
     causal = dense("causal", 1, 2000, 300, nheads_q=16, nheads_kv=16, causal=True)

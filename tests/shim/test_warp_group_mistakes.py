@@ -161,6 +161,22 @@ def test_mistakes_are_found(mistake: str, builder: Builder) -> None:
             run(kernel, seed=seed)
 
 
+@pytest.mark.parametrize("corner", [(0, 64), (0, -64), (64, 0)])
+def test_a_box_wholly_outside(corner: tuple[int, int], builder: Builder) -> None:
+    """Zeros arrive, but the map's origin is touched: maps of ragged batches begin before their array."""
+    body = f"""
+      if (thread == 0) {{
+        ptx::mbarrier_arrive_expect(&s.full, {BYTES});
+        ptx::copy_tensor_5d(s.a, &map, &s.full, {corner[0]}, {corner[1]}, 0, 0, 0);
+      }}
+      ptx::mbarrier_wait(&s.full, 0);
+    """
+    kernel = probe(builder, body)
+    run(kernel)
+    with pytest.raises(Fault, match="the map's origin, -128 bytes from the array"):
+        run(kernel, origin=-128)
+
+
 # What some order brings to light, and the only ways in which it may.
 RACES = {
     "released before the wait": (

@@ -61,9 +61,17 @@ struct Action {
   int registers;
 };
 
-std::vector<Lane> lanes;
-std::vector<Warp> warps;
-std::vector<std::vector<Action>> logs;
+// What a block has under way.
+struct Products {
+  std::vector<Lane> lanes;
+  std::vector<Warp> warps;
+  std::vector<std::vector<Action>> logs;  // of warp groups
+};
+std::vector<Products> products;  // by the block's rank
+
+std::vector<Lane>& lanes() { return products[rank].lanes; }
+std::vector<Warp>& warps() { return products[rank].warps; }
+std::vector<std::vector<Action>>& logs() { return products[rank].logs; }
 
 // What each bit of the lane, then of the element, adds to the row and to the column (PTX ISA, "Register
 // Fragments for wgmma.mma_async.m64nNk16"). Written down apart from the kernel's own maps.
@@ -122,9 +130,8 @@ float number(bool bfloat, unsigned short bits) {
 
 // Of an operand whose bytes are known to lie in shared memory.
 float number_at(bool bfloat, unsigned address) {
-  static const unsigned origin = shared_address(shared);
   unsigned short bits;
-  memcpy(&bits, shared + ((address ^ ((address >> 7 & 7) << 4)) - origin), sizeof(bits));
+  memcpy(&bits, blocks[rank].shared + ((address ^ ((address >> 7 & 7) << 4)) - kSharedAddress), sizeof(bits));
   return number(bfloat, bits);
 }
 
@@ -132,7 +139,7 @@ float number_at(bool bfloat, unsigned address) {
 template <class Visit>
 void each_range(const Product& product, int warp, const Visit& visit) {
   const auto range = [&](unsigned address, size_t bytes) {
-    const size_t begin = at_shared_address(address, bytes, "wgmma") - shared;
+    const size_t begin = place_of_address(address, bytes, "wgmma");
     visit(begin, begin + bytes);
   };
   if (product.a_in_registers) {
@@ -152,7 +159,8 @@ void each_range(const Product& product, int warp, const Visit& visit) {
 
 void check_operands_are_there(const Product& product, int warp) {
   each_range(product, warp, [](size_t begin, size_t end) {
-    if (copy_touches(begin, end)) fail("wgmma: a copy to bytes %zu to %zu of shared memory is under way", begin, end);
+    if (copies_to(rank, begin, end) != 0)
+      fail("wgmma: a copy to bytes %zu to %zu of shared memory is under way", begin, end);
   });
 }
 
@@ -196,7 +204,7 @@ void compute(const Issued& issued, int warp) {
     for (int e = 0; e < kElementsA && product.a_in_registers; e++) {
       a[at[e].row][at[e].column] = number(product.bfloat, request.a[e]);
     }
-    const std::vector<float>& values = find_held(lanes[warp * kWarp + lane], request.c)->values;
+    const std::vector<float>& values = find_held(lanes()[warp * kWarp + lane], request.c)->values;
     for (int e = 0; e < columns / 2; e++) c[at[e].row][at[e].column] = product.accumulate ? values[e] : 0.0f;
   }
   for (int row = 0; row < kRows; row++) {
@@ -205,7 +213,7 @@ void compute(const Issued& issued, int warp) {
     }
   }
   for (int lane = 0; lane < kWarp; lane++) {
-    std::vector<float>& values = find_held(lanes[warp * kWarp + lane], issued.of_lane[lane].c)->values;
+    std::vector<float>& values = find_held(lanes()[warp * kWarp + lane], issued.of_lane[lane].c)->values;
     const auto& at = kPositions.at[lane];
     for (int e = 0; e < columns / 2; e++) values[e] = c[at[e].row][at[e].column];
   }
@@ -213,7 +221,7 @@ void compute(const Issued& issued, int warp) {
 
 // Gives back to the threads what the oldest group of a warp has computed.
 void retire(int warp) {
-  std::vector<std::vector<Issued>>& groups = warps[warp].groups;
+  std::vector<std::vector<Issued>>& groups = warps()[warp].groups;
   for (Issued& issued : groups.front()) {
     if (!issued.computed) compute(issued, warp);
     for (int n = 0; n < kWarp; n++) {
@@ -221,7 +229,7 @@ void retire(int warp) {
       if (request.product.a_in_registers && memcmp(request.a_at, request.a, sizeof(request.a)) != 0) {
         fail("wgmma: A was written while a product read it");
       }
-      Lane& lane = lanes[warp * kWarp + n];
+      Lane& lane = lanes()[warp * kWarp + n];
       Held* const held = find_held(lane, request.c);
       if (--held->products != 0) continue;
       check_untouched(*held);
@@ -241,8 +249,8 @@ bool same(const Product& x, const Product& y) {
 void act(const Action& action) {
   const int warp = running / kWarp;
   if ((warp / kWarps + 1) * kGroup > launch.threads) fail("%s outside of a whole warp group", action.name);
-  std::vector<Action>& log = logs[warp / kWarps];
-  const size_t n = warps[warp].actions++;
+  std::vector<Action>& log = logs()[warp / kWarps];
+  const size_t n = warps()[warp].actions++;
   if (n == log.size()) log.push_back(action);
   const Action& other = log[n];
   if (strcmp(other.name, action.name) != 0 || other.registers != action.registers ||
@@ -254,13 +262,16 @@ void act(const Action& action) {
 }  // namespace
 
 void forget_products() {
-  lanes.assign(launch.threads, {});
-  warps.assign(launch.threads / launch.wave, {});
-  logs.assign((launch.threads + kGroup - 1) / kGroup, {});
+  products.assign(launch.cluster, {});
+  for (Products& each : products) {
+    each.lanes.resize(launch.threads);
+    each.warps.resize(launch.threads / launch.wave);
+    each.logs.resize((launch.threads + kGroup - 1) / kGroup);
+  }
 }
 
 void wgmma(const Product& product, float* c, const unsigned short* a) {
-  Lane& lane = lanes[running];
+  Lane& lane = lanes()[running];
   if (!lane.fenced) fail("wgmma: no wgmma_fence since the last wait");
   if (running % kWarp == 0) check_operands_are_there(product, running / kWarp);
   Request request{product, c, a, {}};
@@ -278,17 +289,17 @@ void wgmma(const Product& product, float* c, const unsigned short* a) {
   lane.requests.push_back(request);
 }
 
-void wgmma_fence() { lanes[running].fenced = true; }
+void wgmma_fence() { lanes()[running].fenced = true; }
 
 void wgmma_commit() {
   const auto commit = [](void* const*) {
     const int warp = running / kWarp;
-    const Lane& first = lanes[running];
+    const Lane& first = lanes()[running];
     std::vector<Issued> group;
     for (size_t n = 0; n < first.requests.size(); n++) {
       Issued issued{{}, false};
       for (int thread = running; thread < running + kWarp; thread++) {
-        const std::vector<Request>& requests = lanes[thread].requests;
+        const std::vector<Request>& requests = lanes()[thread].requests;
         if (requests.size() != first.requests.size() || !same(requests[n].product, first.requests[n].product)) {
           fail("threads of one warp diverged: threads %d and %d asked for different products", running, thread);
         }
@@ -297,10 +308,10 @@ void wgmma_commit() {
       act({"wgmma", first.requests[n].product, 0});
       group.push_back(issued);
     }
-    for (int thread = running; thread < running + kWarp; thread++) lanes[thread].requests.clear();
-    warps[warp].groups.push_back(group);
+    for (int thread = running; thread < running + kWarp; thread++) lanes()[thread].requests.clear();
+    warps()[warp].groups.push_back(group);
     if (draw(2) != 0) return;
-    for (std::vector<Issued>& each : warps[warp].groups) {
+    for (std::vector<Issued>& each : warps()[warp].groups) {
       for (Issued& issued : each) {
         if (!issued.computed) compute(issued, warp);
         issued.computed = true;
@@ -314,20 +325,21 @@ void wgmma_wait(int pending) {
   const auto wait = [](void* const* payloads) {
     const size_t most = *static_cast<const int*>(payloads[0]);
     const int warp = running / kWarp;
-    while (warps[warp].groups.size() > most) retire(warp);
-    for (int thread = running; thread < running + kWarp; thread++) lanes[thread].fenced = false;
+    while (warps()[warp].groups.size() > most) retire(warp);
+    for (int thread = running; thread < running + kWarp; thread++) lanes()[thread].fenced = false;
   };
   meet_wave("wgmma_wait", pending, wait, &pending);
 }
 
-bool product_touches(size_t begin, size_t end) {
+bool product_touches(int to, size_t begin, size_t end) {
+  const Products& its = products[to];
   bool touches = false;
   const auto visit = [&](size_t first, size_t last) { touches = touches || (first < end && begin < last); };
-  for (int warp = 0; warp < static_cast<int>(warps.size()); warp++) {
-    for (const std::vector<Issued>& group : warps[warp].groups) {
+  for (int warp = 0; warp < static_cast<int>(its.warps.size()); warp++) {
+    for (const std::vector<Issued>& group : its.warps[warp].groups) {
       for (const Issued& issued : group) each_range(issued.of_lane[0].product, warp, visit);
     }
-    for (const Request& request : lanes[warp * launch.wave].requests) each_range(request.product, warp, visit);
+    for (const Request& request : its.lanes[warp * launch.wave].requests) each_range(request.product, warp, visit);
   }
   return touches;
 }
@@ -339,7 +351,7 @@ void set_registers(const char* name, int count) {
   };
   const auto set = [](void* const* payloads) {
     const Wish& wish = *static_cast<const Wish*>(payloads[0]);
-    warps[running / kWarp].registers = wish.count;
+    warps()[running / kWarp].registers = wish.count;
     act({wish.name, {}, wish.count});
   };
   if (count < 24 || count > 256 || count % 8 != 0) fail("%s(%d)", name, count);
@@ -348,18 +360,18 @@ void set_registers(const char* name, int count) {
 }
 
 void check_products_at_exit() {
-  if (!lanes[running].requests.empty()) fail("exits with a product that was never committed");
-  if (!warps[running / launch.wave].groups.empty()) fail("exits with products that were never waited for");
+  if (!lanes()[running].requests.empty()) fail("exits with a product that was never committed");
+  if (!warps()[running / launch.wave].groups.empty()) fail("exits with products that were never waited for");
 }
 
 void check_products_of_block() {
   int registers = 0;
-  for (size_t warp = 0; warp < warps.size(); warp++) {
-    const std::vector<Action>& log = logs[warp * launch.wave / kGroup];
-    if (warps[warp].actions != log.size()) {
-      fail("warps of one group diverged: wave %zu did not come to %s", warp, log[warps[warp].actions].name);
+  for (size_t warp = 0; warp < warps().size(); warp++) {
+    const std::vector<Action>& log = logs()[warp * launch.wave / kGroup];
+    if (warps()[warp].actions != log.size()) {
+      fail("warps of one group diverged: wave %zu did not come to %s", warp, log[warps()[warp].actions].name);
     }
-    registers += kWarp * warps[warp].registers;
+    registers += kWarp * warps()[warp].registers;
   }
   if (registers > kRegisters) fail("the block's threads have %d registers together", registers);
 }

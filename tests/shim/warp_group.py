@@ -18,8 +18,11 @@ POINTERS = np.dtype([("x", np.uint64), ("y", np.uint64)])
 SEEDS = range(1, 41)  # orders of turns and arrivals
 
 
-def probe(builder: Builder, body: str) -> Kernel:
-    """A kernel of `x` (a map of 64 x 64 elements of float16) and `y` (float32)."""
+def probe(builder: Builder, body: str, *, sync: str = "target::block_sync()") -> Kernel:
+    """A kernel of `x` (a map of 64 x 64 elements of float16) and `y` (float32).
+
+    sync: what follows the initialisation of barriers.
+    """
     text = f"""\
 #include "ptx/ptx.cuh"
 #include "target/target.cuh"
@@ -31,7 +34,7 @@ struct Shared {{
   alignas(1024) unsigned char a[{BYTES}];
   unsigned char b[{BYTES}];
   ptx::Mbarrier full, empty, none;
-  int number;
+  unsigned number;
 }};
 using C = target::Accumulator;
 using A = target::Mma<float16>::A;
@@ -61,7 +64,7 @@ KERNEL LAUNCH_BOUNDS({THREADS}, 1) void probe(PARAMETER Params p, PARAMETER ptx:
     ptx::mbarrier_init(&s.empty, 4);
     ptx::fence_mbarrier_init();
   }}
-  target::block_sync();
+  {sync};
   {body}
   (void)p, (void)group, (void)warp, (void)load, (void)release, (void)multiply, (void)c, (void)registers;
 }}
@@ -69,7 +72,15 @@ KERNEL LAUNCH_BOUNDS({THREADS}, 1) void probe(PARAMETER Params p, PARAMETER ptx:
     return builder.kernel(Build(Source("probe", text, "a probe")))
 
 
-def run(kernel: Kernel, *, seed: int = 1, x: np.ndarray | None = None, **geometry: Any) -> Any:
+def run(
+    kernel: Kernel,
+    *,
+    seed: int = 1,
+    grid: int = 1,
+    cluster: int = 1,
+    x: np.ndarray | None = None,
+    **geometry: Any,
+) -> Any:
     """What the kernel made of y, NaN at first."""
     values = np.ones((ROWS, COLUMNS), np.float16) if x is None else x
     given = Memory("x", values)
@@ -86,7 +97,8 @@ def run(kernel: Kernel, *, seed: int = 1, x: np.ndarray | None = None, **geometr
     kernel.run(
         params,
         tensor,
-        grid=1,
+        grid=grid,
+        cluster=cluster,
         threads=THREADS,
         shared_bytes=2 * BYTES + 1024,
         seed=seed,

@@ -1,0 +1,113 @@
+// What the warps of a Hopper forward block share: shapes, shared memory, and which rows and keys its work has.
+#pragma once
+
+#include "attn/late_softmax.cuh"
+#include "attn/params.cuh"
+#include "attn/scheduler.cuh"
+#include "attn/sequence.cuh"
+#include "attn/softmax.cuh"
+#include "attn/visible.cuh"
+#include "ptx/ptx.cuh"
+#include "target/target.cuh"
+#include "tile/copy.cuh"
+
+namespace forward {
+
+using namespace config;
+using M = target::Mma<Element>;
+using C = target::Accumulator;
+
+constexpr int kGroup = 128;  // threads of a warp group
+constexpr int kThreads = kGroup * (1 + kConsumers);
+// A tile is kTileQ query rows of each of kHeadsPerTile neighbouring heads with the same keys: one head after the other.
+constexpr int kTileRows = 64 * kConsumers;
+constexpr int kTileQ = kTileRows / kHeadsPerTile;
+static_assert(kTileQ * kHeadsPerTile == kTileRows && kTileQ % 16 == 0, "a warp's 16 rows are those of one head");
+// The blocks of a cluster work on neighbouring tiles, and each loads its part of the keys and values for all of them.
+constexpr int kClusterQ = kTileQ * kCluster;
+constexpr int kKeyBlocks = kTileK / 16;
+constexpr int kColumns = 64;  // of a 128-byte swizzled block
+constexpr int kDepthQk = round_up(kHeadDim, 16);
+constexpr int kDepthV = round_up(kHeadDimV, 16);
+constexpr int kBlocksQk = round_up(kHeadDim, kColumns) / kColumns;
+constexpr int kBlocksV = round_up(kHeadDimV, kColumns) / kColumns;
+constexpr int kOutBlocks = kDepthV / 16;
+
+constexpr int kQueryBytes = kBlocksQk * kTileRows * 128;
+constexpr int kKeyBytes = kBlocksQk * kTileK * 128;
+constexpr int kValueBytes = kBlocksV * kTileK * 128;
+
+using Qk = ptx::Wgmma<Element, kTileK>;
+using Pv = ptx::Wgmma<Element, kDepthV>;
+using Visible = VisibleKeys<kLeft, kRight, kTopLeft, kTileK>;
+template <bool kLate>
+struct SoftmaxOf {
+  using Type = OnlineSoftmax<C, 1>;
+};
+template <>
+struct SoftmaxOf<true> {
+  using Type = LateOnlineSoftmax<C, 1>;
+};
+using Softmax = SoftmaxOf<kLateScaling>::Type;
+
+struct SharedMemory {
+  alignas(1024) unsigned char queries[kQueryBytes];
+  unsigned char keys[kStages][kKeyBytes];
+  unsigned char values[kStages][kValueBytes];
+  ptx::Mbarrier keys_full[kStages], keys_empty[kStages], values_full[kStages], values_empty[kStages];
+  ptx::Mbarrier queries_full, queries_empty;
+  // Two slots: the producer decides on the next work while the consumers are busy with this one.
+  ptx::Mbarrier work_full[2], work_empty[2];
+  Work work[2];
+  ptx::Mbarrier ticket_full, ticket_empty;
+  unsigned ticket;
+};
+static_assert(sizeof(SharedMemory) <= kSharedBytes, "the host reserves enough");
+
+enum NamedBarrier { kTurn = 1 };  // kTurn + c: consumer c may issue its products
+
+// A place in a ring of kSlots whose barriers flip parity at each round.
+template <int kSlots>
+struct Ring {
+  int slot = 0;
+  unsigned parity = 0;
+  DEVICE void advance() {
+    if (++slot == kSlots) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// This block's place in its cluster.
+DEVICE int rank() {
+  if constexpr (kCluster == 1) {
+    return 0;
+  } else {
+    return ptx::cluster_rank();
+  }
+}
+
+// The first query row of this block's tile in each head.
+DEVICE int first_query(const Work& work) { return work.tile * kClusterQ + rank() * kTileQ; }
+
+// A row of the tile: its head, counted from the tile's first, and its query row, likewise.
+struct TileRow {
+  int head, row;
+};
+DEVICE TileRow tile_row(int n) {
+  if constexpr (kHeadsPerTile == 1) {
+    return {0, n};
+  } else {
+    return {n / kTileQ, n % kTileQ};
+  }
+}
+
+// The key tiles that any block of the cluster needs: all of them visit all of these.
+DEVICE TileRange tiles_of(const ForwardParams& p, const Work& work) {
+  const int first = work.tile * kClusterQ;
+  const int last = (first + kClusterQ < work.q.length ? first + kClusterQ : work.q.length) - 1;
+  return tiles_seen(Visible(p, work.q.length, work.k.length), first, last);
+}
+
+}  // namespace forward
