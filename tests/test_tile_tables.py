@@ -24,6 +24,7 @@ from rawattn._kernels import (
     using_tiles,
 )
 from rawattn._problem import describe
+from tests.tiles import clusters
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -148,6 +149,17 @@ def test_a_prepared_call_belongs_to_its_tables(verb: str, monkeypatch: pytest.Mo
             call()
     assert len(made) == len(prepared) == 2
     assert made[0] != made[1]
+
+
+@pytest.mark.parametrize("window", [None, (5, 0)])
+@pytest.mark.parametrize("headdim", [64, 96, 128, 192, 256])
+def test_what_tests_run_in_clusters(headdim: int, window: tuple[int, int] | None):
+    x = np.broadcast_to(np.float16(0), (1, 70, 1, headdim))
+    with clusters():
+        problem, _ = describe(x, x, x, window=window)
+        config = sm90_forward.choose(problem, arch="sm_90a", strides={}, pointers=0)
+    assert config is not None
+    assert config.cluster == 2
 
 
 def test_clusters_where_every_block_has_queries():

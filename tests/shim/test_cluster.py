@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.shim.shim import Builder, Fault, Kernel
-from tests.shim.warp_group import BYTES, LOADED, SEEDS, THREADS
+from tests.shim.warp_group import BYTES, LOADED, SEEDS, THREADS, check_found, count_found
 from tests.shim.warp_group import probe as probe_one
 from tests.shim.warp_group import run as run_one
 
@@ -213,9 +213,7 @@ MISTAKES = {
 def test_mistakes_are_found(mistake: str, builder: Builder) -> None:
     body, message = MISTAKES[mistake]
     kernel = probe(builder, body)
-    for seed in (1, 2, 3):
-        with pytest.raises(Fault, match=message):
-            run(kernel, seed=seed)
+    check_found(lambda seed: run(kernel, seed=seed), message)
 
 
 REMOTE = {
@@ -271,12 +269,5 @@ RACES = {
 def test_races_are_found(race: str, builder: Builder) -> None:
     body, message = RACES[race]
     kernel = probe(builder, body)
-    found = 0
-    for seed in SEEDS:
-        try:
-            run(kernel, seed=seed)
-        except Fault as fault:
-            found += 1
-            with pytest.raises(Fault, match=message):
-                raise fault
+    found = count_found(lambda seed: run(kernel, seed=seed), message)
     assert 2 < found < len(SEEDS), f"{found} of {len(SEEDS)} orders"

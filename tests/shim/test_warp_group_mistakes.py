@@ -6,7 +6,18 @@ import numpy as np
 import pytest
 
 from tests.shim.shim import Builder, Fault
-from tests.shim.warp_group import ALONE, BYTES, LOADED, PIPELINE, SEEDS, WAIT, probe, run
+from tests.shim.warp_group import (
+    ALONE,
+    BYTES,
+    LOADED,
+    PIPELINE,
+    SEEDS,
+    WAIT,
+    check_found,
+    count_found,
+    probe,
+    run,
+)
 
 # What fails whatever the order of turns.
 MISTAKES = {
@@ -156,9 +167,7 @@ MISTAKES = {
 def test_mistakes_are_found(mistake: str, builder: Builder) -> None:
     body, message = MISTAKES[mistake]
     kernel = probe(builder, body)
-    for seed in (1, 2, 3):
-        with pytest.raises(Fault, match=message):
-            run(kernel, seed=seed)
+    check_found(lambda seed: run(kernel, seed=seed), message)
 
 
 @pytest.mark.parametrize("corner", [(0, 64), (0, -64), (64, 0)])
@@ -202,14 +211,7 @@ RACES = {
 def test_races_are_found(race: str, builder: Builder) -> None:
     body, message = RACES[race]
     kernel = probe(builder, body)
-    found = 0
-    for seed in SEEDS:
-        try:
-            y = run(kernel, seed=seed)
-        except Fault as fault:
-            found += 1
-            with pytest.raises(Fault, match=message):
-                raise fault
-        else:
-            found += bool(np.isnan(y[:1024]).any())
+    found = count_found(
+        lambda seed: run(kernel, seed=seed), message, wrong=lambda y: bool(np.isnan(y[:1024]).any())
+    )
     assert found > 2, f"{found} of {len(SEEDS)} orders"

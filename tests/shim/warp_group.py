@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 
 from rawattn._compile import Source
 from rawattn._tensor_map import Geometry
-from tests.shim.shim import Build, Builder, Kernel, Memory
+from tests.shim.shim import Build, Builder, Fault, Kernel, Memory
 from tests.shim.tensor_map import encode
 
 THREADS = 256  # group 0 loads, group 1 multiplies
@@ -122,3 +124,27 @@ PIPELINE = f"""
 WAIT = "ptx::mbarrier_wait(&s.full, n);"
 LOADED = f"if (thread == 0) load(s.a, {BYTES}); ptx::mbarrier_wait(&s.full, 0); if (group == 1)"
 ALONE = "for (int i = thread; i < 4096; i += 256) s.a[i] = 0; target::block_sync(); if (group == 1)"
+
+
+def check_found(order: Callable[[int], Any], message: str) -> None:
+    """A mistake that every order of turns brings to light. order: runs the one of a seed."""
+    for seed in SEEDS[:3]:
+        with pytest.raises(Fault, match=message):
+            order(seed)
+
+
+def count_found(
+    order: Callable[[int], Any], message: str, wrong: Callable[[Any], bool] = lambda y: False
+) -> int:
+    """Orders, of all seeds, that bring a mistake to light: as a fault of these words, and no other, or in the result."""
+    found = 0
+    for seed in SEEDS:
+        try:
+            y = order(seed)
+        except Fault as fault:
+            found += 1
+            with pytest.raises(Fault, match=message):
+                raise fault
+        else:
+            found += wrong(y)
+    return found
