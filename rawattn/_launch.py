@@ -94,7 +94,7 @@ class Forward(Launch):
             )
         self._template = packed.tobytes()
 
-        # The Hopper kernel: maps of q, k and v, and by stream the counters its blocks share.
+        # The Hopper kernel: maps of q, k, v and perhaps out, and by stream the counters its blocks share.
         self._maps: tuple[TensorMaps, ...] = ()
         self._counters: dict[int, Any] = {}
         if persistent is not None:
@@ -129,17 +129,20 @@ class Forward(Launch):
             self._fill(self._fill_blocks, fill_padding.THREADS, filled)
         if not self._blocks:
             return
-        operands, copies = [q, k, v], []
+        operands, copies = [q, k, v, out], []
         for place, repack in self._repacks:
             copies.append(repack.run(operands[place]))
             operands[place] = copies[-1].data.ptr
         packed = bytearray(self._template)
-        _POINTERS.pack_into(packed, 0, *operands, out, lse)
+        _POINTERS.pack_into(packed, 0, *operands, lse)
         if self._ragged or self._maps:
             self._pack_state(packed, copies)
-        maps = [each.at(address) for each, address in zip(self._maps, operands, strict=False)]
+        arguments: list[bytes | bytearray] = [packed]
+        if self._maps:
+            maps = zip(self._maps, operands, strict=False)
+            arguments.append(b"".join(each.at(address) for each, address in maps))
         shared_bytes = self.config.shared_bytes
-        self._kernel(self._blocks, self.config.threads, packed, *maps, shared_bytes=shared_bytes)
+        self._kernel(self._blocks, self.config.threads, *arguments, shared_bytes=shared_bytes)
 
     def _pack_state(self, packed: bytearray, copies: list[Any]) -> None:
         """Addresses of what this launch shares with no other under way: the schedule and the counters of work.
@@ -172,8 +175,16 @@ class Forward(Launch):
 def _tensor_maps(
     problem: Problem, config: sm90_forward.Config, strides: dict[str, tuple[int, ...]]
 ) -> tuple[TensorMaps, ...]:
+    """Of the operands, as they follow each other in the kernel's `Maps`."""
     rows_q, rows_k = problem.rows_q, problem.rows_k
     heads_q, heads_k = problem.nheads_q, problem.nheads_kv
+    dims = [
+        ("q", rows_q, heads_q, problem.headdim, config.tile_q, config.heads_per_tile),
+        ("k", rows_k, heads_k, problem.headdim, config.tile_k, 1),
+        ("v", rows_k, heads_k, problem.headdim_v, config.tile_k, 1),
+    ]
+    if config.tensor_stores:
+        dims.append(("out", rows_q, heads_q, problem.headdim_v, sm90_forward.STORE_ROWS, 1))
     return tuple(
         TensorMaps(
             sm90_forward.geometry(
@@ -185,9 +196,5 @@ def _tensor_maps(
                 box_heads=box_heads,
             )
         )
-        for name, rows, heads, headdim, box_rows, box_heads in (
-            ("q", rows_q, heads_q, problem.headdim, config.tile_q, config.heads_per_tile),
-            ("k", rows_k, heads_k, problem.headdim, config.tile_k, 1),
-            ("v", rows_k, heads_k, problem.headdim_v, config.tile_k, 1),
-        )
+        for name, rows, heads, headdim, box_rows, box_heads in dims
     )

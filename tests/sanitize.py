@@ -34,6 +34,7 @@ from tests.tiles import (
     clusters,
     repacking,
     shared_limit,
+    tensor_stores,
     tile_shapes,
 )
 from tests.verify import verify
@@ -119,6 +120,15 @@ def matrix() -> list[Step]:
             dense("kept", 5, 600, 600, headdim=headdim, nheads_q=14, nheads_kv=14, causal=True),
         ):
             steps.append(Step(case, around=clusters))
+    for headdim in (64, 96, 128):
+        knobs = {"headdim": headdim, "nheads_kv": 1}
+        lens = (300, 0, 33, 130), (30, 9, 200, 150)
+        for case in (
+            ragged("stores", *lens, **knobs, nheads_q=1, causal=True),
+            ragged("group", *lens, **knobs, nheads_q=4, window=(60, 9), headdim_v=40),
+            padded("padded", *lens, 310, 200, **knobs, nheads_q=1, give_out=True, layout="gaps"),
+        ):
+            steps.append(Step(case, around=tensor_stores))
     steps.append(Step(dense("kept", 5, 600, 600, nheads_q=14, nheads_kv=14, causal=True)))
     return steps + [Step(case, backward=True) for case in cases if case.name not in FORWARD_ALONE]
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from bench.tuning import tables
-from rawattn import _backends, _backends_backward
+from rawattn import SeqLayout, _backends, _backends_backward
 from rawattn._kernels import (
     SHARED_LIMIT,
     _tiles,
@@ -24,7 +24,7 @@ from rawattn._kernels import (
     using_tiles,
 )
 from rawattn._problem import describe
-from tests.tiles import clusters
+from tests.tiles import clusters, tensor_stores
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -172,3 +172,43 @@ def test_clusters_where_every_block_has_queries():
     long = sm90_forward.LONG_SEQLEN
     assert cluster(long, long) == 2
     assert [cluster(1, long), cluster(long - 1, long), cluster(long, long - 1)] == [1, 1, 1]
+
+
+def test_what_the_copy_engine_stores():
+    def stores(
+        *, headdim: int = 128, headdim_v: int = 128, packed: bool = True, seqlen: int = 70
+    ) -> bool:
+        rows = (seqlen,) if packed else (1, seqlen)
+        q = np.broadcast_to(np.float16(0), (*rows, 1, headdim))
+        v = np.broadcast_to(np.float16(0), (*rows, 1, headdim_v))
+        seqs = SeqLayout(seqstart_q=[0, seqlen]) if packed else None
+        problem, _ = describe(q, q, v, seqs=seqs)
+        config = sm90_forward.choose(problem, arch="sm_90a", strides={}, pointers=0)
+        assert config is not None
+        assert config.shared_bytes <= sm90_forward.SHARED_LIMIT
+        return config.tensor_stores
+
+    assert stores()
+    assert not stores(packed=False)  # nothing to gain
+    assert not stores(headdim_v=20)  # rows that are no multiples of 16 bytes
+    assert not stores(headdim=256)  # no room
+    assert not stores(headdim=64, headdim_v=64, seqlen=sm90_forward.LONG_SEQLEN)
+    with tensor_stores():
+        assert stores(headdim=64, headdim_v=64, seqlen=sm90_forward.LONG_SEQLEN)
+        assert not stores(headdim=256)
+
+
+def test_outputs_that_the_copy_engine_cannot_store():
+    x = np.broadcast_to(np.float16(0), (70, 2, 128))
+    problem, _ = describe(x, x, x, seqs=SeqLayout(seqstart_q=[0, 70]))
+
+    def stores(*out: int) -> bool:
+        strides = dict.fromkeys("qkv", (512, 256, 2))
+        strides["out"] = (*out, 2)
+        config = sm90_forward.choose(problem, arch="sm_90a", strides=strides, pointers=0)
+        assert config is not None
+        return config.tensor_stores
+
+    assert stores(512, 256)
+    assert not stores(-512, 256)
+    assert not stores(520, 260)

@@ -65,11 +65,18 @@ def test_filters_say_why():
 
 
 def test_clusters_are_for_long_queries():
-    for table, taken in (("any", {1}), ("long", {1, 2}), ("left", {1})):
+    for table, taken in (("any", {1}), ("long", {1, 2}), ("left", {1, 2})):
         where = place("sm90_forward", 256, table=table)
         rows, refused = candidates.generate(where, {"tile_k": 64, "stages": 2})
         assert {row.fields["cluster"] for row in rows} == taken
         assert bool(refused[candidates.NOT_TAKEN]) == (taken == {1})
+
+
+def test_tensor_stores_where_there_is_room():
+    for headdim, taken in ((128, {False, True}), (256, {False})):
+        where = place("sm90_forward", headdim)
+        rows, _ = candidates.generate(where, {"tile_k": 64, "stages": 2})
+        assert {row.fields["tensor_stores"] for row in rows} == taken
 
 
 def test_registers_are_shared_out():
@@ -206,11 +213,14 @@ def search(tile_tables: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     """The file of a search for Hopper's forward at head dim 64."""
     shape = {"nheads_q": 1, "nheads_kv": 1, "headdim": 64}
     small = [Case("dense", "S16", (16,), **shape, causal=causal) for causal in (True, False)]
+    small.append(Case("ragged", "S16", (16,), **shape, causal=True, packed=True))
     rng = np.random.default_rng(0)
 
     def inputs(case: Case, dtype: str, l2_bytes: int) -> list[Inputs]:
-        arrays = (rng.standard_normal((1, 16, 1, 64)).astype(ml_dtypes.bfloat16) for _ in "qkv")
-        return [Inputs(tuple(arrays), max_seqlen=16)]
+        rows = (16,) if case.packed else (1, 16)
+        arrays = (rng.standard_normal((*rows, 1, 64)).astype(ml_dtypes.bfloat16) for _ in "qkv")
+        seqstart = np.array([0, 16], np.int32) if case.packed else None
+        return [Inputs(tuple(arrays), seqstart=seqstart, max_seqlen=16)]
 
     monkeypatch.setattr(searching, "cases", lambda *args: small)
     monkeypatch.setattr(racing, "make_inputs", inputs)
@@ -220,7 +230,7 @@ def search(tile_tables: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     monkeypatch.setattr(command, "require_gpu", lambda: None)
     path = tmp_path / "search.json"
     words = ["sm90_forward", "--headdim", "64", "--tables", "any", "--peers", "none"]
-    few = "consumers=3,stages=2,cluster=1,ping_pong=1,late_scaling=1,consumer_registers=160"
+    few = "consumers=3,stages=2,cluster=1,ping_pong=1,late_scaling=1,consumer_registers=160,tensor_stores=0"
     assert command.main([*words, "--only", few, "--jobs", "1", "--json", str(path)]) == 0
     return path
 
@@ -233,7 +243,7 @@ def test_a_search_writes_its_winner_and_its_losers(
     capsys: pytest.CaptureFixture[str],
 ):
     (found,) = record.load(search)
-    fields = "consumers=3,stages=2,cluster=1,ping_pong=1,late_scaling=1,consumer_registers=160"
+    fields = "consumers=3,stages=2,cluster=1,ping_pong=1,late_scaling=1,consumer_registers=160,tensor_stores=0"
     assert found.winner == f"tile_k=96,{fields}"
     assert found.present == candidates.label(_tiles.table("sm90_forward", "any")[0].fields)
     assert found.figure(found.winner).speed == pytest.approx(1.1)

@@ -1,4 +1,4 @@
-"""Tile shapes other than the GPU at hand would choose for a call: of smaller GPUs, of longer sequences, in clusters."""
+"""Kernels other than a call would take on the GPU at hand: tiles of smaller GPUs, of longer sequences, clusters, stores."""
 
 from __future__ import annotations
 
@@ -89,6 +89,21 @@ def clusters() -> Iterator[None]:
         for table in ("long", "left"):
             rows = [
                 replace(row, shape=tuple({**row.fields, "cluster": 2}.items()))
+                for row in _tiles.table(sm90_forward.TILES, table)
+            ]
+            stack.enter_context(using_tiles(sm90_forward.TILES, table, rows))
+        yield
+
+
+@contextmanager
+def tensor_stores() -> Iterator[None]:
+    """Makes the copy engine store the output of Hopper's forward where it can and there is room: at head dims up to 128."""
+    with ExitStack() as stack:
+        for table in _tiles.SCHEMAS[sm90_forward.TILES].tables:
+            rows = [
+                replace(row, shape=tuple({**row.fields, "tensor_stores": True}.items()))
+                if row.headdim <= 128
+                else row
                 for row in _tiles.table(sm90_forward.TILES, table)
             ]
             stack.enter_context(using_tiles(sm90_forward.TILES, table, rows))

@@ -14,7 +14,8 @@ from rawattn._kernels._tiles import Row
 from rawattn._problem import Problem
 
 SHARED_MEMORY, REGISTERS = "more shared memory than there is", "more registers than a thread has"
-NOT_TAKEN = "not for calls of this table"  # clusters, where there may be too few queries for them
+# Clusters, where there may be too few queries for them; tensor stores, where no batch is ragged.
+NOT_TAKEN = "not for calls of this table"
 # Of a multiprocessor's shared memory a block takes this beside its own.
 _SHARED_OVERHEAD = 1024
 
@@ -26,12 +27,15 @@ def label(fields: Fields) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The row that is searched: of which table, for which head dim, on which architecture."""
+    """The row that is searched: of which table, for which head dim, on which architecture.
+
+    problems: what the compiler must know of the cases that the row is judged by.
+    """
 
     kernel: Kernel
     table: str
     headdim: int
-    problem: Problem
+    problems: tuple[Problem, ...]
     arch: str
 
     @property
@@ -49,7 +53,7 @@ class Place:
         """The configuration that this row makes, whether or not it fits."""
         alone = Row(_tiles.LARGEST, row.shape)
         with using_tiles(self.kernel.name, self.table, (alone,)):
-            return self.kernel.choose(problem or self.problem, self.arch, 1 << 30)
+            return self.kernel.choose(problem or self.problems[0], self.arch, 1 << 30)
 
     def row(self, fields: Fields, measured: str | None = None) -> Row:
         order = _tiles.SCHEMAS[self.kernel.name].fields
@@ -95,18 +99,28 @@ def generate(place: Place, only: Mapping[str, int]) -> tuple[list[Row], Counter[
     return found, refused
 
 
+def untaken(row: Row, configs: Sequence[Any]) -> list[str]:
+    """The fields whose values none of the configurations has."""
+    return [
+        name
+        for name, value in row.fields.items()
+        if all(getattr(config, name, value) != value for config in configs)
+    ]
+
+
 def misfit(place: Place, row: Row) -> str:
     """Why a candidate is not worth compiling; nothing when it is."""
-    config = place.config(row)
-    if any(getattr(config, name, value) != value for name, value in row.fields.items()):
+    configs = [place.config(row, problem) for problem in place.problems]
+    if untaken(row, configs):
         return NOT_TAKEN
     blocks = row.fields.get("blocks_per_sm", 1)
+    shared = max(config.shared_bytes for config in configs)
     if (
-        config.shared_bytes > place.shared_limit
-        or blocks * (config.shared_bytes + _SHARED_OVERHEAD) > place.shared_limit + _SHARED_OVERHEAD
+        shared > place.shared_limit
+        or blocks * (shared + _SHARED_OVERHEAD) > place.shared_limit + _SHARED_OVERHEAD
     ):
         return SHARED_MEMORY
-    needed, there = place.kernel.registers(config)
+    needed, there = place.kernel.registers(configs[0])
     return REGISTERS if needed > there else ""
 
 

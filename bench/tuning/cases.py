@@ -15,22 +15,23 @@ _TOKENS, _COLUMNS = 16384, 2048  # heads x D
 _WINDOW = 1024
 _SEQLENS = {"any": (1024, 4096), "long": (8192, _TOKENS)}  # of a table; of the others:
 _ALL_SEQLENS = (4096, _TOKENS)
+_RAGGED = (8, 4096), (4, _TOKENS)  # sequences and the longest there may be; of the table "long"
 
 
 def cases(kernel: Kernel, table: str, headdim: int) -> list[Case]:
-    """Causal and full at two lengths of the table, and a ragged batch where those are not long.
+    """Causal and full at two lengths of the table, and a ragged batch.
 
     With a limit on the left, causal ones with a window.
     """
     left = _WINDOW if table == "left" else None
     heads = max(1, _COLUMNS // headdim)
-    lengths = tuple(map(int, np.random.default_rng(2).integers(64, 4097, size=_TOKENS // 2048)))
+    count, longest = _RAGGED[table == "long"]
+    lengths = tuple(map(int, np.random.default_rng(2).integers(64, longest + 1, size=count)))
     shapes = [
         (f"S{seqlen}", (seqlen,) * (_TOKENS // seqlen), False)
         for seqlen in _SEQLENS.get(table, _ALL_SEQLENS)
     ]
-    if table != "long":
-        shapes.append(("ragged", lengths, True))
+    shapes.append(("ragged", lengths, True))
     found = []
     for label, seqlens, packed in shapes:
         for causal in (True,) if packed or left is not None else (True, False):

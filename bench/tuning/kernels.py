@@ -136,6 +136,7 @@ KERNELS = {
                 "ping_pong": (True, False),
                 "late_scaling": (True, False),
                 "consumer_registers": (112, 152, 160, 224, 232, 240),
+                "tensor_stores": (False, True),
             },
             possible=_sm90_possible,
             registers=_sm90_registers,

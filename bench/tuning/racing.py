@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from statistics import geometric_mean
 from typing import Any
 
-from bench.tuning.candidates import Place
+from bench.tuning.candidates import Place, untaken
 from rawattn._bench import machine
 from rawattn._bench.cases import Case
 from rawattn._bench.contender import Contender
@@ -36,10 +36,12 @@ def contender(place: Place, name: str, row: Row) -> Ours:
     """A candidate as `rawattn bench` measures the library itself. ValueError when calls would not take the row."""
     rows = place.with_row(row)
     with running(place, rows):
-        config = place.kernel.choose(place.problem, place.arch, place.shared_limit)
-    taken = {field: getattr(config, field, None) for field in row.fields}
-    if taken != row.fields:
-        raise ValueError(f"{name}: the chooser takes {taken} instead")
+        configs = [
+            place.kernel.choose(problem, place.arch, place.shared_limit)
+            for problem in place.problems
+        ]
+    if fields := untaken(row, configs):
+        raise ValueError(f"{name}: the chooser takes other values of {', '.join(fields)}")
     scope = functools.partial(running, place, rows)
     return Ours(name, scope, deterministic=place.kernel.deterministic)
 

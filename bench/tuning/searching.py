@@ -35,7 +35,8 @@ class Options:
 
 
 def place(kernel: Kernel, table: str, headdim: int, arch: str, dtype: str) -> Place:
-    return Place(kernel, table, headdim, problem(cases(kernel, table, headdim)[0], dtype), arch)
+    problems = dict.fromkeys(problem(case, dtype) for case in cases(kernel, table, headdim))
+    return Place(kernel, table, headdim, tuple(problems), arch)
 
 
 def chosen_cases(where: Place, options: Options) -> list[Case]:
@@ -82,7 +83,7 @@ def compile_candidates(where: Place, options: Options) -> tuple[Search, dict[str
             Figure(
                 label=name,
                 fields=row.fields,
-                shared=where.config(row).shared_bytes,
+                shared=max(where.config(row, each).shared_bytes for each in where.problems),
                 registers=verdict.registers,
                 spills=verdict.spills,
                 reason=verdict.reason,

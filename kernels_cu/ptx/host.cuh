@@ -41,6 +41,10 @@ void mbarrier_arrive_at(void* barrier, int rank);
 void send(void* to, unsigned x, void* barrier, int rank);
 // To this block, or to the first `receivers` of the cluster.
 void copy_tensor(void* shared, const ptx::TensorMap& map, void* barrier, const int (&coordinates)[5], int receivers);
+void fence_copies();
+void store_tensor(const ptx::TensorMap& map, const void* shared, const int (&coordinates)[5]);
+void commit_stores();
+void wait_stores_read();
 void set_registers(const char* name, int count);
 
 // A product of a warp group as one thread asks for it: 64 x columns, 16 deep.
@@ -76,8 +80,16 @@ DEVICE void barrier_arrive(int id, int threads) { host::named_barrier(id, thread
 DEVICE void mbarrier_init(Mbarrier* barrier, unsigned arrivals) { host::mbarrier_init(barrier, arrivals); }
 DEVICE void fence_mbarrier_init() { host::fence_mbarrier_init(); }
 DEVICE void mbarrier_arrive(Mbarrier* barrier) { host::mbarrier_arrive(barrier, 0); }
+template <int kOffset>
+DEVICE void mbarrier_arrive(unsigned address) {
+  host::mbarrier_arrive(host::shared_pointer(address + kOffset), 0);
+}
 DEVICE void mbarrier_arrive_expect(Mbarrier* barrier, unsigned bytes) { host::mbarrier_arrive(barrier, bytes); }
 DEVICE void mbarrier_wait(Mbarrier* barrier, unsigned parity) { host::mbarrier_wait(barrier, parity); }
+template <int kOffset>
+DEVICE void mbarrier_wait(unsigned address, unsigned parity) {
+  host::mbarrier_wait(host::shared_pointer(address + kOffset), parity);
+}
 
 DEVICE int cluster_rank() { return host::cluster_rank(); }
 DEVICE void cluster_sync() { host::meet_cluster(); }
@@ -99,6 +111,13 @@ DEVICE void copy_tensor_5d(void* shared, const TensorMap* map, Mbarrier* barrier
                            int c4) {
   host::copy_tensor(shared, *map, barrier, {c0, c1, c2, c3, c4}, kReceivers);
 }
+
+DEVICE void fence_copies() { host::fence_copies(); }
+DEVICE void store_tensor_5d(const TensorMap* map, const void* shared, int c0, int c1, int c2, int c3, int c4) {
+  host::store_tensor(*map, shared, {c0, c1, c2, c3, c4});
+}
+DEVICE void commit_stores() { host::commit_stores(); }
+DEVICE void wait_stores_read() { host::wait_stores_read(); }
 
 DEVICE void wgmma_fence() { host::wgmma_fence(); }
 DEVICE void wgmma_commit() { host::wgmma_commit(); }

@@ -14,9 +14,13 @@ DEVICE void mbarrier_init(Mbarrier* barrier, unsigned arrivals) {
 // Makes initialised barriers visible to the copy engine; a block barrier must follow.
 DEVICE void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-DEVICE void mbarrier_arrive(Mbarrier* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(target::shared_address(barrier)) : "memory");
+// Barriers are named by a pointer, or by an address in shared memory and a constant that the instruction adds: so one
+// register serves the barriers of a slot.
+template <int kOffset>
+DEVICE void mbarrier_arrive(unsigned address) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0 + %1];" ::"r"(address), "n"(kOffset) : "memory");
 }
+DEVICE void mbarrier_arrive(Mbarrier* barrier) { mbarrier_arrive<0>(target::shared_address(barrier)); }
 // Arrives and announces bytes that copies will deliver before the phase can complete.
 DEVICE void mbarrier_arrive_expect(Mbarrier* barrier, unsigned bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(target::shared_address(barrier)),
@@ -25,16 +29,20 @@ DEVICE void mbarrier_arrive_expect(Mbarrier* barrier, unsigned bytes) {
 }
 // Returns once the phase of this parity has completed. A fresh barrier is in phase 0: waiting for parity 1 passes at
 // once.
-DEVICE void mbarrier_wait(Mbarrier* barrier, unsigned parity) {
+template <int kOffset>
+DEVICE void mbarrier_wait(unsigned address, unsigned parity) {
   asm volatile(
       "{\n"
       ".reg .pred done;\n"
       "RETRY:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0 + %2], %1;\n"
       "@!done bra RETRY;\n"
-      "}\n" ::"r"(target::shared_address(barrier)),
-      "r"(parity)
+      "}\n" ::"r"(address),
+      "r"(parity), "n"(kOffset)
       : "memory");
+}
+DEVICE void mbarrier_wait(Mbarrier* barrier, unsigned parity) {
+  mbarrier_wait<0>(target::shared_address(barrier), parity);
 }
 
 }  // namespace ptx

@@ -1,5 +1,5 @@
 // The bulk tensor copy engine: one thread moves a box of a tensor, described by a map the host encoded, to shared
-// memory.
+// memory or from there.
 #pragma once
 
 #include "ptx/mbarrier.cuh"
@@ -35,5 +35,20 @@ DEVICE void copy_tensor_5d(void* shared, const TensorMap* map, Mbarrier* barrier
         : "memory");
   }
 }
+
+// What this thread has written to shared memory is there for the copy engine. Before another thread asks for the copy,
+// both must meet.
+DEVICE void fence_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Stores a box; what lies outside the tensor is left alone. `shared` may be written again once this thread has
+// committed its stores and waited until they were read.
+DEVICE void store_tensor_5d(const TensorMap* map, const void* shared, int c0, int c1, int c2, int c3, int c4) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(map),
+      "r"(target::shared_address(shared)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+      : "memory");
+}
+DEVICE void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+DEVICE void wait_stores_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
 }  // namespace ptx

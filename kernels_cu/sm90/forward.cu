@@ -10,14 +10,33 @@
 // each other: half of what a block needs is read from L2 by its neighbour.
 #include "sm90/forward_block.cuh"
 #include "sm90/forward_producer.cuh"
-#include "tile/transpose.cuh"
+#include "sm90/forward_store.cuh"
 
 namespace forward {
 
+// What went through a shuffle the compiler cannot compute anew: it stays in a uniform register. Else descriptors and
+// addresses would be computed from the start of shared memory for every tile of keys, while products wait for them.
+DEVICE unsigned kept(unsigned x) { return static_cast<unsigned>(target::wave_uniform(static_cast<int>(x))); }
+DEVICE unsigned long long kept_descriptor(const void* shared, unsigned leading) {
+  const unsigned long long descriptor = ptx::wgmma_descriptor(shared, leading);
+  return descriptor >> 32 << 32 | kept(static_cast<unsigned>(descriptor));
+}
+
 struct Consumer {
   SharedMemory& s;
-  const int index, lane, warp;  // warp: 0 to 3 in the group
+  const int index, lane, warp;                        // warp: 0 to 3 in the group
+  const unsigned long long first_keys, first_values;  // descriptors of the rings' first slots
+  const unsigned shared;                              // the address of s
   Ring<kStages> keys, values;
+
+  DEVICE Consumer(SharedMemory& s, int index)
+      : s(s),
+        index(index),
+        lane(target::thread_index() % 32),
+        warp(target::thread_index() / 32 % 4),
+        first_keys(kept_descriptor(s.keys[0], 0)),
+        first_values(kept_descriptor(s.values[0], kTileK * 128)),
+        shared(kept(target::shared_address(&s))) {}
 
   DEVICE void take_turn() const {
     if constexpr (kPingPong) ptx::barrier_sync(kTurn + index, 2 * kGroup);
@@ -26,9 +45,21 @@ struct Consumer {
     if constexpr (kPingPong) ptx::barrier_arrive(kTurn + (index + 1 == kConsumers ? 0 : index + 1), 2 * kGroup);
   }
 
+  // In 32 bits: of a pointer to the slot the compiler would compute all 64.
+  template <int kSlotBytes>
+  DEVICE static unsigned long long of_slot(unsigned long long first, int slot) {
+    return first + static_cast<unsigned>(slot * (kSlotBytes / 16));
+  }
+  // The keys' two barriers share a register. The values' must not: the compiler would take one of a descriptor that
+  // products under way still read.
+  static constexpr int kKeysFull = sizeof(Tiles), kKeysEmpty = kKeysFull + sizeof(s.keys_full);
+  DEVICE unsigned keys_barriers() const { return shared + keys.slot * static_cast<int>(sizeof(ptx::Mbarrier)); }
+  DEVICE void wait_for_keys() const { ptx::mbarrier_wait<kKeysFull>(keys_barriers(), keys.parity); }
+  DEVICE void wait_for_values() const { ptx::mbarrier_wait(&s.values_full[values.slot], values.parity); }
+
   // S = Q K^T of the tile in the ring's slot, under way when this returns.
   DEVICE void start_scores(C (&scores)[1][kKeyBlocks], unsigned long long q) const {
-    const unsigned long long k = ptx::wgmma_descriptor(s.keys[keys.slot], 0);
+    const unsigned long long k = of_slot<kKeyBytes>(first_keys, keys.slot);
     ptx::wgmma_fence();
     UNROLL for (int step = 0; step < kDepthQk / 16; step++) {
       Qk::ss(scores[0], q + step / 4 * (kTileRows * 8) + step % 4 * 2, k + step / 4 * (kTileK * 8) + step % 4 * 2,
@@ -38,7 +69,7 @@ struct Consumer {
   }
   // O += P V of the tile in the ring's slot, under way when this returns.
   DEVICE void start_output(C (&o)[1][kOutBlocks], const M::A (&p)[kKeyBlocks]) const {
-    const unsigned long long v = ptx::wgmma_descriptor(s.values[values.slot], kTileK * 128);
+    const unsigned long long v = of_slot<kValueBytes>(first_values, values.slot);
     ptx::wgmma_fence();
     UNROLL for (int step = 0; step < kKeyBlocks; step++) Pv::rs(o[0], p[step], v + step * 128);
     ptx::wgmma_commit();
@@ -46,32 +77,33 @@ struct Consumer {
   DEVICE void release(ptx::Mbarrier* barrier) const {
     if (lane == 0) ptx::mbarrier_arrive(barrier);
   }
-  // What all blocks of the cluster wait for before they load anew.
-  DEVICE void release_everywhere(ptx::Mbarrier* barrier) const {
-    if constexpr (kCluster == 1) {
-      release(barrier);
-    } else {
-      if (lane < kCluster) ptx::mbarrier_arrive_at(barrier, lane);
-    }
-  }
+  // Slots of keys and values all blocks of the cluster wait for before they load anew.
   DEVICE void release_keys() {
-    release_everywhere(&s.keys_empty[keys.slot]);
+    if constexpr (kCluster == 1) {
+      if (lane == 0) ptx::mbarrier_arrive<kKeysEmpty>(keys_barriers());
+    } else {
+      if (lane < kCluster) ptx::mbarrier_arrive_at(&s.keys_empty[keys.slot], lane);
+    }
     keys.advance();
   }
   DEVICE void release_values() {
-    release_everywhere(&s.values_empty[values.slot]);
+    if constexpr (kCluster == 1) {
+      release(&s.values_empty[values.slot]);
+    } else {
+      if (lane < kCluster) ptx::mbarrier_arrive_at(&s.values_empty[values.slot], lane);
+    }
     values.advance();
   }
   // A tile that other consumers work on and this one's rows do not see. Its slots may be given back only once they are
   // full, and every lane knows it: an earlier arrival would count for the slots' last tile, and hide this one from a
   // lane that still waits. (Where a tile is worked on, the products bring the lanes together.)
   DEVICE void pass_over() {
-    ptx::mbarrier_wait(&s.keys_full[keys.slot], keys.parity);
+    wait_for_keys();
     take_turn();
     pass_turn();
     target::wave_sync();
     release_keys();
-    ptx::mbarrier_wait(&s.values_full[values.slot], values.parity);
+    wait_for_values();
     target::wave_sync();
     release_values();
   }
@@ -81,54 +113,9 @@ DEVICE void pack(M::A (&p)[kKeyBlocks], const C (&scores)[1][kKeyBlocks]) {
   UNROLL for (int n = 0; n < kKeyBlocks; n++) p[n] = M::from_accumulator(scores[0][n]);
 }
 
-// 8 elements of a row, fewer where it has only `left`, by accesses as wide as the output's rows allow.
-DEVICE void store_piece(Element* out, const unsigned (&piece)[4], int left) {
-  if constexpr (kStoreBytes == 16) {
-    if (left > 0) *reinterpret_cast<Chunk<16>*>(out) = {piece[0], piece[1], piece[2], piece[3]};
-  } else {
-    constexpr int kChunk = kStoreBytes / 2;
-    UNROLL for (int i = 0; i < 8; i += kChunk) {
-      if (i >= left) break;
-      if constexpr (kStoreBytes == 8) {
-        *reinterpret_cast<Chunk<8>*>(out + i) = {piece[i / 2], piece[i / 2 + 1]};
-      } else if constexpr (kStoreBytes == 4) {
-        *reinterpret_cast<Chunk<4>*>(out + i) = {piece[i / 2]};
-      } else {
-        *reinterpret_cast<Chunk<2>*>(out + i) = {static_cast<unsigned short>(piece[i / 2] >> i % 2 * 16)};
-      }
-    }
-  }
-}
-
-// The wave's 16 rows of the output and its LSE. A row of a 32-column piece lies with a quad, 4 bytes of each 8 columns
-// in each lane; after the exchange every lane holds 16 bytes in a row.
-DEVICE void store(const ForwardParams& p, const Work& work, const C (&o)[1][kOutBlocks], const Softmax& softmax,
-                  int head, int first_row, int lane) {
-  unsigned packed[C::kSlots][round_up(kOutBlocks, 2) * 2];
-  UNROLL for (int d = 0; d < kOutBlocks; d++) {
-    UNROLL for (int e = 0; e < C::kElements; e += 2) {
-      packed[C::slot(e)][2 * d + e / 4] = M::pack_pair(o[0][d].x[e], o[0][d].x[e + 1]);
-    }
-  }
-  UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
-    const int row = first_row + C::row(lane, slot);
-    const bool real = row < work.q.length;
-    Element* const out = static_cast<Element*>(p.out) + work.sequence * p.out_strides.batch +
-                         (work.q.start + row) * p.out_strides.row + head * p.out_strides.head + lane % 4 * 8;
-    UNROLL for (int d = 0; d < kOutBlocks * 2; d += 4) {
-      unsigned piece[4] = {packed[slot][d], packed[slot][d + 1], packed[slot][d + 2], packed[slot][d + 3]};
-      transpose_quad(piece, lane % 4);
-      if (real) store_piece(out + d * 8, piece, kHeadDimV - (d * 8 + lane % 4 * 8));
-    }
-    if (p.lse != nullptr && lane % 4 == 0 && real) {
-      p.lse[work.sequence * p.lse_batch + head * p.lse_head + work.q.start + row] = softmax.lse(0, slot);
-    }
-  }
-}
-
-DEVICE void consume(const Sm90ForwardParams& params, SharedMemory& s, int index) {
+DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMemory& s, int index) {
   const ForwardParams& p = params.forward;
-  Consumer self{s, index, target::thread_index() % 32, target::thread_index() / 32 % 4, {}, {}};
+  Consumer self(s, index);
   const unsigned long long q = ptx::wgmma_descriptor(s.queries + index * 64 * 128, 0);
   constexpr float kLog2E = 1.4426950408889634f;
   const float scale_log2 = kScaleFirst ? kLog2E : p.scale * kLog2E;
@@ -175,7 +162,7 @@ DEVICE void consume(const Sm90ForwardParams& params, SharedMemory& s, int index)
     if (mine.begin < mine.end) {
       {
         C scores[1][kKeyBlocks];
-        ptx::mbarrier_wait(&s.keys_full[self.keys.slot], self.keys.parity);
+        self.wait_for_keys();
         self.take_turn();
         self.start_scores(scores, q);
         ptx::wgmma_wait<0>();
@@ -189,10 +176,10 @@ DEVICE void consume(const Sm90ForwardParams& params, SharedMemory& s, int index)
 #pragma unroll 1
       for (int n = mine.begin + 1; n < mine.end; n++) {
         C scores[1][kKeyBlocks];
-        ptx::mbarrier_wait(&s.keys_full[self.keys.slot], self.keys.parity);
+        self.wait_for_keys();
         self.take_turn();
         self.start_scores(scores, q);
-        ptx::mbarrier_wait(&s.values_full[self.values.slot], self.values.parity);
+        self.wait_for_values();
         self.start_output(o, probabilities);
         ptx::wgmma_wait<1>();
         ptx::wgmma_results(scores[0]);
@@ -209,7 +196,7 @@ DEVICE void consume(const Sm90ForwardParams& params, SharedMemory& s, int index)
         if (moved) softmax.rescale(o);
       }
       self.release(&s.queries_empty);
-      ptx::mbarrier_wait(&s.values_full[self.values.slot], self.values.parity);
+      self.wait_for_values();
       self.start_output(o, probabilities);
       ptx::wgmma_wait<0>();
       self.release_values();
@@ -220,19 +207,20 @@ DEVICE void consume(const Sm90ForwardParams& params, SharedMemory& s, int index)
     }
 #pragma unroll 1
     for (int n = mine.end; n < range.count; n++) self.pass_over();
-    store(p, work, o, softmax, work.head + own.head, first_row, self.lane);
+    store<kTensorStores>(params, maps, s, work, o, softmax, work.head + own.head, first_row, self.lane);
     // Every thread for itself: all of them read the slot, up to here.
     ptx::mbarrier_arrive(&s.work_empty[slot.slot]);
     slot.advance();
   }
+  // The engine still reads this block's memory.
+  if constexpr (kTensorStores) ptx::wait_stores_read();
 }
 
 }  // namespace forward
 
 KERNEL CLUSTER(forward::kCluster)
-    LAUNCH_BOUNDS(forward::kThreads,
-                  1) void rawattn_sm90_forward(PARAMETER Sm90ForwardParams p, PARAMETER ptx::TensorMap q_map,
-                                               PARAMETER ptx::TensorMap k_map, PARAMETER ptx::TensorMap v_map) {
+    LAUNCH_BOUNDS(forward::kThreads, 1) void rawattn_sm90_forward(PARAMETER Sm90ForwardParams p,
+                                                                  PARAMETER forward::Maps maps) {
   using namespace forward;
   SHARED_MEMORY_ALIGNED(bytes, sizeof(SharedMemory), 1024);
   SharedMemory& shared = *reinterpret_cast<SharedMemory*>(bytes);
@@ -254,9 +242,9 @@ KERNEL CLUSTER(forward::kCluster)
       ptx::mbarrier_init(&shared.ticket_empty, kCluster);
     }
     ptx::fence_mbarrier_init();
-    ptx::prefetch_tensormap(&q_map);
-    ptx::prefetch_tensormap(&k_map);
-    ptx::prefetch_tensormap(&v_map);
+    ptx::prefetch_tensormap(&maps.q);
+    ptx::prefetch_tensormap(&maps.k);
+    ptx::prefetch_tensormap(&maps.v);
   }
   if constexpr (kCluster == 1) {
     target::block_sync();
@@ -267,10 +255,10 @@ KERNEL CLUSTER(forward::kCluster)
   const int group = target::wave_uniform(target::thread_index() / kGroup);
   if (group == 0) {
     ptx::setmaxnreg_dec<kProducerRegisters>();
-    if (target::thread_index() == 0) produce(p, shared, &q_map, &k_map, &v_map);
+    if (target::thread_index() == 0) produce(p, maps, shared);
   } else {
     ptx::setmaxnreg_inc<kConsumerRegisters>();
-    consume(p, shared, group - 1);
+    consume(p, maps, shared, group - 1);
   }
   // Neighbours may still give slots back to this block.
   if constexpr (kCluster > 1) ptx::cluster_sync();

@@ -36,6 +36,7 @@ constexpr int kOutBlocks = kDepthV / 16;
 constexpr int kQueryBytes = kBlocksQk * kTileRows * 128;
 constexpr int kKeyBytes = kBlocksQk * kTileK * 128;
 constexpr int kValueBytes = kBlocksV * kTileK * 128;
+constexpr int kOutputBytes = kTensorStores ? kBlocksV * kTileRows * 128 : 0;
 
 using Qk = ptx::Wgmma<Element, kTileK>;
 using Pv = ptx::Wgmma<Element, kDepthV>;
@@ -50,10 +51,32 @@ struct SoftmaxOf<true> {
 };
 using Softmax = SoftmaxOf<kLateScaling>::Type;
 
-struct SharedMemory {
+// The copy engine's maps: of what it loads and, with kTensorStores, of the output.
+template <bool kOutput>
+struct MapsOf {
+  ptx::TensorMap q, k, v;
+};
+template <>
+struct MapsOf<true> {
+  ptx::TensorMap q, k, v, out;
+};
+using Maps = MapsOf<kTensorStores>;
+
+// Nothing, or what the copy engine reads in the 128-byte swizzle.
+template <int kCount>
+struct SwizzledBytes {
+  alignas(1024) unsigned char bytes[kCount];
+};
+template <>
+struct SwizzledBytes<0> {};
+
+struct Tiles {
   alignas(1024) unsigned char queries[kQueryBytes];
   unsigned char keys[kStages][kKeyBytes];
   unsigned char values[kStages][kValueBytes];
+};
+struct SharedMemory : Tiles {
+  // These two first: `Consumer` counts on their place.
   ptx::Mbarrier keys_full[kStages], keys_empty[kStages], values_full[kStages], values_empty[kStages];
   ptx::Mbarrier queries_full, queries_empty;
   // Two slots: the producer decides on the next work while the consumers are busy with this one.
@@ -61,6 +84,7 @@ struct SharedMemory {
   Work work[2];
   ptx::Mbarrier ticket_full, ticket_empty;
   unsigned ticket;
+  SwizzledBytes<kOutputBytes> outputs;
 };
 static_assert(sizeof(SharedMemory) <= kSharedBytes, "the host reserves enough");
 
@@ -78,6 +102,20 @@ struct Ring {
     }
   }
 };
+
+// Coordinates of a sequence's rows in a tensor map. A ragged map has a row axis that ends where the sequence does,
+// whatever its length: the map's origin lies `bound` rows before the array, and a second row axis brings it back (see
+// rawattn/_kernels).
+struct MapRows {
+  int first, outer, batch;
+};
+DEVICE MapRows map_rows(const Work& work, const Span& span, int bound) {
+  if constexpr (kRagged) {
+    return {bound - span.length, static_cast<int>(span.start) + span.length, kPacked ? 0 : work.sequence};
+  } else {
+    return {0, 0, work.sequence};
+  }
+}
 
 // This block's place in its cluster.
 DEVICE int rank() {

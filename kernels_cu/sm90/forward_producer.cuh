@@ -6,20 +6,6 @@
 
 namespace forward {
 
-// Coordinates of a sequence's rows in a tensor map. A ragged map has a row axis that ends where the sequence does,
-// whatever its length: the map's origin lies `bound` rows before the array, and a second row axis brings it back (see
-// rawattn/_kernels).
-struct MapRows {
-  int first, outer, batch;
-};
-DEVICE MapRows map_rows(const Work& work, const Span& span, int bound) {
-  if constexpr (kRagged) {
-    return {bound - span.length, static_cast<int>(span.start) + span.length, kPacked ? 0 : work.sequence};
-  } else {
-    return {0, 0, work.sequence};
-  }
-}
-
 // kSharers: blocks that take turns at copying columns to all of them; every one's barrier waits for the whole. `row`
 // must be one of the sequence's: for a box that lies wholly outside its map, the copy engine touches the map's origin,
 // which is no memory of ours where the map is ragged.
@@ -64,8 +50,7 @@ struct Tickets {
   }
 };
 
-DEVICE void produce(const Sm90ForwardParams& p, SharedMemory& s, const ptx::TensorMap* q_map,
-                    const ptx::TensorMap* k_map, const ptx::TensorMap* v_map) {
+DEVICE void produce(const Sm90ForwardParams& p, const Maps& maps, SharedMemory& s) {
   Ring<kStages> keys, values;
   Ring<2> slot;
   Tickets tickets;
@@ -85,14 +70,14 @@ DEVICE void produce(const Sm90ForwardParams& p, SharedMemory& s, const ptx::Tens
     const MapRows k_rows = map_rows(work, work.k, p.row_bound_k);
     const auto load_values = [&](int n) {
       ptx::mbarrier_wait(&s.values_empty[values.slot], values.parity ^ 1);
-      load_rows<kBlocksV, kTileK, kCluster>(s.values[values.slot], v_map, &s.values_full[values.slot], k_rows,
+      load_rows<kBlocksV, kTileK, kCluster>(s.values[values.slot], &maps.v, &s.values_full[values.slot], k_rows,
                                             range.tile(n) * kTileK, kv_head);
       values.advance();
     };
 #pragma unroll 1
     for (int n = 0; n < range.count; n++) {
       ptx::mbarrier_wait(&s.keys_empty[keys.slot], keys.parity ^ 1);
-      load_rows<kBlocksQk, kTileK, kCluster>(s.keys[keys.slot], k_map, &s.keys_full[keys.slot], k_rows,
+      load_rows<kBlocksQk, kTileK, kCluster>(s.keys[keys.slot], &maps.k, &s.keys_full[keys.slot], k_rows,
                                              range.tile(n) * kTileK, kv_head);
       keys.advance();
       if (n == 0) {
@@ -101,7 +86,7 @@ DEVICE void produce(const Sm90ForwardParams& p, SharedMemory& s, const ptx::Tens
         // At a sequence's end a later block of the cluster may have no rows of its own.
         const int first = first_query(work);
         const int row = kCluster == 1 || first < work.q.length ? first : 0;
-        load_rows<kBlocksQk, kTileRows, 1>(s.queries, q_map, &s.queries_full, q_rows, row, work.head);
+        load_rows<kBlocksQk, kTileRows, 1>(s.queries, &maps.q, &s.queries_full, q_rows, row, work.head);
       } else {
         load_values(n - 1);
       }

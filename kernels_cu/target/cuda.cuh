@@ -26,6 +26,12 @@ constexpr int kWave = 32;
 DEVICE float infinity() { return __int_as_float(0x7f800000); }
 
 DEVICE int thread_index() { return threadIdx.x; }
+// The same, but the compiler does not know it: it neither keeps nor computes early what depends on this.
+DEVICE int thread_index_anew() {
+  int index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  return index;
+}
 DEVICE int block_index() { return blockIdx.x; }
 DEVICE unsigned grid_size() { return gridDim.x; }
 

@@ -43,10 +43,12 @@ int block_index();
 int grid_size();
 unsigned char* shared_memory(int bytes, int alignment);
 unsigned shared_address(const void* pointer);
+unsigned char* shared_pointer(unsigned address);
 // Both return when every thread of the wave, or of the block, is there. `name` and `detail` say
 // what the thread waits for.
 void meet_wave(const char* name, int detail, Combine combine, void* payload);
 void meet_block();
+void stmatrix(void* row, const unsigned (&r)[4]);
 void copy_later(void* shared, const void* global, int bytes, bool valid);
 void commit_copies();
 void perform_copies();
@@ -75,6 +77,7 @@ DEVICE unsigned bits_of(float x) {
 DEVICE float infinity() { return float_of(0x7f800000); }
 
 DEVICE int thread_index() { return host::thread_index(); }
+DEVICE int thread_index_anew() { return host::thread_index(); }
 DEVICE int block_index() { return host::block_index(); }
 DEVICE unsigned grid_size() { return static_cast<unsigned>(host::grid_size()); }
 
@@ -196,5 +199,6 @@ DEVICE unsigned fetch_add(unsigned* counter, unsigned x) {
 }
 
 DEVICE unsigned shared_address(const void* pointer) { return host::shared_address(pointer); }
+DEVICE void stmatrix(void* row, const unsigned (&r)[4]) { host::stmatrix(row, r); }
 
 }  // namespace target

@@ -12,7 +12,7 @@
 //   copies     copy_async<bytes>(shared, global, valid), copy_async_commit(), copy_async_wait()
 //   product    Mma<T>: fragments of a 16 x 16 x kDepth product, how they are loaded, which row and column a lane holds
 //
-//   oddities   shared_address(pointer), for descriptors
+//   Hopper's   shared_address(pointer), stmatrix(row, pairs), thread_index_anew()
 //
 // and nothing else, so that an algorithm written against them runs on every machine.
 #pragma once

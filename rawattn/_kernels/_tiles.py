@@ -40,6 +40,7 @@ SCHEMAS = {
             "ping_pong": bool,
             "late_scaling": bool,
             "consumer_registers": int,
+            "tensor_stores": bool,
         },
     ),
     "portable_forward": Schema(

@@ -1,4 +1,4 @@
-"""Host twin of kernels_cu/sm90/forward.cu: problem -> configuration -> source, and the tensor maps it loads through."""
+"""Host twin of kernels_cu/sm90/forward.cu: problem -> configuration -> source, and the tensor maps it goes through."""
 
 from __future__ import annotations
 
@@ -32,6 +32,9 @@ LONG_SEQLEN = 8192
 # (docs/notes/hopper-forward.md).
 REPACK_SEQLEN = 1024
 
+# Rows of the output that the copy engine stores at a time: a warp's.
+STORE_ROWS = 16
+
 # Registers of a multiprocessor, and of a thread what setmaxnreg counts in.
 _REGISTERS, _REGISTER_STEP = 65536, 8
 
@@ -58,6 +61,7 @@ class Config:
     top_left: bool
     scale_first: bool
     store_bytes: int  # of an access to the output
+    tensor_stores: bool  # by the copy engine, through a place in shared memory
 
     @property
     def tile_rows(self) -> int:
@@ -94,7 +98,8 @@ class Config:
         tiles = self.tile_rows * row_bytes_qk + self.stages * self.tile_k * (
             row_bytes_qk + row_bytes_v
         )
-        return tiles + 1024  # barriers and two slots of work
+        outputs = self.tile_rows * row_bytes_v if self.tensor_stores else 0
+        return tiles + outputs + 1024  # barriers and two slots of work
 
     def source(self) -> Source:
         constants = {
@@ -114,6 +119,7 @@ class Config:
             "kTopLeft": self.top_left,
             "kScaleFirst": self.scale_first,
             "kStoreBytes": self.store_bytes,
+            "kTensorStores": self.tensor_stores,
             "kProducerRegisters": self.producer_registers,
             "kConsumerRegisters": self.consumer_registers,
             "kSharedBytes": self.shared_bytes,
@@ -135,6 +141,8 @@ class Config:
             tile += f" heads={self.heads_per_tile}"
         if self.cluster > 1:
             tile += f" cluster={self.cluster}"
+        if self.tensor_stores:
+            traits.append("tensor_stores")
         if self.store_bytes < 16:
             traits.append(f"{self.store_bytes}B")
         return " ".join(["sm90 forward", self.element, _source.dims(self), tile, *traits])
@@ -166,16 +174,20 @@ def choose(
         or max(problem.rows_q, problem.rows_k) > 2**29
     ):
         return None
-    for name, each in strides.items():
-        if name != "out" and not all(0 < stride < 2**40 for stride in _real(problem, name, each)):
-            return None
+    if not all(_mappable(problem, name, each) for name, each in strides.items() if name != "out"):
+        return None
     wide = max(problem.headdim, problem.headdim_v)
     for row in _tiles.table(TILES, _table(problem)):
         if wide <= row.headdim:
             fields = row.fields
+            out = strides.get("out")
+            store_bytes = _source.access_bytes(problem.headdim_v * 2, pointers, *(out or ())[:-1])
             if problem.max_seqlen_q < LONG_SEQLEN:
                 # Of few queries a cluster's last block has none, and takes a multiprocessor all the same.
                 fields["cluster"] = 1
+            # Of ragged batches alone: others gain nothing by it.
+            mappable = store_bytes == 16 and (out is None or _mappable(problem, "out", out))
+            fields["tensor_stores"] &= problem.ragged and mappable
             return Config(
                 element=problem.dtype,
                 headdim=problem.headdim,
@@ -186,9 +198,7 @@ def choose(
                 packed=problem.group,
                 **_source.masks(problem),
                 scale_first=not problem.scale > 0,
-                store_bytes=_source.access_bytes(
-                    problem.headdim_v * 2, pointers, *strides.get("out", ())[:-1]
-                ),
+                store_bytes=store_bytes,
             )
     raise AssertionError(f"no tile of the table holds headdim {wide}")
 
@@ -216,9 +226,14 @@ def _repacking_pays(
     )
 
 
+def _mappable(problem: Problem, name: str, strides: tuple[int, ...]) -> bool:
+    """Whether a tensor map can have these strides, in multiples of 16 as they are."""
+    return all(0 < stride < 2**40 for stride in _real(problem, name, strides))
+
+
 def _real(problem: Problem, name: str, strides: tuple[int, ...]) -> Iterator[int]:
     """Strides of the axes before the last one that have more than one element."""
-    queries = name == "q"
+    queries = name in ("q", "out")
     rows = problem.rows_q if queries else problem.rows_k
     nheads = problem.nheads_q if queries else problem.nheads_kv
     extents = (rows, nheads) if problem.group else (problem.batch, rows, nheads)
@@ -277,11 +292,11 @@ def geometry(
     box_rows: int,
     box_heads: int = 1,
 ) -> Geometry:
-    """The map of q, k or v: axes (column, row, head, row again, batch).
+    """The map of q, k, v or out: axes (column, row, head, row again, batch).
 
-    In a ragged map the first row axis ends at `row_bound`, where the kernel lets every sequence end, so that loads past the
-    end of a sequence are out of bounds and arrive as zeros. The map starts as many rows before the array, and the second row
-    axis brings a sequence back to its place.
+    In a ragged map the first row axis ends at `row_bound`, where the kernel lets every sequence end, so that past the end of
+    a sequence all is out of bounds: loads arrive as zeros, stores are left out. The map starts as many rows before the array,
+    and the second row axis brings a sequence back to its place.
     """
     batch_stride, row_stride, head_stride = (0, *strides[:2]) if problem.group else strides[:3]
     bound = row_bound(rows) if problem.ragged else rows

@@ -12,7 +12,14 @@ from rawattn._kernels import FORWARD_FAMILIES, only, params, sm90_forward
 from rawattn._kernels.sm90_forward import LONG_SEQLEN
 from tests.cases import Case, curated, dense, ragged, repacked
 from tests.frameworks import CuPy
-from tests.tiles import TileShape, clusters, repacking, shared_limit, tile_shapes
+from tests.tiles import (
+    TileShape,
+    clusters,
+    repacking,
+    shared_limit,
+    tensor_stores,
+    tile_shapes,
+)
 from tests.verify import verify
 
 CUPY = CuPy()
@@ -28,6 +35,20 @@ def test_curated(case: Case, family: str) -> None:
 @pytest.mark.parametrize("case", [case for case in curated() if case.dtype != "float32"], ids=str)
 def test_curated_in_clusters(case: Case) -> None:
     with clusters():
+        verify(case, CUPY)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        case
+        for case in curated()
+        if case.dtype != "float32" and (case.group or case.by_q != "room" or case.by_k != "room")
+    ],
+    ids=str,
+)
+def test_curated_stored_by_the_copy_engine(case: Case) -> None:
+    with tensor_stores():
         verify(case, CUPY)
 
 

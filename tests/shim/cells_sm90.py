@@ -14,6 +14,7 @@ from tests.cases import Case
 from tests.shim.cells import Cell, call_of
 from tests.shim.launch import Machine
 from tests.shim.shim import Builder
+from tests.tiles import tensor_stores
 
 
 class Sm90Tiles(NamedTuple):
@@ -25,10 +26,14 @@ class Sm90Tiles(NamedTuple):
     ping_pong: bool
     late_scaling: bool = False
     cluster: int = 1
+    tensor_stores: bool = False  # where the call allows them
 
     def __str__(self) -> str:
         return f"{64 * self.consumers}x{self.tile_k}s{self.stages}" + (
-            "p" * self.ping_pong + "l" * self.late_scaling + f"c{self.cluster}" * (self.cluster > 1)
+            "p" * self.ping_pong
+            + "l" * self.late_scaling
+            + f"c{self.cluster}" * (self.cluster > 1)
+            + "t" * self.tensor_stores
         )
 
 
@@ -61,12 +66,11 @@ class Sm90Cell(Cell):
         heads = sm90_forward.heads_per_tile(
             self.call.problem, sm90_forward.rows_of(self.shape.consumers)
         )
-        return replace(
-            config,
-            **self.shape._asdict(),
-            consumer_registers=registers,
-            heads_per_tile=heads,
-        )
+        with tensor_stores():
+            allowed = chosen(self.case)
+        fields = self.shape._asdict()
+        fields["tensor_stores"] &= allowed is not None and allowed.tensor_stores
+        return replace(config, **fields, consumer_registers=registers, heads_per_tile=heads)
 
     def run(self, builder: Builder) -> tuple[np.ndarray, np.ndarray | None]:
         machine = Machine(builder, checked=self.checked, seed=zlib.crc32(str(self).encode()))

@@ -11,7 +11,8 @@
 namespace host {
 
 constexpr int kPoison = 0xff;  // NaN as any floating-point type, -1 as an integer
-constexpr int kGroup = 128;    // threads of a warp group
+constexpr int kWarp = 32;
+constexpr int kGroup = 128;  // threads of a warp group
 // Where an H100 starts to count the bytes that a block asks for: the same in every block.
 constexpr unsigned kSharedAddress = 1024;
 
@@ -52,7 +53,9 @@ size_t check_mbarrier(const void* barrier, int to, const char* what);
 void complete_bytes(int to, size_t place, unsigned bytes, const char* what);
 
 // tensor_copy.cpp
-size_t copies_under_way();
+void forget_copies();
+void check_stores_at_exit();  // of the running thread
+size_t copies_under_way();    // to shared memory and from there
 void deliver_copy();
 size_t copies_to(int to, size_t begin, size_t end);  // under way
 

@@ -140,15 +140,18 @@ class Forward:
             kept_tiles = sm90_forward.kept_tiles(problem, config, clusters)
         fields["kept_tiles"] = kept_tiles
         maps = [
-            np.array([encode(tensor._geometry, self.operands[name].address)])
+            encode(tensor._geometry, self.operands[name].address)
             for name, tensor in zip(
-                "qkv", _launch._tensor_maps(problem, config, self.strides), strict=True
+                ("q", "k", "v", "out"),
+                _launch._tensor_maps(problem, config, self.strides),
+                strict=False,
             )
         ]
+        together = np.concatenate([np.frombuffer(each.tobytes(), np.uint8) for each in maps])
         machine.run(
             config.source(),
             whole,
-            *maps,
+            together.view((np.void, together.size)),
             grid=clusters * config.cluster,
             cluster=config.cluster,
             threads=config.threads,

@@ -100,6 +100,7 @@ void thread_main() {
   Fiber& self = running_fiber();
   if (!self.copies.empty()) fail("exits while %zu of its copies were never waited for", self.copies.size());
   check_products_at_exit();
+  check_stores_at_exit();
   if (--blocks[rank].threads == 0) check_block_at_exit();
   self.waits = Waits::kExited;
   shim_switch(&self.context, &scheduler);
@@ -312,6 +313,7 @@ void run_cluster(int first_block) {
   cluster_syncs = 0;
   forget_barriers();
   forget_products();
+  forget_copies();
   run_waves();
 }
 
@@ -378,6 +380,10 @@ unsigned shared_address(const void* pointer) {
   return kSharedAddress + static_cast<unsigned>(static_cast<const unsigned char*>(pointer) - blocks[rank].shared);
 }
 
+unsigned char* shared_pointer(unsigned address) {
+  return blocks[rank].shared + (static_cast<long long>(address) - kSharedAddress);
+}
+
 size_t place_in_shared(const void* pointer, size_t bytes, size_t alignment, const char* what) {
   const size_t place = static_cast<const unsigned char*>(pointer) - blocks[rank].shared;
   const size_t room = launch.shared_bytes;
@@ -389,8 +395,7 @@ size_t place_in_shared(const void* pointer, size_t bytes, size_t alignment, cons
 }
 
 size_t place_of_address(unsigned address, size_t bytes, const char* what) {
-  const long long place = static_cast<long long>(address) - kSharedAddress;
-  return place_in_shared(blocks[rank].shared + place, bytes, 1, what);
+  return place_in_shared(shared_pointer(address), bytes, 1, what);
 }
 
 void check_reaches(int to, const char* what) {

@@ -1,7 +1,9 @@
 // What travels to shared memory, which is NaN until it arrives: the copy engine's boxes of a tensor, and numbers that a
-// block sends to another one of its cluster.
+// block sends to another one of its cluster. And boxes that the engine stores: it reads them as late as may be, and
+// what a thread wrote into them must have been fenced.
 #include <string.h>
 
+#include <algorithm>
 #include <vector>
 
 #include "inside.hpp"
@@ -40,7 +42,28 @@ struct Copy {
   unsigned sent;  // the number
 };
 
+struct Store {
+  int rank, thread;  // that asked for it
+  size_t place;
+  Box box;
+  std::vector<unsigned char> asked;  // what lay there then
+  bool committed, done;
+};
+
+// What a thread wrote and has not fenced.
+struct Written {
+  int rank, thread;
+  size_t place, bytes;
+};
+
 std::vector<Copy> under_way;
+std::vector<Store> stores;  // that no thread has waited for
+std::vector<Written> unfenced;
+
+template <class T, class Which>
+void erase_if(std::vector<T>& all, Which which) {
+  all.erase(std::remove_if(all.begin(), all.end(), which), all.end());
+}
 
 // Where a byte of a box lies: among the 128 bytes of a row, the eight pieces of 16 are exchanged as
 // the row's place among eight says. It is the address that counts, not the place in the box.
@@ -49,35 +72,77 @@ size_t swizzled(size_t place) {
   return (address ^ ((address >> 7 & 7) << 4)) - kSharedAddress;
 }
 
-void copy_row(const ptx::TensorMap& map, unsigned char* shared, size_t row, const long long (&index)[kRank]) {
-  alignas(16) unsigned char bytes[kRow] = {};
-  bool inside = true;
-  const unsigned char* from = reinterpret_cast<const unsigned char*>(map.address);
+// The part of a box's row that lies inside the tensor: bytes of the tensor and of the box. Nothing for other rows.
+struct Inside {
+  unsigned char* tensor;
+  size_t begin, bytes;
+};
+Inside inside_row(const Box& box, size_t n) {
+  const ptx::TensorMap& map = box.map;
+  unsigned char* tensor = reinterpret_cast<unsigned char*>(map.address);
   for (int axis = 1; axis < kRank; axis++) {
-    inside = inside && index[axis] >= 0 && index[axis] < static_cast<long long>(map.dims[axis]);
-    from += index[axis] * static_cast<long long>(map.strides[axis - 1]);
+    const long long index = box.coordinates[axis] + static_cast<long long>(n % map.box[axis]);
+    n /= map.box[axis];
+    if (index < 0 || index >= static_cast<long long>(map.dims[axis])) return {nullptr, 0, 0};
+    tensor += index * static_cast<long long>(map.strides[axis - 1]);
   }
-  const long long columns = static_cast<long long>(map.dims[0]) - index[0];  // from the box's first
-  const long long begin = index[0] < 0 ? -index[0] : 0;
+  const long long first = box.coordinates[0];
+  const long long columns = static_cast<long long>(map.dims[0]) - first;
+  const long long begin = first < 0 ? -first : 0;
   const long long end = columns < map.box[0] ? columns : map.box[0];
-  if (inside && begin < end) {
-    memcpy(bytes + begin * map.itemsize, from + (index[0] + begin) * map.itemsize, (end - begin) * map.itemsize);
-  }
-  for (size_t piece = 0; piece < kRow; piece += 16) memcpy(shared + swizzled(row + piece), bytes + piece, 16);
+  if (begin >= end) return {nullptr, 0, 0};
+  return {tensor + (first + begin) * map.itemsize, begin * map.itemsize, (end - begin) * map.itemsize};
 }
 
 // What lies outside the tensor arrives as zeros, is not read, and counts.
 void copy_box(const Box& box, unsigned char* shared, size_t place) {
   for (size_t n = 0; n < box.rows(); n++) {
-    long long index[kRank];
-    index[0] = box.coordinates[0];
-    size_t rest = n;
-    for (int axis = 1; axis < kRank; axis++) {
-      index[axis] = box.coordinates[axis] + static_cast<long long>(rest % box.map.box[axis]);
-      rest /= box.map.box[axis];
+    unsigned char bytes[kRow] = {};
+    const Inside inside = inside_row(box, n);
+    if (inside.bytes != 0) memcpy(bytes + inside.begin, inside.tensor, inside.bytes);
+    for (size_t piece = 0; piece < kRow; piece += 16) {
+      memcpy(shared + swizzled(place + n * kRow + piece), bytes + piece, 16);
     }
-    copy_row(box.map, shared, place + n * kRow, index);
   }
+}
+
+// What lies outside the tensor is not written.
+void store_box(const Box& box, const unsigned char* shared, size_t place) {
+  for (size_t n = 0; n < box.rows(); n++) {
+    unsigned char bytes[kRow];
+    for (size_t piece = 0; piece < kRow; piece += 16) {
+      memcpy(bytes + piece, shared + swizzled(place + n * kRow + piece), 16);
+    }
+    const Inside inside = inside_row(box, n);
+    if (inside.bytes != 0) memcpy(inside.tensor, bytes + inside.begin, inside.bytes);
+  }
+}
+
+// Of the running thread.
+Box check_box(const char* name, const ptx::TensorMap& map, const int (&coordinates)[kRank]) {
+  if (map.box[0] * map.itemsize != kRow) fail("%s: boxes of the 128-byte swizzle are that wide here", name);
+  Box box{map, {}};
+  memcpy(box.coordinates, coordinates, sizeof(coordinates));
+  // Seen on a GPU: the launch ended with an illegal access, where maps of ragged batches begin before their array.
+  if (map.origin != 0 && box.misses_map()) {
+    fail("%s: for a box wholly outside, the engine touches the map's origin, %lld bytes from the array", name,
+         map.origin);
+  }
+  return box;
+}
+
+bool overlap(size_t begin, size_t end, size_t place, size_t bytes) { return begin < place + bytes && place < end; }
+
+void do_store(Store& store) {
+  const unsigned char* const shared = blocks[store.rank].shared;
+  rank = store.rank;
+  running = store.thread;
+  for (size_t i = 0; i < store.asked.size(); i++) {
+    if (shared[store.place + i] == store.asked[i]) continue;
+    fail("byte %zu of shared memory was written while a store still reads it", store.place + i);
+  }
+  store_box(store.box, shared, store.place);
+  store.done = true;
 }
 
 void set_out(const Copy& copy) {
@@ -88,6 +153,11 @@ void set_out(const Copy& copy) {
   if (copies_to(copy.to, copy.place, end) != 0) {
     fail("%s: another copy to bytes %zu to %zu of shared memory is under way", copy.name, copy.place, end);
   }
+  for (const Store& store : stores) {
+    if (store.rank == copy.to && !store.done && overlap(copy.place, end, store.place, store.asked.size())) {
+      fail("%s: a store still reads bytes %zu to %zu of shared memory", copy.name, copy.place, end);
+    }
+  }
   memset(blocks[copy.to].shared + copy.place, kPoison, copy.bytes);
   under_way.push_back(copy);
 }
@@ -95,15 +165,8 @@ void set_out(const Copy& copy) {
 }  // namespace
 
 void copy_tensor(void* pointer, const ptx::TensorMap& map, void* barrier, const int (&coordinates)[5], int receivers) {
-  if (map.box[0] * map.itemsize != kRow) fail("copy_tensor: boxes of the 128-byte swizzle are that wide here");
-  Copy copy{"copy_tensor", rank, running, rank, 0, 0, 0, {map, {}}, 0};
-  memcpy(copy.box.coordinates, coordinates, sizeof(coordinates));
+  Copy copy{"copy_tensor", rank, running, rank, 0, 0, 0, check_box("copy_tensor", map, coordinates), 0};
   copy.bytes = copy.box.rows() * kRow;
-  // Seen on a GPU: the launch ended with an illegal access, where maps of ragged batches begin before their array.
-  if (map.origin != 0 && copy.box.misses_map()) {
-    fail("copy_tensor: for a box wholly outside, the engine touches the map's origin, %lld bytes from the array",
-         map.origin);
-  }
   // The engine wants 128 bytes; products want the 1024 after which the swizzle repeats.
   copy.place = place_in_shared(pointer, copy.bytes, 1024, copy.name);
   // Each receiver's arrives at a time of its own.
@@ -119,19 +182,99 @@ void send(void* pointer, unsigned x, void* barrier, int to) {
   set_out({"send", rank, running, to, place, sizeof(x), check_mbarrier(barrier, to, "send"), {}, x});
 }
 
-size_t copies_under_way() { return under_way.size(); }
+void stmatrix(void* row, const unsigned (&r)[4]) {
+  if (launch.wave != kWarp) fail("stmatrix in a wave of %d", launch.wave);
+  struct Lane {
+    unsigned char* row;
+    const unsigned* r;
+  } mine{static_cast<unsigned char*>(row), r};
+  place_in_shared(row, 16, 16, "stmatrix");
+  // Lane 8 i + n brings the place of row n of matrix i, and lane 4 n + m the m-th pair of that row.
+  const auto store = [](void* const* payloads) {
+    for (int lane = 0; lane < kWarp; lane++) {
+      for (int matrix = 0; matrix < 4; matrix++) {
+        unsigned char* const to = static_cast<const Lane*>(payloads[8 * matrix + lane / 4])->row + lane % 4 * 4;
+        memcpy(to, &static_cast<const Lane*>(payloads[lane])->r[matrix], 4);
+        unfenced.push_back({rank, running + lane, place_in_shared(to, 4, 4, "stmatrix"), 4});
+      }
+    }
+  };
+  meet_wave("stmatrix", 0, store, &mine);
+}
+
+void fence_copies() {
+  erase_if(unfenced, [](const Written& it) { return it.rank == rank && it.thread == running; });
+}
+
+void store_tensor(const ptx::TensorMap& map, const void* pointer, const int (&coordinates)[5]) {
+  Store store{rank, running, 0, check_box("store_tensor", map, coordinates), {}, false, false};
+  const size_t bytes = store.box.rows() * kRow;
+  store.place = place_in_shared(pointer, bytes, 1024, "store_tensor");
+  const size_t end = store.place + bytes;
+  for (const Written& it : unfenced) {
+    if (it.rank != rank || !overlap(store.place, end, it.place, it.bytes)) continue;
+    fail("store_tensor: no fence_copies since thread %d wrote byte %zu", it.thread, it.place);
+  }
+  if (copies_to(rank, store.place, end) != 0) {
+    fail("store_tensor: a copy to bytes %zu to %zu of shared memory is under way", store.place, end);
+  }
+  const unsigned char* const from = blocks[rank].shared + store.place;
+  store.asked.assign(from, from + bytes);
+  stores.push_back(store);
+}
+
+void commit_stores() {
+  for (Store& store : stores) store.committed = store.committed || (store.rank == rank && store.thread == running);
+}
+
+void wait_stores_read() {
+  for (Store& store : stores) {
+    if (store.rank == rank && store.thread == running && store.committed && !store.done) do_store(store);
+  }
+  erase_if(stores, [](const Store& it) { return it.rank == rank && it.thread == running && it.committed && it.done; });
+}
+
+void check_stores_at_exit() {
+  for (const Store& store : stores) {
+    if (store.rank != rank || store.thread != running) continue;
+    fail("exits while a store was never %s", store.committed ? "waited for" : "committed");
+  }
+}
+
+void forget_copies() {
+  under_way.clear();
+  stores.clear();
+  unfenced.clear();
+}
+
+size_t copies_under_way() {
+  size_t count = under_way.size();
+  for (const Store& store : stores) count += !store.done;
+  return count;
+}
 
 size_t copies_to(int to, size_t begin, size_t end) {
   size_t count = 0;
   for (const Copy& copy : under_way) {
-    if (copy.to == to && begin < copy.place + copy.bytes && copy.place < end) count++;
+    if (copy.to == to && overlap(begin, end, copy.place, copy.bytes)) count++;
   }
   return count;
 }
 
-// Copies arrive in any order.
+// In any order.
 void deliver_copy() {
-  const unsigned chosen = draw(static_cast<unsigned>(under_way.size()));
+  unsigned chosen = draw(static_cast<unsigned>(copies_under_way()));
+  if (chosen >= under_way.size()) {
+    chosen -= static_cast<unsigned>(under_way.size());
+    for (Store& store : stores) {
+      if (!store.done && chosen-- == 0) {
+        do_store(store);
+        break;
+      }
+    }
+    running = -1;
+    return;
+  }
   const Copy copy = under_way[chosen];
   under_way.erase(under_way.begin() + chosen);
   rank = copy.rank;

@@ -38,7 +38,7 @@ def side(rng: np.random.Generator, rows: int, *, group: bool, dtype: str) -> Sid
 @pytest.mark.parametrize("checked", [False, True], ids=["", "checked"])
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
 @pytest.mark.parametrize("group", [False, True], ids=["batch", "group"])
-@pytest.mark.parametrize("family", ["portable", "sm90", "cluster"])
+@pytest.mark.parametrize("family", ["portable", "sm90", "cluster", "stores"])
 def test_garbage_stays_in_bounds(
     family: str, group: bool, dtype: str, checked: bool, builder: Builder
 ) -> None:
@@ -73,6 +73,7 @@ def test_garbage_stays_in_bounds(
         cluster=2 if family == "cluster" else 1,
         consumer_registers=232,
         heads_per_tile=heads,
+        tensor_stores=family == "stores",
     )
     for seed in range(4 if checked else 14):
         rng = np.random.default_rng([seed, group, dtype == "int64"])

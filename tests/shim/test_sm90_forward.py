@@ -31,6 +31,9 @@ SHAPES = (
 # Blocks that load for each other.
 PAIR = Sm90Tiles(16, 2, 2, True, cluster=2)
 LATE_PAIR = Sm90Tiles(32, 3, 2, False, late_scaling=True, cluster=2)
+# Outputs that the copy engine stores.
+STORED = Sm90Tiles(16, 2, 2, True, tensor_stores=True)
+LATE_STORED = Sm90Tiles(32, 3, 1, False, late_scaling=True, tensor_stores=True)
 EDGES_Q = (0, 1, 16, 63, 64, 65, 128, 130)
 EDGES_K = (0, 1, 15, 16, 17, 32, 33, 65)
 WINDOWS = (
@@ -61,7 +64,7 @@ def cells_of_edges() -> Iterable[Sm90Cell]:
             knobs = {**one_head, "align": align, "window": window, "sink": sink}
             shape = (SMALL, LATE)[(first + n) % 2]  # every window meets both
             yield Sm90Cell(case=ragged(name, lens_q, lens_k, **knobs), shape=shape)
-    for shape in (SMALL, LATE):
+    for shape in (SMALL, LATE, STORED):
         yield Sm90Cell(case=ragged("edges", lens_q, lens_k, **one_head), shape=shape)
 
 
@@ -230,6 +233,44 @@ def cells_of_clusters() -> Iterable[Sm90Cell]:
     yield Sm90Cell(case=empty, shape=PAIR, blocks=4, checked=True)
 
 
+def cells_of_stores() -> Iterable[Sm90Cell]:
+    """Boxes of the output that end with a sequence, a warp's rows or the head dim, and outputs that take none."""
+    lens = (256, 0, 130, 5, 97, 16, 1, 48), (70, 33, 0, 130, 64, 9, 0, 17)
+    slots = {"room_q": (260, 5, 130, 9, 97, 17, 1, 48), "lead": 3, "tail": 4}
+    masks: tuple[dict[str, Any], ...] = (
+        {}, {"causal": True}, {"window": (30, 20), "sink": 9}, {"window": (None, 3), "align": "top-left"}
+    )  # fmt: skip
+    shapes = STORED, LATE_STORED, STORED._replace(cluster=2)
+    dims = itertools.cycle(((16, 16), (40, 72), (64, 64), (24, 104), (128, 128), (96, 8)))
+    for n, (mask, (heads_q, heads_kv)) in enumerate(
+        itertools.product(masks, ((2, 2), (4, 1), (24, 2)))
+    ):
+        heads = {"nheads_q": heads_q, "nheads_kv": heads_kv}
+        kinds: tuple[tuple[Any, dict[str, Any]], ...] = (
+            (ragged, {"by_q": "seqlen", "by_k": "cu_seqlen", **slots}),
+            (ragged, {"give_out": True, "layout": "gaps"}),
+            (padded, {"on_device": True, "layout": "bhsd", "return_lse": False}),
+        )
+        for kind, (case_of, more) in enumerate(kinds):
+            headdim, headdim_v = next(dims)
+            rooms = (270, 150) if case_of is padded else ()
+            knobs = {**heads, **mask, **more, "headdim": headdim, "headdim_v": headdim_v}
+            case = case_of(
+                f"store{n}", *lens, *rooms, **knobs, dtype=("float16", "bfloat16")[n % 2]
+            )
+            shape = shapes[(n + kind) % 3]
+            yield Sm90Cell(case=case, shape=shape, blocks=4, checked=n == 5)
+    for seed in range(1, 13):
+        order = ragged(
+            "store-order", (129, 0, 3, 165), (33, 20, 0, 130), dtype="float16", headdim=72
+        )
+        yield Sm90Cell(
+            case=order, shape=(STORED, LATE_STORED)[seed % 2], blocks=1 + seed % 3, seed=seed
+        )
+    odd = {"layout": "aligned", "headdim": 36, "give_out": True, "causal": True}
+    yield Sm90Cell(case=ragged("store-odd", *lens, **odd), shape=STORED)
+
+
 def applies(case: Case) -> bool:
     """Whether the kernel takes this call as it is, at first by what needs no arrays."""
     dims = case.headdim, case.headdim if case.headdim_v is None else case.headdim_v
@@ -249,6 +290,7 @@ CELLS = [
     *cells_of_orders(),
     *cells_of_checks(),
     *cells_of_clusters(),
+    *cells_of_stores(),
 ]
 
 

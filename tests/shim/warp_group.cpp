@@ -13,7 +13,6 @@
 namespace host {
 namespace {
 
-constexpr int kWarp = 32;
 constexpr int kWarps = kGroup / kWarp;
 constexpr int kRows = 16;  // of a warp: 64 for the group
 constexpr int kDepth = 16;

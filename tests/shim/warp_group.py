@@ -81,11 +81,12 @@ def run(
     grid: int = 1,
     cluster: int = 1,
     x: np.ndarray | None = None,
+    stores: bool = False,
     **geometry: Any,
 ) -> Any:
-    """What the kernel made of y, NaN at first."""
+    """What the kernel made of y, NaN at first; where it `stores` through the map, of x."""
     values = np.ones((ROWS, COLUMNS), np.float16) if x is None else x
-    given = Memory("x", values)
+    given = Memory("x", values, readonly=not stores)
     result = Memory("y", np.full(64 * 256, np.nan, np.float32), readonly=False)
     params = np.array([(given.address, result.address)], POINTERS)[0]
     shape = {
@@ -106,7 +107,7 @@ def run(
         seed=seed,
         memory=[given, result],
     )
-    return result.array()
+    return given.array() if stores else result.array()
 
 
 # A producer that loads twice, and a consumer that multiplies what came: {...} is its order.

@@ -1,0 +1,109 @@
+// How a wave's 16 rows of the output, and their LSE, leave a Hopper forward block: from registers, or through a place
+// in shared memory and by the copy engine.
+#pragma once
+
+#include "sm90/forward_block.cuh"
+#include "tile/transpose.cuh"
+
+namespace forward {
+
+// 8 elements of a row, fewer where it has only `left`, by accesses as wide as the output's rows allow.
+DEVICE void store_piece(Element* out, const unsigned (&piece)[4], int left) {
+  if constexpr (kStoreBytes == 16) {
+    if (left > 0) *reinterpret_cast<Chunk<16>*>(out) = {piece[0], piece[1], piece[2], piece[3]};
+  } else {
+    constexpr int kChunk = kStoreBytes / 2;
+    UNROLL for (int i = 0; i < 8; i += kChunk) {
+      if (i >= left) break;
+      if constexpr (kStoreBytes == 8) {
+        *reinterpret_cast<Chunk<8>*>(out + i) = {piece[i / 2], piece[i / 2 + 1]};
+      } else if constexpr (kStoreBytes == 4) {
+        *reinterpret_cast<Chunk<4>*>(out + i) = {piece[i / 2]};
+      } else {
+        *reinterpret_cast<Chunk<2>*>(out + i) = {static_cast<unsigned short>(piece[i / 2] >> i % 2 * 16)};
+      }
+    }
+  }
+}
+
+DEVICE void store_lse(const ForwardParams& p, const Work& work, const Softmax& softmax, int head, int row, int slot) {
+  if (p.lse == nullptr) return;
+  p.lse[work.sequence * p.lse_batch + head * p.lse_head + work.q.start + row] = softmax.lse(0, slot);
+}
+
+// From registers, row by row. A row of a 32-column piece lies with a quad, 4 bytes of each 8 columns in each lane;
+// after the exchange every lane holds 16 bytes in a row.
+DEVICE void store_rows(const ForwardParams& p, const Work& work, const C (&o)[1][kOutBlocks], const Softmax& softmax,
+                       int head, int first_row, int lane) {
+  unsigned packed[C::kSlots][round_up(kOutBlocks, 2) * 2];
+  UNROLL for (int d = 0; d < kOutBlocks; d++) {
+    UNROLL for (int e = 0; e < C::kElements; e += 2) {
+      packed[C::slot(e)][2 * d + e / 4] = M::pack_pair(o[0][d].x[e], o[0][d].x[e + 1]);
+    }
+  }
+  UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
+    const int row = first_row + C::row(lane, slot);
+    const bool real = row < work.q.length;
+    Element* const out = static_cast<Element*>(p.out) + work.sequence * p.out_strides.batch +
+                         (work.q.start + row) * p.out_strides.row + head * p.out_strides.head + lane % 4 * 8;
+    UNROLL for (int d = 0; d < kOutBlocks * 2; d += 4) {
+      unsigned piece[4] = {packed[slot][d], packed[slot][d + 1], packed[slot][d + 2], packed[slot][d + 3]};
+      transpose_quad(piece, lane % 4);
+      if (real) store_piece(out + d * 8, piece, kHeadDimV - (d * 8 + lane % 4 * 8));
+    }
+    if (lane % 4 == 0 && real) store_lse(p, work, softmax, head, row, slot);
+  }
+}
+
+// By the copy engine, which clips at the sequence's end and at the head dim. The next tile goes on while it reads.
+//
+// The thread's number is read anew and the stores are not unrolled, so that nothing of this is computed before the keys
+// and kept across them: it would take the uniform registers in which the queries' descriptors stay.
+template <class OutMaps, class OutPlace>
+DEVICE void store_boxes(const Sm90ForwardParams& p, const OutMaps& maps, OutPlace& outputs, const Work& work,
+                        const C (&o)[1][kOutBlocks]) {
+  const int thread = target::thread_index_anew() - kGroup;
+  const int lane = thread % 32, place = thread / 32 * 16;
+  unsigned char* const rows = outputs.bytes + place * 128;
+  if (lane == 0) ptx::wait_stores_read();  // of this place's last tile
+  target::wave_sync();
+  UNROLL for (int d = 0; d < kOutBlocks; d++) {
+    const auto& x = o[0][d].x;
+    const unsigned packed[4] = {M::pack_pair(x[0], x[1]), M::pack_pair(x[2], x[3]), M::pack_pair(x[4], x[5]),
+                                M::pack_pair(x[6], x[7])};
+    // In the maps' swizzle.
+    const int row = lane % 16, chunk = (d % 4 * 2 + lane / 16) ^ row % 8;
+    target::stmatrix(rows + d / 4 * (kTileRows * 128) + row * 128 + chunk * 16, packed);
+  }
+  ptx::fence_copies();
+  target::wave_sync();
+  const TileRow own = tile_row(place);
+  const int first_row = first_query(work) + own.row;
+  // A box must not lie wholly outside, as with loads.
+  if (lane == 0 && first_row < work.q.length) {
+    const MapRows at = map_rows(work, work.q, p.row_bound_q);
+#pragma unroll 1
+    for (int b = 0; b < kBlocksV; b++) {
+      ptx::store_tensor_5d(&maps.out, rows + b * (kTileRows * 128), b * kColumns, at.first + first_row,
+                           work.head + own.head, at.outer, at.batch);
+    }
+    ptx::commit_stores();
+  }
+}
+
+// The wave's 16 rows. kByEngine: there are a map and a place for it.
+template <bool kByEngine>
+DEVICE void store(const Sm90ForwardParams& params, const Maps& maps, SharedMemory& s, const Work& work,
+                  const C (&o)[1][kOutBlocks], const Softmax& softmax, int head, int first_row, int lane) {
+  if constexpr (kByEngine) {
+    store_boxes(params, maps, s.outputs, work, o);
+    UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
+      const int row = first_row + C::row(lane, slot);
+      if (lane % 4 == 0 && row < work.q.length) store_lse(params.forward, work, softmax, head, row, slot);
+    }
+  } else {
+    store_rows(params.forward, work, o, softmax, head, first_row, lane);
+  }
+}
+
+}  // namespace forward
