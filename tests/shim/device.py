@@ -37,6 +37,7 @@ class Device:
         self._machine, self._arch = machine, arch
         self.memory: list[Memory] = []  # all that kernels may touch
         self.launched: list[str] = []  # entries of kernels, in order
+        self.summaries: list[str] = []  # likewise
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         stream = SimpleNamespace(ptr=0, synchronize=lambda: None)
@@ -117,6 +118,7 @@ class _Kernel:
         assert blocks > 0, f"{self._source.entry}: a GPU refuses a grid of no blocks"
         assert shared_bytes <= self._allowed
         self._device.launched.append(self._source.entry)
+        self._device.summaries.append(self._source.summary)
         self._device._machine.run(
             self._source,
             *(np.frombuffer(bytes(each), np.dtype((np.void, len(each)))) for each in packed),

@@ -98,6 +98,21 @@ def test_forward(device: Device, case: Case) -> None:
             assert not np.any(out[~rows].astype(np.float32))
 
 
+@pytest.mark.parametrize("give_out", [False, True])
+@pytest.mark.parametrize("case_of", [ragged, padded])
+def test_outputs_that_the_copy_engine_stores(
+    builder: Builder, monkeypatch: pytest.MonkeyPatch, case_of: Any, give_out: bool
+) -> None:
+    """What calls choose by themselves: Hopper's kernel is handed a map of `out`."""
+    device = Device(Machine(builder), sm90_forward.ARCH)
+    device.install(monkeypatch)
+    rooms = (90, 100) if case_of is padded else ()
+    knobs = {**SMALL, "causal": True, "give_out": give_out, "layout": "gaps"}
+    test_forward(device, case_of("stores", (70, 0, 9), (30, 9, 90), *rooms, **knobs))
+    (summary,) = {each for each in device.summaries if each.startswith("sm90 forward")}
+    assert "tensor_stores" in summary
+
+
 @pytest.mark.parametrize("case", repacked(), ids=str)
 def test_operands_that_hopper_cannot_read(
     builder: Builder, monkeypatch: pytest.MonkeyPatch, case: Case

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.shim.shim import Builder, Kernel
-from tests.shim.warp_group import BYTES, SEEDS, check_found, count_found
+from tests.shim.warp_group import BYTES, SEEDS, check_found, finds_mistakes, finds_races
 from tests.shim.warp_group import probe as probe_one
 from tests.shim.warp_group import run as run_one
 
@@ -131,12 +131,7 @@ MISTAKES = {
     ),
 }  # fmt: skip
 
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_are_found(mistake: str, builder: Builder) -> None:
-    body, message = MISTAKES[mistake]
-    kernel = probe(builder, body)
-    check_found(lambda seed: run(kernel, seed=seed), message)
+test_mistakes_are_found = finds_mistakes(MISTAKES, probe, run)
 
 
 @pytest.mark.parametrize("corner", [(0, 40), (0, -16), (72, 0)])
@@ -169,10 +164,4 @@ RACES = {
     ),
 }  # fmt: skip
 
-
-@pytest.mark.parametrize("race", RACES)
-def test_races_are_found(race: str, builder: Builder) -> None:
-    body, message = RACES[race]
-    kernel = probe(builder, body)
-    found = count_found(lambda seed: run(kernel, seed=seed), message)
-    assert found > 2, f"{found} of {len(SEEDS)} orders"
+test_races_are_found = finds_races(RACES, probe, run)

@@ -11,10 +11,9 @@ from tests.shim.warp_group import (
     BYTES,
     LOADED,
     PIPELINE,
-    SEEDS,
     WAIT,
-    check_found,
-    count_found,
+    finds_mistakes,
+    finds_races,
     probe,
     run,
 )
@@ -162,12 +161,7 @@ MISTAKES = {
     "group not uniform": ("target::wave_uniform(lane / 16);", "wave_uniform of 0 in lane 0"),
 }  # fmt: skip
 
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_are_found(mistake: str, builder: Builder) -> None:
-    body, message = MISTAKES[mistake]
-    kernel = probe(builder, body)
-    check_found(lambda seed: run(kernel, seed=seed), message)
+test_mistakes_are_found = finds_mistakes(MISTAKES, probe, run)
 
 
 @pytest.mark.parametrize("corner", [(0, 64), (0, -64), (64, 0)])
@@ -206,12 +200,6 @@ RACES = {
     ),
 }  # fmt: skip
 
-
-@pytest.mark.parametrize("race", RACES)
-def test_races_are_found(race: str, builder: Builder) -> None:
-    body, message = RACES[race]
-    kernel = probe(builder, body)
-    found = count_found(
-        lambda seed: run(kernel, seed=seed), message, wrong=lambda y: bool(np.isnan(y[:1024]).any())
-    )
-    assert found > 2, f"{found} of {len(SEEDS)} orders"
+test_races_are_found = finds_races(
+    RACES, probe, run, wrong=lambda y: bool(np.isnan(y[:1024]).any())
+)

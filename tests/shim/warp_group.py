@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -149,3 +149,36 @@ def count_found(
         else:
             found += wrong(y)
     return found
+
+
+Probe, Run = Callable[[Builder, str], Kernel], Callable[..., Any]
+
+
+def finds_mistakes(mistakes: Mapping[str, tuple[str, str]], probe: Probe, run: Run) -> Any:
+    """A test that every order of turns brings each mistake to light: the body of a kernel, and what is said of it."""
+
+    @pytest.mark.parametrize("mistake", mistakes)
+    def test(mistake: str, builder: Builder) -> None:
+        body, message = mistakes[mistake]
+        kernel = probe(builder, body)
+        check_found(lambda seed: run(kernel, seed=seed), message)
+
+    return test
+
+
+def finds_races(
+    races: Mapping[str, tuple[str, str]],
+    probe: Probe,
+    run: Run,
+    wrong: Callable[[Any], bool] = lambda y: False,
+) -> Any:
+    """A test that at least some orders do. The words are the only ways in which they may."""
+
+    @pytest.mark.parametrize("race", races)
+    def test(race: str, builder: Builder) -> None:
+        body, message = races[race]
+        kernel = probe(builder, body)
+        found = count_found(lambda seed: run(kernel, seed=seed), message, wrong)
+        assert found > 2, f"{found} of {len(SEEDS)} orders"
+
+    return test
