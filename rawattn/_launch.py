@@ -22,8 +22,10 @@ from rawattn._tensor_map import TensorMaps
 
 _POINTERS = struct.Struct("<5Q")  # q, k, v, out, lse: the head of ForwardParams
 _TABLES = struct.Struct("<2Q")  # order, first_tile
+_WORKSPACE = struct.Struct("<3Q")  # next_work, arrived, partials
 _ORDER_AT = params.FORWARD.fields["order"][1]  # type: ignore[index]
-_NEXT_WORK_AT = params.SM90_FORWARD.fields["next_work"][1]  # type: ignore[index]
+_SCHEDULE_COUNTERS = 2  # at next_work; those at arrived follow
+_WORKSPACE_AT = params.SM90_FORWARD.fields["next_work"][1]  # type: ignore[index]
 
 
 class Forward(Launch):
@@ -94,11 +96,16 @@ class Forward(Launch):
             )
         self._template = packed.tobytes()
 
-        # The Hopper kernel: maps of q, k, v and perhaps out, and by stream the counters its blocks share.
+        # The Hopper kernel: maps of q, k, v and perhaps out, by stream the counters its blocks share, and how they share out
+        # the last tiles.
         self._maps: tuple[TensorMaps, ...] = ()
         self._counters: dict[int, Any] = {}
+        self._shared_out: sm90_forward.SharedOut | None = None
         if persistent is not None:
-            clusters = min(self._blocks, properties["MultiProcessorCount"] // persistent.cluster)
+            clusters = properties["MultiProcessorCount"] // persistent.cluster
+            self._shared_out = sm90_forward.shared_out(problem, persistent, clusters)
+            if self._shared_out is None:
+                clusters = min(self._blocks, clusters)
             self._blocks = clusters * persistent.cluster
             self._maps = _tensor_maps(problem, persistent, strides)
             whole = np.zeros(1, params.SM90_FORWARD)
@@ -106,6 +113,8 @@ class Forward(Launch):
             whole[0]["row_bound_q"] = sm90_forward.row_bound(problem.rows_q)
             whole[0]["row_bound_k"] = sm90_forward.row_bound(problem.rows_k)
             whole[0]["kept_tiles"] = sm90_forward.kept_tiles(problem, persistent, clusters)
+            if self._shared_out is not None:
+                whole[0]["shared_out"] = self._shared_out.tiles, self._shared_out.piece
             self._template = whole.tobytes()
 
         self._padding: bytes | None = None
@@ -129,14 +138,17 @@ class Forward(Launch):
             self._fill(self._fill_blocks, fill_padding.THREADS, filled)
         if not self._blocks:
             return
-        operands, copies = [q, k, v, out], []
+        # Memory of this launch alone. It may be freed as soon as the launch is in the stream, and no earlier: whoever gets it
+        # then comes later in the stream.
+        scratch: list[Any] = []
+        operands = [q, k, v, out]
         for place, repack in self._repacks:
-            copies.append(repack.run(operands[place]))
-            operands[place] = copies[-1].data.ptr
+            scratch.append(repack.run(operands[place]))
+            operands[place] = scratch[-1].data.ptr
         packed = bytearray(self._template)
         _POINTERS.pack_into(packed, 0, *operands, lse)
         if self._ragged or self._maps:
-            self._pack_state(packed, copies)
+            self._pack_state(packed, scratch)
         arguments: list[bytes | bytearray] = [packed]
         if self._maps:
             maps = zip(self._maps, operands, strict=False)
@@ -144,10 +156,10 @@ class Forward(Launch):
         shared_bytes = self.config.shared_bytes
         self._kernel(self._blocks, self.config.threads, *arguments, shared_bytes=shared_bytes)
 
-    def _pack_state(self, packed: bytearray, copies: list[Any]) -> None:
-        """Addresses of what this launch shares with no other under way: the schedule and the counters of work.
+    def _pack_state(self, packed: bytearray, scratch: list[Any]) -> None:
+        """Addresses of what this launch shares with no other under way: the schedule, counters of work, partial outputs.
 
-        copies: of operands, which a graph must keep too.
+        Their memory joins `scratch`. A graph keeps all of it.
         """
         import cupy
 
@@ -157,19 +169,28 @@ class Forward(Launch):
         if self._ragged:
             if order is None:
                 order = self._lengths.schedule(self.config.schedule_rows)
+            scratch.append(order)
             _TABLES.pack_into(packed, _ORDER_AT, *self._lengths.schedule_addresses(order))
-        counters = None
         if self._maps:
+            shared_out = self._shared_out
             # A graph gets counters of its own: zeroed by a node of the graph, not now.
             counters = None if capturing else self._counters.get(stream.ptr)
             if counters is None:
-                counters = cupy.empty(2, np.uint32)
+                count = _SCHEDULE_COUNTERS + (shared_out.counters if shared_out else 0)
+                counters = cupy.empty(count, np.uint32)
                 counters.data.memset_async(0, counters.nbytes, stream)
                 if not capturing:
                     self._counters[stream.ptr] = counters
-            struct.pack_into("<Q", packed, _NEXT_WORK_AT, counters.data.ptr)
+            scratch.append(counters)
+            next_work = counters.data.ptr
+            arrived = next_work + _SCHEDULE_COUNTERS * np.dtype(np.uint32).itemsize
+            at = 0
+            if shared_out is not None:
+                scratch.append(cupy.empty(shared_out.partial_bytes, np.uint8))
+                at = scratch[-1].data.ptr
+            _WORKSPACE.pack_into(packed, _WORKSPACE_AT, next_work, arrived, at)
         if capturing:
-            self._hold(order, counters, *copies)
+            self._hold(*scratch)
 
 
 def _tensor_maps(

@@ -34,6 +34,8 @@ from tests.tiles import (
     clusters,
     repacking,
     shared_limit,
+    sharing,
+    sharing_in_clusters,
     tensor_stores,
     tile_shapes,
 )
@@ -129,6 +131,11 @@ def matrix() -> list[Step]:
             padded("padded", *lens, 310, 200, **knobs, nheads_q=1, give_out=True, layout="gaps"),
         ):
             steps.append(Step(case, around=tensor_stores))
+    for headdim in (64, 96, 128, 192, 256):
+        for n, heads in enumerate((2, 12)):
+            knobs = {"headdim": headdim, "nheads_q": heads, "nheads_kv": 2}
+            around = sharing_in_clusters if n else sharing
+            steps.append(Step(dense("shared", 1, 500, 600 + n, **knobs), around=around))
     steps.append(Step(dense("kept", 5, 600, 600, nheads_q=14, nheads_kv=14, causal=True)))
     return steps + [Step(case, backward=True) for case in cases if case.name not in FORWARD_ALONE]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from rawattn._kernels import (
     using_tiles,
 )
 from rawattn._problem import describe
-from tests.tiles import clusters, tensor_stores
+from tests.tiles import clusters, sharing, tensor_stores
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -172,6 +173,54 @@ def test_clusters_where_every_block_has_queries():
     long = sm90_forward.LONG_SEQLEN
     assert cluster(long, long) == 2
     assert [cluster(1, long), cluster(long - 1, long), cluster(long, long - 1)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("clusters", [1, 2, 7, 66, 132])
+@pytest.mark.parametrize("seqlens", [(1, 9000), (300, 8192), (8192, 8192), (9000, 20000)])
+def test_shared_out_tiles_are_covered(seqlens: tuple[int, int], clusters: int):
+    """Pieces as the kernel cuts them (kernels_cu/attn/partial_work.cuh) meet every key tile once, in the slots there are."""
+    for heads, headdim in itertools.product((1, 3, 40), (64, 128, 256)):
+        q, k = (np.broadcast_to(np.float16(0), (1, rows, heads, headdim)) for rows in seqlens)
+        problem, _ = describe(q, k, k)
+        config = sm90_forward.choose(problem, arch="sm_90a", strides={}, pointers=0)
+        assert config is not None
+        assert config.shares_out
+        shared = sm90_forward.shared_out(problem, config, clusters)
+        all_tiles = -(-seqlens[0] // config.schedule_rows) * heads
+        keys = -(-seqlens[1] // config.tile_k)
+        if shared is None:
+            idle = -all_tiles % clusters
+            assert idle * keys < clusters * (sm90_forward.WORTH_SHARING + 1)
+            continue
+        assert shared.tiles == all_tiles % clusters
+        assert shared.piece <= keys - sm90_forward.WORTH_SHARING
+        line, items = shared.tiles * keys, []
+        for piece in range(clusters):
+            begin, end = piece * shared.piece, min((piece + 1) * shared.piece, line)
+            first, last = begin // keys, (end - 1) // keys
+            assert last - first < 2
+            items += [piece + tile for tile in range(first, last + 1) if begin < end]
+        assert items == sorted(set(items)), "two items share a slot"
+        assert items[-1] == shared.items - 1
+
+
+def test_what_is_shared_out():
+    def shares(rows_k: int, *, dtype: str = "float16", **options: Any) -> bool:
+        q, k = (np.broadcast_to(np.zeros((), dtype), (1, rows, 1, 128)) for rows in (70, rows_k))
+        problem, _ = describe(q, k, k, **options)
+        config = sm90_forward.choose(problem, arch="sm_90a", strides={}, pointers=0)
+        assert config is not None
+        return config.shares_out
+
+    long = sm90_forward.SHARED_SEQLEN
+    assert shares(long)
+    assert not shares(long - 1)
+    assert not shares(long, causal=True)
+    assert not shares(long, window=(9000, None))
+    assert not shares(long, seqs=SeqLayout(seqlen_k=[long - 9]))
+    with sharing():
+        assert shares(70)
+        assert not shares(70, causal=True)
 
 
 def test_what_the_copy_engine_stores():

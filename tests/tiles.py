@@ -82,6 +82,22 @@ def repacking() -> Iterator[None]:
 
 
 @contextmanager
+def sharing() -> Iterator[None]:
+    """Makes Hopper's forward share its last tiles out by keys wherever blocks would be idle otherwise."""
+    with ExitStack() as stack:
+        for name in ("SHARED_SEQLEN", "WORTH_SHARING"):
+            stack.enter_context(mock.patch.object(sm90_forward, name, 1))
+        stack.enter_context(mock.patch.object(_backends, "_prepared", {}))
+        yield
+
+
+@contextmanager
+def sharing_in_clusters() -> Iterator[None]:
+    with sharing(), clusters():
+        yield
+
+
+@contextmanager
 def clusters() -> Iterator[None]:
     """Makes the blocks of Hopper's forward work in pairs, whatever the head dim and however few the queries."""
     with ExitStack() as stack:

@@ -40,11 +40,20 @@ struct ForwardParams {
   float scale;       // of the scores
 };
 
+// How a schedule ends: `tiles` query tiles in pieces of `piece` key tiles, no more than a query tile has (see
+// attn/partial_work.cuh). No tiles where all come whole. All of their key tiles are fewer than 2^31.
+struct SharedOut {
+  int tiles, piece;
+};
+
 struct Sm90ForwardParams {
   ForwardParams forward;
   unsigned* next_work;           // a counter of work handed out and one of blocks done; zero between launches
+  unsigned* arrived;             // by tile that is shared out and wave: how many of its items are done; likewise
+  void* partials;                // what items of such tiles come to
   int row_bound_q, row_bound_k;  // ragged only: where the row axes of the tensor maps end
   int kept_tiles;                // of each head of a causal dense batch: the shortest, which come last of all
+  SharedOut shared_out;
 };
 
 struct BackwardParams {

@@ -53,13 +53,21 @@ struct SoftmaxRows {
     }
   }
 
-  // Divides the output by the row sums. A row that saw no key becomes 0. Afterwards lse() may be asked.
+  // Sums up rows and divides the output by the sums. Afterwards lse() may be asked.
   template <int kOutBlocks>
   DEVICE void finish(C (&o)[kRowBlocks][kOutBlocks]) {
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
+      UNROLL for (int slot = 0; slot < C::kSlots; slot++) sum[m][slot] = C::row_sum(sum[m][slot]);
+    }
+    divide(o);
+  }
+
+  // A row that saw no key becomes 0.
+  template <int kOutBlocks>
+  DEVICE void divide(C (&o)[kRowBlocks][kOutBlocks]) const {
+    UNROLL for (int m = 0; m < kRowBlocks; m++) {
       float inverse[C::kSlots];
       UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
-        sum[m][slot] = C::row_sum(sum[m][slot]);
         inverse[slot] = sum[m][slot] == 0.0f ? 0.0f : 1.0f / sum[m][slot];
       }
       UNROLL for (int d = 0; d < kOutBlocks; d++) {

@@ -51,9 +51,10 @@ struct VisibleKeys {
 };
 
 // The key tiles rows [first, last] visit, in order: those holding sink tokens, then the window's. `tile(n)` is the
-// n-th.
+// n-th, for n in [begin, end).
 struct TileRange {
-  int sinks, skipped, count;
+  int sinks, skipped, end;
+  int begin = 0;
 
   DEVICE int tile(int n) const { return n < sinks ? n : n + skipped; }
 };
@@ -81,9 +82,10 @@ struct TileSpan {
 template <bool kLeft, bool kRight, bool kTopLeft, int kTileK>
 DEVICE TileSpan tiles_seen_of(const TileRange& range, const VisibleKeys<kLeft, kRight, kTopLeft, kTileK>& visible,
                               int first, int last) {
+  if constexpr (!kLeft && !kRight) return {range.begin, last < first ? range.begin : range.end};
   if (last < first) return {0, 0};
   const TileRange own = tiles_seen(visible, first, last);
-  const int end = own.count + own.skipped - range.skipped;
+  const int end = own.end + own.skipped - range.skipped;
   return {visible.sink > 0 ? 0 : own.skipped - range.skipped, end};
 }
 

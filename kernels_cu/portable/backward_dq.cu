@@ -103,7 +103,7 @@ KERNEL LAUNCH_BOUNDS(backward_dq::kThreads, config::kBlocksPerSm) void rawattn_b
                  static_cast<const Element*>(p.dout) + work.sequence * p.dout_strides.batch +
                      (work.q.start + first) * p.dout_strides.row + work.head * p.dout_strides.head,
                  p.dout_strides.row, rows, thread);
-  if (range.count > 0) load(0);
+  if (range.end > 0) load(0);
   target::copy_async_commit();
 
   // Rows past the end get 0 for both: their queries and douts are 0, and so is all that comes of them.
@@ -125,7 +125,7 @@ KERNEL LAUNCH_BOUNDS(backward_dq::kThreads, config::kBlocksPerSm) void rawattn_b
   UNROLL for (int m = 0; m < kRowBlocks; m++) { UNROLL for (int d = 0; d < kDqBlocks; d++) dq[m][d] = C{}; }
 
 #pragma unroll 1
-  for (int n = 0; n < range.count; n++) {
+  for (int n = 0; n < range.end; n++) {
     arrive();
     const int tile = range.tile(n);
     const Element* const keys = elements + kKeysAt + n % kStages * kTileK * kPitchQk;
@@ -143,7 +143,7 @@ KERNEL LAUNCH_BOUNDS(backward_dq::kThreads, config::kBlocksPerSm) void rawattn_b
     C dp[kRowBlocks][kKeyBlocks];
     multiply<kDepthV, kPitchV>(dp, douts, values, lane);
     // Not earlier: issuing copies takes a while, and products must not wait for it.
-    if (kStages == 2 && n + 1 < range.count) load(n + 1);
+    if (kStages == 2 && n + 1 < range.end) load(n + 1);
     target::copy_async_commit();
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
       UNROLL for (int b = 0; b < kKeyBlocks; b++) {
@@ -154,7 +154,7 @@ KERNEL LAUNCH_BOUNDS(backward_dq::kThreads, config::kBlocksPerSm) void rawattn_b
     }
     constexpr int kKeySteps = kTileK / M::kDepth;
     multiply_accumulators<M, kKeySteps <= 8 ? kKeySteps : 4, kPitchQk, kPitchDs>(dq, dp, slab, keys, lane);
-    if (kStages == 1 && n + 1 < range.count) {
+    if (kStages == 1 && n + 1 < range.end) {
       target::block_sync();
       load(n + 1);
       target::copy_async_commit();

@@ -113,7 +113,7 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
   };
 
   CopyQ::load(elements, q, p.q_strides.row, rows, thread);
-  if (range.count > 0) {
+  if (range.end > 0) {
     load_keys(0);
     if constexpr (kStages == 2) load_values(0);
   }
@@ -132,7 +132,7 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
   }
 
 #pragma unroll 1
-  for (int n = 0; n < range.count; n++) {
+  for (int n = 0; n < range.end; n++) {
     arrive();
     if constexpr (kStages == 1) {
       load_values(n);
@@ -145,13 +145,13 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
     multiply_rows<M, kSteps, kUnrolledSteps, kPitchQk>(s, query, keys, lane);
     if constexpr (kStages == 2) {
       // Not earlier: issuing copies takes a while, and products must not wait for it.
-      if (n + 1 < range.count) {
+      if (n + 1 < range.end) {
         load_keys(n + 1);
         load_values(n + 1);
       }
     } else {
       arrive();
-      if (n + 1 < range.count) load_keys(n + 1);
+      if (n + 1 < range.end) load_keys(n + 1);
     }
     target::copy_async_commit();
 

@@ -8,7 +8,10 @@
 //
 // Blocks of a cluster (kCluster > 1) work on neighbouring query tiles at the same time, and load keys and values for
 // each other: half of what a block needs is read from L2 by its neighbour.
+//
+// With kSharesOut the last tiles, too few for all blocks, are shared out by keys, and what becomes of them is merged.
 #include "sm90/forward_block.cuh"
+#include "sm90/forward_merge.cuh"
 #include "sm90/forward_producer.cuh"
 #include "sm90/forward_store.cuh"
 
@@ -124,7 +127,7 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
   if (kPingPong && index == kConsumers - 1) self.pass_turn();  // the first turn is consumer 0's
   for (;;) {
     ptx::mbarrier_wait(&s.work_full[slot.slot], slot.parity);
-    const Work& work = s.work[slot.slot];  // stays there until this tile is stored
+    const Item& work = s.work[slot.slot];  // stays there until this tile is stored
     if (!work.exists) break;
     const TileRange range = tiles_of(p, work);
     // The query rows that this consumer's 64 lie among: where they begin in one head and end in the next, all.
@@ -153,12 +156,12 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
     };
 
     UNROLL for (int d = 0; d < kOutBlocks; d++) o[0][d] = C{};
-    if (range.count > 0) {
+    if (range.end > 0) {
       ptx::mbarrier_wait(&s.queries_full, queries_parity);
       queries_parity ^= 1;
     }
 #pragma unroll 1
-    for (int n = 0; n < mine.begin; n++) self.pass_over();
+    for (int n = range.begin; n < mine.begin; n++) self.pass_over();
     if (mine.begin < mine.end) {
       {
         C scores[1][kKeyBlocks];
@@ -201,13 +204,17 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
       ptx::wgmma_wait<0>();
       self.release_values();
       softmax.finish(o);
-    } else if (range.count > 0) {
+    } else if (range.end > 0) {
       target::wave_sync();
       self.release(&s.queries_empty);
     }
 #pragma unroll 1
-    for (int n = mine.end; n < range.count; n++) self.pass_over();
-    store<kTensorStores>(params, maps, s, work, o, softmax, work.head + own.head, first_row, self.lane);
+    for (int n = mine.end; n < range.end; n++) self.pass_over();
+    if (is_whole(work)) {
+      store<kTensorStores>(params, maps, s, work, o, softmax, work.head + own.head, first_row, self.lane);
+    } else {
+      store_partial(params, work, o, softmax);
+    }
     // Every thread for itself: all of them read the slot, up to here.
     ptx::mbarrier_arrive(&s.work_empty[slot.slot]);
     slot.advance();

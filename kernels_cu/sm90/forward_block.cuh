@@ -3,6 +3,7 @@
 
 #include "attn/late_softmax.cuh"
 #include "attn/params.cuh"
+#include "attn/partial_work.cuh"
 #include "attn/scheduler.cuh"
 #include "attn/sequence.cuh"
 #include "attn/softmax.cuh"
@@ -51,6 +52,17 @@ struct SoftmaxOf<true> {
 };
 using Softmax = SoftmaxOf<kLateScaling>::Type;
 
+static_assert(!kSharesOut || !(kRagged || kLeft || kRight), "only equal tiles are shared out");
+template <bool kPartial>
+struct ItemOf {
+  using Type = Work;
+};
+template <>
+struct ItemOf<true> {
+  using Type = PartialWork;
+};
+using Item = ItemOf<kSharesOut>::Type;
+
 // The copy engine's maps: of what it loads and, with kTensorStores, of the output.
 template <bool kOutput>
 struct MapsOf {
@@ -81,7 +93,7 @@ struct SharedMemory : Tiles {
   ptx::Mbarrier queries_full, queries_empty;
   // Two slots: the producer decides on the next work while the consumers are busy with this one.
   ptx::Mbarrier work_full[2], work_empty[2];
-  Work work[2];
+  Item work[2];
   ptx::Mbarrier ticket_full, ticket_empty;
   unsigned ticket;
   SwizzledBytes<kOutputBytes> outputs;
@@ -142,6 +154,9 @@ DEVICE TileRow tile_row(int n) {
 }
 
 // The key tiles that any block of the cluster needs: all of them visit all of these.
+DEVICE TileRange tiles_of(const ForwardParams&, const PartialWork& work) {
+  return {0, 0, work.keys.end, work.keys.begin};
+}
 DEVICE TileRange tiles_of(const ForwardParams& p, const Work& work) {
   const int first = work.tile * kClusterQ;
   const int last = (first + kClusterQ < work.q.length ? first + kClusterQ : work.q.length) - 1;

@@ -50,19 +50,29 @@ struct Tickets {
   }
 };
 
+DEVICE void find(PartialWork& work, const Sm90ForwardParams& p, int64 index, bool second) {
+  find_partial_work<kClusterQ, kTileK, kHeadsPerTile>(work, p.forward, p.shared_out, index, second);
+}
+DEVICE void find(Work& work, const Sm90ForwardParams& p, int64 index, bool) {
+  work = find_work<kRagged, kRight, kClusterQ, kHeadsPerTile>(p.forward, index, p.kept_tiles);
+}
+DEVICE bool goes_on(const PartialWork& work) { return work.goes_on; }
+DEVICE bool goes_on(const Work&) { return false; }
+
 DEVICE void produce(const Sm90ForwardParams& p, const Maps& maps, SharedMemory& s) {
   Ring<kStages> keys, values;
   Ring<2> slot;
   Tickets tickets;
   unsigned queries_parity = 0;
   int64 index = target::block_index() / kCluster;
+  bool second = false;  // of the two items that a ticket may stand for
   for (;;) {
     ptx::mbarrier_wait(&s.work_empty[slot.slot], slot.parity ^ 1);
-    const Work& work = s.work[slot.slot] =
-        find_work<kRagged, kRight, kClusterQ, kHeadsPerTile>(p.forward, index, p.kept_tiles);
+    Item& work = s.work[slot.slot];
+    find(work, p, index, second);
     ptx::mbarrier_arrive(&s.work_full[slot.slot]);
     slot.advance();
-    tickets.spent(s);
+    if (!second) tickets.spent(s);
     if (!work.exists) break;
     const TileRange range = tiles_of(p.forward, work);
     const int kv_head = work.head / (p.forward.nheads_q / p.forward.nheads_kv);
@@ -75,12 +85,12 @@ DEVICE void produce(const Sm90ForwardParams& p, const Maps& maps, SharedMemory& 
       values.advance();
     };
 #pragma unroll 1
-    for (int n = 0; n < range.count; n++) {
+    for (int n = range.begin; n < range.end; n++) {
       ptx::mbarrier_wait(&s.keys_empty[keys.slot], keys.parity ^ 1);
       load_rows<kBlocksQk, kTileK, kCluster>(s.keys[keys.slot], &maps.k, &s.keys_full[keys.slot], k_rows,
                                              range.tile(n) * kTileK, kv_head);
       keys.advance();
-      if (n == 0) {
+      if (n == range.begin) {
         ptx::mbarrier_wait(&s.queries_empty, queries_parity ^ 1);
         queries_parity ^= 1;
         // At a sequence's end a later block of the cluster may have no rows of its own.
@@ -91,9 +101,14 @@ DEVICE void produce(const Sm90ForwardParams& p, const Maps& maps, SharedMemory& 
         load_values(n - 1);
       }
     }
+    second = goes_on(work);
+    if (second) {
+      load_values(range.end - 1);
+      continue;
+    }
     // Not earlier: work goes to whoever is done first, and consumers are still busy with what is loaded.
     const unsigned ticket = tickets.draw(p, s);
-    if (range.count > 0) load_values(range.count - 1);
+    if (range.end > 0) load_values(range.end - 1);
     index = int64(tickets.receive(s, ticket)) + target::grid_size() / kCluster;
   }
   // The last block to run out of work leaves the counters as it found them, for the next launch.

@@ -26,17 +26,23 @@ DEVICE void store_piece(Element* out, const unsigned (&piece)[4], int left) {
   }
 }
 
-DEVICE void store_lse(const ForwardParams& p, const Work& work, const Softmax& softmax, int head, int row, int slot) {
-  if (p.lse == nullptr) return;
-  p.lse[work.sequence * p.lse_batch + head * p.lse_head + work.q.start + row] = softmax.lse(0, slot);
+DEVICE void store_lse(const ForwardParams& p, const Work& work, const Softmax& softmax, int head, int first_row,
+                      int lane) {
+  if (p.lse == nullptr || lane % 4 != 0) return;
+  float* const lse = p.lse + work.sequence * p.lse_batch + head * p.lse_head + work.q.start;
+  UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
+    const int row = first_row + C::row(lane, slot);
+    if (row < work.q.length) lse[row] = softmax.lse(0, slot);
+  }
 }
 
 // From registers, row by row. A row of a 32-column piece lies with a quad, 4 bytes of each 8 columns in each lane;
 // after the exchange every lane holds 16 bytes in a row.
-DEVICE void store_rows(const ForwardParams& p, const Work& work, const C (&o)[1][kOutBlocks], const Softmax& softmax,
-                       int head, int first_row, int lane) {
-  unsigned packed[C::kSlots][round_up(kOutBlocks, 2) * 2];
-  UNROLL for (int d = 0; d < kOutBlocks; d++) {
+template <int kBlocks>
+DEVICE void store_rows(const ForwardParams& p, const Work& work, const C (&o)[1][kBlocks], int first_block, int head,
+                       int first_row, int lane) {
+  unsigned packed[C::kSlots][round_up(kBlocks, 2) * 2];
+  UNROLL for (int d = 0; d < kBlocks; d++) {
     UNROLL for (int e = 0; e < C::kElements; e += 2) {
       packed[C::slot(e)][2 * d + e / 4] = M::pack_pair(o[0][d].x[e], o[0][d].x[e + 1]);
     }
@@ -44,14 +50,14 @@ DEVICE void store_rows(const ForwardParams& p, const Work& work, const C (&o)[1]
   UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
     const int row = first_row + C::row(lane, slot);
     const bool real = row < work.q.length;
+    const int first_column = first_block * 16 + lane % 4 * 8;
     Element* const out = static_cast<Element*>(p.out) + work.sequence * p.out_strides.batch +
-                         (work.q.start + row) * p.out_strides.row + head * p.out_strides.head + lane % 4 * 8;
-    UNROLL for (int d = 0; d < kOutBlocks * 2; d += 4) {
+                         (work.q.start + row) * p.out_strides.row + head * p.out_strides.head + first_column;
+    UNROLL for (int d = 0; d < kBlocks * 2; d += 4) {
       unsigned piece[4] = {packed[slot][d], packed[slot][d + 1], packed[slot][d + 2], packed[slot][d + 3]};
       transpose_quad(piece, lane % 4);
-      if (real) store_piece(out + d * 8, piece, kHeadDimV - (d * 8 + lane % 4 * 8));
+      if (real) store_piece(out + d * 8, piece, kHeadDimV - (d * 8 + first_column));
     }
-    if (lane % 4 == 0 && real) store_lse(p, work, softmax, head, row, slot);
   }
 }
 
@@ -97,13 +103,10 @@ DEVICE void store(const Sm90ForwardParams& params, const Maps& maps, SharedMemor
                   const C (&o)[1][kOutBlocks], const Softmax& softmax, int head, int first_row, int lane) {
   if constexpr (kByEngine) {
     store_boxes(params, maps, s.outputs, work, o);
-    UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
-      const int row = first_row + C::row(lane, slot);
-      if (lane % 4 == 0 && row < work.q.length) store_lse(params.forward, work, softmax, head, row, slot);
-    }
   } else {
-    store_rows(params.forward, work, o, softmax, head, first_row, lane);
+    store_rows(params.forward, work, o, 0, head, first_row, lane);
   }
+  store_lse(params.forward, work, softmax, head, first_row, lane);
 }
 
 }  // namespace forward

@@ -101,6 +101,10 @@ DEVICE void atomic_add(float* address, const float (&x)[kCount]) {
   }
 }
 
+// What this thread has written is there for the device's other blocks before what it writes from here on; and the
+// other way round for what it reads.
+DEVICE void fence_device() { __threadfence(); }
+
 // Adds 1 or more to a counter that other blocks share, and returns what it was.
 DEVICE unsigned fetch_add(unsigned* counter, unsigned x) { return atomicAdd(counter, x); }
 

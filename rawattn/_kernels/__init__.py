@@ -172,6 +172,7 @@ def common_variants(arch: str, *, every: bool = False) -> list[Source]:
             add("bfloat16", headdim, ragged=True, left=0, right=0, backward=True)
             add("bfloat16", headdim, left=0, top_left=True)
             add("bfloat16", headdim, left=0, group=2)
+            add("bfloat16", headdim, seqlens=(long, long), group=4)
             add("float16", headdim, ragged=True, right=0, group=12)
             add("float16", headdim, left=0, right=0, scale=-1.0)
             add("bfloat16", headdim, left=0, right=0, scale=-1.0)

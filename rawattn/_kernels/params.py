@@ -61,13 +61,18 @@ BACKWARD = np.dtype(
     align=True,
 )
 
+SHARED_OUT = np.dtype([("tiles", np.int32), ("piece", np.int32)], align=True)
+
 SM90_FORWARD = np.dtype(
     [
         ("forward", FORWARD),
         ("next_work", POINTER),
+        ("arrived", POINTER),
+        ("partials", POINTER),
         ("row_bound_q", np.int32),
         ("row_bound_k", np.int32),
         ("kept_tiles", np.int32),
+        ("shared_out", SHARED_OUT),
     ],
     align=True,
 )

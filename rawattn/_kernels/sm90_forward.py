@@ -28,6 +28,11 @@ _KEPT_ROUNDS = 0.25
 # Keys of a sequence from which on the tiles of the table "long" are the faster ones: more work a tile, less often begun.
 LONG_SEQLEN = 8192
 
+# Keys of a sequence from which on the last query tiles may be shared out by keys, and by how many key tiles they must be
+# done earlier for it (docs/notes/hopper-forward.md).
+SHARED_SEQLEN = LONG_SEQLEN
+WORTH_SHARING = 8
+
 # Keys of a sequence from which on it pays to copy q, k and v where this kernel cannot read them as they lie
 # (docs/notes/hopper-forward.md).
 REPACK_SEQLEN = 1024
@@ -62,6 +67,7 @@ class Config:
     scale_first: bool
     store_bytes: int  # of an access to the output
     tensor_stores: bool  # by the copy engine, through a place in shared memory
+    shares_out: bool  # the keys of the last query tiles, among all blocks
 
     @property
     def tile_rows(self) -> int:
@@ -120,6 +126,7 @@ class Config:
             "kScaleFirst": self.scale_first,
             "kStoreBytes": self.store_bytes,
             "kTensorStores": self.tensor_stores,
+            "kSharesOut": self.shares_out,
             "kProducerRegisters": self.producer_registers,
             "kConsumerRegisters": self.consumer_registers,
             "kSharedBytes": self.shared_bytes,
@@ -143,6 +150,8 @@ class Config:
             tile += f" cluster={self.cluster}"
         if self.tensor_stores:
             traits.append("tensor_stores")
+        if self.shares_out:
+            traits.append("shares_out")
         if self.store_bytes < 16:
             traits.append(f"{self.store_bytes}B")
         return " ".join(["sm90 forward", self.element, _source.dims(self), tile, *traits])
@@ -188,6 +197,10 @@ def choose(
             # Of ragged batches alone: others gain nothing by it.
             mappable = store_bytes == 16 and (out is None or _mappable(problem, "out", out))
             fields["tensor_stores"] &= problem.ragged and mappable
+            masks = _source.masks(problem)
+            # Of equal tiles alone.
+            shares_out = not (problem.ragged or masks["left"] or masks["right"])
+            shares_out &= problem.max_seqlen_k >= SHARED_SEQLEN
             return Config(
                 element=problem.dtype,
                 headdim=problem.headdim,
@@ -196,9 +209,10 @@ def choose(
                 heads_per_tile=heads_per_tile(problem, rows_of(row.fields["consumers"])),
                 ragged=problem.ragged,
                 packed=problem.group,
-                **_source.masks(problem),
+                **masks,
                 scale_first=not problem.scale > 0,
                 store_bytes=store_bytes,
+                shares_out=shares_out,
             )
     raise AssertionError(f"no tile of the table holds headdim {wide}")
 
@@ -275,6 +289,35 @@ def kept_tiles(problem: Problem, config: Config, clusters: int) -> int:
     heads = problem.batch * problem.nheads_q // config.heads_per_tile
     # The longest tile of a head is as long as it has tiles, the first n together are n^2 / 2 long.
     return min(tiles, math.ceil(math.sqrt(2 * _KEPT_ROUNDS * clusters * tiles / heads)))
+
+
+@dataclass(frozen=True, slots=True)
+class SharedOut:
+    """How the last query tiles are shared out by keys (kernels_cu/attn/partial_work.cuh)."""
+
+    tiles: int
+    piece: int  # key tiles
+    items: int  # at most: numbers of items are below it
+    partial_bytes: int  # of what all items come to
+    counters: int  # of a tile's items, one for each of its waves
+
+
+def shared_out(problem: Problem, config: Config, clusters: int) -> SharedOut | None:
+    """What so many clusters of blocks share out: what remains behind whole rounds of tiles. None where it does not pay."""
+    if not config.shares_out:
+        return None
+    heads = problem.batch * problem.nheads_q // config.heads_per_tile
+    tiles = -(-problem.rows_q // config.schedule_rows) * heads % clusters
+    keys = -(-problem.rows_k // config.tile_k)
+    piece = -(-tiles * keys // clusters)
+    if tiles == 0 or keys - piece < WORTH_SHARING:
+        return None
+    pieces = -(-tiles * keys // piece)
+    items = pieces + tiles - 1
+    waves = config.cluster * config.consumers * 4
+    # Each lane has 16 bytes twice for 16 columns of its two rows, and once for their references and sums.
+    wave_bytes = 32 * 16 * (2 * -(-config.headdim_v // 16) + 1)
+    return SharedOut(tiles, piece, items, items * waves * wave_bytes, tiles * waves)
 
 
 def row_bound(rows: int) -> int:

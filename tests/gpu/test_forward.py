@@ -9,7 +9,7 @@ import pytest
 
 from rawattn import _backends, _compile, _launch
 from rawattn._kernels import FORWARD_FAMILIES, only, params, sm90_forward
-from rawattn._kernels.sm90_forward import LONG_SEQLEN
+from rawattn._kernels.sm90_forward import LONG_SEQLEN, SHARED_SEQLEN
 from tests.cases import Case, curated, dense, ragged, repacked
 from tests.frameworks import CuPy
 from tests.tiles import (
@@ -17,6 +17,8 @@ from tests.tiles import (
     clusters,
     repacking,
     shared_limit,
+    sharing,
+    sharing_in_clusters,
     tensor_stores,
     tile_shapes,
 )
@@ -75,6 +77,48 @@ def test_some_tiles_kept_for_the_end(headdim: int, in_clusters: bool) -> None:
         launch = _last_launch()
         kept = np.frombuffer(launch._template, params.SM90_FORWARD)["kept_tiles"][0]
         assert 0 < kept < -(-600 // launch.config.schedule_rows)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        case
+        for case in curated()
+        if case.dtype != "float32"
+        and not (case.group or case.causal or case.window)
+        and case.by_q == case.by_k == "room"
+    ],
+    ids=str,
+)
+def test_curated_shared_out_by_keys(case: Case) -> None:
+    with sharing():
+        verify(case, CUPY)
+
+
+@pytest.mark.parametrize("in_clusters", [False, True])
+@pytest.mark.parametrize("headdim", [64, 96, 128, 192, 256])
+def test_tiles_shared_out_by_keys(headdim: int, in_clusters: bool) -> None:
+    """Fewer tiles than blocks, each in many pieces; more of them; queries of a group; dims between the usual ones."""
+    for rows_q, rows_k, nheads_q, nheads_kv in (
+        (9, 4000, 3, 3),
+        (700, 1500, 41, 41),
+        (70, 2500, 24, 2),
+    ):
+        knobs = {"nheads_q": nheads_q, "nheads_kv": nheads_kv, "headdim": headdim}
+        knobs |= {"headdim_v": headdim - 24} if nheads_q == 24 else {}
+        with sharing_in_clusters() if in_clusters else sharing():
+            verify(dense("shared", 1, rows_q, rows_k, **knobs), CUPY)
+            if _compile.device_arch(0) == sm90_forward.ARCH:
+                assert _last_launch()._shared_out is not None
+
+
+def test_long_keys_are_shared_out() -> None:
+    """What calls choose by themselves, with counters that the launch before has left."""
+    case = dense("shared", 2, 40, SHARED_SEQLEN + 300, nheads_q=8, nheads_kv=2)
+    for _ in range(2):
+        verify(case, CUPY)
+        if _compile.device_arch(0) == sm90_forward.ARCH:
+            assert _last_launch()._shared_out is not None
 
 
 def _last_launch() -> _launch.Forward:

@@ -10,7 +10,7 @@ import pytest
 from rawattn._kernels import only
 from tests.cases import random_case
 from tests.frameworks import CuPy, Jax, NumPy, Torch
-from tests.tiles import clusters, tensor_stores
+from tests.tiles import clusters, sharing, tensor_stores
 from tests.verify import verify
 
 _FIRST, _COUNT = map(int, os.environ.get("RAWATTN_FUZZ", "0:160").split(":"))
@@ -27,7 +27,7 @@ def test_random(seed: int) -> None:
     if framework.name == "torch" and case.layout == "reversed":
         framework = CuPy()
     # Odd seeds keep to the kernel that does everything, even ones take what a caller gets, or its tiles in clusters, or with
-    # outputs that the copy engine stores.
-    ways = nullcontext, clusters, nullcontext, tensor_stores
-    with only("portable") if seed % 2 else ways[seed // 2 % 4]():
+    # outputs that the copy engine stores, or with tiles shared out by keys.
+    ways = nullcontext, clusters, nullcontext, tensor_stores, sharing
+    with only("portable") if seed % 2 else ways[seed // 2 % len(ways)]():
         verify(case, framework)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from tests.cases import Case
 from tests.shim.cells import Cell, call_of
 from tests.shim.launch import Machine
 from tests.shim.shim import Builder
-from tests.tiles import tensor_stores
+from tests.tiles import sharing, tensor_stores
 
 
 class Sm90Tiles(NamedTuple):
@@ -39,11 +40,15 @@ class Sm90Tiles(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Sm90Cell(Cell):
-    """blocks: how many the GPU holds at once; seed: one more order of turns and arrivals."""
+    """blocks: how many the GPU holds at once; seed: one more order of turns and arrivals.
+
+    shares_out: the last tiles by keys wherever a block would be idle otherwise.
+    """
 
     shape: Sm90Tiles | None = None
     kept_tiles: int | None = None
     blocks: int = 2
+    shares_out: bool = False
     seed: int = 0
 
     def __str__(self) -> str:
@@ -52,13 +57,19 @@ class Sm90Cell(Cell):
         knobs += [f"section{self.section_keys}"] if self.section_keys is not None else []
         knobs += [f"kept{self.kept_tiles}"] if self.kept_tiles is not None else []
         knobs += [f"blocks{self.blocks}"] if self.blocks != 2 else []
+        knobs += ["shared"] if self.shares_out else []
         knobs += [f"seed{self.seed}"] if self.seed else []
         knobs += ["checked"] if self.checked else []
         return "-".join(knobs)
 
+    @property
+    def around(self) -> AbstractContextManager[None]:
+        return sharing() if self.shares_out else nullcontext()
+
     @cached_property
     def config(self) -> sm90_forward.Config:
-        config = chosen(self.case)
+        with self.around:
+            config = chosen(self.case)
         assert config is not None, f"{self.case}: not a call for this kernel"
         if self.shape is None:
             return config
@@ -74,15 +85,16 @@ class Sm90Cell(Cell):
 
     def run(self, builder: Builder) -> tuple[np.ndarray, np.ndarray | None]:
         machine = Machine(builder, checked=self.checked, seed=zlib.crc32(str(self).encode()))
-        return self.call.forward(return_lse=self.case.return_lse).run_sm90(
-            machine,
-            self.config,
-            blocks=self.blocks,
-            exact_grid=not self.case.on_device,
-            section_keys=self.section_keys,
-            kept_tiles=self.kept_tiles,
-            fill=self.fill,
-        )
+        with self.around:
+            return self.call.forward(return_lse=self.case.return_lse).run_sm90(
+                machine,
+                self.config,
+                blocks=self.blocks,
+                exact_grid=not self.case.on_device,
+                section_keys=self.section_keys,
+                kept_tiles=self.kept_tiles,
+                fill=self.fill,
+            )
 
 
 def chosen(case: Case) -> sm90_forward.Config | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -59,7 +60,11 @@ class Device:
     def empty(self, shape: int | tuple[int, ...], dtype: Any) -> _Array:
         count = math.prod(shape) if isinstance(shape, tuple) else shape
         raw = np.full(count * np.dtype(dtype).itemsize, POISON, np.uint8)
-        return _Array(self.keep(Memory("scratch", raw.view(dtype), readonly=False)))
+        memory = self.keep(Memory("scratch", raw.view(dtype), readonly=False))
+        array = _Array(memory)
+        # What nobody holds any more is nobody's to touch. (Kernels are done when their launch returns.)
+        weakref.finalize(array, memory.free)
+        return array
 
     def lengths(self, lengths: Lengths) -> Lengths:
         """As the caller's arrays on the device, which the host does not read."""
@@ -90,11 +95,11 @@ def _encode(
 
 class _Array:
     def __init__(self, memory: Memory) -> None:
-        self._memory, self.dtype, self.nbytes = memory, memory.dtype, memory.array().nbytes
-        self.data = SimpleNamespace(ptr=memory.address, memset_async=self._fill)
+        def fill(value: int, nbytes: int, stream: Any) -> None:
+            memory.write(np.full(nbytes, value, np.uint8).view(memory.dtype))
 
-    def _fill(self, value: int, nbytes: int, stream: Any) -> None:
-        self._memory.write(np.full(nbytes, value, np.uint8).view(self.dtype))
+        self._memory, self.dtype, self.nbytes = memory, memory.dtype, memory.array().nbytes
+        self.data = SimpleNamespace(ptr=memory.address, memset_async=fill)
 
     def set(self, values: np.ndarray, stream: Any) -> None:
         self._memory.write(values)

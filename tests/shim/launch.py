@@ -13,7 +13,7 @@ from rawattn._kernels.portable_forward import Config
 from rawattn._layout import Lengths, Side
 from rawattn._problem import Problem, result_shapes
 from tests.cases import CANARY, Strided
-from tests.shim.shim import Build, Builder, Memory
+from tests.shim.shim import POISON, Build, Builder, Memory
 from tests.shim.tensor_map import encode
 
 
@@ -128,12 +128,25 @@ class Forward:
         problem = self.problem
         packed, memory, tiles = self._describe(machine, config, exact_grid, section_keys)
         heads = problem.nheads_q // config.heads_per_tile
-        clusters = min(tiles * heads, max(blocks // config.cluster, 1))
+        clusters = max(blocks // config.cluster, 1)
+        shared_out = sm90_forward.shared_out(problem, config, clusters)
+        if shared_out is None:
+            clusters = min(tiles * heads, clusters)
         whole = np.zeros(1, params.SM90_FORWARD)
         fields = whole[0]
         fields["forward"] = packed[0]
         next_work = Memory("next_work", np.zeros(2, np.uint32), readonly=False)
         fields["next_work"] = next_work.address
+        counters = [next_work]
+        if shared_out is not None:
+            fields["shared_out"] = shared_out.tiles, shared_out.piece
+            arrived = np.zeros(shared_out.counters, np.uint32)
+            counters.append(Memory("arrived", arrived, readonly=False))
+            fields["arrived"] = counters[-1].address
+            poison = np.full(shared_out.partial_bytes, POISON, np.uint8)
+            partials = Memory("partials", poison, readonly=False)
+            fields["partials"] = partials.address
+            memory.append(partials)
         fields["row_bound_q"] = sm90_forward.row_bound(problem.rows_q)
         fields["row_bound_k"] = sm90_forward.row_bound(problem.rows_k)
         if kept_tiles is None:
@@ -156,9 +169,10 @@ class Forward:
             cluster=config.cluster,
             threads=config.threads,
             shared_bytes=config.shared_bytes,
-            memory=[*memory, next_work],
+            memory=[*memory, *counters],
         )
-        assert not next_work.array().any(), "the counters of work are not zero for the next launch"
+        for each in counters:
+            assert not each.array().any(), f"{each.name} is not zero for the next launch"
         return self._results(machine, fill)
 
     def _describe(

@@ -185,6 +185,10 @@ class Memory:
         """Replaces the content."""
         self._bytes[:] = np.ascontiguousarray(data, self.dtype).reshape(-1).view(np.uint8)
 
+    def free(self) -> None:
+        """From here on every touch faults; the address is not given out again."""
+        self._protect(0, len(self._region), _PROT_NONE)
+
     def contains(self, address: int) -> bool:
         return self._base <= address < self._base + len(self._region)
 

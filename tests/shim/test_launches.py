@@ -19,7 +19,7 @@ from tests.shim.cells import call_of
 from tests.shim.device import Device
 from tests.shim.launch import Machine, Operand
 from tests.shim.shim import Builder, Memory
-from tests.tiles import repacking
+from tests.tiles import repacking, sharing
 from tests.tolerance import check, check_lse
 from tests.verify import expected, layout
 
@@ -111,6 +111,18 @@ def test_outputs_that_the_copy_engine_stores(
     test_forward(device, case_of("stores", (70, 0, 9), (30, 9, 90), *rooms, **knobs))
     (summary,) = {each for each in device.summaries if each.startswith("sm90 forward")}
     assert "tensor_stores" in summary
+
+
+@pytest.mark.parametrize("rows", [(70, 400), (3, 300), (500, 200)])
+def test_tiles_shared_out_by_keys(
+    builder: Builder, monkeypatch: pytest.MonkeyPatch, rows: tuple[int, int]
+) -> None:
+    """Fewer tiles than blocks and more; the second launch finds the counters as the first one left them."""
+    device = Device(Machine(builder), sm90_forward.ARCH)
+    device.install(monkeypatch)
+    with sharing():
+        test_forward(device, dense("shared", 2, *rows, **SMALL))
+    assert device.launched == [sm90_forward.ENTRY] * 2
 
 
 @pytest.mark.parametrize("case", repacked(), ids=str)

@@ -271,6 +271,37 @@ def cells_of_stores() -> Iterable[Sm90Cell]:
     yield Sm90Cell(case=ragged("store-odd", *lens, **odd), shape=STORED)
 
 
+def cells_of_sharing() -> Iterable[Sm90Cell]:
+    """Last tiles in pieces: of several tiles each in two or more, of one in many; with whole rounds before or without."""
+    heads = {"nheads_q": 2, "nheads_kv": 2, "headdim": 16}
+    calls = (
+        dense("share", 1, 300, 200, **heads),
+        dense("share-one", 1, 100, 300, nheads_q=1, nheads_kv=1, headdim=24, headdim_v=72),
+        dense("share-batch", 3, 70, 150, **heads, layout="bhsd", dtype="float16"),
+        dense("share-group", 1, 90, 260, nheads_q=12, nheads_kv=1, headdim=16, give_out=True, layout="gaps"),
+        dense("share-few", 2, 3, 400, nheads_q=8, nheads_kv=2, headdim=40, dtype="float16"),
+        dense("share-dims", 1, 200, 130, nheads_q=2, headdim=16, headdim_v=34, layout="aligned"),
+        dense("share-scale", 1, 140, 100, nheads_q=2, headdim=128, scale=-0.3),
+        dense("share-no-lse", 1, 200, 130, nheads_q=2, headdim=64, return_lse=False),
+    )  # fmt: skip
+    shapes = (SMALL, LATE, PAIR, Sm90Tiles(32, 3, 1, True), LATE_PAIR)
+    blocks = itertools.cycle((2, 3, 4, 5, 7, 8, 12))
+    for n, (case, shape) in enumerate(itertools.product(calls, shapes)):
+        section_keys = (None, 100)[n // 2 % 2]
+        yield Sm90Cell(
+            case=case, shape=shape, blocks=next(blocks), section_keys=section_keys, shares_out=True
+        )
+    for seed, shape in itertools.product(range(1, 6), (SMALL, LATE_PAIR)):
+        yield Sm90Cell(
+            case=calls[0], shape=shape, blocks=(3, 4, 10)[seed % 3], seed=seed, shares_out=True
+        )
+    yield Sm90Cell(case=calls[3], shape=PAIR, blocks=8, checked=True, shares_out=True)
+    for headdim in (64, 96, 128, 192, 256):
+        yield Sm90Cell(
+            case=dense(f"share-d{headdim}", 1, 150, 400, headdim=headdim), blocks=5, shares_out=True
+        )
+
+
 def applies(case: Case) -> bool:
     """Whether the kernel takes this call as it is, at first by what needs no arrays."""
     dims = case.headdim, case.headdim if case.headdim_v is None else case.headdim_v
@@ -291,6 +322,7 @@ CELLS = [
     *cells_of_checks(),
     *cells_of_clusters(),
     *cells_of_stores(),
+    *cells_of_sharing(),
 ]
 
 

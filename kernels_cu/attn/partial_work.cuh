@@ -1,0 +1,56 @@
+// Which keys of which query tile come at which index of a schedule whose last tiles are shared out by keys.
+//
+// Where all tiles are equal, whole rounds of the grid take whole tiles. Of those that remain, the key tiles form a
+// line, one query tile's behind the other's, which is cut into equal pieces, one for each of those that work. A piece
+// begins in one query tile and may end in the next: it is two items of work then, of a range of key tiles each. The
+// items of a query tile are merged in the end. (Stream-K, Osama et al. 2023, shares out the sums of matrix products
+// so.)
+#pragma once
+
+#include "attn/params.cuh"
+#include "attn/scheduler.cuh"
+#include "attn/visible.cuh"
+#include "target/target.cuh"
+
+struct PartialWork : Work {
+  TileSpan keys;  // key tiles
+  bool whole;     // all keys there are; else the item is one of several, and it is told which:
+  bool goes_on;   // the piece, in the next query tile
+  int place;      // of the query tile among those that are shared out
+  int item;       // in the order of keys. Those of one query tile follow each other
+};
+
+// The items of a query tile, which is `tiles` key tiles long: [begin, end).
+DEVICE TileSpan items_of(const SharedOut& shared_out, int place, int tiles) {
+  // Of two neighbours the second is in the next piece, or in the next query tile, or both: that many further.
+  const int first = place * tiles, last = first + tiles - 1;
+  return {first / shared_out.piece + place, last / shared_out.piece + place + 1};
+}
+
+// Finds what is at an index of the schedule, and of the two items of a piece the first or the `second`. The other
+// parameters are those of `find_work`.
+template <int kTileQ, int kTileK, int kHeads = 1>
+DEVICE void find_partial_work(PartialWork& work, const ForwardParams& p, const SharedOut& shared_out, int64 index,
+                              bool second) {
+  const int tiles = static_cast<int>((p.k_side.rows + kTileK - 1) / kTileK);
+  const int64 heads = int64(p.batch) * (p.nheads_q / kHeads);
+  const int64 whole = heads * ((p.q_side.rows + kTileQ - 1) / kTileQ) - shared_out.tiles;
+  work.keys = {0, tiles};
+  work.goes_on = false;
+  work.whole = true;
+  if (shared_out.tiles > 0 && index >= whole) {
+    const int piece = static_cast<int>(index - whole);
+    const int line = shared_out.tiles * tiles;
+    const int from = static_cast<int>(clamp(int64(piece) * shared_out.piece, 0, line));
+    const int to = line - from < shared_out.piece ? line : from + shared_out.piece;
+    const int place = from / tiles + second;
+    const int first = place * tiles;
+    work.keys = {from > first ? from - first : 0, to - first < tiles ? to - first : tiles};
+    work.goes_on = to - first > tiles;
+    work.whole = from <= first && to - first >= tiles;
+    work.item = piece + place;
+    work.place = place;
+    index = whole + place;
+  }
+  static_cast<Work&>(work) = find_work<false, false, kTileQ, kHeads>(p, index);
+}

@@ -1,0 +1,106 @@
+// The outputs of a query tile's items, each of which has seen some of the keys, become one.
+//
+// Each wave for itself: those that own the same 16 rows in the items of a tile leave what they have come to in memory,
+// and the last of them to do so merges it, in the order of keys. So the bits of the result do not depend on who is
+// last, and nobody waits for anybody.
+#pragma once
+
+#include "sm90/forward_block.cuh"
+#include "sm90/forward_store.cuh"
+
+namespace forward {
+
+struct alignas(16) Quad {
+  float x[4];
+};
+// What a wave's 16 rows have come to: each lane's part of the output, divided by the sums, and of the softmax the
+// references and sums of the lane's rows. Lanes lie side by side.
+struct Partial {
+  Quad out[2 * kOutBlocks][32];
+  Quad softmax[32];
+};
+static_assert(C::kElements == 8 && C::kSlots == 2, "two quads of each block");
+constexpr int kWaves = kCluster * kConsumers * 4;  // of all who work on a tile
+// So many blocks of columns are merged at a time as there are registers for, and for loads that do not wait for each
+// other. Stores want an even number.
+constexpr int kParts = kOutBlocks > 8 ? 2 : 1;
+constexpr int kPartBlocks = kParts == 1 ? kOutBlocks : round_up((kOutBlocks + 1) / 2, 2);
+
+DEVICE void leave(Partial& partial, const C (&o)[1][kOutBlocks], const Softmax& softmax, int lane) {
+  UNROLL for (int d = 0; d < kOutBlocks; d++) {
+    const auto& x = o[0][d].x;
+    partial.out[2 * d][lane] = {x[0], x[1], x[2], x[3]};
+    partial.out[2 * d + 1][lane] = {x[4], x[5], x[6], x[7]};
+  }
+  const auto &reference = softmax.reference[0], &sum = softmax.sum[0];
+  partial.softmax[lane] = {reference[0], reference[1], sum[0], sum[1]};
+}
+
+// The outputs of all keys, of blocks from `first` on, and the references and sums. The items' partials stand kWaves
+// apart.
+DEVICE void merge(C (&o)[1][kPartBlocks], Softmax& all, int first, const Partial* partials, int items, int lane) {
+  auto &reference = all.reference[0], &sum = all.sum[0];
+  UNROLL for (int d = 0; d < kPartBlocks; d++) o[0][d] = C{};
+#pragma unroll 1
+  for (int item = 0; item < items; item++) {
+    const Partial& partial = partials[item * kWaves];
+    const Quad rows = partial.softmax[lane];
+    float before[C::kSlots], weight[C::kSlots];
+    UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
+      const float last = reference[slot];
+      reference[slot] = fmaxf(last, rows.x[slot]);
+      before[slot] = target::exp2(last - all.shift(0, slot));
+      weight[slot] = target::exp2(rows.x[slot] - all.shift(0, slot)) * rows.x[2 + slot];
+      sum[slot] = sum[slot] * before[slot] + weight[slot];
+    }
+    UNROLL for (int d = 0; d < kPartBlocks; d++) {
+      if (kParts * kPartBlocks > kOutBlocks && first + d >= kOutBlocks) break;
+      const Quad low = partial.out[2 * (first + d)][lane], high = partial.out[2 * (first + d) + 1][lane];
+      UNROLL for (int e = 0; e < C::kElements; e++) {
+        float& x = o[0][d].x[e];
+        x = x * before[C::slot(e)] + (e < 4 ? low.x[e % 4] : high.x[e % 4]) * weight[C::slot(e)];
+      }
+    }
+  }
+  all.divide(o);
+}
+
+DEVICE bool is_whole(const Work&) { return true; }
+DEVICE bool is_whole(const PartialWork& work) { return work.whole; }
+
+// The wave's 16 rows of a tile of which other items have other keys. The last of them stores.
+DEVICE void store_partial(const Sm90ForwardParams&, const Work&, const C (&)[1][kOutBlocks], const Softmax&) {}
+DEVICE void store_partial(const Sm90ForwardParams& p, const PartialWork& work, const C (&o)[1][kOutBlocks],
+                          const Softmax& softmax) {
+  // Read anew, or what follows from it would be computed before the keys and kept across them. That the warp is the
+  // same for all its lanes keeps the descriptors of products in uniform registers.
+  const int thread = target::thread_index_anew() - kGroup;
+  const int lane = thread % 32, warp = target::wave_uniform(thread / 32);
+  const TileRow own = tile_row(warp * 16);
+  const int first_row = first_query(work) + own.row;
+  if (first_row >= work.q.length) return;
+
+  const int wave = rank() * kConsumers * 4 + warp;
+  Partial* partials = static_cast<Partial*>(p.partials) + wave;
+  leave(partials[int64(work.item) * kWaves], o, softmax, lane);
+  // All lanes' stores come before the arrival, and behind the last arrival all lanes' loads.
+  target::fence_device();
+  target::wave_sync();
+  const TileSpan items = items_of(p.shared_out, work.place, (work.k.length + kTileK - 1) / kTileK);
+  const int count = items.end - items.begin;
+  unsigned* const arrived = p.arrived + work.place * kWaves + wave;
+  if (!target::wave_any(lane == 0 && static_cast<int>(target::fetch_add(arrived, 1u)) == count - 1)) return;
+  target::fence_device();
+  if (lane == 0) *arrived = 0;  // for the next launch
+  partials += int64(items.begin) * kWaves;
+#pragma unroll 1
+  for (int part = 0; part < kParts; part++) {
+    C merged[1][kPartBlocks];
+    Softmax all(1.0f);
+    merge(merged, all, part * kPartBlocks, partials, count, lane);
+    store_rows(p.forward, work, merged, part * kPartBlocks, work.head + own.head, first_row, lane);
+    if (part == 0) store_lse(p.forward, work, all, work.head + own.head, first_row, lane);
+  }
+}
+
+}  // namespace forward
