@@ -176,10 +176,12 @@ def test_clusters_where_every_block_has_queries():
 
 
 @pytest.mark.parametrize("clusters", [1, 2, 7, 66, 132])
-@pytest.mark.parametrize("seqlens", [(1, 9000), (300, 8192), (8192, 8192), (9000, 20000)])
+@pytest.mark.parametrize(
+    "seqlens", [(1, 9000), (300, 8192), (8192, 8192), (9000, 20000), (9, 2**29)]
+)
 def test_shared_out_tiles_are_covered(seqlens: tuple[int, int], clusters: int):
     """Pieces as the kernel cuts them (kernels_cu/attn/partial_work.cuh) meet every key tile once, in the slots there are."""
-    for heads, headdim in itertools.product((1, 3, 40), (64, 128, 256)):
+    for heads, headdim in itertools.product((1, 3, 40, 131), (64, 128, 256)):
         q, k = (np.broadcast_to(np.float16(0), (1, rows, heads, headdim)) for rows in seqlens)
         problem, _ = describe(q, k, k)
         config = sm90_forward.choose(problem, arch="sm_90a", strides={}, pointers=0)
@@ -195,6 +197,7 @@ def test_shared_out_tiles_are_covered(seqlens: tuple[int, int], clusters: int):
         assert shared.tiles == all_tiles % clusters
         assert shared.piece <= keys - sm90_forward.WORTH_SHARING
         line, items = shared.tiles * keys, []
+        assert line < 2**31, "the kernel counts in 32 bits"
         for piece in range(clusters):
             begin, end = piece * shared.piece, min((piece + 1) * shared.piece, line)
             first, last = begin // keys, (end - 1) // keys

@@ -1,4 +1,4 @@
-"""Kernels other than a call would take on the GPU at hand: tiles of smaller GPUs, of longer sequences, clusters, stores."""
+"""Kernels other than a call would take on the GPU at hand: tiles of smaller GPUs, clusters, stores, keys shared out."""
 
 from __future__ import annotations
 
