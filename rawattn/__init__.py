@@ -1,10 +1,10 @@
 """Attention for people who do not want PyTorch: CUDA kernels compiled at run time behind a NumPy-like API."""
 
 from rawattn import reference
-from rawattn._api import attention
-from rawattn._api_backward import attention_backward, attention_vjp
-from rawattn._gradients import Gradients
-from rawattn._layout import SeqLayout
+from rawattn._call.gradients import Gradients
+from rawattn._call.layout import SeqLayout
+from rawattn._verbs.attention import attention
+from rawattn._verbs.backward import attention_backward, attention_vjp
 
 __version__ = "0.1.0"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from rawattn._kernels import _tiles
+from rawattn._kernels import tile_tables as _tiles
 from tests import gpu_report
 
 # The same examples on every run: a change is judged by its own effect. `--hypothesis-profile=search` looks for new ones.

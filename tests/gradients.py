@@ -11,8 +11,8 @@ import numpy as np
 
 import rawattn
 from rawattn import reference
-from rawattn._gradients import Gradients
-from rawattn._reference_call import read
+from rawattn._call.gradients import Gradients
+from rawattn.reference._call import read
 from tests.cases import CANARY, Case, Inputs, Strided, _logical_rows, materialise, strided
 from tests.frameworks import Framework
 from tests.tolerance import check, column_orders, scale_of

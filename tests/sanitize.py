@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from rawattn._kernels.sm90_forward import LONG_SEQLEN
+from rawattn._kernels.sm90.forward import LONG_SEQLEN
 from tests import gpu_report, gradients
 from tests.cases import Case, dense, padded, ragged, repacked
 from tests.frameworks import TightCuPy

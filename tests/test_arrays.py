@@ -15,8 +15,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from rawattn import _arrays, _dlpack, _streams
-from rawattn._arrays import (
+from rawattn._interop import arrays as _arrays
+from rawattn._interop import dlpack, streams
+from rawattn._interop.arrays import (
     HOST,
     empty_host,
     export_array,
@@ -38,7 +39,7 @@ def values(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 def test_imports_no_framework() -> None:
     code = (
         "import sys, numpy as np\n"
-        "from rawattn._arrays import import_array, framework_of, export_array\n"
+        "from rawattn._interop.arrays import import_array, framework_of, export_array\n"
         "array = import_array('q', np.zeros(3)).array\n"
         "export_array(array, framework_of(array), None)\n"
         "print(sorted({'cupy', 'torch', 'jax', 'tensorflow'} & set(sys.modules)))"
@@ -60,7 +61,7 @@ class Elsewhere:
         return self.device
 
     def __dlpack__(self, **keywords: Any) -> object:
-        return _dlpack.write(self.array, **keywords)
+        return dlpack.write(self.array, **keywords)
 
 
 def test_framework_of_numpy_and_others() -> None:
@@ -265,9 +266,9 @@ class Crafted(Elsewhere):
         self.version, self.flags, self.fields = version, flags, fields
 
     def __dlpack__(self, **keywords: Any) -> object:
-        capsule = _dlpack.write(self.array, max_version=(1, 0))
+        capsule = dlpack.write(self.array, max_version=(1, 0))
         name = b"dltensor_versioned"
-        managed = _dlpack._ManagedVersioned.from_address(_dlpack._capsule_pointer(capsule, name))
+        managed = dlpack._ManagedVersioned.from_address(dlpack._capsule_pointer(capsule, name))
         managed.major, managed.flags = self.version, self.flags
         for field, value in self.fields.items():
             setattr(managed.tensor, field, value)
@@ -364,9 +365,9 @@ def test_device_views() -> None:
     """CuPy arrays over device addresses need no GPU until somebody touches them."""
     cupy = pytest.importorskip("cupy")
     for dtype in FLOATS:
-        tensor = _dlpack.read(Elsewhere(values((2, 3, 4), dtype)[:, ::2]).__dlpack__())
+        tensor = dlpack.read(Elsewhere(values((2, 3, 4), dtype)[:, ::2]).__dlpack__())
         owner = Elsewhere(np.zeros(0))
-        view = _dlpack.device_view(tensor._replace(device_type=2, device_id=1), owner)
+        view = dlpack.device_view(tensor._replace(device_type=2, device_id=1), owner)
         assert type(view) is cupy.ndarray
         assert (view.data.ptr, view.data.device_id) == (tensor.pointer, 1)
         assert (view.shape, view.strides) == (tensor.shape, tensor.strides)
@@ -400,25 +401,25 @@ def test_gpu_array_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_stream_argument(
     monkeypatch: pytest.MonkeyPatch, framework: str, handle: int, capturing: bool, argument: Any
 ) -> None:
-    monkeypatch.setattr(_streams, "is_capturing", lambda handle: capturing)
+    monkeypatch.setattr(streams, "is_capturing", lambda handle: capturing)
     assert _arrays._wait_argument(framework, handle) == argument
 
 
 def test_same_stream_is_not_ordered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is a stream that captures with one that does not; neither touches CUDA."""
     monkeypatch.setitem(sys.modules, "cupy", None)
-    _streams.order(4096, 4096, 0)
-    monkeypatch.setattr(_streams, "is_capturing", lambda handle: handle == 4096)
-    _streams.order(4096, 8192, 0)
-    _streams.order(0, 4096, 0)
+    streams.order(4096, 4096, 0)
+    monkeypatch.setattr(streams, "is_capturing", lambda handle: handle == 4096)
+    streams.order(4096, 8192, 0)
+    streams.order(0, 4096, 0)
     with pytest.raises(ImportError):
-        _streams.order(0, 8192, 0)
+        streams.order(0, 8192, 0)
 
 
 def test_legacy_stream_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
-    assert not _streams.is_capturing(0)
-    assert not _streams.is_capturing(1)
+    assert not streams.is_capturing(0)
+    assert not streams.is_capturing(1)
 
 
 def resident_bytes() -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rawattn import _cache
+from rawattn._compile import cache as _cache
 
 FILES = {"kernel.cu": b"source", "kernel.cubin": b"\x7fELF cubin", "log.txt": b"said"}
 META = {"summary": "a kernel", "registers": 8}

@@ -9,8 +9,9 @@ from typing import Any
 import ml_dtypes
 import pytest
 
-from rawattn import _cpu, cli
+from rawattn import cli
 from rawattn._cli import check
+from rawattn._cpu import forward as cpu_forward
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +38,7 @@ def test_gpu(capsys: pytest.CaptureFixture[str]) -> None:
 def test_wrong_results_are_told(
     wrong: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    forward = _cpu.forward
+    forward = cpu_forward.forward
 
     def broken(problem: Any, lengths: Any, q: Any, k: Any, v: Any, out: Any, lse: Any) -> None:
         changed = {
@@ -49,7 +50,7 @@ def test_wrong_results_are_told(
         if wrong == "nan":
             out[-1] = float("nan")
 
-    monkeypatch.setattr(_cpu, "forward", broken)
+    monkeypatch.setattr(cpu_forward, "forward", broken)
     assert cli.main(["check", "--backend", "cpu"]) == 1
     printed = capsys.readouterr().out
     assert "0 of 3 within their bounds" in printed

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 import rawattn
-from rawattn import _cache, _kernels, cli
+from rawattn import _kernels, cli
 from rawattn._cli import info, table
 from rawattn._cli.progress import Progress
-from rawattn._compile import Source
+from rawattn._compile import cache as _cache
+from rawattn._compile.compiler import Source
 
 KEY = "0123456789abcdef" * 4
 
@@ -173,8 +174,8 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     fake = Runtime()
     cuda = types.SimpleNamespace(runtime=fake)
     monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(cuda=cuda, __version__="14.2.0"))
-    monkeypatch.setattr(info._compile, "nvrtc_version", lambda: "13.2")
-    monkeypatch.setattr(info._compile, "device_arch", lambda device: "sm_90a")
+    monkeypatch.setattr(info.compiler, "nvrtc_version", lambda: "13.2")
+    monkeypatch.setattr(info.compiler, "device_arch", lambda device: "sm_90a")
     return fake
 
 
@@ -204,7 +205,7 @@ def test_info_without_nvrtc(
     def absent() -> str:
         raise RuntimeError("NVRTC was not found")
 
-    monkeypatch.setattr(info._compile, "nvrtc_version", absent)
+    monkeypatch.setattr(info.compiler, "nvrtc_version", absent)
     assert facts(rawattn_command("info"))["NVRTC"] == "NVRTC was not found"
 
 
@@ -326,7 +327,7 @@ def test_compile_for_the_gpus_here(
     rawattn_command("compile", status=1)
     assert "--arch sm_90a" in rawattn_command.err
     runtime.devices = ("NVIDIA H200", "NVIDIA H200")
-    monkeypatch.setattr(info._compile, "nvrtc_version", lambda: "13.2")
+    monkeypatch.setattr(info.compiler, "nvrtc_version", lambda: "13.2")
     monkeypatch.setattr("rawattn._cli.compile._compile_all", lambda jobs, processes: [])
     assert rawattn_command("compile").startswith("2 compiled")
 

@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rawattn import _cache, _compile
-from rawattn._compile import CompileError, Source, compile_source
+from rawattn._compile import cache as _cache
+from rawattn._compile import compiler
+from rawattn._compile.compiler import CompileError, Source, compile_source
 
 pytest.importorskip("cupy", reason="NVRTC is reached through CuPy, which is not installed")
 
@@ -33,8 +34,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("RAWATTN_CACHE_DIR", str(path))
     monkeypatch.setattr(_cache, "_warned", set())
     for memory in ("_in_memory", "_functions", "_loading"):
-        monkeypatch.setattr(_compile, memory, {})
-    monkeypatch.setattr(_compile, "_compiler_version", [])
+        monkeypatch.setattr(compiler, memory, {})
+    monkeypatch.setattr(compiler, "_compiler_version", [])
     return path
 
 
@@ -43,7 +44,7 @@ def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of device sources of our own, with the one header of SOURCE."""
     root = tmp_path / "kernels_cu"
     write(root, "tile/scale.cuh", SCALE)
-    monkeypatch.setattr(_compile, "kernels_dir", lambda: root)
+    monkeypatch.setattr(compiler, "kernels_dir", lambda: root)
     return root
 
 
@@ -51,13 +52,13 @@ def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The text of everything that NVRTC compiled."""
     texts: list[str] = []
-    run_nvrtc = _compile._run_nvrtc
+    run_nvrtc = compiler._run_nvrtc
 
     def counting(request: Any) -> tuple[bytes | None, str]:
         texts.append(request.text)
         return run_nvrtc(request)
 
-    monkeypatch.setattr(_compile, "_run_nvrtc", counting)
+    monkeypatch.setattr(compiler, "_run_nvrtc", counting)
     return texts
 
 
@@ -109,8 +110,8 @@ def test_elf_is_whole() -> None:
     assert len(image) == max(
         segments + segment_size * nsegments, sections + section_size * nsections
     )
-    assert _compile._whole_elf(image) == image  # as from a CuPy that drops nothing
-    assert _compile._whole_elf(image[:-1]) == image
+    assert compiler._whole_elf(image) == image  # as from a CuPy that drops nothing
+    assert compiler._whole_elf(image[:-1]) == image
 
 
 def test_meta_tells_spills_stack_and_shared_memory() -> None:
@@ -143,14 +144,14 @@ ptxas info    : Compiling entry function 'second' for 'sm_90a'
 ptxas info    : Function properties for second
 ptxas         .     48 bytes stack frame, 24 bytes spill stores, 20 bytes spill loads
 ptxas info    : Used 168 registers, used 3 barriers, 512 bytes smem"""
-    assert _compile._ptxas_report(log, "second") == {
+    assert compiler._ptxas_report(log, "second") == {
         "registers": 168,
         "spills": 44,
         "stack": 48,
         "smem": 512,
     }
-    assert _compile._ptxas_report(log, "first")["registers"] == 8
-    assert _compile._ptxas_report("another format", "first") == {}
+    assert compiler._ptxas_report(log, "first")["registers"] == 8
+    assert compiler._ptxas_report("another format", "first") == {}
 
 
 # Headers
@@ -175,11 +176,11 @@ def test_unknown_include(name: str, kernels: Path) -> None:
 
 def test_every_shipped_kernel_finds_its_headers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    root = _compile.kernels_dir()
+    root = compiler.kernels_dir()
     files = [path for path in root.rglob("*") if path.suffix in (".cu", ".cuh")]
     assert files
     for path in files:
-        _compile._headers(Source("k", path.read_text(), str(path)))
+        compiler._headers(Source("k", path.read_text(), str(path)))
 
 
 # The key
@@ -198,10 +199,10 @@ def test_what_reaches_the_compiler_changes_the_key(
     elif change == "arch":
         arch = "sm_86"
     elif change == "nvrtc":
-        monkeypatch.setattr(_compile, "nvrtc_version", lambda: "99.9")
-        monkeypatch.setattr(_compile, "_compiler_version", ["99.9"])
+        monkeypatch.setattr(compiler, "nvrtc_version", lambda: "99.9")
+        monkeypatch.setattr(compiler, "_compiler_version", ["99.9"])
     else:
-        monkeypatch.setattr(_compile, "_OPTIONS", (*_compile._OPTIONS, "--fmad=false"))
+        monkeypatch.setattr(compiler, "_OPTIONS", (*compiler._OPTIONS, "--fmad=false"))
     after = compile_source(source, arch)
     assert len(compiled) == 2
     assert after.path != before.path
@@ -216,7 +217,7 @@ def test_nothing_else_changes_the_key(
     write(kernels, "tile/unrelated.cuh", "// a comment")
     (kernels / "tile/scale.cuh").touch()
     moved = kernels.rename(tmp_path / "moved")
-    monkeypatch.setattr(_compile, "kernels_dir", lambda: moved)
+    monkeypatch.setattr(compiler, "kernels_dir", lambda: moved)
     assert compile_source(SOURCE, "sm_80") == before
     assert compile_source(Source("k", TEXT, "in other words"), "sm_80") == before
     assert len(compiled) == 1
@@ -235,7 +236,7 @@ def test_source_is_plain_strings(field: str, value: object) -> None:
 
 def test_hit_runs_no_nvrtc_and_is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     first = compile_source(SOURCE, "sm_90a")
-    monkeypatch.setattr(_compile, "_run_nvrtc", None)
+    monkeypatch.setattr(compiler, "_run_nvrtc", None)
     seconds = []
     for _ in range(5):
         started = time.perf_counter()
@@ -246,10 +247,10 @@ def test_hit_runs_no_nvrtc_and_is_quick(monkeypatch: pytest.MonkeyPatch) -> None
 
 IN_ANOTHER_PROCESS = """
 from pathlib import Path
-from rawattn import _compile
-_compile.kernels_dir = lambda: Path({kernels!r})
-source = _compile.Source("k", {text!r}, "test")
-cubin = _compile.compile_source(source, "sm_80")
+from rawattn._compile import compiler
+compiler.kernels_dir = lambda: Path({kernels!r})
+source = compiler.Source("k", {text!r}, "test")
+cubin = compiler.compile_source(source, "sm_80")
 print(cubin.path, "libnvrtc" in Path("/proc/self/maps").read_text())
 """
 
@@ -257,7 +258,7 @@ print(cubin.path, "libnvrtc" in Path("/proc/self/maps").read_text())
 def in_another_process(kernels: Path, text: str = TEXT) -> tuple[str, bool]:
     """Where the cubin is, and whether NVRTC was loaded for it."""
     script = IN_ANOTHER_PROCESS.format(kernels=str(kernels), text=text)
-    environment = {**os.environ, "PYTHONPATH": str(Path(_compile.__file__).parents[1])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(compiler.__file__).parents[2])}
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     path, loaded = done.stdout.split()
@@ -299,9 +300,9 @@ def test_clear_removes_the_note(cache: Path, kernels: Path) -> None:
 
 
 def test_find_compiles_nothing(compiled: list[str]) -> None:
-    assert _compile.find(SOURCE, "sm_80") is None
+    assert compiler.find(SOURCE, "sm_80") is None
     cubin = compile_source(SOURCE, "sm_80")
-    assert _compile.find(SOURCE, "sm_80") == cubin
+    assert compiler.find(SOURCE, "sm_80") == cubin
     assert len(compiled) == 1
 
 
@@ -324,21 +325,21 @@ def test_processes_that_start_at_once_compile_once(
     script = f"""
 import sys, time
 from pathlib import Path
-from rawattn import _compile
-_compile.kernels_dir = lambda: Path({str(kernels)!r})
-run_nvrtc = _compile._run_nvrtc
+from rawattn._compile import compiler
+compiler.kernels_dir = lambda: Path({str(kernels)!r})
+run_nvrtc = compiler._run_nvrtc
 def counting(request):
     with open({str(tmp_path / "compiled")!r}, "a") as file: file.write("x")
     time.sleep(0.3)
     return run_nvrtc(request)
-_compile._run_nvrtc = counting
-_compile.nvrtc_version()
+compiler._run_nvrtc = counting
+compiler.nvrtc_version()
 print("ready", flush=True)
 sys.stdin.readline()
-cubin = _compile.compile_source(_compile.Source("k", {TEXT!r}, "test"), "sm_80")
+cubin = compiler.compile_source(compiler.Source("k", {TEXT!r}, "test"), "sm_80")
 print(cubin.path)
 """
-    environment = {**os.environ, "PYTHONPATH": str(Path(_compile.__file__).parents[1])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(compiler.__file__).parents[2])}
     with contextlib.ExitStack() as stack:
         processes = [
             stack.enter_context(
@@ -378,7 +379,7 @@ def test_unwritable_directory_keeps_kernels_in_memory(cache: Path, compiled: lis
     compile_source(SOURCE, "sm_86")  # a second warning would be an error
     assert cubin.path is None
     assert cubin.meta["registers"] > 0
-    assert compile_source(SOURCE, "sm_80") == cubin == _compile.find(SOURCE, "sm_80")
+    assert compile_source(SOURCE, "sm_80") == cubin == compiler.find(SOURCE, "sm_80")
     assert len(compiled) == 2
 
 
@@ -437,7 +438,7 @@ def test_a_slow_compile_logs_one_line(
     with caplog.at_level(logging.INFO, logger="rawattn"):
         compile_source(SOURCE, "sm_80")
         assert caplog.records == []
-        monkeypatch.setattr(_compile, "_SLOW_SECONDS", 0.0)
+        monkeypatch.setattr(compiler, "_SLOW_SECONDS", 0.0)
         compile_source(SOURCE, "sm_86")
         compile_source(SOURCE, "sm_86")
     (record,) = caplog.records
@@ -450,7 +451,7 @@ def test_a_slow_compile_without_logging(terminal: bool, monkeypatch: pytest.Monk
     stderr = io.StringIO()
     monkeypatch.setattr(stderr, "isatty", lambda: terminal, raising=False)
     monkeypatch.setattr(sys, "stderr", stderr)
-    monkeypatch.setattr(_compile, "_SLOW_SECONDS", 0.0)
+    monkeypatch.setattr(compiler, "_SLOW_SECONDS", 0.0)
     monkeypatch.setattr(logging.getLogger("rawattn"), "propagate", False)  # past pytest's handlers
     compile_source(SOURCE, "sm_80")
     assert stderr.getvalue().count("\n") == terminal
@@ -458,7 +459,7 @@ def test_a_slow_compile_without_logging(terminal: bool, monkeypatch: pytest.Monk
 
 
 def test_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
-    _compile.nvrtc_version.cache_clear()
+    compiler.nvrtc_version.cache_clear()
     monkeypatch.setitem(sys.modules, "cupy.cuda", None)
     with pytest.raises(ImportError, match=r'pip install "rawattn\[cuda13\]"'):
         compile_source(SOURCE, "sm_80")
@@ -468,15 +469,15 @@ def test_without_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent() -> tuple[int, int]:
         raise RuntimeError("CuPy failed to load libnvrtc.so.13")
 
-    _compile.nvrtc_version.cache_clear()
-    monkeypatch.setattr(_compile, "_nvrtc", lambda: types.SimpleNamespace(getVersion=absent))
+    compiler.nvrtc_version.cache_clear()
+    monkeypatch.setattr(compiler, "_nvrtc", lambda: types.SimpleNamespace(getVersion=absent))
     with pytest.raises(RuntimeError, match=r"libnvrtc\.so\.13.*nvidia-cuda-nvrtc"):
         compile_source(SOURCE, "sm_80")
 
 
 def test_import_needs_no_cupy() -> None:
-    code = "import sys, rawattn._compile; sys.exit('cupy' in sys.modules)"
-    environment = {**os.environ, "PYTHONPATH": str(Path(_compile.__file__).parents[1])}
+    code = "import sys, rawattn._compile.compiler; sys.exit('cupy' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": str(Path(compiler.__file__).parents[2])}
     assert (
         subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
     )
@@ -493,23 +494,23 @@ def test_device_arch(capability: str, arch: str, monkeypatch: pytest.MonkeyPatch
 
     device = types.SimpleNamespace(compute_capability=capability)
     monkeypatch.setattr(cupy.cuda, "Device", lambda ordinal: device)
-    assert _compile.device_arch.__wrapped__(0) == arch
+    assert compiler.device_arch.__wrapped__(0) == arch
 
 
 def test_threads_load_once(monkeypatch: pytest.MonkeyPatch, compiled: list[str]) -> None:
     loaded = []
 
-    def fake_load(cubin: _compile.Cubin, entry: str, device: int) -> object:
+    def fake_load(cubin: compiler.Cubin, entry: str, device: int) -> object:
         loaded.append((entry, device))
         time.sleep(0.05)
         return object()
 
-    monkeypatch.setattr(_compile, "_load", fake_load)
-    monkeypatch.setattr(_compile, "device_arch", lambda device: "sm_80")
+    monkeypatch.setattr(compiler, "_load", fake_load)
+    monkeypatch.setattr(compiler, "device_arch", lambda device: "sm_80")
     functions: list[tuple[int, object]] = []
 
     def load(device: int) -> None:
-        functions.append((device, _compile.load(SOURCE, device)))
+        functions.append((device, compiler.load(SOURCE, device)))
 
     threads = [threading.Thread(target=load, args=(i % 2,)) for i in range(8)]
     for thread in threads:
@@ -530,27 +531,27 @@ def test_loaded_kernel_runs(place: str, cache: Path) -> None:
     if place == "memory":
         cache.write_text("a file where the directory should be")
         with pytest.warns(RuntimeWarning):
-            function = _compile.load(SOURCE, 0)
+            function = compiler.load(SOURCE, 0)
     else:
-        function = _compile.load(SOURCE, 0)
+        function = compiler.load(SOURCE, 0)
         _cache.clear()  # a loaded kernel needs its file no more
     with cupy.cuda.Device(0):
         x = cupy.full(1, 21.0, np.float32)
         function(1, 1, struct.pack("<Q", x.data.ptr))
         assert x.get()[0] == 42.0
         function.allow_shared_memory(64 * 1024)
-    assert _compile.load(SOURCE, 0) is function
+    assert compiler.load(SOURCE, 0) is function
 
 
 @pytest.mark.gpu
 def test_load_from_disk_is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     sources = [Source("k", f"{TEXT}// {i}", "test") for i in range(4)]
     for source in sources:
-        compile_source(source, _compile.device_arch(0))
-    monkeypatch.setattr(_compile, "_run_nvrtc", None)
+        compile_source(source, compiler.device_arch(0))
+    monkeypatch.setattr(compiler, "_run_nvrtc", None)
     seconds = []
     for source in sources:
         started = time.perf_counter()
-        _compile.load(source, 0)
+        compiler.load(source, 0)
         seconds.append(time.perf_counter() - started)
     assert min(seconds) < 0.030

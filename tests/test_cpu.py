@@ -13,9 +13,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rawattn import _cpu, _cpu_tiles, reference
-from rawattn._layout import host_lengths
-from rawattn._problem import describe, result_shapes
+from rawattn import reference
+from rawattn._call.layout import host_lengths
+from rawattn._call.problem import describe, result_shapes
+from rawattn._cpu import forward as cpu_forward
+from rawattn._cpu import tiles
 from tests.cases import Case, curated, dense, materialise, padded, ragged, random_case
 from tests.tolerance import check, check_lse
 from tests.verify import _by_row, expected, layout
@@ -43,7 +45,7 @@ def forward(
     out_shape, lse_shape = result_shapes(problem)
     out = np.full(out_shape, np.nan, q.dtype)
     lse = np.full(lse_shape, np.nan, np.float32) if with_lse else None
-    _cpu.forward(problem, host_lengths(bound), q, k, v, out, lse)
+    cpu_forward.forward(problem, host_lengths(bound), q, k, v, out, lse)
     return out, lse
 
 
@@ -103,8 +105,8 @@ def masks(draw: st.DrawFn) -> Case:
 @pytest.mark.parametrize("shape", [(256, 512), (3, 4), (4, 2), (1, 1)], ids=str)
 def test_masks_and_tiles(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int]) -> None:
     """Tiles of a few rows and keys give every case edges that no tile of full size has."""
-    monkeypatch.setattr(_cpu_tiles, "ROWS", shape[0])
-    monkeypatch.setattr(_cpu_tiles, "KEYS", shape[1])
+    monkeypatch.setattr(tiles, "ROWS", shape[0])
+    monkeypatch.setattr(tiles, "KEYS", shape[1])
 
     @settings(max_examples=100)
     @given(masks())
@@ -118,14 +120,14 @@ def test_masks_and_tiles(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int]
 
 def test_tiles_that_nobody_sees_are_not_visited(monkeypatch: pytest.MonkeyPatch) -> None:
     visited: list[tuple[int, int]] = []
-    multiply_transposed = _cpu.multiply_transposed
+    multiply_transposed = cpu_forward.multiply_transposed
 
     def counting(queries: Any, keys: Any, pieces: Any) -> Any:
         visited.append(pieces.shape)
         return multiply_transposed(queries, keys, pieces)
 
-    monkeypatch.setattr(_cpu, "multiply_transposed", counting)
-    monkeypatch.setattr(_cpu_tiles, "_cores", lambda: 1)
+    monkeypatch.setattr(cpu_forward, "multiply_transposed", counting)
+    monkeypatch.setattr(tiles, "_cores", lambda: 1)
 
     def scores(**options: Any) -> int:
         visited.clear()
@@ -207,7 +209,7 @@ def test_same_call_gives_the_same_bits(case: Case, monkeypatch: pytest.MonkeyPat
 
     first = bits()
     for cores in (1, 2, 5, 2):
-        monkeypatch.setattr(_cpu_tiles, "_cores", lambda cores=cores: cores)
+        monkeypatch.setattr(tiles, "_cores", lambda cores=cores: cores)
         assert bits() == first
 
 
@@ -218,7 +220,7 @@ def test_products_stay_on_the_calling_thread(headdim: int, rows: int) -> None:
     and a vector up to 9216."""
     problem, _ = describe(*np.zeros((3, 1, 1, 1, headdim), np.float32))
     for keys in (1, 33, 512):
-        pieces = _cpu_tiles.divide(problem, rows, keys)
+        pieces = tiles.divide(problem, rows, keys)
         work = pieces.rows_each * pieces.keys_each * headdim
         is_matrix = min(pieces.rows_each, pieces.keys_each) > 1
         assert work <= (1 << 18 if is_matrix else 9216)
@@ -238,13 +240,13 @@ def test_memory_beyond_inputs_and_outputs(
 ) -> None:
     """Naive NumPy takes 1 GiB for its scores here."""
     if cores is not None:
-        monkeypatch.setattr(_cpu_tiles, "_cores", lambda: cores)
+        monkeypatch.setattr(tiles, "_cores", lambda: cores)
     q, k, v = full_size()
     problem, bound = describe(q, k, v, causal=True)
     out, lse = np.empty_like(q), np.empty((1, 8, 4096), np.float32)
     tracemalloc.start()
     try:
-        _cpu.forward(problem, host_lengths(bound), q, k, v, out, lse)
+        cpu_forward.forward(problem, host_lengths(bound), q, k, v, out, lse)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -11,9 +11,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rawattn import _cpu, _cpu_backward, _cpu_tiles, reference
-from rawattn._layout import host_lengths
-from rawattn._problem import describe, result_shapes
+from rawattn import reference
+from rawattn._call.layout import host_lengths
+from rawattn._call.problem import describe, result_shapes
+from rawattn._cpu import backward as cpu_backward
+from rawattn._cpu import forward as cpu_forward
+from rawattn._cpu import tiles
 from tests.cases import Case, curated, dense, padded, ragged, random_case
 from tests.gradients import NAMES, Backward, backward_of, check_gradient
 from tests.verify import layout
@@ -41,13 +44,13 @@ def gradients(call: Backward) -> tuple[np.ndarray, ...]:
     problem, bound = describe(q, k, v, **inputs.options, seqs=layout(inputs))
     lengths = host_lengths(bound)
     out = call.out.view()
-    _cpu.forward(problem, lengths, q, k, v, out, call.lse)
+    cpu_forward.forward(problem, lengths, q, k, v, out, call.lse)
     if call.into is None:
         into = tuple(np.full(x.shape, np.nan, x.dtype) for x in (q, k, v))
     else:
         into = tuple(x.view() for x in call.into)
     arguments = (call.dout.view(), q, k, v, out, call.lse, call.dlse)
-    _cpu_backward.backward(problem, lengths, *arguments, *into)
+    cpu_backward.backward(problem, lengths, *arguments, *into)
     return into
 
 
@@ -102,9 +105,9 @@ def masks(draw: st.DrawFn) -> Case:
 @pytest.mark.parametrize("shape", [(256, 512), (3, 4), (4, 2)], ids=str)
 def test_masks_and_tiles(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int]) -> None:
     """Tiles of a few rows and keys give every case edges that no tile of full size has."""
-    monkeypatch.setattr(_cpu_tiles, "ROWS", shape[0])
-    monkeypatch.setattr(_cpu_tiles, "KEYS", shape[1])
-    monkeypatch.setattr(_cpu_backward, "KEYS", shape[1])
+    monkeypatch.setattr(tiles, "ROWS", shape[0])
+    monkeypatch.setattr(tiles, "KEYS", shape[1])
+    monkeypatch.setattr(cpu_backward, "KEYS", shape[1])
 
     @settings(max_examples=100)
     @given(masks())
@@ -123,9 +126,9 @@ def call_of(
     lengths = host_lengths(bound)
     out_shape, lse_shape = result_shapes(problem)
     out, lse = np.zeros(out_shape, q.dtype), np.full(lse_shape, -np.inf, np.float32)
-    _cpu.forward(problem, lengths, q, k, v, out, lse)
+    cpu_forward.forward(problem, lengths, q, k, v, out, lse)
     into = tuple(np.zeros_like(x) for x in (q, k, v))
-    _cpu_backward.backward(problem, lengths, dout, q, k, v, out, lse, None, *into)
+    cpu_backward.backward(problem, lengths, dout, q, k, v, out, lse, None, *into)
     return into
 
 
@@ -150,7 +153,7 @@ def test_row_of_a_larger_softmax_without_keys() -> None:
         arguments = (dout[:, rows], q[:, rows], k, v, out[:, rows], lse[..., rows], None)
         problem, bound = describe(*arguments[1:4])
         into = tuple(np.empty_like(x) for x in arguments[1:4])
-        _cpu_backward.backward(problem, host_lengths(bound), *arguments, *into)
+        cpu_backward.backward(problem, host_lengths(bound), *arguments, *into)
         results.append(into)
     (dq, dk, dv), (dq_rest, dk_rest, dv_rest) = results
     assert not dq[:, 4].any()
@@ -185,13 +188,13 @@ def test_keys_in_two_halves_add_up() -> None:
     q, k, v, dout = rng.standard_normal((4, 1, 300, 2, 16), np.float32)
     problem, bound = describe(q, k, v)
     out, lse = np.zeros_like(q), np.empty((1, 2, 300), np.float32)
-    _cpu.forward(problem, host_lengths(bound), q, k, v, out, lse)
+    cpu_forward.forward(problem, host_lengths(bound), q, k, v, out, lse)
     exact = reference.attention_backward(dout, q, k, v, out, lse)
     total, parts = np.zeros_like(q), []
     for half in (slice(0, 130), slice(130, 300)):
         into = np.zeros_like(q), np.zeros_like(k[:, half]), np.zeros_like(v[:, half])
         problem, bound = describe(q, k[:, half], v[:, half])
-        _cpu_backward.backward(
+        cpu_backward.backward(
             problem, host_lengths(bound), dout, q, k[:, half], v[:, half], out, lse, None, *into
         )
         total += into[0]
@@ -207,14 +210,14 @@ def test_same_call_gives_the_same_bits(case: Case, monkeypatch: pytest.MonkeyPat
     call = backward_of(case)
     first = [x.tobytes() for x in gradients(call)]
     for cores in (1, 2, 5, 2):
-        monkeypatch.setattr(_cpu_tiles, "_cores", lambda cores=cores: cores)
+        monkeypatch.setattr(tiles, "_cores", lambda cores=cores: cores)
         assert [x.tobytes() for x in gradients(call)] == first
 
 
 @pytest.mark.parametrize("seqlen", [2048, 8192])
 def test_memory_is_a_few_tiles(monkeypatch: pytest.MonkeyPatch, seqlen: int) -> None:
     """For one thread: whatever the length."""
-    monkeypatch.setattr(_cpu_tiles, "_cores", lambda: 1)
+    monkeypatch.setattr(tiles, "_cores", lambda: 1)
     shape = (1, seqlen, 1, 64)
     # The gradients are zero: what is measured is memory.
     q = k = v = dout = out = np.zeros(shape, np.float16)
@@ -224,11 +227,11 @@ def test_memory_is_a_few_tiles(monkeypatch: pytest.MonkeyPatch, seqlen: int) -> 
     tracemalloc.start()
     try:
         lengths = host_lengths(bound)
-        _cpu_backward.backward(problem, lengths, dout, q, k, v, out, lse, None, *into)
+        cpu_backward.backward(problem, lengths, dout, q, k, v, out, lse, None, *into)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    tile = _cpu_tiles.ROWS * _cpu_tiles.KEYS * 4
+    tile = tiles.ROWS * tiles.KEYS * 4
     assert peak <= 6 * tile
 
 

@@ -35,7 +35,9 @@ def test_readme_shows_every_library() -> None:
     assert {library(block) for block in BLOCKS} == {"numpy", *MARKS}
 
 
-@pytest.mark.parametrize("name", ["rawattn._api", "rawattn._layout", "rawattn.reference"])
+@pytest.mark.parametrize(
+    "name", ["rawattn._verbs.attention", "rawattn._call.layout", "rawattn.reference"]
+)
 def test_docstrings(name: str) -> None:
     results = doctest.testmod(importlib.import_module(name), verbose=False)
     assert results.attempted > 0

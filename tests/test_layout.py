@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rawattn import _layout
-from rawattn._layout import SeqLayout, bind, host_lengths
+from rawattn._call import layout
+from rawattn._call.layout import SeqLayout, bind, host_lengths
 
 INT32_MAX = 2**31 - 1
 later = partial(partial, SeqLayout)  # a layout to be made in the test
@@ -43,23 +43,23 @@ class OnDevice:
 
 @pytest.fixture(autouse=True)
 def _pass_device_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
-    importer = _layout.import_integers
+    importer = layout.import_integers
 
     def imported(name: str, value: Any) -> Any:
         return value if isinstance(value, OnDevice) else importer(name, value)
 
-    monkeypatch.setattr(_layout, "import_integers", imported)
+    monkeypatch.setattr(layout, "import_integers", imported)
 
 
-def group(seqs: SeqLayout, rows_q: int, rows_k: int) -> _layout.Lengths:
+def group(seqs: SeqLayout, rows_q: int, rows_k: int) -> layout.Lengths:
     return bind(seqs, batch=None, rows_q=rows_q, rows_k=rows_k)
 
 
-def batch(seqs: SeqLayout | None, count: int, rows_q: int, rows_k: int) -> _layout.Lengths:
+def batch(seqs: SeqLayout | None, count: int, rows_q: int, rows_k: int) -> layout.Lengths:
     return bind(seqs, batch=count, rows_q=rows_q, rows_k=rows_k)
 
 
-def spans(lengths: _layout.Lengths) -> dict[str, list[int]]:
+def spans(lengths: layout.Lengths) -> dict[str, list[int]]:
     host = host_lengths(lengths)
     names = ("start_q", "len_q", "start_k", "len_k")
     arrays = {name: getattr(host, name) for name in names}
@@ -72,7 +72,7 @@ def spans(lengths: _layout.Lengths) -> dict[str, list[int]]:
 
 
 def test_examples_of_the_docstring() -> None:
-    failed, run = doctest.testmod(_layout)
+    failed, run = doctest.testmod(layout)
     assert run > 0
     assert failed == 0
 
@@ -598,7 +598,7 @@ def test_junk_on_the_device_stays_inside_the_array(
     starts.readable = lens.readable = True
     name = "cu_seqlen_q" if cumulative else "seqlen_q"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_layout, "import_integers", lambda _, value: value)
+        patch.setattr(layout, "import_integers", lambda _, value: value)
         seqs = SeqLayout(seqstart_q=starts, **{name: lens})
     lengths = group(seqs, rows, rows)
     host = host_lengths(lengths)

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from numpy.lib.stride_tricks import as_strided
 
-from rawattn._backends import options_key
-from rawattn._layout import SeqLayout
-from rawattn._problem import Problem, check_out, describe, result_shapes
+from rawattn._call.layout import SeqLayout
+from rawattn._call.problem import Problem, check_out, describe, result_shapes
+from rawattn._runtime.dispatch import options_key
 
 INT32_MAX = 2**31 - 1
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)

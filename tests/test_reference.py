@@ -10,7 +10,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from rawattn import SeqLayout, _philox, reference
+from rawattn import SeqLayout, reference
+from rawattn.reference import _philox
 
 Options = dict[str, Any]
 

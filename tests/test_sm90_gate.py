@@ -7,8 +7,9 @@ import re
 import pytest
 
 from bench.tuning import gate
-from rawattn import _compile
-from rawattn._kernels import common_variants, sm90_forward
+from rawattn._compile import compiler
+from rawattn._kernels import common_variants
+from rawattn._kernels.sm90 import forward as sm90_forward
 
 VARIANTS = [
     source
@@ -18,18 +19,18 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize("source", VARIANTS, ids=lambda source: source.summary)
-def test_no_spills_and_no_serialised_products(source: _compile.Source) -> None:
-    cubin = _compile.compile_source(source, sm90_forward.ARCH)
+def test_no_spills_and_no_serialised_products(source: compiler.Source) -> None:
+    cubin = compiler.compile_source(source, sm90_forward.ARCH)
     assert cubin.meta["spills"] == 0
     assert not gate.serialised(cubin.log)
 
 
 @pytest.mark.parametrize("source", VARIANTS, ids=lambda source: source.summary)
-def test_exponentials_come_in_one_stretch(source: _compile.Source) -> None:
+def test_exponentials_come_in_one_stretch(source: compiler.Source) -> None:
     """Behind the wait for P V, which holds the registers that they are converted into."""
     tool = gate.disassembler()
     if tool is None:
         pytest.skip("nvdisasm is not installed (pip install nvidia-cuda-nvdisasm)")
-    cubin = _compile.compile_source(source, sm90_forward.ARCH)
+    cubin = compiler.compile_source(source, sm90_forward.ARCH)
     tile_k = int(re.search(r"kTileK = (\d+)", source.text)[1])  # type: ignore[index]
     assert gate.schedule_fault(cubin.image, tile_k, tool) == ""

@@ -14,17 +14,13 @@ import numpy as np
 import pytest
 
 from bench.tuning import tables
-from rawattn import SeqLayout, _backends, _backends_backward
-from rawattn._kernels import (
-    SHARED_LIMIT,
-    _tiles,
-    only,
-    portable_forward,
-    selection,
-    sm90_forward,
-    using_tiles,
-)
-from rawattn._problem import describe
+from rawattn import SeqLayout
+from rawattn._call.problem import describe
+from rawattn._kernels import SHARED_LIMIT, only, selection, using_tiles
+from rawattn._kernels import tile_tables as _tiles
+from rawattn._kernels.portable import forward as portable_forward
+from rawattn._kernels.sm90 import forward as sm90_forward
+from rawattn._runtime import dispatch, dispatch_backward
 from tests.tiles import clusters, sharing, tensor_stores
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -34,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_importing_the_library_reads_no_table():
-    code = "import sys, rawattn; print('rawattn._kernels._tiles' in sys.modules)"
+    code = "import sys, rawattn; print('rawattn._kernels.tile_tables' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 
@@ -125,9 +121,9 @@ def test_a_prepared_call_belongs_to_its_tables(verb: str, monkeypatch: pytest.Mo
             run=lambda *args: None,
         )
 
-    module = _backends if verb == "forward" else _backends_backward
+    module = dispatch if verb == "forward" else dispatch_backward
     prepared: dict[Any, Any] = {}
-    for each in (_backends, _backends_backward):
+    for each in (dispatch, dispatch_backward):
         monkeypatch.setattr(each, "_prepared", prepared)
     monkeypatch.setattr(module, "_prepare", prepare)
     runtime = SimpleNamespace(getDevice=lambda: 0)
@@ -139,9 +135,9 @@ def test_a_prepared_call_belongs_to_its_tables(verb: str, monkeypatch: pytest.Mo
     def call() -> None:
         x = FakeArray()
         if verb == "forward":
-            _backends.cuda(x, x, x, None, (), False)
+            dispatch.cuda(x, x, x, None, (), False)
         else:
-            _backends_backward.cuda([x] * 6 + [None], [None] * 3, {"causal": True}, False)
+            dispatch_backward.cuda([x] * 6 + [None], [None] * 3, {"causal": True}, False)
 
     rows = _tiles.table("portable_forward", "16bit")
     for _ in range(2):

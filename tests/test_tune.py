@@ -17,12 +17,8 @@ from bench.tuning import candidates, command, compiling, halving, racing, record
 from bench.tuning.kernels import KERNELS
 from rawattn._bench.cases import Case
 from rawattn._bench.contender import Inputs
-from rawattn._kernels import (
-    SHARED_LIMIT,
-    _tiles,
-    common_variants,
-    selection,
-)
+from rawattn._kernels import SHARED_LIMIT, common_variants, selection
+from rawattn._kernels import tile_tables as _tiles
 
 ARCH = "sm_90a"
 ROOT = Path(__file__).resolve().parents[1]

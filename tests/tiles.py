@@ -10,17 +10,12 @@ from unittest import mock
 
 import numpy as np
 
-from rawattn import _backends, _backends_backward
-from rawattn._kernels import (
-    SHARED_LIMIT,
-    _tiles,
-    only,
-    portable_backward,
-    portable_forward,
-    sm90_forward,
-    using_tiles,
-)
-from rawattn._problem import Problem, describe
+from rawattn._call.problem import Problem, describe
+from rawattn._kernels import SHARED_LIMIT, only, tile_tables, using_tiles
+from rawattn._kernels.portable import backward as portable_backward
+from rawattn._kernels.portable import forward as portable_forward
+from rawattn._kernels.sm90 import forward as sm90_forward
+from rawattn._runtime import dispatch, dispatch_backward
 from tests.cases import DTYPES
 
 
@@ -77,7 +72,7 @@ def repacking() -> Iterator[None]:
     """Makes Hopper's forward copy operands that it cannot read where they lie, however short sequences are."""
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(sm90_forward, "REPACK_SEQLEN", 1))
-        stack.enter_context(mock.patch.object(_backends, "_prepared", {}))
+        stack.enter_context(mock.patch.object(dispatch, "_prepared", {}))
         yield
 
 
@@ -87,7 +82,7 @@ def sharing() -> Iterator[None]:
     with ExitStack() as stack:
         for name in ("SHARED_SEQLEN", "WORTH_SHARING"):
             stack.enter_context(mock.patch.object(sm90_forward, name, 1))
-        stack.enter_context(mock.patch.object(_backends, "_prepared", {}))
+        stack.enter_context(mock.patch.object(dispatch, "_prepared", {}))
         yield
 
 
@@ -105,7 +100,7 @@ def clusters() -> Iterator[None]:
         for table in ("long", "left"):
             rows = [
                 replace(row, shape=tuple({**row.fields, "cluster": 2}.items()))
-                for row in _tiles.table(sm90_forward.TILES, table)
+                for row in tile_tables.table(sm90_forward.TILES, table)
             ]
             stack.enter_context(using_tiles(sm90_forward.TILES, table, rows))
         yield
@@ -115,12 +110,12 @@ def clusters() -> Iterator[None]:
 def tensor_stores() -> Iterator[None]:
     """Makes the copy engine store the output of Hopper's forward where it can and there is room: at head dims up to 128."""
     with ExitStack() as stack:
-        for table in _tiles.SCHEMAS[sm90_forward.TILES].tables:
+        for table in tile_tables.SCHEMAS[sm90_forward.TILES].tables:
             rows = [
                 replace(row, shape=tuple({**row.fields, "tensor_stores": True}.items()))
                 if row.headdim <= 128
                 else row
-                for row in _tiles.table(sm90_forward.TILES, table)
+                for row in tile_tables.table(sm90_forward.TILES, table)
             ]
             stack.enter_context(using_tiles(sm90_forward.TILES, table, rows))
         yield
@@ -146,6 +141,6 @@ def shared_limit(limit: int | None) -> Iterator[None]:
             replacement = pretend(getattr(module, name))
             stack.enter_context(mock.patch.object(module, name, replacement))
         # Launches that were prepared for the GPU as it is are for later calls.
-        for module in (_backends, _backends_backward):
+        for module in (dispatch, dispatch_backward):
             stack.enter_context(mock.patch.object(module, "_prepared", {}))
         yield

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rawattn import reference
-from rawattn._reference_call import read
+from rawattn.reference._call import read
 
 Array = Any
 

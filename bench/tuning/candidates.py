@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.tuning.kernels import Fields, Kernel
-from rawattn._kernels import SHARED_LIMIT, _tiles, using_tiles
-from rawattn._kernels._tiles import Row
-from rawattn._problem import Problem
+from rawattn._call.problem import Problem
+from rawattn._kernels import SHARED_LIMIT, tile_tables, using_tiles
+from rawattn._kernels.tile_tables import Row
 
 SHARED_MEMORY, REGISTERS = "more shared memory than there is", "more registers than a thread has"
 # Clusters, where there may be too few queries for them; tensor stores, where no batch is ragged.
@@ -44,19 +44,19 @@ class Place:
 
     def present(self) -> Row:
         """The row that calls take now."""
-        for row in _tiles.table(self.kernel.name, self.table):
+        for row in tile_tables.table(self.kernel.name, self.table):
             if self.headdim <= row.headdim and self.config(row).shared_bytes <= self.shared_limit:
                 return row
         raise ValueError(f"{self.kernel.name}: no row of {self.table} fits {self.arch}")
 
     def config(self, row: Row, problem: Problem | None = None) -> Any:
         """The configuration that this row makes, whether or not it fits."""
-        alone = Row(_tiles.LARGEST, row.shape)
+        alone = Row(tile_tables.LARGEST, row.shape)
         with using_tiles(self.kernel.name, self.table, (alone,)):
             return self.kernel.choose(problem or self.problems[0], self.arch, 1 << 30)
 
     def row(self, fields: Fields, measured: str | None = None) -> Row:
-        order = _tiles.SCHEMAS[self.kernel.name].fields
+        order = tile_tables.SCHEMAS[self.kernel.name].fields
         return Row(self.headdim, tuple((name, fields[name]) for name in order), measured)
 
     def with_row(self, new: Row) -> tuple[Row, ...]:
@@ -65,7 +65,7 @@ class Place:
         The present row makes room for it, unless that serves larger head dims too, or GPUs with too little shared memory
         for the new one.
         """
-        rows = _tiles.table(self.kernel.name, self.table)
+        rows = tile_tables.table(self.kernel.name, self.table)
         present = self.present()
         at = rows.index(present)
         if present.headdim != self.headdim:

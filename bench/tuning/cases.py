@@ -8,8 +8,8 @@ from bench.tuning.kernels import Kernel
 from rawattn import SeqLayout
 from rawattn._bench.cases import Case
 from rawattn._bench.grids import CUDNN, FA2, FA4
-from rawattn._kernels.sm90_forward import LONG_SEQLEN
-from rawattn._problem import Problem, describe
+from rawattn._call.problem import Problem, describe
+from rawattn._kernels.sm90.forward import LONG_SEQLEN
 
 _TOKENS, _COLUMNS = 16384, 2048  # heads x D
 _WINDOW = 1024

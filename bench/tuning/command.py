@@ -11,12 +11,13 @@ from pathlib import Path
 from bench.tuning import candidates, racing, record, searching, tables
 from bench.tuning.candidates import label
 from bench.tuning.kernels import KERNELS, Kernel
-from rawattn import _compile
-from rawattn._backends import gpu_available
 from rawattn._bench import peers
 from rawattn._bench.timing import BURST_SECONDS
 from rawattn._cli.bench import duration, require_gpu
-from rawattn._kernels import SHARED_LIMIT, _tiles, sm90_forward
+from rawattn._compile import compiler
+from rawattn._kernels import SHARED_LIMIT, tile_tables
+from rawattn._kernels.sm90 import forward as sm90_forward
+from rawattn._runtime.dispatch import gpu_available
 
 _NOTES = Path(__file__).resolve().parents[2] / "docs" / "notes"
 _PEERS = ("cuDNN", "FA2", "FA4")
@@ -155,7 +156,7 @@ def _profile(where: candidates.Place, options: searching.Options) -> None:
 def _arch(args: argparse.Namespace, kernel: Kernel) -> str:
     arch = args.arch if args.compile_only else None
     if arch is None:
-        arch = _compile.device_arch(0) if gpu_available() else sm90_forward.ARCH
+        arch = compiler.device_arch(0) if gpu_available() else sm90_forward.ARCH
     if kernel.family == "sm90" and (arch != sm90_forward.ARCH or args.dtype == "float32"):
         raise ValueError(f"{kernel.name} is for {sm90_forward.ARCH} in 16 bits, not for {arch}")
     return str(arch)
@@ -170,7 +171,7 @@ def _tables(args: argparse.Namespace, kernel: Kernel) -> list[str]:
 
 
 def _check_fields(kernel: Kernel, only: dict[str, int]) -> None:
-    fields = _tiles.SCHEMAS[kernel.name].fields
+    fields = tile_tables.SCHEMAS[kernel.name].fields
     if unknown := sorted(set(only) - set(fields)):
         raise ValueError(f"--only: got {', '.join(unknown)}; fields are {', '.join(fields)}")
 
@@ -183,7 +184,7 @@ def _only(text: str) -> dict[str, int]:
 
 
 def _headdim(text: str) -> int:
-    if not text.isdecimal() or not 0 < int(text) <= _tiles.LARGEST or int(text) % 16:
+    if not text.isdecimal() or not 0 < int(text) <= tile_tables.LARGEST or int(text) % 16:
         raise argparse.ArgumentTypeError(f"got {text}, expected a multiple of 16 up to 256")
     return int(text)
 

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from bench.tuning import gate
-from rawattn import _compile
-from rawattn._kernels import sm90_forward
+from rawattn._compile import compiler
+from rawattn._kernels.sm90 import forward as sm90_forward
 
 SPILLS, SERIALISED, NOT_COMPILED = "spills", "serialised", "does not compile"
 _TRAITS = {"packed", "ragged", "left", "right", "top-left", "scale-first", "without-dq"}
@@ -25,7 +25,7 @@ class Job:
     """
 
     label: str
-    sources: tuple[_compile.Source, ...]
+    sources: tuple[compiler.Source, ...]
     arch: str
     allowed: tuple[int | None, ...]
 
@@ -47,8 +47,8 @@ def judge(job: Job) -> Verdict:
     tool = gate.disassembler()
     for source, allowed in zip(job.sources, job.allowed, strict=True):
         try:
-            cubin = _compile.compile_source(source, job.arch)
-        except _compile.CompileError as error:
+            cubin = compiler.compile_source(source, job.arch)
+        except compiler.CompileError as error:
             told = re.search(r"error: (.*)", str(error))
             verdict.kind = NOT_COMPILED
             verdict.reason = f"{NOT_COMPILED}: {told[1] if told else str(error).splitlines()[-1]}"
@@ -66,7 +66,7 @@ def judge(job: Job) -> Verdict:
     return verdict
 
 
-def _variant(source: _compile.Source) -> str:
+def _variant(source: compiler.Source) -> str:
     """The words of its summary that say what the candidate does not."""
     return " ".join(word for word in source.summary.split() if word in _TRAITS) or "full"
 
@@ -104,7 +104,7 @@ def _pool(processes: int) -> Iterator[ProcessPoolExecutor]:
             raise
 
 
-def _fault(cubin: _compile.Cubin, source: _compile.Source, tool: str | None) -> str:
+def _fault(cubin: compiler.Cubin, source: compiler.Source, tool: str | None) -> str:
     if codes := gate.serialised(cubin.log):
         return f"ptxas says {', '.join(codes)}"
     if tool is None:

@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rawattn._kernels import portable_backward, portable_forward, sm90_forward
-from rawattn._kernels._source import round_up
-from rawattn._problem import Problem
+from rawattn._call.problem import Problem
+from rawattn._kernels.portable import backward as portable_backward
+from rawattn._kernels.portable import forward as portable_forward
+from rawattn._kernels.sm90 import forward as sm90_forward
+from rawattn._kernels.source import round_up
 
 Fields = Mapping[str, Any]
 

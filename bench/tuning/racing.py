@@ -17,7 +17,7 @@ from rawattn._bench.ours import Ours
 from rawattn._bench.report import Result
 from rawattn._bench.timing import EventClock
 from rawattn._kernels import only, using_tiles
-from rawattn._kernels._tiles import Row
+from rawattn._kernels.tile_tables import Row
 
 _PROFILED_CALLS = 3
 

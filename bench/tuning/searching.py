@@ -17,7 +17,7 @@ from rawattn._bench.cases import Case, select
 from rawattn._bench.contender import Contender
 from rawattn._bench.timing import BURST_SECONDS
 from rawattn._cli.progress import Progress
-from rawattn._kernels._tiles import Row
+from rawattn._kernels.tile_tables import Row
 
 
 @dataclass(frozen=True, slots=True)

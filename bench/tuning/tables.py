@@ -9,8 +9,8 @@ from pathlib import Path
 from bench.tuning.candidates import Place, label
 from bench.tuning.compiling import Job, judge_all
 from bench.tuning.record import Search
-from rawattn._kernels import _tiles, common_variants, using_tiles
-from rawattn._kernels._tiles import Row
+from rawattn._kernels import common_variants, tile_tables, using_tiles
+from rawattn._kernels.tile_tables import Row
 
 
 def dump(source: str, tables: Mapping[str, tuple[Row, ...]]) -> str:
@@ -44,11 +44,11 @@ def write(
     row = place.row(search.figure(search.winner).fields, f"{search.device}, {date}, bench/tune.py")
     rows = place.with_row(row)
     check(place, rows, jobs, step)
-    path = _tiles.DIRECTORY / f"{place.kernel.name}.json"
-    tables = {**_tiles.read(place.kernel.name, path), place.table: rows}
+    path = tile_tables.DIRECTORY / f"{place.kernel.name}.json"
+    tables = {**tile_tables.read(place.kernel.name, path), place.table: rows}
     source = json.loads(path.read_text(encoding="utf-8"))["kernel"]
     _replace(path, dump(source, tables))
-    _tiles.forget()
+    tile_tables.forget()
     return f"{search.name}: {search.winner} is in {path.name}"
 
 

@@ -10,13 +10,14 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import rawattn
-from rawattn._backends import gpu_available
 from rawattn._bench.cases import Case
 from rawattn._bench.contender import Contender, Inputs
 from rawattn._bench.grids import DETERMINISTIC
 from rawattn._bench.timing import Call
-from rawattn._compile import device_arch
-from rawattn._kernels import only, sm90_forward
+from rawattn._compile.compiler import device_arch
+from rawattn._kernels import only
+from rawattn._kernels.sm90 import forward as sm90_forward
+from rawattn._runtime.dispatch import gpu_available
 
 
 class Ours(Contender):
@@ -70,7 +71,7 @@ def families(verb: str) -> dict[str, Callable[[], AbstractContextManager[Any]]]:
     The first is what a caller gets. Where that is not the portable kernel, the portable one is shown beside it.
     """
     ours: dict[str, Callable[[], AbstractContextManager[Any]]] = {"rawattn": contextlib.nullcontext}
-    hopper = importlib.util.find_spec(f"rawattn._kernels.sm90_{verb}") is not None
+    hopper = importlib.util.find_spec(f"rawattn._kernels.sm90.{verb}") is not None
     if hopper and gpu_available() and device_arch(0) == sm90_forward.ARCH:
         ours["portable"] = lambda: only("portable")
     return ours

@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rawattn import _cache
 from rawattn._cli import table
+from rawattn._compile import cache
 
 _HEADER = ("kernel", "arch", "registers", "spills", "compiled in", "size", "age", "directory")
 
@@ -20,7 +20,7 @@ def add_parser(subparsers: Any) -> None:
         "cache",
         description="List the compiled kernels on disk, or remove them. Each is a directory with "
         "the source, the cubin, the compiler's log and meta.json.",
-        epilog=f"${_cache.VARIABLE} names another directory.",
+        epilog=f"${cache.VARIABLE} names another directory.",
     )
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--path", action="store_true", help="print the directory and nothing else")
@@ -31,9 +31,9 @@ def run(args: argparse.Namespace) -> int:
     """List, clear or print the path."""
     try:
         if args.path:
-            print(_cache.directory())
+            print(cache.directory())
         elif args.clear:
-            print(f"{_kernels(_cache.clear())} removed from {_cache.directory()}")
+            print(f"{_kernels(cache.clear())} removed from {cache.directory()}")
         else:
             _list()
     except OSError as error:
@@ -42,16 +42,16 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def contents(entries: list[tuple[Path, _cache.Entry | None]]) -> str:
+def contents(entries: list[tuple[Path, cache.Entry | None]]) -> str:
     """How much lies where, in a few words."""
     nbytes = sum(_size(entry) for _, entry in entries if entry is not None)
-    return f"{_kernels(len(entries))}, {table.size(nbytes)} in {_cache.directory()}"
+    return f"{_kernels(len(entries))}, {table.size(nbytes)} in {cache.directory()}"
 
 
 def _list() -> None:
     now = time.time()
     rows = []
-    entries = _cache.entries()
+    entries = cache.entries()
     for path, entry in entries:
         age = table.age(now - path.stat().st_mtime)
         if entry is None:
@@ -75,7 +75,7 @@ def _list() -> None:
     print(contents(entries))
 
 
-def _size(entry: _cache.Entry) -> int:
+def _size(entry: cache.Entry) -> int:
     return sum(map(len, entry.files.values()))
 
 

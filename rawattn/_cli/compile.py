@@ -10,8 +10,8 @@ import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import Any
 
-from rawattn import _cache, _compile
 from rawattn._cli.progress import Progress
+from rawattn._compile import cache, compiler
 
 
 def add_parser(subparsers: Any) -> None:
@@ -20,7 +20,7 @@ def add_parser(subparsers: Any) -> None:
         "compile",
         description="Compile the common kernel variants into the cache. It needs no GPU. Variants "
         "that are not among them compile at their first call, as always.",
-        epilog=f"${_cache.VARIABLE} names another cache directory, of a container image for one.",
+        epilog=f"${cache.VARIABLE} names another cache directory, of a container image for one.",
     )
     parser.add_argument(
         "--arch",
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
             for arch in args.arch or _archs_here()
             for source in _variants(arch, args.all_variants)
         ]
-        missing = [job for job in wanted if _compile.find(*job) is None]
+        missing = [job for job in wanted if compiler.find(*job) is None]
     except (ImportError, RuntimeError, ValueError) as error:
         print(f"rawattn compile: {error}", file=sys.stderr)
         return 1
@@ -61,12 +61,12 @@ def run(args: argparse.Namespace) -> int:
         print(f"rawattn compile: {failure}", file=sys.stderr)
     print(
         f"{len(missing) - len(errors)} compiled in {time.perf_counter() - started:.1f} s, "
-        f"{len(wanted) - len(missing)} were there, {len(errors)} failed: {_cache.directory()}"
+        f"{len(wanted) - len(missing)} were there, {len(errors)} failed: {cache.directory()}"
     )
     return 1 if errors else 0
 
 
-def _variants(arch: str, every: bool) -> list[_compile.Source]:
+def _variants(arch: str, every: bool) -> list[compiler.Source]:
     from rawattn._kernels import SHARED_LIMIT, common_variants
 
     if arch not in SHARED_LIMIT:
@@ -74,7 +74,7 @@ def _variants(arch: str, every: bool) -> list[_compile.Source]:
     return common_variants(arch, every=every)
 
 
-def _compile_all(jobs: list[tuple[_compile.Source, str]], processes: int) -> list[Exception]:
+def _compile_all(jobs: list[tuple[compiler.Source, str]], processes: int) -> list[Exception]:
     errors: list[Exception] = []
     # spawn: a fork of a process that has used CUDA, or runs threads, is not safe.
     context = multiprocessing.get_context("spawn")
@@ -98,8 +98,8 @@ def _compile_all(jobs: list[tuple[_compile.Source, str]], processes: int) -> lis
     return errors
 
 
-def _compile_one(source: _compile.Source, arch: str) -> str:
-    cubin = _compile.compile_source(source, arch)
+def _compile_one(source: compiler.Source, arch: str) -> str:
+    cubin = compiler.compile_source(source, arch)
     if cubin.path is None:
         raise OSError(f"{source.summary} compiled, but the cache directory cannot be written")
     registers, spills = cubin.meta.get("registers", "?"), cubin.meta.get("spills", "?")
@@ -113,7 +113,7 @@ def _archs_here() -> list[str]:
         count = cupy.cuda.runtime.getDeviceCount()
     except (ImportError, RuntimeError) as error:
         raise RuntimeError(f"no GPU here, so name one: --arch sm_90a ({error})") from error
-    return sorted({_compile.device_arch(device) for device in range(count)})
+    return sorted({compiler.device_arch(device) for device in range(count)})
 
 
 def _positive(text: str) -> int:

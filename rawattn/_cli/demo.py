@@ -17,8 +17,8 @@ from typing import Any, Literal
 import numpy as np
 
 import rawattn
-from rawattn import _backends
 from rawattn._cli import table
+from rawattn._runtime import dispatch
 
 Array = np.ndarray[Any, Any]
 
@@ -99,11 +99,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> None:
     backend: Literal["cuda", "cpu"] = args.backend or (
-        "cuda" if _backends.gpu_available() else "cpu"
+        "cuda" if dispatch.gpu_available() else "cpu"
     )
     if backend == "cpu" and args.dtype != "float32":
         raise ValueError(f"--dtype {args.dtype}: NumPy has no fast product of it; use a GPU")
-    if backend == "cuda" and not _backends.gpu_available():
+    if backend == "cuda" and not dispatch.gpu_available():
         raise RuntimeError("--backend cuda: no usable GPU (`rawattn info` says why)")
     texts, empty = (list(SENTENCES), 0) if args.text is None else read_lines(args.text)
 

@@ -10,9 +10,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from rawattn import __version__, _cache, _compile
+from rawattn import __version__
 from rawattn._cli import table
 from rawattn._cli.cache import contents
+from rawattn._compile import cache, compiler
 
 _NO_GPU = "so NumPy arrays are computed by the CPU backend"
 
@@ -52,7 +53,7 @@ def _cuda_facts() -> Iterator[tuple[str, str]]:
     yield "CuPy", cupy.__version__
     yield "CUDA runtime", _dotted(cupy.cuda.runtime.runtimeGetVersion())
     try:
-        yield "NVRTC", f"{_compile.nvrtc_version()} {_nvrtc_path()}"
+        yield "NVRTC", f"{compiler.nvrtc_version()} {_nvrtc_path()}"
     except RuntimeError as error:
         yield "NVRTC", str(error)
     supported = cupy.cuda.runtime.driverGetVersion()
@@ -70,14 +71,14 @@ def _cuda_facts() -> Iterator[tuple[str, str]]:
         properties = cupy.cuda.runtime.getDeviceProperties(device)
         yield (
             f"GPU {device}",
-            f"{properties['name'].decode()}, {_compile.device_arch(device)}, "
+            f"{properties['name'].decode()}, {compiler.device_arch(device)}, "
             f"{properties['multiProcessorCount']} SMs, {table.size(properties['totalGlobalMem'])}",
         )
 
 
 def _cache_fact() -> str:
     try:
-        return contents(_cache.entries())
+        return contents(cache.entries())
     except OSError as error:
         return f"unreadable: {error}"
 

@@ -9,8 +9,8 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from rawattn._compile import Source
-    from rawattn._kernels._tiles import Row
+    from rawattn._compile.compiler import Source
+    from rawattn._kernels.tile_tables import Row
 
 # Families of forward kernels, the fastest first: the first that applies to a call is taken.
 FORWARD_FAMILIES = ("sm90", "portable")
@@ -84,15 +84,11 @@ def common_variants(arch: str, *, every: bool = False) -> list[Source]:
     kernels: each code path of each tile shape, not the product of all. Of portable kernels that differ in nothing but the
     16-bit type it leaves out one.
     """
-    from rawattn._kernels import (
-        fill_padding,
-        portable_backward,
-        portable_forward,
-        repack,
-        schedule,
-        sm90_forward,
-    )
-    from rawattn._problem import Problem
+    from rawattn._call.problem import Problem
+    from rawattn._kernels.portable import backward as portable_backward
+    from rawattn._kernels.portable import fill_padding, repack, schedule
+    from rawattn._kernels.portable import forward as portable_forward
+    from rawattn._kernels.sm90 import forward as sm90_forward
 
     sources = [schedule.source(), fill_padding.source()]
 

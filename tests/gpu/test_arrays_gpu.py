@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import rawattn
-from rawattn import _streams
-from rawattn._arrays import (
+from rawattn._interop import streams
+from rawattn._interop.arrays import (
     HOST,
     compute_stream,
     export_array,
@@ -221,9 +221,9 @@ def test_on_stream_of_torch(torch: Any, stream: Any) -> None:
             assert cupy.get_default_memory_pool().used_bytes() - ours >= 1 << 20
             with on_stream_of(tensor, "torch") as again:
                 assert again.ptr == current.ptr
-            assert _streams.current_stream("cupy", 0) == stream.ptr
+            assert streams.current_stream("cupy", 0) == stream.ptr
         assert cupy.cuda.get_current_stream() is stream
-        assert _streams.current_stream("cupy", 0) == stream.ptr
+        assert streams.current_stream("cupy", 0) == stream.ptr
         result = export_array(block, "torch", current)
         del block, other
         assert torch.cuda.memory_allocated() - theirs >= 1 << 20
@@ -515,7 +515,7 @@ def test_orders_streams_of_the_second_gpu(second_gpu: int) -> None:
         for _ in range(50):
             counter += 1
     assert cupy.cuda.runtime.getDevice() == 0
-    _streams.order(0, side.ptr, second_gpu)
+    streams.order(0, side.ptr, second_gpu)
     with cupy.cuda.Device(second_gpu), side:
         assert counter[-1:].get() == 50
 

@@ -7,9 +7,11 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 
-from rawattn import _backends, _compile, _launch
-from rawattn._kernels import FORWARD_FAMILIES, only, params, sm90_forward
-from rawattn._kernels.sm90_forward import LONG_SEQLEN, SHARED_SEQLEN
+from rawattn._compile import compiler
+from rawattn._kernels import FORWARD_FAMILIES, only, params
+from rawattn._kernels.sm90 import forward as sm90_forward
+from rawattn._kernels.sm90.forward import LONG_SEQLEN, SHARED_SEQLEN
+from rawattn._runtime import dispatch, forward
 from tests.cases import Case, curated, dense, ragged, repacked
 from tests.frameworks import CuPy
 from tests.tiles import (
@@ -61,7 +63,7 @@ def test_clusters_of_long_sequences(headdim: int, causal: bool) -> None:
     knobs = {"headdim": headdim, "causal": causal, "nheads_q": 2, "nheads_kv": 1}
     lens = (LONG_SEQLEN + 300, 9, 200), (LONG_SEQLEN + 1, 40, 100)
     verify(ragged("clusters", *lens, **knobs), CUPY)
-    if _compile.device_arch(0) == sm90_forward.ARCH:
+    if compiler.device_arch(0) == sm90_forward.ARCH:
         assert _last_launch().config.cluster == 2
 
 
@@ -73,7 +75,7 @@ def test_some_tiles_kept_for_the_end(headdim: int, in_clusters: bool) -> None:
     case = dense("kept", 5, 600, 600, **knobs)
     with clusters() if in_clusters else nullcontext():
         verify(case, CUPY)
-    if _compile.device_arch(0) == sm90_forward.ARCH:
+    if compiler.device_arch(0) == sm90_forward.ARCH:
         launch = _last_launch()
         kept = np.frombuffer(launch._template, params.SM90_FORWARD)["kept_tiles"][0]
         assert 0 < kept < -(-600 // launch.config.schedule_rows)
@@ -108,7 +110,7 @@ def test_tiles_shared_out_by_keys(headdim: int, in_clusters: bool) -> None:
         knobs |= {"headdim_v": headdim - 24} if nheads_q == 24 else {}
         with sharing_in_clusters() if in_clusters else sharing():
             verify(dense("shared", 1, rows_q, rows_k, **knobs), CUPY)
-            if _compile.device_arch(0) == sm90_forward.ARCH:
+            if compiler.device_arch(0) == sm90_forward.ARCH:
                 assert _last_launch()._shared_out is not None
 
 
@@ -117,12 +119,12 @@ def test_long_keys_are_shared_out() -> None:
     case = dense("shared", 2, 40, SHARED_SEQLEN + 300, nheads_q=8, nheads_kv=2)
     for _ in range(2):
         verify(case, CUPY)
-        if _compile.device_arch(0) == sm90_forward.ARCH:
+        if compiler.device_arch(0) == sm90_forward.ARCH:
             assert _last_launch()._shared_out is not None
 
 
-def _last_launch() -> _launch.Forward:
-    return list(_backends._prepared.values())[-1]
+def _last_launch() -> forward.Forward:
+    return list(dispatch._prepared.values())[-1]
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -148,8 +150,8 @@ def test_every_copy_width(dtype: str, alignment: int) -> None:
 def test_operands_that_hopper_cannot_read(case: Case) -> None:
     with repacking():
         verify(case, CUPY)
-        prepared = list(_backends._prepared.values())
-    if _compile.device_arch(0) == sm90_forward.ARCH:
+        prepared = list(dispatch._prepared.values())
+    if compiler.device_arch(0) == sm90_forward.ARCH:
         assert prepared and all(isinstance(each.config, sm90_forward.Config) for each in prepared)
 
 

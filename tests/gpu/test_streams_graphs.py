@@ -11,7 +11,7 @@ import pytest
 
 import rawattn
 from rawattn import reference
-from rawattn._kernels.sm90_forward import REPACK_SEQLEN, SHARED_SEQLEN
+from rawattn._kernels.sm90.forward import REPACK_SEQLEN, SHARED_SEQLEN
 from tests.cases import Case, Inputs, dense, materialise, padded, ragged
 from tests.frameworks import CuPy, Jax, Torch
 from tests.gpu.gate import closed, of_torch, still_closed

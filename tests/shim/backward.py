@@ -6,11 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from rawattn import _pack
-from rawattn._kernels import fill_padding, params, portable_backward, schedule
-from rawattn._kernels.portable_backward import Config, DqConfig
-from rawattn._layout import Lengths, Side
-from rawattn._problem import Problem, result_shapes
+from rawattn._call.layout import Lengths, Side
+from rawattn._call.problem import Problem, result_shapes
+from rawattn._kernels import params
+from rawattn._kernels.portable import backward as portable_backward
+from rawattn._kernels.portable import fill_padding, schedule
+from rawattn._kernels.portable.backward import Config, DqConfig
+from rawattn._runtime import pack
 from tests.cases import Strided
 from tests.shim.launch import Machine, Operand
 from tests.shim.shim import Memory
@@ -49,7 +51,7 @@ class Backward:
         )
         self.q_side, self.k_side = self._side("q", lengths.q), self._side("k", lengths.k)
         strides = {name: operand.strides for name, operand in every.items()}
-        _pack.backward(fields, problem, self, strides)
+        pack.backward(fields, problem, self, strides)
         self.packed = packed
 
     def _keep(self, memory: Memory) -> int:
@@ -163,7 +165,7 @@ class Backward:
         ):
             operand = self.gradients[name]
             heads = {"nheads": nheads, "headdim": headdim}
-            whole = _pack.padding(problem, side, operand.strides, **heads)
+            whole = pack.padding(problem, side, operand.strides, **heads)
             packed = np.frombuffer(whole, params.PADDING).copy()
             fields = packed[0]
             fields["out"] = operand.address

@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rawattn._kernels import _source, fill_padding, portable_forward, schedule
-from rawattn._kernels.portable_forward import Config
-from rawattn._layout import Lengths
-from rawattn._problem import Problem, describe
+from rawattn._call.layout import Lengths
+from rawattn._call.problem import Problem, describe
+from rawattn._kernels import source as _source
+from rawattn._kernels.portable import fill_padding, schedule
+from rawattn._kernels.portable import forward as portable_forward
+from rawattn._kernels.portable.forward import Config
 from tests.cases import CANARY, Case, Inputs, Strided, materialise, strided
 from tests.shim.launch import Forward, Machine
 from tests.shim.shim import Build, Builder

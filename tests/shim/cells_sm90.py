@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rawattn._kernels import sm90_forward
+from rawattn._kernels.sm90 import forward as sm90_forward
 from tests.cases import Case
 from tests.shim.cells import Cell, call_of
 from tests.shim.launch import Machine

@@ -17,9 +17,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rawattn import _compile, _device_lengths, _driver
-from rawattn._layout import Lengths, Side
-from rawattn._tensor_map import Geometry
+from rawattn._call.layout import Lengths, Side
+from rawattn._compile import compiler
+from rawattn._runtime import driver
+from rawattn._runtime import lengths as _device_lengths
+from rawattn._runtime.tensor_map import Geometry
 from tests.shim.launch import Machine
 from tests.shim.shim import POISON, Memory
 from tests.shim.tensor_map import encode
@@ -52,10 +54,10 @@ class Device:
             get_current_stream=lambda: stream,
         )
         monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(empty=self.empty, cuda=cuda))
-        monkeypatch.setattr(_compile, "device_arch", lambda device: self._arch)
-        monkeypatch.setattr(_compile, "load", lambda source, device: _Kernel(self, source))
+        monkeypatch.setattr(compiler, "device_arch", lambda device: self._arch)
+        monkeypatch.setattr(compiler, "load", lambda source, device: _Kernel(self, source))
         monkeypatch.setattr(_device_lengths, "private_stream", private_stream)
-        monkeypatch.setattr(_driver, "encode_tensor_map", _encode)
+        monkeypatch.setattr(driver, "encode_tensor_map", _encode)
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any) -> _Array:
         count = math.prod(shape) if isinstance(shape, tuple) else shape
@@ -106,7 +108,7 @@ class _Array:
 
 
 class _Kernel:
-    def __init__(self, device: Device, source: _compile.Source) -> None:
+    def __init__(self, device: Device, source: compiler.Source) -> None:
         self._device, self._source = device, source
         self._allowed = 48 << 10
 

@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from rawattn import _launch, _pack
-from rawattn._kernels import fill_padding, params, schedule, sm90_forward
-from rawattn._kernels.portable_forward import Config
-from rawattn._layout import Lengths, Side
-from rawattn._problem import Problem, result_shapes
+from rawattn._call.layout import Lengths, Side
+from rawattn._call.problem import Problem, result_shapes
+from rawattn._kernels import params
+from rawattn._kernels.portable import fill_padding, schedule
+from rawattn._kernels.portable.forward import Config
+from rawattn._kernels.sm90 import forward as sm90_forward
+from rawattn._runtime import forward, pack
 from tests.cases import CANARY, Strided
 from tests.shim.shim import POISON, Build, Builder, Memory
 from tests.shim.tensor_map import encode
@@ -156,7 +158,7 @@ class Forward:
             encode(tensor._geometry, self.operands[name].address)
             for name, tensor in zip(
                 ("q", "k", "v", "out"),
-                _launch._tensor_maps(problem, config, self.strides),
+                forward._tensor_maps(problem, config, self.strides),
                 strict=False,
             )
         ]
@@ -189,7 +191,7 @@ class Forward:
         for name, operand in self.operands.items():
             fields[name] = operand.address
         fields["lse"] = 0 if self.lse is None else self.lse.address
-        _pack.forward(fields, problem, self, self.strides, config.section_bytes)
+        pack.forward(fields, problem, self, self.strides, config.section_bytes)
         if section_keys is not None:
             fields["section_keys"] = section_keys
 
@@ -233,7 +235,7 @@ class Forward:
     def fill_padding(self, machine: Machine, *, fill_out: bool = True) -> None:
         problem = self.problem
         heads = {"nheads": problem.nheads_q, "headdim": problem.headdim_v}
-        whole = _pack.padding(problem, self.q_side, self.out.strides, **heads)
+        whole = pack.padding(problem, self.q_side, self.out.strides, **heads)
         packed = np.frombuffer(whole, params.PADDING).copy()
         fields = packed[0]
         fields["out"] = self.out.address if fill_out else 0

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from rawattn._compile import Source, kernels_dir
+from rawattn._compile.compiler import Source, kernels_dir
 
 HERE = Path(__file__).parent
 POISON = 0xFF  # NaN as any floating-point type, -1 as an integer

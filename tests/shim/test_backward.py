@@ -12,9 +12,10 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from rawattn._kernels import _source, _tiles, portable_backward
-from rawattn._kernels.portable_backward import Config, DqConfig
-from rawattn._problem import describe
+from rawattn._call.problem import describe
+from rawattn._kernels import source, tile_tables
+from rawattn._kernels.portable import backward as portable_backward
+from rawattn._kernels.portable.backward import Config, DqConfig
 from tests.cases import CANARY, Case, Strided, curated, dense, padded, ragged, random_case, strided
 from tests.gradients import NAMES, backward_of, check_gradient
 from tests.shim.backward import Backward
@@ -63,12 +64,12 @@ WINDOWS = (
     ((3, None), 0), ((16, None), 17), ((1 << 40, None), 0), ((None, 0), 0), ((None, 17), 0),
 )  # fmt: skip
 DQ_TABLE = [
-    *(("bfloat16", row) for row in _tiles.table(portable_backward.DQ_TILES, "16bit")),
-    *(("float32", row) for row in _tiles.table(portable_backward.DQ_TILES, "32bit")),
+    *(("bfloat16", row) for row in tile_tables.table(portable_backward.DQ_TILES, "16bit")),
+    *(("float32", row) for row in tile_tables.table(portable_backward.DQ_TILES, "32bit")),
 ]
 TABLE = [
-    *(("bfloat16", row) for row in _tiles.table(portable_backward.TILES, "16bit")),
-    *(("float32", row) for row in _tiles.table(portable_backward.TILES, "32bit")),
+    *(("bfloat16", row) for row in tile_tables.table(portable_backward.TILES, "16bit")),
+    *(("float32", row) for row in tile_tables.table(portable_backward.TILES, "32bit")),
 ]
 
 
@@ -104,7 +105,7 @@ class Cell:
             for stride in array.strides[:-1]:
                 strides |= stride * array.buffer.itemsize
         access = {
-            "copy_bytes": _source.copy_bytes(problem, strides, pointers),
+            "copy_bytes": source.copy_bytes(problem, strides, pointers),
             "shared_limit": _SHARED_LIMIT,
         }
         config = portable_backward.choose(problem, **access, with_dq=self.with_dq)

@@ -7,9 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rawattn._kernels import portable_forward, sm90_forward
-from rawattn._layout import Lengths, Side, host_lengths
-from rawattn._problem import Problem
+from rawattn._call.layout import Lengths, Side, host_lengths
+from rawattn._call.problem import Problem
+from rawattn._kernels.portable import forward as portable_forward
+from rawattn._kernels.sm90 import forward as sm90_forward
 from tests.cases import CANARY, DTYPES, Strided, strided
 from tests.shim.cells import dense_out
 from tests.shim.launch import Forward, Machine

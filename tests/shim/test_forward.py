@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rawattn._kernels import _tiles, portable_forward
+from rawattn._kernels import tile_tables
+from rawattn._kernels.portable import forward as portable_forward
 from tests.cases import Case, curated, dense, padded, ragged, random_case
 from tests.shim.cells import Cell, Tiles, verify
 from tests.shim.shim import Builder
@@ -28,8 +29,8 @@ SHAPES = (
     Tiles(64, 16, 4, 2, True),
 )
 TABLE = [
-    *(("bfloat16", row) for row in _tiles.table(portable_forward.TILES, "16bit")),
-    *(("float32", row) for row in _tiles.table(portable_forward.TILES, "32bit")),
+    *(("bfloat16", row) for row in tile_tables.table(portable_forward.TILES, "16bit")),
+    *(("float32", row) for row in tile_tables.table(portable_forward.TILES, "32bit")),
 ]
 AROUND_EDGES = (0, 1, 15, 16, 17, 31, 32, 33, 48, 65)
 WINDOWS = (

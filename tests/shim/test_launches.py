@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rawattn._kernels import repack, sm90_forward
-from rawattn._launch import Forward
-from rawattn._launch_backward import Addresses, Backward
-from rawattn._layout import Lengths
-from rawattn._problem import describe, result_shapes
+from rawattn._call.layout import Lengths
+from rawattn._call.problem import describe, result_shapes
+from rawattn._kernels.portable import repack
+from rawattn._kernels.sm90 import forward as sm90_forward
+from rawattn._runtime.backward import Addresses, Backward
+from rawattn._runtime.forward import Forward
 from tests.cases import CANARY, Case, Strided, dense, padded, ragged, repacked, strided
 from tests.gradients import NAMES, backward_of, check_gradient
 from tests.shim.cells import call_of

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rawattn._compile import Source
+from rawattn._compile.compiler import Source
 from tests.cases import DTYPES
 from tests.shim.shim import Build, Builder, Fault, Kernel, Memory
 

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rawattn._kernels import _tiles, sm90_forward
+from rawattn._kernels import tile_tables
+from rawattn._kernels.sm90 import forward as sm90_forward
 from tests.cases import Case, curated, dense, padded, ragged, random_case
 from tests.shim.cells import verify
 from tests.shim.cells_sm90 import Sm90Cell, Sm90Tiles, chosen
@@ -79,9 +80,9 @@ def cells_of_shapes() -> Iterable[Sm90Cell]:
 def cells_of_table() -> Iterable[Sm90Cell]:
     """Every tile of the tables, a little longer than one tile of queries and two of keys."""
     dtypes = itertools.cycle(("float16", "bfloat16"))
-    for table in _tiles.SCHEMAS[sm90_forward.TILES].tables:
+    for table in tile_tables.SCHEMAS[sm90_forward.TILES].tables:
         mask: dict[str, Any] = {"window": (50, 9)} if table == "left" else {"causal": True}
-        for row in _tiles.table(sm90_forward.TILES, table):
+        for row in tile_tables.table(sm90_forward.TILES, table):
             shape = Sm90Tiles(**{name: row.fields[name] for name in Sm90Tiles._fields})
             knobs = {"headdim": row.headdim, "dtype": next(dtypes), **mask}
             rows_q, rows_k = 64 * shape.consumers + 9, 2 * shape.tile_k + 5

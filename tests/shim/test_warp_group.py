@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rawattn._compile import Source
+from rawattn._compile.compiler import Source
 from tests.cases import DTYPES
 from tests.shim.shim import Build, Builder, Memory
 from tests.shim.warp_group import BYTES, LOADED, PIPELINE, SEEDS, THREADS, WAIT, probe, run

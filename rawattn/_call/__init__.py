@@ -1,0 +1,1 @@
+"""A call as plain values. Everything that a caller can get wrong is answered here."""

@@ -1,0 +1,1 @@
+"""Generated source -> binary (NVRTC), and the cache on disk."""

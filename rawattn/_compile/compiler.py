@@ -1,0 +1,350 @@
+"""Source -> cubin -> loaded kernel.
+
+NVRTC compiles the generated translation unit with our headers in memory; no GPU is needed for that.
+`cupy.RawModule` only loads: as a compiler it always adds the plain `sm_XY` of the device (never
+`sm_90a`), and its cache would not notice a changed header.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import logging
+import re
+import struct
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, fields
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from rawattn._compile import cache, memo
+from rawattn._runtime.kernel import Kernel
+
+_log = logging.getLogger("rawattn")
+
+# Everything in a translation unit runs on the device, so helpers need no annotation. ptxas -v is
+# where registers and spills come from, and NVRTC's own cache would return without it. No fast-math:
+# a kernel names the instructions it wants.
+_OPTIONS = (
+    "--std=c++17",
+    "--device-as-default-execution-space",
+    "--ptxas-options=-v",
+    "--no-cache",
+)
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
+_SLOW_SECONDS = 1.0
+_LOG_TAIL = 20
+
+
+class CompileError(RuntimeError):
+    """A kernel did not compile. The message names the kernel and where its source was kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One kernel, ready to compile.
+
+    entry: name of its extern "C" __global__ function.
+    text: the translation unit: generated constants, then the `#include` of a kernel file.
+    summary: one line for people.
+    """
+
+    entry: str
+    text: str
+    summary: str
+
+    def __post_init__(self) -> None:
+        # An array scalar in here would make a new kernel for every value, or for every call.
+        for field in fields(self):
+            if type(value := getattr(self, field.name)) is not str:
+                raise TypeError(f"Source.{field.name}: got {type(value).__name__}, expected str")
+
+
+@dataclass(frozen=True, slots=True)
+class Cubin:
+    """A compiled kernel. `path` is None when the cache directory cannot be written.
+
+    meta: summary, entry, arch, seconds, nvrtc, options, headers (their hashes), and what ptxas
+    reported: registers, and in bytes spills (stores + loads), stack, smem (static shared memory).
+    """
+
+    path: Path | None
+    image: bytes
+    meta: dict[str, Any]
+    log: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """Everything that reaches the compiler, and its hash."""
+
+    text: str
+    headers: dict[str, str]
+    options: tuple[str, ...]
+    nvrtc: str
+    key: str
+
+
+# Kernels whose cubin could not be written to disk, by key.
+_in_memory: dict[str, Cubin] = {}
+
+# Of NVRTC, once it is known.
+_compiler_version: list[str] = []
+
+_functions: dict[tuple[Source, int], Any] = {}
+_loading: dict[tuple[Source, int], threading.Lock] = {}
+
+
+@functools.cache
+def kernels_dir() -> Path:
+    """The folder of the device sources: in the installed package, or beside it in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    for folder in (package / "kernels_cu", package.parent / "kernels_cu"):
+        if folder.is_dir():
+            return folder
+    raise FileNotFoundError(f"kernels_cu is neither in {package} nor beside it; reinstall rawattn")
+
+
+def compile_source(source: Source, arch: str) -> Cubin:
+    """Compile for an architecture such as "sm_90a", or find it in the disk cache. Needs no GPU.
+
+    Raises CompileError when NVRTC refuses the source, ImportError without CuPy, RuntimeError
+    without NVRTC.
+    """
+    request = _request(source, arch)
+    if (cubin := _find(request.key)) is not None:
+        return cubin
+    if nvrtc_version() != request.nvrtc:
+        _correct_compiler()
+        request = _request(source, arch)
+    with cache.lock(request.key):
+        # Another process may have compiled it while this one waited for the lock.
+        cubin = _find(request.key) or _compile(source, arch, request)
+    return cubin
+
+
+def find(source: Source, arch: str) -> Cubin | None:
+    """What compile_source would return without compiling, or None."""
+    return _find(_request(source, arch).key)
+
+
+@functools.cache
+def device_arch(device: int) -> str:
+    """What to compile for: "sm_90a" on compute capability 9.0 (for wgmma), else "sm_XY"."""
+    import cupy
+
+    capability = cupy.cuda.Device(device).compute_capability
+    return "sm_90a" if capability == "90" else f"sm_{capability}"
+
+
+def load(source: Source, device: int) -> Kernel:
+    """The kernel, loaded on a device.
+
+    Later calls return the same object. Safe to call from several threads.
+    """
+    function = _functions.get((source, device))
+    if function is None:
+        with _loading.setdefault((source, device), threading.Lock()):
+            function = _functions.get((source, device))
+            if function is None:
+                cubin = compile_source(source, device_arch(device))
+                function = _functions[source, device] = _load(cubin, source.entry, device)
+    return function
+
+
+@functools.cache
+def nvrtc_version() -> str:
+    """Version of the NVRTC library that CuPy loads, such as "13.0"."""
+    try:
+        return ".".join(map(str, _nvrtc().getVersion()))
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"CUDA's run-time compiler NVRTC was not found: {error}. Install the CUDA toolkit, or "
+            "pip install nvidia-cuda-nvrtc (CUDA 13) or nvidia-cuda-nvrtc-cu12 (CUDA 12)."
+        ) from error
+
+
+def _compiler() -> str:
+    """The version of NVRTC that keys are made with: what is remembered of it, else that of the library."""
+    if not _compiler_version:
+        if (version := memo.recall()) is None:
+            version = nvrtc_version()
+            memo.remember(version)
+        _compiler_version.append(version)
+    return _compiler_version[0]
+
+
+def _correct_compiler() -> None:
+    """The library is not the one that was remembered."""
+    _compiler_version[:] = [nvrtc_version()]
+    memo.remember(nvrtc_version())
+
+
+def _nvrtc() -> Any:
+    try:
+        from cupy.cuda import nvrtc
+    except ImportError as error:
+        raise ImportError(
+            'compiling a kernel needs CuPy: pip install "rawattn[cuda13]" (or [cuda12] on CUDA 12)'
+        ) from error
+    return nvrtc
+
+
+def _request(source: Source, arch: str) -> _Request:
+    headers = _headers(source)
+    options = (f"--gpu-architecture={arch}", *_OPTIONS)
+    everything = json.dumps([source.text, headers, options, _compiler()], sort_keys=True)
+    key = hashlib.sha256(everything.encode()).hexdigest()
+    return _Request(source.text, headers, options, _compiler(), key)
+
+
+def _headers(source: Source) -> dict[str, str]:
+    """Every header that the text includes, directly or not, by the name it is included by."""
+    root = kernels_dir()
+    found: dict[str, str] = {}
+    waiting = [(name, f"the source of {source.entry}") for name in _INCLUDE.findall(source.text)]
+    while waiting:
+        name, includer = waiting.pop()
+        if name in found:
+            continue
+        pure = PurePosixPath(name)
+        if pure.is_absolute() or ".." in pure.parts or not (root / pure).is_file():
+            raise CompileError(
+                f'{includer} includes "{name}", which is not in {root} ({source.summary})'
+            )
+        found[name] = (root / pure).read_text(encoding="utf-8")
+        waiting += [(inner, name) for inner in _INCLUDE.findall(found[name])]
+    return found
+
+
+def _find(key: str) -> Cubin | None:
+    if (entry := cache.read(key)) is None:
+        return _in_memory.get(key)
+    return _cubin(entry)
+
+
+def _cubin(entry: cache.Entry) -> Cubin:
+    log = entry.files.get("log.txt", b"").decode(errors="replace")
+    return Cubin(entry.path / "kernel.cubin", entry.files["kernel.cubin"], entry.meta, log)
+
+
+def _compile(source: Source, arch: str, request: _Request) -> Cubin:
+    started = time.perf_counter()
+    image, log = _run_nvrtc(request)
+    seconds = time.perf_counter() - started
+    if image is None:
+        raise _failure(source, arch, request, log)
+    if f".text.{source.entry}\0".encode() not in image:
+        missing = f'no extern "C" __global__ function is named {source.entry}'
+        raise _failure(source, arch, request, f"{log}\n{missing}".strip())
+
+    meta = {
+        "summary": source.summary,
+        "entry": source.entry,
+        "arch": arch,
+        **_ptxas_report(log, source.entry),
+        "seconds": round(seconds, 3),
+        "nvrtc": request.nvrtc,
+        "options": list(request.options),
+        "headers": {
+            name: hashlib.sha256(text.encode()).hexdigest()
+            for name, text in request.headers.items()
+        },
+    }
+    files = {"kernel.cu": source.text.encode(), "kernel.cubin": image}
+    if log:
+        files["log.txt"] = log.encode()
+    entry = cache.publish(request.key, files, meta)
+    if entry is None:
+        cubin = _in_memory[request.key] = Cubin(None, image, meta, log)
+    else:
+        cubin = _cubin(entry)
+    if seconds > _SLOW_SECONDS:
+        place = "in memory" if cubin.path is None else cubin.path.parent
+        _announce(f"compiled {source.summary} for {arch} in {seconds:.1f} s ({place})")
+    return cubin
+
+
+def _run_nvrtc(request: _Request) -> tuple[bytes | None, str]:
+    """The cubin (None when it did not compile) and the log."""
+    nvrtc = _nvrtc()
+    # The bytes must outlive the call: CuPy hands NVRTC bare pointers.
+    names = [name.encode() for name in request.headers]
+    texts = [text.encode() for text in request.headers.values()]
+    program = nvrtc.createProgram(request.text, "kernel.cu", texts, names)
+    try:
+        try:
+            nvrtc.compileProgram(program, request.options)
+        except nvrtc.NVRTCError as error:
+            return None, f"{nvrtc.getProgramLog(program).strip()}\n{error}".strip()
+        return _whole_elf(nvrtc.getCUBIN(program)), nvrtc.getProgramLog(program).strip()
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+def _whole_elf(image: bytes) -> bytes:
+    """CuPy's getCUBIN drops the last byte, taking it for the end of a string; nvdisasm minds."""
+    segments, sections = struct.unpack_from("<QQ", image, 32)
+    segment_size, nsegments, section_size, nsections = struct.unpack_from("<4H", image, 54)
+    end = max(segments + segment_size * nsegments, sections + section_size * nsections)
+    return image + b"\0" if len(image) == end - 1 else image
+
+
+def _ptxas_report(log: str, entry: str) -> dict[str, int]:
+    """What ptxas -v printed about one kernel; empty when it printed it in a form we do not know."""
+    report = log.partition(f"Compiling entry function '{entry}'")[2]
+    report = report.partition("Compiling entry function")[0]
+    memory = re.search(
+        r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill", report
+    )
+    registers = re.search(r"Used (\d+) registers", report)
+    if memory is None or registers is None:
+        return {}
+    stack, stores, loads = map(int, memory.groups())
+    smem = re.search(r"(\d+) bytes smem", report)  # absent when there is none
+    return {
+        "registers": int(registers[1]),
+        "spills": stores + loads,
+        "stack": stack,
+        "smem": int(smem[1]) if smem else 0,
+    }
+
+
+def _failure(source: Source, arch: str, request: _Request, log: str) -> CompileError:
+    files = {"kernel.cu": source.text.encode(), "log.txt": log.encode()}
+    kept = cache.keep_failure(request.key, files)
+    tail = "\n".join(f"    {line}" for line in log.splitlines()[-_LOG_TAIL:])
+    return CompileError(
+        f"{source.entry} did not compile for {arch} (NVRTC {request.nvrtc})\n"
+        f"  kernel: {source.summary}\n"
+        f"  source: {kept / 'kernel.cu'}\n"
+        f"  headers: {kernels_dir()}\n"
+        f"  last lines of the log:\n{tail}"
+    )
+
+
+def _announce(line: str) -> None:
+    """Log at INFO; without logging set up, tell a person at a terminal why there was a pause."""
+    _log.info(line)
+    if not _log.hasHandlers() and sys.stderr.isatty():
+        print(f"rawattn: {line}", file=sys.stderr)
+
+
+def _load(cubin: Cubin, entry: str, device: int) -> Kernel:
+    import cupy
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(cupy.cuda.Device(device))
+        path = cubin.path
+        if path is None:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rawattn-"))
+            path = Path(folder, "kernel.cubin")
+            path.write_bytes(cubin.image)
+        function = cupy.RawModule(path=str(path)).get_function(entry)
+        # CuPy reads the file at first use: now, while it exists and its device is current.
+        return Kernel(function)

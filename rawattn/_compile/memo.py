@@ -1,0 +1,72 @@
+"""Which NVRTC compiles here, known without loading it.
+
+The version is part of every kernel's key, but loading a library of a hundred megabytes to learn it would be half of what a
+process waits for its first cached kernel. So the last process that loaded it leaves a note in the cache directory: which file
+it was, and what it said. The note holds as long as that file is the same; what it cannot see is another NVRTC that would be
+found first now. Then kernels are taken from the cache as before, until one has to be compiled, which corrects the note.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import sys
+import uuid
+from pathlib import Path
+
+from rawattn._compile import cache
+
+# What decides, beside the file system, which library is found.
+_VARIABLES = ("LD_LIBRARY_PATH", "CUDA_PATH", "CUDA_HOME", "CONDA_PREFIX", "PYTHONPATH")
+_LIBRARY = re.compile(r"libnvrtc(\.alt)?\.so[.\d]*")
+
+
+def recall() -> str | None:
+    """The version of the NVRTC that this environment loaded last; None when that is not known or its file changed."""
+    try:
+        note = json.loads(_note().read_bytes())
+        found = os.stat(note["library"])
+        version = note["version"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    same = [found.st_size, found.st_mtime_ns] == note.get("file")
+    return version if same and isinstance(version, str) else None
+
+
+def remember(version: str) -> None:
+    """Notes the version of the library that this process has loaded, where the cache directory can be written."""
+    libraries = _loaded()
+    if len(libraries) != 1:  # a framework brought its own: which one spoke is not known
+        return
+    library = libraries.pop()
+    with contextlib.suppress(OSError):
+        found = os.stat(library)
+        note = {
+            "library": library,
+            "file": [found.st_size, found.st_mtime_ns],
+            "version": version,
+        }
+        path = _note()
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        aside = path.with_name(f"{path.stem}.tmp-{uuid.uuid4().hex}")
+        aside.write_text(json.dumps(note) + "\n", "utf-8")
+        aside.replace(path)
+
+
+def _note() -> Path:
+    environment = [sys.prefix, *(os.environ.get(name, "") for name in _VARIABLES)]
+    digest = hashlib.sha256("\0".join(environment).encode()).hexdigest()
+    return cache.directory() / f"compiler-{digest[:16]}.json"
+
+
+def _loaded() -> set[str]:
+    """The NVRTC libraries in this process."""
+    try:
+        lines = Path("/proc/self/maps").read_text("utf-8", "surrogateescape").splitlines()
+    except OSError:
+        return set()
+    paths = {line.split(maxsplit=5)[5] for line in lines if "libnvrtc" in line}
+    return {path for path in paths if _LIBRARY.fullmatch(Path(path).name)}

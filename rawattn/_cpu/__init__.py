@@ -1,0 +1,1 @@
+"""The CPU backend: NumPy, tile by tile, on threads."""

@@ -1,0 +1,237 @@
+"""What the CPU's forward and backward share: tiles of scores, products on them, threads over them.
+
+A tile is some rows of queries by some keys, of one or several key heads at once; the query heads of
+a group count as rows. Its arrays are float32 of shape (nheads_kv, rows or keys, ...), filled up so
+that rows and keys divide into even pieces.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rawattn._call.problem import Problem
+
+Array = NDArray[Any]
+Floats = NDArray[np.float32]
+Task = TypeVar("Task")
+
+# A tile has at most this many rows and keys. Heads share a tile of short sequences, where the
+# interpreter's time per tile is what counts.
+ROWS = 256
+KEYS = 512
+# Products go to the BLAS in pieces of at most this many multiplications. OpenBLAS computes these on
+# the calling thread; larger ones it spreads over threads of its own, which fight with ours.
+_PIECE = 1 << 18
+
+
+def run(function: Callable[[Task], None], tasks: Sequence[Task]) -> None:
+    """function(task) for each, the first ones first, on every core this process may use."""
+    workers = min(_cores(), len(tasks))
+    if workers <= 1:
+        for task in tasks:
+            function(task)
+        return
+    with ThreadPoolExecutor(workers) as pool:
+        for _ in pool.map(function, tasks):
+            pass
+
+
+def _cores() -> int:
+    # A container may have fewer than the machine.
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def rows_of_tile(problem: Problem, seqlen_q: int) -> int:
+    """Rows of queries in a tile."""
+    return max(1, min(seqlen_q, ROWS // (problem.nheads_q // problem.nheads_kv)))
+
+
+def heads_of_tile(problem: Problem, seqlen_q: int, seqlen_k: int) -> int:
+    """Key heads that share a tile."""
+    rows = rows_of_tile(problem, seqlen_q) * (problem.nheads_q // problem.nheads_kv)
+    keys = max(1, min(seqlen_k, KEYS))
+    return max(1, min(problem.nheads_kv, ROWS * KEYS // (rows * keys)))
+
+
+def keys_seen(
+    problem: Problem, diagonal: int, rows: int, seqlen_k: int
+) -> Iterator[tuple[int, int]]:
+    """First and last (exclusive) of the key tiles that some of the rows see.
+
+    `diagonal` is the key under the diagonal of the first row.
+    """
+    left, right, sink = problem.window_left, problem.window_right, problem.sink
+    end = seqlen_k if right is None else min(seqlen_k, diagonal + rows + right)
+    start = 0 if left is None else max(0, diagonal - left)
+    spans = [(0, end)] if start <= sink else [(0, min(sink, end)), (start, end)]
+    for low, high in spans:
+        for first in range(low, high, KEYS):
+            yield first, min(first + KEYS, high)
+
+
+def rows_seeing(
+    problem: Problem, offset: int, keys: tuple[int, int], seqlen_q: int
+) -> tuple[int, int]:
+    """First and last (exclusive) of the rows that see some of the keys; row i has diagonal
+    i + offset."""
+    left, right = problem.window_left, problem.window_right
+    first, last = keys
+    start = 0 if right is None else max(0, first - offset - right)
+    if left is None or first < problem.sink:
+        return min(start, seqlen_q), seqlen_q
+    return start, max(start, min(seqlen_q, last - offset + left))
+
+
+def hidden_pairs(
+    problem: Problem, diagonal: int, rows: int, keys: tuple[int, int], shape: tuple[int, int]
+) -> NDArray[np.bool_] | None:
+    """Where a tile filled up to `shape` has a row that does not see the key; None: nowhere.
+
+    The tile holds `rows` rows of each query head of a group, one head after another.
+    """
+    left, right, sink = problem.window_left, problem.window_right, problem.sink
+    first, last = keys
+    heads = problem.nheads_q // problem.nheads_kv
+    beyond = right is not None and last - 1 > diagonal + right
+    before = left is not None and first < diagonal + rows - 1 - left and last > sink
+    if not beyond and not before and shape == (heads * rows, last - first):
+        return None
+    i = diagonal + np.arange(rows)[:, None]
+    j = first + np.arange(shape[1])
+    hidden: NDArray[np.bool_] = np.broadcast_to(j >= last, (rows, j.size))
+    if right is not None:
+        hidden = hidden | (j > i + right)
+    if left is not None:
+        hidden = hidden | ((j < i - left) & (j >= sink))
+    filled = np.ones(shape, np.bool_)
+    filled[: heads * rows].reshape(heads, rows, j.size)[...] = hidden
+    return filled
+
+
+class Pieces(NamedTuple):
+    """How a tile divides into pieces for the BLAS."""
+
+    rows: int
+    rows_each: int
+    keys: int
+    keys_each: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and keys of the tile, filled up."""
+        return self.rows * self.rows_each, self.keys * self.keys_each
+
+    def of(self, tile: Floats) -> Floats:
+        """A view of (nheads, rows, keys) as (nheads, row pieces, key pieces, rows, keys)."""
+        return tile.reshape(len(tile), *self).swapaxes(2, 3)
+
+    def transposed(self, tile: Floats) -> Floats:
+        """The same with keys for rows: (nheads, key pieces, row pieces, keys, rows)."""
+        return tile.reshape(len(tile), *self).transpose(0, 3, 1, 4, 2)
+
+
+def divide(problem: Problem, rows: int, keys: int) -> Pieces:
+    """The pieces of a tile of so many rows of queries, and keys."""
+    headdim = max(problem.headdim, problem.headdim_v)
+    most_keys = 64 if headdim <= 128 else 32
+    most_rows = min(64, _PIECE // (most_keys * headdim))
+    packed = rows * (problem.nheads_q // problem.nheads_kv)
+    # A single row would make products of a matrix and a vector, which OpenBLAS threads much sooner.
+    return Pieces(*_even(max(packed, 2), most_rows), *_even(keys, most_keys))
+
+
+def _even(n: int, most: int) -> tuple[int, int]:
+    """Number and size of equal pieces that hold n."""
+    pieces = -(-n // most)
+    return pieces, -(-n // pieces)
+
+
+def multiply_transposed(queries: Floats, keys: Floats, pieces: Pieces) -> Floats:
+    """queries (nheads, rows, d) times keys (nheads, keys, d), transposed: (nheads, rows, keys)."""
+    nheads, _, headdim = queries.shape
+    tile = np.empty((nheads, *pieces.shape), np.float32)
+    np.matmul(
+        queries.reshape(nheads, pieces.rows, 1, pieces.rows_each, headdim),
+        keys.reshape(nheads, 1, pieces.keys, pieces.keys_each, headdim).swapaxes(3, 4),
+        out=pieces.of(tile),
+    )
+    return tile
+
+
+def multiply(weights: Floats, values: Floats, hidden: NDArray[np.bool_] | None) -> Floats:
+    """Weights in pieces (nheads, n pieces, m pieces, n, m) times values (nheads, all m, d).
+
+    A NaN or infinity in values stays away from where it is hidden (all n, all m) and the weight is
+    0, which it would reach as 0 * NaN.
+    """
+    nheads, pieces, inner_pieces, size, inner = weights.shape
+    headdim = values.shape[2]
+    if hidden is not None and not np.isfinite(values).all():
+        return _multiply_strays(weights, values, hidden)
+    product = np.matmul(weights, values.reshape(nheads, 1, inner_pieces, inner, headdim))
+    result: Floats = product.sum(axis=2).reshape(nheads, pieces * size, headdim)
+    return result
+
+
+def _multiply_strays(weights: Floats, values: Floats, hidden: NDArray[np.bool_]) -> Floats:
+    """`multiply`, with what is not finite added alone, to what it is not hidden from."""
+    strays = np.flatnonzero(~np.isfinite(values).all(axis=(0, 2)))
+    finite = values.copy()
+    finite[:, strays] = 0
+    result = multiply(weights, finite, None)
+    for stray in strays:
+        seen = ~hidden[:, stray]
+        piece, place = divmod(stray, weights.shape[4])
+        weight = weights[:, :, piece, :, place].reshape(len(weights), -1, 1)
+        result[:, seen] += weight[:, seen] * values[:, None, stray]
+    return result
+
+
+def by_head(array: Array, nheads_kv: int) -> Array:
+    """A view (rows, nheads_q, d) -> (nheads_kv, heads of a group, rows, d)."""
+    rows, nheads_q, headdim = array.shape
+    return array.reshape(rows, nheads_kv, nheads_q // nheads_kv, headdim).transpose(1, 2, 0, 3)
+
+
+def pack_rows(array: Array, nheads_kv: int, n: int) -> Floats:
+    """(rows, nheads_q, d) as the rows of a tile, (nheads_kv, n, d), the last of them 0."""
+    rows, nheads_q, headdim = array.shape
+    tile = np.empty((nheads_kv, n, headdim), np.float32)
+    packed = nheads_q // nheads_kv * rows
+    unpacked(tile, nheads_q, rows)[...] = by_head(array, nheads_kv)
+    tile[:, packed:] = 0
+    return tile
+
+
+def unpacked(tile: Floats, nheads_q: int, rows: int) -> Floats:
+    """The view of the rows of a tile, (nheads_kv, n, ...), that `by_head` is of an array."""
+    nheads_kv = len(tile)
+    packed = nheads_q // nheads_kv * rows
+    return tile[:, :packed].reshape(nheads_kv, nheads_q // nheads_kv, rows, *tile.shape[2:])
+
+
+def pack_keys(array: Array, n: int) -> Floats:
+    """(keys, nheads_kv, d) as the keys of a tile, (nheads_kv, n, d), the last of them 0. The
+    caller's own memory where possible."""
+    given, nheads, headdim = array.shape
+    heads_first = array.transpose(1, 0, 2)
+    if (
+        array.dtype == np.float32
+        and n == given
+        and array.flags.aligned
+        and array.strides[2] == array.itemsize
+        and array.strides[0] >= headdim * array.itemsize
+    ):
+        return heads_first
+    tile = np.empty((nheads, n, headdim), np.float32)
+    tile[:, :given] = heads_first
+    tile[:, given:] = 0
+    return tile

@@ -1,0 +1,1 @@
+"""Arrays of any framework, in and out: views, DLPack capsules, streams."""

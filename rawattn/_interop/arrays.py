@@ -1,0 +1,350 @@
+"""Arrays of any framework in and out: NumPy or CuPy views of the caller's memory, and back.
+
+No framework is imported: a type says which module it lives in, and what is needed of that module
+is taken from `sys.modules`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import operator
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+
+from rawattn._interop import dlpack, streams
+from rawattn._interop.streams import compute_stream
+
+if TYPE_CHECKING:
+    import cupy
+
+__all__ = [
+    "HOST",
+    "Imported",
+    "compute_stream",
+    "empty_host",
+    "export_array",
+    "framework_of",
+    "import_array",
+    "import_integers",
+    "on_stream_of",
+]
+
+HOST = -1
+
+# Packages whose types are known to users under another name.
+_ALIASES = {"jaxlib": "jax"}
+_IMPORTER_PATHS = (
+    "from_dlpack",
+    "dlpack.from_dlpack",
+    "utils.dlpack.from_dlpack",
+    "experimental.dlpack.from_dlpack",
+)
+# Their arrays never change, but their capsules cannot say so.
+_IMMUTABLE = frozenset({"jax", "tensorflow"})
+
+_frameworks: dict[type, str] = {}
+_importers: dict[str, Callable[[Any], object]] = {}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Imported:
+    """A zero-copy view of an array of the caller's. `device` is a CUDA ordinal, or HOST."""
+
+    array: np.ndarray[Any, Any] | cupy.ndarray
+    device: int
+    framework: str
+    readonly: bool
+
+
+def framework_of(obj: object) -> str:
+    """The package that arrays of obj's type belong to: "numpy", "cupy", "torch", "jax", ...
+
+    That is where the type, or its nearest base class that has one, finds a `from_dlpack`; without
+    any, the top-level package of the type.
+    """
+    cls = type(obj)
+    try:
+        return _frameworks[cls]
+    except KeyError:
+        return _frameworks.setdefault(cls, _find_framework(cls))
+
+
+def _find_framework(cls: type) -> str:
+    for base in cls.__mro__[:-1]:
+        path = base.__module__.split(".")
+        path[0] = _ALIASES.get(path[0], path[0])
+        for depth in range(1, len(path) + 1):
+            module = ".".join(path[:depth])
+            importer = _find_importer(module)
+            if importer is not None:
+                _importers[module] = importer
+                return module
+    return cls.__module__.partition(".")[0]
+
+
+def _find_importer(module: str) -> Callable[[Any], object] | None:
+    for path in _IMPORTER_PATHS:
+        with contextlib.suppress(KeyError, AttributeError):
+            return operator.attrgetter(path)(sys.modules[module])  # type: ignore[no-any-return]
+    return None
+
+
+def on_stream_of(obj: Any, framework: str) -> AbstractContextManager[cupy.cuda.Stream | None]:
+    """A context in which CuPy's current stream is the one that work on `obj` belongs on.
+
+    It yields that stream, None for host arrays. For a torch tensor it is torch's current stream,
+    and what CuPy allocates on it is torch's memory; for all others it is CuPy's own current stream
+    on the array's device.
+    """
+    try:
+        device = _device_of(obj, framework)
+    except Exception:  # cannot be read: `import_array` says so, and names the argument
+        device = HOST
+    if device == HOST:
+        return contextlib.nullcontext()
+    if framework == "torch":
+        return streams.on_torch_stream(device)
+    return contextlib.nullcontext(compute_stream(framework, device))
+
+
+def _device_of(obj: Any, framework: str) -> int:
+    """CUDA ordinal, or HOST for all that is not CUDA memory."""
+    if framework == "numpy":
+        return HOST
+    if framework == "cupy":
+        return int(obj.data.device_id)
+    if framework == "torch":  # its __dlpack_device__ takes ten times as long
+        return int(obj.get_device()) if obj.is_cuda else HOST
+    kind, ordinal = obj.__dlpack_device__()
+    return int(ordinal) if int(kind) in dlpack.DEVICE_TYPES else HOST
+
+
+def import_array(name: str, obj: Any, *, stream: cupy.cuda.Stream | None = None) -> Imported:
+    """A NumPy or CuPy view of `obj`, without a copy.
+
+    A device array is ready on `stream`, None being CuPy's current one on the array's device: all
+    that its framework has queued so far comes before. A torch tensor that requires grad is read as
+    its `detach()`.
+
+    TypeError, naming `name`, for anything that is no array or cannot be seen as one.
+    """
+    framework = framework_of(obj)
+    if framework == "numpy":
+        return _import_numpy(name, obj)
+    if framework == "cupy":
+        return _import_cupy(name, obj, stream)
+    if not hasattr(type(obj), "__dlpack__"):
+        _refuse(name, obj)
+    try:
+        return _import_dlpack(obj, framework, stream)
+    except ImportError:
+        raise
+    except Exception as error:  # frameworks raise all kinds for what they cannot export
+        raise TypeError(
+            f"{name}: got {_described(obj)}, which cannot be read through DLPack: {error}"
+        ) from error
+
+
+def _import_numpy(name: str, obj: Any) -> Imported:
+    if type(obj) is not np.ndarray:
+        obj = _plain_numpy(name, obj)
+    if not obj.dtype.isnative:
+        raise TypeError(
+            f"{name}: got dtype {obj.dtype.str}, which is not in this machine's byte order; "
+            f"pass {name}.astype({name}.dtype.newbyteorder('='))"
+        )
+    return Imported(obj, HOST, "numpy", not obj.flags.writeable)
+
+
+def _plain_numpy(name: str, obj: Any) -> np.ndarray[Any, Any]:
+    if not isinstance(obj, np.ndarray):
+        _refuse(name, obj)
+    if isinstance(obj, np.ma.MaskedArray):
+        raise TypeError(
+            f"{name}: got a masked array, whose mask would be ignored; pass {name}.filled(value)"
+        )
+    if isinstance(obj, np.matrix):
+        raise TypeError(f"{name}: got a numpy.matrix; pass numpy.asarray({name})")
+    return obj.view(np.ndarray)
+
+
+def _import_cupy(name: str, obj: Any, stream: Any) -> Imported:
+    import cupy
+
+    if not isinstance(obj, cupy.ndarray):
+        _refuse(name, obj)
+    device = obj.data.device_id
+    if stream is None:
+        stream = cupy.cuda.get_current_stream(device)
+    producer = streams.current_stream("cupy", device)
+    owner: object = obj
+    if producer != stream.ptr:
+        owner = _borrow(obj, "cupy", producer, device, stream)
+    elif type(obj) is cupy.ndarray:
+        return Imported(obj, device, "cupy", False)
+    array = dlpack.device_array(obj.data.ptr, obj.shape, obj.dtype, obj.strides, device, owner)
+    return Imported(array, device, "cupy", False)
+
+
+def _import_dlpack(obj: Any, framework: str, stream: Any) -> Imported:
+    if getattr(obj, "requires_grad", False):
+        obj = obj.detach()
+    if framework == "torch" and obj.is_neg():  # its capsule would not tell
+        raise TypeError("it is a view of negated memory; pass its resolve_neg()")
+    device = _device_of(obj, framework)
+    if device != HOST:
+        return _import_device(obj, framework, device, stream)
+    tensor = dlpack.read(_capsule(obj))
+    if tensor.device_type not in dlpack.HOST_TYPES:
+        raise TypeError(f"DLPack device type {tensor.device_type}; accepted are CPU and CUDA")
+    array = dlpack.host_view(tensor)
+    if framework in _IMMUTABLE:
+        array.flags.writeable = False
+    return Imported(array, HOST, framework, not array.flags.writeable)
+
+
+def _import_device(obj: Any, framework: str, device: int, stream: Any) -> Imported:
+    cupy = streams.import_cupy()
+    with cupy.cuda.Device(device):  # torch exports tensors of its current device alone
+        if stream is None:
+            stream = cupy.cuda.get_current_stream()
+        producer = streams.current_stream(framework, device)
+        known = producer is not None
+        capsule = _capsule(obj, stream=-1 if known else _wait_argument(framework, stream.ptr))
+    owner = capsule
+    if producer != stream.ptr:
+        owner = _borrow(capsule, framework, producer, device, stream)
+    tensor = dlpack.read(capsule)
+    array = dlpack.device_view(tensor, owner)
+    readonly = tensor.readonly or framework in _IMMUTABLE
+    return Imported(array, array.data.device_id, framework, readonly)
+
+
+def _borrow(owner: object, framework: str, producer: int | None, device: int, stream: Any) -> Any:
+    if producer is not None:
+        streams.order(producer, stream.ptr, device)
+    return streams.Borrowed(owner, framework, device, stream)
+
+
+def _wait_argument(framework: str, handle: int) -> int | None:
+    """`stream=` of `__dlpack__`, for a framework that is to order its own stream with `handle`."""
+    capturing = streams.is_capturing(handle)
+    if framework == "tensorflow" or (framework == "jax" and capturing):
+        return None  # they wait on the host then, and do not know -1
+    return -1 if capturing else handle or streams.DLPACK_LEGACY
+
+
+def _capsule(obj: Any, **keywords: Any) -> object:
+    try:
+        return obj.__dlpack__(**keywords, max_version=dlpack.MAX_VERSION)
+    except TypeError:  # a producer from before DLPack 1.0
+        return obj.__dlpack__(**keywords)
+
+
+def _refuse(name: str, obj: object) -> NoReturn:
+    advice = ""
+    if hasattr(obj, "__cuda_array_interface__"):
+        advice = f"; pass cupy.asarray({name})"
+    elif isinstance(obj, (list, tuple)) or hasattr(obj, "__array__"):
+        advice = f"; pass numpy.asarray({name}), in the dtype that is meant"
+    raise TypeError(
+        f"{name}: got {_described(obj)}; accepted are NumPy and CuPy arrays and objects with "
+        f"__dlpack__ (torch, JAX, ...){advice}"
+    )
+
+
+def _described(obj: object) -> str:
+    cls = type(obj)
+    name = cls.__qualname__
+    if cls.__module__ != "builtins":
+        name = f"{cls.__module__}.{name}"
+    return f"{name} of dtype {obj.dtype}" if hasattr(obj, "dtype") else name
+
+
+def import_integers(
+    name: str, obj: Any, *, stream: cupy.cuda.Stream | None = None
+) -> np.ndarray[Any, Any] | cupy.ndarray:
+    """An int32 or int64 view of an array of any framework; lists of int become int64.
+
+    TypeError, naming `name`, for other dtypes, bool and float included.
+    """
+    if isinstance(obj, (list, tuple, range)):
+        array = _array_of_lists(name, obj)
+    else:
+        array = import_array(name, obj, stream=stream).array
+    if array.dtype not in (np.int32, np.int64):
+        raise TypeError(
+            f"{name}: got {array.dtype}; accepted are int32 and int64 arrays and lists of int"
+        )
+    return array
+
+
+def _array_of_lists(name: str, obj: Any) -> np.ndarray[Any, Any]:
+    if _holds_bool(obj):  # beside integers, NumPy would make integers of them
+        raise TypeError(f"{name}: got a list with bool in it; accepted are lists of int")
+    try:
+        array: np.ndarray[Any, Any] = np.asarray(obj)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name}: got lists that make no integer array: {error}") from error
+    return array.astype(np.int64) if array.dtype.kind == "i" or array.size == 0 else array
+
+
+def _holds_bool(obj: Any) -> bool:
+    return any(
+        isinstance(x, (bool, np.bool_)) or (isinstance(x, (list, tuple)) and _holds_bool(x))
+        for x in obj
+    )
+
+
+def empty_host(shape: tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:
+    """An uninitialised NumPy array, aligned to 64 bytes: JAX copies one that is not."""
+    dtype = np.dtype(dtype)
+    nbytes = math.prod(shape) * dtype.itemsize
+    block = np.empty(nbytes + 64, np.uint8)
+    start = -block.ctypes.data % 64
+    array: np.ndarray[Any, Any] = block[start : start + nbytes].view(dtype).reshape(shape)
+    return array
+
+
+class _Exported:
+    """What a `from_dlpack` is given: an array and the stream that writes it."""
+
+    def __init__(self, array: Any, stream: Any) -> None:
+        self._array = array
+        self._stream = stream
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        device: tuple[int, int] = self._array.__dlpack_device__()
+        return device
+
+    def __dlpack__(
+        self, *, stream: int | None = None, max_version: tuple[int, int] | None = None
+    ) -> object:
+        if isinstance(self._array, np.ndarray):
+            return dlpack.write(self._array, max_version=max_version)
+        if stream != -1:
+            reader = 0 if stream in (None, streams.DLPACK_LEGACY) else stream
+            streams.order(self._stream.ptr, reader, self._array.data.device_id)
+        return dlpack.write(self._array, stream=-1, max_version=max_version)
+
+
+def export_array(array: Any, framework: str, stream: cupy.cuda.Stream | None) -> object:
+    """`array` as one of `framework`, without a copy; what that does next comes after `stream`.
+
+    NumPy and CuPy arrays stay what they are, also where `framework` has no `from_dlpack`.
+    """
+    importer = _importers.get(framework) or _find_importer(framework)
+    if importer is None or framework in ("numpy", "cupy"):
+        return array
+    exported = _Exported(array, stream)
+    if framework == "tensorflow":  # takes the bare capsule, with which nothing can be ordered
+        if stream is not None:
+            stream.synchronize()
+        return importer(exported.__dlpack__(stream=-1))
+    return importer(exported)

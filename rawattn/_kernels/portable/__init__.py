@@ -1,0 +1,1 @@
+"""Host twins of kernels_cu/portable, by name."""

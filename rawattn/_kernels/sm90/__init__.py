@@ -1,0 +1,1 @@
+"""Host twins of kernels_cu/sm90, by name."""

@@ -1,0 +1,1 @@
+"""The public verbs: signatures and their documentation. The work is the dispatcher's."""

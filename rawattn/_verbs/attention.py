@@ -1,0 +1,143 @@
+"""The public verbs: arrays in, a problem described, a backend run, arrays of the caller's framework out."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from rawattn._call.layout import SeqLayout
+from rawattn._interop import arrays
+from rawattn._runtime import dispatch
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    seqs: SeqLayout | None = None,
+    causal: bool = False,
+    align: Literal["bottom-right", "top-left"] = "bottom-right",
+    window: tuple[int | None, int | None] | None = None,
+    sink: int = 0,
+    scale: float | None = None,
+    bias: Any = None,
+    mask: Any = None,
+    alibi_slopes: Any = None,
+    softcap: float | None = None,
+    score_mod: Any = None,
+    sink_logits: Any = None,
+    dropout_p: float = 0.0,
+    seed: int | None = None,
+    num_splits: int | None = None,
+    return_lse: bool = False,
+    out: Any = None,
+    backend: Literal["cuda", "cpu"] | None = None,
+) -> Any:
+    """Scaled dot-product attention, ``softmax(scale * q @ k.T) @ v`` over the keys each query sees.
+
+    Parameters
+    ----------
+    q : array, (batch, seqlen_q, nheads_q, D), or (total_q, nheads_q, D) in group mode
+        CuPy, NumPy or any object with ``__dlpack__`` (torch, JAX, ...); float16, bfloat16 or float32; D from 1 to 256.
+    k : array, (batch, seqlen_k, nheads_kv, D), or (total_k, nheads_kv, D)
+        ``nheads_q % nheads_kv == 0``; query head h reads head ``h // (nheads_q // nheads_kv)``.
+    v : array, (batch, seqlen_k, nheads_kv, Dv), or (total_k, nheads_kv, Dv)
+        Dv from 1 to 256, free of D. q, k, v share one dtype and one device. Rows may have any strides; a last axis that
+        is not of unit stride is copied.
+    seqs : SeqLayout, optional
+        Where sequences start and how long they are. With ``seqstart_q`` the batch is packed (group mode); with logical
+        lengths alone it is padded. Whatever padding rows hold, NaN included, reaches no result.
+    causal : bool
+        Query i sees keys j <= i + off.
+    align : "bottom-right" or "top-left"
+        off = seqlen_k - seqlen_q of each sequence, or 0. Places the diagonal of `causal` and `window`.
+    window : (left, right), optional
+        Query i sees keys i + off - left <= j <= i + off + right, both ends included; None is unbounded.
+    sink : int
+        This many leading keys stay visible whatever ``left`` says, never past the right edge.
+    scale : float, optional
+        Default ``1 / sqrt(D)``; 0 and negative are legal.
+    num_splits : int, optional
+        None or 1.
+    return_lse : bool
+        Also return the natural logarithm of the sum of exponentials of each row's scores, float32,
+        (batch, nheads_q, seqlen_q) or (nheads_q, total_q).
+    out : array, optional
+        Written and returned: the shape, dtype and device of the result, unit last stride, writable, no overlap with q, k
+        or v. Its padding rows are left untouched. In arrays allocated here they are 0, and -inf in lse.
+    backend : "cuda" or "cpu", optional
+        Default: the GPU where there is one, for NumPy arrays too; else the CPU.
+    bias, mask, alibi_slopes, softcap, score_mod, sink_logits, dropout_p, seed
+        Part of the contract and of `rawattn.reference`; not implemented on the GPU and CPU backends of this version.
+
+    Returns
+    -------
+    out : array of q's framework, on q's device, (batch, seqlen_q, nheads_q, Dv) or (total_q, nheads_q, Dv)
+    lse : array, only with ``return_lse``
+
+    A row that sees no key gives out 0 and lse -inf. NaN in a key or value inside the logical length may reach every query
+    row whose tile visits it, also one that does not see it through the mask.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument, what was got and what is accepted; before anything is launched.
+    NotImplementedError
+        For an option that this version does not have.
+
+    Notes
+    -----
+    The work runs on the current stream of q's framework and never waits for it. Lengths that live on the GPU are never
+    read back, with or without ``max_seqlen_*``; the CPU backend alone has to. The algorithm is that of FlashAttention-2
+    (Dao 2023, arXiv:2307.08691), on Hopper of FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608).
+
+    Examples
+    --------
+    >>> import numpy as np, rawattn
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = (rng.standard_normal((2, 5, 4, 16), dtype=np.float32) for _ in range(3))
+    >>> rawattn.attention(q, k, v, causal=True).shape
+    (2, 5, 4, 16)
+    """
+    values = (
+        seqs,
+        causal,
+        align,
+        window,
+        sink,
+        scale,
+        bias,
+        mask,
+        alibi_slopes,
+        softcap,
+        score_mod,
+        sink_logits,
+        dropout_p,
+        seed,
+        num_splits,
+    )
+    framework = arrays.framework_of(q)
+    if (
+        framework == "cupy"
+        and (backend is None or backend == "cuda")
+        and type(q) is type(k) is type(v)
+        and (out is None or type(out) is type(q))
+    ):
+        # The shortest way: CuPy's current stream is the right one, and there is nothing to convert.
+        result, lse = dispatch.cuda(q, k, v, out, values, return_lse)
+        return (result, lse) if return_lse else result
+
+    if backend not in (None, "cuda", "cpu"):
+        raise ValueError(f"backend: got {backend!r}; accepted are 'cuda', 'cpu' and None")
+    with arrays.on_stream_of(q, framework) as stream:
+        result, lse = dispatch.forward(
+            arrays.import_array("q", q, stream=stream),
+            arrays.import_array("k", k, stream=stream),
+            arrays.import_array("v", v, stream=stream),
+            None if out is None else arrays.import_array("out", out, stream=stream),
+            values,
+            return_lse=return_lse,
+            backend=backend,
+        )
+        returned = out if out is not None else arrays.export_array(result, framework, stream)
+        return (returned, arrays.export_array(lse, framework, stream)) if return_lse else returned

@@ -1,0 +1,214 @@
+"""What the reference is called with: arrays on the host in one floating type, options resolved."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from rawattn._call.layout import Lengths, host_lengths
+from rawattn._call.problem import MAX_SPLITS, Problem, describe
+from rawattn._interop.arrays import import_array, import_integers
+
+Array = NDArray[Any]
+
+
+class ReferenceScoreMod(Protocol):
+    """What `score_mod` is here: a function of the scores, and its derivative.
+
+    `s` is a float64 array (rows, keys) of one sequence and head; `b` and `h` are the indices of the
+    sequence and of the query head; `i` (rows, 1) and `j` (1, keys) are positions in the sequence.
+    """
+
+    def reference_forward(self, s: Array, b: int, h: int, i: Array, j: Array) -> Array:
+        """The new scores; -inf hides a key."""
+
+    def reference_backward(self, ds: Array, s: Array, b: int, h: int, i: Array, j: Array) -> Array:
+        """The gradient with respect to `s`, given `ds`, that with respect to the new scores."""
+
+
+class Call(NamedTuple):
+    """A call with its options resolved and its arrays in one floating type, on the host.
+
+    Batch mode is group mode whose sequences all have the same room: rows are (total, heads, dim).
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    shape_q: tuple[int, ...]
+    shape_k: tuple[int, ...]
+    shape_v: tuple[int, ...]
+    sequences: list[tuple[int, int, int, int]]  # first row, rows, first key, keys
+    left: float  # inf = unbounded, as on the right
+    right: float
+    sink: int
+    top_left: bool
+    scale: float
+    bias: Array | None  # four axes, as the mask
+    shape_bias: tuple[int, ...] | None
+    mask: Array | None
+    alibi_slopes: Array | None  # (batch, nheads_q)
+    softcap: float | None
+    score_mod: ReferenceScoreMod | None
+    sink_logits: Array | None  # (nheads_q,)
+    dropout_p: float
+    seed: int
+
+
+def read(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    seqs: Any = None,
+    causal: bool = False,
+    align: str = "bottom-right",
+    window: tuple[int | None, int | None] | None = None,
+    sink: int = 0,
+    scale: float | None = None,
+    bias: Any = None,
+    mask: Any = None,
+    alibi_slopes: Any = None,
+    softcap: float | None = None,
+    score_mod: ReferenceScoreMod | None = None,
+    sink_logits: Any = None,
+    dropout_p: float = 0.0,
+    seed: Any = None,
+    num_splits: int | None = None,
+    precision: DTypeLike = np.float64,
+) -> Call:
+    """The call with every option checked and resolved; `precision` is that of the arithmetic."""
+    dtype = np.dtype(precision)
+    q, k, v = (_floats(name, x, dtype) for name, x in (("q", q), ("k", k), ("v", v)))
+    # The shapes are those of a float32 call, whatever the dtype is here.
+    stand_ins = (np.broadcast_to(np.float32(0), x.shape) for x in (q, k, v))
+    problem, lengths = describe(
+        *stand_ins, seqs=seqs, causal=causal, align=align, window=window, sink=sink, scale=scale
+    )
+    if softcap is not None and not 0 < softcap < np.inf:
+        raise ValueError(f"softcap: got {softcap}, expected a finite number above 0, or None")
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p: got {dropout_p}, expected a probability in [0, 1)")
+    if num_splits is not None and not 1 <= num_splits <= MAX_SPLITS:
+        raise ValueError(f"num_splits: got {num_splits}, expected 1 to {MAX_SPLITS}, or None")
+    for method in ("reference_forward", "reference_backward"):
+        if score_mod is not None and not hasattr(score_mod, method):
+            raise TypeError(f"score_mod: {type(score_mod).__name__} has no method {method}")
+
+    sequences = _sequences(problem, lengths)
+    longest = (
+        max((len_q for _, len_q, _, _ in sequences), default=0),
+        max((len_k for _, _, _, len_k in sequences), default=0),
+    )
+    shape_bias = None
+    if bias is not None:
+        bias = _floats("bias", bias, dtype)
+        shape_bias = bias.shape
+        bias = _four_axes("bias", bias, problem, longest)
+    if mask is not None:
+        mask = _host("mask", mask)
+        if mask.dtype != np.bool_:
+            raise TypeError(f"mask: got {mask.dtype}, expected bool (True keeps a key)")
+        mask = _four_axes("mask", mask, problem, longest)
+    nheads_q = problem.nheads_q
+    if alibi_slopes is not None:
+        alibi_slopes = _floats("alibi_slopes", alibi_slopes, dtype)
+        if alibi_slopes.shape not in ((nheads_q,), (problem.batch, nheads_q)):
+            raise ValueError(
+                f"alibi_slopes: got shape {alibi_slopes.shape}, expected (nheads_q,) = "
+                f"({nheads_q},) or (batch, nheads_q) = ({problem.batch}, {nheads_q})"
+            )
+        alibi_slopes = np.broadcast_to(alibi_slopes, (problem.batch, nheads_q))
+    if sink_logits is not None:
+        sink_logits = exactly("sink_logits", sink_logits, (nheads_q,), dtype)
+
+    return Call(
+        q=q.reshape(-1, *q.shape[-2:]),
+        k=k.reshape(-1, *k.shape[-2:]),
+        v=v.reshape(-1, *v.shape[-2:]),
+        shape_q=q.shape,
+        shape_k=k.shape,
+        shape_v=v.shape,
+        sequences=sequences,
+        left=np.inf if problem.window_left is None else problem.window_left,
+        right=np.inf if problem.window_right is None else problem.window_right,
+        sink=problem.sink,
+        top_left=problem.top_left,
+        scale=problem.scale,
+        bias=bias,
+        shape_bias=shape_bias,
+        mask=mask,
+        alibi_slopes=alibi_slopes,
+        softcap=None if softcap is None else float(softcap),
+        score_mod=score_mod,
+        sink_logits=sink_logits,
+        dropout_p=float(dropout_p),
+        seed=_seed(seed, dropout_p),
+    )
+
+
+def _sequences(problem: Problem, lengths: Lengths) -> list[tuple[int, int, int, int]]:
+    host = host_lengths(lengths)
+    start_q, start_k = host.start_q, host.start_k
+    if not problem.group:
+        start_q = np.arange(problem.batch) * problem.rows_q
+        start_k = np.arange(problem.batch) * problem.rows_k
+    columns = (start_q, host.len_q, start_k, host.len_k)
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def _host(name: str, array: Any) -> Array:
+    if not isinstance(array, np.ndarray):
+        array = import_array(name, array).array
+        array = array.get() if hasattr(array, "get") else array
+    return np.asarray(array)
+
+
+def _floats(name: str, array: Any, dtype: np.dtype[Any]) -> Array:
+    array = _host(name, array)
+    if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
+        raise TypeError(f"{name}: got {array.dtype}, expected a floating-point dtype")
+    converted: Array = array.astype(dtype)
+    return converted
+
+
+def exactly(name: str, array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    floats = _floats(name, array, dtype)
+    if floats.shape != shape:
+        raise ValueError(f"{name}: got shape {floats.shape}, expected {shape}")
+    return floats
+
+
+def _four_axes(name: str, array: Array, problem: Problem, longest: tuple[int, int]) -> Array:
+    """A bias or mask with all its axes: (1 or batch, heads, 1 or rows, 1 or keys)."""
+    shape = (1,) * (4 - array.ndim) + array.shape
+    nheads = (1, problem.nheads_kv, problem.nheads_q)
+    good = array.ndim <= 4 and shape[0] in (1, problem.batch) and shape[1] in nheads
+    if problem.group:
+        good = good and all(n == 1 or n >= most for n, most in zip(shape[2:], longest, strict=True))
+        rows = f"1 or >= {longest[0]} (longest sequence), 1 or >= {longest[1]}"
+    else:
+        good = good and shape[2] in (1, problem.rows_q) and shape[3] in (1, problem.rows_k)
+        rows = f"1 or {problem.rows_q} (seqlen_q), 1 or {problem.rows_k} (seqlen_k)"
+    if not good:
+        raise ValueError(
+            f"{name}: got shape {array.shape}, expected at most four axes that broadcast to "
+            f"(1 or {problem.batch} (batch), 1, {problem.nheads_kv} (nheads_kv) or "
+            f"{problem.nheads_q} (nheads_q), {rows})"
+        )
+    return array.reshape(shape)
+
+
+def _seed(seed: Any, dropout_p: float) -> int:
+    if seed is None:
+        if dropout_p > 0:
+            raise ValueError(f"seed: got None, expected an integer, since dropout_p = {dropout_p}")
+        return 0
+    if isinstance(seed, (int, np.integer)) and not isinstance(seed, bool):
+        return int(seed)
+    array = import_integers("seed", seed)
+    if array.size != 1:
+        raise ValueError(f"seed: got shape {array.shape}, expected an integer or an array of one")
+    return int(array.reshape(-1)[0])
