@@ -1,0 +1,90 @@
+"""From cubin to a function on a device."""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rawattn._compile import cache as _cache
+from rawattn._compile import compiler
+from rawattn._compile.compiler import Source, compile_source
+from tests.compile.sources import SOURCE, TEXT
+
+pytest.importorskip("cupy", reason="NVRTC is reached through CuPy, which is not installed")
+
+
+@pytest.mark.parametrize(
+    ("capability", "arch"), [("80", "sm_80"), ("89", "sm_89"), ("90", "sm_90a"), ("120", "sm_120")]
+)
+def test_device_arch(capability: str, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import cupy
+
+    device = types.SimpleNamespace(compute_capability=capability)
+    monkeypatch.setattr(cupy.cuda, "Device", lambda ordinal: device)
+    assert compiler.device_arch.__wrapped__(0) == arch
+
+
+def test_threads_load_once(monkeypatch: pytest.MonkeyPatch, compiled: list[str]) -> None:
+    loaded = []
+
+    def fake_load(cubin: compiler.Cubin, entry: str, device: int) -> object:
+        loaded.append((entry, device))
+        time.sleep(0.05)
+        return object()
+
+    monkeypatch.setattr(compiler, "_load", fake_load)
+    monkeypatch.setattr(compiler, "device_arch", lambda device: "sm_80")
+    functions: list[tuple[int, object]] = []
+
+    def load(device: int) -> None:
+        functions.append((device, compiler.load(SOURCE, device)))
+
+    threads = [threading.Thread(target=load, args=(i % 2,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(loaded) == [("k", 0), ("k", 1)]
+    assert len(set(functions)) == 2
+    assert len(functions) == 8
+    assert len(compiled) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("place", ["disk", "memory"])
+def test_loaded_kernel_runs(place: str, cache: Path) -> None:
+    import cupy
+
+    if place == "memory":
+        cache.write_text("a file where the directory should be")
+        with pytest.warns(RuntimeWarning):
+            function = compiler.load(SOURCE, 0)
+    else:
+        function = compiler.load(SOURCE, 0)
+        _cache.clear()  # a loaded kernel needs its file no more
+    with cupy.cuda.Device(0):
+        x = cupy.full(1, 21.0, np.float32)
+        function(1, 1, struct.pack("<Q", x.data.ptr))
+        assert x.get()[0] == 42.0
+        function.allow_shared_memory(64 * 1024)
+    assert compiler.load(SOURCE, 0) is function
+
+
+@pytest.mark.gpu
+def test_load_from_disk_is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = [Source("k", f"{TEXT}// {i}", "test") for i in range(4)]
+    for source in sources:
+        compile_source(source, compiler.device_arch(0))
+    monkeypatch.setattr(compiler, "_run_nvrtc", None)
+    seconds = []
+    for source in sources:
+        started = time.perf_counter()
+        compiler.load(source, 0)
+        seconds.append(time.perf_counter() - started)
+    assert min(seconds) < 0.030

@@ -1,0 +1,65 @@
+"""`rawattn bench` on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from rawattn import cli
+from rawattn._bench import compile_time, host_time, memory
+from rawattn._bench.report import Report
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_a_quick_run_on_a_gpu(capsys, tmp_path):
+    path = tmp_path / "a.json"
+    arguments = ["bench", "--filter", "D64 S4096", "--peers", "none", "--repeats", "3"]
+    assert cli.main([*arguments, "--json", str(path)]) == 0
+    report = Report.load(path)
+    assert [row.name for row in report.rows] == ["dense D64 S4096 causal", "dense D64 S4096 full"]
+    for row in report.rows:
+        rate = row.rate("rawattn")
+        assert rate is not None, row.results["rawattn"].reason
+        # Faster than its own matrix products would be a timer that does not wait.
+        assert 0.01 < rate / report.matmul_flops < 1
+        assert row.results["rawattn"].watts
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_compile_and_load_times_on_a_gpu():
+    cold, another, loaded, _, rebuilt = (f.value for f in compile_time.figures("float16", ()))
+    assert min(cold, another) > loaded / 1e3 > 0
+    assert rebuilt == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_a_backward_run_on_a_gpu(tmp_path):
+    path = tmp_path / "a.json"
+    arguments = ["bench", "--suite", "backward", "--filter", "D64 S4096", "--peers", "none"]
+    assert cli.main([*arguments, "--repeats", "3", "--json", str(path)]) == 0
+    report = Report.load(path)
+    assert [row.name for row in report.rows] == ["dense D64 S4096 causal", "dense D64 S4096 full"]
+    for row in report.rows:
+        for name in ("rawattn", "deterministic"):
+            rate = row.rate(name)
+            assert rate is not None, row.results[name].reason
+            assert 0.01 < rate / report.matmul_flops < 1
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_memory_of_a_backward_on_a_gpu():
+    slack = 4 / 1024  # 4 KiB: a ragged batch's schedule, and rounding
+    found = [figure.value for figure in memory.figures("bfloat16", ())]
+    for default, deterministic, allowed in zip(found[::3], found[1::3], found[2::3], strict=True):
+        assert 0 < deterministic < default <= allowed + slack
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", ["forward", "backward"])
+def test_host_times_on_a_gpu(verb):
+    for figure in host_time.figures(verb, "bfloat16", ()):
+        assert 1 < figure.value < 1000
