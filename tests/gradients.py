@@ -12,6 +12,7 @@ import numpy as np
 import rawattn
 from rawattn import reference
 from rawattn._call.gradients import Gradients
+from rawattn._call.options import Options
 from rawattn.reference._call import read
 from tests.cases import CANARY, Case, Inputs, Strided, _logical_rows, materialise, strided
 from tests.frameworks import Framework
@@ -110,7 +111,7 @@ def low_precision_gradients(dout, q, k, v, out, lse, dlse, **options) -> list[Gr
     options["scale"] = scale_of(q, options)
     results = []
     for order, order_v in column_orders(q, v):
-        call = read(q[..., order], k[..., order], v[..., order_v], **options, precision=np.float32)
+        call = read(q[..., order], k[..., order], v[..., order_v], Options(**options), np.float32)
         gradients = reference._backward(
             call,
             dout[..., order_v],

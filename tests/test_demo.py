@@ -386,7 +386,7 @@ def test_half_precision_needs_a_gpu(folder: Path, capsys: pytest.CaptureFixture[
 def test_backend_that_is_not_there(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("rawattn._runtime.dispatch.gpu_available", lambda: False)
+    monkeypatch.setattr("rawattn._runtime.devices.gpu_available", lambda: False)
     assert run("--model", folder, "--backend", "cuda") == 1
     assert "no usable GPU" in capsys.readouterr().err
 

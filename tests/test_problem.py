@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from numpy.lib.stride_tricks import as_strided
 
+from rawattn._call.checks import check_out
 from rawattn._call.layout import SeqLayout
-from rawattn._call.problem import Problem, check_out, describe, result_shapes
-from rawattn._runtime.dispatch import options_key
+from rawattn._call.options import Options, structural
+from rawattn._call.problem import Problem, describe, result_shapes
 
 INT32_MAX = 2**31 - 1
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -402,6 +403,10 @@ def inputs() -> tuple[np.ndarray, ...]:
     return tuple(np.zeros(shape, F16) for shape in BATCH.values())
 
 
+def named() -> dict[str, np.ndarray]:
+    return dict(zip("qkv", inputs(), strict=True))
+
+
 class OnDevice:
     """Stands for a CuPy array: an address that nobody may read."""
 
@@ -417,11 +422,11 @@ class OnDevice:
 
 def check(out: Any, *others: Any) -> None:
     given = [*others, *inputs()[len(others) :]]
-    check_out(out, shape=out.shape, dtype=F16, inputs=tuple(given))
+    check_out(out, shape=out.shape, dtype=F16, others=dict(zip("qkv", given, strict=True)))
 
 
 def test_a_good_out() -> None:
-    check_out(np.empty(SHAPE, F16), shape=SHAPE, dtype=F16, inputs=inputs())
+    check_out(np.empty(SHAPE, F16), shape=SHAPE, dtype=F16, others=named())
 
 
 @pytest.mark.parametrize(
@@ -444,7 +449,7 @@ def test_out_of_the_wrong_shape() -> None:
     with pytest.raises(
         ValueError, match=r"^out: got shape \(3, 5, 4, 8\), expected \(3, 5, 4, 16\)"
     ):
-        check_out(np.empty((3, 5, 4, 8), F16), shape=SHAPE, dtype=F16, inputs=inputs())
+        check_out(np.empty((3, 5, 4, 8), F16), shape=SHAPE, dtype=F16, others=named())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int16", ">f2"])
@@ -549,7 +554,25 @@ def test_empty_inputs_overlap_nothing() -> None:
 
 def test_calls_that_differ_in_a_type_alone_share_nothing() -> None:
     """A call that was refused must be refused after one like it was accepted."""
-    usual = options_key((0, (1, 2), None))
-    assert options_key((0, (1, 2), None)) == usual
-    for other in ((False, (1, 2), None), (0, (True, 2), None), (0, (1.0, 2), None), (0, (1, 2), 0)):
-        assert options_key(other) != usual
+    usual = structural(Options(sink=0, window=(1, 2)))
+    assert structural(Options(sink=0, window=(1, 2))) == usual
+    for other in (
+        Options(sink=False, window=(1, 2)),
+        Options(sink=0, window=(True, 2)),
+        Options(sink=0, window=(1.0, 2)),
+        Options(sink=0, window=(1, 2), num_splits=0),
+    ):
+        assert structural(other) != usual
+
+
+def test_arrays_among_options_are_told_apart_by_their_form() -> None:
+    """Their values are data: another array of the same form is the same call, of another form another one."""
+    usual = structural(Options(bias=np.zeros((1, 2, 3, 4))))
+    assert hash(usual) == hash(structural(Options(bias=np.ones((1, 2, 3, 4)))))
+    assert structural(Options(bias=np.ones((1, 2, 3, 4)))) == usual
+    for other in (
+        np.ones((1, 2, 3, 5)),
+        np.ones((1, 2, 3, 4), np.float32),
+        np.ones((1, 2, 4, 3)).swapaxes(2, 3),
+    ):
+        assert structural(Options(bias=other)) != usual

@@ -8,8 +8,8 @@ import pytest
 
 from bench.tuning import gate
 from rawattn._compile import compiler
-from rawattn._kernels import common_variants
 from rawattn._kernels.sm90 import forward as sm90_forward
+from rawattn._kernels.variants import common_variants
 
 VARIANTS = [
     source

@@ -6,6 +6,7 @@ import itertools
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,14 +16,21 @@ import pytest
 
 from bench.tuning import tables
 from rawattn import SeqLayout
+from rawattn._call.options import DEFAULTS
 from rawattn._call.problem import describe
-from rawattn._kernels import SHARED_LIMIT, only, selection, using_tiles
+from rawattn._interop.native import Read, View
 from rawattn._kernels import tile_tables as _tiles
+from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import forward as portable_forward
+from rawattn._kernels.selection import only, selection, using_tiles
 from rawattn._kernels.sm90 import forward as sm90_forward
-from rawattn._runtime import dispatch, dispatch_backward
+from rawattn._kernels.sm90 import forward_steps
+from rawattn._kernels.target import without_device
+from rawattn._runtime import dispatch
+from rawattn._runtime.verbs import BACKWARD, FORWARD, Verb
 from tests.tiles import clusters, sharing, tensor_stores
 
+HOPPER = without_device("sm_90a")
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -30,9 +38,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_importing_the_library_reads_no_table():
-    code = "import sys, rawattn; print('rawattn._kernels.tile_tables' in sys.modules)"
+    code = "import rawattn; from rawattn._kernels import tile_tables; print(tile_tables._shipped.cache_info().currsize)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
+    assert done.stdout.strip() == "0"
 
 
 @pytest.mark.parametrize("kernel", _tiles.SCHEMAS)
@@ -93,51 +101,46 @@ def test_using_tiles_replaces_one_table_and_is_undone():
         assert len(selection().tables) == 1
         q = np.zeros((1, 1, 1, 64), np.float16)
         problem, _ = describe(q, q, q)
-        config = portable_forward.choose(
-            problem, copy_bytes=16, shared_limit=SHARED_LIMIT["sm_90a"]
-        )
+        config = portable_forward.choose(problem, HOPPER, Operands())
         assert {name: getattr(config, name) for name in row.fields} == row.fields
     assert _tiles.table("portable_forward", "16bit") == shipped
     assert selection() == (None, ())
 
 
-class FakeArray:
-    """What `cuda` reads of a CuPy array."""
+class FakeArrays:
+    """What the dispatcher asks of a framework, without one."""
 
-    def __init__(self) -> None:
-        self.shape, self.strides, self.dtype = (1, 4, 1, 8), (64, 16, 16, 2), np.dtype(np.float16)
-        self.data = SimpleNamespace(device_id=0, ptr=0)
+    def read(self, arrays: Sequence[Any], required: int) -> Read:
+        form = ((1, 4, 1, 8), (64, 16, 16, 2), np.dtype(np.float16), 0)
+        return Read([0] * len(arrays), form * len(arrays), False)
+
+    def view(self, array: Any) -> View:
+        return View(0, (1, 4, 1, 8), (64, 16, 16, 2), np.dtype(np.float16), 0)
+
+    def stream(self, device: int) -> int:
+        return 0
 
 
-@pytest.mark.parametrize("verb", ["forward", "backward"])
-def test_a_prepared_call_belongs_to_its_tables(verb: str, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("verb", [FORWARD, BACKWARD], ids=lambda verb: verb.name)
+def test_a_prepared_call_belongs_to_its_tables(verb: Verb, monkeypatch: pytest.MonkeyPatch):
     made: list[Any] = []
 
-    def prepare(*args: Any) -> Any:
+    def prepare(*args: Any) -> dispatch.Call:
         made.append(selection())
-        return SimpleNamespace(
-            copies=None if verb == "forward" else (False,) * 7,
-            out_shape=(1, 4, 1, 8),
-            run=lambda *args: None,
-        )
+        launches: Any = SimpleNamespace(run=lambda *args: None)
+        nothing: Any = None
+        return dispatch.Call(launches, nothing, nothing, (), None, ())
 
-    module = dispatch if verb == "forward" else dispatch_backward
     prepared: dict[Any, Any] = {}
-    for each in (dispatch, dispatch_backward):
-        monkeypatch.setattr(each, "_prepared", prepared)
-    monkeypatch.setattr(module, "_prepare", prepare)
-    runtime = SimpleNamespace(getDevice=lambda: 0)
-    fake = SimpleNamespace(
-        cuda=SimpleNamespace(runtime=runtime), empty=lambda shape, dtype: FakeArray()
-    )
-    monkeypatch.setitem(sys.modules, "cupy", fake)
+    monkeypatch.setattr(dispatch, "_prepared", prepared)
+    monkeypatch.setattr(dispatch, "prepare", prepare)
+    monkeypatch.setattr(dispatch, "_current_device", lambda: 0)
+    own: Any = FakeArrays()
+    inputs, targets = (object(),) * len(verb.inputs), (None,) * len(verb.outputs)
 
     def call() -> None:
-        x = FakeArray()
-        if verb == "forward":
-            dispatch.cuda(x, x, x, None, (), False)
-        else:
-            dispatch_backward.cuda([x] * 6 + [None], [None] * 3, {"causal": True}, False)
+        read = own.read(inputs, verb.required)
+        dispatch.on_gpu(verb, own, read, inputs, targets, DEFAULTS, False)
 
     rows = _tiles.table("portable_forward", "16bit")
     for _ in range(2):
@@ -154,7 +157,7 @@ def test_what_tests_run_in_clusters(headdim: int, window: tuple[int, int] | None
     x = np.broadcast_to(np.float16(0), (1, 70, 1, headdim))
     with clusters():
         problem, _ = describe(x, x, x, window=window)
-        config = sm90_forward.choose(problem, arch="sm_90a", strides={}, pointers=0)
+        config = sm90_forward.choose(problem, HOPPER, Operands())
     assert config is not None
     assert config.cluster == 2
 
@@ -162,7 +165,7 @@ def test_what_tests_run_in_clusters(headdim: int, window: tuple[int, int] | None
 def test_clusters_where_every_block_has_queries():
     def cluster(rows_q: int, rows_k: int) -> int:
         q, k = (np.broadcast_to(np.float16(0), (1, rows, 1, 256)) for rows in (rows_q, rows_k))
-        config = sm90_forward.choose(describe(q, k, k)[0], arch="sm_90a", strides={}, pointers=0)
+        config = sm90_forward.choose(describe(q, k, k)[0], HOPPER, Operands())
         assert config is not None
         return config.cluster
 
@@ -180,10 +183,10 @@ def test_shared_out_tiles_are_covered(seqlens: tuple[int, int], clusters: int):
     for heads, headdim in itertools.product((1, 3, 40, 131), (64, 128, 256)):
         q, k = (np.broadcast_to(np.float16(0), (1, rows, heads, headdim)) for rows in seqlens)
         problem, _ = describe(q, k, k)
-        config = sm90_forward.choose(problem, arch="sm_90a", strides={}, pointers=0)
+        config = sm90_forward.choose(problem, HOPPER, Operands())
         assert config is not None
         assert config.shares_out
-        shared = sm90_forward.shared_out(problem, config, clusters)
+        shared = forward_steps.shared_out(problem, config, clusters)
         all_tiles = -(-seqlens[0] // config.schedule_rows) * heads
         keys = -(-seqlens[1] // config.tile_k)
         if shared is None:
@@ -207,7 +210,7 @@ def test_what_is_shared_out():
     def shares(rows_k: int, *, dtype: str = "float16", **options: Any) -> bool:
         q, k = (np.broadcast_to(np.zeros((), dtype), (1, rows, 1, 128)) for rows in (70, rows_k))
         problem, _ = describe(q, k, k, **options)
-        config = sm90_forward.choose(problem, arch="sm_90a", strides={}, pointers=0)
+        config = sm90_forward.choose(problem, HOPPER, Operands())
         assert config is not None
         return config.shares_out
 
@@ -231,9 +234,9 @@ def test_what_the_copy_engine_stores():
         v = np.broadcast_to(np.float16(0), (*rows, 1, headdim_v))
         seqs = SeqLayout(seqstart_q=[0, seqlen]) if packed else None
         problem, _ = describe(q, q, v, seqs=seqs)
-        config = sm90_forward.choose(problem, arch="sm_90a", strides={}, pointers=0)
+        config = sm90_forward.choose(problem, HOPPER, Operands())
         assert config is not None
-        assert config.shared_bytes <= sm90_forward.SHARED_LIMIT
+        assert config.shared_bytes <= HOPPER.shared_limit
         return config.tensor_stores
 
     assert stores()
@@ -253,7 +256,7 @@ def test_outputs_that_the_copy_engine_cannot_store():
     def stores(*out: int) -> bool:
         strides = dict.fromkeys("qkv", (512, 256, 2))
         strides["out"] = (*out, 2)
-        config = sm90_forward.choose(problem, arch="sm_90a", strides=strides, pointers=0)
+        config = sm90_forward.choose(problem, HOPPER, Operands(strides))
         assert config is not None
         return config.tensor_stores
 

@@ -17,8 +17,10 @@ from bench.tuning import candidates, command, compiling, halving, racing, record
 from bench.tuning.kernels import KERNELS
 from rawattn._bench.cases import Case
 from rawattn._bench.contender import Inputs
-from rawattn._kernels import SHARED_LIMIT, common_variants, selection
 from rawattn._kernels import tile_tables as _tiles
+from rawattn._kernels.selection import selection
+from rawattn._kernels.target import SHARED_LIMIT
+from rawattn._kernels.variants import common_variants
 
 ARCH = "sm_90a"
 ROOT = Path(__file__).resolve().parents[1]

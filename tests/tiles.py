@@ -11,11 +11,14 @@ from unittest import mock
 import numpy as np
 
 from rawattn._call.problem import Problem, describe
-from rawattn._kernels import SHARED_LIMIT, only, tile_tables, using_tiles
+from rawattn._kernels import tile_tables
+from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import backward as portable_backward
 from rawattn._kernels.portable import forward as portable_forward
+from rawattn._kernels.selection import only, using_tiles
 from rawattn._kernels.sm90 import forward as sm90_forward
-from rawattn._runtime import dispatch, dispatch_backward
+from rawattn._kernels.target import SHARED_LIMIT, Target
+from rawattn._runtime import dispatch, kernel
 from tests.cases import DTYPES
 
 
@@ -36,7 +39,7 @@ def tile_shapes() -> list[TileShape]:
     """One of each of the forward, of every GPU that the kernel is for."""
 
     def tile(problem: Problem, limit: int) -> str:
-        config = portable_forward.choose(problem, copy_bytes=16, shared_limit=limit)
+        config = portable_forward.choose(problem, Target("sm_80", limit), Operands())
         return f"{config.tile_q}x{config.tile_k}x{config.waves}x{config.stages}"
 
     return _shapes(tile)
@@ -46,8 +49,9 @@ def backward_tile_shapes() -> list[TileShape]:
     """Likewise of the backward: of its main kernel and of the one that computes dq alone."""
 
     def tile(problem: Problem, limit: int) -> str:
-        main = portable_backward.choose(problem, copy_bytes=16, shared_limit=limit)
-        dq = portable_backward.choose_dq(problem, copy_bytes=16, shared_limit=limit)
+        target = Target("sm_80", limit)
+        main = portable_backward.choose(problem, target, Operands())
+        dq = portable_backward.choose_dq(problem, target, Operands())
         waves = f"{main.key_waves}x{main.column_waves}"
         shape = f"{main.tile_q}x{main.tile_k}x{waves}x{main.stages}"
         return f"{shape}-{dq.tile_q}x{dq.tile_k}x{dq.waves}x{dq.stages}"
@@ -128,19 +132,14 @@ def shared_limit(limit: int | None) -> Iterator[None]:
         yield
         return
 
-    def pretend(choose: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **keywords: choose(*args, **{**keywords, "shared_limit": limit})
+    target = kernel.target
+
+    def smaller(device: int) -> Target:
+        return replace(target(device), shared_limit=limit)
 
     with ExitStack() as stack:
         stack.enter_context(only("portable"))
-        for module, name in (
-            (portable_forward, "choose"),
-            (portable_backward, "choose"),
-            (portable_backward, "choose_dq"),
-        ):
-            replacement = pretend(getattr(module, name))
-            stack.enter_context(mock.patch.object(module, name, replacement))
+        stack.enter_context(mock.patch.object(kernel, "target", smaller))
         # Launches that were prepared for the GPU as it is are for later calls.
-        for module in (dispatch, dispatch_backward):
-            stack.enter_context(mock.patch.object(module, "_prepared", {}))
+        stack.enter_context(mock.patch.object(dispatch, "_prepared", {}))
         yield

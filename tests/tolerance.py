@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from rawattn import reference
+from rawattn._call.options import Options
 from rawattn.reference._call import read
 
 Array = Any
@@ -44,7 +45,7 @@ def low_precision_attention(
     options["scale"] = scale_of(q, options)
     outs, lses = [], []
     for order, order_v in column_orders(q, v):
-        call = read(q[..., order], k[..., order], v[..., order_v], **options, precision=np.float32)
+        call = read(q[..., order], k[..., order], v[..., order_v], Options(**options), np.float32)
         with np.errstate(over="ignore"):  # float16 ends at 65504
             out, lse = reference._forward(call, lambda x: x.astype(q.dtype).astype(np.float32))
             outs.append(out[..., np.argsort(order_v)].astype(q.dtype))

@@ -10,7 +10,9 @@ from typing import Any
 
 from bench.tuning.kernels import Fields, Kernel
 from rawattn._call.problem import Problem
-from rawattn._kernels import SHARED_LIMIT, tile_tables, using_tiles
+from rawattn._kernels import tile_tables
+from rawattn._kernels.selection import using_tiles
+from rawattn._kernels.target import SHARED_LIMIT
 from rawattn._kernels.tile_tables import Row
 
 SHARED_MEMORY, REGISTERS = "more shared memory than there is", "more registers than a thread has"

@@ -15,9 +15,10 @@ from rawattn._bench import peers
 from rawattn._bench.timing import BURST_SECONDS
 from rawattn._cli.bench import duration, require_gpu
 from rawattn._compile import compiler
-from rawattn._kernels import SHARED_LIMIT, tile_tables
+from rawattn._kernels import tile_tables
 from rawattn._kernels.sm90 import forward as sm90_forward
-from rawattn._runtime.dispatch import gpu_available
+from rawattn._kernels.target import SHARED_LIMIT
+from rawattn._runtime.devices import gpu_available
 
 _NOTES = Path(__file__).resolve().parents[2] / "docs" / "notes"
 _PEERS = ("cuDNN", "FA2", "FA4")

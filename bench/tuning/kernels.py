@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from rawattn._call.problem import Problem
+from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import backward as portable_backward
 from rawattn._kernels.portable import forward as portable_forward
 from rawattn._kernels.sm90 import forward as sm90_forward
 from rawattn._kernels.source import round_up
+from rawattn._kernels.target import Target
 
 Fields = Mapping[str, Any]
 
@@ -115,11 +117,11 @@ def _backward_possible(fields: Fields) -> bool:
 
 
 def _choose_sm90(problem: Problem, arch: str, shared_limit: int) -> Any:
-    return sm90_forward.choose(problem, arch=arch, strides={}, pointers=0)
+    return sm90_forward.choose(problem, Target(arch, shared_limit), Operands())
 
 
 def _portable(choose: Callable[..., Any]) -> Callable[[Problem, str, int], Any]:
-    return lambda problem, _, limit: choose(problem, copy_bytes=16, shared_limit=limit)
+    return lambda problem, arch, limit: choose(problem, Target(arch, limit), Operands())
 
 
 KERNELS = {

@@ -16,7 +16,7 @@ from rawattn._bench.measure import make_inputs, measure_case
 from rawattn._bench.ours import Ours
 from rawattn._bench.report import Result
 from rawattn._bench.timing import EventClock
-from rawattn._kernels import only, using_tiles
+from rawattn._kernels.selection import only, using_tiles
 from rawattn._kernels.tile_tables import Row
 
 _PROFILED_CALLS = 3

@@ -9,8 +9,10 @@ from pathlib import Path
 from bench.tuning.candidates import Place, label
 from bench.tuning.compiling import Job, judge_all
 from bench.tuning.record import Search
-from rawattn._kernels import common_variants, tile_tables, using_tiles
+from rawattn._kernels import tile_tables
+from rawattn._kernels.selection import using_tiles
 from rawattn._kernels.tile_tables import Row
+from rawattn._kernels.variants import common_variants
 
 
 def dump(source: str, tables: Mapping[str, tuple[Row, ...]]) -> str:

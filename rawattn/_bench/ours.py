@@ -15,9 +15,9 @@ from rawattn._bench.contender import Contender, Inputs
 from rawattn._bench.grids import DETERMINISTIC
 from rawattn._bench.timing import Call
 from rawattn._compile.compiler import device_arch
-from rawattn._kernels import only
+from rawattn._kernels.selection import only
 from rawattn._kernels.sm90 import forward as sm90_forward
-from rawattn._runtime.dispatch import gpu_available
+from rawattn._runtime.devices import gpu_available
 
 
 class Ours(Contender):

@@ -16,3 +16,4 @@ class Gradients(NamedTuple):
     dv: Any = None
     dbias: Any = None
     dsink_logits: Any = None
+    captured: Any = None

@@ -43,6 +43,7 @@ class Lengths:
     q: Side
     k: Side
     on_host: bool  # every integer array is host data
+    memo: dict[Any, Any] = field(default_factory=dict, repr=False)  # what others find out about it
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -19,9 +19,9 @@ from rawattn import reference
 from rawattn._cli import table
 from rawattn._cli.progress import Progress
 from rawattn._compile.compiler import device_arch
-from rawattn._kernels import only
+from rawattn._kernels.selection import only
 from rawattn._kernels.sm90 import forward as sm90_forward
-from rawattn._runtime.dispatch import gpu_available
+from rawattn._runtime.devices import gpu_available
 
 Array = np.ndarray[Any, Any]
 

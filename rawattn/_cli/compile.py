@@ -67,7 +67,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _variants(arch: str, every: bool) -> list[compiler.Source]:
-    from rawattn._kernels import SHARED_LIMIT, common_variants
+    from rawattn._kernels.target import SHARED_LIMIT
+    from rawattn._kernels.variants import common_variants
 
     if arch not in SHARED_LIMIT:
         raise ValueError(f"--arch: got {arch}, expected one of {', '.join(SHARED_LIMIT)}")

@@ -18,7 +18,7 @@ import numpy as np
 
 import rawattn
 from rawattn._cli import table
-from rawattn._runtime import dispatch
+from rawattn._runtime import devices
 
 Array = np.ndarray[Any, Any]
 
@@ -98,12 +98,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> None:
-    backend: Literal["cuda", "cpu"] = args.backend or (
-        "cuda" if dispatch.gpu_available() else "cpu"
-    )
+    backend: Literal["cuda", "cpu"] = args.backend or ("cuda" if devices.gpu_available() else "cpu")
     if backend == "cpu" and args.dtype != "float32":
         raise ValueError(f"--dtype {args.dtype}: NumPy has no fast product of it; use a GPU")
-    if backend == "cuda" and not dispatch.gpu_available():
+    if backend == "cuda" and not devices.gpu_available():
         raise RuntimeError("--backend cuda: no usable GPU (`rawattn info` says why)")
     texts, empty = (list(SENTENCES), 0) if args.text is None else read_lines(args.text)
 

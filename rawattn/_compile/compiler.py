@@ -1,4 +1,4 @@
-"""Source -> cubin -> loaded kernel.
+"""Source -> cubin.
 
 NVRTC compiles the generated translation unit with our headers in memory; no GPU is needed for that.
 `cupy.RawModule` only loads: as a compiler it always adds the plain `sm_XY` of the device (never
@@ -7,7 +7,6 @@ NVRTC compiles the generated translation unit with our headers in memory; no GPU
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import json
@@ -15,15 +14,12 @@ import logging
 import re
 import struct
 import sys
-import tempfile
-import threading
 import time
 from dataclasses import dataclass, fields
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from rawattn._compile import cache, memo
-from rawattn._runtime.kernel import Kernel
 
 _log = logging.getLogger("rawattn")
 
@@ -96,9 +92,6 @@ _in_memory: dict[str, Cubin] = {}
 # Of NVRTC, once it is known.
 _compiler_version: list[str] = []
 
-_functions: dict[tuple[Source, int], Any] = {}
-_loading: dict[tuple[Source, int], threading.Lock] = {}
-
 
 @functools.cache
 def kernels_dir() -> Path:
@@ -140,21 +133,6 @@ def device_arch(device: int) -> str:
 
     capability = cupy.cuda.Device(device).compute_capability
     return "sm_90a" if capability == "90" else f"sm_{capability}"
-
-
-def load(source: Source, device: int) -> Kernel:
-    """The kernel, loaded on a device.
-
-    Later calls return the same object. Safe to call from several threads.
-    """
-    function = _functions.get((source, device))
-    if function is None:
-        with _loading.setdefault((source, device), threading.Lock()):
-            function = _functions.get((source, device))
-            if function is None:
-                cubin = compile_source(source, device_arch(device))
-                function = _functions[source, device] = _load(cubin, source.entry, device)
-    return function
 
 
 @functools.cache
@@ -333,18 +311,3 @@ def _announce(line: str) -> None:
     _log.info(line)
     if not _log.hasHandlers() and sys.stderr.isatty():
         print(f"rawattn: {line}", file=sys.stderr)
-
-
-def _load(cubin: Cubin, entry: str, device: int) -> Kernel:
-    import cupy
-
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(cupy.cuda.Device(device))
-        path = cubin.path
-        if path is None:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rawattn-"))
-            path = Path(folder, "kernel.cubin")
-            path.write_bytes(cubin.image)
-        function = cupy.RawModule(path=str(path)).get_function(entry)
-        # CuPy reads the file at first use: now, while it exists and its device is current.
-        return Kernel(function)

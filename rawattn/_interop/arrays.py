@@ -10,7 +10,7 @@ import contextlib
 import math
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -149,6 +149,29 @@ def import_array(name: str, obj: Any, *, stream: cupy.cuda.Stream | None = None)
         raise TypeError(
             f"{name}: got {_described(obj)}, which cannot be read through DLPack: {error}"
         ) from error
+
+
+def refuse_gradients(names: Iterable[str], arrays: Iterable[Any]) -> None:
+    """Raises where an array belongs to a computation that a gradient is to be taken of, which would not see this call.
+
+    RuntimeError for a torch tensor that requires a gradient while torch's grad mode is on, TypeError for a JAX tracer.
+    """
+    torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
+    for name, x in zip(names, arrays, strict=True):
+        if jax is not None and isinstance(x, jax.core.Tracer):
+            raise TypeError(
+                f"{name}: got a JAX tracer; use rawattn.jax.attention inside jit, grad, vmap and scan"
+            )
+        if (
+            torch is not None
+            and isinstance(x, torch.Tensor)
+            and x.requires_grad
+            and torch.is_grad_enabled()
+        ):
+            raise RuntimeError(
+                f"{name}: got a tensor that requires a gradient, which would be lost here; use "
+                f"rawattn.torch.attention, or pass {name}.detach(), or call under torch.no_grad()"
+            )
 
 
 def _import_numpy(name: str, obj: Any) -> Imported:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rawattn import _kernels
+from rawattn._kernels.selection import selection
 
 DIRECTORY = Path(__file__).with_name("tiles")
 LARGEST = 256  # the head dim that every table must serve
@@ -89,8 +89,8 @@ class Row:
 
 
 def table(kernel: str, name: str) -> tuple[Row, ...]:
-    """The rows to choose from: the file's, or those that `_kernels.using_tiles` put in their place."""
-    for replaced_kernel, replaced_name, rows in _kernels.selection().tables:
+    """The rows to choose from: the file's, or those that `selection.using_tiles` put in their place."""
+    for replaced_kernel, replaced_name, rows in selection().tables:
         if (replaced_kernel, replaced_name) == (kernel, name):
             return rows
     return _shipped(kernel)[name]

@@ -1,65 +1,363 @@
-"""Where a call runs: the GPU or the CPU, on arrays that are already CuPy or NumPy ones."""
+"""The way of every call: its arrays read, the launches that it needs found or prepared, results made, launches made.
+
+Arrays of CuPy and CUDA tensors of torch are taken as they are (`_interop.native`). All others become views of CuPy or NumPy
+first (`_interop.arrays`), and NumPy's go to a GPU and back where there is one.
+"""
 
 from __future__ import annotations
 
-import functools
 import threading
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from rawattn._call import layout
-from rawattn._call import problem as _problem
-from rawattn._cpu import forward as cpu_forward
-from rawattn._interop.arrays import HOST, Imported, empty_host
-from rawattn._kernels import selection
+from rawattn._call import layout, problem
+from rawattn._call.checks import byte_range, check_apart, check_out
+from rawattn._call.layout import Lengths
+from rawattn._call.options import Options, structural
+from rawattn._call.structure import Structure, structure
+from rawattn._interop import arrays
+from rawattn._interop.arrays import HOST, Imported
+from rawattn._interop.native import Native, Read, View, native
+from rawattn._kernels.operands import Operands, contiguous
+from rawattn._kernels.selection import selection
+from rawattn._runtime.devices import gpu_available
+from rawattn._runtime.verbs import Verb
 
-# The options of `attention` that describe the problem, in the order they travel in.
-OPTIONS = (
-    "seqs",
-    "causal",
-    "align",
-    "window",
-    "sink",
-    "scale",
-    "bias",
-    "mask",
-    "alibi_slopes",
-    "softcap",
-    "score_mod",
-    "sink_logits",
-    "dropout_p",
-    "seed",
-    "num_splits",
-)
+if TYPE_CHECKING:
+    from rawattn._runtime.prepared import Prepared
 
-# Launches prepared earlier, by everything that decides them.
-_prepared: dict[Any, Any] = {}
+Arrays = Sequence[Any]
+
+# Calls prepared earlier, by everything that decides them but addresses and host integers.
+_prepared: dict[Any, Call] = {}
 _MAX_PREPARED = 512
 _prepared_lock = threading.Lock()
 
 
-def forward(
-    q: Imported,
-    k: Imported,
-    v: Imported,
-    out: Imported | None,
-    values: tuple[Any, ...],
-    *,
-    return_lse: bool,
-    backend: str | None,
-) -> tuple[Any, Any]:
-    """(out, lse or None), on the device of the operands; `out` is written in place when given.
+class Call(NamedTuple):
+    """A call on one GPU with its arrays' form known.
 
-    values: the options, in the order of `OPTIONS`.
+    results: shape and dtype of each output, None for one that is not wanted.
+    copies: which inputs are copied before every run, None where none is.
+    reach: of each array in the order of the verb's names, the bytes from its address to its first and past its last one.
     """
-    for name, operand in (("k", k), ("v", v), ("out", out)):
-        if operand is not None and operand.device != q.device:
-            raise ValueError(_elsewhere(name, operand.device, q.device))
-    target = None if out is None else out.array
-    if out is not None and out.readonly:
-        raise ValueError("out: got a read-only array; pass a writable one")
-    on_device = q.device != HOST
+
+    prepared: Prepared
+    problem: problem.Problem
+    lengths: Lengths
+    results: tuple[tuple[tuple[int, ...], np.dtype[Any]] | None, ...]
+    copies: tuple[bool, ...] | None
+    reach: tuple[tuple[int, int], ...]
+
+
+def run(
+    verb: Verb,
+    inputs: Arrays,
+    targets: Arrays,
+    options: Options,
+    flag: bool,
+    backend: str | None,
+) -> Sequence[Any]:
+    """The outputs of a verb, None for one that is not wanted.
+
+    targets: arrays of the caller to write, None for an output that is the library's own.
+    """
+    q = inputs[verb.q]
+    framework = arrays.framework_of(q)
+    own = native(framework)
+    if own is not None and (backend is None or backend == "cuda"):
+        read = own.read((*inputs, *targets), verb.required)
+        if read is not None:
+            if read.tracked and verb.refuses_gradients:
+                arrays.refuse_gradients(verb.inputs, inputs)
+            return on_gpu(verb, own, read, inputs, targets, options, flag)
+    return _imported(verb, inputs, targets, options, flag, backend, framework)
+
+
+def on_gpu(
+    verb: Verb,
+    own: Native,
+    read: Read,
+    inputs: Arrays,
+    targets: Arrays,
+    options: Options,
+    flag: bool,
+) -> Sequence[Any]:
+    """The same for arrays of one framework that lie on GPUs."""
+    addresses, form, _ = read
+    device: int = form[verb.q * 4 + 3]
+    if device != _current_device():
+        import cupy
+
+        with cupy.cuda.Device(device):
+            return on_gpu(verb, own, read, inputs, targets, options, flag)
+    call, lengths = find(verb, own, read, inputs, targets, options, flag, device)
+    if call.copies is not None:
+        inputs = [
+            own.contiguous(x) if copy else x for x, copy in zip(inputs, call.copies, strict=True)
+        ]
+        addresses = [0 if x is None else own.address(x) for x in (*inputs, *targets)]
+    first = len(inputs)
+    results = list(targets)
+    for n, result in enumerate(call.results):
+        if results[n] is None and result is not None:
+            results[n] = array = own.empty(*result, device)
+            addresses[first + n] = own.address(array)
+    call.prepared.run(addresses, own.stream(device), own, lengths)
+    return results
+
+
+def find(
+    verb: Verb,
+    own: Native,
+    read: Read,
+    inputs: Arrays,
+    targets: Arrays,
+    options: Options,
+    flag: bool,
+    device: int,
+) -> tuple[Call, Lengths]:
+    """The call as it was prepared earlier, or prepared now, and its own lengths."""
+    addresses, form, _ = read
+    together = 0
+    for address in addresses:
+        together |= address
+    call = lengths = key = None
+    try:
+        seqs = options.seqs
+        form_of_lengths: Structure | None = None
+        if seqs is not None:
+            q, k = inputs[verb.q].shape, inputs[verb.q + 1].shape
+            batch = q[0] if len(q) == 4 else None
+            lengths = layout.bind(seqs, batch=batch, rows_q=q[-3], rows_k=k[-3])
+            form_of_lengths = structure(lengths)
+        # 16 bytes is the widest access there is: of an address only its place in them matters.
+        key = (
+            (verb.name, flag, device, together % 16, form, form_of_lengths),
+            structural(options),
+            selection(),
+        )
+        call = _prepared.get(key)
+    except (TypeError, ValueError, IndexError, AttributeError):
+        key = None  # describing the call tells what is wrong with it
+    if call is None:
+        views = [
+            None if x is None else _view(name, own, x) for name, x in _named(verb, inputs, targets)
+        ]
+        call = prepare(verb, views, options, flag, device, together)
+        if key is not None:
+            _remember(key, call)
+        return call, call.lengths
+    if any(x is not None for x in targets):
+        _check_reach(verb, call, own, addresses, inputs, targets)
+    return call, call.lengths if lengths is None else lengths
+
+
+def prepare(
+    verb: Verb,
+    views: Sequence[Any],
+    options: Options,
+    flag: bool,
+    device: int,
+    pointers: int,
+) -> Call:
+    """A call on arrays of this form, described, checked, and made ready to launch.
+
+    views: of all the verb's arrays, with `shape`, `strides`, `dtype` and `device`; None for one that is not given or the
+    library's own. pointers: all addresses OR-ed together.
+    """
+    named = dict(zip(verb.names, views, strict=True))
+    described, lengths, results = _describe(verb, named, options, flag)
+    for name, view in named.items():
+        if view is not None and view.device != device:
+            shown = f"{verb.prefix}{name}" if name in verb.outputs else name
+            raise ValueError(_elsewhere(shown, view.device, device))
+    form = structure(lengths)
+    for place in form.devices:
+        if place != device:
+            raise ValueError(
+                f"seqs: holds an array on {_place(place)}, but q is on {_place(device)}; "
+                "move them to one device"
+            )
+    inputs = [named[name] for name in verb.inputs]
+    copies = tuple(_is_copied(verb, name, x) for name, x in zip(verb.inputs, inputs, strict=True))
+    strides: dict[str, tuple[int, ...]] = {}
+    for name, x, copy in zip(verb.inputs, inputs, copies, strict=True):
+        if x is not None and name not in verb.whole:
+            strides[name] = contiguous(x.shape, x.dtype.itemsize) if copy else x.strides
+    ours = set()
+    for name, result in zip(verb.outputs, results, strict=True):
+        target = named[name]
+        if target is not None:
+            strides[name] = target.strides
+        elif result is not None:
+            ours.add(name)
+            if name not in verb.whole:
+                strides[name] = contiguous(result[0], result[1].itemsize)
+    operands = Operands(strides, pointers % 16, frozenset(ours))
+    prepared = launches(verb, described, lengths, operands, flag, device)
+    reach = tuple((0, 0) if x is None else byte_range(x, 0) for x in views)
+    return Call(prepared, described, lengths, results, copies if any(copies) else None, reach)
+
+
+def launches(
+    verb: Verb,
+    described: problem.Problem,
+    lengths: Lengths,
+    operands: Operands,
+    flag: bool,
+    device: int,
+) -> Prepared:
+    """What the fastest family of kernels that supports a call launches for it, loaded."""
+    from rawattn._kernels import registry
+    from rawattn._runtime import kernel
+    from rawattn._runtime.prepared import Prepared
+
+    form = structure(lengths)
+    if form.ragged:
+        described = replace(described, max_seqlen_q=form.q.most, max_seqlen_k=form.k.most)
+    target = kernel.target(device)
+    family = registry.choose(verb.name, described, target, operands)
+    steps = family.steps(described, form, operands, target, **verb.more(flag))
+    return Prepared(steps, form, lengths, device, verb.names)
+
+
+def _describe(
+    verb: Verb, named: dict[str, Any], options: Options, flag: bool
+) -> tuple[problem.Problem, Lengths, tuple[tuple[tuple[int, ...], np.dtype[Any]] | None, ...]]:
+    """Every check of a call's arrays and options, and what it gives."""
+    described, lengths = problem.describe(named["q"], named["k"], named["v"], options)
+    verb.check(described, named)
+    results = verb.results(described, named["q"].dtype, flag)
+    for name, result in zip(verb.outputs, results, strict=True):
+        target = named[name]
+        if target is None or result is None:
+            continue
+        others = {x: named[x] for x in verb.inputs}
+        others |= {f"{verb.prefix}{x}": named[x] for x in verb.outputs if x != name}
+        shape, dtype = result
+        check_out(target, shape=shape, dtype=dtype, others=others, name=f"{verb.prefix}{name}")
+    return described, lengths, results
+
+
+def _check_reach(
+    verb: Verb,
+    call: Call,
+    own: Native,
+    addresses: Sequence[int],
+    inputs: Arrays,
+    targets: Arrays,
+) -> None:
+    """What of `check_out` depends on addresses: overlap."""
+    spans = [
+        (address + low, address + high)
+        for address, (low, high) in zip(addresses, call.reach, strict=True)
+    ]
+    for n, target in enumerate(targets, len(inputs)):
+        if target is None:
+            continue
+        low, high = spans[n]
+        for m, (other_low, other_high) in enumerate(spans):
+            if m != n and low < other_high and other_low < high:
+                views = {
+                    f"{verb.prefix}{name}" if name in verb.outputs else name: own.view(x)
+                    for name, x in _named(verb, inputs, targets)
+                    if x is not None and x is not target
+                }
+                name = f"{verb.prefix}{verb.names[n]}"
+                check_apart(own.view(target), views, name)
+                break
+
+
+def _named(verb: Verb, inputs: Arrays, targets: Arrays) -> list[tuple[str, Any]]:
+    return list(zip(verb.names, (*inputs, *targets), strict=True))
+
+
+def _view(name: str, own: Native, array: Any) -> View:
+    try:
+        return own.view(array)
+    except TypeError as error:
+        raise TypeError(f"{name}: {error}; accepted are float16, bfloat16 and float32") from None
+
+
+def _is_copied(verb: Verb, name: str, view: Any) -> bool:
+    if view is None or 0 in view.shape:
+        return False
+    itemsize = view.dtype.itemsize
+    if name in verb.whole:
+        dense = contiguous(view.shape, itemsize)
+        return any(
+            n > 1 and stride != wanted
+            for n, stride, wanted in zip(view.shape, view.strides, dense, strict=True)
+        )
+    return bool(view.shape[-1] > 1 and view.strides[-1] != itemsize)
+
+
+def _remember(key: Any, call: Call) -> None:
+    with _prepared_lock:
+        if len(_prepared) >= _MAX_PREPARED:
+            for old in list(_prepared)[: _MAX_PREPARED // 2]:
+                del _prepared[old]
+        _prepared[key] = call
+
+
+def _current_device() -> int:
+    import cupy
+
+    device: int = cupy.cuda.runtime.getDevice()
+    return device
+
+
+def _imported(
+    verb: Verb,
+    inputs: Arrays,
+    targets: Arrays,
+    options: Options,
+    flag: bool,
+    backend: str | None,
+    framework: str,
+) -> Sequence[Any]:
+    """`run` on views of the arrays, which may be of several frameworks, on the host or on a GPU."""
+    if backend not in (None, "cuda", "cpu"):
+        raise ValueError(f"backend: got {backend!r}; accepted are 'cuda', 'cpu' and None")
+    if verb.refuses_gradients:
+        arrays.refuse_gradients(verb.inputs, inputs)
+    q = inputs[verb.q]
+    with arrays.on_stream_of(q, framework) as stream:
+        given: list[Imported | None] = []
+        for name, x in _named(verb, inputs, targets):
+            output = name in verb.outputs
+            if x is None and (output or name in verb.optional):
+                given.append(None)
+                continue
+            shown = f"{verb.prefix}{name}" if output else name
+            array = arrays.import_array(shown, x, stream=stream)
+            if output and array.readonly:
+                raise ValueError(f"{shown}: got a read-only array; pass a writable one")
+            given.append(array)
+        device = given[verb.q].device  # type: ignore[union-attr]
+        for name, each in zip(verb.names, given, strict=True):
+            if each is not None and each.device != device:
+                shown = f"{verb.prefix}{name}" if name in verb.outputs else name
+                raise ValueError(_elsewhere(shown, each.device, device))
+        count = len(inputs)
+        views = [None if x is None else x.array for x in given]
+        place = _backend(backend, device)
+        results = place(verb, views[:count], views[count:], options, flag)
+        return [
+            target
+            if target is not None or result is None
+            else arrays.export_array(result, framework, stream)
+            for target, result in zip(targets, results, strict=True)
+        ]
+
+
+def _backend(backend: str | None, device: int) -> Any:
+    """Where a call with arrays on `device` runs: one of the four functions below."""
+    on_device = device != HOST
     if backend is None:
         backend = "cuda" if on_device or gpu_available() else "cpu"
     if backend == "cuda" and not on_device and not gpu_available():
@@ -67,223 +365,83 @@ def forward(
             "backend: got 'cuda', but there is no usable GPU (`rawattn info` says why); use backend=None or 'cpu'"
         )
     if backend == "cuda":
-        run = cuda if on_device else _cuda_from_host
-    else:
-        run = _cpu_from_device if on_device else cpu
-    return run(q.array, k.array, v.array, target, values, return_lse)
+        return cuda if on_device else _cuda_from_host
+    return _cpu_from_device if on_device else cpu
 
 
 def cuda(
-    q: Any, k: Any, v: Any, out: Any, values: tuple[Any, ...], return_lse: bool
-) -> tuple[Any, Any]:
-    """CuPy arrays, on the current stream. All on one device, which need not be the current one."""
-    import cupy
-
-    q_data, k_data, v_data = q.data, k.data, v.data
-    device = q_data.device_id
-    if device != cupy.cuda.runtime.getDevice():
-        with cupy.cuda.Device(device):
-            return cuda(q, k, v, out, values, return_lse)
-
-    q_at, k_at, v_at = q_data.ptr, k_data.ptr, v_data.ptr
-    # 16 bytes is the widest access there is: of an address only its place in them matters.
-    pointers = (q_at | k_at | v_at | (0 if out is None else out.data.ptr)) % 16
-    key: Any = (
-        device,
-        k_data.device_id,
-        v_data.device_id,
-        pointers,
-        return_lse,
-        selection(),
-        q.shape,
-        k.shape,
-        v.shape,
-        q.strides,
-        k.strides,
-        v.strides,
-        q.dtype,
-        k.dtype,
-        v.dtype,
-        None if out is None else (out.shape, out.strides, out.dtype, out.data.device_id),
-        options_key(values),
-    )
-    try:
-        prepared = _prepared.get(key)
-    except TypeError:  # an option that cannot be hashed: describing the call tells what is wrong
-        prepared, key = None, None
-    if prepared is None:
-        prepared = _prepare(q, k, v, out, values, return_lse, device, pointers)
-        if key is not None:
-            _remember(key, prepared)
-    elif out is not None:
-        _problem.check_out(out, shape=prepared.out_shape, dtype=q.dtype, inputs=(q, k, v))
-    if prepared.copies is not None:
-        q, k, v = (
-            cupy.ascontiguousarray(x) if copy else x
-            for x, copy in zip((q, k, v), prepared.copies, strict=True)
-        )
-        q_at, k_at, v_at = q.data.ptr, k.data.ptr, v.data.ptr
-    if out is None:
-        out = cupy.empty(prepared.out_shape, q.dtype)
-    lse = cupy.empty(prepared.lse_shape, np.float32) if return_lse else None
-    prepared.run(q_at, k_at, v_at, out.data.ptr, 0 if lse is None else lse.data.ptr)
-    return out, lse
+    verb: Verb, inputs: Arrays, targets: Arrays, options: Options, flag: bool
+) -> Sequence[Any]:
+    """CuPy arrays, on CuPy's current stream."""
+    own = native("cupy")
+    assert own is not None
+    read = own.read((*inputs, *targets), verb.required)
+    assert read is not None
+    return on_gpu(verb, own, read, inputs, targets, options, flag)
 
 
-def cpu(
-    q: Any, k: Any, v: Any, out: Any, values: tuple[Any, ...], return_lse: bool
-) -> tuple[Any, Any]:
-    """NumPy arrays."""
-    problem, lengths = _problem.describe(q, k, v, **_named(values))
-    out_shape, lse_shape = _problem.result_shapes(problem)
-    if out is None:
-        out = empty_host(out_shape, q.dtype)
-        out[...] = 0
-    else:
-        _problem.check_out(out, shape=out_shape, dtype=q.dtype, inputs=(q, k, v))
-    lse = empty_host(lse_shape, np.float32) if return_lse else None
-    if lse is not None:
-        lse[...] = -np.inf
-    cpu_forward.forward(problem, layout.host_lengths(lengths), q, k, v, out, lse)
-    return out, lse
-
-
-@functools.cache
-def gpu_available() -> bool:
-    """Whether CuPy is installed and sees a GPU."""
-    try:
-        import cupy
-
-        return bool(cupy.cuda.runtime.getDeviceCount() > 0)
-    except Exception:  # CuPy and the driver fail in many ways where there is no GPU
-        return False
+def cpu(verb: Verb, inputs: Arrays, targets: Arrays, options: Options, flag: bool) -> Sequence[Any]:
+    """NumPy arrays, by the CPU backend."""
+    named = dict(_named(verb, inputs, targets))
+    described, lengths, specs = _describe(verb, named, options, flag)
+    results = []
+    for target, spec, padding in zip(targets, specs, verb.padding, strict=True):
+        result = target
+        if target is None and spec is not None:
+            result = arrays.empty_host(*spec)
+            result[...] = padding
+        results.append(result)
+    verb.cpu(described, layout.host_lengths(lengths), inputs, results, flag)
+    return results
 
 
 def _cuda_from_host(
-    q: Any, k: Any, v: Any, out: Any, values: tuple[Any, ...], return_lse: bool
-) -> tuple[Any, Any]:
+    verb: Verb, inputs: Arrays, targets: Arrays, options: Options, flag: bool
+) -> Sequence[Any]:
+    """NumPy arrays, by a GPU."""
     import cupy
 
     def upload(host: Any) -> Any:
+        if host is None:
+            return None
         on_device = cupy.empty(host.shape, host.dtype)
         on_device.set(np.asarray(host, order="C"))
         return on_device
 
-    if out is not None:
-        problem, _ = _problem.describe(q, k, v, **_named(values))
-        out_shape, _ = _problem.result_shapes(problem)
-        _problem.check_out(out, shape=out_shape, dtype=q.dtype, inputs=(q, k, v))
-    # The caller's `out` travels too: its padding rows come back as they were.
-    target = None if out is None else upload(out)
-    result, lse = cuda(upload(q), upload(k), upload(v), target, values, return_lse)
-    host = result.get()
-    if out is not None:
-        out[...] = host
-        host = out
-    return host, None if lse is None else lse.get()
+    _describe(verb, dict(_named(verb, inputs, targets)), options, flag)
+    # The caller's own arrays travel too: their padding rows come back as they were.
+    results = cuda(verb, [*map(upload, inputs)], [*map(upload, targets)], options, flag)
+    found = []
+    for target, result in zip(targets, results, strict=True):
+        host = None if result is None else result.get()
+        if target is not None:
+            target[...] = host
+            host = target
+        found.append(host)
+    return found
 
 
 def _cpu_from_device(
-    q: Any, k: Any, v: Any, out: Any, values: tuple[Any, ...], return_lse: bool
-) -> tuple[Any, Any]:
+    verb: Verb, inputs: Arrays, targets: Arrays, options: Options, flag: bool
+) -> Sequence[Any]:
+    """CuPy arrays, by the CPU backend."""
     import cupy
 
+    def download(on_device: Any) -> Any:
+        return None if on_device is None else on_device.get()
+
+    q = inputs[verb.q]
     with cupy.cuda.Device(q.data.device_id):
-        host_out = None if out is None else out.get()
-        result, lse = cpu(q.get(), k.get(), v.get(), host_out, values, return_lse)
-        on_device = cupy.empty(result.shape, result.dtype) if out is None else out
-        on_device.set(result)
-        return on_device, None if lse is None else cupy.asarray(lse)
-
-
-def _prepare(
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    values: tuple[Any, ...],
-    return_lse: bool,
-    device: int,
-    pointers: int,
-) -> Any:
-    from rawattn._runtime.forward import Forward
-
-    problem, lengths = _problem.describe(q, k, v, **_named(values))
-    out_shape, lse_shape = _problem.result_shapes(problem)
-    if out is not None:
-        _problem.check_out(out, shape=out_shape, dtype=q.dtype, inputs=(q, k, v))
-    for name, x in (("k", k), ("v", v), ("out", out)):
-        if x is not None and x.data.device_id != device:
-            raise ValueError(_elsewhere(name, x.data.device_id, device))
-    for side in (lengths.q, lengths.k):
-        for integers in (side.start, side.length):
-            if integers is not None and not isinstance(integers, np.ndarray):
-                place = integers.data.device_id
-                if place != device:
-                    raise ValueError(_elsewhere("seqs", place, device))
-    copies = tuple(x.shape[-1] > 1 and x.strides[-1] != x.dtype.itemsize for x in (q, k, v))
-    strides = {
-        name: _contiguous_strides(x.shape, x.dtype.itemsize) if copy else x.strides
-        for name, x, copy in zip("qkv", (q, k, v), copies, strict=True)
-    }
-    strides["out"] = (
-        _contiguous_strides(out_shape, q.dtype.itemsize) if out is None else out.strides
-    )
-    return Forward(
-        problem,
-        lengths,
-        device=device,
-        strides=strides,
-        pointers=pointers,
-        copies=copies if any(copies) else None,
-        out_shape=out_shape,
-        lse_shape=lse_shape,
-        fill_out=out is None,
-        fill_lse=return_lse,
-    )
-
-
-def _remember(key: Any, prepared: Any) -> None:
-    with _prepared_lock:
-        if len(_prepared) >= _MAX_PREPARED:
-            for old in list(_prepared)[: _MAX_PREPARED // 2]:
-                _retire(_prepared.pop(old))
-            _retired[:] = [each for each in _retired if not all(event.done for event in each[1])]
-        _prepared[key] = prepared
-
-
-# Launches nobody will repeat, each with events after which nothing on the device reads their memory any more.
-_retired: list[tuple[Any, list[Any]]] = []
-
-
-def _retire(prepared: Any) -> None:
-    import cupy
-
-    events = []
-    for stream in prepared.streams():
-        event = cupy.cuda.Event(disable_timing=True)
-        event.record(stream)
-        events.append(event)
-    _retired.append((prepared, events))
-
-
-def options_key(values: tuple[Any, ...]) -> Any:
-    """What tells the options of calls apart: True == 1 == 1.0, and not all of them are accepted everywhere."""
-    types = tuple(map(type, values))
-    if tuple in types:  # a window
-        types += tuple(type(end) for x in values if type(x) is tuple for end in x)
-    return values, types
-
-
-def _named(values: tuple[Any, ...]) -> dict[str, Any]:
-    return dict(zip(OPTIONS, values, strict=True))
-
-
-def _contiguous_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    strides = [itemsize]
-    for extent in reversed(shape[1:]):
-        strides.append(strides[-1] * extent)
-    return tuple(reversed(strides))
+        hosts = [*map(download, inputs)], [*map(download, targets)]
+        results = cpu(verb, *hosts, options, flag)
+        found = []
+        for target, result in zip(targets, results, strict=True):
+            array = target
+            if result is not None:
+                array = cupy.empty(result.shape, result.dtype) if target is None else target
+                array.set(result)
+            found.append(array)
+        return found
 
 
 def _elsewhere(name: str, device: int, q_device: int) -> str:

@@ -1,4 +1,4 @@
-"""A loaded kernel and its launch.
+"""Kernels loaded on a device, and their launch.
 
 `cupy.RawModule` loads; the launch goes straight to the driver. CuPy's own converts one argument after the other, and takes
 longer over a struct and three tensor maps than the driver over the launch.
@@ -6,10 +6,41 @@ longer over a struct and three tensor maps than the driver over the launch.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
 import struct
+import tempfile
 import threading
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+
+from rawattn._compile import compiler
+from rawattn._compile.compiler import Cubin, Source
+from rawattn._kernels.target import Target
+
+
+class Arguments:
+    """What a launch hands to the driver: pointers to the kernel's parameters, and behind them the parameters' bytes.
+
+    data: all of it. at: where in it each parameter begins. address: of all of it, which does not move.
+    """
+
+    __slots__ = ("_memory", "address", "at", "data")
+
+    def __init__(self, parameters: Sequence[bytes | bytearray]) -> None:
+        count = len(parameters)
+        self.data = bytearray(b"".join((bytes(8 * count), *parameters)))
+        self._memory = ctypes.c_char.from_buffer(self.data)
+        self.address = ctypes.addressof(self._memory)
+        self.at: list[int] = []
+        at = 8 * count
+        for parameter in parameters:
+            self.at.append(at)
+            at += len(parameter)
+        pointers = (self.address + place for place in self.at)
+        struct.pack_into(f"<{count}Q", self.data, 0, *pointers)
 
 
 class Kernel:
@@ -21,31 +52,21 @@ class Kernel:
 
         self._function = function  # as long as it is there, so is the handle
         self._handle: int = function.kernel.ptr
-        self._current_stream = cupy.cuda.get_current_stream
         self._enqueue = cupy.cuda.driver.launchKernel
 
     def allow_shared_memory(self, nbytes: int) -> None:
         """A launch may ask for `nbytes` of dynamic shared memory; without this, for 48 KiB."""
         self._function.max_dynamic_shared_size_bytes = nbytes
 
-    def __call__(
-        self, blocks: int, threads: int, *arguments: bytes | bytearray, shared_bytes: int = 0
+    def launch(
+        self, blocks: int, threads: int, shared_bytes: int, stream: int, arguments: Arguments
     ) -> None:
-        """Launches on CuPy's current stream. arguments: the bytes of each parameter of the kernel, read before this returns."""
+        """Enqueues it on a stream. The arguments are read before this returns."""
         if not _thread.bound:
             _thread.bind()
-        # The driver wants an array of pointers to the arguments: here it stands before them.
-        count = len(arguments)
-        buffer = bytearray(b"".join((bytes(8 * count), *arguments)))
-        first = ctypes.c_char.from_buffer(buffer)
-        address = ctypes.addressof(first)
-        pointers, at = [], address + 8 * count
-        for argument in arguments:
-            pointers.append(at)
-            at += len(argument)
-        struct.pack_into(f"<{count}Q", buffer, 0, *pointers)
-        stream: int = self._current_stream().ptr
-        self._enqueue(self._handle, blocks, 1, 1, threads, 1, 1, shared_bytes, stream, address, 0)
+        self._enqueue(
+            self._handle, blocks, 1, 1, threads, 1, 1, shared_bytes, stream, arguments.address, 0
+        )
 
 
 class _Thread(threading.local):
@@ -61,3 +82,49 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
+
+_functions: dict[tuple[Source, int], Any] = {}
+_loading: dict[tuple[Source, int], threading.Lock] = {}
+
+
+def load(source: Source, device: int) -> Kernel:
+    """The kernel, compiled where it must be and loaded on a device.
+
+    Later calls return the same object. Safe to call from several threads.
+    """
+    function = _functions.get((source, device))
+    if function is None:
+        with _loading.setdefault((source, device), threading.Lock()):
+            function = _functions.get((source, device))
+            if function is None:
+                cubin = compiler.compile_source(source, compiler.device_arch(device))
+                function = _functions[source, device] = _load(cubin, source.entry, device)
+    return function
+
+
+@functools.cache
+def target(device: int) -> Target:
+    """A device as kernels are chosen for it."""
+    import cupy
+
+    attributes = cupy.cuda.Device(device).attributes
+    return Target(
+        arch=compiler.device_arch(device),
+        shared_limit=attributes["MaxSharedMemoryPerBlockOptin"],
+        multiprocessors=attributes["MultiProcessorCount"],
+    )
+
+
+def _load(cubin: Cubin, entry: str, device: int) -> Kernel:
+    import cupy
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(cupy.cuda.Device(device))
+        path = cubin.path
+        if path is None:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rawattn-"))
+            path = Path(folder, "kernel.cubin")
+            path.write_bytes(cubin.image)
+        function = cupy.RawModule(path=str(path)).get_function(entry)
+        # CuPy reads the file at first use: now, while it exists and its device is current.
+        return Kernel(function)

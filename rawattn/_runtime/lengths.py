@@ -1,132 +1,114 @@
-"""The sequences of a call as the kernels read them: packed sides, and for ragged batches the order of the work."""
+"""The integers of a call's lengths on a device: sent there where the host has them, and the orders that follow from them.
+
+Host lengths travel in the parameters of launches on the caller's stream, so nothing waits for them. What was sent belongs to
+the layout and to the stream: a later call with the same layout on that stream finds it there, and its memory goes back to
+where it came from, in the order of that stream, with the layout.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from rawattn._call.layout import Lengths, Side
-from rawattn._compile import compiler
-from rawattn._kernels import params
-from rawattn._kernels.portable import schedule
-from rawattn._runtime import driver
+from rawattn._call.structure import SideStructure, Structure
+from rawattn._interop.native import Native
+from rawattn._kernels.params import WORDS_A_LAUNCH
+from rawattn._kernels.portable import send_words
+from rawattn._kernels.steps import logical_lengths
+from rawattn._runtime import kernel
+from rawattn._runtime.kernel import Arguments
+
+NAMES = ("start_q", "length_q", "start_k", "length_k")
+_ALIGNMENT = 8  # bytes
 
 
-class DeviceLengths:
-    """Lengths of one call on one device.
+class Placed:
+    """Lengths on one device, for work on one stream.
 
-    Host integers are copied to the device once, here. That memory belongs to a private stream and nothing orders its reuse
-    after the last launch that reads it: whoever lets a `DeviceLengths` go waits for those launches first.
+    addresses: of `NAMES`, 0 where there are no such integers; behind them those of `more` bytes that were asked for.
     """
 
-    def __init__(self, lengths: Lengths, device: int) -> None:
-        self.device = device
-        self._batch = lengths.batch
-        self._arrays: list[Any] = []
-        arrays = (lengths.q.start, lengths.q.length, lengths.k.start, lengths.k.length)
-        with private_stream(device) if any(x is not None for x in arrays) else nullcontext():
-            self.q_side = self._pack(lengths.q)
-            self.k_side = self._pack(lengths.k)
+    __slots__ = ("_owner", "addresses")
 
-    def schedule(self, tile: int, *, of: Literal["q", "k"] = "q") -> Any:
-        """Enqueues the ordering of the sequences on the current stream: an array that holds `order`, then `first_tile`.
+    def __init__(
+        self,
+        lengths: Lengths,
+        structure: Structure,
+        memory: Native,
+        device: int,
+        stream: int,
+        more: list[int],
+    ) -> None:
+        """more: sizes in bytes of what else belongs to the layout."""
+        words, where = _words(lengths, structure)
+        sizes = [4 * words.size, *more]
+        starts = []
+        total = 0
+        for size in sizes:
+            starts.append(total)
+            total += -(-size // _ALIGNMENT) * _ALIGNMENT
+        base = 0
+        self._owner: Any = None
+        if total:
+            self._owner, base = memory.allocate(total, device)
+        self.addresses = [
+            base + at if at is not None else _address(integers)
+            for at, integers in zip(where, _integers(lengths), strict=True)
+        ]
+        self.addresses += [base + start for start in starts[1:]]
+        if words.size:
+            send = kernel.load(send_words.source(), device)
+            for packed in send_words.launches(words, base):
+                send.launch(1, send_words.THREADS, 0, stream, Arguments([packed]))
 
-        tile: rows of the tiles to hand out, which are those `of` one side; sequences that are longest on the other come
-        first.
-        """
-        import cupy
+    @property
+    def owner(self) -> Any:
+        """What keeps the memory."""
+        return self._owner
 
-        order = cupy.empty(2 * self._batch + 1, np.int32)
-        packed = np.zeros(1, params.SCHEDULE)
-        fields = packed[0]
-        tiled, longest = (self.q_side, self.k_side) if of == "q" else (self.k_side, self.q_side)
-        fields["q_side"], fields["k_side"] = tiled, longest
-        fields["order"], fields["first_tile"] = self.schedule_addresses(order)
-        fields["batch"], fields["tile_q"] = self._batch, tile
-        compiler.load(schedule.source(), self.device)(
-            schedule.blocks(self._batch),
-            schedule.THREADS,
-            packed.tobytes(),
-            shared_bytes=schedule.SHARED_BYTES,
-        )
-        return order
 
-    def schedule_once(self, tile: int, *, of: Literal["q", "k"] = "q") -> Any:
-        """`schedule` for lengths that never change: done when this returns, for every stream."""
-        with private_stream(self.device) as stream:
-            order = self.schedule(tile, of=of)
-            stream.synchronize()
-        return order
+def launches_to_send(words: int) -> int:
+    """How many launches carry so many 32-bit words."""
+    return -(-words // WORDS_A_LAUNCH)
 
-    def schedule_addresses(self, order: Any) -> tuple[int, int]:
-        address = order.data.ptr
-        return address, address + 4 * self._batch
 
-    def _pack(self, side: Side) -> Any:
-        packed = np.zeros((), params.SIDE)
-        for name, integers in (("start", side.start), ("length", side.length)):
-            if integers is None:
+def _integers(lengths: Lengths) -> tuple[Any, ...]:
+    return (lengths.q.start, lengths.q.length, lengths.k.start, lengths.k.length)
+
+
+def _address(integers: Any) -> int:
+    return 0 if integers is None else int(integers.data.ptr)
+
+
+def _words(lengths: Lengths, structure: Structure) -> tuple[np.ndarray[Any, Any], list[int | None]]:
+    """All host integers as 32-bit words, and the byte at which each of `NAMES` begins there; None where it is elsewhere."""
+    parts: list[np.ndarray[Any, Any]] = []
+    where: list[int | None] = []
+    known: dict[int, int] = {}
+    size = 0
+    for side, form in ((lengths.q, structure.q), (lengths.k, structure.k)):
+        for integers in (side.start, side.length):
+            if not isinstance(integers, np.ndarray):
+                where.append(None)
                 continue
-            on_device = self._on_device(integers)
-            packed[name]["data"] = on_device.data.ptr
-            packed[name]["is_64bit"] = on_device.dtype.itemsize == 8
-        packed["cumulative"] = side.cumulative
-        packed["rows"] = side.rows
-        return packed
-
-    def _on_device(self, integers: Any) -> Any:
-        import cupy
-
-        on_device = integers
-        if isinstance(integers, np.ndarray):
-            on_device = cupy.empty(integers.shape, integers.dtype)
-            # The current stream is the private one: a capture forbids the legacy stream.
-            stream = cupy.cuda.get_current_stream()
-            on_device.set(integers, stream=stream)
-            stream.synchronize()
-        self._arrays.append(on_device)
-        return on_device
+            at = known.get(id(integers))
+            if at is None:
+                sent = _sent(side, form, integers, lengths.batch)
+                at = known[id(integers)] = size
+                parts.append(sent)
+                size += sent.nbytes
+                if size % _ALIGNMENT:
+                    parts.append(np.zeros(1, np.uint32))
+                    size += 4
+            where.append(at)
+    return (np.concatenate(parts) if parts else np.empty(0, np.uint32)), where
 
 
-def tile_count(side: Side, batch: int, tile: int, *, group: bool) -> int:
-    """Tiles of `tile` rows over all sequences: exact for host lengths, else the most there can be."""
-    if side.start is None and side.length is None:
-        return batch * -(-side.rows // tile)
-    if all(x is None or isinstance(x, np.ndarray) for x in (side.start, side.length)):
-        return int(np.sum(-(-logical_lengths(side, batch) // tile)))
-    most = batch * -(-side.max_seqlen // tile)
-    return min(most, side.rows // tile + batch) if group else most
-
-
-def logical_lengths(side: Side, batch: int) -> Any:
-    """Logical lengths of a side whose integers are host data, (batch,) int64."""
-    if side.start is None and side.length is None:
-        return np.full(batch, side.rows)
-    integers = side.start if side.length is None else side.length
-    differences = side.length is None or side.cumulative
-    return (np.diff(integers) if differences else integers).astype(np.int64)
-
-
-_private_streams: dict[int, Any] = {}
-
-
-@contextmanager
-def private_stream(device: int) -> Iterator[Any]:
-    """A stream of our own to prepare on, legal while another stream captures a graph.
-
-    Preparing allocates and copies, which a capture in the default mode forbids to the whole thread; it is relaxed here
-    because nothing done on this stream is part of the graph.
-    """
-    import cupy
-
-    before = driver.exchange_capture_mode(driver.CAPTURE_RELAXED)
-    try:
-        if device not in _private_streams:
-            _private_streams[device] = cupy.cuda.Stream(non_blocking=True)
-        with _private_streams[device] as stream:
-            yield stream
-    finally:
-        driver.exchange_capture_mode(before)
+def _sent(side: Side, form: SideStructure, integers: Any, batch: int) -> np.ndarray[Any, Any]:
+    if integers is side.start:
+        dtype = np.int32 if form.start == 4 else np.int64
+        return np.ascontiguousarray(integers, dtype).view(np.uint32)
+    lengths = logical_lengths(side, batch)
+    return np.ascontiguousarray(lengths, np.int32).view(np.uint32)

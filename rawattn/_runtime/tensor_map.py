@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from rawattn._kernels.steps import Geometry
 from rawattn._runtime import driver
 
+MAP_BYTES = 128
 _KEEP = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Geometry:
-    """All of a map but its address. Innermost axis first; strides in bytes, without the innermost axis's."""
-
-    dtype: str
-    dims: tuple[int, ...]
-    strides: tuple[int, ...]
-    box: tuple[int, ...]
-    origin: int  # bytes from the array's address to the map's
-
-
 class TensorMaps:
-    """Maps of one geometry, encoded once for each address. An encoding is an opaque 128-byte kernel argument."""
+    """Maps of one geometry, encoded once for each address. An encoding is an opaque kernel argument."""
 
     def __init__(self, geometry: Geometry) -> None:
         self._geometry = geometry

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from rawattn._call.layout import SeqLayout
-from rawattn._interop import arrays
+from rawattn._call.options import Options
 from rawattn._runtime import dispatch
+from rawattn._runtime.verbs import FORWARD
 
 
 def attention(
@@ -99,7 +100,7 @@ def attention(
     >>> rawattn.attention(q, k, v, causal=True).shape
     (2, 5, 4, 16)
     """
-    values = (
+    options = Options(
         seqs,
         causal,
         align,
@@ -116,28 +117,5 @@ def attention(
         seed,
         num_splits,
     )
-    framework = arrays.framework_of(q)
-    if (
-        framework == "cupy"
-        and (backend is None or backend == "cuda")
-        and type(q) is type(k) is type(v)
-        and (out is None or type(out) is type(q))
-    ):
-        # The shortest way: CuPy's current stream is the right one, and there is nothing to convert.
-        result, lse = dispatch.cuda(q, k, v, out, values, return_lse)
-        return (result, lse) if return_lse else result
-
-    if backend not in (None, "cuda", "cpu"):
-        raise ValueError(f"backend: got {backend!r}; accepted are 'cuda', 'cpu' and None")
-    with arrays.on_stream_of(q, framework) as stream:
-        result, lse = dispatch.forward(
-            arrays.import_array("q", q, stream=stream),
-            arrays.import_array("k", k, stream=stream),
-            arrays.import_array("v", v, stream=stream),
-            None if out is None else arrays.import_array("out", out, stream=stream),
-            values,
-            return_lse=return_lse,
-            backend=backend,
-        )
-        returned = out if out is not None else arrays.export_array(result, framework, stream)
-        return (returned, arrays.export_array(lse, framework, stream)) if return_lse else returned
+    results = dispatch.run(FORWARD, (q, k, v), (out, None), options, return_lse, backend)
+    return tuple(results) if return_lse else results[0]

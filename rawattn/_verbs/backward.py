@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal
 
 from rawattn._call.gradients import Gradients
 from rawattn._call.layout import SeqLayout
-from rawattn._interop import arrays as _arrays
-from rawattn._runtime import dispatch_backward
-from rawattn._verbs.attention import attention
+from rawattn._call.options import Options
+from rawattn._runtime import dispatch
+from rawattn._runtime.verbs import BACKWARD, FORWARD
 
 
 def attention_backward(
@@ -72,8 +73,8 @@ def attention_backward(
     Returns
     -------
     Gradients
-        (dq, dk, dv, dbias, dsink_logits) in q's framework, on q's device. dk and dv have the heads of k and v: the query
-        heads that share one are summed. dbias and dsink_logits are None.
+        (dq, dk, dv, dbias, dsink_logits, captured) in q's framework, on q's device. dk and dv have the heads of k and v:
+        the query heads that share one are summed. dbias, dsink_logits and captured are None.
 
     Rows that see no key have dq 0; keys that no query sees have dk = dv = 0. Whatever padding rows hold, NaN included,
     reaches no gradient.
@@ -99,71 +100,57 @@ def attention_backward(
     >>> gradients.dk.shape
     (2, 5, 4, 16)
     """
-    options = {
-        "seqs": seqs,
-        "causal": causal,
-        "align": align,
-        "window": window,
-        "sink": sink,
-        "scale": scale,
-        "bias": bias,
-        "mask": mask,
-        "alibi_slopes": alibi_slopes,
-        "softcap": softcap,
-        "score_mod": score_mod,
-        "sink_logits": sink_logits,
-        "dropout_p": dropout_p,
-        "seed": seed,
-    }
-    if backend not in (None, "cuda", "cpu"):
-        raise ValueError(f"backend: got {backend!r}; accepted are 'cuda', 'cpu' and None")
-    for name, flag in (("deterministic", deterministic), ("want_dbias", want_dbias)):
-        if not isinstance(flag, bool) and not (name == "want_dbias" and flag is None):
-            raise TypeError(f"{name}: got {type(flag).__name__}, expected a bool")
-    if want_dbias and bias is None:
-        raise ValueError("want_dbias: got True, but bias is None; pass the bias or drop want_dbias")
-    if into is not None and not isinstance(into, Gradients):
+    options = Options(
+        seqs,
+        causal,
+        align,
+        window,
+        sink,
+        scale,
+        bias,
+        mask,
+        alibi_slopes,
+        softcap,
+        score_mod,
+        sink_logits,
+        dropout_p,
+        seed,
+    )
+    wanted = _wanted(into, bias, want_dbias, deterministic)
+    inputs = (dout, q, k, v, out, lse, dlse)
+    return Gradients(*dispatch.run(BACKWARD, inputs, wanted[:3], options, deterministic, backend))
+
+
+_NONE = Gradients()
+
+
+def _wanted(into: Any, bias: Any, want_dbias: Any, deterministic: Any) -> Gradients:
+    """The arrays to write, checked as far as they are not arrays of the call."""
+    if deterministic is not True and deterministic is not False:
+        raise TypeError(f"deterministic: got {type(deterministic).__name__}, expected a bool")
+    if want_dbias is not None:
+        if not isinstance(want_dbias, bool):
+            raise TypeError(f"want_dbias: got {type(want_dbias).__name__}, expected a bool")
+        if want_dbias and bias is None:
+            raise ValueError(
+                "want_dbias: got True, but bias is None; pass the bias or drop want_dbias"
+            )
+    if into is None:
+        return _NONE
+    if not isinstance(into, Gradients):
         raise TypeError(
             f"into: got {type(into).__name__}, expected rawattn.Gradients(dq=..., dk=..., dv=...) or None"
         )
-    wanted = into or Gradients()
-    for name in ("dbias", "dsink_logits"):
-        if getattr(wanted, name) is not None:
+    for name in Gradients._fields[3:]:
+        if getattr(into, name) is not None:
             raise ValueError(
                 f"into.{name}: got an array, but the call has no input of which it is the gradient"
             )
+    return into
 
-    framework = _arrays.framework_of(q)
-    with _arrays.on_stream_of(q, framework) as stream:
-        arrays = {
-            name: None
-            if x is None and name == "dlse"
-            else _arrays.import_array(name, x, stream=stream)
-            for name, x in (
-                ("dout", dout),
-                ("q", q),
-                ("k", k),
-                ("v", v),
-                ("out", out),
-                ("lse", lse),
-                ("dlse", dlse),
-            )
-        }
-        targets = {
-            name: None
-            if (x := getattr(wanted, name)) is None
-            else _arrays.import_array(f"into.{name}", x, stream=stream)
-            for name in dispatch_backward.RESULTS
-        }
-        results = dispatch_backward.backward(
-            arrays, targets, options, deterministic=deterministic, backend=backend
-        )
-        return Gradients(
-            *(
-                _arrays.export_array(result, framework, stream) if given is None else given
-                for given, result in zip(wanted[:3], results, strict=True)
-            )
-        )
+
+# Inside a vjp the caller takes the gradients: a tensor that requires one is read as its values.
+_UNTRACKED = replace(FORWARD, refuses_gradients=False)
 
 
 def attention_vjp(
@@ -201,7 +188,15 @@ def attention_vjp(
                 f"{name}: attention_vjp does not take it; expected an option of the backward"
             )
         options.pop(name, None)
-    out, lse = attention(q, k, v, **options, return_lse=True)
+    backend = options.pop("backend", None)
+    try:
+        known = Options(**options)
+    except TypeError:
+        unknown = next(name for name in options if name not in Options._fields)
+        raise TypeError(
+            f"{unknown}: attention_vjp has no such option; accepted are {', '.join(Options._fields)}"
+        ) from None
+    out, lse = dispatch.run(_UNTRACKED, (q, k, v), (None, None), known, True, backend)
 
     def backward(
         dout: Any,
@@ -218,6 +213,7 @@ def attention_vjp(
             out,
             lse,
             **options,
+            backend=backend,
             dlse=dlse,
             want_dbias=want_dbias,
             deterministic=deterministic,

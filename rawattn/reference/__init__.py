@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rawattn._call.gradients import Gradients
+from rawattn._call.options import Options
 from rawattn.reference import _philox
 from rawattn.reference._call import Array, Call, ReferenceScoreMod, exactly, read
 
@@ -63,11 +64,11 @@ def attention(
     >>> out.shape, np.exp(lse[0, 0] - 2.0).round(6).tolist()
     ((1, 3, 2, 4), [1.0, 2.0, 3.0])
     """
-    call = read(
-        q, k, v, seqs=seqs, causal=causal, align=align, window=window, sink=sink, scale=scale,
-        bias=bias, mask=mask, alibi_slopes=alibi_slopes, softcap=softcap, score_mod=score_mod,
-        sink_logits=sink_logits, dropout_p=dropout_p, seed=seed, num_splits=num_splits,
+    options = Options(
+        seqs, causal, align, window, sink, scale, bias, mask, alibi_slopes, softcap, score_mod, sink_logits,
+        dropout_p, seed, num_splits,
     )  # fmt: skip
+    call = read(q, k, v, options)
     out, lse = _forward(call)
     return (out, lse) if return_lse else out
 
@@ -116,11 +117,11 @@ def attention_backward(
     >>> gradients.dv.sum().round(6).item(), gradients.dbias is None
     (40.0, True)
     """
-    call = read(
-        q, k, v, seqs=seqs, causal=causal, align=align, window=window, sink=sink, scale=scale,
-        bias=bias, mask=mask, alibi_slopes=alibi_slopes, softcap=softcap, score_mod=score_mod,
-        sink_logits=sink_logits, dropout_p=dropout_p, seed=seed,
+    options = Options(
+        seqs, causal, align, window, sink, scale, bias, mask, alibi_slopes, softcap, score_mod, sink_logits,
+        dropout_p, seed,
     )  # fmt: skip
+    call = read(q, k, v, options)
     if want_dbias and bias is None:
         raise ValueError("want_dbias=True needs a bias, got bias=None: pass one or drop want_dbias")
     wanted = bias is not None and want_dbias is not False

@@ -7,11 +7,16 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from rawattn._call import options as _options
 from rawattn._call.layout import Lengths, host_lengths
-from rawattn._call.problem import MAX_SPLITS, Problem, describe
-from rawattn._interop.arrays import import_array, import_integers
+from rawattn._call.options import DEFAULTS, Options
+from rawattn._call.problem import Problem, describe
+from rawattn._interop.arrays import import_array
 
 Array = NDArray[Any]
+
+# Options that the description of the problem resolves; the others are resolved here.
+_OF_PROBLEM = ("causal", "align", "window", "sink", "scale")
 
 
 class ReferenceScoreMod(Protocol):
@@ -57,45 +62,25 @@ class Call(NamedTuple):
     seed: int
 
 
-def read(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    seqs: Any = None,
-    causal: bool = False,
-    align: str = "bottom-right",
-    window: tuple[int | None, int | None] | None = None,
-    sink: int = 0,
-    scale: float | None = None,
-    bias: Any = None,
-    mask: Any = None,
-    alibi_slopes: Any = None,
-    softcap: float | None = None,
-    score_mod: ReferenceScoreMod | None = None,
-    sink_logits: Any = None,
-    dropout_p: float = 0.0,
-    seed: Any = None,
-    num_splits: int | None = None,
-    precision: DTypeLike = np.float64,
-) -> Call:
+def read(q: Any, k: Any, v: Any, options: Options, precision: DTypeLike = np.float64) -> Call:
     """The call with every option checked and resolved; `precision` is that of the arithmetic."""
     dtype = np.dtype(precision)
     q, k, v = (_floats(name, x, dtype) for name, x in (("q", q), ("k", k), ("v", v)))
     # The shapes are those of a float32 call, whatever the dtype is here.
-    stand_ins = (np.broadcast_to(np.float32(0), x.shape) for x in (q, k, v))
-    problem, lengths = describe(
-        *stand_ins, seqs=seqs, causal=causal, align=align, window=window, sink=sink, scale=scale
+    stand_in_q, stand_in_k, stand_in_v = (
+        np.broadcast_to(np.float32(0), x.shape) for x in (q, k, v)
     )
-    if softcap is not None and not 0 < softcap < np.inf:
-        raise ValueError(f"softcap: got {softcap}, expected a finite number above 0, or None")
-    if not 0 <= dropout_p < 1:
-        raise ValueError(f"dropout_p: got {dropout_p}, expected a probability in [0, 1)")
-    if num_splits is not None and not 1 <= num_splits <= MAX_SPLITS:
-        raise ValueError(f"num_splits: got {num_splits}, expected 1 to {MAX_SPLITS}, or None")
+    known = {name: getattr(options, name) for name in ("seqs", *_OF_PROBLEM)}
+    problem, lengths = describe(stand_in_q, stand_in_k, stand_in_v, DEFAULTS._replace(**known))
+    softcap, dropout_p = _options.softcap(options), _options.dropout_p(options)
+    seed = _options.seed(options)
+    _options.num_splits(options)
+    score_mod = options.score_mod
     for method in ("reference_forward", "reference_backward"):
         if score_mod is not None and not hasattr(score_mod, method):
             raise TypeError(f"score_mod: {type(score_mod).__name__} has no method {method}")
+    bias, mask = options.bias, options.mask
+    alibi_slopes, sink_logits = options.alibi_slopes, options.sink_logits
 
     sequences = _sequences(problem, lengths)
     longest = (
@@ -141,11 +126,11 @@ def read(
         shape_bias=shape_bias,
         mask=mask,
         alibi_slopes=alibi_slopes,
-        softcap=None if softcap is None else float(softcap),
+        softcap=softcap,
         score_mod=score_mod,
         sink_logits=sink_logits,
-        dropout_p=float(dropout_p),
-        seed=_seed(seed, dropout_p),
+        dropout_p=dropout_p,
+        seed=_integer(seed),
     )
 
 
@@ -201,14 +186,8 @@ def _four_axes(name: str, array: Array, problem: Problem, longest: tuple[int, in
     return array.reshape(shape)
 
 
-def _seed(seed: Any, dropout_p: float) -> int:
-    if seed is None:
-        if dropout_p > 0:
-            raise ValueError(f"seed: got None, expected an integer, since dropout_p = {dropout_p}")
-        return 0
-    if isinstance(seed, (int, np.integer)) and not isinstance(seed, bool):
-        return int(seed)
-    array = import_integers("seed", seed)
-    if array.size != 1:
-        raise ValueError(f"seed: got shape {array.shape}, expected an integer or an array of one")
-    return int(array.reshape(-1)[0])
+def _integer(seed: Any) -> int:
+    """Of a seed that was checked."""
+    if seed is None or isinstance(seed, (int, np.integer)):
+        return int(seed or 0)
+    return int(seed.reshape(-1)[0])

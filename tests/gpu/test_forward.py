@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from rawattn._compile import compiler
-from rawattn._kernels import FORWARD_FAMILIES, only, params
+from rawattn._kernels import FORWARD_FAMILIES, params
+from rawattn._kernels.selection import only
 from rawattn._kernels.sm90 import forward as sm90_forward
 from rawattn._kernels.sm90.forward import LONG_SEQLEN, SHARED_SEQLEN
 from rawattn._runtime import dispatch, forward

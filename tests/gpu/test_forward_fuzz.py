@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from rawattn._kernels import only
+from rawattn._kernels.selection import only
 from tests.cases import random_case
 from tests.frameworks import CuPy, Jax, NumPy, Torch
 from tests.tiles import clusters, sharing, tensor_stores

@@ -1,4 +1,4 @@
-"""What rawattn/_launch_backward.py does on a GPU, with the shim's kernels and memory."""
+"""What a backward launches on a GPU, with the shim's kernels and memory."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import numpy as np
 
 from rawattn._call.layout import Lengths, Side
 from rawattn._call.problem import Problem, result_shapes
-from rawattn._kernels import params
+from rawattn._call.structure import structure
+from rawattn._kernels import attention_params, params
+from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import backward as portable_backward
 from rawattn._kernels.portable import fill_padding, schedule
 from rawattn._kernels.portable.backward import Config, DqConfig
-from rawattn._runtime import pack
 from tests.cases import Strided
-from tests.shim.launch import Machine, Operand
+from tests.shim.launch import Machine, Operand, padding
 from tests.shim.shim import Memory
 
 
@@ -35,10 +36,17 @@ class Backward:
         self.operands = {name: Operand(name, x) for name, x in operands.items()}
         self.gradients = {name: Operand(name, x, readonly=False) for name, x in gradients.items()}
         self._memory = [x.memory for x in (*self.operands.values(), *self.gradients.values())]
-        packed = np.zeros(1, params.BACKWARD)
+        packed = params.BACKWARD.zeros()
         fields = packed[0]
         forward = fields["forward"]
         every = {**self.operands, **self.gradients}
+        strides = Operands({name: operand.strides for name, operand in every.items()})
+        self.lengths = lengths
+        values = attention_params.backward(problem, structure(lengths), strides)
+        for path, value in values.items():
+            if "side" not in path:
+                into = forward if path.startswith("forward.") else fields
+                into[path.removeprefix("forward.")] = value
         for name, operand in every.items():
             into = forward if name in ("q", "k", "v", "out") else fields
             into[name] = operand.address
@@ -50,8 +58,8 @@ class Backward:
             Memory("row_delta", np.full(shape, np.nan, np.float32), readonly=False)
         )
         self.q_side, self.k_side = self._side("q", lengths.q), self._side("k", lengths.k)
-        strides = {name: operand.strides for name, operand in every.items()}
-        pack.backward(fields, problem, self, strides)
+        # Integers stay as the case has them, where launch code sends those of the host in a form of its own.
+        forward["q_side"], forward["k_side"] = self.q_side, self.k_side
         self.packed = packed
 
     def _keep(self, memory: Memory) -> int:
@@ -139,7 +147,7 @@ class Backward:
         order = Memory("order", np.full(batch, -1, np.int32), readonly=False)
         first_tile = Memory("first_tile", np.zeros(batch + 1, np.int32), readonly=False)
         self._memory += [order, first_tile]
-        packed = np.zeros(1, params.SCHEDULE)
+        packed = params.SCHEDULE.zeros()
         fields = packed[0]
         fields["q_side"], fields["k_side"] = tiled, longest
         fields["order"], fields["first_tile"] = order.address, first_tile.address
@@ -158,15 +166,13 @@ class Backward:
 
     def _fill(self, machine: Machine) -> None:
         problem = self.problem
-        for name, side, nheads, headdim in (
-            ("dq", self.q_side, problem.nheads_q, problem.headdim),
-            ("dk", self.k_side, problem.nheads_kv, problem.headdim),
-            ("dv", self.k_side, problem.nheads_kv, problem.headdim_v),
+        for name, of, side, nheads, headdim in (
+            ("dq", "q", self.q_side, problem.nheads_q, problem.headdim),
+            ("dk", "k", self.k_side, problem.nheads_kv, problem.headdim),
+            ("dv", "k", self.k_side, problem.nheads_kv, problem.headdim_v),
         ):
             operand = self.gradients[name]
-            heads = {"nheads": nheads, "headdim": headdim}
-            whole = pack.padding(problem, side, operand.strides, **heads)
-            packed = np.frombuffer(whole, params.PADDING).copy()
+            packed = padding(problem, self.lengths, of, side, operand, nheads, headdim)
             fields = packed[0]
             fields["out"] = operand.address
             fields["parts"] = parts = 2

@@ -11,18 +11,18 @@ import numpy as np
 
 from rawattn._call.layout import Lengths
 from rawattn._call.problem import Problem, describe
-from rawattn._kernels import source as _source
+from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import fill_padding, schedule
 from rawattn._kernels.portable import forward as portable_forward
 from rawattn._kernels.portable.forward import Config
+from rawattn._kernels.target import without_device
 from tests.cases import CANARY, Case, Inputs, Strided, materialise, strided
-from tests.shim.launch import Forward, Machine
+from tests.shim.launch import Forward, Machine, operands_of
 from tests.shim.shim import Build, Builder
 from tests.tolerance import check, check_lse
 from tests.verify import expected, layout
 
 # What an H100 gives a block: the host has no limit of its own.
-_SHARED_LIMIT = 232448
 
 
 class Tiles(NamedTuple):
@@ -63,7 +63,7 @@ class Cell:
     @cached_property
     def config(self) -> Config:
         config = portable_forward.choose(
-            self.call.problem, copy_bytes=self.call.copy_bytes, shared_limit=_SHARED_LIMIT
+            self.call.problem, without_device("sm_90a"), self.call.operands
         )
         if self.tiles is not None:
             config = replace(
@@ -108,7 +108,11 @@ class Call:
     problem: Problem
     lengths: Lengths
     out: Strided
-    copy_bytes: int
+
+    @property
+    def operands(self) -> Operands:
+        inputs = self.inputs
+        return operands_of({"q": inputs.q, "k": inputs.k, "v": inputs.v, "out": self.out})
 
     def forward(self, *, return_lse: bool = True) -> Forward:
         inputs = self.inputs
@@ -122,13 +126,7 @@ def call_of(case: Case) -> Call:
     q, k, v = inputs.q, inputs.k, inputs.v
     problem, lengths = describe(q.view(), k.view(), v.view(), seqs=layout(inputs), **inputs.options)
     out = inputs.out or dense_out(inputs.rows.shape, problem, q.buffer.dtype)
-    strides = pointers = 0
-    for array in (q, k, v, out):
-        pointers |= array.offset * array.buffer.itemsize
-        for stride in array.strides[:-1]:
-            strides |= stride * array.buffer.itemsize
-    copy_bytes = _source.copy_bytes(problem, strides, pointers)
-    return Call(inputs, problem, lengths, out, copy_bytes)
+    return Call(inputs, problem, lengths, out)
 
 
 def dense_out(rows: tuple[int, ...], problem: Problem, dtype: np.dtype[Any]) -> Strided:

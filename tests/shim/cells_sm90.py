@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rawattn._kernels.sm90 import forward as sm90_forward
+from rawattn._kernels.target import without_device
 from tests.cases import Case
 from tests.shim.cells import Cell, call_of
 from tests.shim.launch import Machine
@@ -102,14 +103,9 @@ def chosen(case: Case) -> sm90_forward.Config | None:
     if case.layout == "steps" or case.dtype == "float32":
         return None
     call = call_of(case)
-    arrays = {"q": call.inputs.q, "k": call.inputs.k, "v": call.inputs.v, "out": call.out}
-    pointers = 0
-    strides = {}
-    for name, array in arrays.items():
-        pointers |= array.offset * array.buffer.itemsize
-        strides[name] = tuple(stride * array.buffer.itemsize for stride in array.strides)
-    if sm90_forward.repacked(call.problem, strides, pointers):
+    target, operands = without_device(sm90_forward.ARCH), call.operands
+    if sm90_forward.supports(call.problem, target, operands) is not None:
         return None
-    return sm90_forward.choose(
-        call.problem, arch=sm90_forward.ARCH, strides=strides, pointers=pointers
-    )
+    if sm90_forward.repacked(call.problem, operands):
+        return None
+    return sm90_forward.choose(call.problem, target, operands)

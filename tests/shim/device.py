@@ -1,6 +1,6 @@
 """A stand-in for CuPy under rawattn's launch code: its memory is the shim's, its kernels are built by g++.
 
-What `_launch.py` and `_launch_backward.py` pack, size and order is thus run as it is, without a GPU.
+What launch code packs, sizes and orders is thus run as it is, without a GPU.
 """
 
 from __future__ import annotations
@@ -8,8 +8,6 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -19,15 +17,16 @@ import pytest
 
 from rawattn._call.layout import Lengths, Side
 from rawattn._compile import compiler
-from rawattn._runtime import driver
-from rawattn._runtime import lengths as _device_lengths
-from rawattn._runtime.tensor_map import Geometry
+from rawattn._kernels.steps import Geometry
+from rawattn._kernels.target import Target
+from rawattn._runtime import driver, kernel
+from rawattn._runtime.kernel import Arguments
 from tests.shim.launch import Machine
 from tests.shim.shim import POISON, Memory
 from tests.shim.tensor_map import encode
 
 # As of an H100.
-ATTRIBUTES = {"MaxSharedMemoryPerBlockOptin": 232448, "MultiProcessorCount": 3}
+ATTRIBUTES = {"shared_limit": 232448, "multiprocessors": 3}
 
 
 class Device:
@@ -43,21 +42,26 @@ class Device:
         self.summaries: list[str] = []  # likewise
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        stream = SimpleNamespace(ptr=0, synchronize=lambda: None)
+        def memset(address: int, value: int, nbytes: int, stream: int) -> None:
+            (memory,) = (each for each in self.memory if each.address == address)
+            memory.write(np.full(nbytes, value, np.uint8).view(memory.dtype))
 
-        @contextmanager
-        def private_stream(device: int) -> Iterator[Any]:
-            yield stream
-
-        cuda = SimpleNamespace(
-            Device=lambda device: SimpleNamespace(attributes=ATTRIBUTES),
-            get_current_stream=lambda: stream,
-        )
-        monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(empty=self.empty, cuda=cuda))
-        monkeypatch.setattr(compiler, "device_arch", lambda device: self._arch)
-        monkeypatch.setattr(compiler, "load", lambda source, device: _Kernel(self, source))
-        monkeypatch.setattr(_device_lengths, "private_stream", private_stream)
+        runtime = SimpleNamespace(memsetAsync=memset)
+        cuda = SimpleNamespace(runtime=runtime)
+        monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+        target = Target(self._arch, **ATTRIBUTES)
+        monkeypatch.setattr(kernel, "target", lambda device: target)
+        monkeypatch.setattr(kernel, "load", lambda source, device: _Kernel(self, source))
         monkeypatch.setattr(driver, "encode_tensor_map", _encode)
+
+    # What launch code asks of the framework whose memory it uses.
+
+    def allocate(self, nbytes: int, device: int) -> tuple[Any, int]:
+        array = self.empty(nbytes, np.uint8)
+        return array, array.data.ptr
+
+    def keeps_captured(self) -> bool:
+        return False
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any) -> _Array:
         count = math.prod(shape) if isinstance(shape, tuple) else shape
@@ -78,7 +82,8 @@ class Device:
             )
             return replace(each, start=start, length=length, padded=True)
 
-        return replace(lengths, q=side(lengths.q), k=side(lengths.k), on_host=False)
+        sides = {"q": side(lengths.q), "k": side(lengths.k)}
+        return replace(lengths, **sides, on_host=False, memo={})
 
     def keep(self, memory: Memory) -> Memory:
         self.memory.append(memory)
@@ -97,14 +102,8 @@ def _encode(
 
 class _Array:
     def __init__(self, memory: Memory) -> None:
-        def fill(value: int, nbytes: int, stream: Any) -> None:
-            memory.write(np.full(nbytes, value, np.uint8).view(memory.dtype))
-
-        self._memory, self.dtype, self.nbytes = memory, memory.dtype, memory.array().nbytes
-        self.data = SimpleNamespace(ptr=memory.address, memset_async=fill)
-
-    def set(self, values: np.ndarray, stream: Any) -> None:
-        self._memory.write(values)
+        self._memory, self.dtype = memory, memory.dtype
+        self.data = SimpleNamespace(ptr=memory.address, device_id=0)
 
 
 class _Kernel:
@@ -115,17 +114,15 @@ class _Kernel:
     def allow_shared_memory(self, nbytes: int) -> None:
         self._allowed = nbytes
 
-    def __call__(
-        self,
-        blocks: int,
-        threads: int,
-        *packed: bytes | bytearray,
-        shared_bytes: int = 0,
+    def launch(
+        self, blocks: int, threads: int, shared_bytes: int, stream: int, arguments: Arguments
     ) -> None:
         assert blocks > 0, f"{self._source.entry}: a GPU refuses a grid of no blocks"
         assert shared_bytes <= self._allowed
         self._device.launched.append(self._source.entry)
         self._device.summaries.append(self._source.summary)
+        ends = [*arguments.at[1:], len(arguments.data)]
+        packed = [arguments.data[a:b] for a, b in zip(arguments.at, ends, strict=True)]
         self._device._machine.run(
             self._source,
             *(np.frombuffer(bytes(each), np.dtype((np.void, len(each)))) for each in packed),

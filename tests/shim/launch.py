@@ -1,7 +1,8 @@
-"""What rawattn/_launch.py does on a GPU, with the shim's kernels and memory."""
+"""What a forward launches on a GPU, with the shim's kernels and memory."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,11 +10,13 @@ import numpy as np
 
 from rawattn._call.layout import Lengths, Side
 from rawattn._call.problem import Problem, result_shapes
-from rawattn._kernels import params
+from rawattn._call.structure import structure
+from rawattn._kernels import attention_params, params
+from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import fill_padding, schedule
 from rawattn._kernels.portable.forward import Config
 from rawattn._kernels.sm90 import forward as sm90_forward
-from rawattn._runtime import forward, pack
+from rawattn._kernels.sm90 import forward_steps
 from tests.cases import CANARY, Strided
 from tests.shim.shim import POISON, Build, Builder, Memory
 from tests.shim.tensor_map import encode
@@ -59,6 +62,17 @@ class Operand:
         buffer = self._array.buffer.copy()
         buffer[self._first : self._end] = self.memory.array()
         return buffer
+
+
+def operands_of(arrays: Mapping[str, Strided]) -> Operands:
+    """How arrays lie in memory, as a kernel is chosen by it."""
+    pointers = 0
+    strides = {}
+    for name, array in arrays.items():
+        itemsize = array.buffer.itemsize
+        pointers |= array.offset * itemsize
+        strides[name] = tuple(stride * itemsize for stride in array.strides)
+    return Operands(strides, pointers)
 
 
 class Forward:
@@ -131,10 +145,10 @@ class Forward:
         packed, memory, tiles = self._describe(machine, config, exact_grid, section_keys)
         heads = problem.nheads_q // config.heads_per_tile
         clusters = max(blocks // config.cluster, 1)
-        shared_out = sm90_forward.shared_out(problem, config, clusters)
+        shared_out = forward_steps.shared_out(problem, config, clusters)
         if shared_out is None:
             clusters = min(tiles * heads, clusters)
-        whole = np.zeros(1, params.SM90_FORWARD)
+        whole = params.SM90_FORWARD.zeros()
         fields = whole[0]
         fields["forward"] = packed[0]
         next_work = Memory("next_work", np.zeros(2, np.uint32), readonly=False)
@@ -149,18 +163,16 @@ class Forward:
             partials = Memory("partials", poison, readonly=False)
             fields["partials"] = partials.address
             memory.append(partials)
-        fields["row_bound_q"] = sm90_forward.row_bound(problem.rows_q)
-        fields["row_bound_k"] = sm90_forward.row_bound(problem.rows_k)
+        fields["row_bound_q"] = forward_steps.row_bound(problem.rows_q)
+        fields["row_bound_k"] = forward_steps.row_bound(problem.rows_k)
         if kept_tiles is None:
-            kept_tiles = sm90_forward.kept_tiles(problem, config, clusters)
+            kept_tiles = forward_steps.kept_tiles(problem, config, clusters)
         fields["kept_tiles"] = kept_tiles
         maps = [
-            encode(tensor._geometry, self.operands[name].address)
-            for name, tensor in zip(
-                ("q", "k", "v", "out"),
-                forward._tensor_maps(problem, config, self.strides),
-                strict=False,
-            )
+            encode(geometry, self.operands[name].address)
+            for name, geometry in forward_steps.tensor_maps(
+                problem, config, Operands(self.strides)
+            ).items()
         ]
         together = np.concatenate([np.frombuffer(each.tobytes(), np.uint8) for each in maps])
         machine.run(
@@ -186,12 +198,18 @@ class Forward:
     ) -> tuple[np.ndarray, list[Memory], int]:
         """The parameters both kernels have, all memory they may touch, and how many tiles there are."""
         problem = self.problem
-        packed = np.zeros(1, params.FORWARD)
+        packed = params.FORWARD.zeros()
         fields = packed[0]
+        form, operands = structure(self.lengths), Operands(self.strides)
+        values = attention_params.forward(problem, form, operands, config.section_bytes)
+        for name, value in values.items():
+            if "side" not in name:
+                fields[name] = value
+        # Integers stay as the case has them, where launch code sends those of the host in a form of its own.
+        fields["q_side"], fields["k_side"] = self.q_side, self.k_side
         for name, operand in self.operands.items():
             fields[name] = operand.address
         fields["lse"] = 0 if self.lse is None else self.lse.address
-        pack.forward(fields, problem, self, self.strides, config.section_bytes)
         if section_keys is not None:
             fields["section_keys"] = section_keys
 
@@ -217,7 +235,7 @@ class Forward:
         batch = self.problem.batch
         order = Memory("order", np.full(batch, -1, np.int32), readonly=False)
         first_tile = Memory("first_tile", np.zeros(batch + 1, np.int32), readonly=False)
-        packed = np.zeros(1, params.SCHEDULE)
+        packed = params.SCHEDULE.zeros()
         fields = packed[0]
         fields["q_side"], fields["k_side"] = self.q_side, self.k_side
         fields["order"], fields["first_tile"] = order.address, first_tile.address
@@ -234,9 +252,9 @@ class Forward:
 
     def fill_padding(self, machine: Machine, *, fill_out: bool = True) -> None:
         problem = self.problem
-        heads = {"nheads": problem.nheads_q, "headdim": problem.headdim_v}
-        whole = pack.padding(problem, self.q_side, self.out.strides, **heads)
-        packed = np.frombuffer(whole, params.PADDING).copy()
+        packed = padding(
+            problem, self.lengths, "q", self.q_side, self.out, problem.nheads_q, problem.headdim_v
+        )
         fields = packed[0]
         fields["out"] = self.out.address if fill_out else 0
         fields["lse"] = 0 if self.lse is None else self.lse.address
@@ -260,3 +278,24 @@ class Forward:
                 packed[what]["is_64bit"] = integers.dtype.itemsize == 8
         packed["cumulative"], packed["rows"] = side.cumulative, side.rows
         return packed
+
+
+def padding(
+    problem: Problem,
+    lengths: Lengths,
+    of: str,
+    side: Any,
+    array: Operand,
+    nheads: int,
+    headdim: int,
+) -> np.ndarray:
+    """The parameters that fill an array's padding rows, without its address. side: as a kernel is told it."""
+    packed = params.PADDING.zeros()
+    fields = packed[0]
+    strides = Operands({"array": array.strides}).elements(problem, "array")
+    form = structure(lengths).side(of)
+    for name, value in fill_padding.fields(problem, form, (nheads, headdim), strides).items():
+        if not name.startswith("side"):
+            fields[name] = value
+    fields["side"] = side
+    return packed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rawattn._runtime.tensor_map import Geometry
+from rawattn._kernels.steps import Geometry
 
 # Field by field `TensorMap` of kernels_cu/ptx/host.cuh.
 TENSOR_MAP = np.dtype(

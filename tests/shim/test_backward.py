@@ -13,18 +13,18 @@ import numpy as np
 import pytest
 
 from rawattn._call.problem import describe
-from rawattn._kernels import source, tile_tables
+from rawattn._kernels import tile_tables
 from rawattn._kernels.portable import backward as portable_backward
 from rawattn._kernels.portable.backward import Config, DqConfig
+from rawattn._kernels.target import without_device
 from tests.cases import CANARY, Case, Strided, curated, dense, padded, ragged, random_case, strided
 from tests.gradients import NAMES, backward_of, check_gradient
 from tests.shim.backward import Backward
-from tests.shim.launch import Machine
+from tests.shim.launch import Machine, operands_of
 from tests.shim.shim import Builder
 from tests.verify import layout
 
 WAVES = (32, 64)
-_SHARED_LIMIT = 232448
 
 
 class Tiles(NamedTuple):
@@ -99,19 +99,12 @@ class Cell:
             seqs=layout(inputs),
             **inputs.options,
         )
-        strides = pointers = 0
-        for array in (*self.operands.values(), *self.gradients.values()):
-            pointers |= array.offset * array.buffer.itemsize
-            for stride in array.strides[:-1]:
-                strides |= stride * array.buffer.itemsize
-        access = {
-            "copy_bytes": source.copy_bytes(problem, strides, pointers),
-            "shared_limit": _SHARED_LIMIT,
-        }
-        config = portable_backward.choose(problem, **access, with_dq=self.with_dq)
+        operands = operands_of({**self.operands, **self.gradients})
+        target = without_device("sm_90a")
+        config = portable_backward.choose(problem, target, operands, with_dq=self.with_dq)
         if self.tiles is not None:
             config = replace(config, **self.tiles._asdict())
-        dq_config = portable_backward.choose_dq(problem, **access)
+        dq_config = portable_backward.choose_dq(problem, target, operands)
         feeds_a = dq_config.accumulator_feeds_a and self.wave == 32
         dq_config = replace(
             dq_config, **self.dq_tiles._asdict(), wave=self.wave, accumulator_feeds_a=feeds_a

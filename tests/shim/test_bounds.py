@@ -9,8 +9,10 @@ import pytest
 
 from rawattn._call.layout import Lengths, Side, host_lengths
 from rawattn._call.problem import Problem
+from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import forward as portable_forward
 from rawattn._kernels.sm90 import forward as sm90_forward
+from rawattn._kernels.target import Target, without_device
 from tests.cases import CANARY, DTYPES, Strided, strided
 from tests.shim.cells import dense_out
 from tests.shim.launch import Forward, Machine
@@ -62,10 +64,9 @@ def test_garbage_stays_in_bounds(
         top_left=False,
         scale=0.25,
     )
-    config = portable_forward.choose(problem, copy_bytes=16, shared_limit=1 << 17)
+    config = portable_forward.choose(problem, Target("sm_80", 1 << 17), Operands())
     config = replace(config, tile_q=32, tile_k=16, waves=2)
-    persistent = sm90_forward.choose(problem, arch=sm90_forward.ARCH, strides={}, pointers=0)
-    assert persistent is not None
+    persistent = sm90_forward.choose(problem, without_device(sm90_forward.ARCH), Operands())
     heads = sm90_forward.heads_per_tile(problem, 64 * 2)
     persistent = replace(
         persistent,

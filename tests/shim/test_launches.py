@@ -10,10 +10,12 @@ import pytest
 
 from rawattn._call.layout import Lengths
 from rawattn._call.problem import describe, result_shapes
+from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import repack
 from rawattn._kernels.sm90 import forward as sm90_forward
-from rawattn._runtime.backward import Addresses, Backward
-from rawattn._runtime.forward import Forward
+from rawattn._runtime import dispatch
+from rawattn._runtime.prepared import Prepared
+from rawattn._runtime.verbs import BACKWARD, FORWARD, Verb
 from tests.cases import CANARY, Case, Strided, dense, padded, ragged, repacked, strided
 from tests.gradients import NAMES, backward_of, check_gradient
 from tests.shim.cells import call_of
@@ -55,15 +57,20 @@ def bound(device: Device, case: Case) -> tuple[Any, Lengths]:
     return problem, device.lengths(lengths) if case.on_device else lengths
 
 
-def together(operands: dict[str, Operand]) -> dict[str, Any]:
+def prepared(
+    verb: Verb,
+    problem: Any,
+    lengths: Lengths,
+    operands: dict[str, Operand],
+    ours: set[str],
+    flag: bool,
+) -> Prepared:
     pointers = 0
     for operand in operands.values():
         pointers |= operand.address
-    return {
-        "device": 0,
-        "strides": {name: operand.strides for name, operand in operands.items()},
-        "pointers": pointers,
-    }
+    strides = {name: operand.strides for name, operand in operands.items()}
+    together = Operands(strides, pointers % 16, frozenset(ours))
+    return dispatch.launches(verb, problem, lengths, together, flag, 0)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -74,22 +81,15 @@ def test_forward(device: Device, case: Case) -> None:
     inputs = {"q": call.inputs.q, "k": call.inputs.k, "v": call.inputs.v}
     operands = {name: Operand(name, x) for name, x in inputs.items()}
     operands["out"] = Operand("out", call.out, readonly=False)
-    out_shape, lse_shape = result_shapes(problem)
+    _, lse_shape = result_shapes(problem)
     lse = device.keep(Memory("lse", np.full(lse_shape, np.nan, np.float32), readonly=False))
     device.memory += [operand.memory for operand in operands.values()]
-    forward = Forward(
-        problem,
-        lengths,
-        **together(operands),
-        copies=None,
-        out_shape=out_shape,
-        lse_shape=lse_shape,
-        fill_out=ours,
-        fill_lse=True,
-    )
+    filled = {"out", "lse"} if ours else {"lse"}
+    forward = prepared(FORWARD, problem, lengths, operands, filled, True)
     exact, rows = expected(case), call.inputs.rows
     for _ in range(2):
-        forward.run(*(operands[name].address for name in ("q", "k", "v", "out")), lse.address)
+        addresses = [*(operands[name].address for name in ("q", "k", "v", "out")), lse.address]
+        forward.run(addresses, 0, device, lengths)
         out = strided_view(call.out, operands["out"])
         check(out[rows], exact.out, exact.low_out, what="out")
         log = lse.array().reshape(lse_shape).swapaxes(-1, -2)
@@ -153,17 +153,13 @@ def test_backward(device: Device, case: Case, deterministic: bool) -> None:
     lse = device.keep(Memory("lse", call.lse)).address
     dlse = 0 if call.dlse is None else device.keep(Memory("dlse", call.dlse)).address
     ours = call.into is None
-    backward = Backward(
-        problem,
-        lengths,
-        **together(operands),
-        copies=(False,) * 7,
-        fill=(ours,) * 3,
-        deterministic=deterministic,
+    backward = prepared(
+        BACKWARD, problem, lengths, operands, set(NAMES) if ours else set(), deterministic
     )
     addresses = {name: operand.address for name, operand in operands.items()}
+    addresses |= {"lse": lse, "dlse": dlse}
     for _ in range(2):
-        backward.run(Addresses(**addresses, lse=lse, dlse=dlse))
+        backward.run([addresses[name] for name in BACKWARD.names], 0, device, lengths)
         for n, (name, rows) in enumerate(zip(NAMES, call.rows, strict=True)):
             gradient = strided_view(into[name], operands[name])
             check_gradient(call, n, gradient[rows])

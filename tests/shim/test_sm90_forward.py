@@ -11,6 +11,7 @@ import pytest
 
 from rawattn._kernels import tile_tables
 from rawattn._kernels.sm90 import forward as sm90_forward
+from rawattn._kernels.sm90 import forward_steps
 from tests.cases import Case, curated, dense, padded, ragged, random_case
 from tests.shim.cells import verify
 from tests.shim.cells_sm90 import Sm90Cell, Sm90Tiles, chosen
@@ -336,7 +337,7 @@ def test_tiles_are_kept_where_some_are_longer() -> None:
     def kept(case: Case, blocks: int = 132) -> tuple[int, int]:
         cell = Sm90Cell(case=case)
         tiles = -(-cell.call.problem.rows_q // cell.config.schedule_rows)
-        return sm90_forward.kept_tiles(cell.call.problem, cell.config, blocks), tiles
+        return forward_steps.kept_tiles(cell.call.problem, cell.config, blocks), tiles
 
     causal = dense("causal", 1, 2000, 300, nheads_q=16, nheads_kv=16, causal=True)
     few, tiles = kept(causal)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rawattn._compile.compiler import Source
-from rawattn._runtime.tensor_map import Geometry
+from rawattn._kernels.steps import Geometry
 from tests.shim.shim import Build, Builder, Fault, Kernel, Memory
 from tests.shim.tensor_map import encode
 

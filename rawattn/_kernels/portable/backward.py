@@ -1,14 +1,24 @@
-"""Host twin of kernels_cu/portable/backward*.cu: problem -> configurations -> sources of the backward's kernels."""
+"""Host twin of kernels_cu/portable/backward*.cu: problem -> configurations -> sources and steps.
+
+By default: prepare (what each query row needs), main (dk, dv; dq summed in float32 by atomic additions), finish (those sums
+to dq). Deterministic: prepare, main without dq, and a kernel that computes dq alone.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from rawattn._call.problem import Problem
+from rawattn._call.structure import Structure
 from rawattn._compile.compiler import Source
-from rawattn._kernels import source as _source
-from rawattn._kernels.portable import choice
-from rawattn._kernels.source import round_up
+from rawattn._kernels import attention_params, features, params
+from rawattn._kernels.operands import Operands
+from rawattn._kernels.portable import choice, fill_padding, schedule
+from rawattn._kernels.source import ELEMENT, dims, round_up
+from rawattn._kernels.source import source as _source
+from rawattn._kernels.steps import Step, Steps, Tiles, checked, patches
+from rawattn._kernels.target import Target
 
 ENTRY = "rawattn_backward"
 DQ_ENTRY = "rawattn_backward_dq"
@@ -57,43 +67,25 @@ class Config:
         elements += tiles * self.tile_k * (self.tile_q + padding)
         return elements * itemsize + self.stages * 2 * self.tile_q * 4
 
+    @property
+    def dq_pitch(self) -> int:
+        return dq_pitch(self.headdim)
+
     def source(self) -> Source:
-        constants = {
-            "kHeadDim": self.headdim,
-            "kHeadDimV": self.headdim_v,
-            "kDqPitch": dq_pitch(self.headdim),
-            "kTileQ": self.tile_q,
-            "kTileK": self.tile_k,
-            "kKeyWaves": self.key_waves,
-            "kColumnWaves": self.column_waves,
-            "kStages": self.stages,
-            "kBlocksPerSm": self.blocks_per_sm,
-            "kDqRowWaves": self.dq_row_waves,
-            "kLateCopies": self.late_copies,
-            "kCopyBytes": self.copy_bytes,
-            "kRagged": self.ragged,
-            "kLeft": self.left,
-            "kRight": self.right,
-            "kTopLeft": self.top_left,
-            "kWithDq": self.with_dq,
-            "kSharedBytes": self.shared_bytes,
-        }
-        text = _source.text(self.element, constants, "portable/backward.cu")
-        return Source(entry=ENTRY, text=text, summary=self.summary())
+        return _source(
+            ENTRY,
+            "portable/backward.cu",
+            self.summary(),
+            params.BACKWARD,
+            element=self.element,
+            constants=features.constants(self, "shared_bytes", "dq_pitch"),
+        )
 
     def summary(self) -> str:
         shape = f"{self.tile_q}x{self.tile_k} waves={self.key_waves}x{self.column_waves} stages={self.stages}"
-        traits = [*_traits(self), *([] if self.with_dq else ["without-dq"])]
-        return " ".join(
-            [
-                "portable backward",
-                self.element,
-                _source.dims(self),
-                shape,
-                f"{self.copy_bytes}B",
-                *traits,
-            ]
-        )
+        traits = [*features.traits(self), *([] if self.with_dq else ["without-dq"])]
+        words = ["portable backward", self.element, dims(self), shape, f"{self.copy_bytes}B"]
+        return " ".join([*words, *traits])
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,59 +123,37 @@ class DqConfig:
         return elements * itemsize
 
     def source(self) -> Source:
-        constants = {
-            "kHeadDim": self.headdim,
-            "kHeadDimV": self.headdim_v,
-            "kTileQ": self.tile_q,
-            "kTileK": self.tile_k,
-            "kWaves": self.waves,
-            "kStages": self.stages,
-            "kBlocksPerSm": self.blocks_per_sm,
-            "kCopyBytes": self.copy_bytes,
-            "kRagged": self.ragged,
-            "kLeft": self.left,
-            "kRight": self.right,
-            "kTopLeft": self.top_left,
-            "kSharedBytes": self.shared_bytes,
-        }
-        text = _source.text(self.element, constants, "portable/backward_dq.cu")
-        return Source(entry=DQ_ENTRY, text=text, summary=self.summary())
+        return _source(
+            DQ_ENTRY,
+            "portable/backward_dq.cu",
+            self.summary(),
+            params.BACKWARD,
+            element=self.element,
+            constants=features.constants(self, "shared_bytes"),
+        )
 
     def summary(self) -> str:
         shape = f"{self.tile_q}x{self.tile_k} waves={self.waves} stages={self.stages}"
-        return " ".join(
-            [
-                "portable backward_dq",
-                self.element,
-                _source.dims(self),
-                shape,
-                f"{self.copy_bytes}B",
-                *_traits(self),
-            ]
-        )
+        words = ["portable backward_dq", self.element, dims(self), shape, f"{self.copy_bytes}B"]
+        return " ".join([*words, *features.traits(self)])
 
 
-def _traits(config: Config | DqConfig) -> list[str]:
-    return _source.traits(
-        ragged=config.ragged, left=config.left, right=config.right, top_left=config.top_left
-    )
+def supports(problem: Problem, target: Target, operands: Operands) -> str | None:
+    """Why a call is not for these kernels; they are for every call."""
+    return None
 
 
-def choose(problem: Problem, *, copy_bytes: int, shared_limit: int, with_dq: bool = True) -> Config:
-    """As `_portable.choose`; copy_bytes is of all arrays and gradients.
+def choose(problem: Problem, target: Target, operands: Operands, *, with_dq: bool = True) -> Config:
+    """The main kernel's configuration; operands: all arrays and gradients.
 
     with_dq: whether the kernel adds up dQ too, in an order that is not defined.
     """
-    return choice.choose(
-        Config, TILES, problem, copy_bytes=copy_bytes, shared_limit=shared_limit, with_dq=with_dq
-    )
+    return choice.choose(Config, TILES, problem, target, operands, with_dq=with_dq)
 
 
-def choose_dq(problem: Problem, *, copy_bytes: int, shared_limit: int) -> DqConfig:
+def choose_dq(problem: Problem, target: Target, operands: Operands) -> DqConfig:
     """As `choose`, of the kernel that computes dQ alone."""
-    return choice.choose(
-        DqConfig, DQ_TILES, problem, copy_bytes=copy_bytes, shared_limit=shared_limit
-    )
+    return choice.choose(DqConfig, DQ_TILES, problem, target, operands)
 
 
 def dq_pitch(headdim: int) -> int:
@@ -205,7 +175,7 @@ def row_blocks(rows: int, wave: int = 32) -> int:
 
 
 def _row_source(kernel: str, problem: Problem, copy_bytes: int) -> Source:
-    element = _source.ELEMENT[problem.dtype]
+    element = ELEMENT[problem.dtype]
     constants = {
         "kHeadDim": problem.headdim,
         "kHeadDimV": problem.headdim_v,
@@ -213,8 +183,98 @@ def _row_source(kernel: str, problem: Problem, copy_bytes: int) -> Source:
         "kThreads": ROW_THREADS,
         "kCopyBytes": copy_bytes,
     }
-    return Source(
-        entry=f"rawattn_{kernel}",
-        text=_source.text(element, constants, f"portable/{kernel}.cu"),
-        summary=f"portable {kernel} {element} D={problem.headdim},{problem.headdim_v} {copy_bytes}B",
+    return _source(
+        f"rawattn_{kernel}",
+        f"portable/{kernel}.cu",
+        f"portable {kernel} {element} D={problem.headdim},{problem.headdim_v} {copy_bytes}B",
+        params.BACKWARD,
+        element=element,
+        constants=constants,
     )
+
+
+def steps(
+    problem: Problem,
+    structure: Structure,
+    operands: Operands,
+    target: Target,
+    *,
+    deterministic: bool,
+) -> Steps:
+    """The launches of a call."""
+    config = choose(problem, target, operands, with_dq=not deterministic)
+    packed = params.fill(params.BACKWARD, attention_params.backward(problem, structure, operands))
+    arrays = patches(
+        params.BACKWARD,
+        ("dout", "dlse", "dq", "dk", "dv", "row_delta"),
+        **{f"forward__{name}": name for name in ("q", "k", "v", "out", "lse")},
+    )
+    arrays += attention_params.side_addresses(params.BACKWARD, "forward.", structure)
+    if not deterministic:
+        arrays += patches(params.BACKWARD, ("dq_sum",))
+    rows = problem.rows_q * (1 if problem.group else problem.batch)
+    visits = checked("q", row_blocks(rows, target.wave), 1)
+    schedules: list[Step] = []
+    orders: dict[str, int] = {}
+
+    def scheduled(of: Any, tile: int) -> tuple[tuple[int, str], ...]:
+        """The order of one side's tiles, and where a kernel finds it."""
+        if not problem.ragged:
+            return ()
+        names = (f"order_{of}", f"first_tile_{of}")
+        schedules.append(schedule.step(structure, tile, of=of, names=names))
+        orders.update(schedule.orders(structure, names))
+        order, first_tile = names
+        return patches(params.BACKWARD, forward__order=order, forward__first_tile=first_tile)
+
+    def step(
+        source: Source, blocks: int | Tiles, threads: int, shared_bytes: int, *more: tuple[int, str]
+    ) -> Step:
+        return Step(source, blocks, threads, packed, (*arrays, *more), shared_bytes)
+
+    copy_bytes = operands.copy_bytes(problem)
+    launches = [
+        *_padding(problem, structure, operands),
+        step(prepare_source(problem, copy_bytes), visits, ROW_THREADS, 0),
+        step(
+            config.source(),
+            Tiles("k", config.tile_k, problem.nheads_kv),
+            config.threads,
+            config.shared_bytes,
+            *scheduled("k", config.tile_k),
+        ),
+    ]
+    scratch = {"row_delta": 4 * rows * problem.nheads_q}
+    if deterministic:
+        alone = choose_dq(problem, target, operands)
+        launches.append(
+            step(
+                alone.source(),
+                Tiles("q", alone.tile_q, problem.nheads_q),
+                alone.threads,
+                alone.shared_bytes,
+                *scheduled("q", alone.tile_q),
+            )
+        )
+    else:
+        scratch["dq_sum"] = scratch["row_delta"] * dq_pitch(problem.headdim)
+        launches.append(step(finish_source(problem, copy_bytes), visits, ROW_THREADS, 0))
+    return Steps(tuple(launches), config, tuple(schedules), orders, scratch)
+
+
+def _padding(problem: Problem, structure: Structure, operands: Operands) -> tuple[Step, ...]:
+    """Fills padding rows of the gradients that are the library's own."""
+    heads_q, heads_kv = problem.nheads_q, problem.nheads_kv
+    shapes: dict[str, tuple[Any, int, int]] = {
+        "dq": ("q", heads_q, problem.headdim),
+        "dk": ("k", heads_kv, problem.headdim),
+        "dv": ("k", heads_kv, problem.headdim_v),
+    }
+    found = []
+    for name, (of, nheads, headdim) in shapes.items():
+        side = structure.side(of)
+        if name in operands.ours and side.padded and side.rows:
+            strides = operands.elements(problem, name)
+            shape = nheads, headdim
+            found.append(fill_padding.step(problem, structure, of, shape, strides, {"out": name}))
+    return tuple(found)

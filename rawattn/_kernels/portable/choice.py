@@ -5,7 +5,11 @@ from __future__ import annotations
 from typing import Any, Protocol, TypeVar
 
 from rawattn._call.problem import Problem
-from rawattn._kernels import source, tile_tables
+from rawattn._kernels import tile_tables
+from rawattn._kernels.features import features
+from rawattn._kernels.operands import Operands
+from rawattn._kernels.source import ELEMENT, round_up
+from rawattn._kernels.target import Target
 
 
 class _Config(Protocol):
@@ -20,31 +24,29 @@ def choose(
     config: type[_C],
     tiles: str,
     problem: Problem,
-    *,
-    copy_bytes: int,
-    shared_limit: int,
+    target: Target,
+    operands: Operands,
     **more: bool,
 ) -> _C:
-    """The fastest known configuration of `problem` that fits `shared_limit` bytes of shared memory a block.
+    """The fastest known configuration of `problem` that fits the target's shared memory.
 
     config: the dataclass to make; `tiles`: the file of its tables; `more`: fields that neither these nor the problem say.
-    copy_bytes: the widest access that every row of the kernel's arrays allows (2 to 16).
     """
-    wide = max(source.round_up(problem.headdim, 16), source.round_up(problem.headdim_v, 16))
+    wide = max(round_up(problem.headdim, 16), round_up(problem.headdim_v, 16))
     full = problem.dtype == "float32"
     fields: dict[str, Any] = {
-        "element": source.ELEMENT[problem.dtype],
+        "element": ELEMENT[problem.dtype],
         "headdim": problem.headdim,
         "headdim_v": problem.headdim_v,
-        "copy_bytes": copy_bytes,
-        "ragged": problem.ragged,
-        **source.masks(problem),
+        "copy_bytes": operands.copy_bytes(problem),
+        **features(problem).known_to(config),
         "accumulator_feeds_a": not full,
+        "wave": target.wave,
         **more,
     }
     # The last row of each headdim fits every GPU since Ampere.
     for row in tile_tables.table(tiles, "32bit" if full else "16bit"):
         candidate = config(**row.fields, **fields)
-        if wide <= row.headdim and candidate.shared_bytes <= shared_limit:
+        if wide <= row.headdim and candidate.shared_bytes <= target.shared_limit:
             return candidate
-    raise AssertionError(f"no tile of the table fits {shared_limit} bytes of shared memory")
+    raise AssertionError(f"no tile of the table fits {target.shared_limit} bytes of shared memory")

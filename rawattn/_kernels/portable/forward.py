@@ -1,14 +1,19 @@
-"""Host twin of kernels_cu/portable/forward.cu: problem -> configuration -> source."""
+"""Host twin of kernels_cu/portable/forward.cu: problem -> configuration -> source and steps."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from rawattn._call.problem import Problem
+from rawattn._call.structure import Structure
 from rawattn._compile.compiler import Source
-from rawattn._kernels import source as _source
-from rawattn._kernels.portable import choice
-from rawattn._kernels.source import round_up
+from rawattn._kernels import attention_params, features, params
+from rawattn._kernels.operands import Operands
+from rawattn._kernels.portable import choice, fill_padding, schedule
+from rawattn._kernels.source import dims, round_up
+from rawattn._kernels.source import source as _source
+from rawattn._kernels.steps import Step, Steps, Tiles, patches
+from rawattn._kernels.target import Target
 
 ENTRY = "rawattn_forward"
 TILES = "portable_forward"  # the file of its tile tables
@@ -67,48 +72,66 @@ class Config:
         return max(elements, self.tile_q * values) * itemsize
 
     def source(self) -> Source:
-        constants = {
-            "kHeadDim": self.headdim,
-            "kHeadDimV": self.headdim_v,
-            "kTileQ": self.tile_q,
-            "kTileK": self.tile_k,
-            "kWaves": self.waves,
-            "kStages": self.stages,
-            "kBlocksPerSm": self.blocks_per_sm,
-            "kQueryInRegisters": self.query_in_registers,
-            "kCopyBytes": self.copy_bytes,
-            "kRagged": self.ragged,
-            "kLeft": self.left,
-            "kRight": self.right,
-            "kTopLeft": self.top_left,
-            "kScaleFirst": self.scale_first,
-            "kSharedBytes": self.shared_bytes,
-        }
-        text = _source.text(self.element, constants, "portable/forward.cu")
-        return Source(entry=ENTRY, text=text, summary=self.summary())
+        return _source(
+            ENTRY,
+            "portable/forward.cu",
+            self.summary(),
+            params.FORWARD,
+            element=self.element,
+            constants=features.constants(self, "shared_bytes"),
+        )
 
     def summary(self) -> str:
         shape = f"{self.tile_q}x{self.tile_k} waves={self.waves} stages={self.stages}"
-        traits = _source.traits(
-            ragged=self.ragged,
-            left=self.left,
-            right=self.right,
-            top_left=self.top_left,
-            scale_first=self.scale_first,
-        )
-        dims = _source.dims(self)
+        access = f"{self.copy_bytes}B"
         return " ".join(
-            ["portable forward", self.element, dims, shape, f"{self.copy_bytes}B", *traits]
+            ["portable forward", self.element, dims(self), shape, access, *features.traits(self)]
         )
 
 
-def choose(problem: Problem, *, copy_bytes: int, shared_limit: int) -> Config:
-    """As `_portable.choose`; copy_bytes is of q, k, v and out."""
-    return choice.choose(
-        Config,
-        TILES,
-        problem,
-        copy_bytes=copy_bytes,
-        shared_limit=shared_limit,
-        scale_first=not problem.scale > 0,
+def supports(problem: Problem, target: Target, operands: Operands) -> str | None:
+    """Why a call is not for this kernel; it is for every call."""
+    return None
+
+
+def choose(problem: Problem, target: Target, operands: Operands) -> Config:
+    """The configuration for `problem`; operands: q, k, v and out."""
+    return choice.choose(Config, TILES, problem, target, operands)
+
+
+def steps(problem: Problem, structure: Structure, operands: Operands, target: Target) -> Steps:
+    """The launches of a call."""
+    config = choose(problem, target, operands)
+    values = attention_params.forward(problem, structure, operands, config.section_bytes)
+    names = ["q", "k", "v", "out", "lse"]
+    tiles = Tiles("q", config.schedule_rows, problem.nheads_q)
+    schedules: tuple[Step, ...] = ()
+    orders: dict[str, int] = {}
+    if problem.ragged:
+        order = ("order", "first_tile")
+        names += order
+        schedules = (schedule.step(structure, config.schedule_rows, of="q", names=order),)
+        orders = schedule.orders(structure, order)
+    main = Step(
+        source=config.source(),
+        blocks=tiles,
+        threads=config.threads,
+        params=params.fill(params.FORWARD, values),
+        patches=(
+            *patches(params.FORWARD, names),
+            *attention_params.side_addresses(params.FORWARD, "", structure),
+        ),
+        shared_bytes=config.shared_bytes,
     )
+    launches = (*padding(problem, structure, operands), main)
+    return Steps(launches, config, schedules=schedules, orders=orders)
+
+
+def padding(problem: Problem, structure: Structure, operands: Operands) -> tuple[Step, ...]:
+    """Fills padding rows of out and lse, where they are the library's own."""
+    ours = {name: name for name in operands.ours & {"out", "lse"}}
+    if not ours or not structure.q.padded or not problem.rows_q:
+        return ()
+    strides = operands.elements(problem, "out")
+    shape = problem.nheads_q, problem.headdim_v
+    return (fill_padding.step(problem, structure, "q", shape, strides, ours),)

@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from rawattn._call.problem import Problem
 from rawattn._compile.compiler import Source
-from rawattn._kernels import source as _source
+from rawattn._kernels import params
+from rawattn._kernels.operands import Operands, Strides, access_bytes
 from rawattn._kernels.source import round_up
+from rawattn._kernels.source import source as _source
+from rawattn._kernels.steps import Step, checked, patches
 
 ENTRY = "rawattn_repack"
 THREADS = 256
 
 
+@dataclass(frozen=True, slots=True)
+class Repacked:
+    """The copy of an array: how it is made, how many bytes it has, and its strides in the array's own shape."""
+
+    step: Step
+    nbytes: int
+    strides: Strides
+
+
 def source(headdim: int, copy_bytes: int) -> Source:
     """copy_bytes: the widest access that the array's rows allow."""
-    constants = {"kHeadDim": headdim, "kCopyBytes": copy_bytes, "kThreads": THREADS}
-    return Source(
-        entry=ENTRY,
-        text=_source.text("float16", constants, "portable/repack.cu"),
-        summary=f"portable repack 16bit D={headdim} {copy_bytes}B",
+    return _source(
+        ENTRY,
+        "portable/repack.cu",
+        f"portable repack 16bit D={headdim} {copy_bytes}B",
+        params.REPACK,
+        element="float16",
+        constants={"kHeadDim": headdim, "kCopyBytes": copy_bytes, "kThreads": THREADS},
     )
 
 
@@ -29,3 +46,27 @@ def strides(batch: int, rows: int, nheads: int, headdim: int) -> tuple[int, int,
 def blocks(rows: int, wave: int = 32) -> int:
     """rows: of all sequences."""
     return -(-rows // (THREADS // wave))
+
+
+def copy(problem: Problem, operands: Operands, name: str, to: str) -> Repacked:
+    """Of q, k or v, to memory called `to`."""
+    batch = 1 if problem.group else problem.batch
+    rows = problem.rows_q if name == "q" else problem.rows_k
+    nheads = problem.nheads_q if name == "q" else problem.nheads_kv
+    headdim = problem.headdim_v if name == "v" else problem.headdim
+    whole = strides(batch, rows, nheads, headdim)
+    values = {
+        "strides": operands.elements(problem, name),
+        "rows": rows,
+        "batch": batch,
+        "nheads": nheads,
+    }
+    between = operands.strides[name][:-1]
+    step = Step(
+        source=source(headdim, access_bytes(headdim * 2, operands.pointers, *between)),
+        blocks=checked(name, blocks(batch * rows), 1),
+        threads=THREADS,
+        params=params.fill(params.REPACK, values),
+        patches=patches(params.REPACK, **{"from": name, "to": to}),
+    )
+    return Repacked(step, batch * whole[0], whole[1:] if problem.group else whole)

@@ -1,0 +1,110 @@
+"""Whether results can be written where a caller wants them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+
+def check_out(
+    out: Any,
+    *,
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    others: Mapping[str, Any],
+    name: str = "out",
+) -> None:
+    """Raise TypeError or ValueError if results of this shape and dtype cannot be written to `out`.
+
+    `out` and `others`, the other arrays of the call by name, have `shape`, `strides` in bytes and `dtype`, and are NumPy or
+    CuPy arrays or have an `address`. Arrays that interleave in one buffer without sharing a byte do not overlap.
+    """
+    if out.shape != shape:
+        raise ValueError(f"{name}: got shape {out.shape}, expected {shape}")
+    if out.dtype != dtype:
+        raise TypeError(f"{name}: got dtype {out.dtype}, expected {dtype}, that of q")
+    if isinstance(out, np.ndarray) and not out.flags.writeable:
+        raise ValueError(f"{name}: got a read-only array, expected a writable one; pass a copy")
+    if 0 in shape:
+        return
+    itemsize, strides, address = dtype.itemsize, out.strides, _address(out)
+    if shape[-1] > 1 and strides[-1] != itemsize:
+        raise ValueError(
+            f"{name}: got a last-axis stride of {strides[-1]} bytes, expected {itemsize}, one "
+            "element; only other axes may be transposed or sliced"
+        )
+    if address % itemsize or any(stride % itemsize for stride in strides):
+        raise ValueError(
+            f"{name}: got strides {strides} at address {address:#x}, expected multiples of {itemsize} "
+            "bytes; pass an aligned copy"
+        )
+    extent = itemsize
+    for stride, n in sorted((abs(s), n) for s, n in zip(strides, shape, strict=True) if n > 1):
+        if stride < extent:
+            raise ValueError(
+                f"{name}: got strides {strides}, by which elements may share memory, expected "
+                "memory of its own for each; pass a copy, not a broadcast or overlapping view"
+            )
+        extent += stride * (n - 1)
+    check_apart(out, others, name)
+
+
+def check_apart(out: Any, others: Mapping[str, Any], name: str) -> None:
+    """ValueError if `out` shares memory with another array of the call."""
+    low, high = byte_range(out)
+    for other_name, other in others.items():
+        if other is None or 0 in other.shape:
+            continue
+        other_low, other_high = byte_range(other)
+        if low < other_high and other_low < high and _share_bytes(out, other):
+            raise ValueError(
+                f"{name}: shares memory with {other_name}, expected memory of its own; pass a copy"
+            )
+
+
+def byte_range(array: Any, address: int | None = None) -> tuple[int, int]:
+    """First byte and the one past the last, from its address on or another one; equal where the array is empty."""
+    low = high = _address(array) if address is None else address
+    if 0 in array.shape:
+        return low, low
+    for stride, n in zip(array.strides, array.shape, strict=True):
+        if stride < 0:
+            low += stride * (n - 1)
+        else:
+            high += stride * (n - 1)
+    return low, high + int(array.dtype.itemsize)
+
+
+def _address(array: Any) -> int:
+    if isinstance(array, np.ndarray):
+        return int(array.__array_interface__["data"][0])
+    address: int | None = getattr(array, "address", None)
+    return int(array.data.ptr) if address is None else address
+
+
+def _share_bytes(a: Any, b: Any) -> bool:
+    """Whether two arrays have a byte in common; also when that is too hard to tell."""
+    try:
+        # NumPy's stubs have only the two special values of max_work.
+        work: Any = 100_000
+        return np.shares_memory(_Addresses(a).view(), _Addresses(b).view(), max_work=work)
+    except np.exceptions.TooHardError:
+        return True
+
+
+class _Addresses:
+    """The addresses of an array, on any device, in NumPy's terms. Its memory is never touched."""
+
+    def __init__(self, array: Any) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": array.shape,
+            "strides": array.strides,
+            "typestr": f"|V{array.dtype.itemsize}",
+            "data": (_address(array), True),
+        }
+
+    def view(self) -> np.ndarray[Any, Any]:
+        return np.asarray(self)

@@ -1,0 +1,247 @@
+"""All options of attention with their defaults, and the checks of each that need no array.
+
+Signatures stand on the public verbs alone: behind them the options of a call are one `Options`. An option that the backends
+do not have yet is in `MISSING`; a feature that they have is a field of `problem.Problem` and its checks.
+"""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from rawattn._interop.arrays import import_integers
+
+MAX_SPLITS = 256
+
+_INT32_MAX = 2**31 - 1
+# Kernels hold scale * log2(e) in float32.
+_MAX_SCALE = 2.0**127
+
+
+class Options(NamedTuple):
+    """What a caller gave, or the default."""
+
+    seqs: Any = None
+    causal: Any = False
+    align: Any = "bottom-right"
+    window: Any = None
+    sink: Any = 0
+    scale: Any = None
+    bias: Any = None
+    mask: Any = None
+    alibi_slopes: Any = None
+    softcap: Any = None
+    score_mod: Any = None
+    sink_logits: Any = None
+    dropout_p: Any = 0.0
+    seed: Any = None
+    num_splits: Any = None
+
+
+DEFAULTS = Options()
+
+_ARRAYS = ("bias", "mask", "alibi_slopes", "sink_logits", "seed")
+_ARRAYS_AT = tuple(Options._fields.index(name) for name in _ARRAYS)
+
+
+def structural(options: Options) -> Any:
+    """What tells the options of calls apart, but for `seqs`: arrays by their form, since their addresses are data.
+
+    Types are part of it: True == 1 == 1.0, and not all of them are accepted everywhere.
+    """
+    values: tuple[Any, ...] = options[1:]
+    if not (
+        options.bias is None
+        and options.mask is None
+        and options.alibi_slopes is None
+        and options.sink_logits is None
+        and options.seed is None
+    ):
+        values = tuple(
+            _form(x) if n in _ARRAYS_AT and hasattr(x, "__dlpack__") else x
+            for n, x in enumerate(options)
+            if n
+        )
+    types = tuple(map(type, values))
+    if tuple in types:  # a window
+        types += tuple(type(end) for x in values if type(x) is tuple for end in x)
+    return values, types
+
+
+def _form(array: Any) -> tuple[Any, ...]:
+    strides = array.stride() if callable(getattr(array, "stride", None)) else None
+    strides = getattr(array, "strides", None) if strides is None else strides
+    device = getattr(array, "device", None)
+    return (type(array), tuple(array.shape), strides, str(array.dtype), str(device))
+
+
+def causal(options: Options) -> bool:
+    value = options.causal
+    if value is not True and value is not False and not isinstance(value, np.bool_):
+        raise TypeError(f"causal: got {shown(value)}, expected a bool")
+    return bool(value)
+
+
+def top_left(options: Options) -> bool:
+    value = options.align
+    if not isinstance(value, str) or value not in ("bottom-right", "top-left"):
+        error = ValueError if isinstance(value, str) else TypeError
+        raise error(f"align: got {shown(value)}, expected 'bottom-right' or 'top-left'")
+    return value == "top-left"
+
+
+def window(options: Options) -> tuple[int | None, int | None]:
+    """(left, right) with `causal` in it; None is unbounded."""
+    left, right = (None, None) if options.window is None else _window(options.window)
+    return left, 0 if causal(options) else right
+
+
+def _window(given: Any) -> tuple[int | None, int | None]:
+    accepted = "a tuple (left, right) of ints >= 0, or None for an unbounded side"
+    if not isinstance(given, tuple):
+        raise TypeError(f"window: got {shown(given)}, expected {accepted}")
+    if len(given) != 2:
+        raise ValueError(f"window: got {shown(given)}, expected {accepted}")
+    left, right = (None if end is None else whole("window", end, accepted) for end in given)
+    # Rows and keys of one sequence are never further apart: such an end hides nothing.
+    return (
+        None if left is None or left >= _INT32_MAX else left,
+        None if right is None or right >= _INT32_MAX else right,
+    )
+
+
+def sink(options: Options) -> int:
+    value = options.sink
+    if type(value) is int and value == 0:
+        return 0
+    return min(whole("sink", value, "an int >= 0"), _INT32_MAX)
+
+
+def scale(options: Options, headdim: int) -> float:
+    if options.scale is None:
+        return 1 / math.sqrt(headdim)
+    accepted = f"a finite number of magnitude at most {_MAX_SCALE:.2g}, or None for 1/sqrt(D)"
+    value = number("scale", options.scale, accepted)
+    if not abs(value) <= _MAX_SCALE:
+        raise ValueError(f"scale: got {shown(options.scale)}, expected {accepted}")
+    return value
+
+
+def softcap(options: Options) -> float | None:
+    if options.softcap is None:
+        return None
+    accepted = "a finite number above 0, or None"
+    value = number("softcap", options.softcap, accepted)
+    if not 0 < value < math.inf:
+        raise ValueError(f"softcap: got {shown(options.softcap)}, expected {accepted}")
+    return value
+
+
+def dropout_p(options: Options) -> float:
+    accepted = "a probability in [0, 1)"
+    value = number("dropout_p", options.dropout_p, accepted)
+    if not 0 <= value < 1:
+        raise ValueError(f"dropout_p: got {shown(options.dropout_p)}, expected {accepted}")
+    if value > 0 and options.seed is None:
+        raise ValueError(f"seed: got None, expected an integer, since dropout_p = {value}")
+    return value
+
+
+def seed(options: Options) -> Any:
+    """An int, an integer array of one element, or None."""
+    value = options.seed
+    accepted = "an int, or an integer array of one element"
+    if value is None or (isinstance(value, (int, np.integer)) and not isinstance(value, bool)):
+        return value
+    if not hasattr(value, "__dlpack__"):
+        raise TypeError(f"seed: got {shown(value)}, expected {accepted}")
+    array = import_integers("seed", value)
+    if array.size != 1:
+        raise ValueError(f"seed: got shape {array.shape}, expected {accepted}")
+    return array
+
+
+def num_splits(options: Options) -> int | None:
+    if options.num_splits is None:
+        return None
+    accepted = f"an int from 1 to {MAX_SPLITS}, or None"
+    value = whole("num_splits", options.num_splits, accepted)
+    if not 1 <= value <= MAX_SPLITS:
+        raise ValueError(f"num_splits: got {options.num_splits}, expected {accepted}")
+    return value
+
+
+def refuse_missing(options: Options) -> None:
+    """Refuses what is wrong in the options that the backends of this version do not have, then those options.
+
+    TypeError or ValueError, naming the option; then NotImplementedError.
+    """
+    if (
+        type(options.dropout_p) is float
+        and options.dropout_p == 0
+        and all(x is None for x in options[_FIRST_MISSING:_DROPOUT])
+        and options.seed is None
+        and options.num_splits is None
+    ):
+        return
+    arrays = {
+        name: getattr(options, name) for name in ("bias", "mask", "alibi_slopes", "sink_logits")
+    }
+    for name, array in arrays.items():
+        if array is not None and not hasattr(array, "__dlpack__"):
+            raise TypeError(f"{name}: got {shown(array)}, expected an array or None")
+    cap, dropout = softcap(options), dropout_p(options)
+    seed(options)
+    splits = num_splits(options)
+    missing = {
+        **arrays,
+        "softcap": cap,
+        "score_mod": options.score_mod,
+        "dropout_p": dropout or None,
+    }
+    for name, value in missing.items():
+        if value is not None:
+            default = 0.0 if name == "dropout_p" else None
+            raise NotImplementedError(
+                f"{name}: got {shown(value)}, but the backends of this version accept only "
+                f"{default}; rawattn.reference.attention has the option, in float64 on the host"
+            )
+    if splits is not None and splits > 1:
+        raise NotImplementedError(
+            f"num_splits: got {splits}, but this version does not split keys: expected 1 or None"
+        )
+
+
+_FIRST_MISSING = Options._fields.index("bias")
+_DROPOUT = Options._fields.index("dropout_p")
+
+
+def whole(name: str, value: Any, accepted: str) -> int:
+    """An int >= 0."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{name}: got {shown(value)}, expected {accepted}")
+    if value < 0:
+        raise ValueError(f"{name}: got {value}, expected {accepted}")
+    return int(value)
+
+
+def number(name: str, value: Any, accepted: str) -> float:
+    """A float; infinite if it is out of a float's range."""
+    numbers = (float, int, np.floating, np.integer, ml_dtypes.bfloat16)
+    if isinstance(value, bool) or not isinstance(value, numbers):
+        raise TypeError(f"{name}: got {shown(value)}, expected {accepted}")
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def shown(value: Any) -> str:
+    """For a message: short, and never the contents of an array, which may be on a GPU."""
+    if hasattr(value, "__dlpack__"):
+        return f"a {type(value).__name__} of shape {getattr(value, 'shape', None)}"
+    return f"{reprlib.repr(value)} ({type(value).__name__})"

@@ -1,0 +1,70 @@
+"""What of attention a call uses, as the named constants that kernels are compiled with.
+
+A kernel's configuration has a field for each feature that the kernel knows. A call that uses another one is not for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from rawattn._call.problem import Problem
+
+# Constants whose names are not those of the fields, with a capital for every word.
+_SPELLED = {"headdim": "kHeadDim", "headdim_v": "kHeadDimV"}
+# Fields that the host alone needs: the element type is no constant, the others follow from the target.
+_OF_HOST = ("element", "wave", "accumulator_feeds_a")
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """The features of a call, all off by default."""
+
+    ragged: bool = False  # sequences have lengths of their own
+    packed: bool = False  # group mode: the arrays have no batch axis
+    left: bool = False  # the visible keys have a limit on that side
+    right: bool = False
+    top_left: bool = False  # where the diagonal begins
+    scale_first: bool = (
+        False  # scores are scaled before they are compared: the scale is not positive
+    )
+
+    def known_to(self, config: type[Any]) -> dict[str, bool]:
+        """Those that a configuration has a field for."""
+        names = {field.name for field in fields(config)}
+        return {name: on for name, on in asdict(self).items() if name in names}
+
+
+def features(problem: Problem) -> Features:
+    """What a call uses."""
+    left, right = problem.window_left is not None, problem.window_right is not None
+    return Features(
+        ragged=problem.ragged,
+        packed=problem.group,
+        left=left,
+        right=right,
+        # Without a limit on either side the diagonal is nowhere, so both alignments share one kernel.
+        top_left=problem.top_left and (left or right),
+        scale_first=not problem.scale > 0,
+    )
+
+
+def constants(config: Any, *properties: str) -> dict[str, int]:
+    """Of a configuration: its fields, and these of its properties."""
+    names = (*(field.name for field in fields(config)), *properties)
+    return {constant(name): getattr(config, name) for name in names if name not in _OF_HOST}
+
+
+def constant(name: str) -> str:
+    """tile_q -> kTileQ"""
+    return _SPELLED.get(name) or "k" + "".join(map(str.capitalize, name.split("_")))
+
+
+def traits(config: Any, leave_out: Iterable[str] = ()) -> list[str]:
+    """The features that a configuration has on, in words."""
+    known = {field.name for field in fields(config)}
+    names = [field.name for field in fields(Features) if field.name in known]
+    return [
+        name.replace("_", "-") for name in names if getattr(config, name) and name not in leave_out
+    ]

@@ -1,0 +1,53 @@
+"""The families of kernels of each verb, the fastest first, and which of them runs a call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from rawattn._call.problem import Problem
+from rawattn._kernels.operands import Operands
+from rawattn._kernels.portable import backward as portable_backward
+from rawattn._kernels.portable import forward as portable_forward
+from rawattn._kernels.selection import selection
+from rawattn._kernels.sm90 import forward as sm90_forward
+from rawattn._kernels.sm90 import forward_steps as sm90_forward_steps
+from rawattn._kernels.steps import Steps
+from rawattn._kernels.target import Target
+
+Supports = Callable[[Problem, Target, Operands], str | None]
+
+
+class Family(NamedTuple):
+    """supports: None, or why a call is not for it.
+
+    steps: the launches of a call that it supports, from (problem, structure of the lengths, operands, target) and what the
+    verb adds by name.
+    """
+
+    name: str
+    supports: Supports
+    steps: Callable[..., Steps]
+
+
+FAMILIES = {
+    "attention": (
+        Family("sm90", sm90_forward.supports, sm90_forward_steps.steps),
+        Family("portable", portable_forward.supports, portable_forward.steps),
+    ),
+    "attention_backward": (
+        Family("portable", portable_backward.supports, portable_backward.steps),
+    ),
+}
+
+
+def choose(verb: str, problem: Problem, target: Target, operands: Operands) -> Family:
+    """The first family that supports a call of a verb, of those that the context allows."""
+    families = FAMILIES[verb]
+    only = selection().family
+    for family in families:
+        # The last one does everything: where another is wanted and does not apply, it runs all the same.
+        wanted = only in (None, family.name) or family is families[-1]
+        if wanted and family.supports(problem, target, operands) is None:
+            return family
+    raise AssertionError("the last family supports every call")

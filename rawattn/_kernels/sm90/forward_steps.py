@@ -1,0 +1,202 @@
+"""How Hopper's forward is launched: the steps, the tensor maps it reads and stores through, and how its work is shared out."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from rawattn._call.problem import Problem
+from rawattn._call.structure import Structure
+from rawattn._kernels import attention_params, params
+from rawattn._kernels.operands import Operands, Strides
+from rawattn._kernels.portable import repack, schedule
+from rawattn._kernels.portable.forward import padding
+from rawattn._kernels.sm90 import forward
+from rawattn._kernels.sm90.forward import STORE_ROWS, Config
+from rawattn._kernels.steps import Geometry, Step, Steps, Tiles, patches
+from rawattn._kernels.target import Target
+
+# How much work is kept for the end, for each cluster: this many of a head's longest tiles.
+_KEPT_ROUNDS = 0.25
+
+_COUNTER_BYTES = 4
+_SCHEDULE_COUNTERS = 2  # one of work handed out, one of blocks done
+
+
+def steps(problem: Problem, structure: Structure, operands: Operands, target: Target) -> Steps:
+    """The launches of a call."""
+    config = forward.choose(problem, target, operands)
+    fill = padding(problem, structure, operands)
+    launches: list[Step] = []
+    scratch: dict[str, int] = {}
+    # Names of q, k, v and out as the kernel reads them, and their strides.
+    names = {name: name for name in ("q", "k", "v", "out")}
+    strides = dict(operands.strides)
+    for name in forward.repacked(problem, operands):
+        copy = repack.copy(problem, operands, name, f"{name}_copy")
+        launches.append(copy.step)
+        names[name] = f"{name}_copy"
+        scratch[f"{name}_copy"] = copy.nbytes
+        strides[name] = copy.strides
+    operands = Operands(strides, operands.pointers, operands.ours)
+
+    clusters = target.multiprocessors // config.cluster
+    shared = shared_out(problem, config, clusters)
+    tiles = Tiles(
+        "q",
+        config.schedule_rows,
+        problem.nheads_q // config.heads_per_tile,
+        most=clusters,
+        times=config.cluster,
+    )
+    whole = -(-problem.rows_q // config.schedule_rows) * tiles.heads * problem.batch
+    values = {
+        f"forward.{name}": value
+        for name, value in attention_params.forward(
+            problem, structure, operands, config.section_bytes
+        ).items()
+    }
+    values |= {
+        "row_bound_q": row_bound(problem.rows_q),
+        "row_bound_k": row_bound(problem.rows_k),
+        "kept_tiles": kept_tiles(problem, config, clusters if shared else min(whole, clusters)),
+    }
+    addresses = {f"forward__{name}": own for name, own in names.items()} | {"forward__lse": "lse"}
+    counters = {"next_work": _COUNTER_BYTES * _SCHEDULE_COUNTERS}
+    addresses["next_work"] = "next_work"
+    if shared is not None:
+        values["shared_out"] = shared.tiles, shared.piece
+        counters["arrived"] = _COUNTER_BYTES * shared.counters
+        scratch["partials"] = shared.partial_bytes
+        addresses |= {"arrived": "arrived", "partials": "partials"}
+    schedules: tuple[Step, ...] = ()
+    orders: dict[str, int] = {}
+    if problem.ragged:
+        order = ("order", "first_tile")
+        schedules = (schedule.step(structure, config.schedule_rows, of="q", names=order),)
+        orders = schedule.orders(structure, order)
+        addresses |= {f"forward__{name}": name for name in order}
+    launches.append(
+        Step(
+            source=config.source(),
+            blocks=tiles if shared is None else clusters * config.cluster,
+            threads=config.threads,
+            params=params.fill(params.SM90_FORWARD, values),
+            patches=(
+                *patches(params.SM90_FORWARD, **addresses),
+                *attention_params.side_addresses(params.SM90_FORWARD, "forward.", structure),
+            ),
+            shared_bytes=config.shared_bytes,
+            maps=tuple(
+                (names[name], geometry)
+                for name, geometry in tensor_maps(problem, config, operands).items()
+            ),
+        )
+    )
+    return Steps((*fill, *launches), config, schedules, orders, scratch, counters)
+
+
+def kept_tiles(problem: Problem, config: Config, clusters: int) -> int:
+    """Query tiles of each head that come after the others of all heads: the shortest, where causal tiles differ.
+
+    They fill the gaps that the last long ones leave. More of them balance better, and read more of K and V from DRAM.
+    """
+    if problem.ragged or problem.window_right is None or problem.window_left is not None:
+        return 0
+    tiles = -(-problem.rows_q // config.schedule_rows)
+    heads = problem.batch * problem.nheads_q // config.heads_per_tile
+    # The longest tile of a head is as long as it has tiles, the first n together are n^2 / 2 long.
+    return min(tiles, math.ceil(math.sqrt(2 * _KEPT_ROUNDS * clusters * tiles / heads)))
+
+
+@dataclass(frozen=True, slots=True)
+class SharedOut:
+    """How the last query tiles are shared out by keys (kernels_cu/attn/partial_work.cuh)."""
+
+    tiles: int
+    piece: int  # key tiles
+    items: int  # at most: numbers of items are below it
+    partial_bytes: int  # of what all items come to
+    counters: int  # of a tile's items, one for each of its waves
+
+
+def shared_out(problem: Problem, config: Config, clusters: int) -> SharedOut | None:
+    """What so many clusters of blocks share out: what remains behind whole rounds of tiles. None where it does not pay."""
+    if not config.shares_out:
+        return None
+    heads = problem.batch * problem.nheads_q // config.heads_per_tile
+    tiles = -(-problem.rows_q // config.schedule_rows) * heads % clusters
+    keys = -(-problem.rows_k // config.tile_k)
+    piece = -(-tiles * keys // clusters)
+    if tiles == 0 or keys - piece < forward.WORTH_SHARING:
+        return None
+    pieces = -(-tiles * keys // piece)
+    items = pieces + tiles - 1
+    waves = config.cluster * config.consumers * 4
+    # Each lane has 16 bytes twice for 16 columns of its two rows, and once for their references and sums.
+    wave_bytes = 32 * 16 * (2 * -(-config.headdim_v // 16) + 1)
+    return SharedOut(tiles, piece, items, items * waves * wave_bytes, tiles * waves)
+
+
+def row_bound(rows: int) -> int:
+    """Where the row axis of a ragged map ends: no sequence is longer."""
+    return 1 << max(rows - 1, 1).bit_length()
+
+
+def tensor_maps(problem: Problem, config: Config, operands: Operands) -> dict[str, Geometry]:
+    """Of the operands by name, in the order of the kernel's `Maps`."""
+    rows_q, rows_k = problem.rows_q, problem.rows_k
+    heads_q, heads_k = problem.nheads_q, problem.nheads_kv
+    boxes: dict[str, Any] = {
+        "q": (rows_q, heads_q, problem.headdim, config.tile_q, config.heads_per_tile),
+        "k": (rows_k, heads_k, problem.headdim, config.tile_k, 1),
+        "v": (rows_k, heads_k, problem.headdim_v, config.tile_k, 1),
+    }
+    if config.tensor_stores:
+        boxes["out"] = (rows_q, heads_q, problem.headdim_v, STORE_ROWS, 1)
+    return {
+        name: geometry(
+            *(problem, operands.strides[name]),
+            rows=rows,
+            nheads=nheads,
+            headdim=headdim,
+            box_rows=box_rows,
+            box_heads=box_heads,
+        )
+        for name, (rows, nheads, headdim, box_rows, box_heads) in boxes.items()
+    }
+
+
+def geometry(
+    problem: Problem,
+    strides: Strides,
+    *,
+    rows: int,
+    nheads: int,
+    headdim: int,
+    box_rows: int,
+    box_heads: int = 1,
+) -> Geometry:
+    """The map of q, k, v or out: axes (column, row, head, row again, batch).
+
+    In a ragged map the first row axis ends at `row_bound`, where the kernel lets every sequence end, so that past the end of
+    a sequence all is out of bounds: loads arrive as zeros, stores are left out. The map starts as many rows before the array,
+    and the second row axis brings a sequence back to its place.
+    """
+    batch_stride, row_stride, head_stride = (0, *strides[:2]) if problem.group else strides[:3]
+    bound = row_bound(rows) if problem.ragged else rows
+    outer = rows + 1 if problem.ragged else 1
+    batch = 1 if problem.group else problem.batch
+
+    def legal(stride: int, extent: int) -> int:
+        return stride if extent > 1 else 16  # the stride of an axis of one element says nothing
+
+    row_stride = legal(row_stride, rows)
+    return Geometry(
+        dtype=problem.dtype,
+        dims=(headdim, bound, nheads, outer, batch),
+        strides=(row_stride, legal(head_stride, nheads), row_stride, legal(batch_stride, batch)),
+        box=(64, box_rows, box_heads, 1, 1),
+        origin=-bound * row_stride if problem.ragged else 0,
+    )

@@ -1,0 +1,149 @@
+"""What a call launches, before any address is known: plain data that a kernel family makes and the runtime carries out.
+
+An address is patched by name. Known names are the call's arrays (q, k, v, out, lse, ...), the integers of its lengths
+(start_q, length_q, start_k, length_k), and the scratch that the steps ask for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from rawattn._call.layout import Lengths, Side
+from rawattn._call.structure import SideStructure
+from rawattn._compile.compiler import Source
+from rawattn._kernels import params
+from rawattn._kernels.params import Struct
+
+MAX_BLOCKS = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """All of a tensor map but its address. Innermost axis first; strides in bytes, without the innermost axis's."""
+
+    dtype: str
+    dims: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    origin: int  # bytes from the array's address to the map's
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """A number of blocks that follows from the lengths: `heads` for each tile of `rows` rows of one side's sequences.
+
+    most: of `times` blocks each, where blocks take one tile after the other.
+    """
+
+    side: Literal["q", "k"]
+    rows: int
+    heads: int = 1
+    most: int = MAX_BLOCKS
+    times: int = 1
+
+    def blocks(self, lengths: Lengths) -> int:
+        """Exact for lengths on the host, else the most there can be. ValueError when one launch does not hold them."""
+        side = lengths.q if self.side == "q" else lengths.k
+        tiles = tile_count(side, lengths.batch, self.rows, group=lengths.group)
+        return min(checked(self.side, tiles * self.heads, self.rows), self.most) * self.times
+
+
+def checked(argument: str, blocks: int, rows: int) -> int:
+    """`blocks`, when one launch holds as many."""
+    if blocks > MAX_BLOCKS:
+        raise ValueError(
+            f"{argument}: {blocks} tiles of {rows} rows over all heads and sequences, but one launch holds "
+            f"{MAX_BLOCKS}; split the batch"
+        )
+    return blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One launch.
+
+    params: the kernel's first parameter, without addresses.
+    patches: (offset in it, name of the address to put there).
+    maps: of the second parameter, where the kernel has one: (name of the array, its tensor map).
+    """
+
+    source: Source
+    blocks: int | Tiles
+    threads: int
+    params: bytes
+    patches: tuple[tuple[int, str], ...]
+    shared_bytes: int = 0
+    maps: tuple[tuple[str, Geometry], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """The launches of a call, in order.
+
+    schedules: those that follow from the lengths alone. They come first; of lengths on the host once and for all.
+    orders: bytes of what each of `schedules` writes, by name.
+    scratch: bytes of memory that one run alone uses, by name.
+    counters: bytes of memory, by name, that every run leaves as it found it: zero.
+    config: of the main kernel, for people and tests.
+    """
+
+    launches: tuple[Step, ...]
+    config: object
+    schedules: tuple[Step, ...] = ()
+    orders: Mapping[str, int] = field(default_factory=dict)
+    scratch: Mapping[str, int] = field(default_factory=dict)
+    counters: Mapping[str, int] = field(default_factory=dict)
+
+
+def patches(
+    struct: Struct, names: Iterable[str] = (), **renamed: str
+) -> tuple[tuple[int, str], ...]:
+    """Of the fields called like the addresses that belong there, and of fields by path with `__` for a dot."""
+    own = {name: name for name in names}
+    other = {path.replace("__", "."): name for path, name in renamed.items()}
+    return tuple((params.offset(struct, path), name) for path, name in {**own, **other}.items())
+
+
+def side_fields(path: str, side: SideStructure) -> dict[str, int]:
+    """Fields of a `Side` struct at `path`, without its addresses."""
+    return {
+        f"{path}.cumulative": int(side.cumulative),
+        f"{path}.rows": side.rows,
+        f"{path}.start.is_64bit": int(side.start == 8),
+        f"{path}.length.is_64bit": int(side.length == 8),
+    }
+
+
+def side_patches(
+    struct: Struct, path: str, side: SideStructure, of: Literal["q", "k"]
+) -> tuple[tuple[int, str], ...]:
+    """Where the addresses of a side's integers belong."""
+    given = (("start", side.start), ("length", side.length))
+    return tuple(
+        (params.offset(struct, f"{path}.{name}.data"), f"{name}_{of}")
+        for name, nbytes in given
+        if nbytes
+    )
+
+
+def tile_count(side: Side, batch: int, tile: int, *, group: bool) -> int:
+    """Tiles of `tile` rows over all sequences: exact for host lengths, else the most there can be."""
+    if side.start is None and side.length is None:
+        return batch * -(-side.rows // tile)
+    if all(x is None or isinstance(x, np.ndarray) for x in (side.start, side.length)):
+        return int(np.sum(-(-logical_lengths(side, batch) // tile)))
+    most = batch * -(-side.max_seqlen // tile)
+    return min(most, side.rows // tile + batch) if group else most
+
+
+def logical_lengths(side: Side, batch: int) -> Any:
+    """Logical lengths of a side whose integers are host data, (batch,) int64."""
+    if side.start is None and side.length is None:
+        return np.full(batch, side.rows)
+    integers = side.start if side.length is None else side.length
+    differences = side.length is None or side.cumulative
+    return (np.diff(integers) if differences else integers).astype(np.int64)

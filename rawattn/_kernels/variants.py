@@ -1,0 +1,109 @@
+"""Kernels worth compiling ahead of time, without a GPU."""
+
+from __future__ import annotations
+
+import itertools
+
+from rawattn._call.problem import Problem
+from rawattn._compile.compiler import Source
+from rawattn._kernels.operands import Operands
+from rawattn._kernels.portable import backward as portable_backward
+from rawattn._kernels.portable import fill_padding, repack, schedule, send_words
+from rawattn._kernels.portable import forward as portable_forward
+from rawattn._kernels.sm90 import forward as sm90_forward
+from rawattn._kernels.target import without_device
+
+
+def common_variants(arch: str, *, every: bool = False) -> list[Source]:
+    """Sources worth compiling ahead of time for `arch`, without a GPU.
+
+    The common ones are 16-bit, dense and packed, causal and full, at the usual head dims. `every` adds float32, windows,
+    top-left alignment, scales that are not positive, narrow copies and head dims between the usual ones, and the backward's
+    kernels: each code path of each tile shape, not the product of all. Of portable kernels that differ in nothing but the
+    16-bit type it leaves out one.
+    """
+    target = without_device(arch)
+    sources = [schedule.source(), fill_padding.source(), send_words.source()]
+
+    def add(
+        dtype: str,
+        headdim: int,
+        headdim_v: int | None = None,
+        *,
+        ragged: bool = False,
+        left: int | None = None,
+        right: int | None = None,
+        top_left: bool = False,
+        scale: float = 1.0,
+        copy_bytes: int = 16,
+        backward: bool = False,
+        seqlens: tuple[int, int] = (1, 1),  # of queries and keys
+        group: int = 1,
+    ) -> None:
+        problem = Problem(
+            dtype=dtype,
+            batch=1,
+            nheads_q=group,
+            nheads_kv=1,
+            headdim=headdim,
+            headdim_v=headdim if headdim_v is None else headdim_v,
+            group=ragged,
+            rows_q=seqlens[0],
+            rows_k=seqlens[1],
+            max_seqlen_q=seqlens[0],
+            max_seqlen_k=seqlens[1],
+            ragged=ragged,
+            window_left=left,
+            window_right=right,
+            sink=0,
+            top_left=top_left,
+            scale=scale,
+        )
+        # Addresses that are multiples of `copy_bytes` allow no wider access.
+        operands = Operands(pointers=copy_bytes)
+        if not (every and dtype == "float16"):
+            sources.append(portable_forward.choose(problem, target, operands).source())
+        if sm90_forward.supports(problem, target, Operands()) is None:
+            sources.append(sm90_forward.choose(problem, target, Operands()).source())
+            if copy_bytes < 16:
+                sources.append(repack.source(headdim, copy_bytes))
+        if not backward:
+            return
+        for with_dq in (True, False):
+            main = portable_backward.choose(problem, target, operands, with_dq=with_dq)
+            sources.append(main.source())
+        width = operands.copy_bytes(problem)
+        sources.extend(
+            (
+                portable_backward.choose_dq(problem, target, operands).source(),
+                portable_backward.prepare_source(problem, width),
+                portable_backward.finish_source(problem, width),
+            )
+        )
+
+    usual, long = (64, 96, 128, 192, 256), sm90_forward.LONG_SEQLEN
+    for dtype, headdim, ragged, right in itertools.product(
+        ("bfloat16", "float16"), usual, (False, True), (None, 0)
+    ):
+        for seqlens in ((1, 1), (1, long), (long, long)):
+            add(dtype, headdim, ragged=ragged, right=right, seqlens=seqlens)
+    for headdim, ragged in itertools.product(usual, (False, True)):
+        add("bfloat16", headdim, ragged=ragged, right=0, group=4)
+    if every:
+        for headdim in (32, *usual):
+            add("float32", headdim, ragged=True, right=0)
+            add("float32", headdim)
+            add("bfloat16", headdim, ragged=True, left=0, right=0, backward=True)
+            add("bfloat16", headdim, left=0, top_left=True)
+            add("bfloat16", headdim, left=0, group=2)
+            add("bfloat16", headdim, seqlens=(long, long), group=4)
+            add("float16", headdim, ragged=True, right=0, group=12)
+            add("float16", headdim, left=0, right=0, scale=-1.0)
+            add("bfloat16", headdim, left=0, right=0, scale=-1.0)
+        add("bfloat16", 36, 36, copy_bytes=8, right=0, backward=True)
+        add("bfloat16", 34, 66, copy_bytes=4, right=0, backward=True)
+        add("bfloat16", 7, 1, copy_bytes=2, right=0, backward=True)
+        add("bfloat16", 192, 128, right=0)
+        add("bfloat16", 40, 256, right=0)
+        add("float32", 33, 65, copy_bytes=4, ragged=True, left=0, backward=True)
+    return list(dict.fromkeys(sources))

@@ -1,0 +1,266 @@
+"""A call with everything decided but the addresses: kernels loaded, parameters packed, memory counted.
+
+Calls that differ only in the arrays they are given share one, so a repeated call costs a dictionary lookup, the results'
+allocation and the launches.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rawattn._call.layout import Lengths
+from rawattn._call.structure import Structure
+from rawattn._interop import streams
+from rawattn._interop.native import Native
+from rawattn._kernels.steps import Step, Steps, Tiles
+from rawattn._runtime import graphs, kernel
+from rawattn._runtime.kernel import Arguments
+from rawattn._runtime.lengths import NAMES, Placed
+from rawattn._runtime.tensor_map import MAP_BYTES, TensorMaps
+
+_ALIGNMENT = 256  # bytes, of every piece of scratch
+_MAX_PLACED = 16  # streams and calls that a layout remembers
+
+_Pick = Callable[[Sequence[int]], Any]
+
+
+class Prepared:
+    """The launches of one call on one device.
+
+    names: of the arrays whose addresses a run is given, in that order.
+    """
+
+    def __init__(
+        self,
+        steps: Steps,
+        structure: Structure,
+        lengths: Lengths,
+        device: int,
+        names: Sequence[str],
+    ) -> None:
+        self.device, self.config, self.arrays = device, steps.config, len(names)
+        self.ragged = structure.ragged and structure.batch > 0
+        self._structure = structure
+        # Orders of lengths on the host belong to the layout, others to the run.
+        self._once = structure.on_host
+        orders = steps.orders if self.ragged else {}
+        scratch = {**({} if self._once else orders), **steps.scratch}
+        self._orders = list(orders.values()) if self._once else []
+        slots = [*names, *(NAMES if self.ragged else ())]
+        slots += orders if self._once else ()
+        self._scratch_at: list[int] = []
+        self._scratch_bytes = 0
+        for name, nbytes in scratch.items():
+            slots.append(name)
+            self._scratch_at.append(self._scratch_bytes)
+            self._scratch_bytes += -(-max(nbytes, 1) // _ALIGNMENT) * _ALIGNMENT
+        self._counter_at: list[int] = []
+        self._counter_bytes = 0
+        for name, nbytes in steps.counters.items():
+            slots.append(name)
+            self._counter_at.append(self._counter_bytes)
+            self._counter_bytes += -(-nbytes // 8) * 8
+        self._counters: dict[int, tuple[Any, list[int]]] = {}  # by stream
+        slot = {name: n for n, name in enumerate(slots)}
+
+        def launches(steps: Sequence[Step]) -> list[_Launch]:
+            return [_Launch(step, slot, device) for step in steps]
+
+        self._schedules = launches(steps.schedules if self.ragged else ())
+        self._schedule_blocks = [_count(each.blocks, lengths) for each in steps.schedules]
+        # Kernels that would have no blocks are not even compiled, where the shapes alone say so.
+        counts = [_count(each.blocks, lengths) for each in steps.launches]
+        wanted = [self.ragged or bool(blocks) for blocks in counts]
+        self._steps = list(itertools.compress(steps.launches, wanted))
+        self._launches = launches(self._steps)
+        self._blocks = list(itertools.compress(counts, wanted))
+        if not self._launches:
+            self._scratch_bytes = self._counter_bytes = 0
+            self._scratch_at, self._counter_at = [], []
+        self._stateful = bool(self._scratch_bytes or self._counter_bytes or self.ragged)
+
+    def run(
+        self, addresses: list[int], stream: int, memory: Native, lengths: Lengths | None
+    ) -> None:
+        """Launches on a stream of the current device.
+
+        addresses: of the arrays, 0 for one not given; the list is used up. memory: of work on that stream.
+        """
+        capturing = self._stateful and streams.is_capturing(stream)
+        blocks: Sequence[int] = self._blocks
+        placed = scratch = counters = None
+        if self.ragged:
+            assert lengths is not None
+            placed, blocks = self._place(lengths, stream, memory, addresses, capturing)
+            addresses += placed.addresses
+        if self._scratch_at:
+            # It may be freed as soon as the launches are in the stream: whoever gets it then comes later there.
+            scratch, base = memory.allocate(self._scratch_bytes, self.device)
+            addresses += [base + at for at in self._scratch_at]
+        if self._counter_bytes:
+            counters = None if capturing else self._counters.get(stream)
+            if counters is None:
+                counters = self._zeros(stream, memory)
+                if not capturing:
+                    self._counters[stream] = counters
+            addresses += counters[1]
+        if not self._once:
+            for launch, count in zip(self._schedules, self._schedule_blocks, strict=True):
+                launch(addresses, count, stream)
+        for launch, count in zip(self._launches, blocks, strict=True):
+            launch(addresses, count, stream)
+        if capturing and not memory.keeps_captured():
+            graphs.hold(self, placed, scratch, counters)
+
+    def own(self, memory: Native, stream: int, lengths: Lengths | None) -> Own:
+        """What a run would allocate, for runs that must not: allocated, sent and ordered now, on `stream`."""
+        return Own(self, memory, stream, lengths)
+
+    def _place(
+        self,
+        lengths: Lengths,
+        stream: int,
+        memory: Native,
+        addresses: list[int],
+        capturing: bool,
+    ) -> tuple[Placed, Sequence[int]]:
+        """The lengths on the device, and how many blocks each launch has for them."""
+        key = (self, stream)
+        found: tuple[Placed, Sequence[int]] | None = None
+        if not capturing:  # what a graph uses is sent anew at each replay
+            found = lengths.memo.get(key)
+        if found is None:
+            found = self._place_anew(lengths, stream, memory, addresses)
+            if not capturing:
+                if len(lengths.memo) >= _MAX_PLACED:
+                    lengths.memo.clear()
+                lengths.memo[key] = found
+        return found
+
+    def _place_anew(
+        self, lengths: Lengths, stream: int, memory: Native, addresses: list[int]
+    ) -> tuple[Placed, Sequence[int]]:
+        # Counted first: what one launch does not hold is refused before anything is launched.
+        blocks = [_count(each.blocks, lengths) for each in self._steps]
+        placed = Placed(lengths, self._structure, memory, self.device, stream, self._orders)
+        if self._once:
+            known = [*addresses, *placed.addresses]
+            for launch, count in zip(self._schedules, self._schedule_blocks, strict=True):
+                launch(known, count, stream)
+        return placed, blocks
+
+    def _zeros(self, stream: int, memory: Native) -> tuple[Any, list[int]]:
+        import cupy
+
+        owner, base = memory.allocate(self._counter_bytes, self.device)
+        cupy.cuda.runtime.memsetAsync(base, 0, self._counter_bytes, stream)
+        return owner, [base + at for at in self._counter_at]
+
+
+class Own:
+    """Memory for the runs of one owner: scratch, counters, and lengths of the host where they are now.
+
+    Runs with it allocate nothing, and come one after the other on the device: they share this memory.
+    """
+
+    def __init__(
+        self, prepared: Prepared, memory: Native, stream: int, lengths: Lengths | None
+    ) -> None:
+        self._prepared = prepared
+        self._blocks: Sequence[int] = prepared._blocks
+        self._tail: list[int] = []
+        self._held: list[Any] = []
+        if prepared.ragged:
+            assert lengths is not None
+            unknown = [0] * prepared.arrays
+            placed, self._blocks = prepared._place_anew(lengths, stream, memory, unknown)
+            self._tail += placed.addresses
+            self._held += [placed, lengths]
+        if prepared._scratch_at:
+            owner, base = memory.allocate(prepared._scratch_bytes, prepared.device)
+            self._tail += [base + at for at in prepared._scratch_at]
+            self._held.append(owner)
+        if prepared._counter_bytes:
+            counters = prepared._zeros(stream, memory)
+            self._tail += counters[1]
+            self._held.append(counters[0])
+
+    def run(self, addresses: list[int], stream: int, integers: dict[int, int]) -> None:
+        """integers: other addresses of lengths on the device, by their place in `NAMES`."""
+        prepared = self._prepared
+        first = len(addresses)
+        addresses += self._tail
+        for place, address in integers.items():
+            addresses[first + place] = address
+        if not prepared._once:
+            for launch, count in zip(prepared._schedules, prepared._schedule_blocks, strict=True):
+                launch(addresses, count, stream)
+        for launch, count in zip(prepared._launches, self._blocks, strict=True):
+            launch(addresses, count, stream)
+
+
+class _Launch:
+    """One step, its kernel loaded. Its arguments are packed once and patched at every launch."""
+
+    __slots__ = ("_arguments", "_free", "_kernel", "_maps", "_patches", "_shared_bytes", "_threads")
+
+    def __init__(self, step: Step, slot: dict[str, int], device: int) -> None:
+        self._kernel = kernel.load(step.source, device)
+        if step.shared_bytes:
+            self._kernel.allow_shared_memory(step.shared_bytes)
+        self._threads, self._shared_bytes = step.threads, step.shared_bytes
+        self._arguments: tuple[bytes, ...] = (step.params,)
+        if step.maps:
+            self._arguments += (bytes(MAP_BYTES * len(step.maps)),)
+        first = Arguments(self._arguments)
+        self._free = [first]  # arguments that no launch is using
+        at = first.at[0]
+        placed = sorted((at + offset, slot[name]) for offset, name in step.patches)
+        self._patches = [_patch(run) for run in _adjacent(placed)]
+        self._maps = [
+            (first.at[1] + MAP_BYTES * n, slot[name], TensorMaps(geometry))
+            for n, (name, geometry) in enumerate(step.maps)
+        ]
+
+    def __call__(self, addresses: Sequence[int], blocks: int, stream: int) -> None:
+        if not blocks:
+            return
+        try:
+            arguments = self._free.pop()
+        except IndexError:  # another thread is launching it
+            arguments = Arguments(self._arguments)
+        data = arguments.data
+        for pack_into, at, pick in self._patches:
+            pack_into(data, at, *pick(addresses))
+        for at, n, maps in self._maps:
+            data[at : at + MAP_BYTES] = maps.at(addresses[n])
+        self._kernel.launch(blocks, self._threads, self._shared_bytes, stream, arguments)
+        self._free.append(arguments)
+
+
+def _count(blocks: int | Tiles, lengths: Lengths) -> int:
+    return blocks if isinstance(blocks, int) else blocks.blocks(lengths)
+
+
+def _adjacent(placed: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Runs of addresses that stand next to each other: one call packs them."""
+    runs: list[list[tuple[int, int]]] = []
+    for at, slot in placed:
+        if runs and runs[-1][-1][0] + 8 == at:
+            runs[-1].append((at, slot))
+        else:
+            runs.append([(at, slot)])
+    return runs
+
+
+def _patch(run: list[tuple[int, int]]) -> tuple[Callable[..., None], int, _Pick]:
+    pack_into = struct.Struct(f"<{len(run)}Q").pack_into
+    slots = [slot for _, slot in run]
+    if len(slots) == 1:
+        only = slots[0]
+        return pack_into, run[0][0], lambda addresses: (addresses[only],)
+    return pack_into, run[0][0], operator.itemgetter(*slots)
