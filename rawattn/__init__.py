@@ -5,15 +5,18 @@ from rawattn._call.gradients import Gradients
 from rawattn._call.layout import SeqLayout
 from rawattn._verbs.attention import attention
 from rawattn._verbs.backward import attention_backward, attention_vjp
+from rawattn._verbs.plan import Plan, plan
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Gradients",
+    "Plan",
     "SeqLayout",
     "__version__",
     "attention",
     "attention_backward",
     "attention_vjp",
+    "plan",
     "reference",
 ]

@@ -144,6 +144,14 @@ def is_capturing(handle: int) -> bool:
     return bool(cupy.cuda.runtime.streamIsCapturing(handle))
 
 
+def wait(stream: int, device: int) -> None:
+    """Waits on the host until a stream is done."""
+    import cupy
+
+    with cupy.cuda.Device(device):
+        cupy.cuda.runtime.streamSynchronize(stream)
+
+
 def order(before: int, after: int, device: int) -> None:
     """Makes stream `after` of `device` wait for all that its stream `before` has been given."""
     if before == after or is_capturing(before) != is_capturing(after):

@@ -75,8 +75,8 @@ class Prepared:
         # Kernels that would have no blocks are not even compiled, where the shapes alone say so.
         counts = [_count(each.blocks, lengths) for each in steps.launches]
         wanted = [self.ragged or bool(blocks) for blocks in counts]
-        self._steps = list(itertools.compress(steps.launches, wanted))
-        self._launches = launches(self._steps)
+        self.steps = list(itertools.compress(steps.launches, wanted))
+        self._launches = launches(self.steps)
         self._blocks = list(itertools.compress(counts, wanted))
         if not self._launches:
             self._scratch_bytes = self._counter_bytes = 0
@@ -145,7 +145,7 @@ class Prepared:
         self, lengths: Lengths, stream: int, memory: Native, addresses: list[int]
     ) -> tuple[Placed, Sequence[int]]:
         # Counted first: what one launch does not hold is refused before anything is launched.
-        blocks = [_count(each.blocks, lengths) for each in self._steps]
+        blocks = [_count(each.blocks, lengths) for each in self.steps]
         placed = Placed(lengths, self._structure, memory, self.device, stream, self._orders)
         if self._once:
             known = [*addresses, *placed.addresses]
@@ -189,13 +189,14 @@ class Own:
             self._tail += counters[1]
             self._held.append(counters[0])
 
-    def run(self, addresses: list[int], stream: int, integers: dict[int, int]) -> None:
+    def run(self, addresses: list[int], stream: int, integers: dict[int, int] | None) -> None:
         """integers: other addresses of lengths on the device, by their place in `NAMES`."""
         prepared = self._prepared
         first = len(addresses)
         addresses += self._tail
-        for place, address in integers.items():
-            addresses[first + place] = address
+        if integers is not None:
+            for place, address in integers.items():
+                addresses[first + place] = address
         if not prepared._once:
             for launch, count in zip(prepared._schedules, prepared._schedule_blocks, strict=True):
                 launch(addresses, count, stream)

@@ -116,15 +116,17 @@ def attention_backward(
         dropout_p,
         seed,
     )
-    wanted = _wanted(into, bias, want_dbias, deterministic)
+    targets = wanted(into, bias, want_dbias, deterministic)[:3]
     inputs = (dout, q, k, v, out, lse, dlse)
-    return Gradients(*dispatch.run(BACKWARD, inputs, wanted[:3], options, deterministic, backend))
+    return Gradients(*dispatch.run(BACKWARD, inputs, targets, options, deterministic, backend))
 
 
 _NONE = Gradients()
 
 
-def _wanted(into: Any, bias: Any, want_dbias: Any, deterministic: Any) -> Gradients:
+def wanted(
+    into: Any, bias: Any = None, want_dbias: Any = None, deterministic: Any = False
+) -> Gradients:
     """The arrays to write, checked as far as they are not arrays of the call."""
     if deterministic is not True and deterministic is not False:
         raise TypeError(f"deterministic: got {type(deterministic).__name__}, expected a bool")

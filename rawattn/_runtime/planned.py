@@ -1,0 +1,258 @@
+"""A call planned once and made many times: its memory is its own, and a call of it is patches and launches."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rawattn._call.checks import byte_range, check_apart
+from rawattn._call.layout import Lengths, SeqLayout
+from rawattn._call.options import Options
+from rawattn._interop import arrays, streams
+from rawattn._interop.native import Native, Read
+from rawattn._runtime import dispatch
+from rawattn._runtime.dispatch import Call
+from rawattn._runtime.prepared import Own
+from rawattn._runtime.verbs import Verb
+
+_WIDEST = 16
+# Which integers of a side an argument of the layout is: places in `lengths.NAMES`.
+_STARTS = {"seqstart_q": 0, "seqstart_k": 2}
+_LENGTHS = {"cu_seqlen_q": 1, "seqlen_q": 1, "cu_seqlen_k": 3, "seqlen_k": 3}
+
+
+class GpuPlan:
+    """A call of `verb` on arrays of one framework on one GPU.
+
+    given: the arrays of planning time: inputs, then arrays to write or None.
+    returned: what a call gives back, from the outputs.
+    """
+
+    def __init__(
+        self,
+        verb: Verb,
+        own: Native,
+        read: Read,
+        inputs: Sequence[Any],
+        targets: Sequence[Any],
+        options: Options,
+        flag: bool,
+        returned: Callable[[Sequence[Any]], Any],
+    ) -> None:
+        device: int = read.form[verb.q * 4 + 3]
+        self._verb, self._own, self._device, self._returned = verb, own, device, returned
+        self._inputs, self._options, self._flag = tuple(inputs), options, flag
+        self._count = len(self._inputs)
+        call, lengths = self._find(read, inputs, targets)
+        if call.copies is not None:
+            name = next(n for n, copy in zip(verb.inputs, call.copies, strict=True) if copy)
+            raise ValueError(
+                f"{name}: its last axis is not dense, so each call would copy it, and a plan allocates nothing; "
+                f"pass a contiguous copy of it"
+            )
+        self._lengths = lengths
+        self._stream = own.stream(device)
+        self._streams = {self._stream}
+        self._results = [
+            target if target is not None or result is None else own.empty(*result, device)
+            for target, result in zip(targets, call.results, strict=True)
+        ]
+        self._result = returned(self._results)
+        self._result_addresses = [0 if x is None else own.address(x) for x in self._results]
+        self._form = self._read(self._inputs).form
+        self._alignment = _alignment([*read.addresses, *self._result_addresses])
+        self._mine = self._given = call.prepared.own(own, self._stream, lengths)
+        if any(x is None for x in targets):
+            self._given = self._writing_callers_arrays(call)
+        if not streams.is_capturing(self._stream):
+            streams.wait(self._stream, device)
+
+    def __call__(
+        self, args: Sequence[Any], out: Sequence[Any] | None, named: Mapping[str, Any]
+    ) -> Any:
+        """out: arrays to write instead of the plan's own, None for those that stay."""
+        integers = None
+        if len(args) != self._count or named:
+            args, integers = self._complete(args, named)
+        own, device = self._own, self._device
+        read = own.read(args, self._verb.required)
+        if read is None or read.form != self._form:
+            raise self._refused(args)
+        addresses = read.addresses
+        together = 0
+        for address in addresses:
+            together |= address
+        if read.tracked and self._verb.refuses_gradients:
+            arrays.refuse_gradients(self._verb.inputs, args)
+        memory, result = self._mine, self._result
+        if out is None:
+            addresses += self._result_addresses
+        else:
+            memory = self._given
+            results = [y if x is None else x for x, y in zip(out, self._results, strict=True)]
+            self._check_out(args, results, addresses)
+            written = [0 if x is None else own.address(x) for x in results]
+            for address in written:
+                together |= address
+            addresses += written
+            result = self._returned(results)
+        if together & (self._alignment - 1):
+            raise ValueError(
+                f"plan: an array does not begin at a multiple of {self._alignment} bytes, as all did when the call "
+                "was planned; pass aligned arrays, or plan with such ones"
+            )
+        if device != dispatch._current_device():
+            import cupy
+
+            with cupy.cuda.Device(device):
+                self._launch(memory, addresses, integers)
+        else:
+            self._launch(memory, addresses, integers)
+        return result
+
+    def _launch(self, memory: Own, addresses: list[int], integers: dict[int, int] | None) -> None:
+        stream = self._own.stream(self._device)
+        if stream not in self._streams:
+            self._streams.add(stream)
+        memory.run(addresses, stream, integers)
+
+    def __del__(self) -> None:
+        # Memory goes back in the order of the stream that it was taken on: after the last use on any other one.
+        if sys.is_finalizing() or not hasattr(self, "_streams"):
+            return
+        for stream in self._streams:
+            streams.order(stream, self._stream, self._device)
+
+    def _read(self, inputs: Sequence[Any]) -> Read:
+        read = self._own.read(inputs, self._verb.required)
+        assert read is not None
+        return read
+
+    def _find(
+        self, read: Read, inputs: Sequence[Any], targets: Sequence[Any]
+    ) -> tuple[Call, Lengths]:
+        return dispatch.find(
+            *(self._verb, self._own, read, inputs, targets, self._options, self._flag, self._device)
+        )
+
+    def _writing_callers_arrays(self, call: Call) -> Own:
+        """The same launches, but for those that fill padding rows: a caller's own stay as they are."""
+        if all(each.source.entry != "rawattn_fill_padding" for each in call.prepared.steps):
+            return self._mine
+        read = self._own.read((*self._inputs, *self._results), self._verb.required)
+        assert read is not None
+        other, lengths = self._find(read, self._inputs, self._results)
+        return other.prepared.own(self._own, self._stream, lengths)
+
+    def _complete(
+        self, args: Sequence[Any], named: Mapping[str, Any]
+    ) -> tuple[Sequence[Any], dict[int, int] | None]:
+        """All inputs, those not given being the ones of planning time, and other integers by place."""
+        verb = self._verb
+        if len(args) > self._count:
+            raise TypeError(
+                f"plan: got {len(args)} arrays, expected {', '.join(verb.inputs)}, in this order or by name"
+            )
+        inputs = [*args, *self._inputs[len(args) :]]
+        integers: dict[int, int] = {}
+        for name, array in named.items():
+            if name in verb.inputs[: len(args)]:
+                raise TypeError(f"{name}: got it by position and by name; pass it once")
+            if name in verb.inputs:
+                inputs[verb.inputs.index(name)] = array
+            elif name in _STARTS or name in _LENGTHS:
+                self._replace(integers, name, array)
+            else:
+                raise TypeError(
+                    f"{name}: a plan takes {', '.join(verb.inputs)}, out and arrays of lengths on the GPU; whatever "
+                    "else the call has is that of planning time"
+                )
+        return inputs, integers or None
+
+    def _replace(self, integers: dict[int, int], name: str, array: Any) -> None:
+        seqs: SeqLayout | None = self._options.seqs
+        planned = getattr(seqs, name, None)
+        if planned is None or isinstance(planned, np.ndarray):
+            raise ValueError(
+                f"{name}: the call was not planned with {name} on the GPU; values of the host are those of planning time"
+            )
+        imported = arrays.import_integers(name, array)
+        if isinstance(imported, np.ndarray) or (
+            imported.shape,
+            imported.dtype,
+            imported.strides,
+        ) != (
+            planned.shape,
+            planned.dtype,
+            planned.strides,
+        ):
+            raise ValueError(
+                f"{name}: got {imported.dtype} of shape {imported.shape}, expected {planned.dtype} of shape "
+                f"{planned.shape} on the GPU, as it was planned"
+            )
+        address = int(imported.data.ptr)
+        if name in _STARTS:
+            integers[_STARTS[name]] = address
+            if name == "seqstart_q" and getattr(seqs, "seqstart_k", None) is None:
+                integers[2] = address
+        elif name.startswith("cu_") or getattr(seqs, f"cu_{name}") is None:
+            integers[_LENGTHS[name]] = address
+
+    def _check_out(
+        self, args: Sequence[Any], results: Sequence[Any], addresses: Sequence[int]
+    ) -> None:
+        verb, own = self._verb, self._own
+        inputs = {
+            name: own.view(x) for name, x in zip(verb.inputs, args, strict=True) if x is not None
+        }
+        for name, result, planned in zip(verb.outputs, results, self._results, strict=True):
+            if result is None or result is planned:
+                continue
+            shown = f"{verb.prefix}{name}"
+            if own.read((result,), 1) is None:
+                raise TypeError(
+                    f"{shown}: got {type(result).__name__}, expected an array as planned"
+                )
+            got, expected = own.view(result), own.view(planned)
+            if got[1:] != expected[1:]:
+                raise ValueError(
+                    f"{shown}: got shape {got.shape}, strides {got.strides}, dtype {got.dtype} on GPU {got.device}, "
+                    f"expected those that the plan has: {expected.shape}, {expected.strides}, {expected.dtype}, "
+                    f"GPU {expected.device}"
+                )
+            low, high = byte_range(got)
+            if any(low < end and start < high for start, end in map(byte_range, inputs.values())):
+                check_apart(got, inputs, shown)
+
+    def _refused(self, args: Sequence[Any]) -> Exception:
+        """What is wrong with arrays that are not like those of planning time."""
+        own, verb = self._own, self._verb
+        for name, x, planned in zip(verb.inputs, args, self._inputs, strict=True):
+            if (x is None) != (planned is None):
+                return ValueError(
+                    f"{name}: given now or when the call was planned, but not both times"
+                )
+            if x is None:
+                continue
+            if own.read((x,), 1) is None:
+                return TypeError(
+                    f"{name}: got {type(x).__name__}, expected a {type(planned).__name__} on GPU {self._device}, as planned"
+                )
+            got, expected = own.view(x), own.view(planned)
+            if got[1:] != expected[1:]:
+                return ValueError(
+                    f"{name}: got shape {got.shape}, strides {got.strides}, dtype {got.dtype}, GPU {got.device}; the "
+                    f"plan is for {expected.shape}, {expected.strides}, {expected.dtype}, GPU {expected.device}"
+                )
+        return ValueError("plan: the arrays are not like those that the call was planned with")
+
+
+def _alignment(addresses: Sequence[int]) -> int:
+    together = 0
+    for address in addresses:
+        together |= address
+    together %= _WIDEST
+    return together & -together if together else _WIDEST

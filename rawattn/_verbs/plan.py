@@ -1,0 +1,152 @@
+"""`plan`: a call prepared once, for loops and CUDA graphs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rawattn._call.gradients import Gradients
+from rawattn._call.options import Options
+from rawattn._interop import arrays
+from rawattn._interop.native import native
+from rawattn._runtime import dispatch
+from rawattn._runtime.verbs import BACKWARD, FORWARD, Verb
+from rawattn._verbs.attention import attention
+from rawattn._verbs.backward import attention_backward, wanted
+
+
+class Plan:
+    """A call of `attention` or `attention_backward` on arrays of one form, made by `plan`.
+
+    Call it with arrays of the same shapes, strides, dtypes and device, by position or by name; one that is left out is that
+    of planning time. ``out=`` (for the backward ``into=``) takes the results; otherwise they are in arrays of the plan's
+    own, the same ones at every call, overwritten by the next. Padding rows of the plan's own arrays are 0, -inf in lse.
+    Lengths on the GPU may be other arrays too, as ``seqlen_k=``; they are read at every call and at every replay of a
+    captured graph, so they may change in place. Values of the host (scale, window, lengths, ...) are those of planning time.
+
+    A call allocates nothing, waits for nothing and can be captured in a CUDA graph (CuPy's and torch's). The plan must live
+    as long as such a graph: its scratch memory is the graph's too. For the same reason two calls of one plan must not run at
+    the same time on different streams; two plans may.
+
+    On the CPU, and for arrays that are neither CuPy's nor CUDA tensors of torch, a call is an ordinary one with the options
+    of planning time.
+    """
+
+    def __init__(
+        self,
+        verb: Verb,
+        inputs: Sequence[Any],
+        targets: Sequence[Any],
+        options: Options,
+        flag: bool,
+        backend: str | None,
+        returned: Callable[[Sequence[Any]], Any],
+    ) -> None:
+        self._verb, self._options, self._flag, self._backend = verb, options, flag, backend
+        self._inputs, self._targets, self._returned = tuple(inputs), tuple(targets), returned
+        self._gpu: Any = None
+        own = native(arrays.framework_of(inputs[verb.q]))
+        if own is not None and backend != "cpu":
+            read = own.read((*inputs, *targets), verb.required)
+            if read is not None:
+                from rawattn._runtime.planned import GpuPlan
+
+                if read.tracked and verb.refuses_gradients:
+                    arrays.refuse_gradients(verb.inputs, inputs)
+                self._gpu = GpuPlan(verb, own, read, inputs, targets, options, flag, returned)
+        if self._gpu is None:  # whatever is wrong with the call is told now
+            dispatch.run(verb, inputs, (None,) * len(targets), options, flag, backend)
+
+    def __call__(self, *args: Any, out: Any = None, into: Any = None, **named: Any) -> Any:
+        """What the planned function returns."""
+        written = None
+        if out is not None or into is not None:
+            written = self._written(out, into)
+        if self._gpu is not None:
+            return self._gpu(args, written, named)
+        inputs = [*args, *self._inputs[len(args) :]]
+        for name, array in named.items():
+            if name not in self._verb.inputs[len(args) :]:
+                raise TypeError(
+                    f"{name}: this plan takes {', '.join(self._verb.inputs)} once each; whatever else the call has is "
+                    "that of planning time"
+                )
+            inputs[self._verb.inputs.index(name)] = array
+        targets = self._targets if written is None else written
+        results = dispatch.run(
+            self._verb, inputs, targets, self._options, self._flag, self._backend
+        )
+        return self._returned(results)
+
+    def _written(self, out: Any, into: Any) -> Sequence[Any]:
+        """The caller's arrays among the outputs."""
+        forward = self._verb is FORWARD
+        if (into if forward else out) is not None:
+            given, other = ("into", "out") if forward else ("out", "into")
+            raise TypeError(f"{given}: this plan writes its results to {other}=")
+        return (out, None) if forward else wanted(into)[:3]
+
+
+def plan(fn: Callable[..., Any], *args: Any, **options: Any) -> Plan:
+    """Prepare a call once: no validation, planning or allocation is left for the calls themselves.
+
+    Parameters
+    ----------
+    fn : `rawattn.attention` or `rawattn.attention_backward`
+    *args, **options
+        As `fn` takes them. Arrays tell shapes, strides, dtypes and device; of their values nothing is used.
+
+    Returns
+    -------
+    Plan
+        Call it with the arrays: ``Plan(q, k, v)``, or ``Plan(dout, q, k, v, out, lse)``.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+        As `fn` raises them; and ValueError for an array whose last axis is not dense, since each call would have to copy it.
+
+    Notes
+    -----
+    Planning waits for the current stream. The memory of a plan is that of its results and of what the kernels need beside
+    them; it is freed with the plan, when the last stream that used it is done.
+
+    Examples
+    --------
+    >>> import numpy as np, rawattn
+    >>> q = k = v = np.ones((1, 5, 2, 16), np.float32)
+    >>> causal = rawattn.plan(rawattn.attention, q, k, v, causal=True)
+    >>> causal(q, k, v).shape
+    (1, 5, 2, 16)
+    """
+    if fn not in (attention, attention_backward):
+        name = getattr(fn, "__name__", repr(fn))
+        raise NotImplementedError(
+            f"fn: got {name}; this version plans rawattn.attention and rawattn.attention_backward"
+        )
+    given = inspect.signature(fn).bind(*args, **options)
+    given.apply_defaults()
+    named = given.arguments
+    known = Options(**{name: named[name] for name in Options._fields if name in named})
+    backend = named["backend"]
+    if backend not in (None, "cuda", "cpu"):
+        raise ValueError(f"backend: got {backend!r}; accepted are 'cuda', 'cpu' and None")
+    if fn is attention:
+        verb, flag = FORWARD, named["return_lse"]
+        targets: Sequence[Any] = (named["out"], None)
+        returned: Callable[[Sequence[Any]], Any] = tuple if flag else _first
+    else:
+        verb, flag = BACKWARD, named["deterministic"]
+        targets = wanted(named["into"], named["bias"], named["want_dbias"], flag)[:3]
+        returned = _gradients
+    inputs = [named[name] for name in verb.inputs]
+    return Plan(verb, inputs, targets, known, flag, backend, returned)
+
+
+def _first(results: Sequence[Any]) -> Any:
+    return results[0]
+
+
+def _gradients(results: Sequence[Any]) -> Gradients:
+    return Gradients(*results)
