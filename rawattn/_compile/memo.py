@@ -51,8 +51,6 @@ def remember(version: str) -> None:
         }
         path = _note()
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if os.path.lexists(path) and not cache.is_note(path):
-            return  # somebody else's file
         aside = path.with_name(f"{path.stem}.tmp-{uuid.uuid4().hex}")
         try:
             aside.write_text(json.dumps(note) + "\n", "utf-8")
