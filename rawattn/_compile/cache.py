@@ -199,12 +199,15 @@ def why_unwritable() -> str | None:
     """Why nothing can be written to the cache directory, or None where it can. Leaves nothing there."""
     try:
         place = directory()
-        while not os.path.lexists(place):  # it would be made
-            place = place.parent
+    except OSError as error:
+        return str(error)
+    while not os.path.lexists(place):  # it would be made
+        place = place.parent
+    try:
         with tempfile.TemporaryFile(dir=place) as file:
             file.write(_MARK)
     except OSError as error:
-        return str(error)
+        return f"{place}: {error.strerror}"
     return None
 
 
