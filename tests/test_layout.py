@@ -385,6 +385,51 @@ def test_from_padding_mask_on_the_device() -> None:
     assert seqs.seqlen_k.tolist() == [3, 1, 0]
 
 
+@pytest.mark.gpu
+def test_both_on_a_gpu() -> None:
+    import cupy
+
+    lengths = cupy.asarray(np.array([3, 0, 2], np.int32))
+    packed = SeqLayout.from_lengths(lengths, cupy.full(3, 2**30, np.int32))
+    assert isinstance(packed.seqstart_q, cupy.ndarray)
+    assert packed.seqstart_q.get().tolist() == [0, 3, 3, 5]
+    assert packed.seqstart_k.get().tolist() == [0, 2**30, 2**31, 3 * 2**30]
+    padded = SeqLayout.from_padding_mask(cupy.asarray(MASK))
+    assert isinstance(padded.seqlen_q, cupy.ndarray)
+    assert padded.seqlen_q.get().tolist() == [3, 1, 0]
+
+
+@pytest.mark.gpu
+@pytest.mark.frameworks
+def test_both_on_a_gpu_on_the_stream_of_torch() -> None:
+    import cupy
+
+    torch = pytest.importorskip("torch")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        busy = torch.ones(4096, 4096, device="cuda")
+        for _ in range(20):
+            busy = busy @ busy * 1e-4
+        # Comes long after the host has asked for it.
+        lengths = (busy[0, :3] * 0).to(torch.int64) + torch.tensor([3, 0, 2], device="cuda")
+        packed = SeqLayout.from_lengths(lengths)
+        padded = SeqLayout.from_padding_mask(lengths[:, None] > torch.arange(3, device="cuda"))
+        torch.cuda.current_stream().synchronize()
+    assert isinstance(packed.seqstart_q, cupy.ndarray)
+    assert packed.seqstart_q.get().tolist() == [0, 3, 3, 5]
+    assert padded.seqlen_q.get().tolist() == [3, 0, 2]
+
+
+@pytest.mark.frameworks
+def test_both_of_host_arrays_of_frameworks() -> None:
+    torch = pytest.importorskip("torch")
+    jax = pytest.importorskip("jax")
+    for array in (torch.tensor, jax.numpy.array):
+        seqs = SeqLayout.from_lengths(array([3, 0, 2]), array([1, 1, 1]))
+        assert seqs.seqstart_q.tolist() == [0, 3, 3, 5]
+        assert seqs.seqstart_k.tolist() == [0, 1, 2, 3]
+        assert SeqLayout.from_padding_mask(array(MASK.tolist())).seqlen_k.tolist() == [3, 1, 0]
+
+
 @pytest.mark.parametrize(
     ("make", "error", "says"),
     [
