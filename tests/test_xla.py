@@ -77,11 +77,15 @@ def test_structs_are_those_of_the_header(tmp_path: Path) -> None:
     assert theirs == [(offset, size) for _, _, offset, size in fields]
 
 
+# Handlers know an XLA by its address.
+_ALIVE: list[Any] = []
+
+
 class Xla:
     """Functions that a handler calls. Each is given the struct of its arguments."""
 
     def __init__(self, **functions: tuple[Any, Any]) -> None:
-        self._alive: list[Any] = []
+        _ALIVE.append(self)
         self.api = xla.Api(struct_size=ctypes.sizeof(xla.Api))
         self.api.api_version.minor_version = 9
         for name, _ in [*xla.Api._fields_]:
@@ -90,7 +94,7 @@ class Xla:
 
     def _put(self, name: str, struct: Any, body: Any) -> None:
         function = xla._HANDLER(lambda at: body(struct.from_address(at)))
-        self._alive.append(function)
+        _ALIVE.append(function)
         setattr(self.api, name, ctypes.cast(function, ctypes.c_void_p))
 
 

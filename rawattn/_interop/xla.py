@@ -126,9 +126,7 @@ class Call:
     __slots__ = ("_allocated", "_ctx", "_xla", "inputs", "outputs", "text")
 
     def __init__(self, frame: Any, xla: _Xla) -> None:
-        attribute = c_void_p.from_address(frame.attrs.attrs).value
-        assert attribute is not None and frame.attrs.size == 1
-        span = ByteSpan.from_address(attribute)
+        span = ByteSpan.from_address(_pointer(frame.attrs.attrs))
         self.text = ctypes.string_at(span.ptr, span.len)
         args, rets = frame.args, frame.rets
         self.inputs = _addresses(args.size, args.args)
@@ -269,7 +267,14 @@ def _describe(extension: int, xla: _Xla) -> bool:
 
 
 def _addresses(size: int, items: int) -> list[int]:
-    if not size:
-        return []
-    pointers = (c_void_p * size).from_address(items)
-    return [c_void_p.from_address(at + _DATA_AT).value or 0 for at in pointers]
+    """Where the data of `size` buffers lies, to which there are pointers at `items`."""
+    return [
+        c_void_p.from_address(_pointer(at) + _DATA_AT).value or 0
+        for at in range(items or 0, (items or 0) + 8 * size, 8)
+    ]
+
+
+def _pointer(address: int) -> int:
+    pointer = c_void_p.from_address(address).value
+    assert pointer is not None
+    return pointer
