@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import doctest
 import itertools
+import pickle
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -113,6 +114,14 @@ def test_a_layout_is_immutable_and_equal_to_itself_alone() -> None:
     assert seqs == seqs  # noqa: PLR0124
     assert seqs != twin
     assert len({seqs, twin}) == 2
+
+
+def test_a_layout_can_be_replaced_and_pickled() -> None:
+    seqs = SeqLayout(seqstart_q=[0, 3, 8])
+    for same in (replace(seqs, max_seqlen_k=5), pickle.loads(pickle.dumps(seqs))):
+        assert same.seqstart_q.tolist() == [0, 3, 8]
+        assert spans(group(same, 8, 8))["len_k"] == [3, 5]
+    assert replace(seqs, max_seqlen_k=5).max_seqlen_k == 5
 
 
 def test_repr_is_short_and_reads_no_device_array() -> None:

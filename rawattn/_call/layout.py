@@ -119,6 +119,12 @@ class SeqLayout:
     >>> packed.batch, packed.group
     (3, True)
 
+    The same documents, each padded to 16 rows of a (3, 16, nheads, D) array:
+
+    >>> padded = SeqLayout(seqlen_q=[3, 5, 2], seqlen_k=[3, 5, 2])
+    >>> padded.batch, padded.group
+    (3, False)
+
     Gaps are legal: here rows 0 and 1 belong to nobody, and 2 rows after each document are padding.
 
     >>> gaps = SeqLayout(seqstart_q=[2, 7, 14, 18], seqlen_q=[3, 5, 2], seqlen_k=[3, 5, 2])
@@ -131,12 +137,6 @@ class SeqLayout:
     2
     >>> SeqLayout.from_lengths([2, 3, 5])
     SeqLayout(seqstart_q=[0, 2, 5, 10])
-
-    The same documents, each padded to 16 rows of a (3, 16, nheads, D) array:
-
-    >>> padded = SeqLayout(seqlen_q=[3, 5, 2], seqlen_k=[3, 5, 2])
-    >>> padded.batch, padded.group
-    (3, False)
     """
 
     seqstart_q: Any
@@ -147,11 +147,11 @@ class SeqLayout:
     cu_seqlen_k: Any
     max_seqlen_q: int | None
     max_seqlen_k: int | None
-    batch: int | None
-    group: bool
-    _q: Given
-    _k: Given
-    _bindings: dict[tuple[int | None, int, int], Lengths]
+    batch: int | None = field(init=False)
+    group: bool = field(init=False)
+    _q: Given = field(init=False)
+    _k: Given = field(init=False)
+    _bindings: dict[tuple[int | None, int, int], Lengths] = field(init=False)
 
     def __init__(
         self,
