@@ -274,3 +274,13 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(PermissionError, match=r"--json .* cannot be written"):
         outputs.check("--json", tmp_path / "a.json")
+
+
+# Who imports whom
+
+
+@pytest.mark.parametrize("package", ["_bench", "_console"])
+def test_what_commands_share_knows_no_command(package: str) -> None:
+    paths = sorted((ROOT / "rawattn" / package).glob("*.py"))
+    assert paths
+    assert not [path.name for path in paths if "rawattn._cli" in path.read_text("utf-8")]
