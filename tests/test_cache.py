@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -12,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from rawattn._compile import cache as _cache
+from rawattn._compile import memo
 
 FILES = {"kernel.cu": b"source", "kernel.cubin": b"\x7fELF cubin", "log.txt": b"said"}
 META = {"summary": "a kernel", "registers": 8}
@@ -90,7 +93,7 @@ def test_round_trip(cache: Path) -> None:
     assert entry.meta["summary"] == "a kernel"
     assert entry.path == cache / KEY[:32]
     assert names(cache) == {KEY[:32]}
-    assert names(entry.path) == {*FILES, "meta.json"}
+    assert names(entry.path) == {*FILES, "meta.json", ".rawattn"}
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
 
 
@@ -127,19 +130,79 @@ def test_nonsense_meta_is_damage(text: str) -> None:
     assert _cache.publish(KEY, FILES, META) is not None
 
 
-@pytest.mark.parametrize("kind", ["file", "empty directory", "directory of a stranger"])
-def test_name_taken_by_something_else(cache: Path, kind: str) -> None:
-    cache.mkdir()
-    path = cache / KEY[:32]
+def strangers(path: Path, kind: str) -> None:
+    """Puts something of somebody else's there."""
     if kind == "file":
-        path.write_text("in the way")
+        path.write_text("mine")
+    elif kind == "link":
+        ours = _cache.publish(key_of("target of the link"), FILES, META)
+        assert ours is not None
+        path.symlink_to(ours.path, target_is_directory=True)
     else:
         path.mkdir()
         if kind != "empty directory":
-            (path / "notes").write_text("in the way")
+            (path / "kernel.cu").write_text("mine")
+        if kind == "directory with a meta.json":
+            (path / "meta.json").write_text('{"key": "mine", "files": {}}')
+
+
+def content(path: Path) -> object:
+    if path.is_symlink():
+        return path.readlink()
+    if path.is_dir():
+        return {child.name: content(child) for child in path.iterdir()}
+    return path.read_text()
+
+
+STRANGERS = ["file", "link", "empty directory", "directory", "directory with a meta.json"]
+
+
+@pytest.mark.parametrize("kind", STRANGERS)
+def test_what_somebody_else_has_under_the_name_stays(cache: Path, kind: str) -> None:
+    cache.mkdir()
+    path = cache / KEY[:32]
+    strangers(path, kind)
+    before = content(path)
     assert _cache.read(KEY) is None
-    assert _cache.publish(KEY, FILES, META) is not None
-    assert _cache.read(KEY) is not None
+    assert path not in [listed for listed, _ in _cache.entries()]
+    with pytest.warns(RuntimeWarning, match=f"{path} is in the way.*move it"):
+        assert _cache.publish(KEY, FILES, META) is None
+    assert content(path) == before
+    assert not [name for name in names(cache) if ".tmp-" in name]
+
+
+@pytest.mark.parametrize("kind", STRANGERS)
+def test_failures_are_not_kept_in_the_directory_of_somebody_else(cache: Path, kind: str) -> None:
+    cache.mkdir()
+    path = cache / f"{KEY[:32]}.failed"
+    strangers(path, kind)
+    before = content(path)
+    kept = _cache.keep_failure(KEY, {"kernel.cu": b"text"})
+    assert kept.parent != cache
+    assert content(kept) == {"kernel.cu": "text"}
+    shutil.rmtree(kept)
+    assert content(path) == before
+
+
+@pytest.mark.parametrize("text", ["", "mine"])
+def test_the_lock_file_of_somebody_else_stays(cache: Path, text: str) -> None:
+    cache.mkdir()
+    path = cache / f"{KEY[:32]}.lock"
+    path.write_text(text)
+    with _cache.lock(KEY):
+        pass
+    assert path.read_text() == text
+
+
+def test_a_lock_removes_its_own_file_alone(cache: Path) -> None:
+    path = cache / f"{KEY[:32]}.lock"
+    with _cache.lock(KEY):
+        path.unlink()
+        with _cache.lock(KEY):  # a file of its own, which the first must leave
+            os.utime(path, (1000, 1000))
+            marked = path.read_bytes()
+        path.write_bytes(marked)  # of a third process
+    assert path.read_bytes() == marked
 
 
 def test_another_key_with_the_same_first_digits_is_not_ours() -> None:
@@ -311,16 +374,16 @@ def test_lock_times_out(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_lock_of_a_killed_process_is_free(cache: Path) -> None:
     code = (
-        "import sys, time; from rawattn import _cache\n"
+        "import time; from rawattn._compile import cache as _cache\n"
         f"with _cache.lock({KEY!r}): print('held', flush=True); time.sleep(60)"
     )
     with subprocess.Popen(
         [sys.executable, "-c", code],
         stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(Path(_cache.__file__).parents[1])},
+        env={**os.environ, "PYTHONPATH": str(Path(_cache.__file__).parents[2])},
     ) as process:
         assert process.stdout is not None
-        process.stdout.readline()
+        assert process.stdout.readline() == b"held\n"
         process.kill()
     started = time.monotonic()
     with _cache.lock(KEY):
@@ -351,11 +414,6 @@ def test_clear_removes_ours_alone(cache: Path) -> None:
     for text in "ab":
         _cache.publish(key_of(text), FILES, META)
     _cache.keep_failure(key_of("c"), FILES)
-    (cache / f"{KEY[:32]}.tmp-0123").mkdir()
-    (cache / f"{KEY[:32]}.lock").touch()
-    for left_behind in (f"{KEY[:32]}.tmp-0123", f"{KEY[:32]}.lock"):
-        os.utime(cache / left_behind, (1000, 1000))
-    (cache / f"{KEY[:32]}.tmp-4567").mkdir()  # another process is at work
     (cache / "thesis.txt").write_text("mine")
     (cache / "deadbeef").mkdir()
     (cache / f"{KEY[:32]}.backup").mkdir()
@@ -363,4 +421,121 @@ def test_clear_removes_ours_alone(cache: Path) -> None:
     for stranger in kept:
         os.utime(cache / stranger, (1000, 1000))
     assert _cache.clear() == 2
-    assert names(cache) == {*kept, f"{KEY[:32]}.tmp-4567"}
+    assert names(cache) == kept
+
+
+@pytest.mark.parametrize("kind", STRANGERS)
+@pytest.mark.parametrize("suffix", ["", ".failed", ".lock", ".tmp-0123"])
+def test_clear_leaves_what_only_has_a_name_like_ours(cache: Path, suffix: str, kind: str) -> None:
+    cache.mkdir()
+    path = cache / f"{KEY[:32]}{suffix}"
+    strangers(path, kind)
+    before = content(path)
+    os.utime(path, (1000, 1000), follow_symlinks=False)
+    _cache.clear()
+    assert content(path) == before
+
+
+@pytest.mark.parametrize("suffix", ["json", "tmp-0123"])
+def test_clear_removes_notes_and_no_other_file_of_such_a_name(cache: Path, suffix: str) -> None:
+    cache.mkdir()
+    ours = cache / f"compiler-{KEY[:16]}.{suffix}"
+    ours.write_text('{"library": "libnvrtc.so", "file": [1, 2], "version": "13.0"}')
+    others = {"compiler-0123456789abcdef": "mine", "compiler-123456789abcdef0": '{"version": 1}'}
+    for name, text in others.items():
+        (cache / f"{name}.{suffix}").write_text(text)
+    for path in cache.iterdir():
+        os.utime(path, (1000, 1000))
+    assert _cache.clear() == 0
+    assert content(cache) == {f"{name}.{suffix}": text for name, text in others.items()}
+
+
+def test_a_note_that_cannot_be_written_leaves_nothing(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    library = tmp_path / "libnvrtc.so"
+    library.touch()
+    monkeypatch.setattr(memo, "_loaded", lambda: {str(library)})
+    for version in ("13.0", "13.1"):
+        memo.remember(version)
+        assert memo.recall() == version
+    (path,) = cache.iterdir()
+    path.unlink()
+    path.mkdir()
+    memo.remember("13.2")
+    assert names(cache) == {path.name}
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_clear_removes_what_dead_processes_left(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, old: bool
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def die(*_: object, **__: object) -> None:
+        raise Killed
+
+    published = _cache.publish(KEY, FILES, META)
+    assert published is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(_cache, "_rename", die)
+        patch.setattr(_cache.shutil, "rmtree", lambda *_, **__: None)
+        with pytest.raises(Killed):
+            _cache.publish(key_of("b"), FILES, META)
+        patch.setattr(_cache.Path, "unlink", die)
+        with pytest.raises(Killed):
+            _cache.clear()  # dies with the entry aside
+        with contextlib.suppress(Killed), _cache.lock(KEY):
+            pass
+    left = names(cache)
+    assert sorted(name[32:37] for name in left) == [".lock", ".tmp-", ".tmp-"]
+    if old:
+        for name in left:
+            os.utime(cache / name, (1000, 1000))
+    assert _cache.clear() == 0
+    assert names(cache) == (set() if old else left)
+
+
+def test_clear_removes_entries_from_before_the_mark(cache: Path) -> None:
+    for text in "ab":
+        entry = _cache.publish(key_of(text), FILES, META)
+        assert entry is not None
+        (entry.path / ".rawattn").unlink()
+    (entry.path / "kernel.cubin").write_bytes(b"damaged")
+    assert len(_cache.entries()) == 2
+    assert _cache.publish(key_of("b"), FILES, META) is not None
+    assert _cache.clear() == 2
+    assert names(cache) == set()
+
+
+@pytest.mark.parametrize("text", ["", "3", "[]", "{}"])
+def test_clear_removes_damaged_entries(cache: Path, text: str) -> None:
+    entry = _cache.publish(KEY, FILES, META)
+    assert entry is not None
+    (entry.path / "meta.json").write_text(text)
+    assert _cache.entries() == [(entry.path, None)]
+    assert _cache.clear() == 1
+    assert names(cache) == set()
+
+
+# Whether it can be written
+
+
+def test_why_unwritable(cache: Path) -> None:
+    assert _cache.why_unwritable() is None
+    assert not cache.exists()
+    cache.mkdir()
+    assert _cache.why_unwritable() is None
+    assert names(cache) == set()
+    cache.rmdir()
+    cache.write_text("a file where the directory should be")
+    assert str(cache) in str(_cache.why_unwritable())
+
+
+@pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write everywhere"
+)
+def test_why_unwritable_by_mode_bits(cache: Path) -> None:
+    cache.mkdir(mode=0o500)
+    assert "Permission denied" in str(_cache.why_unwritable())

@@ -17,7 +17,7 @@ from rawattn import reference
 from rawattn._call.layout import host_lengths
 from rawattn._call.problem import describe, result_shapes
 from rawattn._cpu import forward as cpu_forward
-from rawattn._cpu import tiles
+from rawattn._cpu import threads, tiles
 from tests.cases import Case, curated, dense, materialise, padded, ragged, random_case
 from tests.tolerance import check, check_lse
 from tests.verify import _by_row, expected, layout
@@ -33,6 +33,30 @@ LONG = [
     dense("tiles-layout", 1, 300, 600, layout="reversed", dtype="float32", headdim=256),
     ragged("tiles-ragged", (700, 0, 40), (30, 600, 900), headdim=32, causal=True),
     padded("tiles-padded", (30, 400), (700, 0), 500, 800, headdim=72, headdim_v=20),
+]
+# Sequences that share a bundle with others of their lengths, wherever these lie.
+SHORT = [
+    ragged("short", (5, 3, 5, 5, 3), (5, 3, 5, 5, 3), dtype="float32", causal=True),
+    ragged(
+        "short-gaps",
+        *((5, 4, 5, 5, 0, 4), (6, 2, 6, 6, 3, 2)),
+        room_q=(7, 4, 5, 9, 2, 6),
+        room_k=(6, 9, 8, 6, 3, 2),
+        by_q="seqlen",
+        by_k="cu_seqlen",
+        lead=3,
+        tail=1,
+        nheads_q=6,
+        window=(2, 1),
+        sink=1,
+    ),
+    ragged("short-regular-gaps", (3,) * 9, (4,) * 9, room_q=(5,) * 9, by_q="seqlen", causal=True),
+    ragged("short-without-keys", (3, 3, 2), (0, 0, 0), dtype="float32"),
+    padded("short-padded", (5, 2, 5, 2, 2, 0), (7, 4, 7, 4, 4, 4), 6, 9, nheads_q=8, headdim_v=24),
+    padded("short-rows-without-keys", (5, 5, 2), (3, 3, 0), 6, 5, causal=True, dtype="float32"),
+    dense("short-vectors", 9, 1, 7, nheads_q=3, nheads_kv=1, headdim=1, headdim_v=40),
+    dense("short-one-key", 4, 6, 1, dtype="float16", layout="reversed", scale=-0.3),
+    dense("short-several-bundles", 90, 9, 11, nheads_q=8, nheads_kv=4, dtype="float32"),
 ]
 FULL_SIZE = [case for case in curated() if case.name.startswith("long-")]
 
@@ -67,6 +91,11 @@ def verify(case: Case) -> None:
 
 def eps(array: np.ndarray) -> float:
     return {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23}[array.dtype.name]
+
+
+@pytest.mark.parametrize("case", SHORT, ids=str)
+def test_short(case: Case) -> None:
+    verify(case)
 
 
 @pytest.mark.parametrize("case", [*LONG, *FULL_SIZE], ids=str)
@@ -127,7 +156,7 @@ def test_tiles_that_nobody_sees_are_not_visited(monkeypatch: pytest.MonkeyPatch)
         return multiply_transposed(queries, keys, pieces)
 
     monkeypatch.setattr(cpu_forward, "multiply_transposed", counting)
-    monkeypatch.setattr(tiles, "_cores", lambda: 1)
+    monkeypatch.setattr(threads, "available_threads", lambda: 1)
 
     def scores(**options: Any) -> int:
         visited.clear()
@@ -160,6 +189,34 @@ def test_nan_stays_with_those_that_see_it(nkeys: int) -> None:
     np.testing.assert_allclose(out[:, :, 1], clean[:, :, 1], atol=1e-6)
     np.testing.assert_array_equal(lse[:, :, :bad], clean_lse[:, :, :bad])
     assert np.isnan(out[:, bad:, 0]).all() and np.isnan(lse[:, 0, bad:]).all()
+
+
+def test_nan_stays_with_its_sequence() -> None:
+    """And with the rows of it that see it, where sequences are computed together."""
+    rng = np.random.default_rng(1)
+    q, k, v = rng.standard_normal((3, 30, 6, 2, 8), np.float32)
+    clean, clean_lse = forward(q, k, v, causal=True)
+    v[7, 4, 1], v[9, 5, 0, 2], k[11, 3, 0] = np.nan, -np.inf, np.nan
+    out, lse = forward(q, k, v, causal=True)
+    spoilt = np.zeros(out.shape, bool)
+    spoilt[7, 4:, 1] = spoilt[9, 5:, 0, 2] = spoilt[11, 3:, 0] = True
+    np.testing.assert_array_equal(np.isfinite(out), ~spoilt)
+    np.testing.assert_allclose(out[~spoilt], clean[~spoilt], atol=1e-6)
+    assert np.all(out[9, 5, 0, 2] == -np.inf)
+    np.testing.assert_array_equal(lse[11, 0, 3:], np.full(3, np.nan))
+    lse[11, 0, 3:] = clean_lse[11, 0, 3:]
+    np.testing.assert_array_equal(lse, clean_lse)
+
+
+def test_dense_batch_needs_no_lengths() -> None:
+    for seqlen in (6, 300):
+        q, k, v = np.random.default_rng(0).standard_normal((3, 3, seqlen, 2, 16), np.float32)
+        problem, _ = describe(q, k, v)
+        out, lse = np.empty_like(q), np.empty((3, 2, seqlen), np.float32)
+        cpu_forward.forward(problem, None, q, k, v, out, lse)
+        with_lengths, with_lengths_lse = forward(q, k, v)
+        np.testing.assert_array_equal(out, with_lengths)
+        np.testing.assert_array_equal(lse, with_lengths_lse)
 
 
 def test_rows_without_keys_are_written() -> None:
@@ -198,9 +255,10 @@ def test_lse_is_optional() -> None:
     np.testing.assert_array_equal(out, alone)
 
 
-@pytest.mark.parametrize("case", LONG[:4], ids=str)
+@pytest.mark.parametrize("case", [*LONG[:4], SHORT[1], SHORT[-1]], ids=str)
 def test_same_call_gives_the_same_bits(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """With any number of threads."""
+    monkeypatch.setattr(threads, "WORK_OF_A_THREAD", 1)
     inputs = materialise(case)
     arrays = [x.view() for x in (inputs.q, inputs.k, inputs.v)]
 
@@ -209,7 +267,7 @@ def test_same_call_gives_the_same_bits(case: Case, monkeypatch: pytest.MonkeyPat
 
     first = bits()
     for cores in (1, 2, 5, 2):
-        monkeypatch.setattr(tiles, "_cores", lambda cores=cores: cores)
+        monkeypatch.setattr(threads, "available_threads", lambda cores=cores: cores)
         assert bits() == first
 
 
@@ -240,7 +298,7 @@ def test_memory_beyond_inputs_and_outputs(
 ) -> None:
     """Naive NumPy takes 1 GiB for its scores here."""
     if cores is not None:
-        monkeypatch.setattr(tiles, "_cores", lambda: cores)
+        monkeypatch.setattr(threads, "available_threads", lambda: cores)
     q, k, v = full_size()
     problem, bound = describe(q, k, v, causal=True)
     out, lse = np.empty_like(q), np.empty((1, 8, 4096), np.float32)

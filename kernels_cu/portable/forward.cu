@@ -4,7 +4,8 @@
 // and values arrive by asynchronous copies. With two stages the next tile's keys and values travel during the whole of
 // this tile's arithmetic; with one, values travel under Q K^T and the next keys under the softmax and P V.
 #include "attn/params.cuh"
-#include "attn/scheduler.cuh"
+#include "attn/rows.cuh"
+#include "attn/schedule/queries.cuh"
 #include "attn/sequence.cuh"
 #include "attn/softmax.cuh"
 #include "attn/visible.cuh"
@@ -89,21 +90,18 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
   const Visible visible(p, work.q.length, work.k.length);
   const TileRange range = tiles_seen(visible, first, first + rows - 1);
 
-  const Element* const q = static_cast<const Element*>(p.q) + work.sequence * p.q_strides.batch +
-                           (work.q.start + first) * p.q_strides.row + work.head * p.q_strides.head;
-  const Element* const k = static_cast<const Element*>(p.k) + work.sequence * p.k_strides.batch +
-                           work.k.start * p.k_strides.row + kv_head * p.k_strides.head;
-  const Element* const v = static_cast<const Element*>(p.v) + work.sequence * p.v_strides.batch +
-                           work.k.start * p.v_strides.row + kv_head * p.v_strides.head;
+  const auto q = rows_of<const Element>(p.q, p.q_strides, work.sequence, work.q, work.head, first);
+  const auto k = rows_of<const Element>(p.k, p.k_strides, work.sequence, work.k, kv_head);
+  const auto v = rows_of<const Element>(p.v, p.v_strides, work.sequence, work.k, kv_head);
 
   const auto load_keys = [&](int n) {
     const int64 row = int64(range.tile(n)) * kTileK;
-    CopyK::load(elements + kKeysAt + n % kStages * kTileK * kPitchQk, k + row * p.k_strides.row, p.k_strides.row,
+    CopyK::load(elements + kKeysAt + n % kStages * kTileK * kPitchQk, k.from(row),
                 static_cast<int>(work.k.length - row), thread);
   };
   const auto load_values = [&](int n) {
     const int64 row = int64(range.tile(n)) * kTileK;
-    CopyV::load(elements + kValuesAt + n % kStages * kTileK * kPitchV, v + row * p.v_strides.row, p.v_strides.row,
+    CopyV::load(elements + kValuesAt + n % kStages * kTileK * kPitchV, v.from(row),
                 static_cast<int>(work.k.length - row), thread);
   };
   // Afterwards everything asked for has landed for all threads, and all are done with what they read before.
@@ -112,7 +110,7 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
     target::block_sync();
   };
 
-  CopyQ::load(elements, q, p.q_strides.row, rows, thread);
+  CopyQ::load(elements, q, rows, thread);
   if (range.end > 0) {
     load_keys(0);
     if constexpr (kStages == 2) load_values(0);
@@ -192,7 +190,6 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
     }
   }
   target::block_sync();
-  CopyOut::store(static_cast<Element*>(p.out) + work.sequence * p.out_strides.batch +
-                     (work.q.start + first) * p.out_strides.row + work.head * p.out_strides.head,
-                 p.out_strides.row, rows, elements, thread);
+  const auto out = rows_of<Element>(p.out, p.out_strides, work.sequence, work.q, work.head, first);
+  CopyOut::store(out, rows, elements, thread);
 }

@@ -1,6 +1,7 @@
 // Copies a 16-bit array to rows that begin at multiples of 16 bytes, for kernels that cannot read them where they lie.
 // One wave takes one row, all heads.
 #include "attn/params.cuh"
+#include "attn/rows.cuh"
 #include "target/target.cuh"
 #include "tile/copy.cuh"
 
@@ -23,8 +24,7 @@ KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_repack(PARAMETER RepackPa
   const int64 index = int64(target::block_index()) * kWaves + target::thread_index() / target::kWave;
   const int64 batch = index / p.rows;
   if (batch >= p.batch) return;
-  const unsigned short* const from =
-      static_cast<const unsigned short*>(p.from) + batch * p.strides.batch + (index - batch * p.rows) * p.strides.row;
+  const auto* const from = row_at<const unsigned short>(p.from, p.strides, batch, index - batch * p.rows);
   unsigned short* const to = static_cast<unsigned short*>(p.to) + index * p.nheads * kPitch;
   // Several accesses at a time are under way: each one is small.
   constexpr int kAtOnce = 8;

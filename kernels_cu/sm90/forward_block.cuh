@@ -3,8 +3,8 @@
 
 #include "attn/late_softmax.cuh"
 #include "attn/params.cuh"
-#include "attn/partial_work.cuh"
-#include "attn/scheduler.cuh"
+#include "attn/schedule/stream_k.cuh"
+#include "attn/schedule/queries.cuh"
 #include "attn/sequence.cuh"
 #include "attn/softmax.cuh"
 #include "attn/visible.cuh"

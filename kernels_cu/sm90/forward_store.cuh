@@ -2,6 +2,7 @@
 // in shared memory and by the copy engine.
 #pragma once
 
+#include "attn/rows.cuh"
 #include "sm90/forward_block.cuh"
 #include "tile/transpose.cuh"
 
@@ -51,8 +52,7 @@ DEVICE void store_rows(const ForwardParams& p, const Work& work, const C (&o)[1]
     const int row = first_row + C::row(lane, slot);
     const bool real = row < work.q.length;
     const int first_column = first_block * 16 + lane % 4 * 8;
-    Element* const out = static_cast<Element*>(p.out) + work.sequence * p.out_strides.batch +
-                         (work.q.start + row) * p.out_strides.row + head * p.out_strides.head + first_column;
+    Element* const out = row_at<Element>(p.out, p.out_strides, work.sequence, work.q.start + row, head) + first_column;
     UNROLL for (int d = 0; d < kBlocks * 2; d += 4) {
       unsigned piece[4] = {packed[slot][d], packed[slot][d + 1], packed[slot][d + 2], packed[slot][d + 3]};
       transpose_quad(piece, lane % 4);

@@ -2,7 +2,7 @@
 //
 //   macros     DEVICE, KERNEL, LAUNCH_BOUNDS(threads, blocks), CLUSTER(blocks), PARAMETER, UNROLL,
 //              SHARED_MEMORY(name, bytes), SHARED_MEMORY_ALIGNED(name, bytes, alignment)
-//   types      float16, bfloat16
+//   types      float16, bfloat16; int64
 //   place      thread_index(), block_index(), grid_size(), kWave
 //   numbers    infinity()
 //   order      block_sync(), wave_sync()
@@ -16,6 +16,8 @@
 //
 // and nothing else, so that an algorithm written against them runs on every machine.
 #pragma once
+
+typedef long long int64;
 
 #if defined(RAWATTN_TARGET_HOST)
 #include "target/host.cuh"

@@ -1,8 +1,8 @@
 // Rows of an array in global memory <-> a tile of rows in shared memory.
 #pragma once
 
-#include "attn/params.cuh"
 #include "target/target.cuh"
+#include "tile/rows.cuh"
 
 DEVICE constexpr int round_up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
 
@@ -49,14 +49,13 @@ struct RowCopy {
   static_assert(kThreads % kPerRow == 0, "every thread has a place in a row");
   static_assert(kColumns % kChunk == 0, "an access must not straddle the end of a row");
 
-  // Visits this thread's chunks: row and column in the tile, address in the array. Addresses advance by one addition a
-  // row.
-  template <class Pointer, class Visit>
-  DEVICE static void each_chunk(Pointer rows, int64 stride, int thread, const Visit& visit) {
+  // Visits this thread's chunks: row and column in the tile, address in the array. Of strided rows, addresses advance
+  // by one addition a row.
+  template <class Rows, class Visit>
+  DEVICE static void each_chunk(const Rows& rows, int thread, const Visit& visit) {
     const int first_row = thread / kPerRow;
     const int first_column = thread % kPerRow * kChunk;
-    Pointer at = rows + first_row * stride + first_column;
-    const int64 step = kStep * stride;
+    Rows at = rows.from(first_row).shifted(first_column);
     constexpr int kPasses = (kRows + kStep - 1) / kStep;
     constexpr int kUnroll = kPasses <= 16 ? kPasses : 8;
 #pragma unroll kUnroll
@@ -65,37 +64,38 @@ struct RowCopy {
       if (kRows % kStep != 0 && row >= kRows) break;
       UNROLL for (int base = 0; base < kChunks * kChunk; base += kPerRow * kChunk) {
         const int column = base + first_column;
-        if (kChunks % kPerRow == 0 || column < kPadded) visit(row, column, at + base);
+        if (kChunks % kPerRow == 0 || column < kPadded) visit(row, column, at.address() + base);
       }
-      at += step;
+      at = at.from(kStep);
     }
   }
 
   // Rows from `valid` on become zeros and are not read.
-  DEVICE static void load(T* tile, const T* rows, int64 stride, int valid, int thread) {
+  template <class Rows>
+  DEVICE static void load(T* tile, const Rows& rows, int valid, int thread) {
     if constexpr (kBytes >= 4) {
-      each_chunk(rows, stride, thread, [&](int row, int column, const T* source) {
+      each_chunk(rows, thread, [&](int row, int column, const T* source) {
         const bool real = row < valid && (kColumns == kPadded || column < kColumns);
         target::copy_async<kBytes>(tile + row * kPitch + column, source, real);
       });
     } else {
-      load_single(tile, rows, stride, valid, thread);
+      load_single(tile, rows, valid, thread);
     }
   }
 
   // Nothing copies single 16-bit elements asynchronously: several are under way before the first of them is stored.
   // Down a column, so that the address advances by one addition.
-  DEVICE static void load_single(T* tile, const T* rows, int64 stride, int valid, int thread) {
+  template <class Rows>
+  DEVICE static void load_single(T* tile, const Rows& rows, int valid, int thread) {
     constexpr int kAtOnce = 8;
     const int first_row = thread / kPerRow;
-    const int64 step = kStep * stride;
     UNROLL for (int column = thread % kPerRow; column < kPadded; column += kPerRow) {
-      const T* at = rows + first_row * stride + column;
+      Rows at = rows.from(first_row).shifted(column);
       for (int base = first_row; base < kRows; base += kAtOnce * kStep) {
         T piece[kAtOnce];
         UNROLL for (int n = 0; n < kAtOnce; n++) {
-          piece[n] = base + n * kStep < valid && column < kColumns ? *at : T{};
-          at += step;
+          piece[n] = base + n * kStep < valid && column < kColumns ? *at.address() : T{};
+          at = at.from(kStep);
         }
         UNROLL for (int n = 0; n < kAtOnce; n++) {
           const int row = base + n * kStep;
@@ -105,8 +105,9 @@ struct RowCopy {
     }
   }
 
-  DEVICE static void store(T* rows, int64 stride, int valid, const T* tile, int thread) {
-    each_chunk(rows, stride, thread, [&](int row, int column, T* destination) {
+  template <class Rows>
+  DEVICE static void store(const Rows& rows, int valid, const T* tile, int thread) {
+    each_chunk(rows, thread, [&](int row, int column, T* destination) {
       if (row < valid && (kColumns == kPadded || column < kColumns)) {
         *reinterpret_cast<Chunk<kBytes>*>(destination) =
             *reinterpret_cast<const Chunk<kBytes>*>(tile + row * kPitch + column);

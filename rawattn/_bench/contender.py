@@ -26,6 +26,8 @@ class Contender:
 
     burst_factor = 1  # of the bursts that are asked for
     ours = False
+    # For the table: call by call from Python (eager) or otherwise, and whose function on whose arrays.
+    called = ""
 
     def __init__(self, name: str) -> None:
         self.name = name

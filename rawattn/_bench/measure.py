@@ -64,6 +64,7 @@ def run(
         matmul_flops=machine.matmul_flops(options.dtype, clock),
         ours=[contender.name for contender in contenders if contender.ours],
         peers=[contender.name for contender in contenders if not contender.ours],
+        called={contender.name: contender.called for contender in contenders},
     )
     absent: dict[str, str] = {}
     rows = {}

@@ -24,6 +24,7 @@ class Ours(Contender):
     """rawattn, with the lengths of packed batches on the GPU, as a training loop has them."""
 
     ours = True
+    called = "eager, from CuPy"
 
     def __init__(
         self,

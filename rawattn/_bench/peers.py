@@ -68,6 +68,8 @@ def _tensors(inputs: Inputs) -> list[Any]:
 class TorchSDPA(Torch):
     """torch's scaled_dot_product_attention, held to one of its kernels."""
 
+    called = "eager, from PyTorch (scaled_dot_product_attention)"
+
     def __init__(self, name: str, backend: str) -> None:
         super().__init__(name)
         self._backend = backend
@@ -100,6 +102,8 @@ class TorchSDPA(Torch):
 class TorchFlash(TorchSDPA):
     """FlashAttention-2 as torch ships it; packed sequences by the operator behind torch's varlen attention."""
 
+    called = "eager, from PyTorch (scaled_dot_product_attention; packed: its varlen operator)"
+
     def __init__(self) -> None:
         super().__init__(FA2, "FLASH_ATTENTION")
 
@@ -117,6 +121,8 @@ class TorchFlash(TorchSDPA):
 
 class FlashAttention4(Torch):
     """FlashAttention-4 (CuTe-DSL): its kernels of the GPU at hand."""
+
+    called = "eager, from PyTorch (flash_attn.cute)"
 
     def __init__(self) -> None:
         super().__init__(FA4)
@@ -143,6 +149,7 @@ class FlashAttention4(Torch):
 class JaxCudnn(Contender):
     """jax.nn.dot_product_attention on cuDNN. JAX does not tell its stream: by the host's clock."""
 
+    called = "jitted, from JAX (dot_product_attention)"
     # Long, so that starting and waiting weigh little.
     burst_factor = 3
 
@@ -150,12 +157,12 @@ class JaxCudnn(Contender):
         super().__init__(JAX)
 
     def clock(self, events: Clock) -> Clock:
-        return HostClock(_jax().block_until_ready)
+        return HostClock(import_jax().block_until_ready)
 
     def forward(self, case: Case, inputs: Inputs) -> Call:
         if case.packed:
             raise NotImplementedError("dot_product_attention takes no packed sequences")
-        arrays = [_jax().dlpack.from_dlpack(array) for array in inputs.qkv]
+        arrays = [import_jax().dlpack.from_dlpack(array) for array in inputs.qkv]
         return functools.partial(_jitted(case.causal, case.window_left), *arrays)
 
     def array(self, x: Any) -> Any:
@@ -164,7 +171,8 @@ class JaxCudnn(Contender):
         return cupy.from_dlpack(x)
 
 
-def _jax() -> Any:
+def import_jax() -> Any:
+    """The module. Its memory is set so that others have room beside it, unless it is imported already."""
     # Otherwise JAX takes three quarters of the GPU's memory at its first call.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     import jax
@@ -174,7 +182,7 @@ def _jax() -> Any:
 
 @functools.cache
 def _jitted(causal: bool, window_left: int | None) -> Any:
-    jax = _jax()
+    jax = import_jax()
     attention = functools.partial(
         jax.nn.dot_product_attention,
         is_causal=causal,

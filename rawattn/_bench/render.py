@@ -9,17 +9,19 @@ from typing import Any
 
 from rawattn._bench.grids import DETERMINISTIC, JAX
 from rawattn._bench.report import Report, Row
-from rawattn._cli import table
+from rawattn._console import table
 
 
 def text(report: Report) -> str:
     """For a terminal."""
-    parts = [_heading(report)]
+    parts = [table.wrap(_heading(report))]
     if report.rows:
         parts.append(table.render(_header(report), _cells(report)))
+    if report.host:
+        parts.append(table.render(_HOST_HEADER, _host_cells(report), left=2))
     if figures := _figures(report):
         parts.append(table.render(("figure", "value"), figures))
-    return "\n\n".join((*parts, "\n".join(_legend(report))))
+    return "\n\n".join((*parts, table.wrap("\n".join(_legend(report)))))
 
 
 def markdown(report: Report) -> str:
@@ -27,6 +29,8 @@ def markdown(report: Report) -> str:
     parts = [f"# rawattn bench: {report.suite}, {report.dtype}", _heading(report)]
     if report.rows:
         parts.append(_markdown_table(_header(report), _cells(report)))
+    if report.host:
+        parts.append(_markdown_table(_HOST_HEADER, _host_cells(report)))
     if figures := _figures(report):
         parts.append(_markdown_table(("figure", "value"), figures))
     return "\n\n".join((*parts, "\n".join(f"- {line}" for line in _legend(report)))) + "\n"
@@ -63,6 +67,8 @@ def plot(report: Report, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
+PLOT_ENDINGS = (".png", ".svg", ".pdf")
+
 # Ours first: dark and distinct, then peers that stay apart for colour-blind readers too.
 _COLOURS = ("#1b3a6b", "#4f83cc", "#e69f00", "#999999", "#009e73", "#cc79a7")
 
@@ -90,8 +96,10 @@ def _heading(report: Report) -> str:
     lines = [
         f"{machine['device']}, driver {machine['driver']}, {report.date}",
         ", ".join(f"{name} {version}" for name, version in report.versions.items()),
-        f"{report.dtype} matrix product of 8192 x 8192: {report.matmul_flops / 1e12:.0f} TFLOP/s",
     ]
+    if report.matmul_flops:
+        product = f"{report.dtype} matrix product of 8192 x 8192"
+        lines.append(f"{product}: {report.matmul_flops / 1e12:.0f} TFLOP/s")
     return "\n".join(lines)
 
 
@@ -120,6 +128,52 @@ def _cells(report: Report) -> list[list[str]]:
     return rows
 
 
+_HOST_HEADER = ("call", "over", "us", "ratio", "bound", "")
+
+
+def _host_cells(report: Report) -> list[list[str]]:
+    rows = []
+    for row in report.host:
+        ratio = report.host_ratio(row, row.over)
+        verdict = "n/a" if row.seconds is None else ""
+        if ratio is not None and row.bound is not None:
+            verdict = "within" if ratio <= row.bound else "above"
+        rows.append(
+            [
+                row.name,
+                row.over,
+                "" if row.seconds is None else f"{1e6 * row.seconds:.1f}",
+                "" if ratio is None else f"{ratio:.2f}x",
+                "" if row.bound is None else f"{row.bound:.2f}x",
+                verdict,
+            ]
+        )
+    return rows
+
+
+def _host_legend(report: Report) -> list[str]:
+    lines = [
+        "host time of a cached call, B1 S128 H16 D128, from its beginning to its return: median of batches that take "
+        f"turns ({report.repeats} turns) in one process; ratio: over the time of the call named under over; "
+        "equal, other: lengths of the call before, or of another order"
+    ]
+    reasons: dict[str, list[str]] = defaultdict(list)
+    for row in report.host:
+        if row.reason:
+            reasons[row.reason].append(row.name)
+    lines += [f"{'; '.join(names)}: {reason}" for reason, names in reasons.items()]
+    for row in report.host:
+        if (ratio := report.host_ratio(row, row.also)) is not None:
+            lines.append(f"{row.name} / {row.also}: {ratio:.2f}x")
+    judged = [
+        ratio <= row.bound
+        for row in report.host
+        if row.bound is not None and (ratio := report.host_ratio(row, row.over)) is not None
+    ]
+    bounded = sum(row.bound is not None for row in report.host)
+    return [*lines, f"within their bounds: {sum(judged)} of {bounded} calls"]
+
+
 def _peer(report: Report, row: Row, name: str) -> str:
     rate = row.rate(name)
     if name not in row.results:
@@ -143,7 +197,7 @@ def _figures(report: Report) -> list[tuple[str, str]]:
 
 
 def _legend(report: Report) -> list[str]:
-    lines = []
+    lines = _host_legend(report) if report.host else []
     if report.rows:
         line = (
             f"TFLOP/s of visible pairs, median of {report.repeats} bursts of "
@@ -152,6 +206,8 @@ def _legend(report: Report) -> list[str]:
         )
         jax = "JAX is timed by the host's clock, the others by CUDA events"
         lines.append(line + (jax if JAX in report.peers else "timed by CUDA events"))
+        if called := [f"{name} {how}" for name, how in report.called.items() if how]:
+            lines.append(f"how each was called: {'; '.join(called)}")
     reasons: dict[tuple[str, str], list[str]] = defaultdict(list)
     for row in report.rows:
         for name, result in row.results.items():

@@ -53,6 +53,18 @@ class Figure:
 
 
 @dataclass(slots=True)
+class HostRow:
+    """Host time of one call: seconds, or the reason why there are none. `over` and `also` name rows it is measured against."""
+
+    name: str
+    bound: float | None = None  # of the ratio to `over`
+    over: str = ""
+    also: str = ""
+    seconds: float | None = None
+    reason: str = ""
+
+
+@dataclass(slots=True)
 class Report:
     suite: str
     dtype: str
@@ -67,6 +79,8 @@ class Report:
     rows: list[Row] = field(default_factory=list)
     figures: list[Figure] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    called: dict[str, str] = field(default_factory=dict)  # how each contender was
+    host: list[HostRow] = field(default_factory=list)
 
     def ratio(self, row: Row, peer: str) -> float | None:
         """Speed of what a caller of ours gets over a peer's."""
@@ -113,6 +127,12 @@ class Report:
                 figures.append(Figure(name, usual / other, "x"))
         return figures
 
+    def host_ratio(self, row: HostRow, over: str) -> float | None:
+        """Host time of a call over that of another."""
+        seconds = {one.name: one.seconds for one in self.host}
+        base = seconds.get(over)
+        return row.seconds / base if row.seconds and base else None
+
     def save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
@@ -127,6 +147,7 @@ class Report:
                 for row in data["rows"]
             ]
             data["figures"] = [Figure(**figure) for figure in data["figures"]]
+            data["host"] = [HostRow(**row) for row in data.get("host", [])]
             return cls(**data)
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"{path}: not a report of `rawattn bench` ({error})") from error

@@ -20,6 +20,7 @@ class Suite:
     cases: Callable[[bool], list[Case]]
     figures: Mapping[str, Callable[[str, Sequence[str]], list[Figure]]]
     note: str = ""  # below the table
+    host: bool = False  # of `host_suite`: neither cases nor further figures
 
 
 SUITES = {
@@ -42,6 +43,12 @@ SUITES = {
             "memory": memory.figures,
         },
         note="the backward alone, after a forward that is not timed; its operations are 2.5 times the forward's",
+    ),
+    "host": Suite(
+        "host time of cached calls from CuPy, PyTorch and JAX over that of torch's SDPA, each with its bound",
+        lambda quick: [],
+        {},
+        host=True,
     ),
 }
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rawattn._interop.arrays import import_integers
+from rawattn._call import integers
+from rawattn._call.given import Given, check_maximum, common_batch, read_side
 
 Int64s = NDArray[np.int64]
 
@@ -59,24 +60,7 @@ class HostLengths:
     len_k: Int64s
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Given:
-    """One side of a layout before it is bound to arrays."""
-
-    side: Literal["q", "k"]
-    start: Any
-    start_name: str
-    length: Any
-    length_name: str
-    cumulative: bool
-    max_seqlen: int | None
-    on_host: bool
-    # What the host integers tell: the logical lengths, and the longest physical sequence.
-    logical: Int64s | None
-    longest_slot: int | None
-
-
-@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False, init=False)
 class SeqLayout:
     """Where the sequences of a batch start and how long they are.
 
@@ -89,7 +73,8 @@ class SeqLayout:
     ----------
     seqstart_q, seqstart_k : (batch + 1,), optional
         Physical offsets of each sequence's rows, not decreasing. The first need not be 0 nor the
-        last the number of rows. `seqstart_k` defaults to `seqstart_q`.
+        last the number of rows. `seqstart_k` defaults to `seqstart_q`, where q and k have the same
+        number of rows.
     cu_seqlen_q, cu_seqlen_k : (batch + 1,), optional
         Cumulative logical lengths, not decreasing. Only differences count; they address nothing.
     seqlen_q, seqlen_k : (batch,), optional
@@ -98,6 +83,8 @@ class SeqLayout:
         No logical length is above this: checked for lengths on the host, a promise for lengths on a
         GPU, where a good bound saves empty work. Without it the bound is what shapes and host
         integers allow; nothing is read back for it.
+
+    See `from_lengths` for a packed batch of known lengths, `from_padding_mask` for a padded one.
 
     Of several logical lengths for one side, `cu_seqlen_*` counts before `seqlen_*`, and without
     either the physical length does. One that does not count is checked for shape and dtype only.
@@ -137,40 +124,161 @@ class SeqLayout:
     >>> padded = SeqLayout(seqlen_q=[3, 5, 2], seqlen_k=[3, 5, 2])
     >>> padded.batch, padded.group
     (3, False)
+
+    Gaps are legal: here rows 0 and 1 belong to nobody, and 2 rows after each document are padding.
+
+    >>> gaps = SeqLayout(seqstart_q=[2, 7, 14, 18], seqlen_q=[3, 5, 2], seqlen_k=[3, 5, 2])
+
+    So lengths given as starts are no error where they happen to rise, but two documents, of rows
+    2 and of rows 3 to 4:
+
+    >>> mistaken = SeqLayout(seqstart_q=[2, 3, 5])
+    >>> mistaken.batch
+    2
+    >>> SeqLayout.from_lengths([2, 3, 5])
+    SeqLayout(seqstart_q=[0, 2, 5, 10])
     """
 
-    seqstart_q: Any = None
-    seqstart_k: Any = None
-    seqlen_q: Any = None
-    seqlen_k: Any = None
-    cu_seqlen_q: Any = None
-    cu_seqlen_k: Any = None
-    max_seqlen_q: int | None = None
-    max_seqlen_k: int | None = None
+    seqstart_q: Any
+    seqstart_k: Any
+    seqlen_q: Any
+    seqlen_k: Any
+    cu_seqlen_q: Any
+    cu_seqlen_k: Any
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
     batch: int | None = field(init=False)
     group: bool = field(init=False)
-    _q: _Given = field(init=False)
-    _k: _Given = field(init=False)
+    _q: Given = field(init=False)
+    _k: Given = field(init=False)
     _bindings: dict[tuple[int | None, int, int], Lengths] = field(init=False)
 
-    def __post_init__(self) -> None:
-        def put(name: str, value: Any) -> None:
-            object.__setattr__(self, name, value)
-
-        for name in _ARRAYS:
-            put(name, _integers(name, getattr(self, name)))
-        for name in ("max_seqlen_q", "max_seqlen_k"):
-            put(name, _maximum(name, getattr(self, name)))
-        if self.seqstart_k is not None and self.seqstart_q is None:
+    def __init__(
+        self,
+        *,
+        seqstart_q: Any = None,
+        seqstart_k: Any = None,
+        seqlen_q: Any = None,
+        seqlen_k: Any = None,
+        cu_seqlen_q: Any = None,
+        cu_seqlen_k: Any = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_k: int | None = None,
+    ) -> None:
+        fields = {
+            "seqstart_q": seqstart_q,
+            "seqstart_k": seqstart_k,
+            "seqlen_q": seqlen_q,
+            "seqlen_k": seqlen_k,
+            "cu_seqlen_q": cu_seqlen_q,
+            "cu_seqlen_k": cu_seqlen_k,
+        }
+        arrays = {}
+        for name, value in fields.items():
+            if value is not None:
+                arrays[name] = fields[name] = integers.read(name, value)
+        fields["max_seqlen_q"] = integers.maximum("max_seqlen_q", max_seqlen_q)
+        fields["max_seqlen_k"] = integers.maximum("max_seqlen_k", max_seqlen_k)
+        if seqstart_k is not None and seqstart_q is None:
             raise ValueError(
                 "seqstart_k: got it without seqstart_q, expected both for a packed batch (group "
                 "mode); in a padded batch give lengths alone: seqlen_k or cu_seqlen_k"
             )
-        put("batch", _common_batch({name: getattr(self, name) for name in _ARRAYS}))
-        put("group", self.seqstart_q is not None)
-        put("_q", self._given("q"))
-        put("_k", self._given("k"))
-        put("_bindings", {})
+        fields["batch"] = common_batch(arrays)
+        fields["group"] = seqstart_q is not None
+        fields["_q"] = of_q = read_side("q", fields, None)
+        fields["_k"] = read_side("k", fields, of_q)
+        fields["_bindings"] = {}
+        vars(self).update(fields)  # one by one, a frozen class takes them ten times as slowly
+
+    @classmethod
+    def from_lengths(
+        cls,
+        lengths_q: Any,
+        lengths_k: Any = None,
+        *,
+        max_seqlen_q: int | None = None,
+        max_seqlen_k: int | None = None,
+    ) -> SeqLayout:
+        """A packed batch of sequences that follow each other without a gap, from their lengths.
+
+        Parameters
+        ----------
+        lengths_q, lengths_k : (batch,)
+            Rows of each sequence, int32 or int64, of any framework or a list. `lengths_k` None: k
+            has the sequences of q.
+        max_seqlen_q, max_seqlen_k : int, optional
+            As of `SeqLayout`: worth giving for lengths on a GPU.
+
+        Returns
+        -------
+        SeqLayout
+            With `seqstart_q`, and `seqstart_k` if `lengths_k` is given, int64, (batch + 1,). Those of
+            lengths on a GPU are computed there, now, on the stream that the lengths belong on, and
+            the host does not wait: later changes of the lengths do not reach them.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For lengths that are no integers, negative ones on the host, batches that differ.
+
+        Examples
+        --------
+        >>> SeqLayout.from_lengths([3, 5, 2])
+        SeqLayout(seqstart_q=[0, 3, 8, 10])
+        >>> SeqLayout.from_lengths([1, 1], lengths_k=[7, 4])  # one new token each, after 6 and 3
+        SeqLayout(seqstart_q=[0, 1, 2], seqstart_k=[0, 7, 11])
+        """
+        starts_q = integers.starts_from_lengths("lengths_q", lengths_q)
+        starts_k = None
+        if lengths_k is not None:
+            starts_k = integers.starts_from_lengths("lengths_k", lengths_k)
+            _check_same_batch("lengths", starts_k.size - 1, starts_q.size - 1)
+        return cls(
+            seqstart_q=starts_q,
+            seqstart_k=starts_k,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
+        )
+
+    @classmethod
+    def from_padding_mask(cls, mask_q: Any, mask_k: Any = None) -> SeqLayout:
+        """A padded batch (batch mode) from the mask that tells its tokens from its padding.
+
+        Parameters
+        ----------
+        mask_q, mask_k : (batch, seqlen_q), (batch, seqlen_k)
+            bool arrays of any framework, True for a real token. Padding comes after the real tokens.
+            `mask_k` None: that of q serves k too.
+
+        Returns
+        -------
+        SeqLayout
+            With `seqlen_q` and `seqlen_k`, int64, (batch,): how many tokens of each row are real. Those
+            of a mask on a GPU are computed there, on the stream that the mask belongs on. It is not
+            read back, so there padding must come last without being checked.
+
+        Raises
+        ------
+        TypeError
+            For a mask that is not bool.
+        ValueError
+            For a mask on the host with padding before a real token, naming the row, and for masks
+            of another number of axes.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> mask = np.array([[True, True, True], [True, False, False]])
+        >>> SeqLayout.from_padding_mask(mask)
+        SeqLayout(seqlen_q=[3, 1], seqlen_k=[3, 1])
+        """
+        lengths_q = integers.lengths_from_mask("mask_q", mask_q)
+        lengths_k = lengths_q
+        if mask_k is not None:
+            lengths_k = integers.lengths_from_mask("mask_k", mask_k)
+            _check_same_batch("mask", lengths_k.size, lengths_q.size)
+        return cls(seqlen_q=lengths_q, seqlen_k=lengths_k)
 
     def __repr__(self) -> str:
         given = []
@@ -184,45 +292,6 @@ class SeqLayout:
             if value is not None:
                 given.append(f"{name}={value}")
         return f"SeqLayout({', '.join(given)})"
-
-    def _given(self, side: Literal["q", "k"]) -> _Given:
-        start_name = f"seqstart_{side}"
-        start = getattr(self, start_name)
-        if start is None and self.group:
-            start, start_name = self.seqstart_q, "seqstart_k (by default seqstart_q)"
-        cumulative = getattr(self, f"cu_seqlen_{side}") is not None
-        length_name = f"cu_seqlen_{side}" if cumulative else f"seqlen_{side}"
-        length = getattr(self, length_name)
-        max_seqlen = getattr(self, f"max_seqlen_{side}")
-
-        slots = _differences(start_name, start) if isinstance(start, np.ndarray) else None
-        logical = slots
-        if length is not None:
-            logical = None
-            if isinstance(length, np.ndarray):
-                read = _differences if cumulative else _counts
-                logical = read(length_name, length)
-        else:
-            length_name = start_name
-
-        if length is not None and logical is not None and slots is not None:
-            _check_at_most(
-                length_name, logical, slots, f"the physical length that {start_name} gives it"
-            )
-        if max_seqlen is not None and logical is not None and logical.size:
-            _check_maximum(side, max_seqlen, int(logical.max()), length_name)
-        return _Given(
-            side=side,
-            start=start,
-            start_name=start_name,
-            length=length,
-            length_name=length_name,
-            cumulative=cumulative,
-            max_seqlen=max_seqlen,
-            on_host=all(x is None or isinstance(x, np.ndarray) for x in (start, length)),
-            logical=logical,
-            longest_slot=None if slots is None else int(slots.max(initial=0)),
-        )
 
 
 def bind(seqs: SeqLayout | None, *, batch: int | None, rows_q: int, rows_k: int) -> Lengths:
@@ -270,10 +339,16 @@ def _bind(seqs: SeqLayout, batch: int | None, rows_q: int, rows_k: int) -> Lengt
         )
     count = seqs.batch if batch is None else batch
     assert count is not None
+    q = _side(seqs._q, count, rows_q)
+    if seqs._k.inherited and rows_q != rows_k:
+        raise ValueError(
+            f"seqstart_k: got None, by default seqstart_q, but q has {rows_q} rows and k has {rows_k}; "
+            "pass seqstart_k, where the sequences of k start"
+        )
     return Lengths(
         batch=count,
         group=seqs.group,
-        q=_side(seqs._q, count, rows_q),
+        q=q,
         k=_side(seqs._k, count, rows_k),
         on_host=seqs._q.on_host and seqs._k.on_host,
     )
@@ -284,8 +359,8 @@ def _dense(batch: int, rows_q: int, rows_k: int) -> Lengths:
     return _bind(SeqLayout(), batch, rows_q, rows_k)
 
 
-def _side(given: _Given, batch: int, rows: int) -> Side:
-    side, start, logical = given.side, given.start, given.logical
+def _side(given: Given, batch: int, rows: int) -> Side:
+    side, start = given.side, given.start
     room = f"the rows of {side}"
     if isinstance(start, np.ndarray) and start[-1] > rows:
         raise ValueError(
@@ -295,11 +370,12 @@ def _side(given: _Given, batch: int, rows: int) -> Side:
     total = None  # logical rows, where known
     if start is None and given.length is None:
         if batch and given.max_seqlen is not None:
-            _check_maximum(side, given.max_seqlen, rows, f"the shape of {side}")
+            check_maximum(side, given.max_seqlen, rows, f"the shape of {side}")
         longest, total = rows, capacity
-    elif logical is not None:
-        _check_at_most(given.length_name, logical, rows, room)
-        longest, total = int(logical.max(initial=0)), int(logical.sum())
+    elif given.logical is not None and given.longest is not None and given.total is not None:
+        longest, total = given.longest, given.total
+        if longest > rows:
+            integers.check_at_most(given.length_name, given.logical, rows, room)
         if total > capacity:
             raise ValueError(
                 f"{given.length_name}: got {total} rows in all, expected at most {capacity}, {room}"
@@ -341,25 +417,9 @@ def _to_host(integers: Any) -> Int64s:
     return host.astype(np.int64)
 
 
-def _integers(name: str, value: Any) -> Any:
-    """A one-dimensional array as the layout keeps it: host data copied, a GPU array as it is."""
-    if value is None:
-        return None
-    array = import_integers(name, value)
-    cumulative = not name.startswith("seqlen")
-    shape = "(batch + 1,)" if cumulative else "(batch,)"
-    if array.ndim != 1 or (cumulative and not array.size):
-        raise ValueError(f"{name}: got shape {array.shape}, expected {shape}")
-    if not isinstance(array, np.ndarray):
-        if not array.flags.c_contiguous:
-            raise ValueError(
-                f"{name}: got a GPU array of stride {array.strides[0]} bytes, expected a "
-                "contiguous one, since it is read in place at every call; pass a contiguous copy"
-            )
-        return array
-    array = np.array(array, dtype=np.int32 if array.dtype.itemsize == 4 else np.int64)
-    array.flags.writeable = False
-    return array
+def _check_same_batch(name: str, got: int, expected: int) -> None:
+    if got != expected:
+        raise ValueError(f"{name}_k: got {got} sequences, expected {expected}, as in {name}_q")
 
 
 def _not_packed(got: str) -> ValueError:
@@ -368,68 +428,3 @@ def _not_packed(got: str) -> ValueError:
         "SeqLayout(seqstart_q=...), where cumulative lengths serve if there are no gaps; or give q "
         "four axes (batch, seqlen_q, nheads_q, D)"
     )
-
-
-def _maximum(name: str, value: Any) -> int | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"{name}: got {type(value).__name__}, expected an int >= 0 or None")
-    if value < 0:
-        raise ValueError(f"{name}: got {value}, expected an int >= 0 or None")
-    return int(value)
-
-
-def _common_batch(arrays: dict[str, Any]) -> int | None:
-    first, batch = "", None
-    for name, array in arrays.items():
-        if array is None:
-            continue
-        count = array.size - (not name.startswith("seqlen"))
-        if batch is None:
-            first, batch = name, count
-        elif count != batch:
-            raise ValueError(
-                f"{name}: got {array.size} entries, expected {array.size - count + batch}: {first} "
-                f"is that of {batch} sequences (seqlen_* is (batch,), others are (batch + 1,))"
-            )
-    return batch
-
-
-def _differences(name: str, array: NDArray[Any]) -> Int64s:
-    if array[0] < 0:
-        raise ValueError(f"{name}: got {array[0]} first, expected offsets >= 0")
-    falls = np.flatnonzero(array[1:] < array[:-1])
-    if falls.size:
-        i = int(falls[0])
-        raise ValueError(
-            f"{name}: got {array[i + 1]} after {array[i]} (index {i + 1}), expected offsets that "
-            "do not decrease"
-        )
-    return np.diff(array).astype(np.int64)
-
-
-def _counts(name: str, array: NDArray[Any]) -> Int64s:
-    negative = np.flatnonzero(array < 0)
-    if negative.size:
-        i = int(negative[0])
-        raise ValueError(f"{name}: got {array[i]} (index {i}), expected lengths >= 0")
-    return array.astype(np.int64)
-
-
-def _check_at_most(name: str, lengths: Int64s, most: Int64s | int, what: str) -> None:
-    longer = np.flatnonzero(lengths > most)
-    if longer.size:
-        i = int(longer[0])
-        limit = most if isinstance(most, int) else most[i]
-        raise ValueError(
-            f"{name}: got length {lengths[i]} for sequence {i}, expected at most {limit}, {what}"
-        )
-
-
-def _check_maximum(side: str, max_seqlen: int, longest: int, source: str) -> None:
-    if max_seqlen < longest:
-        raise ValueError(
-            f"max_seqlen_{side}: got {max_seqlen}, expected at least {longest}, the longest "
-            f"sequence by {source}"
-        )

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from rawattn._bench import cases, grids, measure, render, suites
+from rawattn._bench import cases, grids, host_calls, host_suite, measure, render, suites
 from rawattn._bench.report import Report
 from rawattn._bench.timing import BURST_SECONDS, REPEATS
-from rawattn._cli.progress import Progress
+from rawattn._console import outputs
+from rawattn._console.progress import Progress
 
 _QUICK_REPEATS = 5
+_QUICK_TURNS = 4
+_NO_MATPLOTLIB = 'a plot needs matplotlib: pip install "rawattn[bench]"'
 
 
 def add_parser(subparsers: Any) -> None:
@@ -45,7 +49,8 @@ def add_parser(subparsers: Any) -> None:
         "--repeats",
         type=_positive,
         metavar="N",
-        help=f"bursts of each contender on a case (default {REPEATS}, quick {_QUICK_REPEATS})",
+        help=f"bursts of each contender on a case (default {REPEATS}, quick {_QUICK_REPEATS}); of the suite "
+        f"host turns of each call (default {host_suite.TURNS}, quick {_QUICK_TURNS})",
     )
     parser.add_argument(
         "--burst",
@@ -81,13 +86,17 @@ def run(args: argparse.Namespace) -> int:
     """Measure or load, then show and write; status 1 when there is nothing to show."""
     suite = suites.SUITES[args.suite]
     chosen = cases.select(suite.cases(args.quick), args.filter)
+    calls = host_suite.select(args.filter) if suite.host else []
     extras = [name for name in suite.figures if _wants(args, name)]
     if args.list:
-        print("\n".join([case.name for case in chosen] + extras))
+        print("\n".join([case.name for case in chosen] + [call.name for call in calls] + extras))
         return 0
     try:
+        _check_outputs(args)
         if args.source is not None:
             report = Report.load(args.source)
+        elif calls:
+            report = _measure_host(args, calls)
         elif chosen or extras:
             report = _measure(args, chosen, extras)
         else:
@@ -106,12 +115,31 @@ def run(args: argparse.Namespace) -> int:
         try:
             render.plot(report, args.plot)
         except ImportError:
-            print(
-                'rawattn bench: a plot needs matplotlib: pip install "rawattn[bench]"',
-                file=sys.stderr,
-            )
+            print(f"rawattn bench: {_NO_MATPLOTLIB}", file=sys.stderr)
             return 1
     return 0
+
+
+def _check_outputs(args: argparse.Namespace) -> None:
+    """Raises where something cannot be written, before anything is measured for it."""
+    for option in ("json", "markdown", "plot"):
+        if (path := getattr(args, option)) is not None:
+            outputs.check(f"--{option}", path)
+    if args.plot is not None:
+        if args.source is None and suites.SUITES[args.suite].host:
+            raise ValueError(
+                "--plot: the suite host has no plot; --markdown and --json write its table"
+            )
+        outputs.check_ending("--plot", args.plot, render.PLOT_ENDINGS)
+        if args.source is None and importlib.util.find_spec("matplotlib") is None:
+            raise ImportError(_NO_MATPLOTLIB)
+
+
+def _measure_host(args: argparse.Namespace, calls: list[host_calls.HostCall]) -> Report:
+    require_gpu()
+    turns = args.repeats or (_QUICK_TURNS if args.quick else host_suite.TURNS)
+    with Progress(len(calls)) as progress:
+        return host_suite.run(calls, args.dtype, turns, progress.step)
 
 
 def _measure(args: argparse.Namespace, chosen: list[cases.Case], extras: list[str]) -> Report:

@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rawattn._cli import table
 from rawattn._compile import cache
+from rawattn._console import table
 
 _HEADER = ("kernel", "arch", "registers", "spills", "compiled in", "size", "age", "directory")
 
@@ -24,7 +24,9 @@ def add_parser(subparsers: Any) -> None:
     )
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--path", action="store_true", help="print the directory and nothing else")
-    action.add_argument("--clear", action="store_true", help="remove every compiled kernel")
+    action.add_argument(
+        "--clear", action="store_true", help="remove every compiled kernel, and nothing else"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

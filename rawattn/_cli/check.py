@@ -16,9 +16,9 @@ import numpy as np
 
 import rawattn
 from rawattn import reference
-from rawattn._cli import table
-from rawattn._cli.progress import Progress
 from rawattn._compile.compiler import device_arch
+from rawattn._console import table
+from rawattn._console.progress import Progress
 from rawattn._kernels.selection import only
 from rawattn._kernels.sm90 import forward as sm90_forward
 from rawattn._runtime.devices import gpu_available

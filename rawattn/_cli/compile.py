@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Sequence
+from contextlib import closing
 from typing import Any
 
-from rawattn._cli.progress import Progress
+from rawattn._cli.workers import outcomes
 from rawattn._compile import cache, compiler
+from rawattn._console import table
+from rawattn._console.progress import Progress
+
+_PURPOSES = ("inference", "training", "all")
+# What calls load on compute capability 9.0, in the place of what somebody may ask for.
+_SAME = {"sm_90": "sm_90a"}
+_LEFT_OUT = {
+    "inference": "gradients (--for training), float32 (--for all)",
+    "training": "gradients in dense batches or without a window, float32 (--for all)",
+    "all": "gradients in dense batches or without a window",
+}
+_ALWAYS_LEFT_OUT = (
+    "forward with a window, top-left alignment, scales that are not positive, "
+    "head dims other than 64, 96, 128, 192 and 256"
+)
 
 
 def add_parser(subparsers: Any) -> None:
@@ -20,16 +35,27 @@ def add_parser(subparsers: Any) -> None:
         "compile",
         description="Compile the common kernel variants into the cache. It needs no GPU. Variants "
         "that are not among them compile at their first call, as always.",
-        epilog=f"${cache.VARIABLE} names another cache directory, of a container image for one.",
+        epilog="A variant takes one to twenty seconds of one CPU; there are about 140 for inference on "
+        "Hopper, 40 on other GPUs. Ctrl-C ends it at once, and keeps what is compiled. "
+        f"${cache.VARIABLE} names another cache directory, of a container image for one.",
     )
     parser.add_argument(
         "--arch",
         nargs="+",
         metavar="sm_XY",
-        help="architectures, such as sm_80 (A100), sm_89 (RTX 4090), sm_90a (H100, H200); "
-        "the default is that of each GPU here",
+        help="architectures, such as sm_80 (A100), sm_89 (RTX 4090), sm_90a (H100, H200; sm_90 "
+        "means the same); the default is that of each GPU here",
     )
-    parser.add_argument(
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--for",
+        dest="purpose",
+        choices=_PURPOSES,
+        default="inference",
+        help="inference (the default): forward kernels of float16 and bfloat16; training: those of "
+        "the gradients too; all: float32 as well",
+    )
+    which.add_argument(
         "--all-variants",
         action="store_true",
         help="every code path of every tile shape (for tests), not the common ones alone",
@@ -48,25 +74,64 @@ def run(args: argparse.Namespace) -> int:
     try:
         wanted = [
             (source, arch)
-            for arch in args.arch or _archs_here()
-            for source in _variants(arch, args.all_variants)
+            for arch in _architectures(args.arch or _archs_here())
+            for source in _variants(arch, args.purpose, args.all_variants)
         ]
         missing = [job for job in wanted if compiler.find(*job) is None]
     except (ImportError, RuntimeError, ValueError) as error:
         print(f"rawattn compile: {error}", file=sys.stderr)
         return 1
     started = time.perf_counter()
-    errors = _compile_all(missing, args.jobs) if missing else []
+    done: list[tuple[compiler.Source, str]] = []
+    errors: list[str] = []
+    try:
+        _compile_all(missing, args.jobs, done, errors)
+    except KeyboardInterrupt:
+        print(
+            f"rawattn compile: interrupted; {len(done)} of {len(missing)} are compiled and kept in "
+            f"{cache.directory()}",
+            file=sys.stderr,
+        )
+        raise
     for failure in errors:
         print(f"rawattn compile: {failure}", file=sys.stderr)
-    print(
-        f"{len(missing) - len(errors)} compiled in {time.perf_counter() - started:.1f} s, "
+    lines = [
+        f"{len(done)} compiled in {time.perf_counter() - started:.1f} s, "
         f"{len(wanted) - len(missing)} were there, {len(errors)} failed: {cache.directory()}"
-    )
+    ]
+    if not args.all_variants:
+        lines.append(
+            f"left out, so compiled at their first call: {_LEFT_OUT[args.purpose]}, {_ALWAYS_LEFT_OUT}"
+        )
+    print(table.wrap("\n".join(lines)))
     return 1 if errors else 0
 
 
-def _variants(arch: str, every: bool) -> list[compiler.Source]:
+def _architectures(names: Sequence[str]) -> list[str]:
+    """Each once, as what calls load."""
+    for name in dict.fromkeys(names):
+        if name in _SAME:
+            print(
+                f"rawattn compile: {name}: on such a GPU calls load kernels for {_SAME[name]}, which "
+                "may use Hopper's matrix instructions, so those are compiled",
+                file=sys.stderr,
+            )
+    return list(dict.fromkeys(_SAME.get(name, name) for name in names))
+
+
+def _variants(arch: str, purpose: str, every: bool) -> list[compiler.Source]:
+    common = _listed(arch, every)
+    if every or purpose == "inference":
+        return common
+    more = [
+        source
+        for source in _listed(arch, True)
+        if (purpose == "all" if _is_float32(source) else "backward" in source.entry)
+    ]
+    return list(dict.fromkeys((*common, *more)))
+
+
+def _listed(arch: str, every: bool) -> list[compiler.Source]:
     from rawattn._kernels.target import SHARED_LIMIT
     from rawattn._kernels.variants import common_variants
 
@@ -75,28 +140,34 @@ def _variants(arch: str, every: bool) -> list[compiler.Source]:
     return common_variants(arch, every=every)
 
 
-def _compile_all(jobs: list[tuple[compiler.Source, str]], processes: int) -> list[Exception]:
-    errors: list[Exception] = []
-    # spawn: a fork of a process that has used CUDA, or runs threads, is not safe.
-    context = multiprocessing.get_context("spawn")
+def _is_float32(source: compiler.Source) -> bool:
+    return "float" in source.summary.split()
+
+
+def _compile_all(
+    jobs: Sequence[tuple[compiler.Source, str]],
+    processes: int,
+    done: list[tuple[compiler.Source, str]],
+    errors: list[str],
+) -> None:
+    """Adds each job to `done`, or why not to `errors`, as it ends."""
+    if not jobs:
+        return
     with (
-        ProcessPoolExecutor(min(processes, len(jobs)), mp_context=context) as pool,
         Progress(len(jobs)) as progress,
+        closing(outcomes(_compile_one, jobs, processes)) as ended,
     ):
-        futures = {pool.submit(_compile_one, *job): job for job in jobs}
-        try:
-            for future in as_completed(futures):
-                source, arch = futures[future]
-                label = f"{arch} {source.summary}"
-                try:
-                    progress.step(f"{label}: {future.result()}")
-                except (RuntimeError, OSError) as error:
-                    errors.append(error)
-                    progress.step(f"{label}: failed")
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-    return errors
+        for outcome in ended:
+            source, arch = outcome.job
+            if outcome.said:
+                progress.note(outcome.said)
+            if outcome.failed:
+                errors.append(outcome.text)
+            else:
+                done.append((source, arch))
+            progress.step(
+                f"{arch} {source.summary}: {'failed' if outcome.failed else outcome.text}"
+            )
 
 
 def _compile_one(source: compiler.Source, arch: str) -> str:

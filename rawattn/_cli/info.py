@@ -5,85 +5,98 @@ from __future__ import annotations
 import argparse
 import platform
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from rawattn import __version__
-from rawattn._cli import table
 from rawattn._cli.cache import contents
 from rawattn._compile import cache, compiler
+from rawattn._console import table
+from rawattn._runtime import devices
 
 _NO_GPU = "so NumPy arrays are computed by the CPU backend"
+_DISTRIBUTIONS = ("numpy", "ml_dtypes", "torch", "jax")
 
 
 def add_parser(subparsers: Any) -> None:
     """Describe the command line."""
     subparsers.add_parser(
-        "info", description="Show devices, driver, CUDA, NVRTC, versions and the kernel cache."
+        "info",
+        description="Show devices, driver, CUDA, NVRTC, versions and the kernel cache.",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print one fact a line."""
-    for name, value in _facts():
+    """Print one fact a line; one that cannot be had says why in its place."""
+    for name, fact in _facts():
+        try:
+            value = fact()
+        except Exception as error:  # whatever is broken here is what the others help to find
+            value = _unknown(error)
         print(f"{name:<13} {value}")
     return 0
 
 
-def _facts() -> Iterator[tuple[str, str]]:
-    yield "rawattn", __version__
-    yield "Python", f"{platform.python_version()} on {platform.platform()}"
-    for name in ("numpy", "ml_dtypes"):
-        yield name, _version(name)
-    yield from _cuda_facts()
-    yield "kernel cache", _cache_fact()
-
-
-def _cuda_facts() -> Iterator[tuple[str, str]]:
+def _facts() -> Iterator[tuple[str, Callable[[], str]]]:
+    yield "rawattn", lambda: __version__
+    yield "Python", lambda: f"{platform.python_version()} on {platform.platform()}"
+    for name in _DISTRIBUTIONS:
+        yield name, partial(_version, name)
     try:
-        import cupy
-    except ImportError as error:
-        # Absent, or present and broken: then the reason is worth more than the fact.
-        reason = "not installed" if error.name == "cupy" else str(error).strip()
-        yield "CuPy", f'{reason}; on a machine with a GPU: pip install "rawattn[cuda13]"'
-        yield "GPU", f"not looked for without CuPy, {_NO_GPU}"
+        yield from _cuda_facts()
+    except Exception as error:
+        yield "GPU", partial(_unknown, error)
+    yield "kernel cache", lambda: contents(cache.entries())
+    yield "cache access", _cache_access
+
+
+def _unknown(error: Exception) -> str:
+    return f"unknown ({type(error).__name__}: {' '.join(str(error).split())})"
+
+
+def _cuda_facts() -> Iterator[tuple[str, Callable[[], str]]]:
+    why = devices.why_no_gpu()
+    cupy = sys.modules.get("cupy")  # there by now, or not to be had
+    if cupy is None:
+        yield "CuPy", lambda: str(why)
+        yield "GPU", lambda: f"not looked for without CuPy, {_NO_GPU}"
         return
-    yield "CuPy", cupy.__version__
-    yield "CUDA runtime", _dotted(cupy.cuda.runtime.runtimeGetVersion())
-    try:
-        yield "NVRTC", f"{compiler.nvrtc_version()} {_nvrtc_path()}"
-    except RuntimeError as error:
-        yield "NVRTC", str(error)
-    supported = cupy.cuda.runtime.driverGetVersion()
-    if not supported:
-        yield "driver", "no NVIDIA driver on this machine"
-        yield "GPU", f"none, {_NO_GPU}"
+    runtime = cupy.cuda.runtime
+    yield "CuPy", lambda: str(cupy.__version__)
+    yield "CUDA runtime", lambda: _dotted(runtime.runtimeGetVersion())
+    yield "NVRTC", lambda: f"{compiler.nvrtc_version()} {_nvrtc_path()}"
+    yield "driver", lambda: _driver(runtime.driverGetVersion())
+    if why is not None:
+        yield "GPU", lambda: f"none: {why}, {_NO_GPU}"
         return
-    yield "driver", f"{_driver()}, CUDA up to {_dotted(supported)}"
-    try:
-        count = cupy.cuda.runtime.getDeviceCount()
-    except RuntimeError as error:
-        yield "GPU", f"none usable ({error}), {_NO_GPU}"
-        return
-    for device in range(count):
-        properties = cupy.cuda.runtime.getDeviceProperties(device)
-        yield (
-            f"GPU {device}",
-            f"{properties['name'].decode()}, {compiler.device_arch(device)}, "
-            f"{properties['multiProcessorCount']} SMs, {table.size(properties['totalGlobalMem'])}",
-        )
+    for device in range(runtime.getDeviceCount()):
+        yield f"GPU {device}", partial(_device, runtime, device)
 
 
-def _cache_fact() -> str:
-    try:
-        return contents(cache.entries())
-    except OSError as error:
-        return f"unreadable: {error}"
+def _device(runtime: Any, device: int) -> str:
+    properties = runtime.getDeviceProperties(device)
+    return (
+        f"{properties['name'].decode()}, {compiler.device_arch(device)}, "
+        f"{properties['multiProcessorCount']} SMs, {table.size(properties['totalGlobalMem'])}"
+    )
+
+
+def _cache_access() -> str:
+    why = cache.why_unwritable()
+    if why is None:
+        return "writable"
+    return (
+        f"not writable ({why}), so every process compiles its kernels again; set {cache.VARIABLE} "
+        "to a writable directory"
+    )
 
 
 def _version(distribution: str) -> str:
+    """Without importing it."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -95,7 +108,13 @@ def _dotted(version: int) -> str:
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
-def _driver() -> str:
+def _driver(supported: int) -> str:
+    if not supported:
+        return "no NVIDIA driver on this machine"
+    return f"{_kernel_driver()}, CUDA up to {_dotted(supported)}"
+
+
+def _kernel_driver() -> str:
     """Version of the kernel driver, which CUDA's own API does not tell."""
     try:
         text = Path("/proc/driver/nvidia/version").read_text()

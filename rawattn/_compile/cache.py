@@ -6,9 +6,13 @@ One directory per compiled kernel, named by the first digits of its key:
     kernel.cubin   what the driver loads
     log.txt        what the compiler said, when it said anything
     meta.json      summary, registers, spills, seconds, ..., and the SHA-256 of each file above
+    .rawattn       says whose the directory is
 
 A directory is built beside its final name and renamed in one step, so a reader sees all of it or
 none. Whatever does not match its SHA-256 counts as absent and is rebuilt.
+
+The directory may hold other people's files, under any name. Nothing is removed or replaced by its
+name alone: it also has to carry a mark of ours, or meta.json of an entry of that name.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ import tempfile
 import time
 import uuid
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,12 +45,18 @@ _log = logging.getLogger("rawattn")
 _LOCK_SECONDS = 60.0
 _POLL_SECONDS = 0.02
 _NAME_DIGITS = 32
-# Nothing else is ever deleted: the variable may name a directory that holds other files too.
 _ENTRY = re.compile(rf"[0-9a-f]{{{_NAME_DIGITS}}}")
 _FAILED = re.compile(rf"[0-9a-f]{{{_NAME_DIGITS}}}\.failed")
-_WORKING = re.compile(rf"[0-9a-f]{{{_NAME_DIGITS}}}\.(lock|tmp-[0-9a-f]+)")
-_NOTE = re.compile(r"compiler-[0-9a-f]{16}\.(json|tmp-[0-9a-f]+)")  # see _compiler_memo
+_LOCK = re.compile(rf"[0-9a-f]{{{_NAME_DIGITS}}}\.lock")
+_WORKING = re.compile(rf"[0-9a-f]{{{_NAME_DIGITS}}}\.tmp-[0-9a-f]+")
+_NOTE = re.compile(r"compiler-[0-9a-f]{16}\.json")  # see memo.py
+_NOTE_WORKING = re.compile(r"compiler-[0-9a-f]{16}\.tmp-[0-9a-f]+")
 _STALE_SECONDS = 600.0  # a process that works on an entry is done or dead by then
+_TRIES = 10
+
+# The mark: in a directory of ours a file of this name with these bytes, which a lock file holds itself.
+_MARK_NAME = ".rawattn"
+_MARK = b"rawattn: `rawattn cache --clear` removes this\n"
 
 _warned: set[str] = set()
 
@@ -86,9 +96,10 @@ def read(key: str) -> Entry | None:
 
 
 def publish(key: str, files: Mapping[str, bytes], meta: Mapping[str, Any]) -> Entry | None:
-    """Put an entry on disk. None when the directory cannot be written, after one warning about it.
+    """Put an entry on disk. None when it cannot be written there, after one warning about it.
 
-    When another process has put the same entry there in the meantime, that one is returned.
+    When another process has put the same entry there in the meantime, that one is returned. Where
+    something that is not ours has the entry's name, it stays.
     """
     digests = {name: _sha256(content) for name, content in files.items()}
     full = {**meta, "key": key, "files": digests}
@@ -98,16 +109,17 @@ def publish(key: str, files: Mapping[str, bytes], meta: Mapping[str, Any]) -> En
         staging = _unused(final)
         try:
             staging.mkdir()
-            for name, content in files.items():
-                (staging / name).write_bytes(content)
+            _mark(staging)  # first: whatever this process leaves behind is known as ours
+            _write_all(staging, files)
             (staging / "meta.json").write_text(json.dumps(full, indent=1) + "\n")
-            for _ in range(3):
+            for _ in range(_TRIES):
                 if _rename(staging, final):
                     return Entry(final, full, dict(files))
                 if (winner := read(key)) is not None:
                     return winner
-                _remove(final)  # damaged
-            raise OSError(f"{final} cannot be replaced")
+                if _is_ours(final):  # and damaged
+                    _remove(final)
+            raise OSError(f"{final} is in the way, and rawattn did not put it there; move it")
         finally:
             shutil.rmtree(staging, ignore_errors=True)
     except OSError as error:
@@ -122,9 +134,14 @@ def keep_failure(key: str, files: Mapping[str, bytes]) -> Path:
     """
     try:
         kept = _ensure_directory() / f"{key[:_NAME_DIGITS]}.failed"
-        return _write_all(kept, files)
+        with contextlib.suppress(FileExistsError):
+            kept.mkdir()
+            _mark(kept)
+        if _is_ours(kept):
+            return _write_all(kept, files)
     except OSError:
-        return _write_all(Path(tempfile.mkdtemp(prefix="rawattn-failed-")), files)
+        pass
+    return _write_all(Path(tempfile.mkdtemp(prefix="rawattn-failed-")), files)
 
 
 @contextlib.contextmanager
@@ -146,7 +163,8 @@ def lock(key: str, timeout: float = _LOCK_SECONDS) -> Iterator[None]:
             # Whoever waits on the removed file finds the published entry next; whoever comes later
             # makes a new file.
             with contextlib.suppress(OSError):
-                path.unlink()
+                if _is_marked(path) and os.path.samestat(os.fstat(handle), path.lstat()):
+                    path.unlink()
             os.close(handle)
 
 
@@ -155,22 +173,55 @@ def entries() -> list[tuple[Path, Entry | None]]:
     root = directory()
     if not root.exists():
         return []
-    found = [(path.stat().st_mtime, path) for path in root.iterdir() if _ENTRY.fullmatch(path.name)]
-    return [(path, _read(path)) for _, path in sorted(found, reverse=True)]
+    ours = [path for path in root.iterdir() if _ENTRY.fullmatch(path.name) and _is_ours(path)]
+    found = sorted(((path.stat().st_mtime, path) for path in ours), reverse=True)
+    return [(path, _read(path)) for _, path in found]
 
 
 def clear() -> int:
-    """Remove entries, kept failures, notes and what dead processes left; returns how many entries."""
+    """Remove entries, kept failures, notes and what dead processes left; returns how many entries.
+
+    What carries no mark of ours stays, whatever its name.
+    """
     root = directory()
     if not root.exists():
         return 0
     removed = 0
     for path in list(root.iterdir()):
-        done = any(kind.fullmatch(path.name) for kind in (_ENTRY, _FAILED, _NOTE))
-        if done or _is_stale(path):
-            _remove(path)
-            removed += _ENTRY.fullmatch(path.name) is not None
+        for names, is_ours, at_work in _KINDS:
+            if names.fullmatch(path.name) and is_ours(path) and (not at_work or _is_stale(path)):
+                _remove(path)
+                removed += names is _ENTRY
     return removed
+
+
+def why_unwritable() -> str | None:
+    """Why nothing can be written to the cache directory, or None where it can. Leaves nothing there."""
+    try:
+        place = directory()
+    except OSError as error:
+        return str(error)
+    while not os.path.lexists(place):  # it would be made
+        place = place.parent
+    try:
+        with tempfile.TemporaryFile(dir=place) as file:
+            file.write(_MARK)
+    except OSError as error:
+        return f"{place}: {error.strerror}"
+    return None
+
+
+def is_note(path: Path) -> bool:
+    """Whether a file is one of the notes that memo.py leaves."""
+    try:
+        note = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return False
+    return (
+        not path.is_symlink()
+        and isinstance(note, dict)
+        and note.keys() == {"library", "file", "version"}
+    )
 
 
 def _read(path: Path) -> Entry | None:
@@ -183,23 +234,61 @@ def _read(path: Path) -> Entry | None:
     return Entry(path, meta, files) if intact else None
 
 
+def _is_ours(path: Path) -> bool:
+    """Whether a directory is one that we put there, by its mark or, from before there was one, by its meta.json."""
+    if path.is_symlink() or not path.is_dir():
+        return False
+    if _is_marked(path / _MARK_NAME):
+        return True
+    try:
+        meta = json.loads((path / "meta.json").read_bytes())
+    except (OSError, ValueError):
+        return False
+    return (
+        isinstance(meta, dict)
+        and isinstance(meta.get("files"), dict)
+        and isinstance(key := meta.get("key"), str)
+        and key[:_NAME_DIGITS] == path.name[:_NAME_DIGITS]
+    )
+
+
+def _is_marked(path: Path) -> bool:
+    """Whether a file is ours."""
+    try:
+        return path.read_bytes() == _MARK and not path.is_symlink()
+    except OSError:
+        return False
+
+
+# What `clear` removes: its names, what tells that it is ours, and whether a process at work needs it.
+_KINDS: tuple[tuple[re.Pattern[str], Callable[[Path], bool], bool], ...] = (
+    (_ENTRY, _is_ours, False),
+    (_FAILED, _is_ours, False),
+    (_WORKING, _is_ours, True),
+    (_LOCK, _is_marked, True),
+    (_NOTE, is_note, False),
+    (_NOTE_WORKING, is_note, True),
+)
+
+
 def _is_stale(path: Path) -> bool:
     try:
-        age = time.time() - path.stat().st_mtime
+        return time.time() - path.stat().st_mtime > _STALE_SECONDS
     except FileNotFoundError:
         return False
-    return _WORKING.fullmatch(path.name) is not None and age > _STALE_SECONDS
 
 
 def _acquire(path: Path, timeout: float) -> int | None:
     if fcntl is None:
         return None
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    handle, made = _open_lock(path)
     deadline = time.monotonic() + timeout
     try:
         while True:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if made:
+                    os.write(handle, _MARK)
                 return handle
             except BlockingIOError:
                 if time.monotonic() > deadline:
@@ -212,6 +301,17 @@ def _acquire(path: Path, timeout: float) -> int | None:
         raise
 
 
+def _open_lock(path: Path) -> tuple[int, bool]:
+    """A handle, and whether the file is new: a file that we did not make is locked, but never written or removed."""
+    for _ in range(_TRIES):
+        try:
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), True
+        except FileExistsError:
+            with contextlib.suppress(FileNotFoundError):  # its holder was done in between
+                return os.open(path, os.O_RDWR), False
+    raise OSError(f"{path} comes and goes")
+
+
 def _ensure_directory() -> Path:
     root = directory()
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -220,6 +320,8 @@ def _ensure_directory() -> Path:
 
 def _rename(staging: Path, final: Path) -> bool:
     """False when something already has the final name."""
+    if os.path.lexists(final):  # an empty directory would be replaced
+        return False
     try:
         staging.rename(final)
     except OSError as error:
@@ -230,24 +332,37 @@ def _rename(staging: Path, final: Path) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file or a directory. It leaves its name first, so that nobody reads half of it."""
+    """Remove what is ours. It leaves its name first, so that nobody reads half of it."""
     aside = _unused(path)
     try:
         path.rename(aside)
     except FileNotFoundError:  # another process was faster
         return
-    if aside.is_dir():
-        shutil.rmtree(aside, ignore_errors=True)
-    else:
+    if not aside.is_dir():
         aside.unlink(missing_ok=True)
+        return
+    # The mark goes last: should this process die, the rest is still known as ours.
+    with contextlib.suppress(OSError):
+        _mark(aside)
+        for child in list(aside.iterdir()):
+            if child.name == _MARK_NAME:
+                continue
+            if child.is_dir() and not child.is_symlink():
+                shutil.rmtree(child, ignore_errors=True)
+            else:
+                child.unlink(missing_ok=True)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def _unused(path: Path) -> Path:
     return path.with_name(f"{path.name[:_NAME_DIGITS]}.tmp-{uuid.uuid4().hex}")
 
 
+def _mark(path: Path) -> None:
+    (path / _MARK_NAME).write_bytes(_MARK)
+
+
 def _write_all(path: Path, files: Mapping[str, bytes]) -> Path:
-    path.mkdir(exist_ok=True)
     for name, content in files.items():
         (path / name).write_bytes(content)
     return path

@@ -52,8 +52,11 @@ def remember(version: str) -> None:
         path = _note()
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         aside = path.with_name(f"{path.stem}.tmp-{uuid.uuid4().hex}")
-        aside.write_text(json.dumps(note) + "\n", "utf-8")
-        aside.replace(path)
+        try:
+            aside.write_text(json.dumps(note) + "\n", "utf-8")
+            aside.replace(path)
+        finally:
+            aside.unlink(missing_ok=True)
 
 
 def _note() -> Path:

@@ -1,21 +1,33 @@
-"""The CPU backend's backward: two passes over tiles of scores, in float32, with threads over tiles.
+"""The CPU backend's backward, in float32, with threads over tiles of scores.
 
-The first pass sums dk and dv of a key tile over the rows that see it, the second dq of a row tile
-over the keys that it sees; both compute the probabilities anew, from `lse`. So beyond the arrays of
-the call, memory is a few tiles for each thread, whatever the lengths. Each tile of a result has one
-writer that adds in one order: the same bits on every run. Where all keys of a sequence are one
-tile, dq needs no sum over tiles, and the first pass writes it too.
+A short sequence is one tile, computed with others of its lengths at once. A long one takes two
+passes: the first sums dk and dv of a key tile over the rows that see it, the second dq of a row
+tile over the keys that it sees; both compute the probabilities anew, from `lse`. So beyond the
+arrays of the call, memory is a few tiles for each thread, whatever the lengths. Each tile of a
+result has one writer that adds in one order: the same bits on every run. Where all keys of a
+sequence are one tile, dq needs no sum over tiles, and the first pass writes it too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from rawattn._call.layout import HostLengths
 from rawattn._call.problem import Problem
+from rawattn._cpu.bundles import (
+    Bundle,
+    Span,
+    divide_batch,
+    heads_first,
+    heads_last,
+    hidden_of_bundle,
+    multiply_whole,
+)
+from rawattn._cpu.threads import Task, run
 from rawattn._cpu.tiles import (
     KEYS,
     Array,
@@ -32,9 +44,23 @@ from rawattn._cpu.tiles import (
     pack_rows,
     rows_of_tile,
     rows_seeing,
-    run,
     unpacked,
 )
+
+
+class _Arrays(NamedTuple):
+    """Those of the call."""
+
+    dout: Array
+    q: Array
+    k: Array
+    v: Array
+    out: Array
+    lse: Array
+    dlse: Array | None
+    dq: Array
+    dk: Array
+    dv: Array
 
 
 class _Heads(NamedTuple):
@@ -53,19 +79,17 @@ class _Heads(NamedTuple):
     offset: int  # row i has the diagonal i + offset
 
 
-class _Task(NamedTuple):
-    """A tile of results: dk and dv of keys, or dq of rows."""
+class _Tile(NamedTuple):
+    """Of results: dk and dv of keys, or dq of rows."""
 
     heads: _Heads
     first: int
     last: int
-    of_keys: bool
-    work: int  # scores to compute
 
 
 def backward(
     problem: Problem,
-    lengths: HostLengths,
+    lengths: HostLengths | None,
     dout: Array,
     q: Array,
     k: Array,
@@ -80,85 +104,118 @@ def backward(
     """Write the logical rows of dq, dk and dv; padding is neither read nor written.
 
     All are NumPy arrays; `dlse` None is a gradient of 0. A row whose lse is -inf gives and gets 0.
+    `lengths` may be None in a dense batch: where `problem.ragged` is False.
     """
-
-    def compute(task: _Task) -> None:
-        (_sum_over_rows if task.of_keys else _sum_over_keys)(problem, task)
-
-    arrays = (dout, q, k, v, out, lse, dlse, dq, dk, dv)
-    tasks = [task for heads in _heads(problem, lengths, *arrays) for task in _tasks(problem, heads)]
-    run(compute, sorted(tasks, key=lambda task: task.work, reverse=True))
-
-
-def _heads(
-    problem: Problem,
-    lengths: HostLengths,
-    dout: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    out: Array,
-    lse: Array,
-    dlse: Array | None,
-    dq: Array,
-    dk: Array,
-    dv: Array,
-) -> Iterator[_Heads]:
-    group_size = problem.nheads_q // problem.nheads_kv
-    spans = (lengths.start_q, lengths.len_q, lengths.start_k, lengths.len_k)
-    for b, (start_q, len_q, start_k, len_k) in enumerate(
-        zip(*(span.tolist() for span in spans), strict=True)
-    ):
-        entry = () if problem.group else (b,)
-        rows, keys = slice(start_q, start_q + len_q), slice(start_k, start_k + len_k)
-        step = heads_of_tile(problem, len_q, len_k)
-        for head in range(0, problem.nheads_kv, step):
-            kv_heads = slice(head, head + step)
-            q_heads = slice(head * group_size, (head + step) * group_size)
-            by_row, by_key = (*entry, rows, q_heads), (*entry, keys, kv_heads)
-            by_lse = (*entry, q_heads, rows)
-            yield _Heads(
-                dout=dout[by_row],
-                q=q[by_row],
-                k=k[by_key],
-                v=v[by_key],
-                out=out[by_row],
-                lse=lse[by_lse],
-                dlse=None if dlse is None else dlse[by_lse],
-                dq=dq[by_row],
-                dk=dk[by_key],
-                dv=dv[by_key],
-                offset=0 if problem.top_left else len_k - len_q,
-            )
-
-
-def _tasks(problem: Problem, heads: _Heads) -> Iterator[_Task]:
-    seqlen_q, nheads_q = heads.q.shape[:2]
-    seqlen_k = len(heads.k)
-    for first in range(0, seqlen_k, KEYS):
-        last = min(first + KEYS, seqlen_k)
-        start, stop = rows_seeing(problem, heads.offset, (first, last), seqlen_q)
-        yield _Task(heads, first, last, True, (stop - start) * (last - first) * nheads_q)
-    if 0 < seqlen_k <= KEYS:
-        return
-    step = rows_of_tile(problem, seqlen_q)
-    for first in range(0, seqlen_q, step):
-        last = min(first + step, seqlen_q)
-        seen = keys_seen(problem, first + heads.offset, last - first, seqlen_k)
-        keys = sum(high - low for low, high in seen)
-        yield _Task(heads, first, last, False, (last - first) * keys * nheads_q)
+    arrays = _Arrays(dout, q, k, v, out, lse, dlse, dq, dk, dv)
+    bundles, spans = divide_batch(problem, lengths)
+    tasks = [
+        # Five products of the size of the forward's two.
+        Task(bundle.work(problem) * 5 // 2, partial(_differentiate_bundle, problem, bundle, arrays))
+        for bundle in bundles
+    ]
+    for span in spans:
+        for heads in _heads(problem, span, arrays):
+            tasks += _tasks(problem, heads)
+    run(tasks)
 
 
 # NumPy's error state belongs to a thread. Warnings would be about the caller's NaN or infinity, or
 # about a gradient that float16 cannot hold.
 @np.errstate(all="ignore")
-def _sum_over_rows(problem: Problem, task: _Task) -> None:
+def _differentiate_bundle(problem: Problem, bundle: Bundle, arrays: _Arrays) -> None:
+    rows, keys, nheads_kv = bundle.rows, bundle.keys, problem.nheads_kv
+    q, dout, out = (
+        heads_first(rows.read(x), nheads_kv) for x in (arrays.q, arrays.dout, arrays.out)
+    )
+    k, v = (heads_first(keys.read(x), nheads_kv) for x in (arrays.k, arrays.v))
+    q = q * problem.scale
+    lse = _of_rows(problem, bundle, arrays.lse)
+    delta = np.add.reduce(dout * out, axis=3, keepdims=True)
+    if arrays.dlse is not None:
+        delta -= _of_rows(problem, bundle, arrays.dlse)
+    nothing = lse == -np.inf
+    if nothing.any():
+        lse = np.where(nothing, np.float32(np.inf), lse)  # exp(s - inf) = 0
+        dout, delta = (np.where(nothing, np.float32(0), x) for x in (dout, delta))
+
+    p = np.matmul(q, k.swapaxes(2, 3))
+    p -= lse
+    np.exp(p, out=p)
+    ds = np.matmul(dout, v.swapaxes(2, 3))
+    ds -= delta
+    ds *= p
+    hidden = hidden_of_bundle(problem, bundle)
+    hidden_rows = None if hidden is None else hidden.T
+    if hidden is not None:
+        np.copyto(p, 0, where=hidden)
+        np.copyto(ds, 0, where=hidden)
+    dv = multiply_whole(p.swapaxes(2, 3), dout, hidden_rows)
+    dk = multiply_whole(ds.swapaxes(2, 3), q, hidden_rows)
+    dq = multiply_whole(ds, k, hidden)
+    dq *= problem.scale
+    rows.write(arrays.dq, heads_last(dq, problem.nheads_q))
+    keys.write(arrays.dk, heads_last(dk, nheads_kv))
+    keys.write(arrays.dv, heads_last(dv, nheads_kv))
+
+
+def _of_rows(problem: Problem, bundle: Bundle, lse: Array) -> Floats:
+    """What is as `lse`, for the rows of a bundle."""
+    return heads_first(bundle.rows.read(lse.swapaxes(-1, -2))[..., None], problem.nheads_kv)
+
+
+def _heads(problem: Problem, span: Span, arrays: _Arrays) -> Iterator[_Heads]:
+    entry, start_q, len_q, start_k, len_k = span
+    group_size = problem.nheads_q // problem.nheads_kv
+    rows, keys = slice(start_q, start_q + len_q), slice(start_k, start_k + len_k)
+    step = heads_of_tile(problem, len_q, len_k)
+    for head in range(0, problem.nheads_kv, step):
+        kv_heads = slice(head, head + step)
+        q_heads = slice(head * group_size, (head + step) * group_size)
+        by_row, by_key = (*entry, rows, q_heads), (*entry, keys, kv_heads)
+        by_lse = (*entry, q_heads, rows)
+        yield _Heads(
+            dout=arrays.dout[by_row],
+            q=arrays.q[by_row],
+            k=arrays.k[by_key],
+            v=arrays.v[by_key],
+            out=arrays.out[by_row],
+            lse=arrays.lse[by_lse],
+            dlse=None if arrays.dlse is None else arrays.dlse[by_lse],
+            dq=arrays.dq[by_row],
+            dk=arrays.dk[by_key],
+            dv=arrays.dv[by_key],
+            offset=0 if problem.top_left else len_k - len_q,
+        )
+
+
+def _tasks(problem: Problem, heads: _Heads) -> Iterator[Task]:
+    seqlen_q, nheads_q = heads.q.shape[:2]
+    seqlen_k = len(heads.k)
+    each = nheads_q * (problem.headdim + problem.headdim_v)  # multiplications of a score
+    one_pass = 0 < seqlen_k <= KEYS
+    for first in range(0, seqlen_k, KEYS):
+        last = min(first + KEYS, seqlen_k)
+        start, stop = rows_seeing(problem, heads.offset, (first, last), seqlen_q)
+        work = (stop - start) * (last - first) * each * (5 if one_pass else 4) // 2
+        yield Task(work, partial(_sum_over_rows, problem, _Tile(heads, first, last)))
+    if one_pass:
+        return
+    step = rows_of_tile(problem, seqlen_q)
+    for first in range(0, seqlen_q, step):
+        last = min(first + step, seqlen_q)
+        seen = keys_seen(problem, first + heads.offset, last - first, seqlen_k)
+        work = (last - first) * sum(high - low for low, high in seen) * each * 3 // 2
+        yield Task(work, partial(_sum_over_keys, problem, _Tile(heads, first, last)))
+
+
+@np.errstate(all="ignore")
+def _sum_over_rows(problem: Problem, tile: _Tile) -> None:
     """dk and dv of a key tile; and dq of all rows, if there is no other tile of keys."""
-    heads, keys = task.heads, (task.first, task.last)
-    seqlen_q, nheads, nkeys = len(heads.q), heads.k.shape[1], task.last - task.first
+    heads, keys = tile.heads, (tile.first, tile.last)
+    seqlen_q, nheads, nkeys = len(heads.q), heads.k.shape[1], tile.last - tile.first
     every_key = nkeys == len(heads.k)
     filled = divide(problem, 1, nkeys).shape[1]
-    k, v = (pack_keys(x[task.first : task.last], filled) for x in (heads.k, heads.v))
+    k, v = (pack_keys(x[tile.first : tile.last], filled) for x in (heads.k, heads.v))
     dk = np.zeros((nheads, filled, problem.headdim), np.float32)
     dv = np.zeros((nheads, filled, problem.headdim_v), np.float32)
 
@@ -175,19 +232,19 @@ def _sum_over_rows(problem: Problem, task: _Task) -> None:
         dk += multiply(pieces.transposed(ds), rows.q, hidden_rows)
         if every_key:
             _write_dq(problem, heads, first, last, multiply(pieces.of(ds), k, hidden))
-    heads.dk[task.first : task.last] = dk[:, :nkeys].transpose(1, 0, 2)
-    heads.dv[task.first : task.last] = dv[:, :nkeys].transpose(1, 0, 2)
+    heads.dk[tile.first : tile.last] = dk[:, :nkeys].transpose(1, 0, 2)
+    heads.dv[tile.first : tile.last] = dv[:, :nkeys].transpose(1, 0, 2)
     if every_key:
         heads.dq[:start] = 0
         heads.dq[stop:] = 0
 
 
 @np.errstate(all="ignore")
-def _sum_over_keys(problem: Problem, task: _Task) -> None:
+def _sum_over_keys(problem: Problem, tile: _Tile) -> None:
     """dq of a row tile."""
-    heads, rows = task.heads, task.last - task.first
-    diagonal = task.first + heads.offset
-    queries = _Rows(problem, heads, task.first, task.last, divide(problem, rows, 1))
+    heads, rows = tile.heads, tile.last - tile.first
+    diagonal = tile.first + heads.offset
+    queries = _Rows(problem, heads, tile.first, tile.last, divide(problem, rows, 1))
     dq = np.zeros_like(queries.q)
     for keys in keys_seen(problem, diagonal, rows, len(heads.k)):
         pieces = divide(problem, rows, keys[1] - keys[0])
@@ -195,7 +252,7 @@ def _sum_over_keys(problem: Problem, task: _Task) -> None:
         hidden = hidden_pairs(problem, diagonal, rows, keys, pieces.shape)
         _, ds = _probabilities(queries, k, v, hidden, pieces)
         dq += multiply(pieces.of(ds), k, hidden)
-    _write_dq(problem, heads, task.first, task.last, dq)
+    _write_dq(problem, heads, tile.first, tile.last, dq)
 
 
 class _Rows:
@@ -209,7 +266,7 @@ class _Rows:
         self.q, self.dout, out = (
             pack_rows(x[first:last], nheads_kv, packed) for x in (heads.q, heads.dout, heads.out)
         )
-        self.q *= np.float32(problem.scale)
+        self.q *= problem.scale
         # exp(s - inf) = 0: rows without a key, and those that fill up the tile.
         self.normaliser = np.full((nheads_kv, packed, 1), np.inf, np.float32)
         lse = heads.lse[:, first:last].reshape(nheads_kv, -1, last - first, 1)
@@ -243,6 +300,6 @@ def _probabilities(
 
 
 def _write_dq(problem: Problem, heads: _Heads, first: int, last: int, dq: Floats) -> None:
-    dq *= np.float32(problem.scale)
+    dq *= problem.scale
     written = by_head(heads.dq[first:last], heads.k.shape[1])
     written[...] = unpacked(dq, heads.q.shape[1], last - first)

@@ -1,4 +1,4 @@
-"""What the CPU's forward and backward share: tiles of scores, products on them, threads over them.
+"""What the CPU's forward and backward share: tiles of scores, and products on them.
 
 A tile is some rows of queries by some keys, of one or several key heads at once; the query heads of
 a group count as rows. Its arrays are float32 of shape (nheads_kv, rows or keys, ...), filled up so
@@ -7,10 +7,8 @@ that rows and keys divide into even pieces.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,34 +17,18 @@ from rawattn._call.problem import Problem
 
 Array = NDArray[Any]
 Floats = NDArray[np.float32]
-Task = TypeVar("Task")
 
 # A tile has at most this many rows and keys. Heads share a tile of short sequences, where the
 # interpreter's time per tile is what counts.
 ROWS = 256
 KEYS = 512
-# Products go to the BLAS in pieces of at most this many multiplications. OpenBLAS computes these on
-# the calling thread; larger ones it spreads over threads of its own, which fight with ours.
-_PIECE = 1 << 18
-
-
-def run(function: Callable[[Task], None], tasks: Sequence[Task]) -> None:
-    """function(task) for each, the first ones first, on every core this process may use."""
-    workers = min(_cores(), len(tasks))
-    if workers <= 1:
-        for task in tasks:
-            function(task)
-        return
-    with ThreadPoolExecutor(workers) as pool:
-        for _ in pool.map(function, tasks):
-            pass
-
-
-def _cores() -> int:
-    # A container may have fewer than the machine.
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+# Multiplications of a product that OpenBLAS makes on the calling thread: of two matrices, and of a
+# matrix and a vector. Larger ones it spreads over threads of its own, which fight with ours.
+PRODUCT = 1 << 18
+PRODUCT_WITH_VECTOR = 9216
+# A running maximum begins here, not at -inf, from which nothing can be subtracted. A row that has
+# seen no key has weights of exp(-inf - LOWEST) = 0, and lse = LOWEST + log(0) = -inf.
+LOWEST = float(np.finfo(np.float32).min)
 
 
 def rows_of_tile(problem: Problem, seqlen_q: int) -> int:
@@ -141,11 +123,11 @@ class Pieces(NamedTuple):
 def divide(problem: Problem, rows: int, keys: int) -> Pieces:
     """The pieces of a tile of so many rows of queries, and keys."""
     headdim = max(problem.headdim, problem.headdim_v)
+    # So small that a single row may multiply a piece of the keys as a vector.
     most_keys = 64 if headdim <= 128 else 32
-    most_rows = min(64, _PIECE // (most_keys * headdim))
-    packed = rows * (problem.nheads_q // problem.nheads_kv)
-    # A single row would make products of a matrix and a vector, which OpenBLAS threads much sooner.
-    return Pieces(*_even(max(packed, 2), most_rows), *_even(keys, most_keys))
+    most_rows = min(64, PRODUCT // (most_keys * headdim))
+    rows *= problem.nheads_q // problem.nheads_kv
+    return Pieces(*_even(rows, most_rows), *_even(keys, most_keys))
 
 
 def _even(n: int, most: int) -> tuple[int, int]:
@@ -166,6 +148,12 @@ def multiply_transposed(queries: Floats, keys: Floats, pieces: Pieces) -> Floats
     return tile
 
 
+def multiply_matrices(left: Floats, right: Floats) -> Floats:
+    """left @ right. For an outer product matmul has no BLAS."""
+    product: Floats = left * right if left.shape[-1] == 1 else np.matmul(left, right)
+    return product
+
+
 def multiply(weights: Floats, values: Floats, hidden: NDArray[np.bool_] | None) -> Floats:
     """Weights in pieces (nheads, n pieces, m pieces, n, m) times values (nheads, all m, d).
 
@@ -176,8 +164,10 @@ def multiply(weights: Floats, values: Floats, hidden: NDArray[np.bool_] | None) 
     headdim = values.shape[2]
     if hidden is not None and not np.isfinite(values).all():
         return _multiply_strays(weights, values, hidden)
-    product = np.matmul(weights, values.reshape(nheads, 1, inner_pieces, inner, headdim))
-    result: Floats = product.sum(axis=2).reshape(nheads, pieces * size, headdim)
+    by_piece = values.reshape(nheads, 1, inner_pieces, inner, headdim)
+    product = multiply_matrices(weights, by_piece)
+    summed = product if inner_pieces == 1 else product.sum(axis=2)
+    result: Floats = summed.reshape(nheads, pieces * size, headdim)
     return result
 
 

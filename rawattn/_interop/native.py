@@ -33,8 +33,21 @@ class Read(NamedTuple):
     tracked: bool  # whether one of them requires a gradient
 
 
-class Native(Protocol):
-    """How to deal with the arrays of one framework on a GPU."""
+class Memory(Protocol):
+    """Whose memory a run takes, for work on one stream."""
+
+    def allocate(self, nbytes: int, device: int) -> tuple[Any, int]:
+        """For that work alone: who owns it, and its address."""
+
+    def keep(self, nbytes: int, device: int) -> tuple[Any, int]:
+        """Likewise of memory that later work on that stream finds again."""
+
+    def keeps_captured(self) -> bool:
+        """Whether memory allocated during a capture is the graph's, also once its owner is gone."""
+
+
+class Native(Memory, Protocol):
+    """How to deal with the arrays of one framework on a GPU. Its memory is for work on its current stream."""
 
     def read(self, arrays: Sequence[Any], required: int) -> Read | None:
         """None unless all of them are plain arrays of the framework on a GPU. The first `required` may not be None."""
@@ -51,14 +64,8 @@ class Native(Protocol):
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], device: int) -> Any:
         """A new array, uninitialised."""
 
-    def allocate(self, nbytes: int, device: int) -> tuple[Any, int]:
-        """Memory for work on the current stream: who owns it, and its address."""
-
     def stream(self, device: int) -> int:
         """Handle of the current stream."""
-
-    def keeps_captured(self) -> bool:
-        """Whether memory allocated during a capture is the graph's, also once its owner is gone."""
 
 
 class CuPy:
@@ -108,6 +115,8 @@ class CuPy:
     def allocate(self, nbytes: int, device: int) -> tuple[Any, int]:
         memory = self._allocate(nbytes)
         return memory, memory.ptr
+
+    keep = allocate
 
     def stream(self, device: int) -> int:
         handle: int = self._current_stream(device).ptr
@@ -190,6 +199,8 @@ class Torch:
     def allocate(self, nbytes: int, device: int) -> tuple[Any, int]:
         block = self._empty(nbytes, dtype=self._bytes, device=self._device(device))
         return block, block.data_ptr()
+
+    keep = allocate
 
     def stream(self, device: int) -> int:
         if self._stream is not None:

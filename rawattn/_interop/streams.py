@@ -50,7 +50,7 @@ def compute_stream(framework: str, device: int) -> cupy.cuda.Stream:
     """The stream that work on an array of `framework` belongs on, as a CuPy stream."""
     current = import_cupy().cuda.get_current_stream(device)
     wanted = current_stream("torch", device) if framework == "torch" else current.ptr
-    return current if wanted == current.ptr else _external(wanted)
+    return current if wanted == current.ptr else external(wanted)
 
 
 class _Foreign:
@@ -62,7 +62,8 @@ class _Foreign:
 
 
 @functools.lru_cache(maxsize=64)
-def _external(handle: int) -> Any:
+def external(handle: int) -> Any:
+    """A stream that somebody else made, as a CuPy stream."""
     import cupy
 
     return cupy.cuda.Stream.from_external(_Foreign(handle)) if handle else cupy.cuda.Stream.null

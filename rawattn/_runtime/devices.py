@@ -1,13 +1,92 @@
-"""Temporary."""
+"""Whether there is a GPU to compute on, and if not, why."""
+
+from __future__ import annotations
 
 import functools
+import warnings
+from typing import Any, NamedTuple
+
+__all__ = ["gpu_available", "why_no_gpu"]
+
+
+_INSTALL = 'on a machine with a GPU: pip install "rawattn[cuda13]", or [cuda12] for CUDA 12'
+_REPAIR = "See whether nvidia-smi finds a GPU"
+
+
+class _Found(NamedTuple):
+    """What asking CuPy for GPUs came to."""
+
+    reason: str | None = None  # why there is none to use
+    cure: str | None = None  # given where something is broken, not merely absent
 
 
 @functools.cache
 def gpu_available() -> bool:
+    """Whether CuPy is installed and sees a GPU; asked once for each process.
+
+    Without CuPy, without a driver or without a GPU the answer is False. Whatever else keeps CuPy from telling is a
+    RuntimeWarning too, since arrays on the host would then be computed by the CPU without a word.
+    """
+    found = _look()
+    if found.cure is not None:
+        warnings.warn(
+            f"rawattn cannot use a GPU: {found.reason}. NumPy arrays are computed by the CPU. {found.cure}, or pass "
+            "backend='cpu' where the CPU is meant.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return found.reason is None
+
+
+def why_no_gpu() -> str | None:
+    """Why `gpu_available` is False, with the cure where something is broken; None where there is a GPU.
+
+    It never warns and never raises.
+    """
+    found = _look()
+    return found.reason if found.cure is None else f"{found.reason}. {found.cure}"
+
+
+@functools.cache
+def _look() -> _Found:
     try:
         import cupy
+    except Exception as error:  # CuPy writes to the home directory and loads libraries of CUDA
+        return _without_cupy(error)
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except Exception as error:  # CuPy's own type of error is of its module
+        return _without_devices(error, cupy)
+    return _Found() if count else _Found("the driver sees no GPU")
 
-        return bool(cupy.cuda.runtime.getDeviceCount() > 0)
-    except Exception:
-        return False
+
+def _without_cupy(error: Exception) -> _Found:
+    if isinstance(error, ModuleNotFoundError) and error.name == "cupy":
+        return _Found(f"CuPy is not installed ({_INSTALL})")
+    cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+    reason = f"CuPy is installed, but importing it failed ({_described(cause)})"
+    if isinstance(cause, OSError) and cause.filename is not None:
+        return _Found(reason, "Set CUPY_CACHE_DIR to a writable directory")
+    return _Found(reason, 'Reinstall it, as by pip install --force-reinstall "rawattn[cuda13]"')
+
+
+def _without_devices(error: Exception, cupy: Any) -> _Found:
+    kind = str(error).partition(":")[0]
+    if kind == "cudaErrorNoDevice":
+        return _Found("the driver sees no GPU (cudaErrorNoDevice)")
+    if kind == "cudaErrorInsufficientDriver":
+        try:
+            driver = cupy.cuda.runtime.driverGetVersion()
+        except Exception as unknown:
+            return _Found(f"the driver cannot be asked ({_described(unknown)})", _REPAIR)
+        if not driver:
+            return _Found("no NVIDIA driver on this machine")
+        return _Found(
+            f"the NVIDIA driver is too old for this CuPy ({_described(error)})",
+            "Update the driver, or install the CuPy of an older CUDA",
+        )
+    return _Found(f"CUDA does not start ({_described(error)})", _REPAIR)
+
+
+def _described(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -13,7 +13,7 @@ import numpy as np
 
 from rawattn._call.layout import Lengths, Side
 from rawattn._call.structure import SideStructure, Structure
-from rawattn._interop.native import Native
+from rawattn._interop.native import Memory
 from rawattn._kernels.params import WORDS_A_LAUNCH
 from rawattn._kernels.portable import send_words
 from rawattn._kernels.steps import logical_lengths
@@ -36,7 +36,7 @@ class Placed:
         self,
         lengths: Lengths,
         structure: Structure,
-        memory: Native,
+        memory: Memory,
         device: int,
         stream: int,
         more: list[int],
@@ -52,7 +52,7 @@ class Placed:
         base = 0
         self._owner: Any = None
         if total:
-            self._owner, base = memory.allocate(total, device)
+            self._owner, base = memory.keep(total, device)
         self.addresses = [
             base + at if at is not None else _address(integers)
             for at, integers in zip(where, _integers(lengths), strict=True)

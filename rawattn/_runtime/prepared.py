@@ -15,7 +15,7 @@ from typing import Any
 from rawattn._call.layout import Lengths
 from rawattn._call.structure import Structure
 from rawattn._interop import streams
-from rawattn._interop.native import Native
+from rawattn._interop.native import Memory
 from rawattn._kernels.steps import Step, Steps, Tiles
 from rawattn._runtime import graphs, kernel
 from rawattn._runtime.kernel import Arguments
@@ -84,7 +84,7 @@ class Prepared:
         self._stateful = bool(self._scratch_bytes or self._counter_bytes or self.ragged)
 
     def run(
-        self, addresses: list[int], stream: int, memory: Native, lengths: Lengths | None
+        self, addresses: list[int], stream: int, memory: Memory, lengths: Lengths | None
     ) -> None:
         """Launches on a stream of the current device.
 
@@ -116,7 +116,7 @@ class Prepared:
         if capturing and not memory.keeps_captured():
             graphs.hold(self, placed, scratch, counters)
 
-    def own(self, memory: Native, stream: int, lengths: Lengths | None) -> Own:
+    def own(self, memory: Memory, stream: int, lengths: Lengths | None) -> Own:
         """What a run would allocate, for runs that must not: allocated, sent and ordered now, on `stream`."""
         return Own(self, memory, stream, lengths)
 
@@ -124,7 +124,7 @@ class Prepared:
         self,
         lengths: Lengths,
         stream: int,
-        memory: Native,
+        memory: Memory,
         addresses: list[int],
         capturing: bool,
     ) -> tuple[Placed, Sequence[int]]:
@@ -142,7 +142,7 @@ class Prepared:
         return found
 
     def _place_anew(
-        self, lengths: Lengths, stream: int, memory: Native, addresses: list[int]
+        self, lengths: Lengths, stream: int, memory: Memory, addresses: list[int]
     ) -> tuple[Placed, Sequence[int]]:
         # Counted first: what one launch does not hold is refused before anything is launched.
         blocks = [_count(each.blocks, lengths) for each in self.steps]
@@ -153,10 +153,10 @@ class Prepared:
                 launch(known, count, stream)
         return placed, blocks
 
-    def _zeros(self, stream: int, memory: Native) -> tuple[Any, list[int]]:
+    def _zeros(self, stream: int, memory: Memory) -> tuple[Any, list[int]]:
         import cupy
 
-        owner, base = memory.allocate(self._counter_bytes, self.device)
+        owner, base = memory.keep(self._counter_bytes, self.device)
         cupy.cuda.runtime.memsetAsync(base, 0, self._counter_bytes, stream)
         return owner, [base + at for at in self._counter_at]
 
@@ -168,7 +168,7 @@ class Own:
     """
 
     def __init__(
-        self, prepared: Prepared, memory: Native, stream: int, lengths: Lengths | None
+        self, prepared: Prepared, memory: Memory, stream: int, lengths: Lengths | None
     ) -> None:
         self._prepared = prepared
         self._blocks: Sequence[int] = prepared._blocks

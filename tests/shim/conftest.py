@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.shim import store
 from tests.shim.shim import Builder
 
 # Tests whose kernels are compiled while those before them run. Not all: most are another process's to run.
@@ -14,12 +15,10 @@ _AHEAD = 8
 
 
 @pytest.fixture(scope="session")
-def _builder(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Builder, dict[str, int]]]:
+def _builder(request: pytest.FixtureRequest) -> Iterator[tuple[Builder, dict[str, int]]]:
     if shutil.which("g++") is None:
         pytest.skip("no g++ to compile kernels for the CPU with")
-    builder = Builder(tmp_path_factory.mktemp("shim"))
+    builder = Builder(store.directory())
     yield builder, {item.nodeid: n for n, item in enumerate(request.session.items)}
     builder.close()
 

@@ -54,15 +54,6 @@ class Device:
         monkeypatch.setattr(kernel, "load", lambda source, device: _Kernel(self, source))
         monkeypatch.setattr(driver, "encode_tensor_map", _encode)
 
-    # What launch code asks of the framework whose memory it uses.
-
-    def allocate(self, nbytes: int, device: int) -> tuple[Any, int]:
-        array = self.empty(nbytes, np.uint8)
-        return array, array.data.ptr
-
-    def keeps_captured(self) -> bool:
-        return False
-
     def empty(self, shape: int | tuple[int, ...], dtype: Any) -> _Array:
         count = math.prod(shape) if isinstance(shape, tuple) else shape
         raw = np.full(count * np.dtype(dtype).itemsize, POISON, np.uint8)
@@ -88,6 +79,22 @@ class Device:
     def keep(self, memory: Memory) -> Memory:
         self.memory.append(memory)
         return memory
+
+
+class Allocator:
+    """What launch code asks of the framework whose memory it uses."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def allocate(self, nbytes: int, device: int) -> tuple[Any, int]:
+        array = self._device.empty(nbytes, np.uint8)
+        return array, array.data.ptr
+
+    keep = allocate
+
+    def keeps_captured(self) -> bool:
+        return False
 
 
 def _encode(

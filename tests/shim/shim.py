@@ -6,17 +6,17 @@ import ctypes
 import mmap
 import os
 import re
-import subprocess
 import threading
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rawattn._compile.compiler import Source, kernels_dir
+from tests.shim.store import Store
 
 HERE = Path(__file__).parent
 POISON = 0xFF  # NaN as any floating-point type, -1 as an integer
@@ -26,6 +26,7 @@ _ALIGNMENT = 16  # the widest access there is
 _REPORT_BYTES = 8192
 # The machine, a part a file.
 _PARTS = ("machine", "fiber", "mbarrier", "tensor_copy", "warp_group")
+_OPTIONS = ("-DRAWATTN_TARGET_HOST",)
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -47,7 +48,8 @@ class Builder:
     """Compiles each build once."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        """folder: of what was compiled in this run or another."""
+        self._store = Store(folder, [kernels_dir(), HERE])
         self._pool = ThreadPoolExecutor(os.cpu_count())
         self._machines: dict[str, list[Path]] = {}
         self._machines_lock = threading.Lock()
@@ -57,14 +59,14 @@ class Builder:
     def start(self, build: Build) -> None:
         """Compiles it in the background, after those asked for earlier."""
         if build not in self._started:
-            self._started[build] = self._pool.submit(self._link, build, len(self._started))
+            self._started[build] = self._pool.submit(self._link, build)
 
     def kernel(self, build: Build) -> Kernel:
         if build not in self._kernels:
             started = self._started.get(build)
             # Whoever needs one whose turn has not come does not wait for the others.
             if started is None or started.cancel():
-                path = self._link(build, -1 - len(self._kernels))
+                path = self._link(build)
             else:
                 path = started.result()
             self._kernels[build] = Kernel(path)
@@ -72,39 +74,27 @@ class Builder:
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
+        self._store.prune()
 
-    def _link(self, build: Build, number: int) -> Path:
-        unit = self._folder / f"kernel{number}.cpp"
+    def _link(self, build: Build) -> Path:
         entry = f'#include "machine.hpp"\nSHIM_ENTRY({build.source.entry})\n'
-        unit.write_text(build.source.text + entry)
-        options = ["-O1", "-shared", *map(str, self._machine(build))]
+        options = [*_OPTIONS, f"-DRAWATTN_WAVE={build.wave}", "-O1", "-shared"]
         options += ["-fsanitize=undefined", "-fno-sanitize-recover"] if build.checked else []
-        return _compile(unit, unit.with_suffix(".so"), build, options)
+        text, objects = build.source.text + entry, self._machine(build.fibers)
+        return self._store.compile(text, ".so", options, objects, summary=build.source.summary)
 
-    def _machine(self, build: Build) -> list[Path]:
+    def _machine(self, fibers: str) -> list[Path]:
         """Its objects: one set for all kernels, since a launch says how long waves are."""
-        build = replace(build, wave=32)
         with self._machines_lock:
-            if build.fibers not in self._machines:
-                folder = self._folder / f"machine-{build.fibers}"
-                folder.mkdir()
-                options = ["-O2", "-c"]
-                options += ["-DSHIM_UCONTEXT"] if build.fibers == "ucontext" else []
-                self._machines[build.fibers] = [
-                    _compile(HERE / f"{part}.cpp", folder / f"{part}.o", build, options)
-                    for part in _PARTS
+            if fibers not in self._machines:
+                options = [*_OPTIONS, "-DRAWATTN_WAVE=32", "-O2", "-c"]
+                options += ["-DSHIM_UCONTEXT"] if fibers == "ucontext" else []
+                texts = {part: (HERE / f"{part}.cpp").read_text("utf-8") for part in _PARTS}
+                self._machines[fibers] = [
+                    self._store.compile(text, ".o", options, summary=f"the machine's {part}")
+                    for part, text in texts.items()
                 ]
-            return self._machines[build.fibers]
-
-
-def _compile(source: Path, target: Path, build: Build, options: list[str]) -> Path:
-    command = ["g++", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-DRAWATTN_TARGET_HOST"]
-    command += [f"-DRAWATTN_WAVE={build.wave}", f"-I{kernels_dir()}", f"-I{HERE}"]
-    command += [str(source), *options, "-o", str(target)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise AssertionError(f"{' '.join(command)}\n{build.source.summary}\n{done.stderr}")
-    return target
+            return self._machines[fibers]
 
 
 class Kernel:

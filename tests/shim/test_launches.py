@@ -19,7 +19,7 @@ from rawattn._runtime.verbs import BACKWARD, FORWARD, Verb
 from tests.cases import CANARY, Case, Strided, dense, padded, ragged, repacked, strided
 from tests.gradients import NAMES, backward_of, check_gradient
 from tests.shim.cells import call_of
-from tests.shim.device import Device
+from tests.shim.device import Allocator, Device
 from tests.shim.launch import Machine, Operand
 from tests.shim.shim import Builder, Memory
 from tests.tiles import repacking, sharing
@@ -89,7 +89,7 @@ def test_forward(device: Device, case: Case) -> None:
     exact, rows = expected(case), call.inputs.rows
     for _ in range(2):
         addresses = [*(operands[name].address for name in ("q", "k", "v", "out")), lse.address]
-        forward.run(addresses, 0, device, lengths)
+        forward.run(addresses, 0, Allocator(device), lengths)
         out = strided_view(call.out, operands["out"])
         check(out[rows], exact.out, exact.low_out, what="out")
         log = lse.array().reshape(lse_shape).swapaxes(-1, -2)
@@ -159,7 +159,7 @@ def test_backward(device: Device, case: Case, deterministic: bool) -> None:
     addresses = {name: operand.address for name, operand in operands.items()}
     addresses |= {"lse": lse, "dlse": dlse}
     for _ in range(2):
-        backward.run([addresses[name] for name in BACKWARD.names], 0, device, lengths)
+        backward.run([addresses[name] for name in BACKWARD.names], 0, Allocator(device), lengths)
         for n, (name, rows) in enumerate(zip(NAMES, call.rows, strict=True)):
             gradient = strided_view(into[name], operands[name])
             check_gradient(call, n, gradient[rows])

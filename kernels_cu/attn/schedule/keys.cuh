@@ -1,13 +1,13 @@
 // Which key tile of which kv head and sequence comes at which index of the backward's schedule.
 //
-// As for query tiles in attn/scheduler.cuh, work is begun in the order of its index:
+// As for query tiles in attn/schedule/queries.cuh, work is begun in the order of its index:
 //   - sequences: the one with the most queries first (ragged batches);
 //   - inside a sequence, kv heads in sections whose queries, dout and dq fit the L2 cache together;
 //   - inside a section, the first key tile first (under a causal mask the most queries see it), its heads side by side.
 #pragma once
 
 #include "attn/params.cuh"
-#include "attn/scheduler.cuh"
+#include "attn/schedule/order.cuh"
 #include "attn/sequence.cuh"
 #include "target/target.cuh"
 

@@ -8,7 +8,7 @@
 #pragma once
 
 #include "attn/params.cuh"
-#include "attn/scheduler.cuh"
+#include "attn/schedule/queries.cuh"
 #include "attn/visible.cuh"
 #include "target/target.cuh"
 

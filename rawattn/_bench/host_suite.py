@@ -1,0 +1,116 @@
+"""The suite `host`: host time of cached calls over that of torch's SDPA, all in one process.
+
+Calls take turns, so that what else the processor does falls on all alike. In a turn each runs some batches in a row, as
+a loop would; the first of them warms the processor's caches and does not count. What a batch leaves out is told in
+`host_time`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from rawattn._bench import host_calls, machine, measure
+from rawattn._bench.host_calls import Absent, HostCall, Setup
+from rawattn._bench.host_time import BATCH
+from rawattn._bench.report import HostRow, Report
+from rawattn._bench.timing import Call
+
+TURNS = 12
+_BATCHES = 6
+_LEAST_TURNS = 3  # however little time is left
+_SECONDS = 30.0
+
+
+@dataclass(slots=True)
+class _Lane:
+    asked: HostCall
+    call: Call
+    samples: list[float] = field(default_factory=list)
+
+
+def select(words: str) -> list[HostCall]:
+    """Calls whose name has all these words, and those that they are measured against."""
+    wanted = set(words.replace(",", " ").split())
+    everything = host_calls.calls()
+    found = [call for call in everything if wanted <= set(call.name.replace(",", " ").split())]
+    bases = {name for call in found for name in (call.over, call.also)}
+    return [call for call in everything if call in found or call.name in bases]
+
+
+def run(chosen: Sequence[HostCall], dtype: str, turns: int, step: Callable[[str], None]) -> Report:
+    """Measures calls on the current GPU; `step(text)` hears of each when it is ready to be timed."""
+    import cupy
+
+    setup = Setup(cupy, dtype=dtype)
+    rows = measure_calls(chosen, setup, cupy.cuda.runtime.deviceSynchronize, turns=turns, step=step)
+    return Report(
+        suite="host",
+        dtype=dtype,
+        date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        repeats=turns,
+        machine=machine.facts(machine.Sensors()),
+        versions=machine.versions(),
+        matmul_flops=0.0,
+        ours=["rawattn"],
+        peers=[],
+        host=rows,
+    )
+
+
+def measure_calls(
+    chosen: Sequence[HostCall],
+    setup: Setup,
+    synchronize: Call,
+    *,
+    turns: int = TURNS,
+    step: Callable[[str], None] = lambda text: None,
+    seconds: float = _SECONDS,
+) -> list[HostRow]:
+    """A row for each call, those that raise and those that have nothing to run on included."""
+    rows = {call.name: HostRow(call.name, call.bound, call.over, call.also) for call in chosen}
+    lanes = []
+    for asked in chosen:
+        row = rows[asked.name]
+        try:
+            call = asked.make(setup)
+            for _ in range(BATCH):  # compiles, and fills the memory pools
+                call()
+            synchronize()
+            lanes.append(_Lane(asked, call))
+            step(f"{asked.name}: ready")
+        except Absent as error:
+            row.reason = f"left out: {error}"
+            step(f"{asked.name}: {row.reason}")
+        except Exception as error:  # the other rows are worth showing all the same
+            row.reason = f"failed: {measure.describe(error)}"
+            step(f"{asked.name}: {row.reason}")
+    begun = time.monotonic()
+    for turn in range(turns):
+        if turn >= _LEAST_TURNS and time.monotonic() - begun > seconds:
+            break
+        for lane in list(lanes):
+            try:
+                lane.samples += _batches(lane.call, synchronize)
+            except Exception as error:
+                rows[lane.asked.name].reason = f"failed: {measure.describe(error)}"
+                lanes.remove(lane)
+    for lane in lanes:
+        rows[lane.asked.name].seconds = statistics.median(lane.samples)
+    return list(rows.values())
+
+
+def _batches(call: Call, synchronize: Call) -> list[float]:
+    """Host seconds a call in each of some batches, the GPU idle and the queue empty when each begins."""
+    samples = []
+    for _ in range(_BATCHES):
+        synchronize()
+        started = time.perf_counter()
+        for _ in range(BATCH):
+            call()
+        samples.append((time.perf_counter() - started) / BATCH)
+    synchronize()
+    return samples[1:]

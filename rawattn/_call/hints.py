@@ -1,0 +1,150 @@
+"""What a message adds for callers who come from somewhere else: the fix in their own words.
+
+Pure functions of shapes, names and types. No framework is imported to tell its arrays.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rawattn._call.keywords import KEYWORDS
+
+Shape = Sequence[int]
+
+
+def transposed(q: Shape, k: Shape, v: Shape, framework: str | None = None) -> str:
+    """The end of a message about shapes that fit once the heads axis and the rows axis are swapped, else "".
+
+    For a batch that is (batch, heads, seqlen, D), packed (heads, total, D). `framework`: that of the arrays, as `framework_of`
+    tells it.
+    """
+    if _fits(q, k, v) or not _fits(_swapped(q), _swapped(k), _swapped(v)):
+        return ""
+    rows = len(q) - 3  # the first of the two axes
+    looks = "(batch, heads, seqlen, D)" if rows else "(heads, total, D)"
+    by = f"x.transpose({rows}, {rows + 1})"
+    if framework is None or framework.partition(".")[0] != "torch":
+        by = f"x.swapaxes({rows}, {rows + 1}), in torch {by}"
+    return f"; these look like {looks}: pass {by}"
+
+
+def _fits(q: Shape, k: Shape, v: Shape) -> bool:
+    """Whether shapes agree. Of the head dim nothing else is asked: swapping would not change it."""
+    if not len(q) == len(k) == len(v) or len(q) not in (3, 4):
+        return False
+    return (
+        (len(q) == 3 or q[0] == k[0] == v[0])
+        and k[-3] == v[-3]
+        and q[-2] >= 1
+        and k[-2] >= 1
+        and q[-2] % k[-2] == 0
+        and k[-2] == v[-2]
+        and q[-1] == k[-1]
+    )
+
+
+def _swapped(shape: Shape) -> Shape:
+    if len(shape) not in (3, 4):
+        return shape
+    return (*shape[:-3], shape[-2], shape[-3], shape[-1])
+
+
+def padding_mask(mask: Shape, batch: int, seqlen_q: int, seqlen_k: int) -> str:
+    """The end of a message about a `mask` that has the shape of a padding mask, else ""."""
+    if len(mask) != 2 or mask[0] != batch or mask[1] not in (seqlen_q, seqlen_k):
+        return ""
+    return (
+        "; this looks like a padding mask (batch, seqlen): where padding comes last pass "
+        "seqs=SeqLayout.from_padding_mask(mask), else mask=mask[:, None, None, :] (True = keep)"
+    )
+
+
+_TORCH_CASTS = {"float16": "half", "bfloat16": "bfloat16", "float32": "float"}
+
+
+def cast(framework: str, name: str, dtype: Any) -> str:
+    """How an array called `name` is converted to `dtype`, a name or a NumPy dtype, in its own framework."""
+    library, wanted = framework.partition(".")[0], str(dtype)
+    if library == "torch":
+        method = _TORCH_CASTS.get(wanted)
+        return f"{name}.{method}()" if method else f"{name}.to(torch.{wanted})"
+    if library == "tensorflow":
+        return f"tf.cast({name}, tf.{wanted})"
+    if library == "jax":
+        return f"{name}.astype(jnp.{wanted})"
+    if library in ("numpy", "cupy"):
+        prefix = "np" if library == "numpy" else library
+        return f"{name}.astype({'ml_dtypes' if wanted == 'bfloat16' else prefix}.{wanted})"
+    return f"{name} converted to {wanted}"
+
+
+def renamed(keyword: str) -> str | None:
+    """What to write for a keyword of another library, "write ..."; None for one that nobody has."""
+    return KEYWORDS.get(keyword)
+
+
+def array_advice(obj: object, name: str = "x") -> str:
+    """What to pass for something that is no array of values, "pass ..." or "call ..."; "" where nothing is known of it."""
+    bases = {f"{base.__module__.partition('.')[0]}.{base.__name__}" for base in type(obj).__mro__}
+    library = type(obj).__module__.partition(".")[0]
+    if bases & {"jax.Tracer", "jaxlib.Tracer"}:
+        return "call rawattn.jax.attention, which works inside jit, grad and scan: a tracer holds no values"
+    if "torch.FakeTensor" in bases or "torch.FunctionalTensor" in bases:
+        return "call rawattn.torch.attention, which works under torch.compile: this tensor holds no values"
+    if getattr(obj, "is_nested", False) is True:
+        return (
+            f"pass a packed batch: {name}.values() of a jagged one, with "
+            f"seqs=SeqLayout(seqstart_q={name}.offsets()); another one first as torch.jagged"
+        )
+    if getattr(obj, "is_sparse", False) is True or getattr(obj, "is_sparse_csr", False) is True:
+        return f"pass {name}.to_dense()"
+    if isinstance(obj, np.ma.MaskedArray):
+        return (
+            f"pass {name}.filled(0), and what its mask hides as padding: "
+            "seqs=SeqLayout.from_padding_mask(...), or mask= (True = keep)"
+        )
+    if isinstance(obj, np.matrix):
+        return f"pass np.asarray({name}) with the axes of a batch"
+    if library in ("scipy", "cupyx") and hasattr(obj, "toarray"):
+        return f"pass {name}.toarray()"
+    if library == "pandas" and hasattr(obj, "to_numpy"):
+        return f"pass {name}.to_numpy() in the dtype that is meant"
+    if isinstance(obj, (list, tuple)):
+        return _sequence_advice(obj, name)
+    return ""
+
+
+def _sequence_advice(obj: Sequence[object], name: str) -> str:
+    shapes = [getattr(each, "shape", None) for each in obj]
+    if obj and all(isinstance(shape, tuple) and len(shape) == 3 for shape in shapes):
+        return (
+            f"pass one packed array: the items of {name} joined along their first axis, with "
+            f"seqs=SeqLayout.from_lengths([len(item) for item in {name}])"
+        )
+    return f"pass np.asarray({name}, np.float32), or the dtype that is meant"
+
+
+def window_end(value: Any) -> int | None:
+    """One end of `window`: an int >= 0, or None for an unbounded side.
+
+    TypeError or ValueError for anything else; the -1 with which other libraries say "unbounded" is answered with None.
+    """
+    if value is None:
+        return None
+    accepted = "a tuple (left, right) of ints >= 0, or None for an unbounded side"
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        # Never the contents of an array, which may be on a GPU.
+        shown = "" if hasattr(value, "__dlpack__") else f"{reprlib.repr(value)} "
+        raise TypeError(f"window: got {shown}({type(value).__name__}), expected {accepted}")
+    if value == -1:
+        raise ValueError(
+            f"window: got -1, expected {accepted}; where -1 meant unbounded use None, as in "
+            "window=(None, None)"
+        )
+    if value < 0:
+        raise ValueError(f"window: got {value}, expected {accepted}")
+    return int(value)

@@ -1,0 +1,165 @@
+"""The integers of a layout: read from any framework, checked where they are host data, computed where they live."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rawattn._interop.arrays import (
+    framework_of,
+    import_array,
+    import_integers,
+    on_stream_of,
+)
+
+Integers = NDArray[np.integer[Any]]
+
+_DTYPES = frozenset({np.dtype(np.int32), np.dtype(np.int64)})
+_INT = {int}
+
+
+def read(name: str, value: Any) -> Any:
+    """A one-dimensional array as a layout keeps it: host data copied, a GPU array as it is.
+
+    `seqlen*` and `lengths*` are (batch,), others (batch + 1,).
+    """
+    array = _imported(name, value)
+    cumulative = not name.startswith(("seqlen", "lengths"))
+    if array.ndim != 1 or (cumulative and not array.size):
+        shape = "(batch + 1,)" if cumulative else "(batch,)"
+        raise ValueError(f"{name}: got shape {array.shape}, expected {shape}")
+    if not isinstance(array, np.ndarray):
+        if not array.flags.c_contiguous:
+            raise ValueError(
+                f"{name}: got a GPU array of stride {array.strides[0]} bytes, expected a "
+                "contiguous one, since it is read in place at every call; pass a contiguous copy"
+            )
+        return array
+    array = np.array(array, dtype=np.int32 if array.dtype.itemsize == 4 else np.int64)
+    array.flags.writeable = False
+    return array
+
+
+def _imported(name: str, value: Any) -> Any:
+    kind = type(value)
+    # The two that most calls give are told apart from all others by their type.
+    if kind is np.ndarray and value.dtype in _DTYPES:
+        return value
+    if kind is list and set(map(type, value)) == _INT:
+        try:
+            return np.array(value, np.int64)
+        except OverflowError:
+            pass  # refused below, as all that int64 cannot hold
+    if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
+        raise TypeError(_one_int(name, int(value)))
+    return import_integers(name, value)
+
+
+def _one_int(name: str, value: int) -> str:
+    if name.startswith(("seqlen", "lengths")):
+        advice = (
+            f"a length for each sequence: [{value}] for a batch of one, [{value}] * batch where all "
+            "are as long"
+        )
+        if name.startswith("seqlen"):
+            advice += f"; a bound on the lengths is max_{name}={value}"
+    else:
+        advice = f"batch + 1 offsets: [0, {value}] for one sequence of {value} rows"
+    return f"{name}: got the int {value}, expected {advice}"
+
+
+def maximum(name: str, value: Any) -> int | None:
+    """A bound on lengths, or None."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{name}: got {type(value).__name__}, expected an int >= 0 or None")
+    if value < 0:
+        raise ValueError(f"{name}: got {value}, expected an int >= 0 or None")
+    return int(value)
+
+
+def differences(name: str, offsets: Integers) -> Integers:
+    """From each offset to the next; offsets that are negative or decrease are refused."""
+    if offsets[0] < 0:
+        raise ValueError(f"{name}: got {offsets[0]} first, expected offsets >= 0")
+    before, after = offsets[:-1], offsets[1:]
+    falls = after < before  # not their difference: that may wrap around
+    if np.count_nonzero(falls):
+        i = int(falls.argmax())
+        raise ValueError(
+            f"{name}: got {after[i]} after {before[i]} (index {i + 1}), expected offsets that do "
+            "not decrease"
+        )
+    return after - before
+
+
+def counts(name: str, lengths: Integers) -> Integers:
+    """The lengths themselves; negative ones are refused."""
+    negative = lengths < 0
+    if np.count_nonzero(negative):
+        i = int(negative.argmax())
+        raise ValueError(f"{name}: got {lengths[i]} (index {i}), expected lengths >= 0")
+    return lengths
+
+
+def check_at_most(name: str, lengths: Integers, most: Integers | int, what: str) -> None:
+    """Raise ValueError for the first length above `most`, which is one for all or one for each."""
+    longer = lengths > most
+    if np.count_nonzero(longer):
+        i = int(longer.argmax())
+        limit = most if isinstance(most, int) else most[i]
+        raise ValueError(
+            f"{name}: got length {lengths[i]} for sequence {i}, expected at most {limit}, {what}"
+        )
+
+
+def starts_from_lengths(name: str, value: Any) -> Any:
+    """Starts of sequences that follow each other without a gap, int64, where the lengths live."""
+    with on_stream_of(value, framework_of(value)):
+        lengths = read(name, value)
+        if isinstance(lengths, np.ndarray):
+            counts(name, lengths)
+            starts = np.zeros(lengths.size + 1, np.int64)
+            np.cumsum(lengths, out=starts[1:])
+            return starts
+        import cupy
+
+        with lengths.device:
+            starts = cupy.zeros(lengths.size + 1, np.int64)
+            cupy.cumsum(lengths, dtype=np.int64, out=starts[1:])
+        return starts
+
+
+def lengths_from_mask(name: str, value: Any) -> Any:
+    """Real tokens of each row of a padding mask, int64, where the mask lives.
+
+    A mask on the host is refused unless the real tokens of each row come first.
+    """
+    with on_stream_of(value, framework_of(value)) as stream:
+        mask = import_array(name, value, stream=stream).array
+        if mask.dtype != np.bool_:
+            raise TypeError(
+                f"{name}: got dtype {mask.dtype}, expected bool, True for a real token; pass "
+                f"{name} != 0 where 0 is padding"
+            )
+        if mask.ndim != 2:
+            raise ValueError(f"{name}: got shape {mask.shape}, expected (batch, seqlen)")
+        if isinstance(mask, np.ndarray):
+            _check_prefixes(name, mask)
+            return mask.sum(axis=1, dtype=np.int64)
+        with mask.device:
+            return mask.sum(axis=1, dtype=np.int64)
+
+
+def _check_prefixes(name: str, mask: NDArray[np.bool_]) -> None:
+    resumes = mask[:, 1:] & ~mask[:, :-1]  # a real token right after padding
+    if np.count_nonzero(resumes):
+        row, column = (int(i) for i in np.argwhere(resumes)[0])
+        raise ValueError(
+            f"{name}: got row {row} with padding at position {column} before a real token at "
+            f"{column + 1}, expected padding after the real tokens alone; pad on the right, or give "
+            f"attention the mask as mask={name}[:, None, None, :]"
+        )

@@ -1,0 +1,128 @@
+"""Keywords of other libraries, and what to write instead of each."""
+
+from __future__ import annotations
+
+_CAUSAL = (
+    "write causal=True, align='top-left': torch, JAX and Keras align the diagonal so, and rawattn's default, 'bottom-right', "
+    "differs where q and k have different lengths"
+)
+_SCALE = "write scale=, a factor of q . k as there (None is 1/sqrt(D))"
+_MASK_OR_BIAS = (
+    "write mask= for bool (True = keep) or bias= for numbers that are added to the scores; both "
+    "broadcast to (batch, heads, seqlen_q, seqlen_k)"
+)
+_BIAS = "write bias=, added after scale and softcap; causal=True, window= and seqs= do what xformers' bias classes do"
+_STARTS = "write seqs=SeqLayout(seqstart_q=..., seqstart_k=...), which takes cumulative lengths where there are no gaps"
+_LENGTHS = (
+    "write seqs=SeqLayout(seqlen_q=..., seqlen_k=...), the lengths that count of a padded batch"
+)
+_MAXIMA = "write seqs=SeqLayout(..., max_seqlen_q=..., max_seqlen_k=...); it is optional"
+_WINDOW = "write window=(left, right), both ends inclusive, None (not -1) for an unbounded side; causal=True makes right 0"
+_SLIDING = (
+    "write causal=True, window=(n - 1, 0) for a sliding window of n keys, that of the row itself "
+    "among them"
+)
+_SOFTCAP = "write softcap= (None, not 0, for none)"
+_DROPOUT = "write dropout_p= and an integer seed="
+_PAGES = "call rawattn.paged_attention(q, k_pages, v_pages, block_table, seqlen_k=...)"
+_CACHE = (
+    "pass the cache as k and v with seqs=SeqLayout(seqlen_k=...); where it has pages call rawattn.paged_attention. New rows "
+    "are written to it before the call"
+)
+_PADDING = (
+    "write seqs=SeqLayout.from_padding_mask(mask), True for a real token, where padding comes last; "
+    "else mask=mask[:, None, None, :]"
+)
+_WEIGHTS = "leave it out: the weights are never formed; return_lse=True gives what they can be recomputed from"
+_LSE = "write return_lse=True: the result is then (out, lse), natural logarithms"
+_SHAPES = "leave it out: the shapes of q, k and v say it"
+_ROTARY = "rotate q and k before the call"
+_SINKS = (
+    "write sink_logits=, a learned logit for each head; sink= is the number of leading keys that "
+    "stay visible in a window"
+)
+_DETERMINISTIC = (
+    "leave it out of a forward call, which always gives the same bits; attention_backward takes "
+    "deterministic=True; without dropout, leave dropout_p at 0"
+)
+_ALIBI = "write alibi_slopes=, (nheads_q,) or (batch, nheads_q)"
+_BACKEND = "write backend='cuda' or 'cpu', or leave it out"
+_SEGMENTS = "write seqs=SeqLayout.from_lengths(lengths) for a packed batch, q (total, heads, D)"
+_LAYOUT = "leave it out: (batch, seqlen, heads, D) is read; another order is a transposed view, without a copy"
+_SCORES = "write score_mod=rawattn.ScoreMod(...), with an expression in score, q_idx and kv_idx"
+_BLOCK_MASK = "write mask=rawattn.block_mask(...)"
+
+_GROUPS: dict[str, str] = {
+    "pass q, k and v, in this order": "query key value queries keys values",
+    _CAUSAL: "is_causal use_causal_mask",
+    _SCALE: "softmax_scale sm_scale scaling scale_factor softmax_scaling",
+    _MASK_OR_BIAS: "attn_mask custom_mask",
+    _BIAS: "attn_bias attention_bias position_bias rel_pos_bias",
+    _STARTS: (
+        "cu_seqlens cu_seqlens_q cu_seqlens_k cu_seqlens_kv cu_seq_q cu_seq_k "
+        "cu_seq_lens_q cu_seq_lens_k qo_indptr kv_indptr seqstart_q seqstart_k "
+        "cu_seqlen_q cu_seqlen_k"
+    ),
+    _LENGTHS: (
+        "seqused_q seqused_k query_seq_lengths key_value_seq_lengths seqlen_q seqlen_k "
+        "seqlens seqlens_q seqlens_k seq_lens"
+    ),
+    _MAXIMA: (
+        "max_seqlen max_seqlen_q max_seqlen_k max_seqlen_kv max_seqlens_q max_seqlens_k "
+        "max_q max_k max_length_q max_length_k"
+    ),
+    _WINDOW: "window_size window_left window_right local_window_size",
+    _SLIDING: "sliding_window sliding_window_size",
+    _SOFTCAP: (
+        "logits_soft_cap logit_cap logits_cap soft_cap logit_soft_cap logit_softcap "
+        "logits_softcap attn_logit_softcapping attn_logits_soft_cap"
+    ),
+    _DROPOUT: "dropout dropout_rate dropout_prob attn_dropout p",
+    "write seed=, an integer or a one-element integer array on the device": "generator rng rng_state dropout_rng dropout_key",
+    "leave it out: kv heads are shared whenever nheads_q is a multiple of nheads_kv": "enable_gqa pack_gqa use_gqa",
+    _PAGES: (
+        "block_tables block_table page_table k_pages v_pages paged_kv_cache page_size "
+        "paged_kv_last_page_len"
+    ),
+    f"{_PAGES}, where block_table may be the pair (indptr, page_ids)": "paged_kv_indptr paged_kv_indices kv_indices",
+    _CACHE: (
+        "k_cache v_cache kv_cache cache_seqlens past_key_value past_key_values "
+        "cache_position cache_batch_idx"
+    ),
+    _PADDING: "padding_mask key_mask",
+    (
+        "write seqs=SeqLayout.from_padding_mask(attention_mask != 0) where it is (batch, seqlen) and padding comes last; "
+        "one of four axes is mask= if bool (True = keep), bias= if added to the scores"
+    ): "attention_mask",
+    (
+        "write seqs=SeqLayout(seqlen_k=(~key_padding_mask).sum(1)), since True is padding in torch, where padding comes last; "
+        "else mask=~key_padding_mask[:, None, None, :]"
+    ): "key_padding_mask",
+    _WEIGHTS: (
+        "need_weights average_attn_weights return_attn_probs return_attention_scores "
+        "output_attentions return_weights"
+    ),
+    _LSE: "return_softmax_lse return_logsumexp return_residual return_aux need_lse",
+    _SHAPES: (
+        "num_heads num_kv_heads num_qo_heads nheads head_dim headdim "
+        "num_key_value_groups num_key_value_heads batch_size"
+    ),
+    _ROTARY: ("rotary_cos rotary_sin rotary_interleaved rope_scale rope_theta pos_encoding_mode"),
+    _SINKS: "sinks s_aux learnable_sink attention_sinks softmax_sink",
+    _DETERMINISTIC: "deterministic",
+    _ALIBI: "alibi alibi_bias use_alibi",
+    _BACKEND: "implementation attn_implementation",
+    _SEGMENTS: "segment_ids q_segment_ids kv_segment_ids document_ids",
+    _LAYOUT: "kv_layout qkv_format qkv_layout tensor_layout",
+    _SCORES: "score_fn score_function mod_fn",
+    _BLOCK_MASK: "block_mask mask_mod block_sparse_mask",
+    "write seqs=": "layout seq_layout seqlayout lengths",
+    "give it to the forward call alone": "num_splits return_lse",
+    "give it to attention_backward": "dlse want_dbias into",
+    "call it on the stream that is meant: the work runs on the current stream of q's framework": "stream cuda_stream",
+}
+
+# What to write, by keyword.
+KEYWORDS: dict[str, str] = {
+    keyword: advice for advice, keywords in _GROUPS.items() for keyword in keywords.split()
+}

@@ -1,0 +1,25 @@
+"""Whether a file can be written, asked before the work whose result goes there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def check(option: str, path: Path) -> None:
+    """Raises OSError, naming the option, where `path` cannot be made or replaced. Folders above may be missing."""
+    if path.is_dir():
+        raise IsADirectoryError(f"{option} {path}: is a directory, expected the name of a file")
+    place = path if path.exists() else next(up for up in path.absolute().parents if up.exists())
+    if place != path and not place.is_dir():
+        raise NotADirectoryError(f"{option} {path}: {place} is no directory")
+    if not os.access(place, os.W_OK):
+        raise PermissionError(f"{option} {path}: {place} cannot be written")
+
+
+def check_ending(option: str, path: Path, endings: Sequence[str]) -> None:
+    """Raises ValueError, naming the option, where the name of a file does not end in one of these."""
+    if path.suffix.lower() not in endings:
+        got = path.suffix or "no ending"
+        raise ValueError(f"{option} {path}: got {got}, expected {', '.join(endings)}")

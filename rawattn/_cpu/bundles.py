@@ -1,0 +1,182 @@
+"""Short sequences of equal lengths are computed together: each is a tile of its own, whole.
+
+What the interpreter costs is paid once for a bundle of them. A long sequence is left to the tiles
+of the forward and of the backward.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rawattn._call.layout import HostLengths
+from rawattn._call.problem import Problem
+from rawattn._cpu import tiles
+from rawattn._cpu.tiles import Array, Floats, multiply, multiply_matrices
+
+# No tile of a bundle has more numbers: they stay in the cache.
+_NUMBERS = 1 << 17
+
+
+class Place(NamedTuple):
+    """Where the rows, or the keys, of sequences of one length lie in an array of the call."""
+
+    index: Any
+    split: tuple[int, int] | None  # sequences and length, if the index finds one after another
+
+    def read(self, array: Array) -> Array:
+        """(sequences, length, ...). The heads of `array` come after its rows."""
+        found: Array = array[self.index]
+        return found if self.split is None else found.reshape(*self.split, *found.shape[1:])
+
+    def write(self, array: Array, values: Array) -> None:
+        if self.split is None:
+            array[self.index] = values
+        else:  # such an index, and the split of an axis, give views
+            self.read(array)[...] = values
+
+
+class Bundle(NamedTuple):
+    """Short sequences of equal lengths, with all their heads."""
+
+    rows: Place
+    keys: Place
+    sequences: int
+    len_q: int
+    len_k: int
+
+    def work(self, problem: Problem) -> int:
+        """Multiplications of the forward; a number copied counts as 8, exp and the like as 16."""
+        headdims = problem.headdim + problem.headdim_v
+        scores = problem.nheads_q * self.len_q * self.len_k
+        numbers = (problem.nheads_q * self.len_q + problem.nheads_kv * self.len_k) * headdims
+        return self.sequences * (scores * (headdims + 16) + 8 * numbers)
+
+
+class Span(NamedTuple):
+    """A sequence that is too long for a bundle."""
+
+    entry: tuple[Any, ...]  # its place on the batch axis; () in group mode
+    start_q: int
+    len_q: int
+    start_k: int
+    len_k: int
+
+
+def divide_batch(problem: Problem, lengths: HostLengths | None) -> tuple[list[Bundle], list[Span]]:
+    """The sequences of a call, each in a bundle or alone.
+
+    `lengths` may be None where every sequence has all rows and keys of its batch entry.
+    """
+    if not problem.ragged:
+        batch, rows, keys = problem.batch, problem.rows_q, problem.rows_k
+        step = sequences_of_bundle(problem, rows, keys)
+        if not step:
+            return [], [Span((b,), 0, rows, 0, keys) for b in range(batch)]
+        firsts = range(0, batch, step)
+        return [_of_batch(slice(b, min(b + step, batch)), rows, keys) for b in firsts], []
+
+    assert lengths is not None
+    alike: dict[tuple[int, int], list[int]] = {}
+    for b, shape in enumerate(zip(lengths.len_q.tolist(), lengths.len_k.tolist(), strict=True)):
+        alike.setdefault(shape, []).append(b)
+    bundles, spans = [], []
+    for shape, members in alike.items():
+        step = sequences_of_bundle(problem, *shape)
+        if not step:
+            spans += [_span(problem, lengths, b) for b in members]
+            continue
+        for first in range(0, len(members), step):
+            some = members[first : first + step]
+            if problem.group:
+                bundles.append(_of_rows(lengths, some, *shape))
+            else:
+                bundles.append(_of_batch(_entries(some), *shape))
+    return bundles, spans
+
+
+def sequences_of_bundle(problem: Problem, len_q: int, len_k: int) -> int:
+    """How many sequences of these lengths a bundle holds; 0 where one is too long."""
+    nheads_q, nheads_kv = problem.nheads_q, problem.nheads_kv
+    headdim = max(problem.headdim, problem.headdim_v)
+    rows = nheads_q // nheads_kv * len_q
+    with_vector = 1 in (rows, len_k, problem.headdim, problem.headdim_v)
+    most = tiles.PRODUCT_WITH_VECTOR if with_vector else tiles.PRODUCT
+    if rows * len_k * headdim > most:
+        return 0
+    numbers = max(nheads_q * len_q, nheads_kv * len_k, 1) * headdim
+    scores = max(nheads_q * len_q * len_k, 1)
+    return min(_NUMBERS // numbers, tiles.ROWS * tiles.KEYS // scores)
+
+
+def _of_batch(entries: slice | list[int], len_q: int, len_k: int) -> Bundle:
+    rows, keys = (entries, slice(len_q)), (entries, slice(len_k))
+    count = entries.stop - entries.start if isinstance(entries, slice) else len(entries)
+    return Bundle(Place(rows, None), Place(keys, None), count, len_q, len_k)
+
+
+def _entries(members: list[int]) -> slice | list[int]:
+    """An index of the batch axis, a slice where it can be: that makes no copy."""
+    first, last = members[0], members[-1]
+    return slice(first, last + 1) if last - first + 1 == len(members) else members
+
+
+def _of_rows(lengths: HostLengths, members: list[int], len_q: int, len_k: int) -> Bundle:
+    rows = _in_row(lengths.start_q[members], len_q)
+    keys = _in_row(lengths.start_k[members], len_k)
+    return Bundle(rows, keys, len(members), len_q, len_k)
+
+
+def _in_row(starts: NDArray[np.int64], length: int) -> Place:
+    first, count = int(starts[0]), len(starts)
+    if count == 1 or (np.diff(starts) == length).all():
+        return Place(slice(first, first + count * length), (count, length))
+    return Place(starts[:, None] + np.arange(length), None)
+
+
+def _span(problem: Problem, lengths: HostLengths, b: int) -> Span:
+    spans = (lengths.start_q, lengths.len_q, lengths.start_k, lengths.len_k)
+    return Span(() if problem.group else (b,), *(int(x[b]) for x in spans))
+
+
+def hidden_of_bundle(problem: Problem, bundle: Bundle) -> NDArray[np.bool_] | None:
+    """Where a tile of `heads_first` has a row that does not see the key; None: nowhere."""
+    len_q, len_k = bundle.len_q, bundle.len_k
+    diagonal = 0 if problem.top_left else len_k - len_q
+    shape = (problem.nheads_q // problem.nheads_kv * len_q, len_k)
+    return tiles.hidden_pairs(problem, diagonal, len_q, (0, len_k), shape)
+
+
+def heads_first(array: Array, nheads_kv: int) -> Floats:
+    """(sequences, length, nheads, d) as (sequences, nheads_kv, heads of a group * length, d).
+
+    The caller's own memory where possible.
+    """
+    by_head = array.transpose(0, 2, 1, 3)
+    count, nheads, length, headdim = by_head.shape
+    if nheads != nheads_kv:
+        by_head = by_head.reshape(count, nheads_kv, nheads // nheads_kv * length, headdim)
+    return by_head.astype(np.float32, copy=False)
+
+
+def heads_last(tile: Floats, nheads: int) -> Floats:
+    """The inverse of `heads_first`, a view."""
+    count, nheads_kv, rows, headdim = tile.shape
+    if nheads != nheads_kv:
+        tile = tile.reshape(count, nheads, nheads_kv * rows // nheads, headdim)
+    return tile.transpose(0, 2, 1, 3)
+
+
+def multiply_whole(weights: Floats, values: Floats, hidden: NDArray[np.bool_] | None) -> Floats:
+    """Weights (sequences, nheads, n, m) times values (sequences, nheads, m, d).
+
+    A NaN or infinity in values stays away from where it is hidden (n, m) and the weight is 0.
+    """
+    product = multiply_matrices(weights, values)
+    if hidden is None or np.isfinite(product).all():
+        return product
+    n, m = hidden.shape
+    pieces = weights.reshape(-1, 1, 1, n, m)
+    return multiply(pieces, values.reshape(-1, m, values.shape[3]), hidden).reshape(product.shape)

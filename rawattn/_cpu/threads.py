@@ -1,0 +1,104 @@
+"""How many threads a call gets: as many as its work is worth, at most those that it may have.
+
+`RAWATTN_NUM_THREADS` is the most threads of a call, an int >= 1, read once. By default it is the
+number of CPUs that the process may use, of which the machine may have more:
+`os.process_cpu_count()`, before Python 3.13 the size of the affinity mask. Matrix products are so
+small that the BLAS computes each on the thread that asks for it: threads of its own stay idle.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from threading import Thread
+from typing import NamedTuple
+
+# The least that a thread must have to do, in multiplications: 1 to 3 milliseconds, many times
+# what it takes to start one.
+WORK_OF_A_THREAD = 1 << 25
+
+
+class Task(NamedTuple):
+    """A part of a call that waits for no other."""
+
+    work: int  # multiplications
+    compute: Callable[[], None]
+
+
+def run(tasks: Sequence[Task]) -> None:
+    """Compute each, on the calling thread and as many more as pay.
+
+    Raises what a task raises; others may then be left out.
+    """
+    available = available_threads()
+    threads = threads_for([task.work for task in tasks], available) if len(tasks) > 1 else 1
+    if threads == 1:
+        for task in tasks:
+            task.compute()
+        return
+
+    largest_first = sorted(tasks, key=lambda task: task.work, reverse=True)
+    remaining, errors = deque(largest_first), list[BaseException]()
+    helpers = [Thread(target=_help, args=(remaining, errors)) for _ in range(threads - 1)]
+    try:
+        for helper in helpers:
+            helper.start()
+        _compute(remaining)
+    finally:
+        remaining.clear()
+        for helper in helpers:
+            if helper.ident is not None:
+                helper.join()
+    if errors:
+        raise errors[0]
+
+
+def _compute(remaining: deque[Task]) -> None:
+    while True:
+        try:
+            task = remaining.popleft()
+        except IndexError:
+            return
+        task.compute()
+
+
+def _help(remaining: deque[Task], errors: list[BaseException]) -> None:
+    try:
+        _compute(remaining)
+    except BaseException as error:
+        remaining.clear()
+        errors.append(error)
+
+
+def threads_for(work: Sequence[int], available: int) -> int:
+    """Threads for tasks of so many multiplications each."""
+    return max(1, min(available, len(work), sum(work) // WORK_OF_A_THREAD))
+
+
+@functools.cache
+def available_threads() -> int:
+    """The most threads of a call.
+
+    Raises ValueError where `RAWATTN_NUM_THREADS` is not an int >= 1.
+    """
+    cpus = _cpus()
+    given = os.environ.get("RAWATTN_NUM_THREADS", "").strip()
+    if not given:
+        return cpus
+    threads = int(given) if given.isascii() and given.isdigit() and len(given) < 10 else 0
+    if threads < 1:
+        raise ValueError(
+            f"RAWATTN_NUM_THREADS: got {given!r}, expected an int >= 1, the most threads of a call "
+            f"on the CPU; unset it for one for each CPU that the process may use, here {cpus}"
+        )
+    return threads
+
+
+def _cpus() -> int:
+    if hasattr(os, "process_cpu_count"):
+        return os.process_cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

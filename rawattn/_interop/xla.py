@@ -1,0 +1,280 @@
+"""Python functions as calls of a program of XLA's: handlers of its typed foreign function interface, made of ctypes alone.
+
+XLA calls a handler with the addresses of its own buffers, and on a GPU with the stream that its kernels are on. The structs
+are those of `xla/ffi/api/c_api.h`, which jaxlib ships and a test compares them with. XLA only ever appends fields to them.
+
+No framework is imported here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+import traceback
+from collections.abc import Callable
+from ctypes import POINTER, Structure, byref, c_int, c_int32, c_int64, c_size_t, c_uint32, c_void_p
+from typing import Any
+
+_MAJOR, _MINOR = 0, 3  # of the interface that is declared here
+_METADATA = 1  # type of the extension by which XLA asks what a handler is
+_ALIGNMENT = 16  # the most that XLA's allocator takes
+
+# Codes of errors, which XLA names in the exception that the user sees.
+_CODES: tuple[tuple[type[BaseException], int], ...] = (
+    (MemoryError, 8),  # RESOURCE_EXHAUSTED
+    (NotImplementedError, 12),  # UNIMPLEMENTED
+    (ValueError, 3),  # INVALID_ARGUMENT
+    (TypeError, 3),
+    (KeyboardInterrupt, 1),  # CANCELLED
+    (BaseException, 13),  # INTERNAL
+)
+
+
+def _plain(name: str, *fields: tuple[str, Any]) -> Any:
+    return type(name, (Structure,), {"_fields_": list(fields)})
+
+
+def _struct(name: str, *fields: tuple[str, Any]) -> Any:
+    """One that begins as most of the interface do: with its own size, and a chain of extensions."""
+    return _plain(name, ("struct_size", c_size_t), ("extension_start", c_void_p), *fields)
+
+
+Extension = _plain("Extension", ("struct_size", c_size_t), ("type", c_int), ("next", c_void_p))
+ApiVersion = _struct("ApiVersion", ("major_version", c_int), ("minor_version", c_int))
+Metadata = _plain(
+    "Metadata", ("struct_size", c_size_t), ("api_version", ApiVersion), ("traits", c_uint32)
+)
+MetadataExtension = _plain(
+    "MetadataExtension", ("extension_base", Extension), ("metadata", POINTER(Metadata))
+)
+Api = _struct(
+    "Api",
+    ("api_version", ApiVersion),
+    ("internal_api", c_void_p),
+    *(
+        (name, c_void_p)
+        for name in (
+            "Error_Create",
+            "Error_GetMessage",
+            "Error_Destroy",
+            "Handler_Register",
+            "Stream_Get",
+            "Type_Register",
+            "ExecutionContext_Get",
+            "State_Set",
+            "State_Get",
+            "DeviceMemory_Allocate",
+            "DeviceMemory_Free",
+            "ThreadPool_Schedule",
+            "ThreadPool_NumThreads",
+            "Future_Create",
+            "Future_SetAvailable",
+            "Future_SetError",
+            "RunId_Get",
+            "DeviceOrdinal_Get",
+        )
+    ),
+)
+Buffer = _struct(
+    "Buffer",
+    ("dtype", c_int),
+    ("data", c_void_p),
+    ("rank", c_int64),
+    ("dims", c_void_p),
+)
+ByteSpan = _plain("ByteSpan", ("ptr", c_void_p), ("len", c_size_t))
+Args = _struct("Args", ("size", c_int64), ("types", c_void_p), ("args", c_void_p))
+Rets = _struct("Rets", ("size", c_int64), ("types", c_void_p), ("rets", c_void_p))
+Attrs = _struct(
+    "Attrs", ("size", c_int64), ("types", c_void_p), ("names", c_void_p), ("attrs", c_void_p)
+)
+CallFrame = _struct(
+    "CallFrame",
+    ("api", c_void_p),
+    ("ctx", c_void_p),
+    ("stage", c_int),
+    ("args", Args),
+    ("rets", Rets),
+    ("attrs", Attrs),
+)
+ErrorCreate = _struct("ErrorCreate", ("message", ctypes.c_char_p), ("errc", c_int))
+ErrorGetMessage = _struct("ErrorGetMessage", ("error", c_void_p), ("message", ctypes.c_char_p))
+ErrorDestroy = _struct("ErrorDestroy", ("error", c_void_p))
+StreamGet = _struct("StreamGet", ("ctx", c_void_p), ("stream", c_void_p))
+DeviceOrdinalGet = _struct("DeviceOrdinalGet", ("ctx", c_void_p), ("device_ordinal", c_int32))
+MemoryAllocate = _struct(
+    "MemoryAllocate",
+    ("ctx", c_void_p),
+    ("size", c_size_t),
+    ("alignment", c_size_t),
+    ("data", c_void_p),
+)
+MemoryFree = _struct("MemoryFree", ("ctx", c_void_p), ("size", c_size_t), ("data", c_void_p))
+
+_HANDLER = ctypes.CFUNCTYPE(c_void_p, c_void_p)
+_DATA_AT = Buffer.data.offset
+
+
+class Call:
+    """One call of a handler. It is over, and its memory with it, when the handler returns.
+
+    text: the value of the call's only attribute, a string.
+    inputs, outputs: addresses of the buffers, which are dense, rows first; 0 is possible for one without elements.
+    """
+
+    __slots__ = ("_allocated", "_ctx", "_xla", "inputs", "outputs", "text")
+
+    def __init__(self, frame: Any, xla: _Xla) -> None:
+        span = ByteSpan.from_address(_pointer(frame.attrs.attrs))
+        self.text = ctypes.string_at(span.ptr, span.len)
+        args, rets = frame.args, frame.rets
+        self.inputs = _addresses(args.size, args.args)
+        self.outputs = _addresses(rets.size, rets.rets)
+        self._ctx = frame.ctx
+        self._xla = xla
+        self._allocated: list[tuple[int, int]] = []
+
+    def stream(self) -> int:
+        """Handle of the CUDA stream that the program runs on."""
+        asked = StreamGet(ctypes.sizeof(StreamGet), None, self._ctx, None)
+        self._xla.check(self._xla.stream_get(byref(asked)))
+        return asked.stream or 0
+
+    def device(self) -> int:
+        """CUDA ordinal of the GPU that the program runs on."""
+        asked = DeviceOrdinalGet(ctypes.sizeof(DeviceOrdinalGet), None, self._ctx, 0)
+        self._xla.check(self._xla.device_ordinal_get(byref(asked)))
+        return int(asked.device_ordinal)
+
+    def allocate(self, nbytes: int) -> int:
+        """Address of device memory of XLA's own, for what this call puts on its stream and nothing later."""
+        if not nbytes:
+            return 0
+        asked = MemoryAllocate(
+            ctypes.sizeof(MemoryAllocate), None, self._ctx, nbytes, _ALIGNMENT, None
+        )
+        error = self._xla.memory_allocate(byref(asked))
+        if error:
+            raise MemoryError(f"{nbytes} bytes of XLA's device memory: {self._xla.take(error)}")
+        self._allocated.append((asked.data, nbytes))
+        return int(asked.data)
+
+    def free(self) -> None:
+        """Give back all that was allocated: XLA hands it out again in the order of the stream."""
+        while self._allocated:
+            address, nbytes = self._allocated.pop()
+            asked = MemoryFree(ctypes.sizeof(MemoryFree), None, self._ctx, nbytes, address)
+            self._xla.check(self._xla.memory_free(byref(asked)))
+
+
+def handler(run: Callable[[Call], None]) -> Any:
+    """A C function for `jax.ffi.pycapsule` that runs `run` for each call.
+
+    What `run` raises becomes an error of the program, with its text. XLA must not record the call into a graph of its own and
+    replay that: each call runs `run`. Whoever registers the function keeps it for the life of the process.
+    """
+
+    def handle(address: int) -> int | None:
+        frame = CallFrame.from_address(address)
+        xla = _xla(frame.api)
+        try:
+            if frame.extension_start and _describe(frame.extension_start, xla):
+                return None
+            call = Call(frame, xla)
+            try:
+                run(call)
+            finally:
+                call.free()
+        except BaseException as error:  # one that left a C function would be lost
+            return xla.error(error)
+        return None
+
+    return _HANDLER(handle)
+
+
+def is_traced(obj: object) -> bool:
+    """Whether `obj` is an array of a JAX function under transformation, which has no values. JAX is not imported for it."""
+    jax = sys.modules.get("jax")
+    tracer = getattr(getattr(jax, "core", None), "Tracer", None)
+    return tracer is not None and isinstance(obj, tracer)
+
+
+class _Xla:
+    """The functions that XLA offers to handlers."""
+
+    def __init__(self, address: int) -> None:
+        api = Api.from_address(address)
+        self.version = api.api_version.major_version, api.api_version.minor_version
+        self.complete = api.struct_size >= ctypes.sizeof(Api)
+        # Called with the GIL: they return at once. An allocation may wait for another thread to free.
+        self._error_create = _quick(api.Error_Create)
+        self._error_message = _quick(api.Error_GetMessage)
+        self._error_destroy = _quick(api.Error_Destroy)
+        self.stream_get = _quick(api.Stream_Get)
+        self.device_ordinal_get = _quick(api.DeviceOrdinal_Get)
+        self.memory_allocate = _HANDLER(api.DeviceMemory_Allocate)
+        self.memory_free = _HANDLER(api.DeviceMemory_Free)
+
+    def error(self, error: BaseException) -> int:
+        """An error of XLA's that says what `error` does."""
+        code = next(code for kind, code in _CODES if isinstance(error, kind))
+        lines = traceback.format_exception_only(type(error), error)
+        message = "rawattn: " + "".join(lines).strip().replace("\0", "")
+        asked = ErrorCreate(ctypes.sizeof(ErrorCreate), None, message.encode(), code)
+        created: int = self._error_create(byref(asked))
+        return created
+
+    def check(self, error: int | None) -> None:
+        if error:
+            raise RuntimeError(self.take(error))
+
+    def take(self, error: int) -> str:
+        """What XLA's `error` says; it is gone then."""
+        asked = ErrorGetMessage(ctypes.sizeof(ErrorGetMessage), None, error, None)
+        self._error_message(byref(asked))
+        message: bytes = asked.message
+        self._error_destroy(byref(ErrorDestroy(ctypes.sizeof(ErrorDestroy), None, error)))
+        return message.decode(errors="replace")
+
+
+@functools.cache
+def _xla(address: int) -> _Xla:
+    return _Xla(address)
+
+
+_QUICK = ctypes.PYFUNCTYPE(c_void_p, c_void_p)
+
+
+def _quick(address: int) -> Any:
+    return _QUICK(address)
+
+
+def _describe(extension: int, xla: _Xla) -> bool:
+    """Answer XLA's question what the handler is, where that is the extension."""
+    if Extension.from_address(extension).type != _METADATA:
+        return False
+    if xla.version[0] != _MAJOR or not xla.complete:
+        raise RuntimeError(
+            f"rawattn.jax is written for version {_MAJOR}.{_MINOR} of XLA's foreign function interface, and jaxlib has "
+            f"{xla.version[0]}.{xla.version[1]}; install another jaxlib or rawattn"
+        )
+    metadata = MetadataExtension.from_address(extension).metadata.contents
+    metadata.api_version.major_version = _MAJOR
+    metadata.api_version.minor_version = min(_MINOR, xla.version[1])
+    metadata.traits = 0
+    return True
+
+
+def _addresses(size: int, items: int) -> list[int]:
+    """Where the data of `size` buffers lies, to which there are pointers at `items`."""
+    return [
+        c_void_p.from_address(_pointer(at) + _DATA_AT).value or 0
+        for at in range(items or 0, (items or 0) + 8 * size, 8)
+    ]
+
+
+def _pointer(address: int) -> int:
+    pointer = c_void_p.from_address(address).value
+    assert pointer is not None
+    return pointer

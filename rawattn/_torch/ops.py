@@ -1,0 +1,220 @@
+"""The call as two operators of torch, for graphs: torch.compile sees their shapes and not what is inside.
+
+An operator takes tensors, numbers and strings. So a `SeqLayout` travels as its integer arrays, a window as its two
+ends, and a seed as an int or as a tensor.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from rawattn import SeqLayout, attention, attention_backward
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+_LAYOUT = (
+    "Tensor? seqstart_q, Tensor? seqstart_k, Tensor? seqlen_q, Tensor? seqlen_k, "
+    "Tensor? cu_seqlen_q, Tensor? cu_seqlen_k, SymInt? max_seqlen_q, SymInt? max_seqlen_k"
+)
+_OPTIONS = (
+    "Tensor? bias, Tensor? sink_logits, Tensor? mask, Tensor? alibi_slopes, bool causal, str align, "
+    "SymInt? window_left, SymInt? window_right, SymInt sink, float? scale, float? softcap, float dropout_p, "
+    "SymInt? seed, Tensor? seed_array, SymInt? num_splits, bool deterministic, str? backend"
+)
+
+
+class Layout(NamedTuple):
+    """A `SeqLayout` in tensors: torch can trace it, and it can be made while torch traces."""
+
+    seqstart_q: Any = None
+    seqstart_k: Any = None
+    seqlen_q: Any = None
+    seqlen_k: Any = None
+    cu_seqlen_q: Any = None
+    cu_seqlen_k: Any = None
+    max_seqlen_q: Any = None
+    max_seqlen_k: Any = None
+
+
+class Options(NamedTuple):
+    """The other options, as the operators take them."""
+
+    bias: Any = None
+    sink_logits: Any = None
+    mask: Any = None
+    alibi_slopes: Any = None
+    causal: bool = False
+    align: str = "bottom-right"
+    window_left: int | None = None
+    window_right: int | None = None
+    sink: int = 0
+    scale: float | None = None
+    softcap: float | None = None
+    dropout_p: float = 0.0
+    seed: int | None = None
+    seed_array: Any = None
+    num_splits: int | None = None
+    deterministic: bool = False
+    backend: str | None = None
+
+
+_LAYOUT_AT = 3
+_OPTIONS_AT = _LAYOUT_AT + len(Layout._fields)
+_NOTHING = (None,) * (len(Layout._fields) + len(Options._fields))
+_SAVED = ("bias", "sink_logits", "mask", "alibi_slopes", "seed_array")
+
+
+def layout_of(seqs: SeqLayout | Layout | None) -> Layout:
+    """The arrays of `seqs` as tensors, while torch traces."""
+    if seqs is None:
+        return Layout()
+    if isinstance(seqs, Layout):
+        return seqs
+    return Layout(
+        _tensor("seqstart_q", seqs.seqstart_q),
+        _tensor("seqstart_k", seqs.seqstart_k),
+        _tensor("seqlen_q", seqs.seqlen_q),
+        _tensor("seqlen_k", seqs.seqlen_k),
+        _tensor("cu_seqlen_q", seqs.cu_seqlen_q),
+        _tensor("cu_seqlen_k", seqs.cu_seqlen_k),
+        seqs.max_seqlen_q,
+        seqs.max_seqlen_k,
+    )
+
+
+def _tensor(name: str, array: Any) -> Any:
+    if array is None:
+        return None
+    if isinstance(array, np.ndarray):
+        return torch.from_numpy(array)
+    raise NotImplementedError(
+        f"seqs: {name} is on a GPU, where torch.compile cannot follow it; expected host integers, as by "
+        f"SeqLayout({name}={name}.cpu()), or a call outside of the compiled function"
+    )
+
+
+def run(q: Any, k: Any, v: Any, layout: Layout, options: Options) -> tuple[Any, Any]:
+    """(out, lse) by way of the operator."""
+    results: tuple[Any, Any] = _attention(q, k, v, *layout, *options)
+    return results
+
+
+def _keywords(arguments: tuple[Any, ...]) -> dict[str, Any]:
+    """The keywords of `rawattn.attention` in the arguments of an operator from `layout` on."""
+    layout = Layout(*arguments[: len(Layout._fields)])
+    keywords = Options(*arguments[len(Layout._fields) :])._asdict()
+    del keywords["deterministic"]
+    window = keywords.pop("window_left"), keywords.pop("window_right")
+    seed_array = keywords.pop("seed_array")
+    if seed_array is not None:
+        keywords["seed"] = seed_array
+    given = any(x is not None for x in layout)
+    seqs = SeqLayout(**layout._asdict()) if given else None
+    return {**keywords, "window": None if window == (None, None) else window, "seqs": seqs}
+
+
+def _forward(q: Any, k: Any, v: Any, *arguments: Any) -> tuple[Any, Any]:
+    result: tuple[Any, Any] = attention(q, k, v, **_keywords(arguments), return_lse=True)
+    return result
+
+
+def _backward(
+    dout: Any,
+    dlse: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    want_dbias: bool,
+    *arguments: Any,
+) -> list[Any]:
+    keywords = _keywords(arguments)
+    keywords.pop("num_splits")
+    deterministic = Options(*arguments[len(Layout._fields) :]).deterministic
+    gradients = attention_backward(
+        dout, q, k, v, out, lse, **keywords, dlse=dlse, deterministic=deterministic,
+        want_dbias=None if keywords["bias"] is None else want_dbias,
+    )  # fmt: skip
+    return [x for x in gradients if x is not None]
+
+
+def _forward_shapes(q: Any, k: Any, v: Any, *arguments: Any) -> tuple[Any, Any]:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dtype not in DTYPES:
+            raise TypeError(
+                f"{name}: got dtype {x.dtype}, expected float16, bfloat16 or float32; convert it, as by "
+                f"{name}.float()"
+            )
+    heads, rows = q.shape[-2], q.shape[-3]
+    lse = q.new_empty((*q.shape[:-3], heads, rows), dtype=torch.float32)
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), lse
+
+
+def _backward_shapes(
+    dout: Any,
+    dlse: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    want_dbias: bool,
+    *arguments: Any,
+) -> list[Any]:
+    options = Options(*arguments[len(Layout._fields) :])
+    inputs = [q, k, v]
+    if options.bias is not None and want_dbias:
+        inputs.append(options.bias)
+    if options.sink_logits is not None:
+        inputs.append(options.sink_logits)
+    return [x.new_empty(x.shape) for x in inputs]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
+    ctx.set_materialize_grads(False)
+    options = Options(*inputs[_OPTIONS_AT:])
+    tensors = (*inputs[:3], *output, *inputs[_LAYOUT_AT : _LAYOUT_AT + 6])
+    ctx.save_for_backward(*tensors, *(getattr(options, name) for name in _SAVED))
+    ctx.maxima = inputs[_LAYOUT_AT + 6 : _OPTIONS_AT]
+    ctx.options = options._replace(
+        bias=None, sink_logits=None, mask=None, alibi_slopes=None, seed_array=None
+    )
+
+
+def _pull(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
+    q, k, v, out, lse, *others = ctx.saved_tensors
+    layout = (*others[:6], *ctx.maxima)
+    options: Options = ctx.options._replace(**dict(zip(_SAVED, others[6:], strict=True)))
+    wanted = dict(zip(("bias", "sink_logits"), ctx.needs_input_grad[_OPTIONS_AT:], strict=False))
+    if dout is None:
+        dout = torch.zeros_like(out)
+    found = _attention_backward(dout, dlse, q, k, v, out, lse, wanted["bias"], *layout, *options)
+    gradients = [*found[:3], *_NOTHING]
+    rest = iter(found[3:])
+    if options.bias is not None and wanted["bias"]:
+        gradients[_OPTIONS_AT] = next(rest)
+    if options.sink_logits is not None:
+        gradients[_OPTIONS_AT + 1] = next(rest)
+    return tuple(gradients)
+
+
+_attention = torch.library.custom_op(
+    "rawattn::attention",
+    _forward,
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, {_LAYOUT}, {_OPTIONS}) -> (Tensor, Tensor)",
+)
+_attention.register_fake(_forward_shapes)
+_attention_backward = torch.library.custom_op(
+    "rawattn::attention_backward",
+    _backward,
+    mutates_args=(),
+    schema="(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, bool want_dbias, "
+    f"{_LAYOUT}, {_OPTIONS}) -> Tensor[]",
+)
+_attention_backward.register_fake(_backward_shapes)
+_attention.register_autograd(_pull, setup_context=_save)

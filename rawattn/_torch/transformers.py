@@ -1,0 +1,283 @@
+"""Models of `transformers` on `rawattn.torch.attention`: the attention of a layer, and its mask.
+
+transformers makes the mask of a forward pass once, by the function registered here, and hands it to every layer. It
+tells which keys a query sees as a function of positions, and which tokens are padding. What comes back here is a
+`Visible`: the same in the options of `rawattn.attention`, without a mask of numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from transformers import AttentionInterface, masking_utils
+
+from rawattn import SeqLayout
+from rawattn._torch.ops import Layout
+from rawattn.torch import attention
+
+
+class Visible:
+    """Which keys the queries of a forward pass see."""
+
+    ndim = 0  # transformers asks whether a mask is one of numbers, with 2 or 4 axes
+
+    def __init__(
+        self,
+        window: tuple[int | None, int | None],
+        layout: Layout | None = None,
+        *,
+        top_left: bool = False,
+        packed: bool = False,
+    ) -> None:
+        self.window = window
+        self.layout = layout
+        self.align = "top-left" if top_left else "bottom-right"
+        self.packed = packed  # the layout is that of (batch * seqlen, nheads, D)
+
+    def contiguous(self) -> Visible:
+        """What generate calls of every mask that it has made."""
+        return self
+
+    @functools.cached_property
+    def seqs(self) -> SeqLayout | None:
+        """The layout, made once for all layers."""
+        return None if self.layout is None else SeqLayout(**self.layout._asdict())
+
+
+def register(name: str) -> None:
+    AttentionInterface.register(name, forward)
+    masking_utils.AttentionMaskInterface.register(name, visible)
+
+
+def forward(
+    module: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: Any = None,
+    position_bias: Any = None,
+    **others: Any,
+) -> tuple[Any, None]:
+    """The attention of a layer: query, key and value are (batch, heads, seqlen, D), the result (batch, seqlen, heads, Dv)."""
+    if others.get("output_attentions"):
+        raise ValueError(
+            "output_attentions: got True, but rawattn never has the probabilities in memory; expected False, or "
+            "attn_implementation='eager'"
+        )
+    if others.get("cache") is not None:
+        raise NotImplementedError(
+            "cache: got a paged one (continuous batching), which this attention implementation does not read; use "
+            "model.generate, or attn_implementation='sdpa'"
+        )
+    if attention_mask is None:
+        causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+        reach = None if sliding_window is None else sliding_window - 1
+        attention_mask = Visible((reach, 0 if causal else reach))
+    elif not isinstance(attention_mask, Visible):
+        _refuse(f"got a {type(attention_mask).__name__} of shape {tuple(attention_mask.shape)}")
+    if others.get("cu_seq_lens_q") is not None and not attention_mask.packed:
+        raise ValueError(
+            "cu_seq_lens_q: got it without position_ids that start anew with each sequence; expected both, as "
+            "DataCollatorWithFlattening makes them"
+        )
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    kind = q.device.type
+    if torch.is_autocast_enabled(kind):  # torch's own attention converts there
+        q, k, v = (x.to(torch.get_autocast_dtype(kind)) for x in (q, k, v))
+    if attention_mask.packed:
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    seed = None
+    if dropout:
+        seed = torch.randint(2**31 - 1, (1,), device=q.device)
+    tracing = torch.compiler.is_compiling()
+    out = attention(
+        q,
+        k,
+        v,
+        seqs=attention_mask.layout if tracing else attention_mask.seqs,
+        window=attention_mask.window,
+        align=attention_mask.align,
+        scale=scaling,
+        bias=position_bias,
+        softcap=softcap,
+        sink_logits=s_aux,
+        dropout_p=float(dropout),
+        seed=seed,
+    )
+    return out.view(query.shape[0], query.shape[2], *out.shape[-2:]), None
+
+
+def visible(*, attention_mask: Any = None, **call: Any) -> Visible:
+    """What transformers calls for the mask of a forward pass; `call` says which."""
+    if isinstance(attention_mask, Visible):  # generate has made it before the pass
+        return attention_mask
+    made: Visible = _visible(attention_mask=attention_mask, **call)
+    return made
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # it reads where the padding is
+def _visible(
+    *,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    mask_function: Any = masking_utils.causal_mask_function,
+    attention_mask: Any = None,
+    device: Any = "cpu",
+    **_: Any,
+) -> Visible:
+    pattern = _pattern(mask_function)
+    if pattern is None:
+        _refuse("got one that is neither causal, nor full, nor a window, nor of packed sequences")
+    window, sequence_ids = pattern.window, pattern.sequence_ids
+    if sequence_ids is not None:
+        return Visible(window, _packed_layout(sequence_ids), packed=True)
+
+    lead = int(q_offset) - kv_offset  # of the first query, in keys
+    # Behind the last query a causal pass has keys that nobody sees: the free end of a static cache.
+    room = min(kv_length, lead + q_length) if window[1] == 0 else kv_length
+    first, end = _spans(attention_mask, batch_size, kv_offset, room)
+    diagonal = window != (None, None)
+    top_left = diagonal and (lead == 0 or room - q_length != lead)
+    if top_left and lead != 0:
+        _refuse(f"got a window over {kv_length} keys for queries from {int(q_offset)} on")
+    # A query that is padding behind its sequence is computed as torch's own attention does it, except after earlier
+    # keys: there the last query and the last key must be those of one token.
+    rows = torch.full_like(first, q_length)
+    if diagonal and lead:
+        rows = (end - lead).clamp(min=0)
+    if bool((first == 0).all()):
+        lengths = {}
+        if bool((rows < q_length).any()):
+            lengths["seqlen_q"] = rows
+        if bool((end < kv_length).any()):
+            lengths["seqlen_k"] = end
+        layout = Layout(**_on(device, lengths)) if lengths else None
+        return Visible(window, layout, top_left=top_left)
+
+    each = torch.arange(batch_size)
+    skipped = (first - lead).clamp(min=0) if diagonal else torch.zeros_like(first)
+    lengths = {
+        "seqstart_q": torch.cat([each * q_length + skipped, torch.tensor([batch_size * q_length])]),
+        "seqlen_q": (rows - skipped).clamp(min=0),
+        "seqstart_k": torch.cat([each * kv_length + first, torch.tensor([batch_size * kv_length])]),
+        "seqlen_k": end - first,
+    }
+    layout = Layout(**_on(device, lengths), max_seqlen_q=q_length, max_seqlen_k=kv_length)
+    return Visible(window, layout, top_left=top_left, packed=True)
+
+
+def _on(device: Any, lengths: dict[str, Any]) -> dict[str, Any]:
+    return {name: x.to(device=device, dtype=torch.int32) for name, x in lengths.items()}
+
+
+def _spans(mask: Any, batch: int, kv_offset: int, room: int) -> tuple[Any, Any]:
+    """First key of each sequence, and the one past its last, on the host."""
+    if mask is None:
+        return torch.zeros(batch, dtype=torch.int64), torch.full((batch,), room)
+    mask = mask[:, kv_offset : kv_offset + room].bool()
+    position = torch.arange(mask.shape[1], device=mask.device)
+    spans = torch.stack(
+        [
+            torch.where(mask, position, mask.shape[1]).amin(1),
+            torch.where(mask, position + 1, 0).amax(1),
+            mask.sum(1),
+        ]
+    )
+    first, end, count = spans.cpu()
+    first = first.clamp(max=end)  # a sequence of padding alone
+    holes = (end - first != count).nonzero().flatten().tolist()
+    if holes:
+        _refuse(
+            f"got padding between the tokens of sequence {holes[0]} (in generation, pad prompts on the left)"
+        )
+    return first, end
+
+
+def _packed_layout(sequence_ids: Any) -> Layout:
+    """Rows of equal id are a sequence; the next row of the batch begins another."""
+    begins = torch.ones_like(sequence_ids, dtype=torch.bool)
+    begins[:, 1:] = sequence_ids[:, 1:] != sequence_ids[:, :-1]
+    starts = begins.flatten().nonzero().flatten()
+    total = starts.new_tensor([sequence_ids.numel()])
+    longest = sequence_ids.shape[1]
+    return Layout(
+        seqstart_q=torch.cat([starts, total]).int(), max_seqlen_q=longest, max_seqlen_k=longest
+    )
+
+
+class _Pattern(NamedTuple):
+    window: tuple[int | None, int | None] = (None, None)
+    sequence_ids: Any = None
+
+
+def _pattern(function: Any) -> _Pattern | None:
+    """What a mask function of transformers says; None for one that is not known here.
+
+    It is a composition of its own small functions, known by their code: what they close over are their parameters.
+    """
+    if function is masking_utils.causal_mask_function:
+        return _Pattern((None, 0))
+    if function is masking_utils.bidirectional_mask_function:
+        return _Pattern()
+    maker = _makers().get(getattr(function, "__code__", None))
+    if maker is None:
+        return None
+    given = {
+        name: cell.cell_contents
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__, strict=True)
+    }
+    if maker == "sliding_window_overlay":
+        return _Pattern((given["sliding_window"] - 1, None))
+    if maker == "sliding_window_bidirectional_overlay":
+        return _Pattern((given["sliding_window"], given["sliding_window"]))
+    if maker == "packed_sequence_mask_function":
+        return _Pattern(sequence_ids=given["packed_sequence_mask"])
+    if maker == "remap_positions_for_packed_sequence":  # to positions that differ by as much
+        return _pattern(given["mask_function"])
+    merged = _Pattern()
+    for part in map(_pattern, given["mask_functions"]):  # and_masks
+        if part is None or (merged.sequence_ids is not None and part.sequence_ids is not None):
+            return None
+        ends = (
+            min((end for end in pair if end is not None), default=None)
+            for pair in zip(merged.window, part.window, strict=True)
+        )
+        ids = part.sequence_ids if merged.sequence_ids is None else merged.sequence_ids
+        merged = _Pattern((next(ends), next(ends)), ids)
+    return merged
+
+
+@functools.cache
+def _makers() -> dict[Any, str]:
+    """Names of the functions of transformers that make mask functions, by the code of what they make."""
+    causal = masking_utils.causal_mask_function
+    samples = {
+        "and_masks": (causal,),
+        "sliding_window_overlay": (1,),
+        "sliding_window_bidirectional_overlay": (1,),
+        "packed_sequence_mask_function": (None,),
+        "remap_positions_for_packed_sequence": (causal, None),  # absent before transformers 5.18
+    }
+    return {
+        getattr(masking_utils, name)(*given).__code__: name
+        for name, given in samples.items()
+        if hasattr(masking_utils, name)
+    }
+
+
+def _refuse(got: str) -> NoReturn:
+    raise NotImplementedError(
+        f"attention_mask: {got}; this version has no general mask (rawattn.attention's mask=): expected padding at the "
+        "ends of sequences, or attn_implementation='sdpa'"
+    )

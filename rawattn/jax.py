@@ -1,0 +1,238 @@
+"""`rawattn.attention` as a function of JAX: under jit, grad, vmap and scan, on XLA's buffers and XLA's stream.
+
+A call is a custom call of the compiled program, whose only attribute is a text that says all of it but the arrays (`Record`).
+So a program can be cached or serialised, and nothing in this process has to outlive it.
+
+The only module beside `rawattn.torch` that imports a framework, and only when it is imported itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rawattn import SeqLayout
+from rawattn._call.layout import Lengths
+from rawattn._call.problem import Problem, describe
+from rawattn._interop import xla
+from rawattn._jax import launch
+from rawattn._jax.record import Record, read, with_operands
+
+__all__ = ["attention"]
+
+_TARGETS = {False: "rawattn_attention", True: "rawattn_attention_backward"}
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    seqs: SeqLayout | None = None,
+    causal: bool = False,
+    align: Literal["bottom-right", "top-left"] = "bottom-right",
+    window: tuple[int | None, int | None] | None = None,
+    sink: int = 0,
+    scale: float | None = None,
+    bias: Any = None,
+    mask: Any = None,
+    alibi_slopes: Any = None,
+    softcap: float | None = None,
+    score_mod: Any = None,
+    sink_logits: Any = None,
+    dropout_p: float = 0.0,
+    seed: Any = None,
+    num_splits: int | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+) -> Any:
+    """`rawattn.attention` of JAX arrays, traced or not, differentiable once in reverse mode.
+
+    Parameters
+    ----------
+    q : array, (batch, seqlen_q, nheads_q, D), or (total_q, nheads_q, D) in group mode
+        JAX or NumPy; float16, bfloat16 or float32.
+    k : array, (batch, seqlen_k, nheads_kv, D), or (total_k, nheads_kv, D)
+    v : array, (batch, seqlen_k, nheads_kv, Dv), or (total_k, nheads_kv, Dv)
+    seqs : SeqLayout, optional
+        Lengths from the host are constants of the compiled program: other lengths are another compilation. Lengths
+        that are traced are read when the program runs, by the kernels: bad values are not refused then, and never make
+        one read or write outside its arrays. ``max_seqlen_*`` saves them empty work.
+    causal, align, window, sink, scale, num_splits
+        As in `rawattn.attention`: Python values, constants of the compiled program.
+    return_lse : bool
+        Also return lse, float32, (batch, nheads_q, seqlen_q) or (nheads_q, total_q). It is differentiable too.
+    deterministic : bool
+        Of the backward: the same bits run after run.
+    bias, mask, alibi_slopes, softcap, score_mod, sink_logits, dropout_p, seed
+        As in `rawattn.attention`: what this version does not have is a NotImplementedError.
+
+    Returns
+    -------
+    out : array, (batch, seqlen_q, nheads_q, Dv) or (total_q, nheads_q, Dv)
+    lse : array, only with ``return_lse``
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+        As `rawattn.attention`, while the call is traced. What only shows when the program runs (too little memory, no
+        compiler) is an error of JAX's, as a rule ``jax.errors.JaxRuntimeError``, that ends in rawattn's own text.
+
+    Notes
+    -----
+    There is no `out`, since JAX's arrays do not change, and no `backend`: a call runs where the program does, on a
+    GPU in its kernels' stream, on the CPU in NumPy.
+
+    `jax.vmap` makes the mapped axis a part of the batch, copying what is not mapped. A packed batch cannot be mapped:
+    NotImplementedError. There are no forward-mode and no second derivatives. Under a sharded `jit` use
+    `jax.shard_map`, so that each device calls for its own shard.
+
+    Examples
+    --------
+    >>> import jax, rawattn.jax
+    >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 5, 4, 16))
+    >>> rawattn.jax.attention(q, k, v, causal=True).shape
+    (2, 5, 4, 16)
+    >>> loss = lambda q: rawattn.jax.attention(q, k, v, causal=True).sum()
+    >>> jax.jit(jax.grad(loss))(q).shape
+    (2, 5, 4, 16)
+    """
+    for name, flag in (("return_lse", return_lse), ("deterministic", deterministic)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name}: got {type(flag).__name__}, expected a bool")
+    for name, array in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(array, (jax.Array, np.ndarray)):
+            raise TypeError(
+                f"{name}: got {type(array).__module__}.{type(array).__qualname__}; accepted are JAX arrays, traced or "
+                f"not, and NumPy arrays"
+            )
+    problem, lengths = describe(
+        q, k, v, seqs=seqs, causal=causal, align=align, window=window, sink=sink, scale=scale, bias=bias, mask=mask,
+        alibi_slopes=alibi_slopes, softcap=softcap, score_mod=score_mod, sink_logits=sink_logits, dropout_p=dropout_p,
+        seed=_untraced(seed), num_splits=num_splits,
+    )  # fmt: skip
+    if lengths.on_host:
+        text, integers = _constant(problem, lengths, return_lse, deterministic), ()
+    else:
+        lengths, arrays = with_operands(lengths)
+        integers = tuple(map(_as_jax, arrays))
+        text = Record(problem, lengths, return_lse, deterministic).text
+    return _function(text)(*_alike(q, k, v), integers)
+
+
+def _alike(*arrays: Any) -> tuple[Any, ...]:
+    """Under jax.shard_map: arrays that all vary along the mesh axes along which one does.
+
+    So keys that are the same on every device get the sum of the devices' gradients.
+    """
+    if not any(isinstance(x, jax.core.Tracer) for x in arrays):
+        return arrays
+    varying = [getattr(jax.typeof(x), "manual_axis_type", None) for x in arrays]
+    axes = [frozenset() if each is None else each.varying for each in varying]
+    every = frozenset().union(*axes)
+    return tuple(
+        x if each == every else jax.lax.pcast(x, tuple(every - each), to="varying")
+        for x, each in zip(arrays, axes, strict=True)
+    )
+
+
+def _untraced(seed: Any) -> Any:
+    """A traced seed has no value to check, and none is used: no option that takes one exists yet."""
+    return 0 if xla.is_traced(seed) and seed.size == 1 and seed.dtype.kind == "i" else seed
+
+
+@functools.lru_cache(maxsize=1024)
+def _constant(problem: Problem, lengths: Lengths, lse: bool, deterministic: bool) -> str:
+    """The text of a call without operands. A layout bound to the same shapes again is the same object."""
+    return Record(problem, lengths, lse, deterministic).text
+
+
+def _as_jax(integers: Any) -> Any:
+    if isinstance(integers, jax.Array):
+        return integers
+    if not isinstance(integers, np.ndarray):  # CuPy's, which a layout makes of what lies on a GPU
+        return jax.dlpack.from_dlpack(integers)
+    if integers.dtype == np.int64 and not jax.config.jax_enable_x64:
+        most = np.iinfo(np.int32).max
+        if integers.max(initial=0) > most:
+            raise ValueError(
+                f"seqs: got an offset of {integers.max()}, expected at most {most}, all that JAX holds without its "
+                "64-bit mode; set jax_enable_x64"
+            )
+    return jnp.asarray(integers)
+
+
+@functools.lru_cache(maxsize=1024)
+def _function(text: str) -> Any:
+    """A function of q, k, v and the operands, differentiable with respect to the first three."""
+    record = read(text)
+    saving = replace(record, lse=True)
+    pulling = replace(record, backward=True)
+
+    @jax.custom_vjp  # type: ignore[untyped-decorator]  # JAX is not typed here
+    def attention(q: Any, k: Any, v: Any, integers: tuple[Any, ...]) -> Any:
+        results = _call(record, (q, k, v, *integers))
+        return results if record.lse else results[0]
+
+    def forward(q: Any, k: Any, v: Any, integers: tuple[Any, ...]) -> Any:
+        out, lse = _call(saving, (q, k, v, *integers))
+        return (out, lse) if record.lse else out, (q, k, v, out, lse, integers)
+
+    def backward(saved: Any, gradients: Any) -> Any:
+        *arrays, integers = saved
+        dout, *dlse = gradients if record.lse else (gradients,)
+        return (*_call(pulling, (dout, *arrays, *dlse, *integers)), None)
+
+    attention.defvjp(forward, backward)
+    return jax.jit(attention, inline=True)
+
+
+def _call(record: Record, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The results of one custom call of the program."""
+
+    @jax.custom_batching.custom_vmap  # type: ignore[untyped-decorator]
+    def call(*arrays: Any) -> Any:
+        results = jax.eval_shape(results_like, *arrays)
+        return jax.ffi.ffi_call(_TARGETS[record.backward], results)(*arrays, record=record.text)
+
+    def results_like(*arrays: Any) -> Any:
+        """Arrays of the shapes and dtypes of the results, that vary over a mesh wherever one of `arrays` does."""
+        some = sum(x.sum().astype(np.float32) for x in arrays)
+        return tuple(jnp.broadcast_to(some, shape).astype(dtype) for shape, dtype in record.outputs)
+
+    @call.def_vmap  # type: ignore[untyped-decorator]
+    def mapped(size: int, is_mapped: Sequence[bool], *arrays: Any) -> Any:
+        if record.problem.group:
+            raise NotImplementedError(
+                "jax.vmap: a packed batch (seqs with seqstart_q) cannot be mapped; put the sequences of all calls into "
+                "one packed batch, or use jax.lax.map"
+            )
+        folded = record.folded(size)
+        inputs = []
+        for array, given, like in zip(arrays, is_mapped, folded.inputs, strict=True):
+            whole = array if given else jnp.broadcast_to(array, (size, *array.shape))
+            if whole.size != math.prod(like[0]):  # cumulative lengths
+                whole = jnp.diff(whole, axis=1)
+            inputs.append(whole.reshape(like[0]))
+        results = tuple(
+            result.reshape(size, *shape)
+            for result, (shape, _) in zip(_call(folded, tuple(inputs)), record.outputs, strict=True)
+        )
+        return results, (True,) * len(results)
+
+    results: tuple[Any, ...] = call(*arrays)
+    return results
+
+
+# XLA calls these as long as the process lives.
+_HANDLERS = {"cpu": xla.handler(launch.cpu), "CUDA": xla.handler(launch.cuda)}
+for _platform, _handler in _HANDLERS.items():
+    for _target in _TARGETS.values():
+        jax.ffi.register_ffi_target(_target, jax.ffi.pycapsule(_handler), platform=_platform)

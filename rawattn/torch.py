@@ -1,0 +1,255 @@
+"""`rawattn.attention` as a function of PyTorch: autograd, torch.compile, and models of `transformers`.
+
+The only module beside `rawattn.jax` that imports a framework, and only when it is imported itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NoReturn
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from rawattn import SeqLayout, attention_backward
+from rawattn import attention as _attention
+from rawattn._torch import ops
+
+__all__ = ["attention", "register_transformers"]
+
+
+class _Attention(torch.autograd.Function):  # type: ignore[misc]  # torch is not typed here
+    """What eager mode runs: it costs the host less than an operator of torch does."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Any,
+        k: Any,
+        v: Any,
+        bias: Any,
+        sink_logits: Any,
+        options: tuple[Any, ...],
+        num_splits: int | None,
+        return_lse: bool,
+    ) -> Any:
+        (
+            seqs, causal, align, window, sink, scale, mask, alibi_slopes, softcap, score_mod, dropout_p, seed,
+            _, backend,
+        ) = options  # fmt: skip
+        out, lse = _attention(
+            q, k, v, seqs=seqs, causal=causal, align=align, window=window, sink=sink, scale=scale, bias=bias,
+            mask=mask, alibi_slopes=alibi_slopes, softcap=softcap, score_mod=score_mod, sink_logits=sink_logits,
+            dropout_p=dropout_p, seed=seed, num_splits=num_splits, return_lse=True, backend=backend,
+        )  # fmt: skip
+        ctx.save_for_backward(q, k, v, out, lse, bias, sink_logits)
+        ctx.set_materialize_grads(False)
+        ctx.options = options
+        return (out, lse) if return_lse else out
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, dout: Any, dlse: Any = None) -> tuple[Any, ...]:
+        q, k, v, out, lse, bias, sink_logits = ctx.saved_tensors
+        (
+            seqs, causal, align, window, sink, scale, mask, alibi_slopes, softcap, score_mod, dropout_p, seed,
+            deterministic, backend,
+        ) = ctx.options  # fmt: skip
+        wanted = ctx.needs_input_grad
+        dq, dk, dv, dbias, dsink_logits = attention_backward(
+            torch.zeros_like(out) if dout is None else dout, q, k, v, out, lse,
+            seqs=seqs, causal=causal, align=align, window=window, sink=sink, scale=scale, bias=bias, mask=mask,
+            alibi_slopes=alibi_slopes, softcap=softcap, score_mod=score_mod, sink_logits=sink_logits,
+            dropout_p=dropout_p, seed=seed, dlse=dlse, want_dbias=None if bias is None else wanted[3],
+            deterministic=deterministic, backend=backend,
+        )[:5]  # fmt: skip
+        return (
+            dq if wanted[0] else None,
+            dk if wanted[1] else None,
+            dv if wanted[2] else None,
+            dbias,
+            dsink_logits if wanted[4] else None,
+            None,
+            None,
+            None,
+        )
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    seqs: SeqLayout | None = None,
+    causal: bool = False,
+    align: Literal["bottom-right", "top-left"] = "bottom-right",
+    window: tuple[int | None, int | None] | None = None,
+    sink: int = 0,
+    scale: float | None = None,
+    bias: Any = None,
+    mask: Any = None,
+    alibi_slopes: Any = None,
+    softcap: float | None = None,
+    score_mod: Any = None,
+    sink_logits: Any = None,
+    dropout_p: float = 0.0,
+    seed: Any = None,
+    num_splits: int | None = None,
+    return_lse: bool = False,
+    out: Any = None,
+    deterministic: bool = False,
+    backend: Literal["cuda", "cpu"] | None = None,
+) -> Any:
+    """`rawattn.attention` of torch tensors, differentiable by autograd and fit for torch.compile.
+
+    Parameters
+    ----------
+    q : Tensor, (batch, seqlen_q, nheads_q, D), or (total_q, nheads_q, D) in group mode
+        float16, bfloat16 or float32. Autocast does not convert it: q, k and v are of the one dtype they come with.
+        Of torch's own (batch, heads, seqlen, D), pass ``q.transpose(1, 2)``: nothing is copied.
+    k : Tensor, (batch, seqlen_k, nheads_kv, D), or (total_k, nheads_kv, D)
+    v : Tensor, (batch, seqlen_k, nheads_kv, Dv), or (total_k, nheads_kv, Dv)
+    seqs : SeqLayout, optional
+        Of torch tensors, NumPy arrays or lists. In a compiled function: of host integers.
+    causal, align, window, sink, scale, num_splits, backend
+        As in `rawattn.attention`. Where seqlen_q differs from seqlen_k, `causal` is aligned to the bottom right;
+        torch's ``is_causal`` is ``align="top-left"``.
+    return_lse : bool
+        Also return lse, float32, (batch, nheads_q, seqlen_q) or (nheads_q, total_q). It is differentiable too.
+    out : Tensor, optional
+        Written and returned. Only where no gradient is recorded, and not in a compiled function.
+    deterministic : bool
+        Of the backward: the same bits run after run.
+    bias, mask, alibi_slopes, softcap, score_mod, sink_logits, dropout_p, seed
+        As in `rawattn.attention`: what this version does not have is a NotImplementedError. `bias` and `sink_logits`
+        get gradients, the others are constants.
+
+    Returns
+    -------
+    out : Tensor, (batch, seqlen_q, nheads_q, Dv) or (total_q, nheads_q, Dv)
+    lse : Tensor, only with ``return_lse``
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+        As `rawattn.attention`, before anything is launched; double precision is a TypeError.
+    RuntimeError
+        From torch, when the gradient itself is differentiated: there are first derivatives alone.
+
+    Notes
+    -----
+    q, k, v, out and lse are kept for the backward, by `save_for_backward`: saved-tensor hooks, activation checkpointing
+    and the check for tensors changed in place work. Nothing is kept where no input requires grad or grad mode is off.
+    Work runs on torch's current stream and takes its memory from torch.
+
+    In a function under torch.compile the call is the operator ``rawattn::attention`` of the graph, also with
+    ``fullgraph=True``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from rawattn.torch import attention
+    >>> q = torch.randn(2, 5, 4, 16, requires_grad=True)
+    >>> k, v = torch.randn(2, 2, 7, 2, 16)
+    >>> out, lse = attention(q, k, v, causal=True, return_lse=True)
+    >>> (out.sum() + lse.sum()).backward()
+    >>> q.grad.shape
+    torch.Size([2, 5, 4, 16])
+    """
+    if not (
+        isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)
+    ):
+        _refuse_others(q, k, v)
+    if torch.compiler.is_compiling():
+        if out is not None:
+            raise ValueError(f"out: got a tensor in a {_COMPILED}; expected None")
+        if score_mod is not None:
+            raise NotImplementedError(f"score_mod: got one in a {_COMPILED}; expected None")
+        left, right = (None, None) if window is None else window
+        drawn = isinstance(seed, torch.Tensor)
+        traced = ops.Options(
+            bias=bias, sink_logits=sink_logits, mask=mask, alibi_slopes=alibi_slopes, causal=causal, align=align,
+            window_left=left, window_right=right, sink=sink, scale=scale, softcap=softcap, dropout_p=dropout_p,
+            seed=None if drawn else seed, seed_array=seed if drawn else None, num_splits=num_splits,
+            deterministic=deterministic, backend=backend,
+        )  # fmt: skip
+        result = ops.run(q, k, v, ops.layout_of(seqs), traced)
+        return result if return_lse else result[0]
+    if not (
+        torch.is_grad_enabled()
+        and (
+            q.requires_grad
+            or k.requires_grad
+            or v.requires_grad
+            or getattr(bias, "requires_grad", False)
+            or getattr(sink_logits, "requires_grad", False)
+        )
+    ):
+        return _attention(
+            q, k, v, seqs=seqs, causal=causal, align=align, window=window, sink=sink, scale=scale, bias=bias,
+            mask=mask, alibi_slopes=alibi_slopes, softcap=softcap, score_mod=score_mod, sink_logits=sink_logits,
+            dropout_p=dropout_p, seed=seed, num_splits=num_splits, return_lse=return_lse, out=out,
+            backend=backend,
+        )  # fmt: skip
+    if out is not None:
+        raise ValueError(
+            "out: got a tensor in a call that autograd records, where nothing can be written in place; expected "
+            "None, or a call under torch.no_grad()"
+        )
+    options = (
+        seqs, causal, align, window, sink, scale, mask, alibi_slopes, softcap, score_mod, dropout_p, seed,
+        deterministic, backend,
+    )  # fmt: skip
+    return _Attention.apply(q, k, v, bias, sink_logits, options, num_splits, return_lse)
+
+
+_COMPILED = "function under torch.compile, where it cannot be used"
+
+
+def _refuse_others(*inputs: Any) -> NoReturn:
+    name, x = next(
+        (n, x) for n, x in zip("qkv", inputs, strict=True) if not isinstance(x, torch.Tensor)
+    )
+    raise TypeError(
+        f"{name}: got {type(x).__name__}, expected a torch.Tensor; rawattn.attention takes arrays of every library"
+    )
+
+
+def register_transformers(name: str = "rawattn") -> None:
+    """Make `rawattn.torch.attention` an attention implementation of `transformers`.
+
+    Models made with ``attn_implementation=name``, and models told so by ``model.set_attn_implementation(name)``, then
+    train and generate with it. Registering twice changes nothing.
+
+    Parameters
+    ----------
+    name : str
+        What transformers is to call it.
+
+    Raises
+    ------
+    ImportError
+        Where transformers is not installed.
+
+    Notes
+    -----
+    Without a mask in memory: causal, full and sliding-window attention, padding on either side, packed sequences by
+    `position_ids`, prefill and decoding with a dynamic or static cache. Of queries that are padding the results mean
+    nothing. Everything else (padding between tokens, chunked attention, masks of numbers) is a NotImplementedError, as
+    are the options that `attention` does not have: attention dropout, soft caps, biases, the sinks of gpt-oss.
+    Under autocast q, k and v are converted as for torch's own attention. Where the padding is, is read back once a
+    forward pass, which waits for the GPU; torch.compile breaks its graph there.
+
+    Examples
+    --------
+    >>> from rawattn.torch import register_transformers
+    >>> register_transformers()
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+    ...                      num_attention_heads=4, num_key_value_heads=2, attn_implementation="rawattn")
+    >>> model = LlamaForCausalLM(config)
+    >>> ids = torch.arange(12).view(2, 6)
+    >>> model(ids, labels=ids).loss.backward()
+    """
+    from rawattn._torch import transformers
+
+    transformers.register(name)

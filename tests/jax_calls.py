@@ -1,0 +1,224 @@
+"""What `rawattn.jax` must do on every device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import rawattn.jax
+from tests.autograd import CASES, dlse_of, verify
+from tests.cases import Case, dense, padded, ragged
+from tests.frameworks import Jax
+from tests.gradients import backward_of
+from tests.tolerance import check, check_lse
+from tests.verify import expected, layout
+
+GRADIENT_CASES = [
+    *CASES,
+    dense("jax-d128", 1, 65, 130, nheads_q=6, nheads_kv=1, headdim=128, dtype="float16"),
+    dense("jax-no-keys", 2, 9, 0, headdim=16),
+    padded("jax-padded-k", (70, 70), (90, 17), 70, 95, by_q="room", by_k="cu_seqlen", headdim=32),
+]
+CASES_OF_FORWARD = [
+    *GRADIENT_CASES,
+    dense("jax-odd", 2, 33, 41, headdim=7, headdim_v=66, dtype="float16"),
+    dense("jax-no-queries", 2, 0, 9),
+    dense("jax-no-batch", 0, 5, 9),
+    dense("jax-top-left", 1, 40, 70, align="top-left", causal=True, scale=-0.3),
+    ragged("jax-starts", (30, 0, 64), (90, 20, 5), causal=True, dtype="float16"),
+]
+
+
+def arrays_of(case: Case, platform: str) -> list[Any]:
+    inputs = backward_of(case).inputs
+    return [Jax(platform).array(x) for x in (inputs.q, inputs.k, inputs.v)]
+
+
+def verify_forward(case: Case, platform: str, **given: Any) -> None:
+    """Values, padding and lse, traced and called by itself, with and without lse."""
+    inputs, exact = backward_of(case).inputs, expected(case)
+    options = {"seqs": layout(inputs), **inputs.options, **given}
+
+    def call(q: Any, k: Any, v: Any) -> Any:
+        return rawattn.jax.attention(q, k, v, return_lse=True, **options)
+
+    arrays, rows = arrays_of(case, platform), inputs.rows
+    for run in (jax.jit(call), call):
+        out, lse = (Jax(platform).host(x) for x in run(*arrays))
+        assert out.dtype == inputs.q.buffer.dtype and lse.dtype == np.float32
+        log = lse.swapaxes(-1, -2)
+        check(out[rows], exact.out, exact.low_out, what="out")
+        check_lse(log[rows], exact.lse, exact.low_lse)
+        assert not np.any(out[~rows].astype(np.float32) != 0), "padding rows of out are not 0"
+        assert np.all(log[~rows] == -np.inf), "padding rows of lse are not -inf"
+    alone = Jax(platform).host(rawattn.jax.attention(*arrays, **options))
+    assert np.array_equal(alone, out)
+
+
+def verify_gradients(case: Case, platform: str, **given: Any) -> None:
+    """Of out and lse, traced and called by itself."""
+    call, framework = backward_of(case), Jax(platform)
+    options = {"seqs": layout(call.inputs), **call.inputs.options, **given}
+    arrays = arrays_of(case, platform)
+    incoming = framework.array(call.dout), framework.array(dlse_of(call))
+
+    def gradients(arrays: Any, incoming: Any) -> Any:
+        def attention(q: Any, k: Any, v: Any) -> Any:
+            return rawattn.jax.attention(q, k, v, return_lse=True, **options)
+
+        return jax.vjp(attention, *arrays)[1](incoming)
+
+    verify(call, framework, jax.jit(gradients)(arrays, incoming))
+    verify(call, framework, gradients(arrays, incoming))
+
+
+LENGTH_CASES = [
+    padded("jax-traced-padded", (30, 0, 64), (90, 17, 0), 70, 95, causal=True),
+    padded("jax-traced-cumulative", (30, 5), (9, 17), 40, 20, by_q="cu_seqlen", by_k="cu_seqlen"),
+    padded("jax-traced-bound", (30, 5), (9, 17), 40, 20, max_seqlen=True, dtype="float32"),
+    ragged("jax-traced-starts", (30, 0, 64), (30, 0, 64), share_starts=True, causal=True),
+    ragged(
+        "jax-traced-slots", (30, 5, 64), (90, 0, 5), room_q=(33, 9, 70), room_k=(99, 7, 5),
+        by_q="seqlen", by_k="cu_seqlen", lead=3, tail=9, window=(20, 3), dtype="float16",
+    ),
+]  # fmt: skip
+
+
+def verify_traced_lengths(case: Case, platform: str, *, host: bool = False) -> None:
+    """Values, gradients and padding, of lengths that the program computes. `host`: but those of k."""
+    call, exact, framework = backward_of(case), expected(case), Jax(platform)
+    inputs, rows = call.inputs, call.inputs.rows
+    constants = {x: inputs.integers[x] for x in inputs.integers if host and x.endswith("_k")}
+    computed = {
+        name: framework.integers(x) - 1
+        for name, x in inputs.integers.items()
+        if name not in constants
+    }
+    assert computed
+
+    def gradients(arrays: Any, incoming: Any, computed: Any) -> Any:
+        given = {name: x + 1 for name, x in computed.items()}
+        seqs = rawattn.SeqLayout(**given, **constants, **inputs.maxima)
+
+        def attention(q: Any, k: Any, v: Any) -> Any:
+            return rawattn.jax.attention(q, k, v, seqs=seqs, return_lse=True, **inputs.options)
+
+        results, pull = jax.vjp(attention, *arrays)
+        return results, pull(incoming)
+
+    incoming = framework.array(call.dout), framework.array(dlse_of(call))
+    results, slopes = jax.jit(gradients)(arrays_of(case, platform), incoming, computed)
+    out, lse = map(framework.host, results)
+    check(out[rows], exact.out, exact.low_out, what="out")
+    check_lse(lse.swapaxes(-1, -2)[rows], exact.lse, exact.low_lse)
+    assert not np.any(out[~rows].astype(np.float32) != 0), "padding rows of out are not 0"
+    verify(call, framework, slopes)
+
+
+def verify_bad_traced_lengths(platform: str) -> None:
+    """They are not refused, and reach no memory but the arrays' own."""
+    q, k, v = random_arrays(platform, 40, 2, 16)
+
+    @jax.jit
+    def call(starts: Any, lengths: Any) -> Any:
+        seqs = rawattn.SeqLayout(seqstart_q=starts, seqlen_k=lengths)
+        return rawattn.jax.attention(q, k, v, seqs=seqs, causal=True, return_lse=True)
+
+    for starts in ([0, 10, 40], [-9, 2**30, 7], [2**31 - 1, -(2**31), 0], [40, 0, 40]):
+        for lengths in ([3, 3], [2**31 - 1, -5]):
+            out, lse = call(jnp.asarray(starts, "int32"), jnp.asarray(lengths, "int32"))
+            assert np.isfinite(np.asarray(out)).all() and not np.isnan(np.asarray(lse)).any()
+
+
+def verify_mapped_traced_lengths(platform: str) -> None:
+    """Lengths that are mapped too, or the same for all."""
+    q, k, v = random_arrays(platform, 3, 2, 9, 4, 16)
+    lengths = jnp.asarray([[5, 9], [0, 3], [9, 1]], "int32")
+    offsets = jnp.asarray([[0, 3, 9], [2, 2, 7], [1, 5, 14]], "int32")
+
+    def call(q: Any, k: Any, v: Any, lengths: Any, offsets: Any) -> Any:
+        seqs = rawattn.SeqLayout(seqlen_q=lengths, cu_seqlen_k=offsets)
+        return rawattn.jax.attention(q, k, v, seqs=seqs, causal=True, return_lse=True)
+
+    for axes in ((0, 0), (None, 0), (0, None)):
+        given = [x if axis == 0 else x[0] for x, axis in zip((lengths, offsets), axes, strict=True)]
+        mapped = jax.jit(jax.vmap(call, in_axes=(0, 0, 0, *axes)))(q, k, v, *given)
+        for n in range(3):
+            each = [x[n] if axis == 0 else x for x, axis in zip(given, axes, strict=True)]
+            alone = jax.jit(call)(q[n], k[n], v[n], *each)
+            for a, b in zip(mapped, alone, strict=True):
+                np.testing.assert_allclose(np.asarray(a[n]), np.asarray(b), atol=1e-6)
+
+
+def plain(q: Any, k: Any, v: Any) -> Any:
+    """Causal attention in JAX's own operations."""
+    s = jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(q.shape[-1])
+    s = jnp.where(jnp.tri(q.shape[1], dtype=bool), s, -jnp.inf)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(s), v)
+
+
+def causal(q: Any, k: Any, v: Any) -> Any:
+    """The same by rawattn."""
+    return rawattn.jax.attention(q, k, v, causal=True)
+
+
+def verify_in_the_middle_of_a_program(platform: str) -> None:
+    """XLA's own work before and after: in a loop, twice in a step, on one stream."""
+    rng = np.random.default_rng(0)
+    x, w = rng.standard_normal((2, 64, 4, 32)) / 4, rng.standard_normal((32, 32)) / 6
+    device = jax.devices(platform)[0]
+    x, w = (jax.device_put(a.astype(np.float32), device) for a in (x, w))
+
+    def loss(x: Any, w: Any, attend: Any) -> Any:
+        @jax.checkpoint
+        def step(x: Any, _: Any) -> Any:
+            h = jnp.tanh(x @ w)
+            h = h + attend(h, x, h @ w)
+            return h + 0.5 * attend(x, h, jnp.sin(h)), None
+
+        return (jax.lax.scan(step, x, None, length=20)[0] ** 2).mean()
+
+    with jax.default_matmul_precision("highest"):
+        slope = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)), static_argnums=2)
+        got, exact = slope(x, w, causal), slope(x, w, plain)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(exact), strict=True):
+        size = float(jnp.abs(b).max())
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-4, atol=2e-5 * size)
+
+
+def random_arrays(platform: str, *shape: int, count: int = 3, dtype: str = "float32") -> list[Any]:
+    rng = np.random.default_rng(0)
+    device = jax.devices(platform)[0]
+    return [
+        jax.device_put(jnp.asarray(rng.standard_normal(shape), dtype), device) for _ in range(count)
+    ]
+
+
+def verify_mapped(platform: str) -> None:
+    """jax.vmap of any of the arrays, twice, with gradients: what one call after another gives."""
+    q, k, v = random_arrays(platform, 3, 2, 9, 4, 16)
+    loss = jax.value_and_grad(lambda q, k, v: (causal(q, k, v) ** 2).sum(), argnums=(0, 1, 2))
+    for axes in ((0, 0, 0), (0, None, None), (None, 0, None), (2, 0, 1)):
+        each = [
+            x[0] if axis is None else jnp.moveaxis(x, 0, axis)
+            for x, axis in zip((q, k, v), axes, strict=True)
+        ]
+        mapped = jax.jit(jax.vmap(loss, in_axes=axes))(*each)
+        alone = [
+            loss(*(x[0] if axis is None else x[n] for x, axis in zip((q, k, v), axes, strict=True)))
+            for n in range(3)
+        ]
+        for a, b in zip(
+            jax.tree.leaves(mapped),
+            jax.tree.leaves(jax.tree.map(lambda *x: jnp.stack(x), *alone)),
+            strict=True,
+        ):
+            np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-5, atol=2e-5)
+    twice = jax.vmap(jax.vmap(causal, in_axes=(0, None, 0)), in_axes=(None, 0, None))(q, k, v)
+    for i in range(3):
+        for j in range(3):
+            exact = causal(q[j], k[i], v[j])
+            np.testing.assert_allclose(np.asarray(twice[i, j]), np.asarray(exact), atol=1e-6)

@@ -1,0 +1,292 @@
+"""`rawattn.torch.register_transformers`: models of `transformers` on the host."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+# ruff: noqa: E402
+
+import rawattn.torch
+from rawattn._torch import transformers as ours
+from tests.transformers_models import generated, losses, model_of, padding, tokens
+
+pytestmark = pytest.mark.frameworks
+
+masking = transformers.masking_utils
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Of torch: the products are so small that threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The options of every call of `rawattn.torch.attention`."""
+    seen: list[dict[str, Any]] = []
+
+    def attention(*x: Any, **options: Any) -> Any:
+        seen.append(options)
+        return rawattn.torch.attention(*x, **options)
+
+    monkeypatch.setattr(ours, "attention", attention)
+    return seen
+
+
+@pytest.mark.parametrize("side", [None, "none", "right", "left", "both"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "bert", "modernbert"])
+def test_trains_as_with_torchs_own(name: str, side: str | None, calls: list[Any]) -> None:
+    mask = padding(side)
+    got = losses(model_of(name, "rawattn"), mask)
+    assert len(calls) == 2 * 20
+    exact = losses(model_of(name, "sdpa"), mask)
+    np.testing.assert_allclose(got, exact, rtol=0, atol=1e-4)
+    assert got[-1] < 0.9 * got[0]
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_logits_are_those_of_eager(name: str) -> None:
+    mask = padding("left")
+    got, exact = (
+        model_of(name, which)(tokens(), attention_mask=mask).logits
+        for which in ("rawattn", "eager")
+    )
+    torch.testing.assert_close(got[mask == 1], exact[mask == 1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "bert"])
+def test_queries_that_are_padding_on_the_right(name: str) -> None:
+    """They see the same keys as with torch's own attention: a loss over them is the same too."""
+    mask = padding("right")
+    got, exact = (
+        model_of(name, which)(tokens(), attention_mask=mask).logits for which in ("rawattn", "sdpa")
+    )
+    torch.testing.assert_close(got, exact, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("side", [None, "none", "left"])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_generates_as_with_torchs_own(
+    name: str, side: str | None, cache: str, calls: list[Any]
+) -> None:
+    """Past the window of a sliding one: 17 tokens and 12 more, of which a window holds 7."""
+    got = generated(model_of(name, "rawattn"), padding(side), cache)
+    assert len(calls) == 2 * 12
+    assert torch.equal(got, generated(model_of(name, "sdpa"), padding(side), cache))
+
+
+@pytest.mark.parametrize("side", [None, "left"])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_a_prompt_in_pieces(name: str, side: str | None) -> None:
+    """Several queries after cached keys: causal to the bottom right."""
+    results = []
+    for which in ("rawattn", "sdpa"):
+        model, cache = model_of(name, which), transformers.DynamicCache()
+        pieces, mask = [], padding(side)
+        for begin, end in ((0, 5), (5, 12), (12, 17)):
+            seen = None if mask is None else mask[:, :end]
+            logits = model(
+                tokens()[:, begin:end], attention_mask=seen, past_key_values=cache
+            ).logits
+            pieces.append(logits)
+        results.append(torch.cat(pieces, 1))
+    real = slice(None) if side is None else padding(side) == 1
+    torch.testing.assert_close(results[0][real], results[1][real], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_packed_sequences(name: str, calls: list[Any]) -> None:
+    """Positions that start anew: no sequence sees another."""
+    starts = torch.cat([torch.arange(n) for n in (5, 9, 3)])[None].expand(3, -1)
+    got, exact = (
+        losses(model_of(name, which), position_ids=starts, use_cache=False, steps=5)
+        for which in ("rawattn", "sdpa")
+    )
+    np.testing.assert_allclose(got, exact, rtol=0, atol=1e-4)
+    assert calls[0]["seqs"].batch == 9
+    assert not np.allclose(got, losses(model_of(name, "rawattn"), steps=5), rtol=0, atol=1e-3)
+
+
+def test_layers_share_a_layout(calls: list[Any]) -> None:
+    model_of("llama", "rawattn")(tokens(), attention_mask=padding("left"))
+    assert calls[0]["seqs"] is not None and calls[0]["seqs"] is calls[1]["seqs"]
+
+
+def test_no_padding_needs_no_lengths(calls: list[Any]) -> None:
+    model_of("llama", "rawattn")(tokens(), attention_mask=padding("none"))
+    assert calls[0]["seqs"] is None
+
+
+def test_under_autocast() -> None:
+    results = []
+    for which in ("rawattn", "sdpa"):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model_of("llama", which)(tokens(), labels=tokens()).loss
+        loss.backward()
+        results.append(loss.item())
+    assert abs(results[0] - results[1]) < 1e-2
+
+
+def test_gradient_checkpointing() -> None:
+    plain, saving = model_of("llama", "rawattn"), model_of("llama", "rawattn")
+    saving.gradient_checkpointing_enable()
+    np.testing.assert_allclose(losses(plain, steps=3), losses(saving, steps=3), atol=1e-6)
+
+
+@pytest.mark.parametrize("side", [None, "left"])
+def test_compiled(side: str | None) -> None:
+    """With one break of the graph, where the mask is made; a decoding step with a static cache has none."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    model, exact = model_of("llama", "rawattn"), model_of("llama", "sdpa")
+    model.forward = torch.compile(model.forward, backend="aot_eager")
+    np.testing.assert_allclose(
+        losses(model, padding(side), steps=3),
+        losses(exact, padding(side), steps=3),
+        rtol=0,
+        atol=1e-4,
+    )
+    assert len(counters["graph_break"]) == 1
+
+    torch._dynamo.reset()
+    counters.clear()
+    assert torch.equal(
+        generated(model, padding(side), "static"), generated(exact, padding(side), "static")
+    )
+    assert not counters["graph_break"]
+
+
+def test_gpt_oss_needs_sinks() -> None:
+    """Its learned sinks are `sink_logits`, which this version does not have: told, and not left out. When the option
+    exists this is to train and generate like the others, against "eager"."""
+    model = model_of("gpt-oss", "rawattn")
+    with pytest.raises(NotImplementedError, match="sink_logits: got a Parameter"):
+        model(tokens(), labels=tokens())
+    with pytest.raises(NotImplementedError, match="sink_logits: got a Parameter"):
+        generated(model, None, "dynamic")
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "option"),
+    [
+        ("llama", {"attention_dropout": 0.1}, "dropout_p"),
+        ("bert", {"attention_probs_dropout_prob": 0.1}, "dropout_p"),
+    ],
+)
+def test_options_that_do_not_exist(name: str, sizes: Any, option: str) -> None:
+    model = model_of(name, "rawattn", **sizes).train()
+    with pytest.raises(NotImplementedError, match=f"{option}: got"):
+        model(tokens())
+    model.eval()(tokens())
+
+
+def test_options_of_a_layer_reach_the_call(calls: list[Any]) -> None:
+    x, bias = torch.randn(2, 2, 5, 8), torch.zeros(1, 2, 5, 5)
+    for given, got, value in (
+        ({"softcap": 30.0}, "softcap", 30.0),
+        ({"position_bias": bias}, "bias", bias),
+        ({"scaling": 0.3}, "scale", 0.3),
+        ({"sliding_window": 3}, "window", (2, 0)),
+        ({"sliding_window": 3, "is_causal": False}, "window", (2, 2)),
+    ):
+        layer = torch.nn.Module()
+        layer.is_causal = True
+        # Whether the option exists or not: what is asked for is what the layer says.
+        with contextlib.suppress(NotImplementedError):
+            ours.forward(layer, x, x, x, None, **given)
+        assert calls[-1][got] is value or calls[-1][got] == value
+
+
+def test_masks_that_cannot_be_said_are_refused() -> None:
+    model = model_of("llama", "rawattn")
+    holes = padding("none")
+    holes[1, 4] = 0
+    with pytest.raises(NotImplementedError, match="padding between the tokens of sequence 1"):
+        model(tokens(), attention_mask=holes)
+    with pytest.raises(NotImplementedError, match="pad prompts on the left"):
+        generated(model, padding("right"), "dynamic")
+    numbers = torch.zeros(3, 1, 17, 17)
+    with pytest.raises(
+        NotImplementedError, match=r"attention_mask: got a Tensor of shape \(3, 1, 17, 17\)"
+    ):
+        model(tokens(), attention_mask=numbers)
+
+
+def test_mask_functions_that_are_not_known_are_refused() -> None:
+    def other(batch: Any, head: Any, q: Any, kv: Any) -> Any:
+        return kv % 2 == 0
+
+    causal = masking.causal_mask_function
+    ids = torch.zeros(1, 5)
+    for function in (
+        other,
+        masking.and_masks(causal, other),
+        masking.or_masks(causal, other),
+        masking.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int64)),
+        masking.and_masks(
+            masking.packed_sequence_mask_function(ids), masking.packed_sequence_mask_function(ids)
+        ),
+    ):
+        with pytest.raises(NotImplementedError, match="neither causal, nor full, nor a window"):
+            ours.visible(batch_size=1, q_length=5, kv_length=5, mask_function=function)
+
+
+@pytest.mark.parametrize("lead", [0, 4])
+@pytest.mark.parametrize("side", ["none", "right", "left", "both"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        masking.causal_mask_function,
+        masking.sliding_window_causal_mask_function(4),
+        masking.bidirectional_mask_function,
+        masking.sliding_window_bidirectional_mask_function(3),
+    ],
+    ids=["causal", "causal-window", "full", "window"],
+)
+def test_the_mask_is_the_one_of_transformers(function: Any, side: str, lead: int) -> None:
+    """Key by key: every value is a unit vector of its own, so that the result shows what was seen. From the fourth
+    query on in a cache of more keys than there are yet."""
+    mask = padding(side)
+    diagonal = function is not masking.bidirectional_mask_function
+    free = 3 if lead and function is masking.causal_mask_function else 0
+    call = {
+        "batch_size": 3, "q_length": 17 - lead, "kv_length": 17 + free, "q_offset": lead,
+        "mask_function": function, "attention_mask": mask.bool(),
+    }  # fmt: skip
+    exact = masking.sdpa_mask(**call, allow_is_causal_skip=False)
+    q, k = torch.zeros(3, 2, 17 - lead, 8), torch.zeros(3, 1, 17 + free, 8)
+    v = torch.eye(17 + free).expand(3, 1, -1, -1)
+    out, _ = ours.forward(torch.nn.Module(), q, k, v, ours.visible(**call))
+    seen = (out > 0).transpose(1, 2)[:, :1]
+    real = mask.bool()[:, lead:] if diagonal else torch.ones(3, 17 - lead, dtype=torch.bool)
+    assert torch.equal(seen[:, 0][real], exact[:, 0][real])
+
+
+def test_what_it_cannot_give_is_refused() -> None:
+    model = model_of("llama", "rawattn")
+    with pytest.raises(ValueError, match="output_attentions: got True"):
+        model(tokens(), output_attentions=True)
+    with pytest.raises(ValueError, match="cu_seq_lens_q: got it without position_ids"):
+        model(tokens(), cu_seq_lens_q=torch.tensor([0, 51]))
+
+
+def test_another_name() -> None:
+    rawattn.torch.register_transformers("rawattn-again")
+    model = model_of("llama", "sdpa")
+    exact = model(tokens()).logits
+    model.set_attn_implementation("rawattn-again")
+    torch.testing.assert_close(model(tokens()).logits, exact, rtol=1e-4, atol=1e-5)

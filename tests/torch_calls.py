@@ -1,0 +1,123 @@
+"""What `rawattn.torch` must do on every device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import rawattn.torch
+from tests.autograd import CASES, dlse_of, verify
+from tests.cases import Case, dense, padded, ragged
+from tests.frameworks import Torch
+from tests.gradients import backward_of
+from tests.tolerance import check, check_lse
+from tests.verify import expected, layout
+
+sdpa = torch.nn.functional.scaled_dot_product_attention
+
+GRADIENT_CASES = [
+    *CASES,
+    dense("torch-d128", 1, 65, 130, nheads_q=6, nheads_kv=1, headdim=128, dtype="float16"),
+    dense("torch-no-keys", 2, 9, 0, headdim=16),
+    dense("torch-top-left", 1, 40, 70, align="top-left", causal=True, scale=-0.3),
+    padded("torch-padded-k", (70, 70), (90, 17), 70, 95, by_q="room", by_k="cu_seqlen", headdim=32),
+    ragged("torch-starts", (30, 0, 64), (90, 20, 5), causal=True, dtype="float16"),
+]
+
+
+def verify_case(case: Case, device: str) -> None:
+    """Values, padding, and gradients of out and lse, by itself and compiled."""
+    call, framework, exact = backward_of(case), Torch(device), expected(case)
+    inputs = call.inputs
+    incoming = framework.array(call.dout), framework.array(dlse_of(call))
+    # A compiled function takes lengths from the host alone.
+    for compiled, seqs in ((False, layout(inputs, case, framework)), (True, layout(inputs))):
+
+        def run(q: Any, k: Any, v: Any, seqs: Any = seqs) -> Any:
+            return rawattn.torch.attention(q, k, v, seqs=seqs, **inputs.options, return_lse=True)
+
+        q, k, v = (framework.array(x).requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
+        out, lse = (torch.compile(run, fullgraph=True, backend="aot_eager") if compiled else run)(
+            q, k, v
+        )
+        torch.autograd.backward((out, lse), incoming)
+        verify(call, framework, (q.grad, k.grad, v.grad))
+        log = framework.host(lse).swapaxes(-1, -2)
+        check(framework.host(out)[inputs.rows], exact.out, exact.low_out, what="out")
+        check_lse(log[inputs.rows], exact.lse, exact.low_lse)
+
+
+def leaves(*tensors: Any) -> list[Any]:
+    return [x.detach().clone().requires_grad_() for x in tensors]
+
+
+def random(device: str, *, heads: int = 4, heads_kv: int = 2, rows: int = 33, dim: int = 32) -> Any:
+    """q, k, v of float32, from one seed."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, rows, heads, dim), (2, rows, heads_kv, dim), (2, rows, heads_kv, dim))
+    return [torch.randn(shape, generator=generator).to(device) for shape in shapes]
+
+
+def torchs_own(q: Any, k: Any, v: Any, **options: Any) -> Any:
+    """torch's attention on the layout of ours."""
+    turned = (x.transpose(1, 2) for x in (q, k, v))
+    return sdpa(*turned, enable_gqa=q.shape[2] != k.shape[2], **options).transpose(1, 2)
+
+
+def same_as_torchs_own(
+    device: str, dtype: Any = torch.float32, *, causal: bool, heads_kv: int
+) -> None:
+    given = [x.to(dtype) for x in random(device, heads_kv=heads_kv)]
+    dout = torch.randn_like(given[0])
+    results = []
+    for attend, options in (
+        (rawattn.torch.attention, {"causal": causal}),
+        (torchs_own, {"is_causal": causal}),
+    ):
+        x = leaves(*given)
+        out = attend(*x, **options)
+        results.append((out, *torch.autograd.grad(out, x, dout)))
+    tolerance = {} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    for ours, theirs in zip(*results, strict=True):
+        assert ours.dtype == dtype
+        torch.testing.assert_close(ours, theirs, **tolerance)
+
+
+def gradients(run: Callable[..., Any], *given: Any) -> list[Any]:
+    """Of the sum of all that `run` returns, squared."""
+    x = leaves(*given)
+    results = run(*x)
+    results = results if isinstance(results, tuple) else (results,)
+    sum(y.float().square().sum() for y in results).backward()
+    return [each.grad for each in x]
+
+
+class Block(torch.nn.Module):
+    """A layer that learns."""
+
+    def __init__(self, attend: Callable[..., Any]) -> None:
+        super().__init__()
+        self.attend = attend
+        self.to_qkv = torch.nn.Linear(48, 48 * 3)
+        self.to_out = torch.nn.Linear(48, 48)
+
+    def forward(self, x: Any) -> Any:
+        q, k, v = self.to_qkv(x).unflatten(-1, (3, 4, 12)).unbind(-3)
+        return self.to_out(self.attend(q, k, v).flatten(-2))
+
+
+def losses_of_training(attend: Callable[..., Any], device: str, steps: int = 20) -> list[float]:
+    torch.manual_seed(0)
+    block, x, target = Block(attend), torch.randn(4, 21, 48), torch.randn(4, 21, 48)
+    block, x, target = block.to(device), x.to(device), target.to(device)
+    optimizer = torch.optim.AdamW(block.parameters(), 3e-3)
+    losses = []
+    for _ in range(steps):
+        loss = (block(x) - target).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
