@@ -98,12 +98,20 @@ def test_read_only_inputs_are_fine() -> None:
 
 
 @pytest.mark.frameworks
-def test_tensor_that_requires_grad_is_read_as_detached() -> None:
+def test_tensor_that_requires_grad_is_refused_while_torch_records() -> None:
     torch = pytest.importorskip("torch")
-    q, k, v = (torch.from_numpy(x).requires_grad_() for x in _ones())
-    out = rawattn.attention(q, k, v, backend="cpu")
-    assert not out.requires_grad
-    assert bool((out == 1).all())
+    q, k, v = (torch.from_numpy(x) for x in _ones())
+    for name in "qkv":
+        given = {"q": q, "k": k, "v": v}
+        given[name] = given[name].detach().requires_grad_()
+        with pytest.raises(RuntimeError, match=rf"^{name}: .*rawattn\.torch\.attention.*\.detach\(\)"):
+            rawattn.attention(**given, backend="cpu")
+        with torch.no_grad():
+            out = rawattn.attention(**given, backend="cpu")
+        assert not out.requires_grad
+        assert bool((out == 1).all())
+        vjp, _ = rawattn.attention_vjp(**given, backend="cpu")  # its caller takes the gradients
+        assert bool((vjp == 1).all())
 
 
 @pytest.mark.frameworks
