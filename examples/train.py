@@ -391,7 +391,12 @@ def main(argv: list[str] | None = None) -> int:
     )
     try:
         return run(parser.parse_args(argv))
-    except (OSError, ValueError, RuntimeError, ModuleNotFoundError) as error:
+    except ModuleNotFoundError as error:
+        name = str(error.name).partition(".")[0]
+        hint = f'{name} is not installed; get it with: pip install "rawattn[demo]"'
+        print(f"train.py: {hint}", file=sys.stderr)
+        return 1
+    except (OSError, ValueError, RuntimeError) as error:
         print(f"train.py: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +248,18 @@ def test_plot_is_checked_before_the_work(
     said = capsys.readouterr().err
     assert said.startswith(f"train.py: --plot {plot}: ")
     assert says in said
+
+
+@pytest.mark.parametrize("name", ["matplotlib", "tqdm"])
+def test_what_is_not_installed_is_told(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for module in [one for one in sys.modules if one.partition(".")[0] == name]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, name, None)
+    assert train.main(SMALL) == 1
+    hint = f'train.py: {name} is not installed; get it with: pip install "rawattn[demo]"\n'
+    assert capsys.readouterr().err == hint
 
 
 def test_interruption_ends_the_training_and_plots_what_there_is(

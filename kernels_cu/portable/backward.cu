@@ -11,11 +11,12 @@
 // P goes from the first half to the second through shared memory, dS to all. A wave owns kKeyBlocks * 16 keys, and with
 // kColumnWaves > 1 only a share of the queries of S and of the columns of the gradient. The half that owns dk, which
 // has no exponentials, also copies the next queries and douts.
-#include "attn/gradient.cuh"
 #include "attn/schedule/keys.cuh"
 #include "attn/params.cuh"
 #include "attn/rows.cuh"
+#include "attn/scores.cuh"
 #include "attn/sequence.cuh"
+#include "attn/tiles.cuh"
 #include "attn/visible.cuh"
 #include "target/target.cuh"
 #include "tile/accumulator.cuh"
@@ -73,7 +74,8 @@ using CopyK = RowCopy<Element, kTileK, kHeadDim, kDepth, kPitch, kThreads, kCopy
 using CopyV = RowCopy<Element, kTileK, kHeadDimV, kDepth, kPitch, kThreads, kCopyBytes>;
 using CopyQ = RowCopy<Element, kTileQ, kHeadDim, kDepth, kPitch, kRoleThreads, kCopyBytes>;
 using CopyDout = RowCopy<Element, kTileQ, kHeadDimV, kDepth, kPitch, kRoleThreads, kCopyBytes>;
-using Visible = VisibleKeys<kLeft, kRight, kTopLeft, kTileK>;
+using Visible = VisibleKeys<kLeft, kRight, kTopLeft>;
+using Queries = QueryTiles<Visible, kTileQ, kTileK>;
 
 // float32 products are many and small: all of them in a row would only be long.
 constexpr int kUnroll = kSteps <= 16 ? kSteps : 4;
@@ -102,19 +104,18 @@ DEVICE void add_product(C (&gradient)[kKeyBlocks][kDepthBlocks], const C (&x)[kK
   multiply_columns<M, kQuerySteps, kQueryUnroll, kPitch>(gradient, operand, other, lane);
 }
 
-// A piece of work: a query tile of one of the group's heads. Blocks of neighbouring key tiles begin at different query
-// tiles, so that they seldom add to the same dq at the same time.
-struct QueryTile {
-  int head, tile, stage;
+// One turn of the walk: a query tile of one of the group's heads. Blocks of neighbouring key tiles begin at different
+// query tiles, so that they seldom add to the same dq at the same time.
+struct Turn {
+  int head, n, stage;  // n: the number of the query tile
   bool exists;
 
-  DEVICE QueryTile next(const QueryRange& range, int start, int group) const {
-    QueryTile after{head, tile + 1, (stage + 1) % kStages, true};
-    if (after.tile == range.begin + range.count) after.tile = range.begin;
-    if (after.tile == start) after.exists = ++after.head < group;
+  DEVICE Turn next(const TileSpan& tiles, int start, int group) const {
+    Turn after{head, n + 1, (stage + 1) % kStages, true};
+    if (after.n == tiles.end) after.n = tiles.begin;
+    if (after.n == start) after.exists = ++after.head < group;
     return after;
   }
-  DEVICE int row() const { return tile * kTileQ; }
 };
 
 // dQ = dS K, added to the sums in memory. `gradients` is dS^T: keys are rows.
@@ -169,8 +170,7 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
   if (!work.exists) return;
   const int first_key = work.tile * kTileK;
   const int keys = work.k.length - first_key < kTileK ? work.k.length - first_key : kTileK;
-  const Visible visible(f, work.q.length, work.k.length);
-  const QueryRange range = queries_seeing<kTileQ>(visible, work.tile, work.q.length);
+  const Queries query_tiles(Visible(f, work.q.length, work.k.length), work.tile, work.q.length);
   const int group = f.nheads_q / f.nheads_kv;
 
   // Of the group's first head.
@@ -179,21 +179,21 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
   const int64 first_statistic = work.sequence * f.lse_batch + work.kv_head * group * f.lse_head + work.q.start;
 
   // By the half that owns dk. The condition is `owns_dk` in another form, by which ptxas makes code 5% faster at D 64.
-  const auto load = [&](const QueryTile& tile) {
+  const auto load = [&](const Turn& turn) {
     if (thread < kRoleThreads) return;
     const int part = thread % kRoleThreads;
-    const int row = tile.row();
+    const int row = query_tiles.first_row(turn.n);
     const int valid = work.q.length - row;
-    CopyQ::load(elements + kQueriesAt + tile.stage * kTileQ * kPitch, q.shifted(tile.head * f.q_strides.head).from(row),
+    CopyQ::load(elements + kQueriesAt + turn.stage * kTileQ * kPitch, q.shifted(turn.head * f.q_strides.head).from(row),
                 valid, part);
-    CopyDout::load(elements + kDoutsAt + tile.stage * kTileQ * kPitch,
-                   dout.shifted(tile.head * p.dout_strides.head).from(row), valid, part);
+    CopyDout::load(elements + kDoutsAt + turn.stage * kTileQ * kPitch,
+                   dout.shifted(turn.head * p.dout_strides.head).from(row), valid, part);
     // Rows past the end get 0 for both: their queries and douts are 0, and so is all that comes of them.
     for (int i = part; i < 2 * kTileQ; i += kRoleThreads) {
       const int at = i % kTileQ;
       const float* const source = i < kTileQ ? f.lse : p.row_delta;
-      target::copy_async<4>(statistics + tile.stage * 2 * kTileQ + i,
-                            source + first_statistic + tile.head * f.lse_head + row + at, at < valid);
+      target::copy_async<4>(statistics + turn.stage * 2 * kTileQ + i,
+                            source + first_statistic + turn.head * f.lse_head + row + at, at < valid);
     }
     target::copy_async_commit();
   };
@@ -205,13 +205,13 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
 
   const auto k = rows_of<const Element>(f.k, f.k_strides, work.sequence, work.k, work.kv_head, first_key);
   const auto v = rows_of<const Element>(f.v, f.v_strides, work.sequence, work.k, work.kv_head, first_key);
-  const int start = range.count > 0 ? range.begin + work.tile % range.count : 0;
-  QueryTile tile{0, start, 0, range.count > 0};
-  if (tile.exists) {
+  const int start = query_tiles.count() > 0 ? query_tiles.begin + work.tile % query_tiles.count() : 0;
+  Turn turn{0, start, 0, query_tiles.count() > 0};
+  if (turn.exists) {
     CopyK::load(elements + kKeysAt, k, keys, thread);
     CopyV::load(elements + kValuesAt, v, keys, thread);
     target::copy_async_commit();
-    load(tile);
+    load(turn);
   }
 
   const bool owns_dk = wave >= kRoleWaves;
@@ -225,24 +225,24 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
 
   // dQ of a tile is computed when all of its dS is there: in the next turn. Each half of the waves does it while the
   // other has element-wise work.
-  const auto add_dq_of = [&](const QueryTile& tile, int buffer) {
+  const auto add_dq_of = [&](const Turn& turn, int buffer) {
     // The batch stride of lse is that of rows times heads, here as there.
-    const int64 row = work.sequence * f.lse_batch + (work.q.start + tile.row()) * f.nheads_q;
-    add_dq(p.dq_sum + (row + work.kv_head * group + tile.head) * kDqPitch, int64(f.nheads_q) * kDqPitch,
-           work.q.length - tile.row(), elements + kScoreGradientsAt + buffer * kTileK * kPitchP, elements + kKeysAt,
-           wave, lane);
+    const int64 row = work.sequence * f.lse_batch + (work.q.start + query_tiles.first_row(turn.n)) * f.nheads_q;
+    add_dq(p.dq_sum + (row + work.kv_head * group + turn.head) * kDqPitch, int64(f.nheads_q) * kDqPitch,
+           work.q.length - query_tiles.first_row(turn.n), elements + kScoreGradientsAt + buffer * kTileK * kPitchP,
+           elements + kKeysAt, wave, lane);
   };
   int buffer = 0;  // of dS
-  QueryTile before{0, 0, 0, false};
+  Turn before{0, 0, 0, false};
 #pragma unroll 1
-  while (tile.exists) {
+  while (turn.exists) {
     arrive();
-    const QueryTile next = tile.next(range, start, group);
-    const Element* const queries = elements + kQueriesAt + tile.stage * kTileQ * kPitch;
-    const Element* const douts = elements + kDoutsAt + tile.stage * kTileQ * kPitch;
-    const int first_row = tile.row();
+    const Turn next = turn.next(query_tiles, start, group);
+    const Element* const queries = elements + kQueriesAt + turn.stage * kTileQ * kPitch;
+    const Element* const douts = elements + kDoutsAt + turn.stage * kTileQ * kPitch;
+    const int first_row = query_tiles.first_row(turn.n);
     const int columns = column_wave * kQueryBlocks * 16;
-    const float* const lse = statistics + tile.stage * 2 * kTileQ + columns;
+    const float* const lse = statistics + turn.stage * 2 * kTileQ + columns;
     const float* const delta = lse + kTileQ;
     Element* const ds_tile = elements + kScoreGradientsAt + (buffer * kTileK + key) * kPitchP;
 
@@ -254,15 +254,7 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
       if (kStages == 2 && !kLateCopies && next.exists) load(next);
     } else {
       multiply(x, own, queries + columns * kPitch, lane);
-      UNROLL for (int m = 0; m < kKeyBlocks; m++) {
-        UNROLL for (int b = 0; b < kQueryBlocks; b++) {
-          UNROLL for (int e = 0; e < C::kElements; e++) {
-            x[m][b].x[e] = probability(x[m][b].x[e], lse[b * 16 + C::column(lane, e)]);
-          }
-        }
-      }
-      const TileEdges edges = tile_edges(visible, work.tile, first_row, first_row + kTileQ - 1);
-      replace_unseen_keys(x, 0.0f, visible, edges, first_key + key, first_row + columns, lane);
+      finish_scores_of_keys(x, probability, lse, query_tiles, turn.n, first_key + key, first_row + columns, lane);
       UNROLL for (int m = 0; m < kKeyBlocks; m++) {
         UNROLL for (int b = 0; b < kQueryBlocks; b++) {
           store_accumulator<M>(x[m][b], p_tile + m * 16 * kPitchP + columns + b * 16, kPitchP, lane);
@@ -295,8 +287,8 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
       load(next);
     }
     if (kWithDq) buffer ^= 1;
-    before = tile;
-    tile = next;
+    before = turn;
+    turn = next;
   }
 
   arrive();

@@ -4,11 +4,12 @@
 // It walks the key tiles that its rows see, as the forward does, and keeps dq in registers: nothing is added up in
 // memory, so no order is left to chance. portable/backward.cu without dQ does the rest. Each wave owns kRowBlocks * 16
 // query rows.
-#include "attn/gradient.cuh"
 #include "attn/params.cuh"
 #include "attn/rows.cuh"
 #include "attn/schedule/queries.cuh"
+#include "attn/scores.cuh"
 #include "attn/sequence.cuh"
+#include "attn/tiles.cuh"
 #include "attn/visible.cuh"
 #include "target/target.cuh"
 #include "tile/accumulator.cuh"
@@ -46,7 +47,8 @@ using CopyQ = RowCopy<Element, kTileQ, kHeadDim, kDepthQk, kPitchQk, kThreads, k
 using CopyDout = RowCopy<Element, kTileQ, kHeadDimV, kDepthV, kPitchV, kThreads, kCopyBytes>;
 using CopyK = RowCopy<Element, kTileK, kHeadDim, kDepthQk, kPitchQk, kThreads, kCopyBytes>;
 using CopyV = RowCopy<Element, kTileK, kHeadDimV, kDepthV, kPitchV, kThreads, kCopyBytes>;
-using Visible = VisibleKeys<kLeft, kRight, kTopLeft, kTileK>;
+using Visible = VisibleKeys<kLeft, kRight, kTopLeft>;
+using Keys = KeyTiles<Visible, kTileK>;
 
 // X = own rows (queries or douts) times rows of the other side (keys or values)
 template <int kDepth, int kPitch>
@@ -74,16 +76,15 @@ KERNEL LAUNCH_BOUNDS(backward_dq::kThreads, config::kBlocksPerSm) void rawattn_b
   const int first = work.tile * kTileQ;
   const int rows = work.q.length - first < kTileQ ? work.q.length - first : kTileQ;
   const int kv_head = work.head / (f.nheads_q / f.nheads_kv);
-  const Visible visible(f, work.q.length, work.k.length);
-  const TileRange range = tiles_seen(visible, first, first + rows - 1);
+  const Keys key_tiles(Visible(f, work.q.length, work.k.length), first, first + rows - 1);
 
   const auto q = rows_of<const Element>(f.q, f.q_strides, work.sequence, work.q, work.head, first);
   const auto dout = rows_of<const Element>(p.dout, p.dout_strides, work.sequence, work.q, work.head, first);
   const auto k = rows_of<const Element>(f.k, f.k_strides, work.sequence, work.k, kv_head);
   const auto v = rows_of<const Element>(f.v, f.v_strides, work.sequence, work.k, kv_head);
   const auto load = [&](int n) {
-    const int64 row = int64(range.tile(n)) * kTileK;
-    const int valid = static_cast<int>(work.k.length - row);
+    const int row = key_tiles.first_key(n);
+    const int valid = work.k.length - row;
     const int stage = n % kStages;
     CopyK::load(elements + kKeysAt + stage * kTileK * kPitchQk, k.from(row), valid, thread);
     CopyV::load(elements + kValuesAt + stage * kTileK * kPitchV, v.from(row), valid, thread);
@@ -96,47 +97,39 @@ KERNEL LAUNCH_BOUNDS(backward_dq::kThreads, config::kBlocksPerSm) void rawattn_b
 
   CopyQ::load(elements, q, rows, thread);
   CopyDout::load(elements + kDoutsAt, dout, rows, thread);
-  if (range.end > 0) load(0);
+  if (key_tiles.count() > 0) load(key_tiles.begin);
   target::copy_async_commit();
 
   // Rows past the end get 0 for both: their queries and douts are 0, and so is all that comes of them.
-  float lse[kRowBlocks][C::kSlots];
+  RowProbability<Element, kRowBlocks, C::kSlots> probability(f.scale);
   float delta[kRowBlocks][C::kSlots];
   UNROLL for (int m = 0; m < kRowBlocks; m++) {
     UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
       const int row = wave * kWaveRows + m * 16 + C::row(lane, slot);
       const int64 at = work.sequence * f.lse_batch + work.head * f.lse_head + work.q.start + first + row;
-      lse[m][slot] = row < rows ? f.lse[at] : 0.0f;
+      probability.lse[m][slot] = row < rows ? f.lse[at] : 0.0f;
       delta[m][slot] = row < rows ? p.row_delta[at] : 0.0f;
     }
   }
   const Element* const queries = elements + wave * kWaveRows * kPitchQk;
   const Element* const douts = elements + kDoutsAt + wave * kWaveRows * kPitchV;
   Element* const slab = elements + kGradientsAt + wave * kWaveRows * kPitchDs;
-  const Probability<Element> probability(f.scale);
   C dq[kRowBlocks][kDqBlocks];
   UNROLL for (int m = 0; m < kRowBlocks; m++) { UNROLL for (int d = 0; d < kDqBlocks; d++) dq[m][d] = C{}; }
 
 #pragma unroll 1
-  for (int n = 0; n < range.end; n++) {
+  for (int n = key_tiles.begin; n < key_tiles.end; n++) {
     arrive();
-    const int tile = range.tile(n);
     const Element* const keys = elements + kKeysAt + n % kStages * kTileK * kPitchQk;
     const Element* const values = elements + kValuesAt + n % kStages * kTileK * kPitchV;
 
     C s[kRowBlocks][kKeyBlocks];
     multiply<kDepthQk, kPitchQk>(s, queries, keys, lane);
-    UNROLL for (int m = 0; m < kRowBlocks; m++) {
-      UNROLL for (int b = 0; b < kKeyBlocks; b++) {
-        UNROLL for (int e = 0; e < C::kElements; e++) { s[m][b].x[e] = probability(s[m][b].x[e], lse[m][C::slot(e)]); }
-      }
-    }
-    const TileEdges edges = tile_edges(visible, tile, first, first + kTileQ - 1);
-    replace_unseen(s, 0.0f, visible, edges, first + wave * kWaveRows, tile * kTileK, lane);
+    finish_scores(s, probability, key_tiles, n, first + wave * kWaveRows, lane);
     C dp[kRowBlocks][kKeyBlocks];
     multiply<kDepthV, kPitchV>(dp, douts, values, lane);
     // Not earlier: issuing copies takes a while, and products must not wait for it.
-    if (kStages == 2 && n + 1 < range.end) load(n + 1);
+    if (kStages == 2 && n + 1 < key_tiles.end) load(n + 1);
     target::copy_async_commit();
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
       UNROLL for (int b = 0; b < kKeyBlocks; b++) {
@@ -147,7 +140,7 @@ KERNEL LAUNCH_BOUNDS(backward_dq::kThreads, config::kBlocksPerSm) void rawattn_b
     }
     constexpr int kKeySteps = kTileK / M::kDepth;
     multiply_accumulators<M, kKeySteps <= 8 ? kKeySteps : 4, kPitchQk, kPitchDs>(dq, dp, slab, keys, lane);
-    if (kStages == 1 && n + 1 < range.end) {
+    if (kStages == 1 && n + 1 < key_tiles.end) {
       target::block_sync();
       load(n + 1);
       target::copy_async_commit();

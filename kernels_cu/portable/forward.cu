@@ -6,8 +6,10 @@
 #include "attn/params.cuh"
 #include "attn/rows.cuh"
 #include "attn/schedule/queries.cuh"
+#include "attn/scores.cuh"
 #include "attn/sequence.cuh"
 #include "attn/softmax.cuh"
+#include "attn/tiles.cuh"
 #include "attn/visible.cuh"
 #include "target/target.cuh"
 #include "tile/copy.cuh"
@@ -46,7 +48,8 @@ using CopyQ = RowCopy<Element, kTileQ, kHeadDim, kDepthQk, kPitchQk, kThreads, k
 using CopyK = RowCopy<Element, kTileK, kHeadDim, kDepthQk, kPitchQk, kThreads, kCopyBytes>;
 using CopyV = RowCopy<Element, kTileK, kHeadDimV, kDepthV, kPitchV, kThreads, kCopyBytes>;
 using CopyOut = RowCopy<Element, kTileQ, kHeadDimV, kDepthV, kPitchV, kThreads, kCopyBytes>;
-using Visible = VisibleKeys<kLeft, kRight, kTopLeft, kTileK>;
+using Visible = VisibleKeys<kLeft, kRight, kTopLeft>;
+using Keys = KeyTiles<Visible, kTileK>;
 
 constexpr int kSteps = kDepthQk / M::kDepth;
 // Shallow products have many steps, and code for them all would take the compiler longer than it saves the GPU.
@@ -87,22 +90,19 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
   const int first = work.tile * kTileQ;
   const int rows = work.q.length - first < kTileQ ? work.q.length - first : kTileQ;
   const int kv_head = work.head / (p.nheads_q / p.nheads_kv);
-  const Visible visible(p, work.q.length, work.k.length);
-  const TileRange range = tiles_seen(visible, first, first + rows - 1);
+  const Keys key_tiles(Visible(p, work.q.length, work.k.length), first, first + rows - 1);
 
   const auto q = rows_of<const Element>(p.q, p.q_strides, work.sequence, work.q, work.head, first);
   const auto k = rows_of<const Element>(p.k, p.k_strides, work.sequence, work.k, kv_head);
   const auto v = rows_of<const Element>(p.v, p.v_strides, work.sequence, work.k, kv_head);
 
   const auto load_keys = [&](int n) {
-    const int64 row = int64(range.tile(n)) * kTileK;
-    CopyK::load(elements + kKeysAt + n % kStages * kTileK * kPitchQk, k.from(row),
-                static_cast<int>(work.k.length - row), thread);
+    const int row = key_tiles.first_key(n);
+    CopyK::load(elements + kKeysAt + n % kStages * kTileK * kPitchQk, k.from(row), work.k.length - row, thread);
   };
   const auto load_values = [&](int n) {
-    const int64 row = int64(range.tile(n)) * kTileK;
-    CopyV::load(elements + kValuesAt + n % kStages * kTileK * kPitchV, v.from(row),
-                static_cast<int>(work.k.length - row), thread);
+    const int row = key_tiles.first_key(n);
+    CopyV::load(elements + kValuesAt + n % kStages * kTileK * kPitchV, v.from(row), work.k.length - row, thread);
   };
   // Afterwards everything asked for has landed for all threads, and all are done with what they read before.
   const auto arrive = [] {
@@ -111,9 +111,9 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
   };
 
   CopyQ::load(elements, q, rows, thread);
-  if (range.end > 0) {
-    load_keys(0);
-    if constexpr (kStages == 2) load_values(0);
+  if (key_tiles.count() > 0) {
+    load_keys(key_tiles.begin);
+    if constexpr (kStages == 2) load_values(key_tiles.begin);
   }
   target::copy_async_commit();
 
@@ -130,7 +130,7 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
   }
 
 #pragma unroll 1
-  for (int n = 0; n < range.end; n++) {
+  for (int n = key_tiles.begin; n < key_tiles.end; n++) {
     arrive();
     if constexpr (kStages == 1) {
       load_values(n);
@@ -143,26 +143,17 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
     multiply_rows<M, kSteps, kUnrolledSteps, kPitchQk>(s, query, keys, lane);
     if constexpr (kStages == 2) {
       // Not earlier: issuing copies takes a while, and products must not wait for it.
-      if (n + 1 < range.end) {
+      if (n + 1 < key_tiles.end) {
         load_keys(n + 1);
         load_values(n + 1);
       }
     } else {
       arrive();
-      if (n + 1 < range.end) load_keys(n + 1);
+      if (n + 1 < key_tiles.end) load_keys(n + 1);
     }
     target::copy_async_commit();
 
-    if constexpr (kScaleFirst) {
-      UNROLL for (int m = 0; m < kRowBlocks; m++) {
-        UNROLL for (int b = 0; b < kKeyBlocks; b++) {
-          UNROLL for (int e = 0; e < C::kElements; e++) s[m][b].x[e] *= p.scale;
-        }
-      }
-    }
-    const int tile = range.tile(n);
-    const TileEdges edges = tile_edges(visible, tile, first, first + kTileQ - 1);
-    replace_unseen(s, -target::infinity(), visible, edges, first + wave * kWaveRows, tile * kTileK, lane);
+    finish_scores(s, SoftmaxScore<kScaleFirst>{p.scale}, key_tiles, n, first + wave * kWaveRows, lane);
     if (softmax.relate(s)) softmax.rescale(o);
     softmax.exponentiate(s);
     const Element* const values = elements + kValuesAt + n % kStages * kTileK * kPitchV;

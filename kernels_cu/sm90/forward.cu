@@ -10,6 +10,7 @@
 // each other: half of what a block needs is read from L2 by its neighbour.
 //
 // With kSharesOut the last tiles, too few for all blocks, are shared out by keys, and what becomes of them is merged.
+#include "attn/scores.cuh"
 #include "sm90/forward_block.cuh"
 #include "sm90/forward_merge.cuh"
 #include "sm90/forward_producer.cuh"
@@ -129,39 +130,33 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
     ptx::mbarrier_wait(&s.work_full[slot.slot], slot.parity);
     const Item& work = s.work[slot.slot];  // stays there until this tile is stored
     if (!work.exists) break;
-    const TileRange range = tiles_of(p, work);
+    const Keys key_tiles = key_tiles_of(p, work);
+    const TileSpan span = span_of_item(key_tiles, work);
     // The query rows that this consumer's 64 lie among: where they begin in one head and end in the next, all.
     constexpr int kSpan = kTileQ % 64 == 0 ? 64 : kTileQ;
     const int first = first_query(work) + (kSpan == 64 ? tile_row(index * 64).row : 0);
     const int last = (first + kSpan < work.q.length ? first + kSpan : work.q.length) - 1;
     const TileRow own = tile_row(index * 64 + self.warp * 16);
     const int first_row = first_query(work) + own.row;
-    const Visible visible(p, work.q.length, work.k.length);
-    const TileSpan mine = tiles_seen_of(range, visible, first, last);
+    const Keys own_tiles = key_tiles.of_rows(first, last);
+    const TileSpan mine = own_tiles.seen(span);
 
     Softmax softmax(scale_log2);
     C o[1][kOutBlocks];
     M::A probabilities[kKeyBlocks];
     // Returns whether the output must be rescaled.
     const auto relate = [&](C(&scores)[1][kKeyBlocks], int n) {
-      if constexpr (kScaleFirst) {
-        UNROLL for (int b = 0; b < kKeyBlocks; b++) {
-          UNROLL for (int e = 0; e < C::kElements; e++) scores[0][b].x[e] *= p.scale;
-        }
-      }
-      const int tile = range.tile(n);
-      const TileEdges edges = tile_edges(visible, tile, first, first + kSpan - 1);
-      replace_unseen(scores, -target::infinity(), visible, edges, first_row, tile * kTileK, self.lane);
+      finish_scores(scores, SoftmaxScore<kScaleFirst>{p.scale}, own_tiles, n, first_row, self.lane);
       return softmax.relate(scores);
     };
 
     UNROLL for (int d = 0; d < kOutBlocks; d++) o[0][d] = C{};
-    if (range.end > 0) {
+    if (span.end > 0) {
       ptx::mbarrier_wait(&s.queries_full, queries_parity);
       queries_parity ^= 1;
     }
 #pragma unroll 1
-    for (int n = range.begin; n < mine.begin; n++) self.pass_over();
+    for (int n = span.begin; n < mine.begin; n++) self.pass_over();
     if (mine.begin < mine.end) {
       {
         C scores[1][kKeyBlocks];
@@ -204,12 +199,12 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
       ptx::wgmma_wait<0>();
       self.release_values();
       softmax.finish(o);
-    } else if (range.end > 0) {
+    } else if (span.end > 0) {
       target::wave_sync();
       self.release(&s.queries_empty);
     }
 #pragma unroll 1
-    for (int n = mine.end; n < range.end; n++) self.pass_over();
+    for (int n = mine.end; n < span.end; n++) self.pass_over();
     if (is_whole(work)) {
       store<kTensorStores>(params, maps, s, work, o, softmax, work.head + own.head, first_row, self.lane);
     } else {

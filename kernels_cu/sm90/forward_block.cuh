@@ -7,6 +7,7 @@
 #include "attn/schedule/queries.cuh"
 #include "attn/sequence.cuh"
 #include "attn/softmax.cuh"
+#include "attn/tiles.cuh"
 #include "attn/visible.cuh"
 #include "ptx/ptx.cuh"
 #include "target/target.cuh"
@@ -41,7 +42,8 @@ constexpr int kOutputBytes = kTensorStores ? kBlocksV * kTileRows * 128 : 0;
 
 using Qk = ptx::Wgmma<Element, kTileK>;
 using Pv = ptx::Wgmma<Element, kDepthV>;
-using Visible = VisibleKeys<kLeft, kRight, kTopLeft, kTileK>;
+using Visible = VisibleKeys<kLeft, kRight, kTopLeft>;
+using Keys = KeyTiles<Visible, kTileK>;
 template <bool kLate>
 struct SoftmaxOf {
   using Type = OnlineSoftmax<C, 1>;
@@ -154,13 +156,13 @@ DEVICE TileRow tile_row(int n) {
 }
 
 // The key tiles that any block of the cluster needs: all of them visit all of these.
-DEVICE TileRange tiles_of(const ForwardParams&, const PartialWork& work) {
-  return {0, 0, work.keys.end, work.keys.begin};
-}
-DEVICE TileRange tiles_of(const ForwardParams& p, const Work& work) {
+DEVICE Keys key_tiles_of(const ForwardParams& p, const Work& work) {
   const int first = work.tile * kClusterQ;
   const int last = (first + kClusterQ < work.q.length ? first + kClusterQ : work.q.length) - 1;
-  return tiles_seen(Visible(p, work.q.length, work.k.length), first, last);
+  return Keys(Visible(p, work.q.length, work.k.length), first, last);
 }
+// Those of this item.
+DEVICE TileSpan span_of_item(const Keys& key_tiles, const Work&) { return key_tiles; }
+DEVICE TileSpan span_of_item(const Keys&, const PartialWork& work) { return work.keys; }
 
 }  // namespace forward

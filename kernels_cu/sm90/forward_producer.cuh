@@ -74,23 +74,24 @@ DEVICE void produce(const Sm90ForwardParams& p, const Maps& maps, SharedMemory& 
     slot.advance();
     if (!second) tickets.spent(s);
     if (!work.exists) break;
-    const TileRange range = tiles_of(p.forward, work);
+    const Keys key_tiles = key_tiles_of(p.forward, work);
+    const TileSpan span = span_of_item(key_tiles, work);
     const int kv_head = work.head / (p.forward.nheads_q / p.forward.nheads_kv);
     const MapRows q_rows = map_rows(work, work.q, p.row_bound_q);
     const MapRows k_rows = map_rows(work, work.k, p.row_bound_k);
     const auto load_values = [&](int n) {
       ptx::mbarrier_wait(&s.values_empty[values.slot], values.parity ^ 1);
       load_rows<kBlocksV, kTileK, kCluster>(s.values[values.slot], &maps.v, &s.values_full[values.slot], k_rows,
-                                            range.tile(n) * kTileK, kv_head);
+                                            key_tiles.first_key(n), kv_head);
       values.advance();
     };
 #pragma unroll 1
-    for (int n = range.begin; n < range.end; n++) {
+    for (int n = span.begin; n < span.end; n++) {
       ptx::mbarrier_wait(&s.keys_empty[keys.slot], keys.parity ^ 1);
       load_rows<kBlocksQk, kTileK, kCluster>(s.keys[keys.slot], &maps.k, &s.keys_full[keys.slot], k_rows,
-                                             range.tile(n) * kTileK, kv_head);
+                                             key_tiles.first_key(n), kv_head);
       keys.advance();
-      if (n == range.begin) {
+      if (n == span.begin) {
         ptx::mbarrier_wait(&s.queries_empty, queries_parity ^ 1);
         queries_parity ^= 1;
         // At a sequence's end a later block of the cluster may have no rows of its own.
@@ -103,12 +104,12 @@ DEVICE void produce(const Sm90ForwardParams& p, const Maps& maps, SharedMemory& 
     }
     second = goes_on(work);
     if (second) {
-      load_values(range.end - 1);
+      load_values(span.end - 1);
       continue;
     }
     // Not earlier: work goes to whoever is done first, and consumers are still busy with what is loaded.
     const unsigned ticket = tickets.draw(p, s);
-    if (range.end > 0) load_values(range.end - 1);
+    if (span.end > 0) load_values(span.end - 1);
     index = int64(tickets.receive(s, ticket)) + target::grid_size() / kCluster;
   }
   // The last block to run out of work leaves the counters as it found them, for the next launch.

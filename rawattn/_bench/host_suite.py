@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from rawattn._bench import host_calls, machine, measure
 from rawattn._bench.host_calls import Absent, HostCall, Setup
@@ -78,8 +79,8 @@ def measure_calls(
         try:
             call = asked.make(setup)
             for _ in range(BATCH):  # compiles, and fills the memory pools
-                call()
-            synchronize()
+                result = call()
+            _settle(result, synchronize)
             lanes.append(_Lane(asked, call))
             step(f"{asked.name}: ready")
         except Absent as error:
@@ -107,10 +108,16 @@ def _batches(call: Call, synchronize: Call) -> list[float]:
     """Host seconds a call in each of some batches, the GPU idle and the queue empty when each begins."""
     samples = []
     for _ in range(_BATCHES):
-        synchronize()
         started = time.perf_counter()
         for _ in range(BATCH):
-            call()
+            result = call()
         samples.append((time.perf_counter() - started) / BATCH)
-    synchronize()
+        _settle(result, synchronize)
     return samples[1:]
+
+
+def _settle(result: Any, synchronize: Call) -> None:
+    # JAX may still be about to launch what it has returned.
+    if (wait := getattr(result, "block_until_ready", None)) is not None:
+        wait()
+    synchronize()

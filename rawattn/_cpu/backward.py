@@ -24,7 +24,7 @@ from rawattn._cpu.bundles import (
     divide_batch,
     heads_first,
     heads_last,
-    hidden_of_bundle,
+    mask_of_bundle,
     multiply_whole,
 )
 from rawattn._cpu.threads import Task, run
@@ -35,16 +35,16 @@ from rawattn._cpu.tiles import (
     Pieces,
     by_head,
     divide,
+    fill_keys,
+    fill_rows,
     heads_of_tile,
-    hidden_pairs,
     keys_seen,
+    masked_pairs,
     multiply,
     multiply_transposed,
-    pack_keys,
-    pack_rows,
+    rows_by_head,
     rows_of_tile,
     rows_seeing,
-    unpacked,
 )
 
 
@@ -144,14 +144,14 @@ def _differentiate_bundle(problem: Problem, bundle: Bundle, arrays: _Arrays) -> 
     ds = np.matmul(dout, v.swapaxes(2, 3))
     ds -= delta
     ds *= p
-    hidden = hidden_of_bundle(problem, bundle)
-    hidden_rows = None if hidden is None else hidden.T
-    if hidden is not None:
-        np.copyto(p, 0, where=hidden)
-        np.copyto(ds, 0, where=hidden)
-    dv = multiply_whole(p.swapaxes(2, 3), dout, hidden_rows)
-    dk = multiply_whole(ds.swapaxes(2, 3), q, hidden_rows)
-    dq = multiply_whole(ds, k, hidden)
+    masked = mask_of_bundle(problem, bundle)
+    masked_rows = None if masked is None else masked.T
+    if masked is not None:
+        np.copyto(p, 0, where=masked)
+        np.copyto(ds, 0, where=masked)
+    dv = multiply_whole(p.swapaxes(2, 3), dout, masked_rows)
+    dk = multiply_whole(ds.swapaxes(2, 3), q, masked_rows)
+    dq = multiply_whole(ds, k, masked)
     dq *= problem.scale
     rows.write(arrays.dq, heads_last(dq, problem.nheads_q))
     keys.write(arrays.dk, heads_last(dk, nheads_kv))
@@ -215,7 +215,7 @@ def _sum_over_rows(problem: Problem, tile: _Tile) -> None:
     seqlen_q, nheads, nkeys = len(heads.q), heads.k.shape[1], tile.last - tile.first
     every_key = nkeys == len(heads.k)
     filled = divide(problem, 1, nkeys).shape[1]
-    k, v = (pack_keys(x[tile.first : tile.last], filled) for x in (heads.k, heads.v))
+    k, v = (fill_keys(x[tile.first : tile.last], filled) for x in (heads.k, heads.v))
     dk = np.zeros((nheads, filled, problem.headdim), np.float32)
     dv = np.zeros((nheads, filled, problem.headdim_v), np.float32)
 
@@ -225,13 +225,13 @@ def _sum_over_rows(problem: Problem, tile: _Tile) -> None:
         last = min(first + step, stop)
         pieces = divide(problem, last - first, nkeys)
         rows = _Rows(problem, heads, first, last, pieces)
-        hidden = hidden_pairs(problem, first + heads.offset, last - first, keys, pieces.shape)
-        p, ds = _probabilities(rows, k, v, hidden, pieces)
-        hidden_rows = None if hidden is None else hidden.T
-        dv += multiply(pieces.transposed(p), rows.dout, hidden_rows)
-        dk += multiply(pieces.transposed(ds), rows.q, hidden_rows)
+        masked = masked_pairs(problem, first + heads.offset, last - first, keys, pieces.shape)
+        p, ds = _probabilities(rows, k, v, masked, pieces)
+        masked_rows = None if masked is None else masked.T
+        dv += multiply(pieces.transposed(p), rows.dout, masked_rows)
+        dk += multiply(pieces.transposed(ds), rows.q, masked_rows)
         if every_key:
-            _write_dq(problem, heads, first, last, multiply(pieces.of(ds), k, hidden))
+            _write_dq(problem, heads, first, last, multiply(pieces.of(ds), k, masked))
     heads.dk[tile.first : tile.last] = dk[:, :nkeys].transpose(1, 0, 2)
     heads.dv[tile.first : tile.last] = dv[:, :nkeys].transpose(1, 0, 2)
     if every_key:
@@ -248,10 +248,10 @@ def _sum_over_keys(problem: Problem, tile: _Tile) -> None:
     dq = np.zeros_like(queries.q)
     for keys in keys_seen(problem, diagonal, rows, len(heads.k)):
         pieces = divide(problem, rows, keys[1] - keys[0])
-        k, v = (pack_keys(x[slice(*keys)], pieces.shape[1]) for x in (heads.k, heads.v))
-        hidden = hidden_pairs(problem, diagonal, rows, keys, pieces.shape)
-        _, ds = _probabilities(queries, k, v, hidden, pieces)
-        dq += multiply(pieces.of(ds), k, hidden)
+        k, v = (fill_keys(x[slice(*keys)], pieces.shape[1]) for x in (heads.k, heads.v))
+        masked = masked_pairs(problem, diagonal, rows, keys, pieces.shape)
+        _, ds = _probabilities(queries, k, v, masked, pieces)
+        dq += multiply(pieces.of(ds), k, masked)
     _write_dq(problem, heads, tile.first, tile.last, dq)
 
 
@@ -262,44 +262,44 @@ class _Rows:
         self, problem: Problem, heads: _Heads, first: int, last: int, pieces: Pieces
     ) -> None:
         nheads_q, nheads_kv = heads.q.shape[1], heads.k.shape[1]
-        packed, _ = pieces.shape
+        filled, _ = pieces.shape
         self.q, self.dout, out = (
-            pack_rows(x[first:last], nheads_kv, packed) for x in (heads.q, heads.dout, heads.out)
+            fill_rows(x[first:last], nheads_kv, filled) for x in (heads.q, heads.dout, heads.out)
         )
         self.q *= problem.scale
         # exp(s - inf) = 0: rows without a key, and those that fill up the tile.
-        self.normaliser = np.full((nheads_kv, packed, 1), np.inf, np.float32)
+        self.normaliser = np.full((nheads_kv, filled, 1), np.inf, np.float32)
         lse = heads.lse[:, first:last].reshape(nheads_kv, -1, last - first, 1)
-        unpacked(self.normaliser, nheads_q, last - first)[...] = np.where(
+        rows_by_head(self.normaliser, nheads_q, last - first)[...] = np.where(
             lse == -np.inf, np.float32(np.inf), lse
         )
         # ds = p * (dp - delta)
         self.delta = (self.dout * out).sum(axis=2, keepdims=True)
         if heads.dlse is not None:
             dlse = heads.dlse[:, first:last].reshape(nheads_kv, -1, last - first, 1)
-            unpacked(self.delta, nheads_q, last - first)[...] -= dlse
+            rows_by_head(self.delta, nheads_q, last - first)[...] -= dlse
         nothing = self.normaliser[..., 0] == np.inf
         self.dout[nothing] = 0
         self.delta[nothing] = 0
 
 
 def _probabilities(
-    rows: _Rows, k: Floats, v: Floats, hidden: Array | None, pieces: Pieces
+    rows: _Rows, k: Floats, v: Floats, masked: Array | None, pieces: Pieces
 ) -> tuple[Floats, Floats]:
-    """p, and ds: the gradient of scale * q . k, both 0 where hidden."""
+    """p, and ds: the gradient of scale * q . k, both 0 where masked."""
     p = multiply_transposed(rows.q, k, pieces)
     p -= rows.normaliser
     np.exp(p, out=p)
     ds = multiply_transposed(rows.dout, v, pieces)
     ds -= rows.delta
     ds *= p
-    if hidden is not None:
-        np.copyto(p, 0, where=hidden)
-        np.copyto(ds, 0, where=hidden)
+    if masked is not None:
+        np.copyto(p, 0, where=masked)
+        np.copyto(ds, 0, where=masked)
     return p, ds
 
 
 def _write_dq(problem: Problem, heads: _Heads, first: int, last: int, dq: Floats) -> None:
     dq *= problem.scale
     written = by_head(heads.dq[first:last], heads.k.shape[1])
-    written[...] = unpacked(dq, heads.q.shape[1], last - first)
+    written[...] = rows_by_head(dq, heads.q.shape[1], last - first)

@@ -141,12 +141,12 @@ def _span(problem: Problem, lengths: HostLengths, b: int) -> Span:
     return Span(() if problem.group else (b,), *(int(x[b]) for x in spans))
 
 
-def hidden_of_bundle(problem: Problem, bundle: Bundle) -> NDArray[np.bool_] | None:
+def mask_of_bundle(problem: Problem, bundle: Bundle) -> NDArray[np.bool_] | None:
     """Where a tile of `heads_first` has a row that does not see the key; None: nowhere."""
     len_q, len_k = bundle.len_q, bundle.len_k
     diagonal = 0 if problem.top_left else len_k - len_q
     shape = (problem.nheads_q // problem.nheads_kv * len_q, len_k)
-    return tiles.hidden_pairs(problem, diagonal, len_q, (0, len_k), shape)
+    return tiles.masked_pairs(problem, diagonal, len_q, (0, len_k), shape)
 
 
 def heads_first(array: Array, nheads_kv: int) -> Floats:
@@ -169,14 +169,14 @@ def heads_last(tile: Floats, nheads: int) -> Floats:
     return tile.transpose(0, 2, 1, 3)
 
 
-def multiply_whole(weights: Floats, values: Floats, hidden: NDArray[np.bool_] | None) -> Floats:
+def multiply_whole(weights: Floats, values: Floats, masked: NDArray[np.bool_] | None) -> Floats:
     """Weights (sequences, nheads, n, m) times values (sequences, nheads, m, d).
 
-    A NaN or infinity in values stays away from where it is hidden (n, m) and the weight is 0.
+    A NaN or infinity in values stays away from where it is masked (n, m) and the weight is 0.
     """
     product = multiply_matrices(weights, values)
-    if hidden is None or np.isfinite(product).all():
+    if masked is None or np.isfinite(product).all():
         return product
-    n, m = hidden.shape
+    n, m = masked.shape
     pieces = weights.reshape(-1, 1, 1, n, m)
-    return multiply(pieces, values.reshape(-1, m, values.shape[3]), hidden).reshape(product.shape)
+    return multiply(pieces, values.reshape(-1, m, values.shape[3]), masked).reshape(product.shape)

@@ -22,7 +22,7 @@ from rawattn._cpu.bundles import (
     divide_batch,
     heads_first,
     heads_last,
-    hidden_of_bundle,
+    mask_of_bundle,
     multiply_whole,
 )
 from rawattn._cpu.threads import Task, run
@@ -31,15 +31,15 @@ from rawattn._cpu.tiles import (
     Array,
     by_head,
     divide,
+    fill_keys,
+    fill_rows,
     heads_of_tile,
-    hidden_pairs,
     keys_seen,
+    masked_pairs,
     multiply,
     multiply_transposed,
-    pack_keys,
-    pack_rows,
+    rows_by_head,
     rows_of_tile,
-    unpacked,
 )
 
 
@@ -89,19 +89,19 @@ def _attend_bundle(
     keys = heads_first(bundle.keys.read(k), nheads_kv)
     values = heads_first(bundle.keys.read(v), nheads_kv)
     p = np.matmul(queries, keys.swapaxes(2, 3))
-    hidden = hidden_of_bundle(problem, bundle)
-    if hidden is not None:
-        np.copyto(p, -np.inf, where=hidden)
-    highest = np.maximum.reduce(p, axis=3, keepdims=True, initial=LOWEST)
-    p -= highest
+    masked = mask_of_bundle(problem, bundle)
+    if masked is not None:
+        np.copyto(p, -np.inf, where=masked)
+    row_max = np.maximum.reduce(p, axis=3, keepdims=True, initial=LOWEST)
+    p -= row_max
     np.exp(p, out=p)
     total = np.add.reduce(p, axis=3, keepdims=True)
-    product = multiply_whole(p, values, hidden)
+    product = multiply_whole(p, values, masked)
     product /= np.maximum(total, 1)
     bundle.rows.write(out, heads_last(product, nheads_q))
     if lse is not None:
-        highest += np.log(total)
-        bundle.rows.write(lse.swapaxes(-1, -2), heads_last(highest, nheads_q)[..., 0])
+        row_max += np.log(total)
+        bundle.rows.write(lse.swapaxes(-1, -2), heads_last(row_max, nheads_q)[..., 0])
 
 
 def _tasks(
@@ -139,32 +139,32 @@ def _tasks(
 def _attend(problem: Problem, tile: _Tile) -> None:
     rows, nheads_q, _ = tile.q.shape
     seqlen_k, nheads_kv, headdim_v = tile.v.shape
-    packed, _ = divide(problem, rows, 1).shape
-    q = pack_rows(tile.q, nheads_kv, packed)
+    filled, _ = divide(problem, rows, 1).shape
+    q = fill_rows(tile.q, nheads_kv, filled)
     q *= problem.scale
-    highest = np.full((nheads_kv, packed, 1), LOWEST, np.float32)
-    total = np.zeros((nheads_kv, packed, 1), np.float32)
-    out = np.zeros((nheads_kv, packed, headdim_v), np.float32)
+    running_max = np.full((nheads_kv, filled, 1), LOWEST, np.float32)
+    total = np.zeros((nheads_kv, filled, 1), np.float32)
+    out = np.zeros((nheads_kv, filled, headdim_v), np.float32)
 
     for keys in keys_seen(problem, tile.diagonal, rows, seqlen_k):
         pieces = divide(problem, rows, keys[1] - keys[0])
-        k, v = (pack_keys(x[slice(*keys)], pieces.shape[1]) for x in (tile.k, tile.v))
+        k, v = (fill_keys(x[slice(*keys)], pieces.shape[1]) for x in (tile.k, tile.v))
         p = multiply_transposed(q, k, pieces)
-        hidden = hidden_pairs(problem, tile.diagonal, rows, keys, pieces.shape)
-        if hidden is not None:
-            np.copyto(p, -np.inf, where=hidden)
+        masked = masked_pairs(problem, tile.diagonal, rows, keys, pieces.shape)
+        if masked is not None:
+            np.copyto(p, -np.inf, where=masked)
 
-        higher = np.maximum(highest, p.max(axis=2, keepdims=True))
-        p -= higher
+        new_max = np.maximum(running_max, p.max(axis=2, keepdims=True))
+        p -= new_max
         np.exp(p, out=p)
-        shrink = np.exp(highest - higher)
-        highest = higher
+        shrink = np.exp(running_max - new_max)
+        running_max = new_max
         total = total * shrink + p.sum(axis=2, keepdims=True)
         out *= shrink
-        out += multiply(pieces.of(p), v, hidden)
+        out += multiply(pieces.of(p), v, masked)
 
     out /= np.maximum(total, 1)
-    by_head(tile.out, nheads_kv)[...] = unpacked(out, nheads_q, rows)
+    by_head(tile.out, nheads_kv)[...] = rows_by_head(out, nheads_q, rows)
     if tile.lse is not None:
-        lse = unpacked(highest + np.log(total), nheads_q, rows)
+        lse = rows_by_head(running_max + np.log(total), nheads_q, rows)
         tile.lse[...] = lse.reshape(tile.lse.shape)

@@ -72,7 +72,7 @@ def rows_seeing(
     return start, max(start, min(seqlen_q, last - offset + left))
 
 
-def hidden_pairs(
+def masked_pairs(
     problem: Problem, diagonal: int, rows: int, keys: tuple[int, int], shape: tuple[int, int]
 ) -> NDArray[np.bool_] | None:
     """Where a tile filled up to `shape` has a row that does not see the key; None: nowhere.
@@ -88,13 +88,13 @@ def hidden_pairs(
         return None
     i = diagonal + np.arange(rows)[:, None]
     j = first + np.arange(shape[1])
-    hidden: NDArray[np.bool_] = np.broadcast_to(j >= last, (rows, j.size))
+    masked: NDArray[np.bool_] = np.broadcast_to(j >= last, (rows, j.size))
     if right is not None:
-        hidden = hidden | (j > i + right)
+        masked = masked | (j > i + right)
     if left is not None:
-        hidden = hidden | ((j < i - left) & (j >= sink))
+        masked = masked | ((j < i - left) & (j >= sink))
     filled = np.ones(shape, np.bool_)
-    filled[: heads * rows].reshape(heads, rows, j.size)[...] = hidden
+    filled[: heads * rows].reshape(heads, rows, j.size)[...] = masked
     return filled
 
 
@@ -154,16 +154,16 @@ def multiply_matrices(left: Floats, right: Floats) -> Floats:
     return product
 
 
-def multiply(weights: Floats, values: Floats, hidden: NDArray[np.bool_] | None) -> Floats:
+def multiply(weights: Floats, values: Floats, masked: NDArray[np.bool_] | None) -> Floats:
     """Weights in pieces (nheads, n pieces, m pieces, n, m) times values (nheads, all m, d).
 
-    A NaN or infinity in values stays away from where it is hidden (all n, all m) and the weight is
+    A NaN or infinity in values stays away from where it is masked (all n, all m) and the weight is
     0, which it would reach as 0 * NaN.
     """
     nheads, pieces, inner_pieces, size, inner = weights.shape
     headdim = values.shape[2]
-    if hidden is not None and not np.isfinite(values).all():
-        return _multiply_strays(weights, values, hidden)
+    if masked is not None and not np.isfinite(values).all():
+        return _multiply_strays(weights, values, masked)
     by_piece = values.reshape(nheads, 1, inner_pieces, inner, headdim)
     product = multiply_matrices(weights, by_piece)
     summed = product if inner_pieces == 1 else product.sum(axis=2)
@@ -171,14 +171,14 @@ def multiply(weights: Floats, values: Floats, hidden: NDArray[np.bool_] | None) 
     return result
 
 
-def _multiply_strays(weights: Floats, values: Floats, hidden: NDArray[np.bool_]) -> Floats:
-    """`multiply`, with what is not finite added alone, to what it is not hidden from."""
+def _multiply_strays(weights: Floats, values: Floats, masked: NDArray[np.bool_]) -> Floats:
+    """`multiply`, with what is not finite added alone, to what sees it."""
     strays = np.flatnonzero(~np.isfinite(values).all(axis=(0, 2)))
     finite = values.copy()
     finite[:, strays] = 0
     result = multiply(weights, finite, None)
     for stray in strays:
-        seen = ~hidden[:, stray]
+        seen = ~masked[:, stray]
         piece, place = divmod(stray, weights.shape[4])
         weight = weights[:, :, piece, :, place].reshape(len(weights), -1, 1)
         result[:, seen] += weight[:, seen] * values[:, None, stray]
@@ -191,24 +191,24 @@ def by_head(array: Array, nheads_kv: int) -> Array:
     return array.reshape(rows, nheads_kv, nheads_q // nheads_kv, headdim).transpose(1, 2, 0, 3)
 
 
-def pack_rows(array: Array, nheads_kv: int, n: int) -> Floats:
+def fill_rows(array: Array, nheads_kv: int, n: int) -> Floats:
     """(rows, nheads_q, d) as the rows of a tile, (nheads_kv, n, d), the last of them 0."""
     rows, nheads_q, headdim = array.shape
     tile = np.empty((nheads_kv, n, headdim), np.float32)
-    packed = nheads_q // nheads_kv * rows
-    unpacked(tile, nheads_q, rows)[...] = by_head(array, nheads_kv)
-    tile[:, packed:] = 0
+    used = nheads_q // nheads_kv * rows
+    rows_by_head(tile, nheads_q, rows)[...] = by_head(array, nheads_kv)
+    tile[:, used:] = 0
     return tile
 
 
-def unpacked(tile: Floats, nheads_q: int, rows: int) -> Floats:
+def rows_by_head(tile: Floats, nheads_q: int, rows: int) -> Floats:
     """The view of the rows of a tile, (nheads_kv, n, ...), that `by_head` is of an array."""
     nheads_kv = len(tile)
-    packed = nheads_q // nheads_kv * rows
-    return tile[:, :packed].reshape(nheads_kv, nheads_q // nheads_kv, rows, *tile.shape[2:])
+    used = nheads_q // nheads_kv * rows
+    return tile[:, :used].reshape(nheads_kv, nheads_q // nheads_kv, rows, *tile.shape[2:])
 
 
-def pack_keys(array: Array, n: int) -> Floats:
+def fill_keys(array: Array, n: int) -> Floats:
     """(keys, nheads_kv, d) as the keys of a tile, (nheads_kv, n, d), the last of them 0. The
     caller's own memory where possible."""
     given, nheads, headdim = array.shape

@@ -9,7 +9,7 @@
 
 #include "attn/params.cuh"
 #include "attn/schedule/queries.cuh"
-#include "attn/visible.cuh"
+#include "attn/tiles.cuh"
 #include "target/target.cuh"
 
 struct PartialWork : Work {

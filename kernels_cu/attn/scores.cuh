@@ -1,0 +1,132 @@
+// What becomes of a tile's scores between the product and the softmax: finish_scores where queries are rows,
+// finish_scores_of_keys where keys are. Whatever else changes a score, or hides a key, belongs here, into both.
+//
+// Both go over a wave's accumulators. first_row and first_key are those of the accumulators' first element.
+#pragma once
+
+#include "attn/visible.cuh"
+#include "target/target.cuh"
+
+// For the softmax of a forward. Where scaling does not come first, the softmax does it on the way.
+template <bool kScaleFirst>
+struct SoftmaxScore {
+  float scale;
+
+  DEVICE static float masked() { return -target::infinity(); }
+  DEVICE float operator()(float product, int, int) const { return kScaleFirst ? product * scale : product; }
+};
+
+// The probability of a score, anew. In float32 the difference is taken before the change to base 2: that keeps the
+// digits which a large score and a large lse share, for one more instruction.
+//
+// An lse of -inf makes it inf: such a row sees no key, and what it does not see is replaced afterwards.
+template <class T>
+struct Probability {
+  static constexpr float kLog2E = 1.4426950408889634f;
+  static constexpr bool kNatural = sizeof(T) == 4;
+
+  float scale;  // of the score
+
+  DEVICE explicit Probability(float scale) : scale(kNatural ? scale : scale * kLog2E) {}
+  DEVICE static float masked() { return 0.0f; }
+  DEVICE float operator()(float product, float lse) const {
+    if constexpr (kNatural) return target::exp2(fmaf(product, scale, -lse) * kLog2E);
+    return target::exp2(fmaf(product, scale, lse * -kLog2E));
+  }
+};
+// The same where queries are rows, with the lse of each.
+template <class T, int kRowBlocks, int kSlots>
+struct RowProbability : Probability<T> {
+  float lse[kRowBlocks][kSlots];
+
+  using Probability<T>::Probability;
+  DEVICE float operator()(float product, int m, int slot) const {
+    return Probability<T>::operator()(product, lse[m][slot]);
+  }
+};
+
+// What a tile's row does not see, counted from the tile's first key: keys beyond `right`, and keys from `sink` on that
+// come before `left`. An element's place in the tile is known when the kernel is compiled, so a test is one comparison.
+template <class Visible>
+struct Unseen {
+  int left, right, sink;
+
+  DEVICE Unseen(const Visible& visible, int row, int first_key) {
+    const RowLimits limits = visible.row(row);
+    left = limits.left - first_key;
+    right = limits.right - first_key;
+    sink = visible.sink - first_key;
+  }
+  DEVICE bool beyond(int j) const { return j > right; }
+  DEVICE bool before(int j) const { return j < left && j >= sink; }
+};
+
+// Elements of keys that a row does not see become `value`. One edge at a time, since few tiles have both.
+template <class Visible, class C, int kRowBlocks, int kKeyBlocks>
+DEVICE void replace_unseen(C (&s)[kRowBlocks][kKeyBlocks], float value, const Visible& visible, const Edges& edges,
+                           int first_row, int first_key, int lane) {
+  const auto replace = [&](const auto& hides) {
+    UNROLL for (int m = 0; m < kRowBlocks; m++) {
+      UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
+        const Unseen<Visible> unseen(visible, first_row + m * 16 + C::row(lane, slot), first_key + C::column(lane, 0));
+        UNROLL for (int n = 0; n < kKeyBlocks; n++) {
+          UNROLL for (int i = 0; i < C::kRun; i++) {
+            const int e = C::element(slot, i);
+            if (hides(unseen, n * 16 + C::column(0, e))) s[m][n].x[e] = value;
+          }
+        }
+      }
+    }
+  };
+  if (edges.right) replace([](const Unseen<Visible>& unseen, int j) { return unseen.beyond(j); });
+  if (edges.left) replace([](const Unseen<Visible>& unseen, int j) { return unseen.before(j); });
+}
+
+// The same where keys are rows and queries columns.
+template <class Visible, class C, int kKeyBlocks, int kQueryBlocks>
+DEVICE void replace_unseen_keys(C (&s)[kKeyBlocks][kQueryBlocks], float value, const Visible& visible, int first_key,
+                                int first_row, int lane) {
+  UNROLL for (int m = 0; m < kKeyBlocks; m++) {
+    UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
+      const QueryLimits limits = visible.key(first_key + m * 16 + C::row(lane, slot));
+      const int first = limits.first - first_row - C::column(lane, 0);
+      const int last = limits.last - first_row - C::column(lane, 0);
+      UNROLL for (int n = 0; n < kQueryBlocks; n++) {
+        UNROLL for (int i = 0; i < C::kRun; i++) {
+          const int e = C::element(slot, i);
+          const int query = n * 16 + C::column(0, e);
+          const bool before = Visible::kLimitedRight ? query < first : limits.first > 0;  // no query, or all
+          if (before || (Visible::kLimitedLeft && query > last)) s[m][n].x[e] = value;
+        }
+      }
+    }
+  }
+}
+
+// Queries are rows. finish(product, row block, slot): what a product becomes where its key is seen.
+template <class C, int kRowBlocks, int kKeyBlocks, class Finish, class Keys>
+DEVICE void finish_scores(C (&s)[kRowBlocks][kKeyBlocks], const Finish& finish, const Keys& keys, int n, int first_row,
+                          int lane) {
+  UNROLL for (int m = 0; m < kRowBlocks; m++) {
+    UNROLL for (int b = 0; b < kKeyBlocks; b++) {
+      UNROLL for (int e = 0; e < C::kElements; e++) s[m][b].x[e] = finish(s[m][b].x[e], m, C::slot(e));
+    }
+  }
+  if (keys.is_full(n)) return;
+  replace_unseen(s, Finish::masked(), keys.visible, keys.edges(n), first_row, keys.first_key(n), lane);
+}
+
+// Keys are rows. lse: of the queries from first_row on.
+template <class C, int kKeyBlocks, int kQueryBlocks, class Finish, class Queries>
+DEVICE void finish_scores_of_keys(C (&s)[kKeyBlocks][kQueryBlocks], const Finish& finish, const float* lse,
+                                  const Queries& queries, int n, int first_key, int first_row, int lane) {
+  UNROLL for (int m = 0; m < kKeyBlocks; m++) {
+    UNROLL for (int b = 0; b < kQueryBlocks; b++) {
+      UNROLL for (int e = 0; e < C::kElements; e++) {
+        s[m][b].x[e] = finish(s[m][b].x[e], lse[b * 16 + C::column(lane, e)]);
+      }
+    }
+  }
+  if (queries.is_full(n)) return;
+  replace_unseen_keys(s, Finish::masked(), queries.visible, first_key, first_row, lane);
+}
