@@ -134,13 +134,19 @@ def _alike(*arrays: Any) -> tuple[Any, ...]:
     """
     if not any(isinstance(x, jax.core.Tracer) for x in arrays):
         return arrays
-    varying = [getattr(jax.typeof(x), "manual_axis_type", None) for x in arrays]
-    axes = [frozenset() if each is None else each.varying for each in varying]
+    axes = [_varying(jax.typeof(x)) for x in arrays]
     every = frozenset().union(*axes)
     return tuple(
         x if each == every else jax.lax.pcast(x, tuple(every - each), to="varying")
         for x, each in zip(arrays, axes, strict=True)
     )
+
+
+def _varying(type_of_array: Any) -> frozenset[str]:
+    """The mesh axes along which it varies."""
+    manual = getattr(type_of_array, "manual_axis_type", None)  # since JAX 0.10
+    axes: frozenset[str] = type_of_array.vma if manual is None else manual.varying
+    return axes
 
 
 def _untraced(seed: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import shutil
 import subprocess
 import sys
@@ -31,7 +32,7 @@ def test_a_tracer_is_told_without_jax() -> None:
 
 
 STRUCTS = {
-    "XLA_FFI_Extension_Base": xla.Extension,
+    "XLA_FFI_InternalExtension": xla.Extension,
     "XLA_FFI_Api_Version": xla.ApiVersion,
     "XLA_FFI_Metadata": xla.Metadata,
     "XLA_FFI_Metadata_Extension": xla.MetadataExtension,
@@ -43,7 +44,7 @@ STRUCTS = {
     "XLA_FFI_Attrs": xla.Attrs,
     "XLA_FFI_CallFrame": xla.CallFrame,
     "XLA_FFI_Error_Create_Args": xla.ErrorCreate,
-    "XLA_FFI_Error_GetMessage_Args": xla.ErrorGetMessage,
+    "XLA_FFI_Error_GetDetails_Args": xla.ErrorGetDetails,
     "XLA_FFI_Error_Destroy_Args": xla.ErrorDestroy,
     "XLA_FFI_Stream_Get_Args": xla.StreamGet,
     "XLA_FFI_DeviceOrdinal_Get_Args": xla.DeviceOrdinalGet,
@@ -51,27 +52,39 @@ STRUCTS = {
     "XLA_FFI_DeviceMemory_Free_Args": xla.MemoryFree,
 }
 
+# Names of version 0.4 of the interface, and what they were.
+BEFORE_0_4 = {
+    "XLA_FFI_InternalExtension": "XLA_FFI_Extension_Base",
+    "XLA_FFI_Error_GetDetails": "XLA_FFI_Error_GetMessage",
+    "XLA_FFI_InvokeContext_Get": "XLA_FFI_ExecutionContext_Get",
+}
+
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to read XLA's header with")
 def test_structs_are_those_of_the_header(tmp_path: Path) -> None:
     jax = pytest.importorskip("jax")
-    fields = [
-        (struct, name, getattr(ours, name).offset, getattr(ours, name).size)
-        for struct, ours in STRUCTS.items()
-        for name, _ in [*ours._fields_]
-    ]
+    directory = Path(jax.ffi.include_dir())
+    header = (directory / "xla/ffi/api/c_api.h").read_text("utf-8")
+    fields = []
+    lines = ""
+    for struct, ours in STRUCTS.items():
+        for name, _ in [*ours._fields_]:
+            their = f"XLA_FFI_{name}" if ours is xla.Api and name[0].isupper() else name
+            where = struct
+            for new, old in BEFORE_0_4.items():
+                if not re.search(rf"\b{new}\b", header):
+                    where, their = where.replace(new, old), their.replace(new, old)
+            if name == "errc" and where == "XLA_FFI_Error_GetMessage_Args":
+                continue
+            fields.append((struct, name, getattr(ours, name).offset, getattr(ours, name).size))
+            lines += f'printf("%zu %zu\\n", offsetof({where}, {their}), sizeof((({where}*)0)->{their}));\n'
     assert len(fields) > 80
-    lines = "\n".join(
-        f'printf("%zu %zu\\n", offsetof({struct}, {their}), sizeof((({struct}*)0)->{their}));'
-        for struct, name, _, _ in fields
-        for their in [name if struct != "XLA_FFI_Api" or name[0].islower() else f"XLA_FFI_{name}"]
-    )
     source = tmp_path / "offsets.cc"
     source.write_text(
         f'#include <cstdio>\n#include "xla/ffi/api/c_api.h"\nint main() {{ {lines} }}\n'
     )
     program = tmp_path / "offsets"
-    subprocess.run(["g++", "-w", f"-I{jax.ffi.include_dir()}", source, "-o", program], check=True)
+    subprocess.run(["g++", "-w", f"-I{directory}", source, "-o", program], check=True)
     printed = subprocess.run([program], capture_output=True, text=True, check=True).stdout
     theirs = [tuple(map(int, line.split())) for line in printed.splitlines()]
     assert theirs == [(offset, size) for _, _, offset, size in fields]
@@ -190,7 +203,7 @@ def test_memory_of_xla_is_given_back() -> None:
 
     theirs = Xla(
         Error_Create=(xla.ErrorCreate, create),
-        Error_GetMessage=(xla.ErrorGetMessage, message),
+        Error_GetDetails=(xla.ErrorGetDetails, message),
         Error_Destroy=(xla.ErrorDestroy, lambda asked: None),
         DeviceMemory_Allocate=(xla.MemoryAllocate, allocate),
         DeviceMemory_Free=(xla.MemoryFree, free),

@@ -1,7 +1,8 @@
 """Python functions as calls of a program of XLA's: handlers of its typed foreign function interface, made of ctypes alone.
 
 XLA calls a handler with the addresses of its own buffers, and on a GPU with the stream that its kernels are on. The structs
-are those of `xla/ffi/api/c_api.h`, which jaxlib ships and a test compares them with. XLA only ever appends fields to them.
+are those of `xla/ffi/api/c_api.h`, which jaxlib ships and a test compares them with. XLA only appends fields to them, and
+takes those of older versions.
 
 No framework is imported here.
 """
@@ -56,12 +57,12 @@ Api = _struct(
         (name, c_void_p)
         for name in (
             "Error_Create",
-            "Error_GetMessage",
+            "Error_GetDetails",
             "Error_Destroy",
             "Handler_Register",
             "Stream_Get",
             "Type_Register",
-            "ExecutionContext_Get",
+            "InvokeContext_Get",
             "State_Set",
             "State_Get",
             "DeviceMemory_Allocate",
@@ -99,7 +100,10 @@ CallFrame = _struct(
     ("attrs", Attrs),
 )
 ErrorCreate = _struct("ErrorCreate", ("message", ctypes.c_char_p), ("errc", c_int))
-ErrorGetMessage = _struct("ErrorGetMessage", ("error", c_void_p), ("message", ctypes.c_char_p))
+# Before version 0.4 XLA_FFI_Error_GetMessage, whose struct ends with the message.
+ErrorGetDetails = _struct(
+    "ErrorGetDetails", ("error", c_void_p), ("message", ctypes.c_char_p), ("errc", c_int)
+)
 ErrorDestroy = _struct("ErrorDestroy", ("error", c_void_p))
 StreamGet = _struct("StreamGet", ("ctx", c_void_p), ("stream", c_void_p))
 DeviceOrdinalGet = _struct("DeviceOrdinalGet", ("ctx", c_void_p), ("device_ordinal", c_int32))
@@ -209,7 +213,7 @@ class _Xla:
         self.complete = api.struct_size >= ctypes.sizeof(Api)
         # Called with the GIL: they return at once. An allocation may wait for another thread to free.
         self._error_create = _quick(api.Error_Create)
-        self._error_message = _quick(api.Error_GetMessage)
+        self._error_details = _quick(api.Error_GetDetails)
         self._error_destroy = _quick(api.Error_Destroy)
         self.stream_get = _quick(api.Stream_Get)
         self.device_ordinal_get = _quick(api.DeviceOrdinal_Get)
@@ -231,8 +235,8 @@ class _Xla:
 
     def take(self, error: int) -> str:
         """What XLA's `error` says; it is gone then."""
-        asked = ErrorGetMessage(ctypes.sizeof(ErrorGetMessage), None, error, None)
-        self._error_message(byref(asked))
+        asked = ErrorGetDetails(ctypes.sizeof(ErrorGetDetails), None, error, None, 0)
+        self._error_details(byref(asked))
         message: bytes = asked.message
         self._error_destroy(byref(ErrorDestroy(ctypes.sizeof(ErrorDestroy), None, error)))
         return message.decode(errors="replace")
