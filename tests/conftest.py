@@ -8,7 +8,7 @@ import pytest
 from hypothesis import settings
 
 from rawattn._kernels import tile_tables as _tiles
-from tests import gpu_report
+from tests import exhaustive, gpu_report
 
 # The same examples on every run: a change is judged by its own effect. `--hypothesis-profile=search` looks for new ones.
 # No deadline, since time per example says more about the machine than about the code.
@@ -17,11 +17,16 @@ settings.register_profile("search", deadline=None)
 settings.load_profile("rawattn")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    exhaustive.add_option(parser)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(gpu_report.GpuReport(config), "gpu-report")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    exhaustive.leave_out(config, items)
     if reason := gpu_report.why_no_gpu():
         for item in items:
             if item.get_closest_marker("gpu"):

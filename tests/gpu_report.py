@@ -1,13 +1,14 @@
 """reports/gpu.json: the record of the last full test run on a GPU.
 
-CI has no GPU. Whoever changes `rawattn/` or `kernels_cu/` runs `pytest` once on a machine that has
-one and commits the record that this plugin writes. CI then checks that it is a record of the
-source at hand, and that nothing failed:
+CI has no GPU. Whoever changes a kernel, or a module of `rawattn/` that a kernel or an array passes
+through, runs `.ci/gpu` once on a machine that has one and commits the record that this plugin writes.
+CI then checks that it is a record of the source at hand, and that nothing failed:
 
     python -m tests.gpu_report --check
     python -m tests.gpu_report --pending "why there is no run yet"    # CI passes, loudly
 
-A run is recorded when it is full: all of `tests/`, nothing selected, left out or stopped. The file:
+A run is recorded when it is full: `pytest --exhaustive`, all of `tests/`, nothing selected, left out
+or stopped. The file:
 
     date, source               when it began; `source_hash()` at that moment
     device, driver, versions   what it ran on: driver, CUDA runtime and NVRTC, Python and packages
@@ -33,9 +34,19 @@ from typing import Any
 
 import pytest
 
+from tests import exhaustive
+
 ROOT = Path(__file__).resolve().parents[1]
 REPORT = Path("reports/gpu.json")
 SOURCES = ("rawattn", "kernels_cu")
+# What of these reaches no kernel and no array of a call: the command line and the benches.
+UNCOVERED = (
+    "rawattn/_cli/",
+    "rawattn/_bench/",
+    "rawattn/cli.py",
+    "rawattn/__main__.py",
+    "rawattn/py.typed",
+)
 COMPILED = {".pyc", ".pyo", ".so", ".o", ".pyd"}
 PACKAGES = ("numpy", "ml_dtypes", "cupy-cuda13x", "cupy-cuda12x", "torch", "jax")
 # Options that run less than everything.
@@ -44,19 +55,28 @@ SELECTING = ("keyword", "markexpr", "deselect", "ignore", "ignore_glob", "lf", "
 OUTCOMES = ("passed", "xfailed", "skipped", "failed")
 
 
-def source_hash(root: Path = ROOT) -> str:
-    """sha256 over the paths and contents of everything a kernel or its host code is made of."""
-    digest = hashlib.sha256()
-    files = {
-        path.relative_to(root).as_posix(): path
+def sources(root: Path = ROOT) -> list[str]:
+    """Everything that a kernel, or the code which brings an array to it, is made of."""
+    names = (
+        path.relative_to(root).as_posix()
         for top in SOURCES
         for path in (root / top).rglob("*")
         if path.is_file() and path.suffix not in COMPILED
-    }
-    for name in sorted(files):
-        if not any(part == "__pycache__" or part.startswith(".") for part in Path(name).parts):
-            content = files[name].read_bytes()
-            digest.update(f"{name}\0{len(content)}\0".encode() + content)
+    )
+    return sorted(
+        name
+        for name in names
+        if not name.startswith(UNCOVERED)
+        and not any(part == "__pycache__" or part.startswith(".") for part in Path(name).parts)
+    )
+
+
+def source_hash(root: Path = ROOT) -> str:
+    """sha256 over the paths and contents of `sources`."""
+    digest = hashlib.sha256()
+    for name in sources(root):
+        content = (root / name).read_bytes()
+        digest.update(f"{name}\0{len(content)}\0".encode() + content)
     return digest.hexdigest()
 
 
@@ -116,6 +136,8 @@ class GpuReport:
             return "only a part of tests/ was named"
         if used := [name for name in SELECTING if config.getoption(name, None)]:
             return f"tests were selected ({', '.join(used)})"
+        if not config.getoption(exhaustive.OPTION):
+            return f"the exhaustive cases were left out ({exhaustive.OPTION} runs them)"
         if session.shouldfail or session.shouldstop:
             return "the run was stopped early"
         if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
@@ -200,15 +222,15 @@ def problem(root: Path) -> str | None:
     """What is wrong with the record of the source in `root`, None if nothing is."""
     record = read(root / REPORT)
     how = (
-        "run `pytest` on a machine with a GPU and commit the file; if that has to wait: "
+        "run `.ci/gpu` on a machine with a GPU and commit the file; if that has to wait: "
         'python -m tests.gpu_report --pending "reason"'
     )
     if "source" not in record:
         return f"{REPORT} is missing or damaged; {how}"
     if record["source"] != source_hash(root):
         return (
-            f"{REPORT} is stale: {' or '.join(SOURCES)} changed since the run of "
-            f"{record.get('date')}; {how}"
+            f"{REPORT} is stale: {' or '.join(SOURCES)} (without command line and benches) changed "
+            f"since the run of {record.get('date')}; {how}"
         )
     total = record.get("total", {})
     if total.get("failed", 1):

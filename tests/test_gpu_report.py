@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ast
 import json
 from collections import Counter
 from pathlib import Path
@@ -25,16 +26,26 @@ SUITE = """
     def test_fails_in_teardown(broken): pass
     @pytest.mark.xfail(reason="known")
     def test_expected_to_fail(): assert False
+    @pytest.mark.exhaustive
+    def test_beyond(): pass
 """
 PLUGIN = """
-    from tests import gpu_report
+    from tests import exhaustive, gpu_report
 
     gpu_report.why_no_gpu = lambda: {why!r}
     gpu_report.machine = lambda: {{"device": {{"name": "a GPU"}}}}
 
+    def pytest_addoption(parser):
+        exhaustive.add_option(parser)
+
     def pytest_configure(config):
+        config.addinivalue_line("markers", "exhaustive: beyond the curated cases")
         config.pluginmanager.register(gpu_report.GpuReport(config), "gpu-report")
+
+    def pytest_collection_modifyitems(config, items):
+        exhaustive.leave_out(config, items)
 """
+FULL = "--exhaustive"
 
 
 @pytest.fixture
@@ -59,10 +70,10 @@ def written(project: pytest.Pytester) -> dict[str, Any]:
 
 
 def test_full_run_is_recorded(project: pytest.Pytester) -> None:
-    result = project.runpytest_inprocess()
+    result = project.runpytest_inprocess(FULL)
     result.stdout.fnmatch_lines(["*reports/gpu.json written*"])
     record = written(project)
-    counts = {"passed": 1, "failed": 2, "skipped": 1, "xfailed": 1}
+    counts = {"passed": 2, "failed": 2, "skipped": 1, "xfailed": 1}
     assert record["tests"] == {"tests/test_it.py": counts}
     assert record["total"] == counts
     assert record["failures"] == [
@@ -90,43 +101,51 @@ def test_full_run_is_recorded(project: pytest.Pytester) -> None:
     ids=" ".join,
 )
 def test_part_of_a_run_is_not(project: pytest.Pytester, arguments: list[str]) -> None:
-    project.runpytest_inprocess(*arguments).stdout.fnmatch_lines(["*gpu.json not written*"])
+    result = project.runpytest_inprocess(FULL, *arguments)
+    result.stdout.fnmatch_lines(["*gpu.json not written*"])
+    assert written(project) == {}
+
+
+def test_curated_cases_alone_are_not(project: pytest.Pytester) -> None:
+    result = project.runpytest_inprocess()
+    result.stdout.fnmatch_lines(["*1 deselected*", "*gpu.json not written: the exhaustive cases*"])
+    result.assert_outcomes(passed=2, failed=1, skipped=1, xfailed=1, errors=1, deselected=1)
     assert written(project) == {}
 
 
 @pytest.mark.parametrize("argument", [".", "tests"])
 def test_naming_all_of_it_is_full(project: pytest.Pytester, argument: str) -> None:
-    project.runpytest_inprocess(argument)
-    assert written(project)["total"]["passed"] == 1
+    project.runpytest_inprocess(FULL, argument)
+    assert written(project)["total"]["passed"] == 2
 
 
 def test_interrupted_run_is_not(project: pytest.Pytester) -> None:
     project.path.joinpath("tests/test_zz.py").write_text("raise KeyboardInterrupt\n", "utf-8")
-    project.runpytest_subprocess("-p", "no:cacheprovider")
+    project.runpytest_subprocess("-p", "no:cacheprovider", FULL)
     assert written(project) == {}
 
 
 def test_collection_error_is_not(project: pytest.Pytester) -> None:
     project.path.joinpath("tests/test_zz.py").write_text("import no_such_module\n", "utf-8")
-    project.runpytest_inprocess().stdout.fnmatch_lines(["*gpu.json not written*"])
+    project.runpytest_inprocess(FULL).stdout.fnmatch_lines(["*gpu.json not written*"])
     assert written(project) == {}
 
 
 def test_without_a_gpu_nothing_is_written(project: pytest.Pytester) -> None:
     project.makeconftest(PLUGIN.format(why="no GPU"))
-    project.runpytest_inprocess().stdout.no_fnmatch_line("*gpu.json*")
+    project.runpytest_inprocess(FULL).stdout.no_fnmatch_line("*gpu.json*")
     assert written(project) == {}
 
 
 def test_sanitizer_findings_belong_to_their_source(project: pytest.Pytester) -> None:
-    project.runpytest_inprocess()
+    project.runpytest_inprocess(FULL)
     path = project.path / gpu_report.REPORT
     found = {"memcheck": {"runs": 3, "findings": 0}}
     path.write_text(json.dumps({**written(project), "sanitizer": found}), "utf-8")
-    project.runpytest_inprocess()
+    project.runpytest_inprocess(FULL)
     assert written(project)["sanitizer"] == found
     project.path.joinpath("kernels_cu/k.cu").write_text("another\n", "utf-8")
-    project.runpytest_inprocess()
+    project.runpytest_inprocess(FULL)
     assert written(project)["sanitizer"] is None
 
 
@@ -156,10 +175,58 @@ def test_hash_sees_nothing_else(root: Path) -> None:
     (root / "rawattn/__pycache__/a.cpython-311.pyc").write_bytes(b"compiled")
     (root / "rawattn/fast.so").write_bytes(b"compiled")
     (root / "rawattn/.a.py.swp").write_bytes(b"editor")
+    for name in (
+        "_cli/info.py",
+        "_bench/suites.py",
+        "_bench/sub/a.json",
+        "cli.py",
+        "__main__.py",
+        "py.typed",
+    ):
+        path = root / "rawattn" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("text\n", "utf-8")
     (root / "README.md").write_text("text\n", "utf-8")
     (root / "tests").mkdir()
     (root / "tests/test_it.py").write_text("text\n", "utf-8")
     assert gpu_report.source_hash(root) == before
+
+
+@pytest.mark.parametrize("name", ["rawattn/_clip.py", "rawattn/sub/cli.py", "kernels_cu/cli.py"])
+def test_hash_sees_what_is_only_named_alike(root: Path, name: str) -> None:
+    before = gpu_report.source_hash(root)
+    (root / name).write_text("text\n", "utf-8")
+    assert gpu_report.source_hash(root) != before
+
+
+def test_nothing_hashed_imports_what_is_not() -> None:
+    """Else a change of the command line or the benches could change what a call does."""
+    modules = [name for name in gpu_report.sources() if name.endswith(".py")]
+    assert len(modules) > 20
+    for name in modules:
+        for node in ast.walk(ast.parse((gpu_report.ROOT / name).read_text("utf-8"))):
+            imported = []
+            if isinstance(node, ast.Import):
+                imported = [each.name for each in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{name}: imports relatively"
+                module = node.module or ""
+                imported = [module, *(f"{module}.{each.name}" for each in node.names)]
+            for each in imported:
+                path = each.replace(".", "/")
+                assert not f"{path}/".startswith(gpu_report.UNCOVERED), f"{name}: imports {each}"
+                assert f"{path}.py" not in gpu_report.UNCOVERED, f"{name}: imports {each}"
+
+
+def test_everything_hashed_is_there() -> None:
+    names = gpu_report.sources()
+    assert {name.split("/")[0] for name in names} == {"rawattn", "kernels_cu"}
+    assert "rawattn/__init__.py" in names
+    for gone in ("rawattn/_cli/", "rawattn/_bench/"):
+        assert (gpu_report.ROOT / gone).is_dir(), (
+            f"{gone} is listed as not covered, and is not there"
+        )
+        assert not any(name.startswith(gone) for name in names)
 
 
 def write(root: Path, **changes: Any) -> None:

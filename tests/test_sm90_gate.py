@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Hashable, Iterable
 
 import pytest
 
 from bench.tuning import gate
 from rawattn._compile import compiler
 from rawattn._kernels.sm90 import forward as sm90_forward
+<<<<<<< ours
 from rawattn._kernels.variants import common_variants
+=======
+from tests import exhaustive
+>>>>>>> theirs
 
 VARIANTS = [
     source
@@ -18,14 +23,30 @@ VARIANTS = [
 ]
 
 
-@pytest.mark.parametrize("source", VARIANTS, ids=lambda source: source.summary)
+def traits(source: compiler.Source) -> Iterable[Hashable]:
+    """Each tile at each head dim, and each word of the summary at each head dim."""
+    kernel, _, constants = source.summary.partition(" D=")
+    headdim, tile, *words = constants.split()
+    yield headdim, tile
+    yield kernel, tile
+    yield from ((headdim, word) for word in words)
+
+
+each_variant = pytest.mark.parametrize(
+    "source",
+    exhaustive.mark(VARIANTS, traits, lambda source: [source]),
+    ids=lambda source: source.summary,
+)
+
+
+@each_variant
 def test_no_spills_and_no_serialised_products(source: compiler.Source) -> None:
     cubin = compiler.compile_source(source, sm90_forward.ARCH)
     assert cubin.meta["spills"] == 0
     assert not gate.serialised(cubin.log)
 
 
-@pytest.mark.parametrize("source", VARIANTS, ids=lambda source: source.summary)
+@each_variant
 def test_exponentials_come_in_one_stretch(source: compiler.Source) -> None:
     """Behind the wait for P V, which holds the registers that they are converted into."""
     tool = gate.disassembler()

@@ -206,9 +206,21 @@ class FakeClock:
         return 0.0, result
 
 
-@pytest.fixture
-def search(tile_tables: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """The file of a search for Hopper's forward at head dim 64."""
+@pytest.fixture(
+    params=[8, pytest.param(1, marks=pytest.mark.exhaustive)], ids=["some-variants", "all-variants"]
+)
+def search(
+    request: pytest.FixtureRequest,
+    tile_tables: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> Path:
+    """The file of a search for Hopper's forward at head dim 64.
+
+    A winner is tried with every so manyth of the variants that it changes.
+    """
+    judge_all, step = tables.judge_all, request.param
+    monkeypatch.setattr(tables, "judge_all", lambda work, *how: judge_all(work[::step], *how))
     shape = {"nheads_q": 1, "nheads_kv": 1, "headdim": 64}
     small = [Case("dense", "S16", (16,), **shape, causal=causal) for causal in (True, False)]
     small.append(Case("ragged", "S16", (16,), **shape, causal=True, packed=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -16,12 +16,17 @@ from rawattn._call.problem import describe
 from rawattn._kernels import tile_tables
 from rawattn._kernels.portable import backward as portable_backward
 from rawattn._kernels.portable.backward import Config, DqConfig
+<<<<<<< ours
 from rawattn._kernels.target import without_device
+=======
+from tests import exhaustive
+>>>>>>> theirs
 from tests.cases import CANARY, Case, Strided, curated, dense, padded, ragged, random_case, strided
 from tests.gradients import NAMES, backward_of, check_gradient
 from tests.shim.backward import Backward
 from tests.shim.launch import Machine, operands_of
 from tests.shim.shim import Builder
+from tests.shim.traits import of_case, of_kernel
 from tests.verify import layout
 
 WAVES = (32, 64)
@@ -288,6 +293,25 @@ CELLS = [
 ]
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=str)
+TILE = Tiles._fields
+DQ_TILE = DqTiles._fields
+
+
+def traits(cell: Cell) -> Iterable[Hashable]:
+    main, dq = cell.configs
+    yield from of_kernel(main, TILE)
+    if not cell.with_dq:
+        yield from (("dq", trait) for trait in of_kernel(dq, DQ_TILE))
+    yield "access", cell.wave, main.copy_bytes
+    yield "machine", cell.wave, cell.checked, cell.with_dq
+    yield "sections", cell.section_queries < 1 << 20
+    yield from of_case(cell.case)
+
+
+def kernels(cell: Cell) -> Iterable[Hashable]:
+    return [(config, cell.checked) for config in cell.configs[: 1 if cell.with_dq else 2]]
+
+
+@pytest.mark.parametrize("cell", exhaustive.mark(CELLS, traits, kernels), ids=str)
 def test_backward(cell: Cell, builder: Builder) -> None:
     verify(cell, builder)

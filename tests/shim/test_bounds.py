@@ -38,12 +38,17 @@ def side(rng: np.random.Generator, rows: int, *, group: bool, dtype: str) -> Sid
     return Side(start, length, cumulative, rows, rows, True)
 
 
+@pytest.mark.parametrize(
+    "seeds",
+    [range(4), pytest.param(range(4, 14), marks=pytest.mark.exhaustive)],
+    ids=["few", "more"],
+)
 @pytest.mark.parametrize("checked", [False, True], ids=["", "checked"])
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
 @pytest.mark.parametrize("group", [False, True], ids=["batch", "group"])
 @pytest.mark.parametrize("family", ["portable", "sm90", "cluster", "stores"])
 def test_garbage_stays_in_bounds(
-    family: str, group: bool, dtype: str, checked: bool, builder: Builder
+    family: str, group: bool, dtype: str, checked: bool, seeds: range, builder: Builder
 ) -> None:
     problem = Problem(
         dtype="bfloat16",
@@ -77,7 +82,7 @@ def test_garbage_stays_in_bounds(
         heads_per_tile=heads,
         tensor_stores=family == "stores",
     )
-    for seed in range(4 if checked else 14):
+    for seed in seeds:
         rng = np.random.default_rng([seed, group, dtype == "int64"])
         lengths = Lengths(
             batch=BATCH,

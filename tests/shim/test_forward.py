@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import numpy as np
@@ -11,9 +11,11 @@ import pytest
 
 from rawattn._kernels import tile_tables
 from rawattn._kernels.portable import forward as portable_forward
+from tests import exhaustive
 from tests.cases import Case, curated, dense, padded, ragged, random_case
 from tests.shim.cells import Cell, Tiles, verify
 from tests.shim.shim import Builder
+from tests.shim.traits import of_case, of_kernel
 
 WAVES = (32, 64)
 # Many tile edges in a short sequence.
@@ -157,6 +159,17 @@ CELLS = [
 ]
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=str)
+TILE = ("tile_q", "tile_k", "waves", "stages", "query_in_registers")
+
+
+def traits(cell: Cell) -> Iterable[Hashable]:
+    yield from of_kernel(cell.config, TILE)
+    yield "access", cell.wave, cell.config.copy_bytes
+    yield "machine", cell.wave, cell.checked, cell.fibers
+    yield "sections", cell.section_keys is not None
+    yield from of_case(cell.case)
+
+
+@pytest.mark.parametrize("cell", exhaustive.mark(CELLS, traits, lambda cell: cell.builds), ids=str)
 def test_forward(cell: Cell, builder: Builder) -> None:
     verify(cell, builder)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import numpy as np
@@ -11,11 +11,16 @@ import pytest
 
 from rawattn._kernels import tile_tables
 from rawattn._kernels.sm90 import forward as sm90_forward
+<<<<<<< ours
 from rawattn._kernels.sm90 import forward_steps
+=======
+from tests import exhaustive
+>>>>>>> theirs
 from tests.cases import Case, curated, dense, padded, ragged, random_case
 from tests.shim.cells import verify
 from tests.shim.cells_sm90 import Sm90Cell, Sm90Tiles, chosen
 from tests.shim.shim import Builder
+from tests.shim.traits import of_case, of_kernel
 
 # Many tile edges in a short sequence.
 SMALL = Sm90Tiles(16, 2, 2, True)
@@ -328,7 +333,20 @@ CELLS = [
 ]
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=str)
+TILE = ("tile_k", "consumers", "stages", "cluster", "ping_pong", "late_scaling")
+
+
+def traits(cell: Sm90Cell) -> Iterable[Hashable]:
+    yield from of_kernel(cell.config, TILE)
+    yield "checked", cell.checked
+    yield "sections", cell.section_keys is not None
+    yield "kept tiles", cell.kept_tiles
+    yield "blocks", cell.blocks
+    yield "order", cell.seed % 4
+    yield from of_case(cell.case)
+
+
+@pytest.mark.parametrize("cell", exhaustive.mark(CELLS, traits, lambda cell: cell.builds), ids=str)
 def test_sm90_forward(cell: Sm90Cell, builder: Builder) -> None:
     verify(cell, builder)
 

@@ -1,0 +1,51 @@
+"""What a cell of the test matrix shows, for the choice of those that every run has (tests/exhaustive.py)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Iterable
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from tests.cases import Case
+
+_DIMS = ("headdim", "headdim_v")
+
+
+def of_case(case: Case) -> Iterable[Hashable]:
+    """What reaches a kernel as numbers: lengths, layouts, masks' widths, values."""
+    yield "lengths", case.group, case.by_q, case.by_k, case.lead + case.tail > 0
+    yield "integers", case.group, case.integers, case.on_device, case.max_seqlen
+    yield "layout", case.layout, case.give_out
+    yield "values", case.values, case.dtype
+    yield "heads", case.nheads_q // case.nheads_kv
+    yield "mask", case.window, case.sink, case.causal
+    yield "lse", case.return_lse
+    yield "scale", case.scale
+    pairs = list(zip(case.lens_q, case.lens_k, strict=True))
+    yield "sequences", len(pairs) == 0
+    yield "no queries", any(q == 0 for q, _ in pairs), "no keys", any(k == 0 for _, k in pairs)
+    yield "more queries than keys", any(q > k for q, k in pairs)
+
+
+def of_kernel(config: Any, tile: Iterable[str]) -> Iterable[Hashable]:
+    """Each constant of a kernel, each two of its switches together, and the names of `tile` all together."""
+    constants = dict(_constants(config))
+    for name, value in constants.items():
+        if name not in _DIMS:
+            yield name, value
+    switches = [each for each in constants.items() if isinstance(each[1], bool)]
+    yield from itertools.combinations(switches, 2)
+    headdim, headdim_v = (constants[name] for name in _DIMS)
+    yield "dims", headdim == headdim_v, headdim % 16 == 0
+    yield "dims", headdim // 64
+    yield "tile", constants["element"] == "float", *(constants[name] for name in tile)
+
+
+def _constants(config: Any) -> Iterable[tuple[str, Any]]:
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if is_dataclass(value):
+            yield from _constants(value)
+        else:
+            yield field.name, value
