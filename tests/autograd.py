@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tests.cases import Case, Strided, dense, padded, ragged
-from tests.frameworks import Framework, Jax, Torch
+from tests.frameworks import Framework, Jax
 from tests.gradients import NAMES, Backward, backward_of, check_gradient
 from tests.verify import layout
 
@@ -59,19 +59,6 @@ def dlse_of(call: Backward) -> Strided:
     values = np.zeros_like(call.lse) if call.dlse is None else call.dlse
     strides = [x // values.itemsize for x in values.strides]
     return Strided(values.ravel(), 0, values.shape, tuple(strides))
-
-
-def verify_torch(case: Case, device: str) -> None:
-    import torch
-
-    call, framework = backward_of(case), Torch(device)
-    inputs = call.inputs
-    q, k, v = (framework.array(x).requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
-    seqs = layout(inputs, case, framework)
-    out, lse = page("PyTorch")["attention"](q, k, v, seqs=seqs, **inputs.options)
-    incoming = framework.array(call.dout), framework.array(dlse_of(call))
-    torch.autograd.backward((out, lse), incoming)
-    verify(call, framework, (q.grad, k.grad, v.grad))
 
 
 def verify_jax(case: Case, platform: str) -> None:

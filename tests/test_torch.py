@@ -17,7 +17,9 @@ import rawattn.torch
 from rawattn import reference
 from rawattn._torch import ops
 from tests import torch_calls
+from tests.bad_calls import BAD_CALLS, Bad, check_refused
 from tests.cases import Case
+from tests.frameworks import Torch
 from tests.torch_calls import GRADIENT_CASES, gradients, leaves, random, torchs_own
 
 pytestmark = pytest.mark.frameworks
@@ -398,3 +400,64 @@ def test_examples() -> None:
     results = doctest.testmod(rawattn.torch)
     assert results.attempted > 0
     assert results.failed == 0
+
+
+@pytest.mark.parametrize("n", range(4))
+def test_documentation(n: int) -> None:
+    """Each block after those before it."""
+    blocks = torch_calls.documentation()
+    assert len(blocks) == 4
+    if "transformers" in blocks[n]:
+        pytest.importorskip("transformers")
+    names: dict[str, Any] = {}
+    for block in (blocks[0], blocks[n]) if n else blocks[:1]:
+        exec(compile(block, "frameworks.md", "exec"), names)
+
+
+@pytest.mark.parametrize("way", ["eager", "operator", "compiled"])
+def test_the_plain_call_sees_nothing_that_is_recorded(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would refuse: its result has no gradient."""
+    made = []
+
+    def watched(function: Any) -> Any:
+        def call(*given: Any, **options: Any) -> Any:
+            assert not (torch.is_grad_enabled() and any(x.requires_grad for x in given))
+            made.append(function)
+            return function(*given, **options)
+
+        return call
+
+    for module, name in ((rawattn.torch, "_attention"), (ops, "attention")):
+        monkeypatch.setattr(module, name, watched(rawattn.attention))
+        monkeypatch.setattr(module, "attention_backward", watched(rawattn.attention_backward))
+    run = {
+        "eager": attention,
+        "operator": lambda *x: ops.run(*x, ops.Layout(), ops.Options())[0],
+        "compiled": torch.compile(attention, fullgraph=True, backend="aot_eager"),
+    }[way]
+    for create_graph in (False, way != "compiled"):  # torch refuses it after the other one there
+        q, k, v = leaves(*random("cpu"))
+        torch.autograd.grad(run(q, k, v).square().sum(), q, create_graph=create_graph)
+        run(q.detach(), k.detach(), v.detach())
+        with torch.no_grad():
+            run(q, k, v)
+    assert len(made) == 8
+
+
+RECORDED_BAD_CALLS = [bad for bad in BAD_CALLS if not bad.change.keys() & {"out", "backend"}]
+
+
+@pytest.mark.parametrize("bad", RECORDED_BAD_CALLS, ids=str)
+def test_bad_calls(bad: Bad) -> None:
+    """Refused as by the plain call, also where autograd records."""
+
+    def call(q: Any, k: Any, v: Any, **options: Any) -> Any:
+        x = (
+            t.requires_grad_() if isinstance(t, torch.Tensor) and t.is_floating_point() else t
+            for t in (q, k, v)
+        )
+        return attention(*x, **options)
+
+    check_refused(bad, Torch(), call)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 import rawattn.torch
-from tests.autograd import CASES, dlse_of, verify
+from tests.autograd import CASES, PAGE, dlse_of, verify
 from tests.cases import Case, dense, padded, ragged
 from tests.frameworks import Torch
 from tests.gradients import backward_of
@@ -47,6 +48,13 @@ def verify_case(case: Case, device: str) -> None:
         log = framework.host(lse).swapaxes(-1, -2)
         check(framework.host(out)[inputs.rows], exact.out, exact.low_out, what="out")
         check_lse(log[inputs.rows], exact.lse, exact.low_lse)
+
+
+def documentation() -> list[str]:
+    """The Python of the page's section about PyTorch."""
+    section = re.search(r"^## PyTorch$(.*?)(?=^## |\Z)", PAGE.read_text("utf-8"), re.M | re.S)
+    assert section is not None
+    return re.findall(r"^```python\n(.*?)^```$", section[1], re.M | re.S)
 
 
 def leaves(*tensors: Any) -> list[Any]:

@@ -8,34 +8,6 @@ import pytest
 
 from tests import autograd
 from tests.cases import Case
-from tests.gpu import gate
-
-
-@pytest.mark.parametrize("case", autograd.CASES, ids=str)
-def test_torch(case: Case) -> None:
-    pytest.importorskip("torch")
-    autograd.verify_torch(case, "cuda")
-
-
-def test_torch_on_a_stream_of_its_own_waits_for_nothing() -> None:
-    torch = pytest.importorskip("torch")
-    attention = autograd.page("PyTorch")["attention"]
-    values = torch.randn(3, 2, 300, 4, 64, device="cuda", dtype=torch.bfloat16)
-
-    def run() -> list[object]:
-        tensors = [x.clone().requires_grad_() for x in values]
-        out, lse = attention(*(x * 2 for x in tensors), causal=True)
-        (out.float().square().sum() + lse.sum()).backward()
-        return [x.grad for x in tensors]
-
-    exact = run()  # compiles what the other call uses
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with gate.closed(gate.of_torch(stream)), torch.cuda.stream(stream):
-        got = run()
-        assert gate.still_closed(gate.of_torch(stream))
-    for name, a, b in zip(("dq", "dk", "dv"), got, exact, strict=True):
-        torch.testing.assert_close(a, b, msg=lambda said, name=name: f"{name}: {said}")
 
 
 @pytest.mark.parametrize("case", autograd.CASES, ids=str)

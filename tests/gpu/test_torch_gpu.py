@@ -1,0 +1,238 @@
+"""`rawattn.torch` with tensors on the GPU."""
+
+from __future__ import annotations
+
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+# ruff: noqa: E402
+
+import rawattn
+import rawattn.torch
+from tests import torch_calls
+from tests.cases import Case
+from tests.gpu import gate
+from tests.torch_calls import GRADIENT_CASES, gradients, leaves, random, torchs_own
+
+pytestmark = pytest.mark.frameworks
+
+attention = rawattn.torch.attention
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+@pytest.fixture(autouse=True)
+def _forget_compiled():
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("case", GRADIENT_CASES, ids=str)
+def test_cases(case: Case) -> None:
+    torch_calls.verify_case(case, "cuda")
+
+
+@pytest.mark.parametrize("heads_kv", [4, 1])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_same_as_torchs_own(dtype: Any, causal: bool, heads_kv: int) -> None:
+    torch_calls.same_as_torchs_own("cuda", dtype, causal=causal, heads_kv=heads_kv)
+
+
+def test_gradcheck() -> None:
+    """As on the host: a step of 1e-2 leaves 1e-5 of a derivative. The sums in one order, as gradcheck demands."""
+    q, k, v = leaves(
+        *(torch.randn(2, n, h, 16, device="cuda") / 2 for n, h in ((5, 2), (7, 1), (7, 1)))
+    )
+
+    def run(q, k, v):
+        return attention(q, k, v, causal=True, return_lse=True, deterministic=True)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Input #. requires gradient and is not a double")
+        assert torch.autograd.gradcheck(run, (q, k, v), eps=1e-2, atol=1e-3, rtol=1e-3)
+
+
+def test_a_module_learns_as_with_torchs_own() -> None:
+    ours = torch_calls.losses_of_training(attention, "cuda")
+    np.testing.assert_allclose(ours, torch_calls.losses_of_training(torchs_own, "cuda"), atol=1e-4)
+
+
+def test_lengths_on_the_gpu() -> None:
+    q, k, v = random("cuda")
+    lengths = torch.tensor([5, 33], device="cuda")
+    on_device, on_host = (
+        gradients(
+            lambda *x, n=n: attention(*x, seqs=rawattn.SeqLayout(seqlen_q=n, seqlen_k=n), causal=True),
+            q, k, v,
+        )
+        for n in (lengths, [5, 33])
+    )  # fmt: skip
+    for a, b in zip(on_device, on_host, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_deterministic() -> None:
+    given = [x.bfloat16() for x in random("cuda", rows=2000)]
+    first, second = (
+        gradients(lambda *x: attention(*x, deterministic=True), *given) for _ in range(2)
+    )
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_on_a_stream_of_its_own_waits_for_nothing() -> None:
+    values = torch.randn(3, 2, 300, 4, 64, device="cuda", dtype=torch.bfloat16)
+
+    def run() -> list[Any]:
+        tensors = [x.clone().requires_grad_() for x in values]
+        out, lse = attention(*(x * 2 for x in tensors), causal=True, return_lse=True)
+        (out.float().square().sum() + lse.sum()).backward()
+        return [x.grad for x in tensors]
+
+    exact = run()  # compiles what the other call uses
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with gate.closed(gate.of_torch(stream)), torch.cuda.stream(stream):
+        got = run()
+        assert gate.still_closed(gate.of_torch(stream))
+    for name, a, b in zip(("dq", "dk", "dv"), got, exact, strict=True):
+        torch.testing.assert_close(a, b, msg=lambda said, name=name: f"{name}: {said}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_graph_of_forward_and_backward(dtype: Any) -> None:
+    """Captured once, replayed on other values in the same memory."""
+    q, k, v = leaves(*(x.to(dtype) for x in random("cuda", rows=200, dim=64)))
+    dout = torch.randn_like(q)
+
+    def step() -> tuple[Any, ...]:
+        out, lse = attention(q, k, v, causal=True, return_lse=True, deterministic=True)
+        return (out, lse, *torch.autograd.grad((out, lse), (q, k, v), (dout, torch.ones_like(lse))))
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()  # compiles, and warms torch's pools up
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for _ in range(3):
+        with torch.no_grad():
+            for x in (q, k, v, dout):
+                x.copy_(torch.randn_like(x))
+        graph.replay()
+        got = [x.detach().clone() for x in captured]
+        for a, b in zip(got, step(), strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_compiled(mode: str) -> None:
+    """By inductor; "reduce-overhead" puts the call into CUDA graphs with what lies around it."""
+
+    def model(q, k, v):
+        out, lse = attention(q.sin(), k, v * 2, causal=True, return_lse=True, deterministic=True)
+        return out.cos(), lse * 3
+
+    given = random("cuda", rows=200, dim=64)
+    exact = gradients(model, *given)
+    compiled = torch.compile(model, fullgraph=True, mode=mode)
+    for _ in range(4):  # warm-up, capture, replays
+        got = [x.clone() for x in gradients(compiled, *given)]
+        for a, b in zip(got, exact, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_memory_is_not_kept_where_nothing_is_recorded() -> None:
+    q, k, v = leaves(*(x.bfloat16() for x in random("cuda", rows=4096, dim=128)))
+    with torch.no_grad():
+        attention(q, k, v)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        out = attention(q, k, v)
+        assert torch.cuda.memory_allocated() - before <= out.nbytes + 4096
+
+
+def test_host_time(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the caller's thread, the queue empty: what a step of small kernels pays for each call."""
+    shape = (1, 128, 16, 128)
+    q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    recorded, dout = leaves(q, k, v), torch.randn_like(q)
+    turned = [x.transpose(1, 2) for x in (q, k, v)]
+    turned_recorded, turned_dout = leaves(*turned), dout.transpose(1, 2)
+
+    def backward(attend: Callable[..., Any], x: Any, dout: Any) -> Callable[[], Any]:
+        return lambda: torch.autograd.grad(attend(*x), x, dout)
+
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    calls = {
+        "forward": (lambda: attention(q, k, v), lambda: sdpa(*turned)),
+        "forward, recorded": (lambda: attention(*recorded), lambda: sdpa(*turned_recorded)),
+        "forward + backward": (
+            backward(attention, recorded, dout),
+            backward(sdpa, turned_recorded, turned_dout),
+        ),
+    }
+    ratios = {}
+    for name, pair in calls.items():
+        ours, theirs = _seconds(*pair)
+        ratios[name] = ours / theirs
+        with capsys.disabled():
+            print(
+                f"\nhost time, {name}: rawattn.torch {1e6 * ours:.1f} us, SDPA {1e6 * theirs:.1f} us, "
+                f"ratio {ratios[name]:.2f}"
+            )
+    assert ratios["forward"] <= 1.0 and ratios["forward + backward"] <= 1.3, ratios
+
+
+def _seconds(*calls: Callable[[], Any]) -> list[float]:
+    """Medians of the calls, in turns, so that what else the machine does meets all of them."""
+    samples: list[list[float]] = [[] for _ in calls]
+    for turn in range(60):
+        for call, found in zip(calls, samples, strict=True):
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            for _ in range(20):
+                call()
+            if turn >= 10:
+                found.append((time.perf_counter() - started) / 20)
+    torch.cuda.synchronize()
+    return [statistics.median(found) for found in samples]
+
+
+@pytest.mark.parametrize("side", [None, "left", "right"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "bert"])
+def test_models_train_as_with_torchs_own(name: str, side: str | None) -> None:
+    pytest.importorskip("transformers")
+    from tests.transformers_models import losses, model_of, padding, tokens
+
+    sizes = {"num_hidden_layers": 8, "hidden_size": 256, "intermediate_size": 512}
+    ids, mask = tokens("cuda", 130), padding(side, "cuda", 130)
+    got, exact = (
+        losses(model_of(name, which, "cuda", **sizes), mask, ids=ids)
+        for which in ("rawattn", "sdpa")
+    )
+    np.testing.assert_allclose(got, exact, rtol=0, atol=1e-3)
+    assert got[-1] < got[0]
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("side", [None, "left"])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_models_generate_as_with_torchs_own(name: str, side: str | None, cache: str) -> None:
+    """With a static cache generate compiles the decoding step by itself."""
+    pytest.importorskip("transformers")
+    from tests.transformers_models import generated, model_of, padding
+
+    mask = padding(side, "cuda")
+    got, exact = (
+        generated(model_of(name, which, "cuda"), mask, cache) for which in ("rawattn", "sdpa")
+    )
+    assert torch.equal(got, exact)
