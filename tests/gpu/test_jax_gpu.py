@@ -198,3 +198,19 @@ def test_sharded_over_devices() -> None:
     )
     exact = jax_calls.causal(q, k, v)
     assert bool((jnp.asarray(np.asarray(sharded(q, k, v))) == np.asarray(exact)).all())
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_lengths_that_lie_on_the_gpu(traced: bool) -> None:
+    """Given as arrays with values, they are operands too."""
+    q, k, v = arrays(3, 70, 4, 64)
+    lengths = np.array([70, 0, 33], np.int32)
+    on_device = jax.device_put(lengths, q.devices().pop())
+    seqs = rawattn.SeqLayout(seqlen_k=on_device)
+    exact = rawattn.jax.attention(q, k, v, seqs=rawattn.SeqLayout(seqlen_k=lengths))
+
+    def call(q: Any, k: Any, v: Any) -> Any:
+        return rawattn.jax.attention(q, k, v, seqs=seqs)
+
+    out = (jax.jit(call) if traced else call)(q, k, v)
+    assert np.array_equal(np.asarray(out).view("u2"), np.asarray(exact).view("u2"))
