@@ -112,7 +112,6 @@ DEVICE void finish_scores(C (&s)[kRowBlocks][kKeyBlocks], const Finish& finish, 
       UNROLL for (int e = 0; e < C::kElements; e++) s[m][b].x[e] = finish(s[m][b].x[e], m, C::slot(e));
     }
   }
-  if (keys.is_full(n)) return;
   replace_unseen(s, Finish::masked(), keys.visible, keys.edges(n), first_row, keys.first_key(n), lane);
 }
 
@@ -127,6 +126,6 @@ DEVICE void finish_scores_of_keys(C (&s)[kKeyBlocks][kQueryBlocks], const Finish
       }
     }
   }
-  if (queries.is_full(n)) return;
+  if (!queries.edges(n).any()) return;
   replace_unseen_keys(s, Finish::masked(), queries.visible, first_key, first_row, lane);
 }

@@ -1,8 +1,9 @@
 // Which tiles of the other side a tile meets, in order.
 //
 // A KeyTiles says it of a query tile, a QueryTiles of a key tile: tile(n) is the one of number n in [begin, end), and
-// where is_full(n), no element of it needs a test. Here they are intervals, given by the rule of visible keys. Kernels
-// ask for no more than these members, so that tiles from a list need another type, not another kernel.
+// edges(n) says what tests its elements need, none where it is full. Here they are intervals, given by the rule of
+// visible keys. Kernels ask for no more than these members, so that tiles from a list need another type, not another
+// kernel.
 #pragma once
 
 #include "attn/sequence.cuh"
@@ -16,8 +17,9 @@ struct TileSpan {
   DEVICE int count() const { return end - begin; }
 };
 
-// The key tiles that query rows [first, last] meet: those of sink tokens, then the window's.
-template <class Visible, int kTileK>
+// The key tiles that query rows [first, last] meet, which are some of kTileQ rows from `first` on: tiles of sink
+// tokens, then those of the window.
+template <class Visible, int kTileQ, int kTileK>
 struct KeyTiles : TileSpan {
   Visible visible;
   int first, last;     // rows
@@ -42,14 +44,18 @@ struct KeyTiles : TileSpan {
 
   DEVICE int tile(int n) const { return n < sinks ? n : n + skipped; }
   DEVICE int first_key(int n) const { return tile(n) * kTileK; }
-  DEVICE Edges edges(int n) const { return visible.edges(first_key(n), first_key(n) + kTileK - 1, first, last); }
-  DEVICE bool is_full(int n) const { return !edges(n).any(); }
+  // Of all kTileQ rows, wherever the sequence ends: a constant costs no register.
+  DEVICE Edges edges(int n) const {
+    return visible.edges(first_key(n), first_key(n) + kTileK - 1, first, first + kTileQ - 1);
+  }
 
-  // The same tiles in the same order, but for some of the rows.
-  DEVICE KeyTiles of_rows(int first, int last) const {
-    KeyTiles own = *this;
-    own.first = first;
-    own.last = last;
+  // The same tiles by the same numbers, but for rows [first, last], some of kRows.
+  template <int kRows>
+  DEVICE KeyTiles<Visible, kRows, kTileK> of_rows(int first, int last) const {
+    KeyTiles<Visible, kRows, kTileK> own(visible, first, last);
+    static_cast<TileSpan&>(own) = *this;
+    own.sinks = sinks;
+    own.skipped = skipped;
     return own;
   }
   // Those of a span that the rows see: none if last < first. Behind sink tokens also what comes before the window.
@@ -90,8 +96,8 @@ struct QueryTiles : TileSpan {
   // Static, as the object is not needed: the backward has no register to lose, and ptxas spills more of them otherwise.
   DEVICE static int tile(int n) { return n; }
   DEVICE static int first_row(int n) { return tile(n) * kTileQ; }
-  DEVICE bool is_full(int n) const {
+  DEVICE Edges edges(int n) const {
     const int first_key = key_tile * kTileK;
-    return !visible.edges(first_key, first_key + kTileK - 1, first_row(n), first_row(n) + kTileQ - 1).any();
+    return visible.edges(first_key, first_key + kTileK - 1, first_row(n), first_row(n) + kTileQ - 1);
   }
 };

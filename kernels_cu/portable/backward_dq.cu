@@ -48,7 +48,7 @@ using CopyDout = RowCopy<Element, kTileQ, kHeadDimV, kDepthV, kPitchV, kThreads,
 using CopyK = RowCopy<Element, kTileK, kHeadDim, kDepthQk, kPitchQk, kThreads, kCopyBytes>;
 using CopyV = RowCopy<Element, kTileK, kHeadDimV, kDepthV, kPitchV, kThreads, kCopyBytes>;
 using Visible = VisibleKeys<kLeft, kRight, kTopLeft>;
-using Keys = KeyTiles<Visible, kTileK>;
+using Keys = KeyTiles<Visible, kTileQ, kTileK>;
 
 // X = own rows (queries or douts) times rows of the other side (keys or values)
 template <int kDepth, int kPitch>

@@ -49,7 +49,7 @@ using CopyK = RowCopy<Element, kTileK, kHeadDim, kDepthQk, kPitchQk, kThreads, k
 using CopyV = RowCopy<Element, kTileK, kHeadDimV, kDepthV, kPitchV, kThreads, kCopyBytes>;
 using CopyOut = RowCopy<Element, kTileQ, kHeadDimV, kDepthV, kPitchV, kThreads, kCopyBytes>;
 using Visible = VisibleKeys<kLeft, kRight, kTopLeft>;
-using Keys = KeyTiles<Visible, kTileK>;
+using Keys = KeyTiles<Visible, kTileQ, kTileK>;
 
 constexpr int kSteps = kDepthQk / M::kDepth;
 // Shallow products have many steps, and code for them all would take the compiler longer than it saves the GPU.

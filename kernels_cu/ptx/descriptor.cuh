@@ -5,8 +5,12 @@
 
 namespace ptx {
 
+// Which way an operand lies in its rows of 128 bytes: along the depth of the product (K-major), or along the rows of A
+// or the columns of B (MN-major). The values are those of the instruction's transpositions.
+enum class Major { K = 0, MN = 1 };
+
 // Shared-memory operand of 128-byte rows in the 128-byte swizzle; the tile starts at a multiple of 1024 bytes.
-// `leading` is the distance in bytes from one block of 64 columns to the next where the operand is not K-major, else
+// `leading` is the distance in bytes from one block of 64 columns to the next where the operand is MN-major, else
 // unused.
 DEVICE unsigned long long wgmma_descriptor(const void* shared, unsigned leading) {
   constexpr unsigned long long kEightRows = 1024 >> 4;

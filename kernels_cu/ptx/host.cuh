@@ -52,7 +52,8 @@ struct Product {
   bool bfloat;
   int columns;
   bool accumulate;
-  bool a_in_registers;      // then B's columns are contiguous, else the depth of both
+  bool a_in_registers;
+  ptx::Major a_major, b_major;
   unsigned long long a, b;  // descriptors
 };
 // c: columns / 2 floats, which are the machine's until the wait. a: 8 elements of 16 bits, or null.
@@ -133,15 +134,15 @@ struct Wgmma {
   static_assert(sizeof(T) == 2 && kColumns % 16 == 0 && kColumns <= 256, "shapes that the kernels have");
   static constexpr bool kBfloat = host::IsBfloat<T>::kValue;
 
-  template <class C>
+  template <Major kA, Major kB, class C>
   DEVICE static void ss(C (&c)[kColumns / 16], unsigned long long a, unsigned long long b, int accumulate) {
     static_assert(sizeof(c) == kColumns / 2 * sizeof(float), "128 threads share 64 rows");
-    host::wgmma({kBfloat, kColumns, accumulate != 0, false, a, b}, c[0].x, nullptr);
+    host::wgmma({kBfloat, kColumns, accumulate != 0, false, kA, kB, a, b}, c[0].x, nullptr);
   }
-  template <class C, class A>
+  template <Major kB, class C, class A>
   DEVICE static void rs(C (&c)[kColumns / 16], const A& a, unsigned long long b) {
     static_assert(sizeof(c) == kColumns / 2 * sizeof(float) && sizeof(a) == 16, "a thread's share");
-    host::wgmma({kBfloat, kColumns, true, true, 0, b}, c[0].x, &a.x[0].bits);
+    host::wgmma({kBfloat, kColumns, true, true, Major::K, kB, 0, b}, c[0].x, &a.x[0].bits);
   }
 };
 

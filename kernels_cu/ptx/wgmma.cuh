@@ -26,8 +26,8 @@ DEVICE void wgmma_results(C (&c)[kBlocks]) {
   }
 }
 
-// ss: c = A * B, or c += A * B with `accumulate`; both in shared memory with their 16 contiguous (as Q and K are).
-// rs: c += A * B; A (64 x 16) in registers, B stored with its N columns contiguous (as V is).
+// ss<A's major, B's major>: c = A * B, or c += A * B with `accumulate`; both in shared memory. Q and K are K-major.
+// rs<B's major>: c += A * B; A (64 x 16) in registers. V is MN-major.
 template <class T, int kColumns>
 struct Wgmma;
 
@@ -98,45 +98,45 @@ struct Wgmma;
 #define RAWATTN_LISTS_256 RAWATTN_LISTS_240 ", " RAWATTN_LIST_15
 #define RAWATTN_REGSS_256 RAWATTN_REGSS_240, RAWATTN_REGS_15
 
-// r0 to r4: the numbers of the operands that follow the accumulator's.
-#define RAWATTN_WGMMA(T, type, n, r0, r1, r2, r3, r4)                                                                 \
-  template <>                                                                                                            \
-  struct Wgmma<T, n> {                                                                                                   \
-    template <class C>                                                                                                   \
-    DEVICE static void ss(C (&c)[n / 16], unsigned long long a, unsigned long long b, int accumulate) {                 \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #r2 ", 0;\n"                                                     \
-                   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" RAWATTN_LISTS_##n "}, %" #r0      \
-                   ", %" #r1 ", p, 1, 1, 0, 0;\n}\n"                                                                     \
-                   : RAWATTN_REGSS_##n : "l"(a), "l"(b), "r"(accumulate));                                               \
-    }                                                                                                                    \
-    template <class C, class A>                                                                                          \
-    DEVICE static void rs(C (&c)[n / 16], const A& a, unsigned long long b) {                                            \
-      asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" RAWATTN_LISTS_##n "}, {%" #r0    \
-                   ", %" #r1 ", %" #r2 ", %" #r3 "}, %" #r4 ", 1, 1, 1, 1;"                                              \
-                   : RAWATTN_REGSS_##n                                                                                   \
-                   : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "l"(b));                                        \
-    }                                                                                                                    \
+// r0 to r5: the numbers of the operands that follow the accumulator's.
+#define RAWATTN_WGMMA(T, type, n, r0, r1, r2, r3, r4, r5)                                                             \
+  template <>                                                                                                         \
+  struct Wgmma<T, n> {                                                                                                \
+    template <Major kA, Major kB, class C>                                                                            \
+    DEVICE static void ss(C (&c)[n / 16], unsigned long long a, unsigned long long b, int accumulate) {               \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #r2 ", 0;\n"                                                  \
+                   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" RAWATTN_LISTS_##n "}, %" #r0  \
+                   ", %" #r1 ", p, 1, 1, %" #r3 ", %" #r4 ";\n}\n"                                                    \
+                   : RAWATTN_REGSS_##n : "l"(a), "l"(b), "r"(accumulate), "n"(int(kA)), "n"(int(kB)));                \
+    }                                                                                                                 \
+    template <Major kB, class C, class A>                                                                             \
+    DEVICE static void rs(C (&c)[n / 16], const A& a, unsigned long long b) {                                         \
+      asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" RAWATTN_LISTS_##n "}, {%" #r0 \
+                   ", %" #r1 ", %" #r2 ", %" #r3 "}, %" #r4 ", 1, 1, 1, %" #r5 ";"                                    \
+                   : RAWATTN_REGSS_##n                                                                                \
+                   : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "l"(b), "n"(int(kB)));                       \
+    }                                                                                                                 \
   };
 #define RAWATTN_WGMMA_TYPES(n, ...)                 \
   RAWATTN_WGMMA(float16, "f16", n, __VA_ARGS__)     \
   RAWATTN_WGMMA(bfloat16, "bf16", n, __VA_ARGS__)
 
-RAWATTN_WGMMA_TYPES(16, 8, 9, 10, 11, 12)
-RAWATTN_WGMMA_TYPES(32, 16, 17, 18, 19, 20)
-RAWATTN_WGMMA_TYPES(48, 24, 25, 26, 27, 28)
-RAWATTN_WGMMA_TYPES(64, 32, 33, 34, 35, 36)
-RAWATTN_WGMMA_TYPES(80, 40, 41, 42, 43, 44)
-RAWATTN_WGMMA_TYPES(96, 48, 49, 50, 51, 52)
-RAWATTN_WGMMA_TYPES(112, 56, 57, 58, 59, 60)
-RAWATTN_WGMMA_TYPES(128, 64, 65, 66, 67, 68)
-RAWATTN_WGMMA_TYPES(144, 72, 73, 74, 75, 76)
-RAWATTN_WGMMA_TYPES(160, 80, 81, 82, 83, 84)
-RAWATTN_WGMMA_TYPES(176, 88, 89, 90, 91, 92)
-RAWATTN_WGMMA_TYPES(192, 96, 97, 98, 99, 100)
-RAWATTN_WGMMA_TYPES(208, 104, 105, 106, 107, 108)
-RAWATTN_WGMMA_TYPES(224, 112, 113, 114, 115, 116)
-RAWATTN_WGMMA_TYPES(240, 120, 121, 122, 123, 124)
-RAWATTN_WGMMA_TYPES(256, 128, 129, 130, 131, 132)
+RAWATTN_WGMMA_TYPES(16, 8, 9, 10, 11, 12, 13)
+RAWATTN_WGMMA_TYPES(32, 16, 17, 18, 19, 20, 21)
+RAWATTN_WGMMA_TYPES(48, 24, 25, 26, 27, 28, 29)
+RAWATTN_WGMMA_TYPES(64, 32, 33, 34, 35, 36, 37)
+RAWATTN_WGMMA_TYPES(80, 40, 41, 42, 43, 44, 45)
+RAWATTN_WGMMA_TYPES(96, 48, 49, 50, 51, 52, 53)
+RAWATTN_WGMMA_TYPES(112, 56, 57, 58, 59, 60, 61)
+RAWATTN_WGMMA_TYPES(128, 64, 65, 66, 67, 68, 69)
+RAWATTN_WGMMA_TYPES(144, 72, 73, 74, 75, 76, 77)
+RAWATTN_WGMMA_TYPES(160, 80, 81, 82, 83, 84, 85)
+RAWATTN_WGMMA_TYPES(176, 88, 89, 90, 91, 92, 93)
+RAWATTN_WGMMA_TYPES(192, 96, 97, 98, 99, 100, 101)
+RAWATTN_WGMMA_TYPES(208, 104, 105, 106, 107, 108, 109)
+RAWATTN_WGMMA_TYPES(224, 112, 113, 114, 115, 116, 117)
+RAWATTN_WGMMA_TYPES(240, 120, 121, 122, 123, 124, 125)
+RAWATTN_WGMMA_TYPES(256, 128, 129, 130, 131, 132, 133)
 // clang-format on
 
 }  // namespace ptx

@@ -18,14 +18,6 @@
 
 namespace forward {
 
-// What went through a shuffle the compiler cannot compute anew: it stays in a uniform register. Else descriptors and
-// addresses would be computed from the start of shared memory for every tile of keys, while products wait for them.
-DEVICE unsigned kept(unsigned x) { return static_cast<unsigned>(target::wave_uniform(static_cast<int>(x))); }
-DEVICE unsigned long long kept_descriptor(const void* shared, unsigned leading) {
-  const unsigned long long descriptor = ptx::wgmma_descriptor(shared, leading);
-  return descriptor >> 32 << 32 | kept(static_cast<unsigned>(descriptor));
-}
-
 struct Consumer {
   SharedMemory& s;
   const int index, lane, warp;                        // warp: 0 to 3 in the group
@@ -38,15 +30,15 @@ struct Consumer {
         index(index),
         lane(target::thread_index() % 32),
         warp(target::thread_index() / 32 % 4),
-        first_keys(kept_descriptor(s.keys[0], 0)),
-        first_values(kept_descriptor(s.values[0], kTileK * 128)),
-        shared(kept(target::shared_address(&s))) {}
+        first_keys(make_uniform_descriptor(s.keys[0], 0)),
+        first_values(make_uniform_descriptor(s.values[0], kTileK * 128)),
+        shared(make_uniform(target::shared_address(&s))) {}
 
   DEVICE void take_turn() const {
-    if constexpr (kPingPong) ptx::barrier_sync(kTurn + index, 2 * kGroup);
+    if constexpr (kPingPong) ptx::barrier_sync(kTurn + index, 2 * kWarpgroup);
   }
   DEVICE void pass_turn() const {
-    if constexpr (kPingPong) ptx::barrier_arrive(kTurn + (index + 1 == kConsumers ? 0 : index + 1), 2 * kGroup);
+    if constexpr (kPingPong) ptx::barrier_arrive(kTurn + (index + 1 == kConsumers ? 0 : index + 1), 2 * kWarpgroup);
   }
 
   // In 32 bits: of a pointer to the slot the compiler would compute all 64.
@@ -66,8 +58,8 @@ struct Consumer {
     const unsigned long long k = of_slot<kKeyBytes>(first_keys, keys.slot);
     ptx::wgmma_fence();
     UNROLL for (int step = 0; step < kDepthQk / 16; step++) {
-      Qk::ss(scores[0], q + step / 4 * (kTileRows * 8) + step % 4 * 2, k + step / 4 * (kTileK * 8) + step % 4 * 2,
-             step > 0);
+      Qk::ss<ptx::Major::K, ptx::Major::K>(scores[0], q + step / 4 * (kTileRows * 8) + step % 4 * 2,
+                                           k + step / 4 * (kTileK * 8) + step % 4 * 2, step > 0);
     }
     ptx::wgmma_commit();
   }
@@ -75,7 +67,7 @@ struct Consumer {
   DEVICE void start_output(C (&o)[1][kOutBlocks], const M::A (&p)[kKeyBlocks]) const {
     const unsigned long long v = of_slot<kValueBytes>(first_values, values.slot);
     ptx::wgmma_fence();
-    UNROLL for (int step = 0; step < kKeyBlocks; step++) Pv::rs(o[0], p[step], v + step * 128);
+    UNROLL for (int step = 0; step < kKeyBlocks; step++) Pv::rs<ptx::Major::MN>(o[0], p[step], v + step * 128);
     ptx::wgmma_commit();
   }
   DEVICE void release(ptx::Mbarrier* barrier) const {
@@ -138,7 +130,7 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
     const int last = (first + kSpan < work.q.length ? first + kSpan : work.q.length) - 1;
     const TileRow own = tile_row(index * 64 + self.warp * 16);
     const int first_row = first_query(work) + own.row;
-    const Keys own_tiles = key_tiles.of_rows(first, last);
+    const auto own_tiles = key_tiles.of_rows<kSpan>(first, last);
     const TileSpan mine = own_tiles.seen(span);
 
     Softmax softmax(scale_log2);
@@ -235,14 +227,11 @@ KERNEL CLUSTER(forward::kCluster)
     }
     for (int i = 0; i < 2; i++) {
       ptx::mbarrier_init(&shared.work_full[i], 1);
-      ptx::mbarrier_init(&shared.work_empty[i], kGroup * kConsumers);
+      ptx::mbarrier_init(&shared.work_empty[i], kWarpgroup * kConsumers);
     }
     ptx::mbarrier_init(&shared.queries_full, 1);
     ptx::mbarrier_init(&shared.queries_empty, 4 * kConsumers);
-    if constexpr (kCluster > 1) {
-      ptx::mbarrier_init(&shared.ticket_full, 1);
-      ptx::mbarrier_init(&shared.ticket_empty, kCluster);
-    }
+    Tickets<kCluster>::init(shared.tickets);
     ptx::fence_mbarrier_init();
     ptx::prefetch_tensormap(&maps.q);
     ptx::prefetch_tensormap(&maps.k);
@@ -254,7 +243,7 @@ KERNEL CLUSTER(forward::kCluster)
     ptx::cluster_sync();
   }
   // The compiler, once it knows that the group is the same for the whole warp, keeps descriptors in uniform registers.
-  const int group = target::wave_uniform(target::thread_index() / kGroup);
+  const int group = target::wave_uniform(target::thread_index() / kWarpgroup);
   if (group == 0) {
     ptx::setmaxnreg_dec<kProducerRegisters>();
     if (target::thread_index() == 0) produce(p, maps, shared);

@@ -10,17 +10,20 @@
 #include "attn/tiles.cuh"
 #include "attn/visible.cuh"
 #include "ptx/ptx.cuh"
+#include "sm90/pipeline.cuh"
+#include "sm90/rows.cuh"
+#include "sm90/tickets.cuh"
 #include "target/target.cuh"
 #include "tile/copy.cuh"
 
 namespace forward {
 
 using namespace config;
+using namespace sm90;
 using M = target::Mma<Element>;
 using C = target::Accumulator;
 
-constexpr int kGroup = 128;  // threads of a warp group
-constexpr int kThreads = kGroup * (1 + kConsumers);
+constexpr int kThreads = kWarpgroup * (1 + kConsumers);
 // A tile is kTileQ query rows of each of kHeadsPerTile neighbouring heads with the same keys: one head after the other.
 constexpr int kTileRows = 64 * kConsumers;
 constexpr int kTileQ = kTileRows / kHeadsPerTile;
@@ -28,7 +31,6 @@ static_assert(kTileQ * kHeadsPerTile == kTileRows && kTileQ % 16 == 0, "a warp's
 // The blocks of a cluster work on neighbouring tiles, and each loads its part of the keys and values for all of them.
 constexpr int kClusterQ = kTileQ * kCluster;
 constexpr int kKeyBlocks = kTileK / 16;
-constexpr int kColumns = 64;  // of a 128-byte swizzled block
 constexpr int kDepthQk = round_up(kHeadDim, 16);
 constexpr int kDepthV = round_up(kHeadDimV, 16);
 constexpr int kBlocksQk = round_up(kHeadDim, kColumns) / kColumns;
@@ -43,7 +45,7 @@ constexpr int kOutputBytes = kTensorStores ? kBlocksV * kTileRows * 128 : 0;
 using Qk = ptx::Wgmma<Element, kTileK>;
 using Pv = ptx::Wgmma<Element, kDepthV>;
 using Visible = VisibleKeys<kLeft, kRight, kTopLeft>;
-using Keys = KeyTiles<Visible, kTileK>;
+using Keys = KeyTiles<Visible, kClusterQ, kTileK>;
 template <bool kLate>
 struct SoftmaxOf {
   using Type = OnlineSoftmax<C, 1>;
@@ -76,14 +78,6 @@ struct MapsOf<true> {
 };
 using Maps = MapsOf<kTensorStores>;
 
-// Nothing, or what the copy engine reads in the 128-byte swizzle.
-template <int kCount>
-struct SwizzledBytes {
-  alignas(1024) unsigned char bytes[kCount];
-};
-template <>
-struct SwizzledBytes<0> {};
-
 struct Tiles {
   alignas(1024) unsigned char queries[kQueryBytes];
   unsigned char keys[kStages][kKeyBytes];
@@ -96,63 +90,22 @@ struct SharedMemory : Tiles {
   // Two slots: the producer decides on the next work while the consumers are busy with this one.
   ptx::Mbarrier work_full[2], work_empty[2];
   Item work[2];
-  ptx::Mbarrier ticket_full, ticket_empty;
-  unsigned ticket;
+  TicketBox tickets;
   SwizzledBytes<kOutputBytes> outputs;
 };
 static_assert(sizeof(SharedMemory) <= kSharedBytes, "the host reserves enough");
 
 enum NamedBarrier { kTurn = 1 };  // kTurn + c: consumer c may issue its products
 
-// A place in a ring of kSlots whose barriers flip parity at each round.
-template <int kSlots>
-struct Ring {
-  int slot = 0;
-  unsigned parity = 0;
-  DEVICE void advance() {
-    if (++slot == kSlots) {
-      slot = 0;
-      parity ^= 1;
-    }
-  }
-};
-
-// Coordinates of a sequence's rows in a tensor map. A ragged map has a row axis that ends where the sequence does,
-// whatever its length: the map's origin lies `bound` rows before the array, and a second row axis brings it back (see
-// rawattn/_kernels).
-struct MapRows {
-  int first, outer, batch;
-};
-DEVICE MapRows map_rows(const Work& work, const Span& span, int bound) {
-  if constexpr (kRagged) {
-    return {bound - span.length, static_cast<int>(span.start) + span.length, kPacked ? 0 : work.sequence};
-  } else {
-    return {0, 0, work.sequence};
-  }
-}
-
-// This block's place in its cluster.
-DEVICE int rank() {
-  if constexpr (kCluster == 1) {
-    return 0;
-  } else {
-    return ptx::cluster_rank();
-  }
-}
+DEVICE int rank() { return cluster_rank<kCluster>(); }
 
 // The first query row of this block's tile in each head.
 DEVICE int first_query(const Work& work) { return work.tile * kClusterQ + rank() * kTileQ; }
 
-// A row of the tile: its head, counted from the tile's first, and its query row, likewise.
-struct TileRow {
-  int head, row;
-};
-DEVICE TileRow tile_row(int n) {
-  if constexpr (kHeadsPerTile == 1) {
-    return {0, n};
-  } else {
-    return {n / kTileQ, n % kTileQ};
-  }
+DEVICE TileRow tile_row(int n) { return sm90::tile_row<kTileQ, kHeadsPerTile>(n); }
+
+DEVICE MapRows map_rows(const Work& work, const Span& span, int bound) {
+  return sm90::map_rows<kRagged, kPacked>(work.sequence, span, bound);
 }
 
 // The key tiles that any block of the cluster needs: all of them visit all of these.

@@ -74,7 +74,7 @@ DEVICE void store_partial(const Sm90ForwardParams& p, const PartialWork& work, c
                           const Softmax& softmax) {
   // Read anew, or what follows from it would be computed before the keys and kept across them. That the warp is the
   // same for all its lanes keeps the descriptors of products in uniform registers.
-  const int thread = target::thread_index_anew() - kGroup;
+  const int thread = target::thread_index_anew() - kWarpgroup;
   const int lane = thread % 32, warp = target::wave_uniform(thread / 32);
   const TileRow own = tile_row(warp * 16);
   const int first_row = first_query(work) + own.row;

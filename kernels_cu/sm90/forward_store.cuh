@@ -68,7 +68,7 @@ DEVICE void store_rows(const ForwardParams& p, const Work& work, const C (&o)[1]
 template <class OutMaps, class OutPlace>
 DEVICE void store_boxes(const Sm90ForwardParams& p, const OutMaps& maps, OutPlace& outputs, const Work& work,
                         const C (&o)[1][kOutBlocks]) {
-  const int thread = target::thread_index_anew() - kGroup;
+  const int thread = target::thread_index_anew() - kWarpgroup;
   const int lane = thread % 32, place = thread / 32 * 16;
   unsigned char* const rows = outputs.bytes + place * 128;
   if (lane == 0) ptx::wait_stores_read();  // of this place's last tile

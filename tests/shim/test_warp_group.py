@@ -105,11 +105,18 @@ def test_five_axes(builder: Builder) -> None:
     np.testing.assert_array_equal(y[3:64], 0.0)
 
 
+# How a product finds A and B of `ss`, and B of `rs`: as the forward's products, and each of them otherwise.
+MAJORS = (("K", "K", "MN"), ("MN", "MN", "K"), ("K", "MN", "MN"), ("MN", "K", "K"))
+
+
 @pytest.mark.parametrize("columns", [16, 48, 80, 256])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_product(dtype: str, columns: int, builder: Builder) -> None:
-    """A B^T with both in shared memory, then + A V with A in registers, as PTX lays them out."""
+@pytest.mark.parametrize(
+    ("dtype", "majors"), list(zip(("float16", "bfloat16") * 2, MAJORS, strict=True))
+)
+def test_product(dtype: str, majors: tuple[str, str, str], columns: int, builder: Builder) -> None:
+    """A B with both in shared memory, then + A V with A in registers, as PTX lays them out."""
     depth, blocks = 32, -(-columns // 64)
+    a_major, b_major, v_major = (f"ptx::Major::{major}" for major in majors)
     text = f"""\
 #include "ptx/ptx.cuh"
 #include "target/target.cuh"
@@ -117,26 +124,35 @@ using T = {dtype};
 struct Params {{
   const T* a;  // 64 x {depth}
   const T* b;  // {columns} x {depth}
-  const T* v;  // {depth} x {columns}
+  const T* v;  // {columns} x {depth}
   float* c;    // 64 x {columns}
 }};
 // Row r of 64 elements: pieces of eight change places with r.
 void place(T* tile, int r, int column, T x) {{
   tile[r * 64 + ((column / 8) ^ (r % 8)) * 8 + column % 8] = x;
 }}
+// The depth in rows, or across them, in blocks of 64 columns.
+void place_all(T* tile, ptx::Major major, const T* x, int outer, int thread) {{
+  for (int i = thread; i < outer * {depth}; i += 128) {{
+    const int n = i / {depth}, k = i % {depth};
+    if (major == ptx::Major::K) place(tile, n, k, x[i]);
+    else place(tile + n / 64 * {depth} * 64, k, n % 64, x[i]);
+  }}
+}}
+unsigned long long operand(const T* tile, ptx::Major major, int step) {{
+  if (major == ptx::Major::K) return ptx::wgmma_descriptor(tile, 0) + 2 * step;
+  return ptx::wgmma_descriptor(tile, {depth} * 128) + 128 * step;
+}}
 KERNEL LAUNCH_BOUNDS(128, 1) void product(PARAMETER Params p) {{
-  SHARED_MEMORY_ALIGNED(shared, {(64 + columns + depth * blocks) * 128}, 1024);
+  SHARED_MEMORY_ALIGNED(shared, {(1 + 2 * blocks) * 8192}, 1024);
   T* const a = reinterpret_cast<T*>(shared);
   T* const b = a + 64 * 64;
-  T* const v = b + {columns} * 64;
+  T* const v = b + {blocks} * 64 * 64;
   const int thread = target::thread_index();
   const int lane = thread % 32, warp = thread / 32;
-  for (int i = thread; i < 64 * {depth}; i += 128) place(a, i / {depth}, i % {depth}, p.a[i]);
-  for (int i = thread; i < {columns * depth}; i += 128) {{
-    place(b, i / {depth}, i % {depth}, p.b[i]);
-    const int row = i / {columns}, column = i % {columns};
-    place(v + column / 64 * {depth} * 64, row, column % 64, p.v[i]);
-  }}
+  place_all(a, {a_major}, p.a, 64, thread);
+  place_all(b, {b_major}, p.b, {columns}, thread);
+  place_all(v, {v_major}, p.v, {columns}, thread);
   target::block_sync();
   using W = ptx::Wgmma<T, {columns}>;
   target::Accumulator c[{columns // 16}];
@@ -150,11 +166,11 @@ KERNEL LAUNCH_BOUNDS(128, 1) void product(PARAMETER Params p) {{
   }}
   ptx::wgmma_fence();
   for (int step = 0; step < {depth // 16}; step++) {{
-    W::ss(c, ptx::wgmma_descriptor(a, 0) + 2 * step, ptx::wgmma_descriptor(b, 0) + 2 * step, step);
+    W::ss<{a_major}, {b_major}>(c, operand(a, {a_major}, step), operand(b, {b_major}, step), step);
   }}
   ptx::wgmma_commit();
   for (int step = 0; step < {depth // 16}; step++) {{
-    W::rs(c, registers[step], ptx::wgmma_descriptor(v, {depth} * 128) + 128 * step);
+    W::rs<{v_major}>(c, registers[step], operand(v, {v_major}, step));
   }}
   ptx::wgmma_commit();
   ptx::wgmma_wait<0>();
@@ -169,14 +185,14 @@ KERNEL LAUNCH_BOUNDS(128, 1) void product(PARAMETER Params p) {{
     rng = np.random.default_rng(columns)
     a, b, v = (
         rng.integers(-8, 9, shape).astype(DTYPES[dtype])
-        for shape in ((64, depth), (columns, depth), (depth, columns))
+        for shape in ((64, depth), (columns, depth), (columns, depth))
     )
     memory = [Memory(name, x) for name, x in (("a", a), ("b", b), ("v", v))]
     c = Memory("c", np.zeros((64, columns), np.float32), readonly=False)
     fields = np.dtype([(name, np.uint64) for name in ("a", "b", "v", "c")])
     params = np.array([tuple(array.address for array in (*memory, c))], fields)[0]
-    shared_bytes = (64 + columns + depth * blocks) * 128
-    expected = a.astype(np.float32) @ (b.astype(np.float32).T + v.astype(np.float32))
+    shared_bytes = (1 + 2 * blocks) * 8192
+    expected = a.astype(np.float32) @ (b.astype(np.float32) + v.astype(np.float32)).T
     for seed in (1, 2, 3, 4):
         kernel.run(
             params,

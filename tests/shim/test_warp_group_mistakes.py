@@ -79,11 +79,11 @@ MISTAKES = {
     ),
     "product never waited for": (LOADED + "multiply(c);", "products that were never waited for"),
     "product never committed": (
-        LOADED + "{ ptx::wgmma_fence(); W::ss(c, a, a, 0); }",
+        LOADED + "{ ptx::wgmma_fence(); W::ss<K, K>(c, a, a, 0); }",
         "a product that was never committed",
     ),
     "product without a fence": (
-        LOADED + "{ W::ss(c, a, a, 0); ptx::wgmma_commit(); ptx::wgmma_wait<0>(); }",
+        LOADED + "{ W::ss<K, K>(c, a, a, 0); ptx::wgmma_commit(); ptx::wgmma_wait<0>(); }",
         "no wgmma_fence",
     ),
     "accumulator written": (
@@ -91,17 +91,17 @@ MISTAKES = {
         "an accumulator was written",
     ),
     "registers of A written": (
-        LOADED + "{ ptx::wgmma_fence(); W::ss(c, a, a, 0); W::rs(c, registers, a);"
+        LOADED + "{ ptx::wgmma_fence(); W::ss<K, K>(c, a, a, 0); W::rs<MN>(c, registers, a);"
         "ptx::wgmma_commit(); registers.x[2].bits = 1; ptx::wgmma_wait<0>(); }",
         "A was written",
     ),
     "another operand in one warp": (
-        LOADED + "{ ptx::wgmma_fence(); W::ss(c, a, warp == 5 ? a + 2 : a, 0);"
+        LOADED + "{ ptx::wgmma_fence(); W::ss<K, K>(c, a, warp == 5 ? a + 2 : a, 0);"
         "ptx::wgmma_commit(); ptx::wgmma_wait<0>(); }",
         "warps of one group diverged: wgmma where another warp did wgmma, or with other operands",
     ),
     "another operand in one thread": (
-        LOADED + "{ ptx::wgmma_fence(); W::ss(c, a, thread == 133 ? a + 2 : a, 0);"
+        LOADED + "{ ptx::wgmma_fence(); W::ss<K, K>(c, a, thread == 133 ? a + 2 : a, 0);"
         "ptx::wgmma_commit(); ptx::wgmma_wait<0>(); }",
         "threads 128 and 133 asked for different products",
     ),
@@ -114,22 +114,32 @@ MISTAKES = {
         "threads of one wave diverged: .*wgmma_commit.*thread 200 has exited",
     ),
     "operand not aligned": (
-        ALONE + "{ ptx::wgmma_fence(); W::ss(c, a, a + 8, 0); ptx::wgmma_commit();"
+        ALONE + "{ ptx::wgmma_fence(); W::ss<K, K>(c, a, a + 8, 0); ptx::wgmma_commit();"
         "ptx::wgmma_wait<0>(); }",
         "starts inside of 1024 bytes",
     ),
     "operand too wide": (
-        ALONE + "{ ptx::wgmma_fence(); W::ss(c, a, a + 7, 0); ptx::wgmma_commit();"
+        ALONE + "{ ptx::wgmma_fence(); W::ss<K, K>(c, a, a + 7, 0); ptx::wgmma_commit();"
         "ptx::wgmma_wait<0>(); }",
         "reaches beyond its 128 bytes",
     ),
+    "another transposition in one warp": (
+        LOADED + "{ ptx::wgmma_fence(); if (warp == 5) W::ss<K, K>(c, a, a, 0);"
+        "else W::ss<K, MN>(c, a, a, 0); ptx::wgmma_commit(); ptx::wgmma_wait<0>(); }",
+        "warps of one group diverged: wgmma where another warp did wgmma, or with other operands",
+    ),
+    "transposed operand too wide": (
+        ALONE + "{ ptx::wgmma_fence(); W::ss<MN, K>(c, a + 1, a, 0); ptx::wgmma_commit();"
+        "ptx::wgmma_wait<0>(); }",
+        "the width of an operand reaches beyond its 128 bytes",
+    ),
     "operand past the end": (
-        ALONE + "{ ptx::wgmma_fence(); W::ss(c, a, a + 2048, 0); ptx::wgmma_commit();"
+        ALONE + "{ ptx::wgmma_fence(); W::ss<K, K>(c, a, a + 2048, 0); ptx::wgmma_commit();"
         "ptx::wgmma_wait<0>(); }",
         "wgmma: 1024 bytes at byte 32768 of 17408",
     ),
     "descriptor overflows": (
-        ALONE + "{ ptx::wgmma_fence(); W::ss(c, a, a + 0x4000, 0); ptx::wgmma_commit();"
+        ALONE + "{ ptx::wgmma_fence(); W::ss<K, K>(c, a, a + 0x4000, 0); ptx::wgmma_commit();"
         "ptx::wgmma_wait<0>(); }",
         "a field has grown into the next one",
     ),

@@ -5,6 +5,7 @@
 // for. Until then its accumulators are NaN to the thread, and copies must stay away from its operands.
 #include <string.h>
 
+#include <algorithm>
 #include <vector>
 
 #include "inside.hpp"
@@ -106,10 +107,12 @@ constexpr Positions kPositions;
 
 // An operand in the 128-byte swizzle, by its descriptor (PTX ISA, "Matrix Descriptor Format").
 struct Operand {
+  ptx::Major major;
   unsigned start, leading, stride;
 
-  explicit Operand(unsigned long long bits)
-      : start(static_cast<unsigned>(bits & 0x3fff) << 4),
+  Operand(unsigned long long bits, ptx::Major major)
+      : major(major),
+        start(static_cast<unsigned>(bits & 0x3fff) << 4),
         leading(static_cast<unsigned>(bits >> 16 & 0x3fff) << 4),
         stride(static_cast<unsigned>(bits >> 32 & 0x3fff) << 4) {
     if (bits >> 62 != 1) fail("descriptor %#llx: not of the 128-byte swizzle", bits);
@@ -117,9 +120,15 @@ struct Operand {
     // The eight rows after which the swizzle repeats.
     if ((start >> 7 & 7) != 0) fail("descriptor %#llx: starts inside of 1024 bytes that belong together", bits);
   }
-  // `major`: along rows of 128 bytes. Eight of these make 1024 bytes, wherever the next eight lie.
-  unsigned address(unsigned minor, unsigned major) const {
-    return start + minor / 8 * stride + minor % 8 * 128 + major / 64 * leading + major % 64 * 2;
+  // outer: a row of A, or a column of B.
+  unsigned address(unsigned outer, unsigned depth) const {
+    return major == ptx::Major::K ? at(outer, depth) : at(depth, outer);
+  }
+
+ private:
+  // Eight rows of 128 bytes make 1024 bytes, wherever the next eight lie.
+  unsigned at(unsigned row, unsigned along) const {
+    return start + row / 8 * stride + row % 8 * 128 + along / 64 * leading + along % 64 * 2;
   }
 };
 
@@ -141,19 +150,20 @@ void each_range(const Product& product, int warp, const Visit& visit) {
     const size_t begin = place_of_address(address, bytes, "wgmma");
     visit(begin, begin + bytes);
   };
-  if (product.a_in_registers) {
-    const Operand b(product.b);
-    for (int column = 0; column < product.columns; column += 64) {
-      for (int depth = 0; depth < kDepth; depth += 8) range(b.address(depth, column) & ~1023u, 1024);
+  // Of those rows of A or columns of B, all of which are `all`.
+  const auto operand = [&](const Operand& x, int all, int first, int count) {
+    const bool k_major = x.major == ptx::Major::K;
+    const int along = k_major ? kDepth : std::min(all, 64);
+    if (x.start % 128 + 2 * along > 128) {
+      fail("wgmma: the %s of an operand reaches beyond its 128 bytes", k_major ? "depth" : "width");
     }
-    return;
-  }
-  const Operand a(product.a), b(product.b);
-  if (a.start % 128 + 2 * kDepth > 128 || b.start % 128 + 2 * kDepth > 128) {
-    fail("wgmma: the depth of an operand reaches beyond its 128 bytes");
-  }
-  for (int row = 0; row < kRows; row += 8) range(a.address(warp % kWarps * kRows + row, 0) & ~1023u, 1024);
-  for (int column = 0; column < product.columns; column += 8) range(b.address(column, 0) & ~1023u, 1024);
+    for (int outer = first; outer < first + count; outer += k_major ? 8 : 64) {
+      for (int depth = 0; depth < kDepth; depth += k_major ? kDepth : 8) range(x.address(outer, depth) & ~1023u, 1024);
+    }
+  };
+  operand({product.b, product.b_major}, product.columns, 0, product.columns);
+  if (product.a_in_registers) return;
+  operand({product.a, product.a_major}, kWarps * kRows, warp % kWarps * kRows, kRows);
 }
 
 void check_operands_are_there(const Product& product, int warp) {
@@ -182,15 +192,14 @@ void compute(const Issued& issued, int warp) {
   const int columns = product.columns;
   check_operands_are_there(product, warp);
   float a[kRows][kDepth], b[kDepth][kMostColumns], c[kRows][kMostColumns];
-  const Operand operand_b(product.b);
+  const Operand operand_b(product.b, product.b_major);
   for (int n = 0; n < columns; n++) {
     for (int k = 0; k < kDepth; k++) {
-      const unsigned address = product.a_in_registers ? operand_b.address(k, n) : operand_b.address(n, k);
-      b[k][n] = number_at(product.bfloat, address);
+      b[k][n] = number_at(product.bfloat, operand_b.address(n, k));
     }
   }
   if (!product.a_in_registers) {
-    const Operand operand_a(product.a);
+    const Operand operand_a(product.a, product.a_major);
     for (int row = 0; row < kRows; row++) {
       for (int k = 0; k < kDepth; k++) {
         a[row][k] = number_at(product.bfloat, operand_a.address(warp % kWarps * kRows + row, k));
@@ -241,7 +250,8 @@ void retire(int warp) {
 
 bool same(const Product& x, const Product& y) {
   return x.bfloat == y.bfloat && x.columns == y.columns && x.accumulate == y.accumulate &&
-         x.a_in_registers == y.a_in_registers && x.a == y.a && x.b == y.b;
+         x.a_in_registers == y.a_in_registers && x.a_major == y.a_major && x.b_major == y.b_major && x.a == y.a &&
+         x.b == y.b;
 }
 
 // Called when a warp does what its group must do alike.

@@ -41,6 +41,7 @@ struct Shared {{
 using C = target::Accumulator;
 using A = target::Mma<float16>::A;
 using W = ptx::Wgmma<float16, 16>;
+constexpr ptx::Major K = ptx::Major::K, MN = ptx::Major::MN;
 KERNEL LAUNCH_BOUNDS({THREADS}, 1) void probe(PARAMETER Params p, PARAMETER ptx::TensorMap map) {{
   SHARED_MEMORY_ALIGNED(bytes, sizeof(Shared), 1024);
   Shared& s = *reinterpret_cast<Shared*>(bytes);
@@ -56,7 +57,7 @@ KERNEL LAUNCH_BOUNDS({THREADS}, 1) void probe(PARAMETER Params p, PARAMETER ptx:
   const unsigned long long a = ptx::wgmma_descriptor(s.a, 0);
   const auto multiply = [&](C (&c)[1]) {{
     ptx::wgmma_fence();
-    W::ss(c, a, a, 0);
+    W::ss<K, K>(c, a, a, 0);
     ptx::wgmma_commit();
   }};
   C c[1];
