@@ -42,6 +42,7 @@ SOURCES = ("rawattn", "kernels_cu")
 # What of these reaches no kernel and no array of a call: the command line and the benches.
 UNCOVERED = (
     "rawattn/_cli/",
+    "rawattn/_console/",
     "rawattn/_bench/",
     "rawattn/cli.py",
     "rawattn/__main__.py",
