@@ -11,11 +11,11 @@ _CALL = """
 import sys
 import numpy as np
 import rawattn
-from rawattn import _compile
+from rawattn._compile import compiler
 
 compiled = []
-run_nvrtc = _compile._run_nvrtc
-_compile._run_nvrtc = lambda request: compiled.append(request.text) or run_nvrtc(request)
+run_nvrtc = compiler._run_nvrtc
+compiler._run_nvrtc = lambda request: compiled.append(request.text) or run_nvrtc(request)
 
 starts = np.array([0, 5, 40])
 q, k, v = np.random.default_rng(0).standard_normal((3, 40, 2, 72)).astype(np.float16)

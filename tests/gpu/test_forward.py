@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 
 import numpy as np
 import pytest
 
 from rawattn._compile import compiler
-from rawattn._kernels import FORWARD_FAMILIES, params
-from rawattn._kernels.selection import only
+from rawattn._kernels import params
+from rawattn._kernels.selection import FAMILIES, only
 from rawattn._kernels.sm90 import forward as sm90_forward
 from rawattn._kernels.sm90.forward import LONG_SEQLEN, SHARED_SEQLEN
-from rawattn._runtime import dispatch, forward
+from rawattn._runtime import dispatch
 from tests.cases import Case, curated, dense, ragged, repacked
 from tests.frameworks import CuPy
 from tests.tiles import (
@@ -30,7 +31,7 @@ from tests.verify import verify
 CUPY = CuPy()
 
 
-@pytest.mark.parametrize("family", FORWARD_FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("case", curated(), ids=str)
 def test_curated(case: Case, family: str) -> None:
     with only(family):
@@ -65,7 +66,7 @@ def test_clusters_of_long_sequences(headdim: int, causal: bool) -> None:
     lens = (LONG_SEQLEN + 300, 9, 200), (LONG_SEQLEN + 1, 40, 100)
     verify(ragged("clusters", *lens, **knobs), CUPY)
     if compiler.device_arch(0) == sm90_forward.ARCH:
-        assert _last_launch().config.cluster == 2
+        assert _last_call().prepared.config.cluster == 2
 
 
 @pytest.mark.parametrize("in_clusters", [False, True])
@@ -77,9 +78,8 @@ def test_some_tiles_kept_for_the_end(headdim: int, in_clusters: bool) -> None:
     with clusters() if in_clusters else nullcontext():
         verify(case, CUPY)
     if compiler.device_arch(0) == sm90_forward.ARCH:
-        launch = _last_launch()
-        kept = np.frombuffer(launch._template, params.SM90_FORWARD)["kept_tiles"][0]
-        assert 0 < kept < -(-600 // launch.config.schedule_rows)
+        config = _last_call().prepared.config
+        assert 0 < _last_launch("kept_tiles") < -(-600 // config.schedule_rows)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_tiles_shared_out_by_keys(headdim: int, in_clusters: bool) -> None:
         with sharing_in_clusters() if in_clusters else sharing():
             verify(dense("shared", 1, rows_q, rows_k, **knobs), CUPY)
             if compiler.device_arch(0) == sm90_forward.ARCH:
-                assert _last_launch()._shared_out is not None
+                assert _last_launch("shared_out")["tiles"] > 0
 
 
 def test_long_keys_are_shared_out() -> None:
@@ -121,11 +121,17 @@ def test_long_keys_are_shared_out() -> None:
     for _ in range(2):
         verify(case, CUPY)
         if compiler.device_arch(0) == sm90_forward.ARCH:
-            assert _last_launch()._shared_out is not None
+            assert _last_launch("shared_out")["tiles"] > 0
 
 
-def _last_launch() -> forward.Forward:
+def _last_call() -> dispatch.Call:
     return list(dispatch._prepared.values())[-1]
+
+
+def _last_launch(field: str) -> Any:
+    """A parameter of Hopper's kernel, as the last call that was prepared has it."""
+    packed = _last_call().prepared.steps[-1].params
+    return np.frombuffer(packed, params.SM90_FORWARD.dtype)[field][0]
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -153,7 +159,9 @@ def test_operands_that_hopper_cannot_read(case: Case) -> None:
         verify(case, CUPY)
         prepared = list(dispatch._prepared.values())
     if compiler.device_arch(0) == sm90_forward.ARCH:
-        assert prepared and all(isinstance(each.config, sm90_forward.Config) for each in prepared)
+        assert prepared and all(
+            isinstance(each.prepared.config, sm90_forward.Config) for each in prepared
+        )
 
 
 @pytest.mark.parametrize("shape", tile_shapes(), ids=str)

@@ -1,0 +1,214 @@
+"""A plan: the same bits as calls, memory of its own, safe in graphs of CuPy and torch, lengths that change on the device."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rawattn
+from tests.cases import Case, dense, materialise, padded, ragged
+from tests.frameworks import CuPy, Torch
+from tests.gpu.gate import closed, still_closed
+from tests.gpu.test_streams_graphs import _OTHER, arguments, bits
+from tests.verify import layout
+
+cupy = pytest.importorskip("cupy")
+CUPY = CuPy()
+
+_LENS_Q, _LENS_K = (100, 3, 64), (80, 200, 0)
+_SLOTS = {"room_q": (120, 64, 64), "room_k": (160, 200, 64), "by_q": "seqlen", "by_k": "cu_seqlen"}
+CASES = [
+    dense("dense", 2, 200, 200, causal=True),
+    dense("float32", 1, 90, 70, dtype="float32"),
+    dense("shared", 1, 60, 8300),
+    ragged("host", _LENS_Q, _LENS_K, **_SLOTS, causal=True),
+    ragged("device", _LENS_Q, _LENS_K, **_SLOTS, on_device=True, tail=9),
+    padded("device-padded", _LENS_Q, _LENS_K, 128, 256, on_device=True, max_seqlen=True),
+]
+each_case = pytest.mark.parametrize("case", CASES, ids=str)
+
+
+def framework_of(name: str) -> Any:
+    if name == "torch":
+        pytest.importorskip("torch")
+        return Torch("cuda")
+    return CUPY
+
+
+@each_case
+@pytest.mark.parametrize("name", ["cupy", "torch"])
+def test_same_bits_as_a_call(case: Case, name: str) -> None:
+    framework = framework_of(name)
+    call = arguments(materialise(case), case, framework)
+    expected = bits(rawattn.attention(**call), framework)
+    q, k, v = (call.pop(name) for name in "qkv")
+    plan = rawattn.plan(rawattn.attention, q, k, v, **call)
+    for result in (plan(q, k, v), plan(), plan(q, v=v, k=k)):
+        assert bits(result, framework) == expected
+    first, second = plan(q, k, v), plan(q, k, v)
+    assert first[0] is second[0] and first[1] is second[1]
+
+
+@each_case
+def test_into_the_callers_own(case: Case) -> None:
+    """Padding rows stay as they were."""
+    call = arguments(materialise(case), case, CUPY)
+    expected = rawattn.attention(**call)[0]
+    own = cupy.full_like(expected, 7)
+    rawattn.attention(**{**call, "out": own})
+    q, k, v = (call.pop(name) for name in "qkv")
+    plan = rawattn.plan(rawattn.attention, q, k, v, **call)
+    given = cupy.full_like(expected, 7)
+    out, lse = plan(q, k, v, out=given)
+    assert out is given
+    assert bits((given, lse), CUPY) == bits((own, rawattn.attention(q, k, v, **call)[1]), CUPY)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", ["cupy", "torch"])
+def test_backward(name: str, deterministic: bool) -> None:
+    framework = framework_of(name)
+    case = replace(CASES[3], seed=3)
+    call = arguments(materialise(case), case, framework)
+    out, lse = rawattn.attention(**call)
+    del call["return_lse"]
+    q, k, v = (call.pop(name) for name in "qkv")
+    arrays = (out, q, k, v, out, lse)
+    expected = rawattn.attention_backward(*arrays, **call, deterministic=deterministic)
+    plan = rawattn.plan(rawattn.attention_backward, *arrays, **call, deterministic=deterministic)
+    for _ in range(3):
+        gradients = plan(*arrays)
+        assert isinstance(gradients, rawattn.Gradients)
+        same = slice(0 if deterministic else 1, 3)  # dq is summed in any order otherwise
+        assert bits(gradients[same], framework) == bits(expected[same], framework)
+
+
+@each_case
+def test_a_call_allocates_nothing_and_waits_for_nothing(case: Case) -> None:
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        call = arguments(materialise(case), case, CUPY)
+        q, k, v = (call.pop(name) for name in "qkv")
+        plan = rawattn.plan(rawattn.attention, q, k, v, **call)
+        plan(q, k, v)
+        stream.synchronize()
+
+        def refuse(nbytes: int) -> Any:
+            raise AssertionError(f"{nbytes} bytes were allocated")
+
+        with closed(stream), cupy.cuda.using_allocator(refuse):
+            plan(q, k, v)
+            assert still_closed(stream), "the call waited for work on the stream"
+
+
+@pytest.mark.parametrize("name", ["cupy", "torch"])
+def test_256_replays_while_lengths_grow(name: str) -> None:
+    """Lengths in place on the device, in a graph that is captured once."""
+    framework = framework_of(name)
+    rng = np.random.default_rng(5)
+    host = [rng.standard_normal((rows, 2, 64)).astype(np.float16) for rows in (3, 900, 900)]
+    integers = {
+        "seqstart_q": np.arange(4, dtype=np.int32),
+        "seqstart_k": np.arange(0, 901, 300, dtype=np.int32),
+        "seqlen_k": np.array([1, 2, 3], np.int32),
+    }
+    known = [
+        rawattn.SeqLayout(**{**integers, "seqlen_k": integers["seqlen_k"] + step})
+        for step in range(0, 256, 51)
+    ]
+    options = {"causal": True, "return_lse": True}
+    expected = [
+        bits(rawattn.attention(*map(cupy.asarray, host), seqs=seqs, **options), CUPY)
+        for seqs in known
+    ]
+    arrays: list[Any] = [cupy.asarray(x) for x in host]
+    if name == "torch":
+        import torch
+
+        arrays = [torch.from_numpy(x).cuda() for x in host]
+    on_device = {key: framework.integers(x) for key, x in integers.items()}
+    lengths = on_device["seqlen_k"]
+    q, k, v = arrays
+    plan = rawattn.plan(rawattn.attention, q, k, v, seqs=rawattn.SeqLayout(**on_device), **options)
+    cupy.cuda.Device().synchronize()
+    if name == "torch":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = plan(q, k, v)
+        replay = graph.replay
+    else:
+        stream = cupy.cuda.Stream(non_blocking=True)
+        with stream:
+            stream.begin_capture()
+            result = plan(q, k, v)
+            captured = stream.end_capture()
+
+        def replay() -> None:
+            captured.launch(stream)
+
+    for step in range(256):
+        replay()
+        cupy.cuda.Device().synchronize()
+        if step % 51 == 0:
+            assert bits(result, framework) == expected[step // 51]
+        lengths += 1
+        cupy.cuda.Device().synchronize()
+
+
+def test_other_integers_by_name() -> None:
+    case = replace(CASES[5], max_seqlen=False)
+    call = arguments(materialise(case), case, CUPY)
+    q, k, v = (call.pop(name) for name in "qkv")
+    plan = rawattn.plan(rawattn.attention, q, k, v, **call)
+    other = materialise(replace(case, **_OTHER))
+    assert set(other.integers) == {"seqlen_q", "cu_seqlen_k"} or set(other.integers) == {
+        "seqlen_q",
+        "seqlen_k",
+    }
+    on_device = {name: CUPY.integers(x) for name, x in other.integers.items()}
+    seqs = layout(other, case, CUPY)
+    expected = bits(rawattn.attention(q, k, v, **{**call, "seqs": seqs}), CUPY)
+    assert bits(plan(q, k, v, **on_device), CUPY) == expected
+    with pytest.raises(TypeError, match=r"^scale: a plan takes"):
+        plan(q, k, v, scale=2.0)
+
+
+def test_mistakes_are_told_before_a_launch() -> None:
+    q, k, v = (cupy.ones((1, 40, 2, 64), np.float16) for _ in range(3))
+    plan = rawattn.plan(rawattn.attention, q, k, v)
+    with pytest.raises(ValueError, match=r"^k: got shape \(1, 39, 2, 64\)"):
+        plan(q, k[:, 1:], v)
+    with pytest.raises(ValueError, match=r"^q: .*dtype float32"):
+        plan(q.astype(np.float32), k, v)
+    with pytest.raises(TypeError, match=r"^v: got ndarray"):
+        plan(q, k, v.get())
+    with pytest.raises(TypeError, match="expected q, k, v"):
+        plan(q, k, v, v)
+    moved = cupy.ones(q.size + 1, np.float16)[1:].reshape(q.shape)
+    with pytest.raises(ValueError, match="does not begin at a multiple"):
+        plan(moved, k, v)
+    with pytest.raises(ValueError, match="out: shares memory with q"):
+        plan(q, k, v, out=q)
+    with pytest.raises(ValueError, match=r"^k: its last axis is not dense"):
+        rawattn.plan(rawattn.attention, q, cupy.ones((1, 40, 2, 128), np.float16)[..., ::2], v)
+
+
+def test_memory_is_freed_with_the_plan() -> None:
+    pool = cupy.cuda.MemoryPool()
+    with cupy.cuda.using_allocator(pool.malloc):
+        q, k, v = (cupy.ones((1, 64, 4, 128), np.float16) for _ in range(3))
+        k = v = cupy.ones((1, 16384, 4, 128), np.float16)
+        rawattn.plan(rawattn.attention, q, k, v)()
+        gc.collect()
+        before = pool.used_bytes()
+        for _ in range(5):
+            plan = rawattn.plan(rawattn.attention, q, k, v)
+            assert pool.used_bytes() > before
+            plan()
+            del plan
+            gc.collect()
+            assert pool.used_bytes() == before
