@@ -54,24 +54,15 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]  # torch is not
             seqs, causal, align, window, sink, scale, mask, alibi_slopes, softcap, score_mod, dropout_p, seed,
             deterministic, backend,
         ) = ctx.options  # fmt: skip
-        wanted = ctx.needs_input_grad
-        dq, dk, dv, dbias, dsink_logits = attention_backward(
+        gradients = attention_backward(
             torch.zeros_like(out) if dout is None else dout, q, k, v, out, lse,
             seqs=seqs, causal=causal, align=align, window=window, sink=sink, scale=scale, bias=bias, mask=mask,
             alibi_slopes=alibi_slopes, softcap=softcap, score_mod=score_mod, sink_logits=sink_logits,
-            dropout_p=dropout_p, seed=seed, dlse=dlse, want_dbias=None if bias is None else wanted[3],
+            dropout_p=dropout_p, seed=seed, dlse=dlse,
+            want_dbias=None if bias is None else ctx.needs_input_grad[3],
             deterministic=deterministic, backend=backend,
-        )[:5]  # fmt: skip
-        return (
-            dq if wanted[0] else None,
-            dk if wanted[1] else None,
-            dv if wanted[2] else None,
-            dbias,
-            dsink_logits if wanted[4] else None,
-            None,
-            None,
-            None,
-        )
+        )  # fmt: skip
+        return *gradients[:5], None, None, None
 
 
 def attention(
