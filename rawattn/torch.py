@@ -155,7 +155,7 @@ def attention(
             raise ValueError(f"out: got a tensor in a {_COMPILED}; expected None")
         if score_mod is not None:
             raise NotImplementedError(f"score_mod: got one in a {_COMPILED}; expected None")
-        left, right = (None, None) if window is None else window
+        left, right = ops.ends_of(window)
         drawn = isinstance(seed, torch.Tensor)
         traced = ops.Options(
             bias=bias, sink_logits=sink_logits, mask=mask, alibi_slopes=alibi_slopes, causal=causal, align=align,

@@ -328,6 +328,10 @@ def test_mistakes_are_told() -> None:
     compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
     with pytest.raises(ValueError, match="v: got seqlen_k = 32"):
         compiled(q, k, v[:, 1:])
+    with pytest.raises(Exception, match=r"window: got 5, expected a tuple"):
+        compiled(q, k, v, window=5)
+    with pytest.raises(ValueError, match="window: got -2"):
+        compiled(q, k, v, window=(-2, None))
 
 
 def test_autocast_leaves_dtypes_alone() -> None:

@@ -85,6 +85,16 @@ def layout_of(seqs: SeqLayout | Layout | None) -> Layout:
     )
 
 
+def ends_of(window: Any) -> tuple[Any, Any]:
+    if window is None:
+        return None, None
+    if not isinstance(window, tuple) or len(window) != 2:
+        raise TypeError(
+            f"window: got {window!r}, expected a tuple (left, right) of ints >= 0, or None for an unbounded side"
+        )
+    return window
+
+
 def _tensor(name: str, array: Any) -> Any:
     if array is None:
         return None
