@@ -4,6 +4,8 @@
 
 #define DEVICE __device__ __forceinline__
 #define KERNEL extern "C" __global__
+// Where a field is in a struct, as a constant; NVRTC before 13.1 has no offsetof.
+#define OFFSET_OF(type, field) __INTADDR__(&(((type*)0)->field))
 #define LAUNCH_BOUNDS(threads, blocks) __launch_bounds__(threads, blocks)
 #define CLUSTER(blocks) __cluster_dims__(blocks, 1, 1)
 #define PARAMETER const __grid_constant__

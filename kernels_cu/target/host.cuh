@@ -18,6 +18,7 @@ float log2f(float) noexcept;
 
 #define DEVICE inline
 #define KERNEL extern "C"
+#define OFFSET_OF(type, field) __builtin_offsetof(type, field)
 #define LAUNCH_BOUNDS(threads, blocks)
 #define CLUSTER(blocks)  // how many, the launch says
 #define PARAMETER const

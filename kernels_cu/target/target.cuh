@@ -1,7 +1,7 @@
 // The machine under a portable kernel. Each target file defines the same names:
 //
 //   macros     DEVICE, KERNEL, LAUNCH_BOUNDS(threads, blocks), CLUSTER(blocks), PARAMETER, UNROLL,
-//              SHARED_MEMORY(name, bytes), SHARED_MEMORY_ALIGNED(name, bytes, alignment)
+//              SHARED_MEMORY(name, bytes), SHARED_MEMORY_ALIGNED(name, bytes, alignment), OFFSET_OF(type, field)
 //   types      float16, bfloat16; int64
 //   place      thread_index(), block_index(), grid_size(), kWave
 //   numbers    infinity()

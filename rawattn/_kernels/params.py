@@ -165,7 +165,7 @@ def assertions(struct: Struct) -> tuple[str, ...]:
     """C++ that does not compile unless the kernel's struct is laid out like this one."""
     told = "the host lays it out so"
     lines = [
-        f'static_assert(__builtin_offsetof({struct.name}, {path}) == {at}, "{told}");'
+        f'static_assert(OFFSET_OF({struct.name}, {path}) == {at}, "{told}");'
         for path, at in _leaves(struct.dtype)
     ]
     return (
