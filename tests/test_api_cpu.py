@@ -104,7 +104,9 @@ def test_tensor_that_requires_grad_is_refused_while_torch_records() -> None:
     for name in "qkv":
         given = {"q": q, "k": k, "v": v}
         given[name] = given[name].detach().requires_grad_()
-        with pytest.raises(RuntimeError, match=rf"^{name}: .*rawattn\.torch\.attention.*\.detach\(\)"):
+        with pytest.raises(
+            RuntimeError, match=rf"^{name}: .*rawattn\.torch\.attention.*\.detach\(\)"
+        ):
             rawattn.attention(**given, backend="cpu")
         with torch.no_grad():
             out = rawattn.attention(**given, backend="cpu")

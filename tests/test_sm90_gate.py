@@ -10,11 +10,8 @@ import pytest
 from bench.tuning import gate
 from rawattn._compile import compiler
 from rawattn._kernels.sm90 import forward as sm90_forward
-<<<<<<< ours
 from rawattn._kernels.variants import common_variants
-=======
 from tests import exhaustive
->>>>>>> theirs
 
 VARIANTS = [
     source

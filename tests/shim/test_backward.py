@@ -16,11 +16,8 @@ from rawattn._call.problem import describe
 from rawattn._kernels import tile_tables
 from rawattn._kernels.portable import backward as portable_backward
 from rawattn._kernels.portable.backward import Config, DqConfig
-<<<<<<< ours
 from rawattn._kernels.target import without_device
-=======
 from tests import exhaustive
->>>>>>> theirs
 from tests.cases import CANARY, Case, Strided, curated, dense, padded, ragged, random_case, strided
 from tests.gradients import NAMES, backward_of, check_gradient
 from tests.shim.backward import Backward

@@ -11,11 +11,8 @@ import pytest
 
 from rawattn._kernels import tile_tables
 from rawattn._kernels.sm90 import forward as sm90_forward
-<<<<<<< ours
 from rawattn._kernels.sm90 import forward_steps
-=======
 from tests import exhaustive
->>>>>>> theirs
 from tests.cases import Case, curated, dense, padded, ragged, random_case
 from tests.shim.cells import verify
 from tests.shim.cells_sm90 import Sm90Cell, Sm90Tiles, chosen
