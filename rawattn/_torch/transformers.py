@@ -7,6 +7,7 @@ tells which keys a query sees as a function of positions, and which tokens are p
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any, NamedTuple, NoReturn
 
@@ -39,6 +40,19 @@ class Visible:
     def contiguous(self) -> Visible:
         """What generate calls of every mask that it has made."""
         return self
+
+    def to(self, device: Any, non_blocking: bool = False) -> Visible:
+        """What accelerate calls of every argument of a layer, where layers are spread over devices."""
+        if self.layout is None:
+            return self
+        moved = (
+            x.to(device, non_blocking=non_blocking) if isinstance(x, torch.Tensor) else x
+            for x in self.layout
+        )
+        other = copy.copy(self)
+        other.__dict__.pop("seqs", None)
+        other.layout = Layout(*moved)
+        return other
 
     @functools.cached_property
     def seqs(self) -> SeqLayout | None:
