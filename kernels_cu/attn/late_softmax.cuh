@@ -11,10 +11,10 @@
 template <class C, int kRowBlocks>
 struct LateOnlineSoftmax : SoftmaxRows<C, kRowBlocks> {
   using Rows = SoftmaxRows<C, kRowBlocks>;
-  using Rows::factor, Rows::kSlack, Rows::reference, Rows::scale_log2, Rows::sum;
+  using Rows::factor, Rows::kSlack, Rows::running_max, Rows::scale_log2, Rows::sum;
   static constexpr int kBelowAll = -1;  // of the bits that are compared, none of which is less than 0
 
-  int limit[kRowBlocks][C::kSlots];  // bits of the largest score that the row's reference can stand
+  int limit[kRowBlocks][C::kSlots];  // bits of the largest score that the row's running maximum can stand
 
   DEVICE explicit LateOnlineSoftmax(float scale_log2) : Rows(scale_log2) {
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
@@ -22,10 +22,10 @@ struct LateOnlineSoftmax : SoftmaxRows<C, kRowBlocks> {
     }
   }
 
-  // References move where the tile's scores have outgrown them. Returns whether one of the wave's did: then the output
-  // accumulated so far must be rescaled before it meets this tile.
+  // Running maxima move where the tile's scores have outgrown them. Returns whether one of the wave's did: then the
+  // output accumulated so far must be rescaled before it meets this tile.
   template <int kKeyBlocks>
-  DEVICE bool relate(const C (&s)[kRowBlocks][kKeyBlocks]) {
+  DEVICE bool update_row_max(const C (&s)[kRowBlocks][kKeyBlocks]) {
     bool outgrown = false;
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
       int largest[C::kSlots] = {};
@@ -38,7 +38,7 @@ struct LateOnlineSoftmax : SoftmaxRows<C, kRowBlocks> {
       UNROLL for (int slot = 0; slot < C::kSlots; slot++) outgrown = outgrown || largest[slot] > limit[m][slot];
     }
     const bool moved = target::wave_any(outgrown);
-    if (moved) move_references(s);
+    if (moved) move_running_max(s);
     return moved;
   }
 
@@ -59,14 +59,14 @@ struct LateOnlineSoftmax : SoftmaxRows<C, kRowBlocks> {
 
  private:
   template <int kKeyBlocks>
-  DEVICE void move_references(const C (&s)[kRowBlocks][kKeyBlocks]) {
+  DEVICE void move_running_max(const C (&s)[kRowBlocks][kKeyBlocks]) {
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
       UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
-        const float before = reference[m][slot];
+        const float before = running_max[m][slot];
         const float now = fmaxf(before, Rows::row_maximum(s, m, slot) * scale_log2);
-        // Nothing was accumulated before the first reference.
+        // Nothing was accumulated before the first maximum.
         factor[m][slot] = before == -target::infinity() ? 1.0f : target::exp2(before - now);
-        reference[m][slot] = now;
+        running_max[m][slot] = now;
         sum[m][slot] *= factor[m][slot];
         const float largest = (now + kSlack) * target::reciprocal(scale_log2);
         limit[m][slot] = largest >= 0.0f ? static_cast<int>(target::bits_of(largest)) : kBelowAll;

@@ -14,7 +14,7 @@ struct Side {
   Integers start;    // (batch + 1) physical starts; null in batch mode
   Integers length;   // (batch + 1) cumulative or (batch) logical lengths; null = physical
   int64 cumulative;  // whether `length` is cumulative
-  int64 rows;        // rows of the array: seqlen in batch mode, total in group mode
+  int64 rows;        // rows of the array: seqlen in batch mode, total in packed mode
 };
 
 // Rows are addressed as base + batch * stride_batch + row * stride_row + head * stride_head, in elements; the last axis
@@ -42,18 +42,18 @@ struct ForwardParams {
 
 // How a schedule ends: `tiles` query tiles in pieces of `piece` key tiles, no more than a query tile has (see
 // attn/schedule/stream_k.cuh). No tiles where all come whole. All of their key tiles are fewer than 2^31.
-struct SharedOut {
+struct StreamK {
   int tiles, piece;
 };
 
 struct Sm90ForwardParams {
   ForwardParams forward;
   unsigned* next_work;           // a counter of work handed out and one of blocks done; zero between launches
-  unsigned* arrived;             // by tile that is shared out and wave: how many of its items are done; likewise
+  unsigned* arrived;             // by tile that is split and wave: how many of its items are done; likewise
   void* partials;                // what items of such tiles come to
   int row_bound_q, row_bound_k;  // ragged only: where the row axes of the tensor maps end
   int kept_tiles;                // of each head of a causal dense batch: the shortest, which come last of all
-  SharedOut shared_out;
+  StreamK shared_out;
 };
 
 struct BackwardParams {
@@ -64,8 +64,8 @@ struct BackwardParams {
   void* dk;
   void* dv;
   float* row_delta;  // laid out as lse: dout . out - dlse; 0 where a row sees no key
-  float* dq_sum;     // (batch, rows, nheads_q, dq_pitch), columns of 16 in the order of Accumulator::place(); null when
-                     // not wanted
+  float* dq_sum;  // (batch, rows, nheads_q, dq_pitch), columns of 16 in the order of Accumulator::position(); null when
+                  // not wanted
   Strides dout_strides, dq_strides, dk_strides, dv_strides;
   int section_queries;  // query rows of one kv head's group that fill the share of L2 that concurrent blocks should
                         // live in

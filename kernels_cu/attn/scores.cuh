@@ -19,7 +19,7 @@ struct SoftmaxScore {
 // The probability of a score, anew. In float32 the difference is taken before the change to base 2: that keeps the
 // digits which a large score and a large lse share, for one more instruction.
 //
-// An lse of -inf makes it inf: such a row sees no key, and what it does not see is replaced afterwards.
+// An lse of -inf makes it inf: such a row sees no key, and what it does not see is masked afterwards.
 template <class T>
 struct Probability {
   static constexpr float kLog2E = 1.4426950408889634f;
@@ -46,12 +46,13 @@ struct RowProbability : Probability<T> {
 };
 
 // What a tile's row does not see, counted from the tile's first key: keys beyond `right`, and keys from `sink` on that
-// come before `left`. An element's place in the tile is known when the kernel is compiled, so a test is one comparison.
+// come before `left`. An element's column in the tile is known when the kernel is compiled, so a test is one
+// comparison.
 template <class Visible>
-struct Unseen {
+struct MaskedKeys {
   int left, right, sink;
 
-  DEVICE Unseen(const Visible& visible, int row, int first_key) {
+  DEVICE MaskedKeys(const Visible& visible, int row, int first_key) {
     const RowLimits limits = visible.row(row);
     left = limits.left - first_key;
     right = limits.right - first_key;
@@ -63,28 +64,29 @@ struct Unseen {
 
 // Elements of keys that a row does not see become `value`. One edge at a time, since few tiles have both.
 template <class Visible, class C, int kRowBlocks, int kKeyBlocks>
-DEVICE void replace_unseen(C (&s)[kRowBlocks][kKeyBlocks], float value, const Visible& visible, const Edges& edges,
-                           int first_row, int first_key, int lane) {
+DEVICE void mask_scores(C (&s)[kRowBlocks][kKeyBlocks], float value, const Visible& visible, const Edges& edges,
+                        int first_row, int first_key, int lane) {
   const auto replace = [&](const auto& hides) {
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
       UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
-        const Unseen<Visible> unseen(visible, first_row + m * 16 + C::row(lane, slot), first_key + C::column(lane, 0));
+        const MaskedKeys<Visible> masked_keys(visible, first_row + m * 16 + C::row(lane, slot),
+                                              first_key + C::column(lane, 0));
         UNROLL for (int n = 0; n < kKeyBlocks; n++) {
           UNROLL for (int i = 0; i < C::kRun; i++) {
             const int e = C::element(slot, i);
-            if (hides(unseen, n * 16 + C::column(0, e))) s[m][n].x[e] = value;
+            if (hides(masked_keys, n * 16 + C::column(0, e))) s[m][n].x[e] = value;
           }
         }
       }
     }
   };
-  if (edges.right) replace([](const Unseen<Visible>& unseen, int j) { return unseen.beyond(j); });
-  if (edges.left) replace([](const Unseen<Visible>& unseen, int j) { return unseen.before(j); });
+  if (edges.right) replace([](const MaskedKeys<Visible>& masked_keys, int j) { return masked_keys.beyond(j); });
+  if (edges.left) replace([](const MaskedKeys<Visible>& masked_keys, int j) { return masked_keys.before(j); });
 }
 
 // The same where keys are rows and queries columns.
 template <class Visible, class C, int kKeyBlocks, int kQueryBlocks>
-DEVICE void replace_unseen_keys(C (&s)[kKeyBlocks][kQueryBlocks], float value, const Visible& visible, int first_key,
+DEVICE void mask_scores_of_keys(C (&s)[kKeyBlocks][kQueryBlocks], float value, const Visible& visible, int first_key,
                                 int first_row, int lane) {
   UNROLL for (int m = 0; m < kKeyBlocks; m++) {
     UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
@@ -112,7 +114,7 @@ DEVICE void finish_scores(C (&s)[kRowBlocks][kKeyBlocks], const Finish& finish, 
       UNROLL for (int e = 0; e < C::kElements; e++) s[m][b].x[e] = finish(s[m][b].x[e], m, C::slot(e));
     }
   }
-  replace_unseen(s, Finish::masked(), keys.visible, keys.edges(n), first_row, keys.first_key(n), lane);
+  mask_scores(s, Finish::masked(), keys.visible, keys.edges(n), first_row, keys.first_key(n), lane);
 }
 
 // Keys are rows. lse: of the queries from first_row on.
@@ -127,5 +129,5 @@ DEVICE void finish_scores_of_keys(C (&s)[kKeyBlocks][kQueryBlocks], const Finish
     }
   }
   if (!queries.edges(n).any()) return;
-  replace_unseen_keys(s, Finish::masked(), queries.visible, first_key, first_row, lane);
+  mask_scores_of_keys(s, Finish::masked(), queries.visible, first_key, first_row, lane);
 }

@@ -1,5 +1,9 @@
 // Where a sequence lies and how long it really is: physical starts address memory, logical lengths bound the work.
 //
+// Rows are counted from the sequence's own first one. Where a sequence is a part of a longer one, Side will also have a
+// `position` for each: of its first row in the whole. Row i then stands at position + i, and the offset of VisibleKeys
+// is the position of the queries less that of the keys: the diagonal is that of the whole.
+//
 // Integers on the GPU are the caller's and nobody has checked them: whatever they hold, a sequence found here lies
 // inside its array.
 #pragma once

@@ -1,8 +1,8 @@
 // Online softmax over key tiles (Milakov and Gimelshein 2018; Dao et al. 2022, algorithm 1), in base 2.
 //
-// Each row keeps a reference that its exponents are taken against. It need not be the row's maximum: it only moves when
-// the maximum has outgrown it by 2^kSlack, so most tiles leave the output accumulator alone. Any reference gives the
-// same quotient, and p <= 2^kSlack keeps float16 and bfloat16 as accurate as p <= 1 does.
+// Each row keeps a running maximum that its exponents are taken against. It may lag behind the true one: it only moves
+// when that has outgrown it by 2^kSlack, so most tiles leave the output accumulator alone. Any value gives the same
+// quotient, and p <= 2^kSlack keeps float16 and bfloat16 as accurate as p <= 1 does.
 #pragma once
 
 #include "target/target.cuh"
@@ -13,23 +13,23 @@ struct SoftmaxRows {
   static constexpr float kSlack = 8.0f;
 
   const float scale_log2;
-  float reference[kRowBlocks][C::kSlots];  // log2 units; -inf until the row has seen a key
-  float sum[kRowBlocks][C::kSlots];        // this lane's columns only, until finish()
-  float factor[kRowBlocks][C::kSlots];     // of the last move
+  float running_max[kRowBlocks][C::kSlots];  // log2 units; -inf until the row has seen a key
+  float sum[kRowBlocks][C::kSlots];          // this lane's columns only, until finish()
+  float factor[kRowBlocks][C::kSlots];       // of the last move
 
   // scale_log2: from scores to log2 units, positive.
   DEVICE explicit SoftmaxRows(float scale_log2) : scale_log2(scale_log2) {
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
       UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
-        reference[m][slot] = -target::infinity();
+        running_max[m][slot] = -target::infinity();
         sum[m][slot] = 0.0f;
       }
     }
   }
 
-  // What exponents are taken against: of a row without a reference all are -inf, whatever is subtracted.
+  // What exponents are taken against: of a row without one all are -inf, whatever is subtracted.
   DEVICE float shift(int m, int slot) const {
-    return reference[m][slot] == -target::infinity() ? 0.0f : reference[m][slot];
+    return running_max[m][slot] == -target::infinity() ? 0.0f : running_max[m][slot];
   }
 
   // The largest score of a tile's row.
@@ -79,8 +79,8 @@ struct SoftmaxRows {
   // Natural logarithm of the sum of exponentials; -inf for a row that saw no key.
   DEVICE float lse(int m, int slot) const {
     constexpr float kLn2 = 0.6931471805599453f;
-    if (reference[m][slot] == -target::infinity()) return -target::infinity();
-    return kLn2 * (reference[m][slot] + target::log2(sum[m][slot]));
+    if (running_max[m][slot] == -target::infinity()) return -target::infinity();
+    return kLn2 * (running_max[m][slot] + target::log2(sum[m][slot]));
   }
 };
 
@@ -88,20 +88,20 @@ struct SoftmaxRows {
 template <class C, int kRowBlocks>
 struct OnlineSoftmax : SoftmaxRows<C, kRowBlocks> {
   using Rows = SoftmaxRows<C, kRowBlocks>;
-  using Rows::factor, Rows::kSlack, Rows::reference, Rows::scale_log2, Rows::sum;
+  using Rows::factor, Rows::kSlack, Rows::running_max, Rows::scale_log2, Rows::sum;
 
   int threshold = -1;  // of an outgrowing exponent's bits; below all until every row has seen a key
 
   using Rows::Rows;
 
-  // Scores become exponents relative to the reference, which moves first if a row has outgrown it or has none yet.
-  // Returns whether the wave's references moved: then the output accumulated so far must be rescaled before it meets
-  // this tile.
+  // Scores become exponents relative to the running maximum, which moves first if a row has outgrown it or has none
+  // yet. Returns whether the wave's running maxima moved: then the output accumulated so far must be rescaled before it
+  // meets this tile.
   //
   // Looking for an outgrown row needs no maximum by rows, and a positive float compares like the integer of the same
   // bits, for which the hardware takes three-way maxima.
   template <int kKeyBlocks>
-  DEVICE bool relate(C (&s)[kRowBlocks][kKeyBlocks]) {
+  DEVICE bool update_row_max(C (&s)[kRowBlocks][kKeyBlocks]) {
     float shift[kRowBlocks][C::kSlots];
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
       UNROLL for (int slot = 0; slot < C::kSlots; slot++) { shift[m][slot] = this->shift(m, slot); }
@@ -117,23 +117,23 @@ struct OnlineSoftmax : SoftmaxRows<C, kRowBlocks> {
       }
     }
     const bool moved = target::wave_any(largest > threshold);
-    if (moved) move_reference(s);
+    if (moved) move_running_max(s);
     return moved;
   }
 
   template <int kKeyBlocks>
-  DEVICE void move_reference(C (&s)[kRowBlocks][kKeyBlocks]) {
+  DEVICE void move_running_max(C (&s)[kRowBlocks][kKeyBlocks]) {
     bool unsettled = false;
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
       UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
         const float maximum = Rows::row_maximum(s, m, slot);
-        const bool first = reference[m][slot] == -target::infinity();
-        const bool unseen = first && maximum == -target::infinity();
-        const float rise = unseen ? 0.0f : (first ? maximum : fmaxf(maximum, 0.0f));
+        const bool first = running_max[m][slot] == -target::infinity();
+        const bool all_masked = first && maximum == -target::infinity();
+        const float rise = all_masked ? 0.0f : (first ? maximum : fmaxf(maximum, 0.0f));
         factor[m][slot] = first ? 1.0f : target::exp2(-rise);  // nothing was accumulated before the first
-        if (!unseen) reference[m][slot] = first ? rise : reference[m][slot] + rise;
+        if (!all_masked) running_max[m][slot] = first ? rise : running_max[m][slot] + rise;
         sum[m][slot] *= factor[m][slot];
-        unsettled = unsettled || unseen;
+        unsettled = unsettled || all_masked;
         UNROLL for (int n = 0; n < kKeyBlocks; n++) {
           UNROLL for (int e = 0; e < C::kElements; e++) {
             if (C::slot(e) == slot) s[m][n].x[e] -= rise;

@@ -44,7 +44,7 @@ static_assert(kKeyBlocks * 16 * kKeyWaves == kTileK && kQueryBlocks * 16 * kColu
               "tiles are made of 16 x 16 blocks");
 static_assert(kStages == 1 || kStages == 2, "one or two stages of queries and douts");
 
-// dQ is shared out anew: kDqRowWaves bands of rows, the columns among the waves of a band.
+// The waves divide dQ anew: kDqRowWaves bands of rows, the columns among the waves of a band.
 constexpr int kDqColumnWaves = kWaves / kDqRowWaves;
 constexpr int kDqRowBlocks = kTileQ / (16 * kDqRowWaves);
 constexpr int kDqBlocks = kDqPitch / 16;
@@ -143,7 +143,7 @@ DEVICE void add_dq(float* sums, int64 stride, int rows, const Element* gradients
     UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
       const int at = row + m * 16 + C::row(lane, slot);
       if (at >= rows) continue;
-      float* const sum = sums + at * stride + C::place(C::column(lane, C::element(slot, 0)));
+      float* const sum = sums + at * stride + C::position(C::column(lane, C::element(slot, 0)));
       UNROLL for (int d = 0; d < kDqColumnBlocks; d++) {
         if (block + d >= kDqBlocks) break;
         float run[C::kRun];
@@ -166,7 +166,7 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
   const int lane = thread % target::kWave;
   const int wave = thread / target::kWave;
 
-  const KeyWork work = find_key_work<kRagged, kTileK>(p, target::block_index());
+  const KeyWorkTile work = find_key_work_tile<kRagged, kTileK>(p, target::block_index());
   if (!work.exists) return;
   const int first_key = work.tile * kTileK;
   const int keys = work.k.length - first_key < kTileK ? work.k.length - first_key : kTileK;
@@ -198,7 +198,7 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
     target::copy_async_commit();
   };
   // Afterwards everything asked for has landed for all threads, and all are done with what they read before.
-  const auto arrive = [] {
+  const auto wait_copies_and_sync = [] {
     target::copy_async_wait();
     target::block_sync();
   };
@@ -236,7 +236,7 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
   Turn before{0, 0, 0, false};
 #pragma unroll 1
   while (turn.exists) {
-    arrive();
+    wait_copies_and_sync();
     const Turn next = turn.next(query_tiles, start, group);
     const Element* const queries = elements + kQueriesAt + turn.stage * kTileQ * kPitch;
     const Element* const douts = elements + kDoutsAt + turn.stage * kTileQ * kPitch;
@@ -291,7 +291,7 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
     turn = next;
   }
 
-  arrive();
+  wait_copies_and_sync();
   if (kWithDq && before.exists) {
     add_dq_of(before, buffer ^ 1);
     target::block_sync();

@@ -71,7 +71,7 @@ KERNEL LAUNCH_BOUNDS(backward_dq::kThreads, config::kBlocksPerSm) void rawattn_b
   const int lane = thread % target::kWave;
   const int wave = thread / target::kWave;
 
-  const Work work = find_work<kRagged, kRight, kTileQ>(f, target::block_index());
+  const WorkTile work = find_work_tile<kRagged, kRight, kTileQ>(f, target::block_index());
   if (!work.exists) return;
   const int first = work.tile * kTileQ;
   const int rows = work.q.length - first < kTileQ ? work.q.length - first : kTileQ;
@@ -90,7 +90,7 @@ KERNEL LAUNCH_BOUNDS(backward_dq::kThreads, config::kBlocksPerSm) void rawattn_b
     CopyV::load(elements + kValuesAt + stage * kTileK * kPitchV, v.from(row), valid, thread);
   };
   // Afterwards everything asked for has landed for all threads, and all are done with what they read before.
-  const auto arrive = [] {
+  const auto wait_copies_and_sync = [] {
     target::copy_async_wait();
     target::block_sync();
   };
@@ -119,7 +119,7 @@ KERNEL LAUNCH_BOUNDS(backward_dq::kThreads, config::kBlocksPerSm) void rawattn_b
 
 #pragma unroll 1
   for (int n = key_tiles.begin; n < key_tiles.end; n++) {
-    arrive();
+    wait_copies_and_sync();
     const Element* const keys = elements + kKeysAt + n % kStages * kTileK * kPitchQk;
     const Element* const values = elements + kValuesAt + n % kStages * kTileK * kPitchV;
 
@@ -147,7 +147,7 @@ KERNEL LAUNCH_BOUNDS(backward_dq::kThreads, config::kBlocksPerSm) void rawattn_b
     }
   }
 
-  arrive();
+  wait_copies_and_sync();
   UNROLL for (int m = 0; m < kRowBlocks; m++) {
     UNROLL for (int d = 0; d < kDqBlocks; d++) {
       UNROLL for (int e = 0; e < C::kElements; e++) dq[m][d].x[e] *= f.scale;

@@ -1,7 +1,7 @@
 // Last step of the backward: dq = scale * dq_sum, in the dtype and the layout of dq. One wave takes one physical row,
 // all heads.
 #include "attn/params.cuh"
-#include "attn/row_place.cuh"
+#include "attn/physical_row.cuh"
 #include "attn/rows.cuh"
 #include "attn/sequence.cuh"
 #include "target/target.cuh"
@@ -27,17 +27,17 @@ KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_backward_finish(PARAMETER
   const ForwardParams& f = p.forward;
   const int wave = target::thread_index() / target::kWave;
   const int lane = target::thread_index() % target::kWave;
-  const RowPlace place = row_place(f.q_side, f.batch, int64(target::block_index()) * kWaves + wave);
-  if (!place.logical) return;
+  const PhysicalRow own = physical_row(f.q_side, f.batch, int64(target::block_index()) * kWaves + wave);
+  if (!own.logical) return;
 
-  const float* const sums = p.dq_sum + (place.batch * f.q_side.rows + place.row) * f.nheads_q * kDqPitch;
-  Element* const dq = row_at<Element>(p.dq, p.dq_strides, place.batch, place.row);
+  const float* const sums = p.dq_sum + (own.batch * f.q_side.rows + own.row) * f.nheads_q * kDqPitch;
+  Element* const dq = row_at<Element>(p.dq, p.dq_strides, own.batch, own.row);
   for (int i = lane; i < f.nheads_q * kChunks; i += target::kWave) {
     const int head = i / kChunks;
     const int column = i % kChunks * kChunk;
     Piece piece;
     UNROLL for (int j = 0; j < kChunk; j++) {
-      const float x = sums[int64(head) * kDqPitch + (column + j) / 16 * 16 + C::place((column + j) % 16)];
+      const float x = sums[int64(head) * kDqPitch + (column + j) / 16 * 16 + C::position((column + j) % 16)];
       piece.x[j] = target::from_float<Element>(f.scale * x);
     }
     *reinterpret_cast<Piece*>(dq + head * p.dq_strides.head + column) = piece;

@@ -4,7 +4,7 @@
 //
 // One wave takes one physical row, all heads: several at a time, side by side. Rows of no sequence are not touched.
 #include "attn/params.cuh"
-#include "attn/row_place.cuh"
+#include "attn/physical_row.cuh"
 #include "attn/rows.cuh"
 #include "attn/sequence.cuh"
 #include "target/target.cuh"
@@ -45,25 +45,25 @@ KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_backward_prepare(PARAMETE
   const ForwardParams& f = p.forward;
   const int wave = target::thread_index() / target::kWave;
   const int lane = target::thread_index() % target::kWave;
-  const RowPlace place = row_place(f.q_side, f.batch, int64(target::block_index()) * kWaves + wave);
-  if (!place.logical) return;
+  const PhysicalRow own = physical_row(f.q_side, f.batch, int64(target::block_index()) * kWaves + wave);
+  if (!own.logical) return;
 
-  const Element* const out = row_at<const Element>(f.out, f.out_strides, place.batch, place.row);
-  const Element* const dout = row_at<const Element>(p.dout, p.dout_strides, place.batch, place.row);
+  const Element* const out = row_at<const Element>(f.out, f.out_strides, own.batch, own.row);
+  const Element* const dout = row_at<const Element>(p.dout, p.dout_strides, own.batch, own.row);
   for (int first = 0; first < f.nheads_q; first += kHeadsAtOnce) {
     const int head = first + lane / kLanes;
     // Lanes without a head of their own repeat the last one: all must meet in the sum.
     const int64 real = head < f.nheads_q ? head : f.nheads_q - 1;
     float delta = dot(dout + real * p.dout_strides.head, out + real * f.out_strides.head, lane % kLanes);
     if (lane % kLanes == 0 && head < f.nheads_q) {
-      const int64 at = place.batch * f.lse_batch + head * f.lse_head + place.row;
+      const int64 at = own.batch * f.lse_batch + head * f.lse_head + own.row;
       if (p.dlse != nullptr) delta -= p.dlse[at];
       p.row_delta[at] = f.lse[at] == -target::infinity() ? 0.0f : delta;
     }
   }
   if (p.dq_sum != nullptr) {
     const int64 count = int64(f.nheads_q) * kDqPitch / 4;
-    Chunk<16>* const sum = reinterpret_cast<Chunk<16>*>(p.dq_sum) + (place.batch * f.q_side.rows + place.row) * count;
+    Chunk<16>* const sum = reinterpret_cast<Chunk<16>*>(p.dq_sum) + (own.batch * f.q_side.rows + own.row) * count;
     for (int64 i = lane; i < count; i += target::kWave) sum[i] = Chunk<16>{0, 0, 0, 0};
   }
 }

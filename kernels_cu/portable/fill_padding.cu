@@ -14,18 +14,18 @@ KERNEL LAUNCH_BOUNDS(fill_padding::kThreads, 1) void rawattn_fill_padding(PARAME
   using namespace fill_padding;
   const int gap = target::block_index() / p.parts;
   const int part = target::block_index() % p.parts;
-  const bool group = p.side.start.data != nullptr;
+  const bool packed = p.side.start.data != nullptr;
   const int sequence = gap - 1;
   int64 begin = 0;
   int64 end = p.side.rows;
   if (sequence >= 0) {
     const Span span = span_of(p.side, sequence);
     begin = span.start + span.length;
-  } else if (!group) {
+  } else if (!packed) {
     return;
   }
-  if (group && gap < p.batch) end = clamp(integer_at(p.side.start, gap), 0, p.side.rows);
-  const int64 batch = group ? 0 : sequence;
+  if (packed && gap < p.batch) end = clamp(integer_at(p.side.start, gap), 0, p.side.rows);
+  const int64 batch = packed ? 0 : sequence;
 
   const int wave = target::thread_index() / target::kWave;
   const int lane = target::thread_index() % target::kWave;

@@ -85,7 +85,7 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
   const int lane = thread % target::kWave;
   const int wave = thread / target::kWave;
 
-  const Work work = find_work<kRagged, kRight, kTileQ>(p, target::block_index());
+  const WorkTile work = find_work_tile<kRagged, kRight, kTileQ>(p, target::block_index());
   if (!work.exists) return;
   const int first = work.tile * kTileQ;
   const int rows = work.q.length - first < kTileQ ? work.q.length - first : kTileQ;
@@ -105,7 +105,7 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
     CopyV::load(elements + kValuesAt + n % kStages * kTileK * kPitchV, v.from(row), work.k.length - row, thread);
   };
   // Afterwards everything asked for has landed for all threads, and all are done with what they read before.
-  const auto arrive = [] {
+  const auto wait_copies_and_sync = [] {
     target::copy_async_wait();
     target::block_sync();
   };
@@ -125,13 +125,13 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
   C o[kRowBlocks][kOutBlocks];
   UNROLL for (int m = 0; m < kRowBlocks; m++) { UNROLL for (int d = 0; d < kOutBlocks; d++) o[m][d] = C{}; }
   if constexpr (kQueryInRegisters) {
-    arrive();
+    wait_copies_and_sync();
     queries.hold(lane);
   }
 
 #pragma unroll 1
   for (int n = key_tiles.begin; n < key_tiles.end; n++) {
-    arrive();
+    wait_copies_and_sync();
     if constexpr (kStages == 1) {
       load_values(n);
       target::copy_async_commit();
@@ -148,20 +148,20 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
         load_values(n + 1);
       }
     } else {
-      arrive();
+      wait_copies_and_sync();
       if (n + 1 < key_tiles.end) load_keys(n + 1);
     }
     target::copy_async_commit();
 
     finish_scores(s, SoftmaxScore<kScaleFirst>{p.scale}, key_tiles, n, first + wave * kWaveRows, lane);
-    if (softmax.relate(s)) softmax.rescale(o);
+    if (softmax.update_row_max(s)) softmax.rescale(o);
     softmax.exponentiate(s);
     const Element* const values = elements + kValuesAt + n % kStages * kTileK * kPitchV;
     multiply_accumulators<M, kUnrolledSteps, kPitchV, kPitchP>(o, s, slab, values, lane);
   }
 
   softmax.finish(o);
-  arrive();
+  wait_copies_and_sync();
   UNROLL for (int m = 0; m < kRowBlocks; m++) {
     const int block_row = wave * kWaveRows + m * 16;
     UNROLL for (int d = 0; d < kOutBlocks; d++) {

@@ -1,5 +1,5 @@
 // Orders the sequences of a ragged batch for portable/forward.cu: the longest keys first. One thread a sequence finds
-// its place, and how many query tiles come before it, by comparing itself with all others; no sort, no scan, one
+// its position, and how many query tiles come before it, by comparing itself with all others; no sort, no scan, one
 // launch.
 #include "attn/params.cuh"
 #include "attn/sequence.cuh"
@@ -27,7 +27,7 @@ KERNEL LAUNCH_BOUNDS(schedule::kThreads, 1) void rawattn_schedule(PARAMETER Sche
   const int sequence = target::block_index() * kThreads + thread;
   Entry mine{0, 0};
   if (sequence < p.batch) mine = entry_of(p, sequence);
-  int place = 0;
+  int position = 0;
   int64 before = 0;
   for (int base = 0; base < p.batch; base += kThreads) {
     if (base + thread < p.batch) others[thread] = entry_of(p, base + thread);
@@ -36,17 +36,17 @@ KERNEL LAUNCH_BOUNDS(schedule::kThreads, 1) void rawattn_schedule(PARAMETER Sche
     for (int i = 0; i < count; i++) {
       const bool earlier = others[i].keys > mine.keys || (others[i].keys == mine.keys && base + i < sequence);
       if (earlier) {
-        place++;
+        position++;
         before += others[i].tiles;
       }
     }
     target::block_sync();
   }
   if (sequence < p.batch) {
-    p.order[place] = sequence;
+    p.order[position] = sequence;
     // Sequences that unchecked integers lay over each other can have more tiles than an int counts.
     constexpr int64 kMost = 0x7fffffff;
-    p.first_tile[place] = static_cast<int>(clamp(before, 0, kMost));
-    if (place == p.batch - 1) p.first_tile[p.batch] = static_cast<int>(clamp(before + mine.tiles, 0, kMost));
+    p.first_tile[position] = static_cast<int>(clamp(before, 0, kMost));
+    if (position == p.batch - 1) p.first_tile[p.batch] = static_cast<int>(clamp(before + mine.tiles, 0, kMost));
   }
 }

@@ -36,7 +36,7 @@ void mbarrier_arrive(void* barrier, unsigned bytes);
 void mbarrier_wait(void* barrier, unsigned parity);
 int cluster_rank();
 void meet_cluster();
-// Both reach what lies at the same place in the block `rank` of the cluster.
+// Both reach what lies at the same offset in the block `rank` of the cluster.
 void mbarrier_arrive_at(void* barrier, int rank);
 void send(void* to, unsigned x, void* barrier, int rank);
 // To this block, or to the first `receivers` of the cluster.
@@ -47,7 +47,7 @@ void commit_stores();
 void wait_stores_read();
 void set_registers(const char* name, int count);
 
-// A product of a warp group as one thread asks for it: 64 x columns, 16 deep.
+// A product of a warpgroup as one thread asks for it: 64 x columns, 16 deep.
 struct Product {
   bool bfloat;
   int columns;

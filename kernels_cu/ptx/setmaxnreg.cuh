@@ -1,4 +1,4 @@
-// setmaxnreg: a warp group gives registers back to the block's pool, or takes some from it.
+// setmaxnreg: a warpgroup gives registers back to the block's pool, or takes some from it.
 #pragma once
 
 #include "target/cuda.cuh"

@@ -14,8 +14,8 @@ struct alignas(64) TensorMap {
 DEVICE void prefetch_tensormap(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
 // Completes on `barrier` with the box's bytes; what lies outside the tensor arrives as zeros and counts too. With more
-// than one receiver, in each of the cluster's first kReceivers blocks: at the same place, on the barrier at the same
-// place.
+// than one receiver, in each of the cluster's first kReceivers blocks: at the same offset, on the barrier at the same
+// offset.
 template <int kReceivers = 1>
 DEVICE void copy_tensor_5d(void* shared, const TensorMap* map, Mbarrier* barrier, int c0, int c1, int c2, int c3,
                            int c4) {

@@ -1,4 +1,4 @@
-// wgmma: the four warps of a warp group multiply 64 x 16 by 16 x N, asynchronously, accumulating in registers.
+// wgmma: the four warps of a warpgroup multiply 64 x 16 by 16 x N, asynchronously, accumulating in registers.
 //
 // B, and A where it is not in registers, lie in shared memory and are named by descriptors. The accumulator of the
 // group is 64 x N: warp w holds rows 16 w to 16 w + 15 in N / 16 blocks laid out like target::Accumulator.

@@ -1,15 +1,16 @@
 // Attention forward for Hopper: persistent blocks, TMA loads, wgmma products (FlashAttention-3, Shah et al. 2024).
 //
-// Warp group 0 produces: one thread walks the schedule and keeps the copy engine ahead of the consumers. Each of the
-// kConsumers other warp groups owns 64 query rows. In a consumer, P V of tile n - 1 runs in the tensor cores while the
-// scores of tile n are masked and related to their references; its exponentials meet the products of other consumers.
-// With kPingPong consumers take turns at issuing products, so that they do not all want the same unit at once. The next
-// tile's queries, keys and values travel while this one's output is stored.
+// Warpgroup 0 produces: one thread walks the schedule and keeps the copy engine ahead of the consumers. Each of the
+// kConsumers other warpgroups owns 64 query rows. In a consumer, P V of tile n - 1 runs in the tensor cores while the
+// scores of tile n are finished and looked through for new row maxima; its exponentials meet the products of other
+// consumers. With kPingPong consumers take turns at issuing products, so that they do not all want the same unit at
+// once. The next tile's queries, keys and values travel while this one's output is stored.
 //
 // Blocks of a cluster (kCluster > 1) work on neighbouring query tiles at the same time, and load keys and values for
 // each other: half of what a block needs is read from L2 by its neighbour.
 //
-// With kSharesOut the last tiles, too few for all blocks, are shared out by keys, and what becomes of them is merged.
+// With kSharesOut the last tiles, too few for all blocks, are split by keys (stream-K), and what becomes of them is
+// merged.
 #include "attn/scores.cuh"
 #include "sm90/forward_block.cuh"
 #include "sm90/forward_merge.cuh"
@@ -20,7 +21,7 @@ namespace forward {
 
 struct Consumer {
   SharedMemory& s;
-  const int index, lane, warp;                        // warp: 0 to 3 in the group
+  const int index, lane, warp;                        // warp: 0 to 3 in the warpgroup
   const unsigned long long first_keys, first_values;  // descriptors of the rings' first slots
   const unsigned shared;                              // the address of s
   Ring<kStages> keys, values;
@@ -93,7 +94,7 @@ struct Consumer {
   // A tile that other consumers work on and this one's rows do not see. Its slots may be given back only once they are
   // full, and every lane knows it: an earlier arrival would count for the slots' last tile, and hide this one from a
   // lane that still waits. (Where a tile is worked on, the products bring the lanes together.)
-  DEVICE void pass_over() {
+  DEVICE void skip_tile() {
     wait_for_keys();
     take_turn();
     pass_turn();
@@ -137,9 +138,9 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
     C o[1][kOutBlocks];
     M::A probabilities[kKeyBlocks];
     // Returns whether the output must be rescaled.
-    const auto relate = [&](C(&scores)[1][kKeyBlocks], int n) {
+    const auto finish = [&](C(&scores)[1][kKeyBlocks], int n) {
       finish_scores(scores, SoftmaxScore<kScaleFirst>{p.scale}, own_tiles, n, first_row, self.lane);
-      return softmax.relate(scores);
+      return softmax.update_row_max(scores);
     };
 
     UNROLL for (int d = 0; d < kOutBlocks; d++) o[0][d] = C{};
@@ -148,7 +149,7 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
       queries_parity ^= 1;
     }
 #pragma unroll 1
-    for (int n = span.begin; n < mine.begin; n++) self.pass_over();
+    for (int n = span.begin; n < mine.begin; n++) self.skip_tile();
     if (mine.begin < mine.end) {
       {
         C scores[1][kKeyBlocks];
@@ -159,7 +160,7 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
         ptx::wgmma_results(scores[0]);
         self.pass_turn();
         self.release_keys();
-        relate(scores, mine.begin);
+        finish(scores, mine.begin);
         softmax.exponentiate(scores);
         pack(probabilities, scores);
       }
@@ -176,7 +177,7 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
         // Not before the scores are there: products of the next consumer would delay them.
         self.pass_turn();
         self.release_keys();
-        const bool moved = relate(scores, n);
+        const bool moved = finish(scores, n);
         // P V ends here, not below the exponentials: those are faster in one stretch with the conversions, whose
         // registers P V holds, than apart from them under P V.
         ptx::wgmma_wait<0>();
@@ -196,7 +197,7 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
       self.release(&s.queries_empty);
     }
 #pragma unroll 1
-    for (int n = mine.end; n < span.end; n++) self.pass_over();
+    for (int n = mine.end; n < span.end; n++) self.skip_tile();
     if (is_whole(work)) {
       store<kTensorStores>(params, maps, s, work, o, softmax, work.head + own.head, first_row, self.lane);
     } else {
@@ -242,14 +243,15 @@ KERNEL CLUSTER(forward::kCluster)
   } else {
     ptx::cluster_sync();
   }
-  // The compiler, once it knows that the group is the same for the whole warp, keeps descriptors in uniform registers.
-  const int group = target::wave_uniform(target::thread_index() / kWarpgroup);
-  if (group == 0) {
+  // The compiler, once it knows that the warpgroup is the same for the whole warp, keeps descriptors in uniform
+  // registers.
+  const int warpgroup = target::wave_uniform(target::thread_index() / kWarpgroup);
+  if (warpgroup == 0) {
     ptx::setmaxnreg_dec<kProducerRegisters>();
     if (target::thread_index() == 0) produce(p, maps, shared);
   } else {
     ptx::setmaxnreg_inc<kConsumerRegisters>();
-    consume(p, maps, shared, group - 1);
+    consume(p, maps, shared, warpgroup - 1);
   }
   // Neighbours may still give slots back to this block.
   if constexpr (kCluster > 1) ptx::cluster_sync();

@@ -56,14 +56,14 @@ struct SoftmaxOf<true> {
 };
 using Softmax = SoftmaxOf<kLateScaling>::Type;
 
-static_assert(!kSharesOut || !(kRagged || kLeft || kRight), "only equal tiles are shared out");
+static_assert(!kSharesOut || !(kRagged || kLeft || kRight), "only equal tiles are split");
 template <bool kPartial>
 struct ItemOf {
-  using Type = Work;
+  using Type = WorkTile;
 };
 template <>
 struct ItemOf<true> {
-  using Type = PartialWork;
+  using Type = WorkItem;
 };
 using Item = ItemOf<kSharesOut>::Type;
 
@@ -84,7 +84,7 @@ struct Tiles {
   unsigned char values[kStages][kValueBytes];
 };
 struct SharedMemory : Tiles {
-  // These two first: `Consumer` counts on their place.
+  // These two first: `Consumer` counts on their offsets.
   ptx::Mbarrier keys_full[kStages], keys_empty[kStages], values_full[kStages], values_empty[kStages];
   ptx::Mbarrier queries_full, queries_empty;
   // Two slots: the producer decides on the next work while the consumers are busy with this one.
@@ -100,22 +100,22 @@ enum NamedBarrier { kTurn = 1 };  // kTurn + c: consumer c may issue its product
 DEVICE int rank() { return cluster_rank<kCluster>(); }
 
 // The first query row of this block's tile in each head.
-DEVICE int first_query(const Work& work) { return work.tile * kClusterQ + rank() * kTileQ; }
+DEVICE int first_query(const WorkTile& work) { return work.tile * kClusterQ + rank() * kTileQ; }
 
 DEVICE TileRow tile_row(int n) { return sm90::tile_row<kTileQ, kHeadsPerTile>(n); }
 
-DEVICE MapRows map_rows(const Work& work, const Span& span, int bound) {
+DEVICE MapRows map_rows(const WorkTile& work, const Span& span, int bound) {
   return sm90::map_rows<kRagged, kPacked>(work.sequence, span, bound);
 }
 
 // The key tiles that any block of the cluster needs: all of them visit all of these.
-DEVICE Keys key_tiles_of(const ForwardParams& p, const Work& work) {
+DEVICE Keys key_tiles_of(const ForwardParams& p, const WorkTile& work) {
   const int first = work.tile * kClusterQ;
   const int last = (first + kClusterQ < work.q.length ? first + kClusterQ : work.q.length) - 1;
   return Keys(Visible(p, work.q.length, work.k.length), first, last);
 }
 // Those of this item.
-DEVICE TileSpan span_of_item(const Keys& key_tiles, const Work&) { return key_tiles; }
-DEVICE TileSpan span_of_item(const Keys&, const PartialWork& work) { return work.keys; }
+DEVICE TileSpan span_of_item(const Keys& key_tiles, const WorkTile&) { return key_tiles; }
+DEVICE TileSpan span_of_item(const Keys&, const WorkItem& work) { return work.keys; }
 
 }  // namespace forward

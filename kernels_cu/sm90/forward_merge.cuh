@@ -14,7 +14,7 @@ struct alignas(16) Quad {
   float x[4];
 };
 // What a wave's 16 rows have come to: each lane's part of the output, divided by the sums, and of the softmax the
-// references and sums of the lane's rows. Lanes lie side by side.
+// running maxima and sums of the lane's rows. Lanes lie side by side.
 struct Partial {
   Quad out[2 * kOutBlocks][32];
   Quad softmax[32];
@@ -32,14 +32,14 @@ DEVICE void leave(Partial& partial, const C (&o)[1][kOutBlocks], const Softmax& 
     partial.out[2 * d][lane] = {x[0], x[1], x[2], x[3]};
     partial.out[2 * d + 1][lane] = {x[4], x[5], x[6], x[7]};
   }
-  const auto &reference = softmax.reference[0], &sum = softmax.sum[0];
-  partial.softmax[lane] = {reference[0], reference[1], sum[0], sum[1]};
+  const auto &running_max = softmax.running_max[0], &sum = softmax.sum[0];
+  partial.softmax[lane] = {running_max[0], running_max[1], sum[0], sum[1]};
 }
 
-// The outputs of all keys, of blocks from `first` on, and the references and sums. The items' partials stand kWaves
+// The outputs of all keys, of blocks from `first` on, and the running maxima and sums. The items' partials stand kWaves
 // apart.
 DEVICE void merge(C (&o)[1][kPartBlocks], Softmax& all, int first, const Partial* partials, int items, int lane) {
-  auto &reference = all.reference[0], &sum = all.sum[0];
+  auto &running_max = all.running_max[0], &sum = all.sum[0];
   UNROLL for (int d = 0; d < kPartBlocks; d++) o[0][d] = C{};
 #pragma unroll 1
   for (int item = 0; item < items; item++) {
@@ -47,8 +47,8 @@ DEVICE void merge(C (&o)[1][kPartBlocks], Softmax& all, int first, const Partial
     const Quad rows = partial.softmax[lane];
     float before[C::kSlots], weight[C::kSlots];
     UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
-      const float last = reference[slot];
-      reference[slot] = fmaxf(last, rows.x[slot]);
+      const float last = running_max[slot];
+      running_max[slot] = fmaxf(last, rows.x[slot]);
       before[slot] = target::exp2(last - all.shift(0, slot));
       weight[slot] = target::exp2(rows.x[slot] - all.shift(0, slot)) * rows.x[2 + slot];
       sum[slot] = sum[slot] * before[slot] + weight[slot];
@@ -65,12 +65,12 @@ DEVICE void merge(C (&o)[1][kPartBlocks], Softmax& all, int first, const Partial
   all.divide(o);
 }
 
-DEVICE bool is_whole(const Work&) { return true; }
-DEVICE bool is_whole(const PartialWork& work) { return work.whole; }
+DEVICE bool is_whole(const WorkTile&) { return true; }
+DEVICE bool is_whole(const WorkItem& work) { return work.whole; }
 
 // The wave's 16 rows of a tile of which other items have other keys. The last of them stores.
-DEVICE void store_partial(const Sm90ForwardParams&, const Work&, const C (&)[1][kOutBlocks], const Softmax&) {}
-DEVICE void store_partial(const Sm90ForwardParams& p, const PartialWork& work, const C (&o)[1][kOutBlocks],
+DEVICE void store_partial(const Sm90ForwardParams&, const WorkTile&, const C (&)[1][kOutBlocks], const Softmax&) {}
+DEVICE void store_partial(const Sm90ForwardParams& p, const WorkItem& work, const C (&o)[1][kOutBlocks],
                           const Softmax& softmax) {
   // Read anew, or what follows from it would be computed before the keys and kept across them. That the warp is the
   // same for all its lanes keeps the descriptors of products in uniform registers.
@@ -86,9 +86,9 @@ DEVICE void store_partial(const Sm90ForwardParams& p, const PartialWork& work, c
   // All lanes' stores come before the arrival, and behind the last arrival all lanes' loads.
   target::fence_device();
   target::wave_sync();
-  const TileSpan items = items_of(p.shared_out, work.place, (work.k.length + kTileK - 1) / kTileK);
+  const TileSpan items = items_of(p.shared_out, work.split_index, (work.k.length + kTileK - 1) / kTileK);
   const int count = items.end - items.begin;
-  unsigned* const arrived = p.arrived + work.place * kWaves + wave;
+  unsigned* const arrived = p.arrived + work.split_index * kWaves + wave;
   if (!target::wave_any(lane == 0 && static_cast<int>(target::fetch_add(arrived, 1u)) == count - 1)) return;
   target::fence_device();
   if (lane == 0) *arrived = 0;  // for the next launch

@@ -6,14 +6,14 @@
 
 namespace forward {
 
-DEVICE void find(PartialWork& work, const Sm90ForwardParams& p, int64 index, bool second) {
-  find_partial_work<kClusterQ, kTileK, kHeadsPerTile>(work, p.forward, p.shared_out, index, second);
+DEVICE void find(WorkItem& work, const Sm90ForwardParams& p, int64 index, bool second) {
+  find_work_item<kClusterQ, kTileK, kHeadsPerTile>(work, p.forward, p.shared_out, index, second);
 }
-DEVICE void find(Work& work, const Sm90ForwardParams& p, int64 index, bool) {
-  work = find_work<kRagged, kRight, kClusterQ, kHeadsPerTile>(p.forward, index, p.kept_tiles);
+DEVICE void find(WorkTile& work, const Sm90ForwardParams& p, int64 index, bool) {
+  work = find_work_tile<kRagged, kRight, kClusterQ, kHeadsPerTile>(p.forward, index, p.kept_tiles);
 }
-DEVICE bool goes_on(const PartialWork& work) { return work.goes_on; }
-DEVICE bool goes_on(const Work&) { return false; }
+DEVICE bool goes_on(const WorkItem& work) { return work.goes_on; }
+DEVICE bool goes_on(const WorkTile&) { return false; }
 
 DEVICE void produce(const Sm90ForwardParams& p, const Maps& maps, SharedMemory& s) {
   Ring<kStages> keys, values;

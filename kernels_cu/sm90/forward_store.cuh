@@ -1,4 +1,4 @@
-// How a wave's 16 rows of the output, and their LSE, leave a Hopper forward block: from registers, or through a place
+// How a wave's 16 rows of the output, and their LSE, leave a Hopper forward block: from registers, or through a buffer
 // in shared memory and by the copy engine.
 #pragma once
 
@@ -27,7 +27,7 @@ DEVICE void store_piece(Element* out, const unsigned (&piece)[4], int left) {
   }
 }
 
-DEVICE void store_lse(const ForwardParams& p, const Work& work, const Softmax& softmax, int head, int first_row,
+DEVICE void store_lse(const ForwardParams& p, const WorkTile& work, const Softmax& softmax, int head, int first_row,
                       int lane) {
   if (p.lse == nullptr || lane % 4 != 0) return;
   float* const lse = p.lse + work.sequence * p.lse_batch + head * p.lse_head + work.q.start;
@@ -40,12 +40,12 @@ DEVICE void store_lse(const ForwardParams& p, const Work& work, const Softmax& s
 // From registers, row by row. A row of a 32-column piece lies with a quad, 4 bytes of each 8 columns in each lane;
 // after the exchange every lane holds 16 bytes in a row.
 template <int kBlocks>
-DEVICE void store_rows(const ForwardParams& p, const Work& work, const C (&o)[1][kBlocks], int first_block, int head,
-                       int first_row, int lane) {
-  unsigned packed[C::kSlots][round_up(kBlocks, 2) * 2];
+DEVICE void store_rows(const ForwardParams& p, const WorkTile& work, const C (&o)[1][kBlocks], int first_block,
+                       int head, int first_row, int lane) {
+  unsigned pairs[C::kSlots][round_up(kBlocks, 2) * 2];
   UNROLL for (int d = 0; d < kBlocks; d++) {
     UNROLL for (int e = 0; e < C::kElements; e += 2) {
-      packed[C::slot(e)][2 * d + e / 4] = M::pack_pair(o[0][d].x[e], o[0][d].x[e + 1]);
+      pairs[C::slot(e)][2 * d + e / 4] = M::pack_pair(o[0][d].x[e], o[0][d].x[e + 1]);
     }
   }
   UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
@@ -54,7 +54,7 @@ DEVICE void store_rows(const ForwardParams& p, const Work& work, const C (&o)[1]
     const int first_column = first_block * 16 + lane % 4 * 8;
     Element* const out = row_at<Element>(p.out, p.out_strides, work.sequence, work.q.start + row, head) + first_column;
     UNROLL for (int d = 0; d < kBlocks * 2; d += 4) {
-      unsigned piece[4] = {packed[slot][d], packed[slot][d + 1], packed[slot][d + 2], packed[slot][d + 3]};
+      unsigned piece[4] = {pairs[slot][d], pairs[slot][d + 1], pairs[slot][d + 2], pairs[slot][d + 3]};
       transpose_quad(piece, lane % 4);
       if (real) store_piece(out + d * 8, piece, kHeadDimV - (d * 8 + first_column));
     }
@@ -65,25 +65,25 @@ DEVICE void store_rows(const ForwardParams& p, const Work& work, const C (&o)[1]
 //
 // The thread's number is read anew and the stores are not unrolled, so that nothing of this is computed before the keys
 // and kept across them: it would take the uniform registers in which the queries' descriptors stay.
-template <class OutMaps, class OutPlace>
-DEVICE void store_boxes(const Sm90ForwardParams& p, const OutMaps& maps, OutPlace& outputs, const Work& work,
+template <class OutMaps, class OutBuffer>
+DEVICE void store_boxes(const Sm90ForwardParams& p, const OutMaps& maps, OutBuffer& outputs, const WorkTile& work,
                         const C (&o)[1][kOutBlocks]) {
   const int thread = target::thread_index_anew() - kWarpgroup;
-  const int lane = thread % 32, place = thread / 32 * 16;
-  unsigned char* const rows = outputs.bytes + place * 128;
-  if (lane == 0) ptx::wait_stores_read();  // of this place's last tile
+  const int lane = thread % 32, warp_row = thread / 32 * 16;
+  unsigned char* const rows = outputs.bytes + warp_row * 128;
+  if (lane == 0) ptx::wait_stores_read();  // of this warp's last tile
   target::wave_sync();
   UNROLL for (int d = 0; d < kOutBlocks; d++) {
     const auto& x = o[0][d].x;
-    const unsigned packed[4] = {M::pack_pair(x[0], x[1]), M::pack_pair(x[2], x[3]), M::pack_pair(x[4], x[5]),
-                                M::pack_pair(x[6], x[7])};
+    const unsigned pairs[4] = {M::pack_pair(x[0], x[1]), M::pack_pair(x[2], x[3]), M::pack_pair(x[4], x[5]),
+                               M::pack_pair(x[6], x[7])};
     // In the maps' swizzle.
     const int row = lane % 16, chunk = (d % 4 * 2 + lane / 16) ^ row % 8;
-    target::stmatrix(rows + d / 4 * (kTileRows * 128) + row * 128 + chunk * 16, packed);
+    target::stmatrix(rows + d / 4 * (kTileRows * 128) + row * 128 + chunk * 16, pairs);
   }
   ptx::fence_copies();
   target::wave_sync();
-  const TileRow own = tile_row(place);
+  const TileRow own = tile_row(warp_row);
   const int first_row = first_query(work) + own.row;
   // A box must not lie wholly outside, as with loads.
   if (lane == 0 && first_row < work.q.length) {
@@ -97,9 +97,9 @@ DEVICE void store_boxes(const Sm90ForwardParams& p, const OutMaps& maps, OutPlac
   }
 }
 
-// The wave's 16 rows. kByEngine: there are a map and a place for it.
+// The wave's 16 rows. kByEngine: there are a map and a buffer for it.
 template <bool kByEngine>
-DEVICE void store(const Sm90ForwardParams& params, const Maps& maps, SharedMemory& s, const Work& work,
+DEVICE void store(const Sm90ForwardParams& params, const Maps& maps, SharedMemory& s, const WorkTile& work,
                   const C (&o)[1][kOutBlocks], const Softmax& softmax, int head, int first_row, int lane) {
   if constexpr (kByEngine) {
     store_boxes(params, maps, s.outputs, work, o);

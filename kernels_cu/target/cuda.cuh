@@ -163,7 +163,7 @@ struct Accumulator {
     return (i & 1) + 2 * slot + 4 * (i >> 1);
   }  // the i-th of a row
   // Where a column stands if the lanes of a row put what they hold of it side by side.
-  DEVICE static constexpr int place(int column) { return column / 2 % 4 * kRun + column % 2 + column / 8 * 2; }
+  DEVICE static constexpr int position(int column) { return column / 2 % 4 * kRun + column % 2 + column / 8 * 2; }
   DEVICE static int row(int lane, int slot) { return lane / 4 + 8 * slot; }
   DEVICE static int column(int lane, int e) { return 2 * (lane % 4) + (e & 1) + 8 * (e >> 2); }
 

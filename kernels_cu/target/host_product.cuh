@@ -21,7 +21,7 @@ struct Accumulator {
 
   DEVICE static constexpr int slot(int e) { return e / 2 % 2; }
   DEVICE static constexpr int element(int slot, int i) { return i % 2 + 2 * slot + i / 2 * 4; }
-  DEVICE static constexpr int place(int column) { return column / 2 % 4 * kRun + column % 2 + column / 8 * 2; }
+  DEVICE static constexpr int position(int column) { return column / 2 % 4 * kRun + column % 2 + column / 8 * 2; }
   DEVICE static int row(int lane, int slot) { return lane / 4 + 8 * slot; }
   DEVICE static int column(int lane, int e) { return lane % 4 * 2 + e % 2 + e / 4 * 8; }
 
@@ -69,7 +69,7 @@ struct Accumulator {
 
   DEVICE static constexpr int slot(int e) { return e; }
   DEVICE static constexpr int element(int slot, int) { return slot; }
-  DEVICE static constexpr int place(int column) { return column; }
+  DEVICE static constexpr int position(int column) { return column; }
   DEVICE static int row(int lane, int slot) { return lane / 16 * 4 + slot; }
   DEVICE static int column(int lane, int) { return lane % 16; }
 

@@ -3,7 +3,7 @@
 //   macros     DEVICE, KERNEL, LAUNCH_BOUNDS(threads, blocks), CLUSTER(blocks), PARAMETER, UNROLL,
 //              SHARED_MEMORY(name, bytes), SHARED_MEMORY_ALIGNED(name, bytes, alignment), OFFSET_OF(type, field)
 //   types      float16, bfloat16; int64
-//   place      thread_index(), block_index(), grid_size(), kWave
+//   index      thread_index(), block_index(), grid_size(), kWave
 //   numbers    infinity()
 //   order      block_sync(), wave_sync()
 //   exchange   shuffle_xor(x, mask), wave_any(predicate), wave_uniform(x)

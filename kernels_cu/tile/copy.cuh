@@ -46,7 +46,7 @@ struct RowCopy {
   static constexpr int kChunks = kPadded / kChunk;
   static constexpr int kPerRow = power_of_two_from(kChunks) < kThreads ? power_of_two_from(kChunks) : kThreads;
   static constexpr int kStep = kThreads / kPerRow;
-  static_assert(kThreads % kPerRow == 0, "every thread has a place in a row");
+  static_assert(kThreads % kPerRow == 0, "every thread has a column of each row that it visits");
   static_assert(kColumns % kChunk == 0, "an access must not straddle the end of a row");
 
   // Visits this thread's chunks: row and column in the tile, address in the array. Of strided rows, addresses advance

@@ -12,7 +12,7 @@ namespace host {
 
 constexpr int kPoison = 0xff;  // NaN as any floating-point type, -1 as an integer
 constexpr int kWarp = 32;
-constexpr int kGroup = 128;  // threads of a warp group
+constexpr int kWarpgroup = 128;  // threads of a warpgroup
 // Where an H100 starts to count the bytes that a block asks for: the same in every block.
 constexpr unsigned kSharedAddress = 1024;
 

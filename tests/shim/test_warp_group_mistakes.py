@@ -98,7 +98,7 @@ MISTAKES = {
     "another operand in one warp": (
         LOADED + "{ ptx::wgmma_fence(); W::ss<K, K>(c, a, warp == 5 ? a + 2 : a, 0);"
         "ptx::wgmma_commit(); ptx::wgmma_wait<0>(); }",
-        "warps of one group diverged: wgmma where another warp did wgmma, or with other operands",
+        "warps of one warpgroup diverged: wgmma where another warp did wgmma, or with other operands",
     ),
     "another operand in one thread": (
         LOADED + "{ ptx::wgmma_fence(); W::ss<K, K>(c, a, thread == 133 ? a + 2 : a, 0);"
@@ -126,7 +126,7 @@ MISTAKES = {
     "another transposition in one warp": (
         LOADED + "{ ptx::wgmma_fence(); if (warp == 5) W::ss<K, K>(c, a, a, 0);"
         "else W::ss<K, MN>(c, a, a, 0); ptx::wgmma_commit(); ptx::wgmma_wait<0>(); }",
-        "warps of one group diverged: wgmma where another warp did wgmma, or with other operands",
+        "warps of one warpgroup diverged: wgmma where another warp did wgmma, or with other operands",
     ),
     "transposed operand too wide": (
         ALONE + "{ ptx::wgmma_fence(); W::ss<MN, K>(c, a + 1, a, 0); ptx::wgmma_commit();"

@@ -1,4 +1,4 @@
-// What the four warps of a warp group do alike: products of operands in shared memory that run while
+// What the four warps of a warpgroup do alike: products of operands in shared memory that run while
 // the threads do something else, and giving registers away.
 //
 // A product is computed as early or as late as may be: when it is committed or when it is waited
@@ -14,7 +14,7 @@
 namespace host {
 namespace {
 
-constexpr int kWarps = kGroup / kWarp;
+constexpr int kWarps = kWarpgroup / kWarp;
 constexpr int kRows = 16;  // of a warp: 64 for the group
 constexpr int kDepth = 16;
 constexpr int kMostColumns = 256;
@@ -50,7 +50,7 @@ struct Issued {
 
 struct Warp {
   std::vector<std::vector<Issued>> groups;  // committed and not waited for
-  size_t actions;                           // in the log of its warp group
+  size_t actions;                           // in the log of its warpgroup
   int registers;                            // of a thread; 0 = as launched
 };
 
@@ -65,7 +65,7 @@ struct Action {
 struct Products {
   std::vector<Lane> lanes;
   std::vector<Warp> warps;
-  std::vector<std::vector<Action>> logs;  // of warp groups
+  std::vector<std::vector<Action>> logs;  // of warpgroups
 };
 std::vector<Products> products;  // by the block's rank
 
@@ -257,14 +257,15 @@ bool same(const Product& x, const Product& y) {
 // Called when a warp does what its group must do alike.
 void act(const Action& action) {
   const int warp = running / kWarp;
-  if ((warp / kWarps + 1) * kGroup > launch.threads) fail("%s outside of a whole warp group", action.name);
+  if ((warp / kWarps + 1) * kWarpgroup > launch.threads) fail("%s outside of a whole warpgroup", action.name);
   std::vector<Action>& log = logs()[warp / kWarps];
   const size_t n = warps()[warp].actions++;
   if (n == log.size()) log.push_back(action);
   const Action& other = log[n];
   if (strcmp(other.name, action.name) != 0 || other.registers != action.registers ||
       !same(other.product, action.product)) {
-    fail("warps of one group diverged: %s where another warp did %s, or with other operands", action.name, other.name);
+    fail("warps of one warpgroup diverged: %s where another warp did %s, or with other operands", action.name,
+         other.name);
   }
 }
 
@@ -275,7 +276,7 @@ void forget_products() {
   for (Products& each : products) {
     each.lanes.resize(launch.threads);
     each.warps.resize(launch.threads / launch.wave);
-    each.logs.resize((launch.threads + kGroup - 1) / kGroup);
+    each.logs.resize((launch.threads + kWarpgroup - 1) / kWarpgroup);
   }
 }
 
@@ -376,9 +377,9 @@ void check_products_at_exit() {
 void check_products_of_block() {
   int registers = 0;
   for (size_t warp = 0; warp < warps().size(); warp++) {
-    const std::vector<Action>& log = logs()[warp * launch.wave / kGroup];
+    const std::vector<Action>& log = logs()[warp * launch.wave / kWarpgroup];
     if (warps()[warp].actions != log.size()) {
-      fail("warps of one group diverged: wave %zu did not come to %s", warp, log[warps()[warp].actions].name);
+      fail("warps of one warpgroup diverged: wave %zu did not come to %s", warp, log[warps()[warp].actions].name);
     }
     registers += kWarp * warps()[warp].registers;
   }

@@ -11,20 +11,20 @@
 #include "attn/sequence.cuh"
 #include "target/target.cuh"
 
-struct KeyWork {
+struct KeyWorkTile {
   bool exists;
   int sequence, kv_head, tile;
   Span q, k;
 };
 
 template <bool kRagged, int kTileK>
-DEVICE KeyWork find_key_work(const BackwardParams& p, int64 index) {
+DEVICE KeyWorkTile find_key_work_tile(const BackwardParams& p, int64 index) {
   const ForwardParams& f = p.forward;
-  KeyWork work;
+  KeyWorkTile work;
   find_sequence<kRagged, kTileK>(f, f.k_side, f.nheads_kv, index, work);
   const int tiles = (work.k.length + kTileK - 1) / kTileK;
-  const HeadTile place = find_head(index, tiles, f.nheads_kv, 1, work.q.length, p.section_queries);
-  work.kv_head = place.head;
-  work.tile = place.tile;
+  const HeadTile found = find_head(index, tiles, f.nheads_kv, 1, work.q.length, p.section_queries);
+  work.kv_head = found.head;
+  work.tile = found.tile;
   return work;
 }

@@ -6,8 +6,8 @@
 #include "attn/sequence.cuh"
 #include "target/target.cuh"
 
-// The last place in the schedule whose first tile is not beyond `tile`.
-DEVICE int place_of(const int* first_tile, int batch, int tile) {
+// The last position in the schedule whose first tile is not beyond `tile`.
+DEVICE int position_of(const int* first_tile, int batch, int tile) {
   int low = 0;
   int high = batch;
   while (high - low > 1) {
@@ -21,22 +21,22 @@ DEVICE int place_of(const int* first_tile, int batch, int tile) {
   return low;
 }
 
-// Finds the sequence of `index`, of which what is left is the place among the sequence's tiles and heads. Tiles of
+// Finds the sequence of `index`, of which what is left is the index among the sequence's tiles and heads. Tiles of
 // kTile rows are those of one side, `heads` its heads.
 //
 // Where there is no such sequence, some other one is found: leaving early instead costs the backward, which fills all
 // registers, a hundred bytes of spills and up to a tenth of its speed.
 //
 // kept: tiles of each head of a dense batch that do not come here.
-template <bool kRagged, int kTile, class Work>
-DEVICE void find_sequence(const ForwardParams& p, const Side& tiled, int heads, int64& index, Work& work,
+template <bool kRagged, int kTile, class Tile>
+DEVICE void find_sequence(const ForwardParams& p, const Side& tiled, int heads, int64& index, Tile& work,
                           int kept = 0) {
   if constexpr (kRagged) {
     const int tile = static_cast<int>(index / heads);
     work.exists = tile < p.first_tile[p.batch];
-    const int place = place_of(p.first_tile, p.batch, tile);
-    index = work.exists ? index - int64(p.first_tile[place]) * heads : 0;
-    work.sequence = p.order[place];
+    const int position = position_of(p.first_tile, p.batch, tile);
+    index = work.exists ? index - int64(p.first_tile[position]) * heads : 0;
+    work.sequence = p.order[position];
     work.q = span_of(p.q_side, work.sequence);
     work.k = span_of(p.k_side, work.sequence);
   } else {
@@ -49,7 +49,7 @@ DEVICE void find_sequence(const ForwardParams& p, const Side& tiled, int heads, 
   }
 }
 
-// The tile and the head at a place in a sequence. kv heads, each with `group` heads of the kind that is counted, come
+// The tile and the head at an index of a sequence. kv heads, each with `group` heads of the kind that is counted, come
 // in sections of as many as have `section` rows of the other side together, as even as can be.
 struct HeadTile {
   int head, tile;
@@ -59,9 +59,9 @@ DEVICE HeadTile find_head(int64 index, int tiles, int nheads_kv, int group, int 
   const int sections = static_cast<int>(clamp(int64(nheads_kv) * rows / section, 0, nheads_kv - 1)) + 1;
   const int section_heads = (nheads_kv + sections - 1) / sections * group;
   const int64 section_tiles = int64(tiles > 0 ? tiles : 1) * section_heads;
-  const int place = static_cast<int>(index / section_tiles);
-  index -= place * section_tiles;
-  const int first_head = place * section_heads;
+  const int section_index = static_cast<int>(index / section_tiles);
+  index -= section_index * section_tiles;
+  const int first_head = section_index * section_heads;
   const int heads = first_head + section_heads <= nheads ? section_heads : nheads - first_head;
   return {first_head + static_cast<int>(index % heads), static_cast<int>(index / heads)};
 }

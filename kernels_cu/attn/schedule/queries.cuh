@@ -13,19 +13,19 @@
 #include "attn/sequence.cuh"
 #include "target/target.cuh"
 
-struct Work {
+struct WorkTile {
   bool exists;
   int sequence, head, tile;
   Span q, k;
 };
 
-// Work of a dense batch among the `kept` first tiles of every head of every sequence, the longest first.
+// A tile of a dense batch among the `kept` first tiles of every head of every sequence, the longest first.
 template <int kTileQ, int kHeads>
-DEVICE Work find_kept(const ForwardParams& p, int64 index, int kept) {
+DEVICE WorkTile find_kept_tile(const ForwardParams& p, int64 index, int kept) {
   const int nheads = p.nheads_q / kHeads;
   const int64 heads = int64(p.batch) * nheads;
   const int head = static_cast<int>(index % heads);
-  Work work;
+  WorkTile work;
   work.exists = index < heads * kept;
   work.sequence = head / nheads;
   work.head = head % nheads * kHeads;
@@ -38,20 +38,20 @@ DEVICE Work find_kept(const ForwardParams& p, int64 index, int kept) {
 // A tile is kTileQ rows of each of kHeads neighbouring heads; the work's head is the first of them. kept: tiles of each
 // head that come after the others of all heads, the first ones; only in dense batches whose longest tile is the last.
 template <bool kRagged, bool kLongestTileLast, int kTileQ, int kHeads = 1>
-DEVICE Work find_work(const ForwardParams& p, int64 index, int kept = 0) {
+DEVICE WorkTile find_work_tile(const ForwardParams& p, int64 index, int kept = 0) {
   if constexpr (!kRagged && kLongestTileLast) {
     const int64 heads = int64(p.batch) * (p.nheads_q / kHeads);
     const int64 before = heads * ((p.q_side.rows + kTileQ - 1) / kTileQ - kept);
-    if (kept > 0 && index >= before) return find_kept<kTileQ, kHeads>(p, index - before, kept);
+    if (kept > 0 && index >= before) return find_kept_tile<kTileQ, kHeads>(p, index - before, kept);
   }
-  Work work;
+  WorkTile work;
   find_sequence<kRagged, kTileQ>(p, p.q_side, p.nheads_q / kHeads, index, work, kept);
   if (!work.exists) return work;
   const int tiles = (work.q.length + kTileQ - 1) / kTileQ;
   const int group = p.nheads_q / p.nheads_kv / kHeads;
-  const HeadTile place = find_head(index, tiles - kept, p.nheads_kv, group, work.k.length, p.section_keys);
-  work.head = place.head * kHeads;
-  work.tile = place.tile;
+  const HeadTile found = find_head(index, tiles - kept, p.nheads_kv, group, work.k.length, p.section_keys);
+  work.head = found.head * kHeads;
+  work.tile = found.tile;
   work.exists = work.tile < tiles;  // unchecked lengths can make a schedule that does not add up
   if constexpr (kLongestTileLast) work.tile = tiles - 1 - work.tile;
   return work;

@@ -5,14 +5,14 @@
 #include "attn/sequence.cuh"
 #include "target/target.cuh"
 
-struct RowPlace {
+struct PhysicalRow {
   bool logical;  // false: padding, or no row at all
-  int64 batch;   // index into the batch axis: 0 in group mode
+  int64 batch;   // index into the batch axis: 0 in packed mode
   int64 row;     // index into the row axis
 };
 
 // index: of the row in the whole array.
-DEVICE RowPlace row_place(const Side& side, int batch, int64 index) {
+DEVICE PhysicalRow physical_row(const Side& side, int batch, int64 index) {
   if (side.start.data == nullptr) {
     const int64 sequence = side.rows > 0 ? index / side.rows : batch;
     if (sequence >= batch) return {false, 0, 0};
