@@ -2,8 +2,7 @@
 //
 // A KeyTiles says it of a query tile, a QueryTiles of a key tile: tile(n) is the one of number n in [begin, end), and
 // edges(n) says what tests its elements need, none where it is full. Here they are intervals, given by the rule of
-// visible keys. Kernels ask for no more than these members, so that tiles from a list need another type, not another
-// kernel.
+// visible keys. A list of tiles is another type with the same members, not another kernel.
 #pragma once
 
 #include "attn/sequence.cuh"
