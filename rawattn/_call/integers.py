@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rawattn._interop import xla
 from rawattn._interop.arrays import (
     framework_of,
     import_array,
@@ -23,6 +25,8 @@ _INT = {int}
 def read(name: str, value: Any) -> Any:
     """A one-dimensional array as a layout keeps it: host data copied, a GPU array as it is.
 
+    So is an array of a JAX function under transformation, which `rawattn.jax` makes an operand of its call.
+
     `seqlen*` and `lengths*` are (batch,), others (batch + 1,).
     """
     array = _imported(name, value)
@@ -31,7 +35,7 @@ def read(name: str, value: Any) -> Any:
         shape = "(batch + 1,)" if cumulative else "(batch,)"
         raise ValueError(f"{name}: got shape {array.shape}, expected {shape}")
     if not isinstance(array, np.ndarray):
-        if not array.flags.c_contiguous:
+        if not xla.is_traced(array) and not array.flags.c_contiguous:
             raise ValueError(
                 f"{name}: got a GPU array of stride {array.strides[0]} bytes, expected a "
                 "contiguous one, since it is read in place at every call; pass a contiguous copy"
@@ -54,6 +58,10 @@ def _imported(name: str, value: Any) -> Any:
             pass  # refused below, as all that int64 cannot hold
     if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
         raise TypeError(_one_int(name, int(value)))
+    if xla.is_traced(value):
+        if value.dtype not in _DTYPES:
+            raise TypeError(f"{name}: got {value.dtype}; accepted are int32 and int64 arrays")
+        return value
     return import_integers(name, value)
 
 
@@ -118,6 +126,9 @@ def check_at_most(name: str, lengths: Integers, most: Integers | int, what: str)
 
 def starts_from_lengths(name: str, value: Any) -> Any:
     """Starts of sequences that follow each other without a gap, int64, where the lengths live."""
+    if xla.is_traced(value):
+        # JAX is loaded, since a function of its own is being traced.
+        return sys.modules["jax"].numpy.pad(read(name, value).cumsum(), (1, 0))
     with on_stream_of(value, framework_of(value)):
         lengths = read(name, value)
         if isinstance(lengths, np.ndarray):
@@ -139,7 +150,8 @@ def lengths_from_mask(name: str, value: Any) -> Any:
     A mask on the host is refused unless the real tokens of each row come first.
     """
     with on_stream_of(value, framework_of(value)) as stream:
-        mask = import_array(name, value, stream=stream).array
+        traced = xla.is_traced(value)
+        mask = value if traced else import_array(name, value, stream=stream).array
         if mask.dtype != np.bool_:
             raise TypeError(
                 f"{name}: got dtype {mask.dtype}, expected bool, True for a real token; pass "
@@ -150,6 +162,8 @@ def lengths_from_mask(name: str, value: Any) -> Any:
         if isinstance(mask, np.ndarray):
             _check_prefixes(name, mask)
             return mask.sum(axis=1, dtype=np.int64)
+        if traced:
+            return mask.sum(axis=1, dtype=np.int32)
         with mask.device:
             return mask.sum(axis=1, dtype=np.int64)
 

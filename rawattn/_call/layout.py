@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from rawattn._call import integers
 from rawattn._call.given import Given, check_maximum, common_batch, read_side
+from rawattn._interop.xla import is_traced
 
 Int64s = NDArray[np.int64]
 
@@ -93,6 +94,7 @@ class SeqLayout:
     Arrays on a GPU are held by reference and read by the kernels at every call, so lengths may grow
     in place; only their shape and dtype are checked, and bad values cannot make a kernel leave its
     arrays. The CPU backend and the reference copy them to the host at each call and wait for it.
+    Arrays that JAX traces are for `rawattn.jax` alone, with the rules of those on a GPU.
 
     Attributes
     ----------
@@ -288,7 +290,8 @@ class SeqLayout:
                 few = value.size <= 8
                 value = value.tolist() if few else f"<{value.size} {value.dtype} on the host>"
             elif value is not None and not isinstance(value, int):
-                value = f"<{value.size} {value.dtype} on a GPU>"
+                where = "traced" if is_traced(value) else "on a GPU"
+                value = f"<{value.size} {value.dtype} {where}>"
             if value is not None:
                 given.append(f"{name}={value}")
         return f"SeqLayout({', '.join(given)})"

@@ -264,8 +264,8 @@ def _check_reach(
             if m != n and low < other_high and other_low < high:
                 views = {
                     f"{verb.prefix}{name}" if name in verb.outputs else name: own.view(x)
-                    for name, x in _named(verb, inputs, targets)
-                    if x is not None and x is not target
+                    for other, (name, x) in enumerate(_named(verb, inputs, targets))
+                    if x is not None and other != n
                 }
                 name = f"{verb.prefix}{verb.names[n]}"
                 check_apart(own.view(target), views, name)

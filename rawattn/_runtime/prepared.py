@@ -43,7 +43,7 @@ class Prepared:
         names: Sequence[str],
     ) -> None:
         self.device, self.config, self.arrays = device, steps.config, len(names)
-        self.ragged = structure.ragged and structure.batch > 0
+        self.ragged = structure.ragged
         self._structure = structure
         # Orders of lengths on the host belong to the layout, others to the run.
         self._once = structure.on_host

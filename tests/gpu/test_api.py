@@ -56,10 +56,13 @@ def test_result_is_in_the_framework_of_q() -> None:
     assert bool((out == 1).all())
 
 
-def test_torch_tensor_that_requires_grad_is_read_as_detached() -> None:
-    pytest.importorskip("torch")
+def test_torch_tensor_that_requires_grad_is_refused_while_torch_records() -> None:
+    torch = pytest.importorskip("torch")
     tensors = {name: x.requires_grad_() for name, x in good_call(Torch("cuda")).items()}
-    out = rawattn.attention(**tensors)
+    with pytest.raises(RuntimeError, match=r"^q: .*rawattn\.torch"):
+        rawattn.attention(**tensors)
+    with torch.no_grad():
+        out = rawattn.attention(**tensors)
     assert not out.requires_grad
     assert bool((out == 1).all())
 

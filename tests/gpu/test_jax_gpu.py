@@ -46,6 +46,25 @@ def test_vmap() -> None:
     jax_calls.verify_mapped("gpu")
 
 
+@pytest.mark.parametrize("host", [False, True])
+@pytest.mark.parametrize("case", jax_calls.LENGTH_CASES[:2], ids=str)
+def test_traced_lengths_of_padded_batches(case: Case, host: bool) -> None:
+    jax_calls.verify_traced_lengths(case, "gpu", host=host)
+
+
+@pytest.mark.parametrize("case", jax_calls.LENGTH_CASES[2:], ids=str)
+def test_traced_lengths(case: Case) -> None:
+    jax_calls.verify_traced_lengths(case, "gpu")
+
+
+def test_bad_traced_lengths_reach_no_other_memory() -> None:
+    jax_calls.verify_bad_traced_lengths("gpu")
+
+
+def test_vmap_of_traced_lengths() -> None:
+    jax_calls.verify_mapped_traced_lengths("gpu")
+
+
 @pytest.mark.parametrize("seqlen", [128, 4096])
 def test_same_bits_as_arrays_of_cupy(seqlen: int) -> None:
     cupy = pytest.importorskip("cupy")
