@@ -9,6 +9,7 @@ import pytest
 
 from rawattn._compile import cache as _cache
 from rawattn._compile import compiler
+from rawattn._runtime import kernel
 from tests.compile.sources import SCALE, write
 
 
@@ -17,8 +18,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "cache"
     monkeypatch.setenv("RAWATTN_CACHE_DIR", str(path))
     monkeypatch.setattr(_cache, "_warned", set())
-    for memory in ("_in_memory", "_functions", "_loading"):
-        monkeypatch.setattr(compiler, memory, {})
+    monkeypatch.setattr(compiler, "_in_memory", {})
+    for memory in ("_functions", "_loading"):
+        monkeypatch.setattr(kernel, memory, {})
     monkeypatch.setattr(compiler, "_compiler_version", [])
     return path
 

@@ -14,6 +14,7 @@ import pytest
 from rawattn._compile import cache as _cache
 from rawattn._compile import compiler
 from rawattn._compile.compiler import Source, compile_source
+from rawattn._runtime import kernel
 from tests.compile.sources import SOURCE, TEXT
 
 pytest.importorskip("cupy", reason="NVRTC is reached through CuPy, which is not installed")
@@ -38,12 +39,12 @@ def test_threads_load_once(monkeypatch: pytest.MonkeyPatch, compiled: list[str])
         time.sleep(0.05)
         return object()
 
-    monkeypatch.setattr(compiler, "_load", fake_load)
+    monkeypatch.setattr(kernel, "_load", fake_load)
     monkeypatch.setattr(compiler, "device_arch", lambda device: "sm_80")
     functions: list[tuple[int, object]] = []
 
     def load(device: int) -> None:
-        functions.append((device, compiler.load(SOURCE, device)))
+        functions.append((device, kernel.load(SOURCE, device)))
 
     threads = [threading.Thread(target=load, args=(i % 2,)) for i in range(8)]
     for thread in threads:
@@ -64,16 +65,17 @@ def test_loaded_kernel_runs(place: str, cache: Path) -> None:
     if place == "memory":
         cache.write_text("a file where the directory should be")
         with pytest.warns(RuntimeWarning):
-            function = compiler.load(SOURCE, 0)
+            function = kernel.load(SOURCE, 0)
     else:
-        function = compiler.load(SOURCE, 0)
+        function = kernel.load(SOURCE, 0)
         _cache.clear()  # a loaded kernel needs its file no more
     with cupy.cuda.Device(0):
         x = cupy.full(1, 21.0, np.float32)
-        function(1, 1, struct.pack("<Q", x.data.ptr))
+        arguments = kernel.Arguments([struct.pack("<Q", x.data.ptr)])
+        function.launch(1, 1, 0, cupy.cuda.get_current_stream().ptr, arguments)
         assert x.get()[0] == 42.0
         function.allow_shared_memory(64 * 1024)
-    assert compiler.load(SOURCE, 0) is function
+    assert kernel.load(SOURCE, 0) is function
 
 
 @pytest.mark.gpu
@@ -85,6 +87,6 @@ def test_load_from_disk_is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = []
     for source in sources:
         started = time.perf_counter()
-        compiler.load(source, 0)
+        kernel.load(source, 0)
         seconds.append(time.perf_counter() - started)
     assert min(seconds) < 0.030
