@@ -47,22 +47,30 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]  # torch is not
         return (out, lse) if return_lse else out
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, dout: Any, dlse: Any = None) -> tuple[Any, ...]:
-        q, k, v, out, lse, bias, sink_logits = ctx.saved_tensors
-        (
-            seqs, causal, align, window, sink, scale, mask, alibi_slopes, softcap, score_mod, dropout_p, seed,
-            deterministic, backend,
-        ) = ctx.options  # fmt: skip
-        gradients = attention_backward(
-            torch.zeros_like(out) if dout is None else dout, q, k, v, out, lse,
-            seqs=seqs, causal=causal, align=align, window=window, sink=sink, scale=scale, bias=bias, mask=mask,
-            alibi_slopes=alibi_slopes, softcap=softcap, score_mod=score_mod, sink_logits=sink_logits,
-            dropout_p=dropout_p, seed=seed, dlse=dlse,
-            want_dbias=None if bias is None else ctx.needs_input_grad[3],
-            deterministic=deterministic, backend=backend,
-        )  # fmt: skip
-        return *gradients[:5], None, None, None
+        # Grad mode is on where the gradients are recorded to be differentiated in their turn.
+        return (_pull_once if torch.is_grad_enabled() else _pull)(ctx, dout, dlse)
+
+
+def _pull(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
+    """The gradients of all inputs of `_Attention`."""
+    q, k, v, out, lse, bias, sink_logits = ctx.saved_tensors
+    (
+        seqs, causal, align, window, sink, scale, mask, alibi_slopes, softcap, score_mod, dropout_p, seed,
+        deterministic, backend,
+    ) = ctx.options  # fmt: skip
+    gradients = attention_backward(
+        torch.zeros_like(out) if dout is None else dout, q, k, v, out, lse,
+        seqs=seqs, causal=causal, align=align, window=window, sink=sink, scale=scale, bias=bias, mask=mask,
+        alibi_slopes=alibi_slopes, softcap=softcap, score_mod=score_mod, sink_logits=sink_logits,
+        dropout_p=dropout_p, seed=seed, dlse=dlse,
+        want_dbias=None if bias is None else ctx.needs_input_grad[3],
+        deterministic=deterministic, backend=backend,
+    )  # fmt: skip
+    return *gradients[:5], None, None, None
+
+
+_pull_once = once_differentiable(_pull)
 
 
 def attention(

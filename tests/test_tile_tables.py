@@ -112,12 +112,15 @@ class FakeArrays:
 
     def read(self, arrays: Sequence[Any], required: int) -> Read:
         form = ((1, 4, 1, 8), (64, 16, 16, 2), np.dtype(np.float16), 0)
-        return Read([0] * len(arrays), form * len(arrays), False)
+        return [0] * len(arrays), form * len(arrays), 0, False
 
     def view(self, array: Any) -> View:
         return View(0, (1, 4, 1, 8), (64, 16, 16, 2), np.dtype(np.float16), 0)
 
     def stream(self, device: int) -> int:
+        return 0
+
+    def current_device(self) -> int:
         return 0
 
 
@@ -129,12 +132,11 @@ def test_a_prepared_call_belongs_to_its_tables(verb: Verb, monkeypatch: pytest.M
         made.append(selection())
         launches: Any = SimpleNamespace(run=lambda *args: None)
         nothing: Any = None
-        return dispatch.Call(launches, nothing, nothing, (), None, ())
+        return dispatch.Call(launches, nothing, nothing, (), (), None, ())
 
     prepared: dict[Any, Any] = {}
     monkeypatch.setattr(dispatch, "_prepared", prepared)
     monkeypatch.setattr(dispatch, "prepare", prepare)
-    monkeypatch.setattr(dispatch, "_current_device", lambda: 0)
     own: Any = FakeArrays()
     inputs, targets = (object(),) * len(verb.inputs), (None,) * len(verb.outputs)
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from rawattn._call.hints import window_end
 from rawattn._interop.arrays import import_integers
 
 MAX_SPLITS = 256
@@ -106,7 +107,7 @@ def _window(given: Any) -> tuple[int | None, int | None]:
         raise TypeError(f"window: got {shown(given)}, expected {accepted}")
     if len(given) != 2:
         raise ValueError(f"window: got {shown(given)}, expected {accepted}")
-    left, right = (None if end is None else whole("window", end, accepted) for end in given)
+    left, right = map(window_end, given)
     # Rows and keys of one sequence are never further apart: such an end hides nothing.
     return (
         None if left is None or left >= _INT32_MAX else left,

@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from rawattn._call import options as _options
+from rawattn._call.hints import transposed
 from rawattn._call.layout import Lengths, bind
 from rawattn._call.options import DEFAULTS, Options
 
@@ -68,7 +69,10 @@ def describe(
     if name is None or k.dtype != dtype or v.dtype != dtype:
         _refuse_dtypes(q, k, v)
     shape_q, shape_k, shape_v = q.shape, k.shape, v.shape
-    _check_shapes(shape_q, shape_k, shape_v)
+    try:
+        _check_shapes(shape_q, shape_k, shape_v)
+    except ValueError as error:
+        raise ValueError(f"{error}{transposed(shape_q, shape_k, shape_v)}") from None
     batch = shape_q[0] if len(shape_q) == 4 else None
     rows_q, nheads_q, headdim = shape_q[-3:]
     rows_k, nheads_kv, headdim_v = shape_v[-3:]

@@ -25,12 +25,10 @@ class View(NamedTuple):
     device: int
 
 
-class Read(NamedTuple):
-    """Arrays of one framework. form: their shapes, strides, dtypes and devices, hashable; None for an array not given."""
-
-    addresses: list[int]
-    form: tuple[Any, ...]
-    tracked: bool  # whether one of them requires a gradient
+# Arrays of one framework as they were read: their addresses; their form (shapes, strides, dtypes and devices, None for an
+# array not given), which is hashable; all addresses OR-ed together; whether one of them requires a gradient. A plain tuple,
+# since one is made at every call.
+Read = tuple[list[int], tuple[Any, ...], int, bool]
 
 
 class Memory(Protocol):
@@ -58,6 +56,9 @@ class Native(Memory, Protocol):
     def address(self, array: Any) -> int:
         """Of its first element."""
 
+    def current_device(self) -> int:
+        """The ordinal that CUDA's runtime has as the calling thread's current device."""
+
     def contiguous(self, array: Any) -> Any:
         """A copy in C order."""
 
@@ -75,7 +76,7 @@ class CuPy:
         import cupy
 
         self._type = cupy.ndarray
-        self._empty = cupy.empty
+        self.current_device = cupy.cuda.runtime.getDevice
         self._allocate = cupy.cuda.alloc
         self._current_stream = cupy.cuda.get_current_stream
         self._ascontiguousarray = cupy.ascontiguousarray
@@ -84,19 +85,20 @@ class CuPy:
         kind = self._type
         addresses: list[int] = []
         form: list[Any] = []
+        together = 0
         for x in arrays:
-            if x is None:
-                if len(addresses) < required:
-                    return None
+            if type(x) is kind:
+                data = x.data
+                address = data.ptr
+                together |= address
+                addresses.append(address)
+                form += (x.shape, x.strides, x.dtype, data.device_id)
+            elif x is None and len(addresses) >= required:
                 addresses.append(0)
                 form.append(None)
-            elif type(x) is kind:
-                data = x.data
-                addresses.append(data.ptr)
-                form += (x.shape, x.strides, x.dtype, data.device_id)
             else:
                 return None
-        return Read(addresses, tuple(form), False)
+        return addresses, tuple(form), together, False
 
     def view(self, array: Any) -> View:
         data = array.data
@@ -110,7 +112,7 @@ class CuPy:
         return self._ascontiguousarray(array)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], device: int) -> Any:
-        return self._empty(shape, dtype)
+        return self._type(shape, dtype)
 
     def allocate(self, nbytes: int, device: int) -> tuple[Any, int]:
         memory = self._allocate(nbytes)
@@ -130,7 +132,10 @@ class Torch:
     """CUDA tensors of torch, on torch's current stream and in its memory."""
 
     def __init__(self) -> None:
+        import cupy
+
         torch = sys.modules["torch"]
+        self.current_device = cupy.cuda.runtime.getDevice
         self._tensor, self._parameter = torch.Tensor, torch.nn.Parameter
         self._empty = torch.empty
         self._bytes = torch.uint8
@@ -159,6 +164,7 @@ class Torch:
         tensor, parameter = self._tensor, self._parameter
         addresses: list[int] = []
         form: list[Any] = []
+        together = 0
         tracked = False
         for x in arrays:
             if x is None:
@@ -174,10 +180,13 @@ class Torch:
             device = x.get_device()
             if device < 0:
                 return None
-            addresses.append(x.data_ptr())
+            address = x.data_ptr()
+            together |= address
+            addresses.append(address)
             form += (x.shape, x.stride(), x.dtype, device)
-            tracked = tracked or x.requires_grad
-        return Read(addresses, tuple(form), tracked)
+            if x.requires_grad:
+                tracked = True
+        return addresses, tuple(form), together, tracked
 
     def view(self, array: Any) -> View:
         dtype = self._of_torch.get(array.dtype)

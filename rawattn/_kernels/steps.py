@@ -46,7 +46,7 @@ class Tiles:
     times: int = 1
 
     def blocks(self, lengths: Lengths) -> int:
-        """Exact for lengths on the host, else the most there can be. ValueError when one launch does not hold them."""
+        """At least as many as there are tiles for. ValueError when one launch does not hold them."""
         side = lengths.q if self.side == "q" else lengths.k
         tiles = tile_count(side, lengths.batch, self.rows, group=lengths.group)
         return min(checked(self.side, tiles * self.heads, self.rows), self.most) * self.times
@@ -131,13 +131,17 @@ def side_patches(
 
 
 def tile_count(side: Side, batch: int, tile: int, *, group: bool) -> int:
-    """Tiles of `tile` rows over all sequences: exact for host lengths, else the most there can be."""
-    if side.start is None and side.length is None:
-        return batch * -(-side.rows // tile)
-    if all(x is None or isinstance(x, np.ndarray) for x in (side.start, side.length)):
-        return int(np.sum(-(-logical_lengths(side, batch) // tile)))
+    """Tiles of `tile` rows over all sequences, or a bound: blocks that find no tile end at once.
+
+    In group mode there are at most `batch` too many. In batch mode, where there could be many times as many, lengths on
+    the host are counted.
+    """
     most = batch * -(-side.max_seqlen // tile)
-    return min(most, side.rows // tile + batch) if group else most
+    if group:
+        return min(most, side.rows // tile + batch)
+    if side.length is not None and isinstance(side.length, np.ndarray):
+        return int(np.sum(-(-logical_lengths(side, batch) // tile)))
+    return most
 
 
 def logical_lengths(side: Side, batch: int) -> Any:

@@ -41,6 +41,7 @@ class Call(NamedTuple):
     """A call on one GPU with its arrays' form known.
 
     results: shape and dtype of each output, None for one that is not wanted.
+    made: place, shape and dtype of those that are the library's to make.
     copies: which inputs are copied before every run, None where none is.
     reach: of each array in the order of the verb's names, the bytes from its address to its first and past its last one.
     """
@@ -49,6 +50,7 @@ class Call(NamedTuple):
     problem: problem.Problem
     lengths: Lengths
     results: tuple[tuple[tuple[int, ...], np.dtype[Any]] | None, ...]
+    made: tuple[tuple[int, tuple[int, ...], np.dtype[Any]], ...]
     copies: tuple[bool, ...] | None
     reach: tuple[tuple[int, int], ...]
 
@@ -65,13 +67,12 @@ def run(
 
     targets: arrays of the caller to write, None for an output that is the library's own.
     """
-    q = inputs[verb.q]
-    framework = arrays.framework_of(q)
+    framework = arrays.framework_of(inputs[verb.q])
     own = native(framework)
     if own is not None and (backend is None or backend == "cuda"):
         read = own.read((*inputs, *targets), verb.required)
         if read is not None:
-            if read.tracked and verb.refuses_gradients:
+            if read[3] and verb.refuses_gradients:
                 arrays.refuse_gradients(verb.inputs, inputs)
             return on_gpu(verb, own, read, inputs, targets, options, flag)
     return _imported(verb, inputs, targets, options, flag, backend, framework)
@@ -87,26 +88,53 @@ def on_gpu(
     flag: bool,
 ) -> Sequence[Any]:
     """The same for arrays of one framework that lie on GPUs."""
-    addresses, form, _ = read
+    addresses, form, together, _ = read
     device: int = form[verb.q * 4 + 3]
-    if device != _current_device():
+    if device != own.current_device():
         import cupy
 
         with cupy.cuda.Device(device):
             return on_gpu(verb, own, read, inputs, targets, options, flag)
-    call, lengths = find(verb, own, read, inputs, targets, options, flag, device)
+    call = lengths = key = None
+    try:
+        form_of_lengths: Structure | None = None
+        if options.seqs is not None:
+            lengths = _bound(verb, inputs, options)
+            form_of_lengths = structure(lengths)
+        # 16 bytes is the widest access there is: of an address only its place in them matters.
+        key = (
+            verb.name,
+            flag,
+            together % 16,
+            form,
+            form_of_lengths,
+            structural(options),
+            selection(),
+        )
+        call = _prepared.get(key)
+    except (TypeError, ValueError, IndexError, AttributeError):
+        key = None  # describing the call tells what is wrong with it
+    if call is None:
+        call = _prepare_natives(verb, own, read, inputs, targets, options, flag)
+        if key is not None:
+            _remember(key, call)
+    else:
+        for target in targets:
+            if target is not None:
+                _check_reach(verb, call, own, addresses, inputs, targets)
+                break
     if call.copies is not None:
         inputs = [
             own.contiguous(x) if copy else x for x, copy in zip(inputs, call.copies, strict=True)
         ]
         addresses = [0 if x is None else own.address(x) for x in (*inputs, *targets)]
-    first = len(inputs)
     results = list(targets)
-    for n, result in enumerate(call.results):
-        if results[n] is None and result is not None:
-            results[n] = array = own.empty(*result, device)
+    first = len(inputs)
+    for n, shape, dtype in call.made:
+        if results[n] is None:
+            results[n] = array = own.empty(shape, dtype, device)
             addresses[first + n] = own.address(array)
-    call.prepared.run(addresses, own.stream(device), own, lengths)
+    call.prepared.run(addresses, own.stream(device), own, lengths or call.lengths)
     return results
 
 
@@ -118,42 +146,31 @@ def find(
     targets: Arrays,
     options: Options,
     flag: bool,
-    device: int,
 ) -> tuple[Call, Lengths]:
-    """The call as it was prepared earlier, or prepared now, and its own lengths."""
-    addresses, form, _ = read
-    together = 0
-    for address in addresses:
-        together |= address
-    call = lengths = key = None
-    try:
-        seqs = options.seqs
-        form_of_lengths: Structure | None = None
-        if seqs is not None:
-            q, k = inputs[verb.q].shape, inputs[verb.q + 1].shape
-            batch = q[0] if len(q) == 4 else None
-            lengths = layout.bind(seqs, batch=batch, rows_q=q[-3], rows_k=k[-3])
-            form_of_lengths = structure(lengths)
-        # 16 bytes is the widest access there is: of an address only its place in them matters.
-        key = (
-            (verb.name, flag, device, together % 16, form, form_of_lengths),
-            structural(options),
-            selection(),
-        )
-        call = _prepared.get(key)
-    except (TypeError, ValueError, IndexError, AttributeError):
-        key = None  # describing the call tells what is wrong with it
-    if call is None:
-        views = [
-            None if x is None else _view(name, own, x) for name, x in _named(verb, inputs, targets)
-        ]
-        call = prepare(verb, views, options, flag, device, together)
-        if key is not None:
-            _remember(key, call)
-        return call, call.lengths
-    if any(x is not None for x in targets):
-        _check_reach(verb, call, own, addresses, inputs, targets)
-    return call, call.lengths if lengths is None else lengths
+    """A call of arrays of one framework, checked and prepared, and its lengths: for whoever runs it later."""
+    call = _prepare_natives(verb, own, read, inputs, targets, options, flag)
+    return call, call.lengths
+
+
+def _bound(verb: Verb, inputs: Arrays, options: Options) -> Lengths:
+    q, k = inputs[verb.q].shape, inputs[verb.q + 1].shape
+    batch = q[0] if len(q) == 4 else None
+    return layout.bind(options.seqs, batch=batch, rows_q=q[-3], rows_k=k[-3])
+
+
+def _prepare_natives(
+    verb: Verb,
+    own: Native,
+    read: Read,
+    inputs: Arrays,
+    targets: Arrays,
+    options: Options,
+    flag: bool,
+) -> Call:
+    views = [
+        None if x is None else _view(name, own, x) for name, x in _named(verb, inputs, targets)
+    ]
+    return prepare(verb, views, options, flag, read[1][verb.q * 4 + 3], read[2])
 
 
 def prepare(
@@ -200,7 +217,13 @@ def prepare(
     operands = Operands(strides, pointers % 16, frozenset(ours))
     prepared = launches(verb, described, lengths, operands, flag, device)
     reach = tuple((0, 0) if x is None else byte_range(x, 0) for x in views)
-    return Call(prepared, described, lengths, results, copies if any(copies) else None, reach)
+    made = tuple(
+        (n, *result)
+        for n, (name, result) in enumerate(zip(verb.outputs, results, strict=True))
+        if result is not None and named[name] is None
+    )
+    copied = copies if any(copies) else None
+    return Call(prepared, described, lengths, results, made, copied, reach)
 
 
 def launches(
@@ -304,13 +327,6 @@ def _remember(key: Any, call: Call) -> None:
         _prepared[key] = call
 
 
-def _current_device() -> int:
-    import cupy
-
-    device: int = cupy.cuda.runtime.getDevice()
-    return device
-
-
 def _imported(
     verb: Verb,
     inputs: Arrays,
@@ -325,6 +341,11 @@ def _imported(
         raise ValueError(f"backend: got {backend!r}; accepted are 'cuda', 'cpu' and None")
     if verb.refuses_gradients:
         arrays.refuse_gradients(verb.inputs, inputs)
+    if framework == "jax" and verb.name == "attention" and backend != "cpu":
+        from rawattn._jax import eager
+
+        if eager.takes(inputs, targets, options):
+            return eager.attention(inputs, options, flag)
     q = inputs[verb.q]
     with arrays.on_stream_of(q, framework) as stream:
         given: list[Imported | None] = []

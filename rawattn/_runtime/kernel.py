@@ -20,17 +20,21 @@ from rawattn._compile import compiler
 from rawattn._compile.compiler import Cubin, Source
 from rawattn._kernels.target import Target
 
+_NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
+
 
 class Arguments:
     """What a launch hands to the driver: pointers to the kernel's parameters, and behind them the parameters' bytes.
 
-    data: all of it. at: where in it each parameter begins. address: of all of it, which does not move.
+    data: all of it. at: where in it each parameter begins. address: of all of it, which does not move. patched: the
+    addresses that were written to it last.
     """
 
-    __slots__ = ("_memory", "address", "at", "data")
+    __slots__ = ("_memory", "address", "at", "data", "patched")
 
     def __init__(self, parameters: Sequence[bytes | bytearray]) -> None:
         count = len(parameters)
+        self.patched: tuple[int, ...] | None = None
         self.data = bytearray(b"".join((bytes(8 * count), *parameters)))
         self._memory = ctypes.c_char.from_buffer(self.data)
         self.address = ctypes.addressof(self._memory)
@@ -53,6 +57,8 @@ class Kernel:
         self._function = function  # as long as it is there, so is the handle
         self._handle: int = function.kernel.ptr
         self._enqueue = cupy.cuda.driver.launchKernel
+        self._error = cupy.cuda.driver.CUDADriverError
+        self._runtime = cupy.cuda.runtime
 
     def allow_shared_memory(self, nbytes: int) -> None:
         """A launch may ask for `nbytes` of dynamic shared memory; without this, for 48 KiB."""
@@ -62,26 +68,39 @@ class Kernel:
         self, blocks: int, threads: int, shared_bytes: int, stream: int, arguments: Arguments
     ) -> None:
         """Enqueues it on a stream. The arguments are read before this returns."""
-        if not _thread.bound:
-            _thread.bind()
-        self._enqueue(
-            self._handle, blocks, 1, 1, threads, 1, 1, shared_bytes, stream, arguments.address, 0
-        )
+        try:
+            self._enqueue(
+                self._handle,
+                blocks,
+                1,
+                1,
+                threads,
+                1,
+                1,
+                shared_bytes,
+                stream,
+                arguments.address,
+                0,
+            )
+        except self._error as error:
+            if error.status != _NO_CONTEXT:
+                raise
+            # The runtime makes a thread's context when it needs it, the driver does not.
+            self._runtime.memGetInfo()
+            self._enqueue(
+                self._handle,
+                blocks,
+                1,
+                1,
+                threads,
+                1,
+                1,
+                shared_bytes,
+                stream,
+                arguments.address,
+                0,
+            )
 
-
-class _Thread(threading.local):
-    """Whether the calling thread has a context. The runtime makes one when it needs it, the driver does not."""
-
-    bound = False
-
-    def bind(self) -> None:
-        import cupy
-
-        cupy.cuda.runtime.memGetInfo()  # needs one
-        self.bound = True
-
-
-_thread = _Thread()
 
 _functions: dict[tuple[Source, int], Any] = {}
 _loading: dict[tuple[Source, int], threading.Lock] = {}

@@ -14,7 +14,6 @@ import numpy as np
 from rawattn._call.layout import Lengths, Side
 from rawattn._call.structure import SideStructure, Structure
 from rawattn._interop.native import Memory
-from rawattn._kernels.params import WORDS_A_LAUNCH
 from rawattn._kernels.portable import send_words
 from rawattn._kernels.steps import logical_lengths
 from rawattn._runtime import kernel
@@ -42,11 +41,10 @@ class Placed:
         more: list[int],
     ) -> None:
         """more: sizes in bytes of what else belongs to the layout."""
-        words, where = _words(lengths, structure)
-        sizes = [4 * words.size, *more]
+        data, where = _sent(lengths, structure)
         starts = []
-        total = 0
-        for size in sizes:
+        total = len(data)
+        for size in more:
             starts.append(total)
             total += -(-size // _ALIGNMENT) * _ALIGNMENT
         base = 0
@@ -54,24 +52,19 @@ class Placed:
         if total:
             self._owner, base = memory.keep(total, device)
         self.addresses = [
-            base + at if at is not None else _address(integers)
+            _address(integers) if at is None else base + at
             for at, integers in zip(where, _integers(lengths), strict=True)
         ]
-        self.addresses += [base + start for start in starts[1:]]
-        if words.size:
+        self.addresses += [base + start for start in starts]
+        if data:
             send = kernel.load(send_words.source(), device)
-            for packed in send_words.launches(words, base):
+            for packed in send_words.launches(data, base):
                 send.launch(1, send_words.THREADS, 0, stream, Arguments([packed]))
 
     @property
     def owner(self) -> Any:
         """What keeps the memory."""
         return self._owner
-
-
-def launches_to_send(words: int) -> int:
-    """How many launches carry so many 32-bit words."""
-    return -(-words // WORDS_A_LAUNCH)
 
 
 def _integers(lengths: Lengths) -> tuple[Any, ...]:
@@ -82,12 +75,11 @@ def _address(integers: Any) -> int:
     return 0 if integers is None else int(integers.data.ptr)
 
 
-def _words(lengths: Lengths, structure: Structure) -> tuple[np.ndarray[Any, Any], list[int | None]]:
-    """All host integers as 32-bit words, and the byte at which each of `NAMES` begins there; None where it is elsewhere."""
-    parts: list[np.ndarray[Any, Any]] = []
+def _sent(lengths: Lengths, structure: Structure) -> tuple[bytes, list[int | None]]:
+    """All host integers as kernels read them, and the byte at which each of `NAMES` begins; None where it is elsewhere."""
+    data = b""
     where: list[int | None] = []
     known: dict[int, int] = {}
-    size = 0
     for side, form in ((lengths.q, structure.q), (lengths.k, structure.k)):
         for integers in (side.start, side.length):
             if not isinstance(integers, np.ndarray):
@@ -95,20 +87,16 @@ def _words(lengths: Lengths, structure: Structure) -> tuple[np.ndarray[Any, Any]
                 continue
             at = known.get(id(integers))
             if at is None:
-                sent = _sent(side, form, integers, lengths.batch)
-                at = known[id(integers)] = size
-                parts.append(sent)
-                size += sent.nbytes
-                if size % _ALIGNMENT:
-                    parts.append(np.zeros(1, np.uint32))
-                    size += 4
+                at = known[id(integers)] = len(data)
+                data += _bytes_of(side, form, integers, lengths.batch)
+                data += bytes(-len(data) % _ALIGNMENT)
             where.append(at)
-    return (np.concatenate(parts) if parts else np.empty(0, np.uint32)), where
+    return data, where
 
 
-def _sent(side: Side, form: SideStructure, integers: Any, batch: int) -> np.ndarray[Any, Any]:
+def _bytes_of(side: Side, form: SideStructure, integers: Any, batch: int) -> bytes:
     if integers is side.start:
-        dtype = np.int32 if form.start == 4 else np.int64
-        return np.ascontiguousarray(integers, dtype).view(np.uint32)
-    lengths = logical_lengths(side, batch)
-    return np.ascontiguousarray(lengths, np.int32).view(np.uint32)
+        start: bytes = integers.astype(np.int32 if form.start == 4 else np.int64).tobytes()
+        return start
+    length: bytes = logical_lengths(side, batch).astype(np.int32).tobytes()
+    return length

@@ -42,7 +42,7 @@ class GpuPlan:
         flag: bool,
         returned: Callable[[Sequence[Any]], Any],
     ) -> None:
-        device: int = read.form[verb.q * 4 + 3]
+        device: int = read[1][verb.q * 4 + 3]
         self._verb, self._own, self._device, self._returned = verb, own, device, returned
         self._inputs, self._options, self._flag = tuple(inputs), options, flag
         self._count = len(self._inputs)
@@ -62,8 +62,8 @@ class GpuPlan:
         ]
         self._result = returned(self._results)
         self._result_addresses = [0 if x is None else own.address(x) for x in self._results]
-        self._form = self._read(self._inputs).form
-        self._alignment = _alignment([*read.addresses, *self._result_addresses])
+        self._form = self._read(self._inputs)[1]
+        self._alignment = _alignment([*read[0], *self._result_addresses])
         self._mine = self._given = call.prepared.own(own, self._stream, lengths)
         if any(x is None for x in targets):
             self._given = self._writing_callers_arrays(call)
@@ -79,13 +79,10 @@ class GpuPlan:
             args, integers = self._complete(args, named)
         own, device = self._own, self._device
         read = own.read(args, self._verb.required)
-        if read is None or read.form != self._form:
+        if read is None or read[1] != self._form:
             raise self._refused(args)
-        addresses = read.addresses
-        together = 0
-        for address in addresses:
-            together |= address
-        if read.tracked and self._verb.refuses_gradients:
+        addresses, _, together, tracked = read
+        if tracked and self._verb.refuses_gradients:
             arrays.refuse_gradients(self._verb.inputs, args)
         memory, result = self._mine, self._result
         if out is None:
@@ -104,20 +101,17 @@ class GpuPlan:
                 f"plan: an array does not begin at a multiple of {self._alignment} bytes, as all did when the call "
                 "was planned; pass aligned arrays, or plan with such ones"
             )
-        if device != dispatch._current_device():
+        stream = own.stream(device)
+        if stream not in self._streams:
+            self._streams.add(stream)
+        if device != own.current_device():
             import cupy
 
             with cupy.cuda.Device(device):
-                self._launch(memory, addresses, integers)
+                memory.run(addresses, stream, integers)
         else:
-            self._launch(memory, addresses, integers)
+            memory.run(addresses, stream, integers)
         return result
-
-    def _launch(self, memory: Own, addresses: list[int], integers: dict[int, int] | None) -> None:
-        stream = self._own.stream(self._device)
-        if stream not in self._streams:
-            self._streams.add(stream)
-        memory.run(addresses, stream, integers)
 
     def __del__(self) -> None:
         # Memory goes back in the order of the stream that it was taken on: after the last use on any other one.
@@ -135,7 +129,7 @@ class GpuPlan:
         self, read: Read, inputs: Sequence[Any], targets: Sequence[Any]
     ) -> tuple[Call, Lengths]:
         return dispatch.find(
-            *(self._verb, self._own, read, inputs, targets, self._options, self._flag, self._device)
+            *(self._verb, self._own, read, inputs, targets, self._options, self._flag)
         )
 
     def _writing_callers_arrays(self, call: Call) -> Own:

@@ -25,8 +25,6 @@ from rawattn._runtime.tensor_map import MAP_BYTES, TensorMaps
 _ALIGNMENT = 256  # bytes, of every piece of scratch
 _MAX_PLACED = 16  # streams and calls that a layout remembers
 
-_Pick = Callable[[Sequence[int]], Any]
-
 
 class Prepared:
     """The launches of one call on one device.
@@ -90,7 +88,8 @@ class Prepared:
 
         addresses: of the arrays, 0 for one not given; the list is used up. memory: of work on that stream.
         """
-        capturing = self._stateful and streams.is_capturing(stream)
+        # The legacy stream, 0 or 1, cannot be captured.
+        capturing = self._stateful and stream > 1 and streams.is_capturing(stream)
         blocks: Sequence[int] = self._blocks
         placed = scratch = counters = None
         if self.ragged:
@@ -109,9 +108,9 @@ class Prepared:
                     self._counters[stream] = counters
             addresses += counters[1]
         if not self._once:
-            for launch, count in zip(self._schedules, self._schedule_blocks, strict=True):
+            for launch, count in zip(self._schedules, self._schedule_blocks):  # noqa: B905
                 launch(addresses, count, stream)
-        for launch, count in zip(self._launches, blocks, strict=True):
+        for launch, count in zip(self._launches, blocks):  # noqa: B905  # (strict costs what a launch's patches do)
             launch(addresses, count, stream)
         if capturing and not memory.keeps_captured():
             graphs.hold(self, placed, scratch, counters)
@@ -198,16 +197,25 @@ class Own:
             for place, address in integers.items():
                 addresses[first + place] = address
         if not prepared._once:
-            for launch, count in zip(prepared._schedules, prepared._schedule_blocks, strict=True):
+            for launch, count in zip(prepared._schedules, prepared._schedule_blocks):  # noqa: B905
                 launch(addresses, count, stream)
-        for launch, count in zip(prepared._launches, self._blocks, strict=True):
+        for launch, count in zip(prepared._launches, self._blocks):  # noqa: B905
             launch(addresses, count, stream)
 
 
 class _Launch:
-    """One step, its kernel loaded. Its arguments are packed once and patched at every launch."""
+    """One step, its kernel loaded. Its arguments are packed once, and patched where addresses differ from the last ones."""
 
-    __slots__ = ("_arguments", "_free", "_kernel", "_maps", "_patches", "_shared_bytes", "_threads")
+    __slots__ = (
+        "_arguments",
+        "_free",
+        "_kernel",
+        "_maps",
+        "_patches",
+        "_pick",
+        "_shared_bytes",
+        "_threads",
+    )
 
     def __init__(self, step: Step, slot: dict[str, int], device: int) -> None:
         self._kernel = kernel.load(step.source, device)
@@ -221,10 +229,18 @@ class _Launch:
         self._free = [first]  # arguments that no launch is using
         at = first.at[0]
         placed = sorted((at + offset, slot[name]) for offset, name in step.patches)
-        self._patches = [_patch(run) for run in _adjacent(placed)]
+        order = [n for _, n in placed] + [slot[name] for name, _ in step.maps]
+        self._pick = operator.itemgetter(*order, order[-1])  # one more: it gives a tuple then
+        # Each packs a run of addresses that stand next to each other: where, and which of those picked.
+        self._patches: list[tuple[Callable[..., None], int, slice]] = []
+        taken = 0
+        for run in _adjacent(placed):
+            pack_into = struct.Struct(f"<{len(run)}Q").pack_into
+            self._patches.append((pack_into, run[0][0], slice(taken, taken + len(run))))
+            taken += len(run)
         self._maps = [
-            (first.at[1] + MAP_BYTES * n, slot[name], TensorMaps(geometry))
-            for n, (name, geometry) in enumerate(step.maps)
+            (first.at[1] + MAP_BYTES * n, taken + n, TensorMaps(geometry))
+            for n, (_, geometry) in enumerate(step.maps)
         ]
 
     def __call__(self, addresses: Sequence[int], blocks: int, stream: int) -> None:
@@ -234,11 +250,15 @@ class _Launch:
             arguments = self._free.pop()
         except IndexError:  # another thread is launching it
             arguments = Arguments(self._arguments)
-        data = arguments.data
-        for pack_into, at, pick in self._patches:
-            pack_into(data, at, *pick(addresses))
-        for at, n, maps in self._maps:
-            data[at : at + MAP_BYTES] = maps.at(addresses[n])
+        picked = self._pick(addresses)
+        if picked != arguments.patched:
+            data = arguments.data
+            arguments.patched = None  # until all of it is written
+            for pack_into, at, which in self._patches:
+                pack_into(data, at, *picked[which])
+            for at, n, maps in self._maps:
+                data[at : at + MAP_BYTES] = maps.at(picked[n])
+            arguments.patched = picked
         self._kernel.launch(blocks, self._threads, self._shared_bytes, stream, arguments)
         self._free.append(arguments)
 
@@ -256,12 +276,3 @@ def _adjacent(placed: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
         else:
             runs.append([(at, slot)])
     return runs
-
-
-def _patch(run: list[tuple[int, int]]) -> tuple[Callable[..., None], int, _Pick]:
-    pack_into = struct.Struct(f"<{len(run)}Q").pack_into
-    slots = [slot for _, slot in run]
-    if len(slots) == 1:
-        only = slots[0]
-        return pack_into, run[0][0], lambda addresses: (addresses[only],)
-    return pack_into, run[0][0], operator.itemgetter(*slots)

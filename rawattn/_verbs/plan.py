@@ -52,7 +52,7 @@ class Plan:
             if read is not None:
                 from rawattn._runtime.planned import GpuPlan
 
-                if read.tracked and verb.refuses_gradients:
+                if read[3] and verb.refuses_gradients:
                     arrays.refuse_gradients(verb.inputs, inputs)
                 self._gpu = GpuPlan(verb, own, read, inputs, targets, options, flag, returned)
         if self._gpu is None:  # whatever is wrong with the call is told now

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ THREADS = 256
 _BLOCKS = 1024  # enough to fill any GPU
 
 
+@functools.cache
 def source() -> Source:
     entry, file = "rawattn_fill_padding", "portable/fill_padding.cu"
     return _source(entry, file, "portable fill_padding", params.PADDING)

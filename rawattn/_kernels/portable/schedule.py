@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Literal
 
 from rawattn._call.structure import Structure
@@ -14,6 +15,7 @@ THREADS = 128
 SHARED_BYTES = 8 * THREADS
 
 
+@functools.cache
 def source() -> Source:
     entry, file = "rawattn_schedule", "portable/schedule.cu"
     return _source(entry, file, "portable schedule", params.SCHEDULE)

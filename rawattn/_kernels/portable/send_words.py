@@ -6,9 +6,8 @@ the values.
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
+import functools
+import struct
 
 from rawattn._compile.compiler import Source
 from rawattn._kernels import params
@@ -18,19 +17,23 @@ from rawattn._kernels.source import source as _source
 THREADS = 256
 
 
+@functools.cache
 def source() -> Source:
     entry, file = "rawattn_send_words", "portable/send_words.cu"
     return _source(entry, file, "portable send_words", params.WORDS)
 
 
-def launches(words: np.ndarray[Any, Any], to: int) -> list[bytes]:
-    """The parameters of each launch that writes a part of `words` (uint32) to its place behind address `to`."""
-    found = []
-    for first in range(0, words.size, WORDS_A_LAUNCH):
-        part = words[first : first + WORDS_A_LAUNCH]
-        packed = params.WORDS.zeros()
-        fields = packed[0]
-        fields["to"], fields["count"] = to + 4 * first, part.size
-        fields["words"][: part.size] = part
-        found.append(packed.tobytes())
-    return found
+_HEAD = struct.Struct("<Qi")  # to, count
+_WORDS_AT = params.offset(params.WORDS, "words")
+assert _HEAD.size == _WORDS_AT, "the words stand behind their count"
+_BYTES = params.WORDS.dtype.itemsize
+_MOST = 4 * WORDS_A_LAUNCH
+
+
+def launches(data: bytes, to: int) -> list[bytes]:
+    """The parameters of each launch that writes a part of `data`, whole words of 4 bytes, to its place behind address `to`."""
+    return [
+        (_HEAD.pack(to + first, len(part) // 4) + part).ljust(_BYTES, b"\0")
+        for first in range(0, len(data), _MOST)
+        if (part := data[first : first + _MOST])
+    ]
