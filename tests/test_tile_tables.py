@@ -187,8 +187,8 @@ def test_shared_out_tiles_are_covered(seqlens: tuple[int, int], clusters: int):
         problem, _ = describe(q, k, k)
         config = sm90_forward.choose(problem, HOPPER, Operands())
         assert config is not None
-        assert config.shares_out
-        shared = forward_steps.shared_out(problem, config, clusters)
+        assert config.stream_k
+        shared = forward_steps.stream_k_of(problem, config, clusters)
         all_tiles = -(-seqlens[0] // config.schedule_rows) * heads
         keys = -(-seqlens[1] // config.tile_k)
         if shared is None:
@@ -214,9 +214,9 @@ def test_what_is_shared_out():
         problem, _ = describe(q, k, k, **options)
         config = sm90_forward.choose(problem, HOPPER, Operands())
         assert config is not None
-        return config.shares_out
+        return config.stream_k
 
-    long = sm90_forward.SHARED_SEQLEN
+    long = sm90_forward.STREAM_K_SEQLEN
     assert shares(long)
     assert not shares(long - 1)
     assert not shares(long, causal=True)

@@ -84,7 +84,7 @@ def repacking() -> Iterator[None]:
 def sharing() -> Iterator[None]:
     """Makes Hopper's forward share its last tiles out by keys wherever blocks would be idle otherwise."""
     with ExitStack() as stack:
-        for name in ("SHARED_SEQLEN", "WORTH_SHARING"):
+        for name in ("STREAM_K_SEQLEN", "WORTH_SHARING"):
             stack.enter_context(mock.patch.object(sm90_forward, name, 1))
         stack.enter_context(mock.patch.object(dispatch, "_prepared", {}))
         yield

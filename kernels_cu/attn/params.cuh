@@ -53,7 +53,7 @@ struct Sm90ForwardParams {
   void* partials;                // what items of such tiles come to
   int row_bound_q, row_bound_k;  // ragged only: where the row axes of the tensor maps end
   int kept_tiles;                // of each head of a causal dense batch: the shortest, which come last of all
-  StreamK shared_out;
+  StreamK stream_k;
 };
 
 struct BackwardParams {

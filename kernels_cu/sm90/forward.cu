@@ -9,7 +9,7 @@
 // Blocks of a cluster (kCluster > 1) work on neighbouring query tiles at the same time, and load keys and values for
 // each other: half of what a block needs is read from L2 by its neighbour.
 //
-// With kSharesOut the last tiles, too few for all blocks, are split by keys (stream-K), and what becomes of them is
+// With kStreamK the last tiles, too few for all blocks, are split by keys (stream-K), and what becomes of them is
 // merged.
 #include "attn/scores.cuh"
 #include "sm90/forward_block.cuh"

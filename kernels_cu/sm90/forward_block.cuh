@@ -56,7 +56,7 @@ struct SoftmaxOf<true> {
 };
 using Softmax = SoftmaxOf<kLateScaling>::Type;
 
-static_assert(!kSharesOut || !(kRagged || kLeft || kRight), "only equal tiles are split");
+static_assert(!kStreamK || !(kRagged || kLeft || kRight), "only equal tiles are split");
 template <bool kPartial>
 struct ItemOf {
   using Type = WorkTile;
@@ -65,7 +65,7 @@ template <>
 struct ItemOf<true> {
   using Type = WorkItem;
 };
-using Item = ItemOf<kSharesOut>::Type;
+using Item = ItemOf<kStreamK>::Type;
 
 // The copy engine's maps: of what it loads and, with kTensorStores, of the output.
 template <bool kOutput>

@@ -7,7 +7,7 @@
 namespace forward {
 
 DEVICE void find(WorkItem& work, const Sm90ForwardParams& p, int64 index, bool second) {
-  find_work_item<kClusterQ, kTileK, kHeadsPerTile>(work, p.forward, p.shared_out, index, second);
+  find_work_item<kClusterQ, kTileK, kHeadsPerTile>(work, p.forward, p.stream_k, index, second);
 }
 DEVICE void find(WorkTile& work, const Sm90ForwardParams& p, int64 index, bool) {
   work = find_work_tile<kRagged, kRight, kClusterQ, kHeadsPerTile>(p.forward, index, p.kept_tiles);

@@ -32,7 +32,16 @@ def takes(inputs: Sequence[Any], targets: Sequence[Any], options: Options) -> bo
 def attention(inputs: Sequence[Any], options: Options, return_lse: bool) -> Sequence[Any]:
     """(out, lse or None)"""
     q, k, v = inputs
-    key: Any = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, structural(options), return_lse)
+    key: Any = (
+        q.shape,
+        k.shape,
+        v.shape,
+        q.dtype,
+        k.dtype,
+        v.dtype,
+        structural(options),
+        return_lse,
+    )
     try:
         program = _programs.get(key)
     except TypeError:  # an option that no program can have: `rawattn.jax` says why

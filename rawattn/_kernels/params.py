@@ -21,7 +21,7 @@ SIDE = np.dtype(
     align=True,
 )
 _STRIDES = np.dtype([("batch", np.int64), ("row", np.int64), ("head", np.int64)], align=True)
-_SHARED_OUT = np.dtype([("tiles", np.int32), ("piece", np.int32)], align=True)
+_STREAM_K = np.dtype([("tiles", np.int32), ("piece", np.int32)], align=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,7 +93,7 @@ SM90_FORWARD = _struct(
     ("row_bound_q", np.int32),
     ("row_bound_k", np.int32),
     ("kept_tiles", np.int32),
-    ("shared_out", _SHARED_OUT),
+    ("stream_k", _STREAM_K),
 )
 
 SCHEDULE = _struct(

@@ -12,7 +12,7 @@ from rawattn._compile import compiler
 from rawattn._kernels import params
 from rawattn._kernels.selection import FAMILIES, only
 from rawattn._kernels.sm90 import forward as sm90_forward
-from rawattn._kernels.sm90.forward import LONG_SEQLEN, SHARED_SEQLEN
+from rawattn._kernels.sm90.forward import LONG_SEQLEN, STREAM_K_SEQLEN
 from rawattn._runtime import dispatch
 from tests.cases import Case, curated, dense, ragged, repacked
 from tests.frameworks import CuPy
@@ -112,16 +112,16 @@ def test_tiles_shared_out_by_keys(headdim: int, in_clusters: bool) -> None:
         with sharing_in_clusters() if in_clusters else sharing():
             verify(dense("shared", 1, rows_q, rows_k, **knobs), CUPY)
             if compiler.device_arch(0) == sm90_forward.ARCH:
-                assert _last_launch("shared_out")["tiles"] > 0
+                assert _last_launch("stream_k")["tiles"] > 0
 
 
 def test_long_keys_are_shared_out() -> None:
     """What calls choose by themselves, with counters that the launch before has left."""
-    case = dense("shared", 2, 40, SHARED_SEQLEN + 300, nheads_q=8, nheads_kv=2)
+    case = dense("shared", 2, 40, STREAM_K_SEQLEN + 300, nheads_q=8, nheads_kv=2)
     for _ in range(2):
         verify(case, CUPY)
         if compiler.device_arch(0) == sm90_forward.ARCH:
-            assert _last_launch("shared_out")["tiles"] > 0
+            assert _last_launch("stream_k")["tiles"] > 0
 
 
 def _last_call() -> dispatch.Call:

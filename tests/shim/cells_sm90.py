@@ -43,13 +43,13 @@ class Sm90Tiles(NamedTuple):
 class Sm90Cell(Cell):
     """blocks: how many the GPU holds at once; seed: one more order of turns and arrivals.
 
-    shares_out: the last tiles by keys wherever a block would be idle otherwise.
+    stream_k: the last tiles by keys wherever a block would be idle otherwise.
     """
 
     shape: Sm90Tiles | None = None
     kept_tiles: int | None = None
     blocks: int = 2
-    shares_out: bool = False
+    stream_k: bool = False
     seed: int = 0
 
     def __str__(self) -> str:
@@ -58,14 +58,14 @@ class Sm90Cell(Cell):
         knobs += [f"section{self.section_keys}"] if self.section_keys is not None else []
         knobs += [f"kept{self.kept_tiles}"] if self.kept_tiles is not None else []
         knobs += [f"blocks{self.blocks}"] if self.blocks != 2 else []
-        knobs += ["shared"] if self.shares_out else []
+        knobs += ["shared"] if self.stream_k else []
         knobs += [f"seed{self.seed}"] if self.seed else []
         knobs += ["checked"] if self.checked else []
         return "-".join(knobs)
 
     @property
     def around(self) -> AbstractContextManager[None]:
-        return sharing() if self.shares_out else nullcontext()
+        return sharing() if self.stream_k else nullcontext()
 
     @cached_property
     def config(self) -> sm90_forward.Config:

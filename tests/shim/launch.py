@@ -145,8 +145,8 @@ class Forward:
         packed, memory, tiles = self._describe(machine, config, exact_grid, section_keys)
         heads = problem.nheads_q // config.heads_per_tile
         clusters = max(blocks // config.cluster, 1)
-        shared_out = forward_steps.shared_out(problem, config, clusters)
-        if shared_out is None:
+        stream_k = forward_steps.stream_k_of(problem, config, clusters)
+        if stream_k is None:
             clusters = min(tiles * heads, clusters)
         whole = params.SM90_FORWARD.zeros()
         fields = whole[0]
@@ -154,12 +154,12 @@ class Forward:
         next_work = Memory("next_work", np.zeros(2, np.uint32), readonly=False)
         fields["next_work"] = next_work.address
         counters = [next_work]
-        if shared_out is not None:
-            fields["shared_out"] = shared_out.tiles, shared_out.piece
-            arrived = np.zeros(shared_out.counters, np.uint32)
+        if stream_k is not None:
+            fields["stream_k"] = stream_k.tiles, stream_k.piece
+            arrived = np.zeros(stream_k.counters, np.uint32)
             counters.append(Memory("arrived", arrived, readonly=False))
             fields["arrived"] = counters[-1].address
-            poison = np.full(shared_out.partial_bytes, POISON, np.uint8)
+            poison = np.full(stream_k.partial_bytes, POISON, np.uint8)
             partials = Memory("partials", poison, readonly=False)
             fields["partials"] = partials.address
             memory.append(partials)

@@ -293,16 +293,16 @@ def cells_of_sharing() -> Iterable[Sm90Cell]:
     for n, (case, shape) in enumerate(itertools.product(calls, shapes)):
         section_keys = (None, 100)[n // 2 % 2]
         yield Sm90Cell(
-            case=case, shape=shape, blocks=next(blocks), section_keys=section_keys, shares_out=True
+            case=case, shape=shape, blocks=next(blocks), section_keys=section_keys, stream_k=True
         )
     for seed, shape in itertools.product(range(1, 6), (SMALL, LATE_PAIR)):
         yield Sm90Cell(
-            case=calls[0], shape=shape, blocks=(3, 4, 10)[seed % 3], seed=seed, shares_out=True
+            case=calls[0], shape=shape, blocks=(3, 4, 10)[seed % 3], seed=seed, stream_k=True
         )
-    yield Sm90Cell(case=calls[3], shape=PAIR, blocks=8, checked=True, shares_out=True)
+    yield Sm90Cell(case=calls[3], shape=PAIR, blocks=8, checked=True, stream_k=True)
     for headdim in (64, 96, 128, 192, 256):
         yield Sm90Cell(
-            case=dense(f"share-d{headdim}", 1, 150, 400, headdim=headdim), blocks=5, shares_out=True
+            case=dense(f"share-d{headdim}", 1, 150, 400, headdim=headdim), blocks=5, stream_k=True
         )
 
 

@@ -27,7 +27,7 @@ LONG_SEQLEN = 8192
 
 # Keys of a sequence from which on the last query tiles may be shared out by keys, and by how many key tiles they must be
 # done earlier for it (docs/notes/hopper-forward.md).
-SHARED_SEQLEN = LONG_SEQLEN
+STREAM_K_SEQLEN = LONG_SEQLEN
 WORTH_SHARING = 8
 
 # Keys of a sequence from which on it pays to copy q, k and v where this kernel cannot read them as they lie
@@ -64,7 +64,7 @@ class Config:
     scale_first: bool
     store_bytes: int  # of an access to the output
     tensor_stores: bool  # by the copy engine, through a place in shared memory
-    shares_out: bool  # the keys of the last query tiles, among all blocks
+    stream_k: bool  # the keys of the last query tiles, among all blocks
 
     @property
     def tile_rows(self) -> int:
@@ -124,8 +124,8 @@ class Config:
             tile += f" cluster={self.cluster}"
         if self.tensor_stores:
             traits.append("tensor_stores")
-        if self.shares_out:
-            traits.append("shares_out")
+        if self.stream_k:
+            traits.append("stream_k")
         if self.store_bytes < 16:
             traits.append(f"{self.store_bytes}B")
         return " ".join(["sm90 forward", self.element, dims(self), tile, *traits])
@@ -169,7 +169,7 @@ def choose(problem: Problem, target: Target, operands: Operands) -> Config:
     fields["tensor_stores"] &= problem.ragged and store_bytes == 16 and mappable
     known = features.features(problem).known_to(Config)
     # Of equal tiles alone.
-    shares_out = not (problem.ragged or known["left"] or known["right"])
+    stream_k = not (problem.ragged or known["left"] or known["right"])
     return Config(
         element=problem.dtype,
         headdim=problem.headdim,
@@ -178,7 +178,7 @@ def choose(problem: Problem, target: Target, operands: Operands) -> Config:
         heads_per_tile=heads_per_tile(problem, rows_of(fields["consumers"])),
         **known,
         store_bytes=store_bytes,
-        shares_out=shares_out and problem.max_seqlen_k >= SHARED_SEQLEN,
+        stream_k=stream_k and problem.max_seqlen_k >= STREAM_K_SEQLEN,
     )
 
 

@@ -42,7 +42,7 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
     operands = Operands(strides, operands.pointers, operands.ours)
 
     clusters = target.multiprocessors // config.cluster
-    shared = shared_out(problem, config, clusters)
+    shared = stream_k_of(problem, config, clusters)
     tiles = Tiles(
         "q",
         config.schedule_rows,
@@ -66,7 +66,7 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
     counters = {"next_work": _COUNTER_BYTES * _SCHEDULE_COUNTERS}
     addresses["next_work"] = "next_work"
     if shared is not None:
-        values["shared_out"] = shared.tiles, shared.piece
+        values["stream_k"] = shared.tiles, shared.piece
         counters["arrived"] = _COUNTER_BYTES * shared.counters
         scratch["partials"] = shared.partial_bytes
         addresses |= {"arrived": "arrived", "partials": "partials"}
@@ -111,7 +111,7 @@ def kept_tiles(problem: Problem, config: Config, clusters: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class SharedOut:
+class StreamK:
     """How the last query tiles are shared out by keys (kernels_cu/attn/partial_work.cuh)."""
 
     tiles: int
@@ -121,9 +121,9 @@ class SharedOut:
     counters: int  # of a tile's items, one for each of its waves
 
 
-def shared_out(problem: Problem, config: Config, clusters: int) -> SharedOut | None:
+def stream_k_of(problem: Problem, config: Config, clusters: int) -> StreamK | None:
     """What so many clusters of blocks share out: what remains behind whole rounds of tiles. None where it does not pay."""
-    if not config.shares_out:
+    if not config.stream_k:
         return None
     heads = problem.batch * problem.nheads_q // config.heads_per_tile
     tiles = -(-problem.rows_q // config.schedule_rows) * heads % clusters
@@ -136,7 +136,7 @@ def shared_out(problem: Problem, config: Config, clusters: int) -> SharedOut | N
     waves = config.cluster * config.consumers * 4
     # Each lane has 16 bytes twice for 16 columns of its two rows, and once for their references and sums.
     wave_bytes = 32 * 16 * (2 * -(-config.headdim_v // 16) + 1)
-    return SharedOut(tiles, piece, items, items * waves * wave_bytes, tiles * waves)
+    return StreamK(tiles, piece, items, items * waves * wave_bytes, tiles * waves)
 
 
 def row_bound(rows: int) -> int:
