@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -24,59 +25,100 @@ NAMES = ("dq", "dk", "dv")
 
 @dataclass(frozen=True, eq=False)
 class Backward:
-    """One backward call. Padding rows of all that it is given are NaN."""
+    """One backward call. Padding rows of all that it is given are NaN.
 
+    What the reference computes waits until it is asked for: cells of tests are described by layouts alone.
+    """
+
+    case: Case
     inputs: Inputs
     dout: Strided
-    out: Strided
-    lse: np.ndarray
-    dlse: np.ndarray | None
+    logical_dlse: np.ndarray | None  # numbers in padding too
     into: tuple[Strided, ...] | None  # dq, dk, dv
     rows: tuple[np.ndarray, ...]  # True for the logical rows of dq, dk and dv
-    exact: tuple[np.ndarray, ...]  # the logical rows alone
-    low: tuple[tuple[np.ndarray, ...], ...]  # of each gradient, one or more evaluations
-    terms: tuple[float, ...]  # the size of what cancels in dq, dk and dv: see `cancelling_terms`
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         return tuple(x.shape for x in (self.inputs.q, self.inputs.k, self.inputs.v))
 
+    @cached_property
+    def out(self) -> Strided:
+        """It lies in memory as `dout` does."""
+        rows = self.rows[0]
+        array = _like_out(self.case, self.dout.shape, self.dout.buffer.dtype)
+        array.view()[rows] = self._forward[0][rows].astype(array.buffer.dtype)
+        return array
+
+    @cached_property
+    def lse(self) -> np.ndarray:
+        return self._poisoned(self._forward[1])
+
+    @cached_property
+    def dlse(self) -> np.ndarray | None:
+        return None if self.logical_dlse is None else self._poisoned(self.logical_dlse)
+
+    @cached_property
+    def exact(self) -> tuple[np.ndarray, ...]:
+        """The logical rows of dq, dk and dv alone."""
+        options, dlse = self._options, self.logical_dlse
+        exact = reference.attention_backward(
+            self.dout.view(), *self._arrays, *self._forward, dlse=dlse, **options
+        )
+        return tuple(
+            getattr(exact, name)[where] for name, where in zip(NAMES, self.rows, strict=True)
+        )
+
+    @cached_property
+    def low(self) -> tuple[tuple[np.ndarray, ...], ...]:
+        """Of each gradient's logical rows, one or more evaluations."""
+        out, lse = self._forward
+        # From what the kernels are given too, whose rounding is not theirs.
+        given = out.astype(self.dout.buffer.dtype), lse.astype(np.float32)
+        low = low_precision_gradients(
+            self.dout.view(), *self._arrays, *given, self.logical_dlse, **self._options
+        )
+        return tuple(
+            tuple(getattr(x, name)[where] for x in low)
+            for name, where in zip(NAMES, self.rows, strict=True)
+        )
+
+    @cached_property
+    def terms(self) -> tuple[float, ...]:
+        """The size of what cancels in dq, dk and dv: see `cancelling_terms`."""
+        arrays = self.dout.view(), *self._arrays, *self._forward
+        return cancelling_terms(*arrays, self.rows, **self._options)
+
+    @property
+    def _arrays(self) -> list[np.ndarray]:
+        return [x.view() for x in (self.inputs.q, self.inputs.k, self.inputs.v)]
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {**self.inputs.options, "seqs": layout(self.inputs)}
+
+    @cached_property
+    def _forward(self) -> tuple[np.ndarray, np.ndarray]:
+        return reference.attention(*self._arrays, **self._options, return_lse=True)
+
+    def _poisoned(self, x: np.ndarray) -> np.ndarray:
+        x = x.astype(np.float32)
+        x.swapaxes(-1, -2)[~self.rows[0]] = np.nan
+        return x
+
 
 @lru_cache(maxsize=4)
 def backward_of(case: Case) -> Backward:
     inputs = materialise(case)
-    arrays = [x.view() for x in (inputs.q, inputs.k, inputs.v)]
-    options = {**inputs.options, "seqs": layout(inputs)}
     dtype = inputs.q.buffer.dtype
     rng = np.random.default_rng(zlib.crc32(str(case).encode()))
     rows_q, rows_k = inputs.rows, _logical_rows(case, *case.side_k)
     shape = (*rows_q.shape, case.nheads_q, inputs.v.shape[-1])
-
-    def poisoned(values: np.ndarray) -> Strided:
-        array = strided(shape, dtype, case.layout if case.layout != "shared-heads" else "bhsd")
-        array.view()[rows_q] = values[rows_q].astype(dtype)
-        return array
-
-    exact_out, exact_lse = reference.attention(*arrays, **options, return_lse=True)
-    dout = poisoned(rng.standard_normal(shape))
-    out = poisoned(exact_out)
+    dout = _like_out(case, shape, dtype)
+    dout.view()[rows_q] = rng.standard_normal(shape)[rows_q].astype(dtype)
     dlse = None
     if case.return_lse and rng.random() < 0.5:
-        dlse = rng.standard_normal(exact_lse.shape).astype(np.float32)
-    exact = reference.attention_backward(
-        dout.view(), *arrays, exact_out, exact_lse, dlse=dlse, **options
-    )
-    # From what the kernels are given too, whose rounding is not theirs.
-    given = exact_out.astype(dtype), exact_lse.astype(np.float32)
-    low = low_precision_gradients(dout.view(), *arrays, *given, dlse, **options)
-
-    def poison(x: np.ndarray | None) -> np.ndarray | None:
-        if x is None:
-            return None
-        x = x.astype(np.float32)
-        x.swapaxes(-1, -2)[~rows_q] = np.nan
-        return x
-
+        *lead, nrows = rows_q.shape
+        dlse = rng.standard_normal((*lead, case.nheads_q, nrows)).astype(np.float32)
     into = None
     if case.give_out:
         dense = case.layout in ("steps", "shared-heads")
@@ -86,22 +128,11 @@ def backward_of(case: Case) -> Backward:
         )
         for array in into:
             array.buffer.view(np.uint8)[:] = CANARY
-    rows = (rows_q, rows_k, rows_k)
-    return Backward(
-        inputs,
-        dout,
-        out,
-        poison(exact_lse),
-        poison(dlse),
-        into,
-        rows,
-        tuple(getattr(exact, name)[where] for name, where in zip(NAMES, rows, strict=True)),
-        tuple(
-            tuple(getattr(x, name)[where] for x in low)
-            for name, where in zip(NAMES, rows, strict=True)
-        ),
-        cancelling_terms(dout.view(), *arrays, exact_out, exact_lse, rows, **options),
-    )
+    return Backward(case, inputs, dout, dlse, into, (rows_q, rows_k, rows_k))
+
+
+def _like_out(case: Case, shape: tuple[int, ...], dtype: np.dtype) -> Strided:
+    return strided(shape, dtype, case.layout if case.layout != "shared-heads" else "bhsd")
 
 
 def low_precision_gradients(dout, q, k, v, out, lse, dlse, **options) -> list[Gradients]:

@@ -95,13 +95,16 @@ class Cell:
 
     @cached_property
     def configs(self) -> tuple[Config, DqConfig]:
-        inputs = backward_of(self.case).inputs
+        call = backward_of(self.case)
+        inputs = call.inputs
         problem, _ = describe(
             *(x.view() for x in (inputs.q, inputs.k, inputs.v)),
             seqs=layout(inputs),
             **inputs.options,
         )
-        operands = operands_of({**self.operands, **self.gradients})
+        # What `out` holds takes time to compute, and it lies in memory as `dout` does.
+        arrays = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "out": call.dout, "dout": call.dout}
+        operands = operands_of({**arrays, **self.gradients})
         target = without_device("sm_90a")
         config = portable_backward.choose(problem, target, operands, with_dq=self.with_dq)
         if self.tiles is not None:
