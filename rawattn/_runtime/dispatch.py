@@ -132,7 +132,7 @@ def on_gpu(
     first = len(inputs)
     for n, shape, dtype in call.made:
         if results[n] is None:
-            results[n] = array = own.empty(shape, dtype, device)
+            results[n] = array = own.empty(shape, dtype, inputs[verb.q])
             addresses[first + n] = own.address(array)
     call.prepared.run(addresses, own.stream(device), own, lengths or call.lengths)
     return results

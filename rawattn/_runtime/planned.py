@@ -57,7 +57,7 @@ class GpuPlan:
         self._stream = own.stream(device)
         self._streams = {self._stream}
         self._results = [
-            target if target is not None or result is None else own.empty(*result, device)
+            target if target is not None or result is None else own.empty(*result, inputs[verb.q])
             for target, result in zip(targets, call.results, strict=True)
         ]
         self._result = returned(self._results)
