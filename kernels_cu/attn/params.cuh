@@ -1,4 +1,4 @@
-// What the host tells a kernel. Mirrored field by field by rawattn/_kernels/params.py: change both together.
+// What the host tells a kernel. Generated from rawattn/_kernels/params.py, where it is declared: change that.
 #pragma once
 
 #include "target/target.cuh"
@@ -11,10 +11,14 @@ struct Integers {
 
 // Where the sequences of one side (queries or keys) lie, and how much of each is real.
 struct Side {
-  Integers start;    // (batch + 1) physical starts; null in batch mode
-  Integers length;   // (batch + 1) cumulative or (batch) logical lengths; null = physical
-  int64 cumulative;  // whether `length` is cumulative
-  int64 rows;        // rows of the array: seqlen in batch mode, total in packed mode
+  // (batch + 1) physical starts; null in batch mode
+  Integers start;
+  // (batch + 1) cumulative or (batch) logical lengths; null = physical
+  Integers length;
+  // whether `length` is cumulative
+  int64 cumulative;
+  // rows of the array: seqlen in batch mode, total in packed mode
+  int64 rows;
 };
 
 // Rows are addressed as base + batch * stride_batch + row * stride_row + head * stride_head, in elements; the last axis
@@ -23,21 +27,35 @@ struct Strides {
   int64 batch, row, head;
 };
 
+// What becomes of q . k before the softmax.
+struct Scores {
+  float scale;
+};
+
+// Which keys a query sees (attn/visible.cuh).
+struct Mask {
+  int64 window_left, window_right, sink;
+};
+
 struct ForwardParams {
   const void* q;
   const void* k;
   const void* v;
   void* out;
-  float* lse;  // unit stride along rows; null when not wanted
+  // unit stride along rows; null when not wanted
+  float* lse;
   Strides q_strides, k_strides, v_strides, out_strides;
   int64 lse_batch, lse_head;
   Side q_side, k_side;
-  const int* order;       // ragged only: sequences, the longest first (see portable/schedule.cu)
-  const int* first_tile;  // ragged only: query tiles before each sequence in that order, then their total
-  int64 window_left, window_right, sink;
+  // ragged only: sequences, the longest first (see portable/schedule.cu)
+  const int* order;
+  // ragged only: query tiles before each sequence in that order, then their total
+  const int* first_tile;
+  Mask mask;
   int batch, nheads_q, nheads_kv;
-  int section_keys;  // keys of one kv head whose K and V fill the share of L2 that concurrent blocks should live in
-  float scale;       // of the scores
+  // keys of one kv head whose K and V fill the share of L2 that concurrent blocks should live in
+  int section_keys;
+  Scores scores;
 };
 
 // How a schedule ends: `tiles` query tiles in pieces of `piece` key tiles, no more than a query tile has (see
@@ -48,27 +66,35 @@ struct StreamK {
 
 struct Sm90ForwardParams {
   ForwardParams forward;
-  unsigned* next_work;           // a counter of work handed out and one of blocks done; zero between launches
-  unsigned* arrived;             // by tile that is split and wave: how many of its items are done; likewise
-  void* partials;                // what items of such tiles come to
-  int row_bound_q, row_bound_k;  // ragged only: where the row axes of the tensor maps end
-  int kept_tiles;                // of each head of a causal dense batch: the shortest, which come last of all
+  // a counter of work handed out and one of blocks done; zero between launches
+  unsigned* next_work;
+  // by tile that is split and wave: how many of its items are done; likewise
+  unsigned* arrived;
+  // what items of such tiles come to
+  void* partials;
+  // ragged only: where the row axes of the tensor maps end
+  int row_bound_q, row_bound_k;
+  // of each head of a causal dense batch: the shortest, which come last of all
+  int kept_tiles;
   StreamK stream_k;
 };
 
 struct BackwardParams {
-  ForwardParams forward;  // order and first_tile count key tiles here (see attn/schedule/keys.cuh)
+  // order and first_tile count key tiles here (see attn/schedule/keys.cuh)
+  ForwardParams forward;
   const void* dout;
-  const float* dlse;  // laid out as lse; null = zeros
+  // laid out as lse; null = zeros
+  const float* dlse;
   void* dq;
   void* dk;
   void* dv;
-  float* row_delta;  // laid out as lse: dout . out - dlse; 0 where a row sees no key
-  float* dq_sum;  // (batch, rows, nheads_q, dq_pitch), columns of 16 in the order of Accumulator::position(); null when
-                  // not wanted
+  // laid out as lse: dout . out - dlse; 0 where a row sees no key
+  float* row_delta;
+  // (batch, rows, nheads_q, dq_pitch), columns of 16 in the order of Accumulator::position(); null when not wanted
+  float* dq_sum;
   Strides dout_strides, dq_strides, dk_strides, dv_strides;
-  int section_queries;  // query rows of one kv head's group that fill the share of L2 that concurrent blocks should
-                        // live in
+  // query rows of one kv head's group that fill the share of L2 that concurrent blocks should live in
+  int section_queries;
 };
 
 struct ScheduleParams {
@@ -80,18 +106,29 @@ struct ScheduleParams {
 
 struct RepackParams {
   const void* from;
-  void* to;         // (batch, rows, nheads, columns rounded up to 8), without gaps
-  Strides strides;  // of `from`
+  // (batch, rows, nheads, columns rounded up to 8), without gaps
+  void* to;
+  // of `from`
+  Strides strides;
   int64 rows;
   int batch, nheads;
 };
 
 struct PaddingParams {
-  void* out;   // rows that belong to no sequence become 0 in out
-  float* lse;  // and -inf in lse; either is null when it is not ours to fill
+  // rows that belong to no sequence become 0 in out
+  void* out;
+  // and -inf in lse; either is null when it is not ours to fill
+  float* lse;
   Strides out_strides;
   int64 lse_batch, lse_head;
   Side side;
   int batch, nheads, headdim, element_bytes;
-  int parts;  // blocks that share one gap between sequences
+  // blocks that share one gap between sequences
+  int parts;
+};
+
+struct WordsParams {
+  unsigned* to;
+  int count;
+  unsigned words[1000];
 };

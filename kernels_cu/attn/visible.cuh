@@ -34,11 +34,11 @@ struct VisibleKeys {
   int offset, len_k, sink;
 
   DEVICE VisibleKeys(const ForwardParams& p, int len_q, int len_k)
-      : left(p.window_left),
-        right(p.window_right),
+      : left(p.mask.window_left),
+        right(p.mask.window_right),
         offset(kTopLeft ? 0 : len_k - len_q),
         len_k(len_k),
-        sink(static_cast<int>(clamp(p.sink, 0, len_k))) {}
+        sink(static_cast<int>(clamp(p.mask.sink, 0, len_k))) {}
 
   DEVICE RowLimits row(int i) const {
     RowLimits limits{0, len_k - 1};

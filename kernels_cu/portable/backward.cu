@@ -219,7 +219,7 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
   const int column_wave = wave % kColumnWaves;
   const Element* const own = elements + (owns_dk ? kValuesAt : kKeysAt) + key * kPitch;
   Element* const p_tile = elements + kProbabilitiesAt + key * kPitchP;
-  const Probability<Element> probability(f.scale);
+  const Probability<Element> probability(f.scores.scale);
   C gradient[kKeyBlocks][kDepthBlocks];
   UNROLL for (int m = 0; m < kKeyBlocks; m++) { UNROLL for (int d = 0; d < kDepthBlocks; d++) gradient[m][d] = C{}; }
 
@@ -296,7 +296,7 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
     add_dq_of(before, buffer ^ 1);
     target::block_sync();
   }
-  const float factor = owns_dk ? f.scale : 1.0f;
+  const float factor = owns_dk ? f.scores.scale : 1.0f;
   Element* const result = elements + (owns_dk ? kKeysAt : kValuesAt) + key * kPitch + column_wave * kDepthBlocks * 16;
   UNROLL for (int m = 0; m < kKeyBlocks; m++) {
     UNROLL for (int d = 0; d < kDepthBlocks; d++) {

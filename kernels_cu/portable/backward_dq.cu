@@ -101,7 +101,7 @@ KERNEL LAUNCH_BOUNDS(backward_dq::kThreads, config::kBlocksPerSm) void rawattn_b
   target::copy_async_commit();
 
   // Rows past the end get 0 for both: their queries and douts are 0, and so is all that comes of them.
-  RowProbability<Element, kRowBlocks, C::kSlots> probability(f.scale);
+  RowProbability<Element, kRowBlocks, C::kSlots> probability(f.scores.scale);
   float delta[kRowBlocks][C::kSlots];
   UNROLL for (int m = 0; m < kRowBlocks; m++) {
     UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
@@ -150,7 +150,7 @@ KERNEL LAUNCH_BOUNDS(backward_dq::kThreads, config::kBlocksPerSm) void rawattn_b
   wait_copies_and_sync();
   UNROLL for (int m = 0; m < kRowBlocks; m++) {
     UNROLL for (int d = 0; d < kDqBlocks; d++) {
-      UNROLL for (int e = 0; e < C::kElements; e++) dq[m][d].x[e] *= f.scale;
+      UNROLL for (int e = 0; e < C::kElements; e++) dq[m][d].x[e] *= f.scores.scale;
       store_accumulator<M>(dq[m][d], elements + (wave * kWaveRows + m * 16) * kPitchQk + d * 16, kPitchQk, lane);
     }
   }

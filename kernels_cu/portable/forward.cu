@@ -121,7 +121,7 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
   queries.rows = elements + wave * kWaveRows * kPitchQk;
   Element* const slab = elements + kProbabilitiesAt + wave * kWaveRows * kPitchP;
   constexpr float kLog2E = 1.4426950408889634f;
-  OnlineSoftmax<C, kRowBlocks> softmax(kScaleFirst ? kLog2E : p.scale * kLog2E);
+  OnlineSoftmax<C, kRowBlocks> softmax(kScaleFirst ? kLog2E : p.scores.scale * kLog2E);
   C o[kRowBlocks][kOutBlocks];
   UNROLL for (int m = 0; m < kRowBlocks; m++) { UNROLL for (int d = 0; d < kOutBlocks; d++) o[m][d] = C{}; }
   if constexpr (kQueryInRegisters) {
@@ -153,7 +153,7 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
     }
     target::copy_async_commit();
 
-    finish_scores(s, SoftmaxScore<kScaleFirst>{p.scale}, key_tiles, n, first + wave * kWaveRows, lane);
+    finish_scores(s, SoftmaxScore<kScaleFirst>{p.scores.scale}, key_tiles, n, first + wave * kWaveRows, lane);
     if (softmax.update_row_max(s)) softmax.rescale(o);
     softmax.exponentiate(s);
     const Element* const values = elements + kValuesAt + n % kStages * kTileK * kPitchV;

@@ -115,7 +115,7 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
   Consumer self(s, index);
   const unsigned long long q = ptx::wgmma_descriptor(s.queries + index * 64 * 128, 0);
   constexpr float kLog2E = 1.4426950408889634f;
-  const float scale_log2 = kScaleFirst ? kLog2E : p.scale * kLog2E;
+  const float scale_log2 = kScaleFirst ? kLog2E : p.scores.scale * kLog2E;
   Ring<2> slot;
   unsigned queries_parity = 0;
   if (kPingPong && index == kConsumers - 1) self.pass_turn();  // the first turn is consumer 0's
@@ -139,7 +139,7 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
     M::A probabilities[kKeyBlocks];
     // Returns whether the output must be rescaled.
     const auto finish = [&](C(&scores)[1][kKeyBlocks], int n) {
-      finish_scores(scores, SoftmaxScore<kScaleFirst>{p.scale}, own_tiles, n, first_row, self.lane);
+      finish_scores(scores, SoftmaxScore<kScaleFirst>{p.scores.scale}, own_tiles, n, first_row, self.lane);
       return softmax.update_row_max(scores);
     };
 

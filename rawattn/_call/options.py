@@ -1,13 +1,14 @@
 """All options of attention with their defaults, and the checks of each that need no array.
 
 Signatures stand on the public verbs alone: behind them the options of a call are one `Options`. An option that the backends
-do not have yet is in `MISSING`; a feature that they have is a field of `problem.Problem` and its checks.
+have is a field of `problem.Problem`; the others are refused by their names.
 """
 
 from __future__ import annotations
 
 import math
 import reprlib
+from collections.abc import Container
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -176,8 +177,10 @@ def num_splits(options: Options) -> int | None:
     return value
 
 
-def refuse_missing(options: Options) -> None:
-    """Refuses what is wrong in the options that the backends of this version do not have, then those options.
+def refuse_missing(options: Options, have: Container[str]) -> None:
+    """Refuses what is wrong in the options that few calls have, then those of them that the backends do not have.
+
+    have: the names of those that they do.
 
     TypeError or ValueError, naming the option; then NotImplementedError.
     """
@@ -205,13 +208,13 @@ def refuse_missing(options: Options) -> None:
         "dropout_p": dropout or None,
     }
     for name, value in missing.items():
-        if value is not None:
+        if value is not None and name not in have:
             default = 0.0 if name == "dropout_p" else None
             raise NotImplementedError(
                 f"{name}: got {shown(value)}, but the backends of this version accept only "
                 f"{default}; rawattn.reference.attention has the option, in float64 on the host"
             )
-    if splits is not None and splits > 1:
+    if splits is not None and splits > 1 and "num_splits" not in have:
         raise NotImplementedError(
             f"num_splits: got {splits}, but this version does not split keys: expected 1 or None"
         )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NoReturn
 
 import ml_dtypes
 import numpy as np
 
 from rawattn._call import options as _options
-from rawattn._call.hints import transposed
+from rawattn._call.hints import cast, padding_mask, transposed
 from rawattn._call.layout import Lengths, bind
 from rawattn._call.options import DEFAULTS, Options
 
@@ -52,11 +52,20 @@ class Problem:
     scale: float
 
 
+_FIELDS = frozenset(field.name for field in fields(Problem))
+
+
 def describe(
-    q: Any, k: Any, v: Any, options: Options = DEFAULTS, **changed: Any
+    q: Any,
+    k: Any,
+    v: Any,
+    options: Options = DEFAULTS,
+    framework: str | None = None,
+    **changed: Any,
 ) -> tuple[Problem, Lengths]:
     """The call as a `Problem` and its sequences. q, k, v have the shapes and dtypes of NumPy or CuPy arrays.
 
+    framework: that of the caller's arrays, as `framework_of` tells it, for the words of messages; None: not known.
     changed: options by name, in the place of those in `options`.
 
     Raises TypeError or ValueError for what the contract refuses, naming the argument, what was got
@@ -67,12 +76,12 @@ def describe(
     dtype = q.dtype
     name = _DTYPE_NAMES.get(dtype)
     if name is None or k.dtype != dtype or v.dtype != dtype:
-        _refuse_dtypes(q, k, v)
+        _refuse_dtypes(q, k, v, framework)
     shape_q, shape_k, shape_v = q.shape, k.shape, v.shape
     try:
         _check_shapes(shape_q, shape_k, shape_v)
     except ValueError as error:
-        raise ValueError(f"{error}{transposed(shape_q, shape_k, shape_v)}") from None
+        raise ValueError(f"{error}{transposed(shape_q, shape_k, shape_v, framework)}") from None
     batch = shape_q[0] if len(shape_q) == 4 else None
     rows_q, nheads_q, headdim = shape_q[-3:]
     rows_k, nheads_kv, headdim_v = shape_v[-3:]
@@ -83,7 +92,14 @@ def describe(
     sink = _options.sink(options)
     scale = _options.scale(options, headdim)
     lengths = bind(options.seqs, batch=batch, rows_q=rows_q, rows_k=rows_k)
-    _options.refuse_missing(options)
+    try:
+        _options.refuse_missing(options, _FIELDS)
+    except NotImplementedError as error:
+        shape = tuple(getattr(options.mask, "shape", ()))
+        if not str(error).startswith("mask: "):
+            raise
+        hint = padding_mask(shape, lengths.batch, rows_q, rows_k)
+        raise NotImplementedError(f"{error}{hint}") from None
     problem = Problem(
         dtype=name,
         batch=lengths.batch,
@@ -114,15 +130,18 @@ def result_shapes(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return (problem.batch, rows, nheads, problem.headdim_v), (problem.batch, nheads, rows)
 
 
-def _refuse_dtypes(q: Any, k: Any, v: Any) -> NoReturn:
+def _refuse_dtypes(q: Any, k: Any, v: Any, framework: str | None) -> NoReturn:
     for name, array in (("q", q), ("k", k), ("v", v)):
         if array.dtype not in _DTYPE_NAMES:
             raise TypeError(
                 f"{name}: got dtype {array.dtype}, expected float16, bfloat16 or float32; convert "
-                f"it, as by {name}.astype(np.float32)"
+                f"it, as by {cast(framework, name, np.dtype(np.float32))}"
             )
     name, array = ("v", v) if k.dtype == q.dtype else ("k", k)
-    raise TypeError(f"{name}: got dtype {array.dtype}, expected {q.dtype}, that of q")
+    raise TypeError(
+        f"{name}: got dtype {array.dtype}, expected {q.dtype}, that of q; convert it, as by "
+        f"{cast(framework, name, q.dtype)}"
+    )
 
 
 def _check_shapes(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> None:

@@ -6,9 +6,13 @@ from typing import Any
 
 from rawattn._call.problem import Problem
 from rawattn._call.structure import Structure
+from rawattn._kernels import params
 from rawattn._kernels.operands import ITEMSIZE, Operands
 from rawattn._kernels.params import Struct
 from rawattn._kernels.steps import side_fields, side_patches
+
+# Of parameters that are the problem's own; "" is that of none.
+_GROUPS = ("", "mask", "scores")
 
 # Bytes of K and V, or of what the backward reads and adds of query rows, that blocks running at once should share in L2.
 L2_SHARE = 32 << 20
@@ -25,14 +29,8 @@ def forward(
         "lse_head": problem.rows_q,
         **side_fields("q_side", structure.q),
         **side_fields("k_side", structure.k),
-        "window_left": problem.window_left or 0,
-        "window_right": problem.window_right or 0,
-        "sink": problem.sink,
-        "batch": problem.batch,
-        "nheads_q": problem.nheads_q,
-        "nheads_kv": problem.nheads_kv,
         "section_keys": section_bytes // key_bytes,
-        "scale": problem.scale,
+        **_of_problem(problem),
     }
 
 
@@ -48,6 +46,16 @@ def backward(problem: Problem, structure: Structure, operands: Operands) -> dict
         **_strides(problem, operands, "dout", "dq", "dk", "dv"),
         "section_queries": max(1, L2_SHARE // (row_bytes * group)),
     }
+
+
+def _of_problem(problem: Problem) -> dict[str, Any]:
+    """Fields of `params.FORWARD`, alone or in a group of scalars, that are called like one of the problem. None is 0 there."""
+    found = {}
+    for path in params.leaves(params.FORWARD):
+        value = getattr(problem, path.rpartition(".")[2], None)
+        if value is not None and path.rpartition(".")[0] in _GROUPS:
+            found[path] = value
+    return found
 
 
 def side_addresses(

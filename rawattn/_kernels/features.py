@@ -1,13 +1,14 @@
 """What of attention a call uses, as the named constants that kernels are compiled with.
 
-A kernel's configuration has a field for each feature that the kernel knows. A call that uses another one is not for it.
+Configurations of kernels inherit the features: a new one is a field here. A family of kernels that has no code for it yet
+says so in its `supports`; one that it makes no difference to leaves it out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import ClassVar
 
 from rawattn._call.problem import Problem
 
@@ -17,9 +18,11 @@ _SPELLED = {"headdim": "kHeadDim", "headdim_v": "kHeadDimV"}
 _OF_HOST = ("element", "wave", "accumulator_feeds_a")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Features:
-    """The features of a call, all off by default."""
+    """The features of a call, all off by default. LEAVES_OUT: those that make no difference to a kernel."""
+
+    LEAVES_OUT: ClassVar[frozenset[str]] = frozenset()
 
     ragged: bool = False  # sequences have lengths of their own
     packed: bool = False  # group mode: the arrays have no batch axis
@@ -30,10 +33,12 @@ class Features:
         False  # scores are scaled before they are compared: the scale is not positive
     )
 
-    def known_to(self, config: type[Any]) -> dict[str, bool]:
-        """Those that a configuration has a field for."""
-        names = {field.name for field in fields(config)}
-        return {name: on for name, on in asdict(self).items() if name in names}
+    def known_to(self, config: type[Features]) -> dict[str, bool]:
+        """Those that a kernel's configuration is told."""
+        return {name: getattr(self, name) for name in _NAMES if name not in config.LEAVES_OUT}
+
+
+_NAMES = tuple(field.name for field in fields(Features))
 
 
 def features(problem: Problem) -> Features:
@@ -50,10 +55,11 @@ def features(problem: Problem) -> Features:
     )
 
 
-def constants(config: Any, *properties: str) -> dict[str, int]:
+def constants(config: Features, *properties: str) -> dict[str, int]:
     """Of a configuration: its fields, and these of its properties."""
     names = (*(field.name for field in fields(config)), *properties)
-    return {constant(name): getattr(config, name) for name in names if name not in _OF_HOST}
+    skipped = {*_OF_HOST, *config.LEAVES_OUT}
+    return {constant(name): getattr(config, name) for name in names if name not in skipped}
 
 
 def constant(name: str) -> str:
@@ -61,10 +67,8 @@ def constant(name: str) -> str:
     return _SPELLED.get(name) or "k" + "".join(map(str.capitalize, name.split("_")))
 
 
-def traits(config: Any, leave_out: Iterable[str] = ()) -> list[str]:
+def traits(config: Features, leave_out: Iterable[str] = ()) -> list[str]:
     """The features that a configuration has on, in words."""
-    known = {field.name for field in fields(config)}
-    names = [field.name for field in fields(Features) if field.name in known]
     return [
-        name.replace("_", "-") for name in names if getattr(config, name) and name not in leave_out
+        name.replace("_", "-") for name in _NAMES if getattr(config, name) and name not in leave_out
     ]

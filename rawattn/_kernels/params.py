@@ -1,34 +1,37 @@
-"""Parameter structs of the kernels, declared field by field, and how they are filled in.
+"""Parameter structs of the kernels, declared here alone: field by field, with what each means.
 
-kernels_cu/attn/params.cuh has the same structs with what each field means. Every kernel asserts, when it is compiled, that
-each field is where the host puts it.
+kernels_cu/attn/params.cuh is generated from them:
+
+    python -m rawattn._kernels.params > kernels_cu/attn/params.cuh
+
+A test holds the file to the declarations, and every kernel asserts, when it is compiled, that each field is where the host
+puts it.
 """
 
 from __future__ import annotations
 
 import functools
+import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-POINTER = np.uint64
-
-_INTEGERS = np.dtype([("data", POINTER), ("is_64bit", np.int64)], align=True)
-SIDE = np.dtype(
-    [("start", _INTEGERS), ("length", _INTEGERS), ("cumulative", np.int64), ("rows", np.int64)],
-    align=True,
-)
-_STRIDES = np.dtype([("batch", np.int64), ("row", np.int64), ("head", np.int64)], align=True)
-_STREAM_K = np.dtype([("tiles", np.int32), ("piece", np.int32)], align=True)
+_WIDTH = 120  # of a generated line
+_KINDS = {"int": np.int32, "int64": np.int64, "float": np.float32, "unsigned": np.uint32}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Struct:
-    """A struct by its C++ name."""
+    """A struct by its C++ name. fields: (C type or struct, names, what they are), names apart by commas.
+
+    Pointers are addresses of 8 bytes, of whatever type.
+    """
 
     name: str
+    about: str
+    fields: tuple[tuple[Any, str, str], ...]
     dtype: np.dtype[Any]
 
     def zeros(self) -> np.ndarray[Any, Any]:
@@ -36,105 +39,165 @@ class Struct:
         return np.zeros(1, self.dtype)
 
 
-def _struct(name: str, *fields: Any) -> Struct:
-    return Struct(name, np.dtype(list(fields), align=True))
+_STRUCTS: list[Struct] = []
 
 
+def _struct(name: str, about: str, *fields: tuple[Any, str, str]) -> Struct:
+    members: list[Any] = []
+    for kind, names, _ in fields:
+        for each in names.split(", "):
+            base, _, count = each.rstrip("]").partition("[")
+            dtype = kind.dtype if isinstance(kind, Struct) else _KINDS.get(kind, np.uint64)
+            members.append((base, dtype, (int(count),)) if count else (base, dtype))
+    found = Struct(name, about, fields, np.dtype(members, align=True))
+    _STRUCTS.append(found)
+    return found
+
+
+INTEGERS = _struct(
+    "Integers",
+    "Integers the caller may keep on the GPU as int32 or int64; null when not given.",
+    ("const void*", "data", ""),
+    ("int64", "is_64bit", ""),
+)
+SIDE_STRUCT = _struct(
+    "Side",
+    "Where the sequences of one side (queries or keys) lie, and how much of each is real.",
+    (INTEGERS, "start", "(batch + 1) physical starts; null in batch mode"),
+    (INTEGERS, "length", "(batch + 1) cumulative or (batch) logical lengths; null = physical"),
+    ("int64", "cumulative", "whether `length` is cumulative"),
+    ("int64", "rows", "rows of the array: seqlen in batch mode, total in packed mode"),
+)
+SIDE = SIDE_STRUCT.dtype
+_STRIDES = _struct(
+    "Strides",
+    "Rows are addressed as base + batch * stride_batch + row * stride_row + head * stride_head, in elements; the last axis "
+    "has stride 1.",
+    ("int64", "batch, row, head", ""),
+)
+_SCORES = _struct(
+    "Scores",
+    "What becomes of q . k before the softmax.",
+    ("float", "scale", ""),
+)
+_MASK = _struct(
+    "Mask",
+    "Which keys a query sees (attn/visible.cuh).",
+    ("int64", "window_left, window_right, sink", ""),
+)
 FORWARD = _struct(
     "ForwardParams",
-    ("q", POINTER),
-    ("k", POINTER),
-    ("v", POINTER),
-    ("out", POINTER),
-    ("lse", POINTER),
-    ("q_strides", _STRIDES),
-    ("k_strides", _STRIDES),
-    ("v_strides", _STRIDES),
-    ("out_strides", _STRIDES),
-    ("lse_batch", np.int64),
-    ("lse_head", np.int64),
-    ("q_side", SIDE),
-    ("k_side", SIDE),
-    ("order", POINTER),
-    ("first_tile", POINTER),
-    ("window_left", np.int64),
-    ("window_right", np.int64),
-    ("sink", np.int64),
-    ("batch", np.int32),
-    ("nheads_q", np.int32),
-    ("nheads_kv", np.int32),
-    ("section_keys", np.int32),
-    ("scale", np.float32),
+    "",
+    ("const void*", "q", ""),
+    ("const void*", "k", ""),
+    ("const void*", "v", ""),
+    ("void*", "out", ""),
+    ("float*", "lse", "unit stride along rows; null when not wanted"),
+    (_STRIDES, "q_strides, k_strides, v_strides, out_strides", ""),
+    ("int64", "lse_batch, lse_head", ""),
+    (SIDE_STRUCT, "q_side, k_side", ""),
+    ("const int*", "order", "ragged only: sequences, the longest first (see portable/schedule.cu)"),
+    (
+        "const int*",
+        "first_tile",
+        "ragged only: query tiles before each sequence in that order, then their total",
+    ),
+    (_MASK, "mask", ""),
+    ("int", "batch, nheads_q, nheads_kv", ""),
+    (
+        "int",
+        "section_keys",
+        "keys of one kv head whose K and V fill the share of L2 that concurrent blocks should live in",
+    ),
+    (_SCORES, "scores", ""),
 )
-
-BACKWARD = _struct(
-    "BackwardParams",
-    ("forward", FORWARD.dtype),
-    ("dout", POINTER),
-    ("dlse", POINTER),
-    ("dq", POINTER),
-    ("dk", POINTER),
-    ("dv", POINTER),
-    ("row_delta", POINTER),
-    ("dq_sum", POINTER),
-    ("dout_strides", _STRIDES),
-    ("dq_strides", _STRIDES),
-    ("dk_strides", _STRIDES),
-    ("dv_strides", _STRIDES),
-    ("section_queries", np.int32),
+_STREAM_K = _struct(
+    "StreamK",
+    "How a schedule ends: `tiles` query tiles in pieces of `piece` key tiles, no more than a query tile has (see "
+    "attn/schedule/stream_k.cuh). No tiles where all come whole. All of their key tiles are fewer than 2^31.",
+    ("int", "tiles, piece", ""),
 )
-
 SM90_FORWARD = _struct(
     "Sm90ForwardParams",
-    ("forward", FORWARD.dtype),
-    ("next_work", POINTER),
-    ("arrived", POINTER),
-    ("partials", POINTER),
-    ("row_bound_q", np.int32),
-    ("row_bound_k", np.int32),
-    ("kept_tiles", np.int32),
-    ("stream_k", _STREAM_K),
+    "",
+    (FORWARD, "forward", ""),
+    (
+        "unsigned*",
+        "next_work",
+        "a counter of work handed out and one of blocks done; zero between launches",
+    ),
+    (
+        "unsigned*",
+        "arrived",
+        "by tile that is split and wave: how many of its items are done; likewise",
+    ),
+    ("void*", "partials", "what items of such tiles come to"),
+    ("int", "row_bound_q, row_bound_k", "ragged only: where the row axes of the tensor maps end"),
+    (
+        "int",
+        "kept_tiles",
+        "of each head of a causal dense batch: the shortest, which come last of all",
+    ),
+    (_STREAM_K, "stream_k", ""),
 )
-
+BACKWARD = _struct(
+    "BackwardParams",
+    "",
+    (FORWARD, "forward", "order and first_tile count key tiles here (see attn/schedule/keys.cuh)"),
+    ("const void*", "dout", ""),
+    ("const float*", "dlse", "laid out as lse; null = zeros"),
+    ("void*", "dq", ""),
+    ("void*", "dk", ""),
+    ("void*", "dv", ""),
+    ("float*", "row_delta", "laid out as lse: dout . out - dlse; 0 where a row sees no key"),
+    (
+        "float*",
+        "dq_sum",
+        "(batch, rows, nheads_q, dq_pitch), columns of 16 in the order of Accumulator::position(); null when not wanted",
+    ),
+    (_STRIDES, "dout_strides, dq_strides, dk_strides, dv_strides", ""),
+    (
+        "int",
+        "section_queries",
+        "query rows of one kv head's group that fill the share of L2 that concurrent blocks should live in",
+    ),
+)
 SCHEDULE = _struct(
     "ScheduleParams",
-    ("q_side", SIDE),
-    ("k_side", SIDE),
-    ("order", POINTER),
-    ("first_tile", POINTER),
-    ("batch", np.int32),
-    ("tile_q", np.int32),
+    "",
+    (SIDE_STRUCT, "q_side, k_side", ""),
+    ("int*", "order", ""),
+    ("int*", "first_tile", ""),
+    ("int", "batch, tile_q", ""),
 )
-
 REPACK = _struct(
     "RepackParams",
-    ("from", POINTER),
-    ("to", POINTER),
-    ("strides", _STRIDES),
-    ("rows", np.int64),
-    ("batch", np.int32),
-    ("nheads", np.int32),
+    "",
+    ("const void*", "from", ""),
+    ("void*", "to", "(batch, rows, nheads, columns rounded up to 8), without gaps"),
+    (_STRIDES, "strides", "of `from`"),
+    ("int64", "rows", ""),
+    ("int", "batch, nheads", ""),
 )
-
 PADDING = _struct(
     "PaddingParams",
-    ("out", POINTER),
-    ("lse", POINTER),
-    ("out_strides", _STRIDES),
-    ("lse_batch", np.int64),
-    ("lse_head", np.int64),
-    ("side", SIDE),
-    ("batch", np.int32),
-    ("nheads", np.int32),
-    ("headdim", np.int32),
-    ("element_bytes", np.int32),
-    ("parts", np.int32),
+    "",
+    ("void*", "out", "rows that belong to no sequence become 0 in out"),
+    ("float*", "lse", "and -inf in lse; either is null when it is not ours to fill"),
+    (_STRIDES, "out_strides", ""),
+    ("int64", "lse_batch, lse_head", ""),
+    (SIDE_STRUCT, "side", ""),
+    ("int", "batch, nheads, headdim, element_bytes", ""),
+    ("int", "parts", "blocks that share one gap between sequences"),
 )
-
 # Launches carry at most 4096 bytes of parameters on every driver that this library runs with.
 WORDS_A_LAUNCH = 1000
 WORDS = _struct(
-    "WordsParams", ("to", POINTER), ("count", np.int32), ("words", np.uint32, (WORDS_A_LAUNCH,))
+    "WordsParams",
+    "",
+    ("unsigned*", "to", ""),
+    ("int", "count", ""),
+    ("unsigned", f"words[{WORDS_A_LAUNCH}]", ""),
 )
 
 
@@ -148,16 +211,26 @@ def offset(struct: Struct, path: str) -> int:
     return at
 
 
+def put(record: Any, path: str, value: Any) -> None:
+    """Sets a field of a struct, given by path."""
+    *outer, last = path.split(".")
+    for name in outer:
+        record = record[name]
+    record[last] = value
+
+
 def fill(struct: Struct, values: Mapping[str, Any]) -> bytes:
     """The bytes of a struct with these fields, given by path, and zeros elsewhere."""
     packed = struct.zeros()
     for path, value in values.items():
-        *outer, last = path.split(".")
-        record: Any = packed[0]
-        for name in outer:
-            record = record[name]
-        record[last] = value
+        put(packed[0], path, value)
     return packed.tobytes()
+
+
+@functools.cache
+def leaves(struct: Struct) -> tuple[str, ...]:
+    """The paths of all fields that are no structs."""
+    return tuple(path for path, _ in _leaves(struct.dtype))
 
 
 @functools.cache
@@ -181,3 +254,29 @@ def _leaves(dtype: np.dtype[Any]) -> Iterator[tuple[str, int]]:
             yield name, start
         else:
             yield from ((f"{name}.{path}", start + at) for path, at in _leaves(inner))
+
+
+def text() -> str:
+    """kernels_cu/attn/params.cuh"""
+    parts = [
+        "// What the host tells a kernel. Generated from rawattn/_kernels/params.py, where it is declared: change that.\n"
+        '#pragma once\n\n#include "target/target.cuh"\n'
+    ]
+    for struct in _STRUCTS:
+        about = _comment(struct.about, "") if struct.about else []
+        lines = [*about, f"struct {struct.name} {{"]
+        for kind, names, meaning in struct.fields:
+            lines += _comment(meaning, "  ") if meaning else []
+            name = kind.name if isinstance(kind, Struct) else kind
+            lines.append(f"  {name} {names};")
+        parts.append("\n".join([*lines, "};", ""]))
+    return "\n".join(parts)
+
+
+def _comment(words: str, indent: str) -> list[str]:
+    start = f"{indent}// "
+    return textwrap.wrap(words, _WIDTH, initial_indent=start, subsequent_indent=start)
+
+
+if __name__ == "__main__":
+    print(text(), end="")

@@ -46,7 +46,7 @@ class Backward:
         for path, value in values.items():
             if "side" not in path:
                 into = forward if path.startswith("forward.") else fields
-                into[path.removeprefix("forward.")] = value
+                params.put(into, path.removeprefix("forward."), value)
         for name, operand in every.items():
             into = forward if name in ("q", "k", "v", "out") else fields
             into[name] = operand.address

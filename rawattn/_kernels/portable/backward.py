@@ -7,12 +7,13 @@ to dq). Deterministic: prepare, main without dq, and a kernel that computes dq a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from rawattn._call.problem import Problem
 from rawattn._call.structure import Structure
 from rawattn._compile.compiler import Source
 from rawattn._kernels import attention_params, features, params
+from rawattn._kernels.features import Features
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import choice, fill_padding, schedule
 from rawattn._kernels.source import ELEMENT, dims, round_up
@@ -28,9 +29,11 @@ DQ_TILES = "portable_backward_dq"
 ROW_THREADS = 256  # of the kernels that visit rows: one wave a row
 
 
-@dataclass(frozen=True, slots=True)
-class Config:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config(Features):
     """Everything the compiler is told about the main kernel: the named constants of namespace `config`."""
+
+    LEAVES_OUT: ClassVar[frozenset[str]] = frozenset({"packed", "scale_first"})
 
     element: str
     headdim: int
@@ -44,10 +47,6 @@ class Config:
     dq_row_waves: int
     late_copies: bool  # of the next queries and douts: behind the barrier that P waits for
     copy_bytes: int
-    ragged: bool
-    left: bool
-    right: bool
-    top_left: bool
     with_dq: bool
     accumulator_feeds_a: bool
     wave: int = 32
@@ -88,9 +87,11 @@ class Config:
         return " ".join([*words, *traits])
 
 
-@dataclass(frozen=True, slots=True)
-class DqConfig:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DqConfig(Features):
     """What the compiler is told about the kernel that computes dQ alone."""
+
+    LEAVES_OUT: ClassVar[frozenset[str]] = frozenset({"packed", "scale_first"})
 
     element: str
     headdim: int
@@ -101,10 +102,6 @@ class DqConfig:
     stages: int
     blocks_per_sm: int
     copy_bytes: int
-    ragged: bool
-    left: bool
-    right: bool
-    top_left: bool
     accumulator_feeds_a: bool
     wave: int = 32
 

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from rawattn._call.problem import Problem
 from rawattn._kernels import tile_tables
-from rawattn._kernels.features import features
+from rawattn._kernels.features import Features, features
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.source import ELEMENT, round_up
 from rawattn._kernels.target import Target
 
-
-class _Config(Protocol):
-    @property
-    def shared_bytes(self) -> int: ...
-
-
-_C = TypeVar("_C", bound=_Config)
+_C = TypeVar("_C", bound=Features)
 
 
 def choose(
@@ -30,7 +24,8 @@ def choose(
 ) -> _C:
     """The fastest known configuration of `problem` that fits the target's shared memory.
 
-    config: the dataclass to make; `tiles`: the file of its tables; `more`: fields that neither these nor the problem say.
+    config: the dataclass to make, which tells its `shared_bytes`; `tiles`: the file of its tables; `more`: fields that
+    neither these nor the problem say.
     """
     wide = max(round_up(problem.headdim, 16), round_up(problem.headdim_v, 16))
     full = problem.dtype == "float32"
@@ -46,7 +41,8 @@ def choose(
     }
     # The last row of each headdim fits every GPU since Ampere.
     for row in tile_tables.table(tiles, "32bit" if full else "16bit"):
-        candidate = config(**row.fields, **fields)
+        candidate: Any = config(**row.fields, **fields)
         if wide <= row.headdim and candidate.shared_bytes <= target.shared_limit:
-            return candidate
+            chosen: _C = candidate
+            return chosen
     raise AssertionError(f"no tile of the table fits {target.shared_limit} bytes of shared memory")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from rawattn._call.problem import Problem
 from rawattn._call.structure import Structure
 from rawattn._compile.compiler import Source
 from rawattn._kernels import attention_params, features, params
+from rawattn._kernels.features import Features
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import choice, fill_padding, schedule
 from rawattn._kernels.source import dims, round_up
@@ -22,9 +24,11 @@ TILES = "portable_forward"  # the file of its tile tables
 SECTION_BYTES = 32 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Config:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config(Features):
     """Everything the compiler is told: the named constants of namespace `config` in the kernel."""
+
+    LEAVES_OUT: ClassVar[frozenset[str]] = frozenset({"packed"})
 
     element: str
     headdim: int
@@ -36,11 +40,6 @@ class Config:
     blocks_per_sm: int
     query_in_registers: bool
     copy_bytes: int
-    ragged: bool
-    left: bool
-    right: bool
-    top_left: bool
-    scale_first: bool
     accumulator_feeds_a: bool  # of the target's product: decides whether P needs shared memory
     wave: int = 32
 

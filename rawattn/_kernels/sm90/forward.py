@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from rawattn._call.problem import Problem
 from rawattn._compile.compiler import Source
 from rawattn._kernels import features, params, tile_tables
+from rawattn._kernels.features import Features
 from rawattn._kernels.operands import Operands, access_bytes
 from rawattn._kernels.source import dims
 from rawattn._kernels.source import source as _source
@@ -41,8 +42,8 @@ STORE_ROWS = 16
 _REGISTERS, _REGISTER_STEP = 65536, 8
 
 
-@dataclass(frozen=True, slots=True)
-class Config:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config(Features):
     """Everything the compiler is told: the named constants of namespace `config` in the kernel."""
 
     element: str
@@ -56,12 +57,6 @@ class Config:
     late_scaling: bool  # of scores, beside their exponentials
     consumer_registers: int  # of a thread; the producer's have the rest
     heads_per_tile: int  # query heads of one kv head whose rows share a tile
-    ragged: bool
-    packed: bool  # group mode: the arrays have no batch axis
-    left: bool
-    right: bool
-    top_left: bool
-    scale_first: bool
     store_bytes: int  # of an access to the output
     tensor_stores: bool  # by the copy engine, through a place in shared memory
     stream_k: bool  # the keys of the last query tiles, among all blocks

@@ -1,0 +1,64 @@
+"""Parameter structs: declared once, in Python."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rawattn._call.problem import describe
+from rawattn._call.structure import structure
+from rawattn._compile import compiler
+from rawattn._kernels import attention_params, params
+from rawattn._kernels.features import Features, constant
+from rawattn._kernels.operands import Operands
+from rawattn._kernels.portable import schedule
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_the_kernels_structs_are_generated_from_the_declarations() -> None:
+    path = ROOT / "kernels_cu" / "attn" / "params.cuh"
+    assert path.read_text("utf-8") == params.text(), (
+        f"run python -m rawattn._kernels.params > {path.relative_to(ROOT)}"
+    )
+
+
+def test_a_struct_that_is_laid_out_otherwise_does_not_compile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("cupy")
+    monkeypatch.setenv("RAWATTN_CACHE_DIR", str(tmp_path))
+    good = schedule.source()
+    compiler.compile_source(good, "sm_80")
+    at = params.offset(params.SCHEDULE, "batch")
+    changed = good.text.replace(f"batch) == {at}", f"batch) == {at + 4}")
+    assert changed != good.text
+    bad = compiler.Source(good.entry, changed, "changed")
+    with pytest.raises(compiler.CompileError, match="the host lays it out so"):
+        compiler.compile_source(bad, "sm_80")
+
+
+def test_scalars_of_the_problem_find_their_fields_by_name() -> None:
+    q, k = (np.broadcast_to(np.float16(0), shape) for shape in ((2, 5, 4, 16), (2, 7, 2, 16)))
+    problem, lengths = describe(q, k, k, causal=True, window=(3, None), sink=2, scale=0.5)
+    operands = Operands(dict.fromkeys(("q", "k", "v", "out"), (640, 128, 32, 2)))
+    values = attention_params.forward(problem, structure(lengths), operands, 1 << 20)
+    packed = np.frombuffer(params.fill(params.FORWARD, values), params.FORWARD.dtype)[0]
+    assert packed["mask"].item() == (3, 0, 2)
+    assert packed["scores"]["scale"] == 0.5
+    assert (packed["batch"], packed["nheads_q"], packed["nheads_kv"]) == (2, 4, 2)
+    assert packed["q_strides"].item() == (320, 64, 16)
+
+
+def test_constants_are_named_by_their_fields() -> None:
+    assert [constant(name) for name in ("tile_q", "top_left", "headdim_v")] == [
+        "kTileQ",
+        "kTopLeft",
+        "kHeadDimV",
+    ]
+
+
+def test_features_are_off_by_default() -> None:
+    assert not any(Features().known_to(Features).values())
