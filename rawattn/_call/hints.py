@@ -5,15 +5,19 @@ Pure functions of shapes, names and types. No framework is imported to tell its 
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import reprlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn, TypedDict, TypeVar
 
 import numpy as np
 
-from rawattn._call.keywords import KEYWORDS
+from rawattn._call.keywords import IN_LAYOUT, KEYWORDS
+from rawattn._interop.xla import is_traced
 
 Shape = Sequence[int]
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def transposed(q: Shape, k: Shape, v: Shape, framework: str | None = None) -> str:
@@ -66,8 +70,13 @@ def padding_mask(mask: Shape, batch: int, seqlen_q: int, seqlen_k: int) -> str:
 _TORCH_CASTS = {"float16": "half", "bfloat16": "bfloat16", "float32": "float"}
 
 
-def cast(framework: str, name: str, dtype: Any) -> str:
-    """How an array called `name` is converted to `dtype`, a name or a NumPy dtype, in its own framework."""
+def cast(framework: str | None, name: str, dtype: Any) -> str:
+    """How an array called `name` is converted to `dtype`, a name or a NumPy dtype, in its own framework.
+
+    Where that is not known (None), in NumPy's words and in torch's.
+    """
+    if framework is None:
+        return f"{cast('numpy', name, dtype)}, in torch {cast('torch', name, dtype)}"
     library, wanted = framework.partition(".")[0], str(dtype)
     if library == "torch":
         method = _TORCH_CASTS.get(wanted)
@@ -82,17 +91,47 @@ def cast(framework: str, name: str, dtype: Any) -> str:
     return f"{name} converted to {wanted}"
 
 
-def renamed(keyword: str) -> str | None:
-    """What to write for a keyword of another library, "write ..."; None for one that nobody has."""
-    return KEYWORDS.get(keyword)
+def renamed(keyword: str, layout: bool = False) -> str | None:
+    """What to write for a keyword of another library, "write ..."; None for one that nobody has.
+
+    layout: among the arguments of `SeqLayout`, not of a call.
+    """
+    return (IN_LAYOUT if layout else KEYWORDS).get(keyword)
+
+
+class NoOthers(TypedDict):
+    """The keywords that a function with ``**unknown: Unpack[NoOthers]`` takes beside the named ones, to type checkers."""
+
+
+def hides_unknown(function: Function) -> Function:
+    """`function` itself, whose signature no longer shows the ``**unknown`` that it takes only to refuse them.
+
+    A wrapper would cost every call more than an empty dict does.
+    """
+    shown = inspect.signature(function)
+    named = [x for x in shown.parameters.values() if x.kind is not x.VAR_KEYWORD]
+    vars(function)["__signature__"] = shown.replace(parameters=named)
+    return function
+
+
+def refuse_unknown(
+    function: str, unknown: Iterable[str], accepted: Iterable[str], layout: bool = False
+) -> NoReturn:
+    """TypeError for the first of the keywords that `function` does not have, with what to write instead."""
+    keyword, known = next(iter(unknown)), [x for x in accepted if x != "self"]
+    advice = renamed(keyword, layout)
+    if advice is None:
+        close = difflib.get_close_matches(keyword, known, 1)
+        advice = f"did you mean {close[0]}=" if close else f"accepted are {', '.join(known)}"
+    raise TypeError(f"{keyword}: {function} has no such argument; {advice}")
 
 
 def array_advice(obj: object, name: str = "x") -> str:
     """What to pass for something that is no array of values, "pass ..." or "call ..."; "" where nothing is known of it."""
     bases = {f"{base.__module__.partition('.')[0]}.{base.__name__}" for base in type(obj).__mro__}
     library = type(obj).__module__.partition(".")[0]
-    if bases & {"jax.Tracer", "jaxlib.Tracer"}:
-        return "call rawattn.jax.attention, which works inside jit, grad and scan: a tracer holds no values"
+    if is_traced(obj):
+        return "call rawattn.jax.attention, which works inside jit, grad, vmap and scan: a tracer holds no values"
     if "torch.FakeTensor" in bases or "torch.FunctionalTensor" in bases:
         return "call rawattn.torch.attention, which works under torch.compile: this tensor holds no values"
     if getattr(obj, "is_nested", False) is True:
@@ -125,7 +164,7 @@ def _sequence_advice(obj: Sequence[object], name: str) -> str:
             f"pass one packed array: the items of {name} joined along their first axis, with "
             f"seqs=SeqLayout.from_lengths([len(item) for item in {name}])"
         )
-    return f"pass np.asarray({name}, np.float32), or the dtype that is meant"
+    return f"pass numpy.asarray({name}) in the dtype that is meant, as by np.asarray({name}, np.float32)"
 
 
 def window_end(value: Any) -> int | None:

@@ -122,7 +122,36 @@ _GROUPS: dict[str, str] = {
     "call it on the stream that is meant: the work runs on the current stream of q's framework": "stream cuda_stream",
 }
 
-# What to write, by keyword.
+# What to write in a call, by keyword.
 KEYWORDS: dict[str, str] = {
     keyword: advice for advice, keywords in _GROUPS.items() for keyword in keywords.split()
+}
+
+_TO_THE_CALL = "give it to the call: a layout says only where sequences are"
+
+_LAYOUT_GROUPS: dict[str, str] = {
+    "write seqstart_q= (and seqstart_k= where k differs), which takes cumulative lengths where there are no gaps": (
+        "cu_seqlens cu_seqlens_q cu_seq_q cu_seq_lens_q cu_seqlen qo_indptr seqstart starts offsets"
+    ),
+    "write seqstart_k=, which takes cumulative lengths where there are no gaps": (
+        "cu_seqlens_k cu_seqlens_kv cu_seq_k cu_seq_lens_k kv_indptr"
+    ),
+    "write seqlen_q=": "seqused_q query_seq_lengths seqlens_q q_seqlens",
+    "write seqlen_k=": "seqused_k key_value_seq_lengths seqlens_k seqlens_kv seqlen_kv cache_seqlens kv_seqlens",
+    "write seqlen_q= and seqlen_k=, or SeqLayout.from_lengths(lengths) for a packed batch": (
+        "seqlen seqlens seq_lens lengths seqlengths sequence_lengths"
+    ),
+    "write max_seqlen_q= and max_seqlen_k=": "max_seqlen max_length",
+    "write max_seqlen_q=": "max_seqlens_q max_q max_length_q",
+    "write max_seqlen_k=": "max_seqlens_k max_seqlen_kv max_k max_length_k",
+    "call SeqLayout.from_padding_mask(mask), True for a real token": (
+        "mask attention_mask padding_mask key_mask key_padding_mask"
+    ),
+    "leave it out: the arrays say how many sequences there are": "batch batch_size group",
+    _TO_THE_CALL: "causal align window sink scale bias softcap is_causal",
+}
+
+# The same among the arguments of `SeqLayout`.
+IN_LAYOUT: dict[str, str] = {
+    keyword: advice for advice, keywords in _LAYOUT_GROUPS.items() for keyword in keywords.split()
 }

@@ -12,6 +12,7 @@ from typing import Any
 from rawattn._bench import cases, grids, host_calls, host_suite, measure, render, suites
 from rawattn._bench.report import Report
 from rawattn._bench.timing import BURST_SECONDS, REPEATS
+from rawattn._cli import arguments
 from rawattn._console import outputs
 from rawattn._console.progress import Progress
 
@@ -47,7 +48,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--repeats",
-        type=_positive,
+        type=arguments.count,
         metavar="N",
         help=f"bursts of each contender on a case (default {REPEATS}, quick {_QUICK_REPEATS}); of the suite "
         f"host turns of each call (default {host_suite.TURNS}, quick {_QUICK_TURNS})",
@@ -62,7 +63,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--budget",
-        type=float,
+        type=arguments.seconds,
         metavar="SECONDS",
         default=120.0,
         help="once spent, what remains runs without peers (default %(default).0f)",
@@ -88,19 +89,23 @@ def run(args: argparse.Namespace) -> int:
     chosen = cases.select(suite.cases(args.quick), args.filter)
     calls = host_suite.select(args.filter) if suite.host else []
     extras = [name for name in suite.figures if _wants(args, name)]
-    if args.list:
-        print("\n".join([case.name for case in chosen] + [call.name for call in calls] + extras))
-        return 0
     try:
+        if args.source is None and not (calls or chosen or extras):
+            raise ValueError(
+                f"--filter: no case has the words {args.filter!r}; --list without it shows the names"
+            )
+        if args.list:
+            print(
+                "\n".join([case.name for case in chosen] + [call.name for call in calls] + extras)
+            )
+            return 0
         _check_outputs(args)
         if args.source is not None:
-            report = Report.load(args.source)
+            report = _load(args.source)
         elif calls:
             report = _measure_host(args, calls)
-        elif chosen or extras:
-            report = _measure(args, chosen, extras)
         else:
-            raise ValueError(f"no case has the words {args.filter!r}; --list shows the names")
+            report = _measure(args, chosen, extras)
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         print(f"rawattn bench: {error}", file=sys.stderr)
         return 1
@@ -118,6 +123,15 @@ def run(args: argparse.Namespace) -> int:
             print(f"rawattn bench: {_NO_MATPLOTLIB}", file=sys.stderr)
             return 1
     return 0
+
+
+def _load(path: Path) -> Report:
+    try:
+        return Report.load(path)
+    except OSError as error:
+        raise OSError(
+            f"--from {path}: {error.strerror}; expected a file that --json has written"
+        ) from None
 
 
 def _check_outputs(args: argparse.Namespace) -> None:
@@ -188,7 +202,7 @@ def require_gpu() -> None:
 
 def duration(text: str) -> float:
     """Seconds of a burst, for argparse."""
-    if not 0 < (value := float(text)) <= 10:
+    if not 0 < (value := arguments.number(text)) <= 10:
         raise argparse.ArgumentTypeError(f"got {text}, expected seconds, above 0 and up to 10")
     return value
 
@@ -200,9 +214,3 @@ def _peers(text: str) -> tuple[str, ...]:
             f"got {', '.join(sorted(unknown))}; accepted are {', '.join(grids.PEERS)}, or none"
         )
     return names
-
-
-def _positive(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"got {text}, expected at least 1")
-    return value

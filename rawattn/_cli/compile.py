@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from typing import Any
 
+from rawattn._cli import arguments
 from rawattn._cli.workers import outcomes
 from rawattn._compile import cache, compiler
 from rawattn._console import table
@@ -62,7 +63,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--jobs",
-        type=_positive,
+        type=arguments.count,
         metavar="N",
         default=os.cpu_count() or 1,
         help="processes that compile at once (default: one for each CPU, %(default)s)",
@@ -186,9 +187,3 @@ def _archs_here() -> list[str]:
     except (ImportError, RuntimeError) as error:
         raise RuntimeError(f"no GPU here, so name one: --arch sm_90a ({error})") from error
     return sorted({compiler.device_arch(device) for device in range(count)})
-
-
-def _positive(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"got {text}, expected at least 1")
-    return value

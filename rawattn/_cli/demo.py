@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 import rawattn
+from rawattn._cli import arguments
 from rawattn._compile import cache
 from rawattn._console import table, terminal
 from rawattn._runtime import devices
@@ -77,7 +78,7 @@ def add_parser(subparsers: Any) -> None:
         help="UTF-8 text, one document a line, - for standard input (default: built-in sentences)",
     )
     parser.add_argument(
-        "--pairs", metavar="N", type=_count, default=8, help="pairs to print (default: 8)"
+        "--pairs", metavar="N", type=arguments.count, default=8, help="pairs to print (default: 8)"
     )
     parser.add_argument(
         "--backend", choices=("cuda", "cpu"), help="default: the GPU where there is one"
@@ -209,7 +210,12 @@ def find_model(embed: Any, folder: Path | None) -> Path:
 
 def read_lines(source: str) -> tuple[list[str], int]:
     """The lines that hold something, stripped, and how many did not."""
-    data = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
+    try:
+        data = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
+    except OSError as error:
+        raise OSError(
+            f"--text {source}: {error.strerror}; expected a file of UTF-8 text, or - for standard input"
+        ) from None
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -246,12 +252,6 @@ def _one_line(text: str, width: int) -> str:
     """Shortened to `width`, and without anything that moves a terminal's cursor."""
     text = "".join(letter if letter.isprintable() else " " for letter in text)
     return text if len(text) <= width else text[: max(width - 3, 0)] + "..."
-
-
-def _count(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"got {value}, expected at least 1")
-    return value
 
 
 class _Cpu:

@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
+from rawattn._call.hints import array_advice
 from rawattn._interop import dlpack, streams
 from rawattn._interop.streams import compute_stream
+from rawattn._interop.xla import is_traced
 
 if TYPE_CHECKING:
     import cupy
@@ -146,8 +148,10 @@ def import_array(name: str, obj: Any, *, stream: cupy.cuda.Stream | None = None)
     except ImportError:
         raise
     except Exception as error:  # frameworks raise all kinds for what they cannot export
+        advice = array_advice(obj, name)
+        why = "; ".join((*str(error).splitlines()[:1], advice)) if advice else error
         raise TypeError(
-            f"{name}: got {_described(obj)}, which cannot be read through DLPack: {error}"
+            f"{name}: got {_described(obj)}, which cannot be read through DLPack: {why}"
         ) from error
 
 
@@ -156,12 +160,10 @@ def refuse_gradients(names: Iterable[str], arrays: Iterable[Any]) -> None:
 
     RuntimeError for a torch tensor that requires a gradient while torch's grad mode is on, TypeError for a JAX tracer.
     """
-    torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
+    torch = sys.modules.get("torch")
     for name, x in zip(names, arrays, strict=True):
-        if jax is not None and isinstance(x, jax.core.Tracer):
-            raise TypeError(
-                f"{name}: got a JAX tracer; use rawattn.jax.attention inside jit, grad, vmap and scan"
-            )
+        if is_traced(x):
+            raise TypeError(f"{name}: got a JAX tracer; {array_advice(x, name)}")
         if (
             torch is not None
             and isinstance(x, torch.Tensor)
@@ -190,7 +192,7 @@ def _plain_numpy(name: str, obj: Any) -> np.ndarray[Any, Any]:
         _refuse(name, obj)
     if isinstance(obj, np.ma.MaskedArray):
         raise TypeError(
-            f"{name}: got a masked array, whose mask would be ignored; pass {name}.filled(value)"
+            f"{name}: got a masked array, whose mask would be ignored; {array_advice(obj, name)}"
         )
     if isinstance(obj, np.matrix):
         raise TypeError(f"{name}: got a numpy.matrix; pass numpy.asarray({name})")
@@ -271,14 +273,14 @@ def _capsule(obj: Any, **keywords: Any) -> object:
 
 
 def _refuse(name: str, obj: object) -> NoReturn:
-    advice = ""
-    if hasattr(obj, "__cuda_array_interface__"):
-        advice = f"; pass cupy.asarray({name})"
-    elif isinstance(obj, (list, tuple)) or hasattr(obj, "__array__"):
-        advice = f"; pass numpy.asarray({name}), in the dtype that is meant"
+    advice = array_advice(obj, name)
+    if not advice and hasattr(obj, "__cuda_array_interface__"):
+        advice = f"pass cupy.asarray({name})"
+    elif not advice and hasattr(obj, "__array__"):
+        advice = f"pass numpy.asarray({name}), in the dtype that is meant"
     raise TypeError(
         f"{name}: got {_described(obj)}; accepted are NumPy and CuPy arrays and objects with "
-        f"__dlpack__ (torch, JAX, ...){advice}"
+        f"__dlpack__ (torch, JAX, ...){'; ' if advice else ''}{advice}"
     )
 
 

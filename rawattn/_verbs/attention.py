@@ -2,14 +2,70 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import inspect
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, overload
 
+from rawattn._call.hints import NoOthers, hides_unknown, refuse_unknown
 from rawattn._call.layout import SeqLayout
 from rawattn._call.options import Options
 from rawattn._runtime import dispatch
 from rawattn._runtime.verbs import FORWARD
 
+if TYPE_CHECKING:  # type checkers bring it: nothing is installed for it
+    from typing_extensions import Unpack
 
+ArrayT = TypeVar("ArrayT")
+
+
+class CommonOptions(TypedDict, total=False):
+    """The options that `attention` and its backward share, to type checkers."""
+
+    seqs: SeqLayout | None
+    causal: bool
+    align: Literal["bottom-right", "top-left"]
+    window: tuple[int | None, int | None] | None
+    sink: int
+    scale: float | None
+    bias: Any
+    mask: Any
+    alibi_slopes: Any
+    softcap: float | None
+    score_mod: Any
+    sink_logits: Any
+    dropout_p: float
+    seed: Any
+    backend: Literal["cuda", "cpu"] | None
+
+
+class ForwardOptions(CommonOptions, total=False):
+    num_splits: int | None
+    out: Any
+
+
+@overload
+def attention(
+    q: ArrayT,
+    k: Any,
+    v: Any,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[ForwardOptions],
+) -> ArrayT: ...
+
+
+@overload
+def attention(
+    q: ArrayT, k: Any, v: Any, *, return_lse: Literal[True], **options: Unpack[ForwardOptions]
+) -> tuple[ArrayT, Any]: ...
+
+
+@overload
+def attention(
+    q: ArrayT, k: Any, v: Any, *, return_lse: bool, **options: Unpack[ForwardOptions]
+) -> ArrayT | tuple[ArrayT, Any]: ...
+
+
+@hides_unknown
 def attention(
     q: Any,
     k: Any,
@@ -28,11 +84,12 @@ def attention(
     score_mod: Any = None,
     sink_logits: Any = None,
     dropout_p: float = 0.0,
-    seed: int | None = None,
+    seed: Any = None,
     num_splits: int | None = None,
     return_lse: bool = False,
     out: Any = None,
     backend: Literal["cuda", "cpu"] | None = None,
+    **unknown: Unpack[NoOthers],
 ) -> Any:
     """Scaled dot-product attention, ``softmax(scale * q @ k.T) @ v`` over the keys each query sees.
 
@@ -40,6 +97,8 @@ def attention(
     ----------
     q : array, (batch, seqlen_q, nheads_q, D), or (total_q, nheads_q, D) in group mode
         CuPy, NumPy or any object with ``__dlpack__`` (torch, JAX, ...); float16, bfloat16 or float32; D from 1 to 256.
+        Of arrays that are (batch, heads, seqlen, D), as torch's own attention takes them, pass ``x.transpose(1, 2)``
+        (in NumPy, CuPy and JAX ``x.swapaxes(1, 2)``) for each of q, k and v: of strided arrays nothing is copied.
     k : array, (batch, seqlen_k, nheads_kv, D), or (total_k, nheads_kv, D)
         ``nheads_q % nheads_kv == 0``; query head h reads head ``h // (nheads_q // nheads_kv)``.
     v : array, (batch, seqlen_k, nheads_kv, Dv), or (total_k, nheads_kv, Dv)
@@ -100,6 +159,10 @@ def attention(
     >>> rawattn.attention(q, k, v, causal=True).shape
     (2, 5, 4, 16)
     """
+    if unknown:
+        refuse_unknown("rawattn.attention", unknown, inspect.signature(attention).parameters)
+    if return_lse is not True and return_lse is not False:
+        raise no_bool("return_lse", return_lse)
     options = Options(
         seqs,
         causal,
@@ -119,3 +182,7 @@ def attention(
     )
     results = dispatch.run(FORWARD, (q, k, v), (out, None), options, return_lse, backend)
     return tuple(results) if return_lse else results[0]
+
+
+def no_bool(name: str, value: object) -> TypeError:
+    return TypeError(f"{name}: got {type(value).__name__}, expected a bool: True or False")

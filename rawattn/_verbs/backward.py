@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 
 from rawattn._call.gradients import Gradients
+from rawattn._call.hints import NoOthers, hides_unknown, refuse_unknown
 from rawattn._call.layout import SeqLayout
 from rawattn._call.options import Options
 from rawattn._runtime import dispatch
 from rawattn._runtime.verbs import BACKWARD, FORWARD
+from rawattn._verbs.attention import ArrayT, CommonOptions, no_bool
+
+if TYPE_CHECKING:  # type checkers bring it: nothing is installed for it
+    from typing_extensions import Unpack
 
 
+@hides_unknown
 def attention_backward(
     dout: Any,
     q: Any,
@@ -34,12 +40,13 @@ def attention_backward(
     score_mod: Any = None,
     sink_logits: Any = None,
     dropout_p: float = 0.0,
-    seed: int | None = None,
+    seed: Any = None,
     dlse: Any = None,
     want_dbias: bool | None = None,
     deterministic: bool = False,
     into: Gradients | None = None,
     backend: Literal["cuda", "cpu"] | None = None,
+    **unknown: Unpack[NoOthers],
 ) -> Gradients:
     """Gradients of `attention` with respect to q, k and v.
 
@@ -100,6 +107,9 @@ def attention_backward(
     >>> gradients.dk.shape
     (2, 5, 4, 16)
     """
+    if unknown:
+        accepted = inspect.signature(attention_backward).parameters
+        refuse_unknown("rawattn.attention_backward", unknown, accepted)
     options = Options(
         seqs,
         causal,
@@ -129,10 +139,10 @@ def wanted(
 ) -> Gradients:
     """The arrays to write, checked as far as they are not arrays of the call."""
     if deterministic is not True and deterministic is not False:
-        raise TypeError(f"deterministic: got {type(deterministic).__name__}, expected a bool")
+        raise no_bool("deterministic", deterministic)
     if want_dbias is not None:
         if not isinstance(want_dbias, bool):
-            raise TypeError(f"want_dbias: got {type(want_dbias).__name__}, expected a bool")
+            raise no_bool("want_dbias", want_dbias)
         if want_dbias and bias is None:
             raise ValueError(
                 "want_dbias: got True, but bias is None; pass the bias or drop want_dbias"
@@ -151,13 +161,64 @@ def wanted(
     return into
 
 
+_VJP_NAMES = ("q", "k", "v", *CommonOptions.__annotations__, "deterministic", "return_lse")
+
 # Inside a vjp the caller takes the gradients: a tensor that requires one is read as its values.
 _UNTRACKED = replace(FORWARD, refuses_gradients=False)
 
 
+class Pullback(Protocol):
+    """The second result of `attention_vjp`."""
+
+    def __call__(
+        self,
+        dout: Any,
+        *,
+        dlse: Any = None,
+        want_dbias: bool | None = None,
+        into: Gradients | None = None,
+    ) -> Gradients: ...
+
+
+@overload
+def attention_vjp(
+    q: ArrayT,
+    k: Any,
+    v: Any,
+    *,
+    deterministic: bool = False,
+    return_lse: Literal[False] = False,
+    **options: Unpack[CommonOptions],
+) -> tuple[ArrayT, Pullback]: ...
+
+
+@overload
+def attention_vjp(
+    q: ArrayT,
+    k: Any,
+    v: Any,
+    *,
+    deterministic: bool = False,
+    return_lse: Literal[True],
+    **options: Unpack[CommonOptions],
+) -> tuple[tuple[ArrayT, Any], Pullback]: ...
+
+
+@overload
+def attention_vjp(
+    q: ArrayT,
+    k: Any,
+    v: Any,
+    *,
+    deterministic: bool = False,
+    return_lse: bool,
+    **options: Unpack[CommonOptions],
+) -> tuple[ArrayT | tuple[ArrayT, Any], Pullback]: ...
+
+
 def attention_vjp(
     q: Any, k: Any, v: Any, *, deterministic: bool = False, return_lse: bool = False, **options: Any
-) -> tuple[Any, Callable[..., Gradients]]:
+) -> tuple[Any, Pullback]:
     """`attention`, and the function that pulls gradients of its result back to q, k and v.
 
     Parameters
@@ -187,17 +248,20 @@ def attention_vjp(
     for name in ("num_splits", "out"):
         if options.get(name) is not None:
             raise TypeError(
-                f"{name}: attention_vjp does not take it; expected an option of the backward"
+                f"{name}: rawattn.attention_vjp does not take it: expected an option that the backward has too"
             )
         options.pop(name, None)
+    for name, flag in (("return_lse", return_lse), ("deterministic", deterministic)):
+        if flag is not True and flag is not False:
+            raise no_bool(name, flag)
     backend = options.pop("backend", None)
     try:
-        known = Options(**options)
+        known: Options | None = Options(**options)
     except TypeError:
-        unknown = next(name for name in options if name not in Options._fields)
-        raise TypeError(
-            f"{unknown}: attention_vjp has no such option; accepted are {', '.join(Options._fields)}"
-        ) from None
+        known = None
+    if known is None:
+        unknown = [name for name in options if name not in Options._fields]
+        refuse_unknown("rawattn.attention_vjp", unknown, _VJP_NAMES)
     out, lse = dispatch.run(_UNTRACKED, (q, k, v), (None, None), known, True, backend)
 
     def backward(

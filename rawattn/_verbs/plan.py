@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rawattn._call.gradients import Gradients
+from rawattn._call.hints import refuse_unknown
 from rawattn._call.options import Options
 from rawattn._interop import arrays
 from rawattn._interop.native import native
 from rawattn._runtime import dispatch
 from rawattn._runtime.verbs import BACKWARD, FORWARD, Verb
-from rawattn._verbs.attention import attention
+from rawattn._verbs.attention import attention, no_bool
 from rawattn._verbs.backward import attention_backward, wanted
 
 
@@ -125,7 +126,11 @@ def plan(fn: Callable[..., Any], *args: Any, **options: Any) -> Plan:
         raise NotImplementedError(
             f"fn: got {name}; this version plans rawattn.attention and rawattn.attention_backward"
         )
-    given = inspect.signature(fn).bind(*args, **options)
+    signature = inspect.signature(fn)
+    unknown = [name for name in options if name not in signature.parameters]
+    if unknown:
+        refuse_unknown(f"rawattn.{fn.__name__}", unknown, signature.parameters)
+    given = signature.bind(*args, **options)
     given.apply_defaults()
     named = given.arguments
     known = Options(**{name: named[name] for name in Options._fields if name in named})
@@ -134,6 +139,8 @@ def plan(fn: Callable[..., Any], *args: Any, **options: Any) -> Plan:
         raise ValueError(f"backend: got {backend!r}; accepted are 'cuda', 'cpu' and None")
     if fn is attention:
         verb, flag = FORWARD, named["return_lse"]
+        if flag is not True and flag is not False:
+            raise no_bool("return_lse", flag)
         targets: Sequence[Any] = (named["out"], None)
         returned: Callable[[Sequence[Any]], Any] = tuple if flag else _first
     else:

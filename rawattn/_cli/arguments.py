@@ -1,0 +1,33 @@
+"""Values of options, for argparse: a wrong one is told with what is accepted."""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+
+def count(text: str) -> int:
+    """A whole number, at least 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"got {text}, expected a whole number, at least 1")
+    return value
+
+
+def seconds(text: str) -> float:
+    """A time; below 0 is none, as 0."""
+    value = number(text)
+    if math.isnan(value):
+        raise argparse.ArgumentTypeError(f"got {text}, expected a number of seconds")
+    return value
+
+
+def number(text: str) -> float:
+    """A float; NaN, which no bound lets through, for what is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan

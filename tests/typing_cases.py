@@ -1,0 +1,65 @@
+"""What type checkers are told of the public calls. Read by mypy, run by nobody.
+
+An `ignore` that nothing needs is an error of mypy's own: each of them is a mistake that has to be found.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import assert_type
+
+import rawattn
+from rawattn import Gradients, SeqLayout
+
+Half = NDArray[np.float16]
+
+
+class Tensor:
+    """Of a framework whose types are nothing to rawattn."""
+
+
+def results_are_of_the_type_of_q(x: Half, t: Tensor, wanted: bool) -> None:
+    assert_type(rawattn.attention(x, x, x), Half)
+    assert_type(rawattn.attention(t, x, x, causal=True), Tensor)
+    assert_type(rawattn.attention(x, x, x, return_lse=False), Half)
+    assert_type(rawattn.attention(t, t, t, return_lse=True), tuple[Tensor, Any])
+    assert_type(rawattn.attention(t, t, t, return_lse=wanted), Tensor | tuple[Tensor, Any])
+
+
+def every_option(x: Half) -> None:
+    seqs = SeqLayout(seqlen_k=[3], max_seqlen_k=4)
+    rawattn.attention(
+        x, x, x, seqs=seqs, causal=True, align="top-left", window=(3, None), sink=1, scale=0.5, bias=x, mask=x,
+        alibi_slopes=x, softcap=3.0, score_mod=None, sink_logits=x, dropout_p=0.1, seed=np.array([1]), num_splits=1,
+        out=x, backend="cpu",
+    )  # fmt: skip
+
+
+def mistakes_of_a_call(x: Half) -> None:
+    rawattn.attention(x, x, x, is_causal=True)  # type: ignore[call-overload]
+    rawattn.attention(x, x, x, align="middle")  # type: ignore[call-overload]
+    rawattn.attention(x, x, x, window=(1,))  # type: ignore[arg-type]
+    rawattn.attention(x, x, x, backend="tpu")  # type: ignore[call-overload]
+    rawattn.attention(x, x, x, seqs=[0, 3])  # type: ignore[call-overload]
+    rawattn.attention(x, x)  # type: ignore[call-overload]
+
+
+def the_backward(x: Half) -> None:
+    assert_type(rawattn.attention_backward(x, x, x, x, x, x, causal=True), Gradients)
+    rawattn.attention_backward(x, x, x, x, x, x, softmax_scale=1.0)  # type: ignore[call-arg]
+    rawattn.attention_backward(x, x, x, x, x, x, into=(x, x, x))  # type: ignore[arg-type]
+
+
+def a_vjp(t: Tensor, wanted: bool) -> None:
+    out, backward = rawattn.attention_vjp(t, t, t, causal=True, deterministic=True)
+    assert_type(out, Tensor)
+    assert_type(backward(t, dlse=t, into=Gradients(dq=t)), Gradients)
+    assert_type(rawattn.attention_vjp(t, t, t, return_lse=True)[0], tuple[Tensor, Any])
+    assert_type(rawattn.attention_vjp(t, t, t, return_lse=wanted)[0], Tensor | tuple[Tensor, Any])
+    rawattn.attention_vjp(t, t, t, num_splits=2)  # type: ignore[call-overload]
+    rawattn.attention_vjp(t, t, t, softmax_scale=1.0)  # type: ignore[call-overload]
+    rawattn.attention_vjp(t, t, t, causal="yes")  # type: ignore[call-overload]
+    backward(t, deterministic=True)  # type: ignore[call-arg]
