@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import re
 import threading
+import weakref
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,18 +16,17 @@ from typing import Any
 import numpy as np
 
 from rawattn._compile.compiler import Source, kernels_dir
+from tests.shim.arena import arena, bytes_at
+from tests.shim.runner import Launch, Runner
 from tests.shim.store import Store
 
 HERE = Path(__file__).parent
 POISON = 0xFF  # NaN as any floating-point type, -1 as an integer
 _PAGE = mmap.PAGESIZE
-_PROT_NONE = 0
 _ALIGNMENT = 16  # the widest access there is
-_REPORT_BYTES = 8192
 # The machine, a part a file.
 _PARTS = ("machine", "fiber", "mbarrier", "tensor_copy", "warp_group")
 _OPTIONS = ("-DRAWATTN_TARGET_HOST",)
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Fault(AssertionError):
@@ -51,6 +50,7 @@ class Builder:
         """folder: of what was compiled in this run or another."""
         self._store = Store(folder, [kernels_dir(), HERE])
         self._pool = ThreadPoolExecutor(os.cpu_count())
+        self._runner = Runner()
         self._machines: dict[str, list[Path]] = {}
         self._machines_lock = threading.Lock()
         self._started: dict[Build, Future[Path]] = {}
@@ -69,11 +69,12 @@ class Builder:
                 path = self._link(build)
             else:
                 path = started.result()
-            self._kernels[build] = Kernel(path)
+            self._kernels[build] = Kernel(path, self._runner)
         return self._kernels[build]
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
+        self._runner.close()
         self._store.prune()
 
     def _link(self, build: Build) -> Path:
@@ -98,8 +99,8 @@ class Builder:
 
 
 class Kernel:
-    def __init__(self, path: Path) -> None:
-        self._library = ctypes.CDLL(str(path))
+    def __init__(self, path: Path, runner: Runner) -> None:
+        self._library, self._runner = str(path), runner
 
     def run(
         self,
@@ -112,57 +113,49 @@ class Kernel:
         memory: Iterable[Memory] = (),
     ) -> None:
         """Runs all blocks on the values of the kernel's parameters, `cluster` of them at a time. `seed`
-        decides in which order threads take turns and copies arrive.
+        decides in which order threads take turns and copies arrive. `memory` is named in faults.
 
-        Raises Fault for a touch outside of `memory` and of shared memory, threads that wait for
+        Raises Fault for a touch outside of any Memory and of shared memory, threads that wait for
         different things or for ever, copies and products that nobody waited for, blocks that are
         gone when another one reaches for them, undefined behaviour (in a checked build).
         """
-        values = [ctypes.create_string_buffer(value.tobytes(), value.nbytes) for value in params]
-        sizes = [self._library.shim_parameter_bytes(n) for n in range(len(values) + 1)]
-        assert sizes == [*map(len, values), 0], "the twins of a struct differ"
-        packed = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
-        report = ctypes.create_string_buffer(_REPORT_BYTES)
-        if grid and self._library.shim_run(
-            packed,
-            grid,
-            cluster,
-            threads,
-            shared_bytes,
-            ctypes.c_uint(seed),
-            report,
-            _REPORT_BYTES,
-        ):
-            text = report.value.decode(errors="replace")
-            raise Fault(re.sub(r"address (0x[0-9a-f]+)", lambda m: _place(m, memory), text))
+        if not grid:
+            return
+        values = tuple(value.tobytes() for value in params)
+        shape = grid, cluster, threads, shared_bytes, seed & 0xFFFFFFFF
+        launch = Launch(self._library, values, *shape, arena().regions)
+        outcome = self._runner.run(launch, arena().file)
+        assert outcome.parameter_bytes == (*map(len, values), 0), "the twins of a struct differ"
+        if outcome.failed:
+            said = outcome.report
+            raise Fault(re.sub(r"address (0x[0-9a-f]+)", lambda m: _place(m, memory), said))
 
 
 class Memory:
-    """Bytes shared with the process that runs a kernel, between two pages that fault when touched.
+    """Bytes shared with the process that runs kernels, between two pages that fault when touched there.
 
     The last byte lies at most 15 before such a page. Around the bytes there is POISON.
     """
 
     def __init__(self, name: str, data: Any, *, phase: int = 0, readonly: bool = True) -> None:
-        """`phase` is the address modulo 16."""
+        """`phase` is the address modulo 16; readonly: to kernels."""
         data = np.ascontiguousarray(data)
         self.name, self.dtype = name, data.dtype
         body = -(-(data.nbytes + _ALIGNMENT) // _PAGE) * _PAGE
-        self._region = mmap.mmap(-1, body + 2 * _PAGE)
-        whole = np.frombuffer(self._region, np.uint8)
-        self._base = whole.ctypes.data
-        start = _PAGE + body - data.nbytes
+        self._base = arena().take(body, readonly=readonly)
+        # At exit it goes as a whole, and a forked process that exits must leave it to this one.
+        weakref.finalize(self, arena().release, self._base, body).atexit = False
+        whole = bytes_at(self._base, body)
+        start = body - data.nbytes
         start -= (start - phase) % _ALIGNMENT
         self.address = self._base + start
         self._bytes = whole[start : start + data.nbytes]
-        self._around = (whole[_PAGE:start], whole[start + data.nbytes : _PAGE + body])
+        self._around = (whole[:start], whole[start + data.nbytes :])
         for slack in self._around:
             slack[:] = POISON
         self._bytes[:] = data.reshape(-1).view(np.uint8)
-        self._protect(0, _PAGE, _PROT_NONE)
-        self._protect(_PAGE + body, _PAGE, _PROT_NONE)
-        if readonly:
-            self._protect(_PAGE, body, mmap.PROT_READ)
+        # With the pages that fault.
+        self._reach = range(self._base - _PAGE, self._base + body + _PAGE)
 
     def array(self) -> np.ndarray:
         """A copy of the content, which must not have been written around."""
@@ -176,15 +169,11 @@ class Memory:
         self._bytes[:] = np.ascontiguousarray(data, self.dtype).reshape(-1).view(np.uint8)
 
     def free(self) -> None:
-        """From here on every touch faults; the address is not given out again."""
-        self._protect(0, len(self._region), _PROT_NONE)
+        """From here on every touch by a kernel faults; the address is not given out again."""
+        arena().forbid(self._base)
 
     def contains(self, address: int) -> bool:
-        return self._base <= address < self._base + len(self._region)
-
-    def _protect(self, start: int, size: int, protection: int) -> None:
-        if _libc.mprotect(ctypes.c_void_p(self._base + start), ctypes.c_size_t(size), protection):
-            raise OSError(ctypes.get_errno(), "mprotect")
+        return address in self._reach
 
 
 def _place(match: re.Match[str], memory: Iterable[Memory]) -> str:

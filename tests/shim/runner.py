@@ -1,0 +1,177 @@
+"""The process that kernels run in: little memory, so that it takes little time to fork for a launch.
+
+It has the arena (`tests.shim.arena`) where the process of the tests has it, and lets kernels touch as much
+of it as a request names. Run as a script by `Runner`; nothing heavy may be imported here.
+"""
+
+from __future__ import annotations
+
+import _ctypes
+import ctypes
+import mmap
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+# Far from where an operating system puts anything by itself.
+ARENA = 1 << 44
+ARENA_BYTES = 1 << 42  # of addresses; memory is taken where something is written
+_PROT_NONE = 0
+_MAP_FIXED_NOREPLACE = 0x100000
+_REPORT_BYTES = 8192
+_LIBRARIES = 16  # that stay loaded: each one more makes forks slower
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+@dataclass(frozen=True)
+class Region:
+    """Whole pages of the arena that kernels may touch."""
+
+    start: int
+    size: int
+    readonly: bool
+
+
+@dataclass(frozen=True)
+class Launch:
+    library: str
+    params: tuple[bytes, ...]
+    grid: int
+    cluster: int
+    threads: int
+    shared_bytes: int
+    seed: int
+    regions: tuple[Region, ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """parameter_bytes: what the kernel's parameters have; it runs if those of the launch are as large."""
+
+    parameter_bytes: tuple[int, ...]
+    failed: bool
+    report: str
+
+
+def map_arena(file: int, protection: int) -> None:
+    """Raises OSError where its addresses are taken."""
+    flags = mmap.MAP_SHARED | _MAP_FIXED_NOREPLACE
+    if _libc.mmap(ARENA, ARENA_BYTES, protection, flags, file, 0) != ARENA:
+        raise OSError(ctypes.get_errno(), f"no mapping of {ARENA_BYTES} bytes at {ARENA:#x}")
+
+
+class Runner:
+    """Starts the process with the first launch."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+
+    def run(self, launch: Launch, arena: int) -> Outcome:
+        """arena: its file."""
+        with self._lock:
+            if self._process is None:
+                command = [sys.executable, "-I", "-S", __file__, str(arena)]
+                pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+                self._process = subprocess.Popen(command, pass_fds=[arena], **pipes)
+            into, back = self._process.stdin, self._process.stdout
+            assert into is not None
+            assert back is not None
+            try:
+                pickle.dump(_plain(launch), into)
+                into.flush()
+                return Outcome(*pickle.load(back))
+            except (EOFError, BrokenPipeError):
+                status = self._process.wait()
+                raise RuntimeError(f"what runs kernels has ended with status {status}") from None
+
+    def close(self) -> None:
+        with self._lock:
+            if self._process is not None:
+                self._process.communicate()
+                self._process = None
+
+
+def _plain(launch: Launch) -> dict[str, Any]:
+    """Without classes, whose module has another name in a script."""
+    regions = [(each.start, each.size, each.readonly) for each in launch.regions]
+    return {**vars(launch), "regions": regions}
+
+
+class _Libraries:
+    """Those that were used last."""
+
+    def __init__(self) -> None:
+        self._loaded: OrderedDict[str, ctypes.CDLL] = OrderedDict()
+
+    def load(self, path: str) -> ctypes.CDLL:
+        if path not in self._loaded:
+            self._loaded[path] = ctypes.CDLL(path)
+        self._loaded.move_to_end(path)
+        if len(self._loaded) > _LIBRARIES:
+            _, oldest = self._loaded.popitem(last=False)
+            _ctypes.dlclose(oldest._handle)
+        return self._loaded[path]
+
+
+def _protect(regions: Iterable[Region], *, allow: bool) -> None:
+    for region in regions:
+        allowed = mmap.PROT_READ if region.readonly else mmap.PROT_READ | mmap.PROT_WRITE
+        if _libc.mprotect(region.start, region.size, allowed if allow else _PROT_NONE):
+            raise OSError(ctypes.get_errno(), "mprotect")
+
+
+def _run(library: ctypes.CDLL, launch: Launch) -> Outcome:
+    count = len(launch.params)
+    sizes = tuple(library.shim_parameter_bytes(n) for n in range(count + 1))
+    if sizes != (*map(len, launch.params), 0):
+        return Outcome(sizes, True, "")
+    values = [ctypes.create_string_buffer(value, len(value)) for value in launch.params]
+    packed = (ctypes.c_void_p * count)(*map(ctypes.addressof, values))
+    report = ctypes.create_string_buffer(_REPORT_BYTES)
+    _protect(launch.regions, allow=True)
+    failed = library.shim_run(
+        packed,
+        launch.grid,
+        launch.cluster,
+        launch.threads,
+        launch.shared_bytes,
+        ctypes.c_uint(launch.seed),
+        report,
+        _REPORT_BYTES,
+    )
+    _protect(launch.regions, allow=False)
+    return Outcome(sizes, bool(failed), report.value.decode(errors="replace"))
+
+
+def _serve(arena: int) -> None:
+    """Until nobody asks any more."""
+    map_arena(arena, _PROT_NONE)
+    requests = sys.stdin.buffer
+    # What anything prints is no reply.
+    replies = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    libraries = _Libraries()
+    while True:
+        try:
+            fields = pickle.load(requests)
+        except EOFError:
+            return
+        fields["regions"] = tuple(Region(*each) for each in fields["regions"])
+        launch = Launch(**fields)
+        outcome = _run(libraries.load(launch.library), launch)
+        pickle.dump((outcome.parameter_bytes, outcome.failed, outcome.report), replies)
+        replies.flush()
+
+
+if __name__ == "__main__":
+    _serve(int(sys.argv[1]))
