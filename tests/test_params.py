@@ -10,10 +10,11 @@ import pytest
 from rawattn._call.problem import describe
 from rawattn._call.structure import structure
 from rawattn._compile import compiler
-from rawattn._kernels import attention_params, params
+from rawattn._kernels import attention_params, params, registry
 from rawattn._kernels.features import Features, constant
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import schedule
+from rawattn._kernels.target import without_device
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -62,3 +63,24 @@ def test_constants_are_named_by_their_fields() -> None:
 
 def test_features_are_off_by_default() -> None:
     assert not any(Features().known_to(Features).values())
+    assert not Features().active()
+
+
+def test_a_family_is_asked_for_no_feature_that_it_does_not_list(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    q = np.broadcast_to(np.float16(0), (2, 5, 4, 16))
+    problem, _ = describe(q, q, q, causal=True)
+    hopper, operands = without_device("sm_90a"), Operands()
+
+    def chosen() -> str:
+        return registry.choose("attention", problem, hopper, operands).name
+
+    assert chosen() == "sm90"
+    families = registry.FAMILIES["attention"]
+    fewer = [family._replace(features=family.features - {"right"}) for family in families]
+    monkeypatch.setitem(registry.FAMILIES, "attention", (fewer[0], families[1]))
+    assert chosen() == "portable"
+    monkeypatch.setitem(registry.FAMILIES, "attention", tuple(fewer))
+    with pytest.raises(NotImplementedError, match=r"^right: no kernel of attention has it"):
+        chosen()

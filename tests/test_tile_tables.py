@@ -181,7 +181,7 @@ def test_clusters_where_every_block_has_queries():
     "seqlens", [(1, 9000), (300, 8192), (8192, 8192), (9000, 20000), (9, 2**29)]
 )
 def test_shared_out_tiles_are_covered(seqlens: tuple[int, int], clusters: int):
-    """Pieces as the kernel cuts them (kernels_cu/attn/partial_work.cuh) meet every key tile once, in the slots there are."""
+    """Pieces as attn/schedule/stream_k.cuh cuts them meet every key tile once, in the slots there are."""
     for heads, headdim in itertools.product((1, 3, 40, 131), (64, 128, 256)):
         q, k = (np.broadcast_to(np.float16(0), (1, rows, heads, headdim)) for rows in seqlens)
         problem, _ = describe(q, k, k)

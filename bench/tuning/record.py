@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rawattn._bench.report import Result
 from rawattn._bench.timing import BURST_SECONDS
-from rawattn._cli import table
+from rawattn._console import table
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from bench.tuning.record import Figure, Search
 from rawattn._bench.cases import Case, select
 from rawattn._bench.contender import Contender
 from rawattn._bench.timing import BURST_SECONDS
-from rawattn._cli.progress import Progress
+from rawattn._console.progress import Progress
 from rawattn._kernels.tile_tables import Row
 
 

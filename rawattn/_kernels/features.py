@@ -1,7 +1,7 @@
 """What of attention a call uses, as the named constants that kernels are compiled with.
 
 Configurations of kernels inherit the features: a new one is a field here. A family of kernels that has no code for it yet
-says so in its `supports`; one that it makes no difference to leaves it out.
+does not list it among its FEATURES, and is not asked for such a call; one that it makes no difference to leaves it out.
 """
 
 from __future__ import annotations
@@ -32,6 +32,10 @@ class Features:
     scale_first: bool = (
         False  # scores are scaled before they are compared: the scale is not positive
     )
+
+    def active(self) -> frozenset[str]:
+        """The names of those that are on."""
+        return frozenset(name for name in _NAMES if getattr(self, name))
 
     def known_to(self, config: type[Features]) -> dict[str, bool]:
         """Those that a kernel's configuration is told."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from rawattn._call.problem import Problem
+from rawattn._kernels.features import features
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import backward as portable_backward
 from rawattn._kernels.portable import forward as portable_forward
@@ -19,24 +20,37 @@ Supports = Callable[[Problem, Target, Operands], str | None]
 
 
 class Family(NamedTuple):
-    """supports: None, or why a call is not for it.
+    """features: the names of those that its kernels have code for.
+
+    supports: None, or why a call with these features is not for it.
 
     steps: the launches of a call that it supports, from (problem, structure of the lengths, operands, target) and what the
     verb adds by name.
     """
 
     name: str
+    features: frozenset[str]
     supports: Supports
     steps: Callable[..., Steps]
 
 
 FAMILIES = {
     "attention": (
-        Family("sm90", sm90_forward.supports, sm90_forward_steps.steps),
-        Family("portable", portable_forward.supports, portable_forward.steps),
+        Family("sm90", sm90_forward.FEATURES, sm90_forward.supports, sm90_forward_steps.steps),
+        Family(
+            "portable",
+            portable_forward.FEATURES,
+            portable_forward.supports,
+            portable_forward.steps,
+        ),
     ),
     "attention_backward": (
-        Family("portable", portable_backward.supports, portable_backward.steps),
+        Family(
+            "portable",
+            portable_backward.FEATURES,
+            portable_backward.supports,
+            portable_backward.steps,
+        ),
     ),
 }
 
@@ -45,9 +59,15 @@ def choose(verb: str, problem: Problem, target: Target, operands: Operands) -> F
     """The first family that supports a call of a verb, of those that the context allows."""
     families = FAMILIES[verb]
     only = selection().family
+    wanted = features(problem).active()
     for family in families:
-        # The last one does everything: where another is wanted and does not apply, it runs all the same.
-        wanted = only in (None, family.name) or family is families[-1]
-        if wanted and family.supports(problem, target, operands) is None:
+        # The last one does everything: where another is asked for and does not apply, it runs all the same.
+        asked = only in (None, family.name) or family is families[-1]
+        if (
+            asked
+            and wanted <= family.features
+            and family.supports(problem, target, operands) is None
+        ):
             return family
-    raise AssertionError("the last family supports every call")
+    missing = ", ".join(sorted(wanted - families[-1].features))
+    raise NotImplementedError(f"{missing}: no kernel of {verb} has it in this version")

@@ -26,6 +26,7 @@ DQ_ENTRY = "rawattn_backward_dq"
 # The files of their tile tables.
 TILES = "portable_backward"
 DQ_TILES = "portable_backward_dq"
+FEATURES = frozenset({"ragged", "packed", "left", "right", "top_left", "scale_first"})
 ROW_THREADS = 256  # of the kernels that visit rows: one wave a row
 
 

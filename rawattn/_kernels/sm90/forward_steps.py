@@ -112,7 +112,7 @@ def kept_tiles(problem: Problem, config: Config, clusters: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StreamK:
-    """How the last query tiles are shared out by keys (kernels_cu/attn/partial_work.cuh)."""
+    """How the last query tiles are shared out by keys (kernels_cu/attn/schedule/stream_k.cuh)."""
 
     tiles: int
     piece: int  # key tiles
