@@ -38,7 +38,7 @@ def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
 def mark(
     cases: Iterable[T],
     traits: Callable[[T], Iterable[Hashable]],
-    kernels: Callable[[T], Iterable[Hashable]],
+    kernels: Callable[[T], Iterable[Hashable]] = lambda case: (),
 ) -> list[Any]:
     """Parameters of a test: few cases that together show every trait of all of them, the others marked.
 

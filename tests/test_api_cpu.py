@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Hashable, Iterable
 
 import numpy as np
 import pytest
 
 import rawattn
+from tests import exhaustive
 from tests.bad_calls import BAD_CALLS, Bad, check_refused
 from tests.cases import Case, curated, dense, random_case
 from tests.frameworks import Framework, Jax, NumPy, Torch
+from tests.shim.traits import of_call
 from tests.verify import run, verify
 
 NUMPY = NumPy()
@@ -25,19 +28,28 @@ EXCHANGED = [
 ]
 
 
-@pytest.mark.parametrize("case", CHEAP, ids=str)
+def exchanged(case: Case) -> Iterable[Hashable]:
+    yield case.dtype, case.group
+    yield case.layout, case.give_out, case.group
+    yield case.integers, case.on_device, case.max_seqlen
+    yield case.by_q, case.by_k, case.group
+
+
+@pytest.mark.parametrize("case", exhaustive.mark(CHEAP, of_call), ids=str)
 def test_curated(case: Case) -> None:
     verify(case, NUMPY, backend="cpu")
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize(
+    "seed", [*range(20), *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(20, 100))]
+)
 def test_random(seed: int) -> None:
     verify(random_case(seed), NUMPY, backend="cpu")
 
 
 @pytest.mark.frameworks
 @pytest.mark.parametrize("framework", [Torch(), Jax()], ids=lambda framework: framework.name)
-@pytest.mark.parametrize("case", EXCHANGED, ids=str)
+@pytest.mark.parametrize("case", exhaustive.mark(EXCHANGED, exchanged), ids=str)
 def test_frameworks(case: Case, framework: Framework) -> None:
     pytest.importorskip(framework.name)
     verify(case, framework, backend="cpu")

@@ -17,8 +17,10 @@ from rawattn._call.problem import describe, result_shapes
 from rawattn._cpu import backward as cpu_backward
 from rawattn._cpu import forward as cpu_forward
 from rawattn._cpu import threads, tiles
+from tests import exhaustive
 from tests.cases import Case, curated, dense, padded, ragged, random_case
 from tests.gradients import NAMES, Backward, backward_of, check_gradient
+from tests.shim.traits import of_call
 from tests.test_cpu import SHORT
 from tests.verify import layout
 
@@ -72,14 +74,21 @@ def verify(case: Case) -> None:
         strided.buffer[:] = buffer  # the call is cached
 
 
-@pytest.mark.parametrize("case", [*CHEAP, *SHORT, *LONG], ids=str)
+@pytest.mark.parametrize("case", [*exhaustive.mark(CHEAP, of_call), *SHORT, *LONG], ids=str)
 def test_curated(case: Case) -> None:
     verify(case)
 
 
-@settings(max_examples=80)
+@settings(max_examples=20)
 @given(st.integers(0, 1 << 32))
 def test_random(seed: int) -> None:
+    verify(random_case(seed))
+
+
+@pytest.mark.exhaustive
+@settings(max_examples=80)
+@given(st.integers(0, 1 << 32))
+def test_more_random(seed: int) -> None:
     verify(random_case(seed))
 
 

@@ -207,7 +207,8 @@ class FakeClock:
 
 
 @pytest.fixture(
-    params=[8, pytest.param(1, marks=pytest.mark.exhaustive)], ids=["some-variants", "all-variants"]
+    params=[24, pytest.param(1, marks=pytest.mark.exhaustive)],
+    ids=["some-variants", "all-variants"],
 )
 def search(
     request: pytest.FixtureRequest,

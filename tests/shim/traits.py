@@ -28,6 +28,12 @@ def of_case(case: Case) -> Iterable[Hashable]:
     yield "more queries than keys", any(q > k for q, k in pairs)
 
 
+def of_call(case: Case) -> Iterable[Hashable]:
+    """What a backend sees of a call that has no kernel for each head dim."""
+    yield from of_case(case)
+    yield "dims", case.headdim == case.headdim_v, case.headdim % 16 == 0, case.headdim // 64
+
+
 def of_kernel(config: Any, tile: Iterable[str]) -> Iterable[Hashable]:
     """Each constant of a kernel, each two of its switches together, and the names of `tile` all together."""
     constants = dict(_constants(config))
