@@ -62,8 +62,8 @@ def variants(monkeypatch: pytest.MonkeyPatch) -> list[Source]:
     listed = [source("one"), source("two")]
     monkeypatch.setattr(
         compile_command,
-        "_listed",
-        lambda arch, every: [*listed, *([source("rare")] if every else [])],
+        "_variants",
+        lambda arch, purpose, every: [*listed, *([source("rare")] if every else [])],
     )
     return listed
 
@@ -145,54 +145,46 @@ def test_hopper_is_compiled_once_for_what_calls_load(rawattn_command: Output) ->
 def test_what_is_compiled_for_which_purpose(
     rawattn_command: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def source(name: str, summary: str) -> Source:
-        return Source(name, f"// {summary}", summary)
-
-    common = [source("rawattn_forward", "portable forward bfloat16 D=64")]
-    rare = [
-        source("rawattn_forward", "portable forward bfloat16 D=64 left"),
-        source("rawattn_forward", "portable forward float D=64"),
-        source("rawattn_backward", "portable backward bfloat16 D=64"),
-        source("rawattn_backward", "portable backward float D=64"),
-    ]
+    asked: list[tuple[str, bool]] = []
     monkeypatch.setattr(
-        compile_command, "_listed", lambda arch, every: common + (rare if every else [])
+        compile_command,
+        "_variants",
+        lambda arch, purpose, every: asked.append((purpose, every)) or [],
     )
-    asked: list[str] = []
-    monkeypatch.setattr(compiler, "find", lambda source, arch: asked.append(source.summary))
-    monkeypatch.setattr(compile_command, "_compile_all", lambda *args: None)
-
-    def compiled(*argv: str) -> tuple[set[str], str]:
+    for argv, expected, told, untold in (
+        ([], "inference", ["--for training", "--for all"], []),
+        (["--for", "inference"], "inference", ["--for training", "--for all"], []),
+        (["--for", "training"], "training", ["--for all"], ["gradients"]),
+        (["--for", "all"], "all", ["windows"], ["gradients", "float32"]),
+    ):
         asked.clear()
-        out = rawattn_command("compile", "--arch", "sm_80", *argv)
-        kinds = {" ".join(summary.split()[1:3] + summary.split()[4:]) for summary in asked}
-        return kinds, out.partition("left out")[2]
-
-    inference = {"forward bfloat16"}
-    training = {*inference, "backward bfloat16"}
-    everything = {*training, "forward float", "backward float"}
-    assert compiled()[0] == inference
-    kinds, left_out = compiled("--for", "inference")
-    assert kinds == inference
-    assert "--for training" in left_out and "--for all" in left_out
-    kinds, left_out = compiled("--for", "training")
-    assert kinds == training
-    assert "float32 (--for all)" in left_out
-    kinds, left_out = compiled("--for", "all")
-    assert kinds == everything
-    assert "float32" not in left_out
-    kinds, left_out = compiled("--all-variants")
-    assert kinds == {*everything, "forward bfloat16 left"}
-    assert not left_out
+        left_out = rawattn_command("compile", "--arch", "sm_80", *argv).partition("left out")[2]
+        assert asked == [(expected, False)]
+        assert all(word in left_out for word in told)
+        assert not any(word in left_out for word in untold)
+    asked.clear()
+    assert "left out" not in rawattn_command("compile", "--arch", "sm_80", "--all-variants")
+    assert asked == [("inference", True)]
 
 
-def test_the_purposes_of_the_real_list() -> None:
-    sizes = [
-        len(compile_command._variants("sm_80", purpose, False))
-        for purpose in compile_command._PURPOSES
-    ]
-    sizes.append(len(compile_command._variants("sm_80", "inference", True)))
-    assert sizes == sorted(set(sizes))
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_the_purposes_of_the_real_list(arch: str) -> None:
+    lists = [set(compile_command._variants(arch, one, False)) for one in compile_command._PURPOSES]
+    inference, training, everything = lists
+    assert inference < training < everything
+
+    def kinds(sources: set[Source]) -> set[tuple[bool, bool]]:
+        """(of a gradient, float32)"""
+        return {("backward" in one.entry, "float" in one.summary.split()) for one in sources}
+
+    assert kinds(inference) == {(False, False)}
+    assert kinds(training) == {(False, False), (True, False)}
+    assert kinds(everything) == {
+        (False, False),
+        (True, False),
+        (False, True),
+        (True, True),
+    }
 
 
 @pytest.mark.parametrize("jobs", ["0", "-1", "many"])
@@ -218,7 +210,13 @@ def shout(text: str, how: str) -> str:
 
 
 def test_each_job_has_one_outcome() -> None:
-    jobs = [("a", "fine"), ("b", "error"), ("c", "death"), ("d", "mistake"), ("e", "fine")]
+    jobs = [
+        ("a", "fine"),
+        ("b", "error"),
+        ("c", "death"),
+        ("d", "mistake"),
+        ("e", "fine"),
+    ]
     with closing(outcomes(shout, jobs, 2)) as ended:
         found = {outcome.job: outcome for outcome in ended}
     assert set(found) == set(jobs)
@@ -226,7 +224,10 @@ def test_each_job_has_one_outcome() -> None:
         assert (found[job].text, found[job].failed) == (job[0].upper(), False)
         assert found[job].said == f"fine {job[0]}\n"
     assert (found[jobs[1]].text, found[jobs[1]].failed) == ("b", True)
-    assert (found[jobs[2]].text, found[jobs[2]].failed) == ("its process ended with status 7", True)
+    assert (found[jobs[2]].text, found[jobs[2]].failed) == (
+        "its process ended with status 7",
+        True,
+    )
     assert "LookupError: c" not in found[jobs[3]].text
     assert "LookupError: d" in found[jobs[3]].text
 
@@ -244,7 +245,16 @@ def gone(pid: int) -> bool:
 
 def interrupt_a_compilation(send: Callable[[int, int], None], cache: Path) -> float:
     """Seconds from the signal until the command and all its processes are gone."""
-    command = [sys.executable, "-m", "rawattn", "compile", "--arch", "sm_90a", "--jobs", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "rawattn",
+        "compile",
+        "--arch",
+        "sm_90a",
+        "--jobs",
+        "2",
+    ]
     process = subprocess.Popen(
         command,
         env={**os.environ, "PYTHONPATH": str(ROOT), "RAWATTN_CACHE_DIR": str(cache)},

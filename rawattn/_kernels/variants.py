@@ -13,11 +13,14 @@ from rawattn._kernels.portable import forward as portable_forward
 from rawattn._kernels.sm90 import forward as sm90_forward
 from rawattn._kernels.target import without_device
 
+PURPOSES = ("inference", "training", "all")
 
-def common_variants(arch: str, *, every: bool = False) -> list[Source]:
+
+def common_variants(arch: str, *, every: bool = False, purpose: str = "inference") -> list[Source]:
     """Sources worth compiling ahead of time for `arch`, without a GPU.
 
-    The common ones are 16-bit, dense and packed, causal and full, at the usual head dims. `every` adds float32, windows,
+    The common ones are 16-bit, dense and packed, causal and full, at the usual head dims: forward kernels for inference,
+    those of the gradients too for training, and for "all" both in float32 as well. `every` adds float32, windows,
     top-left alignment, scales that are not positive, narrow copies and head dims between the usual ones, and the backward's
     kernels: each code path of each tile shape, not the product of all. Of portable kernels that differ in nothing but the
     16-bit type it leaves out one.
@@ -87,6 +90,11 @@ def common_variants(arch: str, *, every: bool = False) -> list[Source]:
     ):
         for seqlens in ((1, 1), (1, long), (long, long)):
             add(dtype, headdim, ragged=ragged, right=right, seqlens=seqlens)
+        if purpose != "inference":
+            add(dtype, headdim, ragged=ragged, right=right, backward=True)
+    if purpose == "all":
+        for headdim, ragged, right in itertools.product(usual, (False, True), (None, 0)):
+            add("float32", headdim, ragged=ragged, right=right, backward=True)
     for headdim, ragged in itertools.product(usual, (False, True)):
         add("bfloat16", headdim, ragged=ragged, right=0, group=4)
     if every:
