@@ -9,27 +9,33 @@ The only module beside `rawattn.torch` that imports a framework, and only when i
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from rawattn import SeqLayout
+from rawattn._call.hints import NoOthers, hides_unknown, refuse_unknown
 from rawattn._call.layout import Lengths
 from rawattn._call.problem import Problem, describe
 from rawattn._interop import xla
 from rawattn._jax import launch
 from rawattn._jax.record import Record, read, with_operands
 
+if TYPE_CHECKING:  # type checkers bring it: nothing is installed for it
+    from typing_extensions import Unpack
+
 __all__ = ["attention"]
 
 _TARGETS = {False: "rawattn_attention", True: "rawattn_attention_backward"}
 
 
+@hides_unknown
 def attention(
     q: Any,
     k: Any,
@@ -52,6 +58,7 @@ def attention(
     num_splits: int | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
+    **unknown: Unpack[NoOthers],
 ) -> Any:
     """`rawattn.attention` of JAX arrays, traced or not, differentiable once in reverse mode.
 
@@ -104,6 +111,8 @@ def attention(
     >>> jax.jit(jax.grad(loss))(q).shape
     (2, 5, 4, 16)
     """
+    if unknown:
+        refuse_unknown("rawattn.jax.attention", unknown, inspect.signature(attention).parameters)
     for name, flag in (("return_lse", return_lse), ("deterministic", deterministic)):
         if not isinstance(flag, bool):
             raise TypeError(f"{name}: got {type(flag).__name__}, expected a bool")
@@ -114,9 +123,9 @@ def attention(
                 f"not, and NumPy arrays"
             )
     problem, lengths = describe(
-        q, k, v, seqs=seqs, causal=causal, align=align, window=window, sink=sink, scale=scale, bias=bias, mask=mask,
-        alibi_slopes=alibi_slopes, softcap=softcap, score_mod=score_mod, sink_logits=sink_logits, dropout_p=dropout_p,
-        seed=_untraced(seed), num_splits=num_splits,
+        q, k, v, framework="jax", seqs=seqs, causal=causal, align=align, window=window, sink=sink, scale=scale, bias=bias,
+        mask=mask, alibi_slopes=alibi_slopes, softcap=softcap, score_mod=score_mod, sink_logits=sink_logits,
+        dropout_p=dropout_p, seed=_untraced(seed), num_splits=num_splits,
     )  # fmt: skip
     if lengths.on_host:
         text, integers = _constant(problem, lengths, return_lse, deterministic), ()

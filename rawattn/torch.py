@@ -5,14 +5,19 @@ The only module beside `rawattn.jax` that imports a framework, and only when it 
 
 from __future__ import annotations
 
-from typing import Any, Literal, NoReturn
+import inspect
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from rawattn import SeqLayout, attention_backward
 from rawattn import attention as _attention
+from rawattn._call.hints import NoOthers, hides_unknown, refuse_unknown
 from rawattn._torch import ops
+
+if TYPE_CHECKING:  # type checkers bring it: nothing is installed for it
+    from typing_extensions import Unpack
 
 __all__ = ["attention", "register_transformers"]
 
@@ -73,6 +78,7 @@ def _pull(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
 _pull_once = once_differentiable(_pull)
 
 
+@hides_unknown
 def attention(
     q: Any,
     k: Any,
@@ -97,6 +103,7 @@ def attention(
     out: Any = None,
     deterministic: bool = False,
     backend: Literal["cuda", "cpu"] | None = None,
+    **unknown: Unpack[NoOthers],
 ) -> Any:
     """`rawattn.attention` of torch tensors, differentiable by autograd and fit for torch.compile.
 
@@ -154,6 +161,8 @@ def attention(
     >>> q.grad.shape
     torch.Size([2, 5, 4, 16])
     """
+    if unknown:
+        refuse_unknown("rawattn.torch.attention", unknown, inspect.signature(attention).parameters)
     if not (
         isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)
     ):

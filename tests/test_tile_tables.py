@@ -142,7 +142,7 @@ def test_a_prepared_call_belongs_to_its_tables(verb: Verb, monkeypatch: pytest.M
 
     def call() -> None:
         read = own.read(inputs, verb.required)
-        dispatch.on_gpu(verb, own, read, inputs, targets, DEFAULTS, False)
+        dispatch.on_gpu(verb, own, read, inputs, targets, DEFAULTS, False, "cupy")
 
     rows = _tiles.table("portable_forward", "16bit")
     for _ in range(2):

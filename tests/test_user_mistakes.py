@@ -150,7 +150,7 @@ ARRAYS = [
         "attention(heads_first, keys_heads_first, keys_heads_first)",
         ValueError,
         "q: got nheads_q = 128...expected a multiple of nheads_kv = 100...these look like (batch, heads, seqlen, D)"
-        "...x.swapaxes(1, 2), in torch x.transpose(1, 2)",
+        "...x.swapaxes(1, 2)",
     ),
     Mistake(
         "attention(packed_heads_first, longer_heads_first, longer_heads_first, seqs=SeqLayout(seqstart_q=[0, 4]))",
@@ -172,12 +172,12 @@ ARRAYS = [
     Mistake(
         "attention(*(x.astype(np.float64) for x in (q, k, v)))",
         TypeError,
-        "q: got dtype float64, expected float16, bfloat16 or float32...q.astype(np.float32), in torch q.float()",
+        "q: got dtype float64, expected float16, bfloat16 or float32; convert it, as by q.astype(np.float32)",
     ),
     Mistake(
         "attention(q.astype(np.float16), k, v)",
         TypeError,
-        "k: got dtype float32, expected float16, that of q...k.astype(np.float16), in torch k.half()",
+        "k: got dtype float32, expected float16, that of q; convert it, as by k.astype(np.float16)",
     ),
     Mistake("attention(q.astype('>f4'), k, v)", TypeError, "q: got dtype >f4...newbyteorder('=')"),
     Mistake(
@@ -332,6 +332,21 @@ LENGTHS = [
         ValueError,
         "seqlen_k: got length 8 for sequence 1, expected at most 7, the rows of k",
     ),
+    Mistake(
+        "SeqLayout(cu_seqlens_q=[0, 5, 10])",
+        TypeError,
+        "cu_seqlens_q: SeqLayout has no such argument; write seqstart_q=",
+    ),
+    Mistake(
+        "SeqLayout(lengths=[5, 5])",
+        TypeError,
+        "lengths: SeqLayout has no such argument; write seqlen_q= and seqlen_k=, or SeqLayout.from_lengths(",
+    ),
+    Mistake(
+        "SeqLayout(seqlens_kk=[5, 5])",
+        TypeError,
+        "seqlens_kk: SeqLayout has no such argument; did you mean seqlen_k=",
+    ),
     Mistake("SeqLayout(seqlen_k=7)", TypeError, "seqlen_k: got the int 7, expected...[7] * batch"),
     Mistake(
         "SeqLayout(seqstart_q=10)", TypeError, "seqstart_q: got the int 10, expected...[0, 10]"
@@ -380,10 +395,12 @@ TORCH = [
     Mistake(
         "attention(t.double(), t.double(), t.double())",
         TypeError,
-        "q: got dtype float64, expected float16, bfloat16 or float32...q.float()",
+        "q: got dtype float64, expected float16, bfloat16 or float32; convert it, as by q.float()",
     ),
     Mistake(
-        "attention(t.half(), t, t)", TypeError, "k: got dtype float32, expected float16...k.half()"
+        "attention(t.half(), t, t)",
+        TypeError,
+        "k: got dtype float32, expected float16, that of q; convert it, as by k.half()",
     ),
     Mistake("attention(t, t, t, attn_mask=None)", TypeError, "attn_mask: ...write mask="),
     Mistake(
@@ -393,6 +410,16 @@ TORCH = [
     ),
     Mistake("attention(t.to_sparse(), t, t)", TypeError, "q: got torch.Tensor...pass q.to_dense()"),
     Mistake("attention(t.to('meta'), t, t)", TypeError, "q: got torch.Tensor...meta"),
+    Mistake(
+        "attention(t.transpose(1, 2), torch.ones(2, 4, 9, 8), torch.ones(2, 4, 9, 8))",
+        ValueError,
+        "q: got nheads_q = 5...these look like (batch, heads, seqlen, D): pass x.transpose(1, 2)",
+    ),
+    Mistake(
+        "rawattn.torch.attention(t, t, t, is_causal=True)",
+        TypeError,
+        "is_causal: rawattn.torch.attention has no such argument; write causal=True",
+    ),
     Mistake(
         "rawattn.torch.attention(q, q, q)",
         TypeError,
@@ -421,7 +448,31 @@ JAX = [
         TypeError,
         "v: got a JAX tracer; call rawattn.jax.attention",
     ),
-    Mistake("attention(n.astype('int8'), n, n)", TypeError, "q: got dtype int8, expected float16"),
+    Mistake(
+        "jax.jit(lambda q: attention_vjp(q, n, n)[0])(n)",
+        TypeError,
+        "q: got ...Tracer...call rawattn.jax.attention",
+    ),
+    Mistake(
+        "attention(n.astype('int8'), n, n)",
+        TypeError,
+        "q: got dtype int8, expected float16, bfloat16 or float32; convert it, as by q.astype(jnp.float32)",
+    ),
+    Mistake(
+        "rawattn.jax.attention(n, n.astype('int8'), n)",
+        TypeError,
+        "k: got dtype int8, expected float16, bfloat16 or float32; convert it, as by k.astype(jnp.float32)",
+    ),
+    Mistake(
+        "rawattn.jax.attention(n, n, n, is_causal=True)",
+        TypeError,
+        "is_causal: rawattn.jax.attention has no such argument; write causal=True",
+    ),
+    Mistake(
+        "rawattn.jax.attention(n, n, n, backend='cpu')",
+        TypeError,
+        "backend: rawattn.jax.attention has no such argument; accepted are q, k, v, ",
+    ),
     Mistake("attention(n, n, n, out=n)", ValueError, "out: got a read-only array; pass a writable"),
     Mistake(
         "attention(n, n, n, precision='high')", TypeError, "precision: ...accepted are q, k, v"
@@ -521,9 +572,9 @@ def test_there_are_sixty() -> None:
 
 def test_help_says_how_heads_come_first_and_shows_what_is_accepted() -> None:
     assert "x.transpose(1, 2)" in str(inspect.getdoc(rawattn.attention))
-    for function in (rawattn.attention, rawattn.attention_backward):
+    for function in (rawattn.attention, rawattn.attention_backward, rawattn.SeqLayout):
         kinds = {x.kind for x in inspect.signature(function).parameters.values()}
-        assert kinds == {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
+        assert inspect.Parameter.VAR_KEYWORD not in kinds
 
 
 @pytest.mark.slow

@@ -47,6 +47,10 @@ def mistakes_of_a_call(x: Half) -> None:
     rawattn.attention(x, x)  # type: ignore[call-overload]
 
 
+def a_layout() -> None:
+    SeqLayout(cu_seqlens_q=[0, 3])  # type: ignore[call-arg]
+
+
 def the_backward(x: Half) -> None:
     assert_type(rawattn.attention_backward(x, x, x, x, x, x, causal=True), Gradients)
     rawattn.attention_backward(x, x, x, x, x, x, softmax_scale=1.0)  # type: ignore[call-arg]

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rawattn._call import integers
 from rawattn._call.given import Given, check_maximum, common_batch, read_side
+from rawattn._call.hints import NoOthers, hides_unknown, refuse_unknown
 from rawattn._interop.xla import is_traced
+
+if TYPE_CHECKING:  # type checkers bring it: nothing is installed for it
+    from typing_extensions import Unpack
 
 Int64s = NDArray[np.int64]
 
@@ -155,6 +159,7 @@ class SeqLayout:
     _k: Given = field(init=False)
     _bindings: dict[tuple[int | None, int, int], Lengths] = field(init=False)
 
+    @hides_unknown
     def __init__(
         self,
         *,
@@ -166,7 +171,12 @@ class SeqLayout:
         cu_seqlen_k: Any = None,
         max_seqlen_q: int | None = None,
         max_seqlen_k: int | None = None,
+        **unknown: Unpack[NoOthers],
     ) -> None:
+        if unknown:
+            refuse_unknown(
+                "SeqLayout", unknown, (*_ARRAYS, "max_seqlen_q", "max_seqlen_k"), layout=True
+            )
         fields = {
             "seqstart_q": seqstart_q,
             "seqstart_k": seqstart_k,

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rawattn._call.options import Options, structural
+from rawattn._interop.xla import is_traced
 
 _programs: dict[Any, Any] = {}
 _MAX_PROGRAMS = 512
@@ -24,7 +25,7 @@ def takes(inputs: Sequence[Any], targets: Sequence[Any], options: Options) -> bo
     return (
         options.seqs is None
         and all(x is None for x in targets)
-        and all(isinstance(x, jax.Array) for x in inputs)
+        and all(isinstance(x, jax.Array) and not is_traced(x) for x in inputs)
         and all(device.platform == "gpu" for device in inputs[0].devices())
     )
 

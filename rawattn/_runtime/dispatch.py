@@ -15,6 +15,7 @@ import numpy as np
 
 from rawattn._call import layout, problem
 from rawattn._call.checks import byte_range, check_apart, check_out
+from rawattn._call.hints import cast
 from rawattn._call.layout import Lengths
 from rawattn._call.options import Options, structural
 from rawattn._call.structure import Structure, structure
@@ -74,7 +75,7 @@ def run(
         if read is not None:
             if read[3] and verb.refuses_gradients:
                 arrays.refuse_gradients(verb.inputs, inputs)
-            return on_gpu(verb, own, read, inputs, targets, options, flag)
+            return on_gpu(verb, own, read, inputs, targets, options, flag, framework)
     return _imported(verb, inputs, targets, options, flag, backend, framework)
 
 
@@ -86,15 +87,16 @@ def on_gpu(
     targets: Arrays,
     options: Options,
     flag: bool,
+    framework: str,
 ) -> Sequence[Any]:
-    """The same for arrays of one framework that lie on GPUs."""
+    """The same for arrays of one framework that lie on GPUs. framework: that of the caller's arrays."""
     addresses, form, together, _ = read
     device: int = form[verb.q * 4 + 3]
     if device != own.current_device():
         import cupy
 
         with cupy.cuda.Device(device):
-            return on_gpu(verb, own, read, inputs, targets, options, flag)
+            return on_gpu(verb, own, read, inputs, targets, options, flag, framework)
     call = lengths = key = None
     try:
         form_of_lengths: Structure | None = None
@@ -115,7 +117,7 @@ def on_gpu(
     except (TypeError, ValueError, IndexError, AttributeError):
         key = None  # describing the call tells what is wrong with it
     if call is None:
-        call = _prepare_natives(verb, own, read, inputs, targets, options, flag)
+        call = _prepare_natives(verb, own, read, inputs, targets, options, flag, framework)
         if key is not None:
             _remember(key, call)
     else:
@@ -148,7 +150,8 @@ def find(
     flag: bool,
 ) -> tuple[Call, Lengths]:
     """A call of arrays of one framework, checked and prepared, and its lengths: for whoever runs it later."""
-    call = _prepare_natives(verb, own, read, inputs, targets, options, flag)
+    framework = arrays.framework_of(inputs[verb.q])
+    call = _prepare_natives(verb, own, read, inputs, targets, options, flag, framework)
     return call, call.lengths
 
 
@@ -166,11 +169,12 @@ def _prepare_natives(
     targets: Arrays,
     options: Options,
     flag: bool,
+    framework: str,
 ) -> Call:
     views = [
         None if x is None else _view(name, own, x) for name, x in _named(verb, inputs, targets)
     ]
-    return prepare(verb, views, options, flag, read[1][verb.q * 4 + 3], read[2])
+    return prepare(verb, views, options, flag, read[1][verb.q * 4 + 3], read[2], framework)
 
 
 def prepare(
@@ -180,14 +184,15 @@ def prepare(
     flag: bool,
     device: int,
     pointers: int,
+    framework: str,
 ) -> Call:
     """A call on arrays of this form, described, checked, and made ready to launch.
 
     views: of all the verb's arrays, with `shape`, `strides`, `dtype` and `device`; None for one that is not given or the
-    library's own. pointers: all addresses OR-ed together.
+    library's own. pointers: all addresses OR-ed together. framework: that of the caller's arrays.
     """
     named = dict(zip(verb.names, views, strict=True))
-    described, lengths, results = _describe(verb, named, options, flag)
+    described, lengths, results = _describe(verb, named, options, flag, framework)
     for name, view in named.items():
         if view is not None and view.device != device:
             shown = f"{verb.prefix}{name}" if name in verb.outputs else name
@@ -249,10 +254,10 @@ def launches(
 
 
 def _describe(
-    verb: Verb, named: dict[str, Any], options: Options, flag: bool
+    verb: Verb, named: dict[str, Any], options: Options, flag: bool, framework: str
 ) -> tuple[problem.Problem, Lengths, tuple[tuple[tuple[int, ...], np.dtype[Any]] | None, ...]]:
     """Every check of a call's arrays and options, and what it gives."""
-    described, lengths = problem.describe(named["q"], named["k"], named["v"], options)
+    described, lengths = problem.describe(named["q"], named["k"], named["v"], options, framework)
     verb.check(described, named)
     results = verb.results(described, named["q"].dtype, flag)
     for name, result in zip(verb.outputs, results, strict=True):
@@ -303,7 +308,10 @@ def _view(name: str, own: Native, array: Any) -> View:
     try:
         return own.view(array)
     except TypeError as error:
-        raise TypeError(f"{name}: {error}; accepted are float16, bfloat16 and float32") from None
+        raise TypeError(
+            f"{name}: {error}; accepted are float16, bfloat16 and float32: convert it, as by "
+            f"{cast(arrays.framework_of(array), name, 'float32')}"
+        ) from None
 
 
 def _is_copied(verb: Verb, name: str, view: Any) -> bool:
@@ -367,7 +375,7 @@ def _imported(
         count = len(inputs)
         views = [None if x is None else x.array for x in given]
         place = _backend(backend, device)
-        results = place(verb, views[:count], views[count:], options, flag)
+        results = place(verb, views[:count], views[count:], options, flag, framework)
         return [
             target
             if target is not None or result is None
@@ -391,20 +399,22 @@ def _backend(backend: str | None, device: int) -> Any:
 
 
 def cuda(
-    verb: Verb, inputs: Arrays, targets: Arrays, options: Options, flag: bool
+    verb: Verb, inputs: Arrays, targets: Arrays, options: Options, flag: bool, framework: str
 ) -> Sequence[Any]:
     """CuPy arrays, on CuPy's current stream."""
     own = native("cupy")
     assert own is not None
     read = own.read((*inputs, *targets), verb.required)
     assert read is not None
-    return on_gpu(verb, own, read, inputs, targets, options, flag)
+    return on_gpu(verb, own, read, inputs, targets, options, flag, framework)
 
 
-def cpu(verb: Verb, inputs: Arrays, targets: Arrays, options: Options, flag: bool) -> Sequence[Any]:
+def cpu(
+    verb: Verb, inputs: Arrays, targets: Arrays, options: Options, flag: bool, framework: str
+) -> Sequence[Any]:
     """NumPy arrays, by the CPU backend."""
     named = dict(_named(verb, inputs, targets))
-    described, lengths, specs = _describe(verb, named, options, flag)
+    described, lengths, specs = _describe(verb, named, options, flag, framework)
     results = []
     for target, spec, padding in zip(targets, specs, verb.padding, strict=True):
         result = target
@@ -417,7 +427,7 @@ def cpu(verb: Verb, inputs: Arrays, targets: Arrays, options: Options, flag: boo
 
 
 def _cuda_from_host(
-    verb: Verb, inputs: Arrays, targets: Arrays, options: Options, flag: bool
+    verb: Verb, inputs: Arrays, targets: Arrays, options: Options, flag: bool, framework: str
 ) -> Sequence[Any]:
     """NumPy arrays, by a GPU."""
     import cupy
@@ -429,9 +439,9 @@ def _cuda_from_host(
         on_device.set(np.asarray(host, order="C"))
         return on_device
 
-    _describe(verb, dict(_named(verb, inputs, targets)), options, flag)
+    _describe(verb, dict(_named(verb, inputs, targets)), options, flag, framework)
     # The caller's own arrays travel too: their padding rows come back as they were.
-    results = cuda(verb, [*map(upload, inputs)], [*map(upload, targets)], options, flag)
+    results = cuda(verb, [*map(upload, inputs)], [*map(upload, targets)], options, flag, framework)
     found = []
     for target, result in zip(targets, results, strict=True):
         host = None if result is None else result.get()
@@ -443,7 +453,7 @@ def _cuda_from_host(
 
 
 def _cpu_from_device(
-    verb: Verb, inputs: Arrays, targets: Arrays, options: Options, flag: bool
+    verb: Verb, inputs: Arrays, targets: Arrays, options: Options, flag: bool, framework: str
 ) -> Sequence[Any]:
     """CuPy arrays, by the CPU backend."""
     import cupy
@@ -454,7 +464,7 @@ def _cpu_from_device(
     q = inputs[verb.q]
     with cupy.cuda.Device(q.data.device_id):
         hosts = [*map(download, inputs)], [*map(download, targets)]
-        results = cpu(verb, *hosts, options, flag)
+        results = cpu(verb, *hosts, options, flag, framework)
         found = []
         for target, result in zip(targets, results, strict=True):
             array = target
