@@ -303,6 +303,7 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = types.SimpleNamespace(deviceSynchronize=lambda: None)
     cuda = types.SimpleNamespace(runtime=runtime)
     monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr("rawattn._runtime.dispatch.gpu_available", lambda: False)
     monkeypatch.setattr("rawattn._cli.bench.require_gpu", lambda: None)
     monkeypatch.setattr(machine, "Sensors", lambda: None)
     monkeypatch.setattr(

@@ -295,7 +295,7 @@ def test_an_exported_program_runs_in_another_process(tmp_path: Path) -> None:
     program = jax.jit(lambda q, k, v: rawattn.jax.attention(q, k, v, window=(3, 1)))
     check = jax.export.DisabledSafetyCheck.custom_call("rawattn_attention")
     (tmp_path / "program").write_bytes(
-        jax.export.export(program, disabled_checks=[check])(q, k, v).serialize()
+        jax.export.export(program, platforms=["cpu"], disabled_checks=[check])(q, k, v).serialize()
     )
     np.save(tmp_path / "given.npy", np.stack([q, k, v]))
     code = """

@@ -28,7 +28,7 @@ _MAX_BINDINGS = 16
 _ARRAYS = ("seqstart_q", "seqstart_k", "seqlen_q", "seqlen_k", "cu_seqlen_q", "cu_seqlen_k")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen: one is made at every call with a new layout
 class Side:
     """The sequences of one side of a call, queries or keys. Integer arrays are C-contiguous."""
 
@@ -40,7 +40,7 @@ class Side:
     padded: bool  # rows outside every logical sequence exist, or cannot be ruled out
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen: one is made at every call with a new layout
 class Lengths:
     """The sequences of a call."""
 
@@ -358,13 +358,8 @@ def _bind(seqs: SeqLayout, batch: int | None, rows_q: int, rows_k: int) -> Lengt
             f"seqstart_k: got None, by default seqstart_q, but q has {rows_q} rows and k has {rows_k}; "
             "pass seqstart_k, where the sequences of k start"
         )
-    return Lengths(
-        batch=count,
-        group=seqs.group,
-        q=q,
-        k=_side(seqs._k, count, rows_k),
-        on_host=seqs._q.on_host and seqs._k.on_host,
-    )
+    on_host = seqs._q.on_host and seqs._k.on_host
+    return Lengths(count, seqs.group, q, _side(seqs._k, count, rows_k), on_host)
 
 
 @functools.lru_cache(maxsize=256)
@@ -401,15 +396,9 @@ def _side(given: Given, batch: int, rows: int) -> Side:
         raise ValueError(
             f"{side}: got a sequence of up to {longest} rows, expected at most {_INT32_MAX}{advice}"
         )
-    return Side(
-        start=start,
-        length=given.length,
-        cumulative=given.cumulative,
-        rows=rows,
-        max_seqlen=longest,
-        # Sequences never overlap: they cover the rows when their lengths add up to them.
-        padded=capacity > 0 and not (given.on_host and total == capacity),
-    )
+    # Sequences never overlap: they cover the rows when their lengths add up to them.
+    padded = capacity > 0 and not (given.on_host and total == capacity)
+    return Side(start, given.length, given.cumulative, rows, longest, padded)
 
 
 def _spans(side: Side, batch: int) -> tuple[Int64s, Int64s]:

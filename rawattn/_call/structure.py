@@ -69,14 +69,17 @@ def structure(lengths: Lengths) -> Structure:
 
 
 def _side(side: Side) -> SideStructure:
-    ragged = side.start is not None or side.length is not None
+    start, length, rows = side.start, side.length, side.rows
+    most = rows
+    if start is not None or length is not None:
+        most = min((1 << side.max_seqlen.bit_length()) - 1, rows)
     return SideStructure(
-        rows=side.rows,
-        start=_bytes(side.start, 4 if side.rows <= _INT32_MAX else 8),
-        length=_bytes(side.length, 4),
-        cumulative=side.cumulative and not isinstance(side.length, np.ndarray),
-        padded=side.padded,
-        most=min((1 << side.max_seqlen.bit_length()) - 1, side.rows) if ragged else side.rows,
+        rows,
+        _bytes(start, 4 if rows <= _INT32_MAX else 8),
+        _bytes(length, 4),
+        side.cumulative and not isinstance(length, np.ndarray),
+        side.padded,
+        most,
     )
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from rawattn._call.hints import array_advice
-from rawattn._interop import dlpack, streams
+from rawattn._interop import dlpack, native, streams
 from rawattn._interop.streams import compute_stream
 from rawattn._interop.xla import is_traced
 
@@ -224,6 +224,9 @@ def _import_dlpack(obj: Any, framework: str, stream: Any) -> Imported:
         raise TypeError("it is a view of negated memory; pass its resolve_neg()")
     device = _device_of(obj, framework)
     if device != HOST:
+        view = native.view_of_torch(obj) if framework == "torch" else None
+        if view is not None:
+            return _import_torch(obj, view, stream)
         return _import_device(obj, framework, device, stream)
     tensor = dlpack.read(_capsule(obj))
     if tensor.device_type not in dlpack.HOST_TYPES:
@@ -232,6 +235,18 @@ def _import_dlpack(obj: Any, framework: str, stream: Any) -> Imported:
     if framework in _IMMUTABLE:
         array.flags.writeable = False
     return Imported(array, HOST, framework, not array.flags.writeable)
+
+
+def _import_torch(obj: Any, view: native.View, stream: Any) -> Imported:
+    """By attributes: a capsule takes four times as long."""
+    cupy = streams.import_cupy()
+    device = view.device
+    if stream is None:
+        stream = cupy.cuda.get_current_stream(device)
+    producer = streams.current_stream("torch", device)
+    owner = obj if producer == stream.ptr else _borrow(obj, "torch", producer, device, stream)
+    form = (view.address, view.shape, view.dtype, view.strides, device)
+    return Imported(dlpack.device_array(*form, owner), device, "torch", False)
 
 
 def _import_device(obj: Any, framework: str, device: int, stream: Any) -> Imported:

@@ -233,6 +233,17 @@ class Torch:
         return device
 
 
+def view_of_torch(tensor: Any) -> View | None:
+    """Of a plain CUDA tensor of torch's; None for whatever its attributes do not tell."""
+    own = native("torch")
+    try:
+        if own is None or own.read((tensor,), 1) is None:
+            return None
+        return own.view(tensor)
+    except TypeError:  # a dtype that is none of an array of a call
+        return None
+
+
 _makers: dict[str, type[Any]] = {"cupy": CuPy, "torch": Torch}
 _made: dict[str, Native] = {}
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -158,53 +155,6 @@ def test_memory_is_not_kept_where_nothing_is_recorded() -> None:
         before = torch.cuda.memory_allocated()
         out = attention(q, k, v)
         assert torch.cuda.memory_allocated() - before <= out.nbytes + 4096
-
-
-def test_host_time(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of the caller's thread, the queue empty: what a step of small kernels pays for each call."""
-    shape = (1, 128, 16, 128)
-    q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    recorded, dout = leaves(q, k, v), torch.randn_like(q)
-    turned = [x.transpose(1, 2) for x in (q, k, v)]
-    turned_recorded, turned_dout = leaves(*turned), dout.transpose(1, 2)
-
-    def backward(attend: Callable[..., Any], x: Any, dout: Any) -> Callable[[], Any]:
-        return lambda: torch.autograd.grad(attend(*x), x, dout)
-
-    sdpa = torch.nn.functional.scaled_dot_product_attention
-    calls = {
-        "forward": (lambda: attention(q, k, v), lambda: sdpa(*turned)),
-        "forward, recorded": (lambda: attention(*recorded), lambda: sdpa(*turned_recorded)),
-        "forward + backward": (
-            backward(attention, recorded, dout),
-            backward(sdpa, turned_recorded, turned_dout),
-        ),
-    }
-    ratios = {}
-    for name, pair in calls.items():
-        ours, theirs = _seconds(*pair)
-        ratios[name] = ours / theirs
-        with capsys.disabled():
-            print(
-                f"\nhost time, {name}: rawattn.torch {1e6 * ours:.1f} us, SDPA {1e6 * theirs:.1f} us, "
-                f"ratio {ratios[name]:.2f}"
-            )
-    assert ratios["forward"] <= 1.0 and ratios["forward + backward"] <= 1.3, ratios
-
-
-def _seconds(*calls: Callable[[], Any]) -> list[float]:
-    """Medians of the calls, in turns, so that what else the machine does meets all of them."""
-    samples: list[list[float]] = [[] for _ in calls]
-    for turn in range(60):
-        for call, found in zip(calls, samples, strict=True):
-            torch.cuda.synchronize()
-            started = time.perf_counter()
-            for _ in range(20):
-                call()
-            if turn >= 10:
-                found.append((time.perf_counter() - started) / 20)
-    torch.cuda.synchronize()
-    return [statistics.median(found) for found in samples]
 
 
 @pytest.mark.parametrize("side", [None, "left", "right"])
