@@ -79,7 +79,7 @@ def _launch(record: Record, call: Call, device: int, stream: int) -> None:
 
 def _prepare(record: Record, lengths: Lengths, device: int, pointers: int) -> Any:
     from rawattn._kernels.operands import Operands, contiguous
-    from rawattn._runtime import dispatch
+    from rawattn._runtime import calls
     from rawattn._runtime.verbs import BACKWARD, FORWARD
 
     verb = BACKWARD if record.backward else FORWARD
@@ -92,7 +92,7 @@ def _prepare(record: Record, lengths: Lengths, device: int, pointers: int) -> An
     }
     ours = frozenset(verb.outputs[: len(record.outputs)])
     operands = Operands(strides, pointers, ours)
-    return dispatch.launches(verb, record.problem, lengths, operands, record.deterministic, device)
+    return calls.launches(verb, record.problem, lengths, operands, record.deterministic, device)
 
 
 class _Integers:

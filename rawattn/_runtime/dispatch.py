@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rawattn._call import layout, problem
-from rawattn._call.checks import byte_range, check_apart, check_out
+from rawattn._call import layout
+from rawattn._call.checks import check_apart
 from rawattn._call.hints import cast
 from rawattn._call.layout import Lengths
 from rawattn._call.options import Options, structural
@@ -22,13 +21,13 @@ from rawattn._call.structure import Structure, structure
 from rawattn._interop import arrays
 from rawattn._interop.arrays import HOST, Imported
 from rawattn._interop.native import Native, Read, View, native
-from rawattn._kernels.operands import Operands, contiguous
 from rawattn._kernels.selection import selection
+from rawattn._runtime.calls import Call, describe, elsewhere, prepare
 from rawattn._runtime.devices import gpu_available
 from rawattn._runtime.verbs import Verb
 
 if TYPE_CHECKING:
-    from rawattn._runtime.prepared import Prepared
+    pass
 
 Arrays = Sequence[Any]
 
@@ -36,24 +35,6 @@ Arrays = Sequence[Any]
 _prepared: dict[Any, Call] = {}
 _MAX_PREPARED = 512
 _prepared_lock = threading.Lock()
-
-
-class Call(NamedTuple):
-    """A call on one GPU with its arrays' form known.
-
-    results: shape and dtype of each output, None for one that is not wanted.
-    made: place, shape and dtype of those that are the library's to make.
-    copies: which inputs are copied before every run, None where none is.
-    reach: of each array in the order of the verb's names, the bytes from its address to its first and past its last one.
-    """
-
-    prepared: Prepared
-    problem: problem.Problem
-    lengths: Lengths
-    results: tuple[tuple[tuple[int, ...], np.dtype[Any]] | None, ...]
-    made: tuple[tuple[int, tuple[int, ...], np.dtype[Any]], ...]
-    copies: tuple[bool, ...] | None
-    reach: tuple[tuple[int, int], ...]
 
 
 def run(
@@ -177,100 +158,6 @@ def _prepare_natives(
     return prepare(verb, views, options, flag, read[1][verb.q * 4 + 3], read[2], framework)
 
 
-def prepare(
-    verb: Verb,
-    views: Sequence[Any],
-    options: Options,
-    flag: bool,
-    device: int,
-    pointers: int,
-    framework: str,
-) -> Call:
-    """A call on arrays of this form, described, checked, and made ready to launch.
-
-    views: of all the verb's arrays, with `shape`, `strides`, `dtype` and `device`; None for one that is not given or the
-    library's own. pointers: all addresses OR-ed together. framework: that of the caller's arrays.
-    """
-    named = dict(zip(verb.names, views, strict=True))
-    described, lengths, results = _describe(verb, named, options, flag, framework)
-    for name, view in named.items():
-        if view is not None and view.device != device:
-            shown = f"{verb.prefix}{name}" if name in verb.outputs else name
-            raise ValueError(_elsewhere(shown, view.device, device))
-    form = structure(lengths)
-    for place in form.devices:
-        if place != device:
-            raise ValueError(
-                f"seqs: holds an array on {_place(place)}, but q is on {_place(device)}; "
-                "move them to one device"
-            )
-    inputs = [named[name] for name in verb.inputs]
-    copies = tuple(_is_copied(verb, name, x) for name, x in zip(verb.inputs, inputs, strict=True))
-    strides: dict[str, tuple[int, ...]] = {}
-    for name, x, copy in zip(verb.inputs, inputs, copies, strict=True):
-        if x is not None and name not in verb.whole:
-            strides[name] = contiguous(x.shape, x.dtype.itemsize) if copy else x.strides
-    ours = set()
-    for name, result in zip(verb.outputs, results, strict=True):
-        target = named[name]
-        if target is not None:
-            strides[name] = target.strides
-        elif result is not None:
-            ours.add(name)
-            if name not in verb.whole:
-                strides[name] = contiguous(result[0], result[1].itemsize)
-    operands = Operands(strides, pointers % 16, frozenset(ours))
-    prepared = launches(verb, described, lengths, operands, flag, device)
-    reach = tuple((0, 0) if x is None else byte_range(x, 0) for x in views)
-    made = tuple(
-        (n, *result)
-        for n, (name, result) in enumerate(zip(verb.outputs, results, strict=True))
-        if result is not None and named[name] is None
-    )
-    copied = copies if any(copies) else None
-    return Call(prepared, described, lengths, results, made, copied, reach)
-
-
-def launches(
-    verb: Verb,
-    described: problem.Problem,
-    lengths: Lengths,
-    operands: Operands,
-    flag: bool,
-    device: int,
-) -> Prepared:
-    """What the fastest family of kernels that supports a call launches for it, loaded."""
-    from rawattn._kernels import registry
-    from rawattn._runtime import kernel
-    from rawattn._runtime.prepared import Prepared
-
-    form = structure(lengths)
-    if form.ragged:
-        described = replace(described, max_seqlen_q=form.q.most, max_seqlen_k=form.k.most)
-    target = kernel.target(device)
-    family = registry.choose(verb.name, described, target, operands)
-    steps = family.steps(described, form, operands, target, **verb.more(flag))
-    return Prepared(steps, form, lengths, device, verb.names)
-
-
-def _describe(
-    verb: Verb, named: dict[str, Any], options: Options, flag: bool, framework: str
-) -> tuple[problem.Problem, Lengths, tuple[tuple[tuple[int, ...], np.dtype[Any]] | None, ...]]:
-    """Every check of a call's arrays and options, and what it gives."""
-    described, lengths = problem.describe(named["q"], named["k"], named["v"], options, framework)
-    verb.check(described, named)
-    results = verb.results(described, named["q"].dtype, flag)
-    for name, result in zip(verb.outputs, results, strict=True):
-        target = named[name]
-        if target is None or result is None:
-            continue
-        others = {x: named[x] for x in verb.inputs}
-        others |= {f"{verb.prefix}{x}": named[x] for x in verb.outputs if x != name}
-        shape, dtype = result
-        check_out(target, shape=shape, dtype=dtype, others=others, name=f"{verb.prefix}{name}")
-    return described, lengths, results
-
-
 def _check_reach(
     verb: Verb,
     call: Call,
@@ -312,19 +199,6 @@ def _view(name: str, own: Native, array: Any) -> View:
             f"{name}: {error}; accepted are float16, bfloat16 and float32: convert it, as by "
             f"{cast(arrays.framework_of(array), name, 'float32')}"
         ) from None
-
-
-def _is_copied(verb: Verb, name: str, view: Any) -> bool:
-    if view is None or 0 in view.shape:
-        return False
-    itemsize = view.dtype.itemsize
-    if name in verb.whole:
-        dense = contiguous(view.shape, itemsize)
-        return any(
-            n > 1 and stride != wanted
-            for n, stride, wanted in zip(view.shape, view.strides, dense, strict=True)
-        )
-    return bool(view.shape[-1] > 1 and view.strides[-1] != itemsize)
 
 
 def _remember(key: Any, call: Call) -> None:
@@ -371,7 +245,7 @@ def _imported(
         for name, each in zip(verb.names, given, strict=True):
             if each is not None and each.device != device:
                 shown = f"{verb.prefix}{name}" if name in verb.outputs else name
-                raise ValueError(_elsewhere(shown, each.device, device))
+                raise ValueError(elsewhere(shown, each.device, device))
         count = len(inputs)
         views = [None if x is None else x.array for x in given]
         place = _backend(backend, device)
@@ -414,7 +288,7 @@ def cpu(
 ) -> Sequence[Any]:
     """NumPy arrays, by the CPU backend."""
     named = dict(_named(verb, inputs, targets))
-    described, lengths, specs = _describe(verb, named, options, flag, framework)
+    described, lengths, specs = describe(verb, named, options, flag, framework)
     results = []
     for target, spec, padding in zip(targets, specs, verb.padding, strict=True):
         result = target
@@ -439,7 +313,7 @@ def _cuda_from_host(
         on_device.set(np.asarray(host, order="C"))
         return on_device
 
-    _describe(verb, dict(_named(verb, inputs, targets)), options, flag, framework)
+    describe(verb, dict(_named(verb, inputs, targets)), options, flag, framework)
     # The caller's own arrays travel too: their padding rows come back as they were.
     results = cuda(verb, [*map(upload, inputs)], [*map(upload, targets)], options, flag, framework)
     found = []
@@ -473,11 +347,3 @@ def _cpu_from_device(
                 array.set(result)
             found.append(array)
         return found
-
-
-def _elsewhere(name: str, device: int, q_device: int) -> str:
-    return f"{name}: on {_place(device)}, but q is on {_place(q_device)}; move them to one device"
-
-
-def _place(device: int) -> str:
-    return "the host" if device == HOST else f"GPU {device}"

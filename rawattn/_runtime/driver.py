@@ -1,4 +1,4 @@
-"""The two calls of the CUDA driver that CuPy does not offer.
+"""The call of the CUDA driver that CuPy does not offer.
 
 Straight from the driver's library: CUDA's Python bindings have them too, but take 14 ms to import, half of what a process
 would wait for its first cached kernel.
@@ -16,7 +16,6 @@ _LIBRARY = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
 # Of cuda.h.
 _DATA_TYPES = {"float16": 6, "bfloat16": 9}
 _NOT_INTERLEAVED, _SWIZZLE_128B, _L2_PROMOTION_256B, _ZEROS_OUTSIDE = 0, 3, 3, 0
-CAPTURE_RELAXED = 2
 
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
 
@@ -48,13 +47,6 @@ def encode_tensor_map(
         *(_NOT_INTERLEAVED, _SWIZZLE_128B, _L2_PROMOTION_256B, _ZEROS_OUTSIDE),
     )
     return room.raw[start : start + _MAP_BYTES]
-
-
-def exchange_capture_mode(mode: int) -> int:
-    """Sets what the calling thread may do while a stream captures a graph, and returns what was set before."""
-    exchanged = ctypes.c_int(mode)
-    _call("cuThreadExchangeStreamCaptureMode", ctypes.byref(exchanged))
-    return exchanged.value
 
 
 def _call(name: str, *arguments: object) -> None:

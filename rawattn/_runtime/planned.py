@@ -14,7 +14,7 @@ from rawattn._call.options import Options
 from rawattn._interop import arrays, streams
 from rawattn._interop.native import Native, Read
 from rawattn._runtime import dispatch
-from rawattn._runtime.dispatch import Call
+from rawattn._runtime.calls import Call
 from rawattn._runtime.prepared import Own
 from rawattn._runtime.verbs import Verb
 
@@ -53,7 +53,6 @@ class GpuPlan:
                 f"{name}: its last axis is not dense, so each call would copy it, and a plan allocates nothing; "
                 f"pass a contiguous copy of it"
             )
-        self._lengths = lengths
         self._stream = own.stream(device)
         self._streams = {self._stream}
         self._results = [

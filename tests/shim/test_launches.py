@@ -13,7 +13,7 @@ from rawattn._call.problem import describe, result_shapes
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import repack
 from rawattn._kernels.sm90 import forward as sm90_forward
-from rawattn._runtime import dispatch
+from rawattn._runtime import calls
 from rawattn._runtime.prepared import Prepared
 from rawattn._runtime.verbs import BACKWARD, FORWARD, Verb
 from tests.cases import CANARY, Case, Strided, dense, padded, ragged, repacked, strided
@@ -70,7 +70,7 @@ def prepared(
         pointers |= operand.address
     strides = {name: operand.strides for name, operand in operands.items()}
     together = Operands(strides, pointers % 16, frozenset(ours))
-    return dispatch.launches(verb, problem, lengths, together, flag, 0)
+    return calls.launches(verb, problem, lengths, together, flag, 0)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -1,0 +1,154 @@
+"""A call on one GPU, from its arrays' form: described and checked, its kernels chosen, ready to launch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from rawattn._call import problem
+from rawattn._call.checks import byte_range, check_out
+from rawattn._call.layout import Lengths
+from rawattn._call.options import Options
+from rawattn._call.structure import structure
+from rawattn._interop.arrays import HOST
+from rawattn._kernels.operands import Operands, contiguous
+from rawattn._runtime.verbs import Verb
+
+if TYPE_CHECKING:
+    from rawattn._runtime.prepared import Prepared
+
+
+class Call(NamedTuple):
+    """A call on one GPU with its arrays' form known.
+
+    results: shape and dtype of each output, None for one that is not wanted.
+    made: place, shape and dtype of those that are the library's to make.
+    copies: which inputs are copied before every run, None where none is.
+    reach: of each array in the order of the verb's names, the bytes from its address to its first and past its last one.
+    """
+
+    prepared: Prepared
+    problem: problem.Problem
+    lengths: Lengths
+    results: tuple[tuple[tuple[int, ...], np.dtype[Any]] | None, ...]
+    made: tuple[tuple[int, tuple[int, ...], np.dtype[Any]], ...]
+    copies: tuple[bool, ...] | None
+    reach: tuple[tuple[int, int], ...]
+
+
+def prepare(
+    verb: Verb,
+    views: Sequence[Any],
+    options: Options,
+    flag: bool,
+    device: int,
+    pointers: int,
+    framework: str,
+) -> Call:
+    """A call on arrays of this form, described, checked, and made ready to launch.
+
+    views: of all the verb's arrays, with `shape`, `strides`, `dtype` and `device`; None for one that is not given or the
+    library's own. pointers: all addresses OR-ed together. framework: that of the caller's arrays.
+    """
+    named = dict(zip(verb.names, views, strict=True))
+    described, lengths, results = describe(verb, named, options, flag, framework)
+    for name, view in named.items():
+        if view is not None and view.device != device:
+            shown = f"{verb.prefix}{name}" if name in verb.outputs else name
+            raise ValueError(elsewhere(shown, view.device, device))
+    form = structure(lengths)
+    for place in form.devices:
+        if place != device:
+            raise ValueError(
+                f"seqs: holds an array on {name_of(place)}, but q is on {name_of(device)}; "
+                "move them to one device"
+            )
+    inputs = [named[name] for name in verb.inputs]
+    copies = tuple(_is_copied(verb, name, x) for name, x in zip(verb.inputs, inputs, strict=True))
+    strides: dict[str, tuple[int, ...]] = {}
+    for name, x, copy in zip(verb.inputs, inputs, copies, strict=True):
+        if x is not None and name not in verb.whole:
+            strides[name] = contiguous(x.shape, x.dtype.itemsize) if copy else x.strides
+    ours = set()
+    for name, result in zip(verb.outputs, results, strict=True):
+        target = named[name]
+        if target is not None:
+            strides[name] = target.strides
+        elif result is not None:
+            ours.add(name)
+            if name not in verb.whole:
+                strides[name] = contiguous(result[0], result[1].itemsize)
+    operands = Operands(strides, pointers % 16, frozenset(ours))
+    prepared = launches(verb, described, lengths, operands, flag, device)
+    reach = tuple((0, 0) if x is None else byte_range(x, 0) for x in views)
+    made = tuple(
+        (n, *result)
+        for n, (name, result) in enumerate(zip(verb.outputs, results, strict=True))
+        if result is not None and named[name] is None
+    )
+    copied = copies if any(copies) else None
+    return Call(prepared, described, lengths, results, made, copied, reach)
+
+
+def launches(
+    verb: Verb,
+    described: problem.Problem,
+    lengths: Lengths,
+    operands: Operands,
+    flag: bool,
+    device: int,
+) -> Prepared:
+    """What the fastest family of kernels that supports a call launches for it, loaded."""
+    from rawattn._kernels import registry
+    from rawattn._runtime import kernel
+    from rawattn._runtime.prepared import Prepared
+
+    form = structure(lengths)
+    if form.ragged:
+        described = replace(described, max_seqlen_q=form.q.most, max_seqlen_k=form.k.most)
+    target = kernel.target(device)
+    family = registry.choose(verb.name, described, target, operands)
+    steps = family.steps(described, form, operands, target, **verb.more(flag))
+    return Prepared(steps, form, lengths, device, verb.names)
+
+
+def describe(
+    verb: Verb, named: dict[str, Any], options: Options, flag: bool, framework: str
+) -> tuple[problem.Problem, Lengths, tuple[tuple[tuple[int, ...], np.dtype[Any]] | None, ...]]:
+    """Every check of a call's arrays and options, and what it gives."""
+    described, lengths = problem.describe(named["q"], named["k"], named["v"], options, framework)
+    verb.check(described, named)
+    results = verb.results(described, named["q"].dtype, flag)
+    for name, result in zip(verb.outputs, results, strict=True):
+        target = named[name]
+        if target is None or result is None:
+            continue
+        others = {x: named[x] for x in verb.inputs}
+        others |= {f"{verb.prefix}{x}": named[x] for x in verb.outputs if x != name}
+        shape, dtype = result
+        check_out(target, shape=shape, dtype=dtype, others=others, name=f"{verb.prefix}{name}")
+    return described, lengths, results
+
+
+def _is_copied(verb: Verb, name: str, view: Any) -> bool:
+    if view is None or 0 in view.shape:
+        return False
+    itemsize = view.dtype.itemsize
+    if name in verb.whole:
+        dense = contiguous(view.shape, itemsize)
+        return any(
+            n > 1 and stride != wanted
+            for n, stride, wanted in zip(view.shape, view.strides, dense, strict=True)
+        )
+    return bool(view.shape[-1] > 1 and view.strides[-1] != itemsize)
+
+
+def elsewhere(name: str, device: int, q_device: int) -> str:
+    return f"{name}: on {name_of(device)}, but q is on {name_of(q_device)}; move them to one device"
+
+
+def name_of(device: int) -> str:
+    return "the host" if device == HOST else f"GPU {device}"
