@@ -1,38 +1,103 @@
-"""What the documentation shows runs: the README's Python, and the examples in docstrings."""
+"""What the documentation shows runs: the Python of its pages, the examples in docstrings, and the site itself.
+
+Blocks of README.md and of the pages in STANDALONE are run one by one, those of other pages in their order. What
+needs a GPU is left out where there is none: blocks that import CuPy, and those behind the mark <!-- gpu -->.
+docs/frameworks.md is run by tests/test_torch.py and tests/test_jax.py.
+"""
 
 from __future__ import annotations
 
 import doctest
 import importlib
+import importlib.util
 import re
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
+import rawattn
+
 ROOT = Path(__file__).resolve().parents[1]
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text("utf-8"), re.M | re.S)
-MARKS = {"cupy": pytest.mark.gpu, "torch": pytest.mark.frameworks, "jax": pytest.mark.frameworks}
+STANDALONE = ("README.md", "docs/index.md", "docs/guides/plans.md")
+IN_ORDER = (
+    "docs/guides/inference.md",
+    "docs/guides/training.md",
+    "docs/guides/torch.md",
+    "docs/guides/jax.md",
+    "docs/guides/lengths.md",
+    "docs/guides/limits.md",
+    "docs/coming-from.md",
+    "docs/how-fast.md",
+    "docs/troubleshooting.md",
+)
+LIBRARIES = ("cupy", "torch", "jax")
+_BLOCK = re.compile(r"(<!-- gpu -->\n\n)?^```python\n(.*?)^```$", re.M | re.S)
 
 
-def library(block: str) -> str:
-    return next((name for name in MARKS if f"import {name}" in block), "numpy")
+class Block(NamedTuple):
+    page: str
+    code: str
+    needs_gpu: bool
+
+    @property
+    def libraries(self) -> set[str]:
+        """Those that it cannot do without; one that it tries to import it can."""
+        return {name for name in LIBRARIES if re.search(rf"^import {name}\b", self.code, re.M)}
 
 
-def parameters() -> list[object]:
-    return [
-        pytest.param(block, marks=MARKS.get(library(block), ()), id=f"{n}-{library(block)}")
-        for n, block in enumerate(BLOCKS)
+def blocks(page: str) -> list[Block]:
+    found = [
+        Block(page, code, bool(marked))
+        for marked, code in _BLOCK.findall((ROOT / page).read_text("utf-8"))
     ]
+    return [b._replace(needs_gpu=b.needs_gpu or "cupy" in b.libraries) for b in found]
 
 
-@pytest.mark.parametrize("block", parameters())
-def test_readme(block: str) -> None:
-    pytest.importorskip(library(block))
-    exec(compile(block, "README.md", "exec"), {})
+def run(chosen: list[Block]) -> None:
+    for name in sorted(set().union(*(block.libraries for block in chosen))):
+        pytest.importorskip(name)
+    names: dict[str, Any] = {}
+    for block in chosen:
+        exec(compile(block.code, block.page, "exec"), names)
 
 
-def test_readme_shows_every_library() -> None:
-    assert {library(block) for block in BLOCKS} == {"numpy", *MARKS}
+def marks(chosen: list[Block]) -> list[pytest.MarkDecorator]:
+    libraries = set().union(*(block.libraries for block in chosen))
+    gpu = [pytest.mark.gpu] if any(block.needs_gpu for block in chosen) else []
+    return gpu + ([pytest.mark.frameworks] if libraries & {"torch", "jax"} else [])
+
+
+def units() -> list[Any]:
+    """What runs in one namespace: a block, or a page, whose blocks for the GPU make another run of it."""
+    found: dict[str, list[Block]] = {}
+    for page in STANDALONE:
+        for n, block in enumerate(blocks(page)):
+            found[f"{page}-{n}-{'-'.join(sorted(block.libraries)) or 'numpy'}"] = [block]
+    for page in IN_ORDER:
+        every = blocks(page)
+        found[page] = [block for block in every if not block.needs_gpu]
+        if len(found[page]) < len(every):
+            found[f"{page}-gpu"] = every
+    return [pytest.param(x, marks=marks(x), id=name) for name, x in found.items()]
+
+
+@pytest.mark.parametrize("chosen", units())
+def test_page(chosen: list[Block]) -> None:
+    assert chosen
+    run(chosen)
+
+
+def test_every_page_with_python_is_run() -> None:
+    pages = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/**/*.md")}
+    with_python = {page for page in pages if blocks(page)}
+    assert with_python - {"docs/frameworks.md"} == {*STANDALONE, *IN_ORDER} - {"README.md"}
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_front_shows_every_library(page: str) -> None:
+    assert set().union(*(block.libraries for block in blocks(page))) == set(LIBRARIES)
+    assert any(not block.libraries for block in blocks(page))
 
 
 @pytest.mark.parametrize(
@@ -42,3 +107,67 @@ def test_docstrings(name: str) -> None:
     results = doctest.testmod(importlib.import_module(name), verbose=False)
     assert results.attempted > 0
     assert results.failed == 0
+
+
+def hook(name: str) -> Any:
+    """A module of docs/, which is no package."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"docs/{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_links_that_leave_the_pages_lead_to_the_repository() -> None:
+    text = (
+        "[a](../../examples/train.py) [b](lengths.md#packed) [c](../frameworks.md) "
+        "![d](../../bench/results/forward-h200.png)\n\n[e]: ../../README.md\n"
+    )
+    assert hook("links").rewritten(text, "guides/page.md", "https://host/us") == (
+        "[a](https://host/us/blob/main/examples/train.py) [b](lengths.md#packed) "
+        "[c](../frameworks.md) ![d](../plots/forward-h200.png)\n\n"
+        "[e]: https://host/us/blob/main/README.md\n"
+    )
+
+
+def test_links_that_leave_the_pages_lead_to_files() -> None:
+    for path in ROOT.glob("docs/**/*.md"):
+        for link in re.findall(r"\]\((\.\./[^)\s#]+)", path.read_text("utf-8")):
+            assert (path.parent / link).exists(), f"{path.name}: {link}"
+
+
+def test_remarks_behind_the_items_of_a_section_have_a_heading() -> None:
+    pytest.importorskip("griffe")
+    items = "Sum.\n\nReturns\n-------\nout : array\n    Its rows.\nlse : array\n\n"
+    remark, rest = "A row of no keys is 0.\nNaN spreads.", "\n\nNotes\n-----\nOne.\n\nTwo."
+    with_remarks = hook("signatures").with_remarks
+    assert with_remarks(f"{items}{remark}{rest}") == f"{items}Remarks\n-------\n{remark}{rest}"
+    assert with_remarks(f"{items.strip()}{rest}") == f"{items.strip()}{rest}"
+
+
+@pytest.mark.filterwarnings("ignore")  # of MkDocs and its plugins, which are not ours to mend
+def test_the_site_documents_every_public_name(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason='pip install -e ".[docs]"')
+    pytest.importorskip("mkdocstrings", reason='pip install -e ".[docs]"')
+    from mkdocs.commands.build import build
+    from mkdocs.config import load_config
+    from mkdocstrings import Inventory
+    from pygments.styles import get_style_by_name
+    from pygments.token import Keyword
+
+    build(load_config(str(ROOT / "mkdocs.yml"), strict=True, site_dir=str(tmp_path)))
+    with (tmp_path / "objects.inv").open("rb") as file:
+        found = set(Inventory.parse_sphinx(file))
+    public = {name for name in rawattn.__all__ if name not in ("__version__", "reference")}
+    optional = {"torch.attention", "torch.register_transformers", "jax.attention"}
+    reference = {"reference.attention", "reference.attention_backward"}
+    assert {f"rawattn.{name}" for name in public | optional | reference} <= found
+
+    colour = get_style_by_name("default").style_for_token(Keyword)["color"]
+    for name in ("index.html", "reference/rawattn.html"):
+        assert f"#{colour}" in (tmp_path / name).read_text("utf-8"), f"{name}: code has no colours"
+    page = (tmp_path / "how-fast.html").read_text("utf-8")
+    plots = re.findall(r'src="(plots/[^"]+)"', page)
+    assert len(plots) == len(list(ROOT.glob("bench/results/*.png")))
+    assert all((tmp_path / plot).is_file() for plot in plots)
+    assert "unknown" not in (tmp_path / "reference/rawattn.html").read_text("utf-8")
