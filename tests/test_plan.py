@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,6 +13,9 @@ import pytest
 
 import rawattn
 from rawattn import Gradients, SeqLayout, attention, attention_backward, plan
+from rawattn._call.options import DEFAULTS
+from rawattn._runtime import planned
+from rawattn._runtime.verbs import FORWARD
 
 RNG = np.random.default_rng(0)
 
@@ -85,3 +92,35 @@ def test_only_verbs_are_planned() -> None:
         made(q, k, v, scale=2.0)
     with pytest.raises(TypeError, match=r"^k: this plan takes"):
         made(q, k, v, k=k)
+
+
+@pytest.mark.parametrize("device", [0, 1])
+def test_planning_is_done_on_the_gpu_of_the_arrays(
+    device: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where another one is current: kernels are loaded and memory is allocated on the current one."""
+    current, seen = [0], []
+
+    @contextlib.contextmanager
+    def switched(to: int) -> Iterator[None]:
+        current.append(to)
+        yield
+        current.pop()
+
+    class Planned(Exception):
+        pass
+
+    def find(*_: Any) -> Any:
+        seen.append(current[-1])
+        raise Planned
+
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(Device=switched)))
+    monkeypatch.setattr(planned.dispatch, "find", find)
+    own: Any = SimpleNamespace(current_device=lambda: current[-1])
+    form = ((1, 5, 2, 8), (160, 32, 16, 2), np.dtype(np.float16), device) * 3
+    with contextlib.suppress(Planned):
+        planned.GpuPlan(
+            *(FORWARD, own, ([0] * 3, form, 0, False), (None,) * 3, (None,) * 2),
+            *(DEFAULTS, False, tuple),
+        )
+    assert seen == [device]

@@ -46,6 +46,17 @@ class GpuPlan:
         self._verb, self._own, self._device, self._returned = verb, own, device, returned
         self._inputs, self._options, self._flag = tuple(inputs), options, flag
         self._count = len(self._inputs)
+        if device != own.current_device():
+            import cupy
+
+            with cupy.cuda.Device(device):
+                self._prepare(read, targets)
+        else:
+            self._prepare(read, targets)
+
+    def _prepare(self, read: Read, targets: Sequence[Any]) -> None:
+        """Kernels and memory, on the current GPU, which is that of the arrays."""
+        verb, own, device, inputs = self._verb, self._own, self._device, self._inputs
         call, lengths = self._find(read, inputs, targets)
         if call.copies is not None:
             name = next(n for n, copy in zip(verb.inputs, call.copies, strict=True) if copy)
@@ -59,7 +70,7 @@ class GpuPlan:
             target if target is not None or result is None else own.empty(*result, inputs[verb.q])
             for target, result in zip(targets, call.results, strict=True)
         ]
-        self._result = returned(self._results)
+        self._result = self._returned(self._results)
         self._result_addresses = [0 if x is None else own.address(x) for x in self._results]
         self._form = self._read(self._inputs)[1]
         self._alignment = _alignment([*read[0], *self._result_addresses])

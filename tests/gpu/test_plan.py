@@ -212,3 +212,48 @@ def test_memory_is_freed_with_the_plan() -> None:
             del plan
             gc.collect()
             assert pool.used_bytes() == before
+
+
+def _second_gpu(name: str) -> Any:
+    if cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("one GPU")
+    framework_of(name)
+    return Torch("cuda:1") if name == "torch" else CUPY
+
+
+@each_case
+@pytest.mark.parametrize("name", ["cupy", "torch"])
+def test_planned_while_another_gpu_is_current(case: Case, name: str) -> None:
+    framework = _second_gpu(name)
+    with cupy.cuda.Device(1):
+        call = arguments(materialise(case), case, framework)
+        expected = bits(rawattn.attention(**call), framework)
+    q, k, v = (call.pop(name) for name in "qkv")
+    assert cupy.cuda.runtime.getDevice() == 0
+    plan = rawattn.plan(rawattn.attention, q, k, v, **call)
+    assert cupy.cuda.runtime.getDevice() == 0
+    for given in ((), (q, k, v)):
+        results = plan(*given)
+        assert cupy.cuda.runtime.getDevice() == 0
+        for x in results:
+            assert (x.get_device() if name == "torch" else x.data.device_id) == 1
+        with cupy.cuda.Device(1):
+            assert bits(results, framework) == expected
+
+
+@pytest.mark.parametrize("name", ["cupy", "torch"])
+def test_a_backward_planned_while_another_gpu_is_current(name: str) -> None:
+    framework = _second_gpu(name)
+    case = CASES[0]
+    with cupy.cuda.Device(1):
+        call = arguments(materialise(case), case, framework)
+        out, lse = rawattn.attention(**call)
+        del call["return_lse"]
+        call |= {"deterministic": True}
+        arrays = (out, *(call.pop(name) for name in "qkv"), out, lse)
+        expected = bits(rawattn.attention_backward(*arrays, **call)[:3], framework)
+    plan = rawattn.plan(rawattn.attention_backward, *arrays, **call)
+    gradients = plan()[:3]
+    assert cupy.cuda.runtime.getDevice() == 0
+    with cupy.cuda.Device(1):
+        assert bits(gradients, framework) == expected
