@@ -299,3 +299,9 @@ def test_another_name() -> None:
     exact = model(tokens()).logits
     model.set_attn_implementation("rawattn-again")
     torch.testing.assert_close(model(tokens()).logits, exact, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "got"), [(3, r"3 \(int\)"), (None, r"None \(NoneType\)")])
+def test_a_name_is_text(name: Any, got: str) -> None:
+    with pytest.raises(TypeError, match=f"^name: got {got}, expected a str"):
+        rawattn.torch.register_transformers(name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import reprlib
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -61,6 +62,11 @@ class Visible:
 
 
 def register(name: str) -> None:
+    if not isinstance(name, str):
+        raise TypeError(
+            f"name: got {reprlib.repr(name)} ({type(name).__name__}), expected a str, as in "
+            'register_transformers("rawattn")'
+        )
     AttentionInterface.register(name, forward)
     masking_utils.AttentionMaskInterface.register(name, visible)
 
