@@ -305,7 +305,46 @@ OPTIONS = [
 
 LENGTHS = [
     Mistake(
-        "attention(q, k, v, seqs=[0, 5, 10])", TypeError, "seqs: got list, expected a SeqLayout"
+        "attention(q, k, v, seqs=[0, 5, 10])",
+        TypeError,
+        "seqs: got list, expected a SeqLayout...write rawattn.SeqLayout(seqstart_q=[0, 5, 10]), of lengths "
+        "rawattn.SeqLayout.from_lengths(",
+    ),
+    Mistake(
+        "attention(packed, packed, packed, seqs=np.array([0, 5, 10]))",
+        TypeError,
+        "seqs: got ndarray, expected a SeqLayout...write rawattn.SeqLayout(seqstart_q=cu_seqlens), of lengths "
+        "rawattn.SeqLayout.from_lengths(",
+    ),
+    Mistake(
+        "attention_vjp(packed, longer, longer, seqs=(np.array([0, 10]), np.array([0, 14])))",
+        TypeError,
+        "seqs: got tuple, expected a SeqLayout...write rawattn.SeqLayout(seqstart_q=..., seqstart_k=...)",
+    ),
+    Mistake(
+        "attention_backward(packed, packed, packed, packed, packed, lse, seqs=list(range(100)))",
+        TypeError,
+        "seqs: got list, expected a SeqLayout...write rawattn.SeqLayout(seqstart_q=...), of lengths",
+    ),
+    Mistake(
+        "attention(q, k, v, seqs={'seqlen_k': [3, 7]})",
+        TypeError,
+        "seqs: got dict, expected a SeqLayout or None; write rawattn.SeqLayout(**seqs)",
+    ),
+    Mistake(
+        "plan(attention, q, k, v, seqs=np.ones((2, 7), bool))",
+        TypeError,
+        "seqs: got ndarray, expected a SeqLayout...rawattn.SeqLayout.from_padding_mask(mask)",
+    ),
+    Mistake(
+        "attention(q, k, v, seqs=7)",
+        TypeError,
+        "seqs: got int, expected a SeqLayout or None; dense sequences of equal lengths need none",
+    ),
+    Mistake(
+        "rawattn.reference.attention(packed, packed, packed, seqs=[0, 5, 10])",
+        TypeError,
+        "seqs: got list, expected a SeqLayout...write rawattn.SeqLayout(seqstart_q=[0, 5, 10])",
     ),
     Mistake(
         "attention(q, k, v, seqs=SeqLayout(seqstart_q=[0, 5, 10]))",
@@ -421,6 +460,11 @@ TORCH = [
         "is_causal: rawattn.torch.attention has no such argument; write causal=True",
     ),
     Mistake(
+        "rawattn.torch.attention(t[0], t[0], t[0], seqs=torch.tensor([0, 2, 5]))",
+        TypeError,
+        "seqs: got Tensor, expected a SeqLayout...write rawattn.SeqLayout(seqstart_q=cu_seqlens), of lengths",
+    ),
+    Mistake(
         "rawattn.torch.attention(q, q, q)",
         TypeError,
         "q: got ndarray, expected a torch.Tensor; rawattn.attention takes arrays of every library",
@@ -462,6 +506,11 @@ JAX = [
         "rawattn.jax.attention(n, n.astype('int8'), n)",
         TypeError,
         "k: got dtype int8, expected float16, bfloat16 or float32; convert it, as by k.astype(jnp.float32)",
+    ),
+    Mistake(
+        "rawattn.jax.attention(n[0], n[0], n[0], seqs=[0, 2, 5])",
+        TypeError,
+        "seqs: got list, expected a SeqLayout...write rawattn.SeqLayout(seqstart_q=[0, 2, 5]), of lengths",
     ),
     Mistake(
         "rawattn.jax.attention(n, n, n, is_causal=True)",

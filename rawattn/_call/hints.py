@@ -167,6 +167,29 @@ def _sequence_advice(obj: Sequence[object], name: str) -> str:
     return f"pass numpy.asarray({name}) in the dtype that is meant, as by np.asarray({name}, np.float32)"
 
 
+def layout_advice(obj: object) -> str:
+    """The end of a message about `seqs` that is no SeqLayout: what to make of what was given."""
+    shape, dtype = getattr(obj, "shape", None), str(getattr(obj, "dtype", ""))
+    if shape is not None and len(shape) == 2 and dtype.endswith("bool"):
+        return "; of a mask (True for a token) rawattn.SeqLayout.from_padding_mask(mask)"
+    if isinstance(obj, dict):
+        return "; write rawattn.SeqLayout(**seqs)"
+    if isinstance(obj, (int, np.integer)):
+        return "; dense sequences of equal lengths need none"
+    shown = "..."
+    if isinstance(obj, (list, tuple)):
+        if any(hasattr(each, "__len__") or hasattr(each, "shape") for each in obj):
+            return "; write rawattn.SeqLayout(seqstart_q=..., seqstart_k=...) of starts"
+        few = len(obj) <= 8 and all(isinstance(each, (int, np.integer)) for each in obj)
+        shown = str([int(each) for each in obj]) if few else shown
+    elif shape is not None:
+        shown = "cu_seqlens"
+    return (
+        f"; of starts (cumulative lengths) write rawattn.SeqLayout(seqstart_q={shown}), of lengths "
+        "rawattn.SeqLayout.from_lengths(...), of a padded batch's rawattn.SeqLayout(seqlen_q=..., seqlen_k=...)"
+    )
+
+
 def window_end(value: Any) -> int | None:
     """One end of `window`: an int >= 0, or None for an unbounded side.
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from rawattn._call import integers
 from rawattn._call.given import Given, check_maximum, common_batch, read_side
-from rawattn._call.hints import NoOthers, hides_unknown, refuse_unknown
+from rawattn._call.hints import NoOthers, hides_unknown, layout_advice, refuse_unknown
 from rawattn._interop.xla import is_traced
 
 if TYPE_CHECKING:  # type checkers bring it: nothing is installed for it
@@ -319,7 +319,9 @@ def bind(seqs: SeqLayout | None, *, batch: int | None, rows_q: int, rows_k: int)
             raise _not_packed("None")
         return _dense(batch, rows_q, rows_k)
     if not isinstance(seqs, SeqLayout):
-        raise TypeError(f"seqs: got {type(seqs).__name__}, expected a SeqLayout or None")
+        raise TypeError(
+            f"seqs: got {type(seqs).__name__}, expected a SeqLayout or None{layout_advice(seqs)}"
+        )
     if batch is None and not seqs.group:
         raise _not_packed("a SeqLayout without seqstart_q")
     lengths = seqs._bindings.get((batch, rows_q, rows_k))
