@@ -27,9 +27,62 @@ struct Strides {
   int64 batch, row, head;
 };
 
-// What becomes of q . k before the softmax.
+// What becomes of q . k before the softmax: scaled, then capped.
 struct Scores {
-  float scale;
+  float scale, softcap;
+};
+
+// What is added to scores. Strides are in elements, 0 where the bias is the same for all.
+struct Bias {
+  const void* data;
+  int64 batch, head, row, key;
+  // query heads that share a head of it
+  int group;
+  // its extents: no row or key beyond them is read, whatever the lengths are
+  int rows, keys;
+};
+
+// A number for each query head. Strides are in elements.
+struct PerHead {
+  const void* data;
+  int64 batch, head;
+  // 0: float32, 1: float16, 2: bfloat16
+  int kind;
+};
+
+// Which probabilities are kept (docs/notes/dropout.md).
+struct Dropout {
+  // an integer on the device; null: seed_value
+  const void* seed;
+  int64 seed_value;
+  int seed_is_64bit;
+  unsigned threshold;
+  // of what is kept: 1 / (1 - dropout_p)
+  float factor;
+};
+
+// Keys that are hidden one by one. Bit n of a half-word is the key n of its 16; strides are in half-words.
+struct BlockMask {
+  const unsigned short* bits;
+  int64 batch, head, row;
+  // query heads that share a head of it
+  int group;
+  // of each sequence, head of the mask and tile of the walked side's partner: how many tiles meet it, and those
+  const int* tiles;
+  int64 tiles_batch, tiles_head, tiles_row;
+};
+
+// An array that a score function reads. Strides are in elements.
+struct Captured {
+  const void* data;
+  int64 strides[4];
+  int extents[4];
+};
+
+// What a score function reads, in the order of its names.
+struct CapturedArrays {
+  Captured array0, array1, array2, array3, array4, array5, array6, array7;
+  float scalars[8];
 };
 
 // Which keys a query sees (attn/visible.cuh).
@@ -56,6 +109,11 @@ struct ForwardParams {
   // keys of one kv head whose K and V fill the share of L2 that concurrent blocks should live in
   int section_keys;
   Scores scores;
+  Bias bias;
+  PerHead alibi_slopes, sink_logits;
+  Dropout dropout;
+  BlockMask block_mask;
+  CapturedArrays captured;
 };
 
 // How a schedule ends: `tiles` query tiles in pieces of `piece` key tiles, no more than a query tile has (see

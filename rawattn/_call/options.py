@@ -1,14 +1,13 @@
 """All options of attention with their defaults, and the checks of each that need no array.
 
-Signatures stand on the public verbs alone: behind them the options of a call are one `Options`. An option that the backends
-have is a field of `problem.Problem`; the others are refused by their names.
+Signatures stand on the public verbs alone: behind them the options of a call are one `Options`. Arrays among them become
+inputs of the verb (`_runtime.verbs.with_arrays`); what is left tells calls apart by its values.
 """
 
 from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Container
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -46,39 +45,17 @@ class Options(NamedTuple):
 
 DEFAULTS = Options()
 
-_ARRAYS = ("bias", "mask", "alibi_slopes", "sink_logits", "seed")
-_ARRAYS_AT = tuple(Options._fields.index(name) for name in _ARRAYS)
-
 
 def structural(options: Options) -> Any:
-    """What tells the options of calls apart, but for `seqs`: arrays by their form, since their addresses are data.
+    """What tells the options of calls apart, but for `seqs` and arrays, whose forms are part of the arrays'.
 
     Types are part of it: True == 1 == 1.0, and not all of them are accepted everywhere.
     """
     values: tuple[Any, ...] = options[1:]
-    if not (
-        options.bias is None
-        and options.mask is None
-        and options.alibi_slopes is None
-        and options.sink_logits is None
-        and options.seed is None
-    ):
-        values = tuple(
-            _form(x) if n in _ARRAYS_AT and hasattr(x, "__dlpack__") else x
-            for n, x in enumerate(options)
-            if n
-        )
     types = tuple(map(type, values))
     if tuple in types:  # a window
         types += tuple(type(end) for x in values if type(x) is tuple for end in x)
     return values, types
-
-
-def _form(array: Any) -> tuple[Any, ...]:
-    strides = array.stride() if callable(getattr(array, "stride", None)) else None
-    strides = getattr(array, "strides", None) if strides is None else strides
-    device = getattr(array, "device", None)
-    return (type(array), tuple(array.shape), strides, str(array.dtype), str(device))
 
 
 def causal(options: Options) -> bool:
@@ -177,51 +154,24 @@ def num_splits(options: Options) -> int | None:
     return value
 
 
-def refuse_missing(options: Options, have: Container[str]) -> None:
-    """Refuses what is wrong in the options that few calls have, then those of them that the backends do not have.
-
-    have: the names of those that they do.
-
-    TypeError or ValueError, naming the option; then NotImplementedError.
-    """
-    if (
-        type(options.dropout_p) is float
+def leaves_scores(options: Options) -> bool:
+    """Whether no option without an array changes scores or probabilities."""
+    return (
+        options.softcap is None
+        and options.score_mod is None
+        and type(options.dropout_p) is float
         and options.dropout_p == 0
-        and all(x is None for x in options[_FIRST_MISSING:_DROPOUT])
-        and options.seed is None
-        and options.num_splits is None
-    ):
-        return
-    arrays = {
-        name: getattr(options, name) for name in ("bias", "mask", "alibi_slopes", "sink_logits")
-    }
-    for name, array in arrays.items():
-        if array is not None and not hasattr(array, "__dlpack__"):
-            raise TypeError(f"{name}: got {shown(array)}, expected an array or None")
-    cap, dropout = softcap(options), dropout_p(options)
-    seed(options)
+        and (options.seed is None or type(options.seed) is int)
+    )
+
+
+def num_splits_missing(options: Options) -> None:
+    """Refuses what this version does not split."""
     splits = num_splits(options)
-    missing = {
-        **arrays,
-        "softcap": cap,
-        "score_mod": options.score_mod,
-        "dropout_p": dropout or None,
-    }
-    for name, value in missing.items():
-        if value is not None and name not in have:
-            default = 0.0 if name == "dropout_p" else None
-            raise NotImplementedError(
-                f"{name}: got {shown(value)}, but the backends of this version accept only "
-                f"{default}; rawattn.reference.attention has the option, in float64 on the host"
-            )
-    if splits is not None and splits > 1 and "num_splits" not in have:
+    if splits is not None and splits > 1:
         raise NotImplementedError(
             f"num_splits: got {splits}, but this version does not split keys: expected 1 or None"
         )
-
-
-_FIRST_MISSING = Options._fields.index("bias")
-_DROPOUT = Options._fields.index("dropout_p")
 
 
 def whole(name: str, value: Any, accepted: str) -> int:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import ml_dtypes
 import numpy as np
 
 from rawattn._call import options as _options
-from rawattn._call.hints import cast, padding_mask, transposed
+from rawattn._call import scores
+from rawattn._call.hints import cast, transposed
 from rawattn._call.layout import Lengths, bind
 from rawattn._call.options import DEFAULTS, Options
+from rawattn._call.scores import ArrayForm
 
 MAX_HEADDIM = 256
+NO_ARRAYS: Mapping[str, Any] = MappingProxyType({})
 
 _INT32_MAX = 2**31 - 1
 # Byte order is part of a dtype, not of its name: the dtypes themselves are the keys.
@@ -50,9 +55,17 @@ class Problem:
     sink: int  # 0 without a left bound, where it has no meaning
     top_left: bool
     scale: float
-
-
-_FIELDS = frozenset(field.name for field in fields(Problem))
+    # What `scores.ScoreOptions` says of them.
+    softcap: float | None = None
+    bias: ArrayForm | None = None
+    mask: Any = None
+    alibi_slopes: ArrayForm | None = None
+    score_mod: Hashable = None
+    score_scalars: tuple[float, ...] = ()
+    captured: tuple[ArrayForm, ...] = ()
+    sink_logits: ArrayForm | None = None
+    dropout_p: float = 0.0
+    seed: ArrayForm | None = None
 
 
 def describe(
@@ -61,11 +74,13 @@ def describe(
     v: Any,
     options: Options = DEFAULTS,
     framework: str | None = None,
+    arrays: Mapping[str, Any] = NO_ARRAYS,
     **changed: Any,
 ) -> tuple[Problem, Lengths]:
     """The call as a `Problem` and its sequences. q, k, v have the shapes and dtypes of NumPy or CuPy arrays.
 
     framework: that of the caller's arrays, as `framework_of` tells it, for the words of messages; None: not known.
+    arrays: those of options by name, as `verbs.with_arrays` takes them out of the options.
     changed: options by name, in the place of those in `options`.
 
     Raises TypeError or ValueError for what the contract refuses, naming the argument, what was got
@@ -92,14 +107,13 @@ def describe(
     sink = _options.sink(options)
     scale = _options.scale(options, headdim)
     lengths = bind(options.seqs, batch=batch, rows_q=rows_q, rows_k=rows_k)
-    try:
-        _options.refuse_missing(options, _FIELDS)
-    except NotImplementedError as error:
-        shape = tuple(getattr(options.mask, "shape", ()))
-        if not str(error).startswith("mask: "):
-            raise
-        hint = padding_mask(shape, lengths.batch, rows_q, rows_k)
-        raise NotImplementedError(f"{error}{hint}") from None
+    _options.num_splits_missing(options)
+    score_options = scores.NONE
+    if arrays or not _options.leaves_scores(options):
+        shapes = scores.Shapes(
+            dtype, lengths.batch, nheads_q, nheads_kv, rows_q, rows_k, lengths.group
+        )
+        score_options = scores.describe(options, arrays, shapes, lengths)
     problem = Problem(
         dtype=name,
         batch=lengths.batch,
@@ -118,6 +132,7 @@ def describe(
         sink=0 if left is None else sink,
         top_left=top_left,
         scale=scale,
+        **score_options._asdict(),
     )
     return problem, lengths
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from rawattn._call.problem import Problem
 from rawattn._call.structure import Structure
-from rawattn._kernels import params
+from rawattn._kernels import params, score_params
 from rawattn._kernels.operands import ITEMSIZE, Operands
 from rawattn._kernels.params import Struct
 from rawattn._kernels.steps import side_fields, side_patches
@@ -31,6 +31,7 @@ def forward(
         **side_fields("k_side", structure.k),
         "section_keys": section_bytes // key_bytes,
         **_of_problem(problem),
+        **score_params.fields(problem, operands),
     }
 
 

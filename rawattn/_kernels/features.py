@@ -6,16 +6,17 @@ does not list it among its FEATURES, and is not asked for such a call; one that 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from rawattn._call.problem import Problem
+from rawattn._kernels.operands import ITEMSIZE, Operands
 
 # Constants whose names are not those of the fields, with a capital for every word.
 _SPELLED = {"headdim": "kHeadDim", "headdim_v": "kHeadDimV"}
 # Fields that the host alone needs: the element type is no constant, the others follow from the target.
-_OF_HOST = ("element", "wave", "accumulator_feeds_a")
+_OF_HOST = ("element", "wave", "accumulator_feeds_a", "score_mod")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,9 +30,16 @@ class Features:
     left: bool = False  # the visible keys have a limit on that side
     right: bool = False
     top_left: bool = False  # where the diagonal begins
-    scale_first: bool = (
-        False  # scores are scaled before they are compared: the scale is not positive
-    )
+    # Scores are finished before they are compared: the scale is not positive, or more than a scale makes them.
+    scale_first: bool = False
+    softcap: bool = False
+    bias: int = 0  # bytes of one of its elements
+    bias_pairs: bool = False  # two of its keys may be read at once
+    alibi: bool = False
+    score_mod: Hashable = None  # the user's function, as its text
+    sink_logits: bool = False
+    dropout: bool = False
+    block_mask: bool = False
 
     def active(self) -> frozenset[str]:
         """The names of those that are on."""
@@ -45,8 +53,8 @@ class Features:
 _NAMES = tuple(field.name for field in fields(Features))
 
 
-def features(problem: Problem) -> Features:
-    """What a call uses."""
+def features(problem: Problem, operands: Operands | None = None) -> Features:
+    """What a call uses. Without operands, nothing is known of how arrays lie."""
     left, right = problem.window_left is not None, problem.window_right is not None
     return Features(
         ragged=problem.ragged,
@@ -55,7 +63,34 @@ def features(problem: Problem) -> Features:
         right=right,
         # Without a limit on either side the diagonal is nowhere, so both alignments share one kernel.
         top_left=problem.top_left and (left or right),
-        scale_first=not problem.scale > 0,
+        scale_first=not problem.scale > 0 or changes_scores(problem),
+        softcap=problem.softcap is not None,
+        bias=0 if problem.bias is None else ITEMSIZE[problem.bias.dtype],
+        bias_pairs=operands is not None and _reads_pairs(problem, operands),
+        alibi=problem.alibi_slopes is not None,
+        score_mod=problem.score_mod,
+        sink_logits=problem.sink_logits is not None,
+        dropout=problem.dropout_p > 0,
+        block_mask=problem.mask is not None,
+    )
+
+
+def _reads_pairs(problem: Problem, operands: Operands) -> bool:
+    form = problem.bias
+    if form is None or not form.dense or form.shape[3] % 2:
+        return False
+    pair = 2 * ITEMSIZE[form.dtype]
+    between = operands.of_options["bias"][:-1]
+    return operands.places["bias"] % pair == 0 and all(stride % pair == 0 for stride in between)
+
+
+def changes_scores(problem: Problem) -> bool:
+    """Whether scores are more than scaled products."""
+    return not (
+        problem.softcap is None
+        and problem.bias is None
+        and problem.alibi_slopes is None
+        and problem.score_mod is None
     )
 
 
@@ -63,7 +98,10 @@ def constants(config: Features, *properties: str) -> dict[str, int]:
     """Of a configuration: its fields, and these of its properties."""
     names = (*(field.name for field in fields(config)), *properties)
     skipped = {*_OF_HOST, *config.LEAVES_OUT}
-    return {constant(name): getattr(config, name) for name in names if name not in skipped}
+    found = {constant(name): getattr(config, name) for name in names if name not in skipped}
+    if "score_mod" not in config.LEAVES_OUT:
+        found["kScoreMod"] = config.score_mod is not None
+    return found
 
 
 def constant(name: str) -> str:

@@ -21,11 +21,14 @@ class Operands:
 
     pointers: all addresses OR-ed together; only their place within 16 bytes counts.
     ours: outputs whose padding rows are not the caller's.
+    of_options: strides of the options' arrays, and of their gradients. places: where those arrays begin within 16 bytes.
     """
 
     strides: Mapping[str, Strides] = field(default_factory=dict)
     pointers: int = 0
     ours: frozenset[str] = frozenset()
+    of_options: Mapping[str, Strides] = field(default_factory=dict)
+    places: Mapping[str, int] = field(default_factory=dict)
 
     def copy_bytes(self, problem: Problem) -> int:
         """The widest access that divides every row's place and length."""

@@ -77,8 +77,62 @@ _STRIDES = _struct(
 )
 _SCORES = _struct(
     "Scores",
-    "What becomes of q . k before the softmax.",
-    ("float", "scale", ""),
+    "What becomes of q . k before the softmax: scaled, then capped.",
+    ("float", "scale, softcap", ""),
+)
+_BIAS = _struct(
+    "Bias",
+    "What is added to scores. Strides are in elements, 0 where the bias is the same for all.",
+    ("const void*", "data", ""),
+    ("int64", "batch, head, row, key", ""),
+    ("int", "group", "query heads that share a head of it"),
+    (
+        "int",
+        "rows, keys",
+        "its extents: no row or key beyond them is read, whatever the lengths are",
+    ),
+)
+_PER_HEAD = _struct(
+    "PerHead",
+    "A number for each query head. Strides are in elements.",
+    ("const void*", "data", ""),
+    ("int64", "batch, head", ""),
+    ("int", "kind", "0: float32, 1: float16, 2: bfloat16"),
+)
+_DROPOUT = _struct(
+    "Dropout",
+    "Which probabilities are kept (docs/notes/dropout.md).",
+    ("const void*", "seed", "an integer on the device; null: seed_value"),
+    ("int64", "seed_value", ""),
+    ("int", "seed_is_64bit", ""),
+    ("unsigned", "threshold", ""),
+    ("float", "factor", "of what is kept: 1 / (1 - dropout_p)"),
+)
+_BLOCK_MASK = _struct(
+    "BlockMask",
+    "Keys that are hidden one by one. Bit n of a half-word is the key n of its 16; strides are in half-words.",
+    ("const unsigned short*", "bits", ""),
+    ("int64", "batch, head, row", ""),
+    ("int", "group", "query heads that share a head of it"),
+    (
+        "const int*",
+        "tiles",
+        "of each sequence, head of the mask and tile of the walked side's partner: how many tiles meet it, and those",
+    ),
+    ("int64", "tiles_batch, tiles_head, tiles_row", ""),
+)
+_CAPTURED = _struct(
+    "Captured",
+    "An array that a score function reads. Strides are in elements.",
+    ("const void*", "data", ""),
+    ("int64", "strides[4]", ""),
+    ("int", "extents[4]", ""),
+)
+CAPTURED_ARRAYS = _struct(
+    "CapturedArrays",
+    "What a score function reads, in the order of its names.",
+    (_CAPTURED, "array0, array1, array2, array3, array4, array5, array6, array7", ""),
+    ("float", "scalars[8]", ""),
 )
 _MASK = _struct(
     "Mask",
@@ -110,6 +164,11 @@ FORWARD = _struct(
         "keys of one kv head whose K and V fill the share of L2 that concurrent blocks should live in",
     ),
     (_SCORES, "scores", ""),
+    (_BIAS, "bias", ""),
+    (_PER_HEAD, "alibi_slopes, sink_logits", ""),
+    (_DROPOUT, "dropout", ""),
+    (_BLOCK_MASK, "block_mask", ""),
+    (CAPTURED_ARRAYS, "captured", ""),
 )
 _STREAM_K = _struct(
     "StreamK",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from rawattn._call import problem
+from rawattn._call import problem, scores
 from rawattn._call.checks import byte_range, check_out
 from rawattn._call.layout import Lengths
 from rawattn._call.options import Options
@@ -38,6 +38,23 @@ class Call(NamedTuple):
     copies: tuple[bool, ...] | None
     reach: tuple[tuple[int, int], ...]
 
+    def check_longest(self, lengths: Lengths) -> None:
+        """ValueError where a sequence is longer than an array of the options that is indexed by places in it."""
+        problem = self.problem
+        shapes = scores.Shapes(
+            np.dtype(np.float32),
+            problem.batch,
+            problem.nheads_q,
+            problem.nheads_kv,
+            problem.rows_q,
+            problem.rows_k,
+            problem.group,
+        )
+        for name in ("bias", "mask"):
+            form = getattr(problem, name)
+            if form is not None:
+                scores.four_axes(name, form.given, shapes, lengths)
+
 
 def prepare(
     verb: Verb,
@@ -47,13 +64,15 @@ def prepare(
     device: int,
     pointers: int,
     framework: str,
+    places: tuple[int, ...] = (),
 ) -> Call:
     """A call on arrays of this form, described, checked, and made ready to launch.
 
     views: of all the verb's arrays, with `shape`, `strides`, `dtype` and `device`; None for one that is not given or the
-    library's own. pointers: all addresses OR-ed together. framework: that of the caller's arrays.
+    library's own. pointers: all addresses OR-ed together. framework: that of the caller's arrays. places: of the options'
+    arrays within 16 bytes.
     """
-    named = dict(zip(verb.names, views, strict=True))
+    named = dict(zip(verb.inputs + verb.outputs, views, strict=True))
     described, lengths, results = describe(verb, named, options, flag, framework)
     for name, view in named.items():
         if view is not None and view.device != device:
@@ -81,7 +100,14 @@ def prepare(
             ours.add(name)
             if name not in verb.whole:
                 strides[name] = contiguous(result[0], result[1].itemsize)
-    operands = Operands(strides, pointers % 16, frozenset(ours))
+    of_options = {name: strides.pop(name) for name in (*verb.extras, *verb.gradients)}
+    operands = Operands(
+        strides,
+        pointers % 16,
+        frozenset(ours),
+        of_options,
+        dict(zip(verb.extras, places, strict=True)),
+    )
     prepared = launches(verb, described, lengths, operands, flag, device)
     reach = tuple((0, 0) if x is None else byte_range(x, 0) for x in views)
     made = tuple(
@@ -119,7 +145,10 @@ def describe(
     verb: Verb, named: dict[str, Any], options: Options, flag: bool, framework: str
 ) -> tuple[problem.Problem, Lengths, tuple[tuple[tuple[int, ...], np.dtype[Any]] | None, ...]]:
     """Every check of a call's arrays and options, and what it gives."""
-    described, lengths = problem.describe(named["q"], named["k"], named["v"], options, framework)
+    arrays = {name: named[name] for name in verb.extras}
+    described, lengths = problem.describe(
+        named["q"], named["k"], named["v"], options, framework, arrays
+    )
     verb.check(described, named)
     results = verb.results(described, named["q"].dtype, flag)
     for name, result in zip(verb.outputs, results, strict=True):
@@ -134,7 +163,7 @@ def describe(
 
 
 def _is_copied(verb: Verb, name: str, view: Any) -> bool:
-    if view is None or 0 in view.shape:
+    if view is None or 0 in view.shape or name in verb.extras:
         return False
     itemsize = view.dtype.itemsize
     if name in verb.whole:

@@ -44,10 +44,11 @@ def run(
     options: Options,
     flag: bool,
     backend: str | None,
+    values: tuple[int, ...] = (),
 ) -> Sequence[Any]:
     """The outputs of a verb, None for one that is not wanted.
 
-    targets: arrays of the caller to write, None for an output that is the library's own.
+    targets: arrays of the caller to write, None for an output that is the library's own. values: numbers for the kernels.
     """
     framework = arrays.framework_of(inputs[verb.q])
     own = native(framework)
@@ -56,8 +57,8 @@ def run(
         if read is not None:
             if read[3] and verb.refuses_gradients:
                 arrays.refuse_gradients(verb.inputs, inputs)
-            return on_gpu(verb, own, read, inputs, targets, options, flag, framework)
-    return _imported(verb, inputs, targets, options, flag, backend, framework)
+            return on_gpu(verb, own, read, inputs, targets, options, flag, framework, values)
+    return _imported(verb, inputs, targets, options, flag, backend, framework, values)
 
 
 def on_gpu(
@@ -69,6 +70,7 @@ def on_gpu(
     options: Options,
     flag: bool,
     framework: str,
+    values: tuple[int, ...] = (),
 ) -> Sequence[Any]:
     """The same for arrays of one framework that lie on GPUs. framework: that of the caller's arrays."""
     addresses, form, together, _ = read
@@ -77,8 +79,11 @@ def on_gpu(
         import cupy
 
         with cupy.cuda.Device(device):
-            return on_gpu(verb, own, read, inputs, targets, options, flag, framework)
-    call = lengths = key = None
+            return on_gpu(verb, own, read, inputs, targets, options, flag, framework, values)
+    if verb.extras:
+        together = _together(verb, addresses)
+    call = lengths = None
+    key: Any = None
     try:
         form_of_lengths: Structure | None = None
         if options.seqs is not None:
@@ -86,7 +91,7 @@ def on_gpu(
             form_of_lengths = structure(lengths)
         # 16 bytes is the widest access there is: of an address only its place in them matters.
         key = (
-            verb.name,
+            verb,
             flag,
             together % 16,
             form,
@@ -94,6 +99,8 @@ def on_gpu(
             structural(options),
             selection(),
         )
+        if verb.extras:
+            key = (*key, places(verb, addresses))
         call = _prepared.get(key)
     except (TypeError, ValueError, IndexError, AttributeError):
         key = None  # describing the call tells what is wrong with it
@@ -106,6 +113,8 @@ def on_gpu(
             if target is not None:
                 _check_reach(verb, call, own, addresses, inputs, targets)
                 break
+        if verb.extras and lengths is not None:
+            call.check_longest(lengths)
     if call.copies is not None:
         inputs = [
             own.contiguous(x) if copy else x for x, copy in zip(inputs, call.copies, strict=True)
@@ -117,6 +126,7 @@ def on_gpu(
         if results[n] is None:
             results[n] = array = own.empty(shape, dtype, inputs[verb.q])
             addresses[first + n] = own.address(array)
+    addresses += values
     call.prepared.run(addresses, own.stream(device), own, lengths or call.lengths)
     return results
 
@@ -155,7 +165,24 @@ def _prepare_natives(
     views = [
         None if x is None else _view(name, own, x) for name, x in _named(verb, inputs, targets)
     ]
-    return prepare(verb, views, options, flag, read[1][verb.q * 4 + 3], read[2], framework)
+    pointers = _together(verb, read[0]) if verb.extras else read[2]
+    found = places(verb, read[0])
+    return prepare(verb, views, options, flag, read[1][verb.q * 4 + 3], pointers, framework, found)
+
+
+def _together(verb: Verb, addresses: Sequence[int]) -> int:
+    """All addresses OR-ed together, but for those of options' arrays, which are read in their own ways."""
+    first = len(verb.inputs) - len(verb.extras)
+    found = 0
+    for address in (*addresses[:first], *addresses[len(verb.inputs) :]):
+        found |= address
+    return found
+
+
+def places(verb: Verb, addresses: Sequence[int]) -> tuple[int, ...]:
+    """Where the options' arrays begin within 16 bytes."""
+    last = len(verb.inputs)
+    return tuple(address % 16 for address in addresses[last - len(verb.extras) : last])
 
 
 def _check_reach(
@@ -188,7 +215,7 @@ def _check_reach(
 
 
 def _named(verb: Verb, inputs: Arrays, targets: Arrays) -> list[tuple[str, Any]]:
-    return list(zip(verb.names, (*inputs, *targets), strict=True))
+    return list(zip(verb.inputs + verb.outputs, (*inputs, *targets), strict=True))
 
 
 def _view(name: str, own: Native, array: Any) -> View:
@@ -217,13 +244,14 @@ def _imported(
     flag: bool,
     backend: str | None,
     framework: str,
+    values: tuple[int, ...],
 ) -> Sequence[Any]:
     """`run` on views of the arrays, which may be of several frameworks, on the host or on a GPU."""
     if backend not in (None, "cuda", "cpu"):
         raise ValueError(f"backend: got {backend!r}; accepted are 'cuda', 'cpu' and None")
     if verb.refuses_gradients:
         arrays.refuse_gradients(verb.inputs, inputs)
-    if framework == "jax" and verb.name == "attention" and backend != "cpu":
+    if framework == "jax" and verb.name == "attention" and not verb.extras and backend != "cpu":
         from rawattn._jax import eager
 
         if eager.takes(inputs, targets, options):
@@ -242,14 +270,14 @@ def _imported(
                 raise ValueError(f"{shown}: got a read-only array; pass a writable one")
             given.append(array)
         device = given[verb.q].device  # type: ignore[union-attr]
-        for name, each in zip(verb.names, given, strict=True):
+        for name, each in zip(verb.inputs + verb.outputs, given, strict=True):
             if each is not None and each.device != device:
                 shown = f"{verb.prefix}{name}" if name in verb.outputs else name
                 raise ValueError(elsewhere(shown, each.device, device))
         count = len(inputs)
         views = [None if x is None else x.array for x in given]
         place = _backend(backend, device)
-        results = place(verb, views[:count], views[count:], options, flag, framework)
+        results = place(verb, views[:count], views[count:], options, flag, framework, values)
         return [
             target
             if target is not None or result is None
@@ -273,18 +301,30 @@ def _backend(backend: str | None, device: int) -> Any:
 
 
 def cuda(
-    verb: Verb, inputs: Arrays, targets: Arrays, options: Options, flag: bool, framework: str
+    verb: Verb,
+    inputs: Arrays,
+    targets: Arrays,
+    options: Options,
+    flag: bool,
+    framework: str,
+    values: tuple[int, ...] = (),
 ) -> Sequence[Any]:
     """CuPy arrays, on CuPy's current stream."""
     own = native("cupy")
     assert own is not None
     read = own.read((*inputs, *targets), verb.required)
     assert read is not None
-    return on_gpu(verb, own, read, inputs, targets, options, flag, framework)
+    return on_gpu(verb, own, read, inputs, targets, options, flag, framework, values)
 
 
 def cpu(
-    verb: Verb, inputs: Arrays, targets: Arrays, options: Options, flag: bool, framework: str
+    verb: Verb,
+    inputs: Arrays,
+    targets: Arrays,
+    options: Options,
+    flag: bool,
+    framework: str,
+    values: tuple[int, ...] = (),
 ) -> Sequence[Any]:
     """NumPy arrays, by the CPU backend."""
     named = dict(_named(verb, inputs, targets))
@@ -296,12 +336,20 @@ def cpu(
             result = arrays.empty_host(*spec)
             result[...] = padding
         results.append(result)
-    verb.cpu(described, layout.host_lengths(lengths), inputs, results, flag)
+    count = len(inputs) - len(verb.extras)
+    extras = dict(zip(verb.extras + verb.values, (*inputs[count:], *values), strict=True))
+    verb.cpu(described, layout.host_lengths(lengths), inputs[:count], results, flag, extras)
     return results
 
 
 def _cuda_from_host(
-    verb: Verb, inputs: Arrays, targets: Arrays, options: Options, flag: bool, framework: str
+    verb: Verb,
+    inputs: Arrays,
+    targets: Arrays,
+    options: Options,
+    flag: bool,
+    framework: str,
+    values: tuple[int, ...] = (),
 ) -> Sequence[Any]:
     """NumPy arrays, by a GPU."""
     import cupy
@@ -315,7 +363,8 @@ def _cuda_from_host(
 
     describe(verb, dict(_named(verb, inputs, targets)), options, flag, framework)
     # The caller's own arrays travel too: their padding rows come back as they were.
-    results = cuda(verb, [*map(upload, inputs)], [*map(upload, targets)], options, flag, framework)
+    arrays = [*map(upload, inputs)], [*map(upload, targets)]
+    results = cuda(verb, *arrays, options, flag, framework, values)
     found = []
     for target, result in zip(targets, results, strict=True):
         host = None if result is None else result.get()
@@ -327,7 +376,13 @@ def _cuda_from_host(
 
 
 def _cpu_from_device(
-    verb: Verb, inputs: Arrays, targets: Arrays, options: Options, flag: bool, framework: str
+    verb: Verb,
+    inputs: Arrays,
+    targets: Arrays,
+    options: Options,
+    flag: bool,
+    framework: str,
+    values: tuple[int, ...] = (),
 ) -> Sequence[Any]:
     """CuPy arrays, by the CPU backend."""
     import cupy
@@ -338,7 +393,7 @@ def _cpu_from_device(
     q = inputs[verb.q]
     with cupy.cuda.Device(q.data.device_id):
         hosts = [*map(download, inputs)], [*map(download, targets)]
-        results = cpu(verb, *hosts, options, flag, framework)
+        results = cpu(verb, *hosts, options, flag, framework, values)
         found = []
         for target, result in zip(targets, results, strict=True):
             array = target

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 
+from rawattn._call import scores
 from rawattn._call.layout import HostLengths
+from rawattn._call.options import Options, dropout_p, shown
 from rawattn._call.problem import Problem, result_shapes
 from rawattn._cpu import backward as cpu_backward
 from rawattn._cpu import forward as cpu_forward
@@ -16,6 +20,7 @@ from rawattn._cpu import forward as cpu_forward
 FLOAT32 = np.dtype(np.float32)
 
 Shape = tuple[int, ...]
+Extras = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,9 +33,11 @@ class Verb:
     results: shape and dtype of each output, None for one that the flag leaves out, from (problem, dtype, flag).
     check: refuses inputs that the forward does not have, from (problem, arrays by name).
     more: what the steps of its kernels are made with, for the flag.
-    cpu: from (problem, lengths, inputs, results, flag).
+    cpu: from (problem, lengths, inputs, results, flag, and what is in `extras` and `values` by name).
     padding: what padding rows of each output hold.
     refuses_gradients: whether a tensor that requires a gradient would lose it here without a word.
+    extras: those of its inputs that are arrays of options, the last ones. gradients: those of its outputs that are theirs,
+    the last ones. values: numbers of options that kernels are given. All are what `with_arrays` found in a call.
     """
 
     name: str
@@ -44,16 +51,19 @@ class Verb:
     ]
     check: Callable[[Problem, Mapping[str, Any]], None]
     more: Callable[[bool], dict[str, Any]]
-    cpu: Callable[[Problem, HostLengths, Sequence[Any], Sequence[Any], bool], None]
+    cpu: Callable[[Problem, HostLengths, Sequence[Any], Sequence[Any], bool, Extras], None]
     padding: tuple[float, ...]
     refuses_gradients: bool
+    extras: tuple[str, ...] = ()
+    gradients: tuple[str, ...] = ()
+    values: tuple[str, ...] = ()
 
     names: tuple[str, ...] = field(init=False)  # of all its arrays
     q: int = field(init=False)  # the place of q among the inputs
     required: int = field(init=False)  # how many inputs are not optional: those come first
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "names", self.inputs + self.outputs)
+        object.__setattr__(self, "names", self.inputs + self.outputs + self.values)
         object.__setattr__(self, "q", self.inputs.index("q"))
         object.__setattr__(self, "required", len(self.inputs) - len(self.optional))
 
@@ -71,8 +81,16 @@ def _forward_cpu(
     inputs: Sequence[Any],
     results: Sequence[Any],
     return_lse: bool,
+    extras: Extras,
 ) -> None:
+    _refuse_on_cpu(problem)
     cpu_forward.forward(problem, lengths, *inputs, *results)
+
+
+def _refuse_on_cpu(problem: Problem) -> None:
+    for name in scores.ScoreOptions._fields:
+        if getattr(problem, name):
+            raise NotImplementedError(f"{name}: the CPU backend of this version does not have it")
 
 
 def _backward_results(
@@ -113,7 +131,9 @@ def _backward_cpu(
     inputs: Sequence[Any],
     results: Sequence[Any],
     deterministic: bool,
+    extras: Extras,
 ) -> None:
+    _refuse_on_cpu(problem)
     # Sums are made in one order here, always.
     cpu_backward.backward(problem, lengths, *inputs, *results)
 
@@ -147,3 +167,110 @@ BACKWARD = Verb(
     padding=(0.0, 0.0, 0.0),
     refuses_gradients=False,
 )
+
+
+_ARRAYS = ("bias", "mask", "alibi_slopes", "sink_logits")
+_DTYPES = {
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float32": FLOAT32,
+}
+_SEED_MASK = 2**64 - 1
+
+
+class Given(NamedTuple):
+    """A verb with the arrays of a call's options among its inputs, those arrays, numbers for kernels, and what is left of the
+    options."""
+
+    verb: Verb
+    arrays: tuple[Any, ...]
+    values: tuple[int, ...]
+    options: Options
+
+
+def with_arrays(verb: Verb, options: Options, gradients: tuple[str, ...] = ()) -> Given:
+    """Takes the arrays of options out of them. gradients: names of the outputs of a backward for those arrays.
+
+    TypeError, naming the option, for what is no array.
+    """
+    if (
+        options.bias is None
+        and options.mask is None
+        and options.alibi_slopes is None
+        and options.sink_logits is None
+        and options.score_mod is None
+        and (type(options.dropout_p) is float and options.dropout_p == 0)
+    ):
+        return Given(verb, (), (), options)
+    names: list[str] = []
+    arrays: list[Any] = []
+    values: tuple[int, ...] = ()
+    for name in _ARRAYS:
+        array = getattr(options, name)
+        if array is None:
+            continue
+        if not hasattr(array, "__dlpack__"):
+            raise TypeError(f"{name}: got {shown(array)}, expected an array or None")
+        names.append(name)
+        arrays.append(array)
+    text = None
+    if options.score_mod is not None:
+        from rawattn._scores.score_mod import ScoreMod
+
+        if not isinstance(options.score_mod, ScoreMod):
+            raise TypeError(
+                f"score_mod: got {shown(options.score_mod)}, expected a rawattn.ScoreMod or None"
+            )
+        text = (options.score_mod.text, options.score_mod.scalars)
+        names += (f"captured{n}" for n in range(len(options.score_mod.arrays)))
+        arrays += options.score_mod.arrays.values()
+    seed = options.seed if dropout_p(options) > 0 else None
+    if hasattr(seed, "__dlpack__"):
+        names.append("seed")
+        arrays.append(seed)
+        seed = None
+    elif seed is not None:
+        if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
+            raise TypeError(
+                f"seed: got {shown(seed)}, expected an int, or an integer array of one element"
+            )
+        values = (int(seed) & _SEED_MASK,)
+    left = options._replace(
+        bias=None, mask=None, alibi_slopes=None, sink_logits=None, score_mod=text, seed=0
+    )
+    found = _extended(verb, tuple(names), ("seed_value",) if values else (), gradients)
+    return Given(found, tuple(arrays), values, left)
+
+
+def _gradient(problem: Problem, name: str) -> tuple[Shape, np.dtype[Any]]:
+    """The shape and dtype of the gradient of an option's array: those of the array."""
+    if name.startswith("dcaptured"):
+        form = problem.captured[int(name.removeprefix("dcaptured"))]
+    else:
+        form = getattr(problem, name.removeprefix("d"))
+    return form.given, _DTYPES[form.dtype]
+
+
+@lru_cache(maxsize=256)
+def _extended(
+    verb: Verb, extras: tuple[str, ...], values: tuple[str, ...], gradients: tuple[str, ...]
+) -> Verb:
+    def results(
+        problem: Problem, dtype: np.dtype[Any], flag: bool
+    ) -> tuple[tuple[Shape, np.dtype[Any]] | None, ...]:
+        return (
+            *verb.results(problem, dtype, flag),
+            *(_gradient(problem, name) for name in gradients),
+        )
+
+    return replace(
+        verb,
+        inputs=verb.inputs + extras,
+        outputs=verb.outputs + gradients,
+        optional=verb.optional | set(extras),
+        results=results,
+        padding=verb.padding + (0.0,) * len(gradients),
+        extras=extras,
+        gradients=gradients,
+        values=values,
+    )

@@ -9,7 +9,7 @@ from rawattn._call.hints import NoOthers, hides_unknown, refuse_unknown
 from rawattn._call.layout import SeqLayout
 from rawattn._call.options import Options
 from rawattn._runtime import dispatch
-from rawattn._runtime.verbs import FORWARD
+from rawattn._runtime.verbs import FORWARD, with_arrays
 
 if TYPE_CHECKING:  # type checkers bring it: nothing is installed for it
     from typing_extensions import Unpack
@@ -180,7 +180,10 @@ def attention(
         seed,
         num_splits,
     )
-    results = dispatch.run(FORWARD, (q, k, v), (out, None), options, return_lse, backend)
+    verb, arrays, values, options = with_arrays(FORWARD, options)
+    results = dispatch.run(
+        verb, (q, k, v, *arrays), (out, None), options, return_lse, backend, values
+    )
     return tuple(results) if return_lse else results[0]
 
 

@@ -11,7 +11,7 @@ from rawattn._call.hints import NoOthers, hides_unknown, refuse_unknown
 from rawattn._call.layout import SeqLayout
 from rawattn._call.options import Options
 from rawattn._runtime import dispatch
-from rawattn._runtime.verbs import BACKWARD, FORWARD
+from rawattn._runtime.verbs import BACKWARD, FORWARD, with_arrays
 from rawattn._verbs.attention import ArrayT, CommonOptions, no_bool
 
 if TYPE_CHECKING:  # type checkers bring it: nothing is installed for it
@@ -126,12 +126,57 @@ def attention_backward(
         dropout_p,
         seed,
     )
-    targets = wanted(into, bias, want_dbias, deterministic)[:3]
-    inputs = (dout, q, k, v, out, lse, dlse)
-    return Gradients(*dispatch.run(BACKWARD, inputs, targets, options, deterministic, backend))
+    targets = wanted(into, bias, want_dbias, deterministic)
+    names, written = of_options(targets, options, want_dbias)
+    verb, arrays, values, options = with_arrays(BACKWARD, options, names)
+    inputs = (dout, q, k, v, out, lse, dlse, *arrays)
+    results = dispatch.run(
+        verb, inputs, (*targets[:3], *written), options, deterministic, backend, values
+    )
+    return gradients(names, results, score_mod)
 
 
 _NONE = Gradients()
+
+
+def of_options(
+    into: Gradients, options: Options, want_dbias: bool | None
+) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+    """The gradients of options' arrays that a call has, and the caller's arrays for them."""
+    found: dict[str, Any] = {}
+    if options.bias is not None and want_dbias is not False:
+        found["dbias"] = into.dbias
+    if options.sink_logits is not None:
+        found["dsink_logits"] = into.dsink_logits
+    names = _differentiated(options.score_mod)
+    for n, name in names.items():
+        found[f"dcaptured{n}"] = (into.captured or {}).get(name)
+    lacking = {
+        "dbias": into.dbias is not None and "dbias" not in found,
+        "dsink_logits": into.dsink_logits is not None and "dsink_logits" not in found,
+        "captured": bool(set(into.captured or ()) - set(names.values())),
+    }
+    for field, is_lacking in lacking.items():
+        if is_lacking:
+            raise ValueError(
+                f"into.{field}: got an array, but the call has no input of which it is the gradient"
+            )
+    return tuple(found), tuple(found.values())
+
+
+def _differentiated(score_mod: Any) -> dict[int, str]:
+    """The captured arrays of a score function whose gradients are wanted, by their places."""
+    wrt = getattr(score_mod, "wrt", ())
+    return {n: name for n, name in enumerate(getattr(score_mod, "arrays", ())) if name in wrt}
+
+
+def gradients(names: tuple[str, ...], results: Any, score_mod: Any) -> Gradients:
+    """What a backward gives back, from its outputs."""
+    others = dict(zip(names, results[3:], strict=True))
+    captured = {name: others[f"dcaptured{n}"] for n, name in _differentiated(score_mod).items()}
+    return Gradients(
+        *results[:3], others.get("dbias"), others.get("dsink_logits"), captured or None
+    )
 
 
 def wanted(
@@ -153,11 +198,6 @@ def wanted(
         raise TypeError(
             f"into: got {type(into).__name__}, expected rawattn.Gradients(dq=..., dk=..., dv=...) or None"
         )
-    for name in Gradients._fields[3:]:
-        if getattr(into, name) is not None:
-            raise ValueError(
-                f"into.{name}: got an array, but the call has no input of which it is the gradient"
-            )
     return into
 
 
@@ -262,7 +302,8 @@ def attention_vjp(
     if known is None:
         unknown = [name for name in options if name not in Options._fields]
         refuse_unknown("rawattn.attention_vjp", unknown, _VJP_NAMES)
-    out, lse = dispatch.run(_UNTRACKED, (q, k, v), (None, None), known, True, backend)
+    verb, arrays, values, left = with_arrays(_UNTRACKED, known)
+    out, lse = dispatch.run(verb, (q, k, v, *arrays), (None, None), left, True, backend, values)
 
     def backward(
         dout: Any,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,9 +13,9 @@ from rawattn._call.options import Options
 from rawattn._interop import arrays
 from rawattn._interop.native import native
 from rawattn._runtime import dispatch
-from rawattn._runtime.verbs import BACKWARD, FORWARD, Verb
+from rawattn._runtime.verbs import BACKWARD, FORWARD, Verb, with_arrays
 from rawattn._verbs.attention import attention, no_bool
-from rawattn._verbs.backward import attention_backward, wanted
+from rawattn._verbs.backward import attention_backward, gradients, of_options, wanted
 
 
 class Plan:
@@ -43,8 +44,10 @@ class Plan:
         flag: bool,
         backend: str | None,
         returned: Callable[[Sequence[Any]], Any],
+        values: tuple[int, ...],
     ) -> None:
         self._verb, self._options, self._flag, self._backend = verb, options, flag, backend
+        self._values = values
         self._inputs, self._targets, self._returned = tuple(inputs), tuple(targets), returned
         self._gpu: Any = None
         own = native(arrays.framework_of(inputs[verb.q]))
@@ -55,9 +58,11 @@ class Plan:
 
                 if read[3] and verb.refuses_gradients:
                     arrays.refuse_gradients(verb.inputs, inputs)
-                self._gpu = GpuPlan(verb, own, read, inputs, targets, options, flag, returned)
+                self._gpu = GpuPlan(
+                    verb, own, read, inputs, targets, options, flag, returned, values
+                )
         if self._gpu is None:  # whatever is wrong with the call is told now
-            dispatch.run(verb, inputs, (None,) * len(targets), options, flag, backend)
+            dispatch.run(verb, inputs, (None,) * len(targets), options, flag, backend, values)
 
     def __call__(self, *args: Any, out: Any = None, into: Any = None, **named: Any) -> Any:
         """What the planned function returns."""
@@ -76,17 +81,20 @@ class Plan:
             inputs[self._verb.inputs.index(name)] = array
         targets = self._targets if written is None else written
         results = dispatch.run(
-            self._verb, inputs, targets, self._options, self._flag, self._backend
+            self._verb, inputs, targets, self._options, self._flag, self._backend, self._values
         )
         return self._returned(results)
 
     def _written(self, out: Any, into: Any) -> Sequence[Any]:
         """The caller's arrays among the outputs."""
-        forward = self._verb is FORWARD
+        forward = self._verb.name == FORWARD.name
         if (into if forward else out) is not None:
             given, other = ("into", "out") if forward else ("out", "into")
             raise TypeError(f"{given}: this plan writes its results to {other}=")
-        return (out, None) if forward else wanted(into)[:3]
+        if forward:
+            return (out, None)
+        found = wanted(into)
+        return (*found[:3], *(getattr(found, name, None) for name in self._verb.gradients))
 
 
 def plan(fn: Callable[..., Any], *args: Any, **options: Any) -> Plan:
@@ -137,6 +145,7 @@ def plan(fn: Callable[..., Any], *args: Any, **options: Any) -> Plan:
     backend = named["backend"]
     if backend not in (None, "cuda", "cpu"):
         raise ValueError(f"backend: got {backend!r}; accepted are 'cuda', 'cpu' and None")
+    names: tuple[str, ...] = ()
     if fn is attention:
         verb, flag = FORWARD, named["return_lse"]
         if flag is not True and flag is not False:
@@ -145,15 +154,18 @@ def plan(fn: Callable[..., Any], *args: Any, **options: Any) -> Plan:
         returned: Callable[[Sequence[Any]], Any] = tuple if flag else _first
     else:
         verb, flag = BACKWARD, named["deterministic"]
-        targets = wanted(named["into"], named["bias"], named["want_dbias"], flag)[:3]
-        returned = _gradients
+        into = wanted(named["into"], named["bias"], named["want_dbias"], flag)
+        names, written = of_options(into, known, named["want_dbias"])
+        targets = (*into[:3], *written)
+        returned = functools.partial(_gradients, names, known.score_mod)
     inputs = [named[name] for name in verb.inputs]
-    return Plan(verb, inputs, targets, known, flag, backend, returned)
+    verb, extras, values, known = with_arrays(verb, known, names)
+    return Plan(verb, [*inputs, *extras], targets, known, flag, backend, returned, values)
 
 
 def _first(results: Sequence[Any]) -> Any:
     return results[0]
 
 
-def _gradients(results: Sequence[Any]) -> Gradients:
-    return Gradients(*results)
+def _gradients(names: tuple[str, ...], score_mod: Any, results: Sequence[Any]) -> Gradients:
+    return gradients(names, results, score_mod)

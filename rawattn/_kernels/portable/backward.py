@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from rawattn._call.problem import Problem
 from rawattn._call.structure import Structure
 from rawattn._compile.compiler import Source
-from rawattn._kernels import attention_params, features, params
+from rawattn._kernels import attention_params, features, params, score_params
 from rawattn._kernels.features import Features
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import choice, fill_padding, schedule
@@ -208,6 +208,7 @@ def steps(
         **{f"forward__{name}": name for name in ("q", "k", "v", "out", "lse")},
     )
     arrays += attention_params.side_addresses(params.BACKWARD, "forward.", structure)
+    arrays += score_params.patches(problem, params.BACKWARD, "forward.")
     if not deterministic:
         arrays += patches(params.BACKWARD, ("dq_sum",))
     rows = problem.rows_q * (1 if problem.group else problem.batch)

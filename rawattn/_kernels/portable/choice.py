@@ -34,7 +34,7 @@ def choose(
         "headdim": problem.headdim,
         "headdim_v": problem.headdim_v,
         "copy_bytes": operands.copy_bytes(problem),
-        **features(problem).known_to(config),
+        **features(problem, operands).known_to(config),
         "accumulator_feeds_a": not full,
         "wave": target.wave,
         **more,

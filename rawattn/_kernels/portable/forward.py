@@ -8,7 +8,7 @@ from typing import ClassVar
 from rawattn._call.problem import Problem
 from rawattn._call.structure import Structure
 from rawattn._compile.compiler import Source
-from rawattn._kernels import attention_params, features, params
+from rawattn._kernels import attention_params, features, params, score_params
 from rawattn._kernels.features import Features
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import choice, fill_padding, schedule
@@ -120,6 +120,7 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
         patches=(
             *patches(params.FORWARD, names),
             *attention_params.side_addresses(params.FORWARD, "", structure),
+            *score_params.patches(problem, params.FORWARD),
         ),
         shared_bytes=config.shared_bytes,
     )

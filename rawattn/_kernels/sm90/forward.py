@@ -163,7 +163,7 @@ def choose(problem: Problem, target: Target, operands: Operands) -> Config:
     # Of ragged batches alone: others gain nothing by it.
     mappable = "out" not in operands.strides or _mappable(problem, "out", operands)
     fields["tensor_stores"] &= problem.ragged and store_bytes == 16 and mappable
-    known = features.features(problem).known_to(Config)
+    known = features.features(problem, operands).known_to(Config)
     # Of equal tiles alone.
     stream_k = not (problem.ragged or known["left"] or known["right"])
     return Config(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rawattn._call.problem import Problem
 from rawattn._call.structure import Structure
-from rawattn._kernels import attention_params, params
+from rawattn._kernels import attention_params, params, score_params
 from rawattn._kernels.operands import Operands, Strides
 from rawattn._kernels.portable import repack, schedule
 from rawattn._kernels.portable.forward import padding
@@ -39,7 +39,7 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
         names[name] = f"{name}_copy"
         scratch[f"{name}_copy"] = copy.nbytes
         strides[name] = copy.strides
-    operands = Operands(strides, operands.pointers, operands.ours)
+    operands = replace(operands, strides=strides)
 
     clusters = target.multiprocessors // config.cluster
     shared = stream_k_of(problem, config, clusters)
@@ -86,6 +86,7 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
             patches=(
                 *patches(params.SM90_FORWARD, **addresses),
                 *attention_params.side_addresses(params.SM90_FORWARD, "forward.", structure),
+                *score_params.patches(problem, params.SM90_FORWARD, "forward."),
             ),
             shared_bytes=config.shared_bytes,
             maps=tuple(

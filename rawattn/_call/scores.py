@@ -1,0 +1,187 @@
+"""What options do to scores, as plain values: the forms of their arrays, checked against the call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from rawattn._call import options as _options
+from rawattn._call.hints import padding_mask
+from rawattn._call.layout import Lengths, Side
+from rawattn._call.options import Options
+
+_FLOATS = {
+    np.dtype(np.float16): "float16",
+    np.dtype(ml_dtypes.bfloat16): "bfloat16",
+    np.dtype(np.float32): "float32",
+}
+_INTEGERS = {np.dtype(np.int32): "int32", np.dtype(np.int64): "int64"}
+
+
+class ArrayForm(NamedTuple):
+    """An array of an option.
+
+    shape: with all its axes. given: as the caller has it. dense: whether its last axis has stride 1.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    given: tuple[int, ...]
+    dense: bool = True
+
+
+class ScoreOptions(NamedTuple):
+    """What of a call changes its scores and probabilities, apart from the values of arrays.
+
+    bias, mask: of four axes, (1 or batch; 1, nheads_kv or nheads_q; 1 or rows; 1 or keys).
+    alibi_slopes: (1 or batch, nheads_q).
+    seed: of one on the device; None: a number.
+    score_mod: the text of the function; score_scalars: its numbers; captured: the forms of its arrays.
+    """
+
+    softcap: float | None = None
+    bias: ArrayForm | None = None
+    mask: Any = None
+    alibi_slopes: ArrayForm | None = None
+    score_mod: Hashable = None
+    score_scalars: tuple[float, ...] = ()
+    captured: tuple[ArrayForm, ...] = ()
+    sink_logits: ArrayForm | None = None
+    dropout_p: float = 0.0
+    seed: ArrayForm | None = None
+
+
+NONE = ScoreOptions()
+
+
+class Shapes(NamedTuple):
+    """Of the call: what arrays of options broadcast to."""
+
+    dtype: np.dtype[Any]
+    batch: int
+    nheads_q: int
+    nheads_kv: int
+    rows_q: int
+    rows_k: int
+    group: bool
+
+
+def describe(
+    options: Options, arrays: Mapping[str, Any], shapes: Shapes, lengths: Lengths
+) -> ScoreOptions:
+    """The options by their forms; arrays: those of options, by name.
+
+    Raises TypeError or ValueError, naming the option, what was got and what is accepted.
+    """
+    cap, dropout_p = _options.softcap(options), _options.dropout_p(options)
+    _options.seed(options)
+    text, scalars = options.score_mod or (None, ())
+    found = {
+        name: check(name, arrays[name], shapes, lengths)
+        for name, check in _CHECKS.items()
+        if arrays.get(name) is not None
+    }
+    captured = tuple(
+        ArrayForm(arrays[name].dtype.name, arrays[name].shape, arrays[name].shape)
+        for name in arrays
+        if name.startswith("captured")
+    )
+    return ScoreOptions(
+        softcap=cap,
+        score_mod=text,
+        score_scalars=scalars,
+        captured=captured,
+        dropout_p=dropout_p,
+        **found,
+    )
+
+
+def _bias(name: str, array: Any, shapes: Shapes, lengths: Lengths) -> ArrayForm:
+    if array.dtype not in (shapes.dtype, np.dtype(np.float32)):
+        raise TypeError(
+            f"{name}: got dtype {array.dtype}, expected {shapes.dtype}, that of q, or float32; convert it, as by "
+            f"{name}.astype"
+        )
+    shape = four_axes(name, array.shape, shapes, lengths)
+    dense = shape[3] > 1 and array.strides[-1] == array.dtype.itemsize
+    return ArrayForm(_FLOATS[array.dtype], shape, tuple(array.shape), dense)
+
+
+def _mask(name: str, array: Any, shapes: Shapes, lengths: Lengths) -> ArrayForm:
+    if array.dtype != np.bool_:
+        raise TypeError(
+            f"{name}: got dtype {array.dtype}, expected bool, where True keeps a key; what is added to scores is bias="
+        )
+    return ArrayForm("bool", four_axes(name, array.shape, shapes, lengths), tuple(array.shape))
+
+
+def _alibi_slopes(name: str, array: Any, shapes: Shapes, lengths: Lengths) -> ArrayForm:
+    if array.dtype not in _FLOATS:
+        raise TypeError(f"{name}: got dtype {array.dtype}, expected float32, float16 or bfloat16")
+    expected = ((shapes.nheads_q,), (shapes.batch, shapes.nheads_q))
+    if array.shape not in expected:
+        raise ValueError(
+            f"{name}: got shape {array.shape}, expected (nheads_q,) = {expected[0]} or (batch, nheads_q) = {expected[1]}"
+        )
+    return ArrayForm(_FLOATS[array.dtype], (1, *array.shape)[-2:], tuple(array.shape))
+
+
+def _sink_logits(name: str, array: Any, shapes: Shapes, lengths: Lengths) -> ArrayForm:
+    if array.dtype not in _FLOATS:
+        raise TypeError(f"{name}: got dtype {array.dtype}, expected float32, float16 or bfloat16")
+    if array.shape != (shapes.nheads_q,):
+        raise ValueError(
+            f"{name}: got shape {array.shape}, expected (nheads_q,) = ({shapes.nheads_q},)"
+        )
+    return ArrayForm(_FLOATS[array.dtype], tuple(array.shape), tuple(array.shape))
+
+
+def _seed(name: str, array: Any, shapes: Shapes, lengths: Lengths) -> ArrayForm:
+    if array.dtype not in _INTEGERS:
+        raise TypeError(f"{name}: got dtype {array.dtype}, expected int32 or int64, or an int")
+    if int(np.prod(array.shape)) != 1:
+        raise ValueError(f"{name}: got shape {array.shape}, expected an array of one element")
+    return ArrayForm(_INTEGERS[array.dtype], (), tuple(array.shape))
+
+
+_CHECKS: dict[str, Callable[[str, Any, Shapes, Lengths], ArrayForm]] = {
+    "bias": _bias,
+    "mask": _mask,
+    "alibi_slopes": _alibi_slopes,
+    "sink_logits": _sink_logits,
+    "seed": _seed,
+}
+
+
+def _longest(side: Side) -> int:
+    """The longest sequence of a side, 0 where nobody knows: kernels stay inside the array then, whatever the lengths are."""
+    integers = side.start if side.length is None else side.length
+    on_host = integers is None or isinstance(integers, np.ndarray)
+    return side.max_seqlen if on_host or side.max_seqlen < side.rows else 0
+
+
+def four_axes(
+    name: str, shape: tuple[int, ...], shapes: Shapes, lengths: Lengths
+) -> tuple[int, ...]:
+    """The shape of a bias or mask with all its axes: (1 or batch, heads, 1 or rows, 1 or keys)."""
+    whole = (1,) * (4 - len(shape)) + tuple(shape)
+    nheads = (1, shapes.nheads_kv, shapes.nheads_q)
+    good = len(shape) <= 4 and whole[0] in (1, shapes.batch) and whole[1] in nheads
+    if shapes.group:
+        longest = tuple(map(_longest, (lengths.q, lengths.k)))
+        good = good and all(n == 1 or n >= most for n, most in zip(whole[2:], longest, strict=True))
+        rows = f"1 or >= {longest[0]} (longest sequence), 1 or >= {longest[1]}"
+    else:
+        good = good and whole[2] in (1, shapes.rows_q) and whole[3] in (1, shapes.rows_k)
+        rows = f"1 or {shapes.rows_q} (seqlen_q), 1 or {shapes.rows_k} (seqlen_k)"
+    if not good:
+        hint = padding_mask(tuple(shape), shapes.batch, shapes.rows_q, shapes.rows_k)
+        raise ValueError(
+            f"{name}: got shape {tuple(shape)}, expected at most four axes that broadcast to "
+            f"(1 or {shapes.batch} (batch), 1, {shapes.nheads_kv} (nheads_kv) or "
+            f"{shapes.nheads_q} (nheads_q), {rows}){hint if name == 'mask' else ''}"
+        )
+    return whole

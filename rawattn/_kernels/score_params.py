@@ -1,0 +1,91 @@
+"""The parameters of what changes scores and probabilities: fields of `params.FORWARD`, and where its addresses belong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rawattn._call.problem import Problem
+from rawattn._kernels import params
+from rawattn._kernels.operands import Operands, Strides
+from rawattn._kernels.params import Struct
+
+_KINDS = {"float32": 0, "float16": 1, "bfloat16": 2}
+_ITEMSIZE = {"bool": 1, "float16": 2, "bfloat16": 2, "float32": 4, "int32": 4, "int64": 8}
+
+# Where the address of an option's array belongs.
+_ADDRESSES = {
+    "bias": "bias.data",
+    "alibi_slopes": "alibi_slopes.data",
+    "sink_logits": "sink_logits.data",
+    "seed": "dropout.seed",
+    "seed_value": "dropout.seed_value",
+}
+
+
+def fields(problem: Problem, operands: Operands) -> dict[str, Any]:
+    """By path, without addresses."""
+    found: dict[str, Any] = {}
+    if problem.bias is not None:
+        found |= broadcast(
+            "bias", problem.bias.shape, operands.of_options["bias"], problem.bias.dtype
+        )
+        found["bias.group"] = problem.nheads_q // problem.bias.shape[1]
+        found["bias.rows"], found["bias.keys"] = problem.bias.shape[2:]
+    for name in ("alibi_slopes", "sink_logits"):
+        form = getattr(problem, name)
+        if form is not None:
+            strides = elements(operands.of_options[name], form.dtype)
+            found[f"{name}.batch"] = strides[0] if len(strides) > 1 else 0
+            found[f"{name}.head"] = strides[-1]
+            found[f"{name}.kind"] = _KINDS[form.dtype]
+    if problem.dropout_p > 0:
+        found["dropout.threshold"] = threshold(problem.dropout_p)
+        found["dropout.factor"] = 1 / (1 - problem.dropout_p)
+        found["dropout.seed_is_64bit"] = int(
+            problem.seed is not None and problem.seed.dtype == "int64"
+        )
+    for n, form in enumerate(problem.captured):
+        strides = elements(operands.of_options[f"captured{n}"], form.dtype)
+        missing = 4 - len(form.shape)
+        found[f"captured.array{n}.strides"] = (*strides, *(0,) * missing)
+        found[f"captured.array{n}.extents"] = (*form.shape, *(1,) * missing)
+    if problem.score_scalars:
+        found["captured.scalars"] = (
+            *problem.score_scalars,
+            *(0.0,) * (8 - len(problem.score_scalars)),
+        )
+    return found
+
+
+def patches(problem: Problem, struct: Struct, prefix: str = "") -> tuple[tuple[int, str], ...]:
+    """Where the addresses of the options' arrays belong; prefix: of the path of the `params.FORWARD` in `struct`."""
+    given = {
+        "bias": problem.bias is not None,
+        "alibi_slopes": problem.alibi_slopes is not None,
+        "sink_logits": problem.sink_logits is not None,
+        "seed": problem.seed is not None,
+        "seed_value": problem.dropout_p > 0 and problem.seed is None,
+    }
+    paths = {name: _ADDRESSES[name] for name, is_given in given.items() if is_given}
+    paths |= {f"captured{n}": f"captured.array{n}.data" for n in range(len(problem.captured))}
+    return tuple((params.offset(struct, prefix + path), name) for name, path in paths.items())
+
+
+def broadcast(path: str, shape: tuple[int, ...], strides: Strides, dtype: str) -> dict[str, int]:
+    """Strides of an array of four axes, of which the caller gives the last ones: 0 along axes of one element."""
+    own = (0,) * (4 - len(strides)) + elements(strides, dtype)
+    names = ("batch", "head", "row", "key")
+    return {
+        f"{path}.{name}": stride if extent > 1 else 0
+        for name, stride, extent in zip(names, own, shape, strict=True)
+    }
+
+
+def elements(strides: Strides, dtype: str) -> Strides:
+    """Strides in elements."""
+    return tuple(stride // _ITEMSIZE[dtype] for stride in strides)
+
+
+def threshold(dropout_p: float) -> int:
+    """A probability is dropped when its 16 random bits are below this (docs/notes/dropout.md)."""
+    return min(int(dropout_p * 65536 + 0.5), 65535)
