@@ -1,0 +1,129 @@
+"""Derivatives of expressions, exact and simplified: 0 and 1 do not hide behind other forms of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from rawattn._scores.expression import BOOL, FLOAT, Expression, apply, const, walk
+
+ZERO, ONE = const(0.0), const(1.0)
+
+
+def derivative(expression: Expression, variable: Expression) -> Expression:
+    """Of a float with respect to a leaf, SCORE or a load.
+
+    At a kink it is that of the side where the text goes: of `max(a, b)` with equal arguments that of a, of `abs(0)` 0.
+    """
+    found: dict[Expression, Expression] = {variable: ONE}
+    for node in walk(expression):
+        if node not in found:
+            rule = _RULES.get(node.op) if node.type == FLOAT else None
+            found[node] = ZERO if rule is None else rule(node, *(found[x] for x in node.args))
+    return found[expression]
+
+
+def mentions(expression: Expression, leaf: Expression) -> bool:
+    return any(node == leaf for node in walk(expression))
+
+
+def shown(expression: Expression) -> Expression:
+    """Without the branches that hide a key: there the gradient is 0 whatever a derivative says.
+
+    So `where(condition, score + x, -inf)` has the derivative 1.
+    """
+    if expression.op != "where":
+        return expression
+    condition, x, y = expression.args
+    if y == _HIDDEN:
+        return shown(x)
+    if x == _HIDDEN:
+        return shown(y)
+    return choose(condition, shown(x), shown(y))
+
+
+def add(x: Expression, y: Expression) -> Expression:
+    if ZERO in (x, y):
+        return y if x == ZERO else x
+    return const(x.value + y.value) if _numbers(x, y) else apply("add", x, y)
+
+
+def negative(x: Expression) -> Expression:
+    if x.op == "const":
+        return x if x == ZERO else const(-x.value)
+    return x.args[0] if x.op == "neg" else apply("neg", x)
+
+
+def subtract(x: Expression, y: Expression) -> Expression:
+    if ZERO in (x, y):
+        return negative(y) if x == ZERO else x
+    return const(x.value - y.value) if _numbers(x, y) else apply("sub", x, y)
+
+
+def multiply(x: Expression, y: Expression) -> Expression:
+    if ZERO in (x, y):
+        return ZERO
+    if ONE in (x, y):
+        return y if x == ONE else x
+    return const(x.value * y.value) if _numbers(x, y) else apply("mul", x, y)
+
+
+def divide(x: Expression, y: Expression) -> Expression:
+    return x if x == ZERO or y == ONE else apply("div", x, y)
+
+
+def choose(condition: Expression, x: Expression, y: Expression) -> Expression:
+    return x if x == y else Expression("where", FLOAT, (condition, x, y))
+
+
+def power(x: Expression, n: float) -> Expression:
+    return ONE if n == 0 else x if n == 1 else Expression("pow", FLOAT, (x,), n)
+
+
+def _numbers(*args: Expression) -> bool:
+    return all(x.op == "const" and math.isfinite(x.value) for x in args)
+
+
+def _less(x: Expression, y: Expression) -> Expression:
+    return Expression("lt", BOOL, (x, y))
+
+
+def _quotient(node: Expression, dx: Expression, dy: Expression) -> Expression:
+    return divide(subtract(dx, multiply(node, dy)), node.args[1])
+
+
+def _remainder(node: Expression, dx: Expression, dy: Expression) -> Expression:
+    return subtract(dx, multiply(dy, apply("floordiv", *node.args)))
+
+
+def _power(node: Expression, dx: Expression) -> Expression:
+    n = node.value
+    return multiply(multiply(const(float(n)), power(node.args[0], n - 1)), dx)
+
+
+def _absolute(node: Expression, dx: Expression) -> Expression:
+    (x,) = node.args
+    return choose(_less(ZERO, x), dx, choose(_less(x, ZERO), negative(dx), ZERO))
+
+
+# Of an operation that gives a float: of the node and the derivatives of its operands. Where there is none, it is 0.
+_RULES: dict[str, Callable[..., Expression]] = {
+    "add": lambda node, dx, dy: add(dx, dy),
+    "sub": lambda node, dx, dy: subtract(dx, dy),
+    "neg": lambda node, dx: negative(dx),
+    "mul": lambda node, dx, dy: add(multiply(dx, node.args[1]), multiply(node.args[0], dy)),
+    "div": _quotient,
+    "mod": _remainder,
+    "pow": _power,
+    "where": lambda node, _, dx, dy: choose(node.args[0], dx, dy),
+    "exp": multiply,
+    "log": lambda node, dx: divide(dx, node.args[0]),
+    "tanh": lambda node, dx: multiply(subtract(ONE, multiply(node, node)), dx),
+    "sin": lambda node, dx: multiply(apply("cos", *node.args), dx),
+    "cos": lambda node, dx: negative(multiply(apply("sin", *node.args), dx)),
+    "sqrt": lambda node, dx: divide(multiply(const(0.5), dx), node),
+    "abs": _absolute,
+    "min": lambda node, dx, dy: choose(_less(node.args[1], node.args[0]), dy, dx),
+    "max": lambda node, dx, dy: choose(_less(node.args[0], node.args[1]), dy, dx),
+}
+_HIDDEN = const(-math.inf)

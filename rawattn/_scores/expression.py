@@ -1,0 +1,73 @@
+"""What a text becomes: expressions of three types, in which every conversion is written out.
+
+Integers have 32 bits and wrap around, on the host as on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+BOOL, INT, FLOAT = "bool", "int", "float"
+
+# Where a score stands. Integers, all of them.
+PLACES = ("batch", "head", "kv_head", "q_idx", "kv_idx", "seqlen_q", "seqlen_k")
+
+_RANKS = {BOOL: 0, INT: 1, FLOAT: 2}
+
+
+class Expression(NamedTuple):
+    """A tree: `op` of `args`. `value` tells leaves apart:
+
+    const: the value; place: a name of PLACES; score: None; scalar: its index among the scalars;
+    load: the index of the array, whose indices are `args`; pow: the exponent.
+    """
+
+    op: str
+    type: str
+    args: tuple[Expression, ...] = ()
+    value: Any = None
+
+
+SCORE = Expression("score", FLOAT)
+
+
+def const(value: bool | int | float) -> Expression:
+    kind = BOOL if isinstance(value, bool) else INT if isinstance(value, int) else FLOAT
+    return Expression("const", kind, (), value)
+
+
+def apply(op: str, *args: Expression) -> Expression:
+    """An operation that gives the type of its operands."""
+    return Expression(op, args[0].type, args)
+
+
+def converted(x: Expression, kind: str) -> Expression:
+    """To a type; numbers that are written out are converted here."""
+    if x.type == kind:
+        return x
+    if x.op == "const":
+        return const({BOOL: bool, INT: int, FLOAT: float}[kind](x.value))
+    return Expression(f"to_{kind}", kind, (x,))
+
+
+def common_type(args: tuple[Expression, ...], least: str = BOOL) -> str:
+    """What Python makes of numbers of several types."""
+    return max((least, *(x.type for x in args)), key=_RANKS.__getitem__)
+
+
+def walk(root: Expression) -> Iterator[Expression]:
+    """Every distinct expression in it, operands first."""
+    seen: dict[int, Expression] = {}
+    distinct: set[Expression] = set()
+    waiting = [(root, False)]
+    while waiting:
+        node, operands_done = waiting.pop()
+        if operands_done:
+            if node not in distinct:
+                distinct.add(node)
+                yield node
+        elif id(node) not in seen:
+            seen[id(node)] = node
+            waiting.append((node, True))
+            waiting += [(arg, False) for arg in reversed(node.args)]

@@ -1,0 +1,92 @@
+"""A text as backends take it: its values, its derivative, and its partial derivatives for captured arrays."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+from rawattn._scores import derive
+from rawattn._scores.expression import FLOAT, INT, SCORE, Expression, walk
+from rawattn._scores.language import Array, Names, number, parse, truth
+
+# Types of elements of captured arrays, and what they are in a text.
+ELEMENTS = {
+    "float16": FLOAT,
+    "bfloat16": FLOAT,
+    "float32": FLOAT,
+    "float64": FLOAT,  # the reference alone: kernels and the CPU backend compute in float32
+    "int32": INT,
+    "int64": INT,
+    "bool": "bool",
+}
+
+
+class ScoreText(NamedTuple):
+    """What of a score function makes its kernel: part of the key of what was compiled.
+
+    arrays: (name, dtype, rank) in the order of captured arrays; scalars: (name, type). No shapes, no values.
+    """
+
+    language: str
+    forward: str
+    backward: str | None
+    wrt: tuple[str, ...]
+    arrays: tuple[tuple[str, str, int], ...]
+    scalars: tuple[tuple[str, str], ...]
+
+
+class Partial(NamedTuple):
+    """The derivative with respect to the element of a captured array at `indices`."""
+
+    array: int
+    indices: tuple[Expression, ...]
+    value: Expression
+
+
+class Program(NamedTuple):
+    """Of a text in the expression dialect."""
+
+    value: Expression
+    derivative: Expression
+    partials: tuple[Partial, ...]
+
+    @property
+    def additive(self) -> bool:
+        """The derivative is exactly 1 wherever a key is seen."""
+        return self.derivative == derive.ONE
+
+    @property
+    def needs_score(self) -> bool:
+        """Derivatives depend on the score as it was before."""
+        derivatives = (self.derivative, *(each.value for each in self.partials))
+        return any(derive.mentions(each, SCORE) for each in derivatives)
+
+
+@functools.lru_cache(maxsize=256)
+def program(text: ScoreText) -> Program:
+    """Of a score text. Raises ValueError for what the dialect does not have."""
+    value = number("score_mod", _parsed("score_mod", text, has_score=True))
+    shown = derive.shown(value)
+    loads = [
+        node for node in walk(value) if node.op == "load" and text.arrays[node.value][0] in text.wrt
+    ]
+    partials = (Partial(node.value, node.args, derive.derivative(shown, node)) for node in loads)
+    return Program(
+        value,
+        derive.derivative(shown, SCORE),
+        tuple(each for each in partials if each.value != derive.ZERO),
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def predicate(text: ScoreText) -> Expression:
+    """Of a text that gives a bool."""
+    return truth("predicate", _parsed("predicate", text, has_score=False))
+
+
+def _parsed(argument: str, text: ScoreText, *, has_score: bool) -> Expression:
+    arrays = {
+        name: Array(n, ELEMENTS[dtype], rank) for n, (name, dtype, rank) in enumerate(text.arrays)
+    }
+    names = Names(arrays, dict(text.scalars))
+    return parse(argument, text.forward, names, has_score=has_score)

@@ -1,0 +1,284 @@
+"""`ScoreMod`, the user's function of scores, and `Predicate`, the same for masks: texts with what they capture."""
+
+from __future__ import annotations
+
+import keyword
+import math
+import re
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rawattn._call.hints import array_advice
+from rawattn._call.options import shown
+from rawattn._interop.arrays import import_array
+from rawattn._scores import lint
+from rawattn._scores.expression import BOOL, FLOAT, INT
+from rawattn._scores.language import RESERVED, normalised
+from rawattn._scores.program import ELEMENTS, ScoreText, predicate, program
+
+LANGUAGES = ("expression", "cuda")
+MAX_ARRAYS = MAX_SCALARS = 8
+_MAX_RANK = 4
+_ARRAYS = "arrays of 1 to 4 axes and Python numbers"
+
+
+class ScoreMod:
+    """A function of the scores, compiled into the kernels and differentiated.
+
+    It comes after scale and softcap and before the bias: `score` is the score of query `q_idx` and key `kv_idx`, positions
+    in their sequence; `batch`, `head`, `kv_head`, `seqlen_q` and `seqlen_k` are known too, integers all. `captured` are
+    arrays (`slope[head]`, `table[q_idx, kv_idx]`) and numbers that the text reads by name. Arrays may be of any framework,
+    lie where the attention's do, and are read anew at every call, never copied.
+
+    Parameters
+    ----------
+    forward
+        With `language="expression"` an expression in Python's syntax: + - * / // % **, comparisons, and/or/not, `a if c
+        else b`, `where(c, a, b)`, exp, log, tanh, sin, cos, sqrt, abs, floor, min, max, int, float. `//` and `%` round as
+        in Python, also where a number is negative; `**` takes a number written out as its exponent. Integers have 32 bits
+        and wrap around; a division of integers by zero gives 0. An index outside an axis is clamped to it, so that -1 is
+        the first element, not the last. A score of `-inf` hides the key: `where(kv_idx % 2 == 0, score, -inf)`.
+
+        With `language="cuda"` statements of C++ that assign `score`; they run on GPUs alone. The names above are `const int`,
+        captured numbers constants, and arrays are read as `slope[head]` or `slope(head)`, of several axes as
+        `table(q_idx, kv_idx)`, with indices clamped too. Such a text is code of the program: never take it from others.
+    backward
+        For `language="cuda"`: statements that turn `dscore`, which is the gradient with respect to the new score, into that
+        with respect to the old one, which is `score` here. Without it gradients raise NotImplementedError.
+    wrt
+        Names of float arrays whose gradients `attention_backward` gives too, in `Gradients.captured`. For the expression
+        dialect, which differentiates itself.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming `score_mod` and the piece of the text, or the captured name, with what is accepted.
+
+    >>> import numpy as np
+    >>> slopes = np.array([0.5, 0.25], np.float32)
+    >>> ScoreMod("score + slope[head] * (kv_idx - q_idx)", slope=slopes)
+    ScoreMod('score + slope[head] * (kv_idx - q_idx)', slope=float32[2])
+    """
+
+    __slots__ = ("_arrays", "_scalars", "_text")
+
+    def __init__(
+        self,
+        /,
+        forward: str,
+        backward: str | None = None,
+        *,
+        language: str = "expression",
+        wrt: str | Iterable[str] = (),
+        **captured: Any,
+    ) -> None:
+        if language not in LANGUAGES:
+            raise ValueError(f"language: got {shown(language)}, expected 'expression' or 'cuda'")
+        forward = _text("score_mod", forward)
+        found = _captured("score_mod", captured)
+        names = _wrt(wrt, found, language)
+        if language == "expression":
+            if backward is not None:
+                raise ValueError(
+                    "backward: got a text, expected None: an expression is differentiated by itself; backward is "
+                    'for language="cuda"'
+                )
+            text = ScoreText(language, normalised(forward), None, names, *found.forms)
+            program(text)
+        else:
+            backward = None if backward is None else _text("backward", backward)
+            text = ScoreText(language, forward, backward, names, *found.forms)
+            lint.check(text)
+        _refuse_unused("score_mod", text)
+        self._text = text
+        self._arrays, self._scalars = MappingProxyType(found.arrays), found.scalars
+
+    @property
+    def text(self) -> ScoreText:
+        """What of it makes its kernel."""
+        return self._text
+
+    @property
+    def arrays(self) -> Mapping[str, Any]:
+        """The captured arrays as they were given, in the order of their names in `text`."""
+        return self._arrays
+
+    @property
+    def scalars(self) -> tuple[float, ...]:
+        """The values of captured numbers, in the order of their names in `text`."""
+        return self._scalars
+
+    def __repr__(self) -> str:
+        return _represented("ScoreMod", self)
+
+
+class Predicate:
+    """Which keys a query sees, as a text in the expression dialect that gives a bool. There is no `score`."""
+
+    __slots__ = ("arrays", "scalars", "text")
+
+    def __init__(self, predicate_text: str, /, **captured: Any) -> None:
+        forward = _text("predicate", predicate_text)
+        found = _captured("predicate", captured)
+        self.text = ScoreText("expression", normalised(forward), None, (), *found.forms)
+        predicate(self.text)
+        _refuse_unused("predicate", self.text)
+        self.arrays: Mapping[str, Any] = MappingProxyType(found.arrays)
+        self.scalars = found.scalars
+
+    def __repr__(self) -> str:
+        return _represented("Predicate", self)
+
+
+def require_float32(text: ScoreText) -> None:
+    """Refuses arrays that only the reference can take. TypeError naming the array."""
+    for name, dtype, _ in text.arrays:
+        if dtype == "float64":
+            raise TypeError(
+                f"{name}: got dtype float64, which rawattn.reference alone takes; accepted are {_dtypes()}, as by "
+                f"{name}.astype('float32')"
+            )
+
+
+def require_gradient(text: ScoreText) -> None:
+    """Refuses a text without a derivative, for calls that need one."""
+    if text.language == "cuda" and text.backward is None:
+        raise NotImplementedError(
+            'score_mod: got a text with language="cuda" and no backward, so it has no gradient; pass backward, '
+            "statements that turn `dscore` into the gradient with respect to the old score"
+        )
+
+
+def _dtypes() -> str:
+    return ", ".join(name for name in ELEMENTS if name != "float64")
+
+
+class _Captured(NamedTuple):
+    arrays: dict[str, Any]
+    scalars: tuple[float, ...]
+    forms: tuple[tuple[tuple[str, str, int], ...], tuple[tuple[str, str], ...]]
+
+
+def _text(argument: str, given: Any) -> str:
+    if not isinstance(given, str):
+        raise TypeError(f"{argument}: got {shown(given)}, expected a text, as in 'score * 2'")
+    text = given.strip()
+    if not text:
+        raise ValueError(f"{argument}: got an empty text")
+    return text
+
+
+def _captured(argument: str, captured: Mapping[str, Any]) -> _Captured:
+    arrays: dict[str, Any] = {}
+    array_forms, scalar_forms, scalars = [], [], []
+    for name, value in captured.items():
+        _check_name(argument, name)
+        number = _number(name, value)
+        if number is None:
+            arrays[name] = value
+            array_forms.append((name, *_form(name, value)))
+        else:
+            scalar_forms.append((name, number[0]))
+            scalars.append(number[1])
+    for kind, found, most in (("arrays", arrays, MAX_ARRAYS), ("numbers", scalars, MAX_SCALARS)):
+        if len(found) > most:
+            raise ValueError(
+                f"{argument}: got {len(found)} captured {kind}, expected at most {most}"
+            )
+    return _Captured(arrays, tuple(scalars), (tuple(array_forms), tuple(scalar_forms)))
+
+
+def _check_name(argument: str, name: str) -> None:
+    if name in RESERVED:
+        raise ValueError(
+            f"{argument}: got a captured {name!r}, but the language has this name itself; capture it by another one"
+        )
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z_0-9]*", name) or keyword.iskeyword(name):
+        raise ValueError(
+            f"{argument}: got a captured {name!r}, expected a name of letters, digits and underscores"
+        )
+
+
+def _number(name: str, value: Any) -> tuple[str, float] | None:
+    """Type and value of a number, None of all else."""
+    if isinstance(value, (bool, np.bool_)):
+        return BOOL, float(value)
+    if isinstance(value, (int, np.integer)):
+        if abs(int(value)) >= 2**31 or np.float32(int(value)) != int(value):
+            raise ValueError(
+                f"{name}: got {value}, expected an int that float32 holds exactly; pass a float, or an int32 array of one "
+                "element"
+            )
+        return INT, float(value)
+    # The numbers of ml_dtypes are no np.floating.
+    if isinstance(value, (float, np.floating)) or type(value).__name__ == "bfloat16":
+        return FLOAT, float(value)
+    return None
+
+
+def _form(name: str, value: Any) -> tuple[str, int]:
+    """(dtype, rank) of an array, by its attributes where it has them: nothing is ordered on a stream for that."""
+    if not hasattr(value, "__dlpack__"):
+        advice = array_advice(value, name)
+        raise TypeError(
+            f"{name}: got {shown(value)}, accepted are {_ARRAYS}{'; ' if advice else ''}{advice or ''}"
+        )
+    if not (hasattr(value, "dtype") and hasattr(value, "shape")):
+        value = import_array(name, value).array
+    dtype = getattr(value.dtype, "name", None) or str(value.dtype).rpartition(".")[2]
+    if dtype not in ELEMENTS:
+        raise TypeError(f"{name}: got dtype {dtype}, accepted are {_dtypes()}")
+    shape = tuple(value.shape)
+    if not 1 <= len(shape) <= _MAX_RANK:
+        raise ValueError(
+            f"{name}: got shape {shape}, expected 1 to {_MAX_RANK} axes; a number is given as such"
+        )
+    if math.prod(shape) == 0:
+        raise ValueError(f"{name}: got shape {shape}, expected at least one element")
+    return dtype, len(shape)
+
+
+def _wrt(given: Any, found: _Captured, language: str) -> tuple[str, ...]:
+    names = (given,) if isinstance(given, str) else tuple(given)
+    if names and language != "expression":
+        raise ValueError(
+            f"wrt: got {names}, expected () with language={language!r}: gradients of captured arrays are those of the "
+            "expression dialect"
+        )
+    floats = {name for name, dtype, _ in found.forms[0] if ELEMENTS[dtype] == FLOAT}
+    for name in names:
+        if name not in floats:
+            known = ", ".join(sorted(floats)) or "none"
+            raise ValueError(f"wrt: got {name!r}, expected names of captured float arrays: {known}")
+    if len(set(names)) < len(names):
+        raise ValueError(f"wrt: got {names}, expected each name once")
+    return names
+
+
+def _refuse_unused(argument: str, text: ScoreText) -> None:
+    words = set(re.findall(r"[A-Za-z_]\w*", f"{text.forward} {text.backward or ''}"))
+    names = (*(name for name, *_ in text.arrays), *(name for name, _ in text.scalars))
+    for name in names:
+        if name not in words:
+            raise ValueError(f"{argument}: got a captured {name!r}, which the text does not use")
+
+
+def _represented(name: str, it: ScoreMod | Predicate) -> str:
+    text = it.text
+    parts = [repr(text.forward)]
+    if text.backward is not None:
+        parts.append(repr(text.backward))
+    if text.language != "expression":
+        parts.append(f"language={text.language!r}")
+    if text.wrt:
+        parts.append(f"wrt={text.wrt}")
+    for array, dtype, _ in text.arrays:
+        parts.append(f"{array}={dtype}{list(it.arrays[array].shape)}")
+    for (scalar, kind), value in zip(text.scalars, it.scalars, strict=True):
+        parts.append(
+            f"{scalar}={value if kind == FLOAT else bool(value) if kind == BOOL else int(value)}"
+        )
+    return f"{name}({', '.join(parts)})"
