@@ -52,11 +52,20 @@ DEVICE float exp2(float x) {
   return y;
 }
 DEVICE float log2(float x) { return ::log2f(x); }
+DEVICE float exp(float x) { return ::expf(x); }
+DEVICE float log(float x) { return ::logf(x); }
+DEVICE float sin(float x) { return ::sinf(x); }
+DEVICE float cos(float x) { return ::cosf(x); }
+DEVICE float sqrt(float x) { return ::sqrtf(x); }
+DEVICE float floor(float x) { return ::floorf(x); }
+DEVICE float fmod(float x, float y) { return ::fmodf(x, y); }
+DEVICE float pow(float x, float y) { return ::powf(x, y); }
 DEVICE float reciprocal(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+DEVICE float tanh(float x) { return ::tanhf(x); }
 DEVICE int bits_of(float x) { return __float_as_int(x); }
 
 DEVICE float to_float(float x) { return x; }

@@ -10,10 +10,21 @@
 
 // Declared here, because the C++ header costs a third of the time that a kernel takes to compile.
 extern "C" {
+float cosf(float) noexcept;
 float exp2f(float) noexcept;
+float expf(float) noexcept;
+float fabsf(float) noexcept;
+float floorf(float) noexcept;
 float fmaf(float, float, float) noexcept;
 float fmaxf(float, float) noexcept;
+float fminf(float, float) noexcept;
+float fmodf(float, float) noexcept;
 float log2f(float) noexcept;
+float logf(float) noexcept;
+float powf(float, float) noexcept;
+float sinf(float) noexcept;
+float sqrtf(float) noexcept;
+float tanhf(float) noexcept;
 }
 
 #define DEVICE inline
@@ -132,6 +143,15 @@ DEVICE int wave_uniform(int x) {
 
 DEVICE float exp2(float x) { return ::exp2f(x); }
 DEVICE float log2(float x) { return ::log2f(x); }
+DEVICE float exp(float x) { return ::expf(x); }
+DEVICE float log(float x) { return ::logf(x); }
+DEVICE float sin(float x) { return ::sinf(x); }
+DEVICE float cos(float x) { return ::cosf(x); }
+DEVICE float sqrt(float x) { return ::sqrtf(x); }
+DEVICE float floor(float x) { return ::floorf(x); }
+DEVICE float fmod(float x, float y) { return ::fmodf(x, y); }
+DEVICE float pow(float x, float y) { return ::powf(x, y); }
+DEVICE float tanh(float x) { return ::tanhf(x); }
 DEVICE float reciprocal(float x) { return 1.0f / x; }
 
 DEVICE float to_float(float x) { return x; }

@@ -1,0 +1,54 @@
+// Elements of the arrays that a score function or a predicate reads. An index outside an axis is clamped to it, so
+// that nothing is read outside of an array, wherever a tile ends.
+#pragma once
+
+#include "attn/params.cuh"
+#include "attn/score_maths.cuh"
+#include "target/target.cuh"
+
+// What an element is in a text: a float, an int or a bool.
+DEVICE float captured_value(float x) { return x; }
+DEVICE float captured_value(float16 x) { return target::to_float(x); }
+DEVICE float captured_value(bfloat16 x) { return target::to_float(x); }
+DEVICE int captured_value(int x) { return x; }
+DEVICE int captured_value(int64 x) { return score_maths::saturated(x); }
+DEVICE bool captured_value(bool x) { return x; }
+
+DEVICE int captured_index(const Captured& array, int axis, int index) {
+  const int last = array.extents[axis] - 1;
+  index = index < last ? index : last;
+  return index > 0 ? index : 0;
+}
+
+template <class T, class... Indices>
+DEVICE auto captured_at(const Captured& array, Indices... indices) {
+  const int given[] = {indices...};
+  int64 offset = 0;
+  UNROLL for (int axis = 0; axis < int(sizeof...(Indices)); axis++) {
+    offset += captured_index(array, axis, given[axis]) * array.strides[axis];
+  }
+  return captured_value(static_cast<const T*>(array.data)[offset]);
+}
+
+// The number of an element in C order, whatever the strides are: where its gradient belongs.
+template <class... Indices>
+DEVICE int64 captured_number(const Captured& array, Indices... indices) {
+  const int given[] = {indices...};
+  int64 number = 0;
+  UNROLL for (int axis = 0; axis < int(sizeof...(Indices)); axis++) {
+    number = number * array.extents[axis] + captured_index(array, axis, given[axis]);
+  }
+  return number;
+}
+
+// The same as a text in CUDA reads it: slope[head] or slope(head), table(q_idx, kv_idx).
+template <class T>
+struct CapturedArray {
+  const Captured& array;
+
+  template <class... Indices>
+  DEVICE auto operator()(Indices... indices) const {
+    return captured_at<T>(array, int(indices)...);
+  }
+  DEVICE auto operator[](int index) const { return captured_at<T>(array, index); }
+};

@@ -1,0 +1,71 @@
+// Arithmetic of score texts, where C++ means something else by it than Python: integers wrap around, divisions round
+// down, and none of it is undefined.
+#pragma once
+
+#include "target/target.cuh"
+
+namespace score_maths {
+
+constexpr int kLowest = -2147483647 - 1;
+
+DEVICE int add(int x, int y) { return int(unsigned(x) + unsigned(y)); }
+DEVICE int sub(int x, int y) { return int(unsigned(x) - unsigned(y)); }
+DEVICE int mul(int x, int y) { return int(unsigned(x) * unsigned(y)); }
+DEVICE int neg(int x) { return int(0u - unsigned(x)); }
+DEVICE int abs(int x) { return x < 0 ? neg(x) : x; }
+DEVICE int min(int x, int y) { return y < x ? y : x; }
+DEVICE int max(int x, int y) { return x < y ? y : x; }
+
+// A division by 0 gives 0.
+DEVICE int floordiv(int x, int y) {
+  if (y == 0) return 0;
+  if (y == -1) return neg(x);
+  const int quotient = x / y;
+  return x % y != 0 && (x < 0) != (y < 0) ? quotient - 1 : quotient;
+}
+DEVICE int mod(int x, int y) {
+  if (y == 0 || y == -1) return 0;
+  const int rest = x % y;
+  return rest != 0 && (rest < 0) != (y < 0) ? rest + y : rest;
+}
+
+DEVICE float abs(float x) { return fabsf(x); }
+DEVICE float min(float x, float y) { return fminf(x, y); }
+DEVICE float max(float x, float y) { return fmaxf(x, y); }
+
+// The rest has the sign of y, and x is floordiv(x, y) * y + mod(x, y) as far as rounding lets it.
+DEVICE float mod(float x, float y) {
+  const float rest = target::fmod(x, y);
+  return rest != 0.0f && (rest < 0.0f) != (y < 0.0f) ? rest + y : rest;
+}
+DEVICE float floordiv(float x, float y) {
+  if (y == 0.0f) return x / y;
+  const float quotient = (x - mod(x, y)) / y;
+  const float whole = target::floor(quotient);
+  return quotient - whole > 0.5f ? whole + 1.0f : whole;
+}
+
+// By squaring; kExponent >= 0.
+template <int kExponent>
+DEVICE int power(int x) {
+  if constexpr (kExponent == 0) return 1;
+  else if constexpr (kExponent % 2) return mul(x, power<kExponent - 1>(x));
+  else return power<kExponent / 2>(mul(x, x));
+}
+template <int kExponent>
+DEVICE float power(float x) {
+  if constexpr (kExponent < 0) return 1.0f / power<-kExponent>(x);
+  else if constexpr (kExponent == 0) return 1.0f;
+  else if constexpr (kExponent == 1) return x;
+  else if constexpr (kExponent % 2) return x * power<kExponent - 1>(x);
+  else return power<kExponent / 2>(x * x);
+}
+
+// Without what follows the point; what is too large is the largest or lowest int, NaN is 0.
+DEVICE int saturated(float x) {
+  if (!(x > -2147483648.0f)) return x == x ? kLowest : 0;
+  return x < 2147483648.0f ? int(x) : 2147483647;
+}
+DEVICE int saturated(int64 x) { return x < kLowest ? kLowest : x > 2147483647 ? 2147483647 : int(x); }
+
+}  // namespace score_maths

@@ -1,0 +1,277 @@
+"""A score text as C++: a struct in namespace `config`, put before the kernel's file.
+
+It holds what the kernels call, each a template over the struct of parameters, whose `captured` has arrays and numbers:
+
+    struct ScoreMod {
+      static constexpr bool kAdditive;    // the derivative is 1 wherever a key is seen
+      static constexpr bool kNeedsScore;  // derivatives depend on the score as it was before
+      static constexpr int kPartials;     // how many elements of captured arrays a score depends on, of those in wrt
+      float value(float score, const ScorePlace& at, const P& p);       // -inf hides the key
+      float derivative(float score, const ScorePlace& at, const P& p);  // anything where the value is -inf
+      int partial_array<n>();                                          // the index of the array
+      float partial<n>(float score, const ScorePlace& at, const P& p);
+      int64 partial_index<n>(const ScorePlace& at, const P& p);         // of the element, in C order
+    };
+    struct Predicate { bool holds(const ScorePlace& at, const P& p); };
+
+Every operation is a variable of its own, so that what expressions share is computed once. Nothing can fail that runs for
+nothing: divisions by zero are defined and indices clamped.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+import numpy as np
+
+from rawattn._scores.expression import BOOL, FLOAT, INT, PLACES, Expression, walk
+from rawattn._scores.program import Partial, ScoreText, predicate, program
+from rawattn._scores.score_mod import require_float32
+
+_INCLUDES = """\
+#include "attn/captured.cuh"
+#include "attn/score_maths.cuh"
+#include "attn/score_place.cuh"
+"""
+_ELEMENTS = {
+    "float16": "float16",
+    "bfloat16": "bfloat16",
+    "float32": "float",
+    "int32": "int",
+    "int64": "int64",
+    "bool": "bool",
+}
+_INFIX = {
+    "lt": "<",
+    "le": "<=",
+    "gt": ">",
+    "ge": ">=",
+    "eq": "==",
+    "ne": "!=",
+    "and": "&&",
+    "or": "||",
+}
+_OF_FLOATS = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
+_TARGET = frozenset({"exp", "log", "tanh", "sin", "cos", "sqrt", "floor"})
+_POWERS = 16  # the largest exponent of a float that becomes products
+_NO_BACKWARD = "a score function in CUDA without backward has no derivative"
+_FILES = {"score_mod": "forward", "score_mod.backward": "backward"}
+# "score_mod(2): error: ..." of NVRTC, "score_mod:2:7: error: ..." of g++
+_AT_LINE = re.compile(
+    r"^(score_mod(?:\.backward)?)(?:\((\d+)\)|:(\d+)(?::\d+)?):? *(?:catastrophic )?((?:fatal )?error|warning)(.*)$"
+)
+
+
+def device_text(text: ScoreText) -> str:
+    """`config::ScoreMod` of a score text, in either language.
+
+    Without a `backward`, a text in CUDA has no derivative: a kernel that calls it does not compile.
+    """
+    require_float32(text)
+    members = _of_expression(text) if text.language == "expression" else _of_cuda(text)
+    return _struct("ScoreMod", members)
+
+
+def predicate_text(text: ScoreText) -> str:
+    """`config::Predicate` of a predicate."""
+    require_float32(text)
+    body = _body(text, (predicate(text),))
+    holds = _function("bool holds", "", [*body.lines, f"return {body.results[0]};"])
+    return _struct("Predicate", [holds])
+
+
+def compile_error_message(log: str, text: ScoreText) -> str:
+    """What a compiler's log says of the user's own lines, with these lines; "" if nothing."""
+    told = []
+    for line in log.splitlines():
+        match = _AT_LINE.match(line.strip())
+        if match is None or match[4] == "warning":
+            continue
+        argument = _FILES[match[1]]
+        lines = (getattr(text, argument) or "").split("\n")
+        number = int(match[2] or match[3])
+        told.append(f"  {argument}, line {number}:{match[5].lstrip(':')}")
+        if 0 < number <= len(lines):
+            told.append(f"    {lines[number - 1].strip()}")
+    return "\n".join(["score_mod: the text does not compile", *told]) if told else ""
+
+
+def _of_expression(text: ScoreText) -> list[str]:
+    whole = program(text)
+    body = _body(text, (whole.value,))
+    members = [
+        f"static constexpr bool kAdditive = {str(whole.additive).lower()};",
+        f"static constexpr bool kNeedsScore = {str(whole.needs_score).lower()};",
+        f"static constexpr int kPartials = {len(whole.partials)};",
+        _function("float value", "float score, ", [*body.lines, f"return {body.results[0]};"]),
+    ]
+    body = _body(text, (whole.derivative,))
+    derivative = [*body.lines, f"return {body.results[0]};"]
+    members.append(_function("float derivative", "float score, ", derivative))
+    return members + _partials(text, whole.partials)
+
+
+def _partials(text: ScoreText, partials: tuple[Partial, ...]) -> list[str]:
+    arrays, values, indices = ["return -1;"], ["return 0.0f;"], ["return -1;"]
+    for n, each in enumerate(partials):
+        arrays = _branch(n, [f"return {each.array};"], arrays)
+        body = _body(text, (each.value,))
+        values = _branch(n, [*body.lines, f"return {body.results[0]};"], values)
+        body = _body(text, each.indices)
+        place = ", ".join((f"p.captured.array{each.array}", *body.results))
+        indices = _branch(n, [*body.lines, f"return captured_number({place});"], indices)
+    return [
+        "\n".join(
+            [
+                "template <int n>",
+                "DEVICE static constexpr int partial_array() {",
+                *_indented(arrays),
+                "}",
+            ]
+        ),
+        _function("float partial", "float score, ", values, "int n, "),
+        _function("int64 partial_index", "", indices, "int n, "),
+    ]
+
+
+def _branch(n: int, lines: list[str], others: list[str]) -> list[str]:
+    return [f"if constexpr (n == {n}) {{", *_indented(lines), "} else {", *_indented(others), "}"]
+
+
+def _of_cuda(text: ScoreText) -> list[str]:
+    names = [f"const int {name} = at.{name};" for name in PLACES]
+    names.append("const float inf = target::infinity();")
+    for n, (name, kind) in enumerate(text.scalars):
+        names.append(f"const {kind} {name} = {_scalar(n, kind)};")
+    for n, (name, dtype, _) in enumerate(text.arrays):
+        names.append(f"const CapturedArray<{_ELEMENTS[dtype]}> {name}{{p.captured.array{n}}};")
+    names = [f"[[maybe_unused]] {line}" for line in names]
+    members = [
+        "static constexpr bool kAdditive = false;",
+        "static constexpr bool kNeedsScore = true;",
+        "static constexpr int kPartials = 0;",
+        _function(
+            "float value",
+            "float score, ",
+            [*names, *_users("score_mod", text.forward), "return score;"],
+        ),
+    ]
+    if text.backward is None:
+        lines = [f'static_assert(sizeof(P) == 0, "{_NO_BACKWARD}");', "return 0.0f;"]
+    else:
+        backward = _users("score_mod.backward", text.backward)
+        lines = [*names, "float dscore = 1.0f;", *backward, "return dscore;"]
+    members.append(_function("float derivative", "const float score, ", lines))
+    return members + _partials(text, ())
+
+
+def _users(file: str, text: str) -> list[str]:
+    """The user's lines as they are, under a name of their own in what compilers say."""
+    return [f'#line 1 "{file}"', text, '#line 1 "generated"']
+
+
+class _Body:
+    def __init__(self, lines: list[str], results: list[str]) -> None:
+        self.lines, self.results = lines, results
+
+
+def _body(text: ScoreText, expressions: Iterable[Expression]) -> _Body:
+    """Statements that compute expressions, and what these are called then."""
+    names: dict[Expression, str] = {}
+    lines: list[str] = []
+    roots = tuple(expressions)
+    for root in roots:
+        for node in walk(root):
+            if node in names:
+                continue
+            value = _written(text, node, [names[x] for x in node.args])
+            if node.op in ("const", "score", "place"):
+                names[node] = value
+            else:
+                names[node] = f"x{len(lines)}"
+                lines.append(f"const {node.type} {names[node]} = {value};")
+    return _Body(lines, [names[root] for root in roots])
+
+
+def _written(text: ScoreText, node: Expression, args: list[str]) -> str:
+    if node.op == "const":
+        return _number(node)
+    if node.op == "score":
+        return "score"
+    if node.op == "place":
+        return f"at.{node.value}"
+    if node.op == "scalar":
+        return _scalar(node.value, node.type)
+    if node.op == "load":
+        element = _ELEMENTS[text.arrays[node.value][1]]
+        return f"captured_at<{element}>({', '.join((f'p.captured.array{node.value}', *args))})"
+    if node.op == "where":
+        return f"{args[0]} ? {args[1]} : {args[2]}"
+    if node.op == "not":
+        return f"!{args[0]}"
+    if node.op == "pow":
+        return _power(node, args[0])
+    if node.op == "to_int":
+        return (
+            f"int({args[0]})" if node.args[0].type == BOOL else f"score_maths::saturated({args[0]})"
+        )
+    if node.op == "to_float":
+        return f"float({args[0]})"
+    if node.op in _INFIX:
+        return f"{args[0]} {_INFIX[node.op]} {args[1]}"
+    if node.type == FLOAT and node.op in _OF_FLOATS:
+        return f"{args[0]} {_OF_FLOATS[node.op]} {args[1]}"
+    if node.type == FLOAT and node.op == "neg":
+        return f"-{args[0]}"
+    return f"{'target' if node.op in _TARGET else 'score_maths'}::{node.op}({', '.join(args)})"
+
+
+def _power(node: Expression, x: str) -> str:
+    n = node.value
+    if node.type == INT or (float(n).is_integer() and abs(n) <= _POWERS):
+        return f"score_maths::power<{int(n)}>({x})"
+    return f"target::pow({x}, {_float(n)})"
+
+
+def _scalar(index: int, kind: str) -> str:
+    """Numbers come as floats, also those that are none: the host has seen that they are exact."""
+    value = f"p.captured.scalars[{index}]"
+    return {FLOAT: value, INT: f"int({value})", BOOL: f"{value} != 0.0f"}[kind]
+
+
+def _number(node: Expression) -> str:
+    if node.type == FLOAT:
+        return _float(node.value)
+    if node.type == BOOL:
+        return str(node.value).lower()
+    if node.value == -(2**31):  # C++ has no such literal
+        return f"({node.value + 1} - 1)"
+    return str(node.value) if node.value >= 0 else f"({node.value})"
+
+
+def _float(value: float) -> str:
+    with np.errstate(over="ignore"):
+        rounded = float(np.float32(value))
+    if np.isinf(rounded):
+        return "target::infinity()" if rounded > 0 else "(-target::infinity())"
+    return f"({rounded!r}f)" if str(rounded).startswith("-") else f"{rounded!r}f"
+
+
+def _function(what: str, first: str, lines: Iterable[str], template: str = "") -> str:
+    """A function of a place and parameters; `first`: what comes before these."""
+    head = f"DEVICE static {what}({first}[[maybe_unused]] const ScorePlace& at, [[maybe_unused]] const P& p) {{"
+    head = head.replace("(float score", "([[maybe_unused]] float score")
+    head = head.replace("(const float score", "([[maybe_unused]] const float score")
+    return "\n".join([f"template <{template}class P>", head, *_indented(lines), "}"])
+
+
+def _indented(lines: Iterable[str]) -> list[str]:
+    return [f"  {line}" for line in lines]
+
+
+def _struct(name: str, members: Iterable[str]) -> str:
+    body = "\n".join(members)
+    return (
+        f"{_INCLUDES}namespace config {{\nstruct {name} {{\n{body}\n}};\n}}  // namespace config\n"
+    )
