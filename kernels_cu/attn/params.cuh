@@ -61,15 +61,29 @@ struct Dropout {
   float factor;
 };
 
+// Of each tile of one side's sequences and head, the tiles of the other side that meet it (see attn/listed_tiles.cuh).
+struct TileLists {
+  int* data;
+  // lists of a head between those of two sequences in batch mode; 0 where all share them
+  int64 sequence;
+  // that have lists of their own
+  int nheads;
+  // heads that share lists
+  int group;
+  // entries of a list
+  int capacity;
+};
+
 // Keys that are hidden one by one. Bit n of a half-word is the key n of its 16; strides are in half-words.
 struct BlockMask {
   const unsigned short* bits;
-  int64 batch, head, row;
+  int64 batch, head;
   // query heads that share a head of it
   int group;
-  // of each sequence, head of the mask and tile of the walked side's partner: how many tiles meet it, and those
-  const int* tiles;
-  int64 tiles_batch, tiles_head, tiles_row;
+  // its extents: what lies behind them is as the last row and the last 8 half-words of a row are
+  int rows, words;
+  // of the kernel's own tiles
+  TileLists lists;
 };
 
 // An array that a score function reads. Strides are in elements.
@@ -183,6 +197,50 @@ struct PaddingParams {
   int batch, nheads, headdim, element_bytes;
   // blocks that share one gap between sequences
   int parts;
+};
+
+// What packing a mask writes (see attn/mask_packing.cuh).
+struct MaskPacking {
+  // (batch, nheads, rows, words)
+  unsigned short* bits;
+  // of granules, (batch, nheads, rows / 64, words / 4), rounded up
+  unsigned char* map;
+  int rows, keys, words;
+  int nheads;
+};
+
+struct PackMaskParams {
+  MaskPacking packing;
+  // True is not 0
+  const unsigned char* from;
+  // its strides, 0 where it is the same for all
+  int64 batch, head, row, key;
+};
+
+struct RangesMaskParams {
+  MaskPacking packing;
+  // (batch, rows, count, 2): the keys [begin, end) that a row sees
+  Integers ranges;
+  int count;
+};
+
+struct MaskTilesParams {
+  // its lists are written
+  ForwardParams forward;
+  // of granules
+  const unsigned char* map;
+  // its strides
+  int64 map_batch, map_head, map_row;
+  // its extents: what lies behind them is as the last ones are
+  int map_rows, map_keys;
+  // that have lists of their own
+  int sequences;
+  // of a sequence; one of a device's lengths may have more
+  int tiles;
+  // heads whose tiles a list has, one head after the other
+  int parts;
+  // heads, counted like parts of all lists, that share a head of the mask
+  int group;
 };
 
 struct WordsParams {

@@ -108,18 +108,31 @@ _DROPOUT = _struct(
     ("unsigned", "threshold", ""),
     ("float", "factor", "of what is kept: 1 / (1 - dropout_p)"),
 )
+_TILE_LISTS = _struct(
+    "TileLists",
+    "Of each tile of one side's sequences and head, the tiles of the other side that meet it (see attn/listed_tiles.cuh).",
+    ("int*", "data", ""),
+    (
+        "int64",
+        "sequence",
+        "lists of a head between those of two sequences in batch mode; 0 where all share them",
+    ),
+    ("int", "nheads", "that have lists of their own"),
+    ("int", "group", "heads that share lists"),
+    ("int", "capacity", "entries of a list"),
+)
 _BLOCK_MASK = _struct(
     "BlockMask",
     "Keys that are hidden one by one. Bit n of a half-word is the key n of its 16; strides are in half-words.",
     ("const unsigned short*", "bits", ""),
-    ("int64", "batch, head, row", ""),
+    ("int64", "batch, head", ""),
     ("int", "group", "query heads that share a head of it"),
     (
-        "const int*",
-        "tiles",
-        "of each sequence, head of the mask and tile of the walked side's partner: how many tiles meet it, and those",
+        "int",
+        "rows, words",
+        "its extents: what lies behind them is as the last row and the last 8 half-words of a row are",
     ),
-    ("int64", "tiles_batch, tiles_head, tiles_row", ""),
+    (_TILE_LISTS, "lists", "of the kernel's own tiles"),
 )
 _CAPTURED = _struct(
     "Captured",
@@ -248,6 +261,40 @@ PADDING = _struct(
     (SIDE_STRUCT, "side", ""),
     ("int", "batch, nheads, headdim, element_bytes", ""),
     ("int", "parts", "blocks that share one gap between sequences"),
+)
+_MASK_PACKING = _struct(
+    "MaskPacking",
+    "What packing a mask writes (see attn/mask_packing.cuh).",
+    ("unsigned short*", "bits", "(batch, nheads, rows, words)"),
+    ("unsigned char*", "map", "of granules, (batch, nheads, rows / 64, words / 4), rounded up"),
+    ("int", "rows, keys, words", ""),
+    ("int", "nheads", ""),
+)
+PACK_MASK = _struct(
+    "PackMaskParams",
+    "",
+    (_MASK_PACKING, "packing", ""),
+    ("const unsigned char*", "from", "True is not 0"),
+    ("int64", "batch, head, row, key", "its strides, 0 where it is the same for all"),
+)
+RANGES_MASK = _struct(
+    "RangesMaskParams",
+    "",
+    (_MASK_PACKING, "packing", ""),
+    (INTEGERS, "ranges", "(batch, rows, count, 2): the keys [begin, end) that a row sees"),
+    ("int", "count", ""),
+)
+MASK_TILES = _struct(
+    "MaskTilesParams",
+    "",
+    (FORWARD, "forward", "its lists are written"),
+    ("const unsigned char*", "map", "of granules"),
+    ("int64", "map_batch, map_head, map_row", "its strides"),
+    ("int", "map_rows, map_keys", "its extents: what lies behind them is as the last ones are"),
+    ("int", "sequences", "that have lists of their own"),
+    ("int", "tiles", "of a sequence; one of a device's lengths may have more"),
+    ("int", "parts", "heads whose tiles a list has, one head after the other"),
+    ("int", "group", "heads, counted like parts of all lists, that share a head of the mask"),
 )
 # Launches carry at most 4096 bytes of parameters on every driver that this library runs with.
 WORDS_A_LAUNCH = 1000
