@@ -4,6 +4,7 @@
 // Both go over a wave's accumulators. first_row and first_key are those of the accumulators' first element.
 #pragma once
 
+#include "attn/score_rule.cuh"
 #include "attn/visible.cuh"
 #include "target/target.cuh"
 
@@ -13,7 +14,9 @@ struct SoftmaxScore {
   float scale;
 
   DEVICE static float masked() { return -target::infinity(); }
-  DEVICE float operator()(float product, int, int) const { return kScaleFirst ? product * scale : product; }
+  DEVICE float operator()(float product, int, int) const {
+    return kScaleFirst && !ScoreRule::kChanges ? product * scale : product;
+  }
 };
 
 // The probability of a score, anew. In float32 the difference is taken before the change to base 2: that keeps the
@@ -27,6 +30,7 @@ struct Probability {
 
   float scale;  // of the score
 
+  // scale: of what it is called with, 1 where that is a finished score.
   DEVICE explicit Probability(float scale) : scale(kNatural ? scale : scale * kLog2E) {}
   DEVICE static float masked() { return 0.0f; }
   DEVICE float operator()(float product, float lse) const {
@@ -105,10 +109,18 @@ DEVICE void mask_scores_of_keys(C (&s)[kKeyBlocks][kQueryBlocks], float value, c
   }
 }
 
-// Queries are rows. finish(product, row block, slot): what a product becomes where its key is seen.
-template <class C, int kRowBlocks, int kKeyBlocks, class Finish, class Keys>
-DEVICE void finish_scores(C (&s)[kRowBlocks][kKeyBlocks], const Finish& finish, const Keys& keys, int n, int first_row,
-                          int lane) {
+struct NoVisit {
+  template <class... T>
+  DEVICE void operator()(const T&...) const {}
+};
+
+// Queries are rows. finish(product, row block, slot): what a product becomes where its key is seen; where the rule
+// changes scores, they are scaled before. visit: see change_scores.
+template <class C, int kRowBlocks, int kKeyBlocks, class Finish, class Keys, class Visit = NoVisit>
+DEVICE void finish_scores(C (&s)[kRowBlocks][kKeyBlocks], const ScoreRule& rule,
+                          const AddedScores<C, kRowBlocks, kKeyBlocks>& added, const Finish& finish, const Keys& keys,
+                          int n, int first_row, int lane, const Visit& visit = Visit{}) {
+  if constexpr (ScoreRule::kChanges) change_scores(s, rule, added, first_row, keys.first_key(n), lane, visit);
   UNROLL for (int m = 0; m < kRowBlocks; m++) {
     UNROLL for (int b = 0; b < kKeyBlocks; b++) {
       UNROLL for (int e = 0; e < C::kElements; e++) s[m][b].x[e] = finish(s[m][b].x[e], m, C::slot(e));

@@ -56,19 +56,35 @@ struct SoftmaxRows {
   // Sums up rows and divides the output by the sums. Afterwards lse() may be asked.
   template <int kOutBlocks>
   DEVICE void finish(C (&o)[kRowBlocks][kOutBlocks]) {
-    UNROLL for (int m = 0; m < kRowBlocks; m++) {
-      UNROLL for (int slot = 0; slot < C::kSlots; slot++) sum[m][slot] = C::row_sum(sum[m][slot]);
-    }
+    sum_rows();
     divide(o);
   }
 
-  // A row that saw no key becomes 0.
+  DEVICE void sum_rows() {
+    UNROLL for (int m = 0; m < kRowBlocks; m++) {
+      UNROLL for (int slot = 0; slot < C::kSlots; slot++) sum[m][slot] = C::row_sum(sum[m][slot]);
+    }
+  }
+
+  // One more score in every row's sum, which has no value. sink: in log2 units. The output must be rescaled.
+  DEVICE void add_sink(float sink) {
+    UNROLL for (int m = 0; m < kRowBlocks; m++) {
+      UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
+        const float before = running_max[m][slot];
+        running_max[m][slot] = fmaxf(before, sink);
+        factor[m][slot] = target::exp2(before - shift(m, slot));
+        sum[m][slot] = sum[m][slot] * factor[m][slot] + target::exp2(sink - shift(m, slot));
+      }
+    }
+  }
+
+  // A row that saw no key becomes 0. kept: the share of probabilities that dropout keeps, inverted.
   template <int kOutBlocks>
-  DEVICE void divide(C (&o)[kRowBlocks][kOutBlocks]) const {
+  DEVICE void divide(C (&o)[kRowBlocks][kOutBlocks], float kept = 1.0f) const {
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
       float inverse[C::kSlots];
       UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
-        inverse[slot] = sum[m][slot] == 0.0f ? 0.0f : 1.0f / sum[m][slot];
+        inverse[slot] = sum[m][slot] == 0.0f ? 0.0f : kept / sum[m][slot];
       }
       UNROLL for (int d = 0; d < kOutBlocks; d++) {
         UNROLL for (int e = 0; e < C::kElements; e++) o[m][d].x[e] *= inverse[C::slot(e)];

@@ -7,6 +7,8 @@
 #include "attn/params.cuh"
 #include "attn/rows.cuh"
 #include "attn/schedule/queries.cuh"
+#include "attn/dropout.cuh"
+#include "attn/score_rule.cuh"
 #include "attn/scores.cuh"
 #include "attn/sequence.cuh"
 #include "attn/tiles.cuh"
@@ -31,6 +33,7 @@ constexpr int kDepthV = round_up(kHeadDimV, 16);
 constexpr int kDqBlocks = kDepthQk / 16;
 static_assert(kRowBlocks * 16 * kWaves == kTileQ && kKeyBlocks * 16 == kTileK, "tiles are made of 16 x 16 blocks");
 static_assert(kStages == 1 || kStages == 2, "one or two stages of keys and values");
+constexpr bool kHasDerivative = ScoreRule::kHasDerivative;
 
 // Elements of shared memory. dq leaves through the space of the queries.
 constexpr int kPitchQk = padded_pitch<Element>(kDepthQk);
@@ -76,7 +79,10 @@ KERNEL LAUNCH_BOUNDS(backward_dq::kThreads, config::kBlocksPerSm) void rawattn_b
   const int first = work.tile * kTileQ;
   const int rows = work.q.length - first < kTileQ ? work.q.length - first : kTileQ;
   const int kv_head = work.head / (f.nheads_q / f.nheads_kv);
-  const Keys key_tiles(Visible(f, work.q.length, work.k.length), first, first + rows - 1);
+  const Visible visible(f, work.q.length, work.k.length);
+  const Keys key_tiles(visible, first, first + rows - 1);
+  const ScoreRule rule(f, work.sequence, work.head, work.q.length, work.k.length, visible.offset);
+  const DropoutRule dropout(f, work.sequence, work.head);
 
   const auto q = rows_of<const Element>(f.q, f.q_strides, work.sequence, work.q, work.head, first);
   const auto dout = rows_of<const Element>(p.dout, p.dout_strides, work.sequence, work.q, work.head, first);
@@ -101,7 +107,7 @@ KERNEL LAUNCH_BOUNDS(backward_dq::kThreads, config::kBlocksPerSm) void rawattn_b
   target::copy_async_commit();
 
   // Rows past the end get 0 for both: their queries and douts are 0, and so is all that comes of them.
-  RowProbability<Element, kRowBlocks, C::kSlots> probability(f.scores.scale);
+  RowProbability<Element, kRowBlocks, C::kSlots> probability(ScoreRule::kChanges ? 1.0f : f.scores.scale);
   float delta[kRowBlocks][C::kSlots];
   UNROLL for (int m = 0; m < kRowBlocks; m++) {
     UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
@@ -123,18 +129,35 @@ KERNEL LAUNCH_BOUNDS(backward_dq::kThreads, config::kBlocksPerSm) void rawattn_b
     const Element* const keys = elements + kKeysAt + n % kStages * kTileK * kPitchQk;
     const Element* const values = elements + kValuesAt + n % kStages * kTileK * kPitchV;
 
+    const int first_row = first + wave * kWaveRows;
+    AddedScores<C, kRowBlocks, kKeyBlocks> added;
+    added.load(rule, first_row, key_tiles.first_key(n), lane);
     C s[kRowBlocks][kKeyBlocks];
     multiply<kDepthQk, kPitchQk>(s, queries, keys, lane);
-    finish_scores(s, probability, key_tiles, n, first + wave * kWaveRows, lane);
+    // Of each score with respect to its scaled product.
+    C derivative[kHasDerivative ? kRowBlocks : 1][kHasDerivative ? kKeyBlocks : 1];
+    finish_scores(s, rule, added, probability, key_tiles, n, first_row, lane,
+                  [&](int m, int b, int e, int i, int j, float capped) {
+                    if constexpr (kHasDerivative) derivative[m][b].x[e] = rule.derivative(capped, i, j);
+                  });
     C dp[kRowBlocks][kKeyBlocks];
     multiply<kDepthV, kPitchV>(dp, douts, values, lane);
     // Not earlier: issuing copies takes a while, and products must not wait for it.
     if (kStages == 2 && n + 1 < key_tiles.end) load(n + 1);
     target::copy_async_commit();
+    if constexpr (kDropout) {
+      each_kept<C, kRowBlocks, kKeyBlocks>(dropout, first_row, key_tiles.first_key(n), lane,
+                                           [&](int m, int b, int e, bool kept) {
+                                             dp[m][b].x[e] = kept ? dp[m][b].x[e] * f.dropout.factor : 0.0f;
+                                           });
+    }
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
       UNROLL for (int b = 0; b < kKeyBlocks; b++) {
         UNROLL for (int e = 0; e < C::kElements; e++) {
-          dp[m][b].x[e] = s[m][b].x[e] * (dp[m][b].x[e] - delta[m][C::slot(e)]);
+          float& x = dp[m][b].x[e];
+          x = s[m][b].x[e] * (x - delta[m][C::slot(e)]);
+          // What is masked stays 0, whatever the derivative is there.
+          if constexpr (kHasDerivative) x = s[m][b].x[e] == 0.0f ? 0.0f : x * derivative[m][b].x[e];
         }
       }
     }

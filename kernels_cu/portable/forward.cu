@@ -3,9 +3,11 @@
 // Each wave owns kRowBlocks * 16 query rows, holds their scores and output in registers and walks the key tiles; keys
 // and values arrive by asynchronous copies. With two stages the next tile's keys and values travel during the whole of
 // this tile's arithmetic; with one, values travel under Q K^T and the next keys under the softmax and P V.
+#include "attn/dropout.cuh"
 #include "attn/params.cuh"
 #include "attn/rows.cuh"
 #include "attn/schedule/queries.cuh"
+#include "attn/score_rule.cuh"
 #include "attn/scores.cuh"
 #include "attn/sequence.cuh"
 #include "attn/softmax.cuh"
@@ -90,7 +92,10 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
   const int first = work.tile * kTileQ;
   const int rows = work.q.length - first < kTileQ ? work.q.length - first : kTileQ;
   const int kv_head = work.head / (p.nheads_q / p.nheads_kv);
-  const Keys key_tiles(Visible(p, work.q.length, work.k.length), first, first + rows - 1);
+  const Visible visible(p, work.q.length, work.k.length);
+  const Keys key_tiles(visible, first, first + rows - 1);
+  const ScoreRule rule(p, work.sequence, work.head, work.q.length, work.k.length, visible.offset);
+  const DropoutRule dropout(p, work.sequence, work.head);
 
   const auto q = rows_of<const Element>(p.q, p.q_strides, work.sequence, work.q, work.head, first);
   const auto k = rows_of<const Element>(p.k, p.k_strides, work.sequence, work.k, kv_head);
@@ -137,6 +142,9 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
       target::copy_async_commit();
     }
 
+    const int first_row = first + wave * kWaveRows;
+    AddedScores<C, kRowBlocks, kKeyBlocks> added;
+    added.load(rule, first_row, key_tiles.first_key(n), lane);
     C s[kRowBlocks][kKeyBlocks];
     const auto query = [&](int m, int step) { return queries(m, step, lane); };
     const Element* const keys = elements + kKeysAt + n % kStages * kTileK * kPitchQk;
@@ -153,14 +161,20 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
     }
     target::copy_async_commit();
 
-    finish_scores(s, SoftmaxScore<kScaleFirst>{p.scores.scale}, key_tiles, n, first + wave * kWaveRows, lane);
+    finish_scores(s, rule, added, SoftmaxScore<kScaleFirst>{p.scores.scale}, key_tiles, n, first_row, lane);
     if (softmax.update_row_max(s)) softmax.rescale(o);
     softmax.exponentiate(s);
+    drop(s, dropout, first_row, key_tiles.first_key(n), lane);
     const Element* const values = elements + kValuesAt + n % kStages * kTileK * kPitchV;
     multiply_accumulators<M, kUnrolledSteps, kPitchV, kPitchP>(o, s, slab, values, lane);
   }
 
-  softmax.finish(o);
+  softmax.sum_rows();
+  if constexpr (kSinkLogits) {
+    softmax.add_sink(per_head(p.sink_logits, work.sequence, work.head) * kLog2E);
+    softmax.rescale(o);
+  }
+  softmax.divide(o, kDropout ? p.dropout.factor : 1.0f);
   wait_copies_and_sync();
   UNROLL for (int m = 0; m < kRowBlocks; m++) {
     const int block_row = wave * kWaveRows + m * 16;

@@ -11,6 +11,8 @@
 //
 // With kStreamK the last tiles, too few for all blocks, are split by keys (stream-K), and what becomes of them is
 // merged.
+#include "attn/dropout.cuh"
+#include "attn/score_rule.cuh"
 #include "attn/scores.cuh"
 #include "sm90/forward_block.cuh"
 #include "sm90/forward_merge.cuh"
@@ -110,11 +112,13 @@ DEVICE void pack(M::A (&p)[kKeyBlocks], const C (&scores)[1][kKeyBlocks]) {
   UNROLL for (int n = 0; n < kKeyBlocks; n++) p[n] = M::from_accumulator(scores[0][n]);
 }
 
+// What the output is multiplied by, since dropout keeps some of the probabilities.
+DEVICE float kept_factor(const ForwardParams& p) { return kDropout ? p.dropout.factor : 1.0f; }
+
 DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMemory& s, int index) {
   const ForwardParams& p = params.forward;
   Consumer self(s, index);
   const unsigned long long q = ptx::wgmma_descriptor(s.queries + index * 64 * 128, 0);
-  constexpr float kLog2E = 1.4426950408889634f;
   const float scale_log2 = kScaleFirst ? kLog2E : p.scores.scale * kLog2E;
   Ring<2> slot;
   unsigned queries_parity = 0;
@@ -134,13 +138,25 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
     const auto own_tiles = key_tiles.of_rows<kSpan>(first, last);
     const TileSpan mine = own_tiles.seen(span);
 
+    const int head = work.head + own.head;
+    const ScoreRule rule(p, work.sequence, head, work.q.length, work.k.length, own_tiles.visible.offset);
+    const DropoutRule dropout(p, work.sequence, head);
+
     Softmax softmax(scale_log2);
     C o[1][kOutBlocks];
     M::A probabilities[kKeyBlocks];
+    AddedScores<C, 1, kKeyBlocks> added;
+    const auto load_added = [&](int n) { added.load(rule, first_row, own_tiles.first_key(n), self.lane); };
     // Returns whether the output must be rescaled.
     const auto finish = [&](C(&scores)[1][kKeyBlocks], int n) {
-      finish_scores(scores, SoftmaxScore<kScaleFirst>{p.scores.scale}, own_tiles, n, first_row, self.lane);
+      const SoftmaxScore<kScaleFirst> score{p.scores.scale};
+      finish_scores(scores, rule, added, score, own_tiles, n, first_row, self.lane);
       return softmax.update_row_max(scores);
+    };
+    const auto exponentiate = [&](C(&scores)[1][kKeyBlocks], int n) {
+      softmax.exponentiate(scores);
+      drop(scores, dropout, first_row, own_tiles.first_key(n), self.lane);
+      pack(probabilities, scores);
     };
 
     UNROLL for (int d = 0; d < kOutBlocks; d++) o[0][d] = C{};
@@ -156,13 +172,13 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
         self.wait_for_keys();
         self.take_turn();
         self.start_scores(scores, q);
+        load_added(mine.begin);
         ptx::wgmma_wait<0>();
         ptx::wgmma_results(scores[0]);
         self.pass_turn();
         self.release_keys();
         finish(scores, mine.begin);
-        softmax.exponentiate(scores);
-        pack(probabilities, scores);
+        exponentiate(scores, mine.begin);
       }
 #pragma unroll 1
       for (int n = mine.begin + 1; n < mine.end; n++) {
@@ -170,6 +186,7 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
         self.wait_for_keys();
         self.take_turn();
         self.start_scores(scores, q);
+        load_added(n);
         self.wait_for_values();
         self.start_output(o, probabilities);
         ptx::wgmma_wait<1>();
@@ -182,8 +199,7 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
         // registers P V holds, than apart from them under P V.
         ptx::wgmma_wait<0>();
         self.release_values();
-        softmax.exponentiate(scores);
-        pack(probabilities, scores);
+        exponentiate(scores, n);
         if (moved) softmax.rescale(o);
       }
       self.release(&s.queries_empty);
@@ -191,7 +207,7 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
       self.start_output(o, probabilities);
       ptx::wgmma_wait<0>();
       self.release_values();
-      softmax.finish(o);
+      softmax.sum_rows();
     } else if (span.end > 0) {
       target::wave_sync();
       self.release(&s.queries_empty);
@@ -199,8 +215,14 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
 #pragma unroll 1
     for (int n = mine.end; n < span.end; n++) self.skip_tile();
     if (is_whole(work)) {
-      store<kTensorStores>(params, maps, s, work, o, softmax, work.head + own.head, first_row, self.lane);
+      if constexpr (kSinkLogits) {
+        softmax.add_sink(per_head(p.sink_logits, work.sequence, head) * kLog2E);
+        softmax.rescale(o);
+      }
+      softmax.divide(o, kept_factor(p));
+      store<kTensorStores>(params, maps, s, work, o, softmax, head, first_row, self.lane);
     } else {
+      softmax.divide(o, kept_factor(p));
       store_partial(params, work, o, softmax);
     }
     // Every thread for itself: all of them read the slot, up to here.

@@ -5,6 +5,7 @@
 // last, and nobody waits for anybody.
 #pragma once
 
+#include "attn/score_rule.cuh"
 #include "sm90/forward_block.cuh"
 #include "sm90/forward_store.cuh"
 
@@ -20,6 +21,7 @@ struct Partial {
   Quad softmax[32];
 };
 static_assert(C::kElements == 8 && C::kSlots == 2, "two quads of each block");
+constexpr float kLog2E = 1.4426950408889634f;
 constexpr int kWaves = kCluster * kConsumers * 4;  // of all who work on a tile
 // So many blocks of columns are merged at a time as there are registers for, and for loads that do not wait for each
 // other. Stores want an even number.
@@ -37,8 +39,9 @@ DEVICE void leave(Partial& partial, const C (&o)[1][kOutBlocks], const Softmax& 
 }
 
 // The outputs of all keys, of blocks from `first` on, and the running maxima and sums. The items' partials stand kWaves
-// apart.
-DEVICE void merge(C (&o)[1][kPartBlocks], Softmax& all, int first, const Partial* partials, int items, int lane) {
+// apart. sink: the head's, in log2 units, which belongs to all items once.
+DEVICE void merge(C (&o)[1][kPartBlocks], Softmax& all, int first, const Partial* partials, int items, float sink,
+                  int lane) {
   auto &running_max = all.running_max[0], &sum = all.sum[0];
   UNROLL for (int d = 0; d < kPartBlocks; d++) o[0][d] = C{};
 #pragma unroll 1
@@ -61,6 +64,10 @@ DEVICE void merge(C (&o)[1][kPartBlocks], Softmax& all, int first, const Partial
         x = x * before[C::slot(e)] + (e < 4 ? low.x[e % 4] : high.x[e % 4]) * weight[C::slot(e)];
       }
     }
+  }
+  if constexpr (kSinkLogits) {
+    all.add_sink(sink);
+    all.rescale(o);
   }
   all.divide(o);
 }
@@ -97,7 +104,9 @@ DEVICE void store_partial(const Sm90ForwardParams& p, const WorkItem& work, cons
   for (int part = 0; part < kParts; part++) {
     C merged[1][kPartBlocks];
     Softmax all(1.0f);
-    merge(merged, all, part * kPartBlocks, partials, count, lane);
+    float sink = 0.0f;
+    if constexpr (kSinkLogits) sink = per_head(p.forward.sink_logits, work.sequence, work.head + own.head) * kLog2E;
+    merge(merged, all, part * kPartBlocks, partials, count, sink, lane);
     store_rows(p.forward, work, merged, part * kPartBlocks, work.head + own.head, first_row, lane);
     if (part == 0) store_lse(p.forward, work, all, work.head + own.head, first_row, lane);
   }

@@ -36,6 +36,7 @@ class Features:
     bias: int = 0  # bytes of one of its elements
     bias_pairs: bool = False  # two of its keys may be read at once
     alibi: bool = False
+    one_sided: bool = False  # of ALiBi: no key beyond the diagonal is seen
     score_mod: Hashable = None  # the user's function, as its text
     sink_logits: bool = False
     dropout: bool = False
@@ -53,6 +54,11 @@ class Features:
 _NAMES = tuple(field.name for field in fields(Features))
 
 
+def names() -> frozenset[str]:
+    """Of all features."""
+    return frozenset(_NAMES)
+
+
 def features(problem: Problem, operands: Operands | None = None) -> Features:
     """What a call uses. Without operands, nothing is known of how arrays lie."""
     left, right = problem.window_left is not None, problem.window_right is not None
@@ -68,6 +74,7 @@ def features(problem: Problem, operands: Operands | None = None) -> Features:
         bias=0 if problem.bias is None else ITEMSIZE[problem.bias.dtype],
         bias_pairs=operands is not None and _reads_pairs(problem, operands),
         alibi=problem.alibi_slopes is not None,
+        one_sided=problem.alibi_slopes is not None and right and problem.window_right == 0,
         score_mod=problem.score_mod,
         sink_logits=problem.sink_logits is not None,
         dropout=problem.dropout_p > 0,

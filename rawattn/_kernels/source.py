@@ -41,6 +41,8 @@ def source(
         for name, value in constants.items():
             kind = "bool" if isinstance(value, bool) else "int"
             lines.append(f"constexpr {kind} {name} = {str(value).lower()};")
+        if constants.get("kScoreMod") is False:
+            lines.append("struct ScoreMod;")
         lines.append("}  // namespace config")
     lines += [f'#include "{file}"', *params.assertions(struct), ""]
     return Source(entry=entry, text="\n".join(lines), summary=summary)

@@ -19,7 +19,7 @@ from rawattn._kernels.target import Target
 
 ENTRY = "rawattn_forward"
 TILES = "portable_forward"  # the file of its tile tables
-FEATURES = frozenset({"ragged", "packed", "left", "right", "top_left", "scale_first"})
+FEATURES = features.names() - {"block_mask", "score_mod"}
 
 # Keys of one kv head whose K and V fill this much are scheduled together: the part of L2 that running blocks should share.
 SECTION_BYTES = 32 << 20

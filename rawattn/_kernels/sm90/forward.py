@@ -17,7 +17,7 @@ from rawattn._kernels.target import Target
 ENTRY = "rawattn_sm90_forward"
 TILES = "sm90_forward"  # the file of its tile tables
 ARCH = "sm_90a"
-FEATURES = frozenset({"ragged", "packed", "left", "right", "top_left", "scale_first"})
+FEATURES = features.names() - {"block_mask", "score_mod"}
 MAX_ROWS = 2**29  # of an array: row bounds of tensor maps are twice as far
 
 # K and V of this much are scheduled together. A fraction of the L2 cache: what is read from DRAM costs power, and power is

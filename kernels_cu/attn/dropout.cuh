@@ -1,0 +1,91 @@
+// Which probabilities are dropped: docs/notes/dropout.md is the definition. The kept set depends on the seed and on the
+// places of sequence, query head, row and key alone.
+#pragma once
+
+#include "attn/params.cuh"
+#include "target/target.cuh"
+
+struct Words {
+  unsigned x[4];
+};
+
+// Philox4x32-10 (Salmon et al. 2011).
+DEVICE Words philox(Words counter, unsigned key0, unsigned key1) {
+  unsigned(&c)[4] = counter.x;
+  UNROLL for (int round = 0; round < 10; round++) {
+    const unsigned long long product0 = 0xD2511F53ull * c[0];
+    const unsigned long long product1 = 0xCD9E8D57ull * c[2];
+    const unsigned c1 = c[1], c3 = c[3];
+    c[0] = static_cast<unsigned>(product1 >> 32) ^ c1 ^ key0;
+    c[1] = static_cast<unsigned>(product1);
+    c[2] = static_cast<unsigned>(product0 >> 32) ^ c3 ^ key1;
+    c[3] = static_cast<unsigned>(product0);
+    key0 += 0x9E3779B9u;
+    key1 += 0xBB67AE85u;
+  }
+  return counter;
+}
+
+// Of one query head of one sequence.
+struct DropoutRule {
+  unsigned key0, key1;  // the seed
+  unsigned threshold;   // in the upper half of a word
+  int sequence, head;
+
+  DEVICE DropoutRule(const ForwardParams& p, int sequence, int head) : sequence(sequence), head(head) {
+    if constexpr (config::kDropout) {
+      const Dropout& d = p.dropout;
+      int64 seed = d.seed_value;
+      if (d.seed != nullptr) {
+        seed = d.seed_is_64bit ? *static_cast<const int64*>(d.seed) : *static_cast<const int*>(d.seed);
+      }
+      key0 = static_cast<unsigned>(seed);
+      key1 = static_cast<unsigned>(static_cast<unsigned long long>(seed) >> 32);
+      threshold = d.threshold << 16;
+    }
+  }
+
+  // The random bits of rows i and i + 8 at keys j, j + 1, j + 8 and j + 9, counted from a multiple of 16 each:
+  // word 2 * (key / 8) + row / 8, the odd key's in its upper half.
+  DEVICE Words words(int i, int j) const {
+    const unsigned keys = 4u * static_cast<unsigned>(j / 16) + static_cast<unsigned>(j % 8 / 2);
+    const unsigned rows = 8u * static_cast<unsigned>(i / 16) + static_cast<unsigned>(i % 8);
+    return philox({{keys, rows, static_cast<unsigned>(head), static_cast<unsigned>(sequence)}}, key0, key1);
+  }
+  // Whether the even (or odd) key of a word is kept.
+  DEVICE bool keeps(unsigned word, bool odd) const { return (odd ? word : word << 16) >= threshold; }
+  DEVICE bool keeps_one(int i, int j) const {
+    return keeps(words(i, j).x[2 * (j / 8 % 2) + i / 8 % 2], j % 2 != 0);
+  }
+};
+
+// For every element of a wave's tile, queries being rows: visit(m, n, e, kept). first_row and first_key are multiples
+// of 16, so one call of the generator serves the eight elements that a lane holds of a 16 x 16 block.
+template <class C, int kRowBlocks, int kKeyBlocks, class Visit>
+DEVICE void each_kept(const DropoutRule& rule, int first_row, int first_key, int lane, const Visit& visit) {
+  UNROLL for (int n = 0; n < kKeyBlocks; n++) {
+    UNROLL for (int m = 0; m < kRowBlocks; m++) {
+      const int i = first_row + m * 16, j = first_key + n * 16;
+      if constexpr (C::kElements == 8 && C::kSlots == 2) {
+        const Words words = rule.words(i + C::row(lane, 0), j + C::column(lane, 0));
+        UNROLL for (int e = 0; e < C::kElements; e++) {
+          visit(m, n, e, rule.keeps(words.x[2 * (e / 4) + C::slot(e)], e % 2 != 0));
+        }
+      } else {
+        UNROLL for (int e = 0; e < C::kElements; e++) {
+          visit(m, n, e, rule.keeps_one(i + C::row(lane, C::slot(e)), j + C::column(lane, e)));
+        }
+      }
+    }
+  }
+}
+
+// Dropped probabilities become 0. What is kept is divided by 1 - dropout_p in the end.
+template <class C, int kRowBlocks, int kKeyBlocks>
+DEVICE void drop(C (&p)[kRowBlocks][kKeyBlocks], const DropoutRule& rule, int first_row, int first_key, int lane) {
+  if constexpr (config::kDropout) {
+    each_kept<C, kRowBlocks, kKeyBlocks>(rule, first_row, first_key, lane, [&](int m, int n, int e, bool kept) {
+      if (!kept) p[m][n].x[e] = 0.0f;
+    });
+  }
+}
