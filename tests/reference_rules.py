@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rawattn import SeqLayout
+from rawattn import ScoreMod, SeqLayout
 
 Options = dict[str, Any]
 
@@ -57,26 +57,11 @@ def by_definition(q, k, v, s_of, keep=None) -> tuple[np.ndarray, np.ndarray]:
     return out, lse
 
 
-class Tilted:
-    """s * (1 + h / 10) + i * j / 100"""
-
-    def reference_forward(self, s, b, h, i, j):
-        return s * (1 + 0.1 * h) + 0.01 * i * j
-
-    def reference_backward(self, ds, s, b, h, i, j):
-        return ds * (1 + 0.1 * h)
-
-
-class Squared:
-    """A derivative that depends on the score: s + s * s / 4, and nothing of key 1 for row 2."""
-
-    def reference_forward(self, s, b, h, i, j):
-        return np.where((i == 2) & (j == 1), -np.inf, s + 0.25 * s * s + 0.1 * b)
-
-    def reference_backward(self, ds, s, b, h, i, j):
-        return ds * (1 + 0.5 * s)
-
-
+TILTED = ScoreMod("score * (1 + 0.1 * head) + 0.01 * q_idx * kv_idx")
+# Its derivative depends on the score, and it hides key 1 from row 2.
+SQUARED = ScoreMod(
+    "where(q_idx == 2 and kv_idx == 1, -inf, score + 0.25 * score * score + 0.1 * batch)"
+)
 LENS_Q, LENS_K = (3, 0, 5, 2), (4, 6, 0, 7)
 GROUPED = SeqLayout(
     seqstart_q=[1, 5, 7, 12, 14],

@@ -10,11 +10,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from rawattn import reference
+from rawattn import ScoreMod, reference
 from rawattn.reference import _philox
 from tests.reference_rules import (
     GROUPED,
-    Tilted,
+    TILTED,
     arrays_of,
     by_definition,
     draw,
@@ -84,7 +84,7 @@ def test_every_score_option_in_its_order() -> None:
 
     out, lse = reference.attention(
         q, k, v, window=(1, 1), sink=1, scale=0.7, bias=bias, mask=mask, alibi_slopes=slopes,
-        softcap=3.0, score_mod=Tilted(), dropout_p=p, seed=seed, return_lse=True,
+        softcap=3.0, score_mod=TILTED, dropout_p=p, seed=seed, return_lse=True,
     )  # fmt: skip
     expected, expected_lse = by_definition(q[0], k[0], v[0], score, keep)
     np.testing.assert_allclose(out[0], expected, rtol=1e-12)
@@ -212,7 +212,12 @@ def test_arrays_of_other_frameworks() -> None:
         ({"mask": np.ones((5, 8), bool)}, ValueError, "mask"),
         ({"alibi_slopes": draw(2)}, ValueError, "alibi_slopes"),
         ({"sink_logits": draw(2)}, ValueError, "sink_logits"),
-        ({"score_mod": lambda s, *_: s}, TypeError, "score_mod: .*reference_forward"),
+        ({"score_mod": "score * 2"}, TypeError, r"score_mod: got 'score \* 2' .*rawattn.ScoreMod"),
+        (
+            {"score_mod": ScoreMod("score *= 2;", language="cuda")},
+            NotImplementedError,
+            "score_mod: .*expression dialect",
+        ),
         ({"num_splits": 0}, ValueError, "num_splits"),
         ({"seqs": [1, 2]}, TypeError, "seqs"),
     ],

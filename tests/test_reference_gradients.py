@@ -11,9 +11,9 @@ import pytest
 from rawattn import reference
 from tests.reference_rules import (
     GROUPED,
+    SQUARED,
+    TILTED,
     Options,
-    Squared,
-    Tilted,
     arrays_of,
     draw,
     outside,
@@ -60,7 +60,7 @@ def check_gradients(
 EVERYTHING: Options = {
     "window": (3, 1), "sink": 1, "scale": -0.7, "bias": draw(2, 2, 5, 7),
     "mask": draw(1, 4, 5, 7) > -1, "alibi_slopes": np.array([0.1, 0.2, 0.3, 0.4]), "softcap": 1.5,
-    "score_mod": Squared(), "sink_logits": draw(4), "dropout_p": 0.4, "seed": 3,
+    "score_mod": SQUARED, "sink_logits": draw(4), "dropout_p": 0.4, "seed": 3,
 }  # fmt: skip
 
 
@@ -75,8 +75,8 @@ EVERYTHING: Options = {
         {"scale": 0.0},
         {"scale": -1.3},
         {"softcap": 0.8},
-        {"score_mod": Tilted()},
-        {"score_mod": Squared(), "softcap": 2.0},
+        {"score_mod": TILTED},
+        {"score_mod": SQUARED, "softcap": 2.0},
         {"bias": draw(2, 4, 5, 7)},
         {"mask": draw(2, 1, 5, 7) > 0},
         {"alibi_slopes": draw(2, 4)},

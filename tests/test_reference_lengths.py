@@ -11,8 +11,8 @@ from tests.reference_rules import (
     LENS_K,
     LENS_Q,
     PADDED,
+    TILTED,
     Options,
-    Tilted,
     by_row,
     draw,
     outside,
@@ -104,7 +104,7 @@ def test_long_sequences_are_cut_in_blocks(monkeypatch) -> None:
     q, k, v = draw(2, 9, 2, 3), draw(2, 7, 2, 3, seed=1), draw(2, 7, 2, 3, seed=2)
     options: Options = {
         "causal": True, "bias": draw(1, 2, 9, 7), "mask": draw(2, 1, 9, 1) > -1,
-        "sink_logits": np.ones(2), "dropout_p": 0.3, "seed": 5, "score_mod": Tilted(),
+        "sink_logits": np.ones(2), "dropout_p": 0.3, "seed": 5, "score_mod": TILTED,
     }  # fmt: skip
 
     def run() -> list[np.ndarray]:

@@ -85,12 +85,17 @@ def holds(
     return values.whole(_predicate(text))
 
 
-def _of(text: ScoreText) -> Program:
+def require_expression(text: ScoreText) -> None:
+    """Refuses a text in CUDA."""
     if text.language != "expression":
         raise NotImplementedError(
             f"score_mod: got a text with language={text.language!r}, which needs a GPU; the CPU backend and "
             "rawattn.reference accept the expression dialect"
         )
+
+
+def _of(text: ScoreText) -> Program:
+    require_expression(text)
     return program(text)
 
 

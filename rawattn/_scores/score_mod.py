@@ -207,7 +207,7 @@ def _number(name: str, value: Any) -> tuple[str, float] | None:
     if isinstance(value, (bool, np.bool_)):
         return BOOL, float(value)
     if isinstance(value, (int, np.integer)):
-        if abs(int(value)) >= 2**31 or np.float32(int(value)) != int(value):
+        if abs(int(value)) >= 2**31 or float(np.float32(int(value))) != int(value):
             raise ValueError(
                 f"{name}: got {value}, expected an int that float32 holds exactly; pass a float, or an int32 array of one "
                 "element"
@@ -242,6 +242,8 @@ def _form(name: str, value: Any) -> tuple[str, int]:
 
 
 def _wrt(given: Any, found: _Captured, language: str) -> tuple[str, ...]:
+    if not isinstance(given, Iterable):
+        raise TypeError(f"wrt: got {shown(given)}, expected names of captured arrays")
     names = (given,) if isinstance(given, str) else tuple(given)
     if names and language != "expression":
         raise ValueError(

@@ -16,8 +16,10 @@ from numpy.typing import NDArray
 
 from rawattn._call.gradients import Gradients
 from rawattn._call.options import Options
+from rawattn._scores import numpy_eval
+from rawattn._scores.score_mod import ScoreMod
 from rawattn.reference import _philox
-from rawattn.reference._call import Array, Call, ReferenceScoreMod, exactly, read
+from rawattn.reference._call import Array, Call, Modifier, exactly, read
 
 Rounding = Callable[[Array], Array]
 
@@ -40,7 +42,7 @@ def attention(
     mask: Any = None,
     alibi_slopes: Any = None,
     softcap: float | None = None,
-    score_mod: ReferenceScoreMod | None = None,
+    score_mod: ScoreMod | None = None,
     sink_logits: Any = None,
     dropout_p: float = 0.0,
     seed: Any = None,
@@ -53,8 +55,8 @@ def attention(
     NumPy float64 whatever the inputs: `out` (batch, seqlen_q, nheads_q, headdim_v) or, in group
     mode, (total_q, nheads_q, headdim_v), and `lse` (batch, nheads_q, seqlen_q) or (nheads_q,
     total_q). Padding rows are 0, with an `lse` of -inf. A row that does not see a key is not
-    touched by NaN in it. `num_splits` changes nothing here; `score_mod` is a
-    `ReferenceScoreMod`.
+    touched by NaN in it. `num_splits` changes nothing here; a `score_mod` is
+    one in the expression dialect, whose captured arrays may be float64 too.
 
     Raises TypeError or ValueError, naming the argument, for what `rawattn.attention` refuses.
 
@@ -91,7 +93,7 @@ def attention_backward(
     mask: Any = None,
     alibi_slopes: Any = None,
     softcap: float | None = None,
-    score_mod: ReferenceScoreMod | None = None,
+    score_mod: ScoreMod | None = None,
     sink_logits: Any = None,
     dropout_p: float = 0.0,
     seed: Any = None,
@@ -105,7 +107,8 @@ def attention_backward(
     and `out` of a larger softmax, of which the keys here are one part, the gradients are that
     part's. The results are NumPy float64 whatever the inputs, in the shapes of `q`, `k`, `v`,
     `bias` and `sink_logits`; `dbias` and `dsink_logits` are None without their input, `dbias` also
-    with `want_dbias=False`. Rows of padding get 0. `deterministic` changes nothing here.
+    with `want_dbias=False`. `captured` is a dict of the gradients of the arrays that `score_mod`
+    has in `wrt`, None without any. Rows of padding get 0. `deterministic` changes nothing here.
 
     Raises TypeError or ValueError, naming the argument, for what `rawattn.attention_backward`
     refuses.
@@ -180,7 +183,7 @@ def _scores(call: Call, block: _Block) -> _Scores:
         s = call.softcap * np.tanh(s / call.softcap)
     capped = s
     if call.score_mod is not None:
-        s = call.score_mod.reference_forward(s, block.batch, block.head, i, j)
+        s = numpy_eval.evaluate(*_score_arguments(call.score_mod, call, block, s))
     if call.bias is not None:
         s = s + call.bias[_place(call.bias, call, block)]
     if call.alibi_slopes is not None:
@@ -239,6 +242,7 @@ def _backward(
 
     dq, dk, dv = np.zeros_like(call.q), np.zeros_like(call.k), np.zeros_like(call.v)
     dbias = np.zeros_like(call.bias) if want_dbias else None
+    captured = _zeros_of_wrt(call.score_mod)
     dsink = None if call.sink_logits is None else np.zeros_like(call.sink_logits)
     with np.errstate(invalid="ignore"):
         for block in _blocks(call):
@@ -261,9 +265,10 @@ def _backward(
                 place = _place(dbias, call, block)
                 dbias[place] += _summed_to(dbias[place].shape, ds)
             if call.score_mod is not None:
-                ds = call.score_mod.reference_backward(
-                    ds, capped, block.batch, block.head, block.i, block.j
-                )
+                arguments = _score_arguments(call.score_mod, call, block, capped)
+                for partial in numpy_eval.partials(*arguments):
+                    numpy_eval.add_partial(captured[partial.name], partial, ds)
+                ds = ds * np.where(visible, numpy_eval.derivative(*arguments), dtype.type(0))
             if call.softcap is not None:
                 ds = ds * (1 - (capped / call.softcap) ** 2)
             ds = rounded(call.scale * np.where(visible, ds, dtype.type(0)))
@@ -275,7 +280,21 @@ def _backward(
         dv.reshape(call.shape_v),
         None if dbias is None or call.shape_bias is None else dbias.reshape(call.shape_bias),
         dsink,
+        captured or None,
     )
+
+
+def _score_arguments(modifier: Modifier, call: Call, block: _Block, s: Array) -> tuple[Any, ...]:
+    """What the functions of `numpy_eval` take."""
+    _, seqlen_q, _, seqlen_k = call.sequences[block.batch]
+    places = (block.batch, block.head, block.kv_head, block.i, block.j, seqlen_q, seqlen_k)
+    return modifier.text, s, *places, modifier.captured, modifier.scalars
+
+
+def _zeros_of_wrt(modifier: Modifier | None) -> dict[str, Array]:
+    if modifier is None:
+        return {}
+    return {name: np.zeros_like(modifier.captured[name]) for name in modifier.text.wrt}
 
 
 def _product(weights: Array, visible: Array, values: Array) -> Array:

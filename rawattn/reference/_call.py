@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from rawattn._call import options as _options
 from rawattn._call.layout import Lengths, host_lengths
-from rawattn._call.options import DEFAULTS, Options
+from rawattn._call.options import DEFAULTS, Options, shown
 from rawattn._call.problem import Problem, describe
 from rawattn._interop.arrays import import_array
+from rawattn._scores import numpy_eval
+from rawattn._scores.program import ScoreText
+from rawattn._scores.score_mod import ScoreMod
 
 Array = NDArray[Any]
 
@@ -19,18 +22,12 @@ Array = NDArray[Any]
 _OF_PROBLEM = ("causal", "align", "window", "sink", "scale")
 
 
-class ReferenceScoreMod(Protocol):
-    """What `score_mod` is here: a function of the scores, and its derivative.
+class Modifier(NamedTuple):
+    """A score function with what it captured: arrays on the host, floats in the type of the call."""
 
-    `s` is a float64 array (rows, keys) of one sequence and head; `b` and `h` are the indices of the
-    sequence and of the query head; `i` (rows, 1) and `j` (1, keys) are positions in the sequence.
-    """
-
-    def reference_forward(self, s: Array, b: int, h: int, i: Array, j: Array) -> Array:
-        """The new scores; -inf hides a key."""
-
-    def reference_backward(self, ds: Array, s: Array, b: int, h: int, i: Array, j: Array) -> Array:
-        """The gradient with respect to `s`, given `ds`, that with respect to the new scores."""
+    text: ScoreText
+    captured: dict[str, Array]
+    scalars: tuple[float, ...]
 
 
 class Call(NamedTuple):
@@ -56,7 +53,7 @@ class Call(NamedTuple):
     mask: Array | None
     alibi_slopes: Array | None  # (batch, nheads_q)
     softcap: float | None
-    score_mod: ReferenceScoreMod | None
+    score_mod: Modifier | None
     sink_logits: Array | None  # (nheads_q,)
     dropout_p: float
     seed: int
@@ -75,10 +72,6 @@ def read(q: Any, k: Any, v: Any, options: Options, precision: DTypeLike = np.flo
     softcap, dropout_p = _options.softcap(options), _options.dropout_p(options)
     seed = _options.seed(options)
     _options.num_splits(options)
-    score_mod = options.score_mod
-    for method in ("reference_forward", "reference_backward"):
-        if score_mod is not None and not hasattr(score_mod, method):
-            raise TypeError(f"score_mod: {type(score_mod).__name__} has no method {method}")
     bias, mask = options.bias, options.mask
     alibi_slopes, sink_logits = options.alibi_slopes, options.sink_logits
 
@@ -127,11 +120,24 @@ def read(q: Any, k: Any, v: Any, options: Options, precision: DTypeLike = np.flo
         mask=mask,
         alibi_slopes=alibi_slopes,
         softcap=softcap,
-        score_mod=score_mod,
+        score_mod=_modifier(options.score_mod, dtype),
         sink_logits=sink_logits,
         dropout_p=dropout_p,
         seed=_integer(seed),
     )
+
+
+def _modifier(score_mod: Any, dtype: np.dtype[Any]) -> Modifier | None:
+    if score_mod is None:
+        return None
+    if not isinstance(score_mod, ScoreMod):
+        raise TypeError(f"score_mod: got {shown(score_mod)}, expected a rawattn.ScoreMod or None")
+    numpy_eval.require_expression(score_mod.text)
+    captured = {name: _host(name, array) for name, array in score_mod.arrays.items()}
+    for name, array in captured.items():
+        if array.dtype.kind not in "bi":
+            captured[name] = array.astype(dtype)
+    return Modifier(score_mod.text, captured, score_mod.scalars)
 
 
 def _sequences(problem: Problem, lengths: Lengths) -> list[tuple[int, int, int, int]]:
