@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +14,15 @@ transformers = pytest.importorskip("transformers")
 
 import rawattn.torch
 from rawattn._torch import transformers as ours
-from tests.transformers_models import generated, losses, model_of, padding, tokens
+from tests.transformers_models import (
+    generated,
+    losses,
+    model_of,
+    one_thread,
+    padding,
+    recorded_calls,
+    tokens,
+)
 
 pytestmark = pytest.mark.frameworks
 
@@ -24,24 +31,13 @@ masking = transformers.masking_utils
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Of torch: the products are so small that threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with one_thread():
+        yield
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The options of every call of `rawattn.torch.attention`."""
-    seen: list[dict[str, Any]] = []
-
-    def attention(*x: Any, **options: Any) -> Any:
-        seen.append(options)
-        return rawattn.torch.attention(*x, **options)
-
-    monkeypatch.setattr(ours, "attention", attention)
-    return seen
+    return recorded_calls(monkeypatch)
 
 
 @pytest.mark.parametrize("side", [None, "none", "right", "left", "both"])
@@ -179,79 +175,31 @@ def test_compiled(side: str | None) -> None:
     assert not counters["graph_break"]
 
 
-def test_gpt_oss_needs_sinks() -> None:
-    """Its learned sinks are `sink_logits`, which this version does not have: told, and not left out. When the option
-    exists this is to train and generate like the others, against "eager"."""
-    model = model_of("gpt-oss", "rawattn")
-    with pytest.raises(NotImplementedError, match="sink_logits: got a Parameter"):
-        model(tokens(), labels=tokens())
-    with pytest.raises(NotImplementedError, match="sink_logits: got a Parameter"):
-        generated(model, None, "dynamic")
+def _even(batch: Any, head: Any, q: Any, kv: Any) -> Any:
+    return kv % 2 == 0
+
+
+_IDS = torch.tensor([[0, 0, 0, 1, 1]])
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes", "option"),
+    "function",
     [
-        ("llama", {"attention_dropout": 0.1}, "dropout_p"),
-        ("bert", {"attention_probs_dropout_prob": 0.1}, "dropout_p"),
-    ],
-)
-def test_options_that_do_not_exist(name: str, sizes: Any, option: str) -> None:
-    model = model_of(name, "rawattn", **sizes).train()
-    with pytest.raises(NotImplementedError, match=f"{option}: got"):
-        model(tokens())
-    model.eval()(tokens())
-
-
-def test_options_of_a_layer_reach_the_call(calls: list[Any]) -> None:
-    x, bias = torch.randn(2, 2, 5, 8), torch.zeros(1, 2, 5, 5)
-    for given, got, value in (
-        ({"softcap": 30.0}, "softcap", 30.0),
-        ({"position_bias": bias}, "bias", bias),
-        ({"scaling": 0.3}, "scale", 0.3),
-        ({"sliding_window": 3}, "window", (2, 0)),
-        ({"sliding_window": 3, "is_causal": False}, "window", (2, 2)),
-    ):
-        layer = torch.nn.Module()
-        layer.is_causal = True
-        # Whether the option exists or not: what is asked for is what the layer says.
-        with contextlib.suppress(NotImplementedError):
-            ours.forward(layer, x, x, x, None, **given)
-        assert calls[-1][got] is value or calls[-1][got] == value
-
-
-def test_masks_that_cannot_be_said_are_refused() -> None:
-    model = model_of("llama", "rawattn")
-    holes = padding("none")
-    holes[1, 4] = 0
-    with pytest.raises(NotImplementedError, match="padding between the tokens of sequence 1"):
-        model(tokens(), attention_mask=holes)
-    with pytest.raises(NotImplementedError, match="pad prompts on the left"):
-        generated(model, padding("right"), "dynamic")
-    numbers = torch.zeros(3, 1, 17, 17)
-    with pytest.raises(
-        NotImplementedError, match=r"attention_mask: got a Tensor of shape \(3, 1, 17, 17\)"
-    ):
-        model(tokens(), attention_mask=numbers)
-
-
-def test_mask_functions_that_are_not_known_are_refused() -> None:
-    def other(batch: Any, head: Any, q: Any, kv: Any) -> Any:
-        return kv % 2 == 0
-
-    causal = masking.causal_mask_function
-    ids = torch.zeros(1, 5)
-    for function in (
-        other,
-        masking.and_masks(causal, other),
-        masking.or_masks(causal, other),
+        _even,
+        masking.and_masks(masking.causal_mask_function, _even),
+        masking.or_masks(masking.causal_mask_function, _even),
         masking.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int64)),
         masking.and_masks(
-            masking.packed_sequence_mask_function(ids), masking.packed_sequence_mask_function(ids)
+            masking.packed_sequence_mask_function(_IDS), masking.packed_sequence_mask_function(_IDS)
         ),
-    ):
-        with pytest.raises(NotImplementedError, match="neither causal, nor full, nor a window"):
-            ours.visible(batch_size=1, q_length=5, kv_length=5, mask_function=function)
+    ],
+    ids=["even", "and", "or", "chunked", "packed-twice"],
+)
+def test_mask_functions_that_are_not_known_become_a_mask(function: Any) -> None:
+    call = {"batch_size": 1, "q_length": 5, "kv_length": 5, "mask_function": function}
+    got = ours.visible(**call)
+    assert torch.equal(got, masking.sdpa_mask(**call, allow_is_causal_skip=False))
+    assert got.shape == (1, 1, 5, 5)
 
 
 @pytest.mark.parametrize("lead", [0, 4])

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 import transformers
 
 import rawattn.torch
+from rawattn._torch import transformers as ours
 
 rawattn.torch.register_transformers()
 
@@ -35,6 +39,23 @@ _MODELS = {
         {
             **_SIZES, **_DECODER, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2,
             "sliding_window": 8,
+        },
+    ),
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        "Gemma2Config",
+        {
+            **_SIZES, **_DECODER, "head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 16,
+            "attn_logit_softcapping": 0.5, "initializer_range": 0.2,
+        },
+    ),
+    "t5": (
+        "T5ForConditionalGeneration",
+        "T5Config",
+        {
+            "vocab_size": 97, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4,
+            "relative_attention_num_buckets": 8, "relative_attention_max_distance": 16, "dropout_rate": 0.0,
+            "pad_token_id": 0, "decoder_start_token_id": 0, "eos_token_id": None,
         },
     ),
 }  # fmt: skip
@@ -69,12 +90,26 @@ def padding(side: str | None, device: str = "cpu", rows: int = 17) -> Any:
     return mask
 
 
+def after_tokens(mask: Any) -> Any:
+    """Labels without those that padding is to predict: "eager" lets a query that sees nothing see everything alike."""
+    if mask is None:
+        return tokens()
+    before = torch.cat([torch.ones_like(mask[:, :1]), mask[:, :-1]], 1)
+    return tokens().masked_fill((mask == 0) | (before == 0), -100)
+
+
 def losses(
-    model: Any, mask: Any = None, steps: int = 20, ids: Any = None, **given: Any
+    model: Any,
+    mask: Any = None,
+    steps: int = 20,
+    ids: Any = None,
+    labels: Any = None,
+    **given: Any,
 ) -> list[float]:
     """Of a model that learns tokens by heart; padding is not to be learnt."""
     ids = tokens(model.device) if ids is None else ids
-    labels = ids if mask is None else ids.masked_fill(mask == 0, -100)
+    if labels is None:
+        labels = ids if mask is None else ids.masked_fill(mask == 0, -100)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     found = []
     for _ in range(steps):
@@ -96,3 +131,24 @@ def generated(model: Any, mask: Any, cache: str, **given: Any) -> Any:
         cache_implementation=cache,
         **given,
     )
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Of torch: the products are so small that threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def recorded_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The options of every call of `rawattn.torch.attention` from now on."""
+    seen: list[dict[str, Any]] = []
+
+    def attention(*x: Any, **options: Any) -> Any:
+        seen.append(options)
+        return rawattn.torch.attention(*x, **options)
+
+    monkeypatch.setattr(ours, "attention", attention)
+    return seen

@@ -2,7 +2,8 @@
 
 transformers makes the mask of a forward pass once, by the function registered here, and hands it to every layer. It
 tells which keys a query sees as a function of positions, and which tokens are padding. What comes back here is a
-`Visible`: the same in the options of `rawattn.attention`, without a mask of numbers.
+`Visible`: the same in the options of `rawattn.attention`, without a mask in memory. Only what causal, window and lengths do not
+say becomes a bool mask, the one that transformers makes for torch's own attention.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import copy
 import functools
 import reprlib
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AttentionInterface, masking_utils
@@ -37,6 +39,9 @@ class Visible:
         self.layout = layout
         self.align = "top-left" if top_left else "bottom-right"
         self.packed = packed  # the layout is that of (batch * seqlen, nheads, D)
+        self.mask: Callable[[], Any] | None = (
+            None  # the same as a bool mask (batch, 1, seqlen_q, seqlen_k)
+        )
 
     def contiguous(self) -> Visible:
         """What generate calls of every mask that it has made."""
@@ -97,13 +102,17 @@ def forward(
             "cache: got a paged one (continuous batching), which this attention implementation does not read; use "
             "model.generate, or attn_implementation='sdpa'"
         )
+    bias, mask = position_bias, None
     if attention_mask is None:
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
         reach = None if sliding_window is None else sliding_window - 1
         attention_mask = Visible((reach, 0 if causal else reach))
-    elif not isinstance(attention_mask, Visible):
-        _refuse(f"got a {type(attention_mask).__name__} of shape {tuple(attention_mask.shape)}")
-    if others.get("cu_seq_lens_q") is not None and not attention_mask.packed:
+    elif bias is not None and isinstance(attention_mask, Visible) and attention_mask.packed:
+        # Its axes are those of the batch, and not positions in packed sequences.
+        assert attention_mask.mask is not None
+        attention_mask = attention_mask.mask().to(query.device)
+    packed = isinstance(attention_mask, Visible) and attention_mask.packed
+    if others.get("cu_seq_lens_q") is not None and not packed:
         raise ValueError(
             "cu_seq_lens_q: got it without position_ids that start anew with each sequence; expected both, as "
             "DataCollatorWithFlattening makes them"
@@ -112,7 +121,12 @@ def forward(
     kind = q.device.type
     if torch.is_autocast_enabled(kind):  # torch's own attention converts there
         q, k, v = (x.to(torch.get_autocast_dtype(kind)) for x in (q, k, v))
-    if attention_mask.packed:
+    if not isinstance(attention_mask, Visible):
+        mask, bias = _in_memory(attention_mask, key.shape[2], bias)
+        attention_mask = Visible((None, None))
+    if bias is not None and bias.dtype not in (q.dtype, torch.float32):
+        bias = bias.float()
+    if packed:
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     seed = None
     if dropout:
@@ -126,7 +140,8 @@ def forward(
         window=attention_mask.window,
         align=attention_mask.align,
         scale=scaling,
-        bias=position_bias,
+        bias=bias,
+        mask=mask,
         softcap=softcap,
         sink_logits=s_aux,
         dropout_p=float(dropout),
@@ -135,16 +150,52 @@ def forward(
     return out.view(query.shape[0], query.shape[2], *out.shape[-2:]), None
 
 
-def visible(*, attention_mask: Any = None, **call: Any) -> Visible:
-    """What transformers calls for the mask of a forward pass; `call` says which."""
+def _in_memory(given: Any, seqlen_k: int, bias: Any) -> tuple[Any, Any]:
+    """(mask, bias) of a mask (batch, 1 or heads, seqlen_q, seqlen_k): bool, True for a key to see, or numbers to add."""
+    if not isinstance(given, torch.Tensor) or given.ndim != 4:
+        raise TypeError(
+            f"attention_mask: got {type(given).__name__} of shape {tuple(getattr(given, 'shape', ()))}, expected a Tensor "
+            "of (batch, seqlen), or one of four axes (batch, heads, seqlen_q, seqlen_k), bool or of numbers to add"
+        )
+    given = given[..., :seqlen_k]
+    if given.dtype == torch.bool:
+        return given, bias
+    return None, given if bias is None else bias + given
+
+
+def visible(*, attention_mask: Any = None, **call: Any) -> Any:
+    """What transformers calls for the mask of a forward pass; `call` says which. A `Visible`, or a bool mask."""
     if isinstance(attention_mask, Visible):  # generate has made it before the pass
         return attention_mask
-    made: Visible = _visible(attention_mask=attention_mask, **call)
-    return made
+    return _visible(attention_mask=attention_mask, **call)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # it reads where the padding is
-def _visible(
+def _visible(*, device: Any = "cpu", use_vmap: bool = False, **call: Any) -> Any:
+    needed = {name: call[name] for name in _OF_MASKS if name in call}
+    # Without its shortcuts, which return None for torch's is_causal.
+    mask = functools.partial(
+        masking_utils.sdpa_mask,
+        **needed,
+        allow_is_causal_skip=False,
+        allow_is_bidirectional_skip=False,
+        use_vmap=use_vmap,
+        device=device,
+    )
+    found = _without_mask(**needed, device=device)
+    if found is None:
+        return mask()
+    found.mask = mask
+    return found
+
+
+_OF_MASKS = (
+    *("batch_size", "q_length", "kv_length", "q_offset", "kv_offset"),
+    *("mask_function", "attention_mask"),
+)
+
+
+def _without_mask(
     *,
     batch_size: int,
     q_length: int,
@@ -153,12 +204,12 @@ def _visible(
     kv_offset: int = 0,
     mask_function: Any = masking_utils.causal_mask_function,
     attention_mask: Any = None,
-    device: Any = "cpu",
-    **_: Any,
-) -> Visible:
+    device: Any,
+) -> Visible | None:
+    """None for what only a mask can say."""
     pattern = _pattern(mask_function)
     if pattern is None:
-        _refuse("got one that is neither causal, nor full, nor a window, nor of packed sequences")
+        return None
     window, sequence_ids = pattern.window, pattern.sequence_ids
     if sequence_ids is not None:
         return Visible(window, _packed_layout(sequence_ids), packed=True)
@@ -166,11 +217,14 @@ def _visible(
     lead = int(q_offset) - kv_offset  # of the first query, in keys
     # Behind the last query a causal pass has keys that nobody sees: the free end of a static cache.
     room = min(kv_length, lead + q_length) if window[1] == 0 else kv_length
-    first, end = _spans(attention_mask, batch_size, kv_offset, room)
+    spans = _spans(attention_mask, batch_size, kv_offset, room)
+    if spans is None:
+        return None
+    first, end = spans
     diagonal = window != (None, None)
     top_left = diagonal and (lead == 0 or room - q_length != lead)
     if top_left and lead != 0:
-        _refuse(f"got a window over {kv_length} keys for queries from {int(q_offset)} on")
+        return None
     # A query that is padding behind its sequence is computed as torch's own attention does it, except after earlier
     # keys: there the last query and the last key must be those of one token.
     rows = torch.full_like(first, q_length)
@@ -201,8 +255,8 @@ def _on(device: Any, lengths: dict[str, Any]) -> dict[str, Any]:
     return {name: x.to(device=device, dtype=torch.int32) for name, x in lengths.items()}
 
 
-def _spans(mask: Any, batch: int, kv_offset: int, room: int) -> tuple[Any, Any]:
-    """First key of each sequence, and the one past its last, on the host."""
+def _spans(mask: Any, batch: int, kv_offset: int, room: int) -> tuple[Any, Any] | None:
+    """First key of each sequence, and the one past its last, on the host; None where padding lies between tokens."""
     if mask is None:
         return torch.zeros(batch, dtype=torch.int64), torch.full((batch,), room)
     mask = mask[:, kv_offset : kv_offset + room].bool()
@@ -216,11 +270,8 @@ def _spans(mask: Any, batch: int, kv_offset: int, room: int) -> tuple[Any, Any]:
     )
     first, end, count = spans.cpu()
     first = first.clamp(max=end)  # a sequence of padding alone
-    holes = (end - first != count).nonzero().flatten().tolist()
-    if holes:
-        _refuse(
-            f"got padding between the tokens of sequence {holes[0]} (in generation, pad prompts on the left)"
-        )
+    if bool((end - first != count).any()):
+        return None
     return first, end
 
 
@@ -294,10 +345,3 @@ def _makers() -> dict[Any, str]:
         for name, given in samples.items()
         if hasattr(masking_utils, name)
     }
-
-
-def _refuse(got: str) -> NoReturn:
-    raise NotImplementedError(
-        f"attention_mask: {got}; this version has no general mask (rawattn.attention's mask=): expected padding at the "
-        "ends of sequences, or attn_implementation='sdpa'"
-    )
