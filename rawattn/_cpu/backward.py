@@ -164,7 +164,7 @@ def _of_rows(problem: Problem, bundle: Bundle, lse: Array) -> Floats:
 
 
 def _heads(problem: Problem, span: Span, arrays: _Arrays) -> Iterator[_Heads]:
-    entry, start_q, len_q, start_k, len_k = span
+    sequence, entry, start_q, len_q, start_k, len_k = span
     group_size = problem.nheads_q // problem.nheads_kv
     rows, keys = slice(start_q, start_q + len_q), slice(start_k, start_k + len_k)
     step = heads_of_tile(problem, len_q, len_k)

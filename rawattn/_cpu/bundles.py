@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from rawattn._call.layout import HostLengths
 from rawattn._call.problem import Problem
 from rawattn._cpu import tiles
+from rawattn._cpu.scores import Where
 from rawattn._cpu.tiles import Array, Floats, multiply, multiply_matrices
 
 # No tile of a bundle has more numbers: they stay in the cache.
@@ -43,6 +44,7 @@ class Bundle(NamedTuple):
 
     rows: Place
     keys: Place
+    members: slice | list[int]  # their indices in the batch
     sequences: int
     len_q: int
     len_k: int
@@ -58,6 +60,7 @@ class Bundle(NamedTuple):
 class Span(NamedTuple):
     """A sequence that is too long for a bundle."""
 
+    sequence: int  # its index in the batch
     entry: tuple[Any, ...]  # its place on the batch axis; () in group mode
     start_q: int
     len_q: int
@@ -74,7 +77,7 @@ def divide_batch(problem: Problem, lengths: HostLengths | None) -> tuple[list[Bu
         batch, rows, keys = problem.batch, problem.rows_q, problem.rows_k
         step = sequences_of_bundle(problem, rows, keys)
         if not step:
-            return [], [Span((b,), 0, rows, 0, keys) for b in range(batch)]
+            return [], [Span(b, (b,), 0, rows, 0, keys) for b in range(batch)]
         firsts = range(0, batch, step)
         return [_of_batch(slice(b, min(b + step, batch)), rows, keys) for b in firsts], []
 
@@ -114,7 +117,7 @@ def sequences_of_bundle(problem: Problem, len_q: int, len_k: int) -> int:
 def _of_batch(entries: slice | list[int], len_q: int, len_k: int) -> Bundle:
     rows, keys = (entries, slice(len_q)), (entries, slice(len_k))
     count = entries.stop - entries.start if isinstance(entries, slice) else len(entries)
-    return Bundle(Place(rows, None), Place(keys, None), count, len_q, len_k)
+    return Bundle(Place(rows, None), Place(keys, None), entries, count, len_q, len_k)
 
 
 def _entries(members: list[int]) -> slice | list[int]:
@@ -126,7 +129,7 @@ def _entries(members: list[int]) -> slice | list[int]:
 def _of_rows(lengths: HostLengths, members: list[int], len_q: int, len_k: int) -> Bundle:
     rows = _in_row(lengths.start_q[members], len_q)
     keys = _in_row(lengths.start_k[members], len_k)
-    return Bundle(rows, keys, len(members), len_q, len_k)
+    return Bundle(rows, keys, members, len(members), len_q, len_k)
 
 
 def _in_row(starts: NDArray[np.int64], length: int) -> Place:
@@ -138,7 +141,7 @@ def _in_row(starts: NDArray[np.int64], length: int) -> Place:
 
 def _span(problem: Problem, lengths: HostLengths, b: int) -> Span:
     spans = (lengths.start_q, lengths.len_q, lengths.start_k, lengths.len_k)
-    return Span(() if problem.group else (b,), *(int(x[b]) for x in spans))
+    return Span(b, () if problem.group else (b,), *(int(x[b]) for x in spans))
 
 
 def mask_of_bundle(problem: Problem, bundle: Bundle) -> NDArray[np.bool_] | None:
@@ -147,6 +150,12 @@ def mask_of_bundle(problem: Problem, bundle: Bundle) -> NDArray[np.bool_] | None
     diagonal = 0 if problem.top_left else len_k - len_q
     shape = (problem.nheads_q // problem.nheads_kv * len_q, len_k)
     return tiles.masked_pairs(problem, diagonal, len_q, (0, len_k), shape)
+
+
+def where_bundle(problem: Problem, bundle: Bundle) -> Where:
+    """The place of its tile of scores."""
+    rows, keys = (0, bundle.len_q), (0, bundle.len_k)
+    return Where(bundle.members, (0, problem.nheads_kv), rows, keys, bundle.len_q, bundle.len_k)
 
 
 def heads_first(array: Array, nheads_kv: int) -> Floats:
@@ -172,11 +181,13 @@ def heads_last(tile: Floats, nheads: int) -> Floats:
 def multiply_whole(weights: Floats, values: Floats, masked: NDArray[np.bool_] | None) -> Floats:
     """Weights (sequences, nheads, n, m) times values (sequences, nheads, m, d).
 
-    A NaN or infinity in values stays away from where it is masked (n, m) and the weight is 0.
+    A NaN or infinity in values stays away from where it is masked and the weight is 0. `masked` has
+    the axes of the weights, or the last two of them.
     """
     product = multiply_matrices(weights, values)
     if masked is None or np.isfinite(product).all():
         return product
-    n, m = masked.shape
+    n, m = masked.shape[-2:]
     pieces = weights.reshape(-1, 1, 1, n, m)
-    return multiply(pieces, values.reshape(-1, m, values.shape[3]), masked).reshape(product.shape)
+    of_heads = values.reshape(-1, m, values.shape[3])
+    return multiply(pieces, of_heads, masked.reshape(-1, n, m)).reshape(product.shape)

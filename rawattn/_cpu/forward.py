@@ -8,14 +8,14 @@ order: the same bits on every run. NaN in a key or value reaches the rows that s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from rawattn._call.layout import HostLengths
-from rawattn._call.problem import Problem
+from rawattn._call.problem import NO_ARRAYS, Problem
 from rawattn._cpu.bundles import (
     Bundle,
     Span,
@@ -24,7 +24,9 @@ from rawattn._cpu.bundles import (
     heads_last,
     mask_of_bundle,
     multiply_whole,
+    where_bundle,
 )
+from rawattn._cpu.scores import Scores, Where, scores_of
 from rawattn._cpu.threads import Task, run
 from rawattn._cpu.tiles import (
     LOWEST,
@@ -52,6 +54,7 @@ class _Tile(NamedTuple):
     out: Array  # (rows, nheads_q, headdim_v)
     lse: Array | None  # (nheads_q, rows)
     diagonal: int  # the key under the diagonal of the first row
+    where: Where  # with all its keys
 
 
 def forward(
@@ -62,19 +65,25 @@ def forward(
     v: Array,
     out: Array,
     lse: Array | None,
+    extras: Mapping[str, Any] = NO_ARRAYS,
 ) -> None:
     """Write the logical rows of `out` and, if it is not None, of `lse`. All are NumPy arrays.
 
-    `lengths` may be None in a dense batch: where `problem.ragged` is False.
+    `lengths` may be None in a dense batch: where `problem.ragged` is False. extras: arrays of options
+    by name, and "seed_value", a number.
     """
+    scores = scores_of(problem, extras)
     bundles, spans = divide_batch(problem, lengths)
     tasks = [
-        Task(bundle.work(problem), partial(_attend_bundle, problem, bundle, q, k, v, out, lse))
+        Task(
+            bundle.work(problem),
+            partial(_attend_bundle, problem, scores, bundle, q, k, v, out, lse),
+        )
         for bundle in bundles
         if bundle.len_q
     ]
     for span in spans:
-        tasks += _tasks(problem, span, q, k, v, out, lse)
+        tasks += _tasks(problem, scores, span, q, k, v, out, lse)
     run(tasks)
 
 
@@ -82,7 +91,14 @@ def forward(
 # about a result that float16 cannot hold.
 @np.errstate(all="ignore")
 def _attend_bundle(
-    problem: Problem, bundle: Bundle, q: Array, k: Array, v: Array, out: Array, lse: Array | None
+    problem: Problem,
+    scores: Scores | None,
+    bundle: Bundle,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array | None,
 ) -> None:
     nheads_q, nheads_kv = problem.nheads_q, problem.nheads_kv
     queries = heads_first(bundle.rows.read(q), nheads_kv) * problem.scale
@@ -90,12 +106,21 @@ def _attend_bundle(
     values = heads_first(bundle.keys.read(v), nheads_kv)
     p = np.matmul(queries, keys.swapaxes(2, 3))
     masked = mask_of_bundle(problem, bundle)
-    if masked is not None:
+    sinks = None
+    if scores is not None:
+        where = where_bundle(problem, bundle)
+        masked, _ = scores.change(p, where, masked, keep=False)
+        sinks = scores.sinks(where, p.shape[2])
+    elif masked is not None:
         np.copyto(p, -np.inf, where=masked)
     row_max = np.maximum.reduce(p, axis=3, keepdims=True, initial=LOWEST)
+    if sinks is not None:
+        row_max = np.maximum(row_max, sinks)
     p -= row_max
     np.exp(p, out=p)
     total = np.add.reduce(p, axis=3, keepdims=True)
+    if sinks is not None:
+        total += np.exp(sinks - row_max)
     product = multiply_whole(p, values, masked)
     product /= np.maximum(total, 1)
     bundle.rows.write(out, heads_last(product, nheads_q))
@@ -105,9 +130,16 @@ def _attend_bundle(
 
 
 def _tasks(
-    problem: Problem, span: Span, q: Array, k: Array, v: Array, out: Array, lse: Array | None
+    problem: Problem,
+    scores: Scores | None,
+    span: Span,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array | None,
 ) -> Iterator[Task]:
-    entry, start_q, len_q, start_k, len_k = span
+    sequence, entry, start_q, len_q, start_k, len_k = span
     group_size = problem.nheads_q // problem.nheads_kv
     headdims = problem.headdim + problem.headdim_v
     offset = 0 if problem.top_left else len_k - len_q
@@ -130,13 +162,21 @@ def _tasks(
                 out=out[by_row],
                 lse=None if lse is None else lse[(*entry, q_heads, places)],
                 diagonal=first + offset,
+                where=Where(
+                    slice(sequence, sequence + 1),
+                    (head, min(head + nheads, problem.nheads_kv)),
+                    (first, first + rows),
+                    (0, len_k),
+                    len_q,
+                    len_k,
+                ),
             )
             work = rows * keys * tile.q.shape[1] * headdims
-            yield Task(work, partial(_attend, problem, tile))
+            yield Task(work, partial(_attend, problem, scores, tile))
 
 
 @np.errstate(all="ignore")
-def _attend(problem: Problem, tile: _Tile) -> None:
+def _attend(problem: Problem, scores: Scores | None, tile: _Tile) -> None:
     rows, nheads_q, _ = tile.q.shape
     seqlen_k, nheads_kv, headdim_v = tile.v.shape
     filled, _ = divide(problem, rows, 1).shape
@@ -145,13 +185,19 @@ def _attend(problem: Problem, tile: _Tile) -> None:
     running_max = np.full((nheads_kv, filled, 1), LOWEST, np.float32)
     total = np.zeros((nheads_kv, filled, 1), np.float32)
     out = np.zeros((nheads_kv, filled, headdim_v), np.float32)
+    if scores is not None and (sinks := scores.sinks(tile.where, filled)) is not None:
+        # A key that comes first, and has no value.
+        running_max = np.maximum(running_max, sinks)
+        total = np.exp(sinks - running_max)
 
     for keys in keys_seen(problem, tile.diagonal, rows, seqlen_k):
         pieces = divide(problem, rows, keys[1] - keys[0])
         k, v = (fill_keys(x[slice(*keys)], pieces.shape[1]) for x in (tile.k, tile.v))
         p = multiply_transposed(q, k, pieces)
         masked = masked_pairs(problem, tile.diagonal, rows, keys, pieces.shape)
-        if masked is not None:
+        if scores is not None:
+            masked, _ = scores.change(p, tile.where._replace(keys=keys), masked, keep=False)
+        elif masked is not None:
             np.copyto(p, -np.inf, where=masked)
 
         new_max = np.maximum(running_max, p.max(axis=2, keepdims=True))

@@ -157,8 +157,8 @@ def multiply_matrices(left: Floats, right: Floats) -> Floats:
 def multiply(weights: Floats, values: Floats, masked: NDArray[np.bool_] | None) -> Floats:
     """Weights in pieces (nheads, n pieces, m pieces, n, m) times values (nheads, all m, d).
 
-    A NaN or infinity in values stays away from where it is masked (all n, all m) and the weight is
-    0, which it would reach as 0 * NaN.
+    A NaN or infinity in values stays away from where it is masked, ([nheads or 1,] all n, all m), and
+    the weight is 0, which it would reach as 0 * NaN.
     """
     nheads, pieces, inner_pieces, size, inner = weights.shape
     headdim = values.shape[2]
@@ -178,10 +178,10 @@ def _multiply_strays(weights: Floats, values: Floats, masked: NDArray[np.bool_])
     finite[:, strays] = 0
     result = multiply(weights, finite, None)
     for stray in strays:
-        seen = ~masked[:, stray]
+        seen = ~masked[..., stray, None]
         piece, place = divmod(stray, weights.shape[4])
         weight = weights[:, :, piece, :, place].reshape(len(weights), -1, 1)
-        result[:, seen] += weight[:, seen] * values[:, None, stray]
+        np.add(result, weight * values[:, None, stray], out=result, where=seen)
     return result
 
 

@@ -83,12 +83,12 @@ def _forward_cpu(
     return_lse: bool,
     extras: Extras,
 ) -> None:
-    _refuse_on_cpu(problem)
-    cpu_forward.forward(problem, lengths, *inputs, *results)
+    _refuse_on_cpu(problem, "score_mod", "dropout_p")
+    cpu_forward.forward(problem, lengths, *inputs, *results, extras)
 
 
-def _refuse_on_cpu(problem: Problem) -> None:
-    for name in scores.ScoreOptions._fields:
+def _refuse_on_cpu(problem: Problem, *names: str) -> None:
+    for name in names:
         if getattr(problem, name):
             raise NotImplementedError(f"{name}: the CPU backend of this version does not have it")
 
@@ -133,7 +133,7 @@ def _backward_cpu(
     deterministic: bool,
     extras: Extras,
 ) -> None:
-    _refuse_on_cpu(problem)
+    _refuse_on_cpu(problem, *scores.ScoreOptions._fields)
     # Sums are made in one order here, always.
     cpu_backward.backward(problem, lengths, *inputs, *results)
 

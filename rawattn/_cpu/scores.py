@@ -1,0 +1,175 @@
+"""What the options of a call do to the scores of a tile, and to their gradients.
+
+Scores are seen with five axes: (sequences, key heads, heads of a group, rows, keys). What an option
+has for them is an array that broadcasts to these. A call without such options has no `Scores`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rawattn._call.problem import Problem
+from rawattn._cpu.tiles import Array, Floats
+
+Bools = NDArray[np.bool_]
+
+
+class Where(NamedTuple):
+    """The place of a tile: which of its elements are scores, and of what. Pairs are first and last (exclusive)."""
+
+    sequences: slice | list[int]
+    kv_heads: tuple[int, int]
+    rows: tuple[int, int]  # positions in the sequence
+    keys: tuple[int, int]
+    len_q: int  # of the sequences, that all have the same
+    len_k: int
+
+    def view(self, tile: Array, nheads_q: int) -> Array:
+        """The scores of a tile (..., key heads, rows of a group's heads, keys), without what fills it up; to write, too.
+
+        nheads_q: of these key heads.
+        """
+        rows, keys = self.rows[1] - self.rows[0], self.keys[1] - self.keys[0]
+        group_size = nheads_q // tile.shape[-3]
+        scores = tile[..., : group_size * rows, :keys]
+        split = scores.reshape(*tile.shape[:-2], group_size, rows, keys)
+        return split if split.ndim == 5 else split[None]
+
+
+class Changed(NamedTuple):
+    """hidden: where the tile has no score that counts, None: nowhere. capped: scores before `score_mod`, where the
+    backward needs them."""
+
+    hidden: Bools | None
+    capped: Floats | None
+
+
+class Scores:
+    """The options of one call, with their arrays. It is only read: threads share it."""
+
+    def __init__(self, problem: Problem, extras: Mapping[str, Any]) -> None:
+        self._problem = problem
+        self._softcap = problem.softcap
+        self._group_size = problem.nheads_q // problem.nheads_kv
+        self._bias = _four_axes(extras.get("bias"))
+        self._mask = _four_axes(extras.get("mask"))
+        slopes = extras.get("alibi_slopes")
+        self._slopes = None
+        if slopes is not None:
+            self._slopes = slopes.astype(np.float32).reshape(-1, problem.nheads_q)
+        sinks = extras.get("sink_logits")
+        self._sinks: Floats | None = None if sinks is None else sinks.astype(np.float32)
+        # Whether a key may be hidden by its score.
+        self._infinite = self._bias is not None or self._slopes is not None
+
+    def nheads_q(self, where: Where) -> int:
+        first, last = where.kv_heads
+        return (last - first) * self._group_size
+
+    def change(self, tile: Floats, where: Where, masked: Bools | None, *, keep: bool) -> Changed:
+        """Scaled products become scores, -inf where hidden.
+
+        masked: as of `tiles.masked_pairs`. keep: what a derivative needs.
+        """
+        scores = where.view(tile, self.nheads_q(where))
+        if self._softcap is not None:
+            scores /= self._softcap
+            np.tanh(scores, out=scores)
+            scores *= self._softcap
+        capped = scores.copy() if keep and self._softcap is not None else None
+        if self._bias is not None:
+            scores += self.of_heads(self._bias, where).astype(np.float32, copy=False)
+        if self._slopes is not None:
+            scores -= self._slopes_of(where) * self._distances(where)
+        hidden = masked
+        if self._infinite or self._mask is not None:
+            hidden = tile == -np.inf
+            if masked is not None:
+                hidden |= masked
+            if self._mask is not None:
+                seen = where.view(hidden, self.nheads_q(where))
+                seen |= ~self.of_heads(self._mask, where)
+        if hidden is not None:
+            np.copyto(tile, -np.inf, where=hidden)
+        return Changed(hidden, capped)
+
+    def differentiate(self, ds: Floats, where: Where, changed: Changed) -> None:
+        """The gradient of scores becomes that of scaled products."""
+        if changed.capped is None or self._softcap is None:
+            return
+        inner = where.view(ds, self.nheads_q(where))
+        slope = changed.capped / self._softcap
+        slope *= slope
+        np.subtract(1, slope, out=slope)
+        inner *= slope
+        if changed.hidden is not None:
+            # A hidden key's score may be NaN, and its slope.
+            np.copyto(ds, 0, where=changed.hidden)
+
+    @property
+    def has_sinks(self) -> bool:
+        return self._sinks is not None
+
+    def sinks(self, where: Where, rows: int) -> Floats | None:
+        """The sink logits of a tile's rows, (key heads, rows, 1), -inf for those that fill it up."""
+        if self._sinks is None:
+            return None
+        by_row = np.full((where.kv_heads[1] - where.kv_heads[0], rows, 1), -np.inf, np.float32)
+        length = where.rows[1] - where.rows[0]
+        of_group = by_row[:, : self._group_size * length].reshape(
+            len(by_row), self._group_size, length
+        )
+        first, last = (head * self._group_size for head in where.kv_heads)
+        of_group[...] = self._sinks[first:last].reshape(len(by_row), self._group_size, 1)
+        return by_row
+
+    def of_heads(self, array: Array, where: Where) -> Array:
+        """What an array of four axes, (1 or batch; heads; 1 or rows; 1 or keys), has for a tile."""
+        part = array[self.index(array.shape, where)]
+        count, heads, rows, keys = part.shape
+        if array.shape[1] == 1:
+            split = (1, 1)
+        else:
+            nheads_kv = where.kv_heads[1] - where.kv_heads[0]
+            split = (nheads_kv, heads // nheads_kv)
+        found: Array = part.reshape(count, *split, rows, keys)
+        return found
+
+    def index(self, shape: tuple[int, ...], where: Where) -> tuple[Any, ...]:
+        """Where an array of this shape, of four axes, holds what a tile has. An axis of 1 serves every index."""
+        per_kv_head = shape[1] // self._problem.nheads_kv
+        of_axes = (
+            where.sequences,
+            slice(*(head * per_kv_head for head in where.kv_heads)),
+            slice(*where.rows),
+            slice(*where.keys),
+        )
+        return tuple(
+            slice(0, 1) if n == 1 else index for n, index in zip(shape, of_axes, strict=True)
+        )
+
+    def _slopes_of(self, where: Where) -> Floats:
+        assert self._slopes is not None
+        return self.of_heads(self._slopes[:, :, None, None], where)
+
+    def _distances(self, where: Where) -> Floats:
+        """Of rows' diagonals from keys: (rows, keys)."""
+        offset = 0 if self._problem.top_left else where.len_k - where.len_q
+        diagonals = np.arange(*where.rows)[:, None] + offset
+        distances: Floats = np.abs(diagonals - np.arange(*where.keys)).astype(np.float32)
+        return distances
+
+
+def scores_of(problem: Problem, extras: Mapping[str, Any]) -> Scores | None:
+    """None for a call without such options."""
+    if not extras and problem.softcap is None and problem.score_mod is None:
+        return None
+    return Scores(problem, extras)
+
+
+def _four_axes(array: Array | None) -> Array | None:
+    return None if array is None else array.reshape((1,) * (4 - array.ndim) + array.shape)

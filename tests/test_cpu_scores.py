@@ -1,0 +1,184 @@
+"""The CPU backend with options of scores, against the reference."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import rawattn
+from rawattn import SeqLayout, reference
+from tests.tolerance import check, check_lse, low_precision_attention
+
+DTYPES = {
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float32": np.dtype(np.float32),
+}
+
+
+class Form(NamedTuple):
+    """Sequences of a call. `seqs` is that of `SeqLayout`, None for a dense batch."""
+
+    name: str
+    lens_q: tuple[int, ...]
+    lens_k: tuple[int, ...]
+    group: bool = False
+    padded: bool = False
+    nheads_q: int = 4
+    nheads_kv: int = 2
+    headdim: int = 16
+    headdim_v: int = 16
+    dtype: str = "float32"
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def seqs(self) -> SeqLayout | None:
+        if self.group:
+            starts = (np.cumsum([1, *lens]) for lens in (self.lens_q, self.lens_k))
+            names = ("seqstart_q", "seqstart_k")
+            return SeqLayout(**dict(zip(names, starts, strict=True)))
+        if self.padded:
+            return SeqLayout(seqlen_q=self.lens_q, seqlen_k=self.lens_k)
+        return None
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """Of a batch entry, or, in group mode, of a bias."""
+        pad = 2 if self.padded or self.group else 0
+        return max(self.lens_q) + pad, max(self.lens_k) + pad
+
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """q, k, v; padding is NaN."""
+        rng = np.random.default_rng(len(self.name))
+        found = []
+        for lens, rows, nheads, headdim in (
+            (self.lens_q, self.rows[0], self.nheads_q, self.headdim),
+            (self.lens_k, self.rows[1], self.nheads_kv, self.headdim),
+            (self.lens_k, self.rows[1], self.nheads_kv, self.headdim_v),
+        ):
+            shape = (sum(lens) + 2,) if self.group else (len(lens), rows)
+            array = np.full((*shape, nheads, headdim), np.nan, np.float32)
+            logical = self.logical(lens, rows)
+            array[logical] = rng.standard_normal((int(logical.sum()), nheads, headdim))
+            found.append(array.astype(DTYPES[self.dtype]))
+        return tuple(found)
+
+    def logical(self, lens: tuple[int, ...], rows: int) -> np.ndarray:
+        if self.group:
+            places = np.arange(sum(lens) + 2)
+            return (places > 0) & (places <= sum(lens))
+        return np.arange(rows) < np.array(lens)[:, None]
+
+    @property
+    def logical_q(self) -> np.ndarray:
+        return self.logical(self.lens_q, self.rows[0])
+
+    @property
+    def logical_k(self) -> np.ndarray:
+        return self.logical(self.lens_k, self.rows[1])
+
+
+BUNDLED = [
+    Form("dense", (7, 7, 7), (9, 9, 9)),
+    Form("padded", (7, 3, 0, 7), (5, 9, 4, 5), padded=True),
+    Form("ragged", (5, 1, 5, 0, 6), (7, 3, 7, 2, 0), group=True, dtype="bfloat16"),
+    Form("one-head", (4, 4), (6, 6), nheads_q=3, nheads_kv=1, headdim=8, headdim_v=5),
+    Form("each-head", (4, 4), (6, 6), nheads_q=3, nheads_kv=3, headdim=8, dtype="float16"),
+]
+TILED = [
+    Form("long", (150, 150), (600, 600), nheads_q=4, nheads_kv=2),
+    Form("one-pass", (300,), (200,), nheads_q=2, nheads_kv=2, dtype="bfloat16"),
+    Form("ragged-long", (70, 0, 300, 5), (540, 40, 130, 8), group=True, headdim=40, headdim_v=24),
+    Form("padded-long", (300, 20), (90, 700), padded=True, nheads_q=6, dtype="float16"),
+]
+
+
+def masks_of(form: Form, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    return np.asarray(rng.random(shape) < 0.7)
+
+
+def bias_of(form: Form, heads: int | None = None) -> np.ndarray:
+    """Some of it is -inf: single keys, whole rows, a whole leading tile."""
+    rng = np.random.default_rng(5)
+    bias = rng.standard_normal((len(form.lens_q), heads or form.nheads_q, *form.rows), np.float32)
+    bias[rng.random(bias.shape) < 0.1] = -np.inf
+    bias[:, 0, 1::3] = -np.inf
+    bias[..., 2:4, : form.rows[1] - 2] = -np.inf
+    return bias.astype(DTYPES[form.dtype])
+
+
+def mask_of(form: Form) -> np.ndarray:
+    rng = np.random.default_rng(6)
+    mask = rng.random((len(form.lens_q), form.nheads_kv, *form.rows)) < 0.7
+    mask[:, -1, ::4] = False
+    mask[..., 1:3, : form.rows[1] - 3] = False
+    return mask
+
+
+def slopes_of(form: Form) -> np.ndarray:
+    rng = np.random.default_rng(7)
+    return rng.uniform(0, 0.3, (len(form.lens_q), form.nheads_q)).astype(np.float32)
+
+
+def sinks_of(form: Form) -> np.ndarray:
+    sinks = np.random.default_rng(8).standard_normal(form.nheads_q).astype(np.float32)
+    sinks[0] = -np.inf
+    return sinks
+
+
+OPTIONS: dict[str, Callable[[Form], dict[str, Any]]] = {
+    "softcap": lambda form: {"softcap": 1.5},
+    "bias": lambda form: {"bias": bias_of(form)},
+    "mask": lambda form: {"mask": mask_of(form)},
+    "alibi_slopes": lambda form: {"alibi_slopes": slopes_of(form)},
+    "sink_logits": lambda form: {"sink_logits": sinks_of(form)},
+    "window": lambda form: {"window": (3, 1), "sink": 1},
+}
+
+
+def options_of(form: Form, names: tuple[str, ...]) -> dict[str, Any]:
+    options: dict[str, Any] = {} if form.seqs is None else {"seqs": form.seqs}
+    for name in names:
+        options |= OPTIONS[name](form)
+    return options
+
+
+ALONE = [(name,) for name in OPTIONS]
+PAIRS = list(itertools.combinations(OPTIONS, 2))
+ALL = [tuple(OPTIONS)]
+
+
+def verify(form: Form, options: dict[str, Any]) -> None:
+    verify_forward(*form.arrays(), options, form.logical_q)
+
+
+def verify_forward(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, options: dict[str, Any], rows: np.ndarray
+) -> None:
+    out, lse = rawattn.attention(q, k, v, **options, return_lse=True, backend="cpu")
+    exact, exact_lse = reference.attention(q, k, v, **options, return_lse=True)
+    low, low_lse = low_precision_attention(q, k, v, **options)
+    check(out[rows], exact[rows], tuple(x[rows] for x in low), what="out")
+    lses = (x.swapaxes(-1, -2)[rows] for x in (lse, exact_lse, *low_lse))
+    got, expected, *others = lses
+    check_lse(got, expected, tuple(others))
+    assert not np.any(out[~rows] != 0) and np.all(lse.swapaxes(-1, -2)[~rows] == -np.inf)
+
+
+@pytest.mark.parametrize("names", ALONE + PAIRS + ALL, ids="+".join)
+@pytest.mark.parametrize("form", BUNDLED, ids=str)
+def test_forward_of_bundles(form: Form, names: tuple[str, ...]) -> None:
+    verify(form, options_of(form, names))
+
+
+@pytest.mark.parametrize("names", ALONE + PAIRS + ALL, ids="+".join)
+@pytest.mark.parametrize("form", TILED, ids=str)
+def test_forward_of_tiles(form: Form, names: tuple[str, ...]) -> None:
+    verify(form, options_of(form, names))
