@@ -9,11 +9,13 @@ from dataclasses import astuple, dataclass
 import numpy as np
 
 from rawattn._bench import counters
+from rawattn._bench.report import Bound
+from rawattn._bench.score_features import PLAIN, Feature
 
 
 @dataclass(frozen=True)
 class Case:
-    """One attention call, or its backward. Self-attention: every sequence has as many keys as queries."""
+    """One attention call, or its backward. Every sequence has as many keys as queries, unless `seqlen_k` is given."""
 
     kind: str  # dense, ragged, ...: rows that belong together
     label: str
@@ -32,6 +34,10 @@ class Case:
     by_time: bool = False
     # A spent budget costs the cases of the highest number.
     priority: int = 0
+    seqlen_k: int | None = None  # keys of every sequence
+    feature: Feature = PLAIN
+    bounds: tuple[Bound, ...] = ()
+    panel: str = ""  # of the plot
 
     @property
     def name(self) -> str:
@@ -42,6 +48,37 @@ class Case:
         return sum(self.seqlens)
 
     @property
+    def batch(self) -> int:
+        return len(self.seqlens)
+
+    @property
+    def rows(self) -> int:
+        """Queries of a sequence, where all have as many."""
+        return self.seqlens[0]
+
+    @property
+    def keys(self) -> int:
+        """Keys of a sequence, where all have as many."""
+        return self.rows if self.seqlen_k is None else self.seqlen_k
+
+    @property
+    def tokens_k(self) -> int:
+        return self.tokens if self.seqlen_k is None else self.batch * self.seqlen_k
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of q, k and v, and of the gradient of `out` in a backward."""
+        q = (self.tokens,) if self.packed else (self.batch, self.rows)
+        k = (self.tokens_k,) if self.packed else (self.batch, self.keys)
+        q, k = (*q, self.nheads_q, self.headdim), (*k, self.nheads_kv, self.headdim)
+        return (q, k, k, q) if self.backward else (q, k, k)
+
+    @property
+    def ngradients(self) -> int:
+        """Of q, k, v, and of what the feature adds."""
+        return 3 + len(self.feature.gradients)
+
+    @property
     def window(self) -> tuple[int | None, int | None] | None:
         return None if self.window_left is None else (self.window_left, None)
 
@@ -49,7 +86,10 @@ class Case:
     def visible(self) -> counters.Visible:
         total = np.zeros(3, int)
         for length, times in Counter(self.seqlens).items():
-            one = counters.visible(length, length, causal=self.causal, window=self.window)
+            keys = length if self.seqlen_k is None else self.seqlen_k
+            one = self.feature.visible(length, keys, self.causal)
+            if one is None:
+                one = counters.visible(length, keys, causal=self.causal, window=self.window)
             total += times * np.array(astuple(one))
         return counters.Visible(*total.tolist())
 
@@ -61,8 +101,13 @@ class Case:
     def nbytes(self, itemsize: int) -> int:
         heads = (self.nheads_q, self.nheads_kv, self.headdim, self.headdim)
         if self.backward:
-            return counters.backward_bytes(self.visible, self.tokens, self.tokens, *heads, itemsize)
-        return counters.forward_bytes(self.visible, self.tokens, *heads, itemsize)
+            nbytes = counters.backward_bytes(
+                self.visible, self.tokens, self.tokens_k, *heads, itemsize
+            )
+        else:
+            nbytes = counters.forward_bytes(self.visible, self.tokens, *heads, itemsize)
+        # An array of the feature is read once, and its gradient is written once.
+        return nbytes + self.feature.elements * itemsize * (2 if self.backward else 1)
 
 
 def select(cases: list[Case], words: str) -> list[Case]:

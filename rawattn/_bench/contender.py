@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rawattn._bench.cases import Case
@@ -19,6 +20,7 @@ class Inputs:
     dout: Any = None  # of a backward
     seqstart: Any = None
     max_seqlen: int = 0
+    extras: Mapping[str, Any] = field(default_factory=dict)  # arrays of the case's feature
 
 
 class Contender:
@@ -56,8 +58,9 @@ class Contender:
         raise NotImplementedError(f"{self.name}: the backward is not measured")
 
     def read(self, case: Case, result: Any) -> tuple[Any, ...]:
-        """What a call returned, as CuPy arrays: (out,), or (dq, dk, dv) of a backward."""
-        return tuple(map(self.array, result[:3] if case.backward else (self.out(result),)))
+        """What a call returned, as CuPy arrays: (out,), or of a backward dq, dk, dv and those of the case's feature."""
+        found = result[: case.ngradients] if case.backward else (self.out(result),)
+        return tuple(map(self.array, found))
 
     def out(self, result: Any) -> Any:
         """`out` in what the forward returned, in the shape of q."""

@@ -10,7 +10,8 @@ import numpy as np
 from rawattn._bench.cases import Case
 
 CUDNN, FA2, FA4, JAX = "cuDNN", "FA2", "FA4", "JAX cuDNN"
-PEERS = (CUDNN, FA2, FA4, JAX)
+EFFICIENT, FLEX, FSA = "efficient", "FlexAttention", "flash-sparse-attn"  # of the suite scores
+PEERS = (CUDNN, FA2, FA4, JAX, EFFICIENT, FLEX, FSA)
 DETERMINISTIC = "deterministic"  # ours, beside the backward that a caller gets
 
 _MHA, _GQA = (16, 16), (32, 8)
@@ -22,7 +23,7 @@ def forward(quick: bool = False) -> list[Case]:
     for case in _dense(1024, 2048, 4096, 16384):
         seqlen = case.seqlens[0]
         # JAX's cuDNN is torch's behind another door, and slow to compile: one length tells.
-        peers = PEERS if seqlen == 4096 else (CUDNN, FA2, FA4)
+        peers = (CUDNN, FA2, FA4, JAX) if seqlen == 4096 else (CUDNN, FA2, FA4)
         dense.append(replace(case, peers=peers, priority=0 if seqlen >= 4096 else 2))
     ragged = []
     for heads in (_MHA, _GQA):

@@ -17,7 +17,10 @@ import numpy as np
 
 from rawattn._bench.timing import Clock, Entrant, Timing, race
 
-_PACKAGES = ("rawattn", "numpy", "cupy-cuda13x", "cupy-cuda12x", "torch", "jax", "flash-attn-4")
+_PACKAGES = (
+    *("rawattn", "numpy", "cupy-cuda13x", "cupy-cuda12x", "torch", "triton", "jax"),
+    *("flash-attn-4", "flash-sparse-attn"),
+)
 _PEAK_SIZE = 8192
 
 

@@ -14,6 +14,7 @@ from rawattn._bench import machine
 from rawattn._bench.cases import Case
 from rawattn._bench.contender import Contender, Inputs
 from rawattn._bench.report import Report, Result, Row
+from rawattn._bench.score_features import AGREE
 from rawattn._bench.timing import (
     BURST_SECONDS,
     REPEATS,
@@ -25,8 +26,6 @@ from rawattn._bench.timing import (
     rotate,
 )
 
-# Two bf16 kernels differ by some tenths of a percent, in gradients too; a wrong mask by far more.
-_AGREE = 0.02
 _MAX_SETS = 8
 
 Read = Callable[[], machine.Reading | None]
@@ -85,6 +84,8 @@ def run(
             results=results,
             over=case.over,
             by_time=case.by_time,
+            bounds=case.bounds,
+            panel=case.panel,
         )
         step(summary(row))
     report.rows = [rows[case.name] for case in cases]
@@ -96,26 +97,28 @@ def make_inputs(case: Case, dtype: str, l2_bytes: int) -> list[Inputs]:
     """Enough sets of inputs that none is still in the L2 cache when its turn comes again."""
     import cupy
 
-    leading = (case.tokens,) if case.packed else (len(case.seqlens), case.seqlens[0])
-    nheads = [case.nheads_q, case.nheads_kv, case.nheads_kv]
-    if case.backward:
-        nheads.append(case.nheads_q)  # dout
-    shapes = [(*leading, heads, case.headdim) for heads in nheads]
-    nbytes = sum(int(np.prod(shape)) for shape in shapes) * np.dtype(dtype).itemsize
+    elements = sum(int(np.prod(shape)) for shape in case.shapes) + case.feature.elements
     seqstart = None
     if case.packed:
         seqstart = cupy.asarray(np.cumsum([0, *case.seqlens]), np.int32)
+    nbytes = elements * np.dtype(dtype).itemsize
     count = min(_MAX_SETS, max(1, -(-2 * l2_bytes // nbytes)))
-    sets = [[machine.random_array(shape, dtype) for shape in shapes] for _ in range(count)]
-    return [
-        Inputs(
-            tuple(arrays[:3]),
-            dout=arrays[3] if case.backward else None,
-            seqstart=seqstart,
-            max_seqlen=max(case.seqlens),
+    found = []
+    for _ in range(count):
+        q, k, v, *dout = [machine.random_array(shape, dtype) for shape in case.shapes]
+        if case.feature.q_factor != 1:
+            # By way of float32, which CuPy converts both from and to.
+            q = (q.astype(np.float32) * case.feature.q_factor).astype(np.dtype(dtype))
+        found.append(
+            Inputs(
+                (q, k, v),
+                dout=dout[0] if dout else None,
+                seqstart=seqstart,
+                max_seqlen=max(case.seqlens),
+                extras=case.feature.arrays(case, dtype),
+            )
         )
-        for arrays in sets
-    ]
+    return found
 
 
 def measure_case(
@@ -148,7 +151,7 @@ def measure_case(
                 burst_seconds=burst_seconds,
             )
             arrays = contender.read(case, returned)
-            result.reason = disagreement(arrays, first)
+            result.reason = disagreement(arrays, first, case.feature.agree)
             first = first or (None if result.reason else (name, arrays))
             del returned, arrays
             if result.reason:
@@ -198,12 +201,15 @@ def _noting(result: Result, read: Read) -> Callable[[], None]:
     return note
 
 
-def disagreement(got: Sequence[Any], first: tuple[str, Sequence[Any]] | None) -> str:
+def disagreement(
+    got: Sequence[Any], first: tuple[str, Sequence[Any]] | None, agree: float = AGREE
+) -> str:
     """Why results are not worth a time; nothing when they agree with those of the first, by its name, or are the first."""
     name, expected = first or ("itself", got)  # NaN differs from itself
-    errors = [difference(*pair) for pair in zip(got, expected, strict=True)]
+    # Who has no gradient of a bias gives fewer.
+    errors = [difference(*pair) for pair in zip(got, expected, strict=False)]
     worst = max(errors, key=lambda error: np.inf if np.isnan(error) else error)
-    return "" if worst <= _AGREE else f"not timed: differs from {name} by {worst:.2g} of its RMS"
+    return "" if worst <= agree else f"not timed: differs from {name} by {worst:.2g} of its RMS"
 
 
 def difference(got: Any, expected: Any) -> float:

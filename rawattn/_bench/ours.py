@@ -63,7 +63,8 @@ def _options(case: Case, inputs: Inputs) -> dict[str, Any]:
         seqs = rawattn.SeqLayout(
             seqstart_q=inputs.seqstart, max_seqlen_q=longest, max_seqlen_k=longest
         )
-    return {"seqs": seqs, "causal": case.causal, "window": case.window}
+    more = case.feature.options(case, inputs.extras)
+    return {"seqs": seqs, "causal": case.causal, "window": case.window, **more}
 
 
 def families(verb: str) -> dict[str, Callable[[], AbstractContextManager[Any]]]:

@@ -31,24 +31,28 @@ class Torch(Contender):
         scope: AbstractContextManager[Any] = torch.no_grad()
         return scope
 
+    def tensors(self, case: Case, inputs: Inputs) -> list[Any]:
+        """q, k and v, and what else a gradient is wanted of."""
+        return tensors(*inputs.qkv)
+
     def call(self, case: Case, inputs: Inputs, qkv: Sequence[Any]) -> Call:
         """The forward on these tensors."""
         raise NotImplementedError
 
     def forward(self, case: Case, inputs: Inputs) -> Call:
-        return self.call(case, inputs, _tensors(inputs))
+        return self.call(case, inputs, self.tensors(case, inputs))
 
     def backward(self, case: Case, inputs: Inputs) -> Call:
         import torch
 
-        qkv = [x.requires_grad_() for x in _tensors(inputs)]
+        leaves = [x.requires_grad_() for x in self.tensors(case, inputs)]
         with torch.enable_grad():
-            out = self.out(self.call(case, inputs, qkv)())
+            out = self.out(self.call(case, inputs, leaves)())
         dout = torch.from_dlpack(inputs.dout)
         # The graph and what the forward saved stay, so every call runs the same kernels on the same arrays. autograd
         # runs them on the stream of the forward, the one that events are recorded on, and returns once all are
         # enqueued. `grad` returns gradients and adds nothing to `.grad`, so the backward is all that runs.
-        return functools.partial(torch.autograd.grad, out, qkv, dout, retain_graph=True)
+        return functools.partial(torch.autograd.grad, out, leaves, dout, retain_graph=True)
 
     def array(self, x: Any) -> Any:
         import cupy
@@ -56,13 +60,14 @@ class Torch(Contender):
         return cupy.from_dlpack(x)
 
 
-def _tensors(inputs: Inputs) -> list[Any]:
+def tensors(*arrays: Any) -> list[Any]:
+    """CuPy arrays as torch's."""
     import cupy
     import torch
 
     if torch.cuda.current_stream().cuda_stream != cupy.cuda.get_current_stream().ptr:
         raise RuntimeError("torch and CuPy do not use the same stream, so events cannot time it")
-    return [torch.from_dlpack(array) for array in inputs.qkv]
+    return [torch.from_dlpack(array) for array in arrays]
 
 
 class TorchSDPA(Torch):
@@ -140,7 +145,11 @@ class FlashAttention4(Torch):
             options |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
             options |= {"max_seqlen_q": inputs.max_seqlen, "max_seqlen_k": inputs.max_seqlen}
         function = flash_attn_varlen_func if case.packed else flash_attn_func
-        return functools.partial(function, *qkv, **options)
+        return functools.partial(function, *qkv, **options, **self.options(case, inputs))
+
+    def options(self, case: Case, inputs: Inputs) -> dict[str, Any]:
+        """For the case's feature."""
+        return {}
 
     def out(self, result: Any) -> Any:
         return result[0] if isinstance(result, tuple) else result

@@ -7,8 +7,8 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-from rawattn._bench.grids import DETERMINISTIC, JAX
-from rawattn._bench.report import Report, Row
+from rawattn._bench.grids import CUDNN, DETERMINISTIC, EFFICIENT, FA2, FA4, FLEX, FSA, JAX
+from rawattn._bench.report import Figure, Report, Row
 from rawattn._console import table
 
 
@@ -19,6 +19,8 @@ def text(report: Report) -> str:
         parts.append(table.render(_header(report), _cells(report)))
     if report.host:
         parts.append(table.render(_HOST_HEADER, _host_cells(report), left=2))
+    if bounded := _bounded(report):
+        parts.append(table.render(_BOUNDED_HEADER, bounded))
     if figures := _figures(report):
         parts.append(table.render(("figure", "value"), figures))
     return "\n\n".join((*parts, table.wrap("\n".join(_legend(report)))))
@@ -31,27 +33,28 @@ def markdown(report: Report) -> str:
         parts.append(_markdown_table(_header(report), _cells(report)))
     if report.host:
         parts.append(_markdown_table(_HOST_HEADER, _host_cells(report)))
+    if bounded := _bounded(report):
+        parts.append(_markdown_table(_BOUNDED_HEADER, bounded))
     if figures := _figures(report):
         parts.append(_markdown_table(("figure", "value"), figures))
     return "\n\n".join((*parts, "\n".join(f"- {line}" for line in _legend(report)))) + "\n"
 
 
 def plot(report: Report, path: Path) -> None:
-    """Bars by shape, in percent of the matrix-product rate, a panel for each head dimension.
+    """Bars by shape, in percent of the matrix-product rate, a panel for each head dimension or kind of case.
 
     Raises ImportError without matplotlib.
     """
-    from matplotlib.figure import Figure
+    from matplotlib import figure as pictures
     from matplotlib.patches import Patch
 
     panels: dict[str, list[Row]] = defaultdict(list)
     for row in report.rows:
         if row.kind.endswith("-ref"):
             continue
-        panels[f"dense, D {row.headdim}" if row.kind == "dense" else "other shapes"].append(row)
-    figure = Figure(figsize=(12, 3.2 * max(len(panels), 1)), layout="constrained")
-    names = [*report.ours, *report.peers]
-    colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names)}
+        panels[_panel(row)].append(row)
+    figure = pictures.Figure(figsize=(12, 3.2 * max(len(panels), 1)), layout="constrained")
+    colours = {name: colour(name) for name in (*report.ours, *report.peers)}
     axes = figure.subplots(max(len(panels), 1), 1, squeeze=False)[:, 0]
     for axis, (title, rows) in zip(axes, panels.items(), strict=False):
         axis.set_title(title, loc="left", fontsize="medium", fontweight="bold")
@@ -69,8 +72,32 @@ def plot(report: Report, path: Path) -> None:
 
 PLOT_ENDINGS = (".png", ".svg", ".pdf")
 
-# Ours first: dark and distinct, then peers that stay apart for colour-blind readers too.
-_COLOURS = ("#1b3a6b", "#4f83cc", "#e69f00", "#999999", "#009e73", "#cc79a7")
+# A library has one colour in every plot. Ours are blue; peers stay apart for colour-blind readers too.
+_COLOURS = {
+    "rawattn": "#1b3a6b",
+    "portable": "#4f83cc",
+    DETERMINISTIC: "#a6c8f0",
+    CUDNN: "#e69f00",
+    FA2: "#999999",
+    FA4: "#009e73",
+    JAX: "#cc79a7",
+    EFFICIENT: "#d55e00",
+    FLEX: "#7b3294",
+    FSA: "#e8d33f",
+}
+_OTHER = "#444444"
+
+
+def colour(name: str) -> str:
+    """Of a contender, whatever plot it is in."""
+    return _COLOURS.get(name, _OTHER)
+
+
+def _panel(row: Row) -> str:
+    if row.panel:
+        verb = "backward" if "backward" in row.name.split() else "forward"
+        return f"{row.panel}, {verb}"
+    return f"dense, D {row.headdim}" if row.kind == "dense" else "other shapes"
 
 
 def _bars(axis: Any, report: Report, rows: list[Row], colours: dict[str, str]) -> None:
@@ -189,11 +216,34 @@ def _whole(value: float | None) -> str:
     return "" if value is None else f"{value:.0f}"
 
 
+_BOUNDED_HEADER = ("figure", "got", "bound", "", "ours, other")
+
+
+def _bounded(report: Report) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    for figure in report.bounded():
+        most = "at most" if figure.at_most else "at least"
+        bound = f"{most} {figure.bound:g} {figure.unit}".strip()
+        rows.append((figure.name, _value(figure), bound, figure.verdict, figure.of))
+    return rows
+
+
 def _figures(report: Report) -> list[tuple[str, str]]:
-    return [
-        (figure.name, f"{figure.value:.3g} {figure.unit}".strip())
-        for figure in (*report.divided(), *report.cost(DETERMINISTIC), *report.figures)
-    ]
+    every = (*report.divided(), *report.cost(DETERMINISTIC), *report.figures)
+    return [(figure.name, _value(figure)) for figure in every if figure.bound is None]
+
+
+def _value(figure: Figure) -> str:
+    return "n/a" if figure.value is None else f"{figure.value:.3g} {figure.unit}".strip()
+
+
+def _bounded_legend(report: Report) -> list[str]:
+    verdicts = [figure.verdict for figure in report.bounded()]
+    if not verdicts:
+        return []
+    line = f"within their bounds: {verdicts.count('ok')} of {len(verdicts)} figures"
+    missing = verdicts.count("not available")
+    return [f"{line}, {missing} not available" if missing else line]
 
 
 def _legend(report: Report) -> list[str]:
@@ -224,7 +274,13 @@ def _legend(report: Report) -> list[str]:
     slowest = [f"{name} {max(seconds):.1f} s" for name, seconds in first.items() if seconds]
     if slowest:
         lines.append(f"slowest first call, with what it compiles: {', '.join(slowest)}")
+    lines += [
+        f"{figure.name} n/a: {figure.of}"
+        for figure in report.figures
+        if figure.bound is None and figure.value is None
+    ]
     lines += report.notes
+    lines += _bounded_legend(report)
     over = {peer: report.ratios(peer) for peer in report.peers}
     over["each case's best peer"] = report.over_best()
     for peer, ratios in over.items():

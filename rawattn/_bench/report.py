@@ -24,6 +24,20 @@ class Result:
     reason: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """What our time of a case should be, beside that of others.
+
+    what: the words of its line. limit: of their time over ours; at_most: of ours over theirs.
+    peers: the fastest of those that have a time is meant; none: ourselves on the case that this one is measured against.
+    """
+
+    what: str
+    limit: float
+    at_most: bool = False
+    peers: tuple[str, ...] = ()
+
+
 @dataclass(slots=True)
 class Row:
     """One case and everybody's result."""
@@ -36,20 +50,44 @@ class Row:
     results: dict[str, Result]
     over: str | None = None
     by_time: bool = False
+    bounds: tuple[Bound, ...] = ()
+    panel: str = ""
+
+    def seconds(self, contender: str) -> float | None:
+        """Of one call."""
+        result = self.results.get(contender)
+        return result.seconds if result else None
 
     def rate(self, contender: str) -> float | None:
         """FLOP/s of visible work."""
-        result = self.results.get(contender)
-        return self.flops / result.seconds if result and result.seconds else None
+        seconds = self.seconds(contender)
+        return self.flops / seconds if seconds else None
 
 
 @dataclass(slots=True)
 class Figure:
-    """A number that is no rate of a case."""
+    """A number that is no rate of a case; None where there is none.
+
+    bound: the least that it should be; at_most: the most. of: what it was made of, or why there is none.
+    """
 
     name: str
-    value: float
+    value: float | None
     unit: str
+    bound: float | None = None
+    at_most: bool = False
+    of: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """Of a number that has a bound."""
+        if self.value is None:
+            return "not available"
+        if self.bound is None:
+            return ""
+        if self.at_most:
+            return "ok" if self.value <= self.bound else "above"
+        return "ok" if self.value >= self.bound else "below"
 
 
 @dataclass(slots=True)
@@ -106,6 +144,8 @@ class Report:
         for row in self.rows:
             if (base := rows.get(row.over or "")) is None:
                 continue
+            if any(not bound.peers for bound in row.bounds):
+                continue  # that line is among those with a bound
             for name in self.ours:
                 top, bottom = row.rate(name), base.rate(name)
                 if not top or not bottom:
@@ -116,6 +156,36 @@ class Report:
                     what, value = "FLOP/s", top / bottom
                 figures.append(Figure(f"{name}, {what}: {row.name} / {base.name}", value, "x"))
         return figures
+
+    def bounded(self) -> list[Figure]:
+        """Everything that has a bound, whether it was measured or not."""
+        rows = {row.name: row for row in self.rows}
+        found = [
+            self._held(row, bound, rows.get(row.over or ""))
+            for row in self.rows
+            for bound in row.bounds
+        ]
+        return found + [figure for figure in self.figures if figure.bound is not None]
+
+    def _held(self, row: Row, bound: Bound, base: Row | None) -> Figure:
+        """A case and one of its bounds."""
+        usual = self.ours[0]
+        figure = Figure(f"{row.name}: {bound.what}", None, "x", bound.limit, bound.at_most)
+        other, names = (row, bound.peers) if bound.peers else (base, (usual,))
+        times = {name: seconds for name in names if other and (seconds := other.seconds(name))}
+        ours = row.seconds(usual)
+        if not ours:
+            result = row.results.get(usual)
+            figure.of = result.reason if result else "not run"
+        elif not times:
+            figure.of = f"no time of {' or '.join(names)}"
+        else:
+            fastest = min(times, key=times.__getitem__)
+            theirs = times[fastest]
+            figure.value = ours / theirs if bound.at_most else theirs / ours
+            whose = f"{fastest} " if bound.peers else ""
+            figure.of = f"{1e3 * ours:.3f} ms, {whose}{1e3 * theirs:.3f} ms"
+        return figure
 
     def cost(self, variant: str) -> list[Figure]:
         """Time of another of ours over that of what a caller gets."""
@@ -142,15 +212,18 @@ class Report:
         """Raises ValueError when the file is no report."""
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
-            data["rows"] = [
-                Row(**{**row, "results": {k: _result(v) for k, v in row["results"].items()}})
-                for row in data["rows"]
-            ]
+            data["rows"] = [_row(row) for row in data["rows"]]
             data["figures"] = [Figure(**figure) for figure in data["figures"]]
             data["host"] = [HostRow(**row) for row in data.get("host", [])]
             return cls(**data)
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"{path}: not a report of `rawattn bench` ({error})") from error
+
+
+def _row(data: dict[str, Any]) -> Row:
+    results = {name: _result(result) for name, result in data["results"].items()}
+    bounds = (Bound(**{**b, "peers": tuple(b["peers"])}) for b in data.get("bounds", ()))
+    return Row(**{**data, "results": results, "bounds": tuple(bounds)})
 
 
 def _result(data: dict[str, Any]) -> Result:

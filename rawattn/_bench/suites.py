@@ -6,7 +6,20 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rawattn._bench import compile_time, dtypes, grids, host_time, memory, ours, peers
+from rawattn._bench import (
+    accuracy,
+    before,
+    compile_time,
+    dtypes,
+    grids,
+    host_time,
+    memory,
+    ours,
+    peers,
+    score_cases,
+    score_figures,
+    score_peers,
+)
 from rawattn._bench.cases import Case
 from rawattn._bench.contender import Contender
 from rawattn._bench.report import Figure
@@ -44,6 +57,19 @@ SUITES = {
         },
         note="the backward alone, after a forward that is not timed; its operations are 2.5 times the forward's",
     ),
+    "scores": Suite(
+        "biases, masks, score functions, dropout and sinks, forward and backward, each with its bound; "
+        "accuracy; compile time; every kernel without them, before and after",
+        score_cases.cases,
+        {
+            "accuracy": accuracy.figures,
+            "compile": score_figures.first_use,
+            "masks": score_figures.masks,
+            "before": before.figures,
+        },
+        note="a backward alone is timed, after a forward that is not; efficient and flash-sparse-attn return dbias "
+        "as rawattn does, cuDNN does not",
+    ),
     "host": Suite(
         "host time of cached calls from CuPy, PyTorch and JAX over that of torch's SDPA, each with its bound",
         lambda quick: [],
@@ -55,4 +81,6 @@ SUITES = {
 
 def contenders(suite: str) -> list[Contender]:
     """Everybody who may be measured. Ours first, and of ours what a caller gets."""
+    if suite == "scores":
+        return [ours.Ours("rawattn"), *score_peers.peers()]
     return [*ours.ours(suite), *peers.peers(suite)]

@@ -1,0 +1,153 @@
+"""Speed of calls without score options, over that of an earlier version of this package.
+
+RAWATTN_BENCH_BEFORE names a folder that holds the earlier package, such as a checkout of it. Each version runs in a process of
+its own, since both have one name, and they take turns at bursts on one GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rawattn._bench import measure
+from rawattn._bench.report import Figure
+
+FOLDER = "RAWATTN_BENCH_BEFORE"
+_LEAST = 0.99
+_TURNS = 21
+# The suite, the contender of ours and the case.
+ASKED = (
+    ("forward", "rawattn", "dense D64 S4096 causal"),
+    ("forward", "rawattn", "dense D64 S4096 full"),
+    ("forward", "rawattn", "dense D128 S1024 causal"),
+    ("forward", "rawattn", "dense D128 S4096 causal"),
+    ("forward", "rawattn", "dense D128 S4096 full"),
+    ("forward", "rawattn", "dense D256 S4096 causal"),
+    ("forward", "rawattn", "ragged D128 H16/16 causal"),
+    ("forward", "rawattn", "window D128 S16384 left1024 causal"),
+    ("forward", "portable", "dense D64 S4096 causal"),
+    ("forward", "portable", "dense D128 S4096 causal"),
+    ("backward", "rawattn", "dense D64 S4096 causal"),
+    ("backward", "rawattn", "dense D128 S4096 causal"),
+    ("backward", "rawattn", "dense D128 S4096 full"),
+    ("backward", "rawattn", "dense D256 S4096 causal"),
+    ("backward", "rawattn", "ragged D128 H16/16 causal"),
+    ("backward", "deterministic", "dense D128 S4096 causal"),
+)
+# Answers each line [suite, contender, case, dtype, calls] with the seconds of one of so many calls; of 0: prepares the case.
+_CHILD = """
+import json, sys
+from rawattn._bench import grids, machine, measure, ours, timing
+clock = timing.EventClock()
+l2_bytes = machine.facts(machine.Sensors())["l2_bytes"]
+entrant = None
+for line in sys.stdin:
+    try:
+        suite, name, case, dtype, calls = json.loads(line)
+        if not calls:
+            entrant = None
+            (case,) = [c for c in getattr(grids, suite)() if c.name == case]
+            (side,) = [c for c in ours.ours(suite) if c.name == name]
+            entrant, _, _ = measure.enter(case, side, measure.make_inputs(case, dtype, l2_bytes), clock)
+        with entrant.scope():
+            answer = clock.burst(entrant.call, calls or 3)
+    except Exception as error:
+        answer = f"{type(error).__name__}: {error}"
+    print(json.dumps(answer), flush=True)
+"""
+
+
+class Version:
+    """A process with one version of the package."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def ask(self, *question: Any) -> None:
+        """Raises RuntimeError where the process has ended."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(question) + "\n")
+            self._process.stdin.flush()
+        except OSError:
+            raise RuntimeError("the process of a version has ended") from None
+
+    def answer(self) -> float:
+        """To the oldest question that has none yet. Raises RuntimeError where there is none."""
+        assert self._process.stdout is not None
+        answer = json.loads(
+            self._process.stdout.readline() or '"the process of a version has ended"'
+        )
+        if isinstance(answer, str):
+            raise RuntimeError(answer)
+        return float(answer)
+
+
+@contextlib.contextmanager
+def version(folder: Path) -> Iterator[Version]:
+    """A process that imports the package of a folder."""
+    # The working folder is where `python -c` looks first.
+    command = [sys.executable, "-c", _CHILD]
+    process = subprocess.Popen(
+        command, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        yield Version(process)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def figures(dtype: str, peers: Sequence[str]) -> list[Figure]:
+    """A line for each kernel; without an earlier version one that says so."""
+    earlier = os.environ.get(FOLDER)
+    if not earlier:
+        name = "every kernel without score options, speed over the version before"
+        return [Figure(name, None, "x", _LEAST, of=f"{FOLDER} names no folder of it")]
+    here = Path(__file__).resolve().parents[2]
+    with version(Path(earlier)) as before, version(here) as after:
+        return [_figure(before, after, (*asked, dtype)) for asked in ASKED]
+
+
+def _figure(before: Version, after: Version, asked: tuple[str, ...]) -> Figure:
+    suite, contender, case, _ = asked
+    name = f"{contender}, {suite}, speed over the version before: {case}"
+    figure = Figure(name, None, "x", _LEAST)
+    try:
+        old, new = compare(before, after, asked)
+    except RuntimeError as error:
+        figure.of = measure.describe(error)
+    else:
+        figure.value, figure.of = old / new, f"{1e3 * new:.3f} ms, {1e3 * old:.3f} ms"
+    return figure
+
+
+def compare(before: Version, after: Version, asked: tuple[str, ...]) -> tuple[float, float]:
+    """Medians of the seconds of a call of both."""
+    sides = (before, after)
+    for side in sides:
+        side.ask(*asked, 0)  # both compile at once
+    trials, failures = [], []
+    for side in sides:
+        try:
+            trials.append(side.answer())
+        except RuntimeError as error:
+            failures.append(error)
+    if failures:
+        raise failures[0]
+    calls = max(1, round(0.01 / min(trials)))
+    samples: list[list[float]] = [[], []]
+    for turn in range(_TURNS + 1):
+        for place in (0, 1) if turn % 2 else (1, 0):
+            sides[place].ask(*asked, calls)
+            samples[place].append(sides[place].answer())
+    # The first turn warms up.
+    old, new = (statistics.median(side[1:]) for side in samples)
+    return old, new

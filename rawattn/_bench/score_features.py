@@ -1,0 +1,218 @@
+"""What the cases of the suite `scores` do between q . k and the softmax: their arrays, and the options of ours for them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+import rawattn
+from rawattn._bench import counters, machine
+
+if TYPE_CHECKING:
+    from rawattn._bench.cases import Case
+
+# Two bf16 kernels differ by some tenths of a percent, in gradients too; a wrong mask by far more.
+AGREE = 0.02
+
+TILE = 128
+# Options of this package that are looked up when a case needs them: one that is missing ends that case alone.
+_library: Any = rawattn
+
+
+@dataclass(frozen=True)
+class Feature:
+    """Nothing; the features derive from it.
+
+    gradients: of arrays of the feature, those that a backward returns after dq, dk and dv.
+    q_factor: what q is multiplied by, so that results without the feature differ.
+    """
+
+    gradients: ClassVar[tuple[str, ...]] = ()
+    q_factor: ClassVar[float] = 1.0
+
+    @property
+    def elements(self) -> int:
+        """Of arrays as large as those of the call, in its dtype."""
+        return 0
+
+    @property
+    def agree(self) -> float:
+        """RMS of the difference of two results, over that of one, up to which both may be right."""
+        return AGREE
+
+    def arrays(self, case: Case, dtype: str) -> dict[str, Any]:
+        """CuPy arrays that everybody is given."""
+        return {}
+
+    def options(self, case: Case, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        """Of ours."""
+        return {}
+
+    def visible(self, len_q: int, len_k: int, causal: bool) -> counters.Visible | None:
+        """Of a sequence; None: whatever causal and the window leave."""
+        return None
+
+
+PLAIN = Feature()
+
+
+@dataclass(frozen=True)
+class Bias(Feature):
+    """An additive bias of this shape."""
+
+    shape: tuple[int, int, int, int]
+
+    gradients = ("dbias",)
+
+    @property
+    def elements(self) -> int:
+        return int(np.prod(self.shape))
+
+    def arrays(self, case: Case, dtype: str) -> dict[str, Any]:
+        return {"bias": machine.random_array(self.shape, dtype)}
+
+    def options(self, case: Case, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        return {"bias": arrays["bias"]}
+
+
+@dataclass(frozen=True)
+class Alibi(Feature):
+    """The built-in one, with the usual slopes."""
+
+    def arrays(self, case: Case, dtype: str) -> dict[str, Any]:
+        import cupy
+
+        heads = np.arange(1, case.nheads_q + 1)
+        return {"slopes": cupy.asarray(2.0 ** (-8 * heads / case.nheads_q), np.float32)}
+
+    def options(self, case: Case, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        return {"alibi_slopes": arrays["slopes"]}
+
+
+@dataclass(frozen=True)
+class AlibiText(Alibi):
+    """The same scores under a causal mask, by a user's text."""
+
+    def options(self, case: Case, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        text = "score + slope[head] * (kv_idx - q_idx)"
+        return {"score_mod": _library.ScoreMod(text, slope=arrays["slopes"])}
+
+
+@dataclass(frozen=True)
+class Softcap(Feature):
+    cap: float = 30.0
+
+    # Scores of a standard deviation of 4: under a cap of 30 the largest of them are a fifth smaller.
+    q_factor = 4.0
+
+    def options(self, case: Case, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        return {"softcap": self.cap}
+
+
+@dataclass(frozen=True)
+class Dropout(Feature):
+    p: float = 0.1
+
+    @property
+    def agree(self) -> float:
+        # Two draws of their own differ by sqrt(2 p) of the RMS of either: with v of mean 0 a dropped share p / (1 - p)
+        # is the variance that each draw adds to that of a result, 1.
+        return 1.1 * float(np.sqrt(2 * self.p))
+
+    def options(self, case: Case, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        return {"dropout_p": self.p, "seed": 0}
+
+
+@dataclass(frozen=True)
+class Sinks(Feature):
+    """A learned logit a head, about as heavy as 50 keys, so that a result without it differs."""
+
+    def arrays(self, case: Case, dtype: str) -> dict[str, Any]:
+        return {"sink_logits": 4 + machine.random_array((case.nheads_q,), "float32")}
+
+    def options(self, case: Case, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        return {"sink_logits": arrays["sink_logits"]}
+
+
+@dataclass(frozen=True)
+class Tiles(Feature):
+    """Random live tiles of 128 x 128, this share of all, by a BlockMask."""
+
+    share: float
+
+    def arrays(self, case: Case, dtype: str) -> dict[str, Any]:
+        import cupy
+
+        tiles = cupy.asarray(live_tiles(self.share, case.rows, case.keys))
+        return {"mask": tiles.repeat(TILE, axis=0).repeat(TILE, axis=1)[None, None]}
+
+    def options(self, case: Case, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        return {"mask": _library.block_mask(arrays["mask"])}
+
+    def visible(self, len_q: int, len_k: int, causal: bool) -> counters.Visible | None:
+        live = live_tiles(self.share, len_q, len_k)
+        rows, keys = (TILE * int(live.any(axis).sum()) for axis in (1, 0))
+        return counters.Visible(TILE * TILE * int(live.sum()), rows, keys)
+
+
+def live_tiles(share: float, len_q: int, len_k: int) -> Any:
+    """(tiles of rows, tiles of keys), NumPy: exactly this share of them, rounded, the same in every call."""
+    shape = (len_q // TILE, len_k // TILE)
+    live = np.zeros(shape[0] * shape[1], bool)
+    live[: round(share * live.size)] = True
+    return np.random.default_rng(0).permutation(live).reshape(shape)
+
+
+@dataclass(frozen=True)
+class Documents(Feature):
+    """Documents of one length, by key ranges."""
+
+    length: int
+
+    def arrays(self, case: Case, dtype: str) -> dict[str, Any]:
+        import cupy
+
+        document = cupy.arange(case.rows, dtype=np.int32) // self.length
+        begin = document * self.length
+        ranges = cupy.stack([begin, begin + self.length], axis=-1)[None, :, None]
+        return {"document": document, "ranges": ranges.repeat(case.batch, axis=0)}
+
+    def options(self, case: Case, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        sizes = {"batch": case.batch, "seqlen_q": case.rows, "seqlen_k": case.keys}
+        return {"mask": _library.block_mask(ranges=arrays["ranges"], **sizes)}
+
+    def visible(self, len_q: int, len_k: int, causal: bool) -> counters.Visible | None:
+        one = counters.visible(self.length, self.length, causal=causal)
+        times = len_q // self.length
+        return counters.Visible(times * one.pairs, len_q, len_k)
+
+
+@dataclass(frozen=True)
+class TopK(Feature):
+    """The keys of the largest random scores, the same for every row."""
+
+    kept: int
+
+    def arrays(self, case: Case, dtype: str) -> dict[str, Any]:
+        import cupy
+
+        return {"importance": cupy.asarray(importance(case.keys)[None, None, None])}
+
+    def options(self, case: Case, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        return {"mask": _library.topk_mask(arrays["importance"], min(self.kept, case.keys))}
+
+    def visible(self, len_q: int, len_k: int, causal: bool) -> counters.Visible | None:
+        kept = np.argsort(-importance(len_k), kind="stable")[: self.kept]
+        first = np.maximum(kept - (len_k - len_q), 0) if causal else 0 * kept
+        rows = len_q - first
+        return counters.Visible(int(rows.sum()), int(rows.max()), kept.size)
+
+
+@functools.lru_cache(maxsize=2)
+def importance(len_k: int) -> Any:
+    """Of every key: float32, NumPy, the same in every call."""
+    return np.random.default_rng(0).standard_normal(len_k, np.float32)
