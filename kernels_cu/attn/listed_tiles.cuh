@@ -1,0 +1,96 @@
+// Tiles that meet, from lists: KeyTiles and QueryTiles (attn/tiles.cuh) where a mask hides keys one by one.
+//
+// A list is made for the kernel's own tiles (portable/mask_tiles.cu): first how many entries it has, then those, in the
+// order of tiles. Of a query tile an entry is the number of a key tile, twice, and one more where its elements must be
+// tested. Of a key tile it is a pair: the head among those that share the keys, and the query tile likewise.
+#pragma once
+
+#include "attn/mask_bits.cuh"
+#include "attn/params.cuh"
+#include "attn/sequence.cuh"
+#include "attn/tiles.cuh"
+#include "attn/visible.cuh"
+#include "target/target.cuh"
+
+// Ints of a list. kPair: ints of an entry.
+template <int kPair>
+DEVICE int64 list_length(const TileLists& lists) {
+  return 1 + int64(lists.capacity) * kPair;
+}
+// The list of a tile of kTile rows of a sequence's side. Sequences that share the rows of an array have places one
+// behind the other: no more than the array has tiles, and one more for each.
+template <int kTile, int kPair>
+DEVICE int* list_of(const TileLists& lists, int sequence, const Span& span, int tile, int head) {
+  const int64 place = sequence * lists.sequence + span.start / kTile + tile;
+  return lists.data + (place * lists.nheads + head / lists.group) * list_length<kPair>(lists);
+}
+
+template <class Visible, int kTileQ, int kTileK>
+struct ListedKeyTiles : TileSpan {
+  Visible visible;
+  MaskBits bits;
+  const int* entries;
+  int first, last;  // rows
+
+  DEVICE ListedKeyTiles(const BlockMask& mask, const Visible& visible, int sequence, const Span& q, int head, int tile)
+      : TileSpan{0, 0}, visible(visible), bits(mask, sequence, head), first(tile * kTileQ) {
+    const int behind = q.length - first;
+    last = first + (behind < kTileQ ? behind : kTileQ) - 1;
+    const int* const list = list_of<kTileQ, 1>(mask.lists, sequence, q, tile, head);
+    end = list[0];
+    entries = list + 1;
+  }
+
+  DEVICE int tile(int n) const { return entries[n] >> 1; }
+  DEVICE int first_key(int n) const { return tile(n) * kTileK; }
+  DEVICE bool masked(int n) const { return (entries[n] & 1) != 0; }
+  DEVICE Edges edges(int n) const {
+    return visible.edges(first_key(n), first_key(n) + kTileK - 1, first, first + kTileQ - 1);
+  }
+
+  // The same tiles by the same numbers, but for rows [first, last], some of kRows.
+  template <int kRows>
+  DEVICE ListedKeyTiles<Visible, kRows, kTileK> of_rows(int first, int last) const {
+    return {*this, visible, bits, entries, first, last};
+  }
+  // Those of a span that the rows may see by the rule of visible keys: none if last < first.
+  DEVICE TileSpan seen(TileSpan span) const {
+    if (last < first) return {span.begin, span.begin};
+    const int right = visible.row(last).right;
+    while (span.begin < span.end && first_key(span.end - 1) > right) span.end--;
+    if constexpr (Visible::kLimitedLeft) {
+      const int left = visible.row(first).left;
+      while (visible.sink == 0 && span.begin < span.end && first_key(span.begin) + kTileK <= left) span.begin++;
+    }
+    return span;
+  }
+
+  DEVICE ListedKeyTiles(const TileSpan& span, const Visible& visible, const MaskBits& bits, const int* entries,
+                        int first, int last)
+      : TileSpan(span), visible(visible), bits(bits), entries(entries), first(first), last(last) {}
+};
+
+// Of all heads that share the keys, one after the other.
+template <class Visible, int kTileQ, int kTileK>
+struct ListedQueryTiles : TileSpan {
+  Visible visible;
+  const int* entries;
+  int key_tile;
+
+  DEVICE ListedQueryTiles(const BlockMask& mask, const Visible& visible, int sequence, const Span& k, int kv_head,
+                          int key_tile)
+      : TileSpan{0, 0}, visible(visible), key_tile(key_tile) {
+    const int* const list = list_of<kTileK, 2>(mask.lists, sequence, k, key_tile, kv_head);
+    end = list[0];
+    entries = list + 1;
+  }
+
+  DEVICE int head(int n) const { return entries[2 * n]; }  // in the group
+  DEVICE int tile(int n) const { return entries[2 * n + 1] >> 1; }
+  DEVICE int first_row(int n) const { return tile(n) * kTileQ; }
+  DEVICE bool masked(int n) const { return (entries[2 * n + 1] & 1) != 0; }
+  DEVICE Edges edges(int n) const {
+    const int first_key = key_tile * kTileK;
+    return visible.edges(first_key, first_key + kTileK - 1, first_row(n), first_row(n) + kTileQ - 1);
+  }
+};

@@ -1,0 +1,83 @@
+// Packs a mask: bits, and a map of granules of kGranuleRows x kGranuleKeys that says which have any key and which have
+// all. A block takes one band of granules, kGranules wide.
+#pragma once
+
+#include "attn/params.cuh"
+#include "attn/sequence.cuh"
+#include "target/target.cuh"
+
+namespace mask_packing {
+
+constexpr int kGranuleRows = 64;
+constexpr int kGranuleWords = 4;  // of 16 keys
+constexpr int kGranules = 4;      // that a block takes
+constexpr int kWords = kGranules * kGranuleWords;
+constexpr int kThreads = 256;
+constexpr int kStep = kThreads / kWords;  // rows that a block packs at once
+constexpr int kPasses = kGranuleRows / kStep;
+constexpr int kSharedBytes = kThreads;
+
+enum State { kDead = 0, kPartial = 1, kFull = 2 };
+
+// Of the whole mask: which batch entry, head, first row and first half-word a block packs.
+struct Place {
+  int batch, head, row, word;
+};
+DEVICE Place place_of(const MaskPacking& p, int block) {
+  const int columns = (p.words + kWords - 1) / kWords;
+  const int bands = (p.rows + kGranuleRows - 1) / kGranuleRows;
+  const int plane = block / columns / bands;
+  return {plane / p.nheads, plane % p.nheads, block / columns % bands * kGranuleRows, block % columns * kWords};
+}
+
+// Which of a half-word's bits are keys.
+DEVICE unsigned keys_of(const MaskPacking& p, int word) {
+  const int left = p.keys - word * 16;
+  return left >= 16 ? 0xffffu : left > 0 ? (1u << left) - 1 : 0;
+}
+
+// half_word(batch, head, row, word): the 16 bits there. What it says of keys that are none counts for nothing.
+template <class HalfWord>
+DEVICE void pack(const MaskPacking& p, const HalfWord& half_word, unsigned char* flags) {
+  const int thread = target::thread_index();
+  const Place place = place_of(p, target::block_index());
+  const int64 plane = int64(place.batch) * p.nheads + place.head;
+  const int word = place.word + thread % kWords;
+  const int first_row = place.row + thread / kWords;
+  bool any = false;
+  bool all = true;
+  if (word < p.words) {
+    const unsigned keys = keys_of(p, word);
+    unsigned found[kPasses];  // all are under way before the first is stored
+    UNROLL for (int pass = 0; pass < kPasses; pass++) {
+      const int row = first_row + pass * kStep;
+      found[pass] = row < p.rows && keys != 0 ? half_word(place.batch, place.head, row, word) & keys : 0;
+    }
+    UNROLL for (int pass = 0; pass < kPasses; pass++) {
+      const int row = first_row + pass * kStep;
+      if (row >= p.rows) break;
+      p.bits[(plane * p.rows + row) * p.words + word] = static_cast<unsigned short>(found[pass]);
+      any = any || found[pass] != 0;
+      all = all && found[pass] == keys;
+    }
+  }
+  flags[thread] = static_cast<unsigned char>(any | all << 1);
+  target::block_sync();
+  const int granule = place.word / kGranuleWords + thread;
+  if (thread >= kGranules || granule * kGranuleWords >= p.words) return;
+  bool granule_any = false;
+  bool granule_all = true;
+  for (int row = 0; row < kStep; row++) {
+    for (int n = 0; n < kGranuleWords; n++) {
+      const unsigned flag = flags[row * kWords + thread * kGranuleWords + n];
+      granule_any = granule_any || (flag & 1) != 0;
+      granule_all = granule_all && (flag & 2) != 0;
+    }
+  }
+  const int64 bands = (p.rows + kGranuleRows - 1) / kGranuleRows;
+  const int64 band = plane * bands + place.row / kGranuleRows;
+  p.map[band * (p.words / kGranuleWords) + granule] =
+      static_cast<unsigned char>(!granule_any ? kDead : granule_all ? kFull : kPartial);
+}
+
+}  // namespace mask_packing

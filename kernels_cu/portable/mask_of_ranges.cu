@@ -1,0 +1,18 @@
+// Packs the mask whose rows see given ranges of keys.
+#include "attn/mask_packing.cuh"
+
+KERNEL LAUNCH_BOUNDS(mask_packing::kThreads, 1) void rawattn_mask_of_ranges(PARAMETER RangesMaskParams p) {
+  SHARED_MEMORY(flags, mask_packing::kSharedBytes);
+  const auto half_word = [&](int batch, int, int row, int word) {
+    const int64 first = (int64(batch) * p.packing.rows + row) * p.count * 2;
+    const int64 key = int64(word) * 16;
+    unsigned bits = 0;
+    for (int n = 0; n < p.count; n++) {
+      const int64 begin = clamp(integer_at(p.ranges, first + 2 * n), key, key + 16) - key;
+      const int64 end = clamp(integer_at(p.ranges, first + 2 * n + 1), key, key + 16) - key;
+      if (begin < end) bits |= (1u << end) - (1u << begin);
+    }
+    return bits;
+  };
+  mask_packing::pack(p.packing, half_word, flags);
+}

@@ -1,0 +1,37 @@
+// Packs a mask of bools, of any strides. A thread makes a half-word of 16 keys: bools that lie next to each other it
+// reads at once.
+#include "attn/mask_packing.cuh"
+#include "tile/copy.cuh"
+
+namespace pack_mask {
+
+// Of four bools, bit n says whether byte n is one.
+DEVICE unsigned bits_of_bytes(unsigned x) {
+  x |= x >> 4 & 0x0f0f0f0fu;
+  x |= x >> 2 & 0x03030303u;
+  x |= x >> 1 & 0x01010101u;
+  // No two of the product's terms meet, so nothing is carried into its last four bits.
+  return (x & 0x01010101u) * 0x10204080u >> 28;
+}
+
+}  // namespace pack_mask
+
+KERNEL LAUNCH_BOUNDS(mask_packing::kThreads, 1) void rawattn_pack_mask(PARAMETER PackMaskParams p) {
+  using namespace pack_mask;
+  SHARED_MEMORY(flags, mask_packing::kSharedBytes);
+  const auto half_word = [&](int batch, int head, int row, int word) {
+    const unsigned char* const from =
+        p.from + batch * p.batch + head * p.head + row * p.row + int64(word) * 16 * p.key;
+    const int count = p.packing.keys - word * 16 < 16 ? p.packing.keys - word * 16 : 16;
+    unsigned bits = 0;
+    if (config::kDense && count == 16) {
+      const Chunk<16> chunk = *reinterpret_cast<const Chunk<16>*>(from);
+      bits = bits_of_bytes(chunk.x) | bits_of_bytes(chunk.y) << 4 | bits_of_bytes(chunk.z) << 8 |
+             bits_of_bytes(chunk.w) << 12;
+    } else {
+      for (int n = 0; n < count; n++) bits |= unsigned(from[n * p.key] != 0) << n;
+    }
+    return bits;
+  };
+  mask_packing::pack(p.packing, half_word, flags);
+}

@@ -1,0 +1,144 @@
+"""Host twin of kernels_cu/portable/mask_tiles.cu: which tiles of a kernel meet, where a mask hides keys one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rawattn._call.problem import Problem
+from rawattn._call.structure import Structure
+from rawattn._compile.compiler import Source
+from rawattn._kernels import params
+from rawattn._kernels.features import features
+from rawattn._kernels.operands import Operands
+from rawattn._kernels.portable import mask_packing
+from rawattn._kernels.source import source as _source
+from rawattn._kernels.steps import Step, checked, patches, side_patches
+
+THREADS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """What the compiler is told."""
+
+    left: bool
+    right: bool
+    top_left: bool
+    tile_q: int
+    tile_k: int
+    of_keys: bool
+
+    def source(self) -> Source:
+        sides = [name for name in ("left", "right") if getattr(self, name)]
+        words = ["portable mask_tiles", f"{self.tile_q}x{self.tile_k}", *sides]
+        words += ["top-left"] * self.top_left + ["of-keys"] * self.of_keys
+        return _source(
+            "rawattn_mask_tiles",
+            "portable/mask_tiles.cu",
+            " ".join(words),
+            params.MASK_TILES,
+            constants={
+                "kLeft": self.left,
+                "kRight": self.right,
+                "kTopLeft": self.top_left,
+                "kTileQ": self.tile_q,
+                "kTileK": self.tile_k,
+                "kOfKeys": self.of_keys,
+                "kThreads": THREADS,
+            },
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A kernel's lists of tiles: how they are made, their bytes, and what of `BlockMask` in its parameters tells of them."""
+
+    step: Step
+    nbytes: int
+    fields: Mapping[str, int]
+    name: str
+
+    def patches(self, struct: params.Struct, prefix: str = "") -> tuple[tuple[int, str], ...]:
+        """Where their address belongs; prefix: of the path of the `params.FORWARD` in `struct`."""
+        return ((params.offset(struct, f"{prefix}block_mask.lists.data"), self.name),)
+
+
+def packing(problem: Problem, operands: Operands) -> tuple[tuple[Step, ...], dict[str, int]]:
+    """What packs a call's mask, and the scratch for it. Nothing where it comes packed."""
+    form = problem.mask
+    if form is None or form.dtype != "bool":
+        return (), {}
+    strides, place = operands.of_options["mask"], operands.places.get("mask", 0)
+    scratch = {
+        "mask_bits": mask_packing.bits_bytes(form.shape),
+        "mask_map": mask_packing.map_bytes(form.shape),
+    }
+    return (mask_packing.step(form.shape, strides, place),), scratch
+
+
+def lists(
+    problem: Problem,
+    structure: Structure,
+    values: Mapping[str, Any],
+    *,
+    of: Literal["q", "k"],
+    tile_q: int,
+    tile_k: int,
+    name: str,
+    wave: int = 32,
+) -> Listed:
+    """Of the tiles of one side; values: fields of `params.FORWARD`. Those of keys are of all heads that share the keys."""
+    mask = problem.mask.shape
+    of_keys = of == "k"
+    group = problem.nheads_q // problem.nheads_kv
+    heads = min(mask[1], problem.nheads_kv) if of_keys else mask[1]
+    parts = group if of_keys else 1
+    rows, tile = (problem.rows_k, tile_k) if of_keys else (problem.rows_q, tile_q)
+    most = problem.max_seqlen_k if of_keys else problem.max_seqlen_q
+    # In batch mode lengths on the device lie within the array, whatever the host was promised.
+    tiles = -(-(min(most, rows) if problem.group else rows) // tile)
+    others = -(-problem.rows_q // tile_q) if of_keys else -(-problem.rows_k // tile_k)
+    if problem.group:
+        bound = problem.max_seqlen_q if of_keys else problem.max_seqlen_k
+        others = min(others, -(-bound // (tile_q if of_keys else tile_k)))
+    shared = mask[0] == 1 and not problem.ragged
+    sequences = 1 if shared else problem.batch
+    places = rows // tile + problem.batch if problem.group else tiles * sequences
+    capacity = others * parts
+    found = {
+        "block_mask.lists.sequence": 0 if shared else 1 if problem.group else tiles,
+        "block_mask.lists.nheads": heads,
+        "block_mask.lists.group": (problem.nheads_kv if of_keys else problem.nheads_q) // heads,
+        "block_mask.lists.capacity": capacity,
+    }
+    packed = mask_packing.map_shape(mask)
+    own = {
+        **{f"forward.{path}": value for path, value in {**values, **found}.items()},
+        "map_batch": packed[1] * packed[2] * packed[3] if mask[0] > 1 else 0,
+        "map_head": packed[2] * packed[3],
+        "map_row": packed[3],
+        "map_rows": packed[2],
+        "map_keys": mask_packing.granule_keys(mask),
+        "sequences": sequences,
+        "tiles": max(tiles, 1),
+        "parts": parts,
+        # Of lists of queries every head of the mask has its own.
+        "group": problem.nheads_q // mask[1] if of_keys else 1,
+    }
+    used = features(problem)
+    config = Config(used.left, used.right, used.top_left, tile_q, tile_k, of_keys)
+    step = Step(
+        source=config.source(),
+        blocks=checked("mask", -(-heads * sequences * tiles // (THREADS // wave)), tile),
+        threads=THREADS,
+        params=params.fill(params.MASK_TILES, own),
+        patches=(
+            *patches(params.MASK_TILES, map="mask_map", forward__block_mask__lists__data=name),
+            *side_patches(params.MASK_TILES, "forward.q_side", structure.q, "q"),
+            *side_patches(params.MASK_TILES, "forward.k_side", structure.k, "k"),
+        ),
+    )
+    nbytes = 4 * places * heads * (1 + capacity * (2 if of_keys else 1))
+    return Listed(step, nbytes, found, name)
