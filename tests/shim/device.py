@@ -49,7 +49,7 @@ class Device:
         runtime = SimpleNamespace(memsetAsync=memset)
         cuda = SimpleNamespace(runtime=runtime)
         monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
-        target = Target(self._arch, **ATTRIBUTES)
+        target = Target(self._arch, **ATTRIBUTES, wave=self._machine.wave)
         monkeypatch.setattr(kernel, "target", lambda device: target)
         monkeypatch.setattr(kernel, "load", lambda source, device: _Kernel(self, source))
         monkeypatch.setattr(driver, "encode_tensor_map", _encode)

@@ -35,7 +35,8 @@ def choose(
         "headdim_v": problem.headdim_v,
         "copy_bytes": operands.copy_bytes(problem),
         **features(problem, operands).known_to(config),
-        "accumulator_feeds_a": not full,
+        # Of every target with waves of 32.
+        "accumulator_feeds_a": not full and target.wave == 32,
         "wave": target.wave,
         **more,
     }
