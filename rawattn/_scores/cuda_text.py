@@ -82,8 +82,8 @@ def predicate_text(text: ScoreText) -> str:
 
 
 def compile_error_message(log: str, text: ScoreText) -> str:
-    """What a compiler's log says of the user's own lines, with these lines; "" if nothing."""
-    told = []
+    """What a compiler's log says of the user's own lines, the first error of each; "" if nothing."""
+    told: dict[tuple[str, int], str] = {}
     for line in log.splitlines():
         match = _AT_LINE.match(line.strip())
         if match is None or match[4] == "warning":
@@ -91,10 +91,11 @@ def compile_error_message(log: str, text: ScoreText) -> str:
         argument = _FILES[match[1]]
         lines = (getattr(text, argument) or "").split("\n")
         number = int(match[2] or match[3])
-        told.append(f"  {argument}, line {number}:{match[5].lstrip(':')}")
-        if 0 < number <= len(lines):
-            told.append(f"    {lines[number - 1].strip()}")
-    return "\n".join(["score_mod: the text does not compile", *told]) if told else ""
+        users = f"\n    {lines[number - 1].strip()}" if 0 < number <= len(lines) else ""
+        told.setdefault(
+            (argument, number), f"  {argument}, line {number}:{match[5].lstrip(':')}{users}"
+        )
+    return "\n".join(["score_mod: the text does not compile", *told.values()]) if told else ""
 
 
 def _of_expression(text: ScoreText) -> list[str]:

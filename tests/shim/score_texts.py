@@ -1,0 +1,125 @@
+"""Score texts compiled for the CPU machine and called at places of the test's choice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rawattn._compile.compiler import Source
+from rawattn._kernels import params
+from rawattn._scores.cuda_text import device_text, predicate_text
+from rawattn._scores.expression import PLACES
+from rawattn._scores.score_mod import Predicate, ScoreMod
+from tests.shim.shim import Build, Builder, Memory
+
+# A row of input: the score and its place. A row of output: value, derivative, then each partial and its element.
+MAX_PARTIALS = 4
+_COLUMNS = 1 + len(PLACES)
+_RESULTS = 2 + 2 * MAX_PARTIALS
+_PROBE = np.dtype(
+    [
+        ("captured", params.CAPTURED_ARRAYS.dtype),
+        ("scores", np.uint64),
+        ("results", np.uint64),
+        ("count", np.int32),
+        ("which", np.int32),
+    ],
+    align=True,
+)
+
+
+def kernel_text(mods: Sequence[ScoreMod | Predicate]) -> str:
+    """A kernel that evaluates one of several functions, each in a namespace of its own."""
+    texts, calls = [], []
+    for n, mod in enumerate(mods):
+        is_predicate = isinstance(mod, Predicate)
+        text = predicate_text(mod.text) if is_predicate else device_text(mod.text)
+        texts.append(text.replace("namespace config", f"namespace config{n}"))
+        kind = "Holds" if is_predicate else "Values"
+        name = "Predicate" if is_predicate else "ScoreMod"
+        calls.append(f"if (p.which == {n}) {kind}<config{n}::{name}>::run(p);")
+    return f"""\
+#include "attn/params.cuh"
+#include "attn/score_place.cuh"
+struct Probe {{
+  CapturedArrays captured;
+  const double* scores;
+  double* results;
+  int count, which;
+}};
+DEVICE ScorePlace place(const double* x) {{
+  return {{int(x[1]), int(x[2]), int(x[3]), int(x[4]), int(x[5]), int(x[6]), int(x[7])}};
+}}
+template <class Mod, int n>
+DEVICE void partials(const Probe& p, const double* x, double* y) {{
+  if constexpr (n < Mod::kPartials) {{
+    y[2 + 2 * n] = Mod::template partial<n>(float(x[0]), place(x), p);
+    y[3 + 2 * n] = double(Mod::template partial_index<n>(place(x), p));
+    partials<Mod, n + 1>(p, x, y);
+  }}
+}}
+template <class Mod>
+struct Values {{
+  DEVICE static void run(const Probe& p) {{
+    for (int i = 0; i < p.count; i++) {{
+      const double* const x = p.scores + i * {_COLUMNS};
+      double* const y = p.results + i * {_RESULTS};
+      y[0] = Mod::value(float(x[0]), place(x), p);
+      y[1] = Mod::kAdditive ? 1.0 : double(Mod::derivative(float(x[0]), place(x), p));
+      partials<Mod, 0>(p, x, y);
+    }}
+  }}
+}};
+template <class Mod>
+struct Holds {{
+  DEVICE static void run(const Probe& p) {{
+    for (int i = 0; i < p.count; i++) {{
+      p.results[i * {_RESULTS}] = Mod::holds(place(p.scores + i * {_COLUMNS}), p);
+    }}
+  }}
+}};
+{"".join(texts)}
+KERNEL LAUNCH_BOUNDS(32, 1) void probe(PARAMETER Probe p) {{
+  if (target::thread_index() != 0) return;
+  {" ".join(calls)}
+}}
+"""
+
+
+def source(mods: Sequence[ScoreMod | Predicate]) -> Source:
+    return Source("probe", kernel_text(mods), f"{len(mods)} score texts")
+
+
+class Device:
+    """Functions compiled together, called with the arrays that they captured or others of their forms."""
+
+    def __init__(self, builder: Builder, mods: Sequence[ScoreMod | Predicate]) -> None:
+        self._mods = list(mods)
+        self._kernel = builder.kernel(Build(source(mods), checked=True))
+
+    def run(self, mod: ScoreMod | Predicate, scores: np.ndarray, places: np.ndarray) -> np.ndarray:
+        """A row a score: value, derivative, partials with their elements. places: (rows, 7)."""
+        rows = len(scores)
+        given = np.concatenate([np.float64(scores)[:, None], np.float64(places)], axis=1)
+        memory = [
+            Memory("scores", given),
+            Memory("results", np.full((rows, _RESULTS), np.nan), readonly=False),
+        ]
+        record = np.zeros(1, _PROBE)
+        for n, (name, array) in enumerate(mod.arrays.items()):
+            memory.append(Memory(name, array.T if array.flags.f_contiguous else array))
+            put_captured(record[0]["captured"][f"array{n}"], array, memory[-1].address)
+        record["captured"]["scalars"][0, : len(mod.scalars)] = mod.scalars
+        record["scores"], record["results"] = memory[0].address, memory[1].address
+        record["count"], record["which"] = rows, self._mods.index(mod)
+        self._kernel.run(record[0], grid=1, threads=32, memory=memory)
+        return memory[1].array().reshape(rows, _RESULTS)
+
+
+def put_captured(record: Any, array: np.ndarray, address: int) -> None:
+    """An array whose first element lies there."""
+    record["data"] = address
+    record["strides"][: array.ndim] = np.array(array.strides) // array.itemsize
+    record["extents"][: array.ndim] = array.shape
