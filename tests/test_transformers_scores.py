@@ -28,8 +28,10 @@ from tests.transformers_models import (
 pytestmark = pytest.mark.frameworks
 
 masking = transformers.masking_utils
-# Whose backends do not have them yet: with each mark goes the reason.
-later = pytest.mark.xfail(raises=NotImplementedError, reason="options of scores on the CPU")
+# Until the CPU backend has them.
+later = pytest.mark.xfail(
+    raises=NotImplementedError, reason="gradients of options of scores, and dropout, on the CPU"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +99,6 @@ def test_trains_as_with_eager(name: str, side: str | None, calls: list[Any]) -> 
             torch.testing.assert_close(weights, learnt[key], rtol=0, atol=3e-4)
 
 
-@later
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("side", [None, "left"])
 @pytest.mark.parametrize("name", _SCORED)
@@ -180,7 +181,6 @@ def test_padding_between_tokens(name: str, calls: list[Any]) -> None:
     assert all(call["mask"].dtype == torch.bool for call in calls)
 
 
-@later
 def test_generates_from_prompts_padded_on_the_right() -> None:
     mask = padding("right")
     got, exact = (
@@ -199,7 +199,6 @@ def _prefix(dtype: Any) -> Any:
     return torch.zeros(kept.shape, dtype=dtype).masked_fill(~kept, torch.finfo(dtype).min)
 
 
-@later
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("name", ["llama", "gpt-oss"])
 def test_a_mask_of_four_axes(name: str, dtype: Any, calls: list[Any]) -> None:
@@ -210,7 +209,6 @@ def test_a_mask_of_four_axes(name: str, dtype: Any, calls: list[Any]) -> None:
     assert all((call["bias"] is None) == (dtype == torch.bool) for call in calls)
 
 
-@later
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
 def test_a_bias_beside_a_mask_of_four_axes(dtype: Any) -> None:
     q, k, v = torch.randn(3, 3, 4, 17, 8)
@@ -222,7 +220,6 @@ def test_a_bias_beside_a_mask_of_four_axes(dtype: Any) -> None:
     torch.testing.assert_close(got, exact, rtol=1e-4, atol=1e-5)
 
 
-@later
 def test_a_bias_is_indexed_in_the_batch_where_padding_comes_first() -> None:
     """And not in sequences whose padding is left out."""
     real = padding("left").bool()
