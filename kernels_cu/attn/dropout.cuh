@@ -80,12 +80,36 @@ DEVICE void each_kept(const DropoutRule& rule, int first_row, int first_key, int
   }
 }
 
-// Dropped probabilities become 0. What is kept is divided by 1 - dropout_p in the end.
+// Which of a tile's probabilities are kept: a bit for each of the lane's. They are drawn while the product is under way,
+// since no score decides them.
 template <class C, int kRowBlocks, int kKeyBlocks>
-DEVICE void drop(C (&p)[kRowBlocks][kKeyBlocks], const DropoutRule& rule, int first_row, int first_key, int lane) {
-  if constexpr (config::kDropout) {
-    each_kept<C, kRowBlocks, kKeyBlocks>(rule, first_row, first_key, lane, [&](int m, int n, int e, bool kept) {
-      if (!kept) p[m][n].x[e] = 0.0f;
-    });
+struct KeptBits {
+  static constexpr int kBits = config::kDropout ? kRowBlocks * kKeyBlocks * C::kElements : 1;
+  unsigned bits[(kBits + 31) / 32];
+
+  DEVICE static constexpr int index(int m, int n, int e) { return (m * kKeyBlocks + n) * C::kElements + e; }
+
+  DEVICE void draw(const DropoutRule& rule, int first_row, int first_key, int lane) {
+    if constexpr (config::kDropout) {
+      UNROLL for (int i = 0; i < (kBits + 31) / 32; i++) bits[i] = 0;
+      each_kept<C, kRowBlocks, kKeyBlocks>(rule, first_row, first_key, lane, [&](int m, int n, int e, bool kept) {
+        const int at = index(m, n, e);
+        if (kept) bits[at / 32] |= 1u << at % 32;
+      });
+    }
   }
-}
+  DEVICE bool at(int m, int n, int e) const { return bits[index(m, n, e) / 32] >> index(m, n, e) % 32 & 1; }
+
+  // Dropped probabilities become 0. What is kept is divided by 1 - dropout_p in the end.
+  DEVICE void drop(C (&p)[kRowBlocks][kKeyBlocks]) const {
+    if constexpr (config::kDropout) {
+      UNROLL for (int m = 0; m < kRowBlocks; m++) {
+        UNROLL for (int n = 0; n < kKeyBlocks; n++) {
+          UNROLL for (int e = 0; e < C::kElements; e++) {
+            if (!at(m, n, e)) p[m][n].x[e] = 0.0f;
+          }
+        }
+      }
+    }
+  }
+};

@@ -24,8 +24,9 @@ struct LateOnlineSoftmax : SoftmaxRows<C, kRowBlocks> {
 
   // Running maxima move where the tile's scores have outgrown them. Returns whether one of the wave's did: then the
   // output accumulated so far must be rescaled before it meets this tile.
-  template <int kKeyBlocks>
-  DEVICE bool update_row_max(const C (&s)[kRowBlocks][kKeyBlocks]) {
+  template <int kKeyBlocks, class Added>
+  DEVICE bool update_row_max(const C (&s)[kRowBlocks][kKeyBlocks], const Added&) {
+    static_assert(!ScoreRule::kAdds, "what is added to scores must be there before they are compared");
     bool outgrown = false;
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
       int largest[C::kSlots] = {};

@@ -3,7 +3,7 @@
 //
 //   s = scale * (q . k);  s = softcap * tanh(s / softcap);  s = score_mod(s);  s += bias;  s -= slope * |i + offset - j|
 //
-// Scores are in natural units here. Elements of keys that nobody sees are computed like others, and masked afterwards.
+// The last two are added to the exponents that the scores become. Elements of keys that nobody sees are computed like others, and masked afterwards.
 #pragma once
 
 #include "attn/params.cuh"
@@ -18,10 +18,11 @@ DEVICE float per_head(const PerHead& numbers, int sequence, int head) {
 }
 
 struct ScoreRule {
-  // Whether scores are more than scaled products.
-  static constexpr bool kChanges = config::kSoftcap || config::kScoreMod || config::kBias > 0 || config::kAlibi;
+  // Whether scores are made of scaled products by more than an addition, and whether something is added to them.
+  static constexpr bool kRemakes = config::kSoftcap || config::kScoreMod;
+  static constexpr bool kAdds = config::kBias > 0 || config::kAlibi;
   // Whether a scaled product's share in its score is another than 1.
-  static constexpr bool kHasDerivative = config::kSoftcap || config::kScoreMod;
+  static constexpr bool kHasDerivative = kRemakes;
 
   const ForwardParams& p;
   int sequence, head, len_q, len_k, offset;
@@ -77,8 +78,27 @@ struct Either<false, A, B> {
   using Type = B;
 };
 
-// What the bias and ALiBi add to the scores of a tile: kRowBlocks x kKeyBlocks of them, queries being rows. The bias is
-// read before the product is there, so that it is there with it.
+// Products become scores, but for what is added to them: queries are rows. visit(m, n, e, i, j, capped): told of each
+// element on the way.
+template <class C, int kRowBlocks, int kKeyBlocks, class Visit>
+DEVICE void remake_scores(C (&s)[kRowBlocks][kKeyBlocks], const ScoreRule& rule, int first_row, int first_key, int lane,
+                          const Visit& visit) {
+  const float scale = rule.p.scores.scale;
+  UNROLL for (int m = 0; m < kRowBlocks; m++) {
+    UNROLL for (int n = 0; n < kKeyBlocks; n++) {
+      UNROLL for (int e = 0; e < C::kElements; e++) {
+        const int i = first_row + m * 16 + C::row(lane, C::slot(e));
+        const int j = first_key + n * 16 + C::column(lane, e);
+        const float capped = rule.capped(s[m][n].x[e] * scale);
+        visit(m, n, e, i, j, capped);
+        s[m][n].x[e] = rule.modified(capped, i, j);
+      }
+    }
+  }
+}
+
+// What the bias and ALiBi add to the scores of a tile of kRowBlocks x kKeyBlocks, queries being rows. It is read while
+// the product is under way, and joins an exponent: one multiply-add each, whose addend it starts from.
 template <class C, int kRowBlocks, int kKeyBlocks>
 struct AddedScores {
   using Bias = typename Either<config::kBias == 4, float, config::Element>::Type;
@@ -90,67 +110,80 @@ struct AddedScores {
   };
 
   Bias bias[kBlocks][C::kElements];
+  // Of each row from the lane's first key: less the key's column, which is known when this is compiled.
+  float distance[kRowBlocks][C::kSlots];
+  float slope;
 
   DEVICE void load(const ScoreRule& rule, int first_row, int first_key, int lane) {
-    if constexpr (config::kBias > 0) {
-      const auto& b = rule.p.bias;
-      const Bias* const data =
-          static_cast<const Bias*>(b.data) + rule.sequence * b.batch + rule.head / b.group * b.head;
+    if constexpr (config::kBias > 0) load_bias(rule, first_row, first_key, lane);
+    if constexpr (config::kAlibi) {
+      slope = rule.slope;
       UNROLL for (int m = 0; m < kRowBlocks; m++) {
         UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
           const int i = first_row + m * 16 + C::row(lane, slot);
-          const Bias* const row = data + (i < b.rows ? i : b.rows - 1) * b.row;
-          UNROLL for (int n = 0; n < kKeyBlocks; n++) {
-            Bias(&block)[C::kElements] = bias[m * kKeyBlocks + n];
-            UNROLL for (int r = 0; r < C::kRun; r += kPairs ? 2 : 1) {
-              const int e = C::element(slot, r);
-              int j = first_key + n * 16 + C::column(lane, e);
-              if constexpr (kPairs) {
-                j = j < b.keys ? j : b.keys - 2;
-                const Pair pair = *reinterpret_cast<const Pair*>(row + j);
-                block[e] = pair.x[0];
-                block[C::element(slot, r + 1)] = pair.x[1];
-              } else {
-                block[e] = row[(j < b.keys ? j : b.keys - 1) * b.key];
-              }
+          distance[m][slot] = static_cast<float>(i + rule.offset - first_key - C::column(lane, 0));
+        }
+      }
+    }
+  }
+
+  // What all elements of a row have in common, on top of x. kUnit: of a natural unit, in the exponent's.
+  template <class Unit>
+  DEVICE float start(int m, int slot, float x) const {
+    if constexpr (config::kAlibi && config::kOneSided) return fmaf(-slope * Unit::kUnit, distance[m][slot], x);
+    return x;
+  }
+  // The addend of an element's exponent, from that of its row.
+  template <class Unit>
+  DEVICE float addend(int m, int n, int e, float start) const {
+    if constexpr (config::kBias > 0) {
+      start = fmaf(target::to_float(bias[m * kKeyBlocks + n][e]), Unit::kUnit, start);
+    }
+    if constexpr (config::kAlibi) {
+      const float column = static_cast<float>(n * 16 + C::column(0, e));
+      if constexpr (config::kOneSided) {
+        // No key beyond the diagonal is seen: the distance has no sign to lose.
+        start = fmaf(slope * Unit::kUnit, column, start);
+      } else {
+        const float apart = distance[m][C::slot(e)] - column;
+        start = fmaf(-slope * Unit::kUnit, fmaxf(apart, -apart), start);
+      }
+    }
+    return start;
+  }
+
+ private:
+  DEVICE void load_bias(const ScoreRule& rule, int first_row, int first_key, int lane) {
+    const auto& b = rule.p.bias;
+    const Bias* const data = static_cast<const Bias*>(b.data) + rule.sequence * b.batch + rule.head / b.group * b.head;
+    UNROLL for (int m = 0; m < kRowBlocks; m++) {
+      UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
+        const int i = first_row + m * 16 + C::row(lane, slot);
+        const Bias* const row = data + (i < b.rows ? i : b.rows - 1) * b.row;
+        UNROLL for (int n = 0; n < kKeyBlocks; n++) {
+          Bias(&block)[C::kElements] = bias[m * kKeyBlocks + n];
+          UNROLL for (int r = 0; r < C::kRun; r += kPairs ? 2 : 1) {
+            const int e = C::element(slot, r);
+            int j = first_key + n * 16 + C::column(lane, e);
+            if constexpr (kPairs) {
+              j = j < b.keys ? j : b.keys - 2;
+              const Pair pair = *reinterpret_cast<const Pair*>(row + j);
+              block[e] = pair.x[0];
+              block[C::element(slot, r + 1)] = pair.x[1];
+            } else {
+              block[e] = row[(j < b.keys ? j : b.keys - 1) * b.key];
             }
           }
         }
       }
     }
   }
-  DEVICE float at(int m, int n, int e) const { return target::to_float(bias[m * kKeyBlocks + n][e]); }
 };
 
-// Products become scores: queries are rows. visit(m, n, e, i, j, capped): told of each element on the way.
-template <class C, int kRowBlocks, int kKeyBlocks, class Visit>
-DEVICE void change_scores(C (&s)[kRowBlocks][kKeyBlocks], const ScoreRule& rule,
-                          const AddedScores<C, kRowBlocks, kKeyBlocks>& added, int first_row, int first_key, int lane,
-                          const Visit& visit) {
-  const float scale = rule.p.scores.scale;
-  UNROLL for (int m = 0; m < kRowBlocks; m++) {
-    UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
-      const int i = first_row + m * 16 + C::row(lane, slot);
-      const int j0 = first_key + C::column(lane, 0);
-      // The distance of the row from its first key here: less the key's column, which is known when this is compiled.
-      const float distance = static_cast<float>(i + rule.offset - j0);
-      UNROLL for (int n = 0; n < kKeyBlocks; n++) {
-        UNROLL for (int r = 0; r < C::kRun; r++) {
-          const int e = C::element(slot, r);
-          const int column = n * 16 + C::column(0, e);
-          float& x = s[m][n].x[e];
-          x *= scale;
-          if constexpr (config::kSoftcap) x = rule.capped(x);
-          visit(m, n, e, i, j0 + column, x);
-          if constexpr (config::kScoreMod) x = rule.modified(x, i, j0 + column);
-          if constexpr (config::kBias > 0) x += added.at(m, n, e);
-          if constexpr (config::kAlibi) {
-            const float apart = distance - static_cast<float>(column);
-            // Where no key beyond the diagonal is seen, what is seen has no sign to lose.
-            x = fmaf(-rule.slope, config::kOneSided ? apart : fmaxf(apart, -apart), x);
-          }
-        }
-      }
-    }
-  }
-}
+// Units of an exponent: what one natural unit is there.
+struct Natural {
+  static constexpr float kUnit = 1.0f;
+};
+struct Log2 {
+  static constexpr float kUnit = 1.4426950408889634f;
+};

@@ -8,44 +8,53 @@
 #include "attn/visible.cuh"
 #include "target/target.cuh"
 
-// For the softmax of a forward. Where scaling does not come first, the softmax does it on the way.
+// For the softmax of a forward, which adds what is added to scores, and scales them where scaling does not come first.
 template <bool kScaleFirst>
 struct SoftmaxScore {
   float scale;
 
   DEVICE static float masked() { return -target::infinity(); }
-  DEVICE float operator()(float product, int, int) const {
-    return kScaleFirst && !ScoreRule::kChanges ? product * scale : product;
+  template <class Added>
+  DEVICE float operator()(float product, int, int, int, const Added&) const {
+    return kScaleFirst && !ScoreRule::kRemakes ? product * scale : product;
   }
 };
 
 // The probability of a score, anew. In float32 the difference is taken before the change to base 2: that keeps the
 // digits which a large score and a large lse share, for one more instruction.
 //
-// An lse of -inf makes it inf: such a row sees no key, and what it does not see is masked afterwards.
+// An lse of -inf makes it inf: such a row sees no key, and what it does not see is masked afterwards. Where scores
+// themselves may be -inf, such an lse must be given as inf.
 template <class T>
 struct Probability {
-  static constexpr float kLog2E = 1.4426950408889634f;
   static constexpr bool kNatural = sizeof(T) == 4;
+  using Unit = typename Either<kNatural, Natural, Log2>::Type;
 
   float scale;  // of the score
 
   // scale: of what it is called with, 1 where that is a finished score.
-  DEVICE explicit Probability(float scale) : scale(kNatural ? scale : scale * kLog2E) {}
+  DEVICE explicit Probability(float scale) : scale(scale * Unit::kUnit) {}
   DEVICE static float masked() { return 0.0f; }
-  DEVICE float operator()(float product, float lse) const {
-    if constexpr (kNatural) return target::exp2(fmaf(product, scale, -lse) * kLog2E);
-    return target::exp2(fmaf(product, scale, lse * -kLog2E));
+  // The exponent's addend, without what is added to the score.
+  DEVICE static float start(float lse) { return -lse * Unit::kUnit; }
+  DEVICE float from(float product, float addend) const {
+    const float exponent = fmaf(product, scale, addend);
+    return target::exp2(kNatural ? exponent * Log2::kUnit : exponent);
   }
+  DEVICE float operator()(float product, float lse) const { return from(product, start(lse)); }
 };
 // The same where queries are rows, with the lse of each.
 template <class T, int kRowBlocks, int kSlots>
 struct RowProbability : Probability<T> {
+  using typename Probability<T>::Unit;
   float lse[kRowBlocks][kSlots];
 
   using Probability<T>::Probability;
-  DEVICE float operator()(float product, int m, int slot) const {
-    return Probability<T>::operator()(product, lse[m][slot]);
+  template <class Added>
+  DEVICE float operator()(float product, int m, int n, int e, const Added& added) const {
+    const int slot = target::Accumulator::slot(e);
+    const float start = added.template start<Unit>(m, slot, Probability<T>::start(lse[m][slot]));
+    return Probability<T>::from(product, added.template addend<Unit>(m, n, e, start));
   }
 };
 
@@ -114,16 +123,16 @@ struct NoVisit {
   DEVICE void operator()(const T&...) const {}
 };
 
-// Queries are rows. finish(product, row block, slot): what a product becomes where its key is seen; where the rule
-// changes scores, they are scaled before. visit: see change_scores.
+// Queries are rows. finish(product, row block, key block, element, added): what a product, or what the rule remakes of
+// it, becomes where its key is seen. visit: see remake_scores.
 template <class C, int kRowBlocks, int kKeyBlocks, class Finish, class Keys, class Visit = NoVisit>
 DEVICE void finish_scores(C (&s)[kRowBlocks][kKeyBlocks], const ScoreRule& rule,
                           const AddedScores<C, kRowBlocks, kKeyBlocks>& added, const Finish& finish, const Keys& keys,
                           int n, int first_row, int lane, const Visit& visit = Visit{}) {
-  if constexpr (ScoreRule::kChanges) change_scores(s, rule, added, first_row, keys.first_key(n), lane, visit);
+  if constexpr (ScoreRule::kRemakes) remake_scores(s, rule, first_row, keys.first_key(n), lane, visit);
   UNROLL for (int m = 0; m < kRowBlocks; m++) {
     UNROLL for (int b = 0; b < kKeyBlocks; b++) {
-      UNROLL for (int e = 0; e < C::kElements; e++) s[m][b].x[e] = finish(s[m][b].x[e], m, C::slot(e));
+      UNROLL for (int e = 0; e < C::kElements; e++) s[m][b].x[e] = finish(s[m][b].x[e], m, b, e, added);
     }
   }
   mask_scores(s, Finish::masked(), keys.visible, keys.edges(n), first_row, keys.first_key(n), lane);

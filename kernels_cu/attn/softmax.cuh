@@ -5,6 +5,7 @@
 // quotient, and p <= 2^kSlack keeps float16 and bfloat16 as accurate as p <= 1 does.
 #pragma once
 
+#include "attn/score_rule.cuh"
 #include "target/target.cuh"
 
 // What the softmax of a wave's rows has come to.
@@ -110,23 +111,25 @@ struct OnlineSoftmax : SoftmaxRows<C, kRowBlocks> {
 
   using Rows::Rows;
 
-  // Scores become exponents relative to the running maximum, which moves first if a row has outgrown it or has none
-  // yet. Returns whether the wave's running maxima moved: then the output accumulated so far must be rescaled before it
+  // Scores, and what is added to them, become exponents relative to the running maximum, which moves first if a row has
+  // outgrown it or has none yet. Returns whether the wave's running maxima moved: then the output accumulated so far must be rescaled before it
   // meets this tile.
   //
   // Looking for an outgrown row needs no maximum by rows, and a positive float compares like the integer of the same
   // bits, for which the hardware takes three-way maxima.
-  template <int kKeyBlocks>
-  DEVICE bool update_row_max(C (&s)[kRowBlocks][kKeyBlocks]) {
-    float shift[kRowBlocks][C::kSlots];
+  template <int kKeyBlocks, class Added>
+  DEVICE bool update_row_max(C (&s)[kRowBlocks][kKeyBlocks], const Added& added) {
+    float start[kRowBlocks][C::kSlots];
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
-      UNROLL for (int slot = 0; slot < C::kSlots; slot++) { shift[m][slot] = this->shift(m, slot); }
+      UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
+        start[m][slot] = added.template start<Log2>(m, slot, -this->shift(m, slot));
+      }
     }
     int largest = 0;
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
       UNROLL for (int n = 0; n < kKeyBlocks; n++) {
         UNROLL for (int e = 0; e < C::kElements; e++) {
-          s[m][n].x[e] = fmaf(s[m][n].x[e], scale_log2, -shift[m][C::slot(e)]);
+          s[m][n].x[e] = fmaf(s[m][n].x[e], scale_log2, added.template addend<Log2>(m, n, e, start[m][C::slot(e)]));
           const int bits = static_cast<int>(target::bits_of(s[m][n].x[e]));
           largest = bits > largest ? bits : largest;
         }

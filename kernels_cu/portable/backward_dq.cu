@@ -107,7 +107,7 @@ KERNEL LAUNCH_BOUNDS(backward_dq::kThreads, config::kBlocksPerSm) void rawattn_b
   target::copy_async_commit();
 
   // Rows past the end get 0 for both: their queries and douts are 0, and so is all that comes of them.
-  RowProbability<Element, kRowBlocks, C::kSlots> probability(ScoreRule::kChanges ? 1.0f : f.scores.scale);
+  RowProbability<Element, kRowBlocks, C::kSlots> probability(ScoreRule::kRemakes ? 1.0f : f.scores.scale);
   float delta[kRowBlocks][C::kSlots];
   UNROLL for (int m = 0; m < kRowBlocks; m++) {
     UNROLL for (int slot = 0; slot < C::kSlots; slot++) {

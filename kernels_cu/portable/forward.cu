@@ -4,6 +4,8 @@
 // and values arrive by asynchronous copies. With two stages the next tile's keys and values travel during the whole of
 // this tile's arithmetic; with one, values travel under Q K^T and the next keys under the softmax and P V.
 #include "attn/dropout.cuh"
+#include "attn/listed_tiles.cuh"
+#include "attn/mask_bits.cuh"
 #include "attn/params.cuh"
 #include "attn/rows.cuh"
 #include "attn/schedule/queries.cuh"
@@ -11,7 +13,6 @@
 #include "attn/scores.cuh"
 #include "attn/sequence.cuh"
 #include "attn/softmax.cuh"
-#include "attn/tiles.cuh"
 #include "attn/visible.cuh"
 #include "target/target.cuh"
 #include "tile/copy.cuh"
@@ -51,7 +52,7 @@ using CopyK = RowCopy<Element, kTileK, kHeadDim, kDepthQk, kPitchQk, kThreads, k
 using CopyV = RowCopy<Element, kTileK, kHeadDimV, kDepthV, kPitchV, kThreads, kCopyBytes>;
 using CopyOut = RowCopy<Element, kTileQ, kHeadDimV, kDepthV, kPitchV, kThreads, kCopyBytes>;
 using Visible = VisibleKeys<kLeft, kRight, kTopLeft>;
-using Keys = KeyTiles<Visible, kTileQ, kTileK>;
+using Tiles = MeetingTiles<kBlockMask, Visible, kTileQ, kTileK>;
 
 constexpr int kSteps = kDepthQk / M::kDepth;
 // Shallow products have many steps, and code for them all would take the compiler longer than it saves the GPU.
@@ -93,7 +94,7 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
   const int rows = work.q.length - first < kTileQ ? work.q.length - first : kTileQ;
   const int kv_head = work.head / (p.nheads_q / p.nheads_kv);
   const Visible visible(p, work.q.length, work.k.length);
-  const Keys key_tiles(visible, first, first + rows - 1);
+  const auto key_tiles = Tiles::keys(p, visible, work.sequence, work.q, work.head, work.tile);
   const ScoreRule rule(p, work.sequence, work.head, work.q.length, work.k.length, visible.offset);
   const DropoutRule dropout(p, work.sequence, work.head);
 
@@ -126,7 +127,7 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
   queries.rows = elements + wave * kWaveRows * kPitchQk;
   Element* const slab = elements + kProbabilitiesAt + wave * kWaveRows * kPitchP;
   constexpr float kLog2E = 1.4426950408889634f;
-  OnlineSoftmax<C, kRowBlocks> softmax(kScaleFirst ? kLog2E : p.scores.scale * kLog2E);
+  OnlineSoftmax<C, kRowBlocks> softmax(kScaleFirst || ScoreRule::kRemakes ? kLog2E : p.scores.scale * kLog2E);
   C o[kRowBlocks][kOutBlocks];
   UNROLL for (int m = 0; m < kRowBlocks; m++) { UNROLL for (int d = 0; d < kOutBlocks; d++) o[m][d] = C{}; }
   if constexpr (kQueryInRegisters) {
@@ -145,6 +146,10 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
     const int first_row = first + wave * kWaveRows;
     AddedScores<C, kRowBlocks, kKeyBlocks> added;
     added.load(rule, first_row, key_tiles.first_key(n), lane);
+    SeenKeys<kBlockMask, C, kRowBlocks, kKeyBlocks> seen;
+    seen.load(key_tiles, n, first_row, lane);
+    KeptBits<C, kRowBlocks, kKeyBlocks> kept;
+    kept.draw(dropout, first_row, key_tiles.first_key(n), lane);
     C s[kRowBlocks][kKeyBlocks];
     const auto query = [&](int m, int step) { return queries(m, step, lane); };
     const Element* const keys = elements + kKeysAt + n % kStages * kTileK * kPitchQk;
@@ -162,9 +167,10 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
     target::copy_async_commit();
 
     finish_scores(s, rule, added, SoftmaxScore<kScaleFirst>{p.scores.scale}, key_tiles, n, first_row, lane);
-    if (softmax.update_row_max(s)) softmax.rescale(o);
+    seen.hide(s, -target::infinity(), lane);
+    if (softmax.update_row_max(s, added)) softmax.rescale(o);
     softmax.exponentiate(s);
-    drop(s, dropout, first_row, key_tiles.first_key(n), lane);
+    kept.drop(s);
     const Element* const values = elements + kValuesAt + n % kStages * kTileK * kPitchV;
     multiply_accumulators<M, kUnrolledSteps, kPitchV, kPitchP>(o, s, slab, values, lane);
   }

@@ -119,7 +119,7 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
   const ForwardParams& p = params.forward;
   Consumer self(s, index);
   const unsigned long long q = ptx::wgmma_descriptor(s.queries + index * 64 * 128, 0);
-  const float scale_log2 = kScaleFirst ? kLog2E : p.scores.scale * kLog2E;
+  const float scale_log2 = kScaleFirst || ScoreRule::kRemakes ? kLog2E : p.scores.scale * kLog2E;
   Ring<2> slot;
   unsigned queries_parity = 0;
   if (kPingPong && index == kConsumers - 1) self.pass_turn();  // the first turn is consumer 0's
@@ -146,16 +146,21 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
     C o[1][kOutBlocks];
     M::A probabilities[kKeyBlocks];
     AddedScores<C, 1, kKeyBlocks> added;
-    const auto load_added = [&](int n) { added.load(rule, first_row, own_tiles.first_key(n), self.lane); };
+    KeptBits<C, 1, kKeyBlocks> kept;
+    // What a tile needs beside its products, while those are under way.
+    const auto prepare = [&](int n) {
+      added.load(rule, first_row, own_tiles.first_key(n), self.lane);
+      kept.draw(dropout, first_row, own_tiles.first_key(n), self.lane);
+    };
     // Returns whether the output must be rescaled.
     const auto finish = [&](C(&scores)[1][kKeyBlocks], int n) {
       const SoftmaxScore<kScaleFirst> score{p.scores.scale};
       finish_scores(scores, rule, added, score, own_tiles, n, first_row, self.lane);
-      return softmax.update_row_max(scores);
+      return softmax.update_row_max(scores, added);
     };
-    const auto exponentiate = [&](C(&scores)[1][kKeyBlocks], int n) {
+    const auto exponentiate = [&](C(&scores)[1][kKeyBlocks]) {
       softmax.exponentiate(scores);
-      drop(scores, dropout, first_row, own_tiles.first_key(n), self.lane);
+      kept.drop(scores);
       pack(probabilities, scores);
     };
 
@@ -172,13 +177,13 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
         self.wait_for_keys();
         self.take_turn();
         self.start_scores(scores, q);
-        load_added(mine.begin);
+        prepare(mine.begin);
         ptx::wgmma_wait<0>();
         ptx::wgmma_results(scores[0]);
         self.pass_turn();
         self.release_keys();
         finish(scores, mine.begin);
-        exponentiate(scores, mine.begin);
+        exponentiate(scores);
       }
 #pragma unroll 1
       for (int n = mine.begin + 1; n < mine.end; n++) {
@@ -186,9 +191,9 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
         self.wait_for_keys();
         self.take_turn();
         self.start_scores(scores, q);
-        load_added(n);
         self.wait_for_values();
         self.start_output(o, probabilities);
+        prepare(n);
         ptx::wgmma_wait<1>();
         ptx::wgmma_results(scores[0]);
         // Not before the scores are there: products of the next consumer would delay them.
@@ -199,7 +204,7 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
         // registers P V holds, than apart from them under P V.
         ptx::wgmma_wait<0>();
         self.release_values();
-        exponentiate(scores, n);
+        exponentiate(scores);
         if (moved) softmax.rescale(o);
       }
       self.release(&s.queries_empty);

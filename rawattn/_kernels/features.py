@@ -30,8 +30,9 @@ class Features:
     left: bool = False  # the visible keys have a limit on that side
     right: bool = False
     top_left: bool = False  # where the diagonal begins
-    # Scores are finished before they are compared: the scale is not positive, or more than a scale makes them.
-    scale_first: bool = False
+    scale_first: bool = (
+        False  # scores are scaled before they are compared: the scale is not positive
+    )
     softcap: bool = False
     bias: int = 0  # bytes of one of its elements
     bias_pairs: bool = False  # two of its keys may be read at once
@@ -69,7 +70,7 @@ def features(problem: Problem, operands: Operands | None = None) -> Features:
         right=right,
         # Without a limit on either side the diagonal is nowhere, so both alignments share one kernel.
         top_left=problem.top_left and (left or right),
-        scale_first=not problem.scale > 0 or changes_scores(problem),
+        scale_first=not problem.scale > 0,
         softcap=problem.softcap is not None,
         bias=0 if problem.bias is None else ITEMSIZE[problem.bias.dtype],
         bias_pairs=operands is not None and _reads_pairs(problem, operands),
@@ -89,16 +90,6 @@ def _reads_pairs(problem: Problem, operands: Operands) -> bool:
     pair = 2 * ITEMSIZE[form.dtype]
     between = operands.of_options["bias"][:-1]
     return operands.places["bias"] % pair == 0 and all(stride % pair == 0 for stride in between)
-
-
-def changes_scores(problem: Problem) -> bool:
-    """Whether scores are more than scaled products."""
-    return not (
-        problem.softcap is None
-        and problem.bias is None
-        and problem.alibi_slopes is None
-        and problem.score_mod is None
-    )
 
 
 def constants(config: Features, *properties: str) -> dict[str, int]:

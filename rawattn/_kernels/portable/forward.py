@@ -11,7 +11,7 @@ from rawattn._compile.compiler import Source
 from rawattn._kernels import attention_params, features, params, score_params
 from rawattn._kernels.features import Features
 from rawattn._kernels.operands import Operands
-from rawattn._kernels.portable import choice, fill_padding, schedule
+from rawattn._kernels.portable import choice, fill_padding, mask_tiles, schedule
 from rawattn._kernels.source import dims, round_up
 from rawattn._kernels.source import source as _source
 from rawattn._kernels.steps import Step, Steps, Tiles, patches
@@ -19,7 +19,7 @@ from rawattn._kernels.target import Target
 
 ENTRY = "rawattn_forward"
 TILES = "portable_forward"  # the file of its tile tables
-FEATURES = features.names() - {"block_mask", "score_mod"}
+FEATURES = features.names() - {"score_mod"}
 
 # Keys of one kv head whose K and V fill this much are scheduled together: the part of L2 that running blocks should share.
 SECTION_BYTES = 32 << 20
@@ -104,6 +104,8 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
     config = choose(problem, target, operands)
     values = attention_params.forward(problem, structure, operands, config.section_bytes)
     names = ["q", "k", "v", "out", "lse"]
+    masks = mask_tiles.Masks(problem, structure, operands, values)
+    listed = masks.of_queries(config.tile_q, config.tile_k)
     tiles = Tiles("q", config.schedule_rows, problem.nheads_q)
     schedules: tuple[Step, ...] = ()
     orders: dict[str, int] = {}
@@ -116,16 +118,17 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
         source=config.source(),
         blocks=tiles,
         threads=config.threads,
-        params=params.fill(params.FORWARD, values),
+        params=params.fill(params.FORWARD, {**values, **listed.fields}),
         patches=(
             *patches(params.FORWARD, names),
+            *listed.patches(params.FORWARD),
             *attention_params.side_addresses(params.FORWARD, "", structure),
             *score_params.patches(problem, params.FORWARD),
         ),
         shared_bytes=config.shared_bytes,
     )
-    launches = (*padding(problem, structure, operands), main)
-    return Steps(launches, config, schedules=schedules, orders=orders)
+    launches = (*padding(problem, structure, operands), *masks.steps, main)
+    return Steps(launches, config, schedules, orders, masks.scratch)
 
 
 def padding(problem: Problem, structure: Structure, operands: Operands) -> tuple[Step, ...]:

@@ -160,6 +160,8 @@ def choose(problem: Problem, target: Target, operands: Operands) -> Config:
     if problem.max_seqlen_q < LONG_SEQLEN:
         # Of few queries a cluster's last block has none, and takes a multiprocessor all the same.
         fields["cluster"] = 1
+    # What is added to scores must be there before they are compared.
+    fields["late_scaling"] &= problem.bias is None and problem.alibi_slopes is None
     # Of ragged batches alone: others gain nothing by it.
     mappable = "out" not in operands.strides or _mappable(problem, "out", operands)
     fields["tensor_stores"] &= problem.ragged and store_bytes == 16 and mappable
