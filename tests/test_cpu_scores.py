@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 import rawattn
-from rawattn import SeqLayout, reference
-from tests.tolerance import check, check_lse, low_precision_attention
+from rawattn import Gradients, SeqLayout, reference
+from rawattn._call.options import Options
+from rawattn.reference._call import read
+from tests.tolerance import check, check_lse, column_orders, low_precision_attention, scale_of
 
 DTYPES = {
     "float16": np.dtype(np.float16),
@@ -182,3 +184,80 @@ def test_forward_of_bundles(form: Form, names: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("form", TILED, ids=str)
 def test_forward_of_tiles(form: Form, names: tuple[str, ...]) -> None:
     verify(form, options_of(form, names))
+
+
+def gradients_of(form: Form, options: dict[str, Any]) -> tuple[Gradients, dict[str, Any]]:
+    """Of the CPU backend, from its own out and lse, and what the reference is to be given."""
+    q, k, v = form.arrays()
+    out, lse = rawattn.attention(q, k, v, **options, return_lse=True, backend="cpu")
+    rng = np.random.default_rng(9)
+    dout = np.full(out.shape, np.nan, np.float32)
+    rows = form.logical_q
+    dout[rows] = rng.standard_normal(dout[rows].shape)
+    dout = dout.astype(out.dtype)
+    dlse = np.full(lse.shape, np.nan, np.float32)
+    dlse.swapaxes(-1, -2)[rows] = rng.standard_normal((int(rows.sum()), form.nheads_q))
+    arrays = {"dout": dout, "q": q, "k": k, "v": v, "dlse": dlse}
+    found = rawattn.attention_backward(dout, q, k, v, out, lse, dlse=dlse, **options, backend="cpu")
+    return found, arrays
+
+
+def low_precision(arrays: dict[str, Any], options: dict[str, Any]) -> Iterator[Gradients]:
+    """As float32 arithmetic gives them with scores, probabilities and their gradients rounded to q's dtype."""
+    q, k, v, dout = (arrays[name] for name in ("q", "k", "v", "dout"))
+    dtype = q.dtype
+    options = {**options, "scale": scale_of(q, options)}
+    out, lse = reference.attention(q, k, v, **options, return_lse=True)
+    out, lse = out.astype(dtype), lse.astype(np.float32)
+    for order, order_v in column_orders(q, v):
+        call = read(q[..., order], k[..., order], v[..., order_v], Options(**options), np.float32)
+        found = reference._backward(
+            call,
+            dout[..., order_v],
+            out[..., order_v],
+            lse,
+            arrays["dlse"],
+            want_dbias=options.get("bias") is not None,
+            rounded=lambda x: x.astype(dtype).astype(np.float32),
+        )
+        back, back_v = np.argsort(order), np.argsort(order_v)
+        yield found._replace(
+            dq=found.dq[..., back].astype(dtype),
+            dk=found.dk[..., back].astype(dtype),
+            dv=found.dv[..., back_v].astype(dtype),
+        )
+
+
+def verify_backward(form: Form, options: dict[str, Any]) -> None:
+    found, arrays = gradients_of(form, options)
+    q, k, v, dout, dlse = (arrays[name] for name in ("q", "k", "v", "dout", "dlse"))
+    out, lse = reference.attention(q, k, v, **options, return_lse=True)
+    exact = reference.attention_backward(dout, q, k, v, out, lse, dlse=dlse, **options)
+    low = list(low_precision(arrays, options))
+    rows = {"dq": form.logical_q, "dk": form.logical_k, "dv": form.logical_k}
+    for name, where in rows.items():
+        got = getattr(found, name)
+        assert got.dtype == q.dtype
+        lows = tuple(getattr(x, name)[where] for x in low)
+        check(got[where], getattr(exact, name)[where], lows, what=name)
+        assert not np.any(got[~where] != 0), name
+    for name in ("bias", "sink_logits"):
+        got, expected = (getattr(x, f"d{name}") for x in (found, exact))
+        assert (got is None) == (expected is None) == (name not in options)
+        if got is None:
+            continue
+        assert got.dtype == options[name].dtype and got.shape == options[name].shape
+        lows = tuple(getattr(x, f"d{name}").astype(got.dtype) for x in low)
+        check(got, expected, lows, what=f"d{name}")
+
+
+@pytest.mark.parametrize("names", ALONE + PAIRS + ALL, ids="+".join)
+@pytest.mark.parametrize("form", BUNDLED, ids=str)
+def test_backward_of_bundles(form: Form, names: tuple[str, ...]) -> None:
+    verify_backward(form, options_of(form, names))
+
+
+@pytest.mark.parametrize("names", ALONE + PAIRS + ALL, ids="+".join)
+@pytest.mark.parametrize("form", TILED, ids=str)
+def test_backward_of_tiles(form: Form, names: tuple[str, ...]) -> None:
+    verify_backward(form, options_of(form, names))

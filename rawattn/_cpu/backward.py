@@ -10,14 +10,14 @@ sequence are one tile, dq needs no sum over tiles, and the first pass writes it 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from rawattn._call.layout import HostLengths
-from rawattn._call.problem import Problem
+from rawattn._call.problem import NO_ARRAYS, Problem
 from rawattn._cpu.bundles import (
     Bundle,
     Span,
@@ -26,7 +26,10 @@ from rawattn._cpu.bundles import (
     heads_last,
     mask_of_bundle,
     multiply_whole,
+    where_bundle,
 )
+from rawattn._cpu.score_gradients import Part, Totals
+from rawattn._cpu.scores import Scores, Where, scores_of
 from rawattn._cpu.threads import Task, run
 from rawattn._cpu.tiles import (
     KEYS,
@@ -77,6 +80,7 @@ class _Heads(NamedTuple):
     dk: Array
     dv: Array
     offset: int  # row i has the diagonal i + offset
+    where: Where  # all rows and keys
 
 
 class _Tile(NamedTuple):
@@ -85,6 +89,22 @@ class _Tile(NamedTuple):
     heads: _Heads
     first: int
     last: int
+
+
+class _Options(NamedTuple):
+    """Those that a call may have beyond its problem; of a plain call both are None.
+
+    totals: None also where no gradient of an option's array is wanted.
+    """
+
+    scores: Scores | None
+    totals: Totals | None
+
+    def part(self, where: Where) -> Part | None:
+        return None if self.totals is None else Part(self.totals, where)
+
+
+_PLAIN = _Options(None, None)
 
 
 def backward(
@@ -100,29 +120,44 @@ def backward(
     dq: Array,
     dk: Array,
     dv: Array,
+    extras: Mapping[str, Any] = NO_ARRAYS,
+    gradients: Mapping[str, Any] = NO_ARRAYS,
 ) -> None:
-    """Write the logical rows of dq, dk and dv; padding is neither read nor written.
+    """Write the logical rows of dq, dk and dv, padding is neither read nor written; and all of `gradients`.
 
     All are NumPy arrays; `dlse` None is a gradient of 0. A row whose lse is -inf gives and gets 0.
-    `lengths` may be None in a dense batch: where `problem.ragged` is False.
+    `lengths` may be None in a dense batch: where `problem.ragged` is False. extras: arrays of options
+    by name, and "seed_value", a number. gradients: results for them, "d" before the names.
     """
     arrays = _Arrays(dout, q, k, v, out, lse, dlse, dq, dk, dv)
+    options = _PLAIN
+    if (scores := scores_of(problem, extras)) is not None:
+        options = _Options(scores, Totals(problem, scores, gradients) if gradients else None)
     bundles, spans = divide_batch(problem, lengths)
     tasks = [
         # Five products of the size of the forward's two.
-        Task(bundle.work(problem) * 5 // 2, partial(_differentiate_bundle, problem, bundle, arrays))
+        Task(
+            bundle.work(problem) * 5 // 2,
+            partial(_differentiate_bundle, problem, options, bundle, arrays),
+        )
         for bundle in bundles
     ]
     for span in spans:
         for heads in _heads(problem, span, arrays):
-            tasks += _tasks(problem, heads)
-    run(tasks)
+            tasks += _tasks(problem, options, heads)
+    if options.totals is None:
+        run(tasks)
+    else:
+        run(options.totals.collecting(tasks))
+        options.totals.write(gradients)
 
 
 # NumPy's error state belongs to a thread. Warnings would be about the caller's NaN or infinity, or
 # about a gradient that float16 cannot hold.
 @np.errstate(all="ignore")
-def _differentiate_bundle(problem: Problem, bundle: Bundle, arrays: _Arrays) -> None:
+def _differentiate_bundle(
+    problem: Problem, options: _Options, bundle: Bundle, arrays: _Arrays
+) -> Part | None:
     rows, keys, nheads_kv = bundle.rows, bundle.keys, problem.nheads_kv
     q, dout, out = (
         heads_first(rows.read(x), nheads_kv) for x in (arrays.q, arrays.dout, arrays.out)
@@ -139,16 +174,18 @@ def _differentiate_bundle(problem: Problem, bundle: Bundle, arrays: _Arrays) -> 
         dout, delta = (np.where(nothing, np.float32(0), x) for x in (dout, delta))
 
     p = np.matmul(q, k.swapaxes(2, 3))
-    p -= lse
-    np.exp(p, out=p)
     ds = np.matmul(dout, v.swapaxes(2, 3))
-    ds -= delta
-    ds *= p
     masked = mask_of_bundle(problem, bundle)
-    masked_rows = None if masked is None else masked.T
-    if masked is not None:
-        np.copyto(p, 0, where=masked)
-        np.copyto(ds, 0, where=masked)
+    part = None
+    if options.scores is None:
+        _softmax_gradient(p, ds, lse, delta, masked)
+    else:
+        where = where_bundle(problem, bundle)
+        part = options.part(where)
+        masked = _score_gradient(options.scores, p, ds, lse, delta, masked, where, part)
+        if part is not None:
+            part.add_sinks(lse, delta, where)
+    masked_rows = None if masked is None else masked.swapaxes(-1, -2)
     dv = multiply_whole(p.swapaxes(2, 3), dout, masked_rows)
     dk = multiply_whole(ds.swapaxes(2, 3), q, masked_rows)
     dq = multiply_whole(ds, k, masked)
@@ -156,6 +193,39 @@ def _differentiate_bundle(problem: Problem, bundle: Bundle, arrays: _Arrays) -> 
     rows.write(arrays.dq, heads_last(dq, problem.nheads_q))
     keys.write(arrays.dk, heads_last(dk, nheads_kv))
     keys.write(arrays.dv, heads_last(dv, nheads_kv))
+    return part
+
+
+def _softmax_gradient(
+    p: Floats, ds: Floats, normaliser: Floats, delta: Floats, masked: Array | None
+) -> None:
+    """Scores become probabilities, and dout . v of each the gradient of its score; 0 where masked."""
+    p -= normaliser
+    np.exp(p, out=p)
+    ds -= delta
+    ds *= p
+    if masked is not None:
+        np.copyto(p, 0, where=masked)
+        np.copyto(ds, 0, where=masked)
+
+
+def _score_gradient(
+    scores: Scores,
+    p: Floats,
+    ds: Floats,
+    normaliser: Floats,
+    delta: Floats,
+    masked: Array | None,
+    where: Where,
+    part: Part | None,
+) -> Array | None:
+    """The same with options, from scaled products and for them. Gives back what they hide too."""
+    changed = scores.change(p, where, masked, keep=True)
+    _softmax_gradient(p, ds, normaliser, delta, changed.hidden)
+    if part is not None:
+        part.add_scores(ds, where, changed)
+    scores.differentiate(ds, where, changed)
+    return changed.hidden
 
 
 def _of_rows(problem: Problem, bundle: Bundle, lse: Array) -> Floats:
@@ -185,19 +255,30 @@ def _heads(problem: Problem, span: Span, arrays: _Arrays) -> Iterator[_Heads]:
             dk=arrays.dk[by_key],
             dv=arrays.dv[by_key],
             offset=0 if problem.top_left else len_k - len_q,
+            where=Where(
+                slice(sequence, sequence + 1),
+                (head, min(head + step, problem.nheads_kv)),
+                (0, len_q),
+                (0, len_k),
+                len_q,
+                len_k,
+            ),
         )
 
 
-def _tasks(problem: Problem, heads: _Heads) -> Iterator[Task]:
+def _tasks(problem: Problem, options: _Options, heads: _Heads) -> Iterator[Task]:
     seqlen_q, nheads_q = heads.q.shape[:2]
     seqlen_k = len(heads.k)
     each = nheads_q * (problem.headdim + problem.headdim_v)  # multiplications of a score
     one_pass = 0 < seqlen_k <= KEYS
+    if options.totals is not None and options.totals.has_sinks:
+        work = seqlen_q * nheads_q * problem.headdim_v
+        yield Task(work, partial(_sum_of_sinks, problem, options, heads))
     for first in range(0, seqlen_k, KEYS):
         last = min(first + KEYS, seqlen_k)
         start, stop = rows_seeing(problem, heads.offset, (first, last), seqlen_q)
         work = (stop - start) * (last - first) * each * (5 if one_pass else 4) // 2
-        yield Task(work, partial(_sum_over_rows, problem, _Tile(heads, first, last)))
+        yield Task(work, partial(_sum_over_rows, problem, options, _Tile(heads, first, last)))
     if one_pass:
         return
     step = rows_of_tile(problem, seqlen_q)
@@ -205,11 +286,11 @@ def _tasks(problem: Problem, heads: _Heads) -> Iterator[Task]:
         last = min(first + step, seqlen_q)
         seen = keys_seen(problem, first + heads.offset, last - first, seqlen_k)
         work = (last - first) * sum(high - low for low, high in seen) * each * 3 // 2
-        yield Task(work, partial(_sum_over_keys, problem, _Tile(heads, first, last)))
+        yield Task(work, partial(_sum_over_keys, problem, options, _Tile(heads, first, last)))
 
 
 @np.errstate(all="ignore")
-def _sum_over_rows(problem: Problem, tile: _Tile) -> None:
+def _sum_over_rows(problem: Problem, options: _Options, tile: _Tile) -> Part | None:
     """dk and dv of a key tile; and dq of all rows, if there is no other tile of keys."""
     heads, keys = tile.heads, (tile.first, tile.last)
     seqlen_q, nheads, nkeys = len(heads.q), heads.k.shape[1], tile.last - tile.first
@@ -221,13 +302,16 @@ def _sum_over_rows(problem: Problem, tile: _Tile) -> None:
 
     start, stop = rows_seeing(problem, heads.offset, keys, seqlen_q)
     step = rows_of_tile(problem, seqlen_q)
+    where = heads.where._replace(rows=(start, stop), keys=keys)
+    part = options.part(where)
     for first in range(start, stop, step):
         last = min(first + step, stop)
         pieces = divide(problem, last - first, nkeys)
         rows = _Rows(problem, heads, first, last, pieces)
         masked = masked_pairs(problem, first + heads.offset, last - first, keys, pieces.shape)
-        p, ds = _probabilities(rows, k, v, masked, pieces)
-        masked_rows = None if masked is None else masked.T
+        where = where._replace(rows=(first, last))
+        p, ds, masked = _probabilities(options, rows, k, v, masked, pieces, where, part)
+        masked_rows = None if masked is None else masked.swapaxes(-1, -2)
         dv += multiply(pieces.transposed(p), rows.dout, masked_rows)
         dk += multiply(pieces.transposed(ds), rows.q, masked_rows)
         if every_key:
@@ -237,10 +321,11 @@ def _sum_over_rows(problem: Problem, tile: _Tile) -> None:
     if every_key:
         heads.dq[:start] = 0
         heads.dq[stop:] = 0
+    return part
 
 
 @np.errstate(all="ignore")
-def _sum_over_keys(problem: Problem, tile: _Tile) -> None:
+def _sum_over_keys(problem: Problem, options: _Options, tile: _Tile) -> None:
     """dq of a row tile."""
     heads, rows = tile.heads, tile.last - tile.first
     diagonal = tile.first + heads.offset
@@ -250,9 +335,24 @@ def _sum_over_keys(problem: Problem, tile: _Tile) -> None:
         pieces = divide(problem, rows, keys[1] - keys[0])
         k, v = (fill_keys(x[slice(*keys)], pieces.shape[1]) for x in (heads.k, heads.v))
         masked = masked_pairs(problem, diagonal, rows, keys, pieces.shape)
-        _, ds = _probabilities(queries, k, v, masked, pieces)
+        where = heads.where._replace(rows=(tile.first, tile.last), keys=keys)
+        _, ds, masked = _probabilities(options, queries, k, v, masked, pieces, where, None)
         dq += multiply(pieces.of(ds), k, masked)
     _write_dq(problem, heads, tile.first, tile.last, dq)
+
+
+@np.errstate(all="ignore")
+def _sum_of_sinks(problem: Problem, options: _Options, heads: _Heads) -> Part | None:
+    """What all rows of some heads add to the gradient of the sink logits."""
+    seqlen_q = len(heads.q)
+    part = options.part(heads.where)
+    assert part is not None
+    step = rows_of_tile(problem, seqlen_q)
+    for first in range(0, seqlen_q, step):
+        last = min(first + step, seqlen_q)
+        rows = _Rows(problem, heads, first, last, divide(problem, last - first, 1))
+        part.add_sinks(rows.normaliser, rows.delta, heads.where._replace(rows=(first, last)))
+    return part
 
 
 class _Rows:
@@ -284,19 +384,25 @@ class _Rows:
 
 
 def _probabilities(
-    rows: _Rows, k: Floats, v: Floats, masked: Array | None, pieces: Pieces
-) -> tuple[Floats, Floats]:
-    """p, and ds: the gradient of scale * q . k, both 0 where masked."""
+    options: _Options,
+    rows: _Rows,
+    k: Floats,
+    v: Floats,
+    masked: Array | None,
+    pieces: Pieces,
+    where: Where,
+    part: Part | None,
+) -> tuple[Floats, Floats, Array | None]:
+    """p; ds, the gradient of scale * q . k; and where both are 0, as no row sees the key there."""
     p = multiply_transposed(rows.q, k, pieces)
-    p -= rows.normaliser
-    np.exp(p, out=p)
     ds = multiply_transposed(rows.dout, v, pieces)
-    ds -= rows.delta
-    ds *= p
-    if masked is not None:
-        np.copyto(p, 0, where=masked)
-        np.copyto(ds, 0, where=masked)
-    return p, ds
+    if options.scores is None:
+        _softmax_gradient(p, ds, rows.normaliser, rows.delta, masked)
+    else:
+        masked = _score_gradient(
+            options.scores, p, ds, rows.normaliser, rows.delta, masked, where, part
+        )
+    return p, ds, masked
 
 
 def _write_dq(problem: Problem, heads: _Heads, first: int, last: int, dq: Floats) -> None:

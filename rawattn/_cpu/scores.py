@@ -110,10 +110,6 @@ class Scores:
             # A hidden key's score may be NaN, and its slope.
             np.copyto(ds, 0, where=changed.hidden)
 
-    @property
-    def has_sinks(self) -> bool:
-        return self._sinks is not None
-
     def sinks(self, where: Where, rows: int) -> Floats | None:
         """The sink logits of a tile's rows, (key heads, rows, 1), -inf for those that fill it up."""
         if self._sinks is None:

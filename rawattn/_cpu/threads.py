@@ -13,7 +13,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from threading import Thread
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # The least that a thread must have to do, in multiplications: 1 to 3 milliseconds, many times
 # what it takes to start one.
@@ -24,7 +24,7 @@ class Task(NamedTuple):
     """A part of a call that waits for no other."""
 
     work: int  # multiplications
-    compute: Callable[[], None]
+    compute: Callable[[], Any]
 
 
 def run(tasks: Sequence[Task]) -> None:

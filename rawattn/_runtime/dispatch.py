@@ -338,7 +338,8 @@ def cpu(
         results.append(result)
     count = len(inputs) - len(verb.extras)
     extras = dict(zip(verb.extras + verb.values, (*inputs[count:], *values), strict=True))
-    verb.cpu(described, layout.host_lengths(lengths), inputs[:count], results, flag, extras)
+    host_lengths = layout.host_lengths(lengths)
+    verb.cpu(described, host_lengths, inputs[:count], results, flag, extras, verb.gradients)
     return results
 
 

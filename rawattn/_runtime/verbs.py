@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from rawattn._call import scores
 from rawattn._call.layout import HostLengths
 from rawattn._call.options import Options, dropout_p, shown
 from rawattn._call.problem import Problem, result_shapes
@@ -33,7 +32,7 @@ class Verb:
     results: shape and dtype of each output, None for one that the flag leaves out, from (problem, dtype, flag).
     check: refuses inputs that the forward does not have, from (problem, arrays by name).
     more: what the steps of its kernels are made with, for the flag.
-    cpu: from (problem, lengths, inputs, results, flag, and what is in `extras` and `values` by name).
+    cpu: from (problem, lengths, inputs, results, flag, what is in `extras` and `values` by name, gradients).
     padding: what padding rows of each output hold.
     refuses_gradients: whether a tensor that requires a gradient would lose it here without a word.
     extras: those of its inputs that are arrays of options, the last ones. gradients: those of its outputs that are theirs,
@@ -51,7 +50,9 @@ class Verb:
     ]
     check: Callable[[Problem, Mapping[str, Any]], None]
     more: Callable[[bool], dict[str, Any]]
-    cpu: Callable[[Problem, HostLengths, Sequence[Any], Sequence[Any], bool, Extras], None]
+    cpu: Callable[
+        [Problem, HostLengths, Sequence[Any], Sequence[Any], bool, Extras, Sequence[str]], None
+    ]
     padding: tuple[float, ...]
     refuses_gradients: bool
     extras: tuple[str, ...] = ()
@@ -82,9 +83,12 @@ def _forward_cpu(
     results: Sequence[Any],
     return_lse: bool,
     extras: Extras,
+    gradients: Sequence[str],
 ) -> None:
     _refuse_on_cpu(problem, "score_mod", "dropout_p")
-    cpu_forward.forward(problem, lengths, *inputs, *results, extras)
+    q, k, v = inputs
+    out, lse = results
+    cpu_forward.forward(problem, lengths, q, k, v, out, lse, extras)
 
 
 def _refuse_on_cpu(problem: Problem, *names: str) -> None:
@@ -132,10 +136,15 @@ def _backward_cpu(
     results: Sequence[Any],
     deterministic: bool,
     extras: Extras,
+    names: Sequence[str],
 ) -> None:
-    _refuse_on_cpu(problem, *scores.ScoreOptions._fields)
+    _refuse_on_cpu(problem, "score_mod", "dropout_p")
     # Sums are made in one order here, always.
-    cpu_backward.backward(problem, lengths, *inputs, *results)
+    dout, q, k, v, out, lse, dlse = inputs
+    dq, dk, dv, *others = results
+    arrays = (dout, q, k, v, out, lse, dlse, dq, dk, dv)
+    gradients = dict(zip(names, others, strict=True))
+    cpu_backward.backward(problem, lengths, *arrays, extras, gradients)
 
 
 FORWARD = Verb(

@@ -1,0 +1,138 @@
+"""Gradients of the arrays of options: each task gives its part, and parts are added up in one order.
+
+So the same call gives the same bits with any number of threads. A part is as large as what its tile
+of scores, or its key tile with all rows, has of an array; few wait for those before them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from threading import Lock
+from typing import Any
+
+import numpy as np
+
+from rawattn._call.problem import Problem
+from rawattn._cpu.scores import Changed, Scores, Where
+from rawattn._cpu.threads import Task
+from rawattn._cpu.tiles import Array, Floats
+
+Sums = dict[str, Array]  # by the names of gradients
+
+
+class Part:
+    """What one task adds. `where` is the place of all its tiles together."""
+
+    def __init__(self, totals: Totals, where: Where) -> None:
+        self.where = where
+        self.sums: Sums = {}
+        self._totals = totals
+
+    def add_scores(self, ds: Floats, where: Where, changed: Changed) -> None:
+        """Of a tile: ds is the gradient of scores, 0 where they are hidden."""
+        totals = self._totals
+        inner = where.view(ds, totals.scores.nheads_q(where))
+        if "dbias" in totals.sums:
+            self._add_bias(inner, where)
+
+    def add_sinks(self, normaliser: Floats, delta: Floats, where: Where) -> None:
+        """Of rows (..., key heads, rows of a group's heads, 1): lse, inf where it is -inf, and dout . out - dlse."""
+        totals = self._totals
+        if "dsink_logits" not in totals.sums:
+            return
+        sinks = totals.scores.sinks(where, normaliser.shape[-2])
+        assert sinks is not None
+        shares = np.where(sinks == -np.inf, np.float32(0), np.exp(sinks - normaliser) * -delta)
+        alone = where._replace(keys=(0, 1))
+        by_head = alone.view(shares, totals.scores.nheads_q(where)).sum(
+            axis=(0, 3, 4), dtype=np.float64
+        )
+        found = self.sums.get("dsink_logits")
+        self.sums["dsink_logits"] = by_head if found is None else found + by_head
+
+    def _add_bias(self, ds: Floats, where: Where) -> None:
+        problem, total = self._totals.problem, self._totals.sums["dbias"]
+        batches, heads, rows, keys = total.shape
+        axes = [axis for axis, n in ((0, batches), (3, rows), (4, keys)) if n == 1]
+        if heads < problem.nheads_q:
+            axes += [2] if heads == problem.nheads_kv else [1, 2]
+        # A copy: what is given is changed later.
+        summed = ds.sum(axis=tuple(axes), keepdims=True) if axes else ds.copy()
+        count, nheads_kv, group_size, *sides = summed.shape
+        summed = summed.reshape(count, nheads_kv * group_size, *sides)
+        whole = self.where
+        if where == whole:
+            self.sums["dbias"] = summed
+            return
+        if "dbias" not in self.sums:
+            shape = (*summed.shape[:2], _extent(rows, whole.rows), _extent(keys, whole.keys))
+            self.sums["dbias"] = np.zeros(shape, np.float32)
+        of_rows, of_keys = (
+            _within(rows, where.rows, whole.rows),
+            _within(keys, where.keys, whole.keys),
+        )
+        self.sums["dbias"][:, :, of_rows, of_keys] += summed
+
+
+def _extent(axis: int, span: tuple[int, int]) -> int:
+    """Of what an axis of an option's array has for a span of rows or keys; one of 1 serves every index."""
+    return 1 if axis == 1 else span[1] - span[0]
+
+
+def _within(axis: int, span: tuple[int, int], whole: tuple[int, int]) -> slice:
+    return slice(0, 1) if axis == 1 else slice(span[0] - whole[0], span[1] - whole[0])
+
+
+class Totals:
+    """The gradients of a call's options."""
+
+    def __init__(self, problem: Problem, scores: Scores, names: Iterable[str]) -> None:
+        self.problem = problem
+        self.scores = scores
+        self.sums: Sums = {}
+        if "dbias" in names:
+            assert problem.bias is not None
+            self.sums["dbias"] = np.zeros(problem.bias.shape, np.float32)
+        if "dsink_logits" in names:
+            self.sums["dsink_logits"] = np.zeros(problem.nheads_q, np.float64)
+        self._lock = Lock()
+        self._next = 0
+        self._done: dict[int, Part | None] = {}
+
+    @property
+    def has_sinks(self) -> bool:
+        return "dsink_logits" in self.sums
+
+    def collecting(self, tasks: Iterable[Task]) -> list[Task]:
+        """The tasks, which may give parts, in the order in which `threads.run` takes them."""
+        tasks = sorted(tasks, key=lambda task: task.work, reverse=True)
+        return [
+            Task(task.work, partial(self._collect, number, task.compute))
+            for number, task in enumerate(tasks)
+        ]
+
+    def write(self, results: Mapping[str, Any]) -> None:
+        """Into the results by their names."""
+        for name, total in self.sums.items():
+            results[name][...] = total.reshape(results[name].shape)
+
+    def _collect(self, number: int, compute: Callable[[], Part | None]) -> None:
+        part = compute()
+        with self._lock, np.errstate(all="ignore"):
+            self._done[number] = part
+            while self._next in self._done:
+                part = self._done.pop(self._next)
+                self._next += 1
+                if part is not None:
+                    self._add(part)
+
+    def _add(self, part: Part) -> None:
+        for name, values in part.sums.items():
+            total = self.sums[name]
+            if name == "dbias":
+                total[self.scores.index(total.shape, part.where)] += values
+            elif name == "dsink_logits":
+                first, _ = part.where.kv_heads
+                group_size = self.problem.nheads_q // self.problem.nheads_kv
+                total[first * group_size :][: values.size] += values.reshape(-1)
