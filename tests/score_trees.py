@@ -121,8 +121,12 @@ class Writer:
             lambda: f"where({self.bool(depth - 1)}, {x()}, {y()})",
             lambda: f"({x()} if {self.bool(depth - 1)} else {self.int(depth - 1)})",
             lambda: f"({x()} + {self.int(depth - 1)})",
-            lambda: f"({self.exact(2)}) % {self._dice.choice(('0.75', '-0.5', 'cap', '-3'))}",
-            lambda: f"({self.exact(2)}) // {self._dice.choice(('0.75', '-0.5', 'cap', '-3'))}",
+            lambda: (
+                f"({self.exact(2)}) % {self._dice.choice(('0.75', '-0.5', 'cap', '-3', '(slope[head] + 3)'))}"
+            ),
+            lambda: (
+                f"({self.exact(2)}) // {self._dice.choice(('0.75', '-0.5', 'cap', '-3', '(slope[head] + 3)'))}"
+            ),
             lambda: f"floor({self.exact(2)})",
             lambda: f"float({self.int(depth - 1)})",
             lambda: f"slope[{self.int(depth - 1)}]",

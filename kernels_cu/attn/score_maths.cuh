@@ -48,17 +48,25 @@ DEVICE float floordiv(float x, float y) {
 // By squaring; kExponent >= 0.
 template <int kExponent>
 DEVICE int power(int x) {
-  if constexpr (kExponent == 0) return 1;
-  else if constexpr (kExponent % 2) return mul(x, power<kExponent - 1>(x));
-  else return power<kExponent / 2>(mul(x, x));
+  if constexpr (kExponent == 0)
+    return 1;
+  else if constexpr (kExponent % 2)
+    return mul(x, power<kExponent - 1>(x));
+  else
+    return power<kExponent / 2>(mul(x, x));
 }
 template <int kExponent>
 DEVICE float power(float x) {
-  if constexpr (kExponent < 0) return 1.0f / power<-kExponent>(x);
-  else if constexpr (kExponent == 0) return 1.0f;
-  else if constexpr (kExponent == 1) return x;
-  else if constexpr (kExponent % 2) return x * power<kExponent - 1>(x);
-  else return power<kExponent / 2>(x * x);
+  if constexpr (kExponent < 0)
+    return 1.0f / power<-kExponent>(x);
+  else if constexpr (kExponent == 0)
+    return 1.0f;
+  else if constexpr (kExponent == 1)
+    return x;
+  else if constexpr (kExponent % 2)
+    return x * power<kExponent - 1>(x);
+  else
+    return power<kExponent / 2>(x * x);
 }
 
 // Without what follows the point; what is too large is the largest or lowest int, NaN is 0.
