@@ -94,3 +94,35 @@ struct ListedQueryTiles : TileSpan {
     return visible.edges(first_key, first_key + kTileK - 1, first_row(n), first_row(n) + kTileQ - 1);
   }
 };
+
+// A kernel's tiles and how they are found: by lists where kListed, else by the rule of visible keys alone.
+template <bool kListed, class Visible, int kTileQ, int kTileK>
+struct MeetingTiles {
+  using Keys = KeyTiles<Visible, kTileQ, kTileK>;
+  using Queries = QueryTiles<Visible, kTileQ, kTileK>;
+
+  // Those that a query tile meets.
+  DEVICE static Keys keys(const ForwardParams&, const Visible& visible, int, const Span& q, int, int tile) {
+    const int first = tile * kTileQ;
+    return Keys(visible, first, (q.length - first < kTileQ ? q.length : first + kTileQ) - 1);
+  }
+  // Those that a key tile meets, of any query head of its kv head.
+  DEVICE static Queries queries(const ForwardParams&, const Visible& visible, int, const Span& q, const Span&, int,
+                                int tile) {
+    return Queries(visible, tile, q.length);
+  }
+};
+template <class Visible, int kTileQ, int kTileK>
+struct MeetingTiles<true, Visible, kTileQ, kTileK> {
+  using Keys = ListedKeyTiles<Visible, kTileQ, kTileK>;
+  using Queries = ListedQueryTiles<Visible, kTileQ, kTileK>;
+
+  DEVICE static Keys keys(const ForwardParams& p, const Visible& visible, int sequence, const Span& q, int head,
+                          int tile) {
+    return Keys(p.block_mask, visible, sequence, q, head, tile);
+  }
+  DEVICE static Queries queries(const ForwardParams& p, const Visible& visible, int sequence, const Span&,
+                                const Span& k, int kv_head, int tile) {
+    return Queries(p.block_mask, visible, sequence, k, kv_head, tile);
+  }
+};

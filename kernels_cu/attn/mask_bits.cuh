@@ -21,13 +21,12 @@ struct HalfWords {
   };
 
   // row: of the mask, `count` half-words, a multiple of 8.
-  DEVICE HalfWords(const unsigned short* row, int first, int count) {
+  DEVICE void load(const unsigned short* row, int first, int count) {
     UNROLL for (int n = 0; n < kWords / kChunk; n++) {
       const int at = first + n * kChunk;
       chunks[n] = *reinterpret_cast<const Chunk<kBytes>*>(row + (at + kChunk <= count ? at : count - kChunk));
     }
   }
-  DEVICE bool operator()(int key) const { return (words[key / 16] >> key % 16 & 1) != 0; }
 };
 
 // Of one head of one sequence.
@@ -39,36 +38,60 @@ struct MaskBits {
       : bits(mask.bits + sequence * mask.batch + head / mask.group * mask.head), rows(mask.rows), words(mask.words) {}
 
   template <int kWords>
-  DEVICE HalfWords<kWords> at(int row, int first_key) const {
-    return {bits + int64(row < rows ? row : rows - 1) * words, first_key / 16, words};
+  DEVICE void load(HalfWords<kWords>& to, int row, int first_key) const {
+    to.load(bits + int64(row < rows ? row : rows - 1) * words, first_key / 16, words);
   }
 };
 
-// Elements that the mask hides become `value`, whatever they are. Queries are rows.
+// Which keys of a tile a lane's rows see, where queries are rows: read before the scores are there, so that it is there
+// with them. kMasked: false where the kernel has no mask.
+template <bool kMasked, class C, int kRowBlocks, int kKeyBlocks>
+struct SeenKeys {
+  template <class Keys>
+  DEVICE void load(const Keys&, int, int, int) {}
+  DEVICE void hide(C (&)[kRowBlocks][kKeyBlocks], float, int) const {}
+};
 template <class C, int kRowBlocks, int kKeyBlocks>
-DEVICE void mask_by_bits(C (&s)[kRowBlocks][kKeyBlocks], float value, const MaskBits& bits, int first_row,
-                         int first_key, int lane) {
-  UNROLL for (int m = 0; m < kRowBlocks; m++) {
-    UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
-      const auto seen = bits.at<kKeyBlocks>(first_row + m * 16 + C::row(lane, slot), first_key);
-      UNROLL for (int n = 0; n < kKeyBlocks; n++) {
-        const unsigned own = seen.words[n] >> C::column(lane, 0);
-        UNROLL for (int i = 0; i < C::kRun; i++) {
-          const int e = C::element(slot, i);
-          if ((own >> C::column(0, e) & 1) == 0) s[m][n].x[e] = value;
+struct SeenKeys<true, C, kRowBlocks, kKeyBlocks> {
+  bool partial;
+  HalfWords<kKeyBlocks> rows[kRowBlocks][C::kSlots];
+
+  // n: the number of the tile among `keys`.
+  template <class Keys>
+  DEVICE void load(const Keys& keys, int n, int first_row, int lane) {
+    partial = keys.masked(n);
+    if (!partial) return;
+    UNROLL for (int m = 0; m < kRowBlocks; m++) {
+      UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
+        keys.bits.load(rows[m][slot], first_row + m * 16 + C::row(lane, slot), keys.first_key(n));
+      }
+    }
+  }
+  // Elements that the mask hides become `value`, whatever they are.
+  DEVICE void hide(C (&s)[kRowBlocks][kKeyBlocks], float value, int lane) const {
+    if (!partial) return;
+    UNROLL for (int m = 0; m < kRowBlocks; m++) {
+      UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
+        UNROLL for (int n = 0; n < kKeyBlocks; n++) {
+          const unsigned seen = static_cast<unsigned>(rows[m][slot].words[n]) >> C::column(lane, 0);
+          UNROLL for (int i = 0; i < C::kRun; i++) {
+            const int e = C::element(slot, i);
+            if ((seen >> C::column(0, e) & 1) == 0) s[m][n].x[e] = value;
+          }
         }
       }
     }
   }
-}
+};
 
 // The same where keys are rows and queries columns.
 template <class C, int kKeyBlocks, int kQueryBlocks>
-DEVICE void mask_by_bits_of_keys(C (&s)[kKeyBlocks][kQueryBlocks], float value, const MaskBits& bits, int first_key,
-                                 int first_row, int lane) {
+DEVICE void hide_by_bits(C (&s)[kKeyBlocks][kQueryBlocks], float value, const MaskBits& bits, int first_key,
+                         int first_row, int lane) {
   UNROLL for (int n = 0; n < kQueryBlocks; n++) {
     UNROLL for (int i = 0; i < C::kRun; i++) {
-      const auto seen = bits.at<kKeyBlocks>(first_row + n * 16 + C::column(lane, C::element(0, i)), first_key);
+      HalfWords<kKeyBlocks> seen;
+      bits.load(seen, first_row + n * 16 + C::column(lane, C::element(0, i)), first_key);
       UNROLL for (int m = 0; m < kKeyBlocks; m++) {
         UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
           if ((seen.words[m] >> C::row(lane, slot) & 1) == 0) s[m][n].x[C::element(slot, i)] = value;

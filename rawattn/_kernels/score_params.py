@@ -8,6 +8,7 @@ from rawattn._call.problem import Problem
 from rawattn._kernels import params
 from rawattn._kernels.operands import Operands, Strides
 from rawattn._kernels.params import Struct
+from rawattn._kernels.portable import mask_packing
 
 _KINDS = {"float32": 0, "float16": 1, "bfloat16": 2}
 _ITEMSIZE = {"bool": 1, "float16": 2, "bfloat16": 2, "float32": 4, "int32": 4, "int64": 8}
@@ -17,6 +18,7 @@ _ADDRESSES = {
     "bias": "bias.data",
     "alibi_slopes": "alibi_slopes.data",
     "sink_logits": "sink_logits.data",
+    "mask_bits": "block_mask.bits",
     "seed": "dropout.seed",
     "seed_value": "dropout.seed_value",
 }
@@ -38,6 +40,13 @@ def fields(problem: Problem, operands: Operands) -> dict[str, Any]:
             found[f"{name}.batch"] = strides[0] if len(strides) > 1 else 0
             found[f"{name}.head"] = strides[-1]
             found[f"{name}.kind"] = _KINDS[form.dtype]
+    if problem.mask is not None:
+        _, _, rows, words = mask_packing.bits_shape(problem.mask.shape)
+        batch, nheads = problem.mask.shape[:2]
+        found["block_mask.batch"] = nheads * rows * words if batch > 1 else 0
+        found["block_mask.head"] = rows * words
+        found["block_mask.group"] = problem.nheads_q // nheads
+        found["block_mask.rows"], found["block_mask.words"] = rows, words
     if problem.dropout_p > 0:
         found["dropout.threshold"] = threshold(problem.dropout_p)
         found["dropout.factor"] = 1 / (1 - problem.dropout_p)
@@ -61,6 +70,7 @@ def patches(problem: Problem, struct: Struct, prefix: str = "") -> tuple[tuple[i
     """Where the addresses of the options' arrays belong; prefix: of the path of the `params.FORWARD` in `struct`."""
     given = {
         "bias": problem.bias is not None,
+        "mask_bits": problem.mask is not None,
         "alibi_slopes": problem.alibi_slopes is not None,
         "sink_logits": problem.sink_logits is not None,
         "seed": problem.seed is not None,

@@ -104,7 +104,7 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
     config = choose(problem, target, operands)
     values = attention_params.forward(problem, structure, operands, config.section_bytes)
     names = ["q", "k", "v", "out", "lse"]
-    masks = mask_tiles.Masks(problem, structure, operands, values)
+    masks = mask_tiles.Masks(problem, structure, operands, values, target.wave)
     listed = masks.of_queries(config.tile_q, config.tile_k)
     tiles = Tiles("q", config.schedule_rows, problem.nheads_q)
     schedules: tuple[Step, ...] = ()

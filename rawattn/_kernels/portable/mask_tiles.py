@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rawattn._call.problem import Problem
@@ -55,27 +55,60 @@ class Config:
 class Listed:
     """A kernel's lists of tiles: how they are made, their bytes, and what of `BlockMask` in its parameters tells of them."""
 
-    step: Step
-    nbytes: int
-    fields: Mapping[str, int]
-    name: str
+    step: Step | None = None
+    nbytes: int = 0
+    fields: Mapping[str, int] = field(default_factory=dict)
+    name: str = ""
 
     def patches(self, struct: params.Struct, prefix: str = "") -> tuple[tuple[int, str], ...]:
         """Where their address belongs; prefix: of the path of the `params.FORWARD` in `struct`."""
-        return ((params.offset(struct, f"{prefix}block_mask.lists.data"), self.name),)
+        path = f"{prefix}block_mask.lists.data"
+        return ((params.offset(struct, path), self.name),) if self.name else ()
 
 
-def packing(problem: Problem, operands: Operands) -> tuple[tuple[Step, ...], dict[str, int]]:
-    """What packs a call's mask, and the scratch for it. Nothing where it comes packed."""
-    form = problem.mask
-    if form is None or form.dtype != "bool":
-        return (), {}
-    strides, place = operands.of_options["mask"], operands.places.get("mask", 0)
-    scratch = {
-        "mask_bits": mask_packing.bits_bytes(form.shape),
-        "mask_map": mask_packing.map_bytes(form.shape),
-    }
-    return (mask_packing.step(form.shape, strides, place),), scratch
+class Masks:
+    """What a call launches for its mask before the kernels that read it, and the scratch for that: nothing without one."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        structure: Structure,
+        operands: Operands,
+        values: Mapping[str, Any],
+        wave: int = 32,
+    ) -> None:
+        """values: fields of `params.FORWARD`."""
+        self.steps: list[Step] = []
+        self.scratch: dict[str, int] = {}
+        self._call = problem, structure, values
+        self._wave = wave
+        form = problem.mask
+        if form is None or form.dtype != "bool":
+            return
+        strides, place = operands.of_options["mask"], operands.places.get("mask", 0)
+        self.steps.append(mask_packing.step(form.shape, strides, place))
+        self.scratch["mask_bits"] = mask_packing.bits_bytes(form.shape)
+        self.scratch["mask_map"] = mask_packing.map_bytes(form.shape)
+
+    def of_queries(self, tile_q: int, tile_k: int) -> Listed:
+        """The key tiles that each query tile meets."""
+        return self._listed("q", tile_q, tile_k)
+
+    def of_keys(self, tile_q: int, tile_k: int) -> Listed:
+        """The query tiles that each key tile meets, of all heads that share the keys."""
+        return self._listed("k", tile_q, tile_k)
+
+    def _listed(self, of: Literal["q", "k"], tile_q: int, tile_k: int) -> Listed:
+        problem, structure, values = self._call
+        if problem.mask is None:
+            return Listed()
+        name = f"mask_tiles_{of}"
+        sizes = {"tile_q": tile_q, "tile_k": tile_k, "wave": self._wave}
+        listed = lists(problem, structure, values, of=of, name=name, **sizes)
+        assert listed.step is not None
+        self.steps.append(listed.step)
+        self.scratch[name] = listed.nbytes
+        return listed
 
 
 def lists(

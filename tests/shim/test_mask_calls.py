@@ -1,0 +1,140 @@
+"""Masks in whole calls on the CPU machine, against the reference."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import rawattn
+from rawattn import reference
+from tests.shim.device import Device
+from tests.shim.launch import Machine
+from tests.shim.shim import Builder
+from tests.shim.whole import run_forward, small_tiles, verify_forward
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+MakeDevice = Callable[..., Device]
+ROWS, KEYS = 150, 210
+# One with queries in a tile of less than a granule, one with tiles that no granule is a multiple of.
+SHAPES = ((32, 16, 2, 2, 1, False), (64, 80, 2, 1, 1, False), (128, 64, 4, 2, 1, True))
+
+
+@pytest.fixture
+def machine(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> MakeDevice:
+    def make(wave: int = 32, arch: str = "sm_80") -> Device:
+        device = Device(Machine(builder, wave), arch)
+        device.install(monkeypatch)
+        return device
+
+    return make
+
+
+def arrays(
+    dtype: Any = BFLOAT16, rows: tuple[int, int] = (ROWS, KEYS), batch: int = 2, seed: int = 0
+) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    shapes = ((batch, rows[0], 4, 16), (batch, rows[1], 2, 16), (batch, rows[1], 2, 24))
+    return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+
+
+def blocky(*shape: int, block: int = 64, seed: int = 3) -> np.ndarray:
+    """Dead, full and partial granules, and rows without a key in each of the last two."""
+    rng = np.random.default_rng(seed)
+    kinds = rng.integers(0, 3, (*shape[:2], *(-(-n // block) for n in shape[2:])))
+    whole = np.repeat(np.repeat(kinds, block, 2), block, 3)[:, :, : shape[2], : shape[3]]
+    keep = np.where(whole == 1, rng.random(shape) < 0.5, whole == 2)
+    keep[:, :, 5::9] = False
+    return keep
+
+
+MASKS = {
+    f"{batch}-{heads}-{rows}-{keys}": (batch, heads, rows, keys)
+    for batch, heads, rows, keys in itertools.product((1, 2), (1, 2, 4), (1, ROWS), (1, KEYS))
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_every_way_to_broadcast(machine: MakeDevice, name: str) -> None:
+    mask = blocky(*MASKS[name], block=16 if MASKS[name][3] == 1 else 64)
+    with small_tiles(portable_forward=SHAPES[1]):
+        verify_forward(machine(), "portable", *arrays(), mask=mask)
+
+
+RULES: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True},
+    "causal-top-left": {"causal": True, "align": "top-left"},
+    "window": {"window": (70, 9), "sink": 5},
+    "negative-scale": {"scale": -0.3, "window": (None, 60)},
+    "softcap": {"softcap": 1.5, "causal": True},
+    "bias": {"bias": np.random.default_rng(9).standard_normal((1, 2, ROWS, KEYS), np.float32)},
+    "sinks": {"sink_logits": np.array([1, -np.inf, 0.5, -3], np.float32)},
+    "dropout": {"dropout_p": 0.3, "seed": 5},
+}
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+@pytest.mark.parametrize("wave", [32, 64])
+@pytest.mark.parametrize("rule", RULES)
+def test_with_other_rules(machine: MakeDevice, rule: str, wave: int, dtype: Any) -> None:
+    shape = SHAPES[(list(RULES).index(rule) + wave // 32) % 3]
+    with small_tiles(portable_forward=shape):
+        mask = blocky(2, 4, ROWS, KEYS, block=40)
+        verify_forward(machine(wave), "portable", *arrays(dtype), mask=mask, **RULES[rule])
+
+
+RAGGED = rawattn.SeqLayout(seqstart_q=[0, 70, 70, 130, 150], seqstart_k=[0, 33, 60, 190, 210])
+PADDED = rawattn.SeqLayout(seqlen_q=[150, 30], seqlen_k=[99, 210])
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (40, 9)}], ids=str)
+def test_ragged_batches(machine: MakeDevice, options: Any, heads: int, on_device: bool) -> None:
+    q, k, v = (x[0] for x in arrays(batch=1))
+    mask = blocky(4 if heads > 1 else 1, heads, 80, 133, block=32)
+    with small_tiles():
+        verify_forward(
+            machine(), "portable", q, k, v, seqs=RAGGED, mask=mask, on_device=on_device, **options
+        )
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("shape", [(2, 2, ROWS, KEYS), (1, 1, 1, KEYS)], ids=str)
+def test_padded_batches(machine: MakeDevice, shape: Any, on_device: bool) -> None:
+    with small_tiles():
+        verify_forward(
+            machine(), "portable", *arrays(), seqs=PADDED, mask=blocky(*shape), causal=True,
+            on_device=on_device,
+        )  # fmt: skip
+
+
+def test_strides_of_the_callers_own(machine: MakeDevice) -> None:
+    mask = np.asfortranarray(blocky(2, 4, ROWS, KEYS))[:, ::-1]
+    with small_tiles():
+        verify_forward(machine(), "portable", *arrays(), mask=mask[0, 0, ::-1])
+        verify_forward(machine(), "portable", *arrays(), mask=mask)
+
+
+def test_nothing_is_seen(machine: MakeDevice) -> None:
+    with small_tiles():
+        mask = np.zeros((1, 1, 1, KEYS), bool)
+        out, lse = run_forward(machine(), "portable", *arrays(), mask=mask)
+    assert not out.any() and np.all(lse == -np.inf)
+
+
+@pytest.mark.parametrize("keys", [(0, 17), (40, 210), (100, 101)], ids=str)
+def test_a_key_that_nobody_sees_may_hold_anything(machine: MakeDevice, keys: Any) -> None:
+    q, k, v = arrays()
+    mask = blocky(2, 2, ROWS, KEYS)
+    mask[..., slice(*keys)] = False
+    exact, exact_lse = reference.attention(q, k, v, mask=mask, return_lse=True)
+    k[:, slice(*keys)], v[:, slice(*keys)] = np.nan, np.inf
+    with small_tiles(portable_forward=SHAPES[1]):
+        out, lse = run_forward(machine(), "portable", q, k, v, mask=mask)
+    np.testing.assert_allclose(out.astype(np.float64), exact, atol=0.02)
+    np.testing.assert_allclose(lse, exact_lse, atol=1e-3)
