@@ -10,19 +10,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
-DTYPES = {
-    "float16": np.dtype(np.float16),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float32": np.dtype(np.float32),
-}
-# How an array lies in memory. "steps" (last axis strided) and "shared-heads" (all heads are one)
-# are for inputs alone: an output in one of these cases is dense.
-LAYOUTS = ("dense", "bhsd", "gaps", "odd", "reversed", "steps", "shared-heads")
-CANARY = 0xA5
-_GUARD = 64  # elements before and after every array
+from tests.memory import CANARY, DTYPES, LAYOUTS, Strided, strided
+from tests.score_arrays import OPTIONS, Pairs, arrays_of, captured_arrays, score_mod_of, seed_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +48,14 @@ class Case:
     give_out: bool = False
     return_lse: bool = True
     values: str = "normal"  # or uniform, large, constant, negative (scores, rising with the key)
+    softcap: float | None = None
+    bias: Pairs | None = None
+    mask: Pairs | None = None
+    alibi_slopes: str = ""  # or heads, batch: what they have an axis for
+    sink_logits: str = ""  # or normal, hidden (-inf in some heads)
+    score_mod: str = ""  # or a name of SCORE_MODS
+    dropout_p: float = 0.0
+    drawn_by: str = "int"  # or int32, int64: the seed of the dropout in an array
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -84,33 +83,21 @@ class Case:
         """Score elements of the call: what a check in NumPy costs."""
         return self.nheads_q * sum(a * b for a, b in zip(self.lens_q, self.lens_k, strict=True))
 
+    @property
+    def score_options(self) -> tuple[str, ...]:
+        """Of those that change scores or probabilities, the ones it has."""
+        return tuple(name for name in OPTIONS if getattr(self, name))
+
     def __str__(self) -> str:
         return f"{self.name}-{self.dtype}"
 
 
 @dataclass(frozen=True, eq=False)
-class Strided:
-    """An array inside a one-dimensional buffer that it does not fill; strides are in elements."""
-
-    buffer: np.ndarray
-    offset: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-
-    def view(self) -> np.ndarray:
-        itemsize = self.buffer.dtype.itemsize
-        return np.ndarray(
-            self.shape,
-            self.buffer.dtype,
-            buffer=self.buffer,
-            offset=self.offset * itemsize,
-            strides=[itemsize * stride for stride in self.strides],
-        )
-
-
-@dataclass(frozen=True, eq=False)
 class Inputs:
-    """The arrays and keywords of a call."""
+    """The arrays and keywords of a call.
+
+    options: with NumPy arrays. Of those that take an array, `arrays` and `captured` say how it lies in memory.
+    """
 
     q: Strided
     k: Strided
@@ -120,6 +107,8 @@ class Inputs:
     maxima: dict[str, int]  # more keywords of SeqLayout
     rows: np.ndarray  # True for the logical rows of q: (batch, rows) or (total,)
     options: dict[str, Any] = field(default_factory=dict)
+    arrays: dict[str, Strided] = field(default_factory=dict)
+    captured: dict[str, Strided] = field(default_factory=dict)
 
     @cached_property
     def logical_out(self) -> np.ndarray:
@@ -144,31 +133,6 @@ def repacked() -> list[Case]:
         padded("padded", *lens, 140, 300, headdim=12, on_device=True, causal=True, dtype="float16"),
         ragged("ragged", *lens, headdim=9, **badly, **slots, window=(20, 3), lead=3, tail=9),
     ]  # fmt: skip
-
-
-def strided(shape: tuple[int, ...], dtype: np.dtype, layout: str) -> Strided:
-    """An array of (..., rows, heads, dim) in memory that is NaN throughout."""
-    ndim = len(shape)
-    rows, heads = ndim - 3, ndim - 2
-    order = list(range(ndim))
-    if layout == "bhsd":
-        order[rows], order[heads] = heads, rows
-    gap = {"gaps": 16, "odd": 3}.get(layout, 0)
-    size = 2 if layout == "steps" else 1
-    strides = [0] * ndim
-    for axis in reversed(order):
-        strides[axis] = size
-        size = size * max(shape[axis], 1) + gap
-        if layout == "aligned":
-            size += -size % 8
-    offset = _GUARD + (layout == "odd")
-    if layout == "reversed":
-        offset += strides[rows] * max(shape[rows] - 1, 0)
-        strides[rows] = -strides[rows]
-    if layout == "shared-heads":
-        strides[heads] = 0
-    buffer = np.full(size + 2 * _GUARD + 1, np.nan, dtype)
-    return Strided(buffer, offset, shape, tuple(strides))
 
 
 def materialise(case: Case) -> Inputs:
@@ -223,10 +187,19 @@ def materialise(case: Case) -> Inputs:
     defaults = Case()
     options = {
         name: getattr(case, name)
-        for name in ("causal", "align", "window", "sink", "scale")
+        for name in ("causal", "align", "window", "sink", "scale", "softcap", "dropout_p")
         if getattr(case, name) != getattr(defaults, name)
     }
-    return Inputs(q, k, v, out, integers, maxima, rows_q, options)
+    if not case.score_options:
+        return Inputs(q, k, v, out, integers, maxima, rows_q, options)
+    arrays, captured = arrays_of(case), captured_arrays(case)
+    if case.dropout_p:
+        options["seed"] = seed_of(case)
+    options |= {name: array.view() for name, array in arrays.items()}
+    if case.score_mod:
+        views = {name: array.view() for name, array in captured.items()}
+        options["score_mod"] = score_mod_of(case, views)
+    return Inputs(q, k, v, out, integers, maxima, rows_q, options, arrays, captured)
 
 
 def _cumulative(lens: tuple[int, ...]) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -14,20 +15,41 @@ import rawattn
 from rawattn import reference
 from rawattn._call.gradients import Gradients
 from rawattn._call.options import Options
+from rawattn._scores import numpy_eval
 from rawattn.reference._call import read
 from tests.cases import CANARY, Case, Inputs, Strided, _logical_rows, materialise, strided
 from tests.frameworks import Framework
+from tests.memory import option_array
+from tests.score_arrays import SCORE_MODS, pairs_used
 from tests.tolerance import check, column_orders, scale_of
-from tests.verify import layout
+from tests.verify import layout, options_of
 
 NAMES = ("dq", "dk", "dv")
+
+
+@dataclass(frozen=True, eq=False)
+class OfOption:
+    """The gradient of an option's array.
+
+    name: dbias, dsink_logits, or that of a captured array. where: True for the elements that belong to a sequence.
+    """
+
+    name: str
+    where: np.ndarray
+    dtype: np.dtype
+    into: Strided | None
+
+    def of(self, gradients: Any) -> Any:
+        captured = gradients.captured or {}
+        return captured[self.name] if self.name in captured else getattr(gradients, self.name)
 
 
 @dataclass(frozen=True, eq=False)
 class Backward:
     """One backward call. Padding rows of all that it is given are NaN.
 
-    What the reference computes waits until it is asked for: cells of tests are described by layouts alone.
+    What the reference computes waits until it is asked for: cells of tests are described by layouts alone. What it is for
+    dq, dk and dv, `exact`, `low` and `terms` are for `others` too, behind them.
     """
 
     case: Case
@@ -36,6 +58,11 @@ class Backward:
     logical_dlse: np.ndarray | None  # numbers in padding too
     into: tuple[Strided, ...] | None  # dq, dk, dv
     rows: tuple[np.ndarray, ...]  # True for the logical rows of dq, dk and dv
+    others: tuple[OfOption, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return *NAMES, *(each.name for each in self.others)
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -59,14 +86,12 @@ class Backward:
 
     @cached_property
     def exact(self) -> tuple[np.ndarray, ...]:
-        """The logical rows of dq, dk and dv alone."""
+        """The logical rows of dq, dk and dv alone, and what of the others belongs to a sequence."""
         options, dlse = self._options, self.logical_dlse
         exact = reference.attention_backward(
             self.dout.view(), *self._arrays, *self._forward, dlse=dlse, **options
         )
-        return tuple(
-            getattr(exact, name)[where] for name, where in zip(NAMES, self.rows, strict=True)
-        )
+        return self._logical(exact)
 
     @cached_property
     def low(self) -> tuple[tuple[np.ndarray, ...], ...]:
@@ -77,16 +102,21 @@ class Backward:
         low = low_precision_gradients(
             self.dout.view(), *self._arrays, *given, self.logical_dlse, **self._options
         )
-        return tuple(
-            tuple(getattr(x, name)[where] for x in low)
-            for name, where in zip(NAMES, self.rows, strict=True)
-        )
+        return tuple(zip(*map(self._logical, low), strict=True))
 
     @cached_property
     def terms(self) -> tuple[float, ...]:
-        """The size of what cancels in dq, dk and dv: see `cancelling_terms`."""
+        """The size of what cancels in each gradient: see `cancelling_terms`."""
         arrays = self.dout.view(), *self._arrays, *self._forward
-        return cancelling_terms(*arrays, self.rows, **self._options)
+        terms = cancelling_terms(*arrays, self.rows, **self._options)
+        if not self.others:
+            return terms
+        sizes = sizes_of_sums(*arrays, self.logical_dlse, **self._options)
+        return *terms, *(float(each.of(sizes)[each.where].max(initial=0)) for each in self.others)
+
+    def _logical(self, gradients: Gradients) -> tuple[np.ndarray, ...]:
+        qkv = (x[rows] for x, rows in zip(gradients[:3], self.rows, strict=True))
+        return *qkv, *(each.of(gradients)[each.where] for each in self.others)
 
     @property
     def _arrays(self) -> list[np.ndarray]:
@@ -128,7 +158,30 @@ def backward_of(case: Case) -> Backward:
         )
         for array in into:
             array.buffer.view(np.uint8)[:] = CANARY
-    return Backward(case, inputs, dout, dlse, into, (rows_q, rows_k, rows_k))
+    rows = rows_q, rows_k, rows_k
+    return Backward(case, inputs, dout, dlse, into, rows, tuple(_others(case, inputs)))
+
+
+def _others(case: Case, inputs: Inputs) -> Iterator[OfOption]:
+    """In the order in which a backward gives them."""
+    given: dict[str, tuple[Strided, np.ndarray]] = {}
+    if case.bias is not None:
+        array = inputs.arrays["bias"]
+        used = pairs_used(case, case.bias).reshape(array.shape)
+        given["dbias"] = array, used
+    if case.sink_logits:
+        array = inputs.arrays["sink_logits"]
+        given["dsink_logits"] = array, np.ones(array.shape, bool)
+    if case.score_mod:
+        for name in SCORE_MODS[case.score_mod][2]:
+            array = inputs.captured[name]
+            given[name] = array, np.ones(array.shape, bool)
+    for name, (array, where) in given.items():
+        dtype, into = array.buffer.dtype, None
+        if case.give_out:
+            into = option_array(array.shape, dtype, "odd")
+            into.buffer.view(np.uint8)[:] = CANARY
+        yield OfOption(name, where, dtype, into)
 
 
 def _like_out(case: Case, shape: tuple[int, ...], dtype: np.dtype) -> Strided:
@@ -149,7 +202,7 @@ def low_precision_gradients(dout, q, k, v, out, lse, dlse, **options) -> list[Gr
             out[..., order_v],
             lse,
             dlse,
-            want_dbias=False,
+            want_dbias=options.get("bias") is not None,
             rounded=lambda x: x.astype(dtype).astype(np.float32),
         )
         back, back_v = np.argsort(order), np.argsort(order_v)
@@ -158,9 +211,61 @@ def low_precision_gradients(dout, q, k, v, out, lse, dlse, **options) -> list[Gr
                 gradients.dq[..., back].astype(dtype),
                 gradients.dk[..., back].astype(dtype),
                 gradients.dv[..., back_v].astype(dtype),
+                _as(options.get("bias"), gradients.dbias),
+                _as(options.get("sink_logits"), gradients.dsink_logits),
+                gradients.captured,
             )
         )
     return results
+
+
+def _as(array: np.ndarray | None, gradient: np.ndarray | None) -> np.ndarray | None:
+    """In the dtype and the shape of the array that it is of."""
+    if array is None or gradient is None:
+        return None
+    return gradient.reshape(array.shape).astype(array.dtype)
+
+
+def sizes_of_sums(dout, q, k, v, out, lse, dlse, **options) -> Gradients:
+    """Of the gradients of options' arrays, how large an error of one part of each term leaves a sum of them.
+
+    A term is P (dP - delta), whose parts are rounded before they cancel: dP is a sum of products. Terms of an element are
+    independent, so their squares add up.
+    """
+    call = read(q, k, v, Options(**options), np.float64)
+    flat = (-1, call.q.shape[1], call.v.shape[2])
+    dout, out = (x.astype(np.float64).reshape(flat) for x in (dout, out))
+    lse = reference._lse_from_user(lse.astype(np.float64))
+    dlse = np.zeros_like(lse) if dlse is None else reference._lse_from_user(dlse.astype(np.float64))
+    dbias = None if call.bias is None else np.zeros(call.bias.shape)
+    dsink = None if call.sink_logits is None else np.zeros(call.sink_logits.shape)
+    captured = reference._zeros_of_wrt(call.score_mod)
+    for block in reference._blocks(call):
+        row, key = (block.rows, block.head), (block.keys, block.kv_head)
+        capped, s, visible = reference._scores(call, block)
+        normaliser = np.where(lse[row] == -np.inf, np.inf, lse[row])[:, None]
+        delta = np.abs(dout[row] * out[row]).sum(axis=1, keepdims=True) + np.abs(dlse[row])[:, None]
+        products = np.abs(dout[row]) @ np.abs(call.v[key]).T * reference._dropout(call, block)
+        size = np.exp(s - normaliser) * (products + delta)
+        squares = np.where(visible, size * size, 0)
+        if dbias is not None:
+            place = reference._place(dbias, call, block)
+            dbias[place] += reference._summed_to(dbias[place].shape, squares)
+        if dsink is not None:
+            p_sink = np.exp(reference._sink_logit(call, block) - normaliser)
+            dsink[block.head] += np.square(p_sink * delta).sum()
+        if captured:
+            for x in numpy_eval.partials(
+                *reference._score_arguments(call.score_mod, call, block, capped)
+            ):
+                squared = x._replace(partial=np.square(x.partial))
+                numpy_eval.add_partial(captured[x.name], squared, squares)
+    shape = call.shape_bias
+    return Gradients(
+        dbias=None if dbias is None else np.sqrt(dbias).reshape(shape),
+        dsink_logits=None if dsink is None else np.sqrt(dsink),
+        captured={name: np.sqrt(x) for name, x in captured.items()},
+    )
 
 
 def cancelling_terms(dout, q, k, v, out, lse, rows, **options) -> tuple[float, ...]:
@@ -173,6 +278,8 @@ def cancelling_terms(dout, q, k, v, out, lse, rows, **options) -> tuple[float, .
     """
     scale = abs(scale_of(q, options))
     rows_q, rows_k, _ = rows
+    # Of probabilities before dropout: delta is subtracted where it is 0 too.
+    options = {name: x for name, x in options.items() if name not in ("dropout_p", "seed")}
     size = scale * np.abs(dout.astype(np.float64) * out).sum(axis=-1, keepdims=True)
     one_q = np.abs(q.astype(np.float64)).max(axis=-1, keepdims=True)
     t = np.square(size * one_q)
@@ -189,7 +296,7 @@ def cancelling_terms(dout, q, k, v, out, lse, rows, **options) -> tuple[float, .
 
 
 def check_gradient(call: Backward, n: int, got: np.ndarray) -> None:
-    """`check` of the logical rows of dq, dk or dv (n = 0, 1, 2)."""
+    """`check` of what belongs to sequences in dq, dk or dv (n = 0, 1, 2), or in one of the others."""
     exact, low = call.exact[n], call.low[n]
     if not exact.size:
         return
@@ -197,7 +304,7 @@ def check_gradient(call: Backward, n: int, got: np.ndarray) -> None:
     size = np.sqrt(np.mean(np.square(exact)))
     units = 16 if got.dtype.itemsize == 4 else 0.5
     usual = units * float(ml_dtypes.finfo(got.dtype).eps) * size
-    check(got, exact, low, what=NAMES[n], floor=usual + left if left > usual else None)
+    check(got, exact, low, what=call.names[n], floor=usual + left if left > usual else None)
 
 
 def verify(
@@ -216,7 +323,7 @@ def verify(
     lse, dlse = (None if x is None else framework.array(_dense(x)) for x in (call.lse, call.dlse))
     into = None
     if call.into is not None and framework.writable:
-        into = Gradients(*map(framework.array, call.into))
+        into = _into(call, framework)
     gradients = rawattn.attention_backward(
         dout,
         q,
@@ -225,14 +332,13 @@ def verify(
         out,
         lse,
         seqs=layout(inputs, case, framework),
-        **inputs.options,
+        **options_of(inputs, framework),
         dlse=dlse,
         deterministic=deterministic,
         into=into,
         backend=backend,
     )
     assert isinstance(gradients, Gradients)
-    assert gradients.dbias is None and gradients.dsink_logits is None
     for n, (name, rows) in enumerate(zip(NAMES, call.rows, strict=True)):
         gradient = gradients[n]
         assert type(gradient) is type(q), f"{name}: got {type(gradient)} for a {type(q)}"
@@ -243,13 +349,53 @@ def verify(
             assert not np.any(result[~rows].astype(np.float32) != 0), f"{name}: padding is not 0"
         else:
             assert gradient is into[n], f"into.{name} was given, something else was returned"
-            given = call.into[n]
-            buffer = framework.buffer_of(gradient, given)
-            mine = replace(given, buffer=np.zeros(buffer.shape, bool))
-            mine.view()[rows] = True
-            bits = f"u{buffer.itemsize}"
-            touched = buffer.view(bits) != given.buffer.view(bits)
-            assert not np.any(touched & ~mine.buffer), f"{name}: memory outside its rows changed"
+            check_untouched(name, gradient, call.into[n], rows, framework)
+    verify_others(call, framework, gradients, into)
+
+
+def verify_others(call: Backward, framework: Framework, gradients: Gradients, into: Any) -> None:
+    """The gradients of options' arrays, and that there are no others."""
+    names = {each.name for each in call.others}
+    assert (gradients.dbias is None) == ("dbias" not in names)
+    assert (gradients.dsink_logits is None) == ("dsink_logits" not in names)
+    assert set(gradients.captured or ()) == names - {"dbias", "dsink_logits"}
+    for n, other in enumerate(call.others, len(NAMES)):
+        gradient = other.of(gradients)
+        assert type(gradient) is type(gradients.dq), f"{other.name}: got {type(gradient)}"
+        result = framework.host(gradient)
+        assert result.shape == other.where.shape and result.dtype == other.dtype
+        check_gradient(call, n, result[other.where])
+        unused = result[~other.where]
+        if into is None:
+            assert not np.any(unused.astype(np.float32) != 0), f"{other.name}: not 0 past sequences"
+            continue
+        assert other.into is not None
+        assert gradient is other.of(into), f"into.{other.name} was given, not returned"
+        # Past the sequences it may be left as it was, or be made 0.
+        bits = f"u{unused.itemsize}"
+        canary = np.full(1, CANARY, np.uint8).repeat(unused.itemsize).view(bits)
+        assert np.isin(unused.view(bits), (0, *canary)).all(), f"{other.name}: junk past sequences"
+        everything = np.ones(other.where.shape, bool)
+        check_untouched(other.name, gradient, other.into, everything, framework)
+
+
+def _into(call: Backward, framework: Framework) -> Gradients:
+    arrays = {each.name: framework.array(each.into) for each in call.others if each.into}
+    of_options = {name: arrays.pop(name, None) for name in ("dbias", "dsink_logits")}
+    assert call.into is not None
+    return Gradients(*map(framework.array, call.into), **of_options, captured=arrays or None)
+
+
+def check_untouched(
+    name: str, gradient: Any, given: Strided, rows: np.ndarray, framework: Framework
+) -> None:
+    """Of the buffer that a gradient was written to, all but these rows is as it was."""
+    buffer = framework.buffer_of(gradient, given)
+    mine = replace(given, buffer=np.zeros(buffer.shape, bool))
+    mine.view()[rows] = True
+    bits = f"u{buffer.itemsize}"
+    touched = buffer.view(bits) != given.buffer.view(bits)
+    assert not np.any(touched & ~mine.buffer), f"{name}: memory outside its rows changed"
 
 
 def _dense(array: np.ndarray) -> Strided:

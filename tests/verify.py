@@ -51,6 +51,22 @@ def layout(inputs: Inputs, case: Case | None = None, framework: Framework | None
     return rawattn.SeqLayout(**integers, **inputs.maxima)
 
 
+def options_of(inputs: Inputs, framework: Framework) -> dict[str, Any]:
+    """The other keywords, with arrays of the framework."""
+    options = dict(inputs.options)
+    for name, array in inputs.arrays.items():
+        options[name] = framework.array(array)
+    if framework.name == "jax" and options.get("seed") is not inputs.options.get("seed"):
+        # Without its 64-bit mode JAX has int32 alone.
+        seed = inputs.options["seed"]
+        options["seed"] = framework.integers(seed) if seed.itemsize == 4 else int(seed.item())
+    if inputs.captured:
+        captured = {name: framework.array(array) for name, array in inputs.captured.items()}
+        given = inputs.options["score_mod"].text
+        options["score_mod"] = rawattn.ScoreMod(given.forward, wrt=given.wrt, **captured)
+    return options
+
+
 def run(case: Case, framework: Framework, *, backend: str | None = None) -> Any:
     """Makes the call: (out, lse or None, the given `out` or None, inputs)."""
     inputs = materialise(case)
@@ -63,7 +79,7 @@ def run(case: Case, framework: Framework, *, backend: str | None = None) -> Any:
         k,
         v,
         seqs=layout(inputs, case, framework),
-        **inputs.options,
+        **options_of(inputs, framework),
         return_lse=case.return_lse,
         out=given,
         backend=backend,

@@ -1,0 +1,47 @@
+"""The options that change scores and probabilities, through the public calls on the CPU backend."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests import exhaustive, gradients, verify
+from tests.cases import Case
+from tests.frameworks import NumPy
+from tests.landed import VERBS, lacking, require, without_missing
+from tests.score_arrays import OPTIONS
+from tests.score_cases import curated_scores, random_score_case
+
+NUMPY = NumPy()
+CASES = curated_scores()
+# Of cases that differ in the dtype or the head dim alone, the CPU backend's ways are the same.
+COMMON = exhaustive.mark(CASES, lambda case: {(case.score_options, case.group), case.name.split("-")[0],
+    *(("bias", case.bias.values, case.bias.layout) for _ in "x" if case.bias),
+    *(("mask", case.mask.values, case.mask.layout) for _ in "x" if case.mask)})  # fmt: skip
+SEEDS = [*range(24), *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(24, 200))]
+
+
+@pytest.mark.parametrize("case", COMMON, ids=str)
+def test_forward(case: Case) -> None:
+    require(case, "cpu", "attention")
+    verify.verify(case, NUMPY, backend="cpu")
+
+
+@pytest.mark.parametrize("case", COMMON, ids=str)
+def test_backward(case: Case) -> None:
+    require(case, "cpu")
+    gradients.verify(case, NUMPY, backend="cpu")
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random(seed: int) -> None:
+    case = random_score_case(seed)
+    verify.verify(without_missing(case, "cpu", "attention"), NUMPY, backend="cpu")
+    gradients.verify(without_missing(case, "cpu"), NUMPY, backend="cpu")
+
+
+@pytest.mark.xfail(strict=False, reason="not all options have landed", raises=AssertionError)
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("backend", ["cpu", "cuda"])
+def test_nothing_is_skipped(backend: str, verb: str) -> None:
+    assert set(OPTIONS) >= lacking(backend, verb)
+    assert not lacking(backend, verb)
