@@ -12,6 +12,7 @@ from rawattn._call.layout import SeqLayout
 from rawattn._call.options import Options
 from rawattn._runtime import dispatch
 from rawattn._runtime.verbs import BACKWARD, FORWARD, with_arrays
+from rawattn._scores.score_mod import ScoreMod
 from rawattn._verbs.attention import ArrayT, CommonOptions, no_bool
 
 if TYPE_CHECKING:  # type checkers bring it: nothing is installed for it
@@ -166,8 +167,10 @@ def of_options(
 
 def _differentiated(score_mod: Any) -> dict[int, str]:
     """The captured arrays of a score function whose gradients are wanted, by their places."""
-    wrt = getattr(score_mod, "wrt", ())
-    return {n: name for n, name in enumerate(getattr(score_mod, "arrays", ())) if name in wrt}
+    if not isinstance(score_mod, ScoreMod):
+        return {}
+    wrt = score_mod.text.wrt
+    return {n: name for n, name in enumerate(score_mod.arrays) if name in wrt}
 
 
 def gradients(names: tuple[str, ...], results: Any, score_mod: Any) -> Gradients:
