@@ -13,9 +13,8 @@ import pytest
 
 import rawattn
 from rawattn import Gradients, SeqLayout, attention, attention_backward, plan
-from rawattn._call.options import DEFAULTS
 from rawattn._runtime import planned
-from rawattn._runtime.verbs import FORWARD
+from rawattn._verbs import plan as verbs_plan
 
 RNG = np.random.default_rng(0)
 
@@ -70,7 +69,7 @@ def test_the_backward() -> None:
         ({"k": np.zeros((1, 5, 3, 8), np.float32)}, ValueError, r"^q: got nheads_q = 2"),
         ({"causal": 1}, TypeError, r"^causal: got 1"),
         ({"backend": "tpu"}, ValueError, r"^backend: got 'tpu'"),
-        ({"softcap": 3.0}, NotImplementedError, r"^softcap"),
+        ({"softcap": -1.0}, ValueError, r"^softcap: got -1"),
         ({"q": [1.0]}, TypeError, r"^q: got list"),
     ],
 )
@@ -94,33 +93,88 @@ def test_only_verbs_are_planned() -> None:
         made(q, k, v, k=k)
 
 
+class Machine:
+    """GPUs that a plan is made on, and what is launched there. `Native` of NumPy arrays, which stand for CuPy's."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, device: int = 0) -> None:
+        self.device, self.current = device, [0]
+        self.planned_on: list[int] = []
+        self.launched: list[list[int]] = []
+        cupy = SimpleNamespace(cuda=SimpleNamespace(Device=self._switched))
+        monkeypatch.setitem(sys.modules, "cupy", cupy)
+        monkeypatch.setattr(verbs_plan, "native", lambda framework: self)
+        monkeypatch.setattr(planned.dispatch, "find", self._find)
+        monkeypatch.setattr(planned.streams, "wait", lambda stream, device: None)
+
+    @contextlib.contextmanager
+    def _switched(self, device: int) -> Iterator[None]:
+        self.current.append(device)
+        yield
+        self.current.pop()
+
+    def _find(self, verb: Any, own: Any, read: Any, inputs: Any, *_: Any) -> Any:
+        self.planned_on.append(self.current[-1])
+        results = tuple((inputs[verb.q].shape, inputs[verb.q].dtype) for _ in verb.outputs)
+        prepared = SimpleNamespace(steps=(), own=lambda *_: SimpleNamespace(run=self._run))
+        return SimpleNamespace(copies=None, results=results, prepared=prepared), None
+
+    def _run(self, addresses: list[int], stream: int, integers: Any) -> None:
+        self.launched.append(addresses)
+
+    def current_device(self) -> int:
+        return self.current[-1]
+
+    def read(self, arrays: Any, required: int) -> Any:
+        form = [None if x is None else (x.shape, x.strides, x.dtype, self.device) for x in arrays]
+        addresses = [self.address(x) for x in arrays]
+        flat = tuple(y for x in form for y in ((None,) if x is None else x))
+        return addresses, flat, int(np.bitwise_or.reduce(addresses)), False
+
+    def address(self, x: Any) -> int:
+        return 0 if x is None else int(x.ctypes.data)
+
+    def empty(self, shape: Any, dtype: Any, beside: Any) -> Any:
+        return np.empty(shape, dtype)
+
+    def stream(self, device: int) -> int:
+        return 0
+
+
 @pytest.mark.parametrize("device", [0, 1])
 def test_planning_is_done_on_the_gpu_of_the_arrays(
     device: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where another one is current: kernels are loaded and memory is allocated on the current one."""
-    current, seen = [0], []
+    machine = Machine(monkeypatch, device)
+    plan(attention, *arrays(1, 5, 2, 8))
+    assert machine.planned_on == [device]
+    assert machine.current == [0]
 
-    @contextlib.contextmanager
-    def switched(to: int) -> Iterator[None]:
-        current.append(to)
-        yield
-        current.pop()
 
-    class Planned(Exception):
-        pass
+def aligned(shape: tuple[int, ...], past: int = 0) -> np.ndarray:
+    """Zeros that begin so many bytes past a multiple of 16."""
+    room = np.zeros(int(np.prod(shape)) * 4 + 32, np.uint8)
+    begin = -room.ctypes.data % 16 + past
+    return room[begin : begin + int(np.prod(shape)) * 4].view(np.float32).reshape(shape)
 
-    def find(*_: Any) -> Any:
-        seen.append(current[-1])
-        raise Planned
 
-    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(Device=switched)))
-    monkeypatch.setattr(planned.dispatch, "find", find)
-    own: Any = SimpleNamespace(current_device=lambda: current[-1])
-    form = ((1, 5, 2, 8), (160, 32, 16, 2), np.dtype(np.float16), device) * 3
-    with contextlib.suppress(Planned):
-        planned.GpuPlan(
-            *(FORWARD, own, ([0] * 3, form, 0, False), (None,) * 3, (None,) * 2),
-            *(DEFAULTS, False, tuple),
-        )
-    assert seen == [device]
+def test_arrays_of_options_are_those_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They follow q, k and v, by name or the planned ones; behind the results comes the number of a seed."""
+    machine = Machine(monkeypatch)
+    q, k, v = (aligned((1, 5, 2, 8)) for _ in range(3))
+    bias, sinks = aligned((1, 1, 5, 5), 4), aligned((2,))
+    made = plan(attention, q, k, v, bias=bias, sink_logits=sinks, dropout_p=0.5, seed=7)
+    other, results = aligned((1, 1, 5, 5), 4), None
+    for given, expected in (({}, bias), ({"bias": other}, other)):
+        out = made(q, k, v, **given)
+        *inputs, first, second, seed = machine.launched.pop()
+        assert inputs == [machine.address(x) for x in (q, k, v, expected, sinks)]
+        assert first == machine.address(out)
+        assert results in (None, (first, second))
+        results = (first, second)
+        assert seed == 7
+    with pytest.raises(ValueError, match=r"^bias: begins 8 bytes past .* and 4 when"):
+        made(q, k, v, bias=aligned((1, 1, 5, 5), 8))
+    with pytest.raises(ValueError, match=r"^plan: an array does not begin at a multiple of 16"):
+        made(aligned((1, 5, 2, 8), 4), k, v)
+    assert not machine.launched

@@ -259,8 +259,8 @@ OPTIONS = [
     ),
     Mistake(
         "attention(q, k, v, mask=np.ones((2, 7), bool))",
-        NotImplementedError,
-        "mask: got a ndarray of shape (2, 7)...looks like a padding mask...SeqLayout.from_padding_mask(mask)",
+        ValueError,
+        "mask: got shape (2, 7), expected ...looks like a padding mask...SeqLayout.from_padding_mask(mask)",
     ),
     Mistake(
         "attention(q, k, v, mask=[True])", TypeError, "mask: got [True] (list), expected an array"

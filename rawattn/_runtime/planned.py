@@ -28,7 +28,7 @@ class GpuPlan:
     """A call of `verb` on arrays of one framework on one GPU.
 
     given: the arrays of planning time: inputs, then arrays to write or None.
-    returned: what a call gives back, from the outputs.
+    returned: what a call gives back, from the outputs. values: numbers of options, which kernels take beside the addresses.
     """
 
     def __init__(
@@ -41,11 +41,13 @@ class GpuPlan:
         options: Options,
         flag: bool,
         returned: Callable[[Sequence[Any]], Any],
+        values: Sequence[int] = (),
     ) -> None:
         device: int = read[1][verb.q * 4 + 3]
         self._verb, self._own, self._device, self._returned = verb, own, device, returned
         self._inputs, self._options, self._flag = tuple(inputs), options, flag
         self._count = len(self._inputs)
+        self._values = tuple(values)
         if device != own.current_device():
             import cupy
 
@@ -73,7 +75,8 @@ class GpuPlan:
         self._result = self._returned(self._results)
         self._result_addresses = [0 if x is None else own.address(x) for x in self._results]
         self._form = self._read(self._inputs)[1]
-        self._alignment = _alignment([*read[0], *self._result_addresses])
+        self._alignment = _alignment(self._together(read[0]) | _together(self._result_addresses))
+        self._places = dispatch.places(verb, read[0][: self._count])
         self._mine = self._given = call.prepared.own(own, self._stream, lengths)
         if any(x is None for x in targets):
             self._given = self._writing_callers_arrays(call)
@@ -94,6 +97,9 @@ class GpuPlan:
         addresses, _, together, tracked = read
         if tracked and self._verb.refuses_gradients:
             arrays.refuse_gradients(self._verb.inputs, args)
+        if self._verb.extras:
+            together = self._together(addresses)
+            self._check_places(addresses)
         memory, result = self._mine, self._result
         if out is None:
             addresses += self._result_addresses
@@ -111,6 +117,7 @@ class GpuPlan:
                 f"plan: an array does not begin at a multiple of {self._alignment} bytes, as all did when the call "
                 "was planned; pass aligned arrays, or plan with such ones"
             )
+        addresses += self._values
         stream = own.stream(device)
         if stream not in self._streams:
             self._streams.add(stream)
@@ -129,6 +136,22 @@ class GpuPlan:
             return
         for stream in self._streams:
             streams.order(stream, self._stream, self._device)
+
+    def _together(self, addresses: Sequence[int]) -> int:
+        """Those of the inputs OR-ed together, but for arrays of options, and of what comes after them."""
+        first = self._count - len(self._verb.extras)
+        return _together(addresses[:first]) | _together(addresses[self._count :])
+
+    def _check_places(self, addresses: Sequence[int]) -> None:
+        """Arrays of options are read in words as wide as their places at planning time allow."""
+        verb = self._verb
+        found = dispatch.places(verb, addresses)
+        for name, got, planned in zip(verb.extras, found, self._places, strict=True):
+            if got != planned:
+                raise ValueError(
+                    f"{name}: begins {got} bytes past a multiple of {_WIDEST}, and {planned} when the call was planned; "
+                    "pass an array that begins as the planned one does, or plan with such a one"
+                )
 
     def _read(self, inputs: Sequence[Any]) -> Read:
         read = self._own.read(inputs, self._verb.required)
@@ -254,9 +277,13 @@ class GpuPlan:
         return ValueError("plan: the arrays are not like those that the call was planned with")
 
 
-def _alignment(addresses: Sequence[int]) -> int:
+def _together(addresses: Sequence[int]) -> int:
     together = 0
     for address in addresses:
         together |= address
+    return together
+
+
+def _alignment(together: int) -> int:
     together %= _WIDEST
     return together & -together if together else _WIDEST

@@ -214,6 +214,75 @@ def test_memory_is_freed_with_the_plan() -> None:
             assert pool.used_bytes() == before
 
 
+def _scored(rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """Arrays of options for 4 heads, 200 queries and 200 keys."""
+    return {
+        "bias": rng.standard_normal((1, 4, 200, 200)).astype(np.float16),
+        "mask": rng.random((1, 1, 200, 200)) > 0.3,
+        "alibi_slopes": np.array([0.5, 0.25, 0.125, 0.0625], np.float32),
+        "sink_logits": np.array([1.0, -1.0, 0.5, 0.0], np.float32),
+        "seed": np.array([5]),
+    }
+
+
+@pytest.mark.parametrize("name", ["cupy", "torch"])
+@pytest.mark.parametrize("option", ["bias", "mask", "alibi_slopes", "sink_logits", "seed"])
+def test_arrays_of_options(option: str, name: str) -> None:
+    """Those of planning time, others by name, and new values in place."""
+    framework = framework_of(name)
+    rng = np.random.default_rng(0)
+    given = {key: framework.integers(x) for key, x in _scored(rng).items()}
+    other = framework.integers({**_scored(rng), "seed": np.array([6])}[option])
+    if option == "mask":
+        other[..., 7:20] = False
+    elif option not in ("bias", "seed"):
+        other += 1
+    x = (rng.standard_normal((3, 1, 200, 4, 64)) / 2).astype(np.float16)
+    q, k, v = (framework.integers(each) for each in x)
+    options: dict[str, Any] = {option: given[option], "softcap": 5.0, "return_lse": True}
+    if option == "seed":
+        options["dropout_p"] = 0.3
+    first = bits(rawattn.attention(q, k, v, **options), framework)
+    second = bits(rawattn.attention(q, k, v, **{**options, option: other}), framework)
+    assert first != second
+    plan = rawattn.plan(rawattn.attention, q, k, v, **options)
+    assert bits(plan(q, k, v), framework) == first
+    assert bits(plan(q, k, v, **{option: other}), framework) == second
+    assert bits(plan(), framework) == first
+    given[option][...] = other
+    assert bits(plan(), framework) == second
+
+
+@pytest.mark.parametrize("name", ["cupy", "torch"])
+def test_a_seed_on_the_host_is_that_of_planning_time(name: str) -> None:
+    framework = framework_of(name)
+    x = np.random.default_rng(0).standard_normal((3, 1, 90, 2, 64)).astype(np.float16)
+    q, k, v = (framework.integers(each) for each in x)
+    options: dict[str, Any] = {"dropout_p": 0.5, "seed": 2**63 + 5, "return_lse": True}
+    expected = bits(rawattn.attention(q, k, v, **options), framework)
+    plan = rawattn.plan(rawattn.attention, q, k, v, **options)
+    assert bits(plan(q, k, v), framework) == expected
+    assert bits(rawattn.attention(q, k, v, **{**options, "seed": 5}), framework) != expected
+
+
+def test_gradients_of_arrays_of_options() -> None:
+    rng = np.random.default_rng(0)
+    x = (rng.standard_normal((3, 1, 200, 4, 64)) / 2).astype(np.float16)
+    q, k, v = map(cupy.asarray, x)
+    scored = _scored(rng)
+    options = {key: cupy.asarray(scored[key]) for key in ("bias", "sink_logits")}
+    out, lse = rawattn.attention(q, k, v, **options, return_lse=True)
+    arrays = (out, q, k, v, out, lse)
+    options["deterministic"] = True
+    expected = rawattn.attention_backward(*arrays, **options)
+    plan = rawattn.plan(rawattn.attention_backward, *arrays, **options)
+    for _ in range(2):
+        gradients = plan()
+        for each in ("dq", "dk", "dv", "dbias", "dsink_logits"):
+            got, exact = (getattr(given, each) for given in (gradients, expected))
+            assert got.get().tobytes() == exact.get().tobytes(), each
+
+
 def _second_gpu(name: str) -> Any:
     if cupy.cuda.runtime.getDeviceCount() < 2:
         pytest.skip("one GPU")
