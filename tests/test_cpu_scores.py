@@ -141,6 +141,7 @@ OPTIONS: dict[str, Callable[[Form], dict[str, Any]]] = {
     "mask": lambda form: {"mask": mask_of(form)},
     "alibi_slopes": lambda form: {"alibi_slopes": slopes_of(form)},
     "sink_logits": lambda form: {"sink_logits": sinks_of(form)},
+    "dropout_p": lambda form: {"dropout_p": 0.3, "seed": -(2**60) + 5},
     "window": lambda form: {"window": (3, 1), "sink": 1},
 }
 

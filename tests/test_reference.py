@@ -10,8 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from rawattn import ScoreMod, reference
-from rawattn.reference import _philox
+from rawattn import ScoreMod, _philox, reference
 from tests.reference_rules import (
     GROUPED,
     TILTED,

@@ -8,8 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from rawattn import SeqLayout, reference
-from rawattn.reference import _philox
+from rawattn import SeqLayout, _philox, reference
 from tests.reference_rules import (
     Options,
     arrays_of,

@@ -219,9 +219,19 @@ def _score_gradient(
     where: Where,
     part: Part | None,
 ) -> Array | None:
-    """The same with options, from scaled products and for them. Gives back what they hide too."""
+    """The same with options, from scaled products and for them; p is as `out` has it, after dropout.
+
+    Gives back what is hidden by options too.
+    """
     changed = scores.change(p, where, masked, keep=True)
+    kept = scores.kept(where)
+    scores.drop(ds, where, kept)
+    if kept is not None:
+        ds *= scores.kept_factor
     _softmax_gradient(p, ds, normaliser, delta, changed.hidden)
+    scores.drop(p, where, kept)
+    if kept is not None:
+        p *= scores.kept_factor
     if part is not None:
         part.add_scores(ds, where, changed)
     scores.differentiate(ds, where, changed)

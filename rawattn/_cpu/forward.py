@@ -121,8 +121,12 @@ def _attend_bundle(
     total = np.add.reduce(p, axis=3, keepdims=True)
     if sinks is not None:
         total += np.exp(sinks - row_max)
+    if scores is not None:
+        scores.drop(p, where, scores.kept(where))
     product = multiply_whole(p, values, masked)
     product /= np.maximum(total, 1)
+    if scores is not None and scores.kept_factor != 1:
+        product *= scores.kept_factor
     bundle.rows.write(out, heads_last(product, nheads_q))
     if lse is not None:
         row_max += np.log(total)
@@ -196,7 +200,8 @@ def _attend(problem: Problem, scores: Scores | None, tile: _Tile) -> None:
         p = multiply_transposed(q, k, pieces)
         masked = masked_pairs(problem, tile.diagonal, rows, keys, pieces.shape)
         if scores is not None:
-            masked, _ = scores.change(p, tile.where._replace(keys=keys), masked, keep=False)
+            where = tile.where._replace(keys=keys)
+            masked, _ = scores.change(p, where, masked, keep=False)
         elif masked is not None:
             np.copyto(p, -np.inf, where=masked)
 
@@ -207,9 +212,13 @@ def _attend(problem: Problem, scores: Scores | None, tile: _Tile) -> None:
         running_max = new_max
         total = total * shrink + p.sum(axis=2, keepdims=True)
         out *= shrink
+        if scores is not None:
+            scores.drop(p, where, scores.kept(where))
         out += multiply(pieces.of(p), v, masked)
 
     out /= np.maximum(total, 1)
+    if scores is not None and scores.kept_factor != 1:
+        out *= scores.kept_factor
     by_head(tile.out, nheads_kv)[...] = rows_by_head(out, nheads_q, rows)
     if tile.lse is not None:
         lse = rows_by_head(running_max + np.log(total), nheads_q, rows)

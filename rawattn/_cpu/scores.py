@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from rawattn import _philox
 from rawattn._call.problem import Problem
 from rawattn._cpu.tiles import Array, Floats
 
@@ -63,6 +64,12 @@ class Scores:
             self._slopes = slopes.astype(np.float32).reshape(-1, problem.nheads_q)
         sinks = extras.get("sink_logits")
         self._sinks: Floats | None = None if sinks is None else sinks.astype(np.float32)
+        self._seed: int | None = None
+        if problem.dropout_p > 0:
+            array = extras.get("seed")
+            self._seed = int(extras["seed_value"] if array is None else array.reshape(-1)[0])
+        # What all kept probabilities are multiplied by.
+        self.kept_factor = 1 / (1 - problem.dropout_p)
         # Whether a key may be hidden by its score.
         self._infinite = self._bias is not None or self._slopes is not None
 
@@ -110,6 +117,21 @@ class Scores:
             # A hidden key's score may be NaN, and its slope.
             np.copyto(ds, 0, where=changed.hidden)
 
+    def kept(self, where: Where) -> Bools | None:
+        """Which probabilities dropout keeps, of five axes; None: all of them."""
+        if self._seed is None:
+            return None
+        places = self._places(where)
+        batch, head = (places[name][..., 0, 0] for name in ("batch", "head"))
+        rows, keys = range(*where.rows), range(*where.keys)
+        return _philox.kept(self._seed, self._problem.dropout_p, batch, head, rows, keys)
+
+    def drop(self, tile: Floats, where: Where, kept: Bools | None) -> None:
+        """Zeros where it is not kept; what is kept stays to be multiplied by `kept_factor`."""
+        if kept is not None:
+            scores = where.view(tile, self.nheads_q(where))
+            scores *= kept
+
     def sinks(self, where: Where, rows: int) -> Floats | None:
         """The sink logits of a tile's rows, (key heads, rows, 1), -inf for those that fill it up."""
         if self._sinks is None:
@@ -151,6 +173,20 @@ class Scores:
     def _slopes_of(self, where: Where) -> Floats:
         assert self._slopes is not None
         return self.of_heads(self._slopes[:, :, None, None], where)
+
+    def _places(self, where: Where) -> dict[str, Array]:
+        """Of scores, each with the axes along which it changes, of five."""
+        of = where.sequences
+        batch = np.arange(of.start, of.stop) if isinstance(of, slice) else np.array(of)
+        kv_head = np.arange(*where.kv_heads)[:, None]
+        head = self._group_size * kv_head + np.arange(self._group_size)
+        return {
+            "batch": batch[:, None, None, None, None],
+            "head": head[:, :, None, None],
+            "kv_head": kv_head[:, :, None, None],
+            "q_idx": np.arange(*where.rows)[:, None],
+            "kv_idx": np.arange(*where.keys),
+        }
 
     def _distances(self, where: Where) -> Floats:
         """Of rows' diagonals from keys: (rows, keys)."""

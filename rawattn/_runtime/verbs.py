@@ -85,7 +85,7 @@ def _forward_cpu(
     extras: Extras,
     gradients: Sequence[str],
 ) -> None:
-    _refuse_on_cpu(problem, "score_mod", "dropout_p")
+    _refuse_on_cpu(problem, "score_mod")
     q, k, v = inputs
     out, lse = results
     cpu_forward.forward(problem, lengths, q, k, v, out, lse, extras)
@@ -138,7 +138,7 @@ def _backward_cpu(
     extras: Extras,
     names: Sequence[str],
 ) -> None:
-    _refuse_on_cpu(problem, "score_mod", "dropout_p")
+    _refuse_on_cpu(problem, "score_mod")
     # Sums are made in one order here, always.
     dout, q, k, v, out, lse, dlse = inputs
     dq, dk, dv, *others = results

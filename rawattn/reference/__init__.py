@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from rawattn import _philox
 from rawattn._call.gradients import Gradients
 from rawattn._call.options import Options
 from rawattn._scores import numpy_eval
 from rawattn._scores.score_mod import ScoreMod
-from rawattn.reference import _philox
 from rawattn.reference._call import Array, Call, Modifier, exactly, read
 
 Rounding = Callable[[Array], Array]
@@ -312,9 +312,8 @@ def _dropout(call: Call, block: _Block) -> Any:
     """What the probabilities are multiplied by: 0 or 1 / (1 - dropout_p)."""
     if call.dropout_p == 0:
         return 1
-    kept = _philox.kept(
-        call.seed, call.dropout_p, block.batch, block.head, block.i[:, 0], block.j[0]
-    )
+    rows, keys = range(block.i[0, 0], block.i[-1, 0] + 1), range(block.j.shape[1])
+    kept = _philox.kept(call.seed, call.dropout_p, block.batch, block.head, rows, keys)
     return kept.astype(call.q.dtype) / (1 - call.dropout_p)
 
 
