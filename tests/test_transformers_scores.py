@@ -28,10 +28,8 @@ from tests.transformers_models import (
 pytestmark = pytest.mark.frameworks
 
 masking = transformers.masking_utils
-# Until the CPU backend has them.
-later = pytest.mark.xfail(
-    raises=NotImplementedError, reason="gradients of options of scores, and dropout, on the CPU"
-)
+# Until the CPU backend has it.
+later = pytest.mark.xfail(raises=NotImplementedError, reason="dropout on the CPU")
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +75,6 @@ _SCORED = {
 }
 
 
-@later
 @pytest.mark.parametrize("side", [None, "right", "left", "both"])
 @pytest.mark.parametrize("name", _SCORED)
 def test_trains_as_with_eager(name: str, side: str | None, calls: list[Any]) -> None:
@@ -159,7 +156,6 @@ def test_dropout_keeps_the_mean() -> None:
     assert abs(out.mean() - 1) < 0.03
 
 
-@later
 def test_compiled_with_a_soft_cap() -> None:
     torch._dynamo.reset()
     model, exact = model_of("gemma2", "rawattn"), model_of("gemma2", "eager")
@@ -167,7 +163,6 @@ def test_compiled_with_a_soft_cap() -> None:
     np.testing.assert_allclose(losses(model, steps=3), losses(exact, steps=3), rtol=0, atol=1e-4)
 
 
-@later
 @pytest.mark.parametrize("name", ["llama", "mistral", "bert", "gemma2"])
 def test_padding_between_tokens(name: str, calls: list[Any]) -> None:
     """It takes a mask in memory."""
