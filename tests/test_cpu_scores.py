@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import rawattn
-from rawattn import Gradients, SeqLayout, reference
+from rawattn import Gradients, ScoreMod, SeqLayout, reference
 from rawattn._call.options import Options
 from rawattn.reference._call import read
 from tests.tolerance import check, check_lse, column_orders, low_precision_attention, scale_of
@@ -135,6 +135,20 @@ def sinks_of(form: Form) -> np.ndarray:
     return sinks
 
 
+def score_mod_of(form: Form) -> ScoreMod:
+    """Every place, arrays of several types, a number, hidden keys; two arrays with gradients."""
+    rng = np.random.default_rng(8)
+    return ScoreMod(
+        "where((kv_idx + shift) % 5 == table[kv_head, q_idx] % 3, -inf, "
+        "tanh(score * gain[head]) + slope[batch, kv_idx % 7, 0] * (q_idx - kv_idx) / (seqlen_k + seqlen_q))",
+        gain=rng.uniform(0.5, 1.5, form.nheads_q).astype(DTYPES[form.dtype]),
+        slope=rng.standard_normal((len(form.lens_q), 7, 1), np.float32),
+        table=rng.integers(0, 5, (form.nheads_kv, form.rows[0])),
+        shift=2,
+        wrt=("gain", "slope"),
+    )
+
+
 OPTIONS: dict[str, Callable[[Form], dict[str, Any]]] = {
     "softcap": lambda form: {"softcap": 1.5},
     "bias": lambda form: {"bias": bias_of(form)},
@@ -142,6 +156,7 @@ OPTIONS: dict[str, Callable[[Form], dict[str, Any]]] = {
     "alibi_slopes": lambda form: {"alibi_slopes": slopes_of(form)},
     "sink_logits": lambda form: {"sink_logits": sinks_of(form)},
     "dropout_p": lambda form: {"dropout_p": 0.3, "seed": -(2**60) + 5},
+    "score_mod": lambda form: {"score_mod": score_mod_of(form)},
     "window": lambda form: {"window": (3, 1), "sink": 1},
 }
 
@@ -250,6 +265,12 @@ def verify_backward(form: Form, options: dict[str, Any]) -> None:
         assert got.dtype == options[name].dtype and got.shape == options[name].shape
         lows = tuple(getattr(x, f"d{name}").astype(got.dtype) for x in low)
         check(got, expected, lows, what=f"d{name}")
+    mod = options.get("score_mod")
+    assert set(found.captured or {}) == set(() if mod is None else mod.text.wrt)
+    for name, got in (found.captured or {}).items():
+        assert got.dtype == mod.arrays[name].dtype and got.shape == mod.arrays[name].shape
+        lows = tuple(x.captured[name].astype(got.dtype) for x in low)
+        check(got, exact.captured[name], lows, what=name)
 
 
 @pytest.mark.parametrize("names", ALONE + PAIRS + ALL, ids="+".join)

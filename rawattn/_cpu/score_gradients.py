@@ -6,7 +6,7 @@ of scores, or its key tile with all rows, has of an array; few wait for those be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from threading import Lock
 from typing import Any
@@ -17,6 +17,7 @@ from rawattn._call.problem import Problem
 from rawattn._cpu.scores import Changed, Scores, Where
 from rawattn._cpu.threads import Task
 from rawattn._cpu.tiles import Array, Floats
+from rawattn._scores.numpy_eval import PartialValues
 
 Sums = dict[str, Array]  # by the names of gradients
 
@@ -35,6 +36,9 @@ class Part:
         inner = where.view(ds, totals.scores.nheads_q(where))
         if "dbias" in totals.sums:
             self._add_bias(inner, where)
+        if totals.captured:
+            for each in totals.scores.partials(where, changed):
+                self._add_captured(each, inner)
 
     def add_sinks(self, normaliser: Floats, delta: Floats, where: Where) -> None:
         """Of rows (..., key heads, rows of a group's heads, 1): lse, inf where it is -inf, and dout . out - dlse."""
@@ -50,6 +54,19 @@ class Part:
         )
         found = self.sums.get("dsink_logits")
         self.sums["dsink_logits"] = by_head if found is None else found + by_head
+
+    def _add_captured(self, values: PartialValues, ds: Floats) -> None:
+        name = self._totals.captured[values.name]
+        total = self._totals.sums[name]
+        # A partial derivative may be anything where the key is hidden.
+        seen = ds != 0
+        products = np.where(seen, ds * values.partial, np.float32(0))
+        flat = np.ravel_multi_index(values.indices, total.shape).reshape(-1)
+        first = flat.min(initial=total.size - 1)
+        sums = np.bincount(flat - first, weights=products.reshape(-1))
+        if name not in self.sums:
+            self.sums[name] = np.zeros(total.shape, np.float64)
+        self.sums[name].reshape(-1)[first:][: sums.size] += sums
 
     def _add_bias(self, ds: Floats, where: Where) -> None:
         problem, total = self._totals.problem, self._totals.sums["dbias"]
@@ -87,7 +104,7 @@ def _within(axis: int, span: tuple[int, int], whole: tuple[int, int]) -> slice:
 class Totals:
     """The gradients of a call's options."""
 
-    def __init__(self, problem: Problem, scores: Scores, names: Iterable[str]) -> None:
+    def __init__(self, problem: Problem, scores: Scores, names: Collection[str]) -> None:
         self.problem = problem
         self.scores = scores
         self.sums: Sums = {}
@@ -96,6 +113,13 @@ class Totals:
             self.sums["dbias"] = np.zeros(problem.bias.shape, np.float32)
         if "dsink_logits" in names:
             self.sums["dsink_logits"] = np.zeros(problem.nheads_q, np.float64)
+        # Names of captured arrays and those of their gradients.
+        self.captured: dict[str, str] = {}
+        for n, form in enumerate(problem.captured):
+            name = f"dcaptured{n}"
+            if name in names and scores.score_mod is not None:
+                self.captured[scores.score_mod.arrays[n][0]] = name
+                self.sums[name] = np.zeros(form.given, np.float64)
         self._lock = Lock()
         self._next = 0
         self._done: dict[int, Part | None] = {}
@@ -136,3 +160,5 @@ class Totals:
                 first, _ = part.where.kv_heads
                 group_size = self.problem.nheads_q // self.problem.nheads_kv
                 total[first * group_size :][: values.size] += values.reshape(-1)
+            else:
+                total += values

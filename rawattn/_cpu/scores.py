@@ -15,6 +15,9 @@ from numpy.typing import NDArray
 from rawattn import _philox
 from rawattn._call.problem import Problem
 from rawattn._cpu.tiles import Array, Floats
+from rawattn._scores import numpy_eval
+from rawattn._scores.numpy_eval import PartialValues
+from rawattn._scores.program import ScoreText
 
 Bools = NDArray[np.bool_]
 
@@ -70,8 +73,18 @@ class Scores:
             self._seed = int(extras["seed_value"] if array is None else array.reshape(-1)[0])
         # What all kept probabilities are multiplied by.
         self.kept_factor = 1 / (1 - problem.dropout_p)
+        self.score_mod: ScoreText | None = None
+        if isinstance(problem.score_mod, ScoreText):
+            self.score_mod = problem.score_mod
+            numpy_eval.require_expression(self.score_mod)
+            self._captured = {
+                name: extras[f"captured{n}"] for n, (name, *_) in enumerate(self.score_mod.arrays)
+            }
         # Whether a key may be hidden by its score.
-        self._infinite = self._bias is not None or self._slopes is not None
+        shifts = (self._bias, self._slopes, self.score_mod)
+        self._infinite = any(x is not None for x in shifts)
+        # Whether a derivative needs the scores.
+        self._bends = self._softcap is not None or self.score_mod is not None
 
     def nheads_q(self, where: Where) -> int:
         first, last = where.kv_heads
@@ -87,7 +100,9 @@ class Scores:
             scores /= self._softcap
             np.tanh(scores, out=scores)
             scores *= self._softcap
-        capped = scores.copy() if keep and self._softcap is not None else None
+        capped = scores.copy() if keep and self._bends else None
+        if self.score_mod is not None:
+            scores[...] = numpy_eval.evaluate(*self._arguments(self.score_mod, scores, where))
         if self._bias is not None:
             scores += self.of_heads(self._bias, where).astype(np.float32, copy=False)
         if self._slopes is not None:
@@ -106,16 +121,25 @@ class Scores:
 
     def differentiate(self, ds: Floats, where: Where, changed: Changed) -> None:
         """The gradient of scores becomes that of scaled products."""
-        if changed.capped is None or self._softcap is None:
+        capped = changed.capped
+        if capped is None:
             return
         inner = where.view(ds, self.nheads_q(where))
-        slope = changed.capped / self._softcap
-        slope *= slope
-        np.subtract(1, slope, out=slope)
-        inner *= slope
+        if self.score_mod is not None:
+            inner *= numpy_eval.derivative(*self._arguments(self.score_mod, capped, where))
+        if self._softcap is not None:
+            slope = capped / self._softcap
+            slope *= slope
+            np.subtract(1, slope, out=slope)
+            inner *= slope
         if changed.hidden is not None:
             # A hidden key's score may be NaN, and its slope.
             np.copyto(ds, 0, where=changed.hidden)
+
+    def partials(self, where: Where, changed: Changed) -> list[PartialValues]:
+        """Derivatives of scores with respect to captured arrays; anything where they are hidden."""
+        assert self.score_mod is not None and changed.capped is not None
+        return numpy_eval.partials(*self._arguments(self.score_mod, changed.capped, where))
 
     def kept(self, where: Where) -> Bools | None:
         """Which probabilities dropout keeps, of five axes; None: all of them."""
@@ -169,6 +193,11 @@ class Scores:
         return tuple(
             slice(0, 1) if n == 1 else index for n, index in zip(shape, of_axes, strict=True)
         )
+
+    def _arguments(self, text: ScoreText, scores: Floats, where: Where) -> tuple[Any, ...]:
+        """What the functions of `numpy_eval` take."""
+        places = (*self._places(where).values(), where.len_q, where.len_k)
+        return text, scores, *places, self._captured, self._problem.score_scalars
 
     def _slopes_of(self, where: Where) -> Floats:
         assert self._slopes is not None

@@ -85,16 +85,9 @@ def _forward_cpu(
     extras: Extras,
     gradients: Sequence[str],
 ) -> None:
-    _refuse_on_cpu(problem, "score_mod")
     q, k, v = inputs
     out, lse = results
     cpu_forward.forward(problem, lengths, q, k, v, out, lse, extras)
-
-
-def _refuse_on_cpu(problem: Problem, *names: str) -> None:
-    for name in names:
-        if getattr(problem, name):
-            raise NotImplementedError(f"{name}: the CPU backend of this version does not have it")
 
 
 def _backward_results(
@@ -138,7 +131,6 @@ def _backward_cpu(
     extras: Extras,
     names: Sequence[str],
 ) -> None:
-    _refuse_on_cpu(problem, "score_mod")
     # Sums are made in one order here, always.
     dout, q, k, v, out, lse, dlse = inputs
     dq, dk, dv, *others = results
