@@ -96,9 +96,10 @@ struct ListedQueryTiles : TileSpan {
 };
 
 // A kernel's tiles and how they are found: by lists where kListed, else by the rule of visible keys alone.
-template <bool kListed, class Visible, int kTileQ, int kTileK>
+// kDescending: as of KeyTiles.
+template <bool kListed, class Visible, int kTileQ, int kTileK, bool kDescending = false>
 struct MeetingTiles {
-  using Keys = KeyTiles<Visible, kTileQ, kTileK>;
+  using Keys = KeyTiles<Visible, kTileQ, kTileK, kDescending>;
   using Queries = QueryTiles<Visible, kTileQ, kTileK>;
 
   // Those that a query tile meets.
@@ -112,8 +113,8 @@ struct MeetingTiles {
     return Queries(visible, tile, q.length);
   }
 };
-template <class Visible, int kTileQ, int kTileK>
-struct MeetingTiles<true, Visible, kTileQ, kTileK> {
+template <class Visible, int kTileQ, int kTileK, bool kDescending>
+struct MeetingTiles<true, Visible, kTileQ, kTileK, kDescending> {
   using Keys = ListedKeyTiles<Visible, kTileQ, kTileK>;
   using Queries = ListedQueryTiles<Visible, kTileQ, kTileK>;
 

@@ -17,12 +17,14 @@ struct TileSpan {
 };
 
 // The key tiles that query rows [first, last] meet, which are some of kTileQ rows from `first` on: tiles of sink
-// tokens, then those of the window.
-template <class Visible, int kTileQ, int kTileK>
+// tokens, then those of the window. kDescending: the other way round, for scores that grow towards the diagonal: the
+// softmax meets the largest first, and its running maximum stays where it is.
+template <class Visible, int kTileQ, int kTileK, bool kDescending = false>
 struct KeyTiles : TileSpan {
   Visible visible;
   int first, last;     // rows
   int sinks, skipped;  // tiles between sink tokens and the window
+  int all;             // tiles
 
   DEVICE KeyTiles(const Visible& visible, int first, int last)
       : TileSpan{0, (visible.row(last).right + kTileK) / kTileK},
@@ -39,9 +41,13 @@ struct KeyTiles : TileSpan {
       skipped = window - sinks;
       end -= skipped;
     }
+    all = end;
   }
 
-  DEVICE int tile(int n) const { return n < sinks ? n : n + skipped; }
+  DEVICE int tile(int n) const {
+    if constexpr (kDescending) n = all - 1 - n;
+    return n < sinks ? n : n + skipped;
+  }
   DEVICE int first_key(int n) const { return tile(n) * kTileK; }
   // Of all kTileQ rows, wherever the sequence ends: a constant costs no register.
   DEVICE Edges edges(int n) const {
@@ -50,11 +56,12 @@ struct KeyTiles : TileSpan {
 
   // The same tiles by the same numbers, but for rows [first, last], some of kRows.
   template <int kRows>
-  DEVICE KeyTiles<Visible, kRows, kTileK> of_rows(int first, int last) const {
-    KeyTiles<Visible, kRows, kTileK> own(visible, first, last);
+  DEVICE KeyTiles<Visible, kRows, kTileK, kDescending> of_rows(int first, int last) const {
+    KeyTiles<Visible, kRows, kTileK, kDescending> own(visible, first, last);
     static_cast<TileSpan&>(own) = *this;
     own.sinks = sinks;
     own.skipped = skipped;
+    own.all = all;
     return own;
   }
   // Those of a span that the rows see: none if last < first. Behind sink tokens also what comes before the window.
@@ -66,7 +73,9 @@ struct KeyTiles : TileSpan {
     if (last < first) return {0, 0};
     const KeyTiles own(visible, first, last);
     const int before = own.skipped - skipped;
-    return {visible.sink > 0 ? 0 : before, own.end + before};
+    const TileSpan seen{visible.sink > 0 ? 0 : before, own.end + before};
+    if constexpr (kDescending) return {all - seen.end, all - seen.begin};
+    return seen;
   }
 };
 

@@ -52,7 +52,7 @@ using CopyK = RowCopy<Element, kTileK, kHeadDim, kDepthQk, kPitchQk, kThreads, k
 using CopyV = RowCopy<Element, kTileK, kHeadDimV, kDepthV, kPitchV, kThreads, kCopyBytes>;
 using CopyOut = RowCopy<Element, kTileQ, kHeadDimV, kDepthV, kPitchV, kThreads, kCopyBytes>;
 using Visible = VisibleKeys<kLeft, kRight, kTopLeft>;
-using Tiles = MeetingTiles<kBlockMask, Visible, kTileQ, kTileK>;
+using Tiles = MeetingTiles<kBlockMask, Visible, kTileQ, kTileK, kOneSided>;
 
 constexpr int kSteps = kDepthQk / M::kDepth;
 // Shallow products have many steps, and code for them all would take the compiler longer than it saves the GPU.
