@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,8 +27,6 @@ from tests.transformers_models import (
 pytestmark = pytest.mark.frameworks
 
 masking = transformers.masking_utils
-# Until the CPU backend has it.
-later = pytest.mark.xfail(raises=NotImplementedError, reason="dropout on the CPU")
 
 
 @pytest.fixture(autouse=True)
@@ -56,9 +53,7 @@ def test_options_of_a_layer_reach_the_call(calls: list[Any]) -> None:
     ):
         layer = torch.nn.Module()
         layer.is_causal = True
-        # Whether the option exists or not: what is asked for is what the layer says.
-        with contextlib.suppress(NotImplementedError):
-            ours.forward(layer, x, x, x, **{"attention_mask": None, **given})
+        ours.forward(layer, x, x, x, **{"attention_mask": None, **given})
         seen = calls[-1][got]
         if isinstance(value, torch.Tensor):
             assert seen.data_ptr() == value.data_ptr()
@@ -106,7 +101,6 @@ def test_generates_as_with_eager(name: str, side: str | None, cache: str) -> Non
     assert torch.equal(got, exact)
 
 
-@later
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
@@ -146,7 +140,6 @@ def test_dropout(name: str, sizes: Any, calls: list[Any]) -> None:
     assert {call["dropout_p"] for call in calls} == {0.0}
 
 
-@later
 def test_dropout_keeps_the_mean() -> None:
     layer = torch.nn.Module()
     q, k, v = torch.randn(1, 4, 64, 8), torch.randn(1, 4, 64, 8), torch.ones(1, 4, 64, 8)
