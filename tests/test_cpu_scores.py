@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tracemalloc
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -13,6 +14,8 @@ import pytest
 import rawattn
 from rawattn import Gradients, ScoreMod, SeqLayout, reference
 from rawattn._call.options import Options
+from rawattn._cpu import backward as cpu_backward
+from rawattn._cpu import threads, tiles
 from rawattn.reference._call import read
 from tests.tolerance import check, check_lse, column_orders, low_precision_attention, scale_of
 
@@ -283,3 +286,241 @@ def test_backward_of_bundles(form: Form, names: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("form", TILED, ids=str)
 def test_backward_of_tiles(form: Form, names: tuple[str, ...]) -> None:
     verify_backward(form, options_of(form, names))
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences of a dozen rows and keys have several tiles of each."""
+    monkeypatch.setattr(tiles, "ROWS", 8)
+    monkeypatch.setattr(tiles, "KEYS", 4)
+    monkeypatch.setattr(cpu_backward, "KEYS", 4)
+
+
+SMALL = [
+    Form("dense", (11, 11, 11), (13, 13, 13)),
+    Form("padded", (11, 1, 0, 9), (3, 13, 4, 0), padded=True),
+    Form("ragged", (11, 1, 5, 0), (13, 3, 7, 2), group=True),
+]
+# Which axes of (batch, heads, rows, keys) a bias or mask has; of heads those of keys or of queries.
+PATTERNS = list(itertools.product((False, True), ("one", "keys", "queries"), *[(False, True)] * 2))
+
+
+def narrowed(array: np.ndarray, form: Form, pattern: tuple[Any, ...]) -> np.ndarray:
+    """An array (batch, nheads_q, rows, keys) without the axes that the pattern lacks, or with 1."""
+    batch, heads, rows, keys = pattern
+    nheads = {"one": 1, "keys": form.nheads_kv, "queries": form.nheads_q}[heads]
+    array = array[:, :nheads]
+    for axis, has in ((0, batch), (2, rows), (3, keys)):
+        if not has:
+            array = array.take([3 % array.shape[axis]], axis=axis)
+    return array if batch or nheads > 1 else array[0, 0]
+
+
+@pytest.mark.parametrize("tiled", [False, True], ids=["bundles", "tiles"])
+@pytest.mark.parametrize("form", SMALL, ids=str)
+def test_every_broadcast(request: pytest.FixtureRequest, form: Form, tiled: bool) -> None:
+    if tiled:
+        request.getfixturevalue("small_tiles")
+    rng = np.random.default_rng(3)
+    shape = (len(form.lens_q), form.nheads_q, *form.rows)
+    bias, mask = rng.standard_normal(shape, np.float32), rng.random(shape) < 0.8
+    bias[rng.random(shape) < 0.1] = -np.inf
+    base = options_of(form, ())
+    for n, pattern in enumerate(PATTERNS):
+        options = {"bias": narrowed(bias, form, pattern), **base}
+        if n % 2:
+            options["causal"] = True
+        verify(form, options)
+        verify_backward(form, options)
+        options["mask"] = narrowed(mask, form, PATTERNS[(7 * n + 5) % len(PATTERNS)])
+        verify_backward(form, options)
+
+
+@pytest.mark.parametrize("names", [*ALONE, tuple(OPTIONS)], ids="+".join)
+@pytest.mark.parametrize("form", SMALL, ids=str)
+def test_small_tiles(small_tiles: None, form: Form, names: tuple[str, ...]) -> None:
+    options = options_of(form, names)
+    verify(form, options)
+    verify_backward(form, options)
+
+
+def test_options_of_any_strides() -> None:
+    """Any strides, and axes of stride 0."""
+    form = Form("dense", (11, 11, 11), (13, 13, 13))
+    bias = bias_of(form)
+    turned = np.ascontiguousarray(bias.transpose(3, 1, 0, 2)).transpose(2, 1, 3, 0)
+    spread = np.broadcast_to(bias[:1], bias.shape)
+    for given in (turned, spread, bias[:, :, ::-1]):
+        found, _ = gradients_of(form, {"bias": given})
+        expected, _ = gradients_of(form, {"bias": given.copy()})
+        for name in ("dq", "dk", "dv", "dbias"):
+            np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+
+
+@pytest.mark.parametrize("nkeys", [12, 700])
+@pytest.mark.parametrize("hidden_by", ["mask", "bias", "score_mod"])
+def test_nan_in_a_hidden_key_stays_away(nkeys: int, hidden_by: str) -> None:
+    """In its key where a mask hides it, in its value whatever hides it; other heads see them."""
+    rng = np.random.default_rng(1)
+    q, k, v, dout = rng.standard_normal((4, 2, nkeys, 2, 8), np.float32)
+    bad = 5
+    mask = np.ones((2, 2, nkeys, nkeys), bool)
+    mask[1, 0, :, bad] = False
+    mask[1, 1, : nkeys // 2, bad] = False
+    options: dict[str, Any] = {
+        "mask": {"mask": mask},
+        "bias": {"bias": np.where(mask, 0, -np.inf).astype(np.float32)},
+        "score_mod": {
+            "score_mod": ScoreMod("where(seen[batch, head, q_idx, kv_idx], score, -inf)", seen=mask)
+        },
+    }[hidden_by]
+
+    def results() -> tuple[Any, ...]:
+        out, lse = rawattn.attention(q, k, v, **options, return_lse=True, backend="cpu")
+        found = rawattn.attention_backward(dout, q, k, v, out, lse, **options, backend="cpu")
+        return out, lse, found
+
+    clean, clean_lse, clean_gradients = results()
+    v[1, bad] = np.nan
+    if hidden_by != "bias":  # NaN - inf is NaN, in the contract too
+        k[1, bad] = np.nan
+    out, lse, found = results()
+    seen = np.zeros(out.shape[:3], bool)
+    seen[1, nkeys // 2 :, 1] = True
+    assert np.isnan(out[seen]).all()
+    np.testing.assert_allclose(out[~seen], clean[~seen], atol=1e-6)
+    by_row = lse.swapaxes(1, 2)
+    np.testing.assert_array_equal(by_row[~seen], clean_lse.swapaxes(1, 2)[~seen])
+    assert np.isnan(found.dq[seen]).all()
+    np.testing.assert_allclose(found.dq[~seen], clean_gradients.dq[~seen], atol=1e-5)
+    # Every key of head 1 of the second sequence is seen by rows that see the NaN.
+    for name in ("dk", "dv"):
+        got, expected = getattr(found, name), getattr(clean_gradients, name)
+        np.testing.assert_allclose(got[0], expected[0], atol=1e-5)
+        np.testing.assert_allclose(got[1, :, 0], expected[1, :, 0], atol=1e-5)
+
+
+@pytest.mark.parametrize("seqlen", [12, 700])
+def test_rows_without_keys(seqlen: int) -> None:
+    """Emptied by -inf or a mask: 0, lse -inf or the sink, gradients 0 whatever dout holds."""
+    rng = np.random.default_rng(1)
+    q, k, v, dout = rng.standard_normal((4, 1, seqlen, 2, 8), np.float32)
+    bias = np.zeros((seqlen, seqlen), np.float32)
+    bias[::3] = -np.inf
+    sinks = np.array([-np.inf, 1.5], np.float32)
+    dead = np.arange(seqlen) % 3 == 0
+    dout[0, dead] = np.nan
+    for options in ({"bias": bias}, {"mask": bias == 0}, {"bias": bias, "sink_logits": sinks}):
+        out, lse = rawattn.attention(q, k, v, **options, return_lse=True, backend="cpu")
+        assert not out[0, dead].any() and np.isfinite(out).all()
+        has_sinks = "sink_logits" in options
+        np.testing.assert_array_equal(lse[0, 0, dead], -np.inf)
+        np.testing.assert_array_equal(lse[0, 1, dead], 1.5 if has_sinks else -np.inf)
+        found = rawattn.attention_backward(dout, q, k, v, out, lse, **options, backend="cpu")
+        for gradient in found[:3]:
+            assert np.isfinite(gradient).all()
+        assert not found.dq[0, dead].any()
+        if "bias" in options:
+            assert np.isfinite(found.dbias).all() and not found.dbias[dead].any()
+        if has_sinks:
+            assert found.dsink_logits[0] == 0
+
+
+def test_dead_tiles_before_live_ones() -> None:
+    """Nothing of the keys that a row's first tiles hide is left when it sees one."""
+    q, k, v = np.random.default_rng(2).standard_normal((3, 1, 1300, 1, 16), np.float32)
+    mask = np.zeros((1300, 1300), bool)
+    mask[:, 1200:] = True
+    mask[7] = False
+    mask[9] = np.arange(1300) == 1299
+    form = Form("dead", (1300,), (1300,), nheads_q=1, nheads_kv=1)
+    bias = np.where(mask, np.float32(0), -np.inf).astype(np.float32)
+    for options in ({"mask": mask}, {"bias": bias}, {"mask": mask, "softcap": 3.0}):
+        verify_forward(q, k, v, options, form.logical_q)
+        verify_backward(form, options)
+
+
+@pytest.mark.parametrize("form", [SMALL[0], SMALL[2]], ids=str)
+def test_same_bits_with_any_number_of_threads(
+    small_tiles: None, monkeypatch: pytest.MonkeyPatch, form: Form
+) -> None:
+    monkeypatch.setattr(threads, "WORK_OF_A_THREAD", 1)
+    options = options_of(form, tuple(OPTIONS))
+    options["bias"] = options["bias"][0, 0]  # summed over sequences and heads
+
+    def bits() -> list[bytes]:
+        found, _ = gradients_of(form, options)
+        arrays = [*found[:5], *found.captured.values()]
+        return [x.tobytes() for x in arrays]
+
+    monkeypatch.setattr(threads, "available_threads", lambda: 1)
+    first = bits()
+    for cores in (2, 7, 2):
+        monkeypatch.setattr(threads, "available_threads", lambda cores=cores: cores)
+        assert bits() == first
+
+
+def test_want_dbias_false_and_into() -> None:
+    form = SMALL[1]
+    options = options_of(form, ("bias", "sink_logits", "score_mod"))
+    expected, arrays = gradients_of(form, options)
+    q, k, v, dout, dlse = (arrays[name] for name in ("q", "k", "v", "dout", "dlse"))
+    out, lse = rawattn.attention(q, k, v, **options, return_lse=True, backend="cpu")
+    into = Gradients(
+        dbias=np.full_like(options["bias"], 7),
+        dsink_logits=np.full_like(options["sink_logits"], 7),
+        captured={"gain": np.full_like(options["score_mod"].arrays["gain"], 7)},
+    )
+    call = (dout, q, k, v, out, lse)
+    found = rawattn.attention_backward(*call, dlse=dlse, into=into, **options, backend="cpu")
+    assert found.dbias is into.dbias and found.dsink_logits is into.dsink_logits
+    assert found.captured["gain"] is into.captured["gain"]
+    np.testing.assert_array_equal(found.dbias, expected.dbias)
+    np.testing.assert_array_equal(found.captured["gain"], expected.captured["gain"])
+    np.testing.assert_array_equal(found.captured["slope"], expected.captured["slope"])
+    lean = rawattn.attention_backward(*call, dlse=dlse, want_dbias=False, **options, backend="cpu")
+    assert lean.dbias is None
+    np.testing.assert_array_equal(lean.dq, expected.dq)
+
+
+def test_seed_on_the_host_or_in_an_array() -> None:
+    q, k, v = np.random.default_rng(2).standard_normal((3, 1, 40, 2, 8), np.float32)
+    for seed in (5, -1, 2**63 + 3):
+        out = rawattn.attention(q, k, v, dropout_p=0.4, seed=seed, backend="cpu")
+        same = [seed % 2**64, seed - 2**64]
+        if -(2**63) <= seed < 2**63:
+            same += [np.array([seed]), np.array(seed)]
+        for other in same:
+            again = rawattn.attention(q, k, v, dropout_p=0.4, seed=other, backend="cpu")
+            np.testing.assert_array_equal(again, out)
+
+
+@pytest.mark.parametrize("names", ALONE, ids="+".join)
+def test_memory_is_a_few_tiles(names: tuple[str, ...]) -> None:
+    """Whatever the lengths; all scores would take 64 MiB for each head."""
+    form = Form("dense", (4096,), (4096,), nheads_q=2, nheads_kv=2, headdim=8, headdim_v=8)
+    options = (
+        options_of(form, ())
+        | {
+            "softcap": {"softcap": 2.0},
+            "bias": {"bias": np.zeros(4096, np.float32)},
+            "mask": {"mask": np.ones((4096, 1), bool)},
+            "alibi_slopes": {"alibi_slopes": np.ones(2, np.float32)},
+            "sink_logits": {"sink_logits": np.ones(2, np.float32)},
+            "dropout_p": {"dropout_p": 0.5, "seed": 1},
+            "score_mod": {
+                "score_mod": ScoreMod("score * g[head]", g=np.ones(2, np.float32), wrt="g")
+            },
+            "window": {"window": (2000, 0)},
+        }[names[0]]
+    )
+    q, k, v = form.arrays()
+    out, lse = rawattn.attention(q, k, v, **options, return_lse=True, backend="cpu")
+    tracemalloc.start()
+    try:
+        rawattn.attention(q, k, v, **options, backend="cpu")
+        rawattn.attention_backward(out, q, k, v, out, lse, **options, backend="cpu")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < (16 << 20) * threads.available_threads()
