@@ -12,6 +12,7 @@
 // With kStreamK the last tiles, too few for all blocks, are split by keys (stream-K), and what becomes of them is
 // merged.
 #include "attn/dropout.cuh"
+#include "attn/mask_bits.cuh"
 #include "attn/score_rule.cuh"
 #include "attn/scores.cuh"
 #include "sm90/forward_block.cuh"
@@ -146,16 +147,19 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
     C o[1][kOutBlocks];
     M::A probabilities[kKeyBlocks];
     AddedScores<C, 1, kKeyBlocks> added;
+    SeenKeys<kBlockMask, C, 1, kKeyBlocks> seen;
     KeptBits<C, 1, kKeyBlocks> kept;
     // What a tile needs beside its products, while those are under way.
     const auto prepare = [&](int n) {
       added.load(rule, first_row, own_tiles.first_key(n), self.lane);
+      seen.load(own_tiles, n, first_row, self.lane);
       kept.draw(dropout, first_row, own_tiles.first_key(n), self.lane);
     };
     // Returns whether the output must be rescaled.
     const auto finish = [&](C(&scores)[1][kKeyBlocks], int n) {
       const SoftmaxScore<kScaleFirst> score{p.scores.scale};
       finish_scores(scores, rule, added, score, own_tiles, n, first_row, self.lane);
+      seen.hide(scores, -target::infinity(), self.lane);
       return softmax.update_row_max(scores, added);
     };
     const auto exponentiate = [&](C(&scores)[1][kKeyBlocks]) {

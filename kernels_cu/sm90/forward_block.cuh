@@ -2,12 +2,12 @@
 #pragma once
 
 #include "attn/late_softmax.cuh"
+#include "attn/listed_tiles.cuh"
 #include "attn/params.cuh"
 #include "attn/schedule/stream_k.cuh"
 #include "attn/schedule/queries.cuh"
 #include "attn/sequence.cuh"
 #include "attn/softmax.cuh"
-#include "attn/tiles.cuh"
 #include "attn/visible.cuh"
 #include "ptx/ptx.cuh"
 #include "sm90/pipeline.cuh"
@@ -45,7 +45,8 @@ constexpr int kOutputBytes = kTensorStores ? kBlocksV * kTileRows * 128 : 0;
 using Qk = ptx::Wgmma<Element, kTileK>;
 using Pv = ptx::Wgmma<Element, kDepthV>;
 using Visible = VisibleKeys<kLeft, kRight, kTopLeft>;
-using Keys = KeyTiles<Visible, kClusterQ, kTileK>;
+using Meeting = MeetingTiles<kBlockMask, Visible, kClusterQ, kTileK, kOneSided>;
+using Keys = Meeting::Keys;
 template <bool kLate>
 struct SoftmaxOf {
   using Type = OnlineSoftmax<C, 1>;
@@ -56,7 +57,8 @@ struct SoftmaxOf<true> {
 };
 using Softmax = SoftmaxOf<kLateScaling>::Type;
 
-static_assert(!kStreamK || !(kRagged || kLeft || kRight), "only equal tiles are split");
+static_assert(!kStreamK || !(kRagged || kLeft || kRight || kBlockMask), "only equal tiles are split");
+static_assert(!kBlockMask || kCluster == 1, "a mask's lists are of one block's tiles");
 template <bool kPartial>
 struct ItemOf {
   using Type = WorkTile;
@@ -110,9 +112,8 @@ DEVICE MapRows map_rows(const WorkTile& work, const Span& span, int bound) {
 
 // The key tiles that any block of the cluster needs: all of them visit all of these.
 DEVICE Keys key_tiles_of(const ForwardParams& p, const WorkTile& work) {
-  const int first = work.tile * kClusterQ;
-  const int last = (first + kClusterQ < work.q.length ? first + kClusterQ : work.q.length) - 1;
-  return Keys(Visible(p, work.q.length, work.k.length), first, last);
+  const Visible visible(p, work.q.length, work.k.length);
+  return Meeting::keys(p, visible, work.sequence, work.q, work.head, work.tile);
 }
 // Those of this item.
 DEVICE TileSpan span_of_item(const Keys& key_tiles, const WorkTile&) { return key_tiles; }

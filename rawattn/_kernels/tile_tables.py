@@ -31,7 +31,7 @@ class Schema:
 
 SCHEMAS = {
     "sm90_forward": Schema(
-        ("any", "long", "left"),
+        ("any", "long", "left", "masked"),
         {
             "tile_k": int,
             "consumers": int,

@@ -138,3 +138,34 @@ def test_a_key_that_nobody_sees_may_hold_anything(machine: MakeDevice, keys: Any
         out, lse = run_forward(machine(), "portable", q, k, v, mask=mask)
     np.testing.assert_allclose(out.astype(np.float64), exact, atol=0.02)
     np.testing.assert_allclose(lse, exact_lse, atol=1e-3)
+
+
+HOPPER: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "causal": {"causal": True},
+    "window": {"window": (100, 20)},
+    "sinks-of-windows": {"window": (100, 20), "sink": 7, "align": "top-left"},
+    "bias": {"bias": np.random.default_rng(9).standard_normal((1, 4, 200, 330), np.float32)},
+    "softcap": {"softcap": 1.5, "dropout_p": 0.2, "seed": 3},
+}
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.mark.parametrize("rule", HOPPER)
+def test_hopper(machine: MakeDevice, rule: str, heads: int) -> None:
+    device = machine(arch="sm_90a")
+    q, k, v = arrays(rows=(200, 330))
+    for mask in (blocky(2, heads, 200, 330, block=128), blocky(1, heads, 1, 330)):
+        verify_forward(device, "sm90", q, k, v, mask=mask, **HOPPER[rule])
+    assert device.launched.count("rawattn_sm90_forward") == 2
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("options", [{}, {"causal": True}], ids=str)
+def test_hopper_on_ragged_batches(machine: MakeDevice, options: Any, on_device: bool) -> None:
+    device = machine(arch="sm_90a")
+    seqs = rawattn.SeqLayout(seqstart_q=[0, 170, 170, 330], seqstart_k=[0, 33, 60, 410])
+    q, k, v = (x[0] for x in arrays(rows=(330, 410), batch=1))
+    mask = blocky(3, 2, 180, 360, block=64)
+    verify_forward(device, "sm90", q, k, v, seqs=seqs, mask=mask, on_device=on_device, **options)
+    assert "rawattn_sm90_forward" in device.launched

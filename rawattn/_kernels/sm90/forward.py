@@ -17,7 +17,7 @@ from rawattn._kernels.target import Target
 ENTRY = "rawattn_sm90_forward"
 TILES = "sm90_forward"  # the file of its tile tables
 ARCH = "sm_90a"
-FEATURES = features.names() - {"block_mask", "score_mod"}
+FEATURES = features.names() - {"score_mod"}
 MAX_ROWS = 2**29  # of an array: row bounds of tensor maps are twice as far
 
 # K and V of this much are scheduled together. A fraction of the L2 cache: what is read from DRAM costs power, and power is
@@ -157,8 +157,9 @@ def choose(problem: Problem, target: Target, operands: Operands) -> Config:
     fields = row.fields
     between = operands.strides.get("out", ())[:-1]
     store_bytes = access_bytes(problem.headdim_v * 2, operands.pointers, *between)
-    if problem.max_seqlen_q < LONG_SEQLEN:
-        # Of few queries a cluster's last block has none, and takes a multiprocessor all the same.
+    if problem.max_seqlen_q < LONG_SEQLEN or problem.mask is not None:
+        # Of few queries a cluster's last block has none, and takes a multiprocessor all the same. Under a mask, its
+        # blocks would visit key tiles for each other.
         fields["cluster"] = 1
     # What is added to scores must be there before they are compared.
     fields["late_scaling"] &= problem.bias is None and problem.alibi_slopes is None
@@ -167,7 +168,7 @@ def choose(problem: Problem, target: Target, operands: Operands) -> Config:
     fields["tensor_stores"] &= problem.ragged and store_bytes == 16 and mappable
     known = features.features(problem, operands).known_to(Config)
     # Of equal tiles alone.
-    stream_k = not (problem.ragged or known["left"] or known["right"])
+    stream_k = not (problem.ragged or known["left"] or known["right"] or known["block_mask"])
     return Config(
         element=problem.dtype,
         headdim=problem.headdim,
@@ -211,6 +212,9 @@ def _real(problem: Problem, name: str, operands: Operands) -> Iterator[int]:
 
 
 def _table(problem: Problem) -> str:
+    # Few rows meet fewer tiles of a mask, and whole 16 bytes of its bits are read at once.
+    if problem.mask is not None:
+        return "masked"
     # With a limit on the left a thread has more to remember, and a window is better met by small key tiles.
     if problem.window_left is not None:
         return "left"
@@ -225,6 +229,8 @@ def heads_per_tile(problem: Problem, tile_rows: int) -> int:
     between: it would visit the key tiles of all (docs/notes/hopper-forward.md).
     """
     group = problem.nheads_q // problem.nheads_kv
+    if problem.mask is not None and problem.mask.shape[1] > problem.nheads_kv:
+        group = 1  # each head meets tiles of its own
 
     def fits(heads: int) -> bool:
         rows = tile_rows // heads

@@ -10,7 +10,7 @@ from rawattn._call.problem import Problem
 from rawattn._call.structure import Structure
 from rawattn._kernels import attention_params, params, score_params
 from rawattn._kernels.operands import Operands, Strides
-from rawattn._kernels.portable import repack, schedule
+from rawattn._kernels.portable import mask_tiles, repack, schedule
 from rawattn._kernels.portable.forward import padding
 from rawattn._kernels.sm90 import forward
 from rawattn._kernels.sm90.forward import STORE_ROWS, Config
@@ -51,12 +51,12 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
         times=config.cluster,
     )
     whole = -(-problem.rows_q // config.schedule_rows) * tiles.heads * problem.batch
-    values = {
-        f"forward.{name}": value
-        for name, value in attention_params.forward(
-            problem, structure, operands, config.section_bytes
-        ).items()
-    }
+    inner = attention_params.forward(problem, structure, operands, config.section_bytes)
+    masks = mask_tiles.Masks(problem, structure, operands, inner, target.wave)
+    listed = masks.of_queries(config.tile_q, config.tile_k)
+    launches += masks.steps
+    scratch |= masks.scratch
+    values = {f"forward.{name}": value for name, value in {**inner, **listed.fields}.items()}
     values |= {
         "row_bound_q": row_bound(problem.rows_q),
         "row_bound_k": row_bound(problem.rows_k),
@@ -85,6 +85,7 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
             params=params.fill(params.SM90_FORWARD, values),
             patches=(
                 *patches(params.SM90_FORWARD, **addresses),
+                *listed.patches(params.SM90_FORWARD, "forward."),
                 *attention_params.side_addresses(params.SM90_FORWARD, "forward.", structure),
                 *score_params.patches(problem, params.SM90_FORWARD, "forward."),
             ),
