@@ -50,6 +50,24 @@ def test_a_backward_run_on_a_gpu(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.slow
+def test_a_run_of_score_options_on_a_gpu(tmp_path):
+    path = tmp_path / "a.json"
+    arguments = ["bench", "--suite", "scores", "--filter", "B2 S8192 causal", "--peers", "none"]
+    assert cli.main([*arguments, "--repeats", "3", "--json", str(path)]) == 0
+    report = Report.load(path)
+    kinds = [row.kind for row in report.rows]
+    assert kinds == ["alibi", "causal", "scoremod", "softcap"] * 2
+    for row in report.rows:
+        rate = row.rate("rawattn")
+        assert rate is not None, row.results["rawattn"].reason
+        assert 0.01 < rate / report.matmul_flops < 1
+    measured = [figure for figure in report.bounded() if "over our" in figure.name]
+    assert len(measured) == 2
+    assert all(0.2 < figure.value < 2 for figure in measured)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
 def test_memory_of_a_backward_on_a_gpu():
     slack = 4 / 1024  # 4 KiB: a ragged batch's schedule, and rounding
     found = [figure.value for figure in memory.figures("bfloat16", ())]

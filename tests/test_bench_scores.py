@@ -384,6 +384,12 @@ def test_a_bound_is_held_or_not(bound, others, value, verdict):
     assert f"within their bounds: {kept} of 1 figures" in render.text(report)
 
 
+def test_a_bound_over_a_case_that_did_not_run():
+    report = _report(_row("a", 0.002, (Bound("time", 0.5, True),), "base"))
+    (figure,) = report.bounded()
+    assert (figure.verdict, figure.of) == ("not available", "without base")
+
+
 def test_a_missing_option_is_not_available_with_its_reason():
     report = _report(_row("a", None, (Bound("speed", 1.3, peers=("FA2",)),), FA2=0.001))
     (figure,) = report.bounded()
@@ -430,6 +436,26 @@ def test_the_plot_takes_the_colour_of_the_library(tmp_path, monkeypatch):
         report.peers = order
         render.plot(report, tmp_path / "a.png")
         assert seen == [[render.colour(name) for name in ("rawattn", *order)]]
+
+
+def test_the_plot_has_panels_of_the_suite_without_bases_and_sweeps(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    from matplotlib.axes import Axes
+
+    titles, ticks = [], []
+    monkeypatch.setattr(Axes, "set_title", lambda axis, title, **more: titles.append(title))
+    monkeypatch.setattr(Axes, "set_xticks", lambda axis, at, names, **more: ticks.extend(names))
+    rows = [
+        dataclasses.replace(
+            _row(case.name, 0.002, over=case.over), kind=case.kind, panel=case.panel
+        )
+        for case in score_cases.cases()
+    ]
+    render.plot(_report(*rows), tmp_path / "a.png")
+    panels = ("bias", "masks", "score functions")
+    assert titles == [f"{panel}, {verb}" for verb in ("forward", "backward") for panel in panels]
+    assert ticks[0] == "bias D64\nB1 H2/1\nS4096 heads1\ncausal"
+    assert not any("ref" in tick or "sweep" in tick for tick in ticks)
 
 
 def test_the_command_lists_measures_and_shows_the_suite(monkeypatch, capsys, tmp_path):

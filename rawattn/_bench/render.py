@@ -50,8 +50,8 @@ def plot(report: Report, path: Path) -> None:
 
     panels: dict[str, list[Row]] = defaultdict(list)
     for row in report.rows:
-        if row.kind.endswith("-ref"):
-            continue
+        if row.kind.endswith("-ref") or row.kind == "sweep":
+            continue  # bases, and calls of too little work for a rate to tell anything
         panels[_panel(row)].append(row)
     figure = pictures.Figure(figsize=(12, 3.2 * max(len(panels), 1)), layout="constrained")
     colours = {name: colour(name) for name in (*report.ours, *report.peers)}
@@ -109,13 +109,20 @@ def _bars(axis: Any, report: Report, rows: list[Row], colours: dict[str, str]) -
         bars = axis.bar(lefts, percents, width, color=[colours[name] for name in rates])
         labels = [f"{rate / 1e12:.0f}" for rate in rates.values()]
         axis.bar_label(bars, labels, fontsize=6, padding=1)
-    names = [row.name.removeprefix(f"dense D{row.headdim} ").replace(" ", "\n") for row in rows]
-    axis.set_xticks(range(len(rows)), names, fontsize="small")
+    axis.set_xticks(range(len(rows)), [_tick(row) for row in rows], fontsize="small")
     axis.set_ylabel("% of matrix product\n(labels: TFLOP/s)", fontsize="small")
     axis.set_ylim(0, 105)
     axis.grid(axis="y", alpha=0.3)
     axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)
+
+
+def _tick(row: Row) -> str:
+    """The name of a case, without what the title of its panel says."""
+    if not row.panel:
+        return row.name.removeprefix(f"dense D{row.headdim} ").replace(" ", "\n")
+    words = [word for word in row.name.split() if word not in ("forward", "backward")]
+    return "\n".join(" ".join(words[i : i + 2]) for i in range(0, len(words), 2))
 
 
 def _heading(report: Report) -> str:
@@ -216,7 +223,7 @@ def _whole(value: float | None) -> str:
     return "" if value is None else f"{value:.0f}"
 
 
-_BOUNDED_HEADER = ("figure", "got", "bound", "", "ours, other")
+_BOUNDED_HEADER = ("figure", "got", "bound", "verdict", "ours, other")
 
 
 def _bounded(report: Report) -> list[tuple[str, ...]]:

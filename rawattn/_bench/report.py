@@ -177,6 +177,8 @@ class Report:
         if not ours:
             result = row.results.get(usual)
             figure.of = result.reason if result else "not run"
+        elif other is None:
+            figure.of = f"without {row.over}"
         elif not times:
             figure.of = f"no time of {' or '.join(names)}"
         else:

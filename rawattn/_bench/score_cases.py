@@ -164,7 +164,7 @@ def _sweep(lengths: tuple[int, ...], backward: bool = False) -> list[Case]:
     found = []
     for seqlen in lengths:
         sizes = (1, 2, 1, seqlen, 64)
-        more: dict[str, Any] = {"panel": "1024 keys kept", "priority": 2}
+        more: dict[str, Any] = {"priority": 2}
         kept = _case("sweep", "kept1024", sizes, True, backward, TopK(1024), **more)
         found += _with_base(kept, _case("sweep-ref", "", sizes, True, backward))
     return found
@@ -172,6 +172,6 @@ def _sweep(lengths: tuple[int, ...], backward: bool = False) -> list[Case]:
 
 def _decode() -> list[Case]:
     sizes, keys = (1, 2, 1, 1, 64), 524288
-    more: dict[str, Any] = {"panel": "1024 keys kept", "priority": 2, "seqlen_k": keys}
+    more: dict[str, Any] = {"priority": 2, "seqlen_k": keys}
     kept = _case("sweep", f"keys{keys} kept1024", sizes, True, False, TopK(1024), **more)
     return _with_base(kept, _case("sweep-ref", f"keys{keys}", sizes, True, False, seqlen_k=keys))
