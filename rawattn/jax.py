@@ -20,12 +20,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from rawattn import SeqLayout
+from rawattn._call.gradients import Gradients
 from rawattn._call.hints import NoOthers, hides_unknown, refuse_unknown
 from rawattn._call.layout import Lengths
+from rawattn._call.options import Options
 from rawattn._call.problem import Problem, describe
 from rawattn._interop import xla
 from rawattn._jax import launch
 from rawattn._jax.record import Record, read, with_operands
+from rawattn._kernels.operands import contiguous
+from rawattn._runtime.verbs import FORWARD, with_arrays
+from rawattn._verbs.backward import of_options
 
 if TYPE_CHECKING:  # type checkers bring it: nothing is installed for it
     from typing_extensions import Unpack
@@ -78,8 +83,18 @@ def attention(
         Also return lse, float32, (batch, nheads_q, seqlen_q) or (nheads_q, total_q). It is differentiable too.
     deterministic : bool
         Of the backward: the same bits run after run.
-    bias, mask, alibi_slopes, softcap, score_mod, sink_logits, dropout_p, seed
-        As in `rawattn.attention`: what this version does not have is a NotImplementedError.
+    bias, mask, alibi_slopes, sink_logits : array, optional
+        As in `rawattn.attention`; JAX or NumPy, traced or not. `bias` and `sink_logits` have gradients, the others are
+        constants: what would have a gradient with respect to slopes is a `ScoreMod` that captures them.
+    softcap : float, optional
+        A constant of the compiled program.
+    score_mod : rawattn.ScoreMod, optional
+        Made where the call is traced: its text and its numbers are constants of the program, the arrays that it captures may
+        be traced, and those in its ``wrt`` have gradients.
+    dropout_p : float
+    seed : int or array of one integer
+        An int is a constant of the program, which then drops the same at every run. A traced one, as by
+        ``jax.random.randint(key, (), 0, 2**31 - 1)``, is read when it runs; int32, or int64 in JAX's 64-bit mode.
 
     Returns
     -------
@@ -97,9 +112,13 @@ def attention(
     There is no `out`, since JAX's arrays do not change, and no `backend`: a call runs where the program does, on a
     GPU in its kernels' stream, on the CPU in NumPy.
 
-    `jax.vmap` makes the mapped axis a part of the batch, copying what is not mapped. A packed batch cannot be mapped:
-    NotImplementedError. There are no forward-mode and no second derivatives. Under a sharded `jit` use
-    `jax.shard_map`, so that each device calls for its own shard.
+    `jax.vmap` makes the mapped axis a part of the batch, copying what is not mapped; of `bias`, `mask` and `alibi_slopes`
+    with no batch of their own only what a gradient is taken of. What the calls of a map cannot share is a NotImplementedError
+    that names it: a packed batch, `dropout_p`, a `score_mod` that reads `batch`, mapped `sink_logits` or captured arrays, and
+    gradients of these. `jax.lax.map` takes them all.
+
+    There are no forward-mode and no second derivatives. Under a sharded `jit` use `jax.shard_map`, so that each device calls
+    for its own shard.
 
     Examples
     --------
@@ -122,18 +141,39 @@ def attention(
                 f"{name}: got {type(array).__module__}.{type(array).__qualname__}; accepted are JAX arrays, traced or "
                 f"not, and NumPy arrays"
             )
-    problem, lengths = describe(
-        q, k, v, framework="jax", seqs=seqs, causal=causal, align=align, window=window, sink=sink, scale=scale, bias=bias,
-        mask=mask, alibi_slopes=alibi_slopes, softcap=softcap, score_mod=score_mod, sink_logits=sink_logits,
-        dropout_p=dropout_p, seed=_untraced(seed), num_splits=num_splits,
+    options = Options(
+        seqs, causal, align, window, sink, scale, bias, mask, alibi_slopes, softcap, score_mod, sink_logits, dropout_p,
+        seed, num_splits,
     )  # fmt: skip
+    # The gradients of options' arrays that a backward gives.
+    gradients, _ = of_options(Gradients(), options, None)
+    verb, arrays, values, options = with_arrays(FORWARD, options)
+    for name, array in zip(verb.extras, arrays, strict=True):
+        if not isinstance(array, (jax.Array, np.ndarray)):
+            raise TypeError(f"{name}: got {_type(array)}; accepted are JAX and NumPy arrays")
+    named = {name: _Form(x) for name, x in zip(verb.extras, arrays, strict=True)}
+    problem, lengths = describe(q, k, v, options, "jax", named)
+    more = verb.extras, gradients, values[0] if values else None
     if lengths.on_host:
-        text, integers = _constant(problem, lengths, return_lse, deterministic), ()
+        text, integers = _constant(problem, lengths, return_lse, deterministic, *more), ()
     else:
-        lengths, arrays = with_operands(lengths)
-        integers = tuple(map(_as_jax, arrays))
-        text = Record(problem, lengths, return_lse, deterministic).text
-    return _function(text)(*_alike(q, k, v), integers)
+        lengths, traced = with_operands(lengths)
+        integers = tuple(map(_as_jax, traced))
+        text = _record(problem, lengths, return_lse, deterministic, *more).text
+    q, k, v, *alike = _alike(q, k, v, *arrays)
+    return _function(text)(q, k, v, tuple(alike), integers)
+
+
+class _Form:
+    """What a description asks of an array of an option: that of a tracer has no strides."""
+
+    def __init__(self, array: Any) -> None:
+        self.shape, self.dtype = tuple(array.shape), np.dtype(array.dtype)
+        self.strides = contiguous(self.shape, self.dtype.itemsize)
+
+
+def _type(x: object) -> str:
+    return f"{type(x).__module__}.{type(x).__qualname__}"
 
 
 def _alike(*arrays: Any) -> tuple[Any, ...]:
@@ -158,15 +198,32 @@ def _varying(type_of_array: Any) -> frozenset[str]:
     return axes
 
 
-def _untraced(seed: Any) -> Any:
-    """A traced seed has no value to check, and none is used: no option that takes one exists yet."""
-    return 0 if xla.is_traced(seed) and seed.size == 1 and seed.dtype.kind == "i" else seed
-
-
 @functools.lru_cache(maxsize=1024)
-def _constant(problem: Problem, lengths: Lengths, lse: bool, deterministic: bool) -> str:
+def _constant(
+    problem: Problem,
+    lengths: Lengths,
+    lse: bool,
+    deterministic: bool,
+    options: tuple[str, ...],
+    gradients: tuple[str, ...],
+    seed: int | None = None,
+) -> str:
     """The text of a call without operands. A layout bound to the same shapes again is the same object."""
-    return Record(problem, lengths, lse, deterministic).text
+    return _record(problem, lengths, lse, deterministic, options, gradients, seed).text
+
+
+def _record(
+    problem: Problem,
+    lengths: Lengths,
+    lse: bool,
+    deterministic: bool,
+    options: tuple[str, ...],
+    gradients: tuple[str, ...],
+    seed: int | None = None,
+) -> Record:
+    """Of a forward, that knows which gradients its backward gives."""
+    more = {"options": options, "gradients": gradients, "seed": seed}
+    return Record(problem, lengths, lse, deterministic, **more)  # type: ignore[arg-type]
 
 
 def _as_jax(integers: Any) -> Any:
@@ -186,24 +243,35 @@ def _as_jax(integers: Any) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def _function(text: str) -> Any:
-    """A function of q, k, v and the operands, differentiable with respect to the first three."""
+    """A function of q, k, v, the arrays of options and the operands.
+
+    It is differentiable with respect to the first three and to the arrays whose gradients the record names.
+    """
     record = read(text)
     saving = replace(record, lse=True)
     pulling = replace(record, backward=True)
+    places = {name: n for n, name in enumerate(record.options)}
+    differentiated = [places[name.removeprefix("d")] for name in record.gradients]
 
     @jax.custom_vjp  # type: ignore[untyped-decorator]  # JAX is not typed here
-    def attention(q: Any, k: Any, v: Any, integers: tuple[Any, ...]) -> Any:
-        results = _call(record, (q, k, v, *integers))
+    def attention(
+        q: Any, k: Any, v: Any, options: tuple[Any, ...], integers: tuple[Any, ...]
+    ) -> Any:
+        results = _call(record, (q, k, v, *options, *integers))
         return results if record.lse else results[0]
 
-    def forward(q: Any, k: Any, v: Any, integers: tuple[Any, ...]) -> Any:
-        out, lse = _call(saving, (q, k, v, *integers))
-        return (out, lse) if record.lse else out, (q, k, v, out, lse, integers)
+    def forward(q: Any, k: Any, v: Any, options: tuple[Any, ...], integers: tuple[Any, ...]) -> Any:
+        out, lse = _call(saving, (q, k, v, *options, *integers))
+        return (out, lse) if record.lse else out, (q, k, v, out, lse, options, integers)
 
     def backward(saved: Any, gradients: Any) -> Any:
-        *arrays, integers = saved
+        *arrays, options, integers = saved
         dout, *dlse = gradients if record.lse else (gradients,)
-        return (*_call(pulling, (dout, *arrays, *dlse, *integers)), None)
+        found = _call(pulling, (dout, *arrays, *dlse, *options, *integers))
+        of_options: list[Any] = [None] * len(options)
+        for place, gradient in zip(differentiated, found[3:], strict=True):
+            of_options[place] = gradient
+        return (*found[:3], tuple(of_options), None)
 
     attention.defvjp(forward, backward)
     return jax.jit(attention, inline=True)
@@ -229,21 +297,64 @@ def _call(record: Record, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
                 "jax.vmap: a packed batch (seqs with seqstart_q) cannot be mapped; put the sequences of all calls into "
                 "one packed batch, or use jax.lax.map"
             )
-        folded = record.folded(size)
-        inputs = []
-        for array, given, like in zip(arrays, is_mapped, folded.inputs, strict=True):
-            whole = array if given else jnp.broadcast_to(array, (size, *array.shape))
-            if whole.size != math.prod(like[0]):  # cumulative lengths
-                whole = jnp.diff(whole, axis=1)
-            inputs.append(whole.reshape(like[0]))
+        options = dict(enumerate(record.options, record.first_option))
+        # A gradient is wanted for each call by itself.
+        given_once = {
+            name
+            for n, name in options.items()
+            if not is_mapped[n]
+            and record.form(name).shape[0:1] == (1,)
+            and not (record.backward and f"d{name}" in record.gradients)
+        }
+        folded = record.folded(size, given_once)
+        inputs = [
+            _of_calls(array, size, given, like[0], record, options.get(n))
+            for n, (array, given, like) in enumerate(
+                zip(arrays, is_mapped, folded.inputs, strict=True)
+            )
+        ]
         results = tuple(
-            result.reshape(size, *shape)
+            _of_each(result, size, shape)
             for result, (shape, _) in zip(_call(folded, tuple(inputs)), record.outputs, strict=True)
         )
         return results, (True,) * len(results)
 
     results: tuple[Any, ...] = call(*arrays)
     return results
+
+
+def _of_calls(
+    array: Any,
+    size: int,
+    is_mapped: bool,
+    shape: tuple[int, ...],
+    record: Record,
+    option: str | None,
+) -> Any:
+    """An array of all calls of a map, in the shape that it has in the one that is made of them. option: its name, if it is
+    one of an option."""
+    if option is not None and not is_mapped and array.shape == shape:  # one for all calls
+        return array
+    whole = array if is_mapped else jnp.broadcast_to(array, (size, *array.shape))
+    if option is None:
+        if whole.size != math.prod(shape):  # cumulative lengths
+            whole = jnp.diff(whole, axis=1)
+        return whole.reshape(shape)
+    if option not in ("bias", "mask", "alibi_slopes"):
+        name = "score_mod" if option.startswith("captured") else option
+        raise NotImplementedError(
+            f"{name}: jax.vmap of its array is not possible, since a call has one for all of its batch; use jax.lax.map"
+        )
+    own = record.form(option).shape
+    each = jnp.broadcast_to(whole.reshape(size, *own), (size, record.problem.batch, *own[1:]))
+    return each.reshape(shape)
+
+
+def _of_each(result: Any, size: int, shape: tuple[int, ...]) -> Any:
+    """What each call of a map gives: a gradient of what its batch shares is the sum over that."""
+    if result.size == size * math.prod(shape):
+        return result.reshape(size, *shape)
+    return result.reshape(size, -1, *result.shape[1:]).sum(1).reshape(size, *shape)
 
 
 # XLA calls these as long as the process lives.

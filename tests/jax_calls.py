@@ -9,12 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import rawattn.jax
+from rawattn import Gradients
 from tests.autograd import CASES, dlse_of, verify
 from tests.cases import Case, dense, padded, ragged
 from tests.frameworks import Jax
-from tests.gradients import backward_of
+from tests.gradients import backward_of, verify_others
+from tests.score_cases import curated_scores
 from tests.tolerance import check, check_lse
-from tests.verify import expected, layout
+from tests.verify import expected, layout, options_of
 
 GRADIENT_CASES = [
     *CASES,
@@ -73,6 +75,62 @@ def verify_gradients(case: Case, platform: str, **given: Any) -> None:
 
     verify(call, framework, jax.jit(gradients)(arrays, incoming))
     verify(call, framework, gradients(arrays, incoming))
+
+
+_NAMES = ("softcap", "score-mod", "bias", "alibi-slopes", "mask", "sink-logits", "dropout-p")
+_WANTED = {
+    *(f"{name}-{kind}-bfloat16" for name in _NAMES for kind in ("packed", "padded")),
+    *(f"{name}-{dtype}" for name in _NAMES for dtype in ("float16", "float32")),
+    "every-option-bfloat16", "every-option-packed-bfloat16", "seed-int32-0-bfloat16", "seed-int32-1-bfloat16",
+    "bias-axes-1kv1k-bfloat16", "bias-axes-bqr1-bfloat16", "bias-of-keys-once-bfloat16", "bias-no-keys-bfloat16",
+    "mask-empty-batch-bfloat16", "score-table-float32", "slopes-1-bfloat16",
+}  # fmt: skip
+SCORE_CASES = [case for case in curated_scores() if str(case) in _WANTED]
+assert len(SCORE_CASES) == len(_WANTED), _WANTED - {str(case) for case in SCORE_CASES}
+
+
+def verify_scores(case: Case, platform: str) -> None:
+    """Values and gradients with options whose arrays are traced, and with constant ones."""
+    call, framework, exact = backward_of(case), Jax(platform), expected(case)
+    inputs, seqs = call.inputs, layout(call.inputs)
+    arrays, incoming = (
+        arrays_of(case, platform),
+        (framework.array(call.dout), framework.array(dlse_of(call))),
+    )
+    given = options_of(inputs, framework)
+    mod = given.pop("score_mod", None)
+    of_options = {name: x for name, x in given.items() if isinstance(x, jax.Array)}
+    constants = {name: x for name, x in given.items() if name not in of_options}
+    differentiated = {
+        name: of_options.pop(name) for name in ("bias", "sink_logits") if name in of_options
+    }
+    captured = {} if mod is None else dict(mod.arrays)
+
+    def run(arrays: Any, differentiated: Any, captured: Any, of_options: Any) -> Any:
+        options = {**constants, **of_options}
+
+        def attention(arrays: Any, differentiated: Any, captured: Any) -> Any:
+            more = {}
+            if mod is not None:
+                more["score_mod"] = rawattn.ScoreMod(mod.text.forward, wrt=mod.text.wrt, **captured)
+            return rawattn.jax.attention(
+                *arrays, seqs=seqs, return_lse=True, **options, **differentiated, **more
+            )
+
+        results, pull = jax.vjp(attention, arrays, differentiated, captured)
+        return results, pull(incoming)
+
+    for traced in (True, False):
+        program = jax.jit(run) if traced else run
+        results, (of_qkv, *found) = program(arrays, differentiated, captured, of_options)
+        out, lse = map(framework.host, results)
+        check(out[inputs.rows], exact.out, exact.low_out, what="out")
+        check_lse(lse.swapaxes(-1, -2)[inputs.rows], exact.lse, exact.low_lse)
+        of_captured = {name: x for name, x in found[1].items() if name in call.names}
+        of_options_too = [found[0].get(name) for name in ("bias", "sink_logits")]
+        gradients = Gradients(*of_qkv, *of_options_too, of_captured or None)
+        verify(call, framework, gradients)
+        verify_others(call, framework, gradients, None)
 
 
 LENGTH_CASES = [

@@ -21,13 +21,17 @@ import jax.numpy as jnp
 
 import rawattn.jax
 from rawattn import reference
+from rawattn._call.options import Options
 from rawattn._cpu import forward as cpu_forward
 from rawattn._jax import record
+from rawattn._runtime.verbs import FORWARD, with_arrays
+from rawattn._verbs.backward import of_options
 from tests import jax_calls
 from tests.autograd import PAGE
 from tests.bad_calls import BAD_CALLS, Bad, check_refused
 from tests.cases import Case
 from tests.frameworks import Jax
+from tests.landed import require
 from tests.verify import layout
 
 pytestmark = pytest.mark.frameworks
@@ -64,6 +68,12 @@ def test_forward(case: Case) -> None:
 @pytest.mark.parametrize("case", jax_calls.GRADIENT_CASES, ids=str)
 def test_gradients(case: Case) -> None:
     jax_calls.verify_gradients(case, "cpu")
+
+
+@pytest.mark.parametrize("case", jax_calls.SCORE_CASES, ids=str)
+def test_scores(case: Case) -> None:
+    require(case, "cpu")
+    jax_calls.verify_scores(case, "cpu")
 
 
 def test_in_the_middle_of_a_program() -> None:
@@ -110,8 +120,8 @@ def test_mistakes_are_refused(bad: Bad, traced: bool) -> None:
         ({"return_lse": 1}, TypeError, "return_lse: got int"),
         ({"deterministic": None}, TypeError, "deterministic: got NoneType"),
         ({"num_splits": 2}, NotImplementedError, "num_splits: got 2"),
-        ({"softcap": 3.0}, NotImplementedError, "softcap: got 3.0"),
-        ({"dropout_p": 0.1, "seed": 3}, NotImplementedError, "dropout_p: got 0.1"),
+        ({"softcap": -3.0}, ValueError, "softcap: got -3.0"),
+        ({"dropout_p": 0.1, "seed": True}, TypeError, "seed: got True"),
         ({"out": None}, TypeError, "out"),
         ({"backend": "cpu"}, TypeError, "backend"),
     ],
@@ -127,15 +137,42 @@ def test_options_that_are_refused(
 
 
 @pytest.mark.parametrize("name", ["bias", "mask", "alibi_slopes", "sink_logits"])
-def test_traced_options_are_refused_by_name(name: str) -> None:
+def test_traced_options_of_a_wrong_shape_are_refused_by_name(name: str) -> None:
     q = arrays(1, 9, 2, 16)[0]
 
     @jax.jit
     def call(q: Any, option: Any) -> Any:
         return rawattn.jax.attention(q, q, q, **{name: option})
 
-    with pytest.raises(NotImplementedError, match=f"^{name}: got a "):
-        call(q, jnp.ones(2, bool if name == "mask" else "float32"))
+    with pytest.raises(ValueError, match=rf"^{name}: got shape \(3,\), expected "):
+        call(q, jnp.ones(3, bool if name == "mask" else "float32"))
+
+
+def test_an_option_that_is_no_array_of_jax_is_refused() -> None:
+    q = arrays(1, 9, 2, 16)[0]
+    torch = pytest.importorskip("torch")
+    with pytest.raises(TypeError, match=r"^bias: got torch\.Tensor; accepted are JAX and NumPy"):
+        rawattn.jax.attention(q, q, q, bias=torch.zeros(9, 9))
+
+
+def test_a_traced_seed_draws_anew() -> None:
+    q, k, v = arrays(2, 33, 4, 16)
+
+    @jax.jit
+    def call(key: Any) -> Any:
+        seed = jax.random.randint(key, (), 0, 2**31 - 1)
+        return rawattn.jax.attention(q, k, v, dropout_p=0.5, seed=seed)
+
+    keys = jax.random.split(jax.random.key(0), 2)
+    first, second = call(keys[0]), call(keys[1])
+    assert not bool((first == second).all())
+    assert bool((call(keys[0]) == first).all())
+    exact = rawattn.jax.attention(
+        q, k, v, dropout_p=0.5, seed=int(jax.random.randint(keys[0], (), 0, 2**31 - 1))
+    )
+    assert bool((first == exact).all())
+    with pytest.raises(TypeError, match=r"^seed: got dtype uint32, expected int32 or int64"):
+        rawattn.jax.attention(q, k, v, dropout_p=0.5, seed=jnp.uint32(3))
 
 
 def test_what_is_no_array_of_jax_is_refused() -> None:
@@ -219,6 +256,82 @@ def test_vmap_of_padded_batches(lengths: dict[str, Any]) -> None:
             np.testing.assert_allclose(np.asarray(a[n]), np.asarray(b), atol=1e-6)
 
 
+@pytest.mark.parametrize("axes", [(0, 0, 0), (0, None, None), (None, 0, None)], ids=str)
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        {"bias": (1, 4, 9, 9), "mask": (9, 9), "alibi_slopes": (4,)},
+        {"bias": (2, 1, 1, 9), "mask": (2, 1, 9, 9), "alibi_slopes": (2, 4)},
+        {"bias": (4, 9, 1), "mask": (2, 4, 1, 9), "alibi_slopes": (4,)},
+    ],
+    ids=str,
+)
+def test_vmap_of_options(shapes: dict[str, Any], axes: tuple[Any, ...]) -> None:
+    """What one call after another gives, with gradients of the bias for each call."""
+    q, k, v = arrays(3, 2, 9, 4, 16)
+    rng = np.random.default_rng(3)
+    given = {
+        name: jnp.asarray(rng.standard_normal((3, *shape)) > 0 if name == "mask" else rng.standard_normal((3, *shape)),
+                          bool if name == "mask" else "float32")
+        for name, shape in shapes.items()
+    }  # fmt: skip
+    names = tuple(given)
+    mapped_axes = dict(zip(names, axes, strict=True))
+
+    def loss(q: Any, options: Any) -> Any:
+        return (rawattn.jax.attention(q, k[0], v[0], **options) ** 2).sum()
+
+    def each(n: int) -> Any:
+        options = {x: given[x][n if mapped_axes[x] == 0 else 0] for x in names}
+        return jax.value_and_grad(loss, argnums=(0, 1), allow_int=True)(q[n], options)
+
+    options = {x: given[x] if mapped_axes[x] == 0 else given[x][0] for x in names}
+    run = jax.vmap(
+        jax.value_and_grad(loss, argnums=(0, 1), allow_int=True), in_axes=(0, mapped_axes)
+    )
+    values, (of_q, of_options) = jax.jit(run)(q, options)
+    for n in range(3):
+        value, (slope_q, slope_options) = each(n)
+        np.testing.assert_allclose(np.asarray(values[n]), np.asarray(value), rtol=2e-5)
+        np.testing.assert_allclose(np.asarray(of_q[n]), np.asarray(slope_q), rtol=2e-5, atol=2e-5)
+        got, exact = np.asarray(of_options["bias"][n]), np.asarray(slope_options["bias"])
+        np.testing.assert_allclose(got, exact, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("dropout_p", {"dropout_p": 0.5, "seed": 3}),
+        ("score_mod", {"score_mod": rawattn.ScoreMod("score + batch")}),
+    ],
+)
+def test_vmap_of_what_depends_on_the_batch_is_refused(name: str, options: Any) -> None:
+    q = arrays(3, 2, 9, 4, 16)[0]
+    with pytest.raises(NotImplementedError, match=rf"^{name}: jax\.vmap .*; use jax\.lax\.map"):
+        jax.vmap(lambda q: rawattn.jax.attention(q, q, q, **options))(q)
+
+
+def test_vmap_of_sink_logits() -> None:
+    q = arrays(3, 2, 9, 4, 16)[0]
+    logits = jnp.asarray(np.random.default_rng(0).standard_normal((3, 4)), "float32")
+
+    def call(q: Any, logits: Any) -> Any:
+        return rawattn.jax.attention(q, q, q, sink_logits=logits)
+
+    shared = jax.vmap(call, in_axes=(0, None))(q, logits[0])
+    for n in range(3):
+        np.testing.assert_allclose(
+            np.asarray(shared[n]), np.asarray(call(q[n], logits[0])), atol=1e-6
+        )
+    with pytest.raises(NotImplementedError, match=r"^sink_logits: jax\.vmap"):
+        jax.vmap(call)(q, logits)
+    slope = jax.grad(lambda q, x: call(q, x).sum(), argnums=1)
+    with pytest.raises(NotImplementedError, match=r"^sink_logits: jax\.vmap"):
+        jax.vmap(slope, in_axes=(0, None))(q, logits[0])
+    found = jax.lax.map(lambda x: slope(*x), (q, logits))
+    np.testing.assert_allclose(np.asarray(found[1]), np.asarray(slope(q[1], logits[1])), atol=1e-5)
+
+
 def test_vmap_of_a_packed_batch_is_refused() -> None:
     q = arrays(3, 9, 4, 16)[0]
     seqs = rawattn.SeqLayout(seqstart_q=[0, 4, 9])
@@ -270,19 +383,29 @@ def test_equal_layouts_share_a_program() -> None:
     assert rawattn.jax._function.cache_info().currsize == functions + 1
 
 
-@pytest.mark.parametrize("case", jax_calls.CASES_OF_FORWARD, ids=str)
+@pytest.mark.parametrize("case", [*jax_calls.CASES_OF_FORWARD, *jax_calls.SCORE_CASES], ids=str)
 @pytest.mark.parametrize("traced", [False, True])
 def test_a_record_is_what_its_text_says(case: Case, traced: bool) -> None:
     inputs = jax_calls.backward_of(case).inputs
     qkv = [x.view() for x in (inputs.q, inputs.k, inputs.v)]
-    problem, lengths = rawattn.jax.describe(*qkv, seqs=layout(inputs), **inputs.options)
+    options = Options(seqs=layout(inputs), **inputs.options)
+    gradients, _ = of_options(rawattn.Gradients(), options, None)
+    verb, given, values, options = with_arrays(FORWARD, options)
+    named = dict(zip(verb.extras, given, strict=True))
+    problem, lengths = rawattn.jax.describe(*qkv, options, arrays=named)
     if traced:
         lengths, _ = record.with_operands(lengths)
     for backward in (False, True):
-        written = record.Record(problem, lengths, True, backward, backward)
+        more = verb.extras, gradients, *values
+        written = record.Record(problem, lengths, True, backward, backward, *more)
         read = record.read(written.text)
         assert read.text == written.text
         assert read.problem == problem
+        assert (read.options, read.gradients, (read.seed,)) == (
+            verb.extras,
+            gradients,
+            values or (None,),
+        )
         assert (read.inputs, read.outputs) == (written.inputs, written.outputs)
         assert read.lse and read.deterministic is backward is read.backward
         assert read.operands == written.operands

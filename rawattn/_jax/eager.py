@@ -18,12 +18,15 @@ _MAX_PROGRAMS = 512
 def takes(inputs: Sequence[Any], targets: Sequence[Any], options: Options) -> bool:
     """Whether a call is one for a program: dense JAX arrays on a GPU, with results of JAX's own.
 
-    Lengths would be constants of the program, and other lengths another compilation.
+    Lengths would be constants of the program, and other lengths another compilation. So would be a seed, and what a score
+    function captures.
     """
     import jax
 
     return (
         options.seqs is None
+        and options.score_mod is None
+        and options.dropout_p == 0
         and all(x is None for x in targets)
         and all(isinstance(x, jax.Array) and not is_traced(x) for x in inputs)
         and all(device.platform == "gpu" for device in inputs[0].devices())

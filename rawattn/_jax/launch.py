@@ -18,26 +18,25 @@ from rawattn._kernels.selection import selection
 
 def cpu(call: Call) -> None:
     """A call of a program for the CPU: NumPy views of its buffers."""
-    from rawattn._cpu import backward, forward
-
     record = read(call.text)
+    verb = record.verb
     inputs = [_host_view(at, like) for at, like in zip(call.inputs, record.inputs, strict=True)]
     outputs = [_host_view(at, like) for at, like in zip(call.outputs, record.outputs, strict=True)]
     first = len(inputs) - len(record.operands)
     lengths = host_lengths(record.bound(inputs[first:]))
     # Rows outside the sequences, which nobody else writes.
-    for array in outputs:
-        array[...] = 0
-    if record.backward:
-        dout, q, k, v, out, lse, *dlse = inputs[:first]
-        given = dlse[0] if dlse else None
-        backward.backward(record.problem, lengths, dout, q, k, v, out, lse, given, *outputs)
-        return
-    q, k, v = inputs[:first]
-    log = outputs[1] if record.lse else None
-    if log is not None:
-        log[...] = -np.inf
-    forward.forward(record.problem, lengths, q, k, v, outputs[0], log)
+    for array, padding in zip(outputs, verb.padding, strict=False):
+        array[...] = padding
+    given: list[Any] = list(inputs[: record.first_option])
+    results: list[Any] = list(outputs)
+    if not record.lse:  # dlse comes behind the inputs, lse behind the outputs
+        (given if record.backward else results).append(None)
+    extras = inputs[record.first_option : first]
+    named: dict[str, Any] = dict(zip(record.options, extras, strict=True))
+    if record.seed is not None:
+        named["seed_value"] = record.seed
+    flag = record.deterministic if record.backward else record.lse
+    verb.cpu(record.problem, lengths, given, results, flag, named, verb.gradients)
 
 
 def cuda(call: Call) -> None:
@@ -57,41 +56,52 @@ _MAX_PREPARED = 512
 def _launch(record: Record, call: Call, device: int, stream: int) -> None:
     """Puts the kernels on the stream."""
     together = 0
-    for at in (*call.inputs, *call.outputs):
-        together |= at
+    for address in (*call.inputs[: record.first_option], *call.outputs):
+        together |= address
     first = len(call.inputs) - len(record.operands)
     integers = [
         _Integers(at, shape, dtype, device)
         for at, (shape, dtype) in zip(call.inputs[first:], record.inputs[first:], strict=True)
     ]
     lengths = record.bound(integers)
-    key = (call.text, device, together % 16, selection())
+    at = call.inputs[record.first_option : first]
+    places = tuple(address % 16 for address in at)
+    key = (call.text, device, together % 16, places, selection())
     prepared = _prepared.get(key)
     if prepared is None:
         if len(_prepared) >= _MAX_PREPARED:
             _prepared.clear()
-        prepared = _prepared[key] = _prepare(record, lengths, device, together % 16)
+        prepared = _prepared[key] = _prepare(record, lengths, device, together % 16, places)
     addresses = [*call.inputs[:first], *call.outputs]
     if not record.lse:  # dlse comes behind the inputs, lse behind the outputs
-        addresses.insert(first if record.backward else len(addresses), 0)
+        addresses.insert(record.first_option if record.backward else len(addresses), 0)
+    if record.seed is not None:
+        addresses.append(record.seed)
     prepared.run(addresses, stream, _Memory(call), lengths)
 
 
-def _prepare(record: Record, lengths: Lengths, device: int, pointers: int) -> Any:
+def _prepare(
+    record: Record, lengths: Lengths, device: int, pointers: int, places: tuple[int, ...]
+) -> Any:
     from rawattn._kernels.operands import Operands, contiguous
     from rawattn._runtime import calls
-    from rawattn._runtime.verbs import BACKWARD, FORWARD
 
-    verb = BACKWARD if record.backward else FORWARD
-    likes = dict(zip(verb.inputs, record.inputs, strict=False))
+    verb, of_options = record.verb, {*record.options, *record.gradients}
+    names = [name for name in verb.inputs if record.lse or name != "dlse"]
+    likes = dict(zip(names, record.inputs, strict=False))
     likes |= dict(zip(verb.outputs, record.outputs, strict=False))
     strides = {
         name: contiguous(shape, dtype.itemsize)
         for name, (shape, dtype) in likes.items()
         if name not in verb.whole
     }
-    ours = frozenset(verb.outputs[: len(record.outputs)])
-    operands = Operands(strides, pointers, ours)
+    operands = Operands(
+        {name: x for name, x in strides.items() if name not in of_options},
+        pointers,
+        frozenset(verb.outputs[: len(record.outputs)]),
+        {name: x for name, x in strides.items() if name in of_options},
+        dict(zip(record.options, places, strict=True)),
+    )
     return calls.launches(verb, record.problem, lengths, operands, record.deterministic, device)
 
 

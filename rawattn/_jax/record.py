@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import ml_dtypes
@@ -13,6 +14,10 @@ import numpy as np
 
 from rawattn._call.layout import Lengths, Side
 from rawattn._call.problem import Problem, result_shapes
+from rawattn._call.scores import ArrayForm
+from rawattn._runtime import verbs
+from rawattn._runtime.verbs import BACKWARD, FORWARD, Verb
+from rawattn._scores.program import ScoreText
 
 Like = tuple[tuple[int, ...], np.dtype[Any]]  # the shape and dtype of an array
 
@@ -21,6 +26,8 @@ _DTYPES = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float32": np.dtype(np.float32),
 }
+# What a problem is made of beside plain values.
+_FORMS: dict[str, Any] = {form.__name__: form for form in (ArrayForm, ScoreText)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +44,8 @@ class Record:
     """A call of the forward or the backward. The integers of `lengths` are all NumPy arrays, or all an `Operand`.
 
     lse: of the forward, whether it returns that; of the backward, whether it is given dlse.
+    options: the arrays of options that it is given. gradients: those of them that a backward gives, by their names there.
+    seed: of dropout, where that is a number.
     """
 
     problem: Problem
@@ -44,19 +53,36 @@ class Record:
     lse: bool
     deterministic: bool
     backward: bool = False
+    options: tuple[str, ...] = ()
+    gradients: tuple[str, ...] = ()
+    seed: int | None = None
 
     @functools.cached_property
     def text(self) -> str:
         """Equal for equal calls."""
-        fields = {
-            "problem": asdict(self.problem),
+        problem = {x.name: getattr(self.problem, x.name) for x in fields(self.problem)}
+        found = {
+            "problem": {name: _encode_value(x) for name, x in problem.items()},
             "q": _encode(self.lengths.q),
             "k": _encode(self.lengths.k),
             "lse": self.lse,
             "deterministic": self.deterministic,
             "backward": self.backward,
+            "options": self.options,
+            "gradients": self.gradients,
+            "seed": self.seed,
         }
-        return json.dumps(fields, separators=(",", ":"))
+        return json.dumps(found, separators=(",", ":"))
+
+    @functools.cached_property
+    def verb(self) -> Verb:
+        """With the arrays of options among its inputs, and their gradients among its outputs."""
+        values = () if self.seed is None else ("seed_value",)
+        if not (self.options or values):
+            return BACKWARD if self.backward else FORWARD
+        if self.backward:
+            return verbs._extended(BACKWARD, self.options, values, self.gradients)
+        return verbs._extended(FORWARD, self.options, values, ())
 
     @functools.cached_property
     def operands(self) -> list[Operand]:
@@ -67,18 +93,38 @@ class Record:
 
     @functools.cached_property
     def inputs(self) -> list[Like]:
-        """q, k, v; or dout, q, k, v, out, lse and perhaps dlse. Then the operands."""
+        """q, k, v; or dout, q, k, v, out, lse and perhaps dlse. Then the arrays of options, then the operands."""
         *qkv, out, lse = self._arrays()
         found = qkv
         if self.backward:
             found = [out, *qkv, out, lse, *([lse] if self.lse else [])]
+        found += [self.like(name) for name in self.options]
         return found + [(x.shape, np.dtype(x.dtype)) for x in self.operands]
+
+    @property
+    def first_option(self) -> int:
+        """Their place among the inputs."""
+        return len(self.inputs) - len(self.operands) - len(self.options)
+
+    def form(self, option: str) -> ArrayForm:
+        found: ArrayForm = (
+            self.problem.captured[int(option.removeprefix("captured"))]
+            if option.startswith("captured")
+            else getattr(self.problem, option)
+        )
+        return found
+
+    def like(self, option: str) -> Like:
+        form = self.form(option)
+        return form.given, _DTYPES.get(form.dtype) or np.dtype(form.dtype)
 
     @functools.cached_property
     def outputs(self) -> list[Like]:
-        """out and perhaps lse; or dq, dk, dv."""
+        """out and perhaps lse; or dq, dk, dv and the gradients of options' arrays."""
         *qkv, out, lse = self._arrays()
-        return qkv if self.backward else [out, lse] if self.lse else [out]
+        if self.backward:
+            return qkv + [self.like(name.removeprefix("d")) for name in self.gradients]
+        return [out, lse] if self.lse else [out]
 
     def _arrays(self) -> list[Like]:
         """q, k, v, out, lse."""
@@ -103,10 +149,13 @@ class Record:
 
         return _with_integers(self.lengths, integers)
 
-    def folded(self, size: int) -> Record:
+    def folded(self, size: int, shared: Collection[str] = ()) -> Record:
         """`size` calls in batch mode as one, whose batch has the sequences of all, call after call.
 
-        Cumulative lengths are none any more.
+        Cumulative lengths are none any more. Arrays of options have all their axes, and that of the batch, but for those in
+        `shared`, which are as they were.
+
+        NotImplementedError, naming the option, for what would not be what the calls by themselves give.
         """
         batch = size * self.problem.batch
 
@@ -121,21 +170,55 @@ class Record:
         q, k, on_host = side(self.lengths.q), side(self.lengths.k), self.lengths.on_host
         return replace(
             self,
-            problem=replace(self.problem, batch=batch),
+            problem=replace(self.problem, batch=batch, **self._folded_options(batch, shared)),
             lengths=Lengths(batch=batch, group=False, q=q, k=k, on_host=on_host),
         )
+
+    def _folded_options(self, batch: int, shared: Collection[str]) -> dict[str, Any]:
+        problem = self.problem
+        text = problem.score_mod
+        gradients = self.gradients if self.backward else ()
+        place = isinstance(text, ScoreText) and re.search(r"\bbatch\b", text.forward)
+        refused = {
+            "dropout_p": problem.dropout_p > 0
+            and "what is dropped depends on the place in the batch",
+            "sink_logits": "dsink_logits" in gradients and "their gradients would be one sum",
+            "score_mod": (place and "it reads `batch`")
+            or (
+                any(x.startswith("dcaptured") for x in gradients)
+                and "gradients of what it captures would be one sum"
+            ),
+            "mask": problem.mask is not None
+            and not isinstance(problem.mask, ArrayForm)
+            and "a BlockMask has a batch of its own",
+        }
+        for name, why in refused.items():
+            if why:
+                raise NotImplementedError(
+                    f"{name}: jax.vmap of a call with it is not possible, since {why}; use jax.lax.map"
+                )
+        found = {}
+        for name in ("bias", "mask", "alibi_slopes"):
+            form = getattr(problem, name)
+            if form is not None and name not in shared:
+                shape = (batch, *form.shape[1:])
+                found[name] = form._replace(shape=shape, given=shape)
+        return found
 
 
 @functools.lru_cache(maxsize=1024)
 def read(text: str | bytes) -> Record:
     """The record that has this text."""
-    fields = json.loads(text)
-    problem = Problem(**fields.pop("problem"))
-    q, k = _decode(fields.pop("q")), _decode(fields.pop("k"))
+    found = json.loads(text)
+    plain = found.pop("problem")
+    problem = Problem(**{name: _decode_value(x) for name, x in plain.items()})
+    q, k = _decode(found.pop("q")), _decode(found.pop("k"))
+    for name in ("options", "gradients"):
+        found[name] = tuple(found[name])
     integers = (q.start, q.length, k.start, k.length)
     on_host = not any(isinstance(x, Operand) for x in integers)
     lengths = Lengths(batch=problem.batch, group=problem.group, q=q, k=k, on_host=on_host)
-    return Record(problem, lengths, **fields)
+    return Record(problem, lengths, **found)
 
 
 def with_operands(lengths: Lengths) -> tuple[Lengths, list[Any]]:
@@ -181,3 +264,20 @@ def _decode(fields: dict[str, Any]) -> Side:
 
     start, length = integers(fields.pop("start")), integers(fields.pop("length"))
     return Side(start=start, length=length, **fields)
+
+
+def _encode_value(x: Any) -> Any:
+    """Of a problem: a plain value, or a tuple that says which one it is."""
+    if not isinstance(x, tuple):
+        return x
+    name = "" if type(x) is tuple else type(x).__name__
+    assert not name or name in _FORMS, name
+    return [name, *map(_encode_value, x)]
+
+
+def _decode_value(x: Any) -> Any:
+    if not isinstance(x, list):
+        return x
+    name, *values = x
+    decoded = map(_decode_value, values)
+    return _FORMS[name](*decoded) if name else tuple(decoded)
