@@ -80,6 +80,41 @@ DEVICE void each_kept(const DropoutRule& rule, int first_row, int first_key, int
   }
 }
 
+// What each_kept is where keys are rows: visit(m, n, e, kept), m counting blocks of keys.
+//
+// A lane has one key of a block and, in two halves, two queries: two counters, which the lane of the next key, four on,
+// has too. One of the keys is even, the other odd, so that each needs the half of every word that is its key's: each
+// lane draws one counter and gives the other half away.
+template <class C, int kKeyBlocks, int kQueryBlocks, class Visit>
+DEVICE void each_kept_of_keys(const DropoutRule& rule, int first_key, int first_row, int lane, const Visit& visit) {
+  UNROLL for (int n = 0; n < kQueryBlocks; n++) {
+    UNROLL for (int m = 0; m < kKeyBlocks; m++) {
+      const int i = first_row + n * 16, j = first_key + m * 16;
+      if constexpr (C::kElements == 8 && C::kSlots == 2) {
+        const bool odd = C::row(lane, 0) % 2 != 0;
+        const Words words = rule.words(i + C::column(lane, 0) + odd, j + C::row(lane, 0));
+        unsigned bits[2][C::kSlots];  // of queries that are even, and of odd ones: a half-word for each 8 columns
+        UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
+          const unsigned first = words.x[2 * slot], second = words.x[2 * slot + 1];
+          const unsigned of_even = (first & 0xffffu) | second << 16;
+          const unsigned of_odd = first >> 16 | (second & 0xffff0000u);
+          const unsigned own = odd ? of_odd : of_even;
+          const unsigned other = target::shuffle_xor(odd ? of_even : of_odd, 4);
+          bits[0][slot] = odd ? other : own;
+          bits[1][slot] = odd ? own : other;
+        }
+        UNROLL for (int e = 0; e < C::kElements; e++) {
+          visit(m, n, e, rule.keeps(bits[e % 2][C::slot(e)], e / 4 != 0));
+        }
+      } else {
+        UNROLL for (int e = 0; e < C::kElements; e++) {
+          visit(m, n, e, rule.keeps_one(i + C::column(lane, e), j + C::row(lane, C::slot(e))));
+        }
+      }
+    }
+  }
+}
+
 // Which of a tile's probabilities are kept: a bit for each of the lane's. They are drawn while the product is under way,
 // since no score decides them.
 template <class C, int kRowBlocks, int kKeyBlocks>
@@ -96,6 +131,17 @@ struct KeptBits {
         const int at = index(m, n, e);
         if (kept) bits[at / 32] |= 1u << at % 32;
       });
+    }
+  }
+  // Keys being rows: kRowBlocks are blocks of keys.
+  DEVICE void draw_of_keys(const DropoutRule& rule, int first_key, int first_row, int lane) {
+    if constexpr (config::kDropout) {
+      UNROLL for (int i = 0; i < (kBits + 31) / 32; i++) bits[i] = 0;
+      each_kept_of_keys<C, kRowBlocks, kKeyBlocks>(rule, first_key, first_row, lane,
+                                                   [&](int m, int n, int e, bool kept) {
+                                                     const int at = index(m, n, e);
+                                                     if (kept) bits[at / 32] |= 1u << at % 32;
+                                                   });
     }
   }
   DEVICE bool at(int m, int n, int e) const { return bits[index(m, n, e) / 32] >> index(m, n, e) % 32 & 1; }

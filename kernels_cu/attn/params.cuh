@@ -151,6 +151,22 @@ struct Sm90ForwardParams {
   StreamK stream_k;
 };
 
+// Where the gradient of the bias is written, all of it. Strides are in elements.
+struct BiasGradient {
+  void* data;
+  // of each split a sum of its own, in C order; null where there is one split, which writes data
+  float* partials;
+  int64 batch, head, row, key;
+  // its extents, beside those of the bias
+  int batches, heads;
+  // of what an element is summed over
+  int splits;
+  // key tiles of a block, one after the other
+  int strip;
+  // of the longest sequences, where the bias has no axis for them
+  int row_tiles, key_tiles;
+};
+
 struct BackwardParams {
   // order and first_tile count key tiles here (see attn/schedule/keys.cuh)
   ForwardParams forward;
@@ -165,8 +181,31 @@ struct BackwardParams {
   // (batch, rows, nheads_q, dq_pitch), columns of 16 in the order of Accumulator::position(); null when not wanted
   float* dq_sum;
   Strides dout_strides, dq_strides, dk_strides, dv_strides;
+  // in the dtype of sink_logits
+  void* dsink_logits;
+  // its stride in elements
+  int64 dsink_head;
+  BiasGradient dbias;
+  // gradients of captured arrays, one after the other, in C order
+  float* captured_sums;
+  // where that of each begins
+  int64 captured_at[8];
   // query rows of one kv head's group that fill the share of L2 that concurrent blocks should live in
   int section_queries;
+};
+
+// A gradient of a captured array is given out, and its sums are zeros again.
+struct CapturedGradientParams {
+  // in C order
+  float* sums;
+  void* to;
+  // of its elements among all sums
+  int64 first, count;
+  // in elements
+  int64 strides[4];
+  int extents[4];
+  // 0: float32, 1: float16, 2: bfloat16
+  int kind;
 };
 
 struct ScheduleParams {

@@ -1,5 +1,5 @@
-// What becomes of a tile's scores between the product and the softmax: finish_scores where queries are rows,
-// finish_scores_of_keys where keys are. Whatever else changes a score, or hides a key, belongs here, into both.
+// What becomes of a tile's scores between the product and the softmax where queries are rows: finish_scores. Where keys
+// are rows, attn/scores_of_keys.cuh says it. Whatever else changes a score, or hides a key, belongs into both.
 //
 // Both go over a wave's accumulators. first_row and first_key are those of the accumulators' first element.
 #pragma once
@@ -25,9 +25,12 @@ struct SoftmaxScore {
 //
 // An lse of -inf makes it inf: such a row sees no key, and what it does not see is masked afterwards. Where scores
 // themselves may be -inf, such an lse must be given as inf.
-template <class T>
+//
+// kShift: a power of 2 that probabilities are multiplied by.
+template <class T, int kShift = 0>
 struct Probability {
   static constexpr bool kNatural = sizeof(T) == 4;
+  static_assert(!kNatural || kShift == 0, "float32 is as exact at any size");
   using Unit = typename Either<kNatural, Natural, Log2>::Type;
 
   float scale;  // of the score
@@ -36,7 +39,10 @@ struct Probability {
   DEVICE explicit Probability(float scale) : scale(scale * Unit::kUnit) {}
   DEVICE static float masked() { return 0.0f; }
   // The exponent's addend, without what is added to the score.
-  DEVICE static float start(float lse) { return -lse * Unit::kUnit; }
+  DEVICE static float start(float lse) {
+    if constexpr (kShift != 0) return fmaf(-lse, Unit::kUnit, float(kShift));
+    return -lse * Unit::kUnit;
+  }
   DEVICE float from(float product, float addend) const {
     const float exponent = fmaf(product, scale, addend);
     return target::exp2(kNatural ? exponent * Log2::kUnit : exponent);
@@ -47,9 +53,13 @@ struct Probability {
 template <class T, int kRowBlocks, int kSlots>
 struct RowProbability : Probability<T> {
   using typename Probability<T>::Unit;
-  float lse[kRowBlocks][kSlots];
+  float lse[kRowBlocks][kSlots];  // see set()
 
   using Probability<T>::Probability;
+  DEVICE void set(int m, int slot, float row_lse) {
+    constexpr bool kMayHide = config::kBias > 0 || config::kScoreMod;
+    lse[m][slot] = kMayHide && row_lse == -target::infinity() ? target::infinity() : row_lse;
+  }
   template <class Added>
   DEVICE float operator()(float product, int m, int n, int e, const Added& added) const {
     const int slot = target::Accumulator::slot(e);
@@ -136,19 +146,4 @@ DEVICE void finish_scores(C (&s)[kRowBlocks][kKeyBlocks], const ScoreRule& rule,
     }
   }
   mask_scores(s, Finish::masked(), keys.visible, keys.edges(n), first_row, keys.first_key(n), lane);
-}
-
-// Keys are rows. lse: of the queries from first_row on.
-template <class C, int kKeyBlocks, int kQueryBlocks, class Finish, class Queries>
-DEVICE void finish_scores_of_keys(C (&s)[kKeyBlocks][kQueryBlocks], const Finish& finish, const float* lse,
-                                  const Queries& queries, int n, int first_key, int first_row, int lane) {
-  UNROLL for (int m = 0; m < kKeyBlocks; m++) {
-    UNROLL for (int b = 0; b < kQueryBlocks; b++) {
-      UNROLL for (int e = 0; e < C::kElements; e++) {
-        s[m][b].x[e] = finish(s[m][b].x[e], lse[b * 16 + C::column(lane, e)]);
-      }
-    }
-  }
-  if (!queries.edges(n).any()) return;
-  mask_scores_of_keys(s, Finish::masked(), queries.visible, first_key, first_row, lane);
 }

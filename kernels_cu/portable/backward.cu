@@ -8,16 +8,20 @@
 //   dv       S^T = K Q^T       P = exp(S - lse)              dV += P^T dO        dQ = dS K, added to
 //   dk       dP^T = V dO^T     dS = P (dP - delta)           dK += dS^T Q        memory atomically
 //
-// P goes from the first half to the second through shared memory, dS to all. A wave owns kKeyBlocks * 16 keys, and with
+// P goes from the first half to the second through shared memory (portable/handover.cuh), dS to all. A wave owns kKeyBlocks * 16 keys, and with
 // kColumnWaves > 1 only a share of the queries of S and of the columns of the gradient. The half that owns dk, which
 // has no exponentials, also copies the next queries and douts.
-#include "attn/schedule/keys.cuh"
+#include "attn/dropout.cuh"
 #include "attn/params.cuh"
 #include "attn/rows.cuh"
-#include "attn/scores.cuh"
+#include "attn/schedule/keys.cuh"
+#include "attn/score_rule.cuh"
+#include "attn/scores_of_keys.cuh"
 #include "attn/sequence.cuh"
 #include "attn/tiles.cuh"
 #include "attn/visible.cuh"
+#include "portable/gradient_unit.cuh"
+#include "portable/handover.cuh"
 #include "target/target.cuh"
 #include "tile/accumulator.cuh"
 #include "tile/copy.cuh"
@@ -65,7 +69,11 @@ constexpr int kQueriesAt = 2 * kTileK * kPitch;
 constexpr int kDoutsAt = kQueriesAt + kStages * kTileQ * kPitch;
 constexpr int kProbabilitiesAt = kDoutsAt + kStages * kTileQ * kPitch;
 constexpr int kScoreGradientsAt = kProbabilitiesAt + kTileK * kPitchP;
-constexpr int kElementsUsed = kScoreGradientsAt + (kWithDq ? 2 : int(kSharesDs)) * kTileK * kPitchP;
+constexpr int kMoreWeightsAt = kScoreGradientsAt + (kWithDq ? 2 : int(kSharesDs)) * kTileK * kPitchP;
+// Weights lie where P would, if that is no operand, and where dS comes afterwards: what a wave reads there, it replaces.
+using Weights = Handover<Element, !kFromRegisters, kPitchP>;
+constexpr bool kMoreWeights = Weights::kTiles == 2 && !(kFromRegisters && kWithDq);
+constexpr int kElementsUsed = kMoreWeightsAt + int(kMoreWeights) * kTileK * kPitchP;
 constexpr int kStatisticsBytes = kStages * 2 * kTileQ * int(sizeof(float));
 static_assert(kElementsUsed * int(sizeof(Element)) + kStatisticsBytes == kSharedBytes,
               "the host computes the same size");
@@ -76,6 +84,10 @@ using CopyQ = RowCopy<Element, kTileQ, kHeadDim, kDepth, kPitch, kRoleThreads, k
 using CopyDout = RowCopy<Element, kTileQ, kHeadDimV, kDepth, kPitch, kRoleThreads, kCopyBytes>;
 using Visible = VisibleKeys<kLeft, kRight, kTopLeft>;
 using Queries = QueryTiles<Visible, kTileQ, kTileK>;
+
+constexpr bool kHasDerivative = ScoreRule::kHasDerivative;
+// Blocks of keys whose scores are finished together: what each needs besides its product takes registers.
+constexpr int kAtOnce = ScoreRule::kRemakes || ScoreRule::kAdds ? 1 : kKeyBlocks;
 
 // float32 products are many and small: all of them in a row would only be long.
 constexpr int kUnroll = kSteps <= 16 ? kSteps : 4;
@@ -219,7 +231,8 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
   const int column_wave = wave % kColumnWaves;
   const Element* const own = elements + (owns_dk ? kValuesAt : kKeysAt) + key * kPitch;
   Element* const p_tile = elements + kProbabilitiesAt + key * kPitchP;
-  const Probability<Element> probability(f.scores.scale);
+  Element* const more_weights = elements + kMoreWeightsAt + key * kPitchP;
+  const Probability<Element, GradientUnit<Element>::kShift> probability(ScoreRule::kRemakes ? 1.0f : f.scores.scale);
   C gradient[kKeyBlocks][kDepthBlocks];
   UNROLL for (int m = 0; m < kKeyBlocks; m++) { UNROLL for (int d = 0; d < kDepthBlocks; d++) gradient[m][d] = C{}; }
 
@@ -245,6 +258,8 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
     const float* const lse = statistics + turn.stage * 2 * kTileQ + columns;
     const float* const delta = lse + kTileQ;
     Element* const ds_tile = elements + kScoreGradientsAt + (buffer * kTileK + key) * kPitchP;
+    Element* const weights = kFromRegisters || !Weights::kOwnTile ? p_tile : ds_tile;
+    Element* const second = kMoreWeights ? more_weights : ds_tile;
 
     C x[kKeyBlocks][kQueryBlocks];
     if (owns_dk) {
@@ -253,11 +268,36 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
       // Not earlier: issuing copies takes a while, and products must not wait for it.
       if (kStages == 2 && !kLateCopies && next.exists) load(next);
     } else {
+      const int head = work.kv_head * group + turn.head;
+      const ScoreRule rule(f, work.sequence, head, work.q.length, work.k.length, query_tiles.visible.offset);
+      KeptBits<C, kKeyBlocks, kQueryBlocks> kept;
+      kept.draw_of_keys(DropoutRule(f, work.sequence, head), first_key + key, first_row + columns, lane);
       multiply(x, own, queries + columns * kPitch, lane);
-      finish_scores_of_keys(x, probability, lse, query_tiles, turn.n, first_key + key, first_row + columns, lane);
-      UNROLL for (int m = 0; m < kKeyBlocks; m++) {
-        UNROLL for (int b = 0; b < kQueryBlocks; b++) {
-          store_accumulator<M>(x[m][b], p_tile + m * 16 * kPitchP + columns + b * 16, kPitchP, lane);
+      UNROLL for (int m = 0; m < kKeyBlocks; m += kAtOnce) {
+        AddedScoresOfKeys<C, kAtOnce, kQueryBlocks> added;
+        added.load(rule, first_key + key + m * 16, first_row + columns, lane);
+        C derivative[kHasDerivative ? kAtOnce : 1][kHasDerivative ? kQueryBlocks : 1];
+        C(&some)[kAtOnce][kQueryBlocks] = *reinterpret_cast<C(*)[kAtOnce][kQueryBlocks]>(&x[m]);
+        finish_scores_of_keys(some, rule, added, probability, lse, query_tiles, turn.n, first_key + key + m * 16,
+                              first_row + columns, lane, [&](int k, int b, int e, int i, int j, float capped) {
+                                if constexpr (kHasDerivative) derivative[k][b].x[e] = rule.derivative(capped, i, j);
+                              });
+        UNROLL for (int k = 0; k < kAtOnce; k++) {
+          UNROLL for (int b = 0; b < kQueryBlocks; b++) {
+            const int at = (m + k) * 16 * kPitchP + columns + b * 16;
+            C weight = some[k][b];
+            UNROLL for (int e = 0; e < C::kElements; e++) {
+              float& p = some[k][b].x[e];
+              // What is masked stays 0, whatever the derivative is there.
+              if constexpr (kHasDerivative) weight.x[e] = p == 0.0f ? 0.0f : p * derivative[k][b].x[e];
+              if constexpr (kDropout) {
+                weight.x[e] = Weights::marked(weight.x[e], kept.at(m + k, b, e));
+                if (!kept.at(m + k, b, e)) p = 0.0f;
+              }
+            }
+            if constexpr (!kFromRegisters) store_accumulator<M>(some[k][b], p_tile + at, kPitchP, lane);
+            if constexpr (kFromRegisters || Weights::kOwnTile) Weights::store(weight, weights + at, second + at, lane);
+          }
         }
       }
     }
@@ -267,9 +307,15 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
       UNROLL for (int m = 0; m < kKeyBlocks; m++) {
         UNROLL for (int b = 0; b < kQueryBlocks; b++) {
           const int at = m * 16 * kPitchP + columns + b * 16;
-          const C weight = load_accumulator<M, C>(p_tile + at, kPitchP, lane);
+          const C weight = Weights::load(weights + at, second + at, lane);
           UNROLL for (int e = 0; e < C::kElements; e++) {
-            x[m][b].x[e] = weight.x[e] * (x[m][b].x[e] - delta[b * 16 + C::column(lane, e)]);
+            float& d = x[m][b].x[e];
+            if constexpr (kDropout) {
+              d = Weights::is_kept(weight.x[e]) ? d * f.dropout.factor : 0.0f;
+              d = Weights::unmarked(weight.x[e]) * (d - delta[b * 16 + C::column(lane, e)]);
+            } else {
+              d = weight.x[e] * (d - delta[b * 16 + C::column(lane, e)]);
+            }
           }
           if constexpr (kSharesDs) store_accumulator<M>(x[m][b], ds_tile + at, kPitchP, lane);
         }
@@ -296,7 +342,7 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
     add_dq_of(before, buffer ^ 1);
     target::block_sync();
   }
-  const float factor = owns_dk ? f.scores.scale : 1.0f;
+  const float factor = kFromGradientUnit<Element> * (owns_dk ? f.scores.scale : kDropout ? f.dropout.factor : 1.0f);
   Element* const result = elements + (owns_dk ? kKeysAt : kValuesAt) + key * kPitch + column_wave * kDepthBlocks * 16;
   UNROLL for (int m = 0; m < kKeyBlocks; m++) {
     UNROLL for (int d = 0; d < kDepthBlocks; d++) {

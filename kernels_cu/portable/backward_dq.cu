@@ -113,7 +113,7 @@ KERNEL LAUNCH_BOUNDS(backward_dq::kThreads, config::kBlocksPerSm) void rawattn_b
     UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
       const int row = wave * kWaveRows + m * 16 + C::row(lane, slot);
       const int64 at = work.sequence * f.lse_batch + work.head * f.lse_head + work.q.start + first + row;
-      probability.lse[m][slot] = row < rows ? f.lse[at] : 0.0f;
+      probability.set(m, slot, row < rows ? f.lse[at] : 0.0f);
       delta[m][slot] = row < rows ? p.row_delta[at] : 0.0f;
     }
   }

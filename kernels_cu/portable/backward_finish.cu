@@ -1,9 +1,10 @@
-// Last step of the backward: dq = scale * dq_sum, in the dtype and the layout of dq. One wave takes one physical row,
+// Last step of the backward: dq = scale * dq_sum, but for its unit, in the dtype and the layout of dq. One wave takes one physical row,
 // all heads.
 #include "attn/params.cuh"
 #include "attn/physical_row.cuh"
 #include "attn/rows.cuh"
 #include "attn/sequence.cuh"
+#include "portable/gradient_unit.cuh"
 #include "target/target.cuh"
 #include "tile/copy.cuh"
 
@@ -38,7 +39,7 @@ KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_backward_finish(PARAMETER
     Piece piece;
     UNROLL for (int j = 0; j < kChunk; j++) {
       const float x = sums[int64(head) * kDqPitch + (column + j) / 16 * 16 + C::position((column + j) % 16)];
-      piece.x[j] = target::from_float<Element>(f.scores.scale * x);
+      piece.x[j] = target::from_float<Element>(f.scores.scale * kFromGradientUnit<Element> * x);
     }
     *reinterpret_cast<Piece*>(dq + head * p.dq_strides.head + column) = piece;
   }

@@ -67,6 +67,7 @@ DEVICE float reciprocal(float x) {
 }
 DEVICE float tanh(float x) { return ::tanhf(x); }
 DEVICE int bits_of(float x) { return __float_as_int(x); }
+DEVICE float float_of(unsigned bits) { return __uint_as_float(bits); }
 
 DEVICE float to_float(float x) { return x; }
 DEVICE float to_float(float16 x) {
@@ -245,6 +246,25 @@ struct Mma16Bit {
     UNROLL for (int i = 0; i < 4; i++) {
       c.x[2 * i] = to_float(T{static_cast<unsigned short>(a.r[i])});
       c.x[2 * i + 1] = to_float(T{static_cast<unsigned short>(a.r[i] >> 16)});
+    }
+    return c;
+  }
+  // The upper and the lower halves of an accumulator's bits, as operands are laid out, and what they were made of.
+  DEVICE static A upper_halves(const C& c) {
+    A a;
+    UNROLL for (int i = 0; i < 4; i++) a.r[i] = __byte_perm(bits_of(c.x[2 * i]), bits_of(c.x[2 * i + 1]), 0x7632);
+    return a;
+  }
+  DEVICE static A lower_halves(const C& c) {
+    A a;
+    UNROLL for (int i = 0; i < 4; i++) a.r[i] = __byte_perm(bits_of(c.x[2 * i]), bits_of(c.x[2 * i + 1]), 0x5410);
+    return a;
+  }
+  DEVICE static C from_halves(const A& upper, const A& lower) {
+    C c;
+    UNROLL for (int i = 0; i < 4; i++) {
+      c.x[2 * i] = float_of(__byte_perm(lower.r[i], upper.r[i], 0x5410));
+      c.x[2 * i + 1] = float_of(__byte_perm(lower.r[i], upper.r[i], 0x7632));
     }
     return c;
   }

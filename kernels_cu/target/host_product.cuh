@@ -240,6 +240,26 @@ struct Mma {
     for (int e = 0; e < Map::kElementsA; e++) c.x[e] = to_float(a.x[e]);
     return c;
   }
+  DEVICE static A upper_halves(const C& c) {
+    static_assert(kAccumulatorFeedsA, "the layouts differ");
+    A a;
+    for (int e = 0; e < Map::kElementsA; e++) a.x[e] = T{static_cast<unsigned short>(bits_of(c.x[e]) >> 16)};
+    return a;
+  }
+  DEVICE static A lower_halves(const C& c) {
+    static_assert(kAccumulatorFeedsA, "the layouts differ");
+    A a;
+    for (int e = 0; e < Map::kElementsA; e++) a.x[e] = T{static_cast<unsigned short>(bits_of(c.x[e]))};
+    return a;
+  }
+  DEVICE static C from_halves(const A& upper, const A& lower) {
+    static_assert(kAccumulatorFeedsA, "the layouts differ");
+    C c;
+    for (int e = 0; e < Map::kElementsA; e++) {
+      c.x[e] = float_of(static_cast<unsigned>(upper.x[e].bits) << 16 | lower.x[e].bits);
+    }
+    return c;
+  }
   DEVICE static void multiply_add(C& c, const A& a, const B& b) {
     Payload mine{&a, &b, &c};
     host::meet_wave("multiply_add", kDepth, multiply, &mine);

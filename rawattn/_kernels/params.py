@@ -212,6 +212,25 @@ SM90_FORWARD = _struct(
     ),
     (_STREAM_K, "stream_k", ""),
 )
+_BIAS_GRADIENT = _struct(
+    "BiasGradient",
+    "Where the gradient of the bias is written, all of it. Strides are in elements.",
+    ("void*", "data", ""),
+    (
+        "float*",
+        "partials",
+        "of each split a sum of its own, in C order; null where there is one split, which writes data",
+    ),
+    ("int64", "batch, head, row, key", ""),
+    ("int", "batches, heads", "its extents, beside those of the bias"),
+    ("int", "splits", "of what an element is summed over"),
+    ("int", "strip", "key tiles of a block, one after the other"),
+    (
+        "int",
+        "row_tiles, key_tiles",
+        "of the longest sequences, where the bias has no axis for them",
+    ),
+)
 BACKWARD = _struct(
     "BackwardParams",
     "",
@@ -228,11 +247,26 @@ BACKWARD = _struct(
         "(batch, rows, nheads_q, dq_pitch), columns of 16 in the order of Accumulator::position(); null when not wanted",
     ),
     (_STRIDES, "dout_strides, dq_strides, dk_strides, dv_strides", ""),
+    ("void*", "dsink_logits", "in the dtype of sink_logits"),
+    ("int64", "dsink_head", "its stride in elements"),
+    (_BIAS_GRADIENT, "dbias", ""),
+    ("float*", "captured_sums", "gradients of captured arrays, one after the other, in C order"),
+    ("int64", "captured_at[8]", "where that of each begins"),
     (
         "int",
         "section_queries",
         "query rows of one kv head's group that fill the share of L2 that concurrent blocks should live in",
     ),
+)
+CAPTURED_GRADIENT = _struct(
+    "CapturedGradientParams",
+    "A gradient of a captured array is given out, and its sums are zeros again.",
+    ("float*", "sums", "in C order"),
+    ("void*", "to", ""),
+    ("int64", "first, count", "of its elements among all sums"),
+    ("int64", "strides[4]", "in elements"),
+    ("int", "extents[4]", ""),
+    ("int", "kind", "0: float32, 1: float16, 2: bfloat16"),
 )
 SCHEDULE = _struct(
     "ScheduleParams",

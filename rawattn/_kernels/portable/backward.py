@@ -26,7 +26,7 @@ DQ_ENTRY = "rawattn_backward_dq"
 # The files of their tile tables.
 TILES = "portable_backward"
 DQ_TILES = "portable_backward_dq"
-FEATURES = frozenset({"ragged", "packed", "left", "right", "top_left", "scale_first"})
+FEATURES = features.names() - {"bias", "bias_pairs", "sink_logits", "score_mod", "block_mask"}
 ROW_THREADS = 256  # of the kernels that visit rows: one wave a row
 
 
@@ -63,7 +63,11 @@ class Config(Features):
         depth = round_up(max(self.headdim, self.headdim_v), 16 * self.column_waves)
         elements = 2 * (self.tile_k + self.stages * self.tile_q) * (depth + padding)
         # P, and two of dS; without dQ one, or none where the accumulators that hold it are operands.
-        tiles = 3 if self.with_dq else 1 + (not self.accumulator_feeds_a or self.column_waves > 1)
+        from_registers = self.accumulator_feeds_a and self.column_waves == 1
+        tiles = 3 if self.with_dq else 1 + (not from_registers)
+        # Weights of all bits, with no room for the second half (see portable/handover.cuh).
+        exact = self.score_mod is not None or (self.element == "float16" and from_registers)
+        tiles += itemsize == 2 and exact and not (from_registers and self.with_dq)
         elements += tiles * self.tile_k * (self.tile_q + padding)
         return elements * itemsize + self.stages * 2 * self.tile_q * 4
 

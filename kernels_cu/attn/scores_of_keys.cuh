@@ -1,0 +1,111 @@
+// Between product and probability where keys are rows: what attn/scores.cuh and attn/score_rule.cuh are where queries
+// are.
+#pragma once
+
+#include "attn/score_rule.cuh"
+#include "attn/scores.cuh"
+#include "target/target.cuh"
+
+// Products become scores, but for what is added to them. visit(m, n, e, i, j, capped): told of each element on the way.
+template <class C, int kKeyBlocks, int kQueryBlocks, class Visit>
+DEVICE void remake_scores_of_keys(C (&s)[kKeyBlocks][kQueryBlocks], const ScoreRule& rule, int first_key, int first_row,
+                                  int lane, const Visit& visit) {
+  const float scale = rule.p.scores.scale;
+  UNROLL for (int m = 0; m < kKeyBlocks; m++) {
+    UNROLL for (int n = 0; n < kQueryBlocks; n++) {
+      UNROLL for (int e = 0; e < C::kElements; e++) {
+        const int i = first_row + n * 16 + C::column(lane, e);
+        const int j = first_key + m * 16 + C::row(lane, C::slot(e));
+        const float capped = rule.capped(s[m][n].x[e] * scale);
+        visit(m, n, e, i, j, capped);
+        s[m][n].x[e] = rule.modified(capped, i, j);
+      }
+    }
+  }
+}
+
+// What the bias and ALiBi add to the scores of a tile. A lane's elements of one key are rows apart in the bias, so each
+// is read by itself.
+template <class C, int kKeyBlocks, int kQueryBlocks>
+struct AddedScoresOfKeys {
+  using Bias = typename Either<config::kBias == 4, float, config::Element>::Type;
+  static constexpr int kBlocks = config::kBias > 0 ? kKeyBlocks * kQueryBlocks : 1;
+
+  Bias bias[kBlocks][C::kElements];
+  // Of the lane's first query from each key: less the query's column, which is known when this is compiled.
+  float distance[kKeyBlocks][C::kSlots];
+  float slope;
+
+  DEVICE void load(const ScoreRule& rule, int first_key, int first_row, int lane) {
+    if constexpr (config::kBias > 0) load_bias(rule, first_key, first_row, lane);
+    if constexpr (config::kAlibi) {
+      slope = rule.slope;
+      UNROLL for (int m = 0; m < kKeyBlocks; m++) {
+        UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
+          const int j = first_key + m * 16 + C::row(lane, slot);
+          distance[m][slot] = static_cast<float>(first_row + C::column(lane, 0) + rule.offset - j);
+        }
+      }
+    }
+  }
+
+  // The addend of an element's exponent, from that of its query. kUnit: of a natural unit, in the exponent's.
+  template <class Unit>
+  DEVICE float addend(int m, int n, int e, float start) const {
+    if constexpr (config::kBias > 0) {
+      start = fmaf(target::to_float(bias[m * kQueryBlocks + n][e]), Unit::kUnit, start);
+    }
+    if constexpr (config::kAlibi) {
+      const float apart = distance[m][C::slot(e)] + static_cast<float>(n * 16 + C::column(0, e));
+      // Where no key beyond the diagonal is seen, what is seen has no sign to lose.
+      start = fmaf(-slope * Unit::kUnit, config::kOneSided ? apart : fmaxf(apart, -apart), start);
+    }
+    return start;
+  }
+
+ private:
+  DEVICE void load_bias(const ScoreRule& rule, int first_key, int first_row, int lane) {
+    const auto& b = rule.p.bias;
+    const Bias* const data = static_cast<const Bias*>(b.data) + rule.sequence * b.batch + rule.head / b.group * b.head;
+    UNROLL for (int n = 0; n < kQueryBlocks; n++) {
+      UNROLL for (int e = 0; e < C::kElements; e++) {
+        const int i = first_row + n * 16 + C::column(lane, e);
+        const Bias* const row = data + (i < b.rows ? i : b.rows - 1) * b.row;
+        UNROLL for (int m = 0; m < kKeyBlocks; m++) {
+          const int j = first_key + m * 16 + C::row(lane, C::slot(e));
+          bias[m * kQueryBlocks + n][e] = row[(j < b.keys ? j : b.keys - 1) * b.key];
+        }
+      }
+    }
+  }
+};
+
+// Products become probabilities. lse: of the queries from first_row on. visit: see remake_scores_of_keys.
+//
+// Where the rule changes scores, there are other reasons than a mask why a probability would not be a number: a query
+// past the end of its sequence, whose scores are anything then, and one whose keys are all hidden by scores of -inf, so
+// that its lse is -inf too. Both get 0.
+template <class C, int kKeyBlocks, int kQueryBlocks, class Finish, class Queries, class Visit = NoVisit>
+DEVICE void finish_scores_of_keys(C (&s)[kKeyBlocks][kQueryBlocks], const ScoreRule& rule,
+                                  const AddedScoresOfKeys<C, kKeyBlocks, kQueryBlocks>& added, const Finish& finish,
+                                  const float* lse, const Queries& queries, int n, int first_key, int first_row,
+                                  int lane, const Visit& visit = Visit{}) {
+  if constexpr (ScoreRule::kRemakes) remake_scores_of_keys(s, rule, first_key, first_row, lane, visit);
+  UNROLL for (int m = 0; m < kKeyBlocks; m++) {
+    UNROLL for (int b = 0; b < kQueryBlocks; b++) {
+      UNROLL for (int e = 0; e < C::kElements; e++) {
+        const int column = b * 16 + C::column(lane, e);
+        float& x = s[m][b].x[e];
+        if constexpr (ScoreRule::kRemakes || ScoreRule::kAdds) {
+          const float addend = added.template addend<typename Finish::Unit>(m, b, e, finish.start(lse[column]));
+          const bool sees = first_row + column < rule.len_q && lse[column] != -target::infinity();
+          x = sees ? finish.from(x, addend) : Finish::masked();
+        } else {
+          x = finish(x, lse[column]);
+        }
+      }
+    }
+  }
+  if (!queries.edges(n).any()) return;
+  mask_scores_of_keys(s, Finish::masked(), queries.visible, first_key, first_row, lane);
+}

@@ -1,0 +1,61 @@
+// What the half of the waves that owns dv hands to the half that owns dk, of each element of a tile: its weight, which is
+// the probability times the derivative of its score, and whether dropout drops it.
+//
+//   dS = weight * ((kept ? dP / (1 - dropout_p) : 0) - delta)
+//
+// The product with dout needs the probability rounded to the element type, and so does dS in the end. To round the
+// weight in between would double the error of dq and dk.
+#pragma once
+
+#include "attn/score_rule.cuh"
+#include "portable/gradient_unit.cuh"
+#include "target/target.cuh"
+#include "tile/accumulator.cuh"
+
+// kOperandTile: whether the probabilities lie in shared memory as an operand already. kPitch: of all tiles.
+template <class Element, bool kOperandTile, int kPitch>
+struct Handover {
+  using C = typename target::Mma<Element>::C;
+  static constexpr bool k16Bit = sizeof(Element) == 2;
+  // float16 has digits enough for what becomes a bfloat16.
+  static constexpr bool kHalf = GradientUnit<Element>::kShift > 0;
+  // Whether a weight is other than its probability.
+  static constexpr bool kSpecial = config::kDropout || ScoreRule::kHasDerivative;
+  // A user's derivative may be of any size. All bits: in two tiles.
+  static constexpr bool kWide = k16Bit && (config::kScoreMod || (!kHalf && !kOperandTile));
+  static constexpr bool kNarrow = k16Bit && !kWide && (kHalf || kSpecial);
+  // Whether weights are in tiles of their own; else they are the operand.
+  static constexpr bool kOwnTile = kWide || kNarrow || kSpecial;
+  static constexpr int kTiles = kWide ? 2 : 1;
+
+  // A dropped weight is told by its sign, where a weight has none, or else by its last bit.
+  DEVICE static float marked(float weight, bool kept) {
+    if constexpr (kNarrow) return kept ? weight : -weight;
+    return target::float_of((unsigned(target::bits_of(weight)) & ~1u) | unsigned(!kept));
+  }
+  DEVICE static bool is_kept(float weight) {
+    const unsigned bits = target::bits_of(weight);
+    return kNarrow ? bits >> 31 == 0 : (bits & 1u) == 0;
+  }
+  DEVICE static float unmarked(float weight) { return kNarrow ? fmaxf(weight, -weight) : weight; }
+
+  // `second`: the other tile, where there are two.
+  DEVICE static void store(const C& weights, Element* tile, Element* second, int lane) {
+    if constexpr (kWide) {
+      store_halves<target::Mma<Element>>(weights, tile, second, kPitch, lane);
+    } else if constexpr (kNarrow) {
+      store_accumulator<target::Mma<float16>>(weights, reinterpret_cast<float16*>(tile), kPitch, lane);
+    } else {
+      store_accumulator<target::Mma<Element>>(weights, tile, kPitch, lane);
+    }
+  }
+  DEVICE static C load(const Element* tile, const Element* second, int lane) {
+    if constexpr (kWide) {
+      return load_halves<target::Mma<Element>, C>(tile, second, kPitch, lane);
+    } else if constexpr (kNarrow) {
+      return load_accumulator<target::Mma<float16>, C>(reinterpret_cast<const float16*>(tile), kPitch, lane);
+    } else {
+      return load_accumulator<target::Mma<Element>, C>(tile, kPitch, lane);
+    }
+  }
+};
