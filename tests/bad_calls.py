@@ -102,13 +102,67 @@ def _bad_options() -> list[Bad]:
         Bad("softcap-negative", {"softcap": -1.0}, ValueError, r"^softcap: .*-1"),
         Bad("splits-0", {"num_splits": 0}, ValueError, r"^num_splits: .*0"),
         Bad("splits-257", {"num_splits": 257}, ValueError, r"^num_splits: .*257.*256"),
-        Bad("bias-later", {"bias": Shape((1, 1, 5, 7))}, NotImplementedError, r"^bias: "),
-        Bad("alibi-later", {"alibi_slopes": Shape((4,), "float32")}, NotImplementedError, r"alibi"),
-        Bad("sink-logits-later", {"sink_logits": Shape((4,))}, NotImplementedError, r"sink_logits"),
-        Bad("softcap-later", {"softcap": 30.0}, NotImplementedError, r"^softcap: "),
-        Bad("dropout-later", {"dropout_p": 0.1, "seed": 1}, NotImplementedError, r"^dropout_p: "),
         Bad("splits-later", {"num_splits": 2}, NotImplementedError, r"^num_splits: "),
     ]
+
+
+def _bad_arrays_of_options() -> list[Bad]:
+    """What is got is named, what is accepted, and the sizes it comes from."""
+    f32, dropped = "float32", {"dropout_p": 0.1}
+
+    def bias(name: str, shape: tuple[int, ...], says: str, error: Any = ValueError) -> Bad:
+        return Bad(f"bias-{name}", {"bias": Shape(shape)}, error, rf"^bias: got {says}")
+
+    def mask(name: str, shape: tuple[int, ...], says: str) -> Bad:
+        return Bad(
+            f"mask-{name}", {"mask": Shape(shape, "bool")}, ValueError, rf"^mask: got {says}"
+        )
+
+    axes = r".*\(1 or 2 \(batch\), 1, 2 \(nheads_kv\) or 4 \(nheads_q\), 1 or 5 .*, 1 or 7 "
+    return [
+        bias("five-axes", (1, 2, 4, 5, 7), rf"shape \(1, 2, 4, 5, 7\), expected at most four{axes}"),
+        bias("batch", (3, 4, 5, 7), rf"shape \(3, 4, 5, 7\){axes}"),
+        bias("heads", (2, 3, 5, 7), rf"shape \(2, 3, 5, 7\){axes}"),
+        bias("rows", (2, 4, 6, 7), rf"shape \(2, 4, 6, 7\){axes}"),
+        bias("keys", (8,), rf"shape \(8,\){axes}"),
+        bias("of-q", _SHAPES["q"], rf"shape \(2, 5, 4, 8\){axes}"),
+        Bad("bias-ints", {"bias": Shape((5, 7), "int32")}, TypeError,
+            r"^bias: got dtype int32, expected float16, that of q, or float32; convert it"),
+        Bad("bias-bool", {"bias": Shape((5, 7), "bool")}, TypeError, r"^bias: got dtype bool"),
+        Bad("bias-number", {"bias": 0.5}, TypeError, r"^bias: got 0\.5 .*expected an array"),
+        Bad("bias-list", {"bias": [[0.5]]}, TypeError, r"^bias: got \[\[0\.5\]\] .*an array"),
+        mask("batch", (3, 1, 5, 7), rf"shape \(3, 1, 5, 7\){axes}"),
+        mask("heads", (1, 8, 5, 7), rf"shape \(1, 8, 5, 7\){axes}"),
+        mask("of-padding", (2, 7), r"shape \(2, 7\).*padding mask.*from_padding_mask"),
+        Bad("mask-floats", {"mask": Shape((5, 7), f32)}, TypeError,
+            r"^mask: got dtype float32, expected bool, where True keeps a key; .*bias="),
+        Bad("mask-bytes", {"mask": Shape((5, 7), "uint8")}, TypeError, r"^mask: got dtype uint8"),
+        Bad("mask-text", {"mask": "causal"}, TypeError, r"^mask: got 'causal' \(str\)"),
+        Bad("alibi-heads", {"alibi_slopes": Shape((2,), f32)}, ValueError,
+            r"^alibi_slopes: got shape \(2,\), expected \(nheads_q,\) = \(4,\) or .*\(2, 4\)"),
+        Bad("alibi-batch", {"alibi_slopes": Shape((3, 4), f32)}, ValueError, r"^alibi_slopes: got .*3"),
+        Bad("alibi-axes", {"alibi_slopes": Shape((2, 4, 1), f32)}, ValueError, r"^alibi_slopes: got "),
+        Bad("alibi-ints", {"alibi_slopes": Shape((4,), "int32")}, TypeError,
+            r"^alibi_slopes: got dtype int32, expected float32"),
+        Bad("alibi-true", {"alibi_slopes": True}, TypeError, r"^alibi_slopes: got True \(bool\)"),
+        Bad("sinks-heads", {"sink_logits": Shape((2,), f32)}, ValueError,
+            r"^sink_logits: got shape \(2,\), expected \(nheads_q,\) = \(4,\)"),
+        Bad("sinks-batch", {"sink_logits": Shape((2, 4), f32)}, ValueError, r"^sink_logits: got "),
+        Bad("sinks-ints", {"sink_logits": Shape((4,), "int32")}, TypeError,
+            r"^sink_logits: got dtype int32, expected float32"),
+        Bad("sinks-number", {"sink_logits": 1}, TypeError, r"^sink_logits: got 1 \(int\)"),
+        Bad("seed-bool", {**dropped, "seed": True}, TypeError, r"^seed: got True \(bool\), expected"),
+        Bad("seed-fraction", {**dropped, "seed": 1.5}, TypeError, r"^seed: got 1\.5 \(float\)"),
+        Bad("seed-two", {**dropped, "seed": Shape((2,), "int32")}, ValueError,
+            r"^seed: got shape \(2,\), expected .*one element"),
+        Bad("seed-floats", {**dropped, "seed": Shape((1,), f32)}, TypeError,
+            r"^seed: got .*float32.*int32 .*int64"),
+        Bad("score-mod-text", {"score_mod": "score * 2"}, TypeError,
+            r"^score_mod: got 'score \* 2' .*rawattn\.ScoreMod"),
+        Bad("score-mod-function", {"score_mod": len}, TypeError, r"^score_mod: got .*rawattn\.ScoreMod"),
+        Bad("softcap-text", {"softcap": "30"}, TypeError, r"^softcap: got '30'"),
+        Bad("slopes", {"slopes": Shape((4,), f32)}, TypeError, r"^slopes: .*no such argument"),
+    ]  # fmt: skip
 
 
 def _bad_lengths() -> list[Bad]:
@@ -146,7 +200,7 @@ def _bad_lengths() -> list[Bad]:
     ]
 
 
-BAD_CALLS = [*_bad_arrays(), *_bad_options(), *_bad_lengths()]
+BAD_CALLS = [*_bad_arrays(), *_bad_options(), *_bad_arrays_of_options(), *_bad_lengths()]
 
 
 def good_call(framework: Framework) -> dict[str, Any]:

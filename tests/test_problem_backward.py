@@ -43,6 +43,7 @@ class Bad:
 
 
 _SHARED = _array(_K)
+_SHARED_BIAS = _array((5, 7))
 BAD = [
     Bad("dout-shape", {"dout": _array(_Q)}, ValueError, r"^dout: .*\(2, 5, 4, 8\).*\(2, 5, 4, 16\)"),
     Bad("dout-dtype", {"dout": _array(_OUT, np.float16)}, TypeError, r"^dout: .*float16.*float32"),
@@ -74,10 +75,22 @@ BAD = [
         r"^into\.dq: .*stride"),
     Bad("window", {"window": (-1, 0)}, ValueError, r"^window: .*-1"),
     Bad("seqs", {"seqs": [0, 5]}, TypeError, r"^seqs: .*list"),
-    Bad("bias-later", {"bias": _array((1, 1, 5, 7))}, NotImplementedError, r"^bias: "),
-    Bad("softcap-later", {"softcap": 30.0}, NotImplementedError, r"^softcap: "),
-    Bad("dropout-later", {"dropout_p": 0.1, "seed": 1}, NotImplementedError, r"^dropout_p: "),
-    Bad("sink-logits-later", {"sink_logits": _array((4,))}, NotImplementedError, r"^sink_logits: "),
+    Bad("bias-shape", {"bias": _array((1, 3, 5, 7))}, ValueError, r"^bias: got shape \(1, 3, 5, 7\), expected"),
+    Bad("bias-dtype", {"bias": _array((5, 7), np.float16)}, TypeError, r"^bias: got dtype float16, expected float32"),
+    Bad("mask-dtype", {"mask": _array((5, 7))}, TypeError, r"^mask: got dtype float32, expected bool"),
+    Bad("softcap", {"softcap": -30.0}, ValueError, r"^softcap: got -30"),
+    Bad("seed", {"dropout_p": 0.1}, ValueError, r"^seed: got None"),
+    Bad("sink-logits", {"sink_logits": _array((2,))}, ValueError, r"^sink_logits: got shape \(2,\)"),
+    Bad("into-dsink", {"into": Gradients(dsink_logits=_array((4,)))}, ValueError, r"^into\.dsink_logits: "),
+    Bad("into-captured", {"into": Gradients(captured={"x": _array((4,))})}, ValueError, r"^into\.captured: "),
+    Bad("into-dbias-shape", {"bias": _array((5, 7)), "into": Gradients(dbias=_array((1, 1, 5, 7)))}, ValueError,
+        r"^into\.dbias: got shape \(1, 1, 5, 7\), expected \(5, 7\)"),
+    Bad("into-dbias-dtype", {"bias": _array((5, 7)), "into": Gradients(dbias=_array((5, 7), np.float16))}, TypeError,
+        r"^into\.dbias: got dtype float16"),
+    Bad("into-dbias-shares", {"bias": _SHARED_BIAS, "into": Gradients(dbias=_SHARED_BIAS)}, ValueError,
+        r"^into\.dbias: shares memory with bias"),
+    Bad("into-dbias-unwanted", {"bias": _array((5, 7)), "want_dbias": False, "into": Gradients(dbias=_array((5, 7)))},
+        ValueError, r"^into\.dbias: "),
 ]  # fmt: skip
 
 
@@ -95,6 +108,13 @@ def test_good_call() -> None:
     gradients = rawattn.attention_backward(**good_call())
     assert [x.shape for x in gradients[:3]] == [_Q, _K, _V]
     assert gradients.dbias is None and gradients.dsink_logits is None
+
+
+def test_an_unwanted_dbias_is_none() -> None:
+    bias = _array((5, 7))
+    assert rawattn.attention_backward(**good_call(), bias=bias).dbias.shape == (5, 7)
+    unwanted = rawattn.attention_backward(**good_call(), bias=bias, want_dbias=False)
+    assert unwanted.dbias is None
 
 
 def test_into_is_written_and_returned() -> None:
