@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Protocol
 
 from rawattn._compile.compiler import Source
@@ -28,9 +28,11 @@ def source(
     *,
     element: str | None = None,
     constants: Mapping[str, int] | None = None,
+    score_mod: Hashable = None,
 ) -> Source:
     """The kernel `entry` of a file below kernels_cu, with `constants` in namespace `config`.
 
+    score_mod: the text of a score function, which becomes `config::ScoreMod`.
     struct: its first parameter. Every offset in it is asserted, so that a struct changed on one side alone does not compile.
     """
     lines = []
@@ -44,6 +46,11 @@ def source(
         if constants.get("kScoreMod") is False:
             lines.append("struct ScoreMod;")
         lines.append("}  // namespace config")
+    if score_mod is not None:
+        from rawattn._scores.cuda_text import device_text
+
+        assert isinstance(score_mod, tuple)
+        lines += ['#include "attn/params.cuh"', device_text(score_mod)]
     lines += [f'#include "{file}"', *params.assertions(struct), ""]
     return Source(entry=entry, text="\n".join(lines), summary=summary)
 

@@ -71,6 +71,10 @@ SCHEMAS = {
         ("16bit", "32bit"),
         {"tile_q": int, "tile_k": int, "waves": int, "stages": int, "blocks_per_sm": int},
     ),
+    "portable_backward_bias": Schema(
+        ("16bit", "32bit"),
+        {"tile_q": int, "tile_k": int, "waves": int, "column_waves": int, "blocks_per_sm": int},
+    ),
 }
 
 

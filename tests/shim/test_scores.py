@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import rawattn
-from rawattn import reference
+from rawattn import ScoreMod, reference
 from tests.shim.device import Device
 from tests.shim.launch import Machine
 from tests.shim.shim import Builder
@@ -93,11 +93,22 @@ def option(name: str, dtype: Any) -> dict[str, Any]:
             return {"dropout_p": 0.3, "seed": (1 << 63) + 12345}
         case "dropout-seed-on-device":
             return {"dropout_p": 0.6, "seed": np.array([-3]), "causal": True}
+        case "score_mod":
+            slope, table = normal(4), normal(45, 75, dtype=dtype, seed=3)
+            text = "score + slope[head] * (kv_idx - q_idx) * rate + table[q_idx, kv_idx] * score"
+            return {
+                "score_mod": ScoreMod(text, slope=slope, table=table, rate=0.25),
+                "causal": True,
+            }
+        case "score_mod-hiding":
+            text = "where((q_idx + kv_idx) % 3 == 0 or q_idx == 4, -inf, tanh(score) * 2 + batch)"
+            return {"score_mod": ScoreMod(text), "softcap": 2.0}
         case "everything":
             return {
                 **{"softcap": 2.0, "scale": -0.7, "window": (40, 6), "sink": 3},
                 **{"bias": hiding(normal(2, 4, 45, 75)), "alibi_slopes": normal(4)},
                 **{"sink_logits": normal(4), "dropout_p": 0.2, "seed": 7},
+                "score_mod": ScoreMod("where(score < 1, score * score, 2 * score - 1)"),
             }
     raise KeyError(name)
 
@@ -115,6 +126,8 @@ OPTIONS = (
     "sinks-hidden",
     "dropout",
     "dropout-seed-on-device",
+    "score_mod",
+    "score_mod-hiding",
     "everything",
 )
 CASES = [

@@ -15,7 +15,7 @@ from rawattn._compile.compiler import Source
 from rawattn._kernels import attention_params, features, params, score_params
 from rawattn._kernels.features import Features
 from rawattn._kernels.operands import Operands
-from rawattn._kernels.portable import choice, fill_padding, schedule
+from rawattn._kernels.portable import backward_options, choice, fill_padding, schedule
 from rawattn._kernels.source import ELEMENT, dims, round_up
 from rawattn._kernels.source import source as _source
 from rawattn._kernels.steps import Step, Steps, Tiles, checked, patches
@@ -26,7 +26,7 @@ DQ_ENTRY = "rawattn_backward_dq"
 # The files of their tile tables.
 TILES = "portable_backward"
 DQ_TILES = "portable_backward_dq"
-FEATURES = features.names() - {"bias", "bias_pairs", "sink_logits", "score_mod", "block_mask"}
+FEATURES = features.names() - {"block_mask"}
 ROW_THREADS = 256  # of the kernels that visit rows: one wave a row
 
 
@@ -34,7 +34,7 @@ ROW_THREADS = 256  # of the kernels that visit rows: one wave a row
 class Config(Features):
     """Everything the compiler is told about the main kernel: the named constants of namespace `config`."""
 
-    LEAVES_OUT: ClassVar[frozenset[str]] = frozenset({"packed", "scale_first"})
+    LEAVES_OUT: ClassVar[frozenset[str]] = frozenset({"packed", "scale_first", "sink_logits"})
 
     element: str
     headdim: int
@@ -83,6 +83,7 @@ class Config(Features):
             params.BACKWARD,
             element=self.element,
             constants=features.constants(self, "shared_bytes", "dq_pitch"),
+            score_mod=self.score_mod,
         )
 
     def summary(self) -> str:
@@ -96,7 +97,7 @@ class Config(Features):
 class DqConfig(Features):
     """What the compiler is told about the kernel that computes dQ alone."""
 
-    LEAVES_OUT: ClassVar[frozenset[str]] = frozenset({"packed", "scale_first"})
+    LEAVES_OUT: ClassVar[frozenset[str]] = frozenset({"packed", "scale_first", "sink_logits"})
 
     element: str
     headdim: int
@@ -132,6 +133,7 @@ class DqConfig(Features):
             params.BACKWARD,
             element=self.element,
             constants=features.constants(self, "shared_bytes"),
+            score_mod=self.score_mod,
         )
 
     def summary(self) -> str:
@@ -205,7 +207,9 @@ def steps(
 ) -> Steps:
     """The launches of a call."""
     config = choose(problem, target, operands, with_dq=not deterministic)
-    packed = params.fill(params.BACKWARD, attention_params.backward(problem, structure, operands))
+    options = backward_options.Gradients(problem, operands, target)
+    values = {**attention_params.backward(problem, structure, operands), **options.values}
+    packed = params.fill(params.BACKWARD, values)
     arrays = patches(
         params.BACKWARD,
         ("dout", "dlse", "dq", "dk", "dv", "row_delta"),
@@ -213,6 +217,7 @@ def steps(
     )
     arrays += attention_params.side_addresses(params.BACKWARD, "forward.", structure)
     arrays += score_params.patches(problem, params.BACKWARD, "forward.")
+    arrays += options.patches
     if not deterministic:
         arrays += patches(params.BACKWARD, ("dq_sum",))
     rows = problem.rows_q * (1 if problem.group else problem.batch)
@@ -247,7 +252,8 @@ def steps(
             *scheduled("k", config.tile_k),
         ),
     ]
-    scratch = {"row_delta": 4 * rows * problem.nheads_q}
+    launches += options.steps(packed, arrays)
+    scratch = {"row_delta": 4 * rows * problem.nheads_q, **options.scratch}
     if deterministic:
         alone = choose_dq(problem, target, operands)
         launches.append(
@@ -262,7 +268,7 @@ def steps(
     else:
         scratch["dq_sum"] = scratch["row_delta"] * dq_pitch(problem.headdim)
         launches.append(step(finish_source(problem, copy_bytes), visits, ROW_THREADS, 0))
-    return Steps(tuple(launches), config, tuple(schedules), orders, scratch)
+    return Steps(tuple(launches), config, tuple(schedules), orders, scratch, options.counters)
 
 
 def _padding(problem: Problem, structure: Structure, operands: Operands) -> tuple[Step, ...]:

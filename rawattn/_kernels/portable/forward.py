@@ -19,7 +19,7 @@ from rawattn._kernels.target import Target
 
 ENTRY = "rawattn_forward"
 TILES = "portable_forward"  # the file of its tile tables
-FEATURES = features.names() - {"score_mod"}
+FEATURES = features.names()
 
 # Keys of one kv head whose K and V fill this much are scheduled together: the part of L2 that running blocks should share.
 SECTION_BYTES = 32 << 20
@@ -79,6 +79,7 @@ class Config(Features):
             params.FORWARD,
             element=self.element,
             constants=features.constants(self, "shared_bytes"),
+            score_mod=self.score_mod,
         )
 
     def summary(self) -> str:

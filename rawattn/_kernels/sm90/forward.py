@@ -17,7 +17,7 @@ from rawattn._kernels.target import Target
 ENTRY = "rawattn_sm90_forward"
 TILES = "sm90_forward"  # the file of its tile tables
 ARCH = "sm_90a"
-FEATURES = features.names() - {"score_mod"}
+FEATURES = features.names()
 MAX_ROWS = 2**29  # of an array: row bounds of tensor maps are twice as far
 
 # K and V of this much are scheduled together. A fraction of the L2 cache: what is read from DRAM costs power, and power is
@@ -108,6 +108,7 @@ class Config(Features):
             params.SM90_FORWARD,
             element=self.element,
             constants=features.constants(self, "producer_registers", "shared_bytes"),
+            score_mod=self.score_mod,
         )
 
     def summary(self) -> str:

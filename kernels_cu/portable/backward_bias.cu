@@ -1,0 +1,298 @@
+// The gradient of the bias: one block computes a few tiles of it, each a sum over all that the bias is shared by.
+//
+// An element of the bias belongs to one score of every sequence and head that share it, and where it has no axis for
+// rows or keys to many scores of each. A block walks them, head by head, and computes scores and dP anew:
+//
+//   S = Q K^T    P = exp(S - lse)    dP = dO V^T    dbias += P (dP - delta)
+//
+// The sum stays in registers and is written once, so that it is the same bits run after run. Where there are fewer
+// tiles than multiprocessors, several blocks share what a tile is summed over (`splits`), and
+// portable/backward_bias_sum.cu adds up what they came to.
+//
+// The copies of Q and K run under the product of dO and V of the share before, those of dO and V under that of Q and K.
+#include "attn/dropout.cuh"
+#include "attn/params.cuh"
+#include "attn/rows.cuh"
+#include "attn/score_rule.cuh"
+#include "attn/scores.cuh"
+#include "attn/sequence.cuh"
+#include "attn/visible.cuh"
+#include "target/target.cuh"
+#include "tile/copy.cuh"
+#include "tile/multiply.cuh"
+
+namespace backward_bias {
+
+using namespace config;
+using M = target::Mma<Element>;
+using C = M::C;
+using Number = Either<kBias == 4, float, Element>::Type;
+
+constexpr int kThreads = kWaves * target::kWave;
+constexpr int kRowWaves = kWaves / kColumnWaves;
+constexpr int kRowBlocks = kTileQ / (16 * kRowWaves);
+constexpr int kKeyBlocks = kTileK / (16 * kColumnWaves);
+constexpr int kDepthQk = round_up(kHeadDim, 16);
+constexpr int kDepthV = round_up(kHeadDimV, 16);
+static_assert(kRowBlocks * 16 * kRowWaves == kTileQ && kKeyBlocks * 16 * kColumnWaves == kTileK,
+              "tiles are made of 16 x 16 blocks");
+
+// Elements of shared memory. Where a tile is summed up over its rows or keys in the end, it comes there.
+constexpr int kPitchQk = padded_pitch<Element>(kDepthQk);
+constexpr int kPitchV = padded_pitch<Element>(kDepthV);
+constexpr int kPitchSums = kTileK + 1;
+constexpr int kKeysAt = kTileQ * kPitchQk;
+constexpr int kDoutsAt = kKeysAt + kTileK * kPitchQk;
+constexpr int kValuesAt = kDoutsAt + kTileQ * kPitchV;
+constexpr int kBytesOfOperands = (kValuesAt + kTileK * kPitchV) * int(sizeof(Element));
+constexpr int kBytesOfSums = kSumsRows || kSumsKeys ? kTileQ * kPitchSums * int(sizeof(float)) : 0;
+static_assert((kBytesOfOperands > kBytesOfSums ? kBytesOfOperands : kBytesOfSums) == kSharedBytes,
+              "the host computes the same size");
+
+using CopyQ = RowCopy<Element, kTileQ, kHeadDim, kDepthQk, kPitchQk, kThreads, kCopyBytes>;
+using CopyK = RowCopy<Element, kTileK, kHeadDim, kDepthQk, kPitchQk, kThreads, kCopyBytes>;
+using CopyDout = RowCopy<Element, kTileQ, kHeadDimV, kDepthV, kPitchV, kThreads, kCopyBytes>;
+using CopyV = RowCopy<Element, kTileK, kHeadDimV, kDepthV, kPitchV, kThreads, kCopyBytes>;
+using Visible = VisibleKeys<kLeft, kRight, kTopLeft>;
+
+// X = own rows (queries or douts) times rows of the other side (keys or values)
+template <int kDepth, int kPitch>
+DEVICE void multiply(C (&x)[kRowBlocks][kKeyBlocks], const Element* own, const Element* other, int lane) {
+  constexpr int kSteps = kDepth / M::kDepth;
+  const auto operand = [&](int m, int step) {
+    return M::load_a(own + m * 16 * kPitch + step * M::kDepth, kPitch, lane);
+  };
+  multiply_rows<M, kSteps, kSteps <= 16 ? kSteps : 4, kPitch>(x, operand, other, lane);
+}
+
+// A wave's part of one tile, as finish_scores asks for it.
+struct OneTile {
+  const Visible& visible;
+  int row, key;  // the first ones
+
+  DEVICE int first_key(int) const { return key; }
+  DEVICE Edges edges(int) const { return visible.edges(key, key + kKeyBlocks * 16 - 1, row, row + kRowBlocks * 16 - 1); }
+};
+
+// What a block computes: tiles of one head of the bias in one of its batch entries, side by side along the keys.
+struct Work {
+  int batch, head, row_tile, key_tile, tiles, split;
+
+  DEVICE Work(const BackwardParams& p, int64 index) {
+    const Bias& bias = p.forward.bias;
+    const int rows = kSumsRows ? 1 : (bias.rows + kTileQ - 1) / kTileQ;
+    const int all = kSumsKeys ? 1 : (bias.keys + kTileK - 1) / kTileK;
+    const int strips = (all + p.dbias.strip - 1) / p.dbias.strip;
+    split = static_cast<int>(index % p.dbias.splits);
+    index /= p.dbias.splits;
+    key_tile = static_cast<int>(index % strips) * p.dbias.strip;
+    tiles = all - key_tile < p.dbias.strip ? all - key_tile : p.dbias.strip;
+    index /= strips;
+    row_tile = static_cast<int>(index % rows);
+    index /= rows;
+    head = static_cast<int>(index % p.dbias.heads);
+    batch = static_cast<int>(index / p.dbias.heads);
+  }
+};
+
+// One of what a tile is summed over: `tile` counts the block's tiles, `number` what each is summed over.
+struct Share {
+  int tile;
+  int64 number;
+  int sequence, head, first_row, first_key;
+  Span q, k;
+};
+
+}  // namespace backward_bias
+
+KERNEL LAUNCH_BOUNDS(backward_bias::kThreads, config::kBlocksPerSm) void rawattn_backward_bias(
+    PARAMETER BackwardParams p) {
+  using namespace backward_bias;
+  SHARED_MEMORY(shared, kSharedBytes);
+  Element* const elements = reinterpret_cast<Element*>(shared);
+  const ForwardParams& f = p.forward;
+  const int thread = target::thread_index();
+  const int lane = thread % target::kWave;
+  const int wave = thread / target::kWave;
+  const int wave_row = wave / kColumnWaves * kRowBlocks * 16;
+  const int wave_key = wave % kColumnWaves * kKeyBlocks * 16;
+
+  const Work work(p, target::block_index());
+  const int sequences = p.dbias.batches == 1 ? f.batch : 1;
+  const int row_tiles = kSumsRows ? p.dbias.row_tiles : 1;
+  const int key_tiles = kSumsKeys ? p.dbias.key_tiles : 1;
+  const int64 shares = int64(sequences) * row_tiles * key_tiles * f.bias.group;
+  const int64 first_share = shares * work.split / p.dbias.splits;
+  const int64 last_share = shares * (work.split + 1) / p.dbias.splits;
+
+  // The first share from this one on of which any key is seen; its tile is work.tiles if there is none.
+  const auto find = [&](Share share) {
+    for (; share.tile < work.tiles; share.tile++, share.number = first_share) {
+      for (; share.number < last_share; share.number++) {
+        int64 n = share.number;
+        share.head = work.head * f.bias.group + static_cast<int>(n % f.bias.group);
+        n /= f.bias.group;
+        share.first_key = kTileK * (kSumsKeys ? static_cast<int>(n % key_tiles) : work.key_tile + share.tile);
+        n /= key_tiles;
+        share.first_row = kTileQ * (kSumsRows ? static_cast<int>(n % row_tiles) : work.row_tile);
+        share.sequence = work.batch + static_cast<int>(n / row_tiles);
+        share.q = span_of(f.q_side, share.sequence);
+        share.k = span_of(f.k_side, share.sequence);
+        const int rows = share.q.length - share.first_row < kTileQ ? share.q.length - share.first_row : kTileQ;
+        if (rows <= 0 || share.first_key >= share.k.length) continue;
+        const Visible visible(f, share.q.length, share.k.length);
+        if (share.first_key > visible.row(share.first_row + rows - 1).right) continue;
+        if (kLeft && share.first_key >= visible.sink &&
+            share.first_key + kTileK <= visible.row(share.first_row).left) {
+          continue;
+        }
+        return share;
+      }
+    }
+    return share;
+  };
+  const int group = f.nheads_q / f.nheads_kv;
+  const auto load_queries_and_keys = [&](const Share& share) {
+    const auto q = rows_of<const Element>(f.q, f.q_strides, share.sequence, share.q, share.head, share.first_row);
+    const auto k =
+        rows_of<const Element>(f.k, f.k_strides, share.sequence, share.k, share.head / group, share.first_key);
+    CopyQ::load(elements, q, share.q.length - share.first_row, thread);
+    CopyK::load(elements + kKeysAt, k, share.k.length - share.first_key, thread);
+    target::copy_async_commit();
+  };
+  const auto load_douts_and_values = [&](const Share& share) {
+    const auto dout =
+        rows_of<const Element>(p.dout, p.dout_strides, share.sequence, share.q, share.head, share.first_row);
+    const auto v =
+        rows_of<const Element>(f.v, f.v_strides, share.sequence, share.k, share.head / group, share.first_key);
+    CopyDout::load(elements + kDoutsAt, dout, share.q.length - share.first_row, thread);
+    CopyV::load(elements + kValuesAt, v, share.k.length - share.first_key, thread);
+    target::copy_async_commit();
+  };
+  // Afterwards everything asked for has landed for all threads, and all are done with what they read before.
+  const auto wait_copies_and_sync = [] {
+    target::copy_async_wait();
+    target::block_sync();
+  };
+
+  const auto put = [&](int i, int j, float x) {
+    if (p.dbias.splits > 1) {
+      const int64 entry = (int64(work.split) * p.dbias.batches + work.batch) * p.dbias.heads + work.head;
+      p.dbias.partials[(entry * f.bias.rows + i) * f.bias.keys + j] = x;
+    } else {
+      const int64 at =
+          work.batch * p.dbias.batch + work.head * p.dbias.head + i * p.dbias.row + j * p.dbias.key;
+      static_cast<Number*>(p.dbias.data)[at] = target::from_float<Number>(x);
+    }
+  };
+  C sum[kRowBlocks][kKeyBlocks];
+  const auto clear = [&] {
+    UNROLL for (int m = 0; m < kRowBlocks; m++) { UNROLL for (int n = 0; n < kKeyBlocks; n++) sum[m][n] = C{}; }
+  };
+  // The tiles up to `end`, of which all but the first one had no share.
+  const auto write_tiles = [&](int begin, int end) {
+    for (int tile = begin; tile < end; tile++) {
+      UNROLL for (int m = 0; m < kRowBlocks; m++) {
+        UNROLL for (int n = 0; n < kKeyBlocks; n++) {
+          UNROLL for (int e = 0; e < C::kElements; e++) {
+            const int i = work.row_tile * kTileQ + wave_row + m * 16 + C::row(lane, C::slot(e));
+            const int j = (work.key_tile + tile) * kTileK + wave_key + n * 16 + C::column(lane, e);
+            if (i < f.bias.rows && j < f.bias.keys) put(i, j, sum[m][n].x[e]);
+          }
+        }
+      }
+      clear();
+    }
+  };
+
+  clear();
+  Share now = find(Share{0, first_share, 0, 0, 0, 0, {0, 0}, {0, 0}});
+  if constexpr (!kSumsRows && !kSumsKeys) write_tiles(0, now.tile);
+  if (now.tile < work.tiles) load_queries_and_keys(now);
+#pragma unroll 1
+  while (now.tile < work.tiles) {
+    const Visible visible(f, now.q.length, now.k.length);
+    const OneTile tile{visible, now.first_row + wave_row, now.first_key + wave_key};
+    const ScoreRule rule(f, now.sequence, now.head, now.q.length, now.k.length, visible.offset);
+    RowProbability<Element, kRowBlocks, C::kSlots> probability(ScoreRule::kRemakes ? 1.0f : f.scores.scale);
+    float delta[kRowBlocks][C::kSlots];
+    UNROLL for (int m = 0; m < kRowBlocks; m++) {
+      UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
+        const int row = tile.row + m * 16 + C::row(lane, slot);
+        const int64 at = now.sequence * f.lse_batch + now.head * f.lse_head + now.q.start + row;
+        const bool real = row < now.q.length;
+        probability.set(m, slot, real ? f.lse[at] : target::infinity());
+        delta[m][slot] = real ? p.row_delta[at] : 0.0f;
+      }
+    }
+    AddedScores<C, kRowBlocks, kKeyBlocks> added;
+    added.load(rule, tile.row, tile.key, lane);
+    KeptBits<C, kRowBlocks, kKeyBlocks> kept;
+    kept.draw(DropoutRule(f, now.sequence, now.head), tile.row, tile.key, lane);
+
+    wait_copies_and_sync();
+    load_douts_and_values(now);
+    C s[kRowBlocks][kKeyBlocks];
+    multiply<kDepthQk, kPitchQk>(s, elements + wave_row * kPitchQk, elements + kKeysAt + wave_key * kPitchQk, lane);
+    finish_scores(s, rule, added, probability, tile, 0, tile.row, lane);
+
+    wait_copies_and_sync();
+    Share next = now;
+    next.number++;
+    next = find(next);
+    if (next.tile < work.tiles) load_queries_and_keys(next);
+    C dp[kRowBlocks][kKeyBlocks];
+    multiply<kDepthV, kPitchV>(dp, elements + kDoutsAt + wave_row * kPitchV,
+                               elements + kValuesAt + wave_key * kPitchV, lane);
+    UNROLL for (int m = 0; m < kRowBlocks; m++) {
+      UNROLL for (int n = 0; n < kKeyBlocks; n++) {
+        UNROLL for (int e = 0; e < C::kElements; e++) {
+          const int slot = C::slot(e);
+          float x = dp[m][n].x[e];
+          if constexpr (kDropout) x = kept.at(m, n, e) ? x * f.dropout.factor : 0.0f;
+          x = s[m][n].x[e] * (x - delta[m][slot]);
+          // What comes of a bias that belongs to no row may be anything.
+          sum[m][n].x[e] += tile.row + m * 16 + C::row(lane, slot) < now.q.length ? x : 0.0f;
+        }
+      }
+    }
+    if constexpr (!kSumsRows && !kSumsKeys) write_tiles(now.tile, next.tile);
+    now = next;
+  }
+
+  if constexpr (kSumsRows || kSumsKeys) {
+    target::block_sync();
+    float* const sums = reinterpret_cast<float*>(shared);
+    UNROLL for (int m = 0; m < kRowBlocks; m++) {
+      UNROLL for (int n = 0; n < kKeyBlocks; n++) {
+        UNROLL for (int e = 0; e < C::kElements; e++) {
+          const int i = wave_row + m * 16 + C::row(lane, C::slot(e));
+          sums[i * kPitchSums + wave_key + n * 16 + C::column(lane, e)] = sum[m][n].x[e];
+        }
+      }
+    }
+    target::block_sync();
+    if constexpr (kSumsRows) {
+      for (int j = thread; j < kTileK; j += kThreads) {
+        for (int i = 1; i < kTileQ; i++) sums[j] += sums[i * kPitchSums + j];
+      }
+    }
+    if constexpr (kSumsRows && kSumsKeys) target::block_sync();
+    if constexpr (kSumsKeys) {
+      for (int i = thread; i < (kSumsRows ? 1 : kTileQ); i += kThreads) {
+        for (int j = 1; j < kTileK; j++) sums[i * kPitchSums] += sums[i * kPitchSums + j];
+      }
+    }
+    target::block_sync();
+    const int first_row = kSumsRows ? 0 : work.row_tile * kTileQ;
+    const int first_key = kSumsKeys ? 0 : work.key_tile * kTileK;
+    constexpr int kRows = kSumsRows ? 1 : kTileQ;
+    constexpr int kKeys = kSumsKeys ? 1 : kTileK;
+    for (int at = thread; at < kRows * kKeys; at += kThreads) {
+      const int i = at / kKeys, j = at % kKeys;
+      if (first_row + i < f.bias.rows && first_key + j < f.bias.keys) {
+        put(first_row + i, first_key + j, sums[i * kPitchSums + j]);
+      }
+    }
+  }
+}

@@ -1,0 +1,208 @@
+"""Host twin of the kernels that make gradients of options' arrays: bias, learned sinks, captured arrays of a score function."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from rawattn._call.problem import Problem
+from rawattn._compile.compiler import Source
+from rawattn._kernels import features, params, score_params
+from rawattn._kernels.features import Features
+from rawattn._kernels.operands import Operands
+from rawattn._kernels.portable import choice
+from rawattn._kernels.source import ELEMENT, dims, round_up
+from rawattn._kernels.source import source as _source
+from rawattn._kernels.steps import Step, checked, patches
+from rawattn._kernels.target import Target
+
+BIAS_ENTRY = "rawattn_backward_bias"
+BIAS_TILES = "portable_backward_bias"  # the file of its tile tables
+SUM_THREADS = 256
+SINK_THREADS = 1024
+CAPTURED_THREADS = 256
+
+# Blocks for each multiprocessor, from which on a block takes several tiles: the copies of one run under the last one's work.
+_BLOCKS_ENOUGH = 4
+_LONGEST_STRIP = 8
+# What a tile is summed over is shared out among no more blocks than this.
+_MOST_SPLITS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BiasConfig(Features):
+    """What the compiler is told about the kernel of the gradient of the bias.
+
+    sums_rows, sums_keys: whether the bias has one row, or one key, for all.
+    """
+
+    LEAVES_OUT: ClassVar[frozenset[str]] = frozenset(
+        {"ragged", "packed", "scale_first", "sink_logits"}
+    )
+
+    element: str
+    headdim: int
+    headdim_v: int
+    tile_q: int
+    tile_k: int
+    waves: int
+    column_waves: int
+    blocks_per_sm: int
+    copy_bytes: int
+    sums_rows: bool
+    sums_keys: bool
+    accumulator_feeds_a: bool
+    wave: int = 32
+
+    @property
+    def threads(self) -> int:
+        return self.waves * self.wave
+
+    @property
+    def shared_bytes(self) -> int:
+        itemsize = 4 if self.element == "float" else 2
+        depths = round_up(self.headdim, 16) + round_up(self.headdim_v, 16) + 2 * (16 // itemsize)
+        operands = (self.tile_q + self.tile_k) * depths * itemsize
+        sums = self.tile_q * (self.tile_k + 1) * 4
+        return max(operands, sums) if self.sums_rows or self.sums_keys else operands
+
+    def source(self) -> Source:
+        return _source(
+            BIAS_ENTRY,
+            "portable/backward_bias.cu",
+            self.summary(),
+            params.BACKWARD,
+            element=self.element,
+            constants=features.constants(self, "shared_bytes"),
+            score_mod=self.score_mod,
+        )
+
+    def summary(self) -> str:
+        shape = f"{self.tile_q}x{self.tile_k} waves={self.waves}/{self.column_waves}"
+        words = ["portable backward_bias", self.element, dims(self), shape, f"{self.copy_bytes}B"]
+        sums = [name for name in ("sums_rows", "sums_keys") if getattr(self, name)]
+        return " ".join([*words, *features.traits(self), *sums])
+
+
+class Gradients:
+    """What a backward launches for the gradients of options' arrays.
+
+    values: fields of `params.BACKWARD`. patches, scratch, counters: as in `Steps`. When `values` are packed, `steps` makes
+    the launches, which come after `prepare`.
+    """
+
+    def __init__(self, problem: Problem, operands: Operands, target: Target) -> None:
+        self.values: dict[str, Any] = {}
+        self.patches: tuple[tuple[int, str], ...] = ()
+        self.scratch: dict[str, int] = {}
+        self.counters: dict[str, int] = {}
+        self._problem, self._operands, self._target = problem, operands, target
+        self._wanted = operands.of_options.keys()
+        self._launches: list[tuple[Source, int, int, int]] = []
+        if "dsink_logits" in self._wanted:
+            self._sinks()
+        if "dbias" in self._wanted:
+            self._bias()
+
+    def steps(self, packed: bytes, arrays: tuple[tuple[int, str], ...]) -> list[Step]:
+        return [
+            Step(source, blocks, threads, packed, arrays, shared_bytes)
+            for source, blocks, threads, shared_bytes in self._launches
+        ]
+
+    def _sinks(self) -> None:
+        form = self._problem.sink_logits
+        assert form is not None
+        strides = score_params.elements(self._operands.of_options["dsink_logits"], form.dtype)
+        self.values["dsink_head"] = strides[0]
+        self.patches += patches(params.BACKWARD, ("dsink_logits",))
+        waves = SINK_THREADS // self._target.wave
+        self._launches.append((sinks_source(), self._problem.nheads_q, SINK_THREADS, 4 * waves))
+
+    def _bias(self) -> None:
+        problem, operands = self._problem, self._operands
+        form = problem.bias
+        assert form is not None
+        config = choose_bias(problem, self._target, operands)
+        batches, heads, rows, keys = form.shape
+        row_tiles, key_tiles = -(-rows // config.tile_q), -(-keys // config.tile_k)
+        shares = (1 if batches > 1 else problem.batch) * (problem.nheads_q // heads)
+        all_rows = -(-problem.max_seqlen_q // config.tile_q) if config.sums_rows else 1
+        all_keys = -(-problem.max_seqlen_k // config.tile_k) if config.sums_keys else 1
+        tiles = batches * heads * row_tiles
+        strip, splits = shared_out(
+            tiles * key_tiles,
+            shares * all_rows * all_keys,
+            self._target.multiprocessors * config.blocks_per_sm,
+            sums=config.sums_rows or config.sums_keys,
+        )
+        strides = operands.of_options["dbias"]
+        self.values |= {
+            **score_params.broadcast("dbias", form.shape, strides, form.dtype),
+            "dbias.batches": batches,
+            "dbias.heads": heads,
+            "dbias.splits": splits,
+            "dbias.strip": strip,
+            "dbias.row_tiles": all_rows,
+            "dbias.key_tiles": all_keys,
+        }
+        self.patches += patches(params.BACKWARD, dbias__data="dbias")
+        blocks = checked("bias", tiles * -(-key_tiles // strip) * splits, config.tile_q)
+        self._launches.append((config.source(), blocks, config.threads, config.shared_bytes))
+        if splits > 1:
+            count = math.prod(form.shape)
+            self.patches += patches(params.BACKWARD, dbias__partials="dbias_partials")
+            self.scratch["dbias_partials"] = 4 * splits * count
+            self._launches.append(
+                (bias_sum_source(form.dtype), -(-count // SUM_THREADS), SUM_THREADS, 0)
+            )
+
+
+def choose_bias(problem: Problem, target: Target, operands: Operands) -> BiasConfig:
+    """The configuration of the kernel of the gradient of the bias."""
+    form = problem.bias
+    assert form is not None
+    return choice.choose(
+        BiasConfig,
+        BIAS_TILES,
+        problem,
+        target,
+        operands,
+        sums_rows=form.shape[2] == 1,
+        sums_keys=form.shape[3] == 1,
+    )
+
+
+def shared_out(tiles: int, shares: int, places: int, *, sums: bool) -> tuple[int, int]:
+    """How many tiles a block takes one after the other, and how many blocks share what one is summed over.
+
+    shares: of each tile. places: blocks that run at once. sums: whether tiles are summed up over their rows or keys.
+    """
+    if tiles < places:
+        return 1, max(1, min(places // max(tiles, 1), shares, _MOST_SPLITS))
+    if sums or shares >= _LONGEST_STRIP:
+        return 1, 1
+    return max(1, min(tiles // (places * _BLOCKS_ENOUGH), _LONGEST_STRIP)), 1
+
+
+def bias_sum_source(dtype: str) -> Source:
+    """Of the kernel that adds up splits; dtype: of the bias."""
+    return _source(
+        "rawattn_backward_bias_sum",
+        "portable/backward_bias_sum.cu",
+        f"portable backward_bias_sum {dtype}",
+        params.BACKWARD,
+        element=ELEMENT[dtype],
+        constants={"kThreads": SUM_THREADS},
+    )
+
+
+def sinks_source() -> Source:
+    return _source(
+        "rawattn_backward_sinks",
+        "portable/backward_sinks.cu",
+        "portable backward_sinks",
+        params.BACKWARD,
+        constants={"kThreads": SINK_THREADS},
+    )
