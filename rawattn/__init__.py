@@ -3,6 +3,10 @@
 from rawattn import reference
 from rawattn._call.gradients import Gradients
 from rawattn._call.layout import SeqLayout
+from rawattn._masks.block_mask import BlockMask
+from rawattn._masks.build import block_mask
+from rawattn._masks.show import show_mask
+from rawattn._masks.topk import topk_mask
 from rawattn._scores.score_mod import ScoreMod
 from rawattn._verbs.attention import attention
 from rawattn._verbs.backward import attention_backward, attention_vjp
@@ -11,6 +15,7 @@ from rawattn._verbs.plan import Plan, plan
 __version__ = "0.1.0"
 
 __all__ = [
+    "BlockMask",
     "Gradients",
     "Plan",
     "ScoreMod",
@@ -19,6 +24,9 @@ __all__ = [
     "attention",
     "attention_backward",
     "attention_vjp",
+    "block_mask",
     "plan",
     "reference",
+    "show_mask",
+    "topk_mask",
 ]

@@ -263,6 +263,12 @@ struct RangesMaskParams {
   int count;
 };
 
+struct PredicateMaskParams {
+  MaskPacking packing;
+  int seqlen_q, seqlen_k;
+  CapturedArrays captured;
+};
+
 struct MaskTilesParams {
   // its lists are written
   ForwardParams forward;

@@ -36,7 +36,8 @@ class ArrayForm(NamedTuple):
 class ScoreOptions(NamedTuple):
     """What of a call changes its scores and probabilities, apart from the values of arrays.
 
-    bias, mask: of four axes, (1 or batch; 1, nheads_kv or nheads_q; 1 or rows; 1 or keys).
+    bias, mask: of four axes, (1 or batch; 1, nheads_kv or nheads_q; 1 or rows; 1 or keys). The dtype of a mask is bool, or
+    "bits" where it comes packed.
     alibi_slopes: (1 or batch, nheads_q).
     seed: of one on the device; None: a number.
     score_mod: the text of the function; score_scalars: its numbers; captured: the forms of its arrays.
@@ -84,6 +85,10 @@ def describe(
         for name, check in _CHECKS.items()
         if arrays.get(name) is not None
     }
+    if options.mask is not None:
+        # Of a BlockMask, whose arrays are its bits and its map.
+        given = options.mask.shape
+        found["mask"] = ArrayForm("bits", four_axes("mask", given, shapes, lengths), given)
     captured = tuple(
         ArrayForm(arrays[name].dtype.name, arrays[name].shape, arrays[name].shape)
         for name in arrays

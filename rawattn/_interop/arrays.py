@@ -105,7 +105,7 @@ def on_stream_of(obj: Any, framework: str) -> AbstractContextManager[cupy.cuda.S
     on the array's device.
     """
     try:
-        device = _device_of(obj, framework)
+        device = device_of(obj, framework)
     except Exception:  # cannot be read: `import_array` says so, and names the argument
         device = HOST
     if device == HOST:
@@ -115,7 +115,7 @@ def on_stream_of(obj: Any, framework: str) -> AbstractContextManager[cupy.cuda.S
     return contextlib.nullcontext(compute_stream(framework, device))
 
 
-def _device_of(obj: Any, framework: str) -> int:
+def device_of(obj: Any, framework: str) -> int:
     """CUDA ordinal, or HOST for all that is not CUDA memory."""
     if framework == "numpy":
         return HOST
@@ -222,7 +222,7 @@ def _import_dlpack(obj: Any, framework: str, stream: Any) -> Imported:
         obj = obj.detach()
     if framework == "torch" and obj.is_neg():  # its capsule would not tell
         raise TypeError("it is a view of negated memory; pass its resolve_neg()")
-    device = _device_of(obj, framework)
+    device = device_of(obj, framework)
     if device != HOST:
         view = native.view_of_torch(obj) if framework == "torch" else None
         if view is not None:

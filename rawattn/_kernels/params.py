@@ -318,6 +318,13 @@ RANGES_MASK = _struct(
     (INTEGERS, "ranges", "(batch, rows, count, 2): the keys [begin, end) that a row sees"),
     ("int", "count", ""),
 )
+PREDICATE_MASK = _struct(
+    "PredicateMaskParams",
+    "",
+    (_MASK_PACKING, "packing", ""),
+    ("int", "seqlen_q, seqlen_k", ""),
+    (CAPTURED_ARRAYS, "captured", ""),
+)
 MASK_TILES = _struct(
     "MaskTilesParams",
     "",

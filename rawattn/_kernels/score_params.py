@@ -8,7 +8,7 @@ from rawattn._call.problem import Problem
 from rawattn._kernels import params
 from rawattn._kernels.operands import Operands, Strides
 from rawattn._kernels.params import Struct
-from rawattn._kernels.portable import mask_packing
+from rawattn._masks import layout
 
 _KINDS = {"float32": 0, "float16": 1, "bfloat16": 2}
 _ITEMSIZE = {"bool": 1, "float16": 2, "bfloat16": 2, "float32": 4, "int32": 4, "int64": 8}
@@ -41,7 +41,7 @@ def fields(problem: Problem, operands: Operands) -> dict[str, Any]:
             found[f"{name}.head"] = strides[-1]
             found[f"{name}.kind"] = _KINDS[form.dtype]
     if problem.mask is not None:
-        _, _, rows, words = mask_packing.bits_shape(problem.mask.shape)
+        _, _, rows, words = layout.bits_shape(problem.mask.shape)
         batch, nheads = problem.mask.shape[:2]
         found["block_mask.batch"] = nheads * rows * words if batch > 1 else 0
         found["block_mask.head"] = rows * words

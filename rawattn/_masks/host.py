@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rawattn._kernels.portable.mask_packing import (
+from rawattn._masks.layout import (
     GRANULE_ROWS,
     ROW_WORDS,
     WORD_KEYS,

@@ -15,6 +15,7 @@ from rawattn._call.options import Options, dropout_p, shown
 from rawattn._call.problem import Problem, result_shapes
 from rawattn._cpu import backward as cpu_backward
 from rawattn._cpu import forward as cpu_forward
+from rawattn._masks.block_mask import BlockMask, unpacked
 
 FLOAT32 = np.dtype(np.float32)
 
@@ -87,7 +88,14 @@ def _forward_cpu(
 ) -> None:
     q, k, v = inputs
     out, lse = results
-    cpu_forward.forward(problem, lengths, q, k, v, out, lse, extras)
+    cpu_forward.forward(problem, lengths, q, k, v, out, lse, _with_bools(problem, extras))
+
+
+def _with_bools(problem: Problem, extras: Extras) -> Extras:
+    """The arrays of options with a mask of bools in the place of its bits."""
+    if "mask_bits" not in extras:
+        return extras
+    return {**extras, "mask": unpacked(extras["mask_bits"], problem.mask.shape)}
 
 
 def _backward_results(
@@ -136,7 +144,7 @@ def _backward_cpu(
     dq, dk, dv, *others = results
     arrays = (dout, q, k, v, out, lse, dlse, dq, dk, dv)
     gradients = dict(zip(names, others, strict=True))
-    cpu_backward.backward(problem, lengths, *arrays, extras, gradients)
+    cpu_backward.backward(problem, lengths, *arrays, _with_bools(problem, extras), gradients)
 
 
 FORWARD = Verb(
@@ -189,8 +197,12 @@ class Given(NamedTuple):
     options: Options
 
 
-def with_arrays(verb: Verb, options: Options, gradients: tuple[str, ...] = ()) -> Given:
+def with_arrays(
+    verb: Verb, options: Options, gradients: tuple[str, ...] = (), q: Any = None
+) -> Given:
     """Takes the arrays of options out of them. gradients: names of the outputs of a backward for those arrays.
+
+    q: what a BlockMask is to lie beside; None: where it lies.
 
     TypeError, naming the option, for what is no array.
     """
@@ -206,9 +218,15 @@ def with_arrays(verb: Verb, options: Options, gradients: tuple[str, ...] = ()) -
     names: list[str] = []
     arrays: list[Any] = []
     values: tuple[int, ...] = ()
+    form = None
     for name in _ARRAYS:
         array = getattr(options, name)
         if array is None:
+            continue
+        if name == "mask" and isinstance(array, BlockMask):
+            form = array.form
+            names += ("mask_bits", "mask_map")
+            arrays += array.words if q is None else array.beside(q)
             continue
         if not hasattr(array, "__dlpack__"):
             raise TypeError(f"{name}: got {shown(array)}, expected an array or None")
@@ -237,7 +255,7 @@ def with_arrays(verb: Verb, options: Options, gradients: tuple[str, ...] = ()) -
             )
         values = (int(seed) & _SEED_MASK,)
     left = options._replace(
-        bias=None, mask=None, alibi_slopes=None, sink_logits=None, score_mod=text, seed=0
+        bias=None, mask=form, alibi_slopes=None, sink_logits=None, score_mod=text, seed=0
     )
     found = _extended(verb, tuple(names), ("seed_value",) if values else (), gradients)
     return Given(found, tuple(arrays), values, left)

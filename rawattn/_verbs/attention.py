@@ -180,7 +180,7 @@ def attention(
         seed,
         num_splits,
     )
-    verb, arrays, values, options = with_arrays(FORWARD, options)
+    verb, arrays, values, options = with_arrays(FORWARD, options, q=q)
     results = dispatch.run(
         verb, (q, k, v, *arrays), (out, None), options, return_lse, backend, values
     )

@@ -129,7 +129,7 @@ def attention_backward(
     )
     targets = wanted(into, bias, want_dbias, deterministic)
     names, written = of_options(targets, options, want_dbias)
-    verb, arrays, values, options = with_arrays(BACKWARD, options, names)
+    verb, arrays, values, options = with_arrays(BACKWARD, options, names, q)
     inputs = (dout, q, k, v, out, lse, dlse, *arrays)
     results = dispatch.run(
         verb, inputs, (*targets[:3], *written), options, deterministic, backend, values
@@ -305,7 +305,7 @@ def attention_vjp(
     if known is None:
         unknown = [name for name in options if name not in Options._fields]
         refuse_unknown("rawattn.attention_vjp", unknown, _VJP_NAMES)
-    verb, arrays, values, left = with_arrays(_UNTRACKED, known)
+    verb, arrays, values, left = with_arrays(_UNTRACKED, known, q=q)
     out, lse = dispatch.run(verb, (q, k, v, *arrays), (None, None), left, True, backend, values)
 
     def backward(

@@ -159,7 +159,7 @@ def plan(fn: Callable[..., Any], *args: Any, **options: Any) -> Plan:
         targets = (*into[:3], *written)
         returned = functools.partial(_gradients, names, known.score_mod)
     inputs = [named[name] for name in verb.inputs]
-    verb, extras, values, known = with_arrays(verb, known, names)
+    verb, extras, values, known = with_arrays(verb, known, names, named["q"])
     return Plan(verb, [*inputs, *extras], targets, known, flag, backend, returned, values)
 
 

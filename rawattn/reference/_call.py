@@ -12,6 +12,7 @@ from rawattn._call.layout import Lengths, host_lengths
 from rawattn._call.options import DEFAULTS, Options, shown
 from rawattn._call.problem import Problem, describe
 from rawattn._interop.arrays import import_array
+from rawattn._masks.block_mask import BlockMask
 from rawattn._scores import numpy_eval
 from rawattn._scores.program import ScoreText
 from rawattn._scores.score_mod import ScoreMod
@@ -86,7 +87,7 @@ def read(q: Any, k: Any, v: Any, options: Options, precision: DTypeLike = np.flo
         shape_bias = bias.shape
         bias = _four_axes("bias", bias, problem, longest)
     if mask is not None:
-        mask = _host("mask", mask)
+        mask = _host("mask", mask.to_bool() if isinstance(mask, BlockMask) else mask)
         if mask.dtype != np.bool_:
             raise TypeError(f"mask: got {mask.dtype}, expected bool (True keeps a key)")
         mask = _four_axes("mask", mask, problem, longest)

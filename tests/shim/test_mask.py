@@ -16,7 +16,8 @@ from rawattn._kernels import attention_params
 from rawattn._kernels.operands import Operands, contiguous
 from rawattn._kernels.portable import mask_packing, mask_tiles
 from rawattn._kernels.steps import Step
-from rawattn._masks import host
+from rawattn._masks import host, layout
+from rawattn._scores.score_mod import Predicate
 from tests.shim.launch import Machine
 from tests.shim.shim import POISON, Builder, Memory
 
@@ -68,8 +69,8 @@ def test_packed_bools(shape: tuple[int, ...], layout: str, builder: Builder) -> 
     memory = Memory("mask", raw, phase=3 if layout == "odd" else 0)
     arrays = {
         "mask": memory,
-        "mask_bits": scratch("mask_bits", mask_packing.bits_bytes(shape), np.uint16),
-        "mask_map": scratch("mask_map", mask_packing.map_bytes(shape), np.uint8),
+        "mask_bits": scratch("mask_bits", layout.bits_bytes(shape), np.uint16),
+        "mask_map": scratch("mask_map", layout.map_bytes(shape), np.uint8),
     }
     step = mask_packing.step(shape, given.strides, memory.address % 16)
     run(Machine(builder, checked=True), step, arrays)
@@ -85,15 +86,15 @@ def test_a_bool_is_whatever_is_not_zero(builder: Builder) -> None:
     raw = np.arange(256, dtype=np.uint8)
     arrays = {
         "mask": Memory("mask", raw),
-        "mask_bits": scratch("mask_bits", mask_packing.bits_bytes(shape), np.uint16),
-        "mask_map": scratch("mask_map", mask_packing.map_bytes(shape), np.uint8),
+        "mask_bits": scratch("mask_bits", layout.bits_bytes(shape), np.uint16),
+        "mask_map": scratch("mask_map", layout.map_bytes(shape), np.uint8),
     }
     run(
         Machine(builder),
         mask_packing.step(shape, (256, 256, 256, 1), arrays["mask"].address % 16),
         arrays,
     )
-    bits = arrays["mask_bits"].array().reshape(mask_packing.bits_shape(shape))
+    bits = arrays["mask_bits"].array().reshape(layout.bits_shape(shape))
     np.testing.assert_array_equal(host.unpack(bits, shape)[0, 0, 0], raw != 0)
 
 
@@ -105,13 +106,36 @@ def test_packed_ranges(integers: Any, builder: Builder) -> None:
     ranges[1, 6] = np.iinfo(integers).min, np.iinfo(integers).max
     arrays = {
         "ranges": Memory("ranges", ranges),
-        "mask_bits": scratch("mask_bits", mask_packing.bits_bytes(shape), np.uint16),
-        "mask_map": scratch("mask_map", mask_packing.map_bytes(shape), np.uint8),
+        "mask_bits": scratch("mask_bits", layout.bits_bytes(shape), np.uint16),
+        "mask_map": scratch("mask_map", layout.map_bytes(shape), np.uint8),
     }
     step = mask_packing.ranges_step(shape, count, ranges.dtype.itemsize)
     run(Machine(builder, checked=True), step, arrays)
     keys = np.arange(300)
     keep = ((keys >= ranges[..., :1]) & (keys < ranges[..., 1:])).any(2)[:, None]
+    bits, found = host.pack(keep)
+    np.testing.assert_array_equal(arrays["mask_bits"].array().reshape(bits.shape), bits)
+    ours = arrays["mask_map"].array().reshape(found.shape)
+    np.testing.assert_array_equal(host.granules(ours, shape), host.granules(found, shape))
+
+
+def test_packed_predicates(builder: Builder) -> None:
+    shape = (2, 3, 70, 150)
+    table = np.asfortranarray(RNG.integers(0, 4, (70, 2)).astype(np.int64))
+    share = RNG.standard_normal(3).astype(np.float16)
+    text = "table[q_idx, batch] == kv_idx % 4 or (share[head] < cut and kv_idx < seqlen_q)"
+    predicate = Predicate(text, table=table, share=share, cut=0.25)
+    forms = tuple((x.dtype.itemsize, x.shape, x.strides) for x in (table, share))
+    arrays = {
+        "captured0": Memory("table", table.ravel("F")),
+        "captured1": Memory("share", share),
+        "mask_bits": scratch("mask_bits", layout.bits_bytes(shape), np.uint16),
+        "mask_map": scratch("mask_map", layout.map_bytes(shape), np.uint8),
+    }
+    step = mask_packing.predicate_step(shape, predicate.text, forms, predicate.scalars)
+    run(Machine(builder, checked=True), step, arrays)
+    batch, head, i, j = np.ogrid[tuple(map(slice, shape))]
+    keep = (table[i, batch] == j % 4) | ((share[head] < 0.25) & (j < 70))
     bits, found = host.pack(keep)
     np.testing.assert_array_equal(arrays["mask_bits"].array().reshape(bits.shape), bits)
     ours = arrays["mask_map"].array().reshape(found.shape)

@@ -140,6 +140,22 @@ def test_a_key_that_nobody_sees_may_hold_anything(machine: MakeDevice, keys: Any
     np.testing.assert_allclose(lse, exact_lse, atol=1e-3)
 
 
+@pytest.mark.parametrize("name", list(MASKS)[::5])
+def test_masks_that_come_packed(machine: MakeDevice, name: str) -> None:
+    mask = rawattn.block_mask(blocky(*MASKS[name]))
+    device = machine()
+    with small_tiles():
+        verify_forward(device, "portable", *arrays(), mask=mask, causal=True)
+    assert device.launched == ["rawattn_mask_tiles", "rawattn_forward"]
+
+
+def test_a_packed_mask_that_is_longer_than_any_sequence(machine: MakeDevice) -> None:
+    q, k, v = (x[0] for x in arrays(batch=1))
+    mask = rawattn.block_mask(blocky(4, 2, 100, 300))
+    with small_tiles():
+        verify_forward(machine(), "portable", q, k, v, seqs=RAGGED, mask=mask)
+
+
 HOPPER: dict[str, dict[str, Any]] = {
     "dense": {},
     "causal": {"causal": True},

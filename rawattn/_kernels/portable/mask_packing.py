@@ -1,60 +1,29 @@
-"""Host twin of kernels_cu/attn/mask_packing.cuh and the kernels with it: masks as bits and a map of granules.
-
-Bits are half-words of 16 keys, (batch, nheads, rows, words), the lowest bit the first key. A row is padded to a multiple of
-128 keys, so that 16 bytes of it may be read at once. A mask with one key for all has one row of 128 like it: what lies behind
-a mask's extents is as its last row and its last 128 keys are.
-
-The map says of each granule whether no key of it is seen, some, or all: (batch, nheads, rows / 64, words / 4), rounded up.
-"""
+"""Host twin of kernels_cu/attn/mask_packing.cuh and the kernels with it: masks packed as `_masks.layout` says."""
 
 from __future__ import annotations
 
 import functools
-import math
+from dataclasses import replace
+from typing import Any
 
 from rawattn._compile.compiler import Source
 from rawattn._kernels import params
 from rawattn._kernels.source import source as _source
 from rawattn._kernels.steps import Step, checked, patches
+from rawattn._masks.layout import (
+    GRANULE_ROWS,
+    ROW_WORDS,
+    WORD_KEYS,
+    Shape,
+    bits_shape,
+    words,
+)
+from rawattn._scores.cuda_text import predicate_text
+from rawattn._scores.program import ScoreText
 
 THREADS = 256
 SHARED_BYTES = THREADS
-WORD_KEYS = 16
-ROW_WORDS = 8  # that a row has a multiple of
-GRANULE_ROWS = 64
-GRANULE_WORDS = 4
 _BLOCK_WORDS = 16
-
-Shape = tuple[int, int, int, int]
-
-
-def words(keys: int) -> int:
-    """Half-words of a row."""
-    return -(-keys // (WORD_KEYS * ROW_WORDS)) * ROW_WORDS
-
-
-def bits_shape(shape: Shape) -> Shape:
-    """Of half-words, for a mask of this shape: (batch, nheads, rows, keys)."""
-    return (*shape[:3], words(shape[3]))
-
-
-def map_shape(shape: Shape) -> Shape:
-    """Of bytes, for a mask of this shape."""
-    batch, nheads, rows, count = bits_shape(shape)
-    return batch, nheads, -(-rows // GRANULE_ROWS), count // GRANULE_WORDS
-
-
-def bits_bytes(shape: Shape) -> int:
-    return 2 * math.prod(bits_shape(shape))
-
-
-def map_bytes(shape: Shape) -> int:
-    return math.prod(map_shape(shape))
-
-
-def granule_keys(shape: Shape) -> int:
-    """Granules of a row that have keys."""
-    return -(-shape[3] // (WORD_KEYS * GRANULE_WORDS))
 
 
 def fields(shape: Shape) -> dict[str, int]:
@@ -127,6 +96,44 @@ def ranges_step(shape: Shape, count: int, itemsize: int) -> Step:
         threads=THREADS,
         params=params.fill(params.RANGES_MASK, values),
         patches=_patches(params.RANGES_MASK, ranges__data="ranges"),
+        shared_bytes=SHARED_BYTES,
+    )
+
+
+def predicate_source(text: ScoreText) -> Source:
+    whole = _source(
+        "rawattn_mask_of_predicate",
+        "portable/mask_of_predicate.cu",
+        "portable mask_of_predicate",
+        params.PREDICATE_MASK,
+    )
+    lines = ['#include "attn/params.cuh"', predicate_text(text), whole.text]
+    return replace(whole, text="\n".join(lines))
+
+
+def predicate_step(
+    shape: Shape,
+    text: ScoreText,
+    captured: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...],
+    scalars: tuple[float, ...],
+) -> Step:
+    """Packs what a predicate says. captured: bytes of an element, shapes and strides of its arrays, which are "captured0" and
+    so on."""
+    values: dict[str, Any] = {**fields(shape), "seqlen_q": shape[2], "seqlen_k": shape[3]}
+    for n, (itemsize, extents, strides) in enumerate(captured):
+        own = tuple(stride // itemsize for stride in strides)
+        missing = 4 - len(extents)
+        values[f"captured.array{n}.strides"] = (*own, *(0,) * missing)
+        values[f"captured.array{n}.extents"] = (*extents, *(1,) * missing)
+    if scalars:
+        values["captured.scalars"] = (*scalars, *(0.0,) * (8 - len(scalars)))
+    addresses = {f"captured__array{n}__data": f"captured{n}" for n in range(len(captured))}
+    return Step(
+        source=predicate_source(text),
+        blocks=blocks(shape),
+        threads=THREADS,
+        params=params.fill(params.PREDICATE_MASK, values),
+        patches=_patches(params.PREDICATE_MASK, **addresses),
         shared_bytes=SHARED_BYTES,
     )
 

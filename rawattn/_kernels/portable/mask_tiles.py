@@ -15,6 +15,7 @@ from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import mask_packing
 from rawattn._kernels.source import source as _source
 from rawattn._kernels.steps import Step, checked, patches, side_patches
+from rawattn._masks import layout
 
 THREADS = 256
 
@@ -87,8 +88,8 @@ class Masks:
             return
         strides, place = operands.of_options["mask"], operands.places.get("mask", 0)
         self.steps.append(mask_packing.step(form.shape, strides, place))
-        self.scratch["mask_bits"] = mask_packing.bits_bytes(form.shape)
-        self.scratch["mask_map"] = mask_packing.map_bytes(form.shape)
+        self.scratch["mask_bits"] = layout.bits_bytes(form.shape)
+        self.scratch["mask_map"] = layout.map_bytes(form.shape)
 
     def of_queries(self, tile_q: int, tile_k: int) -> Listed:
         """The key tiles that each query tile meets."""
@@ -146,14 +147,14 @@ def lists(
         "block_mask.lists.group": (problem.nheads_kv if of_keys else problem.nheads_q) // heads,
         "block_mask.lists.capacity": capacity,
     }
-    packed = mask_packing.map_shape(mask)
+    packed = layout.map_shape(mask)
     own = {
         **{f"forward.{path}": value for path, value in {**values, **found}.items()},
         "map_batch": packed[1] * packed[2] * packed[3] if mask[0] > 1 else 0,
         "map_head": packed[2] * packed[3],
         "map_row": packed[3],
         "map_rows": packed[2],
-        "map_keys": mask_packing.granule_keys(mask),
+        "map_keys": layout.granule_keys(mask),
         "sequences": sequences,
         "tiles": max(tiles, 1),
         "parts": parts,

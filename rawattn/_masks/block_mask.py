@@ -1,0 +1,136 @@
+"""`BlockMask`: which keys each query sees, packed once and used by many calls."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rawattn._interop import arrays
+from rawattn._interop.arrays import HOST
+from rawattn._masks import host, layout
+from rawattn._masks.layout import Shape
+
+
+class MaskForm(NamedTuple):
+    """What of a `BlockMask` tells calls apart: its shape, not its bits."""
+
+    shape: Shape
+
+
+class BlockMask:
+    """Which keys each query sees: bits, and a map that tells kernels which tiles they need not visit.
+
+    It is made by `rawattn.block_mask` or `rawattn.topk_mask`, and given to any number of calls as `mask=`, forward and
+    backward, of q on any device: where it does not lie yet, it is copied once and kept.
+
+    Attributes
+    ----------
+    shape : (batch, nheads, seqlen_q, seqlen_k)
+        Each axis is 1 where it is the same for all.
+    device : int or None
+        The GPU where it was made; None: the host.
+    kept : array or None
+        Of a mask of `topk_mask` whose rows share their keys: those keys, ascending, (batch, nheads, 1, k), -1 behind the
+        last one.
+    """
+
+    __slots__ = ("_copies", "device", "kept", "shape", "words")
+
+    def __init__(self, bits: Any, found: Any, shape: Shape, kept: Any = None) -> None:
+        """bits, found: the bits and the map as `buffers` makes them, both in NumPy's or both in CuPy's memory."""
+        self.shape: Shape = shape
+        self.device: int | None = None if isinstance(bits, np.ndarray) else bits.data.device_id
+        self.kept = kept
+        self.words: tuple[Any, Any] = bits, found
+        # By framework and device.
+        self._copies: dict[tuple[str, int], tuple[Any, Any]] = {}
+
+    @property
+    def form(self) -> MaskForm:
+        return MaskForm(self.shape)
+
+    @property
+    def bits(self) -> Any:
+        """uint16 (batch, nheads, rows, words): bit n of a word is the key n of its 16."""
+        return shaped(self.words[0], self.shape)
+
+    @property
+    def map(self) -> Any:
+        """uint8 (batch, nheads, bands, granules): of each 64 x 64, 0 where no key is seen, 2 where all are, else 1."""
+        return host.granules(map_of(self.words[1], self.shape), self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return int(sum(x.nbytes for x in self.words))
+
+    def to_bool(self) -> Any:
+        """The mask as a bool array of `shape`, NumPy's or CuPy's: for tests, and to look at."""
+        if self.device is None:
+            return host.unpack(self.bits, self.shape)
+        import cupy
+
+        with cupy.cuda.Device(self.device):
+            flat = cupy.unpackbits(self.bits.view(cupy.uint8).reshape(-1), bitorder="little")
+            whole = flat.reshape(*self.shape[:3], -1)[..., : self.shape[3]]
+            return cupy.ascontiguousarray(whole).view(cupy.bool_)
+
+    def beside(self, q: Any) -> tuple[Any, Any]:
+        """Its bits and its map as int32 words where q lies, of q's framework if that may save time."""
+        framework = arrays.framework_of(q)
+        try:
+            place = arrays.device_of(q, framework)
+        except Exception:  # q cannot be read, which the call says
+            place = HOST
+        key = (framework if framework == "torch" and place != HOST else "", place)
+        found = self._copies.get(key)
+        if found is None:
+            found = self._moved(place)
+            if key[0]:
+                torch = sys.modules["torch"]
+                found = torch.from_dlpack(found[0]), torch.from_dlpack(found[1])
+            self._copies[key] = found
+        return found
+
+    def _moved(self, place: int) -> tuple[Any, Any]:
+        if place == (HOST if self.device is None else self.device):
+            return self.words
+        bits, found = (host.host(x) for x in self.words)
+        if place == HOST:
+            return bits, found
+        import cupy
+
+        with cupy.cuda.Device(place):
+            moved = cupy.asarray(bits), cupy.asarray(found)
+            cupy.cuda.get_current_stream().synchronize()  # it may be used on another stream
+        return moved
+
+    def __repr__(self) -> str:
+        place = "the host" if self.device is None else f"GPU {self.device}"
+        return f"<rawattn.BlockMask {self.shape} on {place}, {self.nbytes} bytes>"
+
+
+def buffers(shape: Shape, module: Any = np) -> tuple[Any, Any]:
+    """Memory for the bits and the map of a mask, int32 words: what every framework can pass on. module: NumPy or CuPy."""
+    sizes = layout.bits_bytes(shape), layout.map_bytes(shape)
+    bits, found = (module.zeros(-(-nbytes // 4), np.int32) for nbytes in sizes)
+    return bits, found
+
+
+def shaped(words: Any, shape: Shape) -> Any:
+    """The bits in such memory."""
+    return words.view(np.uint16).reshape(layout.bits_shape(shape))
+
+
+def map_of(words: Any, shape: Shape) -> Any:
+    """The map in such memory."""
+    own = layout.map_shape(shape)
+    return words.view(np.uint8)[: math.prod(own)].reshape(own)
+
+
+def unpacked(words: NDArray[np.int32], shape: Shape) -> NDArray[np.bool_]:
+    """The mask of four axes that words on the host hold the bits of."""
+    return host.unpack(shaped(words, shape), shape)

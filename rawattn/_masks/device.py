@@ -1,0 +1,66 @@
+"""Packed masks on a GPU: the launches that build them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rawattn._kernels.portable import mask_packing
+from rawattn._kernels.steps import Step
+from rawattn._masks.block_mask import BlockMask, buffers
+from rawattn._masks.layout import Shape
+from rawattn._scores.score_mod import Predicate
+
+
+def of_bools(keep: Any, shape: Shape) -> BlockMask:
+    """Of a CuPy array of bools, of any strides; shape: with all its axes."""
+    strides = keep.strides
+    return _packed(
+        mask_packing.step(shape, strides, keep.data.ptr % 16),
+        shape,
+        {"mask": keep},
+        keep.data.device_id,
+    )
+
+
+def of_ranges(ranges: Any, keys: int) -> BlockMask:
+    """Of CuPy integers (batch, rows, count, 2)."""
+    import cupy
+
+    batch, rows, count, _ = ranges.shape
+    shape = (batch, 1, rows, keys)
+    step = mask_packing.ranges_step(shape, count, ranges.dtype.itemsize)
+    return _packed(step, shape, {"ranges": cupy.ascontiguousarray(ranges)}, ranges.data.device_id)
+
+
+def of_predicate(
+    predicate: Predicate, captured: Mapping[str, Any], shape: Shape, device: int
+) -> BlockMask:
+    """captured: CuPy arrays by name, in the order of the text."""
+    forms = [(x.dtype.itemsize, x.shape, x.strides) for x in captured.values()]
+    step = mask_packing.predicate_step(shape, predicate.text, tuple(forms), predicate.scalars)
+    named = {f"captured{n}": x for n, x in enumerate(captured.values())}
+    return _packed(step, shape, named, device)
+
+
+def _packed(step: Step, shape: Shape, given: Mapping[str, Any], device: int) -> BlockMask:
+    """What a step makes of arrays by name. It runs on CuPy's current stream of their device."""
+    import cupy
+
+    from rawattn._runtime import kernel
+    from rawattn._runtime.kernel import Arguments
+
+    with cupy.cuda.Device(device):
+        bits, found = buffers(shape, cupy)
+        if step.blocks:
+            addresses = {name: x.data.ptr for name, x in given.items()}
+            addresses |= {"mask_bits": bits.data.ptr, "mask_map": found.data.ptr}
+            packed = bytearray(step.params)
+            for at, name in step.patches:
+                packed[at : at + 8] = addresses[name].to_bytes(8, "little")
+            stream = cupy.cuda.get_current_stream().ptr
+            assert isinstance(step.blocks, int)
+            kernel.load(step.source, device).launch(
+                step.blocks, step.threads, step.shared_bytes, stream, Arguments((packed,))
+            )
+    return BlockMask(bits, found, shape)

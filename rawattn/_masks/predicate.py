@@ -1,0 +1,64 @@
+"""Masks of predicates: on the GPU of the arrays that are captured, or else on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from rawattn._interop import arrays
+from rawattn._interop.arrays import HOST
+from rawattn._masks import host
+from rawattn._masks.block_mask import BlockMask, buffers, map_of, shaped
+from rawattn._masks.layout import GRANULE_ROWS, Shape
+from rawattn._runtime.devices import gpu_available
+from rawattn._scores.numpy_eval import holds
+from rawattn._scores.score_mod import Predicate
+
+
+def of_predicate(text: str, shape: Shape, captured: Mapping[str, Any]) -> BlockMask:
+    """Without captured arrays it is made on the current GPU, where there is one."""
+    predicate = Predicate(text, **captured)
+    given = dict(predicate.arrays)
+    first = next(iter(given.values()), None)
+    with arrays.on_stream_of(first, arrays.framework_of(first)) as stream:
+        views: dict[str, Any] = {}
+        place: int | None = None
+        for name, each in given.items():
+            imported = arrays.import_array(name, each, stream=stream)
+            if place is not None and imported.device != place:
+                raise ValueError(
+                    f"{name}: the captured arrays of a predicate lie on one device, the host or a GPU"
+                )
+            place, views[name] = imported.device, imported.array
+        if place is None:
+            place = HOST
+            if gpu_available():
+                import cupy
+
+                place = cupy.cuda.runtime.getDevice()
+        if place != HOST:
+            from rawattn._masks import device
+
+            return device.of_predicate(predicate, views, shape, place)
+    return _on_host(predicate, views, shape)
+
+
+def _on_host(predicate: Predicate, captured: Mapping[str, Any], shape: Shape) -> BlockMask:
+    bits, found = buffers(shape)
+    _, _, rows, keys = shape
+    j = np.arange(keys)
+    for batch, head in np.ndindex(shape[:2]):
+        for first in range(0, rows, GRANULE_ROWS):
+            some = slice(first, min(first + GRANULE_ROWS, rows))
+            i = np.arange(some.start, some.stop)[:, None]
+            places = (batch, head, head, i, j, rows, keys)
+            keep = holds(predicate.text, *places, captured, predicate.scalars)
+            band = slice(first // GRANULE_ROWS, first // GRANULE_ROWS + 1)
+            host.pack_rows(
+                keep,
+                shaped(bits, shape)[batch, head, some],
+                map_of(found, shape)[batch, head, band],
+            )
+    return BlockMask(bits, found, shape)

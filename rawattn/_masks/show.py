@@ -1,0 +1,153 @@
+"""`show_mask`: dead, partial and full tiles, as text and as a picture."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rawattn._call import options as _options
+from rawattn._call.options import DEFAULTS, shown
+from rawattn._masks import host
+from rawattn._masks.block_mask import BlockMask
+from rawattn._masks.build import block_mask
+
+_SIGNS = np.array([".", "+", "#"])  # dead, partial, full
+_WIDEST = 96  # tiles in a line
+
+
+def show_mask(
+    mask: Any = None,
+    *,
+    seqlen_q: int | None = None,
+    seqlen_k: int | None = None,
+    causal: bool = False,
+    align: str = "bottom-right",
+    window: tuple[int | None, int | None] | None = None,
+    sink: int = 0,
+    batch: int = 0,
+    head: int = 0,
+    tile: tuple[int, int] | None = None,
+    path: str | os.PathLike[str] | None = None,
+) -> str:
+    """Which tiles of a call are dead (``.``), partial (``+``) and full (``#``), as text: a line for each row of tiles.
+
+    Dead tiles cost a kernel nothing, full ones no test of their elements.
+
+    Parameters
+    ----------
+    mask : BlockMask, or bool array of any framework, optional
+        As a call has it.
+    seqlen_q, seqlen_k : int, optional
+        Of the sequence. Default: those of the mask.
+    causal, align, window, sink
+        As of the call.
+    batch, head : int
+        Which of them is shown, where the mask is not the same for all.
+    tile : (rows, keys), optional
+        Default: 64 x 64, or as many more as a line needs that has no more than 96 tiles.
+    path : str or path-like, optional
+        A picture is written there too, by matplotlib.
+
+    >>> import rawattn
+    >>> print(rawattn.show_mask(seqlen_q=256, seqlen_k=256, causal=True, window=(100, None)))
+    tiles of 64 x 64: 9 dead, 7 partial, 0 full of 16
+    +...
+    ++..
+    .++.
+    ..++
+    """
+    found = mask if mask is None or isinstance(mask, BlockMask) else block_mask(mask)
+    heads = (1, 1) if found is None else found.shape[:2]
+    rows = _length("seqlen_q", seqlen_q, None if found is None else found.shape[2])
+    keys = _length("seqlen_k", seqlen_k, None if found is None else found.shape[3])
+    for name, index, extent in (("batch", batch, heads[0]), ("head", head, heads[1])):
+        if _options.whole(name, index, "an int >= 0") >= extent > 1:
+            raise ValueError(f"{name}: got {index}, expected less than {extent}, that of the mask")
+    tile_q, tile_k = _tile(tile, rows, keys)
+    settings = DEFAULTS._replace(causal=causal, align=align, window=window, sink=sink)
+    states = np.zeros((-(-rows // tile_q), -(-keys // tile_k)), np.int8)
+    for n in range(len(states)):
+        first = n * tile_q
+        seen = _visible(first, min(first + tile_q, rows), rows, keys, settings)
+        if found is not None:
+            seen &= _rows_of(found, batch, head, first, len(seen), keys)
+        starts = np.arange(0, keys, tile_k)
+        counts = np.add.reduceat(seen.sum(axis=0), starts)
+        most = len(seen) * np.minimum(tile_k, keys - starts)
+        states[n] = np.where(counts == 0, host.DEAD, np.where(counts == most, host.FULL, 1))
+    numbers = np.bincount(states.reshape(-1), minlength=3)
+    title = f"tiles of {tile_q} x {tile_k}: " + ", ".join(
+        f"{count} {name}" for count, name in zip(numbers, ("dead", "partial", "full"), strict=True)
+    )
+    if path is not None:
+        _draw(states, title, path)
+    lines = ["".join(_SIGNS[row]) for row in states]
+    return "\n".join([f"{title} of {states.size}", *lines])
+
+
+def _length(name: str, given: int | None, own: int | None) -> int:
+    """own: of the mask."""
+    if given is None:
+        if own is None:
+            raise TypeError(
+                f"{name}: got None, expected the length of the sequence, since there is no mask that says it"
+            )
+        return own
+    size = _options.whole(name, given, "an int >= 0")
+    if own is not None and own != 1 and size > own:
+        raise ValueError(f"{name}: got {size}, expected at most {own}, that of the mask")
+    return size
+
+
+def _tile(tile: tuple[int, ...] | None, rows: int, keys: int) -> tuple[int, int]:
+    if tile is None:
+        times = max(1, -(-max(rows, keys) // (64 * _WIDEST)))
+        return 64 * times, 64 * times
+    accepted = "a tuple (rows, keys) of ints >= 1"
+    if not isinstance(tile, (tuple, list)) or any(type(n) is not int for n in tile):
+        raise TypeError(f"tile: got {shown(tile)}, expected {accepted}")
+    if len(tile) != 2 or min(tile) < 1:
+        raise ValueError(f"tile: got {shown(tile)}, expected {accepted}")
+    return tile[0], tile[1]
+
+
+def _visible(
+    first: int, last: int, rows: int, keys: int, settings: _options.Options
+) -> NDArray[np.bool_]:
+    """By the rule of visible keys, of rows [first, last)."""
+    left, right = _options.window(settings)
+    sink = _options.sink(settings)
+    offset = 0 if _options.top_left(settings) else keys - rows
+    i, j = np.arange(first, last)[:, None] + offset, np.arange(keys)
+    seen = np.ones((last - first, keys), bool)
+    if right is not None:
+        seen &= j <= i + right
+    if left is not None:
+        seen &= (j >= i - left) | (j < sink)
+    return seen
+
+
+def _rows_of(
+    found: BlockMask, batch: int, head: int, first: int, count: int, keys: int
+) -> NDArray[np.bool_]:
+    """What a mask says of some rows and the first keys."""
+    place = (batch if found.shape[0] > 1 else 0, head if found.shape[1] > 1 else 0)
+    some = slice(0, 1) if found.shape[2] == 1 else slice(first, first + count)
+    bits = host.host(found.bits[place][some])
+    keep = host.unpack(bits[None, None], (1, 1, len(bits), found.shape[3]))[0, 0]
+    return np.broadcast_to(keep[:, : keys if found.shape[3] > 1 else 1], (count, keys))
+
+
+def _draw(states: NDArray[np.int8], title: str, path: str | os.PathLike[str]) -> None:
+    from matplotlib.colors import ListedColormap
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 6 * min(2.0, max(0.3, len(states) / max(1, states.shape[1])))))
+    axes = figure.subplots()
+    colors = ListedColormap(["#f4f4f4", "#f0b34a", "#2f6f9f"])
+    axes.imshow(states, cmap=colors, vmin=0, vmax=2, interpolation="nearest", aspect="auto")
+    axes.set(title=title, xlabel="tiles of keys", ylabel="tiles of queries")
+    figure.savefig(path, bbox_inches="tight")

@@ -1,0 +1,94 @@
+"""`topk_mask`: of each row the keys with the largest scores."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+
+from rawattn._call import options
+from rawattn._call.options import DEFAULTS
+from rawattn._interop import arrays
+from rawattn._interop.arrays import HOST
+from rawattn._masks.block_mask import BlockMask
+from rawattn._masks.build import block_mask
+from rawattn._masks.layout import Shape
+
+# Elements that are looked through at a time: each takes some 20 bytes meanwhile.
+_AT_ONCE = 1 << 25
+
+
+def topk_mask(
+    scores: Any, k: int, *, causal: bool = False, align: str = "bottom-right"
+) -> BlockMask:
+    """The mask that keeps each row's `k` largest finite scores among the keys it may see; of equal ones the lower key.
+
+    Scores are of any framework and of at most four axes that broadcast to (batch, nheads, seqlen_q, seqlen_k); the mask is made
+    where they lie. `causal` and `align` mean what they mean to `rawattn.attention`, and do not replace them there.
+
+    Where seqlen_q is 1, all rows share their keys. They are then chosen among all keys, whatever `causal` says, and
+    `BlockMask.kept` lists them.
+
+    >>> import numpy as np, rawattn
+    >>> rawattn.topk_mask(np.array([[1.0, 3.0, 3.0, -np.inf, 2.0]]), 2).to_bool()[0, 0, 0]
+    array([False,  True,  True, False, False])
+    """
+    settings = DEFAULTS._replace(causal=causal, align=align)
+    is_causal, top_left = options.causal(settings), options.top_left(settings)
+    count = options.whole("k", k, "an int >= 0")
+    with arrays.on_stream_of(scores, arrays.framework_of(scores)) as stream:
+        imported = arrays.import_array("scores", scores, stream=stream)
+        given = imported.array
+        if given.dtype.kind not in "fiu" and given.dtype.name != "bfloat16":
+            raise TypeError(f"scores: got dtype {given.dtype}, expected numbers")
+        if not 1 <= given.ndim <= 4:
+            raise ValueError(
+                f"scores: got shape {given.shape}, expected one to four axes that broadcast to (batch, nheads, seqlen_q, "
+                "seqlen_k)"
+            )
+        whole: Shape = (1,) * (4 - given.ndim) + given.shape
+        module: Any = np if imported.device == HOST else sys.modules["cupy"]
+        rows, keys = whole[2:]
+        shared = rows == 1
+        # The last key that each row may see.
+        offset = 0 if top_left else keys - rows
+        last = module.arange(rows)[:, None] + offset if is_causal and not shared else None
+        four = given.reshape(whole)
+        keep = module.empty(whole, bool)
+        step = max(1, _AT_ONCE // max(keys, 1))
+        for n in np.ndindex(whole[:2]):
+            for first in range(0, rows, step):
+                part = slice(first, first + step)
+                limit = None if last is None else last[part]
+                keep[n][part] = _largest(four[n][part], count, limit, module)
+        found = block_mask(keep)
+        if shared:
+            found.kept = _indices(keep, min(count, keys), module)
+        return found
+
+
+def _largest(scores: Any, count: int, last: Any, module: Any) -> Any:
+    keys = scores.shape[1]
+    small = scores.dtype.itemsize <= 2 and scores.dtype.kind != "i"
+    values = scores.astype(np.float32 if small or scores.dtype == np.float32 else np.float64)
+    candidates = module.isfinite(values)
+    if last is not None:
+        candidates &= module.arange(keys) <= last
+    if count >= keys:
+        return candidates
+    if count == 0:
+        return module.zeros(scores.shape, bool)
+    values = module.where(candidates, values, -np.inf)
+    least = module.partition(values, keys - count, axis=1)[:, keys - count, None]
+    above = values > least
+    equal = (values == least) & candidates
+    left = count - above.sum(axis=1, keepdims=True)
+    return above | (equal & (equal.cumsum(axis=1) <= left))
+
+
+def _indices(keep: Any, count: int, module: Any) -> Any:
+    """Of the True ones of the last axis, ascending, -1 behind the last."""
+    keys = keep.shape[3]
+    found = module.sort(module.where(keep, module.arange(keys), keys), axis=-1)[..., :count]
+    return module.where(found == keys, -1, found).astype(np.int32)
