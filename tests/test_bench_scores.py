@@ -12,6 +12,7 @@ import types
 import numpy as np
 import pytest
 
+import rawattn
 from rawattn import cli, reference
 from rawattn._bench import (
     accuracy,
@@ -55,7 +56,8 @@ def on_numpy(monkeypatch):
     def topk_mask(scores, k):
         return scores >= np.sort(scores, axis=-1)[..., -k:][..., :1]
 
-    library = types.SimpleNamespace(block_mask=block_mask, topk_mask=topk_mask)
+    masks = {"block_mask": block_mask, "topk_mask": topk_mask}
+    library = types.SimpleNamespace(**masks, ScoreMod=rawattn.ScoreMod)
     monkeypatch.setitem(sys.modules, "cupy", np)
     monkeypatch.setattr(machine, "random_array", _draw)
     monkeypatch.setattr(features, "_library", library)
@@ -238,6 +240,16 @@ def test_a_peer_computes_what_the_case_means(torch_on_cpu, name, feature, causal
     assert not measure.disagreement(got, ("reference", expected), 1e-5)
 
 
+def test_the_text_of_a_score_function_means_the_built_in_one(on_numpy):
+    case = _case(features.Alibi(), backward=True)
+    inputs = _inputs(case)
+    results = [
+        _expected(case, inputs, feature.options(case, inputs.extras))
+        for feature in (features.Alibi(), features.AlibiText())
+    ]
+    assert not measure.disagreement(results[1], ("built-in", results[0]), 1e-12)
+
+
 @pytest.mark.parametrize("feature", ["alibi", "softcap", "bias"])
 def test_who_leaves_a_feature_out_would_be_found_out(on_numpy, feature):
     feature, options = _FEATURES[feature]
@@ -321,7 +333,7 @@ def test_ours_is_called_with_the_options_of_the_case(on_numpy, monkeypatch):
     )
     made = []
     monkeypatch.setattr(
-        features._library, "ScoreMod", lambda text, **captured: made.append((text, captured)), False
+        features._library, "ScoreMod", lambda text, **captured: made.append((text, captured))
     )
     wanted = {
         features.Bias((1, 1, 256, 256)): {"bias"},
