@@ -33,7 +33,8 @@ class Verb:
     results: shape and dtype of each output, None for one that the flag leaves out, from (problem, dtype, flag).
     check: refuses inputs that the forward does not have, from (problem, arrays by name).
     more: what the steps of its kernels are made with, for the flag.
-    cpu: from (problem, lengths, inputs, results, flag, what is in `extras` and `values` by name, gradients).
+    cpu: from (problem, lengths, inputs, results, flag, what is in `extras` and `values` by name, gradients);
+        lengths are None where the batch is not ragged.
     padding: what padding rows of each output hold.
     refuses_gradients: whether a tensor that requires a gradient would lose it here without a word.
     extras: those of its inputs that are arrays of options, the last ones. gradients: those of its outputs that are theirs,
@@ -52,7 +53,8 @@ class Verb:
     check: Callable[[Problem, Mapping[str, Any]], None]
     more: Callable[[bool], dict[str, Any]]
     cpu: Callable[
-        [Problem, HostLengths, Sequence[Any], Sequence[Any], bool, Extras, Sequence[str]], None
+        [Problem, HostLengths | None, Sequence[Any], Sequence[Any], bool, Extras, Sequence[str]],
+        None,
     ]
     padding: tuple[float, ...]
     refuses_gradients: bool
@@ -79,7 +81,7 @@ def _forward_results(
 
 def _forward_cpu(
     problem: Problem,
-    lengths: HostLengths,
+    lengths: HostLengths | None,
     inputs: Sequence[Any],
     results: Sequence[Any],
     return_lse: bool,
@@ -132,7 +134,7 @@ def _check_backward(problem: Problem, arrays: Mapping[str, Any]) -> None:
 
 def _backward_cpu(
     problem: Problem,
-    lengths: HostLengths,
+    lengths: HostLengths | None,
     inputs: Sequence[Any],
     results: Sequence[Any],
     deterministic: bool,
