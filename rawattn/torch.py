@@ -6,12 +6,13 @@ The only module beside `rawattn.jax` that imports a framework, and only when it 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from rawattn import SeqLayout, attention_backward
+from rawattn import ScoreMod, SeqLayout, attention_backward
 from rawattn import attention as _attention
 from rawattn._call.hints import NoOthers, hides_unknown, refuse_unknown
 from rawattn._torch import ops
@@ -36,6 +37,7 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]  # torch is not
         options: tuple[Any, ...],
         num_splits: int | None,
         return_lse: bool,
+        *captured: Any,
     ) -> Any:
         (
             seqs, causal, align, window, sink, scale, mask, alibi_slopes, softcap, score_mod, dropout_p, seed,
@@ -46,7 +48,13 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]  # torch is not
             mask=mask, alibi_slopes=alibi_slopes, softcap=softcap, score_mod=score_mod, sink_logits=sink_logits,
             dropout_p=dropout_p, seed=seed, num_splits=num_splits, return_lse=True, backend=backend,
         )  # fmt: skip
-        ctx.save_for_backward(q, k, v, out, lse, bias, sink_logits)
+        constants: tuple[Any, ...] = ()
+        if mask is not None or alibi_slopes is not None or seed is not None or captured:
+            # Changed in place before the backward, they would make it that of another call: autograd looks for that.
+            constants = tuple(
+                x if isinstance(x, torch.Tensor) else None for x in (mask, alibi_slopes, seed)
+            )
+        ctx.save_for_backward(q, k, v, out, lse, bias, sink_logits, *constants, *captured)
         ctx.set_materialize_grads(False)
         ctx.options = options
         return (out, lse) if return_lse else out
@@ -59,11 +67,20 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]  # torch is not
 
 def _pull(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
     """The gradients of all inputs of `_Attention`."""
-    q, k, v, out, lse, bias, sink_logits = ctx.saved_tensors
+    q, k, v, out, lse, bias, sink_logits, *saved = ctx.saved_tensors
     (
         seqs, causal, align, window, sink, scale, mask, alibi_slopes, softcap, score_mod, dropout_p, seed,
         deterministic, backend,
     ) = ctx.options  # fmt: skip
+    captured: list[Any] = []
+    if saved:
+        mask, alibi_slopes, seed = (
+            given if kept is None else kept
+            for given, kept in zip((mask, alibi_slopes, seed), saved, strict=False)
+        )
+        captured = saved[3:]
+        if captured:
+            score_mod = _with_tensors(score_mod, captured)
     gradients = attention_backward(
         torch.zeros_like(out) if dout is None else dout, q, k, v, out, lse,
         seqs=seqs, causal=causal, align=align, window=window, sink=sink, scale=scale, bias=bias, mask=mask,
@@ -72,7 +89,42 @@ def _pull(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
         want_dbias=None if bias is None else ctx.needs_input_grad[3],
         deterministic=deterministic, backend=backend,
     )  # fmt: skip
-    return *gradients[:5], None, None, None
+    found: dict[str, Any] = gradients.captured or {}
+    of_captured = (found.get(name) for name in (_tensors(score_mod) if captured else ()))
+    return *gradients[:5], None, None, None, *of_captured
+
+
+def _tensors(score_mod: ScoreMod) -> dict[str, Any]:
+    """What of its captured arrays autograd knows."""
+    return {name: x for name, x in score_mod.arrays.items() if isinstance(x, torch.Tensor)}
+
+
+def _with_tensors(score_mod: ScoreMod, tensors: Sequence[Any]) -> ScoreMod:
+    """The same function of these tensors, which hooks of autograd may have moved."""
+    names = _tensors(score_mod)
+    moved = dict(zip(names, tensors, strict=True))
+    if all(moved[name] is x for name, x in names.items()):
+        return score_mod
+    text = score_mod.text
+    kinds = {"int": int, "bool": bool, "float": float}
+    numbers = {
+        name: kinds[kind](x)
+        for (name, kind), x in zip(text.scalars, score_mod.scalars, strict=True)
+    }
+    captured = {**score_mod.arrays, **moved, **numbers}
+    return ScoreMod(text.forward, text.backward, language=text.language, wrt=text.wrt, **captured)
+
+
+def _captured(score_mod: ScoreMod) -> tuple[Any, ...]:
+    """The tensors that it captures. Raises RuntimeError for one whose gradient would be lost."""
+    tensors = _tensors(score_mod)
+    for name, x in tensors.items():
+        if x.requires_grad and name not in score_mod.text.wrt and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"score_mod: captured {name} requires a gradient, which would be lost; name it in wrt={(name,)}, or pass "
+                f"{name}.detach()"
+            )
+    return tuple(tensors.values())
 
 
 _pull_once = once_differentiable(_pull)
@@ -125,9 +177,15 @@ def attention(
         Written and returned. Only where no gradient is recorded, and not in a compiled function.
     deterministic : bool
         Of the backward: the same bits run after run.
-    bias, mask, alibi_slopes, softcap, score_mod, sink_logits, dropout_p, seed
-        As in `rawattn.attention`: what this version does not have is a NotImplementedError. `bias` and `sink_logits`
-        get gradients, the others are constants.
+    bias, sink_logits : Tensor, optional
+        As in `rawattn.attention`, with gradients.
+    mask, alibi_slopes, softcap, dropout_p, seed
+        As in `rawattn.attention`; constants. Slopes that require grad are a RuntimeError. A `seed` in a tensor is read by the
+        kernels: one on the GPU that is counted up between calls draws anew in every replay of a CUDA graph. Counted up between
+        a call and its backward it is autograd's error for tensors changed in place.
+    score_mod : rawattn.ScoreMod, optional
+        Tensors that it captures get gradients where its ``wrt`` names them; others that require grad are a RuntimeError. Not
+        in a compiled function.
 
     Returns
     -------
@@ -167,21 +225,29 @@ def attention(
         isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)
     ):
         _refuse_others(q, k, v)
+    if alibi_slopes is not None and getattr(alibi_slopes, "requires_grad", False):
+        _refuse_slopes()
     if torch.compiler.is_compiling():
         if out is not None:
             raise ValueError(f"out: got a tensor in a {_COMPILED}; expected None")
         if score_mod is not None:
             raise NotImplementedError(f"score_mod: got one in a {_COMPILED}; expected None")
+        if mask is not None and not isinstance(mask, torch.Tensor):
+            raise NotImplementedError(
+                f"mask: got a {type(mask).__name__} in a {_COMPILED}; expected a bool tensor or None"
+            )
         left, right = ops.ends_of(window)
-        drawn = isinstance(seed, torch.Tensor)
+        seed, seed_array = ops.seed_of(seed)
         traced = ops.Options(
             bias=bias, sink_logits=sink_logits, mask=mask, alibi_slopes=alibi_slopes, causal=causal, align=align,
             window_left=left, window_right=right, sink=sink, scale=scale, softcap=softcap, dropout_p=dropout_p,
-            seed=None if drawn else seed, seed_array=seed if drawn else None, num_splits=num_splits,
-            deterministic=deterministic, backend=backend,
+            seed=seed, seed_array=seed_array, num_splits=num_splits, deterministic=deterministic, backend=backend,
         )  # fmt: skip
         result = ops.run(q, k, v, ops.layout_of(seqs), traced)
         return result if return_lse else result[0]
+    captured: tuple[Any, ...] = ()
+    if score_mod is not None and isinstance(score_mod, ScoreMod):
+        captured = _captured(score_mod)
     if not (
         torch.is_grad_enabled()
         and (
@@ -190,6 +256,7 @@ def attention(
             or v.requires_grad
             or getattr(bias, "requires_grad", False)
             or getattr(sink_logits, "requires_grad", False)
+            or any(x.requires_grad for x in captured)
         )
     ):
         return _attention(
@@ -207,7 +274,15 @@ def attention(
         seqs, causal, align, window, sink, scale, mask, alibi_slopes, softcap, score_mod, dropout_p, seed,
         deterministic, backend,
     )  # fmt: skip
-    return _Attention.apply(q, k, v, bias, sink_logits, options, num_splits, return_lse)
+    return _Attention.apply(q, k, v, bias, sink_logits, options, num_splits, return_lse, *captured)
+
+
+def _refuse_slopes() -> None:
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "alibi_slopes: got a tensor that requires a gradient, which it does not get; pass alibi_slopes.detach(), or "
+            'rawattn.ScoreMod("score - slope[head] * abs(q_idx + seqlen_k - seqlen_q - kv_idx)", wrt="slope", slope=...)'
+        )
 
 
 _COMPILED = "function under torch.compile, where it cannot be used"

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 
 import rawattn.torch
+from rawattn import Gradients
 from tests.autograd import CASES, PAGE, dlse_of, verify
 from tests.cases import Case, dense, padded, ragged
 from tests.frameworks import Torch
-from tests.gradients import backward_of
+from tests.gradients import backward_of, verify_others
+from tests.score_cases import curated_scores
 from tests.tolerance import check, check_lse
-from tests.verify import expected, layout
+from tests.verify import expected, layout, options_of
 
 sdpa = torch.nn.functional.scaled_dot_product_attention
 
@@ -26,6 +28,59 @@ GRADIENT_CASES = [
     padded("torch-padded-k", (70, 70), (90, 17), 70, 95, by_q="room", by_k="cu_seqlen", headdim=32),
     ragged("torch-starts", (30, 0, 64), (90, 20, 5), causal=True, dtype="float16"),
 ]
+
+_NAMES = ("softcap", "score-mod", "bias", "alibi-slopes", "mask", "sink-logits", "dropout-p")
+_WANTED = {
+    *(f"{name}-{kind}-bfloat16" for name in _NAMES for kind in ("packed", "padded")),
+    *(f"{name}-{dtype}" for name in _NAMES for dtype in ("float16", "float32")),
+    "every-option-bfloat16", "every-option-packed-bfloat16", "seed-int32-0-bfloat16", "seed-int64-1-bfloat16",
+    "bias-axes-1kv1k-bfloat16", "bias-axes-bqr1-bfloat16", "bias-no-keys-bfloat16", "score-table-float32",
+    "bias-transposed-bfloat16", "bias-expanded-bfloat16", "bias-odd-bfloat16", "slopes-1-bfloat16",
+}  # fmt: skip
+SCORE_CASES = [case for case in curated_scores() if str(case) in _WANTED]
+assert len(SCORE_CASES) == len(_WANTED), _WANTED - {str(case) for case in SCORE_CASES}
+
+
+def verify_scores(case: Case, device: str, *, compiled: bool = False) -> None:
+    """Values, and gradients of what of the options has them."""
+    call, framework, exact = backward_of(case), Torch(device), expected(case)
+    inputs = call.inputs
+    options = options_of(inputs, framework)
+    mod = options.pop("score_mod", None)
+    constants = {name: x for name, x in options.items() if not isinstance(x, torch.Tensor)}
+    tensors = {name: x for name, x in options.items() if isinstance(x, torch.Tensor)}
+    differentiated = {
+        name: tensors.pop(name).requires_grad_()
+        for name in ("bias", "sink_logits")
+        if name in tensors
+    }
+    captured = {} if mod is None else dict(mod.arrays)
+    if mod is not None:
+        for name in mod.text.wrt:
+            captured[name].requires_grad_()
+        constants["score_mod"] = rawattn.ScoreMod(mod.text.forward, wrt=mod.text.wrt, **captured)
+    seqs = layout(inputs) if compiled else layout(inputs, case, framework)
+
+    def run(q: Any, k: Any, v: Any, tensors: Any, differentiated: Any) -> Any:
+        return rawattn.torch.attention(
+            q, k, v, seqs=seqs, return_lse=True, **constants, **tensors, **differentiated
+        )
+
+    q, k, v = (framework.array(x).requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
+    attend = torch.compile(run, fullgraph=True, backend="aot_eager") if compiled else run
+    out, lse = attend(q, k, v, tensors, differentiated)
+    incoming = framework.array(call.dout), framework.array(dlse_of(call))
+    torch.autograd.backward((out, lse), incoming)
+    of_options = [
+        getattr(differentiated.get(name), "grad", None) for name in ("bias", "sink_logits")
+    ]
+    of_captured = {name: captured[name].grad for name in (mod.text.wrt if mod else ())}
+    gradients = Gradients(q.grad, k.grad, v.grad, *of_options, of_captured or None)
+    verify(call, framework, gradients)
+    verify_others(call, framework, gradients, None)
+    log = framework.host(lse).swapaxes(-1, -2)
+    check(framework.host(out)[inputs.rows], exact.out, exact.low_out, what="out")
+    check_lse(log[inputs.rows], exact.lse, exact.low_lse)
 
 
 def verify_case(case: Case, device: str) -> None:

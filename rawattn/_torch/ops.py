@@ -95,6 +95,19 @@ def ends_of(window: Any) -> tuple[Any, Any]:
     return window
 
 
+def seed_of(seed: Any) -> tuple[int | None, Any]:
+    """The seed as an int that the operator takes, or as a tensor."""
+    if seed is None or isinstance(seed, torch.Tensor):
+        return None, seed
+    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer, torch.SymInt)):
+        raise TypeError(
+            f"seed: got {type(seed).__name__}, expected an int, or an integer tensor of one element"
+        )
+    if not -(2**63) <= seed < 2**63:  # 64 bits of it count
+        seed = (seed + 2**63) % 2**64 - 2**63
+    return seed, None
+
+
 def _tensor(name: str, array: Any) -> Any:
     if array is None:
         return None
