@@ -9,21 +9,23 @@ struct Words {
   unsigned x[4];
 };
 
-// Philox4x32-10 (Salmon et al. 2011).
-DEVICE Words philox(Words counter, unsigned key0, unsigned key1) {
-  unsigned(&c)[4] = counter.x;
+// Philox4x32-10 (Salmon et al. 2011) of several counters at once: a round's keys are made once for all.
+template <int kCount>
+DEVICE void philox(Words (&counters)[kCount], unsigned key0, unsigned key1) {
   UNROLL for (int round = 0; round < 10; round++) {
-    const unsigned long long product0 = 0xD2511F53ull * c[0];
-    const unsigned long long product1 = 0xCD9E8D57ull * c[2];
-    const unsigned c1 = c[1], c3 = c[3];
-    c[0] = static_cast<unsigned>(product1 >> 32) ^ c1 ^ key0;
-    c[1] = static_cast<unsigned>(product1);
-    c[2] = static_cast<unsigned>(product0 >> 32) ^ c3 ^ key1;
-    c[3] = static_cast<unsigned>(product0);
+    UNROLL for (int n = 0; n < kCount; n++) {
+      unsigned(&c)[4] = counters[n].x;
+      const unsigned long long product0 = 0xD2511F53ull * c[0];
+      const unsigned long long product1 = 0xCD9E8D57ull * c[2];
+      const unsigned c1 = c[1], c3 = c[3];
+      c[0] = static_cast<unsigned>(product1 >> 32) ^ c1 ^ key0;
+      c[1] = static_cast<unsigned>(product1);
+      c[2] = static_cast<unsigned>(product0 >> 32) ^ c3 ^ key1;
+      c[3] = static_cast<unsigned>(product0);
+    }
     key0 += 0x9E3779B9u;
     key1 += 0xBB67AE85u;
   }
-  return counter;
 }
 
 // Of one query head of one sequence.
@@ -48,9 +50,14 @@ struct DropoutRule {
   // The random bits of rows i and i + 8 at keys j, j + 1, j + 8 and j + 9, counted from a multiple of 16 each:
   // word 2 * (key / 8) + row / 8, the odd key's in its upper half.
   DEVICE Words words(int i, int j) const {
+    Words drawn[1] = {counter(i, j)};
+    philox(drawn, key0, key1);
+    return drawn[0];
+  }
+  DEVICE Words counter(int i, int j) const {
     const unsigned keys = 4u * static_cast<unsigned>(j / 16) + static_cast<unsigned>(j % 8 / 2);
     const unsigned rows = 8u * static_cast<unsigned>(i / 16) + static_cast<unsigned>(i % 8);
-    return philox({{keys, rows, static_cast<unsigned>(head), static_cast<unsigned>(sequence)}}, key0, key1);
+    return {{keys, rows, static_cast<unsigned>(head), static_cast<unsigned>(sequence)}};
   }
   // Whether the even (or odd) key of a word is kept.
   DEVICE bool keeps(unsigned word, bool odd) const { return (odd ? word : word << 16) >= threshold; }
@@ -153,6 +160,54 @@ struct KeptBits {
         UNROLL for (int n = 0; n < kKeyBlocks; n++) {
           UNROLL for (int e = 0; e < C::kElements; e++) {
             if (!at(m, n, e)) p[m][n].x[e] = 0.0f;
+          }
+        }
+      }
+    }
+  }
+};
+
+// The random words of a wave's tile, queries being rows. They are drawn while the product is under way, since no score
+// decides them. first_row and first_key are multiples of 16, so one counter serves the eight elements that a lane holds of
+// a 16 x 16 block.
+template <class C, int kRowBlocks, int kKeyBlocks>
+struct RandomTile {
+  static constexpr bool kByBlock = C::kElements == 8 && C::kSlots == 2;
+  static constexpr int kBlocks = config::kDropout && kByBlock ? kRowBlocks * kKeyBlocks : 1;
+  // So many are drawn side by side.
+  static constexpr int kAtOnce = kBlocks % 4 == 0 ? 4 : kBlocks % 3 == 0 ? 3 : kBlocks % 2 == 0 ? 2 : 1;
+
+  Words words[kBlocks / kAtOnce][kAtOnce];
+  int first_row, first_key;
+
+  DEVICE void draw(const DropoutRule& rule, int first_row, int first_key, int lane) {
+    if constexpr (config::kDropout && kByBlock) {
+      UNROLL for (int part = 0; part < kBlocks / kAtOnce; part++) {
+        UNROLL for (int n = 0; n < kAtOnce; n++) {
+          const int block = part * kAtOnce + n;
+          words[part][n] = rule.counter(first_row + block / kKeyBlocks * 16 + C::row(lane, 0),
+                                        first_key + block % kKeyBlocks * 16 + C::column(lane, 0));
+        }
+        philox(words[part], rule.key0, rule.key1);
+      }
+    }
+    this->first_row = first_row;
+    this->first_key = first_key;
+  }
+  DEVICE bool keeps(const DropoutRule& rule, int m, int n, int e, int lane) const {
+    if constexpr (kByBlock) {
+      const int block = m * kKeyBlocks + n;
+      return rule.keeps(words[block / kAtOnce][block % kAtOnce].x[2 * (e / 4) + C::slot(e)], e % 2 != 0);
+    }
+    return rule.keeps_one(first_row + m * 16 + C::row(lane, C::slot(e)), first_key + n * 16 + C::column(lane, e));
+  }
+  // Dropped probabilities become 0. What is kept is divided by 1 - dropout_p in the end.
+  DEVICE void drop(C (&p)[kRowBlocks][kKeyBlocks], const DropoutRule& rule, int lane) const {
+    if constexpr (config::kDropout) {
+      UNROLL for (int n = 0; n < kKeyBlocks; n++) {
+        UNROLL for (int m = 0; m < kRowBlocks; m++) {
+          UNROLL for (int e = 0; e < C::kElements; e++) {
+            if (!keeps(rule, m, n, e, lane)) p[m][n].x[e] = 0.0f;
           }
         }
       }

@@ -21,6 +21,10 @@ struct ScoreRule {
   // Whether scores are made of scaled products by more than an addition, and whether something is added to them.
   static constexpr bool kRemakes = config::kSoftcap || config::kScoreMod;
   static constexpr bool kAdds = config::kBias > 0 || config::kAlibi;
+  // Whether what a softcap leaves is still to be scaled, as products are.
+  static constexpr bool kScalesCapped = config::kSoftcap && !config::kScoreMod && sizeof(config::Element) == 2;
+  // Whether remade scores are natural units: else they are still to be scaled.
+  static constexpr bool kScaled = kRemakes && !kScalesCapped;
   // Whether a scaled product's share in its score is another than 1.
   static constexpr bool kHasDerivative = kRemakes;
 
@@ -78,23 +82,86 @@ struct Either<false, A, B> {
   using Type = B;
 };
 
+// What a softcap leaves of products, as products: cap / scale * tanh(scale / cap * product).
+//
+// Most tiles have small scores alone: there tanh(x) / x is a polynomial in x^2, within 2e-7 up to |x| = 3 / 4, and the unit
+// for exponentials is left to those of the softmax. (Fitted to the least largest error of the tanh.)
+template <class C, int kRowBlocks, int kColumnBlocks>
+DEVICE void cap_products(C (&s)[kRowBlocks][kColumnBlocks], const ScoreRule& rule) {
+  constexpr float kLargest = 0.75f;
+  constexpr float kFactors[5] = {0.99999723f, -0.33323084f, 0.13226159f, -0.04928242f, 0.01232067f};
+  const float scale = rule.p.scores.scale * target::reciprocal(rule.p.scores.softcap);
+  const float square = scale * scale;
+  const float end = kLargest * kLargest * target::reciprocal(square);
+  float largest = 0.0f;
+  UNROLL for (int m = 0; m < kRowBlocks; m++) {
+    UNROLL for (int n = 0; n < kColumnBlocks; n++) {
+      UNROLL for (int e = 0; e < C::kElements; e++) largest = fmaxf(largest, fabsf(s[m][n].x[e]));
+    }
+  }
+  if (target::wave_any(!(largest * largest <= end))) {
+    constexpr float k2Log2E = 2.8853900817779268f;
+    const float unit = target::reciprocal(scale);
+    UNROLL for (int m = 0; m < kRowBlocks; m++) {
+      UNROLL for (int n = 0; n < kColumnBlocks; n++) {
+        UNROLL for (int e = 0; e < C::kElements; e++) {
+          float& x = s[m][n].x[e];
+          const float power = target::exp2(x * (k2Log2E * scale));
+          x = fmaf(-2.0f * unit, target::reciprocal(power + 1.0f), unit);
+        }
+      }
+    }
+    return;
+  }
+  float factors[5];
+  factors[0] = kFactors[0];
+  float power = square;
+  UNROLL for (int n = 1; n < 5; n++) {
+    factors[n] = kFactors[n] * power;
+    power *= square;
+  }
+  UNROLL for (int m = 0; m < kRowBlocks; m++) {
+    UNROLL for (int n = 0; n < kColumnBlocks; n++) {
+      UNROLL for (int e = 0; e < C::kElements; e++) {
+        float& x = s[m][n].x[e];
+        const float y = x * x;
+        x *= fmaf(fmaf(fmaf(fmaf(factors[4], y, factors[3]), y, factors[2]), y, factors[1]), y, factors[0]);
+      }
+    }
+  }
+}
+
 // Products become scores, but for what is added to them: queries are rows. visit(m, n, e, i, j, capped): told of each
 // element on the way.
 template <class C, int kRowBlocks, int kKeyBlocks, class Visit>
 DEVICE void remake_scores(C (&s)[kRowBlocks][kKeyBlocks], const ScoreRule& rule, int first_row, int first_key, int lane,
                           const Visit& visit) {
   const float scale = rule.p.scores.scale;
+  if constexpr (ScoreRule::kScalesCapped) cap_products(s, rule);
   UNROLL for (int m = 0; m < kRowBlocks; m++) {
     UNROLL for (int n = 0; n < kKeyBlocks; n++) {
       UNROLL for (int e = 0; e < C::kElements; e++) {
         const int i = first_row + m * 16 + C::row(lane, C::slot(e));
         const int j = first_key + n * 16 + C::column(lane, e);
-        const float capped = rule.capped(s[m][n].x[e] * scale);
-        visit(m, n, e, i, j, capped);
-        s[m][n].x[e] = rule.modified(capped, i, j);
+        float& x = s[m][n].x[e];
+        if constexpr (ScoreRule::kScalesCapped) {
+          visit(m, n, e, i, j, x * scale);
+        } else {
+          x = rule.capped(x * scale);
+          visit(m, n, e, i, j, x);
+          x = rule.modified(x, i, j);
+        }
       }
     }
   }
+}
+
+// One of two keys side by side.
+template <class T>
+DEVICE T half_of(unsigned pair, bool odd) {
+  T x;
+  x.bits = static_cast<unsigned short>(odd ? pair >> 16 : pair);
+  return x;
 }
 
 // What the bias and ALiBi add to the scores of a tile of kRowBlocks x kKeyBlocks, queries being rows. It is read while
@@ -104,18 +171,26 @@ struct AddedScores {
   using Bias = typename Either<config::kBias == 4, float, config::Element>::Type;
   // Two keys of a row side by side in one access.
   static constexpr bool kPairs = config::kBiasPairs && C::kRun % 2 == 0;
+  // Two keys of 16 bits in one register.
+  static constexpr bool kHalves = sizeof(Bias) == 2 && C::kRun % 2 == 0;
   static constexpr int kBlocks = config::kBias > 0 ? kRowBlocks * kKeyBlocks : 1;
   struct alignas(2 * sizeof(Bias)) Pair {
     Bias x[2];
   };
+  using Word = typename Either<kHalves, unsigned, Bias>::Type;
 
-  Bias bias[kBlocks][C::kElements];
+  // Of each block of 16 x 16 the lane's elements, or pairs of them, in the accumulator's order.
+  Word bias[kBlocks][C::kElements / (kHalves ? 2 : 1)];
   // Of each row from the lane's first key: less the key's column, which is known when this is compiled.
   float distance[kRowBlocks][C::kSlots];
   float slope;
 
   DEVICE void load(const ScoreRule& rule, int first_row, int first_key, int lane) {
     if constexpr (config::kBias > 0) load_bias(rule, first_row, first_key, lane);
+    load_distances(rule, first_row, first_key, lane);
+  }
+  // The rest, where something else has filled `bias`.
+  DEVICE void load_distances(const ScoreRule& rule, int first_row, int first_key, int lane) {
     if constexpr (config::kAlibi) {
       slope = rule.slope;
       UNROLL for (int m = 0; m < kRowBlocks; m++) {
@@ -137,7 +212,7 @@ struct AddedScores {
   template <class Unit>
   DEVICE float addend(int m, int n, int e, float start) const {
     if constexpr (config::kBias > 0) {
-      start = fmaf(target::to_float(bias[m * kKeyBlocks + n][e]), Unit::kUnit, start);
+      start = fmaf(element(bias[m * kKeyBlocks + n], e), Unit::kUnit, start);
     }
     if constexpr (config::kAlibi) {
       const float column = static_cast<float>(n * 16 + C::column(0, e));
@@ -153,6 +228,28 @@ struct AddedScores {
   }
 
  private:
+  template <class Block>
+  DEVICE static float element(const Block& block, int e) {
+    if constexpr (kHalves) {
+      return target::to_float(half_of<Bias>(block[e / 2], e % 2 != 0));
+    } else {
+      return target::to_float(block[e]);
+    }
+  }
+  template <class Block>
+  DEVICE static void put_pair(Block& block, int e, const Bias& even, const Bias& odd) {
+    if constexpr (kHalves) {
+      block[e / 2] = pair_of(even, odd);
+    } else {
+      block[e] = even;
+      block[e + 1] = odd;
+    }
+  }
+  template <class T>
+  DEVICE static unsigned pair_of(const T& even, const T& odd) {
+    return static_cast<unsigned>(even.bits) | static_cast<unsigned>(odd.bits) << 16;
+  }
+
   DEVICE void load_bias(const ScoreRule& rule, int first_row, int first_key, int lane) {
     const auto& b = rule.p.bias;
     const Bias* const data = static_cast<const Bias*>(b.data) + rule.sequence * b.batch + rule.head / b.group * b.head;
@@ -161,17 +258,21 @@ struct AddedScores {
         const int i = first_row + m * 16 + C::row(lane, slot);
         const Bias* const row = data + (i < b.rows ? i : b.rows - 1) * b.row;
         UNROLL for (int n = 0; n < kKeyBlocks; n++) {
-          Bias(&block)[C::kElements] = bias[m * kKeyBlocks + n];
-          UNROLL for (int r = 0; r < C::kRun; r += kPairs ? 2 : 1) {
+          auto& block = bias[m * kKeyBlocks + n];
+          const auto one = [&](int e) {
+            const int j = first_key + n * 16 + C::column(lane, e);
+            return row[(j < b.keys ? j : b.keys - 1) * b.key];
+          };
+          UNROLL for (int r = 0; r < C::kRun; r += C::kRun % 2 == 0 ? 2 : 1) {
             const int e = C::element(slot, r);
-            int j = first_key + n * 16 + C::column(lane, e);
             if constexpr (kPairs) {
-              j = j < b.keys ? j : b.keys - 2;
-              const Pair pair = *reinterpret_cast<const Pair*>(row + j);
-              block[e] = pair.x[0];
-              block[C::element(slot, r + 1)] = pair.x[1];
+              const int j = first_key + n * 16 + C::column(lane, e);
+              const Pair pair = *reinterpret_cast<const Pair*>(row + (j < b.keys ? j : b.keys - 2));
+              put_pair(block, e, pair.x[0], pair.x[1]);
+            } else if constexpr (C::kRun % 2 == 0) {
+              put_pair(block, e, one(e), one(e + 1));
             } else {
-              block[e] = row[(j < b.keys ? j : b.keys - 1) * b.key];
+              block[e] = one(e);
             }
           }
         }

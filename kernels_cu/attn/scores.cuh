@@ -16,7 +16,7 @@ struct SoftmaxScore {
   DEVICE static float masked() { return -target::infinity(); }
   template <class Added>
   DEVICE float operator()(float product, int, int, int, const Added&) const {
-    return kScaleFirst && !ScoreRule::kRemakes ? product * scale : product;
+    return kScaleFirst && !ScoreRule::kScaled ? product * scale : product;
   }
 };
 

@@ -127,7 +127,7 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
   queries.rows = elements + wave * kWaveRows * kPitchQk;
   Element* const slab = elements + kProbabilitiesAt + wave * kWaveRows * kPitchP;
   constexpr float kLog2E = 1.4426950408889634f;
-  OnlineSoftmax<C, kRowBlocks> softmax(kScaleFirst || ScoreRule::kRemakes ? kLog2E : p.scores.scale * kLog2E);
+  OnlineSoftmax<C, kRowBlocks> softmax(kScaleFirst || ScoreRule::kScaled ? kLog2E : p.scores.scale * kLog2E);
   C o[kRowBlocks][kOutBlocks];
   UNROLL for (int m = 0; m < kRowBlocks; m++) { UNROLL for (int d = 0; d < kOutBlocks; d++) o[m][d] = C{}; }
   if constexpr (kQueryInRegisters) {
@@ -148,8 +148,8 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
     added.load(rule, first_row, key_tiles.first_key(n), lane);
     SeenKeys<kBlockMask, C, kRowBlocks, kKeyBlocks> seen;
     seen.load(key_tiles, n, first_row, lane);
-    KeptBits<C, kRowBlocks, kKeyBlocks> kept;
-    kept.draw(dropout, first_row, key_tiles.first_key(n), lane);
+    RandomTile<C, kRowBlocks, kKeyBlocks> random;
+    random.draw(dropout, first_row, key_tiles.first_key(n), lane);
     C s[kRowBlocks][kKeyBlocks];
     const auto query = [&](int m, int step) { return queries(m, step, lane); };
     const Element* const keys = elements + kKeysAt + n % kStages * kTileK * kPitchQk;
@@ -170,7 +170,7 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
     seen.hide(s, -target::infinity(), lane);
     if (softmax.update_row_max(s, added)) softmax.rescale(o);
     softmax.exponentiate(s);
-    kept.drop(s);
+    random.drop(s, dropout, lane);
     const Element* const values = elements + kValuesAt + n % kStages * kTileK * kPitchV;
     multiply_accumulators<M, kUnrolledSteps, kPitchV, kPitchP>(o, s, slab, values, lane);
   }

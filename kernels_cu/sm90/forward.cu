@@ -120,7 +120,7 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
   const ForwardParams& p = params.forward;
   Consumer self(s, index);
   const unsigned long long q = ptx::wgmma_descriptor(s.queries + index * 64 * 128, 0);
-  const float scale_log2 = kScaleFirst || ScoreRule::kRemakes ? kLog2E : p.scores.scale * kLog2E;
+  const float scale_log2 = kScaleFirst || ScoreRule::kScaled ? kLog2E : p.scores.scale * kLog2E;
   Ring<2> slot;
   unsigned queries_parity = 0;
   if (kPingPong && index == kConsumers - 1) self.pass_turn();  // the first turn is consumer 0's
@@ -148,12 +148,12 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
     M::A probabilities[kKeyBlocks];
     AddedScores<C, 1, kKeyBlocks> added;
     SeenKeys<kBlockMask, C, 1, kKeyBlocks> seen;
-    KeptBits<C, 1, kKeyBlocks> kept;
+    RandomTile<C, 1, kKeyBlocks> random;
     // What a tile needs beside its products, while those are under way.
     const auto prepare = [&](int n) {
       added.load(rule, first_row, own_tiles.first_key(n), self.lane);
       seen.load(own_tiles, n, first_row, self.lane);
-      kept.draw(dropout, first_row, own_tiles.first_key(n), self.lane);
+      random.draw(dropout, first_row, own_tiles.first_key(n), self.lane);
     };
     // Returns whether the output must be rescaled.
     const auto finish = [&](C(&scores)[1][kKeyBlocks], int n) {
@@ -164,7 +164,7 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
     };
     const auto exponentiate = [&](C(&scores)[1][kKeyBlocks]) {
       softmax.exponentiate(scores);
-      kept.drop(scores);
+      random.drop(scores, dropout, self.lane);
       pack(probabilities, scores);
     };
 
