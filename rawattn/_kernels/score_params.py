@@ -10,7 +10,7 @@ from rawattn._kernels.operands import Operands, Strides
 from rawattn._kernels.params import Struct
 from rawattn._masks import layout
 
-_KINDS = {"float32": 0, "float16": 1, "bfloat16": 2}
+KINDS = {"float32": 0, "float16": 1, "bfloat16": 2}
 _ITEMSIZE = {"bool": 1, "float16": 2, "bfloat16": 2, "float32": 4, "int32": 4, "int64": 8}
 
 # Where the address of an option's array belongs.
@@ -39,7 +39,7 @@ def fields(problem: Problem, operands: Operands) -> dict[str, Any]:
             strides = elements(operands.of_options[name], form.dtype)
             found[f"{name}.batch"] = strides[0] if len(strides) > 1 else 0
             found[f"{name}.head"] = strides[-1]
-            found[f"{name}.kind"] = _KINDS[form.dtype]
+            found[f"{name}.kind"] = KINDS[form.dtype]
     if problem.mask is not None:
         _, _, rows, words = layout.bits_shape(problem.mask.shape)
         batch, nheads = problem.mask.shape[:2]

@@ -48,8 +48,9 @@ def source(
         lines.append("}  // namespace config")
     if score_mod is not None:
         from rawattn._scores.cuda_text import device_text
+        from rawattn._scores.program import ScoreText
 
-        assert isinstance(score_mod, tuple)
+        assert isinstance(score_mod, ScoreText)
         lines += ['#include "attn/params.cuh"', device_text(score_mod)]
     lines += [f'#include "{file}"', *params.assertions(struct), ""]
     return Source(entry=entry, text="\n".join(lines), summary=summary)

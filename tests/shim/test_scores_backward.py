@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
+from rawattn import Gradients, ScoreMod
 from tests.shim.device import Device
 from tests.shim.test_scores import (
     BFLOAT16,
@@ -59,4 +61,150 @@ def test_backward(
             dlse=normal(2, 4, 45),
             deterministic=deterministic,
             **option(name, dtype),
+        )
+
+
+CAPTURED = {
+    "head": ("score + slope[head] * (kv_idx - q_idx)", {"slope": (4,)}),
+    "row": ("score * row[q_idx, head] + row[q_idx, 0]", {"row": (45, 4)}),
+    "key": ("score + score * key[batch, kv_idx]", {"key": (2, 75)}),
+    "distance": ("score * table[kv_idx - q_idx + 44] + slope[kv_head]", {"table": (119,), "slope": (2,)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wave", WAVES)
+@pytest.mark.parametrize("name", CAPTURED)
+def test_captured_gradients(machine: MakeDevice, name: str, wave: int) -> None:
+    """Twice: the second run finds sums of zeros."""
+    text, shapes = CAPTURED[name]
+    dtype = DTYPES[sorted(CAPTURED).index(name) % 3]
+    found = {each: normal(*shape, dtype=dtype) for each, shape in shapes.items()}
+    score_mod = ScoreMod(text, wrt=tuple(found), **found)
+    with small_tiles():
+        for seed in range(2):
+            gradients = verify_backward(
+                machine(wave),
+                "portable",
+                *arrays(),
+                score_mod=score_mod,
+                softcap=4.0,
+                window=(30, 9),
+                seed_of_dout=seed,
+                dropout_p=0.1,
+                seed=3,
+            )
+            assert set(gradients.captured) == set(found)
+
+
+def test_captured_gradients_have_no_order(machine: MakeDevice) -> None:
+    score_mod = ScoreMod("score * slope[head]", wrt="slope", slope=normal(4))
+    with pytest.raises(NotImplementedError, match=r"deterministic: .*score_mod"):
+        verify_backward(machine(), "portable", *arrays(), score_mod=score_mod, deterministic=True)
+
+
+BROADCASTS = list(itertools.product((1, 2, 4), (1, 2), (1, 45), (1, 75)))
+
+
+@pytest.mark.parametrize(("heads", "batch", "rows", "keys"), BROADCASTS, ids=str)
+def test_dbias_of_every_broadcast(
+    machine: MakeDevice, heads: int, batch: int, rows: int, keys: int
+) -> None:
+    """Of float32, so that what is rounded on the way shows."""
+    bias = normal(batch, heads, rows, keys)
+    causal = (heads + batch + rows) % 2 == 0
+    with small_tiles():
+        verify_backward(machine(), "portable", *arrays(), bias=bias, causal=causal)
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 45, 75), (2, 4, 1, 1), (4, 45, 75)])
+def test_dbias_is_the_same_bits(machine: MakeDevice, shape: tuple[int, ...]) -> None:
+    bias = normal(*shape, dtype=BFLOAT16)
+    with small_tiles():
+        first, second = (
+            verify_backward(machine(), "portable", *arrays(), bias=bias).dbias for _ in range(2)
+        )
+    np.testing.assert_array_equal(first.view(np.uint16), second.view(np.uint16))
+
+
+def test_gradients_of_options_in_arrays_of_the_caller(machine: MakeDevice) -> None:
+    into = Gradients(
+        dbias=np.empty((2, 4, 90, 80), BFLOAT16)[:, ::-1, ::2, :75],
+        dsink_logits=np.empty(8, np.float16)[:4],
+    )
+    device = machine()
+    with small_tiles():
+        verify_backward(
+            device,
+            "portable",
+            *arrays(),
+            bias=hiding(normal(2, 4, 45, 75, dtype=BFLOAT16)),
+            sink_logits=np.array([0.5, -np.inf, 3, -1], np.float16),
+            into=into,
+        )
+
+
+def test_a_bias_whose_gradient_is_not_wanted(machine: MakeDevice) -> None:
+    device = machine()
+    with small_tiles():
+        bias = normal(1, 1, 45, 75)
+        gradients = verify_backward(device, "portable", *arrays(), bias=bias, want_dbias=False)
+    assert gradients.dbias is None
+    assert "rawattn_backward_bias" not in device.launched
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["main", "dq"])
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize("wave", WAVES)
+def test_backward_of_a_ragged_batch(
+    machine: MakeDevice, wave: int, on_device: bool, deterministic: bool
+) -> None:
+    """Where there are no sequences the bias is NaN, and its gradient 0."""
+    q, k, v = (x[0] for x in arrays(batch=1, rows=(61, 110)))
+    bias = hiding(normal(3, 2, 50, 81, dtype=BFLOAT16))
+    bias[:, :, 40:] = np.nan
+    bias[:, :, :, 70:] = np.nan
+    with small_tiles():
+        gradients = verify_backward(
+            machine(wave),
+            "portable",
+            *(q, k, v),
+            seqs=RAGGED,
+            causal=True,
+            align="top-left",
+            softcap=3.0,
+            alibi_slopes=normal(3, 4),
+            sink_logits=normal(4),
+            bias=bias,
+            dropout_p=0.25,
+            seed=5,
+            dlse=normal(4, 61),
+            on_device=on_device,
+            deterministic=deterministic,
+        )
+    assert not np.any(gradients.dbias[1].astype(np.float32))
+    assert not np.any(gradients.dbias[:, :, 40:].astype(np.float32))
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 45, 75), (1, 1, 45, 1), (2, 1, 75)], ids=str)
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+def test_backward_of_a_padded_batch(
+    machine: MakeDevice, on_device: bool, shape: tuple[int, ...]
+) -> None:
+    bias = normal(*shape)
+    if shape == (2, 4, 45, 75):
+        bias[0, :, :, 60:], bias[1, :, 30:], bias[1, :, :, 1:] = np.nan, np.nan, np.nan
+    score_mod = ScoreMod(
+        "score + table[q_idx] * log(seqlen_q - q_idx)", wrt="table", table=normal(45)
+    )
+    with small_tiles():
+        verify_backward(
+            machine(),
+            "portable",
+            *arrays(),
+            seqs=PADDED,
+            bias=bias,
+            score_mod=score_mod,
+            sink_logits=normal(4),
+            window=(11, None),
+            on_device=on_device,
         )

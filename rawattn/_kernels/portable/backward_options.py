@@ -16,6 +16,8 @@ from rawattn._kernels.source import ELEMENT, dims, round_up
 from rawattn._kernels.source import source as _source
 from rawattn._kernels.steps import Step, checked, patches
 from rawattn._kernels.target import Target
+from rawattn._scores.expression import walk
+from rawattn._scores.program import program
 
 BIAS_ENTRY = "rawattn_backward_bias"
 BIAS_TILES = "portable_backward_bias"  # the file of its tile tables
@@ -104,12 +106,45 @@ class Gradients:
             self._sinks()
         if "dbias" in self._wanted:
             self._bias()
+        self.captured = [name for name in self._wanted if name.startswith("dcaptured")]
+        self._written: list[Step] = []
+        if self.captured:
+            self._captured()
 
-    def steps(self, packed: bytes, arrays: tuple[tuple[int, str], ...]) -> list[Step]:
-        return [
+    def steps(
+        self, packed: bytes, arrays: tuple[tuple[int, str], ...], captured: list[Step]
+    ) -> list[Step]:
+        """captured: what makes the sums of captured arrays' gradients."""
+        own = [
             Step(source, blocks, threads, packed, arrays, shared_bytes)
             for source, blocks, threads, shared_bytes in self._launches
         ]
+        return [*own, *captured, *self._written]
+
+    def _captured(self) -> None:
+        at = [0] * 8
+        first = 0
+        for name in self.captured:
+            number = int(name.removeprefix("dcaptured"))
+            form = self._problem.captured[number]
+            count, missing = math.prod(form.given), 4 - len(form.given)
+            strides = score_params.elements(self._operands.of_options[name], form.dtype)
+            values = {
+                "first": first,
+                "count": count,
+                "strides": (0,) * missing + strides,
+                "extents": (1,) * missing + form.given,
+                "kind": score_params.KINDS[form.dtype],
+            }
+            at[number] = first
+            first += count
+            places = patches(params.CAPTURED_GRADIENT, sums="captured_sums", to=name)
+            packed = params.fill(params.CAPTURED_GRADIENT, values)
+            blocks = -(-count // CAPTURED_THREADS)
+            self._written.append(Step(captured_source(), blocks, CAPTURED_THREADS, packed, places))
+        self.values["captured_at"] = tuple(at)
+        self.counters["captured_sums"] = 4 * first
+        self.patches += patches(params.BACKWARD, ("captured_sums",))
 
     def _sinks(self) -> None:
         form = self._problem.sink_logits
@@ -195,6 +230,29 @@ def bias_sum_source(dtype: str) -> Source:
         params.BACKWARD,
         element=ELEMENT[dtype],
         constants={"kThreads": SUM_THREADS},
+    )
+
+
+def partials(score_mod: Any) -> tuple[int, int]:
+    """Which of a score text's partial derivatives belong to another element for each row, and for each key: as bits."""
+    by_row = by_key = 0
+    for n, partial in enumerate(program(score_mod).partials):
+        places = {
+            node.value for index in partial.indices for node in walk(index) if node.op == "place"
+        }
+        by_row |= ("q_idx" in places) << n
+        by_key |= ("kv_idx" in places) << n
+    return by_row, by_key
+
+
+def captured_source() -> Source:
+    """Of the kernel that gives a captured array's gradient out."""
+    return _source(
+        "rawattn_backward_captured",
+        "portable/backward_captured.cu",
+        "portable backward_captured",
+        params.CAPTURED_GRADIENT,
+        constants={"kThreads": CAPTURED_THREADS},
     )
 
 

@@ -1,0 +1,19 @@
+// The gradient of a captured array from its sums, in its dtype and layout. One thread takes one element.
+//
+// The sums become zeros again: the next run adds to them.
+#include "attn/params.cuh"
+#include "target/target.cuh"
+#include "tile/typed.cuh"
+
+KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_backward_captured(PARAMETER CapturedGradientParams p) {
+  const int64 index = int64(target::block_index()) * config::kThreads + target::thread_index();
+  if (index >= p.count) return;
+  int64 at = 0, left = index;
+  UNROLL for (int axis = 3; axis >= 0; axis--) {
+    at += left % p.extents[axis] * p.strides[axis];
+    left /= p.extents[axis];
+  }
+  float& sum = p.sums[p.first + index];
+  store_number(p.to, p.kind, at, sum);
+  sum = 0.0f;
+}

@@ -1,0 +1,103 @@
+// Gradients of what a score function captured: every score adds its own gradient times a partial derivative to the
+// element that it read.
+//
+// What scores of a block, of a row or of a key have in common is added up before it goes to memory, where additions
+// are atomic: in which order they come is not defined.
+#pragma once
+
+#include "attn/score_rule.cuh"
+#include "target/target.cuh"
+
+struct NoCapturedGradients {
+  DEVICE NoCapturedGradients(const BackwardParams&, const ScoreRule&, int) {}
+  template <class... T>
+  DEVICE void add(const T&...) {}
+  DEVICE void finish() {}
+};
+
+// Of a wave's tiles of one query head, queries being rows.
+template <class C, int kRowBlocks, int kKeyBlocks, class Mod = config::ScoreMod>
+struct CapturedGradients {
+  static constexpr int kPartials = Mod::kPartials;
+
+  const BackwardParams& p;
+  const ScoreRule& rule;
+  int lane;
+  float whole[kPartials > 0 ? kPartials : 1];  // of partials whose element is the same for all of these tiles
+
+  DEVICE CapturedGradients(const BackwardParams& p, const ScoreRule& rule, int lane) : p(p), rule(rule), lane(lane) {
+    UNROLL for (int n = 0; n < kPartials; n++) whole[n] = 0.0f;
+  }
+
+  // gradients: of scores, 0 where a key is not seen. capped: see remake_scores.
+  template <int n = 0>
+  DEVICE void add(const C (&gradients)[kRowBlocks][kKeyBlocks], const C (&capped)[kRowBlocks][kKeyBlocks],
+                  int first_row, int first_key) {
+    if constexpr (n < kPartials) {
+      constexpr bool kByRow = config::kPartialsByRow >> n & 1, kByKey = config::kPartialsByKey >> n & 1;
+      float of_key[kKeyBlocks][C::kRun] = {};
+      UNROLL for (int m = 0; m < kRowBlocks; m++) {
+        UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
+          const int i = first_row + m * 16 + C::row(lane, slot);
+          float of_row = 0.0f;
+          UNROLL for (int b = 0; b < kKeyBlocks; b++) {
+            UNROLL for (int r = 0; r < C::kRun; r++) {
+              const int e = C::element(slot, r);
+              const int j = first_key + b * 16 + C::column(lane, e);
+              const float gradient = gradients[m][b].x[e];
+              // What is not seen adds nothing, whatever the derivative is there.
+              if (gradient == 0.0f || i >= rule.len_q) continue;
+              const ScorePlace at = rule.place(i, j);
+              const float x = gradient * Mod::template partial<n>(capped[m][b].x[e], at, rule.p);
+              if constexpr (kByRow && kByKey) {
+                put<n>(at, x);
+              } else if constexpr (kByRow) {
+                of_row += x;
+              } else if constexpr (kByKey) {
+                of_key[b][r] += x;
+              } else {
+                whole[n] += x;
+              }
+            }
+          }
+          if constexpr (kByRow && !kByKey) {
+            of_row = C::row_sum(of_row);
+            if (C::column(lane, 0) == 0) put<n>(rule.place(i, first_key), of_row);
+          }
+        }
+      }
+      if constexpr (kByKey && !kByRow) {
+        UNROLL for (int b = 0; b < kKeyBlocks; b++) {
+          UNROLL for (int r = 0; r < C::kRun; r++) {
+            const int j = first_key + b * 16 + C::column(lane, C::element(0, r));
+            put<n>(rule.place(first_row, j), of_key[b][r]);
+          }
+        }
+      }
+      add<n + 1>(gradients, capped, first_row, first_key);
+    }
+  }
+
+  // The whole wave, when there are no more tiles.
+  template <int n = 0>
+  DEVICE void finish() {
+    if constexpr (n < kPartials) {
+      constexpr unsigned kTold = config::kPartialsByRow | config::kPartialsByKey;
+      if constexpr ((kTold >> n & 1) == 0) {
+        UNROLL for (int mask = 1; mask < target::kWave; mask *= 2) whole[n] += target::shuffle_xor(whole[n], mask);
+        if (lane == 0) put<n>(rule.place(0, 0), whole[n]);
+      }
+      finish<n + 1>();
+    }
+  }
+
+ private:
+  template <int n>
+  DEVICE void put(const ScorePlace& at, float x) const {
+    if (x == 0.0f) return;
+    const int64 element = p.captured_at[Mod::template partial_array<n>()] +
+                          Mod::template partial_index<n>(at, rule.p);
+    const float one[1] = {x};
+    target::atomic_add(p.captured_sums + element, one);
+  }
+};
