@@ -40,13 +40,13 @@ def test_wrong_results_are_told(
 ) -> None:
     forward = cpu_forward.forward
 
-    def broken(problem: Any, lengths: Any, q: Any, k: Any, v: Any, out: Any, lse: Any) -> None:
+    def broken(problem: Any, lengths: Any, q: Any, k: Any, v: Any, out: Any, *more: Any) -> None:
         changed = {
             "scale": {"scale": problem.scale * 1.0005},
             "window_right": {"window_right": 5},
             "nan": {},
         }[wrong]
-        forward(replace(problem, **changed), lengths, q, k, v, out, lse)
+        forward(replace(problem, **changed), lengths, q, k, v, out, *more)
         if wrong == "nan":
             out[-1] = float("nan")
 
