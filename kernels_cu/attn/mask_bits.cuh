@@ -49,6 +49,7 @@ template <bool kMasked, class C, int kRowBlocks, int kKeyBlocks>
 struct SeenKeys {
   template <class Keys>
   DEVICE void load(const Keys&, int, int, int) {}
+  DEVICE void load_bits(const BlockMask&, int, int, int, int, int) {}
   DEVICE void hide(C (&)[kRowBlocks][kKeyBlocks], float, int) const {}
 };
 template <class C, int kRowBlocks, int kKeyBlocks>
@@ -60,10 +61,17 @@ struct SeenKeys<true, C, kRowBlocks, kKeyBlocks> {
   template <class Keys>
   DEVICE void load(const Keys& keys, int n, int first_row, int lane) {
     partial = keys.masked(n);
-    if (!partial) return;
+    if (partial) load_rows(keys.bits, first_row, keys.first_key(n), lane);
+  }
+  // Where there is no list that says whether the tile is partial.
+  DEVICE void load_bits(const BlockMask& mask, int sequence, int head, int first_row, int first_key, int lane) {
+    partial = true;
+    load_rows(MaskBits(mask, sequence, head), first_row, first_key, lane);
+  }
+  DEVICE void load_rows(const MaskBits& bits, int first_row, int first_key, int lane) {
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
       UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
-        keys.bits.load(rows[m][slot], first_row + m * 16 + C::row(lane, slot), keys.first_key(n));
+        bits.load(rows[m][slot], first_row + m * 16 + C::row(lane, slot), first_key);
       }
     }
   }
@@ -84,17 +92,23 @@ struct SeenKeys<true, C, kRowBlocks, kKeyBlocks> {
   }
 };
 
-// The same where keys are rows and queries columns.
-template <class C, int kKeyBlocks, int kQueryBlocks>
-DEVICE void hide_by_bits(C (&s)[kKeyBlocks][kQueryBlocks], float value, const MaskBits& bits, int first_key,
-                         int first_row, int lane) {
-  UNROLL for (int n = 0; n < kQueryBlocks; n++) {
-    UNROLL for (int i = 0; i < C::kRun; i++) {
-      HalfWords<kKeyBlocks> seen;
-      bits.load(seen, first_row + n * 16 + C::column(lane, C::element(0, i)), first_key);
-      UNROLL for (int m = 0; m < kKeyBlocks; m++) {
-        UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
-          if ((seen.words[m] >> C::row(lane, slot) & 1) == 0) s[m][n].x[C::element(slot, i)] = value;
+// Where keys are rows and queries columns: what the mask hides of a tile becomes `value`. n: the number of the tile
+// among `queries`.
+template <bool kMasked, class C, int kKeyBlocks, int kQueryBlocks, class Queries>
+DEVICE void hide_by_bits(C (&s)[kKeyBlocks][kQueryBlocks], float value, const BlockMask& mask, int sequence, int head,
+                         const Queries& queries, int n, int first_key, int first_row, int lane) {
+  if constexpr (kMasked) {
+    if (!queries.masked(n)) return;
+    const MaskBits bits(mask, sequence, head);
+    UNROLL for (int b = 0; b < kQueryBlocks; b++) {
+      UNROLL for (int i = 0; i < C::kRun; i++) {
+        HalfWords<kKeyBlocks> seen;
+        bits.load(seen, first_row + b * 16 + C::column(lane, C::element(0, i)), first_key);
+        UNROLL for (int m = 0; m < kKeyBlocks; m++) {
+          UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
+            const unsigned word = static_cast<unsigned>(seen.words[m]);
+            if ((word >> C::row(lane, slot) & 1) == 0) s[m][b].x[C::element(slot, i)] = value;
+          }
         }
       }
     }

@@ -12,13 +12,14 @@
 // kColumnWaves > 1 only a share of the queries of S and of the columns of the gradient. The half that owns dk, which
 // has no exponentials, also copies the next queries and douts.
 #include "attn/dropout.cuh"
+#include "attn/listed_tiles.cuh"
+#include "attn/mask_bits.cuh"
 #include "attn/params.cuh"
 #include "attn/rows.cuh"
 #include "attn/schedule/keys.cuh"
 #include "attn/score_rule.cuh"
 #include "attn/scores_of_keys.cuh"
 #include "attn/sequence.cuh"
-#include "attn/tiles.cuh"
 #include "attn/visible.cuh"
 #include "portable/gradient_unit.cuh"
 #include "portable/handover.cuh"
@@ -83,7 +84,7 @@ using CopyV = RowCopy<Element, kTileK, kHeadDimV, kDepth, kPitch, kThreads, kCop
 using CopyQ = RowCopy<Element, kTileQ, kHeadDim, kDepth, kPitch, kRoleThreads, kCopyBytes>;
 using CopyDout = RowCopy<Element, kTileQ, kHeadDimV, kDepth, kPitch, kRoleThreads, kCopyBytes>;
 using Visible = VisibleKeys<kLeft, kRight, kTopLeft>;
-using Queries = QueryTiles<Visible, kTileQ, kTileK>;
+using Tiles = MeetingTiles<kBlockMask, Visible, kTileQ, kTileK>;
 
 constexpr bool kHasDerivative = ScoreRule::kHasDerivative;
 // Blocks of keys whose scores are finished together: what each needs besides its product takes registers.
@@ -117,15 +118,27 @@ DEVICE void add_product(C (&gradient)[kKeyBlocks][kDepthBlocks], const C (&x)[kK
 }
 
 // One turn of the walk: a query tile of one of the group's heads. Blocks of neighbouring key tiles begin at different
-// query tiles, so that they seldom add to the same dq at the same time.
+// query tiles, so that they seldom add to the same dq at the same time. A mask's lists have the tiles of all heads.
 struct Turn {
   int head, n, stage;  // n: the number of the query tile
   bool exists;
 
-  DEVICE Turn next(const TileSpan& tiles, int start, int group) const {
+  template <class Queries>
+  DEVICE static Turn first(const Queries& tiles, int start) {
+    if (tiles.count() == 0) return {0, 0, 0, false};
+    if constexpr (kBlockMask) return {tiles.head(start), start, 0, true};
+    return {0, start, 0, true};
+  }
+  template <class Queries>
+  DEVICE Turn next(const Queries& tiles, int start, int group) const {
     Turn after{head, n + 1, (stage + 1) % kStages, true};
     if (after.n == tiles.end) after.n = tiles.begin;
-    if (after.n == start) after.exists = ++after.head < group;
+    if constexpr (kBlockMask) {
+      after.head = tiles.head(after.n);
+      after.exists = after.n != start;
+    } else {
+      if (after.n == start) after.exists = ++after.head < group;
+    }
     return after;
   }
 };
@@ -182,7 +195,8 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
   if (!work.exists) return;
   const int first_key = work.tile * kTileK;
   const int keys = work.k.length - first_key < kTileK ? work.k.length - first_key : kTileK;
-  const Queries query_tiles(Visible(f, work.q.length, work.k.length), work.tile, work.q.length);
+  const Visible visible(f, work.q.length, work.k.length);
+  const auto query_tiles = Tiles::queries(f, visible, work.sequence, work.q, work.k, work.kv_head, work.tile);
   const int group = f.nheads_q / f.nheads_kv;
 
   // Of the group's first head.
@@ -218,7 +232,7 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
   const auto k = rows_of<const Element>(f.k, f.k_strides, work.sequence, work.k, work.kv_head, first_key);
   const auto v = rows_of<const Element>(f.v, f.v_strides, work.sequence, work.k, work.kv_head, first_key);
   const int start = query_tiles.count() > 0 ? query_tiles.begin + work.tile % query_tiles.count() : 0;
-  Turn turn{0, start, 0, query_tiles.count() > 0};
+  Turn turn = Turn::first(query_tiles, start);
   if (turn.exists) {
     CopyK::load(elements + kKeysAt, k, keys, thread);
     CopyV::load(elements + kValuesAt, v, keys, thread);
@@ -282,6 +296,8 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
                               first_row + columns, lane, [&](int k, int b, int e, int i, int j, float capped) {
                                 if constexpr (kHasDerivative) derivative[k][b].x[e] = rule.derivative(capped, i, j);
                               });
+        hide_by_bits<kBlockMask>(some, 0.0f, f.block_mask, work.sequence, head, query_tiles, turn.n,
+                                 first_key + key + m * 16, first_row + columns, lane);
         UNROLL for (int k = 0; k < kAtOnce; k++) {
           UNROLL for (int b = 0; b < kQueryBlocks; b++) {
             const int at = (m + k) * 16 * kPitchP + columns + b * 16;
@@ -316,6 +332,8 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
             } else {
               d = weight.x[e] * (d - delta[b * 16 + C::column(lane, e)]);
             }
+            // A value that the row does not see may be anything.
+            if constexpr (kBlockMask) d = Weights::unmarked(weight.x[e]) == 0.0f ? 0.0f : d;
           }
           if constexpr (kSharesDs) store_accumulator<M>(x[m][b], ds_tile + at, kPitchP, lane);
         }

@@ -11,6 +11,7 @@
 //
 // The copies of Q and K run under the product of dO and V of the share before, those of dO and V under that of Q and K.
 #include "attn/dropout.cuh"
+#include "attn/mask_bits.cuh"
 #include "attn/params.cuh"
 #include "attn/rows.cuh"
 #include "attn/score_rule.cuh"
@@ -214,7 +215,7 @@ KERNEL LAUNCH_BOUNDS(backward_bias::kThreads, config::kBlocksPerSm) void rawattn
     const Visible visible(f, now.q.length, now.k.length);
     const OneTile tile{visible, now.first_row + wave_row, now.first_key + wave_key};
     const ScoreRule rule(f, now.sequence, now.head, now.q.length, now.k.length, visible.offset);
-    RowProbability<Element, kRowBlocks, C::kSlots> probability(ScoreRule::kRemakes ? 1.0f : f.scores.scale);
+    RowProbability<Element, kRowBlocks, C::kSlots> probability(ScoreRule::kScaled ? 1.0f : f.scores.scale);
     float delta[kRowBlocks][C::kSlots];
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
       UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
@@ -229,12 +230,15 @@ KERNEL LAUNCH_BOUNDS(backward_bias::kThreads, config::kBlocksPerSm) void rawattn
     added.load(rule, tile.row, tile.key, lane);
     KeptBits<C, kRowBlocks, kKeyBlocks> kept;
     kept.draw(DropoutRule(f, now.sequence, now.head), tile.row, tile.key, lane);
+    SeenKeys<kBlockMask, C, kRowBlocks, kKeyBlocks> seen;
+    seen.load_bits(f.block_mask, now.sequence, now.head, tile.row, tile.key, lane);
 
     wait_copies_and_sync();
     load_douts_and_values(now);
     C s[kRowBlocks][kKeyBlocks];
     multiply<kDepthQk, kPitchQk>(s, elements + wave_row * kPitchQk, elements + kKeysAt + wave_key * kPitchQk, lane);
     finish_scores(s, rule, added, probability, tile, 0, tile.row, lane);
+    seen.hide(s, 0.0f, lane);
 
     wait_copies_and_sync();
     Share next = now;
@@ -251,6 +255,8 @@ KERNEL LAUNCH_BOUNDS(backward_bias::kThreads, config::kBlocksPerSm) void rawattn
           float x = dp[m][n].x[e];
           if constexpr (kDropout) x = kept.at(m, n, e) ? x * f.dropout.factor : 0.0f;
           x = s[m][n].x[e] * (x - delta[m][slot]);
+          // A value that the row does not see may be anything.
+          if constexpr (kBlockMask) x = s[m][n].x[e] == 0.0f ? 0.0f : x;
           // What comes of a bias that belongs to no row may be anything.
           sum[m][n].x[e] += tile.row + m * 16 + C::row(lane, slot) < now.q.length ? x : 0.0f;
         }

@@ -1,9 +1,11 @@
 // dQ alone, for gradients that are the same bit for bit run after run: one block computes dq of one query tile of one
-// head.
+// head. Or gradients of what a score function captured (kCaptured), which come of the same gradients of scores.
 //
 // It walks the key tiles that its rows see, as the forward does, and keeps dq in registers: nothing is added up in
 // memory, so no order is left to chance. portable/backward.cu without dQ does the rest. Each wave owns kRowBlocks * 16
 // query rows.
+#include "attn/listed_tiles.cuh"
+#include "attn/mask_bits.cuh"
 #include "attn/params.cuh"
 #include "attn/rows.cuh"
 #include "attn/schedule/queries.cuh"
@@ -11,8 +13,8 @@
 #include "attn/score_rule.cuh"
 #include "attn/scores.cuh"
 #include "attn/sequence.cuh"
-#include "attn/tiles.cuh"
 #include "attn/visible.cuh"
+#include "portable/captured_gradients.cuh"
 #include "target/target.cuh"
 #include "tile/accumulator.cuh"
 #include "tile/copy.cuh"
@@ -51,7 +53,9 @@ using CopyDout = RowCopy<Element, kTileQ, kHeadDimV, kDepthV, kPitchV, kThreads,
 using CopyK = RowCopy<Element, kTileK, kHeadDim, kDepthQk, kPitchQk, kThreads, kCopyBytes>;
 using CopyV = RowCopy<Element, kTileK, kHeadDimV, kDepthV, kPitchV, kThreads, kCopyBytes>;
 using Visible = VisibleKeys<kLeft, kRight, kTopLeft>;
-using Keys = KeyTiles<Visible, kTileQ, kTileK>;
+using Tiles = MeetingTiles<kBlockMask, Visible, kTileQ, kTileK>;
+
+using Partials = Either<kCaptured, CapturedGradients<C, kRowBlocks, kKeyBlocks>, NoCapturedGradients>::Type;
 
 // X = own rows (queries or douts) times rows of the other side (keys or values)
 template <int kDepth, int kPitch>
@@ -80,7 +84,7 @@ KERNEL LAUNCH_BOUNDS(backward_dq::kThreads, config::kBlocksPerSm) void rawattn_b
   const int rows = work.q.length - first < kTileQ ? work.q.length - first : kTileQ;
   const int kv_head = work.head / (f.nheads_q / f.nheads_kv);
   const Visible visible(f, work.q.length, work.k.length);
-  const Keys key_tiles(visible, first, first + rows - 1);
+  const auto key_tiles = Tiles::keys(f, visible, work.sequence, work.q, work.head, work.tile);
   const ScoreRule rule(f, work.sequence, work.head, work.q.length, work.k.length, visible.offset);
   const DropoutRule dropout(f, work.sequence, work.head);
 
@@ -107,7 +111,7 @@ KERNEL LAUNCH_BOUNDS(backward_dq::kThreads, config::kBlocksPerSm) void rawattn_b
   target::copy_async_commit();
 
   // Rows past the end get 0 for both: their queries and douts are 0, and so is all that comes of them.
-  RowProbability<Element, kRowBlocks, C::kSlots> probability(ScoreRule::kRemakes ? 1.0f : f.scores.scale);
+  RowProbability<Element, kRowBlocks, C::kSlots> probability(ScoreRule::kScaled ? 1.0f : f.scores.scale);
   float delta[kRowBlocks][C::kSlots];
   UNROLL for (int m = 0; m < kRowBlocks; m++) {
     UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
@@ -122,6 +126,7 @@ KERNEL LAUNCH_BOUNDS(backward_dq::kThreads, config::kBlocksPerSm) void rawattn_b
   Element* const slab = elements + kGradientsAt + wave * kWaveRows * kPitchDs;
   C dq[kRowBlocks][kDqBlocks];
   UNROLL for (int m = 0; m < kRowBlocks; m++) { UNROLL for (int d = 0; d < kDqBlocks; d++) dq[m][d] = C{}; }
+  Partials partials(p, rule, lane);
 
 #pragma unroll 1
   for (int n = key_tiles.begin; n < key_tiles.end; n++) {
@@ -132,14 +137,22 @@ KERNEL LAUNCH_BOUNDS(backward_dq::kThreads, config::kBlocksPerSm) void rawattn_b
     const int first_row = first + wave * kWaveRows;
     AddedScores<C, kRowBlocks, kKeyBlocks> added;
     added.load(rule, first_row, key_tiles.first_key(n), lane);
+    SeenKeys<kBlockMask, C, kRowBlocks, kKeyBlocks> seen;
+    seen.load(key_tiles, n, first_row, lane);
     C s[kRowBlocks][kKeyBlocks];
     multiply<kDepthQk, kPitchQk>(s, queries, keys, lane);
     // Of each score with respect to its scaled product.
     C derivative[kHasDerivative ? kRowBlocks : 1][kHasDerivative ? kKeyBlocks : 1];
     finish_scores(s, rule, added, probability, key_tiles, n, first_row, lane,
                   [&](int m, int b, int e, int i, int j, float capped) {
-                    if constexpr (kHasDerivative) derivative[m][b].x[e] = rule.derivative(capped, i, j);
+                    // What becomes of captured arrays asks for the capped product itself.
+                    if constexpr (kCaptured) {
+                      derivative[m][b].x[e] = capped;
+                    } else if constexpr (kHasDerivative) {
+                      derivative[m][b].x[e] = rule.derivative(capped, i, j);
+                    }
                   });
+    seen.hide(s, 0.0f, lane);
     C dp[kRowBlocks][kKeyBlocks];
     multiply<kDepthV, kPitchV>(dp, douts, values, lane);
     // Not earlier: issuing copies takes a while, and products must not wait for it.
@@ -156,13 +169,19 @@ KERNEL LAUNCH_BOUNDS(backward_dq::kThreads, config::kBlocksPerSm) void rawattn_b
         UNROLL for (int e = 0; e < C::kElements; e++) {
           float& x = dp[m][b].x[e];
           x = s[m][b].x[e] * (x - delta[m][C::slot(e)]);
+          // A value that the row does not see may be anything.
+          if constexpr (kBlockMask) x = s[m][b].x[e] == 0.0f ? 0.0f : x;
           // What is masked stays 0, whatever the derivative is there.
-          if constexpr (kHasDerivative) x = s[m][b].x[e] == 0.0f ? 0.0f : x * derivative[m][b].x[e];
+          if constexpr (kHasDerivative && !kCaptured) x = s[m][b].x[e] == 0.0f ? 0.0f : x * derivative[m][b].x[e];
         }
       }
     }
-    constexpr int kKeySteps = kTileK / M::kDepth;
-    multiply_accumulators<M, kKeySteps <= 8 ? kKeySteps : 4, kPitchQk, kPitchDs>(dq, dp, slab, keys, lane);
+    if constexpr (kCaptured) {
+      partials.add(dp, derivative, first_row, key_tiles.first_key(n));
+    } else {
+      constexpr int kKeySteps = kTileK / M::kDepth;
+      multiply_accumulators<M, kKeySteps <= 8 ? kKeySteps : 4, kPitchQk, kPitchDs>(dq, dp, slab, keys, lane);
+    }
     if (kStages == 1 && n + 1 < key_tiles.end) {
       target::block_sync();
       load(n + 1);
@@ -171,6 +190,10 @@ KERNEL LAUNCH_BOUNDS(backward_dq::kThreads, config::kBlocksPerSm) void rawattn_b
   }
 
   wait_copies_and_sync();
+  if constexpr (kCaptured) {
+    partials.finish();
+    return;
+  }
   UNROLL for (int m = 0; m < kRowBlocks; m++) {
     UNROLL for (int d = 0; d < kDqBlocks; d++) {
       UNROLL for (int e = 0; e < C::kElements; e++) dq[m][d].x[e] *= f.scores.scale;

@@ -15,7 +15,7 @@ from rawattn import reference
 from tests.shim.device import Device
 from tests.shim.launch import Machine
 from tests.shim.shim import Builder
-from tests.shim.whole import run_forward, small_tiles, verify_forward
+from tests.shim.whole import run_forward, small_tiles, verify_backward, verify_forward
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 MakeDevice = Callable[..., Device]
@@ -185,3 +185,69 @@ def test_hopper_on_ragged_batches(machine: MakeDevice, options: Any, on_device: 
     mask = blocky(3, 2, 180, 360, block=64)
     verify_forward(device, "sm90", q, k, v, seqs=seqs, mask=mask, on_device=on_device, **options)
     assert "rawattn_sm90_forward" in device.launched
+
+
+# As of `SHAPES`: query rows by keys of 16 x 32, 32 x 64 and 64 x 128, with and without a share of the columns.
+BACKWARD_SHAPES = (
+    (16, 32, 2, 1, 2, 1, 1, False),
+    (32, 64, 2, 2, 1, 1, 2, False),
+    (64, 128, 4, 1, 1, 1, 4, True),
+)
+
+
+def backward_tiles(n: int) -> Any:
+    return small_tiles(portable_backward=BACKWARD_SHAPES[n], portable_backward_dq=SHAPES[n][:5])
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", MASKS)
+def test_gradients_of_every_way_to_broadcast(
+    machine: MakeDevice, name: str, deterministic: bool
+) -> None:
+    mask = blocky(*MASKS[name], block=16 if MASKS[name][3] == 1 else 64)
+    with backward_tiles(1):
+        verify_backward(machine(), "portable", *arrays(), mask=mask, deterministic=deterministic)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("wave", [32, 64])
+@pytest.mark.parametrize("rule", RULES)
+def test_gradients_with_other_rules(
+    machine: MakeDevice, rule: str, wave: int, deterministic: bool
+) -> None:
+    n = list(RULES).index(rule) + wave // 32
+    dtype = (np.float16, BFLOAT16, np.float32)[n % 3]
+    with backward_tiles((n + deterministic) % 3):
+        mask = blocky(2, 4, ROWS, KEYS, block=40)
+        options = {**RULES[rule], "mask": mask, "deterministic": deterministic}
+        verify_backward(machine(wave), "portable", *arrays(dtype), **options)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("heads", [1, 4])
+def test_gradients_of_ragged_batches(
+    machine: MakeDevice, heads: int, on_device: bool, deterministic: bool
+) -> None:
+    q, k, v = (x[0] for x in arrays(batch=1))
+    mask = blocky(4 if heads > 1 else 1, heads, 80, 133, block=32)
+    with backward_tiles(0):
+        verify_backward(
+            machine(), "portable", q, k, v, seqs=RAGGED, mask=mask, on_device=on_device,
+            causal=True, deterministic=deterministic,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients_of_a_packed_mask(machine: MakeDevice, deterministic: bool) -> None:
+    mask = rawattn.block_mask(blocky(2, 4, ROWS, KEYS))
+    with backward_tiles(2):
+        verify_backward(
+            machine(), "portable", *arrays(), seqs=PADDED, mask=mask, deterministic=deterministic
+        )
+
+
+def test_gradients_where_nothing_is_seen(machine: MakeDevice) -> None:
+    with backward_tiles(0):
+        mask = np.zeros((1, 1, 1, KEYS), bool)
+        verify_backward(machine(), "portable", *arrays(), mask=mask)

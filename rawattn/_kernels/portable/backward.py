@@ -6,7 +6,7 @@ to dq). Deterministic: prepare, main without dq, and a kernel that computes dq a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from rawattn._call.problem import Problem
@@ -15,7 +15,7 @@ from rawattn._compile.compiler import Source
 from rawattn._kernels import attention_params, features, params, score_params
 from rawattn._kernels.features import Features
 from rawattn._kernels.operands import Operands
-from rawattn._kernels.portable import backward_options, choice, fill_padding, schedule
+from rawattn._kernels.portable import backward_options, choice, fill_padding, mask_tiles, schedule
 from rawattn._kernels.source import ELEMENT, dims, round_up
 from rawattn._kernels.source import source as _source
 from rawattn._kernels.steps import Step, Steps, Tiles, checked, patches
@@ -26,7 +26,7 @@ DQ_ENTRY = "rawattn_backward_dq"
 # The files of their tile tables.
 TILES = "portable_backward"
 DQ_TILES = "portable_backward_dq"
-FEATURES = features.names() - {"block_mask"}
+FEATURES = features.names()
 ROW_THREADS = 256  # of the kernels that visit rows: one wave a row
 
 
@@ -95,7 +95,10 @@ class Config(Features):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DqConfig(Features):
-    """What the compiler is told about the kernel that computes dQ alone."""
+    """What the compiler is told about the kernel that computes dQ alone, or gradients of captured arrays.
+
+    partials_by_row, partials_by_key: see `backward_options.partials`.
+    """
 
     LEAVES_OUT: ClassVar[frozenset[str]] = frozenset({"packed", "scale_first", "sink_logits"})
 
@@ -109,6 +112,9 @@ class DqConfig(Features):
     blocks_per_sm: int
     copy_bytes: int
     accumulator_feeds_a: bool
+    captured: bool = False
+    partials_by_row: int = 0
+    partials_by_key: int = 0
     wave: int = 32
 
     @property
@@ -139,7 +145,8 @@ class DqConfig(Features):
     def summary(self) -> str:
         shape = f"{self.tile_q}x{self.tile_k} waves={self.waves} stages={self.stages}"
         words = ["portable backward_dq", self.element, dims(self), shape, f"{self.copy_bytes}B"]
-        return " ".join([*words, *features.traits(self)])
+        traits = [*features.traits(self), *(["captured-gradients"] if self.captured else [])]
+        return " ".join([*words, *traits])
 
 
 def supports(problem: Problem, target: Target, operands: Operands) -> str | None:
@@ -158,6 +165,17 @@ def choose(problem: Problem, target: Target, operands: Operands, *, with_dq: boo
 def choose_dq(problem: Problem, target: Target, operands: Operands) -> DqConfig:
     """As `choose`, of the kernel that computes dQ alone."""
     return choice.choose(DqConfig, DQ_TILES, problem, target, operands)
+
+
+def choose_captured(problem: Problem, target: Target, operands: Operands) -> DqConfig:
+    """As `choose_dq`, where the same kernel makes gradients of captured arrays instead."""
+    by_row, by_key = backward_options.partials(problem.score_mod)
+    return replace(
+        choose_dq(problem, target, operands),
+        captured=True,
+        partials_by_row=by_row,
+        partials_by_key=by_key,
+    )
 
 
 def dq_pitch(headdim: int) -> int:
@@ -206,9 +224,11 @@ def steps(
     deterministic: bool,
 ) -> Steps:
     """The launches of a call."""
+    _refuse(problem, operands, deterministic)
     config = choose(problem, target, operands, with_dq=not deterministic)
     options = backward_options.Gradients(problem, operands, target)
     values = {**attention_params.backward(problem, structure, operands), **options.values}
+    masks = mask_tiles.of_inner(problem, structure, operands, values, target.wave)
     packed = params.fill(params.BACKWARD, values)
     arrays = patches(
         params.BACKWARD,
@@ -236,23 +256,45 @@ def steps(
         return patches(params.BACKWARD, forward__order=order, forward__first_tile=first_tile)
 
     def step(
-        source: Source, blocks: int | Tiles, threads: int, shared_bytes: int, *more: tuple[int, str]
+        source: Source,
+        blocks: int | Tiles,
+        threads: int,
+        shared_bytes: int,
+        *more: tuple[int, str],
+        listed: mask_tiles.Listed = mask_tiles.NOTHING,
     ) -> Step:
-        return Step(source, blocks, threads, packed, (*arrays, *more), shared_bytes)
+        own = packed
+        if listed.fields:
+            lists = {f"forward.{name}": value for name, value in listed.fields.items()}
+            own = params.fill(params.BACKWARD, {**values, **lists})
+        more += listed.patches(params.BACKWARD, "forward.")
+        return Step(source, blocks, threads, own, (*arrays, *more), shared_bytes)
 
     copy_bytes = operands.copy_bytes(problem)
     launches = [
-        *_padding(problem, structure, operands),
-        step(prepare_source(problem, copy_bytes), visits, ROW_THREADS, 0),
         step(
             config.source(),
             Tiles("k", config.tile_k, problem.nheads_kv),
             config.threads,
             config.shared_bytes,
             *scheduled("k", config.tile_k),
+            listed=masks.of_keys(config.tile_q, config.tile_k),
         ),
     ]
-    launches += options.steps(packed, arrays)
+    captured = []
+    if options.captured:
+        alone = choose_captured(problem, target, operands)
+        captured.append(
+            step(
+                alone.source(),
+                Tiles("q", alone.tile_q, problem.nheads_q),
+                alone.threads,
+                alone.shared_bytes,
+                *scheduled("q", alone.tile_q),
+                listed=masks.of_queries(alone.tile_q, alone.tile_k),
+            )
+        )
+    launches += options.steps(packed, arrays, captured)
     scratch = {"row_delta": 4 * rows * problem.nheads_q, **options.scratch}
     if deterministic:
         alone = choose_dq(problem, target, operands)
@@ -263,12 +305,36 @@ def steps(
                 alone.threads,
                 alone.shared_bytes,
                 *scheduled("q", alone.tile_q),
+                listed=masks.of_queries(alone.tile_q, alone.tile_k),
             )
         )
     else:
         scratch["dq_sum"] = scratch["row_delta"] * dq_pitch(problem.headdim)
         launches.append(step(finish_source(problem, copy_bytes), visits, ROW_THREADS, 0))
+    launches = [
+        *_padding(problem, structure, operands),
+        step(prepare_source(problem, copy_bytes), visits, ROW_THREADS, 0),
+        *masks.steps,
+        *launches,
+    ]
+    scratch |= masks.scratch
     return Steps(tuple(launches), config, tuple(schedules), orders, scratch, options.counters)
+
+
+def _refuse(problem: Problem, operands: Operands, deterministic: bool) -> None:
+    """NotImplementedError for gradients of a score function that these kernels do not have."""
+    if problem.score_mod is None:
+        return
+    from rawattn._scores.program import ScoreText
+    from rawattn._scores.score_mod import require_gradient
+
+    assert isinstance(problem.score_mod, ScoreText)
+    require_gradient(problem.score_mod)
+    if deterministic and any(name.startswith("dcaptured") for name in operands.of_options):
+        raise NotImplementedError(
+            "deterministic: got True, but gradients of the arrays that score_mod captured are added up in an order that "
+            "is not defined; drop deterministic, or leave wrt out of the ScoreMod"
+        )
 
 
 def _padding(problem: Problem, structure: Structure, operands: Operands) -> tuple[Step, ...]:

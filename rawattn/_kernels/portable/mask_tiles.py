@@ -67,6 +67,9 @@ class Listed:
         return ((params.offset(struct, path), self.name),) if self.name else ()
 
 
+NOTHING = Listed()
+
+
 class Masks:
     """What a call launches for its mask before the kernels that read it, and the scratch for that: nothing without one."""
 
@@ -102,7 +105,7 @@ class Masks:
     def _listed(self, of: Literal["q", "k"], tile_q: int, tile_k: int) -> Listed:
         problem, structure, values = self._call
         if problem.mask is None:
-            return Listed()
+            return NOTHING
         name = f"mask_tiles_{of}"
         sizes = {"tile_q": tile_q, "tile_k": tile_k, "wave": self._wave}
         listed = lists(problem, structure, values, of=of, name=name, **sizes)
@@ -110,6 +113,19 @@ class Masks:
         self.steps.append(listed.step)
         self.scratch[name] = listed.nbytes
         return listed
+
+
+def of_inner(
+    problem: Problem,
+    structure: Structure,
+    operands: Operands,
+    values: Mapping[str, Any],
+    wave: int = 32,
+) -> Masks:
+    """`Masks` of a struct's fields that has a `params.FORWARD` called forward."""
+    start = "forward."
+    inner = {name.removeprefix(start): x for name, x in values.items() if name.startswith(start)}
+    return Masks(problem, structure, operands, inner, wave)
 
 
 def lists(
