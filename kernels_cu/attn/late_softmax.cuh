@@ -26,7 +26,7 @@ struct LateOnlineSoftmax : SoftmaxRows<C, kRowBlocks> {
   // output accumulated so far must be rescaled before it meets this tile.
   template <int kKeyBlocks, class Added>
   DEVICE bool update_row_max(const C (&s)[kRowBlocks][kKeyBlocks], const Added&) {
-    static_assert(!ScoreRule::kAdds, "what is added to scores must be there before they are compared");
+    static_assert(kKeyBlocks > 0 && !ScoreRule::kAdds, "what is added to scores must be there before they are compared");
     bool outgrown = false;
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
       int largest[C::kSlots] = {};

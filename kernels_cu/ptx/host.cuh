@@ -46,6 +46,7 @@ void store_tensor(const ptx::TensorMap& map, const void* shared, const int (&coo
 void commit_stores();
 void wait_stores_read();
 void set_registers(const char* name, int count);
+void ldmatrix(unsigned (&r)[4], const void* row);
 
 // A product of a warpgroup as one thread asks for it: 64 x columns, 16 deep.
 struct Product {
@@ -96,6 +97,11 @@ DEVICE int cluster_rank() { return host::cluster_rank(); }
 DEVICE void cluster_sync() { host::meet_cluster(); }
 DEVICE void mbarrier_arrive_at(Mbarrier* barrier, int rank) { host::mbarrier_arrive_at(barrier, rank); }
 DEVICE void send(unsigned* to, unsigned x, Mbarrier* barrier, int rank) { host::send(to, x, barrier, rank); }
+
+template <int kOffset>
+DEVICE void ldmatrix(unsigned (&r)[4], unsigned row) {
+  host::ldmatrix(r, host::shared_pointer(row + kOffset));
+}
 
 template <int kRegisters>
 DEVICE void setmaxnreg_dec() {

@@ -15,6 +15,7 @@
 #include "attn/mask_bits.cuh"
 #include "attn/score_rule.cuh"
 #include "attn/scores.cuh"
+#include "sm90/forward_bias.cuh"
 #include "sm90/forward_block.cuh"
 #include "sm90/forward_merge.cuh"
 #include "sm90/forward_producer.cuh"
@@ -28,6 +29,7 @@ struct Consumer {
   const unsigned long long first_keys, first_values;  // descriptors of the rings' first slots
   const unsigned shared;                              // the address of s
   Ring<kStages> keys, values;
+  BiasReader bias;
 
   DEVICE Consumer(SharedMemory& s, int index)
       : s(s),
@@ -36,7 +38,8 @@ struct Consumer {
         warp(target::thread_index() / 32 % 4),
         first_keys(make_uniform_descriptor(s.keys[0], 0)),
         first_values(make_uniform_descriptor(s.values[0], kTileK * 128)),
-        shared(make_uniform(target::shared_address(&s))) {}
+        shared(make_uniform(target::shared_address(&s))),
+        bias(s, tile_row(index * 64 + warp * 16), lane) {}
 
   DEVICE void take_turn() const {
     if constexpr (kPingPong) ptx::barrier_sync(kTurn + index, 2 * kWarpgroup);
@@ -103,6 +106,7 @@ struct Consumer {
     pass_turn();
     target::wave_sync();
     release_keys();
+    if constexpr (kBiasByEngine) bias.skip(s, lane);
     wait_for_values();
     target::wave_sync();
     release_values();
@@ -151,7 +155,12 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
     RandomTile<C, 1, kKeyBlocks> random;
     // What a tile needs beside its products, while those are under way.
     const auto prepare = [&](int n) {
-      added.load(rule, first_row, own_tiles.first_key(n), self.lane);
+      if constexpr (kBiasByEngine) {
+        self.bias.read(added, s, self.lane);
+        added.load_distances(rule, first_row, own_tiles.first_key(n), self.lane);
+      } else {
+        added.load(rule, first_row, own_tiles.first_key(n), self.lane);
+      }
       seen.load(own_tiles, n, first_row, self.lane);
       random.draw(dropout, first_row, own_tiles.first_key(n), self.lane);
     };
@@ -261,6 +270,10 @@ KERNEL CLUSTER(forward::kCluster)
       ptx::mbarrier_init(&shared.work_full[i], 1);
       ptx::mbarrier_init(&shared.work_empty[i], kWarpgroup * kConsumers);
     }
+    for (int i = 0; i < (kBiasByEngine ? kBiasSlots : 0); i++) {
+      ptx::mbarrier_init(&shared.bias_full[i], 1);
+      ptx::mbarrier_init(&shared.bias_empty[i], 4 * kConsumers);
+    }
     ptx::mbarrier_init(&shared.queries_full, 1);
     ptx::mbarrier_init(&shared.queries_empty, 4 * kConsumers);
     Tickets<kCluster>::init(shared.tickets);
@@ -268,6 +281,7 @@ KERNEL CLUSTER(forward::kCluster)
     ptx::prefetch_tensormap(&maps.q);
     ptx::prefetch_tensormap(&maps.k);
     ptx::prefetch_tensormap(&maps.v);
+    if constexpr (kBiasByEngine) prefetch_bias_map(maps);
   }
   if constexpr (kCluster == 1) {
     target::block_sync();
@@ -278,10 +292,10 @@ KERNEL CLUSTER(forward::kCluster)
   // registers.
   const int warpgroup = target::wave_uniform(target::thread_index() / kWarpgroup);
   if (warpgroup == 0) {
-    ptx::setmaxnreg_dec<kProducerRegisters>();
+    if constexpr (kSharesRegisters) ptx::setmaxnreg_dec<kProducerRegisters>();
     if (target::thread_index() == 0) produce(p, maps, shared);
   } else {
-    ptx::setmaxnreg_inc<kConsumerRegisters>();
+    if constexpr (kSharesRegisters) ptx::setmaxnreg_inc<kConsumerRegisters>();
     consume(p, maps, shared, warpgroup - 1);
   }
   // Neighbours may still give slots back to this block.

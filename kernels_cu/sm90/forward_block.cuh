@@ -24,6 +24,9 @@ using M = target::Mma<Element>;
 using C = target::Accumulator;
 
 constexpr int kThreads = kWarpgroup * (1 + kConsumers);
+// A lone consumer has as many registers as a thread can have from the start.
+constexpr bool kSharesRegisters = kConsumers > 1;
+static_assert(kConsumers > 1 || !kPingPong, "turns are taken among several");
 // A tile is kTileQ query rows of each of kHeadsPerTile neighbouring heads with the same keys: one head after the other.
 constexpr int kTileRows = 64 * kConsumers;
 constexpr int kTileQ = kTileRows / kHeadsPerTile;
@@ -41,6 +44,17 @@ constexpr int kQueryBytes = kBlocksQk * kTileRows * 128;
 constexpr int kKeyBytes = kBlocksQk * kTileK * 128;
 constexpr int kValueBytes = kBlocksV * kTileK * 128;
 constexpr int kOutputBytes = kTensorStores ? kBlocksV * kTileRows * 128 : 0;
+
+// A bias that the copy engine brings comes in boxes of kColumns keys: of kBiasRows query rows, 1 where all rows share
+// one, in each of kBiasHeads heads, 1 where the tile's heads share one.
+constexpr bool kBiasByEngine = kBiasRows > 0;
+constexpr int kBiasBoxes = round_up(kTileK, kColumns) / kColumns;
+constexpr int kBiasBoxBytes = round_up(kBiasRows * kBiasHeads * 128, 1024);  // from one to the next
+constexpr int kBiasBytes = kBiasBoxes * kBiasBoxBytes;                       // of a slot
+constexpr int kBiasSlots = kBiasByEngine ? kBiasStages : 1;
+static_assert(!kBiasByEngine || (sizeof(Element) == kBias && (kBiasRows == 1 || kBiasRows == kTileQ) &&
+                                 (kBiasHeads == 1 || kBiasHeads == kHeadsPerTile)),
+              "the host makes such boxes");
 
 using Qk = ptx::Wgmma<Element, kTileK>;
 using Pv = ptx::Wgmma<Element, kDepthV>;
@@ -69,16 +83,24 @@ struct ItemOf<true> {
 };
 using Item = ItemOf<kStreamK>::Type;
 
-// The copy engine's maps: of what it loads and, with kTensorStores, of the output.
-template <bool kOutput>
-struct MapsOf {
+// The copy engine's maps: of what it loads and stores in every call, and of what it does in this one.
+struct UsualMaps {
   ptx::TensorMap q, k, v;
 };
+template <bool kUsed>
+struct OutputMap {};
 template <>
-struct MapsOf<true> {
-  ptx::TensorMap q, k, v, out;
+struct OutputMap<true> {
+  ptx::TensorMap out;
 };
-using Maps = MapsOf<kTensorStores>;
+template <bool kUsed>
+struct BiasMap {};
+template <>
+struct BiasMap<true> {
+  ptx::TensorMap bias;
+};
+struct Maps : UsualMaps, OutputMap<kTensorStores>, BiasMap<kBiasByEngine> {};
+static_assert(sizeof(Maps) == sizeof(ptx::TensorMap) * (3 + kTensorStores + kBiasByEngine), "the host packs them so");
 
 struct Tiles {
   alignas(1024) unsigned char queries[kQueryBytes];
@@ -89,11 +111,13 @@ struct SharedMemory : Tiles {
   // These two first: `Consumer` counts on their offsets.
   ptx::Mbarrier keys_full[kStages], keys_empty[kStages], values_full[kStages], values_empty[kStages];
   ptx::Mbarrier queries_full, queries_empty;
+  ptx::Mbarrier bias_full[kBiasSlots], bias_empty[kBiasSlots];
   // Two slots: the producer decides on the next work while the consumers are busy with this one.
   ptx::Mbarrier work_full[2], work_empty[2];
   Item work[2];
   TicketBox tickets;
-  SwizzledBytes<kOutputBytes> outputs;
+  // The output's first, then the ring of the bias.
+  SwizzledBytes<kOutputBytes + (kBiasByEngine ? kBiasSlots * kBiasBytes : 0)> boxes;
 };
 static_assert(sizeof(SharedMemory) <= kSharedBytes, "the host reserves enough");
 

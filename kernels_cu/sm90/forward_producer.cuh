@@ -2,6 +2,7 @@
 // consumers.
 #pragma once
 
+#include "sm90/forward_bias.cuh"
 #include "sm90/forward_block.cuh"
 
 namespace forward {
@@ -17,6 +18,7 @@ DEVICE bool goes_on(const WorkTile&) { return false; }
 
 DEVICE void produce(const Sm90ForwardParams& p, const Maps& maps, SharedMemory& s) {
   Ring<kStages> keys, values;
+  Ring<kBiasSlots> bias;
   Ring<2> slot;
   Tickets<kCluster> tickets(p.next_work, s.tickets);
   unsigned queries_parity = 0;
@@ -35,6 +37,8 @@ DEVICE void produce(const Sm90ForwardParams& p, const Maps& maps, SharedMemory& 
     const int kv_head = work.head / (p.forward.nheads_q / p.forward.nheads_kv);
     const MapRows q_rows = map_rows(work, work.q, p.row_bound_q);
     const MapRows k_rows = map_rows(work, work.k, p.row_bound_k);
+    // At a sequence's end a later block of the cluster may have no rows of its own.
+    const int first_row = kCluster == 1 || first_query(work) < work.q.length ? first_query(work) : 0;
     const auto load_values = [&](int n) {
       ptx::mbarrier_wait(&s.values_empty[values.slot], values.parity ^ 1);
       load_rows<kBlocksV, kTileK, kCluster>(s.values[values.slot], &maps.v, &s.values_full[values.slot], k_rows,
@@ -50,12 +54,13 @@ DEVICE void produce(const Sm90ForwardParams& p, const Maps& maps, SharedMemory& 
       if (n == span.begin) {
         ptx::mbarrier_wait(&s.queries_empty, queries_parity ^ 1);
         queries_parity ^= 1;
-        // At a sequence's end a later block of the cluster may have no rows of its own.
-        const int first = first_query(work);
-        const int row = kCluster == 1 || first < work.q.length ? first : 0;
-        load_rows<kBlocksQk, kTileRows, 1>(s.queries, &maps.q, &s.queries_full, q_rows, row, work.head);
+        load_rows<kBlocksQk, kTileRows, 1>(s.queries, &maps.q, &s.queries_full, q_rows, first_row, work.head);
       } else {
         load_values(n - 1);
+      }
+      // Behind what is wanted first: consumers ask for it when the tile's products are under way.
+      if constexpr (kBiasByEngine) {
+        load_bias(p.forward, maps, s, work, bias, first_row, key_tiles.first_key(n));
       }
     }
     second = goes_on(work);

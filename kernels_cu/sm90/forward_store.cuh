@@ -102,7 +102,7 @@ template <bool kByEngine>
 DEVICE void store(const Sm90ForwardParams& params, const Maps& maps, SharedMemory& s, const WorkTile& work,
                   const C (&o)[1][kOutBlocks], const Softmax& softmax, int head, int first_row, int lane) {
   if constexpr (kByEngine) {
-    store_boxes(params, maps, s.outputs, work, o);
+    store_boxes(params, maps, s.boxes, work, o);
   } else {
     store_rows(params.forward, work, o, 0, head, first_row, lane);
   }

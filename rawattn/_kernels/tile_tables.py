@@ -31,7 +31,7 @@ class Schema:
 
 SCHEMAS = {
     "sm90_forward": Schema(
-        ("any", "long", "left", "masked"),
+        ("any", "long", "left", "masked", "bias", "few"),
         {
             "tile_k": int,
             "consumers": int,

@@ -74,7 +74,7 @@ class Sm90Cell(Cell):
         assert config is not None, f"{self.case}: not a call for this kernel"
         if self.shape is None:
             return config
-        registers = {2: 232, 3: 160, 4: 112}[self.shape.consumers]
+        registers = {1: 256, 2: 232, 3: 160, 4: 112}[self.shape.consumers]
         heads = sm90_forward.heads_per_tile(
             self.call.problem, sm90_forward.rows_of(self.shape.consumers)
         )

@@ -202,6 +202,24 @@ void stmatrix(void* row, const unsigned (&r)[4]) {
   meet_wave("stmatrix", 0, store, &mine);
 }
 
+void ldmatrix(unsigned (&r)[4], const void* row) {
+  if (launch.wave != kWarp) fail("ldmatrix in a wave of %d", launch.wave);
+  struct Lane {
+    const unsigned char* row;
+    unsigned* r;
+  } mine{static_cast<const unsigned char*>(row), r};
+  place_in_shared(row, 16, 16, "ldmatrix");
+  const auto load = [](void* const* payloads) {
+    for (int lane = 0; lane < kWarp; lane++) {
+      for (int matrix = 0; matrix < 4; matrix++) {
+        const unsigned char* const from = static_cast<const Lane*>(payloads[8 * matrix + lane / 4])->row + lane % 4 * 4;
+        memcpy(&static_cast<const Lane*>(payloads[lane])->r[matrix], from, 4);
+      }
+    }
+  };
+  meet_wave("ldmatrix", 0, load, &mine);
+}
+
 void fence_copies() {
   erase_if(unfenced, [](const Written& it) { return it.rank == rank && it.thread == running; });
 }

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from rawattn._call.problem import Problem
 from rawattn._compile.compiler import Source
 from rawattn._kernels import features, params, tile_tables
 from rawattn._kernels.features import Features
-from rawattn._kernels.operands import Operands, access_bytes
+from rawattn._kernels.operands import ITEMSIZE, Operands, access_bytes
+from rawattn._kernels.sm90 import bias_boxes
+from rawattn._kernels.sm90.bias_boxes import Boxes
 from rawattn._kernels.source import dims
 from rawattn._kernels.source import source as _source
 from rawattn._kernels.target import Target
@@ -39,6 +42,10 @@ REPACK_SEQLEN = 1024
 # Rows of the output that the copy engine stores at a time: a warp's.
 STORE_ROWS = 16
 
+# How long a tile of so many consumers takes, of a tile of two: they share the tensor cores and the exponentials, and a
+# lone one has neither to itself while it does the other (docs/notes/hopper-forward.md).
+_TILE_TIME = {1: 0.65, 2: 1.0, 3: 1.45, 4: 1.9}
+
 # Registers of a multiprocessor, and of a thread what setmaxnreg counts in.
 _REGISTERS, _REGISTER_STEP = 65536, 8
 
@@ -61,6 +68,10 @@ class Config(Features):
     store_bytes: int  # of an access to the output
     tensor_stores: bool  # by the copy engine, through a place in shared memory
     stream_k: bool  # the keys of the last query tiles, among all blocks
+    # Of a bias that the copy engine brings, in boxes of 64 keys: 0 where lanes read it from memory.
+    bias_rows: int = 0  # of each head in a box
+    bias_heads: int = 0
+    bias_stages: int = 0
 
     @property
     def tile_rows(self) -> int:
@@ -91,6 +102,10 @@ class Config(Features):
         return each * (1 + self.consumers) - self.consumer_registers * self.consumers
 
     @property
+    def bias_boxes(self) -> Boxes:
+        return Boxes(self.bias_rows, self.bias_heads)
+
+    @property
     def shared_bytes(self) -> int:
         row_bytes_qk = 128 * -(-self.headdim // 64)
         row_bytes_v = 128 * -(-self.headdim_v // 64)
@@ -98,7 +113,8 @@ class Config(Features):
             row_bytes_qk + row_bytes_v
         )
         outputs = self.tile_rows * row_bytes_v if self.tensor_stores else 0
-        return tiles + outputs + 1024  # barriers and two slots of work
+        biases = self.bias_stages * self.bias_boxes.slot_bytes(self.tile_k)
+        return tiles + outputs + biases + 1024  # barriers and two slots of work
 
     def source(self) -> Source:
         return _source(
@@ -119,6 +135,8 @@ class Config(Features):
             tile += f" heads={self.heads_per_tile}"
         if self.cluster > 1:
             tile += f" cluster={self.cluster}"
+        if self.bias_stages:
+            traits.append(f"bias_boxes={self.bias_rows}x{self.bias_heads}s{self.bias_stages}")
         if self.tensor_stores:
             traits.append("tensor_stores")
         if self.stream_k:
@@ -153,9 +171,7 @@ def supports(problem: Problem, target: Target, operands: Operands) -> str | None
 
 def choose(problem: Problem, target: Target, operands: Operands) -> Config:
     """The configuration for a problem that it supports."""
-    wide = max(problem.headdim, problem.headdim_v)
-    row = next(row for row in tile_tables.table(TILES, _table(problem)) if wide <= row.headdim)
-    fields = row.fields
+    fields = _fields(problem, target, max(problem.headdim, problem.headdim_v))
     between = operands.strides.get("out", ())[:-1]
     store_bytes = access_bytes(problem.headdim_v * 2, operands.pointers, *between)
     if problem.max_seqlen_q < LONG_SEQLEN or problem.mask is not None:
@@ -168,9 +184,7 @@ def choose(problem: Problem, target: Target, operands: Operands) -> Config:
     mappable = "out" not in operands.strides or _mappable(problem, "out", operands)
     fields["tensor_stores"] &= problem.ragged and store_bytes == 16 and mappable
     known = features.features(problem, operands).known_to(Config)
-    # Of equal tiles alone.
-    stream_k = not (problem.ragged or known["left"] or known["right"] or known["block_mask"])
-    return Config(
+    config = Config(
         element=problem.dtype,
         headdim=problem.headdim,
         headdim_v=problem.headdim_v,
@@ -178,8 +192,34 @@ def choose(problem: Problem, target: Target, operands: Operands) -> Config:
         heads_per_tile=heads_per_tile(problem, rows_of(fields["consumers"])),
         **known,
         store_bytes=store_bytes,
-        stream_k=stream_k and problem.max_seqlen_k >= STREAM_K_SEQLEN,
+        stream_k=_shared_by_keys(problem),
     )
+    return with_bias(config, problem, target, operands)
+
+
+def with_bias(config: Config, problem: Problem, target: Target, operands: Operands) -> Config:
+    """The same, with the bias brought by the copy engine where it lies so and there is room for it."""
+    boxes = bias_boxes.boxes(problem, operands, config.tile_q, config.heads_per_tile)
+    if boxes == bias_boxes.NONE:
+        return config
+    for stages in range(bias_boxes.STAGES, 0, -1):
+        brought = replace(
+            config,
+            bias_rows=boxes.rows,
+            bias_heads=boxes.heads,
+            bias_stages=stages,
+            bias_pairs=False,  # of lanes that read it from memory
+        )
+        if brought.shared_bytes <= target.shared_limit:
+            return brought
+    return config
+
+
+def _shared_by_keys(problem: Problem) -> bool:
+    """Whether the last query tiles may be: of equal tiles alone."""
+    limited = problem.window_left is not None or problem.window_right is not None
+    equal = not (problem.ragged or limited or problem.mask is not None)
+    return equal and problem.max_seqlen_k >= STREAM_K_SEQLEN
 
 
 def repacked(problem: Problem, operands: Operands) -> tuple[str, ...]:
@@ -212,10 +252,42 @@ def _real(problem: Problem, name: str, operands: Operands) -> Iterator[int]:
     return (stride for stride, extent in zip(between, extents, strict=True) if extent > 1)
 
 
+def _fields(problem: Problem, target: Target, wide: int) -> dict[str, Any]:
+    """Of the row to take: its table's, but where that leaves multiprocessors idle one of "few" may be done sooner."""
+
+    def rows(table: str) -> Iterator[dict[str, Any]]:
+        fitting = [row for row in tile_tables.table(TILES, table) if wide <= row.headdim]
+        return (row.fields for row in fitting if row.headdim == fitting[0].headdim)
+
+    usual = next(rows(_table(problem)))
+    # Of a kernel that is only compiled nobody knows how many there are.
+    unknown = target.multiprocessors == 1
+    if unknown or _shared_by_keys(problem) or _rounds(problem, target, usual) >= 1:
+        return usual
+    return min(
+        (usual, *rows("few")),
+        key=lambda fields: (
+            max(1, _rounds(problem, target, fields)) * _TILE_TIME[fields["consumers"]]
+        ),
+    )
+
+
+def _rounds(problem: Problem, target: Target, fields: Mapping[str, Any]) -> float:
+    """How many tiles as long as the longest each multiprocessor has to do; causal ones are half as long on average."""
+    tile_rows = rows_of(fields["consumers"])
+    heads = heads_per_tile(problem, tile_rows)
+    tiles = -(-problem.rows_q // (tile_rows // heads)) * (problem.nheads_q // heads)
+    tiles *= 1 if problem.group else problem.batch
+    causal = problem.window_right is not None and problem.window_left is None
+    return tiles / target.multiprocessors / (2 if causal else 1)
+
+
 def _table(problem: Problem) -> str:
     # Few rows meet fewer tiles of a mask, and whole 16 bytes of its bits are read at once.
     if problem.mask is not None:
         return "masked"
+    if problem.bias is not None and ITEMSIZE[problem.bias.dtype] == 2:
+        return "bias"
     # With a limit on the left a thread has more to remember, and a window is better met by small key tiles.
     if problem.window_left is not None:
         return "left"

@@ -12,7 +12,7 @@ from rawattn._kernels import attention_params, params, score_params
 from rawattn._kernels.operands import Operands, Strides
 from rawattn._kernels.portable import mask_tiles, repack, schedule
 from rawattn._kernels.portable.forward import padding
-from rawattn._kernels.sm90 import forward
+from rawattn._kernels.sm90 import bias_boxes, forward
 from rawattn._kernels.sm90.forward import STORE_ROWS, Config
 from rawattn._kernels.steps import Geometry, Step, Steps, Tiles, patches
 from rawattn._kernels.target import Target
@@ -91,7 +91,7 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
             ),
             shared_bytes=config.shared_bytes,
             maps=tuple(
-                (names[name], geometry)
+                (names.get(name, name), geometry)
                 for name, geometry in tensor_maps(problem, config, operands).items()
             ),
         )
@@ -157,7 +157,7 @@ def tensor_maps(problem: Problem, config: Config, operands: Operands) -> dict[st
     }
     if config.tensor_stores:
         boxes["out"] = (rows_q, heads_q, problem.headdim_v, STORE_ROWS, 1)
-    return {
+    maps = {
         name: geometry(
             *(problem, operands.strides[name]),
             rows=rows,
@@ -168,6 +168,9 @@ def tensor_maps(problem: Problem, config: Config, operands: Operands) -> dict[st
         )
         for name, (rows, nheads, headdim, box_rows, box_heads) in boxes.items()
     }
+    if config.bias_stages:
+        maps["bias"] = bias_boxes.geometry(problem, operands, config.bias_boxes)
+    return maps
 
 
 def geometry(

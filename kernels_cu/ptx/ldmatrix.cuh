@@ -1,0 +1,18 @@
+// ldmatrix by an address in shared memory and a constant that the instruction adds.
+#pragma once
+
+#include "target/cuda.cuh"
+
+namespace ptx {
+
+// Four matrices of 8 x 8 elements of 16 bits: lane 8 i + n names row n of matrix i, and lane 4 n + m gets the m-th pair of
+// that row of each.
+template <int kOffset>
+DEVICE void ldmatrix(unsigned (&r)[4], unsigned row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4 + %5];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(row), "n"(kOffset)
+               : "memory");
+}
+
+}  // namespace ptx

@@ -1,0 +1,78 @@
+// A bias by the copy engine: boxes of it travel beside the keys, in a ring of their own.
+#pragma once
+
+#include "sm90/forward_block.cuh"
+
+namespace forward {
+
+template <class Maps>
+DEVICE void prefetch_bias_map(const Maps& maps) {
+  ptx::prefetch_tensormap(&maps.bias);
+}
+
+// The producer's part: the boxes of a key tile. What lies outside the bias arrives as zeros, for keys and rows that no
+// sequence has. Where a stride is 0 the map has one element.
+template <class Maps, class SharedMemory>
+DEVICE void load_bias(const ForwardParams& p, const Maps& maps, SharedMemory& s, const WorkTile& work,
+                      Ring<kBiasSlots>& bias, int first_row, int first_key) {
+  ptx::mbarrier_wait(&s.bias_empty[bias.slot], bias.parity ^ 1);
+  ptx::Mbarrier* const full = &s.bias_full[bias.slot];
+  ptx::mbarrier_arrive_expect(full, kBiasBoxes * kBiasRows * kBiasHeads * 128);
+  const int row = kBiasRows == 1 ? 0 : first_row;
+  const int head = p.bias.head == 0 ? 0 : work.head / p.bias.group;
+  const int batch = p.bias.batch == 0 ? 0 : work.sequence;
+  UNROLL for (int b = 0; b < kBiasBoxes; b++) {
+    ptx::copy_tensor_5d(s.boxes.bytes + kOutputBytes + bias.slot * kBiasBytes + b * kBiasBoxBytes, &maps.bias, full,
+                        first_key + b * kColumns, row, head, batch, 0);
+  }
+  bias.advance();
+}
+
+// A consumer warp's part: the bias of its 16 rows.
+struct BiasReader {
+  Ring<kBiasSlots> ring;
+  unsigned row;  // the address of the lane's first 16 bytes in the first slot
+
+  // own: where the warp's rows begin.
+  template <class SharedMemory>
+  DEVICE BiasReader(SharedMemory& s, const TileRow& own, int lane) {
+    if constexpr (kBiasByEngine) {
+      const int first = (kBiasHeads > 1 ? own.head * kBiasRows : 0) + (kBiasRows > 1 ? own.row : 0);
+      const int n = first + (kBiasRows > 1 ? lane % 16 : 0);
+      row = target::shared_address(s.boxes.bytes) + kOutputBytes + n * 128 + (lane / 16 ^ n % 8) * 16;
+    }
+  }
+
+  // Of the tile in the ring's slot, which is given back.
+  template <class Added, class SharedMemory>
+  DEVICE void read(Added& added, SharedMemory& s, int lane) {
+    ptx::mbarrier_wait(&s.bias_full[ring.slot], ring.parity);
+    const unsigned slot = row + ring.slot * kBiasBytes;
+    read_blocks<0>(added, slot);
+    release(s, lane);
+  }
+  // A tile that the warp's rows do not see.
+  template <class SharedMemory>
+  DEVICE void skip(SharedMemory& s, int lane) {
+    ptx::mbarrier_wait(&s.bias_full[ring.slot], ring.parity);
+    release(s, lane);
+  }
+
+ private:
+  // 16 keys are 32 bytes of a row. They lie in the swizzle, which is an exclusive or with bits of the row.
+  template <int kBlock, class Added>
+  DEVICE void read_blocks(Added& added, unsigned slot) {
+    if constexpr (kBlock < kKeyBlocks) {
+      ptx::ldmatrix<kBlock / 4 * kBiasBoxBytes>(added.bias[kBlock], slot ^ kBlock % 4 * 32);
+      read_blocks<kBlock + 1>(added, slot);
+    }
+  }
+  template <class SharedMemory>
+  DEVICE void release(SharedMemory& s, int lane) {
+    target::wave_sync();
+    if (lane == 0) ptx::mbarrier_arrive(&s.bias_empty[ring.slot]);
+    ring.advance();
+  }
+};
+
+}  // namespace forward
