@@ -10,8 +10,12 @@ import pytest
 import rawattn
 from tests.cases import Case, curated, dense, ragged, random_case
 from tests.frameworks import CuPy, Jax, NumPy, Torch
-from tests.gradients import backward_of, verify
+from tests.gradients import _dense, backward_of, verify
+from tests.landed import require, without_missing
+from tests.score_arrays import Pairs
+from tests.score_cases import curated_scores, random_score_case
 from tests.tiles import TileShape, backward_tile_shapes, shared_limit
+from tests.verify import options_of
 
 CUPY = CuPy()
 _FIRST, _COUNT = map(int, os.environ.get("RAWATTN_FUZZ", "0:160").split(":"))
@@ -26,6 +30,38 @@ def test_curated(case: Case) -> None:
 @pytest.mark.parametrize("case", [x for x in curated() if x.scores <= 300_000], ids=str)
 def test_curated_deterministic(case: Case) -> None:
     verify(case, CUPY, deterministic=True)
+
+
+@pytest.mark.parametrize(("n", "case"), list(enumerate(curated_scores())), ids=str)
+def test_scores(n: int, case: Case) -> None:
+    require(case, "cuda")
+    verify(case, CUPY, deterministic=n % 3 == 0)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        dense("same-bits-bias", 2, 300, 400, nheads_q=4, nheads_kv=2, bias=Pairs(batch=False, rows=False)),
+        dense("same-bits-sinks", 2, 300, 400, nheads_q=4, nheads_kv=2, sink_logits="normal", score_mod="table"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_deterministic_sums_of_options_give_the_same_bits(case: Case) -> None:
+    require(case, "cuda")
+    call = backward_of(case)
+    inputs = call.inputs
+    arrays = [CUPY.array(x) for x in (call.dout, inputs.q, inputs.k, inputs.v, call.out)]
+    options, first = options_of(inputs, CUPY), None
+    for n in range(100):
+        gradients = rawattn.attention_backward(
+            *arrays, CUPY.array(_dense(call.lse)), **options, deterministic=True
+        )
+        words = [
+            CUPY.host(x).tobytes()
+            for x in (*gradients[:3], *(y.of(gradients) for y in call.others))
+        ]
+        first = words if first is None else first
+        assert words == first, f"run {n} differs"
 
 
 @pytest.mark.parametrize("alignment", [2, 4, 8, 16])
@@ -56,6 +92,17 @@ def test_every_tile_shape(shape: TileShape, deterministic: bool) -> None:
 def test_random(seed: int) -> None:
     framework = _FRAMEWORKS[seed % len(_FRAMEWORKS)]
     case = random_case(seed)
+    if framework.name in ("torch", "jax"):
+        pytest.importorskip(framework.name)
+    if framework.name == "torch" and case.layout == "reversed":
+        framework = CuPy()
+    verify(case, framework, deterministic=seed % 3 == 0)
+
+
+@pytest.mark.parametrize("seed", range(_FIRST, _FIRST + 3 * _COUNT // 8))
+def test_random_scores(seed: int) -> None:
+    framework = _FRAMEWORKS[seed % len(_FRAMEWORKS)]
+    case = without_missing(random_score_case(seed), "cuda")
     if framework.name in ("torch", "jax"):
         pytest.importorskip(framework.name)
     if framework.name == "torch" and case.layout == "reversed":

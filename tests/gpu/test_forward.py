@@ -16,6 +16,8 @@ from rawattn._kernels.sm90.forward import LONG_SEQLEN, STREAM_K_SEQLEN
 from rawattn._runtime import dispatch
 from tests.cases import Case, curated, dense, ragged, repacked
 from tests.frameworks import CuPy
+from tests.landed import require
+from tests.score_cases import curated_scores
 from tests.tiles import (
     TileShape,
     clusters,
@@ -35,6 +37,21 @@ CUPY = CuPy()
 @pytest.mark.parametrize("case", curated(), ids=str)
 def test_curated(case: Case, family: str) -> None:
     with only(family):
+        verify(case, CUPY)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("case", curated_scores(), ids=str)
+def test_scores(case: Case, family: str) -> None:
+    require(case, "cuda", "attention")
+    with only(family):
+        verify(case, CUPY)
+
+
+@pytest.mark.parametrize("case", curated_scores()[::23], ids=str)
+def test_scores_in_clusters(case: Case) -> None:
+    require(case, "cuda", "attention")
+    with clusters():
         verify(case, CUPY)
 
 

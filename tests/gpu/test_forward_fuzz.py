@@ -8,8 +8,10 @@ from contextlib import nullcontext
 import pytest
 
 from rawattn._kernels.selection import only
-from tests.cases import random_case
+from tests.cases import Case, random_case
 from tests.frameworks import CuPy, Jax, NumPy, Torch
+from tests.landed import without_missing
+from tests.score_cases import random_score_case
 from tests.tiles import clusters, sharing, tensor_stores
 from tests.verify import verify
 
@@ -20,8 +22,16 @@ _FRAMEWORKS = [CuPy(), CuPy(), CuPy(), NumPy(), CuPy(), CuPy(), CuPy(), Torch("c
 
 @pytest.mark.parametrize("seed", range(_FIRST, _FIRST + _COUNT))
 def test_random(seed: int) -> None:
+    _check(seed, random_case(seed))
+
+
+@pytest.mark.parametrize("seed", range(_FIRST, _FIRST + _COUNT // 2))
+def test_random_scores(seed: int) -> None:
+    _check(seed, without_missing(random_score_case(seed), "cuda", "attention"))
+
+
+def _check(seed: int, case: Case) -> None:
     framework = _FRAMEWORKS[seed % len(_FRAMEWORKS)]
-    case = random_case(seed)
     if framework.name in ("torch", "jax"):
         pytest.importorskip(framework.name)
     if framework.name == "torch" and case.layout == "reversed":

@@ -18,6 +18,7 @@ from rawattn._interop.xla import Call
 from rawattn._jax import launch
 from tests import jax_calls
 from tests.cases import Case
+from tests.landed import require
 
 pytestmark = pytest.mark.frameworks
 
@@ -29,6 +30,12 @@ def arrays(*shape: int, count: int = 3, dtype: str = "bfloat16") -> list[Any]:
 @pytest.mark.parametrize("case", jax_calls.CASES_OF_FORWARD, ids=str)
 def test_forward(case: Case) -> None:
     jax_calls.verify_forward(case, "gpu")
+
+
+@pytest.mark.parametrize("case", jax_calls.SCORE_CASES, ids=str)
+def test_scores(case: Case) -> None:
+    require(case, "cuda")
+    jax_calls.verify_scores(case, "gpu")
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -16,7 +16,8 @@ import rawattn.torch
 from tests import torch_calls
 from tests.cases import Case
 from tests.gpu import gate
-from tests.torch_calls import GRADIENT_CASES, gradients, leaves, random, torchs_own
+from tests.landed import require
+from tests.torch_calls import GRADIENT_CASES, SCORE_CASES, gradients, leaves, random, torchs_own
 
 pytestmark = pytest.mark.frameworks
 
@@ -32,6 +33,18 @@ def _forget_compiled():
 @pytest.mark.parametrize("case", GRADIENT_CASES, ids=str)
 def test_cases(case: Case) -> None:
     torch_calls.verify_case(case, "cuda")
+
+
+@pytest.mark.parametrize("case", SCORE_CASES, ids=str)
+def test_scores(case: Case) -> None:
+    require(case, "cuda")
+    torch_calls.verify_scores(case, "cuda")
+
+
+@pytest.mark.parametrize("case", [x for x in SCORE_CASES if not x.score_mod][::4], ids=str)
+def test_scores_compiled(case: Case) -> None:
+    require(case, "cuda")
+    torch_calls.verify_scores(case, "cuda", compiled=True)
 
 
 @pytest.mark.parametrize("heads_kv", [4, 1])
