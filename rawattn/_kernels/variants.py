@@ -10,6 +10,7 @@ from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import backward as portable_backward
 from rawattn._kernels.portable import fill_padding, repack, schedule, send_words
 from rawattn._kernels.portable import forward as portable_forward
+from rawattn._kernels.score_variants import score_variants
 from rawattn._kernels.sm90 import forward as sm90_forward
 from rawattn._kernels.target import without_device
 
@@ -21,9 +22,9 @@ def common_variants(arch: str, *, every: bool = False, purpose: str = "inference
 
     The common ones are 16-bit, dense and packed, causal and full, at the usual head dims: forward kernels for inference,
     those of the gradients too for training, and for "all" both in float32 as well. `every` adds float32, windows,
-    top-left alignment, scales that are not positive, narrow copies and head dims between the usual ones, and the backward's
-    kernels: each code path of each tile shape, not the product of all. Of portable kernels that differ in nothing but the
-    16-bit type it leaves out one.
+    top-left alignment, scales that are not positive, narrow copies and head dims between the usual ones, the backward's
+    kernels, and options that change scores: each code path of each tile shape, not the product of all. Of portable kernels
+    that differ in nothing but the 16-bit type it leaves out one.
     """
     target = without_device(arch)
     sources = [schedule.source(), fill_padding.source(), send_words.source()]
@@ -114,4 +115,5 @@ def common_variants(arch: str, *, every: bool = False, purpose: str = "inference
         add("bfloat16", 192, 128, right=0)
         add("bfloat16", 40, 256, right=0)
         add("float32", 33, 65, copy_bytes=4, ragged=True, left=0, backward=True)
+        sources += score_variants(target)
     return list(dict.fromkeys(sources))

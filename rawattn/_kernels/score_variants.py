@@ -1,0 +1,128 @@
+"""Kernels of calls whose options change scores: each option by itself, and all of them together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rawattn._call.layout import bind
+from rawattn._call.problem import Problem, result_shapes
+from rawattn._call.scores import ArrayForm
+from rawattn._call.structure import structure
+from rawattn._compile.compiler import Source
+from rawattn._kernels import registry
+from rawattn._kernels.operands import ITEMSIZE, Operands, contiguous
+from rawattn._kernels.target import Target
+from rawattn._scores.program import ScoreText
+
+_ROWS, _HEADS, _HEADS_KV = 256, 4, 2
+_MOD = ScoreText(
+    language="expression",
+    forward="score - slope[head] * abs(q_idx - kv_idx)",
+    backward=None,
+    wrt=("slope",),
+    arrays=(("slope", "float32", 1),),
+    scalars=(),
+)
+
+
+def _form(dtype: str, *shape: int) -> ArrayForm:
+    return ArrayForm(dtype, shape, shape)
+
+
+def _options(dtype: str) -> list[dict[str, Any]]:
+    pairs = (1, _HEADS, _ROWS, _ROWS)
+    each: list[dict[str, Any]] = [
+        {"softcap": 30.0},
+        {"score_mod": _MOD, "captured": (_form("float32", _HEADS),)},
+        {"bias": _form(dtype, *pairs)},
+        {"alibi_slopes": _form("float32", 1, _HEADS)},
+        {"mask": _form("bool", *pairs)},
+        {"sink_logits": _form("float32", _HEADS)},
+        {"dropout_p": 0.1},
+    ]
+    together: dict[str, Any] = {}
+    for options in each:
+        together |= options
+    return [*each, together, {"bias": _form("float32", 1, 1, 1, _ROWS)}]
+
+
+def score_variants(target: Target) -> list[Source]:
+    """Of all families, forward and backward, in bfloat16 at a head dim of 128; all options together in float32 at 64 too."""
+    *options, _ = _options("float32")
+    sources = _sources(_problem("float32", 64, causal=False, **options[-1]), target)
+    for n, each in enumerate(_options("bfloat16")):
+        sources += _sources(_problem("bfloat16", 128, causal=n % 2 == 1, **each), target)
+    return sources
+
+
+def _problem(dtype: str, headdim: int, *, causal: bool, **options: Any) -> Problem:
+    return Problem(
+        dtype=dtype,
+        batch=1,
+        nheads_q=_HEADS,
+        nheads_kv=_HEADS_KV,
+        headdim=headdim,
+        headdim_v=headdim,
+        group=False,
+        rows_q=_ROWS,
+        rows_k=_ROWS,
+        max_seqlen_q=_ROWS,
+        max_seqlen_k=_ROWS,
+        ragged=False,
+        window_left=None,
+        window_right=0 if causal else None,
+        sink=0,
+        top_left=False,
+        scale=1.0,
+        **options,
+    )
+
+
+def _sources(problem: Problem, target: Target) -> list[Source]:
+    form = structure(bind(None, batch=1, rows_q=_ROWS, rows_k=_ROWS))
+    queries, keys = (
+        (1, _ROWS, nheads, problem.headdim) for nheads in (problem.nheads_q, problem.nheads_kv)
+    )
+    out, _ = result_shapes(problem)
+    shapes = {"q": queries, "k": keys, "v": keys, "out": out}
+    backward = {"dout": out, "dq": queries, "dk": keys, "dv": keys}
+    arrays = _arrays(problem)
+    gradients = {
+        f"d{name}": x
+        for name, x in arrays.items()
+        if name in ("bias", "sink_logits") or name.startswith("captured")
+    }
+    # Sums of captured arrays' gradients have no order.
+    orders = (False,) if problem.captured else (False, True)
+    found: list[Source] = []
+    for verb, more, of_options, flags in (
+        ("attention", {}, arrays, [{}]),
+        ("attention_backward", backward, arrays | gradients, [{"deterministic": x} for x in orders]),
+    ):  # fmt: skip
+        operands = Operands(
+            {
+                name: contiguous(shape, ITEMSIZE[problem.dtype])
+                for name, shape in (shapes | more).items()
+            },
+            of_options={name: contiguous(*x) for name, x in of_options.items()},
+            places=dict.fromkeys(arrays, 0),
+        )
+        for family in registry.FAMILIES[verb]:
+            if family.supports(problem, target, operands) is None:
+                for flag in flags:
+                    steps = family.steps(problem, form, operands, target, **flag)
+                    found += [step.source for step in steps.launches]
+    return found
+
+
+def _arrays(problem: Problem) -> dict[str, tuple[tuple[int, ...], int]]:
+    """Shapes and bytes of an element."""
+    forms = {
+        name: getattr(problem, name) for name in ("bias", "mask", "alibi_slopes", "sink_logits")
+    }
+    forms |= {f"captured{n}": form for n, form in enumerate(problem.captured)}
+    return {
+        name: (form.given, ITEMSIZE.get(form.dtype, 1))
+        for name, form in forms.items()
+        if form is not None
+    }
