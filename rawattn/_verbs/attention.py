@@ -110,7 +110,7 @@ def attention(
     causal : bool
         Query i sees keys j <= i + off.
     align : "bottom-right" or "top-left"
-        off = seqlen_k - seqlen_q of each sequence, or 0. Places the diagonal of `causal` and `window`.
+        off = seqlen_k - seqlen_q of each sequence, or 0. Places the diagonal of `causal`, `window` and `alibi_slopes`.
     window : (left, right), optional
         Query i sees keys i + off - left <= j <= i + off + right, both ends included; None is unbounded.
     sink : int
@@ -127,13 +127,40 @@ def attention(
         or v. Its padding rows are left untouched. In arrays allocated here they are 0, and -inf in lse.
     backend : "cuda" or "cpu", optional
         Default: the GPU where there is one, for NumPy arrays too; else the CPU.
-    bias, mask, alibi_slopes, softcap, score_mod, sink_logits, dropout_p, seed
-        Part of the contract and of `rawattn.reference`; not implemented on the GPU and CPU backends of this version.
+    softcap : float, optional
+        Above 0: a scaled score s becomes ``softcap * tanh(s / softcap)``.
+    score_mod : ScoreMod, optional
+        A function of the score and its place, compiled into the kernels; -inf hides a key. Text in C++ runs on GPUs alone.
+    bias : array, optional
+        Added to the scores, never scaled; -inf hides a key. The dtype of q, or float32. Broadcasts by NumPy's rules to
+        (batch, heads, seqlen_q, seqlen_k), any strides, with 1, nheads_kv or nheads_q heads: a head of nheads_kv is that of
+        its group's query heads. In group mode the last two axes count positions inside each sequence, and are 1 or at least
+        as long as the longest sequence.
+    alibi_slopes : array, (nheads_q,) or (batch, nheads_q), optional
+        float32, or 16-bit. Adds ``-slope * abs(i + off - j)`` to the score of query i and key j, off being that of `align`.
+    mask : array of bool, or BlockMask, optional
+        True keeps a key. The shapes of `bias`. Beside `causal` and `window`, which hide keys too. A mask that many calls use is
+        cheaper as a `BlockMask`, packed once by `rawattn.block_mask`.
+    sink_logits : array, (nheads_q,), optional
+        float32, or 16-bit. A logit for each head that joins the softmax's denominator and lse, with no value: probabilities
+        then sum to less than 1. A row that sees no key has lse = its sink logit. -inf is none.
+    dropout_p : float
+        In [0, 1). Each probability is dropped with this chance, the others are divided by ``1 - dropout_p``; lse is that
+        without dropout. Needs a seed.
+    seed : int, or integer array of one element, optional
+        What is dropped depends on (seed, batch, head, row, key) alone, so it is the same in the backward, on every backend
+        and for every tiling. An array (int32 or int64, on q's device) is read by the kernels: a captured graph draws anew in
+        each replay where it was changed in between.
 
     Returns
     -------
     out : array of q's framework, on q's device, (batch, seqlen_q, nheads_q, Dv) or (total_q, nheads_q, Dv)
     lse : array, only with ``return_lse``
+
+    The order of what happens to a score::
+
+        s = scale * (q . k);  softcap;  score_mod;  s += bias;  s += alibi;  hidden keys: s = -inf
+        lse = log(sum(exp(s)) + exp(sink_logit));  p = exp(s - lse);  dropout of p;  out = p v
 
     A row that sees no key gives out 0 and lse -inf. NaN in a key or value inside the logical length may reach every query
     row whose tile visits it, also one that does not see it through the mask.
@@ -143,7 +170,7 @@ def attention(
     TypeError, ValueError
         Naming the argument, what was got and what is accepted; before anything is launched.
     NotImplementedError
-        For an option that this version does not have.
+        For ``num_splits`` above 1, and on the CPU for a `score_mod` in C++.
 
     Notes
     -----
@@ -158,6 +185,26 @@ def attention(
     >>> q, k, v = (rng.standard_normal((2, 5, 4, 16), dtype=np.float32) for _ in range(3))
     >>> rawattn.attention(q, k, v, causal=True).shape
     (2, 5, 4, 16)
+
+    A bias of each head, added before the softmax, and a mask of keys:
+
+    >>> bias = rng.standard_normal((4, 5, 5), dtype=np.float32)
+    >>> keep = np.array([True, True, True, False, True])
+    >>> rawattn.attention(q, k, v, bias=bias, mask=keep).shape
+    (2, 5, 4, 16)
+
+    Dropout is the same for the same seed:
+
+    >>> a, b = (rawattn.attention(q, k, v, dropout_p=0.2, seed=3) for _ in range(2))
+    >>> bool((a == b).all())
+    True
+
+    A function of scores:
+
+    >>> near = rawattn.ScoreMod("where(abs(q_idx - kv_idx) <= reach, score, -inf)", reach=2)
+    >>> x, y = rawattn.attention(q, k, v, score_mod=near), rawattn.attention(q, k, v, window=(2, 2))
+    >>> bool(np.allclose(x, y, atol=1e-6))
+    True
     """
     if unknown:
         refuse_unknown("rawattn.attention", unknown, inspect.signature(attention).parameters)

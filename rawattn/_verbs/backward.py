@@ -49,7 +49,7 @@ def attention_backward(
     backend: Literal["cuda", "cpu"] | None = None,
     **unknown: Unpack[NoOthers],
 ) -> Gradients:
-    """Gradients of `attention` with respect to q, k and v.
+    """Gradients of `attention` with respect to q, k, v, the bias, learned sinks and what a score function captures.
 
     Parameters
     ----------
@@ -59,8 +59,8 @@ def attention_backward(
         As given to `attention`.
     out, lse : array
         What ``attention(..., return_lse=True)`` returned; lse is float32.
-    seqs, causal, align, window, sink, scale
-        As given to `attention`.
+    seqs, causal, align, window, sink, scale, bias, mask, alibi_slopes, softcap, score_mod, sink_logits, dropout_p, seed
+        As given to `attention`. A seed must have the value that it had there: what was dropped is drawn again.
     dlse : array, the shape of `lse`, float32, optional
         Gradient with respect to `lse`.
     want_dbias : bool, optional
@@ -70,19 +70,19 @@ def attention_backward(
         run; dk and dv are always the same. On a GPU it costs about a quarter more time and needs less memory: 1 float32
         of a query row and head, instead of D + 1 (D rounded up to a multiple of 16).
     into : Gradients, optional
-        Arrays to write, each of the shape, dtype and device of q, k or v, with unit last stride, writable, without
-        overlap with each other or with an input; a field that is None is allocated. Their padding rows are left
-        untouched. In arrays allocated here they are 0.
+        Arrays to write, each of the shape, dtype and device of what it is the gradient of, with unit last stride, writable,
+        without overlap with each other or with an input; a field that is None is allocated. `captured` is a dict. Padding
+        rows of dq, dk and dv are left untouched. In arrays allocated here they are 0.
     backend : "cuda" or "cpu", optional
         Default: the GPU where there is one, for NumPy arrays too; else the CPU.
-    bias, mask, alibi_slopes, softcap, score_mod, sink_logits, dropout_p, seed
-        Part of the contract and of `rawattn.reference`; not implemented on the GPU and CPU backends of this version.
 
     Returns
     -------
     Gradients
         (dq, dk, dv, dbias, dsink_logits, captured) in q's framework, on q's device. dk and dv have the heads of k and v:
-        the query heads that share one are summed. dbias, dsink_logits and captured are None.
+        the query heads that share one are summed. dbias has the shape and dtype of the bias, summed in float32 over the axes
+        along which that is repeated. captured is a dict of the arrays that ``score_mod`` has in ``wrt``. One that has no
+        input, or is not wanted, is None. `alibi_slopes` have no gradient; slopes that a `ScoreMod` captures have.
 
     Rows that see no key have dq 0; keys that no query sees have dk = dv = 0. Whatever padding rows hold, NaN included,
     reaches no gradient.
@@ -92,7 +92,7 @@ def attention_backward(
     TypeError, ValueError
         Naming the argument, what was got and what is accepted; before anything is launched.
     NotImplementedError
-        For an option that this version does not have.
+        For a `score_mod` in C++ without a `backward`; on a GPU for ``deterministic`` with gradients of captured arrays.
 
     Notes
     -----
@@ -107,6 +107,14 @@ def attention_backward(
     >>> gradients = rawattn.attention_backward(np.ones_like(out), q, k, v, out, lse, causal=True)
     >>> gradients.dk.shape
     (2, 5, 4, 16)
+
+    Of a bias that all sequences share:
+
+    >>> options = {"bias": rng.standard_normal((4, 5, 5), dtype=np.float32), "sink_logits": np.zeros(4, np.float32)}
+    >>> out, lse = rawattn.attention(q, k, v, **options, return_lse=True)
+    >>> gradients = rawattn.attention_backward(np.ones_like(out), q, k, v, out, lse, **options)
+    >>> gradients.dbias.shape, gradients.dsink_logits.shape
+    ((4, 5, 5), (4,))
     """
     if unknown:
         accepted = inspect.signature(attention_backward).parameters
@@ -262,7 +270,7 @@ def attention_vjp(
 def attention_vjp(
     q: Any, k: Any, v: Any, *, deterministic: bool = False, return_lse: bool = False, **options: Any
 ) -> tuple[Any, Pullback]:
-    """`attention`, and the function that pulls gradients of its result back to q, k and v.
+    """`attention`, and the function that pulls gradients of its result back to its inputs.
 
     Parameters
     ----------
@@ -278,7 +286,8 @@ def attention_vjp(
     -------
     out : array, or (out, lse) with `return_lse`
     backward : callable, ``backward(dout, *, dlse=None, want_dbias=None, into=None) -> Gradients``
-        As `attention_backward`. It holds q, k, v, out and lse: they must not be changed before it is called.
+        As `attention_backward`. It holds q, k, v, out, lse and the arrays of options: they must not be changed before it is
+        called.
 
     Examples
     --------
