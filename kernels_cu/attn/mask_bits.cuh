@@ -92,6 +92,41 @@ struct SeenKeys<true, C, kRowBlocks, kKeyBlocks> {
   }
 };
 
+// Which rows of a key tile any query sees: what the others hold is not read, so that it reaches nobody, be it NaN.
+struct SeenRows {
+  const unsigned short* keys;  // null: all
+  int64 head;                  // between the heads of the mask that share the keys
+  int heads, words, first_key, valid;
+
+  DEVICE bool operator()(int row) const {
+    if (row >= valid) return false;
+    if (keys == nullptr) return true;
+    const int word = (first_key + row) / 16 < words ? (first_key + row) / 16 : words - 1;
+    unsigned seen = 0;
+    for (int n = 0; n < heads; n++) seen |= keys[n * head + word];
+    return (seen >> row % 16 & 1) != 0;
+  }
+};
+
+// The rows of a key tile to copy, for query heads [head, head + group): of those that the sequence has, the first
+// `valid`, all, or where kMasked those that are seen. partial: whether the mask hides any of the tile.
+template <bool kMasked>
+DEVICE auto rows_to_copy(const BlockMask& mask, int sequence, int head, int group, int first_key, int valid,
+                         bool partial) {
+  if constexpr (kMasked) {
+    const unsigned short* const keys = mask.keys + sequence * mask.keys_batch + int64(head / mask.group) * mask.words;
+    const int heads = group > mask.group ? group / mask.group : 1;
+    return SeenRows{partial ? keys : nullptr, mask.words, heads, mask.words, first_key, valid};
+  } else {
+    return valid;
+  }
+}
+template <bool kMasked, class Keys>
+DEVICE bool is_partial(const Keys& keys, int n) {
+  if constexpr (kMasked) return keys.masked(n);
+  return false;
+}
+
 // Where keys are rows and queries columns: what the mask hides of a tile becomes `value`. n: the number of the tile
 // among `queries`.
 template <bool kMasked, class C, int kKeyBlocks, int kQueryBlocks, class Queries>

@@ -1,5 +1,5 @@
-// Packs a mask: bits, and a map of granules of kGranuleRows x kGranuleKeys that says which have any key and which have
-// all. A block takes one band of granules, kGranules wide.
+// Packs a mask: bits, a map of granules of kGranuleRows rows and kGranuleWords half-words that says which have any key
+// and which have all, and of each band of granules the keys that any row sees. A block takes a band, kGranules wide.
 #pragma once
 
 #include "attn/params.cuh"
@@ -15,7 +15,7 @@ constexpr int kWords = kGranules * kGranuleWords;
 constexpr int kThreads = 256;
 constexpr int kStep = kThreads / kWords;  // rows that a block packs at once
 constexpr int kPasses = kGranuleRows / kStep;
-constexpr int kSharedBytes = kThreads;
+constexpr int kSharedBytes = kThreads * (sizeof(unsigned short) + 1);
 
 enum State { kDead = 0, kPartial = 1, kFull = 2 };
 
@@ -38,13 +38,15 @@ DEVICE unsigned keys_of(const MaskPacking& p, int word) {
 
 // half_word(batch, head, row, word): the 16 bits there. What it says of keys that are none counts for nothing.
 template <class HalfWord>
-DEVICE void pack(const MaskPacking& p, const HalfWord& half_word, unsigned char* flags) {
+DEVICE void pack(const MaskPacking& p, const HalfWord& half_word, unsigned char* shared) {
+  unsigned short* const words = reinterpret_cast<unsigned short*>(shared);
+  unsigned char* const flags = shared + kThreads * sizeof(unsigned short);
   const int thread = target::thread_index();
   const Place place = place_of(p, target::block_index());
   const int64 plane = int64(place.batch) * p.nheads + place.head;
   const int word = place.word + thread % kWords;
   const int first_row = place.row + thread / kWords;
-  bool any = false;
+  unsigned any = 0;
   bool all = true;
   if (word < p.words) {
     const unsigned keys = keys_of(p, word);
@@ -57,12 +59,19 @@ DEVICE void pack(const MaskPacking& p, const HalfWord& half_word, unsigned char*
       const int row = first_row + pass * kStep;
       if (row >= p.rows) break;
       p.bits[(plane * p.rows + row) * p.words + word] = static_cast<unsigned short>(found[pass]);
-      any = any || found[pass] != 0;
+      any |= found[pass];
       all = all && found[pass] == keys;
     }
   }
-  flags[thread] = static_cast<unsigned char>(any | all << 1);
+  words[thread] = static_cast<unsigned short>(any);
+  flags[thread] = static_cast<unsigned char>((any != 0) | all << 1);
   target::block_sync();
+  const int64 bands = (p.rows + kGranuleRows - 1) / kGranuleRows;
+  const int64 band = plane * bands + place.row / kGranuleRows;
+  if (thread < kWords && word < p.words) {
+    for (int row = 1; row < kStep; row++) any |= words[row * kWords + thread];
+    p.band_keys[band * p.words + word] = static_cast<unsigned short>(any);
+  }
   const int granule = place.word / kGranuleWords + thread;
   if (thread >= kGranules || granule * kGranuleWords >= p.words) return;
   bool granule_any = false;
@@ -74,8 +83,6 @@ DEVICE void pack(const MaskPacking& p, const HalfWord& half_word, unsigned char*
       granule_all = granule_all && (flag & 2) != 0;
     }
   }
-  const int64 bands = (p.rows + kGranuleRows - 1) / kGranuleRows;
-  const int64 band = plane * bands + place.row / kGranuleRows;
   p.map[band * (p.words / kGranuleWords) + granule] =
       static_cast<unsigned char>(!granule_any ? kDead : granule_all ? kFull : kPartial);
 }

@@ -84,6 +84,10 @@ struct BlockMask {
   int rows, words;
   // of the kernel's own tiles
   TileLists lists;
+  // of each head one row of bits: the keys that any row sees
+  const unsigned short* keys;
+  // of a head of it the stride is `words`
+  int64 keys_batch;
 };
 
 // An array that a score function reads. Strides are in elements.
@@ -244,6 +248,8 @@ struct MaskPacking {
   unsigned short* bits;
   // of granules, (batch, nheads, rows / 64, words / 4), rounded up
   unsigned char* map;
+  // that any row of 64 sees, (batch, nheads, rows / 64, words)
+  unsigned short* band_keys;
   int rows, keys, words;
   int nheads;
 };
@@ -261,6 +267,14 @@ struct RangesMaskParams {
   // (batch, rows, count, 2): the keys [begin, end) that a row sees
   Integers ranges;
   int count;
+};
+
+struct MaskKeysParams {
+  // of each plane `bands` rows of words
+  const unsigned short* band_keys;
+  // of each plane one
+  unsigned short* keys;
+  int planes, bands, words;
 };
 
 struct PredicateMaskParams {

@@ -96,7 +96,9 @@ KERNEL LAUNCH_BOUNDS(backward_dq::kThreads, config::kBlocksPerSm) void rawattn_b
     const int row = key_tiles.first_key(n);
     const int valid = work.k.length - row;
     const int stage = n % kStages;
-    CopyK::load(elements + kKeysAt + stage * kTileK * kPitchQk, k.from(row), valid, thread);
+    const auto real = rows_to_copy<kBlockMask>(f.block_mask, work.sequence, work.head, 1, row, valid,
+                                               is_partial<kBlockMask>(key_tiles, n));
+    CopyK::load(elements + kKeysAt + stage * kTileK * kPitchQk, k.from(row), real, thread);
     CopyV::load(elements + kValuesAt + stage * kTileK * kPitchV, v.from(row), valid, thread);
   };
   // Afterwards everything asked for has landed for all threads, and all are done with what they read before.

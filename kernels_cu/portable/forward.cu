@@ -108,7 +108,9 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
   };
   const auto load_values = [&](int n) {
     const int row = key_tiles.first_key(n);
-    CopyV::load(elements + kValuesAt + n % kStages * kTileK * kPitchV, v.from(row), work.k.length - row, thread);
+    const auto real = rows_to_copy<kBlockMask>(p.block_mask, work.sequence, work.head, 1, row, work.k.length - row,
+                                               is_partial<kBlockMask>(key_tiles, n));
+    CopyV::load(elements + kValuesAt + n % kStages * kTileK * kPitchV, v.from(row), real, thread);
   };
   // Afterwards everything asked for has landed for all threads, and all are done with what they read before.
   const auto wait_copies_and_sync = [] {

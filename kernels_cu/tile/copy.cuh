@@ -38,6 +38,13 @@ struct alignas(16) Chunk<16> {
   unsigned x, y, z, w;
 };
 
+// Whether a row of a tile is real: of the first ones, or as a mask says.
+DEVICE bool is_real(int valid, int row) { return row < valid; }
+template <class Rows>
+DEVICE bool is_real(const Rows& real, int row) {
+  return real(row);
+}
+
 // kColumns are real, up to kPadded are zeros in the tile. kBytes is the widest access that every row of the array
 // allows.
 template <class T, int kRows, int kColumns, int kPadded, int kPitch, int kThreads, int kBytes>
@@ -70,12 +77,12 @@ struct RowCopy {
     }
   }
 
-  // Rows from `valid` on become zeros and are not read.
-  template <class Rows>
-  DEVICE static void load(T* tile, const Rows& rows, int valid, int thread) {
+  // Rows from `valid` on, or that are not real, become zeros and are not read.
+  template <class Rows, class Valid>
+  DEVICE static void load(T* tile, const Rows& rows, const Valid& valid, int thread) {
     if constexpr (kBytes >= 4) {
       each_chunk(rows, thread, [&](int row, int column, const T* source) {
-        const bool real = row < valid && (kColumns == kPadded || column < kColumns);
+        const bool real = is_real(valid, row) && (kColumns == kPadded || column < kColumns);
         target::copy_async<kBytes>(tile + row * kPitch + column, source, real);
       });
     } else {
@@ -85,8 +92,8 @@ struct RowCopy {
 
   // Nothing copies single 16-bit elements asynchronously: several are under way before the first of them is stored.
   // Down a column, so that the address advances by one addition.
-  template <class Rows>
-  DEVICE static void load_single(T* tile, const Rows& rows, int valid, int thread) {
+  template <class Rows, class Valid>
+  DEVICE static void load_single(T* tile, const Rows& rows, const Valid& valid, int thread) {
     constexpr int kAtOnce = 8;
     const int first_row = thread / kPerRow;
     UNROLL for (int column = thread % kPerRow; column < kPadded; column += kPerRow) {
@@ -94,7 +101,7 @@ struct RowCopy {
       for (int base = first_row; base < kRows; base += kAtOnce * kStep) {
         T piece[kAtOnce];
         UNROLL for (int n = 0; n < kAtOnce; n++) {
-          piece[n] = base + n * kStep < valid && column < kColumns ? *at.address() : T{};
+          piece[n] = is_real(valid, base + n * kStep) && column < kColumns ? *at.address() : T{};
           at = at.from(kStep);
         }
         UNROLL for (int n = 0; n < kAtOnce; n++) {

@@ -133,6 +133,8 @@ _BLOCK_MASK = _struct(
         "its extents: what lies behind them is as the last row and the last 8 half-words of a row are",
     ),
     (_TILE_LISTS, "lists", "of the kernel's own tiles"),
+    ("const unsigned short*", "keys", "of each head one row of bits: the keys that any row sees"),
+    ("int64", "keys_batch", "of a head of it the stride is `words`"),
 )
 _CAPTURED = _struct(
     "Captured",
@@ -301,6 +303,7 @@ _MASK_PACKING = _struct(
     "What packing a mask writes (see attn/mask_packing.cuh).",
     ("unsigned short*", "bits", "(batch, nheads, rows, words)"),
     ("unsigned char*", "map", "of granules, (batch, nheads, rows / 64, words / 4), rounded up"),
+    ("unsigned short*", "band_keys", "that any row of 64 sees, (batch, nheads, rows / 64, words)"),
     ("int", "rows, keys, words", ""),
     ("int", "nheads", ""),
 )
@@ -317,6 +320,13 @@ RANGES_MASK = _struct(
     (_MASK_PACKING, "packing", ""),
     (INTEGERS, "ranges", "(batch, rows, count, 2): the keys [begin, end) that a row sees"),
     ("int", "count", ""),
+)
+MASK_KEYS = _struct(
+    "MaskKeysParams",
+    "",
+    ("const unsigned short*", "band_keys", "of each plane `bands` rows of words"),
+    ("unsigned short*", "keys", "of each plane one"),
+    ("int", "planes, bands, words", ""),
 )
 PREDICATE_MASK = _struct(
     "PredicateMaskParams",

@@ -19,6 +19,7 @@ _ADDRESSES = {
     "alibi_slopes": "alibi_slopes.data",
     "sink_logits": "sink_logits.data",
     "mask_bits": "block_mask.bits",
+    "mask_keys": "block_mask.keys",
     "seed": "dropout.seed",
     "seed_value": "dropout.seed_value",
 }
@@ -45,6 +46,7 @@ def fields(problem: Problem, operands: Operands) -> dict[str, Any]:
         batch, nheads = problem.mask.shape[:2]
         found["block_mask.batch"] = nheads * rows * words if batch > 1 else 0
         found["block_mask.head"] = rows * words
+        found["block_mask.keys_batch"] = nheads * words if batch > 1 else 0
         found["block_mask.group"] = problem.nheads_q // nheads
         found["block_mask.rows"], found["block_mask.words"] = rows, words
     if problem.dropout_p > 0:
@@ -71,6 +73,7 @@ def patches(problem: Problem, struct: Struct, prefix: str = "") -> tuple[tuple[i
     given = {
         "bias": problem.bias is not None,
         "mask_bits": problem.mask is not None,
+        "mask_keys": problem.mask is not None,
         "alibi_slopes": problem.alibi_slopes is not None,
         "sink_logits": problem.sink_logits is not None,
         "seed": problem.seed is not None,

@@ -40,14 +40,15 @@ class BlockMask:
 
     __slots__ = ("_copies", "device", "kept", "shape", "words")
 
-    def __init__(self, bits: Any, found: Any, shape: Shape, kept: Any = None) -> None:
-        """bits, found: the bits and the map as `buffers` makes them, both in NumPy's or both in CuPy's memory."""
+    def __init__(self, words: tuple[Any, Any, Any], shape: Shape, kept: Any = None) -> None:
+        """words: what `buffers` makes, filled."""
         self.shape: Shape = shape
+        bits = words[0]
         self.device: int | None = None if isinstance(bits, np.ndarray) else bits.data.device_id
         self.kept = kept
-        self.words: tuple[Any, Any] = bits, found
+        self.words = words
         # By framework and device.
-        self._copies: dict[tuple[str, int], tuple[Any, Any]] = {}
+        self._copies: dict[tuple[str, int], tuple[Any, ...]] = {}
 
     @property
     def form(self) -> MaskForm:
@@ -78,8 +79,8 @@ class BlockMask:
             whole = flat.reshape(*self.shape[:3], -1)[..., : self.shape[3]]
             return cupy.ascontiguousarray(whole).view(cupy.bool_)
 
-    def beside(self, q: Any) -> tuple[Any, Any]:
-        """Its bits and its map as int32 words where q lies, of q's framework if that may save time."""
+    def beside(self, q: Any) -> tuple[Any, ...]:
+        """`words` where q lies, of q's framework if that may save time."""
         framework = arrays.framework_of(q)
         try:
             place = arrays.device_of(q, framework)
@@ -91,20 +92,20 @@ class BlockMask:
             found = self._moved(place)
             if key[0]:
                 torch = sys.modules["torch"]
-                found = torch.from_dlpack(found[0]), torch.from_dlpack(found[1])
+                found = tuple(map(torch.from_dlpack, found))
             self._copies[key] = found
         return found
 
-    def _moved(self, place: int) -> tuple[Any, Any]:
+    def _moved(self, place: int) -> tuple[Any, ...]:
         if place == (HOST if self.device is None else self.device):
             return self.words
-        bits, found = (host.host(x) for x in self.words)
+        words = tuple(map(host.host, self.words))
         if place == HOST:
-            return bits, found
+            return words
         import cupy
 
         with cupy.cuda.Device(place):
-            moved = cupy.asarray(bits), cupy.asarray(found)
+            moved = tuple(map(cupy.asarray, words))
             cupy.cuda.get_current_stream().synchronize()  # it may be used on another stream
         return moved
 
@@ -113,11 +114,21 @@ class BlockMask:
         return f"<rawattn.BlockMask {self.shape} on {place}, {self.nbytes} bytes>"
 
 
-def buffers(shape: Shape, module: Any = np) -> tuple[Any, Any]:
-    """Memory for the bits and the map of a mask, int32 words: what every framework can pass on. module: NumPy or CuPy."""
-    sizes = layout.bits_bytes(shape), layout.map_bytes(shape)
-    bits, found = (module.zeros(-(-nbytes // 4), np.int32) for nbytes in sizes)
-    return bits, found
+def buffers(shape: Shape, module: Any = np) -> tuple[Any, Any, Any]:
+    """Memory for the bits, the map and the keys of a mask, int32 words: what every framework can pass on.
+
+    module: NumPy or CuPy.
+    """
+    sizes = layout.bits_bytes(shape), layout.map_bytes(shape), layout.keys_bytes(shape)
+    bits, found, keys = (module.zeros(-(-nbytes // 4), np.int32) for nbytes in sizes)
+    return bits, found, keys
+
+
+def finished(words: tuple[Any, Any, Any], shape: Shape) -> BlockMask:
+    """Of memory on the host whose bits and map are filled."""
+    keys = words[2].view(np.uint16).reshape(layout.keys_shape(shape))
+    np.bitwise_or.reduce(shaped(words[0], shape), axis=2, out=keys)
+    return BlockMask(words, shape)
 
 
 def shaped(words: Any, shape: Shape) -> Any:

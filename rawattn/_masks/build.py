@@ -11,7 +11,7 @@ from rawattn._call.options import shown
 from rawattn._interop import arrays
 from rawattn._interop.arrays import HOST
 from rawattn._masks import host
-from rawattn._masks.block_mask import BlockMask, buffers, map_of, shaped
+from rawattn._masks.block_mask import BlockMask, buffers, finished, map_of, shaped
 from rawattn._masks.layout import GRANULE_ROWS, Shape
 
 _INT32_MAX = 2**31 - 1
@@ -121,11 +121,12 @@ def _of_bools(given: Any, shape: tuple[int | None, ...]) -> BlockMask:
             from rawattn._masks import device
 
             return device.of_bools(keep, whole)
-        bits, found = buffers(whole)
+        words = buffers(whole)
+        bits, found, _ = words
         four = keep.reshape(whole)
         for n in np.ndindex(whole[:2]):
             host.pack_rows(four[n], shaped(bits, whole)[n], map_of(found, whole)[n])
-        return BlockMask(bits, found, whole)
+        return finished(words, whole)
 
 
 def _of_ranges(given: Any, shape: tuple[int | None, ...]) -> BlockMask:
@@ -156,7 +157,8 @@ def _of_ranges(given: Any, shape: tuple[int | None, ...]) -> BlockMask:
 
             return device.of_ranges(ranges, keys)
         whole: Shape = (ranges.shape[0], 1, ranges.shape[1], keys)
-        bits, found = buffers(whole)
+        words = buffers(whole)
+        bits, found, _ = words
         for n in range(whole[0]):
             # A band at a time: bools of a whole mask are eight times its bits.
             for first in range(0, whole[2], GRANULE_ROWS):
@@ -166,7 +168,7 @@ def _of_ranges(given: Any, shape: tuple[int | None, ...]) -> BlockMask:
                 host.pack_rows(
                     keep, shaped(bits, whole)[n, 0, rows_of], map_of(found, whole)[n, 0, band]
                 )
-        return BlockMask(bits, found, whole)
+        return finished(words, whole)
 
 
 def _rows_of_ranges(ranges: NDArray[Any], keys: int) -> NDArray[np.bool_]:

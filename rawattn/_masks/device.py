@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from rawattn._kernels.portable import mask_packing
 from rawattn._kernels.steps import Step
 from rawattn._masks.block_mask import BlockMask, buffers
@@ -51,16 +53,20 @@ def _packed(step: Step, shape: Shape, given: Mapping[str, Any], device: int) -> 
     from rawattn._runtime.kernel import Arguments
 
     with cupy.cuda.Device(device):
-        bits, found = buffers(shape, cupy)
-        if step.blocks:
-            addresses = {name: x.data.ptr for name, x in given.items()}
-            addresses |= {"mask_bits": bits.data.ptr, "mask_map": found.data.ptr}
-            packed = bytearray(step.params)
-            for at, name in step.patches:
-                packed[at : at + 8] = addresses[name].to_bytes(8, "little")
-            stream = cupy.cuda.get_current_stream().ptr
-            assert isinstance(step.blocks, int)
-            kernel.load(step.source, device).launch(
-                step.blocks, step.threads, step.shared_bytes, stream, Arguments((packed,))
+        words = buffers(shape, cupy)
+        named = {**given, **dict(zip(("mask_bits", "mask_map", "mask_keys"), words, strict=True))}
+        gathered = mask_packing.keys_step(shape)
+        if gathered is not None:
+            named["mask_bands"] = cupy.empty(mask_packing.band_bytes(shape), np.uint8)
+        stream = cupy.cuda.get_current_stream().ptr
+        for each in (step,) if gathered is None else (step, gathered):
+            assert isinstance(each.blocks, int)
+            if not each.blocks:
+                continue
+            packed = bytearray(each.params)
+            for at, name in each.patches:
+                packed[at : at + 8] = named[name].data.ptr.to_bytes(8, "little")
+            kernel.load(each.source, device).launch(
+                each.blocks, each.threads, each.shared_bytes, stream, Arguments((packed,))
             )
-    return BlockMask(bits, found, shape)
+    return BlockMask(words, shape)

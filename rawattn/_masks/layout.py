@@ -43,6 +43,20 @@ def map_bytes(shape: Shape) -> int:
     return math.prod(map_shape(shape))
 
 
+def bands(shape: Shape) -> int:
+    """Rows of granules."""
+    return -(-shape[2] // GRANULE_ROWS)
+
+
+def keys_shape(shape: Shape) -> tuple[int, int, int]:
+    """Of half-words: of each head the keys that any row sees."""
+    return shape[0], shape[1], words(shape[3])
+
+
+def keys_bytes(shape: Shape) -> int:
+    return 2 * math.prod(keys_shape(shape))
+
+
 def granule_keys(shape: Shape) -> int:
     """Granules of a row that have keys."""
     return -(-shape[3] // (WORD_KEYS * GRANULE_WORDS))

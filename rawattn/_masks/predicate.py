@@ -10,7 +10,7 @@ import numpy as np
 from rawattn._interop import arrays
 from rawattn._interop.arrays import HOST
 from rawattn._masks import host
-from rawattn._masks.block_mask import BlockMask, buffers, map_of, shaped
+from rawattn._masks.block_mask import BlockMask, buffers, finished, map_of, shaped
 from rawattn._masks.layout import GRANULE_ROWS, Shape
 from rawattn._runtime.devices import gpu_available
 from rawattn._scores.numpy_eval import holds
@@ -46,7 +46,8 @@ def of_predicate(text: str, shape: Shape, captured: Mapping[str, Any]) -> BlockM
 
 
 def _on_host(predicate: Predicate, captured: Mapping[str, Any], shape: Shape) -> BlockMask:
-    bits, found = buffers(shape)
+    words = buffers(shape)
+    bits, found, _ = words
     _, _, rows, keys = shape
     j = np.arange(keys)
     for batch, head in np.ndindex(shape[:2]):
@@ -61,4 +62,4 @@ def _on_host(predicate: Predicate, captured: Mapping[str, Any], shape: Shape) ->
                 shaped(bits, shape)[batch, head, some],
                 map_of(found, shape)[batch, head, band],
             )
-    return BlockMask(bits, found, shape)
+    return finished(words, shape)

@@ -107,7 +107,8 @@ def _tile(tile: tuple[int, ...] | None, rows: int, keys: int) -> tuple[int, int]
         times = max(1, -(-max(rows, keys) // (64 * _WIDEST)))
         return 64 * times, 64 * times
     accepted = "a tuple (rows, keys) of ints >= 1"
-    if not isinstance(tile, (tuple, list)) or any(type(n) is not int for n in tile):
+    given: Any = tile
+    if not isinstance(given, (tuple, list)) or any(type(n) is not int for n in given):
         raise TypeError(f"tile: got {shown(tile)}, expected {accepted}")
     if len(tile) != 2 or min(tile) < 1:
         raise ValueError(f"tile: got {shown(tile)}, expected {accepted}")

@@ -206,7 +206,8 @@ def with_arrays(
 
     q: what a BlockMask is to lie beside; None: where it lies.
 
-    TypeError, naming the option, for what is no array.
+    TypeError, naming the option or the captured array, for what is no array and for captured float64;
+    NotImplementedError for a score function without a derivative where the caller takes gradients.
     """
     if (
         options.bias is None
@@ -227,7 +228,7 @@ def with_arrays(
             continue
         if name == "mask" and isinstance(array, BlockMask):
             form = array.form
-            names += ("mask_bits", "mask_map")
+            names += ("mask_bits", "mask_map", "mask_keys")
             arrays += array.words if q is None else array.beside(q)
             continue
         if not hasattr(array, "__dlpack__"):
@@ -236,12 +237,15 @@ def with_arrays(
         arrays.append(array)
     text = None
     if options.score_mod is not None:
-        from rawattn._scores.score_mod import ScoreMod
+        from rawattn._scores.score_mod import ScoreMod, require_float32, require_gradient
 
         if not isinstance(options.score_mod, ScoreMod):
             raise TypeError(
                 f"score_mod: got {shown(options.score_mod)}, expected a rawattn.ScoreMod or None"
             )
+        require_float32(options.score_mod.text)
+        if not verb.refuses_gradients:  # the caller takes them
+            require_gradient(options.score_mod.text)
         text = (options.score_mod.text, options.score_mod.scalars)
         names += (f"captured{n}" for n in range(len(options.score_mod.arrays)))
         arrays += options.score_mod.arrays.values()

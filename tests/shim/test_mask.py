@@ -45,6 +45,21 @@ def scratch(name: str, nbytes: int, dtype: Any) -> Memory:
     return Memory(name, poison, readonly=False)
 
 
+def keys_of(shape: Any) -> dict[str, Memory]:
+    sizes = {"mask_keys": layout.keys_bytes(shape), "mask_bands": mask_packing.band_bytes(shape)}
+    return {name: scratch(name, nbytes, np.uint16) for name, nbytes in sizes.items()}
+
+
+def check_keys(machine: Machine, shape: Any, arrays: dict[str, Memory], keep: np.ndarray) -> None:
+    """Which keys any row sees, after the step that packs."""
+    step = mask_packing.keys_step(shape)
+    if step is not None:
+        run(machine, step, arrays)
+    wide = np.broadcast_to(keep, (*shape[:3], 128 if shape[3] == 1 else shape[3]))
+    whole = host.pack(wide.any(axis=2, keepdims=True))[0]
+    np.testing.assert_array_equal(arrays["mask_keys"].array().reshape(whole.shape), whole)
+
+
 def blocky(shape: tuple[int, ...], block: int = 64) -> np.ndarray:
     """A mask with granules of every kind."""
     rows, keys = (-(-n // block) for n in shape[2:])
@@ -56,21 +71,22 @@ def blocky(shape: tuple[int, ...], block: int = 64) -> np.ndarray:
 SHAPES = ((1, 1, 1, 1), (2, 3, 70, 130), (1, 2, 129, 515), (2, 1, 1, 300), (1, 2, 200, 1), (1, 1, 64, 128))  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", ["dense", "strided", "broadcast", "odd"])
+@pytest.mark.parametrize("strides", ["dense", "strided", "broadcast", "odd"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_packed_bools(shape: tuple[int, ...], layout: str, builder: Builder) -> None:
+def test_packed_bools(shape: tuple[int, ...], strides: str, builder: Builder) -> None:
     keep = blocky(shape)
-    given = buffer = np.asfortranarray(keep) if layout == "strided" else keep
-    if layout == "broadcast":
+    given = buffer = np.asfortranarray(keep) if strides == "strided" else keep
+    if strides == "broadcast":
         buffer = np.ascontiguousarray(keep[:1, :, :1])
         given = np.broadcast_to(buffer, shape)
         keep = given.copy()
-    raw = buffer.ravel("F" if layout == "strided" else "C").view(np.uint8)
-    memory = Memory("mask", raw, phase=3 if layout == "odd" else 0)
+    raw = buffer.ravel("F" if strides == "strided" else "C").view(np.uint8)
+    memory = Memory("mask", raw, phase=3 if strides == "odd" else 0)
     arrays = {
         "mask": memory,
         "mask_bits": scratch("mask_bits", layout.bits_bytes(shape), np.uint16),
         "mask_map": scratch("mask_map", layout.map_bytes(shape), np.uint8),
+        **keys_of(shape),
     }
     step = mask_packing.step(shape, given.strides, memory.address % 16)
     run(Machine(builder, checked=True), step, arrays)
@@ -79,6 +95,7 @@ def test_packed_bools(shape: tuple[int, ...], layout: str, builder: Builder) -> 
     ours = arrays["mask_map"].array().reshape(found.shape)
     np.testing.assert_array_equal(host.granules(ours, shape), host.granules(found, shape))
     np.testing.assert_array_equal(host.unpack(bits, shape), keep)
+    check_keys(Machine(builder), shape, arrays, keep)
 
 
 def test_a_bool_is_whatever_is_not_zero(builder: Builder) -> None:
@@ -88,6 +105,7 @@ def test_a_bool_is_whatever_is_not_zero(builder: Builder) -> None:
         "mask": Memory("mask", raw),
         "mask_bits": scratch("mask_bits", layout.bits_bytes(shape), np.uint16),
         "mask_map": scratch("mask_map", layout.map_bytes(shape), np.uint8),
+        **keys_of(shape),
     }
     run(
         Machine(builder),
@@ -108,6 +126,7 @@ def test_packed_ranges(integers: Any, builder: Builder) -> None:
         "ranges": Memory("ranges", ranges),
         "mask_bits": scratch("mask_bits", layout.bits_bytes(shape), np.uint16),
         "mask_map": scratch("mask_map", layout.map_bytes(shape), np.uint8),
+        **keys_of(shape),
     }
     step = mask_packing.ranges_step(shape, count, ranges.dtype.itemsize)
     run(Machine(builder, checked=True), step, arrays)
@@ -131,6 +150,7 @@ def test_packed_predicates(builder: Builder) -> None:
         "captured1": Memory("share", share),
         "mask_bits": scratch("mask_bits", layout.bits_bytes(shape), np.uint16),
         "mask_map": scratch("mask_map", layout.map_bytes(shape), np.uint8),
+        **keys_of(shape),
     }
     step = mask_packing.predicate_step(shape, predicate.text, forms, predicate.scalars)
     run(Machine(builder, checked=True), step, arrays)

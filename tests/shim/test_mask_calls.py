@@ -15,7 +15,7 @@ from rawattn import reference
 from tests.shim.device import Device
 from tests.shim.launch import Machine
 from tests.shim.shim import Builder
-from tests.shim.whole import run_forward, small_tiles, verify_backward, verify_forward
+from tests.shim.whole import run_backward, run_forward, small_tiles, verify_backward, verify_forward
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 MakeDevice = Callable[..., Device]
@@ -251,3 +251,53 @@ def test_gradients_where_nothing_is_seen(machine: MakeDevice) -> None:
     with backward_tiles(0):
         mask = np.zeros((1, 1, 1, KEYS), bool)
         verify_backward(machine(), "portable", *arrays(), mask=mask)
+
+
+def poisoned_bias(mask: np.ndarray) -> np.ndarray:
+    """A bias that is NaN, or infinite, where the mask hides keys."""
+    bias = np.random.default_rng(9).standard_normal(mask.shape, np.float32)
+    bias[~mask] = np.nan
+    bias[..., ::7, :] = np.where(mask[..., ::7, :], bias[..., ::7, :], np.inf)
+    return bias
+
+
+@pytest.mark.parametrize("family", ["portable", "sm90"])
+def test_a_hidden_key_may_have_any_bias(machine: MakeDevice, family: str) -> None:
+    mask = blocky(2, 4, ROWS, KEYS)
+    device = machine(arch="sm_90a" if family == "sm90" else "sm_80")
+    for bias in (poisoned_bias(mask), poisoned_bias(mask).astype(BFLOAT16)):
+        q, k, v = arrays()
+        clean = np.where(mask, bias, 0).astype(bias.dtype)
+        exact, exact_lse = reference.attention(q, k, v, mask=mask, bias=clean, return_lse=True)
+        with small_tiles():
+            out, lse = run_forward(device, family, q, k, v, mask=mask, bias=bias)
+        np.testing.assert_allclose(out.astype(np.float64), exact, atol=0.03)
+        np.testing.assert_allclose(lse, exact_lse, atol=1e-2)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_hidden_key_adds_nothing_to_gradients(machine: MakeDevice, deterministic: bool) -> None:
+    """Whatever its bias is, and its value; of those that no row of a tile sees also its key."""
+    mask = blocky(2, 4, ROWS, KEYS)
+    mask[..., 30:70] = False
+    bias = poisoned_bias(mask)
+    q, k, v = arrays()
+    out, lse = reference.attention(
+        q, k, v, mask=mask, bias=np.where(mask, bias, 0), return_lse=True
+    )
+    out, lse = out.astype(q.dtype), lse.astype(np.float32)
+    dout = np.random.default_rng(4).standard_normal(out.shape).astype(q.dtype)
+    exact = reference.attention_backward(
+        dout, q, k, v, out, lse, mask=mask, bias=np.where(mask, bias, 0)
+    )
+    k[:, 30:70], v[:, 30:70] = np.nan, np.inf
+    with backward_tiles(1):
+        got = run_backward(
+            machine(), "portable", dout, q, k, v, out, lse, mask=mask, bias=bias,
+            deterministic=deterministic,
+        )  # fmt: skip
+    for name in ("dq", "dk", "dv", "dbias"):
+        wanted = getattr(exact, name)
+        np.testing.assert_allclose(
+            getattr(got, name).astype(np.float64), wanted, atol=0.06, err_msg=name
+        )

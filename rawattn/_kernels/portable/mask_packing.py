@@ -15,14 +15,16 @@ from rawattn._masks.layout import (
     ROW_WORDS,
     WORD_KEYS,
     Shape,
+    bands,
     bits_shape,
+    keys_bytes,
     words,
 )
 from rawattn._scores.cuda_text import predicate_text
 from rawattn._scores.program import ScoreText
 
 THREADS = 256
-SHARED_BYTES = THREADS
+SHARED_BYTES = 3 * THREADS
 _BLOCK_WORDS = 16
 
 
@@ -82,7 +84,7 @@ def step(shape: Shape, strides: tuple[int, ...], place: int) -> Step:
         params=params.fill(
             params.PACK_MASK, {**fields(shape), **dict(zip(names, own, strict=True))}
         ),
-        patches=_patches(params.PACK_MASK, **{"from": "mask"}),
+        patches=_patches(shape, params.PACK_MASK, **{"from": "mask"}),
         shared_bytes=SHARED_BYTES,
     )
 
@@ -95,7 +97,7 @@ def ranges_step(shape: Shape, count: int, itemsize: int) -> Step:
         blocks=blocks(shape),
         threads=THREADS,
         params=params.fill(params.RANGES_MASK, values),
-        patches=_patches(params.RANGES_MASK, ranges__data="ranges"),
+        patches=_patches(shape, params.RANGES_MASK, ranges__data="ranges"),
         shared_bytes=SHARED_BYTES,
     )
 
@@ -133,10 +135,44 @@ def predicate_step(
         blocks=blocks(shape),
         threads=THREADS,
         params=params.fill(params.PREDICATE_MASK, values),
-        patches=_patches(params.PREDICATE_MASK, **addresses),
+        patches=_patches(shape, params.PREDICATE_MASK, **addresses),
         shared_bytes=SHARED_BYTES,
     )
 
 
-def _patches(struct: params.Struct, **more: str) -> tuple[tuple[int, str], ...]:
-    return patches(struct, packing__bits="mask_bits", packing__map="mask_map", **more)
+def keys_step(shape: Shape) -> Step | None:
+    """What comes after a step that packs: "mask_keys" from "mask_bands". None where one band is all."""
+    count = bands(shape)
+    if count <= 1:
+        return None
+    planes, row = shape[0] * shape[1], words(shape[3])
+    source = _source(
+        "rawattn_mask_keys",
+        "portable/mask_keys.cu",
+        "portable mask_keys",
+        params.MASK_KEYS,
+        constants={"kThreads": THREADS},
+    )
+    return Step(
+        source=source,
+        blocks=checked("mask", -(-planes * row // THREADS), GRANULE_ROWS),
+        threads=THREADS,
+        params=params.fill(params.MASK_KEYS, {"planes": planes, "bands": count, "words": row}),
+        patches=patches(params.MASK_KEYS, band_keys="mask_bands", keys="mask_keys"),
+    )
+
+
+def band_bytes(shape: Shape) -> int:
+    """Of "mask_bands"."""
+    return keys_bytes(shape) * bands(shape)
+
+
+def _patches(shape: Shape, struct: params.Struct, **more: str) -> tuple[tuple[int, str], ...]:
+    keys = "mask_bands" if bands(shape) > 1 else "mask_keys"
+    return patches(
+        struct,
+        packing__bits="mask_bits",
+        packing__map="mask_map",
+        packing__band_keys=keys,
+        **more,
+    )

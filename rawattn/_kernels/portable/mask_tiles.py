@@ -93,6 +93,11 @@ class Masks:
         self.steps.append(mask_packing.step(form.shape, strides, place))
         self.scratch["mask_bits"] = layout.bits_bytes(form.shape)
         self.scratch["mask_map"] = layout.map_bytes(form.shape)
+        self.scratch["mask_keys"] = layout.keys_bytes(form.shape)
+        gathered = mask_packing.keys_step(form.shape)
+        if gathered is not None:
+            self.steps.append(gathered)
+            self.scratch["mask_bands"] = mask_packing.band_bytes(form.shape)
 
     def of_queries(self, tile_q: int, tile_k: int) -> Listed:
         """The key tiles that each query tile meets."""
