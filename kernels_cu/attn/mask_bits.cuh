@@ -5,6 +5,7 @@
 #pragma once
 
 #include "attn/params.cuh"
+#include "attn/visit.cuh"
 #include "target/target.cuh"
 #include "tile/copy.cuh"
 
@@ -50,7 +51,8 @@ struct SeenKeys {
   template <class Keys>
   DEVICE void load(const Keys&, int, int, int) {}
   DEVICE void load_bits(const BlockMask&, int, int, int, int, int) {}
-  DEVICE void hide(C (&)[kRowBlocks][kKeyBlocks], float, int) const {}
+  template <class Hidden = NoVisit>
+  DEVICE void hide(C (&)[kRowBlocks][kKeyBlocks], float, int, const Hidden& = Hidden{}) const {}
 };
 template <class C, int kRowBlocks, int kKeyBlocks>
 struct SeenKeys<true, C, kRowBlocks, kKeyBlocks> {
@@ -75,8 +77,9 @@ struct SeenKeys<true, C, kRowBlocks, kKeyBlocks> {
       }
     }
   }
-  // Elements that the mask hides become `value`, whatever they are.
-  DEVICE void hide(C (&s)[kRowBlocks][kKeyBlocks], float value, int lane) const {
+  // Elements that the mask hides become `value`, whatever they are. hidden(m, n, e): told of each.
+  template <class Hidden = NoVisit>
+  DEVICE void hide(C (&s)[kRowBlocks][kKeyBlocks], float value, int lane, const Hidden& hidden = Hidden{}) const {
     if (!partial) return;
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
       UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
@@ -84,7 +87,9 @@ struct SeenKeys<true, C, kRowBlocks, kKeyBlocks> {
           const unsigned seen = static_cast<unsigned>(rows[m][slot].words[n]) >> C::column(lane, 0);
           UNROLL for (int i = 0; i < C::kRun; i++) {
             const int e = C::element(slot, i);
-            if ((seen >> C::column(0, e) & 1) == 0) s[m][n].x[e] = value;
+            if ((seen >> C::column(0, e) & 1) != 0) continue;
+            s[m][n].x[e] = value;
+            hidden(m, n, e);
           }
         }
       }

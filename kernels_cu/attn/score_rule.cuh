@@ -202,6 +202,13 @@ struct AddedScores {
     }
   }
 
+  // Makes what is added to an element 0: a hidden one's must not be NaN. To be called with (m, n, e).
+  DEVICE auto forgets() {
+    return [this](int m, int n, int e) {
+      if constexpr (config::kBias > 0) forget(bias[m * kKeyBlocks + n], e);
+    };
+  }
+
   // What all elements of a row have in common, on top of x. kUnit: of a natural unit, in the exponent's.
   template <class Unit>
   DEVICE float start(int m, int slot, float x) const {
@@ -228,6 +235,14 @@ struct AddedScores {
   }
 
  private:
+  template <class Block>
+  DEVICE static void forget(Block& block, int e) {
+    if constexpr (kHalves) {
+      block[e / 2] &= e % 2 != 0 ? 0xffffu : 0xffff0000u;
+    } else {
+      block[e] = Bias{};
+    }
+  }
   template <class Block>
   DEVICE static float element(const Block& block, int e) {
     if constexpr (kHalves) {

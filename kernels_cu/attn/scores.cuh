@@ -6,6 +6,7 @@
 
 #include "attn/score_rule.cuh"
 #include "attn/visible.cuh"
+#include "attn/visit.cuh"
 #include "target/target.cuh"
 
 // For the softmax of a forward, which adds what is added to scores, and scales them where scaling does not come first.
@@ -85,10 +86,11 @@ struct MaskedKeys {
   DEVICE bool before(int j) const { return j < left && j >= sink; }
 };
 
-// Elements of keys that a row does not see become `value`. One edge at a time, since few tiles have both.
-template <class Visible, class C, int kRowBlocks, int kKeyBlocks>
+// Elements of keys that a row does not see become `value`. One edge at a time, since few tiles have both. hidden(m, n,
+// e): told of each.
+template <class Visible, class C, int kRowBlocks, int kKeyBlocks, class Hidden>
 DEVICE void mask_scores(C (&s)[kRowBlocks][kKeyBlocks], float value, const Visible& visible, const Edges& edges,
-                        int first_row, int first_key, int lane) {
+                        int first_row, int first_key, int lane, const Hidden& hidden) {
   const auto replace = [&](const auto& hides) {
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
       UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
@@ -97,7 +99,9 @@ DEVICE void mask_scores(C (&s)[kRowBlocks][kKeyBlocks], float value, const Visib
         UNROLL for (int n = 0; n < kKeyBlocks; n++) {
           UNROLL for (int i = 0; i < C::kRun; i++) {
             const int e = C::element(slot, i);
-            if (hides(masked_keys, n * 16 + C::column(0, e))) s[m][n].x[e] = value;
+            if (!hides(masked_keys, n * 16 + C::column(0, e))) continue;
+            s[m][n].x[e] = value;
+            hidden(m, n, e);
           }
         }
       }
@@ -128,22 +132,18 @@ DEVICE void mask_scores_of_keys(C (&s)[kKeyBlocks][kQueryBlocks], float value, c
   }
 }
 
-struct NoVisit {
-  template <class... T>
-  DEVICE void operator()(const T&...) const {}
-};
-
 // Queries are rows. finish(product, row block, key block, element, added): what a product, or what the rule remakes of
-// it, becomes where its key is seen. visit: see remake_scores.
+// it, becomes where its key is seen. Where it is hidden nothing is added to it any more. visit: see remake_scores.
 template <class C, int kRowBlocks, int kKeyBlocks, class Finish, class Keys, class Visit = NoVisit>
 DEVICE void finish_scores(C (&s)[kRowBlocks][kKeyBlocks], const ScoreRule& rule,
-                          const AddedScores<C, kRowBlocks, kKeyBlocks>& added, const Finish& finish, const Keys& keys,
-                          int n, int first_row, int lane, const Visit& visit = Visit{}) {
+                          AddedScores<C, kRowBlocks, kKeyBlocks>& added, const Finish& finish, const Keys& keys, int n,
+                          int first_row, int lane, const Visit& visit = Visit{}) {
   if constexpr (ScoreRule::kRemakes) remake_scores(s, rule, first_row, keys.first_key(n), lane, visit);
   UNROLL for (int m = 0; m < kRowBlocks; m++) {
     UNROLL for (int b = 0; b < kKeyBlocks; b++) {
       UNROLL for (int e = 0; e < C::kElements; e++) s[m][b].x[e] = finish(s[m][b].x[e], m, b, e, added);
     }
   }
-  mask_scores(s, Finish::masked(), keys.visible, keys.edges(n), first_row, keys.first_key(n), lane);
+  mask_scores(s, Finish::masked(), keys.visible, keys.edges(n), first_row, keys.first_key(n), lane,
+              added.forgets());
 }

@@ -169,7 +169,7 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
     target::copy_async_commit();
 
     finish_scores(s, rule, added, SoftmaxScore<kScaleFirst>{p.scores.scale}, key_tiles, n, first_row, lane);
-    seen.hide(s, -target::infinity(), lane);
+    seen.hide(s, -target::infinity(), lane, added.forgets());
     if (softmax.update_row_max(s, added)) softmax.rescale(o);
     softmax.exponentiate(s);
     random.drop(s, dropout, lane);

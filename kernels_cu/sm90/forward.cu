@@ -168,7 +168,7 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
     const auto finish = [&](C(&scores)[1][kKeyBlocks], int n) {
       const SoftmaxScore<kScaleFirst> score{p.scores.scale};
       finish_scores(scores, rule, added, score, own_tiles, n, first_row, self.lane);
-      seen.hide(scores, -target::infinity(), self.lane);
+      seen.hide(scores, -target::infinity(), self.lane, added.forgets());
       return softmax.update_row_max(scores, added);
     };
     const auto exponentiate = [&](C(&scores)[1][kKeyBlocks]) {

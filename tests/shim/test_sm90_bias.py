@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
 import pytest
 
+import rawattn
+from rawattn._call.problem import Problem
+from rawattn._call.scores import ArrayForm
+from rawattn._kernels.operands import Operands
+from rawattn._kernels.sm90 import bias_boxes
 from rawattn._kernels.sm90 import forward as sm90_forward
+from rawattn._kernels.target import Target
 from tests.shim.device import Device
 from tests.shim.launch import Machine
 from tests.shim.shim import Builder
 from tests.shim.whole import small_tiles, verify_forward
+from tests.tiles import sharing
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOAT16 = np.dtype(np.float16)
@@ -88,3 +98,143 @@ def test_every_broadcast(hopper: MakeDevice, n: int) -> None:
         q, k, v = arrays(dtype, 2, (136, 152), (4, 2), (16, 40, 64)[n % 3])
         verify_forward(device, "sm90", q, k, v, bias=bias, **MASKS[n // 2 % 4])
     assert by_engine(device)
+
+
+ODD = {
+    "odd keys": lambda: normal(2, 4, 136, 151),
+    "a key for all": lambda: normal(2, 4, 136, 1),
+    "keys apart": lambda: normal(2, 151, 136, 4).transpose(0, 3, 2, 1),
+    "rows reversed": lambda: normal(2, 4, 136, 152)[:, :, ::-1, :151],
+    "begins at 2 bytes": lambda: normal(2, 4, 136, 160)[..., 1:152],
+    "float32": lambda: normal(1, 2, 136, 151, dtype=np.float32),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_what_no_map_describes_is_read_from_memory(hopper: MakeDevice, name: str) -> None:
+    device = hopper()
+    with small_tiles(sm90_forward=SHAPES[len(name) % 4]):
+        given = arrays(BFLOAT16, 2, (136, 151), (4, 2))
+        verify_forward(device, "sm90", *given, bias=ODD[name](), causal=True)
+    assert not by_engine(device)
+
+
+WIDE = {
+    "rows apart": lambda: normal(1, 1, 100, 168)[..., :101],
+    "heads apart, in the place of rows": lambda: normal(2, 100, 4, 104).swapaxes(1, 2)[..., :101],
+    "expanded": lambda: np.broadcast_to(normal(1, 2, 1, 104), (2, 2, 100, 104))[..., :101],
+    "begins at 16 bytes": lambda: normal(2, 1, 100, 112)[..., 8:109],
+}
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_views_in_rows_of_whole_16_bytes(hopper: MakeDevice, name: str) -> None:
+    """Their lengths are odd: what lies behind the last key of a row is not read."""
+    device = hopper()
+    with small_tiles(sm90_forward=SHAPES[len(name) % 4]):
+        given = arrays(BFLOAT16, 2, (100, 101), (4, 2))
+        verify_forward(device, "sm90", *given, bias=WIDE[name](), window=(50, 0))
+    assert by_engine(device)
+
+
+RAGGED = rawattn.SeqLayout(seqstart_q=[0, 40, 40, 201], seqstart_k=[0, 33, 40, 210])
+PADDED = rawattn.SeqLayout(seqlen_q=[201, 30], seqlen_k=[60, 210])
+
+
+@pytest.mark.parametrize("heads", [1, 2, 8])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_ragged_batches(hopper: MakeDevice, heads: int, on_device: bool) -> None:
+    """Places are those in the sequence; the bias is longer than any of them, and NaN where there are none."""
+    device = hopper(checked=heads == 2)
+    bias = hiding(normal(3, heads, 170, 184))
+    bias[:, :, 161:], bias[:, :, :, 170:] = np.nan, np.nan
+    q, k, v = (x[0] for x in arrays(BFLOAT16, 1, (201, 210), (8, 2)))
+    with small_tiles(sm90_forward=SHAPES[heads % 3]):
+        verify_forward(
+            *(device, "sm90", q, k, v),
+            seqs=RAGGED, bias=bias, causal=True, align="top-left", on_device=on_device,
+        )  # fmt: skip
+    assert by_engine(device)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_padded_batches(hopper: MakeDevice, shape: tuple[int, ...]) -> None:
+    bias = normal(2, 4, 201, 216)
+    bias[0, :, :, 60:], bias[1, :, 30:], bias[1, :, :, 210:] = np.nan, np.nan, np.nan
+    device = hopper()
+    with small_tiles(sm90_forward=shape):
+        given = arrays(BFLOAT16, 2, (201, 216), (4, 4))
+        verify_forward(device, "sm90", *given, seqs=PADDED, bias=bias, window=(70, None))
+    assert by_engine(device)
+
+
+@pytest.mark.parametrize("group", [2, 3, 8, 12])
+@pytest.mark.parametrize("shared", [False, True])
+def test_rows_of_a_group_in_one_tile(hopper: MakeDevice, group: int, shared: bool) -> None:
+    """Boxes of each head of a tile, or one for all of them; consumers that do not see what others see."""
+    device = hopper(seed=group)
+    for n, mask in enumerate(MASKS):
+        bias = normal(2, 2 if shared else 2 * group, 70, 88)
+        with small_tiles(sm90_forward=SHAPES[(n + group) % 4]):
+            given = arrays(BFLOAT16, 2, (70, 88), (2 * group, 2))
+            verify_forward(device, "sm90", *given, bias=bias, **mask)
+    assert sum("bias_boxes" in each for each in device.summaries) == len(MASKS)
+
+
+def test_what_joins_a_bias(hopper: MakeDevice) -> None:
+    """Every other option of scores, and keys shared out among blocks."""
+    device = hopper()
+    bias = hiding(normal(1, 4, 136, 152))
+    more = {"alibi_slopes": normal(4, dtype=np.float32), "sink_logits": normal(4, dtype=np.float32)}
+    more |= {"softcap": 2.0, "scale": -0.7, "dropout_p": 0.2, "seed": 7}
+    mask = np.random.default_rng(3).random((1, 1, 136, 152)) < 0.5
+    given = arrays(BFLOAT16, 2, (136, 152), (4, 4))
+    with small_tiles(sm90_forward=PAIR_OF_CONSUMERS):
+        verify_forward(device, "sm90", *given, bias=bias, **more)
+        with sharing():
+            verify_forward(device, "sm90", *given, bias=bias)
+        bias[~np.broadcast_to(mask, bias.shape)] = np.nan
+        verify_forward(device, "sm90", *given, bias=bias, mask=mask)
+    assert sum("bias_boxes" in each for each in device.summaries) == 3
+    assert sum("stream_k" in each for each in device.summaries) == 1
+
+
+def test_orders_of_arrival(hopper: MakeDevice) -> None:
+    """One slot of the ring or two, copies that arrive and turns that are taken in many orders."""
+    bias = normal(1, 2, 200, 128)
+    for seed in range(8):
+        device = hopper(seed=seed)
+        with small_tiles(sm90_forward=SHAPES[seed % 4]), stages(1 + seed // 4):
+            given = arrays(BFLOAT16, 1, (200, 128), (4, 2))
+            verify_forward(device, "sm90", *given, bias=bias, causal=seed % 2 == 0)
+        assert by_engine(device)
+
+
+@contextmanager
+def stages(count: int) -> Iterator[None]:
+    with mock.patch.object(bias_boxes, "STAGES", count):
+        yield
+
+
+def test_too_little_shared_memory_leaves_it_to_the_lanes() -> None:
+    """As many slots as there is room for: two, one or none."""
+    chosen = [
+        config(Target(sm90_forward.ARCH, limit)).bias_stages for limit in (232448, 181248, 165000)
+    ]
+    assert chosen == [2, 1, 0]
+
+
+def config(target: Target, **knobs: Any) -> sm90_forward.Config:
+    problem = dataclasses.replace(PROBLEM, **knobs)
+    strides = (2 * 128 * 128, 2 * 128 * 128, 2 * 128, 2)
+    return sm90_forward.choose(
+        problem, target, Operands(of_options={"bias": strides}, places={"bias": 0})
+    )
+
+
+PROBLEM = Problem(
+    dtype="bfloat16", batch=1, nheads_q=1, nheads_kv=1, headdim=96, headdim_v=96, group=False,
+    rows_q=128, rows_k=128, max_seqlen_q=128, max_seqlen_k=128, ragged=False, window_left=None,
+    window_right=0, sink=0, top_left=False, scale=1.0,
+    bias=ArrayForm("bfloat16", (1, 1, 128, 128), (1, 1, 128, 128)),
+)  # fmt: skip
