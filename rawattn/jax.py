@@ -29,6 +29,7 @@ from rawattn._interop import xla
 from rawattn._jax import launch
 from rawattn._jax.record import Record, read, with_operands
 from rawattn._kernels.operands import contiguous
+from rawattn._masks.block_mask import BlockMask
 from rawattn._runtime.verbs import FORWARD, with_arrays
 from rawattn._verbs.backward import of_options
 
@@ -86,6 +87,7 @@ def attention(
     bias, mask, alibi_slopes, sink_logits : array, optional
         As in `rawattn.attention`; JAX or NumPy, traced or not. `bias` and `sink_logits` have gradients, the others are
         constants: what would have a gradient with respect to slopes is a `ScoreMod` that captures them.
+        Of a `BlockMask` the bits are constants of the program.
     softcap : float, optional
         A constant of the compiled program.
     score_mod : rawattn.ScoreMod, optional
@@ -114,8 +116,8 @@ def attention(
 
     `jax.vmap` makes the mapped axis a part of the batch, copying what is not mapped; of `bias`, `mask` and `alibi_slopes`
     with no batch of their own only what a gradient is taken of. What the calls of a map cannot share is a NotImplementedError
-    that names it: a packed batch, `dropout_p`, a `score_mod` that reads `batch`, mapped `sink_logits` or captured arrays, and
-    gradients of these. `jax.lax.map` takes them all.
+    that names it: a packed batch, `dropout_p`, a `BlockMask`, a `score_mod` that reads `batch`, mapped `sink_logits` or
+    captured arrays, and gradients of these. `jax.lax.map` takes them all.
 
     There are no forward-mode and no second derivatives. Under a sharded `jit` use `jax.shard_map`, so that each device calls
     for its own shard.
@@ -148,6 +150,11 @@ def attention(
     # The gradients of options' arrays that a backward gives.
     gradients, _ = of_options(Gradients(), options, None)
     verb, arrays, values, options = with_arrays(FORWARD, options)
+    if isinstance(mask, BlockMask):
+        arrays = tuple(
+            _as_jax(x) if name.startswith("mask_") else x
+            for name, x in zip(verb.extras, arrays, strict=True)
+        )
     for name, array in zip(verb.extras, arrays, strict=True):
         if not isinstance(array, (jax.Array, np.ndarray)):
             raise TypeError(f"{name}: got {_type(array)}; accepted are JAX and NumPy arrays")

@@ -155,6 +155,23 @@ def test_an_option_that_is_no_array_of_jax_is_refused() -> None:
         rawattn.jax.attention(q, q, q, bias=torch.zeros(9, 9))
 
 
+def test_a_block_mask() -> None:
+    q, k, v = arrays(2, 200, 4, 16)
+    keep = np.random.default_rng(0).random((1, 4, 200, 200)) < 0.3
+    packed = rawattn.block_mask(keep)
+
+    def loss(mask: Any, q: Any) -> Any:
+        return (rawattn.jax.attention(q, k, v, mask=mask, causal=True) ** 2).sum()
+
+    for run in (lambda f: f, jax.jit):
+        got = run(jax.value_and_grad(functools.partial(loss, packed)))(q)
+        exact = run(jax.value_and_grad(functools.partial(loss, keep)))(q)
+        for a, b in zip(got, exact, strict=True):
+            np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-6)
+    with pytest.raises(NotImplementedError, match=r"^mask: jax\.vmap .*jax\.lax\.map"):
+        jax.vmap(functools.partial(loss, packed))(q[None])
+
+
 def test_a_traced_seed_draws_anew() -> None:
     q, k, v = arrays(2, 33, 4, 16)
 

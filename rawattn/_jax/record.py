@@ -15,6 +15,7 @@ import numpy as np
 from rawattn._call.layout import Lengths, Side
 from rawattn._call.problem import Problem, result_shapes
 from rawattn._call.scores import ArrayForm
+from rawattn._masks import layout as mask_layout
 from rawattn._runtime import verbs
 from rawattn._runtime.verbs import BACKWARD, FORWARD, Verb
 from rawattn._scores.program import ScoreText
@@ -28,6 +29,11 @@ _DTYPES = {
 }
 # What a problem is made of beside plain values.
 _FORMS: dict[str, Any] = {form.__name__: form for form in (ArrayForm, ScoreText)}
+_MASK_BYTES = {
+    "mask_bits": mask_layout.bits_bytes,
+    "mask_map": mask_layout.map_bytes,
+    "mask_keys": mask_layout.keys_bytes,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,16 +112,15 @@ class Record:
         """Their place among the inputs."""
         return len(self.inputs) - len(self.operands) - len(self.options)
 
-    def form(self, option: str) -> ArrayForm:
-        found: ArrayForm = (
-            self.problem.captured[int(option.removeprefix("captured"))]
-            if option.startswith("captured")
-            else getattr(self.problem, option)
-        )
-        return found
+    def form(self, option: str) -> Any:
+        if option.startswith("captured"):
+            return self.problem.captured[int(option.removeprefix("captured"))]
+        return self.problem.mask if option in _MASK_BYTES else getattr(self.problem, option)
 
     def like(self, option: str) -> Like:
         form = self.form(option)
+        if option in _MASK_BYTES:
+            return (-(-_MASK_BYTES[option](form.shape) // 4),), np.dtype(np.int32)
         return form.given, _DTYPES.get(form.dtype) or np.dtype(form.dtype)
 
     @functools.cached_property
@@ -189,7 +194,7 @@ class Record:
                 and "gradients of what it captures would be one sum"
             ),
             "mask": problem.mask is not None
-            and not isinstance(problem.mask, ArrayForm)
+            and problem.mask.dtype == "bits"
             and "a BlockMask has a batch of its own",
         }
         for name, why in refused.items():
