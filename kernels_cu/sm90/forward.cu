@@ -20,6 +20,7 @@
 #include "sm90/forward_merge.cuh"
 #include "sm90/forward_producer.cuh"
 #include "sm90/forward_store.cuh"
+#include "sm90/hidden_values.cuh"
 
 namespace forward {
 
@@ -152,6 +153,7 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
     M::A probabilities[kKeyBlocks];
     AddedScores<C, 1, kKeyBlocks> added;
     SeenKeys<kBlockMask, C, 1, kKeyBlocks> seen;
+    HiddenValues<kBlockMask> hidden;
     RandomTile<C, 1, kKeyBlocks> random;
     // What a tile needs beside its products, while those are under way.
     const auto prepare = [&](int n) {
@@ -162,6 +164,7 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
         added.load(rule, first_row, own_tiles.first_key(n), self.lane);
       }
       seen.load(own_tiles, n, first_row, self.lane);
+      hidden.load(p.block_mask, work.sequence, head, own_tiles, n);
       random.draw(dropout, first_row, own_tiles.first_key(n), self.lane);
     };
     // Returns whether the output must be rescaled.
@@ -205,6 +208,7 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
         self.take_turn();
         self.start_scores(scores, q);
         self.wait_for_values();
+        hidden.clear(s, self.values.slot, index);
         self.start_output(o, probabilities);
         prepare(n);
         ptx::wgmma_wait<1>();
@@ -222,6 +226,7 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
       }
       self.release(&s.queries_empty);
       self.wait_for_values();
+      hidden.clear(s, self.values.slot, index);
       self.start_output(o, probabilities);
       ptx::wgmma_wait<0>();
       self.release_values();

@@ -127,15 +127,19 @@ def test_nothing_is_seen(machine: MakeDevice) -> None:
     assert not out.any() and np.all(lse == -np.inf)
 
 
+@pytest.mark.parametrize("family", ["portable", "sm90"])
 @pytest.mark.parametrize("keys", [(0, 17), (40, 210), (100, 101)], ids=str)
-def test_a_key_that_nobody_sees_may_hold_anything(machine: MakeDevice, keys: Any) -> None:
+def test_a_key_that_nobody_sees_may_hold_anything(
+    machine: MakeDevice, keys: Any, family: str
+) -> None:
     q, k, v = arrays()
     mask = blocky(2, 2, ROWS, KEYS)
     mask[..., slice(*keys)] = False
     exact, exact_lse = reference.attention(q, k, v, mask=mask, return_lse=True)
     k[:, slice(*keys)], v[:, slice(*keys)] = np.nan, np.inf
     with small_tiles(portable_forward=SHAPES[1]):
-        out, lse = run_forward(machine(), "portable", q, k, v, mask=mask)
+        device = machine(arch="sm_90a" if family == "sm90" else "sm_80")
+        out, lse = run_forward(device, family, q, k, v, mask=mask)
     np.testing.assert_allclose(out.astype(np.float64), exact, atol=0.02)
     np.testing.assert_allclose(lse, exact_lse, atol=1e-3)
 

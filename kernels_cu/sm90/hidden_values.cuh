@@ -1,0 +1,60 @@
+// Values of keys that a mask hides from all queries of a head: they become zeros before a product reads them, since the
+// probabilities' zeros do not hide a NaN.
+//
+// Every consumer does so for itself: what another one writes meanwhile is the same.
+#pragma once
+
+#include "attn/mask_bits.cuh"
+#include "sm90/forward_block.cuh"
+
+namespace forward {
+
+constexpr int kCleaned = 8;  // the named barrier kCleaned + c: consumer c's values are clean
+
+template <bool kMasked>
+struct HiddenValues {
+  template <class Keys>
+  DEVICE void load(const BlockMask&, int, int, const Keys&, int) {}
+  DEVICE void clear(SharedMemory&, int, int) const {}
+};
+template <>
+struct HiddenValues<true> {
+  static_assert(kTileK <= kWarpgroup, "a thread has one key");
+
+  bool any;  // of the tile
+  bool own;  // of this thread
+
+  // Of key tile n, beside its product.
+  template <class Keys>
+  DEVICE void load(const BlockMask& mask, int sequence, int head, const Keys& keys, int n) {
+    any = own = false;
+    if (!keys.masked(n)) return;
+    const int row = target::thread_index() % kWarpgroup;
+    HalfWords<kKeyBlocks> seen;
+    seen.load(mask.keys + sequence * mask.keys_batch + int64(head / mask.group) * mask.words, keys.first_key(n) / 16,
+              mask.words);
+    unsigned all = 0xffff;
+    unsigned mine = 0xffff;
+    UNROLL for (int b = 0; b < kKeyBlocks; b++) {
+      all &= seen.words[b];
+      if (row / 16 == b) mine = seen.words[b];
+    }
+    any = all != 0xffff;
+    own = (mine >> row % 16 & 1) == 0;
+  }
+  // Of the tile in the ring's slot, once it is full.
+  DEVICE void clear(SharedMemory& s, int slot, int consumer) const {
+    if (!any) return;
+    if (own) {
+      const int row = target::thread_index() % kWarpgroup;
+      UNROLL for (int block = 0; block < kBlocksV; block++) {
+        Chunk<16>* const at = reinterpret_cast<Chunk<16>*>(s.values[slot] + (block * kTileK + row) * 128);
+        UNROLL for (int n = 0; n < 8; n++) at[n] = {0, 0, 0, 0};
+      }
+    }
+    ptx::fence_copies();
+    ptx::barrier_sync(kCleaned + consumer, kWarpgroup);
+  }
+};
+
+}  // namespace forward
