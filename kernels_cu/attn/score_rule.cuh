@@ -215,6 +215,12 @@ struct AddedScores {
     if constexpr (config::kAlibi && config::kOneSided) return fmaf(-slope * Unit::kUnit, distance[m][slot], x);
     return x;
   }
+  // The largest addend of a row's elements, of ALiBi on one side alone, from that of its row.
+  template <class Unit>
+  DEVICE float largest(float start) const {
+    const float last = (kKeyBlocks - 1) * 16 + C::column(0, C::kElements - 1);
+    return fmaf(fmaxf(slope, 0.0f) * Unit::kUnit, last, start);
+  }
   // The addend of an element's exponent, from that of its row.
   template <class Unit>
   DEVICE float addend(int m, int n, int e, float start) const {

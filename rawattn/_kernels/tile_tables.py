@@ -31,7 +31,7 @@ class Schema:
 
 SCHEMAS = {
     "sm90_forward": Schema(
-        ("any", "long", "left", "masked", "bias", "few"),
+        ("any", "long", "left", "masked", "bias", "alibi", "dropout", "few"),
         {
             "tile_k": int,
             "consumers": int,

@@ -178,12 +178,12 @@ def choose(problem: Problem, target: Target, operands: Operands) -> Config:
         # Of few queries a cluster's last block has none, and takes a multiprocessor all the same. Under a mask, its
         # blocks would visit key tiles for each other.
         fields["cluster"] = 1
-    # What is added to scores must be there before they are compared.
-    fields["late_scaling"] &= problem.bias is None and problem.alibi_slopes is None
     # Of ragged batches alone: others gain nothing by it.
     mappable = "out" not in operands.strides or _mappable(problem, "out", operands)
     fields["tensor_stores"] &= problem.ragged and store_bytes == 16 and mappable
     known = features.features(problem, operands).known_to(Config)
+    # What is added to scores must be there before they are compared, unless it has a bound by rows.
+    fields["late_scaling"] &= not known["bias"] and (known["one_sided"] or not known["alibi"])
     config = Config(
         element=problem.dtype,
         headdim=problem.headdim,
@@ -283,6 +283,9 @@ def _rounds(problem: Problem, target: Target, fields: Mapping[str, Any]) -> floa
 
 
 def _table(problem: Problem) -> str:
+    # What is drawn under the products stays in registers until the exponentials are there.
+    if problem.dropout_p > 0:
+        return "dropout"
     # Few rows meet fewer tiles of a mask, and whole 16 bytes of its bits are read at once.
     if problem.mask is not None:
         return "masked"
@@ -291,6 +294,8 @@ def _table(problem: Problem) -> str:
     # With a limit on the left a thread has more to remember, and a window is better met by small key tiles.
     if problem.window_left is not None:
         return "left"
+    if problem.alibi_slopes is not None and problem.softcap is None:
+        return "alibi"
     return "long" if problem.max_seqlen_k >= LONG_SEQLEN else "any"
 
 
