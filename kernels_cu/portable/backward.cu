@@ -234,7 +234,9 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
   const int start = query_tiles.count() > 0 ? query_tiles.begin + work.tile % query_tiles.count() : 0;
   Turn turn = Turn::first(query_tiles, start);
   if (turn.exists) {
-    CopyK::load(elements + kKeysAt, k, keys, thread);
+    const auto real = rows_to_copy<kBlockMask>(f.block_mask, work.sequence, work.kv_head * group, group, first_key, keys,
+                                               true);
+    CopyK::load(elements + kKeysAt, k, real, thread);
     CopyV::load(elements + kValuesAt, v, keys, thread);
     target::copy_async_commit();
     load(turn);
