@@ -8,7 +8,7 @@ from rawattn._call.problem import Problem
 from rawattn._compile.compiler import Source
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import backward as portable_backward
-from rawattn._kernels.portable import fill_padding, repack, schedule, send_words
+from rawattn._kernels.portable import combine, fill_padding, repack, schedule, send_words
 from rawattn._kernels.portable import forward as portable_forward
 from rawattn._kernels.score_variants import score_variants
 from rawattn._kernels.sm90 import forward as sm90_forward
@@ -116,4 +116,5 @@ def common_variants(arch: str, *, every: bool = False, purpose: str = "inference
         add("bfloat16", 40, 256, right=0)
         add("float32", 33, 65, copy_bytes=4, ragged=True, left=0, backward=True)
         sources += score_variants(target)
+        sources += combine.variants()
     return list(dict.fromkeys(sources))
