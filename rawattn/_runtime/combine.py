@@ -11,12 +11,13 @@ from rawattn._call import partials
 from rawattn._call.checks import check_out
 from rawattn._call.partials import Given, Partials
 from rawattn._cpu import combine as cpu_combine
-from rawattn._interop import arrays
+from rawattn._interop import arrays, streams
 from rawattn._interop.arrays import HOST
 from rawattn._kernels.operands import contiguous
 from rawattn._kernels.params import MAX_LISTED
 from rawattn._kernels.portable import combine as kernel_twin
 from rawattn._kernels.portable.combine import Side
+from rawattn._runtime import graphs
 from rawattn._runtime.calls import name_of
 from rawattn._runtime.devices import gpu_available
 
@@ -121,40 +122,62 @@ def cuda(
     """CuPy arrays, on CuPy's current stream."""
     import cupy
 
-    from rawattn._runtime import kernel
-    from rawattn._runtime.kernel import Arguments
-
     device = outs[0].data.device_id
     with cupy.cuda.Device(device):
         out = cupy.ndarray(described.shape, described.result) if target is None else target
         lse = cupy.ndarray(described.lse_shape, FLOAT32)
         if 0 in described.shape:
             return out, lse
-        outs, side_of_outs = _lying(outs, sides[0].listed, dense=True)
-        lses, side_of_lses = _lying(lses, sides[1].listed, dense=False)
-        named = {"out": out, "lse": lse}
-        named |= {f"outs{n}": x for n, x in enumerate(outs)}
-        named |= {f"lses{n}": x for n, x in enumerate(lses)}
-        pointers = 0
-        for x in outs:
-            pointers |= x.data.ptr
-        step = kernel_twin.step(
-            described,
-            side_of_outs,
-            side_of_lses,
-            _strides(out.shape, out.strides),
-            pointers % 16,
-            out.data.ptr % 16,
-        )
-        packed = bytearray(step.params)
-        for at, name in step.patches:
-            packed[at : at + 8] = named[name].data.ptr.to_bytes(8, "little")
-        assert isinstance(step.blocks, int)
-        stream = cupy.cuda.get_current_stream().ptr
-        kernel.load(step.source, device).launch(
-            step.blocks, step.threads, step.shared_bytes, stream, Arguments((packed,))
-        )
+        _launch(described, sides, outs, lses, out, lse, device)
     return out, lse
+
+
+def _launch(
+    described: Partials,
+    sides: tuple[Given, Given],
+    outs: Sequence[Any],
+    lses: Sequence[Any],
+    out: Any,
+    lse: Any,
+    device: int,
+) -> None:
+    """The kernel on CuPy arrays that are not empty; `device` is the current one."""
+    import cupy
+
+    from rawattn._runtime import kernel
+    from rawattn._runtime.kernel import Arguments
+
+    given = outs, lses
+    outs, side_of_outs = _lying(outs, sides[0].listed, dense=True)
+    lses, side_of_lses = _lying(lses, sides[1].listed, dense=False)
+    named = {"out": out, "lse": lse}
+    named |= {f"outs{n}": x for n, x in enumerate(outs)}
+    named |= {f"lses{n}": x for n, x in enumerate(lses)}
+    pointers = 0
+    for x in outs:
+        pointers |= x.data.ptr
+    step = kernel_twin.step(
+        described,
+        side_of_outs,
+        side_of_lses,
+        _strides(out.shape, out.strides),
+        pointers % 16,
+        out.data.ptr % 16,
+        kernel.target(device).wave,
+    )
+    packed = bytearray(step.params)
+    for at, name in step.patches:
+        packed[at : at + 8] = named[name].data.ptr.to_bytes(8, "little")
+    assert isinstance(step.blocks, int)
+    stream = cupy.cuda.get_current_stream().ptr
+    kernel.load(step.source, device).launch(
+        step.blocks, step.threads, step.shared_bytes, stream, Arguments((packed,))
+    )
+    copies = [
+        x for was, now in zip(given, (outs, lses), strict=True) if was is not now for x in now
+    ]
+    if copies and streams.is_capturing(stream):
+        graphs.hold(*copies)
 
 
 def _lying(given: Sequence[Any], listed: bool, *, dense: bool) -> tuple[Sequence[Any], Side]:
