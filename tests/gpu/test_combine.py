@@ -17,15 +17,14 @@ PLAIN = [Form(), Form(stacked=True), Form("seventy", 70, (1, 3, 2, 16), "bfloat1
 
 
 def to_cupy(array: np.ndarray) -> Any:
-    """With the strides that it has."""
+    """With the strides that it has, in memory that ends where it ends."""
     low = sum(min(s * (n - 1), 0) for s, n in zip(array.strides, array.shape, strict=True))
     high = sum(max(s * (n - 1), 0) for s, n in zip(array.strides, array.shape, strict=True))
     if array.size == 0:
         return cupy.ndarray(array.shape, array.dtype)
     first = array.__array_interface__["data"][0] + low
-    room = 16 + high - low + array.itemsize
-    raw = np.full(room, 0xFF, np.uint8)
     at = first % 16
+    raw = np.full(at + high - low + array.itemsize, 0xFF, np.uint8)
     np.ndarray(array.shape, array.dtype, raw, at - low, array.strides)[...] = array
     buffer = cupy.asarray(raw)
     return cupy.ndarray(array.shape, array.dtype, buffer.data + (at - low), array.strides)
