@@ -74,7 +74,11 @@ constexpr int kMoreWeightsAt = kScoreGradientsAt + (kWithDq ? 2 : int(kSharesDs)
 // Weights lie where P would, if that is no operand, and where dS comes afterwards: what a wave reads there, it replaces.
 using Weights = Handover<Element, !kFromRegisters, kPitchP>;
 constexpr bool kMoreWeights = Weights::kTiles == 2 && !(kFromRegisters && kWithDq);
-constexpr int kElementsUsed = kMoreWeightsAt + int(kMoreWeights) * kTileK * kPitchP;
+// The bias, a tile of query rows for each stage, where it is copied 16 bytes at a time.
+constexpr bool kBiasTile = kBiasChunks && kBias == 2 && sizeof(Element) == 2;
+constexpr int kPitchBias = padded_pitch<Element>(kTileK);
+constexpr int kBiasAt = kMoreWeightsAt + int(kMoreWeights) * kTileK * kPitchP;
+constexpr int kElementsUsed = kBiasAt + int(kBiasTile) * kStages * kTileQ * kPitchBias;
 constexpr int kStatisticsBytes = kStages * 2 * kTileQ * int(sizeof(float));
 static_assert(kElementsUsed * int(sizeof(Element)) + kStatisticsBytes == kSharedBytes,
               "the host computes the same size");
@@ -161,6 +165,18 @@ struct Walk<true> {
   }
 };
 
+// The bias of rows from first_row and keys from first_key on. Where there is none of it, rows repeat and keys are 0.
+DEVICE void copy_bias(Element* tile, const Bias& bias, int64 at, int first_row, int first_key, int part) {
+  constexpr int kChunk = 16 / int(sizeof(Element)), kChunks = kTileK / kChunk;
+  const Element* const data = static_cast<const Element*>(bias.data) + at;
+  for (int i = part; i < kTileQ * kChunks; i += kRoleThreads) {
+    const int row = i / kChunks, column = i % kChunks * kChunk;
+    const int real = first_row + row < bias.rows ? first_row + row : bias.rows - 1;
+    const bool exists = first_key + column < bias.keys;
+    target::copy_async<16>(tile + row * kPitchBias + column, data + real * bias.row + first_key + column, exists);
+  }
+}
+
 // dQ = dS K, added to the sums in memory. `gradients` is dS^T: keys are rows.
 DEVICE void add_dq(float* sums, int64 stride, int rows, const Element* gradients, const Element* keys, int wave,
                    int lane) {
@@ -239,6 +255,11 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
       target::copy_async<4>(statistics + turn.stage * 2 * kTileQ + i,
                             source + first_statistic + turn.head * f.lse_head + row + at, at < valid);
     }
+    if constexpr (kBiasTile) {
+      const int64 head = work.kv_head * group + turn.head;
+      copy_bias(elements + kBiasAt + turn.stage * kTileQ * kPitchBias, f.bias,
+                work.sequence * f.bias.batch + head / f.bias.group * f.bias.head, row, first_key, part);
+    }
     target::copy_async_commit();
   };
   // Afterwards everything asked for has landed for all threads, and all are done with what they read before.
@@ -266,7 +287,7 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
   const Element* const own = elements + (owns_dk ? kValuesAt : kKeysAt) + key * kPitch;
   Element* const p_tile = elements + kProbabilitiesAt + key * kPitchP;
   Element* const more_weights = elements + kMoreWeightsAt + key * kPitchP;
-  const Probability<Element, kUnitShift> probability(ScoreRule::kRemakes ? 1.0f : f.scores.scale);
+  const Probability<Element, kUnitShift> probability(ScoreRule::kScaled ? 1.0f : f.scores.scale);
   C gradient[kKeyBlocks][kDepthBlocks];
   UNROLL for (int m = 0; m < kKeyBlocks; m++) { UNROLL for (int d = 0; d < kDepthBlocks; d++) gradient[m][d] = C{}; }
 
@@ -321,7 +342,8 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
       }
       UNROLL for (int m = 0; m < (kPlain ? 0 : kKeyBlocks); m += kAtOnce) {
         AddedScoresOfKeys<C, kAtOnce, kQueryBlocks> added;
-        added.load(rule, first_key + key + m * 16, first_row + columns, lane);
+        const Element* const bias = elements + kBiasAt + (turn.stage * kTileQ + columns) * kPitchBias + key + m * 16;
+        added.load(rule, bias, kPitchBias, first_key + key + m * 16, first_row + columns, lane);
         C derivative[kHasDerivative ? kAtOnce : 1][kHasDerivative ? kQueryBlocks : 1];
         C(&some)[kAtOnce][kQueryBlocks] = *reinterpret_cast<C(*)[kAtOnce][kQueryBlocks]>(&x[m]);
         finish_scores_of_keys(some, rule, added, probability, lse, query_tiles, turn.n, first_key + key + m * 16,

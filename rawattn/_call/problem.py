@@ -67,6 +67,17 @@ class Problem:
     dropout_p: float = 0.0
     seed: ArrayForm | None = None
 
+    @property
+    def plain_scores(self) -> bool:
+        """Whether scores are scaled products and nothing else, and no probability is dropped."""
+        return (
+            self.softcap is None
+            and self.bias is None
+            and self.alibi_slopes is None
+            and self.score_mod is None
+            and not self.dropout_p
+        )
+
 
 def describe(
     q: Any,

@@ -55,7 +55,7 @@ SCHEMAS = {
         },
     ),
     "portable_backward": Schema(
-        ("16bit", "32bit"),
+        ("16bit", "scored", "32bit"),
         {
             "tile_q": int,
             "tile_k": int,

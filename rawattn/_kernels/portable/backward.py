@@ -69,6 +69,8 @@ class Config(Features):
         exact = itemsize == 2 and self.score_mod is not None
         tiles += exact and not (from_registers and self.with_dq)
         elements += tiles * self.tile_k * (self.tile_q + padding)
+        if self.bias_chunks and itemsize == self.bias == 2:
+            elements += self.stages * self.tile_q * (self.tile_k + padding)
         return elements * itemsize + self.stages * 2 * self.tile_q * 4
 
     @property
@@ -112,7 +114,9 @@ class DqConfig(Features):
     partials_by_row, partials_by_key: see `backward_options.partials`.
     """
 
-    LEAVES_OUT: ClassVar[frozenset[str]] = frozenset({"packed", "scale_first", "sink_logits"})
+    LEAVES_OUT: ClassVar[frozenset[str]] = frozenset(
+        {"bias_chunks", "packed", "scale_first", "sink_logits"}
+    )
 
     element: str
     headdim: int
@@ -171,7 +175,9 @@ def choose(problem: Problem, target: Target, operands: Operands, *, with_dq: boo
 
     with_dq: whether the kernel adds up dQ too, in an order that is not defined.
     """
-    return choice.choose(Config, TILES, problem, target, operands, with_dq=with_dq)
+    # What becomes of scores takes registers, which the largest tile at small head dims has none left of.
+    table = "16bit" if problem.plain_scores else "scored"
+    return choice.choose(Config, TILES, problem, target, operands, table, with_dq=with_dq)
 
 
 def choose_dq(problem: Problem, target: Target, operands: Operands) -> DqConfig:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from rawattn._call.problem import Problem
 from rawattn._compile.compiler import Source
@@ -54,6 +54,8 @@ _REGISTERS, _REGISTER_STEP = 65536, 8
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config(Features):
     """Everything the compiler is told: the named constants of namespace `config` in the kernel."""
+
+    LEAVES_OUT: ClassVar[frozenset[str]] = frozenset({"bias_chunks"})
 
     element: str
     headdim: int
