@@ -188,3 +188,48 @@ def test_torch_graph() -> None:
         graph.replay()
         torch.cuda.synchronize()
         Call(case.form, None, None, case.values, case.logs).check(*map(host, results))
+
+
+@pytest.mark.parametrize("form", PLAIN[:2], ids=["list", "stacked"])
+@pytest.mark.parametrize("convert", [to_cupy, to_torch], ids=["cupy", "torch"])
+def test_plan(form: Form, convert: Any) -> None:
+    call, other = call_of(form), call_of(form, seed=3)
+    first, second = ((given(x.outs, convert), given(x.lses, convert)) for x in (call, other))
+    made = rawattn.plan(rawattn.combine, *first)
+    for case, arrays in ((call, first), (other, second)):
+        results = made(*arrays)
+        case.check(*map(host, results))
+    assert made(*first)[0] is results[0]
+    call.check(*map(host, made()))
+    target = results[0].copy() if convert is to_cupy else results[0].clone()
+    out, lse = made(*second, out=target)
+    assert out is target
+    other.check(host(out), host(lse))
+    outs, lses = first
+    fewer = outs[:2], lses[:2]
+    with pytest.raises(ValueError, match="outs"):
+        made(*fewer)
+
+
+def test_plan_in_a_graph() -> None:
+    call, other = call_of(Form()), call_of(Form(), seed=3)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        outs, lses = given(call.outs, to_cupy), given(call.lses, to_cupy)
+        made = rawattn.plan(rawattn.combine, outs, lses)
+        stream.begin_capture()
+        results = made(outs, lses)
+        graph = stream.end_capture()
+        for case in (call, other):
+            for arrays, values in ((outs, case.outs), (lses, case.lses)):
+                for array, value in zip(arrays, values, strict=True):
+                    array[...] = to_cupy(value)
+            graph.launch(stream)
+            case.check(*map(host, results))
+
+
+def test_plans_that_would_copy_are_refused() -> None:
+    for form in (Form(layout="sparse"), Form(layout="mixed"), FORMS[2]):
+        call = call_of(form)
+        with pytest.raises(ValueError, match=r"outs: has .* a plan allocates nothing"):
+            rawattn.plan(rawattn.combine, given(call.outs, to_cupy), given(call.lses, to_cupy))

@@ -16,7 +16,9 @@ from rawattn._kernels.operands import contiguous
 from rawattn._kernels.params import MAX_LISTED
 from rawattn._kernels.portable import combine as twin
 from rawattn._kernels.portable.combine import Side
-from rawattn._runtime import combine
+from rawattn._runtime import combine_gpu, combine_plan
+from rawattn._runtime.combine import Read
+from rawattn._runtime.combine_plan import Planned
 from tests.partials import FORMS, Call, Form, call_of
 from tests.shim.device import Device
 from tests.shim.launch import Machine
@@ -62,17 +64,20 @@ class Runs:
         self.device.keep(placed.memory)
         return _view(placed.memory, placed.address, array.shape, array.strides, array.dtype)
 
-    def __call__(
-        self, call: Call, target: np.ndarray | None = None
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def read(self, call: Call) -> Read:
         sides = partials.given("outs", call.outs), partials.given("lses", call.lses)
         described = partials.describe(*sides, *(x.arrays for x in sides), call.form.result)
         given = [
             [self.placed(n, x) for n, x in zip(side.names(), side.arrays, strict=True)]
             for side in sides
         ]
+        return Read(described, sides, *given, None, 0)
+
+    def __call__(
+        self, call: Call, target: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
         out = None if target is None else self.placed("out", target, readonly=False)
-        results = combine.cuda(described, sides, *given, out)
+        results = combine_gpu.cuda(*self.read(call)[:4], out)
         for memory in self.device.memory:
             memory.array()  # not written around
         out, lse = (x.view(np.ndarray) for x in results)
@@ -143,6 +148,57 @@ def test_nan_of_a_partial_that_weighs_comes_out(lost: int, run: Callable[..., Ru
     for each in call.lses:
         each[0, 1, 3] = np.nan
     assert np.isnan(run()(call)[1][0, 1, 3])
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    found: list[int] = []
+    own = SimpleNamespace(stream=lambda device: 0)
+    monkeypatch.setattr(combine_plan, "native", lambda framework: own)
+    monkeypatch.setattr(combine_plan.streams, "wait", lambda stream, device: found.append(stream))
+    return found
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_plan(stacked: bool, run: Callable[..., Runs], waits: list[int]) -> None:
+    runs = run()
+    form = Form(stacked=stacked)
+    call, other = call_of(form), call_of(form, seed=3)
+    planned = Planned(runs.read(call), None, "cupy", SimpleNamespace(ptr=0))
+    assert waits == [0]
+    assert runs.device.launched == []
+    before = len(runs.device.memory)
+    for case in (call, other, call):
+        read = runs.read(case)
+        planned.check(read)
+        out, lse = combine_gpu.cuda(*read[:4], planned.out, planned.lse)
+        assert out is planned.out
+        assert lse is planned.lse
+        case.check(out.view(np.ndarray), lse.view(np.ndarray))
+    assert all(x.name != "new" for x in runs.device.memory[before:])
+
+
+def test_a_plan_is_for_one_form(run: Callable[..., Runs], waits: list[int]) -> None:
+    runs = run()
+    planned = Planned(runs.read(call_of(Form())), None, "cupy", SimpleNamespace(ptr=0))
+    for form, message in (
+        (Form(count=2), r"outs: got 2 partials"),
+        (Form(stacked=True), r"outs: got 3 partials .* not listed or stacked as planned"),
+        (
+            Form(shape=(2, 6, 4, 64)),
+            r"outs\[0\]: got shape \(2, 6, 4, 64\).*the plan is for \(2, 5,",
+        ),
+        (Form(dtype="bfloat16"), r"outs\[0\]: .*bfloat16; the plan is for .*float16"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            planned.check(runs.read(call_of(form)))
+
+
+@pytest.mark.parametrize("name", ["sparse", "mixed", "seventy", "sparse-stacked"])
+def test_a_plan_copies_nothing(name: str, run: Callable[..., Runs]) -> None:
+    (form,) = (x for x in FORMS if x.name == name)
+    with pytest.raises(ValueError, match=r"outs: has .*, so each call would copy it"):
+        Planned(run().read(call_of(form)), None, "cupy", SimpleNamespace(ptr=0))
 
 
 def test_blocks_are_refused_before_they_are_too_many() -> None:
