@@ -108,6 +108,7 @@ def test_the_front_shows_every_library(page: str) -> None:
         "rawattn._verbs.combine",
         "rawattn._call.layout",
         "rawattn._masks.build",
+        "rawattn._masks.show",
         "rawattn._masks.topk",
         "rawattn._scores.score_mod",
         "rawattn.reference",

@@ -95,7 +95,7 @@ def describe(
     changed: options by name, in the place of those in `options`.
 
     Raises TypeError or ValueError for what the contract refuses, naming the argument, what was got
-    and what is accepted; then NotImplementedError for an option that the backends do not have.
+    and what is accepted; NotImplementedError for `num_splits` beyond 1.
     """
     if changed:
         options = options._replace(**changed)
