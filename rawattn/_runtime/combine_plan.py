@@ -1,4 +1,4 @@
-"""A call of `combine` planned once: its results are the plan's own, its kernel is loaded, its calls allocate nothing."""
+"""A call of `combine` planned once: results of the plan's own, a kernel that is loaded, calls that allocate nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rawattn._runtime.combine import FLOAT32, Read
 
 
 class Planned:
-    """What the calls of a plan share, for CuPy arrays or CUDA tensors of torch. out, lse: where they write by default."""
+    """What calls of a plan share, for CuPy arrays or CUDA tensors of torch. out, lse: where they write by default."""
 
     def __init__(self, call: Read, out: Any, framework: str, stream: Any) -> None:
         import cupy

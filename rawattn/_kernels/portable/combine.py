@@ -24,8 +24,8 @@ _KINDS = {"float32": 0, "float16": 1, "bfloat16": 2}
 class Side:
     """How the partials of one kind lie.
 
-    strides: in bytes, of one of them, in its public shape. partial: from one to the next, None where each has an address
-    of its own.
+    strides: in bytes, of one of them, in its public shape. partial: from one to the next, None where each has an
+    address of its own.
     """
 
     strides: Strides
