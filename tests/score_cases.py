@@ -32,11 +32,37 @@ EACH: dict[str, dict[str, Any]] = {
 }
 
 
+# What `_alone` has of each option, the two of 16-bit types first.
+_CASES_OF_ONE = 10
+
+
 def curated_scores() -> list[Case]:
     """The calls worth a name."""
     cases = [*_alone(), *_together(), *_broadcast(), *_memory(), *_dead(), *_dims(), *_numbers()]
     assert len({str(case) for case in cases}) == len(cases), "two cases share a name"
     return cases
+
+
+def scores_of_kernels() -> list[Case]:
+    """Those for a GPU, where each constant of a kernel takes seconds of its compiler.
+
+    Each option by itself, of one 16-bit type and of float32, and all that reaches a kernel as numbers. Of two options together
+    and of options at the six head dims a sample.
+    """
+    rng = np.random.default_rng(0)
+    pairs = set(rng.choice(21, 6, replace=False).tolist())
+    cases: list[Case] = []
+    for n, case in enumerate(_alone()):
+        # Two 16-bit types, two ways to limit keys, two to lay a batch out: in turns.
+        option, which = divmod(n, _CASES_OF_ONE)
+        if which not in ((1, 4, 6), (0, 3, 5))[option % 2]:
+            cases.append(case)
+    cases += [case for n, case in enumerate(_together()) if n >= 21 or n in pairs]
+    cases += [*_broadcast(), *_memory(), *_dead()]
+    cases += [case for n, case in enumerate(_dims()) if n >= 18 or n % 3 == n // 3 % 3]
+    scored = [case for case in _numbers() if case.score_mod]
+    cases += [case for n, case in enumerate(scored) if n % 4 in (0, 3)]
+    return [*cases, *(case for case in _numbers() if not case.score_mod)]
 
 
 def _alone() -> list[Case]:

@@ -17,7 +17,7 @@ from rawattn._runtime import dispatch
 from tests.cases import Case, curated, dense, ragged, repacked
 from tests.frameworks import CuPy
 from tests.landed import require
-from tests.score_cases import curated_scores
+from tests.score_cases import scores_of_kernels
 from tests.tiles import (
     TileShape,
     clusters,
@@ -40,19 +40,41 @@ def test_curated(case: Case, family: str) -> None:
         verify(case, CUPY)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("case", curated_scores(), ids=str)
-def test_scores(case: Case, family: str) -> None:
+SCORES = scores_of_kernels()
+SHORT = [case for case in SCORES if case.dtype != "float32"]
+
+
+@pytest.mark.parametrize("case", SCORES, ids=str)
+def test_scores(case: Case) -> None:
     require(case, "cuda", "attention")
-    with only(family):
+    verify(case, CUPY)
+
+
+@pytest.mark.parametrize("case", SHORT[::10], ids=str)
+def test_scores_of_16_bits_by_the_portable_kernel(case: Case) -> None:
+    require(case, "cuda", "attention")
+    with only("portable"):
         verify(case, CUPY)
 
 
-@pytest.mark.parametrize("case", curated_scores()[::23], ids=str)
+# Other options have tiles of their own, which never work in clusters.
+IN_CLUSTERS = [
+    case
+    for case in SHORT
+    if set(case.score_options) <= {"softcap", "score_mod", "sink_logits"}
+    and case.window is None
+    and case.lens_q
+    and 0 not in (*case.lens_q, *case.lens_k)
+]
+
+
+@pytest.mark.parametrize("case", IN_CLUSTERS[::2], ids=str)
 def test_scores_in_clusters(case: Case) -> None:
     require(case, "cuda", "attention")
     with clusters():
         verify(case, CUPY)
+        if compiler.device_arch(0) == sm90_forward.ARCH and not case.group:
+            assert _last_call().prepared.config.cluster == 2
 
 
 @pytest.mark.parametrize("case", [case for case in curated() if case.dtype != "float32"], ids=str)
