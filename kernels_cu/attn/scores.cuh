@@ -30,8 +30,7 @@ struct SoftmaxScore {
 // kShift: a power of 2 that probabilities are multiplied by.
 template <class T, int kShift = 0>
 struct Probability {
-  static constexpr bool kNatural = sizeof(T) == 4;
-  static_assert(!kNatural || kShift == 0, "float32 is as exact at any size");
+  static constexpr bool kNatural = sizeof(T) == 4 || Exponent::kNatural;
   using Unit = typename Either<kNatural, Natural, Log2>::Type;
 
   float scale;  // of the score
@@ -41,14 +40,14 @@ struct Probability {
   DEVICE static float masked() { return 0.0f; }
   // The exponent's addend, without what is added to the score.
   DEVICE static float start(float lse) {
-    if constexpr (kShift != 0) return fmaf(-lse, Unit::kUnit, float(kShift));
+    if constexpr (kShift != 0 && !kNatural) return fmaf(-lse, Unit::kUnit, float(kShift));
     return -lse * Unit::kUnit;
   }
-  DEVICE float from(float product, float addend) const {
-    const float exponent = fmaf(product, scale, addend);
+  DEVICE static float power(float exponent) {
+    if constexpr (kShift != 0 && kNatural) return target::exp2(fmaf(exponent, Log2::kUnit, float(kShift)));
     return target::exp2(kNatural ? exponent * Log2::kUnit : exponent);
   }
-  DEVICE float operator()(float product, float lse) const { return from(product, start(lse)); }
+  DEVICE float operator()(float product, float lse) const { return power(fmaf(product, scale, start(lse))); }
 };
 // The same where queries are rows, with the lse of each.
 template <class T, int kRowBlocks, int kSlots>
@@ -64,8 +63,8 @@ struct RowProbability : Probability<T> {
   template <class Added>
   DEVICE float operator()(float product, int m, int n, int e, const Added& added) const {
     const int slot = target::Accumulator::slot(e);
-    const float start = added.template start<Unit>(m, slot, Probability<T>::start(lse[m][slot]));
-    return Probability<T>::from(product, added.template addend<Unit>(m, n, e, start));
+    const float start = Probability<T>::start(lse[m][slot]);
+    return Probability<T>::power(exponent_of<Unit>(product, this->scale, added, m, n, e, slot, start));
   }
 };
 

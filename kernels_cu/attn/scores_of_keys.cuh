@@ -63,6 +63,11 @@ struct AddedScoresOfKeys {
     }
   }
 
+  // What all elements of a key have in common: nothing.
+  template <class Unit>
+  DEVICE float start(int, int, float x) const {
+    return x;
+  }
   // The addend of an element's exponent, from that of its query. kUnit: of a natural unit, in the exponent's.
   template <class Unit>
   DEVICE float addend(int m, int n, int e, float start) const {
@@ -128,9 +133,11 @@ DEVICE void finish_scores_of_keys(C (&s)[kKeyBlocks][kQueryBlocks], const ScoreR
         const int column = b * 16 + C::column(lane, e);
         float& x = s[m][b].x[e];
         if constexpr (ScoreRule::kRemakes || ScoreRule::kAdds) {
-          const float addend = added.template addend<typename Finish::Unit>(m, b, e, finish.start(lse[column]));
+          using Unit = typename Finish::Unit;
+          const float start = finish.start(lse[column]);
+          const float exponent = exponent_of<Unit>(x, finish.scale, added, m, b, e, C::slot(e), start);
           const bool sees = first_row + column < rule.len_q && lse[column] != -target::infinity();
-          x = sees ? finish.from(x, addend) : Finish::masked();
+          x = sees ? Finish::power(exponent) : Finish::masked();
         } else {
           x = finish(x, lse[column]);
         }

@@ -1,8 +1,8 @@
 // Online softmax over key tiles (Milakov and Gimelshein 2018; Dao et al. 2022, algorithm 1), in base 2.
 //
 // Each row keeps a running maximum that its exponents are taken against. It may lag behind the true one: it only moves
-// when that has outgrown it by 2^kSlack, so most tiles leave the output accumulator alone. Any value gives the same
-// quotient, and p <= 2^kSlack keeps float16 and bfloat16 as accurate as p <= 1 does.
+// when that has outgrown it by 2^8, so most tiles leave the output accumulator alone. Any value gives the same
+// quotient, and p <= 2^8 keeps float16 and bfloat16 as accurate as p <= 1 does.
 #pragma once
 
 #include "attn/score_rule.cuh"
@@ -11,14 +11,14 @@
 // What the softmax of a wave's rows has come to.
 template <class C, int kRowBlocks>
 struct SoftmaxRows {
-  static constexpr float kSlack = 8.0f;
+  static constexpr float kSlack = 8.0f * (Exponent::kUnit / Log2::kUnit);
 
-  const float scale_log2;
-  float running_max[kRowBlocks][C::kSlots];  // log2 units; -inf until the row has seen a key
+  const float scale_log2;                    // from scores to units of the exponent
+  float running_max[kRowBlocks][C::kSlots];  // in these units; -inf until the row has seen a key
   float sum[kRowBlocks][C::kSlots];          // this lane's columns only, until finish()
   float factor[kRowBlocks][C::kSlots];       // of the last move
 
-  // scale_log2: from scores to log2 units, positive.
+  // scale_log2 is positive.
   DEVICE explicit SoftmaxRows(float scale_log2) : scale_log2(scale_log2) {
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
       UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
@@ -67,14 +67,14 @@ struct SoftmaxRows {
     }
   }
 
-  // One more score in every row's sum, which has no value. sink: in log2 units. The output must be rescaled.
+  // One more score in every row's sum, which has no value. sink: in units of the exponent. The output must be rescaled.
   DEVICE void add_sink(float sink) {
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
       UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
         const float before = running_max[m][slot];
         running_max[m][slot] = fmaxf(before, sink);
-        factor[m][slot] = target::exp2(before - shift(m, slot));
-        sum[m][slot] = sum[m][slot] * factor[m][slot] + target::exp2(sink - shift(m, slot));
+        factor[m][slot] = Exponent::power(before - shift(m, slot));
+        sum[m][slot] = sum[m][slot] * factor[m][slot] + Exponent::power(sink - shift(m, slot));
       }
     }
   }
@@ -95,9 +95,8 @@ struct SoftmaxRows {
 
   // Natural logarithm of the sum of exponentials; -inf for a row that saw no key.
   DEVICE float lse(int m, int slot) const {
-    constexpr float kLn2 = 0.6931471805599453f;
     if (running_max[m][slot] == -target::infinity()) return -target::infinity();
-    return kLn2 * (running_max[m][slot] + target::log2(sum[m][slot]));
+    return Exponent::logarithm(running_max[m][slot], sum[m][slot]);
   }
 };
 
@@ -122,14 +121,15 @@ struct OnlineSoftmax : SoftmaxRows<C, kRowBlocks> {
     float start[kRowBlocks][C::kSlots];
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
       UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
-        start[m][slot] = added.template start<Log2>(m, slot, -this->shift(m, slot));
+        start[m][slot] = -this->shift(m, slot);
       }
     }
     int largest = 0;
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
       UNROLL for (int n = 0; n < kKeyBlocks; n++) {
         UNROLL for (int e = 0; e < C::kElements; e++) {
-          s[m][n].x[e] = fmaf(s[m][n].x[e], scale_log2, added.template addend<Log2>(m, n, e, start[m][C::slot(e)]));
+          const int slot = C::slot(e);
+          s[m][n].x[e] = exponent_of<Exponent>(s[m][n].x[e], scale_log2, added, m, n, e, slot, start[m][slot]);
           const int bits = static_cast<int>(target::bits_of(s[m][n].x[e]));
           largest = bits > largest ? bits : largest;
         }
@@ -149,7 +149,7 @@ struct OnlineSoftmax : SoftmaxRows<C, kRowBlocks> {
         const bool first = running_max[m][slot] == -target::infinity();
         const bool all_masked = first && maximum == -target::infinity();
         const float rise = all_masked ? 0.0f : (first ? maximum : fmaxf(maximum, 0.0f));
-        factor[m][slot] = first ? 1.0f : target::exp2(-rise);  // nothing was accumulated before the first
+        factor[m][slot] = first ? 1.0f : Exponent::power(-rise);  // nothing was accumulated before the first
         if (!all_masked) running_max[m][slot] = first ? rise : running_max[m][slot] + rise;
         sum[m][slot] *= factor[m][slot];
         unsettled = unsettled || all_masked;
@@ -170,7 +170,7 @@ struct OnlineSoftmax : SoftmaxRows<C, kRowBlocks> {
     UNROLL for (int n = 0; n < kKeyBlocks; n++) {
       UNROLL for (int m = 0; m < kRowBlocks; m++) {
         UNROLL for (int e = 0; e < C::kElements; e++) {
-          s[m][n].x[e] = target::exp2(s[m][n].x[e]);
+          s[m][n].x[e] = Exponent::power(s[m][n].x[e]);
           sum[m][C::slot(e)] += s[m][n].x[e];
         }
       }

@@ -128,8 +128,7 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
   Queries queries;
   queries.rows = elements + wave * kWaveRows * kPitchQk;
   Element* const slab = elements + kProbabilitiesAt + wave * kWaveRows * kPitchP;
-  constexpr float kLog2E = 1.4426950408889634f;
-  OnlineSoftmax<C, kRowBlocks> softmax(kScaleFirst || ScoreRule::kScaled ? kLog2E : p.scores.scale * kLog2E);
+  OnlineSoftmax<C, kRowBlocks> softmax(kScaleFirst || ScoreRule::kScaled ? Exponent::kUnit : p.scores.scale * Exponent::kUnit);
   C o[kRowBlocks][kOutBlocks];
   UNROLL for (int m = 0; m < kRowBlocks; m++) { UNROLL for (int d = 0; d < kOutBlocks; d++) o[m][d] = C{}; }
   if constexpr (kQueryInRegisters) {
@@ -179,7 +178,7 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
 
   softmax.sum_rows();
   if constexpr (kSinkLogits) {
-    softmax.add_sink(per_head(p.sink_logits, work.sequence, work.head) * kLog2E);
+    softmax.add_sink(per_head(p.sink_logits, work.sequence, work.head) * Exponent::kUnit);
     softmax.rescale(o);
   }
   softmax.divide(o, kDropout ? p.dropout.factor : 1.0f);

@@ -125,7 +125,7 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
   const ForwardParams& p = params.forward;
   Consumer self(s, index);
   const unsigned long long q = ptx::wgmma_descriptor(s.queries + index * 64 * 128, 0);
-  const float scale_log2 = kScaleFirst || ScoreRule::kScaled ? kLog2E : p.scores.scale * kLog2E;
+  const float scale_log2 = kScaleFirst || ScoreRule::kScaled ? Exponent::kUnit : p.scores.scale * Exponent::kUnit;
   Ring<2> slot;
   unsigned queries_parity = 0;
   if (kPingPong && index == kConsumers - 1) self.pass_turn();  // the first turn is consumer 0's
@@ -241,7 +241,7 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
     for (int n = mine.end; n < span.end; n++) self.skip_tile();
     if (is_whole(work)) {
       if constexpr (kSinkLogits) {
-        softmax.add_sink(per_head(p.sink_logits, work.sequence, head) * kLog2E);
+        softmax.add_sink(per_head(p.sink_logits, work.sequence, head) * Exponent::kUnit);
         softmax.rescale(o);
       }
       softmax.divide(o, kept_factor(p));

@@ -21,7 +21,6 @@ struct Partial {
   Quad softmax[32];
 };
 static_assert(C::kElements == 8 && C::kSlots == 2, "two quads of each block");
-constexpr float kLog2E = 1.4426950408889634f;
 constexpr int kWaves = kCluster * kConsumers * 4;  // of all who work on a tile
 // So many blocks of columns are merged at a time as there are registers for, and for loads that do not wait for each
 // other. Stores want an even number.
@@ -39,7 +38,7 @@ DEVICE void leave(Partial& partial, const C (&o)[1][kOutBlocks], const Softmax& 
 }
 
 // The outputs of all keys, of blocks from `first` on, and the running maxima and sums. The items' partials stand kWaves
-// apart. sink: the head's, in log2 units, which belongs to all items once.
+// apart. sink: the head's, in units of the exponent, which belongs to all items once.
 DEVICE void merge(C (&o)[1][kPartBlocks], Softmax& all, int first, const Partial* partials, int items, float sink,
                   int lane) {
   auto &running_max = all.running_max[0], &sum = all.sum[0];
@@ -52,8 +51,8 @@ DEVICE void merge(C (&o)[1][kPartBlocks], Softmax& all, int first, const Partial
     UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
       const float last = running_max[slot];
       running_max[slot] = fmaxf(last, rows.x[slot]);
-      before[slot] = target::exp2(last - all.shift(0, slot));
-      weight[slot] = target::exp2(rows.x[slot] - all.shift(0, slot)) * rows.x[2 + slot];
+      before[slot] = Exponent::power(last - all.shift(0, slot));
+      weight[slot] = Exponent::power(rows.x[slot] - all.shift(0, slot)) * rows.x[2 + slot];
       sum[slot] = sum[slot] * before[slot] + weight[slot];
     }
     UNROLL for (int d = 0; d < kPartBlocks; d++) {
@@ -105,7 +104,7 @@ DEVICE void store_partial(const Sm90ForwardParams& p, const WorkItem& work, cons
     C merged[1][kPartBlocks];
     Softmax all(1.0f);
     float sink = 0.0f;
-    if constexpr (kSinkLogits) sink = per_head(p.forward.sink_logits, work.sequence, work.head + own.head) * kLog2E;
+    if constexpr (kSinkLogits) sink = per_head(p.forward.sink_logits, work.sequence, work.head + own.head) * Exponent::kUnit;
     merge(merged, all, part * kPartBlocks, partials, count, sink, lane);
     store_rows(p.forward, work, merged, part * kPartBlocks, work.head + own.head, first_row, lane);
     if (part == 0) store_lse(p.forward, work, all, work.head + own.head, first_row, lane);

@@ -69,8 +69,8 @@ def features(problem: Problem, operands: Operands | None = None) -> Features:
         packed=problem.group,
         left=left,
         right=right,
-        # Without a limit on either side the diagonal is nowhere, so both alignments share one kernel.
-        top_left=problem.top_left and (left or right),
+        # Without a limit on either side, and without ALiBi, the diagonal is nowhere: both alignments share one kernel.
+        top_left=problem.top_left and (left or right or problem.alibi_slopes is not None),
         scale_first=not problem.scale > 0,
         softcap=problem.softcap is not None,
         bias=0 if problem.bias is None else ITEMSIZE[problem.bias.dtype],

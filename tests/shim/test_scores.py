@@ -81,6 +81,14 @@ def option(name: str, dtype: Any) -> dict[str, Any]:
             return {"bias": normal(2, 75, 45, 4, dtype=dtype).transpose(0, 3, 2, 1)}
         case "bias-rows":
             return {"bias": normal(4, 45, 1, dtype=dtype), "window": (20, 5)}
+        case "bias-least":
+            bias = normal(2, 4, 45, 75, dtype=dtype)
+            bias[..., 5:9, :] = (
+                np.finfo(dtype).min if dtype != BFLOAT16 else ml_dtypes.finfo(dtype).min
+            )
+            return {"bias": bias, "causal": True}
+        case "alibi-top-left":
+            return {"alibi_slopes": np.abs(normal(4)), "align": "top-left"}
         case "alibi":
             return {"alibi_slopes": np.abs(normal(4)), "window": (30, 4)}
         case "alibi-causal":
@@ -120,6 +128,8 @@ OPTIONS = (
     "bias-broadcast",
     "bias-strided",
     "bias-rows",
+    "bias-least",
+    "alibi-top-left",
     "alibi",
     "alibi-causal",
     "sinks",
