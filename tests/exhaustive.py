@@ -35,6 +35,15 @@ def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
         items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
 
 
+def thin(cases: Iterable[T], step: int) -> list[Any]:
+    """Parameters of a test: every `step`-th from the first on, the others marked. A tuple is that of several parameters."""
+    marks = ((), (pytest.mark.exhaustive,))
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks[n % step > 0])
+        for n, case in enumerate(cases)
+    ]
+
+
 def mark(
     cases: Iterable[T],
     traits: Callable[[T], Iterable[Hashable]],

@@ -17,6 +17,7 @@ from rawattn._call.options import Options
 from rawattn._cpu import backward as cpu_backward
 from rawattn._cpu import threads, tiles
 from rawattn.reference._call import read
+from tests import exhaustive
 from tests.tolerance import check, check_lse, column_orders, low_precision_attention, scale_of
 
 DTYPES = {
@@ -176,6 +177,24 @@ PAIRS = list(itertools.combinations(OPTIONS, 2))
 ALL = [tuple(OPTIONS)]
 
 
+def of_forms(forms: list[Form], marks: Any = ()) -> list[Any]:
+    """Every option alone and all of them in each form; each pair in one, in turns. marks: of the pairs."""
+    return [
+        *((form, names) for form in forms for names in ALONE + ALL),
+        *(pytest.param(forms[n % len(forms)], names, marks=marks) for n, names in enumerate(PAIRS)),
+    ]
+
+
+def name_of(value: Any) -> str:
+    return str(value) if isinstance(value, Form) else "+".join(value)
+
+
+IN_BUNDLES = pytest.mark.parametrize(("form", "names"), of_forms(BUNDLED), ids=name_of)
+IN_TILES = pytest.mark.parametrize(
+    ("form", "names"), of_forms(TILED, pytest.mark.exhaustive), ids=name_of
+)
+
+
 def verify(form: Form, options: dict[str, Any]) -> None:
     verify_forward(*form.arrays(), options, form.logical_q)
 
@@ -193,14 +212,12 @@ def verify_forward(
     assert not np.any(out[~rows] != 0) and np.all(lse.swapaxes(-1, -2)[~rows] == -np.inf)
 
 
-@pytest.mark.parametrize("names", ALONE + PAIRS + ALL, ids="+".join)
-@pytest.mark.parametrize("form", BUNDLED, ids=str)
+@IN_BUNDLES
 def test_forward_of_bundles(form: Form, names: tuple[str, ...]) -> None:
     verify(form, options_of(form, names))
 
 
-@pytest.mark.parametrize("names", ALONE + PAIRS + ALL, ids="+".join)
-@pytest.mark.parametrize("form", TILED, ids=str)
+@IN_TILES
 def test_forward_of_tiles(form: Form, names: tuple[str, ...]) -> None:
     verify(form, options_of(form, names))
 
@@ -276,14 +293,12 @@ def verify_backward(form: Form, options: dict[str, Any]) -> None:
         check(got, exact.captured[name], lows, what=name)
 
 
-@pytest.mark.parametrize("names", ALONE + PAIRS + ALL, ids="+".join)
-@pytest.mark.parametrize("form", BUNDLED, ids=str)
+@IN_BUNDLES
 def test_backward_of_bundles(form: Form, names: tuple[str, ...]) -> None:
     verify_backward(form, options_of(form, names))
 
 
-@pytest.mark.parametrize("names", ALONE + PAIRS + ALL, ids="+".join)
-@pytest.mark.parametrize("form", TILED, ids=str)
+@IN_TILES
 def test_backward_of_tiles(form: Form, names: tuple[str, ...]) -> None:
     verify_backward(form, options_of(form, names))
 
@@ -316,8 +331,10 @@ def narrowed(array: np.ndarray, form: Form, pattern: tuple[Any, ...]) -> np.ndar
     return array if batch or nheads > 1 else array[0, 0]
 
 
-@pytest.mark.parametrize("tiled", [False, True], ids=["bundles", "tiles"])
-@pytest.mark.parametrize("form", SMALL, ids=str)
+@pytest.mark.parametrize("tiled", exhaustive.thin([True, False], 2), ids=["tiles", "bundles"])
+@pytest.mark.parametrize(
+    "form", [SMALL[2], *(pytest.param(x, marks=pytest.mark.exhaustive) for x in SMALL[:2])], ids=str
+)
 def test_every_broadcast(request: pytest.FixtureRequest, form: Form, tiled: bool) -> None:
     if tiled:
         request.getfixturevalue("small_tiles")
@@ -495,8 +512,8 @@ def test_seed_on_the_host_or_in_an_array() -> None:
             np.testing.assert_array_equal(again, out)
 
 
-@pytest.mark.parametrize("names", ALONE, ids="+".join)
-def test_memory_is_a_few_tiles(names: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("option", exhaustive.thin(OPTIONS, 5))
+def test_memory_is_a_few_tiles(option: str) -> None:
     """Whatever the lengths; all scores would take 64 MiB for each head."""
     form = Form("dense", (4096,), (4096,), nheads_q=2, nheads_kv=2, headdim=8, headdim_v=8)
     options = (
@@ -512,7 +529,7 @@ def test_memory_is_a_few_tiles(names: tuple[str, ...]) -> None:
                 "score_mod": ScoreMod("score * g[head]", g=np.ones(2, np.float32), wrt="g")
             },
             "window": {"window": (2000, 0)},
-        }[names[0]]
+        }[option]
     )
     q, k, v = form.arrays()
     out, lse = rawattn.attention(q, k, v, **options, return_lse=True, backend="cpu")
