@@ -12,6 +12,7 @@ import pytest
 
 import rawattn
 from rawattn import reference
+from tests import exhaustive
 from tests.shim.device import Device
 from tests.shim.launch import Machine
 from tests.shim.shim import Builder
@@ -58,7 +59,7 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("name", exhaustive.thin(MASKS, 5))
 def test_every_way_to_broadcast(machine: MakeDevice, name: str) -> None:
     mask = blocky(*MASKS[name], block=16 if MASKS[name][3] == 1 else 64)
     with small_tiles(portable_forward=SHAPES[1]):
@@ -77,9 +78,15 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [np.float16, np.float32])
-@pytest.mark.parametrize("wave", [32, 64])
-@pytest.mark.parametrize("rule", RULES)
+# One of both types and one of both waves a rule.
+FORWARDS = [
+    (rule, (32, 64)[n % 2 ^ second], (np.float16, np.float32)[n // 2 % 2 ^ second])
+    for n, rule in enumerate(RULES)
+    for second in range(2)
+]
+
+
+@pytest.mark.parametrize(("rule", "wave", "dtype"), exhaustive.thin(FORWARDS, 3))
 def test_with_other_rules(machine: MakeDevice, rule: str, wave: int, dtype: Any) -> None:
     shape = SHAPES[(list(RULES).index(rule) + wave // 32) % 3]
     with small_tiles(portable_forward=shape):
@@ -91,9 +98,12 @@ RAGGED = rawattn.SeqLayout(seqstart_q=[0, 70, 70, 130, 150], seqstart_k=[0, 33, 
 PADDED = rawattn.SeqLayout(seqlen_q=[150, 30], seqlen_k=[99, 210])
 
 
-@pytest.mark.parametrize("on_device", [False, True])
-@pytest.mark.parametrize("heads", [1, 4])
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (40, 9)}], ids=str)
+@pytest.mark.parametrize(
+    ("options", "heads", "on_device"),
+    exhaustive.thin(
+        itertools.product(({}, {"causal": True}, {"window": (40, 9)}), (1, 4), (False, True)), 5
+    ),
+)
 def test_ragged_batches(machine: MakeDevice, options: Any, heads: int, on_device: bool) -> None:
     q, k, v = (x[0] for x in arrays(batch=1))
     mask = blocky(4 if heads > 1 else 1, heads, 80, 133, block=32)
@@ -103,7 +113,7 @@ def test_ragged_batches(machine: MakeDevice, options: Any, heads: int, on_device
         )
 
 
-@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("on_device", exhaustive.thin((True, False), 2))
 @pytest.mark.parametrize("shape", [(2, 2, ROWS, KEYS), (1, 1, 1, KEYS)], ids=str)
 def test_padded_batches(machine: MakeDevice, shape: Any, on_device: bool) -> None:
     with small_tiles():
@@ -144,7 +154,7 @@ def test_a_key_that_nobody_sees_may_hold_anything(
     np.testing.assert_allclose(lse, exact_lse, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", list(MASKS)[::5])
+@pytest.mark.parametrize("name", exhaustive.thin(list(MASKS)[::5], 4))
 def test_masks_that_come_packed(machine: MakeDevice, name: str) -> None:
     mask = rawattn.block_mask(blocky(*MASKS[name]))
     device = machine()
@@ -170,8 +180,9 @@ HOPPER: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("heads", [1, 2, 4])
-@pytest.mark.parametrize("rule", HOPPER)
+@pytest.mark.parametrize(
+    ("rule", "heads"), exhaustive.thin(itertools.product(HOPPER, (1, 2, 4)), 4)
+)
 def test_hopper(machine: MakeDevice, rule: str, heads: int) -> None:
     device = machine(arch="sm_90a")
     q, k, v = arrays(rows=(200, 330))
@@ -180,8 +191,10 @@ def test_hopper(machine: MakeDevice, rule: str, heads: int) -> None:
     assert device.launched.count("rawattn_sm90_forward") == 2
 
 
-@pytest.mark.parametrize("on_device", [False, True])
-@pytest.mark.parametrize("options", [{}, {"causal": True}], ids=str)
+@pytest.mark.parametrize(
+    ("options", "on_device"),
+    exhaustive.thin(itertools.product(({"causal": True}, {}), (True, False)), 4),
+)
 def test_hopper_on_ragged_batches(machine: MakeDevice, options: Any, on_device: bool) -> None:
     device = machine(arch="sm_90a")
     seqs = rawattn.SeqLayout(seqstart_q=[0, 170, 170, 330], seqstart_k=[0, 33, 60, 410])
@@ -203,8 +216,10 @@ def backward_tiles(n: int) -> Any:
     return small_tiles(portable_backward=BACKWARD_SHAPES[n], portable_backward_dq=SHAPES[n][:5])
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize(
+    ("name", "deterministic"),
+    exhaustive.thin(((name, n % 2 == 1) for n, name in enumerate(MASKS)), 7),
+)
 def test_gradients_of_every_way_to_broadcast(
     machine: MakeDevice, name: str, deterministic: bool
 ) -> None:
@@ -213,9 +228,14 @@ def test_gradients_of_every_way_to_broadcast(
         verify_backward(machine(), "portable", *arrays(), mask=mask, deterministic=deterministic)
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("wave", [32, 64])
-@pytest.mark.parametrize("rule", RULES)
+BACKWARDS = [
+    (rule, (32, 64)[n % 2 ^ second], bool(n // 2 % 2 ^ second))
+    for n, rule in enumerate(RULES)
+    for second in range(2)
+]
+
+
+@pytest.mark.parametrize(("rule", "wave", "deterministic"), exhaustive.thin(BACKWARDS, 5))
 def test_gradients_with_other_rules(
     machine: MakeDevice, rule: str, wave: int, deterministic: bool
 ) -> None:
@@ -227,9 +247,10 @@ def test_gradients_with_other_rules(
         verify_backward(machine(wave), "portable", *arrays(dtype), **options)
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("on_device", [False, True])
-@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize(
+    ("heads", "on_device", "deterministic"),
+    exhaustive.thin(itertools.product((1, 4), (False, True), (False, True)), 5),
+)
 def test_gradients_of_ragged_batches(
     machine: MakeDevice, heads: int, on_device: bool, deterministic: bool
 ) -> None:
@@ -242,7 +263,7 @@ def test_gradients_of_ragged_batches(
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("deterministic", exhaustive.thin((False, True), 2))
 def test_gradients_of_a_packed_mask(machine: MakeDevice, deterministic: bool) -> None:
     mask = rawattn.block_mask(blocky(2, 4, ROWS, KEYS))
     with backward_tiles(2):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from rawattn import Gradients, ScoreMod
+from tests import exhaustive
 from tests.shim.device import Device
 from tests.shim.test_scores import (
     BFLOAT16,
@@ -49,7 +50,18 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "wave", "dtype", "deterministic"), CASES)
+# In every run: all options together, of both waves, and those with code of their own in more than one kernel.
+COMMON = ("bias-rows", "sinks-hidden", "dropout-seed-on-device", "score_mod")
+MARKED = [
+    case
+    if n < len(OPTIONS) and case.values[0] in COMMON
+    else pytest.param(*case.values, id=case.id, marks=pytest.mark.exhaustive)
+    for n, case in enumerate(CASES)
+]
+TOGETHER = [("everything", 64, BFLOAT16, False), ("everything", 32, BFLOAT16, True)]
+
+
+@pytest.mark.parametrize(("name", "wave", "dtype", "deterministic"), TOGETHER + MARKED)
 def test_backward(
     machine: MakeDevice, name: str, wave: int, dtype: Any, deterministic: bool
 ) -> None:
@@ -72,8 +84,10 @@ CAPTURED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("wave", WAVES)
-@pytest.mark.parametrize("name", CAPTURED)
+@pytest.mark.parametrize(
+    ("name", "wave"),
+    exhaustive.thin(((name, wave) for wave in WAVES for name in CAPTURED), 3),
+)
 def test_captured_gradients(machine: MakeDevice, name: str, wave: int) -> None:
     """Twice: the second run finds sums of zeros."""
     text, shapes = CAPTURED[name]
@@ -105,7 +119,9 @@ def test_captured_gradients_have_no_order(machine: MakeDevice) -> None:
 BROADCASTS = list(itertools.product((1, 2, 4), (1, 2), (1, 45), (1, 75)))
 
 
-@pytest.mark.parametrize(("heads", "batch", "rows", "keys"), BROADCASTS, ids=str)
+@pytest.mark.parametrize(
+    ("heads", "batch", "rows", "keys"), exhaustive.thin(BROADCASTS, 5), ids=str
+)
 def test_dbias_of_every_broadcast(
     machine: MakeDevice, heads: int, batch: int, rows: int, keys: int
 ) -> None:
@@ -152,9 +168,10 @@ def test_a_bias_whose_gradient_is_not_wanted(machine: MakeDevice) -> None:
     assert "rawattn_backward_bias" not in device.launched
 
 
-@pytest.mark.parametrize("deterministic", [False, True], ids=["main", "dq"])
-@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
-@pytest.mark.parametrize("wave", WAVES)
+@pytest.mark.parametrize(
+    ("wave", "on_device", "deterministic"),
+    exhaustive.thin(itertools.product(WAVES, (False, True), (False, True)), 5),
+)
 def test_backward_of_a_ragged_batch(
     machine: MakeDevice, wave: int, on_device: bool, deterministic: bool
 ) -> None:
@@ -185,8 +202,15 @@ def test_backward_of_a_ragged_batch(
     assert not np.any(gradients.dbias[:, :, 40:].astype(np.float32))
 
 
-@pytest.mark.parametrize("shape", [(2, 4, 45, 75), (1, 1, 45, 1), (2, 1, 75)], ids=str)
-@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize(
+    ("on_device", "shape"),
+    [
+        (True, (2, 4, 45, 75)),
+        pytest.param(False, (1, 1, 45, 1), marks=pytest.mark.exhaustive),
+        pytest.param(False, (2, 1, 75), marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
 def test_backward_of_a_padded_batch(
     machine: MakeDevice, on_device: bool, shape: tuple[int, ...]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,7 @@ from rawattn._kernels.operands import Operands
 from rawattn._kernels.sm90 import bias_boxes
 from rawattn._kernels.sm90 import forward as sm90_forward
 from rawattn._kernels.target import Target
+from tests import exhaustive
 from tests.shim.device import Device
 from tests.shim.launch import Machine
 from tests.shim.shim import Builder
@@ -87,7 +89,7 @@ MASKS: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.mark.parametrize("n", range(len(PATTERNS)))
+@pytest.mark.parametrize("n", exhaustive.thin(range(len(PATTERNS)), 3))
 def test_every_broadcast(hopper: MakeDevice, n: int) -> None:
     batch, heads, rows = PATTERNS[n]
     dtype = (BFLOAT16, FLOAT16)[n % 2]
@@ -141,8 +143,9 @@ RAGGED = rawattn.SeqLayout(seqstart_q=[0, 40, 40, 201], seqstart_k=[0, 33, 40, 2
 PADDED = rawattn.SeqLayout(seqlen_q=[201, 30], seqlen_k=[60, 210])
 
 
-@pytest.mark.parametrize("heads", [1, 2, 8])
-@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "on_device"), exhaustive.thin(itertools.product((1, 2, 8), (False, True)), 3)
+)
 def test_ragged_batches(hopper: MakeDevice, heads: int, on_device: bool) -> None:
     """Places are those in the sequence; the bias is longer than any of them, and NaN where there are none."""
     device = hopper(checked=heads == 2)
@@ -168,8 +171,9 @@ def test_padded_batches(hopper: MakeDevice, shape: tuple[int, ...]) -> None:
     assert by_engine(device)
 
 
-@pytest.mark.parametrize("group", [2, 3, 8, 12])
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(
+    ("group", "shared"), exhaustive.thin(itertools.product((2, 3, 8, 12), (False, True)), 5)
+)
 def test_rows_of_a_group_in_one_tile(hopper: MakeDevice, group: int, shared: bool) -> None:
     """Boxes of each head of a tile, or one for all of them; consumers that do not see what others see."""
     device = hopper(seed=group)
