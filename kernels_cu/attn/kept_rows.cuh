@@ -17,9 +17,7 @@ constexpr int kPitch = round_up(kRowBytes, 16);
 static_assert(kRowBytes % kCopyBytes == 0, "an access must not straddle the end of a row");
 
 // The place of this wave among those of the launch.
-DEVICE int64 wave_index() {
-  return int64(target::block_index()) * kWaves + target::thread_index() / target::kWave;
-}
+DEVICE int64 wave_index() { return int64(target::block_index()) * kWaves + target::thread_index() / target::kWave; }
 
 // Of the array of all keys, in bytes.
 DEVICE int64 offset(const Strides& strides, int64 batch, int64 row, int head) {
