@@ -153,6 +153,37 @@ def test_names_of_a_dtype(dtype: Any) -> None:
     assert rawattn.combine(call.outs, call.lses, dtype="bfloat16")[0].dtype == BFLOAT16
 
 
+def test_plan() -> None:
+    call, other = call_of(Form()), call_of(Form(), seed=3)
+    made = rawattn.plan(rawattn.combine, call.outs, call.lses)
+    assert isinstance(made, rawattn.Plan)
+    for results in (made(), made(call.outs, call.lses), made(call.outs, lses=call.lses)):
+        call.check(*results)
+    other.check(*made(other.outs, other.lses))
+    target = np.empty(call.form.shape, np.float16)
+    out, lse = made(other.outs, other.lses, out=target)
+    assert out is target
+    other.check(out, lse)
+    own = rawattn.plan(rawattn.combine, call.outs, call.lses, out=target, dtype="float16")
+    assert own()[0] is target
+    call.check(target, own()[1])
+
+
+def test_plans_that_are_refused() -> None:
+    outs, lses = good()
+    with pytest.raises(ValueError, match="lses: got 2, expected 3"):
+        rawattn.plan(rawattn.combine, outs, lses[:2])
+    with pytest.raises(TypeError, match=r"causal: rawattn\.combine has no such argument"):
+        rawattn.plan(rawattn.combine, outs, lses, causal=True)
+    made = rawattn.plan(rawattn.combine, outs, lses)
+    with pytest.raises(TypeError, match="into: this plan writes its results to out="):
+        made(into=rawattn.Gradients())
+    with pytest.raises(TypeError, match="q: this plan takes outs and lses"):
+        made(q=outs)
+    with pytest.raises(TypeError, match="outs: this plan takes outs and lses once each"):
+        made(outs, outs=outs)
+
+
 @pytest.mark.frameworks
 def test_torch() -> None:
     torch = pytest.importorskip("torch")

@@ -105,11 +105,14 @@ def test_the_front_shows_every_library(page: str) -> None:
     "name",
     [
         "rawattn._verbs.attention",
+        "rawattn._verbs.combine",
         "rawattn._call.layout",
         "rawattn._masks.build",
+        "rawattn._masks.show",
         "rawattn._masks.topk",
         "rawattn._scores.score_mod",
         "rawattn.reference",
+        "rawattn.reference._combine",
     ],
 )
 def test_docstrings(name: str) -> None:

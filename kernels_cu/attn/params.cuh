@@ -238,7 +238,7 @@ struct CombineParams {
   void* out;
   // (batch, nheads, rows), without gaps
   float* lse;
-  // from one to the next, where they are not listed
+  // from one to the next, 0 where they are listed
   int64 outs_partial, lses_partial;
   Strides outs_strides, lses_strides, out_strides;
   int64 rows;

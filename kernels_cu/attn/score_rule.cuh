@@ -66,7 +66,8 @@ struct ScoreRule {
     float d = 1.0f;
     if constexpr (config::kScoreMod) d = Mod::derivative(capped, place(i, j), p);
     if constexpr (config::kSoftcap) {
-      const float t = capped / p.scores.softcap;
+      const float cap = p.scores.softcap;
+      const float t = sizeof(config::Element) == 4 ? capped / cap : capped * target::reciprocal(cap);
       d *= fmaf(-t, t, 1.0f);
     }
     return d;

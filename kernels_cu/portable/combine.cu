@@ -46,10 +46,10 @@ struct alignas(kCount * sizeof(T)) Piece {
 
 DEVICE float maximum(float a, float b) { return a > b ? a : b; }  // a NaN in a is passed over
 
-// Where partial i begins.
+// Where partial i begins. Between those that are listed the stride is 0.
 template <class T, class Array>
 DEVICE const T* partial(Array* const (&arrays)[kMaxListed], bool listed, int64 stride, int i) {
-  return static_cast<const T*>(arrays[listed ? i : 0]) + (listed ? 0 : i * stride);
+  return static_cast<const T*>(arrays[listed ? i : 0]) + i * stride;
 }
 
 }  // namespace combine
@@ -95,8 +95,8 @@ KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_combine(PARAMETER Combine
         const int chunk = pass * kLanes + part;
         UNROLL for (int j = 0; j < kChunk / kLoad; j++) {
           const bool read = alive && (kChunks % kLanes == 0 || chunk < kChunks);
-          piece[n][pass][j] = read ? reinterpret_cast<const Piece<Element, kLoad>*>(from + chunk * kChunk)[j]
-                                   : Piece<Element, kLoad>{};
+          piece[n][pass][j] =
+              read ? reinterpret_cast<const Piece<Element, kLoad>*>(from + chunk * kChunk)[j] : Piece<Element, kLoad>{};
         }
       }
     }
@@ -116,9 +116,7 @@ KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_combine(PARAMETER Combine
     if (kChunks % kLanes != 0 && chunk >= kChunks) continue;
     UNROLL for (int j = 0; j < kChunk / kStore; j++) {
       Piece<Result, kStore> stored;
-      UNROLL for (int e = 0; e < kStore; e++) {
-        stored.x[e] = target::from_float<Result>(total[pass][j * kStore + e]);
-      }
+      UNROLL for (int e = 0; e < kStore; e++) { stored.x[e] = target::from_float<Result>(total[pass][j * kStore + e]); }
       reinterpret_cast<Piece<Result, kStore>*>(to + chunk * kChunk)[j] = stored;
     }
   }

@@ -296,7 +296,7 @@ COMBINE = _struct(
     ("const float*", f"lses[{MAX_LISTED}]", "likewise"),
     ("void*", "out", ""),
     ("float*", "lse", "(batch, nheads, rows), without gaps"),
-    ("int64", "outs_partial, lses_partial", "from one to the next, where they are not listed"),
+    ("int64", "outs_partial, lses_partial", "from one to the next, 0 where they are listed"),
     (_STRIDES, "outs_strides, lses_strides, out_strides", ""),
     ("int64", "rows", ""),
     ("int", "batch, nheads, partials", ""),

@@ -76,12 +76,13 @@ def common_variants(arch: str, *, every: bool = False, purpose: str = "inference
         for with_dq in (True, False):
             main = portable_backward.choose(problem, target, operands, with_dq=with_dq)
             sources.append(main.source())
+            unit_shift = main.unit_shift
         width = operands.copy_bytes(problem)
         sources.extend(
             (
                 portable_backward.choose_dq(problem, target, operands).source(),
                 portable_backward.prepare_source(problem, width),
-                portable_backward.finish_source(problem, width),
+                portable_backward.finish_source(problem, width, unit_shift),
             )
         )
 

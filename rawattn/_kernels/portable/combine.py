@@ -24,8 +24,8 @@ _KINDS = {"float32": 0, "float16": 1, "bfloat16": 2}
 class Side:
     """How the partials of one kind lie.
 
-    strides: in bytes, of one of them, in its public shape. partial: from one to the next, None where each has an address
-    of its own.
+    strides: in bytes, of one of them, in its public shape. partial: from one to the next, None where each has an
+    address of its own.
     """
 
     strides: Strides
@@ -70,7 +70,7 @@ class Config:
             lanes *= 2
         return wave // lanes
 
-    def blocks(self, partials: Partials, wave: int = 32) -> int:
+    def blocks(self, partials: Partials, wave: int) -> int:
         groups = -(-partials.nheads // self.heads_at_once(wave))
         waves = THREADS // wave
         return checked("outs", -(-partials.batch * partials.rows * groups // waves), 1)
@@ -107,7 +107,15 @@ def choose(partials: Partials, outs: Side, out: Strides, pointers: int, to: int)
 
 
 @functools.lru_cache(maxsize=512)
-def step(partials: Partials, outs: Side, lses: Side, out: Strides, pointers: int, to: int) -> Step:
+def step(
+    partials: Partials,
+    outs: Side,
+    lses: Side,
+    out: Strides,
+    pointers: int,
+    to: int,
+    wave: int = 32,
+) -> Step:
     """Merges "outs0", "outs1" and so on, and likewise "lses0", to "out" and "lse".
 
     Of what is not listed there is the first. pointers: the addresses of the outs OR-ed together; to: that of out; of both
@@ -135,7 +143,7 @@ def step(partials: Partials, outs: Side, lses: Side, out: Strides, pointers: int
         where += [(first + 8 * n, f"{name}{n}") for n in range(count)]
     return Step(
         source=config.source(),
-        blocks=config.blocks(partials),
+        blocks=config.blocks(partials, wave),
         threads=THREADS,
         params=params.fill(params.COMBINE, values),
         patches=tuple(where),
