@@ -138,7 +138,9 @@ class GpuReport:
         named = {(directory / argument.split("::")[0]).resolve() for argument in config.args}
         if not named & {config.rootpath, config.rootpath / "tests"}:
             return "only a part of tests/ was named"
-        wanted = [name for name in SELECTING if name != "markexpr" or config.option.markexpr != MARKER]
+        wanted = [
+            name for name in SELECTING if name != "markexpr" or config.option.markexpr != MARKER
+        ]
         if used := [name for name in wanted if config.getoption(name, None)]:
             return f"tests were selected ({', '.join(used)})"
         if not config.getoption(exhaustive.OPTION):

@@ -347,6 +347,8 @@ BAD_OPTIONS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("seed-float", {"seed": 1.5}, TypeError, r"seed: got 1\.5 \(float\), expected an int"),
     ("seed-bool", {"seed": True}, TypeError, r"seed: got True \(bool\), expected an int"),
     ("seed-text", {"seed": "abc"}, TypeError, r"seed: got 'abc' \(str\), expected an int"),
+    ("seed-text-unread", {"seed": "abc", "sink_logits": np.zeros(4, np.float32)}, TypeError, r"seed: got 'abc' "),
+    ("seed-bool-unread", {"seed": False, "bias": np.zeros((5, 6), np.float16)}, TypeError, r"seed: got False "),
     ("seed-two", {"seed": np.array([1, 2])}, ValueError, r"seed: got shape \(2,\), .*one element"),
     ("seed-float-array", {"seed": np.array([1.0])}, TypeError, r"seed: got float64.*int64"),
     ("splits-0", {"num_splits": 0}, ValueError, r"num_splits: got 0, .*1 to 256, or None"),

@@ -14,7 +14,7 @@ template <int kCount>
 DEVICE void philox(Words (&counters)[kCount], unsigned key0, unsigned key1) {
   UNROLL for (int round = 0; round < 10; round++) {
     UNROLL for (int n = 0; n < kCount; n++) {
-      unsigned(&c)[4] = counters[n].x;
+      unsigned (&c)[4] = counters[n].x;
       const unsigned long long product0 = 0xD2511F53ull * c[0];
       const unsigned long long product1 = 0xCD9E8D57ull * c[2];
       const unsigned c1 = c[1], c3 = c[3];
@@ -61,9 +61,7 @@ struct DropoutRule {
   }
   // Whether the even (or odd) key of a word is kept.
   DEVICE bool keeps(unsigned word, bool odd) const { return (odd ? word : word << 16) >= threshold; }
-  DEVICE bool keeps_one(int i, int j) const {
-    return keeps(words(i, j).x[2 * (j / 8 % 2) + i / 8 % 2], j % 2 != 0);
-  }
+  DEVICE bool keeps_one(int i, int j) const { return keeps(words(i, j).x[2 * (j / 8 % 2) + i / 8 % 2], j % 2 != 0); }
 };
 
 // For every element of a wave's tile, queries being rows: visit(m, n, e, kept). first_row and first_key are multiples
@@ -122,8 +120,8 @@ DEVICE void each_kept_of_keys(const DropoutRule& rule, int first_key, int first_
   }
 }
 
-// Which of a tile's probabilities are kept: a bit for each of the lane's. They are drawn while the product is under way,
-// since no score decides them.
+// Which of a tile's probabilities are kept: a bit for each of the lane's. They are drawn while the product is under
+// way, since no score decides them.
 template <class C, int kRowBlocks, int kKeyBlocks>
 struct KeptBits {
   static constexpr int kBits = config::kDropout ? kRowBlocks * kKeyBlocks * C::kElements : 1;
@@ -168,8 +166,8 @@ struct KeptBits {
 };
 
 // The random words of a wave's tile, queries being rows. They are drawn while the product is under way, since no score
-// decides them. first_row and first_key are multiples of 16, so one counter serves the eight elements that a lane holds of
-// a 16 x 16 block.
+// decides them. first_row and first_key are multiples of 16, so one counter serves the eight elements that a lane holds
+// of a 16 x 16 block.
 template <class C, int kRowBlocks, int kKeyBlocks>
 struct RandomTile {
   static constexpr bool kByBlock = C::kElements == 8 && C::kSlots == 2;
@@ -198,9 +196,7 @@ struct RandomTile {
   DEVICE unsigned together() const {
     unsigned x = 0;
     UNROLL for (int part = 0; part < kBlocks / kAtOnce; part++) {
-      UNROLL for (int n = 0; n < kAtOnce; n++) {
-        UNROLL for (int i = 0; i < 4; i++) x ^= words[part][n].x[i];
-      }
+      UNROLL for (int n = 0; n < kAtOnce; n++) { UNROLL for (int i = 0; i < 4; i++) x ^= words[part][n].x[i]; }
     }
     return x;
   }

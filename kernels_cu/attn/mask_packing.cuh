@@ -83,8 +83,9 @@ DEVICE void pack(const MaskPacking& p, const HalfWord& half_word, unsigned char*
       granule_all = granule_all && (flag & 2) != 0;
     }
   }
-  p.map[band * (p.words / kGranuleWords) + granule] =
-      static_cast<unsigned char>(!granule_any ? kDead : granule_all ? kFull : kPartial);
+  p.map[band * (p.words / kGranuleWords) + granule] = static_cast<unsigned char>(!granule_any  ? kDead
+                                                                                 : granule_all ? kFull
+                                                                                               : kPartial);
 }
 
 }  // namespace mask_packing

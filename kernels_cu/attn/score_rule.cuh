@@ -1,9 +1,11 @@
 // What a score is besides scale * (q . k), for one query head of one sequence. Each step is a constant of the
 // configuration, and what is off is no code.
 //
-//   s = scale * (q . k);  s = softcap * tanh(s / softcap);  s = score_mod(s);  s += bias;  s -= slope * |i + offset - j|
+//   s = scale * (q . k);  s = softcap * tanh(s / softcap);  s = score_mod(s);  s += bias;
+//   s -= slope * |i + offset - j|
 //
-// The last two are added to the exponents that the scores become. Elements of keys that nobody sees are computed like others, and masked afterwards.
+// The last two are added to the exponents that the scores become. Elements of keys that nobody sees are computed like
+// others, and masked afterwards.
 #pragma once
 
 #include "attn/params.cuh"
@@ -56,8 +58,10 @@ struct ScoreRule {
   // Of what capped() gives. Mod: the generated function, a parameter because there may be none.
   template <class Mod = config::ScoreMod>
   DEVICE float modified(float s, int i, int j) const {
-    if constexpr (!config::kScoreMod) return s;
-    else return Mod::value(s, place(i, j), p);
+    if constexpr (!config::kScoreMod)
+      return s;
+    else
+      return Mod::value(s, place(i, j), p);
   }
 
   // The gradient of the modified score with respect to the scaled product, from what capped() gave.
@@ -85,8 +89,8 @@ struct Either<false, A, B> {
 
 // What a softcap leaves of products, as products: cap / scale * tanh(scale / cap * product).
 //
-// Most tiles have small scores alone: there tanh(x) / x is a polynomial in x^2, within 2e-7 up to |x| = 3 / 4, and the unit
-// for exponentials is left to those of the softmax. (Fitted to the least largest error of the tanh.)
+// Most tiles have small scores alone: there tanh(x) / x is a polynomial in x^2, within 2e-7 up to |x| = 3 / 4, and the
+// unit for exponentials is left to those of the softmax. (Fitted to the least largest error of the tanh.)
 template <class C, int kRowBlocks, int kColumnBlocks>
 DEVICE void cap_products(C (&s)[kRowBlocks][kColumnBlocks], const ScoreRule& rule) {
   constexpr float kLargest = 0.75f;

@@ -144,6 +144,5 @@ DEVICE void finish_scores(C (&s)[kRowBlocks][kKeyBlocks], const ScoreRule& rule,
       UNROLL for (int e = 0; e < C::kElements; e++) s[m][b].x[e] = finish(s[m][b].x[e], m, b, e, added);
     }
   }
-  mask_scores(s, Finish::masked(), keys.visible, keys.edges(n), first_row, keys.first_key(n), lane,
-              added.forgets());
+  mask_scores(s, Finish::masked(), keys.visible, keys.edges(n), first_row, keys.first_key(n), lane, added.forgets());
 }

@@ -112,8 +112,8 @@ struct OnlineSoftmax : SoftmaxRows<C, kRowBlocks> {
   using Rows::Rows;
 
   // Scores, and what is added to them, become exponents relative to the running maximum, which moves first if a row has
-  // outgrown it or has none yet. Returns whether the wave's running maxima moved: then the output accumulated so far must be rescaled before it
-  // meets this tile.
+  // outgrown it or has none yet. Returns whether the wave's running maxima moved: then the output accumulated so far
+  // must be rescaled before it meets this tile.
   //
   // Looking for an outgrown row needs no maximum by rows, and a positive float compares like the integer of the same
   // bits, for which the hardware takes three-way maxima.

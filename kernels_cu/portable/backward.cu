@@ -8,9 +8,9 @@
 //   dv       S^T = K Q^T       P = exp(S - lse)              dV += P^T dO        dQ = dS K, added to
 //   dk       dP^T = V dO^T     dS = P (dP - delta)           dK += dS^T Q        memory atomically
 //
-// P goes from the first half to the second through shared memory (portable/handover.cuh), dS to all. A wave owns kKeyBlocks * 16 keys, and with
-// kColumnWaves > 1 only a share of the queries of S and of the columns of the gradient. The half that owns dk, which
-// has no exponentials, also copies the next queries and douts.
+// P goes from the first half to the second through shared memory (portable/handover.cuh), dS to all. A wave owns
+// kKeyBlocks * 16 keys, and with kColumnWaves > 1 only a share of the queries of S and of the columns of the gradient.
+// The half that owns dk, which has no exponentials, also copies the next queries and douts.
 #include "attn/dropout.cuh"
 #include "attn/listed_tiles.cuh"
 #include "attn/mask_bits.cuh"
@@ -71,7 +71,8 @@ constexpr int kDoutsAt = kQueriesAt + kStages * kTileQ * kPitch;
 constexpr int kProbabilitiesAt = kDoutsAt + kStages * kTileQ * kPitch;
 constexpr int kScoreGradientsAt = kProbabilitiesAt + kTileK * kPitchP;
 constexpr int kMoreWeightsAt = kScoreGradientsAt + (kWithDq ? 2 : int(kSharesDs)) * kTileK * kPitchP;
-// Weights lie where P would, if that is no operand, and where dS comes afterwards: what a wave reads there, it replaces.
+// Weights lie where P would, if that is no operand, and where dS comes afterwards: what a wave reads there, it
+// replaces.
 using Weights = Handover<Element, !kFromRegisters, kPitchP>;
 constexpr bool kMoreWeights = Weights::kTiles == 2 && !(kFromRegisters && kWithDq);
 // The bias, a tile of query rows for each stage, where it is copied 16 bytes at a time.
@@ -273,8 +274,8 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
   const int start = query_tiles.count() > 0 ? query_tiles.begin + work.tile % query_tiles.count() : 0;
   Turn turn = Walk<kBlockMask>::first(query_tiles, start);
   if (turn.exists) {
-    const auto real = rows_to_copy<kBlockMask>(f.block_mask, work.sequence, work.kv_head * group, group, first_key, keys,
-                                               true);
+    const auto real =
+        rows_to_copy<kBlockMask>(f.block_mask, work.sequence, work.kv_head * group, group, first_key, keys, true);
     CopyK::load(elements + kKeysAt, k, real, thread);
     CopyV::load(elements + kValuesAt, v, keys, thread);
     target::copy_async_commit();

@@ -72,7 +72,9 @@ struct OneTile {
   int row, key;  // the first ones
 
   DEVICE int first_key(int) const { return key; }
-  DEVICE Edges edges(int) const { return visible.edges(key, key + kKeyBlocks * 16 - 1, row, row + kRowBlocks * 16 - 1); }
+  DEVICE Edges edges(int) const {
+    return visible.edges(key, key + kKeyBlocks * 16 - 1, row, row + kRowBlocks * 16 - 1);
+  }
 };
 
 // What a block computes: tiles of one head of the bias in one of its batch entries, side by side along the keys.
@@ -106,8 +108,8 @@ struct Share {
 
 }  // namespace backward_bias
 
-KERNEL LAUNCH_BOUNDS(backward_bias::kThreads, config::kBlocksPerSm) void rawattn_backward_bias(
-    PARAMETER BackwardParams p) {
+KERNEL LAUNCH_BOUNDS(backward_bias::kThreads,
+                     config::kBlocksPerSm) void rawattn_backward_bias(PARAMETER BackwardParams p) {
   using namespace backward_bias;
   SHARED_MEMORY(shared, kSharedBytes);
   Element* const elements = reinterpret_cast<Element*>(shared);
@@ -143,8 +145,7 @@ KERNEL LAUNCH_BOUNDS(backward_bias::kThreads, config::kBlocksPerSm) void rawattn
         if (rows <= 0 || share.first_key >= share.k.length) continue;
         const Visible visible(f, share.q.length, share.k.length);
         if (share.first_key > visible.row(share.first_row + rows - 1).right) continue;
-        if (kLeft && share.first_key >= visible.sink &&
-            share.first_key + kTileK <= visible.row(share.first_row).left) {
+        if (kLeft && share.first_key >= visible.sink && share.first_key + kTileK <= visible.row(share.first_row).left) {
           continue;
         }
         return share;
@@ -181,8 +182,7 @@ KERNEL LAUNCH_BOUNDS(backward_bias::kThreads, config::kBlocksPerSm) void rawattn
       const int64 entry = (int64(work.split) * p.dbias.batches + work.batch) * p.dbias.heads + work.head;
       p.dbias.partials[(entry * f.bias.rows + i) * f.bias.keys + j] = x;
     } else {
-      const int64 at =
-          work.batch * p.dbias.batch + work.head * p.dbias.head + i * p.dbias.row + j * p.dbias.key;
+      const int64 at = work.batch * p.dbias.batch + work.head * p.dbias.head + i * p.dbias.row + j * p.dbias.key;
       static_cast<Number*>(p.dbias.data)[at] = target::from_float<Number>(x);
     }
   };
@@ -253,8 +253,8 @@ KERNEL LAUNCH_BOUNDS(backward_bias::kThreads, config::kBlocksPerSm) void rawattn
     next = find(next);
     if (next.tile < work.tiles) load_queries_and_keys(next);
     C dp[kRowBlocks][kKeyBlocks];
-    multiply<kDepthV, kPitchV>(dp, elements + kDoutsAt + wave_row * kPitchV,
-                               elements + kValuesAt + wave_key * kPitchV, lane);
+    multiply<kDepthV, kPitchV>(dp, elements + kDoutsAt + wave_row * kPitchV, elements + kValuesAt + wave_key * kPitchV,
+                               lane);
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
       UNROLL for (int n = 0; n < kKeyBlocks; n++) {
         UNROLL for (int e = 0; e < C::kElements; e++) {

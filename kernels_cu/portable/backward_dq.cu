@@ -161,10 +161,9 @@ KERNEL LAUNCH_BOUNDS(backward_dq::kThreads, config::kBlocksPerSm) void rawattn_b
     if (kStages == 2 && n + 1 < key_tiles.end) load(n + 1);
     target::copy_async_commit();
     if constexpr (kDropout) {
-      each_kept<C, kRowBlocks, kKeyBlocks>(dropout, first_row, key_tiles.first_key(n), lane,
-                                           [&](int m, int b, int e, bool kept) {
-                                             dp[m][b].x[e] = kept ? dp[m][b].x[e] * f.dropout.factor : 0.0f;
-                                           });
+      each_kept<C, kRowBlocks, kKeyBlocks>(
+          dropout, first_row, key_tiles.first_key(n), lane,
+          [&](int m, int b, int e, bool kept) { dp[m][b].x[e] = kept ? dp[m][b].x[e] * f.dropout.factor : 0.0f; });
     }
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
       UNROLL for (int b = 0; b < kKeyBlocks; b++) {

@@ -1,5 +1,5 @@
-// Last step of the backward: dq = scale * dq_sum, but for its unit, in the dtype and the layout of dq. One wave takes one physical row,
-// all heads.
+// Last step of the backward: dq = scale * dq_sum, but for its unit, in the dtype and the layout of dq. One wave takes
+// one physical row, all heads.
 #include "attn/params.cuh"
 #include "attn/physical_row.cuh"
 #include "attn/rows.cuh"

@@ -95,8 +95,7 @@ struct CapturedGradients {
   template <int n>
   DEVICE void put(const ScorePlace& at, float x) const {
     if (x == 0.0f) return;
-    const int64 element = p.captured_at[Mod::template partial_array<n>()] +
-                          Mod::template partial_index<n>(at, rule.p);
+    const int64 element = p.captured_at[Mod::template partial_array<n>()] + Mod::template partial_index<n>(at, rule.p);
     const float one[1] = {x};
     target::atomic_add(p.captured_sums + element, one);
   }

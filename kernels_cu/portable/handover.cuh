@@ -1,5 +1,5 @@
-// What the half of the waves that owns dv hands to the half that owns dk, of each element of a tile: its weight, which is
-// the probability times the derivative of its score, and whether dropout drops it.
+// What the half of the waves that owns dv hands to the half that owns dk, of each element of a tile: its weight, which
+// is the probability times the derivative of its score, and whether dropout drops it.
 //
 //   dS = weight * ((kept ? dP / (1 - dropout_p) : 0) - delta)
 //

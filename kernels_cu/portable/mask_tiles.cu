@@ -105,8 +105,7 @@ KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_mask_tiles(PARAMETER Mask
     int* const list = list_of<kTile, kPair>(lists, sequence, own, static_cast<int>(tile), head * lists.group);
     int count = 0;
     for (int part = 0; part < p.parts; part++) {
-      const unsigned char* const map =
-          p.map + sequence * p.map_batch + (head * p.parts + part) / p.group * p.map_head;
+      const unsigned char* const map = p.map + sequence * p.map_batch + (head * p.parts + part) / p.group * p.map_head;
       const Granules granules{map, p.map_row, p.map_rows, p.map_keys};
       const int first = static_cast<int>(tile) * kTile;
       if constexpr (kOfKeys) {

@@ -20,8 +20,7 @@ KERNEL LAUNCH_BOUNDS(mask_packing::kThreads, 1) void rawattn_pack_mask(PARAMETER
   using namespace pack_mask;
   SHARED_MEMORY(flags, mask_packing::kSharedBytes);
   const auto half_word = [&](int batch, int head, int row, int word) {
-    const unsigned char* const from =
-        p.from + batch * p.batch + head * p.head + row * p.row + int64(word) * 16 * p.key;
+    const unsigned char* const from = p.from + batch * p.batch + head * p.head + row * p.row + int64(word) * 16 * p.key;
     const int count = p.packing.keys - word * 16 < 16 ? p.packing.keys - word * 16 : 16;
     unsigned bits = 0;
     if (config::kDense && count == 16) {

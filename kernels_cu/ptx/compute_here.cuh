@@ -5,8 +5,8 @@
 
 namespace ptx {
 
-// x is computed above, and nothing of it below: a basic block ends here, which ptxas moves no arithmetic out of. The loop
-// is left after one turn, or after two for one x of 2^32.
+// x is computed above, and nothing of it below: a basic block ends here, which ptxas moves no arithmetic out of. The
+// loop is left after one turn, or after two for one x of 2^32.
 DEVICE void compute_here(unsigned x) {
   asm volatile(
       "{\n"

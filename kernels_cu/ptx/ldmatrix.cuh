@@ -5,8 +5,8 @@
 
 namespace ptx {
 
-// Four matrices of 8 x 8 elements of 16 bits: lane 8 i + n names row n of matrix i, and lane 4 n + m gets the m-th pair of
-// that row of each.
+// Four matrices of 8 x 8 elements of 16 bits: lane 8 i + n names row n of matrix i, and lane 4 n + m gets the m-th pair
+// of that row of each.
 template <int kOffset>
 DEVICE void ldmatrix(unsigned (&r)[4], unsigned row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4 + %5];"

@@ -7,7 +7,8 @@
 //   numbers    infinity()
 //   order      block_sync(), wave_sync()
 //   exchange   shuffle_xor(x, mask), wave_any(predicate), wave_uniform(x)
-//   maths      exp2(x), log2(x), tanh(x), reciprocal(x) (to a few bits less), bits_of(x), float_of(bits), to_float(x), from_float<T>(x)
+//   maths      exp2(x), log2(x), tanh(x), reciprocal(x) (to a few bits less), bits_of(x), float_of(bits), to_float(x),
+//   from_float<T>(x)
 //              exp(x), log(x), sin(x), cos(x), sqrt(x), floor(x), fmod(x, y), pow(x, y)
 //   sums       atomic_add(address, x), fetch_add(counter, x)
 //   copies     copy_async<bytes>(shared, global, valid), copy_async_commit(), copy_async_wait()

@@ -89,8 +89,8 @@ class Record:
         if not (self.options or values):
             return BACKWARD if self.backward else FORWARD
         if self.backward:
-            return verbs._extended(BACKWARD, self.options, values, self.gradients)
-        return verbs._extended(FORWARD, self.options, values, ())
+            return verbs.extended(BACKWARD, self.options, values, self.gradients)
+        return verbs.extended(FORWARD, self.options, values, ())
 
     @functools.cached_property
     def operands(self) -> list[Operand]:

@@ -250,21 +250,23 @@ def with_arrays(
         text = (options.score_mod.text, options.score_mod.scalars)
         names += (f"captured{n}" for n in range(len(options.score_mod.arrays)))
         arrays += options.score_mod.arrays.values()
-    seed = options.seed if dropout_p(options) > 0 else None
+    seed, drawn = options.seed, dropout_p(options) > 0
     if hasattr(seed, "__dlpack__"):
-        names.append("seed")
-        arrays.append(seed)
-        seed = None
+        if drawn:
+            names.append("seed")
+            arrays.append(seed)
     elif seed is not None:
+        # A mistake wherever it is, though only dropout reads it.
         if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
             raise TypeError(
                 f"seed: got {shown(seed)}, expected an int, or an integer array of one element"
             )
-        values = (int(seed) & _SEED_MASK,)
+        if drawn:
+            values = (int(seed) & _SEED_MASK,)
     left = options._replace(
         bias=None, mask=form, alibi_slopes=None, sink_logits=None, score_mod=text, seed=0
     )
-    found = _extended(verb, tuple(names), ("seed_value",) if values else (), gradients)
+    found = extended(verb, tuple(names), ("seed_value",) if values else (), gradients)
     return Given(found, tuple(arrays), values, left)
 
 
@@ -278,9 +280,11 @@ def _gradient(problem: Problem, name: str) -> tuple[Shape, np.dtype[Any]]:
 
 
 @lru_cache(maxsize=256)
-def _extended(
+def extended(
     verb: Verb, extras: tuple[str, ...], values: tuple[str, ...], gradients: tuple[str, ...]
 ) -> Verb:
+    """A verb with more inputs, more numbers for kernels and more outputs: the gradients of the options' arrays."""
+
     def results(
         problem: Problem, dtype: np.dtype[Any], flag: bool
     ) -> tuple[tuple[Shape, np.dtype[Any]] | None, ...]:
