@@ -172,6 +172,17 @@ def test_a_block_mask() -> None:
         jax.vmap(functools.partial(loss, packed))(q[None])
 
 
+def test_a_block_mask_with_lists_of_keys() -> None:
+    q, k, v = arrays(2, 200, 4, 16)
+    mask = rawattn.topk_mask(np.random.default_rng(0).random((2, 4, 1, 200)), 30)
+    keep = mask.to_bool()
+    ours, theirs = (
+        jax.jit(jax.grad(lambda q, x=x: (rawattn.jax.attention(q, k, v, mask=x) ** 2).sum()))(q)
+        for x in (mask, keep)
+    )
+    np.testing.assert_allclose(np.asarray(ours), np.asarray(theirs), rtol=1e-6)
+
+
 def test_a_traced_seed_draws_anew() -> None:
     q, k, v = arrays(2, 33, 4, 16)
 

@@ -191,6 +191,27 @@ def test_keys_that_all_rows_share() -> None:
     np.testing.assert_array_equal(many.kept[:, 0, 0], [[0, 2, 3, 5, 6, -1], [-1] * 6])
 
 
+def test_lists_of_keys_are_given_to_calls() -> None:
+    scores = RNG.standard_normal((2, 3, 1, 90))
+    mask = topk_mask(scores, 20)
+    given = with_arrays(FORWARD, Options(mask=mask))
+    assert given.verb.extras == ("mask_bits", "mask_map", "mask_keys", "mask_kept")
+    assert given.options.mask == (mask.shape, 20)
+    np.testing.assert_array_equal(given.arrays[-1].reshape(mask.kept.shape), mask.kept)
+    for other in (topk_mask(scores, 0), block_mask(mask.to_bool()), topk_mask(scores[..., :0], 9)):
+        assert with_arrays(FORWARD, Options(mask=other)).verb.extras == given.verb.extras[:3]
+        assert other.form.kept == 0
+
+
+def test_keys_that_all_rows_share_in_calls() -> None:
+    q, k, v = arrays()
+    mask = topk_mask(RNG.standard_normal((2, 1, 1, 90)), 20)
+    for options in ({}, {"causal": True}):
+        exact = reference.attention(q, k, v, mask=mask.to_bool(), **options)
+        out = rawattn.attention(q, k, v, mask=mask, backend="cpu", **options)
+        np.testing.assert_allclose(out, exact, atol=1e-5)
+
+
 def test_scores_that_are_no_numbers() -> None:
     with pytest.raises(TypeError, match="scores: got dtype bool"):
         topk_mask(np.ones(3, bool), 1)

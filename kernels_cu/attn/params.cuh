@@ -294,6 +294,38 @@ struct MaskKeysParams {
   int planes, bands, words;
 };
 
+// Of each head the keys that all rows share: ascending, -1 behind the last one (see attn/kept_keys.cuh).
+struct KeptKeys {
+  const int* data;
+  // strides; 0 where all have the same list
+  int64 batch, head;
+  // entries of a list
+  int count;
+  // of the arrays that hold those keys: an entry that is none of them counts for nothing
+  int rows;
+};
+
+// Rows of keys that are kept, and arrays of all keys. The former lie (batch, count, nheads, bytes rounded up to 16),
+// without gaps.
+struct KeptRowsParams {
+  KeptKeys kept;
+  const void* from;
+  void* to;
+  // of the array of all keys
+  Strides strides;
+  int batch, nheads;
+};
+
+struct KeptMaskParams {
+  // of the kept keys
+  MaskPacking packing;
+  KeptKeys kept;
+  // row i sees the keys [i + first, i + last]
+  int64 first, last;
+  // and those below it, but none beyond i + last
+  int64 sink;
+};
+
 struct PredicateMaskParams {
   MaskPacking packing;
   int seqlen_q, seqlen_k;

@@ -24,13 +24,15 @@ _INTEGERS = {np.dtype(np.int32): "int32", np.dtype(np.int64): "int64"}
 class ArrayForm(NamedTuple):
     """An array of an option.
 
-    shape: with all its axes. given: as the caller has it. dense: whether its last axis has stride 1.
+    shape: with all its axes. given: as the caller has it. dense: whether its last axis has stride 1. kept: of a mask that
+    lists the keys that all rows share, how many entries a list has.
     """
 
     dtype: str
     shape: tuple[int, ...]
     given: tuple[int, ...]
     dense: bool = True
+    kept: int = 0
 
 
 class ScoreOptions(NamedTuple):
@@ -88,7 +90,8 @@ def describe(
     if options.mask is not None:
         # Of a BlockMask, whose arrays are its bits and its map.
         given = options.mask.shape
-        found["mask"] = ArrayForm("bits", four_axes("mask", given, shapes, lengths), given)
+        whole = four_axes("mask", given, shapes, lengths)
+        found["mask"] = ArrayForm("bits", whole, given, kept=options.mask.kept)
     captured = tuple(
         ArrayForm(arrays[name].dtype.name, arrays[name].shape, arrays[name].shape)
         for name in arrays

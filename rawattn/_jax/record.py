@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -29,10 +30,11 @@ _DTYPES = {
 }
 # What a problem is made of beside plain values.
 _FORMS: dict[str, Any] = {form.__name__: form for form in (ArrayForm, ScoreText)}
-_MASK_BYTES = {
-    "mask_bits": mask_layout.bits_bytes,
-    "mask_map": mask_layout.map_bytes,
-    "mask_keys": mask_layout.keys_bytes,
+_MASK_BYTES: dict[str, Callable[[Any], int]] = {
+    "mask_bits": lambda form: mask_layout.bits_bytes(form.shape),
+    "mask_map": lambda form: mask_layout.map_bytes(form.shape),
+    "mask_keys": lambda form: mask_layout.keys_bytes(form.shape),
+    "mask_kept": lambda form: 4 * math.prod(form.shape[:2]) * form.kept,
 }
 
 
@@ -120,7 +122,7 @@ class Record:
     def like(self, option: str) -> Like:
         form = self.form(option)
         if option in _MASK_BYTES:
-            return (-(-_MASK_BYTES[option](form.shape) // 4),), np.dtype(np.int32)
+            return (-(-_MASK_BYTES[option](form) // 4),), np.dtype(np.int32)
         return form.given, _DTYPES.get(form.dtype) or np.dtype(form.dtype)
 
     @functools.cached_property

@@ -343,6 +343,36 @@ MASK_KEYS = _struct(
     ("unsigned short*", "keys", "of each plane one"),
     ("int", "planes, bands, words", ""),
 )
+_KEPT_KEYS = _struct(
+    "KeptKeys",
+    "Of each head the keys that all rows share: ascending, -1 behind the last one (see attn/kept_keys.cuh).",
+    ("const int*", "data", ""),
+    ("int64", "batch, head", "strides; 0 where all have the same list"),
+    ("int", "count", "entries of a list"),
+    (
+        "int",
+        "rows",
+        "of the arrays that hold those keys: an entry that is none of them counts for nothing",
+    ),
+)
+KEPT_ROWS = _struct(
+    "KeptRowsParams",
+    "Rows of keys that are kept, and arrays of all keys. The former lie (batch, count, nheads, bytes rounded up to 16), "
+    "without gaps.",
+    (_KEPT_KEYS, "kept", ""),
+    ("const void*", "from", ""),
+    ("void*", "to", ""),
+    (_STRIDES, "strides", "of the array of all keys"),
+    ("int", "batch, nheads", ""),
+)
+KEPT_MASK = _struct(
+    "KeptMaskParams",
+    "",
+    (_MASK_PACKING, "packing", "of the kept keys"),
+    (_KEPT_KEYS, "kept", ""),
+    ("int64", "first, last", "row i sees the keys [i + first, i + last]"),
+    ("int64", "sink", "and those below it, but none beyond i + last"),
+)
 PREDICATE_MASK = _struct(
     "PredicateMaskParams",
     "",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rawattn._call.problem import Problem
+from rawattn._call.structure import Structure
+from rawattn._kernels import gathered
 from rawattn._kernels.features import features
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import backward as portable_backward
@@ -26,16 +28,32 @@ class Family(NamedTuple):
 
     steps: the launches of a call that it supports, from (problem, structure of the lengths, operands, target) and what the
     verb adds by name.
+
+    around: whether its launches are around those of another family. A context that keeps calls to one family means that one.
     """
 
     name: str
     features: frozenset[str]
     supports: Supports
     steps: Callable[..., Steps]
+    around: bool = False
+
+
+def _gathered(verb: str) -> Family:
+    def steps(
+        problem: Problem, structure: Structure, operands: Operands, target: Target, **more: Any
+    ) -> Steps:
+        call = gathered.gathered(problem, operands)
+        family = choose(verb, call.problem, target, call.operands)
+        inner = family.steps(call.problem, call.structure, call.operands, target, **more)
+        return call.around(inner, target)
+
+    return Family("gathered", gathered.FEATURES, gathered.supports, steps, around=True)
 
 
 FAMILIES = {
     "attention": (
+        _gathered("attention"),
         Family("sm90", sm90_forward.FEATURES, sm90_forward.supports, sm90_forward_steps.steps),
         Family(
             "portable",
@@ -45,6 +63,7 @@ FAMILIES = {
         ),
     ),
     "attention_backward": (
+        _gathered("attention_backward"),
         Family(
             "portable",
             portable_backward.FEATURES,
@@ -62,7 +81,7 @@ def choose(verb: str, problem: Problem, target: Target, operands: Operands) -> F
     wanted = features(problem).active()
     for family in families:
         # The last one does everything: where another is asked for and does not apply, it runs all the same.
-        asked = only in (None, family.name) or family is families[-1]
+        asked = only in (None, family.name) or family.around or family is families[-1]
         if (
             asked
             and wanted <= family.features

@@ -43,7 +43,8 @@ def _options(dtype: str) -> list[dict[str, Any]]:
     together: dict[str, Any] = {}
     for options in each:
         together |= options
-    return [*each, together, {"bias": _form("float32", 1, 1, 1, _ROWS)}]
+    listed = _form("bits", 1, 1, 1, _ROWS)._replace(kept=_ROWS // 4)
+    return [*each, {"mask": listed}, together, {"bias": _form("float32", 1, 1, 1, _ROWS)}]
 
 
 def score_variants(target: Target) -> list[Source]:

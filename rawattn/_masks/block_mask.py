@@ -16,9 +16,10 @@ from rawattn._masks.layout import Shape
 
 
 class MaskForm(NamedTuple):
-    """What of a `BlockMask` tells calls apart: its shape, not its bits."""
+    """What of a `BlockMask` tells calls apart: its shape, not its bits. kept: entries of each list of its kept keys, if any."""
 
     shape: Shape
+    kept: int = 0
 
 
 class BlockMask:
@@ -52,7 +53,14 @@ class BlockMask:
 
     @property
     def form(self) -> MaskForm:
-        return MaskForm(self.shape)
+        return MaskForm(self.shape, 0 if self.kept is None else self.kept.shape[-1])
+
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        """What calls are given: `words`, and where rows share their keys the lists of those, (batch * nheads * k,)."""
+        if not self.form.kept:
+            return self.words
+        return (*self.words, self.kept.reshape(-1))
 
     @property
     def bits(self) -> Any:
@@ -80,7 +88,7 @@ class BlockMask:
             return cupy.ascontiguousarray(whole).view(cupy.bool_)
 
     def beside(self, q: Any) -> tuple[Any, ...]:
-        """`words` where q lies, of q's framework if that may save time."""
+        """`arrays` where q lies, of q's framework if that may save time."""
         framework = arrays.framework_of(q)
         try:
             place = arrays.device_of(q, framework)
@@ -98,8 +106,8 @@ class BlockMask:
 
     def _moved(self, place: int) -> tuple[Any, ...]:
         if place == (HOST if self.device is None else self.device):
-            return self.words
-        words = tuple(map(host.host, self.words))
+            return self.arrays
+        words = tuple(map(host.host, self.arrays))
         if place == HOST:
             return words
         import cupy

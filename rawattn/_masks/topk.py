@@ -28,7 +28,9 @@ def topk_mask(
     where they lie. `causal` and `align` mean what they mean to `rawattn.attention`, and do not replace them there.
 
     Where seqlen_q is 1, all rows share their keys. They are then chosen among all keys, whatever `causal` says, and
-    `BlockMask.kept` lists them.
+    `BlockMask.kept` lists them. A call on a GPU gathers those keys and values, and computes attention to them alone, forward
+    and backward, with `causal` and windows too. That asks for k of at most half of the keys, for nheads of 1 or that of the
+    keys, and for a call without `seqs`, `bias`, `alibi_slopes`, `score_mod` and `dropout_p`. Others use the mask's bits.
 
     >>> import numpy as np, rawattn
     >>> rawattn.topk_mask(np.array([[1.0, 3.0, 3.0, -np.inf, 2.0]]), 2).to_bool()[0, 0, 0]

@@ -229,7 +229,8 @@ def with_arrays(
         if name == "mask" and isinstance(array, BlockMask):
             form = array.form
             names += ("mask_bits", "mask_map", "mask_keys")
-            arrays += array.words if q is None else array.beside(q)
+            names += ("mask_kept",) if form.kept else ()
+            arrays += array.arrays if q is None else array.beside(q)
             continue
         if not hasattr(array, "__dlpack__"):
             raise TypeError(f"{name}: got {shown(array)}, expected an array or None")

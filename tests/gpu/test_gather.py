@@ -1,0 +1,92 @@
+"""Calls whose rows share their keys, on a GPU: those keys gathered, against the reference and the ordinary way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import rawattn
+from rawattn import BlockMask, block_mask, reference, topk_mask
+from rawattn._kernels.selection import only
+
+cupy = pytest.importorskip("cupy")
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+ROWS, KEYS, KEPT = 333, 1100, 260
+RULES: list[dict[str, Any]] = [{}, {"causal": True}, {"window": (300, 40), "sink": 70}]
+
+
+def arrays(headdim: int = 64) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    shapes = ((2, ROWS, 4, headdim), (2, KEYS, 2, headdim), (2, KEYS, 2, headdim))
+    return [rng.standard_normal(shape).astype(BFLOAT16) for shape in shapes]
+
+
+def shared(batch: int, heads: int) -> BlockMask:
+    """Made on the GPU; the last list is not full."""
+    scores = np.random.default_rng(1).standard_normal((batch, heads, 1, KEYS), np.float32)
+    scores[-1, -1, :, KEPT // 2 :] = -np.inf
+    return topk_mask(cupy.asarray(scores), KEPT)
+
+
+@pytest.mark.parametrize("options", RULES, ids=str)
+@pytest.mark.parametrize("headdim", [64, 100, 128])
+@pytest.mark.parametrize("family", ["sm90", "portable"])
+def test_calls(family: str, headdim: int, options: dict[str, Any]) -> None:
+    q, k, v = arrays(headdim)
+    for lists in ((1, 1), (2, 2)):
+        mask = shared(*lists)
+        keep = mask.to_bool().get()
+        exact, exact_lse = reference.attention(q, k, v, mask=keep, return_lse=True, **options)
+        hidden = np.broadcast_to(~keep[:, :, 0].swapaxes(1, 2), (2, KEYS, 2))
+        given = [x.copy() for x in (k, v)]
+        given[0][hidden], given[1][hidden] = np.nan, np.inf
+        with only(family):
+            out, lse = rawattn.attention(
+                *map(cupy.asarray, (q, *given)), mask=mask, return_lse=True, **options
+            )
+        np.testing.assert_allclose(out.get().astype(np.float64), exact, atol=0.03)
+        np.testing.assert_allclose(lse.get(), exact_lse, atol=1e-2)
+
+
+@pytest.mark.parametrize("options", RULES, ids=str)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients(deterministic: bool, options: dict[str, Any]) -> None:
+    q, k, v = arrays()
+    mask = shared(2, 2)
+    keep = mask.to_bool().get()
+    out, lse = reference.attention(q, k, v, mask=keep, return_lse=True, **options)
+    dout = np.random.default_rng(2).standard_normal(out.shape).astype(BFLOAT16)
+    exact = reference.attention_backward(dout, q, k, v, out, lse, mask=keep, **options)
+    given = map(cupy.asarray, (dout, q, k, v, out.astype(BFLOAT16), lse.astype(np.float32)))
+    got = rawattn.attention_backward(*given, mask=mask, deterministic=deterministic, **options)
+    for name in ("dq", "dk", "dv"):
+        wanted = getattr(exact, name)
+        ours = getattr(got, name).get().astype(np.float64)
+        assert np.linalg.norm(ours - wanted) <= 0.02 * np.linalg.norm(wanted), name
+        assert not ours[wanted == 0].any(), name
+
+
+def test_plans_and_the_ordinary_way() -> None:
+    given = [cupy.asarray(x) for x in arrays()]
+    mask = shared(1, 2)
+    plan = rawattn.plan(rawattn.attention, *given, mask=mask, causal=True)
+    once = rawattn.attention(*given, mask=mask, causal=True).get()
+    for _ in range(2):
+        np.testing.assert_array_equal(plan(*given).get(), once)
+    plain = rawattn.attention(*given, mask=block_mask(mask.to_bool()), causal=True).get()
+    np.testing.assert_allclose(once.astype(np.float32), plain.astype(np.float32), atol=0.03)
+
+
+def test_lists_of_the_host_and_of_torch() -> None:
+    torch = pytest.importorskip("torch")
+    q, k, v = (x.astype(np.float16) for x in arrays())
+    mask = topk_mask(np.random.default_rng(1).standard_normal((1, 2, 1, KEYS)), KEPT)
+    once = rawattn.attention(*map(cupy.asarray, (q, k, v)), mask=mask)
+    tensors = [torch.from_dlpack(cupy.asarray(x)) for x in (q, k, v)]
+    ours = rawattn.attention(*tensors, mask=mask)
+    np.testing.assert_array_equal(ours.cpu().numpy(), once.get())
+    np.testing.assert_array_equal(rawattn.attention(q, k, v, mask=mask), once.get())

@@ -1,0 +1,227 @@
+"""Calls whose rows share their keys, on the CPU machine: those keys gathered, against the reference and the ordinary way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import rawattn
+from rawattn import BlockMask, reference
+from rawattn._call.gradients import Gradients
+from tests.shim.device import Device
+from tests.shim.launch import Machine
+from tests.shim.shim import Builder
+from tests.shim.whole import run_backward, run_forward, small_tiles, verify_backward, verify_forward
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+MakeDevice = Callable[..., Device]
+ROWS, KEYS, KEPT = 70, 210, 50
+GATHER, SCATTER = "rawattn_gather_keys", "rawattn_scatter_keys"
+
+
+@pytest.fixture
+def machine(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> MakeDevice:
+    def make(wave: int = 32, arch: str = "sm_80") -> Device:
+        device = Device(Machine(builder, wave), arch)
+        device.install(monkeypatch)
+        return device
+
+    return make
+
+
+def arrays(
+    dtype: Any = BFLOAT16, rows: int = ROWS, keys: int = KEYS, headdims: tuple[int, int] = (16, 24)
+) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    shapes = ((2, rows, 4, headdims[0]), (2, keys, 2, headdims[0]), (2, keys, 2, headdims[1]))
+    return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+
+
+def shared(batch: int = 2, heads: int = 2, keys: int = KEYS, k: int = KEPT) -> BlockMask:
+    """Lists of which the last one is not full."""
+    scores = np.random.default_rng(1).standard_normal((batch, heads, 1, keys), np.float32)
+    scores[-1, -1, :, k // 2 :] = -np.inf
+    return rawattn.topk_mask(scores, k)
+
+
+RULES: dict[str, dict[str, Any]] = {
+    "all": {},
+    "causal": {"causal": True},
+    "causal-top-left": {"causal": True, "align": "top-left"},
+    "window": {"window": (40, 9), "sink": 30},
+    "left": {"window": (60, None), "align": "top-left"},
+    "negative-scale": {"scale": -0.3, "softcap": 1.5},
+    "sinks": {"sink_logits": np.array([1, -np.inf, 0.5, -3], np.float32), "causal": True},
+}
+
+
+@pytest.mark.parametrize("lists", [(1, 1), (1, 2), (2, 1), (2, 2)], ids=str)
+def test_every_way_to_share_lists(machine: MakeDevice, lists: tuple[int, int]) -> None:
+    device = machine()
+    with small_tiles():
+        verify_forward(device, "portable", *arrays(), mask=shared(*lists))
+    assert device.launched == [
+        GATHER, GATHER, "rawattn_mask_of_kept", "rawattn_mask_tiles", "rawattn_forward"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+@pytest.mark.parametrize("wave", [32, 64])
+@pytest.mark.parametrize("rule", RULES)
+def test_with_other_rules(machine: MakeDevice, rule: str, wave: int, dtype: Any) -> None:
+    device = machine(wave)
+    with small_tiles():
+        verify_forward(device, "portable", *arrays(dtype), mask=shared(), **RULES[rule])
+    assert device.launched[:2] == [GATHER, GATHER]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_hopper(machine: MakeDevice, rule: str) -> None:
+    device = machine(arch="sm_90a")
+    given = arrays(rows=200, keys=400, headdims=(64, 64))
+    verify_forward(device, "sm90", *given, mask=shared(1, 2, 400, 150), **RULES[rule])
+    assert device.launched[0] == GATHER
+    assert device.launched[-1] == "rawattn_sm90_forward"
+
+
+@pytest.mark.parametrize("headdims", [(7, 1), (34, 36)], ids=str)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_rows_of_any_place(machine: MakeDevice, arch: str, headdims: tuple[int, int]) -> None:
+    """Of arrays whose heads come before their rows, in narrow accesses."""
+    q, k, v = arrays(headdims=headdims)
+    k = np.ascontiguousarray(k.swapaxes(1, 2)).swapaxes(1, 2)
+    v = np.concatenate([v, v[..., :1]], axis=-1)[..., :-1]
+    device = machine(arch=arch)
+    with small_tiles():
+        verify_forward(device, "sm90", q, k, v, mask=shared(), causal=True)
+    assert device.launched[0] == GATHER
+
+
+@pytest.mark.parametrize("k", [1, 16, 17])
+def test_few_kept_keys(machine: MakeDevice, k: int) -> None:
+    device = machine()
+    with small_tiles():
+        for rule in ({}, {"causal": True}):
+            verify_forward(device, "portable", *arrays(), mask=shared(k=k), **rule)
+    assert device.launched.count(GATHER) == 4
+
+
+@pytest.mark.parametrize("family", ["portable", "sm90"])
+def test_keys_that_are_not_kept_may_hold_anything(machine: MakeDevice, family: str) -> None:
+    q, k, v = arrays()
+    mask = shared()
+    exact, exact_lse = reference.attention(q, k, v, mask=mask, causal=True, return_lse=True)
+    hidden = ~mask.to_bool()[:, :, 0].swapaxes(1, 2)
+    k[hidden], v[hidden] = np.nan, np.inf
+    device = machine(arch="sm_90a" if family == "sm90" else "sm_80")
+    with small_tiles():
+        out, lse = run_forward(device, family, q, k, v, mask=mask, causal=True)
+    np.testing.assert_allclose(out.astype(np.float64), exact, atol=0.02)
+    np.testing.assert_allclose(lse, exact_lse, atol=1e-3)
+
+
+def test_nothing_is_kept(machine: MakeDevice) -> None:
+    mask = rawattn.topk_mask(np.full((1, 1, 1, KEYS), -np.inf), KEPT)
+    device = machine()
+    with small_tiles():
+        out, lse = run_forward(device, "portable", *arrays(), mask=mask)
+    assert device.launched[0] == GATHER
+    assert not out.any() and np.all(lse == -np.inf)
+
+
+@pytest.mark.parametrize("entry", [-2, KEYS, 2**31 - 1, -(2**31)])
+def test_an_entry_that_is_no_key_counts_for_nothing(machine: MakeDevice, entry: int) -> None:
+    """As a plan may be given: the machine faults where anything else is touched."""
+    mask, device = shared(), machine()
+    q, k, v = arrays()
+    exact = reference.attention(q, k, v, mask=mask)
+    filled = mask.kept == -1
+    mask.kept[filled] = entry
+    with small_tiles():
+        out, lse = run_forward(device, "portable", q, k, v, mask=mask)
+        np.testing.assert_allclose(out.astype(np.float64), exact, atol=0.02)
+        got = run_backward(device, "portable", out, q, k, v, out, lse, mask=mask)
+    assert SCATTER in device.launched
+    assert np.isfinite(got.dk.astype(np.float32)).all()
+
+
+NOT_GATHERED: dict[str, dict[str, Any]] = {
+    "bias": {"bias": np.random.default_rng(9).standard_normal((1, 1, ROWS, KEYS), np.float32)},
+    "alibi": {"alibi_slopes": np.array([0.5, 0.25, 0.1, 0.05], np.float32)},
+    "score_mod": {"score_mod": rawattn.ScoreMod("score + 0.01 * kv_idx")},
+    "dropout": {"dropout_p": 0.3, "seed": 5},
+    "lengths": {"seqs": rawattn.SeqLayout(seqlen_q=[70, 30], seqlen_k=[99, 210])},
+}
+
+
+@pytest.mark.parametrize("option", NOT_GATHERED)
+def test_what_needs_the_places_of_keys_is_not_gathered(machine: MakeDevice, option: str) -> None:
+    device = machine()
+    with small_tiles():
+        verify_forward(device, "portable", *arrays(), mask=shared(), **NOT_GATHERED[option])
+    assert GATHER not in device.launched
+
+
+@pytest.mark.parametrize("mask", [shared(1, 4), shared(k=KEYS // 2 + 1)], ids=["heads", "most"])
+def test_masks_that_are_not_gathered(machine: MakeDevice, mask: BlockMask) -> None:
+    device = machine()
+    with small_tiles():
+        verify_forward(device, "portable", *arrays(), mask=mask)
+    assert GATHER not in device.launched
+
+
+def test_one_key_for_all_is_no_list(machine: MakeDevice) -> None:
+    device = machine()
+    with small_tiles():
+        verify_forward(
+            device, "portable", *arrays(), mask=rawattn.topk_mask(np.ones((1, 1, 1, 1)), 1)
+        )
+    assert GATHER not in device.launched
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("lists", [(1, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize("rule", RULES)
+def test_gradients(
+    machine: MakeDevice, rule: str, lists: tuple[int, int], deterministic: bool
+) -> None:
+    n = list(RULES).index(rule)
+    device = machine((32, 64)[n % 2])
+    given = arrays((np.float16, BFLOAT16, np.float32)[n % 3])
+    with small_tiles():
+        verify_backward(
+            device, "portable", *given, mask=shared(*lists), deterministic=deterministic, **RULES[rule]
+        )  # fmt: skip
+    assert device.launched[:2] == [GATHER, GATHER]
+    assert device.launched[-2:] == [SCATTER, SCATTER]
+
+
+def test_gradients_of_the_callers_own(machine: MakeDevice) -> None:
+    """Of other strides, and every row of them is written."""
+    given = arrays(headdims=(7, 9))
+    dq, dk, dv = (np.zeros(x.swapaxes(1, 2).shape, x.dtype).swapaxes(1, 2) for x in given)
+    with small_tiles():
+        verify_backward(
+            machine(), "portable", *given, mask=shared(), causal=True, into=Gradients(dq, dk, dv)
+        )
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}], ids=str)
+def test_it_equals_the_ordinary_way(machine: MakeDevice, options: dict[str, Any]) -> None:
+    """float32, whose sums differ in their order alone."""
+    given, mask = arrays(np.float32), shared()
+    plain = rawattn.block_mask(mask.to_bool())
+    found = []
+    for each in (mask, plain):
+        device = machine()
+        with small_tiles():
+            out, lse = run_forward(device, "portable", *given, mask=each, **options)
+            grads = run_backward(device, "portable", out, *given, out, lse, mask=each, **options)
+        assert (GATHER in device.launched) == (each is mask)
+        found.append((out, lse, grads.dq, grads.dk, grads.dv))
+    for ours, theirs in zip(*found, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
