@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from rawattn._call.problem import Problem
 from rawattn._compile.compiler import Source
@@ -20,7 +20,7 @@ from rawattn._kernels.target import Target
 ENTRY = "rawattn_sm90_forward"
 TILES = "sm90_forward"  # the file of its tile tables
 ARCH = "sm_90a"
-FEATURES = features.names()
+FEATURES = features.names() - {"paged"}
 MAX_ROWS = 2**29  # of an array: row bounds of tensor maps are twice as far
 
 # K and V of this much are scheduled together. A fraction of the L2 cache: what is read from DRAM costs power, and power is
@@ -53,6 +53,8 @@ _REGISTERS, _REGISTER_STEP = 65536, 8
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config(Features):
     """Everything the compiler is told: the named constants of namespace `config` in the kernel."""
+
+    LEAVES_OUT: ClassVar[frozenset[str]] = frozenset({"paged"})
 
     element: str
     headdim: int
