@@ -45,25 +45,41 @@ DEVICE auto rows_of_keys(const void* array, const Strides& strides, const Pages&
   }
 }
 
-// The rows of a key tile that are real, and that a query row of a tile may see by the rule of visible keys: the others
-// may be in pages that are the sequence's no more, and whatever these hold reaches nobody.
+// The rows of a key tile, from the key `first` on, that are real and within these limits.
 template <class Real>
 struct RowsInReach {
+  int first, left, right, sink;
   Real real;
-  int first_key, left, right, sink;
 
   DEVICE bool operator()(int row) const {
-    const int key = first_key + row;
+    const int key = first + row;
     return is_real(real, row) && key <= right && (key >= left || key < sink);
   }
 };
 
-// Of `real` rows from `first_key` on, for query rows [first, last].
-template <bool kPaged, class Visible, class Real>
-DEVICE auto rows_in_reach(const Visible& visible, int first, int last, int first_key, const Real& real) {
-  if constexpr (kPaged && (Visible::kLimitedLeft || Visible::kLimitedRight)) {
-    return RowsInReach<Real>{real, first_key, visible.row(first).left, visible.row(last).right, visible.sink};
-  } else {
+// Which keys some query row of a tile may see by the rule of visible keys. The others may be in pages that are the
+// sequence's no more, and whatever these hold reaches nobody.
+template <bool kLimited>
+struct Reach {
+  template <class Visible>
+  DEVICE Reach(const Visible&, int, int) {}
+  template <class Real>
+  DEVICE Real rows(int, const Real& real) const {
     return real;
   }
-}
+};
+template <>
+struct Reach<true> {
+  int left, right, sink;
+
+  // Of query rows [first, last].
+  template <class Visible>
+  DEVICE Reach(const Visible& visible, int first, int last)
+      : left(visible.row(first).left), right(visible.row(last).right), sink(visible.sink) {}
+
+  // Of the rows from `first_key` on those that are `real` and within reach.
+  template <class Real>
+  DEVICE RowsInReach<Real> rows(int first_key, const Real& real) const {
+    return {first_key, left, right, sink, real};
+  }
+};

@@ -103,18 +103,19 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
   const auto q = rows_of<const Element>(p.q, p.q_strides, work.sequence, work.q, work.head, first);
   const auto k = rows_of_keys<kPaged, const Element>(p.k, p.k_strides, p.pages, work.sequence, work.k, kv_head);
   const auto v = rows_of_keys<kPaged, const Element>(p.v, p.v_strides, p.pages, work.sequence, work.k, kv_head);
+  const Reach<kPaged && (kLeft || kRight)> reach(visible, first, first + rows - 1);
 
   const auto load_keys = [&](int n) {
     const int row = key_tiles.first_key(n);
-    const auto real = rows_in_reach<kPaged>(visible, first, first + rows - 1, row, work.k.length - row);
-    CopyK::load(elements + kKeysAt + n % kStages * kTileK * kPitchQk, k.from(row), real, thread);
+    Element* const tile = elements + kKeysAt + n % kStages * kTileK * kPitchQk;
+    CopyK::load(tile, k.from(row), reach.rows(row, work.k.length - row), thread);
   };
   const auto load_values = [&](int n) {
     const int row = key_tiles.first_key(n);
-    const auto seen = rows_to_copy<kBlockMask>(p.block_mask, work.sequence, work.head, 1, row, work.k.length - row,
+    const auto real = rows_to_copy<kBlockMask>(p.block_mask, work.sequence, work.head, 1, row, work.k.length - row,
                                                is_partial<kBlockMask>(key_tiles, n));
-    const auto real = rows_in_reach<kPaged>(visible, first, first + rows - 1, row, seen);
-    CopyV::load(elements + kValuesAt + n % kStages * kTileK * kPitchV, v.from(row), real, thread);
+    Element* const tile = elements + kValuesAt + n % kStages * kTileK * kPitchV;
+    CopyV::load(tile, v.from(row), reach.rows(row, real), thread);
   };
   // Afterwards everything asked for has landed for all threads, and all are done with what they read before.
   const auto wait_copies_and_sync = [] {
