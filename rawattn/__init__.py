@@ -10,6 +10,7 @@ from rawattn._masks.topk import topk_mask
 from rawattn._scores.score_mod import ScoreMod
 from rawattn._verbs.attention import attention
 from rawattn._verbs.backward import attention_backward, attention_vjp
+from rawattn._verbs.combine import combine
 from rawattn._verbs.paged import paged_attention
 from rawattn._verbs.plan import Plan, plan
 
@@ -26,6 +27,7 @@ __all__ = [
     "attention_backward",
     "attention_vjp",
     "block_mask",
+    "combine",
     "paged_attention",
     "plan",
     "reference",

@@ -317,8 +317,9 @@ def register_transformers(name: str = "rawattn") -> None:
     -----
     Without a mask in memory: causal, full and sliding-window attention, padding on either side, packed sequences by
     `position_ids`, prefill and decoding with a dynamic or static cache. Of queries that are padding the results mean
-    nothing. Everything else (padding between tokens, chunked attention, masks of numbers) is a NotImplementedError, as
-    are the options that `attention` does not have: attention dropout, soft caps, biases, the sinks of gpt-oss.
+    nothing. Everything else comes as a mask or as numbers to add: padding between tokens, chunked attention, masks of four
+    axes, position biases. Soft caps, learned sinks and attention dropout are taken too. `output_attentions` is a
+    ValueError, and a paged cache of continuous batching a NotImplementedError.
     Under autocast q, k and v are converted as for torch's own attention. Where the padding is, is read back once a
     forward pass, which waits for the GPU; torch.compile breaks its graph there.
 

@@ -7,8 +7,9 @@ CI then checks that it is a record of the source at hand, and that nothing faile
     python -m tests.gpu_report --check
     python -m tests.gpu_report --pending "why there is no run yet"    # CI passes, loudly
 
-A run is recorded when it is full: `pytest --exhaustive`, all of `tests/`, nothing selected, left out
-or stopped. The file:
+A run is recorded when it is full: `pytest --exhaustive -m gpu`, or without the marker, all of `tests/`,
+nothing else selected, left out or stopped. What is not marked `gpu` needs no GPU: CI and `.ci/nightly` run it.
+The file:
 
     date, source               when it began; `source_hash()` at that moment
     device, driver, versions   what it ran on: driver, CUDA runtime and NVRTC, Python and packages
@@ -50,6 +51,8 @@ UNCOVERED = (
 )
 COMPILED = {".pyc", ".pyo", ".so", ".o", ".pyd"}
 PACKAGES = ("numpy", "ml_dtypes", "cupy-cuda13x", "cupy-cuda12x", "torch", "jax")
+# Of tests that need a GPU: a run of them all is full.
+MARKER = "gpu"
 # Options that run less than everything.
 SELECTING = ("keyword", "markexpr", "deselect", "ignore", "ignore_glob", "lf", "stepwise")
 # The worst thing that happened to a test in any of its phases is its outcome.
@@ -135,7 +138,8 @@ class GpuReport:
         named = {(directory / argument.split("::")[0]).resolve() for argument in config.args}
         if not named & {config.rootpath, config.rootpath / "tests"}:
             return "only a part of tests/ was named"
-        if used := [name for name in SELECTING if config.getoption(name, None)]:
+        wanted = [name for name in SELECTING if name != "markexpr" or config.option.markexpr != MARKER]
+        if used := [name for name in wanted if config.getoption(name, None)]:
             return f"tests were selected ({', '.join(used)})"
         if not config.getoption(exhaustive.OPTION):
             return f"the exhaustive cases were left out ({exhaustive.OPTION} runs them)"

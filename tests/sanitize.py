@@ -30,7 +30,9 @@ from tests import gpu_report, gradients
 from tests.cases import Case, dense, padded, ragged, repacked
 from tests.frameworks import TightCuPy
 from tests.gpu.test_api import BAD_INTEGERS, check_bad_integers
+from tests.gpu.test_combine import test_cupy as check_combine
 from tests.landed import has_an_order
+from tests.partials import FORMS, Form
 from tests.score_arrays import Pairs
 from tests.score_cases import EACH
 from tests.tiles import (
@@ -196,10 +198,12 @@ def run_calls(part: int, parts: int) -> int:
     # From a pool, an access outside an array would land in memory that is allocated all the same.
     cupy.cuda.set_allocator(None)
     junk = [bad for bad in BAD_INTEGERS if bad.dtype == "int64" and bad.what == "everything"]
-    mine = [*matrix(), *junk][part::parts]
+    mine = [*matrix(), *FORMS, *junk][part::parts]
     for call in mine:
         if isinstance(call, Step):
             call.run()
+        elif isinstance(call, Form):
+            check_combine(call)
         else:
             check_bad_integers(call, TightCuPy())
     return len(mine)

@@ -111,3 +111,44 @@ def test_gradients_of_like_calls() -> None:
     dout = out.astype(np.float16)
     with pytest.raises(TypeError, match=r"^dout: got dtype float16"):
         rawattn.attention_backward(dout, q, k, v, out, lse, bias=bias, backend="cpu")
+
+
+def test_numpys_own_arrays_are_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left to `import_array` are arrays that it changes or refuses."""
+    imported: list[str] = []
+    importing = dispatch.arrays.import_array
+
+    def counting(name: str, array: Any, **keywords: Any) -> Any:
+        imported.append(name)
+        return importing(name, array, **keywords)
+
+    monkeypatch.setattr(dispatch.arrays, "import_array", counting)
+    q, k, v = arrays(2, 5, 2, 8)
+    out, bias = np.empty_like(q), np.zeros((5, 5), np.float32)
+    first = call(q, k, v, bias=bias)
+    assert call(q, k, v, bias=bias, out=out) is out and not imported
+    np.testing.assert_array_equal(out, first)
+    rawattn.attention_backward(out, q, k, v, out, first[..., 0].swapaxes(1, 2), backend="cpu")
+    assert not imported
+
+    class Own(np.ndarray):
+        pass
+
+    frozen, swapped = np.empty_like(q), q.astype(q.dtype.newbyteorder())
+    frozen.flags.writeable = False
+    np.testing.assert_array_equal(call(q, k, frozen * 0 + v), call(q, k, v))
+    assert not imported
+    assert type(call(q.view(Own), k, v)) is not Own and imported
+    for arguments, options, error, message in (
+        ((q, swapped, v), {}, TypeError, "^k: got dtype >f4|^k: got dtype <f4"),
+        ((q, k, np.ma.masked_array(v)), {}, TypeError, "^v: got a masked array"),
+        ((q, None, v), {}, TypeError, "^k: got NoneType"),
+        ((q, k, v), {"out": frozen}, ValueError, "^out: got a read-only array"),
+        ((q, k, v), {"out": np.empty_like(swapped)}, TypeError, "^out: got dtype"),
+        ((q, k, v), {"out": out.tolist()}, TypeError, "^out: got list"),
+        ((q, k, v), {"bias": bias.astype(swapped.dtype)}, TypeError, "^bias: got dtype"),
+    ):
+        with pytest.raises(error, match=message):
+            call(*arguments, **options)
+    with pytest.raises(ValueError, match=r"^backend: got 'gpu'"):
+        rawattn.attention(q, k, v, backend="gpu")

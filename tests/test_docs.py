@@ -26,6 +26,7 @@ IN_ORDER = (
     "docs/guides/torch.md",
     "docs/guides/jax.md",
     "docs/guides/lengths.md",
+    "docs/guides/scores.md",
     "docs/guides/limits.md",
     "docs/coming-from.md",
     "docs/how-fast.md",
@@ -101,7 +102,18 @@ def test_the_front_shows_every_library(page: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["rawattn._verbs.attention", "rawattn._call.layout", "rawattn.reference"]
+    "name",
+    [
+        "rawattn._verbs.attention",
+        "rawattn._verbs.combine",
+        "rawattn._call.layout",
+        "rawattn._masks.build",
+        "rawattn._masks.show",
+        "rawattn._masks.topk",
+        "rawattn._scores.score_mod",
+        "rawattn.reference",
+        "rawattn.reference._combine",
+    ],
 )
 def test_docstrings(name: str) -> None:
     results = doctest.testmod(importlib.import_module(name), verbose=False)

@@ -119,6 +119,14 @@ def test_naming_all_of_it_is_full(project: pytest.Pytester, argument: str) -> No
     assert written(project)["total"]["passed"] == 2
 
 
+def test_all_that_needs_a_gpu_is_full(project: pytest.Pytester) -> None:
+    project.path.joinpath("tests/test_gpu.py").write_text(
+        "import pytest\n\n@pytest.mark.gpu\ndef test_it():\n    pass\n", "utf-8"
+    )
+    project.runpytest_inprocess(FULL, "-m", "gpu")
+    assert written(project)["total"] == {"passed": 1, "failed": 0, "skipped": 0}
+
+
 def test_interrupted_run_is_not(project: pytest.Pytester) -> None:
     project.path.joinpath("tests/test_zz.py").write_text("raise KeyboardInterrupt\n", "utf-8")
     project.runpytest_subprocess("-p", "no:cacheprovider", FULL)

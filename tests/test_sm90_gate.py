@@ -1,23 +1,84 @@
-"""Every Hopper variant the chooser can pick compiles into the schedule its source describes. Needs no GPU."""
+"""Every Hopper variant of the tile tables compiles into the schedule its source describes. Needs no GPU."""
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from bench.tuning import gate
+from rawattn._call.problem import Problem
+from rawattn._call.scores import ArrayForm
 from rawattn._compile import compiler
+from rawattn._kernels import tile_tables
+from rawattn._kernels.operands import Operands
+from rawattn._kernels.selection import using_tiles
 from rawattn._kernels.sm90 import forward as sm90_forward
+from rawattn._kernels.target import without_device
+from rawattn._kernels.tile_tables import Row
 from rawattn._kernels.variants import common_variants
 from tests import exhaustive
 
-VARIANTS = [
-    source
-    for source in common_variants(sm90_forward.ARCH, every=True)
-    if source.entry == sm90_forward.ENTRY
-]
+
+def usual_variants() -> Iterator[compiler.Source]:
+    """But for all options at once, which no table is for: what they keep in registers is more than there are."""
+    every = common_variants(sm90_forward.ARCH, every=True)
+    own = (source for source in every if source.entry == sm90_forward.ENTRY)
+    return (
+        source for source in own if not ("dropout" in source.summary and "bias" in source.summary)
+    )
+
+
+def variants_of_scores() -> Iterator[compiler.Source]:
+    """Of the tables for what joins scores, and for few tiles: each row in what it is chosen for."""
+    limited = {"window_left": 50, "ragged": True, "group": True}
+    slopes = {"alibi_slopes": ArrayForm("float32", (2,), (2,))}
+    uses: dict[str, tuple[dict[str, Any], ...]] = {
+        "bias": (bias_of(128), {**bias_of(128), **limited}, bias_of(1)),
+        "held": ({"dropout_p": 0.1}, {"dropout_p": 0.1, **limited}),
+        "alibi": (slopes, {**slopes, "ragged": True, "group": True}),
+        "few": ({}, bias_of(128), {**bias_of(128), **limited}),
+    }
+    for table, calls in uses.items():
+        for row, call in itertools.product(tile_tables.table(sm90_forward.TILES, table), calls):
+            yield variant(row, call)
+
+
+def bias_of(rows: int) -> dict[str, Any]:
+    shape = (1, 2, rows, 128)
+    return {"bias": ArrayForm("bfloat16", shape, shape)}
+
+
+def variant(row: Row, call: dict[str, Any]) -> compiler.Source:
+    problem = Problem(**{**CALL, "headdim": row.headdim, "headdim_v": row.headdim, **call})
+    operands = Operands()
+    if problem.bias is not None:
+        plane = 2 * 128 * problem.bias.shape[2]
+        operands = Operands(of_options={"bias": (2 * plane, plane, 256, 2)}, places={"bias": 0})
+    elif problem.alibi_slopes is not None:
+        operands = Operands(of_options={"alibi_slopes": (4,)})
+    with ExitStack() as stack:
+        for table in tile_tables.SCHEMAS[sm90_forward.TILES].tables:
+            stack.enter_context(
+                using_tiles(sm90_forward.TILES, table, (replace(row, headdim=256),))
+            )
+        target = without_device(sm90_forward.ARCH)
+        config = sm90_forward.choose(problem, target, operands)
+    assert (problem.bias is not None) == (config.bias_stages > 0)
+    return config.source()
+
+
+CALL: dict[str, Any] = {
+    **{"dtype": "bfloat16", "batch": 1, "nheads_q": 2, "nheads_kv": 2, "group": False},
+    **{"rows_q": 128, "rows_k": 128, "max_seqlen_q": 128, "max_seqlen_k": 128, "ragged": False},
+    **{"window_left": None, "window_right": 0, "sink": 0, "top_left": False, "scale": 1.0},
+}
+VARIANTS = list(dict.fromkeys((*usual_variants(), *variants_of_scores())))
 
 
 def traits(source: compiler.Source) -> Iterable[Hashable]:

@@ -549,11 +549,11 @@ def test_examples() -> None:
     assert results.failed == 0
 
 
-@pytest.mark.parametrize("n", range(4))
+@pytest.mark.parametrize("n", range(5))
 def test_documentation(n: int) -> None:
     """Each block after those before it."""
     blocks = torch_calls.documentation()
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     if "transformers" in blocks[n]:
         pytest.importorskip("transformers")
     names: dict[str, Any] = {}

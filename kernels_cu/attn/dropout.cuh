@@ -194,6 +194,16 @@ struct RandomTile {
     this->first_row = first_row;
     this->first_key = first_key;
   }
+  // Of all words, whose bits are uniform: so are those of their exclusive or.
+  DEVICE unsigned together() const {
+    unsigned x = 0;
+    UNROLL for (int part = 0; part < kBlocks / kAtOnce; part++) {
+      UNROLL for (int n = 0; n < kAtOnce; n++) {
+        UNROLL for (int i = 0; i < 4; i++) x ^= words[part][n].x[i];
+      }
+    }
+    return x;
+  }
   DEVICE bool keeps(const DropoutRule& rule, int m, int n, int e, int lane) const {
     if constexpr (kByBlock) {
       const int block = m * kKeyBlocks + n;

@@ -25,8 +25,8 @@ struct LateOnlineSoftmax : SoftmaxRows<C, kRowBlocks> {
   // Running maxima move where the tile's scores have outgrown them. Returns whether one of the wave's did: then the
   // output accumulated so far must be rescaled before it meets this tile.
   template <int kKeyBlocks, class Added>
-  DEVICE bool update_row_max(const C (&s)[kRowBlocks][kKeyBlocks], const Added&) {
-    static_assert(kKeyBlocks > 0 && !ScoreRule::kAdds, "what is added to scores must be there before they are compared");
+  DEVICE bool update_row_max(const C (&s)[kRowBlocks][kKeyBlocks], const Added& added) {
+    static_assert(kKeyBlocks > 0 && (!ScoreRule::kAdds || kSloped), "what is added has a bound by rows");
     bool outgrown = false;
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
       int largest[C::kSlots] = {};
@@ -36,22 +36,28 @@ struct LateOnlineSoftmax : SoftmaxRows<C, kRowBlocks> {
           largest[C::slot(e)] = bits > largest[C::slot(e)] ? bits : largest[C::slot(e)];
         }
       }
-      UNROLL for (int slot = 0; slot < C::kSlots; slot++) outgrown = outgrown || largest[slot] > limit[m][slot];
+      UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
+        if constexpr (kSloped) limit[m][slot] = limit_of(running_max[m][slot] - bound(added, m, slot));
+        outgrown = outgrown || largest[slot] > limit[m][slot];
+      }
     }
     const bool moved = target::wave_any(outgrown);
-    if (moved) move_running_max(s);
+    if (moved) move_running_max(s, added);
     return moved;
   }
 
-  // Scores become probabilities.
-  template <int kKeyBlocks>
-  DEVICE void exponentiate(C (&s)[kRowBlocks][kKeyBlocks]) {
+  // Scores, and what is added to them, become probabilities.
+  template <int kKeyBlocks, class Added>
+  DEVICE void exponentiate(C (&s)[kRowBlocks][kKeyBlocks], const Added& added) {
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
-      float shift[C::kSlots];
-      UNROLL for (int slot = 0; slot < C::kSlots; slot++) shift[slot] = Rows::shift(m, slot);
+      float start[C::kSlots];
+      UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
+        start[slot] = added.template start<Log2>(m, slot, -Rows::shift(m, slot));
+      }
       UNROLL for (int n = 0; n < kKeyBlocks; n++) {
         UNROLL for (int e = 0; e < C::kElements; e++) {
-          s[m][n].x[e] = target::exp2(fmaf(s[m][n].x[e], scale_log2, -shift[C::slot(e)]));
+          const float addend = added.template addend<Log2>(m, n, e, start[C::slot(e)]);
+          s[m][n].x[e] = target::exp2(fmaf(s[m][n].x[e], scale_log2, addend));
           sum[m][C::slot(e)] += s[m][n].x[e];
         }
       }
@@ -59,18 +65,44 @@ struct LateOnlineSoftmax : SoftmaxRows<C, kRowBlocks> {
   }
 
  private:
-  template <int kKeyBlocks>
-  DEVICE void move_running_max(const C (&s)[kRowBlocks][kKeyBlocks]) {
+  // Of ALiBi on one side of the diagonal a row's keys have a largest addend, so that scores need not have theirs before
+  // they are compared: the limit follows from it anew for every tile.
+  static constexpr bool kSloped = config::kAlibi && config::kOneSided && config::kBias == 0;
+
+  template <class Added>
+  DEVICE static float bound(const Added& added, int m, int slot) {
+    return added.template largest<Log2>(added.template start<Log2>(m, slot, 0.0f));
+  }
+  // Of scores, by what their exponents may reach.
+  DEVICE int limit_of(float exponent) const {
+    const float largest = (exponent + kSlack) * target::reciprocal(scale_log2);
+    return largest >= 0.0f ? static_cast<int>(target::bits_of(largest)) : kBelowAll;
+  }
+  // The largest exponent of a tile's row, relative to nothing.
+  template <int kKeyBlocks, class Added>
+  DEVICE float row_maximum(const C (&s)[kRowBlocks][kKeyBlocks], const Added& added, int m, int slot) const {
+    if constexpr (!kSloped) return Rows::row_maximum(s, m, slot) * scale_log2;
+    const float start = added.template start<Log2>(m, slot, 0.0f);
+    float maximum = -target::infinity();
+    UNROLL for (int n = 0; n < kKeyBlocks; n++) {
+      UNROLL for (int e = 0; e < C::kElements; e++) {
+        const float exponent = fmaf(s[m][n].x[e], scale_log2, added.template addend<Log2>(m, n, e, start));
+        if (C::slot(e) == slot) maximum = fmaxf(maximum, exponent);
+      }
+    }
+    return C::row_max(maximum);
+  }
+  template <int kKeyBlocks, class Added>
+  DEVICE void move_running_max(const C (&s)[kRowBlocks][kKeyBlocks], const Added& added) {
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
       UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
         const float before = running_max[m][slot];
-        const float now = fmaxf(before, Rows::row_maximum(s, m, slot) * scale_log2);
+        const float now = fmaxf(before, row_maximum(s, added, m, slot));
         // Nothing was accumulated before the first maximum.
         factor[m][slot] = before == -target::infinity() ? 1.0f : target::exp2(before - now);
         running_max[m][slot] = now;
         sum[m][slot] *= factor[m][slot];
-        const float largest = (now + kSlack) * target::reciprocal(scale_log2);
-        limit[m][slot] = largest >= 0.0f ? static_cast<int>(target::bits_of(largest)) : kBelowAll;
+        if constexpr (!kSloped) limit[m][slot] = limit_of(now);
       }
     }
   }

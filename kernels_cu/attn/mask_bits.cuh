@@ -10,23 +10,38 @@
 #include "tile/copy.cuh"
 
 // kWords half-words next to each other, read by the widest accesses that their place allows: a tile's first half-word
-// is a multiple of kWords.
+// is a multiple of kWords. Two are kept in a register: half-words of their own would be kept in memory.
 template <int kWords>
 struct HalfWords {
   static constexpr int kBytes = (2 * kWords & -(2 * kWords)) < 16 ? (2 * kWords & -(2 * kWords)) : 16;
   static constexpr int kChunk = kBytes / 2;
 
-  union {
-    Chunk<kBytes> chunks[kWords / kChunk];
-    unsigned short words[kWords];
-  };
+  unsigned pairs[(kWords + 1) / 2];
 
   // row: of the mask, `count` half-words, a multiple of 8.
   DEVICE void load(const unsigned short* row, int first, int count) {
-    UNROLL for (int n = 0; n < kWords / kChunk; n++) {
-      const int at = first + n * kChunk;
-      chunks[n] = *reinterpret_cast<const Chunk<kBytes>*>(row + (at + kChunk <= count ? at : count - kChunk));
+    UNROLL for (int n = 0; n < kWords; n += kChunk) {
+      const int at = first + n;
+      const auto chunk = *reinterpret_cast<const Chunk<kBytes>*>(row + (at + kChunk <= count ? at : count - kChunk));
+      unsigned* const to = pairs + n / 2;
+      if constexpr (kBytes == 2) {
+        to[0] = n % 2 ? to[0] & 0xffffu | unsigned(chunk.x) << 16 : chunk.x | 0xffff0000u;
+      } else {
+        to[0] = chunk.x;
+        if constexpr (kBytes >= 8) to[1] = chunk.y;
+        if constexpr (kBytes == 16) {
+          to[2] = chunk.z;
+          to[3] = chunk.w;
+        }
+      }
     }
+  }
+  // The half-word n in the low 16 bits.
+  DEVICE unsigned word(int n) const { return n % 2 ? pairs[n / 2] >> 16 : pairs[n / 2]; }
+  DEVICE bool all() const {
+    unsigned common = ~0u;
+    UNROLL for (int n = 0; n < (kWords + 1) / 2; n++) common &= pairs[n];
+    return common == ~0u;
   }
 };
 
@@ -84,7 +99,7 @@ struct SeenKeys<true, C, kRowBlocks, kKeyBlocks> {
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
       UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
         UNROLL for (int n = 0; n < kKeyBlocks; n++) {
-          const unsigned seen = static_cast<unsigned>(rows[m][slot].words[n]) >> C::column(lane, 0);
+          const unsigned seen = rows[m][slot].word(n) >> C::column(lane, 0);
           UNROLL for (int i = 0; i < C::kRun; i++) {
             const int e = C::element(slot, i);
             if ((seen >> C::column(0, e) & 1) != 0) continue;
@@ -146,8 +161,7 @@ DEVICE void hide_by_bits(C (&s)[kKeyBlocks][kQueryBlocks], float value, const Bl
         bits.load(seen, first_row + b * 16 + C::column(lane, C::element(0, i)), first_key);
         UNROLL for (int m = 0; m < kKeyBlocks; m++) {
           UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
-            const unsigned word = static_cast<unsigned>(seen.words[m]);
-            if ((word >> C::row(lane, slot) & 1) == 0) s[m][b].x[C::element(slot, i)] = value;
+            if ((seen.word(m) >> C::row(lane, slot) & 1) == 0) s[m][b].x[C::element(slot, i)] = value;
           }
         }
       }

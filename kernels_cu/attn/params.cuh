@@ -249,6 +249,23 @@ struct RepackParams {
   int batch, nheads;
 };
 
+// Partial results over disjoint keys become one. Strides are in elements.
+struct CombineParams {
+  // listed: each; else the first
+  const void* outs[64];
+  // likewise
+  const float* lses[64];
+  void* out;
+  // (batch, nheads, rows), without gaps
+  float* lse;
+  // from one to the next, where they are not listed
+  int64 outs_partial, lses_partial;
+  Strides outs_strides, lses_strides, out_strides;
+  int64 rows;
+  int batch, nheads, partials;
+  int outs_listed, lses_listed;
+};
+
 struct PaddingParams {
   // rows that belong to no sequence become 0 in out
   void* out;

@@ -66,7 +66,8 @@ struct ScoreRule {
     float d = 1.0f;
     if constexpr (config::kScoreMod) d = Mod::derivative(capped, place(i, j), p);
     if constexpr (config::kSoftcap) {
-      const float t = capped / p.scores.softcap;
+      const float cap = p.scores.softcap;
+      const float t = sizeof(config::Element) == 4 ? capped / cap : capped * target::reciprocal(cap);
       d *= fmaf(-t, t, 1.0f);
     }
     return d;
@@ -214,6 +215,12 @@ struct AddedScores {
   DEVICE float start(int m, int slot, float x) const {
     if constexpr (config::kAlibi && config::kOneSided) return fmaf(-slope * Unit::kUnit, distance[m][slot], x);
     return x;
+  }
+  // The largest addend of a row's elements, of ALiBi on one side alone, from that of its row.
+  template <class Unit>
+  DEVICE float largest(float start) const {
+    const float last = (kKeyBlocks - 1) * 16 + C::column(0, C::kElements - 1);
+    return fmaf(fmaxf(slope, 0.0f) * Unit::kUnit, last, start);
   }
   // The addend of an element's exponent, from that of its row.
   template <class Unit>

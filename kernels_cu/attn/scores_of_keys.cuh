@@ -11,33 +11,47 @@ template <class C, int kKeyBlocks, int kQueryBlocks, class Visit>
 DEVICE void remake_scores_of_keys(C (&s)[kKeyBlocks][kQueryBlocks], const ScoreRule& rule, int first_key, int first_row,
                                   int lane, const Visit& visit) {
   const float scale = rule.p.scores.scale;
+  if constexpr (ScoreRule::kScalesCapped) cap_products(s, rule);
   UNROLL for (int m = 0; m < kKeyBlocks; m++) {
     UNROLL for (int n = 0; n < kQueryBlocks; n++) {
       UNROLL for (int e = 0; e < C::kElements; e++) {
         const int i = first_row + n * 16 + C::column(lane, e);
         const int j = first_key + m * 16 + C::row(lane, C::slot(e));
-        const float capped = rule.capped(s[m][n].x[e] * scale);
-        visit(m, n, e, i, j, capped);
-        s[m][n].x[e] = rule.modified(capped, i, j);
+        float& x = s[m][n].x[e];
+        if constexpr (ScoreRule::kScalesCapped) {
+          visit(m, n, e, i, j, x * scale);
+        } else {
+          x = rule.capped(x * scale);
+          visit(m, n, e, i, j, x);
+          x = rule.modified(x, i, j);
+        }
       }
     }
   }
 }
 
 // What the bias and ALiBi add to the scores of a tile. A lane's elements of one key are rows apart in the bias, so each
-// is read by itself.
+// is read by itself; or the bias lies in shared memory, where matrix loads turn it round.
 template <class C, int kKeyBlocks, int kQueryBlocks>
 struct AddedScoresOfKeys {
   using Bias = typename Either<config::kBias == 4, float, config::Element>::Type;
+  using M = target::Mma<config::Element>;
+  static constexpr bool kFromTile = config::kBiasChunks && sizeof(Bias) == 2;
   static constexpr int kBlocks = config::kBias > 0 ? kKeyBlocks * kQueryBlocks : 1;
 
-  Bias bias[kBlocks][C::kElements];
+  typename Either<kFromTile, typename M::A, Bias[C::kElements]>::Type bias[kBlocks];
   // Of the lane's first query from each key: less the query's column, which is known when this is compiled.
   float distance[kKeyBlocks][C::kSlots];
   float slope;
 
-  DEVICE void load(const ScoreRule& rule, int first_key, int first_row, int lane) {
-    if constexpr (config::kBias > 0) load_bias(rule, first_key, first_row, lane);
+  // tile: of the bias, from first_row and first_key on, where it lies in shared memory.
+  DEVICE void load(const ScoreRule& rule, const config::Element* tile, int pitch, int first_key, int first_row,
+                   int lane) {
+    if constexpr (kFromTile) {
+      turn_round<M>(tile, pitch, lane);
+    } else if constexpr (config::kBias > 0) {
+      load_bias(rule, first_key, first_row, lane);
+    }
     if constexpr (config::kAlibi) {
       slope = rule.slope;
       UNROLL for (int m = 0; m < kKeyBlocks; m++) {
@@ -53,7 +67,7 @@ struct AddedScoresOfKeys {
   template <class Unit>
   DEVICE float addend(int m, int n, int e, float start) const {
     if constexpr (config::kBias > 0) {
-      start = fmaf(target::to_float(bias[m * kQueryBlocks + n][e]), Unit::kUnit, start);
+      start = fmaf(element<M>(m * kQueryBlocks + n, e), Unit::kUnit, start);
     }
     if constexpr (config::kAlibi) {
       const float apart = distance[m][C::slot(e)] + static_cast<float>(n * 16 + C::column(0, e));
@@ -64,6 +78,23 @@ struct AddedScoresOfKeys {
   }
 
  private:
+  template <class M>  // what is not taken must not be instantiated: not all operands become accumulators
+  DEVICE void turn_round(const config::Element* tile, int pitch, int lane) {
+    UNROLL for (int m = 0; m < kKeyBlocks; m++) {
+      UNROLL for (int n = 0; n < kQueryBlocks; n++) {
+        bias[m * kQueryBlocks + n] = M::load_a_columns(tile + n * 16 * pitch + m * 16, pitch, lane);
+      }
+    }
+  }
+  template <class M>
+  DEVICE float element(int block, int e) const {
+    if constexpr (kFromTile) {
+      return M::to_accumulator(bias[block]).x[e];
+    } else {
+      return target::to_float(bias[block][e]);
+    }
+  }
+
   DEVICE void load_bias(const ScoreRule& rule, int first_key, int first_row, int lane) {
     const auto& b = rule.p.bias;
     const Bias* const data = static_cast<const Bias*>(b.data) + rule.sequence * b.batch + rule.head / b.group * b.head;

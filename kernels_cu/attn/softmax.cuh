@@ -129,11 +129,7 @@ struct OnlineSoftmax : SoftmaxRows<C, kRowBlocks> {
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
       UNROLL for (int n = 0; n < kKeyBlocks; n++) {
         UNROLL for (int e = 0; e < C::kElements; e++) {
-          const float addend = added.template addend<Log2>(m, n, e, start[m][C::slot(e)]);
-          const float exponent = fmaf(s[m][n].x[e], scale_log2, addend);
-          // What is added to the score of a key that the mask hides may be anything.
-          constexpr bool kHides = config::kBlockMask && config::kBias > 0;
-          s[m][n].x[e] = kHides && s[m][n].x[e] == -target::infinity() ? s[m][n].x[e] : exponent;
+          s[m][n].x[e] = fmaf(s[m][n].x[e], scale_log2, added.template addend<Log2>(m, n, e, start[m][C::slot(e)]));
           const int bits = static_cast<int>(target::bits_of(s[m][n].x[e]));
           largest = bits > largest ? bits : largest;
         }
@@ -167,9 +163,9 @@ struct OnlineSoftmax : SoftmaxRows<C, kRowBlocks> {
     threshold = target::wave_any(unsettled) ? -1 : static_cast<int>(target::bits_of(kSlack));
   }
 
-  // Exponents become probabilities.
-  template <int kKeyBlocks>
-  DEVICE void exponentiate(C (&s)[kRowBlocks][kKeyBlocks]) {
+  // Exponents become probabilities: what is added to scores is in them.
+  template <int kKeyBlocks, class... Added>
+  DEVICE void exponentiate(C (&s)[kRowBlocks][kKeyBlocks], const Added&...) {
     // Keys outermost: P V of the first keys can start while the exponentials of the last are still being computed.
     UNROLL for (int n = 0; n < kKeyBlocks; n++) {
       UNROLL for (int m = 0; m < kRowBlocks; m++) {

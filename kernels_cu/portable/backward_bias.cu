@@ -210,6 +210,9 @@ KERNEL LAUNCH_BOUNDS(backward_bias::kThreads, config::kBlocksPerSm) void rawattn
   Share now = find(Share{0, first_share, 0, 0, 0, 0, {0, 0}, {0, 0}});
   if constexpr (!kSumsRows && !kSumsKeys) write_tiles(0, now.tile);
   if (now.tile < work.tiles) load_queries_and_keys(now);
+  // All that a tile is summed over shares its bias.
+  AddedScores<C, kRowBlocks, kKeyBlocks> added;
+  int held = -1;
 #pragma unroll 1
   while (now.tile < work.tiles) {
     const Visible visible(f, now.q.length, now.k.length);
@@ -226,8 +229,12 @@ KERNEL LAUNCH_BOUNDS(backward_bias::kThreads, config::kBlocksPerSm) void rawattn
         delta[m][slot] = real ? p.row_delta[at] : 0.0f;
       }
     }
-    AddedScores<C, kRowBlocks, kKeyBlocks> added;
-    added.load(rule, tile.row, tile.key, lane);
+    if (kSumsRows || kSumsKeys || now.tile != held) {
+      added.load(rule, tile.row, tile.key, lane);
+      held = now.tile;
+    } else {
+      added.load_distances(rule, tile.row, tile.key, lane);
+    }
     KeptBits<C, kRowBlocks, kKeyBlocks> kept;
     kept.draw(DropoutRule(f, now.sequence, now.head), tile.row, tile.key, lane);
     SeenKeys<kBlockMask, C, kRowBlocks, kKeyBlocks> seen;

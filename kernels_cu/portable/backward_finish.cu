@@ -39,7 +39,7 @@ KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_backward_finish(PARAMETER
     Piece piece;
     UNROLL for (int j = 0; j < kChunk; j++) {
       const float x = sums[int64(head) * kDqPitch + (column + j) / 16 * 16 + C::position((column + j) % 16)];
-      piece.x[j] = target::from_float<Element>(f.scores.scale * kFromGradientUnit<Element> * x);
+      piece.x[j] = target::from_float<Element>(f.scores.scale * kFromGradientUnit * x);
     }
     *reinterpret_cast<Piece*>(dq + head * p.dq_strides.head + column) = piece;
   }

@@ -4,11 +4,12 @@
 //   dS = weight * ((kept ? dP / (1 - dropout_p) : 0) - delta)
 //
 // The product with dout needs the probability rounded to the element type, and so does dS in the end. To round the
-// weight in between would double the error of dq and dk.
+// weight in between makes the error of dq and dk 1.2 times as large. Where the rounded probability is a matrix operand
+// that lies in shared memory anyway, a second tile costs nothing; where it is one in registers, keeping both costs 3 to
+// 9% of the kernel (docs/notes/portable-backward.md).
 #pragma once
 
 #include "attn/score_rule.cuh"
-#include "portable/gradient_unit.cuh"
 #include "target/target.cuh"
 #include "tile/accumulator.cuh"
 
@@ -17,13 +18,12 @@ template <class Element, bool kOperandTile, int kPitch>
 struct Handover {
   using C = typename target::Mma<Element>::C;
   static constexpr bool k16Bit = sizeof(Element) == 2;
-  // float16 has digits enough for what becomes a bfloat16.
-  static constexpr bool kHalf = GradientUnit<Element>::kShift > 0;
   // Whether a weight is other than its probability.
   static constexpr bool kSpecial = config::kDropout || ScoreRule::kHasDerivative;
   // A user's derivative may be of any size. All bits: in two tiles.
-  static constexpr bool kWide = k16Bit && (config::kScoreMod || (!kHalf && !kOperandTile));
-  static constexpr bool kNarrow = k16Bit && !kWide && (kHalf || kSpecial);
+  static constexpr bool kWide = k16Bit && config::kScoreMod;
+  // As float16, which has digits enough for what becomes a bfloat16.
+  static constexpr bool kNarrow = k16Bit && !kWide && (config::kUnitShift > 0 || kSpecial);
   // Whether weights are in tiles of their own; else they are the operand.
   static constexpr bool kOwnTile = kWide || kNarrow || kSpecial;
   static constexpr int kTiles = kWide ? 2 : 1;

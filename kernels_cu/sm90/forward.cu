@@ -165,7 +165,9 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
       }
       seen.load(own_tiles, n, first_row, self.lane);
       hidden.load(p.block_mask, work.sequence, head, own_tiles, n);
+      if constexpr (kDropout) ptx::compute_here(n);
       random.draw(dropout, first_row, own_tiles.first_key(n), self.lane);
+      if constexpr (kDropout) ptx::compute_here(random.together());
     };
     // Returns whether the output must be rescaled.
     const auto finish = [&](C(&scores)[1][kKeyBlocks], int n) {
@@ -175,7 +177,7 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
       return softmax.update_row_max(scores, added);
     };
     const auto exponentiate = [&](C(&scores)[1][kKeyBlocks]) {
-      softmax.exponentiate(scores);
+      softmax.exponentiate(scores, added);
       random.drop(scores, dropout, self.lane);
       pack(probabilities, scores);
     };

@@ -33,13 +33,9 @@ struct HiddenValues<true> {
     HalfWords<kKeyBlocks> seen;
     seen.load(mask.keys + sequence * mask.keys_batch + int64(head / mask.group) * mask.words, keys.first_key(n) / 16,
               mask.words);
-    unsigned all = 0xffff;
     unsigned mine = 0xffff;
-    UNROLL for (int b = 0; b < kKeyBlocks; b++) {
-      all &= seen.words[b];
-      if (row / 16 == b) mine = seen.words[b];
-    }
-    any = all != 0xffff;
+    UNROLL for (int b = 0; b < kKeyBlocks; b++) mine = row / 16 == b ? seen.word(b) : mine;
+    any = !seen.all();
     own = (mine >> row % 16 & 1) == 0;
   }
   // Of the tile in the ring's slot, once it is full.

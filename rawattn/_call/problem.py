@@ -70,6 +70,17 @@ class Problem:
     seed: ArrayForm | None = None
     pages: PageForm | None = None  # rows_k are then those of a sequence's pages, at most
 
+    @property
+    def plain_scores(self) -> bool:
+        """Whether scores are scaled products and nothing else, and no probability is dropped."""
+        return (
+            self.softcap is None
+            and self.bias is None
+            and self.alibi_slopes is None
+            and self.score_mod is None
+            and not self.dropout_p
+        )
+
 
 def describe(
     q: Any,
@@ -87,7 +98,7 @@ def describe(
     changed: options by name, in the place of those in `options`.
 
     Raises TypeError or ValueError for what the contract refuses, naming the argument, what was got
-    and what is accepted; then NotImplementedError for an option that the backends do not have.
+    and what is accepted; NotImplementedError for `num_splits` beyond 1.
     """
     if changed:
         options = options._replace(**changed)

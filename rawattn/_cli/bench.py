@@ -26,7 +26,8 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "bench",
         description="Measure rawattn on this GPU beside the peers that are installed: "
-        f"{', '.join(grids.PEERS)} (torch, torch, flash_attn.cute, jax).",
+        f"{', '.join(grids.PEERS)} (torch, torch, flash_attn.cute, jax, torch, torch, "
+        "flash_sparse_attn).",
         epilog="Suites. " + " ".join(f"{name}: {s.summary}." for name, s in suites.SUITES.items()),
     )
     parser.add_argument("--suite", choices=suites.SUITES, default="forward")

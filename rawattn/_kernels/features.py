@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from rawattn._call.problem import Problem
-from rawattn._kernels.operands import ITEMSIZE, Operands
+from rawattn._kernels.operands import ITEMSIZE, WIDEST, Operands
 
 # Constants whose names are not those of the fields, with a capital for every word.
 _SPELLED = {"headdim": "kHeadDim", "headdim_v": "kHeadDimV"}
@@ -36,6 +36,7 @@ class Features:
     softcap: bool = False
     bias: int = 0  # bytes of one of its elements
     bias_pairs: bool = False  # two of its keys may be read at once
+    bias_chunks: bool = False  # 16 bytes of it may
     alibi: bool = False
     one_sided: bool = False  # of ALiBi: no key beyond the diagonal is seen
     score_mod: Hashable = None  # the user's function, as its text
@@ -74,7 +75,10 @@ def features(problem: Problem, operands: Operands | None = None) -> Features:
         scale_first=not problem.scale > 0,
         softcap=problem.softcap is not None,
         bias=0 if problem.bias is None else ITEMSIZE[problem.bias.dtype],
-        bias_pairs=operands is not None and _reads_pairs(problem, operands),
+        bias_pairs=operands is not None and _reads(problem, operands, 2),
+        bias_chunks=operands is not None
+        and problem.bias is not None
+        and _reads(problem, operands, WIDEST // ITEMSIZE[problem.bias.dtype]),
         alibi=problem.alibi_slopes is not None,
         one_sided=problem.alibi_slopes is not None and right and problem.window_right == 0,
         score_mod=problem.score_mod,
@@ -85,13 +89,14 @@ def features(problem: Problem, operands: Operands | None = None) -> Features:
     )
 
 
-def _reads_pairs(problem: Problem, operands: Operands) -> bool:
+def _reads(problem: Problem, operands: Operands, keys: int) -> bool:
+    """Whether so many keys of the bias lie side by side, at a multiple of their size, wherever they are such a multiple."""
     form = problem.bias
-    if form is None or not form.dense or form.shape[3] % 2:
+    if form is None or not form.dense or form.shape[3] % keys:
         return False
-    pair = 2 * ITEMSIZE[form.dtype]
+    nbytes = keys * ITEMSIZE[form.dtype]
     between = operands.of_options["bias"][:-1]
-    return operands.places["bias"] % pair == 0 and all(stride % pair == 0 for stride in between)
+    return operands.places["bias"] % nbytes == 0 and all(x % nbytes == 0 for x in between)
 
 
 def constants(config: Features, *properties: str) -> dict[str, int]:

@@ -304,6 +304,21 @@ REPACK = _struct(
     ("int64", "rows", ""),
     ("int", "batch, nheads", ""),
 )
+# Partial results that a launch of `combine` is told one by one; more lie in one array.
+MAX_LISTED = 64
+COMBINE = _struct(
+    "CombineParams",
+    "Partial results over disjoint keys become one. Strides are in elements.",
+    ("const void*", f"outs[{MAX_LISTED}]", "listed: each; else the first"),
+    ("const float*", f"lses[{MAX_LISTED}]", "likewise"),
+    ("void*", "out", ""),
+    ("float*", "lse", "(batch, nheads, rows), without gaps"),
+    ("int64", "outs_partial, lses_partial", "from one to the next, where they are not listed"),
+    (_STRIDES, "outs_strides, lses_strides, out_strides", ""),
+    ("int64", "rows", ""),
+    ("int", "batch, nheads, partials", ""),
+    ("int", "outs_listed, lses_listed", ""),
+)
 PADDING = _struct(
     "PaddingParams",
     "",

@@ -31,7 +31,7 @@ class Schema:
 
 SCHEMAS = {
     "sm90_forward": Schema(
-        ("any", "long", "left", "masked", "bias", "few"),
+        ("any", "long", "left", "masked", "bias", "alibi", "held", "few"),
         {
             "tile_k": int,
             "consumers": int,
@@ -55,7 +55,7 @@ SCHEMAS = {
         },
     ),
     "portable_backward": Schema(
-        ("16bit", "32bit"),
+        ("16bit", "scored", "32bit"),
         {
             "tile_q": int,
             "tile_k": int,

@@ -8,7 +8,7 @@ from rawattn._call.problem import Problem
 from rawattn._compile.compiler import Source
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import backward as portable_backward
-from rawattn._kernels.portable import fill_padding, repack, schedule, send_words
+from rawattn._kernels.portable import combine, fill_padding, repack, schedule, send_words
 from rawattn._kernels.portable import forward as portable_forward
 from rawattn._kernels.score_variants import score_variants
 from rawattn._kernels.sm90 import forward as sm90_forward
@@ -76,12 +76,13 @@ def common_variants(arch: str, *, every: bool = False, purpose: str = "inference
         for with_dq in (True, False):
             main = portable_backward.choose(problem, target, operands, with_dq=with_dq)
             sources.append(main.source())
+            unit_shift = main.unit_shift
         width = operands.copy_bytes(problem)
         sources.extend(
             (
                 portable_backward.choose_dq(problem, target, operands).source(),
                 portable_backward.prepare_source(problem, width),
-                portable_backward.finish_source(problem, width),
+                portable_backward.finish_source(problem, width, unit_shift),
             )
         )
 
@@ -116,4 +117,5 @@ def common_variants(arch: str, *, every: bool = False, purpose: str = "inference
         add("bfloat16", 40, 256, right=0)
         add("float32", 33, 65, copy_bytes=4, ragged=True, left=0, backward=True)
         sources += score_variants(target)
+        sources += combine.variants()
     return list(dict.fromkeys(sources))

@@ -53,11 +53,11 @@ def show_mask(
 
     >>> import rawattn
     >>> print(rawattn.show_mask(seqlen_q=256, seqlen_k=256, causal=True, window=(100, None)))
-    tiles of 64 x 64: 9 dead, 7 partial, 0 full of 16
+    tiles of 64 x 64: 7 dead, 9 partial, 0 full of 16
     +...
     ++..
-    .++.
-    ..++
+    +++.
+    .+++
     """
     found = mask if mask is None or isinstance(mask, BlockMask) else block_mask(mask)
     heads = (1, 1) if found is None else found.shape[:2]

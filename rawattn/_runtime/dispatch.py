@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -26,9 +26,6 @@ from rawattn._kernels.selection import selection
 from rawattn._runtime.calls import Call, describe, elsewhere, prepare
 from rawattn._runtime.devices import gpu_available
 from rawattn._runtime.verbs import Verb
-
-if TYPE_CHECKING:
-    pass
 
 Arrays = Sequence[Any]
 
@@ -59,7 +56,28 @@ def run(
             if read[3] and verb.refuses_gradients:
                 arrays.refuse_gradients(verb.inputs, inputs)
             return on_gpu(verb, own, read, inputs, targets, options, flag, framework, values)
+    elif (
+        framework == "numpy"
+        and _are_plain(verb, inputs, targets)
+        and (backend == "cpu" or (backend is None and not gpu_available()))
+    ):
+        # Importing them would tell no more.
+        return cpu(verb, inputs, targets, options, flag, framework, values)
     return _imported(verb, inputs, targets, options, flag, backend, framework, values)
+
+
+def _are_plain(verb: Verb, inputs: Arrays, targets: Arrays) -> bool:
+    """Whether all are NumPy's own arrays, in the machine's byte order, and those to write may be written."""
+    for n, x in enumerate(inputs):
+        if type(x) is np.ndarray:
+            if not x.dtype.isnative:
+                return False
+        elif x is not None or n < verb.required:
+            return False
+    return all(
+        x is None or (type(x) is np.ndarray and x.dtype.isnative and x.flags.writeable)
+        for x in targets
+    )
 
 
 def on_gpu(

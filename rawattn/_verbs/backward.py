@@ -185,9 +185,8 @@ def gradients(names: tuple[str, ...], results: Any, score_mod: Any) -> Gradients
     """What a backward gives back, from its outputs."""
     others = dict(zip(names, results[3:], strict=True))
     captured = {name: others[f"dcaptured{n}"] for n, name in _differentiated(score_mod).items()}
-    return Gradients(
-        *results[:3], others.get("dbias"), others.get("dsink_logits"), captured or None
-    )
+    dq, dk, dv = results[:3]
+    return Gradients(dq, dk, dv, others.get("dbias"), others.get("dsink_logits"), captured or None)
 
 
 def wanted(

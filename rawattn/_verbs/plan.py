@@ -16,10 +16,11 @@ from rawattn._runtime import dispatch
 from rawattn._runtime.verbs import BACKWARD, FORWARD, Verb, with_arrays
 from rawattn._verbs.attention import attention, no_bool
 from rawattn._verbs.backward import attention_backward, gradients, of_options, wanted
+from rawattn._verbs.combine import combine
 
 
 class Plan:
-    """A call of `attention` or `attention_backward` on arrays of one form, made by `plan`.
+    """A call of `attention`, `attention_backward` or `combine` on arrays of one form, made by `plan`.
 
     Call it with arrays of the same shapes, strides, dtypes and device, by position or by name; one that is left out is that
     of planning time. ``out=`` (for the backward ``into=``) takes the results; otherwise they are in arrays of the plan's
@@ -102,14 +103,14 @@ def plan(fn: Callable[..., Any], *args: Any, **options: Any) -> Plan:
 
     Parameters
     ----------
-    fn : `rawattn.attention` or `rawattn.attention_backward`
+    fn : `rawattn.attention`, `rawattn.attention_backward` or `rawattn.combine`
     *args, **options
         As `fn` takes them. Arrays tell shapes, strides, dtypes and device; of their values nothing is used.
 
     Returns
     -------
     Plan
-        Call it with the arrays: ``Plan(q, k, v)``, or ``Plan(dout, q, k, v, out, lse)``.
+        Call it with the arrays: ``Plan(q, k, v)``, ``Plan(dout, q, k, v, out, lse)`` or ``Plan(outs, lses)``.
 
     Raises
     ------
@@ -129,10 +130,10 @@ def plan(fn: Callable[..., Any], *args: Any, **options: Any) -> Plan:
     >>> causal(q, k, v).shape
     (1, 5, 2, 16)
     """
-    if fn not in (attention, attention_backward):
+    if fn not in (attention, attention_backward, combine):
         name = getattr(fn, "__name__", repr(fn))
         raise NotImplementedError(
-            f"fn: got {name}; this version plans rawattn.attention and rawattn.attention_backward"
+            f"fn: got {name}; this version plans rawattn.attention, rawattn.attention_backward and rawattn.combine"
         )
     signature = inspect.signature(fn)
     unknown = [name for name in options if name not in signature.parameters]
@@ -141,6 +142,10 @@ def plan(fn: Callable[..., Any], *args: Any, **options: Any) -> Plan:
     given = signature.bind(*args, **options)
     given.apply_defaults()
     named = given.arguments
+    if fn is combine:
+        from rawattn._verbs.combine_plan import CombinePlan  # which is a Plan
+
+        return CombinePlan(**named)
     known = Options(**{name: named[name] for name in Options._fields if name in named})
     backend = named["backend"]
     if backend not in (None, "cuda", "cpu"):

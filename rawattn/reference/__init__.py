@@ -23,6 +23,7 @@ from rawattn._call.options import Options
 from rawattn._scores import numpy_eval
 from rawattn._scores.score_mod import ScoreMod
 from rawattn.reference._call import Array, Call, Modifier, exactly, floats, integers, read
+from rawattn.reference._combine import combine as combine
 
 Rounding = Callable[[Array], Array]
 

@@ -116,7 +116,7 @@ class Backward:
             memory=self._memory,
         )
         if config.with_dq:
-            finish = portable_backward.finish_source(problem, copy)
+            finish = portable_backward.finish_source(problem, copy, config.unit_shift)
             machine.run(finish, packed, grid=row_grid, **rows_of)
         else:
             self._run_dq(machine, dq_config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Hashable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,10 @@ import pytest
 from rawattn._kernels import tile_tables
 from rawattn._kernels.sm90 import forward as sm90_forward
 from rawattn._kernels.sm90 import forward_steps
+from rawattn._kernels.target import without_device
 from tests import exhaustive
 from tests.cases import Case, curated, dense, padded, ragged, random_case
-from tests.shim.cells import verify
+from tests.shim.cells import call_of, verify
 from tests.shim.cells_sm90 import Sm90Cell, Sm90Tiles, chosen
 from tests.shim.shim import Builder
 from tests.shim.traits import of_case, of_kernel
@@ -22,6 +24,7 @@ from tests.shim.traits import of_case, of_kernel
 # Many tile edges in a short sequence.
 SMALL = Sm90Tiles(16, 2, 2, True)
 LATE = Sm90Tiles(16, 3, 2, False, late_scaling=True)
+LONE = Sm90Tiles(16, 1, 2, False)
 # Shapes that no table has: rings of one to three places, consumers that take turns or do not.
 SHAPES = (
     Sm90Tiles(16, 2, 1, False),
@@ -31,6 +34,8 @@ SHAPES = (
     Sm90Tiles(32, 2, 3, True),
     Sm90Tiles(32, 4, 2, True, late_scaling=True),
     Sm90Tiles(16, 4, 1, False),
+    Sm90Tiles(48, 1, 3, False, late_scaling=True),
+    LONE,
 )
 # Blocks that load for each other.
 PAIR = Sm90Tiles(16, 2, 2, True, cluster=2)
@@ -365,3 +370,25 @@ def test_tiles_are_kept_where_some_are_longer() -> None:
         ragged("ragged", (2000, 3), (300, 5), causal=True),
     ):
         assert kept(other)[0] == 0
+
+
+def test_fewer_consumers_where_tiles_leave_multiprocessors_idle() -> None:
+    """And those of the usual table where tiles fill them, where keys are shared out, and where nobody knows how many."""
+
+    def consumers(case: Case, multiprocessors: int = 132) -> int:
+        call = call_of(case)
+        target = replace(without_device(sm90_forward.ARCH), multiprocessors=multiprocessors)
+        return sm90_forward.choose(call.problem, target, call.operands).consumers
+
+    def causal(rows: int, heads: int, **knobs: Any) -> Case:
+        return dense("fill", 1, rows, rows, nheads_q=heads, nheads_kv=heads, headdim=128, causal=True, **knobs)  # fmt: skip
+
+    assert consumers(causal(2048, 25)) == 3
+    assert consumers(causal(2048, 16)) == 2
+    assert consumers(causal(1024, 4)) == 1
+    assert consumers(causal(1024, 4), multiprocessors=1) == 3
+    assert consumers(dense("full", 1, 2048, 300, nheads_q=12, nheads_kv=12, headdim=128)) == 3
+    assert consumers(dense("full", 1, 2048, 300, nheads_q=8, nheads_kv=8, headdim=128)) == 2
+    long = sm90_forward.STREAM_K_SEQLEN
+    assert consumers(dense("shared", 1, 64, long, nheads_q=1, nheads_kv=1, headdim=128)) == 3
+    assert consumers(ragged("lengths", (9, 2000), (9, 2000), headdim=128, causal=True)) == 3

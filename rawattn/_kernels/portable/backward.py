@@ -65,13 +65,27 @@ class Config(Features):
         depth = round_up(max(self.headdim, self.headdim_v), 16 * self.column_waves)
         elements = 2 * (self.tile_k + self.stages * self.tile_q) * (depth + padding)
         # P, and two of dS; without dQ one, or none where the accumulators that hold it are operands.
-        from_registers = self.accumulator_feeds_a and self.column_waves == 1
+        from_registers = self.from_registers
         tiles = 3 if self.with_dq else 1 + (not from_registers)
         # Weights of all bits, with no room for the second half (see portable/handover.cuh).
-        exact = self.score_mod is not None or (self.element == "float16" and from_registers)
-        tiles += itemsize == 2 and exact and not (from_registers and self.with_dq)
+        exact = itemsize == 2 and self.score_mod is not None
+        tiles += exact and not (from_registers and self.with_dq)
         elements += tiles * self.tile_k * (self.tile_q + padding)
+        if self.bias_chunks and itemsize == self.bias == 2:
+            elements += self.stages * self.tile_q * (self.tile_k + padding)
         return elements * itemsize + self.stages * 2 * self.tile_q * 4
+
+    @property
+    def from_registers(self) -> bool:
+        """Whether a wave has all it needs of P or dS in its own accumulators, in the form of an operand."""
+        return self.accumulator_feeds_a and self.column_waves == 1
+
+    @property
+    def unit_shift(self) -> int:
+        """The power of 2 that probabilities are multiplied by: see kernels_cu/portable/gradient_unit.cuh."""
+        special = self.dropout or self.softcap or self.score_mod is not None
+        # A probability is 1 and rounding: three times as much fits.
+        return 14 if self.element == "bfloat16" and (special or not self.from_registers) else 0
 
     @property
     def dq_pitch(self) -> int:
@@ -84,7 +98,7 @@ class Config(Features):
             self.summary(),
             params.BACKWARD,
             element=self.element,
-            constants=features.constants(self, "shared_bytes", "dq_pitch"),
+            constants=features.constants(self, "shared_bytes", "dq_pitch", "unit_shift"),
             score_mod=self.score_mod,
         )
 
@@ -103,7 +117,7 @@ class DqConfig(Features):
     """
 
     LEAVES_OUT: ClassVar[frozenset[str]] = frozenset(
-        {"packed", "scale_first", "sink_logits", "paged"}
+        {"bias_chunks", "packed", "scale_first", "sink_logits", "paged"}
     )
 
     element: str
@@ -163,7 +177,9 @@ def choose(problem: Problem, target: Target, operands: Operands, *, with_dq: boo
 
     with_dq: whether the kernel adds up dQ too, in an order that is not defined.
     """
-    return choice.choose(Config, TILES, problem, target, operands, with_dq=with_dq)
+    # What becomes of scores takes registers, which the largest tile at small head dims has none left of.
+    table = "16bit" if problem.plain_scores else "scored"
+    return choice.choose(Config, TILES, problem, target, operands, table, with_dq=with_dq)
 
 
 def choose_dq(problem: Problem, target: Target, operands: Operands) -> DqConfig:
@@ -191,8 +207,9 @@ def prepare_source(problem: Problem, copy_bytes: int) -> Source:
     return _row_source("backward_prepare", problem, copy_bytes)
 
 
-def finish_source(problem: Problem, copy_bytes: int) -> Source:
-    return _row_source("backward_finish", problem, copy_bytes)
+def finish_source(problem: Problem, copy_bytes: int, unit_shift: int) -> Source:
+    """unit_shift: of the main kernel's configuration."""
+    return _row_source("backward_finish", problem, copy_bytes, kUnitShift=unit_shift)
 
 
 def row_blocks(rows: int, wave: int = 32) -> int:
@@ -200,7 +217,7 @@ def row_blocks(rows: int, wave: int = 32) -> int:
     return -(-rows // (ROW_THREADS // wave))
 
 
-def _row_source(kernel: str, problem: Problem, copy_bytes: int) -> Source:
+def _row_source(kernel: str, problem: Problem, copy_bytes: int, **more: int) -> Source:
     element = ELEMENT[problem.dtype]
     constants = {
         "kHeadDim": problem.headdim,
@@ -208,6 +225,7 @@ def _row_source(kernel: str, problem: Problem, copy_bytes: int) -> Source:
         "kDqPitch": dq_pitch(problem.headdim),
         "kThreads": ROW_THREADS,
         "kCopyBytes": copy_bytes,
+        **more,
     }
     return _source(
         f"rawattn_{kernel}",
@@ -314,7 +332,9 @@ def steps(
         )
     else:
         scratch["dq_sum"] = scratch["row_delta"] * dq_pitch(problem.headdim)
-        launches.append(step(finish_source(problem, copy_bytes), visits, ROW_THREADS, 0))
+        launches.append(
+            step(finish_source(problem, copy_bytes, config.unit_shift), visits, ROW_THREADS, 0)
+        )
     launches = [
         *_padding(problem, structure, operands),
         step(prepare_source(problem, copy_bytes), visits, ROW_THREADS, 0),

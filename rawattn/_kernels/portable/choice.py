@@ -20,12 +20,13 @@ def choose(
     problem: Problem,
     target: Target,
     operands: Operands,
+    table: str = "16bit",
     **more: bool,
 ) -> _C:
     """The fastest known configuration of `problem` that fits the target's shared memory.
 
-    config: the dataclass to make, which tells its `shared_bytes`; `tiles`: the file of its tables; `more`: fields that
-    neither these nor the problem say.
+    config: the dataclass to make, which tells its `shared_bytes`; `tiles`: the file of its tables; `table`: of 16-bit
+    elements; `more`: fields that neither these nor the problem say.
     """
     wide = max(round_up(problem.headdim, 16), round_up(problem.headdim_v, 16))
     full = problem.dtype == "float32"
@@ -41,7 +42,7 @@ def choose(
         **more,
     }
     # The last row of each headdim fits every GPU since Ampere.
-    for row in tile_tables.table(tiles, "32bit" if full else "16bit"):
+    for row in tile_tables.table(tiles, "32bit" if full else table):
         candidate: Any = config(**row.fields, **fields)
         if wide <= row.headdim and candidate.shared_bytes <= target.shared_limit:
             chosen: _C = candidate

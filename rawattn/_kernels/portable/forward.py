@@ -29,7 +29,7 @@ SECTION_BYTES = 32 << 20
 class Config(Features):
     """Everything the compiler is told: the named constants of namespace `config` in the kernel."""
 
-    LEAVES_OUT: ClassVar[frozenset[str]] = frozenset({"packed"})
+    LEAVES_OUT: ClassVar[frozenset[str]] = frozenset({"bias_chunks", "packed"})
 
     element: str
     headdim: int

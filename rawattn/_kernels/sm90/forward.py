@@ -16,6 +16,7 @@ from rawattn._kernels.sm90.bias_boxes import Boxes
 from rawattn._kernels.source import dims
 from rawattn._kernels.source import source as _source
 from rawattn._kernels.target import Target
+from rawattn._kernels.tile_tables import Row
 
 ENTRY = "rawattn_sm90_forward"
 TILES = "sm90_forward"  # the file of its tile tables
@@ -54,7 +55,7 @@ _REGISTERS, _REGISTER_STEP = 65536, 8
 class Config(Features):
     """Everything the compiler is told: the named constants of namespace `config` in the kernel."""
 
-    LEAVES_OUT: ClassVar[frozenset[str]] = frozenset({"paged"})
+    LEAVES_OUT: ClassVar[frozenset[str]] = frozenset({"bias_chunks", "paged"})
 
     element: str
     headdim: int
@@ -180,12 +181,12 @@ def choose(problem: Problem, target: Target, operands: Operands) -> Config:
         # Of few queries a cluster's last block has none, and takes a multiprocessor all the same. Under a mask, its
         # blocks would visit key tiles for each other.
         fields["cluster"] = 1
-    # What is added to scores must be there before they are compared.
-    fields["late_scaling"] &= problem.bias is None and problem.alibi_slopes is None
     # Of ragged batches alone: others gain nothing by it.
     mappable = "out" not in operands.strides or _mappable(problem, "out", operands)
     fields["tensor_stores"] &= problem.ragged and store_bytes == 16 and mappable
     known = features.features(problem, operands).known_to(Config)
+    # What is added to scores must be there before they are compared, unless it has a bound by rows.
+    fields["late_scaling"] &= not known["bias"] and (known["one_sided"] or not known["alibi"])
     config = Config(
         element=problem.dtype,
         headdim=problem.headdim,
@@ -257,17 +258,20 @@ def _real(problem: Problem, name: str, operands: Operands) -> Iterator[int]:
 def _fields(problem: Problem, target: Target, wide: int) -> dict[str, Any]:
     """Of the row to take: its table's, but where that leaves multiprocessors idle one of "few" may be done sooner."""
 
-    def rows(table: str) -> Iterator[dict[str, Any]]:
+    def rows(table: str) -> list[Row]:
         fitting = [row for row in tile_tables.table(TILES, table) if wide <= row.headdim]
-        return (row.fields for row in fitting if row.headdim == fitting[0].headdim)
+        return [row for row in fitting if row.headdim == fitting[0].headdim]
 
-    usual = next(rows(_table(problem)))
-    # Of a kernel that is only compiled nobody knows how many there are.
-    unknown = target.multiprocessors == 1
-    if unknown or _shared_by_keys(problem) or _rounds(problem, target, usual) >= 1:
+    table = _table(problem)
+    usual = rows(table)[0].fields
+    # Of a kernel that is only compiled nobody knows how many there are. Ragged batches have the copy engine's stores, and
+    # tiles of "held" their registers, which no row of "few" leaves them.
+    kept = target.multiprocessors == 1 or problem.ragged or table == "held"
+    if kept or _shared_by_keys(problem) or _rounds(problem, target, usual) >= 1:
         return usual
+    few = (row.fields for row in rows("few") if row.measured is not None)
     return min(
-        (usual, *rows("few")),
+        (usual, *few),
         key=lambda fields: (
             max(1, _rounds(problem, target, fields)) * _TILE_TIME[fields["consumers"]]
         ),
@@ -285,14 +289,19 @@ def _rounds(problem: Problem, target: Target, fields: Mapping[str, Any]) -> floa
 
 
 def _table(problem: Problem) -> str:
+    # What is drawn or read under the products, as much as scores, stays in registers until those are there.
+    if problem.dropout_p > 0 or (problem.bias is not None and ITEMSIZE[problem.bias.dtype] == 4):
+        return "held"
     # Few rows meet fewer tiles of a mask, and whole 16 bytes of its bits are read at once.
     if problem.mask is not None:
         return "masked"
-    if problem.bias is not None and ITEMSIZE[problem.bias.dtype] == 2:
+    if problem.bias is not None:
         return "bias"
     # With a limit on the left a thread has more to remember, and a window is better met by small key tiles.
     if problem.window_left is not None:
         return "left"
+    if problem.alibi_slopes is not None and problem.softcap is None:
+        return "alibi"
     return "long" if problem.max_seqlen_k >= LONG_SEQLEN else "any"
 
 

@@ -1,0 +1,190 @@
+"""Partial results of attention over disjoint keys, as `combine` takes them: described and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from rawattn._call.hints import cast
+from rawattn._call.options import shown
+from rawattn._call.problem import MAX_HEADDIM
+
+Shape = tuple[int, ...]
+
+_DTYPES: dict[str, np.dtype[Any]] = {
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float32": np.dtype(np.float32),
+}
+_ACCEPTED = "float16, bfloat16 or float32"
+_OUT_AXES = "(batch, seqlen_q, nheads, Dv) or (total_q, nheads, Dv)"
+
+
+class Given(NamedTuple):
+    """One side of the partials: the arrays of a list, or one that has them stacked on its first axis."""
+
+    name: str
+    arrays: tuple[Any, ...]
+    listed: bool
+
+    def names(self) -> tuple[str, ...]:
+        """Of the arrays, in messages."""
+        if not self.listed:
+            return (self.name,)
+        return tuple(f"{self.name}[{n}]" for n in range(len(self.arrays)))
+
+    def shape_of_one(self, views: Sequence[Any]) -> Shape:
+        """The shape of a partial, of the first where they are listed."""
+        shape: Shape = tuple(views[0].shape)
+        return shape if self.listed else shape[1:]
+
+    def count(self, views: Sequence[Any]) -> int:
+        """How many partials there are."""
+        return len(views) if self.listed else views[0].shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Partials:
+    """What a call of `combine` is about. shape, lse_shape: of the results. dtype: of the partial outs."""
+
+    count: int
+    shape: Shape
+    lse_shape: Shape
+    dtype: np.dtype[Any]
+    result: np.dtype[Any]
+
+    @property
+    def batch(self) -> int:
+        return self.shape[0] if len(self.shape) == 4 else 1
+
+    @property
+    def rows(self) -> int:
+        return self.shape[-3]
+
+    @property
+    def nheads(self) -> int:
+        return self.shape[-2]
+
+    @property
+    def headdim_v(self) -> int:
+        return self.shape[-1]
+
+
+def given(name: str, arrays: Any) -> Given:
+    """`outs` or `lses` as the caller has them."""
+    if not isinstance(arrays, (list, tuple)):
+        return Given(name, (arrays,), False)
+    if not arrays:
+        raise ValueError(f"{name}: got an empty list, expected at least one partial result")
+    return Given(name, tuple(arrays), True)
+
+
+def describe(
+    outs: Given,
+    lses: Given,
+    views_of_outs: Sequence[Any],
+    views_of_lses: Sequence[Any],
+    dtype: Any,
+    framework: str | None = None,
+) -> Partials:
+    """Every check of the partials and the dtype of their result.
+
+    views_of_outs, views_of_lses: of the given arrays, with `shape` and `dtype`. framework: that of outs[0].
+    """
+    first = views_of_outs[0]
+    if first.dtype not in _DTYPES.values():
+        raise TypeError(
+            f"{outs.names()[0]}: got dtype {first.dtype}, expected {_ACCEPTED}; convert it, as by "
+            f"{cast(framework, 'x', 'float32')}"
+        )
+    shape = checked_shapes(outs, lses, views_of_outs, views_of_lses)
+    for name, view in zip(outs.names(), views_of_outs, strict=True):
+        if view.dtype != first.dtype:
+            raise TypeError(
+                f"{name}: got dtype {view.dtype}, expected {first.dtype}, that of outs[0]; convert it, "
+                f"as by {cast(framework, 'x', first.dtype)}"
+            )
+    for name, view in zip(lses.names(), views_of_lses, strict=True):
+        if view.dtype != np.float32:
+            raise TypeError(
+                f"{name}: got dtype {view.dtype}, expected float32, as attention returns it; convert it, "
+                f"as by {cast(framework, 'x', 'float32')}"
+            )
+    return Partials(
+        outs.count(views_of_outs),
+        shape,
+        lse_shape(shape),
+        first.dtype,
+        first.dtype if dtype is None else result_dtype(dtype),
+    )
+
+
+def checked_shapes(
+    outs: Given, lses: Given, views_of_outs: Sequence[Any], views_of_lses: Sequence[Any]
+) -> Shape:
+    """The shape of out, once all partials have it and every lse is one of such an out."""
+    shape = outs.shape_of_one(views_of_outs)
+    if len(shape) not in (3, 4):
+        got = tuple(views_of_outs[0].shape)
+        raise ValueError(
+            f"{outs.names()[0]}: got shape {got}, expected {_OUT_AXES}"
+            + (
+                ""
+                if outs.listed
+                else ", behind a first axis of partials; of one partial pass a list"
+            )
+        )
+    if not 1 <= shape[-1] <= MAX_HEADDIM:
+        raise ValueError(
+            f"{outs.names()[0]}: got Dv = {shape[-1]} in shape {tuple(views_of_outs[0].shape)}, "
+            f"expected 1 to {MAX_HEADDIM}"
+        )
+    count = outs.count(views_of_outs)
+    if count < 1:
+        raise ValueError("outs: got no partial result, expected at least one")
+    if lses.count(views_of_lses) != count:
+        raise ValueError(
+            f"lses: got {lses.count(views_of_lses)}, expected {count}, one for each of outs"
+        )
+    if outs.listed:
+        for name, view in zip(outs.names(), views_of_outs, strict=True):
+            if tuple(view.shape) != shape:
+                raise ValueError(
+                    f"{name}: got shape {tuple(view.shape)}, expected {shape}, that of outs[0]"
+                )
+    expected = lse_shape(shape)
+    if not lses.listed:
+        expected = (count, *expected)
+    for name, view in zip(lses.names(), views_of_lses, strict=True):
+        got = tuple(view.shape)
+        if got != expected:
+            swapped = (*expected[:-2], expected[-1], expected[-2])
+            raise ValueError(
+                f"{name}: got shape {got}, expected {expected}, which is "
+                f"{'' if lses.listed else '(partials, ...) of '}"
+                f"{'(batch, nheads, seqlen_q)' if len(shape) == 4 else '(nheads, total_q)'}"
+                + ("; swap its last two axes" if got == swapped else "")
+            )
+    return shape
+
+
+def lse_shape(shape: Shape) -> Shape:
+    """That of the lse of an out."""
+    return (*shape[:-3], shape[-2], shape[-3])
+
+
+def result_dtype(dtype: Any) -> np.dtype[Any]:
+    """The dtype that a caller names: NumPy's, torch's, or by its name."""
+    try:
+        name: str = np.dtype(dtype).name
+    except TypeError:
+        name = str(dtype).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise TypeError(
+            f"dtype: got {shown(dtype)}, expected {_ACCEPTED}, or None for that of outs[0]"
+        )
+    return _DTYPES[name]

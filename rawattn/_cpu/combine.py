@@ -1,0 +1,36 @@
+"""Partial results over disjoint keys become one, in NumPy. The arithmetic is that of kernels_cu/portable/combine.cu."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+
+def combine(outs: Sequence[Any], lses: Sequence[Any], out: Any, lse: Any) -> None:
+    """Writes `out` and `lse`. outs, lses: of each partial, in the shapes of `out` and `lse`."""
+    if out.size == 0:
+        lse[...] = -np.inf
+        return
+    top = lses[0].copy()
+    for each in lses[1:]:
+        np.fmax(top, each, out=top)
+    top[~(top > -np.inf)] = 0  # where all are dead, or NaN, which the sum shows
+    # A NaN or infinity among the partials is the caller's, and comes out without a warning as it does on a GPU.
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore", under="ignore"):
+        exponentials = [np.exp(each - top) for each in lses]
+        total = np.sum(exponentials, axis=0, dtype=np.float32)
+        share = np.where(total == 0, np.float32(0), np.float32(1) / total)
+        merged = np.zeros(out.shape, np.float32)
+        for values, each, exponential in zip(outs, lses, exponentials, strict=True):
+            alive = _beside(each != -np.inf)
+            weighed = values.astype(np.float32) * _beside(exponential * share)
+            np.add(merged, weighed, out=merged, where=alive)
+        out[...] = merged
+        lse[...] = top + np.log(total)
+
+
+def _beside(x: Any) -> Any:
+    """Numbers of heads and rows, as they multiply rows of heads."""
+    return np.swapaxes(x, -1, -2)[..., None]

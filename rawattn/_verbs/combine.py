@@ -1,0 +1,62 @@
+"""`combine`: partial attention over disjoint keys becomes attention over all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rawattn._runtime import combine as runtime
+
+
+def combine(outs: Any, lses: Any, *, out: Any = None, dtype: Any = None) -> tuple[Any, Any]:
+    """Merge results of attention over disjoint keys, ``out = sum_i exp(lse_i - lse) * out_i``, lse = log sum_i exp(lse_i).
+
+    Parameters
+    ----------
+    outs : list of arrays, or one array with the partials on a new first axis
+        Each as `attention` returns it, (batch, seqlen_q, nheads, Dv) or in group mode (total_q, nheads, Dv); all float16, all
+        bfloat16 or all float32; Dv from 1 to 256; at least one. Any framework, one device, any strides; a last axis that is
+        not of unit stride is copied, and so are arrays of a list whose strides differ, and a list of more than 64.
+    lses : list of arrays, or one array with the partials on a new first axis
+        Natural logarithms of the sums of exponentials, as `attention` returns them: (batch, nheads, seqlen_q) or
+        (nheads, total_q), float32, any strides. A list or not, whatever `outs` is.
+    out : array, optional
+        Written and returned: the shape of a partial, `dtype`, unit last stride, writable, no overlap with a partial.
+    dtype : dtype, optional
+        Of the result: float16, bfloat16 or float32, as a dtype of NumPy or torch or by name. Default: that of the partials.
+        Partials in float32 lose nothing on the way to a 16-bit result.
+
+    Returns
+    -------
+    out : array of the framework of the first partial, on its device, in the shape of a partial
+    lse : array, float32, (batch, nheads, seqlen_q) or (nheads, total_q)
+
+    A partial whose lse is -inf weighs nothing, whatever its out holds, NaN included. Where all are -inf, out is 0 and lse
+    -inf. So results of `combine` can be combined again.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument, what was got and what is accepted; before anything is launched.
+    RuntimeError
+        For a torch tensor that requires a gradient, which would be lost: pass ``x.detach()``.
+
+    Notes
+    -----
+    The work runs on the current stream of the first partial's framework and never waits for it. NumPy arrays travel to a GPU
+    where there is one. Sums are made in float32. Splitting keys and merging what their parts give is what Flash-Decoding
+    does (Dao et al. 2023); merging a prefix that many sequences share with what each has of its own is another use.
+
+    Partials must be disjoint: a key that two of them see counts twice. A `sink_logits` belongs to one partial alone.
+
+    Examples
+    --------
+    >>> import numpy as np, rawattn
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = (rng.standard_normal((2, n, 4, 16), dtype=np.float32) for n in (3, 50, 50))
+    >>> parts = [rawattn.attention(q, k[:, s], v[:, s], return_lse=True) for s in (slice(20), slice(20, 50))]
+    >>> outs, lses = zip(*parts)
+    >>> out, lse = rawattn.combine(outs, lses)
+    >>> bool(np.allclose(out, rawattn.attention(q, k, v), atol=1e-5))
+    True
+    """
+    return runtime.run(outs, lses, out, dtype)

@@ -1,0 +1,49 @@
+"""The specification of `combine`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from rawattn._call import partials
+from rawattn._call.partials import Given
+from rawattn.reference._call import Array, floats
+
+_FLOAT64 = np.dtype(np.float64)
+
+
+def combine(outs: Any, lses: Any) -> tuple[Array, Array]:
+    """`rawattn.combine` in float64: arrays of any framework, device and floating dtype, lists or stacked.
+
+    The results are NumPy float64: `out` in the shape of a partial, and `lse`. Raises TypeError or ValueError, naming the
+    argument, for shapes that `rawattn.combine` refuses.
+
+    >>> import numpy as np
+    >>> ones, lse = np.ones((1, 1, 1, 2)), np.zeros((1, 1, 1))
+    >>> out, both = combine([ones, 4 * ones], [lse, lse + np.log(2)])
+    >>> out.round(6).tolist(), np.exp(both).round(6).item()
+    ([[[[3.0, 3.0]]]], 3.0)
+    """
+    sides = partials.given("outs", outs), partials.given("lses", lses)
+    hosts = [
+        [floats(n, x, _FLOAT64) for n, x in zip(side.names(), side.arrays, strict=True)]
+        for side in sides
+    ]
+    partials.checked_shapes(*sides, *hosts)
+    values, logs = (_stacked(*both) for both in zip(sides, hosts, strict=True))
+    alive = logs != -np.inf
+    lse = np.logaddexp.reduce(logs, axis=0)
+    with np.errstate(invalid="ignore"):  # -inf less -inf, of what has no weight
+        weights = np.where(alive, np.exp(logs - lse), 0)
+    values = np.where(_beside(alive), values, 0)
+    return np.sum(_beside(weights) * values, axis=0), lse
+
+
+def _stacked(side: Given, arrays: list[Array]) -> Array:
+    return np.stack(arrays) if side.listed else arrays[0]
+
+
+def _beside(x: Array) -> Array:
+    """Numbers of heads and rows, as they multiply rows of heads."""
+    return np.swapaxes(x, -1, -2)[..., None]

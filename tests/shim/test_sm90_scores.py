@@ -1,0 +1,72 @@
+"""ALiBi and dropout in Hopper's forward: exponents that scores join late, random words drawn under the products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rawattn._kernels.sm90 import forward as sm90_forward
+from tests.shim.device import Device
+from tests.shim.launch import Machine
+from tests.shim.shim import Builder
+from tests.shim.test_sm90_bias import BFLOAT16, FLOAT16, arrays
+from tests.shim.whole import small_tiles, verify_forward
+
+# tile_k, consumers, stages, cluster, ping_pong, late_scaling, consumer_registers, tensor_stores
+LATE = (16, 2, 2, 1, True, True, 232, False)
+LATE_LONE = (64, 1, 2, 1, False, True, 256, False)
+EARLY = (48, 3, 2, 1, False, False, 160, False)
+SHAPES = (LATE, LATE_LONE, EARLY)
+
+SLOPES = {
+    "usual": [0.5, 0.25, 0.125, 0.0625],
+    "towards what is far": [-0.5, -0.01, -2.0, 0.0],
+    "steep": [30.0, 5.0, 1000.0, -40.0],
+    "of each sequence": [[0.5, -1.0, 8.0, 0.0], [0.1, 2.0, -3.0, 1.0]],
+}
+MASKS: tuple[dict[str, Any], ...] = (
+    {"causal": True},
+    {"causal": True, "align": "top-left"},
+    {"window": (40, 0), "sink": 3},
+    {"window": (40, 5)},
+    {},
+)
+
+MakeDevice = Callable[..., Device]
+
+
+@pytest.fixture
+def hopper(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> MakeDevice:
+    def make(seed: int = 1) -> Device:
+        device = Device(Machine(builder, seed=seed), sm90_forward.ARCH)
+        device.install(monkeypatch)
+        return device
+
+    return make
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("name", SLOPES)
+def test_alibi(hopper: MakeDevice, name: str, mask: dict[str, Any]) -> None:
+    slopes = np.array(SLOPES[name], np.float32)
+    device = hopper()
+    for n, shape in enumerate(SHAPES):
+        q, k, v = arrays((BFLOAT16, FLOAT16)[n % 2], 2, (150, 170), (4, 2))
+        with small_tiles(sm90_forward=shape):
+            verify_forward(device, "sm90", 4 * q, k, v, alibi_slopes=slopes, **mask)
+    assert device.launched.count(sm90_forward.ENTRY) == len(SHAPES)
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_dropout(hopper: MakeDevice, shape: tuple[int, ...], mask: dict[str, Any]) -> None:
+    slopes = np.array(SLOPES["usual"], np.float32)
+    device = hopper()
+    with small_tiles(sm90_forward=shape):
+        for more in ({}, {"alibi_slopes": slopes, "sink_logits": slopes}):
+            given = arrays(BFLOAT16, 2, (150, 170), (4, 2))
+            verify_forward(device, "sm90", *given, dropout_p=0.3, seed=11, **more, **mask)
+    assert device.launched.count(sm90_forward.ENTRY) == 2

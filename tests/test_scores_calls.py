@@ -1,0 +1,82 @@
+"""Calls with a ScoreMod that they cannot compute or differentiate: refused before anything is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rawattn
+from rawattn import ScoreMod, reference
+from rawattn._runtime import verbs
+
+Q = np.random.default_rng(0).standard_normal((1, 3, 2, 8), dtype=np.float32)
+LSE = np.zeros((1, 2, 3), np.float32)
+
+
+def forward(**options: Any) -> Any:
+    return rawattn.attention(Q, Q, Q, **options)
+
+
+def backward(**options: Any) -> Any:
+    return rawattn.attention_backward(Q, Q, Q, Q, Q, LSE, **options)
+
+
+def vjp(**options: Any) -> Any:
+    return rawattn.attention_vjp(Q, Q, Q, **options)
+
+
+def plan(**options: Any) -> Any:
+    return rawattn.plan(rawattn.attention, Q, Q, Q, **options)
+
+
+def plan_of_backward(**options: Any) -> Any:
+    return rawattn.plan(rawattn.attention_backward, Q, Q, Q, Q, Q, LSE, **options)
+
+
+@pytest.fixture
+def nothing_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any) -> None:
+        raise AssertionError("the backend was called")
+
+    for backend in (verbs.cpu_forward, verbs.cpu_backward):
+        name = backend.__name__.rpartition(".")[2]
+        monkeypatch.setattr(backend, name, refuse)
+
+
+@pytest.mark.parametrize("call", [forward, backward, vjp, plan, plan_of_backward])
+@pytest.mark.parametrize("wrt", [(), ("slope",)])
+def test_captured_float64_is_for_the_reference_alone(
+    nothing_computed: None, call: Callable[..., Any], wrt: tuple[str, ...]
+) -> None:
+    mod = ScoreMod("score * slope[head]", slope=np.ones(2), wrt=wrt)
+    with pytest.raises(TypeError, match=r"^slope: got dtype float64.*slope\.astype\('float32'\)"):
+        call(score_mod=mod, backend="cpu")
+    assert reference.attention(Q, Q, Q, score_mod=mod).dtype == np.float64
+
+
+@pytest.mark.parametrize("call", [backward, vjp, plan_of_backward])
+def test_a_text_in_cuda_without_a_backward_has_no_gradient(
+    nothing_computed: None, call: Callable[..., Any]
+) -> None:
+    """Said where the gradient is asked for, also on the CPU, where the text could not run either."""
+    mod = ScoreMod("score *= 2;", language="cuda")
+    with pytest.raises(
+        NotImplementedError, match=r"^score_mod: got a text .*no backward.*`dscore`"
+    ):
+        call(score_mod=mod, backend="cpu")
+
+
+@pytest.mark.parametrize("call", [forward, backward, vjp])
+def test_a_text_in_cuda_needs_a_gpu(call: Callable[..., Any]) -> None:
+    mod = ScoreMod("score *= 2;", "dscore *= 2;", language="cuda")
+    into = np.full_like(Q, 3)
+    options = {"out": into} if call is forward else {}
+    for seqs in (None, rawattn.SeqLayout(seqlen_k=[0])):
+        with pytest.raises(
+            NotImplementedError, match=r"^score_mod: got .*'cuda', which needs a GPU"
+        ):
+            call(score_mod=mod, backend="cpu", seqs=seqs, **options)
+    assert (into == 3).all()
