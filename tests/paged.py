@@ -37,6 +37,12 @@ class Paged:
         return self.q, self.k_pages, self.v_pages, self.block_table
 
     @property
+    def named(self) -> dict[str, Any]:
+        """All that is an argument and no option of attention."""
+        names = ("q", "k_pages", "v_pages", "block_table", "seqlen_k")
+        return {**{name: getattr(self, name) for name in names}, "validate": False}
+
+    @property
     def lengths(self) -> dict[str, Any]:
         return {"seqlen_k": self.seqlen_k, "seqs": self.seqs}
 

@@ -205,6 +205,25 @@ def test_torch_tensors() -> None:
         paged_attention(*inputs, seqlen_k=call.seqlen_k)
 
 
+@pytest.mark.parametrize("pair", [False, True])
+def test_plan(pair: bool) -> None:
+    """Calls take other pools and other page ids; lengths of the host are those of planning time."""
+    call = paged(LENS, 16, rows=2, pair=pair, dtype=F32)
+    made = rawattn.plan(
+        paged_attention, *call.inputs, **call.lengths, causal=True, return_lse=True, backend="cpu"
+    )
+    verify(call, *made(), causal=True)
+    other = paged(LENS, 16, rows=2, pair=pair, dtype=F32, seed=1)
+    other = replace(other, q=-call.q)
+    ids = other.block_table[1] if pair else other.block_table
+    verify(other, *made(-call.q, other.k_pages, other.v_pages, ids), causal=True)
+    verify(other, *made(*other.inputs[:3], block_table=ids), causal=True)
+    own = np.full_like(call.q[..., :16], 7)
+    assert made(out=own)[0] is own
+    with pytest.raises(ValueError, match=r"^block_table: got page id"):
+        rawattn.plan(paged_attention, *call.inputs[:3], np.full((4, 9), 99), **call.lengths)
+
+
 def good() -> dict[str, Any]:
     """Two sequences of 40 and 20 keys in pages of 16, by name."""
     pool = normal(8, 16, 2, 8)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import numpy as np
@@ -190,9 +190,8 @@ def paged_attention(
         refuse_unknown(
             "rawattn.paged_attention", unknown, inspect.signature(paged_attention).parameters
         )
-    for name, value in (("return_lse", return_lse), ("validate", validate)):
-        if value is not True and value is not False:
-            raise no_bool(name, value)
+    if return_lse is not True and return_lse is not False:
+        raise no_bool("return_lse", return_lse)
     options = Options(
         seqs,
         causal,
@@ -210,27 +209,26 @@ def paged_attention(
         seed,
         num_splits,
     )
-    inputs, options = read_pages(
-        (q, k_pages, v_pages, block_table), seqlen_k, options, validate=validate
-    )
+    named = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "block_table": block_table}
+    table, options = read_pages({**named, "seqlen_k": seqlen_k, "validate": validate}, options)
     verb, more, values, options = with_arrays(PAGED, options, q=q)
-    results = dispatch.run(
-        verb, (*inputs, *more), (out, None), options, return_lse, backend, values
-    )
+    inputs = (q, k_pages, v_pages, table, *more)
+    results = dispatch.run(verb, inputs, (out, None), options, return_lse, backend, values)
     return tuple(results) if return_lse else results[0]
 
 
-def read_pages(
-    inputs: Sequence[Any], seqlen_k: Any, options: Options, *, validate: bool
-) -> tuple[tuple[Any, ...], Options]:
-    """The arrays of a call as the verb takes them, and the options with a `PagedLayout` in the place of `seqs`.
+def read_pages(named: Mapping[str, Any], options: Options) -> tuple[Any, Options]:
+    """The page ids of a call where q is, and the options with a `PagedLayout` in the place of `seqs`.
 
-    inputs: q, k_pages, v_pages, block_table. Integers on the host are checked, with `validate` those on a device too.
+    named: the arguments of `paged_attention`. Integers on the host are checked, with `validate` those on a device too.
     """
-    q, k_pages, v_pages, block_table = inputs
-    arrays.refuse_gradients(("q", "k_pages", "v_pages"), inputs[:3])
-    indptr, ids = pages.split(block_table)
-    layout = pages.PagedLayout(options.seqs, seqlen_k, indptr)
+    validate = named["validate"]
+    if validate is not True and validate is not False:
+        raise no_bool("validate", validate)
+    q, k_pages, v_pages = found = [named[name] for name in PAGED.inputs[:3]]
+    arrays.refuse_gradients(PAGED.inputs[:3], found)
+    indptr, ids = pages.split(named["block_table"])
+    layout = pages.PagedLayout(options.seqs, named["seqlen_k"], indptr)
     table = ids
     if isinstance(ids, (list, tuple, range, np.ndarray)) or _place(ids) == HOST or validate:
         host = arrays.import_integers("block_table", ids)
@@ -239,7 +237,7 @@ def read_pages(
             _check(q, k_pages, v_pages, host, layout, options)
         if on_host:
             table = _beside(q, host)
-    return (q, k_pages, v_pages, table), options._replace(seqs=layout)
+    return table, options._replace(seqs=layout)
 
 
 def _check(

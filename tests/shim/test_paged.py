@@ -11,7 +11,7 @@ import pytest
 
 import rawattn
 from rawattn._call.options import Options
-from rawattn._call.pages import PagedLayout
+from rawattn._call.pages import PagedLayout, split
 from rawattn._runtime.verbs import PAGED, with_arrays
 from rawattn._verbs.paged import read_pages
 from tests.paged import BFLOAT16, Paged, paged, verify
@@ -41,16 +41,14 @@ def machine(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> MakeDevice:
 
 def run(device: Device, call: Paged, *, on_device: bool = False, **options: Any) -> Any:
     """`out` and `lse`. on_device: no integer is checked."""
-    inputs, known = call.inputs, Options(seqs=call.seqs, **options)
+    known = Options(seqs=call.seqs, **options)
     if on_device:
-        table = call.block_table
-        indptr, ids = table if isinstance(table, tuple) else (None, table)
+        indptr, table = split(call.block_table)
         known = known._replace(seqs=PagedLayout(call.seqs, call.seqlen_k, indptr))
-        inputs = (*inputs[:3], ids)
     else:
-        inputs, known = read_pages(inputs, call.seqlen_k, known, validate=False)
+        table, known = read_pages(call.named, known)
     given = with_arrays(PAGED, known)
-    whole = (*inputs, *given.arrays)
+    whole = (*call.inputs[:3], table, *given.arrays)
     return run_verb(device, "portable", given, whole, (None, None), True, on_device)
 
 
