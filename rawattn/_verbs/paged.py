@@ -136,7 +136,7 @@ def paged_attention(
         Written and returned, as of `attention`.
     validate : bool
         Check integers that are on the device too: lengths, and the ids of all pages that are read. It waits for the
-        device. What is on the host is always checked.
+        device. Where all of it is on the host it is always checked.
     backend : "cuda" or "cpu", optional
         Default: the GPU where there is one, for NumPy arrays too; else the CPU.
 
@@ -151,9 +151,9 @@ def paged_attention(
     ------
     TypeError, ValueError
         Naming the argument, what was got and what is accepted; before anything is launched. ValueError for a length that is
-        more than the pages hold, and for an id that is no page's: always where they are on the host, with `validate` on
-        the device. Without it such a length is cut there, and such an id is some page's: nothing is read outside of
-        the arrays.
+        more than the pages hold, and for an id that is no page's: always where all lengths and ids are on the host, else
+        with `validate`. Without it such a length is cut on the device, and such an id is some page's: nothing is read
+        outside of the arrays.
     NotImplementedError
         For ``num_splits`` above 1, and on the CPU for a `score_mod` in C++.
 

@@ -174,7 +174,9 @@ def test_no_integer_leads_outside(machine: MakeDevice, integers: Any, pair: bool
 
 
 @pytest.mark.parametrize("pair", [False, True])
-@pytest.mark.parametrize("option", [{}, {"mask": normal(1, 3, 200) > -1}], ids=["plain", "mask"])
+@pytest.mark.parametrize(
+    "option", [{}, {"mask": normal(1, 3, 200) > -1, "window": (20, 0)}], ids=["plain", "mask"]
+)
 def test_lengths_on_the_device_are_cut(machine: MakeDevice, pair: bool, option: Any) -> None:
     """One that is more than the pages hold is what they hold, in the place of the diagonal too; one below 0 is 0."""
     room = (66, 12, 30)
