@@ -26,8 +26,8 @@ def common_variants(arch: str, *, every: bool = False, purpose: str = "inference
     The common ones are 16-bit, dense and packed, causal and full, at the usual head dims: forward kernels for inference,
     those of the gradients too for training, and for "all" both in float32 as well. `every` adds float32, keys in pages,
     windows, top-left alignment, scales that are not positive, narrow copies and head dims between the usual ones, the
-    backward's kernels, and options that change scores: each code path of each tile shape, not the product of all. Of portable kernels
-    that differ in nothing but the 16-bit type it leaves out one.
+    backward's kernels, and options that change scores: each code path of each tile shape, not the product of all. Of
+    portable kernels that differ in nothing but the 16-bit type it leaves out one.
     """
     target = without_device(arch)
     sources = [schedule.source(), fill_padding.source(), send_words.source()]
