@@ -11,6 +11,7 @@ from rawattn._scores.score_mod import ScoreMod
 from rawattn._verbs.attention import attention
 from rawattn._verbs.backward import attention_backward, attention_vjp
 from rawattn._verbs.combine import combine
+from rawattn._verbs.paged import paged_attention
 from rawattn._verbs.plan import Plan, plan
 
 __version__ = "0.1.0"
@@ -27,6 +28,7 @@ __all__ = [
     "attention_vjp",
     "block_mask",
     "combine",
+    "paged_attention",
     "plan",
     "reference",
     "show_mask",

@@ -172,7 +172,7 @@ def test_the_site_documents_every_public_name(tmp_path: Path) -> None:
         found = set(Inventory.parse_sphinx(file))
     public = {name for name in rawattn.__all__ if name not in ("__version__", "reference")}
     optional = {"torch.attention", "torch.register_transformers", "jax.attention"}
-    reference = {"reference.attention", "reference.attention_backward"}
+    reference = {"reference.attention", "reference.attention_backward", "reference.paged_attention"}
     assert {f"rawattn.{name}" for name in public | optional | reference} <= found
 
     colour = get_style_by_name("default").style_for_token(Keyword)["color"]

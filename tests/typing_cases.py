@@ -47,6 +47,16 @@ def mistakes_of_a_call(x: Half) -> None:
     rawattn.attention(x, x)  # type: ignore[call-overload]
 
 
+def pages(t: Tensor, x: Half, wanted: bool) -> None:
+    assert_type(rawattn.paged_attention(t, t, t, t, seqlen_k=[3]), Tensor)
+    given = rawattn.paged_attention(x, x, x, ([0, 1], [2]), seqlen_k=t, return_lse=True, sink=1)
+    assert_type(given, tuple[Half, Any])
+    either = rawattn.paged_attention(t, t, t, t, seqlen_k=t, return_lse=wanted, validate=True)
+    assert_type(either, Tensor | tuple[Tensor, Any])
+    rawattn.paged_attention(x, x, x, x)  # type: ignore[call-overload]
+    rawattn.paged_attention(x, x, x, x, seqlen_k=x, page_size=16)  # type: ignore[call-overload]
+
+
 def a_layout() -> None:
     SeqLayout(cu_seqlens_q=[0, 3])  # type: ignore[call-arg]
 

@@ -103,6 +103,25 @@ struct CapturedArrays {
   float scalars[8];
 };
 
+// Where keys and values lie that are in pages (attn/pages.cuh). Of them the strides of batches are those of pages.
+// Other strides are in ids.
+struct Pages {
+  // of pages, a row of each sequence
+  Integers ids;
+  // (batch + 1): where the ids of each sequence begin in one row of all; null: a row of each
+  Integers indptr;
+  // strides of the rows and of the ids in one
+  int64 row, entry;
+  // ids of a row
+  int64 capacity;
+  // pages of the array
+  int64 count;
+  // keys of a page
+  int page_size;
+  // its logarithm, -1 where it is no power of two
+  int shift;
+};
+
 // Which keys a query sees (attn/visible.cuh).
 struct Mask {
   int64 window_left, window_right, sink;
@@ -132,6 +151,7 @@ struct ForwardParams {
   Dropout dropout;
   BlockMask block_mask;
   CapturedArrays captured;
+  Pages pages;
 };
 
 // How a schedule ends: `tiles` query tiles in pieces of `piece` key tiles, no more than a query tile has (see

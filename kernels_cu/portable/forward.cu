@@ -6,6 +6,7 @@
 #include "attn/dropout.cuh"
 #include "attn/listed_tiles.cuh"
 #include "attn/mask_bits.cuh"
+#include "attn/pages.cuh"
 #include "attn/params.cuh"
 #include "attn/rows.cuh"
 #include "attn/schedule/queries.cuh"
@@ -88,8 +89,9 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
   const int lane = thread % target::kWave;
   const int wave = thread / target::kWave;
 
-  const WorkTile work = find_work_tile<kRagged, kRight, kTileQ>(p, target::block_index());
+  WorkTile work = find_work_tile<kRagged, kRight, kTileQ>(p, target::block_index());
   if (!work.exists) return;
+  if constexpr (kPaged) work.k.length = length_in_pages(p.pages, work.sequence, work.k.length);
   const int first = work.tile * kTileQ;
   const int rows = work.q.length - first < kTileQ ? work.q.length - first : kTileQ;
   const int kv_head = work.head / (p.nheads_q / p.nheads_kv);
@@ -99,18 +101,21 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
   const DropoutRule dropout(p, work.sequence, work.head);
 
   const auto q = rows_of<const Element>(p.q, p.q_strides, work.sequence, work.q, work.head, first);
-  const auto k = rows_of<const Element>(p.k, p.k_strides, work.sequence, work.k, kv_head);
-  const auto v = rows_of<const Element>(p.v, p.v_strides, work.sequence, work.k, kv_head);
+  const auto k = rows_of_keys<kPaged, const Element>(p.k, p.k_strides, p.pages, work.sequence, work.k, kv_head);
+  const auto v = rows_of_keys<kPaged, const Element>(p.v, p.v_strides, p.pages, work.sequence, work.k, kv_head);
+  const Reach<kPaged && (kLeft || kRight)> reach(visible, first, first + rows - 1);
 
   const auto load_keys = [&](int n) {
     const int row = key_tiles.first_key(n);
-    CopyK::load(elements + kKeysAt + n % kStages * kTileK * kPitchQk, k.from(row), work.k.length - row, thread);
+    Element* const tile = elements + kKeysAt + n % kStages * kTileK * kPitchQk;
+    CopyK::load(tile, k.from(row), reach.rows(row, work.k.length - row), thread);
   };
   const auto load_values = [&](int n) {
     const int row = key_tiles.first_key(n);
     const auto real = rows_to_copy<kBlockMask>(p.block_mask, work.sequence, work.head, 1, row, work.k.length - row,
                                                is_partial<kBlockMask>(key_tiles, n));
-    CopyV::load(elements + kValuesAt + n % kStages * kTileK * kPitchV, v.from(row), real, thread);
+    Element* const tile = elements + kValuesAt + n % kStages * kTileK * kPitchV;
+    CopyV::load(tile, v.from(row), reach.rows(row, real), thread);
   };
   // Afterwards everything asked for has landed for all threads, and all are done with what they read before.
   const auto wait_copies_and_sync = [] {

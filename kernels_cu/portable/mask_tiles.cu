@@ -4,6 +4,7 @@
 // With kOfKeys the lists are those of key tiles.
 #include "attn/listed_tiles.cuh"
 #include "attn/mask_packing.cuh"
+#include "attn/pages.cuh"
 #include "attn/params.cuh"
 #include "attn/sequence.cuh"
 #include "attn/tiles.cuh"
@@ -97,7 +98,8 @@ KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_mask_tiles(PARAMETER Mask
   if (sequence_tile / p.tiles >= p.sequences) return;
   const int sequence = static_cast<int>(sequence_tile / p.tiles);
   const Span q = span_of(f.q_side, sequence);
-  const Span k = span_of(f.k_side, sequence);
+  Span k = span_of(f.k_side, sequence);
+  if constexpr (kPaged) k.length = length_in_pages(f.pages, sequence, k.length);
   const Span& own = kOfKeys ? k : q;
   const Visible visible(f, q.length, k.length);
   // Nobody has checked what a device says of lengths: there may be more tiles than the host expects.

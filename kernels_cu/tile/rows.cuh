@@ -16,3 +16,42 @@ struct StridedRows {
   // The same rows of another head, or from another column on: so many elements further.
   DEVICE StridedRows shifted(int64 elements) const { return {first + elements, stride}; }
 };
+
+// Which page holds which rows: the n-th ones, `rows` of them, are in the page with the n-th id. Nobody has checked the
+// ids: whatever they are, a page found here is one of the array, which has at least one.
+struct PageTable {
+  const void* ids;
+  int64 stride;  // in ids
+  int64 pages;   // of the array
+  int last;      // no id behind this one is read
+  int rows;
+  int shift;  // the logarithm of `rows`; negative where that is no power of two
+  bool is_64bit;
+
+  DEVICE int place(int row) const {
+    const int page = shift >= 0 ? row >> shift : row / rows;
+    return page < last ? page : last;
+  }
+  DEVICE int64 page(int place) const {
+    const int64 at = place * stride;
+    const int64 id = is_64bit ? static_cast<const int64*>(ids)[at] : static_cast<const int*>(ids)[at];
+    return id < 0 ? 0 : (id < pages ? id : pages - 1);
+  }
+};
+
+// Rows in pages. Strides are in elements: between pages, and between the rows of a page.
+template <class T>
+struct PagedRows {
+  T* first;  // where the first row of the first page of the array is
+  int64 page_stride, stride;
+  PageTable table;
+  int row;
+
+  // Of a row behind those that are real it is the address of no row.
+  DEVICE T* address() const {
+    const int place = table.place(row);
+    return first + table.page(place) * page_stride + (row - place * table.rows) * stride;
+  }
+  DEVICE PagedRows from(int n) const { return {first, page_stride, stride, table, row + n}; }
+  DEVICE PagedRows shifted(int64 elements) const { return {first + elements, page_stride, stride, table, row}; }
+};

@@ -38,6 +38,7 @@ class Side:
     rows: int  # physical rows: seqlen in batch mode, total in group mode
     max_seqlen: int  # no logical length is above this
     padded: bool  # rows outside every logical sequence exist, or cannot be ruled out
+    page_size: int = 0  # not 0: rows are in pages (`_call.pages`), and `start` counts pages
 
 
 @dataclass(slots=True, eq=False)  # not frozen: one is made at every call with a new layout
@@ -316,14 +317,14 @@ def bind(seqs: SeqLayout | None, *, batch: int | None, rows_q: int, rows_k: int)
     """
     if seqs is None:
         if batch is None:
-            raise _not_packed("None")
+            raise not_packed("None")
         return _dense(batch, rows_q, rows_k)
     if not isinstance(seqs, SeqLayout):
         raise TypeError(
             f"seqs: got {type(seqs).__name__}, expected a SeqLayout or None{layout_advice(seqs)}"
         )
     if batch is None and not seqs.group:
-        raise _not_packed("a SeqLayout without seqstart_q")
+        raise not_packed("a SeqLayout without seqstart_q")
     lengths = seqs._bindings.get((batch, rows_q, rows_k))
     if lengths is None:
         lengths = _bind(seqs, batch, rows_q, rows_k)
@@ -344,24 +345,19 @@ def host_lengths(lengths: Lengths) -> HostLengths:
 
 def _bind(seqs: SeqLayout, batch: int | None, rows_q: int, rows_k: int) -> Lengths:
     if batch is not None and seqs.group:
-        raise ValueError(
-            "seqs: got seqstart_q, which is for a packed q (total_q, nheads_q, D), but q has four "
-            "axes (batch, seqlen_q, nheads_q, D); expected lengths alone: seqlen_* or cu_seqlen_*"
-        )
-    if batch is not None and seqs.batch is not None and batch != seqs.batch:
-        raise ValueError(
-            f"seqs: got lengths of {seqs.batch} sequences, expected {batch}, the batch of q"
-        )
+        raise packed_for_batch()
+    if batch is not None:
+        check_batch(seqs, batch)
     count = seqs.batch if batch is None else batch
     assert count is not None
-    q = _side(seqs._q, count, rows_q)
+    q = side_of(seqs._q, count, rows_q)
     if seqs._k.inherited and rows_q != rows_k:
         raise ValueError(
             f"seqstart_k: got None, by default seqstart_q, but q has {rows_q} rows and k has {rows_k}; "
             "pass seqstart_k, where the sequences of k start"
         )
     on_host = seqs._q.on_host and seqs._k.on_host
-    return Lengths(count, seqs.group, q, _side(seqs._k, count, rows_k), on_host)
+    return Lengths(count, seqs.group, q, side_of(seqs._k, count, rows_k), on_host)
 
 
 @functools.lru_cache(maxsize=256)
@@ -369,7 +365,8 @@ def _dense(batch: int, rows_q: int, rows_k: int) -> Lengths:
     return _bind(SeqLayout(), batch, rows_q, rows_k)
 
 
-def _side(given: Given, batch: int, rows: int) -> Side:
+def side_of(given: Given, batch: int, rows: int) -> Side:
+    """A side bound to an array of these rows."""
     side, start = given.side, given.start
     room = f"the rows of {side}"
     if isinstance(start, np.ndarray) and start[-1] > rows:
@@ -407,7 +404,8 @@ def _spans(side: Side, batch: int) -> tuple[Int64s, Int64s]:
     start = np.zeros(batch, np.int64)
     room = np.full(batch, side.rows, np.int64)
     if side.start is not None:
-        bounds = np.clip(_to_host(side.start), 0, side.rows)
+        unit = side.page_size or 1
+        bounds = np.clip(_to_host(side.start), 0, side.rows // unit) * unit
         start = bounds[:-1]
         room = np.maximum(bounds[1:] - start, 0)
     if side.length is None:
@@ -426,7 +424,24 @@ def _check_same_batch(name: str, got: int, expected: int) -> None:
         raise ValueError(f"{name}_k: got {got} sequences, expected {expected}, as in {name}_q")
 
 
-def _not_packed(got: str) -> ValueError:
+def check_batch(seqs: SeqLayout, batch: int) -> None:
+    """ValueError for lengths of another number of sequences than q has."""
+    if seqs.batch is not None and batch != seqs.batch:
+        raise ValueError(
+            f"seqs: got lengths of {seqs.batch} sequences, expected {batch}, the batch of q"
+        )
+
+
+def packed_for_batch() -> ValueError:
+    """Of starts where q has a batch axis."""
+    return ValueError(
+        "seqs: got seqstart_q, which is for a packed q (total_q, nheads_q, D), but q has four "
+        "axes (batch, seqlen_q, nheads_q, D); expected lengths alone: seqlen_* or cu_seqlen_*"
+    )
+
+
+def not_packed(got: str) -> ValueError:
+    """Of a packed q without starts."""
     return ValueError(
         f"seqs: got {got}, but q of three axes (total_q, nheads_q, D) is a packed batch; expected "
         "SeqLayout(seqstart_q=...), where cumulative lengths serve if there are no gaps; or give q "

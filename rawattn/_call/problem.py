@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import ml_dtypes
 import numpy as np
 
 from rawattn._call import options as _options
-from rawattn._call import scores
+from rawattn._call import pages, scores
 from rawattn._call.hints import cast, transposed
 from rawattn._call.layout import Lengths, bind
 from rawattn._call.options import DEFAULTS, Options
+from rawattn._call.pages import PageForm
 from rawattn._call.scores import ArrayForm
 
 MAX_HEADDIM = 256
@@ -27,10 +28,11 @@ _DTYPE_NAMES = {
     np.dtype(ml_dtypes.bfloat16): "bfloat16",
     np.dtype(np.float32): "float32",
 }
-_AXES = {
+_AXES: dict[str, tuple[str, ...]] = {
     "q": ("(batch, seqlen_q, nheads_q, D)", "(total_q, nheads_q, D)"),
     "k": ("(batch, seqlen_k, nheads_kv, D)", "(total_k, nheads_kv, D)"),
     "v": ("(batch, seqlen_k, nheads_kv, Dv)", "(total_k, nheads_kv, Dv)"),
+    **{name: (axes,) for name, axes in pages.AXES.items()},
 }
 
 
@@ -66,6 +68,7 @@ class Problem:
     sink_logits: ArrayForm | None = None
     dropout_p: float = 0.0
     seed: ArrayForm | None = None
+    pages: PageForm | None = None  # rows_k are then those of a sequence's pages, at most
 
     @property
     def plain_scores(self) -> bool:
@@ -100,9 +103,8 @@ def describe(
     if changed:
         options = options._replace(**changed)
     dtype = q.dtype
-    name = _DTYPE_NAMES.get(dtype)
-    if name is None or k.dtype != dtype or v.dtype != dtype:
-        _refuse_dtypes(q, k, v, framework)
+    if dtype not in _DTYPE_NAMES or k.dtype != dtype or v.dtype != dtype:
+        _refuse_dtypes(q, {"k": k, "v": v}, framework)
     shape_q, shape_k, shape_v = q.shape, k.shape, v.shape
     try:
         _check_shapes(shape_q, shape_k, shape_v)
@@ -111,22 +113,69 @@ def describe(
     batch = shape_q[0] if len(shape_q) == 4 else None
     rows_q, nheads_q, headdim = shape_q[-3:]
     rows_k, nheads_kv, headdim_v = shape_v[-3:]
+    lengths = bind(options.seqs, batch=batch, rows_q=rows_q, rows_k=rows_k)
+    dims = Dims(dtype, rows_q, rows_k, nheads_q, nheads_kv, headdim, headdim_v)
+    return resolve(dims, lengths, options, arrays), lengths
 
+
+def describe_paged(
+    q: Any,
+    k_pages: Any,
+    v_pages: Any,
+    block_table: Any,
+    options: Options,
+    framework: str | None = None,
+    arrays: Mapping[str, Any] = NO_ARRAYS,
+) -> tuple[Problem, Lengths]:
+    """`describe` where keys and values are in pages; the options' `seqs` is a `PagedLayout`."""
+    dtype = q.dtype
+    if dtype not in _DTYPE_NAMES or k_pages.dtype != dtype or v_pages.dtype != dtype:
+        _refuse_dtypes(q, {"k_pages": k_pages, "v_pages": v_pages}, framework)
+    if len(q.shape) not in (3, 4):
+        raise _wrong_rank_of_q(q.shape)
+    form = pages.form(options.seqs, k_pages.shape, v_pages.shape, block_table)
+    _check_heads(q.shape, k_pages.shape, v_pages.shape, ("k_pages", "v_pages"))
+    lengths = options.seqs.bind(q.shape, k_pages.shape, block_table.shape)
+    *_, rows_q, nheads_q, headdim = q.shape
+    nheads_kv, headdim_v = v_pages.shape[-2:]
+    dims = Dims(dtype, rows_q, lengths.k.rows, nheads_q, nheads_kv, headdim, headdim_v)
+    return resolve(dims, lengths, options, arrays, form), lengths
+
+
+class Dims(NamedTuple):
+    """Of a call's arrays, whose shapes were checked."""
+
+    dtype: np.dtype[Any]
+    rows_q: int
+    rows_k: int
+    nheads_q: int
+    nheads_kv: int
+    headdim: int
+    headdim_v: int
+
+
+def resolve(
+    dims: Dims,
+    lengths: Lengths,
+    options: Options,
+    arrays: Mapping[str, Any],
+    paged: PageForm | None = None,
+) -> Problem:
+    """Every option checked and resolved; paged: where keys and values are in pages."""
+    dtype, rows_q, rows_k, nheads_q, nheads_kv, headdim, headdim_v = dims
     _options.causal(options)
     top_left = _options.top_left(options)
     left, right = _options.window(options)
     sink = _options.sink(options)
     scale = _options.scale(options, headdim)
-    lengths = bind(options.seqs, batch=batch, rows_q=rows_q, rows_k=rows_k)
     _options.num_splits_missing(options)
     score_options = scores.NONE
     if arrays or not _options.leaves_scores(options):
-        shapes = scores.Shapes(
-            dtype, lengths.batch, nheads_q, nheads_kv, rows_q, rows_k, lengths.group
-        )
+        by_place = lengths.group or paged is not None
+        shapes = scores.Shapes(dtype, lengths.batch, nheads_q, nheads_kv, rows_q, rows_k, by_place)
         score_options = scores.describe(options, arrays, shapes, lengths)
-    problem = Problem(
-        dtype=name,
+    return Problem(
+        dtype=_DTYPE_NAMES[dtype],
         batch=lengths.batch,
         nheads_q=nheads_q,
         nheads_kv=nheads_kv,
@@ -144,8 +193,8 @@ def describe(
         top_left=top_left,
         scale=scale,
         **score_options._asdict(),
+        pages=paged,
     )
-    return problem, lengths
 
 
 def result_shapes(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -156,14 +205,15 @@ def result_shapes(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return (problem.batch, rows, nheads, problem.headdim_v), (problem.batch, nheads, rows)
 
 
-def _refuse_dtypes(q: Any, k: Any, v: Any, framework: str | None) -> NoReturn:
-    for name, array in (("q", q), ("k", k), ("v", v)):
+def _refuse_dtypes(q: Any, keys: Mapping[str, Any], framework: str | None) -> NoReturn:
+    """keys: the arrays of keys and values, by name."""
+    for name, array in {"q": q, **keys}.items():
         if array.dtype not in _DTYPE_NAMES:
             raise TypeError(
                 f"{name}: got dtype {array.dtype}, expected float16, bfloat16 or float32; convert "
                 f"it, as by {cast(framework, name, np.dtype(np.float32))}"
             )
-    name, array = ("v", v) if k.dtype == q.dtype else ("k", k)
+    name, array = next((name, x) for name, x in keys.items() if x.dtype != q.dtype)
     raise TypeError(
         f"{name}: got dtype {array.dtype}, expected {q.dtype}, that of q; convert it, as by "
         f"{cast(framework, name, q.dtype)}"
@@ -173,9 +223,7 @@ def _refuse_dtypes(q: Any, k: Any, v: Any, framework: str | None) -> NoReturn:
 def _check_shapes(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> None:
     axes = len(q)
     if axes not in (3, 4):
-        raise ValueError(
-            f"q: got shape {q}, expected {_AXES['q'][0]}, or {_AXES['q'][1]} with seqs"
-        )
+        raise _wrong_rank_of_q(q)
     for name, shape in (("k", k), ("v", v)):
         if len(shape) != axes:
             raise ValueError(
@@ -191,26 +239,40 @@ def _check_shapes(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) ->
         raise _wrong_axis(
             "v", v, "seqlen_k" if axes == 4 else "total_k", v[-3], f"{k[-3]}, that of k"
         )
+    _check_heads(q, k, v, ("k", "v"))
+
+
+def _check_heads(
+    q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], names: tuple[str, str]
+) -> None:
+    """Of shapes with all axes; names: those of k and v."""
+    key, value = names
     nheads_q, nheads_kv = q[-2], k[-2]
     if nheads_q < 1:
         raise _wrong_axis("q", q, "nheads_q", nheads_q, "at least 1")
     if nheads_kv < 1:
-        raise _wrong_axis("k", k, "nheads_kv", nheads_kv, "at least 1")
+        raise _wrong_axis(key, k, "nheads_kv", nheads_kv, "at least 1")
     if nheads_q % nheads_kv:
-        multiple = f"a multiple of nheads_kv = {nheads_kv}, that of k"
+        multiple = f"a multiple of nheads_kv = {nheads_kv}, that of {key}"
         raise _wrong_axis("q", q, "nheads_q", nheads_q, multiple)
     if v[-2] != nheads_kv:
-        raise _wrong_axis("v", v, "nheads_kv", v[-2], f"{nheads_kv}, that of k")
+        raise _wrong_axis(value, v, "nheads_kv", v[-2], f"{nheads_kv}, that of {key}")
     if not 1 <= q[-1] <= MAX_HEADDIM:
         raise _wrong_axis("q", q, "D", q[-1], f"1 to {MAX_HEADDIM}")
     if k[-1] != q[-1]:
-        raise _wrong_axis("k", k, "D", k[-1], f"{q[-1]}, that of q")
+        raise _wrong_axis(key, k, "D", k[-1], f"{q[-1]}, that of q")
     if not 1 <= v[-1] <= MAX_HEADDIM:
-        raise _wrong_axis("v", v, "Dv", v[-1], f"1 to {MAX_HEADDIM}")
+        raise _wrong_axis(value, v, "Dv", v[-1], f"1 to {MAX_HEADDIM}")
     if nheads_q > _INT32_MAX:
         raise _wrong_axis("q", q, "nheads_q", nheads_q, f"at most {_INT32_MAX}")
-    if axes == 4 and q[0] > _INT32_MAX:
+    if len(q) == 4 and q[0] > _INT32_MAX:
         raise _wrong_axis("q", q, "batch", q[0], f"at most {_INT32_MAX}")
+
+
+def _wrong_rank_of_q(shape: tuple[int, ...]) -> ValueError:
+    return ValueError(
+        f"q: got shape {shape}, expected {_AXES['q'][0]}, or {_AXES['q'][1]} with seqs"
+    )
 
 
 def _wrong_axis(

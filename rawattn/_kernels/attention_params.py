@@ -14,6 +14,9 @@ from rawattn._kernels.steps import side_fields, side_patches
 # Of parameters that are the problem's own; "" is that of none.
 _GROUPS = ("", "mask", "scores")
 
+# The arrays of keys and values: of rows, and of pages.
+KEYS = (("k", "v"), ("k_pages", "v_pages"))
+
 # Bytes of K and V, or of what the backward reads and adds of query rows, that blocks running at once should share in L2.
 L2_SHARE = 32 << 20
 
@@ -23,8 +26,11 @@ def forward(
 ) -> dict[str, Any]:
     """Fields of `params.FORWARD`. section_bytes: of K and V whose heads are scheduled side by side."""
     key_bytes = (problem.headdim + problem.headdim_v) * ITEMSIZE[problem.dtype]
+    k, v = KEYS[problem.pages is not None]
     return {
-        **_strides(problem, operands, "q", "k", "v", "out"),
+        **_strides(problem, operands, "q", "out"),
+        "k_strides": operands.elements(problem, k),
+        "v_strides": operands.elements(problem, v),
         "lse_batch": 0 if problem.group else problem.nheads_q * problem.rows_q,
         "lse_head": problem.rows_q,
         **side_fields("q_side", structure.q),
@@ -32,6 +38,7 @@ def forward(
         "section_keys": section_bytes // key_bytes,
         **_of_problem(problem),
         **score_params.fields(problem, operands),
+        **_pages(problem, structure, operands),
     }
 
 
@@ -67,6 +74,41 @@ def side_addresses(
         *side_patches(struct, f"{prefix}q_side", structure.q, "q"),
         *side_patches(struct, f"{prefix}k_side", structure.k, "k"),
     )
+
+
+def page_addresses(
+    problem: Problem, struct: Struct, prefix: str = ""
+) -> tuple[tuple[int, str], ...]:
+    """Where the addresses of a page table belong; prefix: of the path of the `params.FORWARD` in `struct`."""
+    if problem.pages is None:
+        return ()
+    names = {"pages.ids.data": "block_table"}
+    if problem.pages.packed:
+        names["pages.indptr.data"] = "start_k"
+    return tuple((params.offset(struct, prefix + path), name) for path, name in names.items())
+
+
+def without_pages(structure: Structure) -> Structure:
+    """Of the lengths of sequences whose keys are in pages: starts that count pages are no starts of rows."""
+    return structure._replace(k=structure.k._replace(start=0))
+
+
+def _pages(problem: Problem, structure: Structure, operands: Operands) -> dict[str, Any]:
+    form = problem.pages
+    if form is None:
+        return {}
+    strides = score_params.elements(operands.of_options["block_table"], form.dtype)
+    size = form.page_size
+    return {
+        "pages.ids.is_64bit": int(form.dtype == "int64"),
+        "pages.indptr.is_64bit": int(structure.k.start == 8),
+        "pages.row": 0 if form.packed else strides[0],
+        "pages.entry": strides[-1],
+        "pages.capacity": problem.rows_k // size,
+        "pages.count": form.num_pages,
+        "pages.page_size": size,
+        "pages.shift": size.bit_length() - 1 if size & (size - 1) == 0 else -1,
+    }
 
 
 def _strides(problem: Problem, operands: Operands, *names: str) -> dict[str, Any]:

@@ -43,6 +43,7 @@ class Features:
     sink_logits: bool = False
     dropout: bool = False
     block_mask: bool = False
+    paged: bool = False  # keys and values are in pages
 
     def active(self) -> frozenset[str]:
         """The names of those that are on."""
@@ -84,6 +85,7 @@ def features(problem: Problem, operands: Operands | None = None) -> Features:
         sink_logits=problem.sink_logits is not None,
         dropout=problem.dropout_p > 0,
         block_mask=problem.mask is not None,
+        paged=problem.pages is not None,
     )
 
 

@@ -149,6 +149,22 @@ CAPTURED_ARRAYS = _struct(
     (_CAPTURED, "array0, array1, array2, array3, array4, array5, array6, array7", ""),
     ("float", "scalars[8]", ""),
 )
+_PAGES = _struct(
+    "Pages",
+    "Where keys and values lie that are in pages (attn/pages.cuh). Of them the strides of batches are those of pages. Other "
+    "strides are in ids.",
+    (INTEGERS, "ids", "of pages, a row of each sequence"),
+    (
+        INTEGERS,
+        "indptr",
+        "(batch + 1): where the ids of each sequence begin in one row of all; null: a row of each",
+    ),
+    ("int64", "row, entry", "strides of the rows and of the ids in one"),
+    ("int64", "capacity", "ids of a row"),
+    ("int64", "count", "pages of the array"),
+    ("int", "page_size", "keys of a page"),
+    ("int", "shift", "its logarithm, -1 where it is no power of two"),
+)
 _MASK = _struct(
     "Mask",
     "Which keys a query sees (attn/visible.cuh).",
@@ -184,6 +200,7 @@ FORWARD = _struct(
     (_DROPOUT, "dropout", ""),
     (_BLOCK_MASK, "block_mask", ""),
     (CAPTURED_ARRAYS, "captured", ""),
+    (_PAGES, "pages", ""),
 )
 _STREAM_K = _struct(
     "StreamK",

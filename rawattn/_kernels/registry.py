@@ -62,6 +62,14 @@ FAMILIES = {
             portable_forward.steps,
         ),
     ),
+    "paged_attention": (
+        Family(
+            "portable",
+            portable_forward.FEATURES,
+            portable_forward.supports,
+            portable_forward.steps,
+        ),
+    ),
     "attention_backward": (
         _gathered("attention_backward"),
         Family(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+from rawattn._call.pages import PageForm
 from rawattn._call.problem import Problem
 from rawattn._compile.compiler import Source
 from rawattn._kernels.operands import Operands
@@ -14,6 +15,8 @@ from rawattn._kernels.score_variants import score_variants
 from rawattn._kernels.sm90 import forward as sm90_forward
 from rawattn._kernels.target import without_device
 
+_PAGES = PageForm(page_size=16, num_pages=1, entries=1, packed=False, dtype="int32")
+
 PURPOSES = ("inference", "training", "all")
 
 
@@ -21,10 +24,10 @@ def common_variants(arch: str, *, every: bool = False, purpose: str = "inference
     """Sources worth compiling ahead of time for `arch`, without a GPU.
 
     The common ones are 16-bit, dense and packed, causal and full, at the usual head dims: forward kernels for inference,
-    those of the gradients too for training, and for "all" both in float32 as well. `every` adds float32, windows,
-    top-left alignment, scales that are not positive, narrow copies and head dims between the usual ones, the backward's
-    kernels, and options that change scores: each code path of each tile shape, not the product of all. Of portable kernels
-    that differ in nothing but the 16-bit type it leaves out one.
+    those of the gradients too for training, and for "all" both in float32 as well. `every` adds float32, keys in pages,
+    windows, top-left alignment, scales that are not positive, narrow copies and head dims between the usual ones, the
+    backward's kernels, and options that change scores: each code path of each tile shape, not the product of all. Of
+    portable kernels that differ in nothing but the 16-bit type it leaves out one.
     """
     target = without_device(arch)
     sources = [schedule.source(), fill_padding.source(), send_words.source()]
@@ -43,6 +46,7 @@ def common_variants(arch: str, *, every: bool = False, purpose: str = "inference
         backward: bool = False,
         seqlens: tuple[int, int] = (1, 1),  # of queries and keys
         group: int = 1,
+        pages: PageForm | None = None,
     ) -> None:
         problem = Problem(
             dtype=dtype,
@@ -62,12 +66,13 @@ def common_variants(arch: str, *, every: bool = False, purpose: str = "inference
             sink=0,
             top_left=top_left,
             scale=scale,
+            pages=pages,
         )
         # Addresses that are multiples of `copy_bytes` allow no wider access.
         operands = Operands(pointers=copy_bytes)
         if not (every and dtype == "float16"):
             sources.append(portable_forward.choose(problem, target, operands).source())
-        if sm90_forward.supports(problem, target, Operands()) is None:
+        if pages is None and sm90_forward.supports(problem, target, Operands()) is None:
             sources.append(sm90_forward.choose(problem, target, Operands()).source())
             if copy_bytes < 16:
                 sources.append(repack.source(headdim, copy_bytes))
@@ -103,6 +108,7 @@ def common_variants(arch: str, *, every: bool = False, purpose: str = "inference
         for headdim in (32, *usual):
             add("float32", headdim, ragged=True, right=0)
             add("float32", headdim)
+            add("bfloat16", headdim, ragged=True, right=0, pages=_PAGES)
             add("bfloat16", headdim, ragged=True, left=0, right=0, backward=True)
             add("bfloat16", headdim, left=0, top_left=True)
             add("bfloat16", headdim, left=0, group=2)

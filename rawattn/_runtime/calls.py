@@ -48,7 +48,7 @@ class Call(NamedTuple):
             problem.nheads_kv,
             problem.rows_q,
             problem.rows_k,
-            problem.group,
+            problem.group or problem.pages is not None,
         )
         for name in ("bias", "mask"):
             form = getattr(problem, name)
@@ -146,9 +146,7 @@ def describe(
 ) -> tuple[problem.Problem, Lengths, tuple[tuple[tuple[int, ...], np.dtype[Any]] | None, ...]]:
     """Every check of a call's arrays and options, and what it gives."""
     arrays = {name: named[name] for name in verb.extras}
-    described, lengths = problem.describe(
-        named["q"], named["k"], named["v"], options, framework, arrays
-    )
+    described, lengths = verb.describe(named, options, framework, arrays)
     verb.check(described, named)
     results = verb.results(described, named["q"].dtype, flag)
     for name, result in zip(verb.outputs, results, strict=True):

@@ -106,7 +106,7 @@ def on_gpu(
     try:
         form_of_lengths: Structure | None = None
         if options.seqs is not None:
-            lengths = _bound(verb, inputs, options)
+            lengths = verb.bind(options.seqs, inputs)
             form_of_lengths = structure(lengths)
         # 16 bytes is the widest access there is: of an address only its place in them matters.
         key = (
@@ -163,12 +163,6 @@ def find(
     framework = arrays.framework_of(inputs[verb.q])
     call = _prepare_natives(verb, own, read, inputs, targets, options, flag, framework)
     return call, call.lengths
-
-
-def _bound(verb: Verb, inputs: Arrays, options: Options) -> Lengths:
-    q, k = inputs[verb.q].shape, inputs[verb.q + 1].shape
-    batch = q[0] if len(q) == 4 else None
-    return layout.bind(options.seqs, batch=batch, rows_q=q[-3], rows_k=k[-3])
 
 
 def _prepare_natives(
@@ -381,7 +375,7 @@ def _described(
         try:
             form_of_lengths = None
             if options.seqs is not None:
-                lengths = _bound(verb, inputs, options)
+                lengths = verb.bind(options.seqs, inputs)
                 most = lengths.q.max_seqlen, lengths.k.max_seqlen
                 form_of_lengths = structure(lengths), most
             forms = [None if x is None else (x.shape, x.dtype) for x in inputs]

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from rawattn._call.layout import HostLengths
+from rawattn._call.layout import HostLengths, Lengths, bind
 from rawattn._call.options import Options, dropout_p, shown
-from rawattn._call.problem import Problem, result_shapes
+from rawattn._call.problem import Problem, describe, describe_paged, result_shapes
 from rawattn._cpu import backward as cpu_backward
 from rawattn._cpu import forward as cpu_forward
+from rawattn._cpu import paged as cpu_paged
 from rawattn._masks.block_mask import BlockMask, unpacked
 
 FLOAT32 = np.dtype(np.float32)
@@ -37,8 +38,11 @@ class Verb:
         lengths are None where the batch is not ragged.
     padding: what padding rows of each output hold.
     refuses_gradients: whether a tensor that requires a gradient would lose it here without a word.
-    extras: those of its inputs that are arrays of options, the last ones. gradients: those of its outputs that are theirs,
-    the last ones. values: numbers of options that kernels are given. All are what `with_arrays` found in a call.
+    bind: the sequences of a call, from what its options have as `seqs` and the inputs.
+    describe: the problem and the sequences, from (arrays by name, options, framework, the arrays of options).
+    extras: those of its inputs that are read in ways of their own, the last ones: a page table, arrays of options.
+    gradients: those of its outputs that are theirs, the last ones. values: numbers of options that kernels are given. But for
+    a page table all are what `with_arrays` found in a call.
     """
 
     name: str
@@ -58,6 +62,10 @@ class Verb:
     ]
     padding: tuple[float, ...]
     refuses_gradients: bool
+    bind: Callable[[Any, Sequence[Any]], Lengths]
+    describe: Callable[
+        [Mapping[str, Any], Options, str | None, Mapping[str, Any]], tuple[Problem, Lengths]
+    ]
     extras: tuple[str, ...] = ()
     gradients: tuple[str, ...] = ()
     values: tuple[str, ...] = ()
@@ -70,6 +78,17 @@ class Verb:
         object.__setattr__(self, "names", self.inputs + self.outputs + self.values)
         object.__setattr__(self, "q", self.inputs.index("q"))
         object.__setattr__(self, "required", len(self.inputs) - len(self.optional))
+
+
+def _bind_rows(seqs: Any, q: Any, k: Any) -> Lengths:
+    batch = q.shape[0] if len(q.shape) == 4 else None
+    return bind(seqs, batch=batch, rows_q=q.shape[-3], rows_k=k.shape[-3])
+
+
+def _describe_rows(
+    named: Mapping[str, Any], options: Options, framework: str | None, arrays: Extras
+) -> tuple[Problem, Lengths]:
+    return describe(named["q"], named["k"], named["v"], options, framework, arrays)
 
 
 def _forward_results(
@@ -149,6 +168,37 @@ def _backward_cpu(
     cpu_backward.backward(problem, lengths, *arrays, _with_bools(problem, extras), gradients)
 
 
+def _bind_pages(seqs: Any, inputs: Sequence[Any]) -> Lengths:
+    q, k_pages, _, table = inputs[:4]
+    lengths: Lengths = seqs.bind(q.shape, k_pages.shape, table.shape)
+    return lengths
+
+
+def _describe_pages(
+    named: Mapping[str, Any], options: Options, framework: str | None, arrays: Extras
+) -> tuple[Problem, Lengths]:
+    own = {name: array for name, array in arrays.items() if name != "block_table"}
+    q, k_pages, v_pages, table = (named[name] for name in PAGED.inputs[:4])
+    return describe_paged(q, k_pages, v_pages, table, options, framework, own)
+
+
+def _paged_cpu(
+    problem: Problem,
+    lengths: HostLengths | None,
+    inputs: Sequence[Any],
+    results: Sequence[Any],
+    return_lse: bool,
+    extras: Extras,
+    gradients: Sequence[str],
+) -> None:
+    assert lengths is not None
+    own = dict(_with_bools(problem, extras))
+    table = own.pop("block_table")
+    q, k_pages, v_pages = inputs
+    out, lse = results
+    cpu_paged.forward(problem, lengths, q, k_pages, v_pages, table, out, lse, own)
+
+
 FORWARD = Verb(
     name="attention",
     inputs=("q", "k", "v"),
@@ -162,6 +212,19 @@ FORWARD = Verb(
     cpu=_forward_cpu,
     padding=(0.0, -np.inf),
     refuses_gradients=True,
+    bind=lambda seqs, inputs: _bind_rows(seqs, inputs[0], inputs[1]),
+    describe=_describe_rows,
+)
+
+# Its options have a `PagedLayout` as `seqs`. block_table: the page ids, of one axis where the layout has an indptr.
+PAGED = replace(
+    FORWARD,
+    name="paged_attention",
+    inputs=("q", "k_pages", "v_pages", "block_table"),
+    cpu=_paged_cpu,
+    bind=_bind_pages,
+    describe=_describe_pages,
+    extras=("block_table",),
 )
 
 BACKWARD = Verb(
@@ -177,6 +240,8 @@ BACKWARD = Verb(
     cpu=_backward_cpu,
     padding=(0.0, 0.0, 0.0),
     refuses_gradients=False,
+    bind=lambda seqs, inputs: _bind_rows(seqs, inputs[1], inputs[2]),
+    describe=_describe_rows,
 )
 
 
@@ -300,7 +365,7 @@ def extended(
         optional=verb.optional | set(extras),
         results=results,
         padding=verb.padding + (0.0,) * len(gradients),
-        extras=extras,
+        extras=verb.extras + extras,
         gradients=gradients,
         values=values,
     )

@@ -13,20 +13,22 @@ from rawattn._call.options import Options
 from rawattn._interop import arrays
 from rawattn._interop.native import native
 from rawattn._runtime import dispatch
-from rawattn._runtime.verbs import BACKWARD, FORWARD, Verb, with_arrays
+from rawattn._runtime.verbs import BACKWARD, FORWARD, PAGED, Verb, with_arrays
 from rawattn._verbs.attention import attention, no_bool
 from rawattn._verbs.backward import attention_backward, gradients, of_options, wanted
 from rawattn._verbs.combine import combine
+from rawattn._verbs.paged import paged_attention, read_pages
 
 
 class Plan:
-    """A call of `attention`, `attention_backward` or `combine` on arrays of one form, made by `plan`.
+    """A call of a verb on arrays of one form, made by `plan`.
 
     Call it with arrays of the same shapes, strides, dtypes and device, by position or by name; one that is left out is that
     of planning time. ``out=`` (for the backward ``into=``) takes the results; otherwise they are in arrays of the plan's
     own, the same ones at every call, overwritten by the next. Padding rows of the plan's own arrays are 0, -inf in lse.
     Lengths on the GPU may be other arrays too, as ``seqlen_k=``; they are read at every call and at every replay of a
-    captured graph, so they may change in place. Values of the host (scale, window, lengths, ...) are those of planning time.
+    captured graph, so they may change in place. Values of the host (scale, window, lengths, a table of pages, ...) are those
+    of planning time.
 
     A call allocates nothing, waits for nothing and can be captured in a CUDA graph (CuPy's and torch's). The plan must live
     as long as such a graph: its scratch memory is the graph's too. For the same reason two calls of one plan must not run at
@@ -88,7 +90,7 @@ class Plan:
 
     def _written(self, out: Any, into: Any) -> Sequence[Any]:
         """The caller's arrays among the outputs."""
-        forward = self._verb.name == FORWARD.name
+        forward = self._verb.name != BACKWARD.name
         if (into if forward else out) is not None:
             given, other = ("into", "out") if forward else ("out", "into")
             raise TypeError(f"{given}: this plan writes its results to {other}=")
@@ -103,14 +105,16 @@ def plan(fn: Callable[..., Any], *args: Any, **options: Any) -> Plan:
 
     Parameters
     ----------
-    fn : `rawattn.attention`, `rawattn.attention_backward` or `rawattn.combine`
+    fn : `rawattn.attention`, `rawattn.attention_backward`, `rawattn.paged_attention` or `rawattn.combine`
     *args, **options
         As `fn` takes them. Arrays tell shapes, strides, dtypes and device; of their values nothing is used.
 
     Returns
     -------
     Plan
-        Call it with the arrays: ``Plan(q, k, v)``, ``Plan(dout, q, k, v, out, lse)`` or ``Plan(outs, lses)``.
+        Call it with the arrays: ``Plan(q, k, v)``, ``Plan(dout, q, k, v, out, lse)``, ``Plan(q, k_pages, v_pages,
+        block_table)`` or ``Plan(outs, lses)``. Of a pair that is a block table the page ids are given, and its indptr is that
+        of planning time: on the GPU it may change in place.
 
     Raises
     ------
@@ -130,10 +134,11 @@ def plan(fn: Callable[..., Any], *args: Any, **options: Any) -> Plan:
     >>> causal(q, k, v).shape
     (1, 5, 2, 16)
     """
-    if fn not in (attention, attention_backward, combine):
+    if fn not in (attention, attention_backward, paged_attention, combine):
         name = getattr(fn, "__name__", repr(fn))
         raise NotImplementedError(
-            f"fn: got {name}; this version plans rawattn.attention, rawattn.attention_backward and rawattn.combine"
+            f"fn: got {name}; this version plans rawattn.attention, rawattn.attention_backward, rawattn.paged_attention "
+            "and rawattn.combine"
         )
     signature = inspect.signature(fn)
     unknown = [name for name in options if name not in signature.parameters]
@@ -151,10 +156,13 @@ def plan(fn: Callable[..., Any], *args: Any, **options: Any) -> Plan:
     if backend not in (None, "cuda", "cpu"):
         raise ValueError(f"backend: got {backend!r}; accepted are 'cuda', 'cpu' and None")
     names: tuple[str, ...] = ()
-    if fn is attention:
+    if fn is not attention_backward:
         verb, flag = FORWARD, named["return_lse"]
         if flag is not True and flag is not False:
             raise no_bool("return_lse", flag)
+        if fn is paged_attention:
+            verb = PAGED
+            named["block_table"], known = read_pages(named, known)
         targets: Sequence[Any] = (named["out"], None)
         returned: Callable[[Sequence[Any]], Any] = tuple if flag else _first
     else:

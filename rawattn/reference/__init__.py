@@ -15,11 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rawattn import _philox
+from rawattn._call import options as _options
+from rawattn._call import pages
 from rawattn._call.gradients import Gradients
+from rawattn._call.layout import SeqLayout, host_lengths
 from rawattn._call.options import Options
 from rawattn._scores import numpy_eval
 from rawattn._scores.score_mod import ScoreMod
-from rawattn.reference._call import Array, Call, Modifier, exactly, read
+from rawattn.reference._call import Array, Call, Modifier, exactly, floats, integers, read
 from rawattn.reference._combine import combine as combine
 
 Rounding = Callable[[Array], Array]
@@ -74,6 +77,82 @@ def attention(
     call = read(q, k, v, options)
     out, lse = _forward(call)
     return (out, lse) if return_lse else out
+
+
+def paged_attention(
+    q: Any,
+    k_pages: Any,
+    v_pages: Any,
+    block_table: Any,
+    *,
+    seqlen_k: Any,
+    seqs: Any = None,
+    causal: bool = False,
+    align: str = "bottom-right",
+    window: tuple[int | None, int | None] | None = None,
+    sink: int = 0,
+    scale: float | None = None,
+    bias: Any = None,
+    mask: Any = None,
+    alibi_slopes: Any = None,
+    softcap: float | None = None,
+    score_mod: ScoreMod | None = None,
+    sink_logits: Any = None,
+    dropout_p: float = 0.0,
+    seed: Any = None,
+    num_splits: int | None = None,
+    return_lse: bool = False,
+    validate: bool = False,
+) -> Any:
+    """Attention with the arguments and shapes of `rawattn.paged_attention`, computed in float64.
+
+    It is `attention` on the keys and values that the table leads to. Lengths and the ids of the pages that
+    are read are checked with and without `validate`, wherever the arrays live.
+
+    Raises TypeError or ValueError, naming the argument, for what `rawattn.paged_attention` refuses.
+
+    >>> import numpy as np
+    >>> pages = np.ones((5, 2, 1, 4))
+    >>> paged_attention(np.ones((1, 1, 2, 4)), pages, pages, [[3, 0, -1]], seqlen_k=[3]).shape
+    (1, 1, 2, 4)
+    """
+    q, k_pages, v_pages = (
+        floats(name, x, np.dtype(np.float64))
+        for name, x in (("q", q), ("k_pages", k_pages), ("v_pages", v_pages))
+    )
+    indptr, ids = pages.split(block_table)
+    table = integers("block_table", ids)
+    layout = pages.PagedLayout(seqs, seqlen_k, indptr).on_the_host()
+    form = pages.form(layout, k_pages.shape, v_pages.shape, table)
+    if q.ndim not in (3, 4):
+        raise ValueError(f"q: got shape {q.shape}, expected three or four axes")
+    lengths = host_lengths(layout.bind(q.shape, k_pages.shape, table.shape))
+    options = Options(causal=causal, align=align, window=window, sink=sink)
+    limits = _options.window(options), _options.sink(options), _options.top_left(options)
+    pages.check_ids(table, lengths, form, *limits)
+    k, v = (pages.gather(x, table, lengths, form) for x in (k_pages, v_pages))
+    # In group mode sequences have places of their own, and arrays of options count from there.
+    starts = lengths.start_q if q.ndim == 3 else np.arange(q.shape[0]) * q.shape[1]
+    packed = SeqLayout(
+        seqstart_q=_ends(starts, lengths.len_q),
+        seqstart_k=np.concatenate(([0], np.cumsum(lengths.len_k))),
+        seqlen_q=lengths.len_q,
+    )
+    out, lse = attention(
+        q.reshape(-1, *q.shape[-2:]), k, v, seqs=packed, causal=causal, align=align, window=window, sink=sink,
+        scale=scale, bias=bias, mask=mask, alibi_slopes=alibi_slopes, softcap=softcap, score_mod=score_mod,
+        sink_logits=sink_logits, dropout_p=dropout_p, seed=seed, num_splits=num_splits, return_lse=True,
+    )  # fmt: skip
+    out = out.reshape(*q.shape[:-1], out.shape[-1])
+    if q.ndim == 4:
+        lse = np.ascontiguousarray(lse.reshape(lse.shape[0], *q.shape[:2]).swapaxes(0, 1))
+    return (out, lse) if return_lse else out
+
+
+def _ends(starts: Any, lengths: Any) -> Any:
+    """The starts, and behind them where the last sequence ends."""
+    last = starts[-1:] + lengths[-1:] if starts.size else [0]
+    return np.concatenate((starts, last)).astype(np.int64)
 
 
 def attention_backward(

@@ -11,7 +11,7 @@ from rawattn._call import options as _options
 from rawattn._call.layout import Lengths, host_lengths
 from rawattn._call.options import DEFAULTS, Options, shown
 from rawattn._call.problem import Problem, describe
-from rawattn._interop.arrays import import_array
+from rawattn._interop.arrays import import_array, import_integers
 from rawattn._masks.block_mask import BlockMask
 from rawattn._scores import numpy_eval
 from rawattn._scores.program import ScoreText
@@ -63,7 +63,7 @@ class Call(NamedTuple):
 def read(q: Any, k: Any, v: Any, options: Options, precision: DTypeLike = np.float64) -> Call:
     """The call with every option checked and resolved; `precision` is that of the arithmetic."""
     dtype = np.dtype(precision)
-    q, k, v = (_floats(name, x, dtype) for name, x in (("q", q), ("k", k), ("v", v)))
+    q, k, v = (floats(name, x, dtype) for name, x in (("q", q), ("k", k), ("v", v)))
     # The shapes are those of a float32 call, whatever the dtype is here.
     stand_in_q, stand_in_k, stand_in_v = (
         np.broadcast_to(np.float32(0), x.shape) for x in (q, k, v)
@@ -83,7 +83,7 @@ def read(q: Any, k: Any, v: Any, options: Options, precision: DTypeLike = np.flo
     )
     shape_bias = None
     if bias is not None:
-        bias = _floats("bias", bias, dtype)
+        bias = floats("bias", bias, dtype)
         shape_bias = bias.shape
         bias = _four_axes("bias", bias, problem, longest)
     if mask is not None:
@@ -93,7 +93,7 @@ def read(q: Any, k: Any, v: Any, options: Options, precision: DTypeLike = np.flo
         mask = _four_axes("mask", mask, problem, longest)
     nheads_q = problem.nheads_q
     if alibi_slopes is not None:
-        alibi_slopes = _floats("alibi_slopes", alibi_slopes, dtype)
+        alibi_slopes = floats("alibi_slopes", alibi_slopes, dtype)
         if alibi_slopes.shape not in ((nheads_q,), (problem.batch, nheads_q)):
             raise ValueError(
                 f"alibi_slopes: got shape {alibi_slopes.shape}, expected (nheads_q,) = "
@@ -158,7 +158,14 @@ def _host(name: str, array: Any) -> Array:
     return np.asarray(array)
 
 
-def _floats(name: str, array: Any, dtype: np.dtype[Any]) -> Array:
+def integers(name: str, values: Any) -> Array:
+    """Integers of any framework, or lists of them, on the host."""
+    array = import_integers(name, values)
+    return np.asarray(array.get() if hasattr(array, "get") else array)
+
+
+def floats(name: str, array: Any, dtype: np.dtype[Any]) -> Array:
+    """Numbers of any framework on the host, in this type."""
     array = _host(name, array)
     if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
         raise TypeError(f"{name}: got {array.dtype}, expected a floating-point dtype")
@@ -167,10 +174,10 @@ def _floats(name: str, array: Any, dtype: np.dtype[Any]) -> Array:
 
 
 def exactly(name: str, array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    floats = _floats(name, array, dtype)
-    if floats.shape != shape:
-        raise ValueError(f"{name}: got shape {floats.shape}, expected {shape}")
-    return floats
+    found = floats(name, array, dtype)
+    if found.shape != shape:
+        raise ValueError(f"{name}: got shape {found.shape}, expected {shape}")
+    return found
 
 
 def _four_axes(name: str, array: Array, problem: Problem, longest: tuple[int, int]) -> Array:

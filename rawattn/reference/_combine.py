@@ -8,7 +8,7 @@ import numpy as np
 
 from rawattn._call import partials
 from rawattn._call.partials import Given
-from rawattn.reference._call import Array, _floats
+from rawattn.reference._call import Array, floats
 
 _FLOAT64 = np.dtype(np.float64)
 
@@ -27,7 +27,7 @@ def combine(outs: Any, lses: Any) -> tuple[Array, Array]:
     """
     sides = partials.given("outs", outs), partials.given("lses", lses)
     hosts = [
-        [_floats(n, x, _FLOAT64) for n, x in zip(side.names(), side.arrays, strict=True)]
+        [floats(n, x, _FLOAT64) for n, x in zip(side.names(), side.arrays, strict=True)]
         for side in sides
     ]
     partials.checked_shapes(*sides, *hosts)

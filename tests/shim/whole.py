@@ -91,7 +91,7 @@ def run_forward(
     """`out` and `lse` of a call. on_device: lengths are in the device's memory, and the host does not read them."""
     given = with_arrays(FORWARD, Options(**options))
     inputs = (q, k, v, *given.arrays)
-    out, lse = _run(device, family, given, inputs, (None, None), True, on_device)
+    out, lse = run_verb(device, family, given, inputs, (None, None), True, on_device)
     return out, lse
 
 
@@ -117,13 +117,13 @@ def run_backward(
     names, written = verbs.of_options(targets, Options(**options), want_dbias)
     given = with_arrays(BACKWARD, Options(**options), names)
     inputs = (dout, q, k, v, out, lse, dlse, *given.arrays)
-    results = _run(
+    results = run_verb(
         device, family, given, inputs, (*targets[:3], *written), deterministic, on_device
     )
     return verbs.gradients(names, results, options.get("score_mod"))
 
 
-def _run(
+def run_verb(
     device: Device,
     family: str,
     given: Any,
@@ -132,6 +132,7 @@ def _run(
     flag: bool,
     on_device: bool,
 ) -> list[Any]:
+    """The outputs of a call of a verb; given: as `with_arrays` has it."""
     verb: Verb = given.verb
     placed = [
         None if x is None else Placed(name, x, readonly=name in verb.inputs)

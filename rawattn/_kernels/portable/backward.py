@@ -26,7 +26,7 @@ DQ_ENTRY = "rawattn_backward_dq"
 # The files of their tile tables.
 TILES = "portable_backward"
 DQ_TILES = "portable_backward_dq"
-FEATURES = features.names()
+FEATURES = features.names() - {"paged"}
 ROW_THREADS = 256  # of the kernels that visit rows: one wave a row
 
 
@@ -34,7 +34,9 @@ ROW_THREADS = 256  # of the kernels that visit rows: one wave a row
 class Config(Features):
     """Everything the compiler is told about the main kernel: the named constants of namespace `config`."""
 
-    LEAVES_OUT: ClassVar[frozenset[str]] = frozenset({"packed", "scale_first", "sink_logits"})
+    LEAVES_OUT: ClassVar[frozenset[str]] = frozenset(
+        {"packed", "scale_first", "sink_logits", "paged"}
+    )
 
     element: str
     headdim: int
@@ -115,7 +117,7 @@ class DqConfig(Features):
     """
 
     LEAVES_OUT: ClassVar[frozenset[str]] = frozenset(
-        {"bias_chunks", "packed", "scale_first", "sink_logits"}
+        {"bias_chunks", "packed", "scale_first", "sink_logits", "paged"}
     )
 
     element: str

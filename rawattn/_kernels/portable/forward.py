@@ -104,7 +104,10 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
     """The launches of a call."""
     config = choose(problem, target, operands)
     values = attention_params.forward(problem, structure, operands, config.section_bytes)
-    names = ["q", "k", "v", "out", "lse"]
+    names = ["q", "out", "lse"]
+    keys = dict(zip("kv", attention_params.KEYS[config.paged], strict=True))
+    if config.paged:
+        structure = attention_params.without_pages(structure)
     masks = mask_tiles.Masks(problem, structure, operands, values, target.wave)
     listed = masks.of_queries(config.tile_q, config.tile_k)
     tiles = Tiles("q", config.schedule_rows, problem.nheads_q)
@@ -121,9 +124,10 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
         threads=config.threads,
         params=params.fill(params.FORWARD, {**values, **listed.fields}),
         patches=(
-            *patches(params.FORWARD, names),
+            *patches(params.FORWARD, names, **keys),
             *listed.patches(params.FORWARD),
             *attention_params.side_addresses(params.FORWARD, "", structure),
+            *attention_params.page_addresses(problem, params.FORWARD),
             *score_params.patches(problem, params.FORWARD),
         ),
         shared_bytes=config.shared_bytes,

@@ -9,12 +9,12 @@ from typing import Any, Literal
 from rawattn._call.problem import Problem
 from rawattn._call.structure import Structure
 from rawattn._compile.compiler import Source
-from rawattn._kernels import params
+from rawattn._kernels import attention_params, params
 from rawattn._kernels.features import features
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import mask_packing
 from rawattn._kernels.source import source as _source
-from rawattn._kernels.steps import Step, checked, patches, side_patches
+from rawattn._kernels.steps import Step, checked, patches
 from rawattn._masks import layout
 
 THREADS = 256
@@ -30,11 +30,13 @@ class Config:
     tile_q: int
     tile_k: int
     of_keys: bool
+    paged: bool
 
     def source(self) -> Source:
         sides = [name for name in ("left", "right") if getattr(self, name)]
         words = ["portable mask_tiles", f"{self.tile_q}x{self.tile_k}", *sides]
         words += ["top-left"] * self.top_left + ["of-keys"] * self.of_keys
+        words += ["paged"] * self.paged
         return _source(
             "rawattn_mask_tiles",
             "portable/mask_tiles.cu",
@@ -47,6 +49,7 @@ class Config:
                 "kTileQ": self.tile_q,
                 "kTileK": self.tile_k,
                 "kOfKeys": self.of_keys,
+                "kPaged": self.paged,
                 "kThreads": THREADS,
             },
         )
@@ -183,7 +186,7 @@ def lists(
         "group": problem.nheads_q // mask[1] if of_keys else 1,
     }
     used = features(problem)
-    config = Config(used.left, used.right, used.top_left, tile_q, tile_k, of_keys)
+    config = Config(used.left, used.right, used.top_left, tile_q, tile_k, of_keys, used.paged)
     step = Step(
         source=config.source(),
         blocks=checked("mask", -(-heads * sequences * tiles // (THREADS // wave)), tile),
@@ -191,8 +194,8 @@ def lists(
         params=params.fill(params.MASK_TILES, own),
         patches=(
             *patches(params.MASK_TILES, map="mask_map", forward__block_mask__lists__data=name),
-            *side_patches(params.MASK_TILES, "forward.q_side", structure.q, "q"),
-            *side_patches(params.MASK_TILES, "forward.k_side", structure.k, "k"),
+            *attention_params.side_addresses(params.MASK_TILES, "forward.", structure),
+            *attention_params.page_addresses(problem, params.MASK_TILES, "forward."),
         ),
     )
     nbytes = 4 * places * heads * (1 + capacity * (2 if of_keys else 1))

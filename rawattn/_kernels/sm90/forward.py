@@ -21,7 +21,7 @@ from rawattn._kernels.tile_tables import Row
 ENTRY = "rawattn_sm90_forward"
 TILES = "sm90_forward"  # the file of its tile tables
 ARCH = "sm_90a"
-FEATURES = features.names()
+FEATURES = features.names() - {"paged"}
 MAX_ROWS = 2**29  # of an array: row bounds of tensor maps are twice as far
 
 # K and V of this much are scheduled together. A fraction of the L2 cache: what is read from DRAM costs power, and power is
@@ -55,7 +55,7 @@ _REGISTERS, _REGISTER_STEP = 65536, 8
 class Config(Features):
     """Everything the compiler is told: the named constants of namespace `config` in the kernel."""
 
-    LEAVES_OUT: ClassVar[frozenset[str]] = frozenset({"bias_chunks"})
+    LEAVES_OUT: ClassVar[frozenset[str]] = frozenset({"bias_chunks", "paged"})
 
     element: str
     headdim: int

@@ -1,0 +1,85 @@
+// Keys and values in pages of an array that sequences share: where a sequence's rows lie, how many they can be, and which
+// of them a query tile reads.
+#pragma once
+
+#include "attn/params.cuh"
+#include "attn/rows.cuh"
+#include "attn/sequence.cuh"
+#include "target/target.cuh"
+#include "tile/copy.cuh"
+#include "tile/rows.cuh"
+
+// The entries of a sequence in the table of pages: [first, first + count). Nobody has checked them either.
+struct PageSpan {
+  int64 first, count;
+};
+DEVICE PageSpan pages_of(const Pages& pages, int sequence) {
+  if (pages.indptr.data == nullptr) return {0, pages.capacity};
+  const int64 first = clamp(integer_at(pages.indptr, sequence), 0, pages.capacity);
+  return {first, clamp(integer_at(pages.indptr, sequence + 1), first, pages.capacity) - first};
+}
+
+// No sequence has more keys than its pages.
+DEVICE int length_in_pages(const Pages& pages, int sequence, int length) {
+  return static_cast<int>(clamp(length, 0, pages_of(pages, sequence).count * pages.page_size));
+}
+
+// The rows of a kv head of a sequence, which has `span.length` keys.
+template <bool kPaged, class T>
+DEVICE auto rows_of_keys(const void* array, const Strides& strides, const Pages& pages, int sequence, const Span& span,
+                         int head) {
+  if constexpr (kPaged) {
+    const int64 before = pages_of(pages, sequence).first * pages.entry + sequence * pages.row;
+    const int bytes = pages.ids.is_64bit ? 8 : 4;
+    PageTable table;
+    table.ids = static_cast<const unsigned char*>(pages.ids.data) + before * bytes;
+    table.stride = pages.entry;
+    table.pages = pages.count;
+    table.last = span.length > 0 ? (span.length - 1) / pages.page_size : 0;
+    table.rows = pages.page_size;
+    table.shift = pages.shift;
+    table.is_64bit = pages.ids.is_64bit != 0;
+    return PagedRows<T>{static_cast<T*>(array) + head * strides.head, strides.batch, strides.row, table, 0};
+  } else {
+    return rows_of<T>(array, strides, sequence, span, head);
+  }
+}
+
+// The rows of a key tile, from the key `first` on, that are real and within these limits.
+template <class Real>
+struct RowsInReach {
+  int first, left, right, sink;
+  Real real;
+
+  DEVICE bool operator()(int row) const {
+    const int key = first + row;
+    return is_real(real, row) && key <= right && (key >= left || key < sink);
+  }
+};
+
+// Which keys some query row of a tile may see by the rule of visible keys. The others may be in pages that are the
+// sequence's no more, and whatever these hold reaches nobody.
+template <bool kLimited>
+struct Reach {
+  template <class Visible>
+  DEVICE Reach(const Visible&, int, int) {}
+  template <class Real>
+  DEVICE Real rows(int, const Real& real) const {
+    return real;
+  }
+};
+template <>
+struct Reach<true> {
+  int left, right, sink;
+
+  // Of query rows [first, last].
+  template <class Visible>
+  DEVICE Reach(const Visible& visible, int first, int last)
+      : left(visible.row(first).left), right(visible.row(last).right), sink(visible.sink) {}
+
+  // Of the rows from `first_key` on those that are `real` and within reach.
+  template <class Real>
+  DEVICE RowsInReach<Real> rows(int first_key, const Real& real) const {
+    return {first_key, left, right, sink, real};
+  }
+};

@@ -1,0 +1,291 @@
+"""Keys in pages: the form of a page table, the lengths of sequences whose keys are there, the pages that a call reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rawattn._call import integers
+from rawattn._call.given import read_side
+from rawattn._call.hints import layout_advice
+from rawattn._call.layout import (
+    HostLengths,
+    Lengths,
+    SeqLayout,
+    Side,
+    check_batch,
+    not_packed,
+    packed_for_batch,
+    side_of,
+)
+
+MAX_PAGE_SIZE = 1024
+AXES = {
+    "k_pages": "(num_pages, page_size, nheads_kv, D)",
+    "v_pages": "(num_pages, page_size, nheads_kv, Dv)",
+}
+_TABLE = "(batch, max_pages), or a pair (indptr (batch + 1,), page_ids (total_pages,))"
+_INT32_MAX = 2**31 - 1
+
+Shape = Sequence[int]
+_OF_KEYS = ("seqstart_k", "seqlen_k", "cu_seqlen_k")
+_OF_Q = ("seqstart_q", "seqlen_q", "cu_seqlen_q", "max_seqlen_q", "max_seqlen_k")
+
+
+class PageForm(NamedTuple):
+    """The page table of a call, apart from its values.
+
+    entries: of a sequence's row of the table, or of all sequences where `packed`: where the table is (indptr, page_ids).
+    """
+
+    page_size: int
+    num_pages: int
+    entries: int
+    packed: bool
+    dtype: str  # of the page ids: "int32" or "int64"
+
+
+class PagedLayout:
+    """The lengths of a call whose keys are in pages: those of q in `seqs`, and of the keys.
+
+    indptr: (batch + 1,) where a sequence's pages begin in a table of one axis; None: a row of the table for each.
+    """
+
+    def __init__(self, seqs: Any, seqlen_k: Any, indptr: Any = None) -> None:
+        if seqs is None:
+            seqs = SeqLayout()
+        if not isinstance(seqs, SeqLayout):
+            raise TypeError(
+                f"seqs: got {type(seqs).__name__}, expected a SeqLayout or None{layout_advice(seqs)}"
+            )
+        for name in _OF_KEYS:
+            if getattr(seqs, name) is not None:
+                raise ValueError(
+                    f"seqs: got {name}, expected the lengths of q alone: keys are in pages, and their lengths are "
+                    "paged_attention(..., seqlen_k=...)"
+                )
+        self.seqs = seqs
+        self.seqlen_k = integers.read("seqlen_k", seqlen_k)
+        self.indptr = None if indptr is None else integers.read("block_table's indptr", indptr)
+        fields = {
+            "seqstart_k": None,
+            "cu_seqlen_k": None,
+            "seqlen_k": self.seqlen_k,
+            "max_seqlen_k": seqs.max_seqlen_k,
+        }
+        self._k = read_side("k", fields, None)
+        self._bindings: dict[Any, Lengths] = {}
+
+    # Plans know the arrays of a layout by these names.
+    @property
+    def seqstart_q(self) -> Any:
+        return self.seqs.seqstart_q
+
+    @property
+    def seqlen_q(self) -> Any:
+        return self.seqs.seqlen_q
+
+    @property
+    def cu_seqlen_q(self) -> Any:
+        return self.seqs.cu_seqlen_q
+
+    @property
+    def seqstart_k(self) -> Any:
+        return self.indptr
+
+    @property
+    def cu_seqlen_k(self) -> None:
+        return None
+
+    @property
+    def on_host(self) -> bool:
+        """Whether every integer is host data."""
+        indptr = self.indptr is None or isinstance(self.indptr, np.ndarray)
+        return self.seqs._q.on_host and self._k.on_host and indptr
+
+    def on_the_host(self) -> PagedLayout:
+        """The same with what is on a GPU read back, and so checked in full."""
+        if self.on_host:
+            return self
+        fields = {name: _host(getattr(self.seqs, name)) for name in _OF_Q}
+        return PagedLayout(SeqLayout(**fields), _host(self.seqlen_k), _host(self.indptr))
+
+    def bind(self, q: Shape, pages: Shape, table: Shape) -> Lengths:
+        """The sequences of a call on arrays of these shapes, the last one that of the page ids. Never synchronises.
+
+        Raises ValueError for lengths that do not fit.
+        """
+        key = (*q[:-2], *pages[:2], *table)
+        lengths = self._bindings.get(key)
+        if lengths is None:
+            lengths = self._bindings[key] = self._bind(tuple(q), pages, table)
+        return lengths
+
+    def _bind(self, shape_q: Shape, pages: Shape, table: Shape) -> Lengths:
+        seqs, rows_q = self.seqs, shape_q[-3]
+        if len(shape_q) == 4:
+            if seqs.group:
+                raise packed_for_batch()
+            count = shape_q[0]
+            check_batch(seqs, count)
+        elif not seqs.group or seqs.batch is None:
+            raise not_packed("None" if seqs.batch is None else "a SeqLayout without seqstart_q")
+        else:
+            count = seqs.batch
+        if self.seqlen_k.size != count:
+            raise ValueError(
+                f"seqlen_k: got {self.seqlen_k.size} lengths, expected {count}, the batch of q"
+            )
+        q = side_of(seqs._q, count, rows_q)
+        num_pages, page_size = pages[:2]
+        # Where there is no page at all, a page holds no key.
+        k = self._side(count, page_size, page_size if num_pages else 0, table[-1])
+        return Lengths(count, seqs.group, q, k, self.on_host)
+
+    def _side(self, count: int, page_size: int, held: int, entries: int) -> Side:
+        """held: keys that a page holds; entries: page ids of a sequence, or where there is an indptr of all."""
+        room = entries * held
+        most: Any = room
+        if self.indptr is not None:
+            if self.indptr.size != count + 1:
+                raise ValueError(
+                    f"block_table: got an indptr of {self.indptr.size} entries, expected {count + 1}, one more than "
+                    "the batch of q"
+                )
+            if isinstance(self.indptr, np.ndarray):
+                used = integers.differences("block_table's indptr", self.indptr)
+                if self.indptr[-1] > entries:
+                    raise ValueError(
+                        f"block_table: got an indptr that ends at {self.indptr[-1]}, expected at most {entries}, the "
+                        "number of page_ids"
+                    )
+                most = used * held
+        longest = room if isinstance(most, int) else int(most.max(initial=0))
+        given = self._k
+        if given.logical is not None and given.longest is not None:
+            what = f"what its pages of {page_size} keys in block_table hold"
+            integers.check_at_most("seqlen_k", given.logical, most, what)
+            longest = given.longest
+        elif given.max_seqlen is not None:
+            longest = min(longest, given.max_seqlen)
+        if longest > _INT32_MAX:
+            raise ValueError(
+                f"block_table: got pages of up to {longest} keys for a sequence, expected at most {_INT32_MAX}; give "
+                "seqs=SeqLayout(max_seqlen_k=...) if none has as many"
+            )
+        return Side(self.indptr, self.seqlen_k, False, room, longest, True, page_size)
+
+
+def form(layout: Any, k_pages: Shape, v_pages: Shape, table: Any) -> PageForm:
+    """The form of a call's pages, from the shapes of their arrays and from the array of their ids.
+
+    Raises TypeError or ValueError for what is none.
+    """
+    for name, shape in (("k_pages", k_pages), ("v_pages", v_pages)):
+        if len(shape) != 4:
+            raise ValueError(f"{name}: got shape {shape}, expected {AXES[name]}")
+    for axis, name in enumerate(("num_pages", "page_size")):
+        if k_pages[axis] != v_pages[axis]:
+            raise ValueError(
+                f"v_pages: got {name} = {v_pages[axis]} in shape {v_pages} = {AXES['v_pages']}, expected "
+                f"{k_pages[axis]}, that of k_pages"
+            )
+    if not 1 <= k_pages[1] <= MAX_PAGE_SIZE:
+        raise ValueError(
+            f"k_pages: got page_size = {k_pages[1]} in shape {k_pages} = {AXES['k_pages']}, expected 1 to "
+            f"{MAX_PAGE_SIZE}; a pool that is (num_pages, nheads_kv, page_size, D) is passed as a view with these two "
+            "axes swapped"
+        )
+    if table.dtype not in (np.int32, np.int64):
+        raise TypeError(f"block_table: got dtype {table.dtype}, expected int32 or int64")
+    packed = layout.indptr is not None
+    if len(table.shape) != (1 if packed else 2):
+        got = f"page_ids of shape {tuple(table.shape)}" if packed else f"shape {tuple(table.shape)}"
+        raise ValueError(f"block_table: got {got}, expected {_TABLE}")
+    if not packed and table.shape[0] != layout.seqlen_k.size:
+        raise ValueError(
+            f"block_table: got shape {tuple(table.shape)} = (batch, max_pages), expected a row for each of the "
+            f"{layout.seqlen_k.size} sequences of seqlen_k"
+        )
+    return PageForm(k_pages[1], k_pages[0], table.shape[-1], packed, table.dtype.name)
+
+
+def split(block_table: Any) -> tuple[Any, Any]:
+    """A page table as (indptr, page_ids); the first is None where it is of two axes."""
+    if not isinstance(block_table, tuple):
+        return None, block_table
+    if len(block_table) != 2:
+        raise ValueError(f"block_table: got a tuple of {len(block_table)}, expected {_TABLE}")
+    indptr, ids = block_table
+    if indptr is None:
+        raise TypeError(f"block_table: got None for its indptr, expected {_TABLE}")
+    return indptr, ids
+
+
+def ids_of(
+    table: NDArray[Any], lengths: HostLengths, form: PageForm, sequence: int
+) -> NDArray[Any]:
+    """The ids of the pages that a sequence's keys are in, each of a page of the array whatever the table holds.
+
+    table: on the host.
+    """
+    if form.packed:
+        first = int(lengths.start_k[sequence]) // form.page_size
+        ids = table[first:]
+    else:
+        ids = table[sequence]
+    used = -(-int(lengths.len_k[sequence]) // form.page_size)
+    clipped: NDArray[Any] = np.clip(ids[:used], 0, form.num_pages - 1)
+    return clipped
+
+
+def gather(
+    pages: NDArray[Any], table: NDArray[Any], lengths: HostLengths, form: PageForm
+) -> NDArray[Any]:
+    """The keys, or the values, of all sequences, one sequence behind the other: (total, nheads_kv, D)."""
+    total = int(lengths.len_k.sum())
+    gathered = np.empty((total, *pages.shape[2:]), pages.dtype)
+    at = 0
+    for sequence, length in enumerate(lengths.len_k.tolist()):
+        found = pages[ids_of(table, lengths, form, sequence)]
+        gathered[at : at + length] = found.reshape(-1, *pages.shape[2:])[:length]
+        at += length
+    return gathered
+
+
+def check_ids(
+    table: NDArray[Any],
+    lengths: HostLengths,
+    form: PageForm,
+    window: tuple[int | None, int | None],
+    sink: int,
+    top_left: bool,
+) -> None:
+    """ValueError for the id of a page that a call reads and that is none of the array."""
+    left, right = window
+    for sequence in np.flatnonzero((lengths.len_q > 0) & (lengths.len_k > 0)).tolist():
+        len_q, len_k = int(lengths.len_q[sequence]), int(lengths.len_k[sequence])
+        offset = 0 if top_left else len_k - len_q
+        first = np.arange(0, len_k, form.page_size)  # key of each page
+        last = np.minimum(first + form.page_size, len_k) - 1
+        read = np.ones(first.size, bool)
+        if right is not None:
+            read &= first <= len_q - 1 + offset + right
+        if left is not None:
+            read &= (last >= offset - left) | (first < sink)
+        start = int(lengths.start_k[sequence]) // form.page_size
+        ids = table[start : start + first.size] if form.packed else table[sequence, : first.size]
+        wrong = np.flatnonzero(read & ((ids < 0) | (ids >= form.num_pages)))
+        if wrong.size:
+            page = int(wrong[0])
+            raise ValueError(
+                f"block_table: got page id {ids[page]} for page {page} of sequence {sequence}, which has {len_k} keys in "
+                f"pages of {form.page_size}; expected 0 to {form.num_pages - 1}, the pages of k_pages"
+            )
+
+
+def _host(value: Any) -> Any:
+    return value.get() if hasattr(value, "get") else value

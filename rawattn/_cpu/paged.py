@@ -1,0 +1,50 @@
+"""Keys in pages on the CPU: those of each sequence are gathered, and the forward has a packed batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from rawattn._call.layout import HostLengths
+from rawattn._call.pages import gather
+from rawattn._call.problem import NO_ARRAYS, Problem
+from rawattn._cpu import forward as cpu_forward
+from rawattn._cpu.tiles import Array
+
+
+def forward(
+    problem: Problem,
+    lengths: HostLengths,
+    q: Array,
+    k_pages: Array,
+    v_pages: Array,
+    table: Array,
+    out: Array,
+    lse: Array | None,
+    extras: Mapping[str, Any] = NO_ARRAYS,
+) -> None:
+    """As `forward.forward`, with all keys and values in pages. Of the table no id is believed to be one of a page."""
+    form = problem.pages
+    assert form is not None
+    k, v = (gather(pages, table, lengths, form) for pages in (k_pages, v_pages))
+    start_k = np.cumsum(lengths.len_k) - lengths.len_k
+    packed = replace(problem, group=True, rows_k=len(k), pages=None)
+    flat = replace(lengths, start_k=start_k)
+    if problem.group:
+        cpu_forward.forward(packed, flat, q, k, v, out, lse, extras)
+        return
+    # A batch axis is that of sequences with equal room. Only logical rows are written.
+    batch, rows = q.shape[:2]
+    flat = replace(flat, start_q=np.arange(batch, dtype=np.int64) * rows)
+    flat_out = np.empty((batch * rows, *out.shape[2:]), out.dtype)
+    flat_lse = None if lse is None else np.empty((lse.shape[1], batch * rows), lse.dtype)
+    packed = replace(packed, rows_q=batch * rows)
+    cpu_forward.forward(packed, flat, q.reshape(-1, *q.shape[2:]), k, v, flat_out, flat_lse, extras)
+    logical = np.arange(rows) < lengths.len_q[:, None]
+    out[logical] = flat_out.reshape(out.shape)[logical]
+    if lse is not None and flat_lse is not None:
+        by_row = flat_lse.reshape(len(flat_lse), batch, rows).transpose(1, 2, 0)
+        lse.swapaxes(1, 2)[logical] = by_row[logical]

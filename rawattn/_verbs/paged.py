@@ -1,0 +1,281 @@
+"""`paged_attention`: attention to keys and values in the pages of a cache."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+
+import numpy as np
+
+from rawattn._call import options as _options
+from rawattn._call import pages
+from rawattn._call.hints import NoOthers, hides_unknown, refuse_unknown
+from rawattn._call.layout import SeqLayout, host_lengths
+from rawattn._call.options import Options
+from rawattn._interop import arrays
+from rawattn._interop.arrays import HOST
+from rawattn._runtime import dispatch
+from rawattn._runtime.verbs import PAGED, with_arrays
+from rawattn._verbs.attention import CommonOptions, no_bool
+
+if TYPE_CHECKING:  # type checkers bring it: nothing is installed for it
+    from typing_extensions import Unpack
+
+ArrayT = TypeVar("ArrayT")
+
+
+class PagedOptions(CommonOptions, total=False):
+    num_splits: int | None
+    out: Any
+    validate: bool
+
+
+@overload
+def paged_attention(
+    q: ArrayT,
+    k_pages: Any,
+    v_pages: Any,
+    block_table: Any,
+    *,
+    seqlen_k: Any,
+    return_lse: Literal[False] = False,
+    **options: Unpack[PagedOptions],
+) -> ArrayT: ...
+
+
+@overload
+def paged_attention(
+    q: ArrayT,
+    k_pages: Any,
+    v_pages: Any,
+    block_table: Any,
+    *,
+    seqlen_k: Any,
+    return_lse: Literal[True],
+    **options: Unpack[PagedOptions],
+) -> tuple[ArrayT, Any]: ...
+
+
+@overload
+def paged_attention(
+    q: ArrayT,
+    k_pages: Any,
+    v_pages: Any,
+    block_table: Any,
+    *,
+    seqlen_k: Any,
+    return_lse: bool,
+    **options: Unpack[PagedOptions],
+) -> ArrayT | tuple[ArrayT, Any]: ...
+
+
+@hides_unknown
+def paged_attention(
+    q: Any,
+    k_pages: Any,
+    v_pages: Any,
+    block_table: Any,
+    *,
+    seqlen_k: Any,
+    seqs: SeqLayout | None = None,
+    causal: bool = False,
+    align: Literal["bottom-right", "top-left"] = "bottom-right",
+    window: tuple[int | None, int | None] | None = None,
+    sink: int = 0,
+    scale: float | None = None,
+    bias: Any = None,
+    mask: Any = None,
+    alibi_slopes: Any = None,
+    softcap: float | None = None,
+    score_mod: Any = None,
+    sink_logits: Any = None,
+    dropout_p: float = 0.0,
+    seed: Any = None,
+    num_splits: int | None = None,
+    return_lse: bool = False,
+    out: Any = None,
+    validate: bool = False,
+    backend: Literal["cuda", "cpu"] | None = None,
+    **unknown: Unpack[NoOthers],
+) -> Any:
+    """Attention of queries to keys and values that lie in the pages of a cache, wherever each page is.
+
+    Key j of sequence b is row ``j % page_size`` of page ``block_table[b, j // page_size]``. Everything else is as in
+    `attention`, and so is every option that is not named here.
+
+    Parameters
+    ----------
+    q : array, (batch, seqlen_q, nheads_q, D), or (total_q, nheads_q, D) in group mode
+        float16, bfloat16 or float32; D from 1 to 256. The newest rows of each sequence: one for a step of decoding,
+        several for speculative decoding and for a chunk of a prompt. Their own keys are in the pages already.
+    k_pages : array, (num_pages, page_size, nheads_kv, D)
+        The dtype and device of q; page_size from 1 to 1024. Any strides but for a dense last axis, so a cache that is
+        (num_pages, nheads_kv, page_size, D) is passed as a view with its two middle axes swapped, without a copy.
+    v_pages : array, (num_pages, page_size, nheads_kv, Dv)
+        Dv from 1 to 256, free of D.
+    block_table : array, (batch, max_pages), or a pair (indptr, page_ids)
+        int32 or int64, any strides, on the device of q or on the host: a NumPy array or a list, which is sent there at each
+        call. Of a pair the pages of sequence b are ``page_ids[indptr[b]:indptr[b + 1]]``; indptr is (batch + 1,). Sequences
+        may share pages. Entries past the last page of a sequence may hold anything, and so may those of pages that no row
+        of the sequence sees through the window.
+    seqlen_k : (batch,)
+        The keys of each sequence, int32 or int64, on the host or the device. On the device they are read by the kernels at
+        every call, so they may grow in place.
+    seqs : SeqLayout, optional
+        The lengths of q alone: ``seqstart_q`` for a packed batch (group mode), logical lengths for a padded one.
+        ``max_seqlen_k`` may be given, and is not needed.
+    causal, align, window, sink, scale, bias, mask, alibi_slopes, softcap, score_mod, sink_logits, dropout_p, seed
+        As of `attention`. The last two axes of `bias` and `mask` count positions inside each sequence, and are 1 or at
+        least as long as the longest sequence.
+    num_splits : int, optional
+        None or 1.
+    return_lse : bool
+        Also return the natural logarithm of the sum of exponentials of each row's scores, float32.
+    out : array, optional
+        Written and returned, as of `attention`.
+    validate : bool
+        Check integers that are on the device too: lengths, and the ids of all pages that are read. It waits for the
+        device. Where all of it is on the host it is always checked.
+    backend : "cuda" or "cpu", optional
+        Default: the GPU where there is one, for NumPy arrays too; else the CPU.
+
+    Returns
+    -------
+    out : array of q's framework, on q's device, (batch, seqlen_q, nheads_q, Dv) or (total_q, nheads_q, Dv)
+    lse : array, only with ``return_lse``: (batch, nheads_q, seqlen_q) or (nheads_q, total_q)
+
+    What unused rows of the last page hold, or pages of nobody, reaches no result, NaN included.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument, what was got and what is accepted; before anything is launched. ValueError for a length that is
+        more than the pages hold, and for an id that is no page's: always where all lengths and ids are on the host, else
+        with `validate`. Without it such a length is cut on the device, and such an id is some page's: nothing is read
+        outside of the arrays.
+    NotImplementedError
+        For ``num_splits`` above 1, and on the CPU for a `score_mod` in C++.
+
+    Examples
+    --------
+    Two sequences of 5 and 3 keys, in pages of 2 keys, and one new row for each:
+
+    >>> import numpy as np, rawattn
+    >>> rng = np.random.default_rng(0)
+    >>> k_pages, v_pages = (rng.standard_normal((6, 2, 4, 16), dtype=np.float32) for _ in range(2))
+    >>> q = rng.standard_normal((2, 1, 8, 16), dtype=np.float32)
+    >>> table = np.array([[5, 0, 3], [1, 2, -1]], np.int32)
+    >>> out = rawattn.paged_attention(q, k_pages, v_pages, table, seqlen_k=[5, 3], causal=True)
+    >>> out.shape
+    (2, 1, 8, 16)
+
+    The keys of the second one are those of pages 1 and 2:
+
+    >>> k, v = (x[[1, 2]].reshape(1, 4, 4, 16)[:, :3] for x in (k_pages, v_pages))
+    >>> bool(np.allclose(out[1:], rawattn.attention(q[1:], k, v), atol=1e-6))
+    True
+
+    The same table as a pair, for chunks of 2 rows and of 1:
+
+    >>> pair = ([0, 3, 5], [5, 0, 3, 1, 2])
+    >>> packed = rng.standard_normal((3, 8, 16), dtype=np.float32)
+    >>> seqs = rawattn.SeqLayout(seqstart_q=[0, 2, 3])
+    >>> rawattn.paged_attention(
+    ...     packed, k_pages, v_pages, pair, seqlen_k=[5, 3], seqs=seqs, causal=True
+    ... ).shape
+    (3, 8, 16)
+    """
+    if unknown:
+        refuse_unknown(
+            "rawattn.paged_attention", unknown, inspect.signature(paged_attention).parameters
+        )
+    if return_lse is not True and return_lse is not False:
+        raise no_bool("return_lse", return_lse)
+    options = Options(
+        seqs,
+        causal,
+        align,
+        window,
+        sink,
+        scale,
+        bias,
+        mask,
+        alibi_slopes,
+        softcap,
+        score_mod,
+        sink_logits,
+        dropout_p,
+        seed,
+        num_splits,
+    )
+    named = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "block_table": block_table}
+    table, options = read_pages({**named, "seqlen_k": seqlen_k, "validate": validate}, options)
+    verb, more, values, options = with_arrays(PAGED, options, q=q)
+    inputs = (q, k_pages, v_pages, table, *more)
+    results = dispatch.run(verb, inputs, (out, None), options, return_lse, backend, values)
+    return tuple(results) if return_lse else results[0]
+
+
+def read_pages(named: Mapping[str, Any], options: Options) -> tuple[Any, Options]:
+    """The page ids of a call where q is, and the options with a `PagedLayout` in the place of `seqs`.
+
+    named: the arguments of `paged_attention`. Integers on the host are checked, with `validate` those on a device too.
+    """
+    validate = named["validate"]
+    if validate is not True and validate is not False:
+        raise no_bool("validate", validate)
+    q, k_pages, v_pages = found = [named[name] for name in PAGED.inputs[:3]]
+    arrays.refuse_gradients(PAGED.inputs[:3], found)
+    indptr, ids = pages.split(named["block_table"])
+    layout = pages.PagedLayout(options.seqs, named["seqlen_k"], indptr)
+    table = ids
+    if isinstance(ids, (list, tuple, range, np.ndarray)) or _place(ids) == HOST or validate:
+        host = arrays.import_integers("block_table", ids)
+        on_host = isinstance(host, np.ndarray)
+        if validate or (on_host and layout.on_host):
+            _check(q, k_pages, v_pages, host, layout, options)
+        if on_host:
+            table = _beside(q, host)
+    return table, options._replace(seqs=layout)
+
+
+def _check(
+    q: Any,
+    k_pages: Any,
+    v_pages: Any,
+    table: Any,
+    layout: pages.PagedLayout,
+    options: Options,
+) -> None:
+    """ValueError for lengths that do not fit and for ids of no page. Shapes that do not are told by the call itself."""
+    shapes = [tuple(getattr(x, "shape", ())) for x in (q, k_pages, v_pages)]
+    if len(shapes[0]) not in (3, 4) or len(shapes[1]) != 4 or len(shapes[2]) != 4:
+        return
+    layout = layout.on_the_host()
+    if not isinstance(table, np.ndarray):
+        table = table.get()
+    form = pages.form(layout, shapes[1], shapes[2], table)
+    lengths = host_lengths(layout.bind(shapes[0], shapes[1], table.shape))
+    limits = _options.window(options), _options.sink(options), _options.top_left(options)
+    pages.check_ids(table, lengths, form, *limits)
+
+
+def _place(array: Any) -> int | None:
+    """The device of an array, HOST, or None for what is no array: the call tells what is wrong with it."""
+    try:
+        return arrays.device_of(array, arrays.framework_of(array))
+    except Exception:  # frameworks raise all kinds for what they cannot export
+        return None
+
+
+def _beside(q: Any, table: np.ndarray[Any, Any]) -> Any:
+    """A table of the host where q is, in q's framework."""
+    place = _place(q)
+    if place is None or place == HOST:
+        return table
+    import cupy
+
+    framework = arrays.framework_of(q)
+    with cupy.cuda.Device(place), arrays.on_stream_of(q, framework) as stream:
+        return arrays.export_array(cupy.asarray(table), framework, stream)

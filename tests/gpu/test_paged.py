@@ -1,0 +1,156 @@
+"""`paged_attention` on the GPU: every kind of integers and pages, frameworks, checks that wait, graphs whose lengths grow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rawattn
+from rawattn import SeqLayout, paged_attention
+from tests.paged import BFLOAT16, Paged, paged, verify
+
+cupy = pytest.importorskip("cupy")
+
+F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
+LENS = (700, 3, 0, 1290)
+SHAPES: list[dict[str, Any]] = [
+    {"page_size": 1, "rows": 1},
+    {"page_size": 16, "rows": 1, "heads": (12, 2), "dims": (128, 128)},
+    {"page_size": 24, "rows": 5, "heads": (7, 1), "dtype": F16, "heads_first": True},
+    {"page_size": 128, "rows": 16, "dtype": F32, "dims": (64, 64), "pair": True},
+    {"page_size": 1000, "rows": 3, "dims": (40, 72), "integers": np.int64},
+    {"page_size": 16, "rows": (200, 3, 9, 129), "group": True, "pair": True, "dims": (256, 256)},
+    {"page_size": 64, "rows": (200, 0, 9, 129), "room_q": 210, "dims": (7, 7)},
+]
+MASKS: list[dict[str, Any]] = [{"causal": True}, {"window": (100, 0), "sink": 4}]
+
+
+def on_gpu(x: Any) -> Any:
+    if isinstance(x, tuple):
+        return tuple(map(on_gpu, x))
+    whole = cupy.asarray(x if x.base is None else x.base)
+    # A pool with heads before rows stays a view of one.
+    return whole.swapaxes(1, 2) if x.base is not None and x.ndim == 4 else cupy.asarray(x)
+
+
+def lengths_of(call: Paged, *, on_device: bool) -> dict[str, Any]:
+    if not on_device:
+        return call.lengths
+    seqs = call.seqs
+    if seqs is not None:
+        given = {name: getattr(seqs, name) for name in ("seqstart_q", "seqlen_q")}
+        seqs = SeqLayout(**{n: cupy.asarray(x) for n, x in given.items() if x is not None})
+    return {"seqlen_k": cupy.asarray(call.seqlen_k), "seqs": seqs}
+
+
+@pytest.mark.parametrize("options", MASKS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_pages(shape: dict[str, Any], options: dict[str, Any]) -> None:
+    call = paged(LENS, **shape)
+    inputs = [on_gpu(x) for x in call.inputs]
+    for device, table in ((True, inputs[3]), (False, call.block_table)):
+        lengths = lengths_of(call, on_device=device)
+        out, lse = paged_attention(*inputs[:3], table, **lengths, **options, return_lse=True)
+        assert isinstance(out, cupy.ndarray)
+        verify(call, out.get(), lse.get(), **options)
+
+
+def test_options_of_scores() -> None:
+    rng = np.random.default_rng(0)
+    call = paged((700, 130), 16, rows=20)
+    options: dict[str, Any] = {
+        "bias": rng.standard_normal((2, 4, 20, 800)).astype(BFLOAT16),
+        "mask": rng.random((2, 1, 20, 700)) < 0.8,
+        "alibi_slopes": rng.random(4).astype(F32),
+        "sink_logits": rng.standard_normal(4).astype(F32),
+        "softcap": 5.0,
+        "dropout_p": 0.2,
+        "seed": 3,
+        "window": (300, 2),
+        "sink": 2,
+    }
+    arrays = {n: cupy.asarray(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
+    inputs = [on_gpu(x) for x in call.inputs]
+    out, lse = paged_attention(
+        *inputs, **lengths_of(call, on_device=True), **arrays, return_lse=True
+    )
+    verify(call, out.get(), lse.get(), **options)
+
+
+def test_numpy_and_torch() -> None:
+    call = paged(LENS, 16, rows=2, dtype=F16)
+    out, lse = paged_attention(*call.inputs, **call.lengths, return_lse=True)
+    assert isinstance(out, np.ndarray)
+    verify(call, out, lse)
+    torch = pytest.importorskip("torch")
+    q, k_pages, v_pages, table = (torch.from_numpy(x).cuda() for x in call.inputs)
+    seqlen_k = torch.from_numpy(call.seqlen_k).cuda()
+    for ids in (table, call.block_table):
+        out, lse = paged_attention(q, k_pages, v_pages, ids, seqlen_k=seqlen_k, return_lse=True)
+        assert isinstance(out, torch.Tensor)
+        verify(call, out.cpu().numpy(), lse.cpu().numpy())
+
+
+def test_validate_reads_what_is_on_the_device() -> None:
+    """Without it nothing leaves the arrays, and the context stays usable."""
+    call = paged((70, 30), 16, rows=1, dtype=F32)
+    inputs = [on_gpu(x) for x in call.inputs]
+    good, bad = inputs[3], inputs[3].copy()
+    bad[1, 1] = len(call.k_pages)
+    lengths = cupy.asarray(call.seqlen_k)
+    paged_attention(*inputs, seqlen_k=lengths, validate=True)
+    with pytest.raises(ValueError, match=r"^block_table: got page id \d+ for page 1 of sequence 1"):
+        paged_attention(*inputs[:3], bad, seqlen_k=lengths, validate=True)
+    too_long = lengths + 16 * good.shape[1]
+    with pytest.raises(ValueError, match=r"^seqlen_k: got length"):
+        paged_attention(*inputs, seqlen_k=too_long, validate=True)
+    bad[:] = cupy.asarray([[-1, 1 << 30], [-(2**31), 2**31 - 1]]).repeat(good.shape[1], 1)[
+        :, : good.shape[1]
+    ]
+    paged_attention(*inputs[:3], bad, seqlen_k=too_long)
+    cupy.cuda.get_current_stream().synchronize()
+    out, lse = paged_attention(*inputs, seqlen_k=lengths, return_lse=True)
+    verify(call, out.get(), lse.get())
+
+
+def test_nothing_waits() -> None:
+    """A capture refuses whatever would."""
+    call = paged(LENS, 16, rows=1)
+    inputs, lengths = [on_gpu(x) for x in call.inputs], cupy.asarray(call.seqlen_k)
+    paged_attention(*inputs, seqlen_k=lengths, return_lse=True)
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        stream.begin_capture()
+        out, lse = paged_attention(*inputs, seqlen_k=lengths, return_lse=True)
+        graph = stream.end_capture()
+        graph.launch(stream)
+        stream.synchronize()
+    verify(call, out.get(), lse.get())
+
+
+@pytest.mark.parametrize("pair", [False, True])
+def test_a_captured_plan_of_growing_lengths(pair: bool) -> None:
+    call = paged((250, 100), 16, rows=1, pair=pair, dtype=F16)
+    inputs = [on_gpu(x) for x in call.inputs]
+    lengths = cupy.zeros(2, np.int32)
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        made = rawattn.plan(paged_attention, *inputs, seqlen_k=lengths, return_lse=True)
+        out, lse = made()
+        stream.begin_capture()
+        made()
+        graph = stream.end_capture()
+        for part in (0.0, 0.3, 1.0):
+            now = (call.seqlen_k * part).astype(np.int32)
+            lengths.set(now)
+            graph.launch(stream)
+            stream.synchronize()
+            wanted = paged_attention(*call.inputs, seqlen_k=now, return_lse=True, backend="cpu")
+            np.testing.assert_allclose(out.get().astype(F32), wanted[0].astype(F32), atol=2e-3)
+            np.testing.assert_allclose(lse.get(), wanted[1], atol=1e-3)
+        other = lengths.copy()
+        other[1] = 0
+        ids = inputs[3][1] if pair else inputs[3]
+        changed = made(*inputs[:3], ids, seqlen_k=other)
+        stream.synchronize()
+        assert not changed[0].get()[1].any()

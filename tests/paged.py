@@ -1,0 +1,186 @@
+"""Calls on keys in pages, as data: sequences with keys of their own, scattered over a pool that holds NaN where no key is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+import rawattn
+from rawattn import reference
+from tests.tolerance import check, check_lse, low_precision_attention
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+Array = Any
+
+
+@dataclass(frozen=True, eq=False)
+class Paged:
+    """A call with all its arrays on the host.
+
+    packed_k, packed_v: the keys and values of all sequences without pages, one behind the other.
+    """
+
+    q: Array
+    k_pages: Array
+    v_pages: Array
+    block_table: Any
+    seqlen_k: Array
+    seqs: rawattn.SeqLayout | None
+    packed_k: Array
+    packed_v: Array
+
+    @property
+    def inputs(self) -> tuple[Any, ...]:
+        return self.q, self.k_pages, self.v_pages, self.block_table
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """All that is an argument and no option of attention."""
+        names = ("q", "k_pages", "v_pages", "block_table", "seqlen_k")
+        return {**{name: getattr(self, name) for name in names}, "validate": False}
+
+    @property
+    def lengths(self) -> dict[str, Any]:
+        return {"seqlen_k": self.seqlen_k, "seqs": self.seqs}
+
+    @property
+    def rows(self) -> Array:
+        """True for the logical rows of q."""
+        seqs = self.seqs
+        if self.q.ndim == 3:
+            assert seqs is not None
+            rows = np.zeros(self.q.shape[0], bool)
+            ends = (
+                seqs.seqstart_q[1:]
+                if seqs.seqlen_q is None
+                else seqs.seqstart_q[:-1] + seqs.seqlen_q
+            )
+            for start, end in zip(seqs.seqstart_q[:-1], ends, strict=True):
+                rows[start:end] = True
+            return rows
+        lengths = self.q.shape[1] if seqs is None else seqs.seqlen_q[:, None]
+        return np.broadcast_to(np.arange(self.q.shape[1]) < lengths, self.q.shape[:2])
+
+    def without_pages(self) -> tuple[tuple[Array, ...], dict[str, Any]]:
+        """The same call on packed keys: what `attention` takes in group mode."""
+        rows = self.rows
+        if self.q.ndim == 3:
+            assert self.seqs is not None
+            starts, lengths = self.seqs.seqstart_q, self.seqs.seqlen_q
+        else:
+            starts = np.arange(self.q.shape[0] + 1) * self.q.shape[1]
+            lengths = rows.sum(axis=1)
+        layout = rawattn.SeqLayout(
+            seqstart_q=starts,
+            seqstart_k=np.concatenate(([0], np.cumsum(self.seqlen_k))),
+            seqlen_q=lengths,
+        )
+        q = self.q.reshape(-1, *self.q.shape[-2:])
+        return (q, self.packed_k, self.packed_v), {"seqs": layout}
+
+
+def paged(
+    lens_k: tuple[int, ...],
+    page_size: int,
+    *,
+    rows: int | tuple[int, ...] = 1,
+    room_q: int | None = None,
+    heads: tuple[int, int] = (4, 2),
+    dims: tuple[int, int] = (24, 16),
+    dtype: Any = BFLOAT16,
+    integers: Any = np.int32,
+    pair: bool = False,
+    heads_first: bool = False,
+    shared: int = 0,
+    spare: int = 3,
+    junk: int = -1,
+    group: bool = False,
+    seed: int = 0,
+) -> Paged:
+    """rows: of q in every sequence, or in each. room_q: rows of a padded batch.
+
+    shared: whole pages at the beginning that the sequences have in common. spare: entries past the last page, and pages of
+    nobody. junk: what such entries hold. heads_first: the pool is (num_pages, nheads_kv, page_size, D).
+    """
+    rng = np.random.default_rng([seed, page_size, *lens_k])
+    batch = len(lens_k)
+    counts = [-(-n // page_size) for n in lens_k]
+    common = min([shared, *(n // page_size for n in lens_k)])
+    num_pages = sum(counts) - common * max(batch - 1, 0) + spare
+    order = rng.permutation(num_pages)
+    pools = []
+    for dim in dims:
+        shape = (num_pages, page_size, heads[1], dim)
+        inner = (shape[0], shape[2], shape[1], shape[3]) if heads_first else shape
+        pool = np.full(inner, np.nan, dtype)
+        pools.append(pool.swapaxes(1, 2) if heads_first else pool)
+    taken = common
+    owned: list[list[int]] = []
+    packed: tuple[list[Array], list[Array]] = ([], [])
+    for n, count in zip(lens_k, counts, strict=True):
+        own = order[taken : taken + count - common]
+        taken += count - common
+        ids = [*order[:common], *own]
+        owned.append([int(x) for x in ids])
+        for pool, dim, out in zip(pools, dims, packed, strict=True):
+            values = rng.standard_normal((n, heads[1], dim)).astype(dtype)
+            for page, which in enumerate(ids):
+                first = page * page_size
+                part = values[first : first + page_size]
+                if page < common and owned[0] is not owned[-1]:
+                    values[first : first + page_size] = pool[which]
+                else:
+                    pool[which, : len(part)] = part
+            out.append(values)
+    table: Any
+    if pair:
+        flat = [x for ids in owned for x in ids] + [junk] * spare
+        ends = np.concatenate(([0], np.cumsum(counts)))
+        table = ends.astype(integers), np.array(flat, integers)
+    else:
+        table = np.full((batch, max(counts, default=0) + spare), junk, integers)
+        for b, ids in enumerate(owned):
+            table[b, : len(ids)] = ids
+    lens_q = (rows,) * batch if isinstance(rows, int) else rows
+    seqs = None
+    if group:
+        seqs = rawattn.SeqLayout(
+            seqstart_q=np.concatenate(([2], 2 + np.cumsum([n + 1 for n in lens_q]))),
+            seqlen_q=np.array(lens_q, integers),
+        )
+        shape = (int(seqs.seqstart_q[-1]) + 1, heads[0], dims[0])
+    else:
+        room = max(lens_q, default=1) if room_q is None else room_q
+        shape = (batch, room, heads[0], dims[0])
+        if any(n != room for n in lens_q):
+            seqs = rawattn.SeqLayout(seqlen_q=np.array(lens_q, integers))
+    q = rng.standard_normal(shape).astype(dtype)
+    k, v = (
+        np.concatenate([np.empty((0, heads[1], d), dtype), *x])
+        for x, d in zip(packed, dims, strict=True)
+    )
+    return Paged(q, *pools, table, np.array(lens_k, integers), seqs, k, v)
+
+
+def expected(call: Paged, **options: Any) -> tuple[Array, Array, list[Array], list[Array]]:
+    """`out` and `lse` of the reference on keys without pages, and as low precision gives them: logical rows, by row."""
+    inputs, layout = call.without_pages()
+    rows = call.rows.reshape(-1)
+    out, lse = reference.attention(*inputs, **layout, **options, return_lse=True)
+    low_out, low_lse = low_precision_attention(*inputs, **layout, **options)
+    return out[rows], lse.T[rows], [x[rows] for x in low_out], [x.T[rows] for x in low_lse]
+
+
+def verify(call: Paged, out: Array, lse: Array, **options: Any) -> None:
+    """A result against the reference; padding rows are those of arrays that the library allocates."""
+    exact_out, exact_lse, low_out, low_lse = expected(call, **options)
+    rows = call.rows
+    assert out.shape == (*call.q.shape[:-1], call.v_pages.shape[-1])
+    check(out[rows], exact_out, tuple(low_out), what="out")
+    by_row = lse.swapaxes(-1, -2)
+    check_lse(by_row[rows], exact_lse, tuple(low_lse))
+    assert not np.any(out[~rows].astype(np.float32)), "padding rows of out are not 0"
+    assert np.all(by_row[~rows] == -np.inf), "padding rows of lse are not -inf"

@@ -1,0 +1,232 @@
+"""The portable forward on keys in pages, on the CPU machine: pages within tiles, tiles within pages, what no page may say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rawattn
+from rawattn._call.options import Options
+from rawattn._call.pages import PagedLayout, split
+from rawattn._runtime.verbs import PAGED, with_arrays
+from rawattn._verbs.paged import read_pages
+from tests.paged import BFLOAT16, Paged, paged, verify
+from tests.shim.device import Device
+from tests.shim.launch import Machine
+from tests.shim.shim import Builder
+from tests.shim.whole import run_verb, small_tiles
+
+F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
+WAVES = (32, 64)
+LENS = (70, 3, 0, 129)
+
+MakeDevice = Callable[..., Device]
+
+
+@pytest.fixture
+def machine(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> MakeDevice:
+    """A device with waves of 32 or 64 threads."""
+
+    def make(wave: int = 32, checked: bool = False) -> Device:
+        device = Device(Machine(builder, wave, checked))
+        device.install(monkeypatch)
+        return device
+
+    return make
+
+
+def run(device: Device, call: Paged, *, on_device: bool = False, **options: Any) -> Any:
+    """`out` and `lse`. on_device: no integer is checked."""
+    known = Options(seqs=call.seqs, **options)
+    if on_device:
+        indptr, table = split(call.block_table)
+        known = known._replace(seqs=PagedLayout(call.seqs, call.seqlen_k, indptr))
+    else:
+        table, known = read_pages(call.named, known)
+    given = with_arrays(PAGED, known)
+    whole = (*call.inputs[:3], table, *given.arrays)
+    return run_verb(device, "portable", given, whole, (None, None), True, on_device)
+
+
+def verify_kernel(device: Device, call: Paged, *, on_device: bool = False, **options: Any) -> None:
+    with small_tiles():
+        out, lse = run(device, call, on_device=on_device, **options)
+    verify(call, out, lse, **options)
+
+
+# Key tiles have 16 rows.
+@pytest.mark.parametrize("page_size", [1, 3, 8, 16, 24, 64, 100, 1000])
+@pytest.mark.parametrize("pair", [False, True])
+def test_pages(machine: MakeDevice, page_size: int, pair: bool) -> None:
+    integers = np.int64 if pair == (page_size % 8 == 0) else np.int32
+    knobs = {"integers": integers, "heads_first": page_size % 3 == 0}
+    call = paged(LENS, page_size, pair=pair, rows=3, **knobs)
+    verify_kernel(machine(WAVES[pair]), call, causal=True)
+    verify_kernel(machine(WAVES[pair]), call, on_device=True)
+
+
+@pytest.mark.parametrize("heads", [(5, 1), (12, 2), (7, 1)])
+@pytest.mark.parametrize("dtype", [F16, BFLOAT16, F32])
+def test_rows_and_groups_of_heads(machine: MakeDevice, heads: tuple[int, int], dtype: Any) -> None:
+    for rows in (1, 5, 40):
+        verify_kernel(machine(), paged(LENS, 5, rows=rows, heads=heads, dtype=dtype), causal=True)
+
+
+@pytest.mark.parametrize("headdim", [1, 7, 34, 36, 64])
+def test_widths(machine: MakeDevice, headdim: int) -> None:
+    """Copies as wide as rows in pages allow: 2, 2, 4, 8 and 16 bytes."""
+    for wave in WAVES:
+        verify_kernel(machine(wave), paged((33, 20), 3, dims=(headdim, headdim), dtype=F16))
+
+
+@pytest.mark.parametrize("pair", [False, True])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_group_mode(machine: MakeDevice, pair: bool, on_device: bool) -> None:
+    call = paged((70, 9, 0, 129), 12, rows=(40, 9, 4, 1), group=True, pair=pair)
+    verify_kernel(machine(), call, on_device=on_device, causal=True)
+
+
+def test_padded_batch(machine: MakeDevice) -> None:
+    call = paged((70, 9, 5, 129), 16, rows=(5, 0, 2, 1), room_q=6)
+    verify_kernel(machine(), call, causal=True)
+
+
+@pytest.mark.parametrize("align", ["bottom-right", "top-left"])
+@pytest.mark.parametrize(
+    "mask",
+    [{"window": (12, 0)}, {"window": (40, 3), "sink": 8}, {"window": (0, 0), "sink": 33}],
+    ids=str,
+)  # fmt: skip
+def test_masks(machine: MakeDevice, align: str, mask: dict[str, Any]) -> None:
+    verify_kernel(machine(), paged((150, 33, 5), 7, rows=37), align=align, **mask)
+
+
+def normal(*shape: int, dtype: Any = np.float32, seed: int = 1) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+OPTIONS = {
+    "bias": {"bias": normal(3, 4, 9, 160, dtype=BFLOAT16), "causal": True},
+    "mask": {"mask": normal(3, 1, 9, 150) > -0.5},
+    "mask-and-window": {"mask": normal(3, 4, 9, 170) > 0, "window": (40, 2), "sink": 3},
+    "alibi": {"alibi_slopes": np.abs(normal(3, 4)), "causal": True},
+    "softcap": {"softcap": 1.5, "scale": -1.0},
+    "sinks": {"sink_logits": normal(4), "window": (20, 0)},
+    "dropout": {"dropout_p": 0.3, "seed": 11},
+    "score_mod": {"score_mod": rawattn.ScoreMod("where(kv_idx % 3 == 1, -inf, score - batch)")},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("pair", [False, True])
+def test_options_of_scores(machine: MakeDevice, name: str, pair: bool) -> None:
+    call = paged((150, 33, 0), 5, rows=9, pair=pair)
+    verify_kernel(machine(), call, on_device=pair, **OPTIONS[name])
+
+
+def test_sequences_share_pages(machine: MakeDevice) -> None:
+    verify_kernel(machine(), paged((70, 90, 49), 10, shared=3, rows=2), causal=True)
+
+
+def test_pages_behind_the_window_are_the_sequences_no_more(machine: MakeDevice) -> None:
+    """Whatever their entries say: the pages that are found in their place hold NaN."""
+    call = paged((150, 75), 5, rows=2)
+    table = call.block_table + 1
+    table[0, 1:23] = -1  # the window of the first row begins at key 118
+    table[1, 1:8] = 1 << 30
+    ends = [(1, 1), (0, 0), (0, 0), (0, 0)]
+    pools = {
+        name: np.pad(getattr(call, name).astype(F32), ends, constant_values=np.nan).astype(BFLOAT16)
+        for name in ("k_pages", "v_pages")
+    }
+    freed = replace(call, **pools, block_table=table)
+    for options in ({"window": (30, 0), "sink": 3}, {"window": (30, None), "sink": 1}):
+        verify_kernel(machine(), freed, **options)
+
+
+def finite(call: Paged) -> Paged:
+    """With 0 where no key is: whatever is read of the pools is finite."""
+    pools = {name: getattr(call, name).copy() for name in ("k_pages", "v_pages")}
+    for pool in pools.values():
+        pool[np.isnan(pool)] = 0
+    return replace(call, **pools)
+
+
+@pytest.mark.parametrize("integers", [np.int32, np.int64])
+@pytest.mark.parametrize("pair", [False, True])
+def test_no_integer_leads_outside(machine: MakeDevice, integers: Any, pair: bool) -> None:
+    """The machine stops at an access outside of the arrays."""
+    call = paged((70, 9, 30), 6, integers=integers, pair=pair, rows=3)
+    indptr, table = call.block_table if pair else (None, call.block_table)
+    info = np.iinfo(integers)
+    wild = np.random.default_rng(3).choice(
+        [info.min, -1, info.max, len(call.k_pages), 0], table.shape
+    )
+    wild = wild.astype(integers)
+    bad = replace(finite(call), block_table=(indptr, wild) if pair else wild)
+    with small_tiles():
+        out, _ = run(machine(checked=True), bad, on_device=True)
+    assert np.isfinite(out.astype(F32)).all()
+
+
+@pytest.mark.parametrize("pair", [False, True])
+@pytest.mark.parametrize(
+    "option", [{}, {"mask": normal(1, 3, 200) > -1, "window": (20, 0)}], ids=["plain", "mask"]
+)
+def test_lengths_on_the_device_are_cut(machine: MakeDevice, pair: bool, option: Any) -> None:
+    """One that is more than the pages hold is what they hold, in the place of the diagonal too; one below 0 is 0."""
+    room = (66, 12, 30)
+    call = paged(room, 6, pair=pair, rows=3, spare=0)
+    if not pair:  # a row of a table has room for the longest sequence
+        call = paged((66, 66, 66), 6, rows=3, spare=0)
+    seqlen_k = call.seqlen_k.copy()
+    device = machine()
+    with small_tiles():
+        wanted = run(device, call, causal=True, **option)
+        for change in (1, 6, 5000):
+            cut = replace(call, seqlen_k=seqlen_k + change)
+            # The host was told nothing of the lengths.
+            got = run_on_device(device, cut, causal=True, **option)
+            for x, y in zip(got, wanted, strict=True):
+                np.testing.assert_array_equal(x, y)
+        out, _ = run_on_device(device, replace(call, seqlen_k=-seqlen_k), causal=True, **option)
+        assert not np.any(out.astype(F32))
+
+
+def run_on_device(device: Device, call: Paged, **options: Any) -> Any:
+    """With lengths that the host would refuse: they replace good ones in the device's memory."""
+    good = replace(call, seqlen_k=np.zeros_like(call.seqlen_k))
+    lengths = device.lengths
+
+    def changed(given: Any) -> Any:
+        k = replace(given.k, length=call.seqlen_k, max_seqlen=given.k.rows)
+        return lengths(replace(given, k=k))
+
+    device.lengths = changed  # type: ignore[method-assign]
+    try:
+        return run(device, good, on_device=True, **options)
+    finally:
+        device.lengths = lengths  # type: ignore[method-assign]
+
+
+def test_bounds_of_an_indptr_on_the_device(machine: MakeDevice) -> None:
+    """One that leaves the ids, or decreases, gives a sequence the pages that there are."""
+    call = paged((40, 12), 6, pair=True, rows=2, spare=0)
+    device = machine(checked=True)
+    _, ids = call.block_table
+    good = replace(finite(call), block_table=(np.array([0, 7, 9]), ids))
+    lengths = device.lengths
+    for wild in ([-5, 7, 1 << 30], [8, 3, 9], [1 << 30, -1, 0]):
+
+        def changed(given: Any, wild: Any = wild) -> Any:
+            return lengths(replace(given, k=replace(given.k, start=np.array(wild, np.int32))))
+
+        device.lengths = changed  # type: ignore[method-assign]
+        with small_tiles():
+            out, _ = run(device, good, on_device=True)
+        assert np.isfinite(out.astype(F32)).all()
+    device.lengths = lengths  # type: ignore[method-assign]

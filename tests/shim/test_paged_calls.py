@@ -1,0 +1,188 @@
+"""`paged_attention` and its plans on arrays as if of CuPy's: the whole host side of a call on a GPU, on the CPU machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rawattn
+from rawattn import SeqLayout, paged_attention
+from rawattn._call import integers
+from rawattn._interop import arrays, native
+from rawattn._interop.native import View
+from rawattn._runtime import dispatch, planned
+from tests.paged import Paged, paged, verify
+from tests.shim.device import Allocator, Device
+from tests.shim.launch import Machine
+from tests.shim.shim import POISON, Builder
+from tests.shim.whole import Placed, small_tiles
+
+LENS = (70, 3, 0, 129)
+
+
+class OnDevice:
+    """An array that kernels reach and the host does not."""
+
+    def __init__(self, device: Device, array: np.ndarray, *, readonly: bool = True) -> None:
+        self.placed = Placed("array", array, readonly=readonly)
+        device.keep(self.placed.memory)
+        self.shape, self.dtype, self.strides = array.shape, array.dtype, array.strides
+        self.ndim, self.size = array.ndim, array.size
+        self.flags = SimpleNamespace(c_contiguous=array.flags.c_contiguous)
+        self.data = SimpleNamespace(ptr=self.placed.address, device_id=0)
+
+    def __dlpack__(self) -> object:
+        raise AssertionError("the host reads what is on the device")
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, 0
+
+    def write(self, array: np.ndarray) -> None:
+        self.placed.memory.write(np.ascontiguousarray(array).view(np.uint8).reshape(-1))
+
+
+class Native(Allocator):
+    """What launch code knows of a framework."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__(device)
+        self._on = device
+
+    def read(self, given: Sequence[Any], required: int) -> Any:
+        addresses: list[int] = []
+        form: list[Any] = []
+        together = 0
+        for x in given:
+            if isinstance(x, OnDevice):
+                addresses.append(x.data.ptr)
+                together |= x.data.ptr
+                form += (x.shape, x.strides, x.dtype, 0)
+            elif x is None and len(addresses) >= required:
+                addresses.append(0)
+                form.append(None)
+            else:
+                return None
+        return addresses, tuple(form), together, False
+
+    def view(self, x: OnDevice) -> View:
+        return View(x.data.ptr, x.shape, x.strides, x.dtype, 0)
+
+    def address(self, x: OnDevice) -> int:
+        address: int = x.data.ptr
+        return address
+
+    def current_device(self) -> int:
+        return 0
+
+    def empty(self, shape: tuple[int, ...], dtype: Any, beside: Any) -> OnDevice:
+        blank = np.full(int(np.prod(shape)) * np.dtype(dtype).itemsize, POISON, np.uint8)
+        return OnDevice(self._on, blank.view(dtype).reshape(shape), readonly=False)
+
+    def stream(self, device: int) -> int:
+        return 0
+
+
+@pytest.fixture
+def place(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> Callable[[np.ndarray], OnDevice]:
+    """To the device. Calls with such arrays are a framework's own."""
+    device = Device(Machine(builder, 32))
+    device.install(monkeypatch)
+    monkeypatch.setitem(arrays._frameworks, OnDevice, "machine")
+    monkeypatch.setitem(native._made, "machine", Native(device))  # type: ignore[arg-type]
+    monkeypatch.setattr(dispatch, "_prepared", {})
+    monkeypatch.setattr(planned.streams, "wait", lambda stream, device: None)
+    monkeypatch.setattr(planned.streams, "is_capturing", lambda stream: False)
+    monkeypatch.setattr(planned.streams, "order", lambda *streams: None)
+    for module, name in ((integers, "_imported"), (arrays, "import_integers")):
+        own = getattr(module, name)
+        monkeypatch.setattr(module, name, partial(_as_it_is, own))
+    return lambda array: OnDevice(device, array)
+
+
+def _as_it_is(read: Callable[..., Any], name: str, x: Any) -> Any:
+    return x if isinstance(x, OnDevice) else read(name, x)
+
+
+def inputs_of(call: Paged, place: Any) -> list[Any]:
+    table = call.block_table
+    pair = isinstance(table, tuple)
+    return [*map(place, call.inputs[:3]), tuple(map(place, table)) if pair else place(table)]
+
+
+def result(found: Any) -> tuple[np.ndarray, np.ndarray]:
+    out, lse = found
+    return out.placed.array(), lse.placed.array()
+
+
+@pytest.mark.parametrize("pair", [False, True])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_calls(place: Any, pair: bool, on_device: bool) -> None:
+    """Two of one form share what was prepared, and have pages and lengths of their own."""
+    for seed in range(3):
+        call = paged(LENS, 6, pair=pair, rows=3, seed=seed)
+        lengths = place(call.seqlen_k) if on_device else call.seqlen_k
+        with small_tiles():
+            found = paged_attention(
+                *inputs_of(call, place), seqlen_k=lengths, causal=True, return_lse=True
+            )
+        verify(call, *result(found), causal=True)
+    assert len(dispatch._prepared) == 1
+
+
+def test_group_mode_and_options(place: Any) -> None:
+    call = paged((70, 9, 0, 129), 6, group=True, rows=(20, 9, 4, 1))
+    bias = np.random.default_rng(0).standard_normal((4, 20, 150)).astype(np.float32)
+    assert call.seqs is not None
+    seqs = SeqLayout(seqstart_q=place(call.seqs.seqstart_q), seqlen_q=place(call.seqs.seqlen_q))
+    with small_tiles():
+        found = paged_attention(
+            *inputs_of(call, place), seqlen_k=place(call.seqlen_k), seqs=seqs, bias=place(bias), window=(40, 1),
+            return_lse=True,
+        )  # fmt: skip
+    verify(call, *result(found), bias=bias, window=(40, 1))
+
+
+@pytest.mark.parametrize("pair", [False, True])
+def test_a_plan_whose_lengths_and_pages_change_in_place(place: Any, pair: bool) -> None:
+    call, other = (paged(LENS, 6, pair=pair, rows=3, seed=seed) for seed in range(2))
+    inputs, lengths = inputs_of(call, place), place(call.seqlen_k)
+    with small_tiles():
+        made = rawattn.plan(
+            paged_attention, *inputs, seqlen_k=lengths, causal=True, return_lse=True
+        )
+        assert made._gpu is not None
+        verify(call, *result(made()), causal=True)
+        # The other call's pages, by the arrays of planning time.
+        for array, values in zip(inputs[:3], other.inputs[:3], strict=True):
+            array.write(values)
+        ids = inputs[3][1] if pair else inputs[3]
+        ids.write(other.block_table[1] if pair else other.block_table)
+        verify(other, *result(made()), causal=True)
+        lengths.write(np.zeros(4, np.int32))
+        out, lse = result(made())
+        assert not np.any(out.astype(np.float32))
+        assert np.all(lse == -np.inf)
+        verify(other, *result(made(*inputs[:3], ids, seqlen_k=place(other.seqlen_k))), causal=True)
+        with pytest.raises(ValueError, match=r"^block_table: got shape"):
+            made(*inputs[:3], place(np.zeros((9, 1), np.int32)))
+
+
+def test_mistakes_are_told_before_anything_is_launched(place: Any) -> None:
+    call = paged(LENS, 6, rows=3)
+    q, k_pages, v_pages, table = inputs_of(call, place)
+    for change, says in (
+        ({"block_table": place(np.zeros((4, 3), np.float32))}, "block_table: got dtype float32"),
+        ({"block_table": place(np.zeros((3, 3), np.int32))}, r"block_table: got shape \(3, 3\)"),
+        ({"v_pages": q}, "v_pages: got num_pages"),
+        ({"seqlen_k": place(np.zeros(3, np.int64))}, "block_table: got shape"),
+        ({"seqlen_k": [70, 3, 0, 10**6]}, "seqlen_k: got length 1000000 for sequence 3"),
+    ):
+        given = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "block_table": table}
+        lengths = {"seqlen_k": place(call.seqlen_k)}
+        with pytest.raises((TypeError, ValueError), match=f"^{says}"):
+            paged_attention(**{**given, **lengths, **change})
