@@ -48,11 +48,15 @@ def _options(dtype: str) -> list[dict[str, Any]]:
 
 
 def score_variants(target: Target) -> list[Source]:
-    """Of all families, forward and backward, in bfloat16 at a head dim of 128; all options together in float32 at 64 too."""
+    """Of all families, forward and backward, in bfloat16 at a head dim of 128; all options together in float32 at 64 too.
+
+    In turns of causal calls with a deterministic backward, and of others.
+    """
     *options, _ = _options("float32")
-    sources = _sources(_problem("float32", 64, causal=False, **options[-1]), target)
+    sources = _sources(_problem("float32", 64, causal=False, **options[-1]), target, False)
     for n, each in enumerate(_options("bfloat16")):
-        sources += _sources(_problem("bfloat16", 128, causal=n % 2 == 1, **each), target)
+        odd = n % 2 == 1
+        sources += _sources(_problem("bfloat16", 128, causal=odd, **each), target, odd)
     return sources
 
 
@@ -79,7 +83,7 @@ def _problem(dtype: str, headdim: int, *, causal: bool, **options: Any) -> Probl
     )
 
 
-def _sources(problem: Problem, target: Target) -> list[Source]:
+def _sources(problem: Problem, target: Target, deterministic: bool) -> list[Source]:
     form = structure(bind(None, batch=1, rows_q=_ROWS, rows_k=_ROWS))
     queries, keys = (
         (1, _ROWS, nheads, problem.headdim) for nheads in (problem.nheads_q, problem.nheads_kv)
@@ -94,12 +98,12 @@ def _sources(problem: Problem, target: Target) -> list[Source]:
         if name in ("bias", "sink_logits") or name.startswith("captured")
     }
     # Sums of captured arrays' gradients have no order.
-    orders = (False,) if problem.captured else (False, True)
+    flag = {"deterministic": deterministic and not problem.captured}
     found: list[Source] = []
     for verb, more, of_options, flags in (
-        ("attention", {}, arrays, [{}]),
-        ("attention_backward", backward, arrays | gradients, [{"deterministic": x} for x in orders]),
-    ):  # fmt: skip
+        ("attention", {}, arrays, {}),
+        ("attention_backward", backward, arrays | gradients, flag),
+    ):
         operands = Operands(
             {
                 name: contiguous(shape, ITEMSIZE[problem.dtype])
@@ -110,9 +114,8 @@ def _sources(problem: Problem, target: Target) -> list[Source]:
         )
         for family in registry.FAMILIES[verb]:
             if family.supports(problem, target, operands) is None:
-                for flag in flags:
-                    steps = family.steps(problem, form, operands, target, **flag)
-                    found += [step.source for step in steps.launches]
+                steps = family.steps(problem, form, operands, target, **flags)
+                found += [step.source for step in steps.launches]
     return found
 
 
