@@ -113,6 +113,7 @@ OPTIONS = {
     "bias": {"bias": normal(3, 4, 9, 160, dtype=BFLOAT16), "causal": True},
     "mask": {"mask": normal(3, 1, 9, 150) > -0.5},
     "mask-and-window": {"mask": normal(3, 4, 9, 170) > 0, "window": (40, 2), "sink": 3},
+    "mask-of-kept-keys": {"mask": rawattn.topk_mask(normal(3, 1, 1, 170), 32)},
     "alibi": {"alibi_slopes": np.abs(normal(3, 4)), "causal": True},
     "softcap": {"softcap": 1.5, "scale": -1.0},
     "sinks": {"sink_logits": normal(4), "window": (20, 0)},
