@@ -1,5 +1,5 @@
-// Keys and values in pages of an array that sequences share: where a sequence's rows lie, how many they can be, and which
-// of them a query tile reads.
+// Keys and values in pages of an array that sequences share: where a sequence's rows lie, how many they can be, and
+// which of them a query tile reads.
 #pragma once
 
 #include "attn/params.cuh"
