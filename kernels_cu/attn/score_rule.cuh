@@ -314,8 +314,8 @@ struct Natural {
 struct Log2 {
   static constexpr float kUnit = 1.4426950408889634f;
 };
-// Of what the softmax exponentiates. Where there is a bias it is natural: the least number of a dtype, by which people hide
-// keys, must not overflow, and of two such scores the difference must be 0.
+// Of what the softmax exponentiates. Where there is a bias it is natural: the least number of a dtype, by which people
+// hide keys, must not overflow, and of two such scores the difference must be 0.
 struct Exponent {
   static constexpr bool kNatural = config::kBias > 0;
   static constexpr float kUnit = kNatural ? 1.0f : Log2::kUnit;
@@ -329,9 +329,9 @@ struct Exponent {
   }
 };
 
-// The exponent of a product: with what is added to its score, over `start`. scale: from products to units of the exponent.
-// A bias joins the score before anything is subtracted: beside the least number of a dtype a score is lost, and a row that
-// has no other bias weighs all keys alike.
+// The exponent of a product: with what is added to its score, over `start`. scale: from products to units of the
+// exponent. A bias joins the score before anything is subtracted: beside the least number of a dtype a score is lost,
+// and a row that has no other bias weighs all keys alike.
 template <class Unit, class Added>
 DEVICE float exponent_of(float product, float scale, const Added& added, int m, int n, int e, int slot, float start) {
   if constexpr (config::kBias > 0) {

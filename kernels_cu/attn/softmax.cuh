@@ -120,9 +120,7 @@ struct OnlineSoftmax : SoftmaxRows<C, kRowBlocks> {
   DEVICE bool update_row_max(C (&s)[kRowBlocks][kKeyBlocks], const Added& added) {
     float start[kRowBlocks][C::kSlots];
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
-      UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
-        start[m][slot] = -this->shift(m, slot);
-      }
+      UNROLL for (int slot = 0; slot < C::kSlots; slot++) { start[m][slot] = -this->shift(m, slot); }
     }
     int largest = 0;
     UNROLL for (int m = 0; m < kRowBlocks; m++) {

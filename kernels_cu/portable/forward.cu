@@ -133,7 +133,8 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
   Queries queries;
   queries.rows = elements + wave * kWaveRows * kPitchQk;
   Element* const slab = elements + kProbabilitiesAt + wave * kWaveRows * kPitchP;
-  OnlineSoftmax<C, kRowBlocks> softmax(kScaleFirst || ScoreRule::kScaled ? Exponent::kUnit : p.scores.scale * Exponent::kUnit);
+  OnlineSoftmax<C, kRowBlocks> softmax(kScaleFirst || ScoreRule::kScaled ? Exponent::kUnit
+                                                                         : p.scores.scale * Exponent::kUnit);
   C o[kRowBlocks][kOutBlocks];
   UNROLL for (int m = 0; m < kRowBlocks; m++) { UNROLL for (int d = 0; d < kOutBlocks; d++) o[m][d] = C{}; }
   if constexpr (kQueryInRegisters) {

@@ -104,7 +104,8 @@ DEVICE void store_partial(const Sm90ForwardParams& p, const WorkItem& work, cons
     C merged[1][kPartBlocks];
     Softmax all(1.0f);
     float sink = 0.0f;
-    if constexpr (kSinkLogits) sink = per_head(p.forward.sink_logits, work.sequence, work.head + own.head) * Exponent::kUnit;
+    if constexpr (kSinkLogits)
+      sink = per_head(p.forward.sink_logits, work.sequence, work.head + own.head) * Exponent::kUnit;
     merge(merged, all, part * kPartBlocks, partials, count, sink, lane);
     store_rows(p.forward, work, merged, part * kPartBlocks, work.head + own.head, first_row, lane);
     if (part == 0) store_lse(p.forward, work, all, work.head + own.head, first_row, lane);
