@@ -291,7 +291,8 @@ def test_a_search_writes_its_winner_and_its_losers(
 def test_a_winner_that_fails_in_another_variant_is_not_written(search: Path, tile_tables: Path):
     text = (tile_tables / "sm90_forward.json").read_text(encoding="utf-8")
     (found,) = record.load(search)
-    found.figure(found.winner).fields["tile_k"] = 192  # spills
+    spilling = {"tile_k": 128, "consumers": 4, "consumer_registers": 112}
+    found.figure(found.winner).fields.update(spilling)
     where = place("sm90_forward")
     with pytest.raises(ValueError, match=r"not written, as of .* variants .* fail: spills"):
         tables.write(found, where, 1)
