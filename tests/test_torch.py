@@ -14,7 +14,6 @@ torch = pytest.importorskip("torch")
 
 import rawattn
 import rawattn.torch
-from rawattn import reference
 from rawattn._torch import ops
 from tests import torch_calls
 from tests.bad_calls import BAD_CALLS, Bad, check_refused
@@ -232,29 +231,7 @@ def test_deterministic_reaches_the_backward(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_bias_and_sink_logits_get_their_gradients(
-    compiled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Wherever these options exist: here in the reference."""
-
-    def host(x: Any) -> Any:
-        return x.numpy(force=True) if isinstance(x, torch.Tensor) else x
-
-    def float32(x: Any) -> Any:
-        return None if x is None else torch.from_numpy(np.ascontiguousarray(x, np.float32))
-
-    def call(function: Any, given: Any, options: dict[str, Any]) -> Any:
-        options.pop("backend", None)
-        options.pop("num_splits", None)
-        options.pop("deterministic", None)
-        options = {name: host(x) for name, x in options.items()}
-        return tuple(map(float32, function(*map(host, given), **options)))
-
-    for module, forward in ((rawattn.torch, "_attention"), (ops, "attention")):
-        monkeypatch.setattr(module, forward, lambda *x, **o: call(reference.attention, x, o))
-        monkeypatch.setattr(
-            module, "attention_backward", lambda *x, **o: call(reference.attention_backward, x, o)
-        )
+def test_bias_and_sink_logits_get_their_gradients(compiled: bool) -> None:
     run = torch.compile(attention, fullgraph=True, backend="aot_eager") if compiled else attention
     q, k, v = random("cpu", rows=9)
     bias, sinks = torch.randn(1, 4, 9, 9), torch.randn(4)
