@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -19,6 +20,7 @@ from rawattn._kernels.portable.combine import Side
 from rawattn._runtime import combine_gpu, combine_plan
 from rawattn._runtime.combine import Read
 from rawattn._runtime.combine_plan import Planned
+from tests import exhaustive
 from tests.partials import FORMS, Call, Form, call_of
 from tests.shim.device import Device
 from tests.shim.launch import Machine
@@ -99,8 +101,9 @@ def run(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Runs
     return make
 
 
-@pytest.mark.parametrize("wave", [32, 64])
-@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize(
+    ("form", "wave"), exhaustive.thin(itertools.product(FORMS, (32, 64)), 5), ids=str
+)
 def test_forms(form: Form, wave: int, run: Callable[..., Runs]) -> None:
     call = call_of(form)
     runs = run(wave)
@@ -108,7 +111,7 @@ def test_forms(form: Form, wave: int, run: Callable[..., Runs]) -> None:
     assert runs.device.launched == ([] if 0 in form.shape else ["rawattn_combine"])
 
 
-@pytest.mark.parametrize("form", FORMS[::4], ids=str)
+@pytest.mark.parametrize("form", exhaustive.thin(FORMS[::4], 4), ids=str)
 def test_undefined_behaviour(form: Form, run: Callable[..., Runs]) -> None:
     call = call_of(form)
     call.check(*run(checked=True)(call))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import rawattn
 from rawattn import BlockMask, reference
 from rawattn._call.gradients import Gradients
+from tests import exhaustive
 from tests.shim.device import Device
 from tests.shim.launch import Machine
 from tests.shim.shim import Builder
@@ -59,7 +61,9 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("lists", [(1, 1), (1, 2), (2, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "lists", exhaustive.thin([((1, 1),), ((1, 2),), ((2, 1),), ((2, 2),)], 3), ids=str
+)
 def test_every_way_to_share_lists(machine: MakeDevice, lists: tuple[int, int]) -> None:
     device = machine()
     with small_tiles():
@@ -69,9 +73,10 @@ def test_every_way_to_share_lists(machine: MakeDevice, lists: tuple[int, int]) -
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [np.float16, np.float32])
-@pytest.mark.parametrize("wave", [32, 64])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    ("rule", "wave", "dtype"),
+    exhaustive.thin(itertools.product(RULES, (32, 64), (np.float16, np.float32)), 5),
+)
 def test_with_other_rules(machine: MakeDevice, rule: str, wave: int, dtype: Any) -> None:
     device = machine(wave)
     with small_tiles():
@@ -79,7 +84,7 @@ def test_with_other_rules(machine: MakeDevice, rule: str, wave: int, dtype: Any)
     assert device.launched[:2] == [GATHER, GATHER]
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", exhaustive.thin(RULES, 3))
 def test_hopper(machine: MakeDevice, rule: str) -> None:
     device = machine(arch="sm_90a")
     given = arrays(rows=200, keys=400, headdims=(64, 64))
@@ -101,7 +106,7 @@ def test_rows_of_any_place(machine: MakeDevice, arch: str, headdims: tuple[int, 
     assert device.launched[0] == GATHER
 
 
-@pytest.mark.parametrize("k", [1, 16, 17])
+@pytest.mark.parametrize("k", exhaustive.thin([17, 1, 16], 3))
 def test_few_kept_keys(machine: MakeDevice, k: int) -> None:
     device = machine()
     with small_tiles():
@@ -133,7 +138,7 @@ def test_nothing_is_kept(machine: MakeDevice) -> None:
     assert not out.any() and np.all(lse == -np.inf)
 
 
-@pytest.mark.parametrize("entry", [-2, KEYS, 2**31 - 1, -(2**31)])
+@pytest.mark.parametrize("entry", exhaustive.thin([-2, KEYS, 2**31 - 1, -(2**31)], 4))
 def test_an_entry_that_is_no_key_counts_for_nothing(machine: MakeDevice, entry: int) -> None:
     """As a plan may be given: the machine faults where anything else is touched."""
     mask, device = shared(), machine()
@@ -158,7 +163,7 @@ NOT_GATHERED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("option", NOT_GATHERED)
+@pytest.mark.parametrize("option", exhaustive.thin(NOT_GATHERED, 4))
 def test_what_needs_the_places_of_keys_is_not_gathered(machine: MakeDevice, option: str) -> None:
     device = machine()
     with small_tiles():
@@ -183,9 +188,11 @@ def test_one_key_for_all_is_no_list(machine: MakeDevice) -> None:
     assert GATHER not in device.launched
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("lists", [(1, 1), (2, 2)], ids=str)
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    ("rule", "lists", "deterministic"),
+    exhaustive.thin(itertools.product(RULES, ((1, 1), (2, 2)), (False, True)), 7),
+    ids=str,
+)
 def test_gradients(
     machine: MakeDevice, rule: str, lists: tuple[int, int], deterministic: bool
 ) -> None:

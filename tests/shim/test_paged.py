@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ from rawattn._call.options import Options
 from rawattn._call.pages import PagedLayout, split
 from rawattn._runtime.verbs import PAGED, with_arrays
 from rawattn._verbs.paged import read_pages
+from tests import exhaustive
 from tests.paged import BFLOAT16, Paged, paged, verify
 from tests.shim.device import Device
 from tests.shim.launch import Machine
@@ -59,8 +61,10 @@ def verify_kernel(device: Device, call: Paged, *, on_device: bool = False, **opt
 
 
 # Key tiles have 16 rows.
-@pytest.mark.parametrize("page_size", [1, 3, 8, 16, 24, 64, 100, 1000])
-@pytest.mark.parametrize("pair", [False, True])
+@pytest.mark.parametrize(
+    ("page_size", "pair"),
+    exhaustive.thin(itertools.product((3, 1, 8, 16, 24, 64, 100, 1000), (False, True)), 5),
+)
 def test_pages(machine: MakeDevice, page_size: int, pair: bool) -> None:
     integers = np.int64 if pair == (page_size % 8 == 0) else np.int32
     knobs = {"integers": integers, "heads_first": page_size % 3 == 0}
@@ -69,14 +73,17 @@ def test_pages(machine: MakeDevice, page_size: int, pair: bool) -> None:
     verify_kernel(machine(WAVES[pair]), call, on_device=True)
 
 
-@pytest.mark.parametrize("heads", [(5, 1), (12, 2), (7, 1)])
-@pytest.mark.parametrize("dtype", [F16, BFLOAT16, F32])
+@pytest.mark.parametrize(
+    ("heads", "dtype"),
+    exhaustive.thin(itertools.product(((5, 1), (12, 2), (7, 1)), (F16, BFLOAT16, F32)), 4),
+    ids=str,
+)
 def test_rows_and_groups_of_heads(machine: MakeDevice, heads: tuple[int, int], dtype: Any) -> None:
     for rows in (1, 5, 40):
         verify_kernel(machine(), paged(LENS, 5, rows=rows, heads=heads, dtype=dtype), causal=True)
 
 
-@pytest.mark.parametrize("headdim", [1, 7, 34, 36, 64])
+@pytest.mark.parametrize("headdim", exhaustive.thin([34, 1, 7, 36, 64], 5))
 def test_widths(machine: MakeDevice, headdim: int) -> None:
     """Copies as wide as rows in pages allow: 2, 2, 4, 8 and 16 bytes."""
     for wave in WAVES:
@@ -122,8 +129,9 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("pair", [False, True])
+@pytest.mark.parametrize(
+    ("name", "pair"), exhaustive.thin(itertools.product(OPTIONS, (False, True)), 5)
+)
 def test_options_of_scores(machine: MakeDevice, name: str, pair: bool) -> None:
     call = paged((150, 33, 0), 5, rows=9, pair=pair)
     verify_kernel(machine(), call, on_device=pair, **OPTIONS[name])
