@@ -24,8 +24,11 @@ def serialised(log: str) -> list[str]:
     return sorted(set(re.findall(r"C75\d\d", log)))
 
 
-def schedule_fault(image: bytes, tile_k: int, tool: str) -> str:
-    """What is wrong with the schedule of a cubin; nothing when it is the one that the source describes."""
+def schedule_fault(image: bytes, tile_k: int, tool: str, early: int = 4) -> str:
+    """What is wrong with the schedule of a cubin; nothing when it is the one that the source describes.
+
+    early: exponentials that the compiler may begin before the wait for P V.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.cubin")
         path.write_bytes(image)
@@ -41,8 +44,7 @@ def schedule_fault(image: bytes, tile_k: int, tool: str) -> str:
     # exponentials of a tile, among the conversions that P V had held up.
     if len(stretches) != 4:
         return f"{len(stretches)} waits for products instead of 4"
-    # The compiler may begin the first few before the wait.
-    if stretches[3] < tile_k // 2 - 4:
+    if stretches[3] < tile_k // 2 - early:
         return f"{stretches[3]} exponentials in one stretch instead of {tile_k // 2}"
     if re.search(r"\b(LDL|STL)\b", sass.stdout):
         return "registers live in local memory"

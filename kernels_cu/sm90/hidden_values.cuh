@@ -30,13 +30,14 @@ struct HiddenValues<true> {
     any = own = false;
     if (!keys.masked(n)) return;
     const int row = target::thread_index() % kWarpgroup;
+    const unsigned short* const words = mask.keys + sequence * mask.keys_batch + int64(head / mask.group) * mask.words;
+    const int first = keys.first_key(n) / 16;
     HalfWords<kKeyBlocks> seen;
-    seen.load(mask.keys + sequence * mask.keys_batch + int64(head / mask.group) * mask.words, keys.first_key(n) / 16,
-              mask.words);
-    unsigned mine = 0xffff;
-    UNROLL for (int b = 0; b < kKeyBlocks; b++) mine = row / 16 == b ? seen.word(b) : mine;
+    seen.load(words, first, mask.words);
     any = !seen.all();
-    own = (mine >> row % 16 & 1) == 0;
+    // Read once more: to choose among the others by the thread would put them into local memory.
+    const int word = first + row / 16 < mask.words ? first + row / 16 : mask.words - 1;
+    own = row < kTileK && (words[word] >> row % 16 & 1) == 0;
   }
   // Of the tile in the ring's slot, once it is full.
   DEVICE void clear(SharedMemory& s, int slot, int consumer) const {
