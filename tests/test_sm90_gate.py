@@ -105,7 +105,7 @@ def traits(source: compiler.Source) -> Iterable[Hashable]:
 each_variant = pytest.mark.parametrize(
     "source",
     # Those of scores differ in many words: a row of each of their tables in turn.
-    [*exhaustive.mark(USUAL, traits, lambda source: [source]), *exhaustive.thin(OTHERS, 9)],
+    [*exhaustive.mark(USUAL, traits, lambda source: [source]), *exhaustive.thin(OTHERS, 25)],
     ids=lambda source: source.summary,
 )
 
