@@ -1,6 +1,7 @@
 """Attention for people who do not want PyTorch: CUDA kernels compiled at run time behind a NumPy-like API."""
 
-from rawattn import reference
+from typing import TYPE_CHECKING, Any
+
 from rawattn._call.gradients import Gradients
 from rawattn._call.layout import SeqLayout
 from rawattn._masks.block_mask import BlockMask
@@ -13,6 +14,9 @@ from rawattn._verbs.backward import attention_backward, attention_vjp
 from rawattn._verbs.combine import combine
 from rawattn._verbs.paged import paged_attention
 from rawattn._verbs.plan import Plan, plan
+
+if TYPE_CHECKING:
+    from rawattn import reference
 
 __version__ = "0.1.0"
 
@@ -34,3 +38,12 @@ __all__ = [
     "show_mask",
     "topk_mask",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`rawattn.reference`, which few programs use, is imported when it is asked for."""
+    if name == "reference":
+        import importlib
+
+        return importlib.import_module("rawattn.reference")
+    raise AttributeError(f"module 'rawattn' has no attribute {name!r}")

@@ -207,7 +207,7 @@ class FakeClock:
 
 
 @pytest.fixture(
-    params=[24, pytest.param(1, marks=pytest.mark.exhaustive)],
+    params=[72, pytest.param(1, marks=pytest.mark.exhaustive)],
     ids=["some-variants", "all-variants"],
 )
 def search(
