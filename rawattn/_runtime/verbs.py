@@ -13,9 +13,6 @@ import numpy as np
 from rawattn._call.layout import HostLengths, Lengths, bind
 from rawattn._call.options import Options, dropout_p, shown
 from rawattn._call.problem import Problem, describe, describe_paged, result_shapes
-from rawattn._cpu import backward as cpu_backward
-from rawattn._cpu import forward as cpu_forward
-from rawattn._cpu import paged as cpu_paged
 from rawattn._masks.block_mask import BlockMask, unpacked
 
 FLOAT32 = np.dtype(np.float32)
@@ -107,6 +104,8 @@ def _forward_cpu(
     extras: Extras,
     gradients: Sequence[str],
 ) -> None:
+    from rawattn._cpu import forward as cpu_forward  # where it is needed: most programs have a GPU
+
     q, k, v = inputs
     out, lse = results
     cpu_forward.forward(problem, lengths, q, k, v, out, lse, _with_bools(problem, extras))
@@ -160,6 +159,10 @@ def _backward_cpu(
     extras: Extras,
     names: Sequence[str],
 ) -> None:
+    from rawattn._cpu import (
+        backward as cpu_backward,
+    )  # where it is needed: most programs have a GPU
+
     # Sums are made in one order here, always.
     dout, q, k, v, out, lse, dlse = inputs
     dq, dk, dv, *others = results
@@ -191,6 +194,8 @@ def _paged_cpu(
     extras: Extras,
     gradients: Sequence[str],
 ) -> None:
+    from rawattn._cpu import paged as cpu_paged  # where it is needed: most programs have a GPU
+
     assert lengths is not None
     own = dict(_with_bools(problem, extras))
     table = own.pop("block_table")
