@@ -331,7 +331,7 @@ def narrowed(array: np.ndarray, form: Form, pattern: tuple[Any, ...]) -> np.ndar
     return array if batch or nheads > 1 else array[0, 0]
 
 
-@pytest.mark.parametrize("tiled", exhaustive.thin([True, False], 2), ids=["tiles", "bundles"])
+@pytest.mark.parametrize("tiled", exhaustive.thin([True, False], 4), ids=["tiles", "bundles"])
 @pytest.mark.parametrize(
     "form", [SMALL[2], *(pytest.param(x, marks=pytest.mark.exhaustive) for x in SMALL[:2])], ids=str
 )
@@ -512,7 +512,7 @@ def test_seed_on_the_host_or_in_an_array() -> None:
             np.testing.assert_array_equal(again, out)
 
 
-@pytest.mark.parametrize("option", exhaustive.thin(OPTIONS, 5))
+@pytest.mark.parametrize("option", exhaustive.thin(OPTIONS, 10))
 def test_memory_is_a_few_tiles(option: str) -> None:
     """Whatever the lengths; all scores would take 64 MiB for each head."""
     form = Form("dense", (4096,), (4096,), nheads_q=2, nheads_kv=2, headdim=8, headdim_v=8)

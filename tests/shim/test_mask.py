@@ -181,7 +181,7 @@ CALLS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 LISTS = itertools.product(CALLS, ((64, 32), (128, 80), (16, 128), (64, 128)), ("q", "k"))
 
 
-@pytest.mark.parametrize(("name", "tiles", "of"), exhaustive.thin(LISTS, 3), ids=str)
+@pytest.mark.parametrize(("name", "tiles", "of"), exhaustive.thin(LISTS, 6), ids=str)
 def test_lists_of_tiles(name: str, tiles: tuple[int, int], of: Any, builder: Builder) -> None:
     shape, options = CALLS[name]
     options = dict(options)

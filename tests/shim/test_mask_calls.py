@@ -59,7 +59,7 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("name", exhaustive.thin(MASKS, 5))
+@pytest.mark.parametrize("name", exhaustive.thin(MASKS, 10))
 def test_every_way_to_broadcast(machine: MakeDevice, name: str) -> None:
     mask = blocky(*MASKS[name], block=16 if MASKS[name][3] == 1 else 64)
     with small_tiles(portable_forward=SHAPES[1]):
@@ -86,7 +86,7 @@ FORWARDS = [
 ]
 
 
-@pytest.mark.parametrize(("rule", "wave", "dtype"), exhaustive.thin(FORWARDS, 3))
+@pytest.mark.parametrize(("rule", "wave", "dtype"), exhaustive.thin(FORWARDS, 6))
 def test_with_other_rules(machine: MakeDevice, rule: str, wave: int, dtype: Any) -> None:
     shape = SHAPES[(list(RULES).index(rule) + wave // 32) % 3]
     with small_tiles(portable_forward=shape):
@@ -101,7 +101,7 @@ PADDED = rawattn.SeqLayout(seqlen_q=[150, 30], seqlen_k=[99, 210])
 @pytest.mark.parametrize(
     ("options", "heads", "on_device"),
     exhaustive.thin(
-        itertools.product(({}, {"causal": True}, {"window": (40, 9)}), (1, 4), (False, True)), 5
+        itertools.product(({}, {"causal": True}, {"window": (40, 9)}), (1, 4), (False, True)), 10
     ),
 )
 def test_ragged_batches(machine: MakeDevice, options: Any, heads: int, on_device: bool) -> None:
@@ -113,7 +113,7 @@ def test_ragged_batches(machine: MakeDevice, options: Any, heads: int, on_device
         )
 
 
-@pytest.mark.parametrize("on_device", exhaustive.thin((True, False), 2))
+@pytest.mark.parametrize("on_device", exhaustive.thin((True, False), 4))
 @pytest.mark.parametrize("shape", [(2, 2, ROWS, KEYS), (1, 1, 1, KEYS)], ids=str)
 def test_padded_batches(machine: MakeDevice, shape: Any, on_device: bool) -> None:
     with small_tiles():
@@ -154,7 +154,7 @@ def test_a_key_that_nobody_sees_may_hold_anything(
     np.testing.assert_allclose(lse, exact_lse, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", exhaustive.thin(list(MASKS)[::5], 4))
+@pytest.mark.parametrize("name", exhaustive.thin(list(MASKS)[::5], 8))
 def test_masks_that_come_packed(machine: MakeDevice, name: str) -> None:
     mask = rawattn.block_mask(blocky(*MASKS[name]))
     device = machine()
@@ -181,7 +181,7 @@ HOPPER: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("rule", "heads"), exhaustive.thin(itertools.product(HOPPER, (1, 2, 4)), 4)
+    ("rule", "heads"), exhaustive.thin(itertools.product(HOPPER, (1, 2, 4)), 8)
 )
 def test_hopper(machine: MakeDevice, rule: str, heads: int) -> None:
     device = machine(arch="sm_90a")
@@ -193,7 +193,7 @@ def test_hopper(machine: MakeDevice, rule: str, heads: int) -> None:
 
 @pytest.mark.parametrize(
     ("options", "on_device"),
-    exhaustive.thin(itertools.product(({"causal": True}, {}), (True, False)), 4),
+    exhaustive.thin(itertools.product(({"causal": True}, {}), (True, False)), 8),
 )
 def test_hopper_on_ragged_batches(machine: MakeDevice, options: Any, on_device: bool) -> None:
     device = machine(arch="sm_90a")
@@ -218,7 +218,7 @@ def backward_tiles(n: int) -> Any:
 
 @pytest.mark.parametrize(
     ("name", "deterministic"),
-    exhaustive.thin(((name, n % 2 == 1) for n, name in enumerate(MASKS)), 7),
+    exhaustive.thin(((name, n % 2 == 1) for n, name in enumerate(MASKS)), 14),
 )
 def test_gradients_of_every_way_to_broadcast(
     machine: MakeDevice, name: str, deterministic: bool
@@ -235,7 +235,7 @@ BACKWARDS = [
 ]
 
 
-@pytest.mark.parametrize(("rule", "wave", "deterministic"), exhaustive.thin(BACKWARDS, 5))
+@pytest.mark.parametrize(("rule", "wave", "deterministic"), exhaustive.thin(BACKWARDS, 10))
 def test_gradients_with_other_rules(
     machine: MakeDevice, rule: str, wave: int, deterministic: bool
 ) -> None:
@@ -249,7 +249,7 @@ def test_gradients_with_other_rules(
 
 @pytest.mark.parametrize(
     ("heads", "on_device", "deterministic"),
-    exhaustive.thin(itertools.product((1, 4), (False, True), (False, True)), 5),
+    exhaustive.thin(itertools.product((1, 4), (False, True), (False, True)), 10),
 )
 def test_gradients_of_ragged_batches(
     machine: MakeDevice, heads: int, on_device: bool, deterministic: bool
@@ -263,7 +263,7 @@ def test_gradients_of_ragged_batches(
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("deterministic", exhaustive.thin((False, True), 2))
+@pytest.mark.parametrize("deterministic", exhaustive.thin((False, True), 4))
 def test_gradients_of_a_packed_mask(machine: MakeDevice, deterministic: bool) -> None:
     mask = rawattn.block_mask(blocky(2, 4, ROWS, KEYS))
     with backward_tiles(2):

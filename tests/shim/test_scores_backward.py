@@ -86,7 +86,7 @@ CAPTURED = {
 
 @pytest.mark.parametrize(
     ("name", "wave"),
-    exhaustive.thin(((name, wave) for wave in WAVES for name in CAPTURED), 3),
+    exhaustive.thin(((name, wave) for wave in WAVES for name in CAPTURED), 6),
 )
 def test_captured_gradients(machine: MakeDevice, name: str, wave: int) -> None:
     """Twice: the second run finds sums of zeros."""
@@ -120,7 +120,7 @@ BROADCASTS = list(itertools.product((1, 2, 4), (1, 2), (1, 45), (1, 75)))
 
 
 @pytest.mark.parametrize(
-    ("heads", "batch", "rows", "keys"), exhaustive.thin(BROADCASTS, 5), ids=str
+    ("heads", "batch", "rows", "keys"), exhaustive.thin(BROADCASTS, 10), ids=str
 )
 def test_dbias_of_every_broadcast(
     machine: MakeDevice, heads: int, batch: int, rows: int, keys: int
@@ -170,7 +170,7 @@ def test_a_bias_whose_gradient_is_not_wanted(machine: MakeDevice) -> None:
 
 @pytest.mark.parametrize(
     ("wave", "on_device", "deterministic"),
-    exhaustive.thin(itertools.product(WAVES, (False, True), (False, True)), 5),
+    exhaustive.thin(itertools.product(WAVES, (False, True), (False, True)), 10),
 )
 def test_backward_of_a_ragged_batch(
     machine: MakeDevice, wave: int, on_device: bool, deterministic: bool

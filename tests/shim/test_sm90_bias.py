@@ -89,7 +89,7 @@ MASKS: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.mark.parametrize("n", exhaustive.thin(range(len(PATTERNS)), 3))
+@pytest.mark.parametrize("n", exhaustive.thin(range(len(PATTERNS)), 6))
 def test_every_broadcast(hopper: MakeDevice, n: int) -> None:
     batch, heads, rows = PATTERNS[n]
     dtype = (BFLOAT16, FLOAT16)[n % 2]
@@ -144,7 +144,7 @@ PADDED = rawattn.SeqLayout(seqlen_q=[201, 30], seqlen_k=[60, 210])
 
 
 @pytest.mark.parametrize(
-    ("heads", "on_device"), exhaustive.thin(itertools.product((1, 2, 8), (False, True)), 3)
+    ("heads", "on_device"), exhaustive.thin(itertools.product((1, 2, 8), (False, True)), 6)
 )
 def test_ragged_batches(hopper: MakeDevice, heads: int, on_device: bool) -> None:
     """Places are those in the sequence; the bias is longer than any of them, and NaN where there are none."""
@@ -172,7 +172,7 @@ def test_padded_batches(hopper: MakeDevice, shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("group", "shared"), exhaustive.thin(itertools.product((2, 3, 8, 12), (False, True)), 5)
+    ("group", "shared"), exhaustive.thin(itertools.product((2, 3, 8, 12), (False, True)), 10)
 )
 def test_rows_of_a_group_in_one_tile(hopper: MakeDevice, group: int, shared: bool) -> None:
     """Boxes of each head of a tile, or one for all of them; consumers that do not see what others see."""

@@ -51,7 +51,7 @@ def hopper(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> MakeDevice:
 
 
 @pytest.mark.parametrize(
-    ("name", "mask"), exhaustive.thin(itertools.product(SLOPES, MASKS), 6), ids=str
+    ("name", "mask"), exhaustive.thin(itertools.product(SLOPES, MASKS), 12), ids=str
 )
 def test_alibi(hopper: MakeDevice, name: str, mask: dict[str, Any]) -> None:
     slopes = np.array(SLOPES[name], np.float32)
@@ -64,7 +64,7 @@ def test_alibi(hopper: MakeDevice, name: str, mask: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "mask"), exhaustive.thin(itertools.product(SHAPES, MASKS), 6), ids=str
+    ("shape", "mask"), exhaustive.thin(itertools.product(SHAPES, MASKS), 12), ids=str
 )
 def test_dropout(hopper: MakeDevice, shape: tuple[int, ...], mask: dict[str, Any]) -> None:
     slopes = np.array(SLOPES["usual"], np.float32)
