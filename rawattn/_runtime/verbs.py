@@ -1,4 +1,7 @@
-"""What each verb takes and gives: the only things in which the dispatcher's calls differ."""
+"""What each verb takes and gives: the only things in which the dispatcher's calls differ.
+
+The CPU backend is imported by the first call that runs on it: most programs have a GPU.
+"""
 
 from __future__ import annotations
 
@@ -104,7 +107,7 @@ def _forward_cpu(
     extras: Extras,
     gradients: Sequence[str],
 ) -> None:
-    from rawattn._cpu import forward as cpu_forward  # where it is needed: most programs have a GPU
+    from rawattn._cpu import forward as cpu_forward
 
     q, k, v = inputs
     out, lse = results
@@ -161,7 +164,7 @@ def _backward_cpu(
 ) -> None:
     from rawattn._cpu import (
         backward as cpu_backward,
-    )  # where it is needed: most programs have a GPU
+    )
 
     # Sums are made in one order here, always.
     dout, q, k, v, out, lse, dlse = inputs
@@ -194,7 +197,7 @@ def _paged_cpu(
     extras: Extras,
     gradients: Sequence[str],
 ) -> None:
-    from rawattn._cpu import paged as cpu_paged  # where it is needed: most programs have a GPU
+    from rawattn._cpu import paged as cpu_paged
 
     assert lengths is not None
     own = dict(_with_bools(problem, extras))
