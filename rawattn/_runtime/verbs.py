@@ -162,9 +162,7 @@ def _backward_cpu(
     extras: Extras,
     names: Sequence[str],
 ) -> None:
-    from rawattn._cpu import (
-        backward as cpu_backward,
-    )
+    from rawattn._cpu import backward as cpu_backward
 
     # Sums are made in one order here, always.
     dout, q, k, v, out, lse, dlse = inputs
