@@ -178,9 +178,18 @@ ALL = [tuple(OPTIONS)]
 
 
 def of_forms(forms: list[Form], marks: Any = ()) -> list[Any]:
-    """Every option alone and all of them in each form; each pair in one, in turns. marks: of the pairs."""
+    """Every option alone and all of them in each form; each pair in one, in turns.
+
+    marks: of the pairs, and of an option alone in every other form.
+    """
+
+    def marked(form: int, alone: int) -> Any:
+        seldom = marks if (form + alone) % 2 else ()
+        return pytest.param(forms[form], ALONE[alone], marks=seldom)
+
     return [
-        *((form, names) for form in forms for names in ALONE + ALL),
+        *(marked(form, alone) for form in range(len(forms)) for alone in range(len(ALONE))),
+        *((form, names) for form in forms for names in ALL),
         *(pytest.param(forms[n % len(forms)], names, marks=marks) for n, names in enumerate(PAIRS)),
     ]
 

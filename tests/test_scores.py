@@ -16,7 +16,7 @@ CASES = curated_scores()
 COMMON = exhaustive.mark(CASES, lambda case: {(case.score_options, case.group), case.name.split("-")[0],
     *(("bias", case.bias.values, case.bias.layout) for _ in "x" if case.bias),
     *(("mask", case.mask.values, case.mask.layout) for _ in "x" if case.mask)})  # fmt: skip
-SEEDS = [*range(24), *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(24, 200))]
+SEEDS = exhaustive.thin(range(200), 20)
 
 
 @pytest.mark.parametrize("case", COMMON, ids=str)

@@ -288,6 +288,7 @@ def test_a_search_writes_its_winner_and_its_losers(
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_winner_that_fails_in_another_variant_is_not_written(search: Path, tile_tables: Path):
     text = (tile_tables / "sm90_forward.json").read_text(encoding="utf-8")
     (found,) = record.load(search)

@@ -79,7 +79,7 @@ class Builder:
 
     def _link(self, build: Build) -> Path:
         entry = f'#include "machine.hpp"\nSHIM_ENTRY({build.source.entry})\n'
-        options = [*_OPTIONS, f"-DRAWATTN_WAVE={build.wave}", "-O1", "-shared"]
+        options = [*_OPTIONS, f"-DRAWATTN_WAVE={build.wave}", "-Og", "-shared"]
         options += ["-fsanitize=undefined", "-fno-sanitize-recover"] if build.checked else []
         text, objects = build.source.text + entry, self._machine(build.fibers)
         return self._store.compile(text, ".so", options, objects, summary=build.source.summary)

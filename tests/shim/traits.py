@@ -14,18 +14,27 @@ _DIMS = ("headdim", "headdim_v")
 
 def of_case(case: Case) -> Iterable[Hashable]:
     """What reaches a kernel as numbers: lengths, layouts, masks' widths, values."""
-    yield "lengths", case.group, case.by_q, case.by_k, case.lead + case.tail > 0
-    yield "integers", case.group, case.integers, case.on_device, case.max_seqlen
+    yield from (("lengths", case.group, case.by_q), ("keys' lengths", case.group, case.by_k))
+    yield "gaps", case.group, case.lead + case.tail > 0
+    yield "integers", case.group, case.integers, case.on_device
+    yield "bound", case.max_seqlen
     yield "layout", case.layout, case.give_out
     yield "values", case.values, case.dtype
     yield "heads", case.nheads_q // case.nheads_kv
-    yield "mask", case.window, case.sink, case.causal
+    left, right = case.window or (None, None)
+    yield "mask", left is None, right is None, case.sink > 0, case.causal
+    yield from (("left", _size(left)), ("right", _size(right)), ("sink", _size(case.sink)))
     yield "lse", case.return_lse
     yield "scale", case.scale
     pairs = list(zip(case.lens_q, case.lens_k, strict=True))
     yield "sequences", len(pairs) == 0
     yield "no queries", any(q == 0 for q, _ in pairs), "no keys", any(k == 0 for _, k in pairs)
     yield "more queries than keys", any(q > k for q, k in pairs)
+
+
+def _size(width: int | None) -> int | None:
+    """Of a window's side, beside blocks of 16: the power of 2 that it reaches."""
+    return None if width is None else width.bit_length()
 
 
 def of_call(case: Case) -> Iterable[Hashable]:
@@ -45,7 +54,7 @@ def of_kernel(config: Any, tile: Iterable[str]) -> Iterable[Hashable]:
     headdim, headdim_v = (constants[name] for name in _DIMS)
     yield "dims", headdim == headdim_v, headdim % 16 == 0
     yield "dims", headdim // 64
-    yield "tile", constants["element"] == "float", *(constants[name] for name in tile)
+    yield from (("tile", constants["element"] == "float", name, constants[name]) for name in tile)
 
 
 def _constants(config: Any) -> Iterable[tuple[str, Any]]:
