@@ -102,7 +102,6 @@ def _bad_options() -> list[Bad]:
         Bad("softcap-negative", {"softcap": -1.0}, ValueError, r"^softcap: .*-1"),
         Bad("splits-0", {"num_splits": 0}, ValueError, r"^num_splits: .*0"),
         Bad("splits-257", {"num_splits": 257}, ValueError, r"^num_splits: .*257.*256"),
-        Bad("splits-later", {"num_splits": 2}, NotImplementedError, r"^num_splits: "),
     ]
 
 

@@ -56,6 +56,7 @@ class Case:
     score_mod: str = ""  # or a name of SCORE_MODS
     dropout_p: float = 0.0
     drawn_by: str = "int"  # or int32, int64: the seed of the dropout in an array
+    num_splits: int | None = None  # of the forward
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -485,6 +486,7 @@ def random_case(seed: int) -> Case:
         give_out=bool(rng.integers(2)),
         return_lse=rng.random() < 0.8,
         values=some("normal", "normal", "uniform", "large"),
+        num_splits=some(None, None, None, 1, 2, 7, 256),
         seed=seed,
     )
 

@@ -119,7 +119,7 @@ def test_mistakes_are_refused(bad: Bad, traced: bool) -> None:
     [
         ({"return_lse": 1}, TypeError, "return_lse: got int"),
         ({"deterministic": None}, TypeError, "deterministic: got NoneType"),
-        ({"num_splits": 2}, NotImplementedError, "num_splits: got 2"),
+        ({"num_splits": 257}, ValueError, "num_splits: got 257"),
         ({"softcap": -3.0}, ValueError, "softcap: got -3.0"),
         ({"dropout_p": 0.1, "seed": True}, TypeError, "seed: got True"),
         ({"out": None}, TypeError, "out"),

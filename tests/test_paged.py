@@ -279,7 +279,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"v_pages": normal(8, 16, 2, 300)}, ValueError, "v_pages: got Dv = 300"),
     ({"k_pages": normal(2, 1025, 2, 8), "v_pages": normal(2, 1025, 2, 8)}, ValueError, "k_pages: got page_size = 1025"),
     ({"bias": normal(3, 39)}, ValueError, "bias: got shape (3, 39)"),
-    ({"num_splits": 2}, NotImplementedError, "num_splits: got 2"),
+    ({"num_splits": 257}, ValueError, "num_splits: got 257"),
     ({"validate": 1}, TypeError, "validate: got int"),
     ({"return_lse": None}, TypeError, "return_lse: got NoneType"),
     ({"kv_lens": [1]}, TypeError, "rawattn.paged_attention"),

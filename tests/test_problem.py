@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -139,8 +140,6 @@ def test_align(align: str, top_left: bool) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"num_splits": 1}, id="one-split"),
-        pytest.param({"num_splits": np.int64(1)}, id="numpy-one-split"),
         pytest.param({"seed": 7}, id="seed"),
         pytest.param({"seed": -(2**80)}, id="any-int-seed"),
         pytest.param({"seed": np.array([7])}, id="array-seed"),
@@ -211,14 +210,17 @@ def test_a_total_past_int32_is_legal() -> None:
 
 
 def test_describe_is_fast() -> None:
+    """Beside the making of what it returns: a limit in seconds would be one of the machine."""
     given = arrays(BATCH, BFLOAT16)
-    best = math.inf
+    made, _ = describe(**given, causal=True)
+    best = [math.inf, math.inf]
     for _ in range(20):
-        start = time.perf_counter()
-        for _ in range(100):
-            describe(**given, causal=True)
-        best = min(best, time.perf_counter() - start)
-    assert best / 100 < 15e-6
+        for n, call in enumerate((lambda: describe(**given, causal=True), lambda: replace(made))):
+            start = time.perf_counter()
+            for _ in range(100):
+                call()
+            best[n] = min(best[n], time.perf_counter() - start)
+    assert best[0] < 3 * best[1]
 
 
 # -- what is refused -----------------------------------------------------------------------------
@@ -371,10 +373,10 @@ def test_options_refused(options: dict[str, Any], error: type[Exception], says: 
         problem(**options)
 
 
-@pytest.mark.parametrize("splits", [2, 256, np.int64(2)])
-def test_options_of_a_later_version(splits: Any) -> None:
-    with pytest.raises(NotImplementedError, match=r"^num_splits: got \d+, .*expected 1 or None"):
-        problem(num_splits=splits)
+@pytest.mark.parametrize("splits", [1, 2, 256, np.int64(2)])
+def test_splits_are_numbers(splits: Any) -> None:
+    described = problem(num_splits=splits).num_splits
+    assert described == splits and type(described) is int
 
 
 def test_a_mistake_in_a_number_is_told_before_one_in_an_array() -> None:

@@ -247,6 +247,7 @@ def search(
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_search_writes_its_winner_and_its_losers(
     search: Path,
     tile_tables: Path,

@@ -80,6 +80,7 @@ def run(case: Case, framework: Framework, *, backend: str | None = None) -> Any:
         v,
         seqs=layout(inputs, case, framework),
         **options_of(inputs, framework),
+        num_splits=case.num_splits,
         return_lse=case.return_lse,
         out=given,
         backend=backend,

@@ -127,6 +127,18 @@ struct Mask {
   int64 window_left, window_right, sink;
 };
 
+// Query tiles whose keys several blocks share (attn/splits.cuh).
+struct Splits {
+  // by query tile: how many blocks are done; zero between launches
+  unsigned* arrived;
+  // what they come to
+  void* partials;
+  // blocks of a query tile
+  int count;
+  // key tiles of a piece, at least: of fewer keys there are fewer pieces
+  int least;
+};
+
 struct ForwardParams {
   const void* q;
   const void* k;
@@ -152,6 +164,7 @@ struct ForwardParams {
   BlockMask block_mask;
   CapturedArrays captured;
   Pages pages;
+  Splits splits;
 };
 
 // How a schedule ends: `tiles` query tiles in pieces of `piece` key tiles, no more than a query tile has (see

@@ -2,7 +2,8 @@
 //
 // Each wave owns kRowBlocks * 16 query rows, holds their scores and output in registers and walks the key tiles; keys
 // and values arrive by asynchronous copies. With two stages the next tile's keys and values travel during the whole of
-// this tile's arithmetic; with one, values travel under Q K^T and the next keys under the softmax and P V.
+// this tile's arithmetic; with one, values travel under Q K^T and the next keys under the softmax and P V. Where keys
+// are split, several blocks share a query tile (attn/splits.cuh).
 #include "attn/dropout.cuh"
 #include "attn/listed_tiles.cuh"
 #include "attn/mask_bits.cuh"
@@ -14,6 +15,7 @@
 #include "attn/scores.cuh"
 #include "attn/sequence.cuh"
 #include "attn/softmax.cuh"
+#include "attn/splits.cuh"
 #include "attn/visible.cuh"
 #include "target/target.cuh"
 #include "tile/copy.cuh"
@@ -33,6 +35,7 @@ constexpr int kDepthQk = round_up(kHeadDim, 16);
 constexpr int kDepthV = round_up(kHeadDimV, 16);
 constexpr int kOutBlocks = kDepthV / 16;
 static_assert(kRowBlocks * 16 * kWaves == kTileQ && kKeyBlocks * 16 == kTileK, "tiles are made of 16 x 16 blocks");
+static_assert(!kSplit || sizeof(PiecePartial<C, kRowBlocks, kOutBlocks>) == kPartialBytes, "the host's is the same");
 static_assert(kStages == 1 || kStages == 2, "one or two stages of keys and values");
 
 constexpr int kPitchQk = padded_pitch<Element>(kDepthQk);
@@ -89,14 +92,21 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
   const int lane = thread % target::kWave;
   const int wave = thread / target::kWave;
 
-  WorkTile work = find_work_tile<kRagged, kRight, kTileQ>(p, target::block_index());
+  const int64 tile = kSplit ? target::block_index() / p.splits.count : target::block_index();
+  WorkTile work = find_work_tile<kRagged, kRight, kTileQ>(p, tile);
   if (!work.exists) return;
   if constexpr (kPaged) work.k.length = length_in_pages(p.pages, work.sequence, work.k.length);
   const int first = work.tile * kTileQ;
   const int rows = work.q.length - first < kTileQ ? work.q.length - first : kTileQ;
   const int kv_head = work.head / (p.nheads_q / p.nheads_kv);
   const Visible visible(p, work.q.length, work.k.length);
-  const auto key_tiles = Tiles::keys(p, visible, work.sequence, work.q, work.head, work.tile);
+  auto key_tiles = Tiles::keys(p, visible, work.sequence, work.q, work.head, work.tile);
+  Piece piece;
+  if constexpr (kSplit) {
+    piece = Piece(p.splits, target::block_index(), key_tiles.count());
+    if (!piece.exists()) return;
+    static_cast<TileSpan&>(key_tiles) = piece.of(key_tiles);
+  }
   const ScoreRule rule(p, work.sequence, work.head, work.q.length, work.k.length, visible.offset);
   const DropoutRule dropout(p, work.sequence, work.head);
 
@@ -183,6 +193,11 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
   }
 
   softmax.sum_rows();
+  if constexpr (kSplit) {
+    wait_copies_and_sync();
+    unsigned* const flag = reinterpret_cast<unsigned*>(shared);
+    if (!merge_pieces<kWaves>(p.splits, piece, tile, o, softmax, flag, wave * kWaveRows < rows)) return;
+  }
   if constexpr (kSinkLogits) {
     softmax.add_sink(per_head(p.sink_logits, work.sequence, work.head) * Exponent::kUnit);
     softmax.rescale(o);

@@ -165,15 +165,6 @@ def leaves_scores(options: Options) -> bool:
     )
 
 
-def num_splits_missing(options: Options) -> None:
-    """Refuses what this version does not split."""
-    splits = num_splits(options)
-    if splits is not None and splits > 1:
-        raise NotImplementedError(
-            f"num_splits: got {splits}, but this version does not split keys: expected 1 or None"
-        )
-
-
 def whole(name: str, value: Any, accepted: str) -> int:
     """An int >= 0."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):

@@ -69,6 +69,7 @@ class Problem:
     dropout_p: float = 0.0
     seed: ArrayForm | None = None
     pages: PageForm | None = None  # rows_k are then those of a sequence's pages, at most
+    num_splits: int | None = None  # None = chosen
 
     @property
     def plain_scores(self) -> bool:
@@ -98,7 +99,7 @@ def describe(
     changed: options by name, in the place of those in `options`.
 
     Raises TypeError or ValueError for what the contract refuses, naming the argument, what was got
-    and what is accepted; NotImplementedError for `num_splits` beyond 1.
+    and what is accepted.
     """
     if changed:
         options = options._replace(**changed)
@@ -168,7 +169,7 @@ def resolve(
     left, right = _options.window(options)
     sink = _options.sink(options)
     scale = _options.scale(options, headdim)
-    _options.num_splits_missing(options)
+    num_splits = _options.num_splits(options)
     score_options = scores.NONE
     if arrays or not _options.leaves_scores(options):
         by_place = lengths.group or paged is not None
@@ -194,6 +195,7 @@ def resolve(
         scale=scale,
         **score_options._asdict(),
         pages=paged,
+        num_splits=num_splits,
     )
 
 

@@ -170,6 +170,14 @@ _MASK = _struct(
     "Which keys a query sees (attn/visible.cuh).",
     ("int64", "window_left, window_right, sink", ""),
 )
+_SPLITS = _struct(
+    "Splits",
+    "Query tiles whose keys several blocks share (attn/splits.cuh).",
+    ("unsigned*", "arrived", "by query tile: how many blocks are done; zero between launches"),
+    ("void*", "partials", "what they come to"),
+    ("int", "count", "blocks of a query tile"),
+    ("int", "least", "key tiles of a piece, at least: of fewer keys there are fewer pieces"),
+)
 FORWARD = _struct(
     "ForwardParams",
     "",
@@ -201,6 +209,7 @@ FORWARD = _struct(
     (_BLOCK_MASK, "block_mask", ""),
     (CAPTURED_ARRAYS, "captured", ""),
     (_PAGES, "pages", ""),
+    (_SPLITS, "splits", ""),
 )
 _STREAM_K = _struct(
     "StreamK",

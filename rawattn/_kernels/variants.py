@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 from rawattn._call.pages import PageForm
 from rawattn._call.problem import Problem
@@ -71,7 +72,10 @@ def common_variants(arch: str, *, every: bool = False, purpose: str = "inference
         # Addresses that are multiples of `copy_bytes` allow no wider access.
         operands = Operands(pointers=copy_bytes)
         if not (every and dtype == "float16"):
-            sources.append(portable_forward.choose(problem, target, operands).source())
+            config = portable_forward.choose(problem, target, operands)
+            sources.append(config.source())
+            if pages is not None:
+                sources.append(replace(config, split=True).source())
         if pages is None and sm90_forward.supports(problem, target, Operands()) is None:
             sources.append(sm90_forward.choose(problem, target, Operands()).source())
             if copy_bytes < 16:

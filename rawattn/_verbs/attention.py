@@ -118,7 +118,10 @@ def attention(
     scale : float, optional
         Default ``1 / sqrt(D)``; 0 and negative are legal.
     num_splits : int, optional
-        None or 1.
+        Into so many pieces, 1 to 256, the keys of a tile of queries are split, each of which is another block's; no more than
+        it has tiles of keys. 1 splits nothing; None is chosen for lengths and GPU. It changes rounding alone, and the same
+        value gives the same bits. Meanwhile, float32 memory of `num_splits` times `out` is taken. On the CPU there are
+        no pieces.
     return_lse : bool
         Also return the natural logarithm of the sum of exponentials of each row's scores, float32,
         (batch, nheads_q, seqlen_q) or (nheads_q, total_q).
@@ -170,7 +173,7 @@ def attention(
     TypeError, ValueError
         Naming the argument, what was got and what is accepted; before anything is launched.
     NotImplementedError
-        For ``num_splits`` above 1, and on the CPU for a `score_mod` in C++.
+        On the CPU, for a `score_mod` in C++.
 
     Notes
     -----

@@ -129,7 +129,7 @@ def paged_attention(
         As of `attention`. The last two axes of `bias` and `mask` count positions inside each sequence, and are 1 or at
         least as long as the longest sequence.
     num_splits : int, optional
-        None or 1.
+        As of `attention`.
     return_lse : bool
         Also return the natural logarithm of the sum of exponentials of each row's scores, float32.
     out : array, optional
@@ -155,7 +155,7 @@ def paged_attention(
         with `validate`. Without it such a length is cut on the device, and such an id is some page's: nothing is read
         outside of the arrays.
     NotImplementedError
-        For ``num_splits`` above 1, and on the CPU for a `score_mod` in C++.
+        On the CPU, for a `score_mod` in C++.
 
     Examples
     --------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from rawattn._call.problem import Problem
@@ -11,7 +11,7 @@ from rawattn._compile.compiler import Source
 from rawattn._kernels import attention_params, features, params, score_params
 from rawattn._kernels.features import Features
 from rawattn._kernels.operands import Operands
-from rawattn._kernels.portable import choice, fill_padding, mask_tiles, schedule
+from rawattn._kernels.portable import choice, fill_padding, mask_tiles, schedule, splits
 from rawattn._kernels.source import dims, round_up
 from rawattn._kernels.source import source as _source
 from rawattn._kernels.steps import Step, Steps, Tiles, patches
@@ -23,6 +23,8 @@ FEATURES = features.names()
 
 # Keys of one kv head whose K and V fill this much are scheduled together: the part of L2 that running blocks should share.
 SECTION_BYTES = 32 << 20
+# Rows of a 16 x 16 accumulator that a lane has elements of, by threads of a wave.
+_SLOTS = {32: 2, 64: 4}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +44,7 @@ class Config(Features):
     query_in_registers: bool
     copy_bytes: int
     accumulator_feeds_a: bool  # of the target's product: decides whether P needs shared memory
+    split: bool = False  # several blocks may share a query tile
     wave: int = 32
 
     @property
@@ -71,6 +74,12 @@ class Config(Features):
             elements += self.tile_q * pitch(self.tile_k)
         return max(elements, self.tile_q * values) * itemsize
 
+    @property
+    def partial_bytes(self) -> int:
+        """Of what a wave's rows come to in a piece of their keys: the output, and two numbers of each row."""
+        of_16_rows = 16 * round_up(self.headdim_v, 16) + 2 * self.wave * _SLOTS[self.wave]
+        return self.tile_q // self.waves // 16 * of_16_rows * 4
+
     def source(self) -> Source:
         return _source(
             ENTRY,
@@ -78,7 +87,7 @@ class Config(Features):
             self.summary(),
             params.FORWARD,
             element=self.element,
-            constants=features.constants(self, "shared_bytes"),
+            constants=features.constants(self, "shared_bytes", "partial_bytes"),
             score_mod=self.score_mod,
         )
 
@@ -86,7 +95,11 @@ class Config(Features):
         shape = f"{self.tile_q}x{self.tile_k} waves={self.waves} stages={self.stages}"
         access = f"{self.copy_bytes}B"
         return " ".join(
-            ["portable forward", self.element, dims(self), shape, access, *features.traits(self)]
+            [
+                *("portable forward", self.element, dims(self), shape, access),
+                *features.traits(self),
+                *["split"] * self.split,
+            ]
         )
 
 
@@ -111,6 +124,8 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
     masks = mask_tiles.Masks(problem, structure, operands, values, target.wave)
     listed = masks.of_queries(config.tile_q, config.tile_k)
     tiles = Tiles("q", config.schedule_rows, problem.nheads_q)
+    pieces = splits.split(problem, structure, config, target, tiles)
+    config = replace(config, split=pieces.any)
     schedules: tuple[Step, ...] = ()
     orders: dict[str, int] = {}
     if problem.ragged:
@@ -120,20 +135,22 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
         orders = schedule.orders(structure, order)
     main = Step(
         source=config.source(),
-        blocks=tiles,
+        blocks=replace(tiles, times=pieces.count),
         threads=config.threads,
-        params=params.fill(params.FORWARD, {**values, **listed.fields}),
+        params=params.fill(params.FORWARD, {**values, **listed.fields, **pieces.fields()}),
         patches=(
             *patches(params.FORWARD, names, **keys),
             *listed.patches(params.FORWARD),
             *attention_params.side_addresses(params.FORWARD, "", structure),
             *attention_params.page_addresses(problem, params.FORWARD),
             *score_params.patches(problem, params.FORWARD),
+            *pieces.patches(params.FORWARD),
         ),
         shared_bytes=config.shared_bytes,
     )
     launches = (*padding(problem, structure, operands), *masks.steps, main)
-    return Steps(launches, config, schedules, orders, masks.scratch)
+    scratch = {**masks.scratch, **pieces.scratch(config.waves * config.partial_bytes)}
+    return Steps(launches, config, schedules, orders, scratch, pieces.counters())
 
 
 def padding(problem: Problem, structure: Structure, operands: Operands) -> tuple[Step, ...]:

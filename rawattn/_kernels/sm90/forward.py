@@ -164,6 +164,8 @@ def supports(problem: Problem, target: Target, operands: Operands) -> str | None
         return f"{', '.join(copied)} would be copied for the copy engine, and that does not pay"
     if min(problem.batch, problem.rows_q, problem.rows_k) == 0:
         return "an array is empty"
+    if problem.num_splits is not None and problem.num_splits > 1:
+        return "it splits no keys on request"
     if max(problem.rows_q, problem.rows_k) > MAX_ROWS:
         return f"an array has more than {MAX_ROWS} rows"
     for name in ("q", "k", "v"):
@@ -222,7 +224,7 @@ def _shared_by_keys(problem: Problem) -> bool:
     """Whether the last query tiles may be: of equal tiles alone."""
     limited = problem.window_left is not None or problem.window_right is not None
     equal = not (problem.ragged or limited or problem.mask is not None)
-    return equal and problem.max_seqlen_k >= STREAM_K_SEQLEN
+    return problem.num_splits is None and equal and problem.max_seqlen_k >= STREAM_K_SEQLEN
 
 
 def repacked(problem: Problem, operands: Operands) -> tuple[str, ...]:

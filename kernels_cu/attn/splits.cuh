@@ -1,0 +1,117 @@
+// Query tiles whose keys several blocks share: which key tiles are whose, and how what they come to becomes one.
+//
+// Each block of a query tile has a piece of its key tiles. What a wave's rows have come to in a piece, it leaves in
+// memory. The last block of a query tile to do so merges all pieces, in the order of keys: the bits of the result do
+// not depend on who is last, and nobody waits for anybody.
+#pragma once
+
+#include "attn/params.cuh"
+#include "attn/score_rule.cuh"
+#include "attn/tiles.cuh"
+#include "target/target.cuh"
+
+struct Piece {
+  int index, count;  // of those of the query tile; a block whose index is not below the count has nothing to do
+
+  Piece() = default;
+  // tiles: key tiles of the query tile. A query tile without any has one piece all the same, which writes its rows.
+  DEVICE Piece(const Splits& splits, int64 block, int tiles) : index(static_cast<int>(block % splits.count)) {
+    const int most = (tiles + splits.least - 1) / splits.least;
+    count = most < 1 ? 1 : (most < splits.count ? most : splits.count);
+  }
+  DEVICE bool exists() const { return index < count; }
+  // Its share of a span, as even as can be.
+  DEVICE TileSpan of(const TileSpan& span) const {
+    const int64 tiles = span.count();
+    return {span.begin + static_cast<int>(tiles * index / count),
+            span.begin + static_cast<int>(tiles * (index + 1) / count)};
+  }
+};
+
+// What a wave's rows have come to in a piece: each lane's part of the output, and of its rows the running maxima and
+// the sums. Lanes lie side by side.
+template <class C, int kRowBlocks, int kOutBlocks>
+struct PiecePartial {
+  struct alignas(16) Quad {
+    float x[4];
+  };
+  static constexpr int kQuads = kRowBlocks * kOutBlocks * C::kElements / 4;
+  static_assert(C::kElements % 4 == 0, "whole quads of each block");
+
+  // Of lanes side by side.
+  Quad out[kQuads][target::kWave];
+  float running_max[kRowBlocks][C::kSlots][target::kWave];
+  float sum[kRowBlocks][C::kSlots][target::kWave];
+
+  // The softmax has summed up its rows.
+  template <class Softmax>
+  DEVICE void leave(const C (&o)[kRowBlocks][kOutBlocks], const Softmax& softmax, int lane) {
+    UNROLL for (int m = 0; m < kRowBlocks; m++) {
+      UNROLL for (int d = 0; d < kOutBlocks; d++) {
+        UNROLL for (int e = 0; e < C::kElements; e += 4) {
+          const auto& x = o[m][d].x;
+          out[((m * kOutBlocks + d) * C::kElements + e) / 4][lane] = {x[e], x[e + 1], x[e + 2], x[e + 3]};
+        }
+      }
+      UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
+        running_max[m][slot][lane] = softmax.running_max[m][slot];
+        sum[m][slot][lane] = softmax.sum[m][slot];
+      }
+    }
+  }
+
+  // This piece joins those before it. Of a piece whose rows saw no key the output is 0, and the weight too.
+  template <class Softmax>
+  DEVICE void join(C (&o)[kRowBlocks][kOutBlocks], Softmax& softmax, int lane) const {
+    UNROLL for (int m = 0; m < kRowBlocks; m++) {
+      float before[C::kSlots], weight[C::kSlots];
+      UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
+        const float last = softmax.running_max[m][slot];
+        const float own = running_max[m][slot][lane];
+        softmax.running_max[m][slot] = fmaxf(last, own);
+        before[slot] = Exponent::power(last - softmax.shift(m, slot));
+        weight[slot] = Exponent::power(own - softmax.shift(m, slot));
+        softmax.sum[m][slot] = softmax.sum[m][slot] * before[slot] + sum[m][slot][lane] * weight[slot];
+      }
+      UNROLL for (int d = 0; d < kOutBlocks; d++) {
+        UNROLL for (int e = 0; e < C::kElements; e++) {
+          const float x = out[((m * kOutBlocks + d) * C::kElements + e) / 4][lane].x[e % 4];
+          o[m][d].x[e] = o[m][d].x[e] * before[C::slot(e)] + x * weight[C::slot(e)];
+        }
+      }
+    }
+  }
+};
+
+// Merges the pieces of a query tile into the accumulators of its last block; false for all others. Every thread of the
+// block comes here, with nothing under way in shared memory, of which `flag` is any word. tile: the number of the query
+// tile in the launch. has_rows: whether the wave has any that are real.
+template <int kWaves, class C, int kRowBlocks, int kOutBlocks, class Softmax>
+DEVICE bool merge_pieces(const Splits& splits, const Piece& piece, int64 tile, C (&o)[kRowBlocks][kOutBlocks],
+                         Softmax& softmax, unsigned* flag, bool has_rows) {
+  if (piece.count == 1) return true;
+  using Partial = PiecePartial<C, kRowBlocks, kOutBlocks>;
+  const int thread = target::thread_index();
+  const int lane = thread % target::kWave, wave = thread / target::kWave;
+  Partial* const partials = static_cast<Partial*>(splits.partials) + tile * splits.count * kWaves + wave;
+  if (has_rows) partials[piece.index * kWaves].leave(o, softmax, lane);
+  // All stores of the block come before its arrival, and behind the last arrival all loads.
+  target::fence_device();
+  target::block_sync();
+  if (thread == 0) *flag = target::fetch_add(splits.arrived + tile, 1u) + 1 == static_cast<unsigned>(piece.count);
+  target::block_sync();
+  if (*flag == 0) return false;
+  target::fence_device();
+  if (thread == 0) splits.arrived[tile] = 0;  // for the next launch
+  if (!has_rows) return true;
+  UNROLL for (int m = 0; m < kRowBlocks; m++) {
+    UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
+      softmax.running_max[m][slot] = -target::infinity();
+      softmax.sum[m][slot] = 0.0f;
+    }
+    UNROLL for (int d = 0; d < kOutBlocks; d++) o[m][d] = C{};
+  }
+#pragma unroll 1
+  for (int n = 0; n < piece.count; n++) partials[n * kWaves].join(o, softmax, lane);
+  return true;
+}

@@ -1,0 +1,114 @@
+"""How the keys of a query tile are split among blocks (kernels_cu/attn/splits.cuh): when, and into how many pieces."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rawattn._call.options import MAX_SPLITS
+from rawattn._call.problem import Problem
+from rawattn._call.structure import Structure
+from rawattn._kernels import params
+from rawattn._kernels.params import Struct
+from rawattn._kernels.steps import Tiles
+from rawattn._kernels.target import Target
+
+# A piece has at least so many keys: what it comes to is written and read once more.
+LEAST_KEYS = 512
+# Where sequences differ, pieces are as long as if this many of them came to each block that runs at once, were all
+# sequences as long as they may be. So a longer sequence has more of them, and none is waited for much longer than for the
+# others. A decoded row is merged at no cost, and how long its keys are nobody knows before. (Not measured yet.)
+_PIECES = 4
+_PIECES_OF_ONE_TILE = 32
+_COUNTER_BYTES = 4
+
+
+class Tiled(Protocol):
+    """What of a kernel's configuration decides."""
+
+    @property
+    def tile_q(self) -> int: ...
+    @property
+    def tile_k(self) -> int: ...
+    @property
+    def blocks_per_sm(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Splits:
+    """Of each query tile at most `count` pieces, of `least` key tiles at least.
+
+    tiles: query tiles that a launch has at most, whatever the lengths are.
+    """
+
+    count: int = 1
+    least: int = 1
+    tiles: int = 0
+
+    @property
+    def any(self) -> bool:
+        """Whether any query tile may have more than one."""
+        return self.count > 1
+
+    def fields(self) -> dict[str, Any]:
+        """Of the parameters."""
+        return {"splits.count": self.count, "splits.least": self.least} if self.any else {}
+
+    def patches(self, struct: Struct) -> tuple[tuple[int, str], ...]:
+        """Where the addresses of what blocks leave for each other belong."""
+        names = ("arrived", "partials") if self.any else ()
+        return tuple((params.offset(struct, f"splits.{name}"), f"split_{name}") for name in names)
+
+    def scratch(self, block_bytes: int) -> dict[str, int]:
+        """Bytes by name; block_bytes: of what a block's rows come to."""
+        return {"split_partials": self.tiles * self.count * block_bytes} if self.any else {}
+
+    def counters(self) -> dict[str, int]:
+        """Bytes by name."""
+        return {"split_arrived": _COUNTER_BYTES * self.tiles} if self.any else {}
+
+
+WHOLE = Splits()
+
+
+def split(
+    problem: Problem, structure: Structure, config: Tiled, target: Target, tiles: Tiles
+) -> Splits:
+    """How the keys of a launch's query tiles are split.
+
+    It follows from bounds of the lengths, so a batch that grows within them keeps its kernel and its launches. `num_splits`
+    is exact where a query tile has as many key tiles. Else lengths decide how many pieces each has.
+    """
+    most = _most(structure, tiles)
+    keys = -(-structure.k.most // config.tile_k)
+    if problem.num_splits is not None:
+        count = min(problem.num_splits, keys)
+        return Splits(count, 1, most) if count > 1 and most else WHOLE
+    # Of a kernel that is only compiled nobody knows how many multiprocessors there are.
+    if target.multiprocessors == 1 or not most:
+        return WHOLE
+    met = _met(problem, config, keys)
+    pieces = target.multiprocessors * config.blocks_per_sm
+    if structure.ragged:
+        pieces *= _PIECES_OF_ONE_TILE if structure.q.most <= tiles.rows else _PIECES
+    least = max(-(-LEAST_KEYS // config.tile_k), -(-met * most // pieces))
+    count = min(-(-met // least), MAX_SPLITS)
+    return Splits(count, max(least, -(-met // count)), most) if count > 1 else WHOLE
+
+
+def _met(problem: Problem, config: Tiled, keys: int) -> int:
+    """Key tiles that a query tile meets at most, of so many."""
+    left, right = problem.window_left, problem.window_right
+    if left is None or right is None:
+        return keys
+    # Neither sink tokens nor a window begin or end with a tile.
+    window = -(-(left + right + config.tile_q) // config.tile_k) + 1
+    return min(keys, window + -(-problem.sink // config.tile_k))
+
+
+def _most(structure: Structure, tiles: Tiles) -> int:
+    side = structure.side(tiles.side)
+    each = structure.batch * -(-side.most // tiles.rows)
+    if structure.group:
+        each = min(each, side.rows // tiles.rows + structure.batch)
+    return each * tiles.heads

@@ -1,0 +1,105 @@
+"""Into how many pieces keys are split: a pure function of a call's bounds and the GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rawattn._call.layout import SeqLayout
+from rawattn._call.problem import describe
+from rawattn._call.structure import structure
+from rawattn._kernels.operands import Operands
+from rawattn._kernels.portable import forward, splits
+from rawattn._kernels.steps import Tiles
+from rawattn._kernels.target import Target
+from tests.cases import DTYPES
+
+H200 = Target("sm_90a", 232448, multiprocessors=132)
+
+
+class Like:
+    """An array's shape and dtype."""
+
+    def __init__(self, *shape: int) -> None:
+        self.shape, self.dtype = shape, DTYPES["bfloat16"]
+
+
+def split_of(
+    batch: int, rows: int, keys: int, heads: int = 8, target: Target = H200, **options: Any
+) -> tuple[splits.Splits, forward.Config]:
+    q, k = Like(batch, rows, heads, 128), Like(batch, keys, heads, 128)
+    problem, lengths = describe(q, k, k, **options)
+    config = forward.choose(problem, target, Operands())
+    tiles = Tiles("q", config.tile_q, heads)
+    return splits.split(problem, structure(lengths), config, target, tiles), config
+
+
+def test_one_never_splits() -> None:
+    assert split_of(1, 1, 1 << 17, num_splits=1)[0] == splits.WHOLE
+
+
+@pytest.mark.parametrize("count", [2, 7, 256])
+def test_a_number_is_exact(count: int) -> None:
+    """Where there are as many key tiles; else each has a piece of its own."""
+    found, config = split_of(64, 5000, 1 << 17, num_splits=count)
+    assert (found.count, found.least) == (count, 1)
+    short, _ = split_of(64, 5000, 3 * config.tile_k - 1, num_splits=count)
+    assert short.count == min(count, 3)
+    assert split_of(1, 1, config.tile_k, num_splits=count)[0] == splits.WHOLE
+
+
+def test_few_queries_fill_the_machine() -> None:
+    found, config = split_of(1, 1, 1 << 17)
+    blocks = found.count * 8
+    assert 0.9 * 132 * config.blocks_per_sm <= blocks <= 132 * config.blocks_per_sm
+    assert found.count * found.least * config.tile_k >= 1 << 17
+
+
+def test_equal_tiles_that_fill_the_machine_stay_whole() -> None:
+    assert split_of(64, 1, 1 << 17)[0] == splits.WHOLE
+
+
+def test_pieces_are_worth_their_merge() -> None:
+    for keys in (1, 100, 700, 3000, 10000):
+        found, config = split_of(1, 1, keys)
+        assert found == splits.WHOLE or found.least * config.tile_k >= splits.LEAST_KEYS
+
+
+def test_a_window_is_what_is_split() -> None:
+    assert split_of(1, 1, 1 << 17, window=(300, 0))[0] == splits.WHOLE
+    found, config = split_of(1, 1, 1 << 17, window=(8000, 0), sink=4)
+    assert 8000 < found.count * found.least * config.tile_k < 8000 + 5 * found.count * config.tile_k
+
+
+def test_a_long_sequence_among_short_ones_has_more_pieces() -> None:
+    """Though sequences alone fill the machine: pieces have a length, not a number."""
+    lengths = [1 << 17] + [2048] * 63
+    found, config = split_of(64, 1, 1 << 17, seqs=SeqLayout(seqlen_k=lengths))
+    pieces = [-(-length // (found.least * config.tile_k)) for length in lengths]
+    assert pieces[0] == found.count > 16
+    assert pieces[1:] == [1] * 63
+
+
+def test_tiles_of_many_queries_stay_whole() -> None:
+    assert (
+        split_of(8, 4096, 4096, seqs=SeqLayout(seqlen_k=[4096] * 8), causal=True)[0] == splits.WHOLE
+    )
+
+
+def test_nothing_is_split_for_nobody() -> None:
+    assert split_of(0, 1, 1 << 17, num_splits=4)[0] == splits.WHOLE
+    compiled_only = replace(H200, multiprocessors=1)
+    assert split_of(1, 1, 1 << 17, target=compiled_only)[0] == splits.WHOLE
+
+
+def test_memory_is_that_of_all_pieces() -> None:
+    found, config = split_of(2, 300, 5000, num_splits=5)
+    tiles = 2 * 8 * -(-300 // config.tile_q)
+    assert found.tiles == tiles
+    block = config.waves * config.partial_bytes
+    # The output and, of a row, two numbers in each of the four lanes that have elements of it.
+    assert block == config.tile_q * (128 + 8) * 4
+    assert found.scratch(block) == {"split_partials": tiles * 5 * block}
+    assert found.counters() == {"split_arrived": 4 * tiles}
