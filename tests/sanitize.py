@@ -20,9 +20,11 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+
+import numpy as np
 
 from rawattn._kernels.selection import FAMILIES, only
 from rawattn._kernels.sm90.forward import LONG_SEQLEN
@@ -31,7 +33,9 @@ from tests.cases import Case, dense, padded, ragged, repacked
 from tests.frameworks import TightCuPy
 from tests.gpu.test_api import BAD_INTEGERS, check_bad_integers
 from tests.gpu.test_combine import test_cupy as check_combine
+from tests.gpu.test_paged import check_pages
 from tests.landed import has_an_order
+from tests.paged import paged
 from tests.partials import FORMS, Form
 from tests.score_arrays import Pairs
 from tests.score_cases import EACH
@@ -48,6 +52,7 @@ from tests.tiles import (
 )
 from tests.verify import verify
 
+F32 = np.dtype(np.float32)
 TOOLS = ("memcheck", "racecheck", "synccheck")
 _OPTIONS = {
     # Allocations are padded apart, so that an access just past one does not hit the next.
@@ -177,7 +182,36 @@ def score_steps() -> list[Step]:
         for case in cases
         for family in FAMILIES[case.dtype == "float32" :]
     ]
-    return steps + [Step(case, backward=True) for case in cases]
+    return steps + [Step(case, backward=True) for case in cases] + split_steps(everything)
+
+
+def split_steps(everything: dict[str, Any]) -> list[Step]:
+    """Keys split among blocks, with options of scores too. One call has pieces that see nothing, another more than one each."""
+    lens = (130, 0, 33), (30, 9, 1200)
+    sizes: dict[str, Any] = {"nheads_q": 4, "nheads_kv": 2, "headdim": 64}
+    cases = [
+        dense("split", 1, 3, 1300, **sizes, causal=True, num_splits=5),
+        dense("split-window", 1, 140, 900, **sizes, window=(100, 0), sink=3, num_splits=256),
+        ragged("split", *lens, **sizes, causal=True, num_splits=3, give_out=True, layout="gaps"),
+        ragged("split-chosen", *lens, **sizes),
+        ragged("split-everything", *lens, **sizes, **everything, num_splits=3),
+    ]
+    cases += [replace(case, dtype="float32") for case in cases[:3]]
+    return [Step(case, around=partial(only, "portable")) for case in cases]
+
+
+def page_calls() -> list[Callable[[], None]]:
+    """Keys in pages: tiles within pages, pages within tiles, both kinds of tables, splits."""
+    lens = (130, 0, 33, 700)
+    masks: dict[str, Any] = {"window": (60, 0), "sink": 4}
+    return [
+        partial(check_pages, paged(lens, 16, rows=1, heads=(8, 2), dims=(128, 128)), causal=True),
+        partial(check_pages, paged(lens, 7, rows=5, pair=True, dtype=F32), num_splits=4),
+        partial(check_pages, paged(lens, 64, rows=(40, 0, 9, 130), group=True), **masks),
+        partial(check_pages, paged(lens, 1000, rows=2, integers=np.int64, heads_first=True)),
+        partial(check_pages, paged(lens, 24, rows=3, dims=(7, 33)), **masks, num_splits=3),
+        partial(check_pages, paged(lens, 1, rows=3, dims=(64, 96)), softcap=3.0),
+    ]
 
 
 # Cases of Hopper's forward kernel, and of what the backward does not have.
@@ -203,12 +237,14 @@ def run_calls(part: int, parts: int) -> int:
     # From a pool, an access outside an array would land in memory that is allocated all the same.
     cupy.cuda.set_allocator(None)
     junk = [bad for bad in BAD_INTEGERS if bad.dtype == "int64" and bad.what == "everything"]
-    mine = [*matrix(), *FORMS, *junk][part::parts]
+    mine = [*matrix(), *FORMS, *page_calls(), *junk][part::parts]
     for call in mine:
         if isinstance(call, Step):
             call.run()
         elif isinstance(call, Form):
             check_combine(call)
+        elif isinstance(call, partial):
+            call()
         else:
             check_bad_integers(call, TightCuPy())
     return len(mine)

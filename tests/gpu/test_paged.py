@@ -45,16 +45,21 @@ def lengths_of(call: Paged, *, on_device: bool) -> dict[str, Any]:
     return {"seqlen_k": cupy.asarray(call.seqlen_k), "seqs": seqs}
 
 
-@pytest.mark.parametrize("options", MASKS, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_pages(shape: dict[str, Any], options: dict[str, Any]) -> None:
-    call = paged(LENS, **shape)
+def check_pages(call: Paged, **options: Any) -> None:
+    """A call against the reference, with integers on the GPU and on the host."""
     inputs = [on_gpu(x) for x in call.inputs]
     for device, table in ((True, inputs[3]), (False, call.block_table)):
         lengths = lengths_of(call, on_device=device)
         out, lse = paged_attention(*inputs[:3], table, **lengths, **options, return_lse=True)
         assert isinstance(out, cupy.ndarray)
         verify(call, out.get(), lse.get(), **options)
+
+
+@pytest.mark.parametrize("num_splits", [None, 1, 6])
+@pytest.mark.parametrize("options", MASKS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_pages(shape: dict[str, Any], options: dict[str, Any], num_splits: int | None) -> None:
+    check_pages(paged(LENS, **shape), num_splits=num_splits, **options)
 
 
 def test_options_of_scores() -> None:
