@@ -12,6 +12,13 @@ DEVICE T* row_at(Array* array, const Strides& strides, int64 batch, int64 row, i
   return static_cast<T*>(array) + batch * strides.batch + row * strides.row + head * strides.head;
 }
 
+// The rows of kHeads neighbouring heads from a sequence's row `first` on.
+template <int kHeads, class T, class Array>
+DEVICE HeadsRows<T, kHeads> rows_of_heads(Array* array, const Strides& strides, int sequence, const Span& span,
+                                          int head, int first) {
+  return {row_at<T>(array, strides, sequence, span.start + first, head), strides.row, strides.head, 0};
+}
+
 // A head's rows from a sequence's row `first` on.
 template <class T, class Array>
 DEVICE StridedRows<T> rows_of(Array* array, const Strides& strides, int sequence, const Span& span, int head,

@@ -69,12 +69,17 @@ struct SoftmaxRows {
 
   // One more score in every row's sum, which has no value. sink: in units of the exponent. The output must be rescaled.
   DEVICE void add_sink(float sink) {
+    add_sinks([sink](int, int) { return sink; });
+  }
+  // The same where each row has its own: sink(m, slot).
+  template <class Sink>
+  DEVICE void add_sinks(const Sink& sink) {
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
       UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
-        const float before = running_max[m][slot];
-        running_max[m][slot] = fmaxf(before, sink);
+        const float before = running_max[m][slot], own = sink(m, slot);
+        running_max[m][slot] = fmaxf(before, own);
         factor[m][slot] = Exponent::power(before - shift(m, slot));
-        sum[m][slot] = sum[m][slot] * factor[m][slot] + Exponent::power(sink - shift(m, slot));
+        sum[m][slot] = sum[m][slot] * factor[m][slot] + Exponent::power(own - shift(m, slot));
       }
     }
   }

@@ -63,7 +63,7 @@ void meet_block();
 void stmatrix(void* row, const unsigned (&r)[4]);
 void copy_later(void* shared, const void* global, int bytes, bool valid);
 void commit_copies();
-void perform_copies();
+void perform_copies(int pending);
 // c += a b, all 16 x 16 and dense, with the first `depth` columns of a and rows of b.
 void multiply_add(float* c, const float* a, const float* b, int depth);
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
@@ -203,7 +203,10 @@ DEVICE void copy_async(void* shared, const void* global, bool valid) {
   host::copy_later(shared, global, kBytes, valid);
 }
 DEVICE void copy_async_commit() { host::commit_copies(); }
-DEVICE void copy_async_wait() { host::perform_copies(); }
+template <int kPending = 0>
+DEVICE void copy_async_wait() {
+  host::perform_copies(kPending);
+}
 
 // Blocks run one after the other.
 template <int kCount>

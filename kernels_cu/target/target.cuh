@@ -11,7 +11,7 @@
 //   from_float<T>(x)
 //              exp(x), log(x), sin(x), cos(x), sqrt(x), floor(x), fmod(x, y), pow(x, y)
 //   sums       atomic_add(address, x), fetch_add(counter, x)
-//   copies     copy_async<bytes>(shared, global, valid), copy_async_commit(), copy_async_wait()
+//   copies     copy_async<bytes>(shared, global, valid), copy_async_commit(), copy_async_wait<pending>()
 //   product    Mma<T>: fragments of a 16 x 16 x kDepth product, how they are loaded, which row and column a lane holds
 //
 //   Hopper's   shared_address(pointer), stmatrix(row, pairs), thread_index_anew()

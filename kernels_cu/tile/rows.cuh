@@ -17,6 +17,18 @@ struct StridedRows {
   DEVICE StridedRows shifted(int64 elements) const { return {first + elements, stride}; }
 };
 
+// Rows of kHeads heads: the first row of each head, then the second one of each. Strides are in elements.
+template <class T, int kHeads>
+struct HeadsRows {
+  T* first;
+  int64 row_stride, head_stride;
+  int row;
+
+  DEVICE T* address() const { return first + row / kHeads * row_stride + row % kHeads * head_stride; }
+  DEVICE HeadsRows from(int n) const { return {first, row_stride, head_stride, row + n}; }
+  DEVICE HeadsRows shifted(int64 elements) const { return {first + elements, row_stride, head_stride, row}; }
+};
+
 // Which page holds which rows: the n-th ones, `rows` of them, are in the page with the n-th id. Nobody has checked the
 // ids: whatever they are, a page found here is one of the array, which has at least one.
 struct PageTable {

@@ -11,6 +11,7 @@ from rawattn._kernels import gathered
 from rawattn._kernels.features import features
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import backward as portable_backward
+from rawattn._kernels.portable import decode as portable_decode
 from rawattn._kernels.portable import forward as portable_forward
 from rawattn._kernels.selection import selection
 from rawattn._kernels.sm90 import forward as sm90_forward
@@ -51,10 +52,15 @@ def _gathered(verb: str) -> Family:
     return Family("gathered", gathered.FEATURES, gathered.supports, steps, around=True)
 
 
+_DECODE = Family(
+    "decode", portable_decode.FEATURES, portable_decode.supports, portable_decode.steps
+)
+
 FAMILIES = {
     "attention": (
         _gathered("attention"),
         Family("sm90", sm90_forward.FEATURES, sm90_forward.supports, sm90_forward_steps.steps),
+        _DECODE,
         Family(
             "portable",
             portable_forward.FEATURES,
@@ -63,6 +69,7 @@ FAMILIES = {
         ),
     ),
     "paged_attention": (
+        _DECODE,
         Family(
             "portable",
             portable_forward.FEATURES,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from rawattn._kernels.tile_tables import Row
 
-FAMILIES = ("sm90", "portable")
+FAMILIES = ("sm90", "decode", "portable")
 
 
 class Selection(NamedTuple):

@@ -54,6 +54,10 @@ SCHEMAS = {
             "query_in_registers": bool,
         },
     ),
+    "portable_decode": Schema(
+        ("16bit", "32bit"),
+        {"tile_k": int, "waves": int, "stages": int, "blocks_per_sm": int},
+    ),
     "portable_backward": Schema(
         ("16bit", "scored", "32bit"),
         {

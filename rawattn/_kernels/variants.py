@@ -11,6 +11,7 @@ from rawattn._compile.compiler import Source
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import backward as portable_backward
 from rawattn._kernels.portable import combine, fill_padding, repack, schedule, send_words
+from rawattn._kernels.portable import decode as portable_decode
 from rawattn._kernels.portable import forward as portable_forward
 from rawattn._kernels.score_variants import score_variants
 from rawattn._kernels.sm90 import forward as sm90_forward
@@ -75,7 +76,9 @@ def common_variants(arch: str, *, every: bool = False, purpose: str = "inference
             config = portable_forward.choose(problem, target, operands)
             sources.append(config.source())
             if pages is not None:
-                sources.append(replace(config, split=True).source())
+                few = portable_decode.choose(problem, target, operands)
+                splits = (replace(config, split=True), few, replace(few, split=True))
+                sources.extend(each.source() for each in splits)
         if pages is None and sm90_forward.supports(problem, target, Operands()) is None:
             sources.append(sm90_forward.choose(problem, target, Operands()).source())
             if copy_bytes < 16:
@@ -113,6 +116,7 @@ def common_variants(arch: str, *, every: bool = False, purpose: str = "inference
             add("float32", headdim, ragged=True, right=0)
             add("float32", headdim)
             add("bfloat16", headdim, ragged=True, right=0, pages=_PAGES)
+            add("float32", headdim, ragged=True, left=0, right=0, group=5, pages=_PAGES)
             add("bfloat16", headdim, ragged=True, left=0, right=0, backward=True)
             add("bfloat16", headdim, left=0, top_left=True)
             add("bfloat16", headdim, left=0, group=2)

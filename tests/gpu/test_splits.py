@@ -33,11 +33,12 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("family", ["decode", "portable"])
 @pytest.mark.parametrize("num_splits", [None, 1, 2, 7, 256])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_any_number(case: Case, dtype: str, num_splits: int | None) -> None:
-    with only("portable"):
+def test_any_number(case: Case, dtype: str, num_splits: int | None, family: str) -> None:
+    with only(family):
         verify(replace(case, dtype=dtype, num_splits=num_splits), CuPy())
 
 
@@ -47,8 +48,9 @@ def test_a_request_is_followed_on_every_gpu() -> None:
         verify(replace(CASES[0], num_splits=num_splits), CuPy())
 
 
+@pytest.mark.parametrize("family", ["decode", "portable"])
 @pytest.mark.parametrize("num_splits", [None, 3, 64])
-def test_the_same_bits_in_every_run_and_replay(num_splits: int | None) -> None:
+def test_the_same_bits_in_every_run_and_replay(num_splits: int | None, family: str) -> None:
     """Blocks arrive in another order each time; counters are zeros again after each."""
     rng = cupy.random.default_rng(0)
     q = rng.standard_normal((2, 5, 8, 64), dtype=np.float32).astype(np.float16)
@@ -57,7 +59,7 @@ def test_the_same_bits_in_every_run_and_replay(num_splits: int | None) -> None:
     def run() -> Any:
         return rawattn.attention(q, k, v, num_splits=num_splits, return_lse=True)
 
-    with only("portable"), cupy.cuda.Stream(non_blocking=True) as stream:
+    with only(family), cupy.cuda.Stream(non_blocking=True) as stream:
         first = [x.get() for x in run()]
         for _ in range(20):
             for got, wanted in zip(run(), first, strict=True):

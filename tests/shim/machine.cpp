@@ -59,7 +59,7 @@ struct Fiber {
   void* payload;
   Condition condition;
   std::vector<Copy> copies;
-  size_t committed;  // of them
+  std::vector<size_t> groups;  // how many of them there were at each commit
 };
 
 Context scheduler;
@@ -307,7 +307,7 @@ void run_cluster(int first_block) {
     Fiber& fiber = fibers[n];
     fiber.waits = Waits::kNot;
     fiber.name = "";
-    fiber.committed = 0;
+    fiber.groups.clear();
     prepare(fiber.context, stacks + n * (kStackBytes + kPage), kStackBytes, thread_main);
   }
   cluster_syncs = 0;
@@ -427,11 +427,14 @@ void copy_later(void* to, const void* from, int bytes, bool valid) {
   running_fiber().copies.push_back({to, from, bytes, valid});
 }
 
-void commit_copies() { running_fiber().committed = running_fiber().copies.size(); }
+void commit_copies() { running_fiber().groups.push_back(running_fiber().copies.size()); }
 
-void perform_copies() {
+void perform_copies(int pending) {
   Fiber& self = running_fiber();
-  for (size_t i = 0; i < self.committed; i++) {
+  if (self.groups.size() <= static_cast<size_t>(pending)) return;
+  const size_t done = self.groups.size() - pending;
+  const size_t count = self.groups[done - 1];
+  for (size_t i = 0; i < count; i++) {
     const Copy& copy = self.copies[i];
     if (copy.valid) {
       memcpy(copy.shared, copy.global, copy.bytes);
@@ -439,8 +442,9 @@ void perform_copies() {
       memset(copy.shared, 0, copy.bytes);
     }
   }
-  self.copies.erase(self.copies.begin(), self.copies.begin() + self.committed);
-  self.committed = 0;
+  self.copies.erase(self.copies.begin(), self.copies.begin() + count);
+  self.groups.erase(self.groups.begin(), self.groups.begin() + done);
+  for (size_t& end : self.groups) end -= count;
 }
 
 void multiply_add(float* c, const float* a, const float* b, int depth) {

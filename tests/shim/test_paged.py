@@ -41,7 +41,14 @@ def machine(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> MakeDevice:
     return make
 
 
-def run(device: Device, call: Paged, *, on_device: bool = False, **options: Any) -> Any:
+def run(
+    device: Device,
+    call: Paged,
+    *,
+    family: str = "portable",
+    on_device: bool = False,
+    **options: Any,
+) -> Any:
     """`out` and `lse`. on_device: no integer is checked."""
     known = Options(seqs=call.seqs, **options)
     if on_device:
@@ -51,12 +58,19 @@ def run(device: Device, call: Paged, *, on_device: bool = False, **options: Any)
         table, known = read_pages(call.named, known)
     given = with_arrays(PAGED, known)
     whole = (*call.inputs[:3], table, *given.arrays)
-    return run_verb(device, "portable", given, whole, (None, None), True, on_device)
+    return run_verb(device, family, given, whole, (None, None), True, on_device)
 
 
-def verify_kernel(device: Device, call: Paged, *, on_device: bool = False, **options: Any) -> None:
+def verify_kernel(
+    device: Device,
+    call: Paged,
+    *,
+    family: str = "portable",
+    on_device: bool = False,
+    **options: Any,
+) -> None:
     with small_tiles():
-        out, lse = run(device, call, on_device=on_device, **options)
+        out, lse = run(device, call, family=family, on_device=on_device, **options)
     verify(call, out, lse, **options)
 
 

@@ -21,7 +21,7 @@ def choose(
     target: Target,
     operands: Operands,
     table: str = "16bit",
-    **more: bool,
+    **more: Any,
 ) -> _C:
     """The fastest known configuration of `problem` that fits the target's shared memory.
 

@@ -23,8 +23,6 @@ FEATURES = features.names()
 
 # Keys of one kv head whose K and V fill this much are scheduled together: the part of L2 that running blocks should share.
 SECTION_BYTES = 32 << 20
-# Rows of a 16 x 16 accumulator that a lane has elements of, by threads of a wave.
-_SLOTS = {32: 2, 64: 4}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,9 +74,8 @@ class Config(Features):
 
     @property
     def partial_bytes(self) -> int:
-        """Of what a wave's rows come to in a piece of their keys: the output, and two numbers of each row."""
-        of_16_rows = 16 * round_up(self.headdim_v, 16) + 2 * self.wave * _SLOTS[self.wave]
-        return self.tile_q // self.waves // 16 * of_16_rows * 4
+        """Of what a wave's rows come to in a piece of their keys."""
+        return splits.partial_bytes(self.tile_q // self.waves, self.headdim_v, self.wave)
 
     def source(self) -> Source:
         return _source(

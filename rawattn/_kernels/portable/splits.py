@@ -10,6 +10,7 @@ from rawattn._call.problem import Problem
 from rawattn._call.structure import Structure
 from rawattn._kernels import params
 from rawattn._kernels.params import Struct
+from rawattn._kernels.source import round_up
 from rawattn._kernels.steps import Tiles
 from rawattn._kernels.target import Target
 
@@ -21,6 +22,8 @@ LEAST_KEYS = 512
 _PIECES = 4
 _PIECES_OF_ONE_TILE = 32
 _COUNTER_BYTES = 4
+# Rows of a 16 x 16 accumulator that a lane has elements of, by threads of a wave.
+_SLOTS = {32: 2, 64: 4}
 
 
 class Tiled(Protocol):
@@ -94,6 +97,12 @@ def split(
     least = max(-(-LEAST_KEYS // config.tile_k), -(-met * most // pieces))
     count = min(-(-met // least), MAX_SPLITS)
     return Splits(count, max(least, -(-met // count)), most) if count > 1 else WHOLE
+
+
+def partial_bytes(rows: int, headdim_v: int, wave: int) -> int:
+    """Of what a wave's rows come to in a piece of their keys: the output, and two numbers of each row of each lane."""
+    of_16_rows = 16 * round_up(headdim_v, 16) + 2 * wave * _SLOTS[wave]
+    return rows // 16 * of_16_rows * 4
 
 
 def _met(problem: Problem, config: Tiled, keys: int) -> int:

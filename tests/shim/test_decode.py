@@ -1,0 +1,123 @@
+"""portable/decode.cu on the CPU machine: rows of several heads in a tile, rings of waves, their merge, splits."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests import exhaustive
+from tests.paged import BFLOAT16, Paged, paged, verify
+from tests.shim.device import Device
+from tests.shim.launch import Machine
+from tests.shim.shim import Builder
+from tests.shim.test_paged import normal, run, verify_kernel
+from tests.shim.whole import small_tiles, verify_forward
+
+F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
+LENS = (70, 3, 0, 129, 16)
+
+MakeDevice = Callable[..., Device]
+
+
+@pytest.fixture
+def machine(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> MakeDevice:
+    """A device with waves of 32 or 64 threads."""
+
+    def make(wave: int = 32, checked: bool = False) -> Device:
+        device = Device(Machine(builder, wave, checked))
+        device.install(monkeypatch)
+        return device
+
+    return make
+
+
+def verify_decode(device: Device, call: Paged, **options: Any) -> None:
+    verify_kernel(device, call, family="decode", **options)
+    assert "rawattn_decode" in device.launched
+    assert "rawattn_forward" not in device.launched
+
+
+@pytest.mark.parametrize(
+    ("heads", "rows", "wave"),
+    exhaustive.thin(
+        itertools.product(((4, 4), (8, 2), (5, 1), (7, 1), (12, 2), (34, 1), (17, 1)), (1, 3), (32, 64)),
+        4,
+    ),
+    ids=str,
+)  # fmt: skip
+def test_rows_of_heads(machine: MakeDevice, heads: tuple[int, int], rows: int, wave: int) -> None:
+    verify_decode(machine(wave), paged(LENS, 16, rows=rows, heads=heads), causal=True)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dims"),
+    exhaustive.thin(
+        itertools.product((BFLOAT16, F32, F16), ((64, 64), (34, 70), (7, 1), (24, 250))), 3
+    ),
+    ids=str,
+)
+def test_dtypes_and_widths(machine: MakeDevice, dtype: Any, dims: tuple[int, int]) -> None:
+    call = paged(LENS, 24, rows=2, heads=(6, 2), dims=dims, dtype=dtype)
+    for num_splits in (1, 3):
+        verify_decode(machine(checked=num_splits == 1), call, num_splits=num_splits)
+
+
+@pytest.mark.parametrize("num_splits", [None, 2, 5, 256])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": (12, 0)},
+        {"window": (40, 3), "sink": 8},
+        {"causal": True, "align": "top-left"},
+        {"softcap": 1.5, "scale": -1.0},
+        {"sink_logits": normal(4), "window": (20, 0)},
+    ],
+    ids=lambda options: "-".join(options) if isinstance(options, dict) else str(options),
+)
+def test_options(machine: MakeDevice, options: dict[str, Any], num_splits: int | None) -> None:
+    verify_decode(machine(), paged((150, 33, 0), 7, rows=3), num_splits=num_splits, **options)
+
+
+@pytest.mark.parametrize("pair", [False, True])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_group_mode(machine: MakeDevice, pair: bool, on_device: bool) -> None:
+    call = paged((70, 9, 0, 129), 12, rows=(4, 9, 0, 1), group=True, pair=pair)
+    verify_decode(machine(), call, on_device=on_device, causal=True, num_splits=3)
+
+
+def test_padded_batch(machine: MakeDevice) -> None:
+    call = paged((70, 9, 5, 129), 16, rows=(5, 0, 2, 1), room_q=6)
+    verify_decode(machine(), call, causal=True)
+
+
+def test_the_same_bits(machine: MakeDevice) -> None:
+    call = paged(LENS, 8, rows=2)
+    device = machine()
+    with small_tiles():
+        first = run(device, call, family="decode", num_splits=3)
+        again = run(device, call, family="decode", num_splits=3)
+    for got, wanted in zip(again, first, strict=True):
+        np.testing.assert_array_equal(got, wanted)
+
+
+@pytest.mark.parametrize("dtype", [F32, BFLOAT16], ids=str)
+def test_keys_in_rows(machine: MakeDevice, dtype: Any) -> None:
+    q, k, v = (normal(2, n, heads, 16, dtype=dtype) for n, heads in ((2, 6), (300, 3), (300, 3)))
+    device = machine()
+    with small_tiles():
+        verify_forward(device, "decode", q, k, v, causal=True)
+    assert "rawattn_decode" in device.launched
+
+
+def test_shipped_tiles(machine: MakeDevice) -> None:
+    """Of every row of the tables, in the memory that an H100 has."""
+    for dtype, dim in itertools.product((BFLOAT16, F32), (64, 96, 128, 192, 256)):
+        call = paged((400, 30), 16, rows=1, heads=(4, 1), dims=(dim, dim), dtype=dtype)
+        device = machine()
+        out, lse = run(device, call, family="decode", num_splits=2)
+        verify(call, out, lse)
+        assert "rawattn_decode" in device.launched
