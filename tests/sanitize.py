@@ -198,7 +198,9 @@ def split_steps(everything: dict[str, Any]) -> list[Step]:
     ]
     cases += [replace(case, dtype="float32") for case in cases[:3]]
     return [
-        Step(case, around=partial(only, family)) for case in cases for family in ("decode", "portable")
+        Step(case, around=partial(only, family))
+        for case in cases
+        for family in ("decode", "portable")
     ]
 
 
