@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from tests import exhaustive
 from tests.cases import Case, dense, padded, ragged, random_case
 from tests.memory import LAYOUTS_OF_OPTIONS
 from tests.score_arrays import OPTIONS, SCORE_MODS, Pairs
@@ -41,6 +42,18 @@ def curated_scores() -> list[Case]:
     cases = [*_alone(), *_together(), *_broadcast(), *_memory(), *_dead(), *_dims(), *_numbers()]
     assert len({str(case) for case in cases}) == len(cases), "two cases share a name"
     return cases
+
+
+def few(cases: list[Case]) -> list[Any]:
+    """Parameters of a test: each combination of options once, each dtype and each layout of sequences; the others marked."""
+    return exhaustive.mark(
+        cases,
+        lambda case: {
+            ("options", case.score_options),
+            ("dtype", case.dtype),
+            ("layout", case.group, case.by_q == "room"),
+        },
+    )
 
 
 def scores_of_kernels() -> list[Case]:

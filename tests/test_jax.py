@@ -32,6 +32,7 @@ from tests.bad_calls import BAD_CALLS, Bad, check_refused
 from tests.cases import Case
 from tests.frameworks import Jax
 from tests.landed import require
+from tests.score_cases import few
 from tests.verify import layout
 
 pytestmark = pytest.mark.frameworks
@@ -70,7 +71,7 @@ def test_gradients(case: Case) -> None:
     jax_calls.verify_gradients(case, "cpu")
 
 
-@pytest.mark.parametrize("case", jax_calls.SCORE_CASES, ids=str)
+@pytest.mark.parametrize("case", few(jax_calls.SCORE_CASES), ids=str)
 def test_scores(case: Case) -> None:
     require(case, "cpu")
     jax_calls.verify_scores(case, "cpu")

@@ -20,6 +20,7 @@ from tests.bad_calls import BAD_CALLS, Bad, check_refused
 from tests.cases import Case
 from tests.frameworks import Torch
 from tests.landed import require
+from tests.score_cases import few
 from tests.torch_calls import (
     GRADIENT_CASES,
     SCORE_CASES,
@@ -254,13 +255,13 @@ def test_bias_and_sink_logits_get_their_gradients(compiled: bool) -> None:
                 torch.testing.assert_close(got.grad, want.grad, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("case", SCORE_CASES, ids=str)
+@pytest.mark.parametrize("case", few(SCORE_CASES), ids=str)
 def test_scores(case: Case) -> None:
     require(case, "cpu")
     verify_scores(case, "cpu")
 
 
-@pytest.mark.parametrize("case", [x for x in SCORE_CASES if not x.score_mod], ids=str)
+@pytest.mark.parametrize("case", few([x for x in SCORE_CASES if not x.score_mod]), ids=str)
 def test_scores_compiled(case: Case) -> None:
     require(case, "cpu")
     verify_scores(case, "cpu", compiled=True)

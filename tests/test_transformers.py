@@ -14,6 +14,7 @@ transformers = pytest.importorskip("transformers")
 
 import rawattn.torch
 from rawattn._torch import transformers as ours
+from tests import exhaustive
 from tests.transformers_models import (
     generated,
     losses,
@@ -150,7 +151,7 @@ def test_gradient_checkpointing() -> None:
     np.testing.assert_allclose(losses(plain, steps=3), losses(saving, steps=3), atol=1e-6)
 
 
-@pytest.mark.parametrize("side", [None, "left"])
+@pytest.mark.parametrize("side", exhaustive.thin([None, "left"], 2))
 def test_compiled(side: str | None) -> None:
     """With one break of the graph, where the mask is made; a decoding step with a static cache has none."""
     from torch._dynamo.utils import counters
