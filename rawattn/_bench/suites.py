@@ -19,6 +19,7 @@ from rawattn._bench import (
     score_cases,
     score_figures,
     score_peers,
+    serving,
 )
 from rawattn._bench.cases import Case
 from rawattn._bench.contender import Contender
@@ -69,6 +70,18 @@ SUITES = {
         },
         note="a backward alone is timed, after a forward that is not; efficient and flash-sparse-attn return dbias "
         "as rawattn does, cuDNN does not",
+    ),
+    "decode": Suite(
+        "one new row on cached keys: share of the read bandwidth, time over the fastest peer, each with its bound",
+        lambda quick: [],
+        {"figures": serving.decode},
+        note="calls in CUDA graphs; peers read keys in rows, rawattn in pages where the line says so",
+    ),
+    "prefill": Suite(
+        "chunks of new rows on cached keys: time over the fastest peer, pages over rows, each with its bound",
+        lambda quick: [],
+        {"figures": serving.prefill},
+        note="calls in CUDA graphs",
     ),
     "host": Suite(
         "host time of cached calls from CuPy, PyTorch and JAX over that of torch's SDPA, each with its bound",

@@ -1,0 +1,278 @@
+"""Figures of the suites `decode` and `prefill`: calls in CUDA graphs, over the memory's speed and over other libraries'.
+
+Everybody reads caches of the same size. Those that have no pages read keys in rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import rawattn
+from rawattn._bench import machine, measure, serving_cases
+from rawattn._bench.grids import CUDNN, FA2, FA4
+from rawattn._bench.report import Figure
+from rawattn._bench.serving_cases import Serving
+from rawattn._bench.timing import Call, Entrant, EventClock, race, rotate
+
+_MAX_SETS = 16
+_READ = r"""
+extern "C" __global__ void read(const uint4* data, long long count, unsigned* out) {
+  unsigned all = 0;
+  const long long step = (long long)gridDim.x * blockDim.x;
+  #pragma unroll 8
+  for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += step) {
+    const uint4 x = data[i];
+    all |= x.x | x.y | x.z | x.w;
+  }
+  if (all != 0) *out = all;
+}
+"""
+_READ_BYTES = 2 << 30
+
+
+class Cache(NamedTuple):
+    """CuPy arrays of a case: queries, keys and values in rows or pages, the table of pages and the lengths."""
+
+    q: Any
+    k: Any
+    v: Any
+    table: Any
+    lengths: Any
+
+
+def decode(dtype: str, peers: Sequence[str]) -> list[Figure]:
+    """One new row of each sequence."""
+    bandwidth = read_bandwidth()
+    found = [Figure("read bandwidth", bandwidth / 1e12, "TB/s", of="a kernel that reads 2 GiB")]
+    for case in serving_cases.BIG:
+        small, large = serving_cases.PAGE_SIZES
+        in_small = _share(found, case.in_pages(small), dtype, bandwidth)
+        in_large = _share(found, case.in_pages(large), dtype, bandwidth)
+        _ratio(found, f"{case.name}: page {small} over page {large}", in_small, in_large, 1.03)
+    for case in serving_cases.SMALL:
+        _over_peers(found, case.in_pages(16), case, dtype, peers, 1.0)
+    uneven = serving_cases.UNEVEN
+    seconds = _seconds(uneven, dtype, found)
+    least = uneven.nbytes / bandwidth
+    _ratio(found, f"{uneven.name}: over its bytes at read bandwidth", seconds, least, 1.15)
+    windowed, plain = serving_cases.WINDOWED, serving_cases.AS_WINDOWED
+    in_window, of_all = (_seconds(case, dtype, found) for case in (windowed, plain))
+    _ratio(found, f"{windowed.name}: over {plain.name} in rows", in_window, of_all, 1.2)
+    return found
+
+
+def prefill(dtype: str, peers: Sequence[str]) -> list[Figure]:
+    """A chunk of new rows of each sequence."""
+    found: list[Figure] = []
+    for case in serving_cases.PREFILL:
+        rows = _over_peers(found, case, case, dtype, peers, 1 / 1.08)
+        paged = _seconds(case.in_pages(16), dtype, found)
+        _ratio(found, f"{case.name}: page 16 over rows", paged, rows, 1.05)
+    return found
+
+
+def read_bandwidth() -> float:
+    """Bytes a second of the fastest of a few grids."""
+    import cupy
+
+    data, out = cupy.zeros(_READ_BYTES // 16 * 4, np.uint32), cupy.zeros(1, np.uint32)
+    kernel = cupy.RawKernel(_READ, "read")
+    blocks = cupy.cuda.Device().attributes["MultiProcessorCount"]
+    calls = {
+        str(times): Entrant(
+            functools.partial(kernel, (blocks * times,), (512,), (data, data.nbytes // 16, out)),
+            EventClock(),
+        )
+        for times in (4, 8, 16)
+    }
+    best = min(timing.seconds for timing in _raised(race(calls)).values())
+    return float(data.nbytes / best)
+
+
+def make(case: Serving, dtype: str) -> Cache:
+    """Pages lie in no order."""
+    import cupy
+
+    q = machine.random_array((case.batch, case.rows, case.nheads_q, case.headdim), dtype)
+    lengths = cupy.asarray(case.contexts, np.int32)
+    if not case.page_size:
+        shape = (case.batch, case.contexts[0], case.nheads_kv, case.headdim)
+        k, v = (machine.random_array(shape, dtype) for _ in "kv")
+        return Cache(q, k, v, None, lengths)
+    shape = (case.pages, case.page_size, case.nheads_kv, case.headdim)
+    k, v = (machine.random_array(shape, dtype) for _ in "kv")
+    return Cache(q, k, v, cupy.asarray(table_of(case)), lengths)
+
+
+def table_of(case: Serving) -> np.ndarray[Any, Any]:
+    """(batch, most pages of a sequence) int32; -1 behind the last page of a sequence."""
+    ids = np.random.default_rng(0).permutation(case.pages).astype(np.int32)
+    counts = [-(-keys // case.page_size) for keys in case.contexts]
+    table = np.full((case.batch, max(counts)), -1, np.int32)
+    for row, own in zip(table, np.split(ids, np.cumsum(counts)[:-1]), strict=True):
+        row[: len(own)] = own
+    return table
+
+
+def _ours(case: Serving, cache: Cache) -> Call:
+    options: dict[str, Any] = {"causal": True, "sink": case.sink}
+    if case.window_left is not None:
+        options["window"] = (case.window_left, 0)
+    arrays = cache.q, cache.k, cache.v
+    call: Call
+    if case.page_size:
+        inputs = (*arrays, cache.table)
+        call = functools.partial(
+            rawattn.paged_attention, *inputs, seqlen_k=cache.lengths, **options
+        )
+    else:
+        call = functools.partial(rawattn.attention, *arrays, **options)
+    return _cupy_graph(call)
+
+
+def _cupy_graph(call: Call) -> Call:
+    import cupy
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        call()
+        stream.begin_capture()
+        kept = call()
+        graph = stream.end_capture()
+    stream.synchronize()
+
+    def replay(graph: Any = graph, kept: Any = kept) -> Any:
+        graph.launch(cupy.cuda.get_current_stream())
+        return kept
+
+    return replay
+
+
+def _torch_graph(call: Call) -> Call:
+    import torch
+
+    with torch.no_grad():
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                call()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            kept = call()
+
+    def replay(graph: Any = graph, kept: Any = kept) -> Any:
+        graph.replay()
+        return kept
+
+    return replay
+
+
+def _sdpa(backend: str, case: Serving, cache: Cache) -> Call:
+    import torch
+    from torch.nn import attention
+    from torch.nn.attention.bias import causal_lower_right
+
+    q, k, v = (torch.from_dlpack(x).transpose(1, 2) for x in (cache.q, cache.k, cache.v))
+    options: dict[str, Any] = {"enable_gqa": case.nheads_q != case.nheads_kv}
+    if case.rows > 1:
+        options["attn_mask"] = causal_lower_right(case.rows, case.contexts[0])
+
+    def call() -> Any:
+        with attention.sdpa_kernel([getattr(attention.SDPBackend, backend)]):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
+
+    return _torch_graph(call)
+
+
+def _flash4(case: Serving, cache: Cache) -> Call:
+    import torch
+    from flash_attn.cute.interface import flash_attn_func
+
+    q, k, v = (torch.from_dlpack(x) for x in (cache.q, cache.k, cache.v))
+    return _torch_graph(functools.partial(flash_attn_func, q, k, v, causal=True))
+
+
+_PEERS: dict[str, Callable[[Serving, Cache], Call]] = {
+    CUDNN: functools.partial(_sdpa, "CUDNN_ATTENTION"),
+    FA2: functools.partial(_sdpa, "FLASH_ATTENTION"),
+    FA4: _flash4,
+}
+
+
+def _entrant(make_call: Callable[[Serving, Cache], Call], case: Serving, dtype: str) -> Entrant:
+    """Over as many caches as the L2 cache does not hold together."""
+    l2_bytes = machine.facts(machine.Sensors())["l2_bytes"]
+    sets = min(_MAX_SETS, max(1, -(-2 * l2_bytes // case.nbytes)))
+    calls = [make_call(case, make(case, dtype)) for _ in range(sets)]
+    return Entrant(rotate(calls), EventClock())
+
+
+def _raised(outcome: Any) -> Any:
+    for timing in outcome.values():
+        if isinstance(timing, Exception):
+            raise timing
+    return outcome
+
+
+def _seconds(case: Serving, dtype: str, found: list[Figure]) -> float | None:
+    """Of ours; a line of its own where there are none."""
+    try:
+        seconds: float = _raised(race({"": _entrant(_ours, case, dtype)}))[""].seconds
+    except Exception as error:  # the other lines are worth showing all the same
+        found.append(Figure(case.name, None, "us", of=measure.describe(error)))
+        return None
+    found.append(Figure(case.name, 1e6 * seconds, "us", of="in a graph"))
+    return seconds
+
+
+def _share(found: list[Figure], case: Serving, dtype: str, bandwidth: float) -> float | None:
+    seconds = _seconds(case, dtype, found)
+    share = None if seconds is None else case.nbytes / seconds / bandwidth
+    found.append(Figure(f"{case.name}: share of the read bandwidth", share, "", 0.95))
+    return seconds
+
+
+def _ratio(
+    found: list[Figure], name: str, top: float | None, bottom: float | None, most: float
+) -> None:
+    value = None if top is None or bottom is None else top / bottom
+    found.append(Figure(name, value, "x", most, at_most=True))
+
+
+def _over_peers(
+    found: list[Figure],
+    case: Serving,
+    in_rows: Serving,
+    dtype: str,
+    peers: Iterable[str],
+    most: float,
+) -> float | None:
+    """Our time, and a line of it over that of the fastest peer, in one race."""
+    entrants, reasons = {"rawattn": functools.partial(_entrant, _ours, case, dtype)}, []
+    for name in peers:
+        if name in _PEERS:
+            entrants[name] = functools.partial(_entrant, _PEERS[name], in_rows, dtype)
+    ready = {}
+    for name, prepare in entrants.items():
+        try:
+            ready[name] = prepare()
+        except Exception as error:  # whoever cannot is out
+            reasons.append(f"{name}: {measure.describe(error)}")
+    times: dict[str, float] = {}
+    for name, timing in race(ready).items():
+        if isinstance(timing, Exception):
+            reasons.append(f"{name}: {measure.describe(timing)}")
+        else:
+            times[name] = timing.seconds
+    ours = times.pop("rawattn", None)
+    shown = [f"{name} {1e6 * seconds:.1f} us" for name, seconds in times.items()]
+    us = None if ours is None else 1e6 * ours
+    found.append(Figure(case.name, us, "us", of=", ".join(["in a graph", *shown, *reasons])))
+    best = min(times.values(), default=None)
+    _ratio(found, f"{case.name}: over the fastest peer", ours, best, most)
+    return ours

@@ -1,0 +1,89 @@
+"""Calls of serving that are measured: few new rows on many cached keys, each with its bound."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from rawattn._bench.counters import Visible, visible
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """New rows of sequences on what their caches hold, causal. page_size 0: keys lie in rows, all sequences alike."""
+
+    name: str
+    contexts: tuple[int, ...]  # keys of each sequence, the new rows' own among them
+    nheads_q: int
+    nheads_kv: int
+    page_size: int = 0
+    rows: int = 1  # new ones of each sequence
+    headdim: int = 128
+    window_left: int | None = None
+    sink: int = 0
+
+    @property
+    def batch(self) -> int:
+        return len(self.contexts)
+
+    @property
+    def pages(self) -> int:
+        """Of all sequences together."""
+        return sum(-(-keys // self.page_size) for keys in self.contexts)
+
+    @property
+    def key_bytes(self) -> int:
+        """Of keys and values that some row sees, in 16 bits."""
+        keys = sum(times * self._visible(n).keys for n, times in Counter(self.contexts).items())
+        return keys * self.nheads_kv * 2 * self.headdim * 2
+
+    @property
+    def nbytes(self) -> int:
+        """What must be read and written: keys and values once, queries and outputs."""
+        return self.key_bytes + 2 * self.batch * self.rows * self.nheads_q * self.headdim * 2
+
+    def _visible(self, keys: int) -> Visible:
+        window = None if self.window_left is None else (self.window_left, 0)
+        return visible(self.rows, keys, causal=True, window=window, sink=self.sink)
+
+    def in_pages(self, page_size: int) -> Serving:
+        """The same, with keys in pages."""
+        return replace(self, name=f"{self.name} page {page_size}", page_size=page_size)
+
+
+def alike(batch: int, keys: int, nheads_q: int, nheads_kv: int, rows: int = 1) -> Serving:
+    """Sequences of one length."""
+    new = "" if rows == 1 else f"{rows} rows on "
+    name = f"{batch} x {new}{keys} {nheads_q}/{nheads_kv}"
+    return Serving(name, (keys,) * batch, nheads_q, nheads_kv, rows=rows)
+
+
+# What fills the GPU, and what does not.
+BIG = (
+    alike(64, 8192, 32, 8),
+    alike(16, 4096, 32, 32),
+    alike(8, 32768, 64, 8),
+    alike(1, 131072, 32, 8),
+)
+SMALL = (
+    alike(1, 2048, 32, 8),
+    alike(1, 8192, 32, 8),
+    alike(8, 4096, 32, 8),
+    alike(32, 2048, 32, 8),
+    alike(128, 1024, 32, 8),
+    alike(1, 32768, 64, 8),
+)
+PAGE_SIZES = (16, 128)
+UNEVEN = Serving("131072 + 63 x 2048 32/8", (131072, *(2048,) * 63), 32, 8).in_pages(16)
+_WINDOW, _SINK = 1024, 4
+WINDOWED = Serving(
+    "64 x 131072 32/8 window 1024 sink 4", (131072,) * 64, 32, 8, window_left=_WINDOW - 1, sink=_SINK
+).in_pages(16)  # fmt: skip
+# As many keys as a row of WINDOWED sees.
+AS_WINDOWED = alike(64, _WINDOW + _SINK, 32, 8)
+PREFILL = tuple(
+    alike(batch, keys + rows, 32, 8, rows)
+    for rows in (256, 512, 2048)
+    for keys in (8192, 32768)
+    for batch in (1, 8)
+)

@@ -1,0 +1,111 @@
+"""The suites `decode` and `prefill`: what their cases read, their tables of pages, lines with bounds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rawattn._bench import serving, serving_cases, suites
+from rawattn._bench.report import Figure
+from rawattn._bench.serving_cases import Serving
+from rawattn._bench.timing import Timing
+
+CASES = [
+    *serving_cases.BIG,
+    *serving_cases.SMALL,
+    *serving_cases.PREFILL,
+    serving_cases.AS_WINDOWED,
+]
+IN_PAGES = [case.in_pages(16) for case in CASES] + [serving_cases.UNEVEN, serving_cases.WINDOWED]
+
+
+def test_bytes_are_those_of_what_is_seen() -> None:
+    big = serving_cases.BIG[0]
+    assert big.key_bytes == 64 * 8192 * 8 * (128 + 128) * 2
+    assert big.nbytes - big.key_bytes == 2 * 64 * 32 * 128 * 2
+    assert serving_cases.WINDOWED.key_bytes == serving_cases.AS_WINDOWED.key_bytes
+    assert serving_cases.UNEVEN.key_bytes == (131072 + 63 * 2048) * 8 * 256 * 2
+
+
+@pytest.mark.parametrize("case", [serving_cases.UNEVEN, serving_cases.SMALL[2].in_pages(128)])
+def test_every_page_is_one_sequences(case: Serving) -> None:
+    table = serving.table_of(case)
+    assert table.dtype == np.int32 and len(table) == case.batch
+    ids = table[table >= 0]
+    np.testing.assert_array_equal(np.sort(ids), np.arange(case.pages))
+    for row, keys in zip(table, case.contexts, strict=True):
+        assert (row >= 0).sum() == -(-keys // case.page_size)
+        assert (row[: -(-keys // case.page_size)] >= 0).all()
+
+
+def test_names_tell_cases_apart() -> None:
+    names = [case.name for case in CASES + IN_PAGES]
+    assert len(set(names)) == len(names)
+
+
+@pytest.fixture
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Every call takes a microsecond for each MB of its case, a peer's twice as long; FlashAttention-4 is not there."""
+    made: list[str] = []
+
+    def entrant(make: Any, case: Serving, dtype: str) -> Any:
+        if make is serving._PEERS[serving.FA4]:
+            raise ImportError("no flash_attn")
+        made.append(case.name)
+        return case.nbytes * 1e-12 * (1 if make is serving._ours else 2)
+
+    monkeypatch.setattr(serving, "_entrant", entrant)
+    monkeypatch.setattr(
+        serving, "race", lambda ready: {name: Timing((seconds,)) for name, seconds in ready.items()}
+    )
+    monkeypatch.setattr(serving, "read_bandwidth", lambda: 4e12)
+    return made
+
+
+def bounded(figures: list[Figure]) -> dict[str, Figure]:
+    return {figure.name: figure for figure in figures if figure.bound is not None}
+
+
+def test_decode_has_a_line_for_each_bound(without_gpu: list[str]) -> None:
+    found = bounded(serving.decode("bfloat16", [serving.CUDNN, serving.FA4]))
+    shares = [figure for name, figure in found.items() if "share" in name]
+    assert len(shares) == 8
+    assert all(
+        figure.value == pytest.approx(0.25) and figure.verdict == "below" for figure in shares
+    )
+    small = [figure for name, figure in found.items() if "fastest peer" in name]
+    assert len(small) == 6
+    assert all(0.4 < (figure.value or 0) < 0.6 and figure.verdict == "ok" for figure in small)
+    uneven = found[f"{serving_cases.UNEVEN.name}: over its bytes at read bandwidth"]
+    assert uneven.value == pytest.approx(4) and uneven.verdict == "above"
+    assert len(found) == 4 + 8 + 6 + 2
+
+
+def test_prefill_has_a_line_for_each_bound(without_gpu: list[str]) -> None:
+    figures = serving.prefill("bfloat16", [serving.FA2, serving.FA4])
+    assert len(bounded(figures)) == 2 * len(serving_cases.PREFILL)
+    assert any("no flash_attn" in figure.of for figure in figures)
+
+
+def test_without_peers_nothing_is_ok(without_gpu: list[str]) -> None:
+    found = bounded(serving.decode("bfloat16", []))
+    assert {f.verdict for name, f in found.items() if "fastest peer" in name} == {"not available"}
+
+
+def test_who_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(serving, "_entrant", fail)
+    monkeypatch.setattr(serving, "read_bandwidth", lambda: 4e12)
+    figures = serving.decode("bfloat16", [serving.CUDNN])
+    assert all(figure.value is None for figure in figures if figure.name != "read bandwidth")
+    assert any("out of memory" in figure.of for figure in figures)
+
+
+def test_the_suites_are_there() -> None:
+    for name in ("decode", "prefill"):
+        assert not suites.SUITES[name].cases(False)
+        assert suites.contenders(name)
