@@ -138,8 +138,8 @@ DEVICE void copy_async(void* shared, const void* global, bool valid) {
   }
 }
 DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits for this thread's own copies, but for the kPending groups that were committed last; other threads see them after
-// the next block_sync(), those of the wave after the next wave_sync().
+// Waits for this thread's own copies, but for the kPending groups that were committed last; other threads see them
+// after the next block_sync(), those of the wave after the next wave_sync().
 template <int kPending = 0>
 DEVICE void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
