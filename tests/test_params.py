@@ -10,7 +10,7 @@ import pytest
 from rawattn._call.problem import describe
 from rawattn._call.structure import structure
 from rawattn._compile import compiler
-from rawattn._kernels import attention_params, params, registry
+from rawattn._kernels import attention_params, params, registry, structs
 from rawattn._kernels.features import Features, constant
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import schedule
@@ -33,7 +33,7 @@ def test_a_struct_that_is_laid_out_otherwise_does_not_compile(
     monkeypatch.setenv("RAWATTN_CACHE_DIR", str(tmp_path))
     good = schedule.source()
     compiler.compile_source(good, "sm_80")
-    at = params.offset(params.SCHEDULE, "batch")
+    at = structs.offset(params.SCHEDULE, "batch")
     changed = good.text.replace(f"batch) == {at}", f"batch) == {at + 4}")
     assert changed != good.text
     bad = compiler.Source(good.entry, changed, "changed")
@@ -46,7 +46,7 @@ def test_scalars_of_the_problem_find_their_fields_by_name() -> None:
     problem, lengths = describe(q, k, k, causal=True, window=(3, None), sink=2, scale=0.5)
     operands = Operands(dict.fromkeys(("q", "k", "v", "out"), (640, 128, 32, 2)))
     values = attention_params.forward(problem, structure(lengths), operands, 1 << 20)
-    packed = np.frombuffer(params.fill(params.FORWARD, values), params.FORWARD.dtype)[0]
+    packed = np.frombuffer(structs.fill(params.FORWARD, values), params.FORWARD.dtype)[0]
     assert packed["mask"].item() == (3, 0, 2)
     assert packed["scores"]["scale"] == 0.5
     assert (packed["batch"], packed["nheads_q"], packed["nheads_kv"]) == (2, 4, 2)

@@ -6,10 +6,10 @@ from typing import Any
 
 from rawattn._call.problem import Problem
 from rawattn._call.structure import Structure
-from rawattn._kernels import params, score_params
+from rawattn._kernels import params, score_params, structs
 from rawattn._kernels.operands import ITEMSIZE, Operands
-from rawattn._kernels.params import Struct
 from rawattn._kernels.steps import side_fields, side_patches
+from rawattn._kernels.structs import Struct
 
 # Of parameters that are the problem's own; "" is that of none.
 _GROUPS = ("", "mask", "scores")
@@ -59,7 +59,7 @@ def backward(problem: Problem, structure: Structure, operands: Operands) -> dict
 def _of_problem(problem: Problem) -> dict[str, Any]:
     """Fields of `params.FORWARD`, alone or in a group of scalars, that are called like one of the problem. None is 0 there."""
     found = {}
-    for path in params.leaves(params.FORWARD):
+    for path in structs.leaves(params.FORWARD):
         value = getattr(problem, path.rpartition(".")[2], None)
         if value is not None and path.rpartition(".")[0] in _GROUPS:
             found[path] = value
@@ -85,7 +85,7 @@ def page_addresses(
     names = {"pages.ids.data": "block_table"}
     if problem.pages.packed:
         names["pages.indptr.data"] = "start_k"
-    return tuple((params.offset(struct, prefix + path), name) for path, name in names.items())
+    return tuple((structs.offset(struct, prefix + path), name) for path, name in names.items())
 
 
 def without_pages(structure: Structure) -> Structure:

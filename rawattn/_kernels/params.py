@@ -1,55 +1,22 @@
 """Parameter structs of the kernels, declared here alone: field by field, with what each means.
 
-kernels_cu/attn/params.cuh is generated from them:
+kernels_cu/attn/params.cuh is generated from them, and a test holds the file to the declarations:
 
     python -m rawattn._kernels.params > kernels_cu/attn/params.cuh
-
-A test holds the file to the declarations, and every kernel asserts, when it is compiled, that each field is where the host
-puts it.
 """
 
 from __future__ import annotations
 
-import functools
-import textwrap
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-_WIDTH = 120  # of a generated line
-_KINDS = {"int": np.int32, "int64": np.int64, "float": np.float32, "unsigned": np.uint32}
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Struct:
-    """A struct by its C++ name. fields: (C type or struct, names, what they are), names apart by commas.
-
-    Pointers are addresses of 8 bytes, of whatever type.
-    """
-
-    name: str
-    about: str
-    fields: tuple[tuple[Any, str, str], ...]
-    dtype: np.dtype[Any]
-
-    def zeros(self) -> np.ndarray[Any, Any]:
-        """One of it, empty: an array of one element, whose fields are set by name."""
-        return np.zeros(1, self.dtype)
-
+from rawattn._kernels import structs
+from rawattn._kernels.structs import Struct
 
 _STRUCTS: list[Struct] = []
 
 
 def _struct(name: str, about: str, *fields: tuple[Any, str, str]) -> Struct:
-    members: list[Any] = []
-    for kind, names, _ in fields:
-        for each in names.split(", "):
-            base, _, count = each.rstrip("]").partition("[")
-            dtype = kind.dtype if isinstance(kind, Struct) else _KINDS.get(kind, np.uint64)
-            members.append((base, dtype, (int(count),)) if count else (base, dtype))
-    found = Struct(name, about, fields, np.dtype(members, align=True))
+    found = structs.declare(name, about, *fields)
     _STRUCTS.append(found)
     return found
 
@@ -429,81 +396,9 @@ WORDS = _struct(
 )
 
 
-def offset(struct: Struct, path: str) -> int:
-    """Where a field is, such as "forward.q_side.start.data"."""
-    at, dtype = 0, struct.dtype
-    for name in path.split("."):
-        assert dtype.fields is not None
-        dtype, start = dtype.fields[name][:2]
-        at += start
-    return at
-
-
-def put(record: Any, path: str, value: Any) -> None:
-    """Sets a field of a struct, given by path."""
-    *outer, last = path.split(".")
-    for name in outer:
-        record = record[name]
-    record[last] = value
-
-
-def fill(struct: Struct, values: Mapping[str, Any]) -> bytes:
-    """The bytes of a struct with these fields, given by path, and zeros elsewhere."""
-    packed = struct.zeros()
-    for path, value in values.items():
-        put(packed[0], path, value)
-    return packed.tobytes()
-
-
-@functools.cache
-def leaves(struct: Struct) -> tuple[str, ...]:
-    """The paths of all fields that are no structs."""
-    return tuple(path for path, _ in _leaves(struct.dtype))
-
-
-@functools.cache
-def assertions(struct: Struct) -> tuple[str, ...]:
-    """C++ that does not compile unless the kernel's struct is laid out like this one."""
-    told = "the host lays it out so"
-    lines = [
-        f'static_assert(OFFSET_OF({struct.name}, {path}) == {at}, "{told}");'
-        for path, at in _leaves(struct.dtype)
-    ]
-    return (
-        *lines,
-        f'static_assert(sizeof({struct.name}) == {struct.dtype.itemsize}, "{told}");',
-    )
-
-
-def _leaves(dtype: np.dtype[Any]) -> Iterator[tuple[str, int]]:
-    assert dtype.fields is not None
-    for name, (inner, start, *_) in dtype.fields.items():
-        if inner.fields is None:
-            yield name, start
-        else:
-            yield from ((f"{name}.{path}", start + at) for path, at in _leaves(inner))
-
-
 def text() -> str:
     """kernels_cu/attn/params.cuh"""
-    parts = [
-        "// What the host tells a kernel. Generated from rawattn/_kernels/params.py, where it is declared: change that.\n"
-        '#pragma once\n\n#include "target/target.cuh"\n'
-    ]
-    for struct in _STRUCTS:
-        about = _comment(struct.about, "") if struct.about else []
-        lines = [*about, f"struct {struct.name} {{"]
-        for kind, names, meaning in struct.fields:
-            lines += _comment(meaning, "  ") if meaning else []
-            name = kind.name if isinstance(kind, Struct) else kind
-            lines.append(f"  {name} {names};")
-        parts.append("\n".join([*lines, "};", ""]))
-    return "\n".join(parts)
-
-
-def _comment(words: str, indent: str) -> list[str]:
-    start = f"{indent}// "
-    return textwrap.wrap(words, _WIDTH, initial_indent=start, subsequent_indent=start)
+    return structs.text(_STRUCTS, "rawattn/_kernels/params.py")
 
 
 if __name__ == "__main__":

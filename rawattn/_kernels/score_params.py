@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from rawattn._call.problem import Problem
-from rawattn._kernels import params
+from rawattn._kernels import structs
 from rawattn._kernels.operands import Operands, Strides
-from rawattn._kernels.params import Struct
+from rawattn._kernels.structs import Struct
 from rawattn._masks import layout
 
 KINDS = {"float32": 0, "float16": 1, "bfloat16": 2}
@@ -81,7 +81,7 @@ def patches(problem: Problem, struct: Struct, prefix: str = "") -> tuple[tuple[i
     }
     paths = {name: _ADDRESSES[name] for name, is_given in given.items() if is_given}
     paths |= {f"captured{n}": f"captured.array{n}.data" for n in range(len(problem.captured))}
-    return tuple((params.offset(struct, prefix + path), name) for name, path in paths.items())
+    return tuple((structs.offset(struct, prefix + path), name) for name, path in paths.items())
 
 
 def broadcast(path: str, shape: tuple[int, ...], strides: Strides, dtype: str) -> dict[str, int]:

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping
 from typing import Protocol
 
 from rawattn._compile.compiler import Source
-from rawattn._kernels import params
+from rawattn._kernels import structs
 
 ELEMENT = {"float16": "float16", "bfloat16": "bfloat16", "float32": "float"}
 
@@ -24,7 +24,7 @@ def source(
     entry: str,
     file: str,
     summary: str,
-    struct: params.Struct,
+    struct: structs.Struct,
     *,
     element: str | None = None,
     constants: Mapping[str, int] | None = None,
@@ -52,7 +52,7 @@ def source(
 
         assert isinstance(score_mod, ScoreText)
         lines += ['#include "attn/params.cuh"', device_text(score_mod)]
-    lines += [f'#include "{file}"', *params.assertions(struct), ""]
+    lines += [f'#include "{file}"', *structs.assertions(struct), ""]
     return Source(entry=entry, text="\n".join(lines), summary=summary)
 
 

@@ -15,8 +15,8 @@ import numpy as np
 from rawattn._call.layout import Lengths, Side
 from rawattn._call.structure import SideStructure
 from rawattn._compile.compiler import Source
-from rawattn._kernels import params
-from rawattn._kernels.params import Struct
+from rawattn._kernels import structs
+from rawattn._kernels.structs import Struct
 
 MAX_BLOCKS = 2**31 - 1
 
@@ -105,7 +105,7 @@ def patches(
     """Of the fields called like the addresses that belong there, and of fields by path with `__` for a dot."""
     own = {name: name for name in names}
     other = {path.replace("__", "."): name for path, name in renamed.items()}
-    return tuple((params.offset(struct, path), name) for path, name in {**own, **other}.items())
+    return tuple((structs.offset(struct, path), name) for path, name in {**own, **other}.items())
 
 
 def side_fields(path: str, side: SideStructure) -> dict[str, int]:
@@ -124,7 +124,7 @@ def side_patches(
     """Where the addresses of a side's integers belong."""
     given = (("start", side.start), ("length", side.length))
     return tuple(
-        (params.offset(struct, f"{path}.{name}.data"), f"{name}_{of}")
+        (structs.offset(struct, f"{path}.{name}.data"), f"{name}_{of}")
         for name, nbytes in given
         if nbytes
     )

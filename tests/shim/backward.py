@@ -9,7 +9,7 @@ import numpy as np
 from rawattn._call.layout import Lengths, Side
 from rawattn._call.problem import Problem, result_shapes
 from rawattn._call.structure import structure
-from rawattn._kernels import attention_params, params
+from rawattn._kernels import attention_params, params, structs
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import backward as portable_backward
 from rawattn._kernels.portable import fill_padding, schedule
@@ -46,7 +46,7 @@ class Backward:
         for path, value in values.items():
             if "side" not in path:
                 into = forward if path.startswith("forward.") else fields
-                params.put(into, path.removeprefix("forward."), value)
+                structs.put(into, path.removeprefix("forward."), value)
         for name, operand in every.items():
             into = forward if name in ("q", "k", "v", "out") else fields
             into[name] = operand.address

@@ -11,7 +11,7 @@ import numpy as np
 from rawattn._call.layout import Lengths, Side
 from rawattn._call.problem import Problem, result_shapes
 from rawattn._call.structure import structure
-from rawattn._kernels import attention_params, params
+from rawattn._kernels import attention_params, params, structs
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import fill_padding, schedule
 from rawattn._kernels.portable.forward import Config
@@ -204,7 +204,7 @@ class Forward:
         values = attention_params.forward(problem, form, operands, config.section_bytes)
         for name, value in values.items():
             if "side" not in name:
-                params.put(fields, name, value)
+                structs.put(fields, name, value)
         # Integers stay as the case has them, where launch code sends those of the host in a form of its own.
         fields["q_side"], fields["k_side"] = self.q_side, self.k_side
         for name, operand in self.operands.items():
@@ -296,6 +296,6 @@ def padding(
     form = structure(lengths).side(of)
     for name, value in fill_padding.fields(problem, form, (nheads, headdim), strides).items():
         if not name.startswith("side"):
-            params.put(fields, name, value)
+            structs.put(fields, name, value)
     fields["side"] = side
     return packed

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from rawattn._call.problem import Problem
 from rawattn._call.structure import Structure
 from rawattn._compile.compiler import Source
-from rawattn._kernels import attention_params, features, params, score_params
+from rawattn._kernels import attention_params, features, params, score_params, structs
 from rawattn._kernels.features import Features
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import backward_options, choice, fill_padding, mask_tiles, schedule
@@ -251,7 +251,7 @@ def steps(
     options = backward_options.Gradients(problem, operands, target)
     values = {**attention_params.backward(problem, structure, operands), **options.values}
     masks = mask_tiles.of_inner(problem, structure, operands, values, target.wave)
-    packed = params.fill(params.BACKWARD, values)
+    packed = structs.fill(params.BACKWARD, values)
     arrays = patches(
         params.BACKWARD,
         ("dout", "dlse", "dq", "dk", "dv", "row_delta"),
@@ -288,7 +288,7 @@ def steps(
         own = packed
         if listed.fields:
             lists = {f"forward.{name}": value for name, value in listed.fields.items()}
-            own = params.fill(params.BACKWARD, {**values, **lists})
+            own = structs.fill(params.BACKWARD, {**values, **lists})
         more += listed.patches(params.BACKWARD, "forward.")
         return Step(source, blocks, threads, own, (*arrays, *more), shared_bytes)
 

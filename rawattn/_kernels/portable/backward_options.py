@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from rawattn._call.problem import Problem
 from rawattn._compile.compiler import Source
-from rawattn._kernels import features, params, score_params
+from rawattn._kernels import features, params, score_params, structs
 from rawattn._kernels.features import Features
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import choice
@@ -139,7 +139,7 @@ class Gradients:
             at[number] = first
             first += count
             places = patches(params.CAPTURED_GRADIENT, sums="captured_sums", to=name)
-            packed = params.fill(params.CAPTURED_GRADIENT, values)
+            packed = structs.fill(params.CAPTURED_GRADIENT, values)
             blocks = -(-count // CAPTURED_THREADS)
             self._written.append(Step(captured_source(), blocks, CAPTURED_THREADS, packed, places))
         self.values["captured_at"] = tuple(at)

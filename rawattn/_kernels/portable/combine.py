@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from rawattn._call.partials import Partials
 from rawattn._compile.compiler import Source
-from rawattn._kernels import params
+from rawattn._kernels import params, structs
 from rawattn._kernels.operands import ITEMSIZE, Strides, access_bytes
 from rawattn._kernels.params import MAX_LISTED
 from rawattn._kernels.source import ELEMENT
@@ -136,16 +136,16 @@ def step(
         "outs_listed": int(outs.partial is None),
         "lses_listed": int(lses.partial is None),
     }
-    where = [(params.offset(params.COMBINE, name), name) for name in ("out", "lse")]
+    where = [(structs.offset(params.COMBINE, name), name) for name in ("out", "lse")]
     for name, side in (("outs", outs), ("lses", lses)):
-        first = params.offset(params.COMBINE, name)
+        first = structs.offset(params.COMBINE, name)
         count = partials.count if side.partial is None else 1
         where += [(first + 8 * n, f"{name}{n}") for n in range(count)]
     return Step(
         source=config.source(),
         blocks=config.blocks(partials, wave),
         threads=THREADS,
-        params=params.fill(params.COMBINE, values),
+        params=structs.fill(params.COMBINE, values),
         patches=tuple(where),
     )
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from rawattn._call.problem import Problem
 from rawattn._call.structure import SideStructure, Structure
 from rawattn._compile.compiler import Source
-from rawattn._kernels import params
+from rawattn._kernels import params, structs
 from rawattn._kernels.operands import ITEMSIZE
 from rawattn._kernels.source import source as _source
 from rawattn._kernels.steps import Step, patches, side_fields, side_patches
@@ -71,7 +71,7 @@ def step(
         source=source(),
         blocks=blocks(problem.batch),
         threads=THREADS,
-        params=params.fill(params.PADDING, fields(problem, side, shape, strides)),
+        params=structs.fill(params.PADDING, fields(problem, side, shape, strides)),
         patches=(
             *patches(params.PADDING, **filled),
             *side_patches(params.PADDING, "side", side, of),

@@ -8,7 +8,7 @@ from typing import ClassVar
 from rawattn._call.problem import Problem
 from rawattn._call.structure import Structure
 from rawattn._compile.compiler import Source
-from rawattn._kernels import attention_params, features, params, score_params
+from rawattn._kernels import attention_params, features, params, score_params, structs
 from rawattn._kernels.features import Features
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import choice, fill_padding, mask_tiles, schedule, splits
@@ -134,7 +134,7 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
         source=config.source(),
         blocks=replace(tiles, times=pieces.count),
         threads=config.threads,
-        params=params.fill(params.FORWARD, {**values, **listed.fields, **pieces.fields()}),
+        params=structs.fill(params.FORWARD, {**values, **listed.fields, **pieces.fields()}),
         patches=(
             *patches(params.FORWARD, names, **keys),
             *listed.patches(params.FORWARD),

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from rawattn._call.problem import Problem
 from rawattn._compile.compiler import Source
-from rawattn._kernels import params
+from rawattn._kernels import params, structs
 from rawattn._kernels.operands import ITEMSIZE, Operands, Strides, access_bytes
 from rawattn._kernels.source import round_up
 from rawattn._kernels.source import source as _source
@@ -102,6 +102,6 @@ class KeptRows:
             source=source(kind, self.row_bytes, self._itemsize, copy_bytes),
             blocks=checked(self.name, -(-problem.batch * rows // (THREADS // wave)), 1),
             threads=THREADS,
-            params=params.fill(params.KEPT_ROWS, values),
+            params=structs.fill(params.KEPT_ROWS, values),
             patches=patches(params.KEPT_ROWS, kept__data="mask_kept", **addresses),
         )

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from rawattn._compile.compiler import Source
-from rawattn._kernels import params
+from rawattn._kernels import params, structs
 from rawattn._kernels.source import source as _source
 from rawattn._kernels.steps import Step, checked, patches
 from rawattn._masks.layout import (
@@ -82,7 +82,7 @@ def step(shape: Shape, strides: tuple[int, ...], place: int) -> Step:
         source=source(dense),
         blocks=blocks(shape),
         threads=THREADS,
-        params=params.fill(
+        params=structs.fill(
             params.PACK_MASK, {**fields(shape), **dict(zip(names, own, strict=True))}
         ),
         patches=_patches(shape, params.PACK_MASK, **{"from": "mask"}),
@@ -97,7 +97,7 @@ def ranges_step(shape: Shape, count: int, itemsize: int) -> Step:
         source=ranges_source(),
         blocks=blocks(shape),
         threads=THREADS,
-        params=params.fill(params.RANGES_MASK, values),
+        params=structs.fill(params.RANGES_MASK, values),
         patches=_patches(shape, params.RANGES_MASK, ranges__data="ranges"),
         shared_bytes=SHARED_BYTES,
     )
@@ -119,7 +119,7 @@ def kept_step(shape: Shape, values: Mapping[str, Any]) -> Step:
         source=kept_source(),
         blocks=blocks(shape),
         threads=THREADS,
-        params=params.fill(params.KEPT_MASK, {**fields(shape), **values}),
+        params=structs.fill(params.KEPT_MASK, {**fields(shape), **values}),
         patches=_patches(shape, params.KEPT_MASK, kept__data="mask_kept"),
         shared_bytes=SHARED_BYTES,
     )
@@ -157,7 +157,7 @@ def predicate_step(
         source=predicate_source(text),
         blocks=blocks(shape),
         threads=THREADS,
-        params=params.fill(params.PREDICATE_MASK, values),
+        params=structs.fill(params.PREDICATE_MASK, values),
         patches=_patches(shape, params.PREDICATE_MASK, **addresses),
         shared_bytes=SHARED_BYTES,
     )
@@ -180,7 +180,7 @@ def keys_step(shape: Shape) -> Step | None:
         source=source,
         blocks=checked("mask", -(-planes * row // THREADS), GRANULE_ROWS),
         threads=THREADS,
-        params=params.fill(params.MASK_KEYS, {"planes": planes, "bands": count, "words": row}),
+        params=structs.fill(params.MASK_KEYS, {"planes": planes, "bands": count, "words": row}),
         patches=patches(params.MASK_KEYS, band_keys="mask_bands", keys="mask_keys"),
     )
 
@@ -190,7 +190,7 @@ def band_bytes(shape: Shape) -> int:
     return keys_bytes(shape) * bands(shape)
 
 
-def _patches(shape: Shape, struct: params.Struct, **more: str) -> tuple[tuple[int, str], ...]:
+def _patches(shape: Shape, struct: structs.Struct, **more: str) -> tuple[tuple[int, str], ...]:
     keys = "mask_bands" if bands(shape) > 1 else "mask_keys"
     return patches(
         struct,

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from rawattn._call.problem import Problem
 from rawattn._call.structure import Structure
 from rawattn._compile.compiler import Source
-from rawattn._kernels import attention_params, params
+from rawattn._kernels import attention_params, params, structs
 from rawattn._kernels.features import features
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import mask_packing
@@ -64,10 +64,10 @@ class Listed:
     fields: Mapping[str, int] = field(default_factory=dict)
     name: str = ""
 
-    def patches(self, struct: params.Struct, prefix: str = "") -> tuple[tuple[int, str], ...]:
+    def patches(self, struct: structs.Struct, prefix: str = "") -> tuple[tuple[int, str], ...]:
         """Where their address belongs; prefix: of the path of the `params.FORWARD` in `struct`."""
         path = f"{prefix}block_mask.lists.data"
-        return ((params.offset(struct, path), self.name),) if self.name else ()
+        return ((structs.offset(struct, path), self.name),) if self.name else ()
 
 
 NOTHING = Listed()
@@ -191,7 +191,7 @@ def lists(
         source=config.source(),
         blocks=checked("mask", -(-heads * sequences * tiles // (THREADS // wave)), tile),
         threads=THREADS,
-        params=params.fill(params.MASK_TILES, own),
+        params=structs.fill(params.MASK_TILES, own),
         patches=(
             *patches(params.MASK_TILES, map="mask_map", forward__block_mask__lists__data=name),
             *attention_params.side_addresses(params.MASK_TILES, "forward.", structure),

@@ -7,7 +7,7 @@ from typing import Literal
 
 from rawattn._call.structure import Structure
 from rawattn._compile.compiler import Source
-from rawattn._kernels import params
+from rawattn._kernels import params, structs
 from rawattn._kernels.source import source as _source
 from rawattn._kernels.steps import Step, patches, side_fields, side_patches
 
@@ -53,7 +53,7 @@ def step(structure: Structure, tile: int, *, of: Literal["q", "k"], names: tuple
         source=source(),
         blocks=blocks(structure.batch),
         threads=THREADS,
-        params=params.fill(params.SCHEDULE, values),
+        params=structs.fill(params.SCHEDULE, values),
         patches=(
             *patches(params.SCHEDULE, order=order, first_tile=first_tile),
             *side_patches(params.SCHEDULE, "q_side", structure.side(of), of),

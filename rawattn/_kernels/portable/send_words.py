@@ -10,7 +10,7 @@ import functools
 import struct
 
 from rawattn._compile.compiler import Source
-from rawattn._kernels import params
+from rawattn._kernels import params, structs
 from rawattn._kernels.params import WORDS_A_LAUNCH
 from rawattn._kernels.source import source as _source
 
@@ -24,7 +24,7 @@ def source() -> Source:
 
 
 _HEAD = struct.Struct("<Qi")  # to, count
-_WORDS_AT = params.offset(params.WORDS, "words")
+_WORDS_AT = structs.offset(params.WORDS, "words")
 assert _HEAD.size == _WORDS_AT, "the words stand behind their count"
 _BYTES = params.WORDS.dtype.itemsize
 _MOST = 4 * WORDS_A_LAUNCH

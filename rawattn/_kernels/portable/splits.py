@@ -8,10 +8,10 @@ from typing import Any, Protocol
 from rawattn._call.options import MAX_SPLITS
 from rawattn._call.problem import Problem
 from rawattn._call.structure import Structure
-from rawattn._kernels import params
-from rawattn._kernels.params import Struct
+from rawattn._kernels import structs
 from rawattn._kernels.source import round_up
 from rawattn._kernels.steps import Tiles
+from rawattn._kernels.structs import Struct
 from rawattn._kernels.target import Target
 
 # A piece has at least so many keys: what it comes to is written and read once more.
@@ -60,7 +60,7 @@ class Splits:
     def patches(self, struct: Struct) -> tuple[tuple[int, str], ...]:
         """Where the addresses of what blocks leave for each other belong."""
         names = ("arrived", "partials") if self.any else ()
-        return tuple((params.offset(struct, f"splits.{name}"), f"split_{name}") for name in names)
+        return tuple((structs.offset(struct, f"splits.{name}"), f"split_{name}") for name in names)
 
     def scratch(self, block_bytes: int) -> dict[str, int]:
         """Bytes by name; block_bytes: of what a block's rows come to."""

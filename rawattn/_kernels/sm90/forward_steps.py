@@ -8,7 +8,7 @@ from typing import Any
 
 from rawattn._call.problem import Problem
 from rawattn._call.structure import Structure
-from rawattn._kernels import attention_params, params, score_params
+from rawattn._kernels import attention_params, params, score_params, structs
 from rawattn._kernels.operands import Operands, Strides
 from rawattn._kernels.portable import mask_tiles, repack, schedule
 from rawattn._kernels.portable.forward import padding
@@ -82,7 +82,7 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
             source=config.source(),
             blocks=tiles if shared is None else clusters * config.cluster,
             threads=config.threads,
-            params=params.fill(params.SM90_FORWARD, values),
+            params=structs.fill(params.SM90_FORWARD, values),
             patches=(
                 *patches(params.SM90_FORWARD, **addresses),
                 *listed.patches(params.SM90_FORWARD, "forward."),
