@@ -1,0 +1,30 @@
+"""Shapes of a call and the `Problem` that it is, as a verb describes it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from rawattn._call.options import Options
+from rawattn._call.problem import Problem, describe
+from rawattn._runtime.verbs import FORWARD, with_arrays
+
+INT32_MAX = 2**31 - 1
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+# D 8, Dv 16, four query heads in groups of two.
+BATCH = {"q": (3, 5, 4, 8), "k": (3, 7, 2, 8), "v": (3, 7, 2, 16)}
+PACKED = {"q": (15, 4, 8), "k": (21, 2, 8), "v": (21, 2, 16)}
+
+
+def arrays(shapes: dict[str, tuple[int, ...]], dtype: Any = np.float16) -> dict[str, np.ndarray]:
+    """Arrays of any size without the memory for them."""
+    return {name: np.broadcast_to(np.zeros((), dtype), shape) for name, shape in shapes.items()}
+
+
+def problem(shapes: dict[str, tuple[int, ...]] = BATCH, **options: Any) -> Problem:
+    """As a verb describes a call: arrays of options are inputs of their own."""
+    given = with_arrays(FORWARD, Options(**options))
+    named = dict(zip(given.verb.extras, given.arrays, strict=True))
+    return describe(**arrays(shapes), options=given.options, arrays=named)[0]
