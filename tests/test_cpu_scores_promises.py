@@ -1,0 +1,150 @@
+"""What the CPU backend promises of options of scores beside their values: hidden NaN, empty rows, seeds, memory."""
+
+from __future__ import annotations
+
+import tracemalloc
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rawattn
+from rawattn import Gradients, ScoreMod
+from rawattn._cpu import threads
+from tests import exhaustive
+from tests.cpu_score_calls import OPTIONS, SMALL, Form, gradients_of, options_of
+
+
+@pytest.mark.parametrize("nkeys", [12, 700])
+@pytest.mark.parametrize("hidden_by", ["mask", "bias", "score_mod"])
+def test_nan_in_a_hidden_key_stays_away(nkeys: int, hidden_by: str) -> None:
+    """In its key where a mask hides it, in its value whatever hides it; other heads see them."""
+    rng = np.random.default_rng(1)
+    q, k, v, dout = rng.standard_normal((4, 2, nkeys, 2, 8), np.float32)
+    bad = 5
+    mask = np.ones((2, 2, nkeys, nkeys), bool)
+    mask[1, 0, :, bad] = False
+    mask[1, 1, : nkeys // 2, bad] = False
+    options: dict[str, Any] = {
+        "mask": {"mask": mask},
+        "bias": {"bias": np.where(mask, 0, -np.inf).astype(np.float32)},
+        "score_mod": {
+            "score_mod": ScoreMod("where(seen[batch, head, q_idx, kv_idx], score, -inf)", seen=mask)
+        },
+    }[hidden_by]
+
+    def results() -> tuple[Any, ...]:
+        out, lse = rawattn.attention(q, k, v, **options, return_lse=True, backend="cpu")
+        found = rawattn.attention_backward(dout, q, k, v, out, lse, **options, backend="cpu")
+        return out, lse, found
+
+    clean, clean_lse, clean_gradients = results()
+    v[1, bad] = np.nan
+    if hidden_by != "bias":  # NaN - inf is NaN, in the contract too
+        k[1, bad] = np.nan
+    out, lse, found = results()
+    seen = np.zeros(out.shape[:3], bool)
+    seen[1, nkeys // 2 :, 1] = True
+    assert np.isnan(out[seen]).all()
+    np.testing.assert_allclose(out[~seen], clean[~seen], atol=1e-6)
+    by_row = lse.swapaxes(1, 2)
+    np.testing.assert_array_equal(by_row[~seen], clean_lse.swapaxes(1, 2)[~seen])
+    assert np.isnan(found.dq[seen]).all()
+    np.testing.assert_allclose(found.dq[~seen], clean_gradients.dq[~seen], atol=1e-5)
+    # Every key of head 1 of the second sequence is seen by rows that see the NaN.
+    for name in ("dk", "dv"):
+        got, expected = getattr(found, name), getattr(clean_gradients, name)
+        np.testing.assert_allclose(got[0], expected[0], atol=1e-5)
+        np.testing.assert_allclose(got[1, :, 0], expected[1, :, 0], atol=1e-5)
+
+
+@pytest.mark.parametrize("seqlen", [12, 700])
+def test_rows_without_keys(seqlen: int) -> None:
+    """Emptied by -inf or a mask: 0, lse -inf or the sink, gradients 0 whatever dout holds."""
+    rng = np.random.default_rng(1)
+    q, k, v, dout = rng.standard_normal((4, 1, seqlen, 2, 8), np.float32)
+    bias = np.zeros((seqlen, seqlen), np.float32)
+    bias[::3] = -np.inf
+    sinks = np.array([-np.inf, 1.5], np.float32)
+    dead = np.arange(seqlen) % 3 == 0
+    dout[0, dead] = np.nan
+    for options in ({"bias": bias}, {"mask": bias == 0}, {"bias": bias, "sink_logits": sinks}):
+        out, lse = rawattn.attention(q, k, v, **options, return_lse=True, backend="cpu")
+        assert not out[0, dead].any() and np.isfinite(out).all()
+        has_sinks = "sink_logits" in options
+        np.testing.assert_array_equal(lse[0, 0, dead], -np.inf)
+        np.testing.assert_array_equal(lse[0, 1, dead], 1.5 if has_sinks else -np.inf)
+        found = rawattn.attention_backward(dout, q, k, v, out, lse, **options, backend="cpu")
+        for gradient in found[:3]:
+            assert np.isfinite(gradient).all()
+        assert not found.dq[0, dead].any()
+        if "bias" in options:
+            assert np.isfinite(found.dbias).all() and not found.dbias[dead].any()
+        if has_sinks:
+            assert found.dsink_logits[0] == 0
+
+
+def test_want_dbias_false_and_into() -> None:
+    form = SMALL[1]
+    options = options_of(form, ("bias", "sink_logits", "score_mod"))
+    expected, arrays = gradients_of(form, options)
+    q, k, v, dout, dlse = (arrays[name] for name in ("q", "k", "v", "dout", "dlse"))
+    out, lse = rawattn.attention(q, k, v, **options, return_lse=True, backend="cpu")
+    into = Gradients(
+        dbias=np.full_like(options["bias"], 7),
+        dsink_logits=np.full_like(options["sink_logits"], 7),
+        captured={"gain": np.full_like(options["score_mod"].arrays["gain"], 7)},
+    )
+    call = (dout, q, k, v, out, lse)
+    found = rawattn.attention_backward(*call, dlse=dlse, into=into, **options, backend="cpu")
+    assert found.dbias is into.dbias and found.dsink_logits is into.dsink_logits
+    assert found.captured["gain"] is into.captured["gain"]
+    np.testing.assert_array_equal(found.dbias, expected.dbias)
+    np.testing.assert_array_equal(found.captured["gain"], expected.captured["gain"])
+    np.testing.assert_array_equal(found.captured["slope"], expected.captured["slope"])
+    lean = rawattn.attention_backward(*call, dlse=dlse, want_dbias=False, **options, backend="cpu")
+    assert lean.dbias is None
+    np.testing.assert_array_equal(lean.dq, expected.dq)
+
+
+def test_seed_on_the_host_or_in_an_array() -> None:
+    q, k, v = np.random.default_rng(2).standard_normal((3, 1, 40, 2, 8), np.float32)
+    for seed in (5, -1, 2**63 + 3):
+        out = rawattn.attention(q, k, v, dropout_p=0.4, seed=seed, backend="cpu")
+        same = [seed % 2**64, seed - 2**64]
+        if -(2**63) <= seed < 2**63:
+            same += [np.array([seed]), np.array(seed)]
+        for other in same:
+            again = rawattn.attention(q, k, v, dropout_p=0.4, seed=other, backend="cpu")
+            np.testing.assert_array_equal(again, out)
+
+
+@pytest.mark.parametrize("option", exhaustive.thin(OPTIONS, 10))
+def test_memory_is_a_few_tiles(option: str) -> None:
+    """Whatever the lengths; all scores would take 64 MiB for each head."""
+    form = Form("dense", (4096,), (4096,), nheads_q=2, nheads_kv=2, headdim=8, headdim_v=8)
+    options = (
+        options_of(form, ())
+        | {
+            "softcap": {"softcap": 2.0},
+            "bias": {"bias": np.zeros(4096, np.float32)},
+            "mask": {"mask": np.ones((4096, 1), bool)},
+            "alibi_slopes": {"alibi_slopes": np.ones(2, np.float32)},
+            "sink_logits": {"sink_logits": np.ones(2, np.float32)},
+            "dropout_p": {"dropout_p": 0.5, "seed": 1},
+            "score_mod": {
+                "score_mod": ScoreMod("score * g[head]", g=np.ones(2, np.float32), wrt="g")
+            },
+            "window": {"window": (2000, 0)},
+        }[option]
+    )
+    q, k, v = form.arrays()
+    out, lse = rawattn.attention(q, k, v, **options, return_lse=True, backend="cpu")
+    tracemalloc.start()
+    try:
+        rawattn.attention(q, k, v, **options, backend="cpu")
+        rawattn.attention_backward(out, q, k, v, out, lse, **options, backend="cpu")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < (16 << 20) * threads.available_threads()
