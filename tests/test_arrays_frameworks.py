@@ -1,0 +1,80 @@
+"""Which framework an array is of, and whose array the result is; none is imported for it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+
+import numpy as np
+import pytest
+
+from rawattn._interop.arrays import export_array, framework_of, import_array
+from tests.host_arrays import Elsewhere
+
+
+def test_imports_no_framework() -> None:
+    code = (
+        "import sys, numpy as np\n"
+        "from rawattn._interop.arrays import import_array, framework_of, export_array\n"
+        "array = import_array('q', np.zeros(3)).array\n"
+        "export_array(array, framework_of(array), None)\n"
+        "print(sorted({'cupy', 'torch', 'jax', 'tensorflow'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_framework_of_numpy_and_others() -> None:
+    class Subclass(np.ndarray):
+        pass
+
+    assert framework_of(np.zeros(3)) == "numpy"
+    assert framework_of(np.zeros(3).view(Subclass)) == "numpy"
+    assert framework_of(np.ma.zeros(3)) == "numpy"
+    assert framework_of([1]) == "builtins"
+
+
+@pytest.mark.frameworks
+def test_framework_of_torch() -> None:
+    torch = pytest.importorskip("torch")
+
+    class Subclass(torch.Tensor):
+        pass
+
+    assert framework_of(torch.zeros(3)) == "torch"
+    assert framework_of(torch.nn.Parameter(torch.zeros(3))) == "torch"
+    assert framework_of(torch.zeros(3).as_subclass(Subclass)) == "torch"
+
+
+@pytest.mark.frameworks
+def test_framework_of_jax() -> None:
+    jax = pytest.importorskip("jax")
+    assert framework_of(jax.numpy.zeros(3)) == "jax"
+
+
+@pytest.mark.parametrize("place", ["newframe", "newframe.core", "newframe.utils.dlpack"])
+def test_a_framework_nobody_has_heard_of(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    """Its from_dlpack is found where the type lives, above it, or in a dlpack submodule."""
+    names = ["newframe", "newframe.core", "newframe.utils", "newframe.utils.dlpack"]
+    modules = {name: types.ModuleType(name) for name in names}
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    modules["newframe"].utils = modules["newframe.utils"]  # type: ignore[attr-defined]
+    modules["newframe.utils"].dlpack = modules["newframe.utils.dlpack"]  # type: ignore[attr-defined]
+    array_type = type("Array", (Elsewhere,), {"__module__": "newframe.core"})
+    modules[place].from_dlpack = lambda x: array_type(np.from_dlpack(x))  # type: ignore[attr-defined]
+
+    given = array_type(np.arange(3.0))
+    view = import_array("q", given)
+    assert view.framework == ("newframe.core" if place == "newframe.core" else "newframe")
+    result = export_array(view.array, view.framework, None)
+    assert type(result) is array_type
+    assert result.array.ctypes.data == given.array.ctypes.data
+
+
+def test_no_from_dlpack_gives_numpy() -> None:
+    view = import_array("q", Elsewhere(np.arange(3.0)))
+    assert export_array(view.array, view.framework, None) is view.array

@@ -1,0 +1,69 @@
+"""Integers of a call as arrays: lists, arrays of frameworks, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rawattn._interop.arrays import import_integers
+
+
+@pytest.mark.parametrize(
+    "given",
+    [[0, 3, 5], (0, 3, 5), range(3), [], [[1, 2], [3, 4]], [np.int32(4), 2], [1 << 40]],
+    ids=str,
+)
+def test_lists_of_int(given: Any) -> None:
+    array = import_integers("seqlen_q", given)
+    assert array.dtype == np.int64
+    np.testing.assert_array_equal(array, np.array(given, np.int64))
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_integer_arrays_are_not_copied(dtype: str) -> None:
+    array = np.arange(6, dtype=dtype)[::2]
+    assert import_integers("seqlen_q", array) is array
+
+
+@pytest.mark.frameworks
+def test_integers_of_other_frameworks() -> None:
+    torch = pytest.importorskip("torch")
+    for dtype in ("int32", "int64"):
+        tensor = torch.arange(3, dtype=getattr(torch, dtype))
+        view = import_integers("seqlen_q", tensor)
+        assert (view.dtype, view.ctypes.data) == (np.dtype(dtype), tensor.data_ptr())
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [1.0, 2.0],
+        [1, 2.5],
+        [True, False],
+        [True, 2],
+        [[1, 2], [3, True]],
+        [np.bool_(True), 1],
+        [1, [2, 3]],
+        [[1], [2, 3]],
+        ["1"],
+        [None],
+        [1 << 63],
+        [1 << 70],
+        5,
+        np.int64(5),
+        None,
+        "12",
+        {1, 2},
+        np.zeros(2),
+        np.zeros(2, bool),
+        np.zeros(2, np.int8),
+        np.zeros(2, np.uint32),
+        np.zeros(2, ">i8"),
+    ],
+    ids=repr,
+)
+def test_integers_refused(given: Any) -> None:
+    with pytest.raises(TypeError, match=r"^seqlen_q: got"):
+        import_integers("seqlen_q", given)

@@ -1,0 +1,57 @@
+"""Streams that arrays come and go on, as far as they are decided without a GPU."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rawattn._interop import arrays as _arrays
+from rawattn._interop import streams
+from rawattn._interop.arrays import framework_of, import_array, on_stream_of
+from tests.host_arrays import Elsewhere
+
+
+def test_gpu_array_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    given = Elsewhere(np.zeros(3), device=(2, 0))
+    with pytest.raises(ImportError, match="cuda13"):
+        import_array("q", given)
+    with pytest.raises(ImportError, match="cuda13"):
+        on_stream_of(given, framework_of(given))
+
+
+@pytest.mark.parametrize(
+    ("framework", "handle", "capturing", "argument"),
+    [
+        ("jax", 0, False, 1),
+        ("jax", 4096, False, 4096),
+        ("jax", 4096, True, None),
+        ("other", 4096, True, -1),
+        ("tensorflow", 4096, False, None),
+    ],
+)
+def test_stream_argument(
+    monkeypatch: pytest.MonkeyPatch, framework: str, handle: int, capturing: bool, argument: Any
+) -> None:
+    monkeypatch.setattr(streams, "is_capturing", lambda handle: capturing)
+    assert _arrays._wait_argument(framework, handle) == argument
+
+
+def test_same_stream_is_not_ordered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is a stream that captures with one that does not; neither touches CUDA."""
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    streams.order(4096, 4096, 0)
+    monkeypatch.setattr(streams, "is_capturing", lambda handle: handle == 4096)
+    streams.order(4096, 8192, 0)
+    streams.order(0, 4096, 0)
+    with pytest.raises(ImportError):
+        streams.order(0, 8192, 0)
+
+
+def test_legacy_stream_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert not streams.is_capturing(0)
+    assert not streams.is_capturing(1)
