@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from tests.cases import Strided, dense, padded, ragged
+from tests.cases import dense, padded, ragged
 from tests.frameworks import Framework
 from tests.gradients import NAMES, Backward, check_gradient
+from tests.memory import Strided
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/frameworks.md"
 CASES = [

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import rawattn
-from tests.cases import strided
 from tests.frameworks import Framework
+from tests.memory import strided
 
 # The arrays of the good call, in batch mode and (with `seqs`) packed.
 _SHAPES = {"q": (2, 5, 4, 8), "k": (2, 7, 2, 8), "v": (2, 7, 2, 16)}

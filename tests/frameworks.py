@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import ml_dtypes
 import numpy as np
 
-from tests.cases import Strided
+from tests.memory import Strided
 
 
 class Framework(Protocol):

@@ -17,9 +17,10 @@ from rawattn._call.gradients import Gradients
 from rawattn._call.options import Options
 from rawattn._scores import numpy_eval
 from rawattn.reference._call import read
-from tests.cases import CANARY, Case, Inputs, Strided, _logical_rows, materialise, strided
+from tests.cases import Case
 from tests.frameworks import Framework
-from tests.memory import option_array
+from tests.inputs import Inputs, _logical_rows, materialise
+from tests.memory import CANARY, Strided, option_array, strided
 from tests.score_arrays import SCORE_MODS, pairs_used
 from tests.tolerance import check, column_orders, scale_of
 from tests.verify import layout, options_of

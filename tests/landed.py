@@ -10,8 +10,9 @@ import pytest
 
 import rawattn
 from rawattn._kernels import registry
-from tests.cases import Case, dense, materialise
+from tests.cases import Case, dense
 from tests.frameworks import NumPy
+from tests.inputs import materialise
 from tests.score_arrays import OPTIONS, SCORE_MODS
 from tests.score_cases import EACH
 from tests.verify import options_of

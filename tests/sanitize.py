@@ -29,7 +29,8 @@ import numpy as np
 from rawattn._kernels.selection import only
 from rawattn._kernels.sm90.forward import LONG_SEQLEN
 from tests import gpu_report, gradients
-from tests.cases import Case, dense, padded, ragged, repacked
+from tests.cases import Case, dense, padded, ragged
+from tests.curated_cases import repacked
 from tests.frameworks import TightCuPy
 from tests.gpu.test_api import BAD_INTEGERS, check_bad_integers
 from tests.gpu.test_combine import test_cupy as check_combine

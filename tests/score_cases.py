@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from tests import exhaustive
-from tests.cases import Case, dense, padded, ragged, random_case
+from tests.cases import Case, dense, padded, ragged
 from tests.memory import LAYOUTS_OF_OPTIONS
+from tests.random_cases import random_case
 from tests.score_arrays import OPTIONS, SCORE_MODS, Pairs
 
 _TWO = {"nheads_q": 4, "nheads_kv": 2}

@@ -12,8 +12,10 @@ import pytest
 import rawattn
 from tests import exhaustive
 from tests.bad_calls import BAD_CALLS, Bad, check_refused
-from tests.cases import Case, curated, dense, random_case
+from tests.cases import Case, dense
+from tests.curated_cases import curated
 from tests.frameworks import Framework, Jax, NumPy, Torch
+from tests.random_cases import random_case
 from tests.shim.traits import of_call
 from tests.verify import run, verify
 

@@ -19,7 +19,10 @@ from rawattn._call.problem import describe, result_shapes
 from rawattn._cpu import forward as cpu_forward
 from rawattn._cpu import threads, tiles
 from tests import exhaustive
-from tests.cases import Case, curated, dense, materialise, padded, ragged, random_case
+from tests.cases import Case, dense, padded, ragged
+from tests.curated_cases import curated
+from tests.inputs import materialise
+from tests.random_cases import random_case
 from tests.tolerance import check, check_lse
 from tests.verify import _by_row, expected, layout
 

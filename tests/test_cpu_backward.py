@@ -18,8 +18,10 @@ from rawattn._cpu import backward as cpu_backward
 from rawattn._cpu import forward as cpu_forward
 from rawattn._cpu import threads, tiles
 from tests import exhaustive
-from tests.cases import Case, curated, dense, padded, ragged, random_case
+from tests.cases import Case, dense, padded, ragged
+from tests.curated_cases import curated
 from tests.gradients import NAMES, Backward, backward_of, check_gradient
+from tests.random_cases import random_case
 from tests.shim.traits import of_call
 from tests.test_cpu import SHORT
 from tests.verify import layout

@@ -14,7 +14,7 @@ from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import forward, splits
 from rawattn._kernels.steps import Tiles
 from rawattn._kernels.target import Target
-from tests.cases import DTYPES
+from tests.memory import DTYPES
 
 H200 = Target("sm_90a", 232448, multiprocessors=132)
 

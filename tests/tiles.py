@@ -19,7 +19,7 @@ from rawattn._kernels.selection import only, using_tiles
 from rawattn._kernels.sm90 import forward as sm90_forward
 from rawattn._kernels.target import SHARED_LIMIT, Target
 from rawattn._runtime import dispatch, kernel
-from tests.cases import DTYPES
+from tests.memory import DTYPES
 
 
 @dataclass(frozen=True)

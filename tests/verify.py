@@ -9,8 +9,9 @@ import numpy as np
 
 import rawattn
 from rawattn import reference
-from tests.cases import Case, Inputs, materialise
+from tests.cases import Case
 from tests.frameworks import Framework
+from tests.inputs import Inputs, materialise
 from tests.tolerance import check, check_lse, low_precision_attention
 
 

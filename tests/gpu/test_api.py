@@ -11,8 +11,11 @@ import pytest
 
 import rawattn
 from tests.bad_calls import BAD_CALLS, Bad, check_refused, good_call
-from tests.cases import CANARY, Case, curated, dense, materialise, ragged, strided
+from tests.cases import Case, dense, ragged
+from tests.curated_cases import curated
 from tests.frameworks import CuPy, Framework, Jax, NumPy, Torch
+from tests.inputs import materialise
+from tests.memory import CANARY, strided
 from tests.tiles import tensor_stores
 from tests.verify import run, verify
 

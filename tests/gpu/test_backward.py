@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 import rawattn
-from tests.cases import Case, curated, dense, ragged, random_case
+from tests.cases import Case, dense, ragged
+from tests.curated_cases import curated
 from tests.frameworks import CuPy, Jax, NumPy, Torch
 from tests.gradients import _dense, backward_of, verify
 from tests.landed import has_an_order, require, without_missing
+from tests.random_cases import random_case
 from tests.score_arrays import Pairs
 from tests.score_cases import random_score_case, scores_of_kernels
 from tests.tiles import TileShape, backward_tile_shapes, shared_limit

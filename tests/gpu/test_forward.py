@@ -14,7 +14,8 @@ from rawattn._kernels.selection import FAMILIES, only
 from rawattn._kernels.sm90 import forward as sm90_forward
 from rawattn._kernels.sm90.forward import LONG_SEQLEN, STREAM_K_SEQLEN
 from rawattn._runtime import dispatch
-from tests.cases import Case, curated, dense, ragged, repacked
+from tests.cases import Case, dense, ragged
+from tests.curated_cases import curated, repacked
 from tests.frameworks import CuPy
 from tests.landed import require
 from tests.score_cases import scores_of_kernels

@@ -8,9 +8,10 @@ from contextlib import nullcontext
 import pytest
 
 from rawattn._kernels.selection import only
-from tests.cases import Case, random_case
+from tests.cases import Case
 from tests.frameworks import CuPy, Jax, NumPy, Torch
 from tests.landed import without_missing
+from tests.random_cases import random_case
 from tests.score_cases import random_score_case
 from tests.tiles import clusters, sharing, tensor_stores
 from tests.verify import verify

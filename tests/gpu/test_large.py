@@ -11,8 +11,8 @@ import pytest
 
 import rawattn
 from rawattn import reference
-from tests.cases import DTYPES
 from tests.frameworks import CuPy
+from tests.memory import DTYPES
 from tests.tolerance import check, check_lse, low_precision_attention
 
 cupy = pytest.importorskip("cupy")

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 import rawattn
-from tests.cases import Case, dense, materialise, padded, ragged
+from tests.cases import Case, dense, padded, ragged
 from tests.frameworks import CuPy, Torch
 from tests.gpu.gate import closed, still_closed
 from tests.gpu.test_streams_graphs import _OTHER, arguments, bits
+from tests.inputs import materialise
 from tests.verify import layout
 
 cupy = pytest.importorskip("cupy")

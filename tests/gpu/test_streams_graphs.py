@@ -12,9 +12,10 @@ import pytest
 import rawattn
 from rawattn import reference
 from rawattn._kernels.sm90.forward import REPACK_SEQLEN, STREAM_K_SEQLEN
-from tests.cases import Case, Inputs, dense, materialise, padded, ragged
+from tests.cases import Case, dense, padded, ragged
 from tests.frameworks import CuPy, Jax, Torch
 from tests.gpu.gate import closed, of_torch, still_closed
+from tests.inputs import Inputs, materialise
 from tests.tolerance import check, low_precision_attention
 from tests.verify import layout
 

@@ -14,7 +14,7 @@ from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import backward as portable_backward
 from rawattn._kernels.portable import fill_padding, schedule
 from rawattn._kernels.portable.backward import Config, DqConfig
-from tests.cases import Strided
+from tests.memory import Strided
 from tests.shim.launch import Machine, Operand, padding
 from tests.shim.shim import Memory
 

@@ -16,7 +16,9 @@ from rawattn._kernels.portable import fill_padding, schedule
 from rawattn._kernels.portable import forward as portable_forward
 from rawattn._kernels.portable.forward import Config
 from rawattn._kernels.target import without_device
-from tests.cases import CANARY, Case, Inputs, Strided, materialise, strided
+from tests.cases import Case
+from tests.inputs import Inputs, materialise
+from tests.memory import CANARY, Strided, strided
 from tests.shim.launch import Forward, Machine, operands_of
 from tests.shim.shim import Build, Builder
 from tests.tolerance import check, check_lse

@@ -17,7 +17,7 @@ from rawattn._kernels.portable import fill_padding, schedule
 from rawattn._kernels.portable.forward import Config
 from rawattn._kernels.sm90 import forward as sm90_forward
 from rawattn._kernels.sm90 import forward_steps
-from tests.cases import CANARY, Strided
+from tests.memory import CANARY, Strided
 from tests.shim.shim import POISON, Build, Builder, Memory
 from tests.shim.tensor_map import encode
 

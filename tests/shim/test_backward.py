@@ -18,8 +18,11 @@ from rawattn._kernels.portable import backward as portable_backward
 from rawattn._kernels.portable.backward import Config, DqConfig
 from rawattn._kernels.target import without_device
 from tests import exhaustive
-from tests.cases import CANARY, Case, Strided, curated, dense, padded, ragged, random_case, strided
+from tests.cases import Case, dense, padded, ragged
+from tests.curated_cases import curated
 from tests.gradients import NAMES, backward_of, check_gradient
+from tests.memory import CANARY, Strided, strided
+from tests.random_cases import random_case
 from tests.shim.backward import Backward
 from tests.shim.launch import Machine, operands_of
 from tests.shim.shim import Builder

@@ -13,7 +13,7 @@ from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import forward as portable_forward
 from rawattn._kernels.sm90 import forward as sm90_forward
 from rawattn._kernels.target import Target, without_device
-from tests.cases import CANARY, DTYPES, Strided, strided
+from tests.memory import CANARY, DTYPES, Strided, strided
 from tests.shim.cells import dense_out
 from tests.shim.launch import Forward, Machine
 from tests.shim.shim import Builder

@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.cases import CANARY, Case, padded, ragged
+from tests.cases import Case, padded, ragged
+from tests.memory import CANARY
 from tests.shim.cells import call_of
 from tests.shim.launch import Machine
 from tests.shim.shim import Builder

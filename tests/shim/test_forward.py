@@ -12,7 +12,9 @@ import pytest
 from rawattn._kernels import tile_tables
 from rawattn._kernels.portable import forward as portable_forward
 from tests import exhaustive
-from tests.cases import Case, curated, dense, padded, ragged, random_case
+from tests.cases import Case, dense, padded, ragged
+from tests.curated_cases import curated
+from tests.random_cases import random_case
 from tests.shim.cells import Cell, Tiles, verify
 from tests.shim.shim import Builder
 from tests.shim.traits import of_case, of_kernel

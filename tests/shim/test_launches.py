@@ -16,8 +16,10 @@ from rawattn._kernels.sm90 import forward as sm90_forward
 from rawattn._runtime import calls
 from rawattn._runtime.prepared import Prepared
 from rawattn._runtime.verbs import BACKWARD, FORWARD, Verb
-from tests.cases import CANARY, Case, Strided, dense, padded, ragged, repacked, strided
+from tests.cases import Case, dense, padded, ragged
+from tests.curated_cases import repacked
 from tests.gradients import NAMES, backward_of, check_gradient
+from tests.memory import CANARY, Strided, strided
 from tests.shim.cells import call_of
 from tests.shim.device import Allocator, Device
 from tests.shim.launch import Machine, Operand

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rawattn._compile.compiler import Source
-from tests.cases import DTYPES
+from tests.memory import DTYPES
 from tests.shim.shim import Build, Builder, Fault, Kernel, Memory
 
 THREADS = 64

@@ -15,7 +15,9 @@ from rawattn._kernels.sm90 import forward as sm90_forward
 from rawattn._kernels.sm90 import forward_steps
 from rawattn._kernels.target import without_device
 from tests import exhaustive
-from tests.cases import Case, curated, dense, padded, ragged, random_case
+from tests.cases import Case, dense, padded, ragged
+from tests.curated_cases import curated
+from tests.random_cases import random_case
 from tests.shim.cells import call_of, verify
 from tests.shim.cells_sm90 import Sm90Cell, Sm90Tiles, chosen
 from tests.shim.shim import Builder

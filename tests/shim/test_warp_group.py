@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rawattn._compile.compiler import Source
-from tests.cases import DTYPES
+from tests.memory import DTYPES
 from tests.shim.shim import Build, Builder, Memory
 from tests.shim.warp_group import BYTES, LOADED, PIPELINE, SEEDS, THREADS, WAIT, probe, run
 
