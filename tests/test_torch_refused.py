@@ -1,0 +1,75 @@
+"""Mistakes in calls of `rawattn.torch.attention` on the host, also where autograd records or torch compiles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+# ruff: noqa: E402
+
+import rawattn
+import rawattn.torch
+from tests.bad_calls import BAD_CALLS, Bad, check_refused
+from tests.frameworks import Torch
+from tests.torch_calls import leaves, random
+
+pytestmark = pytest.mark.frameworks
+
+attention = rawattn.torch.attention
+
+
+@pytest.fixture(autouse=True)
+def _forget_compiled():
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_double_precision_is_refused(recorded: bool) -> None:
+    x = [t.double() for t in random("cpu")]
+    with pytest.raises(
+        TypeError, match="q: got dtype float64, expected float16, bfloat16 or float32"
+    ):
+        attention(*(leaves(*x) if recorded else x))
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match=r"q: got dtype torch.float64.* as by q.float\(\)"):
+        compiled(*(leaves(*x) if recorded else x))
+
+
+def test_others_than_tensors_are_refused() -> None:
+    q, k, v = random("cpu")
+    with pytest.raises(
+        TypeError, match=r"k: got ndarray, expected a torch\.Tensor; rawattn\.attention"
+    ):
+        attention(q, k.numpy(), v)
+
+
+def test_mistakes_are_told() -> None:
+    q, k, v = leaves(*random("cpu"))
+    with pytest.raises(ValueError, match="v: got seqlen_k = 32"):
+        attention(q, k, v[:, 1:])
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    with pytest.raises(ValueError, match="v: got seqlen_k = 32"):
+        compiled(q, k, v[:, 1:])
+    with pytest.raises(Exception, match=r"window: got 5, expected a tuple"):
+        compiled(q, k, v, window=5)
+    with pytest.raises(ValueError, match="window: got -2"):
+        compiled(q, k, v, window=(-2, None))
+
+
+RECORDED_BAD_CALLS = [bad for bad in BAD_CALLS if not bad.change.keys() & {"out", "backend"}]
+
+
+@pytest.mark.parametrize("bad", RECORDED_BAD_CALLS, ids=str)
+def test_bad_calls(bad: Bad) -> None:
+    """Refused as by the plain call, also where autograd records."""
+
+    def call(q: Any, k: Any, v: Any, **options: Any) -> Any:
+        x = (
+            t.requires_grad_() if isinstance(t, torch.Tensor) and t.is_floating_point() else t
+            for t in (q, k, v)
+        )
+        return attention(*x, **options)
+
+    check_refused(bad, Torch(), call)
