@@ -1,0 +1,162 @@
+"""Programs with calls of `rawattn.jax` on the CPU: shared, exported, sharded, traced by many threads; records of calls."""
+
+from __future__ import annotations
+
+import functools
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+# ruff: noqa: E402
+
+import rawattn.jax
+from rawattn import reference
+from rawattn._call.options import Options
+from rawattn._jax import record
+from rawattn._runtime.verbs import FORWARD, with_arrays
+from rawattn._verbs.backward import of_options
+from tests import jax_calls
+from tests.cases import Case
+from tests.verify import layout
+
+pytestmark = pytest.mark.frameworks
+arrays = functools.partial(jax_calls.random_arrays, "cpu")
+
+
+def fresh_process(code: str, *arguments: str, **environment: str) -> str:
+    result = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"PATH": "/usr/bin:/bin", "JAX_PLATFORMS": "cpu", **environment},
+        cwd=Path(__file__).resolve().parents[1],
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_the_program_calls_the_handler_and_nothing_on_the_host() -> None:
+    q = arrays(1, 9, 2, 16)[0]
+    program = jax.jit(jax.grad(lambda q: jax_calls.causal(q, q, q).sum())).lower(q).as_text()
+    targets = set(re.findall(r"custom_call @(\w+)", program))
+    assert targets == {"rawattn_attention", "rawattn_attention_backward"}
+    assert "callback" not in program
+
+
+def test_threads_trace_and_run_at_once() -> None:
+    """Each with options of its own, on both sides of the compilation."""
+    q, k, v = arrays(2, 33, 4, 16)
+    wrong: list[str] = []
+    start = threading.Barrier(6)
+
+    def work(n: int) -> None:
+        def loss(q: Any) -> Any:
+            return (rawattn.jax.attention(q, k, v, window=(n, 0)) ** 2).sum()
+
+        exact = reference.attention(*map(np.asarray, (q, k, v)), window=(n, 0))
+        start.wait()
+        run = jax.jit(jax.value_and_grad(loss))
+        for _ in range(20):
+            value, slope = run(q)
+            if not np.allclose(value, (exact**2).sum(), rtol=1e-4) or np.isnan(slope).any():
+                wrong.append(f"thread {n}: {value}")
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_equal_layouts_share_a_program() -> None:
+    q = arrays(9, 4, 16)[0]
+
+    def call(lengths: list[int]) -> Any:
+        return rawattn.jax.attention(q, q, q, seqs=rawattn.SeqLayout(seqstart_q=lengths))
+
+    call([0, 4, 9])
+    functions = rawattn.jax._function.cache_info().currsize
+    for _ in range(3):
+        call([0, 4, 9])
+    assert rawattn.jax._function.cache_info().currsize == functions
+    call([0, 5, 9])
+    assert rawattn.jax._function.cache_info().currsize == functions + 1
+
+
+@pytest.mark.parametrize("case", [*jax_calls.CASES_OF_FORWARD, *jax_calls.SCORE_CASES], ids=str)
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_record_is_what_its_text_says(case: Case, traced: bool) -> None:
+    inputs = jax_calls.backward_of(case).inputs
+    qkv = [x.view() for x in (inputs.q, inputs.k, inputs.v)]
+    options = Options(seqs=layout(inputs), **inputs.options)
+    gradients, _ = of_options(rawattn.Gradients(), options, None)
+    verb, given, values, options = with_arrays(FORWARD, options)
+    named = dict(zip(verb.extras, given, strict=True))
+    problem, lengths = rawattn.jax.describe(*qkv, options, arrays=named)
+    if traced:
+        lengths, _ = record.with_operands(lengths)
+    for backward in (False, True):
+        more = verb.extras, gradients, *values
+        written = record.Record(problem, lengths, True, backward, backward, *more)
+        read = record.read(written.text)
+        assert read.text == written.text
+        assert read.problem == problem
+        assert (read.options, read.gradients, (read.seed,)) == (
+            verb.extras,
+            gradients,
+            values or (None,),
+        )
+        assert (read.inputs, read.outputs) == (written.inputs, written.outputs)
+        assert read.lse and read.deterministic is backward is read.backward
+        assert read.operands == written.operands
+
+
+def test_an_exported_program_runs_in_another_process(tmp_path: Path) -> None:
+    """Nothing that a program needs lies in the process that traced it."""
+    pytest.importorskip("flatbuffers")
+    q, k, v = arrays(2, 33, 4, 16)
+    program = jax.jit(lambda q, k, v: rawattn.jax.attention(q, k, v, window=(3, 1)))
+    check = jax.export.DisabledSafetyCheck.custom_call("rawattn_attention")
+    (tmp_path / "program").write_bytes(
+        jax.export.export(program, platforms=["cpu"], disabled_checks=[check])(q, k, v).serialize()
+    )
+    np.save(tmp_path / "given.npy", np.stack([q, k, v]))
+    code = """
+import sys, pathlib, numpy as np, jax, rawattn.jax
+there = pathlib.Path(sys.argv[1])
+rawattn.jax.attention(*np.ones((3, 1, 2, 1, 8), "f4"))  # another call comes first
+program = jax.export.deserialize((there / "program").read_bytes())
+np.save(there / "out.npy", program.call(*np.load(there / "given.npy")))
+"""
+    fresh_process(code, str(tmp_path))
+    np.testing.assert_allclose(np.load(tmp_path / "out.npy"), program(q, k, v), atol=1e-6)
+
+
+def test_shard_map_calls_for_each_shard() -> None:
+    code = """
+import jax, numpy as np, rawattn.jax
+from jax.sharding import AxisType, PartitionSpec as P
+mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+q, k, v = jax.random.normal(jax.random.key(0), (3, 4, 9, 4, 16))
+def loss(q, k, v):
+    return (rawattn.jax.attention(q, k, v, causal=True) ** 2).sum(keepdims=True, axis=(1, 2, 3))
+for specs, (k, v) in (((P("x"), P("x"), P("x")), (k, v)), ((P("x"), P(), P()), (k[:2], v[:2]))):
+    sharded = jax.shard_map(loss, mesh=mesh, in_specs=specs, out_specs=P("x"))
+    def alone(q, k, v):
+        half = [(q[:2], q[2:]), (k[:2], k[-2:]), (v[:2], v[-2:])]
+        return sum(loss(*x).sum() for x in zip(*half))
+    got = jax.jit(jax.value_and_grad(lambda *x: sharded(*x).sum(), argnums=(0, 1, 2)))(q, k, v)
+    exact = jax.value_and_grad(alone, argnums=(0, 1, 2))(q, k, v)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(exact)):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-5)
+"""
+    fresh_process(code, XLA_FLAGS="--xla_force_host_platform_device_count=2")
