@@ -22,7 +22,7 @@ attention = rawattn.torch.attention
 
 
 @pytest.fixture(autouse=True)
-def _forget_compiled():
+def _forget_compiled() -> None:
     torch._dynamo.reset()
 
 
