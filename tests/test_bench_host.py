@@ -1,4 +1,4 @@
-"""`rawattn bench --suite host`, with NumPy in the place of CuPy and frameworks on the CPU; outputs asked for first."""
+"""`rawattn bench --suite host`, with NumPy in the place of CuPy and frameworks on the CPU."""
 
 from __future__ import annotations
 
@@ -346,44 +346,6 @@ def test_calls_are_listed_and_chosen_by_words(capsys: pytest.CaptureFixture[str]
     ]
     assert cli.main(["bench", "--suite", "host", "--filter", "nonsense"]) == 1
     assert "no case has the words 'nonsense'" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("suite", ["forward", "host"])
-@pytest.mark.parametrize(
-    ("option", "name", "says"),
-    [
-        ("--plot", "plot.docx", "got .docx, expected .png, .svg, .pdf"),
-        ("--plot", "", "is a directory"),
-        ("--json", "file/a.json", "is no directory"),
-        ("--markdown", "file/a.md", "is no directory"),
-    ],
-)
-def test_outputs_are_checked_before_the_work(
-    suite: str,
-    option: str,
-    name: str,
-    says: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("rawattn._cli.bench.require_gpu", lambda: pytest.fail("the work began"))
-    (tmp_path / "file").touch()
-    if (suite, name) == ("host", "plot.docx"):
-        says = "the suite host has no plot"
-    assert cli.main(["bench", "--suite", suite, option, str(tmp_path / name)]) == 1
-    said = capsys.readouterr().err
-    assert said.startswith(f"rawattn bench: {option}")
-    assert says in said
-
-
-def test_a_plot_without_matplotlib_is_refused_before_the_work(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("rawattn._cli.bench.require_gpu", lambda: pytest.fail("the work began"))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert cli.main(["bench", "--plot", str(tmp_path / "a.png")]) == 1
-    assert 'pip install "rawattn[bench]"' in capsys.readouterr().err
 
 
 # How everybody was called
