@@ -22,7 +22,7 @@ from rawattn._runtime import calls
 from rawattn._runtime.verbs import BACKWARD, FORWARD, Verb, with_arrays
 from rawattn._verbs import backward as verbs
 from rawattn.reference._call import read
-from tests.gradients import cancelling_terms
+from tests.gradient_errors import cancelling_terms
 from tests.shim.device import Allocator, Device
 from tests.shim.shim import POISON, Memory
 from tests.tolerance import check, check_lse, column_orders, low_precision_attention, scale_of
