@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,31 @@ def first_gpu() -> None:
         import cupy
 
         cupy.cuda.Device(0).use()
+
+
+@pytest.fixture
+def torch() -> Any:
+    module = pytest.importorskip("torch")
+    if not module.cuda.is_available():
+        pytest.skip("torch sees no GPU")
+    return module
+
+
+@pytest.fixture
+def jax() -> Any:
+    module = pytest.importorskip("jax")
+    try:
+        module.devices("gpu")
+    except RuntimeError as error:
+        pytest.skip(f"JAX sees no GPU: {error}")
+    return module
+
+
+@pytest.fixture
+def stream() -> Any:
+    """A CuPy stream that no legacy default stream waits for."""
+    cupy = pytest.importorskip("cupy")
+    return cupy.cuda.Stream(non_blocking=True)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -1,29 +1,17 @@
-"""Arrays in and out on the GPU: no copy, streams ordered both ways, captures left alone."""
+"""Arrays in and out on the GPU: no copy, no leak, integers of a call."""
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-import rawattn
-from rawattn._interop import streams
-from rawattn._interop.arrays import (
-    HOST,
-    compute_stream,
-    export_array,
-    import_array,
-    import_integers,
-    on_stream_of,
-)
-from tests.gpu.gate import closed, still_closed
+from rawattn._interop.arrays import HOST, export_array, import_array, import_integers, on_stream_of
+from tests.gpu.placed import SIZE, on_gpu
 
 pytestmark = [pytest.mark.gpu, pytest.mark.frameworks]
 cupy = pytest.importorskip("cupy")
@@ -31,48 +19,12 @@ cupy = pytest.importorskip("cupy")
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = [np.dtype(np.float16), BFLOAT16, np.dtype(np.float32), np.dtype(np.int32)]
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-SIZE = 1 << 20
-Gate = Callable[[Any], AbstractContextManager[None]]
-
-
-@pytest.fixture
-def torch() -> Any:
-    module = pytest.importorskip("torch")
-    if not module.cuda.is_available():
-        pytest.skip("torch sees no GPU")
-    return module
-
-
-@pytest.fixture
-def jax() -> Any:
-    module = pytest.importorskip("jax")
-    try:
-        module.devices("gpu")
-    except RuntimeError as error:
-        pytest.skip(f"JAX sees no GPU: {error}")
-    return module
-
-
-@pytest.fixture
-def stream() -> Any:
-    """A CuPy stream that no legacy default stream waits for."""
-    return cupy.cuda.Stream(non_blocking=True)
 
 
 def full(shape: tuple[int, ...], value: float, dtype: np.dtype[Any]) -> Any:
     """CuPy's own arithmetic is not asked to know bfloat16."""
     host = np.full(shape, value, dtype)
     return cupy.asarray(host.view(f"u{dtype.itemsize}")).view(dtype)
-
-
-def rehearsed(test: Callable[[Gate], None]) -> None:
-    """Runs `test` without the gate first: loading a kernel may wait for one that is running."""
-    test(lambda stream: contextlib.nullcontext())
-    test(closed)
-
-
-def on_gpu(jax: Any, values: np.ndarray, ordinal: int = 0) -> Any:
-    return jax.device_put(values, jax.devices("gpu")[ordinal])
 
 
 @each_dtype
@@ -193,196 +145,6 @@ def test_jax_out(jax: Any, dtype: np.dtype[Any]) -> None:
             assert result.unsafe_buffer_pointer() == array.data.ptr
 
 
-def test_compute_stream(torch: Any, stream: Any) -> None:
-    side = torch.cuda.Stream()
-    assert compute_stream("torch", 0).ptr == torch.cuda.current_stream().cuda_stream
-    with torch.cuda.stream(side), stream:
-        assert compute_stream("torch", 0).ptr == side.cuda_stream
-        assert compute_stream("cupy", 0) is stream
-        assert compute_stream("jax", 0) is stream
-
-
-def test_on_stream_of_torch(torch: Any, stream: Any) -> None:
-    """CuPy is on torch's stream and in torch's memory inside, and as before outside."""
-    tensor = torch.zeros(4, device="cuda")
-    side = torch.cuda.Stream()
-    with stream, torch.cuda.stream(side):
-        ours, theirs = (
-            cupy.get_default_memory_pool().used_bytes(),
-            torch.cuda.memory_allocated(),
-        )
-        with on_stream_of(tensor, "torch") as current:
-            assert cupy.cuda.get_current_stream().ptr == current.ptr == side.cuda_stream
-            block = cupy.empty(1 << 20, np.uint8)
-            assert torch.cuda.memory_allocated() - theirs >= 1 << 20
-            assert cupy.get_default_memory_pool().used_bytes() == ours
-            with cupy.cuda.Stream(non_blocking=True):  # torch's memory is not for other streams
-                other = cupy.empty(1 << 20, np.uint8)
-            assert cupy.get_default_memory_pool().used_bytes() - ours >= 1 << 20
-            with on_stream_of(tensor, "torch") as again:
-                assert again.ptr == current.ptr
-            assert streams.current_stream("cupy", 0) == stream.ptr
-        assert cupy.cuda.get_current_stream() is stream
-        assert streams.current_stream("cupy", 0) == stream.ptr
-        result = export_array(block, "torch", current)
-        del block, other
-        assert torch.cuda.memory_allocated() - theirs >= 1 << 20
-        del result
-        assert torch.cuda.memory_allocated() == theirs
-
-
-def test_same_stream_waits_for_nothing(torch: Any) -> None:
-    """Neither the host nor the stream: what is behind the gate stays there."""
-    side = torch.cuda.Stream()
-
-    def test(gate: Gate) -> None:
-        tensor = torch.ones(SIZE, device="cuda")
-        side.synchronize()
-        with gate(compute_stream("torch", 0)):
-            tensor.fill_(3)
-            with on_stream_of(tensor, "torch") as current:
-                view = import_array("q", tensor, stream=current).array
-                result = export_array(view * 2, "torch", current)
-            result += 1
-            assert gate is not closed or still_closed(current)
-        assert bool((result == 7).all())
-
-    with torch.cuda.stream(side):
-        rehearsed(test)
-
-
-def test_torch_is_ready_on_a_cupy_stream(torch: Any, stream: Any) -> None:
-    side = torch.cuda.Stream()
-
-    def test(gate: Gate) -> None:
-        tensor = torch.zeros(SIZE, device="cuda")
-        side.synchronize()
-        with gate(compute_stream("torch", 0)):
-            tensor.fill_(3)
-            copy = import_array("k", tensor).array.copy()
-        assert bool((copy.get() == 3).all())
-
-    with torch.cuda.stream(side), stream:
-        rehearsed(test)
-
-
-def test_cupy_is_ready_on_a_torch_stream(torch: Any, stream: Any) -> None:
-    side = torch.cuda.Stream()
-    tensor = torch.zeros(1, device="cuda")
-
-    def test(gate: Gate) -> None:
-        array = cupy.zeros(SIZE, np.float32)
-        stream.synchronize()
-        with gate(stream):
-            array.fill(3)
-            with on_stream_of(tensor, "torch") as current:
-                view = import_array("k", array, stream=current).array
-                copy = export_array(view.copy(), "torch", current)
-        assert bool((copy == 3).all())
-
-    with torch.cuda.stream(side), stream:
-        rehearsed(test)
-
-
-def test_results_are_ready_on_another_torch_stream(torch: Any, stream: Any) -> None:
-    side = torch.cuda.Stream()
-
-    def test(gate: Gate) -> None:
-        array = cupy.zeros(SIZE, np.float32)
-        stream.synchronize()
-        with gate(stream):
-            array.fill(3)
-            copy = export_array(array, "torch", stream).clone()
-        assert bool((copy == 3).all())
-
-    with torch.cuda.stream(side), stream:
-        rehearsed(test)
-
-
-def test_results_are_ready_in_jax(jax: Any, stream: Any) -> None:
-    copied = jax.jit(lambda x: x + 0)
-
-    def test(gate: Gate) -> None:
-        array = cupy.zeros(SIZE, np.float32)
-        stream.synchronize()
-        with gate(stream):
-            array.fill(3)
-            copy = copied(export_array(array, "jax", stream))
-        assert bool((copy == 3).all())
-
-    with stream:
-        rehearsed(test)
-
-
-def test_jax_is_ready_on_a_cupy_stream(jax: Any, stream: Any) -> None:
-    @jax.jit
-    def slowly(x: Any, noise: Any) -> Any:
-        for _ in range(8):
-            noise = noise @ noise
-        return x + 3 + 0 * noise[0, 0]
-
-    x, noise = jax.numpy.zeros(SIZE), jax.numpy.zeros((2048, 2048))
-    slowly(x, noise).block_until_ready()
-    with stream:
-        for _ in range(10):
-            copy = import_array("k", slowly(x, noise)).array.copy()
-            assert bool((copy.get() == 3).all())
-
-
-def test_caller_reads_out_after_it_is_written(torch: Any, stream: Any) -> None:
-    """A tensor given as `out=` to work on a CuPy stream."""
-    side = torch.cuda.Stream()
-
-    def test(gate: Gate) -> None:
-        out = torch.zeros(SIZE, device="cuda")
-        side.synchronize()
-        with gate(stream):
-            view = import_array("out", out)
-            view.array.fill(3)
-            del view
-            copy = out.clone()
-        assert bool((copy == 3).all())
-
-    with torch.cuda.stream(side), stream:
-        rehearsed(test)
-
-
-def test_torch_does_not_reuse_memory_in_use(torch: Any, stream: Any) -> None:
-    side = torch.cuda.Stream()
-
-    def test(gate: Gate) -> None:
-        tensor = torch.full((SIZE,), 3.0, device="cuda")
-        side.synchronize()
-        address = tensor.data_ptr()
-        with gate(stream):
-            copy = import_array("k", tensor).array.copy()
-            del tensor
-            other = torch.full((SIZE,), 5.0, device="cuda")
-            assert other.data_ptr() == address, "the test needs the same memory again"
-        assert bool((copy.get() == 3).all())
-
-    with torch.cuda.stream(side), stream:
-        rehearsed(test)
-
-
-def test_jax_does_not_reuse_memory_in_use(jax: Any, stream: Any) -> None:
-    make = jax.jit(lambda x: jax.numpy.full((SIZE,), x))
-
-    def test(gate: Gate) -> None:
-        array = make(3.0).block_until_ready()
-        with gate(stream):
-            copy = import_array("k", array).array.copy()
-            del array
-            gc.collect()
-            others = [make(5.0).block_until_ready() for _ in range(8)]
-            assert gate is not closed or still_closed(stream)
-        assert bool((copy.get() == 3).all())
-        assert len(others) == 8
-
-    with stream:
-        rehearsed(test)
-
-
 def test_nothing_leaks(torch: Any, jax: Any, stream: Any) -> None:
     tensor, array = torch.zeros(SIZE, device="cuda"), jax.numpy.zeros(SIZE)
     pool = cupy.get_default_memory_pool()
@@ -411,57 +173,6 @@ def test_nothing_leaks(torch: Any, jax: Any, stream: Any) -> None:
     assert pool.used_bytes() <= ours
 
 
-def test_torch_graph(torch: Any) -> None:
-    """Import, work, export inside a capture; the graph's memory stays its own afterwards."""
-    tensor = torch.zeros(SIZE, device="cuda")
-
-    def doubled(tensor: Any) -> Any:
-        with on_stream_of(tensor, "torch") as current:
-            view = import_array("q", tensor, stream=current).array
-            return export_array(view + view, "torch", current)
-
-    doubled(tensor)  # compiles CuPy's kernel
-    torch.cuda.synchronize()
-    cupy.get_default_memory_pool().free_all_blocks()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        between = doubled(tensor)
-        result = between + 1
-        del between
-    others = [torch.full((SIZE,), 7.0, device="cuda") for _ in range(8)]
-    others += [cupy.full(SIZE, 7.0, np.float32) for _ in range(8)]
-    for value in (1, 2):
-        tensor.fill_(value)
-        graph.replay()
-        torch.cuda.synchronize()
-        assert bool((result == 2 * value + 1).all())
-    assert all(bool((other == 7).all()) for other in others), "a replay wrote elsewhere"
-
-
-@pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_others_arrays_leave_a_cupy_capture_alone(
-    framework: str, request: pytest.FixtureRequest, stream: Any
-) -> None:
-    module = request.getfixturevalue(framework)
-    if framework == "torch":
-        other = module.full((SIZE,), 3.0, device="cuda")
-        module.cuda.synchronize()
-    else:
-        other = module.numpy.full((SIZE,), 3.0).block_until_ready()
-    with stream:
-        array = cupy.zeros(SIZE, np.float32)
-        array += import_array("k", other).array
-        stream.synchronize()
-        stream.begin_capture()
-        view = import_array("k", other, stream=stream).array
-        array += view
-        del view
-        graph = stream.end_capture()
-        graph.launch(stream)
-        graph.launch(stream)
-        assert bool((array.get() == 9).all())
-
-
 def test_integers_on_the_gpu(torch: Any, jax: Any) -> None:
     for given in (
         cupy.arange(3, dtype=np.int32),
@@ -475,70 +186,3 @@ def test_integers_on_the_gpu(torch: Any, jax: Any) -> None:
     for refused in (cupy.zeros(3), cupy.zeros(3, bool), torch.zeros(3, device="cuda")):
         with pytest.raises(TypeError, match=r"^seqlen_q: got"):
             import_integers("seqlen_q", refused)
-
-
-@pytest.fixture
-def second_gpu() -> int:
-    if cupy.cuda.runtime.getDeviceCount() < 2:
-        pytest.skip("one GPU")
-    return 1
-
-
-def test_torch_on_the_second_gpu(torch: Any, second_gpu: int) -> None:
-    device = torch.device("cuda", second_gpu)
-    side = torch.cuda.Stream(device)
-    with torch.cuda.stream(side):
-        tensor = torch.full((SIZE,), 3.0, device=device)
-    side.synchronize()
-    assert torch.cuda.current_device() == cupy.cuda.runtime.getDevice() == 0
-    view = import_array("q", tensor)
-    assert (view.device, view.array.data.ptr) == (second_gpu, tensor.data_ptr())
-    assert cupy.cuda.runtime.getDevice() == 0
-    with torch.cuda.stream(side), torch.cuda.device(0):
-        with on_stream_of(tensor, "torch") as current:
-            assert cupy.cuda.runtime.getDevice() == second_gpu
-            assert current.ptr == side.cuda_stream
-            result = export_array(
-                import_array("q", tensor, stream=current).array + 1, "torch", current
-            )
-        assert cupy.cuda.runtime.getDevice() == 0
-    side.synchronize()
-    assert result.device == device
-    assert bool((result == 4).all())
-
-
-def test_orders_streams_of_the_second_gpu(second_gpu: int) -> None:
-    """Also its legacy stream, whose handle, 0, means the current GPU's."""
-    with cupy.cuda.Device(second_gpu):
-        side = cupy.cuda.Stream(non_blocking=True)
-        counter = cupy.zeros(64 << 20, np.float32)
-        for _ in range(50):
-            counter += 1
-    assert cupy.cuda.runtime.getDevice() == 0
-    streams.order(0, side.ptr, second_gpu)
-    with cupy.cuda.Device(second_gpu), side:
-        assert counter[-1:].get() == 50
-
-
-def test_jax_on_either_gpu_while_the_other_is_current(jax: Any, second_gpu: int) -> None:
-    rng = np.random.default_rng(0)
-    host = rng.standard_normal((3, 1, 40, 2, 16), dtype=np.float32)
-    expected = rawattn.attention(*host, backend="cpu")
-    for place, current in ((second_gpu, 0), (0, second_gpu)):
-        arrays = [on_gpu(jax, x, place) for x in host]
-        with cupy.cuda.Device(current):
-            out = rawattn.attention(*arrays)
-        assert out.devices() == arrays[0].devices()
-        np.testing.assert_allclose(np.asarray(out), expected, atol=1e-5)
-
-
-def test_jax_on_the_second_gpu(jax: Any, second_gpu: int) -> None:
-    array = on_gpu(jax, np.full(SIZE, 3, np.float32), second_gpu)
-    view = import_array("q", array)
-    assert (view.device, view.array.data.ptr) == (second_gpu, array.unsafe_buffer_pointer())
-    before = cupy.cuda.runtime.getDevice()  # JAX makes the device of its work the current one
-    with on_stream_of(array, "jax") as current, cupy.cuda.Device(second_gpu):
-        result = export_array(view.array + 1, "jax", current)
-    assert cupy.cuda.runtime.getDevice() == before
-    assert result.devices() == array.devices()
-    assert bool((result == 4).all())
