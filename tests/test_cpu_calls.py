@@ -10,12 +10,12 @@ import pytest
 
 import rawattn
 from rawattn import SeqLayout
-from rawattn._runtime import dispatch
+from rawattn._runtime import dispatch, on_cpu
 
 
 @pytest.fixture(autouse=True)
 def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_known", {})
+    monkeypatch.setattr(on_cpu, "_known", {})
 
 
 def arrays(*shape: int) -> np.ndarray:
@@ -28,13 +28,13 @@ def call(q: Any, k: Any, v: Any, **options: Any) -> np.ndarray:
 
 def test_a_like_call_is_described_once(monkeypatch: pytest.MonkeyPatch) -> None:
     described: list[int] = []
-    describe = dispatch.describe
+    describe = on_cpu.describe
 
     def counting(*args: Any) -> Any:
         described.append(1)
         return describe(*args)
 
-    monkeypatch.setattr(dispatch, "describe", counting)
+    monkeypatch.setattr(on_cpu, "describe", counting)
     q, k, v = arrays(2, 5, 2, 8)
     bias = np.zeros((5, 5), np.float32)
     for options in ({}, {"causal": True}, {"window": (1, 0)}, {"softcap": 2.0}, {"bias": bias}):

@@ -103,7 +103,7 @@ class Machine:
         cupy = SimpleNamespace(cuda=SimpleNamespace(Device=self._switched))
         monkeypatch.setitem(sys.modules, "cupy", cupy)
         monkeypatch.setattr(verbs_plan, "native", lambda framework: self)
-        monkeypatch.setattr(planned.dispatch, "find", self._find)
+        monkeypatch.setattr(planned.on_gpu, "find", self._find)
         monkeypatch.setattr(planned.streams, "wait", lambda stream, device: None)
 
     @contextlib.contextmanager

@@ -26,7 +26,7 @@ from rawattn._kernels.selection import only, selection, using_tiles
 from rawattn._kernels.sm90 import forward as sm90_forward
 from rawattn._kernels.sm90 import forward_steps
 from rawattn._kernels.target import without_device
-from rawattn._runtime import dispatch
+from rawattn._runtime import on_gpu
 from rawattn._runtime.verbs import BACKWARD, FORWARD, Verb
 from tests.tiles import clusters, sharing, tensor_stores
 
@@ -128,21 +128,21 @@ class FakeArrays:
 def test_a_prepared_call_belongs_to_its_tables(verb: Verb, monkeypatch: pytest.MonkeyPatch):
     made: list[Any] = []
 
-    def prepare(*args: Any) -> dispatch.Call:
+    def prepare(*args: Any) -> on_gpu.Call:
         made.append(selection())
         launches: Any = SimpleNamespace(run=lambda *args: None)
         nothing: Any = None
-        return dispatch.Call(launches, nothing, nothing, (), (), None, ())
+        return on_gpu.Call(launches, nothing, nothing, (), (), None, ())
 
     prepared: dict[Any, Any] = {}
-    monkeypatch.setattr(dispatch, "_prepared", prepared)
-    monkeypatch.setattr(dispatch, "prepare", prepare)
+    monkeypatch.setattr(on_gpu, "_prepared", prepared)
+    monkeypatch.setattr(on_gpu, "prepare", prepare)
     own: Any = FakeArrays()
     inputs, targets = (object(),) * len(verb.inputs), (None,) * len(verb.outputs)
 
     def call() -> None:
         read = own.read(inputs, verb.required)
-        dispatch.on_gpu(verb, own, read, inputs, targets, DEFAULTS, False, "cupy")
+        on_gpu.run(verb, own, read, inputs, targets, DEFAULTS, False, "cupy")
 
     rows = _tiles.table("portable_forward", "16bit")
     for _ in range(2):

@@ -13,7 +13,7 @@ from rawattn._call.layout import Lengths, SeqLayout
 from rawattn._call.options import Options
 from rawattn._interop import arrays, streams
 from rawattn._interop.native import Native, Read
-from rawattn._runtime import dispatch
+from rawattn._runtime import on_gpu
 from rawattn._runtime.calls import Call
 from rawattn._runtime.prepared import Own
 from rawattn._runtime.verbs import Verb
@@ -76,7 +76,7 @@ class GpuPlan:
         self._result_addresses = [0 if x is None else own.address(x) for x in self._results]
         self._form = self._read(self._inputs)[1]
         self._alignment = _alignment(self._together(read[0]) | _together(self._result_addresses))
-        self._places = dispatch.places(verb, read[0][: self._count])
+        self._places = on_gpu.places(verb, read[0][: self._count])
         self._mine = self._given = call.prepared.own(own, self._stream, lengths)
         if any(x is None for x in targets):
             self._given = self._writing_callers_arrays(call)
@@ -145,7 +145,7 @@ class GpuPlan:
     def _check_places(self, addresses: Sequence[int]) -> None:
         """Arrays of options are read in words as wide as their places at planning time allow."""
         verb = self._verb
-        found = dispatch.places(verb, addresses)
+        found = on_gpu.places(verb, addresses)
         for name, got, planned in zip(verb.extras, found, self._places, strict=True):
             if got != planned:
                 raise ValueError(
@@ -161,7 +161,7 @@ class GpuPlan:
     def _find(
         self, read: Read, inputs: Sequence[Any], targets: Sequence[Any]
     ) -> tuple[Call, Lengths]:
-        return dispatch.find(
+        return on_gpu.find(
             *(self._verb, self._own, read, inputs, targets, self._options, self._flag)
         )
 

@@ -79,6 +79,10 @@ class Verb:
         object.__setattr__(self, "q", self.inputs.index("q"))
         object.__setattr__(self, "required", len(self.inputs) - len(self.optional))
 
+    def named(self, inputs: Sequence[Any], targets: Sequence[Any]) -> list[tuple[str, Any]]:
+        """The arrays of a call with their names."""
+        return list(zip(self.inputs + self.outputs, (*inputs, *targets), strict=True))
+
 
 def _bind_rows(seqs: Any, q: Any, k: Any) -> Lengths:
     batch = q.shape[0] if len(q.shape) == 4 else None

@@ -13,7 +13,7 @@ from rawattn._kernels import params
 from rawattn._kernels.selection import FAMILIES, only
 from rawattn._kernels.sm90 import forward as sm90_forward
 from rawattn._kernels.sm90.forward import LONG_SEQLEN, STREAM_K_SEQLEN
-from rawattn._runtime import dispatch
+from rawattn._runtime import on_gpu
 from tests.cases import Case, dense, ragged
 from tests.curated_cases import curated, repacked
 from tests.frameworks import CuPy
@@ -164,8 +164,8 @@ def test_long_keys_are_shared_out() -> None:
             assert _last_launch("stream_k")["tiles"] > 0
 
 
-def _last_call() -> dispatch.Call:
-    return list(dispatch._prepared.values())[-1]
+def _last_call() -> on_gpu.Call:
+    return list(on_gpu._prepared.values())[-1]
 
 
 def _last_launch(field: str) -> Any:
@@ -197,7 +197,7 @@ def test_every_copy_width(dtype: str, alignment: int) -> None:
 def test_operands_that_hopper_cannot_read(case: Case) -> None:
     with repacking():
         verify(case, CUPY)
-        prepared = list(dispatch._prepared.values())
+        prepared = list(on_gpu._prepared.values())
     if compiler.device_arch(0) == sm90_forward.ARCH:
         assert prepared and all(
             isinstance(each.prepared.config, sm90_forward.Config) for each in prepared

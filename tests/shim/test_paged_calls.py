@@ -15,7 +15,7 @@ from rawattn import SeqLayout, paged_attention
 from rawattn._call import integers
 from rawattn._interop import arrays, native
 from rawattn._interop.native import View
-from rawattn._runtime import dispatch, planned
+from rawattn._runtime import on_gpu, planned
 from tests.paged import Paged, paged, verify
 from tests.shim.device import Allocator, Device
 from tests.shim.launch import Machine
@@ -94,7 +94,7 @@ def place(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> Callable[[np.nda
     device.install(monkeypatch)
     monkeypatch.setitem(arrays._frameworks, OnDevice, "machine")
     monkeypatch.setitem(native._made, "machine", Native(device))  # type: ignore[arg-type]
-    monkeypatch.setattr(dispatch, "_prepared", {})
+    monkeypatch.setattr(on_gpu, "_prepared", {})
     monkeypatch.setattr(planned.streams, "wait", lambda stream, device: None)
     monkeypatch.setattr(planned.streams, "is_capturing", lambda stream: False)
     monkeypatch.setattr(planned.streams, "order", lambda *streams: None)
@@ -131,7 +131,7 @@ def test_calls(place: Any, pair: bool, on_device: bool) -> None:
                 *inputs_of(call, place), seqlen_k=lengths, causal=True, return_lse=True
             )
         verify(call, *result(found), causal=True)
-    assert len(dispatch._prepared) == 1
+    assert len(on_gpu._prepared) == 1
 
 
 def test_group_mode_and_options(place: Any) -> None:

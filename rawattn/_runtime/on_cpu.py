@@ -1,0 +1,86 @@
+"""Calls of NumPy arrays by the CPU backend, described once for all calls like them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rawattn._call import layout
+from rawattn._call.layout import Lengths
+from rawattn._call.options import Options, structural
+from rawattn._call.problem import Problem
+from rawattn._call.structure import structure
+from rawattn._interop import arrays
+from rawattn._runtime.calls import describe
+from rawattn._runtime.verbs import Verb
+
+Arrays = Sequence[Any]
+
+# Calls described earlier, by everything that decides it but values.
+_known: dict[Any, tuple[Problem, Lengths, Any]] = {}
+_MAX_KNOWN = 512
+_known_lock = threading.Lock()
+
+
+def run(
+    verb: Verb,
+    inputs: Arrays,
+    targets: Arrays,
+    options: Options,
+    flag: bool,
+    framework: str,
+    values: tuple[int, ...] = (),
+) -> Sequence[Any]:
+    """NumPy arrays, by the CPU backend."""
+    described, lengths, specs = _described(verb, inputs, targets, options, flag, framework)
+    results = []
+    for target, spec, padding in zip(targets, specs, verb.padding, strict=True):
+        result = target
+        if target is None and spec is not None:
+            result = np.empty(*spec) if framework == "numpy" else arrays.empty_host(*spec)
+            if described.ragged:  # else the backend writes every row
+                result[...] = padding
+        results.append(result)
+    extras: dict[str, Any] = {}
+    host_lengths = layout.host_lengths(lengths) if described.ragged else None
+    if verb.extras or values:
+        count = len(inputs) - len(verb.extras)
+        extras = dict(zip(verb.extras + verb.values, (*inputs[count:], *values), strict=True))
+        inputs = inputs[:count]
+    verb.cpu(described, host_lengths, inputs, results, flag, extras, verb.gradients)
+    return results
+
+
+def _described(
+    verb: Verb, inputs: Arrays, targets: Arrays, options: Options, flag: bool, framework: str
+) -> tuple[Problem, Lengths, Any]:
+    """`describe` of NumPy arrays, which makes every check. A call like an earlier one has passed them."""
+    key: Any = None
+    lengths = None
+    # Memory to write is checked against all other arrays, each time.
+    if all(target is None for target in targets):
+        try:
+            form_of_lengths = None
+            if options.seqs is not None:
+                lengths = verb.bind(options.seqs, inputs)
+                most = lengths.q.max_seqlen, lengths.k.max_seqlen
+                form_of_lengths = structure(lengths), most
+            forms = [None if x is None else (x.shape, x.dtype) for x in inputs]
+            strides = [x.strides for x in inputs[len(inputs) - len(verb.extras) :]]
+            key = (verb, flag, *forms, *strides, form_of_lengths, structural(options))
+            known = _known.get(key)
+            if known is not None:
+                problem, bound, specs = known
+                return problem, lengths or bound, specs
+        except (TypeError, ValueError, IndexError, AttributeError):
+            key = None  # describing the call tells what is wrong with it
+    described = describe(verb, dict(verb.named(inputs, targets)), options, flag, framework)
+    if key is not None:
+        with _known_lock:
+            if len(_known) >= _MAX_KNOWN:
+                _known.clear()
+            _known[key] = described
+    return described
