@@ -9,6 +9,8 @@ import pytest
 torch = pytest.importorskip("torch")
 # ruff: noqa: E402
 
+import torch._dynamo.testing  # noqa: F811  (torch does not load it before it compiles)
+
 import rawattn
 import rawattn.torch
 from rawattn._torch import ops
