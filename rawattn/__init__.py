@@ -14,6 +14,7 @@ from rawattn._verbs.backward import attention_backward, attention_vjp
 from rawattn._verbs.combine import combine
 from rawattn._verbs.paged import paged_attention
 from rawattn._verbs.plan import Plan, plan
+from rawattn._verbs.vectorized import unpack_pages
 
 if TYPE_CHECKING:
     from rawattn import reference
@@ -37,6 +38,7 @@ __all__ = [
     "reference",
     "show_mask",
     "topk_mask",
+    "unpack_pages",
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -41,8 +42,15 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return recorded_calls(monkeypatch)
 
 
-@pytest.mark.parametrize("side", [None, "none", "right", "left", "both"])
-@pytest.mark.parametrize("name", ["llama", "mistral", "bert", "modernbert"])
+@pytest.mark.parametrize(
+    ("name", "side"),
+    exhaustive.thin(
+        itertools.product(
+            ("llama", "mistral", "bert", "modernbert"), (None, "none", "right", "left", "both")
+        ),
+        3,
+    ),
+)
 def test_trains_as_with_torchs_own(name: str, side: str | None, calls: list[Any]) -> None:
     mask = padding(side)
     got = losses(model_of(name, "rawattn"), mask)

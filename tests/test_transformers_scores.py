@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ transformers = pytest.importorskip("transformers")
 # ruff: noqa: E402
 
 from rawattn._torch import transformers as ours
+from tests import exhaustive
 from tests.transformers_models import (
     after_tokens,
     generated,
@@ -70,8 +72,10 @@ _SCORED = {
 }
 
 
-@pytest.mark.parametrize("side", [None, "right", "left", "both"])
-@pytest.mark.parametrize("name", _SCORED)
+@pytest.mark.parametrize(
+    ("name", "side"),
+    exhaustive.thin(itertools.product(_SCORED, (None, "right", "left", "both")), 3),
+)
 def test_trains_as_with_eager(name: str, side: str | None, calls: list[Any]) -> None:
     """Models whose scores torch's own attention does not have, or has by a mask in memory."""
     option, other = _SCORED[name]

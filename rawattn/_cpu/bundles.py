@@ -6,6 +6,8 @@ of the forward and of the backward.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,19 +70,16 @@ class Span(NamedTuple):
     len_k: int
 
 
-def divide_batch(problem: Problem, lengths: HostLengths | None) -> tuple[list[Bundle], list[Span]]:
+def divide_batch(
+    problem: Problem, lengths: HostLengths | None
+) -> tuple[Sequence[Bundle], Sequence[Span]]:
     """The sequences of a call, each in a bundle or alone.
 
     `lengths` may be None where every sequence has all rows and keys of its batch entry.
     """
     if not problem.ragged:
-        batch, rows, keys = problem.batch, problem.rows_q, problem.rows_k
-        step = sequences_of_bundle(problem, rows, keys)
-        if not step:
-            return [], [Span(b, (b,), 0, rows, 0, keys) for b in range(batch)]
-        firsts = range(0, batch, step)
-        return [_of_batch(slice(b, min(b + step, batch)), rows, keys) for b in firsts], []
-
+        step = _step_of_dense(problem, (tiles.ROWS, tiles.KEYS))
+        return _divide_dense(problem.batch, problem.rows_q, problem.rows_k, step)
     assert lengths is not None
     alike: dict[tuple[int, int], list[int]] = {}
     for b, shape in enumerate(zip(lengths.len_q.tolist(), lengths.len_k.tolist(), strict=True)):
@@ -98,6 +97,22 @@ def divide_batch(problem: Problem, lengths: HostLengths | None) -> tuple[list[Bu
             else:
                 bundles.append(_of_batch(_entries(some), *shape))
     return bundles, spans
+
+
+@functools.lru_cache(maxsize=256)
+def _step_of_dense(problem: Problem, tile: tuple[int, int]) -> int:
+    """`sequences_of_bundle` of a dense batch; tile: what it depends on beside the problem."""
+    return sequences_of_bundle(problem, problem.rows_q, problem.rows_k)
+
+
+@functools.lru_cache(maxsize=256)
+def _divide_dense(
+    batch: int, rows: int, keys: int, step: int
+) -> tuple[Sequence[Bundle], Sequence[Span]]:
+    if not step:
+        return (), tuple(Span(b, (b,), 0, rows, 0, keys) for b in range(batch))
+    firsts = range(0, batch, step)
+    return tuple(_of_batch(slice(b, min(b + step, batch)), rows, keys) for b in firsts), ()
 
 
 def sequences_of_bundle(problem: Problem, len_q: int, len_k: int) -> int:

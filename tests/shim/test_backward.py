@@ -26,7 +26,7 @@ from tests.random_cases import random_case
 from tests.shim.backward import Backward
 from tests.shim.launch import Machine, operands_of
 from tests.shim.shim import Builder
-from tests.shim.traits import of_case, of_kernel
+from tests.shim.traits import constants, of_case, of_kernel
 from tests.verify import layout
 
 WAVES = (32, 64)
@@ -297,14 +297,13 @@ CELLS = [
 
 
 TILE = Tiles._fields
-DQ_TILE = DqTiles._fields
 
 
 def traits(cell: Cell) -> Iterable[Hashable]:
     main, dq = cell.configs
     yield from of_kernel(main, TILE)
     if not cell.with_dq:
-        yield from (("dq", trait) for trait in of_kernel(dq, DQ_TILE))
+        yield from (("dq", *each) for each in constants(dq) if not each[0].startswith("headdim"))
     yield "access", cell.wave, main.copy_bytes
     yield "machine", cell.wave, cell.checked, cell.with_dq
     yield "sections", cell.section_queries < 1 << 20

@@ -19,13 +19,13 @@ def of_case(case: Case) -> Iterable[Hashable]:
     yield "integers", case.group, case.integers, case.on_device
     yield "bound", case.max_seqlen
     yield "layout", case.layout, case.give_out
-    yield "values", case.values, case.dtype
+    yield from (("values", case.values), ("dtype", case.dtype))
     yield "heads", case.nheads_q // case.nheads_kv
     left, right = case.window or (None, None)
     yield "mask", left is None, right is None, case.sink > 0, case.causal
     yield from (("left", _size(left)), ("right", _size(right)), ("sink", _size(case.sink)))
     yield "lse", case.return_lse
-    yield "scale", case.scale
+    yield "scale", case.scale is None, (case.scale or 1) > 0
     pairs = list(zip(case.lens_q, case.lens_k, strict=True))
     yield "sequences", len(pairs) == 0
     yield "no queries", any(q == 0 for q, _ in pairs), "no keys", any(k == 0 for _, k in pairs)
@@ -44,23 +44,22 @@ def of_call(case: Case) -> Iterable[Hashable]:
 
 
 def of_kernel(config: Any, tile: Iterable[str]) -> Iterable[Hashable]:
-    """Each constant of a kernel, each two of its switches together, and the names of `tile` all together."""
-    constants = dict(_constants(config))
-    for name, value in constants.items():
-        if name not in _DIMS:
-            yield name, value
-    switches = [each for each in constants.items() if isinstance(each[1], bool)]
+    """Each constant of a kernel, each two of its switches together, and each of the names of `tile` in its tables."""
+    found = dict(constants(config))
+    yield from ((name, value) for name, value in found.items() if name not in _DIMS)
+    switches = [each for each in found.items() if isinstance(each[1], bool)]
     yield from itertools.combinations(switches, 2)
-    headdim, headdim_v = (constants[name] for name in _DIMS)
+    headdim, headdim_v = (found[name] for name in _DIMS)
     yield "dims", headdim == headdim_v, headdim % 16 == 0
     yield "dims", headdim // 64
-    yield from (("tile", constants["element"] == "float", name, constants[name]) for name in tile)
+    yield from (("tile", found["element"] == "float", name, found[name]) for name in tile)
 
 
-def _constants(config: Any) -> Iterable[tuple[str, Any]]:
+def constants(config: Any) -> Iterable[tuple[str, Any]]:
+    """The names and values that a kernel is compiled with."""
     for field in fields(config):
         value = getattr(config, field.name)
         if is_dataclass(value):
-            yield from _constants(value)
+            yield from constants(value)
         else:
             yield field.name, value
