@@ -26,6 +26,7 @@ from rawattn._cpu import bundles, tiles
 from rawattn._cpu import forward as cpu_forward
 from rawattn._cpu import threads as cpu_threads
 from rawattn._cpu.threads import WORK_OF_A_THREAD, Task, available_threads, run, threads_for
+from tests import exhaustive
 
 NHEADS, HEADDIM = 8, 64
 
@@ -163,7 +164,7 @@ def test_one_query_and_many_keys() -> None:
     assert ratio(call.backward, call.naive_backward, 7, calls=3) <= 2  # 1.3
 
 
-@pytest.mark.parametrize("count", [1000, 16000])
+@pytest.mark.parametrize("count", exhaustive.thin([1000, 16000], 2))
 def test_memory_of_short_sequences_is_a_few_tiles(count: int) -> None:
     """Beyond a few hundred bytes a sequence, that say where it is."""
     call = Call([5] * count, causal=True)

@@ -153,6 +153,7 @@ def test_dropout_keeps_the_mean() -> None:
     assert abs(out.mean() - 1) < 0.03
 
 
+@pytest.mark.exhaustive
 def test_compiled_with_a_soft_cap() -> None:
     torch._dynamo.reset()
     model, exact = model_of("gemma2", "rawattn"), model_of("gemma2", "eager")

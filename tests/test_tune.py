@@ -21,6 +21,7 @@ from rawattn._kernels import tile_tables as _tiles
 from rawattn._kernels.selection import selection
 from rawattn._kernels.target import SHARED_LIMIT
 from rawattn._kernels.variants import common_variants
+from tests import exhaustive
 
 ARCH = "sm_90a"
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,7 +36,7 @@ def place(kernel: str, headdim: int = 64, arch: str = ARCH, table: str | None = 
 # Candidates
 
 
-@pytest.mark.parametrize("headdim", [64, 80, 128, 256])
+@pytest.mark.parametrize("headdim", exhaustive.thin([80, 64, 256, 128], 2))
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_candidates_fit_and_the_present_choice_is_first(kernel: str, headdim: int):
     where = place(kernel, headdim)

@@ -13,6 +13,7 @@ from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import forward as portable_forward
 from rawattn._kernels.sm90 import forward as sm90_forward
 from rawattn._kernels.target import Target, without_device
+from tests import exhaustive
 from tests.memory import CANARY, DTYPES, Strided, strided
 from tests.shim.cells import dense_out
 from tests.shim.launch import Forward, Machine
@@ -43,7 +44,7 @@ def side(rng: np.random.Generator, rows: int, *, group: bool, dtype: str) -> Sid
     [range(4), pytest.param(range(4, 14), marks=pytest.mark.exhaustive)],
     ids=["few", "more"],
 )
-@pytest.mark.parametrize("checked", [False, True], ids=["", "checked"])
+@pytest.mark.parametrize("checked", exhaustive.thin([True, False], 2), ids=["checked", ""])
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
 @pytest.mark.parametrize("group", [False, True], ids=["batch", "group"])
 @pytest.mark.parametrize("family", ["portable", "sm90", "cluster", "stores"])

@@ -17,6 +17,7 @@ from rawattn._scores.cuda_text import compile_error_message, device_text, predic
 from rawattn._scores.expression import PLACES
 from rawattn._scores.program import program
 from rawattn._scores.score_mod import Predicate
+from tests import exhaustive
 from tests.score_trees import CAPTURED, EDGES, Writer, edge, places, predicate, score_mod, values_of
 from tests.shim.score_texts import Device, source
 from tests.shim.shim import Builder
@@ -120,7 +121,7 @@ def test_a_text_in_cuda_without_backward_has_a_value(builder: Builder) -> None:
         Device(builder, [mod])
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("arch", exhaustive.thin(["sm_90a", "sm_80"], 2))
 def test_nvrtc_takes_every_text(arch: str, written: Any, cache: Path) -> None:
     cubin = compile_source(source([*written, IN_CUDA]), arch)
     assert cubin.image

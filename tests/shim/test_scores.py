@@ -144,7 +144,11 @@ CASES = [
     pytest.param(name, WAVES[n % 2], DTYPES[n % 3], id=f"{name}-wave{WAVES[n % 2]}-{DTYPES[n % 3]}")
     for n, name in enumerate(OPTIONS)
 ] + [
-    pytest.param(name, WAVES[(n + 1) % 2], BFLOAT16, id=f"{name}-wave{WAVES[(n + 1) % 2]}")
+    pytest.param(
+        *(name, WAVES[(n + 1) % 2], BFLOAT16),
+        id=f"{name}-wave{WAVES[(n + 1) % 2]}",
+        marks=pytest.mark.exhaustive,
+    )
     for n, name in enumerate(OPTIONS)
     if DTYPES[n % 3] != BFLOAT16
 ]
