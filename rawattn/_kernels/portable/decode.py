@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from rawattn._call.problem import Problem
 from rawattn._call.structure import Structure
 from rawattn._compile.compiler import Source
-from rawattn._kernels import attention_params, features, params, score_params, structs
+from rawattn._kernels import features, params
 from rawattn._kernels.features import Features
 from rawattn._kernels.operands import Operands
-from rawattn._kernels.portable import choice, schedule, splits
-from rawattn._kernels.portable.forward import SECTION_BYTES, padding
+from rawattn._kernels.portable import choice, forward, splits
 from rawattn._kernels.source import dims, round_up
 from rawattn._kernels.source import source as _source
-from rawattn._kernels.steps import Step, Steps, Tiles, patches
+from rawattn._kernels.steps import Steps
 from rawattn._kernels.target import Target
 
 ENTRY = "rawattn_decode"
@@ -124,37 +123,6 @@ def choose(problem: Problem, target: Target, operands: Operands) -> Config:
 
 
 def steps(problem: Problem, structure: Structure, operands: Operands, target: Target) -> Steps:
-    """The launches of a call."""
+    """The launches of a call. A block's first wave leaves what all have come to."""
     config = choose(problem, target, operands)
-    values = attention_params.forward(problem, structure, operands, SECTION_BYTES)
-    fill = padding(problem, structure, operands)
-    names = ["q", "out", "lse"]
-    keys = dict(zip("kv", attention_params.KEYS[config.paged], strict=True))
-    if config.paged:
-        structure = attention_params.without_pages(structure)
-    tiles = Tiles("q", config.tile_q, problem.nheads_q // config.heads)
-    pieces = splits.split(problem, structure, config, target, tiles)
-    config = replace(config, split=pieces.any)
-    schedules: tuple[Step, ...] = ()
-    orders: dict[str, int] = {}
-    if problem.ragged:
-        order = ("order", "first_tile")
-        names += order
-        schedules = (schedule.step(structure, config.tile_q, of="q", names=order),)
-        orders = schedule.orders(structure, order)
-    main = Step(
-        source=config.source(),
-        blocks=replace(tiles, times=pieces.count),
-        threads=config.threads,
-        params=structs.fill(params.FORWARD, {**values, **pieces.fields()}),
-        patches=(
-            *patches(params.FORWARD, names, **keys),
-            *attention_params.side_addresses(params.FORWARD, "", structure),
-            *attention_params.page_addresses(problem, params.FORWARD),
-            *score_params.patches(problem, params.FORWARD),
-            *pieces.patches(params.FORWARD),
-        ),
-        shared_bytes=config.shared_bytes,
-    )
-    scratch = pieces.scratch(config.partial_bytes)
-    return Steps((*fill, main), config, schedules, orders, scratch, pieces.counters())
+    return forward.of_query_tiles(config, config.heads, 1, problem, structure, operands, target)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from rawattn._call.problem import Problem
 from rawattn._call.structure import Structure
@@ -113,14 +113,30 @@ def choose(problem: Problem, target: Target, operands: Operands) -> Config:
 def steps(problem: Problem, structure: Structure, operands: Operands, target: Target) -> Steps:
     """The launches of a call."""
     config = choose(problem, target, operands)
-    values = attention_params.forward(problem, structure, operands, config.section_bytes)
+    return of_query_tiles(config, 1, config.waves, problem, structure, operands, target)
+
+
+def of_query_tiles(
+    config: Any,
+    heads: int,
+    waves: int,
+    problem: Problem,
+    structure: Structure,
+    operands: Operands,
+    target: Target,
+) -> Steps:
+    """The launches of a kernel whose blocks take query tiles, or pieces of their keys.
+
+    heads: query heads of a tile. waves: of a block, those that leave what a piece comes to.
+    """
+    values = attention_params.forward(problem, structure, operands, SECTION_BYTES)
     names = ["q", "out", "lse"]
     keys = dict(zip("kv", attention_params.KEYS[config.paged], strict=True))
     if config.paged:
         structure = attention_params.without_pages(structure)
     masks = mask_tiles.Masks(problem, structure, operands, values, target.wave)
     listed = masks.of_queries(config.tile_q, config.tile_k)
-    tiles = Tiles("q", config.schedule_rows, problem.nheads_q)
+    tiles = Tiles("q", config.tile_q, problem.nheads_q // heads)
     pieces = splits.split(problem, structure, config, target, tiles)
     config = replace(config, split=pieces.any)
     schedules: tuple[Step, ...] = ()
@@ -128,7 +144,7 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
     if problem.ragged:
         order = ("order", "first_tile")
         names += order
-        schedules = (schedule.step(structure, config.schedule_rows, of="q", names=order),)
+        schedules = (schedule.step(structure, config.tile_q, of="q", names=order),)
         orders = schedule.orders(structure, order)
     main = Step(
         source=config.source(),
@@ -146,7 +162,7 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
         shared_bytes=config.shared_bytes,
     )
     launches = (*padding(problem, structure, operands), *masks.steps, main)
-    scratch = {**masks.scratch, **pieces.scratch(config.waves * config.partial_bytes)}
+    scratch = {**masks.scratch, **pieces.scratch(waves * config.partial_bytes)}
     return Steps(launches, config, schedules, orders, scratch, pieces.counters())
 
 
