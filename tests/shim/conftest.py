@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.shim import store
+from tests.shim.device import Device, MakeDevice
+from tests.shim.launch import Machine
 from tests.shim.shim import Builder
 
 # Tests whose kernels are compiled while those before them run. Not all: most are another process's to run.
@@ -33,3 +35,15 @@ def builder(request: pytest.FixtureRequest, _builder: tuple[Builder, dict[str, i
             for build in getattr(parameter, "builds", ()):
                 builder.start(build)
     return builder
+
+
+@pytest.fixture
+def machine(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> MakeDevice:
+    """Makes a device with waves of 32 or 64 threads, `checked` for undefined behaviour, as of an architecture."""
+
+    def make(wave: int = 32, checked: bool = False, arch: str = "sm_80") -> Device:
+        device = Device(Machine(builder, wave, checked), arch)
+        device.install(monkeypatch)
+        return device
+
+    return make

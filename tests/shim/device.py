@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import sys
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,8 @@ from rawattn._runtime.kernel import Arguments
 from tests.shim.launch import Machine
 from tests.shim.shim import POISON, Memory
 from tests.shim.tensor_map import encode
+
+MakeDevice = Callable[..., "Device"]
 
 # As of an H100.
 ATTRIBUTES = {"shared_limit": 232448, "multiprocessors": 3}

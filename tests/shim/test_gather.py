@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -14,25 +13,12 @@ import rawattn
 from rawattn import BlockMask, reference
 from rawattn._call.gradients import Gradients
 from tests import exhaustive
-from tests.shim.device import Device
-from tests.shim.launch import Machine
-from tests.shim.shim import Builder
+from tests.shim.device import MakeDevice
 from tests.shim.whole import run_backward, run_forward, small_tiles, verify_backward, verify_forward
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-MakeDevice = Callable[..., Device]
 ROWS, KEYS, KEPT = 70, 210, 50
 GATHER, SCATTER = "rawattn_gather_keys", "rawattn_scatter_keys"
-
-
-@pytest.fixture
-def machine(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> MakeDevice:
-    def make(wave: int = 32, arch: str = "sm_80") -> Device:
-        device = Device(Machine(builder, wave), arch)
-        device.install(monkeypatch)
-        return device
-
-    return make
 
 
 def arrays(

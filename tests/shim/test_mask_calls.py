@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -13,26 +12,13 @@ import pytest
 import rawattn
 from rawattn import reference
 from tests import exhaustive
-from tests.shim.device import Device
-from tests.shim.launch import Machine
-from tests.shim.shim import Builder
+from tests.shim.device import MakeDevice
 from tests.shim.whole import run_backward, run_forward, small_tiles, verify_backward, verify_forward
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-MakeDevice = Callable[..., Device]
 ROWS, KEYS = 150, 210
 # One with queries in a tile of less than a granule, one with tiles that no granule is a multiple of.
 SHAPES = ((32, 16, 2, 2, 1, False), (64, 80, 2, 1, 1, False), (128, 64, 4, 2, 1, True))
-
-
-@pytest.fixture
-def machine(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> MakeDevice:
-    def make(wave: int = 32, arch: str = "sm_80") -> Device:
-        device = Device(Machine(builder, wave), arch)
-        device.install(monkeypatch)
-        return device
-
-    return make
 
 
 def arrays(

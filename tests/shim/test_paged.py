@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,28 +16,12 @@ from rawattn._runtime.verbs import PAGED, with_arrays
 from rawattn._verbs.paged import read_pages
 from tests import exhaustive
 from tests.paged import BFLOAT16, Paged, paged, verify
-from tests.shim.device import Device
-from tests.shim.launch import Machine
-from tests.shim.shim import Builder
+from tests.shim.device import Device, MakeDevice
 from tests.shim.whole import run_verb, small_tiles
 
 F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
 WAVES = (32, 64)
 LENS = (70, 3, 0, 129)
-
-MakeDevice = Callable[..., Device]
-
-
-@pytest.fixture
-def machine(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> MakeDevice:
-    """A device with waves of 32 or 64 threads."""
-
-    def make(wave: int = 32, checked: bool = False) -> Device:
-        device = Device(Machine(builder, wave, checked))
-        device.install(monkeypatch)
-        return device
-
-    return make
 
 
 def run(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -11,28 +10,12 @@ import pytest
 
 import rawattn
 from rawattn import ScoreMod, reference
-from tests.shim.device import Device
-from tests.shim.launch import Machine
-from tests.shim.shim import Builder
+from tests.shim.device import MakeDevice
 from tests.shim.whole import run_forward, small_tiles, verify_forward
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = (np.dtype(np.float16), BFLOAT16, np.dtype(np.float32))
 WAVES = (32, 64)
-
-MakeDevice = Callable[..., Device]
-
-
-@pytest.fixture
-def machine(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> MakeDevice:
-    """A device with waves of 32 or 64 threads."""
-
-    def make(wave: int = 32, arch: str = "sm_80") -> Device:
-        device = Device(Machine(builder, wave), arch)
-        device.install(monkeypatch)
-        return device
-
-    return make
 
 
 def arrays(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,28 +10,12 @@ import pytest
 
 from tests import exhaustive
 from tests.paged import BFLOAT16, paged
-from tests.shim.device import Device
-from tests.shim.launch import Machine
-from tests.shim.shim import Builder
+from tests.shim.device import MakeDevice
 from tests.shim.test_paged import OPTIONS, normal, run, verify_kernel
 from tests.shim.whole import small_tiles, verify_forward
 
 F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
 LENS = (70, 3, 0, 129, 16)
-
-MakeDevice = Callable[..., Device]
-
-
-@pytest.fixture
-def machine(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> MakeDevice:
-    """A device with waves of 32 or 64 threads."""
-
-    def make(wave: int = 32, checked: bool = False) -> Device:
-        device = Device(Machine(builder, wave, checked))
-        device.install(monkeypatch)
-        return device
-
-    return make
 
 
 # Key tiles have 16 rows: 129 keys have 9.
