@@ -21,13 +21,10 @@ from tests.shim.test_scores import (
     WAVES,
     arrays,
     hiding,
-    machine,
     normal,
     option,
 )
 from tests.shim.whole import small_tiles, verify_backward
-
-__all__ = ["machine"]
 
 MakeDevice = Callable[..., Device]
 
