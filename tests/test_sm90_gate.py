@@ -94,10 +94,10 @@ OTHERS = [source for source in VARIANTS if source not in USUAL]
 
 
 def traits(source: compiler.Source) -> Iterable[Hashable]:
-    """Each tile at each head dim, and each word of the summary."""
+    """Each head dim, and each word of the summary."""
     _, _, constants = source.summary.partition(" D=")
-    headdim, tile, *words = constants.split()
-    yield headdim, tile
+    headdim, _tile, *words = constants.split()
+    yield headdim
     yield from words
 
 
