@@ -9,6 +9,7 @@ from rawattn._masks.build import block_mask
 from rawattn._masks.show import show_mask
 from rawattn._masks.topk import topk_mask
 from rawattn._scores.score_mod import ScoreMod
+from rawattn._verbs.append import append_kv
 from rawattn._verbs.attention import attention
 from rawattn._verbs.backward import attention_backward, attention_vjp
 from rawattn._verbs.combine import combine
@@ -28,6 +29,7 @@ __all__ = [
     "ScoreMod",
     "SeqLayout",
     "__version__",
+    "append_kv",
     "attention",
     "attention_backward",
     "attention_vjp",

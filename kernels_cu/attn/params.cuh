@@ -292,6 +292,38 @@ struct PaddingParams {
   int parts;
 };
 
+struct AppendParams {
+  // null where there is none
+  const void* q;
+  const void* k;
+  const void* v;
+  void* k_pages;
+  void* v_pages;
+  // the rows of q, turned
+  void* out;
+  Strides q_strides, k_strides, v_strides, out_strides;
+  // those of batches are those of pages
+  Strides k_pages_strides, v_pages_strides;
+  // of the new rows
+  Side side;
+  // the keys of each sequence, the new ones among them
+  Integers seqlen_k;
+  Pages pages;
+  // by position and plane
+  const void* cos;
+  const void* sin;
+  // their strides in elements
+  int64 cos_row, sin_row;
+  // their rows
+  int64 positions;
+  // of all new rows, padding among them
+  int64 rows;
+  // nheads_q: 0 without q
+  int batch, nheads_q, nheads_kv;
+  // whether rows of out that belong to no sequence become 0
+  int fill;
+};
+
 // What packing a mask writes (see attn/mask_packing.cuh).
 struct MaskPacking {
   // (batch, nheads, rows, words)

@@ -9,15 +9,20 @@ struct PhysicalRow {
   bool logical;  // false: padding, or no row at all
   int64 batch;   // index into the batch axis: 0 in packed mode
   int64 row;     // index into the row axis
+  // Of a logical row:
+  int sequence;
+  int at;      // its place in the sequence
+  int length;  // of the sequence
 };
 
 // index: of the row in the whole array.
 DEVICE PhysicalRow physical_row(const Side& side, int batch, int64 index) {
   if (side.start.data == nullptr) {
     const int64 sequence = side.rows > 0 ? index / side.rows : batch;
-    if (sequence >= batch) return {false, 0, 0};
+    if (sequence >= batch) return {false, 0, 0, 0, 0, 0};
     const int64 row = index - sequence * side.rows;
-    return {row < span_of(side, static_cast<int>(sequence)).length, sequence, row};
+    const int length = span_of(side, static_cast<int>(sequence)).length;
+    return {row < length, sequence, row, static_cast<int>(sequence), static_cast<int>(row), length};
   }
   // The last sequence that starts at the row or before it: empty ones start there too.
   int low = 0;
@@ -30,7 +35,8 @@ DEVICE PhysicalRow physical_row(const Side& side, int batch, int64 index) {
       high = middle;
     }
   }
-  if (batch == 0 || index >= side.rows) return {false, 0, 0};
+  if (batch == 0 || index >= side.rows) return {false, 0, 0, 0, 0, 0};
   const Span span = span_of(side, low);
-  return {index >= span.start && index < span.start + span.length, 0, index};
+  const bool logical = index >= span.start && index < span.start + span.length;
+  return {logical, 0, index, low, static_cast<int>(index - span.start), span.length};
 }

@@ -16,6 +16,7 @@ from rawattn._call.hints import cast, transposed
 from rawattn._call.layout import Lengths, bind
 from rawattn._call.options import DEFAULTS, Options
 from rawattn._call.pages import PageForm
+from rawattn._call.rotary import RotaryForm
 from rawattn._call.scores import ArrayForm
 
 MAX_HEADDIM = 256
@@ -23,7 +24,7 @@ NO_ARRAYS: Mapping[str, Any] = MappingProxyType({})
 
 _INT32_MAX = 2**31 - 1
 # Byte order is part of a dtype, not of its name: the dtypes themselves are the keys.
-_DTYPE_NAMES = {
+DTYPE_NAMES = {
     np.dtype(np.float16): "float16",
     np.dtype(ml_dtypes.bfloat16): "bfloat16",
     np.dtype(np.float32): "float32",
@@ -38,7 +39,7 @@ _AXES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What a forward call computes, apart from the values in its arrays."""
+    """What a call computes, apart from the values in its arrays."""
 
     dtype: str  # "float16", "bfloat16" or "float32"
     batch: int
@@ -70,6 +71,7 @@ class Problem:
     seed: ArrayForm | None = None
     pages: PageForm | None = None  # rows_k are then those of a sequence's pages, at most
     num_splits: int | None = None  # None = chosen
+    rotary: RotaryForm | None = None  # of keys on their way into pages
 
     @property
     def plain_scores(self) -> bool:
@@ -104,8 +106,8 @@ def describe(
     if changed:
         options = options._replace(**changed)
     dtype = q.dtype
-    if dtype not in _DTYPE_NAMES or k.dtype != dtype or v.dtype != dtype:
-        _refuse_dtypes(q, {"k": k, "v": v}, framework)
+    if dtype not in DTYPE_NAMES or k.dtype != dtype or v.dtype != dtype:
+        refuse_dtypes({"q": q, "k": k, "v": v}, framework)
     shape_q, shape_k, shape_v = q.shape, k.shape, v.shape
     try:
         _check_shapes(shape_q, shape_k, shape_v)
@@ -130,8 +132,8 @@ def describe_paged(
 ) -> tuple[Problem, Lengths]:
     """`describe` where keys and values are in pages; the options' `seqs` is a `PagedLayout`."""
     dtype = q.dtype
-    if dtype not in _DTYPE_NAMES or k_pages.dtype != dtype or v_pages.dtype != dtype:
-        _refuse_dtypes(q, {"k_pages": k_pages, "v_pages": v_pages}, framework)
+    if dtype not in DTYPE_NAMES or k_pages.dtype != dtype or v_pages.dtype != dtype:
+        refuse_dtypes({"q": q, "k_pages": k_pages, "v_pages": v_pages}, framework)
     if len(q.shape) not in (3, 4):
         raise _wrong_rank_of_q(q.shape)
     form = pages.form(options.seqs, k_pages.shape, v_pages.shape, block_table)
@@ -176,7 +178,7 @@ def resolve(
         shapes = scores.Shapes(dtype, lengths.batch, nheads_q, nheads_kv, rows_q, rows_k, by_place)
         score_options = scores.describe(options, arrays, shapes, lengths)
     return Problem(
-        dtype=_DTYPE_NAMES[dtype],
+        dtype=DTYPE_NAMES[dtype],
         batch=lengths.batch,
         nheads_q=nheads_q,
         nheads_kv=nheads_kv,
@@ -207,18 +209,20 @@ def result_shapes(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return (problem.batch, rows, nheads, problem.headdim_v), (problem.batch, nheads, rows)
 
 
-def _refuse_dtypes(q: Any, keys: Mapping[str, Any], framework: str | None) -> NoReturn:
-    """keys: the arrays of keys and values, by name."""
-    for name, array in {"q": q, **keys}.items():
-        if array.dtype not in _DTYPE_NAMES:
+def refuse_dtypes(named: Mapping[str, Any], framework: str | None) -> NoReturn:
+    """TypeError for arrays that are not all of one dtype that attention has: that of the first one."""
+    first, *others = named
+    for name, array in named.items():
+        if array.dtype not in DTYPE_NAMES:
             raise TypeError(
                 f"{name}: got dtype {array.dtype}, expected float16, bfloat16 or float32; convert "
                 f"it, as by {cast(framework, name, np.dtype(np.float32))}"
             )
-    name, array = next((name, x) for name, x in keys.items() if x.dtype != q.dtype)
+    expected = named[first].dtype
+    name = next(name for name in others if named[name].dtype != expected)
     raise TypeError(
-        f"{name}: got dtype {array.dtype}, expected {q.dtype}, that of q; convert it, as by "
-        f"{cast(framework, name, q.dtype)}"
+        f"{name}: got dtype {named[name].dtype}, expected {expected}, that of {first}; convert it, as by "
+        f"{cast(framework, name, expected)}"
     )
 
 

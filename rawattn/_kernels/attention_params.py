@@ -38,7 +38,7 @@ def forward(
         "section_keys": section_bytes // key_bytes,
         **_of_problem(problem),
         **score_params.fields(problem, operands),
-        **_pages(problem, structure, operands),
+        **page_fields(problem, structure, operands),
     }
 
 
@@ -93,7 +93,8 @@ def without_pages(structure: Structure) -> Structure:
     return structure._replace(k=structure.k._replace(start=0))
 
 
-def _pages(problem: Problem, structure: Structure, operands: Operands) -> dict[str, Any]:
+def page_fields(problem: Problem, structure: Structure, operands: Operands) -> dict[str, Any]:
+    """Fields of a `Pages` called `pages`."""
     form = problem.pages
     if form is None:
         return {}

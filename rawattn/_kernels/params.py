@@ -306,6 +306,28 @@ PADDING = _struct(
     ("int", "batch, nheads, headdim, element_bytes", ""),
     ("int", "parts", "blocks that share one gap between sequences"),
 )
+APPEND = _struct(
+    "AppendParams",
+    "",
+    ("const void*", "q", "null where there is none"),
+    ("const void*", "k", ""),
+    ("const void*", "v", ""),
+    ("void*", "k_pages", ""),
+    ("void*", "v_pages", ""),
+    ("void*", "out", "the rows of q, turned"),
+    (_STRIDES, "q_strides, k_strides, v_strides, out_strides", ""),
+    (_STRIDES, "k_pages_strides, v_pages_strides", "those of batches are those of pages"),
+    (SIDE_STRUCT, "side", "of the new rows"),
+    (INTEGERS, "seqlen_k", "the keys of each sequence, the new ones among them"),
+    (_PAGES, "pages", ""),
+    ("const void*", "cos", "by position and plane"),
+    ("const void*", "sin", ""),
+    ("int64", "cos_row, sin_row", "their strides in elements"),
+    ("int64", "positions", "their rows"),
+    ("int64", "rows", "of all new rows, padding among them"),
+    ("int", "batch, nheads_q, nheads_kv", "nheads_q: 0 without q"),
+    ("int", "fill", "whether rows of out that belong to no sequence become 0"),
+)
 _MASK_PACKING = _struct(
     "MaskPacking",
     "What packing a mask writes (see attn/mask_packing.cuh).",

@@ -10,6 +10,7 @@ from rawattn._call.structure import Structure
 from rawattn._kernels import gathered
 from rawattn._kernels.features import features
 from rawattn._kernels.operands import Operands
+from rawattn._kernels.portable import append
 from rawattn._kernels.portable import backward as portable_backward
 from rawattn._kernels.portable import decode as portable_decode
 from rawattn._kernels.portable import forward as portable_forward
@@ -77,6 +78,7 @@ FAMILIES = {
             portable_forward.steps,
         ),
     ),
+    "append_kv": (Family("portable", append.FEATURES, append.supports, append.steps),),
     "attention_backward": (
         _gathered("attention_backward"),
         Family(

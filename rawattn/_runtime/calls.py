@@ -148,7 +148,7 @@ def describe(
     arrays = {name: named[name] for name in verb.extras}
     described, lengths = verb.describe(named, options, framework, arrays)
     verb.check(described, named)
-    results = verb.results(described, named["q"].dtype, flag)
+    results = verb.results(described, named[verb.lead].dtype, flag)
     for name, result in zip(verb.outputs, results, strict=True):
         target = named[name]
         if target is None or result is None:

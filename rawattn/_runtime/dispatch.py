@@ -47,7 +47,7 @@ def run(
     elif (
         framework == "numpy"
         and _are_plain(verb, inputs, targets)
-        and (backend == "cpu" or (backend is None and not gpu_available()))
+        and (backend == "cpu" or (backend is None and _stays(verb)))
     ):
         # Importing them would tell no more.
         return on_cpu.run(verb, inputs, targets, options, flag, framework, values)
@@ -58,7 +58,7 @@ def _are_plain(verb: Verb, inputs: Arrays, targets: Arrays) -> bool:
     """Whether all are NumPy's own arrays, in the machine's byte order, and those to write may be written."""
     for n, x in enumerate(inputs):
         if type(x) is np.ndarray:
-            if not x.dtype.isnative:
+            if not x.dtype.isnative or (verb.inputs[n] in verb.written and not x.flags.writeable):
                 return False
         elif x is not None or n < verb.required:
             return False
@@ -98,7 +98,7 @@ def _imported(
                 continue
             shown = f"{verb.prefix}{name}" if output else name
             array = arrays.import_array(shown, x, stream=stream)
-            if output and array.readonly:
+            if (output or name in verb.written) and array.readonly:
                 raise ValueError(f"{shown}: got a read-only array; pass a writable one")
             given.append(array)
         device = given[verb.q].device  # type: ignore[union-attr]
@@ -108,7 +108,7 @@ def _imported(
                 raise ValueError(elsewhere(shown, each.device, device))
         count = len(inputs)
         views = [None if x is None else x.array for x in given]
-        place = _backend(backend, device)
+        place = _backend(verb, backend, device)
         results = place(verb, views[:count], views[count:], options, flag, framework, values)
         return [
             target
@@ -118,11 +118,16 @@ def _imported(
         ]
 
 
-def _backend(backend: str | None, device: int) -> Any:
+def _stays(verb: Verb) -> bool:
+    """Whether arrays of the host are computed on there: what a call changes would travel whole, for the sake of a few rows."""
+    return bool(verb.written) or not gpu_available()
+
+
+def _backend(verb: Verb, backend: str | None, device: int) -> Any:
     """Where a call with arrays on `device` runs: one of the four functions below."""
     on_device = device != HOST
     if backend is None:
-        backend = "cuda" if on_device or gpu_available() else "cpu"
+        backend = "cuda" if on_device or not _stays(verb) else "cpu"
     if backend == "cuda" and not on_device and not gpu_available():
         raise RuntimeError(
             "backend: got 'cuda', but there is no usable GPU (`rawattn info` says why); use backend=None or 'cpu'"
@@ -172,6 +177,9 @@ def _cuda_from_host(
     # The caller's own arrays travel too: their padding rows come back as they were.
     arrays = [*map(upload, inputs)], [*map(upload, targets)]
     results = cuda(verb, *arrays, options, flag, framework, values)
+    for name, host, on_device in zip(verb.inputs, inputs, arrays[0], strict=True):
+        if name in verb.written:
+            host[...] = on_device.get()
     found = []
     for target, result in zip(targets, results, strict=True):
         host = None if result is None else result.get()
@@ -201,6 +209,10 @@ def _cpu_from_device(
     with cupy.cuda.Device(q.data.device_id):
         hosts = [*map(download, inputs)], [*map(download, targets)]
         results = on_cpu.run(verb, *hosts, options, flag, framework, values)
+        for name, on_device, host in zip(verb.inputs, inputs, hosts[0], strict=True):
+            if name in verb.written:
+                words = f"u{host.dtype.itemsize}"  # CuPy does not know every dtype here
+                on_device.view(words)[...] = cupy.asarray(host.view(words))
         found = []
         for target, result in zip(targets, results, strict=True):
             array = target

@@ -28,6 +28,7 @@ Extras = Mapping[str, Any]
 class Verb:
     """inputs: names of its arrays; `optional` ones may be None.
 
+    lead: the input whose framework and device are those of the call. written: inputs that a call changes.
     whole: arrays in C order, copied where inputs are not; of others the last axis alone must be dense.
     outputs: names of its results. prefix: of these in messages, where they are arguments.
     flag: the name of the one choice that is no option of the problem.
@@ -69,14 +70,16 @@ class Verb:
     extras: tuple[str, ...] = ()
     gradients: tuple[str, ...] = ()
     values: tuple[str, ...] = ()
+    lead: str = "q"
+    written: frozenset[str] = frozenset()
 
     names: tuple[str, ...] = field(init=False)  # of all its arrays
-    q: int = field(init=False)  # the place of q among the inputs
+    q: int = field(init=False)  # the place of the lead among the inputs
     required: int = field(init=False)  # how many inputs are not optional: those come first
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "names", self.inputs + self.outputs + self.values)
-        object.__setattr__(self, "q", self.inputs.index("q"))
+        object.__setattr__(self, "q", self.inputs.index(self.lead))
         object.__setattr__(self, "required", len(self.inputs) - len(self.optional))
 
     def named(self, inputs: Sequence[Any], targets: Sequence[Any]) -> list[tuple[str, Any]]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, overload
 
 import numpy as np
 
@@ -23,6 +23,14 @@ if TYPE_CHECKING:  # type checkers bring it: nothing is installed for it
     from typing_extensions import Unpack
 
 ArrayT = TypeVar("ArrayT")
+
+
+class Limits(NamedTuple):
+    """Which keys a row reaches: those of `attention`."""
+
+    window: tuple[int | None, int | None]
+    sink: int
+    top_left: bool
 
 
 class PagedOptions(CommonOptions, total=False):
@@ -217,16 +225,22 @@ def paged_attention(
     return tuple(results) if return_lse else results[0]
 
 
-def read_pages(named: Mapping[str, Any], options: Options) -> tuple[Any, Options]:
-    """The page ids of a call where q is, and the options with a `PagedLayout` in the place of `seqs`.
+def read_pages(
+    named: Mapping[str, Any],
+    options: Options,
+    names: Sequence[str] = PAGED.inputs[:3],
+    limits: Limits | None = None,
+) -> tuple[Any, Options]:
+    """The page ids of a call where its rows are, and the options with a `PagedLayout` in the place of `seqs`.
 
     named: the arguments of `paged_attention`. Integers on the host are checked, with `validate` those on a device too.
+    names: those of the rows and of both arrays of pages. limits: which keys a row reaches; None: as the options say.
     """
     validate = named["validate"]
     if validate is not True and validate is not False:
         raise no_bool("validate", validate)
-    q, k_pages, v_pages = found = [named[name] for name in PAGED.inputs[:3]]
-    arrays.refuse_gradients(PAGED.inputs[:3], found)
+    rows, k_pages, v_pages = found = [named[name] for name in names]
+    arrays.refuse_gradients(names, found)
     indptr, ids = pages.split(named["block_table"])
     layout = pages.PagedLayout(options.seqs, named["seqlen_k"], indptr)
     table = ids
@@ -234,9 +248,12 @@ def read_pages(named: Mapping[str, Any], options: Options) -> tuple[Any, Options
         host = arrays.import_integers("block_table", ids)
         on_host = isinstance(host, np.ndarray)
         if validate or (on_host and layout.on_host):
-            _check(q, k_pages, v_pages, host, layout, options)
+            if limits is None:
+                window, sink = _options.window(options), _options.sink(options)
+                limits = Limits(window, sink, _options.top_left(options))
+            _check(rows, k_pages, v_pages, host, layout, limits)
         if on_host:
-            table = _beside(q, host)
+            table = _beside(rows, host)
     return table, options._replace(seqs=layout)
 
 
@@ -246,7 +263,7 @@ def _check(
     v_pages: Any,
     table: Any,
     layout: pages.PagedLayout,
-    options: Options,
+    limits: Limits,
 ) -> None:
     """ValueError for lengths that do not fit and for ids of no page. Shapes that do not are told by the call itself."""
     shapes = [tuple(getattr(x, "shape", ())) for x in (q, k_pages, v_pages)]
@@ -257,7 +274,6 @@ def _check(
         table = table.get()
     form = pages.form(layout, shapes[1], shapes[2], table)
     lengths = host_lengths(layout.bind(shapes[0], shapes[1], table.shape))
-    limits = _options.window(options), _options.sink(options), _options.top_left(options)
     pages.check_ids(table, lengths, form, *limits)
 
 

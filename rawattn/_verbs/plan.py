@@ -14,6 +14,7 @@ from rawattn._interop import arrays
 from rawattn._interop.native import native
 from rawattn._runtime import dispatch
 from rawattn._runtime.verbs import BACKWARD, FORWARD, PAGED, Verb, with_arrays
+from rawattn._verbs.append import append_kv
 from rawattn._verbs.attention import attention, no_bool
 from rawattn._verbs.backward import attention_backward, gradients, of_options, wanted
 from rawattn._verbs.combine import combine
@@ -65,7 +66,11 @@ class Plan:
                     verb, own, read, inputs, targets, options, flag, returned, values
                 )
         if self._gpu is None:  # whatever is wrong with the call is told now
-            dispatch.run(verb, inputs, (None,) * len(targets), options, flag, backend, values)
+            tried = [
+                _copied(name, x) if name in verb.written else x
+                for name, x in zip(verb.inputs, inputs, strict=True)
+            ]
+            dispatch.run(verb, tried, (None,) * len(targets), options, flag, backend, values)
 
     def __call__(self, *args: Any, out: Any = None, into: Any = None, **named: Any) -> Any:
         """What the planned function returns."""
@@ -105,7 +110,7 @@ def plan(fn: Callable[..., Any], *args: Any, **options: Any) -> Plan:
 
     Parameters
     ----------
-    fn : `rawattn.attention`, `rawattn.attention_backward`, `rawattn.paged_attention` or `rawattn.combine`
+    fn : `rawattn.attention`, `rawattn.attention_backward`, `rawattn.paged_attention`, `rawattn.append_kv` or `rawattn.combine`
     *args, **options
         As `fn` takes them. Arrays tell shapes, strides, dtypes and device; of their values nothing is used.
 
@@ -113,8 +118,9 @@ def plan(fn: Callable[..., Any], *args: Any, **options: Any) -> Plan:
     -------
     Plan
         Call it with the arrays: ``Plan(q, k, v)``, ``Plan(dout, q, k, v, out, lse)``, ``Plan(q, k_pages, v_pages,
-        block_table)`` or ``Plan(outs, lses)``. Of a pair that is a block table the page ids are given, and its indptr is that
-        of planning time: on the GPU it may change in place.
+        block_table)``, ``Plan(k, v, k_pages, v_pages, block_table, q=q)`` or ``Plan(outs, lses)``.
+        Of a pair that is a block table the page ids are given, and its indptr is that of planning time: on the GPU it may
+        change in place.
 
     Raises
     ------
@@ -134,11 +140,11 @@ def plan(fn: Callable[..., Any], *args: Any, **options: Any) -> Plan:
     >>> causal(q, k, v).shape
     (1, 5, 2, 16)
     """
-    if fn not in (attention, attention_backward, paged_attention, combine):
+    if fn not in (attention, attention_backward, paged_attention, append_kv, combine):
         name = getattr(fn, "__name__", repr(fn))
         raise NotImplementedError(
-            f"fn: got {name}; this version plans rawattn.attention, rawattn.attention_backward, rawattn.paged_attention "
-            "and rawattn.combine"
+            f"fn: got {name}; this version plans rawattn.attention, rawattn.attention_backward, rawattn.paged_attention, "
+            "rawattn.append_kv and rawattn.combine"
         )
     signature = inspect.signature(fn)
     unknown = [name for name in options if name not in signature.parameters]
@@ -151,6 +157,10 @@ def plan(fn: Callable[..., Any], *args: Any, **options: Any) -> Plan:
         from rawattn._verbs.combine_plan import CombinePlan  # which is a Plan
 
         return CombinePlan(**named)
+    if fn is append_kv:
+        from rawattn._verbs.append_plan import AppendPlan  # likewise
+
+        return AppendPlan(**named)
     known = Options(**{name: named[name] for name in Options._fields if name in named})
     backend = named["backend"]
     if backend not in (None, "cuda", "cpu"):
@@ -174,6 +184,13 @@ def plan(fn: Callable[..., Any], *args: Any, **options: Any) -> Plan:
     inputs = [named[name] for name in verb.inputs]
     verb, extras, values, known = with_arrays(verb, known, names, named["q"])
     return Plan(verb, [*inputs, *extras], targets, known, flag, backend, returned, values)
+
+
+def _copied(name: str, array: Any) -> Any:
+    """What a call may change: planning one changes nothing. Bits are copied, since CuPy has no kernels for bfloat16."""
+    found = arrays.import_array(name, array).array
+    words = f"u{found.dtype.itemsize}"
+    return found.view(words).copy().view(found.dtype)
 
 
 def _first(results: Sequence[Any]) -> Any:

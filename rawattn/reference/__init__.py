@@ -22,6 +22,7 @@ from rawattn._call.layout import SeqLayout, host_lengths
 from rawattn._call.options import Options
 from rawattn._scores import numpy_eval
 from rawattn._scores.score_mod import ScoreMod
+from rawattn.reference._append import append_kv as append_kv
 from rawattn.reference._call import Array, Call, Modifier, exactly, floats, integers, read
 from rawattn.reference._combine import combine as combine
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -78,6 +79,20 @@ class Device:
 
         sides = {"q": side(lengths.q), "k": side(lengths.k)}
         return replace(lengths, **sides, on_host=False, memo={})
+
+    @contextmanager
+    def telling(self, **wild: Any) -> Iterator[None]:
+        """Integers of the keys that the host would refuse replace good ones in the device's memory."""
+        lengths = self.lengths
+
+        def changed(given: Lengths) -> Lengths:
+            return lengths(replace(given, k=replace(given.k, max_seqlen=given.k.rows, **wild)))
+
+        self.lengths = changed  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            self.lengths = lengths  # type: ignore[method-assign]
 
     def keep(self, memory: Memory) -> Memory:
         self.memory.append(memory)

@@ -204,19 +204,10 @@ def test_lengths_on_the_device_are_cut(machine: MakeDevice, pair: bool, option: 
 
 
 def run_on_device(device: Device, call: Paged, **options: Any) -> Any:
-    """With lengths that the host would refuse: they replace good ones in the device's memory."""
+    """With lengths that the host would refuse."""
     good = replace(call, seqlen_k=np.zeros_like(call.seqlen_k))
-    lengths = device.lengths
-
-    def changed(given: Any) -> Any:
-        k = replace(given.k, length=call.seqlen_k, max_seqlen=given.k.rows)
-        return lengths(replace(given, k=k))
-
-    device.lengths = changed  # type: ignore[method-assign]
-    try:
+    with device.telling(length=call.seqlen_k):
         return run(device, good, on_device=True, **options)
-    finally:
-        device.lengths = lengths  # type: ignore[method-assign]
 
 
 def test_bounds_of_an_indptr_on_the_device(machine: MakeDevice) -> None:
@@ -225,14 +216,7 @@ def test_bounds_of_an_indptr_on_the_device(machine: MakeDevice) -> None:
     device = machine(checked=True)
     _, ids = call.block_table
     good = replace(finite(call), block_table=(np.array([0, 7, 9]), ids))
-    lengths = device.lengths
     for wild in ([-5, 7, 1 << 30], [8, 3, 9], [1 << 30, -1, 0]):
-
-        def changed(given: Any, wild: Any = wild) -> Any:
-            return lengths(replace(given, k=replace(given.k, start=np.array(wild, np.int32))))
-
-        device.lengths = changed  # type: ignore[method-assign]
-        with small_tiles():
+        with small_tiles(), device.telling(start=np.array(wild, np.int32)):
             out, _ = run(device, good, on_device=True)
         assert np.isfinite(out.astype(F32)).all()
-    device.lengths = lengths  # type: ignore[method-assign]

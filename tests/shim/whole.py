@@ -132,11 +132,18 @@ def run_verb(
     targets: Sequence[Array | None],
     flag: bool,
     on_device: bool,
+    *,
+    written: dict[str, Array] | None = None,
 ) -> list[Any]:
-    """The outputs of a call of a verb; given: as `with_arrays` has it."""
+    """The outputs of a call of a verb; given: as `with_arrays` has it.
+
+    written: gets the inputs that the call changes, by name.
+    """
     verb: Verb = given.verb
     placed = [
-        None if x is None else Placed(name, x, readonly=name in verb.inputs)
+        None
+        if x is None
+        else Placed(name, x, readonly=name in verb.inputs and name not in verb.written)
         for name, x in zip(verb.inputs + verb.outputs, (*inputs, *targets), strict=True)
     ]
     device.memory += [x.memory for x in placed if x is not None]
@@ -157,6 +164,9 @@ def run_verb(
         device.memory.append(results[n].memory)
         addresses[len(inputs) + n] = results[n].address
     call.prepared.run([*addresses, *given.values], 0, Allocator(device), call.lengths)
+    if written is not None:
+        named = zip(verb.inputs, placed, strict=False)
+        written |= {name: x.array() for name, x in named if name in verb.written and x is not None}
     return [None if x is None else x.array() for x in results]
 
 

@@ -1,0 +1,136 @@
+// New rows of keys and values go into their pages. Rows of q and k turn by their positions first, where there is a
+// rotary embedding.
+//
+// kLanes neighbouring threads take one head of one row: the heads of q come first, then those of k, then those of v.
+// Row i of a sequence's n new rows is its key seqlen_k - n + i. A row without a place in the pages is not written:
+// its position is none of theirs, or the id of its page is no page's. Nobody has checked integers on the GPU.
+#include "attn/pages.cuh"
+#include "attn/params.cuh"
+#include "attn/physical_row.cuh"
+#include "attn/rows.cuh"
+#include "attn/sequence.cuh"
+#include "target/target.cuh"
+#include "tile/copy.cuh"
+
+namespace append {
+
+using namespace config;
+
+constexpr int kChunk = kCopyBytes / int(sizeof(Element));
+constexpr int kWidest = (kHeadDim > kHeadDimV ? kHeadDim : kHeadDimV) / kChunk;
+constexpr int kLanes = power_of_two_from(kWidest) < target::kWave ? power_of_two_from(kWidest) : target::kWave;
+constexpr int kHeadsOfBlock = kThreads / kLanes;
+// Two chunks turn together: in each plane one element of either half of the head, or two neighbours.
+constexpr int kPairs = kRotaryDim / 2 / kChunk;
+static_assert(kRotaryDim % (2 * kChunk) == 0, "an access must not straddle the end of what turns");
+
+template <bool kWide>
+struct AngleType {
+  using Type = Element;
+};
+template <>
+struct AngleType<true> {
+  using Type = float;
+};
+using Angle = AngleType<kFloatAngles>::Type;
+
+struct alignas(kCopyBytes) Piece {
+  Element x[kChunk];
+};
+struct alignas(kAngleBytes) Angles {
+  Angle x[kChunk];
+};
+struct Pair {
+  Piece half[2];
+
+  DEVICE Element& at(int n) { return half[n / kChunk].x[n % kChunk]; }
+
+  DEVICE void turn(const Angles& cosines, const Angles& sines) {
+    UNROLL for (int plane = 0; plane < kChunk; plane++) {
+      Element& first = at(kInterleaved ? 2 * plane : plane);
+      Element& second = at(kInterleaved ? 2 * plane + 1 : kChunk + plane);
+      const float x = target::to_float(first), y = target::to_float(second);
+      const float cosine = target::to_float(cosines.x[plane]), sine = target::to_float(sines.x[plane]);
+      first = target::from_float<Element>(x * cosine - y * sine);
+      second = target::from_float<Element>(y * cosine + x * sine);
+    }
+  }
+};
+
+DEVICE void copy(const Element* from, Element* to, int begin, int columns, int lane) {
+  for (int chunk = begin / kChunk + lane; chunk < columns / kChunk; chunk += kLanes) {
+    reinterpret_cast<Piece*>(to)[chunk] = reinterpret_cast<const Piece*>(from)[chunk];
+  }
+}
+
+// One head of q or k. cosines, sines: of its position.
+DEVICE void turn(const Element* from, Element* to, const Angle* cosines, const Angle* sines, int lane) {
+  const Piece* const source = reinterpret_cast<const Piece*>(from);
+  Piece* const destination = reinterpret_cast<Piece*>(to);
+  for (int n = lane; n < kPairs; n += kLanes) {
+    const int first = kInterleaved ? 2 * n : n;
+    const int second = kInterleaved ? 2 * n + 1 : kPairs + n;
+    Pair pair{source[first], source[second]};
+    pair.turn(reinterpret_cast<const Angles*>(cosines)[n], reinterpret_cast<const Angles*>(sines)[n]);
+    destination[first] = pair.half[0];
+    destination[second] = pair.half[1];
+  }
+  copy(from, to, kRotaryDim, kHeadDim, lane);
+}
+
+// Where the key `position` of a sequence is in an array of pages; null where there is no place for it.
+template <class Array>
+DEVICE Element* place(Array* array, const Strides& strides, const Pages& pages, int sequence, int64 position,
+                      int head) {
+  const PageSpan span = pages_of(pages, sequence);
+  if (position < 0 || position >= span.count * pages.page_size) return nullptr;
+  const int64 page = pages.shift >= 0 ? position >> pages.shift : position / pages.page_size;
+  const int64 id = integer_at(pages.ids, sequence * pages.row + (span.first + page) * pages.entry);
+  if (id < 0 || id >= pages.count) return nullptr;
+  return row_at<Element>(array, strides, id, position - page * pages.page_size, head);
+}
+
+}  // namespace append
+
+KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_append(PARAMETER AppendParams p) {
+  using namespace append;
+  const int lane = target::thread_index() % kLanes;
+  const int64 index = int64(target::block_index()) * kHeadsOfBlock + target::thread_index() / kLanes;
+  const int heads = p.nheads_q + 2 * p.nheads_kv;
+  const int64 row = index / heads;
+  if (row >= p.rows) return;
+  int head = static_cast<int>(index - row * heads);
+  const PhysicalRow own = physical_row(p.side, p.batch, row);
+  if (!own.logical) {
+    if (p.fill && head < p.nheads_q) {
+      Piece* const out = reinterpret_cast<Piece*>(row_at<Element>(p.out, p.out_strides, own.batch, own.row, head));
+      for (int chunk = lane; chunk < kHeadDim / kChunk; chunk += kLanes) out[chunk] = Piece{};
+    }
+    return;
+  }
+
+  const int64 position = integer_at(p.seqlen_k, own.sequence) - own.length + own.at;
+  const Angle* cosines = nullptr;
+  const Angle* sines = nullptr;
+  if constexpr (kRotaryDim > 0) {
+    const int64 known = clamp(position, 0, p.positions - 1);
+    cosines = static_cast<const Angle*>(p.cos) + known * p.cos_row;
+    sines = static_cast<const Angle*>(p.sin) + known * p.sin_row;
+  }
+  if (head < p.nheads_q) {
+    turn(row_at<const Element>(p.q, p.q_strides, own.batch, own.row, head),
+         row_at<Element>(p.out, p.out_strides, own.batch, own.row, head), cosines, sines, lane);
+    return;
+  }
+  head -= p.nheads_q;
+  if (head < p.nheads_kv) {
+    Element* const to = place(p.k_pages, p.k_pages_strides, p.pages, own.sequence, position, head);
+    if (to == nullptr) return;
+    turn(row_at<const Element>(p.k, p.k_strides, own.batch, own.row, head), to, cosines, sines, lane);
+    return;
+  }
+  head -= p.nheads_kv;
+  Element* const to = place(p.v_pages, p.v_pages_strides, p.pages, own.sequence, position, head);
+  if (to == nullptr) return;
+  copy(row_at<const Element>(p.v, p.v_strides, own.batch, own.row, head), to, 0, kHeadDimV, lane);
+}

@@ -1,0 +1,69 @@
+"""The rotary embedding of a call: the form of its angles, and what may be wrong with it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+_AXES = "(positions, rotary_dim / 2)"
+
+
+class RotaryForm(NamedTuple):
+    """A rotary embedding: the first `dim` elements of a head turn, in dim / 2 planes.
+
+    positions: for which angles are given.
+    """
+
+    dim: int
+    positions: int
+    dtype: str  # of the angles' cosines and sines
+    interleaved: bool  # planes are of neighbours, else of either half
+
+
+def split(rotary: Any) -> tuple[Any, Any]:
+    """`rotary` as (cos, sin)."""
+    if not isinstance(rotary, (tuple, list)) or len(rotary) != 2:
+        got = (
+            f"{len(rotary)} of them" if isinstance(rotary, (tuple, list)) else type(rotary).__name__
+        )
+        raise TypeError(f"rotary: got {got}, expected a pair of arrays (cos, sin), each {_AXES}")
+    for name, array in zip(("cos", "sin"), rotary, strict=True):
+        if not hasattr(array, "__dlpack__"):
+            raise TypeError(
+                f"rotary: got {type(array).__name__} for {name}, expected an array {_AXES}"
+            )
+    return tuple(rotary)
+
+
+def form(cos: Any, sin: Any, interleaved: bool, headdim: int, dtype: np.dtype[Any]) -> RotaryForm:
+    """dtype: of the keys. Raises TypeError or ValueError for angles that do not fit."""
+    for name, array in (("cos", cos), ("sin", sin)):
+        if array.dtype not in (dtype, np.dtype(np.float32)):
+            expected = "float32" if dtype == np.float32 else f"float32 or {dtype}"
+            raise TypeError(f"rotary: got {name} of dtype {array.dtype}, expected {expected}")
+        if len(array.shape) != 2:
+            raise ValueError(f"rotary: got {name} of shape {tuple(array.shape)}, expected {_AXES}")
+        if array.shape[1] > 1 and array.strides[1] != array.dtype.itemsize:
+            raise ValueError(
+                f"rotary: got {name} with a last-axis stride of {array.strides[1]} bytes, expected "
+                f"{array.dtype.itemsize}, one element; pass a contiguous copy"
+            )
+    if sin.shape != cos.shape or sin.dtype != cos.dtype:
+        raise ValueError(
+            f"rotary: got sin {sin.dtype} of shape {tuple(sin.shape)}, expected {cos.dtype} of shape "
+            f"{tuple(cos.shape)}, those of cos"
+        )
+    positions, planes = cos.shape
+    if positions < 1:
+        raise ValueError(
+            f"rotary: got cos of shape {tuple(cos.shape)}, expected at least one position"
+        )
+    if not 1 <= planes <= headdim // 2:
+        whole = planes == headdim
+        advice = "; pass the angles of each plane once: cos[:, : D // 2]" if whole else ""
+        raise ValueError(
+            f"rotary: got cos of shape {tuple(cos.shape)} = {_AXES}, expected at most D / 2 = {headdim // 2} planes "
+            f"and at least one{advice}"
+        )
+    return RotaryForm(2 * planes, positions, cos.dtype.name, interleaved)

@@ -1,0 +1,80 @@
+"""New keys and values into pages on the CPU, and the rotary embedding of keys and queries."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rawattn._call.layout import HostLengths
+from rawattn._call.problem import Problem
+from rawattn._cpu.tiles import Array
+
+Int64s = NDArray[np.int64]
+
+
+def append(
+    problem: Problem,
+    lengths: HostLengths,
+    k: Array,
+    v: Array,
+    k_pages: Array,
+    v_pages: Array,
+    extras: Mapping[str, Any],
+) -> None:
+    """Writes the new rows. extras: block_table, and cos and sin where keys turn."""
+    form = problem.pages
+    assert form is not None
+    sequence, at, position = new_rows(lengths)
+    rows = _index(problem, lengths, sequence, at)
+    page = position // form.page_size
+    if form.packed:
+        ids = extras["block_table"][lengths.start_k[sequence] // form.page_size + page]
+    else:
+        ids = extras["block_table"][sequence, page]
+    place = ids, position % form.page_size
+    k_pages[place] = turned(problem, k[rows], position, extras)
+    v_pages[place] = v[rows]
+
+
+def turn_rows(
+    problem: Problem, lengths: HostLengths, q: Array, out: Array, extras: Mapping[str, Any]
+) -> None:
+    """Writes the logical rows of q, turned."""
+    sequence, at, position = new_rows(lengths)
+    rows = _index(problem, lengths, sequence, at)
+    out[rows] = turned(problem, q[rows], position, extras)
+
+
+def new_rows(lengths: HostLengths) -> tuple[Int64s, Int64s, Int64s]:
+    """Of each logical row its sequence, its place among the sequence's new rows, and its position."""
+    sequence = np.repeat(np.arange(lengths.len_q.size), lengths.len_q)
+    first = np.cumsum(lengths.len_q) - lengths.len_q
+    at = np.arange(sequence.size) - first[sequence]
+    return sequence, at, (lengths.len_k - lengths.len_q)[sequence] + at
+
+
+def turned(problem: Problem, rows: Array, position: Int64s, extras: Mapping[str, Any]) -> Array:
+    """Rows (n, heads, D) with the rotary embedding of their positions, in float32; without one as they are."""
+    rotary = problem.rotary
+    if rotary is None:
+        return rows
+    cos, sin = (extras[name][position][:, None].astype(np.float32) for name in ("cos", "sin"))
+    planes = rotary.dim // 2
+    first, second = slice(0, planes), slice(planes, rotary.dim)
+    if rotary.interleaved:
+        first, second = slice(0, rotary.dim, 2), slice(1, rotary.dim, 2)
+    found = rows.astype(np.float32)
+    x, y = found[..., first].copy(), found[..., second].copy()
+    found[..., first] = x * cos - y * sin
+    found[..., second] = y * cos + x * sin
+    return found
+
+
+def _index(problem: Problem, lengths: HostLengths, sequence: Int64s, at: Int64s) -> Any:
+    """Of rows of sequences in the arrays of rows."""
+    if problem.group:
+        return lengths.start_q[sequence] + at
+    return sequence, at

@@ -1,0 +1,156 @@
+"""Host twin of kernels_cu/portable/append.cu: new keys and values go into their pages, rotary embedding on the way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rawattn._call.problem import Problem
+from rawattn._call.structure import Structure
+from rawattn._compile.compiler import Source
+from rawattn._kernels import params, structs
+from rawattn._kernels.attention_params import page_addresses, page_fields, without_pages
+from rawattn._kernels.operands import ITEMSIZE, Operands, access_bytes
+from rawattn._kernels.source import ELEMENT, dims
+from rawattn._kernels.source import source as _source
+from rawattn._kernels.steps import Step, Steps, checked, patches, side_fields, side_patches
+from rawattn._kernels.target import Target
+
+FEATURES = frozenset({"ragged", "packed", "paged"})
+THREADS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """angle_bytes: the widest access to the cosines and sines of the planes that turn together."""
+
+    dtype: str
+    headdim: int
+    headdim_v: int
+    rotary_dim: int = 0
+    interleaved: bool = False
+    float_angles: bool = False
+    copy_bytes: int = 16
+    angle_bytes: int = 16
+
+    def source(self) -> Source:
+        rotary = ""
+        if self.rotary_dim:
+            style = "interleaved" if self.interleaved else "halves"
+            rotary = (
+                f" rotary={self.rotary_dim} {style}{'' if self.float_angles else ' angles=16b'}"
+            )
+        return _source(
+            "rawattn_append",
+            "portable/append.cu",
+            f"portable append {self.dtype} {dims(self)}{rotary} {self.copy_bytes}B",
+            params.APPEND,
+            element=ELEMENT[self.dtype],
+            constants={
+                "kHeadDim": self.headdim,
+                "kHeadDimV": self.headdim_v,
+                "kRotaryDim": self.rotary_dim,
+                "kInterleaved": self.interleaved,
+                "kFloatAngles": self.float_angles,
+                "kCopyBytes": self.copy_bytes,
+                "kAngleBytes": self.angle_bytes,
+                "kThreads": THREADS,
+            },
+        )
+
+    def blocks(self, heads: int, wave: int) -> int:
+        """heads: of all rows together, those of q, k and v."""
+        chunk = self.copy_bytes // ITEMSIZE[self.dtype]
+        lanes = 1 << (max(self.headdim, self.headdim_v) // chunk - 1).bit_length()
+        return -(-heads // (THREADS // min(lanes, wave)))
+
+
+def supports(problem: Problem, target: Target, operands: Operands) -> None:
+    """Every call."""
+
+
+def choose(problem: Problem, operands: Operands) -> Config:
+    rotary = problem.rotary
+    width = operands.copy_bytes(problem)
+    itemsize = ITEMSIZE[problem.dtype]
+    common: dict[str, Any] = {
+        "dtype": problem.dtype,
+        "headdim": problem.headdim,
+        "headdim_v": problem.headdim_v,
+    }
+    if rotary is None:
+        # Bits are copied: both types of 16 bits share a kernel.
+        common["dtype"] = "float32" if itemsize == 4 else "float16"
+        return Config(**common, copy_bytes=width)
+    width = access_bytes(width, rotary.dim // 2 * itemsize)
+    angle = ITEMSIZE[rotary.dtype]
+    places = (operands.places[name] for name in ("cos", "sin"))
+    between = (operands.of_options[name][0] for name in ("cos", "sin"))
+    return Config(
+        **common,
+        rotary_dim=rotary.dim,
+        interleaved=rotary.interleaved,
+        float_angles=rotary.dtype == "float32",
+        copy_bytes=width,
+        angle_bytes=access_bytes(width // itemsize * angle, *places, *between),
+    )
+
+
+def steps(problem: Problem, structure: Structure, operands: Operands, target: Target) -> Steps:
+    config = choose(problem, operands)
+    struct, rotary = params.APPEND, problem.rotary
+    names = [
+        name for name in ("q", "k", "v", "k_pages", "v_pages", "out") if name in operands.strides
+    ]
+    nheads_q = problem.nheads_q if "q" in names else 0
+    rows = problem.rows_q * (1 if problem.group else problem.batch)
+    values: dict[str, Any] = {
+        **{f"{name}_strides": operands.elements(problem, name) for name in names},
+        **side_fields("side", structure.q),
+        "seqlen_k.is_64bit": int(structure.k.length == 8),
+        **page_fields(problem, structure, operands),
+        "rows": rows,
+        "batch": problem.batch,
+        "nheads_q": nheads_q,
+        "nheads_kv": problem.nheads_kv,
+        "fill": int("out" in operands.ours),
+    }
+    if rotary is not None:
+        itemsize = ITEMSIZE[rotary.dtype]
+        for name in ("cos", "sin"):
+            values[f"{name}_row"] = operands.of_options[name][0] // itemsize
+        values["positions"] = rotary.positions
+        names += ("cos", "sin")
+    heads = checked("k", rows * (nheads_q + 2 * problem.nheads_kv), 1)
+    step = Step(
+        source=config.source(),
+        blocks=config.blocks(heads, target.wave),
+        threads=THREADS,
+        params=structs.fill(struct, values),
+        patches=(
+            *patches(struct, names, seqlen_k__data="length_k"),
+            *side_patches(struct, "side", without_pages(structure).q, "q"),
+            *page_addresses(problem, struct),
+        ),
+    )
+    return Steps((step,), config)
+
+
+def variants() -> list[Source]:
+    """Those worth compiling ahead: of the usual heads, with angles in float32."""
+    return [
+        Config(
+            dtype=dtype,
+            headdim=headdim,
+            headdim_v=headdim,
+            rotary_dim=headdim,
+            interleaved=interleaved,
+            float_angles=True,
+        ).source()
+        for dtype in ("bfloat16", "float16")
+        for headdim in (64, 128)
+        for interleaved in (False, True)
+    ] + [
+        Config(dtype="float16", headdim=headdim, headdim_v=headdim).source()
+        for headdim in (64, 128)
+    ]

@@ -1,0 +1,229 @@
+"""`append_kv`: new keys and values into the pages of a cache, with a rotary embedding on the way."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, overload
+
+from rawattn._call import rotary as _rotary
+from rawattn._call.append import check_lengths
+from rawattn._call.hints import NoOthers, hides_unknown, refuse_unknown
+from rawattn._call.layout import SeqLayout, host_lengths
+from rawattn._call.options import Options
+from rawattn._runtime import dispatch
+from rawattn._runtime.append import append_verb
+from rawattn._runtime.verbs import Verb
+from rawattn._verbs.attention import no_bool
+from rawattn._verbs.paged import Limits, read_pages
+
+if TYPE_CHECKING:  # type checkers bring it: nothing is installed for it
+    from typing_extensions import Unpack
+
+ArrayT = TypeVar("ArrayT")
+
+# The pages that are written: those of the new rows' own keys.
+_WRITTEN = Limits((0, None), 0, False)
+
+
+class Appending(NamedTuple):
+    """A call of `append_kv` for the dispatcher."""
+
+    verb: Verb
+    inputs: Sequence[Any]
+    targets: tuple[Any, ...]
+    options: Options
+
+
+@overload
+def append_kv(
+    k: Any,
+    v: Any,
+    k_pages: Any,
+    v_pages: Any,
+    block_table: Any,
+    *,
+    seqlen_k: Any,
+    q: None = None,
+    seqs: SeqLayout | None = None,
+    rotary: tuple[Any, Any] | None = None,
+    interleaved: bool = False,
+    out: None = None,
+    validate: bool = False,
+    backend: Literal["cuda", "cpu"] | None = None,
+) -> None: ...
+
+
+@overload
+def append_kv(
+    k: Any,
+    v: Any,
+    k_pages: Any,
+    v_pages: Any,
+    block_table: Any,
+    *,
+    seqlen_k: Any,
+    q: ArrayT,
+    seqs: SeqLayout | None = None,
+    rotary: tuple[Any, Any],
+    interleaved: bool = False,
+    out: Any = None,
+    validate: bool = False,
+    backend: Literal["cuda", "cpu"] | None = None,
+) -> ArrayT: ...
+
+
+@hides_unknown
+def append_kv(
+    k: Any,
+    v: Any,
+    k_pages: Any,
+    v_pages: Any,
+    block_table: Any,
+    *,
+    seqlen_k: Any,
+    q: Any = None,
+    seqs: SeqLayout | None = None,
+    rotary: tuple[Any, Any] | None = None,
+    interleaved: bool = False,
+    out: Any = None,
+    validate: bool = False,
+    backend: Literal["cuda", "cpu"] | None = None,
+    **unknown: Unpack[NoOthers],
+) -> Any:
+    """Write the keys and values of new rows into the pages of a cache, in one launch.
+
+    Row i of the n new rows of sequence b is its key ``seqlen_k[b] - n + i``: lengths count the new rows already. The same
+    `seqlen_k`, `seqs` and `block_table` then serve `paged_attention`. With `rotary`, keys turn by their positions on the
+    way, and so do the queries of the same rows, where they are given.
+
+    Parameters
+    ----------
+    k : array, (batch, seqlen_q, nheads_kv, D), or (total_q, nheads_kv, D) in group mode
+        float16, bfloat16 or float32; D from 1 to 256. The new rows alone.
+    v : array, (batch, seqlen_q, nheads_kv, Dv), or (total_q, nheads_kv, Dv)
+        The dtype and device of k. Dv from 1 to 256, free of D.
+    k_pages : array, (num_pages, page_size, nheads_kv, D)
+        Written where it lies, as `paged_attention` reads it: any strides but for a dense last axis. The dtype of k.
+    v_pages : array, (num_pages, page_size, nheads_kv, Dv)
+    block_table : array, (batch, max_pages), or a pair (indptr, page_ids)
+        As of `paged_attention`. Two sequences must not have new rows in the same place.
+    seqlen_k : (batch,)
+        The keys of each sequence, the new ones among them; int32 or int64, on the host or the device.
+    q : array, optional, (batch, seqlen_q, nheads_q, D), or (total_q, nheads_q, D)
+        The queries of the same rows, to turn like the keys: for calls with `rotary`.
+    seqs : SeqLayout, optional
+        The lengths of the new rows, as the lengths of q in `paged_attention`: ``seqstart_q`` for a packed batch, logical
+        lengths for a padded one.
+    rotary : (cos, sin), optional
+        Cosines and sines of the angles of a rotary embedding, each (positions, rotary_dim / 2), float32 or the dtype of k:
+        of plane j at position p the angle is usually ``p * base ** (-2 * j / rotary_dim)``. The first rotary_dim
+        elements of a head turn, at most D of them; the others stay.
+    interleaved : bool
+        Whether plane j is of the neighbours 2j and 2j + 1 (GPT-J). Otherwise it is of j and j + rotary_dim / 2, one of
+        either half (GPT-NeoX, Llama).
+    out : array, optional
+        For the queries: written and returned, as of `attention`.
+    validate : bool
+        Check integers that are on the device too. It waits for the device. Where all are on the host they always are.
+    backend : "cuda" or "cpu", optional
+        Default: where the arrays are. NumPy's pages stay on the host, since each call would move all of them.
+
+    Returns
+    -------
+    array or None
+        The queries turned, of q's framework, shape and dtype; None without `q`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument, what was got and what is accepted; before anything is written. ValueError for more new rows
+        than keys, for a length that is more than the pages hold or beyond the positions of `rotary`, and for an id that
+        is no page's: where all lengths and ids are on the host, else with `validate`. Without it a row without a place in
+        the pages is not written, and of positions that have no angle the nearest one has.
+
+    Notes
+    -----
+    Angles are applied in float32, and results rounded once. Rotary embedding: Su et al. 2021, arXiv:2104.09864.
+
+    Examples
+    --------
+    One new token of two sequences, which had 4 and 2 before, in pages of 2:
+
+    >>> import numpy as np, rawattn
+    >>> rng = np.random.default_rng(0)
+    >>> k_pages, v_pages = (np.zeros((6, 2, 4, 16), np.float32) for _ in range(2))
+    >>> k, v, q = (rng.standard_normal((2, 1, 4, 16), dtype=np.float32) for _ in range(3))
+    >>> table = np.array([[5, 0, 3], [1, 2, -1]], np.int32)
+    >>> lengths = np.array([5, 3], np.int32)
+    >>> angles = np.arange(64)[:, None] * 10000.0 ** (-np.arange(8) / 8)
+    >>> rotary = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    >>> turned = rawattn.append_kv(k, v, k_pages, v_pages, table, seqlen_k=lengths, q=q, rotary=rotary)
+    >>> bool((v_pages[3, 0] == v[0, 0]).all() and (v_pages[2, 0] == v[1, 0]).all())
+    True
+    >>> rawattn.paged_attention(turned, k_pages, v_pages, table, seqlen_k=lengths, causal=True).shape
+    (2, 1, 4, 16)
+    """
+    if unknown:
+        refuse_unknown("rawattn.append_kv", unknown, inspect.signature(append_kv).parameters)
+    call = read_append(
+        k,
+        v,
+        k_pages,
+        v_pages,
+        block_table,
+        seqlen_k,
+        q,
+        seqs,
+        rotary,
+        interleaved,
+        out,
+        validate,
+        backend,
+    )
+    results = dispatch.run(*call, False, backend)
+    return results[0] if results else None
+
+
+def read_append(
+    k: Any,
+    v: Any,
+    k_pages: Any,
+    v_pages: Any,
+    block_table: Any,
+    seqlen_k: Any,
+    q: Any,
+    seqs: Any,
+    rotary: Any,
+    interleaved: Any,
+    out: Any,
+    validate: Any,
+    backend: Any,
+) -> Appending:
+    """The call with its integers read, and those on the host checked."""
+    if interleaved is not True and interleaved is not False:
+        raise no_bool("interleaved", interleaved)
+    if q is not None and rotary is None:
+        raise TypeError(
+            "q: got queries without rotary: only an embedding changes them; leave q out, or pass rotary=(cos, sin)"
+        )
+    if out is not None and q is None:
+        raise TypeError(
+            "out: got an array without q: it is for the queries; leave it out, or pass q="
+        )
+    if rotary is not None:
+        rotary = _rotary.split(rotary)
+    # The CPU backend writes wherever the lengths say.
+    validate = True if validate is False and backend == "cpu" else validate
+    named = {"k": k, "k_pages": k_pages, "v_pages": v_pages, "block_table": block_table}
+    named |= {"seqlen_k": seqlen_k, "validate": validate}
+    table, options = read_pages(named, Options(seqs=seqs), ("k", "k_pages", "v_pages"), _WRITTEN)
+    layout = options.seqs
+    if validate or layout.on_host:
+        shapes = [tuple(getattr(x, "shape", ())) for x in (k, k_pages, table)]
+        if len(shapes[0]) in (3, 4) and len(shapes[1]) == 4 and shapes[2]:  # else the call tells
+            lengths = host_lengths(layout.on_the_host().bind(*shapes))
+            check_lengths(lengths, None if rotary is None else rotary[0].shape[0])
+    verb = append_verb(rotary is not None, interleaved, q is not None)
+    inputs = (k, v, k_pages, v_pages, *(() if q is None else (q,)), table, *(rotary or ()))
+    return Appending(verb, inputs, () if q is None else (out,), options)

@@ -1,0 +1,39 @@
+"""A plan of `append_kv`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rawattn._verbs.append import read_append
+from rawattn._verbs.plan import Plan
+
+_BY_POSITION = 5  # k, v, k_pages, v_pages, block_table
+
+
+class AppendPlan(Plan):
+    """A `Plan` that takes its arrays in the order of `append_kv`: ``Plan(k, v, k_pages, v_pages, block_table, q=q)``.
+
+    The cosines and sines of the rotary embedding may be others too, as ``cos=`` and ``sin=``.
+    """
+
+    def __init__(self, **named: Any) -> None:
+        call = read_append(**named)
+        returned = _first if call.targets else _nothing
+        super().__init__(*call, False, named["backend"], returned, ())
+
+    def __call__(self, *args: Any, out: Any = None, into: Any = None, **named: Any) -> Any:
+        """The queries turned, or None."""
+        if "q" in self._verb.inputs and len(args) == _BY_POSITION:
+            q = named.pop("q", self._inputs[_BY_POSITION - 1])
+            args = (*args[:-1], q, args[-1])
+        if named or len(args) == len(self._inputs):
+            return super().__call__(*args, out=out, into=into, **named)
+        return super().__call__(*args, *self._inputs[len(args) :], out=out, into=into)
+
+
+def _first(results: Any) -> Any:
+    return results[0]
+
+
+def _nothing(results: Any) -> None:
+    return None

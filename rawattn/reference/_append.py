@@ -1,0 +1,84 @@
+"""The specification of `append_kv`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from rawattn._call import pages
+from rawattn._call.layout import host_lengths
+from rawattn.reference._call import Array, floats, integers
+
+_FLOAT64 = np.dtype(np.float64)
+
+
+def append_kv(
+    k: Any,
+    v: Any,
+    k_pages: Any,
+    v_pages: Any,
+    block_table: Any,
+    *,
+    seqlen_k: Any,
+    q: Any = None,
+    seqs: Any = None,
+    rotary: Any = None,
+    interleaved: bool = False,
+) -> tuple[Array, Array, Array | None]:
+    """`rawattn.append_kv` in float64, on copies of the pages: arrays of any framework, device and floating dtype.
+
+    Returns k_pages, v_pages, and the queries turned, 0 in their padding rows; None without `q`.
+
+    >>> import numpy as np
+    >>> pages, row = np.zeros((2, 2, 1, 2)), np.ones((1, 1, 1, 2))
+    >>> quarter = np.array([[1.0], [0.0]]), np.array([[0.0], [1.0]])  # a quarter of a turn a position
+    >>> k_pages, _, _ = append_kv(row, row, pages, pages, [[1]], seqlen_k=[2], rotary=quarter)
+    >>> k_pages[1, :, 0].tolist()
+    [[0.0, 0.0], [-1.0, 1.0]]
+    """
+    k, v, k_pages, v_pages = (
+        floats(name, x, _FLOAT64)
+        for name, x in (("k", k), ("v", v), ("k_pages", k_pages), ("v_pages", v_pages))
+    )
+    k_pages, v_pages = k_pages.copy(), v_pages.copy()
+    turned = None
+    if q is not None:
+        q = floats("q", q, _FLOAT64)
+        turned = np.zeros(q.shape)
+    angles = None
+    if rotary is not None:
+        angles = [floats(name, x, _FLOAT64) for name, x in zip(("cos", "sin"), rotary, strict=True)]
+    indptr, ids = pages.split(block_table)
+    table = integers("block_table", ids)
+    layout = pages.PagedLayout(seqs, seqlen_k, indptr).on_the_host()
+    form = pages.form(layout, k_pages.shape, v_pages.shape, table)
+    lengths = host_lengths(layout.bind(k.shape, k_pages.shape, table.shape))
+    for n, (start, new, keys) in enumerate(
+        zip(lengths.start_q.tolist(), lengths.len_q.tolist(), lengths.len_k.tolist(), strict=True)
+    ):
+        of_pages = pages.ids_of(table, lengths, form, n)
+        for i in range(new):
+            row = start + i if k.ndim == 3 else (n, i)
+            position = keys - new + i
+            page, at = divmod(position, form.page_size)
+            k_pages[of_pages[page], at] = _turned(k[row], position, angles, interleaved)
+            v_pages[of_pages[page], at] = v[row]
+            if turned is not None:
+                turned[row] = _turned(q[row], position, angles, interleaved)
+    return k_pages, v_pages, turned
+
+
+def _turned(row: Array, position: int, angles: list[Array] | None, interleaved: bool) -> Array:
+    """(heads, D): each plane as a complex number, times that of its angle."""
+    if angles is None:
+        return row
+    cos, sin = (x[position] for x in angles)
+    planes = cos.size
+    pairs = row[:, : 2 * planes]
+    pairs = (
+        pairs.reshape(-1, planes, 2) if interleaved else pairs.reshape(-1, 2, planes).swapaxes(1, 2)
+    )
+    numbers = (pairs[..., 0] + 1j * pairs[..., 1]) * (cos + 1j * sin)
+    parts = np.stack((numbers.real, numbers.imag), axis=-1 if interleaved else 1)
+    return np.concatenate((parts.reshape(len(row), -1), row[:, 2 * planes :]), axis=1)

@@ -1,0 +1,124 @@
+"""Calls of `append_kv`, as data: what is there already, the new rows, and what both come to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rawattn import reference
+from tests.paged import BFLOAT16, Paged, paged
+
+Array = Any
+
+
+@dataclass(frozen=True, eq=False)
+class Appended:
+    """pages: a call whose keys are what the pages hold at last, and whose q is that of the new rows."""
+
+    pages: Paged
+    k: Array
+    v: Array
+    rotary: tuple[Array, Array] | None
+    interleaved: bool
+
+    @property
+    def q(self) -> Array | None:
+        return None if self.rotary is None else self.pages.q
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"rotary": self.rotary, "interleaved": self.interleaved, "seqs": self.pages.seqs}
+
+    def pools(self) -> tuple[Array, Array]:
+        """With NaN where the new rows are to be, and strides as they are."""
+        found = []
+        for pool in (self.pages.k_pages, self.pages.v_pages):
+            copy = _like(pool)
+            copy[...] = pool
+            for page, at in _places(self.pages):
+                copy[page, at] = np.nan
+            found.append(copy)
+        return found[0], found[1]
+
+    def verify(self, k_pages: Array, v_pages: Array, out: Array | None) -> None:
+        """Results against the reference. Of the pages nothing else has changed, and padding rows of out are 0."""
+        before = self.pools()
+        arrays = (self.k, self.v, *before, self.pages.block_table)
+        given = {"seqlen_k": self.pages.seqlen_k, "q": self.q, **self.options}
+        exact_k, exact_v, exact_q = reference.append_kv(*arrays, **given)
+        new = np.zeros(exact_k.shape[:2], bool)
+        for place in _places(self.pages):
+            new[place] = True
+        for pool, was in zip((k_pages, v_pages), before, strict=True):
+            assert pool[~new].tobytes() == was[~new].tobytes(), (
+                "rows of pages that are not new have changed"
+            )
+        assert v_pages[new].tobytes() == exact_v[new].astype(v_pages.dtype).tobytes()
+        _close(k_pages[new], exact_k[new])
+        assert (out is None) == (exact_q is None)
+        if out is not None:
+            rows = self.pages.rows
+            _close(out[rows], exact_q[rows])
+            assert not np.any(out[~rows].astype(np.float32)), "padding rows of out are not 0"
+
+
+def appended(
+    lens_k: tuple[int, ...],
+    page_size: int,
+    *,
+    rotary_dim: int = 0,
+    interleaved: bool = False,
+    angles: Any = np.float32,
+    **knobs: Any,
+) -> Appended:
+    """knobs: of `tests.paged.paged`, with rows at least those of the keys."""
+    call = paged(lens_k, page_size, **knobs)
+    rng = np.random.default_rng([page_size, *lens_k])
+    heads = call.k_pages.shape[2]
+    shapes = [(*call.q.shape[:-2], heads, pool.shape[-1]) for pool in (call.k_pages, call.v_pages)]
+    k, v = (rng.standard_normal(shape).astype(call.q.dtype) for shape in shapes)
+    for rows in (k, v):
+        rows[~call.rows] = np.nan
+    rotary = None
+    if rotary_dim:
+        phases = np.arange(max(lens_k) + 2)[:, None] * 100.0 ** -np.linspace(0, 1, rotary_dim // 2)
+        rotary = np.cos(phases).astype(angles), np.sin(phases).astype(angles)
+        call.q[~call.rows] = np.nan
+    return Appended(call, k, v, rotary, interleaved)
+
+
+def _places(call: Paged) -> list[tuple[int, int]]:
+    """The page and the row in it of every new row."""
+    table, starts = call.block_table, None
+    if isinstance(table, tuple):
+        starts, table = table
+    rows = call.rows
+    if call.q.ndim == 4:
+        lens_q = rows.sum(axis=1)
+    else:
+        assert call.seqs is not None
+        lens_q = call.seqs.seqlen_q
+    size = call.k_pages.shape[1]
+    found = []
+    for n, (new, keys) in enumerate(zip(lens_q, call.seqlen_k, strict=True)):
+        ids = table[n] if starts is None else table[starts[n] :]
+        found += [(int(ids[p // size]), int(p % size)) for p in range(keys - new, keys)]
+    return found
+
+
+def _like(pool: Array) -> Array:
+    """Not written yet, with the order of axes in memory."""
+    order = np.argsort(pool.strides)[::-1]
+    return np.empty(np.array(pool.shape)[order], pool.dtype).transpose(np.argsort(order))
+
+
+def _close(got: Array, exact: Array) -> None:
+    """Within the rounding of a result, and of two products in float32."""
+    assert got.shape == exact.shape
+    step = {BFLOAT16: 2.0**-8, np.dtype(np.float16): 2.0**-11}.get(got.dtype, 2.0**-23)
+    assert np.all(
+        np.abs(got.astype(np.float64) - exact)
+        <= step * np.abs(exact) + 2.0**-21 * (1 + np.abs(exact))
+    )

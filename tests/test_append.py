@@ -1,0 +1,217 @@
+"""`append_kv` on the CPU against the reference, calls that it refuses, and that `paged_attention` reads what it wrote."""
+
+from __future__ import annotations
+
+import doctest
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rawattn
+from rawattn._verbs import append
+from tests.append import Appended, appended
+from tests.paged import BFLOAT16
+
+F32 = np.dtype(np.float32)
+LENS = (9, 1, 24, 3)
+ROTARY = {
+    "none": {},
+    "halves": {"rotary_dim": 24},
+    "interleaved": {"rotary_dim": 24, "interleaved": True},
+    "part": {"rotary_dim": 6},
+    "part-interleaved": {"rotary_dim": 10, "interleaved": True},
+}
+BATCHES: dict[str, dict[str, Any]] = {
+    "one row": {},
+    "padded": {"rows": (3, 0, 5, 1), "room_q": 6},
+    "packed": {"rows": (3, 1, 5, 0), "group": True},
+    "packed pair": {"rows": (3, 1, 5, 0), "group": True, "pair": True, "integers": np.int64},
+}
+
+
+def run(call: Appended, **more: Any) -> tuple[Any, Any, Any]:
+    k_pages, v_pages = call.pools()
+    given = {"seqlen_k": call.pages.seqlen_k, "q": call.q, **call.options, **more}
+    out = rawattn.append_kv(call.k, call.v, k_pages, v_pages, call.pages.block_table, **given)
+    return k_pages, v_pages, out
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("name", ROTARY)
+def test_against_the_reference(name: str, batch: str) -> None:
+    for dtype, heads_first in ((F32, False), (BFLOAT16, True)):
+        angles = dtype if heads_first else F32
+        knobs = {**BATCHES[batch], "dtype": dtype, "heads_first": heads_first, "angles": angles}
+        call = appended(LENS, 4, **ROTARY[name], **knobs)
+        call.verify(*run(call))
+
+
+def test_attention_reads_what_was_written() -> None:
+    """The whole prompt at once and token by token are one cache."""
+    call = appended(LENS, 4, rows=LENS, room_q=24, rotary_dim=8, dtype=F32, group=False)
+    k_pages, v_pages, out = run(call)
+    stepwise = call.pools()
+    table = call.pages.block_table
+    for n in range(max(LENS)):
+        live = [b for b, length in enumerate(LENS) if n < length]
+        q, k, v = (x[live, n : n + 1] for x in (call.q, call.k, call.v))
+        lengths = np.full(len(live), n + 1)
+        turned = rawattn.append_kv(
+            k, v, *stepwise, table[live], seqlen_k=lengths, q=q, rotary=call.rotary
+        )
+        np.testing.assert_array_equal(turned[:, 0], out[live, n])
+    for whole, steps in zip((k_pages, v_pages), stepwise, strict=True):
+        np.testing.assert_array_equal(whole, steps)
+    attended = rawattn.paged_attention(
+        out,
+        k_pages,
+        v_pages,
+        table,
+        seqlen_k=call.pages.seqlen_k,
+        seqs=call.pages.seqs,
+        causal=True,
+    )
+    assert np.isfinite(attended).all()
+
+
+def test_memory_of_the_caller() -> None:
+    call = appended(LENS, 4, rotary_dim=8, dtype=F32)
+    out = np.empty_like(call.q)
+    k_pages, v_pages, got = run(call, out=out)
+    assert got is out
+    call.verify(k_pages, v_pages, out)
+    padded = appended(LENS, 4, rotary_dim=8, dtype=F32, rows=(1, 0, 2, 0), room_q=3)
+    out = np.full_like(padded.q, 7)
+    run(padded, out=out)
+    assert (out[~padded.pages.rows] == 7).all()
+
+
+def test_pools_that_interleave() -> None:
+    """Keys and values side by side in one array."""
+    call = appended(LENS, 4, dtype=F32, dims=(16, 16))
+    both = np.stack(call.pools(), axis=1)
+    rawattn.append_kv(
+        call.k, call.v, both[:, 0], both[:, 1], call.pages.block_table, seqlen_k=call.pages.seqlen_k
+    )
+    call.verify(both[:, 0], both[:, 1], None)
+
+
+def test_empty() -> None:
+    call = appended((4, 4), 4, rows=0, dtype=F32)
+    call.verify(*run(call))
+    pages = call.pages
+    pages = replace(
+        pages, q=pages.q[:0], block_table=pages.block_table[:0], seqlen_k=pages.seqlen_k[:0]
+    )
+    nobody = replace(call, k=call.k[:0], v=call.v[:0], pages=pages)
+    run(nobody)
+
+
+CALL = appended(LENS, 4, rotary_dim=8, dtype=F32)
+WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "more new rows than keys": ({"seqlen_k": [9, 0, 24, 3]}, ValueError, "seqlen_k: got 0 keys for sequence 1"),
+    "more keys than pages hold": ({"seqlen_k": [9, 1, 99, 3]}, ValueError, "seqlen_k: got length 99"),
+    "no page": ({"block_table": CALL.pages.block_table * 0 - 1}, ValueError, "block_table: got page id -1"),
+    "positions": ({"rotary": [x[:20] for x in CALL.rotary]}, ValueError, "rotary: got angles of 20 positions"),
+    "each plane twice": ({"rotary": [np.tile(x, 6) for x in CALL.rotary]}, ValueError, "of each plane once"),
+    "angles of two forms": ({"rotary": (CALL.rotary[0], CALL.rotary[1][1:])}, ValueError, "rotary: got sin"),
+    "angles of float16": ({"rotary": [x.astype(np.float16) for x in CALL.rotary]}, TypeError, "cos of dtype float16"),
+    "one array of angles": ({"rotary": CALL.rotary[0]}, TypeError, "expected a pair of arrays"),
+    "q alone": ({"rotary": None}, TypeError, "q: got queries without rotary"),
+    "out alone": ({"q": None, "out": CALL.q}, TypeError, "out: got an array without q"),
+    "style": ({"interleaved": 1}, TypeError, "interleaved: got int"),
+    "rows of q": ({"q": np.zeros((4, 2, 4, 24), F32)}, ValueError, "q: got shape"),
+    "heads of q": ({"q": np.zeros((4, 1, 3, 24), F32)}, ValueError, "q: got nheads_q = 3"),
+    "v": ({"v": CALL.v[:, :, :1]}, ValueError, "v: got shape"),
+    "dtype": ({"k_pages": CALL.pages.k_pages.astype(np.float16)}, TypeError, "k_pages: got dtype float16, expected float32"),
+    "heads of pages": ({"k_pages": CALL.pages.k_pages[:, :, :1]}, ValueError, "k_pages: got shape"),
+    "pages with gaps": ({"k_pages": np.repeat(CALL.pages.k_pages, 2, -1)[..., ::2]}, ValueError, "last-axis stride of 8"),
+    "broadcast pages": ({"k_pages": np.broadcast_to(CALL.pages.k_pages[:1], (14, 4, 2, 24))}, ValueError, "k_pages: got"),
+    "unknown": ({"cache_seqlens": 3}, TypeError, "cache_seqlens: rawattn.append_kv has"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_refused(name: str) -> None:
+    changed, kind, message = WRONG[name]
+    k_pages, v_pages = CALL.pools()
+    given: dict[str, Any] = {"k": CALL.k, "v": CALL.v, "k_pages": k_pages, "v_pages": v_pages}
+    given |= {"block_table": CALL.pages.block_table, "seqlen_k": CALL.pages.seqlen_k, "q": CALL.q}
+    with pytest.raises(kind) as caught:
+        rawattn.append_kv(**{**given, "rotary": CALL.rotary, **changed})
+    assert message in str(caught.value)
+
+
+def test_readonly_pages_are_refused() -> None:
+    call = appended(LENS, 4, dtype=F32)
+    k_pages, v_pages = call.pools()
+    v_pages.flags.writeable = False
+    with pytest.raises(ValueError, match="v_pages: got a read-only array"):
+        rawattn.append_kv(
+            call.k, call.v, k_pages, v_pages, call.pages.block_table, seqlen_k=call.pages.seqlen_k
+        )
+
+
+def test_of_other_frameworks() -> None:
+    torch = pytest.importorskip("torch")
+    call = appended(LENS, 4, rotary_dim=8, dtype=F32)
+    k, v, q, cos, sin, table = map(
+        torch.from_numpy, (call.k, call.v, call.q, *call.rotary, call.pages.block_table)
+    )
+    k_pages, v_pages = map(torch.from_numpy, call.pools())
+    lengths = torch.from_numpy(call.pages.seqlen_k)
+    out = rawattn.append_kv(k, v, k_pages, v_pages, table, seqlen_k=lengths, q=q, rotary=(cos, sin))
+    assert isinstance(out, torch.Tensor)
+    call.verify(k_pages.numpy(), v_pages.numpy(), out.numpy())
+
+
+def test_jax_arrays_do_not_change() -> None:
+    jax = pytest.importorskip("jax")
+    call = appended(LENS, 4, dtype=F32)
+    k_pages, v_pages = map(jax.numpy.asarray, call.pools())
+    with pytest.raises(ValueError, match="k_pages: got a read-only array"):
+        rawattn.append_kv(
+            call.k, call.v, k_pages, v_pages, call.pages.block_table, seqlen_k=call.pages.seqlen_k
+        )
+
+
+def test_planned() -> None:
+    call = appended(LENS, 4, rotary_dim=8, dtype=F32)
+    k_pages, v_pages = call.pools()
+    given = (call.k, call.v, k_pages, v_pages, call.pages.block_table)
+    options = {"seqlen_k": call.pages.seqlen_k, "q": call.q, "rotary": call.rotary}
+    planned = rawattn.plan(rawattn.append_kv, *given, **options)
+    for pool, before in zip((k_pages, v_pages), call.pools(), strict=True):
+        assert pool.tobytes() == before.tobytes()
+    call.verify(k_pages, v_pages, planned(*given))
+    again = planned(*given[:4], block_table=given[4], q=2 * call.q)
+    np.testing.assert_allclose(again, 2 * planned(*given), rtol=1e-6)
+    with pytest.raises(TypeError, match="into"):
+        planned(*given, into=rawattn.Gradients())
+    alone = rawattn.plan(rawattn.append_kv, *given, seqlen_k=call.pages.seqlen_k)
+    assert alone(*given) is None
+
+
+def test_examples() -> None:
+    results = doctest.testmod(append)
+    assert results.attempted > 0
+    assert results.failed == 0
+
+
+def test_packed_rows_are_as_padded_ones() -> None:
+    """Rows of a padded batch and of a packed one are the same rows."""
+    padded = appended(LENS, 4, rotary_dim=8, dtype=F32, rows=(3, 1, 5, 2), room_q=5)
+    k_pages, v_pages, out = run(padded)
+    rows = padded.pages.rows
+    layout = rawattn.SeqLayout.from_lengths([3, 1, 5, 2])
+    again = padded.pools()
+    table = padded.pages.block_table
+    packed = rawattn.append_kv(
+        padded.k[rows], padded.v[rows], *again, table, seqlen_k=padded.pages.seqlen_k,
+        q=padded.q[rows], rotary=padded.rotary, seqs=layout,
+    )  # fmt: skip
+    np.testing.assert_array_equal(packed, out[rows])
+    np.testing.assert_array_equal(again[0], k_pages)
+    np.testing.assert_array_equal(again[1], v_pages)
