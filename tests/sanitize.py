@@ -29,10 +29,12 @@ import numpy as np
 from rawattn._kernels.selection import only
 from rawattn._kernels.sm90.forward import LONG_SEQLEN
 from tests import gpu_report, gradients
+from tests.append import Appended, appended
 from tests.cases import Case, dense, padded, ragged
 from tests.curated_cases import repacked
 from tests.frameworks import TightCuPy
 from tests.gpu.test_api import BAD_INTEGERS, check_bad_integers
+from tests.gpu.test_append import write
 from tests.gpu.test_combine import test_cupy as check_combine
 from tests.gpu.test_paged import check_pages
 from tests.landed import has_an_order
@@ -219,6 +221,25 @@ def page_calls() -> list[Callable[[], None]]:
     ]
 
 
+def append_calls() -> list[Callable[[], None]]:
+    """New rows into pages: both styles of a rotary embedding and none, wide accesses and narrow ones."""
+    lens = (130, 1, 33, 700)
+    new: dict[str, Any] = {"rows": (40, 0, 9, 130), "room_q": 140}
+    calls = [
+        appended(lens, 16, dims=(128, 128), heads=(8, 2), rotary_dim=128),
+        appended(lens, 7, rotary_dim=16, interleaved=True, **new),
+        appended(lens, 24, dims=(7, 33), rotary_dim=6, group=True, pair=True, rows=new["rows"]),
+        appended(lens, 1, dtype=F32, **new),
+    ]
+    return [
+        partial(_check_append, call, on_device) for call in calls for on_device in (False, True)
+    ]
+
+
+def _check_append(call: Appended, on_device: bool) -> None:
+    call.verify(*write(call, on_device=on_device))
+
+
 # Cases of Hopper's forward kernel, and of what the backward does not have.
 FORWARD_ALONE = ("causal", "window", "group", "long", "without-lse")
 
@@ -242,7 +263,7 @@ def run_calls(part: int, parts: int) -> int:
     # From a pool, an access outside an array would land in memory that is allocated all the same.
     cupy.cuda.set_allocator(None)
     junk = [bad for bad in BAD_INTEGERS if bad.dtype == "int64" and bad.what == "everything"]
-    mine = [*matrix(), *FORMS, *page_calls(), *junk][part::parts]
+    mine = [*matrix(), *FORMS, *page_calls(), *append_calls(), *junk][part::parts]
     for call in mine:
         if isinstance(call, Step):
             call.run()

@@ -9,8 +9,8 @@ from rawattn._call.pages import PageForm
 from rawattn._call.problem import Problem
 from rawattn._compile.compiler import Source
 from rawattn._kernels.operands import Operands
+from rawattn._kernels.portable import append, combine, fill_padding, repack, schedule, send_words
 from rawattn._kernels.portable import backward as portable_backward
-from rawattn._kernels.portable import combine, fill_padding, repack, schedule, send_words
 from rawattn._kernels.portable import decode as portable_decode
 from rawattn._kernels.portable import forward as portable_forward
 from rawattn._kernels.score_variants import score_variants
@@ -32,7 +32,7 @@ def common_variants(arch: str, *, every: bool = False, purpose: str = "inference
     portable kernels that differ in nothing but the 16-bit type it leaves out one.
     """
     target = without_device(arch)
-    sources = [schedule.source(), fill_padding.source(), send_words.source()]
+    sources = [schedule.source(), fill_padding.source(), send_words.source(), *append.variants()]
 
     def add(
         dtype: str,
@@ -132,4 +132,5 @@ def common_variants(arch: str, *, every: bool = False, purpose: str = "inference
         add("float32", 33, 65, copy_bytes=4, ragged=True, left=0, backward=True)
         sources += score_variants(target)
         sources += combine.variants()
+        sources += append.variants(every=True)
     return list(dict.fromkeys(sources))

@@ -136,9 +136,9 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
     return Steps((step,), config)
 
 
-def variants() -> list[Source]:
-    """Those worth compiling ahead: of the usual heads, with angles in float32."""
-    return [
+def variants(*, every: bool = False) -> list[Source]:
+    """Those worth compiling ahead: of the usual heads, with angles in float32. every: other widths and types too."""
+    usual = [
         Config(
             dtype=dtype,
             headdim=headdim,
@@ -154,3 +154,20 @@ def variants() -> list[Source]:
         Config(dtype="float16", headdim=headdim, headdim_v=headdim).source()
         for headdim in (64, 128)
     ]
+    if not every:
+        return usual
+    others = (
+        Config(dtype="float32", headdim=64, headdim_v=64, rotary_dim=64, float_angles=True),
+        Config(dtype="bfloat16", headdim=64, headdim_v=64, rotary_dim=32),
+        Config(
+            dtype="bfloat16",
+            headdim=7,
+            headdim_v=1,
+            rotary_dim=6,
+            float_angles=True,
+            copy_bytes=2,
+            angle_bytes=4,
+        ),
+        Config(dtype="float32", headdim=7, headdim_v=9, copy_bytes=4),
+    )
+    return [*usual, *(config.source() for config in others)]

@@ -1,0 +1,159 @@
+"""`append_kv` on the GPU: styles, batches, frameworks, streams that nobody waits for, a captured loop that grows its cache."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rawattn
+from rawattn import append_kv, paged_attention
+from tests.append import Appended, appended
+from tests.gpu.test_paged import lengths_of, on_gpu
+from tests.paged import BFLOAT16
+
+cupy = pytest.importorskip("cupy")
+
+F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
+LENS = (700, 3, 64, 1290)
+SHAPES: list[dict[str, Any]] = [
+    {"page_size": 16, "dims": (128, 128), "heads": (8, 2), "rotary_dim": 128},
+    {"page_size": 16, "rows": (200, 3, 9, 129), "group": True, "pair": True, "rotary_dim": 16},
+    {"page_size": 24, "rows": (200, 0, 9, 129), "room_q": 210, "dims": (64, 40), "heads_first": True},
+    {"page_size": 128, "rows": 3, "dtype": F32, "dims": (256, 7), "rotary_dim": 64},
+    {"page_size": 1, "dtype": F16, "dims": (80, 80), "rotary_dim": 20, "angles": F16},
+    {"page_size": 7, "rows": 2, "dims": (7, 7), "rotary_dim": 6, "integers": np.int64},
+    {"page_size": 16, "rows": LENS, "room_q": 1290, "dims": (96, 96), "rotary_dim": 96},
+]  # fmt: skip
+
+
+def write(call: Appended, *, on_device: bool) -> tuple[Any, Any, Any]:
+    """The pages afterwards, and the queries turned."""
+    pools = [on_gpu(pool) for pool in call.pools()]
+    table = call.pages.block_table
+    k, v = on_gpu(call.k), on_gpu(call.v)
+    given = lengths_of(call.pages, on_device=on_device)
+    if call.rotary is not None:
+        given |= {"q": on_gpu(call.q), "rotary": tuple(map(on_gpu, call.rotary))}
+        given["interleaved"] = call.interleaved
+    out = append_kv(k, v, *pools, on_gpu(table) if on_device else table, **given)
+    return (*(pool.get() for pool in pools), None if out is None else out.get())
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_against_the_reference(shape: dict[str, Any], interleaved: bool) -> None:
+    call = appended(LENS, **shape, interleaved=interleaved)
+    for on_device in (True, False):
+        call.verify(*write(call, on_device=on_device))
+
+
+def test_numpy_stays_on_the_host_and_torch_on_the_device() -> None:
+    call = appended(LENS, 16, rotary_dim=16, dtype=F16)
+    pools = call.pools()
+    options = {"seqlen_k": call.pages.seqlen_k, "q": call.q, "rotary": call.rotary}
+    table = call.pages.block_table
+    for backend in (None, "cpu", "cuda"):
+        pools = call.pools()
+        out = append_kv(call.k, call.v, *pools, table, **options, backend=backend)
+        call.verify(*pools, out)
+    on_device = [on_gpu(pool) for pool in call.pools()]
+    out = append_kv(
+        on_gpu(call.k), on_gpu(call.v), *on_device, table, seqlen_k=call.pages.seqlen_k,
+        q=on_gpu(call.q), rotary=tuple(map(on_gpu, call.rotary or ())), backend="cpu",
+    )  # fmt: skip
+    call.verify(*(pool.get() for pool in on_device), out.get())
+    torch = pytest.importorskip("torch")
+    k, v, q, *pages, cos, sin = (
+        torch.from_numpy(x).cuda()
+        for x in (call.k, call.v, call.q, *call.pools(), *(call.rotary or ()))
+    )
+    out = append_kv(k, v, *pages, table, seqlen_k=call.pages.seqlen_k, q=q, rotary=(cos, sin))
+    assert isinstance(out, torch.Tensor)
+    call.verify(*(x.cpu().numpy() for x in (*pages, out)))
+
+
+def test_whatever_integers_say_nothing_else_is_written() -> None:
+    """Between canaries: rows whose positions or pages are none are dropped, and the context stays usable."""
+    call = appended((70, 30, 9), 16, dtype=F32)
+    pools = call.pools()
+    guarded = [cupy.full((len(pool) + 2, *pool.shape[1:]), 7, F32) for pool in pools]
+    for memory, pool in zip(guarded, pools, strict=True):
+        memory[1:-1] = cupy.asarray(pool)
+    inner = [memory[1:-1] for memory in guarded]
+    table, lengths = on_gpu(call.pages.block_table), on_gpu(call.pages.seqlen_k)
+    k, v = on_gpu(call.k), on_gpu(call.v)
+    wild = cupy.full_like(table, -1)
+    wild[1], wild[2] = len(pools[0]), 2**31 - 1
+    append_kv(k, v, *inner, wild, seqlen_k=lengths)
+    for bad in (-1, 0, 16 * table.shape[1] + 1, 2**31 - 1):
+        append_kv(k, v, *inner, table, seqlen_k=cupy.full_like(lengths, bad))
+    for memory, pool in zip(guarded, pools, strict=True):
+        assert memory[1:-1].get().tobytes() == pool.tobytes()
+        assert (memory[0].get() == 7).all() and (memory[-1].get() == 7).all()
+    with pytest.raises(ValueError, match=r"^block_table: got page id -1"):
+        append_kv(k, v, *inner, wild, seqlen_k=lengths, validate=True)
+    with pytest.raises(ValueError, match=r"^seqlen_k: got 0 keys"):
+        append_kv(k, v, *inner, table, seqlen_k=cupy.zeros_like(lengths), validate=True)
+    append_kv(k, v, *inner, table, seqlen_k=lengths)
+    call.verify(*(x.get() for x in inner), None)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_a_captured_loop_of_decoding(window: int | None) -> None:
+    """256 steps of one graph, whose lengths grow on the device, as the reference has them at the end."""
+    steps, batch, page_size, heads, headdim = 256, 3, 16, (8, 2), 64
+    rng = np.random.default_rng(0)
+    rows = [rng.standard_normal((steps, batch, h, headdim)).astype(F16) for h in (*heads, heads[1])]
+    q, k, v = (cupy.asarray(x) for x in rows)
+    pages = batch * steps // page_size
+    pools = [cupy.full((pages, page_size, heads[1], headdim), np.nan, F16) for _ in range(2)]
+    table = cupy.asarray(rng.permutation(pages).astype(np.int32).reshape(batch, -1))
+    phases = np.arange(steps)[:, None] * 1000.0 ** -np.linspace(0, 1, headdim // 2)
+    rotary = cupy.asarray(np.cos(phases), F32), cupy.asarray(np.sin(phases), F32)
+    options: dict[str, Any] = {} if window is None else {"window": (window, 0), "sink": 4}
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        lengths = cupy.zeros(batch, np.int32)
+        now = [cupy.empty((batch, 1, *x.shape[2:]), F16) for x in (q, k, v)]
+        add = rawattn.plan(
+            append_kv, now[1], now[2], *pools, table, seqlen_k=lengths, q=now[0], rotary=rotary
+        )
+        turned = add()
+        attend = rawattn.plan(
+            paged_attention, turned, *pools, table, seqlen_k=lengths, causal=True, **options
+        )
+        lengths += 1  # compiled here: a capture would not allow it
+        lengths.fill(0)
+        stream.begin_capture()
+        lengths += 1
+        turned = add()
+        out = attend(turned, *pools, table)
+        graph = stream.end_capture()
+        results = cupy.empty((steps, batch, heads[0], headdim), F16)
+        for n in range(steps):
+            for memory, x in zip(now, (q, k, v), strict=True):
+                memory[:, 0] = x[n]
+            graph.launch(stream)
+            results[n] = out[:, 0]
+        stream.synchronize()
+    by_sequence = [x.get().swapaxes(0, 1).astype(F32) for x in (q, k, v)]
+    cos, sin = (x.get()[None, :, None] for x in rotary)
+
+    def turn(x: Any) -> Any:
+        a, b = np.split(x, 2, axis=-1)
+        return np.concatenate((a * cos - b * sin, b * cos + a * sin), axis=-1).astype(F16)
+
+    wanted = rawattn.reference.attention(
+        turn(by_sequence[0]), turn(by_sequence[1]), by_sequence[2], causal=True, **options
+    )
+    np.testing.assert_allclose(results.get().swapaxes(0, 1), wanted, atol=4e-3)
+
+
+def test_many_rows_of_many_sequences() -> None:
+    lens = tuple(int(n) for n in np.random.default_rng(1).integers(0, 90, 300))
+    call = appended(lens, 16, rows=lens, group=True, rotary_dim=24, dtype=BFLOAT16)
+    call.verify(*write(call, on_device=True))
+    shifted = replace(call, interleaved=True)
+    shifted.verify(*write(shifted, on_device=False))
