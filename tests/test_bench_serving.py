@@ -80,7 +80,9 @@ def test_decode_has_a_line_for_each_bound(without_gpu: list[str]) -> None:
     assert all(0.4 < (figure.value or 0) < 0.6 and figure.verdict == "ok" for figure in small)
     uneven = found[f"{serving_cases.UNEVEN.name}: over its bytes at read bandwidth"]
     assert uneven.value == pytest.approx(4) and uneven.verdict == "above"
-    assert len(found) == 4 + 8 + 6 + 2
+    new = found[f"{serving_cases.APPENDED.name}: new rows over their bytes"]
+    assert new.bound == pytest.approx(3 + 1.3 * serving_cases.APPENDED.new_bytes / 4e6)
+    assert len(found) == 4 + 8 + 6 + 3
 
 
 def test_prefill_has_a_line_for_each_bound(without_gpu: list[str]) -> None:

@@ -32,6 +32,7 @@ extern "C" __global__ void read(const uint4* data, long long count, unsigned* ou
 }
 """
 _READ_BYTES = 2 << 30
+_LAUNCH = 3e-6  # seconds that a launch in a graph may take beside its bytes
 
 
 class Cache(NamedTuple):
@@ -62,6 +63,13 @@ def decode(dtype: str, peers: Sequence[str]) -> list[Figure]:
     windowed, plain = serving_cases.WINDOWED, serving_cases.AS_WINDOWED
     in_window, of_all = (_seconds(case, dtype, found) for case in (windowed, plain))
     _ratio(found, f"{windowed.name}: over {plain.name} in rows", in_window, of_all, 1.2)
+    appended = serving_cases.APPENDED
+    seconds = _seconds(appended, dtype, found, "new rows into pages, turned", _append)
+    most = 1e6 * (1.3 * appended.new_bytes / bandwidth + _LAUNCH)
+    us = None if seconds is None else 1e6 * seconds
+    found.append(
+        Figure(f"{appended.name}: new rows over their bytes", us, "us", most, at_most=True)
+    )
     return found
 
 
@@ -132,6 +140,18 @@ def _ours(case: Serving, cache: Cache) -> Call:
     else:
         call = functools.partial(rawattn.attention, *arrays, **options)
     return _cupy_graph(call)
+
+
+def _append(case: Serving, cache: Cache) -> Call:
+    import cupy
+
+    shape = (case.batch, case.rows, case.nheads_kv, case.headdim)
+    k, v = (machine.random_array(shape, str(cache.q.dtype)) for _ in "kv")
+    angles = np.outer(np.arange(max(case.contexts)), 1e4 ** -np.linspace(0, 1, case.headdim // 2))
+    rotary = cupy.asarray(np.cos(angles), np.float32), cupy.asarray(np.sin(angles), np.float32)
+    inputs = k, v, cache.k, cache.v, cache.table
+    options = {"seqlen_k": cache.lengths, "q": cache.q, "rotary": rotary}
+    return _cupy_graph(functools.partial(rawattn.append_kv, *inputs, **options))
 
 
 def _cupy_graph(call: Call) -> Call:
@@ -219,14 +239,21 @@ def _raised(outcome: Any) -> Any:
     return outcome
 
 
-def _seconds(case: Serving, dtype: str, found: list[Figure]) -> float | None:
-    """Of ours; a line of its own where there are none."""
+def _seconds(
+    case: Serving,
+    dtype: str,
+    found: list[Figure],
+    what: str = "",
+    make_call: Callable[[Serving, Cache], Call] = _ours,
+) -> float | None:
+    """Of ours; a line of its own where there are none. what: the call, where it is no attention."""
+    name = f"{case.name}: {what}" if what else case.name
     try:
-        seconds: float = _raised(race({"": _entrant(_ours, case, dtype)}))[""].seconds
+        seconds: float = _raised(race({"": _entrant(make_call, case, dtype)}))[""].seconds
     except Exception as error:  # the other lines are worth showing all the same
-        found.append(Figure(case.name, None, "us", of=measure.describe(error)))
+        found.append(Figure(name, None, "us", of=measure.describe(error)))
         return None
-    found.append(Figure(case.name, 1e6 * seconds, "us", of="in a graph"))
+    found.append(Figure(name, 1e6 * seconds, "us", of="in a graph"))
     return seconds
 
 

@@ -42,6 +42,12 @@ class Serving:
         """What must be read and written: keys and values once, queries and outputs."""
         return self.key_bytes + 2 * self.batch * self.rows * self.nheads_q * self.headdim * 2
 
+    @property
+    def new_bytes(self) -> int:
+        """Of new rows on their way into pages, and of queries that turn beside them: read and written."""
+        heads = self.nheads_q + 2 * self.nheads_kv
+        return 2 * self.batch * self.rows * heads * self.headdim * 2
+
     def _visible(self, keys: int) -> Visible:
         window = None if self.window_left is None else (self.window_left, 0)
         return visible(self.rows, keys, causal=True, window=window, sink=self.sink)
@@ -79,6 +85,7 @@ _WINDOW, _SINK = 1024, 4
 WINDOWED = Serving(
     "64 x 131072 32/8 window 1024 sink 4", (131072,) * 64, 32, 8, window_left=_WINDOW - 1, sink=_SINK
 ).in_pages(16)  # fmt: skip
+APPENDED = alike(64, 8192, 32, 8).in_pages(16)
 # As many keys as a row of WINDOWED sees.
 AS_WINDOWED = alike(64, _WINDOW + _SINK, 32, 8)
 PREFILL = tuple(
