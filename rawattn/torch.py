@@ -6,7 +6,6 @@ The only module beside `rawattn.jax` that imports a framework, and only when it 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
@@ -15,7 +14,9 @@ from torch.autograd.function import once_differentiable
 from rawattn import ScoreMod, SeqLayout, attention_backward
 from rawattn import attention as _attention
 from rawattn._call.hints import NoOthers, hides_unknown, refuse_unknown
+from rawattn._masks.block_mask import BlockMask
 from rawattn._torch import ops
+from rawattn._torch.captured import checked, tensors_of, with_tensors
 
 if TYPE_CHECKING:  # type checkers bring it: nothing is installed for it
     from typing_extensions import Unpack
@@ -80,7 +81,7 @@ def _pull(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
         )
         captured = saved[3:]
         if captured:
-            score_mod = _with_tensors(score_mod, captured)
+            score_mod = with_tensors(score_mod, captured)
     gradients = attention_backward(
         torch.zeros_like(out) if dout is None else dout, q, k, v, out, lse,
         seqs=seqs, causal=causal, align=align, window=window, sink=sink, scale=scale, bias=bias, mask=mask,
@@ -90,41 +91,8 @@ def _pull(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
         deterministic=deterministic, backend=backend,
     )  # fmt: skip
     found: dict[str, Any] = gradients.captured or {}
-    of_captured = (found.get(name) for name in (_tensors(score_mod) if captured else ()))
+    of_captured = (found.get(name) for name in (tensors_of(score_mod) if captured else ()))
     return *gradients[:5], None, None, None, *of_captured
-
-
-def _tensors(score_mod: ScoreMod) -> dict[str, Any]:
-    """What of its captured arrays autograd knows."""
-    return {name: x for name, x in score_mod.arrays.items() if isinstance(x, torch.Tensor)}
-
-
-def _with_tensors(score_mod: ScoreMod, tensors: Sequence[Any]) -> ScoreMod:
-    """The same function of these tensors, which hooks of autograd may have moved."""
-    names = _tensors(score_mod)
-    moved = dict(zip(names, tensors, strict=True))
-    if all(moved[name] is x for name, x in names.items()):
-        return score_mod
-    text = score_mod.text
-    kinds = {"int": int, "bool": bool, "float": float}
-    numbers = {
-        name: kinds[kind](x)
-        for (name, kind), x in zip(text.scalars, score_mod.scalars, strict=True)
-    }
-    captured = {**score_mod.arrays, **moved, **numbers}
-    return ScoreMod(text.forward, text.backward, language=text.language, wrt=text.wrt, **captured)
-
-
-def _captured(score_mod: ScoreMod) -> tuple[Any, ...]:
-    """The tensors that it captures. Raises RuntimeError for one whose gradient would be lost."""
-    tensors = _tensors(score_mod)
-    for name, x in tensors.items():
-        if x.requires_grad and name not in score_mod.text.wrt and torch.is_grad_enabled():
-            raise RuntimeError(
-                f"score_mod: captured {name} requires a gradient, which would be lost; name it in wrt={(name,)}, or pass "
-                f"{name}.detach()"
-            )
-    return tuple(tensors.values())
 
 
 _pull_once = once_differentiable(_pull)
@@ -184,8 +152,8 @@ def attention(
         kernels: one on the GPU that is counted up between calls draws anew in every replay of a CUDA graph. Counted up between
         a call and its backward it is autograd's error for tensors changed in place.
     score_mod : rawattn.ScoreMod, optional
-        Tensors that it captures get gradients where its ``wrt`` names them; others that require grad are a RuntimeError. Not
-        in a compiled function.
+        Tensors that it captures get gradients where its ``wrt`` names them; others that require grad are a RuntimeError. In a
+        compiled function: one that was made before, and lives as long; so does a `BlockMask`.
 
     Returns
     -------
@@ -227,27 +195,33 @@ def attention(
         _refuse_others(q, k, v)
     if alibi_slopes is not None and getattr(alibi_slopes, "requires_grad", False):
         _refuse_slopes()
+    captured: tuple[Any, ...]
     if torch.compiler.is_compiling():
         if out is not None:
             raise ValueError(f"out: got a tensor in a {_COMPILED}; expected None")
-        if score_mod is not None:
-            raise NotImplementedError(f"score_mod: got one in a {_COMPILED}; expected None")
-        if mask is not None and not isinstance(mask, torch.Tensor):
-            raise NotImplementedError(
-                f"mask: got a {type(mask).__name__} in a {_COMPILED}; expected a bool tensor or None"
+        captured = ()
+        score_handle = mask_handle = None
+        if isinstance(score_mod, ScoreMod):
+            captured, score_handle = checked(score_mod), score_mod.handle
+        elif score_mod is not None:
+            raise TypeError(
+                f"score_mod: got {type(score_mod).__name__}, expected a rawattn.ScoreMod or None"
             )
+        if isinstance(mask, BlockMask):
+            mask, mask_handle = None, mask.handle
         left, right = ops.ends_of(window)
         seed, seed_array = ops.seed_of(seed)
         traced = ops.Options(
             bias=bias, sink_logits=sink_logits, mask=mask, alibi_slopes=alibi_slopes, causal=causal, align=align,
             window_left=left, window_right=right, sink=sink, scale=scale, softcap=softcap, dropout_p=dropout_p,
             seed=seed, seed_array=seed_array, num_splits=num_splits, deterministic=deterministic, backend=backend,
+            block_mask=mask_handle, score_mod=score_handle, captured=captured,
         )  # fmt: skip
         result = ops.run(q, k, v, ops.layout_of(seqs), traced)
         return result if return_lse else result[0]
-    captured: tuple[Any, ...] = ()
+    captured = ()
     if score_mod is not None and isinstance(score_mod, ScoreMod):
-        captured = _captured(score_mod)
+        captured = checked(score_mod)
     if not (
         torch.is_grad_enabled()
         and (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -13,6 +14,7 @@ import torch._dynamo.testing  # noqa: F811  (torch does not load it before it co
 
 import rawattn
 import rawattn.torch
+from rawattn._handles import find
 from rawattn._torch import ops
 from tests.torch_calls import gradients, leaves, random
 
@@ -40,7 +42,7 @@ def test_seeds_of_compiled_functions(seed: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"score_mod": rawattn.ScoreMod("score * 2")}, "score_mod: got one in a function under"),
+        ({"score_mod": "score * 2"}, "score_mod: got str, expected a rawattn.ScoreMod"),
         ({"dropout_p": 0.5, "seed": True}, "seed: got bool, expected an int"),
         ({"dropout_p": 0.5}, "seed: got None"),
         ({"bias": torch.zeros(3, 3)}, r"bias: got shape \(3, 3\)"),
@@ -55,6 +57,45 @@ def test_options_that_a_compiled_function_refuses(options: dict[str, Any], says:
 
     with pytest.raises(Exception, match=says):
         torch.compile(run, fullgraph=True, backend="aot_eager")(*random("cpu"))
+
+
+def test_masks_and_score_functions_of_compiled_functions() -> None:
+    """Each call with those that it is given, and with the gradient of what one captures."""
+    q, k, v = random("cpu")
+    tables = [torch.randn(4, generator=torch.Generator().manual_seed(n)) for n in range(3)]
+    table, constant, other = (x.requires_grad_() if n == 0 else x for n, x in enumerate(tables))
+    text = "score + table[head] * rate + constant[head] * kv_idx * beside[head]"
+    beside = np.linspace(0, 1, 4, dtype=np.float32)
+    mods = [
+        rawattn.ScoreMod(text, wrt="table", table=table, constant=x, beside=beside, rate=0.5)
+        for x in (constant, other)
+    ]
+    shape = {"seqlen_q": q.shape[1], "seqlen_k": k.shape[1]}
+    masks = [rawattn.block_mask(predicate=f"kv_idx % 3 != {n}", **shape) for n in (1, 2)]
+
+    def run(mask, mod):
+        out, lse = attention(q, k, v, mask=mask, score_mod=mod, return_lse=True)
+        return out.square().sum() + lse.sum()
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    inputs = [x.requires_grad_() for x in (q, k, v)] + [table]
+    for mask, mod in ((masks[0], mods[0]), (masks[1], mods[0]), (masks[0], mods[1])):
+        exact = torch.autograd.grad(run(mask, mod), inputs)
+        got = torch.autograd.grad(compiled(mask, mod), inputs)
+        for a, b in zip(got, exact, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0)
+    with torch.no_grad():
+        table += 1  # read anew at every call
+        torch.testing.assert_close(compiled(masks[0], mods[0]), run(masks[0], mods[0]))
+
+
+def test_what_a_compiled_program_was_made_with_is_kept_by_the_caller() -> None:
+    mask = rawattn.block_mask(predicate="kv_idx > 0", seqlen_q=3, seqlen_k=3)
+    assert find(mask.handle) is mask
+    handle = mask.handle
+    del mask
+    with pytest.raises(RuntimeError, match="keep it as long as the program"):
+        find(handle)
 
 
 def test_compiled_by_inductor() -> None:

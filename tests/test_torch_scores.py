@@ -56,7 +56,7 @@ def test_scores(case: Case) -> None:
     verify_scores(case, "cpu")
 
 
-@pytest.mark.parametrize("case", few([x for x in SCORE_CASES if not x.score_mod]), ids=str)
+@pytest.mark.parametrize("case", few(SCORE_CASES), ids=str)
 def test_scores_compiled(case: Case) -> None:
     require(case, "cpu")
     verify_scores(case, "cpu", compiled=True)

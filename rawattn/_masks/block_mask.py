@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from rawattn._handles import handle_of
 from rawattn._interop import arrays
 from rawattn._interop.arrays import HOST
 from rawattn._masks import host, layout
@@ -39,7 +40,7 @@ class BlockMask:
         last one.
     """
 
-    __slots__ = ("_copies", "device", "kept", "shape", "words")
+    __slots__ = ("__weakref__", "_copies", "device", "handle", "kept", "shape", "words")
 
     def __init__(self, words: tuple[Any, Any, Any], shape: Shape, kept: Any = None) -> None:
         """words: what `buffers` makes, filled."""
@@ -50,6 +51,7 @@ class BlockMask:
         self.words = words
         # By framework and device.
         self._copies: dict[tuple[str, int], tuple[Any, ...]] = {}
+        self.handle = handle_of(self)
 
     @property
     def form(self) -> MaskForm:

@@ -13,6 +13,7 @@ import numpy as np
 
 from rawattn._call.hints import array_advice
 from rawattn._call.options import shown
+from rawattn._handles import handle_of
 from rawattn._interop.arrays import import_array
 from rawattn._scores import lint
 from rawattn._scores.expression import BOOL, FLOAT, INT
@@ -63,7 +64,7 @@ class ScoreMod:
     ScoreMod('score + slope[head] * (kv_idx - q_idx)', slope=float32[2])
     """
 
-    __slots__ = ("_arrays", "_scalars", "_text")
+    __slots__ = ("__weakref__", "_arrays", "_scalars", "_text", "handle")
 
     def __init__(
         self,
@@ -95,6 +96,7 @@ class ScoreMod:
         _refuse_unused("score_mod", text)
         self._text = text
         self._arrays, self._scalars = MappingProxyType(found.arrays), found.scalars
+        self.handle = handle_of(self)
 
     @property
     def text(self) -> ScoreText:

@@ -6,12 +6,15 @@ ends, and a seed as an int or as a tensor.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from rawattn import SeqLayout, attention, attention_backward
+from rawattn._handles import find
+from rawattn._torch.captured import tensors_of, with_tensors
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -22,7 +25,8 @@ _LAYOUT = (
 _OPTIONS = (
     "Tensor? bias, Tensor? sink_logits, Tensor? mask, Tensor? alibi_slopes, bool causal, str align, "
     "SymInt? window_left, SymInt? window_right, SymInt sink, float? scale, float? softcap, float dropout_p, "
-    "SymInt? seed, Tensor? seed_array, SymInt? num_splits, bool deterministic, str? backend"
+    "SymInt? seed, Tensor? seed_array, SymInt? num_splits, bool deterministic, str? backend, "
+    "int? block_mask, int? score_mod, Tensor[] captured"
 )
 
 
@@ -59,6 +63,10 @@ class Options(NamedTuple):
     num_splits: int | None = None
     deterministic: bool = False
     backend: str | None = None
+    # By their handles, and the tensors that the latter captures.
+    block_mask: int | None = None
+    score_mod: int | None = None
+    captured: Any = ()
 
 
 _LAYOUT_AT = 3
@@ -131,6 +139,12 @@ def _keywords(arguments: tuple[Any, ...]) -> dict[str, Any]:
     keywords = Options(*arguments[len(Layout._fields) :])._asdict()
     del keywords["deterministic"]
     window = keywords.pop("window_left"), keywords.pop("window_right")
+    block_mask, score_mod = keywords.pop("block_mask"), keywords["score_mod"]
+    captured = keywords.pop("captured")
+    if block_mask is not None:
+        keywords["mask"] = find(block_mask)
+    if score_mod is not None:
+        keywords["score_mod"] = with_tensors(find(score_mod), captured)
     seed_array = keywords.pop("seed_array")
     if seed_array is not None:
         keywords["seed"] = seed_array
@@ -162,7 +176,10 @@ def _backward(
         dout, q, k, v, out, lse, **keywords, dlse=dlse, deterministic=deterministic,
         want_dbias=None if keywords["bias"] is None else want_dbias,
     )  # fmt: skip
-    return [x for x in gradients if x is not None]
+    *found, of_captured = gradients
+    if of_captured is not None:
+        found += (of_captured[name] for name in keywords["score_mod"].text.wrt)
+    return [x for x in found if x is not None]
 
 
 def _forward_shapes(q: Any, k: Any, v: Any, *arguments: Any) -> tuple[Any, Any]:
@@ -194,24 +211,37 @@ def _backward_shapes(
         inputs.append(options.bias)
     if options.sink_logits is not None:
         inputs.append(options.sink_logits)
+    inputs += _differentiated(options).values()
     return [x.new_empty(x.shape) for x in inputs]
+
+
+def _differentiated(options: Options) -> dict[str, Any]:
+    """The captured tensors whose gradients a backward gives, by name."""
+    if options.score_mod is None:
+        return {}
+    score_mod = find(options.score_mod)
+    named = dict(zip(tensors_of(score_mod), options.captured, strict=True))
+    return {name: named[name] for name in score_mod.text.wrt}
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
     ctx.set_materialize_grads(False)
     options = Options(*inputs[_OPTIONS_AT:])
     tensors = (*inputs[:3], *output, *inputs[_LAYOUT_AT : _LAYOUT_AT + 6])
-    ctx.save_for_backward(*tensors, *(getattr(options, name) for name in _SAVED))
+    ctx.save_for_backward(*tensors, *(getattr(options, name) for name in _SAVED), *options.captured)
     ctx.maxima = inputs[_LAYOUT_AT + 6 : _OPTIONS_AT]
     ctx.options = options._replace(
-        bias=None, sink_logits=None, mask=None, alibi_slopes=None, seed_array=None
+        bias=None, sink_logits=None, mask=None, alibi_slopes=None, seed_array=None, captured=()
     )
 
 
 def _pull(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
     q, k, v, out, lse, *others = ctx.saved_tensors
     layout = (*others[:6], *ctx.maxima)
-    options: Options = ctx.options._replace(**dict(zip(_SAVED, others[6:], strict=True)))
+    saved, captured = others[6 : 6 + len(_SAVED)], others[6 + len(_SAVED) :]
+    options: Options = ctx.options._replace(
+        **dict(zip(_SAVED, saved, strict=True)), captured=captured
+    )
     wanted = dict(zip(("bias", "sink_logits"), ctx.needs_input_grad[_OPTIONS_AT:], strict=False))
     if dout is None:
         dout = torch.zeros_like(out)
@@ -222,7 +252,16 @@ def _pull(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
         gradients[_OPTIONS_AT] = next(rest)
     if options.sink_logits is not None:
         gradients[_OPTIONS_AT + 1] = next(rest)
+    gradients[-1] = _in_their_places(options, rest)
     return tuple(gradients)
+
+
+def _in_their_places(options: Options, found: Iterator[Any]) -> list[Any]:
+    """Gradients of captured tensors, None for those that have none."""
+    if options.score_mod is None:
+        return []
+    named = dict(zip(_differentiated(options), found, strict=True))
+    return [named.get(name) for name in tensors_of(find(options.score_mod))]
 
 
 _attention = torch.library.custom_op(

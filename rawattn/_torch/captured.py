@@ -1,0 +1,43 @@
+"""Tensors that a score function captures, as autograd and compiled programs see them: inputs of the call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from rawattn import ScoreMod
+
+
+def tensors_of(score_mod: ScoreMod) -> dict[str, Any]:
+    """Those of its captured arrays that are tensors, by name."""
+    return {name: x for name, x in score_mod.arrays.items() if isinstance(x, torch.Tensor)}
+
+
+def with_tensors(score_mod: ScoreMod, tensors: Sequence[Any]) -> ScoreMod:
+    """The same function of other tensors in their place."""
+    names = tensors_of(score_mod)
+    moved = dict(zip(names, tensors, strict=True))
+    if all(moved[name] is x for name, x in names.items()):
+        return score_mod
+    text = score_mod.text
+    kinds = {"int": int, "bool": bool, "float": float}
+    numbers = {
+        name: kinds[kind](x)
+        for (name, kind), x in zip(text.scalars, score_mod.scalars, strict=True)
+    }
+    captured = {**score_mod.arrays, **moved, **numbers}
+    return ScoreMod(text.forward, text.backward, language=text.language, wrt=text.wrt, **captured)
+
+
+def checked(score_mod: ScoreMod) -> tuple[Any, ...]:
+    """The tensors that it captures. Raises RuntimeError for one whose gradient would be lost."""
+    tensors = tensors_of(score_mod)
+    for name, x in tensors.items():
+        if x.requires_grad and name not in score_mod.text.wrt and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"score_mod: captured {name} requires a gradient, which would be lost; name it in wrt={(name,)}, or pass "
+                f"{name}.detach()"
+            )
+    return tuple(tensors.values())
