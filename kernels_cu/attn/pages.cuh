@@ -24,22 +24,28 @@ DEVICE int length_in_pages(const Pages& pages, int sequence, int length) {
   return static_cast<int>(clamp(length, 0, pages_of(pages, sequence).count * pages.page_size));
 }
 
+// The pages of a sequence, which has `span.length` keys.
+DEVICE PageTable page_table(const Pages& pages, int sequence, const Span& span) {
+  const int64 before = pages_of(pages, sequence).first * pages.entry + sequence * pages.row;
+  const int bytes = pages.ids.is_64bit ? 8 : 4;
+  PageTable table;
+  table.ids = static_cast<const unsigned char*>(pages.ids.data) + before * bytes;
+  table.stride = pages.entry;
+  table.pages = pages.count;
+  table.last = span.length > 0 ? (span.length - 1) / pages.page_size : 0;
+  table.rows = pages.page_size;
+  table.shift = pages.shift;
+  table.is_64bit = pages.ids.is_64bit != 0;
+  return table;
+}
+
 // The rows of a kv head of a sequence, which has `span.length` keys.
 template <bool kPaged, class T>
 DEVICE auto rows_of_keys(const void* array, const Strides& strides, const Pages& pages, int sequence, const Span& span,
                          int head) {
   if constexpr (kPaged) {
-    const int64 before = pages_of(pages, sequence).first * pages.entry + sequence * pages.row;
-    const int bytes = pages.ids.is_64bit ? 8 : 4;
-    PageTable table;
-    table.ids = static_cast<const unsigned char*>(pages.ids.data) + before * bytes;
-    table.stride = pages.entry;
-    table.pages = pages.count;
-    table.last = span.length > 0 ? (span.length - 1) / pages.page_size : 0;
-    table.rows = pages.page_size;
-    table.shift = pages.shift;
-    table.is_64bit = pages.ids.is_64bit != 0;
-    return PagedRows<T>{static_cast<T*>(array) + head * strides.head, strides.batch, strides.row, table, 0};
+    T* const first = static_cast<T*>(array) + head * strides.head;
+    return PagedRows<T>{first, strides.batch, strides.row, page_table(pages, sequence, span), 0};
   } else {
     return rows_of<T>(array, strides, sequence, span, head);
   }
@@ -67,6 +73,7 @@ struct Reach {
   DEVICE Real rows(int, const Real& real) const {
     return real;
   }
+  DEVICE bool meets(int first, int, int length) const { return first < length; }
 };
 template <>
 struct Reach<true> {
@@ -81,5 +88,9 @@ struct Reach<true> {
   template <class Real>
   DEVICE RowsInReach<Real> rows(int first_key, const Real& real) const {
     return {first_key, left, right, sink, real};
+  }
+  // Whether any of `count` keys from `first` on is within reach, in a sequence of so many.
+  DEVICE bool meets(int first, int count, int length) const {
+    return first < length && first <= right && (first + count > left || first < sink);
   }
 };

@@ -18,6 +18,7 @@
 #include "sm90/forward_bias.cuh"
 #include "sm90/forward_block.cuh"
 #include "sm90/forward_merge.cuh"
+#include "sm90/forward_pages.cuh"
 #include "sm90/forward_producer.cuh"
 #include "sm90/forward_store.cuh"
 #include "sm90/hidden_values.cuh"
@@ -154,6 +155,7 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
     AddedScores<C, 1, kKeyBlocks> added;
     SeenKeys<kBlockMask, C, 1, kKeyBlocks> seen;
     HiddenValues<kBlockMask> hidden;
+    RowsPastEnd<kPageRows> past_end;
     RandomTile<C, 1, kKeyBlocks> random;
     // What a tile needs beside its products, while those are under way.
     const auto prepare = [&](int n) {
@@ -165,6 +167,7 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
       }
       seen.load(own_tiles, n, first_row, self.lane);
       hidden.load(p.block_mask, work.sequence, head, own_tiles, n);
+      past_end.load(own_tiles.first_key(n), work.k.length);
       if constexpr (kDropout) ptx::compute_here(n);
       random.draw(dropout, first_row, own_tiles.first_key(n), self.lane);
       if constexpr (kDropout) ptx::compute_here(random.together());
@@ -211,6 +214,7 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
         self.start_scores(scores, q);
         self.wait_for_values();
         hidden.clear(s, self.values.slot, index);
+        past_end.clear(s, self.values.slot, index);
         self.start_output(o, probabilities);
         prepare(n);
         ptx::wgmma_wait<1>();
@@ -229,6 +233,7 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
       self.release(&s.queries_empty);
       self.wait_for_values();
       hidden.clear(s, self.values.slot, index);
+      past_end.clear(s, self.values.slot, index);
       self.start_output(o, probabilities);
       ptx::wgmma_wait<0>();
       self.release_values();

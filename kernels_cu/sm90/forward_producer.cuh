@@ -4,6 +4,7 @@
 
 #include "sm90/forward_bias.cuh"
 #include "sm90/forward_block.cuh"
+#include "sm90/forward_pages.cuh"
 
 namespace forward {
 
@@ -28,6 +29,9 @@ DEVICE void produce(const Sm90ForwardParams& p, const Maps& maps, SharedMemory& 
     ptx::mbarrier_wait(&s.work_empty[slot.slot], slot.parity ^ 1);
     Item& work = s.work[slot.slot];
     find(work, p, index, second);
+    if constexpr (kPaged) {
+      if (work.exists) work.k.length = length_in_pages(p.forward.pages, work.sequence, work.k.length);
+    }
     ptx::mbarrier_arrive(&s.work_full[slot.slot]);
     slot.advance();
     if (!second) tickets.spent();
@@ -36,20 +40,19 @@ DEVICE void produce(const Sm90ForwardParams& p, const Maps& maps, SharedMemory& 
     const TileSpan span = span_of_item(key_tiles, work);
     const int kv_head = work.head / (p.forward.nheads_q / p.forward.nheads_kv);
     const MapRows q_rows = map_rows(work, work.q, p.row_bound_q);
-    const MapRows k_rows = map_rows(work, work.k, p.row_bound_k);
     // At a sequence's end a later block of the cluster may have no rows of its own.
     const int first_row = kCluster == 1 || first_query(work) < work.q.length ? first_query(work) : 0;
+    const KeyTileLoader<kPageRows> loader(p, work);
     const auto load_values = [&](int n) {
       ptx::mbarrier_wait(&s.values_empty[values.slot], values.parity ^ 1);
-      load_rows<kBlocksV, kTileK, kCluster>(s.values[values.slot], &maps.v, &s.values_full[values.slot], k_rows,
-                                            key_tiles.first_key(n), kv_head);
+      loader.load<kBlocksV>(s.values[values.slot], &maps.v, &s.values_full[values.slot], key_tiles.first_key(n),
+                            kv_head);
       values.advance();
     };
 #pragma unroll 1
     for (int n = span.begin; n < span.end; n++) {
       ptx::mbarrier_wait(&s.keys_empty[keys.slot], keys.parity ^ 1);
-      load_rows<kBlocksQk, kTileK, kCluster>(s.keys[keys.slot], &maps.k, &s.keys_full[keys.slot], k_rows,
-                                             key_tiles.first_key(n), kv_head);
+      loader.load<kBlocksQk>(s.keys[keys.slot], &maps.k, &s.keys_full[keys.slot], key_tiles.first_key(n), kv_head);
       keys.advance();
       if (n == span.begin) {
         ptx::mbarrier_wait(&s.queries_empty, queries_parity ^ 1);

@@ -11,6 +11,18 @@ namespace forward {
 
 constexpr int kCleaned = 8;  // the named barrier kCleaned + c: consumer c's values are clean
 
+DEVICE void clear_value(SharedMemory& s, int slot, int row) {
+  UNROLL for (int block = 0; block < kBlocksV; block++) {
+    Chunk<16>* const at = reinterpret_cast<Chunk<16>*>(s.values[slot] + (block * kTileK + row) * 128);
+    UNROLL for (int n = 0; n < 8; n++) at[n] = {0, 0, 0, 0};
+  }
+}
+// To a product of this consumer, which comes next.
+DEVICE void values_are_clean(int consumer) {
+  ptx::fence_copies();
+  ptx::barrier_sync(kCleaned + consumer, kWarpgroup);
+}
+
 template <bool kMasked>
 struct HiddenValues {
   template <class Keys>
@@ -42,15 +54,8 @@ struct HiddenValues<true> {
   // Of the tile in the ring's slot, once it is full.
   DEVICE void clear(SharedMemory& s, int slot, int consumer) const {
     if (!any) return;
-    if (own) {
-      const int row = target::thread_index() % kWarpgroup;
-      UNROLL for (int block = 0; block < kBlocksV; block++) {
-        Chunk<16>* const at = reinterpret_cast<Chunk<16>*>(s.values[slot] + (block * kTileK + row) * 128);
-        UNROLL for (int n = 0; n < 8; n++) at[n] = {0, 0, 0, 0};
-      }
-    }
-    ptx::fence_copies();
-    ptx::barrier_sync(kCleaned + consumer, kWarpgroup);
+    if (own) clear_value(s, slot, target::thread_index() % kWarpgroup);
+    values_are_clean(consumer);
   }
 };
 

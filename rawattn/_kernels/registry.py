@@ -57,10 +57,12 @@ _DECODE = Family(
     "decode", portable_decode.FEATURES, portable_decode.supports, portable_decode.steps
 )
 
+_SM90 = Family("sm90", sm90_forward.FEATURES, sm90_forward.supports, sm90_forward_steps.steps)
+
 FAMILIES = {
     "attention": (
         _gathered("attention"),
-        Family("sm90", sm90_forward.FEATURES, sm90_forward.supports, sm90_forward_steps.steps),
+        _SM90,
         _DECODE,
         Family(
             "portable",
@@ -69,8 +71,10 @@ FAMILIES = {
             portable_forward.steps,
         ),
     ),
+    # Few rows leave most of a Hopper tile empty, and pages are small boxes to its copy engine.
     "paged_attention": (
         _DECODE,
+        _SM90,
         Family(
             "portable",
             portable_forward.FEATURES,

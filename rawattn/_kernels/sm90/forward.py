@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -9,6 +10,7 @@ from typing import Any, ClassVar
 from rawattn._call.problem import Problem
 from rawattn._compile.compiler import Source
 from rawattn._kernels import features, params, tile_tables
+from rawattn._kernels.attention_params import KEYS
 from rawattn._kernels.features import Features
 from rawattn._kernels.operands import ITEMSIZE, Operands, access_bytes
 from rawattn._kernels.sm90 import bias_boxes
@@ -21,8 +23,14 @@ from rawattn._kernels.tile_tables import Row
 ENTRY = "rawattn_sm90_forward"
 TILES = "sm90_forward"  # the file of its tile tables
 ARCH = "sm_90a"
-FEATURES = features.names() - {"paged"}
+FEATURES = features.names()
 MAX_ROWS = 2**29  # of an array: row bounds of tensor maps are twice as far
+MAX_PAGES = 2**31 - 1  # coordinates of boxes are ints
+SWIZZLE_ROWS = 8  # boxes begin at multiples of them in shared memory
+
+# Tiles for each multiprocessor from which on calls with keys in pages are for this kernel: with fewer, the portable one
+# splits their keys. Not measured yet.
+PAGED_ROUNDS = 0.5
 
 # K and V of this much are scheduled together. A fraction of the L2 cache: what is read from DRAM costs power, and power is
 # what bounds long calls (docs/notes/hopper-forward.md).
@@ -55,7 +63,7 @@ _REGISTERS, _REGISTER_STEP = 65536, 8
 class Config(Features):
     """Everything the compiler is told: the named constants of namespace `config` in the kernel."""
 
-    LEAVES_OUT: ClassVar[frozenset[str]] = frozenset({"bias_chunks", "paged"})
+    LEAVES_OUT: ClassVar[frozenset[str]] = frozenset({"bias_chunks"})
 
     element: str
     headdim: int
@@ -71,6 +79,7 @@ class Config(Features):
     store_bytes: int  # of an access to the output
     tensor_stores: bool  # by the copy engine, through a place in shared memory
     stream_k: bool  # the keys of the last query tiles, among all blocks
+    page_rows: int = 0  # of a box of keys or values, where those are in pages
     # Of a bias that the copy engine brings, in boxes of 64 keys: 0 where lanes read it from memory.
     bias_rows: int = 0  # of each head in a box
     bias_heads: int = 0
@@ -140,6 +149,8 @@ class Config(Features):
             tile += f" cluster={self.cluster}"
         if self.bias_stages:
             traits.append(f"bias_boxes={self.bias_rows}x{self.bias_heads}s{self.bias_stages}")
+        if self.page_rows:
+            traits.append(f"page_rows={self.page_rows}")
         if self.tensor_stores:
             traits.append("tensor_stores")
         if self.stream_k:
@@ -166,11 +177,36 @@ def supports(problem: Problem, target: Target, operands: Operands) -> str | None
         return "an array is empty"
     if problem.num_splits is not None and problem.num_splits > 1:
         return "it splits no keys on request"
-    if max(problem.rows_q, problem.rows_k) > MAX_ROWS:
+    if problem.rows_q > MAX_ROWS or (problem.pages is None and problem.rows_k > MAX_ROWS):
         return f"an array has more than {MAX_ROWS} rows"
-    for name in ("q", "k", "v"):
+    if (reason := _pages_refused(problem, target)) is not None:
+        return reason
+    for name in loaded(problem):
         if name in operands.strides and not _mappable(problem, name, operands):
             return f"a tensor map cannot have the strides of {name}"
+    return None
+
+
+def loaded(problem: Problem) -> tuple[str, str, str]:
+    """The arrays that the copy engine reads, by name."""
+    return ("q", *KEYS[problem.pages is not None])
+
+
+def _pages_refused(problem: Problem, target: Target) -> str | None:
+    """Why keys in pages are not for this kernel, else None."""
+    form = problem.pages
+    if form is None:
+        return None
+    if form.page_size % SWIZZLE_ROWS:
+        return f"a page of {form.page_size} keys is no whole number of boxes"
+    if not 0 < form.num_pages < MAX_PAGES:
+        return f"a tensor map has from 1 to {MAX_PAGES} pages"
+    wide = max(problem.headdim, problem.headdim_v)
+    if (
+        problem.num_splits is None
+        and _rounds(problem, target, _usual(problem, wide)) < PAGED_ROUNDS
+    ):
+        return "its tiles leave too many multiprocessors idle, and it splits no keys"
     return None
 
 
@@ -179,9 +215,9 @@ def choose(problem: Problem, target: Target, operands: Operands) -> Config:
     fields = _fields(problem, target, max(problem.headdim, problem.headdim_v))
     between = operands.strides.get("out", ())[:-1]
     store_bytes = access_bytes(problem.headdim_v * 2, operands.pointers, *between)
-    if problem.max_seqlen_q < LONG_SEQLEN or problem.mask is not None:
+    if problem.max_seqlen_q < LONG_SEQLEN or problem.mask is not None or problem.pages is not None:
         # Of few queries a cluster's last block has none, and takes a multiprocessor all the same. Under a mask, its
-        # blocks would visit key tiles for each other.
+        # blocks would visit key tiles for each other. Boxes of pages are small already.
         fields["cluster"] = 1
     # Of ragged batches alone: others gain nothing by it.
     mappable = "out" not in operands.strides or _mappable(problem, "out", operands)
@@ -198,6 +234,9 @@ def choose(problem: Problem, target: Target, operands: Operands) -> Config:
         **known,
         store_bytes=store_bytes,
         stream_k=_shared_by_keys(problem),
+        page_rows=0
+        if problem.pages is None
+        else math.gcd(problem.pages.page_size, fields["tile_k"]),
     )
     return with_bias(config, problem, target, operands)
 
@@ -231,13 +270,15 @@ def repacked(problem: Problem, operands: Operands) -> tuple[str, ...]:
     """Those of q, k and v that must be copied first: the copy engine reads rows that begin at multiples of 16 bytes."""
     return tuple(
         name
-        for name in ("q", "k", "v")
+        for name in loaded(problem)
         if name in operands.strides
         and (operands.pointers % 16 or any(x % 16 for x in _real(problem, name, operands)))
     )
 
 
 def _repacking_pays(problem: Problem, operands: Operands) -> bool:
+    if problem.pages is not None:
+        return False  # all pages would be copied, for the sake of some
     # Copies 2 bytes wide, which the portable kernel would make of every tile, cost it most of its speed.
     return problem.max_seqlen_k >= REPACK_SEQLEN or operands.copy_bytes(problem) == 2
 
@@ -252,7 +293,9 @@ def _real(problem: Problem, name: str, operands: Operands) -> Iterator[int]:
     queries = name in ("q", "out")
     rows = problem.rows_q if queries else problem.rows_k
     nheads = problem.nheads_q if queries else problem.nheads_kv
-    extents = (rows, nheads) if problem.group else (problem.batch, rows, nheads)
+    extents: tuple[int, ...] = (rows, nheads) if problem.group else (problem.batch, rows, nheads)
+    if problem.pages is not None and not queries:
+        extents = (problem.pages.num_pages, problem.pages.page_size, nheads)
     between = operands.strides[name][:-1]
     return (stride for stride, extent in zip(between, extents, strict=True) if extent > 1)
 
@@ -260,24 +303,31 @@ def _real(problem: Problem, name: str, operands: Operands) -> Iterator[int]:
 def _fields(problem: Problem, target: Target, wide: int) -> dict[str, Any]:
     """Of the row to take: its table's, but where that leaves multiprocessors idle one of "few" may be done sooner."""
 
-    def rows(table: str) -> list[Row]:
-        fitting = [row for row in tile_tables.table(TILES, table) if wide <= row.headdim]
-        return [row for row in fitting if row.headdim == fitting[0].headdim]
-
     table = _table(problem)
-    usual = rows(table)[0].fields
+    usual = _usual(problem, wide)
     # Of a kernel that is only compiled nobody knows how many there are. Ragged batches have the copy engine's stores, and
     # tiles of "held" their registers, which no row of "few" leaves them.
     kept = target.multiprocessors == 1 or problem.ragged or table == "held"
     if kept or _shared_by_keys(problem) or _rounds(problem, target, usual) >= 1:
         return usual
-    few = (row.fields for row in rows("few") if row.measured is not None)
+    few = (row.fields for row in _rows("few", wide) if row.measured is not None)
     return min(
         (usual, *few),
         key=lambda fields: (
             max(1, _rounds(problem, target, fields)) * _TILE_TIME[fields["consumers"]]
         ),
     )
+
+
+def _rows(table: str, wide: int) -> list[Row]:
+    """Of a table those for a head dim."""
+    fitting = [row for row in tile_tables.table(TILES, table) if wide <= row.headdim]
+    return [row for row in fitting if row.headdim == fitting[0].headdim]
+
+
+def _usual(problem: Problem, wide: int) -> dict[str, Any]:
+    """The first row of the problem's table."""
+    return _rows(_table(problem), wide)[0].fields
 
 
 def _rounds(problem: Problem, target: Target, fields: Mapping[str, Any]) -> float:
@@ -299,6 +349,9 @@ def _table(problem: Problem) -> str:
         return "masked"
     if problem.bias is not None:
         return "bias"
+    # Who finds pages needs more registers than who finds rows.
+    if problem.pages is not None:
+        return "paged"
     # With a limit on the left a thread has more to remember, and a window is better met by small key tiles.
     if problem.window_left is not None:
         return "left"

@@ -9,6 +9,7 @@ from typing import Any
 from rawattn._call.problem import Problem
 from rawattn._call.structure import Structure
 from rawattn._kernels import attention_params, params, score_params, structs
+from rawattn._kernels.attention_params import KEYS
 from rawattn._kernels.operands import Operands, Strides
 from rawattn._kernels.portable import mask_tiles, repack, schedule
 from rawattn._kernels.portable.forward import padding
@@ -31,7 +32,7 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
     launches: list[Step] = []
     scratch: dict[str, int] = {}
     # Names of q, k, v and out as the kernel reads them, and their strides.
-    names = {name: name for name in ("q", "k", "v", "out")}
+    names = dict(zip("qkv", forward.loaded(problem), strict=True)) | {"out": "out"}
     strides = dict(operands.strides)
     for name in forward.repacked(problem, operands):
         copy = repack.copy(problem, operands, name, f"{name}_copy")
@@ -41,6 +42,9 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
         strides[name] = copy.strides
     operands = replace(operands, strides=strides)
 
+    inner = attention_params.forward(problem, structure, operands, config.section_bytes)
+    if config.paged:
+        structure = attention_params.without_pages(structure)
     clusters = target.multiprocessors // config.cluster
     shared = stream_k_of(problem, config, clusters)
     tiles = Tiles(
@@ -51,7 +55,6 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
         times=config.cluster,
     )
     whole = -(-problem.rows_q // config.schedule_rows) * tiles.heads * problem.batch
-    inner = attention_params.forward(problem, structure, operands, config.section_bytes)
     masks = mask_tiles.Masks(problem, structure, operands, inner, target.wave)
     listed = masks.of_queries(config.tile_q, config.tile_k)
     launches += masks.steps
@@ -87,6 +90,7 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
                 *patches(params.SM90_FORWARD, **addresses),
                 *listed.patches(params.SM90_FORWARD, "forward."),
                 *attention_params.side_addresses(params.SM90_FORWARD, "forward.", structure),
+                *attention_params.page_addresses(problem, params.SM90_FORWARD, "forward."),
                 *score_params.patches(problem, params.SM90_FORWARD, "forward."),
             ),
             shared_bytes=config.shared_bytes,
@@ -157,6 +161,8 @@ def tensor_maps(problem: Problem, config: Config, operands: Operands) -> dict[st
     }
     if config.tensor_stores:
         boxes["out"] = (rows_q, heads_q, problem.headdim_v, STORE_ROWS, 1)
+    if problem.pages is not None:
+        del boxes["k"], boxes["v"]
     maps = {
         name: geometry(
             *(problem, operands.strides[name]),
@@ -168,6 +174,13 @@ def tensor_maps(problem: Problem, config: Config, operands: Operands) -> dict[st
         )
         for name, (rows, nheads, headdim, box_rows, box_heads) in boxes.items()
     }
+    if problem.pages is not None:
+        dims = problem.headdim, problem.headdim_v
+        pools = {
+            name: geometry_of_pages(problem, operands.strides[each], dim, config.page_rows)
+            for name, each, dim in zip("kv", KEYS[True], dims, strict=True)
+        }
+        maps = {"q": maps.pop("q"), **pools, **maps}
     if config.bias_stages:
         maps["bias"] = bias_boxes.geometry(problem, operands, config.bias_boxes)
     return maps
@@ -193,15 +206,35 @@ def geometry(
     bound = row_bound(rows) if problem.ragged else rows
     outer = rows + 1 if problem.ragged else 1
     batch = 1 if problem.group else problem.batch
-
-    def legal(stride: int, extent: int) -> int:
-        return stride if extent > 1 else 16  # the stride of an axis of one element says nothing
-
-    row_stride = legal(row_stride, rows)
+    row_stride = _legal(row_stride, rows)
     return Geometry(
         dtype=problem.dtype,
         dims=(headdim, bound, nheads, outer, batch),
-        strides=(row_stride, legal(head_stride, nheads), row_stride, legal(batch_stride, batch)),
+        strides=(row_stride, _legal(head_stride, nheads), row_stride, _legal(batch_stride, batch)),
         box=(64, box_rows, box_heads, 1, 1),
         origin=-bound * row_stride if problem.ragged else 0,
     )
+
+
+def geometry_of_pages(problem: Problem, strides: Strides, headdim: int, box_rows: int) -> Geometry:
+    """The map of an array of pages: axes (column, row of a page, head, nothing, page). Behind the last page all is zeros."""
+    form = problem.pages
+    assert form is not None
+    page_stride, row_stride, head_stride = strides[:3]
+    row_stride = _legal(row_stride, form.page_size)
+    return Geometry(
+        dtype=problem.dtype,
+        dims=(headdim, form.page_size, problem.nheads_kv, 1, form.num_pages),
+        strides=(
+            row_stride,
+            _legal(head_stride, problem.nheads_kv),
+            row_stride,
+            _legal(page_stride, form.num_pages),
+        ),
+        box=(64, box_rows, 1, 1, 1),
+        origin=0,
+    )
+
+
+def _legal(stride: int, extent: int) -> int:
+    return stride if extent > 1 else 16  # the stride of an axis of one element says nothing

@@ -1,0 +1,129 @@
+"""Hopper's forward on keys in pages, on the CPU machine: boxes of pages, what past the end becomes zeros, what is not read."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rawattn._kernels.sm90 import forward as sm90_forward
+from tests import exhaustive
+from tests.paged import BFLOAT16, paged
+from tests.shim.device import Device
+from tests.shim.launch import Machine
+from tests.shim.shim import Builder
+from tests.shim.test_paged import OPTIONS, finite, run_on_device, verify_kernel
+from tests.shim.whole import small_tiles
+
+# tile_k, consumers, stages, cluster, ping_pong, late_scaling, consumer_registers, tensor_stores
+LATE = (16, 2, 2, 1, True, True, 224, False)
+WIDE = (48, 2, 2, 1, False, False, 224, True)
+LONE = (64, 1, 2, 1, False, True, 240, False)
+SHAPES = (LATE, WIDE, LONE)
+F16 = np.dtype(np.float16)
+LENS = (70, 3, 0, 129)
+KNOBS: dict[str, Any] = {"dims": (32, 16), "rows": 40}
+
+MakeDevice = Callable[..., Device]
+
+
+@pytest.fixture
+def hopper(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> MakeDevice:
+    monkeypatch.setattr(sm90_forward, "PAGED_ROUNDS", 0)  # however few multiprocessors they fill
+
+    def make(seed: int = 1, checked: bool = False) -> Device:
+        device = Device(Machine(builder, seed=seed, checked=checked), sm90_forward.ARCH)
+        device.install(monkeypatch)
+        return device
+
+    return make
+
+
+def verify_sm90(device: Device, call: Any, shape: Any = WIDE, **more: Any) -> None:
+    with small_tiles(sm90_forward=shape):
+        verify_kernel(device, call, family="sm90", **more)
+    assert "rawattn_sm90_forward" in device.launched
+
+
+# A box of 8 or 16 rows, a page within a tile, a tile within a page, neither.
+@pytest.mark.parametrize(
+    ("page_size", "shape"),
+    exhaustive.thin(itertools.product((8, 16, 24, 64, 128, 1000), SHAPES), 4),
+)
+def test_pages(hopper: MakeDevice, page_size: int, shape: Any) -> None:
+    pair = page_size % 16 == 0
+    knobs = {**KNOBS, "integers": np.int64 if pair else np.int32, "heads_first": page_size == 64}
+    call = paged(LENS, page_size, pair=pair, **knobs)
+    verify_sm90(hopper(), call, shape, causal=True)
+    verify_sm90(hopper(2), call, shape, on_device=True)
+
+
+@pytest.mark.parametrize("shape", exhaustive.thin(zip(SHAPES), 2), ids=str)
+@pytest.mark.parametrize("align", ["bottom-right", "top-left"])
+@pytest.mark.parametrize(
+    "mask",
+    exhaustive.thin([{"window": (12, 0)}, {"window": (40, 3), "sink": 8}, {"causal": True}], 2),
+    ids=str,
+)
+def test_masks(hopper: MakeDevice, shape: Any, align: str, mask: dict[str, Any]) -> None:
+    call = paged((150, 33, 5), 8, rows=37, dims=(16, 24), heads=(6, 2), dtype=F16)
+    verify_sm90(hopper(), call, shape, align=align, **mask)
+
+
+@pytest.mark.parametrize("name", exhaustive.thin(OPTIONS, 3))
+def test_options_of_scores(hopper: MakeDevice, name: str) -> None:
+    """In rows past the end of a page lie NaNs."""
+    call = paged((150, 33, 0), 8, rows=9, dims=(16, 16))
+    verify_sm90(hopper(), call, on_device=True, **OPTIONS[name])
+
+
+def test_batches(hopper: MakeDevice) -> None:
+    packed = paged((70, 9, 0, 129), 24, rows=(40, 9, 4, 1), group=True, pair=True)
+    padded = paged((70, 9, 5, 129), 16, rows=(50, 0, 2, 1), room_q=51)
+    for call in (packed, padded):
+        verify_sm90(hopper(), call, LATE, causal=True)
+        verify_sm90(hopper(), call, WIDE, on_device=True)
+
+
+def test_pages_that_no_row_sees_are_not_read(hopper: MakeDevice) -> None:
+    """Whatever their entries say: the pages that are found in their place hold NaN."""
+    call = paged((150, 75), 8, rows=2, dims=(32, 32))
+    table = call.block_table + 1
+    table[0, 1:14] = -1  # the window of the first row begins at key 118
+    table[1, 1:5] = 1 << 30
+    ends = [(1, 1), (0, 0), (0, 0), (0, 0)]
+    pools = {
+        name: np.pad(getattr(call, name).astype(np.float32), ends, constant_values=np.nan)
+        for name in ("k_pages", "v_pages")
+    }
+    freed = replace(
+        call, **{name: x.astype(BFLOAT16) for name, x in pools.items()}, block_table=table
+    )
+    for shape in SHAPES:
+        verify_sm90(hopper(), freed, shape, window=(30, 0), sink=3)
+    behind = paged((150, 75), 8, rows=20, dims=(32, 32))
+    behind.block_table[:, 4:] = -1
+    for name in ("k_pages", "v_pages"):
+        getattr(behind, name)[0] = np.nan  # where clamped ids lead
+    verify_sm90(hopper(), behind, WIDE, window=(None, 3), align="top-left")
+
+
+@pytest.mark.parametrize("pair", [False, True])
+def test_no_integer_leads_outside(hopper: MakeDevice, pair: bool) -> None:
+    """The machine stops at an access outside of the arrays."""
+    call = paged((70, 9, 30), 8, pair=pair, rows=3, dims=(16, 16))
+    indptr, table = call.block_table if pair else (None, call.block_table)
+    wild = np.random.default_rng(3).choice(
+        [-(2**31), -1, 2**31 - 1, len(call.k_pages), 0], table.shape
+    )
+    wild = wild.astype(np.int32)
+    bad = replace(finite(call), block_table=(indptr, wild) if pair else wild)
+    lengths = np.array([10_000, -3, 2**31 - 1], np.int32)
+    device = hopper(checked=True)
+    with small_tiles(sm90_forward=WIDE):
+        out, _ = run_on_device(device, replace(bad, seqlen_k=lengths), family="sm90")
+    assert np.isfinite(out.astype(np.float32)).all()
