@@ -218,6 +218,10 @@ def page_calls() -> list[Callable[[], None]]:
         partial(check_pages, paged(lens, 1000, rows=2, integers=np.int64, heads_first=True)),
         partial(check_pages, paged(lens, 24, rows=3, dims=(7, 33)), **masks, num_splits=3),
         partial(check_pages, paged(lens, 1, rows=3, dims=(64, 96)), softcap=3.0),
+        partial(check_pages, paged(lens, 16, rows=90, dims=(128, 128)), "sm90", num_splits=1),
+        partial(
+            check_pages, paged(lens, 24, rows=90, dims=(64, 72)), "sm90", **masks, num_splits=1
+        ),
     ]
 
 

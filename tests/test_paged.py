@@ -10,6 +10,11 @@ import pytest
 
 import rawattn
 from rawattn import SeqLayout, paged_attention, reference
+from rawattn._call.pages import PageForm
+from rawattn._call.problem import Problem
+from rawattn._kernels import registry
+from rawattn._kernels.operands import Operands
+from rawattn._kernels.target import Target
 from tests.paged import BFLOAT16, Paged, paged, verify
 
 F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
@@ -320,3 +325,33 @@ def test_a_mask_of_kept_keys() -> None:
         *call.inputs, **call.lengths, mask=mask, return_lse=True, backend="cpu"
     )
     verify(call, out, lse, mask=mask)
+
+
+def family_of(batch: int, rows: int, keys: int, page_size: int, **changed: Any) -> str:
+    """Of a call on an H200."""
+    pages = PageForm(page_size, 4096, -(-keys // page_size), False, "int32")
+    fields: dict[str, Any] = {
+        **{"dtype": "bfloat16", "batch": batch, "nheads_q": 32, "nheads_kv": 8, "headdim": 128},
+        **{"headdim_v": 128, "group": False, "rows_q": rows, "rows_k": keys, "max_seqlen_q": rows},
+        **{"max_seqlen_k": keys, "ragged": True, "window_left": None, "window_right": 0, "sink": 0},
+        **{"top_left": False, "scale": 1.0, "pages": pages, **changed},
+    }
+    problem = Problem(**fields)
+    row = 32 * 128 * 2
+    strides = {"q": (rows * row, row, 256, 2), "k_pages": (page_size * row // 4, row // 4, 256, 2)}
+    operands = Operands({**strides, "v_pages": strides["k_pages"], "out": strides["q"]})
+    target = Target("sm_90a", 232448, multiprocessors=132)
+    return registry.choose("paged_attention", problem, target, operands).name
+
+
+def test_which_kernels_read_pages() -> None:
+    assert family_of(64, 1, 8192, 16) == "decode"
+    assert family_of(8, 512, 8192, 16) == "sm90"
+    assert family_of(8, 512, 8192, 1000) == "sm90"
+    assert family_of(8, 512, 8192, 16, dtype="float32") == "portable"
+    # A box would end within a page.
+    assert family_of(8, 512, 8192, 12) == "portable"
+    # Tiles that leave most of the GPU idle, unless keys must stay together.
+    assert family_of(1, 256, 32768, 16) == "portable"
+    assert family_of(1, 256, 32768, 16, num_splits=1) == "sm90"
+    assert family_of(8, 512, 8192, 16, num_splits=2) == "portable"

@@ -79,7 +79,7 @@ def common_variants(arch: str, *, every: bool = False, purpose: str = "inference
                 few = portable_decode.choose(problem, target, operands)
                 splits = (replace(config, split=True), few, replace(few, split=True))
                 sources.extend(each.source() for each in splits)
-        if pages is None and sm90_forward.supports(problem, target, Operands()) is None:
+        if sm90_forward.supports(problem, target, Operands()) is None:
             sources.append(sm90_forward.choose(problem, target, Operands()).source())
             if copy_bytes < 16:
                 sources.append(repack.source(headdim, copy_bytes))
@@ -117,6 +117,7 @@ def common_variants(arch: str, *, every: bool = False, purpose: str = "inference
             add("float32", headdim)
             add("bfloat16", headdim, ragged=True, right=0, pages=_PAGES)
             add("float32", headdim, ragged=True, left=0, right=0, group=5, pages=_PAGES)
+            add("bfloat16", headdim, ragged=True, left=0, right=0, group=4, pages=_PAGES)
             add("bfloat16", headdim, ragged=True, left=0, right=0, backward=True)
             add("bfloat16", headdim, left=0, top_left=True)
             add("bfloat16", headdim, left=0, group=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 import rawattn
 from rawattn import SeqLayout, paged_attention
+from rawattn._kernels.selection import only
 from tests.paged import BFLOAT16, Paged, paged, verify
 
 cupy = pytest.importorskip("cupy")
@@ -45,12 +47,13 @@ def lengths_of(call: Paged, *, on_device: bool) -> dict[str, Any]:
     return {"seqlen_k": cupy.asarray(call.seqlen_k), "seqs": seqs}
 
 
-def check_pages(call: Paged, **options: Any) -> None:
+def check_pages(call: Paged, family: str | None = None, **options: Any) -> None:
     """A call against the reference, with integers on the GPU and on the host."""
     inputs = [on_gpu(x) for x in call.inputs]
     for device, table in ((True, inputs[3]), (False, call.block_table)):
         lengths = lengths_of(call, on_device=device)
-        out, lse = paged_attention(*inputs[:3], table, **lengths, **options, return_lse=True)
+        with only(family) if family else nullcontext():
+            out, lse = paged_attention(*inputs[:3], table, **lengths, **options, return_lse=True)
         assert isinstance(out, cupy.ndarray)
         verify(call, out.get(), lse.get(), **options)
 
@@ -60,6 +63,35 @@ def check_pages(call: Paged, **options: Any) -> None:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_pages(shape: dict[str, Any], options: dict[str, Any], num_splits: int | None) -> None:
     check_pages(paged(LENS, **shape), num_splits=num_splits, **options)
+
+
+# Chunks that fill a GPU, in pages that divide a tile, that a tile divides, and neither.
+CHUNKS: list[dict[str, Any]] = [
+    {"page_size": 16, "dims": (128, 128), "heads": (32, 8)},
+    {"page_size": 8, "dims": (64, 64), "heads": (24, 24), "pair": True, "dtype": F16},
+    {"page_size": 24, "dims": (96, 96), "heads": (24, 4), "integers": np.int64},
+    {"page_size": 128, "dims": (192, 128), "heads": (24, 3), "heads_first": True},
+    {"page_size": 1000, "dims": (256, 256), "heads": (32, 1), "shared": 1},
+    {"page_size": 64, "dims": (40, 72), "heads": (30, 5)},
+]
+LIMITS: list[dict[str, Any]] = [
+    {"causal": True},
+    {},
+    {"window": (100, 0), "sink": 4},
+    {"window": (300, 20), "align": "top-left"},
+]
+
+
+@pytest.mark.parametrize("options", LIMITS, ids=str)
+@pytest.mark.parametrize("shape", CHUNKS, ids=str)
+def test_chunks(shape: dict[str, Any], options: dict[str, Any]) -> None:
+    """By Hopper's kernel where there is one, and by the portable one."""
+    rows = (300, 3, 130, 1290)
+    packed = paged((1700, 3, 130, 1290), **shape, rows=rows, group=True)
+    check_pages(packed, num_splits=1, **options)
+    check_pages(packed, "portable", num_splits=1, **options)
+    padded = paged((700, 0, 1290), **shape, rows=(300, 0, 130), room_q=310)
+    check_pages(padded, num_splits=1, **options)
 
 
 def test_options_of_scores() -> None:
@@ -78,10 +110,16 @@ def test_options_of_scores() -> None:
     }
     arrays = {n: cupy.asarray(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
     inputs = [on_gpu(x) for x in call.inputs]
-    out, lse = paged_attention(
-        *inputs, **lengths_of(call, on_device=True), **arrays, return_lse=True
-    )
-    verify(call, out.get(), lse.get(), **options)
+    for splits in (None, 1):  # by the kernel for few rows, and by Hopper's
+        with only("sm90") if splits else nullcontext():
+            out, lse = paged_attention(
+                *inputs,
+                **lengths_of(call, on_device=True),
+                **arrays,
+                num_splits=splits,
+                return_lse=True,
+            )
+        verify(call, out.get(), lse.get(), **options)
 
 
 def test_numpy_and_torch() -> None:
