@@ -15,7 +15,7 @@ namespace forward {
 template <int kRows>
 struct KeyTileLoader {
   static_assert(kTileK % kRows == 0 && kRows % 8 == 0, "a box begins where the swizzle does");
-  static_assert(kCluster == 1, "boxes are loaded for one block");
+  static_assert(!kPaged || kCluster == 1, "boxes are loaded for one block");
 
   // Aligned to the bottom right, the last row of a sequence sees its last key: no page is behind all rows' right edge.
   static constexpr bool kLimited = kLeft || (kRight && kTopLeft);

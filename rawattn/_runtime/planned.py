@@ -77,9 +77,7 @@ class GpuPlan:
         self._form = self._read(self._inputs)[1]
         self._alignment = _alignment(self._together(read[0]) | _together(self._result_addresses))
         self._places = on_gpu.places(verb, read[0][: self._count])
-        self._mine = self._given = call.prepared.own(own, self._stream, lengths)
-        if any(x is None for x in targets):
-            self._given = self._writing_callers_arrays(call)
+        self._memory = call.prepared.own(own, self._stream, lengths)
         if not streams.is_capturing(self._stream):
             streams.wait(self._stream, device)
 
@@ -100,11 +98,12 @@ class GpuPlan:
         if self._verb.extras:
             together = self._together(addresses)
             self._check_places(addresses)
-        memory, result = self._mine, self._result
+        memory, result = self._memory, self._result
+        theirs: list[int] = []
         if out is None:
             addresses += self._result_addresses
         else:
-            memory = self._given
+            theirs = [self._count + n for n, x in enumerate(out) if x is not None]
             results = [y if x is None else x for x, y in zip(out, self._results, strict=True)]
             self._check_out(args, results, addresses)
             written = [0 if x is None else own.address(x) for x in results]
@@ -125,9 +124,9 @@ class GpuPlan:
             import cupy
 
             with cupy.cuda.Device(device):
-                memory.run(addresses, stream, integers)
+                memory.run(addresses, stream, integers, theirs)
         else:
-            memory.run(addresses, stream, integers)
+            memory.run(addresses, stream, integers, theirs)
         return result
 
     def __del__(self) -> None:
@@ -164,15 +163,6 @@ class GpuPlan:
         return on_gpu.find(
             *(self._verb, self._own, read, inputs, targets, self._options, self._flag)
         )
-
-    def _writing_callers_arrays(self, call: Call) -> Own:
-        """The same launches, but for those that fill padding rows: a caller's own stay as they are."""
-        if all(each.source.entry != "rawattn_fill_padding" for each in call.prepared.steps):
-            return self._mine
-        read = self._own.read((*self._inputs, *self._results), self._verb.required)
-        assert read is not None
-        other, lengths = self._find(read, self._inputs, self._results)
-        return other.prepared.own(self._own, self._stream, lengths)
 
     def _complete(
         self, args: Sequence[Any], named: Mapping[str, Any]

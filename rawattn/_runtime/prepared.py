@@ -16,6 +16,7 @@ from rawattn._call.layout import Lengths
 from rawattn._call.structure import Structure
 from rawattn._interop import streams
 from rawattn._interop.native import Memory
+from rawattn._kernels.portable import fill_padding
 from rawattn._kernels.steps import Step, Steps, Tiles
 from rawattn._runtime import graphs, kernel
 from rawattn._runtime.kernel import Arguments
@@ -75,6 +76,7 @@ class Prepared:
         wanted = [self.ragged or bool(blocks) for blocks in counts]
         self.steps = list(itertools.compress(steps.launches, wanted))
         self._launches = launches(self.steps)
+        self._fills = [step.source.entry == fill_padding.ENTRY for step in self.steps]
         self._blocks = list(itertools.compress(counts, wanted))
         if not self._launches:
             self._scratch_bytes = self._counter_bytes = 0
@@ -188,8 +190,17 @@ class Own:
             self._tail += counters[1]
             self._held.append(counters[0])
 
-    def run(self, addresses: list[int], stream: int, integers: dict[int, int] | None) -> None:
-        """integers: other addresses of lengths on the device, by their place in `NAMES`."""
+    def run(
+        self,
+        addresses: list[int],
+        stream: int,
+        integers: dict[int, int] | None = None,
+        theirs: Sequence[int] = (),
+    ) -> None:
+        """integers: other addresses of lengths on the device, by their place in `NAMES`.
+
+        theirs: places in `addresses` of a caller's own outputs, whose padding rows stay as they are.
+        """
         prepared = self._prepared
         first = len(addresses)
         addresses += self._tail
@@ -199,8 +210,11 @@ class Own:
         if not prepared._once:
             for launch, count in zip(prepared._schedules, prepared._schedule_blocks):  # noqa: B905
                 launch(addresses, count, stream)
-        for launch, count in zip(prepared._launches, self._blocks):  # noqa: B905
-            launch(addresses, count, stream)
+        filled = addresses
+        if theirs and any(prepared._fills):
+            filled = [0 if n in theirs else x for n, x in enumerate(addresses)]
+        for launch, count, fills in zip(prepared._launches, self._blocks, prepared._fills):  # noqa: B905
+            launch(filled if fills else addresses, count, stream)
 
 
 class _Launch:

@@ -32,9 +32,8 @@ MASKS: list[dict[str, Any]] = [{"causal": True}, {"window": (100, 0), "sink": 4}
 def on_gpu(x: Any) -> Any:
     if isinstance(x, tuple):
         return tuple(map(on_gpu, x))
-    whole = cupy.asarray(x if x.base is None else x.base)
-    # A pool with heads before rows stays a view of one.
-    return whole.swapaxes(1, 2) if x.base is not None and x.ndim == 4 else cupy.asarray(x)
+    order = sorted(range(x.ndim), key=lambda n: -x.strides[n])  # of the axes in memory: kept
+    return cupy.asarray(x.transpose(order)).transpose(np.argsort(order))
 
 
 def lengths_of(call: Paged, *, on_device: bool) -> dict[str, Any]:

@@ -63,6 +63,7 @@ def test_into_the_callers_own(case: Case) -> None:
     rawattn.attention(**{**call, "out": own})
     q, k, v = (call.pop(name) for name in "qkv")
     plan = rawattn.plan(rawattn.attention, q, k, v, **call)
+    plan()[1].fill(7)  # what the plan's lse held before does not show
     given = cupy.full_like(expected, 7)
     out, lse = plan(q, k, v, out=given)
     assert out is given
@@ -86,6 +87,26 @@ def test_backward(name: str, deterministic: bool) -> None:
         assert isinstance(gradients, rawattn.Gradients)
         same = slice(0 if deterministic else 1, 3)  # dq is summed in any order otherwise
         assert bits(gradients[same], framework) == bits(expected[same], framework)
+
+
+def test_gradients_of_the_caller_and_of_the_plan() -> None:
+    """Padding rows of the caller's stay as they were, those of the plan's are 0, whatever they held before."""
+    call = arguments(materialise(CASES[3]), CASES[3], CUPY)
+    out, lse = rawattn.attention(**call)
+    del call["return_lse"]
+    q, k, v = (call.pop(name) for name in "qkv")
+    arrays = (out, q, k, v, out, lse)
+    expected = rawattn.attention_backward(*arrays, **call, deterministic=True)
+    plan = rawattn.plan(rawattn.attention_backward, *arrays, **call, deterministic=True)
+    for gradient in plan(*arrays):
+        gradient.fill(7)
+    dk = cupy.full_like(k, 7)
+    into = rawattn.Gradients(dq=cupy.full_like(q, 7), dk=cupy.full_like(k, 7))
+    rawattn.attention_backward(*arrays, **call, deterministic=True, into=into)
+    gradients = plan(*arrays, into=rawattn.Gradients(dk=dk))
+    assert gradients.dk is dk
+    wanted = (expected.dq, into.dk, expected.dv)
+    assert bits(gradients[:3], CUPY) == bits(wanted, CUPY)
 
 
 @each_case

@@ -14,14 +14,14 @@ from rawattn._kernels.operands import ITEMSIZE
 from rawattn._kernels.source import source as _source
 from rawattn._kernels.steps import Step, patches, side_fields, side_patches
 
+ENTRY = "rawattn_fill_padding"
 THREADS = 256
 _BLOCKS = 1024  # enough to fill any GPU
 
 
 @functools.cache
 def source() -> Source:
-    entry, file = "rawattn_fill_padding", "portable/fill_padding.cu"
-    return _source(entry, file, "portable fill_padding", params.PADDING)
+    return _source(ENTRY, "portable/fill_padding.cu", "portable fill_padding", params.PADDING)
 
 
 def parts(batch: int) -> int:
@@ -65,7 +65,10 @@ def step(
     strides: tuple[int, int, int],
     filled: Mapping[str, str],
 ) -> Step:
-    """filled: the arrays to fill by the kernel's names for them: `out` and, for rows of queries, `lse`."""
+    """filled: the arrays to fill by the kernel's names for them: `out` and, for rows of queries, `lse`.
+
+    The kernel leaves out an array whose address is 0.
+    """
     side = structure.side(of)
     return Step(
         source=source(),
