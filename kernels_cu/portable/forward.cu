@@ -62,6 +62,11 @@ constexpr int kSteps = kDepthQk / M::kDepth;
 // Shallow products have many steps, and code for them all would take the compiler longer than it saves the GPU.
 constexpr int kUnrolledSteps = M::kDepth == 16 ? 16 : 4;
 
+// In float32 a long chain of sums is further from the exact one than its elements are from each other: sums of so many
+// key tiles are made apart, and added up. Not where the registers for it would be missing.
+constexpr bool kSumsApart = sizeof(Element) == 4 && kRowBlocks * kOutBlocks * C::kElements <= 64;
+constexpr int kTilesOfSum = kTileK < 256 ? 256 / kTileK : 1;
+
 // The wave's queries as operands: read once into registers, or from shared memory at every use.
 struct Queries {
   const Element* rows;
@@ -146,7 +151,21 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
   OnlineSoftmax<C, kRowBlocks> softmax(kScaleFirst || ScoreRule::kScaled ? Exponent::kUnit
                                                                          : p.scores.scale * Exponent::kUnit);
   C o[kRowBlocks][kOutBlocks];
+  C sum[kRowBlocks][kSumsApart ? kOutBlocks : 1];  // of the tiles before those in o
   UNROLL for (int m = 0; m < kRowBlocks; m++) { UNROLL for (int d = 0; d < kOutBlocks; d++) o[m][d] = C{}; }
+  if constexpr (kSumsApart) {
+    UNROLL for (int m = 0; m < kRowBlocks; m++) { UNROLL for (int d = 0; d < kOutBlocks; d++) sum[m][d] = C{}; }
+  }
+  const auto add_to_sum = [&] {
+    if constexpr (kSumsApart) {
+      UNROLL for (int m = 0; m < kRowBlocks; m++) {
+        UNROLL for (int d = 0; d < kOutBlocks; d++) {
+          UNROLL for (int e = 0; e < C::kElements; e++) sum[m][d].x[e] += o[m][d].x[e];
+          o[m][d] = C{};
+        }
+      }
+    }
+  };
   if constexpr (kQueryInRegisters) {
     wait_copies_and_sync();
     queries.hold(lane);
@@ -185,14 +204,24 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
 
     finish_scores(s, rule, added, SoftmaxScore<kScaleFirst>{p.scores.scale}, key_tiles, n, first_row, lane);
     seen.hide(s, -target::infinity(), lane, added.forgets());
-    if (softmax.update_row_max(s, added)) softmax.rescale(o);
+    if (softmax.update_row_max(s, added)) {
+      softmax.rescale(o);
+      if constexpr (kSumsApart) softmax.rescale(sum);
+    }
     softmax.exponentiate(s);
     random.drop(s, dropout, lane);
     const Element* const values = elements + kValuesAt + n % kStages * kTileK * kPitchV;
     multiply_accumulators<M, kUnrolledSteps, kPitchV, kPitchP>(o, s, slab, values, lane);
+    if constexpr (kSumsApart) {
+      if (n % kTilesOfSum == kTilesOfSum - 1) add_to_sum();
+    }
   }
 
   softmax.sum_rows();
+  if constexpr (kSumsApart) {
+    add_to_sum();
+    UNROLL for (int m = 0; m < kRowBlocks; m++) { UNROLL for (int d = 0; d < kOutBlocks; d++) o[m][d] = sum[m][d]; }
+  }
   if constexpr (kSplit) {
     wait_copies_and_sync();
     unsigned* const flag = reinterpret_cast<unsigned*>(shared);
