@@ -118,7 +118,7 @@ class Machine:
         prepared = SimpleNamespace(steps=(), own=lambda *_: SimpleNamespace(run=self._run))
         return SimpleNamespace(copies=None, results=results, prepared=prepared), None
 
-    def _run(self, addresses: list[int], stream: int, integers: Any) -> None:
+    def _run(self, addresses: list[int], stream: int, integers: Any, theirs: Any) -> None:
         self.launched.append(addresses)
 
     def current_device(self) -> int:

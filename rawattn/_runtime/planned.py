@@ -15,7 +15,6 @@ from rawattn._interop import arrays, streams
 from rawattn._interop.native import Native, Read
 from rawattn._runtime import on_gpu
 from rawattn._runtime.calls import Call
-from rawattn._runtime.prepared import Own
 from rawattn._runtime.verbs import Verb
 
 _WIDEST = 16

@@ -98,7 +98,7 @@ def test_gradients_of_the_caller_and_of_the_plan() -> None:
     arrays = (out, q, k, v, out, lse)
     expected = rawattn.attention_backward(*arrays, **call, deterministic=True)
     plan = rawattn.plan(rawattn.attention_backward, *arrays, **call, deterministic=True)
-    for gradient in plan(*arrays):
+    for gradient in plan(*arrays)[:3]:
         gradient.fill(7)
     dk = cupy.full_like(k, 7)
     into = rawattn.Gradients(dq=cupy.full_like(q, 7), dk=cupy.full_like(k, 7))
