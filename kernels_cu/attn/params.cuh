@@ -137,6 +137,8 @@ struct Splits {
   int count;
   // key tiles of a piece, at least: of fewer keys there are fewer pieces
   int least;
+  // heads whose blocks read the same keys at the same time (attn/schedule/line.cuh)
+  int abreast;
 };
 
 struct ForwardParams {

@@ -26,6 +26,7 @@ struct KeyTiles : TileSpan {
   int sinks, skipped;  // tiles between sink tokens and the window
   int all;             // tiles
 
+  KeyTiles() = default;
   DEVICE KeyTiles(const Visible& visible, int first, int last)
       : TileSpan{0, (visible.row(last).right + kTileK) / kTileK},
         visible(visible),

@@ -33,6 +33,7 @@ struct VisibleKeys {
   int64 left, right;
   int offset, len_k, sink;
 
+  VisibleKeys() = default;
   DEVICE VisibleKeys(const ForwardParams& p, int len_q, int len_k)
       : left(p.mask.window_left),
         right(p.mask.window_right),

@@ -123,19 +123,21 @@ DEVICE unsigned fetch_add(unsigned* counter, unsigned x) { return atomicAdd(coun
 DEVICE unsigned shared_address(const void* pointer) { return static_cast<unsigned>(__cvta_generic_to_shared(pointer)); }
 
 // Copies kBytes (4, 8 or 16) to shared memory behind the thread's back; zeros instead when !valid, and then `global` is
-// not read.
+// not read. shared: an address there, to which a constant can be added for nothing.
 template <int kBytes>
-DEVICE void copy_async(void* shared, const void* global, bool valid) {
+DEVICE void copy_async(unsigned shared, const void* global, bool valid) {
   const int readable = valid ? kBytes : 0;
   if constexpr (kBytes == 16) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
-                 "r"(readable)
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(readable)
                  : "memory");
   } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(shared)), "l"(global),
-                 "n"(kBytes), "r"(readable)
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared), "l"(global), "n"(kBytes), "r"(readable)
                  : "memory");
   }
+}
+template <int kBytes>
+DEVICE void copy_async(void* shared, const void* global, bool valid) {
+  copy_async<kBytes>(shared_address(shared), global, valid);
 }
 DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits for this thread's own copies, but for the kPending groups that were committed last; other threads see them

@@ -202,6 +202,10 @@ DEVICE void copy_async(void* shared, const void* global, bool valid) {
   static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16, "the sizes that cp.async has");
   host::copy_later(shared, global, kBytes, valid);
 }
+template <int kBytes>
+DEVICE void copy_async(unsigned shared, const void* global, bool valid) {
+  copy_async<kBytes>(static_cast<void*>(host::shared_pointer(shared)), global, valid);
+}
 DEVICE void copy_async_commit() { host::commit_copies(); }
 template <int kPending = 0>
 DEVICE void copy_async_wait() {

@@ -45,6 +45,11 @@ DEVICE bool is_real(const Rows& real, int row) {
   return real(row);
 }
 
+// Where all rows are.
+struct AllReal {
+  DEVICE bool operator()(int) const { return true; }
+};
+
 // kColumns are real, up to kPadded are zeros in the tile. kBytes is the widest access that every row of the array
 // allows.
 template <class T, int kRows, int kColumns, int kPadded, int kPitch, int kThreads, int kBytes>

@@ -44,6 +44,20 @@ struct PageTable {
     const int page = shift >= 0 ? row >> shift : row / rows;
     return page < last ? page : last;
   }
+  // An id as it lies in memory: what is not asked for its page yet is not waited for.
+  struct Id {
+    unsigned low, high;  // high: of 64 bits
+  };
+  DEVICE Id id(int place) const {
+    const unsigned* const at = static_cast<const unsigned*>(ids) + place * stride * (is_64bit ? 2 : 1);
+    Id id{at[0], 0};
+    if (is_64bit) id.high = at[1];
+    return id;
+  }
+  DEVICE int64 page_of(const Id& x) const {
+    const int64 id = is_64bit ? static_cast<int64>(x.high) << 32 | x.low : static_cast<int>(x.low);
+    return id < 0 ? 0 : (id < pages ? id : pages - 1);
+  }
   DEVICE int64 page(int place) const {
     const int64 at = place * stride;
     const int64 id = is_64bit ? static_cast<const int64*>(ids)[at] : static_cast<const int*>(ids)[at];

@@ -144,6 +144,11 @@ _SPLITS = _struct(
     ("void*", "partials", "what they come to"),
     ("int", "count", "blocks of a query tile"),
     ("int", "least", "key tiles of a piece, at least: of fewer keys there are fewer pieces"),
+    (
+        "int",
+        "abreast",
+        "heads whose blocks read the same keys at the same time (attn/schedule/line.cuh)",
+    ),
 )
 FORWARD = _struct(
     "ForwardParams",

@@ -77,8 +77,7 @@ def common_variants(arch: str, *, every: bool = False, purpose: str = "inference
             sources.append(config.source())
             if pages is not None:
                 few = portable_decode.choose(problem, target, operands)
-                splits = (replace(config, split=True), few, replace(few, split=True))
-                sources.extend(each.source() for each in splits)
+                sources.extend(each.source() for each in (replace(config, split=True), few))
         if sm90_forward.supports(problem, target, Operands()) is None:
             sources.append(sm90_forward.choose(problem, target, Operands()).source())
             if copy_bytes < 16:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rawattn._kernels.portable import splits
 from tests import exhaustive
 from tests.paged import BFLOAT16, Paged, paged, verify
 from tests.shim.device import Device, MakeDevice
@@ -85,6 +86,30 @@ def test_the_same_bits(machine: MakeDevice) -> None:
         again = run(device, call, family="decode", num_splits=3)
     for got, wanted in zip(again, first, strict=True):
         np.testing.assert_array_equal(got, wanted)
+
+
+@pytest.mark.parametrize("num_splits", [None, 2])
+@pytest.mark.parametrize("least", [16, 48, 300])
+@pytest.mark.parametrize(
+    "call",
+    [
+        paged((1500, 3, 0, 129, 16, 33, 400, 1, 0), 16, rows=2),
+        paged((700,), 24, rows=1, heads=(6, 3)),
+        paged((33,) * 150, 8, rows=1, heads=(2, 1), dims=(16, 16)),
+        paged((70, 300, 0, 129), 12, rows=(4, 30, 0, 1), group=True, heads=(8, 2)),
+    ],
+    ids=("uneven", "one", "many", "group"),
+)  # fmt: skip
+def test_parts_of_a_line(
+    machine: MakeDevice,
+    monkeypatch: pytest.MonkeyPatch,
+    call: Paged,
+    least: int,
+    num_splits: int | None,
+) -> None:
+    """Few blocks have many query tiles each, and query tiles several blocks."""
+    monkeypatch.setattr(splits, "LEAST_PART_KEYS", least)
+    verify_decode(machine(), call, causal=True, num_splits=num_splits)
 
 
 @pytest.mark.parametrize("dtype", [F32, BFLOAT16], ids=str)

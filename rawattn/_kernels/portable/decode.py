@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from rawattn._call.problem import Problem
 from rawattn._call.structure import Structure
 from rawattn._compile.compiler import Source
-from rawattn._kernels import features, params
+from rawattn._kernels import attention_params, features, params, score_params, structs
 from rawattn._kernels.features import Features
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import choice, forward, splits
 from rawattn._kernels.source import dims, round_up
 from rawattn._kernels.source import source as _source
-from rawattn._kernels.steps import Steps
+from rawattn._kernels.steps import Step, Steps, Tiles, patches
 from rawattn._kernels.target import Target
 
 ENTRY = "rawattn_decode"
@@ -26,6 +26,10 @@ FEATURES = frozenset(
 
 # Query rows of all heads that share keys, at most: of more, each of a sequence's tiles would read its keys again.
 MOST_ROWS = 128
+# A unit of a line has 16 keys at least.
+_MOST_SCORES = 16 * 2**31
+_OFFSET_BYTES = 8  # of where a row of a page is
+_KEPT_BYTES, _FLAG_BYTES = 160, 16
 # Of wider values the output of so many rows would not stay in registers.
 _WIDE_TILE_HEADDIM = 128
 
@@ -46,8 +50,8 @@ class Config(Features):
     stages: int
     blocks_per_sm: int
     copy_bytes: int
+    tile_in_page: bool = False  # tiles of keys divide pages
     accumulator_feeds_a: bool  # of the target's product: decides whether P needs shared memory
-    split: bool = False  # several blocks may share a query tile
     wave: int = 32
 
     @property
@@ -61,13 +65,9 @@ class Config(Features):
 
     @property
     def partial_bytes(self) -> int:
-        """Of what the tile's rows come to in a piece of their keys."""
-        return splits.partial_bytes(self.tile_rows, self.headdim_v, self.wave)
-
-    @property
-    def out_bytes(self) -> int:
-        """Of the tile of outputs in shared memory."""
-        return round_up(self.tile_rows * self._pitch(round_up(self.headdim_v, 16)) * self._size, 16)
+        """Of what the tile's rows come to in some of their keys: the output and two numbers of each, in float32."""
+        rows = self.tile_q * self.heads
+        return round_up(4 * rows * (round_up(self.headdim_v, 16) + 2), 16)
 
     @property
     def shared_bytes(self) -> int:
@@ -77,7 +77,11 @@ class Config(Features):
         if not self.accumulator_feeds_a:
             wave += self.tile_rows * self._pitch(self.tile_k)
         used = (self.tile_rows * keys + self.waves * wave) * self._size
-        return max(used, self.out_bytes + (self.waves - 1) * self.partial_bytes)
+        if self.paged and not self.tile_in_page:
+            used += self.waves * 2 * self.tile_k * _OFFSET_BYTES
+        of_a_slot = self.tile_k * (keys + values) * self._size
+        merged = self.waves * self.partial_bytes if self.partial_bytes > of_a_slot else 0
+        return max(used, merged) + _KEPT_BYTES + _FLAG_BYTES
 
     @property
     def _size(self) -> int:
@@ -87,7 +91,7 @@ class Config(Features):
         return columns + 16 // self._size
 
     def source(self) -> Source:
-        derived = ("tile_q", "shared_bytes", "partial_bytes", "out_bytes")
+        derived = ("tile_q", "shared_bytes", "partial_bytes")
         return _source(
             ENTRY,
             "portable/decode.cu",
@@ -102,7 +106,7 @@ class Config(Features):
         shape = f"{self.tile_rows}x{self.tile_k} waves={self.waves} stages={self.stages}"
         words = ["portable decode", self.element, dims(self), shape, f"{self.copy_bytes}B"]
         heads = [f"heads={self.heads}"] if self.heads > 1 else []
-        return " ".join([*words, *heads, *features.traits(self), *["split"] * self.split])
+        return " ".join([*words, *heads, *features.traits(self)])
 
 
 def supports(problem: Problem, target: Target, operands: Operands) -> str | None:
@@ -110,6 +114,11 @@ def supports(problem: Problem, target: Target, operands: Operands) -> str | None
     rows = problem.max_seqlen_q * (problem.nheads_q // problem.nheads_kv)
     if rows > MOST_ROWS:
         return f"{rows} query rows share keys, more than {MOST_ROWS}"
+    if (
+        problem.batch * problem.nheads_q * problem.max_seqlen_q * problem.max_seqlen_k
+        >= _MOST_SCORES
+    ):
+        return "its key tiles are more than an int counts"
     return None
 
 
@@ -119,10 +128,41 @@ def choose(problem: Problem, target: Target, operands: Operands) -> Config:
     wide = problem.max_seqlen_q * group > 16 and problem.headdim_v <= _WIDE_TILE_HEADDIM
     tile_rows = 32 if wide else 16
     heads = max(n for n in range(1, tile_rows + 1) if group % n == 0)
-    return choice.choose(Config, TILES, problem, target, operands, heads=heads, tile_rows=tile_rows)
+    config = choice.choose(
+        Config, TILES, problem, target, operands, heads=heads, tile_rows=tile_rows
+    )
+    # The one query of a sequence sees all its keys under a causal mask too.
+    alone = problem.max_seqlen_q <= 1 and not config.top_left
+    return replace(
+        config,
+        right=config.right and not alone,
+        tile_in_page=problem.pages is not None and problem.pages.page_size % config.tile_k == 0,
+    )
 
 
 def steps(problem: Problem, structure: Structure, operands: Operands, target: Target) -> Steps:
-    """The launches of a call. A block's first wave leaves what all have come to."""
+    """The launches of a call."""
     config = choose(problem, target, operands)
-    return forward.of_query_tiles(config, config.heads, 1, problem, structure, operands, target)
+    values = attention_params.forward(problem, structure, operands, forward.SECTION_BYTES)
+    keys = dict(zip("kv", attention_params.KEYS[config.paged], strict=True))
+    if config.paged:
+        structure = attention_params.without_pages(structure)
+    tiles = Tiles("q", config.tile_q, problem.nheads_q // config.heads)
+    line = splits.line(problem, structure, config, target, tiles, config.waves)
+    main = Step(
+        source=config.source(),
+        blocks=line.blocks,
+        threads=config.threads,
+        params=structs.fill(params.FORWARD, {**values, **line.fields()}),
+        patches=(
+            *patches(params.FORWARD, ("q", "out", "lse"), **keys),
+            *attention_params.side_addresses(params.FORWARD, "", structure),
+            *attention_params.page_addresses(problem, params.FORWARD),
+            *score_params.patches(problem, params.FORWARD),
+            *line.patches(params.FORWARD),
+        ),
+        shared_bytes=config.shared_bytes,
+    )
+    launches = (*forward.padding(problem, structure, operands), main)
+    scratch = line.scratch(config.partial_bytes)
+    return Steps(launches, config, scratch=scratch, counters=line.counters())

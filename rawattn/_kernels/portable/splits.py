@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from rawattn._call.options import MAX_SPLITS
@@ -16,9 +16,13 @@ from rawattn._kernels.target import Target
 
 # A piece has at least so many keys: what it comes to is written and read once more.
 LEAST_KEYS = 512
+# Likewise of a part of a line.
+LEAST_PART_KEYS = 128
+# Heads abreast in a line read 2 KB side by side at D 128.
+MOST_ABREAST = 8
 # Where sequences differ, pieces are as long as if this many of them came to each block that runs at once, were all
 # sequences as long as they may be. So a longer sequence has more of them, and none is waited for much longer than for the
-# others. A decoded row is merged at no cost, and how long its keys are nobody knows before. (Not measured yet.)
+# others. One row is merged at no cost. (Not measured yet.)
 _PIECES = 4
 _PIECES_OF_ONE_TILE = 32
 _COUNTER_BYTES = 4
@@ -97,6 +101,58 @@ def split(
     least = max(-(-LEAST_KEYS // config.tile_k), -(-met * most // pieces))
     count = min(-(-met // least), MAX_SPLITS)
     return Splits(count, max(least, -(-met // count)), most) if count > 1 else WHOLE
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of all key tiles, cut into parts of equal length (kernels_cu/attn/schedule/line.cuh).
+
+    blocks: of the launch. count: pieces of each query tile, 0 where parts decide. least: units of a part. abreast: heads
+    of a part, each with its own block.
+    """
+
+    blocks: int | Tiles
+    count: int
+    least: int
+    abreast: int
+    most: int  # blocks that a launch has at most, whatever the lengths are
+
+    def fields(self) -> dict[str, Any]:
+        """Of the parameters."""
+        names = ("count", "least", "abreast")
+        return {f"splits.{name}": getattr(self, name) for name in names}
+
+    def patches(self, struct: Struct) -> tuple[tuple[int, str], ...]:
+        """Where the addresses of what blocks leave for each other belong."""
+        names = ("arrived", "partials")
+        return tuple((structs.offset(struct, f"splits.{name}"), f"split_{name}") for name in names)
+
+    def scratch(self, block_bytes: int) -> dict[str, int]:
+        """Bytes by name; block_bytes: of what a segment comes to, of which a part shares two with others."""
+        return {"split_partials": self.most * (1 if self.count else 2) * block_bytes}
+
+    def counters(self) -> dict[str, int]:
+        """Bytes by name."""
+        return {"split_arrived": _COUNTER_BYTES * self.most}
+
+
+def line(
+    problem: Problem, structure: Structure, config: Tiled, target: Target, tiles: Tiles, unit: int
+) -> Line:
+    """How a launch cuts its line. unit: key tiles.
+
+    It follows from bounds of the lengths, so a batch that grows within them keeps its kernel and its launch.
+    """
+    most = _most(structure, tiles)
+    abreast = max(n for n in range(1, MOST_ABREAST + 1) if tiles.heads % n == 0)
+    keys = _met(problem, config, -(-structure.k.most // config.tile_k))
+    if problem.num_splits is not None:
+        count = max(1, min(problem.num_splits, keys))
+        return Line(replace(tiles, times=count), count, 1, abreast, most * count)
+    least = max(1, LEAST_PART_KEYS // (config.tile_k * unit))
+    parts = -(-most // abreast * max(1, -(-keys // unit)) // least)
+    blocks = abreast * min(max(1, target.multiprocessors * config.blocks_per_sm // abreast), parts)
+    return Line(blocks, 0, least, abreast, blocks)
 
 
 def partial_bytes(rows: int, headdim_v: int, wave: int) -> int:
