@@ -14,6 +14,8 @@ from typing import Any, NamedTuple, Protocol
 import ml_dtypes
 import numpy as np
 
+from rawattn._interop.streams import is_capturing
+
 
 class View(NamedTuple):
     """Where an array lies. Strides are in bytes."""
@@ -129,7 +131,7 @@ class CuPy:
 
 
 class Torch:
-    """CUDA tensors of torch, on torch's current stream and in its memory."""
+    """CUDA tensors of torch, on torch's current stream and in its memory, but for what later calls find again."""
 
     def __init__(self) -> None:
         import cupy
@@ -151,6 +153,8 @@ class Torch:
         self._to_torch = {dtype: name for name, dtype in self._of_torch.items()}
         self._devices: dict[int, Any] = {}
         self._make_device = torch.device
+        self._keep = cupy.cuda.alloc
+        self._external_stream = cupy.cuda.ExternalStream
         self._stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
         self._current_stream = torch.cuda.current_stream
 
@@ -215,7 +219,14 @@ class Torch:
         block = self._empty(nbytes, dtype=self._bytes, device=self._device(device))
         return block, block.data_ptr()
 
-    keep = allocate
+    def keep(self, nbytes: int, device: int) -> tuple[Any, int]:
+        """CuPy's but for a capture: torch.compile warms programs up in their graphs' memory, where nothing may stay."""
+        stream = self.stream(device)
+        if is_capturing(stream):
+            return self.allocate(nbytes, device)
+        with self._external_stream(stream):  # CuPy hands it out again in the order of that stream
+            memory = self._keep(nbytes)
+        return memory, memory.ptr
 
     def stream(self, device: int) -> int:
         if self._stream is not None:

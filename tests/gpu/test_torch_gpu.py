@@ -160,6 +160,21 @@ def test_compiled(mode: str) -> None:
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(("rows", "num_splits"), [(1, None), (1, 3), (700, None), (40, 4)])
+def test_compiled_with_counters(rows: int, num_splits: int | None) -> None:
+    """Blocks that count each other: what they count in outlives the program, in whose graph's memory nothing may stay."""
+
+    def model(q, k, v):
+        return attention(q * 2, k, v, causal=True, num_splits=num_splits) + 1
+
+    q, k, v = (x.bfloat16() for x in random("cuda", rows=700, dim=64))
+    q = q[:, -rows:]
+    exact = model(q, k, v)
+    compiled = torch.compile(model, fullgraph=True, mode="reduce-overhead")
+    for _ in range(4):  # warm-up, capture, replays
+        torch.testing.assert_close(compiled(q, k, v), exact, rtol=2e-2, atol=2e-2)
+
+
 def test_memory_is_not_kept_where_nothing_is_recorded() -> None:
     q, k, v = leaves(*(x.bfloat16() for x in random("cuda", rows=4096, dim=128)))
     with torch.no_grad():
