@@ -59,10 +59,10 @@ using Partials = RowPartials<kRows, kDepthV>;
 constexpr bool kPrefetches = kPartialBytes <= kStageElements * int(sizeof(Element));
 constexpr int kMergeBytes = kPrefetches ? 0 : kWaves * kPartialBytes;
 constexpr int kKeptAt = kWorkBytes > kMergeBytes ? kWorkBytes : kMergeBytes;
-constexpr int kKeptBytes = 160, kFlagBytes = 16;
+constexpr int kKeptBytes = 192, kFlagBytes = 16;
 static_assert(sizeof(Partials) == kPartialBytes, "the host's is the same");
-static_assert(kOffsetsAt % 16 == 0 && kWorkBytes >= kThreads * 4, "sums of the line have room");
-static_assert(2 * sizeof(Segment) <= kKeptBytes, "a part shares two query tiles at most");
+static_assert(kOffsetsAt % 16 == 0, "rows' places are aligned");
+static_assert(2 * sizeof(SharedTile<Partials>) <= kKeptBytes, "a part shares two query tiles at most");
 static_assert(kSharedBytes == kKeptAt + kKeptBytes + kFlagBytes, "the host computes the same size");
 
 using CopyQ = RowCopy<Element, kTileRows, kHeadDim, kDepthQk, kPitchQk, kThreads, kCopyBytes>;
@@ -71,6 +71,7 @@ using CopyV = WaveCopy<Element, kTileK, kHeadDimV, kDepthV, kPitchV, kCopyBytes>
 using Visible = VisibleKeys<kLeft, kRight, kTopLeft>;
 using Softmax = OnlineSoftmax<C, kRowBlocks>;
 using BlockLine = Line<kRagged, kPaged, Visible, kTileQ, kTileK, kHeads, kWaves, kThreads>;
+static_assert(kWorkBytes >= BlockLine::kRoom * 4, "the line has room");
 
 constexpr int kSteps = kDepthQk / M::kDepth;
 constexpr int kUnrolledSteps = M::kDepth == 16 ? 16 : 4;
@@ -201,25 +202,14 @@ struct Output {
   }
 };
 
-// Partials of a query tile: the first one, and the others at equal distances behind `rest`.
-struct Parts {
-  const Partials *first, *rest;
-  int64 stride;  // in bytes
-
-  DEVICE const Partials& operator()(int n) const {
-    const unsigned char* const other = reinterpret_cast<const unsigned char*>(rest) + n * stride;
-    return n == 0 ? *first : *reinterpret_cast<const Partials*>(other);
-  }
-};
-
 // What `count` partials come to goes out, or to `kept` if there are others. Each thread has some columns of some rows.
-template <int kAtOnce>
-DEVICE void merge(const Output& output, int thread, int count, const Parts& parts, Partials* kept) {
+template <int kAtOnce, class Part>
+DEVICE void merge(const Output& output, int thread, int count, const Part& part, Partials* kept) {
 #pragma unroll 1
   for (int n = thread; n < output.rows() * (kDepthV / 4); n += kThreads) {
     const int row = n / (kDepthV / 4), column = n % (kDepthV / 4) * 4;
     MergedColumns merged;
-    merged.join<kAtOnce>(count, row, column, parts);
+    merged.join<kAtOnce>(count, row, column, part);
     if (kept == nullptr) {
       output.write(row, column, merged);
     } else {
@@ -238,7 +228,7 @@ KERNEL LAUNCH_BOUNDS(decode::kThreads, config::kBlocksPerSm) void rawattn_decode
   using namespace decode;
   SHARED_MEMORY(shared, kSharedBytes);
   Element* const elements = reinterpret_cast<Element*>(shared);
-  Segment* const kept = reinterpret_cast<Segment*>(shared + kKeptAt);
+  auto* const kept = reinterpret_cast<SharedTile<Partials>*>(shared + kKeptAt);
   bool* const flags = reinterpret_cast<bool*>(shared + kKeptAt + kKeptBytes);
   const int thread = target::thread_index();
   const int lane = thread % target::kWave;
@@ -267,17 +257,20 @@ KERNEL LAUNCH_BOUNDS(decode::kThreads, config::kBlocksPerSm) void rawattn_decode
     };
     if (kPrefetches && more) begin();
     if (any) {
-      unsigned char* const of_waves =
+      const unsigned char* const of_waves =
           kPrefetches ? reinterpret_cast<unsigned char*>(rings + last_slot(slot) * kStageElements) : shared;
-      const int64 stride = kPrefetches ? kWaveElements * int(sizeof(Element)) : kPartialBytes;
-      const auto first = reinterpret_cast<const Partials*>(of_waves);
-      Partials* shared_tile = nullptr;
+      constexpr int kStride = kPrefetches ? kWaveElements * int(sizeof(Element)) : kPartialBytes;
+      Partials* of_block = nullptr;
       if (!done.whole()) {
-        shared_tile = &SharedTile<BlockLine, Partials>(line, done).own();
-        if (thread == 0) kept[shares] = done;
+        const SharedTile<Partials> tile(line, done);
+        of_block = &tile.own_partials(p.splits);
+        if (thread == 0) kept[shares] = tile;
         shares++;
       }
-      merge<kWaves>(Output{p, done}, thread, kWaves, Parts{first, first, stride}, shared_tile);
+      const auto of_wave = [&](int n) -> const Partials& {
+        return *reinterpret_cast<const Partials*>(of_waves + n * kStride);
+      };
+      merge<kWaves>(Output{p, done}, thread, kWaves, of_wave, of_block);
     }
     if (!more) break;
     if constexpr (!kPrefetches) {
@@ -354,17 +347,13 @@ KERNEL LAUNCH_BOUNDS(decode::kThreads, config::kBlocksPerSm) void rawattn_decode
   if (shares == 0) return;
 
   // All stores of the block come before its arrival, and behind the last arrival all loads.
-  target::fence_device();
   target::block_sync();
-  if (thread < shares) flags[thread] = SharedTile<BlockLine, Partials>(line, kept[thread]).arrive();
+  if (thread < shares) flags[thread] = kept[thread].arrive(p.splits);
   target::block_sync();
   for (int n = 0; n < shares; n++) {
     if (!flags[n]) continue;
-    target::fence_device();
-    const SharedTile<BlockLine, Partials> tile(line, kept[n]);
-    const Partials* const second = &tile.part(1);
-    const int64 stride = (tile.count > 2 ? &tile.part(2) - second : 0) * int64(sizeof(Partials));
-    const Parts parts{&tile.part(0), second - stride / int64(sizeof(Partials)), stride};
-    merge<8>(Output{p, kept[n]}, thread, tile.count, parts, nullptr);
+    const SharedTile<Partials> tile = kept[n];
+    const auto of_block = [&](int n) -> const Partials& { return tile.partials(p.splits, n); };
+    merge<16>(Output{p, tile.own}, thread, tile.count, of_block, nullptr);
   }
 }

@@ -119,6 +119,13 @@ DEVICE void fence_device() { __threadfence(); }
 
 // Adds 1 or more to a counter that other blocks share, and returns what it was.
 DEVICE unsigned fetch_add(unsigned* counter, unsigned x) { return atomicAdd(counter, x); }
+// Likewise, and a fence for all threads of the block, if it stands between two barriers: what they wrote is there
+// before the addition, and what blocks wrote before theirs is there for all of them.
+DEVICE unsigned fetch_add_in_order(unsigned* counter, unsigned x) {
+  unsigned was;
+  asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(was) : "l"(counter), "r"(x) : "memory");
+  return was;
+}
 
 DEVICE unsigned shared_address(const void* pointer) { return static_cast<unsigned>(__cvta_generic_to_shared(pointer)); }
 

@@ -228,6 +228,8 @@ DEVICE unsigned fetch_add(unsigned* counter, unsigned x) {
   return was;
 }
 
+DEVICE unsigned fetch_add_in_order(unsigned* counter, unsigned x) { return fetch_add(counter, x); }
+
 DEVICE unsigned shared_address(const void* pointer) { return host::shared_address(pointer); }
 DEVICE void stmatrix(void* row, const unsigned (&r)[4]) { host::stmatrix(row, r); }
 

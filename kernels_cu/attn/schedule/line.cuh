@@ -34,8 +34,11 @@ struct Segment {
 template <bool kRagged, bool kPaged, class Visible, int kTileQ, int kTileK, int kHeads, int kUnit, int kThreads>
 struct Line {
   using Tiles = KeyTiles<Visible, kTileQ, kTileK>;
+  static constexpr int kRoom = kThreads / target::kWave + 2;
 
   const ForwardParams& p;
+  int part;      // of this block, which is one of those abreast there
+  int mate;      // which of them
   int ranks;     // of a sequence's query tiles, as many abreast in each
   int total;     // units: the host has seen that an int counts them
   int parts;     // as many as the line is cut into
@@ -46,28 +49,19 @@ struct Line {
   Span q, k;     // of the sequence
   int own;       // units of each of its ranks
 
-  // sums: in shared memory, of kThreads numbers. All threads of the block come here.
-  DEVICE Line(const ForwardParams& p, int* sums) : p(p), ranks(p.nheads_q / kHeads / p.splits.abreast) {
-    const int chunk = (p.batch + kThreads - 1) / kThreads;
+  // room: in shared memory, of kRoom numbers. All threads of the block come here.
+  DEVICE Line(const ForwardParams& p, int* room)
+      : p(p),
+        part(quotient(target::block_index(), p.splits.abreast)),
+        mate(target::block_index() - part * p.splits.abreast),
+        ranks(quotient(p.nheads_q / kHeads, p.splits.abreast)) {
     int first = 0;
-    total = start = 0;
     if constexpr (kRagged) {
-      const int thread = target::thread_index();
-      int sum = 0;
-      for (int n = 0; n < chunk && thread * chunk + n < p.batch; n++) {
-        enter(thread * chunk + n);
-        sum += own;
-      }
-      sums[thread] = sum * ranks;
-      target::block_sync();
-      const int used = chunk > 0 ? (p.batch + chunk - 1) / chunk : 0;
-      for (int n = 0; n < used; n++) total += sums[n];
-      cut();
-      for (; first + 1 < used && start + sums[first] <= at; first++) start += sums[first];
-      first *= chunk;
+      first = find(room);
     } else {
       enter(0);
       total = own * ranks * p.batch;
+      start = 0;
       cut();
       if (at < end) {
         first = at / (own * ranks);
@@ -91,7 +85,7 @@ struct Line {
     Segment segment;
     int rest = at - start;
     segment.sequence = sequence;
-    segment.head = (rank * p.splits.abreast + target::block_index() % p.splits.abreast) * kHeads;
+    segment.head = (rank * p.splits.abreast + mate) * kHeads;
     segment.q = q;
     segment.k = k;
     segment.tile = 0;
@@ -119,30 +113,68 @@ struct Line {
     return {all.begin + segment.from * kUnit, all.begin + (to < tiles ? to : tiles)};
   }
 
-  // The part of this block, where a part begins, and the part of a unit.
-  DEVICE int part() const { return target::block_index() / p.splits.abreast; }
-  DEVICE int begin_of(int part) const { return part * whole + static_cast<int>(int64(part) * rest / parts); }
+  // Where a part begins, and the part of a unit.
+  DEVICE int begin_of(int part) const { return part * whole + (part < longer ? part : longer); }
   DEVICE int part_of(int unit) const {
-    int part = static_cast<int>(static_cast<float>(unit) / static_cast<float>(total) * static_cast<float>(parts));
-    part = part < parts ? part : parts - 1;
-    while (begin_of(part) > unit) part--;
-    while (begin_of(part + 1) <= unit) part++;
-    return part;
+    const int others = longer * (whole + 1);  // the first unit of a part that is not longer
+    return unit < others ? quotient(unit, whole + 1) : longer + quotient(unit - others, whole);
   }
 
  private:
-  int whole, rest;  // units of a part, and what that leaves
+  int whole, longer;  // units of a part, of which the first `longer` ones have one more
 
+  // Of numbers that are not negative it takes a third of the instructions.
+  DEVICE static int quotient(int x, int y) { return static_cast<int>(static_cast<unsigned>(x) / unsigned(y)); }
+
+  // A part for each block, unless too few units would come to one.
   DEVICE void cut() {
-    const int blocks = static_cast<int>(target::grid_size()) / p.splits.abreast, least = p.splits.least;
-    const int most = p.splits.count > 0 ? total : total / least + (total % least > 0);
-    parts = p.splits.count > 0 || most < blocks ? most : blocks;
+    const int blocks = quotient(static_cast<int>(target::grid_size()), p.splits.abreast), least = p.splits.least;
+    parts = total;
+    if (p.splits.count == 0) {
+      const int most = quotient(total + least - 1, least);
+      parts = most < blocks ? most : blocks;
+    }
     at = end = 0;
-    if (part() >= parts) return;
-    whole = total / parts;
-    rest = total % parts;
-    at = begin_of(part());
-    end = begin_of(part() + 1);
+    if (part >= parts) return;
+    whole = quotient(total, parts);
+    longer = total - whole * parts;
+    at = begin_of(part);
+    end = begin_of(part + 1);
+  }
+
+  // Cuts the line, and finds where it has this block's part: the first of some sequences, `start` being theirs. Each
+  // thread has some. What comes before them is summed up among the lanes of a wave, then among waves.
+  DEVICE int find(int* room) {
+    const int thread = target::thread_index(), lane = thread % target::kWave, wave = thread / target::kWave;
+    const int some = (p.batch + kThreads - 1) / kThreads;
+    int units = 0;
+    for (int n = thread * some; n < (thread + 1) * some && n < p.batch; n++) {
+      enter(n);
+      units += own * ranks;
+    }
+    unsigned before = 0, all = units;
+    UNROLL for (int mask = 1; mask < target::kWave; mask *= 2) {
+      const unsigned other = target::shuffle_xor(all, mask);
+      if (lane & mask) before += other;
+      all += other;
+    }
+    if (lane == 0) room[wave] = static_cast<int>(all);
+    target::block_sync();
+    total = 0;
+    UNROLL for (int n = 0; n < kThreads / target::kWave; n++) {
+      if (n == wave) before += total;
+      total += room[n];
+    }
+    cut();
+    const int from = static_cast<int>(before);
+    int* const found = room + kThreads / target::kWave;
+    if (from <= at && at - from < units) {  // one thread
+      found[0] = thread * some;
+      found[1] = from;
+    }
+    target::block_sync();
+    start = found[1];
+    return found[0];
   }
 
   DEVICE void enter(int n) {
@@ -173,35 +205,39 @@ struct Line {
 };
 
 // A query tile that several blocks share: where they leave what its rows come to, and which of them merges.
-template <class BlockLine, class Partials>
+template <class Partials>
 struct SharedTile {
-  const Splits& splits;
+  Segment own;         // of this block
+  int mate;            // which of those abreast
+  int part;            // of this block
   int first, count;    // parts that it is in
   bool begins_inside;  // the first of them begins before it
 
-  DEVICE SharedTile(const BlockLine& line, const Segment& segment)
-      : splits(line.p.splits),
-        first(segment.from == 0 ? line.part() : line.part_of(segment.start)),
-        count((segment.to == segment.units ? line.part() : line.part_of(segment.start + segment.units - 1)) + 1 -
-              first),
-        begins_inside(line.begin_of(first) < segment.start) {}
+  template <class BlockLine>
+  DEVICE SharedTile(const BlockLine& line, const Segment& own)
+      : own(own),
+        mate(line.mate),
+        part(line.part),
+        first(own.from == 0 ? part : line.part_of(own.start)),
+        count((own.to == own.units ? part : line.part_of(own.start + own.units - 1)) + 1 - first),
+        begins_inside(line.begin_of(first) < own.start) {}
 
   // A part shares at most two query tiles with others: the one in which it begins, and the one in which it ends.
-  DEVICE Partials& part(int n) const {
+  DEVICE Partials& partials(const Splits& splits, int n) const {
     const int64 slots = splits.count > 0 ? 1 : 2;
-    return static_cast<Partials*>(splits.partials)[block(n) * slots + (n == 0 && begins_inside)];
+    return static_cast<Partials*>(splits.partials)[block(splits, n) * slots + (n == 0 && begins_inside)];
   }
-  DEVICE Partials& own() const { return part(target::block_index() / splits.abreast - first); }
+  DEVICE Partials& own_partials(const Splits& splits) const { return partials(splits, part - first); }
 
-  // One thread of a block says that the block's own part is there. Whether all others are.
-  DEVICE bool arrive() const {
-    unsigned* const arrived = splits.arrived + block(0);
-    const bool last = target::fetch_add(arrived, 1u) + 1 == static_cast<unsigned>(count);
+  // One thread of a block says that the block's own part is there, between two barriers. Whether all others are.
+  DEVICE bool arrive(const Splits& splits) const {
+    unsigned* const arrived = splits.arrived + block(splits, 0);
+    const bool last = target::fetch_add_in_order(arrived, 1u) + 1 == static_cast<unsigned>(count);
     if (last) *arrived = 0;  // for the next launch
     return last;
   }
 
  private:
   // The one that has the n-th part, of those abreast of this block the same.
-  DEVICE int64 block(int n) const { return int64(first + n) * splits.abreast + target::block_index() % splits.abreast; }
+  DEVICE int64 block(const Splits& splits, int n) const { return int64(first + n) * splits.abreast + mate; }
 };

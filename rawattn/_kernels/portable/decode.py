@@ -29,7 +29,7 @@ MOST_ROWS = 128
 # A unit of a line has 16 keys at least.
 _MOST_SCORES = 16 * 2**31
 _OFFSET_BYTES = 8  # of where a row of a page is
-_KEPT_BYTES, _FLAG_BYTES = 160, 16
+_KEPT_BYTES, _FLAG_BYTES = 192, 16
 # Of wider values the output of so many rows would not stay in registers.
 _WIDE_TILE_HEADDIM = 128
 
