@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import ml_dtypes
 import numpy as np
 
-from rawattn._interop.streams import is_capturing
+from rawattn._interop import streams
 
 
 class View(NamedTuple):
@@ -154,7 +154,6 @@ class Torch:
         self._devices: dict[int, Any] = {}
         self._make_device = torch.device
         self._keep = cupy.cuda.alloc
-        self._external_stream = cupy.cuda.ExternalStream
         self._stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
         self._current_stream = torch.cuda.current_stream
 
@@ -222,9 +221,9 @@ class Torch:
     def keep(self, nbytes: int, device: int) -> tuple[Any, int]:
         """CuPy's but for a capture: torch.compile warms programs up in their graphs' memory, where nothing may stay."""
         stream = self.stream(device)
-        if is_capturing(stream):
+        if streams.is_capturing(stream):
             return self.allocate(nbytes, device)
-        with self._external_stream(stream):  # CuPy hands it out again in the order of that stream
+        with streams.external(stream):  # CuPy hands it out again in the order of that stream
             memory = self._keep(nbytes)
         return memory, memory.ptr
 
