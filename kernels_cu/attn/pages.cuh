@@ -24,6 +24,16 @@ DEVICE int length_in_pages(const Pages& pages, int sequence, int length) {
   return static_cast<int>(clamp(length, 0, pages_of(pages, sequence).count * pages.page_size));
 }
 
+// Asks for the table, each thread of the grid for a line of it: it is there, or on its way, once lengths are known.
+DEVICE void prefetch_table(const Pages& pages, int batch, int64 thread) {
+  constexpr int kLine = 128;
+  const int rows = pages.indptr.data == nullptr ? batch : 1;
+  if (pages.entry != 1 || pages.row < 0 || rows == 0) return;
+  const int64 bytes = ((rows - 1) * pages.row + pages.capacity) * (pages.ids.is_64bit ? 8 : 4);
+  const unsigned char* const first = static_cast<const unsigned char*>(pages.ids.data);
+  if (thread * kLine < bytes) target::prefetch(first + thread * kLine);
+}
+
 // The pages of a sequence, which has `span.length` keys.
 DEVICE PageTable page_table(const Pages& pages, int sequence, const Span& span) {
   const int64 before = pages_of(pages, sequence).first * pages.entry + sequence * pages.row;

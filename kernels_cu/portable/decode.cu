@@ -238,6 +238,7 @@ KERNEL LAUNCH_BOUNDS(decode::kThreads, config::kBlocksPerSm) void rawattn_decode
   Element* const slab = ring + kRingElements;
   int64* const offsets = reinterpret_cast<int64*>(shared + kOffsetsAt) + wave * 2 * kTileK;
 
+  if constexpr (kPaged) prefetch_table(p.pages, p.batch, int64(target::block_index()) * kThreads + thread);
   BlockLine line(p, reinterpret_cast<int*>(shared));
   if (line.at >= line.end) return;
   target::block_sync();  // all have read the line's sums

@@ -96,6 +96,9 @@ DEVICE bfloat16 from_float<bfloat16>(float x) {
   return y;
 }
 
+// Asks for memory that is read soon. Nobody waits for it.
+DEVICE void prefetch(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
+
 // Adds to memory that other blocks add to at the same time; in which order is not defined. `address` is aligned to
 // kCount floats.
 template <int kCount>
@@ -139,6 +142,22 @@ DEVICE void copy_async(unsigned shared, const void* global, bool valid) {
                  : "memory");
   } else {
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared), "l"(global), "n"(kBytes), "r"(readable)
+                 : "memory");
+  }
+}
+// Likewise, of what is read once: it leaves the L2 cache before all else.
+template <int kBytes>
+DEVICE void copy_async_once(unsigned shared, const void* global, bool valid) {
+  const int readable = valid ? kBytes : 0;
+  unsigned long long policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  if constexpr (kBytes == 16) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(shared), "l"(global),
+                 "r"(readable), "l"(policy)
+                 : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global.L2::cache_hint [%0], [%1], %2, %3, %4;" ::"r"(shared), "l"(global),
+                 "n"(kBytes), "r"(readable), "l"(policy)
                  : "memory");
   }
 }

@@ -206,11 +206,17 @@ template <int kBytes>
 DEVICE void copy_async(unsigned shared, const void* global, bool valid) {
   copy_async<kBytes>(static_cast<void*>(host::shared_pointer(shared)), global, valid);
 }
+template <int kBytes>
+DEVICE void copy_async_once(unsigned shared, const void* global, bool valid) {
+  copy_async<kBytes>(shared, global, valid);
+}
 DEVICE void copy_async_commit() { host::commit_copies(); }
 template <int kPending = 0>
 DEVICE void copy_async_wait() {
   host::perform_copies(kPending);
 }
+
+DEVICE void prefetch(const void*) {}
 
 // Blocks run one after the other.
 template <int kCount>

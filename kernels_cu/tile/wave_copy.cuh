@@ -1,4 +1,4 @@
-// Rows of an array in global memory -> a tile of rows in shared memory, by one wave.
+// Rows of an array in global memory, which nobody reads again -> a tile of rows in shared memory, by one wave.
 //
 // As RowCopy, with what is the same for all tiles taken out of the way: a lane has one place in shared memory, from
 // which those of its other rows are constants away.
@@ -60,7 +60,7 @@ struct WaveCopy {
           if (kChunks % kPerRow != 0 && column >= kPadded) continue;
           const bool inside = real && (kColumns == kPadded || column < kColumns);
           if constexpr (kBytes >= 4) {
-            target::copy_async<kBytes>(to + at * int(sizeof(T)), from[n] + more, inside);
+            target::copy_async_once<kBytes>(to + at * int(sizeof(T)), from[n] + more, inside);
           } else {
             place[at] = inside ? from[n][more] : T{};
           }
