@@ -72,6 +72,11 @@ def common_variants(arch: str, *, every: bool = False, purpose: str = "inference
         )
         # Addresses that are multiples of `copy_bytes` allow no wider access.
         operands = Operands(pointers=copy_bytes)
+        if (
+            pages is None
+            and portable_decode.supports_before_sm90(problem, target, operands) is None
+        ):
+            sources.append(portable_decode.choose(problem, target, operands).source())
         if not (every and dtype == "float16"):
             config = portable_forward.choose(problem, target, operands)
             sources.append(config.source())
@@ -110,6 +115,8 @@ def common_variants(arch: str, *, every: bool = False, purpose: str = "inference
             add("float32", headdim, ragged=ragged, right=right, backward=True)
     for headdim, ragged in itertools.product(usual, (False, True)):
         add("bfloat16", headdim, ragged=ragged, right=0, group=4)
+    for group in (1, 4, 8):
+        add("bfloat16", 128, ragged=True, right=0, group=group, pages=_PAGES)
     if every:
         for headdim in (32, *usual):
             add("float32", headdim, ragged=True, right=0)

@@ -26,6 +26,10 @@ FEATURES = frozenset(
 
 # Query rows of all heads that share keys, at most: of more, each of a sequence's tiles would read its keys again.
 MOST_ROWS = 128
+# Where Hopper's forward is slower (measured, docs/notes/decode.md): of rows of one tile from so many keys on; of more
+# rows, where that would leave three of four multiprocessors idle.
+_TILE_ROWS, _MANY_KEYS = 16, 1024
+_MANY_KEYS_ALONE = 4096
 # A unit of a line has 16 keys at least.
 _MOST_SCORES = 16 * 2**31
 _OFFSET_BYTES = 8  # of where a row of a page is
@@ -122,11 +126,24 @@ def supports(problem: Problem, target: Target, operands: Operands) -> str | None
     return None
 
 
+def supports_before_sm90(problem: Problem, target: Target, operands: Operands) -> str | None:
+    """`supports`, of keys in rows, where Hopper's forward takes 16-bit calls: why that is the faster one, else None.
+
+    It reads the keys of a few rows as fast as those of many, and one block reads all keys of a sequence's kv head.
+    """
+    rows = problem.max_seqlen_q * (problem.nheads_q // problem.nheads_kv)
+    few = rows <= _TILE_ROWS and problem.max_seqlen_k >= _MANY_KEYS
+    alone = problem.batch * problem.nheads_kv <= target.multiprocessors // 4
+    if not few and not (alone and problem.max_seqlen_k >= _MANY_KEYS_ALONE):
+        return "many rows on few keys"
+    return supports(problem, target, operands)
+
+
 def choose(problem: Problem, target: Target, operands: Operands) -> Config:
     """The configuration for a problem that it supports; operands: q, k, v and out."""
     group = problem.nheads_q // problem.nheads_kv
-    wide = problem.max_seqlen_q * group > 16 and problem.headdim_v <= _WIDE_TILE_HEADDIM
-    tile_rows = 32 if wide else 16
+    wide = problem.max_seqlen_q * group > _TILE_ROWS and problem.headdim_v <= _WIDE_TILE_HEADDIM
+    tile_rows = 2 * _TILE_ROWS if wide else _TILE_ROWS
     heads = max(n for n in range(1, tile_rows + 1) if group % n == 0)
     config = choice.choose(
         Config, TILES, problem, target, operands, heads=heads, tile_rows=tile_rows
