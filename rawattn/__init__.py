@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from rawattn._call.gradients import Gradients
-from rawattn._call.layout import SeqLayout
+from rawattn._call.seq_layout import SeqLayout
 from rawattn._masks.block_mask import BlockMask
 from rawattn._masks.build import block_mask
 from rawattn._masks.show import show_mask

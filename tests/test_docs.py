@@ -106,7 +106,7 @@ def test_the_front_shows_every_library(page: str) -> None:
     [
         "rawattn._verbs.attention",
         "rawattn._verbs.combine",
-        "rawattn._call.layout",
+        "rawattn._call.seq_layout",
         "rawattn._masks.build",
         "rawattn._masks.show",
         "rawattn._masks.topk",

@@ -11,8 +11,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from rawattn._call.layout import SeqLayout
 from rawattn._call.problem import Problem, describe, result_shapes
+from rawattn._call.seq_layout import SeqLayout
 from tests.problems import BATCH, BFLOAT16, INT32_MAX, PACKED, arrays, problem
 
 STARTS = SeqLayout(seqstart_q=[0, 5, 15], seqstart_k=[0, 7, 21])

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from rawattn._call.layout import SeqLayout
 from rawattn._call.problem import describe
+from rawattn._call.seq_layout import SeqLayout
 from rawattn._call.structure import structure
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import forward, splits

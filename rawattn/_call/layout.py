@@ -1,4 +1,4 @@
-"""Where the sequences of a batch lie in memory, and how much of each is real.
+"""Where the sequences of a call lie in memory, and how much of each is real.
 
 Physical starts address memory; logical lengths say how many of a sequence's rows count. Integers on
 the host are checked in full, integers on a GPU are never read back to be checked.
@@ -6,26 +6,18 @@ the host are checked in full, integers on a GPU are never read back to be checke
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rawattn._call import integers
-from rawattn._call.given import Given, check_maximum, common_batch, read_side
-from rawattn._call.hints import NoOthers, hides_unknown, layout_advice, refuse_unknown
-from rawattn._interop.xla import is_traced
-
-if TYPE_CHECKING:  # type checkers bring it: nothing is installed for it
-    from typing_extensions import Unpack
+from rawattn._call.given import Given, check_maximum
 
 Int64s = NDArray[np.int64]
 
 _INT32_MAX = 2**31 - 1
-_MAX_BINDINGS = 16
-_ARRAYS = ("seqstart_q", "seqstart_k", "seqlen_q", "seqlen_k", "cu_seqlen_q", "cu_seqlen_k")
 
 
 @dataclass(slots=True, eq=False)  # not frozen: one is made at every call with a new layout
@@ -66,305 +58,6 @@ class HostLengths:
     len_k: Int64s
 
 
-@dataclass(frozen=True, eq=False, repr=False, init=False)
-class SeqLayout:
-    """Where the sequences of a batch start and how long they are.
-
-    With `seqstart_q` the batch is packed (group mode): q is (total_q, nheads_q, D), k and v are
-    (total_k, nheads_kv, ...). Without it the batch keeps its axis (batch mode), and lengths given
-    here make it a padded one. Every array is one-dimensional, int32 or int64: a list, a NumPy array
-    or an array of any framework, on the host or a GPU, mixed as convenient.
-
-    Parameters
-    ----------
-    seqstart_q, seqstart_k : (batch + 1,), optional
-        Physical offsets of each sequence's rows, not decreasing. The first need not be 0 nor the
-        last the number of rows. `seqstart_k` defaults to `seqstart_q`, where q and k have the same
-        number of rows.
-    cu_seqlen_q, cu_seqlen_k : (batch + 1,), optional
-        Cumulative logical lengths, not decreasing. Only differences count; they address nothing.
-    seqlen_q, seqlen_k : (batch,), optional
-        Logical lengths. Rows of a sequence past its logical length are padding.
-    max_seqlen_q, max_seqlen_k : int, optional
-        No logical length is above this: checked for lengths on the host, a promise for lengths on a
-        GPU, where a good bound saves empty work. Without it the bound is what shapes and host
-        integers allow; nothing is read back for it.
-
-    See `from_lengths` for a packed batch of known lengths, `from_padding_mask` for a padded one.
-
-    Of several logical lengths for one side, `cu_seqlen_*` counts before `seqlen_*`, and without
-    either the physical length does. One that does not count is checked for shape and dtype only.
-
-    Host integers are checked in full and copied: changing them later does not change the layout.
-    Arrays on a GPU are held by reference and read by the kernels at every call, so lengths may grow
-    in place; only their shape and dtype are checked, and bad values cannot make a kernel leave its
-    arrays. The CPU backend and the reference copy them to the host at each call and wait for it.
-    Arrays that JAX traces are for `rawattn.jax` alone, with the rules of those on a GPU.
-
-    Attributes
-    ----------
-    The parameters, as read-only NumPy arrays, CuPy arrays, ints or None, and
-
-    batch : int or None
-        Number of sequences; None when no array is given.
-    group : bool
-        Whether this is a packed batch.
-
-    Raises
-    ------
-    TypeError, ValueError
-        Naming the argument, what was got and what is accepted. What depends on the arrays of a call
-        (rows, batch) is checked at the call.
-
-    Examples
-    --------
-    Three documents of 3, 5 and 2 tokens, packed in the first 10 rows of arrays of any length:
-
-    >>> packed = SeqLayout(seqstart_q=[0, 3, 8, 10])
-    >>> packed
-    SeqLayout(seqstart_q=[0, 3, 8, 10])
-    >>> packed.batch, packed.group
-    (3, True)
-
-    The same documents, each padded to 16 rows of a (3, 16, nheads, D) array:
-
-    >>> padded = SeqLayout(seqlen_q=[3, 5, 2], seqlen_k=[3, 5, 2])
-    >>> padded.batch, padded.group
-    (3, False)
-
-    Gaps are legal: here rows 0 and 1 belong to nobody, and 2 rows after each document are padding.
-
-    >>> gaps = SeqLayout(seqstart_q=[2, 7, 14, 18], seqlen_q=[3, 5, 2], seqlen_k=[3, 5, 2])
-
-    So lengths given as starts are no error where they happen to rise, but two documents, of rows
-    2 and of rows 3 to 4:
-
-    >>> mistaken = SeqLayout(seqstart_q=[2, 3, 5])
-    >>> mistaken.batch
-    2
-    >>> SeqLayout.from_lengths([2, 3, 5])
-    SeqLayout(seqstart_q=[0, 2, 5, 10])
-    """
-
-    seqstart_q: Any
-    seqstart_k: Any
-    seqlen_q: Any
-    seqlen_k: Any
-    cu_seqlen_q: Any
-    cu_seqlen_k: Any
-    max_seqlen_q: int | None
-    max_seqlen_k: int | None
-    batch: int | None = field(init=False)
-    group: bool = field(init=False)
-    _q: Given = field(init=False)
-    _k: Given = field(init=False)
-    _bindings: dict[tuple[int | None, int, int], Lengths] = field(init=False)
-
-    @hides_unknown
-    def __init__(
-        self,
-        *,
-        seqstart_q: Any = None,
-        seqstart_k: Any = None,
-        seqlen_q: Any = None,
-        seqlen_k: Any = None,
-        cu_seqlen_q: Any = None,
-        cu_seqlen_k: Any = None,
-        max_seqlen_q: int | None = None,
-        max_seqlen_k: int | None = None,
-        **unknown: Unpack[NoOthers],
-    ) -> None:
-        if unknown:
-            refuse_unknown(
-                "SeqLayout", unknown, (*_ARRAYS, "max_seqlen_q", "max_seqlen_k"), layout=True
-            )
-        fields = {
-            "seqstart_q": seqstart_q,
-            "seqstart_k": seqstart_k,
-            "seqlen_q": seqlen_q,
-            "seqlen_k": seqlen_k,
-            "cu_seqlen_q": cu_seqlen_q,
-            "cu_seqlen_k": cu_seqlen_k,
-        }
-        arrays = {}
-        for name, value in fields.items():
-            if value is not None:
-                arrays[name] = fields[name] = integers.read(name, value)
-        fields["max_seqlen_q"] = integers.maximum("max_seqlen_q", max_seqlen_q)
-        fields["max_seqlen_k"] = integers.maximum("max_seqlen_k", max_seqlen_k)
-        if seqstart_k is not None and seqstart_q is None:
-            raise ValueError(
-                "seqstart_k: got it without seqstart_q, expected both for a packed batch (group "
-                "mode); in a padded batch give lengths alone: seqlen_k or cu_seqlen_k"
-            )
-        fields["batch"] = common_batch(arrays)
-        fields["group"] = seqstart_q is not None
-        fields["_q"] = of_q = read_side("q", fields, None)
-        fields["_k"] = read_side("k", fields, of_q)
-        fields["_bindings"] = {}
-        vars(self).update(fields)  # one by one, a frozen class takes them ten times as slowly
-
-    @classmethod
-    def from_lengths(
-        cls,
-        lengths_q: Any,
-        lengths_k: Any = None,
-        *,
-        max_seqlen_q: int | None = None,
-        max_seqlen_k: int | None = None,
-    ) -> SeqLayout:
-        """A packed batch of sequences that follow each other without a gap, from their lengths.
-
-        Parameters
-        ----------
-        lengths_q, lengths_k : (batch,)
-            Rows of each sequence, int32 or int64, of any framework or a list. `lengths_k` None: k
-            has the sequences of q.
-        max_seqlen_q, max_seqlen_k : int, optional
-            As of `SeqLayout`: worth giving for lengths on a GPU.
-
-        Returns
-        -------
-        SeqLayout
-            With `seqstart_q`, and `seqstart_k` if `lengths_k` is given, int64, (batch + 1,). Those of
-            lengths on a GPU are computed there, now, on the stream that the lengths belong on, and
-            the host does not wait: later changes of the lengths do not reach them.
-
-        Raises
-        ------
-        TypeError, ValueError
-            For lengths that are no integers, negative ones on the host, batches that differ.
-
-        Examples
-        --------
-        >>> SeqLayout.from_lengths([3, 5, 2])
-        SeqLayout(seqstart_q=[0, 3, 8, 10])
-        >>> SeqLayout.from_lengths([1, 1], lengths_k=[7, 4])  # one new token each, after 6 and 3
-        SeqLayout(seqstart_q=[0, 1, 2], seqstart_k=[0, 7, 11])
-        """
-        starts_q = integers.starts_from_lengths("lengths_q", lengths_q)
-        starts_k = None
-        if lengths_k is not None:
-            starts_k = integers.starts_from_lengths("lengths_k", lengths_k)
-            _check_same_batch("lengths", starts_k.size - 1, starts_q.size - 1)
-        return cls(
-            seqstart_q=starts_q,
-            seqstart_k=starts_k,
-            max_seqlen_q=max_seqlen_q,
-            max_seqlen_k=max_seqlen_k,
-        )
-
-    @classmethod
-    def from_padding_mask(cls, mask_q: Any, mask_k: Any = None) -> SeqLayout:
-        """A padded batch (batch mode) from the mask that tells its tokens from its padding.
-
-        Parameters
-        ----------
-        mask_q, mask_k : (batch, seqlen_q), (batch, seqlen_k)
-            bool arrays of any framework, True for a real token. Padding comes after the real tokens.
-            `mask_k` None: that of q serves k too.
-
-        Returns
-        -------
-        SeqLayout
-            With `seqlen_q` and `seqlen_k`, int64, (batch,): how many tokens of each row are real. Those
-            of a mask on a GPU are computed there, on the stream that the mask belongs on. It is not
-            read back, so there padding must come last without being checked.
-
-        Raises
-        ------
-        TypeError
-            For a mask that is not bool.
-        ValueError
-            For a mask on the host with padding before a real token, naming the row, and for masks
-            of another number of axes.
-
-        Examples
-        --------
-        >>> import numpy as np
-        >>> mask = np.array([[True, True, True], [True, False, False]])
-        >>> SeqLayout.from_padding_mask(mask)
-        SeqLayout(seqlen_q=[3, 1], seqlen_k=[3, 1])
-        """
-        lengths_q = integers.lengths_from_mask("mask_q", mask_q)
-        lengths_k = lengths_q
-        if mask_k is not None:
-            lengths_k = integers.lengths_from_mask("mask_k", mask_k)
-            _check_same_batch("mask", lengths_k.size, lengths_q.size)
-        return cls(seqlen_q=lengths_q, seqlen_k=lengths_k)
-
-    def __repr__(self) -> str:
-        given = []
-        for name in (*_ARRAYS, "max_seqlen_q", "max_seqlen_k"):
-            value = getattr(self, name)
-            if isinstance(value, np.ndarray):
-                few = value.size <= 8
-                value = value.tolist() if few else f"<{value.size} {value.dtype} on the host>"
-            elif value is not None and not isinstance(value, int):
-                where = "traced" if is_traced(value) else "on a GPU"
-                value = f"<{value.size} {value.dtype} {where}>"
-            if value is not None:
-                given.append(f"{name}={value}")
-        return f"SeqLayout({', '.join(given)})"
-
-
-def bind(seqs: SeqLayout | None, *, batch: int | None, rows_q: int, rows_k: int) -> Lengths:
-    """The sequences of a call on arrays of these rows; `batch` is None in group mode.
-
-    Never synchronises. The result is remembered: the same layout and shapes give the same object.
-
-    Raises TypeError for something that is not a SeqLayout, ValueError for one that does not fit.
-    """
-    if seqs is None:
-        if batch is None:
-            raise not_packed("None")
-        return _dense(batch, rows_q, rows_k)
-    if not isinstance(seqs, SeqLayout):
-        raise TypeError(
-            f"seqs: got {type(seqs).__name__}, expected a SeqLayout or None{layout_advice(seqs)}"
-        )
-    if batch is None and not seqs.group:
-        raise not_packed("a SeqLayout without seqstart_q")
-    lengths = seqs._bindings.get((batch, rows_q, rows_k))
-    if lengths is None:
-        lengths = _bind(seqs, batch, rows_q, rows_k)
-        if len(seqs._bindings) >= _MAX_BINDINGS:
-            seqs._bindings.clear()
-        seqs._bindings[batch, rows_q, rows_k] = lengths
-    return lengths
-
-
-def host_lengths(lengths: Lengths) -> HostLengths:
-    """Starts and lengths as host integers.
-
-    Arrays on a GPU are copied back, which synchronises with CuPy's current stream. Their values are
-    clamped as the kernels clamp them: whatever they hold, a sequence lies inside its array.
-    """
-    return HostLengths(*_spans(lengths.q, lengths.batch), *_spans(lengths.k, lengths.batch))
-
-
-def _bind(seqs: SeqLayout, batch: int | None, rows_q: int, rows_k: int) -> Lengths:
-    if batch is not None and seqs.group:
-        raise packed_for_batch()
-    if batch is not None:
-        check_batch(seqs, batch)
-    count = seqs.batch if batch is None else batch
-    assert count is not None
-    q = side_of(seqs._q, count, rows_q)
-    if seqs._k.inherited and rows_q != rows_k:
-        raise ValueError(
-            f"seqstart_k: got None, by default seqstart_q, but q has {rows_q} rows and k has {rows_k}; "
-            "pass seqstart_k, where the sequences of k start"
-        )
-    on_host = seqs._q.on_host and seqs._k.on_host
-    return Lengths(count, seqs.group, q, side_of(seqs._k, count, rows_k), on_host)
-
-
-@functools.lru_cache(maxsize=256)
-def _dense(batch: int, rows_q: int, rows_k: int) -> Lengths:
-    return _bind(SeqLayout(), batch, rows_q, rows_k)
-
-
 def side_of(given: Given, batch: int, rows: int) -> Side:
     """A side bound to an array of these rows."""
     side, start = given.side, given.start
@@ -400,6 +93,15 @@ def side_of(given: Given, batch: int, rows: int) -> Side:
     return Side(start, given.length, given.cumulative, rows, longest, padded)
 
 
+def host_lengths(lengths: Lengths) -> HostLengths:
+    """Starts and lengths as host integers.
+
+    Arrays on a GPU are copied back, which synchronises with CuPy's current stream. Their values are
+    clamped as the kernels clamp them: whatever they hold, a sequence lies inside its array.
+    """
+    return HostLengths(*_spans(lengths.q, lengths.batch), *_spans(lengths.k, lengths.batch))
+
+
 def _spans(side: Side, batch: int) -> tuple[Int64s, Int64s]:
     start = np.zeros(batch, np.int64)
     room = np.full(batch, side.rows, np.int64)
@@ -417,33 +119,3 @@ def _spans(side: Side, batch: int) -> tuple[Int64s, Int64s]:
 def _to_host(integers: Any) -> Int64s:
     host = integers if isinstance(integers, np.ndarray) else integers.get()
     return host.astype(np.int64)
-
-
-def _check_same_batch(name: str, got: int, expected: int) -> None:
-    if got != expected:
-        raise ValueError(f"{name}_k: got {got} sequences, expected {expected}, as in {name}_q")
-
-
-def check_batch(seqs: SeqLayout, batch: int) -> None:
-    """ValueError for lengths of another number of sequences than q has."""
-    if seqs.batch is not None and batch != seqs.batch:
-        raise ValueError(
-            f"seqs: got lengths of {seqs.batch} sequences, expected {batch}, the batch of q"
-        )
-
-
-def packed_for_batch() -> ValueError:
-    """Of starts where q has a batch axis."""
-    return ValueError(
-        "seqs: got seqstart_q, which is for a packed q (total_q, nheads_q, D), but q has four "
-        "axes (batch, seqlen_q, nheads_q, D); expected lengths alone: seqlen_* or cu_seqlen_*"
-    )
-
-
-def not_packed(got: str) -> ValueError:
-    """Of a packed q without starts."""
-    return ValueError(
-        f"seqs: got {got}, but q of three axes (total_q, nheads_q, D) is a packed batch; expected "
-        "SeqLayout(seqstart_q=...), where cumulative lengths serve if there are no gaps; or give q "
-        "four axes (batch, seqlen_q, nheads_q, D)"
-    )

@@ -13,11 +13,12 @@ import numpy as np
 from rawattn._call import options as _options
 from rawattn._call import pages, scores
 from rawattn._call.hints import cast, transposed
-from rawattn._call.layout import Lengths, bind
+from rawattn._call.layout import Lengths
 from rawattn._call.options import DEFAULTS, Options
 from rawattn._call.pages import PageForm
 from rawattn._call.rotary import RotaryForm
 from rawattn._call.scores import ArrayForm
+from rawattn._call.seq_layout import bind
 
 MAX_HEADDIM = 256
 NO_ARRAYS: Mapping[str, Any] = MappingProxyType({})

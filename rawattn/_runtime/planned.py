@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from rawattn._call.checks import byte_range, check_apart
-from rawattn._call.layout import Lengths, SeqLayout
+from rawattn._call.layout import Lengths
 from rawattn._call.options import Options
+from rawattn._call.seq_layout import SeqLayout
 from rawattn._interop import arrays, streams
 from rawattn._interop.native import Native, Read
 from rawattn._runtime import on_gpu

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from rawattn._call.layout import HostLengths, Lengths, bind
+from rawattn._call.layout import HostLengths, Lengths
 from rawattn._call.options import Options, dropout_p, shown
 from rawattn._call.problem import Problem, describe, describe_paged, result_shapes
+from rawattn._call.seq_layout import bind
 from rawattn._masks.block_mask import BlockMask, unpacked
 
 FLOAT32 = np.dtype(np.float32)

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, overload
 from rawattn._call import rotary as _rotary
 from rawattn._call.append import check_lengths
 from rawattn._call.hints import NoOthers, hides_unknown, refuse_unknown
-from rawattn._call.layout import SeqLayout, host_lengths
+from rawattn._call.layout import host_lengths
 from rawattn._call.options import Options
+from rawattn._call.seq_layout import SeqLayout
 from rawattn._runtime import dispatch
 from rawattn._runtime.append import append_verb
 from rawattn._runtime.verbs import Verb

@@ -6,8 +6,8 @@ import inspect
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, overload
 
 from rawattn._call.hints import NoOthers, hides_unknown, refuse_unknown
-from rawattn._call.layout import SeqLayout
 from rawattn._call.options import Options
+from rawattn._call.seq_layout import SeqLayout
 from rawattn._runtime import dispatch
 from rawattn._runtime.verbs import FORWARD, with_arrays
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 
 from rawattn._call.gradients import Gradients
 from rawattn._call.hints import NoOthers, hides_unknown, refuse_unknown
-from rawattn._call.layout import SeqLayout
 from rawattn._call.options import Options
+from rawattn._call.seq_layout import SeqLayout
 from rawattn._runtime import dispatch
 from rawattn._runtime.verbs import BACKWARD, FORWARD, with_arrays
 from rawattn._scores.score_mod import ScoreMod

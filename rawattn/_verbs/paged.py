@@ -11,8 +11,9 @@ import numpy as np
 from rawattn._call import options as _options
 from rawattn._call import pages
 from rawattn._call.hints import NoOthers, hides_unknown, refuse_unknown
-from rawattn._call.layout import SeqLayout, host_lengths
+from rawattn._call.layout import host_lengths
 from rawattn._call.options import Options
+from rawattn._call.seq_layout import SeqLayout
 from rawattn._interop import arrays
 from rawattn._interop.arrays import HOST
 from rawattn._runtime import dispatch

@@ -18,8 +18,9 @@ from rawattn import _philox
 from rawattn._call import options as _options
 from rawattn._call import pages
 from rawattn._call.gradients import Gradients
-from rawattn._call.layout import SeqLayout, host_lengths
+from rawattn._call.layout import host_lengths
 from rawattn._call.options import Options
+from rawattn._call.seq_layout import SeqLayout
 from rawattn._scores import numpy_eval
 from rawattn._scores.score_mod import ScoreMod
 from rawattn.reference._append import append_kv as append_kv

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from rawattn._call import layout
-from rawattn._call.layout import SeqLayout, bind, host_lengths
+from rawattn._call.layout import Lengths, host_lengths
+from rawattn._call.seq_layout import SeqLayout, bind
 
 later = partial(partial, SeqLayout)  # a layout to be made in the test
 
@@ -34,15 +34,15 @@ class OnDevice:
         return self._values
 
 
-def group(seqs: SeqLayout, rows_q: int, rows_k: int) -> layout.Lengths:
+def group(seqs: SeqLayout, rows_q: int, rows_k: int) -> Lengths:
     return bind(seqs, batch=None, rows_q=rows_q, rows_k=rows_k)
 
 
-def batch(seqs: SeqLayout | None, count: int, rows_q: int, rows_k: int) -> layout.Lengths:
+def batch(seqs: SeqLayout | None, count: int, rows_q: int, rows_k: int) -> Lengths:
     return bind(seqs, batch=count, rows_q=rows_q, rows_k=rows_k)
 
 
-def spans(lengths: layout.Lengths) -> dict[str, list[int]]:
+def spans(lengths: Lengths) -> dict[str, list[int]]:
     host = host_lengths(lengths)
     names = ("start_q", "len_q", "start_k", "len_k")
     arrays = {name: getattr(host, name) for name in names}

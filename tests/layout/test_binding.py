@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rawattn._call.layout import SeqLayout, bind
+from rawattn._call.seq_layout import SeqLayout, bind
 from tests.layout.on_device import OnDevice, batch, group, later, spans
 
 INT32_MAX = 2**31 - 1

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rawattn._call import layout
-from rawattn._call.layout import SeqLayout
+from rawattn._call import seq_layout
+from rawattn._call.seq_layout import SeqLayout
 from tests.layout.on_device import OnDevice, batch, group, spans
 
 
 def test_examples_of_the_docstring() -> None:
-    failed, run = doctest.testmod(layout)
+    failed, run = doctest.testmod(seq_layout)
     assert run > 0
     assert failed == 0
 

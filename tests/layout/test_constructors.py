@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rawattn._call import integers
-from rawattn._call.layout import SeqLayout
+from rawattn._call.seq_layout import SeqLayout
 from tests.layout.on_device import OnDevice, batch, group, spans
 
 

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rawattn._call import integers
-from rawattn._call.layout import SeqLayout, host_lengths
+from rawattn._call.layout import host_lengths
+from rawattn._call.seq_layout import SeqLayout
 from tests.layout.on_device import OnDevice, batch, group, spans
 
 
