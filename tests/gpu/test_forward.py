@@ -149,7 +149,7 @@ def test_tiles_shared_out_by_keys(headdim: int, in_clusters: bool) -> None:
     ):
         knobs = {"nheads_q": nheads_q, "nheads_kv": nheads_kv, "headdim": headdim}
         knobs |= {"headdim_v": headdim - 24} if nheads_q == 24 else {}
-        with sharing_in_clusters() if in_clusters else sharing():
+        with only("sm90"), sharing_in_clusters() if in_clusters else sharing():
             verify(dense("shared", 1, rows_q, rows_k, **knobs), CUPY)
             if compiler.device_arch(0) == sm90_forward.ARCH:
                 assert _last_launch("stream_k")["tiles"] > 0
