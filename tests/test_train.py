@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import sys
 from pathlib import Path
@@ -11,24 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.examples import load
 from tests.tolerance import check
 
-PATH = Path(__file__).resolve().parents[1] / "examples/train.py"
 BACKENDS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SIZES = {"context": 24, "layers": 2, "heads": 2, "width": 16}
 VOCAB = 11
-
-
-def load() -> Any:
-    spec = importlib.util.spec_from_file_location("rawattn_train", PATH)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-train = load()
+train: Any = load("train")
 
 
 def make(backend: str, *, disturb: bool = True, **sizes: Any) -> Any:
