@@ -1,4 +1,4 @@
-"""A character-level GPT in NumPy or CuPy, with gradients: what train.py trains.
+"""A character-level GPT in NumPy or CuPy, with gradients: train.py trains it, generate.py runs it.
 
 Nothing differentiates by itself here. A layer is a function that returns its output and a second
 function, which pulls the gradient of the output back to the input, as `rawattn.attention_vjp` does;
@@ -7,9 +7,13 @@ function, which pulls the gradient of the output back to the input, as `rawattn.
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable
+import os
+import zipfile
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -55,7 +59,8 @@ class GPT:
 
     Between layers are float32 arrays (batch * seqlen, width). The parameters are views of one
     vector, `flat`, matrices first, and their gradients views of `flat_grads`. `dtype` is that of
-    attention, `xp` NumPy or CuPy, `backend` as for `rawattn.attention`.
+    attention, `xp` NumPy or CuPy, `backend` as for `rawattn.attention`. `product` multiplies rows
+    and weights on the way forward.
     """
 
     def __init__(
@@ -74,7 +79,8 @@ class GPT:
         if width % heads:
             raise ValueError(f"width: got {width}, expected a multiple of heads = {heads}")
         self.vocab, self.context, self.layers, self.heads = vocab, context, layers, heads
-        self.dtype, self.xp, self.backend = np.dtype(dtype), xp, backend
+        self.width, self.dtype, self.xp, self.backend = width, np.dtype(dtype), xp, backend
+        self.product: Callable[[Array, Array], Array] = xp.matmul
         shapes: dict[str, tuple[int, ...]] = {"tokens": (vocab, width), "places": (context, width)}
         for i in range(layers):
             for name, rows, columns in (("qkv", 1, 3), ("mix", 1, 1), ("up", 1, 4), ("down", 4, 1)):
@@ -102,19 +108,18 @@ class GPT:
 
     def logits(self, tokens: Array) -> tuple[Array, Pull]:
         """Tokens (batch, seqlen) to (batch * seqlen, vocab): how likely each is to come next."""
-
-        def block(i: int) -> Layer:
-            norm_mix, norm_up = (partial(self.norm, f"{i}.{x}") for x in ("norm_mix", "norm_up"))
-            qkv, mix, up, down = (
-                partial(self.linear, f"{i}.{x}") for x in ("qkv", "mix", "up", "down")
-            )
-            attention = partial(self.attention, len(tokens))
-            return chain(
-                residual(norm_mix, qkv, attention, mix), residual(norm_up, up, self.gelu, down)
-            )
-
-        blocks = map(block, range(self.layers))
+        blocks = (self.block(i, partial(self.attention, len(tokens))) for i in range(self.layers))
         return chain(self.embed, *blocks, partial(self.norm, "norm"), self.head)(tokens)
+
+    def block(self, i: int, attention: Layer) -> Layer:
+        """Attention, then a perceptron, both added to what comes in."""
+        norm_mix, norm_up = (partial(self.norm, f"{i}.{x}") for x in ("norm_mix", "norm_up"))
+        qkv, mix, up, down = (
+            partial(self.linear, f"{i}.{x}") for x in ("qkv", "mix", "up", "down")
+        )
+        return chain(
+            residual(norm_mix, qkv, attention, mix), residual(norm_up, up, self.gelu, down)
+        )
 
     def loss(self, tokens: Array, targets: Array) -> tuple[Array, Callable[[], None]]:
         """Mean cross-entropy, and the function that puts its gradients into `grads`."""
@@ -150,7 +155,7 @@ class GPT:
             self.grads["tokens"] += dy.T @ x
             return dy @ self.params["tokens"]
 
-        return x @ self.params["tokens"].T, pull
+        return self.product(x, self.params["tokens"].T), pull
 
     def linear(self, name: str, x: Array) -> tuple[Array, Pull]:
         """x W + b"""
@@ -161,7 +166,7 @@ class GPT:
             self.grads[f"{name}.bias"] += dy.sum(axis=0)
             return dy @ weight.T
 
-        return x @ weight + bias, pull
+        return self.product(x, weight) + bias, pull
 
     def norm(self, name: str, x: Array) -> tuple[Array, Pull]:
         """Rows brought to mean 0 and variance 1, then scaled and shifted as learned."""
@@ -183,8 +188,11 @@ class GPT:
         """x times the chance that a normal number is below x; approximated by tanh."""
         c, d = 0.7978845608, 0.044715
         t = self.xp.tanh(c * (x + d * x * x * x))
-        slope = 0.5 * (1 + t + c * x * (1 - t * t) * (1 + 3 * d * x * x))
-        return 0.5 * x * (1 + t), lambda dy: dy * slope
+
+        def pull(dy: Array) -> Array:
+            return dy * (0.5 * (1 + t + c * x * (1 - t * t) * (1 + 3 * d * x * x)))
+
+        return 0.5 * x * (1 + t), pull
 
     def attention(self, batch: int, x: Array) -> tuple[Array, Pull]:
         """Causal attention inside each of `batch` sequences; a row of x holds its q, k and v."""
@@ -199,6 +207,48 @@ class GPT:
             return self.xp.stack(dqkv, axis=2).reshape(x.shape)
 
         return y.reshape(len(x), -1).astype(np.float32, copy=False), pull
+
+
+def save(path: Path, model: GPT, letters: Sequence[str]) -> None:
+    """Write a NumPy archive of the parameters, by name, and of `config`, which is JSON."""
+    sizes = {name: getattr(model, name) for name in ("context", "layers", "heads", "width")}
+    config = json.dumps({**sizes, "dtype": str(model.dtype), "letters": "".join(letters)})
+    weights = {
+        name: x if model.xp is np else model.xp.asnumpy(x) for name, x in model.params.items()
+    }
+    part = path.with_name(f"{path.name}.part")
+    with part.open("wb") as file:
+        np.savez(file, config=config, **weights)
+    os.replace(part, path)  # at no time is there half a file of that name
+
+
+def load(path: Path, *, xp: Any = np, backend: Any = None) -> tuple[GPT, list[str]]:
+    """The model that `save` wrote, and the characters that its tokens count.
+
+    Raises
+    ------
+    FileNotFoundError
+        There is no such file.
+    ValueError
+        It holds something else.
+    """
+    expected = "expected a file that train.py --save wrote"
+    try:
+        archive = np.load(path)
+    except (EOFError, ValueError, zipfile.BadZipFile):  # NumPy would suggest to allow pickles
+        raise ValueError(f"{path}: got no archive of arrays, {expected}") from None
+    try:
+        with archive:
+            config = json.loads(str(archive["config"]))
+            letters = list(config.pop("letters"))
+            model = GPT(len(letters), **config, xp=xp, backend=backend)
+            for name, x in model.params.items():
+                if archive[name].shape != x.shape:
+                    raise ValueError(f"{name} has shape {archive[name].shape}, not {x.shape}")
+                x[...] = xp.asarray(archive[name], np.float32)
+    except (AttributeError, KeyError, TypeError, ValueError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path}: got other contents ({error}), {expected}") from None
+    return model, letters
 
 
 def array_module(backend: str | None) -> Any:

@@ -2,6 +2,7 @@
 
     pip install "rawattn[cuda13,demo]"
     python examples/train.py                                  # learns this project's documentation
+    python examples/train.py --save gpt.npz                   # for generate.py
     python examples/train.py --text shakespeare.txt --steps 5000 --width 384 --layers 6 --heads 6
 
 The model gives the gradients of its parameters, all of them views of one vector; here are the
@@ -20,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from char_gpt import GPT, Array, array_module
+from char_gpt import GPT, Array, array_module, save
 
 INTERRUPTED = 130  # what a shell reports of a command that Ctrl-C ended
 
@@ -85,10 +86,15 @@ def check_plot(path: Path) -> None:
     if path.suffix.lower().removeprefix(".") not in endings:
         got = path.suffix or "no ending"
         raise ValueError(f"--plot {path}: got {got}, expected one of .{', .'.join(endings)}")
+    check_file("--plot", path)
+
+
+def check_file(option: str, path: Path) -> None:
+    """Raises where a file could not be written."""
     if path.is_dir() or not path.parent.is_dir():
-        raise ValueError(f"--plot {path}: expected the name of a file in a folder that exists")
+        raise ValueError(f"{option} {path}: expected the name of a file in a folder that exists")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ValueError(f"--plot {path}: cannot be written")
+        raise ValueError(f"{option} {path}: cannot be written")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -97,6 +103,8 @@ def run(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
     check_plot(args.plot)
+    if args.save:
+        check_file("--save", args.save)
     text = args.text.read_text("utf-8") if args.text else documentation()
     letters = sorted(set(text))
     tokens = np.searchsorted(letters, list(text))
@@ -126,6 +134,9 @@ def run(args: argparse.Namespace) -> int:
             status = INTERRUPTED
     ended = "interrupted" if status else "trained"
     print(f"{ended} after {len(losses)} steps, {time.perf_counter() - begin:.0f} s")
+    if args.save:
+        save(args.save, model, letters)
+        print(f"weights: {args.save}")
 
     if not status:
         written = generate(model, held_out[:32].tolist(), 400, args.seed)
@@ -152,7 +163,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description="Train a character-level GPT, show what it writes, and plot its losses.",
         epilog="The default takes about three minutes on two CPU cores. "
-        "A bar tells how long the rest takes. Ctrl-C ends the training; the losses up to there are plotted.",
+        "A bar tells how long the rest takes. Ctrl-C ends the training; what was learnt up to there is "
+        "saved and plotted.",
     )
     parser.add_argument(
         "--text", metavar="FILE", type=Path, help="UTF-8 text to learn (default: the documentation)"
@@ -164,6 +176,12 @@ def main(argv: list[str] | None = None) -> int:
         type=Path,
         default=Path("loss.png"),
         help="the loss curve, as PNG, SVG, PDF or what else matplotlib writes (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--save",
+        metavar="FILE",
+        type=Path,
+        help="keep the weights in this file, for generate.py (default: they are not kept)",
     )
     parser.add_argument(
         "--dtype",
