@@ -160,8 +160,11 @@ class Generation:
             self.pool = cupy.cuda.MemoryPool()
             with cupy.cuda.using_allocator(self.pool.malloc):
                 self.stream.begin_capture()
-                self.decode(model)
-                self.graph = self.stream.end_capture()
+                try:
+                    self.decode(model)
+                finally:  # an interrupted one too: nothing can be read while a stream captures
+                    graph = self.stream.end_capture()
+            self.graph = graph
 
     def texts(self) -> list[list[int]]:
         """The tokens that each text has got so far; waits for them."""
