@@ -243,9 +243,10 @@ def load(path: Path, *, xp: Any = np, backend: Any = None) -> tuple[GPT, list[st
             letters = list(config.pop("letters"))
             model = GPT(len(letters), **config, xp=xp, backend=backend)
             for name, x in model.params.items():
-                if archive[name].shape != x.shape:
-                    raise ValueError(f"{name} has shape {archive[name].shape}, not {x.shape}")
-                x[...] = xp.asarray(archive[name], np.float32)
+                weight = archive[name]
+                if weight.shape != x.shape:
+                    raise ValueError(f"{name} has shape {weight.shape}, not {x.shape}")
+                x[...] = xp.asarray(weight, np.float32)
     except (AttributeError, KeyError, TypeError, ValueError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path}: got other contents ({error}), {expected}") from None
     return model, letters

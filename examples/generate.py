@@ -138,10 +138,8 @@ class Generation:
 
     def capture(self) -> None:
         """From now on a step is one launch of a CUDA graph, which lives as long as this object."""
-        import cupy
-
-        model = copy.copy(self.model)
-        model.product = product_of_few_rows()
+        cupy, model = self.xp, copy.copy(self.model)
+        model.product = product_of_few_rows(cupy)
         with self.stream:
             q, k, v = self.split(cupy.empty((len(self.tokens), 3 * model.width), np.float32), 1)
             fixed: dict[str, Any] = {"seqlen_k": self.lengths}
@@ -151,7 +149,7 @@ class Generation:
                     rawattn.paged_attention, q, *pages, self.table, **fixed, **self.visible
                 )
                 self.plans.append((append, attend))
-            changed = (self.lengths, self.tokens, self.now)
+            changed = (self.lengths, self.tokens, self.now, self.logits)
             before = [x.copy() for x in changed]
             self.decode(model)  # loads the kernels, which a capture could not
             for x, old in zip(changed, before, strict=True):
@@ -257,10 +255,8 @@ def no_gradient(dy: Array) -> Array:
     raise RuntimeError("a generated text has no gradients; train.py has")
 
 
-def product_of_few_rows() -> Callable[[Array, Array], Array]:
+def product_of_few_rows(cupy: Any) -> Callable[[Array, Array], Array]:
     """x W in one kernel: CuPy does not let cuBLAS, which its own product calls, be captured."""
-    import cupy
-
     product = cupy.ReductionKernel(
         *("float32 x, float32 w", "float32 y", "x * w", "a + b", "y = a", "0"),
         "product_of_few_rows",

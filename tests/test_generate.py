@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -44,21 +46,17 @@ def at_once(model: Any, tokens: list[int]) -> Any:
     return model.xp.asarray(logits[-1]).tolist()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("visible", WINDOWS)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_each_step_is_what_the_model_computes_at_once(
-    backend: str, visible: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def verify(
+    model: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, *, captured: bool
 ) -> None:
-    model = trained(backend, tmp_path, dtype)
-    options = WINDOWS[visible]
+    """Logits of prefill and of all steps are those of the model without a cache."""
     count = SIZES["context"] - max(map(len, PROMPTS))
     generation = generate.Generation(model, PROMPTS, count, **options, page_size=4)
     with generation.stream:
         # NaN in any dtype: what no text has written reaches no logits.
         generation.cache.view(np.uint8)[...] = 255
     generation.prefill()
-    if backend == "cuda":
+    if captured:
         generation.capture()
     found = []
     while True:
@@ -77,11 +75,84 @@ def test_each_step_is_what_the_model_computes_at_once(
         for n in range(count)
     ]
     # In bfloat16 kernels round probabilities differently.
-    tolerance = 2e-5 if dtype == "float32" else 0.15
+    tolerance = 2e-5 if model.dtype == np.float32 else 0.15
     np.testing.assert_allclose(found, wanted, rtol=0, atol=tolerance)
     assert np.std(wanted) > 1
     # The tokens are those of these logits: the likeliest.
     assert np.argmax(found, axis=2).T.tolist() == texts
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("visible", WINDOWS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_each_step_is_what_the_model_computes_at_once(
+    backend: str, visible: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = trained(backend, tmp_path, dtype)
+    verify(model, WINDOWS[visible], monkeypatch, captured=backend == "cuda")
+
+
+class Stream(contextlib.nullcontext[None]):
+    """In the place of CuPy's: what a step does while it captures is undone, and done at each launch."""
+
+    generation: Any
+    captured: Any
+
+    def __init__(self, *, non_blocking: bool) -> None:
+        super().__init__()
+        assert non_blocking
+
+    def begin_capture(self) -> None:
+        arrays = [x for x in vars(self.generation).values() if isinstance(x, np.ndarray)]
+        self.before = [(x, x.copy()) for x in arrays]
+
+    def end_capture(self) -> Any:
+        for x, old in self.before:
+            x[...] = old
+        return SimpleNamespace(launch=lambda stream: self.captured())
+
+
+class Product:
+    """In the place of `cupy.ReductionKernel`."""
+
+    def __init__(self, *expressions: str) -> None:
+        assert expressions[2:6] == ("x * w", "a + b", "y = a", "0")
+
+    def __call__(self, x: Any, w: Any, *, axis: int) -> Any:
+        return (x * w).sum(axis=axis)
+
+
+@pytest.mark.parametrize("visible", WINDOWS)
+def test_a_capture_leaves_the_text_as_it_was(
+    visible: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What surrounds the capture, where there is no GPU: NumPy in the place of CuPy."""
+
+    def planned(verb: Any, *args: Any, **options: Any) -> Any:
+        options |= {"backend": "cpu"}
+        return lambda *others: verb(*others, *args[len(others) :], **options)
+
+    def begin(self: Any, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
+        self.stream.generation = self
+
+    def decode(self: Any, model: Any) -> None:
+        self.stream.captured = partial(step, self, model)
+        step(self, model)
+
+    init, step = generate.Generation.__init__, generate.Generation.decode
+    monkeypatch.setattr(generate.Generation, "__init__", begin)
+    monkeypatch.setattr(generate.Generation, "decode", decode)
+    monkeypatch.setattr(generate.rawattn, "plan", planned)
+    model = trained("cpu", tmp_path)
+    cuda = SimpleNamespace(
+        Device=lambda: SimpleNamespace(synchronize=lambda: None),
+        Stream=Stream,
+        MemoryPool=lambda: SimpleNamespace(malloc=None),
+        using_allocator=lambda malloc: contextlib.nullcontext(),
+    )
+    model.xp = SimpleNamespace(**{**vars(np), "cuda": cuda, "ReductionKernel": Product})
+    verify(model, WINDOWS[visible], monkeypatch, captured=True)
 
 
 def test_a_window_changes_what_is_written(tmp_path: Path) -> None:
