@@ -339,7 +339,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description="Continue texts with a character-level GPT that train.py saved, all of them at "
         "once, and print how many tokens a second that makes.",
-        epilog="Some seconds on a CPU, less on a GPU once its kernels are compiled. A bar tells how "
+        epilog="Some seconds on a CPU. On a GPU the first run also compiles kernels. A bar tells how "
         "long the rest takes. Ctrl-C ends it; what was written up to there is printed.",
     )
     parser.add_argument(
