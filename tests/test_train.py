@@ -1,8 +1,7 @@
-"""examples/train.py: its gradients, and that it learns."""
+"""examples/train.py and its model: gradients, that it learns, and what it saves."""
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import sys
 from pathlib import Path
@@ -11,24 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.examples import load
 from tests.tolerance import check
 
-PATH = Path(__file__).resolve().parents[1] / "examples/train.py"
 BACKENDS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SIZES = {"context": 24, "layers": 2, "heads": 2, "width": 16}
 VOCAB = 11
-
-
-def load() -> Any:
-    spec = importlib.util.spec_from_file_location("rawattn_train", PATH)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-train = load()
+train: Any = load("train")
+char_gpt: Any = load("char_gpt")
 
 
 def make(backend: str, *, disturb: bool = True, **sizes: Any) -> Any:
@@ -250,6 +239,30 @@ def test_plot_is_checked_before_the_work(
     assert says in said
 
 
+def test_weights_are_checked_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("tqdm")
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, "GPT", lambda *_, **__: pytest.fail("the work began"))
+    assert train.main([*SMALL, "--save", "nowhere/gpt.npz"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("train.py: --save nowhere/gpt.npz: ")
+    assert "in a folder that exists" in said
+
+
+def test_weights_come_back_as_they_were_saved(tmp_path: Path) -> None:
+    model = make("cpu", dtype="bfloat16")
+    letters = [chr(code) for code in (0, 34, 92, *range(0xE4, 0xEC))]
+    char_gpt.save(tmp_path / "gpt.npz", model, letters)
+    loaded, found = char_gpt.load(tmp_path / "gpt.npz", backend="cpu")
+    assert found == letters
+    np.testing.assert_array_equal(loaded.flat, model.flat)
+    for name in ("vocab", "context", "layers", "heads", "width", "dtype"):
+        assert getattr(loaded, name) == getattr(model, name)
+
+
 @pytest.mark.parametrize("name", ["matplotlib", "tqdm"])
 def test_what_is_not_installed_is_told(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -262,7 +275,7 @@ def test_what_is_not_installed_is_told(
     assert capsys.readouterr().err == hint
 
 
-def test_interruption_ends_the_training_and_plots_what_there_is(
+def test_interruption_ends_the_training_and_keeps_what_there_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("tqdm")
@@ -273,10 +286,12 @@ def test_interruption_ends_the_training_and_plots_what_there_is(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(train, "train", interrupted)
-    plot = tmp_path / "loss.svg"
-    assert train.main([*SMALL, "--plot", str(plot)]) == 130
+    plot, weights = tmp_path / "loss.svg", tmp_path / "weights.npz"
+    assert train.main([*SMALL, "--plot", str(plot), "--save", str(weights)]) == 130
     out = capsys.readouterr().out
     assert "interrupted after 2 steps, 0 s" in out
+    assert f"weights: {weights}\n" in out
+    assert weights.is_file()
     assert out.endswith(f"loss curve: {plot}\n")
     assert plot.read_text().startswith("<?xml")
 
@@ -297,7 +312,7 @@ def test_help_says_what_and_how_long(capsys: pytest.CaptureFixture[str]) -> None
     assert stop.value.code == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "minutes on two CPU cores" in said
-    for name in ("text", "backend", "plot", "dtype", "seed", "steps", "batch", "context"):
+    for name in ("text", "backend", "plot", "save", "dtype", "seed", "steps", "batch", "context"):
         assert f"--{name} " in said
     assert "(default: 600)" in said
     for wrong in ("0", "-3", "few"):
