@@ -12,6 +12,7 @@ import rawattn
 from rawattn import Gradients, ScoreMod, SeqLayout, reference
 from rawattn._call.options import Options
 from rawattn.reference._call import read
+from rawattn.reference._passes import backward
 from tests.tolerance import check, check_lse, column_orders, low_precision_attention, scale_of
 
 DTYPES = {
@@ -189,7 +190,7 @@ def low_precision(arrays: dict[str, Any], options: dict[str, Any]) -> Iterator[G
     out, lse = out.astype(dtype), lse.astype(np.float32)
     for order, order_v in column_orders(q, v):
         call = read(q[..., order], k[..., order], v[..., order_v], Options(**options), np.float32)
-        found = reference._backward(
+        found = backward(
             call,
             dout[..., order_v],
             out[..., order_v],

@@ -9,6 +9,15 @@ from rawattn._call.gradients import Gradients
 from rawattn._call.options import Options
 from rawattn._scores import numpy_eval
 from rawattn.reference._call import read
+from rawattn.reference._passes import backward, lse_from_user, summed_to, zeros_of_wrt
+from rawattn.reference._scores import (
+    blocks,
+    dropout_factor,
+    place_in,
+    score_arguments,
+    scores,
+    sink_logit,
+)
 from tests.tolerance import column_orders, scale_of
 
 
@@ -20,7 +29,7 @@ def low_precision_gradients(dout, q, k, v, out, lse, dlse, **options) -> list[Gr
     results = []
     for order, order_v in column_orders(q, v):
         call = read(q[..., order], k[..., order], v[..., order_v], Options(**options), np.float32)
-        gradients = reference._backward(
+        gradients = backward(
             call,
             dout[..., order_v],
             out[..., order_v],
@@ -59,29 +68,27 @@ def sizes_of_sums(dout, q, k, v, out, lse, dlse, **options) -> Gradients:
     call = read(q, k, v, Options(**options), np.float64)
     flat = (-1, call.q.shape[1], call.v.shape[2])
     dout, out = (x.astype(np.float64).reshape(flat) for x in (dout, out))
-    lse = reference._lse_from_user(lse.astype(np.float64))
-    dlse = np.zeros_like(lse) if dlse is None else reference._lse_from_user(dlse.astype(np.float64))
+    lse = lse_from_user(lse.astype(np.float64))
+    dlse = np.zeros_like(lse) if dlse is None else lse_from_user(dlse.astype(np.float64))
     dbias = None if call.bias is None else np.zeros(call.bias.shape)
     dsink = None if call.sink_logits is None else np.zeros(call.sink_logits.shape)
-    captured = reference._zeros_of_wrt(call.score_mod)
-    for block in reference._blocks(call):
+    captured = zeros_of_wrt(call.score_mod)
+    for block in blocks(call):
         row, key = (block.rows, block.head), (block.keys, block.kv_head)
-        capped, s, visible = reference._scores(call, block)
+        capped, s, visible = scores(call, block)
         normaliser = np.where(lse[row] == -np.inf, np.inf, lse[row])[:, None]
         delta = np.abs(dout[row] * out[row]).sum(axis=1, keepdims=True) + np.abs(dlse[row])[:, None]
-        products = np.abs(dout[row]) @ np.abs(call.v[key]).T * reference._dropout(call, block)
+        products = np.abs(dout[row]) @ np.abs(call.v[key]).T * dropout_factor(call, block)
         size = np.exp(s - normaliser) * (products + delta)
         squares = np.where(visible, size * size, 0)
         if dbias is not None:
-            place = reference._place(dbias, call, block)
-            dbias[place] += reference._summed_to(dbias[place].shape, squares)
+            place = place_in(dbias, call, block)
+            dbias[place] += summed_to(dbias[place].shape, squares)
         if dsink is not None:
-            p_sink = np.exp(reference._sink_logit(call, block) - normaliser)
+            p_sink = np.exp(sink_logit(call, block) - normaliser)
             dsink[block.head] += np.square(p_sink * delta).sum()
         if captured:
-            for x in numpy_eval.partials(
-                *reference._score_arguments(call.score_mod, call, block, capped)
-            ):
+            for x in numpy_eval.partials(*score_arguments(call.score_mod, call, block, capped)):
                 squared = x._replace(partial=np.square(x.partial))
                 numpy_eval.add_partial(captured[x.name], squared, squares)
     shape = call.shape_bias

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from rawattn import reference
+from rawattn.reference import _scores
 from tests.reference_rules import (
     GROUPED,
     LENS_K,
@@ -113,7 +114,7 @@ def test_long_sequences_are_cut_in_blocks(monkeypatch) -> None:
         return [out, lse, *(each for each in gradients if each is not None)]
 
     whole = run()
-    monkeypatch.setattr(reference, "_BLOCK", 15)
+    monkeypatch.setattr(_scores, "_BLOCK", 15)
     for a, b in zip(run(), whole, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14)
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from rawattn import reference
 from rawattn._call.options import Options
 from rawattn.reference._call import read
+from rawattn.reference._passes import forward
 
 Array = Any
 
@@ -47,7 +47,7 @@ def low_precision_attention(
     for order, order_v in column_orders(q, v):
         call = read(q[..., order], k[..., order], v[..., order_v], Options(**options), np.float32)
         with np.errstate(over="ignore"):  # float16 ends at 65504
-            out, lse = reference._forward(call, lambda x: x.astype(q.dtype).astype(np.float32))
+            out, lse = forward(call, lambda x: x.astype(q.dtype).astype(np.float32))
             outs.append(out[..., np.argsort(order_v)].astype(q.dtype))
         lses.append(lse)
     return tuple(outs), tuple(lses)

@@ -22,6 +22,7 @@ from rawattn._runtime import calls
 from rawattn._runtime.verbs import BACKWARD, FORWARD, Verb, with_arrays
 from rawattn._verbs import backward as verbs
 from rawattn.reference._call import read
+from rawattn.reference._passes import backward
 from tests.gradient_errors import cancelling_terms
 from tests.shim.device import Allocator, Device
 from tests.shim.shim import POISON, Memory
@@ -324,7 +325,7 @@ def low_precision(
     found = []
     for order, order_v in column_orders(q, v):
         call = read(q[..., order], k[..., order], v[..., order_v], Options(**options), np.float32)
-        each = reference._backward(
+        each = backward(
             call,
             dout[..., order_v],
             out[..., order_v],
