@@ -280,7 +280,7 @@ KERNEL CLUSTER(forward::kCluster)
     }
     for (int i = 0; i < 2; i++) {
       ptx::mbarrier_init(&shared.work_full[i], 1);
-      ptx::mbarrier_init(&shared.work_empty[i], kWarpgroup * kConsumers);
+      ptx::mbarrier_init(&shared.work_empty[i], kWarpgroup * kConsumers + kValuesApart);
     }
     for (int i = 0; i < (kBiasByEngine ? kBiasSlots : 0); i++) {
       ptx::mbarrier_init(&shared.bias_full[i], 1);
@@ -305,7 +305,12 @@ KERNEL CLUSTER(forward::kCluster)
   const int warpgroup = target::wave_uniform(target::thread_index() / kWarpgroup);
   if (warpgroup == 0) {
     if constexpr (kSharesRegisters) ptx::setmaxnreg_dec<kProducerRegisters>();
-    if (target::thread_index() == 0) produce(p, maps, shared);
+    const int lane = target::thread_index() % target::kWave;
+    const int warp = target::wave_uniform(target::thread_index() / target::kWave);
+    if (warp == 0 && lane < kProducerLanes) produce(p, maps, shared, lane);
+    if constexpr (kValuesApart) {
+      if (warp == 1) produce_values(p, maps, shared, lane);
+    }
   } else {
     if constexpr (kSharesRegisters) ptx::setmaxnreg_inc<kConsumerRegisters>();
     consume(p, maps, shared, warpgroup - 1);

@@ -24,6 +24,8 @@ using M = target::Mma<Element>;
 using C = target::Accumulator;
 
 constexpr int kThreads = kWarpgroup * (1 + kConsumers);
+constexpr int kProducerLanes = kPaged ? target::kWave : 1;
+constexpr bool kValuesApart = kPaged;  // have a producer of their own
 // A lone consumer has as many registers as a thread can have from the start.
 constexpr bool kSharesRegisters = kConsumers > 1;
 static_assert(kConsumers > 1 || !kPingPong, "turns are taken among several");

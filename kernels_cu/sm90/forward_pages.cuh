@@ -12,60 +12,75 @@
 namespace forward {
 
 // How the producer loads the key tiles of a work tile. kRows: of a box.
+//
+// All lanes of its warp come here, each for a box of its own: it finds the page while boxes of the tile before are on
+// their way, and asks the copy engine for keys, and later for values, of the same rows.
 template <int kRows>
 struct KeyTileLoader {
+  static constexpr int kBoxes = kTileK / kRows;
   static_assert(kTileK % kRows == 0 && kRows % 8 == 0, "a box begins where the swizzle does");
+  static_assert(kBoxes <= kProducerLanes, "a lane has one box");
   static_assert(!kPaged || kCluster == 1, "boxes are loaded for one block");
 
   // Aligned to the bottom right, the last row of a sequence sees its last key: no page is behind all rows' right edge.
   static constexpr bool kLimited = kLeft || (kRight && kTopLeft);
 
-  const Sm90ForwardParams& p;
-  const WorkTile& work;
+  // The lane's box of a tile.
+  struct Tile {
+    int page, at;
+  };
 
-  DEVICE KeyTileLoader(const Sm90ForwardParams& p, const WorkTile& work) : p(p), work(work) {}
+  PageTable table;
+  Reach<kLimited> reach;
+  int length, lane;
 
+  DEVICE KeyTileLoader(const Sm90ForwardParams& p, const WorkTile& work, int lane)
+      : table(page_table(p.forward.pages, work.sequence, work.k)),
+        reach(Visible(p.forward, work.q.length, work.k.length), first_query(work), last_query(work)),
+        length(work.k.length),
+        lane(lane) {}
+
+  DEVICE Tile find(int first_key) const {
+    const int key = first_key + lane * kRows;
+    const int place = table.place(key);
+    const bool seen = lane < kBoxes && reach.meets(key, kRows, length);
+    return {static_cast<int>(seen ? table.page(place) : table.pages), key - place * table.rows};
+  }
+
+  template <int kBlocks>
+  DEVICE void load(unsigned char* shared, const ptx::TensorMap* map, ptx::Mbarrier* barrier, const Tile& tile,
+                   int head) const {
+    if (lane == 0) ptx::mbarrier_arrive_expect(barrier, kBlocks * kTileK * 128);
+    if (lane >= kBoxes) return;
+    UNROLL for (int b = 0; b < kBlocks; b++) {
+      ptx::copy_tensor_5d(shared + (b * kTileK + lane * kRows) * 128, map, barrier, b * kColumns, tile.at, head, 0,
+                          tile.page);
+    }
+  }
+
+ private:
   DEVICE static int last_query(const WorkTile& work) {
     const int last = first_query(work) + kTileQ - 1;
     return last < work.q.length ? last : work.q.length - 1;
   }
-
-  template <int kBlocks>
-  DEVICE void load(unsigned char* shared, const ptx::TensorMap* map, ptx::Mbarrier* barrier, int first_key,
-                   int head) const {
-    ptx::mbarrier_arrive_expect(barrier, kBlocks * kTileK * 128);
-    const PageTable table = page_table(p.forward.pages, work.sequence, work.k);
-    const Reach<kLimited> reach(Visible(p.forward, work.q.length, work.k.length), first_query(work), last_query(work));
-    const int length = work.k.length;
-    int place = table.place(first_key);
-    int at = first_key - place * table.rows;
-    // Not unrolled: a producer has few registers. Of the ids of a line all but the first are found in L1.
-#pragma unroll 1
-    for (int row = 0; row < kTileK; row += kRows) {
-      const bool seen = reach.meets(first_key + row, kRows, length);
-      const int page = static_cast<int>(seen ? table.page(place) : table.pages);
-      UNROLL for (int b = 0; b < kBlocks; b++) {
-        ptx::copy_tensor_5d<1>(shared + (b * kTileK + row) * 128, map, barrier, b * kColumns, at, head, 0, page);
-      }
-      at += kRows;
-      if (at == table.rows) {
-        at = 0;
-        place++;
-      }
-    }
-  }
 };
 template <>
 struct KeyTileLoader<0> {
+  struct Tile {
+    int first_key;
+  };
+
   MapRows rows;
 
-  DEVICE KeyTileLoader(const Sm90ForwardParams& p, const WorkTile& work)
+  DEVICE KeyTileLoader(const Sm90ForwardParams& p, const WorkTile& work, int)
       : rows(map_rows(work, work.k, p.row_bound_k)) {}
 
+  DEVICE static Tile find(int first_key) { return {first_key}; }
+
   template <int kBlocks>
-  DEVICE void load(unsigned char* shared, const ptx::TensorMap* map, ptx::Mbarrier* barrier, int first_key,
+  DEVICE void load(unsigned char* shared, const ptx::TensorMap* map, ptx::Mbarrier* barrier, const Tile& tile,
                    int head) const {
-    load_rows<kBlocks, kTileK, kCluster>(shared, map, barrier, rows, first_key, head);
+    load_rows<kBlocks, kTileK, kCluster>(shared, map, barrier, rows, tile.first_key, head);
   }
 };
 

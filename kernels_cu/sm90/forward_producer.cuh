@@ -1,5 +1,6 @@
-// The producer of a Hopper forward block: one thread walks the schedule and keeps the copy engine ahead of the
-// consumers.
+// The producer of a Hopper forward block walks the schedule and keeps the copy engine ahead of the consumers: one thread.
+// Where keys are in pages, two warps: a lane finds a box and asks for it, and values have the second warp, since one
+// would ask for boxes no faster than the products take them.
 #pragma once
 
 #include "sm90/forward_bias.cuh"
@@ -17,7 +18,8 @@ DEVICE void find(WorkTile& work, const Sm90ForwardParams& p, int64 index, bool) 
 DEVICE bool goes_on(const WorkItem& work) { return work.goes_on; }
 DEVICE bool goes_on(const WorkTile&) { return false; }
 
-DEVICE void produce(const Sm90ForwardParams& p, const Maps& maps, SharedMemory& s) {
+DEVICE void produce(const Sm90ForwardParams& p, const Maps& maps, SharedMemory& s, int lane) {
+  const bool leads = kProducerLanes == 1 || lane == 0;
   Ring<kStages> keys, values;
   Ring<kBiasSlots> bias;
   Ring<2> slot;
@@ -28,11 +30,15 @@ DEVICE void produce(const Sm90ForwardParams& p, const Maps& maps, SharedMemory& 
   for (;;) {
     ptx::mbarrier_wait(&s.work_empty[slot.slot], slot.parity ^ 1);
     Item& work = s.work[slot.slot];
-    find(work, p, index, second);
-    if constexpr (kPaged) {
-      if (work.exists) work.k.length = length_in_pages(p.forward.pages, work.sequence, work.k.length);
+    if (leads) {
+      find(work, p, index, second);
+      if constexpr (kPaged) {
+        if (work.exists) work.k.length = length_in_pages(p.forward.pages, work.sequence, work.k.length);
+      }
+      ptx::mbarrier_arrive(&s.work_full[slot.slot]);
     }
-    ptx::mbarrier_arrive(&s.work_full[slot.slot]);
+    // All lanes have read the other slot before it is written again: they come here for this one first.
+    if constexpr (kProducerLanes > 1) target::wave_sync();
     slot.advance();
     if (!second) tickets.spent();
     if (!work.exists) break;
@@ -42,41 +48,77 @@ DEVICE void produce(const Sm90ForwardParams& p, const Maps& maps, SharedMemory& 
     const MapRows q_rows = map_rows(work, work.q, p.row_bound_q);
     // At a sequence's end a later block of the cluster may have no rows of its own.
     const int first_row = kCluster == 1 || first_query(work) < work.q.length ? first_query(work) : 0;
-    const KeyTileLoader<kPageRows> loader(p, work);
-    const auto load_values = [&](int n) {
+    using Loader = KeyTileLoader<kPageRows>;
+    const Loader loader(p, work, lane);
+    const auto load_values = [&](const Loader::Tile& tile) {
+      if constexpr (kValuesApart) return;
       ptx::mbarrier_wait(&s.values_empty[values.slot], values.parity ^ 1);
-      loader.load<kBlocksV>(s.values[values.slot], &maps.v, &s.values_full[values.slot], key_tiles.first_key(n),
-                            kv_head);
+      loader.load<kBlocksV>(s.values[values.slot], &maps.v, &s.values_full[values.slot], tile, kv_head);
       values.advance();
     };
+    Loader::Tile tile{}, before{};
+    if (span.begin < span.end) tile = loader.find(key_tiles.first_key(span.begin));
 #pragma unroll 1
     for (int n = span.begin; n < span.end; n++) {
       ptx::mbarrier_wait(&s.keys_empty[keys.slot], keys.parity ^ 1);
-      loader.load<kBlocksQk>(s.keys[keys.slot], &maps.k, &s.keys_full[keys.slot], key_tiles.first_key(n), kv_head);
+      loader.load<kBlocksQk>(s.keys[keys.slot], &maps.k, &s.keys_full[keys.slot], tile, kv_head);
       keys.advance();
-      if (n == span.begin) {
+      if (n > span.begin) {
+        load_values(before);
+      } else if (leads) {
         ptx::mbarrier_wait(&s.queries_empty, queries_parity ^ 1);
         queries_parity ^= 1;
         load_rows<kBlocksQk, kTileRows, 1>(s.queries, &maps.q, &s.queries_full, q_rows, first_row, work.head);
-      } else {
-        load_values(n - 1);
       }
       // Behind what is wanted first: consumers ask for it when the tile's products are under way.
       if constexpr (kBiasByEngine) {
-        load_bias(p.forward, maps, s, work, bias, first_row, key_tiles.first_key(n));
+        if (leads) load_bias(p.forward, maps, s, work, bias, first_row, key_tiles.first_key(n));
       }
+      before = tile;
+      if (n + 1 < span.end) tile = loader.find(key_tiles.first_key(n + 1));
     }
     second = goes_on(work);
     if (second) {
-      load_values(span.end - 1);
+      load_values(before);
       continue;
     }
     // Not earlier: work goes to whoever is done first, and consumers are still busy with what is loaded.
-    const unsigned ticket = tickets.draw();
-    if (span.end > 0) load_values(span.end - 1);
-    index = int64(tickets.receive(ticket)) + target::grid_size() / kCluster;
+    unsigned ticket = leads ? tickets.draw() : 0;
+    if (span.end > 0) load_values(before);
+    ticket = tickets.receive(ticket);
+    if constexpr (kProducerLanes > 1) {
+      if (leads) s.tickets.ticket = ticket;
+      target::wave_sync();
+      ticket = make_uniform(s.tickets.ticket);
+    }
+    index = int64(ticket) + target::grid_size() / kCluster;
   }
-  tickets.leave();
+  if (leads) tickets.leave();
+}
+
+// The second warp, which learns of work as consumers do.
+DEVICE void produce_values(const Sm90ForwardParams& p, const Maps& maps, SharedMemory& s, int lane) {
+  Ring<kStages> values;
+  Ring<2> slot;
+  for (;;) {
+    ptx::mbarrier_wait(&s.work_full[slot.slot], slot.parity);
+    const Item& work = s.work[slot.slot];
+    if (!work.exists) return;
+    const Keys key_tiles = key_tiles_of(p.forward, work);
+    const TileSpan span = span_of_item(key_tiles, work);
+    const int kv_head = work.head / (p.forward.nheads_q / p.forward.nheads_kv);
+    const KeyTileLoader<kPageRows> loader(p, work, lane);
+#pragma unroll 1
+    for (int n = span.begin; n < span.end; n++) {
+      const auto tile = loader.find(key_tiles.first_key(n));
+      ptx::mbarrier_wait(&s.values_empty[values.slot], values.parity ^ 1);
+      loader.load<kBlocksV>(s.values[values.slot], &maps.v, &s.values_full[values.slot], tile, kv_head);
+      values.advance();
+    }
+    target::wave_sync();  // all lanes have read the slot
+    if (lane == 0) ptx::mbarrier_arrive(&s.work_empty[slot.slot]);
+    slot.advance();
+  }
 }
 
 }  // namespace forward
