@@ -71,6 +71,11 @@ struct RowsInReach {
     const int key = first + row;
     return is_real(real, row) && key <= right && (key >= left || key < sink);
   }
+  // But for those that reach from sink tokens into the window.
+  DEVICE bool all(int rows) const {
+    const int last = first + rows - 1;
+    return all_real(real, rows) && last <= right && (first >= left || last < sink);
+  }
 };
 
 // Which keys some query row of a tile may see by the rule of visible keys. The others may be in pages that are the

@@ -106,7 +106,7 @@ DEVICE void multiply(C (&x)[kKeyBlocks][kQueryBlocks], const Element* own, const
   const auto operand = [&](int m, int step) {
     return M::load_a(own + m * 16 * kPitch + step * M::kDepth, kPitch, lane);
   };
-  multiply_rows<M, kSteps, kUnroll, kPitch>(x, operand, other, lane);
+  multiply_rows<M, kSteps, kUnroll>(x, operand, pitched_tile<kPitch>(other), lane);
 }
 
 // gradient += X^T times columns of the other side. X comes from the wave's accumulators or, all of its rows, from
@@ -121,7 +121,7 @@ DEVICE void add_product(C (&gradient)[kKeyBlocks][kDepthBlocks], const C (&x)[kK
       return M::load_a(tile + m * 16 * kPitchP + step * M::kDepth, kPitchP, lane);
     }
   };
-  multiply_columns<M, kQuerySteps, kQueryUnroll, kPitch>(gradient, operand, other, lane);
+  multiply_columns<M, kQuerySteps, kQueryUnroll>(gradient, operand, pitched_tile<kPitch>(other), lane);
 }
 
 // One turn of the walk: a query tile of one of the group's heads. Blocks of neighbouring key tiles begin at different

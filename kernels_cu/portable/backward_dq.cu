@@ -64,7 +64,7 @@ DEVICE void multiply(C (&x)[kRowBlocks][kKeyBlocks], const Element* own, const E
   const auto operand = [&](int m, int step) {
     return M::load_a(own + m * 16 * kPitch + step * M::kDepth, kPitch, lane);
   };
-  multiply_rows<M, kSteps, kSteps <= 16 ? kSteps : 4, kPitch>(x, operand, other, lane);
+  multiply_rows<M, kSteps, kSteps <= 16 ? kSteps : 4>(x, operand, pitched_tile<kPitch>(other), lane);
 }
 
 }  // namespace backward_dq
@@ -181,7 +181,7 @@ KERNEL LAUNCH_BOUNDS(backward_dq::kThreads, config::kBlocksPerSm) void rawattn_b
       partials.add(dp, derivative, first_row, key_tiles.first_key(n));
     } else {
       constexpr int kKeySteps = kTileK / M::kDepth;
-      multiply_accumulators<M, kKeySteps <= 8 ? kKeySteps : 4, kPitchQk, kPitchDs>(dq, dp, slab, keys, lane);
+      multiply_accumulators<M, kKeySteps <= 8 ? kKeySteps : 4, kPitchDs>(dq, dp, slab, pitched_tile<kPitchQk>(keys), lane);
     }
     if (kStages == 1 && n + 1 < key_tiles.end) {
       target::block_sync();

@@ -189,7 +189,7 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
     C s[kRowBlocks][kKeyBlocks];
     const auto query = [&](int m, int step) { return queries(m, step, lane); };
     const Element* const keys = elements + kKeysAt + n % kStages * kTileK * kPitchQk;
-    multiply_rows<M, kSteps, kUnrolledSteps, kPitchQk>(s, query, keys, lane);
+    multiply_rows<M, kSteps, kUnrolledSteps>(s, query, pitched_tile<kPitchQk>(keys), lane);
     if constexpr (kStages == 2) {
       // Not earlier: issuing copies takes a while, and products must not wait for it.
       if (n + 1 < key_tiles.end) {
@@ -211,7 +211,7 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
     softmax.exponentiate(s);
     random.drop(s, dropout, lane);
     const Element* const values = elements + kValuesAt + n % kStages * kTileK * kPitchV;
-    multiply_accumulators<M, kUnrolledSteps, kPitchV, kPitchP>(o, s, slab, values, lane);
+    multiply_accumulators<M, kUnrolledSteps, kPitchP>(o, s, slab, pitched_tile<kPitchV>(values), lane);
     if constexpr (kSumsApart) {
       if (n % kTilesOfSum == kTilesOfSum - 1) add_to_sum();
     }

@@ -121,6 +121,11 @@ DEVICE void copy_tensor_5d(void* shared, const TensorMap* map, Mbarrier* barrier
   host::copy_tensor(shared, *map, barrier, {c0, c1, c2, c3, c4}, kReceivers);
 }
 
+DEVICE void copy_tensor_5d_once(void* shared, const TensorMap* map, Mbarrier* barrier, int c0, int c1, int c2, int c3,
+                                int c4) {
+  copy_tensor_5d(shared, map, barrier, c0, c1, c2, c3, c4);
+}
+
 DEVICE void fence_copies() { host::fence_copies(); }
 DEVICE void store_tensor_5d(const TensorMap* map, const void* shared, int c0, int c1, int c2, int c3, int c4) {
   host::store_tensor(*map, shared, {c0, c1, c2, c3, c4});

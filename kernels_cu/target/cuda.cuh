@@ -266,6 +266,19 @@ struct Mma16Bit {
     ldmatrix_transposed(b.r, tile + (lane % 16) * pitch + (lane / 16) * 8);
     return b;
   }
+  // The same where runs of 8 elements lie anywhere: run(row, column) is the one of a row that begins with a column.
+  template <class Run>
+  DEVICE static B load_b_rows_of(const Run& run, int lane) {
+    B b;
+    ldmatrix(b.r, run(lane % 8 + lane / 16 * 8, lane / 8 % 2 * 8));
+    return b;
+  }
+  template <class Run>
+  DEVICE static B load_b_columns_of(const Run& run, int lane) {
+    B b;
+    ldmatrix_transposed(b.r, run(lane % 16, lane / 16 * 8));
+    return b;
+  }
   DEVICE static unsigned pack_pair(float low, float high);
   // A 16 x 16 accumulator has, element by element, the layout of an A operand.
   DEVICE static A from_accumulator(const C& c) {

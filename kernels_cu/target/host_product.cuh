@@ -223,6 +223,29 @@ struct Mma {
     }
     return b;
   }
+  // The same where runs of 8 elements lie anywhere: run(row, column) is the one of a row that begins with a column.
+  template <class Run>
+  DEVICE static B load_b_rows_of(const Run& run, int lane) {
+    B b;
+    for (int e = 0; e < Map::kElementsB; e++) {
+      b.x[e] = element(run, Map::b_column(lane, e), Map::b_depth(lane, e));
+    }
+    return b;
+  }
+  template <class Run>
+  DEVICE static B load_b_columns_of(const Run& run, int lane) {
+    B b;
+    for (int e = 0; e < Map::kElementsB; e++) {
+      b.x[e] = element(run, Map::b_depth(lane, e), Map::b_column(lane, e));
+    }
+    return b;
+  }
+  template <class Run>
+  DEVICE static T element(const Run& run, int row, int column) {
+    const T* const first = run(row, column / 8 * 8);
+    check_alignment(first, 8);
+    return first[column % 8];
+  }
   DEVICE static unsigned pack_pair(float low, float high) {
     static_assert(sizeof(T) == 2, "two fill a register");
     return from_float<T>(low).bits | static_cast<unsigned>(from_float<T>(high).bits) << 16;

@@ -45,9 +45,17 @@ DEVICE bool is_real(const Rows& real, int row) {
   return real(row);
 }
 
+// Whether the first so many rows are.
+DEVICE bool all_real(int valid, int rows) { return rows <= valid; }
+template <class Rows>
+DEVICE bool all_real(const Rows& real, int rows) {
+  return real.all(rows);
+}
+
 // Where all rows are.
 struct AllReal {
   DEVICE bool operator()(int) const { return true; }
+  DEVICE bool all(int) const { return true; }
 };
 
 // kColumns are real, up to kPadded are zeros in the tile. kBytes is the widest access that every row of the array

@@ -1,36 +1,35 @@
 // Products of a wave's row blocks with tiles in shared memory. `operand(m, step)` is the A operand of row block m at
-// one step of the depth; a B operand serves all row blocks of a step.
+// one step of the depth; a B operand serves all row blocks of a step, and comes from a tile in shared memory.
 #pragma once
 
 #include "target/target.cuh"
 #include "tile/accumulator.cuh"
+#include "tile/shared_tile.cuh"
 
-// X = A B, B[k][n] = rows[n * kPitch + k]: dot products of rows.
-template <class M, int kSteps, int kUnrolled, int kPitch, class C, int kRowBlocks, int kColumnBlocks, class Operand,
-          class T>
-DEVICE void multiply_rows(C (&x)[kRowBlocks][kColumnBlocks], const Operand& operand, const T* rows, int lane) {
+// X = A B, B[k][n] being column k of the tile's row n: dot products of rows.
+template <class M, int kSteps, int kUnrolled, class C, int kRowBlocks, int kColumnBlocks, class Operand, class Tile>
+DEVICE void multiply_rows(C (&x)[kRowBlocks][kColumnBlocks], const Operand& operand, const Tile& tile, int lane) {
   UNROLL for (int m = 0; m < kRowBlocks; m++) { UNROLL for (int n = 0; n < kColumnBlocks; n++) x[m][n] = C{}; }
 #pragma unroll kUnrolled
   for (int step = 0; step < kSteps; step++) {
     typename M::A a[kRowBlocks];
     UNROLL for (int m = 0; m < kRowBlocks; m++) a[m] = operand(m, step);
     UNROLL for (int n = 0; n < kColumnBlocks; n++) {
-      const typename M::B b = M::load_b_rows(rows + n * 16 * kPitch + step * M::kDepth, kPitch, lane);
+      const typename M::B b = tile.template rows<M>(n * 16, step * M::kDepth, lane);
       UNROLL for (int m = 0; m < kRowBlocks; m++) M::multiply_add(x[m][n], a[m], b);
     }
   }
 }
 
-// X += A B, B[k][n] = tile[k * kPitch + n]: sums of rows, with the weights of A.
-template <class M, int kSteps, int kUnrolled, int kPitch, class C, int kRowBlocks, int kColumnBlocks, class Operand,
-          class T>
-DEVICE void multiply_columns(C (&x)[kRowBlocks][kColumnBlocks], const Operand& operand, const T* tile, int lane) {
+// X += A B, B[k][n] being column n of the tile's row k: sums of rows, with the weights of A.
+template <class M, int kSteps, int kUnrolled, class C, int kRowBlocks, int kColumnBlocks, class Operand, class Tile>
+DEVICE void multiply_columns(C (&x)[kRowBlocks][kColumnBlocks], const Operand& operand, const Tile& tile, int lane) {
 #pragma unroll kUnrolled
   for (int step = 0; step < kSteps; step++) {
     typename M::A a[kRowBlocks];
     UNROLL for (int m = 0; m < kRowBlocks; m++) a[m] = operand(m, step);
     UNROLL for (int n = 0; n < kColumnBlocks; n++) {
-      const typename M::B b = M::load_b_columns(tile + step * M::kDepth * kPitch + n * 16, kPitch, lane);
+      const typename M::B b = tile.template columns<M>(step * M::kDepth, n * 16, lane);
       UNROLL for (int m = 0; m < kRowBlocks; m++) M::multiply_add(x[m][n], a[m], b);
     }
   }
@@ -38,10 +37,10 @@ DEVICE void multiply_columns(C (&x)[kRowBlocks][kColumnBlocks], const Operand& o
 
 // X += P B as above, P being the wave's accumulators. Where an accumulator cannot serve as an operand, P goes through
 // `slab`, the wave's own rows of shared memory.
-template <class M, int kUnrolled, int kPitch, int kPitchP, class C, int kRowBlocks, int kColumnBlocks, int kDepthBlocks,
-          class T>
+template <class M, int kUnrolled, int kPitchP, class C, int kRowBlocks, int kColumnBlocks, int kDepthBlocks, class T,
+          class Tile>
 DEVICE void multiply_accumulators(C (&x)[kRowBlocks][kColumnBlocks], const C (&p)[kRowBlocks][kDepthBlocks], T* slab,
-                                  const T* tile, int lane) {
+                                  const Tile& tile, int lane) {
   if constexpr (!M::kAccumulatorFeedsA) {
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
       UNROLL for (int n = 0; n < kDepthBlocks; n++) {
@@ -57,6 +56,6 @@ DEVICE void multiply_accumulators(C (&x)[kRowBlocks][kColumnBlocks], const C (&p
       return M::load_a(slab + m * 16 * kPitchP + step * M::kDepth, kPitchP, lane);
     }
   };
-  multiply_columns<M, kDepthBlocks * 16 / M::kDepth, kUnrolled, kPitch>(x, operand, tile, lane);
+  multiply_columns<M, kDepthBlocks * 16 / M::kDepth, kUnrolled>(x, operand, tile, lane);
   if constexpr (!M::kAccumulatorFeedsA) target::wave_sync();
 }

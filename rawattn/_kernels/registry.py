@@ -15,6 +15,7 @@ from rawattn._kernels.portable import backward as portable_backward
 from rawattn._kernels.portable import decode as portable_decode
 from rawattn._kernels.portable import forward as portable_forward
 from rawattn._kernels.selection import selection
+from rawattn._kernels.sm90 import decode as sm90_decode
 from rawattn._kernels.sm90 import forward as sm90_forward
 from rawattn._kernels.sm90 import forward_steps as sm90_forward_steps
 from rawattn._kernels.steps import Steps
@@ -56,17 +57,21 @@ def _gathered(verb: str) -> Family:
 _DECODE = Family(
     "decode", portable_decode.FEATURES, portable_decode.supports, portable_decode.steps
 )
+_SM90_DECODE = Family("decode", sm90_decode.FEATURES, sm90_decode.supports, sm90_decode.steps)
 
-# Of few rows on many keys it is the faster one.
-_DECODE_BEFORE_SM90 = _DECODE._replace(supports=portable_decode.supports_before_sm90)
+# Of few rows on many keys they are the faster ones.
+_SM90_DECODE_FIRST = _SM90_DECODE._replace(supports=sm90_decode.supports_before_forward)
+_DECODE_FIRST = _DECODE._replace(supports=portable_decode.supports_before_sm90)
 
 _SM90 = Family("sm90", sm90_forward.FEATURES, sm90_forward.supports, sm90_forward_steps.steps)
 
 FAMILIES = {
     "attention": (
         _gathered("attention"),
-        _DECODE_BEFORE_SM90,
+        _SM90_DECODE_FIRST,
+        _DECODE_FIRST,
         _SM90,
+        _SM90_DECODE,
         _DECODE,
         Family(
             "portable",
@@ -77,6 +82,7 @@ FAMILIES = {
     ),
     # Few rows leave most of a Hopper tile empty, and pages are small boxes to its copy engine.
     "paged_attention": (
+        _SM90_DECODE,
         _DECODE,
         _SM90,
         Family(

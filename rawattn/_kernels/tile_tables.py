@@ -43,6 +43,9 @@ SCHEMAS = {
             "tensor_stores": bool,
         },
     ),
+    "sm90_decode": Schema(
+        ("16bit",), {"tile_k": int, "waves": int, "stages": int, "blocks_per_sm": int}
+    ),
     "portable_forward": Schema(
         ("16bit", "32bit"),
         {

@@ -34,6 +34,7 @@ Array = Any
 SMALL: dict[str, tuple[int, ...]] = {
     "portable_forward": (32, 16, 2, 2, 1, False),
     "portable_decode": (16, 2, 3, 1),
+    "sm90_decode": (16, 2, 3, 1),
     "portable_backward": (16, 32, 2, 1, 2, 1, 1, False),
     "portable_backward_dq": (32, 16, 2, 2, 1),
     "portable_backward_bias": (32, 32, 2, 2, 1),

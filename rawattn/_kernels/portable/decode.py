@@ -1,9 +1,12 @@
-"""Host twin of kernels_cu/portable/decode.cu: problem -> configuration -> source and steps."""
+"""Host twin of kernels_cu/portable/decode.cu: problem -> configuration -> source and steps.
+
+Its twin for Hopper, sm90/decode.py, takes from here what they share.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from rawattn._call.problem import Problem
 from rawattn._call.structure import Structure
@@ -14,7 +17,7 @@ from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import choice, forward, splits
 from rawattn._kernels.source import dims, round_up
 from rawattn._kernels.source import source as _source
-from rawattn._kernels.steps import Step, Steps, Tiles, patches
+from rawattn._kernels.steps import Geometry, Step, Steps, Tiles, patches
 from rawattn._kernels.target import Target
 
 ENTRY = "rawattn_decode"
@@ -43,6 +46,9 @@ class Config(Features):
     """Everything the compiler is told: the named constants of namespace `config` in the kernel."""
 
     LEAVES_OUT: ClassVar[frozenset[str]] = frozenset({"bias_chunks", "packed"})
+    NAME: ClassVar[str] = "portable"
+    ENTRY: ClassVar[str] = ENTRY
+    FILE: ClassVar[str] = "portable/decode.cu"
 
     element: str
     headdim: int
@@ -74,18 +80,25 @@ class Config(Features):
         return round_up(4 * rows * (round_up(self.headdim_v, 16) + 2), 16)
 
     @property
+    def stage_bytes(self) -> int:
+        """Of shared memory, of a tile of keys and values."""
+        columns = round_up(self.headdim, 16), round_up(self.headdim_v, 16)
+        return self.tile_k * sum(map(self._pitch, columns)) * self._size
+
+    @property
+    def more_bytes(self) -> int:
+        """Of shared memory, beside each wave's ring: where the rows of a tile are."""
+        return 2 * self.tile_k * _OFFSET_BYTES if self.paged and not self.tile_in_page else 0
+
+    @property
     def shared_bytes(self) -> int:
-        keys = self._pitch(round_up(self.headdim, 16))
-        values = self._pitch(round_up(self.headdim_v, 16))
-        wave = self.stages * self.tile_k * (keys + values)
+        wave = self.stages * self.stage_bytes
         if not self.accumulator_feeds_a:
-            wave += self.tile_rows * self._pitch(self.tile_k)
-        used = (self.tile_rows * keys + self.waves * wave) * self._size
-        if self.paged and not self.tile_in_page:
-            used += self.waves * 2 * self.tile_k * _OFFSET_BYTES
-        of_a_slot = self.tile_k * (keys + values) * self._size
-        merged = self.waves * self.partial_bytes if self.partial_bytes > of_a_slot else 0
-        return max(used, merged) + _KEPT_BYTES + _FLAG_BYTES
+            wave += self.tile_rows * self._pitch(self.tile_k) * self._size
+        queries = self.tile_rows * self._pitch(round_up(self.headdim, 16)) * self._size
+        merged = self.waves * self.partial_bytes if self.partial_bytes > self.stage_bytes else 0
+        used = max(queries + self.waves * wave, merged)
+        return used + self.waves * self.more_bytes + _KEPT_BYTES + _FLAG_BYTES
 
     @property
     def _size(self) -> int:
@@ -97,8 +110,8 @@ class Config(Features):
     def source(self) -> Source:
         derived = ("tile_q", "shared_bytes", "partial_bytes")
         return _source(
-            ENTRY,
-            "portable/decode.cu",
+            self.ENTRY,
+            self.FILE,
             self.summary(),
             params.FORWARD,
             element=self.element,
@@ -108,7 +121,7 @@ class Config(Features):
 
     def summary(self) -> str:
         shape = f"{self.tile_rows}x{self.tile_k} waves={self.waves} stages={self.stages}"
-        words = ["portable decode", self.element, dims(self), shape, f"{self.copy_bytes}B"]
+        words = [f"{self.NAME} decode", self.element, dims(self), shape, f"{self.copy_bytes}B"]
         heads = [f"heads={self.heads}"] if self.heads > 1 else []
         return " ".join([*words, *heads, *features.traits(self)])
 
@@ -141,25 +154,46 @@ def supports_before_sm90(problem: Problem, target: Target, operands: Operands) -
 
 def choose(problem: Problem, target: Target, operands: Operands) -> Config:
     """The configuration for a problem that it supports; operands: q, k, v and out."""
-    group = problem.nheads_q // problem.nheads_kv
-    wide = problem.max_seqlen_q * group > _TILE_ROWS and problem.headdim_v <= _WIDE_TILE_HEADDIM
-    tile_rows = 2 * _TILE_ROWS if wide else _TILE_ROWS
-    heads = max(n for n in range(1, tile_rows + 1) if group % n == 0)
-    config = choice.choose(
-        Config, TILES, problem, target, operands, heads=heads, tile_rows=tile_rows
-    )
-    # The one query of a sequence sees all its keys under a causal mask too.
-    alone = problem.max_seqlen_q <= 1 and not config.top_left
+    config = choose_tiles(Config, TILES, problem, target, operands)
     return replace(
         config,
-        right=config.right and not alone,
         tile_in_page=problem.pages is not None and problem.pages.page_size % config.tile_k == 0,
     )
 
 
+_C = TypeVar("_C", bound=Config)
+
+
+def choose_tiles(
+    config: type[_C], tiles: str, problem: Problem, target: Target, operands: Operands
+) -> _C:
+    """The configuration, from the tables of a file, but for how its tiles are loaded."""
+    group = problem.nheads_q // problem.nheads_kv
+    wide = problem.max_seqlen_q * group > _TILE_ROWS and problem.headdim_v <= _WIDE_TILE_HEADDIM
+    tile_rows = 2 * _TILE_ROWS if wide else _TILE_ROWS
+    heads = max(n for n in range(1, tile_rows + 1) if group % n == 0)
+    chosen = choice.choose(
+        config, tiles, problem, target, operands, heads=heads, tile_rows=tile_rows
+    )
+    # The one query of a sequence sees all its keys under a causal mask too.
+    alone = problem.max_seqlen_q <= 1 and not chosen.top_left
+    return replace(chosen, right=chosen.right and not alone)
+
+
 def steps(problem: Problem, structure: Structure, operands: Operands, target: Target) -> Steps:
     """The launches of a call."""
-    config = choose(problem, target, operands)
+    return launches(choose(problem, target, operands), problem, structure, operands, target)
+
+
+def launches(
+    config: Config,
+    problem: Problem,
+    structure: Structure,
+    operands: Operands,
+    target: Target,
+    maps: tuple[tuple[str, Geometry], ...] = (),
+) -> Steps:
+    """Those of a configuration; maps: of its main kernel's step."""
     values = attention_params.forward(problem, structure, operands, forward.SECTION_BYTES)
     keys = dict(zip("kv", attention_params.KEYS[config.paged], strict=True))
     if config.paged:
@@ -179,7 +213,8 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
             *line.patches(params.FORWARD),
         ),
         shared_bytes=config.shared_bytes,
+        maps=maps,
     )
-    launches = (*forward.padding(problem, structure, operands), main)
+    padding = forward.padding(problem, structure, operands)
     scratch = line.scratch(config.partial_bytes)
-    return Steps(launches, config, scratch=scratch, counters=line.counters())
+    return Steps((*padding, main), config, scratch=scratch, counters=line.counters())

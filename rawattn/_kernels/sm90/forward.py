@@ -182,7 +182,7 @@ def supports(problem: Problem, target: Target, operands: Operands) -> str | None
     if (reason := _pages_refused(problem, target)) is not None:
         return reason
     for name in loaded(problem):
-        if name in operands.strides and not _mappable(problem, name, operands):
+        if not mappable(problem, name, operands):
             return f"a tensor map cannot have the strides of {name}"
     return None
 
@@ -220,8 +220,8 @@ def choose(problem: Problem, target: Target, operands: Operands) -> Config:
         # blocks would visit key tiles for each other. Boxes of pages are small already.
         fields["cluster"] = 1
     # Of ragged batches alone: others gain nothing by it.
-    mappable = "out" not in operands.strides or _mappable(problem, "out", operands)
-    fields["tensor_stores"] &= problem.ragged and store_bytes == 16 and mappable
+    storable = store_bytes == 16 and mappable(problem, "out", operands)
+    fields["tensor_stores"] &= problem.ragged and storable
     known = features.features(problem, operands).known_to(Config)
     # What is added to scores must be there before they are compared, unless it has a bound by rows.
     fields["late_scaling"] &= not known["bias"] and (known["one_sided"] or not known["alibi"])
@@ -271,9 +271,15 @@ def repacked(problem: Problem, operands: Operands) -> tuple[str, ...]:
     return tuple(
         name
         for name in loaded(problem)
-        if name in operands.strides
-        and (operands.pointers % 16 or any(x % 16 for x in _real(problem, name, operands)))
+        if name in operands.strides and not aligned(problem, name, operands)
     )
+
+
+def aligned(problem: Problem, name: str, operands: Operands) -> bool:
+    """Whether the rows of an array begin at multiples of 16 bytes."""
+    if name not in operands.strides:
+        return True
+    return operands.pointers % 16 == 0 and not any(x % 16 for x in _real(problem, name, operands))
 
 
 def _repacking_pays(problem: Problem, operands: Operands) -> bool:
@@ -283,9 +289,11 @@ def _repacking_pays(problem: Problem, operands: Operands) -> bool:
     return problem.max_seqlen_k >= REPACK_SEQLEN or operands.copy_bytes(problem) == 2
 
 
-def _mappable(problem: Problem, name: str, operands: Operands) -> bool:
-    """Whether a tensor map can have these strides, in multiples of 16 as they are."""
-    return all(0 < stride < 2**40 for stride in _real(problem, name, operands))
+def mappable(problem: Problem, name: str, operands: Operands) -> bool:
+    """Whether a tensor map can have the strides of an array, in multiples of 16 as they are."""
+    return name not in operands.strides or all(
+        0 < stride < 2**40 for stride in _real(problem, name, operands)
+    )
 
 
 def _real(problem: Problem, name: str, operands: Operands) -> Iterator[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 from rawattn._call.problem import Problem
 from rawattn._call.structure import Structure
@@ -152,38 +151,42 @@ def row_bound(rows: int) -> int:
 
 def tensor_maps(problem: Problem, config: Config, operands: Operands) -> dict[str, Geometry]:
     """Of the operands by name, in the order of the kernel's `Maps`."""
-    rows_q, rows_k = problem.rows_q, problem.rows_k
-    heads_q, heads_k = problem.nheads_q, problem.nheads_kv
-    boxes: dict[str, Any] = {
-        "q": (rows_q, heads_q, problem.headdim, config.tile_q, config.heads_per_tile),
-        "k": (rows_k, heads_k, problem.headdim, config.tile_k, 1),
-        "v": (rows_k, heads_k, problem.headdim_v, config.tile_k, 1),
-    }
+    queries = {"q": (problem.headdim, config.tile_q, config.heads_per_tile)}
     if config.tensor_stores:
-        boxes["out"] = (rows_q, heads_q, problem.headdim_v, STORE_ROWS, 1)
-    if problem.pages is not None:
-        del boxes["k"], boxes["v"]
+        queries["out"] = (problem.headdim_v, STORE_ROWS, 1)
     maps = {
         name: geometry(
             *(problem, operands.strides[name]),
-            rows=rows,
-            nheads=nheads,
+            rows=problem.rows_q,
+            nheads=problem.nheads_q,
             headdim=headdim,
             box_rows=box_rows,
             box_heads=box_heads,
         )
-        for name, (rows, nheads, headdim, box_rows, box_heads) in boxes.items()
+        for name, (headdim, box_rows, box_heads) in queries.items()
     }
-    if problem.pages is not None:
-        dims = problem.headdim, problem.headdim_v
-        pools = {
-            name: geometry_of_pages(problem, operands.strides[each], dim, config.page_rows)
-            for name, each, dim in zip("kv", KEYS[True], dims, strict=True)
-        }
-        maps = {"q": maps.pop("q"), **pools, **maps}
+    keys = maps_of_keys(problem, operands, config.page_rows or config.tile_k)
+    maps = {"q": maps.pop("q"), **dict(zip("kv", (each for _, each in keys), strict=True)), **maps}
     if config.bias_stages:
         maps["bias"] = bias_boxes.geometry(problem, operands, config.bias_boxes)
     return maps
+
+
+def maps_of_keys(
+    problem: Problem, operands: Operands, box_rows: int
+) -> tuple[tuple[str, Geometry], ...]:
+    """Of keys and of values, in rows or pages: the name of the array, its map."""
+    found = []
+    dims = problem.headdim, problem.headdim_v
+    for name, headdim in zip(KEYS[problem.pages is not None], dims, strict=True):
+        strides = operands.strides[name]
+        if problem.pages is not None:
+            found.append((name, geometry_of_pages(problem, strides, headdim, box_rows)))
+            continue
+        rows, nheads = problem.rows_k, problem.nheads_kv
+        sizes = {"rows": rows, "nheads": nheads, "headdim": headdim, "box_rows": box_rows}
+        found.append((name, geometry(problem, strides, **sizes)))
+    return tuple(found)
 
 
 def geometry(

@@ -1,0 +1,350 @@
+// Attention of few query rows to many keys: what takes time is to read the keys (Flash-Decoding, Dao et al. 2023).
+//
+// The rows of a block are those of kTileQ queries in all kHeads heads that share its keys: query by query, head by
+// head. Its waves take key tiles in turn, all rows each. A wave has a ring of key tiles to itself, so it waits for
+// nobody: while it computes one tile, kStages - 1 others of its own are on their way. Blocks share all keys of the
+// batch out evenly (attn/schedule/line.cuh). The waves' rows become one in shared memory, and those of blocks that
+// share a query tile in global memory, in the last of them to be done.
+//
+// How key tiles come into a ring is the kernel's own: `Ring` below is WaveRing of portable/decode.cu, whose lanes copy,
+// or that of sm90/decode.cu, which asks the copy engine.
+#pragma once
+
+#include "attn/pages.cuh"
+#include "attn/params.cuh"
+#include "attn/row_partials.cuh"
+#include "attn/rows.cuh"
+#include "attn/schedule/line.cuh"
+#include "attn/score_rule.cuh"
+#include "attn/scores.cuh"
+#include "attn/sequence.cuh"
+#include "attn/softmax.cuh"
+#include "attn/tiles.cuh"
+#include "attn/visible.cuh"
+#include "target/target.cuh"
+#include "tile/copy.cuh"
+#include "tile/multiply.cuh"
+
+namespace decode {
+
+using namespace config;
+using M = target::Mma<Element>;
+using C = M::C;
+
+constexpr int kThreads = kWaves * target::kWave;
+constexpr int kRowBlocks = kTileRows / 16;
+constexpr int kKeyBlocks = kTileK / 16;
+constexpr int kDepthQk = round_up(kHeadDim, 16);
+constexpr int kDepthV = round_up(kHeadDimV, 16);
+constexpr int kOutBlocks = kDepthV / 16;
+static_assert(kRowBlocks * 16 == kTileRows && kKeyBlocks * 16 == kTileK, "tiles are made of 16 x 16 blocks");
+static_assert(kTileQ * kHeads <= kTileRows && kTileQ > 0, "a tile has room for its rows");
+static_assert(kStages >= 2, "one tile is computed while others are on their way");
+
+constexpr int kPitchQ = padded_pitch<Element>(kDepthQk);
+constexpr int kPitchP = padded_pitch<Element>(kTileK);
+constexpr int kRows = kTileQ * kHeads;  // the most that are real
+using Partials = RowPartials<kRows, kDepthV>;
+static_assert(sizeof(Partials) == kPartialBytes, "the host's is the same");
+
+using CopyQ = RowCopy<Element, kTileRows, kHeadDim, kDepthQk, kPitchQ, kThreads, kCopyBytes>;
+using Visible = VisibleKeys<kLeft, kRight, kTopLeft>;
+using Softmax = OnlineSoftmax<C, kRowBlocks>;
+using BlockLine = Line<kRagged, kPaged, Visible, kTileQ, kTileK, kHeads, kWaves, kThreads>;
+
+constexpr int kSteps = kDepthQk / M::kDepth;
+constexpr int kUnrolledSteps = M::kDepth == 16 ? 16 : 4;
+// Queries stay in registers where they are few.
+constexpr bool kHoldsQueries = kRowBlocks * kSteps * int(sizeof(typename M::A)) <= 128;
+
+// Bytes of shared memory: the rings, each with probabilities where they go through memory; the queries; what a kernel
+// keeps for each ring; segments that others have a part in, in whose place the line is cut before; and words for the
+// whole block. What the rows of a wave come to takes the one slot of its ring that stays free while the next segment's
+// first tiles are on their way. If it has no room there, the next segment waits, and the rows of all waves take the
+// place of rings and queries.
+template <class Ring>
+struct Layout {
+  static constexpr bool kPrefetches = kPartialBytes <= Ring::kStageBytes;
+  static constexpr int kSlabBytes = M::kAccumulatorFeedsA ? 0 : kTileRows * kPitchP * int(sizeof(Element));
+  static constexpr int kWaveBytes = kStages * Ring::kStageBytes + kSlabBytes;
+  static constexpr int kQueriesAt = kWaves * kWaveBytes;
+  static constexpr int kUsed = kQueriesAt + kTileRows * kPitchQ * int(sizeof(Element));
+  static constexpr int kMerged = kPrefetches ? 0 : kWaves * kPartialBytes;
+  static constexpr int kMoreAt = kUsed > kMerged ? kUsed : kMerged;
+  static constexpr int kKeptAt = kMoreAt + kWaves * Ring::kMoreBytes;
+  static constexpr int kKeptBytes = 192, kFlagBytes = 16;
+  static_assert(kQueriesAt % 16 == 0 && kMoreAt % 16 == 0 && kKeptAt % 16 == 0, "all parts are aligned");
+  static_assert(2 * sizeof(SharedTile<Partials>) <= kKeptBytes, "a part shares two query tiles at most");
+  static_assert(BlockLine::kRoom * 4 <= kKeptBytes, "the line has room");
+  static_assert(kSharedBytes == kKeptAt + kKeptBytes + kFlagBytes, "the host computes the same size");
+};
+
+DEVICE int next_slot(int slot) { return slot + 1 < kStages ? slot + 1 : 0; }
+DEVICE int last_slot(int slot) { return slot > 0 ? slot - 1 : kStages - 1; }
+
+// What the rows of a tile see: row r is one of query first + r / kHeads.
+struct RowsVisible {
+  static constexpr bool kLimitedLeft = kLeft, kLimitedRight = kRight;
+
+  const Visible& visible;
+  int first, sink;
+
+  DEVICE RowLimits row(int r) const { return visible.row(first + r / kHeads); }
+};
+
+// Four columns of an output row; `columns` are there.
+DEVICE void store_columns(Element* out, const FourFloats& x, int columns) {
+  alignas(16) Element y[4];
+  UNROLL for (int i = 0; i < 4; i++) y[i] = target::from_float<Element>(x.x[i]);
+  constexpr int kWidth = kCopyBytes < 4 * int(sizeof(Element)) ? kCopyBytes : 4 * int(sizeof(Element));
+  constexpr int kAtOnce = kWidth / int(sizeof(Element));
+  UNROLL for (int i = 0; i < 4; i += kAtOnce) {
+    if (i < columns) *reinterpret_cast<Chunk<kWidth>*>(out + i) = *reinterpret_cast<const Chunk<kWidth>*>(y + i);
+  }
+}
+
+// A segment, whose tiles are loaded one after the other.
+template <class Ring>
+struct Work {
+  Segment segment;
+  int first, rows;  // query, and rows of all heads
+  KeyTiles<Visible, kTileQ, kTileK> key_tiles;
+  TileSpan span;
+  typename Ring::Source source;
+
+  Work() = default;
+  DEVICE Work(const ForwardParams& p, BlockLine& line)
+      : segment(line.next()),
+        first(segment.tile * kTileQ),
+        rows((segment.q.length - first < kTileQ ? segment.q.length - first : kTileQ) * kHeads),
+        key_tiles(Visible(p, segment.q.length, segment.k.length), first, last()),
+        span(line.tiles(segment, key_tiles)),
+        source(p, segment, segment.head / (p.nheads_q / p.nheads_kv)) {}
+
+  DEVICE int last() const { return first + rows / kHeads - 1; }
+  DEVICE int rounds() const { return (span.count() + kWaves - 1) / kWaves; }
+  DEVICE int tile(int n, int wave) const { return span.begin + n * kWaves + wave; }
+
+  // The queries, and all of a wave's tiles that fit its ring but for one. slot: of the first.
+  DEVICE void begin(const ForwardParams& p, Element* queries, Ring& ring, int slot, int wave, int lane) {
+    if (tile(0, wave) < span.end) {
+      source.look_up(key_tiles.first_key(tile(0, wave)), lane);
+      source.look_up(key_tiles.first_key(tile(1, wave)), lane);
+    }
+    const auto q =
+        rows_of_heads<kHeads, const Element>(p.q, p.q_strides, segment.sequence, segment.q, segment.head, first);
+    CopyQ::load(queries, q, rows, wave * target::kWave + lane);
+    target::copy_async_commit();
+#pragma unroll 1
+    for (int n = 0; n < kStages - 1; n++) {
+      load(p, ring, slot, tile(n, wave), lane);
+      slot = next_slot(slot);
+    }
+  }
+
+  // A tile of the wave: the last but one that was looked up, and then the next but one is. Nothing if there is no such.
+  DEVICE void load(const ForwardParams& p, Ring& ring, int slot, int tile, int lane) {
+    if (tile < span.end) {
+      real_rows(tile, [&](const auto& real) { ring.load(p, source, slot, real, lane); });
+      // Behind the last tile is the last page.
+      source.look_up(key_tiles.first_key(tile + 2 * kWaves), lane);
+    }
+    ring.commit();
+  }
+
+  // Calls `use` with those rows of a tile that some query row may see: of the others, a page may hold anything.
+  template <class Use>
+  DEVICE void real_rows(int tile, const Use& use) const {
+    const int row = key_tiles.first_key(tile), rest = segment.k.length - row;
+    if (!kReached && rest >= kTileK) {
+      use(AllReal{});
+    } else {
+      const Reach<kReached> reach(key_tiles.visible, first, last());
+      use(reach.rows(row, rest));
+    }
+  }
+
+ private:
+  // Where no row is limited but by the sequence's end, every page is the sequence's.
+  static constexpr bool kReached = kPaged && (kLeft || (kRight && kTopLeft));
+};
+
+// Rows that are done go out.
+struct Output {
+  const ForwardParams& p;
+  const Segment& segment;
+
+  DEVICE int first() const { return segment.tile * kTileQ; }
+  DEVICE int rows() const {
+    return (segment.q.length - first() < kTileQ ? segment.q.length - first() : kTileQ) * kHeads;
+  }
+
+  DEVICE void write(int row, int column, MergedColumns x) const {
+    const int head = segment.head + row % kHeads;
+    if constexpr (kSinkLogits) x.add_sink(per_head(p.sink_logits, segment.sequence, head) * Exponent::kUnit);
+    x.divide();
+    const auto out =
+        rows_of_heads<kHeads, Element>(p.out, p.out_strides, segment.sequence, segment.q, segment.head, first());
+    if (column < kHeadDimV) store_columns(out.from(row).address() + column, x.out, kHeadDimV - column);
+    if (p.lse != nullptr && column == 0) {
+      p.lse[segment.sequence * p.lse_batch + head * p.lse_head + segment.q.start + first() + row / kHeads] = x.lse();
+    }
+  }
+};
+
+// What `count` partials come to goes out, or to `kept` if there are others. Each thread has some columns of some rows.
+template <int kAtOnce, class Part>
+DEVICE void merge(const Output& output, int thread, int count, const Part& part, Partials* kept) {
+#pragma unroll 1
+  for (int n = thread; n < output.rows() * (kDepthV / 4); n += kThreads) {
+    const int row = n / (kDepthV / 4), column = n % (kDepthV / 4) * 4;
+    MergedColumns merged;
+    merged.join<kAtOnce>(count, row, column, part);
+    if (kept == nullptr) {
+      output.write(row, column, merged);
+    } else {
+      kept->out[row][column / 4] = merged.out;
+      if (column == 0) {
+        kept->running_max[row] = merged.running_max;
+        kept->sum[row] = merged.sum;
+      }
+    }
+  }
+}
+
+// All of a block. shared: aligned as the rings are.
+template <class Ring, class... More>
+DEVICE void attend(const ForwardParams& p, unsigned char* shared, const More&... more) {
+  using L = Layout<Ring>;
+  auto* const kept = reinterpret_cast<SharedTile<Partials>*>(shared + L::kKeptAt);
+  bool* const flags = reinterpret_cast<bool*>(shared + L::kKeptAt + L::kKeptBytes);
+  Element* const queries = reinterpret_cast<Element*>(shared + L::kQueriesAt);
+  const int thread = target::thread_index();
+  const int lane = thread % target::kWave;
+  const int wave = thread / target::kWave;
+  Ring ring(shared + wave * L::kWaveBytes, shared + L::kMoreAt + wave * Ring::kMoreBytes, lane, more...);
+  Element* const slab = reinterpret_cast<Element*>(shared + wave * L::kWaveBytes + kStages * Ring::kStageBytes);
+
+  if constexpr (kPaged) prefetch_table(p.pages, p.batch, int64(target::block_index()) * kThreads + thread);
+  BlockLine line(p, reinterpret_cast<int*>(kept));
+  if (line.at >= line.end) return;
+  target::block_sync();  // all have read the line's sums
+  Work<Ring> work;
+  Segment done;    // the last segment
+  int slot = 0;    // of the next tile in the ring of a wave
+  int shares = 0;  // segments of query tiles that others have a part in
+  bool any = false;
+
+#pragma unroll 1
+  while (true) {
+    // The next segment's first tiles are on their way while the last one is merged.
+    const bool more = line.at < line.end;
+    const auto begin = [&] {
+      work = Work<Ring>(p, line);
+      work.begin(p, queries, ring, slot, wave, lane);
+    };
+    if (L::kPrefetches && more) begin();
+    if (any) {
+      const unsigned char* const of_waves =
+          L::kPrefetches ? shared + last_slot(slot) * Ring::kStageBytes : shared;
+      constexpr int kStride = L::kPrefetches ? L::kWaveBytes : kPartialBytes;
+      Partials* of_block = nullptr;
+      if (!done.whole()) {
+        const SharedTile<Partials> tile(line, done);
+        of_block = &tile.own_partials(p.splits);
+        if (thread == 0) kept[shares] = tile;
+        shares++;
+      }
+      const auto of_wave = [&](int n) -> const Partials& {
+        return *reinterpret_cast<const Partials*>(of_waves + n * kStride);
+      };
+      merge<kWaves>(Output{p, done}, thread, kWaves, of_wave, of_block);
+      ring.give_back();
+    }
+    if (!more) break;
+    if constexpr (!L::kPrefetches) {
+      target::block_sync();
+      begin();
+    }
+    ring.wait_for_queries();
+    target::block_sync();
+    const auto load_query = [&](int m, int step) {
+      return M::load_a(queries + m * 16 * kPitchQ + step * M::kDepth, kPitchQ, lane);
+    };
+    typename M::A held[kHoldsQueries ? kRowBlocks : 1][kHoldsQueries ? kSteps : 1];
+    if constexpr (kHoldsQueries) {
+      UNROLL for (int m = 0; m < kRowBlocks; m++) {
+        UNROLL for (int step = 0; step < kSteps; step++) held[m][step] = load_query(m, step);
+      }
+    }
+    const auto query = [&](int m, int step) {
+      if constexpr (kHoldsQueries) {
+        return held[m][step];
+      } else {
+        return load_query(m, step);
+      }
+    };
+    const Visible visible = work.key_tiles.visible;
+    const RowsVisible rows_visible{visible, work.first, visible.sink};
+    const ScoreRule rule(p, work.segment.sequence, work.segment.head, work.segment.q.length, work.segment.k.length,
+                         visible.offset);
+    Softmax softmax(kScaleFirst || ScoreRule::kScaled ? Exponent::kUnit : p.scores.scale * Exponent::kUnit);
+    C o[kRowBlocks][kOutBlocks];
+    UNROLL for (int m = 0; m < kRowBlocks; m++) { UNROLL for (int d = 0; d < kOutBlocks; d++) o[m][d] = C{}; }
+    AddedScores<C, kRowBlocks, kKeyBlocks> added;  // nothing: what adds to scores is not for this kernel
+
+    // All waves take as many turns, though the last ones may have no tile in the last: their slots stay the same.
+#pragma unroll 1
+    for (int n = 0; n < work.rounds(); n++, slot = next_slot(slot)) {
+      const int tile = work.tile(n, wave);
+      if (tile >= work.span.end) continue;
+      // The tile is there for all lanes, and all are done with the one before, whose slot is filled anew.
+      ring.wait(slot);
+      work.real_rows(tile, [&](const auto& real) { ring.clear(slot, real, lane); });
+      target::wave_sync();
+      work.load(p, ring, last_slot(slot), tile + (kStages - 1) * kWaves, lane);
+
+      const int first_key = work.key_tiles.first_key(tile);
+      C s[kRowBlocks][kKeyBlocks];
+      multiply_rows<M, kSteps, kUnrolledSteps>(s, query, ring.keys(slot), lane);
+      if constexpr (ScoreRule::kRemakes) remake_scores(s, rule, work.first, first_key, lane, NoVisit{});
+      const SoftmaxScore<kScaleFirst> finish{p.scores.scale};
+      UNROLL for (int m = 0; m < kRowBlocks; m++) {
+        UNROLL for (int b = 0; b < kKeyBlocks; b++) {
+          UNROLL for (int e = 0; e < C::kElements; e++) s[m][b].x[e] = finish(s[m][b].x[e], m, b, e, added);
+        }
+      }
+      const Edges edges = visible.edges(first_key, first_key + kTileK - 1, work.first, work.last());
+      mask_scores(s, finish.masked(), rows_visible, edges, 0, first_key, lane, NoVisit{});
+      if (softmax.update_row_max(s, added)) softmax.rescale(o);
+      softmax.exponentiate(s);
+      multiply_accumulators<M, kUnrolledSteps, kPitchP>(o, s, slab, ring.values(slot), lane);
+    }
+    softmax.sum_rows();
+
+    if constexpr (L::kPrefetches) {
+      target::wave_sync();  // all lanes are done with the last tile
+      reinterpret_cast<Partials*>(ring.bytes(last_slot(slot)))->leave(o, softmax, work.rows, lane);
+    } else {
+      target::block_sync();
+      reinterpret_cast<Partials*>(shared + wave * kPartialBytes)->leave(o, softmax, work.rows, lane);
+    }
+    target::block_sync();
+    done = work.segment;
+    any = true;
+  }
+  if (shares == 0) return;
+
+  // All stores of the block come before its arrival, and behind the last arrival all loads.
+  target::block_sync();
+  if (thread < shares) flags[thread] = kept[thread].arrive(p.splits);
+  target::block_sync();
+  for (int n = 0; n < shares; n++) {
+    if (!flags[n]) continue;
+    const SharedTile<Partials> tile = kept[n];
+    const auto of_block = [&](int n) -> const Partials& { return tile.partials(p.splits, n); };
+    merge<16>(Output{p, tile.own}, thread, tile.count, of_block, nullptr);
+  }
+}
+
+}  // namespace decode

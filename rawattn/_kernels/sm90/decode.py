@@ -1,0 +1,92 @@
+"""Host twin of kernels_cu/sm90/decode.cu: few queries on many keys, which Hopper's copy engine brings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rawattn._call.problem import Problem
+from rawattn._call.structure import Structure
+from rawattn._kernels.attention_params import KEYS
+from rawattn._kernels.operands import Operands
+from rawattn._kernels.portable import decode
+from rawattn._kernels.sm90 import forward, forward_steps
+from rawattn._kernels.source import round_up
+from rawattn._kernels.steps import Steps
+from rawattn._kernels.target import Target
+
+ENTRY = "rawattn_sm90_decode"
+TILES = "sm90_decode"  # the file of its tile tables
+FEATURES = decode.FEATURES
+_BLOCK_COLUMNS, _BLOCK_ROW_BYTES = 64, 128  # of the swizzle
+_BARRIER_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config(decode.Config):
+    """Everything the compiler is told: the named constants of namespace `config` in the kernel."""
+
+    LEAVES_OUT: ClassVar[frozenset[str]] = frozenset({"bias_chunks"})
+    NAME: ClassVar[str] = "sm90"
+    ENTRY: ClassVar[str] = ENTRY
+    FILE: ClassVar[str] = "sm90/decode.cu"
+
+    tile_in_page: bool = True
+
+    @property
+    def stage_bytes(self) -> int:
+        blocks = sum(-(-columns // _BLOCK_COLUMNS) for columns in (self.headdim, self.headdim_v))
+        return blocks * self.tile_k * _BLOCK_ROW_BYTES
+
+    @property
+    def more_bytes(self) -> int:
+        """Of shared memory, beside each wave's ring: its barriers."""
+        return round_up(self.stages * _BARRIER_BYTES, 16)
+
+
+def supports(problem: Problem, target: Target, operands: Operands) -> str | None:
+    """Why a call is not for this kernel, else None."""
+    return decode.supports(problem, target, operands) or _unmapped(problem, target, operands)
+
+
+def supports_before_forward(problem: Problem, target: Target, operands: Operands) -> str | None:
+    """`supports`, of keys in rows, where Hopper's forward would be slower: why a call is not, else None."""
+    return decode.supports_before_sm90(problem, target, operands) or _unmapped(
+        problem, target, operands
+    )
+
+
+def _unmapped(problem: Problem, target: Target, operands: Operands) -> str | None:
+    """Why the copy engine cannot bring the keys and values of a call, else None."""
+    if target.arch != forward.ARCH:
+        return f"it is for {forward.ARCH}, not {target.arch}"
+    if problem.dtype == "float32":
+        return "the swizzle is of 16-bit elements"
+    if min(problem.batch, problem.rows_q, problem.rows_k) == 0:
+        return "an array is empty"
+    tile_k = choose(problem, target, operands).tile_k
+    if problem.pages is not None:
+        if problem.pages.page_size % tile_k:
+            return f"a page of {problem.pages.page_size} keys is no whole number of tiles"
+        if not 0 < problem.pages.num_pages < forward.MAX_PAGES:
+            return f"a tensor map has from 1 to {forward.MAX_PAGES} pages"
+    elif problem.rows_k > forward.MAX_ROWS:
+        return f"an array has more than {forward.MAX_ROWS} rows"
+    names = KEYS[problem.pages is not None]
+    if not all(forward.aligned(problem, name, operands) for name in names):
+        return "the copy engine reads rows that begin at multiples of 16 bytes"
+    if not all(forward.mappable(problem, name, operands) for name in names):
+        return "a tensor map cannot have the strides of keys or values"
+    return None
+
+
+def choose(problem: Problem, target: Target, operands: Operands) -> Config:
+    """The configuration for a problem that it supports; operands: q, k, v and out."""
+    return decode.choose_tiles(Config, TILES, problem, target, operands)
+
+
+def steps(problem: Problem, structure: Structure, operands: Operands, target: Target) -> Steps:
+    """The launches of a call."""
+    config = choose(problem, target, operands)
+    maps = forward_steps.maps_of_keys(problem, operands, config.tile_k)
+    return decode.launches(config, problem, structure, operands, target, maps)

@@ -1,0 +1,194 @@
+"""sm90/decode.cu on the CPU machine: boxes of the copy engine in rings of waves, the swizzle, what no row may see."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rawattn
+from rawattn._kernels.portable import splits
+from rawattn._kernels.sm90 import forward as sm90_forward
+from tests import exhaustive
+from tests.paged import BFLOAT16, Paged, paged, verify
+from tests.shim.device import Device
+from tests.shim.launch import Machine
+from tests.shim.shim import Builder
+from tests.shim.test_paged import finite, normal, run, run_on_device, verify_kernel
+from tests.shim.whole import small_tiles, verify_forward
+
+F16 = np.dtype(np.float16)
+LENS = (70, 3, 0, 129, 16)
+
+MakeDevice = Callable[..., Device]
+
+
+@pytest.fixture
+def hopper(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> MakeDevice:
+    def make(seed: int = 1, checked: bool = False) -> Device:
+        device = Device(Machine(builder, seed=seed, checked=checked), sm90_forward.ARCH)
+        device.install(monkeypatch)
+        return device
+
+    return make
+
+
+def verify_decode(device: Device, call: Paged, **options: Any) -> None:
+    verify_kernel(device, call, family="decode", **options)
+    assert "rawattn_sm90_decode" in device.launched
+
+
+@pytest.mark.parametrize(
+    ("heads", "rows"),
+    exhaustive.thin(itertools.product(((4, 4), (8, 2), (5, 1), (12, 2), (34, 1)), (1, 3)), 4),
+    ids=str,
+)
+def test_rows_of_heads(hopper: MakeDevice, heads: tuple[int, int], rows: int) -> None:
+    verify_decode(hopper(), paged(LENS, 16, rows=rows, heads=heads), causal=True)
+
+
+# Blocks of 64 columns that are full, half full, and behind the last column.
+@pytest.mark.parametrize(
+    ("dims", "dtype"),
+    exhaustive.thin(
+        itertools.product(((64, 64), (32, 16), (72, 136), (128, 64), (8, 256)), (F16, BFLOAT16)), 5
+    ),
+    ids=str,
+)
+def test_widths(hopper: MakeDevice, dims: tuple[int, int], dtype: Any) -> None:
+    call = paged(LENS, 32, rows=2, heads=(6, 2), dims=dims, dtype=dtype)
+    for num_splits in (1, 3):
+        verify_decode(hopper(num_splits, checked=num_splits == 1), call, num_splits=num_splits)
+
+
+@pytest.mark.parametrize(("page_size", "pair"), [(16, False), (48, True), (1024, False)])
+def test_pages(hopper: MakeDevice, page_size: int, pair: bool) -> None:
+    knobs = {"integers": np.int64 if pair else np.int32, "heads_first": pair}
+    call = paged(LENS, page_size, pair=pair, rows=3, **knobs)
+    verify_decode(hopper(), call, causal=True)
+    verify_decode(hopper(2), call, on_device=True)
+
+
+@pytest.mark.parametrize("num_splits", exhaustive.thin([None, 2, 5, 256], 2))
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": (12, 0)},
+        {"window": (40, 3), "sink": 8},
+        {"causal": True, "align": "top-left"},
+        {"softcap": 1.5, "scale": -1.0},
+        {"sink_logits": normal(4), "window": (20, 0)},
+    ],
+    ids=lambda options: "-".join(options) if isinstance(options, dict) else str(options),
+)
+def test_options(hopper: MakeDevice, options: dict[str, Any], num_splits: int | None) -> None:
+    """In rows past the end of a page lie NaNs."""
+    verify_decode(hopper(), paged((150, 33, 0), 16, rows=3), num_splits=num_splits, **options)
+
+
+@pytest.mark.parametrize("pair", [False, True])
+def test_group_mode(hopper: MakeDevice, pair: bool) -> None:
+    call = paged((70, 9, 0, 129), 16, rows=(4, 9, 0, 1), group=True, pair=pair)
+    verify_decode(hopper(), call, on_device=pair, causal=True, num_splits=3)
+
+
+def test_padded_batch(hopper: MakeDevice) -> None:
+    call = paged((70, 9, 5, 129), 16, rows=(5, 0, 2, 1), room_q=6)
+    verify_decode(hopper(), call, causal=True)
+
+
+@pytest.mark.parametrize("num_splits", [None, 2])
+@pytest.mark.parametrize("least", exhaustive.thin([16, 48, 300], 2))
+@pytest.mark.parametrize(
+    "call",
+    [
+        paged((1500, 3, 0, 129, 16, 33, 400, 1, 0), 16, rows=2),
+        paged((33,) * 150, 16, rows=1, heads=(2, 1), dims=(16, 16)),
+        paged((70, 300, 0, 129), 16, rows=(4, 30, 0, 1), group=True, heads=(8, 2)),
+    ],
+    ids=("uneven", "many", "group"),
+)
+def test_parts_of_a_line(
+    hopper: MakeDevice,
+    monkeypatch: pytest.MonkeyPatch,
+    call: Paged,
+    least: int,
+    num_splits: int | None,
+) -> None:
+    """Slots of a ring hold tiles, then what rows come to, then tiles."""
+    monkeypatch.setattr(splits, "LEAST_PART_KEYS", least)
+    for seed in (1, 2):
+        verify_decode(hopper(seed), call, causal=True, num_splits=num_splits)
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_keys_in_rows(hopper: MakeDevice, ragged: bool) -> None:
+    """Behind a sequence's last key lie those of the next one: its values are not to be read."""
+    device = hopper()
+    options: dict[str, Any] = {"causal": True}
+    q, k, v = (normal(2, n, heads, 32, dtype=BFLOAT16) for n, heads in ((2, 6), (300, 3), (300, 3)))
+    if ragged:
+        lengths = np.array([150, 299], np.int32)
+        for n, length in enumerate(lengths):
+            v[n, length:] = np.nan
+        options["seqs"] = rawattn.SeqLayout(seqlen_k=lengths)
+    with small_tiles():
+        verify_forward(device, "decode", q, k, v, **options)
+    assert "rawattn_sm90_decode" in device.launched
+
+
+def test_packed_keys(hopper: MakeDevice) -> None:
+    device = hopper()
+    q, k, v = (normal(n, heads, 24, dtype=F16) for n, heads in ((7, 4), (333, 2), (333, 2)))
+    seqs = rawattn.SeqLayout(
+        seqstart_q=np.array([0, 2, 3, 7]), seqstart_k=np.array([0, 130, 131, 333])
+    )
+    with small_tiles():
+        verify_forward(device, "decode", q, k, v, seqs=seqs, window=(100, 0))
+    assert "rawattn_sm90_decode" in device.launched
+
+
+@pytest.mark.parametrize("pair", [False, True])
+def test_no_integer_leads_outside(hopper: MakeDevice, pair: bool) -> None:
+    """The machine stops at an access outside of the arrays."""
+    call = paged((70, 9, 30), 16, pair=pair, rows=3, dims=(16, 16))
+    indptr, table = call.block_table if pair else (None, call.block_table)
+    wild = np.random.default_rng(3).choice(
+        [-(2**31), -1, 2**31 - 1, len(call.k_pages), 0], table.shape
+    )
+    wild = wild.astype(np.int32)
+    bad = replace(finite(call), block_table=(indptr, wild) if pair else wild)
+    lengths = np.array([10_000, -3, 2**31 - 1], np.int32)
+    device = hopper(checked=True)
+    with small_tiles():
+        out, _ = run_on_device(device, replace(bad, seqlen_k=lengths), family="decode")
+    assert "rawattn_sm90_decode" in device.launched
+    assert np.isfinite(out.astype(np.float32)).all()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        paged((70,), 8, rows=1),  # two pages of a tile
+        paged((70,), 16, rows=1, dtype=np.float32),
+        paged((70,), 16, rows=1, dims=(20, 20)),  # rows of 40 bytes
+    ],
+    ids=("page", "float32", "stride"),
+)
+def test_what_the_engine_cannot_bring(hopper: MakeDevice, call: Paged) -> None:
+    device = hopper()
+    verify_kernel(device, call, family="decode")
+    assert "rawattn_decode" in device.launched
+
+
+def test_shipped_tiles(hopper: MakeDevice) -> None:
+    for dim, rows in itertools.product((64, 128, 192, 256), (1, 5)):
+        call = paged((400, 30), 16, rows=rows, heads=(4, 1), dims=(dim, dim), dtype=BFLOAT16)
+        device = hopper()
+        out, lse = run(device, call, family="decode", num_splits=2)
+        verify(call, out, lse)
+        assert "rawattn_sm90_decode" in device.launched
