@@ -54,8 +54,8 @@ using BlockLine = Line<kRagged, kPaged, Visible, kTileQ, kTileK, kHeads, kWaves,
 
 constexpr int kSteps = kDepthQk / M::kDepth;
 constexpr int kUnrolledSteps = M::kDepth == 16 ? 16 : 4;
-// Queries stay in registers where they are few.
-constexpr bool kHoldsQueries = kRowBlocks * kSteps * int(sizeof(typename M::A)) <= 128;
+// Queries stay in registers where they are few, of which threads of many waves have fewer.
+constexpr bool kHoldsQueries = kRowBlocks * kSteps * int(sizeof(typename M::A)) <= (kThreads > 256 ? 64 : 128);
 
 // Bytes of shared memory: the rings, each with probabilities where they go through memory; the queries; what a kernel
 // keeps for each ring; segments that others have a part in, in whose place the line is cut before; and words for the
@@ -302,11 +302,13 @@ DEVICE void attend(const ForwardParams& p, unsigned char* shared, const More&...
       ring.wait(slot);
       work.real_rows(tile, [&](const auto& real) { ring.clear(slot, real, lane); });
       target::wave_sync();
-      work.load(p, ring, last_slot(slot), tile + (kStages - 1) * kWaves, lane);
+      const auto load_next = [&] { work.load(p, ring, last_slot(slot), tile + (kStages - 1) * kWaves, lane); };
+      if (!Ring::kLoadsLate) load_next();
 
       const int first_key = work.key_tiles.first_key(tile);
       C s[kRowBlocks][kKeyBlocks];
       multiply_rows<M, kSteps, kUnrolledSteps>(s, query, ring.keys(slot), lane);
+      if (Ring::kLoadsLate) load_next();
       if constexpr (ScoreRule::kRemakes) remake_scores(s, rule, work.first, first_key, lane, NoVisit{});
       const SoftmaxScore<kScaleFirst> finish{p.scores.scale};
       UNROLL for (int m = 0; m < kRowBlocks; m++) {

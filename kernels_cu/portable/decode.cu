@@ -14,6 +14,7 @@ struct WaveRing {
   static constexpr int kPitchV = padded_pitch<Element>(kDepthV);
   static constexpr int kStageElements = kTileK * (kPitchK + kPitchV);
   static constexpr int kStageBytes = kStageElements * int(sizeof(Element));
+  static constexpr bool kLoadsLate = false;
   static constexpr int kMoreBytes = kPaged && !kTileInPage ? 2 * kTileK * 8 : 0;  // where the rows of a tile are
   using CopyK = WaveCopy<Element, kTileK, kHeadDim, kDepthQk, kPitchK, kCopyBytes>;
   using CopyV = WaveCopy<Element, kTileK, kHeadDimV, kDepthV, kPitchV, kCopyBytes>;

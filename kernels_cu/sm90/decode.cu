@@ -8,24 +8,28 @@
 
 namespace decode {
 
-static_assert(!kPaged || kTileInPage, "the keys of a tile are in one page");
+// A tile comes in boxes of kBoxRows rows, each from one page: a lane finds one and asks for it.
+constexpr int kBoxes = kTileK / kBoxRows;
+static_assert(kTileK % kBoxRows == 0 && kBoxRows % 8 == 0, "a box begins where the swizzle does");
+static_assert(kPaged || kBoxes == 1, "only pages are in the way of a whole tile");
+static_assert(kBoxes <= target::kWave, "a lane has one box");
 
-// The copy engine's maps of keys and values, in boxes of a tile's rows.
+// The copy engine's maps of keys and values.
 struct Maps {
   ptx::TensorMap k, v;
 };
 
-// The keys of a kv head of a sequence in coordinates of the maps: those of a tile, behind the column.
+// The keys of a kv head of a sequence in coordinates of the maps: those of a lane's box of a tile, behind the column.
 template <bool kInPages>
 struct MappedKeys {
-  PageOfTile<kTileK> found;
+  PageOfTile<kBoxRows> found;
   int kv_head;
 
   MappedKeys() = default;
   DEVICE MappedKeys(const ForwardParams& p, const Segment& segment, int kv_head)
       : found(p.pages, segment.sequence, segment.k), kv_head(kv_head) {}
 
-  DEVICE void look_up(int first_key, int lane) { found.look_up(first_key, lane); }
+  DEVICE void look_up(int first_key, int lane) { found.look_up(first_key + lane % kBoxes * kBoxRows, lane); }
   template <class Use>
   DEVICE void tell(const Use& use) const {
     use(found.row, kv_head, 0, static_cast<int>(found.table.page_of(found.id)));
@@ -59,6 +63,7 @@ struct EngineRing {
   static constexpr int kBlocksQk = round_up(kHeadDim, sm90::kColumns) / sm90::kColumns;
   static constexpr int kBlocksV = round_up(kHeadDimV, sm90::kColumns) / sm90::kColumns;
   static constexpr int kBlockBytes = kTileK * 128;
+  static constexpr bool kLoadsLate = true;  // one lane asks for a box after the other, while products are under way
   static constexpr int kStageBytes = (kBlocksQk + kBlocksV) * kBlockBytes;
   static constexpr int kMoreBytes = round_up(kStages * int(sizeof(ptx::Mbarrier)), 16);
   static_assert(kBlockBytes % 1024 == 0, "blocks begin where the swizzle does");
@@ -88,14 +93,14 @@ struct EngineRing {
   // All rows of the tile come. Of those that no query row may see, keys are hidden, and values are cleared.
   template <class Real>
   DEVICE void load(const ForwardParams&, const Source& source, int slot, const Real&, int lane) const {
-    if (lane != 0) return;
-    ptx::mbarrier_arrive_expect(&full[slot], kStageBytes);
+    if (lane == 0) ptx::mbarrier_arrive_expect(&full[slot], kStageBytes);
+    if (lane >= kBoxes) return;
     source.tell([&](int row, int head, int outer, int page) {
       UNROLL for (int b = 0; b < kBlocksQk + kBlocksV; b++) {
         const bool of_keys = b < kBlocksQk;
         const int column = (of_keys ? b : b - kBlocksQk) * sm90::kColumns;
-        ptx::copy_tensor_5d_once(bytes(slot) + b * kBlockBytes, of_keys ? &maps.k : &maps.v, &full[slot], column, row,
-                                 head, outer, page);
+        ptx::copy_tensor_5d_once(bytes(slot) + b * kBlockBytes + lane * kBoxRows * 128, of_keys ? &maps.k : &maps.v,
+                                 &full[slot], column, row, head, outer, page);
       }
     });
   }

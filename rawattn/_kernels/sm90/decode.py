@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from rawattn._call.problem import Problem
@@ -31,7 +32,10 @@ class Config(decode.Config):
     ENTRY: ClassVar[str] = ENTRY
     FILE: ClassVar[str] = "sm90/decode.cu"
 
-    tile_in_page: bool = True
+    box_rows: int = 0  # of what the copy engine brings at once
+
+    def summary(self) -> str:
+        return f"{decode.Config.summary(self)} box_rows={self.box_rows}"
 
     @property
     def stage_bytes(self) -> int:
@@ -64,10 +68,9 @@ def _unmapped(problem: Problem, target: Target, operands: Operands) -> str | Non
         return "the swizzle is of 16-bit elements"
     if min(problem.batch, problem.rows_q, problem.rows_k) == 0:
         return "an array is empty"
-    tile_k = choose(problem, target, operands).tile_k
     if problem.pages is not None:
-        if problem.pages.page_size % tile_k:
-            return f"a page of {problem.pages.page_size} keys is no whole number of tiles"
+        if problem.pages.page_size % forward.SWIZZLE_ROWS:
+            return f"a page of {problem.pages.page_size} keys is no whole number of boxes"
         if not 0 < problem.pages.num_pages < forward.MAX_PAGES:
             return f"a tensor map has from 1 to {forward.MAX_PAGES} pages"
     elif problem.rows_k > forward.MAX_ROWS:
@@ -82,11 +85,16 @@ def _unmapped(problem: Problem, target: Target, operands: Operands) -> str | Non
 
 def choose(problem: Problem, target: Target, operands: Operands) -> Config:
     """The configuration for a problem that it supports; operands: q, k, v and out."""
-    return decode.choose_tiles(Config, TILES, problem, target, operands)
+    config = decode.choose_tiles(Config, TILES, problem, target, operands)
+    rows = config.tile_k
+    return replace(
+        config,
+        box_rows=rows if problem.pages is None else math.gcd(problem.pages.page_size, rows),
+    )
 
 
 def steps(problem: Problem, structure: Structure, operands: Operands, target: Target) -> Steps:
     """The launches of a call."""
     config = choose(problem, target, operands)
-    maps = forward_steps.maps_of_keys(problem, operands, config.tile_k)
+    maps = forward_steps.maps_of_keys(problem, operands, config.box_rows)
     return decode.launches(config, problem, structure, operands, target, maps)
