@@ -54,8 +54,8 @@ using BlockLine = Line<kRagged, kPaged, Visible, kTileQ, kTileK, kHeads, kWaves,
 
 constexpr int kSteps = kDepthQk / M::kDepth;
 constexpr int kUnrolledSteps = M::kDepth == 16 ? 16 : 4;
-// Queries stay in registers where they are few, of which threads of many waves have fewer.
-constexpr bool kHoldsQueries = kRowBlocks * kSteps * int(sizeof(typename M::A)) <= (kThreads > 256 ? 64 : 128);
+// Queries stay in registers where they are few.
+constexpr bool kHoldsQueries = kRowBlocks * kSteps * int(sizeof(typename M::A)) <= 128;
 
 // Bytes of shared memory: the rings, each with probabilities where they go through memory; the queries; what a kernel
 // keeps for each ring; segments that others have a part in, in whose place the line is cut before; and words for the

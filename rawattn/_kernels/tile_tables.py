@@ -44,7 +44,8 @@ SCHEMAS = {
         },
     ),
     "sm90_decode": Schema(
-        ("16bit",), {"tile_k": int, "waves": int, "stages": int, "blocks_per_sm": int}
+        ("any", "long", "wide"),
+        {"tile_k": int, "waves": int, "stages": int, "blocks_per_sm": int},
     ),
     "portable_forward": Schema(
         ("16bit", "32bit"),

@@ -1,4 +1,4 @@
-"""The call of the CUDA driver that CuPy does not offer.
+"""The calls of the CUDA driver that CuPy does not offer.
 
 Straight from the driver's library: CUDA's Python bindings have them too, but take 14 ms to import, half of what a process
 would wait for its first cached kernel.
@@ -6,18 +6,22 @@ would wait for its first cached kernel.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 _LIBRARY = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
 
 # Of cuda.h.
 _DATA_TYPES = {"float16": 6, "bfloat16": 9}
-_NOT_INTERLEAVED, _SWIZZLE_128B, _L2_PROMOTION_256B, _ZEROS_OUTSIDE = 0, 3, 3, 0
+# What a box asks for is fetched, and no more: where a row of a head is 256 bytes, its other half belongs to a box that is
+# asked for at once, and to fetch it twice takes a tenth of the memory's bandwidth (docs/notes/decode.md).
+_NOT_INTERLEAVED, _SWIZZLE_128B, _L2_PROMOTION_128B, _ZEROS_OUTSIDE = 0, 3, 2, 0
 
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
+_CAPTURE_MODE_RELAXED = 2
 
 
 def encode_tensor_map(
@@ -44,9 +48,20 @@ def encode_tensor_map(
         (ctypes.c_uint64 * (rank - 1))(*strides),
         (ctypes.c_uint32 * rank)(*box),
         (ctypes.c_uint32 * rank)(*(1,) * rank),
-        *(_NOT_INTERLEAVED, _SWIZZLE_128B, _L2_PROMOTION_256B, _ZEROS_OUTSIDE),
+        *(_NOT_INTERLEAVED, _SWIZZLE_128B, _L2_PROMOTION_128B, _ZEROS_OUTSIDE),
     )
     return room.raw[start : start + _MAP_BYTES]
+
+
+@contextlib.contextmanager
+def outside_capture() -> Iterator[None]:
+    """What this thread allocates and waits for on streams of its own is no matter of a capture that is under way."""
+    mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
+    _call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        _call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
 
 
 def _call(name: str, *arguments: object) -> None:

@@ -93,7 +93,7 @@ class Prepared:
         # The legacy stream, 0 or 1, cannot be captured.
         capturing = self._stateful and stream > 1 and streams.is_capturing(stream)
         blocks: Sequence[int] = self._blocks
-        placed = scratch = counters = None
+        placed = scratch = None
         if self.ragged:
             assert lengths is not None
             placed, blocks = self._place(lengths, stream, memory, addresses, capturing)
@@ -103,19 +103,21 @@ class Prepared:
             scratch, base = memory.allocate(self._scratch_bytes, self.device)
             addresses += [base + at for at in self._scratch_at]
         if self._counter_bytes:
-            counters = None if capturing else self._counters.get(stream)
-            if counters is None:
-                counters = self._zeros(stream, memory)
-                if not capturing:
-                    self._counters[stream] = counters
-            addresses += counters[1]
+            if capturing:
+                base = graphs.zeros(self._counter_bytes, self.device)
+                addresses += [base + at for at in self._counter_at]
+            else:
+                counters = self._counters.get(stream)
+                if counters is None:
+                    counters = self._counters[stream] = self._zeros(stream, memory)
+                addresses += counters[1]
         if not self._once:
             for launch, count in zip(self._schedules, self._schedule_blocks):  # noqa: B905
                 launch(addresses, count, stream)
         for launch, count in zip(self._launches, blocks):  # noqa: B905  # (strict costs what a launch's patches do)
             launch(addresses, count, stream)
         if capturing and not memory.keeps_captured():
-            graphs.hold(self, placed, scratch, counters)
+            graphs.hold(self, placed, scratch)
 
     def own(self, memory: Memory, stream: int, lengths: Lengths | None) -> Own:
         """What a run would allocate, for runs that must not: allocated, sent and ordered now, on `stream`."""

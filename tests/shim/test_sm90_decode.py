@@ -65,7 +65,7 @@ def test_widths(hopper: MakeDevice, dims: tuple[int, int], dtype: Any) -> None:
         verify_decode(hopper(num_splits, checked=num_splits == 1), call, num_splits=num_splits)
 
 
-@pytest.mark.parametrize(("page_size", "pair"), [(16, False), (48, True), (1024, False)])
+@pytest.mark.parametrize(("page_size", "pair"), [(8, False), (16, False), (24, True), (1024, True)])
 def test_pages(hopper: MakeDevice, page_size: int, pair: bool) -> None:
     knobs = {"integers": np.int64 if pair else np.int32, "heads_first": pair}
     call = paged(LENS, page_size, pair=pair, rows=3, **knobs)
@@ -173,7 +173,7 @@ def test_no_integer_leads_outside(hopper: MakeDevice, pair: bool) -> None:
 @pytest.mark.parametrize(
     "call",
     [
-        paged((70,), 8, rows=1),  # two pages of a tile
+        paged((70,), 12, rows=1),
         paged((70,), 16, rows=1, dtype=np.float32),
         paged((70,), 16, rows=1, dims=(20, 20)),  # rows of 40 bytes
     ],

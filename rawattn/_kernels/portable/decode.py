@@ -154,7 +154,7 @@ def supports_before_sm90(problem: Problem, target: Target, operands: Operands) -
 
 def choose(problem: Problem, target: Target, operands: Operands) -> Config:
     """The configuration for a problem that it supports; operands: q, k, v and out."""
-    config = choose_tiles(Config, TILES, problem, target, operands)
+    config = choose_tiles(Config, TILES, "16bit", problem, target, operands)
     return replace(
         config,
         tile_in_page=problem.pages is not None and problem.pages.page_size % config.tile_k == 0,
@@ -164,16 +164,26 @@ def choose(problem: Problem, target: Target, operands: Operands) -> Config:
 _C = TypeVar("_C", bound=Config)
 
 
+def wide(problem: Problem) -> bool:
+    """Whether tiles have 32 rows."""
+    rows = problem.max_seqlen_q * (problem.nheads_q // problem.nheads_kv)
+    return rows > _TILE_ROWS and problem.headdim_v <= _WIDE_TILE_HEADDIM
+
+
 def choose_tiles(
-    config: type[_C], tiles: str, problem: Problem, target: Target, operands: Operands
+    config: type[_C],
+    tiles: str,
+    table: str,
+    problem: Problem,
+    target: Target,
+    operands: Operands,
 ) -> _C:
-    """The configuration, from the tables of a file, but for how its tiles are loaded."""
+    """The configuration but for how its tiles are loaded. tiles: the file of tables, table: of 16-bit elements."""
     group = problem.nheads_q // problem.nheads_kv
-    wide = problem.max_seqlen_q * group > _TILE_ROWS and problem.headdim_v <= _WIDE_TILE_HEADDIM
-    tile_rows = 2 * _TILE_ROWS if wide else _TILE_ROWS
+    tile_rows = 2 * _TILE_ROWS if wide(problem) else _TILE_ROWS
     heads = max(n for n in range(1, tile_rows + 1) if group % n == 0)
     chosen = choice.choose(
-        config, tiles, problem, target, operands, heads=heads, tile_rows=tile_rows
+        config, tiles, problem, target, operands, table, heads=heads, tile_rows=tile_rows
     )
     # The one query of a sequence sees all its keys under a causal mask too.
     alone = problem.max_seqlen_q <= 1 and not chosen.top_left

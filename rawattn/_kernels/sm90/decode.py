@@ -19,6 +19,7 @@ from rawattn._kernels.target import Target
 ENTRY = "rawattn_sm90_decode"
 TILES = "sm90_decode"  # the file of its tile tables
 FEATURES = decode.FEATURES
+LONG_SEQLEN = 4096  # keys of a sequence from which on the table "long" has the faster tiles
 _BLOCK_COLUMNS, _BLOCK_ROW_BYTES = 64, 128  # of the swizzle
 _BARRIER_BYTES = 8
 
@@ -85,7 +86,10 @@ def _unmapped(problem: Problem, target: Target, operands: Operands) -> str | Non
 
 def choose(problem: Problem, target: Target, operands: Operands) -> Config:
     """The configuration for a problem that it supports; operands: q, k, v and out."""
-    config = decode.choose_tiles(Config, TILES, problem, target, operands)
+    # Many keys are met in few turns, and a window or short sequences end in the midst of large ones.
+    long = problem.window_left is None and problem.max_seqlen_k >= LONG_SEQLEN
+    table = "wide" if decode.wide(problem) else "long" if long else "any"
+    config = decode.choose_tiles(Config, TILES, table, problem, target, operands)
     rows = config.tile_k
     return replace(
         config,
