@@ -50,7 +50,7 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Every call takes a microsecond for each MB of its case, a peer's twice as long; FlashAttention-4 is not there."""
     made: list[str] = []
 
-    def entrant(make: Any, case: Serving, dtype: str) -> Any:
+    def entrant(make: Any, case: Serving, dtype: str, *more: Any, **others: Any) -> Any:
         if make is serving._PEERS[serving.FA4]:
             raise ImportError("no flash_attn")
         made.append(case.name)
@@ -97,7 +97,7 @@ def test_without_peers_nothing_is_ok(without_gpu: list[str]) -> None:
 
 
 def test_who_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: Any) -> Any:
+    def fail(*args: Any, **options: Any) -> Any:
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(serving, "_entrant", fail)
@@ -105,6 +105,21 @@ def test_who_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     figures = serving.decode("bfloat16", [serving.CUDNN])
     assert all(figure.value is None for figure in figures if figure.name != "read bandwidth")
     assert any("out of memory" in figure.of for figure in figures)
+
+
+def test_a_graph_has_calls_on_caches_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving.graphs, "sets", lambda nbytes: 3)
+    monkeypatch.setattr(serving.graphs, "entrant", lambda *args: args)
+    monkeypatch.setattr(serving, "make", lambda case, dtype: object())
+
+    def call_of(case: Serving, cache: Any) -> Any:
+        return cache
+
+    case = serving_cases.SMALL[0]
+    capture, caches, nbytes = serving._entrant(call_of, case, "bfloat16")
+    assert capture is serving.graphs.of_cupy
+    assert len(set(caches)) == 3
+    assert nbytes == case.nbytes
 
 
 def test_the_suites_are_there() -> None:

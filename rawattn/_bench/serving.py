@@ -12,13 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import rawattn
-from rawattn._bench import machine, measure, serving_cases
+from rawattn._bench import graphs, machine, measure, serving_cases
 from rawattn._bench.grids import CUDNN, FA2, FA4
 from rawattn._bench.report import Figure
 from rawattn._bench.serving_cases import Serving
-from rawattn._bench.timing import Call, Entrant, EventClock, race, rotate
+from rawattn._bench.timing import Call, Entrant, EventClock, race
 
-_MAX_SETS = 16
 _READ = r"""
 extern "C" __global__ void read(const uint4* data, long long count, unsigned* out) {
   unsigned all = 0;
@@ -64,7 +63,8 @@ def decode(dtype: str, peers: Sequence[str]) -> list[Figure]:
     in_window, of_all = (_seconds(case, dtype, found) for case in (windowed, plain))
     _ratio(found, f"{windowed.name}: over {plain.name} in rows", in_window, of_all, 1.2)
     appended = serving_cases.APPENDED
-    seconds = _seconds(appended, dtype, found, "new rows into pages, turned", _append)
+    prepare = functools.partial(_entrant, _append, appended, dtype, nbytes=appended.new_bytes)
+    seconds = _timed(f"{appended.name}: new rows into pages, turned", prepare, found)
     most = 1e6 * (1.3 * appended.new_bytes / bandwidth + _LAUNCH)
     us = None if seconds is None else 1e6 * seconds
     found.append(
@@ -131,15 +131,12 @@ def _ours(case: Serving, cache: Cache) -> Call:
     if case.window_left is not None:
         options["window"] = (case.window_left, 0)
     arrays = cache.q, cache.k, cache.v
-    call: Call
     if case.page_size:
         inputs = (*arrays, cache.table)
-        call = functools.partial(
+        return functools.partial(
             rawattn.paged_attention, *inputs, seqlen_k=cache.lengths, **options
         )
-    else:
-        call = functools.partial(rawattn.attention, *arrays, **options)
-    return _cupy_graph(call)
+    return functools.partial(rawattn.attention, *arrays, **options)
 
 
 def _append(case: Serving, cache: Cache) -> Call:
@@ -151,45 +148,7 @@ def _append(case: Serving, cache: Cache) -> Call:
     rotary = cupy.asarray(np.cos(angles), np.float32), cupy.asarray(np.sin(angles), np.float32)
     inputs = k, v, cache.k, cache.v, cache.table
     options = {"seqlen_k": cache.lengths, "q": cache.q, "rotary": rotary}
-    return _cupy_graph(functools.partial(rawattn.append_kv, *inputs, **options))
-
-
-def _cupy_graph(call: Call) -> Call:
-    import cupy
-
-    stream = cupy.cuda.Stream(non_blocking=True)
-    with stream:
-        call()
-        stream.begin_capture()
-        kept = call()
-        graph = stream.end_capture()
-    stream.synchronize()
-
-    def replay(graph: Any = graph, kept: Any = kept) -> Any:
-        graph.launch(cupy.cuda.get_current_stream())
-        return kept
-
-    return replay
-
-
-def _torch_graph(call: Call) -> Call:
-    import torch
-
-    with torch.no_grad():
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                call()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            kept = call()
-
-    def replay(graph: Any = graph, kept: Any = kept) -> Any:
-        graph.replay()
-        return kept
-
-    return replay
+    return functools.partial(rawattn.append_kv, *inputs, **options)
 
 
 def _sdpa(backend: str, case: Serving, cache: Cache) -> Call:
@@ -206,7 +165,7 @@ def _sdpa(backend: str, case: Serving, cache: Cache) -> Call:
         with attention.sdpa_kernel([getattr(attention.SDPBackend, backend)]):
             return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
 
-    return _torch_graph(call)
+    return call
 
 
 def _flash4(case: Serving, cache: Cache) -> Call:
@@ -214,7 +173,12 @@ def _flash4(case: Serving, cache: Cache) -> Call:
     from flash_attn.cute.interface import flash_attn_func
 
     q, k, v = (torch.from_dlpack(x) for x in (cache.q, cache.k, cache.v))
-    return _torch_graph(functools.partial(flash_attn_func, q, k, v, causal=True))
+
+    def call() -> Any:
+        result = flash_attn_func(q, k, v, causal=True)
+        return result[0] if isinstance(result, tuple) else result
+
+    return call
 
 
 _PEERS: dict[str, Callable[[Serving, Cache], Call]] = {
@@ -224,12 +188,16 @@ _PEERS: dict[str, Callable[[Serving, Cache], Call]] = {
 }
 
 
-def _entrant(make_call: Callable[[Serving, Cache], Call], case: Serving, dtype: str) -> Entrant:
-    """Over as many caches as the L2 cache does not hold together."""
-    l2_bytes = machine.facts(machine.Sensors())["l2_bytes"]
-    sets = min(_MAX_SETS, max(1, -(-2 * l2_bytes // case.nbytes)))
-    calls = [make_call(case, make(case, dtype)) for _ in range(sets)]
-    return Entrant(rotate(calls), EventClock())
+def _entrant(
+    make_call: Callable[[Serving, Cache], Call],
+    case: Serving,
+    dtype: str,
+    capture: graphs.Capture = graphs.of_cupy,
+    nbytes: int | None = None,
+) -> Entrant:
+    """A graph of calls on caches of the case. nbytes: what a call reads and writes, where that is not what attention does."""
+    calls = [make_call(case, make(case, dtype)) for _ in range(graphs.sets(case.nbytes))]
+    return graphs.entrant(capture, calls, case.nbytes if nbytes is None else nbytes)
 
 
 def _raised(outcome: Any) -> Any:
@@ -239,17 +207,15 @@ def _raised(outcome: Any) -> Any:
     return outcome
 
 
-def _seconds(
-    case: Serving,
-    dtype: str,
-    found: list[Figure],
-    what: str = "",
-    make_call: Callable[[Serving, Cache], Call] = _ours,
-) -> float | None:
-    """Of ours; a line of its own where there are none. what: the call, where it is no attention."""
-    name = f"{case.name}: {what}" if what else case.name
+def _seconds(case: Serving, dtype: str, found: list[Figure]) -> float | None:
+    """Of our attention."""
+    return _timed(case.name, functools.partial(_entrant, _ours, case, dtype), found)
+
+
+def _timed(name: str, prepare: Callable[[], Entrant], found: list[Figure]) -> float | None:
+    """Seconds of one call, and a line of its own for it."""
     try:
-        seconds: float = _raised(race({"": _entrant(make_call, case, dtype)}))[""].seconds
+        seconds: float = _raised(race({"": prepare()}))[""].seconds
     except Exception as error:  # the other lines are worth showing all the same
         found.append(Figure(name, None, "us", of=measure.describe(error)))
         return None
@@ -283,7 +249,9 @@ def _over_peers(
     entrants, reasons = {"rawattn": functools.partial(_entrant, _ours, case, dtype)}, []
     for name in peers:
         if name in _PEERS:
-            entrants[name] = functools.partial(_entrant, _PEERS[name], in_rows, dtype)
+            entrants[name] = functools.partial(
+                _entrant, _PEERS[name], in_rows, dtype, graphs.of_torch
+            )
     ready = {}
     for name, prepare in entrants.items():
         try:
