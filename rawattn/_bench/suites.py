@@ -14,6 +14,7 @@ from rawattn._bench import (
     grids,
     host_time,
     memory,
+    models,
     ours,
     peers,
     score_cases,
@@ -86,6 +87,13 @@ SUITES = {
         "chunks of new rows on cached keys: time over the fastest peer, pages over rows, each with its bound",
         lambda quick: [],
         {"figures": serving.prefill},
+        note=_IN_GRAPHS,
+    ),
+    "models": Suite(
+        "shapes of encoders, vision, diffusion, cross-attention, MLA and prompts: time over the fastest peer, and the median "
+        "of that, each with its bound",
+        lambda quick: [],
+        {"figures": models.figures},
         note=_IN_GRAPHS,
     ),
     "host": Suite(
