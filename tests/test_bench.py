@@ -110,6 +110,22 @@ def test_a_figure_alone_and_one_that_fails(pretend_gpu, capsys, monkeypatch):
     assert "compile n/a: ZeroDivisionError" in capsys.readouterr().out
 
 
+def test_a_suite_of_figures_alone_says_how_they_were_measured(pretend_gpu, capsys, monkeypatch):
+    monkeypatch.setattr(suites, "contenders", lambda name: pretend_gpu)
+
+    def shown(name):
+        figures = {"figures": lambda dtype, names: [Figure("1 x 2048", 12.5, "us")]}
+        suite = dataclasses.replace(suites.SUITES[name], figures=figures)
+        monkeypatch.setitem(suites.SUITES, name, suite)
+        assert cli.main(["bench", "--suite", name, "--filter", "figures"]) == 0
+        out = " ".join(capsys.readouterr().out.split())
+        assert "1 x 2048 12.5 us" in out
+        return suite.note in out
+
+    assert shown("decode")
+    assert not shown("backward"), "its note is of cases"
+
+
 def test_the_backward_suite_measures_shows_and_writes(pretend_gpu, capsys, tmp_path, monkeypatch):
     figures = {"memory": lambda dtype, names: [Figure("memory beyond", 130.0, "MiB")]}
     suite = dataclasses.replace(suites.SUITES["backward"], figures=figures)

@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rawattn._bench import serving, serving_cases, suites
+from rawattn._bench import graph_peers, serving, serving_cases, suites
+from rawattn._bench.grids import CUDNN, FA2, FA4
 from rawattn._bench.report import Figure
 from rawattn._bench.serving_cases import Serving
-from rawattn._bench.timing import Timing
+from rawattn._bench.timing import Entrant
+from tests.bench_fakes import pretended, pretended_race
 
 CASES = [
     *serving_cases.BIG,
@@ -46,30 +48,30 @@ def test_names_tell_cases_apart() -> None:
 
 
 @pytest.fixture
-def without_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every call takes a microsecond for each MB of its case, a peer's twice as long; FlashAttention-4 is not there."""
-    made: list[str] = []
 
-    def entrant(make: Any, case: Serving, dtype: str) -> Any:
-        if make is serving._PEERS[serving.FA4]:
+    def peer(side: str, sides: Any, nbytes: int) -> Entrant:
+        if side == FA4:
             raise ImportError("no flash_attn")
-        made.append(case.name)
-        return case.nbytes * 1e-12 * (1 if make is serving._ours else 2)
+        return pretended(nbytes * 1e-12 * (1 if side == "rawattn" else 2))
 
-    monkeypatch.setattr(serving, "_entrant", entrant)
+    monkeypatch.setattr(serving, "_sides", lambda case, dtype: None)
+    monkeypatch.setattr(graph_peers, "_entrant", peer)
     monkeypatch.setattr(
-        serving, "race", lambda ready: {name: Timing((seconds,)) for name, seconds in ready.items()}
+        serving, "_entrant", lambda make, case, dtype, nbytes: pretended(nbytes * 1e-12)
     )
+    for module in (serving, graph_peers):
+        monkeypatch.setattr(module, "race", pretended_race)
     monkeypatch.setattr(serving, "read_bandwidth", lambda: 4e12)
-    return made
 
 
 def bounded(figures: list[Figure]) -> dict[str, Figure]:
     return {figure.name: figure for figure in figures if figure.bound is not None}
 
 
-def test_decode_has_a_line_for_each_bound(without_gpu: list[str]) -> None:
-    found = bounded(serving.decode("bfloat16", [serving.CUDNN, serving.FA4]))
+def test_decode_has_a_line_for_each_bound(without_gpu: None) -> None:
+    found = bounded(serving.decode("bfloat16", [CUDNN, FA4]))
     shares = [figure for name, figure in found.items() if "share" in name]
     assert len(shares) == 8
     assert all(
@@ -85,26 +87,56 @@ def test_decode_has_a_line_for_each_bound(without_gpu: list[str]) -> None:
     assert len(found) == 4 + 8 + 6 + 3
 
 
-def test_prefill_has_a_line_for_each_bound(without_gpu: list[str]) -> None:
-    figures = serving.prefill("bfloat16", [serving.FA2, serving.FA4])
+def test_prefill_has_a_line_for_each_bound(without_gpu: None) -> None:
+    figures = serving.prefill("bfloat16", [FA2, FA4])
     assert len(bounded(figures)) == 2 * len(serving_cases.PREFILL)
     assert any("no flash_attn" in figure.of for figure in figures)
 
 
-def test_without_peers_nothing_is_ok(without_gpu: list[str]) -> None:
+def test_without_peers_nothing_is_ok(without_gpu: None) -> None:
     found = bounded(serving.decode("bfloat16", []))
     assert {f.verdict for name, f in found.items() if "fastest peer" in name} == {"not available"}
 
 
 def test_who_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: Any) -> Any:
+    def fail(*args: Any, **options: Any) -> Any:
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(serving, "_entrant", fail)
+    monkeypatch.setattr(serving, "_sides", fail)
     monkeypatch.setattr(serving, "read_bandwidth", lambda: 4e12)
-    figures = serving.decode("bfloat16", [serving.CUDNN])
+    figures = serving.decode("bfloat16", [CUDNN])
     assert all(figure.value is None for figure in figures if figure.name != "read bandwidth")
     assert any("out of memory" in figure.of for figure in figures)
+
+
+def test_a_graph_has_calls_on_caches_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving.graphs, "sets", lambda nbytes: 3)
+    monkeypatch.setattr(serving.graphs, "entrant", lambda *args: args)
+    monkeypatch.setattr(serving, "make", lambda case, dtype: object())
+
+    def call_of(case: Serving, cache: Any) -> Any:
+        return cache
+
+    case = serving_cases.SMALL[0]
+    capture, caches, nbytes = serving._entrant(call_of, case, "bfloat16", 1000)
+    assert capture is serving.graphs.of_cupy
+    assert len(set(caches)) == 3
+    assert nbytes == 1000
+
+
+def test_who_reads_no_pages_gets_the_same_keys_in_rows() -> None:
+    case = serving_cases.alike(3, 64, 2, 1).in_pages(16)
+    table = serving.table_of(case)
+    k, v = np.random.default_rng(0).standard_normal((2, case.pages, 16, 1, 8)).astype(np.float32)
+    cache = serving.Cache("q", k, v, table, None)
+    q, *in_rows = serving._in_rows(case, cache)
+    assert q == "q"
+    for rows, pages in zip(in_rows, (k, v), strict=True):
+        assert rows.dtype == pages.dtype
+        for sequence, ids in zip(rows, table, strict=True):
+            np.testing.assert_array_equal(sequence, np.concatenate(pages[ids]))
+    assert serving._in_rows(serving_cases.alike(3, 64, 2, 1), cache)[1] is k
 
 
 def test_the_suites_are_there() -> None:

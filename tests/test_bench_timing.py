@@ -30,6 +30,13 @@ def test_race_sizes_bursts_and_takes_turns():
     assert results["fast"].spread == 0.0
 
 
+def test_a_call_that_stands_for_many_is_divided_by_them():
+    clock = FakeClock()
+    many = timing.Entrant(lambda: 0.004, clock, burst_seconds=0.02, calls_each=16)
+    assert timing.race({"": many}, repeats=3)[""].samples == pytest.approx((0.00025,) * 3)
+    assert clock.log[-1] == (0.004, 5)  # a burst is as long as any
+
+
 def test_race_reports_median_and_interquartile_range():
     outcome = timing.Timing((4.0, 1.0, 2.0, 3.0, 100.0))
     assert outcome.seconds == 3.0

@@ -1,24 +1,23 @@
 """Figures of the suites `decode` and `prefill`: calls in CUDA graphs, over the memory's speed and over other libraries'.
 
-Everybody reads caches of the same size. Those that have no pages read keys in rows.
+Those that have no pages read the same keys in rows.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 import rawattn
-from rawattn._bench import machine, measure, serving_cases
-from rawattn._bench.grids import CUDNN, FA2, FA4
+from rawattn._bench import graph_peers, graphs, machine, measure, serving_cases
+from rawattn._bench.graph_peers import Sides, ratio
 from rawattn._bench.report import Figure
 from rawattn._bench.serving_cases import Serving
-from rawattn._bench.timing import Call, Entrant, EventClock, race, rotate
+from rawattn._bench.timing import Call, Entrant, EventClock, race
 
-_MAX_SETS = 16
 _READ = r"""
 extern "C" __global__ void read(const uint4* data, long long count, unsigned* out) {
   unsigned all = 0;
@@ -53,18 +52,21 @@ def decode(dtype: str, peers: Sequence[str]) -> list[Figure]:
         small, large = serving_cases.PAGE_SIZES
         in_small = _share(found, case.in_pages(small), dtype, bandwidth)
         in_large = _share(found, case.in_pages(large), dtype, bandwidth)
-        _ratio(found, f"{case.name}: page {small} over page {large}", in_small, in_large, 1.03)
+        found.append(
+            ratio(f"{case.name}: page {small} over page {large}", in_small, in_large, 1.03)
+        )
     for case in serving_cases.SMALL:
-        _over_peers(found, case.in_pages(16), case, dtype, peers, 1.0)
+        _over_peers(found, case.in_pages(16), dtype, peers, 1.0)
     uneven = serving_cases.UNEVEN
     seconds = _seconds(uneven, dtype, found)
     least = uneven.nbytes / bandwidth
-    _ratio(found, f"{uneven.name}: over its bytes at read bandwidth", seconds, least, 1.15)
+    found.append(ratio(f"{uneven.name}: over its bytes at read bandwidth", seconds, least, 1.15))
     windowed, plain = serving_cases.WINDOWED, serving_cases.AS_WINDOWED
     in_window, of_all = (_seconds(case, dtype, found) for case in (windowed, plain))
-    _ratio(found, f"{windowed.name}: over {plain.name} in rows", in_window, of_all, 1.2)
+    found.append(ratio(f"{windowed.name}: over {plain.name} in rows", in_window, of_all, 1.2))
     appended = serving_cases.APPENDED
-    seconds = _seconds(appended, dtype, found, "new rows into pages, turned", _append)
+    prepare = functools.partial(_entrant, _append, appended, dtype, appended.new_bytes)
+    seconds = _timed(f"{appended.name}: new rows into pages, turned", prepare, found)
     most = 1e6 * (1.3 * appended.new_bytes / bandwidth + _LAUNCH)
     us = None if seconds is None else 1e6 * seconds
     found.append(
@@ -77,9 +79,9 @@ def prefill(dtype: str, peers: Sequence[str]) -> list[Figure]:
     """A chunk of new rows of each sequence."""
     found: list[Figure] = []
     for case in serving_cases.PREFILL:
-        rows = _over_peers(found, case, case, dtype, peers, 1 / 1.08)
+        rows = _over_peers(found, case, dtype, peers, 1 / 1.08)
         paged = _seconds(case.in_pages(16), dtype, found)
-        _ratio(found, f"{case.name}: page 16 over rows", paged, rows, 1.05)
+        found.append(ratio(f"{case.name}: page 16 over rows", paged, rows, 1.05))
     return found
 
 
@@ -131,15 +133,12 @@ def _ours(case: Serving, cache: Cache) -> Call:
     if case.window_left is not None:
         options["window"] = (case.window_left, 0)
     arrays = cache.q, cache.k, cache.v
-    call: Call
     if case.page_size:
         inputs = (*arrays, cache.table)
-        call = functools.partial(
+        return functools.partial(
             rawattn.paged_attention, *inputs, seqlen_k=cache.lengths, **options
         )
-    else:
-        call = functools.partial(rawattn.attention, *arrays, **options)
-    return _cupy_graph(call)
+    return functools.partial(rawattn.attention, *arrays, **options)
 
 
 def _append(case: Serving, cache: Cache) -> Call:
@@ -151,85 +150,35 @@ def _append(case: Serving, cache: Cache) -> Call:
     rotary = cupy.asarray(np.cos(angles), np.float32), cupy.asarray(np.sin(angles), np.float32)
     inputs = k, v, cache.k, cache.v, cache.table
     options = {"seqlen_k": cache.lengths, "q": cache.q, "rotary": rotary}
-    return _cupy_graph(functools.partial(rawattn.append_kv, *inputs, **options))
+    return functools.partial(rawattn.append_kv, *inputs, **options)
 
 
-def _cupy_graph(call: Call) -> Call:
-    import cupy
+def _in_rows(case: Serving, cache: Cache) -> tuple[Any, Any, Any]:
+    """Queries, keys and values of sequences that are all alike, for those who read no pages."""
+    if not case.page_size:
+        return cache.q, cache.k, cache.v
 
-    stream = cupy.cuda.Stream(non_blocking=True)
-    with stream:
-        call()
-        stream.begin_capture()
-        kept = call()
-        graph = stream.end_capture()
-    stream.synchronize()
+    def gathered(pages: Any) -> Any:
+        # Of the bits, as CuPy indexes integers whatever the dtype.
+        bits = pages.view(f"u{pages.itemsize}")[cache.table]
+        joined = bits.reshape(case.batch, -1, *pages.shape[2:])
+        return joined[:, : case.contexts[0]].view(pages.dtype)
 
-    def replay(graph: Any = graph, kept: Any = kept) -> Any:
-        graph.launch(cupy.cuda.get_current_stream())
-        return kept
-
-    return replay
+    return cache.q, gathered(cache.k), gathered(cache.v)
 
 
-def _torch_graph(call: Call) -> Call:
-    import torch
-
-    with torch.no_grad():
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                call()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            kept = call()
-
-    def replay(graph: Any = graph, kept: Any = kept) -> Any:
-        graph.replay()
-        return kept
-
-    return replay
+def _sides(case: Serving, dtype: str) -> Sides:
+    caches = [make(case, dtype) for _ in range(graphs.sets(case.nbytes))]
+    ours = [_ours(case, cache) for cache in caches]
+    return Sides(ours, [_in_rows(case, cache) for cache in caches], causal=True)
 
 
-def _sdpa(backend: str, case: Serving, cache: Cache) -> Call:
-    import torch
-    from torch.nn import attention
-    from torch.nn.attention.bias import causal_lower_right
-
-    q, k, v = (torch.from_dlpack(x).transpose(1, 2) for x in (cache.q, cache.k, cache.v))
-    options: dict[str, Any] = {"enable_gqa": case.nheads_q != case.nheads_kv}
-    if case.rows > 1:
-        options["attn_mask"] = causal_lower_right(case.rows, case.contexts[0])
-
-    def call() -> Any:
-        with attention.sdpa_kernel([getattr(attention.SDPBackend, backend)]):
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
-
-    return _torch_graph(call)
-
-
-def _flash4(case: Serving, cache: Cache) -> Call:
-    import torch
-    from flash_attn.cute.interface import flash_attn_func
-
-    q, k, v = (torch.from_dlpack(x) for x in (cache.q, cache.k, cache.v))
-    return _torch_graph(functools.partial(flash_attn_func, q, k, v, causal=True))
-
-
-_PEERS: dict[str, Callable[[Serving, Cache], Call]] = {
-    CUDNN: functools.partial(_sdpa, "CUDNN_ATTENTION"),
-    FA2: functools.partial(_sdpa, "FLASH_ATTENTION"),
-    FA4: _flash4,
-}
-
-
-def _entrant(make_call: Callable[[Serving, Cache], Call], case: Serving, dtype: str) -> Entrant:
-    """Over as many caches as the L2 cache does not hold together."""
-    l2_bytes = machine.facts(machine.Sensors())["l2_bytes"]
-    sets = min(_MAX_SETS, max(1, -(-2 * l2_bytes // case.nbytes)))
-    calls = [make_call(case, make(case, dtype)) for _ in range(sets)]
-    return Entrant(rotate(calls), EventClock())
+def _entrant(
+    make_call: Callable[[Serving, Cache], Call], case: Serving, dtype: str, nbytes: int
+) -> Entrant:
+    """A graph of calls on caches of the case. nbytes: what a call reads and writes."""
+    calls = [make_call(case, make(case, dtype)) for _ in range(graphs.sets(case.nbytes))]
+    return graphs.entrant(graphs.of_cupy, calls, nbytes)
 
 
 def _raised(outcome: Any) -> Any:
@@ -239,17 +188,15 @@ def _raised(outcome: Any) -> Any:
     return outcome
 
 
-def _seconds(
-    case: Serving,
-    dtype: str,
-    found: list[Figure],
-    what: str = "",
-    make_call: Callable[[Serving, Cache], Call] = _ours,
-) -> float | None:
-    """Of ours; a line of its own where there are none. what: the call, where it is no attention."""
-    name = f"{case.name}: {what}" if what else case.name
+def _seconds(case: Serving, dtype: str, found: list[Figure]) -> float | None:
+    """Of our attention."""
+    return _timed(case.name, functools.partial(_entrant, _ours, case, dtype, case.nbytes), found)
+
+
+def _timed(name: str, prepare: Callable[[], Entrant], found: list[Figure]) -> float | None:
+    """Seconds of one call, and a line of its own for it."""
     try:
-        seconds: float = _raised(race({"": _entrant(make_call, case, dtype)}))[""].seconds
+        seconds: float = _raised(race({"": prepare()}))[""].seconds
     except Exception as error:  # the other lines are worth showing all the same
         found.append(Figure(name, None, "us", of=measure.describe(error)))
         return None
@@ -264,42 +211,11 @@ def _share(found: list[Figure], case: Serving, dtype: str, bandwidth: float) -> 
     return seconds
 
 
-def _ratio(
-    found: list[Figure], name: str, top: float | None, bottom: float | None, most: float
-) -> None:
-    value = None if top is None or bottom is None else top / bottom
-    found.append(Figure(name, value, "x", most, at_most=True))
-
-
 def _over_peers(
-    found: list[Figure],
-    case: Serving,
-    in_rows: Serving,
-    dtype: str,
-    peers: Iterable[str],
-    most: float,
+    found: list[Figure], case: Serving, dtype: str, peers: Sequence[str], most: float
 ) -> float | None:
-    """Our time, and a line of it over that of the fastest peer, in one race."""
-    entrants, reasons = {"rawattn": functools.partial(_entrant, _ours, case, dtype)}, []
-    for name in peers:
-        if name in _PEERS:
-            entrants[name] = functools.partial(_entrant, _PEERS[name], in_rows, dtype)
-    ready = {}
-    for name, prepare in entrants.items():
-        try:
-            ready[name] = prepare()
-        except Exception as error:  # whoever cannot is out
-            reasons.append(f"{name}: {measure.describe(error)}")
-    times: dict[str, float] = {}
-    for name, timing in race(ready).items():
-        if isinstance(timing, Exception):
-            reasons.append(f"{name}: {measure.describe(timing)}")
-        else:
-            times[name] = timing.seconds
-    ours = times.pop("rawattn", None)
-    shown = [f"{name} {1e6 * seconds:.1f} us" for name, seconds in times.items()]
-    us = None if ours is None else 1e6 * ours
-    found.append(Figure(case.name, us, "us", of=", ".join(["in a graph", *shown, *reasons])))
-    best = min(times.values(), default=None)
-    _ratio(found, f"{case.name}: over the fastest peer", ours, best, most)
-    return ours
+    """Our time, and a line of it over that of the fastest peer."""
+    prepare = functools.partial(_sides, case, dtype)
+    figure, seconds = graph_peers.over_fastest(case.name, case.nbytes, prepare, peers, most)
+    found.append(figure)
+    return seconds

@@ -14,6 +14,7 @@ from rawattn._bench import (
     grids,
     host_time,
     memory,
+    models,
     ours,
     peers,
     score_cases,
@@ -36,6 +37,11 @@ class Suite:
     note: str = ""  # below the table
     host: bool = False  # of `host_suite`: neither cases nor further figures
 
+
+_IN_GRAPHS = (
+    "CUDA graphs of calls on several sets of inputs, which the L2 cache does not hold together, 16 calls or more of "
+    "less than 64 MB; the time is that of one call"
+)
 
 SUITES = {
     "forward": Suite(
@@ -75,13 +81,20 @@ SUITES = {
         "one new row on cached keys: share of the read bandwidth, time over the fastest peer, each with its bound",
         lambda quick: [],
         {"figures": serving.decode},
-        note="calls in CUDA graphs; peers read keys in rows, rawattn in pages where the line says so",
+        note=f"{_IN_GRAPHS}; peers read keys in rows, rawattn in pages where the line says so",
     ),
     "prefill": Suite(
         "chunks of new rows on cached keys: time over the fastest peer, pages over rows, each with its bound",
         lambda quick: [],
         {"figures": serving.prefill},
-        note="calls in CUDA graphs",
+        note=_IN_GRAPHS,
+    ),
+    "models": Suite(
+        "shapes of encoders, vision, diffusion, cross-attention, MLA and prompts: time over the fastest peer, and the median "
+        "of that, each with its bound",
+        lambda quick: [],
+        {"figures": models.figures},
+        note=_IN_GRAPHS,
     ),
     "host": Suite(
         "host time of cached calls from CuPy, PyTorch and JAX over that of torch's SDPA, each with its bound",

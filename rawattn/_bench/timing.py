@@ -132,13 +132,14 @@ def rotate(calls: Sequence[Call]) -> Call:
 
 @dataclass(frozen=True, slots=True)
 class Entrant:
-    """One side of a race. `scope` is entered around each burst."""
+    """One side of a race. `scope` is entered around each burst; `call` stands for `calls_each` calls, of which one is timed."""
 
     call: Call
     clock: Clock
     scope: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
     during: Call | None = None
     burst_seconds: float = BURST_SECONDS
+    calls_each: int = 1
 
 
 @dataclass(slots=True)
@@ -181,7 +182,8 @@ def race(
         during = turn == repeats - 1
 
         def sample(lane: _Lane, last: bool = during) -> None:
-            lane.samples.append(lane.burst(lane.calls, lane.entrant.during if last else None))
+            seconds = lane.burst(lane.calls, lane.entrant.during if last else None)
+            lane.samples.append(seconds / lane.entrant.calls_each)
 
         each(_orders.sample(names, len(names)), sample)
     return {

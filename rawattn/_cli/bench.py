@@ -166,7 +166,7 @@ def _measure(args: argparse.Namespace, chosen: list[cases.Case], extras: list[st
     options = measure.Options(args.dtype, repeats, args.budget, args.burst)
     with Progress(len(chosen) + len(extras)) as progress:
         report = measure.run(args.suite, chosen, wanted, options, progress.step)
-        if suite.note and chosen:
+        if suite.note and (chosen or not suite.cases(args.quick)):
             report.notes.append(suite.note)
         for name in extras:
             peers = report.peers

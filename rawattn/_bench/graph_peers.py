@@ -1,0 +1,127 @@
+"""Ours beside peers, all in CUDA graphs: the line of one shape, our time over that of the fastest peer."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from rawattn._bench import graphs, measure
+from rawattn._bench.grids import CUDNN, FA2, FA4
+from rawattn._bench.peers import tensors
+from rawattn._bench.report import Figure
+from rawattn._bench.timing import Call, Entrant, race
+
+_OURS = "rawattn"
+
+
+class Sides(NamedTuple):
+    """The same attention for everybody, on several sets of inputs.
+
+    ours: a call on each set. rows: CuPy arrays q, k and v of each set, for those who read no pages. causal: the last row sees
+    every key.
+    """
+
+    ours: Sequence[Call]
+    rows: Sequence[tuple[Any, Any, Any]]
+    causal: bool
+
+
+def over_fastest(
+    name: str, nbytes: int, prepare: Callable[[], Sides], peers: Iterable[str], most: float
+) -> tuple[Figure, float | None]:
+    """The line of a shape, with everybody's time or the reason why there is none, and our seconds.
+
+    nbytes: what one call reads and writes. Who computes something else than ours is not timed.
+    """
+    line = f"{name}: over the fastest peer"
+    try:
+        sides = prepare()
+    except Exception as error:  # the other lines are worth showing all the same
+        return ratio(line, None, None, most, measure.describe(error)), None
+    ready, reasons = _ready(sides, nbytes, peers)
+    times: dict[str, float] = {}
+    for side, timing in race(ready).items():
+        if isinstance(timing, Exception):
+            reasons.append(f"{side}: {measure.describe(timing)}")
+        else:
+            times[side] = timing.seconds
+    shown = [f"{side} {1e6 * seconds:.1f} us" for side, seconds in times.items()]
+    ours = times.pop(_OURS, None)
+    best = min(times.values(), default=None)
+    return ratio(line, ours, best, most, ", ".join([*shown, *reasons])), ours
+
+
+def ratio(name: str, top: float | None, bottom: float | None, most: float, of: str = "") -> Figure:
+    """A line of one time over another, which should be `most` at most."""
+    value = None if top is None or bottom is None else top / bottom
+    return Figure(name, value, "x", most, at_most=True, of=of)
+
+
+def _ready(sides: Sides, nbytes: int, peers: Iterable[str]) -> tuple[dict[str, Entrant], list[str]]:
+    """Entrants whose results agree, ours first, and why others are none."""
+    ready: dict[str, Entrant] = {}
+    reasons: list[str] = []
+    first: tuple[str, Sequence[Any]] | None = None
+    for side in (_OURS, *(name for name in peers if name in _PEERS)):
+        try:
+            entrant = _entrant(side, sides, nbytes)
+            results = entrant.call()
+            differs = measure.disagreement(results, first)
+        except Exception as error:  # whoever cannot is out
+            reasons.append(f"{side}: {measure.describe(error)}")
+            continue
+        if differs:
+            reasons.append(f"{side}: {differs}")
+            continue
+        first = first or (side, results)
+        ready[side] = entrant
+    return ready, reasons
+
+
+def _entrant(side: str, sides: Sides, nbytes: int) -> Entrant:
+    if side == _OURS:
+        return graphs.entrant(graphs.of_cupy, sides.ours, nbytes)
+    calls = [_PEERS[side](*qkv, sides.causal) for qkv in sides.rows]
+    return graphs.entrant(graphs.of_torch, calls, nbytes)
+
+
+def _sdpa(backend: str, q: Any, k: Any, v: Any, causal: bool) -> Call:
+    """Torch's scaled_dot_product_attention, held to one of its kernels."""
+    import torch
+    from torch.nn import attention
+    from torch.nn.attention.bias import causal_lower_right
+
+    options: dict[str, Any] = {"enable_gqa": q.shape[2] != k.shape[2]}
+    rows, keys = q.shape[1], k.shape[1]
+    if causal and rows == keys:
+        options["is_causal"] = True
+    elif causal and rows > 1:
+        options["attn_mask"] = causal_lower_right(rows, keys)
+    q, k, v = (x.transpose(1, 2) for x in tensors(q, k, v))  # (batch, heads, rows, D)
+
+    def call() -> Any:
+        with attention.sdpa_kernel([getattr(attention.SDPBackend, backend)]):
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
+        return out.transpose(1, 2)
+
+    return call
+
+
+def _flash4(q: Any, k: Any, v: Any, causal: bool) -> Call:
+    from flash_attn.cute.interface import flash_attn_func
+
+    qkv = tensors(q, k, v)
+
+    def call() -> Any:
+        result = flash_attn_func(*qkv, causal=causal)
+        return result[0] if isinstance(result, tuple) else result
+
+    return call
+
+
+_PEERS: dict[str, Callable[[Any, Any, Any, bool], Call]] = {
+    CUDNN: functools.partial(_sdpa, "CUDNN_ATTENTION"),
+    FA2: functools.partial(_sdpa, "FLASH_ATTENTION"),
+    FA4: _flash4,
+}

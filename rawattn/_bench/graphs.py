@@ -1,0 +1,91 @@
+"""Calls in CUDA graphs: one entrant of a race is one graph, of calls on several sets of inputs.
+
+A graph's launch takes microseconds, as a short call does. So a graph of short calls holds many, and the time of one is
+that of a replay over their number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rawattn._bench import machine
+from rawattn._bench.timing import Call, Entrant, EventClock
+
+_CALLS = 16  # at least so many of short calls
+_SHORT_BYTES = 64 << 20  # what a short call stays below
+_MAX_SETS = 16
+_WARM_UP = 3  # of torch's calls before a capture
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """Launches a graph. Returns what its calls returned when they were captured.
+
+    A graph knows addresses alone: what its calls read and write lives as long as this.
+    """
+
+    launch: Call
+    calls: Sequence[Call]
+    results: Sequence[Any]
+
+    def __call__(self) -> Sequence[Any]:
+        self.launch()
+        return self.results
+
+
+Capture = Callable[[Sequence[Call]], Replay]
+
+
+def sets(nbytes: int) -> int:
+    """How many sets of inputs the L2 cache does not hold together. nbytes: what a call reads and writes."""
+    l2_bytes: int = machine.facts(machine.Sensors())["l2_bytes"]
+    return min(_MAX_SETS, max(1, -(-2 * l2_bytes // nbytes)))
+
+
+def entrant(capture: Capture, calls: Sequence[Call], nbytes: int) -> Entrant:
+    """A graph of these calls, one on each set of inputs; of short ones so many times over that they are 16 or more.
+
+    nbytes: what one call reads and writes.
+    """
+    import cupy
+
+    rounds = -(-_CALLS // len(calls)) if nbytes < _SHORT_BYTES else 1
+    every = [*calls] * rounds
+    cupy.cuda.runtime.deviceSynchronize()  # inputs are there before other streams read them
+    return Entrant(capture(every), EventClock(), calls_each=len(every))
+
+
+def of_cupy(calls: Sequence[Call]) -> Replay:
+    """Of calls that launch on CuPy's current stream."""
+    import cupy
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        for call in calls:
+            call()
+        stream.begin_capture()
+        try:
+            results = [call() for call in calls]
+        finally:  # an interrupted one too: nothing can be read while a stream captures
+            graph = stream.end_capture()
+    stream.synchronize()
+    return Replay(graph.launch, calls, results)
+
+
+def of_torch(calls: Sequence[Call]) -> Replay:
+    """Of calls that launch on torch's current stream and return a tensor, which a replay returns as CuPy's array."""
+    import cupy
+    import torch
+
+    with torch.no_grad():
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for call in [*calls] * _WARM_UP:
+                call()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = [call() for call in calls]
+    return Replay(graph.replay, calls, [cupy.from_dlpack(result) for result in results])
