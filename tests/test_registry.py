@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from rawattn._call.problem import describe
+from rawattn._call.pages import PageForm
+from rawattn._call.problem import Problem, describe
 from rawattn._kernels import registry
 from rawattn._kernels.operands import Operands
+from rawattn._kernels.sm90 import filling
+from rawattn._kernels.sm90 import forward as sm90_forward
 from rawattn._kernels.target import without_device
 
 H200 = replace(without_device("sm_90a"), multiprocessors=132)
@@ -39,3 +43,75 @@ def test_few_rows_on_many_keys_are_decoded(
     q, k = array(rows, heads[0]), array(keys, heads[1])
     problem, _ = describe(q, k, k, causal=True)
     assert registry.choose("attention", problem, H200, Operands()).name == family
+
+
+def tile(
+    batch: int,
+    rows: int,
+    keys: int,
+    heads: tuple[int, int],
+    headdim: int,
+    causal: bool,
+    page_size: int = 0,
+) -> str:
+    """Consumers and keys of the tile that a call on an H200 takes."""
+    pages = -(-keys // page_size) if page_size else 0
+    form = PageForm(page_size, batch * pages, pages, False, "int32") if page_size else None
+    problem = Problem(
+        **{"dtype": "bfloat16", "batch": batch, "nheads_q": heads[0], "nheads_kv": heads[1]},
+        **{
+            "headdim": headdim,
+            "headdim_v": headdim,
+            "group": False,
+            "rows_q": rows,
+            "rows_k": keys,
+        },
+        **{"max_seqlen_q": rows, "max_seqlen_k": keys, "ragged": bool(page_size)},
+        **{"window_left": None, "window_right": 0 if causal else None, "sink": 0},
+        **{"top_left": False, "scale": 1.0, "pages": form},
+    )
+    assert sm90_forward.supports(problem, H200, Operands()) is None
+    config = sm90_forward.choose(problem, H200, Operands())
+    return f"{config.consumers} x {config.tile_k}"
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        # Chunks on cached keys: whole rounds of smaller tiles.
+        ((1, 256, 8448, (32, 8), 128, True), "1 x 128"),
+        ((1, 512, 8704, (32, 8), 128, True), "2 x 128"),
+        ((1, 512, 8704, (32, 8), 128, True, 16), "2 x 128"),
+        ((8, 256, 8448, (32, 8), 128, True), "3 x 80"),
+        ((8, 2048, 10240, (32, 8), 128, True, 16), "3 x 80"),
+        # Short sequences, which would leave consumers without rows, or key tiles without keys.
+        ((128, 128, 128, (16, 16), 64, False), "2 x 128"),
+        ((64, 197, 197, (12, 12), 64, False), "4 x 64"),
+        ((16, 384, 384, (16, 16), 64, False), "3 x 128"),
+        ((4, 1024, 80, (16, 16), 128, False), "3 x 80"),
+        ((2, 1024, 1024, (20, 20), 64, False), "3 x 128"),
+        # What fills the machine keeps the tables' first rows.
+        ((16, 1024, 1024, (16, 16), 128, True), "3 x 64"),
+        ((4, 4096, 4096, (16, 16), 128, True), "3 x 64"),
+        ((4, 4096, 4096, (32, 32), 64, False), "4 x 64"),
+        ((1, 16384, 16384, (16, 16), 128, True), "3 x 80"),
+        ((4, 4096, 4096, (8, 8), 256, True), "2 x 64"),
+    ],
+    ids=str,
+)
+def test_tiles_that_fill_the_machine(call: tuple[Any, ...], expected: str) -> None:
+    """The fastest of those measured (docs/notes/hopper-forward.md)."""
+    assert tile(*call) == expected
+
+
+def test_a_longer_call_takes_longer() -> None:
+    """And an idle machine no less than its longest tile."""
+    fields = {"consumers": 2, "tile_k": 128}
+    q, k = (np.broadcast_to(np.zeros((), np.float16), (1, n, 2, 128)) for n in (256, 4096))
+    problem, _ = describe(q, k, k)
+    alone = filling.duration(problem, 132, fields, 1)
+    assert alone == filling.duration(problem, 4, fields, 1) == 4096 + 256
+    assert filling.duration(problem, 2, fields, 1) == 2 * alone
+    assert filling.duration(problem, 3, fields, 1) == 2 * alone
+    causal, _ = describe(q, k, k, causal=True)
+    assert alone < filling.duration(causal, 2, fields, 1) <= 2 * alone

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from bench.tuning import gate
+from rawattn._call.pages import PageForm
 from rawattn._call.problem import Problem
 from rawattn._call.scores import ArrayForm
 from rawattn._compile import compiler
@@ -38,11 +39,13 @@ def variants_of_scores() -> Iterator[compiler.Source]:
     """Of the tables for what joins scores, and for few tiles: each row in what it is chosen for."""
     limited = {"window_left": 50, "ragged": True, "group": True}
     slopes = {"alibi_slopes": ArrayForm("float32", (2,), (2,))}
+    pages = PageForm(page_size=16, num_pages=8, entries=8, packed=False, dtype="int32")
+    paged = {"pages": pages, "ragged": True}
     uses: dict[str, tuple[dict[str, Any], ...]] = {
         "bias": (bias_of(128), {**bias_of(128), **limited}, bias_of(1)),
         "held": ({"dropout_p": 0.1}, {"dropout_p": 0.1, **limited}),
         "alibi": (slopes, {**slopes, "ragged": True, "group": True}),
-        "few": ({}, bias_of(128), {**bias_of(128), **limited}),
+        "few": ({}, bias_of(128), {**bias_of(128), **limited}, paged),
     }
     for table, calls in uses.items():
         for row, call in itertools.product(tile_tables.table(sm90_forward.TILES, table), calls):

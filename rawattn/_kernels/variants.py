@@ -14,6 +14,7 @@ from rawattn._kernels.portable import backward as portable_backward
 from rawattn._kernels.portable import decode as portable_decode
 from rawattn._kernels.portable import forward as portable_forward
 from rawattn._kernels.score_variants import score_variants
+from rawattn._kernels.sm90 import decode as sm90_decode
 from rawattn._kernels.sm90 import forward as sm90_forward
 from rawattn._kernels.target import without_device
 
@@ -72,16 +73,18 @@ def common_variants(arch: str, *, every: bool = False, purpose: str = "inference
         )
         # Addresses that are multiples of `copy_bytes` allow no wider access.
         operands = Operands(pointers=copy_bytes)
+        # Of arrays in memory, since the copy engine's maps are of these.
+        mapped = sm90_decode.supports(problem, target, Operands()) is None and copy_bytes == 16
+        few = (sm90_decode if mapped else portable_decode).choose(problem, target, operands)
         if (
             pages is None
             and portable_decode.supports_before_sm90(problem, target, operands) is None
         ):
-            sources.append(portable_decode.choose(problem, target, operands).source())
+            sources.append(few.source())
         if not (every and dtype == "float16"):
             config = portable_forward.choose(problem, target, operands)
             sources.append(config.source())
             if pages is not None:
-                few = portable_decode.choose(problem, target, operands)
                 sources.extend(each.source() for each in (replace(config, split=True), few))
         if sm90_forward.supports(problem, target, Operands()) is None:
             sources.append(sm90_forward.choose(problem, target, Operands()).source())

@@ -276,6 +276,27 @@ def test_cupy_graph(case: Case, known: bool) -> None:
         assert all(bool((other == 165).all()) for other in others), "a replay wrote elsewhere"
 
 
+def test_a_decoded_call_is_one_node() -> None:
+    """Its counters are zero when it is captured, and each replay leaves them so."""
+    import ctypes
+
+    q, k = (cupy.ones((2, rows, 4, 64), np.float16) for rows in (1, 4096))
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        expected = rawattn.attention(q, k, k).get()
+        stream.begin_capture()
+        out = rawattn.attention(q, k, k)
+        graph = stream.end_capture()
+        nodes = ctypes.c_size_t()
+        driver = ctypes.CDLL("libcuda.so.1")
+        assert not driver.cuGraphGetNodes(ctypes.c_void_p(graph.graph), None, ctypes.byref(nodes))
+        assert nodes.value == 1
+        for _ in range(3):
+            out.fill(0)
+            graph.launch(stream)
+            np.testing.assert_array_equal(out.get(), expected)
+
+
 @pytest.mark.parametrize("case", CAPTURED, ids=str)
 def test_torch_graph(case: Case) -> None:
     torch = pytest.importorskip("torch")

@@ -91,10 +91,10 @@ def choose(problem: Problem, target: Target, operands: Operands) -> Config:
     table = "wide" if decode.wide(problem) else "long" if long else "any"
     config = decode.choose_tiles(Config, TILES, table, problem, target, operands)
     rows = config.tile_k
-    return replace(
-        config,
-        box_rows=rows if problem.pages is None else math.gcd(problem.pages.page_size, rows),
-    )
+    if problem.pages is None:
+        return replace(config, box_rows=rows)
+    # Batches of rows and packed ones differ in the maps of keys in rows alone.
+    return replace(config, packed=False, box_rows=math.gcd(problem.pages.page_size, rows))
 
 
 def steps(problem: Problem, structure: Structure, operands: Operands, target: Target) -> Steps:

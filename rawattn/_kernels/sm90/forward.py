@@ -13,7 +13,7 @@ from rawattn._kernels import features, params, tile_tables
 from rawattn._kernels.attention_params import KEYS
 from rawattn._kernels.features import Features
 from rawattn._kernels.operands import ITEMSIZE, Operands, access_bytes
-from rawattn._kernels.sm90 import bias_boxes
+from rawattn._kernels.sm90 import bias_boxes, filling
 from rawattn._kernels.sm90.bias_boxes import Boxes
 from rawattn._kernels.source import dims
 from rawattn._kernels.source import source as _source
@@ -28,8 +28,8 @@ MAX_ROWS = 2**29  # of an array: row bounds of tensor maps are twice as far
 MAX_PAGES = 2**31 - 1  # coordinates of boxes are ints
 SWIZZLE_ROWS = 8  # boxes begin at multiples of them in shared memory
 
-# Tiles for each multiprocessor from which on calls with keys in pages are for this kernel: with fewer, the portable one
-# splits their keys. Not measured yet.
+# Tiles of the fewest rows for each multiprocessor from which on calls with keys in pages are for this kernel: of fewer,
+# the portable one splits their keys.
 PAGED_ROUNDS = 0.5
 
 # K and V of this much are scheduled together. A fraction of the L2 cache: what is read from DRAM costs power, and power is
@@ -51,9 +51,11 @@ REPACK_SEQLEN = 1024
 # Rows of the output that the copy engine stores at a time: a warp's.
 STORE_ROWS = 16
 
-# How long a tile of so many consumers takes, of a tile of two: they share the tensor cores and the exponentials, and a
-# lone one has neither to itself while it does the other (docs/notes/hopper-forward.md).
-_TILE_TIME = {1: 0.65, 2: 1.0, 3: 1.45, 4: 1.9}
+# Of tiles for each multiprocessor: with more than these, how a table's usual tiles fill the machine matters less than what
+# each takes, which the tables say best. Of calls with what joins scores; of others, and of those with short sequences.
+_FEW_ROUNDS, _SOME_ROUNDS, _SHORT_SEQLEN = 1, 8, 512
+# Another row of the tables must be expected to take less than this of the usual one's time.
+_WORTH_CHANGING = 0.96
 
 # Registers of a multiprocessor, and of a thread what setmaxnreg counts in.
 _REGISTERS, _REGISTER_STEP = 65536, 8
@@ -201,11 +203,8 @@ def _pages_refused(problem: Problem, target: Target) -> str | None:
         return f"a page of {form.page_size} keys is no whole number of boxes"
     if not 0 < form.num_pages < MAX_PAGES:
         return f"a tensor map has from 1 to {MAX_PAGES} pages"
-    wide = max(problem.headdim, problem.headdim_v)
-    if (
-        problem.num_splits is None
-        and _rounds(problem, target, _usual(problem, wide)) < PAGED_ROUNDS
-    ):
+    smallest = filling.count(problem, 64, heads_per_tile(problem, 64))
+    if problem.num_splits is None and smallest < PAGED_ROUNDS * target.multiprocessors:
         return "its tiles leave too many multiprocessors idle, and it splits no keys"
     return None
 
@@ -309,22 +308,31 @@ def _real(problem: Problem, name: str, operands: Operands) -> Iterator[int]:
 
 
 def _fields(problem: Problem, target: Target, wide: int) -> dict[str, Any]:
-    """Of the row to take: its table's, but where that leaves multiprocessors idle one of "few" may be done sooner."""
-
+    """Of the row to take: its table's, but where another one would be done sooner for how it fills the machine."""
     table = _table(problem)
     usual = _usual(problem, wide)
-    # Of a kernel that is only compiled nobody knows how many there are. Ragged batches have the copy engine's stores, and
-    # tiles of "held" their registers, which no row of "few" leaves them.
-    kept = target.multiprocessors == 1 or problem.ragged or table == "held"
-    if kept or _shared_by_keys(problem) or _rounds(problem, target, usual) >= 1:
+    # Of a kernel that is only compiled nobody knows how many multiprocessors there are. Tiles of "held" need their
+    # registers, which no other row leaves them. Packed batches have the copy engine's stores.
+    kept = target.multiprocessors == 1 or table == "held"
+    if kept or _shared_by_keys(problem) or (problem.ragged and problem.pages is None):
         return usual
-    few = (row.fields for row in _rows("few", wide) if row.measured is not None)
-    return min(
-        (usual, *few),
-        key=lambda fields: (
-            max(1, _rounds(problem, target, fields)) * _TILE_TIME[fields["consumers"]]
-        ),
-    )
+    plain = table in ("any", "long", "left", "paged")
+    rows = rows_of(usual["consumers"])
+    tiles = filling.count(problem, rows, heads_per_tile(problem, rows))
+    short = plain and problem.max_seqlen_q <= _SHORT_SEQLEN
+    limit = _SOME_ROUNDS if plain else _FEW_ROUNDS
+    if tiles >= limit * target.multiprocessors and not short:
+        return usual
+    others = [row for row in _rows("few", wide) if row.measured is not None]
+    if table in ("any", "long"):
+        others += (*_rows("any", wide), *_rows("long", wide))
+
+    def duration(fields: Mapping[str, Any]) -> float:
+        heads = heads_per_tile(problem, rows_of(fields["consumers"]))
+        return filling.duration(problem, target.multiprocessors, fields, heads)
+
+    best = min((usual, *(row.fields for row in others)), key=duration)
+    return best if duration(best) < _WORTH_CHANGING * duration(usual) else usual
 
 
 def _rows(table: str, wide: int) -> list[Row]:
@@ -336,16 +344,6 @@ def _rows(table: str, wide: int) -> list[Row]:
 def _usual(problem: Problem, wide: int) -> dict[str, Any]:
     """The first row of the problem's table."""
     return _rows(_table(problem), wide)[0].fields
-
-
-def _rounds(problem: Problem, target: Target, fields: Mapping[str, Any]) -> float:
-    """How many tiles as long as the longest each multiprocessor has to do; causal ones are half as long on average."""
-    tile_rows = rows_of(fields["consumers"])
-    heads = heads_per_tile(problem, tile_rows)
-    tiles = -(-problem.rows_q // (tile_rows // heads)) * (problem.nheads_q // heads)
-    tiles *= 1 if problem.group else problem.batch
-    causal = problem.window_right is not None and problem.window_left is None
-    return tiles / target.multiprocessors / (2 if causal else 1)
 
 
 def _table(problem: Problem) -> str:
