@@ -105,8 +105,8 @@ def make(device: Device, count: int) -> list[Call]:
         (11 * MB, 10, 20),
         (40 * MB, 3, 18),
         (63 * MB, 2, 16),
-        (64 * MB, 2, 2),
-        (1 << 31, 1, 1),
+        (64 * MB, 2, 4),
+        (1 << 31, 1, 4),
     ],
 )
 def test_short_calls_are_many_in_a_graph(

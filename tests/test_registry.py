@@ -54,7 +54,7 @@ def tile(
     causal: bool,
     page_size: int = 0,
 ) -> str:
-    """Consumers and keys of the tile that a call on an H200 takes."""
+    """Consumers and keys of the tile that a call on an H200 takes, and how many of them share a multiprocessor."""
     pages = -(-keys // page_size) if page_size else 0
     form = PageForm(page_size, batch * pages, pages, False, "int32") if page_size else None
     problem = Problem(
@@ -72,7 +72,8 @@ def tile(
     )
     assert sm90_forward.supports(problem, H200, Operands()) is None
     config = sm90_forward.choose(problem, H200, Operands())
-    return f"{config.consumers} x {config.tile_k}"
+    blocks = f"{config.blocks_per_sm} blocks " if config.blocks_per_sm > 1 else ""
+    return f"{blocks}{config.consumers} x {config.tile_k}"
 
 
 @pytest.mark.parametrize(
@@ -85,10 +86,13 @@ def tile(
         ((8, 256, 8448, (32, 8), 128, True), "3 x 80"),
         ((8, 2048, 10240, (32, 8), 128, True, 16), "3 x 80"),
         # Short sequences, which would leave consumers without rows, or key tiles without keys.
-        ((128, 128, 128, (16, 16), 64, False), "2 x 128"),
+        ((128, 128, 128, (16, 16), 64, False), "3 blocks 1 x 64"),
+        ((2, 4096, 77, (10, 10), 64, False), "3 blocks 1 x 64"),
+        ((32, 257, 257, (16, 16), 64, False), "3 blocks 1 x 64"),
         ((64, 197, 197, (12, 12), 64, False), "4 x 64"),
-        ((16, 384, 384, (16, 16), 64, False), "3 x 128"),
-        ((4, 1024, 80, (16, 16), 128, False), "3 x 80"),
+        ((16, 512, 512, (16, 16), 64, False), "4 x 64"),
+        ((64, 128, 128, (16, 16), 128, False), "2 x 128"),
+        ((4, 1024, 80, (16, 16), 128, False), "2 blocks 1 x 80"),
         ((2, 1024, 1024, (20, 20), 64, False), "3 x 128"),
         # What fills the machine keeps the tables' first rows.
         ((16, 1024, 1024, (16, 16), 128, True), "3 x 64"),
@@ -102,6 +106,37 @@ def tile(
 def test_tiles_that_fill_the_machine(call: tuple[Any, ...], expected: str) -> None:
     """The fastest of those measured (docs/notes/hopper-forward.md)."""
     assert tile(*call) == expected
+
+
+@pytest.mark.parametrize(("batch", "rows", "headdim"), [(64, 128, 64), (4, 1024, 128)])
+def test_tiles_that_share_a_multiprocessor(batch: int, rows: int, headdim: int) -> None:
+    """They fit beside each other, and are for calls that do no more to scores than to scale them."""
+    shapes = ((batch, n, 16, headdim) for n in (rows, 77))
+    q, k = (np.broadcast_to(np.zeros((), np.float16), shape) for shape in shapes)
+
+    def chosen(**scores: Any) -> sm90_forward.Config:
+        problem = replace(describe(q, k, k)[0], **scores)
+        return sm90_forward.choose(problem, H200, Operands())
+
+    config = chosen()
+    assert config.blocks_per_sm > 1
+    registers = config.producer_registers + config.consumers * config.consumer_registers
+    assert config.producer_registers >= 24
+    assert 128 * registers * config.blocks_per_sm <= 1 << 16
+    # Of 228 KiB, the system keeps one for each block.
+    assert (config.shared_bytes + 1024) * config.blocks_per_sm <= 228 << 10
+    for scores in ({"softcap": 30.0}, {"window_left": 5}, {"dropout_p": 0.1}):
+        assert chosen(**scores).blocks_per_sm == 1, scores
+
+
+def test_blocks_that_share_a_multiprocessor() -> None:
+    """Each takes longer, all together less long."""
+    q, k = (np.broadcast_to(np.zeros((), np.float16), (1, n, 2, 64)) for n in (256, 4096))
+    problem, _ = describe(q, k, k)
+    fields = {"consumers": 1, "tile_k": 64}  # 8 tiles
+    alone = filling.duration(problem, 8, fields, 1)
+    assert alone < filling.duration(problem, 4, fields, 1, 2) < 2 * alone
+    assert alone < filling.duration(problem, 8, fields, 1, 2)
 
 
 def test_a_longer_call_takes_longer() -> None:

@@ -49,7 +49,12 @@ def variants_of_scores() -> Iterator[compiler.Source]:
     }
     for table, calls in uses.items():
         for row, call in itertools.product(tile_tables.table(sm90_forward.TILES, table), calls):
-            yield variant(row, call)
+            if table != "few" or not call or _blocks(row) == 1:
+                yield variant(row, call)
+
+
+def _blocks(row: Row) -> int:
+    return sm90_forward.blocks_per_sm(row.fields["consumers"], row.fields["consumer_registers"])
 
 
 def bias_of(rows: int) -> dict[str, Any]:

@@ -225,7 +225,9 @@ DEVICE void attend(const ForwardParams& p, unsigned char* shared, const More&...
   Ring ring(shared + wave * L::kWaveBytes, shared + L::kMoreAt + wave * Ring::kMoreBytes, lane, more...);
   Element* const slab = reinterpret_cast<Element*>(shared + wave * L::kWaveBytes + kStages * Ring::kStageBytes);
 
-  if constexpr (kPaged) prefetch_table(p.pages, p.batch, int64(target::block_index()) * kThreads + thread);
+  if constexpr (kPaged)
+    prefetch_pages(p.pages, p.k_side.length, p.batch, int64(target::block_index()) * kThreads + thread);
+  ring.wait_for_prerequisites();
   BlockLine line(p, reinterpret_cast<int*>(kept));
   if (line.at >= line.end) return;
   target::block_sync();  // all have read the line's sums
@@ -245,8 +247,7 @@ DEVICE void attend(const ForwardParams& p, unsigned char* shared, const More&...
     };
     if (L::kPrefetches && more) begin();
     if (any) {
-      const unsigned char* const of_waves =
-          L::kPrefetches ? shared + last_slot(slot) * Ring::kStageBytes : shared;
+      const unsigned char* const of_waves = L::kPrefetches ? shared + last_slot(slot) * Ring::kStageBytes : shared;
       constexpr int kStride = L::kPrefetches ? L::kWaveBytes : kPartialBytes;
       Partials* of_block = nullptr;
       if (!done.whole()) {
@@ -335,6 +336,7 @@ DEVICE void attend(const ForwardParams& p, unsigned char* shared, const More&...
     done = work.segment;
     any = true;
   }
+  ring.launch_dependents();
   if (shares == 0) return;
 
   // All stores of the block come before its arrival, and behind the last arrival all loads.

@@ -24,9 +24,13 @@ DEVICE int length_in_pages(const Pages& pages, int sequence, int length) {
   return static_cast<int>(clamp(length, 0, pages_of(pages, sequence).count * pages.page_size));
 }
 
-// Asks for the table, each thread of the grid for a line of it: it is there, or on its way, once lengths are known.
-DEVICE void prefetch_table(const Pages& pages, int batch, int64 thread) {
+// Asks for the lengths and the table, each thread of the grid for a line: they are there, or on their way, when they
+// are read.
+DEVICE void prefetch_pages(const Pages& pages, const Integers& lengths, int batch, int64 thread) {
   constexpr int kLine = 128;
+  if (lengths.data != nullptr && thread * kLine < int64(batch) * (lengths.is_64bit ? 8 : 4)) {
+    target::prefetch(static_cast<const unsigned char*>(lengths.data) + thread * kLine);
+  }
   const int rows = pages.indptr.data == nullptr ? batch : 1;
   if (pages.entry != 1 || pages.row < 0 || rows == 0) return;
   const int64 bytes = ((rows - 1) * pages.row + pages.capacity) * (pages.ids.is_64bit ? 8 : 4);

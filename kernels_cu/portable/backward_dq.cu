@@ -181,7 +181,8 @@ KERNEL LAUNCH_BOUNDS(backward_dq::kThreads, config::kBlocksPerSm) void rawattn_b
       partials.add(dp, derivative, first_row, key_tiles.first_key(n));
     } else {
       constexpr int kKeySteps = kTileK / M::kDepth;
-      multiply_accumulators<M, kKeySteps <= 8 ? kKeySteps : 4, kPitchDs>(dq, dp, slab, pitched_tile<kPitchQk>(keys), lane);
+      multiply_accumulators<M, kKeySteps <= 8 ? kKeySteps : 4, kPitchDs>(dq, dp, slab, pitched_tile<kPitchQk>(keys),
+                                                                         lane);
     }
     if (kStages == 1 && n + 1 < key_tiles.end) {
       target::block_sync();

@@ -59,6 +59,8 @@ struct WaveRing {
     source.found.template load<CopyV, true>(values, source.v, p.v_strides, offsets, real, lane);
   }
   DEVICE void commit() const { target::copy_async_commit(); }
+  DEVICE void wait_for_prerequisites() const {}  // the launch has waited
+  DEVICE void launch_dependents() const {}
   DEVICE void wait_for_queries() const { target::copy_async_wait<kStages - 1>(); }
   // The lane's own copies, of the tile in the slot that is the oldest.
   DEVICE void wait(int) const { target::copy_async_wait<kStages - 2>(); }

@@ -120,6 +120,11 @@ struct EngineRing {
     }
     ptx::fence_copies();
   }
+  // Earlier kernels' results are read from here on.
+  DEVICE void wait_for_prerequisites() const { ptx::wait_for_prerequisites(); }
+  // Only now may blocks of the next kernel come: those that wait for long come in an order that costs large batches 1 %
+  // of the memory's speed (docs/notes/decode.md).
+  DEVICE void launch_dependents() const { ptx::launch_dependents(); }
   // What threads have read and written in slots, they have done before the engine fills those anew.
   DEVICE void give_back() const { ptx::fence_copies(); }
 

@@ -266,8 +266,8 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
 }  // namespace forward
 
 KERNEL CLUSTER(forward::kCluster)
-    LAUNCH_BOUNDS(forward::kThreads, 1) void rawattn_sm90_forward(PARAMETER Sm90ForwardParams p,
-                                                                  PARAMETER forward::Maps maps) {
+    LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_sm90_forward(PARAMETER Sm90ForwardParams p,
+                                                                                     PARAMETER forward::Maps maps) {
   using namespace forward;
   SHARED_MEMORY_ALIGNED(bytes, sizeof(SharedMemory), 1024);
   SharedMemory& shared = *reinterpret_cast<SharedMemory*>(bytes);
@@ -295,6 +295,8 @@ KERNEL CLUSTER(forward::kCluster)
     ptx::prefetch_tensormap(&maps.v);
     if constexpr (kBiasByEngine) prefetch_bias_map(maps);
   }
+  ptx::launch_dependents();
+  ptx::wait_for_prerequisites();
   if constexpr (kCluster == 1) {
     target::block_sync();
   } else {

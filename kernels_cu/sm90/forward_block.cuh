@@ -26,8 +26,8 @@ using C = target::Accumulator;
 constexpr int kThreads = kWarpgroup * (1 + kConsumers);
 constexpr int kProducerLanes = kPaged ? target::kWave : 1;
 constexpr bool kValuesApart = kPaged;  // have a producer of their own
-// A lone consumer has as many registers as a thread can have from the start.
-constexpr bool kSharesRegisters = kConsumers > 1;
+// A lone consumer may have as many registers from the start as a thread can have.
+constexpr bool kSharesRegisters = config::kProducerRegisters != config::kConsumerRegisters;
 static_assert(kConsumers > 1 || !kPingPong, "turns are taken among several");
 // A tile is kTileQ query rows of each of kHeadsPerTile neighbouring heads with the same keys: one head after the other.
 constexpr int kTileRows = 64 * kConsumers;

@@ -1,6 +1,6 @@
-// The producer of a Hopper forward block walks the schedule and keeps the copy engine ahead of the consumers: one thread.
-// Where keys are in pages, two warps: a lane finds a box and asks for it, and values have the second warp, since one
-// would ask for boxes no faster than the products take them.
+// The producer of a Hopper forward block walks the schedule and keeps the copy engine ahead of the consumers: one
+// thread. Where keys are in pages, two warps: a lane finds a box and asks for it, and values have the second warp,
+// since one would ask for boxes no faster than the products take them.
 #pragma once
 
 #include "sm90/forward_bias.cuh"

@@ -1,5 +1,5 @@
-// Tiles of rows in shared memory, as B operands of products: `rows<M>(n, k, lane)` is B[k][n] from row n and column k on,
-// `columns<M>(k, n, lane)` from row k and column n on.
+// Tiles of rows in shared memory, as B operands of products: `rows<M>(n, k, lane)` is B[k][n] from row n and column k
+// on, `columns<M>(k, n, lane)` from row k and column n on.
 #pragma once
 
 #include "target/target.cuh"
@@ -42,8 +42,8 @@ struct SwizzledTile {
   }
 
  private:
-  // The run of a row that begins with a column. What the lane says is apart from what the compiler knows, multiples of 8
-  // rows and of 16 columns.
+  // The run of a row that begins with a column. What the lane says is apart from what the compiler knows, multiples of
+  // 8 rows and of 16 columns.
   DEVICE const T* run(int first_row, int first_column, int row, int column) const {
     const int lanes = row * kColumns + (column ^ row % 8 * 8);
     return first + (first_column / kColumns * kRows + first_row) * kColumns + (lanes ^ first_column % kColumns);

@@ -13,8 +13,8 @@ from typing import Any
 from rawattn._bench import machine
 from rawattn._bench.timing import Call, Entrant, EventClock
 
-_CALLS = 16  # at least so many of short calls
 _SHORT_BYTES = 64 << 20  # what a short call stays below
+_SHORT_CALLS, _CALLS = 16, 4  # at least so many of short ones, and of others
 _MAX_SETS = 16
 _WARM_UP = 3  # of torch's calls before a capture
 
@@ -45,13 +45,14 @@ def sets(nbytes: int) -> int:
 
 
 def entrant(capture: Capture, calls: Sequence[Call], nbytes: int) -> Entrant:
-    """A graph of these calls, one on each set of inputs; of short ones so many times over that they are 16 or more.
+    """A graph of these calls, one on each set of inputs; so many times over that short ones are 16 or more, others 4.
 
     nbytes: what one call reads and writes.
     """
     import cupy
 
-    rounds = -(-_CALLS // len(calls)) if nbytes < _SHORT_BYTES else 1
+    least = _SHORT_CALLS if nbytes < _SHORT_BYTES else _CALLS
+    rounds = -(-least // len(calls))
     every = [*calls] * rounds
     cupy.cuda.runtime.deviceSynchronize()  # inputs are there before other streams read them
     return Entrant(capture(every), EventClock(), calls_each=len(every))

@@ -40,7 +40,7 @@ class Suite:
 
 _IN_GRAPHS = (
     "CUDA graphs of calls on several sets of inputs, which the L2 cache does not hold together, 16 calls or more of "
-    "less than 64 MB; the time is that of one call"
+    "less than 64 MB, 4 or more of others; the time is that of one call"
 )
 
 SUITES = {

@@ -69,6 +69,8 @@ class Step:
     params: the kernel's first parameter, without addresses.
     patches: (offset in it, name of the address to put there).
     maps: of the second parameter, where the kernel has one: (name of the array, its tensor map).
+    early: the kernel itself waits for those before it in the stream (kernels_cu/ptx/launch.cuh), so it may come before they
+    are done.
     """
 
     source: Source
@@ -78,6 +80,7 @@ class Step:
     patches: tuple[tuple[int, str], ...]
     shared_bytes: int = 0
     maps: tuple[tuple[str, Geometry], ...] = ()
+    early: bool = False
 
 
 @dataclass(frozen=True, slots=True)

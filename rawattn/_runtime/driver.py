@@ -10,7 +10,8 @@ import contextlib
 import ctypes
 import functools
 import os
-from collections.abc import Iterator, Sequence
+import struct
+from collections.abc import Callable, Iterator, Sequence
 
 _LIBRARY = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
 
@@ -22,6 +23,10 @@ _NOT_INTERLEAVED, _SWIZZLE_128B, _L2_PROMOTION_128B, _ZEROS_OUTSIDE = 0, 3, 2, 0
 
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
 _CAPTURE_MODE_RELAXED = 2
+# CUlaunchConfig: grid, block, bytes of shared memory, stream, and its one CUlaunchAttribute, which lies behind it.
+_LAUNCH = struct.Struct("<7I4xQQI4x")
+_LAUNCH_ATTRIBUTE = struct.Struct("<I4xi60x")
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6
 
 
 def encode_tensor_map(
@@ -51,6 +56,39 @@ def encode_tensor_map(
         *(_NOT_INTERLEAVED, _SWIZZLE_128B, _L2_PROMOTION_128B, _ZEROS_OUTSIDE),
     )
     return room.raw[start : start + _MAP_BYTES]
+
+
+class EarlyLaunch:
+    """A launch that may begin before those before it in the stream are done, as `early_launcher` is given it.
+
+    address: of it, which does not move.
+    """
+
+    __slots__ = ("_memory", "_packed", "_room", "address")
+
+    def __init__(self) -> None:
+        self._room = bytearray(_LAUNCH.size + _LAUNCH_ATTRIBUTE.size)
+        self._memory = ctypes.c_char.from_buffer(self._room)
+        self.address = ctypes.addressof(self._memory)
+        self._packed: tuple[int, ...] | None = None
+        _LAUNCH_ATTRIBUTE.pack_into(self._room, _LAUNCH.size, _PROGRAMMATIC_STREAM_SERIALIZATION, 1)
+
+    def pack(self, blocks: int, threads: int, shared_bytes: int, stream: int) -> None:
+        packed = blocks, threads, shared_bytes, stream
+        if packed != self._packed:
+            attribute = self.address + _LAUNCH.size
+            _LAUNCH.pack_into(
+                self._room, 0, blocks, 1, 1, threads, 1, 1, shared_bytes, stream, attribute, 1
+            )
+            self._packed = packed
+
+
+@functools.cache
+def early_launcher() -> Callable[[int, int, int, None], int]:
+    """Takes the address of an `EarlyLaunch`, a kernel, the address of its arguments and None; returns CUDA's error."""
+    launch = _library().cuLaunchKernelEx
+    launch.argtypes = (ctypes.c_void_p,) * 4
+    return launch
 
 
 @contextlib.contextmanager

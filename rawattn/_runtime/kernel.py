@@ -19,6 +19,7 @@ from typing import Any
 from rawattn._compile import compiler
 from rawattn._compile.compiler import Cubin, Source
 from rawattn._kernels.target import Target
+from rawattn._runtime import driver
 
 _NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 
@@ -27,14 +28,15 @@ class Arguments:
     """What a launch hands to the driver: pointers to the kernel's parameters, and behind them the parameters' bytes.
 
     data: all of it. at: where in it each parameter begins. address: of all of it, which does not move. patched: the
-    addresses that were written to it last.
+    addresses that were written to it last. early: of launches that are early.
     """
 
-    __slots__ = ("_memory", "address", "at", "data", "patched")
+    __slots__ = ("_memory", "address", "at", "data", "early", "patched")
 
     def __init__(self, parameters: Sequence[bytes | bytearray]) -> None:
         count = len(parameters)
         self.patched: tuple[int, ...] | None = None
+        self.early: driver.EarlyLaunch | None = None
         self.data = bytearray(b"".join((bytes(8 * count), *parameters)))
         self._memory = ctypes.c_char.from_buffer(self.data)
         self.address = ctypes.addressof(self._memory)
@@ -57,6 +59,7 @@ class Kernel:
         self._function = function  # as long as it is there, so is the handle
         self._handle: int = function.kernel.ptr
         self._enqueue = cupy.cuda.driver.launchKernel
+        self._enqueue_early = driver.early_launcher()
         self._error = cupy.cuda.driver.CUDADriverError
         self._runtime = cupy.cuda.runtime
 
@@ -65,41 +68,46 @@ class Kernel:
         self._function.max_dynamic_shared_size_bytes = nbytes
 
     def launch(
-        self, blocks: int, threads: int, shared_bytes: int, stream: int, arguments: Arguments
+        self,
+        blocks: int,
+        threads: int,
+        shared_bytes: int,
+        stream: int,
+        arguments: Arguments,
+        early: bool = False,
     ) -> None:
-        """Enqueues it on a stream. The arguments are read before this returns."""
+        """Enqueues it on a stream. The arguments are read before this returns.
+
+        early: it waits itself for the kernels before it (`Step.early`).
+        """
+        enqueue = self._launch_early if early else self._launch
         try:
-            self._enqueue(
-                self._handle,
-                blocks,
-                1,
-                1,
-                threads,
-                1,
-                1,
-                shared_bytes,
-                stream,
-                arguments.address,
-                0,
-            )
+            enqueue(blocks, threads, shared_bytes, stream, arguments)
         except self._error as error:
             if error.status != _NO_CONTEXT:
                 raise
             # The runtime makes a thread's context when it needs it, the driver does not.
             self._runtime.memGetInfo()
-            self._enqueue(
-                self._handle,
-                blocks,
-                1,
-                1,
-                threads,
-                1,
-                1,
-                shared_bytes,
-                stream,
-                arguments.address,
-                0,
-            )
+            enqueue(blocks, threads, shared_bytes, stream, arguments)
+
+    def _launch(
+        self, blocks: int, threads: int, shared_bytes: int, stream: int, arguments: Arguments
+    ) -> None:
+        grid = (blocks, 1, 1)
+        self._enqueue(
+            self._handle, *grid, threads, 1, 1, shared_bytes, stream, arguments.address, 0
+        )
+
+    def _launch_early(
+        self, blocks: int, threads: int, shared_bytes: int, stream: int, arguments: Arguments
+    ) -> None:
+        launch = arguments.early
+        if launch is None:
+            launch = arguments.early = driver.EarlyLaunch()
+        launch.pack(blocks, threads, shared_bytes, stream)
+        status = self._enqueue_early(launch.address, self._handle, arguments.address, None)
+        if status:
+            raise self._error(status)
 
 
 _functions: dict[tuple[Source, int], Any] = {}

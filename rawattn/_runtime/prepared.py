@@ -224,6 +224,7 @@ class _Launch:
 
     __slots__ = (
         "_arguments",
+        "_early",
         "_free",
         "_kernel",
         "_maps",
@@ -238,6 +239,7 @@ class _Launch:
         if step.shared_bytes:
             self._kernel.allow_shared_memory(step.shared_bytes)
         self._threads, self._shared_bytes = step.threads, step.shared_bytes
+        self._early = step.early
         self._arguments: tuple[bytes, ...] = (step.params,)
         if step.maps:
             self._arguments += (bytes(MAP_BYTES * len(step.maps)),)
@@ -275,7 +277,9 @@ class _Launch:
             for at, n, maps in self._maps:
                 data[at : at + MAP_BYTES] = maps.at(picked[n])
             arguments.patched = picked
-        self._kernel.launch(blocks, self._threads, self._shared_bytes, stream, arguments)
+        self._kernel.launch(
+            blocks, self._threads, self._shared_bytes, stream, arguments, self._early
+        )
         self._free.append(arguments)
 
 

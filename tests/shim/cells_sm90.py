@@ -29,6 +29,7 @@ class Sm90Tiles(NamedTuple):
     late_scaling: bool = False
     cluster: int = 1
     tensor_stores: bool = False  # where the call allows them
+    consumer_registers: int = 0  # those of one block a multiprocessor
 
     def __str__(self) -> str:
         return f"{64 * self.consumers}x{self.tile_k}s{self.stages}" + (
@@ -36,6 +37,7 @@ class Sm90Tiles(NamedTuple):
             + "l" * self.late_scaling
             + f"c{self.cluster}" * (self.cluster > 1)
             + "t" * self.tensor_stores
+            + f"r{self.consumer_registers}" * (self.consumer_registers > 0)
         )
 
 
@@ -74,7 +76,7 @@ class Sm90Cell(Cell):
         assert config is not None, f"{self.case}: not a call for this kernel"
         if self.shape is None:
             return config
-        registers = {1: 256, 2: 232, 3: 160, 4: 112}[self.shape.consumers]
+        alone = {1: 256, 2: 232, 3: 160, 4: 112}[self.shape.consumers]
         heads = sm90_forward.heads_per_tile(
             self.call.problem, sm90_forward.rows_of(self.shape.consumers)
         )
@@ -82,7 +84,8 @@ class Sm90Cell(Cell):
             allowed = chosen(self.case)
         fields = self.shape._asdict()
         fields["tensor_stores"] &= allowed is not None and allowed.tensor_stores
-        return replace(config, **fields, consumer_registers=registers, heads_per_tile=heads)
+        fields["consumer_registers"] = fields["consumer_registers"] or alone
+        return replace(config, **fields, heads_per_tile=heads)
 
     def run(self, builder: Builder) -> tuple[np.ndarray, np.ndarray | None]:
         machine = Machine(builder, checked=self.checked, seed=zlib.crc32(str(self).encode()))

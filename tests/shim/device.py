@@ -140,7 +140,13 @@ class _Kernel:
         self._allowed = nbytes
 
     def launch(
-        self, blocks: int, threads: int, shared_bytes: int, stream: int, arguments: Arguments
+        self,
+        blocks: int,
+        threads: int,
+        shared_bytes: int,
+        stream: int,
+        arguments: Arguments,
+        early: bool = False,
     ) -> None:
         assert blocks > 0, f"{self._source.entry}: a GPU refuses a grid of no blocks"
         assert shared_bytes <= self._allowed

@@ -21,6 +21,7 @@ struct Block {
   unsigned char* shared;  // its memory
   int syncs;              // that it has passed, cluster_syncs among them
   int threads;            // that have not exited
+  bool early;             // it has said launch_dependents
 };
 
 extern Launch launch;
@@ -45,6 +46,9 @@ struct Condition {
   unsigned long long number;
 };
 void wait_until(const char* name, const Condition& condition);
+
+// machine.cpp: fails where the block comes early, and the running thread has not waited for what comes before it
+void check_prerequisites(const char* what);
 
 // mbarrier.cpp
 void forget_barriers();

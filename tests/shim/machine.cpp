@@ -60,6 +60,7 @@ struct Fiber {
   Condition condition;
   std::vector<Copy> copies;
   std::vector<size_t> groups;  // how many of them there were at each commit
+  bool waited;                 // for the kernels before this one
 };
 
 Context scheduler;
@@ -99,6 +100,7 @@ void thread_main() {
   launch.kernel(launch.params);
   Fiber& self = running_fiber();
   if (!self.copies.empty()) fail("exits while %zu of its copies were never waited for", self.copies.size());
+  check_prerequisites("exits");
   check_products_at_exit();
   check_stores_at_exit();
   if (--blocks[rank].threads == 0) check_block_at_exit();
@@ -300,7 +302,7 @@ void run_waves() {
 void run_cluster(int first_block) {
   for (int n = 0; n < launch.cluster; n++) {
     Block& block = blocks[n];
-    block = {first_block + n, block.shared, 0, launch.threads};
+    block = {first_block + n, block.shared, 0, launch.threads, false};
     memset(block.shared, kPoison, (launch.shared_bytes + kPage - 1) / kPage * kPage);
   }
   for (size_t n = 0; n < fibers.size(); n++) {
@@ -308,6 +310,7 @@ void run_cluster(int first_block) {
     fiber.waits = Waits::kNot;
     fiber.name = "";
     fiber.groups.clear();
+    fiber.waited = false;
     prepare(fiber.context, stacks + n * (kStackBytes + kPage), kStackBytes, thread_main);
   }
   cluster_syncs = 0;
@@ -415,7 +418,14 @@ void wait_until(const char* name, const Condition& condition) {
   wait(Waits::kCondition, name, static_cast<int>(condition.place), nullptr, nullptr);
 }
 
+void launch_dependents() { blocks[rank].early = true; }
+void wait_for_prerequisites() { running_fiber().waited = true; }
+void check_prerequisites(const char* what) {
+  if (blocks[rank].early && !running_fiber().waited) fail("%s before it waited for prerequisites", what);
+}
+
 void copy_later(void* to, const void* from, int bytes, bool valid) {
+  check_prerequisites("copies");
   const size_t offset = static_cast<unsigned char*>(to) - blocks[rank].shared;
   if (offset + bytes > static_cast<size_t>(launch.shared_bytes) || offset % bytes != 0) {
     fail("copies %d bytes to byte %lld of %d of shared memory", bytes, static_cast<long long>(offset),

@@ -165,6 +165,7 @@ void set_out(const Copy& copy) {
 }  // namespace
 
 void copy_tensor(void* pointer, const ptx::TensorMap& map, void* barrier, const int (&coordinates)[5], int receivers) {
+  check_prerequisites("copy_tensor");
   Copy copy{"copy_tensor", rank, running, rank, 0, 0, 0, check_box("copy_tensor", map, coordinates), 0};
   copy.bytes = copy.box.rows() * kRow;
   // The engine wants 128 bytes; products want the 1024 after which the swizzle repeats.

@@ -390,7 +390,7 @@ def test_fewer_consumers_where_tiles_leave_multiprocessors_idle() -> None:
     assert consumers(causal(1024, 4)) == 1
     assert consumers(causal(1024, 4), multiprocessors=1) == 3
     assert consumers(dense("full", 1, 2048, 300, nheads_q=12, nheads_kv=12, headdim=128)) == 3
-    assert consumers(dense("full", 1, 2048, 300, nheads_q=8, nheads_kv=8, headdim=128)) == 2
+    assert consumers(dense("full", 1, 2048, 1024, nheads_q=8, nheads_kv=8, headdim=128)) == 2
     long = sm90_forward.STREAM_K_SEQLEN
     assert consumers(dense("shared", 1, 64, long, nheads_q=1, nheads_kv=1, headdim=128)) == 3
     assert consumers(ragged("lengths", (9, 2000), (9, 2000), headdim=128, causal=True)) == 3

@@ -56,7 +56,7 @@ struct Line {
         mate(target::block_index() - part * p.splits.abreast),
         ranks(quotient(p.nheads_q / kHeads, p.splits.abreast)) {
     int first = 0;
-    if constexpr (kRagged) {
+    if (kRagged && p.batch > 1) {
       first = find(room);
     } else {
       enter(0);

@@ -49,6 +49,7 @@ class Config(Features):
     NAME: ClassVar[str] = "portable"
     ENTRY: ClassVar[str] = ENTRY
     FILE: ClassVar[str] = "portable/decode.cu"
+    EARLY: ClassVar[bool] = False  # of its launch
 
     element: str
     headdim: int
@@ -224,6 +225,7 @@ def launches(
         ),
         shared_bytes=config.shared_bytes,
         maps=maps,
+        early=config.EARLY,
     )
     padding = forward.padding(problem, structure, operands)
     scratch = line.scratch(config.partial_bytes)

@@ -32,6 +32,7 @@ class Config(decode.Config):
     NAME: ClassVar[str] = "sm90"
     ENTRY: ClassVar[str] = ENTRY
     FILE: ClassVar[str] = "sm90/decode.cu"
+    EARLY: ClassVar[bool] = True
 
     box_rows: int = 0  # of what the copy engine brings at once
 

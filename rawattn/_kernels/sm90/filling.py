@@ -21,20 +21,28 @@ _WIDE = {1: 0.75, 2: 1.0, 3: 1.31, 4: 1.7}
 _BEGIN_KEYS = 256
 # What a consumer without rows adds to a tile.
 _WAITING = 0.05
+# What each further block of a multiprocessor adds to a tile's time for its keys, and for beginning and ending: blocks do one
+# thing under another's.
+_CROWDED, _CROWDED_BEGIN = 0.56, 0.15
 # Of more tiles the last round says little.
 _MOST_SIMULATED = 2048
 
 
 def duration(
-    problem: Problem, multiprocessors: int, fields: Mapping[str, Any], heads: int
+    problem: Problem,
+    multiprocessors: int,
+    fields: Mapping[str, Any],
+    heads: int,
+    blocks: int = 1,
 ) -> float:
     """In the time that a tile of two consumers takes for a key.
 
-    fields: of a row of the tile tables; heads: whose rows share a tile. Sequences are taken to be as long as they may be.
+    fields: of a row of the tile tables; heads: whose rows share a tile; blocks: that a multiprocessor runs at once.
+    Sequences are taken to be as long as they may be.
     """
-    times = [
-        time for time, count in _tiles(problem, fields, heads) for _ in range(count)
-    ]  # from the longest on
+    multiprocessors *= blocks
+    tiles = _tiles(problem, fields, heads, blocks)
+    times = [time for time, count in tiles for _ in range(count)]  # from the longest on
     total = sum(times)
     if len(times) > _MOST_SIMULATED:
         return total / multiprocessors + times[0] / 2
@@ -52,7 +60,9 @@ def count(problem: Problem, rows: int, heads: int) -> int:
     return each * (1 if problem.group else problem.batch) * (problem.nheads_q // heads)
 
 
-def _tiles(problem: Problem, fields: Mapping[str, Any], heads: int) -> list[tuple[float, int]]:
+def _tiles(
+    problem: Problem, fields: Mapping[str, Any], heads: int, blocks: int
+) -> list[tuple[float, int]]:
     """The time of a tile, and how many there are of it, from the longest on."""
     consumers, tile_k = fields["consumers"], fields["tile_k"]
     wide = max(problem.headdim, problem.headdim_v) > _NARROW_HEADDIM
@@ -67,7 +77,9 @@ def _tiles(problem: Problem, fields: Mapping[str, Any], heads: int) -> list[tupl
         busy = consumers if heads > 1 else -(-(behind - first) // 64)
         waiting = 1 + _WAITING * (consumers - busy)
         keys = -(-_visible(problem, first, behind) // tile_k) * tile_k
-        found.append((waiting * times[busy] * (keys + _BEGIN_KEYS), max(1, round(copies))))
+        crowded, begin = 1 + _CROWDED * (blocks - 1), 1 + _CROWDED_BEGIN * (blocks - 1)
+        time = waiting * times[busy] * (crowded * keys + begin * _BEGIN_KEYS)
+        found.append((time, max(1, round(copies))))
     return sorted(found, reverse=True)
 
 

@@ -59,6 +59,7 @@ _WORTH_CHANGING = 0.96
 
 # Registers of a multiprocessor, and of a thread what setmaxnreg counts in.
 _REGISTERS, _REGISTER_STEP = 65536, 8
+_LEAST_REGISTERS = 24  # of a thread, the producer's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,9 +111,13 @@ class Config(Features):
         return 128 * (1 + self.consumers)
 
     @property
+    def blocks_per_sm(self) -> int:
+        return blocks_per_sm(self.consumers, self.consumer_registers)
+
+    @property
     def producer_registers(self) -> int:
         """Of a thread. A block begins with as many for each thread and shares them out anew."""
-        each = _REGISTERS // self.threads // _REGISTER_STEP * _REGISTER_STEP
+        each = _REGISTERS // self.blocks_per_sm // self.threads // _REGISTER_STEP * _REGISTER_STEP
         return each * (1 + self.consumers) - self.consumer_registers * self.consumers
 
     @property
@@ -137,7 +142,9 @@ class Config(Features):
             self.summary(),
             params.SM90_FORWARD,
             element=self.element,
-            constants=features.constants(self, "producer_registers", "shared_bytes"),
+            constants=features.constants(
+                self, "blocks_per_sm", "producer_registers", "shared_bytes"
+            ),
             score_mod=self.score_mod,
         )
 
@@ -149,6 +156,8 @@ class Config(Features):
             tile += f" heads={self.heads_per_tile}"
         if self.cluster > 1:
             tile += f" cluster={self.cluster}"
+        if self.blocks_per_sm > 1:
+            tile += f" blocks={self.blocks_per_sm}"
         if self.bias_stages:
             traits.append(f"bias_boxes={self.bias_rows}x{self.bias_heads}s{self.bias_stages}")
         if self.page_rows:
@@ -165,6 +174,11 @@ class Config(Features):
 def rows_of(consumers: int) -> int:
     """Of a tile, over all its heads."""
     return 64 * consumers
+
+
+def blocks_per_sm(consumers: int, consumer_registers: int) -> int:
+    """How many run at once, by their registers. Tiles of more than one leave each other shared memory too."""
+    return _REGISTERS // (128 * (consumers * consumer_registers + _LEAST_REGISTERS))
 
 
 def supports(problem: Problem, target: Target, operands: Operands) -> str | None:
@@ -323,16 +337,26 @@ def _fields(problem: Problem, target: Target, wide: int) -> dict[str, Any]:
     limit = _SOME_ROUNDS if plain else _FEW_ROUNDS
     if tiles >= limit * target.multiprocessors and not short:
         return usual
-    others = [row for row in _rows("few", wide) if row.measured is not None]
+    # Blocks that share a multiprocessor have no registers for more than scaled scores.
+    crowded = table in ("any", "long") and problem.plain_scores
+    others = [
+        row
+        for row in _rows("few", wide)
+        if row.measured is not None and (crowded or _blocks(row.fields) == 1)
+    ]
     if table in ("any", "long"):
         others += (*_rows("any", wide), *_rows("long", wide))
 
     def duration(fields: Mapping[str, Any]) -> float:
         heads = heads_per_tile(problem, rows_of(fields["consumers"]))
-        return filling.duration(problem, target.multiprocessors, fields, heads)
+        return filling.duration(problem, target.multiprocessors, fields, heads, _blocks(fields))
 
     best = min((usual, *(row.fields for row in others)), key=duration)
     return best if duration(best) < _WORTH_CHANGING * duration(usual) else usual
+
+
+def _blocks(fields: Mapping[str, Any]) -> int:
+    return blocks_per_sm(fields["consumers"], fields["consumer_registers"])
 
 
 def _rows(table: str, wide: int) -> list[Row]:

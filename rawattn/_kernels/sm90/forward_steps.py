@@ -44,7 +44,7 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
     inner = attention_params.forward(problem, structure, operands, config.section_bytes)
     if config.paged:
         structure = attention_params.without_pages(structure)
-    clusters = target.multiprocessors // config.cluster
+    clusters = target.multiprocessors * config.blocks_per_sm // config.cluster
     shared = stream_k_of(problem, config, clusters)
     tiles = Tiles(
         "q",
@@ -97,6 +97,7 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
                 (names.get(name, name), geometry)
                 for name, geometry in tensor_maps(problem, config, operands).items()
             ),
+            early=True,
         )
     )
     return Steps((*fill, *launches), config, schedules, orders, scratch, counters)

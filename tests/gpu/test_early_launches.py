@@ -1,0 +1,137 @@
+"""Kernels whose blocks come while those before them in the stream still run read nothing before its time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rawattn
+
+cupy = pytest.importorskip("cupy")
+
+# Copies after a while. Its blocks leave room on every multiprocessor, so those of the next kernel can come at once.
+_LATE_COPY = r"""
+extern "C" __global__ void late_copy(const unsigned char* from, unsigned char* to, long long count) {
+  const long long begin = clock64();
+  while (clock64() - begin < 400000) {}
+  const long long step = (long long)gridDim.x * blockDim.x;
+  for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += step) to[i] = from[i];
+}
+"""
+_CHAIN = 12
+
+Arrays = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def late_copy() -> Callable[[Any, Any], None]:
+    kernel = cupy.RawKernel(_LATE_COPY, "late_copy")
+
+    def copy(source: Any, target: Any) -> None:
+        kernel((8,), (64,), (source, target, source.nbytes))
+
+    return copy
+
+
+@pytest.fixture
+def stream() -> Iterator[Any]:
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        yield stream
+    stream.synchronize()
+
+
+def _random(*shape: int) -> Any:
+    values = np.random.default_rng(sum(shape)).standard_normal(shape)
+    return cupy.asarray(values, np.float16)
+
+
+def _forward() -> tuple[Arrays, Callable[..., Any]]:
+    arrays = {"q": _random(2, 300, 4, 64), "k": _random(2, 500, 4, 64), "v": _random(2, 500, 4, 64)}
+    return arrays, rawattn.attention
+
+
+def _paged(rows: int) -> tuple[Arrays, Callable[..., Any]]:
+    pages, page_size, batch = 40, 16, 2
+    table = np.random.default_rng(0).permutation(pages).reshape(batch, -1)
+    arrays = {
+        "q": _random(batch, rows, 8, 64),
+        "k_pages": _random(pages, page_size, 2, 64),
+        "v_pages": _random(pages, page_size, 2, 64),
+        "block_table": cupy.asarray(table, np.int32),
+        "seqlen_k": cupy.asarray([311, 290], np.int32),
+    }
+    return arrays, lambda **given: rawattn.paged_attention(**given, causal=True)
+
+
+CASES = {"forward": _forward, "decode": lambda: _paged(1), "paged": lambda: _paged(200)}
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("name", CASES)
+def test_waits_for_what_a_kernel_before_it_writes(
+    name: str, captured: bool, stream: Any, late_copy: Callable[[Any, Any], None]
+) -> None:
+    arrays, call = CASES[name]()
+    expected = call(**arrays).get()
+    for late in arrays:
+        stale = arrays[late].copy()
+        # Lengths of 1 and pages without a sequence are harmless, and give other results.
+        stale.fill(1)
+        given = {**arrays, late: stale}
+        stale_result = call(**given).get()
+        assert not np.array_equal(stale_result, expected), late
+        stream.synchronize()
+        if captured:
+            stream.begin_capture()
+            late_copy(arrays[late], stale)
+            out = call(**given)
+            stream.end_capture().launch()
+        else:
+            late_copy(arrays[late], stale)
+            out = call(**given)
+        np.testing.assert_array_equal(out.get(), expected, err_msg=late)
+
+
+@pytest.mark.parametrize("rows", [1, 64, 300])
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
+def test_calls_that_read_what_the_last_one_wrote(rows: int, captured: bool, stream: Any) -> None:
+    q, k = _random(2, rows, 8, 64), _random(2, 2000, 8, 64)
+    keys = k * 8  # each row is close to one of k, so no row's result is like another's
+
+    def chain(wait: bool) -> Any:
+        x = q
+        for _ in range(_CHAIN):
+            x = rawattn.attention(x, keys, k)
+            if wait:
+                stream.synchronize()
+        return x
+
+    expected = chain(True).get()
+    stream.synchronize()
+    if captured:
+        stream.begin_capture()
+        out = chain(False)
+        graph = stream.end_capture()
+        for _ in range(3):
+            graph.launch()
+            np.testing.assert_array_equal(out.get(), expected)
+    else:
+        np.testing.assert_array_equal(chain(False).get(), expected)
+
+
+def test_inputs_that_the_next_kernel_overwrites(stream: Any) -> None:
+    """A later call may not begin to write before the earlier ones have read."""
+    q, k = _random(1, 128, 8, 64), _random(1, 4096, 8, 64)
+    expected = rawattn.attention(q, k, k).get()
+    other = _random(1, 4096, 8, 64) * 2
+    kept = k.copy()
+    for _ in range(50):
+        out = rawattn.attention(q, k, k)
+        # Its `out` is what the call before it reads.
+        rawattn.attention(other, other, other, out=k)
+        cupy.copyto(k, kept)
+        np.testing.assert_array_equal(out.get(), expected)
