@@ -19,7 +19,23 @@ DEVICE float per_head(const PerHead& numbers, int sequence, int head) {
   return target::to_float(static_cast<const bfloat16*>(numbers.data)[at]);
 }
 
+template <bool kFirst, class A, class B>
+struct Either {
+  using Type = A;
+};
+template <class A, class B>
+struct Either<false, A, B> {
+  using Type = B;
+};
+
+// Where there is no score function.
+struct NoScoreMod {
+  template <class P>
+  DEVICE NoScoreMod(const ScorePlace&, const P&) {}
+};
+
 struct ScoreRule {
+  using Mod = typename Either<config::kScoreMod, config::ScoreMod, NoScoreMod>::Type;
   // Whether scores are made of scaled products by more than an addition, and whether something is added to them.
   static constexpr bool kRemakes = config::kSoftcap || config::kScoreMod;
   static constexpr bool kAdds = config::kBias > 0 || config::kAlibi;
@@ -33,9 +49,10 @@ struct ScoreRule {
   const ForwardParams& p;
   int sequence, head, len_q, len_k, offset;
   float slope;
+  Mod mod;
 
   DEVICE ScoreRule(const ForwardParams& p, int sequence, int head, int len_q, int len_k, int offset)
-      : p(p), sequence(sequence), head(head), len_q(len_q), len_k(len_k), offset(offset) {
+      : p(p), sequence(sequence), head(head), len_q(len_q), len_k(len_k), offset(offset), mod(place(0, 0), p) {
     if constexpr (config::kAlibi) slope = per_head(p.alibi_slopes, sequence, head);
   }
 
@@ -55,20 +72,20 @@ struct ScoreRule {
   DEVICE ScorePlace place(int i, int j) const {
     return {sequence, head, head / (p.nheads_q / p.nheads_kv), i, j, len_q, len_k};
   }
-  // Of what capped() gives. Mod: the generated function, a parameter because there may be none.
-  template <class Mod = config::ScoreMod>
+  // Of what capped() gives. M: Mod, a parameter because it may be none that has values.
+  template <class M = Mod>
   DEVICE float modified(float s, int i, int j) const {
     if constexpr (!config::kScoreMod)
       return s;
     else
-      return Mod::value(s, place(i, j), p);
+      return static_cast<const M&>(mod).value(s, place(i, j), p);
   }
 
   // The gradient of the modified score with respect to the scaled product, from what capped() gave.
-  template <class Mod = config::ScoreMod>
+  template <class M = Mod>
   DEVICE float derivative(float capped, int i, int j) const {
     float d = 1.0f;
-    if constexpr (config::kScoreMod) d = Mod::derivative(capped, place(i, j), p);
+    if constexpr (config::kScoreMod) d = static_cast<const M&>(mod).derivative(capped, place(i, j), p);
     if constexpr (config::kSoftcap) {
       const float cap = p.scores.softcap;
       const float t = sizeof(config::Element) == 4 ? capped / cap : capped * target::reciprocal(cap);
@@ -76,15 +93,6 @@ struct ScoreRule {
     }
     return d;
   }
-};
-
-template <bool kFirst, class A, class B>
-struct Either {
-  using Type = A;
-};
-template <class A, class B>
-struct Either<false, A, B> {
-  using Type = B;
 };
 
 // What a softcap leaves of products, as products: cap / scale * tanh(scale / cap * product).

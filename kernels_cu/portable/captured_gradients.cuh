@@ -48,7 +48,7 @@ struct CapturedGradients {
               // What is not seen adds nothing, whatever the derivative is there.
               if (gradient == 0.0f || i >= rule.len_q) continue;
               const ScorePlace at = rule.place(i, j);
-              const float x = gradient * Mod::template partial<n>(capped[m][b].x[e], at, rule.p);
+              const float x = gradient * mod().template partial<n>(capped[m][b].x[e], at, rule.p);
               if constexpr (kByRow && kByKey) {
                 put<n>(at, x);
               } else if constexpr (kByRow) {
@@ -92,10 +92,13 @@ struct CapturedGradients {
   }
 
  private:
+  // By Mod, since there may be none that has partials.
+  DEVICE const Mod& mod() const { return rule.mod; }
   template <int n>
   DEVICE void put(const ScorePlace& at, float x) const {
     if (x == 0.0f) return;
-    const int64 element = p.captured_at[Mod::template partial_array<n>()] + Mod::template partial_index<n>(at, rule.p);
+    const int64 array = p.captured_at[Mod::template partial_array<n>()];
+    const int64 element = array + mod().template partial_index<n>(at, rule.p);
     const float one[1] = {x};
     target::atomic_add(p.captured_sums + element, one);
   }

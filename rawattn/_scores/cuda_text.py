@@ -6,6 +6,7 @@ It holds what the kernels call, each a template over the struct of parameters, w
       static constexpr bool kAdditive;    // the derivative is 1 wherever a key is seen
       static constexpr bool kNeedsScore;  // derivatives depend on the score as it was before
       static constexpr int kPartials;     // how many elements of captured arrays a score depends on, of those in wrt
+      ScoreMod(const ScorePlace& at, const P& p);  // of one head of a sequence, wherever q_idx and kv_idx stand
       float value(float score, const ScorePlace& at, const P& p);       // -inf hides the key
       float derivative(float score, const ScorePlace& at, const P& p);  // anything where the value is -inf
       int partial_array<n>();                                          // the index of the array
@@ -14,6 +15,9 @@ It holds what the kernels call, each a template over the struct of parameters, w
     };
     struct Predicate { bool holds(const ScorePlace& at, const P& p); };
 
+What all scores of a head share is computed once, by the constructor: compilers leave a load where it stands, behind the
+product that every tile waits for.
+
 Every operation is a variable of its own, so that what expressions share is computed once. Nothing can fail that runs for
 nothing: divisions by zero are defined and indices clamped.
 """
@@ -21,11 +25,11 @@ nothing: divisions by zero are defined and indices clamped.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from rawattn._scores.expression import BOOL, FLOAT, INT, PLACES, Expression, walk
+from rawattn._scores.expression import BOOL, FLOAT, INT, PLACES, SCORE, Expression, place, walk
 from rawattn._scores.program import Partial, ScoreText, predicate, program
 from rawattn._scores.score_mod import require_float32
 
@@ -55,6 +59,8 @@ _INFIX = {
 _OF_FLOATS = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
 _TARGET = frozenset({"exp", "log", "tanh", "sin", "cos", "sqrt", "floor"})
 _POWERS = 16  # the largest exponent of a float that becomes products
+_MAX_SHARED = 4  # values that a kernel keeps in registers for all tiles of a head
+_OF_ONE_SCORE = frozenset({SCORE, *(place(name) for name in ("q_idx", "kv_idx"))})
 _NO_BACKWARD = "a score function in CUDA without backward has no derivative"
 _FILES = {"score_mod": "forward", "score_mod.backward": "backward"}
 # "score_mod(2): error: ..." of NVRTC, "score_mod:2:7: error: ..." of g++
@@ -77,7 +83,8 @@ def predicate_text(text: ScoreText) -> str:
     """`config::Predicate` of a predicate."""
     require_float32(text)
     body = _body(text, (predicate(text),))
-    holds = _function("bool holds", "", [*body.lines, f"return {body.results[0]};"])
+    lines = [*body.lines, f"return {body.results[0]};"]
+    holds = _function("static bool holds", "", lines, constant=False)
     return _struct("Predicate", [holds])
 
 
@@ -100,26 +107,63 @@ def compile_error_message(log: str, text: ScoreText) -> str:
 
 def _of_expression(text: ScoreText) -> list[str]:
     whole = program(text)
-    body = _body(text, (whole.value,))
+    roots = (whole.value, whole.derivative, *(each.value for each in whole.partials))
+    shared = shared_by_head(roots)
+    names = {node: f"shared{n}" for n, node in enumerate(shared)}
+    body = _body(text, (whole.value,), names)
     members = [
         f"static constexpr bool kAdditive = {str(whole.additive).lower()};",
         f"static constexpr bool kNeedsScore = {str(whole.needs_score).lower()};",
         f"static constexpr int kPartials = {len(whole.partials)};",
+        *_shared(text, shared),
         _function("float value", "float score, ", [*body.lines, f"return {body.results[0]};"]),
     ]
-    body = _body(text, (whole.derivative,))
+    body = _body(text, (whole.derivative,), names)
     derivative = [*body.lines, f"return {body.results[0]};"]
     members.append(_function("float derivative", "float score, ", derivative))
-    return members + _partials(text, whole.partials)
+    return members + _partials(text, whole.partials, names)
 
 
-def _partials(text: ScoreText, partials: tuple[Partial, ...]) -> list[str]:
+def shared_by_head(roots: Iterable[Expression]) -> tuple[Expression, ...]:
+    """The largest parts that are the same for all scores of a head, those of the first roots first.
+
+    A place, a captured float or a number costs nothing where it is used, so none of these is among them.
+    """
+    own: dict[Expression, bool] = {}  # whether it differs from score to score
+    found: dict[Expression, None] = {}
+    for root in roots:
+        for node in walk(root):
+            own[node] = node in _OF_ONE_SCORE or any(own[x] for x in node.args)
+            if own[node]:
+                found.update((x, None) for x in node.args if not own[x] and _costs(x))
+        if not own[root] and _costs(root):
+            found[root] = None
+    return tuple(found)[:_MAX_SHARED]
+
+
+def _costs(node: Expression) -> bool:
+    return node.op not in ("const", "place") and (node.op, node.type) != ("scalar", FLOAT)
+
+
+def _shared(text: ScoreText, shared: tuple[Expression, ...]) -> list[str]:
+    """The constructor, and the members that it sets."""
+    body = _body(text, shared)
+    sets = [f"shared{n} = {value};" for n, value in enumerate(body.results)]
+    return [
+        *(f"{node.type} shared{n};" for n, node in enumerate(shared)),
+        _function("ScoreMod", "", [*body.lines, *sets], constant=False),
+    ]
+
+
+def _partials(
+    text: ScoreText, partials: tuple[Partial, ...], names: Mapping[Expression, str]
+) -> list[str]:
     arrays, values, indices = ["return -1;"], ["return 0.0f;"], ["return -1;"]
     for n, each in enumerate(partials):
         arrays = _branch(n, [f"return {each.array};"], arrays)
-        body = _body(text, (each.value,))
+        body = _body(text, (each.value,), names)
         values = _branch(n, [*body.lines, f"return {body.results[0]};"], values)
-        body = _body(text, each.indices)
+        body = _body(text, each.indices, names)
         place = ", ".join((f"p.captured.array{each.array}", *body.results))
         indices = _branch(n, [*body.lines, f"return captured_number({place});"], indices)
     return [
@@ -152,6 +196,7 @@ def _of_cuda(text: ScoreText) -> list[str]:
         "static constexpr bool kAdditive = false;",
         "static constexpr bool kNeedsScore = true;",
         "static constexpr int kPartials = 0;",
+        *_shared(text, ()),
         _function(
             "float value",
             "float score, ",
@@ -164,7 +209,7 @@ def _of_cuda(text: ScoreText) -> list[str]:
         backward = _users("score_mod.backward", text.backward)
         lines = [*names, "float dscore = 1.0f;", *backward, "return dscore;"]
     members.append(_function("float derivative", "const float score, ", lines))
-    return members + _partials(text, ())
+    return members + _partials(text, (), {})
 
 
 def _users(file: str, text: str) -> list[str]:
@@ -177,13 +222,15 @@ class _Body:
         self.lines, self.results = lines, results
 
 
-def _body(text: ScoreText, expressions: Iterable[Expression]) -> _Body:
-    """Statements that compute expressions, and what these are called then."""
-    names: dict[Expression, str] = {}
+def _body(
+    text: ScoreText, expressions: Iterable[Expression], known: Mapping[Expression, str] | None = None
+) -> _Body:
+    """Statements that compute expressions, and what these are called then. known: names of what has been computed."""
+    names = dict(known or {})
     lines: list[str] = []
     roots = tuple(expressions)
     for root in roots:
-        for node in walk(root):
+        for node in walk(root, names):
             if node in names:
                 continue
             value = _written(text, node, [names[x] for x in node.args])
@@ -259,9 +306,12 @@ def _float(value: float) -> str:
     return f"({rounded!r}f)" if str(rounded).startswith("-") else f"{rounded!r}f"
 
 
-def _function(what: str, first: str, lines: Iterable[str], template: str = "") -> str:
-    """A function of a place and parameters; `first`: what comes before these."""
-    head = f"DEVICE static {what}({first}[[maybe_unused]] const ScorePlace& at, [[maybe_unused]] const P& p) {{"
+def _function(
+    what: str, first: str, lines: Iterable[str], template: str = "", *, constant: bool = True
+) -> str:
+    """A member function of a place and parameters; `first`: what comes before these."""
+    places = "[[maybe_unused]] const ScorePlace& at, [[maybe_unused]] const P& p"
+    head = f"DEVICE {what}({first}{places}){' const' if constant else ''} {{"
     head = head.replace("(float score", "([[maybe_unused]] float score")
     head = head.replace("(const float score", "([[maybe_unused]] const float score")
     return "\n".join([f"template <{template}class P>", head, *_indented(lines), "}"])

@@ -5,7 +5,7 @@ Integers have 32 bits and wrap around, on the host as on the device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any, NamedTuple
 
 BOOL, INT, FLOAT = "bool", "int", "float"
@@ -32,6 +32,10 @@ class Expression(NamedTuple):
 SCORE = Expression("score", FLOAT)
 
 
+def place(name: str) -> Expression:
+    return Expression("place", INT, (), name)
+
+
 def const(value: bool | int | float) -> Expression:
     kind = BOOL if isinstance(value, bool) else INT if isinstance(value, int) else FLOAT
     return Expression("const", kind, (), value)
@@ -56,8 +60,8 @@ def common_type(args: tuple[Expression, ...], least: str = BOOL) -> str:
     return max((least, *(x.type for x in args)), key=_RANKS.__getitem__)
 
 
-def walk(root: Expression) -> Iterator[Expression]:
-    """Every distinct expression in it, operands first."""
+def walk(root: Expression, leaves: Container[Expression] = ()) -> Iterator[Expression]:
+    """Every distinct expression in it, operands first. leaves: expressions whose operands are left out."""
     seen: dict[int, Expression] = {}
     distinct: set[Expression] = set()
     waiting = [(root, False)]
@@ -70,4 +74,5 @@ def walk(root: Expression) -> Iterator[Expression]:
         elif id(node) not in seen:
             seen[id(node)] = node
             waiting.append((node, True))
-            waiting += [(arg, False) for arg in reversed(node.args)]
+            if node not in leaves:
+                waiting += [(arg, False) for arg in reversed(node.args)]

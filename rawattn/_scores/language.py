@@ -18,6 +18,7 @@ from rawattn._scores.expression import (
     common_type,
     const,
     converted,
+    place,
 )
 
 # Of one float.
@@ -164,7 +165,7 @@ class _Checker:
         if name == "score" and self._has_score:
             return SCORE
         if name in PLACES:
-            return Expression("place", INT, (), name)
+            return place(name)
         if name == "inf":
             return const(math.inf)
         if name in self._names.scalars:

@@ -52,11 +52,17 @@ struct Probe {{
 DEVICE ScorePlace place(const double* x) {{
   return {{int(x[1]), int(x[2]), int(x[3]), int(x[4]), int(x[5]), int(x[6]), int(x[7])}};
 }}
+// What a function is made for before it is known which score it is called for.
+DEVICE ScorePlace head_of(ScorePlace at) {{
+  at.q_idx = at.kv_idx = 0;
+  return at;
+}}
 template <class Mod, int n>
 DEVICE void partials(const Probe& p, const double* x, double* y) {{
   if constexpr (n < Mod::kPartials) {{
-    y[2 + 2 * n] = Mod::template partial<n>(float(x[0]), place(x), p);
-    y[3 + 2 * n] = double(Mod::template partial_index<n>(place(x), p));
+    const Mod mod(head_of(place(x)), p);
+    y[2 + 2 * n] = mod.template partial<n>(float(x[0]), place(x), p);
+    y[3 + 2 * n] = double(mod.template partial_index<n>(place(x), p));
     partials<Mod, n + 1>(p, x, y);
   }}
 }}
@@ -66,8 +72,9 @@ struct Values {{
     for (int i = 0; i < p.count; i++) {{
       const double* const x = p.scores + i * {_COLUMNS};
       double* const y = p.results + i * {_RESULTS};
-      y[0] = Mod::value(float(x[0]), place(x), p);
-      y[1] = Mod::kAdditive ? 1.0 : double(Mod::derivative(float(x[0]), place(x), p));
+      const Mod mod(head_of(place(x)), p);
+      y[0] = mod.value(float(x[0]), place(x), p);
+      y[1] = Mod::kAdditive ? 1.0 : double(mod.derivative(float(x[0]), place(x), p));
       partials<Mod, 0>(p, x, y);
     }}
   }}
