@@ -101,7 +101,7 @@ def clusters() -> Iterator[None]:
     """Makes the blocks of Hopper's forward work in pairs, whatever the head dim and however few the queries."""
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(sm90_forward, "LONG_SEQLEN", 1))
-        for table in ("long", "left"):
+        for table in ("any", "long", "left"):
             rows = [
                 replace(row, shape=tuple({**row.fields, "cluster": 2}.items()))
                 for row in tile_tables.table(sm90_forward.TILES, table)

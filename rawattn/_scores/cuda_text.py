@@ -223,7 +223,9 @@ class _Body:
 
 
 def _body(
-    text: ScoreText, expressions: Iterable[Expression], known: Mapping[Expression, str] | None = None
+    text: ScoreText,
+    expressions: Iterable[Expression],
+    known: Mapping[Expression, str] | None = None,
 ) -> _Body:
     """Statements that compute expressions, and what these are called then. known: names of what has been computed."""
     names = dict(known or {})
