@@ -33,7 +33,7 @@ FLOAT16 = np.dtype(np.float16)
 # tile_k, consumers, stages, cluster, ping_pong, late_scaling, consumer_registers, tensor_stores
 PAIR_OF_CONSUMERS = (16, 2, 2, 1, True, True, 232, False)
 THREE = (80, 3, 2, 1, False, False, 160, False)
-LONE = (32, 1, 1, 1, False, False, 240, False)
+LONE = (32, 1, 1, 1, False, False, 256, False)
 STORED = (64, 2, 2, 1, True, False, 232, True)
 SHAPES = (PAIR_OF_CONSUMERS, THREE, LONE, STORED)
 

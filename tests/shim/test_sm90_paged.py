@@ -22,7 +22,7 @@ from tests.shim.whole import small_tiles
 # tile_k, consumers, stages, cluster, ping_pong, late_scaling, consumer_registers, tensor_stores
 LATE = (16, 2, 2, 1, True, True, 224, False)
 WIDE = (48, 2, 2, 1, False, False, 224, True)
-LONE = (64, 1, 2, 1, False, True, 240, False)
+LONE = (64, 1, 2, 1, False, True, 256, False)
 SHAPES = (LATE, WIDE, LONE)
 F16 = np.dtype(np.float16)
 LENS = (70, 3, 0, 129)
