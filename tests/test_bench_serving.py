@@ -91,6 +91,24 @@ def test_prefill_has_a_line_for_each_bound(without_gpu: None) -> None:
     figures = serving.prefill("bfloat16", [FA2, FA4])
     assert len(bounded(figures)) == 2 * len(serving_cases.PREFILL)
     assert any("no flash_attn" in figure.of for figure in figures)
+    # Of one race: as many bytes either way.
+    pages = [figure for figure in figures if "page 16 over rows" in figure.name]
+    assert all(figure.value == pytest.approx(1) and figure.verdict == "ok" for figure in pages)
+    assert all("rows" in figure.of and "pages" in figure.of for figure in pages)
+
+
+def test_a_chunk_that_fails_leaves_the_other_lines(
+    without_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(serving, "_entrant", fail)
+    figures = serving.prefill("bfloat16", [FA2])
+    pages = [figure for figure in figures if "page 16 over rows" in figure.name]
+    assert len(pages) == len(serving_cases.PREFILL)
+    assert all("out of memory" in figure.of and figure.value is None for figure in pages)
+    assert all(figure.value is not None for figure in figures if "fastest peer" in figure.name)
 
 
 def test_without_peers_nothing_is_ok(without_gpu: None) -> None:

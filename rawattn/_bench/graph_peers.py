@@ -29,8 +29,8 @@ class Sides(NamedTuple):
 
 def over_fastest(
     name: str, nbytes: int, prepare: Callable[[], Sides], peers: Iterable[str], most: float
-) -> tuple[Figure, float | None]:
-    """The line of a shape, with everybody's time or the reason why there is none, and our seconds.
+) -> Figure:
+    """The line of a shape, with everybody's time or the reason why there is none.
 
     nbytes: what one call reads and writes. Who computes something else than ours is not timed.
     """
@@ -38,7 +38,7 @@ def over_fastest(
     try:
         sides = prepare()
     except Exception as error:  # the other lines are worth showing all the same
-        return ratio(line, None, None, most, measure.describe(error)), None
+        return ratio(line, None, None, most, measure.describe(error))
     ready, reasons = _ready(sides, nbytes, peers)
     times: dict[str, float] = {}
     for side, timing in race(ready).items():
@@ -49,7 +49,7 @@ def over_fastest(
     shown = [f"{side} {1e6 * seconds:.1f} us" for side, seconds in times.items()]
     ours = times.pop(_OURS, None)
     best = min(times.values(), default=None)
-    return ratio(line, ours, best, most, ", ".join([*shown, *reasons])), ours
+    return ratio(line, ours, best, most, ", ".join([*shown, *reasons]))
 
 
 def ratio(name: str, top: float | None, bottom: float | None, most: float, of: str = "") -> Figure:

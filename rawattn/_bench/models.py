@@ -28,7 +28,7 @@ def figures(dtype: str, peers: Sequence[str]) -> list[Figure]:
 
 def _line(case: Model, dtype: str, peers: Sequence[str]) -> Figure:
     prepare = functools.partial(_sides, case, dtype)
-    return graph_peers.over_fastest(case.name, case.nbytes, prepare, peers, _MOST)[0]
+    return graph_peers.over_fastest(case.name, case.nbytes, prepare, peers, _MOST)
 
 
 def _sides(case: Model, dtype: str) -> Sides:
