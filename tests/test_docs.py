@@ -27,6 +27,7 @@ IN_ORDER = (
     "docs/guides/jax.md",
     "docs/guides/lengths.md",
     "docs/guides/scores.md",
+    "docs/guides/serving.md",
     "docs/guides/limits.md",
     "docs/coming-from.md",
     "docs/how-fast.md",
