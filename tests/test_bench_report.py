@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from rawattn import cli
-from rawattn._bench import render
+from rawattn._bench import figure_plot, render
 from rawattn._bench.report import Figure, Report, Result, Row
 
 
@@ -117,6 +117,34 @@ def test_plot_writes_a_picture(tmp_path):
     pytest.importorskip("matplotlib")
     render.plot(_report(), tmp_path / "new" / "plot.png")
     assert (tmp_path / "new" / "plot.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_plot_of_figures_alone_has_a_bar_and_a_bound_for_each(tmp_path):
+    pytest.importorskip("matplotlib")
+    report = _report()
+    report.rows = []
+    report.figures = [
+        Figure("64 x 8192: share of the read bandwidth", 0.96, "", 0.95),
+        Figure("1 x 131072: share of the read bandwidth", 0.92, "", 0.95),
+        Figure("1 x 2048: over the fastest peer", 1.03, "x", 1.0, at_most=True),
+        Figure("1 x 8192: over the fastest peer", None, "x", 1.0, at_most=True, of="no memory"),
+        Figure("median", 0.9, "x", 1.0, at_most=True),
+        Figure("read bandwidth", 4.6, "TB/s"),
+    ]
+    shares, others = figure_plot.draw(report).axes
+    assert shares.get_title("left") == "share of the read bandwidth (higher is better)"
+    assert [label.get_text() for label in shares.get_yticklabels()] == ["64 x 8192", "1 x 131072"]
+    kept, missed = shares.patches
+    assert (kept.get_width(), missed.get_width()) == (0.96, 0.92)
+    assert kept.get_facecolor() != missed.get_facecolor()
+    (marks,) = shares.collections
+    assert [segment[0, 0] for segment in marks.get_segments()] == [0.95, 0.95]
+    assert others.get_title("left") == "others (x, lower is better)"
+    assert [bar.get_width() for bar in others.patches] == [1.03, 0.9]
+    render.plot(report, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes()[:4] == b"\x89PNG"
+    report.figures = []  # all failed
+    render.plot(report, tmp_path / "nothing.png")
 
 
 def test_plot_without_matplotlib_says_what_to_install(tmp_path, capsys, monkeypatch):

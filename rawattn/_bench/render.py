@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
+from rawattn._bench import figure_plot
 from rawattn._bench.grids import CUDNN, DETERMINISTIC, EFFICIENT, FA2, FA4, FLEX, FSA, JAX
 from rawattn._bench.report import Figure, Report, Row
 from rawattn._console import table
@@ -43,8 +44,17 @@ def markdown(report: Report) -> str:
 def plot(report: Report, path: Path) -> None:
     """Bars by shape, in percent of the matrix-product rate, a panel for each head dimension or kind of case.
 
-    Raises ImportError without matplotlib.
+    Of a report without cases bars of its figures. Raises ImportError without matplotlib.
     """
+    picture = _rates(report) if report.rows else figure_plot.draw(report)
+    picture.suptitle(
+        f"Attention {report.suite}, {report.dtype}, {report.machine['device']}, {report.date[:10]}"
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    picture.savefig(path, dpi=150)
+
+
+def _rates(report: Report) -> Any:
     from matplotlib import figure as pictures
     from matplotlib.patches import Patch
 
@@ -63,11 +73,7 @@ def plot(report: Report, path: Path) -> None:
     axes[0].legend(
         handles=keys, ncols=len(keys), loc="lower right", bbox_to_anchor=(1, 1), frameon=False
     )
-    figure.suptitle(
-        f"Attention {report.suite}, {report.dtype}, {report.machine['device']}, {report.date[:10]}"
-    )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    return figure
 
 
 PLOT_ENDINGS = (".png", ".svg", ".pdf")
