@@ -131,7 +131,7 @@ def test_plot_of_figures_alone_has_a_bar_and_a_bound_for_each(tmp_path):
         Figure("median", 0.9, "x", 1.0, at_most=True),
         Figure("read bandwidth", 4.6, "TB/s"),
     ]
-    shares, others = figure_plot.draw(report).axes
+    shares, others = figure_plot.draw(report, "#1b3a6b").axes
     assert shares.get_title("left") == "share of the read bandwidth (higher is better)"
     assert [label.get_text() for label in shares.get_yticklabels()] == ["64 x 8192", "1 x 131072"]
     kept, missed = shares.patches

@@ -8,15 +8,15 @@ from typing import Any
 from rawattn._bench.report import Figure, Report
 
 _OTHERS = "others"
-_KEPT, _MISSED, _BOUND = "#1b3a6b", "#d55e00", "#000000"
+_MISSED, _BOUND = "#b2182b", "#000000"  # of no library (render.py)
 _INCHES = 0.21  # of a bar
 _HALF = 0.42  # of a mark's height, in bars
 
 
-def draw(report: Report) -> Any:
+def draw(report: Report, kept: str) -> Any:
     """A matplotlib figure: a panel for each kind of figure, which is what its name says behind the last colon.
 
-    Raises ImportError without matplotlib.
+    kept: the colour of those within their bounds. Raises ImportError without matplotlib.
     """
     from matplotlib import figure as pictures
     from matplotlib.lines import Line2D
@@ -28,9 +28,9 @@ def draw(report: Report) -> Any:
     axes = picture.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
     for axis, (title, found) in zip(axes, panels.items(), strict=False):
         axis.set_title(title, loc="left", fontsize="medium", fontweight="bold")
-        _bars(axis, found)
+        _bars(axis, found, kept)
     keys = [
-        Patch(color=_KEPT, label="within its bound"),
+        Patch(color=kept, label="within its bound"),
         Patch(color=_MISSED, label="not within it"),
         Line2D([], [], color=_BOUND, linewidth=2, label="bound"),
     ]
@@ -57,10 +57,10 @@ def _panels(report: Report) -> dict[str, list[tuple[str, Figure]]]:
     return panels
 
 
-def _bars(axis: Any, found: list[tuple[str, Figure]]) -> None:
+def _bars(axis: Any, found: list[tuple[str, Figure]], kept: str) -> None:
     places = range(len(found))
     values = [figure.value for _, figure in found]
-    colours = [_KEPT if figure.verdict == "ok" else _MISSED for _, figure in found]
+    colours = [kept if figure.verdict == "ok" else _MISSED for _, figure in found]
     bars = axis.barh(places, values, color=colours)
     # In the middle, where no bound is.
     labels = [f"{value:.3g}" for value in values]

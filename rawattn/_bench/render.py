@@ -46,7 +46,7 @@ def plot(report: Report, path: Path) -> None:
 
     Of a report without cases bars of its figures. Raises ImportError without matplotlib.
     """
-    picture = _rates(report) if report.rows else figure_plot.draw(report)
+    picture = _rates(report) if report.rows else figure_plot.draw(report, _COLOURS["rawattn"])
     picture.suptitle(
         f"Attention {report.suite}, {report.dtype}, {report.machine['device']}, {report.date[:10]}"
     )
