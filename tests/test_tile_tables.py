@@ -209,8 +209,8 @@ def test_shared_out_tiles_are_covered(seqlens: tuple[int, int], clusters: int):
 
 
 def test_what_is_shared_out():
-    def shares(rows_k: int, *, dtype: str = "float16", **options: Any) -> bool:
-        q, k = (np.broadcast_to(np.zeros((), dtype), (1, rows, 1, 128)) for rows in (70, rows_k))
+    def shares(rows_k: int, rows_q: int = 70, **options: Any) -> bool:
+        q, k = (np.broadcast_to(np.float16(0), (1, rows, 1, 128)) for rows in (rows_q, rows_k))
         problem, _ = describe(q, k, k, **options)
         config = sm90_forward.choose(problem, HOPPER, Operands())
         assert config is not None
@@ -219,12 +219,17 @@ def test_what_is_shared_out():
     long = sm90_forward.STREAM_K_SEQLEN
     assert shares(long)
     assert not shares(long - 1)
-    assert not shares(long, causal=True)
-    assert not shares(long, window=(9000, None))
-    assert not shares(long, seqs=SeqLayout(seqlen_k=[long - 9]))
+    assert shares(long, causal=True)
+    assert shares(4 * long, long, causal=True)
+    assert not shares(long, long, causal=True), "the shortest tile is a fraction of the longest"
+    assert shares(2 * long, window=(long, 0))
+    assert not shares(2 * long, window=(long - 2, 0))
+    assert shares(2 * long, seqs=SeqLayout(seqlen_k=[long]))
+    assert not shares(2 * long, seqs=SeqLayout(seqlen_k=[long - 9])), "the longest is known"
+    assert not shares(long, num_splits=1)
     with sharing():
         assert shares(70)
-        assert not shares(70, causal=True)
+        assert shares(70, causal=True)
 
 
 def test_what_the_copy_engine_stores():

@@ -84,8 +84,9 @@ def repacking() -> Iterator[None]:
 def sharing() -> Iterator[None]:
     """Makes Hopper's forward share its last tiles out by keys wherever blocks would be idle otherwise."""
     with ExitStack() as stack:
-        for name in ("STREAM_K_SEQLEN", "WORTH_SHARING"):
-            stack.enter_context(mock.patch.object(sm90_forward, name, 1))
+        stack.enter_context(mock.patch.object(sm90_forward, "_equal", lambda _: True))
+        for name, value in {"STREAM_K_SEQLEN": 1, "WORTH_SHARING": 1, "ALIKE": 0}.items():
+            stack.enter_context(mock.patch.object(sm90_forward, name, value))
         stack.enter_context(mock.patch.object(on_gpu, "_prepared", {}))
         yield
 

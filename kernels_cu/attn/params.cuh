@@ -169,10 +169,13 @@ struct ForwardParams {
   Splits splits;
 };
 
-// How a schedule ends: `tiles` query tiles in pieces of `piece` key tiles, no more than a query tile has (see
-// attn/schedule/stream_k.cuh). No tiles where all come whole. All of their key tiles are fewer than 2^31.
+// How a schedule ends: `tiles` query tiles of `units` each, in pieces of `piece` units, no more than a query tile has
+// (see attn/schedule/stream_k.cuh). No tiles where all come whole. All of their units are fewer than 2^31.
 struct StreamK {
-  int tiles, piece;
+  // of a dense batch
+  int tiles, piece, units;
+  // of a ragged one: key tiles by which a piece must be shorter than a tile
+  int least;
 };
 
 struct Sm90ForwardParams {

@@ -143,7 +143,7 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
     const TileRow own = tile_row(index * 64 + self.warp * 16);
     const int first_row = first_query(work) + own.row;
     const auto own_tiles = key_tiles.of_rows<kSpan>(first, last);
-    const TileSpan mine = own_tiles.seen(span);
+    const TileSpan mine = seen_of_item(own_tiles, key_tiles, span);
 
     const int head = work.head + own.head;
     const ScoreRule rule(p, work.sequence, head, work.q.length, work.k.length, own_tiles.visible.offset);
@@ -186,7 +186,7 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
     };
 
     UNROLL for (int d = 0; d < kOutBlocks; d++) o[0][d] = C{};
-    if (span.end > 0) {
+    if (has_tiles(span)) {
       ptx::mbarrier_wait(&s.queries_full, queries_parity);
       queries_parity ^= 1;
     }
@@ -214,7 +214,8 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
         self.start_scores(scores, q);
         self.wait_for_values();
         hidden.clear(s, self.values.slot, index);
-        past_end.clear(s, self.values.slot, index);
+        // In ascending order the sequence's end is in the last tile.
+        if constexpr (kOneSided) past_end.clear(s, self.values.slot, index);
         self.start_output(o, probabilities);
         prepare(n);
         ptx::wgmma_wait<1>();
@@ -238,7 +239,7 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
       ptx::wgmma_wait<0>();
       self.release_values();
       softmax.sum_rows();
-    } else if (span.end > 0) {
+    } else if (has_tiles(span)) {
       target::wave_sync();
       self.release(&s.queries_empty);
     }

@@ -73,7 +73,7 @@ struct SoftmaxOf<true> {
 };
 using Softmax = SoftmaxOf<kLateScaling>::Type;
 
-static_assert(!kStreamK || !(kRagged || kLeft || kRight || kBlockMask), "only equal tiles are split");
+static_assert(!kStreamK || !kBlockMask, "tiles with lists of their own are too unlike to be split");
 static_assert(!kBlockMask || kCluster == 1, "a mask's lists are of one block's tiles");
 template <bool kPartial>
 struct ItemOf {
@@ -144,5 +144,18 @@ DEVICE Keys key_tiles_of(const ForwardParams& p, const WorkTile& work) {
 // Those of this item.
 DEVICE TileSpan span_of_item(const Keys& key_tiles, const WorkTile&) { return key_tiles; }
 DEVICE TileSpan span_of_item(const Keys&, const WorkItem& work) { return work.keys; }
+// Whether there are any. Of a whole tile they begin at 0.
+DEVICE bool has_tiles(const TileSpan& span) { return kStreamK ? span.begin < span.end : span.end > 0; }
+// Of an item's key tiles those that some of its rows see.
+template <class OwnKeys>
+DEVICE TileSpan seen_of_item(const OwnKeys& own, const Keys& all, const TileSpan& span) {
+  if constexpr (!kStreamK || !(kLeft || kRight)) {
+    return own.seen(span);
+  } else {
+    const TileSpan seen = own.seen(all);
+    const int begin = seen.begin < span.begin ? span.begin : seen.begin < span.end ? seen.begin : span.end;
+    return {begin, seen.end < begin ? begin : seen.end < span.end ? seen.end : span.end};
+  }
+}
 
 }  // namespace forward

@@ -92,7 +92,7 @@ DEVICE void store_partial(const Sm90ForwardParams& p, const WorkItem& work, cons
   // All lanes' stores come before the arrival, and behind the last arrival all lanes' loads.
   target::fence_device();
   target::wave_sync();
-  const TileSpan items = items_of(p.stream_k, work.split_index, (work.k.length + kTileK - 1) / kTileK);
+  const TileSpan items = items_of(work);
   const int count = items.end - items.begin;
   unsigned* const arrived = p.arrived + work.split_index * kWaves + wave;
   if (!target::wave_any(lane == 0 && static_cast<int>(target::fetch_add(arrived, 1u)) == count - 1)) return;

@@ -13,11 +13,13 @@ namespace forward {
 
 // How the producer loads the key tiles of a work tile. kRows: of a box.
 //
-// All lanes of its warp come here, each for a box of its own: it finds the page while boxes of the tile before are on
-// their way, and asks the copy engine for keys, and later for values, of the same rows.
+// All lanes of its warp come here, each for a box of its own, of as many tiles at a time as there are lanes for: to find
+// a page takes instructions, which consumers want as well, so no lane may be idle. It is found while boxes of the tiles
+// before are on their way.
 template <int kRows>
 struct KeyTileLoader {
   static constexpr int kBoxes = kTileK / kRows;
+  static constexpr int kAtOnce = kProducerLanes / kBoxes;
   static_assert(kTileK % kRows == 0 && kRows % 8 == 0, "a box begins where the swizzle does");
   static_assert(kBoxes <= kProducerLanes, "a lane has one box");
   static_assert(!kPaged || kCluster == 1, "boxes are loaded for one block");
@@ -25,36 +27,43 @@ struct KeyTileLoader {
   // Aligned to the bottom right, the last row of a sequence sees its last key: no page is behind all rows' right edge.
   static constexpr bool kLimited = kLeft || (kRight && kTopLeft);
 
-  // The lane's box of a tile.
-  struct Tile {
-    int page, at;
-  };
-
   PageTable table;
   Reach<kLimited> reach;
   int length, lane;
+  int page, at;  // of the lane's box
+  int tile, box;  // in this tile, counted from the first one that was found with it
+  int ahead = 0;  // tiles that are found
 
   DEVICE KeyTileLoader(const Sm90ForwardParams& p, const WorkTile& work, int lane)
       : table(page_table(p.forward.pages, work.sequence, work.k)),
         reach(Visible(p.forward, work.q.length, work.k.length), first_query(work), last_query(work)),
         length(work.k.length),
-        lane(lane) {}
+        lane(lane),
+        box(lane % kBoxes) {}
 
-  DEVICE Tile find(int first_key) const {
-    const int key = first_key + lane * kRows;
+  // Of key tile n, which is loaded next, and of some behind it in front of `end`.
+  DEVICE void find(const Keys& key_tiles, int n, int end) {
+    tile--;
+    if (--ahead >= 0) return;
+    ahead = kAtOnce - 1;
+    tile = lane / kBoxes;
+    page = static_cast<int>(table.pages);
+    at = 0;
+    if (tile >= kAtOnce || n + tile >= end) return;
+    const int key = key_tiles.first_key(n + tile) + box * kRows;
+    if (!reach.meets(key, kRows, length)) return;
     const int place = table.place(key);
-    const bool seen = lane < kBoxes && reach.meets(key, kRows, length);
-    return {static_cast<int>(seen ? table.page(place) : table.pages), key - place * table.rows};
+    page = static_cast<int>(table.page(place));
+    at = key - place * table.rows;
   }
 
+  // The tile that was found last.
   template <int kBlocks>
-  DEVICE void load(unsigned char* shared, const ptx::TensorMap* map, ptx::Mbarrier* barrier, const Tile& tile,
-                   int head) const {
+  DEVICE void load(unsigned char* shared, const ptx::TensorMap* map, ptx::Mbarrier* barrier, int, int head) const {
     if (lane == 0) ptx::mbarrier_arrive_expect(barrier, kBlocks * kTileK * 128);
-    if (lane >= kBoxes) return;
+    if (tile != 0) return;
     UNROLL for (int b = 0; b < kBlocks; b++) {
-      ptx::copy_tensor_5d(shared + (b * kTileK + lane * kRows) * 128, map, barrier, b * kColumns, tile.at, head, 0,
-                          tile.page);
+      ptx::copy_tensor_5d(shared + (b * kTileK + box * kRows) * 128, map, barrier, b * kColumns, at, head, 0, page);
     }
   }
 
@@ -66,21 +75,17 @@ struct KeyTileLoader {
 };
 template <>
 struct KeyTileLoader<0> {
-  struct Tile {
-    int first_key;
-  };
-
   MapRows rows;
 
   DEVICE KeyTileLoader(const Sm90ForwardParams& p, const WorkTile& work, int)
       : rows(map_rows(work, work.k, p.row_bound_k)) {}
 
-  DEVICE static Tile find(int first_key) { return {first_key}; }
+  DEVICE static void find(const Keys&, int, int) {}
 
   template <int kBlocks>
-  DEVICE void load(unsigned char* shared, const ptx::TensorMap* map, ptx::Mbarrier* barrier, const Tile& tile,
+  DEVICE void load(unsigned char* shared, const ptx::TensorMap* map, ptx::Mbarrier* barrier, int first_key,
                    int head) const {
-    load_rows<kBlocks, kTileK, kCluster>(shared, map, barrier, rows, tile.first_key, head);
+    load_rows<kBlocks, kTileK, kCluster>(shared, map, barrier, rows, first_key, head);
   }
 };
 

@@ -9,11 +9,34 @@
 
 namespace forward {
 
-DEVICE void find(WorkItem& work, const Sm90ForwardParams& p, int64 index, bool second) {
-  find_work_item<kClusterQ, kTileK, kHeadsPerTile>(work, p.forward, p.stream_k, index, second);
-}
-DEVICE void find(WorkTile& work, const Sm90ForwardParams& p, int64 index, bool) {
+DEVICE void find(WorkTile& work, const Sm90ForwardParams& p, int64 index) {
   work = find_work_tile<kRagged, kRight, kClusterQ, kHeadsPerTile>(p.forward, index, p.kept_tiles);
+  if constexpr (kPaged) {
+    if (work.exists) work.k.length = length_in_pages(p.forward.pages, work.sequence, work.k.length);
+  }
+}
+DEVICE void find(WorkTile& work, const Sm90ForwardParams& p, int64 index, bool) { find(work, p, index); }
+DEVICE StreamLine stream_line(const Sm90ForwardParams& p, int64 index) {
+  if constexpr (kRagged) {
+    const unsigned workers = static_cast<unsigned>(target::grid_size()) / kCluster;
+    return StreamLine::of_ragged<kHeadsPerTile>(p.forward, p.stream_k, workers, index, [&](int64 n) {
+      WorkTile work;
+      find(work, p, n);
+      const int count = work.exists ? key_tiles_of(p.forward, work).count() : 0;
+      return count > 0 ? count : 1;
+    });
+  } else {
+    return StreamLine::of_dense<kClusterQ, kHeadsPerTile>(p.forward, p.stream_k);
+  }
+}
+DEVICE void find(WorkItem& work, const Sm90ForwardParams& p, int64 index, bool second) {
+  const StreamLine line = stream_line(p, index);
+  int from, to;
+  index = line.find(work, index, second, from, to);
+  find(static_cast<WorkTile&>(work), p, index);
+  if (!work.exists) return;
+  work.keys = key_tiles_of(p.forward, work);
+  if (!work.whole) work.keys = part_of(work.keys, from, to, line.units);
 }
 DEVICE bool goes_on(const WorkItem& work) { return work.goes_on; }
 DEVICE bool goes_on(const WorkTile&) { return false; }
@@ -32,9 +55,6 @@ DEVICE void produce(const Sm90ForwardParams& p, const Maps& maps, SharedMemory& 
     Item& work = s.work[slot.slot];
     if (leads) {
       find(work, p, index, second);
-      if constexpr (kPaged) {
-        if (work.exists) work.k.length = length_in_pages(p.forward.pages, work.sequence, work.k.length);
-      }
       ptx::mbarrier_arrive(&s.work_full[slot.slot]);
     }
     // All lanes have read the other slot before it is written again: they come here for this one first.
@@ -48,20 +68,19 @@ DEVICE void produce(const Sm90ForwardParams& p, const Maps& maps, SharedMemory& 
     const MapRows q_rows = map_rows(work, work.q, p.row_bound_q);
     // At a sequence's end a later block of the cluster may have no rows of its own.
     const int first_row = kCluster == 1 || first_query(work) < work.q.length ? first_query(work) : 0;
-    using Loader = KeyTileLoader<kPageRows>;
-    const Loader loader(p, work, lane);
-    const auto load_values = [&](const Loader::Tile& tile) {
+    KeyTileLoader<kPageRows> loader(p, work, lane);
+    const auto load_values = [&](int first_key) {
       if constexpr (kValuesApart) return;
       ptx::mbarrier_wait(&s.values_empty[values.slot], values.parity ^ 1);
-      loader.load<kBlocksV>(s.values[values.slot], &maps.v, &s.values_full[values.slot], tile, kv_head);
+      loader.load<kBlocksV>(s.values[values.slot], &maps.v, &s.values_full[values.slot], first_key, kv_head);
       values.advance();
     };
-    Loader::Tile tile{}, before{};
-    if (span.begin < span.end) tile = loader.find(key_tiles.first_key(span.begin));
+    int first_key = has_tiles(span) ? key_tiles.first_key(span.begin) : 0, before = 0;
 #pragma unroll 1
     for (int n = span.begin; n < span.end; n++) {
+      loader.find(key_tiles, n, span.end);
       ptx::mbarrier_wait(&s.keys_empty[keys.slot], keys.parity ^ 1);
-      loader.load<kBlocksQk>(s.keys[keys.slot], &maps.k, &s.keys_full[keys.slot], tile, kv_head);
+      loader.load<kBlocksQk>(s.keys[keys.slot], &maps.k, &s.keys_full[keys.slot], first_key, kv_head);
       keys.advance();
       if (n > span.begin) {
         load_values(before);
@@ -74,17 +93,17 @@ DEVICE void produce(const Sm90ForwardParams& p, const Maps& maps, SharedMemory& 
       if constexpr (kBiasByEngine) {
         if (leads) load_bias(p.forward, maps, s, work, bias, first_row, key_tiles.first_key(n));
       }
-      before = tile;
-      if (n + 1 < span.end) tile = loader.find(key_tiles.first_key(n + 1));
+      before = first_key;
+      if (n + 1 < span.end) first_key = key_tiles.first_key(n + 1);
     }
     second = goes_on(work);
     if (second) {
-      load_values(before);
+      if (has_tiles(span)) load_values(before);
       continue;
     }
     // Not earlier: work goes to whoever is done first, and consumers are still busy with what is loaded.
     unsigned ticket = leads ? tickets.draw() : 0;
-    if (span.end > 0) load_values(before);
+    if (has_tiles(span)) load_values(before);
     ticket = tickets.receive(ticket);
     if constexpr (kProducerLanes > 1) {
       if (leads) s.tickets.ticket = ticket;
@@ -107,12 +126,12 @@ DEVICE void produce_values(const Sm90ForwardParams& p, const Maps& maps, SharedM
     const Keys key_tiles = key_tiles_of(p.forward, work);
     const TileSpan span = span_of_item(key_tiles, work);
     const int kv_head = work.head / (p.forward.nheads_q / p.forward.nheads_kv);
-    const KeyTileLoader<kPageRows> loader(p, work, lane);
+    KeyTileLoader<kPageRows> loader(p, work, lane);
 #pragma unroll 1
     for (int n = span.begin; n < span.end; n++) {
-      const auto tile = loader.find(key_tiles.first_key(n));
+      loader.find(key_tiles, n, span.end);
       ptx::mbarrier_wait(&s.values_empty[values.slot], values.parity ^ 1);
-      loader.load<kBlocksV>(s.values[values.slot], &maps.v, &s.values_full[values.slot], tile, kv_head);
+      loader.load<kBlocksV>(s.values[values.slot], &maps.v, &s.values_full[values.slot], 0, kv_head);
       values.advance();
     }
     target::wave_sync();  // all lanes have read the slot

@@ -185,9 +185,10 @@ FORWARD = _struct(
 )
 _STREAM_K = _struct(
     "StreamK",
-    "How a schedule ends: `tiles` query tiles in pieces of `piece` key tiles, no more than a query tile has (see "
-    "attn/schedule/stream_k.cuh). No tiles where all come whole. All of their key tiles are fewer than 2^31.",
-    ("int", "tiles, piece", ""),
+    "How a schedule ends: `tiles` query tiles of `units` each, in pieces of `piece` units, no more than a query tile "
+    "has (see attn/schedule/stream_k.cuh). No tiles where all come whole. All of their units are fewer than 2^31.",
+    ("int", "tiles, piece, units", "of a dense batch"),
+    ("int", "least", "of a ragged one: key tiles by which a piece must be shorter than a tile"),
 )
 SM90_FORWARD = _struct(
     "Sm90ForwardParams",

@@ -45,7 +45,7 @@ class Sm90Tiles(NamedTuple):
 class Sm90Cell(Cell):
     """blocks: how many the GPU holds at once; seed: one more order of turns and arrivals.
 
-    stream_k: the last tiles by keys wherever a block would be idle otherwise.
+    stream_k: the last tiles by keys wherever a block would be idle otherwise, unlike ones too.
     """
 
     shape: Sm90Tiles | None = None

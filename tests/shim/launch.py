@@ -155,7 +155,7 @@ class Forward:
         fields["next_work"] = next_work.address
         counters = [next_work]
         if stream_k is not None:
-            fields["stream_k"] = stream_k.tiles, stream_k.piece
+            fields["stream_k"] = stream_k.values
             arrived = np.zeros(stream_k.counters, np.uint32)
             counters.append(Memory("arrived", arrived, readonly=False))
             fields["arrived"] = counters[-1].address
@@ -165,7 +165,9 @@ class Forward:
             memory.append(partials)
         fields["row_bound_q"] = forward_steps.row_bound(problem.rows_q)
         fields["row_bound_k"] = forward_steps.row_bound(problem.rows_k)
-        if kept_tiles is None:
+        if stream_k is not None:
+            kept_tiles = 0
+        elif kept_tiles is None:
             kept_tiles = forward_steps.kept_tiles(problem, config, clusters)
         fields["kept_tiles"] = kept_tiles
         maps = [

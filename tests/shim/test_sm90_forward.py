@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -302,6 +302,7 @@ def cells_of_sharing() -> Iterable[Sm90Cell]:
         yield Sm90Cell(
             case=case, shape=shape, blocks=next(blocks), section_keys=section_keys, stream_k=True
         )
+    yield from cells_of_unlike_tiles(shapes, blocks)
     for seed, shape in itertools.product(range(1, 6), (SMALL, LATE_PAIR)):
         yield Sm90Cell(
             case=calls[0], shape=shape, blocks=(3, 4, 10)[seed % 3], seed=seed, stream_k=True
@@ -311,6 +312,30 @@ def cells_of_sharing() -> Iterable[Sm90Cell]:
         yield Sm90Cell(
             case=dense(f"share-d{headdim}", 1, 150, 400, headdim=headdim), blocks=5, stream_k=True
         )
+
+
+def cells_of_unlike_tiles(
+    shapes: Iterable[Sm90Tiles], blocks: Iterator[int]
+) -> Iterable[Sm90Cell]:
+    """Limits, and lengths of which the kernel alone knows: tiles without keys, of fewer tiles than they have pieces."""
+    heads = {"nheads_q": 4, "nheads_kv": 2, "headdim": 16}
+    by = {"by_q": "seqlen", "by_k": "cu_seqlen"}
+    lens = (70, 0, 33, 150), (100, 50, 300, 0)
+    calls = (
+        dense("share-causal", 1, 300, 200, **heads, causal=True),
+        dense("share-chunk", 2, 90, 300, **heads, causal=True, dtype="float16"),
+        dense("share-top-left", 1, 200, 120, **heads, causal=True, align="top-left"),
+        dense("share-window", 1, 170, 260, **heads, window=(70, 3), sink=5),
+        dense("share-left", 1, 170, 60, **heads, window=(30, None)),
+        dense("share-behind", 1, 260, 60, **heads, causal=True),
+        ragged("share-ragged", *lens, **heads, causal=True),
+        ragged("share-lengths", *lens, **heads, on_device=True),
+        ragged("share-one-by-one", (1, 5, 300), (400, 3, 90), **heads, causal=True, layout="gaps"),
+        padded("share-padded", (60, 7, 150), (90, 200, 31), 150, 200, **heads, window=(40, 0)),
+        ragged("share-slots", *lens, **by, **heads, room_q=(160,) * 4, room_k=(310,) * 4, causal=True),
+    )  # fmt: skip
+    for case, shape in itertools.product(calls, shapes):
+        yield Sm90Cell(case=case, shape=shape, blocks=next(blocks), stream_k=True)
 
 
 def applies(case: Case) -> bool:

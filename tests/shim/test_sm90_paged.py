@@ -18,6 +18,7 @@ from tests.shim.launch import Machine
 from tests.shim.shim import Builder
 from tests.shim.test_paged import OPTIONS, finite, run_on_device, verify_kernel
 from tests.shim.whole import small_tiles
+from tests.tiles import sharing
 
 # tile_k, consumers, stages, cluster, ping_pong, late_scaling, consumer_registers, tensor_stores
 LATE = (16, 2, 2, 1, True, True, 224, False)
@@ -87,6 +88,21 @@ def test_batches(hopper: MakeDevice) -> None:
     for call in (packed, padded):
         verify_sm90(hopper(), call, LATE, causal=True)
         verify_sm90(hopper(), call, WIDE, on_device=True)
+
+
+@pytest.mark.parametrize("shape", exhaustive.thin(zip(SHAPES), 2), ids=str)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (60, 0), "sink": 5}], ids=str)
+def test_tiles_shared_out_by_keys(
+    hopper: MakeDevice, shape: Any, options: dict[str, Any]
+) -> None:
+    """By what is found on the device: some sequences have fewer keys than their tiles have pieces."""
+    packed = paged((200, 9, 0, 129), 24, rows=(140, 9, 4, 1), group=True, pair=True)
+    padded = paged((150, 9, 75), 8, rows=37, dims=(16, 24), heads=(6, 2), dtype=F16)
+    with sharing():
+        for seed, call in enumerate((packed, padded), 1):
+            device = hopper(seed)
+            verify_sm90(device, call, shape, on_device=seed == 1, **options)
+            assert any("stream_k" in each for each in device.summaries)
 
 
 def test_pages_that_no_row_sees_are_not_read(hopper: MakeDevice) -> None:

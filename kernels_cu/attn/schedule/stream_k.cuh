@@ -1,10 +1,13 @@
 // Which keys of which query tile come at which index of a stream-K schedule, whose last tiles are split by keys.
 //
-// Where all tiles are equal, whole rounds of the grid take whole tiles. Of those that remain, the key tiles form a
-// line, one query tile's behind the other's, which is cut into equal pieces, one for each of those that work. A piece
-// begins in one query tile and may end in the next: it is two items of work then, of a range of key tiles each. The
-// items of a query tile are merged in the end. (Stream-K, Osama et al. 2023, splits the sums of matrix products
-// so.)
+// Whole rounds of the grid take whole tiles. Those that remain form a line, one query tile behind the other, which is
+// cut into equal pieces, one for each of those that work. A piece begins in one query tile and may end in the next: it
+// is two items of work then, of a range of key tiles each. The items of a query tile are merged in the end. (Stream-K,
+// Osama et al. 2023, splits the sums of matrix products so.)
+//
+// In the line every query tile is as many units long, whatever it has of keys: an item that has some of the units has
+// that part of the key tiles. So a piece is found by a division where tiles are unlike, and takes at most as long as
+// its units would of the longest tile.
 #pragma once
 
 #include "attn/params.cuh"
@@ -13,43 +16,84 @@
 #include "target/target.cuh"
 
 struct WorkItem : WorkTile {
-  TileSpan keys;    // key tiles
-  bool whole;       // all keys there are; else the item is one of several, and it is told which:
-  bool goes_on;     // the piece, in the next query tile
-  int split_index;  // of the query tile among those that are split
-  int item;         // in the order of keys. Those of one query tile follow each other
+  TileSpan keys;     // key tiles
+  bool whole;        // all keys there are; else the item is one of several, and it is told which:
+  bool goes_on;      // the piece, in the next query tile
+  int split_index;   // of the query tile among those that are split
+  int item;          // in the order of keys. Those of one query tile follow each other
+  int units, piece;  // of the line
 };
 
-// The items of a query tile, which is `tiles` key tiles long: [begin, end).
-DEVICE TileSpan items_of(const StreamK& stream_k, int split_index, int tiles) {
-  // Of two neighbours the second is in the next piece, or in the next query tile, or both: that many further.
-  const int first = split_index * tiles, last = first + tiles - 1;
-  return {first / stream_k.piece + split_index, last / stream_k.piece + split_index + 1};
+// The query tiles that are split, behind `whole` others.
+struct StreamLine {
+  int64 whole;
+  int tiles, piece, units;
+
+  // Of a dense batch the host knows them.
+  template <int kTileQ, int kHeads>
+  DEVICE static StreamLine of_dense(const ForwardParams& p, const StreamK& stream_k) {
+    const int64 heads = int64(p.batch) * (p.nheads_q / kHeads);
+    const int64 all = heads * ((p.q_side.rows + kTileQ - 1) / kTileQ);
+    return {all - stream_k.tiles, stream_k.tiles, stream_k.piece, stream_k.units};
+  }
+  // Of a ragged batch: what remains behind whole rounds of the grid, if a piece of it is enough shorter than its first
+  // tile. key_tiles(n): of the query tile at index n. No tiles where `index` is in front of them.
+  template <int kHeads, class KeyTiles>
+  DEVICE static StreamLine of_ragged(const ForwardParams& p, const StreamK& stream_k, unsigned workers, int64 index,
+                                     const KeyTiles& key_tiles) {
+    const unsigned tiles = p.first_tile[p.batch], heads = p.nheads_q / kHeads;
+    const int64 all = int64(tiles) * heads;
+    StreamLine line{all, static_cast<int>(tiles % workers * heads % workers), 1, 1};
+    line.whole -= line.tiles;
+    if (index >= line.whole && line.tiles > 0) {
+      line.units = key_tiles(line.whole);
+      line.piece = static_cast<int>((static_cast<unsigned>(line.tiles * line.units) + workers - 1) / workers);
+      if (line.units - line.piece >= stream_k.least) return line;
+    }
+    line.whole = all;
+    line.tiles = 0;
+    return line;
+  }
+
+  // Finds what is at an index, of the two items of a piece the first or the `second`: which units, [from, to), of the
+  // query tile at the index that is returned.
+  DEVICE int64 find(WorkItem& work, int64 index, bool second, int& from, int& to) const {
+    from = 0;
+    to = units;
+    work.goes_on = false;
+    work.whole = true;
+    if (tiles == 0 || index < whole) return index;
+    const int length = tiles * units;
+    const int begin = static_cast<int>(clamp((index - whole) * piece, 0, length));
+    const int end = length - begin < piece ? length : begin + piece;
+    work.split_index = begin / units + second;
+    work.item = static_cast<int>(index - whole) + work.split_index;
+    work.units = units;
+    work.piece = piece;
+    const int first = work.split_index * units;
+    from = begin > first ? begin - first : 0;
+    to = end - first < units ? end - first : units;
+    work.goes_on = end - first > units;
+    work.whole = begin <= first && end - first >= units;
+    return whole + work.split_index;
+  }
+};
+
+// Of a query tile's key tiles those of some of its units. Where one item ends the next one begins, however the
+// quotient is rounded.
+DEVICE TileSpan part_of(const TileSpan& all, int from, int to, int units) {
+  const int count = all.count();
+  const float tiles = static_cast<float>(count) * target::reciprocal(static_cast<float>(units));
+  const auto behind = [&](int unit) {
+    const int tile = count == units ? unit : static_cast<int>(static_cast<float>(unit) * tiles);
+    return unit < units && tile < count ? tile : count;
+  };
+  return {all.begin + behind(from), all.begin + behind(to)};
 }
 
-// Finds what is at an index of the schedule, and of the two items of a piece the first or the `second`. The other
-// parameters are those of `find_work_tile`.
-template <int kTileQ, int kTileK, int kHeads = 1>
-DEVICE void find_work_item(WorkItem& work, const ForwardParams& p, const StreamK& stream_k, int64 index, bool second) {
-  const int tiles = static_cast<int>((p.k_side.rows + kTileK - 1) / kTileK);
-  const int64 heads = int64(p.batch) * (p.nheads_q / kHeads);
-  const int64 whole = heads * ((p.q_side.rows + kTileQ - 1) / kTileQ) - stream_k.tiles;
-  work.keys = {0, tiles};
-  work.goes_on = false;
-  work.whole = true;
-  if (stream_k.tiles > 0 && index >= whole) {
-    const int piece = static_cast<int>(index - whole);
-    const int line = stream_k.tiles * tiles;
-    const int from = static_cast<int>(clamp(int64(piece) * stream_k.piece, 0, line));
-    const int to = line - from < stream_k.piece ? line : from + stream_k.piece;
-    const int split_index = from / tiles + second;
-    const int first = split_index * tiles;
-    work.keys = {from > first ? from - first : 0, to - first < tiles ? to - first : tiles};
-    work.goes_on = to - first > tiles;
-    work.whole = from <= first && to - first >= tiles;
-    work.item = piece + split_index;
-    work.split_index = split_index;
-    index = whole + split_index;
-  }
-  static_cast<WorkTile&>(work) = find_work_tile<false, false, kTileQ, kHeads>(p, index);
+// The items of an item's query tile: [begin, end).
+DEVICE TileSpan items_of(const WorkItem& work) {
+  // Of two neighbours the second is in the next piece, or in the next query tile, or both: that many further.
+  const int first = work.split_index * work.units, last = first + work.units - 1;
+  return {first / work.piece + work.split_index, last / work.piece + work.split_index + 1};
 }

@@ -24,6 +24,8 @@ _WAITING = 0.05
 # What each further block of a multiprocessor adds to a tile's time for its keys, and for beginning and ending: blocks do one
 # thing under another's.
 _CROWDED, _CROWDED_BEGIN = 0.56, 0.15
+# What merging the items of the last tiles adds to a call, likewise in keys.
+_MERGE_KEYS = 512
 # Of more tiles the last round says little.
 _MOST_SIMULATED = 2048
 
@@ -34,11 +36,12 @@ def duration(
     fields: Mapping[str, Any],
     heads: int,
     blocks: int = 1,
+    shared: bool = False,
 ) -> float:
     """In the time that a tile of two consumers takes for a key.
 
-    fields: of a row of the tile tables; heads: whose rows share a tile; blocks: that a multiprocessor runs at once.
-    Sequences are taken to be as long as they may be.
+    fields: of a row of the tile tables; heads: whose rows share a tile; blocks: that a multiprocessor runs at once;
+    shared: the tiles behind whole rounds are shared out by keys. Sequences are taken to be as long as they may be.
     """
     multiprocessors *= blocks
     tiles = _tiles(problem, fields, heads, blocks)
@@ -46,10 +49,22 @@ def duration(
     total = sum(times)
     if len(times) > _MOST_SIMULATED:
         return total / multiprocessors + times[0] / 2
+    merging = 0.0
+    if shared and (rest := len(times) % multiprocessors):
+        line = times[-rest:]
+        times[-rest:] = [line[0] * rest / multiprocessors] * multiprocessors
+        merging = _MERGE_KEYS * _times(problem)[fields["consumers"]]
     ends = [0.0] * multiprocessors
     for time in times:
         heapq.heapreplace(ends, ends[0] + time)
-    return max(ends)
+    return max(ends) + merging
+
+
+def extremes(problem: Problem) -> tuple[int, int]:
+    """Keys that the query tile with the fewest and the one with the most see, of few rows."""
+    last = max(problem.max_seqlen_q - 1, 0)
+    found = [_visible(problem, row, row + 1) for row in (0, last)]
+    return min(found), max(found)
 
 
 def count(problem: Problem, rows: int, heads: int) -> int:
@@ -65,8 +80,7 @@ def _tiles(
 ) -> list[tuple[float, int]]:
     """The time of a tile, and how many there are of it, from the longest on."""
     consumers, tile_k = fields["consumers"], fields["tile_k"]
-    wide = max(problem.headdim, problem.headdim_v) > _NARROW_HEADDIM
-    times = _WIDE if wide else _NARROW
+    times = _times(problem)
     rows = 64 * consumers // heads
     tiles = -(-problem.max_seqlen_q // rows)
     copies = count(problem, 64 * consumers, heads) / tiles
@@ -81,6 +95,10 @@ def _tiles(
         time = waiting * times[busy] * (crowded * keys + begin * _BEGIN_KEYS)
         found.append((time, max(1, round(copies))))
     return sorted(found, reverse=True)
+
+
+def _times(problem: Problem) -> dict[int, float]:
+    return _WIDE if max(problem.headdim, problem.headdim_v) > _NARROW_HEADDIM else _NARROW
 
 
 def _visible(problem: Problem, first: int, behind: int) -> int:

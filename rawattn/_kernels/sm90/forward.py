@@ -39,10 +39,12 @@ SECTION_BYTES = 9 << 20
 # Keys of a sequence from which on the tiles of the table "long" are the faster ones: more work a tile, less often begun.
 LONG_SEQLEN = 8192
 
-# Keys of a sequence from which on the last query tiles may be shared out by keys, and by how many key tiles they must be
-# done earlier for it (docs/notes/hopper-forward.md).
+# Keys of a query tile from which on the last tiles may be shared out by keys, by how many key tiles they must be done
+# earlier for it, and how long the shortest tile must be over the longest: pieces of unlike tiles are unlike themselves
+# (docs/notes/hopper-forward.md).
 STREAM_K_SEQLEN = LONG_SEQLEN
 WORTH_SHARING = 8
+ALIKE = 0.75
 
 # Keys of a sequence from which on it pays to copy q, k and v where this kernel cannot read them as they lie
 # (docs/notes/hopper-forward.md).
@@ -56,6 +58,7 @@ STORE_ROWS = 16
 _FEW_ROUNDS, _SOME_ROUNDS, _SHORT_SEQLEN = 1, 8, 512
 # Another row of the tables must be expected to take less than this of the usual one's time.
 _WORTH_CHANGING = 0.96
+_EQUAL = 1.02
 
 # Registers of a multiprocessor, and of a thread what setmaxnreg counts in.
 _REGISTERS, _REGISTER_STEP = 65536, 8
@@ -225,7 +228,7 @@ def _pages_refused(problem: Problem, target: Target) -> str | None:
 
 def choose(problem: Problem, target: Target, operands: Operands) -> Config:
     """The configuration for a problem that it supports."""
-    fields = _fields(problem, target, max(problem.headdim, problem.headdim_v))
+    fields, shared = _fields(problem, target, max(problem.headdim, problem.headdim_v))
     between = operands.strides.get("out", ())[:-1]
     store_bytes = access_bytes(problem.headdim_v * 2, operands.pointers, *between)
     if problem.max_seqlen_q < LONG_SEQLEN or problem.mask is not None or problem.pages is not None:
@@ -246,7 +249,7 @@ def choose(problem: Problem, target: Target, operands: Operands) -> Config:
         heads_per_tile=heads_per_tile(problem, rows_of(fields["consumers"])),
         **known,
         store_bytes=store_bytes,
-        stream_k=_shared_by_keys(problem),
+        stream_k=shared,
         page_rows=0
         if problem.pages is None
         else math.gcd(problem.pages.page_size, fields["tile_k"]),
@@ -272,11 +275,17 @@ def with_bias(config: Config, problem: Problem, target: Target, operands: Operan
     return config
 
 
-def _shared_by_keys(problem: Problem) -> bool:
-    """Whether the last query tiles may be: of equal tiles alone."""
-    limited = problem.window_left is not None or problem.window_right is not None
-    equal = not (problem.ragged or limited or problem.mask is not None)
-    return problem.num_splits is None and equal and problem.max_seqlen_k >= STREAM_K_SEQLEN
+def shareable(problem: Problem) -> bool:
+    """Whether the last query tiles may be shared out by keys: where tiles are long and alike."""
+    if problem.num_splits is not None or problem.mask is not None:
+        return False
+    shortest, longest = filling.extremes(problem)
+    return longest >= STREAM_K_SEQLEN and shortest >= ALIKE * longest
+
+
+def _equal(problem: Problem) -> bool:
+    """Whether all query tiles have the same keys."""
+    return not problem.ragged and problem.window_left is None and problem.window_right is None
 
 
 def repacked(problem: Problem, operands: Operands) -> tuple[str, ...]:
@@ -321,38 +330,57 @@ def _real(problem: Problem, name: str, operands: Operands) -> Iterator[int]:
     return (stride for stride, extent in zip(between, extents, strict=True) if extent > 1)
 
 
-def _fields(problem: Problem, target: Target, wide: int) -> dict[str, Any]:
-    """Of the row to take: its table's, but where another one would be done sooner for how it fills the machine."""
+def _fields(problem: Problem, target: Target, wide: int) -> tuple[dict[str, Any], bool]:
+    """Of the row to take, and whether its last tiles are shared out by keys.
+
+    The row is its table's, but where another one would be done sooner for how it fills the machine.
+    """
     table = _table(problem)
     usual = _usual(problem, wide)
-    # Of a kernel that is only compiled nobody knows how many multiprocessors there are. Tiles of "held" need their
-    # registers, which no other row leaves them. Packed batches have the copy engine's stores.
-    kept = target.multiprocessors == 1 or table == "held"
-    if kept or _shared_by_keys(problem) or (problem.ragged and problem.pages is None):
-        return usual
+    shares = shareable(problem)
+    # Of a kernel that is only compiled nobody knows how many multiprocessors there are.
+    if target.multiprocessors == 1 or (shares and _equal(problem)):
+        return usual, shares
+    # Tiles of "held" need their registers, which no other row leaves them. Packed batches have the copy engine's stores.
+    bound = table == "held" or (problem.ragged and problem.pages is None)
     plain = table in ("any", "long", "left", "paged")
     rows = rows_of(usual["consumers"])
     tiles = filling.count(problem, rows, heads_per_tile(problem, rows))
     short = plain and problem.max_seqlen_q <= _SHORT_SEQLEN
     limit = _SOME_ROUNDS if plain else _FEW_ROUNDS
     if tiles >= limit * target.multiprocessors and not short:
-        return usual
-    # Blocks that share a multiprocessor have no registers for more than scaled scores.
-    crowded = table in ("any", "long") and problem.plain_scores
-    others = [
-        row
-        for row in _rows("few", wide)
-        if row.measured is not None and (crowded or _blocks(row.fields) == 1)
-    ]
-    if table in ("any", "long"):
-        others += (*_rows("any", wide), *_rows("long", wide))
+        return usual, False
+    others: list[Mapping[str, Any]] = []
+    if not bound:
+        # Blocks that share a multiprocessor have no registers for more than scaled scores.
+        crowded = table in ("any", "long") and problem.plain_scores
+        others = [
+            row.fields
+            for row in _rows("few", wide)
+            if row.measured is not None and (crowded or _blocks(row.fields) == 1)
+        ]
+        if table in ("any", "long"):
+            others += (row.fields for row in (*_rows("any", wide), *_rows("long", wide)))
 
-    def duration(fields: Mapping[str, Any]) -> float:
+    def duration(choice: tuple[Mapping[str, Any], bool]) -> float:
+        fields, shared = choice
         heads = heads_per_tile(problem, rows_of(fields["consumers"]))
-        return filling.duration(problem, target.multiprocessors, fields, heads, _blocks(fields))
+        return filling.duration(
+            problem, target.multiprocessors, fields, heads, _blocks(fields), shared
+        )
 
-    best = min((usual, *(row.fields for row in others)), key=duration)
-    return best if duration(best) < _WORTH_CHANGING * duration(usual) else usual
+    choices = [
+        (fields, shared)
+        for fields in (usual, *others)
+        for shared in (False, True)[: 1 + (shares and _blocks(fields) == 1)]
+    ]
+    durations = [duration(each) for each in choices]
+    if min(durations) >= _WORTH_CHANGING * durations[0]:
+        return usual, False
+    # Of what is as good as equal the first: tables say better than the rule of thumb which tile takes less.
+    best = next(n for n, each in enumerate(durations) if each <= _EQUAL * min(durations))
+    fields, shared = choices[best]
+    return dict(fields), shared
 
 
 def _blocks(fields: Mapping[str, Any]) -> int:

@@ -12,7 +12,7 @@ from rawattn._kernels.attention_params import KEYS
 from rawattn._kernels.operands import Operands, Strides
 from rawattn._kernels.portable import mask_tiles, repack, schedule
 from rawattn._kernels.portable.forward import padding
-from rawattn._kernels.sm90 import bias_boxes, forward
+from rawattn._kernels.sm90 import bias_boxes, filling, forward
 from rawattn._kernels.sm90.forward import STORE_ROWS, Config
 from rawattn._kernels.steps import Geometry, Step, Steps, Tiles, patches
 from rawattn._kernels.target import Target
@@ -62,13 +62,14 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
     values |= {
         "row_bound_q": row_bound(problem.rows_q),
         "row_bound_k": row_bound(problem.rows_k),
-        "kept_tiles": kept_tiles(problem, config, clusters if shared else min(whole, clusters)),
+        # The line of what is shared out ends the schedule.
+        "kept_tiles": 0 if shared else kept_tiles(problem, config, min(whole, clusters)),
     }
     addresses = {f"forward__{name}": own for name, own in names.items()} | {"forward__lse": "lse"}
     counters = {"next_work": _COUNTER_BYTES * _SCHEDULE_COUNTERS}
     addresses["next_work"] = "next_work"
     if shared is not None:
-        values["stream_k"] = shared.tiles, shared.piece
+        values["stream_k"] = shared.values
         counters["arrived"] = _COUNTER_BYTES * shared.counters
         scratch["partials"] = shared.partial_bytes
         addresses |= {"arrived": "arrived", "partials": "partials"}
@@ -118,31 +119,47 @@ def kept_tiles(problem: Problem, config: Config, clusters: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StreamK:
-    """How the last query tiles are shared out by keys (kernels_cu/attn/schedule/stream_k.cuh)."""
+    """How the last query tiles are shared out by keys (kernels_cu/attn/schedule/stream_k.cuh).
+
+    Of a ragged batch, whose tiles are counted on the GPU: how much may be. There `piece` and `units` say nothing.
+    """
 
     tiles: int
-    piece: int  # key tiles
+    piece: int
+    units: int  # of a tile
     items: int  # at most: numbers of items are below it
     partial_bytes: int  # of what all items come to
     counters: int  # of a tile's items, one for each of its waves
+
+    @property
+    def values(self) -> tuple[int, int, int, int]:
+        """Of the fields of the kernel's parameter."""
+        return self.tiles, self.piece, self.units, forward.WORTH_SHARING
 
 
 def stream_k_of(problem: Problem, config: Config, clusters: int) -> StreamK | None:
     """What so many clusters of blocks share out: what remains behind whole rounds of tiles. None where it does not pay."""
     if not config.stream_k:
         return None
-    heads = problem.batch * problem.nheads_q // config.heads_per_tile
-    tiles = -(-problem.rows_q // config.schedule_rows) * heads % clusters
-    keys = -(-problem.rows_k // config.tile_k)
-    piece = -(-tiles * keys // clusters)
-    if tiles == 0 or keys - piece < forward.WORTH_SHARING:
-        return None
-    pieces = -(-tiles * keys // piece)
-    items = pieces + tiles - 1
     waves = config.cluster * config.consumers * 4
     # Each lane has 16 bytes twice for 16 columns of its two rows, and once for their references and sums.
     wave_bytes = 32 * 16 * (2 * -(-config.headdim_v // 16) + 1)
-    return StreamK(tiles, piece, items, items * waves * wave_bytes, tiles * waves)
+    if problem.ragged:
+        if clusters == 1:
+            return None
+        tiles, pieces, piece, units = clusters - 1, clusters, 0, 0
+    else:
+        heads = problem.batch * problem.nheads_q // config.heads_per_tile
+        tiles = -(-problem.rows_q // config.schedule_rows) * heads % clusters
+        units = -(-filling.extremes(problem)[1] // config.tile_k)
+        piece = -(-tiles * units // clusters)
+        if tiles == 0 or units - piece < forward.WORTH_SHARING:
+            return None
+        pieces = -(-tiles * units // piece)
+    items = pieces + tiles - 1
+    return StreamK(
+        tiles, piece, units, items, items * waves * wave_bytes, counters=tiles * waves
+    )
 
 
 def row_bound(rows: int) -> int:
