@@ -43,6 +43,8 @@ struct KeyTileLoader {
 
   // Of key tile n, which is loaded next, and of some behind it in front of `end`.
   DEVICE void find(const Keys& key_tiles, int n, int end) {
+    // Lanes load in turn. One that fell behind by a round of the ring would wait for a slot's next round, and that for it.
+    target::wave_sync();
     tile--;
     if (--ahead >= 0) return;
     ahead = kAtOnce - 1;
