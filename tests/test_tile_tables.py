@@ -189,21 +189,27 @@ def test_shared_out_tiles_are_covered(seqlens: tuple[int, int], clusters: int):
         assert config is not None
         assert config.stream_k
         shared = forward_steps.stream_k_of(problem, config, clusters)
-        all_tiles = -(-seqlens[0] // config.schedule_rows) * heads
+        tiles = -(-seqlens[0] // config.schedule_rows) * heads % clusters
         keys = -(-seqlens[1] // config.tile_k)
+        pieces = min(tiles * keys // sm90_forward.LEAST_PIECE, clusters)
         if shared is None:
-            idle = -all_tiles % clusters
-            assert idle * keys < clusters * (sm90_forward.WORTH_SHARING + 1)
+            gain = (pieces - tiles) * keys
+            assert tiles == 0 or gain < clusters * sm90_forward.WORTH_SHARING
             continue
-        assert shared.tiles == all_tiles % clusters
-        assert shared.piece <= keys - sm90_forward.WORTH_SHARING
-        line, items = shared.tiles * keys, []
+        assert shared.tiles == tiles
+        line = tiles * shared.units
         assert line < 2**31, "the kernel counts in 32 bits"
-        for piece in range(clusters):
-            begin, end = piece * shared.piece, min((piece + 1) * shared.piece, line)
-            first, last = begin // keys, (end - 1) // keys
+        assert line == pieces * shared.piece, "all pieces are alike"
+        items, key_tiles = [], dict.fromkeys(range(tiles), 0)
+        for piece in range(pieces):
+            begin, end = piece * shared.piece, (piece + 1) * shared.piece
+            first, last = begin // shared.units, (end - 1) // shared.units
             assert last - first < 2
-            items += [piece + tile for tile in range(first, last + 1) if begin < end]
+            for tile in range(first, last + 1):
+                items.append(piece + tile)
+                behind = min(end - tile * shared.units, shared.units)
+                key_tiles[tile] = behind * keys // shared.units
+        assert set(key_tiles.values()) == {keys}
         assert items == sorted(set(items)), "two items share a slot"
         assert items[-1] == shared.items - 1
 

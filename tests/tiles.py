@@ -85,7 +85,8 @@ def sharing() -> Iterator[None]:
     """Makes Hopper's forward share its last tiles out by keys wherever blocks would be idle otherwise."""
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(sm90_forward, "_equal", lambda _: True))
-        for name, value in {"STREAM_K_SEQLEN": 1, "WORTH_SHARING": 1, "ALIKE": 0}.items():
+        least = {"STREAM_K_SEQLEN": 1, "WORTH_SHARING": 0, "LEAST_PIECE": 1, "ALIKE": 0}
+        for name, value in least.items():
             stack.enter_context(mock.patch.object(sm90_forward, name, value))
         stack.enter_context(mock.patch.object(on_gpu, "_prepared", {}))
         yield

@@ -153,7 +153,8 @@ struct ForwardParams {
   Side q_side, k_side;
   // ragged only: sequences, the longest first (see portable/schedule.cu)
   const int* order;
-  // ragged only: query tiles before each sequence in that order, then their total
+  // ragged only: query tiles before each sequence in that order, then their total; Hopper's forward has neither where
+  // there is one sequence
   const int* first_tile;
   Mask mask;
   int batch, nheads_q, nheads_kv;
@@ -174,8 +175,8 @@ struct ForwardParams {
 struct StreamK {
   // of a dense batch
   int tiles, piece, units;
-  // of a ragged one: key tiles by which a piece must be shorter than a tile
-  int least;
+  // of a ragged one: key tiles by which a piece must be shorter than a tile, and which it has at least
+  int least_gain, least_piece;
 };
 
 struct Sm90ForwardParams {

@@ -10,7 +10,7 @@
 namespace forward {
 
 DEVICE void find(WorkTile& work, const Sm90ForwardParams& p, int64 index) {
-  work = find_work_tile<kRagged, kRight, kClusterQ, kHeadsPerTile>(p.forward, index, p.kept_tiles);
+  work = find_work_tile<kRagged, kRight, kClusterQ, kHeadsPerTile, true>(p.forward, index, p.kept_tiles);
   if constexpr (kPaged) {
     if (work.exists) work.k.length = length_in_pages(p.forward.pages, work.sequence, work.k.length);
   }
@@ -19,11 +19,10 @@ DEVICE void find(WorkTile& work, const Sm90ForwardParams& p, int64 index, bool) 
 DEVICE StreamLine stream_line(const Sm90ForwardParams& p, int64 index) {
   if constexpr (kRagged) {
     const unsigned workers = static_cast<unsigned>(target::grid_size()) / kCluster;
-    return StreamLine::of_ragged<kHeadsPerTile>(p.forward, p.stream_k, workers, index, [&](int64 n) {
+    return StreamLine::of_ragged<kClusterQ, kHeadsPerTile>(p.forward, p.stream_k, workers, index, [&](int64 n) {
       WorkTile work;
       find(work, p, n);
-      const int count = work.exists ? key_tiles_of(p.forward, work).count() : 0;
-      return count > 0 ? count : 1;
+      return work.exists ? key_tiles_of(p.forward, work).count() : 0;
     });
   } else {
     return StreamLine::of_dense<kClusterQ, kHeadsPerTile>(p.forward, p.stream_k);

@@ -165,7 +165,8 @@ FORWARD = _struct(
     (
         "const int*",
         "first_tile",
-        "ragged only: query tiles before each sequence in that order, then their total",
+        "ragged only: query tiles before each sequence in that order, then their total; Hopper's forward has neither where "
+        "there is one sequence",
     ),
     (_MASK, "mask", ""),
     ("int", "batch, nheads_q, nheads_kv", ""),
@@ -188,7 +189,11 @@ _STREAM_K = _struct(
     "How a schedule ends: `tiles` query tiles of `units` each, in pieces of `piece` units, no more than a query tile "
     "has (see attn/schedule/stream_k.cuh). No tiles where all come whole. All of their units are fewer than 2^31.",
     ("int", "tiles, piece, units", "of a dense batch"),
-    ("int", "least", "of a ragged one: key tiles by which a piece must be shorter than a tile"),
+    (
+        "int",
+        "least_gain, least_piece",
+        "of a ragged one: key tiles by which a piece must be shorter than a tile, and which it has at least",
+    ),
 )
 SM90_FORWARD = _struct(
     "Sm90ForwardParams",

@@ -220,12 +220,13 @@ class Forward:
         tiles = problem.batch * -(-problem.rows_q // rows)
         if problem.ragged:
             order, first_tile = self.schedule(machine, rows)
-            memory += [order, first_tile]
-            fields["order"], fields["first_tile"] = order.address, first_tile.address
             if problem.group:
                 tiles = problem.rows_q // rows + problem.batch
             if exact_grid:
                 tiles = int(first_tile.array()[-1])
+            if problem.batch > 1 or not isinstance(config, sm90_forward.Config):
+                memory += [order, first_tile]
+                fields["order"], fields["first_tile"] = order.address, first_tile.address
         return packed, memory, tiles
 
     def _results(self, machine: Machine, fill: bool) -> tuple[np.ndarray, np.ndarray | None]:

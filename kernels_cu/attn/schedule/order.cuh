@@ -21,6 +21,14 @@ DEVICE int position_of(const int* first_tile, int batch, int tile) {
   return low;
 }
 
+// Tiles of kTile rows of one side of a ragged batch. kLoneUncounted: nobody has counted those of a lone sequence, which
+// has no order.
+template <int kTile, bool kLoneUncounted>
+DEVICE int ragged_tiles(const ForwardParams& p, const Side& tiled) {
+  if (kLoneUncounted && p.first_tile == nullptr) return (span_of(tiled, 0).length + kTile - 1) / kTile;
+  return p.first_tile[p.batch];
+}
+
 // Finds the sequence of `index`, of which what is left is the index among the sequence's tiles and heads. Tiles of
 // kTile rows are those of one side, `heads` its heads.
 //
@@ -28,15 +36,19 @@ DEVICE int position_of(const int* first_tile, int batch, int tile) {
 // registers, a hundred bytes of spills and up to a tenth of its speed.
 //
 // kept: tiles of each head of a dense batch that do not come here.
-template <bool kRagged, int kTile, class Tile>
+template <bool kRagged, int kTile, bool kLoneUncounted = false, class Tile>
 DEVICE void find_sequence(const ForwardParams& p, const Side& tiled, int heads, int64& index, Tile& work,
                           int kept = 0) {
   if constexpr (kRagged) {
     const int tile = static_cast<int>(index / heads);
-    work.exists = tile < p.first_tile[p.batch];
-    const int position = position_of(p.first_tile, p.batch, tile);
-    index = work.exists ? index - int64(p.first_tile[position]) * heads : 0;
-    work.sequence = p.order[position];
+    work.exists = tile < ragged_tiles<kTile, kLoneUncounted>(p, tiled);
+    if (kLoneUncounted && p.first_tile == nullptr) {
+      work.sequence = 0;
+    } else {
+      const int position = position_of(p.first_tile, p.batch, tile);
+      index = work.exists ? index - int64(p.first_tile[position]) * heads : 0;
+      work.sequence = p.order[position];
+    }
     work.q = span_of(p.q_side, work.sequence);
     work.k = span_of(p.k_side, work.sequence);
   } else {

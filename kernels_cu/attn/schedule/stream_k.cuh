@@ -7,7 +7,8 @@
 //
 // In the line every query tile is as many units long, whatever it has of keys: an item that has some of the units has
 // that part of the key tiles. So a piece is found by a division where tiles are unlike, and takes at most as long as
-// its units would of the longest tile.
+// its units would of the longest tile. Units are so many that pieces are whole numbers of them: no remainder moves the
+// pieces' ends past those of tiles, where an item of few keys would cost its beginning and ending.
 #pragma once
 
 #include "attn/params.cuh"
@@ -37,22 +38,23 @@ struct StreamLine {
     return {all - stream_k.tiles, stream_k.tiles, stream_k.piece, stream_k.units};
   }
   // Of a ragged batch: what remains behind whole rounds of the grid, if a piece of it is enough shorter than its first
-  // tile. key_tiles(n): of the query tile at index n. No tiles where `index` is in front of them.
-  template <int kHeads, class KeyTiles>
+  // tile. key_tiles(n): of the query tile at index n. No tiles where `index` is in front of them. The same sums as the
+  // host's for dense batches (rawattn/_kernels/sm90/forward_steps.py).
+  template <int kTileQ, int kHeads, class KeyTiles>
   DEVICE static StreamLine of_ragged(const ForwardParams& p, const StreamK& stream_k, unsigned workers, int64 index,
                                      const KeyTiles& key_tiles) {
-    const unsigned tiles = p.first_tile[p.batch], heads = p.nheads_q / kHeads;
+    const unsigned tiles = ragged_tiles<kTileQ, true>(p, p.q_side), heads = p.nheads_q / kHeads;
     const int64 all = int64(tiles) * heads;
-    StreamLine line{all, static_cast<int>(tiles % workers * heads % workers), 1, 1};
-    line.whole -= line.tiles;
-    if (index >= line.whole && line.tiles > 0) {
-      line.units = key_tiles(line.whole);
-      line.piece = static_cast<int>((static_cast<unsigned>(line.tiles * line.units) + workers - 1) / workers);
-      if (line.units - line.piece >= stream_k.least) return line;
+    const unsigned last = tiles % workers * heads % workers;
+    if (index >= all - last && last > 0) {
+      const unsigned keys = key_tiles(all - last);
+      const unsigned most = last * keys / stream_k.least_piece, pieces = most < workers ? most : workers;
+      if (pieces > last && (pieces - last) * keys >= stream_k.least_gain * pieces) {
+        const unsigned part = (keys + pieces - 1) / pieces;
+        return {all - last, static_cast<int>(last), static_cast<int>(last * part), static_cast<int>(pieces * part)};
+      }
     }
-    line.whole = all;
-    line.tiles = 0;
-    return line;
+    return {all, 0, 1, 1};
   }
 
   // Finds what is at an index, of the two items of a piece the first or the `second`: which units, [from, to), of the

@@ -40,10 +40,11 @@ SECTION_BYTES = 9 << 20
 LONG_SEQLEN = 8192
 
 # Keys of a query tile from which on the last tiles may be shared out by keys, by how many key tiles they must be done
-# earlier for it, and how long the shortest tile must be over the longest: pieces of unlike tiles are unlike themselves
-# (docs/notes/hopper-forward.md).
+# earlier for it, how many a piece must have, and how long the shortest tile must be over the longest: pieces of unlike
+# tiles are unlike themselves (docs/notes/hopper-forward.md).
 STREAM_K_SEQLEN = LONG_SEQLEN
 WORTH_SHARING = 8
+LEAST_PIECE = 4
 ALIKE = 0.75
 
 # Keys of a sequence from which on it pays to copy q, k and v where this kernel cannot read them as they lie

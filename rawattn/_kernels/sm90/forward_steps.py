@@ -75,7 +75,7 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
         addresses |= {"arrived": "arrived", "partials": "partials"}
     schedules: tuple[Step, ...] = ()
     orders: dict[str, int] = {}
-    if problem.ragged:
+    if problem.ragged and problem.batch > 1:  # a lone sequence has no order
         order = ("order", "first_tile")
         schedules = (schedule.step(structure, config.schedule_rows, of="q", names=order),)
         orders = schedule.orders(structure, order)
@@ -132,9 +132,10 @@ class StreamK:
     counters: int  # of a tile's items, one for each of its waves
 
     @property
-    def values(self) -> tuple[int, int, int, int]:
+    def values(self) -> tuple[int, int, int, int, int]:
         """Of the fields of the kernel's parameter."""
-        return self.tiles, self.piece, self.units, forward.WORTH_SHARING
+        least = forward.WORTH_SHARING, forward.LEAST_PIECE
+        return self.tiles, self.piece, self.units, *least
 
 
 def stream_k_of(problem: Problem, config: Config, clusters: int) -> StreamK | None:
@@ -151,11 +152,13 @@ def stream_k_of(problem: Problem, config: Config, clusters: int) -> StreamK | No
     else:
         heads = problem.batch * problem.nheads_q // config.heads_per_tile
         tiles = -(-problem.rows_q // config.schedule_rows) * heads % clusters
-        units = -(-filling.extremes(problem)[1] // config.tile_k)
-        piece = -(-tiles * units // clusters)
-        if tiles == 0 or units - piece < forward.WORTH_SHARING:
+        keys = -(-filling.extremes(problem)[1] // config.tile_k)
+        pieces = min(tiles * keys // forward.LEAST_PIECE, clusters)
+        gain = (pieces - tiles) * keys  # in key tiles, of all pieces
+        if tiles == 0 or pieces <= tiles or gain < forward.WORTH_SHARING * pieces:
             return None
-        pieces = -(-tiles * units // piece)
+        part = -(-keys // pieces)
+        piece, units = tiles * part, pieces * part
     items = pieces + tiles - 1
     return StreamK(
         tiles, piece, units, items, items * waves * wave_bytes, counters=tiles * waves
