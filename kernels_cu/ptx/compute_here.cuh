@@ -22,4 +22,7 @@ DEVICE void compute_here(unsigned x) {
       : "memory");
 }
 
+// What was stored above is read from memory below: no register keeps it in between.
+DEVICE void read_anew() { asm volatile("" ::: "memory"); }
+
 }  // namespace ptx

@@ -29,13 +29,12 @@ DEVICE StreamLine stream_line(const Sm90ForwardParams& p, int64 index) {
   }
 }
 DEVICE void find(WorkItem& work, const Sm90ForwardParams& p, int64 index, bool second) {
-  const StreamLine line = stream_line(p, index);
-  int from, to;
-  index = line.find(work, index, second, from, to);
+  index = stream_line(p, index).find(work, index, second);
+  ptx::read_anew();
   find(static_cast<WorkTile&>(work), p, index);
   if (!work.exists) return;
-  work.keys = key_tiles_of(p.forward, work);
-  if (!work.whole) work.keys = part_of(work.keys, from, to, line.units);
+  const TileSpan all = key_tiles_of(p.forward, work);
+  work.keys = work.whole ? all : part_of(all, work.keys.begin, work.keys.end, work.units);
 }
 DEVICE bool goes_on(const WorkItem& work) { return work.goes_on; }
 DEVICE bool goes_on(const WorkTile&) { return false; }

@@ -314,9 +314,7 @@ def cells_of_sharing() -> Iterable[Sm90Cell]:
         )
 
 
-def cells_of_unlike_tiles(
-    shapes: Iterable[Sm90Tiles], blocks: Iterator[int]
-) -> Iterable[Sm90Cell]:
+def cells_of_unlike_tiles(shapes: Iterable[Sm90Tiles], blocks: Iterator[int]) -> Iterable[Sm90Cell]:
     """Limits, and lengths of which the kernel alone knows: tiles without keys, of fewer tiles than they have pieces."""
     heads = {"nheads_q": 4, "nheads_kv": 2, "headdim": 16}
     by = {"by_q": "seqlen", "by_k": "cu_seqlen"}

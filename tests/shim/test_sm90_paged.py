@@ -92,9 +92,7 @@ def test_batches(hopper: MakeDevice) -> None:
 
 @pytest.mark.parametrize("shape", exhaustive.thin(zip(SHAPES), 2), ids=str)
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (60, 0), "sink": 5}], ids=str)
-def test_tiles_shared_out_by_keys(
-    hopper: MakeDevice, shape: Any, options: dict[str, Any]
-) -> None:
+def test_tiles_shared_out_by_keys(hopper: MakeDevice, shape: Any, options: dict[str, Any]) -> None:
     """By what is found on the device: some sequences have fewer keys than their tiles have pieces."""
     packed = paged((200, 9, 0, 129), 24, rows=(140, 9, 4, 1), group=True, pair=True)
     padded = paged((150, 9, 75), 8, rows=37, dims=(16, 24), heads=(6, 2), dtype=F16)

@@ -57,11 +57,9 @@ struct StreamLine {
     return {all, 0, 1, 1};
   }
 
-  // Finds what is at an index, of the two items of a piece the first or the `second`: which units, [from, to), of the
+  // Finds what is at an index, of the two items of a piece the first or the `second`: which units, as its `keys`, of the
   // query tile at the index that is returned.
-  DEVICE int64 find(WorkItem& work, int64 index, bool second, int& from, int& to) const {
-    from = 0;
-    to = units;
+  DEVICE int64 find(WorkItem& work, int64 index, bool second) const {
     work.goes_on = false;
     work.whole = true;
     if (tiles == 0 || index < whole) return index;
@@ -73,8 +71,7 @@ struct StreamLine {
     work.units = units;
     work.piece = piece;
     const int first = work.split_index * units;
-    from = begin > first ? begin - first : 0;
-    to = end - first < units ? end - first : units;
+    work.keys = {begin > first ? begin - first : 0, end - first < units ? end - first : units};
     work.goes_on = end - first > units;
     work.whole = begin <= first && end - first >= units;
     return whole + work.split_index;

@@ -344,7 +344,7 @@ def _fields(problem: Problem, target: Target, wide: int) -> tuple[dict[str, Any]
         return usual, shares
     # Tiles of "held" need their registers, which no other row leaves them. Packed batches have the copy engine's stores.
     bound = table == "held" or (problem.ragged and problem.pages is None)
-    plain = table in ("any", "long", "left", "paged")
+    plain = table in ("any", "long", "left", "paged", "narrow_values")
     rows = rows_of(usual["consumers"])
     tiles = filling.count(problem, rows, heads_per_tile(problem, rows))
     short = plain and problem.max_seqlen_q <= _SHORT_SEQLEN
@@ -416,6 +416,9 @@ def _table(problem: Problem) -> str:
         return "left"
     if problem.alibi_slopes is not None and problem.softcap is None:
         return "alibi"
+    # Keys wider than 128 columns leave room for a larger tile where the output takes fewer registers.
+    if problem.headdim_v <= 128 < problem.headdim:
+        return "narrow_values"
     return "long" if problem.max_seqlen_k >= LONG_SEQLEN else "any"
 
 

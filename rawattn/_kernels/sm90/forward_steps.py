@@ -160,9 +160,7 @@ def stream_k_of(problem: Problem, config: Config, clusters: int) -> StreamK | No
         part = -(-keys // pieces)
         piece, units = tiles * part, pieces * part
     items = pieces + tiles - 1
-    return StreamK(
-        tiles, piece, units, items, items * waves * wave_bytes, counters=tiles * waves
-    )
+    return StreamK(tiles, piece, units, items, items * waves * wave_bytes, counters=tiles * waves)
 
 
 def row_bound(rows: int) -> int:
