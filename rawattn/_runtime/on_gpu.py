@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rawattn._call.checks import check_apart
@@ -11,13 +11,17 @@ from rawattn._call.hints import cast
 from rawattn._call.layout import Lengths
 from rawattn._call.options import Options, structural
 from rawattn._call.structure import Structure, structure
-from rawattn._interop import arrays
+from rawattn._interop import arrays, streams
 from rawattn._interop.native import Native, Read, View
 from rawattn._kernels.selection import selection
 from rawattn._runtime.calls import Call, prepare
 from rawattn._runtime.verbs import Verb
 
 Arrays = Sequence[Any]
+
+# A call made again, from the addresses of its arrays, which it uses up, and the array that it is to write, the last of those,
+# or None. It gives None back, and has done nothing, where it is no such call after all: the way of a first call tells why.
+Repeat = Callable[[list[int], Any], Any]
 
 # Calls prepared earlier, by everything that decides them but addresses and host integers.
 _prepared: dict[Any, Call] = {}
@@ -37,42 +41,15 @@ def run(
     values: tuple[int, ...] = (),
 ) -> Sequence[Any]:
     """`dispatch.run` on what `own` has read of these arrays. framework: that of the caller's."""
-    addresses, form, together, _ = read
+    addresses, form, _ = read
     device: int = form[verb.q * 4 + 3]
     if device != own.current_device():
         import cupy
 
         with cupy.cuda.Device(device):
             return run(verb, own, read, inputs, targets, options, flag, framework, values)
-    if verb.extras:
-        together = _together(verb, addresses)
-    call = lengths = None
-    key: Any = None
-    try:
-        form_of_lengths: Structure | None = None
-        if options.seqs is not None:
-            lengths = verb.bind(options.seqs, inputs)
-            form_of_lengths = structure(lengths)
-        # 16 bytes is the widest access there is: of an address only its place in them matters.
-        key = (
-            verb,
-            flag,
-            together % 16,
-            form,
-            form_of_lengths,
-            structural(options),
-            selection(),
-        )
-        if verb.extras:
-            key = (*key, places(verb, addresses))
-        call = _prepared.get(key)
-    except (TypeError, ValueError, IndexError, AttributeError):
-        key = None  # describing the call tells what is wrong with it
-    if call is None:
-        call = _prepare_natives(verb, own, read, inputs, targets, options, flag, framework)
-        if key is not None:
-            _remember(key, call)
-    else:
+    call, lengths, is_new = _called(verb, own, read, inputs, targets, options, flag, framework)
+    if not is_new:
         for target in targets:
             if target is not None:
                 _check_reach(verb, call, own, addresses, inputs, targets)
@@ -93,6 +70,117 @@ def run(
     addresses += values
     call.prepared.run(addresses, own.stream(device), own, lengths or call.lengths)
     return results
+
+
+def _called(
+    verb: Verb,
+    own: Native,
+    read: Read,
+    inputs: Arrays,
+    targets: Arrays,
+    options: Options,
+    flag: bool,
+    framework: str,
+) -> tuple[Call, Lengths | None, bool]:
+    """A call as it was prepared, its lengths where it was given some, and whether it is prepared only now."""
+    addresses, form, _ = read
+    call = lengths = None
+    key: Any = None
+    try:
+        form_of_lengths: Structure | None = None
+        if options.seqs is not None:
+            lengths = verb.bind(options.seqs, inputs)
+            form_of_lengths = structure(lengths)
+        key = (verb, flag, form, form_of_lengths, structural(options), selection())
+        if verb.extras:
+            key = (*key, _together(verb, addresses) % 16, places(verb, addresses))
+        call = _prepared.get(key)
+    except (TypeError, ValueError, IndexError, AttributeError):
+        key = None  # describing the call tells what is wrong with it
+    if call is not None:
+        return call, lengths, False
+    call = _prepare_natives(verb, own, read, inputs, targets, options, flag, framework)
+    if key is not None:
+        _remember(key, call)
+    return call, lengths, True
+
+
+def repeated(
+    own: Native,
+    verb: Verb,
+    inputs: Arrays,
+    targets: Arrays,
+    options: Options,
+    flag: bool,
+    framework: str,
+    returned: Callable[[Sequence[Any]], Any],
+) -> Repeat | None:
+    """A call that `run` has made, to be made again with arrays of the same form; None where it cannot be.
+
+    It is for calls whose options have no arrays and no numbers for kernels. returned: what it gives back, from the results.
+    """
+    read = own.read((*inputs, *targets), verb.required)
+    assert read is not None
+    device: int = read[1][verb.q * 4 + 3]
+    if device != own.current_device() or streams.is_capturing(own.stream(device)):
+        return None
+    call, lengths, _ = _called(verb, own, read, inputs, targets, options, flag, framework)
+    if call.copies is not None:
+        return None
+    given = [n for n, x in enumerate((*inputs, *targets)) if x is not None]
+    if given != list(range(len(given))):
+        return None
+    # What comes behind the addresses of what is given: 0, or that of a result that is made.
+    shapes = {len(inputs) + n: (shape, dtype) for n, shape, dtype in call.made}
+    makers = [
+        own.maker(*shapes[n], inputs[verb.q]) if n in shapes else None
+        for n in range(len(given), len(verb.names))
+    ]
+    bounds = _overlaps(call, len(inputs)) if len(given) > len(inputs) else ()
+    launch, stream_of, current_device = call.prepared.run, own.stream, own.current_device
+    bound, address_of = lengths or call.lengths, own.address
+    make, *others = makers
+    if make is not None and not any(others):
+        zeros = [0] * len(others)
+
+        def repeat_one(addresses: list[int], written: Any) -> Any:
+            if current_device() != device:
+                return None
+            result = make()
+            addresses.append(address_of(result))
+            addresses += zeros
+            launch(addresses, stream_of(device), own, bound)
+            return result
+
+        return repeat_one
+
+    def repeat(addresses: list[int], written: Any) -> Any:
+        if current_device() != device:
+            return None
+        results = []
+        if written is not None:
+            place = addresses[-1]
+            for address, (low, high) in zip(addresses, bounds):  # noqa: B905  # the last one is its own
+                if low < place - address < high:
+                    return None
+            results.append(written)
+        for make in makers:
+            if make is None:
+                addresses.append(0)
+            else:
+                result = make()
+                addresses.append(address_of(result))
+                results.append(result)
+        launch(addresses, stream_of(device), own, bound)
+        return returned(results)
+
+    return repeat
+
+
+def _overlaps(call: Call, first: int) -> tuple[tuple[int, int], ...]:
+    """Between which distances from each input the first output would overlap it."""
+    low, high = call.reach[first]
+    return tuple((start - high, end - low) for start, end in call.reach[:first])
 
 
 def find(
@@ -121,7 +209,7 @@ def _prepare_natives(
     framework: str,
 ) -> Call:
     views = [None if x is None else _view(name, own, x) for name, x in verb.named(inputs, targets)]
-    pointers = _together(verb, read[0]) if verb.extras else read[2]
+    pointers = _together(verb, read[0])
     found = places(verb, read[0])
     return prepare(verb, views, options, flag, read[1][verb.q * 4 + 3], pointers, framework, found)
 
