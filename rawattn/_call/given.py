@@ -45,7 +45,7 @@ def read_side(side: Literal["q", "k"], fields: Mapping[str, Any], of_q: Given | 
         slots, longest_slot = of_q.slots, of_q.longest_slot
     elif isinstance(start, np.ndarray):
         slots = integers.differences(start_name, start)
-        longest_slot = _longest(slots)
+        longest_slot = integers.longest(slots)
 
     length_name = f"cu_seqlen_{side}"
     cumulative = fields[length_name] is not None
@@ -61,7 +61,7 @@ def read_side(side: Literal["q", "k"], fields: Mapping[str, Any], of_q: Given | 
     elif isinstance(length, np.ndarray):
         read = integers.differences if cumulative else integers.counts
         logical = read(length_name, length)
-        longest = _longest(logical)
+        longest = integers.longest(logical)
         total = int(length[-1]) - int(length[0]) if cumulative else int(np.add.reduce(length))
         if slots is not None:
             integers.check_at_most(
@@ -105,10 +105,6 @@ def common_batch(arrays: Mapping[str, Any]) -> int | None:
 
 def _on_host(array: Any) -> bool:
     return array is None or isinstance(array, np.ndarray)
-
-
-def _longest(lengths: Integers) -> int:
-    return int(lengths.max()) if lengths.size else 0
 
 
 def check_maximum(side: str, max_seqlen: int, longest: int, source: str) -> None:

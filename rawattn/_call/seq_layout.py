@@ -114,7 +114,6 @@ class SeqLayout:
     _q: Given = field(init=False)
     _k: Given = field(init=False)
     _bindings: dict[tuple[int | None, int, int], Lengths] = field(init=False)
-    _repeats: dict[Any, Any] = field(init=False)  # calls with it (`_verbs.repeats`)
 
     @hides_unknown
     def __init__(
@@ -157,7 +156,7 @@ class SeqLayout:
         fields["group"] = seqstart_q is not None
         fields["_q"] = of_q = read_side("q", fields, None)
         fields["_k"] = read_side("k", fields, of_q)
-        fields["_bindings"], fields["_repeats"] = {}, {}
+        fields["_bindings"] = {}
         vars(self).update(fields)  # one by one, a frozen class takes them ten times as slowly
 
     @classmethod

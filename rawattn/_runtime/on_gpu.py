@@ -19,9 +19,9 @@ from rawattn._runtime.verbs import Verb
 
 Arrays = Sequence[Any]
 
-# A call made again, from the addresses of its arrays, which it uses up, and the array that it is to write, the last of those,
-# or None. It gives None back, and has done nothing, where it is no such call after all: the way of a first call tells why.
-Repeat = Callable[[list[int], Any], Any]
+# A call made again, from the addresses of its arrays, which it uses up, the array that it is to write, the last of those, or
+# None, and the sequences where there is a layout. It gives None back, and has done nothing, where it is no such call after all: the way of a first call tells why.
+Repeat = Callable[[list[int], Any, "Lengths | None"], Any]
 
 # Calls prepared earlier, by everything that decides them but addresses and host integers.
 _prepared: dict[Any, Call] = {}
@@ -115,7 +115,7 @@ def repeated(
     framework: str,
     returned: Callable[[Sequence[Any]], Any],
 ) -> Repeat | None:
-    """A call that `run` has made, to be made again with arrays of the same form; None where it cannot be.
+    """A call that `run` has made, to be made again with arrays, and sequences, of the same form; None where it cannot be.
 
     It is for calls whose options have no arrays and no numbers for kernels. returned: what it gives back, from the results.
     """
@@ -124,7 +124,7 @@ def repeated(
     device: int = read[1][verb.q * 4 + 3]
     if device != own.current_device() or streams.is_capturing(own.stream(device)):
         return None
-    call, lengths, _ = _called(verb, own, read, inputs, targets, options, flag, framework)
+    call, _, _ = _called(verb, own, read, inputs, targets, options, flag, framework)
     if call.copies is not None:
         return None
     given = [n for n, x in enumerate((*inputs, *targets)) if x is not None]
@@ -138,23 +138,23 @@ def repeated(
     ]
     bounds = _overlaps(call, len(inputs)) if len(given) > len(inputs) else ()
     launch, stream_of, current_device = call.prepared.run, own.stream, own.current_device
-    bound, address_of = lengths or call.lengths, own.address
+    dense, address_of = call.lengths, own.address
     make, *others = makers
     if make is not None and not any(others):
         zeros = [0] * len(others)
 
-        def repeat_one(addresses: list[int], written: Any) -> Any:
+        def repeat_one(addresses: list[int], written: Any, lengths: Lengths | None) -> Any:
             if current_device() != device:
                 return None
             result = make()
             addresses.append(address_of(result))
             addresses += zeros
-            launch(addresses, stream_of(device), own, bound)
+            launch(addresses, stream_of(device), own, lengths or dense)
             return result
 
         return repeat_one
 
-    def repeat(addresses: list[int], written: Any) -> Any:
+    def repeat(addresses: list[int], written: Any, lengths: Lengths | None) -> Any:
         if current_device() != device:
             return None
         results = []
@@ -171,7 +171,7 @@ def repeated(
                 result = make()
                 addresses.append(address_of(result))
                 results.append(result)
-        launch(addresses, stream_of(device), own, bound)
+        launch(addresses, stream_of(device), own, lengths or dense)
         return returned(results)
 
     return repeat

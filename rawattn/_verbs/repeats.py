@@ -14,8 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar
 
+from rawattn._call.layout import Lengths
 from rawattn._call.options import Options
 from rawattn._call.seq_layout import SeqLayout
+from rawattn._call.structure import token
 from rawattn._interop.arrays import framework_of, refuse_gradients
 from rawattn._interop.native import Read, native
 from rawattn._kernels.selection import UNCHANGED, selection
@@ -26,7 +28,7 @@ from rawattn._runtime.verbs import Verb
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
-# By the names of verbs: calls by what tells them apart. Those with a layout are kept by the layout, and go with it.
+# By the names of verbs: calls by what tells them apart, of which layouts are told by their structure alone.
 _known: dict[str, dict[Any, Repeat]] = {}
 _MAX_KNOWN = 512
 _lock = threading.Lock()
@@ -67,7 +69,7 @@ def repeating(
 
         @functools.wraps(ask)
         def call(*args: Any, **options: Any) -> Result:
-            table, written, spelled, key = _known[verb.name], None, None, None
+            spelled = written = lengths = key = None
             if not options and len(args) == count:
                 reader = readers.get(type(args[0]))
                 read = None if reader is None else reader(*args)
@@ -77,29 +79,31 @@ def repeating(
                 read = None
                 if len(args) == count and (found := _spelling(options, out)) is not None:
                     spelled, seqs, written = found
-                    if seqs is not None:
-                        table = seqs._repeats
                     if written is None:
                         reader = readers.get(type(args[0]))
                         read = None if reader is None else reader(*args)
                     else:
                         reader = writers.get(type(args[0]))
                         read = None if reader is None else reader(*args, written)
+                    if seqs is not None and read is not None:
+                        lengths = _bound(verb, seqs, args)
+                        if lengths is None:
+                            read = None
+                        else:
+                            spelled = spelled, token(lengths)
             if read is not None:
                 addresses, form, tracked = read
                 key = form if spelled is None else (form, spelled)
-                repeat = table.get(key)
+                repeat = _known[verb.name].get(key)
                 if repeat is not None and selection() is UNCHANGED:
                     if tracked and verb.refuses_gradients:
                         refuse_gradients(names, args)
-                    result = repeat(addresses, written)
+                    result = repeat(addresses, written, lengths)
                     if result is not None:
                         return result  # type: ignore[no-any-return]
-            return anew(args, options, table, key)
+            return anew(args, options, key)
 
-        def anew(
-            args: tuple[Any, ...], options: dict[str, Any], table: dict[Any, Repeat], key: Any
-        ) -> Result:
+        def anew(args: tuple[Any, ...], options: dict[str, Any], key: Any) -> Result:
             asked = ask(*args, **options)
             inputs, targets, returned = asked.inputs, asked.targets, asked.returned
             call = asked.verb, inputs, targets, asked.options, asked.flag
@@ -112,7 +116,7 @@ def repeating(
                 elif asked.verb is verb and asked.backend != "cpu" and selection() is UNCHANGED:
                     repeat = on_gpu.repeated(own, *call, framework, returned)
                     if repeat is not None:
-                        _remember(table, key, repeat)
+                        _remember(_known[verb.name], key, repeat)
             return returned(results)
 
         _known[verb.name] = {}
@@ -134,16 +138,14 @@ def _by_position(
 def _spelling(options: Mapping[str, Any], out: str) -> tuple[Any, SeqLayout | None, Any] | None:
     """What tells options apart, None where there are none; the layout; the array to write.
 
-    None for options of which that is not enough, and for a layout that has not been in a call: it may never be in another.
-    Types are part of it: True == 1 == 1.0, and not all of them are accepted everywhere.
+    None for options of which that is not enough. Types are part of it: True == 1 == 1.0, and not all of them are accepted
+    everywhere.
     """
     names, values = tuple(options), tuple(options.values())
     types = tuple(map(type, values))
     if _PLAIN.issuperset(types):
         return (names, values, types), None, None
     seqs, written = options.get("seqs"), options.get(out)
-    if seqs is not None and (type(seqs) is not SeqLayout or not seqs._bindings):
-        return None
     names = tuple([name for name in names if name not in ("seqs", out)])
     if not names:
         return None, seqs, written
@@ -153,6 +155,14 @@ def _spelling(options: Mapping[str, Any], out: str) -> tuple[Any, SeqLayout | No
     if not (_PLAIN_OR_TUPLE.issuperset(types) and _PLAIN.issuperset(ends)):
         return None
     return (names, values, types, ends), seqs, written
+
+
+def _bound(verb: Verb, seqs: SeqLayout, args: tuple[Any, ...]) -> Lengths | None:
+    """The sequences of a call; None for what is no layout of it: the way of a first call tells what is wrong."""
+    try:
+        return verb.bind(seqs, args)
+    except (TypeError, ValueError, IndexError, AttributeError):
+        return None
 
 
 def _remember(table: dict[Any, Repeat], key: Any, repeat: Repeat) -> None:
