@@ -23,6 +23,31 @@ NAMES = ("start_q", "length_q", "start_k", "length_k")
 _ALIGNMENT = 8  # bytes
 
 
+class Sender:
+    """Small data of the host to one device, by launches that carry it."""
+
+    __slots__ = ("_free", "_launch", "device")
+
+    def __init__(self, device: int) -> None:
+        self.device = device
+        self._launch = kernel.load(send_words.source(), device).launcher(
+            send_words.THREADS, 0, False
+        )
+        self._free: list[Arguments] = []  # that no launch is using
+
+    def send(self, data: bytes, to: int, stream: int) -> None:
+        """To an address, in the order of a stream."""
+        for first in range(0, len(data), send_words.MOST):
+            try:
+                arguments = self._free.pop()
+            except IndexError:
+                arguments = Arguments([bytes(send_words.BYTES)])
+            part = data[first : first + send_words.MOST]
+            send_words.pack_into(arguments.data, arguments.at[0], part, to + first)
+            self._launch(1, stream, arguments)
+            self._free.append(arguments)
+
+
 class Placed:
     """Lengths on one device, for work on one stream.
 
@@ -36,7 +61,7 @@ class Placed:
         lengths: Lengths,
         structure: Structure,
         memory: Memory,
-        device: int,
+        sender: Sender,
         stream: int,
         more: list[int],
     ) -> None:
@@ -50,16 +75,14 @@ class Placed:
         base = 0
         self._owner: Any = None
         if total:
-            self._owner, base = memory.keep(total, device)
+            self._owner, base = memory.keep(total, sender.device)
         self.addresses = [
             _address(integers) if at is None else base + at
             for at, integers in zip(where, _integers(lengths), strict=True)
         ]
         self.addresses += [base + start for start in starts]
         if data:
-            send = kernel.load(send_words.source(), device)
-            for packed in send_words.launches(data, base):
-                send.launch(1, send_words.THREADS, 0, stream, Arguments([packed]))
+            sender.send(data, base, stream)
 
     @property
     def owner(self) -> Any:

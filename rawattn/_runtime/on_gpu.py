@@ -20,7 +20,8 @@ from rawattn._runtime.verbs import Verb
 Arrays = Sequence[Any]
 
 # A call made again, from the addresses of its arrays, which it uses up, the array that it is to write, the last of those, or
-# None, and the sequences where there is a layout. It gives None back, and has done nothing, where it is no such call after all: the way of a first call tells why.
+# None, and the sequences where there is a layout. It gives None back, and has done nothing, where it is no such call after
+# all: the way of a first call tells why.
 Repeat = Callable[[list[int], Any, "Lengths | None"], Any]
 
 # Calls prepared earlier, by everything that decides them but addresses and host integers.

@@ -20,7 +20,7 @@ from rawattn._kernels.portable import fill_padding
 from rawattn._kernels.steps import Step, Steps, Tiles
 from rawattn._runtime import graphs, kernel
 from rawattn._runtime.kernel import Arguments
-from rawattn._runtime.lengths import NAMES, Placed
+from rawattn._runtime.lengths import NAMES, Placed, Sender
 from rawattn._runtime.tensor_map import MAP_BYTES, TensorMaps
 
 _ALIGNMENT = 256  # bytes, of every piece of scratch
@@ -44,6 +44,7 @@ class Prepared:
         self.device, self.config, self.arrays = device, steps.config, len(names)
         self.ragged = structure.ragged
         self._structure = structure
+        self._sender = Sender(device) if self.ragged else None
         # Orders of lengths on the host belong to the layout, others to the run.
         self._once = structure.on_host
         orders = steps.orders if self.ragged else {}
@@ -154,7 +155,8 @@ class Prepared:
     ) -> tuple[Placed, Sequence[int]]:
         # Counted first: what one launch does not hold is refused before anything is launched.
         blocks = [_count(each.blocks, lengths) for each in self.steps]
-        placed = Placed(lengths, self._structure, memory, self.device, stream, self._orders)
+        assert self._sender is not None
+        placed = Placed(lengths, self._structure, memory, self._sender, stream, self._orders)
         if self._once:
             known = [*addresses, *placed.addresses]
             for launch, count in zip(self._schedules, self._schedule_blocks, strict=True):

@@ -33,8 +33,7 @@ _known: dict[str, dict[Any, Repeat]] = {}
 _MAX_KNOWN = 512
 _lock = threading.Lock()
 
-_PLAIN = {bool, int, float, str, type(None)}
-_PLAIN_OR_TUPLE = _PLAIN | {tuple}
+_PLAIN = {bool, int, float, str, tuple, type(None)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,32 +68,29 @@ def repeating(
 
         @functools.wraps(ask)
         def call(*args: Any, **options: Any) -> Result:
-            spelled = written = lengths = key = None
+            spelled = written = lengths = key = read = None
             if not options and len(args) == count:
                 reader = readers.get(type(args[0]))
                 read = None if reader is None else reader(*args)
             else:
                 if len(args) < count:
                     args = _by_position(names, args, options)
-                read = None
-                if len(args) == count and (found := _spelling(options, out)) is not None:
-                    spelled, seqs, written = found
-                    if written is None:
-                        reader = readers.get(type(args[0]))
-                        read = None if reader is None else reader(*args)
+                if len(args) == count and (reader := readers.get(type(args[0]))) is not None:
+                    types = tuple(map(type, options.values()))
+                    if SeqLayout in types or tuple in types or options.get(out) is not None:
+                        spelled, lengths, written = _spelling(verb, out, args, options)
+                        if written is not None:
+                            reader = writers[type(args[0])]
                     else:
-                        reader = writers.get(type(args[0]))
-                        read = None if reader is None else reader(*args, written)
-                    if seqs is not None and read is not None:
-                        lengths = _bound(verb, seqs, args)
-                        if lengths is None:
-                            read = None
-                        else:
-                            spelled = spelled, token(lengths)
+                        spelled = tuple(options), tuple(options.values()), types
+                    read = reader(*args) if written is None else reader(*args, written)
             if read is not None:
                 addresses, form, tracked = read
                 key = form if spelled is None else (form, spelled)
-                repeat = _known[verb.name].get(key)
+                try:
+                    repeat = _known[verb.name].get(key)
+                except TypeError:  # an option that cannot be hashed
+                    repeat = key = None
                 if repeat is not None and selection() is UNCHANGED:
                     if tracked and verb.refuses_gradients:
                         refuse_gradients(names, args)
@@ -109,14 +105,14 @@ def repeating(
             call = asked.verb, inputs, targets, asked.options, asked.flag
             results = dispatch.run(*call, asked.backend, asked.values)
             own = native(framework := framework_of(inputs[verb.q]))
-            if own is not None and type(args[0]) in own.kinds:
-                if key is None:
-                    readers[type(args[0])] = own.reader(count)
-                    writers[type(args[0])] = own.reader(count + 1)
-                elif asked.verb is verb and asked.backend != "cpu" and selection() is UNCHANGED:
-                    repeat = on_gpu.repeated(own, *call, framework, returned)
-                    if repeat is not None:
-                        _remember(_known[verb.name], key, repeat)
+            if own is None or selection() is not UNCHANGED:
+                return returned(results)
+            if (kind := type(args[0])) not in readers and kind in own.kinds:
+                readers[kind], writers[kind] = own.reader(count), own.reader(count + 1)
+            elif key is not None and asked.verb is verb and _are_plain(options, out):
+                repeat = on_gpu.repeated(own, *call, framework, returned)
+                if repeat is not None:
+                    _remember(_known[verb.name], key, repeat)
             return returned(results)
 
         _known[verb.name] = {}
@@ -135,34 +131,35 @@ def _by_position(
     return (*args, *[options.pop(name) for name in missing])
 
 
-def _spelling(options: Mapping[str, Any], out: str) -> tuple[Any, SeqLayout | None, Any] | None:
-    """What tells options apart, None where there are none; the layout; the array to write.
+def _spelling(
+    verb: Verb, out: str, args: tuple[Any, ...], options: Mapping[str, Any]
+) -> tuple[Any, Lengths | None, Any]:
+    """What tells options apart, None where all have their defaults; the sequences of a layout; the array to write.
 
-    None for options of which that is not enough. Types are part of it: True == 1 == 1.0, and not all of them are accepted
-    everywhere.
+    Types are part of it: True == 1 == 1.0, and not all of them are accepted everywhere. Of a layout its structure is, so a
+    new one finds the call of the last one.
     """
-    names, values = tuple(options), tuple(options.values())
-    types = tuple(map(type, values))
-    if _PLAIN.issuperset(types):
-        return (names, values, types), None, None
-    seqs, written = options.get("seqs"), options.get(out)
-    names = tuple([name for name in names if name not in ("seqs", out)])
-    if not names:
-        return None, seqs, written
+    seqs = options.get("seqs")
+    names = [name for name in options if name not in ("seqs", out)]
     values = tuple([options[name] for name in names])
-    types = tuple(map(type, values))
-    ends = tuple([type(end) for x in values if type(x) is tuple for end in x])  # of a window
-    if not (_PLAIN_OR_TUPLE.issuperset(types) and _PLAIN.issuperset(ends)):
-        return None
-    return (names, values, types, ends), seqs, written
+    types = [type(x) for x in values]
+    types += [type(end) for x in values if type(x) is tuple for end in x]  # of a window
+    spelled: Any = (*names, values, *types) if names else None
+    lengths = None
+    if seqs is not None:
+        try:
+            lengths = verb.bind(seqs, args)
+            spelled = spelled, token(lengths)
+        except (TypeError, ValueError, IndexError, AttributeError):
+            spelled = (object(),)  # no call is like it: the way of a first call tells what is wrong
+    return spelled, lengths, options.get(out)
 
 
-def _bound(verb: Verb, seqs: SeqLayout, args: tuple[Any, ...]) -> Lengths | None:
-    """The sequences of a call; None for what is no layout of it: the way of a first call tells what is wrong."""
-    try:
-        return verb.bind(seqs, args)
-    except (TypeError, ValueError, IndexError, AttributeError):
-        return None
+def _are_plain(options: Mapping[str, Any], out: str) -> bool:
+    """Whether options that are equal and of the same types mean the same: arrays change in place."""
+    found = {type(x) for name, x in options.items() if name != out} - {SeqLayout}
+    found |= {type(end) for x in options.values() if type(x) is tuple for end in x}
+    return found <= _PLAIN
 
 
 def _remember(table: dict[Any, Repeat], key: Any, repeat: Repeat) -> None:
