@@ -131,25 +131,24 @@ def repeated(
     given = [n for n, x in enumerate((*inputs, *targets)) if x is not None]
     if given != list(range(len(given))):
         return None
-    # What comes behind the addresses of what is given: 0, or that of a result that is made.
-    shapes = {len(inputs) + n: (shape, dtype) for n, shape, dtype in call.made}
-    makers = [
-        own.maker(*shapes[n], inputs[verb.q]) if n in shapes else None
-        for n in range(len(given), len(verb.names))
-    ]
-    bounds = _overlaps(call, len(inputs)) if len(given) > len(inputs) else ()
+    # Behind the addresses of what is given come 0s, those of the results that are made, and 0s.
+    made = [len(inputs) + n for n, _, _ in call.made]
+    first, last = (made[0], made[-1] + 1) if made else (len(verb.names), len(verb.names))
+    before, behind = [0] * (first - len(given)), [0] * (len(verb.names) - last)
+    makers = [own.maker(shape, dtype, inputs[verb.q]) for _, shape, dtype in call.made]
+    writes = len(given) > len(inputs)
+    bounds = _overlaps(call, len(inputs)) if writes else ()
     launch, stream_of, current_device = call.prepared.run, own.stream, own.current_device
     dense, address_of = call.lengths, own.address
-    make, *others = makers
-    if make is not None and not any(others):
-        zeros = [0] * len(others)
+    if len(makers) == 1 and not writes and not before:
+        (make_one,) = makers
 
         def repeat_one(addresses: list[int], written: Any, lengths: Lengths | None) -> Any:
             if current_device() != device:
                 return None
-            result = make()
+            result = make_one()
             addresses.append(address_of(result))
-            addresses += zeros
+            addresses += behind
             launch(addresses, stream_of(device), own, lengths or dense)
             return result
 
@@ -165,13 +164,12 @@ def repeated(
                 if low < place - address < high:
                     return None
             results.append(written)
+        addresses += before
         for make in makers:
-            if make is None:
-                addresses.append(0)
-            else:
-                result = make()
-                addresses.append(address_of(result))
-                results.append(result)
+            result = make()
+            results.append(result)
+            addresses.append(address_of(result))
+        addresses += behind
         launch(addresses, stream_of(device), own, lengths or dense)
         return returned(results)
 

@@ -26,11 +26,16 @@ from rawattn._runtime.tensor_map import MAP_BYTES, TensorMaps
 _ALIGNMENT = 256  # bytes, of every piece of scratch
 _MAX_PLACED = 16  # streams and calls that a layout remembers
 
+Run = Callable[[list[int], int, Memory, "Lengths | None"], None]
+
 
 class Prepared:
     """The launches of one call on one device.
 
     names: of the arrays whose addresses a run is given, in that order.
+    run: launches on a stream of the current device, from
+        addresses: of the arrays, 0 for one not given; the list is used up.
+        stream: its handle. memory: of work on that stream. lengths: where the call is ragged.
     """
 
     def __init__(
@@ -82,20 +87,41 @@ class Prepared:
         if not self._launches:
             self._scratch_bytes = self._counter_bytes = 0
             self._scratch_at, self._counter_at = [], []
-        self._stateful = bool(self._scratch_bytes or self._counter_bytes or self.ragged)
-        self._counted = list(zip(self._launches, self._blocks, strict=True))
+        self.run = self._runner()
 
-    def run(
+    def _runner(self) -> Run:
+        """`run`, without what this call does not need."""
+        if self.ragged:
+            return self._run
+        counted = list(zip(self._launches, self._blocks, strict=True))
+        counters, counter_bytes = self._counters, self._counter_bytes
+        scratch_at, scratch_bytes, device = self._scratch_at, self._scratch_bytes, self.device
+        stateful, is_capturing = bool(scratch_bytes or counter_bytes), streams.is_capturing
+
+        def run(addresses: list[int], stream: int, memory: Memory, lengths: Lengths | None) -> None:
+            if stateful and stream > 1 and is_capturing(stream):
+                self._run(addresses, stream, memory, lengths)
+                return
+            if scratch_bytes:
+                # `scratch` may be freed as soon as the launches are in the stream: whoever gets it then comes later there.
+                scratch, base = memory.allocate(scratch_bytes, device)  # noqa: RUF059
+                for (
+                    at
+                ) in scratch_at:  # not a comprehension, which before Python 3.12 is another call
+                    addresses.append(base + at)
+            if counter_bytes:
+                found = counters.get(stream)
+                if found is None:
+                    found = counters[stream] = self._zeros(stream, memory)
+                addresses += found[1]
+            for launch, blocks in counted:
+                launch(addresses, blocks, stream)
+
+        return run
+
+    def _run(
         self, addresses: list[int], stream: int, memory: Memory, lengths: Lengths | None
     ) -> None:
-        """Launches on a stream of the current device.
-
-        addresses: of the arrays, 0 for one not given; the list is used up. memory: of work on that stream.
-        """
-        if not self._stateful:
-            for launch, count in self._counted:
-                launch(addresses, count, stream)
-            return
         # The legacy stream, 0 or 1, cannot be captured.
         capturing = stream > 1 and streams.is_capturing(stream)
         blocks: Sequence[int] = self._blocks
