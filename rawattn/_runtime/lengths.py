@@ -67,20 +67,18 @@ class Placed:
     ) -> None:
         """more: sizes in bytes of what else belongs to the layout."""
         data, where = _sent(lengths, structure)
-        starts = []
         total = len(data)
         for size in more:
-            starts.append(total)
+            where.append(total)
             total += -(-size // _ALIGNMENT) * _ALIGNMENT
         base = 0
         self._owner: Any = None
         if total:
             self._owner, base = memory.keep(total, sender.device)
-        self.addresses = [
-            _address(integers) if at is None else base + at
-            for at, integers in zip(where, _integers(lengths), strict=True)
-        ]
-        self.addresses += [base + start for start in starts]
+        self.addresses = [base + at for at in where]
+        for n, integers in enumerate(_integers(lengths)):
+            if where[n] < 0:
+                self.addresses[n] = 0 if integers is None else int(integers.data.ptr)
         if data:
             sender.send(data, base, stream)
 
@@ -94,19 +92,15 @@ def _integers(lengths: Lengths) -> tuple[Any, ...]:
     return (lengths.q.start, lengths.q.length, lengths.k.start, lengths.k.length)
 
 
-def _address(integers: Any) -> int:
-    return 0 if integers is None else int(integers.data.ptr)
-
-
-def _sent(lengths: Lengths, structure: Structure) -> tuple[bytes, list[int | None]]:
-    """All host integers as kernels read them, and the byte at which each of `NAMES` begins; None where it is elsewhere."""
+def _sent(lengths: Lengths, structure: Structure) -> tuple[bytes, list[int]]:
+    """All host integers as kernels read them, and the byte at which each of `NAMES` begins; -1 where it is elsewhere."""
     data = b""
-    where: list[int | None] = []
+    where: list[int] = []
     known: dict[int, int] = {}
     for side, form in ((lengths.q, structure.q), (lengths.k, structure.k)):
         for integers in (side.start, side.length):
             if not isinstance(integers, np.ndarray):
-                where.append(None)
+                where.append(-1)
                 continue
             at = known.get(id(integers))
             if at is None:
