@@ -16,7 +16,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 from rawattn._call.layout import Lengths
 from rawattn._call.options import Options
-from rawattn._call.seq_layout import SeqLayout
+from rawattn._call.seq_layout import SeqLayout, bind
 from rawattn._call.structure import token
 from rawattn._interop.arrays import framework_of, refuse_gradients
 from rawattn._interop.native import Read, native
@@ -68,7 +68,7 @@ def repeating(
 
         @functools.wraps(ask)
         def call(*args: Any, **options: Any) -> Result:
-            spelled = written = lengths = key = read = None
+            spelled = seqs = written = lengths = key = read = None
             if not options and len(args) == count:
                 reader = readers.get(type(args[0]))
                 read = None if reader is None else reader(*args)
@@ -78,7 +78,7 @@ def repeating(
                 if len(args) == count and (reader := readers.get(type(args[0]))) is not None:
                     types = tuple(map(type, options.values()))
                     if SeqLayout in types or tuple in types or options.get(out) is not None:
-                        spelled, lengths, written = _spelling(verb, out, args, options)
+                        spelled, seqs, written = _spelling(options, out)
                         if written is not None:
                             reader = writers[type(args[0])]
                     else:
@@ -86,10 +86,14 @@ def repeating(
                     read = reader(*args) if written is None else reader(*args, written)
             if read is not None:
                 addresses, form, tracked = read
-                key = form if spelled is None else (form, spelled)
                 try:
+                    if seqs is not None:
+                        lengths = _bound(verb, seqs, form)
+                        spelled = spelled, token(lengths)
+                    key = form if spelled is None else (form, spelled)
                     repeat = _known[verb.name].get(key)
-                except TypeError:  # an option that cannot be hashed
+                except (TypeError, ValueError, IndexError):
+                    # A layout that does not fit, or what cannot be hashed: the way of a first call tells what is wrong.
                     repeat = key = None
                 if repeat is not None and selection() is UNCHANGED:
                     if tracked and verb.refuses_gradients:
@@ -131,28 +135,26 @@ def _by_position(
     return (*args, *[options.pop(name) for name in missing])
 
 
-def _spelling(
-    verb: Verb, out: str, args: tuple[Any, ...], options: Mapping[str, Any]
-) -> tuple[Any, Lengths | None, Any]:
-    """What tells options apart, None where all have their defaults; the sequences of a layout; the array to write.
+def _spelling(options: Mapping[str, Any], out: str) -> tuple[Any, Any, Any]:
+    """What tells options apart, None where all have their defaults; the layout; the array to write.
 
-    Types are part of it: True == 1 == 1.0, and not all of them are accepted everywhere. Of a layout its structure is, so a
-    new one finds the call of the last one.
+    Types are part of it: True == 1 == 1.0, and not all of them are accepted everywhere.
     """
-    seqs = options.get("seqs")
     names = [name for name in options if name not in ("seqs", out)]
-    values = tuple([options[name] for name in names])
-    types = [type(x) for x in values]
-    types += [type(end) for x in values if type(x) is tuple for end in x]  # of a window
-    spelled: Any = (*names, values, *types) if names else None
-    lengths = None
-    if seqs is not None:
-        try:
-            lengths = verb.bind(seqs, args)
-            spelled = spelled, token(lengths)
-        except (TypeError, ValueError, IndexError, AttributeError):
-            spelled = (object(),)  # no call is like it: the way of a first call tells what is wrong
-    return spelled, lengths, options.get(out)
+    spelled = None
+    if names:
+        values = tuple([options[name] for name in names])
+        types = [type(x) for x in values]
+        types += [type(end) for x in values if type(x) is tuple for end in x]  # of a window
+        spelled = (*names, values, *types)
+    return spelled, options.get("seqs"), options.get(out)
+
+
+def _bound(verb: Verb, seqs: Any, form: tuple[Any, ...]) -> Lengths:
+    """The sequences of a call, whose arrays have this form."""
+    q, k = form[4 * verb.q], form[4 * verb.q + 4]
+    batch = q[0] if len(q) == 4 else None
+    return bind(seqs, batch=batch, rows_q=q[-3], rows_k=k[-3])
 
 
 def _are_plain(options: Mapping[str, Any], out: str) -> bool:
