@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -272,6 +273,15 @@ def test_calls_are_forgotten_when_there_are_too_many(
         for _ in range(3):
             rawattn.attention(*arrays(), scale=1.0 + n)
     assert 1 <= len(repeats._known["attention"]) <= 4
+
+
+def test_what_people_are_shown() -> None:
+    for function, result in ((rawattn.attention, "Any"), (rawattn.attention_backward, "Gradients")):
+        shown = inspect.signature(function)
+        assert shown.return_annotation == function.__annotations__["return"] == result
+        assert "unknown" not in shown.parameters
+        assert shown.parameters["causal"].default is False
+        assert function.__doc__
 
 
 # What is read

@@ -59,7 +59,8 @@ def repeating(
     """
 
     def decorate(ask: Callable[..., Asked[Result]]) -> Callable[..., Result]:
-        parameters = inspect.signature(ask).parameters.values()
+        signature = inspect.signature(ask)
+        parameters = signature.parameters.values()
         names = [x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD]
         count = len(names)
         # By the type of the first array: what reads all of a call, without and with one to write.
@@ -120,6 +121,10 @@ def repeating(
             return returned(results)
 
         _known[verb.name] = {}
+        # What people are shown is what a call gives back.
+        result = signature.return_annotation.removeprefix("Asked[").removesuffix("]")
+        vars(call)["__signature__"] = signature.replace(return_annotation=result)
+        call.__annotations__ = {**ask.__annotations__, "return": result}
         return call
 
     return decorate
