@@ -113,7 +113,9 @@ def repeating(
             if own is None or selection() is not UNCHANGED:
                 return returned(results)
             if (kind := type(args[0])) not in readers and kind in own.kinds:
-                readers[kind], writers[kind] = own.reader(count), own.reader(count + 1)
+                # In this order: another thread that finds the one looks for the other.
+                writers[kind] = own.reader(count + 1)
+                readers[kind] = own.reader(count)
             elif key is not None and asked.verb is verb and _are_plain(options, out):
                 repeat = on_gpu.repeated(own, *call, framework, returned)
                 if repeat is not None:
