@@ -115,10 +115,14 @@ class Machine:
     def _find(self, verb: Any, own: Any, read: Any, inputs: Any, *_: Any) -> Any:
         self.planned_on.append(self.current[-1])
         results = tuple((inputs[verb.q].shape, inputs[verb.q].dtype) for _ in verb.outputs)
-        prepared = SimpleNamespace(steps=(), own=lambda *_: SimpleNamespace(run=self._run))
+        memory = SimpleNamespace(run=self._run, tail=[], launches=[(self._launch, 1)])
+        prepared = SimpleNamespace(steps=(), own=lambda *_: memory)
         return SimpleNamespace(copies=None, results=results, prepared=prepared), None
 
     def _run(self, addresses: list[int], stream: int, integers: Any, theirs: Any) -> None:
+        self.launched.append(addresses)
+
+    def _launch(self, addresses: list[int], blocks: int, stream: int) -> None:
         self.launched.append(addresses)
 
     def current_device(self) -> int:
@@ -128,7 +132,10 @@ class Machine:
         form = [None if x is None else (x.shape, x.strides, x.dtype, self.device) for x in arrays]
         addresses = [self.address(x) for x in arrays]
         flat = tuple(y for x in form for y in ((None,) if x is None else x))
-        return addresses, flat, int(np.bitwise_or.reduce(addresses)), False
+        return addresses, (*flat, int(np.bitwise_or.reduce(addresses)) % 16), False
+
+    def reader(self, count: int) -> Any:
+        return lambda *arrays: self.read(arrays, count)
 
     def address(self, x: Any) -> int:
         return 0 if x is None else int(x.ctypes.data)

@@ -112,7 +112,7 @@ class FakeArrays:
 
     def read(self, arrays: Sequence[Any], required: int) -> Read:
         form = ((1, 4, 1, 8), (64, 16, 16, 2), np.dtype(np.float16), 0)
-        return [0] * len(arrays), form * len(arrays), 0, False
+        return [0] * len(arrays), (*form * len(arrays), 0), False
 
     def view(self, array: Any) -> View:
         return View(0, (1, 4, 1, 8), (64, 16, 16, 2), np.dtype(np.float16), 0)

@@ -19,6 +19,7 @@ from rawattn._kernels.selection import only, using_tiles
 from rawattn._kernels.sm90 import forward as sm90_forward
 from rawattn._kernels.target import SHARED_LIMIT, Target
 from rawattn._runtime import kernel, on_gpu
+from rawattn._verbs import repeats
 from tests.memory import DTYPES
 
 
@@ -72,11 +73,19 @@ def _shapes(tile: Callable[[Problem, int], str]) -> list[TileShape]:
 
 
 @contextmanager
+def nothing_prepared() -> Iterator[None]:
+    """Calls are prepared anew, and forgotten afterwards."""
+    known: dict[str, dict[Any, Any]] = {name: {} for name in repeats._known}
+    with mock.patch.object(on_gpu, "_prepared", {}), mock.patch.object(repeats, "_known", known):
+        yield
+
+
+@contextmanager
 def repacking() -> Iterator[None]:
     """Makes Hopper's forward copy operands that it cannot read where they lie, however short sequences are."""
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(sm90_forward, "REPACK_SEQLEN", 1))
-        stack.enter_context(mock.patch.object(on_gpu, "_prepared", {}))
+        stack.enter_context(nothing_prepared())
         yield
 
 
@@ -88,7 +97,7 @@ def sharing() -> Iterator[None]:
         least = {"STREAM_K_SEQLEN": 1, "WORTH_SHARING": 0, "LEAST_PIECE": 1, "ALIKE": 0}
         for name, value in least.items():
             stack.enter_context(mock.patch.object(sm90_forward, name, value))
-        stack.enter_context(mock.patch.object(on_gpu, "_prepared", {}))
+        stack.enter_context(nothing_prepared())
         yield
 
 
@@ -146,5 +155,5 @@ def shared_limit(limit: int | None) -> Iterator[None]:
         stack.enter_context(only("portable"))
         stack.enter_context(mock.patch.object(kernel, "target", smaller))
         # Launches that were prepared for the GPU as it is are for later calls.
-        stack.enter_context(mock.patch.object(on_gpu, "_prepared", {}))
+        stack.enter_context(nothing_prepared())
         yield

@@ -34,9 +34,16 @@ class Given:
     total: int | None
 
 
+# Of a side: starts, cumulative lengths, lengths and the bound on them.
+_NAMES = {
+    side: (f"seqstart_{side}", f"cu_seqlen_{side}", f"seqlen_{side}", f"max_seqlen_{side}")
+    for side in ("q", "k")
+}
+
+
 def read_side(side: Literal["q", "k"], fields: Mapping[str, Any], of_q: Given | None) -> Given:
     """What the arguments in `fields` say of a side; `of_q`: what they say of the other, when this is k."""
-    start_name = f"seqstart_{side}"
+    start_name, cumulative_name, length_name, max_name = _NAMES[side]
     start = fields[start_name]
     inherited = start is None and of_q is not None and of_q.start is not None
     slots = longest_slot = None
@@ -45,12 +52,11 @@ def read_side(side: Literal["q", "k"], fields: Mapping[str, Any], of_q: Given | 
         slots, longest_slot = of_q.slots, of_q.longest_slot
     elif isinstance(start, np.ndarray):
         slots = integers.differences(start_name, start)
-        longest_slot = _longest(slots)
+        longest_slot = integers.longest(slots)
 
-    length_name = f"cu_seqlen_{side}"
-    cumulative = fields[length_name] is not None
-    if not cumulative:
-        length_name = f"seqlen_{side}"
+    cumulative = fields[cumulative_name] is not None
+    if cumulative:
+        length_name = cumulative_name
     length = fields[length_name]
     logical = longest = total = None
     if length is None:
@@ -61,31 +67,21 @@ def read_side(side: Literal["q", "k"], fields: Mapping[str, Any], of_q: Given | 
     elif isinstance(length, np.ndarray):
         read = integers.differences if cumulative else integers.counts
         logical = read(length_name, length)
-        longest = _longest(logical)
+        longest = integers.longest(logical)
         total = int(length[-1]) - int(length[0]) if cumulative else int(np.add.reduce(length))
         if slots is not None:
             integers.check_at_most(
                 length_name, logical, slots, f"the physical length that {start_name} gives it"
             )
 
-    max_seqlen = fields[f"max_seqlen_{side}"]
+    max_seqlen = fields[max_name]
     if max_seqlen is not None and longest is not None:
         check_maximum(side, max_seqlen, longest, length_name)
+    on_host = _on_host(start) and _on_host(length)
+    # By position: one is made for each side of each new layout.
     return Given(
-        side=side,
-        start=start,
-        start_name=start_name,
-        inherited=inherited,
-        length=length,
-        length_name=length_name,
-        cumulative=cumulative,
-        max_seqlen=max_seqlen,
-        on_host=_on_host(start) and _on_host(length),
-        slots=slots,
-        longest_slot=longest_slot,
-        logical=logical,
-        longest=longest,
-        total=total,
+        *(side, start, start_name, inherited, length, length_name, cumulative, max_seqlen, on_host),
+        *(slots, longest_slot, logical, longest, total),
     )
 
 
@@ -105,10 +101,6 @@ def common_batch(arrays: Mapping[str, Any]) -> int | None:
 
 def _on_host(array: Any) -> bool:
     return array is None or isinstance(array, np.ndarray)
-
-
-def _longest(lengths: Integers) -> int:
-    return int(lengths.max()) if lengths.size else 0
 
 
 def check_maximum(side: str, max_seqlen: int, longest: int, source: str) -> None:

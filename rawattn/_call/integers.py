@@ -20,6 +20,16 @@ Integers = NDArray[np.integer[Any]]
 
 _DTYPES = frozenset({np.dtype(np.int32), np.dtype(np.int64)})
 _INT = {int}
+FEW = (
+    64  # of so many integers Python's own lists tell the most and the order sooner than NumPy does
+)
+
+
+def longest(lengths: Integers) -> int:
+    """The most of lengths, 0 where there are none."""
+    if lengths.size <= FEW:
+        return max(lengths.tolist(), default=0)
+    return int(lengths.max())
 
 
 def read(name: str, value: Any) -> Any:
@@ -91,9 +101,11 @@ def maximum(name: str, value: Any) -> int | None:
 
 def differences(name: str, offsets: Integers) -> Integers:
     """From each offset to the next; offsets that are negative or decrease are refused."""
+    before, after = offsets[:-1], offsets[1:]
+    if offsets.size <= FEW and (few := offsets.tolist())[0] >= 0 and few == sorted(few):
+        return after - before
     if offsets[0] < 0:
         raise ValueError(f"{name}: got {offsets[0]} first, expected offsets >= 0")
-    before, after = offsets[:-1], offsets[1:]
     falls = after < before  # not their difference: that may wrap around
     if np.count_nonzero(falls):
         i = int(falls.argmax())

@@ -12,6 +12,7 @@ import numpy as np
 from rawattn._call.layout import Lengths, Side
 
 _INT32_MAX = 2**31 - 1
+_MAX_TOKENS = 4096
 
 
 class SideStructure(NamedTuple):
@@ -51,6 +52,20 @@ class Structure(NamedTuple):
     def side(self, name: str) -> SideStructure:
         """That of "q" or "k"."""
         return self.q if name == "q" else self.k
+
+
+_tokens: dict[Structure, object] = {}
+
+
+def token(lengths: Lengths) -> object:
+    """The same object for lengths of the same structure, quicker to find things by. Found once for each `lengths`."""
+    found: object | None = lengths.memo.get("token")
+    if found is None:
+        form = structure(lengths)
+        if len(_tokens) >= _MAX_TOKENS and form not in _tokens:
+            _tokens.clear()  # those that are known stay what they are, and are found no more
+        found = lengths.memo["token"] = _tokens.setdefault(form, object())
+    return found
 
 
 def structure(lengths: Lengths) -> Structure:

@@ -39,6 +39,9 @@ __all__ = [
 
 HOST = -1
 
+# Dtypes in a set, since comparing one with a type makes a dtype of that.
+_INTEGERS = frozenset({np.dtype(np.int32), np.dtype(np.int64)})
+
 # Packages whose types are known to users under another name.
 _ALIASES = {"jaxlib": "jax"}
 _IMPORTER_PATHS = (
@@ -318,7 +321,7 @@ def import_integers(
         array = _array_of_lists(name, obj)
     else:
         array = import_array(name, obj, stream=stream).array
-    if array.dtype not in (np.int32, np.int64):
+    if array.dtype not in _INTEGERS:
         raise TypeError(
             f"{name}: got {array.dtype}; accepted are int32 and int64 arrays and lists of int"
         )

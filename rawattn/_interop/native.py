@@ -7,14 +7,18 @@ Whatever is not plainly one of these goes through `arrays.import_array`.
 
 from __future__ import annotations
 
+import functools
+import operator
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import ml_dtypes
 import numpy as np
 
 from rawattn._interop import streams
+from rawattn._interop.readers import Attributes
+from rawattn._kernels.operands import contiguous
 
 
 class View(NamedTuple):
@@ -27,10 +31,11 @@ class View(NamedTuple):
     device: int
 
 
-# Arrays of one framework as they were read: their addresses; their form (shapes, strides, dtypes and devices, None for an
-# array not given), which is hashable; all addresses OR-ed together; whether one of them requires a gradient. A plain tuple,
-# since one is made at every call.
-Read = tuple[list[int], tuple[Any, ...], int, bool]
+# Arrays of one framework as they were read: their addresses, 0 for an array not given; their form, which is hashable (four
+# entries for each, shape, strides or True for those of C order, dtype and device, or None for an array not given; then all
+# addresses OR-ed together, within 16 bytes); whether one of them requires a gradient. A plain tuple, since one is made at
+# every call.
+Read = tuple[list[int], tuple[Any, ...], bool]
 
 
 class Memory(Protocol):
@@ -49,8 +54,16 @@ class Memory(Protocol):
 class Native(Memory, Protocol):
     """How to deal with the arrays of one framework on a GPU. Its memory is for work on its current stream."""
 
+    kinds: tuple[type, ...]  # of its arrays
+
     def read(self, arrays: Sequence[Any], required: int) -> Read | None:
         """None unless all of them are plain arrays of the framework on a GPU. The first `required` may not be None."""
+
+    def reader(self, count: int) -> Callable[..., Read | None]:
+        """`read` of so many arrays, none of them None, which are its arguments."""
+
+    def maker(self, shape: tuple[int, ...], dtype: np.dtype[Any], beside: Any) -> Callable[[], Any]:
+        """Makes arrays as `empty` does, for as long as it is kept."""
 
     def view(self, array: Any) -> View:
         """Of an array that `read` takes."""
@@ -71,50 +84,63 @@ class Native(Memory, Protocol):
         """Handle of the current stream."""
 
 
-class CuPy:
+class _Reading:
+    """`Native.read`, by readers made for which arrays are given."""
+
+    def __init__(self, attributes: Attributes) -> None:
+        self._attributes = attributes
+        self._readers: dict[tuple[bool, ...], Callable[..., Read | None]] = {}
+
+    def read(self, arrays: Sequence[Any], required: int) -> Read | None:
+        given = tuple([x is not None for x in arrays])
+        return self._reader(given)(*arrays) if all(given[:required]) else None
+
+    def reader(self, count: int) -> Callable[..., Read | None]:
+        return self._reader((True,) * count)
+
+    def _reader(self, given: tuple[bool, ...]) -> Callable[..., Read | None]:
+        found = self._readers.get(given)
+        if found is None:
+            found = self._readers[given] = self._attributes.reader(given)
+        return found
+
+
+class CuPy(_Reading):
     """CuPy's arrays, on CuPy's current stream and in its memory."""
 
     def __init__(self) -> None:
         import cupy
 
+        super().__init__(
+            Attributes(
+                plain="type({x}) is kind",
+                address="({x}_ := {x}.data).ptr",
+                form="{x}.shape, {x}._c_contiguous or {x}.strides, {x}.dtype, {x}_.device_id",
+                tracked="False",
+                names={"kind": cupy.ndarray},
+            )
+        )
+        self.kinds = (cupy.ndarray,)
+        self.address = operator.attrgetter("data.ptr")
         self._type = cupy.ndarray
         self.current_device = cupy.cuda.runtime.getDevice
         self._allocate = cupy.cuda.alloc
         self._current_stream = cupy.cuda.get_current_stream
         self._ascontiguousarray = cupy.ascontiguousarray
 
-    def read(self, arrays: Sequence[Any], required: int) -> Read | None:
-        kind = self._type
-        addresses: list[int] = []
-        form: list[Any] = []
-        together = 0
-        for x in arrays:
-            if type(x) is kind:
-                data = x.data
-                address = data.ptr
-                together |= address
-                addresses.append(address)
-                form += (x.shape, x.strides, x.dtype, data.device_id)
-            elif x is None and len(addresses) >= required:
-                addresses.append(0)
-                form.append(None)
-            else:
-                return None
-        return addresses, tuple(form), together, False
-
     def view(self, array: Any) -> View:
-        data = array.data
-        return View(data.ptr, array.shape, array.strides, array.dtype, data.device_id)
-
-    def address(self, array: Any) -> int:
-        address: int = array.data.ptr
-        return address
+        data, shape, dtype = array.data, array.shape, array.dtype
+        strides = contiguous(shape, dtype.itemsize) if array._c_contiguous else array.strides
+        return View(data.ptr, shape, strides, dtype, data.device_id)
 
     def contiguous(self, array: Any) -> Any:
         return self._ascontiguousarray(array)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], beside: Any) -> Any:
         return self._type(shape, dtype)
+
+    def maker(self, shape: tuple[int, ...], dtype: np.dtype[Any], beside: Any) -> Callable[[], Any]:
+        return functools.partial(self._type, shape, dtype)
 
     def allocate(self, nbytes: int, device: int) -> tuple[Any, int]:
         memory = self._allocate(nbytes)
@@ -123,23 +149,40 @@ class CuPy:
     keep = allocate
 
     def stream(self, device: int) -> int:
-        handle: int = self._current_stream(device).ptr
-        return handle
+        return self._current_stream(device).ptr  # type: ignore[no-any-return]
 
     def keeps_captured(self) -> bool:
         return False
 
 
-class Torch:
+class Torch(_Reading):
     """CUDA tensors of torch, on torch's current stream and in its memory, but for what later calls find again."""
 
     def __init__(self) -> None:
         import cupy
 
         torch = sys.modules["torch"]
+        super().__init__(
+            Attributes(
+                # What a negated view's memory holds is not its values.
+                plain="(type({x}) is tensor or type({x}) is parameter) and not {x}.is_neg() "
+                "and ({x}_ := {x}.get_device()) >= 0",
+                address="{x}.data_ptr()",
+                form="{x}.shape, {x}.is_contiguous() or {x}.stride(), {x}.dtype, {x}_",
+                tracked="{x}.requires_grad",
+                names={"tensor": torch.Tensor, "parameter": torch.nn.Parameter},
+            )
+        )
+        self.kinds = (torch.Tensor, torch.nn.Parameter)
+        self.address = torch.Tensor.data_ptr
         self.current_device = cupy.cuda.runtime.getDevice
-        self._tensor, self._parameter = torch.Tensor, torch.nn.Parameter
-        self._empty = torch.empty
+        self._empty, self._empty_like, self._as_tensor = (
+            torch.empty,
+            torch.empty_like,
+            torch.as_tensor,
+        )
+        self._contiguous = torch.contiguous_format
+        self._ones: dict[int, Any] = {}
         self._bytes = torch.uint8
         self._of_torch = {
             torch.float16: np.dtype(np.float16),
@@ -154,53 +197,21 @@ class Torch:
         self._devices: dict[int, Any] = {}
         self._make_device = torch.device
         self._keep = cupy.cuda.alloc
-        self._stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-        self._current_stream = torch.cuda.current_stream
-
-    def read(self, arrays: Sequence[Any], required: int) -> Read | None:
-        try:
-            return self._read(arrays, required)
-        except RuntimeError:  # sparse and functional tensors have no strides or no memory
-            return None
-
-    def _read(self, arrays: Sequence[Any], required: int) -> Read | None:
-        tensor, parameter = self._tensor, self._parameter
-        addresses: list[int] = []
-        form: list[Any] = []
-        together = 0
-        tracked = False
-        for x in arrays:
-            if x is None:
-                if len(addresses) < required:
-                    return None
-                addresses.append(0)
-                form.append(None)
-                continue
-            kind = type(x)
-            # What a negated view's memory holds is not its values.
-            if (kind is not tensor and kind is not parameter) or x.is_neg():
-                return None
-            device = x.get_device()
-            if device < 0:
-                return None
-            address = x.data_ptr()
-            together |= address
-            addresses.append(address)
-            form += (x.shape, x.stride(), x.dtype, device)
-            if x.requires_grad:
-                tracked = True
-        return addresses, tuple(form), together, tracked
+        current_stream = torch.cuda.current_stream
+        self.stream = getattr(
+            torch._C,
+            "_cuda_getCurrentRawStream",
+            lambda device: int(current_stream(device).cuda_stream),
+        )
 
     def view(self, array: Any) -> View:
         dtype = self._of_torch.get(array.dtype)
         if dtype is None:
             raise TypeError(f"got dtype {array.dtype}")
-        strides = tuple(stride * dtype.itemsize for stride in array.stride())
-        return View(array.data_ptr(), tuple(array.shape), strides, dtype, array.get_device())
-
-    def address(self, array: Any) -> int:
-        address: int = array.data_ptr()
-        return address
+        shape, size = tuple(array.shape), dtype.itemsize
+        dense = array.is_contiguous()
+        strides = contiguous(shape, size) if dense else tuple(size * x for x in array.stride())
+        return View(array.data_ptr(), shape, strides, dtype, array.get_device())
 
     def contiguous(self, array: Any) -> Any:
         return array.detach().contiguous()
@@ -214,6 +225,22 @@ class Torch:
             else beside.new_empty(shape, dtype=wanted)
         )
 
+    def maker(self, shape: tuple[int, ...], dtype: np.dtype[Any], beside: Any) -> Callable[[], Any]:
+        """Like one element that is repeated over the shape: torch would read a shape anew at each call."""
+        one = self._one(beside.get_device()).view(self._to_torch[dtype])[:1].expand(shape)
+        return functools.partial(self._empty_like, one, memory_format=self._contiguous)
+
+    def _one(self, device: int) -> Any:
+        """Four bytes for good, so not of torch's memory."""
+        one = self._ones.get(device)
+        if one is None:
+            import cupy
+
+            with cupy.cuda.Device(device):
+                one = self._as_tensor(cupy.ndarray(1, np.float32), device=self._device(device))
+            self._ones[device] = one
+        return one
+
     def allocate(self, nbytes: int, device: int) -> tuple[Any, int]:
         block = self._empty(nbytes, dtype=self._bytes, device=self._device(device))
         return block, block.data_ptr()
@@ -226,12 +253,6 @@ class Torch:
         with streams.external(stream):  # CuPy hands it out again in the order of that stream
             memory = self._keep(nbytes)
         return memory, memory.ptr
-
-    def stream(self, device: int) -> int:
-        if self._stream is not None:
-            handle: int = self._stream(device)
-            return handle
-        return int(self._current_stream(device).cuda_stream)
 
     def keeps_captured(self) -> bool:
         return True

@@ -6,8 +6,10 @@ import functools
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from rawattn._call.problem import Problem
+if TYPE_CHECKING:
+    from rawattn._call.problem import Problem
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
 WIDEST = 16  # bytes of the widest access there is

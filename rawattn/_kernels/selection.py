@@ -21,8 +21,8 @@ class Selection(NamedTuple):
     tables: tuple[tuple[str, str, tuple[Row, ...]], ...] = ()
 
 
-_UNCHANGED = Selection()
-_selection: ContextVar[Selection] = ContextVar("rawattn_selection", default=_UNCHANGED)
+UNCHANGED = Selection()
+_selection: ContextVar[Selection] = ContextVar("rawattn_selection", default=UNCHANGED)
 selection = _selection.get
 
 

@@ -41,7 +41,7 @@ def run(
     if own is not None and (backend is None or backend == "cuda"):
         read = own.read((*inputs, *targets), verb.required)
         if read is not None:
-            if read[3] and verb.refuses_gradients:
+            if read[2] and verb.refuses_gradients:
                 arrays.refuse_gradients(verb.inputs, inputs)
             return on_gpu.run(verb, own, read, inputs, targets, options, flag, framework, values)
     elif (

@@ -61,26 +61,26 @@ def encode_tensor_map(
 class EarlyLaunch:
     """A launch that may begin before those before it in the stream are done, as `early_launcher` is given it.
 
-    address: of it, which does not move.
+    address: of it, which does not move. blocks, stream: those that are packed.
     """
 
-    __slots__ = ("_memory", "_packed", "_room", "address")
+    __slots__ = ("_form", "_memory", "_room", "address", "blocks", "stream")
 
-    def __init__(self) -> None:
+    def __init__(self, threads: int, shared_bytes: int) -> None:
+        self._form = threads, shared_bytes
         self._room = bytearray(_LAUNCH.size + _LAUNCH_ATTRIBUTE.size)
         self._memory = ctypes.c_char.from_buffer(self._room)
         self.address = ctypes.addressof(self._memory)
-        self._packed: tuple[int, ...] | None = None
+        self.blocks = self.stream = -1
         _LAUNCH_ATTRIBUTE.pack_into(self._room, _LAUNCH.size, _PROGRAMMATIC_STREAM_SERIALIZATION, 1)
 
-    def pack(self, blocks: int, threads: int, shared_bytes: int, stream: int) -> None:
-        packed = blocks, threads, shared_bytes, stream
-        if packed != self._packed:
-            attribute = self.address + _LAUNCH.size
-            _LAUNCH.pack_into(
-                self._room, 0, blocks, 1, 1, threads, 1, 1, shared_bytes, stream, attribute, 1
-            )
-            self._packed = packed
+    def pack(self, blocks: int, stream: int) -> None:
+        threads, shared_bytes = self._form
+        attribute = self.address + _LAUNCH.size
+        _LAUNCH.pack_into(
+            self._room, 0, blocks, 1, 1, threads, 1, 1, shared_bytes, stream, attribute, 1
+        )
+        self.blocks, self.stream = blocks, stream
 
 
 @functools.cache

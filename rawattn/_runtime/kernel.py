@@ -12,7 +12,7 @@ import functools
 import struct
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,34 +80,52 @@ class Kernel:
 
         early: it waits itself for the kernels before it (`Step.early`).
         """
-        enqueue = self._launch_early if early else self._launch
-        try:
-            enqueue(blocks, threads, shared_bytes, stream, arguments)
-        except self._error as error:
-            if error.status != _NO_CONTEXT:
-                raise
-            # The runtime makes a thread's context when it needs it, the driver does not.
-            self._runtime.memGetInfo()
-            enqueue(blocks, threads, shared_bytes, stream, arguments)
+        self.launcher(threads, shared_bytes, early)(blocks, stream, arguments)
 
-    def _launch(
-        self, blocks: int, threads: int, shared_bytes: int, stream: int, arguments: Arguments
-    ) -> None:
-        grid = (blocks, 1, 1)
-        self._enqueue(
-            self._handle, *grid, threads, 1, 1, shared_bytes, stream, arguments.address, 0
-        )
+    def launcher(
+        self, threads: int, shared_bytes: int, early: bool
+    ) -> Callable[[int, int, Arguments], None]:
+        """`launch` of blocks of one form, from their number, the stream and the arguments."""
+        return (self._launcher_early if early else self._launcher)(threads, shared_bytes)
 
-    def _launch_early(
-        self, blocks: int, threads: int, shared_bytes: int, stream: int, arguments: Arguments
-    ) -> None:
-        launch = arguments.early
-        if launch is None:
-            launch = arguments.early = driver.EarlyLaunch()
-        launch.pack(blocks, threads, shared_bytes, stream)
-        status = self._enqueue_early(launch.address, self._handle, arguments.address, None)
-        if status:
-            raise self._error(status)
+    def _launcher(self, threads: int, shared_bytes: int) -> Callable[[int, int, Arguments], None]:
+        handle, enqueue, failure = self._handle, self._enqueue, self._error
+
+        def launch(blocks: int, stream: int, arguments: Arguments) -> None:
+            packed = arguments.address
+            try:
+                enqueue(handle, blocks, 1, 1, threads, 1, 1, shared_bytes, stream, packed, 0)
+            except failure as error:
+                if error.status != _NO_CONTEXT:
+                    raise
+                self._make_context()
+                enqueue(handle, blocks, 1, 1, threads, 1, 1, shared_bytes, stream, packed, 0)
+
+        return launch
+
+    def _launcher_early(
+        self, threads: int, shared_bytes: int
+    ) -> Callable[[int, int, Arguments], None]:
+        handle, enqueue = self._handle, self._enqueue_early
+
+        def launch(blocks: int, stream: int, arguments: Arguments) -> None:
+            early = arguments.early
+            if early is None:
+                early = arguments.early = driver.EarlyLaunch(threads, shared_bytes)
+            if blocks != early.blocks or stream != early.stream:
+                early.pack(blocks, stream)
+            status = enqueue(early.address, handle, arguments.address, None)
+            if status == _NO_CONTEXT:
+                self._make_context()
+                status = enqueue(early.address, handle, arguments.address, None)
+            if status:
+                raise self._error(status)
+
+        return launch
+
+    def _make_context(self) -> None:
+        """The runtime makes a thread's context when it needs it, the driver does not."""
+        self._runtime.memGetInfo()
 
 
 _functions: dict[tuple[Source, int], Any] = {}

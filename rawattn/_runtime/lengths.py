@@ -23,6 +23,31 @@ NAMES = ("start_q", "length_q", "start_k", "length_k")
 _ALIGNMENT = 8  # bytes
 
 
+class Sender:
+    """Small data of the host to one device, by launches that carry it."""
+
+    __slots__ = ("_free", "_launch", "device")
+
+    def __init__(self, device: int) -> None:
+        self.device = device
+        self._launch = kernel.load(send_words.source(), device).launcher(
+            send_words.THREADS, 0, False
+        )
+        self._free: list[Arguments] = []  # that no launch is using
+
+    def send(self, data: bytes, to: int, stream: int) -> None:
+        """To an address, in the order of a stream."""
+        for first in range(0, len(data), send_words.MOST):
+            try:
+                arguments = self._free.pop()
+            except IndexError:
+                arguments = Arguments([bytes(send_words.BYTES)])
+            part = data[first : first + send_words.MOST]
+            send_words.pack_into(arguments.data, arguments.at[0], part, to + first)
+            self._launch(1, stream, arguments)
+            self._free.append(arguments)
+
+
 class Placed:
     """Lengths on one device, for work on one stream.
 
@@ -36,30 +61,26 @@ class Placed:
         lengths: Lengths,
         structure: Structure,
         memory: Memory,
-        device: int,
+        sender: Sender,
         stream: int,
         more: list[int],
     ) -> None:
         """more: sizes in bytes of what else belongs to the layout."""
         data, where = _sent(lengths, structure)
-        starts = []
         total = len(data)
         for size in more:
-            starts.append(total)
+            where.append(total)
             total += -(-size // _ALIGNMENT) * _ALIGNMENT
         base = 0
         self._owner: Any = None
         if total:
-            self._owner, base = memory.keep(total, device)
-        self.addresses = [
-            _address(integers) if at is None else base + at
-            for at, integers in zip(where, _integers(lengths), strict=True)
-        ]
-        self.addresses += [base + start for start in starts]
+            self._owner, base = memory.keep(total, sender.device)
+        self.addresses = [base + at for at in where]
+        for n, integers in enumerate(_integers(lengths)):
+            if where[n] < 0:
+                self.addresses[n] = 0 if integers is None else int(integers.data.ptr)
         if data:
-            send = kernel.load(send_words.source(), device)
-            for packed in send_words.launches(data, base):
-                send.launch(1, send_words.THREADS, 0, stream, Arguments([packed]))
+            sender.send(data, base, stream)
 
     @property
     def owner(self) -> Any:
@@ -71,19 +92,15 @@ def _integers(lengths: Lengths) -> tuple[Any, ...]:
     return (lengths.q.start, lengths.q.length, lengths.k.start, lengths.k.length)
 
 
-def _address(integers: Any) -> int:
-    return 0 if integers is None else int(integers.data.ptr)
-
-
-def _sent(lengths: Lengths, structure: Structure) -> tuple[bytes, list[int | None]]:
-    """All host integers as kernels read them, and the byte at which each of `NAMES` begins; None where it is elsewhere."""
+def _sent(lengths: Lengths, structure: Structure) -> tuple[bytes, list[int]]:
+    """All host integers as kernels read them, and the byte at which each of `NAMES` begins; -1 where it is elsewhere."""
     data = b""
-    where: list[int | None] = []
+    where: list[int] = []
     known: dict[int, int] = {}
     for side, form in ((lengths.q, structure.q), (lengths.k, structure.k)):
         for integers in (side.start, side.length):
             if not isinstance(integers, np.ndarray):
-                where.append(None)
+                where.append(-1)
                 continue
             at = known.get(id(integers))
             if at is None:

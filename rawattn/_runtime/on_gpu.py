@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rawattn._call.checks import check_apart
@@ -11,13 +11,18 @@ from rawattn._call.hints import cast
 from rawattn._call.layout import Lengths
 from rawattn._call.options import Options, structural
 from rawattn._call.structure import Structure, structure
-from rawattn._interop import arrays
+from rawattn._interop import arrays, streams
 from rawattn._interop.native import Native, Read, View
 from rawattn._kernels.selection import selection
 from rawattn._runtime.calls import Call, prepare
 from rawattn._runtime.verbs import Verb
 
 Arrays = Sequence[Any]
+
+# A call made again, from the addresses of its arrays, which it uses up, the array that it is to write, the last of those, or
+# None, and the sequences where there is a layout. It gives None back, and has done nothing, where it is no such call after
+# all: the way of a first call tells why.
+Repeat = Callable[[list[int], Any, "Lengths | None"], Any]
 
 # Calls prepared earlier, by everything that decides them but addresses and host integers.
 _prepared: dict[Any, Call] = {}
@@ -37,42 +42,15 @@ def run(
     values: tuple[int, ...] = (),
 ) -> Sequence[Any]:
     """`dispatch.run` on what `own` has read of these arrays. framework: that of the caller's."""
-    addresses, form, together, _ = read
+    addresses, form, _ = read
     device: int = form[verb.q * 4 + 3]
     if device != own.current_device():
         import cupy
 
         with cupy.cuda.Device(device):
             return run(verb, own, read, inputs, targets, options, flag, framework, values)
-    if verb.extras:
-        together = _together(verb, addresses)
-    call = lengths = None
-    key: Any = None
-    try:
-        form_of_lengths: Structure | None = None
-        if options.seqs is not None:
-            lengths = verb.bind(options.seqs, inputs)
-            form_of_lengths = structure(lengths)
-        # 16 bytes is the widest access there is: of an address only its place in them matters.
-        key = (
-            verb,
-            flag,
-            together % 16,
-            form,
-            form_of_lengths,
-            structural(options),
-            selection(),
-        )
-        if verb.extras:
-            key = (*key, places(verb, addresses))
-        call = _prepared.get(key)
-    except (TypeError, ValueError, IndexError, AttributeError):
-        key = None  # describing the call tells what is wrong with it
-    if call is None:
-        call = _prepare_natives(verb, own, read, inputs, targets, options, flag, framework)
-        if key is not None:
-            _remember(key, call)
-    else:
+    call, lengths, is_new = _called(verb, own, read, inputs, targets, options, flag, framework)
+    if not is_new:
         for target in targets:
             if target is not None:
                 _check_reach(verb, call, own, addresses, inputs, targets)
@@ -93,6 +71,115 @@ def run(
     addresses += values
     call.prepared.run(addresses, own.stream(device), own, lengths or call.lengths)
     return results
+
+
+def _called(
+    verb: Verb,
+    own: Native,
+    read: Read,
+    inputs: Arrays,
+    targets: Arrays,
+    options: Options,
+    flag: bool,
+    framework: str,
+) -> tuple[Call, Lengths | None, bool]:
+    """A call as it was prepared, its lengths where it was given some, and whether it is prepared only now."""
+    addresses, form, _ = read
+    call = lengths = None
+    key: Any = None
+    try:
+        form_of_lengths: Structure | None = None
+        if options.seqs is not None:
+            lengths = verb.bind(options.seqs, inputs)
+            form_of_lengths = structure(lengths)
+        key = (verb, flag, form, form_of_lengths, structural(options), selection())
+        if verb.extras:
+            key = (*key, _together(verb, addresses) % 16, places(verb, addresses))
+        call = _prepared.get(key)
+    except (TypeError, ValueError, IndexError, AttributeError):
+        key = None  # describing the call tells what is wrong with it
+    if call is not None:
+        return call, lengths, False
+    call = _prepare_natives(verb, own, read, inputs, targets, options, flag, framework)
+    if key is not None:
+        _remember(key, call)
+    return call, lengths, True
+
+
+def repeated(
+    own: Native,
+    verb: Verb,
+    inputs: Arrays,
+    targets: Arrays,
+    options: Options,
+    flag: bool,
+    framework: str,
+    returned: Callable[[Sequence[Any]], Any],
+) -> Repeat | None:
+    """A call that `run` has made, to be made again with arrays, and sequences, of the same form; None where it cannot be.
+
+    It is for calls whose options have no arrays and no numbers for kernels. returned: what it gives back, from the results.
+    """
+    read = own.read((*inputs, *targets), verb.required)
+    assert read is not None
+    device: int = read[1][verb.q * 4 + 3]
+    if device != own.current_device() or streams.is_capturing(own.stream(device)):
+        return None
+    call, _, _ = _called(verb, own, read, inputs, targets, options, flag, framework)
+    if call.copies is not None:
+        return None
+    given = [n for n, x in enumerate((*inputs, *targets)) if x is not None]
+    if given != list(range(len(given))):
+        return None
+    # Behind the addresses of what is given come 0s, those of the results that are made, and 0s.
+    made = [len(inputs) + n for n, _, _ in call.made]
+    first, last = (made[0], made[-1] + 1) if made else (len(verb.names), len(verb.names))
+    before, behind = [0] * (first - len(given)), [0] * (len(verb.names) - last)
+    makers = [own.maker(shape, dtype, inputs[verb.q]) for _, shape, dtype in call.made]
+    writes = len(given) > len(inputs)
+    bounds = _overlaps(call, len(inputs)) if writes else ()
+    launch, stream_of, current_device = call.prepared.run, own.stream, own.current_device
+    dense, address_of = call.lengths, own.address
+    if len(makers) == 1 and not writes and not before:
+        (make_one,) = makers
+
+        def repeat_one(addresses: list[int], written: Any, lengths: Lengths | None) -> Any:
+            if current_device() != device:
+                return None
+            result = make_one()
+            addresses.append(address_of(result))
+            addresses += behind
+            launch(addresses, stream_of(device), own, lengths or dense)
+            return result
+
+        return repeat_one
+
+    def repeat(addresses: list[int], written: Any, lengths: Lengths | None) -> Any:
+        if current_device() != device:
+            return None
+        results = []
+        if written is not None:
+            place = addresses[-1]
+            for address, (low, high) in zip(addresses, bounds):  # noqa: B905  # the last one is its own
+                if low < place - address < high:
+                    return None
+            results.append(written)
+        addresses += before
+        for make in makers:
+            result = make()
+            results.append(result)
+            addresses.append(address_of(result))
+        addresses += behind
+        launch(addresses, stream_of(device), own, lengths or dense)
+        return returned(results)
+
+    return repeat
+
+
+def _overlaps(call: Call, first: int) -> tuple[tuple[int, int], ...]:
+    """Between which distances from each input the first output would overlap it."""
+    low, high = call.reach[first]
+    return tuple((start - high, end - low) for start, end in call.reach[:first])
 
 
 def find(
@@ -121,7 +208,7 @@ def _prepare_natives(
     framework: str,
 ) -> Call:
     views = [None if x is None else _view(name, own, x) for name, x in verb.named(inputs, targets)]
-    pointers = _together(verb, read[0]) if verb.extras else read[2]
+    pointers = _together(verb, read[0])
     found = places(verb, read[0])
     return prepare(verb, views, options, flag, read[1][verb.q * 4 + 3], pointers, framework, found)
 

@@ -18,6 +18,8 @@ from rawattn._runtime import on_gpu
 from rawattn._runtime.calls import Call
 from rawattn._runtime.verbs import Verb
 
+UNLIKE: Any = object()
+
 _WIDEST = 16
 # Which integers of a side an argument of the layout is: places in `lengths.NAMES`.
 _STARTS = {"seqstart_q": 0, "seqstart_k": 2}
@@ -74,12 +76,48 @@ class GpuPlan:
         ]
         self._result = self._returned(self._results)
         self._result_addresses = [0 if x is None else own.address(x) for x in self._results]
-        self._form = self._read(self._inputs)[1]
+        self._form = self._read(self._inputs)[1][:-1]
         self._alignment = _alignment(self._together(read[0]) | _together(self._result_addresses))
         self._places = on_gpu.places(verb, read[0][: self._count])
         self._memory = call.prepared.own(own, self._stream, lengths)
+        self.repeat = self._repeated()
         if not streams.is_capturing(self._stream):
             streams.wait(self._stream, device)
+
+    def _repeated(self) -> Callable[[Sequence[Any]], Any]:
+        """The call with arrays like those of planning time, by position, into the plan's own. It gives `UNLIKE`, and has done
+        nothing, where they are not like those: `__call__` tells what is wrong with them, or takes them.
+        """
+        verb, own, device = self._verb, self._own, self._device
+        count = sum(x is not None for x in self._inputs)
+        read = own.reader(count)
+        if any(x is None for x in self._inputs[:count]):
+            return lambda args: UNLIKE
+        form = read(*self._inputs[:count])[1]  # type: ignore[index]  # they have been read before
+        tail = [0] * (self._count - count) + self._result_addresses
+        tail += [*self._values, *self._memory.tail]
+        launches, result, known = self._memory.launches, self._result, self._streams
+        stream_of, current_device, planned = own.stream, own.current_device, self._places
+
+        def repeat(args: Sequence[Any]) -> Any:
+            if len(args) != count or (found := read(*args)) is None:
+                return UNLIKE
+            addresses, got, tracked = found
+            if got != form or current_device() != device:
+                return UNLIKE
+            if tracked and verb.refuses_gradients:
+                arrays.refuse_gradients(verb.inputs, args)
+            if planned and on_gpu.places(verb, addresses) != planned:
+                return UNLIKE
+            stream = stream_of(device)
+            if stream not in known:
+                known.add(stream)
+            addresses += tail
+            for launch, blocks in launches:
+                launch(addresses, blocks, stream)
+            return result
+
+        return repeat
 
     def __call__(
         self, args: Sequence[Any], out: Sequence[Any] | None, named: Mapping[str, Any]
@@ -90,13 +128,13 @@ class GpuPlan:
             args, integers = self._complete(args, named)
         own, device = self._own, self._device
         read = own.read(args, self._verb.required)
-        if read is None or read[1] != self._form:
+        if read is None or read[1][:-1] != self._form:
             raise self._refused(args)
-        addresses, _, together, tracked = read
+        addresses, _, tracked = read
         if tracked and self._verb.refuses_gradients:
             arrays.refuse_gradients(self._verb.inputs, args)
+        together = self._together(addresses)
         if self._verb.extras:
-            together = self._together(addresses)
             self._check_places(addresses)
         memory, result = self._memory, self._result
         theirs: list[int] = []

@@ -20,17 +20,22 @@ from rawattn._kernels.portable import fill_padding
 from rawattn._kernels.steps import Step, Steps, Tiles
 from rawattn._runtime import graphs, kernel
 from rawattn._runtime.kernel import Arguments
-from rawattn._runtime.lengths import NAMES, Placed
+from rawattn._runtime.lengths import NAMES, Placed, Sender
 from rawattn._runtime.tensor_map import MAP_BYTES, TensorMaps
 
 _ALIGNMENT = 256  # bytes, of every piece of scratch
 _MAX_PLACED = 16  # streams and calls that a layout remembers
+
+Run = Callable[[list[int], int, Memory, "Lengths | None"], None]
 
 
 class Prepared:
     """The launches of one call on one device.
 
     names: of the arrays whose addresses a run is given, in that order.
+    run: launches on a stream of the current device, from
+        addresses: of the arrays, 0 for one not given; the list is used up.
+        stream: its handle. memory: of work on that stream. lengths: where the call is ragged.
     """
 
     def __init__(
@@ -44,6 +49,7 @@ class Prepared:
         self.device, self.config, self.arrays = device, steps.config, len(names)
         self.ragged = structure.ragged
         self._structure = structure
+        self._sender = Sender(device) if self.ragged else None
         # Orders of lengths on the host belong to the layout, others to the run.
         self._once = structure.on_host
         orders = steps.orders if self.ragged else {}
@@ -66,8 +72,8 @@ class Prepared:
         self._counters: dict[int, tuple[Any, list[int]]] = {}  # by stream
         slot = {name: n for n, name in enumerate(slots)}
 
-        def launches(steps: Sequence[Step]) -> list[_Launch]:
-            return [_Launch(step, slot, device) for step in steps]
+        def launches(steps: Sequence[Step]) -> list[Launch]:
+            return [_launch_of(step, slot, device) for step in steps]
 
         self._schedules = launches(steps.schedules if self.ragged else ())
         self._schedule_blocks = [_count(each.blocks, lengths) for each in steps.schedules]
@@ -81,17 +87,43 @@ class Prepared:
         if not self._launches:
             self._scratch_bytes = self._counter_bytes = 0
             self._scratch_at, self._counter_at = [], []
-        self._stateful = bool(self._scratch_bytes or self._counter_bytes or self.ragged)
+        self.run = self._runner()
 
-    def run(
+    def _runner(self) -> Run:
+        """`run`, without what this call does not need."""
+        if self.ragged:
+            return self._run
+        counted = list(zip(self._launches, self._blocks, strict=True))
+        counters, counter_bytes = self._counters, self._counter_bytes
+        scratch_at, scratch_bytes, device = self._scratch_at, self._scratch_bytes, self.device
+        stateful, is_capturing = bool(scratch_bytes or counter_bytes), streams.is_capturing
+
+        def run(addresses: list[int], stream: int, memory: Memory, lengths: Lengths | None) -> None:
+            if stateful and stream > 1 and is_capturing(stream):
+                self._run(addresses, stream, memory, lengths)
+                return
+            if scratch_bytes:
+                # `scratch` may be freed as soon as the launches are in the stream: whoever gets it then comes later there.
+                scratch, base = memory.allocate(scratch_bytes, device)  # noqa: RUF059
+                for (
+                    at
+                ) in scratch_at:  # not a comprehension, which before Python 3.12 is another call
+                    addresses.append(base + at)
+            if counter_bytes:
+                found = counters.get(stream)
+                if found is None:
+                    found = counters[stream] = self._zeros(stream, memory)
+                addresses += found[1]
+            for launch, blocks in counted:
+                launch(addresses, blocks, stream)
+
+        return run
+
+    def _run(
         self, addresses: list[int], stream: int, memory: Memory, lengths: Lengths | None
     ) -> None:
-        """Launches on a stream of the current device.
-
-        addresses: of the arrays, 0 for one not given; the list is used up. memory: of work on that stream.
-        """
         # The legacy stream, 0 or 1, cannot be captured.
-        capturing = self._stateful and stream > 1 and streams.is_capturing(stream)
+        capturing = stream > 1 and streams.is_capturing(stream)
         blocks: Sequence[int] = self._blocks
         placed = scratch = None
         if self.ragged:
@@ -149,7 +181,8 @@ class Prepared:
     ) -> tuple[Placed, Sequence[int]]:
         # Counted first: what one launch does not hold is refused before anything is launched.
         blocks = [_count(each.blocks, lengths) for each in self.steps]
-        placed = Placed(lengths, self._structure, memory, self.device, stream, self._orders)
+        assert self._sender is not None
+        placed = Placed(lengths, self._structure, memory, self._sender, stream, self._orders)
         if self._once:
             known = [*addresses, *placed.addresses]
             for launch, count in zip(self._schedules, self._schedule_blocks, strict=True):
@@ -168,29 +201,33 @@ class Own:
     """Memory for the runs of one owner: scratch, counters, and lengths of the host where they are now.
 
     Runs with it allocate nothing, and come one after the other on the device: they share this memory.
+
+    tail: the addresses behind those of the arrays. launches: all of a run, each with its number of blocks.
     """
 
     def __init__(
         self, prepared: Prepared, memory: Memory, stream: int, lengths: Lengths | None
     ) -> None:
-        self._prepared = prepared
-        self._blocks: Sequence[int] = prepared._blocks
-        self._tail: list[int] = []
+        blocks: Sequence[int] = prepared._blocks
+        self.tail: list[int] = []
         self._held: list[Any] = []
         if prepared.ragged:
             assert lengths is not None
             unknown = [0] * prepared.arrays
-            placed, self._blocks = prepared._place_anew(lengths, stream, memory, unknown)
-            self._tail += placed.addresses
+            placed, blocks = prepared._place_anew(lengths, stream, memory, unknown)
+            self.tail += placed.addresses
             self._held += [placed, lengths]
         if prepared._scratch_at:
             owner, base = memory.allocate(prepared._scratch_bytes, prepared.device)
-            self._tail += [base + at for at in prepared._scratch_at]
+            self.tail += [base + at for at in prepared._scratch_at]
             self._held.append(owner)
         if prepared._counter_bytes:
             counters = prepared._zeros(stream, memory)
-            self._tail += counters[1]
+            self.tail += counters[1]
             self._held.append(counters[0])
+        schedules = () if prepared._once else zip(prepared._schedules, prepared._schedule_blocks)  # noqa: B905
+        self.launches = [*schedules, *zip(prepared._launches, blocks, strict=True)]
+        self._fills = [False] * (len(self.launches) - len(prepared._fills)) + prepared._fills
 
     def run(
         self,
@@ -203,84 +240,72 @@ class Own:
 
         theirs: places in `addresses` of a caller's own outputs, whose padding rows stay as they are.
         """
-        prepared = self._prepared
         first = len(addresses)
-        addresses += self._tail
+        addresses += self.tail
         if integers is not None:
             for place, address in integers.items():
                 addresses[first + place] = address
-        if not prepared._once:
-            for launch, count in zip(prepared._schedules, prepared._schedule_blocks):  # noqa: B905
-                launch(addresses, count, stream)
         filled = addresses
-        if theirs and any(prepared._fills):
+        if theirs and any(self._fills):
             filled = [0 if n in theirs else x for n, x in enumerate(addresses)]
-        for launch, count, fills in zip(prepared._launches, self._blocks, prepared._fills):  # noqa: B905
+        for (launch, count), fills in zip(self.launches, self._fills, strict=True):
             launch(filled if fills else addresses, count, stream)
 
 
-class _Launch:
+# Launches a step, from the addresses of everything that has a slot, the number of blocks and the stream.
+Launch = Callable[[Sequence[int], int, int], None]
+
+
+def _launch_of(step: Step, slot: dict[str, int], device: int) -> Launch:
     """One step, its kernel loaded. Its arguments are packed once, and patched where addresses differ from the last ones."""
+    loaded = kernel.load(step.source, device)
+    if step.shared_bytes:
+        loaded.allow_shared_memory(step.shared_bytes)
+    enqueue = loaded.launcher(step.threads, step.shared_bytes, step.early)
+    parameters: tuple[bytes, ...] = (step.params,)
+    if step.maps:
+        parameters += (bytes(MAP_BYTES * len(step.maps)),)
+    first = Arguments(parameters)
+    free = [first]  # arguments that no launch is using
+    at = first.at[0]
+    placed = sorted((at + offset, slot[name]) for offset, name in step.patches)
+    order = [n for _, n in placed] + [slot[name] for name, _ in step.maps]
+    pick = operator.itemgetter(*order, order[-1])  # one more: it gives a tuple then
+    # Each packs a run of addresses that stand next to each other: where, and which of those picked.
+    patches: list[tuple[Callable[..., None], int, slice]] = []
+    taken = 0
+    for run in _adjacent(placed):
+        pack_into = struct.Struct(f"<{len(run)}Q").pack_into
+        patches.append((pack_into, run[0][0], slice(taken, taken + len(run))))
+        taken += len(run)
+    tensor_maps = [
+        (first.at[1] + MAP_BYTES * n, taken + n, TensorMaps(geometry))
+        for n, (_, geometry) in enumerate(step.maps)
+    ]
 
-    __slots__ = (
-        "_arguments",
-        "_early",
-        "_free",
-        "_kernel",
-        "_maps",
-        "_patches",
-        "_pick",
-        "_shared_bytes",
-        "_threads",
-    )
+    def patch(arguments: Arguments, picked: tuple[int, ...]) -> None:
+        data = arguments.data
+        arguments.patched = None  # until all of it is written
+        for pack_into, at, which in patches:
+            pack_into(data, at, *picked[which])
+        for at, n, maps in tensor_maps:
+            data[at : at + MAP_BYTES] = maps.at(picked[n])
+        arguments.patched = picked
 
-    def __init__(self, step: Step, slot: dict[str, int], device: int) -> None:
-        self._kernel = kernel.load(step.source, device)
-        if step.shared_bytes:
-            self._kernel.allow_shared_memory(step.shared_bytes)
-        self._threads, self._shared_bytes = step.threads, step.shared_bytes
-        self._early = step.early
-        self._arguments: tuple[bytes, ...] = (step.params,)
-        if step.maps:
-            self._arguments += (bytes(MAP_BYTES * len(step.maps)),)
-        first = Arguments(self._arguments)
-        self._free = [first]  # arguments that no launch is using
-        at = first.at[0]
-        placed = sorted((at + offset, slot[name]) for offset, name in step.patches)
-        order = [n for _, n in placed] + [slot[name] for name, _ in step.maps]
-        self._pick = operator.itemgetter(*order, order[-1])  # one more: it gives a tuple then
-        # Each packs a run of addresses that stand next to each other: where, and which of those picked.
-        self._patches: list[tuple[Callable[..., None], int, slice]] = []
-        taken = 0
-        for run in _adjacent(placed):
-            pack_into = struct.Struct(f"<{len(run)}Q").pack_into
-            self._patches.append((pack_into, run[0][0], slice(taken, taken + len(run))))
-            taken += len(run)
-        self._maps = [
-            (first.at[1] + MAP_BYTES * n, taken + n, TensorMaps(geometry))
-            for n, (_, geometry) in enumerate(step.maps)
-        ]
-
-    def __call__(self, addresses: Sequence[int], blocks: int, stream: int) -> None:
+    def launch(addresses: Sequence[int], blocks: int, stream: int) -> None:
         if not blocks:
             return
         try:
-            arguments = self._free.pop()
+            arguments = free.pop()
         except IndexError:  # another thread is launching it
-            arguments = Arguments(self._arguments)
-        picked = self._pick(addresses)
+            arguments = Arguments(parameters)
+        picked = pick(addresses)
         if picked != arguments.patched:
-            data = arguments.data
-            arguments.patched = None  # until all of it is written
-            for pack_into, at, which in self._patches:
-                pack_into(data, at, *picked[which])
-            for at, n, maps in self._maps:
-                data[at : at + MAP_BYTES] = maps.at(picked[n])
-            arguments.patched = picked
-        self._kernel.launch(
-            blocks, self._threads, self._shared_bytes, stream, arguments, self._early
-        )
-        self._free.append(arguments)
+            patch(arguments, picked)
+        enqueue(blocks, stream, arguments)
+        free.append(arguments)
+
+    return launch
 
 
 def _count(blocks: int | Tiles, lengths: Lengths) -> int:

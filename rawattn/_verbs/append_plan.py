@@ -21,14 +21,14 @@ class AppendPlan(Plan):
         returned = _first if call.targets else _nothing
         super().__init__(*call, False, named["backend"], returned, ())
 
-    def __call__(self, *args: Any, out: Any = None, into: Any = None, **named: Any) -> Any:
+    def __call__(self, *args: Any, **named: Any) -> Any:
         """The queries turned, or None."""
         if "q" in self._verb.inputs and len(args) == _BY_POSITION:
             q = named.pop("q", self._inputs[_BY_POSITION - 1])
             args = (*args[:-1], q, args[-1])
         if named or len(args) == len(self._inputs):
-            return super().__call__(*args, out=out, into=into, **named)
-        return super().__call__(*args, *self._inputs[len(args) :], out=out, into=into)
+            return super().__call__(*args, **named)
+        return super().__call__(*args, *self._inputs[len(args) :])
 
 
 def _first(results: Any) -> Any:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, overload
 
 from rawattn._call.hints import NoOthers, hides_unknown, refuse_unknown
 from rawattn._call.options import Options
 from rawattn._call.seq_layout import SeqLayout
-from rawattn._runtime import dispatch
 from rawattn._runtime.verbs import FORWARD, with_arrays
+from rawattn._verbs.repeats import Asked, repeating
 
 if TYPE_CHECKING:  # type checkers bring it: nothing is installed for it
     from typing_extensions import Unpack
@@ -65,6 +66,7 @@ def attention(
 ) -> ArrayT | tuple[ArrayT, Any]: ...
 
 
+@repeating(FORWARD, out="out")
 @hides_unknown
 def attention(
     q: Any,
@@ -90,7 +92,7 @@ def attention(
     out: Any = None,
     backend: Literal["cuda", "cpu"] | None = None,
     **unknown: Unpack[NoOthers],
-) -> Any:
+) -> Asked[Any]:
     """Scaled dot-product attention, ``softmax(scale * q @ k.T) @ v`` over the keys each query sees.
 
     Parameters
@@ -231,10 +233,14 @@ def attention(
         num_splits,
     )
     verb, arrays, values, options = with_arrays(FORWARD, options, q=q)
-    results = dispatch.run(
-        verb, (q, k, v, *arrays), (out, None), options, return_lse, backend, values
-    )
-    return tuple(results) if return_lse else results[0]
+    returned: Callable[[Sequence[Any]], Any] = tuple if return_lse else first
+    inputs, targets = (q, k, v, *arrays), (out, None)
+    return Asked(verb, inputs, targets, options, return_lse, backend, values, returned)
+
+
+def first(results: Sequence[Any]) -> Any:
+    """What a call that does not return lse gives back."""
+    return results[0]
 
 
 def no_bool(name: str, value: object) -> TypeError:

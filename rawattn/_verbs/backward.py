@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 
@@ -14,11 +16,13 @@ from rawattn._runtime import dispatch
 from rawattn._runtime.verbs import BACKWARD, FORWARD, with_arrays
 from rawattn._scores.score_mod import ScoreMod
 from rawattn._verbs.attention import ArrayT, CommonOptions, no_bool
+from rawattn._verbs.repeats import Asked, repeating
 
 if TYPE_CHECKING:  # type checkers bring it: nothing is installed for it
     from typing_extensions import Unpack
 
 
+@repeating(BACKWARD)
 @hides_unknown
 def attention_backward(
     dout: Any,
@@ -48,7 +52,7 @@ def attention_backward(
     into: Gradients | None = None,
     backend: Literal["cuda", "cpu"] | None = None,
     **unknown: Unpack[NoOthers],
-) -> Gradients:
+) -> Asked[Gradients]:
     """Gradients of `attention` with respect to q, k, v, the bias, learned sinks and what a score function captures.
 
     Parameters
@@ -139,10 +143,9 @@ def attention_backward(
     names, written = of_options(targets, options, want_dbias)
     verb, arrays, values, options = with_arrays(BACKWARD, options, names, q)
     inputs = (dout, q, k, v, out, lse, dlse, *arrays)
-    results = dispatch.run(
-        verb, inputs, (*targets[:3], *written), options, deterministic, backend, values
-    )
-    return gradients(names, results, score_mod)
+    returned = functools.partial(gradients, names, score_mod) if names else dense_gradients
+    arrays = (*targets[:3], *written)
+    return Asked(verb, inputs, arrays, options, deterministic, backend, values, returned)
 
 
 _NONE = Gradients()
@@ -181,7 +184,12 @@ def _differentiated(score_mod: Any) -> dict[int, str]:
     return {n: name for n, name in enumerate(score_mod.arrays) if name in wrt}
 
 
-def gradients(names: tuple[str, ...], results: Any, score_mod: Any) -> Gradients:
+def dense_gradients(results: Sequence[Any]) -> Gradients:
+    """What a backward without other gradients gives back, from its outputs."""
+    return tuple.__new__(Gradients, (*results, None, None, None))
+
+
+def gradients(names: tuple[str, ...], score_mod: Any, results: Sequence[Any]) -> Gradients:
     """What a backward gives back, from its outputs."""
     others = dict(zip(names, results[3:], strict=True))
     captured = {name: others[f"dcaptured{n}"] for n, name in _differentiated(score_mod).items()}

@@ -7,15 +7,15 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rawattn._call.gradients import Gradients
 from rawattn._call.hints import refuse_unknown
 from rawattn._call.options import Options
 from rawattn._interop import arrays
 from rawattn._interop.native import native
 from rawattn._runtime import dispatch
+from rawattn._runtime.planned import UNLIKE, GpuPlan
 from rawattn._runtime.verbs import BACKWARD, FORWARD, PAGED, Verb, with_arrays
 from rawattn._verbs.append import append_kv
-from rawattn._verbs.attention import attention, no_bool
+from rawattn._verbs.attention import attention, first, no_bool
 from rawattn._verbs.backward import attention_backward, gradients, of_options, wanted
 from rawattn._verbs.combine import combine
 from rawattn._verbs.paged import paged_attention, read_pages
@@ -53,18 +53,18 @@ class Plan:
         self._verb, self._options, self._flag, self._backend = verb, options, flag, backend
         self._values = values
         self._inputs, self._targets, self._returned = tuple(inputs), tuple(targets), returned
-        self._gpu: Any = None
+        self._gpu: GpuPlan | None = None
+        self._repeat: Callable[[Sequence[Any]], Any] | None = None
         own = native(arrays.framework_of(inputs[verb.q]))
         if own is not None and backend != "cpu":
             read = own.read((*inputs, *targets), verb.required)
             if read is not None:
-                from rawattn._runtime.planned import GpuPlan
-
-                if read[3] and verb.refuses_gradients:
+                if read[2] and verb.refuses_gradients:
                     arrays.refuse_gradients(verb.inputs, inputs)
                 self._gpu = GpuPlan(
                     verb, own, read, inputs, targets, options, flag, returned, values
                 )
+                self._repeat = self._gpu.repeat
         if self._gpu is None:  # whatever is wrong with the call is told now
             tried = [
                 _copied(name, x) if name in verb.written else x
@@ -72,8 +72,15 @@ class Plan:
             ]
             dispatch.run(verb, tried, (None,) * len(targets), options, flag, backend, values)
 
-    def __call__(self, *args: Any, out: Any = None, into: Any = None, **named: Any) -> Any:
+    def __call__(self, *args: Any, **named: Any) -> Any:
         """What the planned function returns."""
+        if self._repeat is not None and not named:
+            result = self._repeat(args)
+            if result is not UNLIKE:
+                return result
+        return self._call(*args, **named)
+
+    def _call(self, *args: Any, out: Any = None, into: Any = None, **named: Any) -> Any:
         written = None
         if out is not None or into is not None:
             written = self._written(out, into)
@@ -174,13 +181,13 @@ def plan(fn: Callable[..., Any], *args: Any, **options: Any) -> Plan:
             verb = PAGED
             named["block_table"], known = read_pages(named, known)
         targets: Sequence[Any] = (named["out"], None)
-        returned: Callable[[Sequence[Any]], Any] = tuple if flag else _first
+        returned: Callable[[Sequence[Any]], Any] = tuple if flag else first
     else:
         verb, flag = BACKWARD, named["deterministic"]
         into = wanted(named["into"], named["bias"], named["want_dbias"], flag)
         names, written = of_options(into, known, named["want_dbias"])
         targets = (*into[:3], *written)
-        returned = functools.partial(_gradients, names, known.score_mod)
+        returned = functools.partial(gradients, names, known.score_mod)
     inputs = [named[name] for name in verb.inputs]
     verb, extras, values, known = with_arrays(verb, known, names, named["q"])
     return Plan(verb, [*inputs, *extras], targets, known, flag, backend, returned, values)
@@ -191,11 +198,3 @@ def _copied(name: str, array: Any) -> Any:
     found = arrays.import_array(name, array).array
     words = f"u{found.dtype.itemsize}"
     return found.view(words).copy().view(found.dtype)
-
-
-def _first(results: Sequence[Any]) -> Any:
-    return results[0]
-
-
-def _gradients(names: tuple[str, ...], score_mod: Any, results: Sequence[Any]) -> Gradients:
-    return gradients(names, results, score_mod)

@@ -139,6 +139,11 @@ class _Kernel:
     def allow_shared_memory(self, nbytes: int) -> None:
         self._allowed = nbytes
 
+    def launcher(self, threads: int, shared_bytes: int, early: bool) -> Any:
+        return lambda blocks, stream, arguments: self.launch(
+            blocks, threads, shared_bytes, stream, arguments, early
+        )
+
     def launch(
         self,
         blocks: int,

@@ -123,7 +123,7 @@ def run_backward(
     results = run_verb(
         device, family, given, inputs, (*targets[:3], *written), deterministic, on_device
     )
-    return verbs.gradients(names, results, options.get("score_mod"))
+    return verbs.gradients(names, options.get("score_mod"), results)
 
 
 def run_verb(

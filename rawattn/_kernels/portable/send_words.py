@@ -26,14 +26,12 @@ def source() -> Source:
 _HEAD = struct.Struct("<Qi")  # to, count
 _WORDS_AT = structs.offset(params.WORDS, "words")
 assert _HEAD.size == _WORDS_AT, "the words stand behind their count"
-_BYTES = params.WORDS.dtype.itemsize
-_MOST = 4 * WORDS_A_LAUNCH
+BYTES = params.WORDS.dtype.itemsize  # of a launch's parameters
+MOST = 4 * WORDS_A_LAUNCH  # bytes that a launch carries
 
 
-def launches(data: bytes, to: int) -> list[bytes]:
-    """The parameters of each launch that writes a part of `data`, whole words of 4 bytes, to its place behind address `to`."""
-    return [
-        (_HEAD.pack(to + first, len(part) // 4) + part).ljust(_BYTES, b"\0")
-        for first in range(0, len(data), _MOST)
-        if (part := data[first : first + _MOST])
-    ]
+def pack_into(parameters: bytearray, at: int, data: bytes, to: int) -> None:
+    """Makes the parameters that begin there those of a launch which writes `data`, whole words of 4 bytes, to address `to`."""
+    _HEAD.pack_into(parameters, at, to, len(data) // 4)
+    at += _WORDS_AT
+    parameters[at : at + len(data)] = data

@@ -1,0 +1,179 @@
+"""Calls like earlier ones, found by their arguments as they come: nothing of them is looked at twice.
+
+A verb's own function checks its arguments and says what is asked for; the dispatcher prepares that and runs it. What it
+prepared is kept by the form of the arrays and the spelling of the options, and the next call with these is launched from
+there. Options that are arrays or hold some are no part of a key: calls with them always go to the dispatcher.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, ParamSpec, TypeVar
+
+from rawattn._call.layout import Lengths
+from rawattn._call.options import Options
+from rawattn._call.seq_layout import SeqLayout, bind
+from rawattn._call.structure import token
+from rawattn._interop.arrays import framework_of, refuse_gradients
+from rawattn._interop.native import Read, native
+from rawattn._kernels.selection import UNCHANGED, selection
+from rawattn._runtime import dispatch, on_gpu
+from rawattn._runtime.on_gpu import Repeat
+from rawattn._runtime.verbs import Verb
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+# By the names of verbs: calls by what tells them apart, of which layouts are told by their structure alone.
+_known: dict[str, dict[Any, Repeat]] = {}
+_MAX_KNOWN = 512
+_lock = threading.Lock()
+
+_PLAIN = {bool, int, float, str, tuple, type(None)}
+
+
+@dataclass(frozen=True, slots=True)
+class Asked(Generic[Result]):
+    """A call as the dispatcher takes it, and what is given back, from the results."""
+
+    verb: Verb
+    inputs: Sequence[Any]
+    targets: Sequence[Any]
+    options: Options
+    flag: bool
+    backend: Any
+    values: tuple[int, ...]
+    returned: Callable[[Sequence[Any]], Result]
+
+
+def repeating(
+    verb: Verb, out: str = ""
+) -> Callable[[Callable[Parameters, Asked[Result]]], Callable[Parameters, Result]]:
+    """Makes the public function of a verb of the one that says what is asked for.
+
+    out: the name of the option that is an array to write, the first output.
+    """
+
+    def decorate(ask: Callable[..., Asked[Result]]) -> Callable[..., Result]:
+        signature = inspect.signature(ask)
+        parameters = signature.parameters.values()
+        names = [x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD]
+        count = len(names)
+        # By the type of the first array: what reads all of a call, without and with one to write.
+        readers: dict[type, Callable[..., Read | None]] = {}
+        writers: dict[type, Callable[..., Read | None]] = {}
+
+        @functools.wraps(ask)
+        def call(*args: Any, **options: Any) -> Result:
+            spelled = seqs = written = lengths = key = read = None
+            if not options and len(args) == count:
+                reader = readers.get(type(args[0]))
+                read = None if reader is None else reader(*args)
+            else:
+                if len(args) < count:
+                    args = _by_position(names, args, options)
+                if len(args) == count and (reader := readers.get(type(args[0]))) is not None:
+                    types = tuple(map(type, options.values()))
+                    if SeqLayout in types or tuple in types or options.get(out) is not None:
+                        spelled, seqs, written = _spelling(options, out)
+                        if written is not None:
+                            reader = writers[type(args[0])]
+                    else:
+                        spelled = tuple(options), tuple(options.values()), types
+                    read = reader(*args) if written is None else reader(*args, written)
+            if read is not None:
+                addresses, form, tracked = read
+                try:
+                    if seqs is not None:
+                        lengths = _bound(verb, seqs, form)
+                        spelled = spelled, token(lengths)
+                    key = form if spelled is None else (form, spelled)
+                    repeat = _known[verb.name].get(key)
+                except (TypeError, ValueError, IndexError):
+                    # A layout that does not fit, or what cannot be hashed: the way of a first call tells what is wrong.
+                    repeat = key = None
+                if repeat is not None and selection() is UNCHANGED:
+                    if tracked and verb.refuses_gradients:
+                        refuse_gradients(names, args)
+                    result = repeat(addresses, written, lengths)
+                    if result is not None:
+                        return result  # type: ignore[no-any-return]
+            return anew(args, options, key)
+
+        def anew(args: tuple[Any, ...], options: dict[str, Any], key: Any) -> Result:
+            asked = ask(*args, **options)
+            inputs, targets, returned = asked.inputs, asked.targets, asked.returned
+            call = asked.verb, inputs, targets, asked.options, asked.flag
+            results = dispatch.run(*call, asked.backend, asked.values)
+            own = native(framework := framework_of(inputs[verb.q]))
+            if own is None or selection() is not UNCHANGED:
+                return returned(results)
+            if (kind := type(args[0])) not in readers and kind in own.kinds:
+                # In this order: another thread that finds the one looks for the other.
+                writers[kind] = own.reader(count + 1)
+                readers[kind] = own.reader(count)
+            elif key is not None and asked.verb is verb and _are_plain(options, out):
+                repeat = on_gpu.repeated(own, *call, framework, returned)
+                if repeat is not None:
+                    _remember(_known[verb.name], key, repeat)
+            return returned(results)
+
+        _known[verb.name] = {}
+        # What people are shown is what a call gives back.
+        result = signature.return_annotation.removeprefix("Asked[").removesuffix("]")
+        vars(call)["__signature__"] = signature.replace(return_annotation=result)
+        call.__annotations__ = {**ask.__annotations__, "return": result}
+        return call
+
+    return decorate
+
+
+def _by_position(
+    names: Sequence[str], args: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[Any, ...]:
+    """Arrays given by name in their places, if all are given."""
+    missing = names[len(args) :]
+    if not all(name in options for name in missing):
+        return args
+    return (*args, *[options.pop(name) for name in missing])
+
+
+def _spelling(options: Mapping[str, Any], out: str) -> tuple[Any, Any, Any]:
+    """What tells options apart, None where all have their defaults; the layout; the array to write.
+
+    Types are part of it: True == 1 == 1.0, and not all of them are accepted everywhere.
+    """
+    names = [name for name in options if name not in ("seqs", out)]
+    spelled = None
+    if names:
+        values = tuple([options[name] for name in names])
+        types = [type(x) for x in values]
+        types += [type(end) for x in values if type(x) is tuple for end in x]  # of a window
+        spelled = (*names, values, *types)
+    return spelled, options.get("seqs"), options.get(out)
+
+
+def _bound(verb: Verb, seqs: Any, form: tuple[Any, ...]) -> Lengths:
+    """The sequences of a call, whose arrays have this form."""
+    q, k = form[4 * verb.q], form[4 * verb.q + 4]
+    batch = q[0] if len(q) == 4 else None
+    return bind(seqs, batch=batch, rows_q=q[-3], rows_k=k[-3])
+
+
+def _are_plain(options: Mapping[str, Any], out: str) -> bool:
+    """Whether options that are equal and of the same types mean the same: arrays change in place."""
+    found = {type(x) for name, x in options.items() if name != out} - {SeqLayout}
+    found |= {type(end) for x in options.values() if type(x) is tuple for end in x}
+    return found <= _PLAIN
+
+
+def _remember(table: dict[Any, Repeat], key: Any, repeat: Repeat) -> None:
+    with _lock:
+        if len(table) >= _MAX_KNOWN:
+            for old in list(table)[: _MAX_KNOWN // 2]:
+                del table[old]
+        table[key] = repeat
