@@ -109,14 +109,14 @@ DEVICE void multiply(C (&x)[kKeyBlocks][kQueryBlocks], const Element* own, const
   multiply_rows<M, kSteps, kUnroll>(x, operand, pitched_tile<kPitch>(other), lane);
 }
 
-// gradient += X^T times columns of the other side. X comes from the wave's accumulators or, all of its rows, from
-// `tile`.
+// gradient += X^T times columns of the other side. X comes from the wave's accumulators, which have become operands, or,
+// all of its rows, from `tile`.
 template <class M>  // the branch not taken must not be instantiated
 DEVICE void add_product(C (&gradient)[kKeyBlocks][kDepthBlocks], const C (&x)[kKeyBlocks][kQueryBlocks],
                         const Element* tile, const Element* other, int lane) {
   const auto operand = [&](int m, int step) {
     if constexpr (M::kAccumulatorFeedsA && kColumnWaves == 1) {
-      return M::from_accumulator(x[m][step]);
+      return M::kept(x[m][step]);
     } else {
       return M::load_a(tile + m * 16 * kPitchP + step * M::kDepth, kPitchP, lane);
     }
@@ -338,6 +338,7 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
             const int at = m * 16 * kPitchP + columns + b * 16;
             if constexpr (!kFromRegisters) store_accumulator<M>(x[m][b], p_tile + at, kPitchP, lane);
             if constexpr (kFromRegisters || Weights::kOwnTile) Weights::store(x[m][b], weights + at, second + at, lane);
+            if constexpr (kFromRegisters) become_operand<M>(x[m][b]);
           }
         }
       }
@@ -368,6 +369,7 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
             }
             if constexpr (!kFromRegisters) store_accumulator<M>(some[k][b], p_tile + at, kPitchP, lane);
             if constexpr (kFromRegisters || Weights::kOwnTile) Weights::store(weight, weights + at, second + at, lane);
+            if constexpr (kFromRegisters) become_operand<M>(some[k][b]);
           }
         }
       }
@@ -375,10 +377,17 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
     target::block_sync();
     if (owns_dk) {
       if (kStages == 2 && kLateCopies && next.exists) load(next);
+      // Of the next block before dS of this one is stored, which may lie where its weights were: other lanes' too.
+      const auto load_weights = [&](int block) {
+        const int at = block / kQueryBlocks * 16 * kPitchP + columns + block % kQueryBlocks * 16;
+        return Weights::load(weights + at, second + at, lane);
+      };
+      C ahead = load_weights(0);
       UNROLL for (int m = 0; m < kKeyBlocks; m++) {
         UNROLL for (int b = 0; b < kQueryBlocks; b++) {
-          const int at = m * 16 * kPitchP + columns + b * 16;
-          const C weight = Weights::load(weights + at, second + at, lane);
+          const C weight = ahead;
+          const int after = m * kQueryBlocks + b + 1;
+          if (after < kKeyBlocks * kQueryBlocks) ahead = load_weights(after);
           UNROLL for (int e = 0; e < C::kElements; e++) {
             float& d = x[m][b].x[e];
             if constexpr (kDropout) {
@@ -390,7 +399,11 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
             // A value that the row does not see may be anything.
             if constexpr (kBlockMask) d = Weights::unmarked(weight.x[e]) == 0.0f ? 0.0f : d;
           }
-          if constexpr (kSharesDs) store_accumulator<M>(x[m][b], ds_tile + at, kPitchP, lane);
+          if constexpr (Weights::kWide) target::wave_sync();
+          if constexpr (kSharesDs) {
+            store_accumulator<M>(x[m][b], ds_tile + m * 16 * kPitchP + columns + b * 16, kPitchP, lane);
+          }
+          if constexpr (kFromRegisters) become_operand<M>(x[m][b]);
         }
       }
     } else if (kWithDq && !kFromRegisters && before.exists) {

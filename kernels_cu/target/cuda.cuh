@@ -294,24 +294,14 @@ struct Mma16Bit {
     }
     return c;
   }
-  // The upper and the lower halves of an accumulator's bits, as operands are laid out, and what they were made of.
-  DEVICE static A upper_halves(const C& c) {
-    A a;
-    UNROLL for (int i = 0; i < 4; i++) a.r[i] = __byte_perm(bits_of(c.x[2 * i]), bits_of(c.x[2 * i + 1]), 0x7632);
-    return a;
+  // An operand kept in the first registers of an accumulator that is needed no more.
+  DEVICE static void keep(C& c, const A& a) {
+    UNROLL for (int i = 0; i < 4; i++) c.x[i] = float_of(a.r[i]);
   }
-  DEVICE static A lower_halves(const C& c) {
+  DEVICE static A kept(const C& c) {
     A a;
-    UNROLL for (int i = 0; i < 4; i++) a.r[i] = __byte_perm(bits_of(c.x[2 * i]), bits_of(c.x[2 * i + 1]), 0x5410);
+    UNROLL for (int i = 0; i < 4; i++) a.r[i] = bits_of(c.x[i]);
     return a;
-  }
-  DEVICE static C from_halves(const A& upper, const A& lower) {
-    C c;
-    UNROLL for (int i = 0; i < 4; i++) {
-      c.x[2 * i] = float_of(__byte_perm(lower.r[i], upper.r[i], 0x5410));
-      c.x[2 * i + 1] = float_of(__byte_perm(lower.r[i], upper.r[i], 0x7632));
-    }
-    return c;
   }
   DEVICE static void multiply_add(C& c, const A& a, const B& b);
 };

@@ -68,8 +68,7 @@ class Config(Features):
         from_registers = self.from_registers
         tiles = 3 if self.with_dq else 1 + (not from_registers)
         # Weights of all bits, with no room for the second half (see portable/handover.cuh).
-        exact = itemsize == 2 and self.score_mod is not None
-        tiles += exact and not (from_registers and self.with_dq)
+        tiles += self.exact_weights and not (from_registers and self.with_dq)
         elements += tiles * self.tile_k * (self.tile_q + padding)
         if self.bias_chunks and itemsize == self.bias == 2:
             elements += self.stages * self.tile_q * (self.tile_k + padding)
@@ -81,11 +80,15 @@ class Config(Features):
         return self.accumulator_feeds_a and self.column_waves == 1
 
     @property
+    def exact_weights(self) -> bool:
+        """Whether weights are handed over with all their bits: see kernels_cu/portable/handover.cuh."""
+        return self.element != "float" and (self.score_mod is not None or self.from_registers)
+
+    @property
     def unit_shift(self) -> int:
         """The power of 2 that probabilities are multiplied by: see kernels_cu/portable/gradient_unit.cuh."""
-        special = self.dropout or self.softcap or self.score_mod is not None
         # A probability is 1 and rounding: three times as much fits.
-        return 14 if self.element == "bfloat16" and (special or not self.from_registers) else 0
+        return 14 if self.element == "bfloat16" and not self.exact_weights else 0
 
     @property
     def dq_pitch(self) -> int:
