@@ -37,9 +37,10 @@ struct AddedScoresOfKeys {
   using Bias = typename Either<config::kBias == 4, float, config::Element>::Type;
   using M = target::Mma<config::Element>;
   static constexpr bool kFromTile = config::kBiasChunks && sizeof(Bias) == 2;
+  static constexpr bool kByOperands = kFromTile && M::kAccumulatorFeedsA;
   static constexpr int kBlocks = config::kBias > 0 ? kKeyBlocks * kQueryBlocks : 1;
 
-  typename Either<kFromTile, typename M::A, Bias[C::kElements]>::Type bias[kBlocks];
+  typename Either<kByOperands, typename M::A, Bias[C::kElements]>::Type bias[kBlocks];
   // Of the lane's first query from each key: less the query's column, which is known when this is compiled.
   float distance[kKeyBlocks][C::kSlots];
   float slope;
@@ -87,13 +88,21 @@ struct AddedScoresOfKeys {
   DEVICE void turn_round(const config::Element* tile, int pitch, int lane) {
     UNROLL for (int m = 0; m < kKeyBlocks; m++) {
       UNROLL for (int n = 0; n < kQueryBlocks; n++) {
-        bias[m * kQueryBlocks + n] = M::load_a_columns(tile + n * 16 * pitch + m * 16, pitch, lane);
+        auto& block = bias[m * kQueryBlocks + n];
+        const config::Element* const first = tile + n * 16 * pitch + m * 16;
+        if constexpr (M::kAccumulatorFeedsA) {
+          block = M::load_a_columns(first, pitch, lane);
+        } else {
+          UNROLL for (int e = 0; e < C::kElements; e++) {
+            block[e] = first[C::column(lane, e) * pitch + C::row(lane, C::slot(e))];
+          }
+        }
       }
     }
   }
   template <class M>
   DEVICE float element(int block, int e) const {
-    if constexpr (kFromTile) {
+    if constexpr (kFromTile && M::kAccumulatorFeedsA) {
       return M::to_accumulator(bias[block]).x[e];
     } else {
       return target::to_float(bias[block][e]);

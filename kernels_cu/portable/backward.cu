@@ -21,6 +21,7 @@
 #include "attn/scores_of_keys.cuh"
 #include "attn/sequence.cuh"
 #include "attn/visible.cuh"
+#include "portable/bias_gradient.cuh"
 #include "portable/gradient_unit.cuh"
 #include "portable/handover.cuh"
 #include "target/target.cuh"
@@ -91,6 +92,17 @@ using CopyDout = RowCopy<Element, kTileQ, kHeadDimV, kDepth, kPitch, kRoleThread
 using Visible = VisibleKeys<kLeft, kRight, kTopLeft>;
 using Tiles = MeetingTiles<kBlockMask, Visible, kTileQ, kTileK>;
 
+// What dbias gets of a tile. Without it, another kernel makes dbias where it is wanted.
+struct NoBiasGradient {
+  template <class... Args>
+  DEVICE static void clear(const Args&...) {}
+  template <class... Args>
+  DEVICE static void give(const Args&...) {}
+};
+using BiasTile = Either<(kDbias > 0), BiasGradientTile<M, Element, kTileQ, kTileK, kPitchP, kWaves>,
+                        NoBiasGradient>::Type;
+static_assert(kDbias == 0 || (kWithDq && !kRagged && !kBlockMask && !ScoreRule::kRemakes),
+              "all of dS lies in shared memory, and is the gradient of what is added");
 constexpr bool kHasDerivative = ScoreRule::kHasDerivative;
 // Probabilities of nothing but products: a text of their own, by which ptxas makes faster code.
 constexpr bool kPlain = !ScoreRule::kRemakes && !ScoreRule::kAdds && !kDropout && !kBlockMask;
@@ -271,7 +283,10 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
 
   const auto k = rows_of<const Element>(f.k, f.k_strides, work.sequence, work.k, work.kv_head, first_key);
   const auto v = rows_of<const Element>(f.v, f.v_strides, work.sequence, work.k, work.kv_head, first_key);
-  const int start = query_tiles.count() > 0 ? query_tiles.begin + work.tile % query_tiles.count() : 0;
+  int place = work.tile;
+  // Those of other heads and sequences add to the same sums too.
+  if constexpr (kDbias == 2) place += 17 * (work.sequence * f.nheads_kv + work.kv_head);
+  const int start = query_tiles.count() > 0 ? query_tiles.begin + place % query_tiles.count() : 0;
   Turn turn = Walk<kBlockMask>::first(query_tiles, start);
   if (turn.exists) {
     const auto real =
@@ -280,6 +295,11 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
     CopyV::load(elements + kValuesAt, v, keys, thread);
     target::copy_async_commit();
     load(turn);
+  }
+  if constexpr (kDbias == 1) {
+    for (int head = 0; head < group; head += f.bias.group) {
+      BiasTile::clear(p, work.sequence, work.kv_head * group + head, first_key, query_tiles, thread);
+    }
   }
 
   const bool owns_dk = wave >= kRoleWaves;
@@ -293,8 +313,10 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
   UNROLL for (int m = 0; m < kKeyBlocks; m++) { UNROLL for (int d = 0; d < kDepthBlocks; d++) gradient[m][d] = C{}; }
 
   // dQ of a tile is computed when all of its dS is there: in the next turn. Each half of the waves does it while the
-  // other has element-wise work.
+  // other has element-wise work. What dbias gets of the tile, likewise.
   const auto add_dq_of = [&](const Turn& turn, int buffer) {
+    BiasTile::give(p, work.sequence, work.kv_head * group + turn.head, query_tiles.first_row(turn.n), first_key,
+                   elements + kScoreGradientsAt + buffer * kTileK * kPitchP, wave, lane);
     // The batch stride of lse is that of rows times heads, here as there.
     const int64 row = work.sequence * f.lse_batch + (work.q.start + query_tiles.first_row(turn.n)) * f.nheads_q;
     add_dq(p.dq_sum + (row + work.kv_head * group + turn.head) * kDqPitch, int64(f.nheads_q) * kDqPitch,

@@ -246,6 +246,10 @@ struct Mma {
     check_alignment(first, 8);
     return first[column % 8];
   }
+  // The i-th two of a lane's elements.
+  DEVICE static unsigned pair(const B& b, int i) {
+    return b.x[2 * i].bits | static_cast<unsigned>(b.x[2 * i + 1].bits) << 16;
+  }
   DEVICE static unsigned pack_pair(float low, float high) {
     static_assert(sizeof(T) == 2, "two fill a register");
     return from_float<T>(low).bits | static_cast<unsigned>(from_float<T>(high).bits) << 16;

@@ -52,6 +52,7 @@ class Config(Features):
     copy_bytes: int
     with_dq: bool
     accumulator_feeds_a: bool
+    dbias: int = 0  # see backward_options.by_main
     wave: int = 32
 
     @property
@@ -108,6 +109,7 @@ class Config(Features):
     def summary(self) -> str:
         shape = f"{self.tile_q}x{self.tile_k} waves={self.key_waves}x{self.column_waves} stages={self.stages}"
         traits = [*features.traits(self), *([] if self.with_dq else ["without-dq"])]
+        traits += [[], ["dbias"], ["sums-of-dbias"]][self.dbias]
         words = ["portable backward", self.element, dims(self), shape, f"{self.copy_bytes}B"]
         return " ".join([*words, *traits])
 
@@ -182,7 +184,10 @@ def choose(problem: Problem, target: Target, operands: Operands, *, with_dq: boo
     """
     # What becomes of scores takes registers, which the largest tile at small head dims has none left of.
     table = "16bit" if problem.plain_scores else "scored"
-    return choice.choose(Config, TILES, problem, target, operands, table, with_dq=with_dq)
+    dbias = backward_options.by_main(problem, operands) if with_dq else backward_options.ALONE
+    return choice.choose(
+        Config, TILES, problem, target, operands, table, with_dq=with_dq, dbias=dbias
+    )
 
 
 def choose_dq(problem: Problem, target: Target, operands: Operands) -> DqConfig:
@@ -251,7 +256,7 @@ def steps(
     """The launches of a call."""
     _refuse(problem, operands, deterministic)
     config = choose(problem, target, operands, with_dq=not deterministic)
-    options = backward_options.Gradients(problem, operands, target)
+    options = backward_options.Gradients(problem, operands, target, config.dbias)
     values = {**attention_params.backward(problem, structure, operands), **options.values}
     masks = mask_tiles.of_inner(problem, structure, operands, values, target.wave)
     packed = structs.fill(params.BACKWARD, values)
@@ -341,6 +346,7 @@ def steps(
     launches = [
         *_padding(problem, structure, operands),
         step(prepare_source(problem, copy_bytes), visits, ROW_THREADS, 0),
+        *(step(*each) for each in options.before),
         *masks.steps,
         *launches,
     ]
