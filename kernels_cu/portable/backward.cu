@@ -107,7 +107,7 @@ constexpr bool kHasDerivative = ScoreRule::kHasDerivative;
 // Probabilities of nothing but products: a text of their own, by which ptxas makes faster code.
 constexpr bool kPlain = !ScoreRule::kRemakes && !ScoreRule::kAdds && !kDropout && !kBlockMask;
 // Blocks of keys whose scores are finished together: what each needs besides its product takes registers.
-constexpr int kAtOnce = ScoreRule::kRemakes || ScoreRule::kAdds ? 1 : kKeyBlocks;
+constexpr int kAtOnce = ScoreRule::kRemakes || kBias > 0 ? 1 : kKeyBlocks;
 
 // float32 products are many and small: all of them in a row would only be long.
 constexpr int kUnroll = kSteps <= 16 ? kSteps : 4;
@@ -302,6 +302,9 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
     }
   }
 
+  // The square of a score over its softcap, from that of a product.
+  [[maybe_unused]] float uncapped = f.scores.scale * target::reciprocal(f.scores.softcap);
+  uncapped *= uncapped;
   const bool owns_dk = wave >= kRoleWaves;
   const int key = wave % kRoleWaves / kColumnWaves * kKeyBlocks * 16;
   const int column_wave = wave % kColumnWaves;
@@ -372,7 +375,11 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
         C(&some)[kAtOnce][kQueryBlocks] = *reinterpret_cast<C(*)[kAtOnce][kQueryBlocks]>(&x[m]);
         finish_scores_of_keys(some, rule, added, probability, lse, query_tiles, turn.n, first_key + key + m * 16,
                               first_row + columns, lane, [&](int k, int b, int e, int i, int j, float capped) {
-                                if constexpr (kHasDerivative) derivative[k][b].x[e] = rule.derivative(capped, i, j);
+                                if constexpr (ScoreRule::kScalesCapped) {
+                                  derivative[k][b].x[e] = fmaf(capped * capped, -uncapped, 1.0f);
+                                } else if constexpr (kHasDerivative) {
+                                  derivative[k][b].x[e] = rule.derivative(capped, i, j);
+                                }
                               });
         hide_by_bits<kBlockMask>(some, 0.0f, f.block_mask, work.sequence, head, query_tiles, turn.n,
                                  first_key + key + m * 16, first_row + columns, lane);
@@ -382,8 +389,10 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
             C weight = some[k][b];
             UNROLL for (int e = 0; e < C::kElements; e++) {
               float& p = some[k][b].x[e];
-              // What is masked stays 0, whatever the derivative is there.
-              if constexpr (kHasDerivative) weight.x[e] = p == 0.0f ? 0.0f : p * derivative[k][b].x[e];
+              if constexpr (kHasDerivative) {
+                // What is masked stays 0, whatever a user's derivative is there.
+                weight.x[e] = kScoreMod && p == 0.0f ? 0.0f : p * derivative[k][b].x[e];
+              }
               if constexpr (kDropout) {
                 weight.x[e] = Weights::marked(weight.x[e], kept.at(m + k, b, e));
                 if (!kept.at(m + k, b, e)) p = 0.0f;
