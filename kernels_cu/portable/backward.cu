@@ -226,6 +226,26 @@ DEVICE void add_dq(float* sums, int64 stride, int rows, const Element* gradients
   }
 }
 
+// A part of the gradient of a wave's keys, times `factor`: in float32, columns of 16 in the order of C::position().
+DEVICE void store_part(const C (&gradient)[kKeyBlocks][kDepthBlocks], float factor, float* sums, int64 stride, int keys,
+                       int lane) {
+  struct alignas(C::kRun * sizeof(float)) Run {
+    float x[C::kRun];
+  };
+  UNROLL for (int m = 0; m < kKeyBlocks; m++) {
+    UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
+      const int row = m * 16 + C::row(lane, slot);
+      if (row >= keys) continue;
+      float* const first = sums + row * stride + C::position(C::column(lane, C::element(slot, 0)));
+      UNROLL for (int d = 0; d < kDepthBlocks; d++) {
+        Run run;
+        UNROLL for (int i = 0; i < C::kRun; i++) run.x[i] = factor * gradient[m][d].x[C::element(slot, i)];
+        *reinterpret_cast<Run*>(first + d * 16) = run;
+      }
+    }
+  }
+}
+
 }  // namespace backward
 
 KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_backward(PARAMETER BackwardParams p) {
@@ -238,12 +258,20 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
   const int lane = thread % target::kWave;
   const int wave = thread / target::kWave;
 
-  const KeyWorkTile work = find_key_work_tile<kRagged, kTileK>(p, target::block_index());
+  // Where key tiles are few, each has several blocks, with a part of its query tiles.
+  const int parts = kSplit ? p.parts : 1;
+  const int part = target::block_index() % parts;
+  const KeyWorkTile work = find_key_work_tile<kRagged, kTileK>(p, target::block_index() / parts);
   if (!work.exists) return;
   const int first_key = work.tile * kTileK;
   const int keys = work.k.length - first_key < kTileK ? work.k.length - first_key : kTileK;
-  const auto query_tiles = Tiles::queries(f, Visible(f, work.q.length, work.k.length), work.sequence, work.q, work.k,
-                                          work.kv_head, work.tile);
+  auto query_tiles = Tiles::queries(f, Visible(f, work.q.length, work.k.length), work.sequence, work.q, work.k,
+                                    work.kv_head, work.tile);
+  [[maybe_unused]] const TileSpan met{query_tiles.begin, query_tiles.end};
+  if constexpr (kSplit) {
+    query_tiles.begin = met.begin + met.count() * part / parts;
+    query_tiles.end = met.begin + met.count() * (part + 1) / parts;
+  }
   const int group = f.nheads_q / f.nheads_kv;
 
   // Of the group's first head.
@@ -297,8 +325,8 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
     load(turn);
   }
   if constexpr (kDbias == 1) {
-    for (int head = 0; head < group; head += f.bias.group) {
-      BiasTile::clear(p, work.sequence, work.kv_head * group + head, first_key, query_tiles, thread);
+    for (int head = 0; head < (part == 0 ? group : 0); head += f.bias.group) {
+      BiasTile::clear(p, work.sequence, work.kv_head * group + head, first_key, met, thread);
     }
   }
 
@@ -460,6 +488,13 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
     target::block_sync();
   }
   const float factor = kFromGradientUnit * (owns_dk ? f.scores.scale : kDropout ? f.dropout.factor : 1.0f);
+  if constexpr (kSplit) {
+    const int64 rows = int64(owns_dk * parts + part) * f.batch + work.sequence;
+    const int64 row = rows * f.k_side.rows + first_key + key;
+    float* const sums = p.part_sums + (row * f.nheads_kv + work.kv_head) * kDepth + column_wave * kDepthBlocks * 16;
+    store_part(gradient, factor, sums, int64(f.nheads_kv) * kDepth, keys - key, lane);
+    return;
+  }
   Element* const result = elements + (owns_dk ? kKeysAt : kValuesAt) + key * kPitch + column_wave * kDepthBlocks * 16;
   UNROLL for (int m = 0; m < kKeyBlocks; m++) {
     UNROLL for (int d = 0; d < kDepthBlocks; d++) {
