@@ -140,9 +140,9 @@ struct AddedScoresOfKeys {
 // Products become probabilities. lse: of the queries from first_row on. visit: see remake_scores_of_keys.
 //
 // Where the rule changes scores, there are other reasons than a mask why a probability would not be a number: a query
-// past the end of its sequence, and one whose keys are all hidden by scores of -inf, so that its lse is -inf too. Both get
-// 0, as if their lse were inf. Past the end a score function may give anything, and the bias may hold it where sequences
-// have lengths of their own: each element is then tested.
+// past the end of its sequence, and one whose keys are all hidden by scores of -inf, so that its lse is -inf too. Both
+// get 0, as if their lse were inf. Past the end a score function may give anything, and the bias may hold it where
+// sequences have lengths of their own: each element is then tested.
 template <class C, int kKeyBlocks, int kQueryBlocks, class Finish, class Queries, class Visit = NoVisit>
 DEVICE void finish_scores_of_keys(C (&s)[kKeyBlocks][kQueryBlocks], const ScoreRule& rule,
                                   const AddedScoresOfKeys<C, kKeyBlocks, kQueryBlocks>& added, const Finish& finish,

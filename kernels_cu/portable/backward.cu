@@ -99,8 +99,8 @@ struct NoBiasGradient {
   template <class... Args>
   DEVICE static void give(const Args&...) {}
 };
-using BiasTile = Either<(kDbias > 0), BiasGradientTile<M, Element, kTileQ, kTileK, kPitchP, kWaves>,
-                        NoBiasGradient>::Type;
+using BiasTile =
+    Either<(kDbias > 0), BiasGradientTile<M, Element, kTileQ, kTileK, kPitchP, kWaves>, NoBiasGradient>::Type;
 static_assert(kDbias == 0 || (kWithDq && !kRagged && !kBlockMask && !ScoreRule::kRemakes),
               "all of dS lies in shared memory, and is the gradient of what is added");
 constexpr bool kHasDerivative = ScoreRule::kHasDerivative;
@@ -121,8 +121,8 @@ DEVICE void multiply(C (&x)[kKeyBlocks][kQueryBlocks], const Element* own, const
   multiply_rows<M, kSteps, kUnroll>(x, operand, pitched_tile<kPitch>(other), lane);
 }
 
-// gradient += X^T times columns of the other side. X comes from the wave's accumulators, which have become operands, or,
-// all of its rows, from `tile`.
+// gradient += X^T times columns of the other side. X comes from the wave's accumulators, which have become operands,
+// or, all of its rows, from `tile`.
 template <class M>  // the branch not taken must not be instantiated
 DEVICE void add_product(C (&gradient)[kKeyBlocks][kDepthBlocks], const C (&x)[kKeyBlocks][kQueryBlocks],
                         const Element* tile, const Element* other, int lane) {

@@ -1,5 +1,5 @@
-// dk and dv where several blocks had a key tile: what each has, added up in their order. One wave takes one row of keys,
-// all heads.
+// dk and dv where several blocks had a key tile: what each has, added up in their order. One wave takes one row of
+// keys, all heads.
 #include "attn/params.cuh"
 #include "attn/rows.cuh"
 #include "target/target.cuh"

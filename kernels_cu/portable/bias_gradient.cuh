@@ -2,8 +2,8 @@
 // rows are keys there, those of the bias queries, so matrix loads turn it round: a lane gets eight keys of a query.
 //
 // kDbias 1: an element belongs to scores of one key tile's block alone, of one head or of the two of a group. The first
-// head's are stored, the other's added to them: to a sum of two, rounding it once is all there is. What no tile meets is
-// 0. kDbias 2: the bias is shared by more, and blocks add to float32 sums, whose columns of 16 are in the order of
+// head's are stored, the other's added to them: to a sum of two, rounding it once is all there is. What no tile meets
+// is 0. kDbias 2: the bias is shared by more, and blocks add to float32 sums, whose columns of 16 are in the order of
 // summed_position().
 #pragma once
 
@@ -63,10 +63,11 @@ struct BiasGradientTile {
   }
   // In natural units.
   DEVICE static EightKeys scaled(const EightKeys& keys) {
-    if constexpr (config::kUnitShift == 0) return keys;
-    EightKeys natural;
-    UNROLL for (int i = 0; i < 4; i++) {
-      natural.pairs[i] = M::pack_pair(element(keys, 2 * i), element(keys, 2 * i + 1));
+    EightKeys natural = keys;
+    if constexpr (config::kUnitShift != 0) {
+      UNROLL for (int i = 0; i < 4; i++) {
+        natural.pairs[i] = M::pack_pair(element(keys, 2 * i), element(keys, 2 * i + 1));
+      }
     }
     return natural;
   }

@@ -12,6 +12,7 @@
 #include "attn/score_rule.cuh"
 #include "target/target.cuh"
 #include "tile/accumulator.cuh"
+#include "tile/by_lanes.cuh"
 
 // kOperandTile: whether the probabilities lie in shared memory as an operand already. kPitch: of all tiles.
 template <class Element, bool kOperandTile, int kPitch>

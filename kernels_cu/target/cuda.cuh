@@ -332,9 +332,7 @@ struct Mma16Bit {
     return c;
   }
   // An operand kept in the first registers of an accumulator that is needed no more.
-  DEVICE static void keep(C& c, const A& a) {
-    UNROLL for (int i = 0; i < 4; i++) c.x[i] = float_of(a.r[i]);
-  }
+  DEVICE static void keep(C& c, const A& a) { UNROLL for (int i = 0; i < 4; i++) c.x[i] = float_of(a.r[i]); }
   DEVICE static A kept(const C& c) {
     A a;
     UNROLL for (int i = 0; i < 4; i++) a.r[i] = bits_of(c.x[i]);

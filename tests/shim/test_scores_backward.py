@@ -257,7 +257,13 @@ def test_dbias_by_the_main_kernel(
     device = machine(wave)
     with small_tiles(portable_backward=(32, 32, 2, 1, 2, 1, 1, False)):
         verify_backward(
-            device, "portable", *arrays(dtype, rows=(45, 72)), bias=bias, window=window, dropout_p=0.1, seed=3
+            device,
+            "portable",
+            *arrays(dtype, rows=(45, 72)),
+            bias=bias,
+            window=window,
+            dropout_p=0.1,
+            seed=3,
         )
     assert "rawattn_backward_bias" not in device.launched
     assert ("rawattn_backward_bias_rows" in device.launched) == (heads == 1 or batches == 1)

@@ -1,7 +1,8 @@
 """Host twin of kernels_cu/portable/backward*.cu: problem -> configurations -> sources and steps.
 
 By default: prepare (what each query row needs), main (dk, dv; dq summed in float32 by atomic additions), finish (those sums
-to dq). Where key tiles are few, several blocks share one, and what they have of dk and dv is added up behind it. Deterministic: prepare, main without dq, and a kernel that computes dq alone.
+to dq). Where key tiles are few, several blocks share one, and their parts of dk and dv are added up behind main.
+Deterministic: prepare, main without dq, and a kernel that computes dq alone.
 """
 
 from __future__ import annotations
