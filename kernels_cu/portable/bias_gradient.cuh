@@ -31,6 +31,7 @@ struct BiasGradientTile {
   // Visits the pieces of a wave: give(query, key, keys), counted from the tile's first ones.
   template <class Give>
   DEVICE static void each(const T* gradients, int wave, int lane, const Give& give) {
+#pragma unroll 1
     for (int unit = wave; unit < kPieces / target::kWave; unit += kWaves) {
       EightKeys keys;
       if constexpr (M::kAccumulatorFeedsA) {
