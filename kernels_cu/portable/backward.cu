@@ -21,7 +21,9 @@
 #include "attn/scores_of_keys.cuh"
 #include "attn/sequence.cuh"
 #include "attn/visible.cuh"
+#include "portable/backward_walk.cuh"
 #include "portable/bias_gradient.cuh"
+#include "portable/gradient_part.cuh"
 #include "portable/gradient_unit.cuh"
 #include "portable/handover.cuh"
 #include "target/target.cuh"
@@ -107,7 +109,7 @@ constexpr bool kHasDerivative = ScoreRule::kHasDerivative;
 // Probabilities of nothing but products: a text of their own, by which ptxas makes faster code.
 constexpr bool kPlain = !ScoreRule::kRemakes && !ScoreRule::kAdds && !kDropout && !kBlockMask;
 // Blocks of keys whose scores are finished together: what each needs besides its product takes registers.
-constexpr int kAtOnce = ScoreRule::kRemakes || kBias > 0 ? 1 : kKeyBlocks;
+constexpr int kAtOnce = ScoreRule::kRemakes || kBias > 0 || (kAlibi && !kOneSided) ? 1 : kKeyBlocks;
 
 // float32 products are many and small: all of them in a row would only be long.
 constexpr int kUnroll = kSteps <= 16 ? kSteps : 4;
@@ -135,48 +137,6 @@ DEVICE void add_product(C (&gradient)[kKeyBlocks][kDepthBlocks], const C (&x)[kK
   };
   multiply_columns<M, kQuerySteps, kQueryUnroll>(gradient, operand, pitched_tile<kPitch>(other), lane);
 }
-
-// One turn of the walk: a query tile of one of the group's heads. Blocks of neighbouring key tiles begin at different
-// query tiles, so that they seldom add to the same dq at the same time.
-struct Turn {
-  int head, n, stage;  // n: the number of the query tile
-  bool exists;
-
-  DEVICE Turn next(const TileSpan& tiles, int start, int group) const {
-    Turn after{head, n + 1, (stage + 1) % kStages, true};
-    if (after.n == tiles.end) after.n = tiles.begin;
-    if (after.n == start) after.exists = ++after.head < group;
-    return after;
-  }
-};
-// The tiles are a TileSpan here, and `next` a member: written in another way, the same walk cost 3 to 4% at D 64.
-template <bool kListed>
-struct Walk {
-  template <class Queries>
-  DEVICE static Turn first(const Queries& tiles, int start) {
-    return {0, start, 0, tiles.count() > 0};
-  }
-  DEVICE static Turn next(const Turn& turn, const TileSpan& tiles, int start, int group) {
-    return turn.next(tiles, start, group);
-  }
-};
-// Of a mask's lists, which have the tiles of all heads.
-template <>
-struct Walk<true> {
-  template <class Queries>
-  DEVICE static Turn first(const Queries& tiles, int start) {
-    if (tiles.count() == 0) return {0, 0, 0, false};
-    return {tiles.head(start), start, 0, true};
-  }
-  template <class Queries>
-  DEVICE static Turn next(const Turn& turn, const Queries& tiles, int start, int) {
-    Turn after{turn.head, turn.n + 1, (turn.stage + 1) % kStages, true};
-    if (after.n == tiles.end) after.n = tiles.begin;
-    after.head = tiles.head(after.n);
-    after.exists = after.n != start;
-    return after;
-  }
-};
 
 // The bias of rows from first_row and keys from first_key on. Where there is none of it, rows repeat and keys are 0.
 DEVICE void copy_bias(Element* tile, const Bias& bias, int64 at, int first_row, int first_key, int part) {
@@ -221,26 +181,6 @@ DEVICE void add_dq(float* sums, int64 stride, int rows, const Element* gradients
         float run[C::kRun];
         UNROLL for (int i = 0; i < C::kRun; i++) run[i] = dq[m][d].x[C::element(slot, i)];
         target::atomic_add(sum + (block + d) * 16, run);
-      }
-    }
-  }
-}
-
-// A part of the gradient of a wave's keys, times `factor`: in float32, columns of 16 in the order of C::position().
-DEVICE void store_part(const C (&gradient)[kKeyBlocks][kDepthBlocks], float factor, float* sums, int64 stride, int keys,
-                       int lane) {
-  struct alignas(C::kRun * sizeof(float)) Run {
-    float x[C::kRun];
-  };
-  UNROLL for (int m = 0; m < kKeyBlocks; m++) {
-    UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
-      const int row = m * 16 + C::row(lane, slot);
-      if (row >= keys) continue;
-      float* const first = sums + row * stride + C::position(C::column(lane, C::element(slot, 0)));
-      UNROLL for (int d = 0; d < kDepthBlocks; d++) {
-        Run run;
-        UNROLL for (int i = 0; i < C::kRun; i++) run.x[i] = factor * gradient[m][d].x[C::element(slot, i)];
-        *reinterpret_cast<Run*>(first + d * 16) = run;
       }
     }
   }
