@@ -229,6 +229,10 @@ struct BackwardParams {
   // its stride in elements
   int64 dsink_head;
   BiasGradient dbias;
+  // dv, then dk: each (parts, batch, rows, nheads_kv, depth), columns of 16 in the order of Accumulator::position()
+  float* part_sums;
+  // blocks of a key tile, which share its query tiles
+  int parts;
   // gradients of captured arrays, one after the other, in C order
   float* captured_sums;
   // where that of each begins

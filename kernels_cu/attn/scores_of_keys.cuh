@@ -6,7 +6,8 @@
 #include "attn/scores.cuh"
 #include "target/target.cuh"
 
-// Products become scores, but for what is added to them. visit(m, n, e, i, j, capped): told of each element on the way.
+// Products become scores, but for what is added to them. visit(m, n, e, i, j, capped): told of each element on the way;
+// of one that is still to be scaled as it is.
 template <class C, int kKeyBlocks, int kQueryBlocks, class Visit>
 DEVICE void remake_scores_of_keys(C (&s)[kKeyBlocks][kQueryBlocks], const ScoreRule& rule, int first_key, int first_row,
                                   int lane, const Visit& visit) {
@@ -19,7 +20,7 @@ DEVICE void remake_scores_of_keys(C (&s)[kKeyBlocks][kQueryBlocks], const ScoreR
         const int j = first_key + m * 16 + C::row(lane, C::slot(e));
         float& x = s[m][n].x[e];
         if constexpr (ScoreRule::kScalesCapped) {
-          visit(m, n, e, i, j, x * scale);
+          visit(m, n, e, i, j, x);
         } else {
           x = rule.capped(x * scale);
           visit(m, n, e, i, j, x);
@@ -37,11 +38,14 @@ struct AddedScoresOfKeys {
   using Bias = typename Either<config::kBias == 4, float, config::Element>::Type;
   using M = target::Mma<config::Element>;
   static constexpr bool kFromTile = config::kBiasChunks && sizeof(Bias) == 2;
+  static constexpr bool kByOperands = kFromTile && M::kAccumulatorFeedsA;
   static constexpr int kBlocks = config::kBias > 0 ? kKeyBlocks * kQueryBlocks : 1;
 
-  typename Either<kFromTile, typename M::A, Bias[C::kElements]>::Type bias[kBlocks];
-  // Of the lane's first query from each key: less the query's column, which is known when this is compiled.
+  typename Either<kByOperands, typename M::A, Bias[C::kElements]>::Type bias[kBlocks];
+  // Of the lane's first query from each key: less the query's column, which is known when this is compiled. On one side
+  // alone in two parts: `far` from the first key, and of each key from that one.
   float distance[kKeyBlocks][C::kSlots];
+  float far;
   float slope;
 
   // tile: of the bias, from first_row and first_key on, where it lies in shared memory.
@@ -54,46 +58,63 @@ struct AddedScoresOfKeys {
     }
     if constexpr (config::kAlibi) {
       slope = rule.slope;
+      const int apart = first_row + C::column(lane, 0) + rule.offset - first_key;
+      far = static_cast<float>(apart);
       UNROLL for (int m = 0; m < kKeyBlocks; m++) {
         UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
-          const int j = first_key + m * 16 + C::row(lane, slot);
-          distance[m][slot] = static_cast<float>(first_row + C::column(lane, 0) + rule.offset - j);
+          const int key = m * 16 + C::row(lane, slot);
+          distance[m][slot] = static_cast<float>(config::kOneSided ? key : apart - key);
         }
       }
     }
   }
 
-  // What all elements of a key have in common: nothing.
+  // What the exponents of a query have in common, on top of x. kUnit: of a natural unit, in the exponent's.
   template <class Unit>
-  DEVICE float start(int, int, float x) const {
+  DEVICE float start(int column, float x) const {
+    if constexpr (config::kAlibi && config::kOneSided) return fmaf(-slope * Unit::kUnit, far + float(column), x);
     return x;
   }
-  // The addend of an element's exponent, from that of its query. kUnit: of a natural unit, in the exponent's.
+  // The exponent of a product, as exponent_of has it where queries are rows.
   template <class Unit>
-  DEVICE float addend(int m, int n, int e, float start) const {
+  DEVICE float exponent(float product, float scale, int m, int n, int e, float start) const {
     if constexpr (config::kBias > 0) {
-      start = fmaf(element<M>(m * kQueryBlocks + n, e), Unit::kUnit, start);
+      static_assert(Unit::kUnit == 1.0f, "a bias joins natural exponents");
+      return fmaf(product, scale, with_alibi<Unit>(m, n, e, element<M>(m * kQueryBlocks + n, e))) + start;
     }
-    if constexpr (config::kAlibi) {
-      const float apart = distance[m][C::slot(e)] + static_cast<float>(n * 16 + C::column(0, e));
-      // Where no key beyond the diagonal is seen, what is seen has no sign to lose.
-      start = fmaf(-slope * Unit::kUnit, config::kOneSided ? apart : fmaxf(apart, -apart), start);
-    }
-    return start;
+    return fmaf(product, scale, with_alibi<Unit>(m, n, e, start));
   }
 
  private:
+  template <class Unit>
+  DEVICE float with_alibi(int m, int n, int e, float x) const {
+    if constexpr (!config::kAlibi) return x;
+    const float apart = distance[m][C::slot(e)];
+    // Where no key beyond the diagonal is seen, what is seen has no sign to lose.
+    if constexpr (config::kOneSided) return fmaf(slope * Unit::kUnit, apart, x);
+    const float distance = apart + static_cast<float>(n * 16 + C::column(0, e));
+    return fmaf(-slope * Unit::kUnit, fmaxf(distance, -distance), x);
+  }
+
   template <class M>  // what is not taken must not be instantiated: not all operands become accumulators
   DEVICE void turn_round(const config::Element* tile, int pitch, int lane) {
     UNROLL for (int m = 0; m < kKeyBlocks; m++) {
       UNROLL for (int n = 0; n < kQueryBlocks; n++) {
-        bias[m * kQueryBlocks + n] = M::load_a_columns(tile + n * 16 * pitch + m * 16, pitch, lane);
+        auto& block = bias[m * kQueryBlocks + n];
+        const config::Element* const first = tile + n * 16 * pitch + m * 16;
+        if constexpr (M::kAccumulatorFeedsA) {
+          block = M::load_a_columns(first, pitch, lane);
+        } else {
+          UNROLL for (int e = 0; e < C::kElements; e++) {
+            block[e] = first[C::column(lane, e) * pitch + C::row(lane, C::slot(e))];
+          }
+        }
       }
     }
   }
   template <class M>
   DEVICE float element(int block, int e) const {
-    if constexpr (kFromTile) {
+    if constexpr (kFromTile && M::kAccumulatorFeedsA) {
       return M::to_accumulator(bias[block]).x[e];
     } else {
       return target::to_float(bias[block][e]);
@@ -119,27 +140,43 @@ struct AddedScoresOfKeys {
 // Products become probabilities. lse: of the queries from first_row on. visit: see remake_scores_of_keys.
 //
 // Where the rule changes scores, there are other reasons than a mask why a probability would not be a number: a query
-// past the end of its sequence, whose scores are anything then, and one whose keys are all hidden by scores of -inf, so
-// that its lse is -inf too. Both get 0.
+// past the end of its sequence, and one whose keys are all hidden by scores of -inf, so that its lse is -inf too. Both
+// get 0, as if their lse were inf. Past the end a score function may give anything, and the bias may hold it where
+// sequences have lengths of their own: each element is then tested.
 template <class C, int kKeyBlocks, int kQueryBlocks, class Finish, class Queries, class Visit = NoVisit>
 DEVICE void finish_scores_of_keys(C (&s)[kKeyBlocks][kQueryBlocks], const ScoreRule& rule,
                                   const AddedScoresOfKeys<C, kKeyBlocks, kQueryBlocks>& added, const Finish& finish,
                                   const float* lse, const Queries& queries, int n, int first_key, int first_row,
                                   int lane, const Visit& visit = Visit{}) {
+  constexpr bool kMayBeAnything = config::kScoreMod || (config::kBias > 0 && config::kRagged);
   if constexpr (ScoreRule::kRemakes) remake_scores_of_keys(s, rule, first_key, first_row, lane, visit);
-  UNROLL for (int m = 0; m < kKeyBlocks; m++) {
-    UNROLL for (int b = 0; b < kQueryBlocks; b++) {
-      UNROLL for (int e = 0; e < C::kElements; e++) {
-        const int column = b * 16 + C::column(lane, e);
-        float& x = s[m][b].x[e];
-        if constexpr (ScoreRule::kRemakes || ScoreRule::kAdds) {
-          using Unit = typename Finish::Unit;
-          const float start = finish.start(lse[column]);
-          const float exponent = exponent_of<Unit>(x, finish.scale, added, m, b, e, C::slot(e), start);
-          const bool sees = first_row + column < rule.len_q && lse[column] != -target::infinity();
-          x = sees ? Finish::power(exponent) : Finish::masked();
-        } else {
-          x = finish(x, lse[column]);
+  const int behind = rule.len_q - first_row - C::column(lane, 0);
+  UNROLL for (int b = 0; b < kQueryBlocks; b++) {
+    UNROLL for (int i = 0; i < C::kRun; i++) {
+      // The query's column less that of the lane's first one, which is known when this is compiled.
+      const int known = b * 16 + C::column(0, C::element(0, i));
+      const int column = C::column(lane, 0) + known;
+      if constexpr (ScoreRule::kRemakes || ScoreRule::kAdds) {
+        using Unit = typename Finish::Unit;
+        const float row_lse = lse[column];
+        // No branch: the next query's exponentials must not wait for it.
+        const bool sees = int(known < behind) & int(row_lse != -target::infinity());
+        const float own = finish.start(sees ? row_lse : target::infinity());
+        const float start = added.template start<Unit>(known, own);
+        UNROLL for (int m = 0; m < kKeyBlocks; m++) {
+          UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
+            const int e = C::element(slot, i);
+            float& x = s[m][b].x[e];
+            x = Finish::power(added.template exponent<Unit>(x, finish.scale, m, b, e, start));
+            if (kMayBeAnything && !sees) x = Finish::masked();
+          }
+        }
+      } else {
+        UNROLL for (int m = 0; m < kKeyBlocks; m++) {
+          UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
+            float& x = s[m][b].x[C::element(slot, i)];
+            x = finish(x, lse[column]);
+          }
         }
       }
     }

@@ -21,6 +21,9 @@
 #include "attn/scores_of_keys.cuh"
 #include "attn/sequence.cuh"
 #include "attn/visible.cuh"
+#include "portable/backward_walk.cuh"
+#include "portable/bias_gradient.cuh"
+#include "portable/gradient_part.cuh"
 #include "portable/gradient_unit.cuh"
 #include "portable/handover.cuh"
 #include "target/target.cuh"
@@ -91,11 +94,22 @@ using CopyDout = RowCopy<Element, kTileQ, kHeadDimV, kDepth, kPitch, kRoleThread
 using Visible = VisibleKeys<kLeft, kRight, kTopLeft>;
 using Tiles = MeetingTiles<kBlockMask, Visible, kTileQ, kTileK>;
 
+// What dbias gets of a tile. Without it, another kernel makes dbias where it is wanted.
+struct NoBiasGradient {
+  template <class... Args>
+  DEVICE static void clear(const Args&...) {}
+  template <class... Args>
+  DEVICE static void give(const Args&...) {}
+};
+using BiasTile =
+    Either<(kDbias > 0), BiasGradientTile<M, Element, kTileQ, kTileK, kPitchP, kWaves>, NoBiasGradient>::Type;
+static_assert(kDbias == 0 || (kWithDq && !kRagged && !kBlockMask && !ScoreRule::kRemakes),
+              "all of dS lies in shared memory, and is the gradient of what is added");
 constexpr bool kHasDerivative = ScoreRule::kHasDerivative;
 // Probabilities of nothing but products: a text of their own, by which ptxas makes faster code.
 constexpr bool kPlain = !ScoreRule::kRemakes && !ScoreRule::kAdds && !kDropout && !kBlockMask;
 // Blocks of keys whose scores are finished together: what each needs besides its product takes registers.
-constexpr int kAtOnce = ScoreRule::kRemakes || ScoreRule::kAdds ? 1 : kKeyBlocks;
+constexpr int kAtOnce = ScoreRule::kRemakes || kBias > 0 || (kAlibi && !kOneSided) ? 1 : kKeyBlocks;
 
 // float32 products are many and small: all of them in a row would only be long.
 constexpr int kUnroll = kSteps <= 16 ? kSteps : 4;
@@ -109,62 +123,20 @@ DEVICE void multiply(C (&x)[kKeyBlocks][kQueryBlocks], const Element* own, const
   multiply_rows<M, kSteps, kUnroll>(x, operand, pitched_tile<kPitch>(other), lane);
 }
 
-// gradient += X^T times columns of the other side. X comes from the wave's accumulators or, all of its rows, from
-// `tile`.
+// gradient += X^T times columns of the other side. X comes from the wave's accumulators, which have become operands,
+// or, all of its rows, from `tile`.
 template <class M>  // the branch not taken must not be instantiated
 DEVICE void add_product(C (&gradient)[kKeyBlocks][kDepthBlocks], const C (&x)[kKeyBlocks][kQueryBlocks],
                         const Element* tile, const Element* other, int lane) {
   const auto operand = [&](int m, int step) {
     if constexpr (M::kAccumulatorFeedsA && kColumnWaves == 1) {
-      return M::from_accumulator(x[m][step]);
+      return M::kept(x[m][step]);
     } else {
       return M::load_a(tile + m * 16 * kPitchP + step * M::kDepth, kPitchP, lane);
     }
   };
   multiply_columns<M, kQuerySteps, kQueryUnroll>(gradient, operand, pitched_tile<kPitch>(other), lane);
 }
-
-// One turn of the walk: a query tile of one of the group's heads. Blocks of neighbouring key tiles begin at different
-// query tiles, so that they seldom add to the same dq at the same time.
-struct Turn {
-  int head, n, stage;  // n: the number of the query tile
-  bool exists;
-
-  DEVICE Turn next(const TileSpan& tiles, int start, int group) const {
-    Turn after{head, n + 1, (stage + 1) % kStages, true};
-    if (after.n == tiles.end) after.n = tiles.begin;
-    if (after.n == start) after.exists = ++after.head < group;
-    return after;
-  }
-};
-// The tiles are a TileSpan here, and `next` a member: written in another way, the same walk cost 3 to 4% at D 64.
-template <bool kListed>
-struct Walk {
-  template <class Queries>
-  DEVICE static Turn first(const Queries& tiles, int start) {
-    return {0, start, 0, tiles.count() > 0};
-  }
-  DEVICE static Turn next(const Turn& turn, const TileSpan& tiles, int start, int group) {
-    return turn.next(tiles, start, group);
-  }
-};
-// Of a mask's lists, which have the tiles of all heads.
-template <>
-struct Walk<true> {
-  template <class Queries>
-  DEVICE static Turn first(const Queries& tiles, int start) {
-    if (tiles.count() == 0) return {0, 0, 0, false};
-    return {tiles.head(start), start, 0, true};
-  }
-  template <class Queries>
-  DEVICE static Turn next(const Turn& turn, const Queries& tiles, int start, int) {
-    Turn after{turn.head, turn.n + 1, (turn.stage + 1) % kStages, true};
-    if (after.n == tiles.end) after.n = tiles.begin;
-    after.head = tiles.head(after.n);
-    after.exists = after.n != start;
-    return after;
-  }
-};
 
 // The bias of rows from first_row and keys from first_key on. Where there is none of it, rows repeat and keys are 0.
 DEVICE void copy_bias(Element* tile, const Bias& bias, int64 at, int first_row, int first_key, int part) {
@@ -226,12 +198,20 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
   const int lane = thread % target::kWave;
   const int wave = thread / target::kWave;
 
-  const KeyWorkTile work = find_key_work_tile<kRagged, kTileK>(p, target::block_index());
+  // Where key tiles are few, each has several blocks, with a part of its query tiles.
+  const int parts = kSplit ? p.parts : 1;
+  const int part = target::block_index() % parts;
+  const KeyWorkTile work = find_key_work_tile<kRagged, kTileK>(p, target::block_index() / parts);
   if (!work.exists) return;
   const int first_key = work.tile * kTileK;
   const int keys = work.k.length - first_key < kTileK ? work.k.length - first_key : kTileK;
-  const auto query_tiles = Tiles::queries(f, Visible(f, work.q.length, work.k.length), work.sequence, work.q, work.k,
-                                          work.kv_head, work.tile);
+  auto query_tiles = Tiles::queries(f, Visible(f, work.q.length, work.k.length), work.sequence, work.q, work.k,
+                                    work.kv_head, work.tile);
+  [[maybe_unused]] const TileSpan met{query_tiles.begin, query_tiles.end};
+  if constexpr (kSplit) {
+    query_tiles.begin = met.begin + met.count() * part / parts;
+    query_tiles.end = met.begin + met.count() * (part + 1) / parts;
+  }
   const int group = f.nheads_q / f.nheads_kv;
 
   // Of the group's first head.
@@ -271,7 +251,10 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
 
   const auto k = rows_of<const Element>(f.k, f.k_strides, work.sequence, work.k, work.kv_head, first_key);
   const auto v = rows_of<const Element>(f.v, f.v_strides, work.sequence, work.k, work.kv_head, first_key);
-  const int start = query_tiles.count() > 0 ? query_tiles.begin + work.tile % query_tiles.count() : 0;
+  int place = work.tile;
+  // Those of other heads and sequences add to the same sums too.
+  if constexpr (kDbias == 2) place += 17 * (work.sequence * f.nheads_kv + work.kv_head);
+  const int start = query_tiles.count() > 0 ? query_tiles.begin + place % query_tiles.count() : 0;
   Turn turn = Walk<kBlockMask>::first(query_tiles, start);
   if (turn.exists) {
     const auto real =
@@ -281,7 +264,15 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
     target::copy_async_commit();
     load(turn);
   }
+  if constexpr (kDbias == 1) {
+    for (int head = 0; head < (part == 0 ? group : 0); head += f.bias.group) {
+      BiasTile::clear(p, work.sequence, work.kv_head * group + head, first_key, met, thread);
+    }
+  }
 
+  // The square of a score over its softcap, from that of a product.
+  [[maybe_unused]] float uncapped = f.scores.scale * target::reciprocal(f.scores.softcap);
+  uncapped *= uncapped;
   const bool owns_dk = wave >= kRoleWaves;
   const int key = wave % kRoleWaves / kColumnWaves * kKeyBlocks * 16;
   const int column_wave = wave % kColumnWaves;
@@ -293,8 +284,10 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
   UNROLL for (int m = 0; m < kKeyBlocks; m++) { UNROLL for (int d = 0; d < kDepthBlocks; d++) gradient[m][d] = C{}; }
 
   // dQ of a tile is computed when all of its dS is there: in the next turn. Each half of the waves does it while the
-  // other has element-wise work.
+  // other has element-wise work. What dbias gets of the tile, likewise.
   const auto add_dq_of = [&](const Turn& turn, int buffer) {
+    BiasTile::give(p, work.sequence, work.kv_head * group + turn.head, query_tiles.first_row(turn.n), first_key,
+                   elements + kScoreGradientsAt + buffer * kTileK * kPitchP, wave, lane);
     // The batch stride of lse is that of rows times heads, here as there.
     const int64 row = work.sequence * f.lse_batch + (work.q.start + query_tiles.first_row(turn.n)) * f.nheads_q;
     add_dq(p.dq_sum + (row + work.kv_head * group + turn.head) * kDqPitch, int64(f.nheads_q) * kDqPitch,
@@ -338,6 +331,7 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
             const int at = m * 16 * kPitchP + columns + b * 16;
             if constexpr (!kFromRegisters) store_accumulator<M>(x[m][b], p_tile + at, kPitchP, lane);
             if constexpr (kFromRegisters || Weights::kOwnTile) Weights::store(x[m][b], weights + at, second + at, lane);
+            if constexpr (kFromRegisters) become_operand<M>(x[m][b]);
           }
         }
       }
@@ -349,7 +343,11 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
         C(&some)[kAtOnce][kQueryBlocks] = *reinterpret_cast<C(*)[kAtOnce][kQueryBlocks]>(&x[m]);
         finish_scores_of_keys(some, rule, added, probability, lse, query_tiles, turn.n, first_key + key + m * 16,
                               first_row + columns, lane, [&](int k, int b, int e, int i, int j, float capped) {
-                                if constexpr (kHasDerivative) derivative[k][b].x[e] = rule.derivative(capped, i, j);
+                                if constexpr (ScoreRule::kScalesCapped) {
+                                  derivative[k][b].x[e] = fmaf(capped * capped, -uncapped, 1.0f);
+                                } else if constexpr (kHasDerivative) {
+                                  derivative[k][b].x[e] = rule.derivative(capped, i, j);
+                                }
                               });
         hide_by_bits<kBlockMask>(some, 0.0f, f.block_mask, work.sequence, head, query_tiles, turn.n,
                                  first_key + key + m * 16, first_row + columns, lane);
@@ -359,8 +357,10 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
             C weight = some[k][b];
             UNROLL for (int e = 0; e < C::kElements; e++) {
               float& p = some[k][b].x[e];
-              // What is masked stays 0, whatever the derivative is there.
-              if constexpr (kHasDerivative) weight.x[e] = p == 0.0f ? 0.0f : p * derivative[k][b].x[e];
+              if constexpr (kHasDerivative) {
+                // What is masked stays 0, whatever a user's derivative is there.
+                weight.x[e] = kScoreMod && p == 0.0f ? 0.0f : p * derivative[k][b].x[e];
+              }
               if constexpr (kDropout) {
                 weight.x[e] = Weights::marked(weight.x[e], kept.at(m + k, b, e));
                 if (!kept.at(m + k, b, e)) p = 0.0f;
@@ -368,6 +368,7 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
             }
             if constexpr (!kFromRegisters) store_accumulator<M>(some[k][b], p_tile + at, kPitchP, lane);
             if constexpr (kFromRegisters || Weights::kOwnTile) Weights::store(weight, weights + at, second + at, lane);
+            if constexpr (kFromRegisters) become_operand<M>(some[k][b]);
           }
         }
       }
@@ -375,10 +376,17 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
     target::block_sync();
     if (owns_dk) {
       if (kStages == 2 && kLateCopies && next.exists) load(next);
+      // Of the next block before dS of this one is stored, which may lie where its weights were: other lanes' too.
+      const auto load_weights = [&](int block) {
+        const int at = block / kQueryBlocks * 16 * kPitchP + columns + block % kQueryBlocks * 16;
+        return Weights::load(weights + at, second + at, lane);
+      };
+      C ahead = load_weights(0);
       UNROLL for (int m = 0; m < kKeyBlocks; m++) {
         UNROLL for (int b = 0; b < kQueryBlocks; b++) {
-          const int at = m * 16 * kPitchP + columns + b * 16;
-          const C weight = Weights::load(weights + at, second + at, lane);
+          const C weight = ahead;
+          const int after = m * kQueryBlocks + b + 1;
+          if (after < kKeyBlocks * kQueryBlocks) ahead = load_weights(after);
           UNROLL for (int e = 0; e < C::kElements; e++) {
             float& d = x[m][b].x[e];
             if constexpr (kDropout) {
@@ -390,7 +398,11 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
             // A value that the row does not see may be anything.
             if constexpr (kBlockMask) d = Weights::unmarked(weight.x[e]) == 0.0f ? 0.0f : d;
           }
-          if constexpr (kSharesDs) store_accumulator<M>(x[m][b], ds_tile + at, kPitchP, lane);
+          if constexpr (Weights::kWide) target::wave_sync();
+          if constexpr (kSharesDs) {
+            store_accumulator<M>(x[m][b], ds_tile + m * 16 * kPitchP + columns + b * 16, kPitchP, lane);
+          }
+          if constexpr (kFromRegisters) become_operand<M>(x[m][b]);
         }
       }
     } else if (kWithDq && !kFromRegisters && before.exists) {
@@ -416,6 +428,13 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
     target::block_sync();
   }
   const float factor = kFromGradientUnit * (owns_dk ? f.scores.scale : kDropout ? f.dropout.factor : 1.0f);
+  if constexpr (kSplit) {
+    const int64 rows = int64(owns_dk * parts + part) * f.batch + work.sequence;
+    const int64 row = rows * f.k_side.rows + first_key + key;
+    float* const sums = p.part_sums + (row * f.nheads_kv + work.kv_head) * kDepth + column_wave * kDepthBlocks * 16;
+    store_part(gradient, factor, sums, int64(f.nheads_kv) * kDepth, keys - key, lane);
+    return;
+  }
   Element* const result = elements + (owns_dk ? kKeysAt : kValuesAt) + key * kPitch + column_wave * kDepthBlocks * 16;
   UNROLL for (int m = 0; m < kKeyBlocks; m++) {
     UNROLL for (int d = 0; d < kDepthBlocks; d++) {

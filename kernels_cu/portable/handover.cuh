@@ -4,14 +4,15 @@
 //   dS = weight * ((kept ? dP / (1 - dropout_p) : 0) - delta)
 //
 // The product with dout needs the probability rounded to the element type, and so does dS in the end. To round the
-// weight in between makes the error of dq and dk 1.2 times as large. Where the rounded probability is a matrix operand
-// that lies in shared memory anyway, a second tile costs nothing; where it is one in registers, keeping both costs 3 to
-// 9% of the kernel (docs/notes/portable-backward.md).
+// weight in between makes the error of dq and dk 1.2 times as large. Where the rounded probability is an operand in
+// registers, the weight goes over as it is, from lane to lane: nothing is packed and unpacked. Where the operand lies
+// in shared memory, there is room for 16 bits of the weight beside it (docs/notes/portable-backward.md).
 #pragma once
 
 #include "attn/score_rule.cuh"
 #include "target/target.cuh"
 #include "tile/accumulator.cuh"
+#include "tile/by_lanes.cuh"
 
 // kOperandTile: whether the probabilities lie in shared memory as an operand already. kPitch: of all tiles.
 template <class Element, bool kOperandTile, int kPitch>
@@ -20,8 +21,8 @@ struct Handover {
   static constexpr bool k16Bit = sizeof(Element) == 2;
   // Whether a weight is other than its probability.
   static constexpr bool kSpecial = config::kDropout || ScoreRule::kHasDerivative;
-  // A user's derivative may be of any size. All bits: in two tiles.
-  static constexpr bool kWide = k16Bit && config::kScoreMod;
+  // All bits, in two tiles. A user's derivative may be of any size.
+  static constexpr bool kWide = k16Bit && (config::kScoreMod || !kOperandTile);
   // As float16, which has digits enough for what becomes a bfloat16.
   static constexpr bool kNarrow = k16Bit && !kWide && (config::kUnitShift > 0 || kSpecial);
   // Whether weights are in tiles of their own; else they are the operand.
@@ -42,7 +43,7 @@ struct Handover {
   // `second`: the other tile, where there are two.
   DEVICE static void store(const C& weights, Element* tile, Element* second, int lane) {
     if constexpr (kWide) {
-      store_halves<target::Mma<Element>>(weights, tile, second, kPitch, lane);
+      store_by_lanes(weights, tile, second, kPitch, lane);
     } else if constexpr (kNarrow) {
       store_accumulator<target::Mma<float16>>(weights, reinterpret_cast<float16*>(tile), kPitch, lane);
     } else {
@@ -51,7 +52,7 @@ struct Handover {
   }
   DEVICE static C load(const Element* tile, const Element* second, int lane) {
     if constexpr (kWide) {
-      return load_halves<target::Mma<Element>, C>(tile, second, kPitch, lane);
+      return load_by_lanes<C>(tile, second, kPitch, lane);
     } else if constexpr (kNarrow) {
       return load_accumulator<target::Mma<float16>, C>(reinterpret_cast<const float16*>(tile), kPitch, lane);
     } else {

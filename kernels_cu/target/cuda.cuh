@@ -116,6 +116,41 @@ DEVICE void atomic_add(float* address, const float (&x)[kCount]) {
   }
 }
 
+// Pairs of elements are added to 16 bytes of memory.
+template <class T>
+DEVICE void add_pairs_by_float(T* address, const unsigned (&x)[4]) {
+  UNROLL for (int i = 0; i < 8; i++) {
+    const T added{static_cast<unsigned short>(x[i / 2] >> i % 2 * 16)};
+    address[i] = from_float<T>(to_float(address[i]) + to_float(added));
+  }
+}
+
+// Writes 16 bytes that are not read soon.
+DEVICE void store_once(void* address, const unsigned (&x)[4]) {
+  asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+               : "memory");
+}
+
+// Adds pairs of elements to 16 bytes of memory that this thread alone writes.
+DEVICE void add_pairs(float16* address, const unsigned (&x)[4]) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("red.global.add.noftz.v4.f16x2 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]),
+               "r"(x[3])
+               : "memory");
+#else
+  add_pairs_by_float(address, x);
+#endif
+}
+DEVICE void add_pairs(bfloat16* address, const unsigned (&x)[4]) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("red.global.add.noftz.v4.bf16x2 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]),
+               "r"(x[3])
+               : "memory");
+#else
+  add_pairs_by_float(address, x);
+#endif
+}
+
 // What this thread has written is there for the device's other blocks before what it writes from here on; and the
 // other way round for what it reads.
 DEVICE void fence_device() { __threadfence(); }
@@ -280,6 +315,8 @@ struct Mma16Bit {
     return b;
   }
   DEVICE static unsigned pack_pair(float low, float high);
+  // The i-th two of a lane's elements.
+  DEVICE static unsigned pair(const B& b, int i) { return b.r[i]; }
   // A 16 x 16 accumulator has, element by element, the layout of an A operand.
   DEVICE static A from_accumulator(const C& c) {
     A a;
@@ -294,24 +331,12 @@ struct Mma16Bit {
     }
     return c;
   }
-  // The upper and the lower halves of an accumulator's bits, as operands are laid out, and what they were made of.
-  DEVICE static A upper_halves(const C& c) {
+  // An operand kept in the first registers of an accumulator that is needed no more.
+  DEVICE static void keep(C& c, const A& a) { UNROLL for (int i = 0; i < 4; i++) c.x[i] = float_of(a.r[i]); }
+  DEVICE static A kept(const C& c) {
     A a;
-    UNROLL for (int i = 0; i < 4; i++) a.r[i] = __byte_perm(bits_of(c.x[2 * i]), bits_of(c.x[2 * i + 1]), 0x7632);
+    UNROLL for (int i = 0; i < 4; i++) a.r[i] = bits_of(c.x[i]);
     return a;
-  }
-  DEVICE static A lower_halves(const C& c) {
-    A a;
-    UNROLL for (int i = 0; i < 4; i++) a.r[i] = __byte_perm(bits_of(c.x[2 * i]), bits_of(c.x[2 * i + 1]), 0x5410);
-    return a;
-  }
-  DEVICE static C from_halves(const A& upper, const A& lower) {
-    C c;
-    UNROLL for (int i = 0; i < 4; i++) {
-      c.x[2 * i] = float_of(__byte_perm(lower.r[i], upper.r[i], 0x5410));
-      c.x[2 * i + 1] = float_of(__byte_perm(lower.r[i], upper.r[i], 0x7632));
-    }
-    return c;
   }
   DEVICE static void multiply_add(C& c, const A& a, const B& b);
 };

@@ -226,6 +226,20 @@ DEVICE void atomic_add(float* address, const float (&x)[kCount]) {
   for (int i = 0; i < kCount; i++) address[i] += x[i];
 }
 
+DEVICE void store_once(void* address, const unsigned (&x)[4]) {
+  if (reinterpret_cast<unsigned long long>(address) % sizeof(x) != 0) host::fail("16 bytes are stored to %p", address);
+  __builtin_memcpy(address, x, sizeof(x));
+}
+
+template <class T>
+DEVICE void add_pairs(T* address, const unsigned (&x)[4]) {
+  if (reinterpret_cast<unsigned long long>(address) % sizeof(x) != 0) host::fail("pairs are added to %p", address);
+  for (int i = 0; i < 8; i++) {
+    const T added{static_cast<unsigned short>(x[i / 2] >> i % 2 * 16)};
+    address[i] = from_float<T>(to_float(address[i]) + to_float(added));
+  }
+}
+
 DEVICE void fence_device() {}
 
 DEVICE unsigned fetch_add(unsigned* counter, unsigned x) {

@@ -246,6 +246,10 @@ struct Mma {
     check_alignment(first, 8);
     return first[column % 8];
   }
+  // The i-th two of a lane's elements.
+  DEVICE static unsigned pair(const B& b, int i) {
+    return b.x[2 * i].bits | static_cast<unsigned>(b.x[2 * i + 1].bits) << 16;
+  }
   DEVICE static unsigned pack_pair(float low, float high) {
     static_assert(sizeof(T) == 2, "two fill a register");
     return from_float<T>(low).bits | static_cast<unsigned>(from_float<T>(high).bits) << 16;
@@ -263,25 +267,16 @@ struct Mma {
     for (int e = 0; e < Map::kElementsA; e++) c.x[e] = to_float(a.x[e]);
     return c;
   }
-  DEVICE static A upper_halves(const C& c) {
-    static_assert(kAccumulatorFeedsA, "the layouts differ");
-    A a;
-    for (int e = 0; e < Map::kElementsA; e++) a.x[e] = T{static_cast<unsigned short>(bits_of(c.x[e]) >> 16)};
-    return a;
+  // An operand kept in the first registers of an accumulator that is needed no more: the others are lost.
+  DEVICE static void keep(C& c, const A& a) {
+    static_assert(kAccumulatorFeedsA && sizeof(A) <= sizeof(C), "an operand has room");
+    for (int e = 0; e < C::kElements; e++) c.x[e] = float_of(0x7fc00000);
+    __builtin_memcpy(c.x, a.x, sizeof(a.x));
   }
-  DEVICE static A lower_halves(const C& c) {
-    static_assert(kAccumulatorFeedsA, "the layouts differ");
+  DEVICE static A kept(const C& c) {
     A a;
-    for (int e = 0; e < Map::kElementsA; e++) a.x[e] = T{static_cast<unsigned short>(bits_of(c.x[e]))};
+    __builtin_memcpy(a.x, c.x, sizeof(a.x));
     return a;
-  }
-  DEVICE static C from_halves(const A& upper, const A& lower) {
-    static_assert(kAccumulatorFeedsA, "the layouts differ");
-    C c;
-    for (int e = 0; e < Map::kElementsA; e++) {
-      c.x[e] = float_of(static_cast<unsigned>(upper.x[e].bits) << 16 | lower.x[e].bits);
-    }
-    return c;
   }
   DEVICE static void multiply_add(C& c, const A& a, const B& b) {
     Payload mine{&a, &b, &c};

@@ -256,6 +256,12 @@ BACKWARD = _struct(
     ("void*", "dsink_logits", "in the dtype of sink_logits"),
     ("int64", "dsink_head", "its stride in elements"),
     (_BIAS_GRADIENT, "dbias", ""),
+    (
+        "float*",
+        "part_sums",
+        "dv, then dk: each (parts, batch, rows, nheads_kv, depth), columns of 16 in the order of Accumulator::position()",
+    ),
+    ("int", "parts", "blocks of a key tile, which share its query tiles"),
     ("float*", "captured_sums", "gradients of captured arrays, one after the other, in C order"),
     ("int64", "captured_at[8]", "where that of each begins"),
     (

@@ -44,7 +44,13 @@ def _options(dtype: str) -> list[dict[str, Any]]:
     for options in each:
         together |= options
     listed = _form("bits", 1, 1, 1, _ROWS)._replace(kept=_ROWS // 4)
-    return [*each, {"mask": listed}, together, {"bias": _form("float32", 1, 1, 1, _ROWS)}]
+    return [
+        *each,
+        {"mask": listed},
+        together,
+        {"bias": _form("float32", 1, 1, 1, _ROWS)},
+        {"bias": _form(dtype, 1, 1, _ROWS, _ROWS)},
+    ]
 
 
 def score_variants(target: Target) -> list[Source]:
@@ -52,8 +58,8 @@ def score_variants(target: Target) -> list[Source]:
 
     In turns of causal calls with a deterministic backward, and of others.
     """
-    *options, _ = _options("float32")
-    sources = _sources(_problem("float32", 64, causal=False, **options[-1]), target, False)
+    *_, together, _, _ = _options("float32")
+    sources = _sources(_problem("float32", 64, causal=False, **together), target, False)
     for n, each in enumerate(_options("bfloat16")):
         odd = n % 2 == 1
         sources += _sources(_problem("bfloat16", 128, causal=odd, **each), target, odd)
@@ -109,6 +115,7 @@ def _sources(problem: Problem, target: Target, deterministic: bool) -> list[Sour
                 name: contiguous(shape, ITEMSIZE[problem.dtype])
                 for name, shape in (shapes | more).items()
             },
+            ours=frozenset(gradients),
             of_options={name: contiguous(*x) for name, x in of_options.items()},
             places=dict.fromkeys(arrays, 0),
         )

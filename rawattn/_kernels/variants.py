@@ -97,6 +97,9 @@ def common_variants(arch: str, *, every: bool = False, purpose: str = "inference
             sources.append(main.source())
             unit_shift = main.unit_shift
         width = operands.copy_bytes(problem)
+        if every and not ragged:
+            sources.append(replace(main, split=True).source())
+            sources.append(portable_backward.parts_source(problem, width, main.depth))
         sources.extend(
             (
                 portable_backward.choose_dq(problem, target, operands).source(),

@@ -71,8 +71,9 @@ def attention_backward(
         Whether to compute the gradient of `bias`; by default whenever there is one. True without a bias is an error.
     deterministic : bool
         The same bits run after run. By default dq is summed by atomic additions, in an order that differs from run to
-        run; dk and dv are always the same. On a GPU it costs about a quarter more time and needs less memory: 1 float32
-        of a query row and head, instead of D + 1 (D rounded up to a multiple of 16).
+        run, and so may dbias be where sequences or more than two heads share the bias; dk and dv are always the same.
+        On a GPU it costs about a quarter more time and needs less memory: 1 float32 of a query row and head, instead of
+        D + 1 (D rounded up to a multiple of 16).
     into : Gradients, optional
         Arrays to write, each of the shape, dtype and device of what it is the gradient of, with unit last stride, writable,
         without overlap with each other or with an input; a field that is None is allocated. `captured` is a dict. Padding

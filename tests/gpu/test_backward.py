@@ -66,6 +66,43 @@ def test_deterministic_sums_of_options_give_the_same_bits(case: Case) -> None:
         assert words == first, f"run {n} differs"
 
 
+_GROUPS = {"nheads_q": 4, "nheads_kv": 2}
+# By the main kernel: of each head, of two heads of a group, and as sums.
+_DBIAS = [
+    dense("heads", 2, 150, 200, **_GROUPS, bias=Pairs(), causal=True, headdim=128),
+    dense("heads-float16", 2, 300, 152, **_GROUPS, bias=Pairs(), window=(70, 30), dtype="float16", headdim=64),
+    dense("heads-d256", 1, 150, 200, bias=Pairs(), headdim=256),
+    dense("pairs", 2, 150, 200, **_GROUPS, bias=Pairs(heads="kv"), causal=True, headdim=64),
+    dense("pairs-float16", 2, 200, 264, **_GROUPS, bias=Pairs(heads="kv"), dtype="float16", headdim=128),
+    dense("pairs-d192", 1, 150, 200, **_GROUPS, bias=Pairs(heads="kv"), causal=True, headdim=192),
+    dense("sums", 3, 300, 392, **_GROUPS, bias=Pairs(batch=False, heads="one"), causal=True, headdim=128),
+    dense("sums-d64", 3, 300, 392, **_GROUPS, bias=Pairs(batch=False), headdim=64, dropout_p=0.2),
+    dense("sums-d256", 2, 150, 200, **_GROUPS, bias=Pairs(heads="one"), headdim=256),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", _DBIAS, ids=str)
+def test_dbias_by_the_main_kernel(case: Case) -> None:
+    require(case, "cuda")
+    verify(case, CUPY)
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["atomic", "deterministic"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        dense("causal", 1, 2100, 2100, nheads_q=2, nheads_kv=1, causal=True, headdim=64),
+        dense("full", 1, 1500, 700, nheads_q=4, nheads_kv=1, headdim=128),
+        dense("window", 1, 2048, 2048, nheads_q=2, nheads_kv=1, window=(900, 0), bias=Pairs(heads="kv"), headdim=64),
+        dense("float32", 1, 700, 900, nheads_q=2, nheads_kv=1, causal=True, dtype="float32"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_key_tiles_that_several_blocks_share(case: Case, deterministic: bool) -> None:
+    require(case, "cuda")
+    verify(case, CUPY, deterministic=deterministic)
+
+
 @pytest.mark.parametrize("alignment", [2, 4, 8, 16])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_every_copy_width(dtype: str, alignment: int) -> None:

@@ -229,3 +229,42 @@ def test_backward_of_a_padded_batch(
             window=(11, None),
             on_device=on_device,
         )
+
+
+@pytest.mark.parametrize(
+    ("batches", "heads", "wave", "dtype", "window"),
+    [
+        (2, 4, 32, BFLOAT16, None),
+        (2, 4, 64, DTYPES[0], (20, 3)),
+        (2, 2, 32, BFLOAT16, (None, 0)),
+        (2, 2, 64, BFLOAT16, (5, 5)),
+        (1, 4, 32, DTYPES[0], (None, 0)),
+        (2, 1, 32, BFLOAT16, (9, 40)),
+        (1, 1, 64, BFLOAT16, (None, 0)),
+    ],
+    ids=str,
+)
+def test_dbias_by_the_main_kernel(
+    machine: MakeDevice,
+    batches: int,
+    heads: int,
+    wave: int,
+    dtype: Any,
+    window: tuple[int | None, int] | None,
+) -> None:
+    """Of every head, of the two heads of a group, and as float32 sums; by one kernel less than otherwise."""
+    bias = normal(batches, heads, 45, 72, dtype=dtype)
+    device = machine(wave)
+    waves = (1, 2) if window is None or window[0] is None else (2, 1)  # of keys and columns
+    with small_tiles(portable_backward=(32, 32, *waves, 2, 1, 1, False)):
+        verify_backward(
+            device,
+            "portable",
+            *arrays(dtype, rows=(45, 72)),
+            bias=bias,
+            window=window,
+            dropout_p=0.1,
+            seed=3,
+        )
+    assert "rawattn_backward_bias" not in device.launched
+    assert ("rawattn_backward_bias_rows" in device.launched) == (heads == 1 or batches == 1)

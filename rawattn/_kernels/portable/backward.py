@@ -1,7 +1,8 @@
 """Host twin of kernels_cu/portable/backward*.cu: problem -> configurations -> sources and steps.
 
 By default: prepare (what each query row needs), main (dk, dv; dq summed in float32 by atomic additions), finish (those sums
-to dq). Deterministic: prepare, main without dq, and a kernel that computes dq alone.
+to dq). Where key tiles are few, several blocks share one, and their parts of dk and dv are added up behind main.
+Deterministic: prepare, main without dq, and a kernel that computes dq alone.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ DQ_TILES = "portable_backward_dq"
 FEATURES = features.names() - {"paged"}
 ROW_THREADS = 256  # of the kernels that visit rows: one wave a row
 
+# What `parts` reckons with.
+_TURN, _LAUNCH, _BYTES_A_MICROSECOND = 2.0, 5.0, 2.5e6
+_MOST_PARTS, _FEWEST_TURNS, _WORTH_IT = 16, 8, 0.85
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config(Features):
@@ -52,6 +57,8 @@ class Config(Features):
     copy_bytes: int
     with_dq: bool
     accumulator_feeds_a: bool
+    dbias: int = 0  # see backward_options.by_main
+    split: bool = False  # a key tile has several blocks, see `parts`
     wave: int = 32
 
     @property
@@ -62,18 +69,21 @@ class Config(Features):
     def shared_bytes(self) -> int:
         itemsize = 4 if self.element == "float" else 2
         padding = 16 // itemsize
-        depth = round_up(max(self.headdim, self.headdim_v), 16 * self.column_waves)
-        elements = 2 * (self.tile_k + self.stages * self.tile_q) * (depth + padding)
+        elements = 2 * (self.tile_k + self.stages * self.tile_q) * (self.depth + padding)
         # P, and two of dS; without dQ one, or none where the accumulators that hold it are operands.
         from_registers = self.from_registers
         tiles = 3 if self.with_dq else 1 + (not from_registers)
         # Weights of all bits, with no room for the second half (see portable/handover.cuh).
-        exact = itemsize == 2 and self.score_mod is not None
-        tiles += exact and not (from_registers and self.with_dq)
+        tiles += self.exact_weights and not (from_registers and self.with_dq)
         elements += tiles * self.tile_k * (self.tile_q + padding)
         if self.bias_chunks and itemsize == self.bias == 2:
             elements += self.stages * self.tile_q * (self.tile_k + padding)
         return elements * itemsize + self.stages * 2 * self.tile_q * 4
+
+    @property
+    def depth(self) -> int:
+        """Columns of every tile of rows."""
+        return round_up(max(self.headdim, self.headdim_v), 16 * self.column_waves)
 
     @property
     def from_registers(self) -> bool:
@@ -81,11 +91,15 @@ class Config(Features):
         return self.accumulator_feeds_a and self.column_waves == 1
 
     @property
+    def exact_weights(self) -> bool:
+        """Whether weights are handed over with all their bits: see kernels_cu/portable/handover.cuh."""
+        return self.element != "float" and (self.score_mod is not None or self.from_registers)
+
+    @property
     def unit_shift(self) -> int:
         """The power of 2 that probabilities are multiplied by: see kernels_cu/portable/gradient_unit.cuh."""
-        special = self.dropout or self.softcap or self.score_mod is not None
         # A probability is 1 and rounding: three times as much fits.
-        return 14 if self.element == "bfloat16" and (special or not self.from_registers) else 0
+        return 14 if self.element == "bfloat16" and not self.exact_weights else 0
 
     @property
     def dq_pitch(self) -> int:
@@ -105,6 +119,7 @@ class Config(Features):
     def summary(self) -> str:
         shape = f"{self.tile_q}x{self.tile_k} waves={self.key_waves}x{self.column_waves} stages={self.stages}"
         traits = [*features.traits(self), *([] if self.with_dq else ["without-dq"])]
+        traits += [[], ["dbias"], ["sums-of-dbias"]][self.dbias] + ["split"] * self.split
         words = ["portable backward", self.element, dims(self), shape, f"{self.copy_bytes}B"]
         return " ".join([*words, *traits])
 
@@ -179,7 +194,10 @@ def choose(problem: Problem, target: Target, operands: Operands, *, with_dq: boo
     """
     # What becomes of scores takes registers, which the largest tile at small head dims has none left of.
     table = "16bit" if problem.plain_scores else "scored"
-    return choice.choose(Config, TILES, problem, target, operands, table, with_dq=with_dq)
+    dbias = backward_options.by_main(problem, operands) if with_dq else backward_options.ALONE
+    return choice.choose(
+        Config, TILES, problem, target, operands, table, with_dq=with_dq, dbias=dbias
+    )
 
 
 def choose_dq(problem: Problem, target: Target, operands: Operands) -> DqConfig:
@@ -210,6 +228,36 @@ def prepare_source(problem: Problem, copy_bytes: int) -> Source:
 def finish_source(problem: Problem, copy_bytes: int, unit_shift: int) -> Source:
     """unit_shift: of the main kernel's configuration."""
     return _row_source("backward_finish", problem, copy_bytes, kUnitShift=unit_shift)
+
+
+def parts_source(problem: Problem, copy_bytes: int, depth: int) -> Source:
+    """depth: of the main kernel's configuration."""
+    return _row_source("backward_parts", problem, copy_bytes, kDepth=depth)
+
+
+def parts(problem: Problem, target: Target, config: Config) -> int:
+    """How many blocks share the query tiles of a key tile: several where key tiles leave multiprocessors idle.
+
+    Each part's dk and dv go through memory in float32. What that takes, and what a turn of the walk does, is in
+    microseconds of an H200.
+    """
+    if problem.ragged or problem.mask is not None:
+        return 1
+    tiles = -(-problem.rows_k // config.tile_k) * problem.nheads_kv * problem.batch
+    turns = -(-problem.rows_q // config.tile_q) * (problem.nheads_q // problem.nheads_kv)
+    places = target.multiprocessors * config.blocks_per_sm
+    traffic = 16 * tiles * config.tile_k * config.depth / _BYTES_A_MICROSECOND
+
+    def time(count: int) -> float:
+        if problem.window_right is None:
+            walks = -(-tiles * count // places) / count
+        else:  # the first key tiles, which come first, are met by all query tiles, the last ones by few
+            walks = max(1 / count, tiles / places / 2)
+        return walks * turns * _TURN + (_LAUNCH + count * traffic if count > 1 else 0)
+
+    counts = range(1, max(1, min(_MOST_PARTS, turns // _FEWEST_TURNS)) + 1)
+    best = min(counts, key=time)
+    return best if time(best) < _WORTH_IT * time(1) else 1
 
 
 def row_blocks(rows: int, wave: int = 32) -> int:
@@ -248,8 +296,11 @@ def steps(
     """The launches of a call."""
     _refuse(problem, operands, deterministic)
     config = choose(problem, target, operands, with_dq=not deterministic)
-    options = backward_options.Gradients(problem, operands, target)
+    shared_by = parts(problem, target, config)
+    config = replace(config, split=shared_by > 1)
+    options = backward_options.Gradients(problem, operands, target, config.dbias)
     values = {**attention_params.backward(problem, structure, operands), **options.values}
+    values["parts"] = shared_by
     masks = mask_tiles.of_inner(problem, structure, operands, values, target.wave)
     packed = structs.fill(params.BACKWARD, values)
     arrays = patches(
@@ -262,8 +313,11 @@ def steps(
     arrays += options.patches
     if not deterministic:
         arrays += patches(params.BACKWARD, ("dq_sum",))
+    if config.split:
+        arrays += patches(params.BACKWARD, ("part_sums",))
     rows = problem.rows_q * (1 if problem.group else problem.batch)
     visits = checked("q", row_blocks(rows, target.wave), 1)
+    scratch = {"row_delta": 4 * rows * problem.nheads_q}
     schedules: list[Step] = []
     orders: dict[str, int] = {}
 
@@ -296,13 +350,24 @@ def steps(
     launches = [
         step(
             config.source(),
-            Tiles("k", config.tile_k, problem.nheads_kv),
+            Tiles("k", config.tile_k, problem.nheads_kv, times=shared_by),
             config.threads,
             config.shared_bytes,
             *scheduled("k", config.tile_k),
             listed=masks.of_keys(config.tile_q, config.tile_k),
         ),
     ]
+    if config.split:
+        keys = problem.batch * problem.rows_k
+        scratch["part_sums"] = 8 * shared_by * keys * problem.nheads_kv * config.depth
+        launches.append(
+            step(
+                parts_source(problem, copy_bytes, config.depth),
+                checked("k", row_blocks(keys, target.wave), 1),
+                ROW_THREADS,
+                0,
+            )
+        )
     captured = []
     if options.captured:
         alone = choose_captured(problem, target, operands)
@@ -317,7 +382,7 @@ def steps(
             )
         )
     launches += options.steps(packed, arrays, captured)
-    scratch = {"row_delta": 4 * rows * problem.nheads_q, **options.scratch}
+    scratch |= options.scratch
     if deterministic:
         alone = choose_dq(problem, target, operands)
         launches.append(
@@ -338,6 +403,7 @@ def steps(
     launches = [
         *_padding(problem, structure, operands),
         step(prepare_source(problem, copy_bytes), visits, ROW_THREADS, 0),
+        *(step(*each) for each in options.before),
         *masks.steps,
         *launches,
     ]

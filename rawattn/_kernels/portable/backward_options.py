@@ -25,6 +25,9 @@ SUM_THREADS = 256
 SINK_THREADS = 1024
 CAPTURED_THREADS = 256
 
+# Which kernel makes dbias: one of its own, the main one, or the main one as float32 sums.
+ALONE, WRITTEN, SUMMED = range(3)
+
 # Blocks for each multiprocessor, from which on a block takes several tiles: the copies of one run under the last one's work.
 _BLOCKS_ENOUGH = 4
 _LONGEST_STRIP = 8
@@ -90,11 +93,12 @@ class BiasConfig(Features):
 class Gradients:
     """What a backward launches for the gradients of options' arrays.
 
+    dbias: what the main kernel does of it, see `by_main`. before: what is launched before that kernel.
     values: fields of `params.BACKWARD`. patches, scratch, counters: as in `Steps`. When `values` are packed, `steps` makes
     the launches, which come after `prepare`.
     """
 
-    def __init__(self, problem: Problem, operands: Operands, target: Target) -> None:
+    def __init__(self, problem: Problem, operands: Operands, target: Target, dbias: int) -> None:
         self.values: dict[str, Any] = {}
         self.patches: tuple[tuple[int, str], ...] = ()
         self.scratch: dict[str, int] = {}
@@ -102,10 +106,15 @@ class Gradients:
         self._problem, self._operands, self._target = problem, operands, target
         self._wanted = operands.of_options.keys()
         self._launches: list[tuple[Source, int, int, int]] = []
+        self.before: list[tuple[Source, int, int, int]] = []
         if "dsink_logits" in self._wanted:
             self._sinks()
         if "dbias" in self._wanted:
-            self._bias()
+            self._dbias_array()
+            if dbias == ALONE:
+                self._bias()
+            elif dbias == SUMMED:
+                self._bias_sums()
         self.captured = [name for name in self._wanted if name.startswith("dcaptured")]
         self._written: list[Step] = []
         if self.captured:
@@ -155,6 +164,29 @@ class Gradients:
         waves = SINK_THREADS // self._target.wave
         self._launches.append((sinks_source(), self._problem.nheads_q, SINK_THREADS, 4 * waves))
 
+    def _dbias_array(self) -> None:
+        form = self._problem.bias
+        assert form is not None
+        self.values |= {
+            **score_params.broadcast(
+                "dbias", form.shape, self._operands.of_options["dbias"], form.dtype
+            ),
+            "dbias.batches": form.shape[0],
+            "dbias.heads": form.shape[1],
+        }
+        self.patches += patches(params.BACKWARD, dbias__data="dbias")
+
+    def _bias_sums(self) -> None:
+        """What the main kernel adds to, cleared before it, and given out behind it."""
+        form = self._problem.bias
+        assert form is not None
+        batches, heads, rows, keys = form.shape
+        lines = checked("bias", batches * heads * rows, 1)
+        self.patches += patches(params.BACKWARD, dbias__partials="dbias_partials")
+        self.scratch["dbias_partials"] = 4 * lines * round_up(keys, 16)
+        self.before.append((bias_rows_source(form.dtype, clears=True), lines, SUM_THREADS, 0))
+        self._launches.append((bias_rows_source(form.dtype), lines, SUM_THREADS, 0))
+
     def _bias(self) -> None:
         problem, operands = self._problem, self._operands
         form = problem.bias
@@ -172,17 +204,12 @@ class Gradients:
             self._target.multiprocessors * config.blocks_per_sm,
             sums=config.sums_rows or config.sums_keys,
         )
-        strides = operands.of_options["dbias"]
         self.values |= {
-            **score_params.broadcast("dbias", form.shape, strides, form.dtype),
-            "dbias.batches": batches,
-            "dbias.heads": heads,
             "dbias.splits": splits,
             "dbias.strip": strip,
             "dbias.row_tiles": all_rows,
             "dbias.key_tiles": all_keys,
         }
-        self.patches += patches(params.BACKWARD, dbias__data="dbias")
         blocks = checked("bias", tiles * -(-key_tiles // strip) * splits, config.tile_q)
         self._launches.append((config.source(), blocks, config.threads, config.shared_bytes))
         if splits > 1:
@@ -192,6 +219,30 @@ class Gradients:
             self._launches.append(
                 (bias_sum_source(form.dtype), -(-count // SUM_THREADS), SUM_THREADS, 0)
             )
+
+
+def by_main(problem: Problem, operands: Operands) -> int:
+    """What the main kernel, which has dS in shared memory, does of dbias (see kernels_cu/portable/bias_gradient.cuh).
+
+    WRITTEN: an element belongs to one score, or to those of the two query heads of a group. SUMMED: to those of several
+    heads or sequences, whose order is not defined. ALONE: of bias arrays of another form, a kernel of its own makes it.
+    """
+    form = problem.bias
+    if form is None or "dbias" not in operands.of_options:
+        return ALONE
+    other = problem.ragged or problem.mask is not None or problem.score_mod is not None
+    # dS is rounded to the dtype of q.
+    other = other or problem.softcap is not None or form.dtype != problem.dtype
+    if other or problem.dtype == "float32" or form.shape[2:] != (problem.rows_q, problem.rows_k):
+        return ALONE
+    batches, heads, _, keys = form.shape
+    shared = problem.nheads_q // heads
+    if batches == problem.batch and (
+        shared == 1 or shared == 2 == problem.nheads_q // problem.nheads_kv
+    ):
+        # Eight keys are written at a time.
+        return WRITTEN if "dbias" in operands.ours and keys % 8 == 0 else ALONE
+    return SUMMED if keys % 8 == 0 else ALONE
 
 
 def choose_bias(problem: Problem, target: Target, operands: Operands) -> BiasConfig:
@@ -230,6 +281,18 @@ def bias_sum_source(dtype: str) -> Source:
         params.BACKWARD,
         element=ELEMENT[dtype],
         constants={"kThreads": SUM_THREADS},
+    )
+
+
+def bias_rows_source(dtype: str, *, clears: bool = False) -> Source:
+    """Of the kernel that gives out what the main kernel added up, or clears it before; dtype: of the bias."""
+    return _source(
+        "rawattn_backward_bias_rows",
+        "portable/backward_bias_rows.cu",
+        f"portable backward_bias_rows {'clears' if clears else dtype}",
+        params.BACKWARD,
+        element=ELEMENT[dtype],
+        constants={"kThreads": SUM_THREADS, "kClears": clears},
     )
 
 

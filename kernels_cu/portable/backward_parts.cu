@@ -1,0 +1,54 @@
+// dk and dv where several blocks had a key tile: what each has, added up in their order. One wave takes one row of
+// keys, all heads.
+#include "attn/params.cuh"
+#include "attn/rows.cuh"
+#include "target/target.cuh"
+#include "tile/copy.cuh"
+
+namespace backward_parts {
+
+using namespace config;
+using C = target::Mma<Element>::C;
+
+constexpr int kWaves = kThreads / target::kWave;
+constexpr int kChunk = kCopyBytes / int(sizeof(Element));
+
+struct alignas(kCopyBytes) Piece {
+  Element x[kChunk];
+};
+
+// sums: of the row in the first part, `apart` from those in the next one. kColumns: of the gradient.
+template <int kColumns>
+DEVICE void add_up(Element* gradient, int64 head_stride, const float* sums, int64 apart, const BackwardParams& p,
+                   int lane) {
+  constexpr int kChunks = kColumns / kChunk;
+  for (int i = lane; i < p.forward.nheads_kv * kChunks; i += target::kWave) {
+    const int head = i / kChunks;
+    const int column = i % kChunks * kChunk;
+    float x[kChunk] = {};
+    for (int part = 0; part < p.parts; part++) {
+      const float* const own = sums + part * apart + int64(head) * kDepth;
+      UNROLL for (int j = 0; j < kChunk; j++) x[j] += own[(column + j) / 16 * 16 + C::position((column + j) % 16)];
+    }
+    Piece piece;
+    UNROLL for (int j = 0; j < kChunk; j++) piece.x[j] = target::from_float<Element>(x[j]);
+    *reinterpret_cast<Piece*>(gradient + head * head_stride + column) = piece;
+  }
+}
+
+}  // namespace backward_parts
+
+KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_backward_parts(PARAMETER BackwardParams p) {
+  using namespace backward_parts;
+  const ForwardParams& f = p.forward;
+  const int lane = target::thread_index() % target::kWave;
+  const int64 index = int64(target::block_index()) * kWaves + target::thread_index() / target::kWave;
+  const int64 rows = int64(f.batch) * f.k_side.rows;
+  if (index >= rows) return;
+  const int64 sequence = index / f.k_side.rows, row = index % f.k_side.rows;
+  const int64 columns = int64(f.nheads_kv) * kDepth;
+  const float* const dv = p.part_sums + index * columns;
+  const float* const dk = dv + p.parts * rows * columns;
+  add_up<kHeadDim>(row_at<Element>(p.dk, p.dk_strides, sequence, row), p.dk_strides.head, dk, rows * columns, p, lane);
+  add_up<kHeadDimV>(row_at<Element>(p.dv, p.dv_strides, sequence, row), p.dv_strides.head, dv, rows * columns, p, lane);
+}

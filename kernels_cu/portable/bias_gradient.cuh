@@ -1,0 +1,126 @@
+// The gradient of the bias where the main kernel has it at hand: dS of a tile, which lies in shared memory for dQ. Its
+// rows are keys there, those of the bias queries, so matrix loads turn it round: a lane gets eight keys of a query.
+//
+// kDbias 1: an element belongs to scores of one key tile's block alone, of one head or of the two of a group. The first
+// head's are stored, the other's added to them: to a sum of two, rounding it once is all there is. What no tile meets
+// is 0. kDbias 2: the bias is shared by more, and blocks add to float32 sums, whose columns of 16 are in the order of
+// summed_position().
+#pragma once
+
+#include "attn/params.cuh"
+#include "attn/tiles.cuh"
+#include "portable/gradient_unit.cuh"
+#include "portable/summed_position.cuh"
+#include "target/target.cuh"
+#include "tile/copy.cuh"
+
+struct alignas(16) EightKeys {
+  unsigned pairs[4];
+};
+
+// M: what multiplies dS. kWaves share the tile, which is [kTileK][kTileQ] with a pitch.
+template <class M, class T, int kTileQ, int kTileK, int kPitch, int kWaves>
+struct BiasGradientTile {
+  static constexpr int kThreads = kWaves * target::kWave;
+  static constexpr int kKeys = 8;
+  static constexpr int kPieces = kTileQ * kTileK / kKeys;
+  // The two queries whose keys a matrix load has side by side: that far apart their rows are in other banks.
+  static constexpr int kApart = kTileQ % 32 == 0 ? 16 : 8;
+  static_assert(kPieces % target::kWave == 0 && sizeof(T) == 2, "all lanes have as many pieces of 16-bit elements");
+
+  // Visits the pieces of a wave: give(query, key, keys), counted from the tile's first ones.
+  template <class Give>
+  DEVICE static void each(const T* gradients, int wave, int lane, const Give& give) {
+#pragma unroll 1
+    for (int unit = wave; unit < kPieces / target::kWave; unit += kWaves) {
+      EightKeys keys;
+      if constexpr (M::kAccumulatorFeedsA) {
+        // 16 keys, and 8 queries twice.
+        const int key = unit % (kTileK / 16) * 16, n = unit / (kTileK / 16);
+        const int query = kApart == 16 ? n / 2 * 32 + n % 2 * 8 : n * 16;
+        const T* const first = gradients + key * kPitch + query;
+        const auto run = [&](int row, int column) {
+          const int word = row / 8 + column / 8 * 2, pair = row % 8 / 2;
+          return first + (pair % 2 * 8 + word * 2 + row % 2) * kPitch + pair / 2 * kApart;
+        };
+        const typename M::B b = M::load_b_columns_of(run, lane);
+        static_assert(sizeof(b) == sizeof(keys), "an operand is eight elements");
+        UNROLL for (int i = 0; i < 4; i++) keys.pairs[i] = M::pair(b, i);
+        give(query + lane % 4 / 2 * kApart + lane / 4, key + lane % 2 * 8, keys);
+      } else {
+        const int piece = unit * target::kWave + lane;
+        const int query = piece % kTileQ, key = piece / kTileQ * kKeys;
+        const T* const first = gradients + key * kPitch + query;
+        UNROLL for (int i = 0; i < 4; i++) {
+          keys.pairs[i] = first[2 * i * kPitch].bits | unsigned(first[(2 * i + 1) * kPitch].bits) << 16;
+        }
+        give(query, key, keys);
+      }
+    }
+  }
+
+  DEVICE static float element(const EightKeys& keys, int i) {
+    return kFromGradientUnit * target::to_float(T{static_cast<unsigned short>(keys.pairs[i / 2] >> i % 2 * 16)});
+  }
+  // In natural units.
+  DEVICE static EightKeys scaled(const EightKeys& keys) {
+    EightKeys natural = keys;
+    if constexpr (config::kUnitShift != 0) {
+      UNROLL for (int i = 0; i < 4; i++) {
+        natural.pairs[i] = M::pack_pair(element(keys, 2 * i), element(keys, 2 * i + 1));
+      }
+    }
+    return natural;
+  }
+
+  // Where a head's begins that a sequence has.
+  DEVICE static T* of_head(const BackwardParams& p, int sequence, int head) {
+    const int own = head / p.forward.bias.group;
+    return static_cast<T*>(p.dbias.data) + sequence * p.dbias.batch + own * p.dbias.head;
+  }
+
+  // All of a key tile that no query tile of the span meets, of one head.
+  DEVICE static void clear(const BackwardParams& p, int sequence, int head, int first_key, const TileSpan& met,
+                           int thread) {
+    constexpr int kPerRow = kTileK / kKeys;
+    const Bias& bias = p.forward.bias;
+    const int key = first_key + thread % kPerRow * kKeys;
+    if (key >= bias.keys) return;
+    T* const to = of_head(p, sequence, head) + key;
+    for (int row = thread / kPerRow; row < bias.rows; row += kThreads / kPerRow) {
+      const int tile = row / kTileQ;
+      if (tile < met.begin || tile >= met.end) target::store_once(to + row * p.dbias.row, {0u, 0u, 0u, 0u});
+    }
+  }
+
+  // What the dS of a tile gives, of one head.
+  DEVICE static void give(const BackwardParams& p, int sequence, int head, int first_row, int first_key,
+                          const T* gradients, int wave, int lane) {
+    const Bias& bias = p.forward.bias;
+    if constexpr (config::kDbias == 2) {
+      const int entry = (p.dbias.batches > 1 ? sequence : 0) * p.dbias.heads + head / bias.group;
+      const int64 pitch = round_up(bias.keys, 16);
+      float* const sums = p.dbias.partials + (int64(entry) * bias.rows + first_row) * pitch + first_key;
+      each(gradients, wave, lane, [&](int query, int key, const EightKeys& keys) {
+        if (first_row + query >= bias.rows || first_key + key >= bias.keys) return;
+        UNROLL for (int half = 0; half < 2; half++) {
+          float run[4];
+          UNROLL for (int i = 0; i < 4; i++) run[i] = element(keys, half * 4 + i);
+          target::atomic_add(sums + query * pitch + key / 16 * 16 + summed_position(key % 16 + half * 4), run);
+        }
+      });
+    } else {
+      T* const to = of_head(p, sequence, head) + first_row * p.dbias.row + first_key;
+      const bool first = head % bias.group == 0;
+      each(gradients, wave, lane, [&](int query, int key, const EightKeys& keys) {
+        if (first_row + query >= bias.rows || first_key + key >= bias.keys) return;
+        T* const at = to + query * p.dbias.row + key;
+        if (first) {
+          target::store_once(at, scaled(keys).pairs);
+        } else {
+          target::add_pairs(at, scaled(keys).pairs);
+        }
+      });
+    }
+  }
+};

@@ -1,0 +1,31 @@
+// All bits of accumulators, in two tiles of 16-bit elements: 16 bytes a lane at a time, where a matrix store of a 16 x
+// 16 block has the lane's row. Lanes of another wave with the same part of a product find their own elements there.
+#pragma once
+
+#include "target/target.cuh"
+
+struct alignas(16) LanePiece {
+  float x[4];
+};
+template <class T>
+DEVICE T* place_of_piece(T* tile, T* second, int pitch, int lane, int n) {
+  const int piece = n * target::kWave + lane;
+  return (piece < 32 ? tile : second) + piece % 16 * pitch + piece / 16 % 2 * 8;
+}
+template <class C, class T>
+DEVICE void store_by_lanes(const C& c, T* tile, T* second, int pitch, int lane) {
+  UNROLL for (int n = 0; n < C::kElements / 4; n++) {
+    LanePiece four;
+    UNROLL for (int i = 0; i < 4; i++) four.x[i] = c.x[4 * n + i];
+    *reinterpret_cast<LanePiece*>(place_of_piece(tile, second, pitch, lane, n)) = four;
+  }
+}
+template <class C, class T>
+DEVICE C load_by_lanes(const T* tile, const T* second, int pitch, int lane) {
+  C c;
+  UNROLL for (int n = 0; n < C::kElements / 4; n++) {
+    const LanePiece four = *reinterpret_cast<const LanePiece*>(place_of_piece(tile, second, pitch, lane, n));
+    UNROLL for (int i = 0; i < 4; i++) c.x[4 * n + i] = four.x[i];
+  }
+  return c;
+}
