@@ -122,10 +122,6 @@ DEVICE void fence_device() { __threadfence(); }
 
 // Adds 1 or more to a counter that other blocks share, and returns what it was.
 DEVICE unsigned fetch_add(unsigned* counter, unsigned x) { return atomicAdd(counter, x); }
-// Adds 1 to one that stays below 2^32 - 2, and the thread goes on before it has what it was. Of additions the compiler
-// makes one for all lanes of a warp, also where a lone lane comes here, and waits for the result to share it out: not of
-// an increment that wraps around early.
-DEVICE unsigned fetch_increment(unsigned* counter) { return atomicInc(counter, ~1u); }
 // Likewise, and a fence for all threads of the block, if it stands between two barriers: what they wrote is there
 // before the addition, and what blocks wrote before theirs is there for all of them.
 DEVICE unsigned fetch_add_in_order(unsigned* counter, unsigned x) {
@@ -133,6 +129,10 @@ DEVICE unsigned fetch_add_in_order(unsigned* counter, unsigned x) {
   asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(was) : "l"(counter), "r"(x) : "memory");
   return was;
 }
+// Adds 1 to one that stays below 2^32 - 2, and the thread goes on before it has what it was. Of additions the compiler
+// makes one for all lanes of a warp, also where a lone lane comes here, and waits for the result to share it out: not
+// of an increment that wraps around early.
+DEVICE unsigned fetch_increment(unsigned* counter) { return atomicInc(counter, ~1u); }
 
 DEVICE unsigned shared_address(const void* pointer) { return static_cast<unsigned>(__cvta_generic_to_shared(pointer)); }
 

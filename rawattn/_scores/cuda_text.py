@@ -12,6 +12,8 @@ It holds what the kernels call, each a template over the struct of parameters, w
       int partial_array<n>();                                          // the index of the array
       float partial<n>(float score, const ScorePlace& at, const P& p);
       int64 partial_index<n>(const ScorePlace& at, const P& p);         // of the element, in C order
+      float added(const ScorePlace& at, const P& p);  // where kModLine: value() is the score and this
+      float step(const ScorePlace& at, const P& p);   // by how much it grows to the next key that is seen
     };
     struct Predicate { bool holds(const ScorePlace& at, const P& p); };
 
@@ -30,7 +32,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from rawattn._scores.expression import BOOL, FLOAT, INT, PLACES, SCORE, Expression, place, walk
-from rawattn._scores.program import Partial, ScoreText, predicate, program
+from rawattn._scores.program import Partial, ScoreText, line_of, predicate, program
 from rawattn._scores.score_mod import require_float32
 
 _INCLUDES = """\
@@ -107,7 +109,9 @@ def compile_error_message(log: str, text: ScoreText) -> str:
 
 def _of_expression(text: ScoreText) -> list[str]:
     whole = program(text)
-    roots = (whole.value, whole.derivative, *(each.value for each in whole.partials))
+    # A kernel calls nothing of a line unless it is one where the kernel is.
+    straight = line_of(text, causal=True) or ()
+    roots = (whole.value, whole.derivative, *(each.value for each in whole.partials), *straight)
     shared = shared_by_head(roots)
     names = {node: f"shared{n}" for n, node in enumerate(shared)}
     body = _body(text, (whole.value,), names)
@@ -121,6 +125,9 @@ def _of_expression(text: ScoreText) -> list[str]:
     body = _body(text, (whole.derivative,), names)
     derivative = [*body.lines, f"return {body.results[0]};"]
     members.append(_function("float derivative", "float score, ", derivative))
+    for name, root in zip(("added", "step"), straight, strict=False):
+        body = _body(text, (root,), names)
+        members.append(_function(f"float {name}", "", [*body.lines, f"return {body.results[0]};"]))
     return members + _partials(text, whole.partials, names)
 
 
