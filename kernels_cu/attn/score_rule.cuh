@@ -213,17 +213,17 @@ struct AddedScores {
   float slope;
   // Of each row the line at the lane's first key, and its step.
   float line[kRowBlocks][C::kSlots], step[kRowBlocks][C::kSlots];
-  bool straight;  // the wave's lines are computed so, see begin()
+  bool straight;  // the wave's lines are computed so: see are_straight()
 
-  // To be called once for all tiles of some rows.
+  // Of rows of the wave, for all tiles.
   //
   // A key's addend is that of another key and steps: it has the rounding error of the largest of the tile. Of steep
   // lines that would be more than a score may be wrong by, and one that leaves the range of numbers is none. Those are
   // added to scores one by one.
-  DEVICE void begin(const ScoreRule& rule, int first_row, int lane) {
+  DEVICE static bool are_straight(const ScoreRule& rule, int first_row, int lane) {
+    bool even = true;
     if constexpr (ScoreRule::kLine) {
       constexpr float kSteepest = 16.0f, kLargest = 1e30f;
-      bool even = true;
       UNROLL for (int m = 0; m < kRowBlocks; m++) {
         UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
           const int i = first_row + m * 16 + C::row(lane, slot);
@@ -232,8 +232,9 @@ struct AddedScores {
                  fits(rule.added(i, rule.len_k - 1), kLargest);
         }
       }
-      straight = !target::wave_any(!even);
+      even = !target::wave_any(!even);
     }
+    return even;
   }
 
   DEVICE void load(const ScoreRule& rule, int first_row, int first_key, int lane) {
@@ -305,7 +306,9 @@ struct AddedScores {
   template <class Unit>
   DEVICE float addend(int m, int n, int e, float start) const {
     if constexpr (config::kBias > 0) {
-      start = fmaf(element(bias[m * kKeyBlocks + n], e), Unit::kUnit, start);
+      const float b = element(bias[m * kKeyBlocks + n], e);
+      // A compiler leaves a multiplication by 1 where it is.
+      start = Unit::kUnit == 1.0f ? b + start : fmaf(b, Unit::kUnit, start);
     }
     const float column = static_cast<float>(n * 16 + C::column(0, e));
     if constexpr (ScoreRule::kLine) start = fmaf(step[m][C::slot(e)] * Unit::kUnit, column, start);
@@ -405,14 +408,17 @@ struct Exponent {
   }
 };
 
-// The exponent of a product: with what is added to its score, over `start`. scale: from products to units of the
-// exponent. A bias joins the score before anything is subtracted: beside the least number of a dtype a score is lost,
-// and a row that has no other bias weighs all keys alike.
+// A product's score with what is added to it, in units of an exponent. scale: from products to these.
+template <class Unit, class Added>
+DEVICE float sum_of(float product, float scale, const Added& added, int m, int n, int e, int slot) {
+  // An addition of -0 is none, one of 0 might change a sign.
+  return fmaf(product, scale, added.template addend<Unit>(m, n, e, added.template start<Unit>(m, slot, -0.0f)));
+}
+// The exponent of a product: with what is added to its score, over `start`. A bias joins the score before anything is
+// subtracted: beside the least number of a dtype a score is lost, and a row that has no other bias weighs all keys
+// alike.
 template <class Unit, class Added>
 DEVICE float exponent_of(float product, float scale, const Added& added, int m, int n, int e, int slot, float start) {
-  if constexpr (config::kBias > 0) {
-    const float sum = added.template addend<Unit>(m, n, e, added.template start<Unit>(m, slot, 0.0f));
-    return fmaf(product, scale, sum) + start;
-  }
+  if constexpr (config::kBias > 0) return sum_of<Unit>(product, scale, added, m, n, e, slot) + start;
   return fmaf(product, scale, added.template addend<Unit>(m, n, e, added.template start<Unit>(m, slot, start)));
 }
