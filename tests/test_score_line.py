@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from rawattn import ScoreMod
-from rawattn._scores.expression import Expression
+from rawattn._scores.expression import Expression, walk
 from rawattn._scores.line import Line
 from rawattn._scores.numpy_eval import _Evaluation
+from rawattn._scores.places import with_early_floats
 from rawattn._scores.program import line_of, program
 
 ARRAYS = {
@@ -83,6 +84,28 @@ def test_lines(text: str) -> None:
     pairs = seen[:, 1:] & seen[:, :-1]
     np.testing.assert_allclose(np.diff(added)[pairs], step[:, 1:][pairs], rtol=1e-5, atol=1e-6)
     assert (step == step[:, :1]).all()
+
+
+@pytest.mark.parametrize(
+    ("text", "conversions"),
+    [
+        ("score - slope[head] * abs(q_idx - kv_idx)", ["sub"]),
+        ("score + max(min(kv_idx, 3), -abs(q_idx)) / 2", ["place", "place"]),
+        ("score + 0.5 * abs(kv_idx // 2 - q_idx)", ["abs"]),
+        ("score + (q_idx - kv_idx) ** 2", ["pow"]),
+    ],
+)
+def test_floats_are_made_of_sums_of_places(text: str, conversions: list[str]) -> None:
+    value = program(mod(text).text).value
+    early = with_early_floats(value)
+    assert sorted(x.args[0].op for x in walk(early) if x.op == "to_float") == sorted(conversions)
+    i, j = np.indices((9, 9))
+    scores, places = np.ones((9, 9)), (1, 0, 0, i, j, 9, 9)
+    both = [
+        _Evaluation(mod(text).text, scores, places, mod(text).arrays, ()).whole(each)
+        for each in (value, early)
+    ]
+    np.testing.assert_array_equal(*both)
 
 
 @pytest.mark.parametrize("text", NO_LINES)

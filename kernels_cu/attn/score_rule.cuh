@@ -73,16 +73,16 @@ struct ScoreRule {
     return fmaf(-2.0f * cap, target::reciprocal(e + 1.0f), cap);
   }
 
-  DEVICE ScorePlace place(int i, int j) const {
-    return {sequence, head, head / (p.nheads_q / p.nheads_kv), i, j, len_q, len_k};
+  DEVICE ScorePlace place(int i, int j, int i_more = 0, int j_more = 0) const {
+    return {sequence, head, head / (p.nheads_q / p.nheads_kv), i, j, len_q, len_k, i_more, j_more};
   }
   // Of what capped() gives. M: Mod, a parameter because it may be none that has values.
   template <class M = Mod>
-  DEVICE float modified(float s, int i, int j) const {
+  DEVICE float modified(float s, int i, int j, int i_more, int j_more) const {
     if constexpr (!kModifies)
       return s;
     else
-      return static_cast<const M&>(mod).value(s, place(i, j), p);
+      return static_cast<const M&>(mod).value(s, place(i, j, i_more, j_more), p);
   }
   // Of a line: what is added at a key, and by how much it grows to the next one.
   template <class M = Mod>
@@ -175,7 +175,7 @@ DEVICE void remake_scores(C (&s)[kRowBlocks][kKeyBlocks], const ScoreRule& rule,
         } else {
           x = rule.capped(x * scale);
           visit(m, n, e, i, j, x);
-          x = rule.modified(x, i, j);
+          x = rule.modified(x, i, j, 0, n * 16 + C::column(0, e));
         }
       }
     }

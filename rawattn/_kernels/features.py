@@ -106,7 +106,9 @@ def _added(problem: Problem) -> tuple[bool, bool]:
     # The diagonal is where both positions are the same.
     aligned = problem.top_left or (not problem.ragged and problem.rows_q == problem.rows_k)
     causal = problem.window_right == 0 and aligned
-    return program(text).additive, line_of(text, causal=causal) is not None
+    # Beside these, kernels have no registers for a line's rows.
+    alone = problem.softcap is None and problem.bias is None and problem.alibi_slopes is None
+    return program(text).additive, alone and line_of(text, causal=causal) is not None
 
 
 def _reads(problem: Problem, operands: Operands, keys: int) -> bool:
