@@ -191,6 +191,7 @@ def _dead() -> list[Case]:
         ragged("bias-empty-entry", (0, 70, 9), (30, 200, 0), bias=Pairs(values="random")),
         dense("mask-and-minus-infinity", 1, 150, 300, mask=Pairs(values="tiles"), bias=Pairs(values="some-rows")),
         dense("hidden-by-function", 1, 150, 300, score_mod="hidden", mask=Pairs(values="checkerboard")),
+        dense("lines-of-a-function", 1, 300, 300, **_TWO, score_mod="slopes", causal=True, dtype="bfloat16"),
     ]  # fmt: skip
     return cases
 

@@ -55,9 +55,9 @@ struct DropoutRule {
     return drawn[0];
   }
   DEVICE Words counter(int i, int j) const {
-    const unsigned keys = 4u * static_cast<unsigned>(j / 16) + static_cast<unsigned>(j % 8 / 2);
-    const unsigned rows = 8u * static_cast<unsigned>(i / 16) + static_cast<unsigned>(i % 8);
-    return {{keys, rows, static_cast<unsigned>(head), static_cast<unsigned>(sequence)}};
+    const unsigned row = static_cast<unsigned>(i), key = static_cast<unsigned>(j);  // whose quotients are shifts
+    return {{key / 16 * 4 + key % 8 / 2, row / 16 * 8 + row % 8, static_cast<unsigned>(head),
+             static_cast<unsigned>(sequence)}};
   }
   // Whether the even (or odd) key of a word is kept.
   DEVICE bool keeps(unsigned word, bool odd) const { return (odd ? word : word << 16) >= threshold; }
@@ -180,11 +180,13 @@ struct RandomTile {
 
   DEVICE void draw(const DropoutRule& rule, int first_row, int first_key, int lane) {
     if constexpr (config::kDropout && kByBlock) {
+      const Words first = rule.counter(first_row + C::row(lane, 0), first_key + C::column(lane, 0));
       UNROLL for (int part = 0; part < kBlocks / kAtOnce; part++) {
         UNROLL for (int n = 0; n < kAtOnce; n++) {
-          const int block = part * kAtOnce + n;
-          words[part][n] = rule.counter(first_row + block / kKeyBlocks * 16 + C::row(lane, 0),
-                                        first_key + block % kKeyBlocks * 16 + C::column(lane, 0));
+          const unsigned block = part * kAtOnce + n;
+          words[part][n] = first;
+          words[part][n].x[0] += block % kKeyBlocks * 4;
+          words[part][n].x[1] += block / kKeyBlocks * 8;
         }
         philox(words[part], rule.key0, rule.key1);
       }

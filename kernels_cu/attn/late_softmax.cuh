@@ -65,13 +65,14 @@ struct LateOnlineSoftmax : SoftmaxRows<C, kRowBlocks> {
   }
 
  private:
-  // Of ALiBi on one side of the diagonal a row's keys have a largest addend, so that scores need not have theirs before
-  // they are compared: the limit follows from it anew for every tile.
-  static constexpr bool kSloped = config::kAlibi && config::kOneSided && config::kBias == 0;
+  // Of lines, and of ALiBi on one side of the diagonal, a row's keys have a largest addend, so that scores need not
+  // have theirs before they are compared: the limit follows from it anew for every tile.
+  static constexpr bool kSloped =
+      (ScoreRule::kLine || config::kAlibi) && (config::kOneSided || !config::kAlibi) && config::kBias == 0;
 
   template <class Added>
   DEVICE static float bound(const Added& added, int m, int slot) {
-    return added.template largest<Log2>(added.template start<Log2>(m, slot, 0.0f));
+    return added.template largest<Log2>(m, slot, added.template start<Log2>(m, slot, 0.0f));
   }
   // Of scores, by what their exponents may reach.
   DEVICE int limit_of(float exponent) const {

@@ -29,6 +29,9 @@ DEVICE int mod(int x, int y) {
   return rest != 0 && (rest < 0) != (y < 0) ? rest + y : rest;
 }
 
+// Of x, of which compilers know `more`: then conversions are few, and each element has an addition.
+DEVICE float float_of(int x, int more) { return float(x - more) + float(more); }
+
 DEVICE float abs(float x) { return fabsf(x); }
 DEVICE float min(float x, float y) { return fminf(x, y); }
 DEVICE float max(float x, float y) { return fmaxf(x, y); }

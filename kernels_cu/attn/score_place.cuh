@@ -5,4 +5,6 @@ struct ScorePlace {
   int batch, head, kv_head;
   int q_idx, kv_idx;  // positions in the sequence
   int seqlen_q, seqlen_k;
+  // Of the positions what compilers know of a lane's elements: the rest is the same for many of them.
+  int q_more = 0, kv_more = 0;
 };

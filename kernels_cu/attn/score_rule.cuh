@@ -4,7 +4,8 @@
 //   s = scale * (q . k);  s = softcap * tanh(s / softcap);  s = score_mod(s);  s += bias;
 //   s -= slope * |i + offset - j|
 //
-// The last two are added to the exponents that the scores become. Elements of keys that nobody sees are computed like
+// The last two are added to the exponents that the scores become, and so is what a score_mod adds if that grows evenly
+// from key to key. Elements of keys that nobody sees are computed like
 // others, and masked afterwards.
 #pragma once
 
@@ -36,11 +37,14 @@ struct NoScoreMod {
 
 struct ScoreRule {
   using Mod = typename Either<config::kScoreMod, config::ScoreMod, NoScoreMod>::Type;
+  // Whether the score function is called for every score, or adds a line along the keys of a row.
+  static constexpr bool kLine = config::kScoreMod && config::kModLine;
+  static constexpr bool kModifies = config::kScoreMod && !kLine;
   // Whether scores are made of scaled products by more than an addition, and whether something is added to them.
-  static constexpr bool kRemakes = config::kSoftcap || config::kScoreMod;
-  static constexpr bool kAdds = config::kBias > 0 || config::kAlibi;
+  static constexpr bool kRemakes = config::kSoftcap || kModifies;
+  static constexpr bool kAdds = config::kBias > 0 || config::kAlibi || kLine;
   // Whether what a softcap leaves is still to be scaled, as products are.
-  static constexpr bool kScalesCapped = config::kSoftcap && !config::kScoreMod && sizeof(config::Element) == 2;
+  static constexpr bool kScalesCapped = config::kSoftcap && !kModifies && sizeof(config::Element) == 2;
   // Whether remade scores are natural units: else they are still to be scaled.
   static constexpr bool kScaled = kRemakes && !kScalesCapped;
   // Whether a scaled product's share in its score is another than 1.
@@ -69,23 +73,32 @@ struct ScoreRule {
     return fmaf(-2.0f * cap, target::reciprocal(e + 1.0f), cap);
   }
 
-  DEVICE ScorePlace place(int i, int j) const {
-    return {sequence, head, head / (p.nheads_q / p.nheads_kv), i, j, len_q, len_k};
+  DEVICE ScorePlace place(int i, int j, int i_more = 0, int j_more = 0) const {
+    return {sequence, head, head / (p.nheads_q / p.nheads_kv), i, j, len_q, len_k, i_more, j_more};
   }
   // Of what capped() gives. M: Mod, a parameter because it may be none that has values.
   template <class M = Mod>
-  DEVICE float modified(float s, int i, int j) const {
-    if constexpr (!config::kScoreMod)
+  DEVICE float modified(float s, int i, int j, int i_more, int j_more) const {
+    if constexpr (!kModifies)
       return s;
     else
-      return static_cast<const M&>(mod).value(s, place(i, j), p);
+      return static_cast<const M&>(mod).value(s, place(i, j, i_more, j_more), p);
+  }
+  // Of a line: what is added at a key, and by how much it grows to the next one.
+  template <class M = Mod>
+  DEVICE float added(int i, int j) const {
+    return static_cast<const M&>(mod).added(place(i, j), p);
+  }
+  template <class M = Mod>
+  DEVICE float step(int i) const {
+    return static_cast<const M&>(mod).step(place(i, 0), p);
   }
 
   // The gradient of the modified score with respect to the scaled product, from what capped() gave.
   template <class M = Mod>
   DEVICE float derivative(float capped, int i, int j) const {
     float d = 1.0f;
-    if constexpr (config::kScoreMod) d = static_cast<const M&>(mod).derivative(capped, place(i, j), p);
+    if constexpr (kModifies) d = static_cast<const M&>(mod).derivative(capped, place(i, j), p);
     if constexpr (config::kSoftcap) {
       const float cap = p.scores.softcap;
       const float t = sizeof(config::Element) == 4 ? capped / cap : capped * target::reciprocal(cap);
@@ -162,7 +175,7 @@ DEVICE void remake_scores(C (&s)[kRowBlocks][kKeyBlocks], const ScoreRule& rule,
         } else {
           x = rule.capped(x * scale);
           visit(m, n, e, i, j, x);
-          x = rule.modified(x, i, j);
+          x = rule.modified(x, i, j, 0, n * 16 + C::column(0, e));
         }
       }
     }
@@ -177,8 +190,9 @@ DEVICE T half_of(unsigned pair, bool odd) {
   return x;
 }
 
-// What the bias and ALiBi add to the scores of a tile of kRowBlocks x kKeyBlocks, queries being rows. It is read while
-// the product is under way, and joins an exponent: one multiply-add each, whose addend it starts from.
+// What the bias, ALiBi and the line of a score function add to the scores of a tile of kRowBlocks x kKeyBlocks, queries
+// being rows. It is read while the product is under way, and joins an exponent: one multiply-add each, whose addend it
+// starts from.
 template <class C, int kRowBlocks, int kKeyBlocks>
 struct AddedScores {
   using Bias = typename Either<config::kBias == 4, float, config::Element>::Type;
@@ -197,6 +211,31 @@ struct AddedScores {
   // Of each row from the lane's first key: less the key's column, which is known when this is compiled.
   float distance[kRowBlocks][C::kSlots];
   float slope;
+  // Of each row the line at the lane's first key, and its step.
+  float line[kRowBlocks][C::kSlots], step[kRowBlocks][C::kSlots];
+  bool straight;  // the wave's lines are computed so: see are_straight()
+
+  // Of rows of the wave, for all tiles.
+  //
+  // A key's addend is that of another key and steps: it has the rounding error of the largest of the tile. Of steep
+  // lines that would be more than a score may be wrong by, and one that leaves the range of numbers is none. Those are
+  // added to scores one by one.
+  DEVICE static bool are_straight(const ScoreRule& rule, int first_row, int lane) {
+    bool even = true;
+    if constexpr (ScoreRule::kLine) {
+      constexpr float kSteepest = 16.0f, kLargest = 1e30f;
+      UNROLL for (int m = 0; m < kRowBlocks; m++) {
+        UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
+          const int i = first_row + m * 16 + C::row(lane, slot);
+          const auto fits = [](float x, float limit) { return fabsf(x) <= limit; };
+          even = even && fits(rule.step(i), kSteepest) && fits(rule.added(i, 0), kLargest) &&
+                 fits(rule.added(i, rule.len_k - 1), kLargest);
+        }
+      }
+      even = !target::wave_any(!even);
+    }
+    return even;
+  }
 
   DEVICE void load(const ScoreRule& rule, int first_row, int first_key, int lane) {
     if constexpr (config::kBias > 0) load_bias(rule, first_row, first_key, lane);
@@ -213,6 +252,32 @@ struct AddedScores {
         }
       }
     }
+    if constexpr (ScoreRule::kLine) {
+      UNROLL for (int m = 0; m < kRowBlocks; m++) {
+        UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
+          const int i = first_row + m * 16 + C::row(lane, slot);
+          line[m][slot] = rule.added(i, first_key + C::column(lane, 0));
+          step[m][slot] = rule.step(i);
+        }
+      }
+    }
+  }
+
+  // Where lines are not straight, scores have them from here on. unit: of a natural unit, in the scores'.
+  DEVICE void spell_out(C (&s)[kRowBlocks][kKeyBlocks], const ScoreRule& rule, float unit, int first_row, int first_key,
+                        int lane) {
+    if constexpr (ScoreRule::kLine) {
+      if (straight) return;
+      UNROLL for (int m = 0; m < kRowBlocks; m++) {
+        UNROLL for (int n = 0; n < kKeyBlocks; n++) {
+          UNROLL for (int e = 0; e < C::kElements; e++) {
+            const int i = first_row + m * 16 + C::row(lane, C::slot(e));
+            s[m][n].x[e] = fmaf(rule.added(i, first_key + n * 16 + C::column(lane, e)), unit, s[m][n].x[e]);
+          }
+        }
+        UNROLL for (int slot = 0; slot < C::kSlots; slot++) line[m][slot] = step[m][slot] = 0.0f;
+      }
+    }
   }
 
   // Makes what is added to an element 0: a hidden one's must not be NaN. To be called with (m, n, e).
@@ -225,23 +290,29 @@ struct AddedScores {
   // What all elements of a row have in common, on top of x. kUnit: of a natural unit, in the exponent's.
   template <class Unit>
   DEVICE float start(int m, int slot, float x) const {
+    if constexpr (ScoreRule::kLine) x = fmaf(line[m][slot], Unit::kUnit, x);
     if constexpr (config::kAlibi && config::kOneSided) return fmaf(-slope * Unit::kUnit, distance[m][slot], x);
     return x;
   }
-  // The largest addend of a row's elements, of ALiBi on one side alone, from that of its row.
+  // The largest addend of a row's elements, of lines and of ALiBi on one side alone, from that of its row.
   template <class Unit>
-  DEVICE float largest(float start) const {
+  DEVICE float largest(int m, int slot, float start) const {
     const float last = (kKeyBlocks - 1) * 16 + C::column(0, C::kElements - 1);
-    return fmaf(fmaxf(slope, 0.0f) * Unit::kUnit, last, start);
+    if constexpr (ScoreRule::kLine) start = fmaf(fmaxf(step[m][slot], 0.0f) * Unit::kUnit, last, start);
+    if constexpr (config::kAlibi) start = fmaf(fmaxf(slope, 0.0f) * Unit::kUnit, last, start);
+    return start;
   }
   // The addend of an element's exponent, from that of its row.
   template <class Unit>
   DEVICE float addend(int m, int n, int e, float start) const {
     if constexpr (config::kBias > 0) {
-      start = fmaf(element(bias[m * kKeyBlocks + n], e), Unit::kUnit, start);
+      const float b = element(bias[m * kKeyBlocks + n], e);
+      // A compiler leaves a multiplication by 1 where it is.
+      start = Unit::kUnit == 1.0f ? b + start : fmaf(b, Unit::kUnit, start);
     }
+    const float column = static_cast<float>(n * 16 + C::column(0, e));
+    if constexpr (ScoreRule::kLine) start = fmaf(step[m][C::slot(e)] * Unit::kUnit, column, start);
     if constexpr (config::kAlibi) {
-      const float column = static_cast<float>(n * 16 + C::column(0, e));
       if constexpr (config::kOneSided) {
         // No key beyond the diagonal is seen: the distance has no sign to lose.
         start = fmaf(slope * Unit::kUnit, column, start);
@@ -337,14 +408,17 @@ struct Exponent {
   }
 };
 
-// The exponent of a product: with what is added to its score, over `start`. scale: from products to units of the
-// exponent. A bias joins the score before anything is subtracted: beside the least number of a dtype a score is lost,
-// and a row that has no other bias weighs all keys alike.
+// A product's score with what is added to it, in units of an exponent. scale: from products to these.
+template <class Unit, class Added>
+DEVICE float sum_of(float product, float scale, const Added& added, int m, int n, int e, int slot) {
+  // An addition of -0 is none, one of 0 might change a sign.
+  return fmaf(product, scale, added.template addend<Unit>(m, n, e, added.template start<Unit>(m, slot, -0.0f)));
+}
+// The exponent of a product: with what is added to its score, over `start`. A bias joins the score before anything is
+// subtracted: beside the least number of a dtype a score is lost, and a row that has no other bias weighs all keys
+// alike.
 template <class Unit, class Added>
 DEVICE float exponent_of(float product, float scale, const Added& added, int m, int n, int e, int slot, float start) {
-  if constexpr (config::kBias > 0) {
-    const float sum = added.template addend<Unit>(m, n, e, added.template start<Unit>(m, slot, 0.0f));
-    return fmaf(product, scale, sum) + start;
-  }
+  if constexpr (config::kBias > 0) return sum_of<Unit>(product, scale, added, m, n, e, slot) + start;
   return fmaf(product, scale, added.template addend<Unit>(m, n, e, added.template start<Unit>(m, slot, start)));
 }

@@ -15,6 +15,8 @@ struct SoftmaxScore {
   float scale;
 
   DEVICE static float masked() { return -target::infinity(); }
+  // Of a natural unit, in those of what it gives.
+  DEVICE float unit() const { return kScaleFirst || ScoreRule::kScaled ? 1.0f : target::reciprocal(scale); }
   template <class Added>
   DEVICE float operator()(float product, int, int, int, const Added&) const {
     return kScaleFirst && !ScoreRule::kScaled ? product * scale : product;
@@ -143,5 +145,6 @@ DEVICE void finish_scores(C (&s)[kRowBlocks][kKeyBlocks], const ScoreRule& rule,
       UNROLL for (int e = 0; e < C::kElements; e++) s[m][b].x[e] = finish(s[m][b].x[e], m, b, e, added);
     }
   }
+  if constexpr (ScoreRule::kLine) added.spell_out(s, rule, finish.unit(), first_row, keys.first_key(n), lane);
   mask_scores(s, Finish::masked(), keys.visible, keys.edges(n), first_row, keys.first_key(n), lane, added.forgets());
 }

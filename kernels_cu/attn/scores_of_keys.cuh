@@ -24,7 +24,7 @@ DEVICE void remake_scores_of_keys(C (&s)[kKeyBlocks][kQueryBlocks], const ScoreR
         } else {
           x = rule.capped(x * scale);
           visit(m, n, e, i, j, x);
-          x = rule.modified(x, i, j);
+          x = rule.modified(x, i, j, n * 16 + C::column(0, e), 0);
         }
       }
     }

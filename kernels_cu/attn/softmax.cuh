@@ -106,12 +106,19 @@ struct SoftmaxRows {
 };
 
 // Scores are scaled as soon as they are there, and exponents looked through for an outgrown row.
+//
+// Beside a bias running maxima are natural (see Exponent). Of maxima near 0 the difference to them and the change to
+// base 2 are one multiply-add: its error is what the maximum times log2 e loses by rounding, for all keys of the row
+// alike. Of others the difference comes first, which is exact where a score is the maximum.
 template <class C, int kRowBlocks>
 struct OnlineSoftmax : SoftmaxRows<C, kRowBlocks> {
   using Rows = SoftmaxRows<C, kRowBlocks>;
   using Rows::factor, Rows::kSlack, Rows::running_max, Rows::scale_log2, Rows::sum;
 
+  static constexpr float kNear = 1024.0f;
+
   int threshold = -1;  // of an outgrowing exponent's bits; below all until every row has seen a key
+  bool near = false;   // all of the wave's running maxima are: of natural ones alone
 
   using Rows::Rows;
 
@@ -125,37 +132,57 @@ struct OnlineSoftmax : SoftmaxRows<C, kRowBlocks> {
   DEVICE bool update_row_max(C (&s)[kRowBlocks][kKeyBlocks], const Added& added) {
     float start[kRowBlocks][C::kSlots];
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
-      UNROLL for (int slot = 0; slot < C::kSlots; slot++) { start[m][slot] = -this->shift(m, slot); }
+      UNROLL for (int slot = 0; slot < C::kSlots; slot++) { start[m][slot] = -this->shift(m, slot) * unit(); }
     }
     int largest = 0;
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
       UNROLL for (int n = 0; n < kKeyBlocks; n++) {
         UNROLL for (int e = 0; e < C::kElements; e++) {
           const int slot = C::slot(e);
-          s[m][n].x[e] = exponent_of<Exponent>(s[m][n].x[e], scale_log2, added, m, n, e, slot, start[m][slot]);
-          const int bits = static_cast<int>(target::bits_of(s[m][n].x[e]));
+          float& x = s[m][n].x[e];
+          if constexpr (Exponent::kNatural) {
+            x = fmaf(sum_of<Exponent>(x, scale_log2, added, m, n, e, slot), unit(), start[m][slot]);
+          } else {
+            x = exponent_of<Exponent>(x, scale_log2, added, m, n, e, slot, start[m][slot]);
+          }
+          const int bits = static_cast<int>(target::bits_of(x));
           largest = bits > largest ? bits : largest;
         }
       }
     }
     const bool moved = target::wave_any(largest > threshold);
+    const bool natural = Exponent::kNatural && !near;
     if (moved) move_running_max(s);
+    if (natural) {
+      UNROLL for (int m = 0; m < kRowBlocks; m++) {
+        UNROLL for (int n = 0; n < kKeyBlocks; n++) {
+          UNROLL for (int e = 0; e < C::kElements; e++) s[m][n].x[e] *= Log2::kUnit;
+        }
+      }
+    }
     return moved;
   }
 
+  // Of a running maximum, in those of exponents.
+  DEVICE float unit() const { return Exponent::kNatural && near ? Log2::kUnit : 1.0f; }
+
   template <int kKeyBlocks>
   DEVICE void move_running_max(C (&s)[kRowBlocks][kKeyBlocks]) {
-    bool unsettled = false;
+    constexpr float kLn2 = 0.6931471805599453f;
+    const float to_maximum = Exponent::kNatural && near ? kLn2 : 1.0f;
+    const float to_log2 = Exponent::kNatural && !near ? Log2::kUnit : 1.0f;
+    bool unsettled = false, far = false;
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
       UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
         const float maximum = Rows::row_maximum(s, m, slot);
         const bool first = running_max[m][slot] == -target::infinity();
         const bool all_masked = first && maximum == -target::infinity();
         const float rise = all_masked ? 0.0f : (first ? maximum : fmaxf(maximum, 0.0f));
-        factor[m][slot] = first ? 1.0f : Exponent::power(-rise);  // nothing was accumulated before the first
-        if (!all_masked) running_max[m][slot] = first ? rise : running_max[m][slot] + rise;
+        factor[m][slot] = first ? 1.0f : target::exp2(-rise * to_log2);  // nothing was accumulated before the first
+        if (!all_masked) running_max[m][slot] = first ? rise : running_max[m][slot] + rise * to_maximum;
         sum[m][slot] *= factor[m][slot];
         unsettled = unsettled || all_masked;
+        far = far || !(fabsf(running_max[m][slot]) <= kNear);
         UNROLL for (int n = 0; n < kKeyBlocks; n++) {
           UNROLL for (int e = 0; e < C::kElements; e++) {
             if (C::slot(e) == slot) s[m][n].x[e] -= rise;
@@ -163,7 +190,8 @@ struct OnlineSoftmax : SoftmaxRows<C, kRowBlocks> {
         }
       }
     }
-    threshold = target::wave_any(unsettled) ? -1 : static_cast<int>(target::bits_of(kSlack));
+    if constexpr (Exponent::kNatural) near = !target::wave_any(far);
+    threshold = target::wave_any(unsettled) ? -1 : static_cast<int>(target::bits_of(kSlack * unit()));
   }
 
   // Exponents become probabilities: what is added to scores is in them.
@@ -173,7 +201,7 @@ struct OnlineSoftmax : SoftmaxRows<C, kRowBlocks> {
     UNROLL for (int n = 0; n < kKeyBlocks; n++) {
       UNROLL for (int m = 0; m < kRowBlocks; m++) {
         UNROLL for (int e = 0; e < C::kElements; e++) {
-          s[m][n].x[e] = Exponent::power(s[m][n].x[e]);
+          s[m][n].x[e] = target::exp2(s[m][n].x[e]);
           sum[m][C::slot(e)] += s[m][n].x[e];
         }
       }

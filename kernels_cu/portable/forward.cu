@@ -171,6 +171,8 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
     queries.hold(lane);
   }
 
+  using Added = AddedScores<C, kRowBlocks, kKeyBlocks>;
+  const bool straight = Added::are_straight(rule, first + wave * kWaveRows, lane);
 #pragma unroll 1
   for (int n = key_tiles.begin; n < key_tiles.end; n++) {
     wait_copies_and_sync();
@@ -180,7 +182,8 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
     }
 
     const int first_row = first + wave * kWaveRows;
-    AddedScores<C, kRowBlocks, kKeyBlocks> added;
+    Added added;
+    added.straight = straight;
     added.load(rule, first_row, key_tiles.first_key(n), lane);
     SeenKeys<kBlockMask, C, kRowBlocks, kKeyBlocks> seen;
     seen.load(key_tiles, n, first_row, lane);

@@ -153,6 +153,7 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
     C o[1][kOutBlocks];
     M::A probabilities[kKeyBlocks];
     AddedScores<C, 1, kKeyBlocks> added;
+    added.straight = added.are_straight(rule, first_row, self.lane);
     SeenKeys<kBlockMask, C, 1, kKeyBlocks> seen;
     HiddenValues<kBlockMask> hidden;
     RowsPastEnd<kPageRows> past_end;

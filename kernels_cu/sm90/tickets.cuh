@@ -31,7 +31,7 @@ struct Tickets {
   // A lone block's ticket is on its way when this returns.
   DEVICE unsigned draw() const {
     if (cluster_rank<kCluster>() != 0) return 0;
-    const unsigned ticket = target::fetch_add(counters, 1u);
+    const unsigned ticket = target::fetch_increment(counters);
     if constexpr (kCluster > 1) {
       ptx::mbarrier_wait(&box.empty, parity);
       for (int to = 0; to < kCluster; to++) ptx::send(&box.ticket, ticket, &box.full, to);

@@ -164,6 +164,10 @@ DEVICE unsigned fetch_add_in_order(unsigned* counter, unsigned x) {
   asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(was) : "l"(counter), "r"(x) : "memory");
   return was;
 }
+// Adds 1 to one that stays below 2^32 - 2, and the thread goes on before it has what it was. Of additions the compiler
+// makes one for all lanes of a warp, also where a lone lane comes here, and waits for the result to share it out: not
+// of an increment that wraps around early.
+DEVICE unsigned fetch_increment(unsigned* counter) { return atomicInc(counter, ~1u); }
 
 DEVICE unsigned shared_address(const void* pointer) { return static_cast<unsigned>(__cvta_generic_to_shared(pointer)); }
 

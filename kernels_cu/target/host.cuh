@@ -249,6 +249,7 @@ DEVICE unsigned fetch_add(unsigned* counter, unsigned x) {
 }
 
 DEVICE unsigned fetch_add_in_order(unsigned* counter, unsigned x) { return fetch_add(counter, x); }
+DEVICE unsigned fetch_increment(unsigned* counter) { return fetch_add(counter, 1u); }
 
 DEVICE unsigned shared_address(const void* pointer) { return host::shared_address(pointer); }
 DEVICE void stmatrix(void* row, const unsigned (&r)[4]) { host::stmatrix(row, r); }

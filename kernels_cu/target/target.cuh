@@ -10,7 +10,7 @@
 //   maths      exp2(x), log2(x), tanh(x), reciprocal(x) (to a few bits less), bits_of(x), float_of(bits), to_float(x),
 //   from_float<T>(x)
 //              exp(x), log(x), sin(x), cos(x), sqrt(x), floor(x), fmod(x, y), pow(x, y)
-//   sums       atomic_add(address, x), fetch_add(counter, x)
+//   sums       atomic_add(address, x), fetch_add(counter, x), fetch_increment(counter)
 //   copies     copy_async<bytes>(shared, global, valid), copy_async_commit(), copy_async_wait<pending>()
 //   product    Mma<T>: fragments of a 16 x 16 x kDepth product, how they are loaded, which row and column a lane holds
 //

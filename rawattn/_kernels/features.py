@@ -38,8 +38,10 @@ class Features:
     bias_pairs: bool = False  # two of its keys may be read at once
     bias_chunks: bool = False  # 16 bytes of it may
     alibi: bool = False
-    one_sided: bool = False  # of ALiBi: no key beyond the diagonal is seen
+    # Of ALiBi, and of functions that add: no key beyond the diagonal is seen.
+    one_sided: bool = False
     score_mod: Hashable = None  # the user's function, as its text
+    mod_line: bool = False  # it adds what grows evenly from key to key
     sink_logits: bool = False
     dropout: bool = False
     block_mask: bool = False
@@ -65,6 +67,7 @@ def names() -> frozenset[str]:
 def features(problem: Problem, operands: Operands | None = None) -> Features:
     """What a call uses. Without operands, nothing is known of how arrays lie."""
     left, right = problem.window_left is not None, problem.window_right is not None
+    additive, mod_line = _added(problem)
     return Features(
         ragged=problem.ragged,
         packed=problem.group,
@@ -80,13 +83,32 @@ def features(problem: Problem, operands: Operands | None = None) -> Features:
         and problem.bias is not None
         and _reads(problem, operands, WIDEST // ITEMSIZE[problem.bias.dtype]),
         alibi=problem.alibi_slopes is not None,
-        one_sided=problem.alibi_slopes is not None and right and problem.window_right == 0,
+        one_sided=(problem.alibi_slopes is not None or additive) and problem.window_right == 0,
         score_mod=problem.score_mod,
+        mod_line=mod_line,
         sink_logits=problem.sink_logits is not None,
         dropout=problem.dropout_p > 0,
         block_mask=problem.mask is not None,
         paged=problem.pages is not None,
     )
+
+
+def _added(problem: Problem) -> tuple[bool, bool]:
+    """Whether the score function adds to scores alone, and whether that grows evenly from key to key."""
+    if problem.score_mod is None:
+        return False, False
+    from rawattn._scores.program import ScoreText, line_of, program
+
+    text = problem.score_mod
+    assert isinstance(text, ScoreText)
+    if text.language != "expression":
+        return False, False
+    # The diagonal is where both positions are the same.
+    aligned = problem.top_left or (not problem.ragged and problem.rows_q == problem.rows_k)
+    causal = problem.window_right == 0 and aligned
+    # Beside these, kernels have no registers for a line's rows.
+    alone = problem.softcap is None and problem.bias is None and problem.alibi_slopes is None
+    return program(text).additive, alone and line_of(text, causal=causal) is not None
 
 
 def _reads(problem: Problem, operands: Operands, keys: int) -> bool:
@@ -106,6 +128,7 @@ def constants(config: Features, *properties: str) -> dict[str, int]:
     found = {constant(name): getattr(config, name) for name in names if name not in skipped}
     if "score_mod" not in config.LEAVES_OUT:
         found["kScoreMod"] = config.score_mod is not None
+        found.setdefault("kModLine", False)
     return found
 
 

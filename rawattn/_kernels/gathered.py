@@ -33,6 +33,7 @@ FEATURES = features.names() - {
     "alibi",
     "one_sided",
     "score_mod",
+    "mod_line",
     "dropout",
 }
 

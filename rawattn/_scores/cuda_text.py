@@ -12,6 +12,8 @@ It holds what the kernels call, each a template over the struct of parameters, w
       int partial_array<n>();                                          // the index of the array
       float partial<n>(float score, const ScorePlace& at, const P& p);
       int64 partial_index<n>(const ScorePlace& at, const P& p);         // of the element, in C order
+      float added(const ScorePlace& at, const P& p);  // where kModLine: value() is the score and this
+      float step(const ScorePlace& at, const P& p);   // by how much it grows to the next key that is seen
     };
     struct Predicate { bool holds(const ScorePlace& at, const P& p); };
 
@@ -29,8 +31,20 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from rawattn._scores.expression import BOOL, FLOAT, INT, PLACES, SCORE, Expression, place, walk
-from rawattn._scores.program import Partial, ScoreText, predicate, program
+from rawattn._scores.expression import (
+    BOOL,
+    FLOAT,
+    INT,
+    KEY,
+    PLACES,
+    QUERY,
+    SCORE,
+    Expression,
+    place,
+    walk,
+)
+from rawattn._scores.places import sum_of_places, with_early_floats
+from rawattn._scores.program import Partial, ScoreText, line_of, predicate, program
 from rawattn._scores.score_mod import require_float32
 
 _INCLUDES = """\
@@ -107,10 +121,13 @@ def compile_error_message(log: str, text: ScoreText) -> str:
 
 def _of_expression(text: ScoreText) -> list[str]:
     whole = program(text)
-    roots = (whole.value, whole.derivative, *(each.value for each in whole.partials))
-    shared = shared_by_head(roots)
+    # A kernel calls nothing of a line unless it is one where the kernel is.
+    straight = tuple(map(with_early_floats, line_of(text, causal=True) or ()))
+    value, derivative = map(with_early_floats, (whole.value, whole.derivative))
+    partials = tuple(each._replace(value=with_early_floats(each.value)) for each in whole.partials)
+    shared = shared_by_head((value, derivative, *(each.value for each in partials), *straight))
     names = {node: f"shared{n}" for n, node in enumerate(shared)}
-    body = _body(text, (whole.value,), names)
+    body = _body(text, (value,), names)
     members = [
         f"static constexpr bool kAdditive = {str(whole.additive).lower()};",
         f"static constexpr bool kNeedsScore = {str(whole.needs_score).lower()};",
@@ -118,10 +135,13 @@ def _of_expression(text: ScoreText) -> list[str]:
         *_shared(text, shared),
         _function("float value", "float score, ", [*body.lines, f"return {body.results[0]};"]),
     ]
-    body = _body(text, (whole.derivative,), names)
-    derivative = [*body.lines, f"return {body.results[0]};"]
-    members.append(_function("float derivative", "float score, ", derivative))
-    return members + _partials(text, whole.partials, names)
+    body = _body(text, (derivative,), names)
+    lines = [*body.lines, f"return {body.results[0]};"]
+    members.append(_function("float derivative", "float score, ", lines))
+    for name, root in zip(("added", "step"), straight, strict=False):
+        body = _body(text, (root,), names)
+        members.append(_function(f"float {name}", "", [*body.lines, f"return {body.results[0]};"]))
+    return members + _partials(text, partials, names)
 
 
 def shared_by_head(roots: Iterable[Expression]) -> tuple[Expression, ...]:
@@ -267,7 +287,7 @@ def _written(text: ScoreText, node: Expression, args: list[str]) -> str:
             f"int({args[0]})" if node.args[0].type == BOOL else f"score_maths::saturated({args[0]})"
         )
     if node.op == "to_float":
-        return f"float({args[0]})"
+        return _to_float(node.args[0], args[0])
     if node.op in _INFIX:
         return f"{args[0]} {_INFIX[node.op]} {args[1]}"
     if node.type == FLOAT and node.op in _OF_FLOATS:
@@ -275,6 +295,14 @@ def _written(text: ScoreText, node: Expression, args: list[str]) -> str:
     if node.type == FLOAT and node.op == "neg":
         return f"-{args[0]}"
     return f"{'target' if node.op in _TARGET else 'score_maths'}::{node.op}({', '.join(args)})"
+
+
+def _to_float(node: Expression, x: str) -> str:
+    """Of a sum of places that of the lane's first score, which its others share, and the rest, which compilers know."""
+    form = sum_of_places(node) or {}
+    more = {"at.q_more": form.get(QUERY, 0), "at.kv_more": form.get(KEY, 0)}
+    terms = [f"({n}) * {name}" for name, n in more.items() if n]
+    return f"score_maths::float_of({x}, {' + '.join(terms)})" if terms else f"float({x})"
 
 
 def _power(node: Expression, x: str) -> str:

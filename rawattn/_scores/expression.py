@@ -36,6 +36,9 @@ def place(name: str) -> Expression:
     return Expression("place", INT, (), name)
 
 
+QUERY, KEY = place("q_idx"), place("kv_idx")
+
+
 def const(value: bool | int | float) -> Expression:
     kind = BOOL if isinstance(value, bool) else INT if isinstance(value, int) else FLOAT
     return Expression("const", kind, (), value)

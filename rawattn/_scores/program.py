@@ -8,6 +8,7 @@ from typing import NamedTuple
 from rawattn._scores import derive
 from rawattn._scores.expression import FLOAT, INT, SCORE, Expression, walk
 from rawattn._scores.language import Array, Names, number, parse, truth
+from rawattn._scores.line import Line, line
 
 # Types of elements of captured arrays, and what they are in a text.
 ELEMENTS = {
@@ -76,6 +77,14 @@ def program(text: ScoreText) -> Program:
         derive.derivative(shown, SCORE),
         tuple(each for each in partials if each.value != derive.ZERO),
     )
+
+
+@functools.lru_cache(maxsize=256)
+def line_of(text: ScoreText, *, causal: bool) -> Line | None:
+    """What a score text adds, where that grows evenly from key to key; None for any other."""
+    if text.language != "expression":
+        return None
+    return line(program(text).value, causal=causal)
 
 
 @functools.lru_cache(maxsize=256)

@@ -50,7 +50,8 @@ struct Probe {{
   int count, which;
 }};
 DEVICE ScorePlace place(const double* x) {{
-  return {{int(x[1]), int(x[2]), int(x[3]), int(x[4]), int(x[5]), int(x[6]), int(x[7])}};
+  // Of positions any part may be the one that compilers know.
+  return {{int(x[1]), int(x[2]), int(x[3]), int(x[4]), int(x[5]), int(x[6]), int(x[7]), 3, 5}};
 }}
 // What a function is made for before it is known which score it is called for.
 DEVICE ScorePlace head_of(ScorePlace at) {{

@@ -40,7 +40,7 @@ class Config(Features):
     """Everything the compiler is told about the main kernel: the named constants of namespace `config`."""
 
     LEAVES_OUT: ClassVar[frozenset[str]] = frozenset(
-        {"packed", "scale_first", "sink_logits", "paged"}
+        {"packed", "scale_first", "sink_logits", "paged", "mod_line"}
     )
 
     element: str
@@ -132,7 +132,7 @@ class DqConfig(Features):
     """
 
     LEAVES_OUT: ClassVar[frozenset[str]] = frozenset(
-        {"bias_chunks", "packed", "scale_first", "sink_logits", "paged"}
+        {"bias_chunks", "packed", "scale_first", "sink_logits", "paged", "mod_line"}
     )
 
     element: str

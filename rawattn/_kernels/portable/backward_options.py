@@ -43,7 +43,7 @@ class BiasConfig(Features):
     """
 
     LEAVES_OUT: ClassVar[frozenset[str]] = frozenset(
-        {"bias_chunks", "ragged", "packed", "scale_first", "sink_logits", "paged"}
+        {"bias_chunks", "ragged", "packed", "scale_first", "sink_logits", "paged", "mod_line"}
     )
 
     element: str

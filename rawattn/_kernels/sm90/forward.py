@@ -414,7 +414,8 @@ def _table(problem: Problem) -> str:
     # With a limit on the left a thread has more to remember, and a window is better met by small key tiles.
     if problem.window_left is not None:
         return "left"
-    if problem.alibi_slopes is not None and problem.softcap is None:
+    slopes = problem.alibi_slopes is not None or features.features(problem).mod_line
+    if slopes and problem.softcap is None:
         return "alibi"
     # Keys wider than 128 columns leave room for a larger tile where the output takes fewer registers.
     if problem.headdim_v <= 128 < problem.headdim:

@@ -1,0 +1,82 @@
+"""Texts that add to a score what grows evenly from key to key, as slopes do: `score + slope[head] * (kv_idx - q_idx)`.
+
+What is added is then a number for each row, and another one times the key: kernels need neither function nor place of each
+score.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from rawattn._scores import derive
+from rawattn._scores.expression import KEY, SCORE, Expression, const
+from rawattn._scores.places import sum_of_places
+
+
+class Line(NamedTuple):
+    """added: what is added to the score; step: by how much it grows to the next key, the same for all keys of a row."""
+
+    added: Expression
+    step: Expression
+
+
+def line(value: Expression, *, causal: bool) -> Line | None:
+    """Of a text's value; None where it is nothing of the kind.
+
+    causal: no key beyond `q_idx` is seen, so that `abs(q_idx - kv_idx)` has no bend.
+    """
+    added = _without_score(value)
+    if added is None:
+        return None
+    step = _step(added, causal)
+    return None if step is None else Line(added, step)
+
+
+def _without_score(node: Expression) -> Expression | None:
+    """Of `score + x`: x. None where the score is more than a summand."""
+    if node == SCORE:
+        return derive.ZERO
+    if node.op == "where":
+        condition, *branches = node.args
+        x, y = map(_without_score, branches)
+        free = not derive.mentions(condition, SCORE)
+        return derive.choose(condition, x, y) if free and x and y else None
+    if node.op not in ("add", "sub"):
+        return None
+    combine = derive.add if node.op == "add" else derive.subtract
+    left, right = node.args
+    if not derive.mentions(right, SCORE):
+        rest = _without_score(left)
+        return rest and combine(rest, right)
+    if node.op == "add" and not derive.mentions(left, SCORE):
+        rest = _without_score(right)
+        return rest and combine(left, rest)
+    return None
+
+
+def _step(node: Expression, causal: bool) -> Expression | None:
+    """Of a float: how much it is more for the next key. None where that depends on the key."""
+    if not derive.mentions(node, KEY):
+        return derive.ZERO
+    if node.op == "to_float":
+        form = sum_of_places(node.args[0], causal=causal)
+        return None if form is None else const(float(form.get(KEY, 0)))
+    if node.op == "neg":
+        step = _step(node.args[0], causal)
+        return step and derive.negative(step)
+    if node.op not in ("add", "sub", "mul", "div", "where"):
+        return None
+    left, right = node.args[-2:]
+    x, y = _step(left, causal), _step(right, causal)
+    if x is None or y is None:
+        return None
+    if node.op == "where":
+        condition = node.args[0]
+        return None if derive.mentions(condition, KEY) else derive.choose(condition, x, y)
+    if node.op in ("add", "sub"):
+        return (derive.add if node.op == "add" else derive.subtract)(x, y)
+    if not derive.mentions(right, KEY):
+        return (derive.multiply if node.op == "mul" else derive.divide)(x, right)
+    if node.op == "mul" and not derive.mentions(left, KEY):
+        return derive.multiply(left, y)
+    return None

@@ -1,0 +1,94 @@
+"""Integers of a text that are sums of places, and what of them floats need not be converted for each score."""
+
+from __future__ import annotations
+
+from rawattn._scores.expression import (
+    FLOAT,
+    INT,
+    KEY,
+    QUERY,
+    Expression,
+    apply,
+    converted,
+    walk,
+)
+
+# Places, each so many times, and a number, whose key is None.
+Sum = dict[Expression | None, int]
+
+# No place is beyond it, as far as integers that must not wrap around are concerned.
+_LARGEST_PLACE = 2**26
+
+
+def sum_of_places(node: Expression, *, causal: bool = False) -> Sum | None:
+    """Of an int. None where it may be no such sum, or wrap around.
+
+    causal: no key beyond `q_idx` is seen, so that `abs(q_idx - kv_idx)` has no bend.
+    """
+    form = _sum(node, causal)
+    if form is None:
+        return None
+    most = sum(abs(n) * (1 if of is None else _LARGEST_PLACE) for of, n in form.items())
+    return form if most < 2**31 else None
+
+
+def _sum(node: Expression, causal: bool) -> Sum | None:
+    if node.type != INT:
+        return None
+    if node.op == "const":
+        return {None: node.value}
+    if node.op == "place":
+        return {node: 1}
+    forms = [sum_of_places(arg, causal=causal) for arg in node.args]
+    if node.op not in ("add", "sub", "neg", "mul", "abs") or None in forms:
+        return None
+    x, y = forms[0], forms[-1]
+    assert x is not None and y is not None
+    if node.op == "neg":
+        return _times(x, -1)
+    if node.op == "abs":
+        return _magnitude(x) if causal else None
+    if node.op != "mul":
+        sign = 1 if node.op == "add" else -1
+        return {of: x.get(of, 0) + sign * y.get(of, 0) for of in {**x, **y}}
+    if set(y) <= {None}:
+        return _times(x, y.get(None, 0))
+    return _times(y, x.get(None, 0)) if set(x) <= {None} else None
+
+
+def _magnitude(form: Sum) -> Sum | None:
+    """Where no key is beyond its row."""
+    kept = {of: n for of, n in form.items() if n}
+    apart = kept.get(QUERY, 0)
+    if set(kept) - {QUERY, KEY, None} or apart != -kept.get(KEY, 0):
+        return None
+    for sign in (1, -1):
+        if sign * apart >= 0 and sign * kept.get(None, 0) >= 0:
+            return _times(kept, sign)
+    return None
+
+
+def _times(form: Sum, n: int) -> Sum:
+    return {of: n * each for of, each in form.items()}
+
+
+def with_early_floats(root: Expression) -> Expression:
+    """The same values, but floats of ints are made of sums of places where that is possible: of `abs(q_idx - kv_idx)` the
+    float is `abs(float(q_idx - kv_idx))`.
+    """
+    found: dict[Expression, Expression] = {}
+    for node in walk(root):
+        args = tuple(found[x] for x in node.args)
+        early = _early_float(node.args[0]) if node.op == "to_float" else None
+        found[node] = early or node._replace(args=args)
+    return found[root]
+
+
+def _early_float(node: Expression) -> Expression | None:
+    """Of an int."""
+    if node.op == "const" or sum_of_places(node) is not None:
+        return converted(node, FLOAT)
+    if node.op not in ("abs", "neg", "min", "max"):
+        return None
+    args = [_early_float(x) for x in node.args]
+    return None if None in args else apply(node.op, *(x for x in args if x is not None))

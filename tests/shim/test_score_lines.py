@@ -1,0 +1,86 @@
+"""Score functions that add what grows evenly from key to key, in both forwards: they join exponents as ALiBi does."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rawattn import ScoreMod
+from rawattn._kernels.sm90 import forward as sm90_forward
+from tests import exhaustive
+from tests.shim.device import Device, MakeDevice
+from tests.shim.launch import Machine
+from tests.shim.shim import Builder
+from tests.shim.test_scores import arrays as small_arrays
+from tests.shim.test_sm90_bias import BFLOAT16, arrays
+from tests.shim.test_sm90_scores import SHAPES, SLOPES
+from tests.shim.whole import small_tiles, verify_forward
+
+TEXTS = (
+    "score + slope[head] * (kv_idx - q_idx)",
+    "score - slope[head] * abs(q_idx - kv_idx)",
+    "where(head % 2 == 0, slope[head] * (kv_idx - seqlen_k) / 2 + score, score - row[q_idx])",
+)
+MASKS: tuple[dict[str, Any], ...] = (
+    {"causal": True},
+    {"causal": True, "align": "top-left"},
+    {"window": (40, 0), "sink": 3},
+    {},
+)
+
+
+def mod(text: str, slopes: Any = SLOPES["usual"], third: float = 1.0) -> ScoreMod:
+    """third: what every third row of `row` has."""
+    given = {"slope": np.float32(slopes), "row": np.linspace(-1, 1, 170, dtype=np.float32)}
+    given["row"][::3] = third
+    return ScoreMod(text, **{name: x for name, x in given.items() if f"{name}[" in text})
+
+
+@pytest.fixture
+def hopper(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> Device:
+    device = Device(Machine(builder, seed=1), sm90_forward.ARCH)
+    device.install(monkeypatch)
+    return device
+
+
+@pytest.mark.parametrize(
+    ("text", "mask"), exhaustive.thin(itertools.product(TEXTS, MASKS), 8), ids=str
+)
+def test_hopper(hopper: Device, text: str, mask: dict[str, Any]) -> None:
+    # Rows and keys as many as each other: so the kernel knows where the diagonal is.
+    q, k, v = arrays(BFLOAT16, 2, (150, 150), (4, 2))
+    for shape, more in zip(SHAPES, ({}, {"softcap": 2.0}, {"scale": -0.1}), strict=True):
+        with small_tiles(sm90_forward=shape):
+            verify_forward(hopper, "sm90", q, k, v, score_mod=mod(text), **more, **mask)
+    assert hopper.launched.count(sm90_forward.ENTRY) == len(SHAPES)
+
+
+@pytest.mark.parametrize("slopes", [SLOPES["steep"], [3e38, 1e37, -0.5, 17.0]], ids=str)
+def test_steep_lines(hopper: Device, slopes: list[float]) -> None:
+    """What is out of range is so where the text is: beside the diagonal, not on it."""
+    q, k, v = arrays(BFLOAT16, 2, (150, 150), (4, 2))
+    for shape in SHAPES[:2]:
+        with small_tiles(sm90_forward=shape):
+            score_mod = mod(TEXTS[0], slopes)
+            verify_forward(hopper, "sm90", q, k, v, score_mod=score_mod, causal=True)
+
+
+def test_lines_that_hide_rows(hopper: Device) -> None:
+    q, k, v = arrays(BFLOAT16, 2, (150, 170), (4, 2))
+    for shape in SHAPES[:2]:
+        with small_tiles(sm90_forward=shape):
+            score_mod = mod(TEXTS[2], third=np.inf)
+            verify_forward(hopper, "sm90", q, k, v, score_mod=score_mod, window=(40, 0))
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, np.dtype(np.float32)], ids=str)
+@pytest.mark.parametrize("text", TEXTS)
+def test_portable(machine: MakeDevice, text: str, dtype: np.dtype[Any]) -> None:
+    device = machine()
+    q, k, v = small_arrays(dtype, rows=(75, 75))
+    biased = {"bias": np.zeros((1, 1, 75, 75), dtype), "alibi_slopes": np.float32([1, 2, 0, -1])}
+    for more in ({}, {"causal": True}, {"causal": True, **biased}):
+        verify_forward(device, "portable", q, k, v, score_mod=mod(text), **more)
