@@ -1,5 +1,5 @@
 // New rows of keys and values go into their pages. Rows of q and k turn by their positions first, where there is a
-// rotary embedding.
+// rotary embedding. Where pages hold 8 bits, what is divided by the scale and rounded are the float32 results.
 //
 // kLanes neighbouring threads take one head of one row: the heads of q come first, then those of k, then those of v.
 // Row i of a sequence's n new rows is its key seqlen_k - n + i. A row without a place in the pages is not written:
@@ -34,60 +34,99 @@ struct AngleType<true> {
 };
 using Angle = AngleType<kFloatAngles>::Type;
 
-struct alignas(kCopyBytes) Piece {
-  Element x[kChunk];
+template <class T>
+struct alignas(kChunk* int(sizeof(T))) Piece {
+  T x[kChunk];
 };
 struct alignas(kAngleBytes) Angles {
   Angle x[kChunk];
 };
+template <class T>
 struct Pair {
-  Piece half[2];
+  Piece<T> half[2];
 
-  DEVICE Element& at(int n) { return half[n / kChunk].x[n % kChunk]; }
+  DEVICE T& at(int n) { return half[n / kChunk].x[n % kChunk]; }
+};
 
-  DEVICE void turn(const Angles& cosines, const Angles& sines) {
-    UNROLL for (int plane = 0; plane < kChunk; plane++) {
-      Element& first = at(kInterleaved ? 2 * plane : plane);
-      Element& second = at(kInterleaved ? 2 * plane + 1 : kChunk + plane);
-      const float x = target::to_float(first), y = target::to_float(second);
-      const float cosine = target::to_float(cosines.x[plane]), sine = target::to_float(sines.x[plane]);
-      first = target::from_float<Element>(x * cosine - y * sine);
-      second = target::from_float<Element>(y * cosine + x * sine);
-    }
+// Where a head goes, and as what.
+struct AsElements {
+  using Type = Element;
+  Element* to;
+
+  DEVICE Element made(float x) const { return target::from_float<Element>(x); }
+  DEVICE Piece<Element> made(const Piece<Element>& piece) const { return piece; }
+};
+struct AsFloat8 {
+  using Type = float8;
+  float8* to;
+  float scale;
+
+  DEVICE float8 made(float x) const { return target::from_float<float8>(x / scale); }
+  DEVICE Piece<float8> made(const Piece<Element>& piece) const {
+    Piece<float8> found;
+    UNROLL for (int n = 0; n < kChunk; n++) found.x[n] = made(target::to_float(piece.x[n]));
+    return found;
   }
 };
 
-DEVICE void copy(const Element* from, Element* to, int begin, int columns, int lane) {
+template <class Head>
+DEVICE void copy(const Element* from, const Head& head, int begin, int columns, int lane) {
   for (int chunk = begin / kChunk + lane; chunk < columns / kChunk; chunk += kLanes) {
-    reinterpret_cast<Piece*>(to)[chunk] = reinterpret_cast<const Piece*>(from)[chunk];
+    reinterpret_cast<Piece<typename Head::Type>*>(head.to)[chunk] =
+        head.made(reinterpret_cast<const Piece<Element>*>(from)[chunk]);
   }
 }
 
 // One head of q or k. cosines, sines: of its position.
-DEVICE void turn(const Element* from, Element* to, const Angle* cosines, const Angle* sines, int lane) {
-  const Piece* const source = reinterpret_cast<const Piece*>(from);
-  Piece* const destination = reinterpret_cast<Piece*>(to);
+template <class Head>
+DEVICE void turn(const Element* from, const Head& head, const Angle* cosines, const Angle* sines, int lane) {
+  using T = typename Head::Type;
+  const Piece<Element>* const source = reinterpret_cast<const Piece<Element>*>(from);
+  Piece<T>* const destination = reinterpret_cast<Piece<T>*>(head.to);
   for (int n = lane; n < kPairs; n += kLanes) {
     const int first = kInterleaved ? 2 * n : n;
     const int second = kInterleaved ? 2 * n + 1 : kPairs + n;
-    Pair pair{source[first], source[second]};
-    pair.turn(reinterpret_cast<const Angles*>(cosines)[n], reinterpret_cast<const Angles*>(sines)[n]);
-    destination[first] = pair.half[0];
-    destination[second] = pair.half[1];
+    Pair<Element> pair{source[first], source[second]};
+    Pair<T> turned;
+    const Angles cosine = reinterpret_cast<const Angles*>(cosines)[n], sine = reinterpret_cast<const Angles*>(sines)[n];
+    UNROLL for (int plane = 0; plane < kChunk; plane++) {
+      const int one = kInterleaved ? 2 * plane : plane, other = kInterleaved ? 2 * plane + 1 : kChunk + plane;
+      const float x = target::to_float(pair.at(one)), y = target::to_float(pair.at(other));
+      const float c = target::to_float(cosine.x[plane]), s = target::to_float(sine.x[plane]);
+      turned.at(one) = head.made(x * c - y * s);
+      turned.at(other) = head.made(y * c + x * s);
+    }
+    destination[first] = turned.half[0];
+    destination[second] = turned.half[1];
   }
-  copy(from, to, kRotaryDim, kHeadDim, lane);
+  copy(from, head, kRotaryDim, kHeadDim, lane);
 }
+
+// A head in an array of pages.
+template <bool kPacks>
+struct PagesOf {
+  using Type = AsElements;
+  DEVICE static AsElements head(Element* to, const KvScale&, int) { return {to}; }
+};
+template <>
+struct PagesOf<true> {
+  using Type = AsFloat8;
+  DEVICE static AsFloat8 head(float8* to, const KvScale& scale, int head) {
+    return {to, scale.data == nullptr ? scale.number : scale.data[head * scale.head]};
+  }
+};
+using OfPages = PagesOf<kFloat8>;
+using Stored = OfPages::Type::Type;
 
 // Where the key `position` of a sequence is in an array of pages; null where there is no place for it.
 template <class Array>
-DEVICE Element* place(Array* array, const Strides& strides, const Pages& pages, int sequence, int64 position,
-                      int head) {
+DEVICE Stored* place(Array* array, const Strides& strides, const Pages& pages, int sequence, int64 position, int head) {
   const PageSpan span = pages_of(pages, sequence);
   if (position < 0 || position >= span.count * pages.page_size) return nullptr;
   const int64 page = pages.shift >= 0 ? position >> pages.shift : position / pages.page_size;
   const int64 id = integer_at(pages.ids, sequence * pages.row + (span.first + page) * pages.entry);
   if (id < 0 || id >= pages.count) return nullptr;
-  return row_at<Element>(array, strides, id, position - page * pages.page_size, head);
+  return row_at<Stored>(array, strides, id, position - page * pages.page_size, head);
 }
 
 }  // namespace append
@@ -103,8 +142,9 @@ KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_append(PARAMETER AppendPa
   const PhysicalRow own = physical_row(p.side, p.batch, row);
   if (!own.logical) {
     if (p.fill && head < p.nheads_q) {
-      Piece* const out = reinterpret_cast<Piece*>(row_at<Element>(p.out, p.out_strides, own.batch, own.row, head));
-      for (int chunk = lane; chunk < kHeadDim / kChunk; chunk += kLanes) out[chunk] = Piece{};
+      auto* const out =
+          reinterpret_cast<Piece<Element>*>(row_at<Element>(p.out, p.out_strides, own.batch, own.row, head));
+      for (int chunk = lane; chunk < kHeadDim / kChunk; chunk += kLanes) out[chunk] = Piece<Element>{};
     }
     return;
   }
@@ -119,18 +159,20 @@ KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_append(PARAMETER AppendPa
   }
   if (head < p.nheads_q) {
     turn(row_at<const Element>(p.q, p.q_strides, own.batch, own.row, head),
-         row_at<Element>(p.out, p.out_strides, own.batch, own.row, head), cosines, sines, lane);
+         AsElements{row_at<Element>(p.out, p.out_strides, own.batch, own.row, head)}, cosines, sines, lane);
     return;
   }
   head -= p.nheads_q;
   if (head < p.nheads_kv) {
-    Element* const to = place(p.k_pages, p.k_pages_strides, p.pages, own.sequence, position, head);
+    Stored* const to = place(p.k_pages, p.k_pages_strides, p.pages, own.sequence, position, head);
     if (to == nullptr) return;
-    turn(row_at<const Element>(p.k, p.k_strides, own.batch, own.row, head), to, cosines, sines, lane);
+    turn(row_at<const Element>(p.k, p.k_strides, own.batch, own.row, head), OfPages::head(to, p.k_scale, head), cosines,
+         sines, lane);
     return;
   }
   head -= p.nheads_kv;
-  Element* const to = place(p.v_pages, p.v_pages_strides, p.pages, own.sequence, position, head);
+  Stored* const to = place(p.v_pages, p.v_pages_strides, p.pages, own.sequence, position, head);
   if (to == nullptr) return;
-  copy(row_at<const Element>(p.v, p.v_strides, own.batch, own.row, head), to, 0, kHeadDimV, lane);
+  copy(row_at<const Element>(p.v, p.v_strides, own.batch, own.row, head), OfPages::head(to, p.v_scale, head), 0,
+       kHeadDimV, lane);
 }
