@@ -54,9 +54,11 @@ using Softmax = OnlineSoftmax<C, kRowBlocks>;
 using BlockLine = Line<kRagged, kPaged, Visible, kTileQ, kTileK, kHeads, kWaves, kThreads>;
 
 constexpr int kSteps = kDepthQk / M::kDepth;
-constexpr int kUnrolledSteps = M::kDepth == 16 ? 16 : 4;
 // Queries stay in registers where they are few.
 constexpr bool kHoldsQueries = kRowBlocks * kSteps * int(sizeof(typename M::A)) <= 128;
+// Many conversions at once have no registers beside those of many rows.
+constexpr bool kCrowded = kFloat8 && kRowBlocks > 1 && !kHoldsQueries;
+constexpr int kUnrolledSteps = M::kDepth != 16 ? 4 : kCrowded ? 2 : 16;
 
 // Bytes of shared memory: the rings, each with probabilities where they go through memory; the queries; what a kernel
 // keeps for each ring; segments that others have a part in, in whose place the line is cut before; and words for the

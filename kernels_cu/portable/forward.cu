@@ -65,8 +65,9 @@ using Visible = VisibleKeys<kLeft, kRight, kTopLeft>;
 using Tiles = MeetingTiles<kBlockMask, Visible, kTileQ, kTileK, kOneSided>;
 
 constexpr int kSteps = kDepthQk / M::kDepth;
-// Shallow products have many steps, and code for them all would take the compiler longer than it saves the GPU.
-constexpr int kUnrolledSteps = M::kDepth == 16 ? 16 : 4;
+// Shallow products have many steps, and code for them all would take the compiler longer than it saves the GPU. Many
+// conversions at once have no registers.
+constexpr int kUnrolledSteps = M::kDepth != 16 ? 4 : kFloat8 && kDepthQk > 128 ? 2 : 16;
 
 // In float32 a long chain of sums is further from the exact one than its elements are from each other: sums of so many
 // key tiles are made apart, and added up. Not where the registers for it would be missing.

@@ -59,7 +59,7 @@ SCHEMAS = {
         },
     ),
     "portable_decode": Schema(
-        ("16bit", "32bit", "8bit"),
+        ("16bit", "32bit", "8bit", "wide_8bit"),
         {"tile_k": int, "waves": int, "stages": int, "blocks_per_sm": int},
     ),
     "portable_backward": Schema(

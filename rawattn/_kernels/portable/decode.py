@@ -161,7 +161,9 @@ def supports_before_sm90(problem: Problem, target: Target, operands: Operands) -
 
 def choose(problem: Problem, target: Target, operands: Operands) -> Config:
     """The configuration for a problem that it supports; operands: q, k, v and out."""
-    table = "8bit" if problem.float8 else "16bit"
+    table = "16bit"
+    if problem.float8:
+        table = "wide_8bit" if wide(problem) else "8bit"
     config = choose_tiles(Config, TILES, table, problem, target, operands)
     return replace(
         config,
