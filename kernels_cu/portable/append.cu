@@ -46,58 +46,70 @@ struct Pair {
   Piece<T> half[2];
 
   DEVICE T& at(int n) { return half[n / kChunk].x[n % kChunk]; }
+
+  // Calls put(n, x) with the n-th element, turned. Two are read before the first of them is put.
+  template <class Put>
+  DEVICE void turn(const Angles& cosines, const Angles& sines, const Put& put) {
+    UNROLL for (int plane = 0; plane < kChunk; plane++) {
+      const int first = kInterleaved ? 2 * plane : plane;
+      const int second = kInterleaved ? 2 * plane + 1 : kChunk + plane;
+      const float x = target::to_float(at(first)), y = target::to_float(at(second));
+      const float cosine = target::to_float(cosines.x[plane]), sine = target::to_float(sines.x[plane]);
+      put(first, x * cosine - y * sine);
+      put(second, y * cosine + x * sine);
+    }
+  }
 };
 
 // Where a head goes, and as what.
 struct AsElements {
-  using Type = Element;
   Element* to;
 
-  DEVICE Element made(float x) const { return target::from_float<Element>(x); }
-  DEVICE Piece<Element> made(const Piece<Element>& piece) const { return piece; }
+  DEVICE void copy(int chunk, const Piece<Element>* source) const {
+    reinterpret_cast<Piece<Element>*>(to)[chunk] = source[chunk];
+  }
+  DEVICE void turn(int first, int second, Pair<Element>& pair, const Angles& cosines, const Angles& sines) const {
+    pair.turn(cosines, sines, [&](int n, float x) { pair.at(n) = target::from_float<Element>(x); });
+    reinterpret_cast<Piece<Element>*>(to)[first] = pair.half[0];
+    reinterpret_cast<Piece<Element>*>(to)[second] = pair.half[1];
+  }
 };
 struct AsFloat8 {
-  using Type = float8;
   float8* to;
   float scale;
 
   DEVICE float8 made(float x) const { return target::from_float<float8>(x / scale); }
-  DEVICE Piece<float8> made(const Piece<Element>& piece) const {
+  DEVICE void copy(int chunk, const Piece<Element>* source) const {
+    const Piece<Element> piece = source[chunk];
     Piece<float8> found;
     UNROLL for (int n = 0; n < kChunk; n++) found.x[n] = made(target::to_float(piece.x[n]));
-    return found;
+    reinterpret_cast<Piece<float8>*>(to)[chunk] = found;
+  }
+  DEVICE void turn(int first, int second, Pair<Element>& pair, const Angles& cosines, const Angles& sines) const {
+    Pair<float8> found;
+    pair.turn(cosines, sines, [&](int n, float x) { found.at(n) = made(x); });
+    reinterpret_cast<Piece<float8>*>(to)[first] = found.half[0];
+    reinterpret_cast<Piece<float8>*>(to)[second] = found.half[1];
   }
 };
 
 template <class Head>
 DEVICE void copy(const Element* from, const Head& head, int begin, int columns, int lane) {
   for (int chunk = begin / kChunk + lane; chunk < columns / kChunk; chunk += kLanes) {
-    reinterpret_cast<Piece<typename Head::Type>*>(head.to)[chunk] =
-        head.made(reinterpret_cast<const Piece<Element>*>(from)[chunk]);
+    head.copy(chunk, reinterpret_cast<const Piece<Element>*>(from));
   }
 }
 
 // One head of q or k. cosines, sines: of its position.
 template <class Head>
 DEVICE void turn(const Element* from, const Head& head, const Angle* cosines, const Angle* sines, int lane) {
-  using T = typename Head::Type;
   const Piece<Element>* const source = reinterpret_cast<const Piece<Element>*>(from);
-  Piece<T>* const destination = reinterpret_cast<Piece<T>*>(head.to);
   for (int n = lane; n < kPairs; n += kLanes) {
     const int first = kInterleaved ? 2 * n : n;
     const int second = kInterleaved ? 2 * n + 1 : kPairs + n;
     Pair<Element> pair{source[first], source[second]};
-    Pair<T> turned;
-    const Angles cosine = reinterpret_cast<const Angles*>(cosines)[n], sine = reinterpret_cast<const Angles*>(sines)[n];
-    UNROLL for (int plane = 0; plane < kChunk; plane++) {
-      const int one = kInterleaved ? 2 * plane : plane, other = kInterleaved ? 2 * plane + 1 : kChunk + plane;
-      const float x = target::to_float(pair.at(one)), y = target::to_float(pair.at(other));
-      const float c = target::to_float(cosine.x[plane]), s = target::to_float(sine.x[plane]);
-      turned.at(one) = head.made(x * c - y * s);
-      turned.at(other) = head.made(y * c + x * s);
-    }
-    destination[first] = turned.half[0];
-    destination[second] = turned.half[1];
+    head.turn(first, second, pair, reinterpret_cast<const Angles*>(cosines)[n],
+              reinterpret_cast<const Angles*>(sines)[n]);
   }
   copy(from, head, kRotaryDim, kHeadDim, lane);
 }
@@ -105,18 +117,18 @@ DEVICE void turn(const Element* from, const Head& head, const Angle* cosines, co
 // A head in an array of pages.
 template <bool kPacks>
 struct PagesOf {
-  using Type = AsElements;
+  using Stored = Element;
   DEVICE static AsElements head(Element* to, const KvScale&, int) { return {to}; }
 };
 template <>
 struct PagesOf<true> {
-  using Type = AsFloat8;
+  using Stored = float8;
   DEVICE static AsFloat8 head(float8* to, const KvScale& scale, int head) {
     return {to, scale.data == nullptr ? scale.number : scale.data[head * scale.head]};
   }
 };
 using OfPages = PagesOf<kFloat8>;
-using Stored = OfPages::Type::Type;
+using Stored = OfPages::Stored;
 
 // Where the key `position` of a sequence is in an array of pages; null where there is no place for it.
 template <class Array>

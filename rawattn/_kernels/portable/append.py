@@ -178,5 +178,18 @@ def variants(*, every: bool = False) -> list[Source]:
             angle_bytes=4,
         ),
         Config(dtype="float32", headdim=7, headdim_v=9, copy_bytes=4),
+        *(
+            Config(
+                dtype=dtype,
+                headdim=128,
+                headdim_v=128,
+                rotary_dim=turns,
+                float_angles=True,
+                float8=True,
+            )
+            for dtype in ("bfloat16", "float16", "float32")
+            for turns in (0, 128)
+        ),
+        Config(dtype="float16", headdim=7, headdim_v=1, copy_bytes=2, float8=True),
     )
     return [*usual, *(config.source() for config in others)]
