@@ -235,11 +235,8 @@ def paged_attention(
     named = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "block_table": block_table}
     table, options = read_pages({**named, "seqlen_k": seqlen_k, "validate": validate}, options)
     inputs = (q, k_pages, v_pages, table)
-    verb = PAGED
-    numbers: tuple[int, ...] = ()
-    if k_scale is not None or v_scale is not None:
-        verb, factors, numbers = scaled(verb, q, {"k_scale": k_scale, "v_scale": v_scale})
-        inputs += factors
+    verb, factors, numbers = scaled(PAGED, q, {"k_scale": k_scale, "v_scale": v_scale})
+    inputs += factors
     verb, more, values, options = with_arrays(verb, options, q=q)
     inputs += more
     results = dispatch.run(
@@ -290,6 +287,8 @@ class Scaled(NamedTuple):
 
 def scaled(verb: Verb, rows: Any, named: Mapping[str, Any]) -> Scaled:
     """named: the scales among the arguments of a call."""
+    if all(x is None for x in named.values()):
+        return Scaled(verb, (), ())
     found = scales.read(named)
     arrays = tuple(
         _beside(rows, x) if isinstance(x, np.ndarray) else x for x in found.arrays.values()
