@@ -13,6 +13,7 @@ from rawattn import reference
 from tests.tolerance import check, check_lse, low_precision_attention
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 Array = Any
 
 
@@ -20,7 +21,8 @@ Array = Any
 class Paged:
     """A call with all its arrays on the host.
 
-    packed_k, packed_v: the keys and values of all sequences without pages, one behind the other.
+    packed_k, packed_v: the keys and values of all sequences without pages, one behind the other; where pages hold 8 bits,
+    in float64 and times their scales.
     """
 
     q: Array
@@ -31,6 +33,8 @@ class Paged:
     seqs: rawattn.SeqLayout | None
     packed_k: Array
     packed_v: Array
+    k_scale: Any = None
+    v_scale: Any = None
 
     @property
     def inputs(self) -> tuple[Any, ...]:
@@ -45,6 +49,10 @@ class Paged:
     @property
     def lengths(self) -> dict[str, Any]:
         return {"seqlen_k": self.seqlen_k, "seqs": self.seqs}
+
+    @property
+    def scales(self) -> dict[str, Any]:
+        return {"k_scale": self.k_scale, "v_scale": self.v_scale}
 
     @property
     def rows(self) -> Array:
@@ -98,10 +106,12 @@ def paged(
     spare: int = 3,
     junk: int = -1,
     group: bool = False,
+    float8: str = "",
     seed: int = 0,
 ) -> Paged:
     """rows: of q in every sequence, or in each. room_q: rows of a padded batch.
 
+    float8: "plain", "numbers" or "arrays": pages hold 8 bits, with scales that are such or none.
     shared: whole pages at the beginning that the sequences have in common. spare: entries past the last page, and pages of
     nobody. junk: what such entries hold. heads_first: the pool is (num_pages, nheads_kv, page_size, D).
     """
@@ -111,11 +121,12 @@ def paged(
     common = min([shared, *(n // page_size for n in lens_k)])
     num_pages = sum(counts) - common * max(batch - 1, 0) + spare
     order = rng.permutation(num_pages)
+    stored = FLOAT8 if float8 else np.dtype(dtype)
     pools = []
     for dim in dims:
         shape = (num_pages, page_size, heads[1], dim)
         inner = (shape[0], shape[2], shape[1], shape[3]) if heads_first else shape
-        pool = np.full(inner, np.nan, dtype)
+        pool = np.full(inner, np.nan, stored)
         pools.append(pool.swapaxes(1, 2) if heads_first else pool)
     taken = common
     owned: list[list[int]] = []
@@ -126,7 +137,7 @@ def paged(
         ids = [*order[:common], *own]
         owned.append([int(x) for x in ids])
         for pool, dim, out in zip(pools, dims, packed, strict=True):
-            values = rng.standard_normal((n, heads[1], dim)).astype(dtype)
+            values = rng.standard_normal((n, heads[1], dim)).astype(stored)
             for page, which in enumerate(ids):
                 first = page * page_size
                 part = values[first : first + page_size]
@@ -159,10 +170,18 @@ def paged(
             seqs = rawattn.SeqLayout(seqlen_q=np.array(lens_q, integers))
     q = rng.standard_normal(shape).astype(dtype)
     k, v = (
-        np.concatenate([np.empty((0, heads[1], d), dtype), *x])
+        np.concatenate([np.empty((0, heads[1], d), stored), *x])
         for x, d in zip(packed, dims, strict=True)
     )
-    return Paged(q, *pools, table, np.array(lens_k, integers), seqs, k, v)
+    scales: list[Any] = [None, None]
+    if float8:
+        if float8 != "plain":
+            scales = [rng.uniform(0.1, 2, heads[1]).astype(np.float32) for _ in "kv"]
+        if float8 == "numbers":
+            scales = [float(x[0]) for x in scales]
+        factors = [1.0 if x is None else np.reshape(x, (-1, 1)) for x in scales]
+        k, v = (x.astype(np.float64) * factor for x, factor in zip((k, v), factors, strict=True))
+    return Paged(q, *pools, table, np.array(lens_k, integers), seqs, k, v, *scales)
 
 
 def expected(call: Paged, **options: Any) -> tuple[Array, Array, list[Array], list[Array]]:

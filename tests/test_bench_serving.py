@@ -27,6 +27,7 @@ def test_bytes_are_those_of_what_is_seen() -> None:
     big = serving_cases.BIG[0]
     assert big.key_bytes == 64 * 8192 * 8 * (128 + 128) * 2
     assert big.nbytes - big.key_bytes == 2 * 64 * 32 * 128 * 2
+    assert 2 * big.in_pages(16).in_float8().key_bytes == big.key_bytes
     assert serving_cases.WINDOWED.key_bytes == serving_cases.AS_WINDOWED.key_bytes
     assert serving_cases.UNEVEN.key_bytes == (131072 + 63 * 2048) * 8 * 256 * 2
 
@@ -73,7 +74,7 @@ def bounded(figures: list[Figure]) -> dict[str, Figure]:
 def test_decode_has_a_line_for_each_bound(without_gpu: None) -> None:
     found = bounded(serving.decode("bfloat16", [CUDNN, FA4]))
     shares = [figure for name, figure in found.items() if "share" in name]
-    assert len(shares) == 8
+    assert len(shares) == 12
     assert all(
         figure.value == pytest.approx(0.25) and figure.verdict == "below" for figure in shares
     )
@@ -84,7 +85,9 @@ def test_decode_has_a_line_for_each_bound(without_gpu: None) -> None:
     assert uneven.value == pytest.approx(4) and uneven.verdict == "above"
     new = found[f"{serving_cases.APPENDED.name}: new rows over their bytes"]
     assert new.bound == pytest.approx(3 + 1.3 * serving_cases.APPENDED.new_bytes / 4e6)
-    assert len(found) == 4 + 8 + 6 + 3
+    assert len(found) == 4 + 12 + 4 + 6 + 3
+    halves = [figure for name, figure in found.items() if "over 16 bits" in name]
+    assert all(0.5 < (figure.value or 0) < 0.52 and figure.verdict == "ok" for figure in halves)
 
 
 def test_prefill_has_a_line_for_each_bound(without_gpu: None) -> None:

@@ -93,7 +93,7 @@ def repacking() -> Iterator[None]:
 def sharing() -> Iterator[None]:
     """Makes Hopper's forward share its last tiles out by keys wherever blocks would be idle otherwise."""
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(sm90_forward, "_equal", lambda _: True))
+        stack.enter_context(mock.patch.object(sm90_forward, "_equal", return_value=True))
         least = {"STREAM_K_SEQLEN": 1, "WORTH_SHARING": 0, "LEAST_PIECE": 1, "ALIKE": 0}
         for name, value in least.items():
             stack.enter_context(mock.patch.object(sm90_forward, name, value))

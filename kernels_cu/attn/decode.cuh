@@ -19,6 +19,7 @@
 #include "attn/scores.cuh"
 #include "attn/sequence.cuh"
 #include "attn/softmax.cuh"
+#include "attn/stored_keys.cuh"
 #include "attn/tiles.cuh"
 #include "attn/visible.cuh"
 #include "target/target.cuh"
@@ -53,9 +54,11 @@ using Softmax = OnlineSoftmax<C, kRowBlocks>;
 using BlockLine = Line<kRagged, kPaged, Visible, kTileQ, kTileK, kHeads, kWaves, kThreads>;
 
 constexpr int kSteps = kDepthQk / M::kDepth;
-constexpr int kUnrolledSteps = M::kDepth == 16 ? 16 : 4;
 // Queries stay in registers where they are few.
 constexpr bool kHoldsQueries = kRowBlocks * kSteps * int(sizeof(typename M::A)) <= 128;
+// Many conversions at once have no registers beside those of many rows.
+constexpr bool kCrowded = kFloat8 && kRowBlocks > 1 && !kHoldsQueries;
+constexpr int kUnrolledSteps = M::kDepth != 16 ? 4 : kCrowded ? 2 : 16;
 
 // Bytes of shared memory: the rings, each with probabilities where they go through memory; the queries; what a kernel
 // keeps for each ring; segments that others have a part in, in whose place the line is cut before; and words for the
@@ -182,7 +185,7 @@ struct Output {
   DEVICE void write(int row, int column, MergedColumns x) const {
     const int head = segment.head + row % kHeads;
     if constexpr (kSinkLogits) x.add_sink(per_head(p.sink_logits, segment.sequence, head) * Exponent::kUnit);
-    x.divide();
+    x.divide(value_factor(p, head));
     const auto out =
         rows_of_heads<kHeads, Element>(p.out, p.out_strides, segment.sequence, segment.q, segment.head, first());
     if (column < kHeadDimV) store_columns(out.from(row).address() + column, x.out, kHeadDimV - column);
@@ -270,7 +273,7 @@ DEVICE void attend(const ForwardParams& p, unsigned char* shared, const More&...
     ring.wait_for_queries();
     target::block_sync();
     const auto load_query = [&](int m, int step) {
-      return M::load_a(queries + m * 16 * kPitchQ + step * M::kDepth, kPitchQ, lane);
+      return load_queries<M>(queries + m * 16 * kPitchQ + step * M::kDepth, kPitchQ, lane);
     };
     typename M::A held[kHoldsQueries ? kRowBlocks : 1][kHoldsQueries ? kSteps : 1];
     if constexpr (kHoldsQueries) {
@@ -289,7 +292,7 @@ DEVICE void attend(const ForwardParams& p, unsigned char* shared, const More&...
     const RowsVisible rows_visible{visible, work.first, visible.sink};
     const ScoreRule rule(p, work.segment.sequence, work.segment.head, work.segment.q.length, work.segment.k.length,
                          visible.offset);
-    Softmax softmax(kScaleFirst || ScoreRule::kScaled ? Exponent::kUnit : p.scores.scale * Exponent::kUnit);
+    Softmax softmax(kScaleFirst || ScoreRule::kScaled ? Exponent::kUnit : rule.scale() * Exponent::kUnit);
     C o[kRowBlocks][kOutBlocks];
     UNROLL for (int m = 0; m < kRowBlocks; m++) { UNROLL for (int d = 0; d < kOutBlocks; d++) o[m][d] = C{}; }
     AddedScores<C, kRowBlocks, kKeyBlocks> added;  // nothing: what adds to scores is not for this kernel
@@ -311,7 +314,7 @@ DEVICE void attend(const ForwardParams& p, unsigned char* shared, const More&...
       multiply_rows<M, kSteps, kUnrolledSteps>(s, query, ring.keys(slot), lane);
       if (Ring::kLoadsLate) load_next();
       if constexpr (ScoreRule::kRemakes) remake_scores(s, rule, work.first, first_key, lane, NoVisit{});
-      const SoftmaxScore<kScaleFirst> finish{p.scores.scale};
+      const SoftmaxScore<kScaleFirst> finish{rule.scale()};
       UNROLL for (int m = 0; m < kRowBlocks; m++) {
         UNROLL for (int b = 0; b < kKeyBlocks; b++) {
           UNROLL for (int e = 0; e < C::kElements; e++) s[m][b].x[e] = finish(s[m][b].x[e], m, b, e, added);

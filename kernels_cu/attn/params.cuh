@@ -122,6 +122,15 @@ struct Pages {
   int shift;
 };
 
+// What keys or values in 8 bits are multiplied with (attn/stored_keys.cuh).
+struct KvScale {
+  // for each kv head; null: the number, for all
+  const float* data;
+  // its stride in elements
+  int64 head;
+  float number;
+};
+
 // Which keys a query sees (attn/visible.cuh).
 struct Mask {
   int64 window_left, window_right, sink;
@@ -168,6 +177,7 @@ struct ForwardParams {
   CapturedArrays captured;
   Pages pages;
   Splits splits;
+  KvScale k_scale, v_scale;
 };
 
 // How a schedule ends: `tiles` query tiles of `units` each, in pieces of `piece` units, no more than a query tile has
@@ -332,6 +342,7 @@ struct AppendParams {
   int batch, nheads_q, nheads_kv;
   // whether rows of out that belong to no sequence become 0
   int fill;
+  KvScale k_scale, v_scale;
 };
 
 // What packing a mask writes (see attn/mask_packing.cuh).

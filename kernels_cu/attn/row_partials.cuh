@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attn/score_rule.cuh"
+#include "attn/stored_keys.cuh"
 #include "target/target.cuh"
 
 struct alignas(16) FourFloats {
@@ -26,7 +27,7 @@ struct RowPartials {
         if (row >= rows) continue;
         UNROLL for (int d = 0; d < kOutBlocks; d++) {
           UNROLL for (int e = 0; e < C::kElements; e++) {
-            if (C::slot(e) == slot) columns[row * kColumns + d * 16 + C::column(lane, e)] = o[m][d].x[e];
+            if (C::slot(e) == slot) columns[row * kColumns + d * 16 + output_column<C>(lane, e)] = o[m][d].x[e];
           }
         }
         if (C::column(lane, 0) == 0) {
@@ -75,9 +76,9 @@ struct MergedColumns {
     move(fmaxf(running_max, sink));
     sum += weight_of(sink);
   }
-  // A row that saw no key becomes 0.
-  DEVICE void divide() {
-    const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+  // A row that saw no key becomes 0. factor: of the values.
+  DEVICE void divide(float factor) {
+    const float inverse = sum == 0.0f ? 0.0f : factor / sum;
     UNROLL for (int i = 0; i < 4; i++) out.x[i] *= inverse;
   }
   DEVICE float lse() const {

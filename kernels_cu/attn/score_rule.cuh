@@ -20,6 +20,11 @@ DEVICE float per_head(const PerHead& numbers, int sequence, int head) {
   return target::to_float(static_cast<const bfloat16*>(numbers.data)[at]);
 }
 
+// What the keys or values of a query head are multiplied with.
+DEVICE float kv_factor(const KvScale& scale, const ForwardParams& p, int head) {
+  return scale.data == nullptr ? scale.number : scale.data[head / (p.nheads_q / p.nheads_kv) * scale.head];
+}
+
 template <bool kFirst, class A, class B>
 struct Either {
   using Type = A;
@@ -53,11 +58,19 @@ struct ScoreRule {
   const ForwardParams& p;
   int sequence, head, len_q, len_k, offset;
   float slope;
+  float key_factor;
   Mod mod;
 
   DEVICE ScoreRule(const ForwardParams& p, int sequence, int head, int len_q, int len_k, int offset)
       : p(p), sequence(sequence), head(head), len_q(len_q), len_k(len_k), offset(offset), mod(place(0, 0), p) {
     if constexpr (config::kAlibi) slope = per_head(p.alibi_slopes, sequence, head);
+    if constexpr (config::kFloat8) key_factor = kv_factor(p.k_scale, p, head);
+  }
+
+  // Of products with keys as they are stored.
+  DEVICE float scale() const {
+    if constexpr (config::kFloat8) return p.scores.scale * key_factor;
+    return p.scores.scale;
   }
 
   // What the softcap leaves of a scaled product: softcap * tanh(s / softcap).
@@ -116,7 +129,7 @@ template <class C, int kRowBlocks, int kColumnBlocks>
 DEVICE void cap_products(C (&s)[kRowBlocks][kColumnBlocks], const ScoreRule& rule) {
   constexpr float kLargest = 0.75f;
   constexpr float kFactors[5] = {0.99999723f, -0.33323084f, 0.13226159f, -0.04928242f, 0.01232067f};
-  const float scale = rule.p.scores.scale * target::reciprocal(rule.p.scores.softcap);
+  const float scale = rule.scale() * target::reciprocal(rule.p.scores.softcap);
   const float square = scale * scale;
   const float end = kLargest * kLargest * target::reciprocal(square);
   float largest = 0.0f;
@@ -162,7 +175,7 @@ DEVICE void cap_products(C (&s)[kRowBlocks][kColumnBlocks], const ScoreRule& rul
 template <class C, int kRowBlocks, int kKeyBlocks, class Visit>
 DEVICE void remake_scores(C (&s)[kRowBlocks][kKeyBlocks], const ScoreRule& rule, int first_row, int first_key, int lane,
                           const Visit& visit) {
-  const float scale = rule.p.scores.scale;
+  const float scale = rule.scale();
   if constexpr (ScoreRule::kScalesCapped) cap_products(s, rule);
   UNROLL for (int m = 0; m < kRowBlocks; m++) {
     UNROLL for (int n = 0; n < kKeyBlocks; n++) {

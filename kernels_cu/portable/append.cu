@@ -1,5 +1,5 @@
 // New rows of keys and values go into their pages. Rows of q and k turn by their positions first, where there is a
-// rotary embedding.
+// rotary embedding. Where pages hold 8 bits, what is divided by the scale and rounded are the float32 results.
 //
 // kLanes neighbouring threads take one head of one row: the heads of q come first, then those of k, then those of v.
 // Row i of a sequence's n new rows is its key seqlen_k - n + i. A row without a place in the pages is not written:
@@ -34,60 +34,111 @@ struct AngleType<true> {
 };
 using Angle = AngleType<kFloatAngles>::Type;
 
-struct alignas(kCopyBytes) Piece {
-  Element x[kChunk];
+template <class T>
+struct alignas(kChunk* int(sizeof(T))) Piece {
+  T x[kChunk];
 };
 struct alignas(kAngleBytes) Angles {
   Angle x[kChunk];
 };
+template <class T>
 struct Pair {
-  Piece half[2];
+  Piece<T> half[2];
 
-  DEVICE Element& at(int n) { return half[n / kChunk].x[n % kChunk]; }
+  DEVICE T& at(int n) { return half[n / kChunk].x[n % kChunk]; }
 
-  DEVICE void turn(const Angles& cosines, const Angles& sines) {
+  // Calls put(n, x) with the n-th element, turned. Two are read before the first of them is put.
+  template <class Put>
+  DEVICE void turn(const Angles& cosines, const Angles& sines, const Put& put) {
     UNROLL for (int plane = 0; plane < kChunk; plane++) {
-      Element& first = at(kInterleaved ? 2 * plane : plane);
-      Element& second = at(kInterleaved ? 2 * plane + 1 : kChunk + plane);
-      const float x = target::to_float(first), y = target::to_float(second);
+      const int first = kInterleaved ? 2 * plane : plane;
+      const int second = kInterleaved ? 2 * plane + 1 : kChunk + plane;
+      const float x = target::to_float(at(first)), y = target::to_float(at(second));
       const float cosine = target::to_float(cosines.x[plane]), sine = target::to_float(sines.x[plane]);
-      first = target::from_float<Element>(x * cosine - y * sine);
-      second = target::from_float<Element>(y * cosine + x * sine);
+      put(first, x * cosine - y * sine);
+      put(second, y * cosine + x * sine);
     }
   }
 };
 
-DEVICE void copy(const Element* from, Element* to, int begin, int columns, int lane) {
+// Where a head goes, and as what.
+struct AsElements {
+  Element* to;
+
+  DEVICE void copy(int chunk, const Piece<Element>* source) const {
+    reinterpret_cast<Piece<Element>*>(to)[chunk] = source[chunk];
+  }
+  DEVICE void turn(int first, int second, Pair<Element>& pair, const Angles& cosines, const Angles& sines) const {
+    pair.turn(cosines, sines, [&](int n, float x) { pair.at(n) = target::from_float<Element>(x); });
+    reinterpret_cast<Piece<Element>*>(to)[first] = pair.half[0];
+    reinterpret_cast<Piece<Element>*>(to)[second] = pair.half[1];
+  }
+};
+struct AsFloat8 {
+  float8* to;
+  float scale;
+
+  DEVICE float8 made(float x) const { return target::from_float<float8>(x / scale); }
+  DEVICE void copy(int chunk, const Piece<Element>* source) const {
+    const Piece<Element> piece = source[chunk];
+    Piece<float8> found;
+    UNROLL for (int n = 0; n < kChunk; n++) found.x[n] = made(target::to_float(piece.x[n]));
+    reinterpret_cast<Piece<float8>*>(to)[chunk] = found;
+  }
+  DEVICE void turn(int first, int second, Pair<Element>& pair, const Angles& cosines, const Angles& sines) const {
+    Pair<float8> found;
+    pair.turn(cosines, sines, [&](int n, float x) { found.at(n) = made(x); });
+    reinterpret_cast<Piece<float8>*>(to)[first] = found.half[0];
+    reinterpret_cast<Piece<float8>*>(to)[second] = found.half[1];
+  }
+};
+
+template <class Head>
+DEVICE void copy(const Element* from, const Head& head, int begin, int columns, int lane) {
   for (int chunk = begin / kChunk + lane; chunk < columns / kChunk; chunk += kLanes) {
-    reinterpret_cast<Piece*>(to)[chunk] = reinterpret_cast<const Piece*>(from)[chunk];
+    head.copy(chunk, reinterpret_cast<const Piece<Element>*>(from));
   }
 }
 
 // One head of q or k. cosines, sines: of its position.
-DEVICE void turn(const Element* from, Element* to, const Angle* cosines, const Angle* sines, int lane) {
-  const Piece* const source = reinterpret_cast<const Piece*>(from);
-  Piece* const destination = reinterpret_cast<Piece*>(to);
+template <class Head>
+DEVICE void turn(const Element* from, const Head& head, const Angle* cosines, const Angle* sines, int lane) {
+  const Piece<Element>* const source = reinterpret_cast<const Piece<Element>*>(from);
   for (int n = lane; n < kPairs; n += kLanes) {
     const int first = kInterleaved ? 2 * n : n;
     const int second = kInterleaved ? 2 * n + 1 : kPairs + n;
-    Pair pair{source[first], source[second]};
-    pair.turn(reinterpret_cast<const Angles*>(cosines)[n], reinterpret_cast<const Angles*>(sines)[n]);
-    destination[first] = pair.half[0];
-    destination[second] = pair.half[1];
+    Pair<Element> pair{source[first], source[second]};
+    head.turn(first, second, pair, reinterpret_cast<const Angles*>(cosines)[n],
+              reinterpret_cast<const Angles*>(sines)[n]);
   }
-  copy(from, to, kRotaryDim, kHeadDim, lane);
+  copy(from, head, kRotaryDim, kHeadDim, lane);
 }
+
+// A head in an array of pages.
+template <bool kPacks>
+struct PagesOf {
+  using Stored = Element;
+  DEVICE static AsElements head(Element* to, const KvScale&, int) { return {to}; }
+};
+template <>
+struct PagesOf<true> {
+  using Stored = float8;
+  DEVICE static AsFloat8 head(float8* to, const KvScale& scale, int head) {
+    return {to, scale.data == nullptr ? scale.number : scale.data[head * scale.head]};
+  }
+};
+using OfPages = PagesOf<kFloat8>;
+using Stored = OfPages::Stored;
 
 // Where the key `position` of a sequence is in an array of pages; null where there is no place for it.
 template <class Array>
-DEVICE Element* place(Array* array, const Strides& strides, const Pages& pages, int sequence, int64 position,
-                      int head) {
+DEVICE Stored* place(Array* array, const Strides& strides, const Pages& pages, int sequence, int64 position, int head) {
   const PageSpan span = pages_of(pages, sequence);
   if (position < 0 || position >= span.count * pages.page_size) return nullptr;
   const int64 page = pages.shift >= 0 ? position >> pages.shift : position / pages.page_size;
   const int64 id = integer_at(pages.ids, sequence * pages.row + (span.first + page) * pages.entry);
   if (id < 0 || id >= pages.count) return nullptr;
-  return row_at<Element>(array, strides, id, position - page * pages.page_size, head);
+  return row_at<Stored>(array, strides, id, position - page * pages.page_size, head);
 }
 
 }  // namespace append
@@ -103,8 +154,9 @@ KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_append(PARAMETER AppendPa
   const PhysicalRow own = physical_row(p.side, p.batch, row);
   if (!own.logical) {
     if (p.fill && head < p.nheads_q) {
-      Piece* const out = reinterpret_cast<Piece*>(row_at<Element>(p.out, p.out_strides, own.batch, own.row, head));
-      for (int chunk = lane; chunk < kHeadDim / kChunk; chunk += kLanes) out[chunk] = Piece{};
+      auto* const out =
+          reinterpret_cast<Piece<Element>*>(row_at<Element>(p.out, p.out_strides, own.batch, own.row, head));
+      for (int chunk = lane; chunk < kHeadDim / kChunk; chunk += kLanes) out[chunk] = Piece<Element>{};
     }
     return;
   }
@@ -119,18 +171,20 @@ KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_append(PARAMETER AppendPa
   }
   if (head < p.nheads_q) {
     turn(row_at<const Element>(p.q, p.q_strides, own.batch, own.row, head),
-         row_at<Element>(p.out, p.out_strides, own.batch, own.row, head), cosines, sines, lane);
+         AsElements{row_at<Element>(p.out, p.out_strides, own.batch, own.row, head)}, cosines, sines, lane);
     return;
   }
   head -= p.nheads_q;
   if (head < p.nheads_kv) {
-    Element* const to = place(p.k_pages, p.k_pages_strides, p.pages, own.sequence, position, head);
+    Stored* const to = place(p.k_pages, p.k_pages_strides, p.pages, own.sequence, position, head);
     if (to == nullptr) return;
-    turn(row_at<const Element>(p.k, p.k_strides, own.batch, own.row, head), to, cosines, sines, lane);
+    turn(row_at<const Element>(p.k, p.k_strides, own.batch, own.row, head), OfPages::head(to, p.k_scale, head), cosines,
+         sines, lane);
     return;
   }
   head -= p.nheads_kv;
-  Element* const to = place(p.v_pages, p.v_pages_strides, p.pages, own.sequence, position, head);
+  Stored* const to = place(p.v_pages, p.v_pages_strides, p.pages, own.sequence, position, head);
   if (to == nullptr) return;
-  copy(row_at<const Element>(p.v, p.v_strides, own.batch, own.row, head), to, 0, kHeadDimV, lane);
+  copy(row_at<const Element>(p.v, p.v_strides, own.batch, own.row, head), OfPages::head(to, p.v_scale, head), 0,
+       kHeadDimV, lane);
 }

@@ -10,18 +10,18 @@ using Found =
 
 // The key tiles of a wave.
 struct WaveRing {
-  static constexpr int kPitchK = padded_pitch<Element>(kDepthQk);
-  static constexpr int kPitchV = padded_pitch<Element>(kDepthV);
+  static constexpr int kPitchK = padded_pitch<StoredKey>(kDepthQk);
+  static constexpr int kPitchV = padded_pitch<StoredKey>(kDepthV);
   static constexpr int kStageElements = kTileK * (kPitchK + kPitchV);
-  static constexpr int kStageBytes = kStageElements * int(sizeof(Element));
+  static constexpr int kStageBytes = kStageElements * int(sizeof(StoredKey));
   static constexpr bool kLoadsLate = false;
   static constexpr int kMoreBytes = kPaged && !kTileInPage ? 2 * kTileK * 8 : 0;  // where the rows of a tile are
-  using CopyK = WaveCopy<Element, kTileK, kHeadDim, kDepthQk, kPitchK, kCopyBytes>;
-  using CopyV = WaveCopy<Element, kTileK, kHeadDimV, kDepthV, kPitchV, kCopyBytes>;
+  using CopyK = WaveCopy<StoredKey, kTileK, kHeadDim, kDepthQk, kPitchK, kKeyBytes>;
+  using CopyV = WaveCopy<StoredKey, kTileK, kHeadDimV, kDepthV, kPitchV, kKeyBytes>;
 
   // Of a kv head of a sequence: the first row, or that of the first page.
   struct Source {
-    const Element *k, *v;
+    const StoredKey *k, *v;
     Found found;
 
     Source() = default;
@@ -33,17 +33,17 @@ struct WaveRing {
     DEVICE void look_up(int first_key, int lane) { found.look_up(first_key, lane); }
 
    private:
-    DEVICE static const Element* first(const ForwardParams& p, const void* array, const Strides& strides,
-                                       const Segment& segment, int kv_head) {
-      return rows_of_keys<kPaged, const Element>(array, strides, p.pages, segment.sequence, segment.k, kv_head).first;
+    DEVICE static const StoredKey* first(const ForwardParams& p, const void* array, const Strides& strides,
+                                         const Segment& segment, int kv_head) {
+      return rows_of_keys<kPaged, const StoredKey>(array, strides, p.pages, segment.sequence, segment.k, kv_head).first;
     }
   };
 
-  Element* const ring;
+  StoredKey* const ring;
   int64* const offsets;
 
   DEVICE WaveRing(unsigned char* ring, unsigned char* more, int)
-      : ring(reinterpret_cast<Element*>(ring)), offsets(reinterpret_cast<int64*>(more)) {}
+      : ring(reinterpret_cast<StoredKey*>(ring)), offsets(reinterpret_cast<int64*>(more)) {}
 
   DEVICE unsigned char* bytes(int slot) const { return reinterpret_cast<unsigned char*>(at(slot)); }
   DEVICE auto keys(int slot) const { return pitched_tile<kPitchK>(at(slot)); }
@@ -52,8 +52,8 @@ struct WaveRing {
   // Rows that are not real become zeros.
   template <class Real>
   DEVICE void load(const ForwardParams& p, const Source& source, int slot, const Real& real, int lane) const {
-    Element* const keys = at(slot);
-    Element* const values = keys + kTileK * kPitchK;
+    StoredKey* const keys = at(slot);
+    StoredKey* const values = keys + kTileK * kPitchK;
     source.found.tell(offsets, p.k_strides, p.v_strides, lane);
     source.found.template load<CopyK, false>(keys, source.k, p.k_strides, offsets, real, lane);
     source.found.template load<CopyV, true>(values, source.v, p.v_strides, offsets, real, lane);
@@ -69,7 +69,7 @@ struct WaveRing {
   DEVICE void give_back() const {}
 
  private:
-  DEVICE Element* at(int slot) const { return ring + slot * kStageElements; }
+  DEVICE StoredKey* at(int slot) const { return ring + slot * kStageElements; }
 };
 
 }  // namespace decode

@@ -16,6 +16,7 @@
 #include "attn/sequence.cuh"
 #include "attn/softmax.cuh"
 #include "attn/splits.cuh"
+#include "attn/stored_keys.cuh"
 #include "attn/visible.cuh"
 #include "target/target.cuh"
 #include "tile/copy.cuh"
@@ -39,28 +40,34 @@ static_assert(!kSplit || sizeof(PiecePartial<C, kRowBlocks, kOutBlocks>) == kPar
 static_assert(kStages == 1 || kStages == 2, "one or two stages of keys and values");
 
 constexpr int kPitchQk = padded_pitch<Element>(kDepthQk);
-constexpr int kPitchV = padded_pitch<Element>(kDepthV);
+constexpr int kPitchOut = padded_pitch<Element>(kDepthV);
 constexpr int kPitchP = padded_pitch<Element>(kTileK);
+constexpr int kPitchK = padded_pitch<StoredKey>(kDepthQk);
+constexpr int kPitchV = padded_pitch<StoredKey>(kDepthV);
+
+// In elements of shared memory, so many of keys or values.
+DEVICE constexpr int stored(int count) { return count * int(sizeof(StoredKey)) / int(sizeof(Element)); }
 
 // Elements of shared memory. The output leaves through the space of the queries (and of the first keys if it is wider).
 constexpr int kKeysAt = kTileQ * kPitchQk;
-constexpr int kValuesAt = kKeysAt + kStages * kTileK * kPitchQk;
-constexpr int kProbabilitiesAt = kValuesAt + kStages * kTileK * kPitchV;
+constexpr int kValuesAt = kKeysAt + stored(kStages * kTileK * kPitchK);
+constexpr int kProbabilitiesAt = kValuesAt + stored(kStages * kTileK * kPitchV);
 constexpr int kElementsUsed = kProbabilitiesAt + (M::kAccumulatorFeedsA ? 0 : kTileQ * kPitchP);
-constexpr int kElementsOut = kTileQ * kPitchV;
+constexpr int kElementsOut = kTileQ * kPitchOut;
 constexpr int kBytesNeeded = (kElementsUsed > kElementsOut ? kElementsUsed : kElementsOut) * int(sizeof(Element));
 static_assert(kBytesNeeded == kSharedBytes, "the host computes the same size");
 
 using CopyQ = RowCopy<Element, kTileQ, kHeadDim, kDepthQk, kPitchQk, kThreads, kCopyBytes>;
-using CopyK = RowCopy<Element, kTileK, kHeadDim, kDepthQk, kPitchQk, kThreads, kCopyBytes>;
-using CopyV = RowCopy<Element, kTileK, kHeadDimV, kDepthV, kPitchV, kThreads, kCopyBytes>;
-using CopyOut = RowCopy<Element, kTileQ, kHeadDimV, kDepthV, kPitchV, kThreads, kCopyBytes>;
+using CopyK = RowCopy<StoredKey, kTileK, kHeadDim, kDepthQk, kPitchK, kThreads, kKeyBytes>;
+using CopyV = RowCopy<StoredKey, kTileK, kHeadDimV, kDepthV, kPitchV, kThreads, kKeyBytes>;
+using CopyOut = RowCopy<Element, kTileQ, kHeadDimV, kDepthV, kPitchOut, kThreads, kCopyBytes>;
 using Visible = VisibleKeys<kLeft, kRight, kTopLeft>;
 using Tiles = MeetingTiles<kBlockMask, Visible, kTileQ, kTileK, kOneSided>;
 
 constexpr int kSteps = kDepthQk / M::kDepth;
-// Shallow products have many steps, and code for them all would take the compiler longer than it saves the GPU.
-constexpr int kUnrolledSteps = M::kDepth == 16 ? 16 : 4;
+// Shallow products have many steps, and code for them all would take the compiler longer than it saves the GPU. Many
+// conversions at once have no registers.
+constexpr int kUnrolledSteps = M::kDepth != 16 ? 4 : kFloat8 && kDepthQk > 128 ? 2 : 16;
 
 // In float32 a long chain of sums is further from the exact one than its elements are from each other: sums of so many
 // key tiles are made apart, and added up. Not where the registers for it would be missing.
@@ -76,14 +83,14 @@ struct Queries {
     if constexpr (kQueryInRegisters) {
       UNROLL for (int m = 0; m < kRowBlocks; m++) {
         UNROLL for (int step = 0; step < kSteps; step++) {
-          held[m][step] = M::load_a(rows + m * 16 * kPitchQk + step * M::kDepth, kPitchQk, lane);
+          held[m][step] = load_queries<M>(rows + m * 16 * kPitchQk + step * M::kDepth, kPitchQk, lane);
         }
       }
     }
   }
   DEVICE typename M::A operator()(int m, int step, int lane) const {
     if constexpr (kQueryInRegisters) return held[m][step];
-    return M::load_a(rows + m * 16 * kPitchQk + step * M::kDepth, kPitchQk, lane);
+    return load_queries<M>(rows + m * 16 * kPitchQk + step * M::kDepth, kPitchQk, lane);
   }
 };
 
@@ -116,20 +123,26 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
   const DropoutRule dropout(p, work.sequence, work.head);
 
   const auto q = rows_of<const Element>(p.q, p.q_strides, work.sequence, work.q, work.head, first);
-  const auto k = rows_of_keys<kPaged, const Element>(p.k, p.k_strides, p.pages, work.sequence, work.k, kv_head);
-  const auto v = rows_of_keys<kPaged, const Element>(p.v, p.v_strides, p.pages, work.sequence, work.k, kv_head);
+  const auto k = rows_of_keys<kPaged, const StoredKey>(p.k, p.k_strides, p.pages, work.sequence, work.k, kv_head);
+  const auto v = rows_of_keys<kPaged, const StoredKey>(p.v, p.v_strides, p.pages, work.sequence, work.k, kv_head);
   const Reach<kPaged && (kLeft || kRight)> reach(visible, first, first + rows - 1);
 
+  const auto keys_of = [&](int n) {
+    return reinterpret_cast<StoredKey*>(elements + kKeysAt) + n % kStages * kTileK * kPitchK;
+  };
+  const auto values_of = [&](int n) {
+    return reinterpret_cast<StoredKey*>(elements + kValuesAt) + n % kStages * kTileK * kPitchV;
+  };
   const auto load_keys = [&](int n) {
     const int row = key_tiles.first_key(n);
-    Element* const tile = elements + kKeysAt + n % kStages * kTileK * kPitchQk;
+    StoredKey* const tile = keys_of(n);
     CopyK::load(tile, k.from(row), reach.rows(row, work.k.length - row), thread);
   };
   const auto load_values = [&](int n) {
     const int row = key_tiles.first_key(n);
     const auto real = rows_to_copy<kBlockMask>(p.block_mask, work.sequence, work.head, 1, row, work.k.length - row,
                                                is_partial<kBlockMask>(key_tiles, n));
-    Element* const tile = elements + kValuesAt + n % kStages * kTileK * kPitchV;
+    StoredKey* const tile = values_of(n);
     CopyV::load(tile, v.from(row), reach.rows(row, real), thread);
   };
   // Afterwards everything asked for has landed for all threads, and all are done with what they read before.
@@ -149,7 +162,7 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
   queries.rows = elements + wave * kWaveRows * kPitchQk;
   Element* const slab = elements + kProbabilitiesAt + wave * kWaveRows * kPitchP;
   OnlineSoftmax<C, kRowBlocks> softmax(kScaleFirst || ScoreRule::kScaled ? Exponent::kUnit
-                                                                         : p.scores.scale * Exponent::kUnit);
+                                                                         : rule.scale() * Exponent::kUnit);
   C o[kRowBlocks][kOutBlocks];
   C sum[kRowBlocks][kSumsApart ? kOutBlocks : 1];  // of the tiles before those in o
   UNROLL for (int m = 0; m < kRowBlocks; m++) { UNROLL for (int d = 0; d < kOutBlocks; d++) o[m][d] = C{}; }
@@ -191,8 +204,8 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
     random.draw(dropout, first_row, key_tiles.first_key(n), lane);
     C s[kRowBlocks][kKeyBlocks];
     const auto query = [&](int m, int step) { return queries(m, step, lane); };
-    const Element* const keys = elements + kKeysAt + n % kStages * kTileK * kPitchQk;
-    multiply_rows<M, kSteps, kUnrolledSteps>(s, query, pitched_tile<kPitchQk>(keys), lane);
+    const StoredKey* const keys = keys_of(n);
+    multiply_rows<M, kSteps, kUnrolledSteps>(s, query, pitched_tile<kPitchK>(keys), lane);
     if constexpr (kStages == 2) {
       // Not earlier: issuing copies takes a while, and products must not wait for it.
       if (n + 1 < key_tiles.end) {
@@ -205,7 +218,7 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
     }
     target::copy_async_commit();
 
-    finish_scores(s, rule, added, SoftmaxScore<kScaleFirst>{p.scores.scale}, key_tiles, n, first_row, lane);
+    finish_scores(s, rule, added, SoftmaxScore<kScaleFirst>{rule.scale()}, key_tiles, n, first_row, lane);
     seen.hide(s, -target::infinity(), lane, added.forgets());
     if (softmax.update_row_max(s, added)) {
       softmax.rescale(o);
@@ -213,7 +226,7 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
     }
     softmax.exponentiate(s);
     random.drop(s, dropout, lane);
-    const Element* const values = elements + kValuesAt + n % kStages * kTileK * kPitchV;
+    const StoredKey* const values = values_of(n);
     multiply_accumulators<M, kUnrolledSteps, kPitchP>(o, s, slab, pitched_tile<kPitchV>(values), lane);
     if constexpr (kSumsApart) {
       if (n % kTilesOfSum == kTilesOfSum - 1) add_to_sum();
@@ -234,13 +247,13 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
     softmax.add_sink(per_head(p.sink_logits, work.sequence, work.head) * Exponent::kUnit);
     softmax.rescale(o);
   }
-  softmax.divide(o, kDropout ? p.dropout.factor : 1.0f);
+  softmax.divide(o, (kDropout ? p.dropout.factor : 1.0f) * value_factor(p, work.head));
   wait_copies_and_sync();
   UNROLL for (int m = 0; m < kRowBlocks; m++) {
     const int block_row = wave * kWaveRows + m * 16;
     UNROLL for (int d = 0; d < kOutBlocks; d++) {
       UNROLL for (int e = 0; e < C::kElements; e++) {
-        elements[(block_row + C::row(lane, C::slot(e))) * kPitchV + d * 16 + C::column(lane, e)] =
+        elements[(block_row + C::row(lane, C::slot(e))) * kPitchOut + d * 16 + output_column<C>(lane, e)] =
             target::from_float<Element>(o[m][d].x[e]);
       }
     }

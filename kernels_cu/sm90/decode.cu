@@ -60,8 +60,9 @@ struct MappedKeys<false> {
 
 // The key tiles of a wave.
 struct EngineRing {
-  static constexpr int kBlocksQk = round_up(kHeadDim, sm90::kColumns) / sm90::kColumns;
-  static constexpr int kBlocksV = round_up(kHeadDimV, sm90::kColumns) / sm90::kColumns;
+  static constexpr int kColumns = SwizzledTile<kTileK, StoredKey>::kColumns;
+  static constexpr int kBlocksQk = round_up(kHeadDim, kColumns) / kColumns;
+  static constexpr int kBlocksV = round_up(kHeadDimV, kColumns) / kColumns;
   static constexpr int kBlockBytes = kTileK * 128;
   static constexpr bool kLoadsLate = true;  // one lane asks for a box after the other, while products are under way
   static constexpr int kStageBytes = (kBlocksQk + kBlocksV) * kBlockBytes;
@@ -98,7 +99,7 @@ struct EngineRing {
     source.tell([&](int row, int head, int outer, int page) {
       UNROLL for (int b = 0; b < kBlocksQk + kBlocksV; b++) {
         const bool of_keys = b < kBlocksQk;
-        const int column = (of_keys ? b : b - kBlocksQk) * sm90::kColumns;
+        const int column = (of_keys ? b : b - kBlocksQk) * kColumns;
         ptx::copy_tensor_5d_once(bytes(slot) + b * kBlockBytes + lane * kBoxRows * 128, of_keys ? &maps.k : &maps.v,
                                  &full[slot], column, row, head, outer, page);
       }
@@ -129,8 +130,8 @@ struct EngineRing {
   DEVICE void give_back() const { ptx::fence_copies(); }
 
  private:
-  DEVICE static SwizzledTile<kTileK, Element> tile(const unsigned char* bytes) {
-    return {reinterpret_cast<const Element*>(bytes)};
+  DEVICE static SwizzledTile<kTileK, StoredKey> tile(const unsigned char* bytes) {
+    return {reinterpret_cast<const StoredKey*>(bytes)};
   }
 };
 

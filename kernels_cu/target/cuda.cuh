@@ -21,6 +21,7 @@ struct float16 {
 struct bfloat16 {
   unsigned short bits;
 };
+#include "target/float8.cuh"
 
 namespace target {
 
@@ -77,6 +78,24 @@ DEVICE float to_float(float16 x) {
 }
 DEVICE float to_float(bfloat16 x) { return __uint_as_float(unsigned(x.bits) << 16); }
 
+// Two float8, the lower half of x, become two float16: exactly.
+DEVICE unsigned float16_pair(unsigned x) {
+  unsigned pair;
+#if __CUDA_ARCH__ >= 890
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(static_cast<unsigned short>(x)));
+#else
+  // In the place of a float16's exponent, theirs means 2^8 times less, of subnormal numbers too. A carry out of both
+  // exponent and mantissa, which only NaN has, makes it one here.
+  const unsigned wide = __byte_perm(x, 0, 0x1404);
+  unsigned magnitude = (wide & 0x7f007f00u) >> 1;
+  magnitude |= (magnitude + 0x00800080u) & 0x40004000u;
+  constexpr unsigned k256 = 0x5c005c00u;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(pair) : "r"(magnitude | (wide & 0x80008000u)), "r"(k256));
+#endif
+  return pair;
+}
+DEVICE float to_float(float8 x) { return to_float(float16{static_cast<unsigned short>(float16_pair(x.bits))}); }
+
 template <class T>
 DEVICE T from_float(float x);
 template <>
@@ -94,6 +113,18 @@ DEVICE bfloat16 from_float<bfloat16>(float x) {
   bfloat16 y;
   asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
   return y;
+}
+
+// To the nearest, ties to even; what is beyond 448 becomes 448, and NaN stays NaN.
+template <>
+DEVICE float8 from_float<float8>(float x) {
+#if __CUDA_ARCH__ >= 890
+  unsigned short pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.0f), "f"(x));
+  return {static_cast<unsigned char>(pair)};
+#else
+  return float8_of_float_bits(__float_as_uint(x));
+#endif
 }
 
 // Asks for memory that is read soon. Nobody waits for it.
@@ -223,6 +254,18 @@ DEVICE void stmatrix(void* row, const unsigned (&r)[4]) {
                "r"(r[1]), "r"(r[2]), "r"(r[3])
                : "memory");
 }
+DEVICE void ldmatrix(unsigned (&r)[2], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];"
+               : "=r"(r[0]), "=r"(r[1])
+               : "r"(shared_address(row))
+               : "memory");
+}
+DEVICE void ldmatrix_transposed(unsigned (&r)[2], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];"
+               : "=r"(r[0]), "=r"(r[1])
+               : "r"(shared_address(row))
+               : "memory");
+}
 DEVICE void ldmatrix_transposed(unsigned (&r)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -318,6 +361,39 @@ struct Mma16Bit {
     ldmatrix_transposed(b.r, run(lane % 16, lane / 16 * 8));
     return b;
   }
+  // Tiles of float8, converted on their way into registers. run(row, column): where 16 neighbours begin. A lane gets
+  // four neighbours of a row at once, which is the order of the depth here; `load_a_float8` has it too.
+  template <class Run>
+  DEVICE static B load_b_rows_float8(const Run& run, int lane) {
+    unsigned r[2];
+    ldmatrix(r, run(lane % 16, 0));
+    B b;
+    UNROLL for (int i = 0; i < 4; i++) b.r[i] = pair_of_float8(r[i / 2] >> (i % 2 * 16));
+    return b;
+  }
+  // A lane gets two neighbours of each of two rows: they are of both halves of the columns.
+  template <class Run>
+  DEVICE static B load_b_columns_float8(const Run& run, int lane) {
+    unsigned r[2];
+    ldmatrix_transposed(r, run(lane % 16, 0));
+    B b;
+    UNROLL for (int i = 0; i < 2; i++) {
+      const unsigned by_column = __byte_perm(r[i], 0, 0x3120);
+      b.r[i] = pair_of_float8(by_column);
+      b.r[2 + i] = pair_of_float8(by_column >> 16);
+    }
+    return b;
+  }
+  DEVICE static A load_a_float8(const T* tile, int pitch, int lane) {
+    A a;
+    UNROLL for (int i = 0; i < 2; i++) {
+      const uint2 four = *reinterpret_cast<const uint2*>(tile + (lane / 4 + i * 8) * pitch + lane % 4 * 4);
+      a.r[i] = four.x;
+      a.r[2 + i] = four.y;
+    }
+    return a;
+  }
+  DEVICE static unsigned pair_of_float8(unsigned x);
   DEVICE static unsigned pack_pair(float low, float high);
   // The i-th two of a lane's elements.
   DEVICE static unsigned pair(const B& b, int i) { return b.r[i]; }
@@ -372,6 +448,17 @@ RAWATTN_MMA_16BIT(float16, "f16")
 RAWATTN_MMA_16BIT(bfloat16, "bf16")
 #undef RAWATTN_MMA_16BIT
 
+template <>
+DEVICE unsigned Mma16Bit<float16>::pair_of_float8(unsigned x) {
+  return float16_pair(x);
+}
+template <>
+DEVICE unsigned Mma16Bit<bfloat16>::pair_of_float8(unsigned x) {
+  const unsigned pair = float16_pair(x);
+  return pack_pair(to_float(float16{static_cast<unsigned short>(pair)}),
+                   to_float(float16{static_cast<unsigned short>(pair >> 16)}));
+}
+
 // float32 keeps float32 accuracy: fused multiply-adds, not TF32. A lane reads the operands of its own two rows and four
 // columns.
 template <>
@@ -420,12 +507,39 @@ struct Mma<float> {
     }
     return b;
   }
+  // Tiles of float8: run(row, column) is where neighbours begin.
+  template <class Run>
+  DEVICE static B load_b_rows_float8(const Run& run, int lane) {
+    B b;
+    UNROLL for (int n = 0; n < 4; n++) b.column[n] = four_floats(run(C::column(lane, (n >> 1) * 4 + (n & 1)), 0));
+    return b;
+  }
+  // Of each row four neighbours, as other types have them.
+  template <class Run>
+  DEVICE static B load_b_columns_float8(const Run& run, int lane) {
+    float4 k[4];
+    UNROLL for (int i = 0; i < 4; i++) k[i] = four_floats(run(i, lane % 4 * 4));
+    B b;
+    b.column[0] = make_float4(k[0].x, k[1].x, k[2].x, k[3].x);
+    b.column[2] = make_float4(k[0].y, k[1].y, k[2].y, k[3].y);
+    b.column[1] = make_float4(k[0].z, k[1].z, k[2].z, k[3].z);
+    b.column[3] = make_float4(k[0].w, k[1].w, k[2].w, k[3].w);
+    return b;
+  }
+  DEVICE static A load_a_float8(const float* tile, int pitch, int lane) { return load_a(tile, pitch, lane); }
   DEVICE static void multiply_add(C& c, const A& a, const B& b) {
     UNROLL for (int e = 0; e < C::kElements; e++) {
       const float4 x = a.row[C::slot(e)];
       const float4 y = b.column[2 * (e >> 2) + (e & 1)];
       c.x[e] = fmaf(x.w, y.w, fmaf(x.z, y.z, fmaf(x.y, y.y, fmaf(x.x, y.x, c.x[e]))));
     }
+  }
+
+ private:
+  DEVICE static float4 four_floats(const float8* four) {
+    const unsigned x = *reinterpret_cast<const unsigned*>(four);
+    const auto one = [](unsigned byte) { return to_float(float8{static_cast<unsigned char>(byte)}); };
+    return make_float4(one(x), one(x >> 8), one(x >> 16), one(x >> 24));
   }
 };
 

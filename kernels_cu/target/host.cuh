@@ -43,6 +43,7 @@ struct float16 {
 struct bfloat16 {
   unsigned short bits;
 };
+#include "target/float8.cuh"
 
 namespace host {
 
@@ -164,6 +165,11 @@ DEVICE float to_float(float16 x) {
   return float_of(sign | (magnitude >= 0x0f800000u ? magnitude | 0x7f800000u : rebased));
 }
 DEVICE float to_float(bfloat16 x) { return float_of(static_cast<unsigned>(x.bits) << 16); }
+DEVICE float to_float(float8 x) {
+  const unsigned sign = (x.bits & 0x80u) << 24, magnitude = x.bits & 0x7fu;
+  if (magnitude == 0x7fu) return float_of(sign | 0x7fc00000u);
+  return float_of(sign | bits_of(float_of(magnitude << 20) * 0x1p120f));
+}
 
 // Conversions round to nearest, ties to even.
 template <class T>
@@ -195,6 +201,11 @@ DEVICE bfloat16 from_float<bfloat16>(float x) {
   const unsigned bits = bits_of(x);
   if ((bits & 0x7fffffffu) > 0x7f800000u) return {0x7fffu};
   return {static_cast<unsigned short>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16)};
+}
+
+template <>
+DEVICE float8 from_float<float8>(float x) {
+  return float8_of_float_bits(bits_of(x));
 }
 
 template <int kBytes>

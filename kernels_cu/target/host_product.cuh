@@ -250,6 +250,32 @@ struct Mma {
   DEVICE static unsigned pair(const B& b, int i) {
     return b.x[2 * i].bits | static_cast<unsigned>(b.x[2 * i + 1].bits) << 16;
   }
+  // Tiles of float8: run(row, column) is where the neighbours begin that a fragment reads of a row.
+  template <class Run>
+  DEVICE static B load_b_rows_float8(const Run& run, int lane) {
+    B b;
+    for (int e = 0; e < Map::kElementsB; e++) {
+      b.x[e] = element_of_float8(run, Map::b_column(lane, e), depth_of_float8(Map::b_depth(lane, e)));
+    }
+    return b;
+  }
+  template <class Run>
+  DEVICE static B load_b_columns_float8(const Run& run, int lane) {
+    B b;
+    for (int e = 0; e < Map::kElementsB; e++) {
+      const int column = Map::b_column(lane, e);
+      b.x[e] = element_of_float8(run, Map::b_depth(lane, e), column % 8 * 2 + column / 8);
+    }
+    return b;
+  }
+  DEVICE static A load_a_float8(const T* tile, int pitch, int lane) {
+    check_alignment(tile, pitch);
+    A a;
+    for (int e = 0; e < Map::kElementsA; e++) {
+      a.x[e] = tile[Map::a_row(lane, e) * pitch + depth_of_float8(Map::a_depth(lane, e))];
+    }
+    return a;
+  }
   DEVICE static unsigned pack_pair(float low, float high) {
     static_assert(sizeof(T) == 2, "two fill a register");
     return from_float<T>(low).bits | static_cast<unsigned>(from_float<T>(high).bits) << 16;
@@ -284,6 +310,17 @@ struct Mma {
   }
 
  private:
+  // The order of the depth that an Ampere GPU has there.
+  static int depth_of_float8(int depth) { return kDepth == 16 ? depth % 8 / 2 * 4 + depth / 8 * 2 + depth % 2 : depth; }
+  template <class Run>
+  static T element_of_float8(const Run& run, int row, int column) {
+    const float8* const first = run(row, 0);
+    if (reinterpret_cast<unsigned long long>(first) % kDepth != 0) {
+      host::fail("a fragment is loaded from a row at %p: not on %d bytes", static_cast<const void*>(first), kDepth);
+    }
+    return from_float<T>(to_float(first[column]));
+  }
+
   struct Payload {
     const A* a;
     const B* b;

@@ -18,6 +18,23 @@ struct PitchedTile {
     return M::load_b_columns(first + k * kPitch + n, kPitch, lane);
   }
 };
+// Of these, what `columns` has are columns in the order of column_of_float8, and what `rows` has goes with
+// M::load_a_float8.
+template <int kPitch>
+struct PitchedTile<kPitch, float8> {
+  const float8* first;
+
+  template <class M>
+  DEVICE typename M::B rows(int n, int k, int lane) const {
+    const auto run = [&](int row, int column) { return first + (n + row) * kPitch + k + column; };
+    return M::load_b_rows_float8(run, lane);
+  }
+  template <class M>
+  DEVICE typename M::B columns(int k, int n, int lane) const {
+    const auto run = [&](int row, int column) { return first + (k + row) * kPitch + n + column; };
+    return M::load_b_columns_float8(run, lane);
+  }
+};
 template <int kPitch, class T>
 DEVICE PitchedTile<kPitch, T> pitched_tile(const T* first) {
   return {first};
@@ -49,3 +66,29 @@ struct SwizzledTile {
     return first + (first_column / kColumns * kRows + first_row) * kColumns + (lanes ^ first_column % kColumns);
   }
 };
+
+// Likewise: blocks of 128 columns, in which runs of 16 elements have changed places.
+template <int kRows>
+struct SwizzledTile<kRows, float8> {
+  static_assert(kRows % 8 == 0, "the swizzle repeats every 8 rows");
+  static constexpr int kColumns = 128;
+  const float8* first;
+
+  template <class M>
+  DEVICE typename M::B rows(int n, int k, int lane) const {
+    return M::load_b_rows_float8([&](int row, int) { return run(n, k, row); }, lane);
+  }
+  template <class M>
+  DEVICE typename M::B columns(int k, int n, int lane) const {
+    return M::load_b_columns_float8([&](int row, int) { return run(k, n, row); }, lane);
+  }
+
+ private:
+  DEVICE const float8* run(int first_row, int first_column, int row) const {
+    const int lanes = row * kColumns + row % 8 * 16;
+    return first + (first_column / kColumns * kRows + first_row) * kColumns + (lanes ^ first_column % kColumns);
+  }
+};
+
+// The column of a block of 16 that a product has in its column n, where `columns` of a tile of float8 was an operand.
+DEVICE constexpr int column_of_float8(int n) { return n % 8 * 2 + n / 8; }

@@ -10,9 +10,10 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from importlib import metadata
+from statistics import NormalDist
 from typing import Any
 
-import ml_dtypes  # noqa: F401  (teaches NumPy the name "bfloat16")
+import ml_dtypes  # teaches NumPy the name "bfloat16", too
 import numpy as np
 
 from rawattn._bench.timing import Clock, Entrant, Timing, race
@@ -22,6 +23,13 @@ _PACKAGES = (
     *("flash-attn-4", "flash-sparse-attn"),
 )
 _PEAK_SIZE = 8192
+_FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
+# Random bits of an element, from where it is (a hash of C. Wellons, "Prospecting for hash functions").
+_HASH = """
+unsigned x = (unsigned)i ^ (unsigned)(i >> 32) * 0x9e3779b9u ^ seed;
+x ^= x >> 16; x *= 0x7feb352du; x ^= x >> 15; x *= 0x846ca68bu; x ^= x >> 16;
+out = codes[x & 255u];
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +120,21 @@ def random_array(shape: tuple[int, ...], dtype: str) -> Any:
     """Normal data: on zeros a GPU draws less power and runs faster than on anything real."""
     normal = _generator().standard_normal(shape, dtype=np.float32)
     return normal.astype(np.dtype(dtype), copy=False)
+
+
+def random_float8(shape: tuple[int, ...]) -> Any:
+    """The same in float8_e4m3fn, for which CuPy has no arithmetic: each element one of 256 quantiles."""
+    import cupy
+
+    normal = NormalDist()
+    quantiles = np.array([normal.inv_cdf((n + 0.5) / 256) for n in range(256)])
+    codes = cupy.asarray(quantiles.astype(_FLOAT8).view(np.uint8))
+    found = cupy.empty(shape, np.uint8)
+    seed = int(_generator().integers(1 << 31, size=1).item())
+    cupy.ElementwiseKernel("raw uint8 codes, uint32 seed", "uint8 out", _HASH, "random_float8")(
+        codes, seed, found
+    )
+    return found.view(_FLOAT8)
 
 
 @functools.cache

@@ -55,6 +55,11 @@ def decode(dtype: str, peers: Sequence[str]) -> list[Figure]:
         found.append(
             ratio(f"{case.name}: page {small} over page {large}", in_small, in_large, 1.03)
         )
+        in_8 = case.in_pages(small).in_float8()
+        seconds_8 = _share(found, in_8, dtype, bandwidth)
+        rate = None if seconds_8 is None else in_8.nbytes / seconds_8 / 1e9
+        found.append(Figure(f"{in_8.name}: read and written", rate, "GB/s"))
+        found.append(ratio(f"{in_8.name}: over 16 bits", seconds_8, in_small, 0.55))
     for case in serving_cases.SMALL:
         _over_peers(found, case.in_pages(16), dtype, peers, 1.0)
     uneven = serving_cases.UNEVEN
@@ -113,7 +118,10 @@ def make(case: Serving, dtype: str) -> Cache:
         k, v = (machine.random_array(shape, dtype) for _ in "kv")
         return Cache(q, k, v, None, lengths)
     shape = (case.pages, case.page_size, case.nheads_kv, case.headdim)
-    k, v = (machine.random_array(shape, dtype) for _ in "kv")
+    if case.float8:
+        k, v = (machine.random_float8(shape) for _ in "kv")
+    else:
+        k, v = (machine.random_array(shape, dtype) for _ in "kv")
     return Cache(q, k, v, cupy.asarray(table_of(case)), lengths)
 
 
@@ -132,6 +140,11 @@ def _ours(case: Serving, cache: Cache) -> Call:
     if case.window_left is not None:
         options["window"] = (case.window_left, 0)
     arrays = cache.q, cache.k, cache.v
+    if case.float8:
+        import cupy
+
+        scales = (cupy.full(case.nheads_kv, 0.5, np.float32) for _ in "kv")
+        options |= zip(("k_scale", "v_scale"), scales, strict=True)
     if case.page_size:
         inputs = (*arrays, cache.table)
         return functools.partial(

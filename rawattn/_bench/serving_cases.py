@@ -21,6 +21,7 @@ class Serving:
     headdim: int = 128
     window_left: int | None = None
     sink: int = 0
+    float8: bool = False  # what pages hold
 
     @property
     def batch(self) -> int:
@@ -33,9 +34,9 @@ class Serving:
 
     @property
     def key_bytes(self) -> int:
-        """Of keys and values that some row sees, in 16 bits."""
+        """Of keys and values that some row sees, in 16 bits or in 8."""
         keys = sum(times * self._visible(n).keys for n, times in Counter(self.contexts).items())
-        return keys * self.nheads_kv * 2 * self.headdim * 2
+        return keys * self.nheads_kv * 2 * self.headdim * (1 if self.float8 else 2)
 
     @property
     def nbytes(self) -> int:
@@ -55,6 +56,10 @@ class Serving:
     def in_pages(self, page_size: int) -> Serving:
         """The same, with keys in pages."""
         return replace(self, name=f"{self.name} page {page_size}", page_size=page_size)
+
+    def in_float8(self) -> Serving:
+        """The same, with pages that hold 8 bits."""
+        return replace(self, name=f"{self.name} float8", float8=True)
 
 
 def alike(batch: int, keys: int, nheads_q: int, nheads_kv: int, rows: int = 1) -> Serving:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rawattn._call import pages, rotary
+from rawattn._call import pages, rotary, scales
 from rawattn._call.layout import HostLengths, Lengths
 from rawattn._call.options import Options
 from rawattn._call.problem import DTYPE_NAMES, MAX_HEADDIM, Dims, Problem, refuse_dtypes, resolve
@@ -27,18 +27,20 @@ def describe(
     options: Options,
     framework: str | None,
     arrays: Mapping[str, Any],
+    number_scales: tuple[str, ...] = (),
 ) -> tuple[Problem, Lengths]:
     """The call as a `Problem`, whose rows of queries are the new rows, and its sequences.
 
-    named: k, v, k_pages, v_pages, and q where there is one. arrays: block_table, and cos and sin where there are such. The
-    options' `seqs` is a `PagedLayout`.
+    named: k, v, k_pages, v_pages, and q where there is one. arrays: block_table, and cos, sin and scales where there are
+    such. number_scales: the names of scales that are numbers. The options' `seqs` is a `PagedLayout`.
     """
+    k, v, k_pages, v_pages = (named[name] for name in ("k", "v", "k_pages", "v_pages"))
+    float8 = scales.check_pools(named, "k")
     floats = {
         name: x
-        for name in ("k", "v", "k_pages", "v_pages", "q")
+        for name in ("k", "v", *(() if float8 else ("k_pages", "v_pages")), "q")
         if (x := named.get(name)) is not None
     }
-    k, v, k_pages, v_pages = (named[name] for name in ("k", "v", "k_pages", "v_pages"))
     if any(x.dtype != k.dtype for x in floats.values()) or k.dtype not in DTYPE_NAMES:
         refuse_dtypes(floats, framework)
     table = arrays["block_table"]
@@ -60,7 +62,9 @@ def describe(
     angles: RotaryForm | None = None
     if arrays.get("cos") is not None:
         angles = rotary.form(arrays["cos"], arrays["sin"], interleaved, headdim, k.dtype)
-    return replace(problem, rotary=angles), lengths
+    given = {name: arrays[name] for name in scales.NAMES if name in arrays}
+    found = scales.forms(given, number_scales, float8, nheads_kv)
+    return replace(problem, rotary=angles, float8=float8, **found), lengths
 
 
 def check_lengths(lengths: HostLengths, positions: int | None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from rawattn._call import options as _options
-from rawattn._call import pages, scores
+from rawattn._call import pages, scales, scores
 from rawattn._call.hints import cast, transposed
 from rawattn._call.layout import Lengths
 from rawattn._call.options import DEFAULTS, Options
@@ -73,6 +73,10 @@ class Problem:
     pages: PageForm | None = None  # rows_k are then those of a sequence's pages, at most
     num_splits: int | None = None  # None = chosen
     rotary: RotaryForm | None = None  # of keys on their way into pages
+    float8: bool = False  # pages hold float8_e4m3fn
+    # Of what they hold: None is 1, `scales.NUMBER` a number of the call's own.
+    k_scale: Any = None
+    v_scale: Any = None
 
     @property
     def plain_scores(self) -> bool:
@@ -130,11 +134,20 @@ def describe_paged(
     options: Options,
     framework: str | None = None,
     arrays: Mapping[str, Any] = NO_ARRAYS,
+    given_scales: Mapping[str, Any] = NO_ARRAYS,
+    number_scales: tuple[str, ...] = (),
 ) -> tuple[Problem, Lengths]:
-    """`describe` where keys and values are in pages; the options' `seqs` is a `PagedLayout`."""
+    """`describe` where keys and values are in pages; the options' `seqs` is a `PagedLayout`.
+
+    given_scales: of keys and values in 8 bits, arrays by name. number_scales: the names of those that are numbers.
+    """
     dtype = q.dtype
-    if dtype not in DTYPE_NAMES or k_pages.dtype != dtype or v_pages.dtype != dtype:
-        refuse_dtypes({"q": q, "k_pages": k_pages, "v_pages": v_pages}, framework)
+    named = {"q": q, "k_pages": k_pages, "v_pages": v_pages}
+    float8 = scales.check_pools(named, "q")
+    if float8:
+        named = {"q": q}
+    if any(x.dtype != dtype for x in named.values()) or dtype not in DTYPE_NAMES:
+        refuse_dtypes(named, framework)
     if len(q.shape) not in (3, 4):
         raise _wrong_rank_of_q(q.shape)
     form = pages.form(options.seqs, k_pages.shape, v_pages.shape, block_table)
@@ -143,7 +156,9 @@ def describe_paged(
     *_, rows_q, nheads_q, headdim = q.shape
     nheads_kv, headdim_v = v_pages.shape[-2:]
     dims = Dims(dtype, rows_q, lengths.k.rows, nheads_q, nheads_kv, headdim, headdim_v)
-    return resolve(dims, lengths, options, arrays, form), lengths
+    problem = resolve(dims, lengths, options, arrays, form)
+    found = scales.forms(given_scales, number_scales, float8, nheads_kv)
+    return replace(problem, float8=float8, **found) if float8 else problem, lengths
 
 
 class Dims(NamedTuple):

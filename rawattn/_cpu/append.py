@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rawattn._call import scales
 from rawattn._call.layout import HostLengths
 from rawattn._call.problem import Problem
 from rawattn._cpu.tiles import Array
@@ -24,7 +25,7 @@ def append(
     v_pages: Array,
     extras: Mapping[str, Any],
 ) -> None:
-    """Writes the new rows. extras: block_table, and cos and sin where keys turn."""
+    """Writes the new rows. extras: block_table, cos and sin where keys turn, and the scales of pages that hold 8 bits."""
     form = problem.pages
     assert form is not None
     sequence, at, position = new_rows(lengths)
@@ -35,8 +36,14 @@ def append(
     else:
         ids = extras["block_table"][sequence, page]
     place = ids, position % form.page_size
-    k_pages[place] = turned(problem, k[rows], position, extras)
-    v_pages[place] = v[rows]
+    new_k, new_v = turned(problem, k[rows], position, extras), v[rows]
+    if problem.float8:
+        new_k, new_v = (
+            scales.quantised(x.astype(np.float32), scales.value(name, extras))
+            for name, x in zip(scales.NAMES, (new_k, new_v), strict=True)
+        )
+    k_pages[place] = new_k
+    v_pages[place] = new_v
 
 
 def turn_rows(

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from rawattn._call import scales
 from rawattn._call.layout import HostLengths
 from rawattn._call.pages import gather
-from rawattn._call.problem import NO_ARRAYS, Problem
+from rawattn._call.problem import Problem
 from rawattn._cpu import forward as cpu_forward
 from rawattn._cpu.tiles import Array
 
@@ -21,15 +22,21 @@ def forward(
     q: Array,
     k_pages: Array,
     v_pages: Array,
-    table: Array,
     out: Array,
     lse: Array | None,
-    extras: Mapping[str, Any] = NO_ARRAYS,
+    extras: Mapping[str, Any],
 ) -> None:
-    """As `forward.forward`, with all keys and values in pages. Of the table no id is believed to be one of a page."""
+    """As `forward.forward`, with all keys and values in pages. extras: the table too, of which no id is believed to be one
+    of a page, and the scales of keys and values in 8 bits.
+    """
     form = problem.pages
     assert form is not None
-    k, v = (gather(pages, table, lengths, form) for pages in (k_pages, v_pages))
+    k, v = (gather(pages, extras["block_table"], lengths, form) for pages in (k_pages, v_pages))
+    if problem.float8:
+        k, v = (
+            x.astype(np.float32) * scales.value(name, extras)
+            for name, x in zip(scales.NAMES, (k, v), strict=True)
+        )
     start_k = np.cumsum(lengths.len_k) - lengths.len_k
     packed = replace(problem, group=True, rows_k=len(k), pages=None)
     flat = replace(lengths, start_k=start_k)

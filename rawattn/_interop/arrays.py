@@ -231,10 +231,14 @@ def _import_dlpack(obj: Any, framework: str, stream: Any) -> Imported:
         if view is not None:
             return _import_torch(obj, view, stream)
         return _import_device(obj, framework, device, stream)
-    tensor = dlpack.read(_capsule(obj))
+    # Before 2.9, torch has no capsule for it.
+    of_bytes = framework == "torch" and str(obj.dtype) == "torch.float8_e4m3fn"
+    tensor = dlpack.read(_capsule(obj.view(sys.modules["torch"].uint8) if of_bytes else obj))
     if tensor.device_type not in dlpack.HOST_TYPES:
         raise TypeError(f"DLPack device type {tensor.device_type}; accepted are CPU and CUDA")
     array = dlpack.host_view(tensor)
+    if of_bytes:
+        array = array.view(dlpack.FLOAT8)
     if framework in _IMMUTABLE:
         array.flags.writeable = False
     return Imported(array, HOST, framework, not array.flags.writeable)

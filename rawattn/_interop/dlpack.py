@@ -23,15 +23,20 @@ HOST_TYPES = (1, 3)  # kDLCPU, kDLCUDAHost: pinned memory is host memory
 DEVICE_TYPES = (2, MANAGED)  # kDLCUDA, kDLCUDAManaged
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 _BFLOAT_CODE = 4
+_FLOAT8_CODE = 10
 _DTYPES = {
     **{(0, bits): np.dtype(f"int{bits}") for bits in (8, 16, 32, 64)},
     **{(1, bits): np.dtype(f"uint{bits}") for bits in (8, 16, 32, 64)},
     **{(2, bits): np.dtype(f"float{bits}") for bits in (16, 32, 64)},
     (_BFLOAT_CODE, 16): BFLOAT16,
+    (_FLOAT8_CODE, 8): FLOAT8,
     **{(5, bits): np.dtype(f"complex{bits}") for bits in (64, 128)},
     (6, 8): np.dtype(bool),
 }
+# Those that NumPy has no name for.
+_CODES = {BFLOAT16: _BFLOAT_CODE, FLOAT8: _FLOAT8_CODE}
 
 
 class _DLTensor(ctypes.Structure):
@@ -104,7 +109,7 @@ def read(capsule: object) -> Tensor:
     if dtype is None:
         raise TypeError(
             f"DLPack dtype code {raw.code}, {raw.bits} bits, {raw.lanes} lanes; accepted are "
-            "float16, bfloat16, float32, float64, int, bool and complex"
+            "float16, bfloat16, float32, float64, float8_e4m3fn, int, bool and complex"
         )
     ndim, itemsize = raw.ndim, dtype.itemsize
     return Tensor(
@@ -139,8 +144,9 @@ def host_view(tensor: Tensor) -> np.ndarray[Any, Any]:
     """A NumPy view of host memory."""
     if 0 in tensor.shape:  # the pointer may be null
         return np.empty(tensor.shape, tensor.dtype)
-    if tensor.dtype == BFLOAT16:  # an array interface has no name for it
-        return np.asarray(_HostMemory(tensor, "<u2")).view(BFLOAT16)
+    if tensor.dtype in _CODES:  # an array interface has no name for it
+        words = f"<u{tensor.dtype.itemsize}"
+        return np.asarray(_HostMemory(tensor, words)).view(tensor.dtype)
     return np.asarray(_HostMemory(tensor, tensor.dtype.str))
 
 
@@ -170,12 +176,13 @@ def device_array(
 def write(array: Any, **keywords: Any) -> object:
     """A capsule of a NumPy or CuPy array, made by its own `__dlpack__(**keywords)`.
 
-    A bfloat16 array, which NumPy refuses, is exported as uint16 and the dtype in the capsule
+    A bfloat16 or float8 array, which NumPy refuses, is exported as integers and the dtype in the capsule
     corrected: ownership and the deleter stay those of NumPy's or CuPy's own C code.
     """
-    if array.dtype != BFLOAT16:
+    code = _CODES.get(array.dtype)
+    if code is None:
         return array.__dlpack__(**keywords)
-    capsule = array.view(np.uint16).__dlpack__(**keywords)
+    capsule = array.view(f"u{array.dtype.itemsize}").__dlpack__(**keywords)
     raw, _ = _open(capsule)
-    raw.code = _BFLOAT_CODE
+    raw.code = code
     return capsule

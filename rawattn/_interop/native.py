@@ -193,6 +193,8 @@ class Torch(_Reading):
             torch.int64: np.dtype(np.int64),
             torch.bool: np.dtype(np.bool_),
         }
+        if hasattr(torch, "float8_e4m3fn"):
+            self._of_torch[torch.float8_e4m3fn] = np.dtype(ml_dtypes.float8_e4m3fn)
         self._to_torch = {dtype: name for name, dtype in self._of_torch.items()}
         self._devices: dict[int, Any] = {}
         self._make_device = torch.device

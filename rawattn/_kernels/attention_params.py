@@ -25,7 +25,9 @@ def forward(
     problem: Problem, structure: Structure, operands: Operands, section_bytes: int
 ) -> dict[str, Any]:
     """Fields of `params.FORWARD`. section_bytes: of K and V whose heads are scheduled side by side."""
-    key_bytes = (problem.headdim + problem.headdim_v) * ITEMSIZE[problem.dtype]
+    key_bytes = (problem.headdim + problem.headdim_v) * (
+        1 if problem.float8 else ITEMSIZE[problem.dtype]
+    )
     k, v = KEYS[problem.pages is not None]
     return {
         **_strides(problem, operands, "q", "out"),

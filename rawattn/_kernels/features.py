@@ -46,6 +46,7 @@ class Features:
     dropout: bool = False
     block_mask: bool = False
     paged: bool = False  # keys and values are in pages
+    float8: bool = False  # which hold 8 bits
 
     def active(self) -> frozenset[str]:
         """The names of those that are on."""
@@ -90,6 +91,7 @@ def features(problem: Problem, operands: Operands | None = None) -> Features:
         dropout=problem.dropout_p > 0,
         block_mask=problem.mask is not None,
         paged=problem.pages is not None,
+        float8=problem.float8,
     )
 
 

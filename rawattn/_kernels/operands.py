@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
 WIDEST = 16  # bytes of the widest access there is
+_LEAST_COPY = 4  # of an asynchronous copy
+_OF_PAGES = ("k_pages", "v_pages")
 
 Strides = tuple[int, ...]  # in bytes, of an array's public shape
 
@@ -33,15 +35,30 @@ class Operands:
     places: Mapping[str, int] = field(default_factory=dict)
 
     def copy_bytes(self, problem: Problem) -> int:
-        """The widest access that divides every row's place and length."""
+        """The widest access that divides every row's place and length, but for those of pages that hold 8 bits."""
         itemsize = ITEMSIZE[problem.dtype]
+        if not problem.float8:
+            return self._access(problem, itemsize, ())
+        # The address of a page may be odd, and addresses are not told apart.
+        return max(itemsize, self._access(problem, itemsize, _OF_PAGES))
+
+    def key_bytes(self, problem: Problem) -> int:
+        """The same of keys and values. In pages of 8 bits none is of two bytes."""
+        if not problem.float8:
+            return self.copy_bytes(problem)
+        width = self._access(problem, 1, set(self.strides).difference(_OF_PAGES))
+        return width if width >= _LEAST_COPY else 1
+
+    def _access(self, problem: Problem, itemsize: int, others: Collection[str]) -> int:
+        """others: arrays that have another one."""
         dims = (problem.headdim * itemsize, problem.headdim_v * itemsize)
-        between = (stride for each in self.strides.values() for stride in each[:-1])
+        own = [strides for name, strides in self.strides.items() if name not in others]
+        between = (stride for each in own for stride in each[:-1])
         return access_bytes(self.pointers, *dims, *between)
 
     def elements(self, problem: Problem, name: str) -> tuple[int, int, int]:
         """Strides of (batch, row, head) in elements; group mode has no batch axis."""
-        itemsize = ITEMSIZE[problem.dtype]
+        itemsize = 1 if problem.float8 and name in _OF_PAGES else ITEMSIZE[problem.dtype]
         *batch, row, head = (stride // itemsize for stride in self.strides[name][:-1])
         return (batch[0] if batch else 0, row, head)
 

@@ -132,6 +132,13 @@ _PAGES = _struct(
     ("int", "page_size", "keys of a page"),
     ("int", "shift", "its logarithm, -1 where it is no power of two"),
 )
+_KV_SCALE = _struct(
+    "KvScale",
+    "What keys or values in 8 bits are multiplied with (attn/stored_keys.cuh).",
+    ("const float*", "data", "for each kv head; null: the number, for all"),
+    ("int64", "head", "its stride in elements"),
+    ("float", "number", ""),
+)
 _MASK = _struct(
     "Mask",
     "Which keys a query sees (attn/visible.cuh).",
@@ -183,6 +190,7 @@ FORWARD = _struct(
     (CAPTURED_ARRAYS, "captured", ""),
     (_PAGES, "pages", ""),
     (_SPLITS, "splits", ""),
+    (_KV_SCALE, "k_scale, v_scale", ""),
 )
 _STREAM_K = _struct(
     "StreamK",
@@ -344,6 +352,7 @@ APPEND = _struct(
     ("int64", "rows", "of all new rows, padding among them"),
     ("int", "batch, nheads_q, nheads_kv", "nheads_q: 0 without q"),
     ("int", "fill", "whether rows of out that belong to no sequence become 0"),
+    (_KV_SCALE, "k_scale, v_scale", ""),
 )
 _MASK_PACKING = _struct(
     "MaskPacking",

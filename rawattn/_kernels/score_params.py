@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from rawattn._call import scales
 from rawattn._call.problem import Problem
+from rawattn._call.scores import ArrayForm
 from rawattn._kernels import structs
 from rawattn._kernels.operands import Operands, Strides
 from rawattn._kernels.structs import Struct
@@ -20,6 +22,10 @@ _ADDRESSES = {
     "sink_logits": "sink_logits.data",
     "mask_bits": "block_mask.bits",
     "mask_keys": "block_mask.keys",
+    "k_scale": "k_scale.data",
+    "v_scale": "v_scale.data",
+    "k_scale_value": "k_scale.number",
+    "v_scale_value": "v_scale.number",
     "seed": "dropout.seed",
     "seed_value": "dropout.seed_value",
 }
@@ -65,7 +71,29 @@ def fields(problem: Problem, operands: Operands) -> dict[str, Any]:
             *problem.score_scalars,
             *(0.0,) * (8 - len(problem.score_scalars)),
         )
+    return found | scale_fields(problem, operands)
+
+
+def scale_fields(problem: Problem, operands: Operands) -> dict[str, Any]:
+    """Of the scales of keys and values in 8 bits."""
+    found: dict[str, Any] = {}
+    for name in scales.NAMES if problem.float8 else ():
+        found[f"{name}.number"] = 1.0
+        if isinstance(getattr(problem, name), ArrayForm):
+            found[f"{name}.head"] = elements(operands.of_options[name], "float32")[0]
     return found
+
+
+def scale_patches(
+    problem: Problem, struct: Struct, prefix: str = ""
+) -> tuple[tuple[int, str], ...]:
+    """Where the scales' addresses, and their numbers, belong. A number is followed by as many bytes of nothing."""
+    names = [
+        name if isinstance(getattr(problem, name), ArrayForm) else f"{name}_value"
+        for name in scales.NAMES
+        if getattr(problem, name) is not None
+    ]
+    return tuple((structs.offset(struct, prefix + _ADDRESSES[name]), name) for name in names)
 
 
 def patches(problem: Problem, struct: Struct, prefix: str = "") -> tuple[tuple[int, str], ...]:
@@ -81,7 +109,8 @@ def patches(problem: Problem, struct: Struct, prefix: str = "") -> tuple[tuple[i
     }
     paths = {name: _ADDRESSES[name] for name, is_given in given.items() if is_given}
     paths |= {f"captured{n}": f"captured.array{n}.data" for n in range(len(problem.captured))}
-    return tuple((structs.offset(struct, prefix + path), name) for name, path in paths.items())
+    own = tuple((structs.offset(struct, prefix + path), name) for name, path in paths.items())
+    return own + scale_patches(problem, struct, prefix)
 
 
 def broadcast(path: str, shape: tuple[int, ...], strides: Strides, dtype: str) -> dict[str, int]:

@@ -44,7 +44,7 @@ SCHEMAS = {
         },
     ),
     "sm90_decode": Schema(
-        ("any", "long", "wide"),
+        ("any", "long", "wide", "8bit", "wide_8bit"),
         {"tile_k": int, "waves": int, "stages": int, "blocks_per_sm": int},
     ),
     "portable_forward": Schema(
@@ -59,7 +59,7 @@ SCHEMAS = {
         },
     ),
     "portable_decode": Schema(
-        ("16bit", "32bit"),
+        ("16bit", "32bit", "8bit", "wide_8bit"),
         {"tile_k": int, "waves": int, "stages": int, "blocks_per_sm": int},
     ),
     "portable_backward": Schema(

@@ -50,6 +50,7 @@ def common_variants(arch: str, *, every: bool = False, purpose: str = "inference
         seqlens: tuple[int, int] = (1, 1),  # of queries and keys
         group: int = 1,
         pages: PageForm | None = None,
+        float8: bool = False,
     ) -> None:
         problem = Problem(
             dtype=dtype,
@@ -70,6 +71,7 @@ def common_variants(arch: str, *, every: bool = False, purpose: str = "inference
             top_left=top_left,
             scale=scale,
             pages=pages,
+            float8=float8,
         )
         # Addresses that are multiples of `copy_bytes` allow no wider access.
         operands = Operands(pointers=copy_bytes)
@@ -130,6 +132,8 @@ def common_variants(arch: str, *, every: bool = False, purpose: str = "inference
             add("bfloat16", headdim, ragged=True, right=0, pages=_PAGES)
             add("float32", headdim, ragged=True, left=0, right=0, group=5, pages=_PAGES)
             add("bfloat16", headdim, ragged=True, left=0, right=0, group=4, pages=_PAGES)
+            add("bfloat16", headdim, ragged=True, right=0, group=4, pages=_PAGES, float8=True)
+            add("float32", headdim, ragged=True, right=0, pages=_PAGES, float8=True)
             add("bfloat16", headdim, ragged=True, left=0, right=0, backward=True)
             add("bfloat16", headdim, left=0, top_left=True)
             add("bfloat16", headdim, left=0, group=2)
@@ -137,6 +141,9 @@ def common_variants(arch: str, *, every: bool = False, purpose: str = "inference
             add("float16", headdim, ragged=True, right=0, group=12)
             add("float16", headdim, left=0, right=0, scale=-1.0)
             add("bfloat16", headdim, left=0, right=0, scale=-1.0)
+        add("float16", 128, ragged=True, group=24, seqlens=(1, 1), pages=_PAGES, float8=True)
+        for width in (8, 4, 1):
+            add("bfloat16", 40, copy_bytes=width, ragged=True, pages=_PAGES, float8=True)
         add("bfloat16", 36, 36, copy_bytes=8, right=0, backward=True)
         add("bfloat16", 34, 66, copy_bytes=4, right=0, backward=True)
         add("bfloat16", 7, 1, copy_bytes=2, right=0, backward=True)

@@ -53,9 +53,13 @@ def append_verb(turns: bool, interleaved: bool, queries: bool) -> Verb:
         return lengths
 
     def described(
-        named: Mapping[str, Any], options: Options, framework: str | None, arrays: Extras
+        named: Mapping[str, Any],
+        options: Options,
+        framework: str | None,
+        arrays: Extras,
+        number_scales: tuple[str, ...] = (),
     ) -> tuple[Problem, Lengths]:
-        return describe(named, interleaved, options, framework, arrays)
+        return describe(named, interleaved, options, framework, arrays, number_scales)
 
     return Verb(
         name="append_kv",

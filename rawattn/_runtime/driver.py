@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 _LIBRARY = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
 
 # Of cuda.h.
-_DATA_TYPES = {"float16": 6, "bfloat16": 9}
+_DATA_TYPES = {"float16": 6, "bfloat16": 9, "float8_e4m3fn": 0}  # the last one as bytes
 # What a box asks for is fetched, and no more: where a row of a head is 256 bytes, its other half belongs to a box that is
 # asked for at once, and to fetch it twice takes a tenth of the memory's bandwidth (docs/notes/decode.md).
 _NOT_INTERLEAVED, _SWIZZLE_128B, _L2_PROMOTION_128B, _ZEROS_OUTSIDE = 0, 3, 2, 0

@@ -261,8 +261,9 @@ def _view(name: str, own: Native, array: Any) -> View:
     try:
         return own.view(array)
     except TypeError as error:
+        more = ", and float8_e4m3fn" if name.endswith("_pages") else ""
         raise TypeError(
-            f"{name}: {error}; accepted are float16, bfloat16 and float32: convert it, as by "
+            f"{name}: {error}; accepted are float16, bfloat16 and float32{more}: convert it, as by "
             f"{cast(arrays.framework_of(array), name, 'float32')}"
         ) from None
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
+from rawattn._call import scales
 from rawattn._call.layout import HostLengths, Lengths
 from rawattn._call.options import Options, dropout_p, shown
 from rawattn._call.problem import Problem, describe, describe_paged, result_shapes
@@ -187,11 +188,16 @@ def _bind_pages(seqs: Any, inputs: Sequence[Any]) -> Lengths:
 
 
 def _describe_pages(
-    named: Mapping[str, Any], options: Options, framework: str | None, arrays: Extras
+    named: Mapping[str, Any],
+    options: Options,
+    framework: str | None,
+    arrays: Extras,
+    number_scales: tuple[str, ...] = (),
 ) -> tuple[Problem, Lengths]:
-    own = {name: array for name, array in arrays.items() if name != "block_table"}
+    given = {name: arrays[name] for name in scales.NAMES if name in arrays}
+    own = {name: x for name, x in arrays.items() if name != "block_table" and name not in given}
     q, k_pages, v_pages, table = (named[name] for name in PAGED.inputs[:4])
-    return describe_paged(q, k_pages, v_pages, table, options, framework, own)
+    return describe_paged(q, k_pages, v_pages, table, options, framework, own, given, number_scales)
 
 
 def _paged_cpu(
@@ -207,10 +213,9 @@ def _paged_cpu(
 
     assert lengths is not None
     own = dict(_with_bools(problem, extras))
-    table = own.pop("block_table")
     q, k_pages, v_pages = inputs
     out, lse = results
-    cpu_paged.forward(problem, lengths, q, k_pages, v_pages, table, out, lse, own)
+    cpu_paged.forward(problem, lengths, q, k_pages, v_pages, out, lse, own)
 
 
 FORWARD = Verb(
@@ -381,5 +386,19 @@ def extended(
         padding=verb.padding + (0.0,) * len(gradients),
         extras=verb.extras + extras,
         gradients=gradients,
-        values=values,
+        values=verb.values + values,
+    )
+
+
+@lru_cache(maxsize=64)
+def with_scales(verb: Verb, arrays: tuple[str, ...], numbers: tuple[str, ...]) -> Verb:
+    """A verb of keys in pages whose calls bring these scales along, as arrays or as numbers."""
+    if not arrays and not numbers:
+        return verb
+    return replace(
+        verb,
+        inputs=verb.inputs + arrays,
+        extras=verb.extras + arrays,
+        values=verb.values + tuple(f"{name}_value" for name in numbers),
+        describe=partial(verb.describe, number_scales=numbers),  # type: ignore[call-arg]
     )

@@ -16,7 +16,7 @@ from rawattn._runtime import dispatch
 from rawattn._runtime.append import append_verb
 from rawattn._runtime.verbs import Verb
 from rawattn._verbs.attention import no_bool
-from rawattn._verbs.paged import Limits, read_pages
+from rawattn._verbs.paged import Limits, read_pages, scaled
 
 if TYPE_CHECKING:  # type checkers bring it: nothing is installed for it
     from typing_extensions import Unpack
@@ -34,6 +34,7 @@ class Appending(NamedTuple):
     inputs: Sequence[Any]
     targets: tuple[Any, ...]
     options: Options
+    values: tuple[int, ...]
 
 
 @overload
@@ -49,6 +50,8 @@ def append_kv(
     seqs: SeqLayout | None = None,
     rotary: tuple[Any, Any] | None = None,
     interleaved: bool = False,
+    k_scale: Any = None,
+    v_scale: Any = None,
     out: None = None,
     validate: bool = False,
     backend: Literal["cuda", "cpu"] | None = None,
@@ -68,6 +71,8 @@ def append_kv(
     seqs: SeqLayout | None = None,
     rotary: tuple[Any, Any],
     interleaved: bool = False,
+    k_scale: Any = None,
+    v_scale: Any = None,
     out: Any = None,
     validate: bool = False,
     backend: Literal["cuda", "cpu"] | None = None,
@@ -87,6 +92,8 @@ def append_kv(
     seqs: SeqLayout | None = None,
     rotary: tuple[Any, Any] | None = None,
     interleaved: bool = False,
+    k_scale: Any = None,
+    v_scale: Any = None,
     out: Any = None,
     validate: bool = False,
     backend: Literal["cuda", "cpu"] | None = None,
@@ -105,8 +112,10 @@ def append_kv(
     v : array, (batch, seqlen_q, nheads_kv, Dv), or (total_q, nheads_kv, Dv)
         The dtype and device of k. Dv from 1 to 256, free of D.
     k_pages : array, (num_pages, page_size, nheads_kv, D)
-        Written where it lies, as `paged_attention` reads it: any strides but for a dense last axis. The dtype of k.
+        Written where it lies, as `paged_attention` reads it: any strides but for a dense last axis. The dtype of k, or
+        float8_e4m3fn.
     v_pages : array, (num_pages, page_size, nheads_kv, Dv)
+        The dtype of k_pages.
     block_table : array, (batch, max_pages), or a pair (indptr, page_ids)
         As of `paged_attention`. Two sequences must not have new rows in the same place.
     seqlen_k : (batch,)
@@ -123,6 +132,9 @@ def append_kv(
     interleaved : bool
         Whether plane j is of the neighbours 2j and 2j + 1 (GPT-J). Otherwise it is of j and j + rotary_dim / 2, one of
         either half (GPT-NeoX, Llama).
+    k_scale, v_scale : float, or array (nheads_kv,), optional
+        As of `paged_attention`: rows on their way into float8_e4m3fn pages are divided by them. What is beyond 448 then
+        becomes 448, and NaN stays NaN.
     out : array, optional
         For the queries: written and returned, as of `attention`.
     validate : bool
@@ -145,7 +157,8 @@ def append_kv(
 
     Notes
     -----
-    Angles are applied in float32, and results rounded once. Rotary embedding: Su et al. 2021, arXiv:2104.09864.
+    Angles and scales are applied in float32, and results rounded once, to the nearest. Rotary embedding: Su et al. 2021,
+    arXiv:2104.09864.
 
     Examples
     --------
@@ -178,11 +191,13 @@ def append_kv(
         seqs,
         rotary,
         interleaved,
+        k_scale,
+        v_scale,
         out,
         validate,
         backend,
     )
-    results = dispatch.run(*call, False, backend)
+    results = dispatch.run(*call[:4], False, backend, call.values)
     return results[0] if results else None
 
 
@@ -197,6 +212,8 @@ def read_append(
     seqs: Any,
     rotary: Any,
     interleaved: Any,
+    k_scale: Any,
+    v_scale: Any,
     out: Any,
     validate: Any,
     backend: Any,
@@ -225,6 +242,11 @@ def read_append(
         if len(shapes[0]) in (3, 4) and len(shapes[1]) == 4 and shapes[2]:  # else the call tells
             lengths = host_lengths(layout.on_the_host().bind(*shapes))
             check_lengths(lengths, None if rotary is None else rotary[0].shape[0])
-    verb = append_verb(rotary is not None, interleaved, q is not None)
-    inputs = (k, v, k_pages, v_pages, *(() if q is None else (q,)), table, *(rotary or ()))
-    return Appending(verb, inputs, () if q is None else (out,), options)
+    verb, factors, numbers = scaled(
+        append_verb(rotary is not None, interleaved, q is not None),
+        k,
+        {"k_scale": k_scale, "v_scale": v_scale},
+    )
+    queries = () if q is None else (q,)
+    inputs = (k, v, k_pages, v_pages, *queries, table, *(rotary or ()), *factors)
+    return Appending(verb, inputs, () if q is None else (out,), options, numbers)

@@ -13,13 +13,14 @@ _BY_POSITION = 5  # k, v, k_pages, v_pages, block_table
 class AppendPlan(Plan):
     """A `Plan` that takes its arrays in the order of `append_kv`: ``Plan(k, v, k_pages, v_pages, block_table, q=q)``.
 
-    The cosines and sines of the rotary embedding may be others too, as ``cos=`` and ``sin=``.
+    The cosines and sines of the rotary embedding may be others too, as ``cos=`` and ``sin=``, and so may scales that are
+    arrays.
     """
 
     def __init__(self, **named: Any) -> None:
         call = read_append(**named)
         returned = _first if call.targets else _nothing
-        super().__init__(*call, False, named["backend"], returned, ())
+        super().__init__(*call[:4], False, named["backend"], returned, call.values)
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         """The queries turned, or None."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, overload
 import numpy as np
 
 from rawattn._call import options as _options
-from rawattn._call import pages
+from rawattn._call import pages, scales
 from rawattn._call.hints import NoOthers, hides_unknown, refuse_unknown
 from rawattn._call.layout import host_lengths
 from rawattn._call.options import Options
@@ -17,7 +17,7 @@ from rawattn._call.seq_layout import SeqLayout
 from rawattn._interop import arrays
 from rawattn._interop.arrays import HOST
 from rawattn._runtime import dispatch
-from rawattn._runtime.verbs import PAGED, with_arrays
+from rawattn._runtime.verbs import PAGED, Verb, with_arrays, with_scales
 from rawattn._verbs.attention import CommonOptions, no_bool
 
 if TYPE_CHECKING:  # type checkers bring it: nothing is installed for it
@@ -35,6 +35,8 @@ class Limits(NamedTuple):
 
 
 class PagedOptions(CommonOptions, total=False):
+    k_scale: Any
+    v_scale: Any
     num_splits: int | None
     out: Any
     validate: bool
@@ -101,6 +103,8 @@ def paged_attention(
     sink_logits: Any = None,
     dropout_p: float = 0.0,
     seed: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
     num_splits: int | None = None,
     return_lse: bool = False,
     out: Any = None,
@@ -119,10 +123,11 @@ def paged_attention(
         float16, bfloat16 or float32; D from 1 to 256. The newest rows of each sequence: one for a step of decoding,
         several for speculative decoding and for a chunk of a prompt. Their own keys are in the pages already.
     k_pages : array, (num_pages, page_size, nheads_kv, D)
-        The dtype and device of q; page_size from 1 to 1024. Any strides but for a dense last axis, so a cache that is
-        (num_pages, nheads_kv, page_size, D) is passed as a view with its two middle axes swapped, without a copy.
+        The dtype of q, or float8_e4m3fn whatever q is; the device of q; page_size from 1 to 1024. Any strides but for a
+        dense last axis, so a cache that is (num_pages, nheads_kv, page_size, D) is passed as a view with its two middle
+        axes swapped, without a copy.
     v_pages : array, (num_pages, page_size, nheads_kv, Dv)
-        Dv from 1 to 256, free of D.
+        The dtype of k_pages. Dv from 1 to 256, free of D.
     block_table : array, (batch, max_pages), or a pair (indptr, page_ids)
         int32 or int64, any strides, on the device of q or on the host: a NumPy array or a list, which is sent there at each
         call. Of a pair the pages of sequence b are ``page_ids[indptr[b]:indptr[b + 1]]``; indptr is (batch + 1,). Sequences
@@ -137,6 +142,10 @@ def paged_attention(
     causal, align, window, sink, scale, bias, mask, alibi_slopes, softcap, score_mod, sink_logits, dropout_p, seed
         As of `attention`. The last two axes of `bias` and `mask` count positions inside each sequence, and are 1 or at
         least as long as the longest sequence.
+    k_scale, v_scale : float, or array (nheads_kv,), optional
+        What the keys and values of float8_e4m3fn pages are multiplied with: ``k_scale[h] * k_pages`` are the keys of kv
+        head h. A finite number above 0, or float32 ones on the device of q or on the host, from where they are sent at
+        each call. On the device they are read by the kernels at every call, and unchecked. Default: 1.
     num_splits : int, optional
         As of `attention`.
     return_lse : bool
@@ -164,7 +173,12 @@ def paged_attention(
         with `validate`. Without it such a length is cut on the device, and such an id is some page's: nothing is read
         outside of the arrays.
     NotImplementedError
-        On the CPU, for a `score_mod` in C++.
+        For pages of 8 bits that are not float8_e4m3fn, and on the CPU for a `score_mod` in C++.
+
+    Notes
+    -----
+    float8_e4m3fn is that of `ml_dtypes` in NumPy and CuPy (``bytes.view(ml_dtypes.float8_e4m3fn)`` makes one of an array
+    of uint8, without a copy), torch.float8_e4m3fn and jax.numpy.float8_e4m3fn.
 
     Examples
     --------
@@ -220,9 +234,14 @@ def paged_attention(
     )
     named = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "block_table": block_table}
     table, options = read_pages({**named, "seqlen_k": seqlen_k, "validate": validate}, options)
-    verb, more, values, options = with_arrays(PAGED, options, q=q)
-    inputs = (q, k_pages, v_pages, table, *more)
-    results = dispatch.run(verb, inputs, (out, None), options, return_lse, backend, values)
+    inputs = (q, k_pages, v_pages, table)
+    verb, factors, numbers = scaled(PAGED, q, {"k_scale": k_scale, "v_scale": v_scale})
+    inputs += factors
+    verb, more, values, options = with_arrays(verb, options, q=q)
+    inputs += more
+    results = dispatch.run(
+        verb, inputs, (out, None), options, return_lse, backend, numbers + values
+    )
     return tuple(results) if return_lse else results[0]
 
 
@@ -256,6 +275,25 @@ def read_pages(
         if on_host:
             table = _beside(rows, host)
     return table, options._replace(seqs=layout)
+
+
+class Scaled(NamedTuple):
+    """A verb whose calls bring scales along, the arrays among these, where the rows are, and the numbers."""
+
+    verb: Verb
+    arrays: tuple[Any, ...]
+    numbers: tuple[int, ...]
+
+
+def scaled(verb: Verb, rows: Any, named: Mapping[str, Any]) -> Scaled:
+    """named: the scales among the arguments of a call."""
+    if all(x is None for x in named.values()):
+        return Scaled(verb, (), ())
+    found = scales.read(named)
+    arrays = tuple(
+        _beside(rows, x) if isinstance(x, np.ndarray) else x for x in found.arrays.values()
+    )
+    return Scaled(with_scales(verb, *found.forms()), arrays, tuple(found.numbers.values()))
 
 
 def _check(

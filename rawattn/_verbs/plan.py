@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rawattn._call import scales
 from rawattn._call.hints import refuse_unknown
 from rawattn._call.options import Options
 from rawattn._interop import arrays
@@ -18,7 +19,7 @@ from rawattn._verbs.append import append_kv
 from rawattn._verbs.attention import attention, first, no_bool
 from rawattn._verbs.backward import attention_backward, gradients, of_options, wanted
 from rawattn._verbs.combine import combine
-from rawattn._verbs.paged import paged_attention, read_pages
+from rawattn._verbs.paged import paged_attention, read_pages, scaled
 
 
 class Plan:
@@ -173,13 +174,15 @@ def plan(fn: Callable[..., Any], *args: Any, **options: Any) -> Plan:
     if backend not in (None, "cuda", "cpu"):
         raise ValueError(f"backend: got {backend!r}; accepted are 'cuda', 'cpu' and None")
     names: tuple[str, ...] = ()
+    numbers: tuple[int, ...] = ()
     if fn is not attention_backward:
         verb, flag = FORWARD, named["return_lse"]
         if flag is not True and flag is not False:
             raise no_bool("return_lse", flag)
         if fn is paged_attention:
-            verb = PAGED
             named["block_table"], known = read_pages(named, known)
+            verb, factors, numbers = scaled(PAGED, named["q"], {n: named[n] for n in scales.NAMES})
+            named |= zip(verb.inputs[len(PAGED.inputs) :], factors, strict=True)
         targets: Sequence[Any] = (named["out"], None)
         returned: Callable[[Sequence[Any]], Any] = tuple if flag else first
     else:
@@ -190,6 +193,7 @@ def plan(fn: Callable[..., Any], *args: Any, **options: Any) -> Plan:
         returned = functools.partial(gradients, names, known.score_mod)
     inputs = [named[name] for name in verb.inputs]
     verb, extras, values, known = with_arrays(verb, known, names, named["q"])
+    values = numbers + values
     return Plan(verb, [*inputs, *extras], targets, known, flag, backend, returned, values)
 
 

@@ -21,7 +21,7 @@ from rawattn._call.seq_layout import SeqLayout
 from rawattn._scores.score_mod import ScoreMod
 from rawattn.reference import _passes
 from rawattn.reference._append import append_kv as append_kv
-from rawattn.reference._call import floats, integers, read
+from rawattn.reference._call import factors_of_pages, floats, integers, read
 from rawattn.reference._combine import combine as combine
 
 
@@ -94,13 +94,15 @@ def paged_attention(
     sink_logits: Any = None,
     dropout_p: float = 0.0,
     seed: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
     num_splits: int | None = None,
     return_lse: bool = False,
     validate: bool = False,
 ) -> Any:
     """Attention with the arguments and shapes of `rawattn.paged_attention`, computed in float64.
 
-    It is `attention` on the keys and values that the table leads to. Lengths and the ids of the pages that
+    It is `attention` on the keys and values that the table leads to, times their scales. Lengths and the ids of the pages that
     are read are checked with and without `validate`, wherever the arrays live.
 
     Raises TypeError or ValueError, naming the argument, for what `rawattn.paged_attention` refuses.
@@ -110,6 +112,7 @@ def paged_attention(
     >>> paged_attention(np.ones((1, 1, 2, 4)), pages, pages, [[3, 0, -1]], seqlen_k=[3]).shape
     (1, 1, 2, 4)
     """
+    factors = factors_of_pages({"k_scale": k_scale, "v_scale": v_scale}, k_pages, v_pages)
     q, k_pages, v_pages = (
         floats(name, x, np.dtype(np.float64))
         for name, x in (("q", q), ("k_pages", k_pages), ("v_pages", v_pages))
@@ -124,7 +127,10 @@ def paged_attention(
     options = Options(causal=causal, align=align, window=window, sink=sink)
     limits = _options.window(options), _options.sink(options), _options.top_left(options)
     pages.check_ids(table, lengths, form, *limits)
-    k, v = (pages.gather(x, table, lengths, form) for x in (k_pages, v_pages))
+    k, v = (
+        pages.gather(x, table, lengths, form) * factor
+        for x, factor in zip((k_pages, v_pages), factors, strict=True)
+    )
     # In group mode sequences have places of their own, and arrays of options count from there.
     starts = lengths.start_q if q.ndim == 3 else np.arange(q.shape[0]) * q.shape[1]
     packed = SeqLayout(

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from rawattn._call import pages
+from rawattn._call import pages, scales
 from rawattn._call.layout import host_lengths
-from rawattn.reference._call import Array, floats, integers
+from rawattn.reference._call import Array, _host, factors_of_pages, floats, integers
 
 _FLOAT64 = np.dtype(np.float64)
 
@@ -25,10 +25,13 @@ def append_kv(
     seqs: Any = None,
     rotary: Any = None,
     interleaved: bool = False,
+    k_scale: Any = None,
+    v_scale: Any = None,
 ) -> tuple[Array, Array, Array | None]:
     """`rawattn.append_kv` in float64, on copies of the pages: arrays of any framework, device and floating dtype.
 
-    Returns k_pages, v_pages, and the queries turned, 0 in their padding rows; None without `q`.
+    Returns k_pages, v_pages, and the queries turned, 0 in their padding rows; None without `q`. What is new in pages of
+    float8_e4m3fn is divided by its scale and at most 448, and not rounded.
 
     >>> import numpy as np
     >>> pages, row = np.zeros((2, 2, 1, 2)), np.ones((1, 1, 1, 2))
@@ -37,6 +40,8 @@ def append_kv(
     >>> k_pages[1, :, 0].tolist()
     [[0.0, 0.0], [-1.0, 1.0]]
     """
+    factors = factors_of_pages({"k_scale": k_scale, "v_scale": v_scale}, k_pages, v_pages)
+    most = scales.LARGEST if _host("k_pages", k_pages).dtype == scales.FLOAT8 else np.inf
     k, v, k_pages, v_pages = (
         floats(name, x, _FLOAT64)
         for name, x in (("k", k), ("v", v), ("k_pages", k_pages), ("v_pages", v_pages))
@@ -54,16 +59,17 @@ def append_kv(
     layout = pages.PagedLayout(seqs, seqlen_k, indptr).on_the_host()
     form = pages.form(layout, k_pages.shape, v_pages.shape, table)
     lengths = host_lengths(layout.bind(k.shape, k_pages.shape, table.shape))
-    for n, (start, new, keys) in enumerate(
+    for n, (start, count, keys) in enumerate(
         zip(lengths.start_q.tolist(), lengths.len_q.tolist(), lengths.len_k.tolist(), strict=True)
     ):
         of_pages = pages.ids_of(table, lengths, form, n)
-        for i in range(new):
+        for i in range(count):
             row = start + i if k.ndim == 3 else (n, i)
-            position = keys - new + i
+            position = keys - count + i
             page, at = divmod(position, form.page_size)
-            k_pages[of_pages[page], at] = _turned(k[row], position, angles, interleaved)
-            v_pages[of_pages[page], at] = v[row]
+            new = _turned(k[row], position, angles, interleaved), v[row]
+            for array, rows, factor in zip((k_pages, v_pages), new, factors, strict=True):
+                array[of_pages[page], at] = np.clip(rows / factor, -most, most)
             if turned is not None:
                 turned[row] = _turned(q[row], position, angles, interleaved)
     return k_pages, v_pages, turned

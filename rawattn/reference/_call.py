@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from rawattn._call import options as _options
+from rawattn._call import scales
 from rawattn._call.layout import Lengths, host_lengths
 from rawattn._call.options import DEFAULTS, Options, shown
 from rawattn._call.problem import Problem, describe
@@ -167,10 +169,26 @@ def integers(name: str, values: Any) -> Array:
 def floats(name: str, array: Any, dtype: np.dtype[Any]) -> Array:
     """Numbers of any framework on the host, in this type."""
     array = _host(name, array)
-    if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
+    if array.dtype.kind != "f" and array.dtype.name not in ("bfloat16", "float8_e4m3fn"):
         raise TypeError(f"{name}: got {array.dtype}, expected a floating-point dtype")
     converted: Array = array.astype(dtype)
     return converted
+
+
+def factors_of_pages(given: Mapping[str, Any], k_pages: Any, v_pages: Any) -> tuple[Any, Any]:
+    """What keys and values in pages are multiplied with, as it multiplies (..., nheads_kv, D).
+
+    given: both scales by name, which are for pages of float8_e4m3fn.
+    """
+    pools = {"q": k_pages, "k_pages": k_pages, "v_pages": v_pages}
+    pools = {name: _host(name, x) for name, x in pools.items()}
+    float8 = scales.check_pools(pools, "q")
+    on_host = {n: _host(n, x) if hasattr(x, "__dlpack__") else x for n, x in given.items()}
+    found = scales.read(on_host)
+    scales.forms(found.arrays, tuple(found.numbers), float8, pools["k_pages"].shape[-2])
+    extras = {**found.arrays, **{f"{name}_value": x for name, x in found.numbers.items()}}
+    k, v = (scales.value(name, extras).astype(np.float64) for name in scales.NAMES)
+    return k, v
 
 
 def exactly(name: str, array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:

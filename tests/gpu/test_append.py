@@ -12,7 +12,7 @@ import rawattn
 from rawattn import append_kv, paged_attention
 from tests.append import Appended, appended
 from tests.gpu.test_paged import lengths_of, on_gpu
-from tests.paged import BFLOAT16
+from tests.paged import BFLOAT16, FLOAT8
 
 cupy = pytest.importorskip("cupy")
 
@@ -35,11 +35,17 @@ def write(call: Appended, *, on_device: bool) -> tuple[Any, Any, Any]:
     table = call.pages.block_table
     k, v = on_gpu(call.k), on_gpu(call.v)
     given = lengths_of(call.pages, on_device=on_device)
+    for name, x in call.pages.scales.items():
+        given[name] = cupy.asarray(x) if on_device and isinstance(x, np.ndarray) else x
     if call.rotary is not None:
         given |= {"q": on_gpu(call.q), "rotary": tuple(map(on_gpu, call.rotary))}
         given["interleaved"] = call.interleaved
     out = append_kv(k, v, *pools, on_gpu(table) if on_device else table, **given)
-    return (*(pool.get() for pool in pools), None if out is None else out.get())
+    return (*map(off_gpu, pools), None if out is None else out.get())
+
+
+def off_gpu(pool: Any) -> Any:
+    return pool.view(f"u{pool.itemsize}").get().view(pool.dtype)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -48,6 +54,35 @@ def test_against_the_reference(shape: dict[str, Any], interleaved: bool) -> None
     call = appended(LENS, **shape, interleaved=interleaved)
     for on_device in (True, False):
         call.verify(*write(call, on_device=on_device))
+
+
+@pytest.mark.parametrize("float8", ["plain", "numbers", "arrays"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_pages_of_8_bits(shape: dict[str, Any], float8: str) -> None:
+    calls = [appended(LENS, **shape, float8=float8, interleaved=float8 == "numbers")]
+    calls.append(appended(LENS, **{**shape, "rotary_dim": 0}, float8=float8))
+    for call in calls:
+        for on_device in (True, False):
+            call.verify(*write(call, on_device=on_device))
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, F16, F32], ids=str)
+def test_rounding_to_8_bits(dtype: Any) -> None:
+    """Everywhere between two numbers, between all of them; beyond the largest; infinity and NaN."""
+    every = np.arange(127, dtype=np.uint8).view(FLOAT8).astype(F32)
+    between = (every[:-1] + every[1:]) / 2
+    near = np.concatenate([between * x for x in (1, 1 + 2.0**-9, 1 - 2.0**-9)])
+    odd = np.array([448, 460, 464, 465, 480, 1000, 6e4, np.inf, np.nan, 2.0**-10, 2.0**-11, 1e-6])
+    numbers = np.concatenate((every, near, odd)).astype(dtype)
+    numbers = np.concatenate((numbers, -numbers))
+    count = -(-numbers.size // 64)
+    knobs = {"rows": count, "heads": (1, 1), "dims": (64, 64), "dtype": dtype, "float8": "plain"}
+    call = appended((count,), 8, **knobs)
+    rows = np.resize(numbers, call.k.shape)
+    for scale in (None, 0.3, 2.0**-8):
+        pages = replace(call.pages, k_scale=scale, v_scale=scale)
+        now = replace(call, k=rows, v=rows[..., ::-1].copy(), pages=pages)
+        now.verify(*write(now, on_device=True))
 
 
 def test_numpy_stays_on_the_host_and_torch_on_the_device() -> None:

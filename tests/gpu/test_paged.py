@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,12 +13,14 @@ import pytest
 import rawattn
 from rawattn import SeqLayout, paged_attention
 from rawattn._kernels.selection import only
-from tests.paged import BFLOAT16, Paged, paged, verify
+from tests.paged import BFLOAT16, FLOAT8, Paged, paged, verify
+from tests.random_pages import random_pages
 
 cupy = pytest.importorskip("cupy")
 
 F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
 LENS = (700, 3, 0, 1290)
+_FIRST, _COUNT = map(int, os.environ.get("RAWATTN_FUZZ", "0:160").split(":"))
 SHAPES: list[dict[str, Any]] = [
     {"page_size": 1, "rows": 1},
     {"page_size": 16, "rows": 1, "heads": (12, 2), "dims": (128, 128)},
@@ -32,6 +36,8 @@ MASKS: list[dict[str, Any]] = [{"causal": True}, {"window": (100, 0), "sink": 4}
 def on_gpu(x: Any) -> Any:
     if isinstance(x, tuple):
         return tuple(map(on_gpu, x))
+    if x.dtype == FLOAT8:
+        return on_gpu(x.view(np.uint8)).view(FLOAT8)
     order = sorted(range(x.ndim), key=lambda n: -x.strides[n])  # of the axes in memory: kept
     return cupy.asarray(x.transpose(order)).transpose(np.argsort(order))
 
@@ -51,8 +57,13 @@ def check_pages(call: Paged, family: str | None = None, **options: Any) -> None:
     inputs = [on_gpu(x) for x in call.inputs]
     for device, table in ((True, inputs[3]), (False, call.block_table)):
         lengths = lengths_of(call, on_device=device)
+        scales = call.scales
+        if device and isinstance(call.k_scale, np.ndarray):
+            scales = {name: cupy.asarray(x) for name, x in scales.items()}
         with only(family) if family else nullcontext():
-            out, lse = paged_attention(*inputs[:3], table, **lengths, **options, return_lse=True)
+            out, lse = paged_attention(
+                *inputs[:3], table, **lengths, **scales, **options, return_lse=True
+            )
         assert isinstance(out, cupy.ndarray)
         verify(call, out.get(), lse.get(), **options)
 
@@ -196,3 +207,100 @@ def test_a_captured_plan_of_growing_lengths(pair: bool) -> None:
         changed = made(*inputs[:3], ids, seqlen_k=other)
         stream.synchronize()
         assert not changed[0].get()[1].any()
+
+
+@pytest.mark.parametrize("options", MASKS, ids=str)
+@pytest.mark.parametrize("float8", ["plain", "numbers", "arrays"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *SHAPES,
+        {"page_size": 16, "rows": 1, "heads": (8, 2), "dims": (256, 128), "dtype": F16},
+        {"page_size": 8, "rows": 6, "heads": (12, 2), "dims": (128, 128)},
+        {"page_size": 32, "rows": 9, "heads": (4, 1), "dims": (64, 96)},
+        {"page_size": 16, "rows": 2, "heads": (4, 1), "dims": (192, 192)},
+    ],
+    ids=str,
+)
+def test_pages_of_8_bits(shape: dict[str, Any], float8: str, options: dict[str, Any]) -> None:
+    for num_splits in (None, 6):
+        check_pages(paged(LENS, **shape, float8=float8), num_splits=num_splits, **options)
+
+
+@pytest.mark.parametrize("shape", CHUNKS, ids=str)
+def test_chunks_on_pages_of_8_bits(shape: dict[str, Any]) -> None:
+    rows = (300, 3, 130, 1290)
+    call = paged((1700, 3, 130, 1290), **shape, rows=rows, group=True, float8="arrays")
+    for options in LIMITS:
+        check_pages(call, num_splits=1, **options)
+
+
+def test_all_numbers_of_8_bits() -> None:
+    """Of one key the output is its value: each of them, and NaN."""
+    every = np.arange(256, dtype=np.uint8).view(FLOAT8)
+    call = paged((1,), 8, heads=(1, 1), dims=(256, 256), dtype=F32, spare=0, float8="plain")
+    pools = {name: np.zeros((1, 8, 1, 256), FLOAT8) for name in ("k_pages", "v_pages")}
+    pools["v_pages"][:] = every
+    for dtype in (F16, BFLOAT16, F32):
+        given = replace(call, q=call.q.astype(dtype), **pools)
+        inputs = [on_gpu(x) for x in given.inputs]
+        for family in ("decode", "portable"):
+            with only(family):
+                out = paged_attention(*inputs, seqlen_k=[1])
+            np.testing.assert_array_equal(out.get().reshape(-1).astype(F32), every.astype(F32))
+
+
+def test_scales_that_change_in_a_captured_graph() -> None:
+    call = paged((250, 100), 16, rows=1, heads=(8, 2), float8="arrays")
+    inputs, lengths = [on_gpu(x) for x in call.inputs], cupy.asarray(call.seqlen_k)
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        scales = {name: cupy.ones(2, np.float32) for name in ("k_scale", "v_scale")}
+        made = rawattn.plan(paged_attention, *inputs, seqlen_k=lengths, **scales, return_lse=True)
+        out, lse = made()
+        stream.begin_capture()
+        made()
+        graph = stream.end_capture()
+        for name, array in scales.items():
+            array.set(call.scales[name])
+        graph.launch(stream)
+        stream.synchronize()
+        verify(call, out.get(), lse.get())
+
+
+def test_numpy_and_torch_of_8_bits() -> None:
+    call = paged(LENS, 16, rows=2, dtype=F16, float8="arrays")
+    out, lse = paged_attention(*call.inputs, **call.lengths, **call.scales, return_lse=True)
+    assert isinstance(out, np.ndarray)
+    verify(call, out, lse)
+    torch = pytest.importorskip("torch")
+    q, table, seqlen_k, *scales = (
+        torch.from_numpy(x).cuda()
+        for x in (call.q, call.block_table, call.seqlen_k, call.k_scale, call.v_scale)
+    )
+    pools = [
+        torch.from_numpy(x.view(np.uint8)).cuda().view(torch.float8_e4m3fn)
+        for x in (call.k_pages, call.v_pages)
+    ]
+    given = dict(zip(("k_scale", "v_scale"), scales, strict=True))
+    for factors in (given, call.scales):
+        out, lse = paged_attention(q, *pools, table, seqlen_k=seqlen_k, **factors, return_lse=True)
+        assert isinstance(out, torch.Tensor)
+        verify(call, out.cpu().numpy(), lse.cpu().numpy())
+    with pytest.raises(TypeError, match=r"^k_pages: got dtype torch\.float8_e5m2"):
+        paged_attention(q, pools[0].view(torch.float8_e5m2), pools[1], table, seqlen_k=seqlen_k)
+
+
+@pytest.mark.parametrize("seed", range(_FIRST, _FIRST + _COUNT // 4))
+def test_random(seed: int) -> None:
+    call, options, on_device = random_pages(seed)
+    arrays = {n: cupy.asarray(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
+    scales = {
+        n: cupy.asarray(x) if on_device and isinstance(x, np.ndarray) else x
+        for n, x in call.scales.items()
+    }
+    inputs = [on_gpu(x) for x in call.inputs]
+    table = inputs[3] if on_device else call.block_table
+    given = {**lengths_of(call, on_device=on_device), **scales, **arrays, "return_lse": True}
+    with only("portable") if seed % 3 == 2 else nullcontext():
+        out, lse = paged_attention(*inputs[:3], table, **given)
+    verify(call, out.get(), lse.get(), **options)

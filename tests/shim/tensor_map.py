@@ -19,7 +19,7 @@ TENSOR_MAP = np.dtype(
     ],
     align=True,
 )
-_ITEMSIZE = {"float16": 2, "bfloat16": 2}
+_ITEMSIZE = {"float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
 
 
 def encode(geometry: Geometry, address: int) -> np.void:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,10 @@ from rawattn._call.pages import PagedLayout, split
 from rawattn._runtime.append import append_verb
 from rawattn._runtime.verbs import Given
 from rawattn._verbs.append import read_append
+from rawattn._verbs.paged import scaled
 from tests import exhaustive
 from tests.append import Appended, appended
-from tests.paged import BFLOAT16
+from tests.paged import BFLOAT16, FLOAT8
 from tests.shim.device import Device, MakeDevice
 from tests.shim.whole import run_verb
 
@@ -37,10 +39,11 @@ def run(device: Device, call: Appended, *, on_device: bool = False) -> None:
         options = Options(seqs=PagedLayout(call.pages.seqs, call.pages.seqlen_k, indptr))
         verb = append_verb(call.rotary is not None, call.interleaved, call.q is not None)
         queries = () if call.q is None else (call.q,)
-        inputs = (call.k, call.v, *pools, *queries, table, *(call.rotary or ()))
+        verb, factors, values = scaled(verb, call.k, call.pages.scales)
+        inputs = (call.k, call.v, *pools, *queries, table, *(call.rotary or ()), *factors)
     else:
-        verb, inputs, _, options = read_append(**named)
-    k_pages, v_pages, out = run_append(device, Given(verb, (), (), options), inputs, on_device)
+        verb, inputs, _, options, values = read_append(**named)
+    k_pages, v_pages, out = run_append(device, Given(verb, (), values, options), inputs, on_device)
     call.verify(k_pages, v_pages, out)
 
 
@@ -91,6 +94,36 @@ def test_widths(machine: MakeDevice, style: int, width: Any) -> None:
     knobs = {"dims": dims, "dtype": dtype, "angles": angles, "heads": (5, 1)}
     call = appended((5, 2), 3, rotary_dim=rotary_dim, **STYLES[style], **knobs)
     run(machine(64 if style else 32), call)
+
+
+@pytest.mark.parametrize(
+    ("style", "width"), exhaustive.thin(itertools.product((0, 1, 2), WIDTHS), 4)
+)
+@pytest.mark.parametrize("float8", ["plain", "numbers", "arrays"])
+def test_pages_of_8_bits(machine: MakeDevice, float8: str, style: int, width: Any) -> None:
+    dims, rotary_dim, dtype, angles = width
+    turns = {} if style == 2 else {"rotary_dim": rotary_dim, **STYLES[style]}
+    knobs = {"dims": dims, "dtype": dtype, "angles": angles, "heads": (4, 2), "float8": float8}
+    call = appended((5, 2), 3, rows=2, **turns, **knobs, heads_first=style == 1)
+    run(machine(64 if style else 32), call, on_device=float8 == "arrays")
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, F16, F32], ids=str)
+def test_rounding_to_8_bits(machine: MakeDevice, dtype: Any) -> None:
+    """Everywhere between two numbers, between all of them; beyond the largest; infinity and NaN."""
+    every = np.arange(127, dtype=np.uint8).view(FLOAT8).astype(F32)
+    between = (every[:-1] + every[1:]) / 2
+    near = np.concatenate([between * x for x in (1, 1 + 2.0**-9, 1 - 2.0**-9)])
+    odd = np.array([448, 460, 464, 465, 480, 1000, 6e4, np.inf, np.nan, 2.0**-10, 2.0**-11, 1e-6])
+    numbers = np.concatenate((every, near, odd)).astype(dtype)
+    numbers = np.concatenate((numbers, -numbers))
+    count = -(-numbers.size // 64)
+    knobs = {"rows": count, "heads": (1, 1), "dims": (64, 64), "dtype": dtype, "float8": "plain"}
+    call = appended((count,), 8, **knobs)
+    rows = np.resize(numbers, call.k.shape)
+    for scale in (None, 0.3, 2.0**-8):
+        pages = replace(call.pages, k_scale=scale, v_scale=scale)
+        run(machine(), replace(call, k=rows, v=rows[..., ::-1].copy(), pages=pages))
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 16, 100])

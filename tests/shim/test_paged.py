@@ -13,7 +13,7 @@ import rawattn
 from rawattn._call.options import Options
 from rawattn._call.pages import PagedLayout, split
 from rawattn._runtime.verbs import PAGED, with_arrays
-from rawattn._verbs.paged import read_pages
+from rawattn._verbs.paged import read_pages, scaled
 from tests import exhaustive
 from tests.paged import BFLOAT16, Paged, paged, verify
 from tests.shim.device import Device, MakeDevice
@@ -39,8 +39,10 @@ def run(
         known = known._replace(seqs=PagedLayout(call.seqs, call.seqlen_k, indptr))
     else:
         table, known = read_pages(call.named, known)
-    given = with_arrays(PAGED, known)
-    whole = (*call.inputs[:3], table, *given.arrays)
+    verb, factors, numbers = scaled(PAGED, call.q, call.scales)
+    given = with_arrays(verb, known)
+    given = given._replace(values=numbers + given.values)
+    whole = (*call.inputs[:3], table, *factors, *given.arrays)
     return run_verb(device, family, given, whole, (None, None), True, on_device)
 
 

@@ -175,6 +175,39 @@ def test_a_plan_whose_lengths_and_pages_change_in_place(place: Any, pair: bool) 
             made(*inputs[:3], place(np.zeros((9, 1), np.int32)))
 
 
+@pytest.mark.parametrize("float8", ["plain", "numbers", "arrays"])
+def test_pages_of_8_bits(place: Any, float8: str) -> None:
+    """Calls that differ in the values of scales alone share what was prepared; a plan reads arrays of them anew."""
+    calls = [paged(LENS, 6, rows=3, float8=float8, seed=seed) for seed in range(2)]
+    with small_tiles():
+        for call in calls:
+            scales = {
+                name: place(x) if isinstance(x, np.ndarray) else x
+                for name, x in call.scales.items()
+            }
+            inputs, lengths = inputs_of(call, place), place(call.seqlen_k)
+            found = paged_attention(*inputs, seqlen_k=lengths, **scales, return_lse=True)
+            verify(call, *result(found))
+        assert len(on_gpu._prepared) == 1
+        made = rawattn.plan(paged_attention, *inputs, seqlen_k=lengths, **scales, return_lse=True)
+        assert made._gpu is not None
+        verify(calls[1], *result(made()))
+        for array, values in zip(inputs[:3], calls[0].inputs[:3], strict=True):
+            array.write(values)
+        inputs[3].write(calls[0].block_table)
+        if float8 == "arrays":
+            for name, array in scales.items():
+                array.write(calls[0].scales[name])
+        if float8 != "numbers":
+            verify(calls[0], *result(made()))
+            return
+        out, _ = result(made())
+        wanted = paged_attention(
+            *calls[0].inputs, **calls[0].lengths, **calls[1].scales, backend="cpu"
+        )
+        np.testing.assert_allclose(out.astype(np.float32), wanted.astype(np.float32), atol=0.02)
+
+
 def test_mistakes_are_told_before_anything_is_launched(place: Any) -> None:
     call = paged(LENS, 6, rows=3)
     q, k_pages, v_pages, table = inputs_of(call, place)

@@ -192,3 +192,38 @@ def test_shipped_tiles(hopper: MakeDevice) -> None:
         out, lse = run(device, call, family="decode", num_splits=2)
         verify(call, out, lse)
         assert "rawattn_sm90_decode" in device.launched
+
+
+# Boxes of 128 columns that are full, half full, and behind the last column.
+@pytest.mark.parametrize(
+    ("dims", "dtype"),
+    exhaustive.thin(
+        itertools.product(((128, 128), (64, 16), (144, 256), (256, 32)), (F16, BFLOAT16)), 4
+    ),
+    ids=str,
+)
+@pytest.mark.parametrize("float8", ["plain", "numbers", "arrays"])
+def test_pages_of_8_bits(
+    hopper: MakeDevice, dims: tuple[int, int], dtype: Any, float8: str
+) -> None:
+    for page_size, num_splits in ((16, 3), (24, None)):
+        call = paged(LENS, page_size, rows=2, heads=(6, 2), dims=dims, dtype=dtype, float8=float8)
+        checked = page_size == 24
+        device = hopper(page_size, checked=checked)
+        verify_decode(device, call, num_splits=num_splits, window=(50, 0), sink=4)
+
+
+def test_shipped_tiles_of_8_bits(hopper: MakeDevice) -> None:
+    for dim, rows in itertools.product((64, 128, 192, 256), (1, 5)):
+        call = paged((400, 30), 16, rows=rows, heads=(4, 1), dims=(dim, dim), float8="arrays")
+        device = hopper()
+        out, lse = run(device, call, family="decode", num_splits=2)
+        verify(call, out, lse)
+        assert "rawattn_sm90_decode" in device.launched
+
+
+def test_hoppers_forward_leaves_pages_of_8_bits_to_others(hopper: MakeDevice) -> None:
+    call = paged((400, 30), 16, rows=40, float8="arrays")
+    device = hopper()
+    verify_kernel(device, call, family="sm90", num_splits=1)
+    assert "rawattn_forward" in device.launched

@@ -11,12 +11,13 @@ from rawattn._compile.compiler import Source
 from rawattn._kernels import params, structs
 from rawattn._kernels.attention_params import page_addresses, page_fields, without_pages
 from rawattn._kernels.operands import ITEMSIZE, Operands, access_bytes
+from rawattn._kernels.score_params import scale_fields, scale_patches
 from rawattn._kernels.source import ELEMENT, dims
 from rawattn._kernels.source import source as _source
 from rawattn._kernels.steps import Step, Steps, checked, patches, side_fields, side_patches
 from rawattn._kernels.target import Target
 
-FEATURES = frozenset({"ragged", "packed", "paged"})
+FEATURES = frozenset({"ragged", "packed", "paged", "float8"})
 THREADS = 256
 
 
@@ -32,6 +33,7 @@ class Config:
     float_angles: bool = False
     copy_bytes: int = 16
     angle_bytes: int = 16
+    float8: bool = False  # into pages that hold 8 bits
 
     def source(self) -> Source:
         rotary = ""
@@ -43,7 +45,7 @@ class Config:
         return _source(
             "rawattn_append",
             "portable/append.cu",
-            f"portable append {self.dtype} {dims(self)}{rotary} {self.copy_bytes}B",
+            f"portable append {self.dtype} {dims(self)}{rotary} {self.copy_bytes}B{' float8' * self.float8}",
             params.APPEND,
             element=ELEMENT[self.dtype],
             constants={
@@ -55,6 +57,7 @@ class Config:
                 "kCopyBytes": self.copy_bytes,
                 "kAngleBytes": self.angle_bytes,
                 "kThreads": THREADS,
+                "kFloat8": self.float8,
             },
         )
 
@@ -77,10 +80,14 @@ def choose(problem: Problem, operands: Operands) -> Config:
         "dtype": problem.dtype,
         "headdim": problem.headdim,
         "headdim_v": problem.headdim_v,
+        "float8": problem.float8,
     }
+    if problem.float8:  # so many elements are a part of each access to pages
+        width = min(width, itemsize * operands.key_bytes(problem))
     if rotary is None:
-        # Bits are copied: both types of 16 bits share a kernel.
-        common["dtype"] = "float32" if itemsize == 4 else "float16"
+        if not problem.float8:
+            # Bits are copied: both types of 16 bits share a kernel.
+            common["dtype"] = "float32" if itemsize == 4 else "float16"
         return Config(**common, copy_bytes=width)
     width = access_bytes(width, rotary.dim // 2 * itemsize)
     angle = ITEMSIZE[rotary.dtype]
@@ -109,6 +116,7 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
         **side_fields("side", structure.q),
         "seqlen_k.is_64bit": int(structure.k.length == 8),
         **page_fields(problem, structure, operands),
+        **scale_fields(problem, operands),
         "rows": rows,
         "batch": problem.batch,
         "nheads_q": nheads_q,
@@ -131,6 +139,7 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
             *patches(struct, names, seqlen_k__data="length_k"),
             *side_patches(struct, "side", without_pages(structure).q, "q"),
             *page_addresses(problem, struct),
+            *scale_patches(problem, struct),
         ),
     )
     return Steps((step,), config)
@@ -169,5 +178,18 @@ def variants(*, every: bool = False) -> list[Source]:
             angle_bytes=4,
         ),
         Config(dtype="float32", headdim=7, headdim_v=9, copy_bytes=4),
+        *(
+            Config(
+                dtype=dtype,
+                headdim=128,
+                headdim_v=128,
+                rotary_dim=turns,
+                float_angles=True,
+                float8=True,
+            )
+            for dtype in ("bfloat16", "float16", "float32")
+            for turns in (0, 128)
+        ),
+        Config(dtype="float16", headdim=7, headdim_v=1, copy_bytes=2, float8=True),
     )
     return [*usual, *(config.source() for config in others)]

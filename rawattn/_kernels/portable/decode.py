@@ -24,7 +24,9 @@ ENTRY = "rawattn_decode"
 TILES = "portable_decode"  # the file of its tile tables
 # What changes scores by the head or the place of a query has no code here.
 FEATURES = frozenset(
-    ("ragged", "packed", "left", "right", "top_left", "scale_first", "softcap", "sink_logits", "paged")
+    (
+        "ragged", "packed", "left", "right", "top_left", "scale_first", "softcap", "sink_logits", "paged", "float8",
+    )
 )  # fmt: skip
 
 # Query rows of all heads that share keys, at most: of more, each of a sequence's tiles would read its keys again.
@@ -61,6 +63,7 @@ class Config(Features):
     stages: int
     blocks_per_sm: int
     copy_bytes: int
+    key_bytes: int  # of an access to keys and values
     tile_in_page: bool = False  # tiles of keys divide pages
     accumulator_feeds_a: bool  # of the target's product: decides whether P needs shared memory
     wave: int = 32
@@ -84,7 +87,8 @@ class Config(Features):
     def stage_bytes(self) -> int:
         """Of shared memory, of a tile of keys and values."""
         columns = round_up(self.headdim, 16), round_up(self.headdim_v, 16)
-        return self.tile_k * sum(map(self._pitch, columns)) * self._size
+        size = 1 if self.float8 else self._size
+        return self.tile_k * sum(each * size + 16 for each in columns)
 
     @property
     def more_bytes(self) -> int:
@@ -123,6 +127,8 @@ class Config(Features):
     def summary(self) -> str:
         shape = f"{self.tile_rows}x{self.tile_k} waves={self.waves} stages={self.stages}"
         words = [f"{self.NAME} decode", self.element, dims(self), shape, f"{self.copy_bytes}B"]
+        if self.key_bytes != self.copy_bytes:
+            words.append(f"keys={self.key_bytes}B")
         heads = [f"heads={self.heads}"] if self.heads > 1 else []
         return " ".join([*words, *heads, *features.traits(self)])
 
@@ -155,7 +161,10 @@ def supports_before_sm90(problem: Problem, target: Target, operands: Operands) -
 
 def choose(problem: Problem, target: Target, operands: Operands) -> Config:
     """The configuration for a problem that it supports; operands: q, k, v and out."""
-    config = choose_tiles(Config, TILES, "16bit", problem, target, operands)
+    table = "16bit"
+    if problem.float8:
+        table = "wide_8bit" if wide(problem) else "8bit"
+    config = choose_tiles(Config, TILES, table, problem, target, operands)
     return replace(
         config,
         tile_in_page=problem.pages is not None and problem.pages.page_size % config.tile_k == 0,
@@ -179,12 +188,20 @@ def choose_tiles(
     target: Target,
     operands: Operands,
 ) -> _C:
-    """The configuration but for how its tiles are loaded. tiles: the file of tables, table: of 16-bit elements."""
+    """The configuration but for how its tiles are loaded. tiles: the file of tables, table: of 16-bit queries."""
     group = problem.nheads_q // problem.nheads_kv
     tile_rows = 2 * _TILE_ROWS if wide(problem) else _TILE_ROWS
     heads = max(n for n in range(1, tile_rows + 1) if group % n == 0)
     chosen = choice.choose(
-        config, tiles, problem, target, operands, table, heads=heads, tile_rows=tile_rows
+        config,
+        tiles,
+        problem,
+        target,
+        operands,
+        table,
+        heads=heads,
+        tile_rows=tile_rows,
+        key_bytes=operands.key_bytes(problem),
     )
     # The one query of a sequence sees all its keys under a causal mask too.
     alone = problem.max_seqlen_q <= 1 and not chosen.top_left

@@ -41,6 +41,7 @@ class Config(Features):
     blocks_per_sm: int
     query_in_registers: bool
     copy_bytes: int
+    key_bytes: int  # likewise, of keys and values
     accumulator_feeds_a: bool  # of the target's product: decides whether P needs shared memory
     split: bool = False  # several blocks may share a query tile
     wave: int = 32
@@ -62,15 +63,15 @@ class Config(Features):
     def shared_bytes(self) -> int:
         itemsize = 4 if self.element == "float" else 2
 
-        def pitch(columns: int) -> int:
-            return columns + 16 // itemsize
+        def row(columns: int, itemsize: int = itemsize) -> int:
+            return columns * itemsize + 16
 
-        keys = pitch(round_up(self.headdim, 16))
-        values = pitch(round_up(self.headdim_v, 16))
-        elements = self.tile_q * keys + self.stages * self.tile_k * (keys + values)
+        dims = round_up(self.headdim, 16), round_up(self.headdim_v, 16)
+        keys = sum(row(columns, 1 if self.float8 else itemsize) for columns in dims)
+        nbytes = self.tile_q * row(dims[0]) + self.stages * self.tile_k * keys
         if not self.accumulator_feeds_a:
-            elements += self.tile_q * pitch(self.tile_k)
-        return max(elements, self.tile_q * values) * itemsize
+            nbytes += self.tile_q * row(self.tile_k)
+        return max(nbytes, self.tile_q * row(dims[1]))
 
     @property
     def partial_bytes(self) -> int:
@@ -91,6 +92,8 @@ class Config(Features):
     def summary(self) -> str:
         shape = f"{self.tile_q}x{self.tile_k} waves={self.waves} stages={self.stages}"
         access = f"{self.copy_bytes}B"
+        if self.key_bytes != self.copy_bytes:
+            access += f" keys={self.key_bytes}B"
         return " ".join(
             [
                 *("portable forward", self.element, dims(self), shape, access),
@@ -107,7 +110,8 @@ def supports(problem: Problem, target: Target, operands: Operands) -> str | None
 
 def choose(problem: Problem, target: Target, operands: Operands) -> Config:
     """The configuration for `problem`; operands: q, k, v and out."""
-    return choice.choose(Config, TILES, problem, target, operands)
+    key_bytes = operands.key_bytes(problem)
+    return choice.choose(Config, TILES, problem, target, operands, key_bytes=key_bytes)
 
 
 def steps(problem: Problem, structure: Structure, operands: Operands, target: Target) -> Steps:

@@ -20,7 +20,7 @@ ENTRY = "rawattn_sm90_decode"
 TILES = "sm90_decode"  # the file of its tile tables
 FEATURES = decode.FEATURES
 LONG_SEQLEN = 4096  # keys of a sequence from which on the table "long" has the faster tiles
-_BLOCK_COLUMNS, _BLOCK_ROW_BYTES = 64, 128  # of the swizzle
+_BLOCK_ROW_BYTES = 128  # of the swizzle
 _BARRIER_BYTES = 8
 
 
@@ -41,7 +41,9 @@ class Config(decode.Config):
 
     @property
     def stage_bytes(self) -> int:
-        blocks = sum(-(-columns // _BLOCK_COLUMNS) for columns in (self.headdim, self.headdim_v))
+        size = 1 if self.float8 else 2
+        dims = self.headdim, self.headdim_v
+        blocks = sum(-(-columns * size // _BLOCK_ROW_BYTES) for columns in dims)
         return blocks * self.tile_k * _BLOCK_ROW_BYTES
 
     @property
@@ -90,6 +92,8 @@ def choose(problem: Problem, target: Target, operands: Operands) -> Config:
     # Many keys are met in few turns, and a window or short sequences end in the midst of large ones.
     long = problem.window_left is None and problem.max_seqlen_k >= LONG_SEQLEN
     table = "wide" if decode.wide(problem) else "long" if long else "any"
+    if problem.float8:
+        table = "wide_8bit" if decode.wide(problem) else "8bit"
     config = decode.choose_tiles(Config, TILES, table, problem, target, operands)
     rows = config.tile_k
     if problem.pages is None:

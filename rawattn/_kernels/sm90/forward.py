@@ -191,6 +191,8 @@ def supports(problem: Problem, target: Target, operands: Operands) -> str | None
         return f"it is for {ARCH}, not {target.arch}"
     if problem.dtype == "float32":
         return "its products take 16-bit elements"
+    if problem.float8:
+        return "its products take keys and values as they lie, and float8_e4m3fn ones would have to be converted"
     if (copied := repacked(problem, operands)) and not _repacking_pays(problem, operands):
         return f"{', '.join(copied)} would be copied for the copy engine, and that does not pay"
     if min(problem.batch, problem.rows_q, problem.rows_k) == 0:

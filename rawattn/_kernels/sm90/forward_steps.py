@@ -245,7 +245,7 @@ def geometry_of_pages(problem: Problem, strides: Strides, headdim: int, box_rows
     page_stride, row_stride, head_stride = strides[:3]
     row_stride = _legal(row_stride, form.page_size)
     return Geometry(
-        dtype=problem.dtype,
+        dtype="float8_e4m3fn" if problem.float8 else problem.dtype,
         dims=(headdim, form.page_size, problem.nheads_kv, 1, form.num_pages),
         strides=(
             row_stride,
@@ -253,7 +253,7 @@ def geometry_of_pages(problem: Problem, strides: Strides, headdim: int, box_rows
             row_stride,
             _legal(page_stride, form.num_pages),
         ),
-        box=(64, box_rows, 1, 1, 1),
+        box=(128 if problem.float8 else 64, box_rows, 1, 1, 1),
         origin=0,
     )
 

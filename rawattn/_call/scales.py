@@ -1,0 +1,138 @@
+"""Keys and values that pages hold in 8 bits, and their scales: a number, or an array with one for each kv head."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from typing import Any, NamedTuple, NoReturn
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from rawattn._call.options import number, shown
+from rawattn._call.scores import ArrayForm
+
+FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
+LARGEST = float(ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).max)
+NAMES = ("k_scale", "v_scale")
+# The form of a scale that is a number, which a call brings along: calls that differ in it alone are alike.
+NUMBER = "number"
+
+_ACCEPTED = "a finite number above 0, or a float32 array of shape (nheads_kv,)"
+_8_BITS = frozenset(
+    dtype for name, dtype in vars(ml_dtypes).items() if name.startswith("float8") and isinstance(dtype, type)
+)  # fmt: skip
+
+
+class Scales(NamedTuple):
+    """Of a call. arrays: by name. numbers: by name, as kernels are given them."""
+
+    arrays: Mapping[str, Any]
+    numbers: Mapping[str, int]
+
+    def forms(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        return tuple(self.arrays), tuple(self.numbers)
+
+
+def read(named: Mapping[str, Any]) -> Scales:
+    """The scales among the arguments of a call; None is none.
+
+    TypeError or ValueError for a number that is no scale, and for an array of the host with such a one in it.
+    """
+    arrays: dict[str, Any] = {}
+    numbers: dict[str, int] = {}
+    for name in NAMES:
+        value = named[name]
+        if value is None:
+            continue
+        if isinstance(value, np.ndarray) and value.ndim and value.dtype == np.float32:
+            _check(name, value)
+        if hasattr(value, "__dlpack__") and not isinstance(value, np.generic):
+            arrays[name] = value
+            continue
+        found = np.asarray(number(name, value, _ACCEPTED), np.float64)
+        with np.errstate(over="ignore", under="ignore"):
+            single = found.astype(np.float32)
+        if not (np.isfinite(single) and single > 0):
+            raise ValueError(f"{name}: got {shown(value)}, expected {_ACCEPTED}")
+        numbers[name] = int(single.view(np.uint32))
+    return Scales(arrays, numbers)
+
+
+def _check(name: str, array: NDArray[Any]) -> None:
+    good = np.isfinite(array) & (array > 0)
+    if not good.all():
+        first = tuple(int(n) for n in np.argwhere(~good)[0])
+        raise ValueError(
+            f"{name}: got {array[first]} at {list(first)}, expected finite numbers above 0"
+        )
+
+
+def forms(
+    scales: Mapping[str, Any], names: tuple[str, ...], float8: bool, nheads_kv: int
+) -> dict[str, Any]:
+    """What a `Problem` has of them, by name. scales: arrays by name; names: of those that are numbers.
+
+    TypeError or ValueError, naming the argument, what was got and what is accepted.
+    """
+    found: dict[str, Any] = {}
+    for name in NAMES:
+        if name not in names and name not in scales:
+            continue
+        if not float8:
+            raise ValueError(
+                f"{name}: got it with {name[0]}_pages that are not float8_e4m3fn, which are read as they are; leave it out"
+            )
+        found[name] = NUMBER if name in names else _form(name, scales[name], nheads_kv)
+    return found
+
+
+def _form(name: str, array: Any, nheads_kv: int) -> ArrayForm:
+    if array.dtype != np.float32:
+        raise TypeError(f"{name}: got dtype {array.dtype}, expected float32")
+    if tuple(array.shape) != (nheads_kv,):
+        raise ValueError(
+            f"{name}: got shape {tuple(array.shape)}, expected (nheads_kv,) = ({nheads_kv},)"
+        )
+    return ArrayForm("float32", (nheads_kv,), (nheads_kv,))
+
+
+def value(name: str, extras: Mapping[str, Any]) -> Any:
+    """On the host, as it multiplies (..., nheads_kv, D). extras: arrays, and numbers as kernels are given them."""
+    array = extras.get(name)
+    if array is not None:
+        return array[:, None]
+    bits = extras.get(f"{name}_value")
+    return np.float32(1 if bits is None else struct.unpack("<f", struct.pack("<I", bits))[0])
+
+
+def quantised(rows: NDArray[Any], scale: Any) -> NDArray[Any]:
+    """float32 rows over their scale in 8 bits: what is out of range becomes the largest number there is."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        found: NDArray[Any] = np.clip(rows / scale, -LARGEST, LARGEST).astype(FLOAT8)
+    return found
+
+
+def check_pools(named: Mapping[str, Any], lead: str) -> bool:
+    """Whether pools hold 8 bits. named: the other arrays, and k_pages and v_pages, all of which have a dtype.
+
+    TypeError for pools of two dtypes where one is 8 bits, NotImplementedError for other kinds of 8 bits.
+    """
+    kinds = {name: named[name].dtype for name in ("k_pages", "v_pages")}
+    for name, dtype in kinds.items():
+        if dtype.type in _8_BITS and dtype != FLOAT8:
+            raise NotImplementedError(
+                f"{name}: got dtype {dtype}, expected float8_e4m3fn, or {named[lead].dtype}, that of {lead}"
+            )
+    both = [dtype == FLOAT8 for dtype in kinds.values()]
+    if any(both) and not all(both):
+        _of_two(kinds)
+    return all(both)
+
+
+def _of_two(kinds: Mapping[str, Any]) -> NoReturn:
+    raise TypeError(
+        f"v_pages: got dtype {kinds['v_pages']}, expected {kinds['k_pages']}, that of k_pages: both are float8_e4m3fn or "
+        "neither"
+    )

@@ -1,0 +1,68 @@
+"""Calls on keys in pages, drawn from everything that one may be."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tests.paged import BFLOAT16, Paged, paged
+
+
+class RandomPages(NamedTuple):
+    call: Paged
+    options: dict[str, Any]
+    on_device: bool
+
+
+def random_pages(seed: int) -> RandomPages:
+    """The same for the same seed. Half of the pools hold 8 bits."""
+    rng = np.random.default_rng([seed, 8])
+
+    def some(*choices: Any) -> Any:
+        return choices[int(rng.integers(len(choices)))]
+
+    def headdim() -> int:
+        return int(some(64, 128, some(32, 96, 192, 256), rng.integers(1, 257)))
+
+    batch = int(some(1, 2, 3, 7))
+    lens_k = tuple(int(some(0, 1, *rng.integers(1, 600, 3))) for _ in range(batch))
+    most = int(some(1, 1, 4, 20, 150))
+    lens_q = tuple(int(min(rng.integers(0, most + 1), n)) for n in lens_k)
+    nheads_kv = int(rng.integers(1, 4))
+    dim = headdim()
+    group = bool(rng.integers(2))
+    rows: Any = lens_q if group or rng.integers(2) else most
+    call = paged(
+        lens_k,
+        int(some(16, 16, 128, some(1, 7, 8, 24, 64, 300, 1024))),
+        rows=rows,
+        group=group,
+        room_q=None if group else most,
+        heads=(nheads_kv * int(some(1, 2, 4, 5, 8)), nheads_kv),
+        dims=(dim, some(dim, dim, headdim())),
+        dtype=some(BFLOAT16, np.dtype(np.float16), np.dtype(np.float32)),
+        integers=some(np.int32, np.int64),
+        pair=bool(rng.integers(2)),
+        heads_first=bool(rng.integers(2)),
+        shared=int(some(0, 0, 2)),
+        float8=some("", "", "", "plain", "numbers", "arrays"),
+        seed=seed,
+    )
+    nheads_q = call.q.shape[-2]
+    options: dict[str, Any] = {
+        "causal": bool(rng.integers(2)),
+        "align": some("bottom-right", "bottom-right", "top-left"),
+        "window": some(None, None, (int(rng.integers(0, 100)), 0), (int(rng.integers(0, 300)), None)),
+        "sink": int(some(0, 0, rng.integers(0, 40))),
+        "scale": some(None, None, 0.3, -0.05),
+        "num_splits": some(None, None, 1, 3, 256),
+    }  # fmt: skip
+    more = some("", "", "", "softcap", "sink_logits", "alibi_slopes", "mask")
+    if more == "softcap":
+        options[more] = 5.0
+    elif more == "mask":
+        options[more] = rng.random((1, max(*lens_q, most), max(lens_k) + 1)) < 0.8
+    elif more:
+        options[more] = rng.standard_normal(nheads_q).astype(np.float32) / 4
+    return RandomPages(call, options, bool(rng.integers(2)))

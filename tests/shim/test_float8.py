@@ -1,0 +1,138 @@
+"""Keys and values in pages of 8 bits on the CPU machine, by each kernel that reads or writes such pages."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rawattn
+from rawattn._kernels.portable import splits
+from tests import exhaustive
+from tests.paged import BFLOAT16, FLOAT8, Paged, paged, verify
+from tests.shim.device import Device, MakeDevice
+from tests.shim.test_paged import OPTIONS, normal, run, verify_kernel
+
+F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
+LENS = (70, 3, 0, 129)
+SCALES = ("plain", "numbers", "arrays")
+
+
+def verify_decode(device: Device, call: Paged, **options: Any) -> None:
+    verify_kernel(device, call, family="decode", **options)
+    assert "rawattn_decode" in device.launched
+    assert "rawattn_forward" not in device.launched
+
+
+@pytest.mark.parametrize(
+    ("page_size", "dtype", "wave"),
+    exhaustive.thin(
+        itertools.product((3, 16, 24, 64, 1000), (BFLOAT16, F16, F32), (32, 64)), 6
+    ),
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("family", ["decode", "portable"])
+def test_pages(machine: MakeDevice, family: str, page_size: int, dtype: Any, wave: int) -> None:
+    """Rows that no sequence has hold NaN."""
+    knobs = {"dtype": dtype, "pair": page_size == 24, "heads_first": page_size == 3}
+    for n, float8 in enumerate(SCALES):
+        call = paged(LENS, page_size, rows=3, float8=float8, heads=(6, 2), **knobs)
+        device = machine(wave)
+        verify_kernel(device, call, family=family, on_device=n == 1, causal=True)
+        kernel = {"decode": "rawattn_decode", "portable": "rawattn_forward"}[family]
+        assert kernel in device.launched
+
+
+# Accesses of 16, 8, 4 and 1 bytes.
+@pytest.mark.parametrize(
+    ("dims", "dtype"),
+    exhaustive.thin(
+        itertools.product(
+            ((64, 64), (24, 40), (36, 4), (34, 70), (7, 1), (24, 250)), (BFLOAT16, F16, F32)
+        ),
+        5,
+    ),
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("family", ["decode", "portable"])
+def test_widths(machine: MakeDevice, family: str, dims: tuple[int, int], dtype: Any) -> None:
+    for page_size in (16, 5):
+        call = paged((33, 20), page_size, dims=dims, dtype=dtype, float8="arrays")
+        verify_kernel(machine(checked=page_size == 5), call, family=family)
+
+
+@pytest.mark.parametrize("num_splits", exhaustive.thin([None, 2, 5, 256], 2))
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": (12, 0)},
+        {"window": (40, 3), "sink": 8},
+        {"causal": True, "align": "top-left"},
+        {"softcap": 1.5, "scale": -1.0},
+        {"sink_logits": normal(4), "window": (20, 0)},
+    ],
+    ids=lambda options: "-".join(options) if isinstance(options, dict) else str(options),
+)
+def test_decode(machine: MakeDevice, options: dict[str, Any], num_splits: int | None) -> None:
+    call = paged((150, 33, 0), 7, rows=3, float8="arrays")
+    verify_decode(machine(), call, num_splits=num_splits, **options)
+
+
+def test_parts_of_a_line(machine: MakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(splits, "LEAST_PART_KEYS", 48)
+    call = paged((1500, 3, 0, 129, 16, 33), 16, rows=2, float8="numbers", heads=(8, 2))
+    for num_splits in (None, 2):
+        verify_decode(machine(), call, causal=True, num_splits=num_splits)
+
+
+@pytest.mark.parametrize(
+    ("name", "pair"), exhaustive.thin(itertools.product(OPTIONS, (False, True)), 5)
+)
+def test_options_of_scores(machine: MakeDevice, name: str, pair: bool) -> None:
+    """By the kernel that has them all."""
+    call = paged((150, 33, 0), 5, rows=9, pair=pair, float8="arrays")
+    for num_splits in (None, 3):
+        device = machine()
+        verify_kernel(device, call, on_device=pair, num_splits=num_splits, **OPTIONS[name])
+        assert "rawattn_forward" in device.launched
+
+
+def test_chunks(machine: MakeDevice) -> None:
+    for dtype, float8 in ((BFLOAT16, "numbers"), (F32, "arrays")):
+        call = paged(
+            (170, 9, 0, 129), 12, rows=(140, 9, 4, 1), group=True, dtype=dtype, float8=float8
+        )
+        verify_kernel(machine(), call, causal=True)
+
+
+def test_all_numbers_of_8_bits(machine: MakeDevice) -> None:
+    """Of one key the output is its value: each of them, but for NaN, which reaches the row that sees it."""
+    every = np.arange(256, dtype=np.uint8).view(FLOAT8)
+    call = paged((1,), 1, heads=(1, 1), dims=(256, 256), dtype=F32, spare=0, float8="plain")
+    for dtype, family in itertools.product((F16, BFLOAT16, F32), ("decode", "portable")):
+        pool = every.reshape(1, 1, 1, 256)
+        zeros = np.zeros((1, 1, 1, 256), FLOAT8)
+        given = replace(call, q=call.q.astype(dtype), k_pages=zeros, v_pages=pool)
+        out, _ = run(machine(), given, family=family)
+        np.testing.assert_array_equal(out.reshape(-1).astype(F32), every.astype(F32))
+    given = replace(call, k_pages=every.reshape(1, 1, 1, 256), v_pages=zeros)
+    out, _ = run(machine(), given)
+    assert np.isnan(out).all()
+
+
+def test_shipped_tiles(machine: MakeDevice) -> None:
+    for dtype, dim in itertools.product((BFLOAT16, F32), (64, 96, 128, 192, 256)):
+        for family, rows in (("decode", 1), ("decode", 5), ("portable", 70)):
+            dims = {"rows": rows, "heads": (4, 1), "dims": (dim, dim), "dtype": dtype}
+            call = paged((400, 130), 16, **dims, float8="arrays")
+            out, lse = run(machine(), call, family=family, num_splits=2)
+            verify(call, out, lse)
+
+
+def test_a_scale_of_pages_that_are_not_of_8_bits() -> None:
+    call = paged((20,), 16)
+    with pytest.raises(ValueError, match=r"^k_scale: got it with k_pages that are not float8"):
+        rawattn.paged_attention(*call.inputs, **call.lengths, k_scale=2.0, backend="cpu")
