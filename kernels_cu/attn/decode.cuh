@@ -29,7 +29,7 @@
 namespace decode {
 
 using namespace config;
-using M = target::Mma<Element>;
+using M = target::Mma<Operand>;
 using C = M::C;
 
 constexpr int kThreads = kWaves * target::kWave;
@@ -226,7 +226,7 @@ DEVICE void attend(const ForwardParams& p, unsigned char* shared, const More&...
   const int lane = thread % target::kWave;
   const int wave = thread / target::kWave;
   Ring ring(shared + wave * L::kWaveBytes, shared + L::kMoreAt + wave * Ring::kMoreBytes, lane, more...);
-  Element* const slab = reinterpret_cast<Element*>(shared + wave * L::kWaveBytes + kStages * Ring::kStageBytes);
+  Operand* const slab = reinterpret_cast<Operand*>(shared + wave * L::kWaveBytes + kStages * Ring::kStageBytes);
 
   if constexpr (kPaged)
     prefetch_pages(p.pages, p.k_side.length, p.batch, int64(target::block_index()) * kThreads + thread);
@@ -272,8 +272,18 @@ DEVICE void attend(const ForwardParams& p, unsigned char* shared, const More&...
     }
     ring.wait_for_queries();
     target::block_sync();
+    float unit = 1.0f;  // of products, in those with queries as they were
+    if constexpr (kConvertsQueries) {
+      const QueryTile<kTileRows, kDepthQk, kPitchQ> tile{queries};
+      const int exponent = tile.exponent(lane);
+      target::block_sync();  // all have seen all of them
+      tile.convert(exponent, thread, kThreads);
+      target::block_sync();
+      unit = target::float_of(static_cast<unsigned>(exponent) << 23);
+    }
     const auto load_query = [&](int m, int step) {
-      return load_queries<M>(queries + m * 16 * kPitchQ + step * M::kDepth, kPitchQ, lane);
+      const Operand* const tile = reinterpret_cast<const Operand*>(queries);
+      return load_queries<M>(tile + m * 16 * kPitchQ + step * M::kDepth, kPitchQ, lane);
     };
     typename M::A held[kHoldsQueries ? kRowBlocks : 1][kHoldsQueries ? kSteps : 1];
     if constexpr (kHoldsQueries) {
@@ -290,8 +300,9 @@ DEVICE void attend(const ForwardParams& p, unsigned char* shared, const More&...
     };
     const Visible visible = work.key_tiles.visible;
     const RowsVisible rows_visible{visible, work.first, visible.sink};
-    const ScoreRule rule(p, work.segment.sequence, work.segment.head, work.segment.q.length, work.segment.k.length,
-                         visible.offset);
+    ScoreRule rule(p, work.segment.sequence, work.segment.head, work.segment.q.length, work.segment.k.length,
+                   visible.offset);
+    if constexpr (kConvertsQueries) rule.key_factor *= unit;
     Softmax softmax(kScaleFirst || ScoreRule::kScaled ? Exponent::kUnit : rule.scale() * Exponent::kUnit);
     C o[kRowBlocks][kOutBlocks];
     UNROLL for (int m = 0; m < kRowBlocks; m++) { UNROLL for (int d = 0; d < kOutBlocks; d++) o[m][d] = C{}; }

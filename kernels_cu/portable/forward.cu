@@ -25,7 +25,7 @@
 namespace forward {
 
 using namespace config;
-using M = target::Mma<Element>;
+using M = target::Mma<Operand>;
 using C = M::C;
 
 constexpr int kThreads = kWaves * target::kWave;
@@ -76,7 +76,7 @@ constexpr int kTilesOfSum = kTileK < 256 ? 256 / kTileK : 1;
 
 // The wave's queries as operands: read once into registers, or from shared memory at every use.
 struct Queries {
-  const Element* rows;
+  const Operand* rows;
   typename M::A held[kQueryInRegisters ? kRowBlocks : 1][kQueryInRegisters ? kSteps : 1];
 
   DEVICE void hold(int lane) {
@@ -119,7 +119,7 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
     if (!piece.exists()) return;
     static_cast<TileSpan&>(key_tiles) = piece.of(key_tiles);
   }
-  const ScoreRule rule(p, work.sequence, work.head, work.q.length, work.k.length, visible.offset);
+  ScoreRule rule(p, work.sequence, work.head, work.q.length, work.k.length, visible.offset);
   const DropoutRule dropout(p, work.sequence, work.head);
 
   const auto q = rows_of<const Element>(p.q, p.q_strides, work.sequence, work.q, work.head, first);
@@ -158,9 +158,19 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
   }
   target::copy_async_commit();
 
+  if constexpr (kConvertsQueries) {  // each wave its own rows
+    wait_copies_and_sync();
+    const QueryTile<kWaveRows, kDepthQk, kPitchQk> tile{elements + wave * kWaveRows * kPitchQk};
+    const int exponent = tile.exponent(lane);
+    target::wave_sync();
+    tile.convert(exponent, lane, target::kWave);
+    target::wave_sync();
+    rule.key_factor *= target::float_of(static_cast<unsigned>(exponent) << 23);
+  }
+
   Queries queries;
-  queries.rows = elements + wave * kWaveRows * kPitchQk;
-  Element* const slab = elements + kProbabilitiesAt + wave * kWaveRows * kPitchP;
+  queries.rows = reinterpret_cast<const Operand*>(elements) + wave * kWaveRows * kPitchQk;
+  Operand* const slab = reinterpret_cast<Operand*>(elements) + kProbabilitiesAt + wave * kWaveRows * kPitchP;
   OnlineSoftmax<C, kRowBlocks> softmax(kScaleFirst || ScoreRule::kScaled ? Exponent::kUnit
                                                                          : rule.scale() * Exponent::kUnit);
   C o[kRowBlocks][kOutBlocks];

@@ -368,7 +368,7 @@ struct Mma16Bit {
     unsigned r[2];
     ldmatrix(r, run(lane % 16, 0));
     B b;
-    UNROLL for (int i = 0; i < 4; i++) b.r[i] = pair_of_float8(r[i / 2] >> (i % 2 * 16));
+    UNROLL for (int i = 0; i < 4; i++) b.r[i] = float16_pair(r[i / 2] >> (i % 2 * 16));
     return b;
   }
   // A lane gets two neighbours of each of two rows: they are of both halves of the columns.
@@ -379,8 +379,8 @@ struct Mma16Bit {
     B b;
     UNROLL for (int i = 0; i < 2; i++) {
       const unsigned by_column = __byte_perm(r[i], 0, 0x3120);
-      b.r[i] = pair_of_float8(by_column);
-      b.r[2 + i] = pair_of_float8(by_column >> 16);
+      b.r[i] = float16_pair(by_column);
+      b.r[2 + i] = float16_pair(by_column >> 16);
     }
     return b;
   }
@@ -393,7 +393,6 @@ struct Mma16Bit {
     }
     return a;
   }
-  DEVICE static unsigned pair_of_float8(unsigned x);
   DEVICE static unsigned pack_pair(float low, float high);
   // The i-th two of a lane's elements.
   DEVICE static unsigned pair(const B& b, int i) { return b.r[i]; }
@@ -447,17 +446,6 @@ struct Mma;
 RAWATTN_MMA_16BIT(float16, "f16")
 RAWATTN_MMA_16BIT(bfloat16, "bf16")
 #undef RAWATTN_MMA_16BIT
-
-template <>
-DEVICE unsigned Mma16Bit<float16>::pair_of_float8(unsigned x) {
-  return float16_pair(x);
-}
-template <>
-DEVICE unsigned Mma16Bit<bfloat16>::pair_of_float8(unsigned x) {
-  const unsigned pair = float16_pair(x);
-  return pack_pair(to_float(float16{static_cast<unsigned short>(pair)}),
-                   to_float(float16{static_cast<unsigned short>(pair >> 16)}));
-}
 
 // float32 keeps float32 accuracy: fused multiply-adds, not TF32. A lane reads the operands of its own two rows and four
 // columns.

@@ -250,6 +250,15 @@ def test_all_numbers_of_8_bits() -> None:
             np.testing.assert_array_equal(out.get().reshape(-1).astype(F32), every.astype(F32))
 
 
+@pytest.mark.parametrize("power", [40, -40])
+def test_queries_beyond_float16_on_pages_of_8_bits(power: int) -> None:
+    shape: dict[str, Any] = {"rows": 3, "heads": (8, 2), "dims": (128, 128), "float8": "arrays"}
+    call = paged(LENS, 16, **shape)
+    sized = replace(call, q=(call.q.astype(F32) * 2.0**power).astype(BFLOAT16))
+    for family in ("decode", "portable"):
+        check_pages(sized, family, scale=2.0**-power / 11)
+
+
 def test_scales_that_change_in_a_captured_graph() -> None:
     call = paged((250, 100), 16, rows=1, heads=(8, 2), float8="arrays")
     inputs, lengths = [on_gpu(x) for x in call.inputs], cupy.asarray(call.seqlen_k)

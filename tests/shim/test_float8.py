@@ -123,6 +123,23 @@ def test_all_numbers_of_8_bits(machine: MakeDevice) -> None:
     assert np.isnan(out).all()
 
 
+@pytest.mark.parametrize("family", ["decode", "portable"])
+def test_queries_beyond_float16(machine: MakeDevice, family: str) -> None:
+    """Products are made in float16, whose range bfloat16 queries exceed. One that is infinite leaves others as they are."""
+    call = paged((33, 20), 16, rows=3, heads=(4, 2), dims=(40, 40), float8="arrays")
+    for power in (40, -40):
+        sized = (call.q.astype(F32) * 2.0**power).astype(BFLOAT16)
+        scale = 2.0**-power / 6
+        verify_kernel(machine(), replace(call, q=sized), family=family, scale=scale)
+    infinite = sized.copy()
+    infinite[0, 1, 2, 5] = np.inf
+    out, _ = run(machine(), replace(call, q=infinite), family=family, scale=scale)
+    exact, _ = run(machine(), replace(call, q=sized), family=family, scale=scale)
+    infinite_row = np.zeros(out.shape[:-1], bool)
+    infinite_row[0, 1, 2] = True
+    np.testing.assert_array_equal(out[~infinite_row].astype(F32), exact[~infinite_row].astype(F32))
+
+
 def test_shipped_tiles(machine: MakeDevice) -> None:
     for dtype, dim in itertools.product((BFLOAT16, F32), (64, 96, 128, 192, 256)):
         for family, rows in (("decode", 1), ("decode", 5), ("portable", 70)):
