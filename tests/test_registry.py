@@ -73,14 +73,17 @@ def tile(
     assert sm90_forward.supports(problem, H200, Operands()) is None
     config = sm90_forward.choose(problem, H200, Operands())
     blocks = f"{config.blocks_per_sm} blocks " if config.blocks_per_sm > 1 else ""
-    return f"{blocks}{config.consumers} x {config.tile_k}"
+    return f"{blocks}{config.consumers} x {config.tile_k}" + ", shared" * config.stream_k
 
 
 @pytest.mark.parametrize(
     ("call", "expected"),
     [
-        # Chunks on cached keys: whole rounds of smaller tiles.
-        ((1, 256, 8448, (32, 8), 128, True), "1 x 128"),
+        # Chunks on cached keys: whole rounds of smaller tiles, or what is left of rounds shared out by keys.
+        ((1, 256, 8448, (32, 8), 128, True), "2 x 128, shared"),
+        ((1, 512, 33280, (32, 8), 128, True), "3 x 80, shared"),
+        ((8, 512, 8704, (32, 8), 128, True, 16), "3 x 80, shared"),
+        ((1, 2048, 10240, (32, 8), 128, True, 16), "3 x 80, shared"),
         ((1, 512, 8704, (32, 8), 128, True), "2 x 128"),
         ((1, 512, 8704, (32, 8), 128, True, 16), "2 x 128"),
         ((8, 256, 8448, (32, 8), 128, True), "3 x 80"),

@@ -13,9 +13,9 @@ namespace forward {
 
 // How the producer loads the key tiles of a work tile. kRows: of a box.
 //
-// All lanes of its warp come here, each for a box of its own, of as many tiles at a time as there are lanes for: to find
-// a page takes instructions, which consumers want as well, so no lane may be idle. It is found while boxes of the tiles
-// before are on their way.
+// All lanes of its warp come here, each for a box of its own, of as many tiles at a time as there are lanes for: to
+// find a page takes instructions, which consumers want as well, so no lane may be idle. It is found while boxes of the
+// tiles before are on their way.
 template <int kRows>
 struct KeyTileLoader {
   static constexpr int kBoxes = kTileK / kRows;
@@ -30,7 +30,7 @@ struct KeyTileLoader {
   PageTable table;
   Reach<kLimited> reach;
   int length, lane;
-  int page, at;  // of the lane's box
+  int page, at;   // of the lane's box
   int tile, box;  // in this tile, counted from the first one that was found with it
   int ahead = 0;  // tiles that are found
 
@@ -43,7 +43,8 @@ struct KeyTileLoader {
 
   // Of key tile n, which is loaded next, and of some behind it in front of `end`.
   DEVICE void find(const Keys& key_tiles, int n, int end) {
-    // Lanes load in turn. One that fell behind by a round of the ring would wait for a slot's next round, and that for it.
+    // Lanes load in turn. One that fell behind by a round of the ring would wait for a slot's next round, and that for
+    // it.
     target::wave_sync();
     tile--;
     if (--ahead >= 0) return;

@@ -164,25 +164,16 @@ def _cuda_from_host(
     values: tuple[int, ...] = (),
 ) -> Sequence[Any]:
     """NumPy arrays, by a GPU."""
-    import cupy
-
-    def upload(host: Any) -> Any:
-        if host is None:
-            return None
-        on_device = cupy.empty(host.shape, host.dtype)
-        on_device.set(np.asarray(host, order="C"))
-        return on_device
-
     describe(verb, dict(verb.named(inputs, targets)), options, flag, framework)
     # The caller's own arrays travel too: their padding rows come back as they were.
-    arrays = [*map(upload, inputs)], [*map(upload, targets)]
+    arrays = [*map(_upload, inputs)], [*map(_upload, targets)]
     results = cuda(verb, *arrays, options, flag, framework, values)
     for name, host, on_device in zip(verb.inputs, inputs, arrays[0], strict=True):
         if name in verb.written:
-            host[...] = on_device.get()
+            host[...] = _download(on_device)
     found = []
     for target, result in zip(targets, results, strict=True):
-        host = None if result is None else result.get()
+        host = _download(result)
         if target is not None:
             target[...] = host
             host = target
@@ -202,17 +193,14 @@ def _cpu_from_device(
     """CuPy arrays, by the CPU backend."""
     import cupy
 
-    def download(on_device: Any) -> Any:
-        return None if on_device is None else on_device.get()
-
     q = inputs[verb.q]
     with cupy.cuda.Device(q.data.device_id):
-        hosts = [*map(download, inputs)], [*map(download, targets)]
+        hosts = [*map(_download, inputs)], [*map(_download, targets)]
         results = on_cpu.run(verb, *hosts, options, flag, framework, values)
         for name, on_device, host in zip(verb.inputs, inputs, hosts[0], strict=True):
             if name in verb.written:
-                words = f"u{host.dtype.itemsize}"  # CuPy does not know every dtype here
-                on_device.view(words)[...] = cupy.asarray(host.view(words))
+                words = _words(host)
+                on_device.view(words)[...] = _upload(host).view(words)
         found = []
         for target, result in zip(targets, results, strict=True):
             array = target
@@ -221,3 +209,25 @@ def _cpu_from_device(
                 array.set(result)
             found.append(array)
         return found
+
+
+def _words(array: Any) -> str:
+    """As what arrays travel: CuPy copies no elements of a dtype that it does not know, float8 for one."""
+    return f"u{array.dtype.itemsize}"
+
+
+def _upload(host: Any) -> Any:
+    import cupy
+
+    if host is None:
+        return None
+    words = _words(host)
+    on_device = cupy.empty(host.shape, words)
+    on_device.set(np.asarray(host, order="C").view(words))
+    return on_device.view(host.dtype)
+
+
+def _download(on_device: Any) -> Any:
+    return (
+        None if on_device is None else on_device.view(_words(on_device)).get().view(on_device.dtype)
+    )

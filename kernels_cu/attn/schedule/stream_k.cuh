@@ -57,8 +57,8 @@ struct StreamLine {
     return {all, 0, 1, 1};
   }
 
-  // Finds what is at an index, of the two items of a piece the first or the `second`: which units, as its `keys`, of the
-  // query tile at the index that is returned.
+  // Finds what is at an index, of the two items of a piece the first or the `second`: which units, as its `keys`, of
+  // the query tile at the index that is returned.
   DEVICE int64 find(WorkItem& work, int64 index, bool second) const {
     work.goes_on = false;
     work.whole = true;

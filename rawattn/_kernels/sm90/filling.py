@@ -25,7 +25,7 @@ _WAITING = 0.05
 # thing under another's.
 _CROWDED, _CROWDED_BEGIN = 0.56, 0.15
 # What merging the items of the last tiles adds to a call, likewise in keys.
-_MERGE_KEYS = 512
+_MERGE_KEYS = 1024
 # Of more tiles the last round says little.
 _MOST_SIMULATED = 2048
 

@@ -64,6 +64,7 @@ _EQUAL = 1.02
 # Registers of a multiprocessor, and of a thread what setmaxnreg counts in.
 _REGISTERS, _REGISTER_STEP = 65536, 8
 _LEAST_REGISTERS = 24  # of a thread, the producer's
+_PAGED_REGISTERS = 224  # at most of one of two consumers, where who finds pages needs what is left
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,6 +239,8 @@ def choose(problem: Problem, target: Target, operands: Operands) -> Config:
         # Of few queries a cluster's last block has none, and takes a multiprocessor all the same. Under a mask, its
         # blocks would visit key tiles for each other. Boxes of pages are small already.
         fields["cluster"] = 1
+    if problem.pages is not None and fields["consumers"] == 2:
+        fields["consumer_registers"] = min(fields["consumer_registers"], _PAGED_REGISTERS)
     # Of ragged batches alone: others gain nothing by it.
     storable = store_bytes == 16 and mappable(problem, "out", operands)
     fields["tensor_stores"] &= problem.ragged and storable
