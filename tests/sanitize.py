@@ -152,6 +152,10 @@ def matrix() -> list[Step]:
             knobs = {"headdim": headdim, "nheads_q": heads, "nheads_kv": 2}
             around = sharing_in_clusters if n else sharing
             steps.append(Step(dense("shared", 1, 500, 600 + n, **knobs), around=around))
+    knobs = {"nheads_q": 8, "nheads_kv": 2, "causal": True}
+    steps.append(Step(dense("shared-causal", 1, 200, 900, **knobs), around=sharing))
+    lens = (150, 9, 0), (700, 500, 40)
+    steps.append(Step(ragged("shared-ragged", *lens, **knobs, on_device=True), around=sharing))
     steps.append(Step(dense("kept", 5, 600, 600, nheads_q=14, nheads_kv=14, causal=True)))
     steps += [Step(case, backward=True) for case in cases if case.name not in FORWARD_ALONE]
     return steps + score_steps()

@@ -155,6 +155,24 @@ def test_tiles_shared_out_by_keys(headdim: int, in_clusters: bool) -> None:
                 assert _last_launch("stream_k")["tiles"] > 0
 
 
+@pytest.mark.parametrize("headdim", [64, 128, 192])
+def test_unlike_tiles_shared_out_by_keys(headdim: int) -> None:
+    """Under limits, and of lengths that the kernel alone knows."""
+    knobs = {"nheads_q": 8, "nheads_kv": 2, "headdim": headdim}
+    lens = (300, 9, 0, 200), (1000, 700, 40, 1300)
+    cases = (
+        dense("causal", 2, 300, 1200, **knobs, causal=True),
+        dense("window", 1, 500, 1500, **knobs, window=(700, 0), sink=5),
+        ragged("ragged", *lens, **knobs, causal=True, on_device=True),
+        ragged("one", (400,), (1100,), **knobs, on_device=True),
+    )
+    with only("sm90"), sharing():
+        for case in cases:
+            verify(case, CUPY)
+            if compiler.device_arch(0) == sm90_forward.ARCH:
+                assert _last_call().prepared.config.stream_k
+
+
 def test_long_keys_are_shared_out() -> None:
     """What calls choose by themselves, with counters that the launch before has left."""
     case = dense("shared", 2, 40, STREAM_K_SEQLEN + 300, nheads_q=8, nheads_kv=2)

@@ -16,6 +16,7 @@ from rawattn import SeqLayout, paged_attention
 from rawattn._kernels.selection import only
 from tests.paged import BFLOAT16, FLOAT8, Paged, paged, verify
 from tests.random_pages import random_pages
+from tests.tiles import sharing
 
 cupy = pytest.importorskip("cupy")
 
@@ -103,6 +104,17 @@ def test_chunks(shape: dict[str, Any], options: dict[str, Any]) -> None:
     check_pages(packed, "portable", num_splits=1, **options)
     padded = paged((700, 0, 1290), **shape, rows=(300, 0, 130), room_q=310)
     check_pages(padded, num_splits=1, **options)
+
+
+@pytest.mark.parametrize("options", LIMITS[:3], ids=str)
+def test_tiles_shared_out_by_keys(options: dict[str, Any]) -> None:
+    rows = (300, 3, 130, 200)
+    shape: dict[str, Any] = {"dims": (128, 128), "heads": (32, 8)}
+    packed = paged((1700, 3, 130, 900), 16, **shape, rows=rows, group=True)
+    alone = paged((1500,), 24, **shape, rows=400, dtype=F16)
+    with sharing():
+        for call in (packed, alone):
+            check_pages(call, "sm90", **options)
 
 
 def test_options_of_scores() -> None:
