@@ -234,7 +234,7 @@ FLOAT8_SHAPES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", MASKS, ids=str)
 @pytest.mark.parametrize(
     ("shape", "float8"),
-    zip(FLOAT8_SHAPES, itertools.cycle(("plain", "numbers", "arrays")), strict=False),
+    list(zip(FLOAT8_SHAPES, itertools.cycle(("plain", "numbers", "arrays")), strict=False)),
     ids=str,
 )
 def test_pages_of_8_bits(shape: dict[str, Any], float8: str, options: dict[str, Any]) -> None:
