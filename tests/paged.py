@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -184,8 +185,28 @@ def paged(
     return Paged(q, *pools, table, np.array(lens_k, integers), seqs, k, v, *scales)
 
 
-def expected(call: Paged, **options: Any) -> tuple[Array, Array, list[Array], list[Array]]:
+Expected = tuple[Array, Array, list[Array], list[Array]]
+# Of the last calls, which stay alive with it: several kernels are held to one result.
+_known: dict[Any, tuple[Paged, Expected]] = {}
+
+
+def expected(call: Paged, **options: Any) -> Expected:
     """`out` and `lse` of the reference on keys without pages, and as low precision gives them: logical rows, by row."""
+    if not all(isinstance(x, int | float | str | tuple | None) for x in options.values()):
+        return _expected(call, options)
+    tables = call.block_table if isinstance(call.block_table, tuple) else (call.block_table,)
+    content = hashlib.blake2b()
+    for array in (call.q, call.packed_k, call.packed_v, call.seqlen_k, *tables):
+        content.update(np.ascontiguousarray(array).view(np.uint8))
+    key = id(call), content.digest(), *sorted(options.items())
+    if key not in _known:
+        if len(_known) == 2:
+            _known.clear()
+        _known[key] = call, _expected(call, options)
+    return _known[key][1]
+
+
+def _expected(call: Paged, options: dict[str, Any]) -> Expected:
     inputs, layout = call.without_pages()
     rows = call.rows.reshape(-1)
     out, lse = reference.attention(*inputs, **layout, **options, return_lse=True)

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rawattn import SeqLayout
 from rawattn._call.pages import PageForm
 from rawattn._call.problem import Problem, describe
 from rawattn._kernels import registry
-from rawattn._kernels.operands import Operands
+from rawattn._kernels.operands import Operands, contiguous
 from rawattn._kernels.sm90 import filling
 from rawattn._kernels.sm90 import forward as sm90_forward
 from rawattn._kernels.target import without_device
@@ -153,3 +154,17 @@ def test_a_longer_call_takes_longer() -> None:
     assert filling.duration(problem, 3, fields, 1) == 2 * alone
     causal, _ = describe(q, k, k, causal=True)
     assert alone < filling.duration(causal, 2, fields, 1) <= 2 * alone
+
+
+def test_no_queries() -> None:
+    """Lengths on the host may be 0 where arrays have rows."""
+    for keys in (40, sm90_forward.STREAM_K_SEQLEN):
+        q, k = (np.broadcast_to(np.float16(0), (1, rows, 4, 128)) for rows in (38, keys))
+        problem, _ = describe(q, k, k, causal=True, seqs=SeqLayout(seqlen_q=[0]))
+        assert not sm90_forward.choose(problem, H200, Operands()).stream_k
+
+
+def test_strides_in_c_order() -> None:
+    assert contiguous((), 4) == ()
+    assert contiguous((3,), 4) == (4,)
+    assert contiguous((2, 3, 5), 2) == (30, 10, 2)

@@ -71,7 +71,8 @@ def access_bytes(*bytes_apart: int) -> int:
 
 def contiguous(shape: tuple[int, ...], itemsize: int) -> Strides:
     """Strides of an array in C order."""
-    strides = [itemsize]
-    for extent in reversed(shape[1:]):
-        strides.append(strides[-1] * extent)
+    strides, step = [], itemsize
+    for extent in reversed(shape):
+        strides.append(step)
+        step *= extent
     return tuple(reversed(strides))

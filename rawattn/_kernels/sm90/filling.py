@@ -83,7 +83,7 @@ def _tiles(
     times = _times(problem)
     rows = 64 * consumers // heads
     tiles = -(-problem.max_seqlen_q // rows)
-    copies = count(problem, 64 * consumers, heads) / tiles
+    copies = count(problem, 64 * consumers, heads) / max(tiles, 1)
     found = []
     for n in range(tiles):
         first, behind = n * rows, min((n + 1) * rows, problem.max_seqlen_q)
