@@ -376,10 +376,12 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     if run_tool(None, args.jobs) is None:
         return 1
-    results = {tool: run_tool(tool, args.jobs) for tool in args.tool or TOOLS}
-    ended = {tool: result for tool, result in results.items() if result is not None}
-    enter(ended)
-    clean = len(ended) == len(results) and not any(result["findings"] for result in ended.values())
+    clean = True
+    for tool in args.tool or TOOLS:
+        result = run_tool(tool, args.jobs)
+        if result is not None:
+            enter({tool: result})  # at once: what comes behind may be cut off
+        clean = clean and result is not None and result["findings"] == 0
     return 0 if clean else 1
 
 
