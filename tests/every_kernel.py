@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import closing
 
 from rawattn._cli.workers import outcomes
@@ -58,7 +58,12 @@ def compile_one(source: Source, arch: str) -> str:
 
 def main() -> int:
     """1 when one did not compile."""
-    jobs, failed = few(), 0
+    return 1 if compile_all(few()) else 0
+
+
+def compile_all(jobs: Sequence[Job]) -> int:
+    """How many did not compile."""
+    failed = 0
     started = time.perf_counter()
     with (
         Progress(len(jobs)) as progress,
@@ -69,7 +74,7 @@ def main() -> int:
             failed += outcome.failed
             progress.step(f"{arch} {source.summary}: {outcome.text}")
     print(f"{len(jobs)} compiled in {time.perf_counter() - started:.1f} s, {failed} failed")
-    return 1 if failed else 0
+    return failed
 
 
 if __name__ == "__main__":

@@ -208,7 +208,28 @@ def verify(
 ) -> None:
     """Values within tolerance, padding as the contract says, nothing else touched."""
     call = backward_of(case)
-    inputs = call.inputs
+    gradients, into = run(call, framework, backend=backend, deterministic=deterministic)
+    assert isinstance(gradients, Gradients)
+    kind = type(framework.array(call.inputs.q))
+    for n, (name, rows) in enumerate(zip(NAMES, call.rows, strict=True)):
+        gradient = gradients[n]
+        assert type(gradient) is kind, f"{name}: got {type(gradient)} for a {kind}"
+        result = framework.host(gradient)
+        assert result.shape == call.shapes[n] and result.dtype == call.inputs.q.buffer.dtype
+        check_gradient(call, n, result[rows])
+        if into is None:
+            assert not np.any(result[~rows].astype(np.float32) != 0), f"{name}: padding is not 0"
+        else:
+            assert gradient is into[n], f"into.{name} was given, something else was returned"
+            check_untouched(name, gradient, call.into[n], rows, framework)
+    verify_others(call, framework, gradients, into)
+
+
+def run(
+    call: Backward, framework: Framework, *, backend: str | None = None, deterministic: bool = False
+) -> tuple[Any, Any]:
+    """Makes the call: gradients, and the given `into` or None."""
+    case, inputs = call.case, call.inputs
     q, k, v, out, dout = (
         framework.array(x) for x in (inputs.q, inputs.k, inputs.v, call.out, call.dout)
     )
@@ -230,19 +251,7 @@ def verify(
         into=into,
         backend=backend,
     )
-    assert isinstance(gradients, Gradients)
-    for n, (name, rows) in enumerate(zip(NAMES, call.rows, strict=True)):
-        gradient = gradients[n]
-        assert type(gradient) is type(q), f"{name}: got {type(gradient)} for a {type(q)}"
-        result = framework.host(gradient)
-        assert result.shape == call.shapes[n] and result.dtype == inputs.q.buffer.dtype
-        check_gradient(call, n, result[rows])
-        if into is None:
-            assert not np.any(result[~rows].astype(np.float32) != 0), f"{name}: padding is not 0"
-        else:
-            assert gradient is into[n], f"into.{name} was given, something else was returned"
-            check_untouched(name, gradient, call.into[n], rows, framework)
-    verify_others(call, framework, gradients, into)
+    return gradients, into
 
 
 def verify_others(call: Backward, framework: Framework, gradients: Gradients, into: Any) -> None:

@@ -1,0 +1,240 @@
+"""The tests of tests/gpu up to their launches, on a machine without a GPU.
+
+    python -m tests.dry_gpu               # what such a run would meet in the code of the host
+    python -m tests.dry_gpu --compile     # and all kernels that are loaded there, into the kernel cache
+
+Half of a run on a GPU is compiling. A cache that `--compile` has filled, by the version of NVRTC that the machine with the GPU
+has, spares it that.
+
+CuPy's arrays are real but lie on memory that nobody touches. Launches, streams and graphs do nothing; results are zeros, and
+nobody compares them. So a test may fail here for what it expects of a result, and for work that it gives to CuPy itself: what
+counts are exceptions that `rawattn` raises and no test expects.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import sys
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import cupy
+import numpy as np
+import pytest
+
+from rawattn._compile import compiler
+from rawattn._compile.compiler import Source
+from rawattn._console.progress import Progress
+from rawattn._interop import native, streams
+from rawattn._kernels.target import Target
+from rawattn._runtime import driver, kernel
+from tests import append, every_kernel, gpu_report, gradients, paged, tolerance, verify
+from tests.cases import Case
+from tests.frameworks import Framework
+
+ROOT = Path(__file__).resolve().parents[1]
+ARCH = "sm_90a"
+_ATTRIBUTES = {"MaxSharedMemoryPerBlockOptin": 232448, "MultiProcessorCount": 132}
+_MEMORY = 1 << 37
+# Of what is missing without a GPU, wherever it is missed.
+_MISSING = ("CUDARuntimeError", "CUDADriverError", "libcuda.so.1", "libcurand")
+
+
+class _Nothing:
+    """A device, a stream, an event, a graph: whatever is asked of it, nothing happens."""
+
+    ptr = id = 0
+    compute_capability = "90"
+    attributes = _ATTRIBUTES
+    mem_info = (_MEMORY // 2, _MEMORY)
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        pass
+
+    def __enter__(self) -> _Nothing:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        pass
+
+    def __int__(self) -> int:
+        return 0
+
+    def use(self, *given: Any, **options: Any) -> _Nothing:
+        return self
+
+    begin_capture = end_capture = launch = record = synchronize = upload = wait_event = use
+
+
+class _Kernel(kernel.Kernel):
+    def __init__(self) -> None:
+        super().__init__(SimpleNamespace(kernel=_Nothing(), max_dynamic_shared_size_bytes=0))
+
+
+# In their order, once.
+loaded: dict[Source, None] = {}
+_addresses = itertools.count(1 << 44, 1 << 24)
+_contents: dict[int, np.ndarray] = {}  # of arrays of the host that were copied, by address
+
+
+def _array(shape: Any, dtype: Any = np.float32, **options: Any) -> cupy.ndarray:
+    shape = (int(shape),) if isinstance(shape, int | np.integer) else tuple(shape)
+    nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    return cupy.ndarray(shape, dtype, _allocate(nbytes))
+
+
+def _allocate(nbytes: int) -> cupy.cuda.MemoryPointer:
+    memory = cupy.cuda.UnownedMemory(next(_addresses), max(int(nbytes), 1), None, 0)
+    return cupy.cuda.MemoryPointer(memory, 0)
+
+
+def _copied(x: Any, dtype: Any = None, *given: Any, **options: Any) -> cupy.ndarray:
+    if isinstance(x, cupy.ndarray):
+        return x
+    host = np.asarray(x, dtype)
+    array = _array(host.shape, host.dtype)
+    _contents[array.data.ptr] = host
+    return array
+
+
+def _downloaded(array: cupy.ndarray, *given: Any, **options: Any) -> np.ndarray:
+    host = _contents.get(array.data.ptr)
+    same = host is not None and (host.shape, host.dtype) == (array.shape, array.dtype)
+    return host.copy() if same and host is not None else np.zeros(array.shape, array.dtype)
+
+
+def _like(array: cupy.ndarray, dtype: Any = None, **options: Any) -> cupy.ndarray:
+    return _array(array.shape, dtype or array.dtype)
+
+
+def _set(place: Any, **attributes: Any) -> None:
+    for name, value in attributes.items():
+        setattr(place, name, value)
+
+
+def stand_in_for_the_gpu() -> None:
+    """For good, in this process."""
+    runtime = SimpleNamespace(
+        **dict.fromkeys(("memsetAsync", "setDevice", "streamSynchronize"), lambda *given: None),
+        **dict.fromkeys(("deviceSynchronize", "memGetInfo"), lambda: None),
+        **dict.fromkeys(("driverGetVersion", "runtimeGetVersion"), lambda: 13000),
+        CUDARuntimeError=type("CUDARuntimeError", (RuntimeError,), {}),
+        getDevice=lambda: 0,
+        getDeviceCount=lambda: 1,
+        getDeviceProperties=lambda device: {
+            **{"name": b"none", "major": 9, "minor": 0, "totalGlobalMem": _MEMORY}
+        },
+        streamIsCapturing=lambda stream: False,
+    )
+    _set(cupy.cuda, Device=_Nothing, Event=_Nothing, Stream=_Nothing, alloc=_allocate)
+    _set(cupy.cuda, runtime=runtime, get_current_stream=lambda device=-1: _Nothing())
+    cupy.cuda.driver.launchKernel = lambda *given: None
+    _set(cupy, asarray=_copied, array=_copied, empty=_array, zeros=_array, ones=_array)
+    _set(cupy, empty_like=_like, zeros_like=_like, ones_like=_like)
+    cupy.full = lambda shape, value, dtype=np.float32: _array(shape, dtype)
+    cupy.arange = lambda *given, **options: _copied(np.arange(*given, **options))
+    cupy.ascontiguousarray = lambda x: x if x._c_contiguous else _like(x)
+    _set(cupy.ndarray, get=_downloaded, copy=_like, astype=_like)
+    nothing: Callable[..., None] = lambda *given: None  # noqa: E731
+    _set(cupy.ndarray, set=nothing, fill=nothing, __setitem__=nothing)
+    _set(
+        driver,
+        early_launcher=lambda: lambda *given: 0,
+        encode_tensor_map=lambda *given: b"\0" * 128,
+    )
+    target = Target(ARCH, *_ATTRIBUTES.values())
+    _set(kernel, load=_load, target=lambda device: target)
+    compiler.device_arch = lambda device: ARCH
+    _set(streams, wait=nothing, order=nothing)
+    arrays = native.native("cupy")
+    assert arrays is not None
+    _set(
+        type(arrays),
+        empty=lambda self, shape, dtype, beside: _array(shape, dtype),
+        maker=lambda self, shape, dtype, beside: functools.partial(_array, shape, dtype),
+    )
+    gpu_report.why_no_gpu = lambda: None
+
+
+def _load(source: Source, device: int) -> kernel.Kernel:
+    loaded[source] = None
+    return _Kernel()
+
+
+def look_away() -> None:
+    """Calls are made as ever, and nothing of their results is compared, nor computed by the reference."""
+
+    def call(case: Case, framework: Framework, **options: Any) -> None:
+        verify.run(case, framework)
+
+    def call_backward(case: Case, framework: Framework, **options: Any) -> None:
+        gradients.run(gradients.backward_of(case), framework, **options)
+
+    def forward(self: gradients.Backward) -> tuple[np.ndarray, np.ndarray]:
+        q, _, v = self._arrays
+        *lead, rows, nheads, _ = q.shape
+        return np.zeros((*q.shape[:-1], v.shape[-1])), np.zeros((*lead, nheads, rows))
+
+    nothing: Callable[..., None] = lambda *given, **options: None  # noqa: E731
+    _set(tolerance, check=nothing, check_lse=nothing)
+    verify.verify, gradients.verify, paged.verify = call, call_backward, nothing
+    append.Appended.verify = nothing
+    property_ = cached_property(forward)
+    property_.__set_name__(gradients.Backward, "_forward")
+    gradients.Backward._forward = property_
+
+
+class Plugin:
+    """Collects what `rawattn` raises, in place of pytest's own account of what passed."""
+
+    def __init__(self) -> None:
+        self.raised: dict[str, str] = {}
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> Any:
+        with Progress(len(session.items)) as self.progress:
+            return (yield)
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        self.progress.step(nodeid)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+        report = yield
+        if report.failed and call.excinfo is not None:
+            where, text = Path(call.excinfo.traceback[-1].path), call.excinfo.exconly()
+            if ROOT / "rawattn" in where.parents and not any(word in text for word in _MISSING):
+                self.raised[item.nodeid] = text.splitlines()[0]
+        return report
+
+
+def main() -> int:
+    """1 where `rawattn` raised something, or a kernel did not compile."""
+    parser = argparse.ArgumentParser(prog="python -m tests.dry_gpu", description=main.__doc__)
+    parser.add_argument("--compile", action="store_true", help="all kernels that were loaded")
+    parser.add_argument("tests", nargs="*", default=["tests/gpu"], help="files (%(default)s)")
+    args = parser.parse_args()
+    stand_in_for_the_gpu()
+    look_away()
+    plugin = Plugin()
+    options = ["--exhaustive", "-m", "gpu", "-n", "0", "-W", "ignore", "-p", "no:cacheprovider"]
+    # Gigabytes of what the host would draw and the device never see.
+    options += ["--ignore", "tests/gpu/test_large.py", "-p", "no:terminal", "-o", "addopts="]
+    status = pytest.main([*options, *args.tests], plugins=[plugin])
+    if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        print(f"pytest did not reach its end: {status!r}", file=sys.stderr)
+        return 1
+    for name, text in plugin.raised.items():
+        print(f"{name}: {text}", file=sys.stderr)
+    print(f"{len(loaded)} kernels, {len(plugin.raised)} exceptions of rawattn", flush=True)
+    failed = every_kernel.compile_all([(source, ARCH) for source in loaded]) if args.compile else 0
+    return 1 if plugin.raised or failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
