@@ -17,6 +17,7 @@ import argparse
 import functools
 import itertools
 import sys
+from collections import Counter
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
@@ -197,11 +198,15 @@ class Plugin:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtestloop(self, session: pytest.Session) -> Any:
-        with Progress(len(session.items)) as self.progress:
+        self.left = Counter(item.nodeid.split("::")[0] for item in session.items)
+        with Progress(len(self.left)) as self.progress:
             return (yield)
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        self.progress.step(nodeid)
+        file = nodeid.split("::")[0]
+        self.left[file] -= 1
+        if not self.left[file]:
+            self.progress.step(file)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
