@@ -198,12 +198,12 @@ class Plugin:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtestloop(self, session: pytest.Session) -> Any:
-        self.left = Counter(item.nodeid.split("::")[0] for item in session.items)
+        self.left = Counter(item.nodeid.split("::", maxsplit=1)[0] for item in session.items)
         with Progress(len(self.left)) as self.progress:
             return (yield)
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        file = nodeid.split("::")[0]
+        file = nodeid.split("::", maxsplit=1)[0]
         self.left[file] -= 1
         if not self.left[file]:
             self.progress.step(file)
