@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,23 @@ class Appended:
             rows = self.pages.rows
             _close(out[rows], exact_q[rows])
             assert not np.any(out[~rows].astype(np.float32)), "padding rows of out are not 0"
+
+
+def rounded(dtype: Any) -> Iterator[Appended]:
+    """Into pages of 8 bits: numbers everywhere between two of them, all of these, beyond the largest, infinity and NaN."""
+    every = np.arange(127, dtype=np.uint8).view(FLOAT8).astype(np.float32)
+    between = (every[:-1] + every[1:]) / 2
+    near = np.concatenate([between * x for x in (1, 1 + 2.0**-9, 1 - 2.0**-9)])
+    odd = np.array([448, 460, 464, 465, 480, 1000, 6e4, np.inf, np.nan, 2.0**-10, 2.0**-11, 1e-6])
+    numbers = np.concatenate((every, near, odd)).astype(dtype)
+    numbers = np.concatenate((numbers, -numbers))
+    count = -(-numbers.size // 64)
+    knobs = {"rows": count, "heads": (1, 1), "dims": (64, 64), "dtype": dtype, "float8": "plain"}
+    call = appended((count,), 8, **knobs)
+    rows = np.resize(numbers, call.k.shape)
+    for scale in (None, 0.3, 2.0**-8):
+        pages = replace(call.pages, k_scale=scale, v_scale=scale)
+        yield replace(call, k=rows, v=rows[..., ::-1].copy(), pages=pages)
 
 
 def _bits(x: Array) -> bytes:

@@ -10,9 +10,9 @@ import pytest
 
 import rawattn
 from rawattn import append_kv, paged_attention
-from tests.append import Appended, appended
+from tests.append import Appended, appended, rounded
 from tests.gpu.test_paged import lengths_of, on_gpu
-from tests.paged import BFLOAT16, FLOAT8
+from tests.paged import BFLOAT16
 
 cupy = pytest.importorskip("cupy")
 
@@ -68,21 +68,8 @@ def test_pages_of_8_bits(shape: dict[str, Any], float8: str) -> None:
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, F16, F32], ids=str)
 def test_rounding_to_8_bits(dtype: Any) -> None:
-    """Everywhere between two numbers, between all of them; beyond the largest; infinity and NaN."""
-    every = np.arange(127, dtype=np.uint8).view(FLOAT8).astype(F32)
-    between = (every[:-1] + every[1:]) / 2
-    near = np.concatenate([between * x for x in (1, 1 + 2.0**-9, 1 - 2.0**-9)])
-    odd = np.array([448, 460, 464, 465, 480, 1000, 6e4, np.inf, np.nan, 2.0**-10, 2.0**-11, 1e-6])
-    numbers = np.concatenate((every, near, odd)).astype(dtype)
-    numbers = np.concatenate((numbers, -numbers))
-    count = -(-numbers.size // 64)
-    knobs = {"rows": count, "heads": (1, 1), "dims": (64, 64), "dtype": dtype, "float8": "plain"}
-    call = appended((count,), 8, **knobs)
-    rows = np.resize(numbers, call.k.shape)
-    for scale in (None, 0.3, 2.0**-8):
-        pages = replace(call.pages, k_scale=scale, v_scale=scale)
-        now = replace(call, k=rows, v=rows[..., ::-1].copy(), pages=pages)
-        now.verify(*write(now, on_device=True))
+    for call in rounded(dtype):
+        call.verify(*write(call, on_device=True))
 
 
 def test_numpy_stays_on_the_host_and_torch_on_the_device() -> None:

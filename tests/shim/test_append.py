@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,8 +15,8 @@ from rawattn._runtime.verbs import Given
 from rawattn._verbs.append import read_append
 from rawattn._verbs.paged import scaled
 from tests import exhaustive
-from tests.append import Appended, appended
-from tests.paged import BFLOAT16, FLOAT8
+from tests.append import Appended, appended, rounded
+from tests.paged import BFLOAT16
 from tests.shim.device import Device, MakeDevice
 from tests.shim.whole import run_verb
 
@@ -110,20 +109,8 @@ def test_pages_of_8_bits(machine: MakeDevice, float8: str, style: int, width: An
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, F16, F32], ids=str)
 def test_rounding_to_8_bits(machine: MakeDevice, dtype: Any) -> None:
-    """Everywhere between two numbers, between all of them; beyond the largest; infinity and NaN."""
-    every = np.arange(127, dtype=np.uint8).view(FLOAT8).astype(F32)
-    between = (every[:-1] + every[1:]) / 2
-    near = np.concatenate([between * x for x in (1, 1 + 2.0**-9, 1 - 2.0**-9)])
-    odd = np.array([448, 460, 464, 465, 480, 1000, 6e4, np.inf, np.nan, 2.0**-10, 2.0**-11, 1e-6])
-    numbers = np.concatenate((every, near, odd)).astype(dtype)
-    numbers = np.concatenate((numbers, -numbers))
-    count = -(-numbers.size // 64)
-    knobs = {"rows": count, "heads": (1, 1), "dims": (64, 64), "dtype": dtype, "float8": "plain"}
-    call = appended((count,), 8, **knobs)
-    rows = np.resize(numbers, call.k.shape)
-    for scale in (None, 0.3, 2.0**-8):
-        pages = replace(call.pages, k_scale=scale, v_scale=scale)
-        run(machine(), replace(call, k=rows, v=rows[..., ::-1].copy(), pages=pages))
+    for call in rounded(dtype):
+        run(machine(), call)
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 16, 100])

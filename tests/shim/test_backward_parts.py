@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rawattn._call.problem import Problem
+from rawattn._call.problem import describe
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import backward as portable_backward
 from rawattn._kernels.target import without_device
@@ -57,27 +57,9 @@ def test_parts(
     assert "rawattn_backward_parts" in device.launched
 
 
-def _parts(batch: int, heads: tuple[int, int], seqlen: int, causal: bool, **more: Any) -> int:
-    problem = Problem(
-        dtype="bfloat16",
-        batch=batch,
-        nheads_q=heads[0],
-        nheads_kv=heads[1],
-        headdim=64,
-        headdim_v=64,
-        group=False,
-        rows_q=seqlen,
-        rows_k=seqlen,
-        max_seqlen_q=seqlen,
-        max_seqlen_k=seqlen,
-        ragged=False,
-        window_left=None,
-        window_right=0 if causal else None,
-        sink=0,
-        top_left=False,
-        scale=1.0,
-        **more,
-    )
+def _parts(batch: int, heads: tuple[int, int], seqlen: int, causal: bool) -> int:
+    q, k = (np.broadcast_to(np.float16(0), (batch, seqlen, each, 64)) for each in heads)
+    problem, _ = describe(q, k, k, causal=causal)
     target = replace(without_device("sm_90a"), multiprocessors=132)
     config = portable_backward.choose(problem, target, Operands())
     return portable_backward.parts(problem, target, config)

@@ -12,7 +12,7 @@ from rawattn._kernels.portable import splits
 from tests import exhaustive
 from tests.paged import BFLOAT16, Paged, paged, verify
 from tests.shim.device import Device, MakeDevice
-from tests.shim.test_paged import normal, run, verify_kernel
+from tests.shim.test_paged import each_decoded, normal, run, verify_kernel
 from tests.shim.whole import small_tiles, verify_forward
 
 F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
@@ -51,17 +51,7 @@ def test_dtypes_and_widths(machine: MakeDevice, dtype: Any, dims: tuple[int, int
 
 
 @pytest.mark.parametrize("num_splits", [None, 2, 5, 256])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"window": (12, 0)},
-        {"window": (40, 3), "sink": 8},
-        {"causal": True, "align": "top-left"},
-        {"softcap": 1.5, "scale": -1.0},
-        {"sink_logits": normal(4), "window": (20, 0)},
-    ],
-    ids=lambda options: "-".join(options) if isinstance(options, dict) else str(options),
-)
+@each_decoded
 def test_options(machine: MakeDevice, options: dict[str, Any], num_splits: int | None) -> None:
     verify_decode(machine(), paged((150, 33, 0), 7, rows=3), num_splits=num_splits, **options)
 

@@ -14,7 +14,7 @@ from rawattn._kernels.portable import splits
 from tests import exhaustive
 from tests.paged import BFLOAT16, FLOAT8, Paged, paged, verify
 from tests.shim.device import Device, MakeDevice
-from tests.shim.test_paged import OPTIONS, normal, run, verify_kernel
+from tests.shim.test_paged import OPTIONS, each_decoded, run, verify_kernel
 
 F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
 LENS = (70, 3, 0, 129)
@@ -65,17 +65,7 @@ def test_widths(machine: MakeDevice, family: str, dims: tuple[int, int], dtype: 
 
 
 @pytest.mark.parametrize("num_splits", exhaustive.thin([None, 2, 5, 256], 2))
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"window": (12, 0)},
-        {"window": (40, 3), "sink": 8},
-        {"causal": True, "align": "top-left"},
-        {"softcap": 1.5, "scale": -1.0},
-        {"sink_logits": normal(4), "window": (20, 0)},
-    ],
-    ids=lambda options: "-".join(options) if isinstance(options, dict) else str(options),
-)
+@each_decoded
 def test_decode(machine: MakeDevice, options: dict[str, Any], num_splits: int | None) -> None:
     call = paged((150, 33, 0), 7, rows=3, float8="arrays")
     verify_decode(machine(), call, num_splits=num_splits, **options)

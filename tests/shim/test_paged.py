@@ -115,6 +115,18 @@ def normal(*shape: int, dtype: Any = np.float32, seed: int = 1) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
 
 
+# What the kernels for few rows do beside products.
+each_decoded = pytest.mark.parametrize(
+    "options",
+    [
+        {"window": (12, 0)},
+        {"window": (40, 3), "sink": 8},
+        {"causal": True, "align": "top-left"},
+        {"softcap": 1.5, "scale": -1.0},
+        {"sink_logits": normal(4), "window": (20, 0)},
+    ],
+    ids=lambda options: "-".join(options) if isinstance(options, dict) else str(options),
+)
 OPTIONS = {
     "bias": {"bias": normal(3, 4, 9, 160, dtype=BFLOAT16), "causal": True},
     "mask": {"mask": normal(3, 1, 9, 150) > -0.5},

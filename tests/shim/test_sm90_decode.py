@@ -18,7 +18,7 @@ from tests.paged import BFLOAT16, Paged, paged, verify
 from tests.shim.device import Device
 from tests.shim.launch import Machine
 from tests.shim.shim import Builder
-from tests.shim.test_paged import finite, normal, run, run_on_device, verify_kernel
+from tests.shim.test_paged import each_decoded, finite, normal, run, run_on_device, verify_kernel
 from tests.shim.whole import small_tiles, verify_forward
 
 F16 = np.dtype(np.float16)
@@ -74,17 +74,7 @@ def test_pages(hopper: MakeDevice, page_size: int, pair: bool) -> None:
 
 
 @pytest.mark.parametrize("num_splits", exhaustive.thin([None, 2, 5, 256], 2))
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"window": (12, 0)},
-        {"window": (40, 3), "sink": 8},
-        {"causal": True, "align": "top-left"},
-        {"softcap": 1.5, "scale": -1.0},
-        {"sink_logits": normal(4), "window": (20, 0)},
-    ],
-    ids=lambda options: "-".join(options) if isinstance(options, dict) else str(options),
-)
+@each_decoded
 def test_options(hopper: MakeDevice, options: dict[str, Any], num_splits: int | None) -> None:
     """In rows past the end of a page lie NaNs."""
     verify_decode(hopper(), paged((150, 33, 0), 16, rows=3), num_splits=num_splits, **options)
