@@ -136,13 +136,13 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
     if (!work.exists) break;
     const Keys key_tiles = key_tiles_of(p, work);
     const TileSpan span = span_of_item(key_tiles, work);
-    // The query rows that this consumer's 64 lie among: where they begin in one head and end in the next, all.
-    constexpr int kSpan = kTileQ % 64 == 0 ? 64 : kTileQ;
-    const int first = first_query(work) + (kSpan == 64 ? tile_row(index * 64).row : 0);
-    const int last = (first + kSpan < work.q.length ? first + kSpan : work.q.length) - 1;
+    // The query rows that this consumer's 64 lie among.
+    constexpr int kRows = Rows::kOfConsumer;
+    const int first = first_query(work) + (kRows == kTileQ ? 0 : tile_row(index * 64).row);
+    const int last = (first + kRows < work.q.length ? first + kRows : work.q.length) - 1;
     const TileRow own = tile_row(index * 64 + self.warp * 16);
     const int first_row = first_query(work) + own.row;
-    const auto own_tiles = key_tiles.of_rows<kSpan>(first, last);
+    const auto own_tiles = key_tiles.of_rows<kRows>(first, last);
     const TileSpan mine = seen_of_item(own_tiles, key_tiles, span);
 
     const int head = work.head + own.head;

@@ -29,7 +29,7 @@ constexpr bool kValuesApart = kPaged;  // have a producer of their own
 // A lone consumer may have as many registers from the start as a thread can have.
 constexpr bool kSharesRegisters = config::kProducerRegisters != config::kConsumerRegisters;
 static_assert(kConsumers > 1 || !kPingPong, "turns are taken among several");
-// A tile is kTileQ query rows of each of kHeadsPerTile neighbouring heads with the same keys: one head after the other.
+// A tile is kTileQ query rows of each of kHeadsPerTile neighbouring heads with the same keys (sm90/rows.cuh).
 constexpr int kTileRows = 64 * kConsumers;
 constexpr int kTileQ = kTileRows / kHeadsPerTile;
 static_assert(kTileQ * kHeadsPerTile == kTileRows && kTileQ % 16 == 0, "a warp's 16 rows are those of one head");
@@ -130,7 +130,8 @@ DEVICE int rank() { return cluster_rank<kCluster>(); }
 // The first query row of this block's tile in each head.
 DEVICE int first_query(const WorkTile& work) { return work.tile * kClusterQ + rank() * kTileQ; }
 
-DEVICE TileRow tile_row(int n) { return sm90::tile_row<kTileQ, kHeadsPerTile>(n); }
+using Rows = TileRows<kTileQ, kHeadsPerTile>;
+DEVICE TileRow tile_row(int n) { return Rows::at(n); }
 
 DEVICE MapRows map_rows(const WorkTile& work, const Span& span, int bound) {
   return sm90::map_rows<kRagged, kPacked>(work.sequence, span, bound);

@@ -10,17 +10,30 @@ namespace sm90 {
 
 // A row of a tile of kTileQ query rows of each of kHeads neighbouring heads: its head, counted from the tile's first,
 // and its query row, likewise.
+//
+// One head comes after the other, kRun query rows of each, and then the next kRun. A consumer's 64 rows are to be
+// neighbours in every head: where whole heads would be cut between consumers, a run is what a warp owns.
 struct TileRow {
   int head, row;
 };
 template <int kTileQ, int kHeads>
-DEVICE TileRow tile_row(int n) {
-  if constexpr (kHeads == 1) {
-    return {0, n};
-  } else {
-    return {n / kTileQ, n % kTileQ};
+struct TileRows {
+  static constexpr int kRun = kTileQ % 64 == 0 || 64 % kTileQ == 0 ? kTileQ : 16;
+  static constexpr int kRuns = kTileQ / kRun;
+  // Query rows of a consumer, from its first to its last.
+  static constexpr int kOfConsumer = kTileQ % 64 == 0 ? 64 : kRun == kTileQ ? kTileQ : 64 / kHeads;
+  static_assert(kRun == kTileQ || 64 % (kRun * kHeads) == 0, "a consumer has as many rows of every head");
+
+  DEVICE static TileRow at(int n) {
+    if constexpr (kHeads == 1) {
+      return {0, n};
+    } else if constexpr (kRuns == 1) {
+      return {n / kRun, n % kRun};
+    } else {
+      return {n / kRun % kHeads, n / (kRun * kHeads) * kRun + n % kRun};
+    }
   }
-}
+};
 
 // Coordinates of a sequence's rows in a tensor map. A ragged map has a row axis that ends where the sequence does,
 // whatever its length: the map's origin lies `bound` rows before the array, and a second row axis brings it back (see
@@ -48,6 +61,27 @@ DEVICE void load_rows(unsigned char* shared, const ptx::TensorMap* map, ptx::Mba
     if (kSharers > 1 && b % kSharers != cluster_rank<kSharers>()) continue;
     ptx::copy_tensor_5d<kSharers>(shared + b * kRows * 128, map, barrier, b * kColumns, rows.first + row, head,
                                   rows.outer, rows.batch);
+  }
+}
+
+// The rows of a tile from query row `row` on, which is one of the sequence's `length`: a box of all heads for each run.
+template <int kBlocks, class Rows, int kTileRows>
+DEVICE void load_queries(unsigned char* shared, const ptx::TensorMap* map, ptx::Mbarrier* barrier, const MapRows& rows,
+                         int row, int length, int head) {
+  if constexpr (Rows::kRuns == 1) {
+    load_rows<kBlocks, kTileRows, 1>(shared, map, barrier, rows, row, head);
+  } else {
+    constexpr int kBoxBytes = kTileRows / Rows::kRuns * 128;
+    ptx::mbarrier_arrive_expect(barrier, kBlocks * kTileRows * 128);
+#pragma unroll 1
+    for (int n = 0; n < Rows::kRuns; n++) {
+      // Behind the sequence's end any of its rows do: nobody reads what comes of them.
+      const int own = row + n * Rows::kRun, at = rows.first + (own < length ? own : row);
+      UNROLL for (int b = 0; b < kBlocks; b++) {
+        ptx::copy_tensor_5d<1>(shared + b * kTileRows * 128 + n * kBoxBytes, map, barrier, b * kColumns, at, head,
+                               rows.outer, rows.batch);
+      }
+    }
   }
 }
 

@@ -87,7 +87,7 @@ def _tiles(
     found = []
     for n in range(tiles):
         first, behind = n * rows, min((n + 1) * rows, problem.max_seqlen_q)
-        # Consumers without rows only wait. Rows of several heads are spread over all.
+        # Consumers without rows only wait. Tiles of several heads are bound by their keys, however few rows they have.
         busy = consumers if heads > 1 else -(-(behind - first) // 64)
         waiting = 1 + _WAITING * (consumers - busy)
         keys = -(-_visible(problem, first, behind) // tile_k) * tile_k

@@ -103,6 +103,11 @@ class Config(Features):
         return self.tile_rows // self.heads_per_tile
 
     @property
+    def run_rows(self) -> int:
+        """Query rows of a head that follow each other in a tile: see kernels_cu/sm90/rows.cuh."""
+        return self.tile_q if self.tile_q % 64 == 0 or 64 % self.tile_q == 0 else STORE_ROWS
+
+    @property
     def schedule_rows(self) -> int:
         """Query rows of each head that the schedule hands out together: the tiles of a cluster."""
         return self.tile_q * self.cluster
@@ -432,16 +437,14 @@ def heads_per_tile(problem: Problem, tile_rows: int) -> int:
     """Query heads of a kv head whose rows share a tile: as many as fit.
 
     Fewer query rows a tile waste fewer products at the edges of masks and at the ends of sequences, and fewer tiles read the
-    same keys. A warp's 16 rows must be those of one head. And a consumer's 64 must not be parts of two heads with other rows
-    between: it would visit the key tiles of all (docs/notes/hopper-forward.md).
+    same keys. A warp's 16 rows must be those of one head (docs/notes/hopper-forward.md).
     """
     group = problem.nheads_q // problem.nheads_kv
     if problem.mask is not None and problem.mask.shape[1] > problem.nheads_kv:
         group = 1  # each head meets tiles of its own
 
-    def fits(heads: int) -> bool:
-        rows = tile_rows // heads
-        whole = group % heads == 0 and tile_rows % (16 * heads) == 0
-        return whole and (rows <= 64 or rows % 64 == 0)
-
-    return max(heads for heads in range(1, tile_rows // 16 + 1) if heads == 1 or fits(heads))
+    return max(
+        heads
+        for heads in range(1, tile_rows // 16 + 1)
+        if group % heads == 0 and tile_rows % (16 * heads) == 0
+    )

@@ -170,7 +170,7 @@ def row_bound(rows: int) -> int:
 
 def tensor_maps(problem: Problem, config: Config, operands: Operands) -> dict[str, Geometry]:
     """Of the operands by name, in the order of the kernel's `Maps`."""
-    queries = {"q": (problem.headdim, config.tile_q, config.heads_per_tile)}
+    queries = {"q": (problem.headdim, config.run_rows, config.heads_per_tile)}
     if config.tensor_stores:
         queries["out"] = (problem.headdim_v, STORE_ROWS, 1)
     maps = {
