@@ -90,13 +90,17 @@ def tile(
         ((8, 256, 8448, (32, 8), 128, True), "3 x 80"),
         ((8, 2048, 10240, (32, 8), 128, True, 16), "3 x 80"),
         # Short sequences, which would leave consumers without rows, or key tiles without keys.
-        ((128, 128, 128, (16, 16), 64, False), "3 blocks 1 x 64"),
-        ((2, 4096, 77, (10, 10), 64, False), "3 blocks 1 x 64"),
-        ((32, 257, 257, (16, 16), 64, False), "3 blocks 1 x 64"),
-        ((64, 197, 197, (12, 12), 64, False), "4 x 64"),
+        ((128, 128, 128, (16, 16), 64, False), "2 blocks 2 x 48"),
+        ((2, 4096, 77, (10, 10), 64, False), "2 blocks 2 x 48"),
+        ((32, 257, 257, (16, 16), 64, False), "2 blocks 2 x 48"),
+        ((64, 197, 197, (12, 12), 64, False), "2 blocks 2 x 48"),
         ((16, 512, 512, (16, 16), 64, False), "4 x 64"),
         ((64, 128, 128, (16, 16), 128, False), "2 x 128"),
-        ((4, 1024, 80, (16, 16), 128, False), "2 blocks 1 x 80"),
+        ((4, 1024, 80, (16, 16), 128, False), "3 x 80"),
+        ((32, 197, 197, (16, 16), 96, True), "2 blocks 2 x 32"),
+        ((32, 256, 256, (16, 16), 96, False), "2 x 128"),
+        ((64, 197, 197, (16, 16), 128, True), "2 blocks 1 x 64"),
+        ((4, 128, 128, (8, 8), 192, False), "1 x 64"),
         ((2, 1024, 1024, (20, 20), 64, False), "3 x 128"),
         # What fills the machine keeps the tables' first rows.
         ((16, 1024, 1024, (16, 16), 128, True), "3 x 64"),
@@ -108,18 +112,17 @@ def tile(
     ids=str,
 )
 def test_tiles_that_fill_the_machine(call: tuple[Any, ...], expected: str) -> None:
-    """The fastest of those measured (docs/notes/hopper-forward.md)."""
+    """The fastest of those measured, or within a tenth of it (docs/notes/hopper-forward.md)."""
     assert tile(*call) == expected
 
 
-@pytest.mark.parametrize(("batch", "rows", "headdim"), [(64, 128, 64), (4, 1024, 128)])
+@pytest.mark.parametrize(("batch", "rows", "headdim"), [(64, 128, 64), (64, 197, 128)])
 def test_tiles_that_share_a_multiprocessor(batch: int, rows: int, headdim: int) -> None:
     """They fit beside each other, and are for calls that do no more to scores than to scale them."""
-    shapes = ((batch, n, 16, headdim) for n in (rows, 77))
-    q, k = (np.broadcast_to(np.zeros((), np.float16), shape) for shape in shapes)
+    q = np.broadcast_to(np.zeros((), np.float16), (batch, rows, 16, headdim))
 
     def chosen(**scores: Any) -> sm90_forward.Config:
-        problem = replace(describe(q, k, k)[0], **scores)
+        problem = replace(describe(q, q, q, causal=True)[0], **scores)
         return sm90_forward.choose(problem, H200, Operands())
 
     config = chosen()
@@ -140,7 +143,7 @@ def test_blocks_that_share_a_multiprocessor() -> None:
     fields = {"consumers": 1, "tile_k": 64}  # 8 tiles
     alone = filling.duration(problem, 8, fields, 1)
     assert alone < filling.duration(problem, 4, fields, 1, 2) < 2 * alone
-    assert alone < filling.duration(problem, 8, fields, 1, 2)
+    assert alone == filling.duration(problem, 8, fields, 1, 2)  # each has one to itself
 
 
 def test_a_longer_call_takes_longer() -> None:
@@ -149,7 +152,7 @@ def test_a_longer_call_takes_longer() -> None:
     q, k = (np.broadcast_to(np.zeros((), np.float16), (1, n, 2, 128)) for n in (256, 4096))
     problem, _ = describe(q, k, k)
     alone = filling.duration(problem, 132, fields, 1)
-    assert alone == filling.duration(problem, 4, fields, 1) == 4096 + 256
+    assert alone == filling.duration(problem, 4, fields, 1) == 4096 + 240
     assert filling.duration(problem, 2, fields, 1) == 2 * alone
     assert filling.duration(problem, 3, fields, 1) == 2 * alone
     causal, _ = describe(q, k, k, causal=True)

@@ -8,22 +8,31 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from rawattn._call.problem import Problem
 
-# Of a tile of so many consumers, over one of two: they share the tensor cores and the exponentials, and a lone one has
-# neither to itself while it does the other. Up to and above a head dim of 96 (docs/notes/hopper-forward.md).
-_NARROW_HEADDIM = 96
-_NARROW = {1: 0.68, 2: 1.0, 3: 1.25, 4: 1.62}
-_WIDE = {1: 0.75, 2: 1.0, 3: 1.31, 4: 1.7}
-# What beginning and ending a tile takes, in the time of so many keys.
-_BEGIN_KEYS = 256
-# What a consumer without rows adds to a tile.
-_WAITING = 0.05
-# What each further block of a multiprocessor adds to a tile's time for its keys, and for beginning and ending: blocks do one
-# thing under another's.
-_CROWDED, _CROWDED_BEGIN = 0.56, 0.15
+# The time for a key of a tile, over two consumers', and the time of so many keys that beginning and ending one takes: where a
+# multiprocessor has so many consumers, of all its blocks. They share the tensor cores and the exponentials, and a lone one has
+# neither to itself while it does the other. By head dim, up to so many (docs/notes/hopper-forward.md).
+_TIMES = {
+    64: {1: 0.69, 2: 1.0, 3: 1.22, 4: 1.81},
+    96: {1: 0.7, 2: 1.0, 3: 1.45, 4: 2.0},
+    128: {1: 0.77, 2: 1.0, 3: 1.31, 4: 1.9},
+    256: {1: 0.71, 2: 1.0, 3: 1.31, 4: 1.9},
+}
+_BEGIN_KEYS = {
+    64: {1: 135, 2: 194, 3: 265, 4: 290},
+    96: {1: 120, 2: 231, 3: 324, 4: 475},
+    128: {1: 121, 2: 240, 3: 265, 4: 300},
+    256: {1: 150, 2: 240, 3: 265, 4: 300},
+}
+# What tiles of so many consumers and keys were measured to take over the rule's time, likewise; others take the rule's.
+_PACES: dict[int, dict[tuple[int, int], float]] = {64: {(1, 48): 1.1, (2, 48): 0.95}, 256: {}}
+# What hiding keys behind the diagonal takes, likewise.
+_MASKED_KEYS = 16
+# Of a tile's time the part that consumers without rows save as if they were not there.
+_SPARED = 0.56
 # What merging the items of the last tiles adds to a call, likewise in keys.
 _MERGE_KEYS = 1024
 # Of more tiles the last round says little.
@@ -43,18 +52,19 @@ def duration(
     fields: of a row of the tile tables; heads: whose rows share a tile; blocks: that a multiprocessor runs at once;
     shared: the tiles behind whole rounds are shared out by keys. Sequences are taken to be as long as they may be.
     """
-    multiprocessors *= blocks
+    rows = 64 * fields["consumers"]
+    blocks = max(1, min(blocks, -(-count(problem, rows, heads) // multiprocessors)))
     tiles = _tiles(problem, fields, heads, blocks)
+    workers = multiprocessors * blocks
     times = [time for time, count in tiles for _ in range(count)]  # from the longest on
-    total = sum(times)
     if len(times) > _MOST_SIMULATED:
-        return total / multiprocessors + times[0] / 2
+        return sum(times) / workers + times[0] / 2
     merging = 0.0
-    if shared and (rest := len(times) % multiprocessors):
+    if shared and (rest := len(times) % workers):
         line = times[-rest:]
-        times[-rest:] = [line[0] * rest / multiprocessors] * multiprocessors
-        merging = _MERGE_KEYS * _times(problem)[fields["consumers"]]
-    ends = [0.0] * multiprocessors
+        times[-rest:] = [line[0] * rest / workers] * workers
+        merging = _MERGE_KEYS * _of_headdim(_TIMES, problem)[fields["consumers"]]
+    ends = [0.0] * workers
     for time in times:
         heapq.heapreplace(ends, ends[0] + time)
     return max(ends) + merging
@@ -80,25 +90,34 @@ def _tiles(
 ) -> list[tuple[float, int]]:
     """The time of a tile, and how many there are of it, from the longest on."""
     consumers, tile_k = fields["consumers"], fields["tile_k"]
-    times = _times(problem)
+    pace = _of_headdim(_PACES, problem).get((consumers, tile_k), 1.0)
+    times, begin = _of_headdim(_TIMES, problem), _of_headdim(_BEGIN_KEYS, problem)
+
+    def time_of(consumers: int, keys: int) -> float:
+        together = min(consumers * blocks, max(times))
+        return times[together] * keys + begin[together]
+
     rows = 64 * consumers // heads
     tiles = -(-problem.max_seqlen_q // rows)
     copies = count(problem, 64 * consumers, heads) / max(tiles, 1)
+    masked = 0 if problem.window_right is None else _MASKED_KEYS
     found = []
     for n in range(tiles):
         first, behind = n * rows, min((n + 1) * rows, problem.max_seqlen_q)
-        # Consumers without rows only wait. Tiles of several heads are bound by their keys, however few rows they have.
+        # Tiles of several heads are bound by their keys, however few rows they have.
         busy = consumers if heads > 1 else -(-(behind - first) // 64)
-        waiting = 1 + _WAITING * (consumers - busy)
-        keys = -(-_visible(problem, first, behind) // tile_k) * tile_k
-        crowded, begin = 1 + _CROWDED * (blocks - 1), 1 + _CROWDED_BEGIN * (blocks - 1)
-        time = waiting * times[busy] * (crowded * keys + begin * _BEGIN_KEYS)
-        found.append((time, max(1, round(copies))))
+        keys = -(-_visible(problem, first, behind) // tile_k) * tile_k + masked
+        time, alone = time_of(consumers, keys), time_of(busy, keys)
+        found.append((pace * (time - _SPARED * (time - alone)), max(1, round(copies))))
     return sorted(found, reverse=True)
 
 
-def _times(problem: Problem) -> dict[int, float]:
-    return _WIDE if max(problem.headdim, problem.headdim_v) > _NARROW_HEADDIM else _NARROW
+_T = TypeVar("_T")
+
+
+def _of_headdim(table: Mapping[int, _T], problem: Problem) -> _T:
+    headdim = max(problem.headdim, problem.headdim_v)
+    return next(found for most, found in table.items() if headdim <= most)
 
 
 def _visible(problem: Problem, first: int, behind: int) -> int:

@@ -57,6 +57,8 @@ STORE_ROWS = 16
 # Of tiles for each multiprocessor: with more than these, how a table's usual tiles fill the machine matters less than what
 # each takes, which the tables say best. Of calls with what joins scores; of others, and of those with short sequences.
 _FEW_ROUNDS, _SOME_ROUNDS, _SHORT_SEQLEN = 1, 8, 512
+# Keys of a sequence from which on blocks do not share a multiprocessor: each reads them for itself.
+_CROWDED_KEYS = 1024
 # Another row of the tables must be expected to take less than this of the usual one's time.
 _WORTH_CHANGING = 0.96
 _EQUAL = 1.02
@@ -365,6 +367,7 @@ def _fields(problem: Problem, target: Target, wide: int) -> tuple[dict[str, Any]
     if not bound:
         # Blocks that share a multiprocessor have no registers for more than scaled scores.
         crowded = table in ("any", "long") and problem.plain_scores
+        crowded &= problem.max_seqlen_k < _CROWDED_KEYS
         others = [
             row.fields
             for row in _rows("few", wide)

@@ -19,6 +19,7 @@ from rawattn._kernels.target import Target
 
 # How much work is kept for the end, for each cluster: this many of a head's longest tiles.
 _KEPT_ROUNDS = 0.25
+_LEAST_KEPT = 0.5  # tiles of each head, of which it takes whole ones
 
 _COUNTER_BYTES = 4
 _SCHEDULE_COUNTERS = 2  # one of work handed out, one of blocks done
@@ -114,7 +115,9 @@ def kept_tiles(problem: Problem, config: Config, clusters: int) -> int:
     tiles = -(-problem.rows_q // config.schedule_rows)
     heads = problem.batch * problem.nheads_q // config.heads_per_tile
     # The longest tile of a head is as long as it has tiles, the first n together are n^2 / 2 long.
-    return min(tiles, math.ceil(math.sqrt(2 * _KEPT_ROUNDS * clusters * tiles / heads)))
+    kept = math.sqrt(2 * _KEPT_ROUNDS * clusters * tiles / heads)
+    # Of very many heads the last ones fill the gaps: their keys need not be read twice for it.
+    return 0 if kept < _LEAST_KEPT else min(tiles, math.ceil(kept))
 
 
 @dataclass(frozen=True, slots=True)
