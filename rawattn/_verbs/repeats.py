@@ -2,7 +2,8 @@
 
 A verb's own function checks its arguments and says what is asked for; the dispatcher prepares that and runs it. What it
 prepared is kept by the form of the arrays and the spelling of the options, and the next call with these is launched from
-there. Options that are arrays or hold some are no part of a key: calls with them always go to the dispatcher.
+there. Options that are arrays of the same type are read beside the others. Those that hold arrays, or become numbers for
+kernels, are no part of a key: calls with them always go to the dispatcher.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from rawattn._call.options import Options
 from rawattn._call.seq_layout import SeqLayout, bind
 from rawattn._call.structure import token
 from rawattn._interop.arrays import framework_of, refuse_gradients
-from rawattn._interop.native import Read, native
+from rawattn._interop.native import Native, Read, native
 from rawattn._kernels.selection import UNCHANGED, selection
 from rawattn._runtime import dispatch, on_gpu
 from rawattn._runtime.on_gpu import Repeat
@@ -66,10 +67,12 @@ def repeating(
         # By the type of the first array: what reads all of a call, without and with one to write.
         readers: dict[type, Callable[..., Read | None]] = {}
         writers: dict[type, Callable[..., Read | None]] = {}
+        natives: dict[type, Native] = {}  # what makes readers of more arrays
 
         @functools.wraps(ask)
         def call(*args: Any, **options: Any) -> Result:
             spelled = seqs = written = lengths = key = read = None
+            beside: tuple[Any, ...] = ()  # arrays of options
             if not options and len(args) == count:
                 reader = readers.get(type(args[0]))
                 read = None if reader is None else reader(*args)
@@ -78,13 +81,25 @@ def repeating(
                     args = _by_position(names, args, options)
                 if len(args) == count and (reader := readers.get(type(args[0]))) is not None:
                     types = tuple(map(type, options.values()))
-                    if SeqLayout in types or tuple in types or options.get(out) is not None:
-                        spelled, seqs, written = _spelling(options, out)
-                        if written is not None:
-                            reader = writers[type(args[0])]
+                    kind = type(args[0])
+                    if (
+                        SeqLayout in types
+                        or tuple in types
+                        or kind in types
+                        or options.get(out) is not None
+                    ):
+                        spelled, seqs, written, beside = _spelling(options, out, kind)
+                        if beside:
+                            more = count + len(beside) + (written is not None)
+                            reader = natives[kind].reader(more)
+                        elif written is not None:
+                            reader = writers[kind]
                     else:
                         spelled = tuple(options), tuple(options.values()), types
-                    read = reader(*args) if written is None else reader(*args, written)
+                    if written is None:
+                        read = reader(*args, *beside)
+                    else:
+                        read = reader(*args, *beside, written)
             if read is not None:
                 addresses, form, tracked = read
                 try:
@@ -98,13 +113,15 @@ def repeating(
                     repeat = key = None
                 if repeat is not None and selection() is UNCHANGED:
                     if tracked and verb.refuses_gradients:
-                        refuse_gradients(names, args)
+                        refuse_gradients(_named(names, options, beside), (*args, *beside))
                     result = repeat(addresses, written, lengths)
                     if result is not None:
                         return result  # type: ignore[no-any-return]
-            return anew(args, options, key)
+            return anew(args, options, key, beside)
 
-        def anew(args: tuple[Any, ...], options: dict[str, Any], key: Any) -> Result:
+        def anew(
+            args: tuple[Any, ...], options: dict[str, Any], key: Any, beside: tuple[Any, ...]
+        ) -> Result:
             asked = ask(*args, **options)
             inputs, targets, returned = asked.inputs, asked.targets, asked.returned
             call = asked.verb, inputs, targets, asked.options, asked.flag
@@ -114,9 +131,10 @@ def repeating(
                 return returned(results)
             if (kind := type(args[0])) not in readers and kind in own.kinds:
                 # In this order: another thread that finds the one looks for the other.
+                natives[kind] = own
                 writers[kind] = own.reader(count + 1)
                 readers[kind] = own.reader(count)
-            elif key is not None and asked.verb is verb and _are_plain(options, out):
+            elif key is not None and _is_told(verb, asked, args, options, key, out, beside):
                 repeat = on_gpu.repeated(own, *call, framework, returned)
                 if repeat is not None:
                     _remember(_known[verb.name], key, repeat)
@@ -142,19 +160,25 @@ def _by_position(
     return (*args, *[options.pop(name) for name in missing])
 
 
-def _spelling(options: Mapping[str, Any], out: str) -> tuple[Any, Any, Any]:
-    """What tells options apart, None where all have their defaults; the layout; the array to write.
+def _spelling(
+    options: Mapping[str, Any], out: str, kind: type
+) -> tuple[Any, Any, Any, tuple[Any, ...]]:
+    """What tells options apart, None where all have their defaults; the layout; the array to write; other arrays of `kind`.
 
     Types are part of it: True == 1 == 1.0, and not all of them are accepted everywhere.
     """
     names = [name for name in options if name not in ("seqs", out)]
-    spelled = None
+    spelled, beside = None, ()
     if names:
-        values = tuple([options[name] for name in names])
-        types = [type(x) for x in values]
+        types = [type(options[name]) for name in names]
+        if kind in types:
+            beside = tuple([options[name] for name in names if type(options[name]) is kind])
+            values = tuple([x if type(x := options[name]) is not kind else None for name in names])
+        else:
+            values = tuple([options[name] for name in names])
         types += [type(end) for x in values if type(x) is tuple for end in x]  # of a window
         spelled = (*names, values, *types)
-    return spelled, options.get("seqs"), options.get(out)
+    return spelled, options.get("seqs"), options.get(out), beside
 
 
 def _bound(verb: Verb, seqs: Any, form: tuple[Any, ...]) -> Lengths:
@@ -164,11 +188,38 @@ def _bound(verb: Verb, seqs: Any, form: tuple[Any, ...]) -> Lengths:
     return bind(seqs, batch=batch, rows_q=q[-3], rows_k=k[-3])
 
 
-def _are_plain(options: Mapping[str, Any], out: str) -> bool:
-    """Whether options that are equal and of the same types mean the same: arrays change in place."""
+def _is_told(
+    verb: Verb,
+    asked: Asked[Any],
+    args: tuple[Any, ...],
+    options: Mapping[str, Any],
+    key: Any,
+    out: str,
+    beside: tuple[Any, ...],
+) -> bool:
+    """Whether `key` tells all that there is to a call: options that are equal and of the same types mean the same."""
     found = {type(x) for name, x in options.items() if name != out} - {SeqLayout}
     found |= {type(end) for x in options.values() if type(x) is tuple for end in x}
-    return found <= _PLAIN
+    if beside:
+        # Kernels read arrays of options by where each begins within 16 bytes, and lengths are held against their shapes.
+        inputs = [x for x in asked.inputs if x is not None]
+        same = [x is y for x, y in zip(inputs, (*args, *beside), strict=False)]
+        return (
+            found - {type(args[0])} <= _PLAIN
+            and options.get("seqs") is None
+            and len(inputs) == len(same) == len(args) + len(beside)
+            and all(same)
+            and key[0][-1] == 0
+            and not asked.values
+        )
+    return asked.verb is verb and found <= _PLAIN
+
+
+def _named(
+    names: Sequence[str], options: Mapping[str, Any], beside: tuple[Any, ...]
+) -> tuple[str, ...]:
+    """The names of all arrays that a call reads."""
+    return (*names, *[next(name for name in options if options[name] is x) for x in beside])
 
 
 def _remember(table: dict[Any, Repeat], key: Any, repeat: Repeat) -> None:
