@@ -45,9 +45,10 @@ def repeating(function: Callable[Parameters, Result]) -> Callable[Parameters, Re
             and isinstance(args[1], torch.Tensor)
             and isinstance(args[2], torch.Tensor)
         ):
-            if torch.is_grad_enabled() and _are_tracked(args):
-                return Recorded.apply(options, (), *args)
-            return _attention(*args, **options)
+            q, k, v = args
+            if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+                return Recorded.apply(options, (), q, k, v)
+            return _attention(q, k, v, **options)
         return function(*args, **options)
 
     return call
@@ -63,7 +64,7 @@ def run(q: Any, k: Any, v: Any, **options: Any) -> Any:
     score_mod = options.get("score_mod")
     captured = checked(score_mod) if isinstance(score_mod, ScoreMod) else ()
     if not torch.is_grad_enabled() or not (
-        _are_tracked((q, k, v, *captured))
+        any(x.requires_grad for x in (q, k, v, *captured))
         or getattr(options.get("bias"), "requires_grad", False)
         or getattr(options.get("sink_logits"), "requires_grad", False)
     ):
@@ -79,13 +80,6 @@ def run(q: Any, k: Any, v: Any, **options: Any) -> Any:
     return Recorded.apply(options, names, q, k, v, *tensors, *captured)
 
 
-def _are_tracked(tensors: tuple[Any, ...]) -> bool:
-    for x in tensors:  # not any(...), which makes a generator
-        if x.requires_grad:
-            return True
-    return False
-
-
 class Recorded(torch.autograd.Function):  # type: ignore[misc]  # torch is not typed here
     """What autograd records in eager mode: it costs the host less than an operator of torch does."""
 
@@ -99,7 +93,10 @@ class Recorded(torch.autograd.Function):  # type: ignore[misc]  # torch is not t
         v: Any,
         *tensors: Any,
     ) -> Any:
-        """options: those of the forward and the backward. tensors: options of these names, then what a score function captures."""
+        """options: those of the forward and the backward.
+
+        tensors: those among the options, of these names, then what a score function captures.
+        """
         given = {**options, "return_lse": True}
         given.update(zip(names, tensors))  # noqa: B905  # the others are what a score function captures
         given.pop(_OF_BACKWARD, None)
