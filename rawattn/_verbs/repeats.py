@@ -20,6 +20,7 @@ from rawattn._call.seq_layout import SeqLayout, bind
 from rawattn._call.structure import token
 from rawattn._interop.arrays import framework_of, refuse_gradients
 from rawattn._interop.native import Read, native
+from rawattn._jax import eager
 from rawattn._kernels.selection import UNCHANGED, selection
 from rawattn._runtime import dispatch, on_gpu
 from rawattn._runtime.on_gpu import Repeat
@@ -109,7 +110,11 @@ def repeating(
             inputs, targets, returned = asked.inputs, asked.targets, asked.returned
             call = asked.verb, inputs, targets, asked.options, asked.flag
             results = dispatch.run(*call, asked.backend, asked.values)
-            own = native(framework := framework_of(inputs[verb.q]))
+            framework = framework_of(inputs[verb.q])
+            own: Any = native(framework)
+            programs = framework == "jax" and asked.backend != "cpu" and eager.takes(*call[:4])
+            if programs:
+                own = eager.Jax(type(inputs[verb.q]))
             if own is None or selection() is not UNCHANGED:
                 return returned(results)
             if (kind := type(args[0])) not in readers and kind in own.kinds:
@@ -117,7 +122,11 @@ def repeating(
                 writers[kind] = own.reader(count + 1)
                 readers[kind] = own.reader(count)
             elif key is not None and asked.verb is verb and _are_plain(options, out):
-                repeat = on_gpu.repeated(own, *call, framework, returned)
+                repeat = (
+                    eager.repeated(asked.options, asked.flag)
+                    if programs
+                    else on_gpu.repeated(own, *call, framework, returned)
+                )
                 if repeat is not None:
                     _remember(_known[verb.name], key, repeat)
             return returned(results)
