@@ -35,7 +35,7 @@ def dispatched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
     monkeypatch.setattr(dispatch, "run", spy)
     monkeypatch.setattr(eager, "_are_on_gpus", lambda array: True)
-    monkeypatch.setitem(repeats._known, "attention", {})
+    monkeypatch.setitem(repeats.known, "attention", {})
     yield found
     eager._programs.clear()
 
@@ -79,7 +79,7 @@ def test_other_calls_are_none_of_it(dispatched: list[Any], monkeypatch: pytest.M
         assert went_there(q, k, v, mask=np.ones(9, bool))
     with only("portable"):
         assert went_there(q, k, v)
-    with pytest.raises(ValueError, match="^k: "):
+    with pytest.raises(ValueError, match=r"^k: "):
         rawattn.attention(q, k[..., :8], v)
     monkeypatch.setattr(eager, "_are_on_gpus", lambda array: False)
     assert went_there(q, k, v)

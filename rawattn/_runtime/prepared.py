@@ -125,11 +125,40 @@ class Prepared:
         # The legacy stream, 0 or 1, cannot be captured.
         capturing = stream > 1 and streams.is_capturing(stream)
         blocks: Sequence[int] = self._blocks
-        placed = scratch = None
+        placed = None
         if self.ragged:
             assert lengths is not None
             placed, blocks = self._place(lengths, stream, memory, addresses, capturing)
             addresses += placed.addresses
+        self._enqueue(addresses, blocks, stream, memory, placed, capturing)
+
+    def with_integers(
+        self, lengths: Lengths
+    ) -> Callable[[list[int], list[int], int, Memory], None]:
+        """`run` of lengths that all lie on the device, from their addresses in the order of `NAMES`, which come second.
+
+        lengths: such ones. They tell how many blocks there are.
+        """
+        blocks = [_count(each.blocks, lengths) for each in self.steps]
+
+        def run(addresses: list[int], integers: list[int], stream: int, memory: Memory) -> None:
+            addresses += integers
+            capturing = stream > 1 and streams.is_capturing(stream)
+            self._enqueue(addresses, blocks, stream, memory, None, capturing)
+
+        return run
+
+    def _enqueue(
+        self,
+        addresses: list[int],
+        blocks: Sequence[int],
+        stream: int,
+        memory: Memory,
+        placed: Placed | None,
+        capturing: bool,
+    ) -> None:
+        """addresses: of the arrays and of the lengths."""
+        scratch = None
         if self._scratch_at:
             # It may be freed as soon as the launches are in the stream: whoever gets it then comes later there.
             scratch, base = memory.allocate(self._scratch_bytes, self.device)

@@ -11,11 +11,9 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from rawattn._call.layout import Lengths
-from rawattn._call.options import Options
 from rawattn._call.seq_layout import SeqLayout, bind
 from rawattn._call.structure import token
 from rawattn._interop.arrays import framework_of, refuse_gradients
@@ -23,32 +21,18 @@ from rawattn._interop.native import Read, native
 from rawattn._jax import eager
 from rawattn._kernels.selection import UNCHANGED, selection
 from rawattn._runtime import dispatch, on_gpu
-from rawattn._runtime.on_gpu import Repeat
+from rawattn._runtime.asked import Asked
 from rawattn._runtime.verbs import Verb
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 # By the names of verbs: calls by what tells them apart, of which layouts are told by their structure alone.
-_known: dict[str, dict[Any, Repeat]] = {}
+known: dict[str, dict[Any, Any]] = {}
 _MAX_KNOWN = 512
 _lock = threading.Lock()
 
 _PLAIN = {bool, int, float, str, tuple, type(None)}
-
-
-@dataclass(frozen=True, slots=True)
-class Asked(Generic[Result]):
-    """A call as the dispatcher takes it, and what is given back, from the results."""
-
-    verb: Verb
-    inputs: Sequence[Any]
-    targets: Sequence[Any]
-    options: Options
-    flag: bool
-    backend: Any
-    values: tuple[int, ...]
-    returned: Callable[[Sequence[Any]], Result]
 
 
 def repeating(
@@ -93,7 +77,7 @@ def repeating(
                         lengths = _bound(verb, seqs, form)
                         spelled = spelled, token(lengths)
                     key = form if spelled is None else (form, spelled)
-                    repeat = _known[verb.name].get(key)
+                    repeat = known[verb.name].get(key)
                 except (TypeError, ValueError, IndexError):
                     # A layout that does not fit, or what cannot be hashed: the way of a first call tells what is wrong.
                     repeat = key = None
@@ -121,17 +105,17 @@ def repeating(
                 # In this order: another thread that finds the one looks for the other.
                 writers[kind] = own.reader(count + 1)
                 readers[kind] = own.reader(count)
-            elif key is not None and asked.verb is verb and _are_plain(options, out):
+            elif key is not None and asked.verb is verb and are_plain(options, out):
                 repeat = (
                     eager.repeated(asked.options, asked.flag)
                     if programs
                     else on_gpu.repeated(own, *call, framework, returned)
                 )
                 if repeat is not None:
-                    _remember(_known[verb.name], key, repeat)
+                    remember(known[verb.name], key, repeat)
             return returned(results)
 
-        _known[verb.name] = {}
+        known[verb.name] = {}
         # What people are shown is what a call gives back.
         result = signature.return_annotation.removeprefix("Asked[").removesuffix("]")
         vars(call)["__signature__"] = signature.replace(return_annotation=result)
@@ -173,14 +157,14 @@ def _bound(verb: Verb, seqs: Any, form: tuple[Any, ...]) -> Lengths:
     return bind(seqs, batch=batch, rows_q=q[-3], rows_k=k[-3])
 
 
-def _are_plain(options: Mapping[str, Any], out: str) -> bool:
+def are_plain(options: Mapping[str, Any], out: str) -> bool:
     """Whether options that are equal and of the same types mean the same: arrays change in place."""
     found = {type(x) for name, x in options.items() if name != out} - {SeqLayout}
     found |= {type(end) for x in options.values() if type(x) is tuple for end in x}
     return found <= _PLAIN
 
 
-def _remember(table: dict[Any, Repeat], key: Any, repeat: Repeat) -> None:
+def remember(table: dict[Any, Any], key: Any, repeat: Any) -> None:
     with _lock:
         if len(table) >= _MAX_KNOWN:
             for old in list(table)[: _MAX_KNOWN // 2]:
