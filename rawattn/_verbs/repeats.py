@@ -27,7 +27,7 @@ from rawattn._runtime.verbs import Verb
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
-# By the names of verbs: calls by what tells them apart, of which layouts are told by their structure alone.
+# By the names of functions: calls by what tells them apart, of which layouts are told by their structure alone.
 known: dict[str, dict[Any, Any]] = {}
 _MAX_KNOWN = 512
 _lock = threading.Lock()
@@ -47,7 +47,7 @@ def repeating(
         signature = inspect.signature(ask)
         parameters = signature.parameters.values()
         names = [x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD]
-        count = len(names)
+        count, name = len(names), ask.__name__
         # By the type of the first array: what reads all of a call, without and with one to write.
         readers: dict[type, Callable[..., Read | None]] = {}
         writers: dict[type, Callable[..., Read | None]] = {}
@@ -77,7 +77,7 @@ def repeating(
                         lengths = _bound(verb, seqs, form)
                         spelled = spelled, token(lengths)
                     key = form if spelled is None else (form, spelled)
-                    repeat = known[verb.name].get(key)
+                    repeat = known[name].get(key)
                 except (TypeError, ValueError, IndexError):
                     # A layout that does not fit, or what cannot be hashed: the way of a first call tells what is wrong.
                     repeat = key = None
@@ -112,10 +112,10 @@ def repeating(
                     else on_gpu.repeated(own, *call, framework, returned)
                 )
                 if repeat is not None:
-                    remember(known[verb.name], key, repeat)
+                    remember(known[name], key, repeat)
             return returned(results)
 
-        known[verb.name] = {}
+        known[name] = {}
         # What people are shown is what a call gives back.
         result = signature.return_annotation.removeprefix("Asked[").removesuffix("]")
         vars(call)["__signature__"] = signature.replace(return_annotation=result)
