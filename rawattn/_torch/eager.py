@@ -9,9 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch.autograd.function import once_differentiable
 
-from rawattn import ScoreMod
-from rawattn import attention as _attention
-from rawattn import attention_backward as _attention_backward
+from rawattn import ScoreMod, attention, attention_backward
 from rawattn._torch.captured import checked, tensors_of, with_tensors
 
 Parameters = ParamSpec("Parameters")
@@ -48,7 +46,7 @@ def repeating(function: Callable[Parameters, Result]) -> Callable[Parameters, Re
             q, k, v = args
             if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
                 return Recorded.apply(options, (), q, k, v)
-            return _attention(q, k, v, **options)
+            return attention(q, k, v, **options)
         return function(*args, **options)
 
     return call
@@ -69,7 +67,7 @@ def run(q: Any, k: Any, v: Any, **options: Any) -> Any:
         or getattr(options.get("sink_logits"), "requires_grad", False)
     ):
         options.pop(_OF_BACKWARD, None)
-        return _attention(q, k, v, **options)
+        return attention(q, k, v, **options)
     if "out" in options:
         raise ValueError(
             "out: got a tensor in a call that autograd records, where nothing can be written in place; expected "
@@ -100,7 +98,7 @@ class Recorded(torch.autograd.Function):  # type: ignore[misc]  # torch is not t
         given = {**options, "return_lse": True}
         given.update(zip(names, tensors))  # noqa: B905  # the others are what a score function captures
         given.pop(_OF_BACKWARD, None)
-        out, lse = _attention(q, k, v, **given)
+        out, lse = attention(q, k, v, **given)
         ctx.save_for_backward(q, k, v, out, lse, *tensors)
         ctx.set_materialize_grads(False)
         ctx.call = options, names
@@ -124,7 +122,7 @@ def _pull(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
     if dlse is not None:
         options["dlse"] = dlse
     if not tensors:
-        dq, dk, dv, *_ = _attention_backward(dout, q, k, v, out, lse, **options)
+        dq, dk, dv, *_ = attention_backward(dout, q, k, v, out, lse, **options)
         return None, None, dq, dk, dv
     options.update(zip(names, tensors))  # noqa: B905  # likewise
     captured = tensors[len(names) :]
@@ -132,7 +130,7 @@ def _pull(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
         options["score_mod"] = with_tensors(options["score_mod"], captured)
     if "bias" in names:
         options["want_dbias"] = ctx.needs_input_grad[5 + names.index("bias")]
-    found = _attention_backward(dout, q, k, v, out, lse, **options)
+    found = attention_backward(dout, q, k, v, out, lse, **options)
     of_options = {"bias": found.dbias, "sink_logits": found.dsink_logits}
     of_captured = found.captured or {}
     return (
