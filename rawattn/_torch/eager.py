@@ -24,6 +24,7 @@ _OF_BACKWARD = "deterministic"
 # Of tensors among the options. Changed in place before the backward, they would make it that of another call.
 _SAVED = ("bias", "sink_logits", "mask", "alibi_slopes", "seed")
 
+# Where it is not None.
 _DEFAULTS: dict[str, Any] = {
     **{"causal": False, "align": "bottom-right", "sink": 0, "dropout_p": 0.0},
     **{"return_lse": False, "deterministic": False},
@@ -54,11 +55,7 @@ def repeating(function: Callable[Parameters, Result]) -> Callable[Parameters, Re
 
 def run(q: Any, k: Any, v: Any, **options: Any) -> Any:
     """The call with all of its options."""
-    options = {
-        name: x
-        for name, x in options.items()
-        if x is not None and not (name in _DEFAULTS and x is _DEFAULTS[name])
-    }
+    options = {name: x for name, x in options.items() if x is not _DEFAULTS.get(name)}
     score_mod = options.get("score_mod")
     captured = checked(score_mod) if isinstance(score_mod, ScoreMod) else ()
     if not torch.is_grad_enabled() or not (
