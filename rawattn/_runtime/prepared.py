@@ -73,7 +73,7 @@ class Prepared:
         slot = {name: n for n, name in enumerate(slots)}
 
         def launches(steps: Sequence[Step]) -> list[Launch]:
-            return [_launch_of(step, slot, device) for step in steps]
+            return [launch_of(step, slot, device) for step in steps]
 
         self._schedules = launches(steps.schedules if self.ragged else ())
         self._schedule_blocks = [_count(each.blocks, lengths) for each in steps.schedules]
@@ -285,7 +285,7 @@ class Own:
 Launch = Callable[[Sequence[int], int, int], None]
 
 
-def _launch_of(step: Step, slot: dict[str, int], device: int) -> Launch:
+def launch_of(step: Step, slot: dict[str, int], device: int) -> Launch:
     """One step, its kernel loaded. Its arguments are packed once, and patched where addresses differ from the last ones."""
     loaded = kernel.load(step.source, device)
     if step.shared_bytes:
