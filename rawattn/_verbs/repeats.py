@@ -16,7 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 from rawattn._call.layout import Lengths
 from rawattn._call.seq_layout import SeqLayout, bind
 from rawattn._call.structure import token
-from rawattn._interop.arrays import framework_of, refuse_gradients
+from rawattn._interop.arrays import framework_of, is_recording, refuse_gradients
 from rawattn._interop.native import Read, native
 from rawattn._jax import eager
 from rawattn._kernels.selection import UNCHANGED, selection
@@ -82,7 +82,7 @@ def repeating(
                     # A layout that does not fit, or what cannot be hashed: the way of a first call tells what is wrong.
                     repeat = key = None
                 if repeat is not None and selection() is UNCHANGED:
-                    if tracked and verb.refuses_gradients:
+                    if tracked and verb.refuses_gradients and is_recording():
                         refuse_gradients(names, args)
                     result = repeat(addresses, written, lengths)
                     if result is not None:
@@ -140,6 +140,12 @@ def _spelling(options: Mapping[str, Any], out: str) -> tuple[Any, Any, Any]:
 
     Types are part of it: True == 1 == 1.0, and not all of them are accepted everywhere.
     """
+    if len(options) == 1:
+        ((name, only),) = options.items()
+        if name == "seqs":
+            return None, only, None
+        if name == out:
+            return None, None, only
     names = [name for name in options if name not in ("seqs", out)]
     spelled = None
     if names:
