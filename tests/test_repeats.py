@@ -315,7 +315,7 @@ def test_calls_are_forgotten_when_there_are_too_many(
     for n in range(20):
         for _ in range(3):
             rawattn.attention(*arrays(), scale=1.0 + n)
-    assert 1 <= len(repeats._known["attention"]) <= 4
+    assert 1 <= len(repeats.known["attention"]) <= 4
 
 
 def test_what_people_are_shown() -> None:

@@ -12,43 +12,28 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from rawattn._call.layout import Lengths
-from rawattn._call.options import Options
 from rawattn._call.seq_layout import SeqLayout, bind
 from rawattn._call.structure import token
-from rawattn._interop.arrays import framework_of, refuse_gradients
+from rawattn._interop.arrays import framework_of, is_recording, refuse_gradients
 from rawattn._interop.native import Native, Read, native
+from rawattn._jax import eager
 from rawattn._kernels.selection import UNCHANGED, selection
 from rawattn._runtime import dispatch, on_gpu
-from rawattn._runtime.on_gpu import Repeat
+from rawattn._runtime.asked import Asked
 from rawattn._runtime.verbs import Verb
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
-# By the names of verbs: calls by what tells them apart, of which layouts are told by their structure alone.
-_known: dict[str, dict[Any, Repeat]] = {}
+# By the names of functions: calls by what tells them apart, of which layouts are told by their structure alone.
+known: dict[str, dict[Any, Any]] = {}
 _MAX_KNOWN = 512
 _lock = threading.Lock()
 
 _PLAIN = {bool, int, float, str, tuple, type(None)}
-
-
-@dataclass(frozen=True, slots=True)
-class Asked(Generic[Result]):
-    """A call as the dispatcher takes it, and what is given back, from the results."""
-
-    verb: Verb
-    inputs: Sequence[Any]
-    targets: Sequence[Any]
-    options: Options
-    flag: bool
-    backend: Any
-    values: tuple[int, ...]
-    returned: Callable[[Sequence[Any]], Result]
 
 
 def repeating(
@@ -63,7 +48,7 @@ def repeating(
         signature = inspect.signature(ask)
         parameters = signature.parameters.values()
         names = [x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD]
-        count = len(names)
+        count, name = len(names), ask.__name__
         # By the type of the first array: what reads all of a call, without and with one to write.
         readers: dict[type, Callable[..., Read | None]] = {}
         writers: dict[type, Callable[..., Read | None]] = {}
@@ -107,12 +92,12 @@ def repeating(
                         lengths = _bound(verb, seqs, form)
                         spelled = spelled, token(lengths)
                     key = form if spelled is None else (form, spelled)
-                    repeat = _known[verb.name].get(key)
+                    repeat = known[name].get(key)
                 except (TypeError, ValueError, IndexError):
                     # A layout that does not fit, or what cannot be hashed: the way of a first call tells what is wrong.
                     repeat = key = None
                 if repeat is not None and selection() is UNCHANGED:
-                    if tracked and verb.refuses_gradients:
+                    if tracked and verb.refuses_gradients and is_recording():
                         refuse_gradients(_named(names, options, beside), (*args, *beside))
                     result = repeat(addresses, written, lengths)
                     if result is not None:
@@ -126,7 +111,11 @@ def repeating(
             inputs, targets, returned = asked.inputs, asked.targets, asked.returned
             call = asked.verb, inputs, targets, asked.options, asked.flag
             results = dispatch.run(*call, asked.backend, asked.values)
-            own = native(framework := framework_of(inputs[verb.q]))
+            framework = framework_of(inputs[verb.q])
+            own: Any = native(framework)
+            programs = framework == "jax" and asked.backend != "cpu" and eager.takes(*call[:4])
+            if programs:
+                own = eager.Jax(type(inputs[verb.q]))
             if own is None or selection() is not UNCHANGED:
                 return returned(results)
             if (kind := type(args[0])) not in readers and kind in own.kinds:
@@ -135,12 +124,16 @@ def repeating(
                 writers[kind] = own.reader(count + 1)
                 readers[kind] = own.reader(count)
             elif key is not None and _is_told(verb, asked, args, options, key, out, beside):
-                repeat = on_gpu.repeated(own, *call, framework, returned)
+                repeat = (
+                    eager.repeated(asked.options, asked.flag)
+                    if programs
+                    else on_gpu.repeated(own, *call, framework, returned)
+                )
                 if repeat is not None:
-                    _remember(_known[verb.name], key, repeat)
+                    remember(known[name], key, repeat)
             return returned(results)
 
-        _known[verb.name] = {}
+        known[name] = {}
         # What people are shown is what a call gives back.
         result = signature.return_annotation.removeprefix("Asked[").removesuffix("]")
         vars(call)["__signature__"] = signature.replace(return_annotation=result)
@@ -167,6 +160,12 @@ def _spelling(
 
     Types are part of it: True == 1 == 1.0, and not all of them are accepted everywhere.
     """
+    if len(options) == 1:
+        ((name, only),) = options.items()
+        if name == "seqs":
+            return None, only, None, ()
+        if name == out:
+            return None, None, only, ()
     names = [name for name in options if name not in ("seqs", out)]
     spelled, beside = None, ()
     if names:
@@ -198,21 +197,26 @@ def _is_told(
     beside: tuple[Any, ...],
 ) -> bool:
     """Whether `key` tells all that there is to a call: options that are equal and of the same types mean the same."""
-    found = {type(x) for name, x in options.items() if name != out} - {SeqLayout}
-    found |= {type(end) for x in options.values() if type(x) is tuple for end in x}
     if beside:
         # Kernels read arrays of options by where each begins within 16 bytes, and lengths are held against their shapes.
         inputs = [x for x in asked.inputs if x is not None]
         same = [x is y for x, y in zip(inputs, (*args, *beside), strict=False)]
         return (
-            found - {type(args[0])} <= _PLAIN
+            are_plain(options, out, beside)
             and options.get("seqs") is None
             and len(inputs) == len(same) == len(args) + len(beside)
             and all(same)
             and key[0][-1] == 0
             and not asked.values
         )
-    return asked.verb is verb and found <= _PLAIN
+    return asked.verb is verb and are_plain(options, out)
+
+
+def are_plain(options: Mapping[str, Any], out: str, beside: tuple[Any, ...] = ()) -> bool:
+    """Whether options that are equal and of the same types mean the same, but for arrays that are read beside the others."""
+    found = {type(x) for name, x in options.items() if name != out} - {SeqLayout}
+    found |= {type(end) for x in options.values() if type(x) is tuple for end in x}
+    return found - {type(x) for x in beside} <= _PLAIN
 
 
 def _named(
@@ -222,7 +226,7 @@ def _named(
     return (*names, *[next(name for name in options if options[name] is x) for x in beside])
 
 
-def _remember(table: dict[Any, Repeat], key: Any, repeat: Repeat) -> None:
+def remember(table: dict[Any, Any], key: Any, repeat: Any) -> None:
     with _lock:
         if len(table) >= _MAX_KNOWN:
             for old in list(table)[: _MAX_KNOWN // 2]:
