@@ -9,14 +9,12 @@ import inspect
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from rawattn import ScoreMod, SeqLayout, attention_backward
-from rawattn import attention as _attention
+from rawattn import ScoreMod, SeqLayout
 from rawattn._call.hints import NoOthers, hides_unknown, refuse_unknown
 from rawattn._masks.block_mask import BlockMask
-from rawattn._torch import ops
-from rawattn._torch.captured import checked, tensors_of, with_tensors
+from rawattn._torch import eager, ops
+from rawattn._torch.captured import checked
 
 if TYPE_CHECKING:  # type checkers bring it: nothing is installed for it
     from typing_extensions import Unpack
@@ -24,80 +22,7 @@ if TYPE_CHECKING:  # type checkers bring it: nothing is installed for it
 __all__ = ["attention", "register_transformers"]
 
 
-class _Attention(torch.autograd.Function):  # type: ignore[misc]  # torch is not typed here
-    """What eager mode runs: it costs the host less than an operator of torch does."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Any,
-        k: Any,
-        v: Any,
-        bias: Any,
-        sink_logits: Any,
-        options: tuple[Any, ...],
-        num_splits: int | None,
-        return_lse: bool,
-        *captured: Any,
-    ) -> Any:
-        (
-            seqs, causal, align, window, sink, scale, mask, alibi_slopes, softcap, score_mod, dropout_p, seed,
-            _, backend,
-        ) = options  # fmt: skip
-        out, lse = _attention(
-            q, k, v, seqs=seqs, causal=causal, align=align, window=window, sink=sink, scale=scale, bias=bias,
-            mask=mask, alibi_slopes=alibi_slopes, softcap=softcap, score_mod=score_mod, sink_logits=sink_logits,
-            dropout_p=dropout_p, seed=seed, num_splits=num_splits, return_lse=True, backend=backend,
-        )  # fmt: skip
-        constants: tuple[Any, ...] = ()
-        if mask is not None or alibi_slopes is not None or seed is not None or captured:
-            # Changed in place before the backward, they would make it that of another call: autograd looks for that.
-            constants = tuple(
-                x if isinstance(x, torch.Tensor) else None for x in (mask, alibi_slopes, seed)
-            )
-        ctx.save_for_backward(q, k, v, out, lse, bias, sink_logits, *constants, *captured)
-        ctx.set_materialize_grads(False)
-        ctx.options = options
-        return (out, lse) if return_lse else out
-
-    @staticmethod
-    def backward(ctx: Any, dout: Any, dlse: Any = None) -> tuple[Any, ...]:
-        # Grad mode is on where the gradients are recorded to be differentiated in their turn.
-        return (_pull_once if torch.is_grad_enabled() else _pull)(ctx, dout, dlse)
-
-
-def _pull(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
-    """The gradients of all inputs of `_Attention`."""
-    q, k, v, out, lse, bias, sink_logits, *saved = ctx.saved_tensors
-    (
-        seqs, causal, align, window, sink, scale, mask, alibi_slopes, softcap, score_mod, dropout_p, seed,
-        deterministic, backend,
-    ) = ctx.options  # fmt: skip
-    captured: list[Any] = []
-    if saved:
-        mask, alibi_slopes, seed = (
-            given if kept is None else kept
-            for given, kept in zip((mask, alibi_slopes, seed), saved, strict=False)
-        )
-        captured = saved[3:]
-        if captured:
-            score_mod = with_tensors(score_mod, captured)
-    gradients = attention_backward(
-        torch.zeros_like(out) if dout is None else dout, q, k, v, out, lse,
-        seqs=seqs, causal=causal, align=align, window=window, sink=sink, scale=scale, bias=bias, mask=mask,
-        alibi_slopes=alibi_slopes, softcap=softcap, score_mod=score_mod, sink_logits=sink_logits,
-        dropout_p=dropout_p, seed=seed, dlse=dlse,
-        want_dbias=None if bias is None else ctx.needs_input_grad[3],
-        deterministic=deterministic, backend=backend,
-    )  # fmt: skip
-    found: dict[str, Any] = gradients.captured or {}
-    of_captured = (found.get(name) for name in (tensors_of(score_mod) if captured else ()))
-    return *gradients[:5], None, None, None, *of_captured
-
-
-_pull_once = once_differentiable(_pull)
-
-
+@eager.repeating
 @hides_unknown
 def attention(
     q: Any,
@@ -195,11 +120,10 @@ def attention(
         _refuse_others(q, k, v)
     if alibi_slopes is not None and getattr(alibi_slopes, "requires_grad", False):
         _refuse_slopes()
-    captured: tuple[Any, ...]
     if torch.compiler.is_compiling():
         if out is not None:
             raise ValueError(f"out: got a tensor in a {_COMPILED}; expected None")
-        captured = ()
+        captured: tuple[Any, ...] = ()
         score_handle = mask_handle = None
         if isinstance(score_mod, ScoreMod):
             captured, score_handle = checked(score_mod), score_mod.handle
@@ -219,36 +143,11 @@ def attention(
         )  # fmt: skip
         result = ops.run(q, k, v, ops.layout_of(seqs), traced)
         return result if return_lse else result[0]
-    captured = ()
-    if score_mod is not None and isinstance(score_mod, ScoreMod):
-        captured = checked(score_mod)
-    if not (
-        torch.is_grad_enabled()
-        and (
-            q.requires_grad
-            or k.requires_grad
-            or v.requires_grad
-            or getattr(bias, "requires_grad", False)
-            or getattr(sink_logits, "requires_grad", False)
-            or any(x.requires_grad for x in captured)
-        )
-    ):
-        return _attention(
-            q, k, v, seqs=seqs, causal=causal, align=align, window=window, sink=sink, scale=scale, bias=bias,
-            mask=mask, alibi_slopes=alibi_slopes, softcap=softcap, score_mod=score_mod, sink_logits=sink_logits,
-            dropout_p=dropout_p, seed=seed, num_splits=num_splits, return_lse=return_lse, out=out,
-            backend=backend,
-        )  # fmt: skip
-    if out is not None:
-        raise ValueError(
-            "out: got a tensor in a call that autograd records, where nothing can be written in place; expected "
-            "None, or a call under torch.no_grad()"
-        )
-    options = (
-        seqs, causal, align, window, sink, scale, mask, alibi_slopes, softcap, score_mod, dropout_p, seed,
-        deterministic, backend,
+    return eager.run(
+        q, k, v, seqs=seqs, causal=causal, align=align, window=window, sink=sink, scale=scale, bias=bias, mask=mask,
+        alibi_slopes=alibi_slopes, softcap=softcap, score_mod=score_mod, sink_logits=sink_logits, dropout_p=dropout_p,
+        seed=seed, num_splits=num_splits, return_lse=return_lse, out=out, deterministic=deterministic, backend=backend,
     )  # fmt: skip
-    return _Attention.apply(q, k, v, bias, sink_logits, options, num_splits, return_lse, *captured)
 
 
 def _refuse_slopes() -> None:

@@ -11,6 +11,7 @@ import pytest
 from rawattn import SeqLayout
 from rawattn._call.pages import PageForm
 from rawattn._call.problem import Problem, describe
+from rawattn._call.scores import ArrayForm
 from rawattn._kernels import registry
 from rawattn._kernels.operands import Operands, contiguous
 from rawattn._kernels.sm90 import filling
@@ -18,6 +19,7 @@ from rawattn._kernels.sm90 import forward as sm90_forward
 from rawattn._kernels.target import without_device
 
 H200 = replace(without_device("sm_90a"), multiprocessors=132)
+NO_OPERANDS = Operands()
 
 
 @pytest.mark.parametrize(
@@ -54,6 +56,8 @@ def tile(
     headdim: int,
     causal: bool,
     page_size: int = 0,
+    operands: Operands = NO_OPERANDS,
+    **scores: Any,
 ) -> str:
     """Consumers and keys of the tile that a call on an H200 takes, and how many of them share a multiprocessor."""
     pages = -(-keys // page_size) if page_size else 0
@@ -70,9 +74,10 @@ def tile(
         **{"max_seqlen_q": rows, "max_seqlen_k": keys, "ragged": bool(page_size)},
         **{"window_left": None, "window_right": 0 if causal else None, "sink": 0},
         **{"top_left": False, "scale": 1.0, "pages": form},
+        **scores,
     )
-    assert sm90_forward.supports(problem, H200, Operands()) is None
-    config = sm90_forward.choose(problem, H200, Operands())
+    assert sm90_forward.supports(problem, H200, operands) is None
+    config = sm90_forward.choose(problem, H200, operands)
     blocks = f"{config.blocks_per_sm} blocks " if config.blocks_per_sm > 1 else ""
     return f"{blocks}{config.consumers} x {config.tile_k}" + ", shared" * config.stream_k
 
@@ -114,6 +119,28 @@ def tile(
 def test_tiles_that_fill_the_machine(call: tuple[Any, ...], expected: str) -> None:
     """The fastest of those measured, or within a tenth of it (docs/notes/hopper-forward.md)."""
     assert tile(*call) == expected
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "headdim", "causal", "expected"),
+    [
+        (4096, (2, 1), 64, True, "1 x 128"),
+        # The longest tile of three consumers would take longer than all tiles of two do.
+        (16384, (2, 1), 64, True, "2 x 128"),
+        (8192, (4, 4), 128, True, "2 x 128"),
+        (4096, (8, 8), 128, False, "2 x 128"),
+        (2048, (16, 16), 64, True, "3 x 64"),
+        (16384, (16, 16), 128, True, "3 x 64"),
+    ],
+)
+def test_few_tiles_beside_a_bias(
+    rows: int, heads: tuple[int, int], headdim: int, causal: bool, expected: str
+) -> None:
+    shape = (1, 1, rows, rows)
+    operands = Operands(of_options={"bias": (0, 0, 2 * rows, 2)}, places={"bias": 0})
+    bias = ArrayForm("bfloat16", shape, shape)
+    found = tile(1, rows, rows, heads, headdim, causal, operands=operands, bias=bias)
+    assert found == expected
 
 
 @pytest.mark.parametrize(("batch", "rows", "headdim"), [(64, 128, 64), (64, 197, 128)])

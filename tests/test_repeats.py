@@ -35,6 +35,7 @@ class Array:
         self.tracked = False
         self.dtype = np.dtype(np.float16)
 
+    __dlpack__ = None  # as a mark of an array
     strides = property(lambda self: np.empty(self.shape, self.dtype).strides)
     requires_grad = property(lambda self: self.tracked)
 
@@ -233,7 +234,49 @@ def test_a_gradient_is_not_lost_in_a_repeated_call(
     assert refused == [["q", "k", "v"]]
 
 
-def test_options_that_hold_arrays_are_asked_for_each_time(gpu: Framework) -> None:
+def bias(address: int = 1 << 16, shape: tuple[int, ...] = (2, 4, 4)) -> Array:
+    return Array(address, shape)
+
+
+def test_a_repeated_call_is_launched_with_the_arrays_of_its_options(gpu: Framework) -> None:
+    known(gpu, lambda: rawattn.attention(*arrays(), causal=True, bias=bias()))
+    q, k, v = arrays(64)
+    other = bias(1 << 18)
+    out = rawattn.attention(q, k, v, causal=True, bias=other)
+    assert gpu.launched[-1] == [q.address, k.address, v.address, other.address, out.address, 0]
+    slopes = Array(1 << 19, (2,))
+    known(gpu, lambda: rawattn.attention(q, k, v, bias=other, alibi_slopes=slopes, out=out))
+    found = [x.address for x in (q, k, v, other, slopes, out)]
+    assert gpu.launched[-1] == [*found, 0]
+    with pytest.raises(ValueError, match=r"^out: shares memory with"):
+        rawattn.attention(q, k, v, bias=other, alibi_slopes=slopes, out=Array(other.address))
+
+
+def test_arrays_of_options_of_another_form(gpu: Framework) -> None:
+    known(gpu, lambda: rawattn.attention(*arrays(), bias=bias()))
+    assert called_anew(gpu, lambda: rawattn.attention(*arrays(), bias=bias(shape=(1, 4, 4))))
+    assert called_anew(gpu, lambda: rawattn.attention(*arrays(), bias=None))
+    mask = bias()
+    mask.dtype = np.dtype(np.bool_)
+    assert called_anew(gpu, lambda: rawattn.attention(*arrays(), mask=mask))
+    # Kernels are chosen by where such an array begins within 16 bytes.
+    for _ in range(3):
+        assert called_anew(gpu, lambda: rawattn.attention(*arrays(), bias=bias((1 << 16) + 4)))
+
+
+def test_a_gradient_of_an_array_of_options_is_not_lost(
+    gpu: Framework, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known(gpu, lambda: rawattn.attention(*arrays(), bias=bias()))
+    refused: list[Any] = []
+    monkeypatch.setattr(repeats, "refuse_gradients", lambda names, x: refused.append(list(names)))
+    tracked = bias()
+    tracked.tracked = True
+    rawattn.attention(*arrays(), bias=tracked)
+    assert refused == [["q", "k", "v", "bias"]]
+
+
+def test_options_that_become_numbers_are_asked_for_each_time(gpu: Framework) -> None:
     seed = {"dropout_p": 0.5, "seed": 3}
     for _ in range(3):
         assert called_anew(gpu, lambda: rawattn.attention(*arrays(), **seed))
@@ -272,7 +315,7 @@ def test_calls_are_forgotten_when_there_are_too_many(
     for n in range(20):
         for _ in range(3):
             rawattn.attention(*arrays(), scale=1.0 + n)
-    assert 1 <= len(repeats._known["attention"]) <= 4
+    assert 1 <= len(repeats.known["attention"]) <= 4
 
 
 def test_what_people_are_shown() -> None:

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 import rawattn
 import rawattn.torch
-from rawattn._torch import ops
+from rawattn._torch import eager, ops
 from tests.torch_calls import gradients, leaves, random, torchs_own
 
 pytestmark = pytest.mark.frameworks
@@ -165,11 +165,11 @@ def test_a_tensor_changed_in_place_is_seen(changed: str) -> None:
 def test_deterministic_reaches_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
-    def backward(*given, deterministic, **options):
+    def backward(*given, deterministic=False, **options):
         seen.append(deterministic)
         return rawattn.attention_backward(*given, deterministic=deterministic, **options)
 
-    monkeypatch.setattr(rawattn.torch, "attention_backward", backward)
+    monkeypatch.setattr(eager, "attention_backward", backward)
     monkeypatch.setattr(ops, "attention_backward", backward)
     for run in (attention, torch.compile(attention, fullgraph=True, backend="aot_eager")):
         for flag in (False, True):
@@ -192,8 +192,8 @@ def test_the_plain_call_sees_nothing_that_is_recorded(
 
         return call
 
-    for module, name in ((rawattn.torch, "_attention"), (ops, "attention")):
-        monkeypatch.setattr(module, name, watched(rawattn.attention))
+    for module in (eager, ops):
+        monkeypatch.setattr(module, "attention", watched(rawattn.attention))
         monkeypatch.setattr(module, "attention_backward", watched(rawattn.attention_backward))
     run = {
         "eager": attention,

@@ -73,3 +73,14 @@ def test_bad_calls(bad: Bad) -> None:
         return attention(*x, **options)
 
     check_refused(bad, Torch(), call)
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("name", ["causal", "align", "sink", "dropout_p"])
+def test_none_where_it_is_not_the_default(name: str, recorded: bool) -> None:
+    x = random("cpu")
+    if recorded:
+        x = leaves(*x)
+    for more in ({}, {"deterministic": True}):
+        with pytest.raises((TypeError, ValueError), match=rf"^{name}: got None"):
+            attention(*x, **more, **{name: None})

@@ -75,8 +75,8 @@ def _shapes(tile: Callable[[Problem, int], str]) -> list[TileShape]:
 @contextmanager
 def nothing_prepared() -> Iterator[None]:
     """Calls are prepared anew, and forgotten afterwards."""
-    known: dict[str, dict[Any, Any]] = {name: {} for name in repeats._known}
-    with mock.patch.object(on_gpu, "_prepared", {}), mock.patch.object(repeats, "_known", known):
+    known: dict[str, dict[Any, Any]] = {name: {} for name in repeats.known}
+    with mock.patch.object(on_gpu, "_prepared", {}), mock.patch.object(repeats, "known", known):
         yield
 
 

@@ -158,6 +158,12 @@ def import_array(name: str, obj: Any, *, stream: cupy.cuda.Stream | None = None)
         ) from error
 
 
+def is_recording() -> bool:
+    """Whether a tensor that requires a gradient would have it recorded now."""
+    torch = sys.modules.get("torch")
+    return torch is None or bool(torch.is_grad_enabled())
+
+
 def refuse_gradients(names: Iterable[str], arrays: Iterable[Any]) -> None:
     """Raises where an array belongs to a computation that a gradient is to be taken of, which would not see this call.
 

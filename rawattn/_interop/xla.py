@@ -11,10 +11,23 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import operator
 import sys
 import traceback
 from collections.abc import Callable
-from ctypes import POINTER, Structure, byref, c_int, c_int32, c_int64, c_size_t, c_uint32, c_void_p
+from ctypes import (
+    POINTER,
+    Structure,
+    byref,
+    c_char,
+    c_int,
+    c_int32,
+    c_int64,
+    c_size_t,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+)
 from typing import Any
 
 _MAJOR, _MINOR = 0, 3  # of the interface that is declared here
@@ -119,6 +132,21 @@ MemoryFree = _struct("MemoryFree", ("ctx", c_void_p), ("size", c_size_t), ("data
 _HANDLER = ctypes.CFUNCTYPE(c_void_p, c_void_p)
 _DATA_AT = Buffer.data.offset
 
+# All memory as words of 8 bytes, and as bytes: structs that XLA hands over are read at their addresses. To make a ctypes
+# struct of each takes five times as long.
+_WORDS = (c_uint64 * (sys.maxsize // 16)).from_address(0)
+_BYTES: Any = (c_char * (sys.maxsize // 2)).from_address(0)
+# Where what is read of a call frame stands in it, in words.
+_EXTENSION, _API, _CTX = (
+    getattr(CallFrame, name).offset // 8 for name in ("extension_start", "api", "ctx")
+)
+_ARGS, _RETS = (
+    (getattr(CallFrame, of).offset + kind.size.offset) // 8
+    for of, kind in (("args", Args), ("rets", Rets))
+)
+_ITEMS = (Args.args.offset - Args.size.offset) // 8  # from the size of Args, or Rets
+_ATTRS = (CallFrame.attrs.offset + Attrs.attrs.offset) // 8
+
 
 class Call:
     """One call of a handler. It is over, and its memory with it, when the handler returns.
@@ -129,27 +157,24 @@ class Call:
 
     __slots__ = ("_allocated", "_ctx", "_xla", "inputs", "outputs", "text")
 
-    def __init__(self, frame: Any, xla: _Xla) -> None:
-        span = ByteSpan.from_address(_pointer(frame.attrs.attrs))
-        self.text = ctypes.string_at(span.ptr, span.len)
-        args, rets = frame.args, frame.rets
-        self.inputs = _addresses(args.size, args.args)
-        self.outputs = _addresses(rets.size, rets.rets)
-        self._ctx = frame.ctx
+    def __init__(self, frame: int, xla: _Xla) -> None:
+        """frame: its place in `_WORDS`."""
+        span = _WORDS[_WORDS[frame + _ATTRS] // 8] // 8
+        at = _WORDS[span]
+        self.text = _BYTES[at : at + _WORDS[span + 1]]
+        self.inputs = _addresses(frame + _ARGS)
+        self.outputs = _addresses(frame + _RETS)
+        self._ctx = _WORDS[frame + _CTX]
         self._xla = xla
-        self._allocated: list[tuple[int, int]] = []
+        self._allocated: list[tuple[int, int]] | None = None
 
     def stream(self) -> int:
         """Handle of the CUDA stream that the program runs on."""
-        asked = StreamGet(ctypes.sizeof(StreamGet), None, self._ctx, None)
-        self._xla.check(self._xla.stream_get(byref(asked)))
-        return asked.stream or 0
+        return int(self._xla.stream.ask(self._ctx) or 0)
 
     def device(self) -> int:
         """CUDA ordinal of the GPU that the program runs on."""
-        asked = DeviceOrdinalGet(ctypes.sizeof(DeviceOrdinalGet), None, self._ctx, 0)
-        self._xla.check(self._xla.device_ordinal_get(byref(asked)))
-        return int(asked.device_ordinal)
+        return int(self._xla.device.ask(self._ctx))
 
     def allocate(self, nbytes: int) -> int:
         """Address of device memory of XLA's own, for what this call puts on its stream and nothing later."""
@@ -161,8 +186,14 @@ class Call:
         error = self._xla.memory_allocate(byref(asked))
         if error:
             raise MemoryError(f"{nbytes} bytes of XLA's device memory: {self._xla.take(error)}")
+        if self._allocated is None:
+            self._allocated = []
         self._allocated.append((asked.data, nbytes))
         return int(asked.data)
+
+    @property
+    def took_memory(self) -> bool:
+        return self._allocated is not None
 
     def free(self) -> None:
         """Give back all that was allocated: XLA hands it out again in the order of the stream."""
@@ -180,16 +211,18 @@ def handler(run: Callable[[Call], None]) -> Any:
     """
 
     def handle(address: int) -> int | None:
-        frame = CallFrame.from_address(address)
-        xla = _xla(frame.api)
+        frame = address // 8
+        xla = _xla(_WORDS[frame + _API])
         try:
-            if frame.extension_start and _describe(frame.extension_start, xla):
+            extension = _WORDS[frame + _EXTENSION]
+            if extension and _describe(extension, xla):
                 return None
             call = Call(frame, xla)
             try:
                 run(call)
             finally:
-                call.free()
+                if call.took_memory:
+                    call.free()
         except BaseException as error:  # one that left a C function would be lost
             return xla.error(error)
         return None
@@ -215,8 +248,8 @@ class _Xla:
         self._error_create = _quick(api.Error_Create)
         self._error_details = _quick(api.Error_GetDetails)
         self._error_destroy = _quick(api.Error_Destroy)
-        self.stream_get = _quick(api.Stream_Get)
-        self.device_ordinal_get = _quick(api.DeviceOrdinal_Get)
+        self.stream = _Question(self, api.Stream_Get, StreamGet, "stream")
+        self.device = _Question(self, api.DeviceOrdinal_Get, DeviceOrdinalGet, "device_ordinal")
         self.memory_allocate = _HANDLER(api.DeviceMemory_Allocate)
         self.memory_free = _HANDLER(api.DeviceMemory_Free)
 
@@ -240,6 +273,30 @@ class _Xla:
         message: bytes = asked.message
         self._error_destroy(byref(ErrorDestroy(ctypes.sizeof(ErrorDestroy), None, error)))
         return message.decode(errors="replace")
+
+
+class _Question:
+    """What XLA is asked in every call: the structs of its arguments are kept, each for one thread at a time."""
+
+    def __init__(self, xla: _Xla, address: int, struct: Any, answer: str) -> None:
+        self._xla, self._call, self._struct = xla, _quick(address), struct
+        self._answer = operator.attrgetter(answer)
+        self._free: list[tuple[Any, int]] = []
+
+    def ask(self, ctx: int) -> Any:
+        try:
+            found = self._free.pop()
+        except IndexError:
+            made = self._struct(ctypes.sizeof(self._struct))
+            found = made, ctypes.addressof(made)
+        asked, address = found
+        asked.ctx = ctx
+        error = self._call(address)
+        if error:
+            self._xla.check(error)
+        answer = self._answer(asked)
+        self._free.append(found)
+        return answer
 
 
 @functools.cache
@@ -270,15 +327,7 @@ def _describe(extension: int, xla: _Xla) -> bool:
     return True
 
 
-def _addresses(size: int, items: int) -> list[int]:
-    """Where the data of `size` buffers lies, to which there are pointers at `items`."""
-    return [
-        c_void_p.from_address(_pointer(at) + _DATA_AT).value or 0
-        for at in range(items or 0, (items or 0) + 8 * size, 8)
-    ]
-
-
-def _pointer(address: int) -> int:
-    pointer = c_void_p.from_address(address).value
-    assert pointer is not None
-    return pointer
+def _addresses(buffers: int) -> list[int]:
+    """Where the data of buffers lies, whose number, and pointers to whom, stand at this place in `_WORDS`."""
+    items = _WORDS[buffers + _ITEMS] // 8
+    return [_WORDS[(at + _DATA_AT) // 8] for at in _WORDS[items : items + _WORDS[buffers]]]

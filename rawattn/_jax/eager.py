@@ -5,17 +5,18 @@ On a GPU this is the cheapest way there is in JAX: its own dispatch hands the ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rawattn._call.options import Options, structural
 from rawattn._interop.xla import is_traced
+from rawattn._runtime.verbs import FORWARD, Verb
 
 _programs: dict[Any, Any] = {}
 _MAX_PROGRAMS = 512
 
 
-def takes(inputs: Sequence[Any], targets: Sequence[Any], options: Options) -> bool:
+def takes(verb: Verb, inputs: Sequence[Any], targets: Sequence[Any], options: Options) -> bool:
     """Whether a call is one for a program: dense JAX arrays on a GPU, with results of JAX's own.
 
     Lengths would be constants of the program, and other lengths another compilation. So would be a seed, and what a score
@@ -24,43 +25,42 @@ def takes(inputs: Sequence[Any], targets: Sequence[Any], options: Options) -> bo
     import jax
 
     return (
-        options.seqs is None
+        verb.name == FORWARD.name
+        and not verb.extras
+        and options.seqs is None
         and options.score_mod is None
         and options.dropout_p == 0
         and all(x is None for x in targets)
         and all(isinstance(x, jax.Array) and not is_traced(x) for x in inputs)
-        and all(device.platform == "gpu" for device in inputs[0].devices())
+        and _are_on_gpus(inputs[0])
     )
 
 
 def attention(inputs: Sequence[Any], options: Options, return_lse: bool) -> Sequence[Any]:
     """(out, lse or None)"""
-    q, k, v = inputs
-    key: Any = (
-        q.shape,
-        k.shape,
-        v.shape,
-        q.dtype,
-        k.dtype,
-        v.dtype,
-        structural(options),
-        return_lse,
-    )
-    try:
-        program = _programs.get(key)
-    except TypeError:  # an option that no program can have: `rawattn.jax` says why
-        program, key = None, None
-    if program is None:
-        program = _program(options, return_lse)
-        if key is not None:
-            if len(_programs) >= _MAX_PROGRAMS:
-                _programs.clear()
-            _programs[key] = program
-    results = program(q, k, v)
+    results = _program(options, return_lse)(*inputs)
     return results if return_lse else (results, None)
 
 
+def _are_on_gpus(array: Any) -> bool:
+    return {device.platform for device in array.devices()} == {"gpu"}
+
+
 def _program(options: Options, return_lse: bool) -> Any:
+    """JAX itself tells shapes and dtypes apart."""
+    key: Any = (structural(options), return_lse)
+    try:
+        program = _programs.get(key)
+    except TypeError:  # an option that no program can have: `rawattn.jax` says why
+        return _made(options, return_lse)
+    if program is None:
+        if len(_programs) >= _MAX_PROGRAMS:
+            _programs.clear()
+        program = _programs[key] = _made(options, return_lse)
+    return program
+
+
+def _made(options: Options, return_lse: bool) -> Any:
     import jax
 
     import rawattn.jax
@@ -71,3 +71,28 @@ def _program(options: Options, return_lse: bool) -> Any:
         return rawattn.jax.attention(q, k, v, **given, return_lse=return_lse)
 
     return jax.jit(call)
+
+
+class Jax:
+    """Arrays of a type of JAX's, as `repeats` asks for them: they are their own addresses, and are all of one form."""
+
+    def __init__(self, kind: type) -> None:
+        self.kinds = (kind,)
+
+    def reader(self, count: int) -> Callable[..., Any]:
+        (kind,) = self.kinds
+        form = (kind,)
+
+        def read(*arrays: Any) -> Any:
+            for x in arrays:
+                if type(x) is not kind:
+                    return None
+            return ([*arrays], form, False) if _are_on_gpus(arrays[0]) else None
+
+        return read
+
+
+def repeated(options: Options, return_lse: bool) -> Callable[[list[Any], Any, Any], Any]:
+    """A call that a program has taken, to be made again with other arrays."""
+    program = _program(options, return_lse)
+    return lambda arrays, written, lengths: program(*arrays)

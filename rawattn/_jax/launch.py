@@ -44,40 +44,71 @@ def cuda(call: Call) -> None:
     import cupy
 
     device, stream = call.device(), call.stream()
-    # What is kept from one run to the next lies in CuPy's memory, in the order of the program's stream.
-    with cupy.cuda.Device(device), streams.external(stream):
-        _launch(read(call.text), call, device, stream)
+    if device == cupy.cuda.runtime.getDevice():
+        launcher(call.text, device).launch(call, stream)
+    else:
+        with cupy.cuda.Device(device):
+            launcher(call.text, device).launch(call, stream)
 
 
-_prepared: dict[Any, Any] = {}
-_MAX_PREPARED = 512
+_launchers: dict[tuple[bytes, int], Launcher] = {}
+_MAX_LAUNCHERS = 512
 
 
-def _launch(record: Record, call: Call, device: int, stream: int) -> None:
-    """Puts the kernels on the stream."""
-    together = 0
-    for address in (*call.inputs[: record.first_option], *call.outputs):
-        together |= address
-    first = len(call.inputs) - len(record.operands)
-    integers = [
-        _Integers(at, shape, dtype, device)
-        for at, (shape, dtype) in zip(call.inputs[first:], record.inputs[first:], strict=True)
-    ]
-    lengths = record.bound(integers)
-    at = call.inputs[record.first_option : first]
-    places = tuple(address % 16 for address in at)
-    key = (call.text, device, together % 16, places, selection())
-    prepared = _prepared.get(key)
-    if prepared is None:
-        if len(_prepared) >= _MAX_PREPARED:
-            _prepared.clear()
-        prepared = _prepared[key] = _prepare(record, lengths, device, together % 16, places)
-    addresses = [*call.inputs[:first], *call.outputs]
-    if not record.lse:  # dlse comes behind the inputs, lse behind the outputs
-        addresses.insert(record.first_option if record.backward else len(addresses), 0)
-    if record.seed is not None:
-        addresses.append(record.seed)
-    prepared.run(addresses, stream, _Memory(call), lengths)
+def launcher(text: bytes, device: int) -> Launcher:
+    """Of the calls with this text."""
+    found = _launchers.get((text, device))
+    if found is None:
+        if len(_launchers) >= _MAX_LAUNCHERS:
+            _launchers.clear()
+        found = _launchers[text, device] = Launcher(read(text), device)
+    return found
+
+
+class Launcher:
+    """The calls of one record on one GPU.
+
+    prepared: their kernels, by what decides them beside the record: where arrays begin within 16 bytes, and `selection`.
+    """
+
+    def __init__(self, record: Record, device: int) -> None:
+        self._record, self._device = record, device
+        self._inputs = len(record.inputs)
+        self._options = record.first_option
+        self._operands = self._inputs - len(record.operands)
+        self._seed = [] if record.seed is None else [record.seed]
+        # Where nothing stands: dlse comes behind the inputs, lse behind the outputs.
+        self._absent = None if record.lse else self._options if record.backward else -1
+        self.prepared: dict[Any, Any] = {}
+
+    def launch(self, call: Call, stream: int) -> None:
+        """Puts the kernels on the stream. The device is the current one."""
+        inputs, outputs = call.inputs, call.outputs
+        together = 0
+        for address in inputs[: self._options]:
+            together |= address
+        for address in outputs:
+            together |= address
+        places: tuple[int, ...] = ()
+        lengths = self._record.lengths
+        if self._options < self._inputs:
+            places = tuple(at % 16 for at in inputs[self._options : self._operands])
+            lengths = self._bound(inputs)
+            inputs = inputs[: self._operands]
+        key = (together & 15, places, selection())
+        prepared = self.prepared.get(key)
+        if prepared is None:
+            prepared = _prepare(self._record, lengths, self._device, together & 15, places)
+            self.prepared[key] = prepared
+        addresses = inputs + outputs
+        if self._absent is not None:
+            addresses.insert(len(addresses) if self._absent < 0 else self._absent, 0)
+        prepared.run(addresses + self._seed, stream, _Memory(call, stream), lengths)
+
+    def _bound(self, inputs: list[int]) -> Lengths:
+        record, first = self._record, self._operands
+        likes = zip(inputs[first:], record.inputs[first:], strict=True)
+        return record.bound([_Integers(at, *like, self._device) for at, like in likes])
 
 
 def _prepare(
@@ -120,8 +151,10 @@ class _Integers:
 class _Memory:
     """XLA's memory for what a call needs while it runs, CuPy's for what later calls find again."""
 
-    def __init__(self, call: Call) -> None:
-        self._call = call
+    __slots__ = ("_call", "_stream")
+
+    def __init__(self, call: Call, stream: int) -> None:
+        self._call, self._stream = call, stream
 
     def allocate(self, nbytes: int, device: int) -> tuple[Any, int]:
         return None, self._call.allocate(nbytes)
@@ -129,7 +162,8 @@ class _Memory:
     def keep(self, nbytes: int, device: int) -> tuple[Any, int]:
         import cupy
 
-        memory = cupy.cuda.alloc(nbytes)
+        with streams.external(self._stream):  # CuPy hands it out again in the order of that stream
+            memory = cupy.cuda.alloc(nbytes)
         return memory, memory.ptr
 
     def keeps_captured(self) -> bool:

@@ -83,10 +83,10 @@ def _imported(
         raise ValueError(f"backend: got {backend!r}; accepted are 'cuda', 'cpu' and None")
     if verb.refuses_gradients:
         arrays.refuse_gradients(verb.inputs, inputs)
-    if framework == "jax" and verb.name == "attention" and not verb.extras and backend != "cpu":
+    if framework == "jax" and backend != "cpu":
         from rawattn._jax import eager
 
-        if eager.takes(inputs, targets, options):
+        if eager.takes(verb, inputs, targets, options):
             return eager.attention(inputs, options, flag)
     q = inputs[verb.q]
     with arrays.on_stream_of(q, framework) as stream:

@@ -27,17 +27,21 @@ _NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 class Arguments:
     """What a launch hands to the driver: pointers to the kernel's parameters, and behind them the parameters' bytes.
 
-    data: all of it. at: where in it each parameter begins. address: of all of it, which does not move. patched: the
-    addresses that were written to it last. early: of launches that are early.
+    data: all of it; view, words: the same by bytes, and by words of 8. at: where in it each parameter begins.
+    address: of all of it, which does not move. patched: the addresses that were written to it last. early: of launches that
+    are early.
     """
 
-    __slots__ = ("_memory", "address", "at", "data", "early", "patched")
+    __slots__ = ("_memory", "address", "at", "data", "early", "patched", "view", "words")
 
     def __init__(self, parameters: Sequence[bytes | bytearray]) -> None:
         count = len(parameters)
         self.patched: tuple[int, ...] | None = None
         self.early: driver.EarlyLaunch | None = None
         self.data = bytearray(b"".join((bytes(8 * count), *parameters)))
+        self.data += bytes(-len(self.data) % 8)
+        self.view = memoryview(self.data)
+        self.words = self.view.cast("Q")
         self._memory = ctypes.c_char.from_buffer(self.data)
         self.address = ctypes.addressof(self._memory)
         self.at: list[int] = []

@@ -49,7 +49,7 @@ def run(
 
         with cupy.cuda.Device(device):
             return run(verb, own, read, inputs, targets, options, flag, framework, values)
-    call, lengths, is_new = _called(verb, own, read, inputs, targets, options, flag, framework)
+    call, lengths, is_new = called(verb, own, read, inputs, targets, options, flag, framework)
     if not is_new:
         for target in targets:
             if target is not None:
@@ -73,7 +73,7 @@ def run(
     return results
 
 
-def _called(
+def called(
     verb: Verb,
     own: Native,
     read: Read,
@@ -125,7 +125,7 @@ def repeated(
     device: int = read[1][verb.q * 4 + 3]
     if device != own.current_device() or streams.is_capturing(own.stream(device)):
         return None
-    call, _, _ = _called(verb, own, read, inputs, targets, options, flag, framework)
+    call, _, _ = called(verb, own, read, inputs, targets, options, flag, framework)
     if call.copies is not None:
         return None
     given = [n for n, x in enumerate((*inputs, *targets)) if x is not None]
@@ -137,7 +137,7 @@ def repeated(
     before, behind = [0] * (first - len(given)), [0] * (len(verb.names) - last)
     makers = [own.maker(shape, dtype, inputs[verb.q]) for _, shape, dtype in call.made]
     writes = len(given) > len(inputs)
-    bounds = _overlaps(call, len(inputs)) if writes else ()
+    bounds = overlaps(call, len(inputs)) if writes else ()
     launch, stream_of, current_device = call.prepared.run, own.stream, own.current_device
     dense, address_of = call.lengths, own.address
     if len(makers) == 1 and not writes and not before:
@@ -176,7 +176,7 @@ def repeated(
     return repeat
 
 
-def _overlaps(call: Call, first: int) -> tuple[tuple[int, int], ...]:
+def overlaps(call: Call, first: int) -> tuple[tuple[int, int], ...]:
     """Between which distances from each input the first output would overlap it."""
     low, high = call.reach[first]
     return tuple((start - high, end - low) for start, end in call.reach[:first])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import operator
-import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -73,7 +72,7 @@ class Prepared:
         slot = {name: n for n, name in enumerate(slots)}
 
         def launches(steps: Sequence[Step]) -> list[Launch]:
-            return [_launch_of(step, slot, device) for step in steps]
+            return [launch_of(step, slot, device) for step in steps]
 
         self._schedules = launches(steps.schedules if self.ragged else ())
         self._schedule_blocks = [_count(each.blocks, lengths) for each in steps.schedules]
@@ -125,11 +124,40 @@ class Prepared:
         # The legacy stream, 0 or 1, cannot be captured.
         capturing = stream > 1 and streams.is_capturing(stream)
         blocks: Sequence[int] = self._blocks
-        placed = scratch = None
+        placed = None
         if self.ragged:
             assert lengths is not None
             placed, blocks = self._place(lengths, stream, memory, addresses, capturing)
             addresses += placed.addresses
+        self._enqueue(addresses, blocks, stream, memory, placed, capturing)
+
+    def with_integers(
+        self, lengths: Lengths
+    ) -> Callable[[list[int], list[int], int, Memory], None]:
+        """`run` of lengths that all lie on the device, from their addresses in the order of `NAMES`, which come second.
+
+        lengths: such ones. They tell how many blocks there are.
+        """
+        blocks = [_count(each.blocks, lengths) for each in self.steps]
+
+        def run(addresses: list[int], integers: list[int], stream: int, memory: Memory) -> None:
+            addresses += integers
+            capturing = stream > 1 and streams.is_capturing(stream)
+            self._enqueue(addresses, blocks, stream, memory, None, capturing)
+
+        return run
+
+    def _enqueue(
+        self,
+        addresses: list[int],
+        blocks: Sequence[int],
+        stream: int,
+        memory: Memory,
+        placed: Placed | None,
+        capturing: bool,
+    ) -> None:
+        """addresses: of the arrays and of the lengths."""
+        scratch = None
         if self._scratch_at:
             # It may be freed as soon as the launches are in the stream: whoever gets it then comes later there.
             scratch, base = memory.allocate(self._scratch_bytes, self.device)
@@ -256,7 +284,7 @@ class Own:
 Launch = Callable[[Sequence[int], int, int], None]
 
 
-def _launch_of(step: Step, slot: dict[str, int], device: int) -> Launch:
+def launch_of(step: Step, slot: dict[str, int], device: int) -> Launch:
     """One step, its kernel loaded. Its arguments are packed once, and patched where addresses differ from the last ones."""
     loaded = kernel.load(step.source, device)
     if step.shared_bytes:
@@ -268,28 +296,25 @@ def _launch_of(step: Step, slot: dict[str, int], device: int) -> Launch:
     first = Arguments(parameters)
     free = [first]  # arguments that no launch is using
     at = first.at[0]
+    assert all((at + offset) % 8 == 0 for offset, _ in step.patches)
     placed = sorted((at + offset, slot[name]) for offset, name in step.patches)
     order = [n for _, n in placed] + [slot[name] for name, _ in step.maps]
     pick = operator.itemgetter(*order, order[-1])  # one more: it gives a tuple then
-    # Each packs a run of addresses that stand next to each other: where, and which of those picked.
-    patches: list[tuple[Callable[..., None], int, slice]] = []
-    taken = 0
-    for run in _adjacent(placed):
-        pack_into = struct.Struct(f"<{len(run)}Q").pack_into
-        patches.append((pack_into, run[0][0], slice(taken, taken + len(run))))
-        taken += len(run)
+    words = [(place // 8, n) for n, (place, _) in enumerate(placed)]
+    maps_at = [first.at[1] + MAP_BYTES * n for n in range(len(step.maps))]
     tensor_maps = [
-        (first.at[1] + MAP_BYTES * n, taken + n, TensorMaps(geometry))
-        for n, (_, geometry) in enumerate(step.maps)
+        (slice(at, at + MAP_BYTES), n, TensorMaps(geometry))
+        for n, at, (_, geometry) in zip(itertools.count(len(words)), maps_at, step.maps)
     ]
 
     def patch(arguments: Arguments, picked: tuple[int, ...]) -> None:
-        data = arguments.data
+        # Through memory views: a third of what `struct.pack_into` and slices of a bytearray take.
+        data, view = arguments.words, arguments.view
         arguments.patched = None  # until all of it is written
-        for pack_into, at, which in patches:
-            pack_into(data, at, *picked[which])
-        for at, n, maps in tensor_maps:
-            data[at : at + MAP_BYTES] = maps.at(picked[n])
+        for at, n in words:
+            data[at] = picked[n]
+        for where, n, maps in tensor_maps:
+            view[where] = maps.at(picked[n])
         arguments.patched = picked
 
     def launch(addresses: Sequence[int], blocks: int, stream: int) -> None:
@@ -310,14 +335,3 @@ def _launch_of(step: Step, slot: dict[str, int], device: int) -> Launch:
 
 def _count(blocks: int | Tiles, lengths: Lengths) -> int:
     return blocks if isinstance(blocks, int) else blocks.blocks(lengths)
-
-
-def _adjacent(placed: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Runs of addresses that stand next to each other: one call packs them."""
-    runs: list[list[tuple[int, int]]] = []
-    for at, slot in placed:
-        if runs and runs[-1][-1][0] + 8 == at:
-            runs[-1].append((at, slot))
-        else:
-            runs.append([(at, slot)])
-    return runs

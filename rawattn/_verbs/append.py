@@ -12,10 +12,11 @@ from rawattn._call.hints import NoOthers, hides_unknown, refuse_unknown
 from rawattn._call.layout import host_lengths
 from rawattn._call.options import Options
 from rawattn._call.seq_layout import SeqLayout
-from rawattn._runtime import dispatch
 from rawattn._runtime.append import append_verb
+from rawattn._runtime.asked import Asked
 from rawattn._runtime.verbs import Verb
-from rawattn._verbs.attention import no_bool
+from rawattn._verbs import page_repeats
+from rawattn._verbs.attention import first, no_bool
 from rawattn._verbs.paged import Limits, read_pages, scaled
 
 if TYPE_CHECKING:  # type checkers bring it: nothing is installed for it
@@ -79,6 +80,7 @@ def append_kv(
 ) -> ArrayT: ...
 
 
+@page_repeats.repeating(page_repeats.of_append_kv)
 @hides_unknown
 def append_kv(
     k: Any,
@@ -98,7 +100,7 @@ def append_kv(
     validate: bool = False,
     backend: Literal["cuda", "cpu"] | None = None,
     **unknown: Unpack[NoOthers],
-) -> Any:
+) -> Asked[Any]:
     """Write the keys and values of new rows into the pages of a cache, in one launch.
 
     Row i of the n new rows of sequence b is its key ``seqlen_k[b] - n + i``: lengths count the new rows already. The same
@@ -197,8 +199,11 @@ def append_kv(
         validate,
         backend,
     )
-    results = dispatch.run(*call[:4], False, backend, call.values)
-    return results[0] if results else None
+    return Asked(*call[:4], False, backend, call.values, first if call.targets else _nothing)
+
+
+def _nothing(results: Sequence[Any]) -> None:
+    """What a call without queries gives back."""
 
 
 def read_append(

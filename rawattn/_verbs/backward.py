@@ -12,11 +12,11 @@ from rawattn._call.gradients import Gradients
 from rawattn._call.hints import NoOthers, hides_unknown, refuse_unknown
 from rawattn._call.options import Options
 from rawattn._call.seq_layout import SeqLayout
-from rawattn._runtime import dispatch
+from rawattn._runtime.asked import Asked
 from rawattn._runtime.verbs import BACKWARD, FORWARD, with_arrays
 from rawattn._scores.score_mod import ScoreMod
 from rawattn._verbs.attention import ArrayT, CommonOptions, no_bool
-from rawattn._verbs.repeats import Asked, repeating
+from rawattn._verbs.repeats import repeating
 
 if TYPE_CHECKING:  # type checkers bring it: nothing is installed for it
     from typing_extensions import Unpack
@@ -220,10 +220,21 @@ def wanted(
     return into
 
 
+_VJP_OPTIONS = {*CommonOptions.__annotations__}
 _VJP_NAMES = ("q", "k", "v", *CommonOptions.__annotations__, "deterministic", "return_lse")
 
 # Inside a vjp the caller takes the gradients: a tensor that requires one is read as its values.
 _UNTRACKED = replace(FORWARD, refuses_gradients=False)
+
+
+@repeating(_UNTRACKED)
+def _forward(
+    q: Any, k: Any, v: Any, *, backend: Any = None, **options: Any
+) -> Asked[tuple[Any, Any]]:
+    """out and lse, of options that the backward has too."""
+    verb, arrays, values, left = with_arrays(_UNTRACKED, Options(**options), q=q)
+    inputs: tuple[Any, ...] = (q, k, v, *arrays)
+    return Asked(verb, inputs, (None, None), left, True, backend, values, tuple)
 
 
 class Pullback(Protocol):
@@ -314,16 +325,10 @@ def attention_vjp(
     for name, flag in (("return_lse", return_lse), ("deterministic", deterministic)):
         if flag is not True and flag is not False:
             raise no_bool(name, flag)
-    backend = options.pop("backend", None)
-    try:
-        known: Options | None = Options(**options)
-    except TypeError:
-        known = None
-    if known is None:
-        unknown = [name for name in options if name not in Options._fields]
+    if not options.keys() <= _VJP_OPTIONS:
+        unknown = [name for name in options if name not in _VJP_OPTIONS]
         refuse_unknown("rawattn.attention_vjp", unknown, _VJP_NAMES)
-    verb, arrays, values, left = with_arrays(_UNTRACKED, known, q=q)
-    out, lse = dispatch.run(verb, (q, k, v, *arrays), (None, None), left, True, backend, values)
+    out, lse = _forward(q, k, v, **options)
 
     def backward(
         dout: Any,
@@ -340,7 +345,6 @@ def attention_vjp(
             out,
             lse,
             **options,
-            backend=backend,
             dlse=dlse,
             want_dbias=want_dbias,
             deterministic=deterministic,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, overload
 
 import numpy as np
@@ -16,9 +16,10 @@ from rawattn._call.options import Options
 from rawattn._call.seq_layout import SeqLayout
 from rawattn._interop import arrays
 from rawattn._interop.arrays import HOST
-from rawattn._runtime import dispatch
+from rawattn._runtime.asked import Asked
 from rawattn._runtime.verbs import PAGED, Verb, with_arrays, with_scales
-from rawattn._verbs.attention import CommonOptions, no_bool
+from rawattn._verbs import page_repeats
+from rawattn._verbs.attention import CommonOptions, first, no_bool
 
 if TYPE_CHECKING:  # type checkers bring it: nothing is installed for it
     from typing_extensions import Unpack
@@ -81,6 +82,7 @@ def paged_attention(
 ) -> ArrayT | tuple[ArrayT, Any]: ...
 
 
+@page_repeats.repeating(page_repeats.of_paged_attention)
 @hides_unknown
 def paged_attention(
     q: Any,
@@ -111,7 +113,7 @@ def paged_attention(
     validate: bool = False,
     backend: Literal["cuda", "cpu"] | None = None,
     **unknown: Unpack[NoOthers],
-) -> Any:
+) -> Asked[Any]:
     """Attention of queries to keys and values that lie in the pages of a cache, wherever each page is.
 
     Key j of sequence b is row ``j % page_size`` of page ``block_table[b, j // page_size]``. Everything else is as in
@@ -239,10 +241,9 @@ def paged_attention(
     inputs += factors
     verb, more, values, options = with_arrays(verb, options, q=q)
     inputs += more
-    results = dispatch.run(
-        verb, inputs, (out, None), options, return_lse, backend, numbers + values
-    )
-    return tuple(results) if return_lse else results[0]
+    returned: Callable[[Sequence[Any]], Any] = tuple if return_lse else first
+    targets = (out, None)
+    return Asked(verb, inputs, targets, options, return_lse, backend, numbers + values, returned)
 
 
 def read_pages(

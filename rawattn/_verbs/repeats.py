@@ -2,7 +2,8 @@
 
 A verb's own function checks its arguments and says what is asked for; the dispatcher prepares that and runs it. What it
 prepared is kept by the form of the arrays and the spelling of the options, and the next call with these is launched from
-there. Options that are arrays or hold some are no part of a key: calls with them always go to the dispatcher.
+there. Options that are arrays of the same type are read beside the others. Those that hold arrays, or become numbers for
+kernels, are no part of a key: calls with them always go to the dispatcher.
 """
 
 from __future__ import annotations
@@ -11,43 +12,28 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from rawattn._call.layout import Lengths
-from rawattn._call.options import Options
 from rawattn._call.seq_layout import SeqLayout, bind
 from rawattn._call.structure import token
-from rawattn._interop.arrays import framework_of, refuse_gradients
-from rawattn._interop.native import Read, native
+from rawattn._interop.arrays import framework_of, is_recording, refuse_gradients
+from rawattn._interop.native import Native, Read, native
+from rawattn._jax import eager
 from rawattn._kernels.selection import UNCHANGED, selection
 from rawattn._runtime import dispatch, on_gpu
-from rawattn._runtime.on_gpu import Repeat
+from rawattn._runtime.asked import Asked
 from rawattn._runtime.verbs import Verb
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
-# By the names of verbs: calls by what tells them apart, of which layouts are told by their structure alone.
-_known: dict[str, dict[Any, Repeat]] = {}
+# By the names of functions: calls by what tells them apart, of which layouts are told by their structure alone.
+known: dict[str, dict[Any, Any]] = {}
 _MAX_KNOWN = 512
 _lock = threading.Lock()
 
 _PLAIN = {bool, int, float, str, tuple, type(None)}
-
-
-@dataclass(frozen=True, slots=True)
-class Asked(Generic[Result]):
-    """A call as the dispatcher takes it, and what is given back, from the results."""
-
-    verb: Verb
-    inputs: Sequence[Any]
-    targets: Sequence[Any]
-    options: Options
-    flag: bool
-    backend: Any
-    values: tuple[int, ...]
-    returned: Callable[[Sequence[Any]], Result]
 
 
 def repeating(
@@ -62,14 +48,16 @@ def repeating(
         signature = inspect.signature(ask)
         parameters = signature.parameters.values()
         names = [x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD]
-        count = len(names)
+        count, name = len(names), ask.__name__
         # By the type of the first array: what reads all of a call, without and with one to write.
         readers: dict[type, Callable[..., Read | None]] = {}
         writers: dict[type, Callable[..., Read | None]] = {}
+        natives: dict[type, Native] = {}  # what makes readers of more arrays
 
         @functools.wraps(ask)
         def call(*args: Any, **options: Any) -> Result:
             spelled = seqs = written = lengths = key = read = None
+            beside: tuple[Any, ...] = ()  # arrays of options
             if not options and len(args) == count:
                 reader = readers.get(type(args[0]))
                 read = None if reader is None else reader(*args)
@@ -78,13 +66,25 @@ def repeating(
                     args = _by_position(names, args, options)
                 if len(args) == count and (reader := readers.get(type(args[0]))) is not None:
                     types = tuple(map(type, options.values()))
-                    if SeqLayout in types or tuple in types or options.get(out) is not None:
-                        spelled, seqs, written = _spelling(options, out)
-                        if written is not None:
-                            reader = writers[type(args[0])]
+                    kind = type(args[0])
+                    if (
+                        SeqLayout in types
+                        or tuple in types
+                        or kind in types
+                        or options.get(out) is not None
+                    ):
+                        spelled, seqs, written, beside = _spelling(options, out, kind)
+                        if beside:
+                            more = count + len(beside) + (written is not None)
+                            reader = natives[kind].reader(more)
+                        elif written is not None:
+                            reader = writers[kind]
                     else:
                         spelled = tuple(options), tuple(options.values()), types
-                    read = reader(*args) if written is None else reader(*args, written)
+                    if written is None:
+                        read = reader(*args, *beside)
+                    else:
+                        read = reader(*args, *beside, written)
             if read is not None:
                 addresses, form, tracked = read
                 try:
@@ -92,37 +92,48 @@ def repeating(
                         lengths = _bound(verb, seqs, form)
                         spelled = spelled, token(lengths)
                     key = form if spelled is None else (form, spelled)
-                    repeat = _known[verb.name].get(key)
+                    repeat = known[name].get(key)
                 except (TypeError, ValueError, IndexError):
                     # A layout that does not fit, or what cannot be hashed: the way of a first call tells what is wrong.
                     repeat = key = None
                 if repeat is not None and selection() is UNCHANGED:
-                    if tracked and verb.refuses_gradients:
-                        refuse_gradients(names, args)
+                    if tracked and verb.refuses_gradients and is_recording():
+                        refuse_gradients(_named(names, options, beside), (*args, *beside))
                     result = repeat(addresses, written, lengths)
                     if result is not None:
                         return result  # type: ignore[no-any-return]
-            return anew(args, options, key)
+            return anew(args, options, key, beside)
 
-        def anew(args: tuple[Any, ...], options: dict[str, Any], key: Any) -> Result:
+        def anew(
+            args: tuple[Any, ...], options: dict[str, Any], key: Any, beside: tuple[Any, ...]
+        ) -> Result:
             asked = ask(*args, **options)
             inputs, targets, returned = asked.inputs, asked.targets, asked.returned
             call = asked.verb, inputs, targets, asked.options, asked.flag
             results = dispatch.run(*call, asked.backend, asked.values)
-            own = native(framework := framework_of(inputs[verb.q]))
+            framework = framework_of(inputs[verb.q])
+            own: Any = native(framework)
+            programs = framework == "jax" and asked.backend != "cpu" and eager.takes(*call[:4])
+            if programs:
+                own = eager.Jax(type(inputs[verb.q]))
             if own is None or selection() is not UNCHANGED:
                 return returned(results)
             if (kind := type(args[0])) not in readers and kind in own.kinds:
                 # In this order: another thread that finds the one looks for the other.
+                natives[kind] = own
                 writers[kind] = own.reader(count + 1)
                 readers[kind] = own.reader(count)
-            elif key is not None and asked.verb is verb and _are_plain(options, out):
-                repeat = on_gpu.repeated(own, *call, framework, returned)
+            elif key is not None and _is_told(verb, asked, args, options, key, out, beside):
+                repeat = (
+                    eager.repeated(asked.options, asked.flag)
+                    if programs
+                    else on_gpu.repeated(own, *call, framework, returned)
+                )
                 if repeat is not None:
-                    _remember(_known[verb.name], key, repeat)
+                    remember(known[name], key, repeat)
             return returned(results)
 
-        _known[verb.name] = {}
+        known[name] = {}
         # What people are shown is what a call gives back.
         result = signature.return_annotation.removeprefix("Asked[").removesuffix("]")
         vars(call)["__signature__"] = signature.replace(return_annotation=result)
@@ -142,19 +153,31 @@ def _by_position(
     return (*args, *[options.pop(name) for name in missing])
 
 
-def _spelling(options: Mapping[str, Any], out: str) -> tuple[Any, Any, Any]:
-    """What tells options apart, None where all have their defaults; the layout; the array to write.
+def _spelling(
+    options: Mapping[str, Any], out: str, kind: type
+) -> tuple[Any, Any, Any, tuple[Any, ...]]:
+    """What tells options apart, None where all have their defaults; the layout; the array to write; other arrays of `kind`.
 
     Types are part of it: True == 1 == 1.0, and not all of them are accepted everywhere.
     """
+    if len(options) == 1:
+        ((name, only),) = options.items()
+        if name == "seqs":
+            return None, only, None, ()
+        if name == out:
+            return None, None, only, ()
     names = [name for name in options if name not in ("seqs", out)]
-    spelled = None
+    spelled, beside = None, ()
     if names:
-        values = tuple([options[name] for name in names])
-        types = [type(x) for x in values]
+        types = [type(options[name]) for name in names]
+        if kind in types:
+            beside = tuple([options[name] for name in names if type(options[name]) is kind])
+            values = tuple([x if type(x := options[name]) is not kind else None for name in names])
+        else:
+            values = tuple([options[name] for name in names])
         types += [type(end) for x in values if type(x) is tuple for end in x]  # of a window
         spelled = (*names, values, *types)
-    return spelled, options.get("seqs"), options.get(out)
+    return spelled, options.get("seqs"), options.get(out), beside
 
 
 def _bound(verb: Verb, seqs: Any, form: tuple[Any, ...]) -> Lengths:
@@ -164,14 +187,46 @@ def _bound(verb: Verb, seqs: Any, form: tuple[Any, ...]) -> Lengths:
     return bind(seqs, batch=batch, rows_q=q[-3], rows_k=k[-3])
 
 
-def _are_plain(options: Mapping[str, Any], out: str) -> bool:
-    """Whether options that are equal and of the same types mean the same: arrays change in place."""
+def _is_told(
+    verb: Verb,
+    asked: Asked[Any],
+    args: tuple[Any, ...],
+    options: Mapping[str, Any],
+    key: Any,
+    out: str,
+    beside: tuple[Any, ...],
+) -> bool:
+    """Whether `key` tells all that there is to a call: options that are equal and of the same types mean the same."""
+    if beside:
+        # Kernels read arrays of options by where each begins within 16 bytes, and lengths are held against their shapes.
+        inputs = [x for x in asked.inputs if x is not None]
+        same = [x is y for x, y in zip(inputs, (*args, *beside), strict=False)]
+        return (
+            are_plain(options, out, beside)
+            and options.get("seqs") is None
+            and len(inputs) == len(same) == len(args) + len(beside)
+            and all(same)
+            and key[0][-1] == 0
+            and not asked.values
+        )
+    return asked.verb is verb and are_plain(options, out)
+
+
+def are_plain(options: Mapping[str, Any], out: str, beside: tuple[Any, ...] = ()) -> bool:
+    """Whether options that are equal and of the same types mean the same, but for arrays that are read beside the others."""
     found = {type(x) for name, x in options.items() if name != out} - {SeqLayout}
     found |= {type(end) for x in options.values() if type(x) is tuple for end in x}
-    return found <= _PLAIN
+    return found - {type(x) for x in beside} <= _PLAIN
 
 
-def _remember(table: dict[Any, Repeat], key: Any, repeat: Repeat) -> None:
+def _named(
+    names: Sequence[str], options: Mapping[str, Any], beside: tuple[Any, ...]
+) -> tuple[str, ...]:
+    """The names of all arrays that a call reads."""
+    return (*names, *[next(name for name in options if options[name] is x) for x in beside])
+
+
+def remember(table: dict[Any, Any], key: Any, repeat: Any) -> None:
     with _lock:
         if len(table) >= _MAX_KNOWN:
             for old in list(table)[: _MAX_KNOWN // 2]:

@@ -9,6 +9,8 @@ import pytest
 
 import rawattn
 from rawattn import reference
+from rawattn._runtime import combine as runtime
+from rawattn._verbs import repeats
 from tests.gpu.gate import closed, of_torch, still_closed
 from tests.partials import DTYPES, FORMS, Call, Form, call_of, pieces
 
@@ -233,3 +235,38 @@ def test_plans_that_would_copy_are_refused() -> None:
         call = call_of(form)
         with pytest.raises(ValueError, match=r"outs: has .* a plan allocates nothing"):
             rawattn.plan(rawattn.combine, given(call.outs, to_cupy), given(call.lses, to_cupy))
+
+
+@pytest.mark.parametrize("convert", [to_cupy, to_torch], ids=["cupy", "torch"])
+@pytest.mark.parametrize("form", PLAIN[:2], ids=["list", "stacked"])
+def test_repeated_calls_have_arrays_of_their_own(
+    form: Form, convert: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = call_of(form)
+    made: list[Any] = []
+    run = runtime.run
+    monkeypatch.setattr(runtime, "run", lambda *x: made.append(x) or run(*x))
+    monkeypatch.setitem(repeats.known, "combine", {})
+
+    def turned(arrays: Any, n: int) -> Any:
+        """In another order, which changes no result."""
+        if isinstance(arrays, list):
+            return given(arrays[n:] + arrays[:n], convert)
+        return convert(np.roll(arrays, n, axis=0))
+
+    for n in range(4):
+        outs, lses = turned(call.outs, n % 2), turned(call.lses, n % 2)
+        out, lse = rawattn.combine(outs, lses)
+        assert type(out) is type(lse) is type(outs[0])
+        call.check(host(out), host(lse))
+    assert len(made) == 1
+    target = convert(np.zeros(call.form.shape, host(out).dtype))
+    for _ in range(3):
+        target[...] = 0
+        found, lse = rawattn.combine(outs, lses, out=target)
+        assert found is target
+        call.check(host(target), host(lse))
+    assert len(made) == 2
+    for wrong, match in (({"dtype": "int8"}, "^dtype"), ({"out": outs[0]}, "^out: ")):
+        with pytest.raises((TypeError, ValueError), match=match):
+            rawattn.combine(outs, lses, **wrong)

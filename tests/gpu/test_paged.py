@@ -159,6 +159,53 @@ def test_numpy_and_torch() -> None:
         verify(call, out.cpu().numpy(), lse.cpu().numpy())
 
 
+@pytest.mark.parametrize("framework", ["cupy", "torch"])
+@pytest.mark.parametrize("pair", [False, True])
+def test_repeated_steps(pair: bool, framework: str) -> None:
+    """Found by the form of their arrays: pages, lengths, results, streams and captures are their own."""
+    put: Any = on_gpu
+    if framework == "torch":
+        torch = pytest.importorskip("torch")
+
+        def put(x: Any) -> Any:
+            return tuple(map(put, x)) if isinstance(x, tuple) else torch.from_numpy(x).cuda()
+
+    out = None
+    for seed in range(5):
+        call = paged(LENS, 16, rows=2, dtype=F16, pair=pair, seed=seed)
+        given = [put(x) for x in (*call.inputs, call.seqlen_k)]
+        out, lse = paged_attention(
+            *given[:4],
+            seqlen_k=given[4],
+            causal=True,
+            return_lse=True,
+            out=out if seed > 3 else None,
+        )
+        assert type(out) is type(given[0])
+        verify(
+            call,
+            *(np.asarray(x.get() if framework == "cupy" else x.cpu()) for x in (out, lse)),
+            causal=True,
+        )
+    if framework == "torch":
+        return
+    lengths = given[4]
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        stream.begin_capture()
+        results = paged_attention(*given[:4], seqlen_k=lengths, causal=True, return_lse=True)
+        graph = stream.end_capture()
+        for part in (0.0, 0.3, 1.0):
+            now = (call.seqlen_k * part).astype(np.int32)
+            lengths.set(now.astype(lengths.dtype))
+            graph.launch(stream)
+            stream.synchronize()
+            wanted = paged_attention(
+                *call.inputs, seqlen_k=now, causal=True, return_lse=True, backend="cpu"
+            )
+            for got, expected in zip(results, wanted, strict=True):
+                np.testing.assert_allclose(got.get().astype(F32), expected.astype(F32), atol=2e-3)
+
+
 def test_validate_reads_what_is_on_the_device() -> None:
     """Without it nothing leaves the arrays, and the context stays usable."""
     call = paged((70, 30), 16, rows=1, dtype=F32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +11,9 @@ import numpy as np
 import pytest
 
 from rawattn._call.problem import describe
+from rawattn._interop import streams
 from rawattn._jax import launch
-from rawattn._jax.record import Record, read, with_operands
+from rawattn._jax.record import Record, with_operands
 from tests.cases import Case, dense, padded, ragged
 from tests.gradients import backward_of, check_gradient
 from tests.shim.device import Allocator, Device
@@ -44,7 +46,8 @@ def device(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> Device:
         return SimpleNamespace(ptr=address, owner=owner)
 
     monkeypatch.setattr(sys.modules["cupy"].cuda, "alloc", alloc, raising=False)
-    monkeypatch.setattr(launch, "_prepared", {})
+    monkeypatch.setattr(streams, "external", lambda handle: contextlib.nullcontext())
+    monkeypatch.setattr(launch, "_launchers", {})
     return device
 
 
@@ -69,7 +72,7 @@ def run(device: Device, record: Record, inputs: list[np.ndarray]) -> list[np.nda
             return address
 
         call.allocate = allocate
-        launch._launch(read(call.text), call, 0, 0)
+        launch.launcher(call.text, 0).launch(call, 0)
     likes = zip(made, record.outputs, strict=True)
     return [memory.array().reshape(shape) for memory, (shape, _) in likes]
 
@@ -94,7 +97,8 @@ def test_forward(device: Device, case: Case, traced: bool) -> None:
     check(out[rows], exact.out, exact.low_out, what="out")
     check_lse(log[rows], exact.lse, exact.low_lse)
     assert not np.any(out[~rows].astype(np.float32)) and np.all(log[~rows] == -np.inf)
-    assert len(launch._prepared) == 1
+    (launcher,) = launch._launchers.values()
+    assert len(launcher.prepared) == 1
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["atomic", "deterministic"])

@@ -15,7 +15,10 @@ from rawattn import SeqLayout, paged_attention
 from rawattn._call import integers
 from rawattn._interop import arrays, native
 from rawattn._interop.native import View
-from rawattn._runtime import on_gpu, planned
+from rawattn._kernels.selection import only
+from rawattn._runtime import dispatch, on_gpu, planned
+from rawattn._verbs import repeats
+from tests.append import appended
 from tests.paged import Paged, paged, verify
 from tests.shim.device import Allocator, Device
 from tests.shim.launch import Machine
@@ -49,6 +52,8 @@ class OnDevice:
 class Native(Allocator):
     """What launch code knows of a framework."""
 
+    kinds = (OnDevice,)
+
     def __init__(self, device: Device) -> None:
         super().__init__(device)
         self._on = device
@@ -71,6 +76,9 @@ class Native(Allocator):
 
     def reader(self, count: int) -> Any:
         return lambda *given: self.read(given, count)
+
+    def maker(self, shape: tuple[int, ...], dtype: Any, beside: Any) -> Callable[[], OnDevice]:
+        return lambda: self.empty(shape, dtype, beside)
 
     def view(self, x: OnDevice) -> View:
         return View(x.data.ptr, x.shape, x.strides, x.dtype, 0)
@@ -98,13 +106,20 @@ def place(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> Callable[[np.nda
     monkeypatch.setitem(arrays._frameworks, OnDevice, "machine")
     monkeypatch.setitem(native._made, "machine", Native(device))  # type: ignore[arg-type]
     monkeypatch.setattr(on_gpu, "_prepared", {})
+    for verb in ("paged_attention", "append_kv"):
+        monkeypatch.setitem(repeats.known, verb, {})
     monkeypatch.setattr(planned.streams, "wait", lambda stream, device: None)
     monkeypatch.setattr(planned.streams, "is_capturing", lambda stream: False)
     monkeypatch.setattr(planned.streams, "order", lambda *streams: None)
     for module, name in ((integers, "_imported"), (arrays, "import_integers")):
         own = getattr(module, name)
         monkeypatch.setattr(module, name, partial(_as_it_is, own))
-    return lambda array: OnDevice(device, array)
+
+    def put(array: np.ndarray) -> OnDevice:
+        return OnDevice(device, array)
+
+    vars(put)["device"] = device
+    return put
 
 
 def _as_it_is(read: Callable[..., Any], name: str, x: Any) -> Any:
@@ -222,3 +237,117 @@ def test_mistakes_are_told_before_anything_is_launched(place: Any) -> None:
         lengths = {"seqlen_k": place(call.seqlen_k)}
         with pytest.raises((TypeError, ValueError), match=f"^{says}"):
             paged_attention(**{**given, **lengths, **change})
+
+
+@pytest.fixture
+def dispatched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The calls that went to the dispatcher."""
+    found: list[Any] = []
+    run = dispatch.run
+    monkeypatch.setattr(dispatch, "run", lambda *call: found.append(call) or run(*call))
+    return found
+
+
+@pytest.mark.parametrize("written", [False, True])
+@pytest.mark.parametrize("pair", [False, True])
+def test_repeated_steps_find_their_launch(
+    place: Any, dispatched: list[Any], pair: bool, written: bool
+) -> None:
+    """With pages, lengths and an array to write of their own."""
+    for seed in range(4):
+        call = paged(LENS, 6, pair=pair, rows=3, seed=seed)
+        inputs, lengths = inputs_of(call, place), place(call.seqlen_k)
+        out = blank(place, call) if written else None
+        found = paged_attention(
+            *inputs, seqlen_k=lengths, causal=True, window=(90, None), return_lse=True, out=out
+        )
+        assert not written or found[0] is out
+        verify(call, *result(found), causal=True, window=(90, None))
+    assert len(dispatched) <= 2  # the first one may find no reader, the second is remembered
+
+
+def blank(place: Any, call: Paged) -> OnDevice:
+    """To write the result of a call."""
+    shape = (*call.q.shape[:-1], call.v_pages.shape[-1])
+    return OnDevice(place.device, np.zeros(shape, call.q.dtype), readonly=False)
+
+
+@pytest.mark.parametrize("float8", ["numbers", "arrays"])
+def test_repeated_steps_on_pages_of_8_bits(place: Any, dispatched: list[Any], float8: str) -> None:
+    """Scales that are numbers tell calls apart; arrays of them are no matter of the table."""
+    calls = [paged(LENS, 6, rows=3, float8=float8, seed=seed) for seed in range(2)]
+    for call in calls * 3:
+        scales = {
+            name: place(x) if isinstance(x, np.ndarray) else x for name, x in call.scales.items()
+        }
+        lengths = place(call.seqlen_k)
+        found = paged_attention(
+            *inputs_of(call, place), seqlen_k=lengths, **scales, return_lse=True
+        )
+        verify(call, *result(found))
+    assert len(dispatched) <= 2 if float8 == "numbers" else len(dispatched) == 6
+    if float8 == "numbers":
+        other = {**scales, "v_scale": 2 * scales["v_scale"]}
+        inputs = inputs_of(call, place)
+        twice, _ = paged_attention(*inputs, seqlen_k=lengths, **other, return_lse=True)
+        once = found[0].placed.array().astype(np.float32)
+        np.testing.assert_allclose(twice.placed.array().astype(np.float32), 2 * once, atol=0.02)
+
+
+@pytest.mark.parametrize("pair", [False, True])
+@pytest.mark.parametrize("turns", [False, True])
+def test_repeated_appends(place: Any, dispatched: list[Any], pair: bool, turns: bool) -> None:
+    for seed in range(4):
+        rotary = {"rotary_dim": 16} if turns else {}
+        call = appended((9, 4, 24, 3), 4, pair=pair, rows=2, seed=seed, **rotary)
+        pools = [OnDevice(place.device, x, readonly=False) for x in call.pools()]
+        table = call.pages.block_table
+        table = tuple(map(place, table)) if pair else place(table)
+        options = {**call.options}
+        if call.rotary is not None:
+            options["rotary"] = tuple(map(place, call.rotary))
+        q = None if call.q is None else place(call.q)
+        out = rawattn.append_kv(
+            place(call.k), place(call.v), *pools, table, seqlen_k=place(call.pages.seqlen_k), q=q, **options
+        )  # fmt: skip
+        turned = None if out is None else out.placed.array()
+        call.verify(*(x.placed.array() for x in pools), turned)
+    assert len(dispatched) <= 2
+
+
+def test_steps_that_are_not_like_the_known_one(place: Any, dispatched: list[Any]) -> None:
+    call = paged(LENS, 6, rows=3)
+    inputs, lengths = inputs_of(call, place), place(call.seqlen_k)
+
+    def went_there(*given: Any, **options: Any) -> bool:
+        count = len(dispatched)
+        paged_attention(*given, **options)
+        return len(dispatched) > count
+
+    for _ in range(3):
+        known = not went_there(*inputs, seqlen_k=lengths, causal=True)
+    assert known
+    for _ in range(3):
+        assert went_there(*inputs, seqlen_k=call.seqlen_k, causal=True), "lengths of the host"
+        assert went_there(*inputs, seqlen_k=lengths, seqs=SeqLayout(seqlen_q=[3, 1, 0, 2]))
+        assert went_there(*inputs, seqlen_k=lengths, dropout_p=0.5, seed=3)
+    with only("portable"):
+        assert went_there(*inputs, seqlen_k=lengths, causal=True)
+    assert went_there(*inputs, seqlen_k=lengths, causal=False)
+    with pytest.raises(TypeError, match=r"^causal"):
+        paged_attention(*inputs, seqlen_k=lengths, causal=1)
+    for _ in range(3):
+        went_there(*inputs, seqlen_k=lengths, window=(2, None))
+    with pytest.raises(TypeError, match=r"^window"):
+        paged_attention(*inputs, seqlen_k=lengths, window=(2.0, None))
+    with pytest.raises(TypeError, match="positional"):
+        paged_attention(*inputs, lengths)  # type: ignore[call-overload]
+    # Overlap is seen at each call.
+    out = blank(place, call)
+    for _ in range(3):
+        known = not went_there(*inputs, seqlen_k=lengths, causal=True, out=out)
+    assert known
+    out = blank(place, call)
+    out.data.ptr = inputs[1].data.ptr
+    with pytest.raises(ValueError, match=r"^out: shares memory"):
+        paged_attention(*inputs, seqlen_k=lengths, causal=True, out=out)

@@ -55,8 +55,9 @@ REPACK_SEQLEN = 1024
 STORE_ROWS = 16
 
 # Of tiles for each multiprocessor: with more than these, how a table's usual tiles fill the machine matters less than what
-# each takes, which the tables say best. Of calls with what joins scores; of others, and of those with short sequences.
-_FEW_ROUNDS, _SOME_ROUNDS, _SHORT_SEQLEN = 1, 8, 512
+# each takes, which the tables say best. Of calls with what joins scores, whose longest causal tile may take as long as two
+# rounds of all; of others, and of those with short sequences.
+_FEW_ROUNDS, _SOME_ROUNDS, _SHORT_SEQLEN = 2, 8, 512
 # Keys of a sequence from which on blocks do not share a multiprocessor: each reads them for itself.
 _CROWDED_KEYS = 1024
 # Another row of the tables must be expected to take less than this of the usual one's time.

@@ -1,0 +1,85 @@
+"""Calls made again whose lengths are arrays on the GPU: addresses among the others, and nothing of them is the host's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rawattn._interop import streams
+from rawattn._interop.native import Native
+from rawattn._runtime import on_gpu
+from rawattn._runtime.asked import Asked
+
+# What a repeat gives back where it is no such call after all, and has done nothing.
+ANEW: Any = object()
+
+
+def repeated(
+    own: Native, asked: Asked[Any], arrays: Sequence[Any], framework: str
+) -> Callable[[list[int], Any], Any] | None:
+    """A call that `on_gpu.run` has made, to be made again from the addresses of arrays of the same form.
+
+    arrays: the inputs; then the lengths of the keys, and where their pages begin, if that is an array; then that to write,
+    if there is one. None where the call is no such one.
+    """
+    verb, inputs, targets = asked.verb, asked.inputs, asked.targets
+    count, written = len(inputs), [x for x in targets if x is not None]
+    integers = len(arrays) - count - len(written)
+    given = (*inputs, *targets)
+    read = own.read(given, verb.required)
+    if read is None or integers not in (1, 2) or len(written) > 1:
+        return None
+    if "seed_value" in verb.values:  # each call has another one
+        return None
+    if any(x is not y for x, y in zip(inputs, arrays, strict=False)):
+        return None  # something was sent to the GPU, or scales came along
+    device: int = read[1][verb.q * 4 + 3]
+    if device != own.current_device() or streams.is_capturing(own.stream(device)):
+        return None
+    call, lengths, _ = on_gpu.called(
+        verb, own, read, inputs, targets, asked.options, asked.flag, framework
+    )
+    if call.copies is not None or lengths is None or (written and written[0] is not targets[0]):
+        return None
+    given_lengths = arrays[count : count + integers]
+    sides = lengths.k.length, lengths.k.start
+    if lengths.q.start is not None or lengths.q.length is not None:
+        return None
+    expected = [own.address(x) for x in given_lengths]
+    if [int(x.data.ptr) for x in sides if x is not None] != expected:
+        return None
+    launch = call.prepared.with_integers(lengths)
+    makers = [
+        own.maker(shape, dtype, inputs[verb.q])
+        for n, shape, dtype in call.made
+        if targets[n] is None
+    ]
+    places = [count + n for n, _, _ in call.made if targets[n] is None]
+    width = len(verb.inputs) + len(verb.outputs)
+    values, returned = list(asked.values), asked.returned
+    bounds = on_gpu.overlaps(call, count) if written else ()
+    wanted = len(verb.outputs)
+    stream_of, current_device, address_of = own.stream, own.current_device, own.address
+
+    def repeat(found: list[int], out: Any) -> Any:
+        if current_device() != device:
+            return ANEW
+        results = [out] + [None] * (wanted - 1) if wanted else []
+        addresses = found[:count]
+        if out is not None:
+            place = found[-1]
+            for address, (low, high) in zip(addresses, bounds):  # noqa: B905
+                if low < place - address < high:
+                    return ANEW
+        addresses += [0] * (width - count)
+        if out is not None:
+            addresses[count] = place
+        for at, make in zip(places, makers):  # noqa: B905
+            results[at - count] = result = make()
+            addresses[at] = address_of(result)
+        addresses += values
+        start = found[count + 1] if integers == 2 else 0
+        launch(addresses, [0, 0, start, found[count]], stream_of(device), own)
+        return returned(results)
+
+    return repeat

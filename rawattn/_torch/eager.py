@@ -1,0 +1,140 @@
+"""Calls of `rawattn.torch` that are not compiled: handed on as they are spelled, and recorded where autograd asks for it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from rawattn import ScoreMod, attention, attention_backward
+from rawattn._torch.captured import checked, tensors_of, with_tensors
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+# Options that are never tensors, so that the call alone decides whether autograd records it.
+_PLAIN = {
+    *("seqs", "causal", "align", "window", "sink", "scale", "softcap", "num_splits", "return_lse"),
+}
+# All others may be tensors, but for this one, of the backward.
+_OF_BACKWARD = "deterministic"
+# Of tensors among the options. Changed in place before the backward, they would make it that of another call.
+_SAVED = ("bias", "sink_logits", "mask", "alibi_slopes", "seed")
+
+# Where it is not None.
+_DEFAULTS: dict[str, Any] = {
+    **{"causal": False, "align": "bottom-right", "sink": 0, "dropout_p": 0.0},
+    **{"return_lse": False, "deterministic": False},
+}
+
+
+def repeating(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """`function`, the public one, without a look at options of calls that need none."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        if (
+            len(args) == 3
+            and not torch.compiler.is_compiling()
+            and options.keys() <= _PLAIN
+            and isinstance(args[0], torch.Tensor)
+            and isinstance(args[1], torch.Tensor)
+            and isinstance(args[2], torch.Tensor)
+        ):
+            q, k, v = args
+            if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+                return Recorded.apply(options, (), q, k, v)
+            return attention(q, k, v, **options)
+        return function(*args, **options)
+
+    return call
+
+
+def run(q: Any, k: Any, v: Any, **options: Any) -> Any:
+    """The call with all of its options."""
+    options = {name: x for name, x in options.items() if x is not _DEFAULTS.get(name)}
+    score_mod = options.get("score_mod")
+    captured = checked(score_mod) if isinstance(score_mod, ScoreMod) else ()
+    if not torch.is_grad_enabled() or not (
+        any(x.requires_grad for x in (q, k, v, *captured))
+        or getattr(options.get("bias"), "requires_grad", False)
+        or getattr(options.get("sink_logits"), "requires_grad", False)
+    ):
+        options.pop(_OF_BACKWARD, None)
+        return attention(q, k, v, **options)
+    if "out" in options:
+        raise ValueError(
+            "out: got a tensor in a call that autograd records, where nothing can be written in place; expected "
+            "None, or a call under torch.no_grad()"
+        )
+    names = tuple(name for name in _SAVED if isinstance(options.get(name), torch.Tensor))
+    tensors = [options.pop(name) for name in names]
+    return Recorded.apply(options, names, q, k, v, *tensors, *captured)
+
+
+class Recorded(torch.autograd.Function):  # type: ignore[misc]  # torch is not typed here
+    """What autograd records in eager mode: it costs the host less than an operator of torch does."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        options: dict[str, Any],
+        names: tuple[str, ...],
+        q: Any,
+        k: Any,
+        v: Any,
+        *tensors: Any,
+    ) -> Any:
+        """options: those of the forward and the backward.
+
+        tensors: those among the options, of these names, then what a score function captures.
+        """
+        given = {**options, "return_lse": True}
+        given.update(zip(names, tensors))  # noqa: B905  # the others are what a score function captures
+        given.pop(_OF_BACKWARD, None)
+        out, lse = attention(q, k, v, **given)
+        ctx.save_for_backward(q, k, v, out, lse, *tensors)
+        ctx.set_materialize_grads(False)
+        ctx.call = options, names
+        return (out, lse) if options.get("return_lse") else out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any, dlse: Any = None) -> tuple[Any, ...]:
+        # Grad mode is on where the gradients are recorded to be differentiated in their turn.
+        return (_pull_once if torch.is_grad_enabled() else _pull)(ctx, dout, dlse)
+
+
+def _pull(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
+    """The gradients of all inputs of `Recorded`."""
+    q, k, v, out, lse, *tensors = ctx.saved_tensors
+    options, names = ctx.call
+    if dout is None:
+        dout = torch.zeros_like(out)
+    options = {**options}
+    options.pop("return_lse", None)
+    options.pop("num_splits", None)
+    if dlse is not None:
+        options["dlse"] = dlse
+    if not tensors:
+        dq, dk, dv, *_ = attention_backward(dout, q, k, v, out, lse, **options)
+        return None, None, dq, dk, dv
+    options.update(zip(names, tensors))  # noqa: B905  # likewise
+    captured = tensors[len(names) :]
+    if captured:
+        options["score_mod"] = with_tensors(options["score_mod"], captured)
+    if "bias" in names:
+        options["want_dbias"] = ctx.needs_input_grad[5 + names.index("bias")]
+    found = attention_backward(dout, q, k, v, out, lse, **options)
+    of_options = {"bias": found.dbias, "sink_logits": found.dsink_logits}
+    of_captured = found.captured or {}
+    return (
+        *(None, None, *found[:3]),
+        *(of_options.get(name) for name in names),
+        *(of_captured.get(name) for name in (tensors_of(options["score_mod"]) if captured else ())),
+    )
+
+
+_pull_once = once_differentiable(_pull)

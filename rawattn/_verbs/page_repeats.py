@@ -1,0 +1,142 @@
+"""Calls on pages like earlier ones: steps of decoding, whose lengths and page ids lie on the GPU, for kernels to read.
+
+As `repeats`, which knows layouts: here the lengths are an array among the others, so a call is told by the form of its arrays
+and the spelling of its options alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+from rawattn._interop.arrays import framework_of
+from rawattn._interop.native import Read, native
+from rawattn._kernels.selection import UNCHANGED, selection
+from rawattn._runtime import dispatch, read_lengths
+from rawattn._runtime.asked import Asked
+from rawattn._runtime.read_lengths import ANEW
+from rawattn._verbs.repeats import Parameters, are_plain, known, remember
+
+Result = TypeVar("Result")
+
+
+class Gathered(NamedTuple):
+    """A call's arrays, and what of it is none.
+
+    arrays: as the verb has them; then seqlen_k, and the indptr of a block table that is a pair.
+    out: to write, or None. options: all others by name, and under "" what else tells calls apart.
+    """
+
+    arrays: tuple[Any, ...]
+    out: Any
+    options: dict[str, Any]
+
+
+def repeating(
+    gather: Callable[[tuple[Any, ...], dict[str, Any]], Gathered | None],
+) -> Callable[[Callable[Parameters, Asked[Result]]], Callable[Parameters, Result]]:
+    """Makes the public function of a verb of the one that says what is asked for.
+
+    gather: from the arguments of a call; None for one that is no step of decoding.
+    """
+
+    def decorate(ask: Callable[..., Asked[Result]]) -> Callable[..., Result]:
+        name = ask.__name__
+        # By the type of the first array and the number of all.
+        readers: dict[tuple[type, int], Callable[..., Read | None]] = {}
+
+        @functools.wraps(ask)
+        def call(*args: Any, **options: Any) -> Result:
+            gathered = gather(args, options)
+            key = read = None
+            if gathered is not None:
+                arrays, out, others = gathered
+                if out is not None:
+                    arrays = (*arrays, out)
+                reader = readers.get((type(arrays[0]), len(arrays)))
+                read = None if reader is None else reader(*arrays)
+            if read is not None:
+                addresses, form, tracked = read
+                try:
+                    # What each array begins with decides, and all of them together only where that is nothing.
+                    places = tuple([x & 15 for x in addresses]) if form[-1] else None
+                    values = tuple(others.values())
+                    types = [type(x) for x in values]
+                    types += [type(end) for x in values if type(x) is tuple for end in x]
+                    key = form, places, out is None, *others, values, *types
+                    repeat = known[name].get(key)
+                except TypeError:  # what cannot be hashed
+                    repeat = key = None
+                if repeat is not None and not tracked and selection() is UNCHANGED:
+                    result = repeat(addresses, out)
+                    if result is not ANEW:
+                        return result  # type: ignore[no-any-return]
+            return anew(args, options, gathered, key)
+
+        def anew(
+            args: tuple[Any, ...], options: dict[str, Any], gathered: Gathered | None, key: Any
+        ) -> Result:
+            asked = ask(*args, **options)
+            call = asked.verb, asked.inputs, asked.targets, asked.options, asked.flag
+            results = dispatch.run(*call, asked.backend, asked.values)
+            framework = framework_of(asked.inputs[asked.verb.q])
+            own = native(framework)
+            if gathered is None or own is None or selection() is not UNCHANGED:
+                return asked.returned(results)
+            arrays, out, others = gathered
+            if out is not None:
+                arrays = (*arrays, out)
+            form = type(arrays[0]), len(arrays)
+            if form not in readers and form[0] in own.kinds:
+                readers[form] = own.reader(form[1])
+            elif key is not None and are_plain(others, ""):
+                repeat = read_lengths.repeated(own, asked, arrays, framework)
+                if repeat is not None:
+                    remember(known[name], key, repeat)
+            return asked.returned(results)
+
+        known[name] = {}
+        signature = inspect.signature(ask)
+        result = signature.return_annotation.removeprefix("Asked[").removesuffix("]")
+        vars(call)["__signature__"] = signature.replace(return_annotation=result)
+        call.__annotations__ = {**ask.__annotations__, "return": result}
+        return call
+
+    return decorate
+
+
+def of_paged_attention(args: tuple[Any, ...], options: dict[str, Any]) -> Gathered | None:
+    """q, k_pages, v_pages, block_table by position, seqlen_k by name."""
+    if len(args) != 4 or options.get("seqs") is not None or options.get("validate"):
+        return None
+    others = {**options}
+    out, lengths = others.pop("out", None), others.pop("seqlen_k", None)
+    *rows, table = args
+    if type(table) is tuple and len(table) == 2:
+        indptr, table = table
+        return Gathered((*rows, table, lengths, indptr), out, {**others, "": "indptr"})
+    return Gathered((*args, lengths), out, others)
+
+
+def of_append_kv(args: tuple[Any, ...], options: dict[str, Any]) -> Gathered | None:
+    """k, v, k_pages, v_pages, block_table by position, seqlen_k, q and rotary by name."""
+    if len(args) != 5 or options.get("seqs") is not None or options.get("validate"):
+        return None
+    others = {**options}
+    out, lengths = others.pop("out", None), others.pop("seqlen_k", None)
+    q, rotary = others.pop("q", None), others.pop("rotary", None)
+    *rows, table = args
+    if q is not None:
+        rows.append(q)
+    given = f"q {q is not None}, rotary {rotary is not None}"
+    more: list[Any] = []
+    if type(table) is tuple and len(table) == 2:
+        *more, table = table
+        given += ", indptr"
+    if rotary is None:
+        return Gathered((*rows, table, lengths, *more), out, {**others, "": given})
+    if type(rotary) is not tuple or len(rotary) != 2:
+        return None
+    return Gathered((*rows, table, *rotary, lengths, *more), out, {**others, "": given})
