@@ -83,9 +83,9 @@ KEYWORDS = [
         "logits_soft_cap: rawattn.attention_vjp has no such argument; write softcap=",
     ),
     Mistake(
-        "attention_vjp(q, k, v, out=out)",
+        "attention_vjp(q, k, v, want_dbias=False)",
         TypeError,
-        "out: rawattn.attention_vjp does not take it...expected an option that the backward has",
+        "want_dbias: rawattn.attention_vjp has no such argument; give it to ...the function that attention_vjp gives back",
     ),
     Mistake(
         "plan(attention, q, k, v, is_causal=True)",
@@ -195,6 +195,16 @@ ARRAYS = [
         "attention_backward(out, q, k, v, out, lse, into=(q, k, v))",
         TypeError,
         "into: got tuple, expected rawattn.Gradients(dq=",
+    ),
+    Mistake(
+        "attention_backward(out, q, k, v, out, lse, into=Gradients(captured=[q]))",
+        TypeError,
+        "into.captured: got list, expected a dict of arrays",
+    ),
+    Mistake(
+        "attention_backward(out, q, k, v, out, lse, into=Gradients(captured={'slope': q}))",
+        ValueError,
+        "into.captured: got an array for 'slope', expected names that score_mod has in wrt: none",
     ),
 ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 
@@ -15,7 +15,7 @@ from rawattn._call.seq_layout import SeqLayout
 from rawattn._runtime import dispatch
 from rawattn._runtime.verbs import BACKWARD, FORWARD, with_arrays
 from rawattn._scores.score_mod import ScoreMod
-from rawattn._verbs.attention import ArrayT, CommonOptions, no_bool
+from rawattn._verbs.attention import ArrayT, CommonOptions, ForwardOptions, no_bool
 from rawattn._verbs.repeats import Asked, repeating
 
 if TYPE_CHECKING:  # type checkers bring it: nothing is installed for it
@@ -161,16 +161,18 @@ def of_options(
         found["dbias"] = into.dbias
     if options.sink_logits is not None:
         found["dsink_logits"] = into.dsink_logits
+    captured = into.captured or {}
     names = _differentiated(options.score_mod)
     for n, name in names.items():
-        found[f"dcaptured{n}"] = (into.captured or {}).get(name)
-    lacking = {
-        "dbias": into.dbias is not None and "dbias" not in found,
-        "dsink_logits": into.dsink_logits is not None and "dsink_logits" not in found,
-        "captured": bool(set(into.captured or ()) - set(names.values())),
-    }
-    for field, is_lacking in lacking.items():
-        if is_lacking:
+        found[f"dcaptured{n}"] = captured.get(name)
+    for name in captured:
+        if name not in names.values():
+            known = ", ".join(names.values()) or "none"
+            raise ValueError(
+                f"into.captured: got an array for {name!r}, expected names that score_mod has in wrt: {known}"
+            )
+    for field in ("dbias", "dsink_logits"):
+        if getattr(into, field) is not None and field not in found:
             raise ValueError(
                 f"into.{field}: got an array, but the call has no input of which it is the gradient"
             )
@@ -217,10 +219,16 @@ def wanted(
         raise TypeError(
             f"into: got {type(into).__name__}, expected rawattn.Gradients(dq=..., dk=..., dv=...) or None"
         )
+    if into.captured is not None and not isinstance(into.captured, Mapping):
+        raise TypeError(
+            f"into.captured: got {type(into.captured).__name__}, expected a dict of arrays, by names that score_mod has "
+            "in wrt"
+        )
     return into
 
 
-_VJP_NAMES = ("q", "k", "v", *CommonOptions.__annotations__, "deterministic", "return_lse")
+_VJP_NAMES = ("q", "k", "v", *CommonOptions.__annotations__)
+_VJP_NAMES += ("num_splits", "out", "deterministic", "return_lse")
 
 # Inside a vjp the caller takes the gradients: a tensor that requires one is read as its values.
 _UNTRACKED = replace(FORWARD, refuses_gradients=False)
@@ -247,7 +255,7 @@ def attention_vjp(
     *,
     deterministic: bool = False,
     return_lse: Literal[False] = False,
-    **options: Unpack[CommonOptions],
+    **options: Unpack[ForwardOptions],
 ) -> tuple[ArrayT, Pullback]: ...
 
 
@@ -259,7 +267,7 @@ def attention_vjp(
     *,
     deterministic: bool = False,
     return_lse: Literal[True],
-    **options: Unpack[CommonOptions],
+    **options: Unpack[ForwardOptions],
 ) -> tuple[tuple[ArrayT, Any], Pullback]: ...
 
 
@@ -271,7 +279,7 @@ def attention_vjp(
     *,
     deterministic: bool = False,
     return_lse: bool,
-    **options: Unpack[CommonOptions],
+    **options: Unpack[ForwardOptions],
 ) -> tuple[ArrayT | tuple[ArrayT, Any], Pullback]: ...
 
 
@@ -284,7 +292,7 @@ def attention_vjp(
     ----------
     q, k, v : array
     **options
-        Those of `attention` but `num_splits` and `out`.
+        Those of `attention`. `num_splits` is of the forward alone.
     deterministic : bool
         Of the backward.
     return_lse : bool
@@ -294,8 +302,8 @@ def attention_vjp(
     -------
     out : array, or (out, lse) with `return_lse`
     backward : callable, ``backward(dout, *, dlse=None, want_dbias=None, into=None) -> Gradients``
-        As `attention_backward`. It holds q, k, v, out, lse and the arrays of options: they must not be changed before it is
-        called.
+        As `attention_backward`. It holds q, k, v, out, lse and the arrays of options, an `out` that was given too: they must
+        not be changed before it is called.
 
     Examples
     --------
@@ -305,16 +313,10 @@ def attention_vjp(
     >>> backward(np.ones_like(out)).dv[0, :, 0, 0].round(3)
     array([1.833, 0.833, 0.333], dtype=float32)
     """
-    for name in ("num_splits", "out"):
-        if options.get(name) is not None:
-            raise TypeError(
-                f"{name}: rawattn.attention_vjp does not take it: expected an option that the backward has too"
-            )
-        options.pop(name, None)
     for name, flag in (("return_lse", return_lse), ("deterministic", deterministic)):
         if flag is not True and flag is not False:
             raise no_bool(name, flag)
-    backend = options.pop("backend", None)
+    backend, target = options.pop("backend", None), options.pop("out", None)
     try:
         known: Options | None = Options(**options)
     except TypeError:
@@ -323,7 +325,8 @@ def attention_vjp(
         unknown = [name for name in options if name not in Options._fields]
         refuse_unknown("rawattn.attention_vjp", unknown, _VJP_NAMES)
     verb, arrays, values, left = with_arrays(_UNTRACKED, known, q=q)
-    out, lse = dispatch.run(verb, (q, k, v, *arrays), (None, None), left, True, backend, values)
+    out, lse = dispatch.run(verb, (q, k, v, *arrays), (target, None), left, True, backend, values)
+    options.pop("num_splits", None)
 
     def backward(
         dout: Any,
