@@ -1,7 +1,7 @@
 """All options of attention with their defaults, and the checks of each that need no array.
 
 Signatures stand on the public verbs alone: behind them the options of a call are one `Options`. Arrays among them become
-inputs of the verb (`_runtime.verbs.with_arrays`); what is left tells calls apart by its values.
+inputs of the verb (`_runtime.option_arrays.with_arrays`); what is left tells calls apart by its values.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def describe(
     """The call as a `Problem` and its sequences. q, k, v have the shapes and dtypes of NumPy or CuPy arrays.
 
     framework: that of the caller's arrays, as `framework_of` tells it, for the words of messages; None: not known.
-    arrays: those of options by name, as `verbs.with_arrays` takes them out of the options.
+    arrays: those of options by name, as `option_arrays.with_arrays` takes them out of the options.
     changed: options by name, in the place of those in `options`.
 
     Raises TypeError or ValueError for what the contract refuses, naming the argument, what was got

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, overload
 from rawattn._call.hints import NoOthers, hides_unknown, refuse_unknown
 from rawattn._call.options import Options
 from rawattn._call.seq_layout import SeqLayout
-from rawattn._runtime.verbs import FORWARD, with_arrays
+from rawattn._runtime.option_arrays import with_arrays
+from rawattn._runtime.verbs import FORWARD
 from rawattn._verbs.repeats import Asked, repeating
 
 if TYPE_CHECKING:  # type checkers bring it: nothing is installed for it

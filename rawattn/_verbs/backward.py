@@ -13,7 +13,8 @@ from rawattn._call.hints import NoOthers, hides_unknown, refuse_unknown
 from rawattn._call.options import Options
 from rawattn._call.seq_layout import SeqLayout
 from rawattn._runtime import dispatch
-from rawattn._runtime.verbs import BACKWARD, FORWARD, with_arrays
+from rawattn._runtime.option_arrays import with_arrays
+from rawattn._runtime.verbs import BACKWARD, FORWARD
 from rawattn._scores.score_mod import ScoreMod
 from rawattn._verbs.attention import ArrayT, CommonOptions, ForwardOptions, no_bool
 from rawattn._verbs.repeats import Asked, repeating

@@ -17,7 +17,8 @@ from rawattn._call.seq_layout import SeqLayout
 from rawattn._interop import arrays
 from rawattn._interop.arrays import HOST
 from rawattn._runtime import dispatch
-from rawattn._runtime.verbs import PAGED, Verb, with_arrays, with_scales
+from rawattn._runtime.option_arrays import with_arrays
+from rawattn._runtime.verbs import PAGED, Verb, with_scales
 from rawattn._verbs.attention import CommonOptions, no_bool
 
 if TYPE_CHECKING:  # type checkers bring it: nothing is installed for it

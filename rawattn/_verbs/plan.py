@@ -13,8 +13,9 @@ from rawattn._call.options import Options
 from rawattn._interop import arrays
 from rawattn._interop.native import native
 from rawattn._runtime import dispatch
+from rawattn._runtime.option_arrays import with_arrays
 from rawattn._runtime.planned import UNLIKE, GpuPlan
-from rawattn._runtime.verbs import BACKWARD, FORWARD, PAGED, Verb, with_arrays
+from rawattn._runtime.verbs import BACKWARD, FORWARD, PAGED, Verb
 from rawattn._verbs.append import append_kv
 from rawattn._verbs.attention import attention, first, no_bool
 from rawattn._verbs.backward import attention_backward, gradients, of_options, wanted
