@@ -138,3 +138,23 @@ def extended(
         gradients=gradients,
         values=verb.values + values,
     )
+
+
+def told(verb: Verb, options: Options) -> tuple[str, ...]:
+    """The inputs as the caller knows them: of a BlockMask its option, of what a score function captures its name there.
+
+    options: what `with_arrays` has left of them.
+    """
+    if not verb.extras:
+        return verb.inputs
+    captured: tuple[str, ...] = ()
+    if options.score_mod is not None:
+        captured = tuple(name for name, *_ in options.score_mod[0].arrays)
+    return tuple(
+        "mask"
+        if name.startswith("mask_")
+        else captured[int(name.removeprefix("captured"))]
+        if name.startswith("captured")
+        else name
+        for name in verb.inputs
+    )
