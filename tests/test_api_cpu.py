@@ -117,6 +117,15 @@ def test_a_vjp_takes_every_option_of_the_call() -> None:
         rawattn.attention_vjp(q, k, v, num_splits=0)
 
 
+def test_choices_may_be_bools_of_numpy() -> None:
+    q, k, v = _ones()
+    yes = np.bool_(True)
+    out, lse = rawattn.attention(q, k, v, causal=yes, return_lse=yes)
+    bias = np.zeros((q.shape[1], k.shape[1]), np.float32)
+    options = {"want_dbias": np.bool_(False), "deterministic": yes}
+    assert rawattn.attention_backward(out, q, k, v, out, lse, bias=bias, **options).dbias is None
+
+
 def test_read_only_inputs_are_fine() -> None:
     q, k, v = _ones()
     for x in (q, k, v):

@@ -197,6 +197,26 @@ ARRAYS = [
         "into: got tuple, expected rawattn.Gradients(dq=",
     ),
     Mistake(
+        "attention(q, k, v, bias=np.zeros((5, 7)))",
+        TypeError,
+        "bias: got dtype float64, expected float32; convert it, as by bias.astype(np.float32)",
+    ),
+    Mistake(
+        "attention_backward(out, q, k, v, out, lse.astype(float))",
+        TypeError,
+        "lse: got dtype float64, expected float32...as by lse.astype(np.float32)",
+    ),
+    Mistake(
+        "attention(q, k, v, score_mod=ScoreMod('score + slope[head]', slope=np.ones(4, '>f4')))",
+        TypeError,
+        "slope: got dtype >f4, which is not in this machine's byte order",
+    ),
+    Mistake(
+        "paged_attention(q, k, v, [[0, 1], [0]], seqlen_k=[2, 2])",
+        TypeError,
+        "block_table: got a list of two that are not of one length, expected (batch, max_pages), or a pair...is a tuple",
+    ),
+    Mistake(
         "attention_backward(out, q, k, v, out, lse, into=Gradients(captured=[q]))",
         TypeError,
         "into.captured: got list, expected a dict of arrays",
@@ -251,17 +271,21 @@ OPTIONS = [
         "backend: got 'gpu'; accepted are 'cuda', 'cpu' and None",
     ),
     Mistake(
-        "attention(q, k, v, return_lse='x')", TypeError, "return_lse: got str, expected a bool"
+        "attention(q, k, v, return_lse='x')",
+        TypeError,
+        "return_lse: got 'x' (str), expected a bool",
     ),
     Mistake(
-        "attention_vjp(q, k, v, return_lse=1)", TypeError, "return_lse: got int, expected a bool"
+        "attention_vjp(q, k, v, return_lse=1)",
+        TypeError,
+        "return_lse: got 1 (int), expected a bool",
     ),
     Mistake(
         "attention_vjp(q, k, v, deterministic=None)",
         TypeError,
-        "deterministic: got NoneType, expected a bool",
+        "deterministic: got None (NoneType), expected a bool",
     ),
-    Mistake("plan(attention, q, k, v, return_lse=1)", TypeError, "return_lse: got int, expected"),
+    Mistake("plan(attention, q, k, v, return_lse=1)", TypeError, "return_lse: got 1 (int), expected"),
     Mistake(
         "attention_backward(out, q, k, v, out, lse, want_dbias=True)",
         ValueError,

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from rawattn._call import scales
+from rawattn._call.hints import cast
 from rawattn._call.layout import HostLengths, Lengths
 from rawattn._call.options import Options
 from rawattn._call.problem import Problem, describe, describe_paged, result_shapes
@@ -34,7 +35,7 @@ class Verb:
     outputs: names of its results. prefix: of these in messages, where they are arguments.
     flag: the name of the one choice that is no option of the problem.
     results: shape and dtype of each output, None for one that the flag leaves out, from (problem, dtype, flag).
-    check: refuses inputs that the forward does not have, from (problem, arrays by name).
+    check: refuses inputs that the forward does not have, from (problem, arrays by name, framework).
     more: what the steps of its kernels are made with, for the flag.
     cpu: from (problem, lengths, inputs, results, flag, what is in `extras` and `values` by name, gradients);
         lengths are None where the batch is not ragged.
@@ -56,7 +57,7 @@ class Verb:
     results: Callable[
         [Problem, np.dtype[Any], bool], tuple[tuple[Shape, np.dtype[Any]] | None, ...]
     ]
-    check: Callable[[Problem, Mapping[str, Any]], None]
+    check: Callable[[Problem, Mapping[str, Any], str | None], None]
     more: Callable[[bool], dict[str, Any]]
     cpu: Callable[
         [Problem, HostLengths | None, Sequence[Any], Sequence[Any], bool, Extras, Sequence[str]],
@@ -143,7 +144,7 @@ def _backward_results(
     )
 
 
-def _check_backward(problem: Problem, arrays: Mapping[str, Any]) -> None:
+def _check_backward(problem: Problem, arrays: Mapping[str, Any], framework: str | None) -> None:
     dtype = arrays["q"].dtype
     out_shape, lse_shape = result_shapes(problem)
     expected = {"dout": (out_shape, dtype), "out": (out_shape, dtype)}
@@ -157,7 +158,7 @@ def _check_backward(problem: Problem, arrays: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}: got shape {array.shape}, expected {shape}, {of}")
         if array.dtype != kind:
             raise TypeError(
-                f"{name}: got dtype {array.dtype}, expected {kind}, {of}; convert it, as by {name}.astype"
+                f"{name}: got dtype {array.dtype}, expected {kind}, {of}; convert it, as by {cast(framework, name, kind)}"
             )
 
 
@@ -225,7 +226,7 @@ FORWARD = Verb(
     outputs=("out", "lse"),
     prefix="",
     results=_forward_results,
-    check=lambda problem, arrays: None,
+    check=lambda problem, arrays, framework: None,
     more=lambda return_lse: {},
     cpu=_forward_cpu,
     padding=(0.0, -np.inf),

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 
-from rawattn._call.gradients import Gradients
+from rawattn._call.gradients import Gradients, check_given, wanted
 from rawattn._call.hints import NoOthers, hides_unknown, refuse_unknown
-from rawattn._call.options import Options
+from rawattn._call.options import Options, flag
 from rawattn._call.seq_layout import SeqLayout
 from rawattn._runtime import dispatch
 from rawattn._runtime.option_arrays import with_arrays
 from rawattn._runtime.verbs import BACKWARD, FORWARD
 from rawattn._scores.score_mod import ScoreMod
-from rawattn._verbs.attention import ArrayT, CommonOptions, ForwardOptions, no_bool
+from rawattn._verbs.attention import ArrayT, CommonOptions, ForwardOptions
 from rawattn._verbs.repeats import Asked, repeating
 
 if TYPE_CHECKING:  # type checkers bring it: nothing is installed for it
@@ -141,7 +141,8 @@ def attention_backward(
         dropout_p,
         seed,
     )
-    targets = wanted(into, bias, want_dbias, deterministic)
+    deterministic = flag("deterministic", deterministic)
+    targets = wanted(into, bias, want_dbias)
     names, written = of_options(targets, options, want_dbias)
     verb, arrays, values, options = with_arrays(BACKWARD, options, names, q)
     inputs = (dout, q, k, v, out, lse, dlse, *arrays)
@@ -150,15 +151,12 @@ def attention_backward(
     return Asked(verb, inputs, arrays, options, deterministic, backend, values, returned)
 
 
-_NONE = Gradients()
-
-
 def of_options(
     into: Gradients, options: Options, want_dbias: bool | None
 ) -> tuple[tuple[str, ...], tuple[Any, ...]]:
     """The gradients of options' arrays that a call has, and the caller's arrays for them."""
     found: dict[str, Any] = {}
-    if options.bias is not None and want_dbias is not False:
+    if options.bias is not None and (want_dbias is None or want_dbias):
         found["dbias"] = into.dbias
     if options.sink_logits is not None:
         found["dsink_logits"] = into.dsink_logits
@@ -166,17 +164,7 @@ def of_options(
     names = _differentiated(options.score_mod)
     for n, name in names.items():
         found[f"dcaptured{n}"] = captured.get(name)
-    for name in captured:
-        if name not in names.values():
-            known = ", ".join(names.values()) or "none"
-            raise ValueError(
-                f"into.captured: got an array for {name!r}, expected names that score_mod has in wrt: {known}"
-            )
-    for field in ("dbias", "dsink_logits"):
-        if getattr(into, field) is not None and field not in found:
-            raise ValueError(
-                f"into.{field}: got an array, but the call has no input of which it is the gradient"
-            )
+    check_given(into, found, names.values())
     return tuple(found), tuple(found.values())
 
 
@@ -199,33 +187,6 @@ def gradients(names: tuple[str, ...], score_mod: Any, results: Sequence[Any]) ->
     captured = {name: others[f"dcaptured{n}"] for n, name in _differentiated(score_mod).items()}
     dq, dk, dv = results[:3]
     return Gradients(dq, dk, dv, others.get("dbias"), others.get("dsink_logits"), captured or None)
-
-
-def wanted(
-    into: Any, bias: Any = None, want_dbias: Any = None, deterministic: Any = False
-) -> Gradients:
-    """The arrays to write, checked as far as they are not arrays of the call."""
-    if deterministic is not True and deterministic is not False:
-        raise no_bool("deterministic", deterministic)
-    if want_dbias is not None:
-        if not isinstance(want_dbias, bool):
-            raise no_bool("want_dbias", want_dbias)
-        if want_dbias and bias is None:
-            raise ValueError(
-                "want_dbias: got True, but bias is None; pass the bias or drop want_dbias"
-            )
-    if into is None:
-        return _NONE
-    if not isinstance(into, Gradients):
-        raise TypeError(
-            f"into: got {type(into).__name__}, expected rawattn.Gradients(dq=..., dk=..., dv=...) or None"
-        )
-    if into.captured is not None and not isinstance(into.captured, Mapping):
-        raise TypeError(
-            f"into.captured: got {type(into.captured).__name__}, expected a dict of arrays, by names that score_mod has "
-            "in wrt"
-        )
-    return into
 
 
 _VJP_NAMES = ("q", "k", "v", *CommonOptions.__annotations__)
@@ -314,9 +275,7 @@ def attention_vjp(
     >>> backward(np.ones_like(out)).dv[0, :, 0, 0].round(3)
     array([1.833, 0.833, 0.333], dtype=float32)
     """
-    for name, flag in (("return_lse", return_lse), ("deterministic", deterministic)):
-        if flag is not True and flag is not False:
-            raise no_bool(name, flag)
+    return_lse, deterministic = flag("return_lse", return_lse), flag("deterministic", deterministic)
     backend, target = options.pop("backend", None), options.pop("out", None)
     try:
         known: Options | None = Options(**options)

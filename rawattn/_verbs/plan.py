@@ -7,9 +7,11 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rawattn._call import options as _options
 from rawattn._call import scales
+from rawattn._call.gradients import wanted
 from rawattn._call.hints import refuse_unknown
-from rawattn._call.options import Options
+from rawattn._call.options import Options, flag
 from rawattn._interop import arrays
 from rawattn._interop.native import native
 from rawattn._runtime import dispatch
@@ -17,8 +19,8 @@ from rawattn._runtime.option_arrays import told, with_arrays
 from rawattn._runtime.planned import UNLIKE, GpuPlan
 from rawattn._runtime.verbs import BACKWARD, FORWARD, PAGED, Verb
 from rawattn._verbs.append import append_kv
-from rawattn._verbs.attention import attention, first, no_bool
-from rawattn._verbs.backward import attention_backward, gradients, of_options, wanted
+from rawattn._verbs.attention import attention, first
+from rawattn._verbs.backward import attention_backward, gradients, of_options
 from rawattn._verbs.combine import combine
 from rawattn._verbs.paged import paged_attention, read_pages, scaled
 from rawattn._verbs.plan_arguments import Arguments, check_form, host_table
@@ -182,16 +184,12 @@ def plan(fn: Callable[..., Any], *args: Any, **options: Any) -> Plan:
 
         return AppendPlan(**named)
     known = Options(**{name: named[name] for name in Options._fields if name in named})
-    backend = named["backend"]
-    if backend not in (None, "cuda", "cpu"):
-        raise ValueError(f"backend: got {backend!r}; accepted are 'cuda', 'cpu' and None")
+    backend = _options.backend(named["backend"])
     names: tuple[str, ...] = ()
     numbers: tuple[int, ...] = ()
     table = None
     if fn is not attention_backward:
-        verb, flag = FORWARD, named["return_lse"]
-        if flag is not True and flag is not False:
-            raise no_bool("return_lse", flag)
+        verb, choice = FORWARD, flag("return_lse", named["return_lse"])
         if fn is paged_attention:
             given_table = named["block_table"]
             named["block_table"], known = read_pages(named, known)
@@ -199,17 +197,17 @@ def plan(fn: Callable[..., Any], *args: Any, **options: Any) -> Plan:
             verb, factors, numbers = scaled(PAGED, named["q"], {n: named[n] for n in scales.NAMES})
             named |= zip(verb.inputs[len(PAGED.inputs) :], factors, strict=True)
         targets: Sequence[Any] = (named["out"], None)
-        returned: Callable[[Sequence[Any]], Any] = tuple if flag else first
+        returned: Callable[[Sequence[Any]], Any] = tuple if choice else first
     else:
-        verb, flag = BACKWARD, named["deterministic"]
-        into = wanted(named["into"], named["bias"], named["want_dbias"], flag)
+        verb, choice = BACKWARD, flag("deterministic", named["deterministic"])
+        into = wanted(named["into"], named["bias"], named["want_dbias"])
         names, written = of_options(into, known, named["want_dbias"])
         targets = (*into[:3], *written)
         returned = functools.partial(gradients, names, known.score_mod)
     inputs = [named[name] for name in verb.inputs]
     verb, extras, values, known = with_arrays(verb, known, names, named["q"])
     values = numbers + values
-    return Plan(verb, [*inputs, *extras], targets, known, flag, backend, returned, values, table)
+    return Plan(verb, [*inputs, *extras], targets, known, choice, backend, returned, values, table)
 
 
 def _copied(name: str, array: Any) -> Any:
