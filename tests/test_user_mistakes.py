@@ -99,6 +99,16 @@ KEYWORDS = [
     ),
     Mistake("plan(attention, q, k)", TypeError, "missing a required argument: 'v'"),
     Mistake(
+        "rawattn.parallel.Group()",
+        AttributeError,
+        "rawattn.parallel: one sequence over several GPUs is no part",
+    ),
+    Mistake(
+        "__import__('rawattn.parallel')",
+        ModuleNotFoundError,
+        "rawattn.parallel: one sequence over...limits.md",
+    ),
+    Mistake(
         "plan(np.matmul, q, k)", NotImplementedError, "fn: got matmul...rawattn.attention_backward"
     ),
     Mistake(
@@ -285,7 +295,9 @@ OPTIONS = [
         TypeError,
         "deterministic: got None (NoneType), expected a bool",
     ),
-    Mistake("plan(attention, q, k, v, return_lse=1)", TypeError, "return_lse: got 1 (int), expected"),
+    Mistake(
+        "plan(attention, q, k, v, return_lse=1)", TypeError, "return_lse: got 1 (int), expected"
+    ),
     Mistake(
         "attention_backward(out, q, k, v, out, lse, want_dbias=True)",
         ValueError,
