@@ -108,7 +108,10 @@ def documented() -> list[str]:
     found = []
     for path in sorted(package.rglob("*.py")):
         name = ".".join(("rawattn", *path.relative_to(package).with_suffix("").parts))
-        if ">>> " in path.read_text() and name not in ("rawattn.torch", "rawattn.jax"):
+        if re.search(r"^ *>>> ", path.read_text(), re.M) and name not in (
+            "rawattn.torch",
+            "rawattn.jax",
+        ):
             found.append(name.removesuffix(".__init__"))
     return found
 
