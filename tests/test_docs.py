@@ -108,7 +108,7 @@ def documented() -> list[str]:
     found = []
     for path in sorted(package.rglob("*.py")):
         name = ".".join(("rawattn", *path.relative_to(package).with_suffix("").parts))
-        if re.search(r"^ *>>> ", path.read_text(), re.M) and name not in (
+        if re.search(r"^ *>>> (?!.*\+SKIP)", path.read_text(), re.M) and name not in (
             "rawattn.torch",
             "rawattn.jax",
         ):
