@@ -13,10 +13,11 @@ from rawattn._call.hints import cast, padding_mask
 from rawattn._call.layout import Lengths, Side
 from rawattn._call.options import Options
 
+_FLOAT32 = np.dtype(np.float32)
 _FLOATS = {
     np.dtype(np.float16): "float16",
     np.dtype(ml_dtypes.bfloat16): "bfloat16",
-    np.dtype(np.float32): "float32",
+    _FLOAT32: "float32",
 }
 _INTEGERS = {np.dtype(np.int32): "int32", np.dtype(np.int64): "int64"}
 
@@ -109,9 +110,9 @@ def describe(
 
 
 def _bias(name: str, array: Any, shapes: Shapes, lengths: Lengths) -> ArrayForm:
-    accepted = dict.fromkeys((shapes.dtype, np.dtype(np.float32)))
-    if array.dtype not in accepted:
-        raise _wrong_dtype(name, array, " or ".join(map(str, accepted)), shapes)
+    if array.dtype not in (shapes.dtype, _FLOAT32):
+        own = "" if shapes.dtype == _FLOAT32 else f"{shapes.dtype}, that of q, or "
+        raise _wrong_dtype(name, array, f"{own}float32", shapes)
     shape = four_axes(name, array.shape, shapes, lengths)
     dense = shape[3] > 1 and array.strides[-1] == array.dtype.itemsize
     return ArrayForm(_FLOATS[array.dtype], shape, tuple(array.shape), dense)
