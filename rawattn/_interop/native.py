@@ -286,11 +286,9 @@ def native(framework: str) -> Native | None:
 
     None for torch where CuPy cannot be imported: tensors on the CPU do not need it, and the reading of CUDA's tells why.
     """
-    if framework not in _makers:
-        return None
-    if framework not in _made:
+    if framework in _makers and framework not in _made:
         _made.setdefault(framework, _makers[framework]() if _has_cupy() else None)
-    return _made[framework]
+    return _made.get(framework)
 
 
 def _has_cupy() -> bool:
