@@ -46,8 +46,11 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """`rawattn.reference`, which few programs use, is imported when it is asked for."""
-    if name == "reference":
+    if name in ("reference", "parallel"):
         import importlib
 
-        return importlib.import_module("rawattn.reference")
+        try:
+            return importlib.import_module(f"rawattn.{name}")
+        except ModuleNotFoundError as error:
+            raise AttributeError(str(error)) from error
     raise AttributeError(f"module 'rawattn' has no attribute {name!r}")

@@ -30,7 +30,8 @@ from rawattn._jax import launch
 from rawattn._jax.record import Record, read, with_operands
 from rawattn._kernels.operands import contiguous
 from rawattn._masks.block_mask import BlockMask
-from rawattn._runtime.verbs import FORWARD, with_arrays
+from rawattn._runtime.option_arrays import with_arrays
+from rawattn._runtime.verbs import FORWARD
 from rawattn._verbs.backward import of_options
 
 if TYPE_CHECKING:  # type checkers bring it: nothing is installed for it

@@ -9,7 +9,8 @@ import numpy as np
 
 from rawattn._call.options import Options
 from rawattn._call.problem import Problem, describe
-from rawattn._runtime.verbs import FORWARD, with_arrays
+from rawattn._runtime.option_arrays import with_arrays
+from rawattn._runtime.verbs import FORWARD
 
 INT32_MAX = 2**31 - 1
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)

@@ -104,6 +104,28 @@ def test_unusable_out_is_refused(make, says) -> None:
     np.testing.assert_array_equal(out, before)
 
 
+def test_a_vjp_takes_every_option_of_the_call() -> None:
+    rng = np.random.default_rng(0)
+    q, k, v, dout = rng.standard_normal((4, 1, 5, 2, 8), dtype=np.float32)
+    out = np.empty_like(q)
+    got, backward = rawattn.attention_vjp(q, k, v, causal=True, num_splits=2, out=out)
+    assert got is out and np.array_equal(out, rawattn.attention(q, k, v, causal=True))
+    _, expected = rawattn.attention_vjp(q, k, v, causal=True)
+    for mine, theirs in zip(backward(dout)[:3], expected(dout)[:3], strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    with pytest.raises(ValueError, match=r"^num_splits: got 0"):
+        rawattn.attention_vjp(q, k, v, num_splits=0)
+
+
+def test_choices_may_be_bools_of_numpy() -> None:
+    q, k, v = _ones()
+    yes = np.bool_(True)
+    out, lse = rawattn.attention(q, k, v, causal=yes, return_lse=yes)
+    bias = np.zeros((q.shape[1], k.shape[1]), np.float32)
+    options = {"want_dbias": np.bool_(False), "deterministic": yes}
+    assert rawattn.attention_backward(out, q, k, v, out, lse, bias=bias, **options).dbias is None
+
+
 def test_read_only_inputs_are_fine() -> None:
     q, k, v = _ones()
     for x in (q, k, v):

@@ -121,7 +121,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "one array of angles": ({"rotary": CALL.rotary[0]}, TypeError, "expected a pair of arrays"),
     "q alone": ({"rotary": None}, TypeError, "q: got queries without rotary"),
     "out alone": ({"q": None, "out": CALL.q}, TypeError, "out: got an array without q"),
-    "style": ({"interleaved": 1}, TypeError, "interleaved: got int"),
+    "style": ({"interleaved": 1}, TypeError, "interleaved: got 1 (int)"),
     "rows of q": ({"q": np.zeros((4, 2, 4, 24), F32)}, ValueError, "q: got shape"),
     "heads of q": ({"q": np.zeros((4, 1, 3, 24), F32)}, ValueError, "q: got nheads_q = 3"),
     "v": ({"v": CALL.v[:, :, :1]}, ValueError, "v: got shape"),

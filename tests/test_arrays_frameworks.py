@@ -55,6 +55,33 @@ def test_framework_of_jax() -> None:
     assert framework_of(jax.numpy.zeros(3)) == "jax"
 
 
+@pytest.mark.frameworks
+@pytest.mark.parametrize(
+    "stop", ["sys.modules['cupy'] = None", "sys.meta_path.insert(0, Unwritable())"]
+)
+def test_tensors_of_torch_on_the_cpu_need_no_cupy(stop: str) -> None:
+    """README: without a GPU nothing of CUDA is installed. A CuPy that does not start is not asked for either."""
+    pytest.importorskip("torch")
+    code = (
+        "import sys, warnings\n"
+        "class Unwritable:\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name == 'cupy':\n"
+        "            raise OSError('read-only file system')\n"
+        f"{stop}\n"
+        "warnings.simplefilter('ignore', RuntimeWarning)\n"
+        "import torch, rawattn, rawattn.torch\n"
+        "q = torch.randn(1, 5, 2, 8)\n"
+        "out, backward = rawattn.attention_vjp(q, q, q, causal=True)\n"
+        "assert type(out) is type(backward(out).dq) is torch.Tensor\n"
+        "assert torch.equal(rawattn.plan(rawattn.attention, q, q, q, causal=True)(q, q, q), out)\n"
+        "x = q.clone().requires_grad_()\n"
+        "rawattn.torch.attention(x, q, q).sum().backward()\n"
+        "assert x.grad.shape == q.shape\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
 @pytest.mark.parametrize("place", ["newframe", "newframe.core", "newframe.utils.dlpack"])
 def test_a_framework_nobody_has_heard_of(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     """Its from_dlpack is found where the type lives, above it, or in a dlpack submodule."""

@@ -243,6 +243,20 @@ def gone(pid: int) -> bool:
         return True
 
 
+def test_no_worker_hears_of_an_interrupt() -> None:
+    """Not the first one either: what Python starts beside that unblocks the signal again."""
+    code = (
+        "from rawattn._cli.workers import outcomes\n"
+        "if __name__ == '__main__':\n"
+        "    text = \"str(__import__('signal').pthread_sigmask(0, []))\"\n"
+        "    print([x.text for x in outcomes(eval, [(text,)] * 2, 2)])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert done.stdout.count("SIGINT") == 2
+
+
 def interrupt_a_compilation(send: Callable[[int, int], None], cache: Path) -> float:
     """Seconds from the signal until the command and all its processes are gone."""
     # Tests may run where the signal is ignored, such as in the background of a shell.

@@ -15,8 +15,8 @@ from rawattn import reference
 from rawattn._call.layout import host_lengths
 from rawattn._call.problem import describe, result_shapes
 from rawattn._cpu import backward as cpu_backward
+from rawattn._cpu import backward_tiles, threads, tiles
 from rawattn._cpu import forward as cpu_forward
-from rawattn._cpu import threads, tiles
 from tests import exhaustive
 from tests.cases import Case, dense, padded, ragged
 from tests.curated_cases import curated
@@ -121,7 +121,7 @@ def test_masks_and_tiles(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int]
     """Tiles of a few rows and keys give every case edges that no tile of full size has."""
     monkeypatch.setattr(tiles, "ROWS", shape[0])
     monkeypatch.setattr(tiles, "KEYS", shape[1])
-    monkeypatch.setattr(cpu_backward, "KEYS", shape[1])
+    monkeypatch.setattr(backward_tiles, "KEYS", shape[1])
 
     @settings(max_examples=100)
     @given(masks())

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rawattn._cpu import backward as cpu_backward
-from rawattn._cpu import threads, tiles
+from rawattn._cpu import backward_tiles, threads, tiles
 from tests import exhaustive
 from tests.cpu_score_calls import (
     OPTIONS,
@@ -95,7 +94,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences of a dozen rows and keys have several tiles of each."""
     monkeypatch.setattr(tiles, "ROWS", 8)
     monkeypatch.setattr(tiles, "KEYS", 4)
-    monkeypatch.setattr(cpu_backward, "KEYS", 4)
+    monkeypatch.setattr(backward_tiles, "KEYS", 4)
 
 
 # Which axes of (batch, heads, rows, keys) a bias or mask has; of heads those of keys or of queries.

@@ -20,7 +20,8 @@ import rawattn.jax
 from rawattn import reference
 from rawattn._call.options import Options
 from rawattn._jax import record
-from rawattn._runtime.verbs import FORWARD, with_arrays
+from rawattn._runtime.option_arrays import with_arrays
+from rawattn._runtime.verbs import FORWARD
 from rawattn._verbs.backward import of_options
 from tests import jax_calls
 from tests.cases import Case

@@ -12,7 +12,8 @@ import rawattn
 from rawattn import BlockMask, block_mask, reference, show_mask, topk_mask
 from rawattn._call.options import Options
 from rawattn._masks import host
-from rawattn._runtime.verbs import FORWARD, with_arrays
+from rawattn._runtime.option_arrays import with_arrays
+from rawattn._runtime.verbs import FORWARD
 
 RNG = np.random.default_rng(0)
 SHAPES = (

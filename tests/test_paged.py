@@ -285,8 +285,8 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"k_pages": normal(2, 1025, 2, 8), "v_pages": normal(2, 1025, 2, 8)}, ValueError, "k_pages: got page_size = 1025"),
     ({"bias": normal(3, 39)}, ValueError, "bias: got shape (3, 39)"),
     ({"num_splits": 257}, ValueError, "num_splits: got 257"),
-    ({"validate": 1}, TypeError, "validate: got int"),
-    ({"return_lse": None}, TypeError, "return_lse: got NoneType"),
+    ({"validate": 1}, TypeError, "validate: got 1 (int)"),
+    ({"return_lse": None}, TypeError, "return_lse: got None"),
     ({"kv_lens": [1]}, TypeError, "rawattn.paged_attention"),
 ]  # fmt: skip
 

@@ -10,7 +10,7 @@ import pytest
 from rawattn._call.problem import describe
 from rawattn._call.structure import structure
 from rawattn._compile import compiler
-from rawattn._kernels import attention_params, params, registry, structs
+from rawattn._kernels import attention_params, helper_params, params, registry, structs
 from rawattn._kernels.features import Features, constant
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import schedule
@@ -33,7 +33,7 @@ def test_a_struct_that_is_laid_out_otherwise_does_not_compile(
     monkeypatch.setenv("RAWATTN_CACHE_DIR", str(tmp_path))
     good = schedule.source()
     compiler.compile_source(good, "sm_80")
-    at = structs.offset(params.SCHEDULE, "batch")
+    at = structs.offset(helper_params.SCHEDULE, "batch")
     changed = good.text.replace(f"batch) == {at}", f"batch) == {at + 4}")
     assert changed != good.text
     bad = compiler.Source(good.entry, changed, "changed")

@@ -93,6 +93,67 @@ def test_only_verbs_are_planned() -> None:
         made(q, k, v, k=k)
 
 
+def test_arrays_are_like_those_of_planning_time() -> None:
+    q, k, v = arrays(1, 5, 2, 8)
+    made = plan(attention, q, k, v, backend="cpu")
+    with pytest.raises(ValueError, match=r"^q: got shape \(1, 4, 2, 8\), .*the plan is for .*5"):
+        made(q[:, :4], k, v)
+    with pytest.raises(ValueError, match=r"^v: got .*float16; the plan is for .*float32"):
+        made(q, k, v.astype(np.float16))
+    with pytest.raises(TypeError, match=r"^plan: got 4 arrays, expected q, k, v, in this order"):
+        made(q, k, v, v)
+    out, lse = attention(q, k, v, return_lse=True, backend="cpu")
+    backward = plan(attention_backward, out, q, k, v, out, lse, backend="cpu")
+    with pytest.raises(ValueError, match=r"^dlse: given now or when"):
+        backward(out, q, k, v, out, lse, dlse=lse)
+    combined = plan(rawattn.combine, [out, out], [lse, lse])
+    with pytest.raises(ValueError, match=r"^outs: got a list of 1, expected a list of 2"):
+        combined([out], [lse])
+    with pytest.raises(ValueError, match=r"^lses\[1\]: got shape"):
+        combined([out, out], [lse, lse[:, :1]])
+
+
+def test_all_arrays_are_given_by_their_names() -> None:
+    """The forward's out is an array that its backward reads; a score function's arrays have names of their own."""
+    q, k, v = arrays(1, 5, 2, 8)
+    slopes = rawattn.ScoreMod("score + slope[head] * kv_idx", slope=np.ones(2, np.float32))
+    mask = rawattn.block_mask(np.tri(5, dtype=bool))
+    made = plan(attention, q, k, v, score_mod=slopes, mask=mask, return_lse=True, backend="cpu")
+    flat = rawattn.ScoreMod("score + slope[head] * kv_idx", slope=np.zeros(2, np.float32))
+    other = rawattn.block_mask(np.tri(5, k=1, dtype=bool))
+    out, lse = made(q, k, v, slope=flat.arrays["slope"], mask=other)
+    assert np.array_equal(out, attention(q, k, v, score_mod=flat, mask=other, backend="cpu"))
+    with pytest.raises(ValueError, match=r"^mask: got a BlockMask .*1, 6, .*expected a BlockMask"):
+        made(q, k, v, mask=rawattn.block_mask(np.ones((6, 5), bool)))
+    with pytest.raises(TypeError, match=r"^foo: this plan takes q, k, v, mask, slope once each"):
+        made(q, k, v, foo=slopes)
+    backward = plan(attention_backward, out, q, k, v, out, lse, backend="cpu")
+    expected = attention_backward(out, q, k, v, out, lse, backend="cpu")
+    given = backward(dout=out, q=q, k=k, v=v, out=out, lse=lse)
+    assert np.array_equal(given.dq, expected.dq)
+
+
+@pytest.mark.parametrize("pair", [False, True])
+def test_integers_of_the_host_may_be_given_again(pair: bool) -> None:
+    q, pages, _ = arrays(2, 3, 2, 8)
+    table: Any = np.array([[1, 0], [0, -1]], np.int32)
+    if pair:
+        table = (np.array([0, 2, 3]), np.array([1, 0, 0], np.int32))
+    given: dict[str, Any] = {"seqlen_k": [5, 2], "seqs": SeqLayout(seqlen_q=[3, 1])}
+    made = plan(rawattn.paged_attention, q, pages, pages, table, **given, backend="cpu")
+    expected = rawattn.paged_attention(q, pages, pages, table, **given, backend="cpu")
+    assert np.array_equal(made(q, pages, pages, table, seqlen_k=[5, 2], seqlen_q=[3, 1]), expected)
+    assert np.array_equal(made(q, pages, pages, block_table=table), expected)
+    with pytest.raises(ValueError, match=r"^seqlen_k: got other values than .* planning time"):
+        made(q, pages, pages, table, seqlen_k=[5, 3])
+    with pytest.raises(ValueError, match=r"^cu_seqlen_q: the call was not planned with"):
+        made(q, pages, pages, table, cu_seqlen_q=[0, 3, 4])
+    if not pair:
+        assert np.array_equal(made(q, pages, pages, table.tolist()), expected)
+        with pytest.raises(ValueError, match=r"^block_table: got a pair, expected a table of two"):
+            made(q, pages, pages, ([0, 2, 3], [1, 0, 0]))
+
+
 class Machine:
     """GPUs that a plan is made on, and what is launched there. `Native` of NumPy arrays, which stand for CuPy's."""
 

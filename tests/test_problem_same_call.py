@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from rawattn._call.options import Options, structural
-from rawattn._runtime.verbs import FORWARD, with_arrays
+from rawattn._runtime.option_arrays import with_arrays
+from rawattn._runtime.verbs import FORWARD
 
 
 def test_calls_that_differ_in_a_type_alone_share_nothing() -> None:

@@ -10,7 +10,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from rawattn import ScoreMod, _philox, reference
+import rawattn
+from rawattn import ScoreMod, SeqLayout, _philox, reference
 from tests.reference_rules import (
     GROUPED,
     TILTED,
@@ -245,3 +246,44 @@ def test_backward_refuses_wrong_shapes(name) -> None:
         reference.attention_backward(
             arrays["dout"], q, k, v, arrays["out"], arrays["lse"], dlse=arrays["dlse"]
         )
+
+
+def test_it_takes_the_options_of_the_product() -> None:
+    """One dict of options serves both: backend changes nothing, and arrays to write are written but for their padding."""
+    rng = np.random.default_rng(0)
+    q, k, v, dout = rng.standard_normal((4, 2, 5, 2, 8))
+    bias = rng.standard_normal((5, 5))
+    seqs = SeqLayout(seqlen_q=[3, 5], seqlen_k=[5, 2])
+    options = {"seqs": seqs, "causal": True, "bias": bias, "backend": "cuda"}
+    exact, lse = reference.attention(q, k, v, **options, return_lse=True)
+    out = np.full(q.shape, 7, np.float32)
+    assert reference.attention(q, k, v, **options, out=out) is out
+    np.testing.assert_allclose(out[0, :3], exact[0, :3], rtol=1e-6)
+    assert np.all(out[0, 3:] == 7)
+    into = rawattn.Gradients(dk=np.full(k.shape, 7.0), dbias=np.empty_like(bias))
+    given = (dout, q, k, v, exact, lse)
+    found = reference.attention_backward(*given, **options, into=into)
+    expected = reference.attention_backward(*given, **options)
+    assert found.dk is into.dk and found.dbias is into.dbias
+    np.testing.assert_array_equal(found.dq, expected.dq)
+    np.testing.assert_array_equal(into.dbias, expected.dbias)
+    np.testing.assert_array_equal(into.dk[1, :2], expected.dk[1, :2])
+    assert np.all(into.dk[1, 2:] == 7)
+    pages = np.concatenate([k, v])
+    options = {"seqlen_k": [3, 1], "seqs": SeqLayout(seqlen_q=[3, 5]), "backend": "cpu"}
+    paged = reference.paged_attention(q, pages, pages, [[0], [3]], **options)
+    out = np.full(q.shape, 7.0)
+    assert reference.paged_attention(q, pages, pages, [[0], [3]], **options, out=out) is out
+    np.testing.assert_array_equal(out[1], paged[1])
+    assert np.all(out[0, 3:] == 7)
+
+
+def test_arrays_to_write_that_are_refused() -> None:
+    q = np.ones((1, 3, 2, 4))
+    with pytest.raises(ValueError, match=r"^out: got shape"):
+        reference.attention(q, q, q, out=np.empty((1, 2, 2, 4)))
+    with pytest.raises(ValueError, match=r"^backend: got 'gpu'"):
+        reference.attention(q, q, q, backend="gpu")
+    out, lse = reference.attention(q, q, q, return_lse=True)
+    with pytest.raises(ValueError, match=r"^into\.dbias: got an array, but"):
+        reference.attention_backward(q, q, q, q, out, lse, into=rawattn.Gradients(dbias=q))

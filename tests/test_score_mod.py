@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -280,3 +283,18 @@ def test_minus_infinity_hides_a_key() -> None:
     for x, y in zip(gradients[:3], wanted[:3], strict=True):
         np.testing.assert_array_equal(x, y)
     assert program(mod.text).additive
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_copies_are_score_functions_of_their_own(again: Callable[[Any], Any]) -> None:
+    """As of a model that holds one: what identifies it to torch.compile is not shared."""
+    slopes = np.arange(3, dtype=np.float32)
+    text = "where(on, score * w + slope[head] * n, score)"
+    made = ScoreMod(text, slope=slopes, w=0.25, n=3, on=True, wrt="slope")
+    other = again(made)
+    assert other.text == made.text and other.scalars == made.scalars
+    assert np.array_equal(other.arrays["slope"], slopes) and other.arrays["slope"] is not slopes
+    assert other.handle != made.handle
+    mask = rawattn.block_mask(np.tri(70, dtype=bool))
+    assert np.array_equal(again(mask).to_bool(), mask.to_bool())
+    assert again(mask).handle != mask.handle

@@ -83,9 +83,9 @@ KEYWORDS = [
         "logits_soft_cap: rawattn.attention_vjp has no such argument; write softcap=",
     ),
     Mistake(
-        "attention_vjp(q, k, v, out=out)",
+        "attention_vjp(q, k, v, want_dbias=False)",
         TypeError,
-        "out: rawattn.attention_vjp does not take it...expected an option that the backward has",
+        "want_dbias: rawattn.attention_vjp has no such argument; give it to ...the function that attention_vjp gives back",
     ),
     Mistake(
         "plan(attention, q, k, v, is_causal=True)",
@@ -98,6 +98,16 @@ KEYWORDS = [
         "scaling: rawattn.attention_backward has no such argument; write scale=",
     ),
     Mistake("plan(attention, q, k)", TypeError, "missing a required argument: 'v'"),
+    Mistake(
+        "rawattn.parallel.Group()",
+        AttributeError,
+        "rawattn.parallel: one sequence over several GPUs is no part",
+    ),
+    Mistake(
+        "__import__('rawattn.parallel')",
+        ModuleNotFoundError,
+        "rawattn.parallel: one sequence over...limits.md",
+    ),
     Mistake(
         "plan(np.matmul, q, k)", NotImplementedError, "fn: got matmul...rawattn.attention_backward"
     ),
@@ -196,6 +206,36 @@ ARRAYS = [
         TypeError,
         "into: got tuple, expected rawattn.Gradients(dq=",
     ),
+    Mistake(
+        "attention(q, k, v, bias=np.zeros((5, 7)))",
+        TypeError,
+        "bias: got dtype float64, expected float32; convert it, as by bias.astype(np.float32)",
+    ),
+    Mistake(
+        "attention_backward(out, q, k, v, out, lse.astype(float))",
+        TypeError,
+        "lse: got dtype float64, expected float32...as by lse.astype(np.float32)",
+    ),
+    Mistake(
+        "attention(q, k, v, score_mod=ScoreMod('score + slope[head]', slope=np.ones(4, '>f4')))",
+        TypeError,
+        "slope: got dtype >f4, which is not in this machine's byte order",
+    ),
+    Mistake(
+        "paged_attention(q, k, v, [[0, 1], [0]], seqlen_k=[2, 2])",
+        TypeError,
+        "block_table: got a list of two that are not of one length, expected (batch, max_pages), or a pair...is a tuple",
+    ),
+    Mistake(
+        "attention_backward(out, q, k, v, out, lse, into=Gradients(captured=[q]))",
+        TypeError,
+        "into.captured: got list, expected a dict of arrays",
+    ),
+    Mistake(
+        "attention_backward(out, q, k, v, out, lse, into=Gradients(captured={'slope': q}))",
+        ValueError,
+        "into.captured: got an array for 'slope', expected names that score_mod has in wrt: none",
+    ),
 ]
 
 OPTIONS = [
@@ -241,17 +281,23 @@ OPTIONS = [
         "backend: got 'gpu'; accepted are 'cuda', 'cpu' and None",
     ),
     Mistake(
-        "attention(q, k, v, return_lse='x')", TypeError, "return_lse: got str, expected a bool"
+        "attention(q, k, v, return_lse='x')",
+        TypeError,
+        "return_lse: got 'x' (str), expected a bool",
     ),
     Mistake(
-        "attention_vjp(q, k, v, return_lse=1)", TypeError, "return_lse: got int, expected a bool"
+        "attention_vjp(q, k, v, return_lse=1)",
+        TypeError,
+        "return_lse: got 1 (int), expected a bool",
     ),
     Mistake(
         "attention_vjp(q, k, v, deterministic=None)",
         TypeError,
-        "deterministic: got NoneType, expected a bool",
+        "deterministic: got None (NoneType), expected a bool",
     ),
-    Mistake("plan(attention, q, k, v, return_lse=1)", TypeError, "return_lse: got int, expected"),
+    Mistake(
+        "plan(attention, q, k, v, return_lse=1)", TypeError, "return_lse: got 1 (int), expected"
+    ),
     Mistake(
         "attention_backward(out, q, k, v, out, lse, want_dbias=True)",
         ValueError,

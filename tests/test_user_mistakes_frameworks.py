@@ -25,6 +25,16 @@ TORCH = [
         TypeError,
         "k: got dtype float32, expected float16, that of q; convert it, as by k.half()",
     ),
+    Mistake(
+        "attention(t, t, t, sink_logits=torch.zeros(4).double())",
+        TypeError,
+        "sink_logits: got dtype float64, expected float32, ...as by sink_logits.float()",
+    ),
+    Mistake(
+        "attention(t, t, t, score_mod=ScoreMod('score + slope[head]', slope=torch.zeros(4, requires_grad=True)))",
+        RuntimeError,
+        "slope: got a tensor that requires a gradient",
+    ),
     Mistake("attention(t, t, t, attn_mask=None)", TypeError, "attn_mask: ...write mask="),
     Mistake(
         "attention(nested, nested, nested)",

@@ -73,7 +73,7 @@ def a_vjp(t: Tensor, wanted: bool) -> None:
     assert_type(backward(t, dlse=t, into=Gradients(dq=t)), Gradients)
     assert_type(rawattn.attention_vjp(t, t, t, return_lse=True)[0], tuple[Tensor, Any])
     assert_type(rawattn.attention_vjp(t, t, t, return_lse=wanted)[0], Tensor | tuple[Tensor, Any])
-    rawattn.attention_vjp(t, t, t, num_splits=2)  # type: ignore[call-overload]
+    assert_type(rawattn.attention_vjp(t, t, t, num_splits=2, out=t)[0], Tensor)
     rawattn.attention_vjp(t, t, t, softmax_scale=1.0)  # type: ignore[call-overload]
     rawattn.attention_vjp(t, t, t, causal="yes")  # type: ignore[call-overload]
     backward(t, deterministic=True)  # type: ignore[call-arg]

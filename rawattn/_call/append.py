@@ -57,7 +57,7 @@ def describe(
     lengths = options.seqs.bind(k.shape, k_pages.shape, table.shape)
     *_, rows, nheads_kv, headdim = k.shape
     nheads_q = nheads_kv if q is None else q.shape[-2]
-    dims = Dims(k.dtype, rows, lengths.k.rows, nheads_q, nheads_kv, headdim, v.shape[-1])
+    dims = Dims(k.dtype, rows, lengths.k.rows, nheads_q, nheads_kv, headdim, v.shape[-1], None)
     problem = resolve(dims, lengths, options, {}, form)
     angles: RotaryForm | None = None
     if arrays.get("cos") is not None:

@@ -1,8 +1,11 @@
-"""The result of every backward pass."""
+"""The result of every backward pass, and what a caller may have it written to."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
+
+from rawattn._call.options import flag
 
 
 class Gradients(NamedTuple):
@@ -17,3 +20,42 @@ class Gradients(NamedTuple):
     dbias: Any = None
     dsink_logits: Any = None
     captured: Any = None
+
+
+_NONE = Gradients()
+
+
+def wanted(into: Any, bias: Any = None, want_dbias: Any = None) -> Gradients:
+    """The arrays to write, checked as far as they are not arrays of the call."""
+    if want_dbias is not None and flag("want_dbias", want_dbias) and bias is None:
+        raise ValueError("want_dbias: got True, but bias is None; pass the bias or drop want_dbias")
+    if into is None:
+        return _NONE
+    if not isinstance(into, Gradients):
+        raise TypeError(
+            f"into: got {type(into).__name__}, expected rawattn.Gradients(dq=..., dk=..., dv=...) or None"
+        )
+    if into.captured is not None and not isinstance(into.captured, Mapping):
+        raise TypeError(
+            f"into.captured: got {type(into.captured).__name__}, expected a dict of arrays, by names that score_mod has "
+            "in wrt"
+        )
+    return into
+
+
+def check_given(into: Gradients, made: Collection[str], captured: Collection[str]) -> None:
+    """ValueError for an array to write that no gradient of the call belongs to.
+
+    made: which of dbias and dsink_logits the call has. captured: the arrays of the score function that have gradients.
+    """
+    for field in ("dbias", "dsink_logits"):
+        if getattr(into, field) is not None and field not in made:
+            raise ValueError(
+                f"into.{field}: got an array, but the call has no input of which it is the gradient"
+            )
+    for name in into.captured or ():
+        if name not in captured:
+            raise ValueError(
+                f"into.captured: got an array for {name!r}, expected names that score_mod has in wrt: "
+                f"{', '.join(captured) or 'none'}"
+            )

@@ -118,7 +118,7 @@ _GROUPS: dict[str, str] = {
     _BLOCK_MASK: "block_mask mask_mod block_sparse_mask",
     "write seqs=": "layout seq_layout seqlayout lengths",
     "give it to the forward call alone": "num_splits return_lse",
-    "give it to attention_backward": "dlse want_dbias into",
+    "give it to attention_backward, or to the function that attention_vjp gives back": "dlse want_dbias into",
     "call it on the stream that is meant: the work runs on the current stream of q's framework": "stream cuda_stream",
 }
 

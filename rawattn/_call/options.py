@@ -1,7 +1,7 @@
 """All options of attention with their defaults, and the checks of each that need no array.
 
 Signatures stand on the public verbs alone: behind them the options of a call are one `Options`. Arrays among them become
-inputs of the verb (`_runtime.verbs.with_arrays`); what is left tells calls apart by its values.
+inputs of the verb (`_runtime.option_arrays.with_arrays`); what is left tells calls apart by its values.
 """
 
 from __future__ import annotations
@@ -59,10 +59,7 @@ def structural(options: Options) -> Any:
 
 
 def causal(options: Options) -> bool:
-    value = options.causal
-    if value is not True and value is not False and not isinstance(value, np.bool_):
-        raise TypeError(f"causal: got {shown(value)}, expected a bool")
-    return bool(value)
+    return flag("causal", options.causal)
 
 
 def top_left(options: Options) -> bool:
@@ -183,6 +180,19 @@ def number(name: str, value: Any, accepted: str) -> float:
         return float(value)
     except OverflowError:
         return math.inf
+
+
+def backend(value: Any) -> str | None:
+    if value is None or (isinstance(value, str) and value in ("cuda", "cpu")):
+        return value
+    raise ValueError(f"backend: got {value!r}; accepted are 'cuda', 'cpu' and None")
+
+
+def flag(name: str, value: Any) -> bool:
+    """A choice between two: Python's bool, or NumPy's."""
+    if value is not True and value is not False and not isinstance(value, np.bool_):
+        raise TypeError(f"{name}: got {shown(value)}, expected a bool: True or False")
+    return bool(value)
 
 
 def shown(value: Any) -> str:

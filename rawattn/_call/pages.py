@@ -208,6 +208,10 @@ def form(layout: Any, k_pages: Shape, v_pages: Shape, table: Any) -> PageForm:
 def split(block_table: Any) -> tuple[Any, Any]:
     """A page table as (indptr, page_ids); the first is None where it is of two axes."""
     if not isinstance(block_table, tuple):
+        if isinstance(block_table, list) and _is_pair(block_table):
+            raise TypeError(
+                f"block_table: got a list of two that are not of one length, expected {_TABLE}; a pair is a tuple"
+            )
         return None, block_table
     if len(block_table) != 2:
         raise ValueError(f"block_table: got a tuple of {len(block_table)}, expected {_TABLE}")
@@ -215,6 +219,15 @@ def split(block_table: Any) -> tuple[Any, Any]:
     if indptr is None:
         raise TypeError(f"block_table: got None for its indptr, expected {_TABLE}")
     return indptr, ids
+
+
+def _is_pair(table: list[Any]) -> bool:
+    """Whether a list cannot be a table of two axes, but holds two arrays, or two lists of other lengths."""
+    if len(table) != 2 or any(isinstance(x, (int, np.integer)) for x in table):
+        return False
+    if all(isinstance(x, (list, tuple)) for x in table):
+        return len(table[0]) != len(table[1])
+    return all(hasattr(x, "__dlpack__") for x in table)
 
 
 def ids_of(

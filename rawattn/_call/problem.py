@@ -102,7 +102,7 @@ def describe(
     """The call as a `Problem` and its sequences. q, k, v have the shapes and dtypes of NumPy or CuPy arrays.
 
     framework: that of the caller's arrays, as `framework_of` tells it, for the words of messages; None: not known.
-    arrays: those of options by name, as `verbs.with_arrays` takes them out of the options.
+    arrays: those of options by name, as `option_arrays.with_arrays` takes them out of the options.
     changed: options by name, in the place of those in `options`.
 
     Raises TypeError or ValueError for what the contract refuses, naming the argument, what was got
@@ -122,7 +122,7 @@ def describe(
     rows_q, nheads_q, headdim = shape_q[-3:]
     rows_k, nheads_kv, headdim_v = shape_v[-3:]
     lengths = bind(options.seqs, batch=batch, rows_q=rows_q, rows_k=rows_k)
-    dims = Dims(dtype, rows_q, rows_k, nheads_q, nheads_kv, headdim, headdim_v)
+    dims = Dims(dtype, rows_q, rows_k, nheads_q, nheads_kv, headdim, headdim_v, framework)
     return resolve(dims, lengths, options, arrays), lengths
 
 
@@ -155,7 +155,7 @@ def describe_paged(
     lengths = options.seqs.bind(q.shape, k_pages.shape, block_table.shape)
     *_, rows_q, nheads_q, headdim = q.shape
     nheads_kv, headdim_v = v_pages.shape[-2:]
-    dims = Dims(dtype, rows_q, lengths.k.rows, nheads_q, nheads_kv, headdim, headdim_v)
+    dims = Dims(dtype, rows_q, lengths.k.rows, nheads_q, nheads_kv, headdim, headdim_v, framework)
     problem = resolve(dims, lengths, options, arrays, form)
     found = scales.forms(given_scales, number_scales, float8, nheads_kv)
     return replace(problem, float8=float8, **found) if float8 else problem, lengths
@@ -171,6 +171,7 @@ class Dims(NamedTuple):
     nheads_kv: int
     headdim: int
     headdim_v: int
+    framework: str | None  # that of the caller's arrays, for messages
 
 
 def resolve(
@@ -181,7 +182,7 @@ def resolve(
     paged: PageForm | None = None,
 ) -> Problem:
     """Every option checked and resolved; paged: where keys and values are in pages."""
-    dtype, rows_q, rows_k, nheads_q, nheads_kv, headdim, headdim_v = dims
+    dtype, rows_q, rows_k, nheads_q, nheads_kv, headdim, headdim_v, framework = dims
     _options.causal(options)
     top_left = _options.top_left(options)
     left, right = _options.window(options)
@@ -191,7 +192,8 @@ def resolve(
     score_options = scores.NONE
     if arrays or not _options.leaves_scores(options):
         by_place = lengths.group or paged is not None
-        shapes = scores.Shapes(dtype, lengths.batch, nheads_q, nheads_kv, rows_q, rows_k, by_place)
+        heads = (nheads_q, nheads_kv)
+        shapes = scores.Shapes(dtype, lengths.batch, *heads, rows_q, rows_k, by_place, framework)
         score_options = scores.describe(options, arrays, shapes, lengths)
     return Problem(
         dtype=DTYPE_NAMES[dtype],

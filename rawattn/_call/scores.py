@@ -9,14 +9,15 @@ import ml_dtypes
 import numpy as np
 
 from rawattn._call import options as _options
-from rawattn._call.hints import padding_mask
+from rawattn._call.hints import cast, padding_mask
 from rawattn._call.layout import Lengths, Side
 from rawattn._call.options import Options
 
+_FLOAT32 = np.dtype(np.float32)
 _FLOATS = {
     np.dtype(np.float16): "float16",
     np.dtype(ml_dtypes.bfloat16): "bfloat16",
-    np.dtype(np.float32): "float32",
+    _FLOAT32: "float32",
 }
 _INTEGERS = {np.dtype(np.int32): "int32", np.dtype(np.int64): "int64"}
 
@@ -70,6 +71,7 @@ class Shapes(NamedTuple):
     rows_q: int
     rows_k: int
     group: bool
+    framework: str | None = None  # that of the caller's arrays, for messages; None: not known
 
 
 def describe(
@@ -108,11 +110,9 @@ def describe(
 
 
 def _bias(name: str, array: Any, shapes: Shapes, lengths: Lengths) -> ArrayForm:
-    if array.dtype not in (shapes.dtype, np.dtype(np.float32)):
-        raise TypeError(
-            f"{name}: got dtype {array.dtype}, expected {shapes.dtype}, that of q, or float32; convert it, as by "
-            f"{name}.astype"
-        )
+    if array.dtype not in (shapes.dtype, _FLOAT32):
+        own = "" if shapes.dtype == _FLOAT32 else f"{shapes.dtype}, that of q, or "
+        raise _wrong_dtype(name, array, f"{own}float32", shapes)
     shape = four_axes(name, array.shape, shapes, lengths)
     dense = shape[3] > 1 and array.strides[-1] == array.dtype.itemsize
     return ArrayForm(_FLOATS[array.dtype], shape, tuple(array.shape), dense)
@@ -128,7 +128,7 @@ def _mask(name: str, array: Any, shapes: Shapes, lengths: Lengths) -> ArrayForm:
 
 def _alibi_slopes(name: str, array: Any, shapes: Shapes, lengths: Lengths) -> ArrayForm:
     if array.dtype not in _FLOATS:
-        raise TypeError(f"{name}: got dtype {array.dtype}, expected float32, float16 or bfloat16")
+        raise _wrong_dtype(name, array, "float32, float16 or bfloat16", shapes)
     expected = ((shapes.nheads_q,), (shapes.batch, shapes.nheads_q))
     if array.shape not in expected:
         raise ValueError(
@@ -139,12 +139,19 @@ def _alibi_slopes(name: str, array: Any, shapes: Shapes, lengths: Lengths) -> Ar
 
 def _sink_logits(name: str, array: Any, shapes: Shapes, lengths: Lengths) -> ArrayForm:
     if array.dtype not in _FLOATS:
-        raise TypeError(f"{name}: got dtype {array.dtype}, expected float32, float16 or bfloat16")
+        raise _wrong_dtype(name, array, "float32, float16 or bfloat16", shapes)
     if array.shape != (shapes.nheads_q,):
         raise ValueError(
             f"{name}: got shape {array.shape}, expected (nheads_q,) = ({shapes.nheads_q},)"
         )
     return ArrayForm(_FLOATS[array.dtype], tuple(array.shape), tuple(array.shape))
+
+
+def _wrong_dtype(name: str, array: Any, accepted: str, shapes: Shapes) -> TypeError:
+    return TypeError(
+        f"{name}: got dtype {array.dtype}, expected {accepted}; convert it, as by "
+        f"{cast(shapes.framework, name, 'float32')}"
+    )
 
 
 def _seed(name: str, array: Any, shapes: Shapes, lengths: Lengths) -> ArrayForm:

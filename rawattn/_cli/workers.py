@@ -13,6 +13,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any
@@ -76,6 +77,7 @@ def outcomes(
 def _start(function: Function) -> tuple[Connection, SpawnProcess]:
     here, there = _context.Pipe()
     process = _context.Process(target=_serve, args=(function, there), daemon=True)
+    resource_tracker.ensure_running()  # which unblocks the signal when it starts: not below
     # Ctrl-C reaches every process of a terminal. This one alone answers, and ends the others: they inherit the mask.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

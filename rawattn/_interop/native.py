@@ -278,12 +278,22 @@ def view_of_torch(tensor: Any) -> View | None:
 
 
 _makers: dict[str, type[Any]] = {"cupy": CuPy, "torch": Torch}
-_made: dict[str, Native] = {}
+_made: dict[str, Native | None] = {}
 
 
 def native(framework: str) -> Native | None:
-    """How to deal with arrays of a framework, by the name that `arrays.framework_of` gives."""
-    found = _made.get(framework)
-    if found is None and framework in _makers:
-        found = _made.setdefault(framework, _makers[framework]())
-    return found
+    """How to deal with arrays of a framework, by the name that `arrays.framework_of` gives.
+
+    None for torch where CuPy cannot be imported: tensors on the CPU do not need it, and the reading of CUDA's tells why.
+    """
+    if framework in _makers and framework not in _made:
+        _made.setdefault(framework, _makers[framework]() if _has_cupy() else None)
+    return _made.get(framework)
+
+
+def _has_cupy() -> bool:
+    try:
+        import cupy  # noqa: F401
+    except Exception:  # CuPy writes to the home directory and loads libraries of CUDA
+        return False
+    return True

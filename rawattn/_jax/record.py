@@ -17,7 +17,7 @@ from rawattn._call.layout import Lengths, Side
 from rawattn._call.problem import Problem, result_shapes
 from rawattn._call.scores import ArrayForm
 from rawattn._masks import layout as mask_layout
-from rawattn._runtime import verbs
+from rawattn._runtime.option_arrays import extended
 from rawattn._runtime.verbs import BACKWARD, FORWARD, Verb
 from rawattn._scores.program import ScoreText
 
@@ -89,8 +89,8 @@ class Record:
         if not (self.options or values):
             return BACKWARD if self.backward else FORWARD
         if self.backward:
-            return verbs.extended(BACKWARD, self.options, values, self.gradients)
-        return verbs.extended(FORWARD, self.options, values, ())
+            return extended(BACKWARD, self.options, values, self.gradients)
+        return extended(FORWARD, self.options, values, ())
 
     @functools.cached_property
     def operands(self) -> list[Operand]:

@@ -138,7 +138,7 @@ def gathered(problem: Problem, operands: Operands) -> Gathered:
 
 
 def _limits(problem: Problem) -> dict[str, Any]:
-    """Of the keys that each row sees but for the list, fields of `params.KEPT_MASK`."""
+    """Of the keys that each row sees but for the list, fields of `helper_params.KEPT_MASK`."""
     offset = 0 if problem.top_left else problem.rows_k - problem.rows_q
     left, right = problem.window_left, problem.window_right
     return {

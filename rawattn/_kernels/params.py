@@ -1,24 +1,20 @@
-"""Parameter structs of the kernels, declared here alone: field by field, with what each means.
+"""Parameter structs of the kernels of attention, field by field, with what each means; `helper_params` has the others.
 
-kernels_cu/attn/params.cuh is generated from them, and a test holds the file to the declarations:
+They are declared there and here alone. kernels_cu/attn/params.cuh is generated from them, and a test holds the file to
+the declarations:
 
     python -m rawattn._kernels.params > kernels_cu/attn/params.cuh
 """
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 from rawattn._kernels import structs
 from rawattn._kernels.structs import Struct
 
-_STRUCTS: list[Struct] = []
-
-
-def _struct(name: str, about: str, *fields: tuple[Any, str, str]) -> Struct:
-    found = structs.declare(name, about, *fields)
-    _STRUCTS.append(found)
-    return found
+STRUCTS: list[Struct] = []
+_struct = partial(structs.declare, STRUCTS)
 
 
 INTEGERS = _struct(
@@ -36,7 +32,7 @@ SIDE_STRUCT = _struct(
     ("int64", "rows", "rows of the array: seqlen in batch mode, total in packed mode"),
 )
 SIDE = SIDE_STRUCT.dtype
-_STRIDES = _struct(
+STRIDES = _struct(
     "Strides",
     "Rows are addressed as base + batch * stride_batch + row * stride_row + head * stride_head, in elements; the last axis "
     "has stride 1.",
@@ -116,7 +112,7 @@ CAPTURED_ARRAYS = _struct(
     (_CAPTURED, "array0, array1, array2, array3, array4, array5, array6, array7", ""),
     ("float", "scalars[8]", ""),
 )
-_PAGES = _struct(
+PAGES = _struct(
     "Pages",
     "Where keys and values lie that are in pages (attn/pages.cuh). Of them the strides of batches are those of pages. Other "
     "strides are in ids.",
@@ -132,7 +128,7 @@ _PAGES = _struct(
     ("int", "page_size", "keys of a page"),
     ("int", "shift", "its logarithm, -1 where it is no power of two"),
 )
-_KV_SCALE = _struct(
+KV_SCALE = _struct(
     "KvScale",
     "What keys or values in 8 bits are multiplied with (attn/stored_keys.cuh).",
     ("const float*", "data", "for each kv head; null: the number, for all"),
@@ -165,7 +161,7 @@ FORWARD = _struct(
     ("const void*", "v", ""),
     ("void*", "out", ""),
     ("float*", "lse", "unit stride along rows; null when not wanted"),
-    (_STRIDES, "q_strides, k_strides, v_strides, out_strides", ""),
+    (STRIDES, "q_strides, k_strides, v_strides, out_strides", ""),
     ("int64", "lse_batch, lse_head", ""),
     (SIDE_STRUCT, "q_side, k_side", ""),
     ("const int*", "order", "ragged only: sequences, the longest first (see portable/schedule.cu)"),
@@ -188,9 +184,9 @@ FORWARD = _struct(
     (_DROPOUT, "dropout", ""),
     (_BLOCK_MASK, "block_mask", ""),
     (CAPTURED_ARRAYS, "captured", ""),
-    (_PAGES, "pages", ""),
+    (PAGES, "pages", ""),
     (_SPLITS, "splits", ""),
-    (_KV_SCALE, "k_scale, v_scale", ""),
+    (KV_SCALE, "k_scale, v_scale", ""),
 )
 _STREAM_K = _struct(
     "StreamK",
@@ -260,7 +256,7 @@ BACKWARD = _struct(
         "dq_sum",
         "(batch, rows, nheads_q, dq_pitch), columns of 16 in the order of Accumulator::position(); null when not wanted",
     ),
-    (_STRIDES, "dout_strides, dq_strides, dk_strides, dv_strides", ""),
+    (STRIDES, "dout_strides, dq_strides, dk_strides, dv_strides", ""),
     ("void*", "dsink_logits", "in the dtype of sink_logits"),
     ("int64", "dsink_head", "its stride in elements"),
     (_BIAS_GRADIENT, "dbias", ""),
@@ -288,165 +284,13 @@ CAPTURED_GRADIENT = _struct(
     ("int", "extents[4]", ""),
     ("int", "kind", "0: float32, 1: float16, 2: bfloat16"),
 )
-SCHEDULE = _struct(
-    "ScheduleParams",
-    "",
-    (SIDE_STRUCT, "q_side, k_side", ""),
-    ("int*", "order", ""),
-    ("int*", "first_tile", ""),
-    ("int", "batch, tile_q", ""),
-)
-REPACK = _struct(
-    "RepackParams",
-    "",
-    ("const void*", "from", ""),
-    ("void*", "to", "(batch, rows, nheads, columns rounded up to 8), without gaps"),
-    (_STRIDES, "strides", "of `from`"),
-    ("int64", "rows", ""),
-    ("int", "batch, nheads", ""),
-)
-# Partial results that a launch of `combine` is told one by one; more lie in one array.
-MAX_LISTED = 64
-COMBINE = _struct(
-    "CombineParams",
-    "Partial results over disjoint keys become one. Strides are in elements.",
-    ("const void*", f"outs[{MAX_LISTED}]", "listed: each; else the first"),
-    ("const float*", f"lses[{MAX_LISTED}]", "likewise"),
-    ("void*", "out", ""),
-    ("float*", "lse", "(batch, nheads, rows), without gaps"),
-    ("int64", "outs_partial, lses_partial", "from one to the next, 0 where they are listed"),
-    (_STRIDES, "outs_strides, lses_strides, out_strides", ""),
-    ("int64", "rows", ""),
-    ("int", "batch, nheads, partials", ""),
-    ("int", "outs_listed, lses_listed", ""),
-)
-PADDING = _struct(
-    "PaddingParams",
-    "",
-    ("void*", "out", "rows that belong to no sequence become 0 in out"),
-    ("float*", "lse", "and -inf in lse; either is null when it is not ours to fill"),
-    (_STRIDES, "out_strides", ""),
-    ("int64", "lse_batch, lse_head", ""),
-    (SIDE_STRUCT, "side", ""),
-    ("int", "batch, nheads, headdim, element_bytes", ""),
-    ("int", "parts", "blocks that share one gap between sequences"),
-)
-APPEND = _struct(
-    "AppendParams",
-    "",
-    ("const void*", "q", "null where there is none"),
-    ("const void*", "k", ""),
-    ("const void*", "v", ""),
-    ("void*", "k_pages", ""),
-    ("void*", "v_pages", ""),
-    ("void*", "out", "the rows of q, turned"),
-    (_STRIDES, "q_strides, k_strides, v_strides, out_strides", ""),
-    (_STRIDES, "k_pages_strides, v_pages_strides", "those of batches are those of pages"),
-    (SIDE_STRUCT, "side", "of the new rows"),
-    (INTEGERS, "seqlen_k", "the keys of each sequence, the new ones among them"),
-    (_PAGES, "pages", ""),
-    ("const void*", "cos", "by position and plane"),
-    ("const void*", "sin", ""),
-    ("int64", "cos_row, sin_row", "their strides in elements"),
-    ("int64", "positions", "their rows"),
-    ("int64", "rows", "of all new rows, padding among them"),
-    ("int", "batch, nheads_q, nheads_kv", "nheads_q: 0 without q"),
-    ("int", "fill", "whether rows of out that belong to no sequence become 0"),
-    (_KV_SCALE, "k_scale, v_scale", ""),
-)
-_MASK_PACKING = _struct(
-    "MaskPacking",
-    "What packing a mask writes (see attn/mask_packing.cuh).",
-    ("unsigned short*", "bits", "(batch, nheads, rows, words)"),
-    ("unsigned char*", "map", "of granules, (batch, nheads, rows / 64, words / 4), rounded up"),
-    ("unsigned short*", "band_keys", "that any row of 64 sees, (batch, nheads, rows / 64, words)"),
-    ("int", "rows, keys, words", ""),
-    ("int", "nheads", ""),
-)
-PACK_MASK = _struct(
-    "PackMaskParams",
-    "",
-    (_MASK_PACKING, "packing", ""),
-    ("const unsigned char*", "from", "True is not 0"),
-    ("int64", "batch, head, row, key", "its strides, 0 where it is the same for all"),
-)
-RANGES_MASK = _struct(
-    "RangesMaskParams",
-    "",
-    (_MASK_PACKING, "packing", ""),
-    (INTEGERS, "ranges", "(batch, rows, count, 2): the keys [begin, end) that a row sees"),
-    ("int", "count", ""),
-)
-MASK_KEYS = _struct(
-    "MaskKeysParams",
-    "",
-    ("const unsigned short*", "band_keys", "of each plane `bands` rows of words"),
-    ("unsigned short*", "keys", "of each plane one"),
-    ("int", "planes, bands, words", ""),
-)
-_KEPT_KEYS = _struct(
-    "KeptKeys",
-    "Of each head the keys that all rows share: ascending, -1 behind the last one (see attn/kept_keys.cuh).",
-    ("const int*", "data", ""),
-    ("int64", "batch, head", "strides; 0 where all have the same list"),
-    ("int", "count", "entries of a list"),
-    (
-        "int",
-        "rows",
-        "of the arrays that hold those keys: an entry that is none of them counts for nothing",
-    ),
-)
-KEPT_ROWS = _struct(
-    "KeptRowsParams",
-    "Rows of keys that are kept, and arrays of all keys. The former lie (batch, count, nheads, bytes rounded up to 16), "
-    "without gaps.",
-    (_KEPT_KEYS, "kept", ""),
-    ("const void*", "from", ""),
-    ("void*", "to", ""),
-    (_STRIDES, "strides", "of the array of all keys"),
-    ("int", "batch, nheads", ""),
-)
-KEPT_MASK = _struct(
-    "KeptMaskParams",
-    "",
-    (_MASK_PACKING, "packing", "of the kept keys"),
-    (_KEPT_KEYS, "kept", ""),
-    ("int64", "first, last", "row i sees the keys [i + first, i + last]"),
-    ("int64", "sink", "and those below it, but none beyond i + last"),
-)
-PREDICATE_MASK = _struct(
-    "PredicateMaskParams",
-    "",
-    (_MASK_PACKING, "packing", ""),
-    ("int", "seqlen_q, seqlen_k", ""),
-    (CAPTURED_ARRAYS, "captured", ""),
-)
-MASK_TILES = _struct(
-    "MaskTilesParams",
-    "",
-    (FORWARD, "forward", "its lists are written"),
-    ("const unsigned char*", "map", "of granules"),
-    ("int64", "map_batch, map_head, map_row", "its strides"),
-    ("int", "map_rows, map_keys", "its extents: what lies behind them is as the last ones are"),
-    ("int", "sequences", "that have lists of their own"),
-    ("int", "tiles", "of a sequence; one of a device's lengths may have more"),
-    ("int", "parts", "heads whose tiles a list has, one head after the other"),
-    ("int", "group", "heads, counted like parts of all lists, that share a head of the mask"),
-)
-# Launches carry at most 4096 bytes of parameters on every driver that this library runs with.
-WORDS_A_LAUNCH = 1000
-WORDS = _struct(
-    "WordsParams",
-    "",
-    ("unsigned*", "to", ""),
-    ("int", "count", ""),
-    ("unsigned", f"words[{WORDS_A_LAUNCH}]", ""),
-)
 
 
 def text() -> str:
     """kernels_cu/attn/params.cuh"""
-    return structs.text(_STRUCTS, "rawattn/_kernels/params.py")
+    from rawattn._kernels import helper_params  # whose structs hold some of these
+
+    return structs.text([*STRUCTS, *helper_params.STRUCTS], "rawattn/_kernels/params.py")
 
 
 if __name__ == "__main__":

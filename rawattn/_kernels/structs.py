@@ -34,15 +34,16 @@ class Struct:
         return np.zeros(1, self.dtype)
 
 
-def declare(name: str, about: str, *fields: tuple[Any, str, str]) -> Struct:
-    """A struct that C++ lays out like NumPy."""
+def declare(declared: list[Struct], name: str, about: str, *fields: tuple[Any, str, str]) -> Struct:
+    """A struct that C++ lays out like NumPy, and the last one of those `declared`."""
     members: list[Any] = []
     for kind, names, _ in fields:
         for each in names.split(", "):
             base, _, count = each.rstrip("]").partition("[")
             dtype = kind.dtype if isinstance(kind, Struct) else _KINDS.get(kind, np.uint64)
             members.append((base, dtype, (int(count),)) if count else (base, dtype))
-    return Struct(name, about, fields, np.dtype(members, align=True))
+    declared.append(Struct(name, about, fields, np.dtype(members, align=True)))
+    return declared[-1]
 
 
 def offset(struct: Struct, path: str) -> int:

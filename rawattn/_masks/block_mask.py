@@ -119,6 +119,10 @@ class BlockMask:
             cupy.cuda.get_current_stream().synchronize()  # it may be used on another stream
         return moved
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles have a handle of their own, and what lies on other devices is moved there anew."""
+        return BlockMask, (self.words, self.shape, self.kept)
+
     def __repr__(self) -> str:
         place = "the host" if self.device is None else f"GPU {self.device}"
         return f"<rawattn.BlockMask {self.shape} on {place}, {self.nbytes} bytes>"

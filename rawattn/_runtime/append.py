@@ -71,7 +71,7 @@ def append_verb(turns: bool, interleaved: bool, queries: bool) -> Verb:
         outputs=("out",) if queries else (),
         prefix="",
         results=_turned if queries else lambda problem, dtype, flag: (),
-        check=lambda problem, arrays: None,
+        check=lambda problem, arrays, framework: None,
         more=lambda flag: {},
         cpu=_cpu,
         padding=(0.0,) if queries else (),

@@ -15,6 +15,7 @@ from rawattn._call.options import Options
 from rawattn._call.structure import structure
 from rawattn._interop.arrays import HOST
 from rawattn._kernels.operands import Operands, contiguous
+from rawattn._runtime.option_arrays import told
 from rawattn._runtime.verbs import Verb
 
 if TYPE_CHECKING:
@@ -74,9 +75,9 @@ def prepare(
     """
     named = dict(zip(verb.inputs + verb.outputs, views, strict=True))
     described, lengths, results = describe(verb, named, options, flag, framework)
-    for name, view in named.items():
+    shown_names = (*told(verb, options), *(f"{verb.prefix}{name}" for name in verb.outputs))
+    for shown, view in zip(shown_names, views, strict=True):
         if view is not None and view.device != device:
-            shown = f"{verb.prefix}{name}" if name in verb.outputs else name
             raise ValueError(elsewhere(shown, view.device, device))
     form = structure(lengths)
     for place in form.devices:
@@ -147,7 +148,7 @@ def describe(
     """Every check of a call's arrays and options, and what it gives."""
     arrays = {name: named[name] for name in verb.extras}
     described, lengths = verb.describe(named, options, framework, arrays)
-    verb.check(described, named)
+    verb.check(described, named, framework)
     results = verb.results(described, named[verb.lead].dtype, flag)
     for name, result in zip(verb.outputs, results, strict=True):
         target = named[name]

@@ -9,8 +9,8 @@ import numpy as np
 
 from rawattn._call.partials import Given, Partials
 from rawattn._interop import streams
+from rawattn._kernels.helper_params import MAX_LISTED
 from rawattn._kernels.operands import contiguous
-from rawattn._kernels.params import MAX_LISTED
 from rawattn._kernels.portable import combine as kernel_twin
 from rawattn._kernels.portable.combine import Side
 from rawattn._kernels.steps import Step

@@ -9,7 +9,7 @@ from rawattn._call import partials
 from rawattn._interop import arrays, streams
 from rawattn._interop.arrays import HOST
 from rawattn._interop.native import native
-from rawattn._kernels.params import MAX_LISTED
+from rawattn._kernels.helper_params import MAX_LISTED
 from rawattn._runtime import combine, combine_gpu, kernel
 from rawattn._runtime.combine import FLOAT32, Read
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from rawattn._call import options as _options
 from rawattn._call.options import Options
 from rawattn._interop import arrays
 from rawattn._interop.arrays import HOST, Imported
@@ -18,6 +19,7 @@ from rawattn._interop.native import native
 from rawattn._runtime import on_cpu, on_gpu
 from rawattn._runtime.calls import describe, elsewhere
 from rawattn._runtime.devices import gpu_available
+from rawattn._runtime.option_arrays import told
 from rawattn._runtime.verbs import Verb
 
 Arrays = Sequence[Any]
@@ -42,7 +44,7 @@ def run(
         read = own.read((*inputs, *targets), verb.required)
         if read is not None:
             if read[2] and verb.refuses_gradients:
-                arrays.refuse_gradients(verb.inputs, inputs)
+                arrays.refuse_gradients(told(verb, options), inputs)
             return on_gpu.run(verb, own, read, inputs, targets, options, flag, framework, values)
     elif (
         framework == "numpy"
@@ -79,10 +81,10 @@ def _imported(
     values: tuple[int, ...],
 ) -> Sequence[Any]:
     """`run` on views of the arrays, which may be of several frameworks, on the host or on a GPU."""
-    if backend not in (None, "cuda", "cpu"):
-        raise ValueError(f"backend: got {backend!r}; accepted are 'cuda', 'cpu' and None")
+    _options.backend(backend)
+    names = told(verb, options)
     if verb.refuses_gradients:
-        arrays.refuse_gradients(verb.inputs, inputs)
+        arrays.refuse_gradients(names, inputs)
     if framework == "jax" and backend != "cpu":
         from rawattn._jax import eager
 
@@ -91,20 +93,19 @@ def _imported(
     q = inputs[verb.q]
     with arrays.on_stream_of(q, framework) as stream:
         given: list[Imported | None] = []
-        for name, x in verb.named(inputs, targets):
+        shown_names = (*names, *(f"{verb.prefix}{name}" for name in verb.outputs))
+        for shown, (name, x) in zip(shown_names, verb.named(inputs, targets), strict=True):
             output = name in verb.outputs
             if x is None and (output or name in verb.optional):
                 given.append(None)
                 continue
-            shown = f"{verb.prefix}{name}" if output else name
             array = arrays.import_array(shown, x, stream=stream)
             if (output or name in verb.written) and array.readonly:
                 raise ValueError(f"{shown}: got a read-only array; pass a writable one")
             given.append(array)
         device = given[verb.q].device  # type: ignore[union-attr]
-        for name, each in zip(verb.inputs + verb.outputs, given, strict=True):
+        for shown, each in zip(shown_names, given, strict=True):
             if each is not None and each.device != device:
-                shown = f"{verb.prefix}{name}" if name in verb.outputs else name
                 raise ValueError(elsewhere(shown, each.device, device))
         count = len(inputs)
         views = [None if x is None else x.array for x in given]

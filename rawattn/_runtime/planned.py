@@ -16,6 +16,7 @@ from rawattn._interop import arrays, streams
 from rawattn._interop.native import Native, Read
 from rawattn._runtime import on_gpu
 from rawattn._runtime.calls import Call
+from rawattn._runtime.option_arrays import told
 from rawattn._runtime.verbs import Verb
 
 UNLIKE: Any = object()
@@ -120,12 +121,15 @@ class GpuPlan:
         return repeat
 
     def __call__(
-        self, args: Sequence[Any], out: Sequence[Any] | None, named: Mapping[str, Any]
+        self, args: Sequence[Any], out: Sequence[Any] | None, given: Mapping[str, Any]
     ) -> Any:
-        """out: arrays to write instead of the plan's own, None for those that stay."""
-        integers = None
-        if len(args) != self._count or named:
-            args, integers = self._complete(args, named)
+        """args: all inputs. out: arrays to write instead of the plan's own, None for those that stay.
+
+        given: integers of the layout on the GPU, CuPy's.
+        """
+        integers: dict[int, int] = {}
+        for name, array in given.items():
+            self._replace(integers, name, array)
         own, device = self._own, self._device
         read = own.read(args, self._verb.required)
         if read is None or read[1][:-1] != self._form:
@@ -162,9 +166,9 @@ class GpuPlan:
             import cupy
 
             with cupy.cuda.Device(device):
-                memory.run(addresses, stream, integers, theirs)
+                memory.run(addresses, stream, integers or None, theirs)
         else:
-            memory.run(addresses, stream, integers, theirs)
+            memory.run(addresses, stream, integers or None, theirs)
         return result
 
     def __del__(self) -> None:
@@ -202,53 +206,16 @@ class GpuPlan:
             *(self._verb, self._own, read, inputs, targets, self._options, self._flag)
         )
 
-    def _complete(
-        self, args: Sequence[Any], named: Mapping[str, Any]
-    ) -> tuple[Sequence[Any], dict[int, int] | None]:
-        """All inputs, those not given being the ones of planning time, and other integers by place."""
-        verb = self._verb
-        if len(args) > self._count:
-            raise TypeError(
-                f"plan: got {len(args)} arrays, expected {', '.join(verb.inputs)}, in this order or by name"
-            )
-        inputs = [*args, *self._inputs[len(args) :]]
-        integers: dict[int, int] = {}
-        for name, array in named.items():
-            if name in verb.inputs[: len(args)]:
-                raise TypeError(f"{name}: got it by position and by name; pass it once")
-            if name in verb.inputs:
-                inputs[verb.inputs.index(name)] = array
-            elif name in _STARTS or name in _LENGTHS:
-                self._replace(integers, name, array)
-            else:
-                raise TypeError(
-                    f"{name}: a plan takes {', '.join(verb.inputs)}, out and arrays of lengths on the GPU; whatever "
-                    "else the call has is that of planning time"
-                )
-        return inputs, integers or None
-
     def _replace(self, integers: dict[int, int], name: str, array: Any) -> None:
-        seqs: SeqLayout | None = self._options.seqs
-        planned = getattr(seqs, name, None)
-        if planned is None or isinstance(planned, np.ndarray):
+        seqs: SeqLayout = self._options.seqs
+        planned = getattr(seqs, name)
+        forms = [(x.shape, x.dtype, x.strides) for x in (array, planned)]
+        if isinstance(array, np.ndarray) or forms[0] != forms[1]:
             raise ValueError(
-                f"{name}: the call was not planned with {name} on the GPU; values of the host are those of planning time"
+                f"{name}: got {array.dtype} of shape {array.shape}, expected {planned.dtype} of shape {planned.shape} on "
+                "the GPU, as it was planned"
             )
-        imported = arrays.import_integers(name, array)
-        if isinstance(imported, np.ndarray) or (
-            imported.shape,
-            imported.dtype,
-            imported.strides,
-        ) != (
-            planned.shape,
-            planned.dtype,
-            planned.strides,
-        ):
-            raise ValueError(
-                f"{name}: got {imported.dtype} of shape {imported.shape}, expected {planned.dtype} of shape "
-                f"{planned.shape} on the GPU, as it was planned"
-            )
-        address = int(imported.data.ptr)
+        address = int(array.data.ptr)
         if name in _STARTS:
             integers[_STARTS[name]] = address
             if name == "seqstart_q" and getattr(seqs, "seqstart_k", None) is None:
@@ -284,8 +251,9 @@ class GpuPlan:
 
     def _refused(self, args: Sequence[Any]) -> Exception:
         """What is wrong with arrays that are not like those of planning time."""
-        own, verb = self._own, self._verb
-        for name, x, planned in zip(verb.inputs, args, self._inputs, strict=True):
+        own = self._own
+        names = told(self._verb, self._options)
+        for name, x, planned in zip(names, args, self._inputs, strict=True):
             if (x is None) != (planned is None):
                 return ValueError(
                     f"{name}: given now or when the call was planned, but not both times"

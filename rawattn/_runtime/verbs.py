@@ -8,17 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from rawattn._call import scales
+from rawattn._call.hints import cast
 from rawattn._call.layout import HostLengths, Lengths
-from rawattn._call.options import Options, dropout_p, shown
+from rawattn._call.options import Options
 from rawattn._call.problem import Problem, describe, describe_paged, result_shapes
 from rawattn._call.seq_layout import bind
-from rawattn._masks.block_mask import BlockMask, unpacked
+from rawattn._masks.block_mask import unpacked
 
 FLOAT32 = np.dtype(np.float32)
 
@@ -35,7 +35,7 @@ class Verb:
     outputs: names of its results. prefix: of these in messages, where they are arguments.
     flag: the name of the one choice that is no option of the problem.
     results: shape and dtype of each output, None for one that the flag leaves out, from (problem, dtype, flag).
-    check: refuses inputs that the forward does not have, from (problem, arrays by name).
+    check: refuses inputs that the forward does not have, from (problem, arrays by name, framework).
     more: what the steps of its kernels are made with, for the flag.
     cpu: from (problem, lengths, inputs, results, flag, what is in `extras` and `values` by name, gradients);
         lengths are None where the batch is not ragged.
@@ -45,7 +45,7 @@ class Verb:
     describe: the problem and the sequences, from (arrays by name, options, framework, the arrays of options).
     extras: those of its inputs that are read in ways of their own, the last ones: a page table, arrays of options.
     gradients: those of its outputs that are theirs, the last ones. values: numbers of options that kernels are given. But for
-    a page table all are what `with_arrays` found in a call.
+    a page table all are what `option_arrays.with_arrays` found in a call.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Verb:
     results: Callable[
         [Problem, np.dtype[Any], bool], tuple[tuple[Shape, np.dtype[Any]] | None, ...]
     ]
-    check: Callable[[Problem, Mapping[str, Any]], None]
+    check: Callable[[Problem, Mapping[str, Any], str | None], None]
     more: Callable[[bool], dict[str, Any]]
     cpu: Callable[
         [Problem, HostLengths | None, Sequence[Any], Sequence[Any], bool, Extras, Sequence[str]],
@@ -144,7 +144,7 @@ def _backward_results(
     )
 
 
-def _check_backward(problem: Problem, arrays: Mapping[str, Any]) -> None:
+def _check_backward(problem: Problem, arrays: Mapping[str, Any], framework: str | None) -> None:
     dtype = arrays["q"].dtype
     out_shape, lse_shape = result_shapes(problem)
     expected = {"dout": (out_shape, dtype), "out": (out_shape, dtype)}
@@ -158,7 +158,7 @@ def _check_backward(problem: Problem, arrays: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}: got shape {array.shape}, expected {shape}, {of}")
         if array.dtype != kind:
             raise TypeError(
-                f"{name}: got dtype {array.dtype}, expected {kind}, {of}; convert it, as by {name}.astype"
+                f"{name}: got dtype {array.dtype}, expected {kind}, {of}; convert it, as by {cast(framework, name, kind)}"
             )
 
 
@@ -226,7 +226,7 @@ FORWARD = Verb(
     outputs=("out", "lse"),
     prefix="",
     results=_forward_results,
-    check=lambda problem, arrays: None,
+    check=lambda problem, arrays, framework: None,
     more=lambda return_lse: {},
     cpu=_forward_cpu,
     padding=(0.0, -np.inf),
@@ -262,132 +262,6 @@ BACKWARD = Verb(
     bind=lambda seqs, inputs: _bind_rows(seqs, inputs[1], inputs[2]),
     describe=_describe_rows,
 )
-
-
-_ARRAYS = ("bias", "mask", "alibi_slopes", "sink_logits")
-_DTYPES = {
-    "float16": np.dtype(np.float16),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float32": FLOAT32,
-}
-_SEED_MASK = 2**64 - 1
-
-
-class Given(NamedTuple):
-    """A verb with the arrays of a call's options among its inputs, those arrays, numbers for kernels, and what is left of the
-    options."""
-
-    verb: Verb
-    arrays: tuple[Any, ...]
-    values: tuple[int, ...]
-    options: Options
-
-
-def with_arrays(
-    verb: Verb, options: Options, gradients: tuple[str, ...] = (), q: Any = None
-) -> Given:
-    """Takes the arrays of options out of them. gradients: names of the outputs of a backward for those arrays.
-
-    q: what a BlockMask is to lie beside; None: where it lies.
-
-    TypeError, naming the option or the captured array, for what is no array and for captured float64;
-    NotImplementedError for a score function without a derivative where the caller takes gradients.
-    """
-    if (
-        options.bias is None
-        and options.mask is None
-        and options.alibi_slopes is None
-        and options.sink_logits is None
-        and options.score_mod is None
-        and (type(options.dropout_p) is float and options.dropout_p == 0)
-    ):
-        return Given(verb, (), (), options)
-    names: list[str] = []
-    arrays: list[Any] = []
-    values: tuple[int, ...] = ()
-    form = None
-    for name in _ARRAYS:
-        array = getattr(options, name)
-        if array is None:
-            continue
-        if name == "mask" and isinstance(array, BlockMask):
-            form = array.form
-            names += ("mask_bits", "mask_map", "mask_keys")
-            names += ("mask_kept",) if form.kept else ()
-            arrays += array.arrays if q is None else array.beside(q)
-            continue
-        if not hasattr(array, "__dlpack__"):
-            raise TypeError(f"{name}: got {shown(array)}, expected an array or None")
-        names.append(name)
-        arrays.append(array)
-    text = None
-    if options.score_mod is not None:
-        from rawattn._scores.score_mod import ScoreMod, require_float32, require_gradient
-
-        if not isinstance(options.score_mod, ScoreMod):
-            raise TypeError(
-                f"score_mod: got {shown(options.score_mod)}, expected a rawattn.ScoreMod or None"
-            )
-        require_float32(options.score_mod.text)
-        if not verb.refuses_gradients:  # the caller takes them
-            require_gradient(options.score_mod.text)
-        text = (options.score_mod.text, options.score_mod.scalars)
-        names += (f"captured{n}" for n in range(len(options.score_mod.arrays)))
-        arrays += options.score_mod.arrays.values()
-    seed, drawn = options.seed, dropout_p(options) > 0
-    if hasattr(seed, "__dlpack__"):
-        if drawn:
-            names.append("seed")
-            arrays.append(seed)
-    elif seed is not None:
-        # A mistake wherever it is, though only dropout reads it.
-        if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
-            raise TypeError(
-                f"seed: got {shown(seed)}, expected an int, or an integer array of one element"
-            )
-        if drawn:
-            values = (int(seed) & _SEED_MASK,)
-    left = options._replace(
-        bias=None, mask=form, alibi_slopes=None, sink_logits=None, score_mod=text, seed=0
-    )
-    found = extended(verb, tuple(names), ("seed_value",) if values else (), gradients)
-    return Given(found, tuple(arrays), values, left)
-
-
-def _gradient(problem: Problem, name: str) -> tuple[Shape, np.dtype[Any]]:
-    """The shape and dtype of the gradient of an option's array: those of the array."""
-    if name.startswith("dcaptured"):
-        form = problem.captured[int(name.removeprefix("dcaptured"))]
-    else:
-        form = getattr(problem, name.removeprefix("d"))
-    return form.given, _DTYPES[form.dtype]
-
-
-@lru_cache(maxsize=256)
-def extended(
-    verb: Verb, extras: tuple[str, ...], values: tuple[str, ...], gradients: tuple[str, ...]
-) -> Verb:
-    """A verb with more inputs, more numbers for kernels and more outputs: the gradients of the options' arrays."""
-
-    def results(
-        problem: Problem, dtype: np.dtype[Any], flag: bool
-    ) -> tuple[tuple[Shape, np.dtype[Any]] | None, ...]:
-        return (
-            *verb.results(problem, dtype, flag),
-            *(_gradient(problem, name) for name in gradients),
-        )
-
-    return replace(
-        verb,
-        inputs=verb.inputs + extras,
-        outputs=verb.outputs + gradients,
-        optional=verb.optional | set(extras),
-        results=results,
-        padding=verb.padding + (0.0,) * len(gradients),
-        extras=verb.extras + extras,
-        gradients=gradients,
-        values=verb.values + values,
-    )
 
 
 @lru_cache(maxsize=64)

@@ -113,8 +113,29 @@ class ScoreMod:
         """The values of captured numbers, in the order of their names in `text`."""
         return self._scalars
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles are made of what the caller gave: each has a handle of its own."""
+        text = self._text
+        kinds: dict[str, type] = {BOOL: bool, INT: int, FLOAT: float}
+        numbers = {
+            name: kinds[kind](value)
+            for (name, kind), value in zip(text.scalars, self._scalars, strict=True)
+        }
+        captured = {**self._arrays, **numbers}
+        return _made_again, (text.forward, text.backward, text.language, text.wrt, captured)
+
     def __repr__(self) -> str:
         return _represented("ScoreMod", self)
+
+
+def _made_again(
+    forward: str,
+    backward: str | None,
+    language: str,
+    wrt: tuple[str, ...],
+    captured: dict[str, Any],
+) -> ScoreMod:
+    return ScoreMod(forward, backward, language=language, wrt=wrt, **captured)
 
 
 class Predicate:

@@ -10,13 +10,13 @@ from rawattn._call import rotary as _rotary
 from rawattn._call.append import check_lengths
 from rawattn._call.hints import NoOthers, hides_unknown, refuse_unknown
 from rawattn._call.layout import host_lengths
-from rawattn._call.options import Options
+from rawattn._call.options import Options, flag
 from rawattn._call.seq_layout import SeqLayout
 from rawattn._runtime.append import append_verb
 from rawattn._runtime.asked import Asked
 from rawattn._runtime.verbs import Verb
 from rawattn._verbs import page_repeats
-from rawattn._verbs.attention import first, no_bool
+from rawattn._verbs.attention import first
 from rawattn._verbs.paged import Limits, read_pages, scaled
 
 if TYPE_CHECKING:  # type checkers bring it: nothing is installed for it
@@ -224,8 +224,7 @@ def read_append(
     backend: Any,
 ) -> Appending:
     """The call with its integers read, and those on the host checked."""
-    if interleaved is not True and interleaved is not False:
-        raise no_bool("interleaved", interleaved)
+    interleaved = flag("interleaved", interleaved)
     if q is not None and rotary is None:
         raise TypeError(
             "q: got queries without rotary: only an embedding changes them; leave q out, or pass rotary=(cos, sin)"

@@ -6,6 +6,7 @@ from typing import Any
 
 from rawattn._verbs.append import read_append
 from rawattn._verbs.plan import Plan
+from rawattn._verbs.plan_arguments import host_table
 
 _BY_POSITION = 5  # k, v, k_pages, v_pages, block_table
 
@@ -20,7 +21,11 @@ class AppendPlan(Plan):
     def __init__(self, **named: Any) -> None:
         call = read_append(**named)
         returned = _first if call.targets else _nothing
-        super().__init__(*call[:4], False, named["backend"], returned, call.values)
+        table = call.inputs[call.verb.inputs.index("block_table")]
+        super().__init__(
+            *(*call[:4], False, named["backend"], returned, call.values),
+            host_table(named["block_table"], table),
+        )
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         """The queries turned, or None."""

@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, overload
 
 from rawattn._call.hints import NoOthers, hides_unknown, refuse_unknown
-from rawattn._call.options import Options
+from rawattn._call.options import Options, flag
 from rawattn._call.seq_layout import SeqLayout
 from rawattn._runtime.asked import Asked
-from rawattn._runtime.verbs import FORWARD, with_arrays
+from rawattn._runtime.option_arrays import with_arrays
+from rawattn._runtime.verbs import FORWARD
 from rawattn._verbs.repeats import repeating
 
 if TYPE_CHECKING:  # type checkers bring it: nothing is installed for it
@@ -214,8 +215,7 @@ def attention(
     """
     if unknown:
         refuse_unknown("rawattn.attention", unknown, inspect.signature(attention).parameters)
-    if return_lse is not True and return_lse is not False:
-        raise no_bool("return_lse", return_lse)
+    return_lse = flag("return_lse", return_lse)
     options = Options(
         seqs,
         causal,
@@ -242,7 +242,3 @@ def attention(
 def first(results: Sequence[Any]) -> Any:
     """What a call that does not return lse gives back."""
     return results[0]
-
-
-def no_bool(name: str, value: object) -> TypeError:
-    return TypeError(f"{name}: got {type(value).__name__}, expected a bool: True or False")

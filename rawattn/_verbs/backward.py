@@ -8,14 +8,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 
-from rawattn._call.gradients import Gradients
+from rawattn._call.gradients import Gradients, check_given, wanted
 from rawattn._call.hints import NoOthers, hides_unknown, refuse_unknown
-from rawattn._call.options import Options
+from rawattn._call.options import Options, flag
 from rawattn._call.seq_layout import SeqLayout
 from rawattn._runtime.asked import Asked
-from rawattn._runtime.verbs import BACKWARD, FORWARD, with_arrays
+from rawattn._runtime.option_arrays import with_arrays
+from rawattn._runtime.verbs import BACKWARD, FORWARD
 from rawattn._scores.score_mod import ScoreMod
-from rawattn._verbs.attention import ArrayT, CommonOptions, no_bool
+from rawattn._verbs.attention import ArrayT, CommonOptions, ForwardOptions
 from rawattn._verbs.repeats import repeating
 
 if TYPE_CHECKING:  # type checkers bring it: nothing is installed for it
@@ -140,7 +141,8 @@ def attention_backward(
         dropout_p,
         seed,
     )
-    targets = wanted(into, bias, want_dbias, deterministic)
+    deterministic = flag("deterministic", deterministic)
+    targets = wanted(into, bias, want_dbias)
     names, written = of_options(targets, options, want_dbias)
     verb, arrays, values, options = with_arrays(BACKWARD, options, names, q)
     inputs = (dout, q, k, v, out, lse, dlse, *arrays)
@@ -149,31 +151,20 @@ def attention_backward(
     return Asked(verb, inputs, arrays, options, deterministic, backend, values, returned)
 
 
-_NONE = Gradients()
-
-
 def of_options(
     into: Gradients, options: Options, want_dbias: bool | None
 ) -> tuple[tuple[str, ...], tuple[Any, ...]]:
     """The gradients of options' arrays that a call has, and the caller's arrays for them."""
     found: dict[str, Any] = {}
-    if options.bias is not None and want_dbias is not False:
+    if options.bias is not None and (want_dbias is None or want_dbias):
         found["dbias"] = into.dbias
     if options.sink_logits is not None:
         found["dsink_logits"] = into.dsink_logits
+    captured = into.captured or {}
     names = _differentiated(options.score_mod)
     for n, name in names.items():
-        found[f"dcaptured{n}"] = (into.captured or {}).get(name)
-    lacking = {
-        "dbias": into.dbias is not None and "dbias" not in found,
-        "dsink_logits": into.dsink_logits is not None and "dsink_logits" not in found,
-        "captured": bool(set(into.captured or ()) - set(names.values())),
-    }
-    for field, is_lacking in lacking.items():
-        if is_lacking:
-            raise ValueError(
-                f"into.{field}: got an array, but the call has no input of which it is the gradient"
-            )
+        found[f"dcaptured{n}"] = captured.get(name)
+    check_given(into, found, names.values())
     return tuple(found), tuple(found.values())
 
 
@@ -198,43 +189,21 @@ def gradients(names: tuple[str, ...], score_mod: Any, results: Sequence[Any]) ->
     return Gradients(dq, dk, dv, others.get("dbias"), others.get("dsink_logits"), captured or None)
 
 
-def wanted(
-    into: Any, bias: Any = None, want_dbias: Any = None, deterministic: Any = False
-) -> Gradients:
-    """The arrays to write, checked as far as they are not arrays of the call."""
-    if deterministic is not True and deterministic is not False:
-        raise no_bool("deterministic", deterministic)
-    if want_dbias is not None:
-        if not isinstance(want_dbias, bool):
-            raise no_bool("want_dbias", want_dbias)
-        if want_dbias and bias is None:
-            raise ValueError(
-                "want_dbias: got True, but bias is None; pass the bias or drop want_dbias"
-            )
-    if into is None:
-        return _NONE
-    if not isinstance(into, Gradients):
-        raise TypeError(
-            f"into: got {type(into).__name__}, expected rawattn.Gradients(dq=..., dk=..., dv=...) or None"
-        )
-    return into
-
-
-_VJP_OPTIONS = {*CommonOptions.__annotations__}
-_VJP_NAMES = ("q", "k", "v", *CommonOptions.__annotations__, "deterministic", "return_lse")
+_FORWARD_ALONE = "num_splits", "out"  # options that the backward does not take
+_VJP_OPTIONS = (*CommonOptions.__annotations__, *_FORWARD_ALONE)
+_VJP_NAMES = ("q", "k", "v", *_VJP_OPTIONS, "deterministic", "return_lse")
 
 # Inside a vjp the caller takes the gradients: a tensor that requires one is read as its values.
 _UNTRACKED = replace(FORWARD, refuses_gradients=False)
 
 
-@repeating(_UNTRACKED)
+@repeating(_UNTRACKED, "out")
 def _forward(
-    q: Any, k: Any, v: Any, *, backend: Any = None, **options: Any
+    q: Any, k: Any, v: Any, *, out: Any = None, backend: Any = None, **options: Any
 ) -> Asked[tuple[Any, Any]]:
-    """out and lse, of options that the backward has too."""
     verb, arrays, values, left = with_arrays(_UNTRACKED, Options(**options), q=q)
     inputs: tuple[Any, ...] = (q, k, v, *arrays)
-    return Asked(verb, inputs, (None, None), left, True, backend, values, tuple)
+    return Asked(verb, inputs, (out, None), left, True, backend, values, tuple)
 
 
 class Pullback(Protocol):
@@ -258,7 +227,7 @@ def attention_vjp(
     *,
     deterministic: bool = False,
     return_lse: Literal[False] = False,
-    **options: Unpack[CommonOptions],
+    **options: Unpack[ForwardOptions],
 ) -> tuple[ArrayT, Pullback]: ...
 
 
@@ -270,7 +239,7 @@ def attention_vjp(
     *,
     deterministic: bool = False,
     return_lse: Literal[True],
-    **options: Unpack[CommonOptions],
+    **options: Unpack[ForwardOptions],
 ) -> tuple[tuple[ArrayT, Any], Pullback]: ...
 
 
@@ -282,7 +251,7 @@ def attention_vjp(
     *,
     deterministic: bool = False,
     return_lse: bool,
-    **options: Unpack[CommonOptions],
+    **options: Unpack[ForwardOptions],
 ) -> tuple[ArrayT | tuple[ArrayT, Any], Pullback]: ...
 
 
@@ -295,7 +264,7 @@ def attention_vjp(
     ----------
     q, k, v : array
     **options
-        Those of `attention` but `num_splits` and `out`.
+        Those of `attention`. `num_splits` is of the forward alone.
     deterministic : bool
         Of the backward.
     return_lse : bool
@@ -305,8 +274,8 @@ def attention_vjp(
     -------
     out : array, or (out, lse) with `return_lse`
     backward : callable, ``backward(dout, *, dlse=None, want_dbias=None, into=None) -> Gradients``
-        As `attention_backward`. It holds q, k, v, out, lse and the arrays of options: they must not be changed before it is
-        called.
+        As `attention_backward`. It holds q, k, v, out, lse and the arrays of options, an `out` that was given too: they must
+        not be changed before it is called.
 
     Examples
     --------
@@ -316,19 +285,12 @@ def attention_vjp(
     >>> backward(np.ones_like(out)).dv[0, :, 0, 0].round(3)
     array([1.833, 0.833, 0.333], dtype=float32)
     """
-    for name in ("num_splits", "out"):
-        if options.get(name) is not None:
-            raise TypeError(
-                f"{name}: rawattn.attention_vjp does not take it: expected an option that the backward has too"
-            )
-        options.pop(name, None)
-    for name, flag in (("return_lse", return_lse), ("deterministic", deterministic)):
-        if flag is not True and flag is not False:
-            raise no_bool(name, flag)
-    if not options.keys() <= _VJP_OPTIONS:
-        unknown = [name for name in options if name not in _VJP_OPTIONS]
+    return_lse, deterministic = flag("return_lse", return_lse), flag("deterministic", deterministic)
+    if unknown := [name for name in options if name not in _VJP_OPTIONS]:
         refuse_unknown("rawattn.attention_vjp", unknown, _VJP_NAMES)
     out, lse = _forward(q, k, v, **options)
+    for name in _FORWARD_ALONE:
+        options.pop(name, None)
 
     def backward(
         dout: Any,

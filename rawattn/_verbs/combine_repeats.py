@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from rawattn._call.checks import byte_range
 from rawattn._interop import arrays, streams
 from rawattn._interop.native import Native, Read, native
-from rawattn._kernels.params import MAX_LISTED
+from rawattn._kernels.helper_params import MAX_LISTED
 from rawattn._runtime import combine as runtime
 from rawattn._runtime.combine import FLOAT32
 from rawattn._runtime.read_lengths import ANEW

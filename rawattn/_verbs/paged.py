@@ -12,14 +12,15 @@ from rawattn._call import options as _options
 from rawattn._call import pages, scales
 from rawattn._call.hints import NoOthers, hides_unknown, refuse_unknown
 from rawattn._call.layout import host_lengths
-from rawattn._call.options import Options
+from rawattn._call.options import Options, flag
 from rawattn._call.seq_layout import SeqLayout
 from rawattn._interop import arrays
 from rawattn._interop.arrays import HOST
 from rawattn._runtime.asked import Asked
-from rawattn._runtime.verbs import PAGED, Verb, with_arrays, with_scales
+from rawattn._runtime.option_arrays import with_arrays
+from rawattn._runtime.verbs import PAGED, Verb, with_scales
 from rawattn._verbs import page_repeats
-from rawattn._verbs.attention import CommonOptions, first, no_bool
+from rawattn._verbs.attention import CommonOptions, first
 
 if TYPE_CHECKING:  # type checkers bring it: nothing is installed for it
     from typing_extensions import Unpack
@@ -215,8 +216,7 @@ def paged_attention(
         refuse_unknown(
             "rawattn.paged_attention", unknown, inspect.signature(paged_attention).parameters
         )
-    if return_lse is not True and return_lse is not False:
-        raise no_bool("return_lse", return_lse)
+    return_lse = flag("return_lse", return_lse)
     options = Options(
         seqs,
         causal,
@@ -257,9 +257,7 @@ def read_pages(
     named: the arguments of `paged_attention`. Integers on the host are checked, with `validate` those on a device too.
     names: those of the rows and of both arrays of pages. limits: which keys a row reaches; None: as the options say.
     """
-    validate = named["validate"]
-    if validate is not True and validate is not False:
-        raise no_bool("validate", validate)
+    validate = flag("validate", named["validate"])
     rows, k_pages, v_pages = found = [named[name] for name in names]
     arrays.refuse_gradients(names, found)
     indptr, ids = pages.split(named["block_table"])

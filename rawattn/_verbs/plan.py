@@ -7,37 +7,42 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rawattn._call import options as _options
 from rawattn._call import scales
+from rawattn._call.gradients import wanted
 from rawattn._call.hints import refuse_unknown
-from rawattn._call.options import Options
+from rawattn._call.options import Options, flag
 from rawattn._interop import arrays
 from rawattn._interop.native import native
 from rawattn._runtime import dispatch
+from rawattn._runtime.option_arrays import told, with_arrays
 from rawattn._runtime.planned import UNLIKE, GpuPlan
-from rawattn._runtime.verbs import BACKWARD, FORWARD, PAGED, Verb, with_arrays
+from rawattn._runtime.verbs import BACKWARD, FORWARD, PAGED, Verb
 from rawattn._verbs.append import append_kv
-from rawattn._verbs.attention import attention, first, no_bool
-from rawattn._verbs.backward import attention_backward, gradients, of_options, wanted
+from rawattn._verbs.attention import attention, first
+from rawattn._verbs.backward import attention_backward, gradients, of_options
 from rawattn._verbs.combine import combine
 from rawattn._verbs.paged import paged_attention, read_pages, scaled
+from rawattn._verbs.plan_arguments import Arguments, check_form, host_table
 
 
 class Plan:
     """A call of a verb on arrays of one form, made by `plan`.
 
     Call it with arrays of the same shapes, strides, dtypes and device, by position or by name; one that is left out is that
-    of planning time. ``out=`` (for the backward ``into=``) takes the results; otherwise they are in arrays of the plan's
-    own, the same ones at every call, overwritten by the next. Padding rows of the plan's own arrays are 0, -inf in lse.
-    Lengths on the GPU may be other arrays too, as ``seqlen_k=``; they are read at every call and at every replay of a
-    captured graph, so they may change in place. Values of the host (scale, window, lengths, a table of pages, ...) are those
-    of planning time.
+    of planning time. Names are those of the planned function, and those by which a score function captures arrays. ``out=``
+    (for the backward ``into=``) takes the results; otherwise they are in arrays of the plan's own, the same ones at every
+    call, overwritten by the next. Padding rows of the plan's own arrays are 0, -inf in lse. Lengths on the GPU may be other
+    arrays too, as ``seqlen_k=``; they are read at every call and at every replay of a captured graph, so they may change in
+    place. Values of the host (scale, window, lengths, a table of pages, ...) are those of planning time: lengths and tables
+    may be given again, but with other values they are refused.
 
     A call allocates nothing, waits for nothing and can be captured in a CUDA graph (CuPy's and torch's). The plan must live
     as long as such a graph: its scratch memory is the graph's too. For the same reason two calls of one plan must not run at
     the same time on different streams; two plans may.
 
     On the CPU, and for arrays that are neither CuPy's nor CUDA tensors of torch, a call is an ordinary one with the options
-    of planning time.
+    of planning time. Strides may then differ, and the results are in new arrays.
     """
 
     def __init__(
@@ -50,10 +55,13 @@ class Plan:
         backend: str | None,
         returned: Callable[[Sequence[Any]], Any],
         values: tuple[int, ...],
+        table: Any = None,
     ) -> None:
+        """table: page ids that are on the host where the arrays are not."""
         self._verb, self._options, self._flag, self._backend = verb, options, flag, backend
         self._values = values
         self._inputs, self._targets, self._returned = tuple(inputs), tuple(targets), returned
+        self._arguments = Arguments(verb, inputs, options, table)
         self._gpu: GpuPlan | None = None
         self._repeat: Callable[[Sequence[Any]], Any] | None = None
         own = native(arrays.framework_of(inputs[verb.q]))
@@ -82,19 +90,25 @@ class Plan:
         return self._call(*args, **named)
 
     def _call(self, *args: Any, out: Any = None, into: Any = None, **named: Any) -> Any:
+        if (
+            out is not None and "out" in self._verb.inputs
+        ):  # the forward's, which its backward reads
+            named["out"], out = out, None
         written = None
         if out is not None or into is not None:
             written = self._written(out, into)
+        inputs, integers = self._arguments.complete(args, named)
         if self._gpu is not None:
-            return self._gpu(args, written, named)
-        inputs = [*args, *self._inputs[len(args) :]]
-        for name, array in named.items():
-            if name not in self._verb.inputs[len(args) :]:
-                raise TypeError(
-                    f"{name}: this plan takes {', '.join(self._verb.inputs)} once each; whatever else the call has is "
-                    "that of planning time"
-                )
-            inputs[self._verb.inputs.index(name)] = array
+            return self._gpu(inputs, written, integers)
+        for name in integers:
+            raise ValueError(
+                f"{name}: got other lengths on the GPU, which plans of CuPy arrays and of torch's CUDA tensors take alone; "
+                "change the planned ones in place"
+            )
+        for name, array, planned in zip(
+            told(self._verb, self._options), inputs, self._inputs, strict=True
+        ):
+            check_form(name, array, planned)
         targets = self._targets if written is None else written
         results = dispatch.run(
             self._verb, inputs, targets, self._options, self._flag, self._backend, self._values
@@ -127,8 +141,8 @@ def plan(fn: Callable[..., Any], *args: Any, **options: Any) -> Plan:
     Plan
         Call it with the arrays: ``Plan(q, k, v)``, ``Plan(dout, q, k, v, out, lse)``, ``Plan(q, k_pages, v_pages,
         block_table)``, ``Plan(k, v, k_pages, v_pages, block_table, q=q)`` or ``Plan(outs, lses)``.
-        Of a pair that is a block table the page ids are given, and its indptr is that of planning time: on the GPU it may
-        change in place.
+        Of a pair that is a block table the page ids alone may be given; its indptr is then that of planning time, which on
+        the GPU may change in place.
 
     Raises
     ------
@@ -170,31 +184,30 @@ def plan(fn: Callable[..., Any], *args: Any, **options: Any) -> Plan:
 
         return AppendPlan(**named)
     known = Options(**{name: named[name] for name in Options._fields if name in named})
-    backend = named["backend"]
-    if backend not in (None, "cuda", "cpu"):
-        raise ValueError(f"backend: got {backend!r}; accepted are 'cuda', 'cpu' and None")
+    backend = _options.backend(named["backend"])
     names: tuple[str, ...] = ()
     numbers: tuple[int, ...] = ()
+    table = None
     if fn is not attention_backward:
-        verb, flag = FORWARD, named["return_lse"]
-        if flag is not True and flag is not False:
-            raise no_bool("return_lse", flag)
+        verb, choice = FORWARD, flag("return_lse", named["return_lse"])
         if fn is paged_attention:
+            given_table = named["block_table"]
             named["block_table"], known = read_pages(named, known)
+            table = host_table(given_table, named["block_table"])
             verb, factors, numbers = scaled(PAGED, named["q"], {n: named[n] for n in scales.NAMES})
             named |= zip(verb.inputs[len(PAGED.inputs) :], factors, strict=True)
         targets: Sequence[Any] = (named["out"], None)
-        returned: Callable[[Sequence[Any]], Any] = tuple if flag else first
+        returned: Callable[[Sequence[Any]], Any] = tuple if choice else first
     else:
-        verb, flag = BACKWARD, named["deterministic"]
-        into = wanted(named["into"], named["bias"], named["want_dbias"], flag)
+        verb, choice = BACKWARD, flag("deterministic", named["deterministic"])
+        into = wanted(named["into"], named["bias"], named["want_dbias"])
         names, written = of_options(into, known, named["want_dbias"])
         targets = (*into[:3], *written)
         returned = functools.partial(gradients, names, known.score_mod)
     inputs = [named[name] for name in verb.inputs]
     verb, extras, values, known = with_arrays(verb, known, names, named["q"])
     values = numbers + values
-    return Plan(verb, [*inputs, *extras], targets, known, flag, backend, returned, values)
+    return Plan(verb, [*inputs, *extras], targets, known, choice, backend, returned, values, table)
 
 
 def _copied(name: str, array: Any) -> Any:

@@ -14,7 +14,7 @@ import numpy as np
 
 from rawattn._call import options as _options
 from rawattn._call import pages
-from rawattn._call.gradients import Gradients
+from rawattn._call.gradients import Gradients, wanted
 from rawattn._call.layout import host_lengths
 from rawattn._call.options import Options
 from rawattn._call.seq_layout import SeqLayout
@@ -23,6 +23,7 @@ from rawattn.reference import _passes
 from rawattn.reference._append import append_kv as append_kv
 from rawattn.reference._call import factors_of_pages, floats, integers, read
 from rawattn.reference._combine import combine as combine
+from rawattn.reference._targets import rows_of, rows_of_q, write, write_gradients
 
 
 def attention(
@@ -46,6 +47,8 @@ def attention(
     seed: Any = None,
     num_splits: int | None = None,
     return_lse: bool = False,
+    out: Any = None,
+    backend: str | None = None,
 ) -> Any:
     """Attention with the arguments and shapes of `rawattn.attention`, computed in float64.
 
@@ -53,8 +56,9 @@ def attention(
     NumPy float64 whatever the inputs: `out` (batch, seqlen_q, nheads_q, headdim_v) or, in group
     mode, (total_q, nheads_q, headdim_v), and `lse` (batch, nheads_q, seqlen_q) or (nheads_q,
     total_q). Padding rows are 0, with an `lse` of -inf. A row that does not see a key is not
-    touched by NaN in it. `num_splits` changes nothing here; a `score_mod` is
-    one in the expression dialect, whose captured arrays may be float64 too.
+    touched by NaN in it. `num_splits` and `backend` change nothing here; a `score_mod` is one in the expression dialect,
+    whose captured arrays may be float64 too. `out` is a NumPy array of any floating dtype, whose padding rows are left
+    untouched.
 
     Raises TypeError or ValueError, naming the argument, for what `rawattn.attention` refuses.
 
@@ -68,9 +72,11 @@ def attention(
         seqs, causal, align, window, sink, scale, bias, mask, alibi_slopes, softcap, score_mod, sink_logits,
         dropout_p, seed, num_splits,
     )  # fmt: skip
+    _options.backend(backend)
     call = read(q, k, v, options)
-    out, lse = _passes.forward(call)
-    return (out, lse) if return_lse else out
+    result, lse = _passes.forward(call)
+    result = write("out", out, result, rows_of_q(call))
+    return (result, lse) if _options.flag("return_lse", return_lse) else result
 
 
 def paged_attention(
@@ -98,12 +104,14 @@ def paged_attention(
     v_scale: Any = None,
     num_splits: int | None = None,
     return_lse: bool = False,
+    out: Any = None,
     validate: bool = False,
+    backend: str | None = None,
 ) -> Any:
     """Attention with the arguments and shapes of `rawattn.paged_attention`, computed in float64.
 
     It is `attention` on the keys and values that the table leads to, times their scales. Lengths and the ids of the pages that
-    are read are checked with and without `validate`, wherever the arrays live.
+    are read are checked with and without `validate`, wherever the arrays live. `out` and `backend` are as of `attention`.
 
     Raises TypeError or ValueError, naming the argument, for what `rawattn.paged_attention` refuses.
 
@@ -112,6 +120,7 @@ def paged_attention(
     >>> paged_attention(np.ones((1, 1, 2, 4)), pages, pages, [[3, 0, -1]], seqlen_k=[3]).shape
     (1, 1, 2, 4)
     """
+    _options.flag("validate", validate)
     factors = factors_of_pages({"k_scale": k_scale, "v_scale": v_scale}, k_pages, v_pages)
     q, k_pages, v_pages = (
         floats(name, x, np.dtype(np.float64))
@@ -138,15 +147,17 @@ def paged_attention(
         seqstart_k=np.concatenate(([0], np.cumsum(lengths.len_k))),
         seqlen_q=lengths.len_q,
     )
-    out, lse = attention(
+    found, lse = attention(
         q.reshape(-1, *q.shape[-2:]), k, v, seqs=packed, causal=causal, align=align, window=window, sink=sink,
         scale=scale, bias=bias, mask=mask, alibi_slopes=alibi_slopes, softcap=softcap, score_mod=score_mod,
         sink_logits=sink_logits, dropout_p=dropout_p, seed=seed, num_splits=num_splits, return_lse=True,
+        backend=backend,
     )  # fmt: skip
-    out = out.reshape(*q.shape[:-1], out.shape[-1])
+    found = found.reshape(*q.shape[:-1], found.shape[-1])
     if q.ndim == 4:
         lse = np.ascontiguousarray(lse.reshape(lse.shape[0], *q.shape[:2]).swapaxes(0, 1))
-    return (out, lse) if return_lse else out
+    found = write("out", out, found, rows_of(q.shape, zip(starts, lengths.len_q, strict=True)))
+    return (found, lse) if _options.flag("return_lse", return_lse) else found
 
 
 def _ends(starts: Any, lengths: Any) -> Any:
@@ -180,6 +191,8 @@ def attention_backward(
     dlse: Any = None,
     want_dbias: bool | None = None,
     deterministic: bool = False,
+    into: Gradients | None = None,
+    backend: str | None = None,
 ) -> Gradients:
     """Gradients with the arguments and shapes of `rawattn.attention_backward`, in float64.
 
@@ -188,7 +201,8 @@ def attention_backward(
     part's. The results are NumPy float64 whatever the inputs, in the shapes of `q`, `k`, `v`,
     `bias` and `sink_logits`; `dbias` and `dsink_logits` are None without their input, `dbias` also
     with `want_dbias=False`. `captured` is a dict of the gradients of the arrays that `score_mod`
-    has in `wrt`, None without any. Rows of padding get 0. `deterministic` changes nothing here.
+    has in `wrt`, None without any. Rows of padding get 0. `deterministic` and `backend` change nothing here. `into` holds
+    NumPy arrays of any floating dtype, in which rows of padding are left untouched.
 
     Raises TypeError or ValueError, naming the argument, for what `rawattn.attention_backward`
     refuses.
@@ -204,8 +218,10 @@ def attention_backward(
         seqs, causal, align, window, sink, scale, bias, mask, alibi_slopes, softcap, score_mod, sink_logits,
         dropout_p, seed,
     )  # fmt: skip
+    _options.backend(backend)
+    _options.flag("deterministic", deterministic)
+    into = wanted(into, bias, want_dbias)
     call = read(q, k, v, options)
-    if want_dbias and bias is None:
-        raise ValueError("want_dbias=True needs a bias, got bias=None: pass one or drop want_dbias")
-    wanted = bias is not None and want_dbias is not False
-    return _passes.backward(call, dout, out, lse, dlse, want_dbias=wanted)
+    has_dbias = bias is not None and (want_dbias is None or bool(want_dbias))
+    found = _passes.backward(call, dout, out, lse, dlse, want_dbias=has_dbias)
+    return write_gradients(call, found, into)

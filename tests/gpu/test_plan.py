@@ -195,7 +195,7 @@ def test_other_integers_by_name() -> None:
     seqs = layout(other, case, CUPY)
     expected = bits(rawattn.attention(q, k, v, **{**call, "seqs": seqs}), CUPY)
     assert bits(plan(q, k, v, **on_device), CUPY) == expected
-    with pytest.raises(TypeError, match=r"^scale: a plan takes"):
+    with pytest.raises(TypeError, match=r"^scale: this plan takes"):
         plan(q, k, v, scale=2.0)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from rawattn._call.layout import Lengths, Side
 from rawattn._call.problem import Problem, result_shapes
 from rawattn._call.structure import structure
-from rawattn._kernels import attention_params, params, structs
+from rawattn._kernels import attention_params, helper_params, params, structs
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import backward as portable_backward
 from rawattn._kernels.portable import fill_padding, schedule
@@ -147,7 +147,7 @@ class Backward:
         order = Memory("order", np.full(batch, -1, np.int32), readonly=False)
         first_tile = Memory("first_tile", np.zeros(batch + 1, np.int32), readonly=False)
         self._memory += [order, first_tile]
-        packed = params.SCHEDULE.zeros()
+        packed = helper_params.SCHEDULE.zeros()
         fields = packed[0]
         fields["q_side"], fields["k_side"] = tiled, longest
         fields["order"], fields["first_tile"] = order.address, first_tile.address

@@ -11,7 +11,7 @@ import numpy as np
 from rawattn._call.layout import Lengths, Side
 from rawattn._call.problem import Problem, result_shapes
 from rawattn._call.structure import structure
-from rawattn._kernels import attention_params, params, structs
+from rawattn._kernels import attention_params, helper_params, params, structs
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import fill_padding, schedule
 from rawattn._kernels.portable.forward import Config
@@ -238,7 +238,7 @@ class Forward:
         batch = self.problem.batch
         order = Memory("order", np.full(batch, -1, np.int32), readonly=False)
         first_tile = Memory("first_tile", np.zeros(batch + 1, np.int32), readonly=False)
-        packed = params.SCHEDULE.zeros()
+        packed = helper_params.SCHEDULE.zeros()
         fields = packed[0]
         fields["q_side"], fields["k_side"] = self.q_side, self.k_side
         fields["order"], fields["first_tile"] = order.address, first_tile.address
@@ -293,7 +293,7 @@ def padding(
     headdim: int,
 ) -> np.ndarray:
     """The parameters that fill an array's padding rows, without its address. side: as a kernel is told it."""
-    packed = params.PADDING.zeros()
+    packed = helper_params.PADDING.zeros()
     fields = packed[0]
     strides = Operands({"array": array.strides}).elements(problem, "array")
     form = structure(lengths).side(of)

@@ -11,7 +11,7 @@ import pytest
 from rawattn._call.options import Options
 from rawattn._call.pages import PagedLayout, split
 from rawattn._runtime.append import append_verb
-from rawattn._runtime.verbs import Given
+from rawattn._runtime.option_arrays import Given
 from rawattn._verbs.append import read_append
 from rawattn._verbs.paged import scaled
 from tests import exhaustive

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from rawattn._call import partials
+from rawattn._kernels.helper_params import MAX_LISTED
 from rawattn._kernels.operands import contiguous
-from rawattn._kernels.params import MAX_LISTED
 from rawattn._kernels.portable import combine as twin
 from rawattn._kernels.portable.combine import Side
 from rawattn._runtime import combine_gpu, combine_plan

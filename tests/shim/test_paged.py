@@ -12,7 +12,8 @@ import pytest
 import rawattn
 from rawattn._call.options import Options
 from rawattn._call.pages import PagedLayout, split
-from rawattn._runtime.verbs import PAGED, with_arrays
+from rawattn._runtime.option_arrays import with_arrays
+from rawattn._runtime.verbs import PAGED
 from rawattn._verbs.paged import read_pages, scaled
 from tests import exhaustive
 from tests.paged import BFLOAT16, Paged, paged, verify

@@ -19,7 +19,8 @@ from rawattn._call.options import Options
 from rawattn._kernels.selection import only, using_tiles
 from rawattn._kernels.tile_tables import SCHEMAS, Row
 from rawattn._runtime import calls
-from rawattn._runtime.verbs import BACKWARD, FORWARD, Verb, with_arrays
+from rawattn._runtime.option_arrays import with_arrays
+from rawattn._runtime.verbs import BACKWARD, FORWARD, Verb
 from rawattn._verbs import backward as verbs
 from rawattn.reference._call import read
 from rawattn.reference._passes import backward

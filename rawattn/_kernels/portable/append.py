@@ -8,7 +8,7 @@ from typing import Any
 from rawattn._call.problem import Problem
 from rawattn._call.structure import Structure
 from rawattn._compile.compiler import Source
-from rawattn._kernels import params, structs
+from rawattn._kernels import helper_params, structs
 from rawattn._kernels.attention_params import page_addresses, page_fields, without_pages
 from rawattn._kernels.operands import ITEMSIZE, Operands, access_bytes
 from rawattn._kernels.score_params import scale_fields, scale_patches
@@ -46,7 +46,7 @@ class Config:
             "rawattn_append",
             "portable/append.cu",
             f"portable append {self.dtype} {dims(self)}{rotary} {self.copy_bytes}B{' float8' * self.float8}",
-            params.APPEND,
+            helper_params.APPEND,
             element=ELEMENT[self.dtype],
             constants={
                 "kHeadDim": self.headdim,
@@ -105,7 +105,7 @@ def choose(problem: Problem, operands: Operands) -> Config:
 
 def steps(problem: Problem, structure: Structure, operands: Operands, target: Target) -> Steps:
     config = choose(problem, operands)
-    struct, rotary = params.APPEND, problem.rotary
+    struct, rotary = helper_params.APPEND, problem.rotary
     names = [
         name for name in ("q", "k", "v", "k_pages", "v_pages", "out") if name in operands.strides
     ]

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from rawattn._call.partials import Partials
 from rawattn._compile.compiler import Source
-from rawattn._kernels import params, structs
+from rawattn._kernels import helper_params, structs
+from rawattn._kernels.helper_params import MAX_LISTED
 from rawattn._kernels.operands import ITEMSIZE, Strides, access_bytes
-from rawattn._kernels.params import MAX_LISTED
 from rawattn._kernels.source import ELEMENT
 from rawattn._kernels.source import source as _source
 from rawattn._kernels.steps import Step, checked
@@ -48,7 +48,7 @@ class Config:
             "portable/combine.cu",
             f"portable combine {self.dtype} to {self.result} Dv={self.headdim_v} "
             f"{self.load_bytes}B {self.store_bytes}B",
-            params.COMBINE,
+            helper_params.COMBINE,
             element=ELEMENT[self.dtype],
             constants={
                 "kResult": _KINDS[self.result],
@@ -136,16 +136,16 @@ def step(
         "outs_listed": int(outs.partial is None),
         "lses_listed": int(lses.partial is None),
     }
-    where = [(structs.offset(params.COMBINE, name), name) for name in ("out", "lse")]
+    where = [(structs.offset(helper_params.COMBINE, name), name) for name in ("out", "lse")]
     for name, side in (("outs", outs), ("lses", lses)):
-        first = structs.offset(params.COMBINE, name)
+        first = structs.offset(helper_params.COMBINE, name)
         count = partials.count if side.partial is None else 1
         where += [(first + 8 * n, f"{name}{n}") for n in range(count)]
     return Step(
         source=config.source(),
         blocks=config.blocks(partials, wave),
         threads=THREADS,
-        params=structs.fill(params.COMBINE, values),
+        params=structs.fill(helper_params.COMBINE, values),
         patches=tuple(where),
     )
 

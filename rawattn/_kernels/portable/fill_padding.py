@@ -9,7 +9,7 @@ from typing import Any, Literal
 from rawattn._call.problem import Problem
 from rawattn._call.structure import SideStructure, Structure
 from rawattn._compile.compiler import Source
-from rawattn._kernels import params, structs
+from rawattn._kernels import helper_params, structs
 from rawattn._kernels.operands import ITEMSIZE
 from rawattn._kernels.source import source as _source
 from rawattn._kernels.steps import Step, patches, side_fields, side_patches
@@ -21,7 +21,9 @@ _BLOCKS = 1024  # enough to fill any GPU
 
 @functools.cache
 def source() -> Source:
-    return _source(ENTRY, "portable/fill_padding.cu", "portable fill_padding", params.PADDING)
+    return _source(
+        ENTRY, "portable/fill_padding.cu", "portable fill_padding", helper_params.PADDING
+    )
 
 
 def parts(batch: int) -> int:
@@ -74,9 +76,9 @@ def step(
         source=source(),
         blocks=blocks(problem.batch),
         threads=THREADS,
-        params=structs.fill(params.PADDING, fields(problem, side, shape, strides)),
+        params=structs.fill(helper_params.PADDING, fields(problem, side, shape, strides)),
         patches=(
-            *patches(params.PADDING, **filled),
-            *side_patches(params.PADDING, "side", side, of),
+            *patches(helper_params.PADDING, **filled),
+            *side_patches(helper_params.PADDING, "side", side, of),
         ),
     )

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from rawattn._call.problem import Problem
 from rawattn._compile.compiler import Source
-from rawattn._kernels import params, structs
+from rawattn._kernels import helper_params, structs
 from rawattn._kernels.operands import ITEMSIZE, Operands, Strides, access_bytes
 from rawattn._kernels.source import round_up
 from rawattn._kernels.source import source as _source
@@ -24,7 +24,7 @@ def source(
         f"rawattn_{kind}_keys",
         f"portable/{kind}_keys.cu",
         f"portable {kind}_keys {row_bytes}B by {copy_bytes}B",
-        params.KEPT_ROWS,
+        helper_params.KEPT_ROWS,
         constants={
             "kRowBytes": row_bytes,
             "kElementBytes": itemsize,
@@ -102,6 +102,6 @@ class KeptRows:
             source=source(kind, self.row_bytes, self._itemsize, copy_bytes),
             blocks=checked(self.name, -(-problem.batch * rows // (THREADS // wave)), 1),
             threads=THREADS,
-            params=structs.fill(params.KEPT_ROWS, values),
-            patches=patches(params.KEPT_ROWS, kept__data="mask_kept", **addresses),
+            params=structs.fill(helper_params.KEPT_ROWS, values),
+            patches=patches(helper_params.KEPT_ROWS, kept__data="mask_kept", **addresses),
         )

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from rawattn._compile.compiler import Source
-from rawattn._kernels import params, structs
+from rawattn._kernels import helper_params, structs
 from rawattn._kernels.source import source as _source
 from rawattn._kernels.steps import Step, checked, patches
 from rawattn._masks.layout import (
@@ -54,7 +54,7 @@ def source(dense: bool) -> Source:
         "rawattn_pack_mask",
         "portable/pack_mask.cu",
         "portable pack_mask" + (" dense" if dense else ""),
-        params.PACK_MASK,
+        helper_params.PACK_MASK,
         constants={"kDense": dense},
     )
 
@@ -65,7 +65,7 @@ def ranges_source() -> Source:
         "rawattn_mask_of_ranges",
         "portable/mask_of_ranges.cu",
         "portable mask_of_ranges",
-        params.RANGES_MASK,
+        helper_params.RANGES_MASK,
     )
 
 
@@ -83,9 +83,9 @@ def step(shape: Shape, strides: tuple[int, ...], place: int) -> Step:
         blocks=blocks(shape),
         threads=THREADS,
         params=structs.fill(
-            params.PACK_MASK, {**fields(shape), **dict(zip(names, own, strict=True))}
+            helper_params.PACK_MASK, {**fields(shape), **dict(zip(names, own, strict=True))}
         ),
-        patches=_patches(shape, params.PACK_MASK, **{"from": "mask"}),
+        patches=_patches(shape, helper_params.PACK_MASK, **{"from": "mask"}),
         shared_bytes=SHARED_BYTES,
     )
 
@@ -97,8 +97,8 @@ def ranges_step(shape: Shape, count: int, itemsize: int) -> Step:
         source=ranges_source(),
         blocks=blocks(shape),
         threads=THREADS,
-        params=structs.fill(params.RANGES_MASK, values),
-        patches=_patches(shape, params.RANGES_MASK, ranges__data="ranges"),
+        params=structs.fill(helper_params.RANGES_MASK, values),
+        patches=_patches(shape, helper_params.RANGES_MASK, ranges__data="ranges"),
         shared_bytes=SHARED_BYTES,
     )
 
@@ -109,18 +109,18 @@ def kept_source() -> Source:
         "rawattn_mask_of_kept",
         "portable/mask_of_kept.cu",
         "portable mask_of_kept",
-        params.KEPT_MASK,
+        helper_params.KEPT_MASK,
     )
 
 
 def kept_step(shape: Shape, values: Mapping[str, Any]) -> Step:
-    """Packs which of the kept keys in "mask_kept" each row sees. values: fields of `params.KEPT_MASK`."""
+    """Packs which of the kept keys in "mask_kept" each row sees. values: fields of `helper_params.KEPT_MASK`."""
     return Step(
         source=kept_source(),
         blocks=blocks(shape),
         threads=THREADS,
-        params=structs.fill(params.KEPT_MASK, {**fields(shape), **values}),
-        patches=_patches(shape, params.KEPT_MASK, kept__data="mask_kept"),
+        params=structs.fill(helper_params.KEPT_MASK, {**fields(shape), **values}),
+        patches=_patches(shape, helper_params.KEPT_MASK, kept__data="mask_kept"),
         shared_bytes=SHARED_BYTES,
     )
 
@@ -130,7 +130,7 @@ def predicate_source(text: ScoreText) -> Source:
         "rawattn_mask_of_predicate",
         "portable/mask_of_predicate.cu",
         "portable mask_of_predicate",
-        params.PREDICATE_MASK,
+        helper_params.PREDICATE_MASK,
     )
     lines = ['#include "attn/params.cuh"', predicate_text(text), whole.text]
     return replace(whole, text="\n".join(lines))
@@ -157,8 +157,8 @@ def predicate_step(
         source=predicate_source(text),
         blocks=blocks(shape),
         threads=THREADS,
-        params=structs.fill(params.PREDICATE_MASK, values),
-        patches=_patches(shape, params.PREDICATE_MASK, **addresses),
+        params=structs.fill(helper_params.PREDICATE_MASK, values),
+        patches=_patches(shape, helper_params.PREDICATE_MASK, **addresses),
         shared_bytes=SHARED_BYTES,
     )
 
@@ -173,15 +173,17 @@ def keys_step(shape: Shape) -> Step | None:
         "rawattn_mask_keys",
         "portable/mask_keys.cu",
         "portable mask_keys",
-        params.MASK_KEYS,
+        helper_params.MASK_KEYS,
         constants={"kThreads": THREADS},
     )
     return Step(
         source=source,
         blocks=checked("mask", -(-planes * row // THREADS), GRANULE_ROWS),
         threads=THREADS,
-        params=structs.fill(params.MASK_KEYS, {"planes": planes, "bands": count, "words": row}),
-        patches=patches(params.MASK_KEYS, band_keys="mask_bands", keys="mask_keys"),
+        params=structs.fill(
+            helper_params.MASK_KEYS, {"planes": planes, "bands": count, "words": row}
+        ),
+        patches=patches(helper_params.MASK_KEYS, band_keys="mask_bands", keys="mask_keys"),
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from rawattn._call.problem import Problem
 from rawattn._call.structure import Structure
 from rawattn._compile.compiler import Source
-from rawattn._kernels import attention_params, params, structs
+from rawattn._kernels import attention_params, helper_params, structs
 from rawattn._kernels.features import features
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import mask_packing
@@ -41,7 +41,7 @@ class Config:
             "rawattn_mask_tiles",
             "portable/mask_tiles.cu",
             " ".join(words),
-            params.MASK_TILES,
+            helper_params.MASK_TILES,
             constants={
                 "kLeft": self.left,
                 "kRight": self.right,
@@ -191,11 +191,13 @@ def lists(
         source=config.source(),
         blocks=checked("mask", -(-heads * sequences * tiles // (THREADS // wave)), tile),
         threads=THREADS,
-        params=structs.fill(params.MASK_TILES, own),
+        params=structs.fill(helper_params.MASK_TILES, own),
         patches=(
-            *patches(params.MASK_TILES, map="mask_map", forward__block_mask__lists__data=name),
-            *attention_params.side_addresses(params.MASK_TILES, "forward.", structure),
-            *attention_params.page_addresses(problem, params.MASK_TILES, "forward."),
+            *patches(
+                helper_params.MASK_TILES, map="mask_map", forward__block_mask__lists__data=name
+            ),
+            *attention_params.side_addresses(helper_params.MASK_TILES, "forward.", structure),
+            *attention_params.page_addresses(problem, helper_params.MASK_TILES, "forward."),
         ),
     )
     nbytes = 4 * places * heads * (1 + capacity * (2 if of_keys else 1))

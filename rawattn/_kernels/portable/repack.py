@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from rawattn._call.problem import Problem
 from rawattn._compile.compiler import Source
-from rawattn._kernels import params, structs
+from rawattn._kernels import helper_params, structs
 from rawattn._kernels.operands import Operands, Strides, access_bytes
 from rawattn._kernels.source import round_up
 from rawattn._kernels.source import source as _source
@@ -31,7 +31,7 @@ def source(headdim: int, copy_bytes: int) -> Source:
         ENTRY,
         "portable/repack.cu",
         f"portable repack 16bit D={headdim} {copy_bytes}B",
-        params.REPACK,
+        helper_params.REPACK,
         element="float16",
         constants={"kHeadDim": headdim, "kCopyBytes": copy_bytes, "kThreads": THREADS},
     )
@@ -66,7 +66,7 @@ def copy(problem: Problem, operands: Operands, name: str, to: str) -> Repacked:
         source=source(headdim, access_bytes(headdim * 2, operands.pointers, *between)),
         blocks=checked(name, blocks(batch * rows), 1),
         threads=THREADS,
-        params=structs.fill(params.REPACK, values),
-        patches=patches(params.REPACK, **{"from": name, "to": to}),
+        params=structs.fill(helper_params.REPACK, values),
+        patches=patches(helper_params.REPACK, **{"from": name, "to": to}),
     )
     return Repacked(step, batch * whole[0], whole[1:] if problem.group else whole)

@@ -7,7 +7,7 @@ from typing import Literal
 
 from rawattn._call.structure import Structure
 from rawattn._compile.compiler import Source
-from rawattn._kernels import params, structs
+from rawattn._kernels import helper_params, structs
 from rawattn._kernels.source import source as _source
 from rawattn._kernels.steps import Step, patches, side_fields, side_patches
 
@@ -18,7 +18,7 @@ SHARED_BYTES = 8 * THREADS
 @functools.cache
 def source() -> Source:
     entry, file = "rawattn_schedule", "portable/schedule.cu"
-    return _source(entry, file, "portable schedule", params.SCHEDULE)
+    return _source(entry, file, "portable schedule", helper_params.SCHEDULE)
 
 
 def blocks(batch: int) -> int:
@@ -53,11 +53,11 @@ def step(structure: Structure, tile: int, *, of: Literal["q", "k"], names: tuple
         source=source(),
         blocks=blocks(structure.batch),
         threads=THREADS,
-        params=structs.fill(params.SCHEDULE, values),
+        params=structs.fill(helper_params.SCHEDULE, values),
         patches=(
-            *patches(params.SCHEDULE, order=order, first_tile=first_tile),
-            *side_patches(params.SCHEDULE, "q_side", structure.side(of), of),
-            *side_patches(params.SCHEDULE, "k_side", structure.side(other), other),
+            *patches(helper_params.SCHEDULE, order=order, first_tile=first_tile),
+            *side_patches(helper_params.SCHEDULE, "q_side", structure.side(of), of),
+            *side_patches(helper_params.SCHEDULE, "k_side", structure.side(other), other),
         ),
         shared_bytes=SHARED_BYTES,
     )

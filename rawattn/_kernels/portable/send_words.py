@@ -10,8 +10,8 @@ import functools
 import struct
 
 from rawattn._compile.compiler import Source
-from rawattn._kernels import params, structs
-from rawattn._kernels.params import WORDS_A_LAUNCH
+from rawattn._kernels import helper_params, structs
+from rawattn._kernels.helper_params import WORDS_A_LAUNCH
 from rawattn._kernels.source import source as _source
 
 THREADS = 256
@@ -20,13 +20,13 @@ THREADS = 256
 @functools.cache
 def source() -> Source:
     entry, file = "rawattn_send_words", "portable/send_words.cu"
-    return _source(entry, file, "portable send_words", params.WORDS)
+    return _source(entry, file, "portable send_words", helper_params.WORDS)
 
 
 _HEAD = struct.Struct("<Qi")  # to, count
-_WORDS_AT = structs.offset(params.WORDS, "words")
+_WORDS_AT = structs.offset(helper_params.WORDS, "words")
 assert _HEAD.size == _WORDS_AT, "the words stand behind their count"
-BYTES = params.WORDS.dtype.itemsize  # of a launch's parameters
+BYTES = helper_params.WORDS.dtype.itemsize  # of a launch's parameters
 MOST = 4 * WORDS_A_LAUNCH  # bytes that a launch carries
 
 

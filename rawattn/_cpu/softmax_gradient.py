@@ -1,0 +1,69 @@
+"""From scores and dout . v to probabilities and the gradients of scores, of a tile: plain, and with options."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from rawattn._cpu.score_gradients import Part, Totals
+from rawattn._cpu.scores import Scores, Where
+from rawattn._cpu.tiles import Array, Floats
+
+
+class Options(NamedTuple):
+    """Those that a call may have beyond its problem; of a plain call both are None.
+
+    totals: None also where no gradient of an option's array is wanted.
+    """
+
+    scores: Scores | None
+    totals: Totals | None
+
+    def part(self, where: Where) -> Part | None:
+        return None if self.totals is None else Part(self.totals, where)
+
+
+PLAIN = Options(None, None)
+
+
+def softmax_gradient(
+    p: Floats, ds: Floats, normaliser: Floats, delta: Floats, masked: Array | None
+) -> None:
+    """Scores become probabilities, and dout . v of each the gradient of its score; 0 where masked."""
+    p -= normaliser
+    np.exp(p, out=p)
+    ds -= delta
+    ds *= p
+    if masked is not None:
+        np.copyto(p, 0, where=masked)
+        np.copyto(ds, 0, where=masked)
+
+
+def score_gradient(
+    scores: Scores,
+    p: Floats,
+    ds: Floats,
+    normaliser: Floats,
+    delta: Floats,
+    masked: Array | None,
+    where: Where,
+    part: Part | None,
+) -> Array | None:
+    """The same with options, from scaled products and for them; p is as `out` has it, after dropout.
+
+    Gives back what is hidden by options too.
+    """
+    changed = scores.change(p, where, masked, keep=True)
+    kept = scores.kept(where)
+    scores.drop(ds, where, kept)
+    if kept is not None:
+        ds *= scores.kept_factor
+    softmax_gradient(p, ds, normaliser, delta, changed.hidden)
+    scores.drop(p, where, kept)
+    if kept is not None:
+        p *= scores.kept_factor
+    if part is not None:
+        part.add_scores(ds, where, changed)
+    scores.differentiate(ds, where, changed)
+    return changed.hidden

@@ -1,0 +1,176 @@
+"""Parameter structs of the launches around attention: schedules, copies, pages, masks, merges."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from rawattn._kernels import structs
+from rawattn._kernels.params import (
+    CAPTURED_ARRAYS,
+    FORWARD,
+    INTEGERS,
+    KV_SCALE,
+    PAGES,
+    SIDE_STRUCT,
+    STRIDES,
+)
+from rawattn._kernels.structs import Struct
+
+STRUCTS: list[Struct] = []
+_struct = partial(structs.declare, STRUCTS)
+
+
+SCHEDULE = _struct(
+    "ScheduleParams",
+    "",
+    (SIDE_STRUCT, "q_side, k_side", ""),
+    ("int*", "order", ""),
+    ("int*", "first_tile", ""),
+    ("int", "batch, tile_q", ""),
+)
+REPACK = _struct(
+    "RepackParams",
+    "",
+    ("const void*", "from", ""),
+    ("void*", "to", "(batch, rows, nheads, columns rounded up to 8), without gaps"),
+    (STRIDES, "strides", "of `from`"),
+    ("int64", "rows", ""),
+    ("int", "batch, nheads", ""),
+)
+# Partial results that a launch of `combine` is told one by one; more lie in one array.
+MAX_LISTED = 64
+COMBINE = _struct(
+    "CombineParams",
+    "Partial results over disjoint keys become one. Strides are in elements.",
+    ("const void*", f"outs[{MAX_LISTED}]", "listed: each; else the first"),
+    ("const float*", f"lses[{MAX_LISTED}]", "likewise"),
+    ("void*", "out", ""),
+    ("float*", "lse", "(batch, nheads, rows), without gaps"),
+    ("int64", "outs_partial, lses_partial", "from one to the next, 0 where they are listed"),
+    (STRIDES, "outs_strides, lses_strides, out_strides", ""),
+    ("int64", "rows", ""),
+    ("int", "batch, nheads, partials", ""),
+    ("int", "outs_listed, lses_listed", ""),
+)
+PADDING = _struct(
+    "PaddingParams",
+    "",
+    ("void*", "out", "rows that belong to no sequence become 0 in out"),
+    ("float*", "lse", "and -inf in lse; either is null when it is not ours to fill"),
+    (STRIDES, "out_strides", ""),
+    ("int64", "lse_batch, lse_head", ""),
+    (SIDE_STRUCT, "side", ""),
+    ("int", "batch, nheads, headdim, element_bytes", ""),
+    ("int", "parts", "blocks that share one gap between sequences"),
+)
+APPEND = _struct(
+    "AppendParams",
+    "",
+    ("const void*", "q", "null where there is none"),
+    ("const void*", "k", ""),
+    ("const void*", "v", ""),
+    ("void*", "k_pages", ""),
+    ("void*", "v_pages", ""),
+    ("void*", "out", "the rows of q, turned"),
+    (STRIDES, "q_strides, k_strides, v_strides, out_strides", ""),
+    (STRIDES, "k_pages_strides, v_pages_strides", "those of batches are those of pages"),
+    (SIDE_STRUCT, "side", "of the new rows"),
+    (INTEGERS, "seqlen_k", "the keys of each sequence, the new ones among them"),
+    (PAGES, "pages", ""),
+    ("const void*", "cos", "by position and plane"),
+    ("const void*", "sin", ""),
+    ("int64", "cos_row, sin_row", "their strides in elements"),
+    ("int64", "positions", "their rows"),
+    ("int64", "rows", "of all new rows, padding among them"),
+    ("int", "batch, nheads_q, nheads_kv", "nheads_q: 0 without q"),
+    ("int", "fill", "whether rows of out that belong to no sequence become 0"),
+    (KV_SCALE, "k_scale, v_scale", ""),
+)
+_MASK_PACKING = _struct(
+    "MaskPacking",
+    "What packing a mask writes (see attn/mask_packing.cuh).",
+    ("unsigned short*", "bits", "(batch, nheads, rows, words)"),
+    ("unsigned char*", "map", "of granules, (batch, nheads, rows / 64, words / 4), rounded up"),
+    ("unsigned short*", "band_keys", "that any row of 64 sees, (batch, nheads, rows / 64, words)"),
+    ("int", "rows, keys, words", ""),
+    ("int", "nheads", ""),
+)
+PACK_MASK = _struct(
+    "PackMaskParams",
+    "",
+    (_MASK_PACKING, "packing", ""),
+    ("const unsigned char*", "from", "True is not 0"),
+    ("int64", "batch, head, row, key", "its strides, 0 where it is the same for all"),
+)
+RANGES_MASK = _struct(
+    "RangesMaskParams",
+    "",
+    (_MASK_PACKING, "packing", ""),
+    (INTEGERS, "ranges", "(batch, rows, count, 2): the keys [begin, end) that a row sees"),
+    ("int", "count", ""),
+)
+MASK_KEYS = _struct(
+    "MaskKeysParams",
+    "",
+    ("const unsigned short*", "band_keys", "of each plane `bands` rows of words"),
+    ("unsigned short*", "keys", "of each plane one"),
+    ("int", "planes, bands, words", ""),
+)
+_KEPT_KEYS = _struct(
+    "KeptKeys",
+    "Of each head the keys that all rows share: ascending, -1 behind the last one (see attn/kept_keys.cuh).",
+    ("const int*", "data", ""),
+    ("int64", "batch, head", "strides; 0 where all have the same list"),
+    ("int", "count", "entries of a list"),
+    (
+        "int",
+        "rows",
+        "of the arrays that hold those keys: an entry that is none of them counts for nothing",
+    ),
+)
+KEPT_ROWS = _struct(
+    "KeptRowsParams",
+    "Rows of keys that are kept, and arrays of all keys. The former lie (batch, count, nheads, bytes rounded up to 16), "
+    "without gaps.",
+    (_KEPT_KEYS, "kept", ""),
+    ("const void*", "from", ""),
+    ("void*", "to", ""),
+    (STRIDES, "strides", "of the array of all keys"),
+    ("int", "batch, nheads", ""),
+)
+KEPT_MASK = _struct(
+    "KeptMaskParams",
+    "",
+    (_MASK_PACKING, "packing", "of the kept keys"),
+    (_KEPT_KEYS, "kept", ""),
+    ("int64", "first, last", "row i sees the keys [i + first, i + last]"),
+    ("int64", "sink", "and those below it, but none beyond i + last"),
+)
+PREDICATE_MASK = _struct(
+    "PredicateMaskParams",
+    "",
+    (_MASK_PACKING, "packing", ""),
+    ("int", "seqlen_q, seqlen_k", ""),
+    (CAPTURED_ARRAYS, "captured", ""),
+)
+MASK_TILES = _struct(
+    "MaskTilesParams",
+    "",
+    (FORWARD, "forward", "its lists are written"),
+    ("const unsigned char*", "map", "of granules"),
+    ("int64", "map_batch, map_head, map_row", "its strides"),
+    ("int", "map_rows, map_keys", "its extents: what lies behind them is as the last ones are"),
+    ("int", "sequences", "that have lists of their own"),
+    ("int", "tiles", "of a sequence; one of a device's lengths may have more"),
+    ("int", "parts", "heads whose tiles a list has, one head after the other"),
+    ("int", "group", "heads, counted like parts of all lists, that share a head of the mask"),
+)
+# Launches carry at most 4096 bytes of parameters on every driver that this library runs with.
+WORDS_A_LAUNCH = 1000
+WORDS = _struct(
+    "WordsParams",
+    "",
+    ("unsigned*", "to", ""),
+    ("int", "count", ""),
+    ("unsigned", f"words[{WORDS_A_LAUNCH}]", ""),
+)

@@ -1,0 +1,160 @@
+"""Arrays of a call's options become inputs of its verb, and the gradients of such arrays outputs of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from rawattn._call.options import Options, dropout_p, shown
+from rawattn._call.problem import Problem
+from rawattn._masks.block_mask import BlockMask
+from rawattn._runtime.verbs import FLOAT32, Shape, Verb
+
+_ARRAYS = ("bias", "mask", "alibi_slopes", "sink_logits")
+_DTYPES = {
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float32": FLOAT32,
+}
+_SEED_MASK = 2**64 - 1
+
+
+class Given(NamedTuple):
+    """A verb with the arrays of a call's options among its inputs, those arrays, numbers for kernels, and what is left of the
+    options."""
+
+    verb: Verb
+    arrays: tuple[Any, ...]
+    values: tuple[int, ...]
+    options: Options
+
+
+def with_arrays(
+    verb: Verb, options: Options, gradients: tuple[str, ...] = (), q: Any = None
+) -> Given:
+    """Takes the arrays of options out of them. gradients: names of the outputs of a backward for those arrays.
+
+    q: what a BlockMask is to lie beside; None: where it lies.
+
+    TypeError, naming the option or the captured array, for what is no array and for captured float64;
+    NotImplementedError for a score function without a derivative where the caller takes gradients.
+    """
+    if (
+        options.bias is None
+        and options.mask is None
+        and options.alibi_slopes is None
+        and options.sink_logits is None
+        and options.score_mod is None
+        and (type(options.dropout_p) is float and options.dropout_p == 0)
+    ):
+        return Given(verb, (), (), options)
+    names: list[str] = []
+    arrays: list[Any] = []
+    values: tuple[int, ...] = ()
+    form = None
+    for name in _ARRAYS:
+        array = getattr(options, name)
+        if array is None:
+            continue
+        if name == "mask" and isinstance(array, BlockMask):
+            form = array.form
+            names += ("mask_bits", "mask_map", "mask_keys")
+            names += ("mask_kept",) if form.kept else ()
+            arrays += array.arrays if q is None else array.beside(q)
+            continue
+        if not hasattr(array, "__dlpack__"):
+            raise TypeError(f"{name}: got {shown(array)}, expected an array or None")
+        names.append(name)
+        arrays.append(array)
+    text = None
+    if options.score_mod is not None:
+        from rawattn._scores.score_mod import ScoreMod, require_float32, require_gradient
+
+        if not isinstance(options.score_mod, ScoreMod):
+            raise TypeError(
+                f"score_mod: got {shown(options.score_mod)}, expected a rawattn.ScoreMod or None"
+            )
+        require_float32(options.score_mod.text)
+        if not verb.refuses_gradients:  # the caller takes them
+            require_gradient(options.score_mod.text)
+        text = (options.score_mod.text, options.score_mod.scalars)
+        names += (f"captured{n}" for n in range(len(options.score_mod.arrays)))
+        arrays += options.score_mod.arrays.values()
+    seed, drawn = options.seed, dropout_p(options) > 0
+    if hasattr(seed, "__dlpack__"):
+        if drawn:
+            names.append("seed")
+            arrays.append(seed)
+    elif seed is not None:
+        # A mistake wherever it is, though only dropout reads it.
+        if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
+            raise TypeError(
+                f"seed: got {shown(seed)}, expected an int, or an integer array of one element"
+            )
+        if drawn:
+            values = (int(seed) & _SEED_MASK,)
+    left = options._replace(
+        bias=None, mask=form, alibi_slopes=None, sink_logits=None, score_mod=text, seed=0
+    )
+    found = extended(verb, tuple(names), ("seed_value",) if values else (), gradients)
+    return Given(found, tuple(arrays), values, left)
+
+
+def _gradient(problem: Problem, name: str) -> tuple[Shape, np.dtype[Any]]:
+    """The shape and dtype of the gradient of an option's array: those of the array."""
+    if name.startswith("dcaptured"):
+        form = problem.captured[int(name.removeprefix("dcaptured"))]
+    else:
+        form = getattr(problem, name.removeprefix("d"))
+    return form.given, _DTYPES[form.dtype]
+
+
+@lru_cache(maxsize=256)
+def extended(
+    verb: Verb, extras: tuple[str, ...], values: tuple[str, ...], gradients: tuple[str, ...]
+) -> Verb:
+    """A verb with more inputs, more numbers for kernels and more outputs: the gradients of the options' arrays."""
+
+    def results(
+        problem: Problem, dtype: np.dtype[Any], flag: bool
+    ) -> tuple[tuple[Shape, np.dtype[Any]] | None, ...]:
+        return (
+            *verb.results(problem, dtype, flag),
+            *(_gradient(problem, name) for name in gradients),
+        )
+
+    return replace(
+        verb,
+        inputs=verb.inputs + extras,
+        outputs=verb.outputs + gradients,
+        optional=verb.optional | set(extras),
+        results=results,
+        padding=verb.padding + (0.0,) * len(gradients),
+        extras=verb.extras + extras,
+        gradients=gradients,
+        values=verb.values + values,
+    )
+
+
+def told(verb: Verb, options: Options) -> tuple[str, ...]:
+    """The inputs as the caller knows them: of a BlockMask its option, of what a score function captures its name there.
+
+    options: what `with_arrays` has left of them.
+    """
+    if not verb.extras:
+        return verb.inputs
+    captured: tuple[str, ...] = ()
+    if options.score_mod is not None:
+        captured = tuple(name for name, *_ in options.score_mod[0].arrays)
+    return tuple(
+        "mask"
+        if name.startswith("mask_")
+        else captured[int(name.removeprefix("captured"))]
+        if name.startswith("captured")
+        else name
+        for name in verb.inputs
+    )
