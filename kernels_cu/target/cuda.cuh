@@ -94,6 +94,22 @@ DEVICE unsigned float16_pair(unsigned x) {
 #endif
   return pair;
 }
+// All four of x: of a register's halves the compiler takes the upper one where it is.
+DEVICE void float16_pairs(unsigned (&pairs)[2], unsigned x) {
+#if __CUDA_ARCH__ >= 890
+  asm("{\n"
+      ".reg .b16 low, high;\n"
+      "mov.b32 {low, high}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, low;\n"
+      "cvt.rn.f16x2.e4m3x2 %1, high;\n"
+      "}"
+      : "=r"(pairs[0]), "=r"(pairs[1])
+      : "r"(x));
+#else
+  pairs[0] = float16_pair(x);
+  pairs[1] = float16_pair(x >> 16);
+#endif
+}
 DEVICE float to_float(float8 x) { return to_float(float16{static_cast<unsigned short>(float16_pair(x.bits))}); }
 
 template <class T>
