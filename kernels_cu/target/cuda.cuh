@@ -384,7 +384,12 @@ struct Mma16Bit {
     unsigned r[2];
     ldmatrix(r, run(lane % 16, 0));
     B b;
-    UNROLL for (int i = 0; i < 4; i++) b.r[i] = float16_pair(r[i / 2] >> (i % 2 * 16));
+    UNROLL for (int i = 0; i < 2; i++) {
+      unsigned pairs[2];
+      float16_pairs(pairs, r[i]);
+      b.r[2 * i] = pairs[0];
+      b.r[2 * i + 1] = pairs[1];
+    }
     return b;
   }
   // A lane gets two neighbours of each of two rows: they are of both halves of the columns.
@@ -394,9 +399,10 @@ struct Mma16Bit {
     ldmatrix_transposed(r, run(lane % 16, 0));
     B b;
     UNROLL for (int i = 0; i < 2; i++) {
-      const unsigned by_column = __byte_perm(r[i], 0, 0x3120);
-      b.r[i] = float16_pair(by_column);
-      b.r[2 + i] = float16_pair(by_column >> 16);
+      unsigned pairs[2];
+      float16_pairs(pairs, __byte_perm(r[i], 0, 0x3120));
+      b.r[i] = pairs[0];
+      b.r[2 + i] = pairs[1];
     }
     return b;
   }
