@@ -66,31 +66,36 @@ DEVICE void init_stored_barriers(S& s) {
 // A lane turns 16 bytes into two times 16. A warp has 8 rows of a block at a time. Both sides lie in the swizzle, and
 // of the lanes that are served together four have one row and four another one, whose numbers differ in the bits 0 and
 // 2: so neither loads nor stores meet in a bank.
+//
+// Beside products, shared memory takes long to answer. So kAhead pieces are on their way, and each one's successor is
+// asked for in front of its stores, which the compiler would not pass.
 template <int kBlocks>
-DEVICE void convert_tile(unsigned char* tile, const unsigned char* stored, int lane) {
+DEVICE void convert_tile(unsigned char* tile, const unsigned char* stored) {
   constexpr int kGroups = kTileK / 8, kAll = kBlocks * kGroups;  // of rows, in a block and in all of them
-  constexpr int kAtOnce = 3;                                     // as many as there are registers for
+  constexpr int kAhead = 4;
+  // Read anew: what follows from it would be kept from tile to tile, and there are no registers for that.
+  const int lane = target::thread_index_anew() % target::kWave;
   const int row = lane / 8 ^ lane / 4 % 2 * 5, chunk = lane % 4;
   const unsigned char* const from[2] = {stored + row * 128 + (chunk ^ row) * 16,
                                         stored + row * 128 + (chunk ^ row ^ 4) * 16};
   unsigned char* const to[2] = {tile + row * 128 + (2 * chunk ^ row) * 16,
                                 tile + row * 128 + (2 * chunk ^ row ^ 1) * 16};
-  UNROLL for (int first = 0; first < kAll; first += kAtOnce) {
-    const int behind = first + kAtOnce < kAll ? first + kAtOnce : kAll;
-    Chunk<16> x[kAtOnce];
-    UNROLL for (int n = first; n < behind; n++) {
-      const int block = n / kGroups, rows = block / 2 * kTileK + n % kGroups * 8;
-      x[n - first] = *reinterpret_cast<const Chunk<16>*>(from[block % 2] + rows * 128);
-    }
-    UNROLL for (int n = first; n < behind; n++) {
-      const unsigned words[4] = {x[n - first].x, x[n - first].y, x[n - first].z, x[n - first].w};
-      unsigned pairs[4][2];
-      UNROLL for (int i = 0; i < 4; i++) target::float16_pairs(pairs[i], words[i]);
-      const int rows = n / kGroups * kTileK + n % kGroups * 8;
-      UNROLL for (int half = 0; half < 2; half++) {
-        const auto &low = pairs[2 * half], &high = pairs[2 * half + 1];
-        *reinterpret_cast<Chunk<16>*>(to[half] + rows * 128) = {low[0], low[1], high[0], high[1]};
-      }
+  const auto load = [&](int n) {
+    const int block = n / kGroups, rows = block / 2 * kTileK + n % kGroups * 8;
+    return *reinterpret_cast<const Chunk<16>*>(from[block % 2] + rows * 128);
+  };
+  Chunk<16> x[kAhead];
+  UNROLL for (int n = 0; n < kAhead && n < kAll; n++) x[n] = load(n);
+  UNROLL for (int n = 0; n < kAll; n++) {
+    Chunk<16>& own = x[n % kAhead];
+    const unsigned words[4] = {own.x, own.y, own.z, own.w};
+    unsigned pairs[4][2];
+    UNROLL for (int i = 0; i < 4; i++) target::float16_pairs(pairs[i], words[i]);
+    if (n + kAhead < kAll) own = load(n + kAhead);
+    const int rows = n / kGroups * kTileK + n % kGroups * 8;
+    UNROLL for (int half = 0; half < 2; half++) {
+      const auto &low = pairs[2 * half], &high = pairs[2 * half + 1];
+      *reinterpret_cast<Chunk<16>*>(to[half] + rows * 128) = {low[0], low[1], high[0], high[1]};
     }
   }
 }
@@ -119,9 +124,9 @@ DEVICE void convert(const Sm90ForwardParams& p, S& s, int lane) {
       ptx::mbarrier_wait(&stored_full[from.slot], from.parity);
       ptx::mbarrier_wait(&empty[to.slot], to.parity ^ 1);
       if constexpr (kKeys) {
-        convert_tile<kBlocksQk>(s.keys[to.slot], s.boxes.stored_keys[from.slot], lane);
+        convert_tile<kBlocksQk>(s.keys[to.slot], s.boxes.stored_keys[from.slot]);
       } else {
-        convert_tile<kBlocksV>(s.values[to.slot], s.boxes.stored_values[from.slot], lane);
+        convert_tile<kBlocksV>(s.values[to.slot], s.boxes.stored_values[from.slot]);
       }
       ptx::fence_copies();  // to products, and of what was read to the copy engine
       target::wave_sync();
