@@ -89,8 +89,8 @@ DEVICE void produce(const Sm90ForwardParams& p, const Maps& maps, SharedMemory& 
       } else if (leads) {
         ptx::mbarrier_wait(&s.queries_empty, queries_parity ^ 1);
         queries_parity ^= 1;
-        load_queries<kBlocksQk, Rows, kTileRows>(s.queries, &maps.q, &s.queries_full, q_rows, first_row,
-                                                 work.q.length, work.head);
+        load_queries<kBlocksQk, Rows, kTileRows>(s.queries, &maps.q, &s.queries_full, q_rows, first_row, work.q.length,
+                                                 work.head);
       }
       // Behind what is wanted first: consumers ask for it when the tile's products are under way.
       if constexpr (kBiasByEngine) {
