@@ -159,7 +159,7 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
     if constexpr (kConvertsQueries) {
       if (has_tiles(span)) {
         ptx::mbarrier_wait(&s.queries_full, queries_parity);
-        rule.key_factor *= convert_queries(s, index, self.warp, self.lane);
+        rule.key_factor *= convert_queries(s, index);
       }
     }
     const DropoutRule dropout(p, work.sequence, head);
