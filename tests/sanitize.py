@@ -55,7 +55,7 @@ from tests.tiles import (
 )
 from tests.verify import verify
 
-F32 = np.dtype(np.float32)
+F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
 TOOLS = ("memcheck", "racecheck", "synccheck")
 _OPTIONS = {
     # Allocations are padded apart, so that an access just past one does not hit the next.
@@ -234,6 +234,23 @@ def page_calls() -> list[Callable[[], None]]:
         partial(check_pages, paged(lens, 16, rows=90, dims=(128, 128)), "sm90", num_splits=1),
         partial(
             check_pages, paged(lens, 24, rows=90, dims=(64, 72)), "sm90", **masks, num_splits=1
+        ),
+        *(
+            partial(check_pages, paged(lens, **shape), "sm90", num_splits=1, **options)
+            for shape, options in (
+                ({"page_size": 16, "rows": 90, "dims": (128, 128), "float8": "arrays"}, {}),
+                ({"page_size": 24, "rows": 90, "dims": (64, 80), "float8": "numbers"}, masks),
+                (
+                    {
+                        "page_size": 8,
+                        "rows": 70,
+                        "dims": (256, 192),
+                        "dtype": F16,
+                        "float8": "plain",
+                    },
+                    {"causal": True},
+                ),
+            )
         ),
     ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from rawattn import SeqLayout
 from rawattn._call.pages import PageForm
 from rawattn._call.problem import Problem, describe
 from rawattn._call.scores import ArrayForm
-from rawattn._kernels import registry
+from rawattn._kernels import registry, tile_tables
 from rawattn._kernels.operands import Operands, contiguous
 from rawattn._kernels.sm90 import filling
 from rawattn._kernels.sm90 import forward as sm90_forward
@@ -171,6 +172,37 @@ def test_blocks_that_share_a_multiprocessor() -> None:
     alone = filling.duration(problem, 8, fields, 1)
     assert alone < filling.duration(problem, 4, fields, 1, 2) < 2 * alone
     assert alone == filling.duration(problem, 8, fields, 1, 2)  # each has one to itself
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"dropout_p": 0.1}, {"mask": ArrayForm("bool", (1, 1, 300, 9000), (1, 1, 300, 9000))}],
+    ids=("plain", "dropout", "mask"),
+)
+def test_pages_of_8_bits_have_room(options: dict[str, Any]) -> None:
+    """At every head dim, beside what they become. The table for them is as it will be compiled."""
+    form = PageForm(16, 9000, 600, False, "int32")
+    for dims in itertools.product((16, 64, 96, 128, 192, 256), repeat=2):
+        problem = Problem(
+            **{"dtype": "bfloat16", "batch": 8, "nheads_q": 32, "nheads_kv": 8, "group": False},
+            **dict(zip(("headdim", "headdim_v"), dims, strict=True)),
+            **{"rows_q": 300, "rows_k": 9600, "max_seqlen_q": 300, "max_seqlen_k": 9000},
+            **{"ragged": True, "window_left": None, "window_right": 0, "sink": 0},
+            **{"top_left": False, "scale": 1.0, "pages": form, "float8": True, **options},
+        )
+        assert registry.choose("paged_attention", problem, H200, Operands()).name == "sm90"
+        config = sm90_forward.choose(problem, H200, Operands())
+        assert config.shared_bytes <= H200.shared_limit
+        assert config.float8
+        assert config.tile_k % config.page_rows == 0
+        if not options and config.consumers == row_of(dims)["consumers"]:
+            assert config.tile_k == row_of(dims)["tile_k"]
+            assert config.stages == row_of(dims)["stages"]
+
+
+def row_of(dims: tuple[int, int]) -> dict[str, Any]:
+    rows = tile_tables.table(sm90_forward.TILES, "paged_8bit")
+    return next(row.fields for row in rows if max(dims) <= row.headdim)
 
 
 def test_a_longer_call_takes_longer() -> None:

@@ -45,7 +45,10 @@ def variants_of_scores() -> Iterator[compiler.Source]:
         "bias": (bias_of(128), {**bias_of(128), **limited}, bias_of(1)),
         "held": ({"dropout_p": 0.1}, {"dropout_p": 0.1, **limited}),
         "alibi": (slopes, {**slopes, "ragged": True, "group": True}),
-        "few": ({}, bias_of(128), {**bias_of(128), **limited}, paged),
+        "few": ({}, bias_of(128), {**bias_of(128), **limited}, paged, {**paged, "float8": True}),
+        "paged_8bit": tuple(
+            {**paged, "float8": True, **more} for more in ({}, {"window_left": 50})
+        ),
     }
     for table, calls in uses.items():
         for row, call in itertools.product(tile_tables.table(sm90_forward.TILES, table), calls):

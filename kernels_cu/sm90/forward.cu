@@ -17,6 +17,7 @@
 #include "attn/scores.cuh"
 #include "sm90/forward_bias.cuh"
 #include "sm90/forward_block.cuh"
+#include "sm90/forward_float8.cuh"
 #include "sm90/forward_merge.cuh"
 #include "sm90/forward_pages.cuh"
 #include "sm90/forward_producer.cuh"
@@ -119,14 +120,22 @@ DEVICE void pack(M::A (&p)[kKeyBlocks], const C (&scores)[1][kKeyBlocks]) {
   UNROLL for (int n = 0; n < kKeyBlocks; n++) p[n] = M::from_accumulator(scores[0][n]);
 }
 
-// What the output is multiplied by, since dropout keeps some of the probabilities.
-DEVICE float kept_factor(const ForwardParams& p) { return kDropout ? p.dropout.factor : 1.0f; }
+// What the output of a head is multiplied by: dropout keeps some of the probabilities, and values may have a scale.
+DEVICE float output_factor(const ForwardParams& p, int head) {
+  const float kept = kDropout ? p.dropout.factor : 1.0f;
+  return kFloat8 ? kept * value_factor(p, head) : kept;
+}
+
+// From products to units of the exponent, where nothing else scales them. scale: of products.
+DEVICE float softmax_scale(float scale) {
+  return kScaleFirst || ScoreRule::kScaled ? Exponent::kUnit : scale * Exponent::kUnit;
+}
 
 DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMemory& s, int index) {
   const ForwardParams& p = params.forward;
   Consumer self(s, index);
   const unsigned long long q = ptx::wgmma_descriptor(s.queries + index * 64 * 128, 0);
-  const float scale_log2 = kScaleFirst || ScoreRule::kScaled ? Exponent::kUnit : p.scores.scale * Exponent::kUnit;
+  const float scale_log2 = softmax_scale(p.scores.scale);
   Ring<2> slot;
   unsigned queries_parity = 0;
   if (kPingPong && index == kConsumers - 1) self.pass_turn();  // the first turn is consumer 0's
@@ -146,10 +155,16 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
     const TileSpan mine = seen_of_item(own_tiles, key_tiles, span);
 
     const int head = work.head + own.head;
-    const ScoreRule rule(p, work.sequence, head, work.q.length, work.k.length, own_tiles.visible.offset);
+    ScoreRule rule(p, work.sequence, head, work.q.length, work.k.length, own_tiles.visible.offset);
+    if constexpr (kConvertsQueries) {
+      if (has_tiles(span)) {
+        ptx::mbarrier_wait(&s.queries_full, queries_parity);
+        rule.key_factor *= convert_queries(s, index);
+      }
+    }
     const DropoutRule dropout(p, work.sequence, head);
 
-    Softmax softmax(scale_log2);
+    Softmax softmax(kFloat8 ? softmax_scale(rule.scale()) : scale_log2);
     C o[1][kOutBlocks];
     M::A probabilities[kKeyBlocks];
     AddedScores<C, 1, kKeyBlocks> added;
@@ -175,7 +190,7 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
     };
     // Returns whether the output must be rescaled.
     const auto finish = [&](C(&scores)[1][kKeyBlocks], int n) {
-      const SoftmaxScore<kScaleFirst> score{p.scores.scale};
+      const SoftmaxScore<kScaleFirst> score{rule.scale()};
       finish_scores(scores, rule, added, score, own_tiles, n, first_row, self.lane);
       seen.hide(scores, -target::infinity(), self.lane, added.forgets());
       return softmax.update_row_max(scores, added);
@@ -251,10 +266,10 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
         softmax.add_sink(per_head(p.sink_logits, work.sequence, head) * Exponent::kUnit);
         softmax.rescale(o);
       }
-      softmax.divide(o, kept_factor(p));
+      softmax.divide(o, output_factor(p, head));
       store<kTensorStores>(params, maps, s, work, o, softmax, head, first_row, self.lane);
     } else {
-      softmax.divide(o, kept_factor(p));
+      softmax.divide(o, output_factor(p, head));
       store_partial(params, work, o, softmax);
     }
     // Every thread for itself: all of them read the slot, up to here.
@@ -282,12 +297,13 @@ KERNEL CLUSTER(forward::kCluster)
     }
     for (int i = 0; i < 2; i++) {
       ptx::mbarrier_init(&shared.work_full[i], 1);
-      ptx::mbarrier_init(&shared.work_empty[i], kWarpgroup * kConsumers + kValuesApart);
+      ptx::mbarrier_init(&shared.work_empty[i], kWarpgroup * kConsumers + kValuesApart + kConverters);
     }
     for (int i = 0; i < (kBiasByEngine ? kBiasSlots : 0); i++) {
       ptx::mbarrier_init(&shared.bias_full[i], 1);
       ptx::mbarrier_init(&shared.bias_empty[i], 4 * kConsumers);
     }
+    init_stored_barriers(shared);
     ptx::mbarrier_init(&shared.queries_full, 1);
     ptx::mbarrier_init(&shared.queries_empty, 4 * kConsumers);
     Tickets<kCluster>::init(shared.tickets);
@@ -314,6 +330,10 @@ KERNEL CLUSTER(forward::kCluster)
     if (warp == 0 && lane < kProducerLanes) produce(p, maps, shared, lane);
     if constexpr (kValuesApart) {
       if (warp == 1) produce_values(p, maps, shared, lane);
+    }
+    if constexpr (kFloat8) {
+      if (warp == 2) convert<true>(p, shared, lane);
+      if (warp == 3) convert<false>(p, shared, lane);
     }
   } else {
     if constexpr (kSharesRegisters) ptx::setmaxnreg_inc<kConsumerRegisters>();

@@ -8,6 +8,7 @@
 #include "attn/schedule/queries.cuh"
 #include "attn/sequence.cuh"
 #include "attn/softmax.cuh"
+#include "attn/stored_keys.cuh"
 #include "attn/visible.cuh"
 #include "ptx/ptx.cuh"
 #include "sm90/pipeline.cuh"
@@ -20,12 +21,13 @@ namespace forward {
 
 using namespace config;
 using namespace sm90;
-using M = target::Mma<Element>;
+using M = target::Mma<Operand>;
 using C = target::Accumulator;
 
 constexpr int kThreads = kWarpgroup * (1 + kConsumers);
 constexpr int kProducerLanes = kPaged ? target::kWave : 1;
-constexpr bool kValuesApart = kPaged;  // have a producer of their own
+constexpr bool kValuesApart = kPaged;         // have a producer of their own
+constexpr int kConverters = kFloat8 ? 2 : 0;  // warps that convert keys and values
 // A lone consumer may have as many registers from the start as a thread can have.
 constexpr bool kSharesRegisters = config::kProducerRegisters != config::kConsumerRegisters;
 static_assert(kConsumers > 1 || !kPingPong, "turns are taken among several");
@@ -45,6 +47,14 @@ constexpr int kOutBlocks = kDepthV / 16;
 constexpr int kQueryBytes = kBlocksQk * kTileRows * 128;
 constexpr int kKeyBytes = kBlocksQk * kTileK * 128;
 constexpr int kValueBytes = kBlocksV * kTileK * 128;
+// A block of keys or values as they are stored has rows of 128 bytes, too. How many tiles of 8 bits wait to be
+// converted, the host knows as well.
+constexpr int kStoredColumns = kFloat8 ? 128 : kColumns;
+constexpr int kStoredBlocksQk = round_up(kHeadDim, kStoredColumns) / kStoredColumns;
+constexpr int kStoredBlocksV = round_up(kHeadDimV, kStoredColumns) / kStoredColumns;
+constexpr int kStoredSlots = 2;
+static_assert(!kFloat8 || kPaged, "pages alone hold 8 bits");
+
 constexpr int kOutputBytes = kTensorStores ? kBlocksV * kTileRows * 128 : 0;
 
 // A bias that the copy engine brings comes in boxes of kColumns keys: of kBiasRows query rows, 1 where all rows share
@@ -58,8 +68,8 @@ static_assert(!kBiasByEngine || (sizeof(Element) == kBias && (kBiasRows == 1 || 
                                  (kBiasHeads == 1 || kBiasHeads == kHeadsPerTile)),
               "the host makes such boxes");
 
-using Qk = ptx::Wgmma<Element, kTileK>;
-using Pv = ptx::Wgmma<Element, kDepthV>;
+using Qk = ptx::Wgmma<Operand, kTileK>;
+using Pv = ptx::Wgmma<Operand, kDepthV>;
 using Visible = VisibleKeys<kLeft, kRight, kTopLeft>;
 using Meeting = MeetingTiles<kBlockMask, Visible, kClusterQ, kTileK, kOneSided>;
 using Keys = Meeting::Keys;
@@ -109,6 +119,22 @@ struct Tiles {
   unsigned char keys[kStages][kKeyBytes];
   unsigned char values[kStages][kValueBytes];
 };
+template <bool kUsed>
+struct StoredTiles {};
+template <>
+struct StoredTiles<true> {
+  alignas(1024) unsigned char stored_keys[kStoredSlots][kStoredBlocksQk * kTileK * 128];
+  unsigned char stored_values[kStoredSlots][kStoredBlocksV * kTileK * 128];
+};
+// The output's boxes first, then the ring of the bias; tiles of 8 bits.
+struct Boxes : SwizzledBytes<kOutputBytes + (kBiasByEngine ? kBiasSlots * kBiasBytes : 0)>, StoredTiles<kFloat8> {};
+template <bool kUsed>
+struct StoredBarriers {};
+template <>
+struct StoredBarriers<true> {
+  ptx::Mbarrier keys_full[kStoredSlots], keys_empty[kStoredSlots], values_full[kStoredSlots],
+      values_empty[kStoredSlots];
+};
 struct SharedMemory : Tiles {
   // These two first: `Consumer` counts on their offsets.
   ptx::Mbarrier keys_full[kStages], keys_empty[kStages], values_full[kStages], values_empty[kStages];
@@ -118,8 +144,8 @@ struct SharedMemory : Tiles {
   ptx::Mbarrier work_full[2], work_empty[2];
   Item work[2];
   TicketBox tickets;
-  // The output's first, then the ring of the bias.
-  SwizzledBytes<kOutputBytes + (kBiasByEngine ? kBiasSlots * kBiasBytes : 0)> boxes;
+  StoredBarriers<kFloat8> stored_barriers;
+  Boxes boxes;
 };
 static_assert(sizeof(SharedMemory) <= kSharedBytes, "the host reserves enough");
 

@@ -43,9 +43,6 @@ struct KeyTileLoader {
 
   // Of key tile n, which is loaded next, and of some behind it in front of `end`.
   DEVICE void find(const Keys& key_tiles, int n, int end) {
-    // Lanes load in turn. One that fell behind by a round of the ring would wait for a slot's next round, and that for
-    // it.
-    target::wave_sync();
     tile--;
     if (--ahead >= 0) return;
     ahead = kAtOnce - 1;
@@ -63,10 +60,14 @@ struct KeyTileLoader {
   // The tile that was found last.
   template <int kBlocks>
   DEVICE void load(unsigned char* shared, const ptx::TensorMap* map, ptx::Mbarrier* barrier, int, int head) const {
+    // All lanes have seen that the slot is empty before its next round may begin: one that looked later would wait for
+    // the round after.
+    target::wave_sync();
     if (lane == 0) ptx::mbarrier_arrive_expect(barrier, kBlocks * kTileK * 128);
     if (tile != 0) return;
     UNROLL for (int b = 0; b < kBlocks; b++) {
-      ptx::copy_tensor_5d(shared + (b * kTileK + box * kRows) * 128, map, barrier, b * kColumns, at, head, 0, page);
+      ptx::copy_tensor_5d(shared + (b * kTileK + box * kRows) * 128, map, barrier, b * kStoredColumns, at, head, 0,
+                          page);
     }
   }
 

@@ -5,6 +5,7 @@
 
 #include "sm90/forward_bias.cuh"
 #include "sm90/forward_block.cuh"
+#include "sm90/forward_float8.cuh"
 #include "sm90/forward_pages.cuh"
 
 namespace forward {
@@ -41,7 +42,8 @@ DEVICE bool goes_on(const WorkTile&) { return false; }
 
 DEVICE void produce(const Sm90ForwardParams& p, const Maps& maps, SharedMemory& s, int lane) {
   const bool leads = kProducerLanes == 1 || lane == 0;
-  Ring<kStages> keys, values;
+  auto& barriers = Landing::barriers(s);
+  Ring<Landing::kSlots> keys, values;
   Ring<kBiasSlots> bias;
   Ring<2> slot;
   Tickets<kCluster> tickets(p.next_work, s.tickets);
@@ -69,16 +71,18 @@ DEVICE void produce(const Sm90ForwardParams& p, const Maps& maps, SharedMemory& 
     KeyTileLoader<kPageRows> loader(p, work, lane);
     const auto load_values = [&](int first_key) {
       if constexpr (kValuesApart) return;
-      ptx::mbarrier_wait(&s.values_empty[values.slot], values.parity ^ 1);
-      loader.load<kBlocksV>(s.values[values.slot], &maps.v, &s.values_full[values.slot], first_key, kv_head);
+      ptx::mbarrier_wait(&barriers.values_empty[values.slot], values.parity ^ 1);
+      loader.load<kStoredBlocksV>(Landing::values(s)[values.slot], &maps.v, &barriers.values_full[values.slot],
+                                  first_key, kv_head);
       values.advance();
     };
     int first_key = has_tiles(span) ? key_tiles.first_key(span.begin) : 0, before = 0;
 #pragma unroll 1
     for (int n = span.begin; n < span.end; n++) {
       loader.find(key_tiles, n, span.end);
-      ptx::mbarrier_wait(&s.keys_empty[keys.slot], keys.parity ^ 1);
-      loader.load<kBlocksQk>(s.keys[keys.slot], &maps.k, &s.keys_full[keys.slot], first_key, kv_head);
+      ptx::mbarrier_wait(&barriers.keys_empty[keys.slot], keys.parity ^ 1);
+      loader.load<kStoredBlocksQk>(Landing::keys(s)[keys.slot], &maps.k, &barriers.keys_full[keys.slot], first_key,
+                                   kv_head);
       keys.advance();
       if (n > span.begin) {
         load_values(before);
@@ -116,7 +120,8 @@ DEVICE void produce(const Sm90ForwardParams& p, const Maps& maps, SharedMemory& 
 
 // The second warp, which learns of work as consumers do.
 DEVICE void produce_values(const Sm90ForwardParams& p, const Maps& maps, SharedMemory& s, int lane) {
-  Ring<kStages> values;
+  auto& barriers = Landing::barriers(s);
+  Ring<Landing::kSlots> values;
   Ring<2> slot;
   for (;;) {
     ptx::mbarrier_wait(&s.work_full[slot.slot], slot.parity);
@@ -129,8 +134,9 @@ DEVICE void produce_values(const Sm90ForwardParams& p, const Maps& maps, SharedM
 #pragma unroll 1
     for (int n = span.begin; n < span.end; n++) {
       loader.find(key_tiles, n, span.end);
-      ptx::mbarrier_wait(&s.values_empty[values.slot], values.parity ^ 1);
-      loader.load<kBlocksV>(s.values[values.slot], &maps.v, &s.values_full[values.slot], 0, kv_head);
+      ptx::mbarrier_wait(&barriers.values_empty[values.slot], values.parity ^ 1);
+      loader.load<kStoredBlocksV>(Landing::values(s)[values.slot], &maps.v, &barriers.values_full[values.slot], 0,
+                                  kv_head);
       values.advance();
     }
     target::wave_sync();  // all lanes have read the slot

@@ -94,6 +94,22 @@ DEVICE unsigned float16_pair(unsigned x) {
 #endif
   return pair;
 }
+// All four of x: of a register's halves the compiler takes the upper one where it is.
+DEVICE void float16_pairs(unsigned (&pairs)[2], unsigned x) {
+#if __CUDA_ARCH__ >= 890
+  asm("{\n"
+      ".reg .b16 low, high;\n"
+      "mov.b32 {low, high}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, low;\n"
+      "cvt.rn.f16x2.e4m3x2 %1, high;\n"
+      "}"
+      : "=r"(pairs[0]), "=r"(pairs[1])
+      : "r"(x));
+#else
+  pairs[0] = float16_pair(x);
+  pairs[1] = float16_pair(x >> 16);
+#endif
+}
 DEVICE float to_float(float8 x) { return to_float(float16{static_cast<unsigned short>(float16_pair(x.bits))}); }
 
 template <class T>
@@ -368,7 +384,12 @@ struct Mma16Bit {
     unsigned r[2];
     ldmatrix(r, run(lane % 16, 0));
     B b;
-    UNROLL for (int i = 0; i < 4; i++) b.r[i] = float16_pair(r[i / 2] >> (i % 2 * 16));
+    UNROLL for (int i = 0; i < 2; i++) {
+      unsigned pairs[2];
+      float16_pairs(pairs, r[i]);
+      b.r[2 * i] = pairs[0];
+      b.r[2 * i + 1] = pairs[1];
+    }
     return b;
   }
   // A lane gets two neighbours of each of two rows: they are of both halves of the columns.
@@ -378,9 +399,10 @@ struct Mma16Bit {
     ldmatrix_transposed(r, run(lane % 16, 0));
     B b;
     UNROLL for (int i = 0; i < 2; i++) {
-      const unsigned by_column = __byte_perm(r[i], 0, 0x3120);
-      b.r[i] = float16_pair(by_column);
-      b.r[2 + i] = float16_pair(by_column >> 16);
+      unsigned pairs[2];
+      float16_pairs(pairs, __byte_perm(r[i], 0, 0x3120));
+      b.r[i] = pairs[0];
+      b.r[2 + i] = pairs[1];
     }
     return b;
   }

@@ -208,6 +208,15 @@ DEVICE float8 from_float<float8>(float x) {
   return float8_of_float_bits(bits_of(x));
 }
 
+// Four float8 become float16.
+DEVICE void float16_pairs(unsigned (&pairs)[2], unsigned x) {
+  pairs[0] = pairs[1] = 0;
+  for (int i = 0; i < 4; i++) {
+    const float16 y = from_float<float16>(to_float(float8{static_cast<unsigned char>(x >> i * 8)}));
+    pairs[i / 2] |= static_cast<unsigned>(y.bits) << i % 2 * 16;
+  }
+}
+
 template <int kBytes>
 DEVICE void copy_async(void* shared, const void* global, bool valid) {
   static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16, "the sizes that cp.async has");

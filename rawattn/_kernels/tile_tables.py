@@ -31,7 +31,10 @@ class Schema:
 
 SCHEMAS = {
     "sm90_forward": Schema(
-        ("any", "long", "left", "masked", "paged", "narrow_values", "bias", "alibi", "held", "few"),
+        (
+            *("any", "long", "left", "masked", "paged", "paged_8bit"),
+            *("narrow_values", "bias", "alibi", "held", "few"),
+        ),
         {
             "tile_k": int,
             "consumers": int,

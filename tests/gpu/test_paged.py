@@ -294,7 +294,7 @@ def test_chunks_on_pages_of_8_bits(shape: dict[str, Any]) -> None:
     rows = (300, 3, 130, 1290)
     call = paged((1700, 3, 130, 1290), **shape, rows=rows, group=True, float8="arrays")
     for options in LIMITS[::3]:
-        check_pages(call, num_splits=1, **options)
+        check_pages(call, "portable", num_splits=1, **options)
 
 
 def test_all_numbers_of_8_bits() -> None:

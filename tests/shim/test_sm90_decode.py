@@ -210,10 +210,3 @@ def test_shipped_tiles_of_8_bits(hopper: MakeDevice) -> None:
         out, lse = run(device, call, family="decode", num_splits=2)
         verify(call, out, lse)
         assert "rawattn_sm90_decode" in device.launched
-
-
-def test_hoppers_forward_leaves_pages_of_8_bits_to_others(hopper: MakeDevice) -> None:
-    call = paged((400, 30), 16, rows=40, float8="arrays")
-    device = hopper()
-    verify_kernel(device, call, family="sm90", num_splits=1)
-    assert "rawattn_forward" in device.launched

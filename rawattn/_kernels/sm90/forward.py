@@ -54,6 +54,9 @@ REPACK_SEQLEN = 1024
 # Rows of the output that the copy engine stores at a time: a warp's.
 STORE_ROWS = 16
 
+# Tiles of 8 bits that wait to be converted, of keys and of values (kStoredSlots in the kernel), in rows of so many bytes.
+_STORED_SLOTS, _STORED_ROW_BYTES = 2, 128
+
 # Of tiles for each multiprocessor: with more than these, how a table's usual tiles fill the machine matters less than what
 # each takes, which the tables say best. Of calls with what joins scores, whose longest causal tile may take as long as two
 # rounds of all; of others, and of those with short sequences.
@@ -146,7 +149,16 @@ class Config(Features):
         )
         outputs = self.tile_rows * row_bytes_v if self.tensor_stores else 0
         biases = self.bias_stages * self.bias_boxes.slot_bytes(self.tile_k)
-        return tiles + outputs + biases + 1024  # barriers and two slots of work
+        # Barriers and two slots of work have 1024.
+        return tiles + outputs + biases + self._stored_bytes + 1024
+
+    @property
+    def _stored_bytes(self) -> int:
+        """Of keys and values as pages of 8 bits hold them."""
+        if not self.float8:
+            return 0
+        blocks = sum(-(-columns // _STORED_ROW_BYTES) for columns in (self.headdim, self.headdim_v))
+        return _STORED_SLOTS * self.tile_k * blocks * _STORED_ROW_BYTES
 
     def source(self) -> Source:
         return _source(
@@ -200,8 +212,6 @@ def supports(problem: Problem, target: Target, operands: Operands) -> str | None
         return f"it is for {ARCH}, not {target.arch}"
     if problem.dtype == "float32":
         return "its products take 16-bit elements"
-    if problem.float8:
-        return "its products take keys and values as they lie, and float8_e4m3fn ones would have to be converted"
     if (copied := repacked(problem, operands)) and not _repacking_pays(problem, operands):
         return f"{', '.join(copied)} would be copied for the copy engine, and that does not pay"
     if min(problem.batch, problem.rows_q, problem.rows_k) == 0:
@@ -264,11 +274,26 @@ def choose(problem: Problem, target: Target, operands: Operands) -> Config:
         **known,
         store_bytes=store_bytes,
         stream_k=shared,
-        page_rows=0
-        if problem.pages is None
-        else math.gcd(problem.pages.page_size, fields["tile_k"]),
     )
+    config = with_room(config, target)
+    if problem.pages is not None:
+        config = replace(config, page_rows=math.gcd(problem.pages.page_size, config.tile_k))
     return with_bias(config, problem, target, operands)
+
+
+def with_room(config: Config, target: Target) -> Config:
+    """The same with less of its row, until tiles of 8 bits have room beside those that they become.
+
+    The tables are made for 16 bits, but for "paged_8bit", whose rows have room at every head dim that they serve.
+    """
+    while config.float8 and config.shared_bytes > target.shared_limit:
+        if config.tensor_stores:
+            config = replace(config, tensor_stores=False)
+        elif config.stages > 2:
+            config = replace(config, stages=config.stages - 1)
+        else:
+            config = replace(config, tile_k=config.tile_k - 16)
+    return config
 
 
 def with_bias(config: Config, problem: Problem, target: Target, operands: Operands) -> Config:
@@ -357,7 +382,7 @@ def _fields(problem: Problem, target: Target, wide: int) -> tuple[dict[str, Any]
         return usual, shares
     # Tiles of "held" need their registers, which no other row leaves them. Packed batches have the copy engine's stores.
     bound = table == "held" or (problem.ragged and problem.pages is None)
-    plain = table in ("any", "long", "left", "paged", "narrow_values")
+    plain = table in ("any", "long", "left", "paged", "paged_8bit", "narrow_values")
     rows = rows_of(usual["consumers"])
     tiles = filling.count(problem, rows, heads_per_tile(problem, rows))
     short = plain and problem.max_seqlen_q <= _SHORT_SEQLEN
@@ -424,7 +449,7 @@ def _table(problem: Problem) -> str:
         return "bias"
     # Who finds pages needs more registers than who finds rows.
     if problem.pages is not None:
-        return "paged"
+        return "paged_8bit" if problem.float8 else "paged"
     # With a limit on the left a thread has more to remember, and a window is better met by small key tiles.
     if problem.window_left is not None:
         return "left"
