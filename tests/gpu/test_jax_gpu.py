@@ -159,7 +159,7 @@ def test_errors_of_a_run_reach_the_user(monkeypatch: pytest.MonkeyPatch) -> None
         raise ValueError("too many tiles")
 
     with monkeypatch.context() as patch:
-        patch.setattr(launch, "_launch", fail)
+        patch.setattr(launch.Launcher, "launch", fail)
         with pytest.raises(
             (jax.errors.JaxRuntimeError, ValueError), match="rawattn: ValueError: too many tiles"
         ):
