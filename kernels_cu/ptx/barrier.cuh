@@ -1,4 +1,4 @@
-// Named barriers are every target's.
+// Named barriers, which portable kernels have too: see target/.
 #pragma once
 
 #include "target/cuda.cuh"

@@ -93,8 +93,10 @@ class Config(Features):
     @property
     def exact_weights(self) -> bool:
         """Whether weights are handed over with all their bits: see kernels_cu/portable/handover.cuh."""
-        if self.element == "float" or self.score_mod is not None:
-            return self.element != "float"
+        if self.element == "float":
+            return False
+        if self.score_mod is not None:
+            return True
         # To round weights to float16 costs gradients in float16 accuracy. Beside a bias or a mask, wide heads are slower so.
         return self.from_registers and (
             self.element == "float16" or (self.wide and self.has_scores_of_memory)
