@@ -229,7 +229,7 @@ struct BackwardParams {
   void* dq;
   void* dk;
   void* dv;
-  // laid out as lse: dout . out - dlse; 0 where a row sees no key
+  // laid out as lse: dlse - dout . out; 0 where a row sees no key
   float* row_delta;
   // (batch, rows, nheads_q, dq_pitch), columns of 16 in the order of Accumulator::position(); null when not wanted
   float* dq_sum;

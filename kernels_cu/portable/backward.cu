@@ -6,7 +6,7 @@
 //
 //            scores            element-wise                  gradient            and together
 //   dv       S^T = K Q^T       P = exp(S - lse)              dV += P^T dO        dQ = dS K, added to
-//   dk       dP^T = V dO^T     dS = P (dP - delta)           dK += dS^T Q        memory atomically
+//   dk       dP^T = V dO^T     dS = P (dP + row_delta)       dK += dS^T Q        memory atomically
 //
 // P goes from the first half to the second through shared memory (portable/handover.cuh), dS to all. A wave owns
 // kKeyBlocks * 16 keys, and with kColumnWaves > 1 only a share of the queries of S and of the columns of the gradient.
@@ -23,6 +23,7 @@
 #include "attn/visible.cuh"
 #include "portable/backward_walk.cuh"
 #include "portable/bias_gradient.cuh"
+#include "portable/dq_share.cuh"
 #include "portable/gradient_part.cuh"
 #include "portable/gradient_unit.cuh"
 #include "portable/handover.cuh"
@@ -51,14 +52,6 @@ constexpr int kQuerySteps = kTileQ / M::kDepth;
 static_assert(kKeyBlocks * 16 * kKeyWaves == kTileK && kQueryBlocks * 16 * kColumnWaves == kTileQ,
               "tiles are made of 16 x 16 blocks");
 static_assert(kStages == 1 || kStages == 2, "one or two stages of queries and douts");
-
-// The waves divide dQ anew: kDqRowWaves bands of rows, the columns among the waves of a band.
-constexpr int kDqColumnWaves = kWaves / kDqRowWaves;
-constexpr int kDqRowBlocks = kTileQ / (16 * kDqRowWaves);
-constexpr int kDqBlocks = kDqPitch / 16;
-constexpr int kDqColumnBlocks = (kDqBlocks + kDqColumnWaves - 1) / kDqColumnWaves;
-static_assert(kDqRowBlocks * 16 * kDqRowWaves == kTileQ && kDqColumnWaves * kDqRowWaves == kWaves,
-              "waves share dQ evenly");
 
 // Whether a wave has all it needs of P or dS in its own accumulators, in the form of an operand.
 constexpr bool kFromRegisters = M::kAccumulatorFeedsA && kColumnWaves == 1;
@@ -94,6 +87,8 @@ using CopyDout = RowCopy<Element, kTileQ, kHeadDimV, kDepth, kPitch, kRoleThread
 using Visible = VisibleKeys<kLeft, kRight, kTopLeft>;
 using Tiles = MeetingTiles<kBlockMask, Visible, kTileQ, kTileK>;
 
+using Dq = DqShare<M, Element, kTileQ, kTileK, kPitch, kPitchP, kWaves>;
+
 // What dbias gets of a tile. Without it, another kernel makes dbias where it is wanted.
 struct NoBiasGradient {
   template <class... Args>
@@ -115,12 +110,17 @@ constexpr int kAtOnce = ScoreRule::kRemakes || kBias > 0 || (kAlibi && !kOneSide
 constexpr int kUnroll = kSteps <= 16 ? kSteps : 4;
 constexpr int kQueryUnroll = kQuerySteps <= 16 ? kQuerySteps : 4;
 
-// X^T = own rows (keys or values) times rows of the other side (queries or douts)
+// X^T = own rows (keys or values) times rows of the other side (queries or douts), kOnTop: added to what X is.
+template <bool kOnTop>
 DEVICE void multiply(C (&x)[kKeyBlocks][kQueryBlocks], const Element* own, const Element* other, int lane) {
   const auto operand = [&](int m, int step) {
     return M::load_a(own + m * 16 * kPitch + step * M::kDepth, kPitch, lane);
   };
-  multiply_rows<M, kSteps, kUnroll>(x, operand, pitched_tile<kPitch>(other), lane);
+  if constexpr (kOnTop) {
+    add_rows<M, kSteps, kUnroll>(x, operand, pitched_tile<kPitch>(other), lane);
+  } else {
+    multiply_rows<M, kSteps, kUnroll>(x, operand, pitched_tile<kPitch>(other), lane);
+  }
 }
 
 // gradient += X^T times columns of the other side. X comes from the wave's accumulators, which have become operands,
@@ -147,42 +147,6 @@ DEVICE void copy_bias(Element* tile, const Bias& bias, int64 at, int first_row, 
     const int real = first_row + row < bias.rows ? first_row + row : bias.rows - 1;
     const bool exists = first_key + column < bias.keys;
     target::copy_async<16>(tile + row * kPitchBias + column, data + real * bias.row + first_key + column, exists);
-  }
-}
-
-// dQ = dS K, added to the sums in memory. `gradients` is dS^T: keys are rows.
-DEVICE void add_dq(float* sums, int64 stride, int rows, const Element* gradients, const Element* keys, int wave,
-                   int lane) {
-  const int row = wave % kDqRowWaves * kDqRowBlocks * 16;
-  const int block = wave / kDqRowWaves * kDqColumnBlocks;
-  C dq[kDqRowBlocks][kDqColumnBlocks];
-  UNROLL for (int m = 0; m < kDqRowBlocks; m++) { UNROLL for (int d = 0; d < kDqColumnBlocks; d++) dq[m][d] = C{}; }
-  constexpr int kKeySteps = kTileK / M::kDepth;
-  constexpr int kKeyUnroll = kKeySteps <= 8 ? kKeySteps : 4;
-#pragma unroll kKeyUnroll
-  for (int step = 0; step < kKeySteps; step++) {
-    typename M::A a[kDqRowBlocks];
-    UNROLL for (int m = 0; m < kDqRowBlocks; m++) {
-      a[m] = M::load_a_columns(gradients + step * M::kDepth * kPitchP + row + m * 16, kPitchP, lane);
-    }
-    UNROLL for (int d = 0; d < kDqColumnBlocks; d++) {
-      if (kDqBlocks % kDqColumnBlocks != 0 && block + d >= kDqBlocks) break;
-      const typename M::B b = M::load_b_columns(keys + step * M::kDepth * kPitch + (block + d) * 16, kPitch, lane);
-      UNROLL for (int m = 0; m < kDqRowBlocks; m++) M::multiply_add(dq[m][d], a[m], b);
-    }
-  }
-  UNROLL for (int m = 0; m < kDqRowBlocks; m++) {
-    UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
-      const int at = row + m * 16 + C::row(lane, slot);
-      if (at >= rows) continue;
-      float* const sum = sums + at * stride + C::position(C::column(lane, C::element(slot, 0)));
-      UNROLL for (int d = 0; d < kDqColumnBlocks; d++) {
-        if (block + d >= kDqBlocks) break;
-        float run[C::kRun];
-        UNROLL for (int i = 0; i < C::kRun; i++) run[i] = dq[m][d].x[C::element(slot, i)];
-        target::atomic_add(sum + (block + d) * 16, run);
-      }
-    }
   }
 }
 
@@ -290,9 +254,9 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
                    elements + kScoreGradientsAt + buffer * kTileK * kPitchP, wave, lane);
     // The batch stride of lse is that of rows times heads, here as there.
     const int64 row = work.sequence * f.lse_batch + (work.q.start + query_tiles.first_row(turn.n)) * f.nheads_q;
-    add_dq(p.dq_sum + (row + work.kv_head * group + turn.head) * kDqPitch, int64(f.nheads_q) * kDqPitch,
-           work.q.length - query_tiles.first_row(turn.n), elements + kScoreGradientsAt + buffer * kTileK * kPitchP,
-           elements + kKeysAt, wave, lane);
+    Dq::add(p.dq_sum + (row + work.kv_head * group + turn.head) * kDqPitch, int64(f.nheads_q) * kDqPitch,
+            work.q.length - query_tiles.first_row(turn.n), elements + kScoreGradientsAt + buffer * kTileK * kPitchP,
+            elements + kKeysAt, wave, lane);
   };
   int buffer = 0;  // of dS
   Turn before{0, 0, 0, false};
@@ -313,7 +277,15 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
     C x[kKeyBlocks][kQueryBlocks];
     if (owns_dk) {
       if (kWithDq && before.exists) add_dq_of(before, buffer ^ 1);
-      multiply(x, own, douts + columns * kPitch, lane);
+      // What a row's products are less by is what they begin with: no instruction subtracts it. Dropout scales them.
+      UNROLL for (int m = 0; m < kKeyBlocks; m++) {
+        UNROLL for (int b = 0; b < kQueryBlocks; b++) {
+          UNROLL for (int e = 0; e < C::kElements; e++) {
+            x[m][b].x[e] = kDropout ? 0.0f : delta[b * 16 + C::column(lane, e)];
+          }
+        }
+      }
+      multiply<true>(x, own, douts + columns * kPitch, lane);
       // Not earlier: issuing copies takes a while, and products must not wait for it.
       if (kStages == 2 && !kLateCopies && next.exists) load(next);
     } else {
@@ -321,7 +293,7 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
       const ScoreRule rule(f, work.sequence, head, work.q.length, work.k.length, query_tiles.visible.offset);
       KeptBits<C, kKeyBlocks, kQueryBlocks> kept;
       kept.draw_of_keys(DropoutRule(f, work.sequence, head), first_key + key, first_row + columns, lane);
-      multiply(x, own, queries + columns * kPitch, lane);
+      multiply<false>(x, own, queries + columns * kPitch, lane);
       if constexpr (kPlain) {
         const AddedScoresOfKeys<C, kKeyBlocks, kQueryBlocks> nothing{};
         finish_scores_of_keys(x, rule, nothing, probability, lse, query_tiles, turn.n, first_key + key,
@@ -373,7 +345,7 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
         }
       }
     }
-    target::block_sync();
+    meet_for_weights<kArrivals, kRoleWaves>(owns_dk, wave);
     if (owns_dk) {
       if (kStages == 2 && kLateCopies && next.exists) load(next);
       // Of the next block before dS of this one is stored, which may lie where its weights were: other lanes' too.
@@ -391,9 +363,9 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
             float& d = x[m][b].x[e];
             if constexpr (kDropout) {
               d = Weights::is_kept(weight.x[e]) ? d * f.dropout.factor : 0.0f;
-              d = Weights::unmarked(weight.x[e]) * (d - delta[b * 16 + C::column(lane, e)]);
+              d = Weights::unmarked(weight.x[e]) * (d + delta[b * 16 + C::column(lane, e)]);
             } else {
-              d = weight.x[e] * (d - delta[b * 16 + C::column(lane, e)]);
+              d *= weight.x[e];
             }
             // A value that the row does not see may be anything.
             if constexpr (kBlockMask) d = Weights::unmarked(weight.x[e]) == 0.0f ? 0.0f : d;
@@ -405,14 +377,13 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
           if constexpr (kFromRegisters) become_operand<M>(x[m][b]);
         }
       }
-    } else if (kWithDq && !kFromRegisters && before.exists) {
+    } else if (kWithDq && kEarlyDq && before.exists) {
       add_dq_of(before, buffer ^ 1);
     }
     if constexpr (!kFromRegisters) target::block_sync();
     add_product<M>(gradient, x, owns_dk ? ds_tile : p_tile,
                    (owns_dk ? queries : douts) + column_wave * kDepthBlocks * 16, lane);
-    // Not earlier: P would be kept in float32 meanwhile, and there are no registers for that.
-    if (kWithDq && kFromRegisters && !owns_dk && before.exists) add_dq_of(before, buffer ^ 1);
+    if (kWithDq && !kEarlyDq && !owns_dk && before.exists) add_dq_of(before, buffer ^ 1);
     if (kStages == 1 && next.exists) {
       target::block_sync();
       load(next);

@@ -3,7 +3,7 @@
 // An element of the bias belongs to one score of every sequence and head that share it, and where it has no axis for
 // rows or keys to many scores of each. A block walks them, head by head, and computes scores and dP anew:
 //
-//   S = Q K^T    P = exp(S - lse)    dP = dO V^T    dbias += P (dP - delta)
+//   S = Q K^T    P = exp(S - lse)    dP = dO V^T    dbias += P (dP + row_delta)
 //
 // The sum stays in registers and is written once, so that it is the same bits run after run. Where there are fewer
 // tiles than multiprocessors, several blocks share what a tile is summed over (`splits`), and
@@ -261,7 +261,7 @@ KERNEL LAUNCH_BOUNDS(backward_bias::kThreads,
           const int slot = C::slot(e);
           float x = dp[m][n].x[e];
           if constexpr (kDropout) x = kept.at(m, n, e) ? x * f.dropout.factor : 0.0f;
-          x = s[m][n].x[e] * (x - delta[m][slot]);
+          x = s[m][n].x[e] * (x + delta[m][slot]);
           // A value that the row does not see may be anything.
           if constexpr (kBlockMask) x = s[m][n].x[e] == 0.0f ? 0.0f : x;
           // What comes of a bias that belongs to no row may be anything.

@@ -57,14 +57,14 @@ using Tiles = MeetingTiles<kBlockMask, Visible, kTileQ, kTileK>;
 
 using Partials = Either<kCaptured, CapturedGradients<C, kRowBlocks, kKeyBlocks>, NoCapturedGradients>::Type;
 
-// X = own rows (queries or douts) times rows of the other side (keys or values)
+// X += own rows (queries or douts) times rows of the other side (keys or values)
 template <int kDepth, int kPitch>
-DEVICE void multiply(C (&x)[kRowBlocks][kKeyBlocks], const Element* own, const Element* other, int lane) {
+DEVICE void add_product(C (&x)[kRowBlocks][kKeyBlocks], const Element* own, const Element* other, int lane) {
   constexpr int kSteps = kDepth / M::kDepth;
   const auto operand = [&](int m, int step) {
     return M::load_a(own + m * 16 * kPitch + step * M::kDepth, kPitch, lane);
   };
-  multiply_rows<M, kSteps, kSteps <= 16 ? kSteps : 4>(x, operand, pitched_tile<kPitch>(other), lane);
+  add_rows<M, kSteps, kSteps <= 16 ? kSteps : 4>(x, operand, pitched_tile<kPitch>(other), lane);
 }
 
 }  // namespace backward_dq
@@ -142,7 +142,8 @@ KERNEL LAUNCH_BOUNDS(backward_dq::kThreads, config::kBlocksPerSm) void rawattn_b
     SeenKeys<kBlockMask, C, kRowBlocks, kKeyBlocks> seen;
     seen.load(key_tiles, n, first_row, lane);
     C s[kRowBlocks][kKeyBlocks];
-    multiply<kDepthQk, kPitchQk>(s, queries, keys, lane);
+    UNROLL for (int m = 0; m < kRowBlocks; m++) { UNROLL for (int b = 0; b < kKeyBlocks; b++) s[m][b] = C{}; }
+    add_product<kDepthQk, kPitchQk>(s, queries, keys, lane);
     // Of each score with respect to its scaled product.
     C derivative[kHasDerivative ? kRowBlocks : 1][kHasDerivative ? kKeyBlocks : 1];
     finish_scores(s, rule, added, probability, key_tiles, n, first_row, lane,
@@ -156,7 +157,13 @@ KERNEL LAUNCH_BOUNDS(backward_dq::kThreads, config::kBlocksPerSm) void rawattn_b
                   });
     seen.hide(s, 0.0f, lane);
     C dp[kRowBlocks][kKeyBlocks];
-    multiply<kDepthV, kPitchV>(dp, douts, values, lane);
+    // What each row's products are less by is what they begin with: no instruction subtracts it. Dropout scales them.
+    UNROLL for (int m = 0; m < kRowBlocks; m++) {
+      UNROLL for (int b = 0; b < kKeyBlocks; b++) {
+        UNROLL for (int e = 0; e < C::kElements; e++) dp[m][b].x[e] = kDropout ? 0.0f : delta[m][C::slot(e)];
+      }
+    }
+    add_product<kDepthV, kPitchV>(dp, douts, values, lane);
     // Not earlier: issuing copies takes a while, and products must not wait for it.
     if (kStages == 2 && n + 1 < key_tiles.end) load(n + 1);
     target::copy_async_commit();
@@ -169,7 +176,7 @@ KERNEL LAUNCH_BOUNDS(backward_dq::kThreads, config::kBlocksPerSm) void rawattn_b
       UNROLL for (int b = 0; b < kKeyBlocks; b++) {
         UNROLL for (int e = 0; e < C::kElements; e++) {
           float& x = dp[m][b].x[e];
-          x = s[m][b].x[e] * (x - delta[m][C::slot(e)]);
+          x = s[m][b].x[e] * (kDropout ? x + delta[m][C::slot(e)] : x);
           // A value that the row does not see may be anything.
           if constexpr (kBlockMask) x = s[m][b].x[e] == 0.0f ? 0.0f : x;
           // What is masked stays 0, whatever the derivative is there.

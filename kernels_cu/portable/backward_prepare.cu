@@ -1,6 +1,6 @@
 // First step of the backward: what the scores' gradient needs of each query row, and zeros where dq is summed.
 //
-//   row_delta = dout . out - dlse, 0 where lse is -inf        dq_sum = 0
+//   row_delta = dlse - dout . out, 0 where lse is -inf        dq_sum = 0
 //
 // One wave takes one physical row, all heads: several at a time, side by side. Rows of no sequence are not touched.
 #include "attn/params.cuh"
@@ -54,10 +54,10 @@ KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_backward_prepare(PARAMETE
     const int head = first + lane / kLanes;
     // Lanes without a head of their own repeat the last one: all must meet in the sum.
     const int64 real = head < f.nheads_q ? head : f.nheads_q - 1;
-    float delta = dot(dout + real * p.dout_strides.head, out + real * f.out_strides.head, lane % kLanes);
+    float delta = -dot(dout + real * p.dout_strides.head, out + real * f.out_strides.head, lane % kLanes);
     if (lane % kLanes == 0 && head < f.nheads_q) {
       const int64 at = own.batch * f.lse_batch + head * f.lse_head + own.row;
-      if (p.dlse != nullptr) delta -= p.dlse[at];
+      if (p.dlse != nullptr) delta += p.dlse[at];
       p.row_delta[at] = f.lse[at] == -target::infinity() ? 0.0f : delta;
     }
   }

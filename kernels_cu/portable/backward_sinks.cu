@@ -1,4 +1,4 @@
-// The gradient of the learned sinks: dsink = -sum over all rows of exp(sink - lse) * row_delta.
+// The gradient of the learned sinks: dsink = sum over all rows of exp(sink - lse) * row_delta.
 //
 // One block takes one head, all rows of all sequences, and adds up in one order.
 #include "attn/params.cuh"
@@ -38,6 +38,6 @@ KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_backward_sinks(PARAMETER 
   sum = 0.0f;
   for (int wave = 0; wave < kWaves; wave++) sum += sums[wave];
   // A sink of -inf takes no part, and where a row sees no key either its lse is -inf too.
-  const float gradient = sink == -target::infinity() ? 0.0f : -sum;
+  const float gradient = sink == -target::infinity() ? 0.0f : sum;
   store_number(p.dsink_logits, f.sink_logits.kind, head * p.dsink_head, gradient);
 }

@@ -1,12 +1,12 @@
 // What the half of the waves that owns dv hands to the half that owns dk, of each element of a tile: its weight, which
 // is the probability times the derivative of its score, and whether dropout drops it.
 //
-//   dS = weight * ((kept ? dP / (1 - dropout_p) : 0) - delta)
+//   dS = weight * ((kept ? dP / (1 - dropout_p) : 0) + row_delta)
 //
 // The product with dout needs the probability rounded to the element type, and so does dS in the end. To round the
 // weight in between makes the error of dq and dk 1.2 times as large. Where the rounded probability is an operand in
-// registers, the weight goes over as it is, from lane to lane: nothing is packed and unpacked. Where the operand lies
-// in shared memory, there is room for 16 bits of the weight beside it (docs/notes/portable-backward.md).
+// registers, the weight goes over from lane to lane, as it is or as float16: no matrix store turns it round. Where the
+// operand lies in shared memory, there is room for 16 bits of the weight beside it (docs/notes/portable-backward.md).
 #pragma once
 
 #include "attn/score_rule.cuh"
@@ -22,9 +22,12 @@ struct Handover {
   // Whether a weight is other than its probability.
   static constexpr bool kSpecial = config::kDropout || ScoreRule::kHasDerivative;
   // All bits, in two tiles. A user's derivative may be of any size.
-  static constexpr bool kWide = k16Bit && (config::kScoreMod || !kOperandTile);
+  static constexpr bool kWide = config::kExactWeights;
+  static_assert(!kWide || k16Bit, "float32 is exact as it is");
   // As float16, which has digits enough for what becomes a bfloat16.
   static constexpr bool kNarrow = k16Bit && !kWide && (config::kUnitShift > 0 || kSpecial);
+  static constexpr bool kByLanes = !kOperandTile;
+  static_assert(!k16Bit || !kByLanes || kWide || kNarrow, "where no operand lies in shared memory, weights have tiles");
   // Whether weights are in tiles of their own; else they are the operand.
   static constexpr bool kOwnTile = kWide || kNarrow || kSpecial;
   static constexpr int kTiles = kWide ? 2 : 1;
@@ -44,6 +47,8 @@ struct Handover {
   DEVICE static void store(const C& weights, Element* tile, Element* second, int lane) {
     if constexpr (kWide) {
       store_by_lanes(weights, tile, second, kPitch, lane);
+    } else if constexpr (kNarrow && kByLanes) {
+      store_packed_by_lanes<target::Mma<float16>>(weights, tile, kPitch, lane);
     } else if constexpr (kNarrow) {
       store_accumulator<target::Mma<float16>>(weights, reinterpret_cast<float16*>(tile), kPitch, lane);
     } else {
@@ -53,6 +58,8 @@ struct Handover {
   DEVICE static C load(const Element* tile, const Element* second, int lane) {
     if constexpr (kWide) {
       return load_by_lanes<C>(tile, second, kPitch, lane);
+    } else if constexpr (kNarrow && kByLanes) {
+      return load_packed_by_lanes<target::Mma<float16>, C>(tile, kPitch, lane);
     } else if constexpr (kNarrow) {
       return load_accumulator<target::Mma<float16>, C>(reinterpret_cast<const float16*>(tile), kPitch, lane);
     } else {
@@ -60,3 +67,19 @@ struct Handover {
     }
   }
 };
+
+// Where the waves meet when weights are handed over. Whoever owns dv reads nothing of the others' there, and need not
+// wait: it says that its weights are written, and goes on. kArrivals 1: the half that owns dk waits for all of the
+// other half. 2: each wave of it for the one with the same keys. 0: all wait for all. kColumnWaves is 1 but for 0.
+template <int kArrivals, int kRoleWaves>
+DEVICE void meet_for_weights(bool owns_dk, int wave) {
+  static_assert(kArrivals < 2 || kRoleWaves < 16, "hardware has 16 barriers, of which block_sync() takes one");
+  constexpr int kThreads = (kArrivals == 2 ? 2 : 2 * kRoleWaves) * target::kWave;
+  if constexpr (kArrivals == 0) {
+    target::block_sync();
+  } else if (owns_dk) {
+    target::barrier_sync(kArrivals == 2 ? 1 + wave - kRoleWaves : 1, kThreads);
+  } else {
+    target::barrier_arrive(kArrivals == 2 ? 1 + wave : 1, kThreads);
+  }
+}

@@ -28,7 +28,6 @@ static_assert(sizeof(TensorMap) == 128, "the size of the driver's");
 
 namespace host {
 
-void named_barrier(int id, int threads, bool wait);
 void mbarrier_init(void* barrier, unsigned arrivals);
 void fence_mbarrier_init();
 // Announces `bytes` if any, then arrives.
@@ -78,8 +77,8 @@ struct IsBfloat<bfloat16> {
 
 namespace ptx {
 
-DEVICE void barrier_sync(int id, int threads) { host::named_barrier(id, threads, true); }
-DEVICE void barrier_arrive(int id, int threads) { host::named_barrier(id, threads, false); }
+using target::barrier_arrive;
+using target::barrier_sync;
 
 DEVICE void mbarrier_init(Mbarrier* barrier, unsigned arrivals) { host::mbarrier_init(barrier, arrivals); }
 DEVICE void fence_mbarrier_init() { host::fence_mbarrier_init(); }

@@ -61,6 +61,7 @@ unsigned char* shared_pointer(unsigned address);
 // what the thread waits for.
 void meet_wave(const char* name, int detail, Combine combine, void* payload);
 void meet_block();
+void named_barrier(int id, int threads, bool wait);
 void stmatrix(void* row, const unsigned (&r)[4]);
 void copy_later(void* shared, const void* global, int bytes, bool valid);
 void commit_copies();
@@ -95,6 +96,8 @@ DEVICE int block_index() { return host::block_index(); }
 DEVICE unsigned grid_size() { return static_cast<unsigned>(host::grid_size()); }
 
 DEVICE void block_sync() { host::meet_block(); }
+DEVICE void barrier_sync(int id, int threads) { host::named_barrier(id, threads, true); }
+DEVICE void barrier_arrive(int id, int threads) { host::named_barrier(id, threads, false); }
 DEVICE void wave_sync() {
   host::meet_wave("wave_sync", 0, [](void* const*) {}, nullptr);
 }

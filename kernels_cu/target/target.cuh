@@ -5,7 +5,7 @@
 //   types      float16, bfloat16, float8 (e4m3); int64
 //   index      thread_index(), block_index(), grid_size(), kWave
 //   numbers    infinity()
-//   order      block_sync(), wave_sync()
+//   order      block_sync(), wave_sync(), barrier_sync(id, threads), barrier_arrive(id, threads)
 //   exchange   shuffle_xor(x, mask), wave_any(predicate), wave_uniform(x)
 //   maths      exp2(x), log2(x), tanh(x), reciprocal(x) (to a few bits less), bits_of(x), float_of(bits), to_float(x),
 //   from_float<T>(x)

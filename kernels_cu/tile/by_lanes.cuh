@@ -1,5 +1,6 @@
-// All bits of accumulators, in two tiles of 16-bit elements: 16 bytes a lane at a time, where a matrix store of a 16 x
-// 16 block has the lane's row. Lanes of another wave with the same part of a product find their own elements there.
+// All bits of accumulators, in two tiles of 16-bit elements, or packed to 16 bits, in one: 16 bytes a lane at a time,
+// where a matrix store of a 16 x 16 block has the lane's row. Lanes of another wave with the same part of a product
+// find their own elements there.
 #pragma once
 
 #include "target/target.cuh"
@@ -28,4 +29,21 @@ DEVICE C load_by_lanes(const T* tile, const T* second, int pitch, int lane) {
     UNROLL for (int i = 0; i < 4; i++) c.x[4 * n + i] = four.x[i];
   }
   return c;
+}
+
+// H: whose elements they are packed to.
+template <class H, class C, class T>
+DEVICE void store_packed_by_lanes(const C& c, T* tile, int pitch, int lane) {
+  C packed;
+  H::keep(packed, H::from_accumulator(c));
+  LanePiece four;
+  UNROLL for (int i = 0; i < 4; i++) four.x[i] = packed.x[i];
+  *reinterpret_cast<LanePiece*>(tile + lane % 16 * pitch + lane / 16 * 8) = four;
+}
+template <class H, class C, class T>
+DEVICE C load_packed_by_lanes(const T* tile, int pitch, int lane) {
+  const LanePiece four = *reinterpret_cast<const LanePiece*>(tile + lane % 16 * pitch + lane / 16 * 8);
+  C packed;
+  UNROLL for (int i = 0; i < 4; i++) packed.x[i] = four.x[i];
+  return H::to_accumulator(H::kept(packed));
 }

@@ -6,10 +6,9 @@
 #include "tile/accumulator.cuh"
 #include "tile/shared_tile.cuh"
 
-// X = A B, B[k][n] being column k of the tile's row n: dot products of rows.
+// X += A B, B[k][n] being column k of the tile's row n: dot products of rows.
 template <class M, int kSteps, int kUnrolled, class C, int kRowBlocks, int kColumnBlocks, class Operand, class Tile>
-DEVICE void multiply_rows(C (&x)[kRowBlocks][kColumnBlocks], const Operand& operand, const Tile& tile, int lane) {
-  UNROLL for (int m = 0; m < kRowBlocks; m++) { UNROLL for (int n = 0; n < kColumnBlocks; n++) x[m][n] = C{}; }
+DEVICE void add_rows(C (&x)[kRowBlocks][kColumnBlocks], const Operand& operand, const Tile& tile, int lane) {
 #pragma unroll kUnrolled
   for (int step = 0; step < kSteps; step++) {
     typename M::A a[kRowBlocks];
@@ -19,6 +18,13 @@ DEVICE void multiply_rows(C (&x)[kRowBlocks][kColumnBlocks], const Operand& oper
       UNROLL for (int m = 0; m < kRowBlocks; m++) M::multiply_add(x[m][n], a[m], b);
     }
   }
+}
+
+// X = A B, likewise.
+template <class M, int kSteps, int kUnrolled, class C, int kRowBlocks, int kColumnBlocks, class Operand, class Tile>
+DEVICE void multiply_rows(C (&x)[kRowBlocks][kColumnBlocks], const Operand& operand, const Tile& tile, int lane) {
+  UNROLL for (int m = 0; m < kRowBlocks; m++) { UNROLL for (int n = 0; n < kColumnBlocks; n++) x[m][n] = C{}; }
+  add_rows<M, kSteps, kUnrolled>(x, operand, tile, lane);
 }
 
 // X += A B, B[k][n] being column n of the tile's row k: sums of rows, with the weights of A.

@@ -250,7 +250,7 @@ BACKWARD = _struct(
     ("void*", "dq", ""),
     ("void*", "dk", ""),
     ("void*", "dv", ""),
-    ("float*", "row_delta", "laid out as lse: dout . out - dlse; 0 where a row sees no key"),
+    ("float*", "row_delta", "laid out as lse: dlse - dout . out; 0 where a row sees no key"),
     (
         "float*",
         "dq_sum",

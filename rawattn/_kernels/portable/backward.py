@@ -93,7 +93,46 @@ class Config(Features):
     @property
     def exact_weights(self) -> bool:
         """Whether weights are handed over with all their bits: see kernels_cu/portable/handover.cuh."""
-        return self.element != "float" and (self.score_mod is not None or self.from_registers)
+        if self.element == "float":
+            return False
+        if self.score_mod is not None:
+            return True
+        # To round weights to float16 costs gradients in float16 accuracy. Beside a bias or a mask, wide heads are slower so.
+        return self.from_registers and (
+            self.element == "float16" or (self.wide and self.has_scores_of_memory)
+        )
+
+    @property
+    def wide(self) -> bool:
+        """Whether gradients of keys take more registers than head dims to 64 do."""
+        return self.depth > 64
+
+    @property
+    def has_scores_of_memory(self) -> bool:
+        """Whether scores get something from memory, element by element."""
+        return self.bias > 0 or self.block_mask
+
+    @property
+    def arrivals(self) -> int:
+        """How waves meet for the weights: see `meet_for_weights` in kernels_cu/portable/handover.cuh."""
+        if not self.from_registers:
+            return 0
+        if not self.wide:
+            return 1
+        if not self.exact_weights:
+            return 0
+        return 1 if self._exact_and_plain else 2
+
+    @property
+    def early_dq(self) -> bool:
+        """Whether the half that owns dv does its share of dq before its product, not behind it."""
+        return not (self.wide and self._exact_and_plain)
+
+    @property
+    def _exact_and_plain(self) -> bool:
+        """Of weights with all bits from lane to lane, which ptxas has registers for in one order of a turn or another."""
+        plain = self.score_mod is None and not self.has_scores_of_memory
+        return self.from_registers and self.exact_weights and plain
 
     @property
     def unit_shift(self) -> int:
@@ -112,7 +151,15 @@ class Config(Features):
             self.summary(),
             params.BACKWARD,
             element=self.element,
-            constants=features.constants(self, "shared_bytes", "dq_pitch", "unit_shift"),
+            constants=features.constants(
+                self,
+                "shared_bytes",
+                "dq_pitch",
+                "unit_shift",
+                "exact_weights",
+                "arrivals",
+                "early_dq",
+            ),
             score_mod=self.score_mod,
         )
 
