@@ -1,4 +1,4 @@
-// Named barriers, which portable kernels have too: see target/.
+// Named barriers are every target's.
 #pragma once
 
 #include "target/cuda.cuh"
