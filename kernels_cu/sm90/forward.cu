@@ -93,7 +93,9 @@ struct Consumer {
     keys.advance();
   }
   DEVICE void release_values() {
-    if constexpr (kCluster == 1) {
+    if constexpr (kFloat8) {
+      ptx::mbarrier_arrive(&s.values_empty[values.slot]);  // every lane for itself: it may have cleared rows
+    } else if constexpr (kCluster == 1) {
       release(&s.values_empty[values.slot]);
     } else {
       if (lane < kCluster) ptx::mbarrier_arrive_at(&s.values_empty[values.slot], lane);
@@ -292,8 +294,8 @@ KERNEL CLUSTER(forward::kCluster)
     for (int i = 0; i < kStages; i++) {
       ptx::mbarrier_init(&shared.keys_full[i], 1);
       ptx::mbarrier_init(&shared.keys_empty[i], 4 * kConsumers * kCluster);
-      ptx::mbarrier_init(&shared.values_full[i], 1);
-      ptx::mbarrier_init(&shared.values_empty[i], 4 * kConsumers * kCluster);
+      ptx::mbarrier_init(&shared.values_full[i], kFloat8 ? target::kWave : 1);
+      ptx::mbarrier_init(&shared.values_empty[i], kFloat8 ? kWarpgroup * kConsumers : 4 * kConsumers * kCluster);
     }
     for (int i = 0; i < 2; i++) {
       ptx::mbarrier_init(&shared.work_full[i], 1);

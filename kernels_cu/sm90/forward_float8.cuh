@@ -130,10 +130,9 @@ DEVICE void convert(const Sm90ForwardParams& p, S& s, int lane) {
       }
       ptx::fence_copies();  // to products, and of what was read to the copy engine
       target::wave_sync();
-      if (lane == 0) {
-        ptx::mbarrier_arrive(&full[to.slot]);
-        ptx::mbarrier_arrive(&stored_empty[from.slot]);
-      }
+      // Consumers may write to values too, so of those every lane says that its own are there.
+      if (!kKeys || lane == 0) ptx::mbarrier_arrive(&full[to.slot]);
+      if (lane == 0) ptx::mbarrier_arrive(&stored_empty[from.slot]);
       from.advance();
       to.advance();
     }
