@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -21,9 +21,7 @@ from rawattn._kernels.sm90 import bias_boxes
 from rawattn._kernels.sm90 import forward as sm90_forward
 from rawattn._kernels.target import Target
 from tests import exhaustive
-from tests.shim.device import Device
-from tests.shim.launch import Machine
-from tests.shim.shim import Builder
+from tests.shim.device import Device, MakeDevice
 from tests.shim.whole import small_tiles, verify_forward
 from tests.tiles import sharing
 
@@ -36,18 +34,6 @@ THREE = (80, 3, 2, 1, False, False, 160, False)
 LONE = (32, 1, 1, 1, False, False, 256, False)
 STORED = (64, 2, 2, 1, True, False, 232, True)
 SHAPES = (PAIR_OF_CONSUMERS, THREE, LONE, STORED)
-
-MakeDevice = Callable[..., Device]
-
-
-@pytest.fixture
-def hopper(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> MakeDevice:
-    def make(seed: int = 1, checked: bool = False) -> Device:
-        device = Device(Machine(builder, checked=checked, seed=seed), sm90_forward.ARCH)
-        device.install(monkeypatch)
-        return device
-
-    return make
 
 
 def arrays(

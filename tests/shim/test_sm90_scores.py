@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,9 +10,7 @@ import pytest
 
 from rawattn._kernels.sm90 import forward as sm90_forward
 from tests import exhaustive
-from tests.shim.device import Device
-from tests.shim.launch import Machine
-from tests.shim.shim import Builder
+from tests.shim.device import MakeDevice
 from tests.shim.test_sm90_bias import BFLOAT16, FLOAT16, arrays
 from tests.shim.whole import small_tiles, verify_forward
 
@@ -36,18 +33,6 @@ MASKS: tuple[dict[str, Any], ...] = (
     {"window": (40, 5)},
     {},
 )
-
-MakeDevice = Callable[..., Device]
-
-
-@pytest.fixture
-def hopper(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> MakeDevice:
-    def make(seed: int = 1) -> Device:
-        device = Device(Machine(builder, seed=seed), sm90_forward.ARCH)
-        device.install(monkeypatch)
-        return device
-
-    return make
 
 
 @pytest.mark.parametrize(
