@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rawattn import ScoreMod
-from rawattn._kernels.sm90 import forward as sm90_forward
+from rawattn._kernels.sm90 import forward_config as sm90_forward_config
 from tests import exhaustive
 from tests.shim.device import MakeDevice
 from tests.shim.test_scores import arrays as small_arrays
@@ -47,7 +47,7 @@ def test_hopper(hopper: MakeDevice, text: str, mask: dict[str, Any]) -> None:
     for shape, more in zip(SHAPES, ({}, {"softcap": 2.0}, {"scale": -0.1}), strict=True):
         with small_tiles(sm90_forward=shape):
             verify_forward(device, "sm90", q, k, v, score_mod=mod(text), **more, **mask)
-    assert device.launched.count(sm90_forward.ENTRY) == len(SHAPES)
+    assert device.launched.count(sm90_forward_config.ENTRY) == len(SHAPES)
 
 
 @pytest.mark.parametrize("slopes", [SLOPES["steep"], [3e38, 1e37, -0.5, 17.0]], ids=str)

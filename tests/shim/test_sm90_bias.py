@@ -19,6 +19,7 @@ from rawattn._call.scores import ArrayForm
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.sm90 import bias_boxes
 from rawattn._kernels.sm90 import forward as sm90_forward
+from rawattn._kernels.sm90 import forward_config as sm90_forward_config
 from rawattn._kernels.target import Target
 from tests import exhaustive
 from tests.shim.device import Device, MakeDevice
@@ -214,7 +215,7 @@ def test_too_little_shared_memory_leaves_it_to_the_lanes() -> None:
     assert chosen == [2, 1, 0]
 
 
-def config(target: Target, **knobs: Any) -> sm90_forward.Config:
+def config(target: Target, **knobs: Any) -> sm90_forward_config.Config:
     problem = dataclasses.replace(PROBLEM, **knobs)
     strides = (2 * 128 * 128, 2 * 128 * 128, 2 * 128, 2)
     return sm90_forward.choose(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rawattn._kernels.sm90 import forward as sm90_forward
+from rawattn._kernels.sm90 import forward_config as sm90_forward_config
 from tests import exhaustive
 from tests.shim.device import MakeDevice
 from tests.shim.test_sm90_bias import BFLOAT16, FLOAT16, arrays
@@ -45,7 +45,7 @@ def test_alibi(hopper: MakeDevice, name: str, mask: dict[str, Any]) -> None:
         q, k, v = arrays((BFLOAT16, FLOAT16)[n % 2], 2, (150, 170), (4, 2))
         with small_tiles(sm90_forward=shape):
             verify_forward(device, "sm90", 4 * q, k, v, alibi_slopes=slopes, **mask)
-    assert device.launched.count(sm90_forward.ENTRY) == len(SHAPES)
+    assert device.launched.count(sm90_forward_config.ENTRY) == len(SHAPES)
 
 
 @pytest.mark.parametrize(
@@ -58,4 +58,4 @@ def test_dropout(hopper: MakeDevice, shape: tuple[int, ...], mask: dict[str, Any
         for more in ({}, {"alibi_slopes": slopes, "sink_logits": slopes}):
             given = arrays(BFLOAT16, 2, (150, 170), (4, 2))
             verify_forward(device, "sm90", *given, dropout_p=0.3, seed=11, **more, **mask)
-    assert device.launched.count(sm90_forward.ENTRY) == 2
+    assert device.launched.count(sm90_forward_config.ENTRY) == 2
