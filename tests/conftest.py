@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from rawattn._compile import cache
 from rawattn._kernels import tile_tables as _tiles
 from tests import exhaustive, gpu_report
+from tests.command import Output
 
 # The same examples on every run: a change is judged by its own effect. `--hypothesis-profile=search` looks for new ones.
 # No deadline, since time per example says more about the machine than about the code.
@@ -51,3 +53,17 @@ def tile_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Pat
         _tiles.forget()
         yield tmp_path
     _tiles.forget()
+
+
+@pytest.fixture
+def kernel_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty one; its folder is not there yet."""
+    path = tmp_path / "cache"
+    monkeypatch.setenv("RAWATTN_CACHE_DIR", str(path))
+    monkeypatch.setattr(cache, "_warned", set())
+    return path
+
+
+@pytest.fixture
+def rawattn_command(capsys: pytest.CaptureFixture[str]) -> Output:
+    return Output(capsys)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rawattn._interop.arrays import import_integers
+from rawattn._interop.integers import import_integers
 
 
 @pytest.mark.parametrize(

@@ -14,16 +14,11 @@ import rawattn
 from rawattn import cli
 from rawattn._cli import info
 from rawattn._compile import cache as _cache
+from tests.command import Output
 
 KEY = "0123456789abcdef" * 4
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    path = tmp_path / "cache"
-    monkeypatch.setenv("RAWATTN_CACHE_DIR", str(path))
-    monkeypatch.setattr(_cache, "_warned", set())
-    return path
+pytestmark = pytest.mark.usefixtures("kernel_cache")
 
 
 def publish(key: str = KEY, **meta: Any) -> _cache.Entry:
@@ -32,23 +27,6 @@ def publish(key: str = KEY, **meta: Any) -> _cache.Entry:
     entry = _cache.publish(key, files, {**default, **meta})
     assert entry is not None
     return entry
-
-
-class Output:
-    """Runs the command in this process."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
-        self._capsys = capsys
-
-    def __call__(self, *argv: str, status: int = 0) -> str:
-        assert cli.main(argv) == status
-        out, self.err = self._capsys.readouterr()
-        return out
-
-
-@pytest.fixture
-def rawattn_command(capsys: pytest.CaptureFixture[str]) -> Output:
-    return Output(capsys)
 
 
 # The command itself
@@ -128,11 +106,11 @@ def facts(out: str) -> dict[str, str]:
     return {line[:13].strip(): line[14:].strip() for line in lines}
 
 
-def test_info(rawattn_command: Output, cache: Path) -> None:
+def test_info(rawattn_command: Output, kernel_cache: Path) -> None:
     publish()
     shown = facts(rawattn_command("info"))
     assert shown["rawattn"] == rawattn.__version__
-    assert shown["kernel cache"] == f"1 kernel, 2.0 KiB in {cache}"
+    assert shown["kernel cache"] == f"1 kernel, 2.0 KiB in {kernel_cache}"
     assert shown["cache access"] == "writable"
     assert {"Python", "numpy", "ml_dtypes", "torch", "jax", "CuPy"} <= set(shown)
 
@@ -313,12 +291,14 @@ def test_info_on_this_gpu(rawattn_command: Output) -> None:
 # cache
 
 
-def test_cache_table(rawattn_command: Output, cache: Path) -> None:
+def test_cache_table(rawattn_command: Output, kernel_cache: Path) -> None:
     publish(registers=168, spills=2048)
     publish("f" * 64, summary="another compiler's log")
     damaged = publish("e" * 64)
     (damaged.path / "kernel.cu").unlink()
-    for position, path in enumerate((cache / KEY[:32], cache / ("f" * 32), damaged.path)):
+    for position, path in enumerate(
+        (kernel_cache / KEY[:32], kernel_cache / ("f" * 32), damaged.path)
+    ):
         os.utime(path, (1e9 - position, 1e9 - position))
     header, *rows, total = rawattn_command("cache").splitlines()
     assert header.split()[:4] == ["kernel", "arch", "registers", "spills"]
@@ -327,44 +307,44 @@ def test_cache_table(rawattn_command: Output, cache: Path) -> None:
     assert first.endswith(KEY[:32])
     assert second.startswith("another compiler's log sm_90a - - 1.25 s")
     assert third.startswith("(damaged")
-    assert total == f"3 kernels, 4.0 KiB in {cache}"
+    assert total == f"3 kernels, 4.0 KiB in {kernel_cache}"
 
 
-def test_cache_empty(rawattn_command: Output, cache: Path) -> None:
-    assert rawattn_command("cache") == f"0 kernels, 0 B in {cache}\n"
-    assert not cache.exists()
+def test_cache_empty(rawattn_command: Output, kernel_cache: Path) -> None:
+    assert rawattn_command("cache") == f"0 kernels, 0 B in {kernel_cache}\n"
+    assert not kernel_cache.exists()
 
 
-def test_cache_path(rawattn_command: Output, cache: Path) -> None:
-    assert rawattn_command("cache", "--path") == f"{cache}\n"
+def test_cache_path(rawattn_command: Output, kernel_cache: Path) -> None:
+    assert rawattn_command("cache", "--path") == f"{kernel_cache}\n"
 
 
-def test_cache_clear(rawattn_command: Output, cache: Path) -> None:
+def test_cache_clear(rawattn_command: Output, kernel_cache: Path) -> None:
     publish()
-    assert rawattn_command("cache", "--clear") == f"1 kernel removed from {cache}\n"
-    assert list(cache.iterdir()) == []
+    assert rawattn_command("cache", "--clear") == f"1 kernel removed from {kernel_cache}\n"
+    assert list(kernel_cache.iterdir()) == []
 
 
-def test_cache_that_cannot_be_listed(rawattn_command: Output, cache: Path) -> None:
-    cache.write_text("a file where the directory should be")
+def test_cache_that_cannot_be_listed(rawattn_command: Output, kernel_cache: Path) -> None:
+    kernel_cache.write_text("a file where the directory should be")
     for argv in (["cache"], ["cache", "--clear"]):
         assert rawattn_command(*argv, status=1) == ""
         assert "rawattn cache: " in rawattn_command.err
-        assert str(cache) in rawattn_command.err
+        assert str(kernel_cache) in rawattn_command.err
     shown = facts(rawattn_command("info"))
-    assert str(cache) in shown["kernel cache"]
-    assert f"not writable ({cache}: Not a directory)" in shown["cache access"]
+    assert str(kernel_cache) in shown["kernel cache"]
+    assert f"not writable ({kernel_cache}: Not a directory)" in shown["cache access"]
     assert "RAWATTN_CACHE_DIR" in shown["cache access"]
 
 
 @pytest.mark.parametrize("suffix", ["", ".failed"])
 def test_cache_clear_leaves_the_folder_of_somebody_else(
-    rawattn_command: Output, cache: Path, suffix: str
+    rawattn_command: Output, kernel_cache: Path, suffix: str
 ) -> None:
     publish("f" * 64)
-    thesis = cache / f"{KEY[:32]}{suffix}" / "thesis.txt"
+    thesis = kernel_cache / f"{KEY[:32]}{suffix}" / "thesis.txt"
     thesis.parent.mkdir()
     thesis.write_text("mine")
-    assert rawattn_command("cache").endswith(f"\n1 kernel, 2.0 KiB in {cache}\n")
-    assert rawattn_command("cache", "--clear") == f"1 kernel removed from {cache}\n"
-    assert list(cache.rglob("*")) == [thesis.parent, thesis]
+    assert rawattn_command("cache").endswith(f"\n1 kernel, 2.0 KiB in {kernel_cache}\n")
+    assert rawattn_command("cache", "--clear") == f"1 kernel removed from {kernel_cache}\n"
+    assert list(kernel_cache.rglob("*")) == [thesis.parent, thesis]

@@ -22,33 +22,11 @@ from rawattn._cli.workers import outcomes
 from rawattn._compile import cache as _cache
 from rawattn._compile import compiler
 from rawattn._compile.compiler import Source
+from tests.command import Output
 
 ROOT = Path(cli.__file__).resolve().parents[1]
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    path = tmp_path / "cache"
-    monkeypatch.setenv("RAWATTN_CACHE_DIR", str(path))
-    monkeypatch.setattr(_cache, "_warned", set())
-    return path
-
-
-class Output:
-    """Runs the command in this process."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
-        self._capsys = capsys
-
-    def __call__(self, *argv: str, status: int = 0) -> str:
-        assert cli.main(argv) == status
-        out, self.err = self._capsys.readouterr()
-        return out
-
-
-@pytest.fixture
-def rawattn_command(capsys: pytest.CaptureFixture[str]) -> Output:
-    return Output(capsys)
+pytestmark = pytest.mark.usefixtures("kernel_cache")
 
 
 @pytest.fixture
@@ -69,10 +47,13 @@ def variants(monkeypatch: pytest.MonkeyPatch) -> list[Source]:
 
 
 @pytest.mark.usefixtures("variants")
-def test_compile_fills_the_cache(rawattn_command: Output, cache: Path) -> None:
+def test_compile_fills_the_cache(rawattn_command: Output, kernel_cache: Path) -> None:
     out = rawattn_command("compile", "--arch", "sm_80", "sm_90a", "--jobs", "1")
     assert out.startswith("4 compiled in ")
-    assert f"0 were there, 0 failed: {cache}\nleft out, so compiled at their first call: " in out
+    assert (
+        f"0 were there, 0 failed: {kernel_cache}\nleft out, so compiled at their first call: "
+        in out
+    )
     assert "[4/4] " in rawattn_command.err
     assert "variant one: " in rawattn_command.err
     entries = [entry for _, entry in _cache.entries() if entry]
@@ -94,8 +75,8 @@ def test_compile_reports_every_failure(rawattn_command: Output, variants: list[S
 
 
 @pytest.mark.usefixtures("variants")
-def test_compile_into_an_unwritable_directory(rawattn_command: Output, cache: Path) -> None:
-    cache.write_text("a file where the directory should be")
+def test_compile_into_an_unwritable_directory(rawattn_command: Output, kernel_cache: Path) -> None:
+    kernel_cache.write_text("a file where the directory should be")
     out = rawattn_command("compile", "--arch", "sm_80", "--jobs", "1", status=1)
     assert out.startswith("0 compiled in ")
     assert "cannot be written" in rawattn_command.err
@@ -257,7 +238,7 @@ def test_no_worker_hears_of_an_interrupt() -> None:
     assert done.stdout.count("SIGINT") == 2
 
 
-def interrupt_a_compilation(send: Callable[[int, int], None], cache: Path) -> float:
+def interrupt_a_compilation(send: Callable[[int, int], None], kernel_cache: Path) -> float:
     """Seconds from the signal until the command and all its processes are gone."""
     # Tests may run where the signal is ignored, such as in the background of a shell.
     command = [
@@ -274,7 +255,7 @@ def interrupt_a_compilation(send: Callable[[int, int], None], cache: Path) -> fl
     ]
     process = subprocess.Popen(
         command,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "RAWATTN_CACHE_DIR": str(cache)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "RAWATTN_CACHE_DIR": str(kernel_cache)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -308,15 +289,15 @@ def interrupt_a_compilation(send: Callable[[int, int], None], cache: Path) -> fl
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="processes are seen in /proc")
 @pytest.mark.parametrize("send", [os.kill, os.killpg], ids=["to the command", "to its group"])
 def test_ctrl_c_ends_a_compilation_within_a_second(
-    send: Callable[[int, int], None], cache: Path
+    send: Callable[[int, int], None], kernel_cache: Path
 ) -> None:
     pytest.importorskip("cupy", reason="NVRTC is reached through CuPy, which is not installed")
     # Not only the first time: other tests may have the processors just then.
-    assert any(interrupt_a_compilation(send, cache) < 1 for _ in range(3))
+    assert any(interrupt_a_compilation(send, kernel_cache) < 1 for _ in range(3))
 
 
 def test_what_the_processes_say_stands_above_the_bar(
-    monkeypatch: pytest.MonkeyPatch, cache: Path
+    monkeypatch: pytest.MonkeyPatch, kernel_cache: Path
 ) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:

@@ -17,6 +17,7 @@ from rawattn._kernels import registry, tile_tables
 from rawattn._kernels.operands import Operands, contiguous
 from rawattn._kernels.sm90 import filling
 from rawattn._kernels.sm90 import forward as sm90_forward
+from rawattn._kernels.sm90 import forward_config as sm90_forward_config
 from rawattn._kernels.target import without_device
 
 H200 = replace(without_device("sm_90a"), multiprocessors=132)
@@ -149,7 +150,7 @@ def test_tiles_that_share_a_multiprocessor(batch: int, rows: int, headdim: int) 
     """They fit beside each other, and are for calls that do no more to scores than to scale them."""
     q = np.broadcast_to(np.zeros((), np.float16), (batch, rows, 16, headdim))
 
-    def chosen(**scores: Any) -> sm90_forward.Config:
+    def chosen(**scores: Any) -> sm90_forward_config.Config:
         problem = replace(describe(q, q, q, causal=True)[0], **scores)
         return sm90_forward.choose(problem, H200, Operands())
 

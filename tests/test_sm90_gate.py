@@ -20,6 +20,7 @@ from rawattn._kernels import tile_tables
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.selection import using_tiles
 from rawattn._kernels.sm90 import forward as sm90_forward
+from rawattn._kernels.sm90 import forward_config as sm90_forward_config
 from rawattn._kernels.target import without_device
 from rawattn._kernels.tile_tables import Row
 from rawattn._kernels.variants import common_variants
@@ -29,7 +30,7 @@ from tests import exhaustive
 def usual_variants() -> Iterator[compiler.Source]:
     """But for all options at once, which no table is for: what they keep in registers is more than there are."""
     every = common_variants(sm90_forward.ARCH, every=True)
-    own = (source for source in every if source.entry == sm90_forward.ENTRY)
+    own = (source for source in every if source.entry == sm90_forward_config.ENTRY)
     return (
         source for source in own if not ("dropout" in source.summary and "bias" in source.summary)
     )
@@ -57,7 +58,9 @@ def variants_of_scores() -> Iterator[compiler.Source]:
 
 
 def _blocks(row: Row) -> int:
-    return sm90_forward.blocks_per_sm(row.fields["consumers"], row.fields["consumer_registers"])
+    return sm90_forward_config.blocks_per_sm(
+        row.fields["consumers"], row.fields["consumer_registers"]
+    )
 
 
 def bias_of(rows: int) -> dict[str, Any]:

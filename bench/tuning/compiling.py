@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from bench.tuning import gate
 from rawattn._compile import compiler
-from rawattn._kernels.sm90 import forward as sm90_forward
+from rawattn._kernels.sm90 import forward_config as sm90_forward_config
 
 SPILLS, SERIALISED, NOT_COMPILED = "spills", "serialised", "does not compile"
 _TRAITS = {"packed", "ragged", "left", "right", "top-left", "scale-first", "without-dq"}
@@ -59,7 +59,7 @@ def judge(job: Job) -> Verdict:
         verdict.by_variant.append(spills)
         if allowed is not None and spills > allowed:
             verdict.kind, verdict.reason = SPILLS, f"{SPILLS} {spills} bytes, {_variant(source)}"
-        elif source.entry == sm90_forward.ENTRY and (fault := _fault(cubin, source, tool)):
+        elif source.entry == sm90_forward_config.ENTRY and (fault := _fault(cubin, source, tool)):
             verdict.kind, verdict.reason = SERIALISED, f"{SERIALISED}: {fault}, {_variant(source)}"
         if verdict.kind:
             return verdict

@@ -11,6 +11,7 @@ from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import backward as portable_backward
 from rawattn._kernels.portable import forward as portable_forward
 from rawattn._kernels.sm90 import forward as sm90_forward
+from rawattn._kernels.sm90 import forward_config as sm90_forward_config
 from rawattn._kernels.source import round_up
 from rawattn._kernels.target import Target
 
@@ -59,7 +60,7 @@ def _of_launch(threads: int, blocks: int) -> int:
 _SM90_REST, _FORWARD_REST, _BACKWARD_REST = 16, 24, 24
 
 
-def _sm90_registers(config: sm90_forward.Config) -> tuple[int, int]:
+def _sm90_registers(config: sm90_forward_config.Config) -> tuple[int, int]:
     out = round_up(config.headdim_v, 16) // 2
     scores_and_operands = config.tile_k // 2 + config.tile_k // 4
     return out + scores_and_operands + _SM90_REST, config.consumer_registers
@@ -131,7 +132,7 @@ KERNELS = {
             name=sm90_forward.TILES,
             verb="forward",
             note="hopper-forward.md",
-            entry=sm90_forward.ENTRY,
+            entry=sm90_forward_config.ENTRY,
             values={
                 "tile_k": tuple(range(48, 193, 16)),
                 "consumers": (2, 3, 4),

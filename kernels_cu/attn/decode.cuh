@@ -10,6 +10,8 @@
 // or that of sm90/decode.cu, which asks the copy engine.
 #pragma once
 
+#include "attn/added_scores.cuh"
+#include "attn/exponent.cuh"
 #include "attn/pages.cuh"
 #include "attn/params.cuh"
 #include "attn/row_partials.cuh"

@@ -2,7 +2,7 @@
 // shared memory, and those of blocks in global memory.
 #pragma once
 
-#include "attn/score_rule.cuh"
+#include "attn/exponent.cuh"
 #include "attn/stored_keys.cuh"
 #include "target/target.cuh"
 

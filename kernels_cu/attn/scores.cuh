@@ -4,6 +4,8 @@
 // Both go over a wave's accumulators. first_row and first_key are those of the accumulators' first element.
 #pragma once
 
+#include "attn/added_scores.cuh"
+#include "attn/exponent.cuh"
 #include "attn/score_rule.cuh"
 #include "attn/visible.cuh"
 #include "attn/visit.cuh"

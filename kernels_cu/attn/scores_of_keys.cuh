@@ -2,6 +2,8 @@
 // are.
 #pragma once
 
+#include "attn/added_scores.cuh"
+#include "attn/exponent.cuh"
 #include "attn/score_rule.cuh"
 #include "attn/scores.cuh"
 #include "target/target.cuh"

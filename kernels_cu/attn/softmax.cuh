@@ -5,7 +5,7 @@
 // quotient, and p <= 2^8 keeps float16 and bfloat16 as accurate as p <= 1 does.
 #pragma once
 
-#include "attn/score_rule.cuh"
+#include "attn/exponent.cuh"
 #include "target/target.cuh"
 
 // What the softmax of a wave's rows has come to.

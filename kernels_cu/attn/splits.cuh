@@ -5,8 +5,8 @@
 // not depend on who is last, and nobody waits for anybody.
 #pragma once
 
+#include "attn/exponent.cuh"
 #include "attn/params.cuh"
-#include "attn/score_rule.cuh"
 #include "attn/tiles.cuh"
 #include "target/target.cuh"
 

@@ -10,6 +10,7 @@
 // portable/backward_bias_sum.cu adds up what they came to.
 //
 // The copies of Q and K run under the product of dO and V of the share before, those of dO and V under that of Q and K.
+#include "attn/added_scores.cuh"
 #include "attn/dropout.cuh"
 #include "attn/mask_bits.cuh"
 #include "attn/params.cuh"

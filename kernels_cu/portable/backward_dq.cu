@@ -4,6 +4,7 @@
 // It walks the key tiles that its rows see, as the forward does, and keeps dq in registers: nothing is added up in
 // memory, so no order is left to chance. portable/backward.cu without dQ does the rest. Each wave owns kRowBlocks * 16
 // query rows.
+#include "attn/added_scores.cuh"
 #include "attn/listed_tiles.cuh"
 #include "attn/mask_bits.cuh"
 #include "attn/params.cuh"

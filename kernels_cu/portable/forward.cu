@@ -4,7 +4,9 @@
 // and values arrive by asynchronous copies. With two stages the next tile's keys and values travel during the whole of
 // this tile's arithmetic; with one, values travel under Q K^T and the next keys under the softmax and P V. Where keys
 // are split, several blocks share a query tile (attn/splits.cuh).
+#include "attn/added_scores.cuh"
 #include "attn/dropout.cuh"
+#include "attn/exponent.cuh"
 #include "attn/listed_tiles.cuh"
 #include "attn/mask_bits.cuh"
 #include "attn/pages.cuh"

@@ -11,7 +11,9 @@
 //
 // With kStreamK the last tiles, too few for all blocks, are split by keys (stream-K), and what becomes of them is
 // merged.
+#include "attn/added_scores.cuh"
 #include "attn/dropout.cuh"
+#include "attn/exponent.cuh"
 #include "attn/mask_bits.cuh"
 #include "attn/score_rule.cuh"
 #include "attn/scores.cuh"

@@ -5,6 +5,7 @@
 // last, and nobody waits for anybody.
 #pragma once
 
+#include "attn/exponent.cuh"
 #include "attn/score_rule.cuh"
 #include "sm90/forward_block.cuh"
 #include "sm90/forward_store.cuh"

@@ -27,4 +27,5 @@ typedef long long int64;
 #include "target/host_product.cuh"
 #else
 #include "target/cuda.cuh"
+#include "target/cuda_product.cuh"
 #endif

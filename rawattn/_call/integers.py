@@ -12,9 +12,9 @@ from rawattn._interop import xla
 from rawattn._interop.arrays import (
     framework_of,
     import_array,
-    import_integers,
     on_stream_of,
 )
+from rawattn._interop.integers import import_integers
 
 Integers = NDArray[np.integer[Any]]
 

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from rawattn._call.hints import window_end
-from rawattn._interop.arrays import import_integers
+from rawattn._interop.integers import import_integers
 
 MAX_SPLITS = 256
 

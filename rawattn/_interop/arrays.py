@@ -33,14 +33,10 @@ __all__ = [
     "export_array",
     "framework_of",
     "import_array",
-    "import_integers",
     "on_stream_of",
 ]
 
 HOST = -1
-
-# Dtypes in a set, since comparing one with a type makes a dtype of that.
-_INTEGERS = frozenset({np.dtype(np.int32), np.dtype(np.int64)})
 
 # Packages whose types are known to users under another name.
 _ALIASES = {"jaxlib": "jax"}
@@ -318,41 +314,6 @@ def _described(obj: object) -> str:
     if cls.__module__ != "builtins":
         name = f"{cls.__module__}.{name}"
     return f"{name} of dtype {obj.dtype}" if hasattr(obj, "dtype") else name
-
-
-def import_integers(
-    name: str, obj: Any, *, stream: cupy.cuda.Stream | None = None
-) -> np.ndarray[Any, Any] | cupy.ndarray:
-    """An int32 or int64 view of an array of any framework; lists of int become int64.
-
-    TypeError, naming `name`, for other dtypes, bool and float included.
-    """
-    if isinstance(obj, (list, tuple, range)):
-        array = _array_of_lists(name, obj)
-    else:
-        array = import_array(name, obj, stream=stream).array
-    if array.dtype not in _INTEGERS:
-        raise TypeError(
-            f"{name}: got {array.dtype}; accepted are int32 and int64 arrays and lists of int"
-        )
-    return array
-
-
-def _array_of_lists(name: str, obj: Any) -> np.ndarray[Any, Any]:
-    if _holds_bool(obj):  # beside integers, NumPy would make integers of them
-        raise TypeError(f"{name}: got a list with bool in it; accepted are lists of int")
-    try:
-        array: np.ndarray[Any, Any] = np.asarray(obj)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"{name}: got lists that make no integer array: {error}") from error
-    return array.astype(np.int64) if array.dtype.kind == "i" or array.size == 0 else array
-
-
-def _holds_bool(obj: Any) -> bool:
-    return any(
-        isinstance(x, (bool, np.bool_)) or (isinstance(x, (list, tuple)) and _holds_bool(x))
-        for x in obj
-    )
 
 
 def empty_host(shape: tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:

@@ -12,6 +12,7 @@ from rawattn._kernels.features import features
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import append
 from rawattn._kernels.portable import backward as portable_backward
+from rawattn._kernels.portable import backward_steps as portable_backward_steps
 from rawattn._kernels.portable import decode as portable_decode
 from rawattn._kernels.portable import forward as portable_forward
 from rawattn._kernels.selection import selection
@@ -99,7 +100,7 @@ FAMILIES = {
             "portable",
             portable_backward.FEATURES,
             portable_backward.supports,
-            portable_backward.steps,
+            portable_backward_steps.steps,
         ),
     ),
 }

@@ -16,6 +16,7 @@ from rawattn._call.options import Options, flag
 from rawattn._call.seq_layout import SeqLayout
 from rawattn._interop import arrays
 from rawattn._interop.arrays import HOST
+from rawattn._interop.integers import import_integers
 from rawattn._runtime.asked import Asked
 from rawattn._runtime.option_arrays import with_arrays
 from rawattn._runtime.verbs import PAGED, Verb, with_scales
@@ -264,7 +265,7 @@ def read_pages(
     layout = pages.PagedLayout(options.seqs, named["seqlen_k"], indptr)
     table = ids
     if isinstance(ids, (list, tuple, range, np.ndarray)) or _place(ids) == HOST or validate:
-        host = arrays.import_integers("block_table", ids)
+        host = import_integers("block_table", ids)
         on_host = isinstance(host, np.ndarray)
         if validate or (on_host and layout.on_host):
             if limits is None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from rawattn._call import pages
 from rawattn._call.options import shown
-from rawattn._interop import arrays
+from rawattn._interop.integers import import_integers
 from rawattn._masks.block_mask import BlockMask
 from rawattn._runtime.option_arrays import told
 from rawattn._runtime.verbs import Verb
@@ -84,7 +84,7 @@ class Arguments:
         planned = getattr(self._options.seqs, name, None)
         if planned is None:
             raise ValueError(f"{name}: the call was not planned with {name}")
-        given = arrays.import_integers(name, value)
+        given = import_integers(name, value)
         if not isinstance(planned, np.ndarray):
             integers[name] = given
         elif not isinstance(given, np.ndarray):
@@ -108,7 +108,7 @@ class Arguments:
                 )
             self._put_integers(integers, "seqstart_k", indptr)
         if isinstance(table, (list, range)):
-            table = arrays.import_integers("block_table", table)
+            table = import_integers("block_table", table)
             if isinstance(self._inputs[at], np.ndarray):
                 table = table.astype(self._inputs[at].dtype)
         if self._table is not None and isinstance(table, np.ndarray):
@@ -126,7 +126,7 @@ def host_table(given: Any, table: Any) -> Any:
     _, ids = pages.split(given)
     if isinstance(table, np.ndarray) or not isinstance(ids, (list, range, np.ndarray)):
         return None
-    return np.array(arrays.import_integers("block_table", ids))
+    return np.array(import_integers("block_table", ids))
 
 
 def _changed(name: str) -> ValueError:

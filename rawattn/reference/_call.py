@@ -13,7 +13,8 @@ from rawattn._call import scales
 from rawattn._call.layout import Lengths, host_lengths
 from rawattn._call.options import DEFAULTS, Options, shown
 from rawattn._call.problem import Problem, describe
-from rawattn._interop.arrays import import_array, import_integers
+from rawattn._interop.arrays import import_array
+from rawattn._interop.integers import import_integers
 from rawattn._masks.block_mask import BlockMask
 from rawattn._scores import numpy_eval
 from rawattn._scores.program import ScoreText

@@ -10,7 +10,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from rawattn._interop.arrays import HOST, export_array, import_array, import_integers, on_stream_of
+from rawattn._interop.arrays import HOST, export_array, import_array, on_stream_of
+from rawattn._interop.integers import import_integers
 from tests.gpu.placed import SIZE, on_gpu
 
 pytestmark = [pytest.mark.gpu, pytest.mark.frameworks]

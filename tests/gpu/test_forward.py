@@ -12,6 +12,7 @@ from rawattn._compile import compiler
 from rawattn._kernels import params
 from rawattn._kernels.selection import FAMILIES, only
 from rawattn._kernels.sm90 import forward as sm90_forward
+from rawattn._kernels.sm90 import forward_config as sm90_forward_config
 from rawattn._kernels.sm90.forward import LONG_SEQLEN, STREAM_K_SEQLEN
 from rawattn._runtime import on_gpu
 from tests.cases import Case, dense, ragged
@@ -219,7 +220,7 @@ def test_operands_that_hopper_cannot_read(case: Case) -> None:
         prepared = list(on_gpu._prepared.values())
     if compiler.device_arch(0) == sm90_forward.ARCH:
         assert prepared and all(
-            isinstance(each.prepared.config, sm90_forward.Config) for each in prepared
+            isinstance(each.prepared.config, sm90_forward_config.Config) for each in prepared
         )
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rawattn._kernels.sm90 import forward as sm90_forward
+from rawattn._kernels.sm90 import forward_config as sm90_forward_config
 from rawattn._kernels.target import without_device
 from tests.cases import Case
 from tests.shim.cells import Cell, call_of
@@ -70,7 +71,7 @@ class Sm90Cell(Cell):
         return sharing() if self.stream_k else nullcontext()
 
     @cached_property
-    def config(self) -> sm90_forward.Config:
+    def config(self) -> sm90_forward_config.Config:
         with self.around:
             config = chosen(self.case)
         assert config is not None, f"{self.case}: not a call for this kernel"
@@ -78,7 +79,7 @@ class Sm90Cell(Cell):
             return config
         alone = {1: 256, 2: 232, 3: 160, 4: 112}[self.shape.consumers]
         heads = sm90_forward.heads_per_tile(
-            self.call.problem, sm90_forward.rows_of(self.shape.consumers)
+            self.call.problem, sm90_forward_config.rows_of(self.shape.consumers)
         )
         with tensor_stores():
             allowed = chosen(self.case)
@@ -101,7 +102,7 @@ class Sm90Cell(Cell):
             )
 
 
-def chosen(case: Case) -> sm90_forward.Config | None:
+def chosen(case: Case) -> sm90_forward_config.Config | None:
     """What a Hopper GPU runs for this call; None where that is the portable kernel or arrays are copied first."""
     if case.layout == "steps" or case.dtype == "float32":
         return None

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from rawattn._kernels.sm90 import forward as sm90_forward
 from tests.shim import store
 from tests.shim.device import Device, MakeDevice
 from tests.shim.launch import Machine
@@ -43,6 +44,19 @@ def machine(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> MakeDevice:
 
     def make(wave: int = 32, checked: bool = False, arch: str = "sm_80") -> Device:
         device = Device(Machine(builder, wave, checked), arch)
+        device.install(monkeypatch)
+        return device
+
+    return make
+
+
+@pytest.fixture
+def hopper(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> MakeDevice:
+    """Makes a device for kernels of Hopper's own; seed: in which order what is asynchronous is done."""
+    monkeypatch.setattr(sm90_forward, "PAGED_ROUNDS", 0)  # however few multiprocessors they fill
+
+    def make(seed: int = 1, checked: bool = False) -> Device:
+        device = Device(Machine(builder, seed=seed, checked=checked), sm90_forward.ARCH)
         device.install(monkeypatch)
         return device
 

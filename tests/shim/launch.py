@@ -15,7 +15,7 @@ from rawattn._kernels import attention_params, helper_params, params, structs
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import fill_padding, schedule
 from rawattn._kernels.portable.forward import Config
-from rawattn._kernels.sm90 import forward as sm90_forward
+from rawattn._kernels.sm90 import forward_config as sm90_forward_config
 from rawattn._kernels.sm90 import forward_steps
 from tests.memory import CANARY, Strided
 from tests.shim.shim import POISON, Build, Builder, Memory
@@ -132,7 +132,7 @@ class Forward:
     def run_sm90(
         self,
         machine: Machine,
-        config: sm90_forward.Config,
+        config: sm90_forward_config.Config,
         *,
         blocks: int,
         exact_grid: bool = True,
@@ -194,7 +194,7 @@ class Forward:
     def _describe(
         self,
         machine: Machine,
-        config: Config | sm90_forward.Config,
+        config: Config | sm90_forward_config.Config,
         exact_grid: bool,
         section_keys: int | None,
     ) -> tuple[np.ndarray, list[Memory], int]:
@@ -224,7 +224,7 @@ class Forward:
                 tiles = problem.rows_q // rows + problem.batch
             if exact_grid:
                 tiles = int(first_tile.array()[-1])
-            if problem.batch > 1 or not isinstance(config, sm90_forward.Config):
+            if problem.batch > 1 or not isinstance(config, sm90_forward_config.Config):
                 memory += [order, first_tile]
                 fields["order"], fields["first_tile"] = order.address, first_tile.address
         return packed, memory, tiles

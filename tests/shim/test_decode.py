@@ -11,18 +11,12 @@ import pytest
 from rawattn._kernels.portable import splits
 from tests import exhaustive
 from tests.paged import BFLOAT16, Paged, paged, verify
-from tests.shim.device import Device, MakeDevice
-from tests.shim.test_paged import each_decoded, normal, run, verify_kernel
+from tests.shim.device import MakeDevice
+from tests.shim.paged import each_decoded, normal, run, verify_decode
 from tests.shim.whole import small_tiles, verify_forward
 
 F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
 LENS = (70, 3, 0, 129, 16)
-
-
-def verify_decode(device: Device, call: Paged, **options: Any) -> None:
-    verify_kernel(device, call, family="decode", **options)
-    assert "rawattn_decode" in device.launched
-    assert "rawattn_forward" not in device.launched
 
 
 @pytest.mark.parametrize(

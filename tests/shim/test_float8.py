@@ -12,19 +12,13 @@ import pytest
 import rawattn
 from rawattn._kernels.portable import splits
 from tests import exhaustive
-from tests.paged import BFLOAT16, FLOAT8, Paged, paged, verify
-from tests.shim.device import Device, MakeDevice
-from tests.shim.test_paged import OPTIONS, each_decoded, run, verify_kernel
+from tests.paged import BFLOAT16, FLOAT8, paged, verify
+from tests.shim.device import MakeDevice
+from tests.shim.paged import OPTIONS, each_decoded, run, verify_decode, verify_kernel
 
 F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
 LENS = (70, 3, 0, 129)
 SCALES = ("plain", "numbers", "arrays")
-
-
-def verify_decode(device: Device, call: Paged, **options: Any) -> None:
-    verify_kernel(device, call, family="decode", **options)
-    assert "rawattn_decode" in device.launched
-    assert "rawattn_forward" not in device.launched
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from rawattn._call.problem import describe, result_shapes
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import repack
 from rawattn._kernels.sm90 import forward as sm90_forward
+from rawattn._kernels.sm90 import forward_config as sm90_forward_config
 from rawattn._runtime import calls
 from rawattn._runtime.prepared import Prepared
 from rawattn._runtime.verbs import BACKWARD, FORWARD, Verb
@@ -125,7 +126,7 @@ def test_tiles_shared_out_by_keys(
     device.install(monkeypatch)
     with sharing():
         test_forward(device, dense("shared", 2, *rows, **SMALL))
-    assert device.launched == [sm90_forward.ENTRY] * 2
+    assert device.launched == [sm90_forward_config.ENTRY] * 2
 
 
 @pytest.mark.parametrize("case", repacked(), ids=str)
@@ -137,7 +138,7 @@ def test_operands_that_hopper_cannot_read(
     with repacking():
         test_forward(device, case)
     assert device.launched.count(repack.ENTRY) == 2 * 3
-    assert device.launched.count(sm90_forward.ENTRY) == 2
+    assert device.launched.count(sm90_forward_config.ENTRY) == 2
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["atomic", "deterministic"])

@@ -9,55 +9,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-import rawattn
-from rawattn._call.options import Options
-from rawattn._call.pages import PagedLayout, split
-from rawattn._runtime.option_arrays import with_arrays
-from rawattn._runtime.verbs import PAGED
-from rawattn._verbs.paged import read_pages, scaled
 from tests import exhaustive
-from tests.paged import BFLOAT16, Paged, paged, verify
-from tests.shim.device import Device, MakeDevice
-from tests.shim.whole import run_verb, small_tiles
+from tests.paged import BFLOAT16, paged
+from tests.shim.device import MakeDevice
+from tests.shim.paged import (
+    OPTIONS,
+    finite,
+    normal,
+    run,
+    run_on_device,
+    verify_kernel,
+    with_any_ids,
+)
+from tests.shim.whole import small_tiles
 
 F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
 WAVES = (32, 64)
 LENS = (70, 3, 0, 129)
-
-
-def run(
-    device: Device,
-    call: Paged,
-    *,
-    family: str = "portable",
-    on_device: bool = False,
-    **options: Any,
-) -> Any:
-    """`out` and `lse`. on_device: no integer is checked."""
-    known = Options(seqs=call.seqs, **options)
-    if on_device:
-        indptr, table = split(call.block_table)
-        known = known._replace(seqs=PagedLayout(call.seqs, call.seqlen_k, indptr))
-    else:
-        table, known = read_pages(call.named, known)
-    verb, factors, numbers = scaled(PAGED, call.q, call.scales)
-    given = with_arrays(verb, known)
-    given = given._replace(values=numbers + given.values)
-    whole = (*call.inputs[:3], table, *factors, *given.arrays)
-    return run_verb(device, family, given, whole, (None, None), True, on_device)
-
-
-def verify_kernel(
-    device: Device,
-    call: Paged,
-    *,
-    family: str = "portable",
-    on_device: bool = False,
-    **options: Any,
-) -> None:
-    with small_tiles():
-        out, lse = run(device, call, family=family, on_device=on_device, **options)
-    verify(call, out, lse, **options)
 
 
 # Key tiles have 16 rows.
@@ -112,35 +80,6 @@ def test_masks(machine: MakeDevice, align: str, mask: dict[str, Any]) -> None:
     verify_kernel(machine(), paged((150, 33, 5), 7, rows=37), align=align, **mask)
 
 
-def normal(*shape: int, dtype: Any = np.float32, seed: int = 1) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
-
-
-# What the kernels for few rows do beside products.
-each_decoded = pytest.mark.parametrize(
-    "options",
-    [
-        {"window": (12, 0)},
-        {"window": (40, 3), "sink": 8},
-        {"causal": True, "align": "top-left"},
-        {"softcap": 1.5, "scale": -1.0},
-        {"sink_logits": normal(4), "window": (20, 0)},
-    ],
-    ids=lambda options: "-".join(options) if isinstance(options, dict) else str(options),
-)
-OPTIONS = {
-    "bias": {"bias": normal(3, 4, 9, 160, dtype=BFLOAT16), "causal": True},
-    "mask": {"mask": normal(3, 1, 9, 150) > -0.5},
-    "mask-and-window": {"mask": normal(3, 4, 9, 170) > 0, "window": (40, 2), "sink": 3},
-    "mask-of-kept-keys": {"mask": rawattn.topk_mask(normal(3, 1, 1, 170), 32)},
-    "alibi": {"alibi_slopes": np.abs(normal(3, 4)), "causal": True},
-    "softcap": {"softcap": 1.5, "scale": -1.0},
-    "sinks": {"sink_logits": normal(4), "window": (20, 0)},
-    "dropout": {"dropout_p": 0.3, "seed": 11},
-    "score_mod": {"score_mod": rawattn.ScoreMod("where(kv_idx % 3 == 1, -inf, score - batch)")},
-}
-
-
 @pytest.mark.parametrize(
     ("name", "pair"), exhaustive.thin(itertools.product(OPTIONS, (False, True)), 5)
 )
@@ -169,28 +108,13 @@ def test_pages_behind_the_window_are_the_sequences_no_more(machine: MakeDevice) 
         verify_kernel(machine(), freed, **options)
 
 
-def finite(call: Paged) -> Paged:
-    """With 0 where no key is: whatever is read of the pools is finite."""
-    pools = {name: getattr(call, name).copy() for name in ("k_pages", "v_pages")}
-    for pool in pools.values():
-        pool[np.isnan(pool)] = 0
-    return replace(call, **pools)
-
-
 @pytest.mark.parametrize("integers", [np.int32, np.int64])
 @pytest.mark.parametrize("pair", [False, True])
 def test_no_integer_leads_outside(machine: MakeDevice, integers: Any, pair: bool) -> None:
     """The machine stops at an access outside of the arrays."""
     call = paged((70, 9, 30), 6, integers=integers, pair=pair, rows=3)
-    indptr, table = call.block_table if pair else (None, call.block_table)
-    info = np.iinfo(integers)
-    wild = np.random.default_rng(3).choice(
-        [info.min, -1, info.max, len(call.k_pages), 0], table.shape
-    )
-    wild = wild.astype(integers)
-    bad = replace(finite(call), block_table=(indptr, wild) if pair else wild)
     with small_tiles():
-        out, _ = run(machine(checked=True), bad, on_device=True)
+        out, _ = run(machine(checked=True), with_any_ids(finite(call)), on_device=True)
     assert np.isfinite(out.astype(F32)).all()
 
 
@@ -216,13 +140,6 @@ def test_lengths_on_the_device_are_cut(machine: MakeDevice, pair: bool, option: 
                 np.testing.assert_array_equal(x, y)
         out, _ = run_on_device(device, replace(call, seqlen_k=-seqlen_k), causal=True, **option)
         assert not np.any(out.astype(F32))
-
-
-def run_on_device(device: Device, call: Paged, **options: Any) -> Any:
-    """With lengths that the host would refuse."""
-    good = replace(call, seqlen_k=np.zeros_like(call.seqlen_k))
-    with device.telling(length=call.seqlen_k):
-        return run(device, good, on_device=True, **options)
 
 
 def test_bounds_of_an_indptr_on_the_device(machine: MakeDevice) -> None:

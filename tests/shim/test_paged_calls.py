@@ -17,7 +17,8 @@ from rawattn._interop import arrays, native
 from rawattn._interop.native import View
 from rawattn._kernels.selection import only
 from rawattn._runtime import dispatch, on_gpu, planned
-from rawattn._verbs import repeats
+from rawattn._verbs import paged as paged_verb
+from rawattn._verbs import plan_arguments, repeats
 from tests.append import appended
 from tests.paged import Paged, paged, verify
 from tests.shim.device import Allocator, Device
@@ -111,7 +112,8 @@ def place(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> Callable[[np.nda
     monkeypatch.setattr(planned.streams, "wait", lambda stream, device: None)
     monkeypatch.setattr(planned.streams, "is_capturing", lambda stream: False)
     monkeypatch.setattr(planned.streams, "order", lambda *streams: None)
-    for module, name in ((integers, "_imported"), (arrays, "import_integers")):
+    readers = ((paged_verb, "import_integers"), (plan_arguments, "import_integers"))
+    for module, name in ((integers, "_imported"), *readers):
         own = getattr(module, name)
         monkeypatch.setattr(module, name, partial(_as_it_is, own))
 

@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 
 from rawattn import ScoreMod
-from rawattn._kernels.sm90 import forward as sm90_forward
+from rawattn._kernels.sm90 import forward_config as sm90_forward_config
 from tests import exhaustive
-from tests.shim.device import Device, MakeDevice
-from tests.shim.launch import Machine
-from tests.shim.shim import Builder
+from tests.shim.device import MakeDevice
 from tests.shim.test_scores import arrays as small_arrays
 from tests.shim.test_sm90_bias import BFLOAT16, arrays
 from tests.shim.test_sm90_scores import SHAPES, SLOPES
@@ -39,41 +37,37 @@ def mod(text: str, slopes: Any = SLOPES["usual"], third: float = 1.0) -> ScoreMo
     return ScoreMod(text, **{name: x for name, x in given.items() if f"{name}[" in text})
 
 
-@pytest.fixture
-def hopper(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> Device:
-    device = Device(Machine(builder, seed=1), sm90_forward.ARCH)
-    device.install(monkeypatch)
-    return device
-
-
 @pytest.mark.parametrize(
     ("text", "mask"), exhaustive.thin(itertools.product(TEXTS, MASKS), 8), ids=str
 )
-def test_hopper(hopper: Device, text: str, mask: dict[str, Any]) -> None:
+def test_hopper(hopper: MakeDevice, text: str, mask: dict[str, Any]) -> None:
+    device = hopper()
     # Rows and keys as many as each other: so the kernel knows where the diagonal is.
     q, k, v = arrays(BFLOAT16, 2, (150, 150), (4, 2))
     for shape, more in zip(SHAPES, ({}, {"softcap": 2.0}, {"scale": -0.1}), strict=True):
         with small_tiles(sm90_forward=shape):
-            verify_forward(hopper, "sm90", q, k, v, score_mod=mod(text), **more, **mask)
-    assert hopper.launched.count(sm90_forward.ENTRY) == len(SHAPES)
+            verify_forward(device, "sm90", q, k, v, score_mod=mod(text), **more, **mask)
+    assert device.launched.count(sm90_forward_config.ENTRY) == len(SHAPES)
 
 
 @pytest.mark.parametrize("slopes", [SLOPES["steep"], [3e38, 1e37, -0.5, 17.0]], ids=str)
-def test_steep_lines(hopper: Device, slopes: list[float]) -> None:
+def test_steep_lines(hopper: MakeDevice, slopes: list[float]) -> None:
     """What is out of range is so where the text is: beside the diagonal, not on it."""
+    device = hopper()
     q, k, v = arrays(BFLOAT16, 2, (150, 150), (4, 2))
     for shape in SHAPES[:2]:
         with small_tiles(sm90_forward=shape):
             score_mod = mod(TEXTS[0], slopes)
-            verify_forward(hopper, "sm90", q, k, v, score_mod=score_mod, causal=True)
+            verify_forward(device, "sm90", q, k, v, score_mod=score_mod, causal=True)
 
 
-def test_lines_that_hide_rows(hopper: Device) -> None:
+def test_lines_that_hide_rows(hopper: MakeDevice) -> None:
+    device = hopper()
     q, k, v = arrays(BFLOAT16, 2, (150, 170), (4, 2))
     for shape in SHAPES[:2]:
         with small_tiles(sm90_forward=shape):
             score_mod = mod(TEXTS[2], third=np.inf)
-            verify_forward(hopper, "sm90", q, k, v, score_mod=score_mod, window=(40, 0))
+            verify_forward(device, "sm90", q, k, v, score_mod=score_mod, window=(40, 0))
 
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, np.dtype(np.float32)], ids=str)

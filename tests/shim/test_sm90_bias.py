@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -19,11 +19,10 @@ from rawattn._call.scores import ArrayForm
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.sm90 import bias_boxes
 from rawattn._kernels.sm90 import forward as sm90_forward
+from rawattn._kernels.sm90 import forward_config as sm90_forward_config
 from rawattn._kernels.target import Target
 from tests import exhaustive
-from tests.shim.device import Device
-from tests.shim.launch import Machine
-from tests.shim.shim import Builder
+from tests.shim.device import Device, MakeDevice
 from tests.shim.whole import small_tiles, verify_forward
 from tests.tiles import sharing
 
@@ -36,18 +35,6 @@ THREE = (80, 3, 2, 1, False, False, 160, False)
 LONE = (32, 1, 1, 1, False, False, 256, False)
 STORED = (64, 2, 2, 1, True, False, 232, True)
 SHAPES = (PAIR_OF_CONSUMERS, THREE, LONE, STORED)
-
-MakeDevice = Callable[..., Device]
-
-
-@pytest.fixture
-def hopper(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> MakeDevice:
-    def make(seed: int = 1, checked: bool = False) -> Device:
-        device = Device(Machine(builder, checked=checked, seed=seed), sm90_forward.ARCH)
-        device.install(monkeypatch)
-        return device
-
-    return make
 
 
 def arrays(
@@ -228,7 +215,7 @@ def test_too_little_shared_memory_leaves_it_to_the_lanes() -> None:
     assert chosen == [2, 1, 0]
 
 
-def config(target: Target, **knobs: Any) -> sm90_forward.Config:
+def config(target: Target, **knobs: Any) -> sm90_forward_config.Config:
     problem = dataclasses.replace(PROBLEM, **knobs)
     strides = (2 * 128 * 128, 2 * 128 * 128, 2 * 128, 2)
     return sm90_forward.choose(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,29 +11,22 @@ import pytest
 
 import rawattn
 from rawattn._kernels.portable import splits
-from rawattn._kernels.sm90 import forward as sm90_forward
 from tests import exhaustive
 from tests.paged import BFLOAT16, Paged, paged, verify
-from tests.shim.device import Device
-from tests.shim.launch import Machine
-from tests.shim.shim import Builder
-from tests.shim.test_paged import each_decoded, finite, normal, run, run_on_device, verify_kernel
+from tests.shim.device import Device, MakeDevice
+from tests.shim.paged import (
+    each_decoded,
+    finite,
+    normal,
+    run,
+    run_on_device,
+    verify_kernel,
+    with_any_ids,
+)
 from tests.shim.whole import small_tiles, verify_forward
 
 F16 = np.dtype(np.float16)
 LENS = (70, 3, 0, 129, 16)
-
-MakeDevice = Callable[..., Device]
-
-
-@pytest.fixture
-def hopper(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> MakeDevice:
-    def make(seed: int = 1, checked: bool = False) -> Device:
-        device = Device(Machine(builder, seed=seed, checked=checked), sm90_forward.ARCH)
-        device.install(monkeypatch)
-        return device
-
-    return make
 
 
 def verify_decode(device: Device, call: Paged, **options: Any) -> None:
@@ -146,12 +138,7 @@ def test_packed_keys(hopper: MakeDevice) -> None:
 def test_no_integer_leads_outside(hopper: MakeDevice, pair: bool) -> None:
     """The machine stops at an access outside of the arrays."""
     call = paged((70, 9, 30), 16, pair=pair, rows=3, dims=(16, 16))
-    indptr, table = call.block_table if pair else (None, call.block_table)
-    wild = np.random.default_rng(3).choice(
-        [-(2**31), -1, 2**31 - 1, len(call.k_pages), 0], table.shape
-    )
-    wild = wild.astype(np.int32)
-    bad = replace(finite(call), block_table=(indptr, wild) if pair else wild)
+    bad = with_any_ids(finite(call))
     lengths = np.array([10_000, -3, 2**31 - 1], np.int32)
     device = hopper(checked=True)
     with small_tiles():

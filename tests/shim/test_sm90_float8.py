@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rawattn._kernels.sm90 import forward as sm90_forward
 from tests import exhaustive
 from tests.paged import BFLOAT16, FLOAT8, Paged, paged, verify
-from tests.shim.device import Device
-from tests.shim.launch import Machine
-from tests.shim.shim import Builder
-from tests.shim.test_paged import OPTIONS, run, run_on_device, verify_kernel
+from tests.shim.device import MakeDevice
+from tests.shim.paged import (
+    LATE,
+    OPTIONS,
+    WIDE,
+    run,
+    run_on_device,
+    verify_kernel,
+    verify_sm90,
+    with_any_ids,
+)
 from tests.shim.whole import small_tiles
 from tests.tiles import sharing
 
-# tile_k, consumers, stages, cluster, ping_pong, late_scaling, consumer_registers, tensor_stores
-LATE = (16, 2, 2, 1, True, True, 224, False)
-WIDE = (48, 2, 2, 1, False, False, 224, True)
 LONE = (64, 1, 3, 1, False, True, 256, False)
 SHAPES = (LATE, WIDE, LONE)
 F16 = np.dtype(np.float16)
@@ -30,26 +32,6 @@ LENS = (70, 3, 0, 129)
 SCALES = ("plain", "numbers", "arrays")
 KNOBS: dict[str, Any] = {"dims": (32, 16), "rows": 40}
 _OWN: dict[str, Any] = {"dims": (16, 16), "float8": "arrays"}
-
-MakeDevice = Callable[..., Device]
-
-
-@pytest.fixture
-def hopper(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> MakeDevice:
-    monkeypatch.setattr(sm90_forward, "PAGED_ROUNDS", 0)  # however few multiprocessors they fill
-
-    def make(seed: int = 1, checked: bool = False) -> Device:
-        device = Device(Machine(builder, seed=seed, checked=checked), sm90_forward.ARCH)
-        device.install(monkeypatch)
-        return device
-
-    return make
-
-
-def verify_sm90(device: Device, call: Paged, shape: Any = WIDE, **more: Any) -> None:
-    with small_tiles(sm90_forward=shape):
-        verify_kernel(device, call, family="sm90", **more)
-    assert "rawattn_sm90_forward" in device.launched
 
 
 @pytest.mark.parametrize(
@@ -184,12 +166,7 @@ def test_pages_that_no_row_sees_are_not_read(hopper: MakeDevice) -> None:
 def test_no_integer_leads_outside(hopper: MakeDevice, pair: bool) -> None:
     """The machine stops at an access outside of the arrays."""
     call = paged((70, 9, 30), 8, pair=pair, rows=3, **_OWN)
-    indptr, table = call.block_table if pair else (None, call.block_table)
-    wild = np.random.default_rng(3).choice(
-        [-(2**31), -1, 2**31 - 1, len(call.k_pages), 0], table.shape
-    )
-    wild = wild.astype(np.int32)
-    bad = replace(call, block_table=(indptr, wild) if pair else wild)
+    bad = with_any_ids(call)
     lengths = np.array([10_000, -3, 2**31 - 1], np.int32)
     with small_tiles(sm90_forward=WIDE):
         run_on_device(hopper(checked=True), replace(bad, seqlen_k=lengths), family="sm90")

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rawattn._kernels.sm90 import forward as sm90_forward
+from rawattn._kernels.sm90 import forward_config as sm90_forward_config
 from tests import exhaustive
-from tests.shim.device import Device
-from tests.shim.launch import Machine
-from tests.shim.shim import Builder
+from tests.shim.device import MakeDevice
 from tests.shim.test_sm90_bias import BFLOAT16, FLOAT16, arrays
 from tests.shim.whole import small_tiles, verify_forward
 
@@ -37,18 +34,6 @@ MASKS: tuple[dict[str, Any], ...] = (
     {},
 )
 
-MakeDevice = Callable[..., Device]
-
-
-@pytest.fixture
-def hopper(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> MakeDevice:
-    def make(seed: int = 1) -> Device:
-        device = Device(Machine(builder, seed=seed), sm90_forward.ARCH)
-        device.install(monkeypatch)
-        return device
-
-    return make
-
 
 @pytest.mark.parametrize(
     ("name", "mask"), exhaustive.thin(itertools.product(SLOPES, MASKS), 12), ids=str
@@ -60,7 +45,7 @@ def test_alibi(hopper: MakeDevice, name: str, mask: dict[str, Any]) -> None:
         q, k, v = arrays((BFLOAT16, FLOAT16)[n % 2], 2, (150, 170), (4, 2))
         with small_tiles(sm90_forward=shape):
             verify_forward(device, "sm90", 4 * q, k, v, alibi_slopes=slopes, **mask)
-    assert device.launched.count(sm90_forward.ENTRY) == len(SHAPES)
+    assert device.launched.count(sm90_forward_config.ENTRY) == len(SHAPES)
 
 
 @pytest.mark.parametrize(
@@ -73,4 +58,4 @@ def test_dropout(hopper: MakeDevice, shape: tuple[int, ...], mask: dict[str, Any
         for more in ({}, {"alibi_slopes": slopes, "sink_logits": slopes}):
             given = arrays(BFLOAT16, 2, (150, 170), (4, 2))
             verify_forward(device, "sm90", *given, dropout_p=0.3, seed=11, **more, **mask)
-    assert device.launched.count(sm90_forward.ENTRY) == 2
+    assert device.launched.count(sm90_forward_config.ENTRY) == 2

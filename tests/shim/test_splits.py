@@ -11,7 +11,7 @@ import pytest
 from tests import exhaustive
 from tests.paged import BFLOAT16, paged
 from tests.shim.device import MakeDevice
-from tests.shim.test_paged import OPTIONS, normal, run, verify_kernel
+from tests.shim.paged import OPTIONS, normal, run, verify_kernel
 from tests.shim.whole import small_tiles, verify_forward
 
 F16, F32 = np.dtype(np.float16), np.dtype(np.float32)

@@ -13,7 +13,7 @@ from rawattn._kernels.operands import Operands, Strides
 from rawattn._kernels.portable import mask_tiles, repack, schedule
 from rawattn._kernels.portable.forward import padding
 from rawattn._kernels.sm90 import bias_boxes, filling, forward
-from rawattn._kernels.sm90.forward import STORE_ROWS, Config
+from rawattn._kernels.sm90.forward_config import STORE_ROWS, Config
 from rawattn._kernels.steps import Geometry, Step, Steps, Tiles, patches
 from rawattn._kernels.target import Target
 

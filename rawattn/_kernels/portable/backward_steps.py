@@ -1,0 +1,176 @@
+"""The launches of a backward, in the order of the stream: see `backward`, which has the kernels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from rawattn._call.problem import Problem
+from rawattn._call.structure import Structure
+from rawattn._compile.compiler import Source
+from rawattn._kernels import attention_params, params, score_params, structs
+from rawattn._kernels.operands import Operands
+from rawattn._kernels.portable import (
+    backward,
+    backward_options,
+    fill_padding,
+    mask_tiles,
+    schedule,
+)
+from rawattn._kernels.steps import Step, Steps, Tiles, checked, patches
+from rawattn._kernels.target import Target
+
+
+def steps(
+    problem: Problem,
+    structure: Structure,
+    operands: Operands,
+    target: Target,
+    *,
+    deterministic: bool,
+) -> Steps:
+    """The launches of a call."""
+    _refuse(problem, operands, deterministic)
+    config = backward.choose(problem, target, operands, with_dq=not deterministic)
+    shared_by = backward.parts(problem, target, config)
+    config = replace(config, split=shared_by > 1)
+    options = backward_options.Gradients(problem, operands, target, config.dbias)
+    values = {**attention_params.backward(problem, structure, operands), **options.values}
+    values["parts"] = shared_by
+    masks = mask_tiles.of_inner(problem, structure, operands, values, target.wave)
+    packed = structs.fill(params.BACKWARD, values)
+    arrays = patches(
+        params.BACKWARD,
+        ("dout", "dlse", "dq", "dk", "dv", "row_delta"),
+        **{f"forward__{name}": name for name in ("q", "k", "v", "out", "lse")},
+    )
+    arrays += attention_params.side_addresses(params.BACKWARD, "forward.", structure)
+    arrays += score_params.patches(problem, params.BACKWARD, "forward.")
+    arrays += options.patches
+    if not deterministic:
+        arrays += patches(params.BACKWARD, ("dq_sum",))
+    if config.split:
+        arrays += patches(params.BACKWARD, ("part_sums",))
+    rows = problem.rows_q * (1 if problem.group else problem.batch)
+    visits = checked("q", backward.row_blocks(rows, target.wave), 1)
+    scratch = {"row_delta": 4 * rows * problem.nheads_q}
+    schedules: list[Step] = []
+    orders: dict[str, int] = {}
+
+    def scheduled(of: Any, tile: int) -> tuple[tuple[int, str], ...]:
+        """The order of one side's tiles, and where a kernel finds it."""
+        if not problem.ragged:
+            return ()
+        names = (f"order_{of}", f"first_tile_{of}")
+        schedules.append(schedule.step(structure, tile, of=of, names=names))
+        orders.update(schedule.orders(structure, names))
+        order, first_tile = names
+        return patches(params.BACKWARD, forward__order=order, forward__first_tile=first_tile)
+
+    def step(
+        source: Source,
+        blocks: int | Tiles,
+        threads: int,
+        shared_bytes: int,
+        *more: tuple[int, str],
+        listed: mask_tiles.Listed = mask_tiles.NOTHING,
+    ) -> Step:
+        own = packed
+        if listed.fields:
+            lists = {f"forward.{name}": value for name, value in listed.fields.items()}
+            own = structs.fill(params.BACKWARD, {**values, **lists})
+        more += listed.patches(params.BACKWARD, "forward.")
+        return Step(source, blocks, threads, own, (*arrays, *more), shared_bytes)
+
+    def by_queries(alone: backward.DqConfig) -> Step:
+        return step(
+            alone.source(),
+            Tiles("q", alone.tile_q, problem.nheads_q),
+            alone.threads,
+            alone.shared_bytes,
+            *scheduled("q", alone.tile_q),
+            listed=masks.of_queries(alone.tile_q, alone.tile_k),
+        )
+
+    copy_bytes = operands.copy_bytes(problem)
+    launches = [
+        step(
+            config.source(),
+            Tiles("k", config.tile_k, problem.nheads_kv, times=shared_by),
+            config.threads,
+            config.shared_bytes,
+            *scheduled("k", config.tile_k),
+            listed=masks.of_keys(config.tile_q, config.tile_k),
+        ),
+    ]
+    if config.split:
+        keys = problem.batch * problem.rows_k
+        scratch["part_sums"] = 8 * shared_by * keys * problem.nheads_kv * config.depth
+        launches.append(
+            step(
+                backward.parts_source(problem, copy_bytes, config.depth),
+                checked("k", backward.row_blocks(keys, target.wave), 1),
+                backward.ROW_THREADS,
+                0,
+            )
+        )
+    captured = []
+    if options.captured:
+        captured.append(by_queries(backward.choose_captured(problem, target, operands)))
+    launches += options.steps(packed, arrays, captured)
+    scratch |= options.scratch
+    if deterministic:
+        launches.append(by_queries(backward.choose_dq(problem, target, operands)))
+    else:
+        scratch["dq_sum"] = scratch["row_delta"] * backward.dq_pitch(problem.headdim)
+        launches.append(
+            step(
+                backward.finish_source(problem, copy_bytes, config.unit_shift),
+                visits,
+                backward.ROW_THREADS,
+                0,
+            )
+        )
+    launches = [
+        *_padding(problem, structure, operands),
+        step(backward.prepare_source(problem, copy_bytes), visits, backward.ROW_THREADS, 0),
+        *(step(*each) for each in options.before),
+        *masks.steps,
+        *launches,
+    ]
+    scratch |= masks.scratch
+    return Steps(tuple(launches), config, tuple(schedules), orders, scratch, options.counters)
+
+
+def _refuse(problem: Problem, operands: Operands, deterministic: bool) -> None:
+    """NotImplementedError for gradients of a score function that these kernels do not have."""
+    if problem.score_mod is None:
+        return
+    from rawattn._scores.program import ScoreText
+    from rawattn._scores.score_mod import require_gradient
+
+    assert isinstance(problem.score_mod, ScoreText)
+    require_gradient(problem.score_mod)
+    if deterministic and any(name.startswith("dcaptured") for name in operands.of_options):
+        raise NotImplementedError(
+            "deterministic: got True, but gradients of the arrays that score_mod captured are added up in an order that "
+            "is not defined; drop deterministic, or leave wrt out of the ScoreMod"
+        )
+
+
+def _padding(problem: Problem, structure: Structure, operands: Operands) -> tuple[Step, ...]:
+    """Fills padding rows of the gradients that are the library's own."""
+    heads_q, heads_kv = problem.nheads_q, problem.nheads_kv
+    shapes: dict[str, tuple[Any, int, int]] = {
+        "dq": ("q", heads_q, problem.headdim),
+        "dk": ("k", heads_kv, problem.headdim),
+        "dv": ("k", heads_kv, problem.headdim_v),
+    }
+    found = []
+    for name, (of, nheads, headdim) in shapes.items():
+        side = structure.side(of)
+        if name in operands.ours and side.padded and side.rows:
+            strides = operands.elements(problem, name)
+            shape = nheads, headdim
+            found.append(fill_padding.step(problem, structure, of, shape, strides, {"out": name}))
+    return tuple(found)
