@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import rawattn
-from rawattn import Gradients, ScoreMod
+from rawattn import Gradients, ScoreMod, reference
 from rawattn._cpu import threads
 from tests import exhaustive
 from tests.cpu_score_calls import OPTIONS, SMALL, Form, gradients_of, options_of
@@ -18,7 +18,7 @@ from tests.cpu_score_calls import OPTIONS, SMALL, Form, gradients_of, options_of
 @pytest.mark.parametrize("nkeys", [12, 700])
 @pytest.mark.parametrize("hidden_by", ["mask", "bias", "score_mod"])
 def test_nan_in_a_hidden_key_stays_away(nkeys: int, hidden_by: str) -> None:
-    """In its key where a mask hides it, in its value whatever hides it; other heads see them."""
+    """In its key and its value, whatever hides it; other heads see them."""
     rng = np.random.default_rng(1)
     q, k, v, dout = rng.standard_normal((4, 2, nkeys, 2, 8), np.float32)
     bad = 5
@@ -40,8 +40,7 @@ def test_nan_in_a_hidden_key_stays_away(nkeys: int, hidden_by: str) -> None:
 
     clean, clean_lse, clean_gradients = results()
     v[1, bad] = np.nan
-    if hidden_by != "bias":  # NaN - inf is NaN, in the contract too
-        k[1, bad] = np.nan
+    k[1, bad] = np.nan
     out, lse, found = results()
     seen = np.zeros(out.shape[:3], bool)
     seen[1, nkeys // 2 :, 1] = True
@@ -56,6 +55,37 @@ def test_nan_in_a_hidden_key_stays_away(nkeys: int, hidden_by: str) -> None:
         got, expected = getattr(found, name), getattr(clean_gradients, name)
         np.testing.assert_allclose(got[0], expected[0], atol=1e-5)
         np.testing.assert_allclose(got[1, :, 0], expected[1, :, 0], atol=1e-5)
+
+
+@pytest.mark.parametrize("nkeys", [12, 700])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"score_mod": "score * 2"}], ids=str)
+def test_a_bias_of_minus_infinity_hides_whatever_the_score_is(
+    options: dict[str, Any], value: float, nkeys: int
+) -> None:
+    """Results and every gradient are those of a key and value of zeros, on the CPU and by the reference."""
+    rng = np.random.default_rng(3)
+    q, k, v, dout = rng.standard_normal((4, 1, nkeys, 2, 8), np.float32)
+    bias = rng.standard_normal((2, nkeys, nkeys), np.float32)
+    bias[..., 5] = -np.inf
+    if "score_mod" in options:
+        options = {"score_mod": ScoreMod("score * g[head]", g=np.ones(2, np.float32), wrt="g")}
+    options = {**options, "bias": bias}
+    k[:, 5] = v[:, 5] = 0
+    clean = k.copy(), v.copy()
+    k[:, 5] = v[:, 5] = value
+    cpu = rawattn.attention, rawattn.attention_backward, {"backend": "cpu"}
+    oracle = reference.attention, reference.attention_backward, {}
+    for forward, backward, where in (cpu, oracle):
+        found = []
+        for keys, values in (clean, (k, v)):
+            out, lse = forward(q, keys, values, **options, **where, return_lse=True)
+            given = dout, q, keys, values, out, lse
+            gradients = backward(*given, **options, **where)
+            captured = gradients.captured or {}
+            found.append([out, lse, *gradients[:4], *captured.values()])
+        for expected, got in zip(*found, strict=True):
+            np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("seqlen", [12, 700])
