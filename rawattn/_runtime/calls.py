@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from rawattn._call import problem, scores
-from rawattn._call.checks import byte_range, check_out
+from rawattn._call.checks import byte_range, check_apart, check_out
 from rawattn._call.layout import Lengths
 from rawattn._call.options import Options
 from rawattn._call.structure import structure
@@ -149,6 +149,7 @@ def describe(
     arrays = {name: named[name] for name in verb.extras}
     described, lengths = verb.describe(named, options, framework, arrays)
     verb.check(described, named, framework)
+    check_written(verb, named)
     results = verb.results(described, named[verb.lead].dtype, flag)
     for name, result in zip(verb.outputs, results, strict=True):
         target = named[name]
@@ -159,6 +160,14 @@ def describe(
         shape, dtype = result
         check_out(target, shape=shape, dtype=dtype, others=others, name=f"{verb.prefix}{name}")
     return described, lengths, results
+
+
+def check_written(verb: Verb, named: Mapping[str, Any]) -> None:
+    """ValueError where an input that the call changes shares memory with another one."""
+    others = {name: named[name] for name in verb.inputs}
+    for name in verb.inputs:
+        if name in verb.written:
+            check_apart(others.pop(name), others, name)
 
 
 def _is_copied(verb: Verb, name: str, view: Any) -> bool:

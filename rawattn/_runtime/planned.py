@@ -15,7 +15,7 @@ from rawattn._call.seq_layout import SeqLayout
 from rawattn._interop import arrays, streams
 from rawattn._interop.native import Native, Read
 from rawattn._runtime import on_gpu
-from rawattn._runtime.calls import Call
+from rawattn._runtime.calls import Call, check_written
 from rawattn._runtime.option_arrays import told
 from rawattn._runtime.verbs import Verb
 
@@ -80,6 +80,7 @@ class GpuPlan:
         self._form = self._read(self._inputs)[1][:-1]
         self._alignment = _alignment(self._together(read[0]) | _together(self._result_addresses))
         self._places = on_gpu.places(verb, read[0][: self._count])
+        self._pairs = on_gpu.pairs(verb, call, read[0])
         self._memory = call.prepared.own(own, self._stream, lengths)
         self.repeat = self._repeated()
         if not streams.is_capturing(self._stream):
@@ -99,12 +100,15 @@ class GpuPlan:
         tail += [*self._values, *self._memory.tail]
         launches, result, known = self._memory.launches, self._result, self._streams
         stream_of, current_device, planned = own.stream, own.current_device, self._places
+        pairs = self._pairs
 
         def repeat(args: Sequence[Any]) -> Any:
             if len(args) != count or (found := read(*args)) is None:
                 return UNLIKE
             addresses, got, tracked = found
             if got != form or current_device() != device:
+                return UNLIKE
+            if pairs and not on_gpu.are_apart(pairs, addresses):
                 return UNLIKE
             if tracked and verb.refuses_gradients:
                 arrays.refuse_gradients(verb.inputs, args)
@@ -138,6 +142,9 @@ class GpuPlan:
         if tracked and self._verb.refuses_gradients:
             arrays.refuse_gradients(self._verb.inputs, args)
         together = self._together(addresses)
+        if self._pairs and not on_gpu.are_apart(self._pairs, addresses):
+            named = zip(self._verb.inputs, args, strict=True)
+            check_written(self._verb, {name: own.view(x) for name, x in named if x is not None})
         if self._verb.extras:
             self._check_places(addresses)
         memory, result = self._memory, self._result
