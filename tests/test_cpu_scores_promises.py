@@ -114,6 +114,34 @@ def test_rows_without_keys(seqlen: int) -> None:
             assert found.dsink_logits[0] == 0
 
 
+@pytest.mark.parametrize("seqlen", [12, 700])
+def test_rows_without_keys_give_sinks_nothing(seqlen: int) -> None:
+    """Whatever dout and dlse hold there; and a sink of -inf gets 0, whatever any row holds. By the reference too."""
+    rng = np.random.default_rng(4)
+    q, k, v, dout = rng.standard_normal((4, 1, seqlen, 2, 8), np.float32)
+    dlse = rng.standard_normal((1, 2, seqlen), np.float32)
+    dead = np.arange(seqlen) % 3 == 0
+    options: dict[str, Any] = {"mask": np.broadcast_to(~dead[:, None], (seqlen, seqlen))}
+    options["sink_logits"] = np.array([-np.inf, 1.5], np.float32)
+    cpu = rawattn.attention, rawattn.attention_backward, {"backend": "cpu"}
+    oracle = reference.attention, reference.attention_backward, {}
+    found = []
+    for value in (0, np.nan):
+        dout[0, dead, 0] = dlse[0, 0, dead] = value
+        for forward, backward, where in (cpu, oracle):
+            out, lse = forward(q, k, v, **options, **where, return_lse=True)
+            gradients = backward(dout, q, k, v, out, lse, dlse=dlse, **options, **where)
+            assert gradients.dsink_logits[0] == 0
+            found.append(gradients.dsink_logits)
+    for other in found[1:]:
+        np.testing.assert_allclose(other, found[0], rtol=1e-4, atol=1e-4)
+    dout[0, 1, 0] = np.nan  # of a row that sees keys
+    for forward, backward, where in (cpu, oracle):
+        out, lse = forward(q, k, v, **options, **where, return_lse=True)
+        gradients = backward(dout, q, k, v, out, lse, **options, **where)
+        assert gradients.dsink_logits[0] == 0
+
+
 def test_want_dbias_false_and_into() -> None:
     form = SMALL[1]
     options = options_of(form, ("bias", "sink_logits", "score_mod"))
