@@ -165,6 +165,28 @@ def test_want_dbias_false_and_into() -> None:
     np.testing.assert_array_equal(lean.dq, expected.dq)
 
 
+def test_memory_that_is_shared_is_told_by_the_callers_names() -> None:
+    room = np.zeros(200, np.float32)
+    q, k, v = np.random.default_rng(0).standard_normal((3, 1, 5, 2, 8), np.float32)
+    score_mod = ScoreMod(
+        "score * gain[head] + shift[head]", gain=room[:2], shift=room[:2], wrt="gain"
+    )
+    out = room[:80].reshape(q.shape)
+    with pytest.raises(ValueError, match=r"^out: shares memory with gain, expected"):
+        rawattn.attention(q, k, v, score_mod=score_mod, out=out, backend="cpu")
+    out, lse = rawattn.attention(q, k, v, score_mod=score_mod, return_lse=True, backend="cpu")
+    given = out, q, k, v, out, lse
+    for into, message in (
+        (
+            Gradients(captured={"gain": room[:2]}),
+            r"into\.captured\['gain'\]: shares memory with gain",
+        ),
+        (Gradients(captured={"gain": room[:3]}), r"into\.captured\['gain'\]: got shape \(3,\)"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            rawattn.attention_backward(*given, score_mod=score_mod, into=into, backend="cpu")
+
+
 def test_seed_on_the_host_or_in_an_array() -> None:
     q, k, v = np.random.default_rng(2).standard_normal((3, 1, 40, 2, 8), np.float32)
     for seed in (5, -1, 2**63 + 3):

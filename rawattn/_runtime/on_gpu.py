@@ -15,6 +15,7 @@ from rawattn._interop import arrays, streams
 from rawattn._interop.native import Native, Read, View
 from rawattn._kernels.selection import selection
 from rawattn._runtime.calls import Call, check_written, prepare
+from rawattn._runtime.option_arrays import told_with_results
 from rawattn._runtime.verbs import Verb
 
 Arrays = Sequence[Any]
@@ -53,7 +54,7 @@ def run(
     if not is_new:
         for target in targets:
             if target is not None:
-                _check_reach(verb, call, own, addresses, inputs, targets)
+                _check_reach(verb, call, own, addresses, inputs, targets, options)
                 break
         if verb.written:
             named = zip(verb.inputs, inputs, strict=True)
@@ -274,6 +275,7 @@ def _check_reach(
     addresses: Sequence[int],
     inputs: Arrays,
     targets: Arrays,
+    options: Options,
 ) -> None:
     """What of `check_out` depends on addresses: overlap."""
     spans = [
@@ -286,13 +288,13 @@ def _check_reach(
         low, high = spans[n]
         for m, (other_low, other_high) in enumerate(spans):
             if m != n and low < other_high and other_low < high:
-                views = {
-                    f"{verb.prefix}{name}" if name in verb.outputs else name: own.view(x)
-                    for other, (name, x) in enumerate(verb.named(inputs, targets))
+                shown = told_with_results(verb, options)
+                others = [
+                    (name, own.view(x))
+                    for other, (name, x) in enumerate(zip(shown, (*inputs, *targets), strict=True))
                     if x is not None and other != n
-                }
-                name = f"{verb.prefix}{verb.names[n]}"
-                check_apart(own.view(target), views, name)
+                ]
+                check_apart(own.view(target), others, shown[n])
                 break
 
 

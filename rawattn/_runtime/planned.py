@@ -16,7 +16,7 @@ from rawattn._interop import arrays, streams
 from rawattn._interop.native import Native, Read
 from rawattn._runtime import on_gpu
 from rawattn._runtime.calls import Call, check_written
-from rawattn._runtime.option_arrays import told
+from rawattn._runtime.option_arrays import told, told_with_results
 from rawattn._runtime.verbs import Verb
 
 UNLIKE: Any = object()
@@ -234,13 +234,12 @@ class GpuPlan:
         self, args: Sequence[Any], results: Sequence[Any], addresses: Sequence[int]
     ) -> None:
         verb, own = self._verb, self._own
-        inputs = {
-            name: own.view(x) for name, x in zip(verb.inputs, args, strict=True) if x is not None
-        }
-        for name, result, planned in zip(verb.outputs, results, self._results, strict=True):
+        names = told_with_results(verb, self._options)
+        inputs = [(n, own.view(x)) for n, x in zip(names, args, strict=False) if x is not None]
+        shown_results = names[len(verb.inputs) :]
+        for shown, result, planned in zip(shown_results, results, self._results, strict=True):
             if result is None or result is planned:
                 continue
-            shown = f"{verb.prefix}{name}"
             if own.read((result,), 1) is None:
                 raise TypeError(
                     f"{shown}: got {type(result).__name__}, expected an array as planned"
@@ -253,7 +252,7 @@ class GpuPlan:
                     f"GPU {expected.device}"
                 )
             low, high = byte_range(got)
-            if any(low < end and start < high for start, end in map(byte_range, inputs.values())):
+            if any(low < end and start < high for start, end in (byte_range(x) for _, x in inputs)):
                 check_apart(got, inputs, shown)
 
     def _refused(self, args: Sequence[Any]) -> Exception:

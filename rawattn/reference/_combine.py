@@ -35,7 +35,9 @@ def combine(outs: Any, lses: Any) -> tuple[Array, Array]:
     alive = logs != -np.inf
     highest = logs.max(axis=0)
     highest = np.where(highest == -np.inf, 0, highest)
-    with np.errstate(invalid="ignore", divide="ignore"):  # infinity less infinity; no partial that weighs
+    with np.errstate(
+        invalid="ignore", divide="ignore"
+    ):  # infinity less infinity; no partial that weighs
         parts = np.exp(logs - highest)
         total = parts.sum(axis=0)
         lse = highest + np.log(total)

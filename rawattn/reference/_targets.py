@@ -49,7 +49,7 @@ def _check_apart(into: Gradients) -> None:
     targets |= {f"into.captured[{name!r}]": x for name, x in (into.captured or {}).items()}
     arrays = {name: x for name, x in targets.items() if isinstance(x, np.ndarray)}
     for name in list(arrays):
-        check_apart(arrays.pop(name), arrays, name)
+        check_apart(arrays.pop(name), arrays.items(), name)
 
 
 def rows_of_q(call: Call) -> Array:
