@@ -12,6 +12,7 @@ import torch
 
 from rawattn import ScoreMod, SeqLayout
 from rawattn._call.hints import NoOthers, hides_unknown, refuse_unknown
+from rawattn._call.options import flag
 from rawattn._masks.block_mask import BlockMask
 from rawattn._torch import eager, ops
 from rawattn._torch.captured import checked
@@ -138,11 +139,12 @@ def attention(
         traced = ops.Options(
             bias=bias, sink_logits=sink_logits, mask=mask, alibi_slopes=alibi_slopes, causal=causal, align=align,
             window_left=left, window_right=right, sink=sink, scale=scale, softcap=softcap, dropout_p=dropout_p,
-            seed=seed, seed_array=seed_array, num_splits=num_splits, deterministic=deterministic, backend=backend,
+            seed=seed, seed_array=seed_array, num_splits=num_splits,
+            deterministic=flag("deterministic", deterministic), backend=backend,
             block_mask=mask_handle, score_mod=score_handle, captured=captured,
         )  # fmt: skip
         result = ops.run(q, k, v, ops.layout_of(seqs), traced)
-        return result if return_lse else result[0]
+        return result if flag("return_lse", return_lse) else result[0]
     return eager.run(
         q, k, v, seqs=seqs, causal=causal, align=align, window=window, sink=sink, scale=scale, bias=bias, mask=mask,
         alibi_slopes=alibi_slopes, softcap=softcap, score_mod=score_mod, sink_logits=sink_logits, dropout_p=dropout_p,

@@ -44,11 +44,7 @@ def traits(job: Job) -> Iterator[Hashable]:
 def few() -> list[Job]:
     """The variants that are compiled, each with its architecture."""
     every = [
-        (source, arch)
-        for arch in ARCHITECTURES
-        for source in common_variants(arch, every=True)
-        # Listed beside pages of 8 bits, which are never copied: no call has it.
-        if source.summary != "portable repack 16bit D=40 1B"
+        (source, arch) for arch in ARCHITECTURES for source in common_variants(arch, every=True)
     ]
     marked = exhaustive.mark(every, traits)
     return [job for job, chosen in zip(every, marked, strict=True) if chosen is job]

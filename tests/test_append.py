@@ -98,6 +98,38 @@ def test_pools_that_interleave() -> None:
     call.verify(both[:, 0], both[:, 1], None)
 
 
+@pytest.mark.parametrize("backend", [None, "cpu"])
+@pytest.mark.parametrize("name", ["one pool", "a shared page", "k", "v", "q", "out"])
+def test_what_is_written_and_shares_memory_is_refused(name: str, backend: Any) -> None:
+    call = appended(LENS, 4, rotary_dim=8, dtype=F32, heads=(2, 2), dims=(24, 24))
+    size, n = len(call.pages.k_pages), len(LENS)
+    both = np.zeros((2 * size, *call.pages.k_pages.shape[1:]), F32)
+    given = {"k": call.k, "v": call.v, "q": call.q, "k_pages": both[:size], "v_pages": both[size:]}
+    rawattn.append_kv(
+        **given,
+        block_table=call.pages.block_table,
+        seqlen_k=call.pages.seqlen_k,
+        rotary=call.rotary,
+        backend=backend,
+    )
+    before = both.copy()
+    changes = {
+        "one pool": {"v_pages": both[:size]},
+        "a shared page": {"v_pages": both[size - 1 : -1]},
+    }
+    given |= changes.get(name, {name: both[-n:, :1]})
+    for _ in range(2):  # the way of a first call, and of one like it
+        with pytest.raises(ValueError, match="shares memory with"):
+            rawattn.append_kv(
+                **given,
+                block_table=call.pages.block_table,
+                seqlen_k=call.pages.seqlen_k,
+                rotary=call.rotary,
+                backend=backend,
+            )
+    np.testing.assert_array_equal(both, before)
+
+
 def test_empty() -> None:
     call = appended((4, 4), 4, rows=0, dtype=F32)
     call.verify(*run(call))

@@ -104,6 +104,16 @@ def test_a_convex_sum_does_not_overflow() -> None:
     assert out.item() == pytest.approx(huge.flat[0])
 
 
+@pytest.mark.parametrize("value", [1e30, -1e30, 3e38])
+def test_partials_that_weigh_the_same_are_averaged(value: float) -> None:
+    """Also where the logarithm of their number is lost in that of their weight. By the reference too."""
+    outs = [np.full((1, 1, 1, 2), x, np.float32) for x in (1, 2, 6)]
+    lses = [np.full((1, 1, 1), value, np.float32)] * 3
+    for out, lse in (rawattn.combine(outs, lses), reference.combine(outs, lses)):
+        np.testing.assert_allclose(out, np.full((1, 1, 1, 2), 3.0), rtol=1e-6)
+        np.testing.assert_allclose(lse, lses[0], rtol=1e-6)
+
+
 @pytest.mark.parametrize("where", ["out", "lse"])
 def test_nan_of_a_partial_that_weighs_comes_out(where: str) -> None:
     call = call_of(Form(dtype="float32", dead=0.0))

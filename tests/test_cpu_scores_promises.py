@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import rawattn
-from rawattn import Gradients, ScoreMod
+from rawattn import Gradients, ScoreMod, reference
 from rawattn._cpu import threads
 from tests import exhaustive
 from tests.cpu_score_calls import OPTIONS, SMALL, Form, gradients_of, options_of
@@ -18,7 +18,7 @@ from tests.cpu_score_calls import OPTIONS, SMALL, Form, gradients_of, options_of
 @pytest.mark.parametrize("nkeys", [12, 700])
 @pytest.mark.parametrize("hidden_by", ["mask", "bias", "score_mod"])
 def test_nan_in_a_hidden_key_stays_away(nkeys: int, hidden_by: str) -> None:
-    """In its key where a mask hides it, in its value whatever hides it; other heads see them."""
+    """In its key and its value, whatever hides it; other heads see them."""
     rng = np.random.default_rng(1)
     q, k, v, dout = rng.standard_normal((4, 2, nkeys, 2, 8), np.float32)
     bad = 5
@@ -40,8 +40,7 @@ def test_nan_in_a_hidden_key_stays_away(nkeys: int, hidden_by: str) -> None:
 
     clean, clean_lse, clean_gradients = results()
     v[1, bad] = np.nan
-    if hidden_by != "bias":  # NaN - inf is NaN, in the contract too
-        k[1, bad] = np.nan
+    k[1, bad] = np.nan
     out, lse, found = results()
     seen = np.zeros(out.shape[:3], bool)
     seen[1, nkeys // 2 :, 1] = True
@@ -56,6 +55,37 @@ def test_nan_in_a_hidden_key_stays_away(nkeys: int, hidden_by: str) -> None:
         got, expected = getattr(found, name), getattr(clean_gradients, name)
         np.testing.assert_allclose(got[0], expected[0], atol=1e-5)
         np.testing.assert_allclose(got[1, :, 0], expected[1, :, 0], atol=1e-5)
+
+
+@pytest.mark.parametrize("nkeys", [12, 700])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"score_mod": "score * 2"}], ids=str)
+def test_a_bias_of_minus_infinity_hides_whatever_the_score_is(
+    options: dict[str, Any], value: float, nkeys: int
+) -> None:
+    """Results and every gradient are those of a key and value of zeros, on the CPU and by the reference."""
+    rng = np.random.default_rng(3)
+    q, k, v, dout = rng.standard_normal((4, 1, nkeys, 2, 8), np.float32)
+    bias = rng.standard_normal((2, nkeys, nkeys), np.float32)
+    bias[..., 5] = -np.inf
+    if "score_mod" in options:
+        options = {"score_mod": ScoreMod("score * g[head]", g=np.ones(2, np.float32), wrt="g")}
+    options = {**options, "bias": bias}
+    k[:, 5] = v[:, 5] = 0
+    clean = k.copy(), v.copy()
+    k[:, 5] = v[:, 5] = value
+    cpu = rawattn.attention, rawattn.attention_backward, {"backend": "cpu"}
+    oracle = reference.attention, reference.attention_backward, {}
+    for forward, backward, where in (cpu, oracle):
+        found = []
+        for keys, values in (clean, (k, v)):
+            out, lse = forward(q, keys, values, **options, **where, return_lse=True)
+            given = dout, q, keys, values, out, lse
+            gradients = backward(*given, **options, **where)
+            captured = gradients.captured or {}
+            found.append([out, lse, *gradients[:4], *captured.values()])
+        for expected, got in zip(*found, strict=True):
+            np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("seqlen", [12, 700])
@@ -84,6 +114,34 @@ def test_rows_without_keys(seqlen: int) -> None:
             assert found.dsink_logits[0] == 0
 
 
+@pytest.mark.parametrize("seqlen", [12, 700])
+def test_rows_without_keys_give_sinks_nothing(seqlen: int) -> None:
+    """Whatever dout and dlse hold there; and a sink of -inf gets 0, whatever any row holds. By the reference too."""
+    rng = np.random.default_rng(4)
+    q, k, v, dout = rng.standard_normal((4, 1, seqlen, 2, 8), np.float32)
+    dlse = rng.standard_normal((1, 2, seqlen), np.float32)
+    dead = np.arange(seqlen) % 3 == 0
+    options: dict[str, Any] = {"mask": np.broadcast_to(~dead[:, None], (seqlen, seqlen))}
+    options["sink_logits"] = np.array([-np.inf, 1.5], np.float32)
+    cpu = rawattn.attention, rawattn.attention_backward, {"backend": "cpu"}
+    oracle = reference.attention, reference.attention_backward, {}
+    found = []
+    for value in (0, np.nan):
+        dout[0, dead, 0] = dlse[0, 0, dead] = value
+        for forward, backward, where in (cpu, oracle):
+            out, lse = forward(q, k, v, **options, **where, return_lse=True)
+            gradients = backward(dout, q, k, v, out, lse, dlse=dlse, **options, **where)
+            assert gradients.dsink_logits[0] == 0
+            found.append(gradients.dsink_logits)
+    for other in found[1:]:
+        np.testing.assert_allclose(other, found[0], rtol=1e-4, atol=1e-4)
+    dout[0, 1, 0] = np.nan  # of a row that sees keys
+    for forward, backward, where in (cpu, oracle):
+        out, lse = forward(q, k, v, **options, **where, return_lse=True)
+        gradients = backward(dout, q, k, v, out, lse, **options, **where)
+        assert gradients.dsink_logits[0] == 0
+
+
 def test_want_dbias_false_and_into() -> None:
     form = SMALL[1]
     options = options_of(form, ("bias", "sink_logits", "score_mod"))
@@ -105,6 +163,28 @@ def test_want_dbias_false_and_into() -> None:
     lean = rawattn.attention_backward(*call, dlse=dlse, want_dbias=False, **options, backend="cpu")
     assert lean.dbias is None
     np.testing.assert_array_equal(lean.dq, expected.dq)
+
+
+def test_memory_that_is_shared_is_told_by_the_callers_names() -> None:
+    room = np.zeros(200, np.float32)
+    q, k, v = np.random.default_rng(0).standard_normal((3, 1, 5, 2, 8), np.float32)
+    score_mod = ScoreMod(
+        "score * gain[head] + shift[head]", gain=room[:2], shift=room[:2], wrt="gain"
+    )
+    out = room[:80].reshape(q.shape)
+    with pytest.raises(ValueError, match=r"^out: shares memory with gain, expected"):
+        rawattn.attention(q, k, v, score_mod=score_mod, out=out, backend="cpu")
+    out, lse = rawattn.attention(q, k, v, score_mod=score_mod, return_lse=True, backend="cpu")
+    given = out, q, k, v, out, lse
+    for into, message in (
+        (
+            Gradients(captured={"gain": room[:2]}),
+            r"into\.captured\['gain'\]: shares memory with gain",
+        ),
+        (Gradients(captured={"gain": room[:3]}), r"into\.captured\['gain'\]: got shape \(3,\)"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            rawattn.attention_backward(*given, score_mod=score_mod, into=into, backend="cpu")
 
 
 def test_seed_on_the_host_or_in_an_array() -> None:

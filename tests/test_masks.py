@@ -192,6 +192,16 @@ def test_keys_that_all_rows_share() -> None:
     np.testing.assert_array_equal(many.kept[:, 0, 0], [[0, 2, 3, 5, 6, -1], [-1] * 6])
 
 
+def test_one_query_aligned_to_the_top_left_sees_one_key() -> None:
+    scores = np.array([5, 7, 7, 6.0])
+    for count, kept in ((1, [0]), (3, [0, -1, -1])):
+        mask = topk_mask(scores, count, causal=True, align="top-left")
+        np.testing.assert_array_equal(mask.to_bool()[0, 0], [[True, False, False, False]])
+        np.testing.assert_array_equal(mask.kept, [[[kept]]])
+    unlimited = topk_mask(scores, 2, align="top-left")
+    np.testing.assert_array_equal(unlimited.kept, [[[[1, 2]]]])
+
+
 def test_lists_of_keys_are_given_to_calls() -> None:
     scores = RNG.standard_normal((2, 3, 1, 90))
     mask = topk_mask(scores, 20)

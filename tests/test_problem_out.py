@@ -40,11 +40,11 @@ class OnDevice:
 
 def check(out: Any, *others: Any) -> None:
     given = [*others, *inputs()[len(others) :]]
-    check_out(out, shape=out.shape, dtype=F16, others=dict(zip("qkv", given, strict=True)))
+    check_out(out, shape=out.shape, dtype=F16, others=list(zip("qkv", given, strict=True)))
 
 
 def test_a_good_out() -> None:
-    check_out(np.empty(SHAPE, F16), shape=SHAPE, dtype=F16, others=named())
+    check_out(np.empty(SHAPE, F16), shape=SHAPE, dtype=F16, others=named().items())
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_out_of_the_wrong_shape() -> None:
     with pytest.raises(
         ValueError, match=r"^out: got shape \(3, 5, 4, 8\), expected \(3, 5, 4, 16\)"
     ):
-        check_out(np.empty((3, 5, 4, 8), F16), shape=SHAPE, dtype=F16, others=named())
+        check_out(np.empty((3, 5, 4, 8), F16), shape=SHAPE, dtype=F16, others=named().items())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int16", ">f2"])

@@ -287,3 +287,24 @@ def test_arrays_to_write_that_are_refused() -> None:
     out, lse = reference.attention(q, q, q, return_lse=True)
     with pytest.raises(ValueError, match=r"^into\.dbias: got an array, but"):
         reference.attention_backward(q, q, q, q, out, lse, into=rawattn.Gradients(dbias=q))
+
+
+def test_gradients_into_one_array_are_refused() -> None:
+    """The later one would overwrite the other."""
+    q = np.ones((1, 3, 2, 4))
+    out, lse = reference.attention(q, q, q, return_lse=True)
+    rows = np.zeros((4, 3, 2, 4))
+    for dk, dv in ((rows[:1], rows[:1]), (rows[:1], rows[:1, ::-1])):
+        with pytest.raises(ValueError, match=r"^into\.dk: shares memory with into\.dv"):
+            reference.attention_backward(q, q, q, q, out, lse, into=rawattn.Gradients(dk=dk, dv=dv))
+    apart = rawattn.Gradients(dk=rows[:1], dv=rows[1:2])
+    reference.attention_backward(q, q, q, q, out, lse, into=apart)
+
+
+def test_masked_arrays_are_refused() -> None:
+    """As `rawattn.attention` does: their masks would be ignored."""
+    q = np.ones((1, 3, 2, 4))
+    with pytest.raises(TypeError, match=r"^k: got a masked array"):
+        reference.attention(q, np.ma.masked_array(q), q)
+    with pytest.raises(TypeError, match=r"^bias: got a masked array"):
+        reference.attention(q, q, q, bias=np.ma.masked_array(np.ones((3, 3))))

@@ -19,6 +19,7 @@ from rawattn._kernels.sm90 import filling
 from rawattn._kernels.sm90 import forward as sm90_forward
 from rawattn._kernels.sm90 import forward_config as sm90_forward_config
 from rawattn._kernels.target import without_device
+from rawattn._kernels.variants import common_variants
 
 H200 = replace(without_device("sm_90a"), multiprocessors=132)
 NO_OPERANDS = Operands()
@@ -231,3 +232,11 @@ def test_strides_in_c_order() -> None:
     assert contiguous((), 4) == ()
     assert contiguous((3,), 4) == (4,)
     assert contiguous((2, 3, 5), 2) == (30, 10, 2)
+
+
+def test_pages_are_never_copied() -> None:
+    """Of head dims that rows alone, not pages, are listed with: the copies of these and no others."""
+    every = common_variants("sm_90a", every=True)
+    copies = {x.summary for x in every if x.summary.startswith("portable repack")}
+    dims = ("D=36 8B", "D=34 4B", "D=7 2B")
+    assert copies == {f"portable repack 16bit {each}" for each in dims}

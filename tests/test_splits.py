@@ -10,8 +10,8 @@ import pytest
 from rawattn._call.problem import describe
 from rawattn._call.seq_layout import SeqLayout
 from rawattn._call.structure import structure
-from rawattn._kernels.operands import Operands
-from rawattn._kernels.portable import forward, splits
+from rawattn._kernels.operands import Operands, contiguous
+from rawattn._kernels.portable import decode, forward, splits
 from rawattn._kernels.steps import Tiles
 from rawattn._kernels.target import Target
 from tests.memory import DTYPES
@@ -103,3 +103,25 @@ def test_memory_is_that_of_all_pieces() -> None:
     assert block == config.tile_q * (128 + 8) * 4
     assert found.scratch(block) == {"split_partials": tiles * 5 * block}
     assert found.counters() == {"split_arrived": 4 * tiles}
+
+
+@pytest.mark.parametrize("family", [forward, decode])
+def test_more_pieces_than_the_gpu_has_memory_for_are_refused(family: Any) -> None:
+    """By name and with the bytes; exactly as many as asked for, or none."""
+    rows = 1 if family is decode else 8192
+    q, k = Like(64, rows, 8, 128), Like(64, 1 << 17, 8, 128)
+    shapes = {"q": q.shape, "out": q.shape, "k": k.shape, "v": k.shape}
+    operands = Operands({name: contiguous(shape, 2) for name, shape in shapes.items()})
+
+    def scratch(memory: int | None, num_splits: int | None) -> int:
+        problem, lengths = describe(q, k, k, num_splits=num_splits)
+        target = replace(H200, memory=memory)
+        found = family.steps(problem, structure(lengths), operands, target)
+        return found.scratch.get("split_partials", 0)
+
+    nbytes = scratch(None, 256)
+    assert nbytes > 256 * 64 * rows * 8 * 128 * 4  # that of the outputs of all pieces
+    assert scratch(nbytes, 256) == nbytes
+    with pytest.raises(ValueError, match=rf"^num_splits: got 256, .* {nbytes} bytes"):
+        scratch(nbytes - 1, 256)
+    assert scratch(1 << 40, None) < nbytes

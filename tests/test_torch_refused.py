@@ -84,3 +84,17 @@ def test_none_where_it_is_not_the_default(name: str, recorded: bool) -> None:
     for more in ({}, {"deterministic": True}):
         with pytest.raises((TypeError, ValueError), match=rf"^{name}: got None"):
             attention(*x, **more, **{name: None})
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("value", ["x", 1, None])
+@pytest.mark.parametrize("name", ["return_lse", "deterministic"])
+def test_what_is_no_bool(name: str, value: Any, recorded: bool) -> None:
+    """Told by the call itself, not by its backward."""
+    x = leaves(*random("cpu")) if recorded else random("cpu")
+    for more in ({}, {"alibi_slopes": torch.ones(x[0].shape[2])}):
+        with pytest.raises(TypeError, match=rf"^{name}: got .*expected a bool"):
+            attention(*x, **more, **{name: value})
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match=name):
+        compiled(*x, **{name: value})

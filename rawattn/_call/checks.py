@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -13,13 +13,13 @@ def check_out(
     *,
     shape: tuple[int, ...],
     dtype: np.dtype[Any],
-    others: Mapping[str, Any],
+    others: Iterable[tuple[str, Any]],
     name: str = "out",
 ) -> None:
     """Raise TypeError or ValueError if results of this shape and dtype cannot be written to `out`.
 
-    `out` and `others`, the other arrays of the call by name, have `shape`, `strides` in bytes and `dtype`, and are NumPy or
-    CuPy arrays or have an `address`. Arrays that interleave in one buffer without sharing a byte do not overlap.
+    `out` and `others`, the other arrays of the call with their names, have `shape`, `strides` in bytes and `dtype`, and are
+    NumPy or CuPy arrays or have an `address`. Arrays that interleave in one buffer without sharing a byte do not overlap.
     """
     if out.shape != shape:
         raise ValueError(f"{name}: got shape {out.shape}, expected {shape}")
@@ -51,10 +51,10 @@ def check_out(
     check_apart(out, others, name)
 
 
-def check_apart(out: Any, others: Mapping[str, Any], name: str) -> None:
+def check_apart(out: Any, others: Iterable[tuple[str, Any]], name: str) -> None:
     """ValueError if `out` shares memory with another array of the call."""
     low, high = byte_range(out)
-    for other_name, other in others.items():
+    for other_name, other in others:
         if other is None or 0 in other.shape:
             continue
         other_low, other_high = byte_range(other)

@@ -103,8 +103,10 @@ class Scores:
         capped = scores.copy() if keep and self._bends else None
         if self.score_mod is not None:
             scores[...] = numpy_eval.evaluate(*self._arguments(self.score_mod, scores, where))
+        bias = None
         if self._bias is not None:
-            scores += self.of_heads(self._bias, where).astype(np.float32, copy=False)
+            bias = self.of_heads(self._bias, where).astype(np.float32, copy=False)
+            scores += bias
         if self._slopes is not None:
             scores -= self._slopes_of(where) * self._distances(where)
         hidden = masked
@@ -112,9 +114,11 @@ class Scores:
             hidden = tile == -np.inf
             if masked is not None:
                 hidden |= masked
+            inner = where.view(hidden, self.nheads_q(where))
+            if bias is not None:  # of a score that was NaN the sum does not tell
+                inner |= bias == -np.inf
             if self._mask is not None:
-                seen = where.view(hidden, self.nheads_q(where))
-                seen |= ~self.of_heads(self._mask, where)
+                inner |= ~self.of_heads(self._mask, where)
         if hidden is not None:
             np.copyto(tile, -np.inf, where=hidden)
         return Changed(hidden, capped)

@@ -26,12 +26,14 @@ class Target:
     shared_limit: bytes of shared memory that one block may use.
     multiprocessors: of the device; 1 where kernels are only compiled.
     wave: threads that run in step.
+    memory: bytes of the device; None where kernels are only compiled.
     """
 
     arch: str
     shared_limit: int
     multiprocessors: int = 1
     wave: int = 32
+    memory: int | None = None
 
 
 def without_device(arch: str) -> Target:

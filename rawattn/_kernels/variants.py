@@ -90,7 +90,7 @@ def common_variants(arch: str, *, every: bool = False, purpose: str = "inference
                 sources.extend(each.source() for each in (replace(config, split=True), few))
         if sm90_forward.supports(problem, target, Operands()) is None:
             sources.append(sm90_forward.choose(problem, target, Operands()).source())
-            if copy_bytes < 16:
+            if copy_bytes < 16 and pages is None:  # pages are never copied
                 sources.append(repack.source(headdim, copy_bytes))
         if not backward:
             return

@@ -27,10 +27,11 @@ def topk_mask(
     Scores are of any framework and of at most four axes that broadcast to (batch, nheads, seqlen_q, seqlen_k); the mask is made
     where they lie. `causal` and `align` mean what they mean to `rawattn.attention`, and do not replace them there.
 
-    Where seqlen_q is 1, all rows share their keys. They are then chosen among all keys, whatever `causal` says, and
-    `BlockMask.kept` lists them. A call on a GPU gathers those keys and values, and computes attention to them alone, forward
-    and backward, with `causal` and windows too. That asks for k of at most half of the keys, for nheads of 1 or that of the
-    keys, and for a call without `seqs`, `bias`, `alibi_slopes`, `score_mod` and `dropout_p`. Others use the mask's bits.
+    Where seqlen_q is 1, all rows share their keys, and `BlockMask.kept` lists them. With `causal` they are those of a single
+    query: by the default alignment it may see all keys, by "top-left" the first alone. A call on a GPU gathers those keys
+    and values, and computes attention to them alone, forward and backward, with `causal` and windows too. That asks for k of
+    at most half of the keys, for nheads of 1 or that of the keys, and for a call without `seqs`, `bias`, `alibi_slopes`,
+    `score_mod` and `dropout_p`. Others use the mask's bits.
 
     >>> import numpy as np, rawattn
     >>> rawattn.topk_mask(np.array([[1.0, 3.0, 3.0, -np.inf, 2.0]]), 2).to_bool()[0, 0, 0]
@@ -52,10 +53,9 @@ def topk_mask(
         whole: Shape = (1,) * (4 - given.ndim) + given.shape
         module: Any = np if imported.device == HOST else sys.modules["cupy"]
         rows, keys = whole[2:]
-        shared = rows == 1
         # The last key that each row may see.
         offset = 0 if top_left else keys - rows
-        last = module.arange(rows)[:, None] + offset if is_causal and not shared else None
+        last = module.arange(rows)[:, None] + offset if is_causal else None
         four = given.reshape(whole)
         keep = module.empty(whole, bool)
         step = max(1, _AT_ONCE // max(keys, 1))
@@ -65,7 +65,7 @@ def topk_mask(
                 limit = None if last is None else last[part]
                 keep[n][part] = _largest(four[n][part], count, limit, module)
         found = block_mask(keep)
-        if shared:
+        if rows == 1:
             found.kept = _indices(keep, min(count, keys), module)
         return found
 

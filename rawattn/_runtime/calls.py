@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from rawattn._call import problem, scores
-from rawattn._call.checks import byte_range, check_out
+from rawattn._call.checks import byte_range, check_apart, check_out
 from rawattn._call.layout import Lengths
 from rawattn._call.options import Options
 from rawattn._call.structure import structure
 from rawattn._interop.arrays import HOST
 from rawattn._kernels.operands import Operands, contiguous
-from rawattn._runtime.option_arrays import told
+from rawattn._runtime.option_arrays import told_with_results
 from rawattn._runtime.verbs import Verb
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def prepare(
     """
     named = dict(zip(verb.inputs + verb.outputs, views, strict=True))
     described, lengths, results = describe(verb, named, options, flag, framework)
-    shown_names = (*told(verb, options), *(f"{verb.prefix}{name}" for name in verb.outputs))
+    shown_names = told_with_results(verb, options)
     for shown, view in zip(shown_names, views, strict=True):
         if view is not None and view.device != device:
             raise ValueError(elsewhere(shown, view.device, device))
@@ -149,16 +149,25 @@ def describe(
     arrays = {name: named[name] for name in verb.extras}
     described, lengths = verb.describe(named, options, framework, arrays)
     verb.check(described, named, framework)
+    check_written(verb, named)
     results = verb.results(described, named[verb.lead].dtype, flag)
     for name, result in zip(verb.outputs, results, strict=True):
         target = named[name]
         if target is None or result is None:
             continue
-        others = {x: named[x] for x in verb.inputs}
-        others |= {f"{verb.prefix}{x}": named[x] for x in verb.outputs if x != name}
+        shown = dict(zip(verb.inputs + verb.outputs, told_with_results(verb, options), strict=True))
+        others = [(each, named[x]) for x, each in shown.items() if x != name]
         shape, dtype = result
-        check_out(target, shape=shape, dtype=dtype, others=others, name=f"{verb.prefix}{name}")
+        check_out(target, shape=shape, dtype=dtype, others=others, name=shown[name])
     return described, lengths, results
+
+
+def check_written(verb: Verb, named: Mapping[str, Any]) -> None:
+    """ValueError where an input that the call changes shares memory with another one."""
+    others = {name: named[name] for name in verb.inputs}
+    for name in verb.inputs:
+        if name in verb.written:
+            check_apart(others.pop(name), others.items(), name)
 
 
 def _is_copied(verb: Verb, name: str, view: Any) -> bool:

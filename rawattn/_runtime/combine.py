@@ -97,11 +97,11 @@ def read(outs: Any, lses: Any, out: Any, dtype: Any, framework: str, stream: Any
     count = len(sides[0].arrays)
     described = partials.describe(*sides, views[:count], views[count:], dtype, framework)
     if target is not None:
-        _check_out(target, described, dict(zip(names, views, strict=True)))
+        _check_out(target, described, list(zip(names, views, strict=True)))
     return Read(described, sides, views[:count], views[count:], target, device)
 
 
-def _check_out(out: Any, described: Partials, others: dict[str, Any]) -> None:
+def _check_out(out: Any, described: Partials, others: list[tuple[str, Any]]) -> None:
     if tuple(out.shape) == described.shape and out.dtype != described.result:
         raise TypeError(
             f"out: got dtype {out.dtype}, expected {described.result}, that of the result; pass "

@@ -19,7 +19,7 @@ from rawattn._interop.native import native
 from rawattn._runtime import on_cpu, on_gpu
 from rawattn._runtime.calls import describe, elsewhere
 from rawattn._runtime.devices import gpu_available
-from rawattn._runtime.option_arrays import told
+from rawattn._runtime.option_arrays import told, told_with_results
 from rawattn._runtime.verbs import Verb
 
 Arrays = Sequence[Any]
@@ -93,7 +93,7 @@ def _imported(
     q = inputs[verb.q]
     with arrays.on_stream_of(q, framework) as stream:
         given: list[Imported | None] = []
-        shown_names = (*names, *(f"{verb.prefix}{name}" for name in verb.outputs))
+        shown_names = told_with_results(verb, options)
         for shown, (name, x) in zip(shown_names, verb.named(inputs, targets), strict=True):
             output = name in verb.outputs
             if x is None and (output or name in verb.optional):

@@ -157,10 +157,12 @@ def target(device: int) -> Target:
     import cupy
 
     attributes = cupy.cuda.Device(device).attributes
+    _, memory = cupy.cuda.Device(device).mem_info
     return Target(
         arch=compiler.device_arch(device),
         shared_limit=attributes["MaxSharedMemoryPerBlockOptin"],
         multiprocessors=attributes["MultiProcessorCount"],
+        memory=memory,
     )
 
 

@@ -14,7 +14,7 @@ from rawattn._call.options import Options, structural
 from rawattn._call.problem import Problem
 from rawattn._call.structure import structure
 from rawattn._interop import arrays
-from rawattn._runtime.calls import describe
+from rawattn._runtime.calls import check_written, describe
 from rawattn._runtime.verbs import Verb
 
 Arrays = Sequence[Any]
@@ -73,6 +73,7 @@ def _described(
             key = (verb, flag, *forms, *strides, form_of_lengths, structural(options))
             known = _known.get(key)
             if known is not None:
+                check_written(verb, dict(zip(verb.inputs, inputs, strict=True)))
                 problem, bound, specs = known
                 return problem, lengths or bound, specs
         except (TypeError, ValueError, IndexError, AttributeError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from rawattn._call.checks import check_apart
 from rawattn._call.hints import cast
@@ -14,7 +14,8 @@ from rawattn._call.structure import Structure, structure
 from rawattn._interop import arrays, streams
 from rawattn._interop.native import Native, Read, View
 from rawattn._kernels.selection import selection
-from rawattn._runtime.calls import Call, prepare
+from rawattn._runtime.calls import Call, check_written, prepare
+from rawattn._runtime.option_arrays import told_with_results
 from rawattn._runtime.verbs import Verb
 
 Arrays = Sequence[Any]
@@ -53,8 +54,11 @@ def run(
     if not is_new:
         for target in targets:
             if target is not None:
-                _check_reach(verb, call, own, addresses, inputs, targets)
+                _check_reach(verb, call, own, addresses, inputs, targets, options)
                 break
+        if verb.written:
+            named = zip(verb.inputs, inputs, strict=True)
+            check_written(verb, {name: own.view(x) for name, x in named if x is not None})
         if verb.extras and lengths is not None:
             call.check_longest(lengths)
     if call.copies is not None:
@@ -182,6 +186,42 @@ def overlaps(call: Call, first: int) -> tuple[tuple[int, int], ...]:
     return tuple((start - high, end - low) for start, end in call.reach[:first])
 
 
+class Pair(NamedTuple):
+    """An input that a call changes and another one, by their places among the addresses.
+
+    They may share memory where the first one's address less the second's is between low and high, and is not the distance
+    at which they were found not to.
+    """
+
+    changed: int
+    other: int
+    low: int
+    high: int
+    distance: int
+
+
+def pairs(verb: Verb, call: Call, addresses: Sequence[int]) -> tuple[Pair, ...]:
+    """addresses: of inputs that have been checked."""
+    found = []
+    for n, name in enumerate(verb.inputs):
+        if name not in verb.written:
+            continue
+        low, high = call.reach[n]
+        for m, other in enumerate(verb.inputs):
+            if m > n or (m < n and other not in verb.written):
+                start, end = call.reach[m]
+                found.append(Pair(n, m, start - high, end - low, addresses[n] - addresses[m]))
+    return tuple(found)
+
+
+def are_apart(pairs: Sequence[Pair], addresses: Sequence[int]) -> bool:
+    """Whether no input that a call changes may share memory with another one."""
+    for changed, other, low, high, distance in pairs:
+        if low < (found := addresses[changed] - addresses[other]) < high and found != distance:
+            return False
+    return True
+
+
 def find(
     verb: Verb,
     own: Native,
@@ -235,6 +275,7 @@ def _check_reach(
     addresses: Sequence[int],
     inputs: Arrays,
     targets: Arrays,
+    options: Options,
 ) -> None:
     """What of `check_out` depends on addresses: overlap."""
     spans = [
@@ -247,13 +288,13 @@ def _check_reach(
         low, high = spans[n]
         for m, (other_low, other_high) in enumerate(spans):
             if m != n and low < other_high and other_low < high:
-                views = {
-                    f"{verb.prefix}{name}" if name in verb.outputs else name: own.view(x)
-                    for other, (name, x) in enumerate(verb.named(inputs, targets))
+                shown = told_with_results(verb, options)
+                others = [
+                    (name, own.view(x))
+                    for other, (name, x) in enumerate(zip(shown, (*inputs, *targets), strict=True))
                     if x is not None and other != n
-                }
-                name = f"{verb.prefix}{verb.names[n]}"
-                check_apart(own.view(target), views, name)
+                ]
+                check_apart(own.view(target), others, shown[n])
                 break
 
 

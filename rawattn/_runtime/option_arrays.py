@@ -140,6 +140,20 @@ def extended(
     )
 
 
+def told_with_results(verb: Verb, options: Options) -> tuple[str, ...]:
+    """`told`, then the outputs: of what a score function captures, the place in `into`."""
+    names: tuple[str, ...] = ()
+    if options.score_mod is not None and verb.gradients:
+        names = tuple(name for name, *_ in options.score_mod[0].arrays)
+    results = (
+        f"captured[{names[int(name.removeprefix('dcaptured'))]!r}]"
+        if name.startswith("dcaptured")
+        else name
+        for name in verb.outputs
+    )
+    return (*told(verb, options), *(f"{verb.prefix}{name}" for name in results))
+
+
 def told(verb: Verb, options: Options) -> tuple[str, ...]:
     """The inputs as the caller knows them: of a BlockMask its option, of what a score function captures its name there.
 

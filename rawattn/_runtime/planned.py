@@ -15,8 +15,8 @@ from rawattn._call.seq_layout import SeqLayout
 from rawattn._interop import arrays, streams
 from rawattn._interop.native import Native, Read
 from rawattn._runtime import on_gpu
-from rawattn._runtime.calls import Call
-from rawattn._runtime.option_arrays import told
+from rawattn._runtime.calls import Call, check_written
+from rawattn._runtime.option_arrays import told, told_with_results
 from rawattn._runtime.verbs import Verb
 
 UNLIKE: Any = object()
@@ -80,6 +80,7 @@ class GpuPlan:
         self._form = self._read(self._inputs)[1][:-1]
         self._alignment = _alignment(self._together(read[0]) | _together(self._result_addresses))
         self._places = on_gpu.places(verb, read[0][: self._count])
+        self._pairs = on_gpu.pairs(verb, call, read[0])
         self._memory = call.prepared.own(own, self._stream, lengths)
         self.repeat = self._repeated()
         if not streams.is_capturing(self._stream):
@@ -99,12 +100,15 @@ class GpuPlan:
         tail += [*self._values, *self._memory.tail]
         launches, result, known = self._memory.launches, self._result, self._streams
         stream_of, current_device, planned = own.stream, own.current_device, self._places
+        pairs = self._pairs
 
         def repeat(args: Sequence[Any]) -> Any:
             if len(args) != count or (found := read(*args)) is None:
                 return UNLIKE
             addresses, got, tracked = found
             if got != form or current_device() != device:
+                return UNLIKE
+            if pairs and not on_gpu.are_apart(pairs, addresses):
                 return UNLIKE
             if tracked and verb.refuses_gradients:
                 arrays.refuse_gradients(verb.inputs, args)
@@ -138,6 +142,9 @@ class GpuPlan:
         if tracked and self._verb.refuses_gradients:
             arrays.refuse_gradients(self._verb.inputs, args)
         together = self._together(addresses)
+        if self._pairs and not on_gpu.are_apart(self._pairs, addresses):
+            named = zip(self._verb.inputs, args, strict=True)
+            check_written(self._verb, {name: own.view(x) for name, x in named if x is not None})
         if self._verb.extras:
             self._check_places(addresses)
         memory, result = self._memory, self._result
@@ -227,13 +234,12 @@ class GpuPlan:
         self, args: Sequence[Any], results: Sequence[Any], addresses: Sequence[int]
     ) -> None:
         verb, own = self._verb, self._own
-        inputs = {
-            name: own.view(x) for name, x in zip(verb.inputs, args, strict=True) if x is not None
-        }
-        for name, result, planned in zip(verb.outputs, results, self._results, strict=True):
+        names = told_with_results(verb, self._options)
+        inputs = [(n, own.view(x)) for n, x in zip(names, args, strict=False) if x is not None]
+        shown_results = names[len(verb.inputs) :]
+        for shown, result, planned in zip(shown_results, results, self._results, strict=True):
             if result is None or result is planned:
                 continue
-            shown = f"{verb.prefix}{name}"
             if own.read((result,), 1) is None:
                 raise TypeError(
                     f"{shown}: got {type(result).__name__}, expected an array as planned"
@@ -246,7 +252,7 @@ class GpuPlan:
                     f"GPU {expected.device}"
                 )
             low, high = byte_range(got)
-            if any(low < end and start < high for start, end in map(byte_range, inputs.values())):
+            if any(low < end and start < high for start, end in (byte_range(x) for _, x in inputs)):
                 check_apart(got, inputs, shown)
 
     def _refused(self, args: Sequence[Any]) -> Exception:

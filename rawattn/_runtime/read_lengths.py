@@ -59,6 +59,7 @@ def repeated(
     values, returned = list(asked.values), asked.returned
     bounds = on_gpu.overlaps(call, count) if written else ()
     wanted = len(verb.outputs)
+    pairs, are_apart = on_gpu.pairs(verb, call, read[0]), on_gpu.are_apart
     stream_of, current_device, address_of = own.stream, own.current_device, own.address
 
     def repeat(found: list[int], out: Any) -> Any:
@@ -66,6 +67,8 @@ def repeated(
             return ANEW
         results = [out] + [None] * (wanted - 1) if wanted else []
         addresses = found[:count]
+        if pairs and not are_apart(pairs, addresses):
+            return ANEW
         if out is not None:
             place = found[-1]
             for address, (low, high) in zip(addresses, bounds):  # noqa: B905

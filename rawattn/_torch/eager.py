@@ -10,6 +10,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from rawattn import ScoreMod, attention, attention_backward
+from rawattn._call.options import flag
 from rawattn._torch.captured import checked, tensors_of, with_tensors
 
 Parameters = ParamSpec("Parameters")
@@ -56,6 +57,8 @@ def repeating(function: Callable[Parameters, Result]) -> Callable[Parameters, Re
 def run(q: Any, k: Any, v: Any, **options: Any) -> Any:
     """The call with all of its options."""
     options = {name: x for name, x in options.items() if x is not _DEFAULTS.get(name)}
+    if _OF_BACKWARD in options:
+        flag(_OF_BACKWARD, options[_OF_BACKWARD])
     score_mod = options.get("score_mod")
     captured = checked(score_mod) if isinstance(score_mod, ScoreMod) else ()
     if not torch.is_grad_enabled() or not (
@@ -92,6 +95,7 @@ class Recorded(torch.autograd.Function):  # type: ignore[misc]  # torch is not t
 
         tensors: those among the options, of these names, then what a score function captures.
         """
+        with_lse = "return_lse" in options and flag("return_lse", options["return_lse"])
         given = {**options, "return_lse": True}
         given.update(zip(names, tensors))  # noqa: B905  # the others are what a score function captures
         given.pop(_OF_BACKWARD, None)
@@ -99,7 +103,7 @@ class Recorded(torch.autograd.Function):  # type: ignore[misc]  # torch is not t
         ctx.save_for_backward(q, k, v, out, lse, *tensors)
         ctx.set_materialize_grads(False)
         ctx.call = options, names
-        return (out, lse) if options.get("return_lse") else out
+        return (out, lse) if with_lse else out
 
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any = None) -> tuple[Any, ...]:

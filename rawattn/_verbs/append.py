@@ -114,10 +114,10 @@ def append_kv(
     v : array, (batch, seqlen_q, nheads_kv, Dv), or (total_q, nheads_kv, Dv)
         The dtype and device of k. Dv from 1 to 256, free of D.
     k_pages : array, (num_pages, page_size, nheads_kv, D)
-        Written where it lies, as `paged_attention` reads it: any strides but for a dense last axis. The dtype of k, or
-        float8_e4m3fn.
+        Written where it lies, as `paged_attention` reads it: any strides but for a dense last axis, and no overlap with
+        another array of the call. The dtype of k, or float8_e4m3fn.
     v_pages : array, (num_pages, page_size, nheads_kv, Dv)
-        The dtype of k_pages.
+        The dtype of k_pages. Both may lie side by side in one array, as long as no element is in both.
     block_table : array, (batch, max_pages), or a pair (indptr, page_ids)
         As of `paged_attention`. Two sequences must not have new rows in the same place.
     seqlen_k : (batch,)

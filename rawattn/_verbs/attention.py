@@ -124,8 +124,9 @@ def attention(
     num_splits : int, optional
         Into so many pieces, 1 to 256, the keys of a tile of queries are split, each of which is another block's; no more than
         it has tiles of keys. 1 splits nothing; None is chosen for lengths and GPU. It changes rounding alone, and the same
-        value gives the same bits. Meanwhile, float32 memory of `num_splits` times `out` is taken. On the CPU there are
-        no pieces.
+        value gives the same bits. Meanwhile, pieces take memory: about `num_splits` times that of `out` in float32, with
+        the rows of each sequence filled up to whole tiles of queries. ValueError where the GPU has less than that. On the
+        CPU there are no pieces.
     return_lse : bool
         Also return the natural logarithm of the sum of exponentials of each row's scores, float32,
         (batch, nheads_q, seqlen_q) or (nheads_q, total_q).

@@ -155,7 +155,8 @@ def _sequences(problem: Problem, lengths: Lengths) -> list[tuple[int, int, int, 
 
 
 def _host(name: str, array: Any) -> Array:
-    if not isinstance(array, np.ndarray):
+    # Of NumPy's own the import would refuse another byte order, which is welcome here.
+    if type(array) is not np.ndarray:
         array = import_array(name, array).array
         array = array.get() if hasattr(array, "get") else array
     return np.asarray(array)

@@ -33,9 +33,16 @@ def combine(outs: Any, lses: Any) -> tuple[Array, Array]:
     partials.checked_shapes(*sides, *hosts)
     values, logs = (_stacked(*both) for both in zip(sides, hosts, strict=True))
     alive = logs != -np.inf
-    lse = np.logaddexp.reduce(logs, axis=0)
-    with np.errstate(invalid="ignore"):  # -inf less -inf, of what has no weight
-        weights = np.where(alive, np.exp(logs - lse), 0)
+    highest = logs.max(axis=0)
+    highest = np.where(highest == -np.inf, 0, highest)
+    with np.errstate(
+        invalid="ignore", divide="ignore"
+    ):  # infinity less infinity; no partial that weighs
+        parts = np.exp(logs - highest)
+        total = parts.sum(axis=0)
+        lse = highest + np.log(total)
+    # Of their sum, not of lse: in a large one the logarithm of the sum is lost.
+    weights = parts / np.where(total == 0, 1, total)
     values = np.where(_beside(alive), values, 0)
     return np.sum(_beside(weights) * values, axis=0), lse
 

@@ -88,8 +88,11 @@ def backward(
             delta = (dout[row] * out[row]).sum(axis=1, keepdims=True)
             ds = np.where(visible, p * (dp - delta + dlse[row][:, None]), dtype.type(0))
             if dsink is not None:
-                p_sink = np.exp(sink_logit(call, block) - normaliser)
-                dsink[block.head] += (p_sink * (dlse[row][:, None] - delta)).sum()
+                sink = sink_logit(call, block)
+                of_rows = np.exp(sink - normaliser) * (dlse[row][:, None] - delta)
+                # A sink of -inf gets nothing, and a row of lse -inf gives nothing, whatever the gradients there are.
+                of_rows[(normaliser == np.inf) | (sink == -np.inf)] = 0
+                dsink[block.head] += of_rows.sum()
             if dbias is not None:
                 place = place_in(dbias, call, block)
                 dbias[place] += summed_to(dbias[place].shape, ds)

@@ -71,7 +71,9 @@ def scores(call: Call, block: Block) -> Scores:
     if call.score_mod is not None:
         s = numpy_eval.evaluate(*score_arguments(call.score_mod, call, block, s))
     if call.bias is not None:
-        s = s + call.bias[place_in(call.bias, call, block)]
+        bias = call.bias[place_in(call.bias, call, block)]
+        s = s + bias
+        visible = visible & (bias != -np.inf)  # whatever the score is, NaN too
     if call.alibi_slopes is not None:
         distance = np.abs(diagonal - j).astype(s.dtype)
         s = s - call.alibi_slopes[block.batch, block.head] * distance

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from rawattn._call.checks import check_apart
 from rawattn._call.gradients import Gradients, check_given
 from rawattn._call.options import shown
 from rawattn.reference._call import Array, Call
@@ -33,6 +34,7 @@ def write_gradients(call: Call, found: Gradients, into: Gradients) -> Gradients:
     rows = {"dq": rows_of_q(call), "dk": rows_k, "dv": rows_k, "dbias": None, "dsink_logits": None}
     captured: dict[str, Any] = dict(found.captured or {})
     check_given(into, [name for name in rows if getattr(found, name) is not None], captured)
+    _check_apart(into)
     results = {
         name: write(f"into.{name}", getattr(into, name), getattr(found, name), real)
         for name, real in rows.items()
@@ -40,6 +42,14 @@ def write_gradients(call: Call, found: Gradients, into: Gradients) -> Gradients:
     for name, target in (into.captured or {}).items():
         captured[name] = write(f"into.captured[{name!r}]", target, captured[name])
     return Gradients(**results, captured=captured or None)
+
+
+def _check_apart(into: Gradients) -> None:
+    targets = {f"into.{name}": getattr(into, name) for name in Gradients._fields[:-1]}
+    targets |= {f"into.captured[{name!r}]": x for name, x in (into.captured or {}).items()}
+    arrays = {name: x for name, x in targets.items() if isinstance(x, np.ndarray)}
+    for name in list(arrays):
+        check_apart(arrays.pop(name), arrays.items(), name)
 
 
 def rows_of_q(call: Call) -> Array:

@@ -179,3 +179,36 @@ def test_many_rows_of_many_sequences() -> None:
     call.verify(*write(call, on_device=True))
     shifted = replace(call, interleaved=True)
     shifted.verify(*write(shifted, on_device=False))
+
+
+@pytest.mark.parametrize("planned", [False, True])
+@pytest.mark.parametrize("name", ["v_pages", "k", "q"])
+def test_what_is_written_and_shares_memory_is_refused(name: str, planned: bool) -> None:
+    """Also by calls like an earlier one. Pools that interleave stay welcome, wherever both lie."""
+    call = appended((9, 1, 24, 3), 4, rotary_dim=8, dtype=F32, heads=(2, 2), dims=(24, 24))
+    pool, n = call.pages.k_pages, len(call.k)
+    both, other = (cupy.zeros((len(pool), 2, *pool.shape[1:]), F32) for _ in range(2))
+    table, lengths = cupy.asarray(call.pages.block_table), cupy.asarray(call.pages.seqlen_k)
+    k, v, q = map(cupy.asarray, (call.k, call.v, call.q))
+    options = {"seqlen_k": lengths, "rotary": tuple(map(cupy.asarray, call.rotary))}
+    given = {"k": k, "v": v, "k_pages": both[:, 0], "v_pages": both[:, 1], "q": q}
+
+    def run(k: Any, v: Any, k_pages: Any, v_pages: Any, q: Any) -> Any:
+        if planned:
+            return plan(k, v, k_pages, v_pages, table, q=q)
+        return append_kv(k, v, k_pages, v_pages, table, q=q, **options)
+
+    plan = rawattn.plan(append_kv, *list(given.values())[:4], table, q=q, **options)
+    for pools in (both, other, both):
+        run(**{**given, "k_pages": pools[:, 0], "v_pages": pools[:, 1]})
+    assert (both == other).all()
+    shared = both[:, 0] if name == "v_pages" else cupy.ascontiguousarray(both[:n, 0, :1])
+    if name != "v_pages":
+        # Of the form that the call knows, in the pages.
+        flat = both.reshape(-1)[: shared.size]
+        shared = flat.reshape(shared.shape)
+    before = both.copy()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="shares memory with"):
+            run(**{**given, name: shared})
+    assert (both == before).all()

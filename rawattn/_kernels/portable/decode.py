@@ -245,5 +245,5 @@ def launches(
         early=config.EARLY,
     )
     padding = forward.padding(problem, structure, operands)
-    scratch = line.scratch(config.partial_bytes)
+    scratch = splits.affordable(problem, target, line.scratch(config.partial_bytes))
     return Steps((*padding, main), config, scratch=scratch, counters=line.counters())

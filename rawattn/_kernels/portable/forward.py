@@ -166,7 +166,8 @@ def of_query_tiles(
         shared_bytes=config.shared_bytes,
     )
     launches = (*padding(problem, structure, operands), *masks.steps, main)
-    scratch = {**masks.scratch, **pieces.scratch(waves * config.partial_bytes)}
+    partials = splits.affordable(problem, target, pieces.scratch(waves * config.partial_bytes))
+    scratch = {**masks.scratch, **partials}
     return Steps(launches, config, schedules, orders, scratch, pieces.counters())
 
 

@@ -103,6 +103,18 @@ def split(
     return Splits(count, max(least, -(-met // count)), most) if count > 1 else WHOLE
 
 
+def affordable(problem: Problem, target: Target, scratch: dict[str, int]) -> dict[str, int]:
+    """`scratch`. ValueError where the device cannot hold what pieces leave for each other, as many as were asked for."""
+    nbytes = scratch.get("split_partials", 0)
+    if problem.num_splits is not None and target.memory is not None and nbytes > target.memory:
+        raise ValueError(
+            f"num_splits: got {problem.num_splits}, by which pieces leave {nbytes} bytes ({nbytes >> 30} GiB) for each "
+            f"other, but the GPU has {target.memory} ({target.memory >> 30} GiB); pass a smaller number, or None for one "
+            "that is chosen"
+        )
+    return scratch
+
+
 @dataclass(frozen=True, slots=True)
 class Line:
     """A line of all key tiles, cut into parts of equal length (kernels_cu/attn/schedule/line.cuh).
