@@ -9,11 +9,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from rawattn._bench import contender, dtypes, grids, machine, measure, ours, peers, timing
+from rawattn._bench import contender, dtypes, grids, machine, measure, ours, peers, report, timing
 from tests.bench_fakes import Fake, FakeClock
 
 
-def _run_case(*fakes, absent=None, backward=False):
+def _run_case(*fakes, absent=None, backward=False, base=None):
     case = (grids.backward if backward else grids.forward)()[0]
     reading = machine.Reading(1980.0, 650.0, 60.0)
     return measure.measure_case(
@@ -24,7 +24,26 @@ def _run_case(*fakes, absent=None, backward=False):
         lambda: reading,
         {} if absent is None else absent,
         repeats=3,
+        base=base,
     )
+
+
+def test_the_case_that_one_is_measured_against_takes_its_turns_beside_it():
+    case, found = grids.forward()[1], report.Result()
+    fake = Fake("rawattn", 0.004)
+    entrant, *_ = measure.enter(case, fake, [contender.Inputs(())], FakeClock())
+    results = _run_case(Fake("rawattn", 0.001), base=(entrant, found))
+    assert list(results) == ["rawattn"]
+    assert found.seconds == pytest.approx(0.004)
+    assert len(found.samples) == 3
+    bound = report.Bound("time over the other", 1.0, at_most=True)
+    rows = [
+        report.Row("a", "dense", 64, 10**9, 10**6, results, over="b", bounds=(bound,), base=found),
+        # In its own turns, at another clock.
+        report.Row("b", "dense", 64, 10**9, 10**6, {"rawattn": report.Result(0.001)}),
+    ]
+    told = report.Report("scores", "bfloat16", "", 3, {}, {}, 1e12, ["rawattn"], [], rows=rows)
+    assert [figure.value for figure in told.bounded()] == [pytest.approx(0.25)]
 
 
 def test_a_case_measures_everybody():

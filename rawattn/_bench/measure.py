@@ -27,6 +27,7 @@ from rawattn._bench.timing import (
 )
 
 _MAX_SETS = 8
+_BASE = "the case that this one is measured against"
 
 Read = Callable[[], machine.Reading | None]
 
@@ -67,16 +68,25 @@ def run(
     )
     absent: dict[str, str] = {}
     rows = {}
+    names = {case.name: case for case in cases}
     for case in sorted(cases, key=lambda case: case.priority):
         if time.monotonic() - started > options.budget:
             spent = f"not run: the budget of {options.budget:.0f} s was spent"
             absent = {**dict.fromkeys(report.peers, spent), **absent}
         wanted = [contender for contender in contenders if contender.takes(case)]
         inputs = make_inputs(case, options.dtype, facts["l2_bytes"])
+        # A ratio of two cases that take turns does not depend on the clock, which changes from case to case.
+        base = None
+        if case.over in names and any(not bound.peers for bound in case.bounds):
+            base = _base(
+                *(names[case.over], contenders[0], options, facts["l2_bytes"]),
+                *(clock, sensors.read),
+            )
         results = measure_case(
             *(case, wanted, inputs, clock, sensors.read, absent),
             repeats=options.repeats,
             burst_seconds=options.burst_seconds,
+            base=base,
         )
         nbytes = case.nbytes(np.dtype(options.dtype).itemsize)
         rows[case.name] = row = Row(
@@ -86,7 +96,9 @@ def run(
             by_time=case.by_time,
             bounds=case.bounds,
             panel=case.panel,
+            base=base[1] if base else None,
         )
+        del base
         step(summary(row))
     report.rows = [rows[case.name] for case in cases]
     report.versions = machine.versions()
@@ -131,10 +143,12 @@ def measure_case(
     *,
     repeats: int,
     burst_seconds: float = BURST_SECONDS,
+    base: tuple[Entrant, Result] | None = None,
 ) -> dict[str, Result]:
     """Everybody's result, a reason instead of a time for whoever raised or computed something else than the first.
 
     Peers that cannot be imported are added to `absent`, so that they are not tried again.
+    base: another call that takes its turns beside them, and where its time goes.
     """
     results: dict[str, Result] = {}
     entrants: dict[str, Entrant] = {}
@@ -164,13 +178,29 @@ def measure_case(
             continue
         entrants[name] = entrant
     del first
+    places = dict(results)
+    if base is not None:
+        entrants[_BASE], places[_BASE] = base
     for name, timing in race(entrants, repeats=repeats).items():
         if isinstance(timing, Timing):
-            results[name].seconds, results[name].spread = timing.seconds, timing.spread
-            results[name].samples = timing.samples
+            places[name].seconds, places[name].spread = timing.seconds, timing.spread
+            places[name].samples = timing.samples
         else:
-            results[name].reason = describe(timing)
+            places[name].reason = describe(timing)
     return results
+
+
+def _base(
+    case: Case, contender: Contender, options: Options, l2_bytes: int, clock: Clock, read: Read
+) -> tuple[Entrant, Result]:
+    """What another case is measured against, ready to race."""
+    result = Result()
+    inputs = make_inputs(case, options.dtype, l2_bytes)
+    entrant, result.first_seconds, _ = enter(
+        *(case, contender, inputs, clock, _noting(result, read)),
+        burst_seconds=options.burst_seconds,
+    )
+    return entrant, result
 
 
 def enter(

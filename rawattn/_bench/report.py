@@ -40,7 +40,7 @@ class Bound:
 
 @dataclass(slots=True)
 class Row:
-    """One case and everybody's result."""
+    """One case and everybody's result. base: ours on the case `over`, where that took its turns beside them."""
 
     name: str
     kind: str
@@ -52,6 +52,7 @@ class Row:
     by_time: bool = False
     bounds: tuple[Bound, ...] = ()
     panel: str = ""
+    base: Result | None = None
 
     def seconds(self, contender: str) -> float | None:
         """Of one call."""
@@ -173,11 +174,13 @@ class Report:
         figure = Figure(f"{row.name}: {bound.what}", None, "x", bound.limit, bound.at_most)
         other, names = (row, bound.peers) if bound.peers else (base, (usual,))
         times = {name: seconds for name in names if other and (seconds := other.seconds(name))}
+        if not bound.peers and row.base and row.base.seconds:
+            times = {usual: row.base.seconds}
         ours = row.seconds(usual)
         if not ours:
             result = row.results.get(usual)
             figure.of = result.reason if result else "not run"
-        elif other is None:
+        elif other is None and not times:
             figure.of = f"without {row.over}"
         elif not times:
             figure.of = f"no time of {' or '.join(names)}"
@@ -225,7 +228,8 @@ class Report:
 def _row(data: dict[str, Any]) -> Row:
     results = {name: _result(result) for name, result in data["results"].items()}
     bounds = (Bound(**{**b, "peers": tuple(b["peers"])}) for b in data.get("bounds", ()))
-    return Row(**{**data, "results": results, "bounds": tuple(bounds)})
+    base = _result(data["base"]) if data.get("base") else None
+    return Row(**{**data, "results": results, "bounds": tuple(bounds), "base": base})
 
 
 def _result(data: dict[str, Any]) -> Result:
