@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rawattn import cli
-from rawattn._bench import compile_time, host_time, memory
+from rawattn._bench import compile_time, host_calls, host_suite, host_time, memory
 from rawattn._bench.report import Report
 
 
@@ -82,3 +82,19 @@ def test_memory_of_a_backward_on_a_gpu():
 def test_host_times_on_a_gpu(verb):
     for figure in host_time.figures(verb, "bfloat16", ()):
         assert 1 < figure.value < 1000
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_floors_of_host_time_on_a_gpu():
+    rows = host_suite.measure_calls(
+        host_suite.select("floor"),
+        host_calls.Setup(cupy := pytest.importorskip("cupy")),
+        cupy.cuda.runtime.deviceSynchronize,
+        turns=3,
+    )
+    floors = {row.name: row for row in rows if row.name.startswith("floor of ")}
+    assert len(floors) == 10
+    assert not [row.reason for row in floors.values() if row.reason.startswith("failed")]
+    plain = floors["floor of Plan: a launch"].seconds
+    assert 0 < plain < floors["floor of CuPy backward: three launches, four arrays"].seconds < 1e-3

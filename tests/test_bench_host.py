@@ -96,6 +96,16 @@ def test_every_call_is_the_one_that_it_says(name: str) -> None:
         assert results[0] is results[1] is results[2]
 
 
+def test_floors_are_told_and_have_no_bound() -> None:
+    floors = [call for name, call in CALLS.items() if name.startswith("floor of ")]
+    assert len(floors) == 10
+    assert {call.bound for call in floors} == {None}
+    assert {call.over for call in floors} == {"torch SDPA", "torch SDPA forward + backward"}
+    for call in floors:
+        with pytest.raises(Absent, match="CPU"):
+            call.make(setup())
+
+
 @pytest.mark.parametrize("place", ["host", "device"])
 def test_layouts_are_kept_or_new_with_equal_or_other_lengths(
     place: str, monkeypatch: pytest.MonkeyPatch

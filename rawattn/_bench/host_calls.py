@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 import rawattn
-from rawattn._bench import machine, peers
+from rawattn._bench import host_floors, machine, peers
 from rawattn._bench.timing import Call
 
 SHAPE = (1, 128, 16, 128)
@@ -147,6 +147,32 @@ def calls() -> list[HostCall]:
         HostCall("Plan", _plan, 0.2),
         HostCall("rawattn.torch forward", _autograd, 1.0),
         HostCall("rawattn.torch forward + backward", _autograd_both, 1.3, over=BOTH),
+        *_floors(),
+    ]
+
+
+def _floors() -> list[HostCall]:
+    """What a call's launches and results take by themselves."""
+
+    def floor(of: str, make: Callable[..., Call], over: str = FORWARD, **more: int) -> HostCall:
+        def on_gpu(setup: Setup) -> Call:
+            if setup.device != "cuda":
+                raise Absent("nothing is launched on a CPU")
+            return make(setup, **more)
+
+        return HostCall(f"floor of {of}", on_gpu, over=over)
+
+    return [
+        floor("Plan: a launch", host_floors.launches),
+        floor("CuPy: a launch, an array", host_floors.launches, arrays=1),
+        floor("CuPy with lse: a launch, two arrays", host_floors.launches, arrays=2),
+        floor("CuPy ragged: three launches, an array", host_floors.launches, count=3, arrays=1),
+        floor("CuPy backward: three launches, four arrays", host_floors.launches, count=3, arrays=4),
+        floor("torch: a launch, a tensor", host_floors.torch_launches),
+        floor("torch with lse: a launch, two tensors", host_floors.torch_launches, tensors=2),
+        floor("torch backward: three launches, four tensors", host_floors.torch_launches, count=3, tensors=4),
+        floor("JAX jitted: one addition", host_floors.jitted),
+        floor("rawattn.torch: an empty autograd.Function", host_floors.autograd, over=BOTH),
     ]
 
 
