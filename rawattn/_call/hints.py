@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypedDict, TypeVar
 
 import numpy as np
 
-from rawattn._call.keywords import IN_LAYOUT, KEYWORDS
+from rawattn._call.keywords import IN_LAYOUT, IN_PAGES, KEYWORDS
 from rawattn._interop.xla import is_traced
 
 Shape = Sequence[int]
@@ -34,6 +34,16 @@ def transposed(q: Shape, k: Shape, v: Shape, framework: str | None = None) -> st
     if framework is None or framework.partition(".")[0] != "torch":
         by = f"x.swapaxes({rows}, {rows + 1}), in torch {by}"
     return f"; these look like {looks}: pass {by}"
+
+
+def undivided(q: Shape) -> str:
+    """The end of a message about a q of three axes, in a call without `seqs`, that may be (batch, seqlen, width)."""
+    if len(q) != 3:
+        return ""
+    return (
+        "; q of three axes is a packed batch, for which seqs says where sequences start: of (batch, seqlen, width) pass "
+        "x.reshape(batch, seqlen, heads, D)"
+    )
 
 
 def _fits(q: Shape, k: Shape, v: Shape) -> bool:
@@ -120,6 +130,8 @@ def refuse_unknown(
     """TypeError for the first of the keywords that `function` does not have, with what to write instead."""
     keyword, known = next(iter(unknown)), [x for x in accepted if x != "self"]
     advice = renamed(keyword, layout)
+    if function.endswith(("paged_attention", "append_kv")):
+        advice = IN_PAGES.get(keyword, advice)
     if advice is None:
         close = difflib.get_close_matches(keyword, known, 1)
         advice = f"did you mean {close[0]}=" if close else f"accepted are {', '.join(known)}"
@@ -201,7 +213,12 @@ def window_end(value: Any) -> int | None:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         # Never the contents of an array, which may be on a GPU.
         shown = "" if hasattr(value, "__dlpack__") else f"{reprlib.repr(value)} "
-        raise TypeError(f"window: got {shown}({type(value).__name__}), expected {accepted}")
+        fix = (
+            "; under jax.jit it is a constant: name it in static_argnames='window'"
+            if is_traced(value)
+            else ""
+        )
+        raise TypeError(f"window: got {shown}({type(value).__name__}), expected {accepted}{fix}")
     if value == -1:
         raise ValueError(
             f"window: got -1, expected {accepted}; where -1 meant unbounded use None, as in "

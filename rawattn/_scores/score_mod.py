@@ -187,7 +187,8 @@ class _Captured(NamedTuple):
 
 def _text(argument: str, given: Any) -> str:
     if not isinstance(given, str):
-        raise TypeError(f"{argument}: got {shown(given)}, expected a text, as in 'score * 2'")
+        example = "q_idx >= kv_idx" if argument == "predicate" else "score * 2"
+        raise TypeError(f"{argument}: got {shown(given)}, expected a text, as in {example!r}")
     text = given.strip()
     if not text:
         raise ValueError(f"{argument}: got an empty text")
