@@ -13,16 +13,17 @@ import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+import rawattn
 from rawattn import SeqLayout
 from rawattn._call import option_advice
 from rawattn._call.gradients import Gradients
-from rawattn._call.hints import NoOthers, hides_unknown, refuse_unknown
+from rawattn._call.hints import NoOthers, hides_unknown, no_attribute, refuse_unknown
 from rawattn._call.layout import Lengths
 from rawattn._call.options import Options, shown
 from rawattn._call.places import says_places
@@ -375,3 +376,7 @@ _HANDLERS = {"cpu": xla.handler(launch.cpu), "CUDA": xla.handler(launch.cuda)}
 for _platform, _handler in _HANDLERS.items():
     for _target in _TARGETS.values():
         jax.ffi.register_ffi_target(_target, jax.ffi.pycapsule(_handler), platform=_platform)
+
+
+def __getattr__(name: str) -> NoReturn:
+    raise no_attribute("rawattn.jax", name, rawattn.__all__)

@@ -113,6 +113,24 @@ PLACES = [
 
 VALUES = [
     Mistake(
+        "ScoreMod()", TypeError, "forward: rawattn.ScoreMod got none, expected forward, backward"
+    ),
+    Mistake(
+        "topk_mask(np.ones((2, 4, 5, 7), np.float32))",
+        TypeError,
+        "k: rawattn.topk_mask got none, expected scores, k",
+    ),
+    Mistake(
+        "show_mask(5, 7, causal=True)",
+        TypeError,
+        "rawattn.show_mask: got 2 arguments by position, expected 1: mask; name the others: ",
+    ),
+    Mistake(
+        "rawattn.unpack_pages(q)",
+        TypeError,
+        "v_cache: rawattn.unpack_pages got none, expected k_cache, v_cache",
+    ),
+    Mistake(
         "attention(q, k, v, mask='causal')",
         TypeError,
         "mask: got 'causal' (str), expected an array or None; write causal=True",
@@ -223,9 +241,29 @@ TORCH = [
         TypeError,
         "scale: got a Tensor of shape (), expected...as by scale.item()",
     ),
+    Mistake(
+        "torch.func.vmap(lambda x: rawattn.torch.attention(x, x, x))(t[None])",
+        TypeError,
+        "q: got torch.Tensor...torch.func's transformations cannot see...put what vmap maps into the batch axis",
+    ),
+    Mistake(
+        "rawattn.torch.scaled_dot_product_attention(t, t, t)",
+        AttributeError,
+        "module 'rawattn.torch' has no attribute 'scaled_dot_product_attention'; call rawattn.attention(q, k, v)",
+    ),
+    Mistake(
+        "rawattn.torch.attention_vjp(t, t, t)",
+        AttributeError,
+        "module 'rawattn.torch' has no attribute 'attention_vjp'; it is rawattn.attention_vjp",
+    ),
 ]
 
 JAX = [
+    Mistake(
+        "rawattn.jax.dot_product_attention(n, n, n)",
+        AttributeError,
+        "module 'rawattn.jax' has no attribute 'dot_product_attention'; call rawattn.attention(q, k, v)",
+    ),
     Mistake(
         "rawattn.jax.attention(n, n, n, None)",
         TypeError,

@@ -8,12 +8,13 @@ from __future__ import annotations
 import difflib
 import inspect
 import reprlib
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, TypedDict, TypeVar
 
 import numpy as np
 
-from rawattn._call.keywords import IN_LAYOUT, IN_PAGES, KEYWORDS
+from rawattn._call.keywords import FUNCTIONS, IN_LAYOUT, IN_PAGES, KEYWORDS
 from rawattn._interop.xla import is_traced
 
 Shape = Sequence[int]
@@ -138,6 +139,14 @@ def refuse_unknown(
     raise TypeError(f"{keyword}: {function} has no such argument; {advice}")
 
 
+def no_attribute(module: str, name: str, public: Iterable[str] = ()) -> AttributeError:
+    """What is raised for an attribute that a module of ours lacks. public: what `rawattn` itself has."""
+    advice = FUNCTIONS.get(name) or (f"it is rawattn.{name}" if name in public else "")
+    return AttributeError(
+        f"module {module!r} has no attribute {name!r}{'; ' if advice else ''}{advice}"
+    )
+
+
 def array_advice(obj: object, name: str = "x") -> str:
     """What to pass for something that is no array of values, "pass ..." or "call ..."; "" where nothing is known of it."""
     bases = {f"{base.__module__.partition('.')[0]}.{base.__name__}" for base in type(obj).__mro__}
@@ -146,6 +155,11 @@ def array_advice(obj: object, name: str = "x") -> str:
         return "call rawattn.jax.attention, which works inside jit, grad, vmap and scan: a tracer holds no values"
     if "torch.FakeTensor" in bases or "torch.FunctionalTensor" in bases:
         return "call rawattn.torch.attention, which works under torch.compile: this tensor holds no values"
+    if library == "torch" and _of_torch_func(obj):
+        return (
+            "torch.func's transformations cannot see into the call: take gradients with autograd on rawattn.torch.attention, "
+            "and put what vmap maps into the batch axis"
+        )
     if getattr(obj, "is_nested", False) is True:
         return (
             f"pass a packed batch: {name}.values() of a jagged one, with "
@@ -167,6 +181,13 @@ def array_advice(obj: object, name: str = "x") -> str:
     if isinstance(obj, (list, tuple)):
         return _sequence_advice(obj, name)
     return ""
+
+
+def _of_torch_func(obj: object) -> bool:
+    """Whether torch.func has wrapped this tensor: it holds no values."""
+    functorch = getattr(getattr(sys.modules.get("torch"), "_C", None), "_functorch", None)
+    is_wrapped = getattr(functorch, "is_functorch_wrapped_tensor", None)
+    return is_wrapped is not None and bool(is_wrapped(obj))
 
 
 def _sequence_advice(obj: Sequence[object], name: str) -> str:

@@ -29,7 +29,8 @@ class Places(NamedTuple):
 def places_of(function: str, signature: inspect.Signature) -> Places:
     parameters = signature.parameters.values()
     others = any(x.kind is x.VAR_KEYWORD for x in parameters)
-    positional = tuple(x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD)
+    places = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    positional = tuple(x.name for x in parameters if x.kind in places)
     named = tuple(x.name for x in parameters if x.kind is x.KEYWORD_ONLY)
     required = tuple(
         x.name for x in parameters if x.default is x.empty and x.name in {*positional, *named}
