@@ -129,8 +129,9 @@ def refuse_unknown(
     function: str, unknown: Iterable[str], accepted: Iterable[str], layout: bool = False
 ) -> NoReturn:
     """TypeError for the first of the keywords that `function` does not have, with what to write instead."""
-    keyword, known = next(iter(unknown)), [x for x in accepted if x != "self"]
-    advice = renamed(keyword, layout)
+    keyword, known = next(iter(unknown)), [x for x in accepted if x not in ("self", "cls")]
+    # What makes a layout of lengths, or of a mask, has names of its own for them.
+    advice = None if function.startswith("SeqLayout.") else renamed(keyword, layout)
     if function.endswith(("paged_attention", "append_kv")):
         advice = IN_PAGES.get(keyword, advice)
     if advice is None:
@@ -155,7 +156,7 @@ def array_advice(obj: object, name: str = "x") -> str:
         return "call rawattn.jax.attention, which works inside jit, grad, vmap and scan: a tracer holds no values"
     if "torch.FakeTensor" in bases or "torch.FunctionalTensor" in bases:
         return "call rawattn.torch.attention, which works under torch.compile: this tensor holds no values"
-    if library == "torch" and _of_torch_func(obj):
+    if "torch.Tensor" in bases and _of_torch_func(obj):
         return (
             "torch.func's transformations cannot see into the call: take gradients with autograd on rawattn.torch.attention, "
             "and put what vmap maps into the batch axis"

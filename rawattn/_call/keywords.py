@@ -178,8 +178,8 @@ _PAGE_GROUPS: dict[str, str] = {
     "leave it out: pages are (num_pages, page_size, nheads_kv, D); another order is a transposed view, without a copy": (
         "kv_layout layout"
     ),
-    "give it to rawattn.append_kv as rotary=(cos, sin)": "rotary_cos rotary_sin",
-    "give it to rawattn.append_kv as interleaved=": "rotary_interleaved",
+    "write rotary=(cos, sin) in the call of rawattn.append_kv": "rotary_cos rotary_sin",
+    "write interleaved= in the call of rawattn.append_kv": "rotary_interleaved",
 }
 
 # The same among the arguments of calls on pages, before those of every call.

@@ -50,7 +50,7 @@ def check_places(places: Places, args: Sequence[Any], options: Mapping[str, Any]
     unknown = [name for name in options if name not in accepted]
     if unknown and not places.takes_others:
         refuse_unknown(places.function, unknown, accepted)
-    own = [name for name in places.by_position if name != "self"]
+    own = [name for name in places.by_position if name not in ("self", "cls")]
     if surplus:
         count = len(args) - len(places.by_position) + len(own)
         if not own:

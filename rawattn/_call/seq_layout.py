@@ -162,6 +162,7 @@ class SeqLayout:
         vars(self).update(fields)  # one by one, a frozen class takes them ten times as slowly
 
     @classmethod
+    @says_places("SeqLayout.from_lengths")
     def from_lengths(
         cls,
         lengths_q: Any,
@@ -212,6 +213,7 @@ class SeqLayout:
         )
 
     @classmethod
+    @says_places("SeqLayout.from_padding_mask")
     def from_padding_mask(cls, mask_q: Any, mask_k: Any = None) -> SeqLayout:
         """A padded batch (batch mode) from the mask that tells its tokens from its padding.
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from rawattn._call.hints import array_advice
+from rawattn._call.hints import array_advice, cast
 from rawattn._interop import dlpack, native, streams
 from rawattn._interop.streams import compute_stream
 from rawattn._interop.xla import is_traced
@@ -332,8 +332,10 @@ def import_integers(
     else:
         array = import_array(name, obj, stream=stream).array
     if array.dtype not in _INTEGERS:
+        listed = isinstance(obj, (list, tuple, range))
+        fix = "" if listed else f"; convert it, as by {cast(framework_of(obj), name, 'int32')}"
         raise TypeError(
-            f"{name}: got {array.dtype}; accepted are int32 and int64 arrays and lists of int"
+            f"{name}: got {array.dtype}; accepted are int32 and int64 arrays and lists of int{fix}"
         )
     return array
 
