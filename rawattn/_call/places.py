@@ -94,8 +94,13 @@ def says_places(
         # One that hides its **unknown refuses these itself.
         hands_on = bool(call.__code__.co_flags & inspect.CO_VARKEYWORDS)
 
+        plain = len(places.required) if not {*places.required} & {*places.by_name} else -1
+
         @functools.wraps(call)
         def checked(*args: Parameters.args, **options: Parameters.kwargs) -> Result:
+            # Most calls: that has to be fast.
+            if len(args) == plain and (hands_on or options.keys() <= accepted):
+                return call(*args, **options)
             check_places(places, args, options)
             if not hands_on and not options.keys() <= accepted:
                 unknown = [name for name in options if name not in accepted]
