@@ -235,6 +235,8 @@ def load(path: Path, *, xp: Any = np, backend: Any = None) -> tuple[GPT, list[st
     expected = "expected a file that train.py --save wrote"
     try:
         archive = np.load(path)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path}: no such file, {expected}") from None
     except (EOFError, ValueError, zipfile.BadZipFile):  # NumPy would suggest to allow pickles
         raise ValueError(f"{path}: got no archive of arrays, {expected}") from None
     try:

@@ -88,9 +88,9 @@ def mib(nbytes: int) -> str:
 
 def positive(text: str) -> int:
     """An int >= 1."""
-    value = int(text)
+    value = int(text) if text.isdecimal() else 0
     if value < 1:
-        raise ValueError(text)
+        raise argparse.ArgumentTypeError(f"got {text}, expected a whole number, at least 1")
     return value
 
 

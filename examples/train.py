@@ -153,8 +153,9 @@ def run(args: argparse.Namespace) -> int:
 
 def positive(text: str) -> int:
     """A number of something, for argparse."""
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"got {text}, expected at least 1")
+    value = int(text) if text.isdecimal() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"got {text}, expected a whole number, at least 1")
     return value
 
 

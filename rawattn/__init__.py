@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from rawattn._call.gradients import Gradients
+from rawattn._call.hints import no_attribute
 from rawattn._call.seq_layout import SeqLayout
 from rawattn._masks.block_mask import BlockMask
 from rawattn._masks.build import block_mask
@@ -53,4 +54,4 @@ def __getattr__(name: str) -> Any:
             return importlib.import_module(f"rawattn.{name}")
         except ModuleNotFoundError as error:
             raise AttributeError(str(error)) from error
-    raise AttributeError(f"module 'rawattn' has no attribute {name!r}")
+    raise no_attribute("rawattn", name)

@@ -49,6 +49,10 @@ def _run(argv: list[str]) -> int:
             command.add_parser(subparsers)
         else:
             subparsers.add_parser(name, help=summary)
-    args = parser.parse_args(argv)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:  # told by the command itself, whose usage says what it takes
+        subparsers.choices.get(invoked or "", parser).error(
+            f"got {' '.join(unknown)}, which it does not take; --help tells what it takes"
+        )
     assert command is not None, "argparse exits when the first word is no command"
     return int(command.run(args) or 0)

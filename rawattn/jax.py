@@ -13,17 +13,20 @@ import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+import rawattn
 from rawattn import SeqLayout
+from rawattn._call import option_advice
 from rawattn._call.gradients import Gradients
-from rawattn._call.hints import NoOthers, hides_unknown, refuse_unknown
+from rawattn._call.hints import NoOthers, hides_unknown, no_attribute, refuse_unknown
 from rawattn._call.layout import Lengths
-from rawattn._call.options import Options
+from rawattn._call.options import Options, shown
+from rawattn._call.places import says_places
 from rawattn._call.problem import Problem, describe
 from rawattn._interop import xla
 from rawattn._jax import launch
@@ -42,6 +45,7 @@ __all__ = ["attention"]
 _TARGETS = {False: "rawattn_attention", True: "rawattn_attention_backward"}
 
 
+@says_places("rawattn.jax.attention")
 @hides_unknown
 def attention(
     q: Any,
@@ -137,7 +141,9 @@ def attention(
         refuse_unknown("rawattn.jax.attention", unknown, inspect.signature(attention).parameters)
     for name, flag in (("return_lse", return_lse), ("deterministic", deterministic)):
         if not isinstance(flag, bool):
-            raise TypeError(f"{name}: got {type(flag).__name__}, expected a bool")
+            raise TypeError(
+                f"{name}: got {shown(flag)}, expected a bool: True or False{option_advice.number(name, flag)}"
+            )
     for name, array in (("q", q), ("k", k), ("v", v)):
         if not isinstance(array, (jax.Array, np.ndarray)):
             raise TypeError(
@@ -370,3 +376,7 @@ _HANDLERS = {"cpu": xla.handler(launch.cpu), "CUDA": xla.handler(launch.cuda)}
 for _platform, _handler in _HANDLERS.items():
     for _target in _TARGETS.values():
         jax.ffi.register_ffi_target(_target, jax.ffi.pycapsule(_handler), platform=_platform)
+
+
+def __getattr__(name: str) -> NoReturn:
+    raise no_attribute("rawattn.jax", name, rawattn.__all__)

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 
+import rawattn
 from rawattn import ScoreMod, SeqLayout
-from rawattn._call.hints import NoOthers, hides_unknown, refuse_unknown
+from rawattn._call.hints import NoOthers, hides_unknown, no_attribute, refuse_unknown
 from rawattn._call.options import flag
 from rawattn._masks.block_mask import BlockMask
 from rawattn._torch import eager, ops
@@ -212,3 +213,7 @@ def register_transformers(name: str = "rawattn") -> None:
     from rawattn._torch import transformers
 
     transformers.register(name)
+
+
+def __getattr__(name: str) -> NoReturn:
+    raise no_attribute("rawattn.torch", name, rawattn.__all__)

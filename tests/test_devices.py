@@ -11,8 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+import rawattn
 from rawattn._runtime import devices
 
 
@@ -82,6 +84,19 @@ def test_a_gpu(runtime: Runtime) -> None:
     assert devices.gpu_available() is True
     assert devices.why_no_gpu() is None
     assert runtime.asked == 1
+
+
+def test_the_warning_is_about_the_line_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = devices._Found("CuPy is broken", "Mend it")
+    monkeypatch.setattr(devices, "_look", lambda: broken)
+    devices.gpu_available.cache_clear()
+    q = np.ones((1, 4, 2, 16), np.float32)
+    try:
+        with pytest.warns(RuntimeWarning, match="CuPy is broken") as seen:
+            rawattn.attention(q, q, q)
+    finally:
+        devices.gpu_available.cache_clear()
+    assert [warning.filename for warning in seen] == [__file__]
 
 
 @pytest.mark.parametrize(

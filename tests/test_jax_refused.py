@@ -47,8 +47,12 @@ def test_mistakes_are_refused(bad: Bad, traced: bool) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
-        ({"return_lse": 1}, TypeError, "return_lse: got int"),
-        ({"deterministic": None}, TypeError, "deterministic: got NoneType"),
+        ({"return_lse": 1}, TypeError, "return_lse: got 1 \\(int\\), expected a bool"),
+        (
+            {"deterministic": None},
+            TypeError,
+            "deterministic: got None \\(NoneType\\), expected a bool",
+        ),
         ({"num_splits": 257}, ValueError, "num_splits: got 257"),
         ({"softcap": -3.0}, ValueError, "softcap: got -3.0"),
         ({"dropout_p": 0.1, "seed": True}, TypeError, "seed: got True"),

@@ -62,6 +62,18 @@ def test_links_of_the_readme_work_on_an_index_page() -> None:
             assert (ROOT / path).is_file(), link
 
 
+def test_the_front_page_has_one_picture_that_an_index_page_shows() -> None:
+    (picture,) = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", (ROOT / "README.md").read_text())
+    place = "https://raw.githubusercontent.com/rawattn/rawattn/main/"
+    assert picture.startswith(place)
+    assert (ROOT / picture.removeprefix(place)).read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_front_page_says_that_tensors_on_a_gpu_need_cupy() -> None:
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert "**CUDA tensors of PyTorch and JAX need CuPy, too.**" in text
+
+
 def test_the_project_has_its_addresses(project: Any) -> None:
     urls = project["urls"]
     assert {"Homepage", "Source", "Issues", "Changelog"} <= set(urls)

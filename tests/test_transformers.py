@@ -60,6 +60,14 @@ def test_trains_as_with_torchs_own(name: str, side: str | None, calls: list[Any]
     assert got[-1] < 0.9 * got[0]
 
 
+def test_eight_layers_train_as_with_torchs_own() -> None:
+    got, exact = (
+        losses(model_of("llama", which, num_hidden_layers=8)) for which in ("rawattn", "sdpa")
+    )
+    np.testing.assert_allclose(got, exact, rtol=0, atol=1e-3)
+    assert got[-1] < 0.9 * got[0]
+
+
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_logits_are_those_of_eager(name: str) -> None:
     mask = padding("left")

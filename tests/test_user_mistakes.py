@@ -61,7 +61,6 @@ KEYWORDS = [
         TypeError,
         "fancy: ...accepted are q, k, v, seqs, causal, ",
     ),
-    Mistake("attention(q, k)", TypeError, "attention() missing 1 required ...'v'"),
     Mistake(
         "attention_backward(out, q, k, v, out, lse, sm_scale=0.1)",
         TypeError,
@@ -97,7 +96,7 @@ KEYWORDS = [
         TypeError,
         "scaling: rawattn.attention_backward has no such argument; write scale=",
     ),
-    Mistake("plan(attention, q, k)", TypeError, "missing a required argument: 'v'"),
+    Mistake("plan(attention, q, k)", TypeError, "v: rawattn.attention got none, expected q, k, v"),
     Mistake(
         "rawattn.parallel.Group()",
         AttributeError,

@@ -118,7 +118,7 @@ JAX = [
     ),
     Mistake("attention(n, n, n, out=n)", ValueError, "out: got a read-only array; pass a writable"),
     Mistake(
-        "attention(n, n, n, precision='high')", TypeError, "precision: ...accepted are q, k, v"
+        "attention(n, n, n, precision='high')", TypeError, "precision: ...leave it out: float32 has"
     ),
     Mistake(
         "rawattn.jax.attention(t, n, n)",

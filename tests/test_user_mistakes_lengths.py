@@ -117,6 +117,31 @@ LENGTHS = [
         "max_seqlen_q: got 4, expected at least 5, the longest",
     ),
     Mistake(
+        "SeqLayout.from_lengths(lengths=[5, 5])",
+        TypeError,
+        "lengths: SeqLayout.from_lengths has no such argument; did you mean lengths_q=",
+    ),
+    Mistake(
+        "SeqLayout.from_padding_mask(mask=np.ones((2, 7), bool))",
+        TypeError,
+        "mask: SeqLayout.from_padding_mask has no such argument; did you mean mask_q=",
+    ),
+    Mistake(
+        "SeqLayout.from_lengths()",
+        TypeError,
+        "lengths_q: SeqLayout.from_lengths got none, expected",
+    ),
+    Mistake(
+        "SeqLayout.from_lengths(np.array([5, 5], np.uint8))",
+        TypeError,
+        "lengths_q: got uint8; accepted are int32 and int64...as by lengths_q.astype(np.int32)",
+    ),
+    Mistake(
+        "SeqLayout.from_padding_mask([[True, True, False]])",
+        TypeError,
+        "mask_q: got list; expected an array of bool...pass np.asarray(mask_q, bool)",
+    ),
+    Mistake(
         "SeqLayout.from_padding_mask(np.array([[1, 1, 0]]))",
         TypeError,
         "mask_q: got dtype int64, expected bool...pass mask_q != 0",

@@ -8,12 +8,13 @@ from __future__ import annotations
 import difflib
 import inspect
 import reprlib
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, TypedDict, TypeVar
 
 import numpy as np
 
-from rawattn._call.keywords import IN_LAYOUT, KEYWORDS
+from rawattn._call.keywords import FUNCTIONS, IN_LAYOUT, IN_PAGES, KEYWORDS
 from rawattn._interop.xla import is_traced
 
 Shape = Sequence[int]
@@ -34,6 +35,16 @@ def transposed(q: Shape, k: Shape, v: Shape, framework: str | None = None) -> st
     if framework is None or framework.partition(".")[0] != "torch":
         by = f"x.swapaxes({rows}, {rows + 1}), in torch {by}"
     return f"; these look like {looks}: pass {by}"
+
+
+def undivided(q: Shape) -> str:
+    """The end of a message about a q of three axes, in a call without `seqs`, that may be (batch, seqlen, width)."""
+    if len(q) != 3:
+        return ""
+    return (
+        "; q of three axes is a packed batch, for which seqs says where sequences start: of (batch, seqlen, width) pass "
+        "x.reshape(batch, seqlen, heads, D)"
+    )
 
 
 def _fits(q: Shape, k: Shape, v: Shape) -> bool:
@@ -118,12 +129,23 @@ def refuse_unknown(
     function: str, unknown: Iterable[str], accepted: Iterable[str], layout: bool = False
 ) -> NoReturn:
     """TypeError for the first of the keywords that `function` does not have, with what to write instead."""
-    keyword, known = next(iter(unknown)), [x for x in accepted if x != "self"]
-    advice = renamed(keyword, layout)
+    keyword, known = next(iter(unknown)), [x for x in accepted if x not in ("self", "cls")]
+    # What makes a layout of lengths, or of a mask, has names of its own for them.
+    advice = None if function.startswith("SeqLayout.") else renamed(keyword, layout)
+    if function.endswith(("paged_attention", "append_kv")):
+        advice = IN_PAGES.get(keyword, advice)
     if advice is None:
         close = difflib.get_close_matches(keyword, known, 1)
         advice = f"did you mean {close[0]}=" if close else f"accepted are {', '.join(known)}"
     raise TypeError(f"{keyword}: {function} has no such argument; {advice}")
+
+
+def no_attribute(module: str, name: str, public: Iterable[str] = ()) -> AttributeError:
+    """What is raised for an attribute that a module of ours lacks. public: what `rawattn` itself has."""
+    advice = FUNCTIONS.get(name) or (f"it is rawattn.{name}" if name in public else "")
+    return AttributeError(
+        f"module {module!r} has no attribute {name!r}{'; ' if advice else ''}{advice}"
+    )
 
 
 def array_advice(obj: object, name: str = "x") -> str:
@@ -134,6 +156,11 @@ def array_advice(obj: object, name: str = "x") -> str:
         return "call rawattn.jax.attention, which works inside jit, grad, vmap and scan: a tracer holds no values"
     if "torch.FakeTensor" in bases or "torch.FunctionalTensor" in bases:
         return "call rawattn.torch.attention, which works under torch.compile: this tensor holds no values"
+    if "torch.Tensor" in bases and _of_torch_func(obj):
+        return (
+            "torch.func's transformations cannot see into the call: take gradients with autograd on rawattn.torch.attention, "
+            "and put what vmap maps into the batch axis"
+        )
     if getattr(obj, "is_nested", False) is True:
         return (
             f"pass a packed batch: {name}.values() of a jagged one, with "
@@ -155,6 +182,13 @@ def array_advice(obj: object, name: str = "x") -> str:
     if isinstance(obj, (list, tuple)):
         return _sequence_advice(obj, name)
     return ""
+
+
+def _of_torch_func(obj: object) -> bool:
+    """Whether torch.func has wrapped this tensor: it holds no values."""
+    functorch = getattr(getattr(sys.modules.get("torch"), "_C", None), "_functorch", None)
+    is_wrapped = getattr(functorch, "is_functorch_wrapped_tensor", None)
+    return is_wrapped is not None and bool(is_wrapped(obj))
 
 
 def _sequence_advice(obj: Sequence[object], name: str) -> str:
@@ -201,7 +235,12 @@ def window_end(value: Any) -> int | None:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         # Never the contents of an array, which may be on a GPU.
         shown = "" if hasattr(value, "__dlpack__") else f"{reprlib.repr(value)} "
-        raise TypeError(f"window: got {shown}({type(value).__name__}), expected {accepted}")
+        fix = (
+            "; under jax.jit it is a constant: name it in static_argnames='window'"
+            if is_traced(value)
+            else ""
+        )
+        raise TypeError(f"window: got {shown}({type(value).__name__}), expected {accepted}{fix}")
     if value == -1:
         raise ValueError(
             f"window: got -1, expected {accepted}; where -1 meant unbounded use None, as in "

@@ -161,6 +161,11 @@ def lengths_from_mask(name: str, value: Any) -> Any:
 
     A mask on the host is refused unless the real tokens of each row come first.
     """
+    if isinstance(value, (list, tuple)):
+        raise TypeError(
+            f"{name}: got {type(value).__name__}; expected an array of bool (batch, seqlen), True for a real token; pass "
+            f"np.asarray({name}, bool)"
+        )
     with on_stream_of(value, framework_of(value)) as stream:
         traced = xla.is_traced(value)
         mask = value if traced else import_array(name, value, stream=stream).array

@@ -77,7 +77,8 @@ _GROUPS: dict[str, str] = {
         "logits_soft_cap logit_cap logits_cap soft_cap logit_soft_cap logit_softcap "
         "logits_softcap attn_logit_softcapping attn_logits_soft_cap"
     ),
-    _DROPOUT: "dropout dropout_rate dropout_prob attn_dropout p",
+    _DROPOUT: "dropout dropout_rate dropout_prob attn_dropout attention_dropout p",
+    "leave it out: dropout_p=0.0, the default, drops nothing": "training is_training inference deterministic_dropout",
     "write seed=, an integer or a one-element integer array on the device": "generator rng rng_state dropout_rng dropout_key",
     "leave it out: kv heads are shared whenever nheads_q is a multiple of nheads_kv": "enable_gqa pack_gqa use_gqa",
     _PAGES: (
@@ -116,7 +117,21 @@ _GROUPS: dict[str, str] = {
     _LAYOUT: "kv_layout qkv_format qkv_layout tensor_layout",
     _SCORES: "score_fn score_function mod_fn",
     _BLOCK_MASK: "block_mask mask_mod block_sparse_mask",
-    "write seqs=": "layout seq_layout seqlayout lengths",
+    "write seqs=SeqLayout(...), of sequences; the axes are (batch, seqlen, heads, D)": "layout seq_layout seqlayout lengths",
+    "leave it out: results are of the dtype of q": "dtype out_dtype preferred_element_type",
+    "leave it out: float32 has float32's accuracy, 16-bit inputs are summed in float32": "precision fp32 allow_tf32",
+    "leave it out: results lie where q does; backend='cuda' or 'cpu' says where NumPy arrays are computed": "device",
+    "leave it out: tiles are chosen for the call": (
+        "kernel_options block_q block_k block_size BLOCK_M BLOCK_N num_warps num_stages"
+    ),
+    "give it to rawattn.paged_attention, whose pages may hold float8_e4m3fn; elsewhere multiply q or v by it": (
+        "k_scale v_scale k_descale v_descale"
+    ),
+    "put it into scale=: q is of 16 or 32 bits": "q_scale q_descale",
+    "leave it out: one sequence over several GPUs is no part of this version": (
+        "mesh cp_group context_parallel_group process_group"
+    ),
+    "rotate q and k by them before the call": "position_ids freqs_cis",
     "give it to the forward call alone": "num_splits return_lse",
     "give it to attention_backward, or to the function that attention_vjp gives back": "dlse want_dbias into",
     "call it on the stream that is meant: the work runs on the current stream of q's framework": "stream cuda_stream",
@@ -149,6 +164,45 @@ _LAYOUT_GROUPS: dict[str, str] = {
     ),
     "leave it out: the arrays say how many sequences there are": "batch batch_size group",
     _TO_THE_CALL: "causal align window sink scale bias softcap is_causal",
+}
+
+_PAGE_GROUPS: dict[str, str] = {
+    "write seqlen_k=, the keys of each sequence, new ones among them": (
+        "cache_seqlens context_lens context_lengths seq_lens seq_lens_k seqused_k kv_len kv_lens cache_position "
+        "paged_kv_last_page_len kv_last_page_len"
+    ),
+    "leave it out: the shape of k_pages says it": "page_size block_size",
+    "write block_table=": "block_tables page_table page_tables",
+    "write block_table=(indptr, page_ids)": "paged_kv_indptr paged_kv_indices kv_indptr kv_indices",
+    "pass k_pages and v_pages": "k_cache v_cache key_cache value_cache kv_cache paged_kv_cache",
+    "leave it out: pages are (num_pages, page_size, nheads_kv, D); another order is a transposed view, without a copy": (
+        "kv_layout layout"
+    ),
+    "write rotary=(cos, sin) in the call of rawattn.append_kv": "rotary_cos rotary_sin",
+    "write interleaved= in the call of rawattn.append_kv": "rotary_interleaved",
+}
+
+# The same among the arguments of calls on pages, before those of every call.
+IN_PAGES: dict[str, str] = {
+    keyword: advice for advice, keywords in _PAGE_GROUPS.items() for keyword in keywords.split()
+}
+
+# Functions of other libraries, which `rawattn` is asked for by their names.
+FUNCTIONS: dict[str, str] = {
+    name: advice
+    for advice, names in {
+        "call rawattn.attention(q, k, v), of (batch, seqlen, heads, D); in torch, with gradients, rawattn.torch.attention": (
+            "scaled_dot_product_attention flash_attn_func memory_efficient_attention dot_product_attention "
+            "flash_attention flex_attention mha"
+        ),
+        "call rawattn.attention(q, k, v, seqs=rawattn.SeqLayout(seqstart_q=cu_seqlens_q, seqstart_k=cu_seqlens_k))": (
+            "flash_attn_varlen_func"
+        ),
+        "call rawattn.append_kv for new rows, then rawattn.paged_attention": "flash_attn_with_kvcache",
+        "call rawattn.combine(outs, lses)": "merge_state merge_states",
+        "call rawattn.block_mask(predicate=...)": "create_block_mask create_mask",
+    }.items()
+    for name in names.split()
 }
 
 # The same among the arguments of `SeqLayout`.

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from rawattn._call import option_advice
 from rawattn._call.hints import window_end
 from rawattn._interop.integers import import_integers
 
@@ -165,7 +166,9 @@ def leaves_scores(options: Options) -> bool:
 def whole(name: str, value: Any, accepted: str) -> int:
     """An int >= 0."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"{name}: got {shown(value)}, expected {accepted}")
+        raise TypeError(
+            f"{name}: got {shown(value)}, expected {accepted}{option_advice.number(name, value)}"
+        )
     if value < 0:
         raise ValueError(f"{name}: got {value}, expected {accepted}")
     return int(value)
@@ -175,7 +178,9 @@ def number(name: str, value: Any, accepted: str) -> float:
     """A float; infinite if it is out of a float's range."""
     numbers = (float, int, np.floating, np.integer, ml_dtypes.bfloat16)
     if isinstance(value, bool) or not isinstance(value, numbers):
-        raise TypeError(f"{name}: got {shown(value)}, expected {accepted}")
+        raise TypeError(
+            f"{name}: got {shown(value)}, expected {accepted}{option_advice.number(name, value)}"
+        )
     try:
         return float(value)
     except OverflowError:
@@ -191,12 +196,14 @@ def backend(value: Any) -> str | None:
 def flag(name: str, value: Any) -> bool:
     """A choice between two: Python's bool, or NumPy's."""
     if value is not True and value is not False and not isinstance(value, np.bool_):
-        raise TypeError(f"{name}: got {shown(value)}, expected a bool: True or False")
+        raise TypeError(
+            f"{name}: got {shown(value)}, expected a bool: True or False{option_advice.number(name, value)}"
+        )
     return bool(value)
 
 
 def shown(value: Any) -> str:
     """For a message: short, and never the contents of an array, which may be on a GPU."""
     if hasattr(value, "__dlpack__"):
-        return f"a {type(value).__name__} of shape {getattr(value, 'shape', None)}"
-    return f"{reprlib.repr(value)} ({type(value).__name__})"
+        return f"a {type(value).__name__} of shape {tuple(getattr(value, 'shape', ()))}"
+    return f"{' '.join(reprlib.repr(value).split())} ({type(value).__name__})"

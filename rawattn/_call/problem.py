@@ -12,7 +12,7 @@ import numpy as np
 
 from rawattn._call import options as _options
 from rawattn._call import pages, scales, scores
-from rawattn._call.hints import cast, transposed
+from rawattn._call.hints import cast, transposed, undivided
 from rawattn._call.layout import Lengths
 from rawattn._call.options import DEFAULTS, Options
 from rawattn._call.pages import PageForm
@@ -117,7 +117,10 @@ def describe(
     try:
         _check_shapes(shape_q, shape_k, shape_v)
     except ValueError as error:
-        raise ValueError(f"{error}{transposed(shape_q, shape_k, shape_v, framework)}") from None
+        fix = transposed(shape_q, shape_k, shape_v, framework)
+        if not fix and options.seqs is None:
+            fix = undivided(shape_q)
+        raise ValueError(f"{error}{fix}") from None
     batch = shape_q[0] if len(shape_q) == 4 else None
     rows_q, nheads_q, headdim = shape_q[-3:]
     rows_k, nheads_kv, headdim_v = shape_v[-3:]

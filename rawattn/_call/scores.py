@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from rawattn._call import option_advice
 from rawattn._call import options as _options
 from rawattn._call.hints import cast, padding_mask
 from rawattn._call.layout import Lengths, Side
@@ -111,6 +112,10 @@ def describe(
 
 def _bias(name: str, array: Any, shapes: Shapes, lengths: Lengths) -> ArrayForm:
     if array.dtype not in (shapes.dtype, _FLOAT32):
+        if array.dtype == np.bool_:
+            raise TypeError(
+                f"{name}: got dtype bool, expected numbers that are added to scores; write mask= (True = keep)"
+            )
         own = "" if shapes.dtype == _FLOAT32 else f"{shapes.dtype}, that of q, or "
         raise _wrong_dtype(name, array, f"{own}float32", shapes)
     shape = four_axes(name, array.shape, shapes, lengths)
@@ -121,7 +126,8 @@ def _bias(name: str, array: Any, shapes: Shapes, lengths: Lengths) -> ArrayForm:
 def _mask(name: str, array: Any, shapes: Shapes, lengths: Lengths) -> ArrayForm:
     if array.dtype != np.bool_:
         raise TypeError(
-            f"{name}: got dtype {array.dtype}, expected bool, where True keeps a key; what is added to scores is bias="
+            f"{name}: got dtype {array.dtype}, expected bool, where True keeps a key; what is added to scores is bias=, "
+            f"and of a mask of 1 and 0 pass {name} != 0"
         )
     return ArrayForm("bool", four_axes(name, array.shape, shapes, lengths), tuple(array.shape))
 
@@ -156,7 +162,9 @@ def _wrong_dtype(name: str, array: Any, accepted: str, shapes: Shapes) -> TypeEr
 
 def _seed(name: str, array: Any, shapes: Shapes, lengths: Lengths) -> ArrayForm:
     if array.dtype not in _INTEGERS:
-        raise TypeError(f"{name}: got dtype {array.dtype}, expected int32 or int64, or an int")
+        raise TypeError(
+            f"{name}: got dtype {array.dtype}, expected int32 or int64, or an int{option_advice.seed(array)}"
+        )
     if int(np.prod(array.shape)) != 1:
         raise ValueError(f"{name}: got shape {array.shape}, expected an array of one element")
     return ArrayForm(_INTEGERS[array.dtype], (), tuple(array.shape))

@@ -12,6 +12,7 @@ from rawattn._call import integers
 from rawattn._call.given import Given, common_batch, read_side
 from rawattn._call.hints import NoOthers, hides_unknown, layout_advice, refuse_unknown
 from rawattn._call.layout import Lengths, side_of
+from rawattn._call.places import says_places
 from rawattn._interop.xla import is_traced
 
 if TYPE_CHECKING:  # type checkers bring it: nothing is installed for it
@@ -115,6 +116,7 @@ class SeqLayout:
     _k: Given = field(init=False)
     _bindings: dict[tuple[int | None, int, int], Lengths] = field(init=False)
 
+    @says_places("SeqLayout")
     @hides_unknown
     def __init__(
         self,
@@ -160,6 +162,7 @@ class SeqLayout:
         vars(self).update(fields)  # one by one, a frozen class takes them ten times as slowly
 
     @classmethod
+    @says_places("SeqLayout.from_lengths")
     def from_lengths(
         cls,
         lengths_q: Any,
@@ -210,6 +213,7 @@ class SeqLayout:
         )
 
     @classmethod
+    @says_places("SeqLayout.from_padding_mask")
     def from_padding_mask(cls, mask_q: Any, mask_k: Any = None) -> SeqLayout:
         """A padded batch (batch mode) from the mask that tells its tokens from its padding.
 

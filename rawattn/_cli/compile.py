@@ -15,6 +15,7 @@ from rawattn._cli.workers import outcomes
 from rawattn._compile import cache, compiler
 from rawattn._console import table
 from rawattn._console.progress import Progress
+from rawattn._runtime.devices import why_no_gpu
 
 _PURPOSES = ("inference", "training", "all")
 # What calls load on compute capability 9.0, in the place of what somebody may ask for.
@@ -169,5 +170,6 @@ def _archs_here() -> list[str]:
 
         count = cupy.cuda.runtime.getDeviceCount()
     except (ImportError, RuntimeError) as error:
-        raise RuntimeError(f"no GPU here, so name one: --arch sm_90a ({error})") from error
+        why = why_no_gpu() or error
+        raise RuntimeError(f"no GPU here, so name one, as by --arch sm_90a: {why}") from error
     return sorted({compiler.device_arch(device) for device in range(count)})

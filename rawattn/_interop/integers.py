@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rawattn._interop.arrays import import_array
+from rawattn._call.hints import cast
+from rawattn._interop.arrays import framework_of, import_array
 
 if TYPE_CHECKING:
     import cupy
@@ -27,8 +28,10 @@ def import_integers(
     else:
         array = import_array(name, obj, stream=stream).array
     if array.dtype not in _INTEGERS:
+        listed = isinstance(obj, (list, tuple, range))
+        fix = "" if listed else f"; convert it, as by {cast(framework_of(obj), name, 'int32')}"
         raise TypeError(
-            f"{name}: got {array.dtype}; accepted are int32 and int64 arrays and lists of int"
+            f"{name}: got {array.dtype}; accepted are int32 and int64 arrays and lists of int{fix}"
         )
     return array
 

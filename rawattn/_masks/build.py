@@ -15,6 +15,8 @@ from rawattn._masks.block_mask import BlockMask, buffers, finished, map_of, shap
 from rawattn._masks.layout import GRANULE_ROWS, Shape
 
 _INT32_MAX = 2**31 - 1
+# The names of the axes in FlexAttention.
+_FLEX = {"B": "batch", "H": "nheads", "Q_LEN": "seqlen_q", "KV_LEN": "seqlen_k"}
 _AXES = ("batch", "nheads", "seqlen_q", "seqlen_k")
 
 
@@ -57,6 +59,9 @@ def block_mask(
     >>> rawattn.block_mask(ranges=documents, seqlen_k=6).to_bool()[0, 0].sum(axis=1)
     array([4, 4, 4, 4, 2, 2])
     """
+    if isinstance(mask, str) or (callable(mask) and not hasattr(mask, "__dlpack__")):
+        fix = "predicate=" if isinstance(mask, str) else "its text, predicate='q_idx >= kv_idx'"
+        raise TypeError(f"mask: got {shown(mask)}, expected an array of bool; write {fix}")
     given = [
         name
         for name, x in (("mask", mask), ("predicate", predicate), ("ranges", ranges))
@@ -80,9 +85,15 @@ def block_mask(
     from rawattn._masks.predicate import of_predicate
 
     assert predicate is not None
+    for name in captured:
+        if name in _FLEX:
+            raise TypeError(
+                f"{name}: rawattn.block_mask has no such argument; write {_FLEX[name]}="
+            )
     for name, value in (("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k)):
+        of = "rows" if name == "seqlen_q" else "keys"
         if value is None:
-            raise TypeError(f"{name}: got None, expected the rows or keys that the predicate is of")
+            raise TypeError(f"{name}: got None, expected an int, the {of} that the predicate is of")
     whole: Shape = (batch, nheads, seqlen_q, seqlen_k)  # type: ignore[assignment]
     return of_predicate(predicate, whole, captured)
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from rawattn._call import options as _options
 from rawattn._call.options import DEFAULTS, shown
+from rawattn._call.places import says_places
 from rawattn._masks import host
 from rawattn._masks.block_mask import BlockMask
 from rawattn._masks.build import block_mask
@@ -18,6 +19,7 @@ _SIGNS = np.array([".", "+", "#"])  # dead, partial, full
 _WIDEST = 96  # tiles in a line
 
 
+@says_places("rawattn.show_mask")
 def show_mask(
     mask: Any = None,
     *,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 from typing import Any, NamedTuple
 
@@ -33,9 +34,17 @@ def gpu_available() -> bool:
             f"rawattn cannot use a GPU: {found.reason}. NumPy arrays are computed by the CPU. {found.cure}, or pass "
             "backend='cpu' where the CPU is meant.",
             RuntimeWarning,
-            stacklevel=2,
+            stacklevel=_level_of_caller(),
         )
     return found.reason is None
+
+
+def _level_of_caller() -> int:
+    """Of the first frame outside of this package, for a warning of the function that asks."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_globals.get("__name__", "").partition(".")[0] == "rawattn" and frame.f_back:
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def why_no_gpu() -> str | None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from rawattn._call import option_advice
 from rawattn._call.options import Options, dropout_p, shown
 from rawattn._call.problem import Problem
 from rawattn._masks.block_mask import BlockMask
@@ -67,7 +68,9 @@ def with_arrays(
             arrays += array.arrays if q is None else array.beside(q)
             continue
         if not hasattr(array, "__dlpack__"):
-            raise TypeError(f"{name}: got {shown(array)}, expected an array or None")
+            raise TypeError(
+                f"{name}: got {shown(array)}, expected an array or None{option_advice.array_option(name, array)}"
+            )
         names.append(name)
         arrays.append(array)
     text = None
@@ -77,6 +80,7 @@ def with_arrays(
         if not isinstance(options.score_mod, ScoreMod):
             raise TypeError(
                 f"score_mod: got {shown(options.score_mod)}, expected a rawattn.ScoreMod or None"
+                f"{option_advice.array_option('score_mod', options.score_mod)}"
             )
         require_float32(options.score_mod.text)
         if not verb.refuses_gradients:  # the caller takes them
@@ -94,6 +98,7 @@ def with_arrays(
         if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
             raise TypeError(
                 f"seed: got {shown(seed)}, expected an int, or an integer array of one element"
+                f"{option_advice.seed(seed)}"
             )
         if drawn:
             values = (int(seed) & _SEED_MASK,)

@@ -35,6 +35,25 @@ MAX_POWER = 64  # of an int
 _MAX_DEPTH = 200
 _MAX_CHARACTERS = 20_000
 _INT32 = 2**31
+# Names of places in FlexAttention's functions, and of its users.
+_ELSEWHERE = {
+    **{
+        "b": "batch",
+        "h": "head",
+        "q": "q_idx",
+        "k": "kv_idx",
+        "kv": "kv_idx",
+        "i": "q_idx",
+        "j": "kv_idx",
+    },
+    **{
+        "scores": "score",
+        "s": "score",
+        "k_idx": "kv_idx",
+        "head_idx": "head",
+        "batch_idx": "batch",
+    },
+}
 
 _ARITHMETIC: dict[type[ast.operator], str] = {
     ast.Add: "add",
@@ -155,7 +174,10 @@ class _Checker:
     def _constant(self, node: ast.Constant, depth: int) -> Expression:
         value = node.value
         if not isinstance(value, (bool, int, float)):
-            self._refuse(node, f"{type(value).__name__}; accepted are numbers, True and False")
+            hint = "; write `inf`" if isinstance(value, str) and "inf" in value else ""
+            self._refuse(
+                node, f"{type(value).__name__}; accepted are numbers, True and False{hint}"
+            )
         if isinstance(value, int) and not -_INT32 <= value < _INT32:
             self._refuse(node, f"but integers have 32 bits; write {value}.0 for a float")
         return const(value)
@@ -179,7 +201,8 @@ class _Checker:
             self._refuse(node, f"a function, expected its call, as `{name}(...)`")
         if name == "score":
             self._refuse(node, "but a predicate has no score; known are " + self._known())
-        self._refuse(node, "which is unknown; known are " + self._known())
+        hint = f"; write `{_ELSEWHERE[name]}`" if name in _ELSEWHERE else ""
+        self._refuse(node, f"which is unknown; known are {self._known()}{hint}")
 
     def _known(self) -> str:
         own = ("score",) if self._has_score else ()

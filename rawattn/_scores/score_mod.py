@@ -13,6 +13,7 @@ import numpy as np
 
 from rawattn._call.hints import array_advice
 from rawattn._call.options import shown
+from rawattn._call.places import says_places
 from rawattn._handles import handle_of
 from rawattn._interop.arrays import import_array
 from rawattn._scores import lint
@@ -66,6 +67,7 @@ class ScoreMod:
 
     __slots__ = ("__weakref__", "_arrays", "_scalars", "_text", "handle")
 
+    @says_places("rawattn.ScoreMod")
     def __init__(
         self,
         /,
@@ -187,7 +189,8 @@ class _Captured(NamedTuple):
 
 def _text(argument: str, given: Any) -> str:
     if not isinstance(given, str):
-        raise TypeError(f"{argument}: got {shown(given)}, expected a text, as in 'score * 2'")
+        example = "q_idx >= kv_idx" if argument == "predicate" else "score * 2"
+        raise TypeError(f"{argument}: got {shown(given)}, expected a text, as in {example!r}")
     text = given.strip()
     if not text:
         raise ValueError(f"{argument}: got an empty text")

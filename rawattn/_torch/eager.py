@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -11,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from rawattn import ScoreMod, attention, attention_backward
 from rawattn._call.options import flag
+from rawattn._call.places import check_places, places_of
 from rawattn._torch.captured import checked, tensors_of, with_tensors
 
 Parameters = ParamSpec("Parameters")
@@ -34,6 +36,7 @@ _DEFAULTS: dict[str, Any] = {
 
 def repeating(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """`function`, the public one, without a look at options of calls that need none."""
+    places = places_of("rawattn.torch.attention", inspect.signature(function))
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
@@ -49,6 +52,8 @@ def repeating(function: Callable[Parameters, Result]) -> Callable[Parameters, Re
             if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
                 return Recorded.apply(options, (), q, k, v)
             return attention(q, k, v, **options)
+        if len(args) != 3:
+            check_places(places, args, options)
         return function(*args, **options)
 
     return call

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 from rawattn._call.gradients import Gradients, check_given, wanted
 from rawattn._call.hints import NoOthers, hides_unknown, refuse_unknown
 from rawattn._call.options import Options, flag
+from rawattn._call.places import says_places
 from rawattn._call.seq_layout import SeqLayout
 from rawattn._runtime.asked import Asked
 from rawattn._runtime.option_arrays import with_arrays
@@ -255,6 +256,7 @@ def attention_vjp(
 ) -> tuple[ArrayT | tuple[ArrayT, Any], Pullback]: ...
 
 
+@says_places("rawattn.attention_vjp")
 def attention_vjp(
     q: Any, k: Any, v: Any, *, deterministic: bool = False, return_lse: bool = False, **options: Any
 ) -> tuple[Any, Pullback]:
@@ -292,6 +294,7 @@ def attention_vjp(
     for name in _FORWARD_ALONE:
         options.pop(name, None)
 
+    @says_places("the backward of rawattn.attention_vjp")
     def backward(
         dout: Any,
         *,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from rawattn._call.places import says_places
 from rawattn._runtime import combine as runtime
 from rawattn._runtime.read_lengths import ANEW
 from rawattn._verbs import combine_repeats
 
 
+@says_places("rawattn.combine")
 def combine(outs: Any, lses: Any, *, out: Any = None, dtype: Any = None) -> tuple[Any, Any]:
     """Merge results of attention over disjoint keys: ``out = sum_i exp(lse_i - lse) * out_i``.
 

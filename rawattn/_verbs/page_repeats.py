@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
+from rawattn._call.places import check_places, places_of
 from rawattn._interop.arrays import framework_of
 from rawattn._interop.native import Read, native
 from rawattn._kernels.selection import UNCHANGED, selection
@@ -44,6 +45,7 @@ def repeating(
 
     def decorate(ask: Callable[..., Asked[Result]]) -> Callable[..., Result]:
         name = ask.__name__
+        places = places_of(f"rawattn.{name}", inspect.signature(ask))
         # By the type of the first array and the number of all.
         readers: dict[tuple[type, int], Callable[..., Read | None]] = {}
 
@@ -78,6 +80,7 @@ def repeating(
         def anew(
             args: tuple[Any, ...], options: dict[str, Any], gathered: Gathered | None, key: Any
         ) -> Result:
+            check_places(places, args, options)
             asked = ask(*args, **options)
             call = asked.verb, asked.inputs, asked.targets, asked.options, asked.flag
             results = dispatch.run(*call, asked.backend, asked.values)

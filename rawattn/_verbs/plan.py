@@ -11,7 +11,8 @@ from rawattn._call import options as _options
 from rawattn._call import scales
 from rawattn._call.gradients import wanted
 from rawattn._call.hints import refuse_unknown
-from rawattn._call.options import Options, flag
+from rawattn._call.options import Options, flag, shown
+from rawattn._call.places import check_places, places_of
 from rawattn._interop import arrays
 from rawattn._interop.native import native
 from rawattn._runtime import dispatch
@@ -162,8 +163,13 @@ def plan(fn: Callable[..., Any], *args: Any, **options: Any) -> Plan:
     >>> causal(q, k, v).shape
     (1, 5, 2, 16)
     """
-    if fn not in (attention, attention_backward, paged_attention, append_kv, combine):
-        name = getattr(fn, "__name__", repr(fn))
+    planned: tuple[Any, ...] = (attention, attention_backward, paged_attention, append_kv, combine)
+    if not any(fn is each for each in planned):  # an array has no truth value
+        name = getattr(fn, "__name__", None) or shown(fn)
+        if name == "attention":
+            name = f"{fn.__module__}.{name}"
+        if hasattr(fn, "__dlpack__"):
+            name += " where the function stands, as in plan(rawattn.attention, q, k, v)"
         raise NotImplementedError(
             f"fn: got {name}; this version plans rawattn.attention, rawattn.attention_backward, rawattn.paged_attention, "
             "rawattn.append_kv and rawattn.combine"
@@ -172,6 +178,7 @@ def plan(fn: Callable[..., Any], *args: Any, **options: Any) -> Plan:
     unknown = [name for name in options if name not in signature.parameters]
     if unknown:
         refuse_unknown(f"rawattn.{fn.__name__}", unknown, signature.parameters)
+    check_places(places_of(f"rawattn.{fn.__name__}", signature), args, options)
     given = signature.bind(*args, **options)
     given.apply_defaults()
     named = given.arguments

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 from rawattn._call.layout import Lengths
+from rawattn._call.places import check_places, places_of
 from rawattn._call.seq_layout import SeqLayout, bind
 from rawattn._call.structure import token
 from rawattn._interop.arrays import framework_of, is_recording, refuse_gradients
@@ -49,6 +50,7 @@ def repeating(
         parameters = signature.parameters.values()
         names = [x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD]
         count, name = len(names), ask.__name__
+        places = places_of(f"rawattn.{name}", signature)
         # By the type of the first array: what reads all of a call, without and with one to write.
         readers: dict[type, Callable[..., Read | None]] = {}
         writers: dict[type, Callable[..., Read | None]] = {}
@@ -107,6 +109,8 @@ def repeating(
         def anew(
             args: tuple[Any, ...], options: dict[str, Any], key: Any, beside: tuple[Any, ...]
         ) -> Result:
+            if len(args) != count:
+                check_places(places, args, options)
             asked = ask(*args, **options)
             inputs, targets, returned = asked.inputs, asked.targets, asked.returned
             call = asked.verb, inputs, targets, asked.options, asked.flag

@@ -17,6 +17,7 @@ from rawattn._call import pages
 from rawattn._call.gradients import Gradients, wanted
 from rawattn._call.layout import host_lengths
 from rawattn._call.options import Options
+from rawattn._call.places import says_places
 from rawattn._call.seq_layout import SeqLayout
 from rawattn._scores.score_mod import ScoreMod
 from rawattn.reference import _passes
@@ -26,6 +27,7 @@ from rawattn.reference._combine import combine as combine
 from rawattn.reference._targets import rows_of, rows_of_q, write, write_gradients
 
 
+@says_places("rawattn.reference.attention")
 def attention(
     q: Any,
     k: Any,
@@ -79,6 +81,7 @@ def attention(
     return (result, lse) if _options.flag("return_lse", return_lse) else result
 
 
+@says_places("rawattn.reference.paged_attention")
 def paged_attention(
     q: Any,
     k_pages: Any,
@@ -166,6 +169,7 @@ def _ends(starts: Any, lengths: Any) -> Any:
     return np.concatenate((starts, last)).astype(np.int64)
 
 
+@says_places("rawattn.reference.attention_backward")
 def attention_backward(
     dout: Any,
     q: Any,

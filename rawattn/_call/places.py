@@ -1,0 +1,112 @@
+"""Arguments of a call that stand where none is expected, or that are missing, told in the caller's words.
+
+Python's own message would name neither what is accepted nor what another library's argument is called here.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+from rawattn._call.hints import layout_advice, refuse_unknown
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+class Places(NamedTuple):
+    """What a function takes: by position, by position or name, by name alone, and which of all it must have."""
+
+    function: str
+    by_position: tuple[str, ...]
+    by_name: tuple[str, ...]
+    required: tuple[str, ...]
+    takes_others: bool  # which it hands on, or refuses itself
+
+
+def places_of(function: str, signature: inspect.Signature) -> Places:
+    parameters = signature.parameters.values()
+    others = any(x.kind is x.VAR_KEYWORD for x in parameters)
+    places = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    positional = tuple(x.name for x in parameters if x.kind in places)
+    named = tuple(x.name for x in parameters if x.kind is x.KEYWORD_ONLY)
+    required = tuple(
+        x.name for x in parameters if x.default is x.empty and x.name in {*positional, *named}
+    )
+    return Places(function, positional, named, required, others)
+
+
+def check_places(places: Places, args: Sequence[Any], options: Mapping[str, Any]) -> None:
+    """TypeError for too many arguments by position, and for one that must be given and is not."""
+    given = places.by_position[: len(args)]
+    surplus = len(args) > len(places.by_position)
+    missing = [name for name in places.required if name not in options and name not in given]
+    if not surplus and not missing:
+        return
+    accepted = (*places.by_position, *places.by_name)
+    # The caller's name for what is missing says most.
+    unknown = [name for name in options if name not in accepted]
+    if unknown and not places.takes_others:
+        refuse_unknown(places.function, unknown, accepted)
+    own = [name for name in places.by_position if name not in ("self", "cls")]
+    if surplus:
+        count = len(args) - len(places.by_position) + len(own)
+        if not own:
+            raise TypeError(
+                f"{places.function}: got {count} by position, expected all by name{layout_advice(args[-1])}"
+            )
+        raise TypeError(
+            f"{places.function}: got {count} arguments by position, expected {len(own)}: {', '.join(own)}; "
+            f"name the others: {', '.join(places.by_name)}"
+        )
+    names = [name for name in places.required if name in places.by_name]
+    by_name = f", and {', '.join(f'{name}=...' for name in names)}" if names else ""
+    raise TypeError(
+        f"{missing[0]}: {places.function} got none, expected {', '.join(own)}{by_name}{_packed(args)}"
+    )
+
+
+def _packed(args: Sequence[Any]) -> str:
+    """The end of a message about one array, or one tuple, in the place of three."""
+    if len(args) != 1:
+        return ""
+    if isinstance(args[0], (list, tuple)) and len(args[0]) == 3:
+        return "; of a tuple of three write *qkv"
+    shape = tuple(getattr(args[0], "shape", ()))
+    if len(shape) > 3 and shape[-3] == 3:
+        return (
+            "; a packed qkv is taken apart by *np.moveaxis(qkv, -3, 0), in torch by *qkv.unbind(-3)"
+        )
+    return ""
+
+
+def says_places(
+    function: str,
+) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
+    """Makes a function refuse misplaced, missing and unknown arguments in words of its own."""
+
+    def decorate(call: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+        signature = inspect.signature(call)
+        places = places_of(function, signature)
+        accepted = {*places.by_position, *places.by_name}
+        # One that hides its **unknown refuses these itself.
+        hands_on = bool(call.__code__.co_flags & inspect.CO_VARKEYWORDS)
+
+        plain = len(places.required) if not {*places.required} & {*places.by_name} else -1
+
+        @functools.wraps(call)
+        def checked(*args: Parameters.args, **options: Parameters.kwargs) -> Result:
+            # Most calls: that has to be fast.
+            if len(args) == plain and (hands_on or options.keys() <= accepted):
+                return call(*args, **options)
+            check_places(places, args, options)
+            if not hands_on and not options.keys() <= accepted:
+                unknown = [name for name in options if name not in accepted]
+                refuse_unknown(function, unknown, signature.parameters)
+            return call(*args, **options)
+
+        return checked
+
+    return decorate
