@@ -167,10 +167,17 @@ def _floors() -> list[HostCall]:
         floor("CuPy: a launch, an array", host_floors.launches, arrays=1),
         floor("CuPy with lse: a launch, two arrays", host_floors.launches, arrays=2),
         floor("CuPy ragged: three launches, an array", host_floors.launches, count=3, arrays=1),
-        floor("CuPy backward: three launches, four arrays", host_floors.launches, count=3, arrays=4),
+        floor(
+            "CuPy backward: three launches, four arrays", host_floors.launches, count=3, arrays=4
+        ),
         floor("torch: a launch, a tensor", host_floors.torch_launches),
         floor("torch with lse: a launch, two tensors", host_floors.torch_launches, tensors=2),
-        floor("torch backward: three launches, four tensors", host_floors.torch_launches, count=3, tensors=4),
+        floor(
+            "torch backward: three launches, four tensors",
+            host_floors.torch_launches,
+            count=3,
+            tensors=4,
+        ),
         floor("JAX jitted: one addition", host_floors.jitted),
         floor("rawattn.torch: an empty autograd.Function", host_floors.autograd, over=BOTH),
     ]
