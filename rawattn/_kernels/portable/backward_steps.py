@@ -13,6 +13,7 @@ from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import (
     backward,
     backward_options,
+    backward_sections,
     fill_padding,
     mask_tiles,
     schedule,
@@ -37,6 +38,9 @@ def steps(
     options = backward_options.Gradients(problem, operands, target, config.dbias)
     values = {**attention_params.backward(problem, structure, operands), **options.values}
     values["parts"] = shared_by
+    values["section_queries"] = backward_sections.section_queries(
+        problem, target, config, values["section_queries"], shared_by
+    )
     masks = mask_tiles.of_inner(problem, structure, operands, values, target.wave)
     packed = structs.fill(params.BACKWARD, values)
     arrays = patches(

@@ -1,0 +1,99 @@
+"""Which kv heads the backward walks together.
+
+Blocks that run at the same time should read the same queries, so kv heads come in sections of as many as the L2 cache
+has room for (kernels_cu/attn/schedule/keys.cuh). A section begins with its longest blocks, under a causal mask those of
+the first key tiles. Where sections have fewer blocks than the GPU runs at once, the longest blocks of the last one begin
+when all others are nearly done: then more heads come together.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rawattn._call.problem import Problem
+    from rawattn._kernels.portable.backward import Config
+    from rawattn._kernels.target import Target
+
+# Of a block, in turns of its walk: what it does before the first one and behind the last one.
+_AROUND = 3
+# Rounds of blocks beyond which the end of a schedule no longer matters.
+_ROUNDS = 16
+# The share of the time that is to be saved, since queries are then read from memory more often.
+_WORTH_IT = 0.03
+
+
+def section_queries(
+    problem: Problem, target: Target, config: Config, fitting: int, parts: int
+) -> int:
+    """How many rows of queries the kv heads of a section have at most.
+
+    fitting: as many as fit the L2 cache. parts: blocks that share a key tile.
+    """
+    if problem.window_right is None or problem.mask is not None:
+        return fitting
+    rows_q, rows_k = problem.rows_q, problem.rows_k
+    if problem.group:  # of all sequences; the host does not have their lengths
+        rows_q, rows_k = (max(1, rows // problem.batch) for rows in (rows_q, rows_k))
+    heads = problem.nheads_kv
+    sections = min(heads * rows_q // fitting, heads - 1) + 1
+    least = -(-heads // sections)
+    together = _heads_together(
+        *(least, heads, problem.batch),
+        _turns(problem, config, rows_q, rows_k, parts),
+        target.multiprocessors * config.blocks_per_sm,
+    )
+    return fitting if together == least else heads * rows_q // -(-heads // together) + 1
+
+
+def _turns(
+    problem: Problem, config: Config, rows_q: int, rows_k: int, parts: int
+) -> tuple[tuple[int, ...], ...]:
+    """Of each key tile, how many query tiles its blocks meet, of all heads of the group."""
+    offset = 0 if problem.top_left else rows_k - rows_q
+    group = problem.nheads_q // problem.nheads_kv
+    found = []
+    for first_key in range(0, rows_k, config.tile_k):
+        last_key = min(first_key + config.tile_k, rows_k) - 1
+        first, last = 0, rows_q - 1
+        if problem.window_right is not None:
+            first = max(first, first_key - offset - problem.window_right)
+        if problem.window_left is not None:
+            last = min(last, last_key - offset + problem.window_left)
+        tiles = last // config.tile_q - first // config.tile_q + 1 if first <= last else 0
+        parted = (tiles * (part + 1) // parts - tiles * part // parts for part in range(parts))
+        found.append(tuple(count * group for count in parted))
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=1024)
+def _heads_together(
+    least: int, heads: int, batch: int, turns: tuple[tuple[int, ...], ...], places: int
+) -> int:
+    """Heads of a section: `least`, or the fewest with which the last block ends sooner."""
+    blocks = sum(map(len, turns)) * heads
+    if least == heads or blocks > _ROUNDS * places:
+        return least
+    # The last sequences decide when the last block ends.
+    batch = min(batch, -(-_ROUNDS * places // blocks))
+    # Sections are as even as can be: other numbers of heads than these come to one of these.
+    sizes = sorted({-(-heads // count) for count in range(1, -(-heads // least) + 1)})
+    ends = {size: _end(size, heads, batch, turns, places) for size in sizes}
+    good = min(ends.values()) / (1 - _WORTH_IT)
+    return next(size for size in sizes if ends[size] <= good)
+
+
+def _end(
+    together: int, heads: int, batch: int, turns: tuple[tuple[int, ...], ...], places: int
+) -> int:
+    """When the last block ends, if each begins where one ends first."""
+    free = [0] * places
+    for _ in range(batch):
+        for first in range(0, heads, together):
+            for counts in turns:
+                for _ in range(min(together, heads - first)):
+                    for count in counts:
+                        heapq.heapreplace(free, free[0] + _AROUND + count)
+    return max(free)

@@ -1,0 +1,89 @@
+"""Which kv heads the backward walks together: `portable/backward_sections.py`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from rawattn import SeqLayout
+from rawattn._call.problem import describe
+from rawattn._kernels.operands import Operands
+from rawattn._kernels.portable import backward, backward_sections
+from rawattn._kernels.target import without_device
+
+H200 = replace(without_device("sm_90a"), multiprocessors=132)
+
+
+def _heads(
+    batch: int, heads: tuple[int, int], seqlen: int, headdim: int = 128, *, causal: bool = True
+) -> tuple[int, int]:
+    """Of a section: by the L2 cache alone, and chosen; counted as kernels_cu/attn/schedule/order.cuh does."""
+    q, k = (np.broadcast_to(np.float16(0), (batch, seqlen, each, headdim)) for each in heads)
+    problem, _ = describe(q, k, k, causal=causal)
+    config = backward.choose(problem, H200, Operands())
+    parts = backward.parts(problem, H200, config)
+    nheads_q, nheads_kv = heads
+    fitting = (32 << 20) // (8 * headdim * nheads_q // nheads_kv)
+    found = backward_sections.section_queries(problem, H200, config, fitting, parts)
+
+    def counted(section: int) -> int:
+        sections = min(nheads_kv * seqlen // section, nheads_kv - 1) + 1
+        return -(-nheads_kv // sections)
+
+    return counted(fitting), counted(found)
+
+
+# Each took 0.67 to 0.96 of the time with the heads that fit the cache, on one H200 (docs/notes/portable-backward.md).
+@pytest.mark.parametrize(
+    ("batch", "heads", "seqlen", "headdim", "together"),
+    [
+        (2, (16, 4), 4096, 128, 4),
+        (1, (32, 8), 4096, 128, 4),
+        (1, (32, 8), 8192, 128, 2),
+        (4, (32, 8), 2048, 128, 8),
+        (2, (32, 8), 4096, 64, 4),
+    ],
+)
+def test_sections_that_leave_multiprocessors_idle_are_larger(
+    batch: int, heads: tuple[int, int], seqlen: int, headdim: int, together: int
+) -> None:
+    fitting, chosen = _heads(batch, heads, seqlen, headdim)
+    assert fitting < chosen == together
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "seqlen", "causal"),
+    [
+        (1, (16, 16), 16384, True),  # enough blocks
+        (2, (16, 4), 4096, False),  # all of one length
+        (1, (8, 1), 4096, True),  # one section anyway
+        (64, (32, 32), 16384, True),
+    ],
+)
+def test_others_are_as_the_cache_wants_them(
+    batch: int, heads: tuple[int, int], seqlen: int, causal: bool
+) -> None:
+    fitting, chosen = _heads(batch, heads, seqlen, causal=causal)
+    assert fitting == chosen
+
+
+def test_blocks_end_when_they_do() -> None:
+    # Two blocks at once; of each head a long one and a short one, with 3 turns around each.
+    turns = ((7,), (1,))
+    assert backward_sections._end(1, 2, 1, turns, 2) == 14
+    assert backward_sections._end(2, 2, 1, turns, 2) == 14
+    assert backward_sections._end(1, 3, 1, turns, 2) == 24
+    assert backward_sections._end(3, 3, 1, turns, 2) == 22
+    assert backward_sections._end(1, 2, 1, ((3, 4), (1,)), 3) == 13
+
+
+def test_ragged_batches_are_judged_by_their_mean() -> None:
+    q, k = (np.broadcast_to(np.float16(0), (2 * 4096, each, 128)) for each in (16, 4))
+    seqs = SeqLayout.from_lengths([4096, 4096])
+    problem, _ = describe(q, k, k, causal=True, seqs=seqs)
+    config = backward.choose(problem, H200, Operands())
+    fitting = (32 << 20) // (8 * 128 * 4)
+    found = backward_sections.section_queries(problem, H200, config, fitting, 1)
+    assert 4 * 4096 // fitting > 0 == 4 * 4096 // found
