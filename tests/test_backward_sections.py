@@ -87,3 +87,16 @@ def test_ragged_batches_are_judged_by_their_mean() -> None:
     fitting = (32 << 20) // (8 * 128 * 4)
     found = backward_sections.section_queries(problem, H200, config, fitting, 1)
     assert 4 * 4096 // fitting > 0 == 4 * 4096 // found
+
+
+@pytest.mark.parametrize(("batch", "rows_q", "rows_k"), [(0, 128, 128), (2, 0, 128), (2, 4096, 0)])
+def test_nothing_to_walk(batch: int, rows_q: int, rows_k: int) -> None:
+    q, k = (np.broadcast_to(np.float16(0), (batch, rows, 16, 64)) for rows in (rows_q, rows_k))
+    seqs = SeqLayout.from_lengths([])
+    packed = np.zeros((0, 16, 64), np.float16)
+    for problem, _ in (
+        describe(q, k, k, causal=True),
+        describe(packed, packed, packed, causal=True, seqs=seqs),
+    ):
+        config = backward.choose(problem, H200, Operands())
+        assert backward_sections.section_queries(problem, H200, config, 3000, 1) == 3000

@@ -32,7 +32,7 @@ def section_queries(
 
     fitting: as many as fit the L2 cache. parts: blocks that share a key tile.
     """
-    if problem.window_right is None or problem.mask is not None:
+    if problem.window_right is None or problem.mask is not None or problem.batch == 0:
         return fitting
     rows_q, rows_k = problem.rows_q, problem.rows_k
     if problem.group:  # of all sequences; the host does not have their lengths
@@ -74,7 +74,7 @@ def _heads_together(
 ) -> int:
     """Heads of a section: `least`, or the fewest with which the last block ends sooner."""
     blocks = sum(map(len, turns)) * heads
-    if least == heads or blocks > _ROUNDS * places:
+    if least == heads or not 0 < blocks <= _ROUNDS * places:
         return least
     # The last sequences decide when the last block ends.
     batch = min(batch, -(-_ROUNDS * places // blocks))
