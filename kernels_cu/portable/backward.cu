@@ -66,16 +66,20 @@ constexpr int kQueriesAt = 2 * kTileK * kPitch;
 constexpr int kDoutsAt = kQueriesAt + kStages * kTileQ * kPitch;
 constexpr int kProbabilitiesAt = kDoutsAt + kStages * kTileQ * kPitch;
 constexpr int kScoreGradientsAt = kProbabilitiesAt + kTileK * kPitchP;
-constexpr int kMoreWeightsAt = kScoreGradientsAt + (kWithDq ? 2 : int(kSharesDs)) * kTileK * kPitchP;
+// And of a pair of heads, when both are there.
+constexpr int kDsBuffers = kWithDq ? 2 + int(kPairs) : int(kSharesDs);
+constexpr int kMoreWeightsAt = kScoreGradientsAt + kDsBuffers * kTileK * kPitchP;
 // Weights lie where P would, if that is no operand, and where dS comes afterwards: what a wave reads there, it
 // replaces.
 using Weights = Handover<Element, !kFromRegisters, kPitchP>;
 constexpr bool kMoreWeights = Weights::kTiles == 2 && !(kFromRegisters && kWithDq);
-// The bias, a tile of query rows for each stage, where it is copied 16 bytes at a time.
+// The bias, a tile of query rows for each stage, where it is copied 16 bytes at a time. A pair of heads has one tile, which
+// is replaced when all have read it.
 constexpr bool kBiasTile = kBiasChunks && kBias == 2 && sizeof(Element) == 2;
 constexpr int kPitchBias = padded_pitch<Element>(kTileK);
 constexpr int kBiasAt = kMoreWeightsAt + int(kMoreWeights) * kTileK * kPitchP;
-constexpr int kElementsUsed = kBiasAt + int(kBiasTile) * kStages * kTileQ * kPitchBias;
+constexpr int kBiasStages = kPairs ? 1 : kStages;
+constexpr int kElementsUsed = kBiasAt + int(kBiasTile) * kBiasStages * kTileQ * kPitchBias;
 constexpr int kStatisticsBytes = kStages * 2 * kTileQ * int(sizeof(float));
 static_assert(kElementsUsed * int(sizeof(Element)) + kStatisticsBytes == kSharedBytes,
               "the host computes the same size");
@@ -98,6 +102,7 @@ struct NoBiasGradient {
 };
 using BiasTile =
     Either<(kDbias > 0), BiasGradientTile<M, Element, kTileQ, kTileK, kPitchP, kWaves>, NoBiasGradient>::Type;
+static_assert(!kPairs || (kDbias > 0 && kArrivals < 2 && (kStages == 1 || kLateCopies)), "all have read the one bias");
 static_assert(kDbias == 0 || (kWithDq && !kRagged && !kBlockMask && !ScoreRule::kRemakes),
               "all of dS lies in shared memory, and is the gradient of what is added");
 constexpr bool kHasDerivative = ScoreRule::kHasDerivative;
@@ -202,8 +207,11 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
     }
     if constexpr (kBiasTile) {
       const int64 head = work.kv_head * group + turn.head;
-      copy_bias(elements + kBiasAt + turn.stage * kTileQ * kPitchBias, f.bias,
-                work.sequence * f.bias.batch + head / f.bias.group * f.bias.head, row, first_key, part);
+      // Of a pair the second head has the tile of the first.
+      if (!kPairs || turn.head % 2 == 0) {
+        copy_bias(elements + kBiasAt + (kPairs ? 0 : turn.stage) * kTileQ * kPitchBias, f.bias,
+                  work.sequence * f.bias.batch + head / f.bias.group * f.bias.head, row, first_key, part);
+      }
     }
     target::copy_async_commit();
   };
@@ -247,11 +255,16 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
   C gradient[kKeyBlocks][kDepthBlocks];
   UNROLL for (int m = 0; m < kKeyBlocks; m++) { UNROLL for (int d = 0; d < kDepthBlocks; d++) gradient[m][d] = C{}; }
 
+  // Of the buffers of dS, the one of the turn before.
+  const auto earlier = [](int buffer) { return kPairs ? (buffer + 2) % 3 : buffer ^ 1; };
   // dQ of a tile is computed when all of its dS is there: in the next turn. Each half of the waves does it while the
   // other has element-wise work. What dbias gets of the tile, likewise.
   const auto add_dq_of = [&](const Turn& turn, int buffer) {
-    BiasTile::give(p, work.sequence, work.kv_head * group + turn.head, query_tiles.first_row(turn.n), first_key,
-                   elements + kScoreGradientsAt + buffer * kTileK * kPitchP, wave, lane);
+    if (!kPairs || turn.head % 2 == 1) {
+      BiasTile::give(p, work.sequence, work.kv_head * group + turn.head, query_tiles.first_row(turn.n), first_key,
+                     elements + kScoreGradientsAt + buffer * kTileK * kPitchP,
+                     elements + kScoreGradientsAt + earlier(buffer) * kTileK * kPitchP, wave, lane);
+    }
     // The batch stride of lse is that of rows times heads, here as there.
     const int64 row = work.sequence * f.lse_batch + (work.q.start + query_tiles.first_row(turn.n)) * f.nheads_q;
     Dq::add(p.dq_sum + (row + work.kv_head * group + turn.head) * kDqPitch, int64(f.nheads_q) * kDqPitch,
@@ -276,7 +289,7 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
 
     C x[kKeyBlocks][kQueryBlocks];
     if (owns_dk) {
-      if (kWithDq && before.exists) add_dq_of(before, buffer ^ 1);
+      if (kWithDq && before.exists) add_dq_of(before, earlier(buffer));
       // What a row's products are less by is what they begin with: no instruction subtracts it. Dropout scales them.
       UNROLL for (int m = 0; m < kKeyBlocks; m++) {
         UNROLL for (int b = 0; b < kQueryBlocks; b++) {
@@ -309,7 +322,8 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
       }
       UNROLL for (int m = 0; m < (kPlain ? 0 : kKeyBlocks); m += kAtOnce) {
         AddedScoresOfKeys<C, kAtOnce, kQueryBlocks> added;
-        const Element* const bias = elements + kBiasAt + (turn.stage * kTileQ + columns) * kPitchBias + key + m * 16;
+        const int bias_stage = kPairs ? 0 : turn.stage;
+        const Element* const bias = elements + kBiasAt + (bias_stage * kTileQ + columns) * kPitchBias + key + m * 16;
         added.load(rule, bias, kPitchBias, first_key + key + m * 16, first_row + columns, lane);
         C derivative[kHasDerivative ? kAtOnce : 1][kHasDerivative ? kQueryBlocks : 1];
         C(&some)[kAtOnce][kQueryBlocks] = *reinterpret_cast<C(*)[kAtOnce][kQueryBlocks]>(&x[m]);
@@ -378,24 +392,24 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
         }
       }
     } else if (kWithDq && kEarlyDq && before.exists) {
-      add_dq_of(before, buffer ^ 1);
+      add_dq_of(before, earlier(buffer));
     }
     if constexpr (!kFromRegisters) target::block_sync();
     add_product<M>(gradient, x, owns_dk ? ds_tile : p_tile,
                    (owns_dk ? queries : douts) + column_wave * kDepthBlocks * 16, lane);
-    if (kWithDq && !kEarlyDq && !owns_dk && before.exists) add_dq_of(before, buffer ^ 1);
+    if (kWithDq && !kEarlyDq && !owns_dk && before.exists) add_dq_of(before, earlier(buffer));
     if (kStages == 1 && next.exists) {
       target::block_sync();
       load(next);
     }
-    if (kWithDq) buffer ^= 1;
+    if (kWithDq) buffer = kPairs ? (buffer + 1) % 3 : buffer ^ 1;
     before = turn;
     turn = next;
   }
 
   wait_copies_and_sync();
   if (kWithDq && before.exists) {
-    add_dq_of(before, buffer ^ 1);
+    add_dq_of(before, earlier(buffer));
     target::block_sync();
   }
   const float factor = kFromGradientUnit * (owns_dk ? f.scores.scale : kDropout ? f.dropout.factor : 1.0f);

@@ -5,12 +5,23 @@
 #include "target/target.cuh"
 
 // One turn of the walk: a query tile of one of the group's heads. Blocks of neighbouring key tiles begin at different
-// query tiles, so that they seldom add to the same dq at the same time.
+// query tiles, so that they seldom add to the same dq at the same time. kPairs: of two heads that share a bias the second
+// one has each query tile right after the first.
 struct Turn {
   int head, n, stage;  // n: the number of the query tile
   bool exists;
 
   DEVICE Turn next(const TileSpan& tiles, int start, int group) const {
+    if constexpr (config::kPairs) {
+      if (head % 2 == 0) return {head + 1, n, (stage + 1) % config::kStages, true};
+      Turn after{head - 1, n + 1, (stage + 1) % config::kStages, true};
+      if (after.n == tiles.end) after.n = tiles.begin;
+      if (after.n == start) {
+        after.head += 2;
+        after.exists = after.head < group;
+      }
+      return after;
+    }
     Turn after{head, n + 1, (stage + 1) % config::kStages, true};
     if (after.n == tiles.end) after.n = tiles.begin;
     if (after.n == start) after.exists = ++after.head < group;

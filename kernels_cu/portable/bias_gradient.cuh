@@ -28,39 +28,55 @@ struct BiasGradientTile {
   static constexpr int kApart = kTileQ % 32 == 0 ? 16 : 8;
   static_assert(kPieces % target::kWave == 0 && sizeof(T) == 2, "all lanes have as many pieces of 16-bit elements");
 
-  // Visits the pieces of a wave: give(query, key, keys), counted from the tile's first ones.
+  // Visits the pieces of a wave: give(query, key, load), counted from the tile's first ones. load(gradients): the piece,
+  // read by the whole wave.
   template <class Give>
-  DEVICE static void each(const T* gradients, int wave, int lane, const Give& give) {
+  DEVICE static void each(int wave, int lane, const Give& give) {
 #pragma unroll 1
     for (int unit = wave; unit < kPieces / target::kWave; unit += kWaves) {
-      EightKeys keys;
       if constexpr (M::kAccumulatorFeedsA) {
         // 16 keys, and 8 queries twice.
         const int key = unit % (kTileK / 16) * 16, n = unit / (kTileK / 16);
         const int query = kApart == 16 ? n / 2 * 32 + n % 2 * 8 : n * 16;
-        const T* const first = gradients + key * kPitch + query;
-        const auto run = [&](int row, int column) {
-          const int word = row / 8 + column / 8 * 2, pair = row % 8 / 2;
-          return first + (pair % 2 * 8 + word * 2 + row % 2) * kPitch + pair / 2 * kApart;
+        const auto load = [&](const T* gradients) {
+          const T* const first = gradients + key * kPitch + query;
+          const auto run = [&](int row, int column) {
+            const int word = row / 8 + column / 8 * 2, pair = row % 8 / 2;
+            return first + (pair % 2 * 8 + word * 2 + row % 2) * kPitch + pair / 2 * kApart;
+          };
+          const typename M::B b = M::load_b_columns_of(run, lane);
+          EightKeys keys;
+          static_assert(sizeof(b) == sizeof(keys), "an operand is eight elements");
+          UNROLL for (int i = 0; i < 4; i++) keys.pairs[i] = M::pair(b, i);
+          return keys;
         };
-        const typename M::B b = M::load_b_columns_of(run, lane);
-        static_assert(sizeof(b) == sizeof(keys), "an operand is eight elements");
-        UNROLL for (int i = 0; i < 4; i++) keys.pairs[i] = M::pair(b, i);
-        give(query + lane % 4 / 2 * kApart + lane / 4, key + lane % 2 * 8, keys);
+        give(query + lane % 4 / 2 * kApart + lane / 4, key + lane % 2 * 8, load);
       } else {
         const int piece = unit * target::kWave + lane;
         const int query = piece % kTileQ, key = piece / kTileQ * kKeys;
-        const T* const first = gradients + key * kPitch + query;
-        UNROLL for (int i = 0; i < 4; i++) {
-          keys.pairs[i] = first[2 * i * kPitch].bits | unsigned(first[(2 * i + 1) * kPitch].bits) << 16;
-        }
-        give(query, key, keys);
+        const auto load = [&](const T* gradients) {
+          const T* const first = gradients + key * kPitch + query;
+          EightKeys keys;
+          UNROLL for (int i = 0; i < 4; i++) {
+            keys.pairs[i] = first[2 * i * kPitch].bits | unsigned(first[(2 * i + 1) * kPitch].bits) << 16;
+          }
+          return keys;
+        };
+        give(query, key, load);
       }
     }
   }
 
   DEVICE static float element(const EightKeys& keys, int i) {
     return kFromGradientUnit * target::to_float(T{static_cast<unsigned short>(keys.pairs[i / 2] >> i % 2 * 16)});
+  }
+  DEVICE static EightKeys sum(const EightKeys& a, const EightKeys& b) {
+    EightKeys both;
+    UNROLL for (int i = 0; i < 4; i++) {
+      both.pairs[i] =
+          M::pack_pair(element(a, 2 * i) + element(b, 2 * i), element(a, 2 * i + 1) + element(b, 2 * i + 1));
+    }
+    return both;
   }
   // In natural units.
   DEVICE static EightKeys scaled(const EightKeys& keys) {
@@ -93,29 +109,40 @@ struct BiasGradientTile {
     }
   }
 
-  // What the dS of a tile gives, of one head.
+  // What the dS of a tile gives, of one head. kPairs: of a pair's second head, whose first head's is `other`.
   DEVICE static void give(const BackwardParams& p, int sequence, int head, int first_row, int first_key,
-                          const T* gradients, int wave, int lane) {
+                          const T* gradients, [[maybe_unused]] const T* other, int wave, int lane) {
     const Bias& bias = p.forward.bias;
     if constexpr (config::kDbias == 2) {
       const int entry = (p.dbias.batches > 1 ? sequence : 0) * p.dbias.heads + head / bias.group;
       const int64 pitch = round_up(bias.keys, 16);
       float* const sums = p.dbias.partials + (int64(entry) * bias.rows + first_row) * pitch + first_key;
-      each(gradients, wave, lane, [&](int query, int key, const EightKeys& keys) {
+      each(wave, lane, [&](int query, int key, const auto& load) {
+        const EightKeys keys = load(gradients);
+        EightKeys others;
+        if constexpr (config::kPairs) others = load(other);
         if (first_row + query >= bias.rows || first_key + key >= bias.keys) return;
         UNROLL for (int half = 0; half < 2; half++) {
           float run[4];
-          UNROLL for (int i = 0; i < 4; i++) run[i] = element(keys, half * 4 + i);
+          UNROLL for (int i = 0; i < 4; i++) {
+            run[i] = element(keys, half * 4 + i);
+            if constexpr (config::kPairs) run[i] += element(others, half * 4 + i);
+          }
           target::atomic_add(sums + query * pitch + key / 16 * 16 + summed_position(key % 16 + half * 4), run);
         }
       });
     } else {
       T* const to = of_head(p, sequence, head) + first_row * p.dbias.row + first_key;
-      const bool first = head % bias.group == 0;
-      each(gradients, wave, lane, [&](int query, int key, const EightKeys& keys) {
+      [[maybe_unused]] const bool first = head % bias.group == 0;
+      each(wave, lane, [&](int query, int key, const auto& load) {
+        const EightKeys keys = load(gradients);
+        EightKeys others;
+        if constexpr (config::kPairs) others = load(other);
         if (first_row + query >= bias.rows || first_key + key >= bias.keys) return;
         T* const at = to + query * p.dbias.row + key;
-        if (first) {
+        if constexpr (config::kPairs) {
+          target::store_once(at, sum(keys, others).pairs);
+        } else if (first) {
           target::store_once(at, scaled(keys).pairs);
         } else {
           target::add_pairs(at, scaled(keys).pairs);

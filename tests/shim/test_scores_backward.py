@@ -268,3 +268,25 @@ def test_dbias_by_the_main_kernel(
         )
     assert "rawattn_backward_bias" not in device.launched
     assert ("rawattn_backward_bias_rows" in device.launched) == (heads == 1 or batches == 1)
+
+
+@pytest.mark.parametrize("wave", [32, 64])
+@pytest.mark.parametrize("window", [None, (None, 0), (20, 3)], ids=str)
+@pytest.mark.parametrize(
+    ("nheads", "heads"), [((4, 1), 1), ((8, 2), 2), ((8, 2), 1), ((6, 2), 2)], ids=str
+)
+def test_dbias_of_heads_by_twos(
+    machine: MakeDevice,
+    nheads: tuple[int, int],
+    heads: int,
+    window: tuple[int | None, int] | None,
+    wave: int,
+) -> None:
+    """Groups of several pairs of heads that share a bias, and groups of three, which have none."""
+    device = machine(wave)
+    q = normal(2, 75, nheads[0], 16, dtype=BFLOAT16, seed=2)
+    k, v = (normal(2, 72, nheads[1], n, dtype=BFLOAT16, seed=n) for n in (16, 24))
+    with small_tiles(portable_backward=(32, 32, 1, 2, 2, 1, 1, False)):
+        bias = normal(1, heads, 75, 72, dtype=BFLOAT16)
+        verify_backward(device, "portable", q, k, v, bias=bias, window=window)
+    assert "rawattn_backward_bias_rows" in device.launched

@@ -56,6 +56,7 @@ class Config(Features):
     with_dq: bool
     accumulator_feeds_a: bool
     dbias: int = 0  # see backward_options.by_main
+    pairs: bool = False  # of heads, see backward_options.in_pairs
     split: bool = False  # a key tile has several blocks, see `parts`
     wave: int = 32
 
@@ -70,12 +71,13 @@ class Config(Features):
         elements = 2 * (self.tile_k + self.stages * self.tile_q) * (self.depth + padding)
         # P, and two of dS; without dQ one, or none where the accumulators that hold it are operands.
         from_registers = self.from_registers
-        tiles = 3 if self.with_dq else 1 + (not from_registers)
+        tiles = 3 + self.pairs if self.with_dq else 1 + (not from_registers)
         # Weights of all bits, with no room for the second half (see portable/handover.cuh).
         tiles += self.exact_weights and not (from_registers and self.with_dq)
         elements += tiles * self.tile_k * (self.tile_q + padding)
         if self.bias_chunks and itemsize == self.bias == 2:
-            elements += self.stages * self.tile_q * (self.tile_k + padding)
+            stages = 1 if self.pairs else self.stages
+            elements += stages * self.tile_q * (self.tile_k + padding)
         return elements * itemsize + self.stages * 2 * self.tile_q * 4
 
     @property
@@ -119,7 +121,7 @@ class Config(Features):
             return 1
         if not self.exact_weights:
             return 0
-        return 1 if self._exact_and_plain else 2
+        return 1 if self._exact_and_plain or self.pairs else 2
 
     @property
     def early_dq(self) -> bool:
@@ -164,7 +166,8 @@ class Config(Features):
     def summary(self) -> str:
         shape = f"{self.tile_q}x{self.tile_k} waves={self.key_waves}x{self.column_waves} stages={self.stages}"
         traits = [*features.traits(self), *([] if self.with_dq else ["without-dq"])]
-        traits += [[], ["dbias"], ["sums-of-dbias"]][self.dbias] + ["split"] * self.split
+        traits += [[], ["dbias"], ["sums-of-dbias"]][self.dbias]
+        traits += ["pairs"] * self.pairs + ["split"] * self.split
         words = ["portable backward", self.element, dims(self), shape, f"{self.copy_bytes}B"]
         return " ".join([*words, *traits])
 
@@ -240,9 +243,12 @@ def choose(problem: Problem, target: Target, operands: Operands, *, with_dq: boo
     # What becomes of scores takes registers, which the largest tile at small head dims has none left of.
     table = "16bit" if problem.plain_scores else "scored"
     dbias = backward_options.by_main(problem, operands) if with_dq else backward_options.ALONE
-    return choice.choose(
-        Config, TILES, problem, target, operands, table, with_dq=with_dq, dbias=dbias
+    pairs = backward_options.in_pairs(problem, dbias)
+    chosen = choice.choose(
+        Config, TILES, problem, target, operands, table, with_dq=with_dq, dbias=dbias, pairs=pairs
     )
+    # A pair has one tile of the bias: the next one may come when all have read this one.
+    return replace(chosen, late_copies=True) if pairs else chosen
 
 
 def choose_dq(problem: Problem, target: Target, operands: Operands) -> DqConfig:

@@ -245,6 +245,18 @@ def by_main(problem: Problem, operands: Operands) -> int:
     return SUMMED if keys % 8 == 0 else ALONE
 
 
+def in_pairs(problem: Problem, dbias: int) -> bool:
+    """Whether the main kernel, which does `dbias`, takes a group's heads by twos that share a bias.
+
+    They are of one query tile, one right after the other. What dbias gets of them is summed before it goes to memory.
+    """
+    form = problem.bias
+    if form is None or dbias == ALONE:
+        return False
+    shared = problem.nheads_q // form.shape[1]
+    return shared % 2 == 0 == problem.nheads_q // problem.nheads_kv % 2
+
+
 def choose_bias(problem: Problem, target: Target, operands: Operands) -> BiasConfig:
     """The configuration of the kernel of the gradient of the bias."""
     form = problem.bias
