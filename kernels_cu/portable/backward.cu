@@ -73,8 +73,8 @@ constexpr int kMoreWeightsAt = kScoreGradientsAt + kDsBuffers * kTileK * kPitchP
 // replaces.
 using Weights = Handover<Element, !kFromRegisters, kPitchP>;
 constexpr bool kMoreWeights = Weights::kTiles == 2 && !(kFromRegisters && kWithDq);
-// The bias, a tile of query rows for each stage, where it is copied 16 bytes at a time. A pair of heads has one tile, which
-// is replaced when all have read it.
+// The bias, a tile of query rows for each stage, where it is copied 16 bytes at a time. A pair of heads has one tile,
+// which is replaced when all have read it.
 constexpr bool kBiasTile = kBiasChunks && kBias == 2 && sizeof(Element) == 2;
 constexpr int kPitchBias = padded_pitch<Element>(kTileK);
 constexpr int kBiasAt = kMoreWeightsAt + int(kMoreWeights) * kTileK * kPitchP;

@@ -5,8 +5,8 @@
 #include "target/target.cuh"
 
 // One turn of the walk: a query tile of one of the group's heads. Blocks of neighbouring key tiles begin at different
-// query tiles, so that they seldom add to the same dq at the same time. kPairs: of two heads that share a bias the second
-// one has each query tile right after the first.
+// query tiles, so that they seldom add to the same dq at the same time. kPairs: of two heads that share a bias the
+// second one has each query tile right after the first.
 struct Turn {
   int head, n, stage;  // n: the number of the query tile
   bool exists;
