@@ -28,8 +28,8 @@ struct BiasGradientTile {
   static constexpr int kApart = kTileQ % 32 == 0 ? 16 : 8;
   static_assert(kPieces % target::kWave == 0 && sizeof(T) == 2, "all lanes have as many pieces of 16-bit elements");
 
-  // Visits the pieces of a wave: give(query, key, load), counted from the tile's first ones. load(gradients): the piece,
-  // read by the whole wave.
+  // Visits the pieces of a wave: give(query, key, load), counted from the tile's first ones. load(gradients): the
+  // piece, read by the whole wave.
   template <class Give>
   DEVICE static void each(int wave, int lane, const Give& give) {
 #pragma unroll 1
