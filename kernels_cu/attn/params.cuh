@@ -201,6 +201,8 @@ struct Sm90ForwardParams {
   int row_bound_q, row_bound_k;
   // of each head of a causal dense batch: the shortest, which come last of all
   int kept_tiles;
+  // keys in pages whose boxes bring whole rows: heads from a page to the next in the tensor maps
+  int next_page_k, next_page_v;
   StreamK stream_k;
 };
 

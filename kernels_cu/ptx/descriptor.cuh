@@ -11,12 +11,12 @@ enum class Major { K = 0, MN = 1 };
 
 // Shared-memory operand of 128-byte rows in the 128-byte swizzle; the tile starts at a multiple of 1024 bytes.
 // `leading` is the distance in bytes from one block of 64 columns to the next where the operand is MN-major, else
-// unused.
-DEVICE unsigned long long wgmma_descriptor(const void* shared, unsigned leading) {
-  constexpr unsigned long long kEightRows = 1024 >> 4;
+// unused; `eight_rows` that from eight rows to the next eight.
+DEVICE unsigned long long wgmma_descriptor(const void* shared, unsigned leading, unsigned eight_rows = 1024) {
   constexpr unsigned long long kSwizzle128 = 1ull << 62;
   const unsigned long long address = (target::shared_address(shared) >> 4) & 0x3FFF;
-  return address | static_cast<unsigned long long>(leading >> 4) << 16 | kEightRows << 32 | kSwizzle128;
+  return address | static_cast<unsigned long long>(leading >> 4) << 16 |
+         static_cast<unsigned long long>(eight_rows >> 4) << 32 | kSwizzle128;
 }
 
 }  // namespace ptx

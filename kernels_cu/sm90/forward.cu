@@ -41,8 +41,8 @@ struct Consumer {
         index(index),
         lane(target::thread_index() % 32),
         warp(target::thread_index() / 32 % 4),
-        first_keys(make_uniform_descriptor(s.keys[0], 0)),
-        first_values(make_uniform_descriptor(s.values[0], kTileK * 128)),
+        first_keys(make_uniform_descriptor(s.keys[0], 0, kNextKeys)),
+        first_values(make_uniform_descriptor(s.values[0], kNextBlock, kNextValues)),
         shared(make_uniform(target::shared_address(&s))),
         bias(s, tile_row(index * 64 + warp * 16), lane) {}
 
@@ -71,7 +71,7 @@ struct Consumer {
     ptx::wgmma_fence();
     UNROLL for (int step = 0; step < kDepthQk / 16; step++) {
       Qk::ss<ptx::Major::K, ptx::Major::K>(scores[0], q + step / 4 * (kTileRows * 8) + step % 4 * 2,
-                                           k + step / 4 * (kTileK * 8) + step % 4 * 2, step > 0);
+                                           k + step / 4 * (kNextBlock / 16) + step % 4 * 2, step > 0);
     }
     ptx::wgmma_commit();
   }
@@ -79,7 +79,9 @@ struct Consumer {
   DEVICE void start_output(C (&o)[1][kOutBlocks], const M::A (&p)[kKeyBlocks]) const {
     const unsigned long long v = of_slot<kValueBytes>(first_values, values.slot);
     ptx::wgmma_fence();
-    UNROLL for (int step = 0; step < kKeyBlocks; step++) Pv::rs<ptx::Major::MN>(o[0], p[step], v + step * 128);
+    UNROLL for (int step = 0; step < kKeyBlocks; step++) {
+      Pv::rs<ptx::Major::MN>(o[0], p[step], v + step * (2 * kNextValues / 16));
+    }
     ptx::wgmma_commit();
   }
   DEVICE void release(ptx::Mbarrier* barrier) const {

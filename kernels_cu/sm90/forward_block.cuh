@@ -55,6 +55,13 @@ constexpr int kStoredBlocksV = round_up(kHeadDimV, kStoredColumns) / kStoredColu
 constexpr int kStoredSlots = 2;
 static_assert(!kFloat8 || kPaged, "pages alone hold 8 bits");
 
+// Where a box brings whole rows, eight of them follow each other in each block of columns, and then the next eight.
+// Else all rows of a tile do.
+static_assert(!kWholeRows || (kPaged && !kFloat8 && kHeadDim % kColumns == 0 && kHeadDimV % kColumns == 0),
+              "boxes of pages do, whose rows are blocks of columns and no more");
+constexpr int kNextBlock = kWholeRows ? 1024 : kTileK * 128;  // from a block of columns to the next
+constexpr int kNextKeys = kWholeRows ? kBlocksQk * 1024 : 1024, kNextValues = kWholeRows ? kBlocksV * 1024 : 1024;
+
 constexpr int kOutputBytes = kTensorStores ? kBlocksV * kTileRows * 128 : 0;
 
 // A bias that the copy engine brings comes in boxes of kColumns keys: of kBiasRows query rows, 1 where all rows share

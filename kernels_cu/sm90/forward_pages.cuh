@@ -30,15 +30,17 @@ struct KeyTileLoader {
   PageTable table;
   Reach<kLimited> reach;
   int length, lane;
+  int next_page;  // heads from a page to the next, where boxes bring whole rows; else pages are counted
   int page, at;   // of the lane's box
   int tile, box;  // in this tile, counted from the first one that was found with it
   int ahead = 0;  // tiles that are found
 
-  DEVICE KeyTileLoader(const Sm90ForwardParams& p, const WorkTile& work, int lane)
+  DEVICE KeyTileLoader(const Sm90ForwardParams& p, const WorkTile& work, int next_page, int lane)
       : table(page_table(p.forward.pages, work.sequence, work.k)),
         reach(Visible(p.forward, work.q.length, work.k.length), first_query(work), last_query(work)),
         length(work.k.length),
         lane(lane),
+        next_page(kWholeRows ? next_page : 1),
         box(lane % kBoxes) {}
 
   // Of key tile n, which is loaded next, and of some behind it in front of `end`.
@@ -47,13 +49,13 @@ struct KeyTileLoader {
     if (--ahead >= 0) return;
     ahead = kAtOnce - 1;
     tile = lane / kBoxes;
-    page = static_cast<int>(table.pages);
+    page = static_cast<int>(table.pages) * next_page;
     at = 0;
     if (tile >= kAtOnce || n + tile >= end) return;
     const int key = key_tiles.first_key(n + tile) + box * kRows;
     if (!reach.meets(key, kRows, length)) return;
     const int place = table.place(key);
-    page = static_cast<int>(table.page(place));
+    page = static_cast<int>(table.page(place)) * next_page;
     at = key - place * table.rows;
   }
 
@@ -65,6 +67,10 @@ struct KeyTileLoader {
     target::wave_sync();
     if (lane == 0) ptx::mbarrier_arrive_expect(barrier, kBlocks * kTileK * 128);
     if (tile != 0) return;
+    if constexpr (kWholeRows) {
+      ptx::copy_tensor_5d(shared + box * kRows / 8 * kBlocks * 1024, map, barrier, 0, 0, 0, at / 8, page + head);
+      return;
+    }
     UNROLL for (int b = 0; b < kBlocks; b++) {
       ptx::copy_tensor_5d(shared + (b * kTileK + box * kRows) * 128, map, barrier, b * kStoredColumns, at, head, 0,
                           page);
@@ -81,7 +87,7 @@ template <>
 struct KeyTileLoader<0> {
   MapRows rows;
 
-  DEVICE KeyTileLoader(const Sm90ForwardParams& p, const WorkTile& work, int)
+  DEVICE KeyTileLoader(const Sm90ForwardParams& p, const WorkTile& work, int, int)
       : rows(map_rows(work, work.k, p.row_bound_k)) {}
 
   DEVICE static void find(const Keys&, int, int) {}

@@ -68,7 +68,7 @@ DEVICE void produce(const Sm90ForwardParams& p, const Maps& maps, SharedMemory& 
     const MapRows q_rows = map_rows(work, work.q, p.row_bound_q);
     // At a sequence's end a later block of the cluster may have no rows of its own.
     const int first_row = kCluster == 1 || first_query(work) < work.q.length ? first_query(work) : 0;
-    KeyTileLoader<kPageRows> loader(p, work, lane);
+    KeyTileLoader<kPageRows> loader(p, work, p.next_page_k, lane);
     const auto load_values = [&](int first_key) {
       if constexpr (kValuesApart) return;
       ptx::mbarrier_wait(&barriers.values_empty[values.slot], values.parity ^ 1);
@@ -130,7 +130,7 @@ DEVICE void produce_values(const Sm90ForwardParams& p, const Maps& maps, SharedM
     const Keys key_tiles = key_tiles_of(p.forward, work);
     const TileSpan span = span_of_item(key_tiles, work);
     const int kv_head = work.head / (p.forward.nheads_q / p.forward.nheads_kv);
-    KeyTileLoader<kPageRows> loader(p, work, lane);
+    KeyTileLoader<kPageRows> loader(p, work, p.next_page_v, lane);
 #pragma unroll 1
     for (int n = span.begin; n < span.end; n++) {
       loader.find(key_tiles, n, span.end);

@@ -13,7 +13,8 @@ constexpr int kCleaned = 8;  // the named barrier kCleaned + c: consumer c's val
 
 DEVICE void clear_value(SharedMemory& s, int slot, int row) {
   UNROLL for (int block = 0; block < kBlocksV; block++) {
-    Chunk<16>* const at = reinterpret_cast<Chunk<16>*>(s.values[slot] + (block * kTileK + row) * 128);
+    unsigned char* const first = s.values[slot] + block * kNextBlock + row / 8 * kNextValues + row % 8 * 128;
+    Chunk<16>* const at = reinterpret_cast<Chunk<16>*>(first);
     UNROLL for (int n = 0; n < 8; n++) at[n] = {0, 0, 0, 0};
   }
 }

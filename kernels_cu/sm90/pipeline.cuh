@@ -44,8 +44,8 @@ struct SwizzledBytes<0> {};
 // What went through a shuffle the compiler cannot compute anew: it stays in a uniform register. Else descriptors and
 // addresses would be computed from the start of shared memory for every tile of keys, while products wait for them.
 DEVICE unsigned make_uniform(unsigned x) { return static_cast<unsigned>(target::wave_uniform(static_cast<int>(x))); }
-DEVICE unsigned long long make_uniform_descriptor(const void* shared, unsigned leading) {
-  const unsigned long long descriptor = ptx::wgmma_descriptor(shared, leading);
+DEVICE unsigned long long make_uniform_descriptor(const void* shared, unsigned leading, unsigned eight_rows) {
+  const unsigned long long descriptor = ptx::wgmma_descriptor(shared, leading, eight_rows);
   return descriptor >> 32 << 32 | make_uniform(static_cast<unsigned>(descriptor));
 }
 

@@ -220,6 +220,11 @@ SM90_FORWARD = _struct(
         "kept_tiles",
         "of each head of a causal dense batch: the shortest, which come last of all",
     ),
+    (
+        "int",
+        "next_page_k, next_page_v",
+        "keys in pages whose boxes bring whole rows: heads from a page to the next in the tensor maps",
+    ),
     (_STREAM_K, "stream_k", ""),
 )
 _BIAS_GRADIENT = _struct(

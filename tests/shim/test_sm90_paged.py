@@ -36,6 +36,32 @@ def test_pages(hopper: MakeDevice, page_size: int, shape: Any) -> None:
     verify_sm90(hopper(2), call, shape, on_device=True)
 
 
+# Heads of a page side by side or one behind the other, one head, one page; blocks of columns, more of keys or of values.
+@pytest.mark.parametrize(
+    ("page_size", "dims", "heads", "heads_first"),
+    [
+        (8, (128, 64), (4, 2), False),
+        (16, (128, 128), (2, 1), False),
+        (24, (64, 128), (3, 3), True),
+        (64, (192, 128), (2, 2), True),
+        (1000, (128, 128), (2, 1), True),
+    ],
+)
+def test_boxes_of_whole_rows(
+    hopper: MakeDevice,
+    page_size: int,
+    dims: tuple[int, int],
+    heads: tuple[int, int],
+    heads_first: bool,
+) -> None:
+    lens = (70,) if page_size == 1000 else (70, 3, 129)
+    call = paged(lens, page_size, rows=40, dims=dims, heads=heads, heads_first=heads_first)
+    for seed, options in enumerate(({"causal": True}, {"window": (20, 4)}), 1):
+        device = hopper(seed)
+        verify_sm90(device, call, LATE, **options)
+        assert any(" whole" in each for each in device.summaries)
+
+
 @pytest.mark.parametrize("shape", exhaustive.thin(zip(SHAPES), 2), ids=str)
 @pytest.mark.parametrize("align", ["bottom-right", "top-left"])
 @pytest.mark.parametrize(

@@ -126,7 +126,11 @@ def choose(problem: Problem, target: Target, operands: Operands) -> Config:
     )
     config = with_room(config, target)
     if problem.pages is not None:
-        config = replace(config, page_rows=math.gcd(problem.pages.page_size, config.tile_k))
+        config = replace(
+            config,
+            page_rows=math.gcd(problem.pages.page_size, config.tile_k),
+            whole_rows=next_pages(problem, operands) is not None,
+        )
     return with_bias(config, problem, target, operands)
 
 
@@ -161,6 +165,29 @@ def with_bias(config: Config, problem: Problem, target: Target, operands: Operan
         if brought.shared_bytes <= target.shared_limit:
             return brought
     return config
+
+
+def next_pages(problem: Problem, operands: Operands) -> tuple[int, int] | None:
+    """Heads from a page of keys to the next, and of values, as one axis of a tensor map counts both.
+
+    None where boxes cannot bring whole rows: an array has other strides, rows end inside a block of 64 columns or are no more
+    than one, or tiles of 8 bits are to be converted.
+    """
+    form = problem.pages
+    dims = problem.headdim, problem.headdim_v
+    if form is None or problem.float8 or any(dim % 64 for dim in dims) or max(dims) == 64:
+        return None
+    found = []
+    for name in KEYS[True]:
+        page, _, head = operands.strides[name][:3]
+        apart, rest = problem.nheads_kv, 0
+        if problem.nheads_kv > 1 and form.num_pages > 1:
+            apart, rest = divmod(page, head)
+        if rest or apart < problem.nheads_kv or apart * (form.num_pages + 1) > MAX_PAGES:
+            return None
+        found.append(apart)
+    keys, values = found
+    return keys, values
 
 
 def shareable(problem: Problem) -> bool:

@@ -50,6 +50,7 @@ class Config(Features):
     tensor_stores: bool  # by the copy engine, through a place in shared memory
     stream_k: bool  # the keys of the last query tiles, among all blocks
     page_rows: int = 0  # of a box of keys or values, where those are in pages
+    whole_rows: bool = False  # in it, else 64 columns of each
     # Of a bias that the copy engine brings, in boxes of 64 keys: 0 where lanes read it from memory.
     bias_rows: int = 0  # of each head in a box
     bias_heads: int = 0
@@ -142,7 +143,7 @@ class Config(Features):
         if self.bias_stages:
             traits.append(f"bias_boxes={self.bias_rows}x{self.bias_heads}s{self.bias_stages}")
         if self.page_rows:
-            traits.append(f"page_rows={self.page_rows}")
+            traits.append(f"page_rows={self.page_rows}" + " whole" * self.whole_rows)
         if self.tensor_stores:
             traits.append("tensor_stores")
         if self.stream_k:

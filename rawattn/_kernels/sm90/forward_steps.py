@@ -64,6 +64,13 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
         "row_bound_q": row_bound(problem.rows_q),
         "row_bound_k": row_bound(problem.rows_k),
         # The line of what is shared out ends the schedule.
+        **dict(
+            zip(
+                ("next_page_k", "next_page_v"),
+                forward.next_pages(problem, operands) or (0, 0),
+                strict=True,
+            )
+        ),
         "kept_tiles": 0 if shared else kept_tiles(problem, config, min(whole, clusters)),
     }
     addresses = {f"forward__{name}": own for name, own in names.items()} | {"forward__lse": "lse"}
@@ -187,7 +194,8 @@ def tensor_maps(problem: Problem, config: Config, operands: Operands) -> dict[st
         )
         for name, (headdim, box_rows, box_heads) in queries.items()
     }
-    keys = maps_of_keys(problem, operands, config.page_rows or config.tile_k)
+    next_pages = forward.next_pages(problem, operands) if config.whole_rows else None
+    keys = maps_of_keys(problem, operands, config.page_rows or config.tile_k, next_pages)
     maps = {"q": maps.pop("q"), **dict(zip("kv", (each for _, each in keys), strict=True)), **maps}
     if config.bias_stages:
         maps["bias"] = bias_boxes.geometry(problem, operands, config.bias_boxes)
@@ -195,13 +203,21 @@ def tensor_maps(problem: Problem, config: Config, operands: Operands) -> dict[st
 
 
 def maps_of_keys(
-    problem: Problem, operands: Operands, box_rows: int
+    problem: Problem,
+    operands: Operands,
+    box_rows: int,
+    next_pages: tuple[int, int] | None = None,
 ) -> tuple[tuple[str, Geometry], ...]:
-    """Of keys and of values, in rows or pages: the name of the array, its map."""
+    """Of keys and of values, in rows or pages: the name of the array, its map. next_pages: where boxes bring whole rows."""
     found = []
     dims = problem.headdim, problem.headdim_v
-    for name, headdim in zip(KEYS[problem.pages is not None], dims, strict=True):
+    for n, (name, headdim) in enumerate(zip(KEYS[problem.pages is not None], dims, strict=True)):
         strides = operands.strides[name]
+        if next_pages is not None:
+            found.append(
+                (name, whole_rows_of_pages(problem, strides, headdim, box_rows, next_pages[n]))
+            )
+            continue
         if problem.pages is not None:
             found.append((name, geometry_of_pages(problem, strides, headdim, box_rows)))
             continue
@@ -257,6 +273,29 @@ def geometry_of_pages(problem: Problem, strides: Strides, headdim: int, box_rows
             _legal(page_stride, form.num_pages),
         ),
         box=(128 if problem.float8 else 64, box_rows, 1, 1, 1),
+        origin=0,
+    )
+
+
+def whole_rows_of_pages(
+    problem: Problem, strides: Strides, headdim: int, box_rows: int, next_page: int
+) -> Geometry:
+    """The same for boxes of whole rows: axes (column of a block, row of eight, block of columns, eight rows, head and page).
+
+    Every page has `next_page` heads in the last axis, of which those behind the array's are never asked for.
+    """
+    form = problem.pages
+    assert form is not None
+    page_stride, row_stride, head_stride = strides[:3]
+    if problem.nheads_kv == 1:
+        head_stride = page_stride
+    row_stride = _legal(row_stride, form.page_size)
+    heads = next_page * (form.num_pages - 1) + problem.nheads_kv
+    return Geometry(
+        dtype=problem.dtype,
+        dims=(64, 8, headdim // 64, form.page_size // 8, heads),
+        strides=(row_stride, 128, 8 * row_stride, _legal(head_stride, heads)),
+        box=(64, 8, headdim // 64, box_rows // 8, 1),
         origin=0,
     )
 
