@@ -49,6 +49,7 @@ from tests.tiles import (
     repacking,
     shared_limit,
     sharing,
+    sharing_by_length,
     sharing_in_clusters,
     tensor_stores,
     tile_shapes,
@@ -154,6 +155,7 @@ def matrix() -> list[Step]:
             steps.append(Step(dense("shared", 1, 500, 600 + n, **knobs), around=around))
     knobs = {"nheads_q": 8, "nheads_kv": 2, "causal": True}
     steps.append(Step(dense("shared-causal", 1, 200, 900, **knobs), around=sharing))
+    steps.append(Step(dense("by-length", 1, 1200, 1200, **knobs), around=sharing_by_length))
     lens = (150, 9, 0), (700, 500, 40)
     steps.append(Step(ragged("shared-ragged", *lens, **knobs, on_device=True), around=sharing))
     steps.append(Step(dense("kept", 5, 600, 600, nheads_q=14, nheads_kv=14, causal=True)))

@@ -16,6 +16,7 @@ from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import backward as portable_backward
 from rawattn._kernels.portable import forward as portable_forward
 from rawattn._kernels.selection import only, using_tiles
+from rawattn._kernels.sm90 import filling
 from rawattn._kernels.sm90 import forward as sm90_forward
 from rawattn._kernels.target import SHARED_LIMIT, Target
 from rawattn._runtime import kernel, on_gpu
@@ -90,14 +91,24 @@ def repacking() -> Iterator[None]:
 
 
 @contextmanager
-def sharing() -> Iterator[None]:
-    """Makes Hopper's forward share its last tiles out by keys wherever blocks would be idle otherwise."""
+def sharing(alike: bool = True) -> Iterator[None]:
+    """Makes Hopper's forward share its last tiles out by keys wherever blocks would be idle otherwise.
+
+    alike: unlike tiles are taken to be alike; else alike ones to be unlike, so that causal ones count by their keys.
+    """
     with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(filling, "ALIKE", 0 if alike else 2))
         stack.enter_context(mock.patch.object(sm90_forward, "_equal", return_value=True))
-        least = {"STREAM_K_SEQLEN": 1, "WORTH_SHARING": 0, "LEAST_PIECE": 1, "ALIKE": 0}
+        least = {"STREAM_K_SEQLEN": 1, "UNLIKE_SEQLEN": 1, "WORTH_SHARING": 0, "LEAST_PIECE": 1}
         for name, value in least.items():
             stack.enter_context(mock.patch.object(sm90_forward, name, value))
         stack.enter_context(nothing_prepared())
+        yield
+
+
+@contextmanager
+def sharing_by_length() -> Iterator[None]:
+    with sharing(alike=False):
         yield
 
 

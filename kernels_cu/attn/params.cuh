@@ -185,6 +185,9 @@ struct ForwardParams {
 struct StreamK {
   // of a dense batch
   int tiles, piece, units;
+  // of one whose tiles are unlike: query tiles of each head in the line, the longest, and pieces of the line; no rows
+  // where tiles are alike
+  int rows, pieces;
   // of a ragged one: key tiles by which a piece must be shorter than a tile, and which it has at least
   int least_gain, least_piece;
 };

@@ -16,7 +16,7 @@ DEVICE void find(WorkTile& work, const Sm90ForwardParams& p, int64 index) {
     if (work.exists) work.k.length = length_in_pages(p.forward.pages, work.sequence, work.k.length);
   }
 }
-DEVICE void find(WorkTile& work, const Sm90ForwardParams& p, int64 index, bool) { find(work, p, index); }
+DEVICE void find(WorkTile& work, const Sm90ForwardParams& p, int64 index, int) { find(work, p, index); }
 DEVICE StreamLine stream_line(const Sm90ForwardParams& p, int64 index) {
   if constexpr (kRagged) {
     const unsigned workers = static_cast<unsigned>(target::grid_size()) / kCluster;
@@ -29,16 +29,25 @@ DEVICE StreamLine stream_line(const Sm90ForwardParams& p, int64 index) {
     return StreamLine::of_dense<kClusterQ, kHeadsPerTile>(p.forward, p.stream_k);
   }
 }
-DEVICE void find(WorkItem& work, const Sm90ForwardParams& p, int64 index, bool second) {
-  index = stream_line(p, index).find(work, index, second);
-  ptx::read_anew();
-  find(static_cast<WorkTile&>(work), p, index);
+DEVICE void find(WorkItem& work, const Sm90ForwardParams& p, int64 index, int at) {
+  if (kUnlike && p.stream_k.rows > 0) {
+    const UnlikeLine<kClusterQ, kHeadsPerTile> line{p.forward, p.stream_k};
+    line.find(work, index, at, [&](const WorkTile& tile) {
+      const int count = key_tiles_of(p.forward, tile).count();
+      return count > 0 ? count : 1;
+    });
+  } else {
+    index = stream_line(p, index).find(work, index, at);
+    ptx::read_anew();
+    find(static_cast<WorkTile&>(work), p, index);
+  }
   if (!work.exists) return;
   const TileSpan all = key_tiles_of(p.forward, work);
   work.keys = work.whole ? all : part_of(all, work.keys.begin, work.keys.end, work.units);
 }
-DEVICE bool goes_on(const WorkItem& work) { return work.goes_on; }
-DEVICE bool goes_on(const WorkTile&) { return false; }
+// Where the piece goes on in the line; negative where it does not.
+DEVICE int next_item(const WorkItem& work) { return work.goes_on ? work.behind() : -1; }
+DEVICE int next_item(const WorkTile&) { return -1; }
 
 DEVICE void produce(const Sm90ForwardParams& p, const Maps& maps, SharedMemory& s, int lane) {
   const bool leads = kProducerLanes == 1 || lane == 0;
@@ -49,18 +58,18 @@ DEVICE void produce(const Sm90ForwardParams& p, const Maps& maps, SharedMemory& 
   Tickets<kCluster> tickets(p.next_work, s.tickets);
   unsigned queries_parity = 0;
   int64 index = target::block_index() / kCluster;
-  bool second = false;  // of the two items that a ticket may stand for
+  int at = -1;  // in the line, of those items behind the first one that a ticket may stand for
   for (;;) {
     ptx::mbarrier_wait(&s.work_empty[slot.slot], slot.parity ^ 1);
     Item& work = s.work[slot.slot];
     if (leads) {
-      find(work, p, index, second);
+      find(work, p, index, at);
       ptx::mbarrier_arrive(&s.work_full[slot.slot]);
     }
     // All lanes have read the other slot before it is written again: they come here for this one first.
     if constexpr (kProducerLanes > 1) target::wave_sync();
     slot.advance();
-    if (!second) tickets.spent();
+    if (at < 0) tickets.spent();
     if (!work.exists) break;
     const Keys key_tiles = key_tiles_of(p.forward, work);
     const TileSpan span = span_of_item(key_tiles, work);
@@ -99,8 +108,8 @@ DEVICE void produce(const Sm90ForwardParams& p, const Maps& maps, SharedMemory& 
       before = first_key;
       if (n + 1 < span.end) first_key = key_tiles.first_key(n + 1);
     }
-    second = goes_on(work);
-    if (second) {
+    at = next_item(work);
+    if (at >= 0) {
       if (has_tiles(span)) load_values(before);
       continue;
     }

@@ -195,6 +195,12 @@ _STREAM_K = _struct(
     ("int", "tiles, piece, units", "of a dense batch"),
     (
         "int",
+        "rows, pieces",
+        "of one whose tiles are unlike: query tiles of each head in the line, the longest, and pieces of the line; no rows "
+        "where tiles are alike",
+    ),
+    (
+        "int",
         "least_gain, least_piece",
         "of a ragged one: key tiles by which a piece must be shorter than a tile, and which it has at least",
     ),

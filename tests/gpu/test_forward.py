@@ -26,6 +26,7 @@ from tests.tiles import (
     repacking,
     shared_limit,
     sharing,
+    sharing_by_length,
     sharing_in_clusters,
     tensor_stores,
     tile_shapes,
@@ -173,6 +174,28 @@ def test_unlike_tiles_shared_out_by_keys(headdim: int) -> None:
             verify(case, CUPY)
             if compiler.device_arch(0) == sm90_forward.ARCH:
                 assert _last_call().prepared.config.stream_k
+
+
+@pytest.mark.parametrize("headdim", [64, 96, 128, 192, 256])
+def test_causal_tiles_shared_out_by_their_length(headdim: int) -> None:
+    """One head and several, of one sequence and more, in rows that see no keys too."""
+    with only("sm90"), sharing_by_length():
+        for batch, rows_q, rows_k, nheads in (
+            (1, 1500, 1500, 1),
+            (2, 700, 900, 3),
+            (1, 900, 500, 2),
+        ):
+            knobs = {"nheads_q": nheads, "nheads_kv": nheads, "headdim": headdim}
+            verify(dense("by-length", batch, rows_q, rows_k, **knobs, causal=True), CUPY)
+            if compiler.device_arch(0) == sm90_forward.ARCH:
+                assert _last_launch("stream_k")["rows"] > 0
+
+
+def test_few_causal_heads_are_shared_out() -> None:
+    """What calls choose by themselves."""
+    verify(dense("few", 1, 4096, 4096, nheads_q=2, nheads_kv=2, causal=True), CUPY)
+    if compiler.device_arch(0) == sm90_forward.ARCH:
+        assert _last_launch("stream_k")["rows"] > 0
 
 
 def test_long_keys_are_shared_out() -> None:

@@ -17,7 +17,7 @@ from tests.cases import Case
 from tests.shim.cells import Cell, call_of
 from tests.shim.launch import Machine
 from tests.shim.shim import Builder
-from tests.tiles import sharing, tensor_stores
+from tests.tiles import sharing, sharing_by_length, tensor_stores
 
 
 class Sm90Tiles(NamedTuple):
@@ -46,13 +46,15 @@ class Sm90Tiles(NamedTuple):
 class Sm90Cell(Cell):
     """blocks: how many the GPU holds at once; seed: one more order of turns and arrivals.
 
-    stream_k: the last tiles by keys wherever a block would be idle otherwise, unlike ones too.
+    stream_k: the last tiles by keys wherever a block would be idle otherwise, unlike ones too; by_length: causal ones as
+    long as they are.
     """
 
     shape: Sm90Tiles | None = None
     kept_tiles: int | None = None
     blocks: int = 2
     stream_k: bool = False
+    by_length: bool = False
     seed: int = 0
 
     def __str__(self) -> str:
@@ -62,13 +64,16 @@ class Sm90Cell(Cell):
         knobs += [f"kept{self.kept_tiles}"] if self.kept_tiles is not None else []
         knobs += [f"blocks{self.blocks}"] if self.blocks != 2 else []
         knobs += ["shared"] if self.stream_k else []
+        knobs += ["by-length"] if self.by_length else []
         knobs += [f"seed{self.seed}"] if self.seed else []
         knobs += ["checked"] if self.checked else []
         return "-".join(knobs)
 
     @property
     def around(self) -> AbstractContextManager[None]:
-        return sharing() if self.stream_k else nullcontext()
+        if not self.stream_k:
+            return nullcontext()
+        return sharing_by_length() if self.by_length else sharing()
 
     @cached_property
     def config(self) -> sm90_forward_config.Config:

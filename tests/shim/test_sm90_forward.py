@@ -334,6 +334,16 @@ def cells_of_unlike_tiles(shapes: Iterable[Sm90Tiles], blocks: Iterator[int]) ->
     )  # fmt: skip
     for case, shape in itertools.product(calls, shapes):
         yield Sm90Cell(case=case, shape=shape, blocks=next(blocks), stream_k=True)
+    # Lines of all tiles and of the longest alone, pieces of several tiles, tiles without keys, neighbours of a cluster.
+    by_length = (
+        *(calls[0], calls[1], calls[2], calls[5]),
+        dense("share-limit", 1, 170, 160, **heads, window=(None, 9)),
+        dense("share-batches", 3, 100, 100, **heads, causal=True, dtype="float16", layout="bhsd"),
+        dense("share-small", 1, 33, 33, **heads, causal=True),
+    )
+    for case, shape in itertools.product(by_length, shapes):
+        for count in (next(blocks), 2 * next(blocks) + 5):
+            yield Sm90Cell(case=case, shape=shape, blocks=count, stream_k=True, by_length=True)
 
 
 def applies(case: Case) -> bool:

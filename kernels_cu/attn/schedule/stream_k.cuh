@@ -9,6 +9,9 @@
 // that part of the key tiles. So a piece is found by a division where tiles are unlike, and takes at most as long as
 // its units would of the longest tile. Units are so many that pieces are whole numbers of them: no remainder moves the
 // pieces' ends past those of tiles, where an item of few keys would cost its beginning and ending.
+//
+// Where the tiles of a dense batch are too unlike for that, as causal ones of few heads are, a line has the longest of
+// them, each as long as it has key tiles, and whole tiles come behind it: see UnlikeLine.
 #pragma once
 
 #include "attn/params.cuh"
@@ -22,7 +25,19 @@ struct WorkItem : WorkTile {
   bool goes_on;      // the piece, in the next query tile
   int split_index;   // of the query tile among those that are split
   int item;          // in the order of keys. Those of one query tile follow each other
-  int units, piece;  // of the line
+  int start, units;  // where the query tile begins in the line, and how long it is there
+  int piece;         // units of a piece
+
+  DEVICE int behind() const { return start + units; }
+
+  // The item from unit `begin` of the line on, in piece number `index`, which ends in front of `end`. The query tile is
+  // told. Which of its units the item has, `keys` says.
+  DEVICE void cut(int index, int begin, int end) {
+    item = index + split_index;
+    keys = {begin > start ? begin - start : 0, end < behind() ? end - start : units};
+    goes_on = end > behind();
+    whole = keys.begin == 0 && keys.end == units;
+  }
 };
 
 // The query tiles that are split, behind `whole` others.
@@ -57,24 +72,69 @@ struct StreamLine {
     return {all, 0, 1, 1};
   }
 
-  // Finds what is at an index, of the two items of a piece the first or the `second`: which units, as its `keys`, of
-  // the query tile at the index that is returned.
-  DEVICE int64 find(WorkItem& work, int64 index, bool second) const {
+  // Finds what is at an index, where a piece goes on from unit `at` of the line, or begins if that is negative: which
+  // units, as its `keys`, of the query tile at the index that is returned.
+  DEVICE int64 find(WorkItem& work, int64 index, int at) const {
     work.goes_on = false;
     work.whole = true;
     if (tiles == 0 || index < whole) return index;
     const int length = tiles * units;
-    const int begin = static_cast<int>(clamp((index - whole) * piece, 0, length));
-    const int end = length - begin < piece ? length : begin + piece;
-    work.split_index = begin / units + second;
-    work.item = static_cast<int>(index - whole) + work.split_index;
+    const int first = static_cast<int>(clamp((index - whole) * piece, 0, length));
+    const int begin = at < 0 ? first : at;
+    work.split_index = begin / units;
+    work.start = work.split_index * units;
     work.units = units;
     work.piece = piece;
-    const int first = work.split_index * units;
-    work.keys = {begin > first ? begin - first : 0, end - first < units ? end - first : units};
-    work.goes_on = end - first > units;
-    work.whole = begin <= first && end - first >= units;
+    work.cut(static_cast<int>(index - whole), begin, length - first < piece ? length : first + piece);
     return whole + work.split_index;
+  }
+};
+
+// A dense batch by the length of its query tiles: a row of it are those of one number in all heads of all sequences,
+// which are equally long. A line has the longest rows, whose tiles are longer than what is fair, in pieces of that; the
+// others' tiles come whole, behind all pieces, and go to whoever is done.
+template <int kTileQ, int kHeads>
+struct UnlikeLine {
+  const ForwardParams& p;
+  const StreamK& stream_k;
+
+  // Finds what is at an index, as StreamLine does. units_of(tile): of a query tile of that number, one or more.
+  template <class UnitsOf>
+  DEVICE void find(WorkItem& work, int64 index, int at, const UnitsOf& units_of) const {
+    const int nheads = p.nheads_q / kHeads, each = p.batch * nheads;
+    const int last = static_cast<int>((p.q_side.rows + kTileQ - 1) / kTileQ) - 1;
+    int row, head;
+    work.goes_on = false;
+    work.whole = true;
+    work.exists = true;
+    work.q = {0, static_cast<int>(p.q_side.rows)};
+    work.k = {0, static_cast<int>(p.k_side.rows)};
+    if (index >= stream_k.pieces) {
+      const int64 tile = index - stream_k.pieces;
+      row = stream_k.rows + static_cast<int>(tile / each);
+      head = static_cast<int>(tile % each);
+      work.exists = row <= last;
+      work.tile = last - row;
+    } else {
+      const int first = static_cast<int>(index) * stream_k.piece;
+      const int begin = at < 0 ? first : at;
+      work.start = 0;
+      for (row = 0;; row++) {
+        work.tile = last - row;
+        work.units = units_of(work);
+        if (row + 1 == stream_k.rows || begin < work.start + each * work.units) break;
+        work.start += each * work.units;
+      }
+      head = (begin - work.start) / work.units;
+      const int end = work.start + each * work.units;
+      work.start += head * work.units;
+      work.split_index = row * each + head;
+      work.piece = stream_k.piece;
+      const bool last_piece = row + 1 == stream_k.rows && first + stream_k.piece > end;
+      work.cut(static_cast<int>(index), begin, last_piece ? end : first + stream_k.piece);
+    }
+    work.sequence = head / nheads;
+    work.head = head % nheads * kHeads;
   }
 };
 
@@ -93,6 +153,5 @@ DEVICE TileSpan part_of(const TileSpan& all, int from, int to, int units) {
 // The items of an item's query tile: [begin, end).
 DEVICE TileSpan items_of(const WorkItem& work) {
   // Of two neighbours the second is in the next piece, or in the next query tile, or both: that many further.
-  const int first = work.split_index * work.units, last = first + work.units - 1;
-  return {first / work.piece + work.split_index, last / work.piece + work.split_index + 1};
+  return {work.start / work.piece + work.split_index, (work.behind() - 1) / work.piece + work.split_index + 1};
 }

@@ -35,6 +35,8 @@ _MASKED_KEYS = 16
 _SPARED = 0.56
 # What merging the items of the last tiles adds to a call, likewise in keys.
 _MERGE_KEYS = 1024
+# How long the shortest query tile must be over the longest for them to be alike.
+ALIKE = 0.75
 # Of more tiles the last round says little.
 _MOST_SIMULATED = 2048
 
@@ -50,7 +52,8 @@ def duration(
     """In the time that a tile of two consumers takes for a key.
 
     fields: of a row of the tile tables; heads: whose rows share a tile; blocks: that a multiprocessor runs at once;
-    shared: the tiles behind whole rounds are shared out by keys. Sequences are taken to be as long as they may be.
+    shared: the tiles behind whole rounds are shared out by keys, or of unlike ones all that are longer than is fair.
+    Sequences are taken to be as long as they may be.
     """
     rows = 64 * fields["consumers"]
     blocks = max(1, min(blocks, -(-count(problem, rows, heads) // multiprocessors)))
@@ -60,7 +63,13 @@ def duration(
     if len(times) > _MOST_SIMULATED:
         return sum(times) / workers + times[0] / 2
     merging = 0.0
-    if shared and (rest := len(times) % workers):
+    if shared and by_length(problem):
+        fair = sum(times) / workers
+        if fair < times[0]:
+            pace = _of_headdim(_TIMES, problem)[fields["consumers"]]
+            begin = _of_headdim(_BEGIN_KEYS, problem)[fields["consumers"]]
+            return fair + begin + _MERGE_KEYS * pace
+    elif shared and (rest := len(times) % workers):
         line = times[-rest:]
         times[-rest:] = [line[0] * rest / workers] * workers
         merging = _MERGE_KEYS * _of_headdim(_TIMES, problem)[fields["consumers"]]
@@ -68,6 +77,25 @@ def duration(
     for time in times:
         heapq.heapreplace(ends, ends[0] + time)
     return max(ends) + merging
+
+
+def alike(problem: Problem) -> bool:
+    """Whether query tiles have about as many keys as each other: pieces of unlike tiles are unlike themselves."""
+    shortest, longest = extremes(problem)
+    return shortest >= ALIKE * longest
+
+
+def by_length(problem: Problem) -> bool:
+    """Whether query tiles that are shared out count by their keys, unlike as they are: in dense causal batches."""
+    left, right = problem.window_left, problem.window_right
+    return not problem.ragged and left is None and right is not None and not alike(problem)
+
+
+def key_tiles(problem: Problem, rows: int, tile_k: int) -> list[int]:
+    """Of each query tile of so many rows, from the last one on; one at least."""
+    last = problem.max_seqlen_q
+    visible = (_visible(problem, n, min(n + rows, last)) for n in range(0, last, rows))
+    return [max(1, -(-keys // tile_k)) for keys in visible][::-1]
 
 
 def extremes(problem: Problem) -> tuple[int, int]:

@@ -30,13 +30,12 @@ PAGED_ROUNDS = 0.5
 # Keys of a sequence from which on the tiles of the table "long" are the faster ones: more work a tile, less often begun.
 LONG_SEQLEN = 8192
 
-# Keys of a query tile from which on the last tiles may be shared out by keys, by how many key tiles they must be done
-# earlier for it, how many a piece must have, and how long the shortest tile must be over the longest: pieces of unlike
-# tiles are unlike themselves (docs/notes/hopper-forward.md).
+# Keys of a query tile from which on the last tiles may be shared out by keys, and the longest of unlike ones; by how many
+# key tiles they must be done earlier for it, and how many a piece must have (docs/notes/hopper-forward.md).
 STREAM_K_SEQLEN = LONG_SEQLEN
+UNLIKE_SEQLEN = 2048
 WORTH_SHARING = 8
 LEAST_PIECE = 4
-ALIKE = 0.75
 
 # Keys of a sequence from which on it pays to copy q, k and v where this kernel cannot read them as they lie
 # (docs/notes/hopper-forward.md).
@@ -191,11 +190,13 @@ def next_pages(problem: Problem, operands: Operands) -> tuple[int, int] | None:
 
 
 def shareable(problem: Problem) -> bool:
-    """Whether the last query tiles may be shared out by keys: where tiles are long and alike."""
+    """Whether query tiles may be shared out by keys: long and alike ones, and of dense batches causal ones too."""
     if problem.num_splits is not None or problem.mask is not None:
         return False
-    shortest, longest = filling.extremes(problem)
-    return longest >= STREAM_K_SEQLEN and shortest >= ALIKE * longest
+    longest = filling.extremes(problem)[1]
+    if filling.by_length(problem):
+        return longest >= UNLIKE_SEQLEN
+    return longest >= STREAM_K_SEQLEN and filling.alike(problem)
 
 
 def _equal(problem: Problem) -> bool:

@@ -140,12 +140,15 @@ class StreamK:
     items: int  # at most: numbers of items are below it
     partial_bytes: int  # of what all items come to
     counters: int  # of a tile's items, one for each of its waves
+    # Where tiles are unlike: of each head those in the line, and all pieces. Else no rows.
+    rows: int = 0
+    pieces: int = 0
 
     @property
-    def values(self) -> tuple[int, int, int, int, int]:
+    def values(self) -> tuple[int, int, int, int, int, int, int]:
         """Of the fields of the kernel's parameter."""
         least = forward.WORTH_SHARING, forward.LEAST_PIECE
-        return self.tiles, self.piece, self.units, *least
+        return self.tiles, self.piece, self.units, self.rows, self.pieces, *least
 
 
 def stream_k_of(problem: Problem, config: Config, clusters: int) -> StreamK | None:
@@ -155,12 +158,20 @@ def stream_k_of(problem: Problem, config: Config, clusters: int) -> StreamK | No
     waves = config.cluster * config.consumers * 4
     # Each lane has 16 bytes twice for 16 columns of its two rows, and once for their references and sums.
     wave_bytes = 32 * 16 * (2 * -(-config.headdim_v // 16) + 1)
+    rows, piece, units = 0, 0, 0
+    heads = problem.batch * problem.nheads_q // config.heads_per_tile
     if problem.ragged:
         if clusters == 1:
             return None
-        tiles, pieces, piece, units = clusters - 1, clusters, 0, 0
+        tiles, pieces = clusters - 1, clusters
+    elif filling.by_length(problem):
+        lengths = filling.key_tiles(problem, config.schedule_rows, config.tile_k)
+        piece = max(forward.LEAST_PIECE, -(-heads * sum(lengths) // clusters))
+        rows = sum(each > piece for each in lengths)
+        if lengths[0] - piece < max(1, forward.WORTH_SHARING):
+            return None
+        tiles, pieces = heads * rows, -(-heads * sum(lengths[:rows]) // piece)
     else:
-        heads = problem.batch * problem.nheads_q // config.heads_per_tile
         tiles = -(-problem.rows_q // config.schedule_rows) * heads % clusters
         keys = -(-filling.extremes(problem)[1] // config.tile_k)
         pieces = min(tiles * keys // forward.LEAST_PIECE, clusters)
@@ -170,7 +181,12 @@ def stream_k_of(problem: Problem, config: Config, clusters: int) -> StreamK | No
         part = -(-keys // pieces)
         piece, units = tiles * part, pieces * part
     items = pieces + tiles - 1
-    return StreamK(tiles, piece, units, items, items * waves * wave_bytes, counters=tiles * waves)
+    return StreamK(
+        *(tiles, piece, units, items, items * waves * wave_bytes),
+        counters=tiles * waves,
+        rows=rows,
+        pieces=pieces if rows else 0,
+    )
 
 
 def row_bound(rows: int) -> int:
