@@ -2,7 +2,8 @@
 //
 // As for query tiles in attn/schedule/queries.cuh, work is begun in the order of its index:
 //   - sequences: the one with the most queries first (ragged batches);
-//   - inside a sequence, kv heads in sections whose queries, dout and dq fit the L2 cache together;
+//   - inside a sequence, kv heads in sections: as many as the L2 cache has room for, or more where so few would leave
+//     multiprocessors idle (rawattn/_kernels/portable/backward_sections.py);
 //   - inside a section, the first key tile first (under a causal mask the most queries see it), its heads side by side.
 #pragma once
 
