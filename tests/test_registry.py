@@ -19,7 +19,7 @@ from rawattn._kernels.sm90 import filling
 from rawattn._kernels.sm90 import forward as sm90_forward
 from rawattn._kernels.sm90 import forward_config as sm90_forward_config
 from rawattn._kernels.target import without_device
-from rawattn._kernels.variants import common_variants
+from rawattn._kernels.variants import common_variants, strides_of_pages
 
 H200 = replace(without_device("sm_90a"), multiprocessors=132)
 NO_OPERANDS = Operands()
@@ -79,6 +79,8 @@ def tile(
         **{"top_left": False, "scale": 1.0, "pages": form},
         **scores,
     )
+    if form is not None:
+        operands = replace(operands, strides=strides_of_pages(problem))
     assert sm90_forward.supports(problem, H200, operands) is None
     config = sm90_forward.choose(problem, H200, operands)
     blocks = f"{config.blocks_per_sm} blocks " if config.blocks_per_sm > 1 else ""
@@ -127,9 +129,9 @@ def test_tiles_that_fill_the_machine(call: tuple[Any, ...], expected: str) -> No
 @pytest.mark.parametrize(
     ("rows", "heads", "headdim", "causal", "expected"),
     [
-        (4096, (2, 1), 64, True, "1 x 128"),
+        (4096, (2, 1), 64, True, "2 x 128, shared"),
+        (16384, (2, 1), 64, True, "3 x 64, shared"),
         # The longest tile of three consumers would take longer than all tiles of two do.
-        (16384, (2, 1), 64, True, "2 x 128"),
         (8192, (4, 4), 128, True, "2 x 128"),
         (4096, (8, 8), 128, False, "2 x 128"),
         (2048, (16, 16), 64, True, "3 x 64"),

@@ -23,7 +23,7 @@ from rawattn._kernels.sm90 import forward as sm90_forward
 from rawattn._kernels.sm90 import forward_config as sm90_forward_config
 from rawattn._kernels.target import without_device
 from rawattn._kernels.tile_tables import Row
-from rawattn._kernels.variants import common_variants
+from rawattn._kernels.variants import common_variants, strides_of_pages
 from tests import exhaustive
 
 
@@ -70,7 +70,7 @@ def bias_of(rows: int) -> dict[str, Any]:
 
 def variant(row: Row, call: dict[str, Any]) -> compiler.Source:
     problem = Problem(**{**CALL, "headdim": row.headdim, "headdim_v": row.headdim, **call})
-    operands = Operands()
+    operands = Operands(strides_of_pages(problem))
     if problem.bias is not None:
         plane = 2 * 128 * problem.bias.shape[2]
         operands = Operands(of_options={"bias": (2 * plane, plane, 256, 2)}, places={"bias": 0})

@@ -227,7 +227,12 @@ def test_what_is_shared_out():
     assert not shares(long - 1)
     assert shares(long, causal=True)
     assert shares(4 * long, long, causal=True)
-    assert not shares(long, long, causal=True), "the shortest tile is a fraction of the longest"
+    assert shares(long, long, causal=True), (
+        "the shortest tile is a fraction of the longest: by length"
+    )
+    assert not shares(2047, 2047, causal=True)
+    assert not shares(long, long, causal=True, seqs=SeqLayout(seqlen_q=[long], seqlen_k=[long]))
+    assert not shares(long, long, window=(5000, 0))
     assert shares(2 * long, window=(long, 0))
     assert not shares(2 * long, window=(long - 2, 0))
     assert shares(2 * long, seqs=SeqLayout(seqlen_k=[long]))

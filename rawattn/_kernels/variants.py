@@ -8,7 +8,8 @@ from dataclasses import replace
 from rawattn._call.pages import PageForm
 from rawattn._call.problem import Problem
 from rawattn._compile.compiler import Source
-from rawattn._kernels.operands import Operands
+from rawattn._kernels.attention_params import KEYS
+from rawattn._kernels.operands import ITEMSIZE, Operands, Strides, contiguous
 from rawattn._kernels.portable import append, combine, fill_padding, repack, schedule, send_words
 from rawattn._kernels.portable import backward as portable_backward
 from rawattn._kernels.portable import decode as portable_decode
@@ -76,7 +77,8 @@ def common_variants(arch: str, *, every: bool = False, purpose: str = "inference
         # Addresses that are multiples of `copy_bytes` allow no wider access.
         operands = Operands(pointers=copy_bytes)
         # Of arrays in memory, since the copy engine's maps are of these.
-        mapped = sm90_decode.supports(problem, target, Operands()) is None and copy_bytes == 16
+        aligned = Operands(strides_of_pages(problem))
+        mapped = sm90_decode.supports(problem, target, aligned) is None and copy_bytes == 16
         few = (sm90_decode if mapped else portable_decode).choose(problem, target, operands)
         if (
             pages is None
@@ -88,8 +90,8 @@ def common_variants(arch: str, *, every: bool = False, purpose: str = "inference
             sources.append(config.source())
             if pages is not None:
                 sources.extend(each.source() for each in (replace(config, split=True), few))
-        if sm90_forward.supports(problem, target, Operands()) is None:
-            sources.append(sm90_forward.choose(problem, target, Operands()).source())
+        if sm90_forward.supports(problem, target, aligned) is None:
+            sources.append(sm90_forward.choose(problem, target, aligned).source())
             if copy_bytes < 16 and pages is None:  # pages are never copied
                 sources.append(repack.source(headdim, copy_bytes))
         if not backward:
@@ -154,3 +156,16 @@ def common_variants(arch: str, *, every: bool = False, purpose: str = "inference
         sources += combine.variants()
         sources += append.variants(every=True)
     return list(dict.fromkeys(sources))
+
+
+def strides_of_pages(problem: Problem) -> dict[str, Strides]:
+    """Of arrays of pages in C order. What boxes of them bring follows from their strides."""
+    form = problem.pages
+    if form is None:
+        return {}
+    size = 1 if problem.float8 else ITEMSIZE[problem.dtype]
+    rows = form.num_pages, form.page_size, problem.nheads_kv
+    dims = problem.headdim, problem.headdim_v
+    return {
+        name: contiguous((*rows, dim), size) for name, dim in zip(KEYS[True], dims, strict=True)
+    }
