@@ -1,0 +1,266 @@
+"""Few small calls that together take every path of every kernel, for compute-sanitizer (tests/sanitize.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from rawattn._kernels.selection import only
+from rawattn._kernels.sm90.forward import LONG_SEQLEN
+from tests import gradients
+from tests.append import Appended, appended
+from tests.cases import Case, dense, padded, ragged
+from tests.curated_cases import repacked
+from tests.frameworks import TightCuPy
+from tests.gpu.test_append import write
+from tests.gpu.test_paged import check_pages
+from tests.landed import has_an_order
+from tests.paged import paged
+from tests.score_arrays import Pairs
+from tests.score_cases import EACH
+from tests.tiles import (
+    TileShape,
+    backward_tile_shapes,
+    clusters,
+    repacking,
+    shared_limit,
+    sharing,
+    sharing_by_length,
+    sharing_in_clusters,
+    tensor_stores,
+    tile_shapes,
+)
+from tests.verify import verify
+
+F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A call, and the shared memory that decides on its tile shape (None: that of the GPU)."""
+
+    case: Case
+    shared_limit: int | None = None
+    backward: bool = False
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    def run(self) -> None:
+        with shared_limit(self.shared_limit), self.around():
+            if self.backward:
+                gradients.verify(self.case, TightCuPy())
+                if has_an_order(self.case):
+                    gradients.verify(self.case, TightCuPy(), deterministic=True)
+            else:
+                verify(self.case, TightCuPy())
+
+
+def matrix() -> list[Step]:
+    """Few small calls that together take every path of every kernel."""
+    steps = [
+        Step(case, shape.shared_limit, backward)
+        for backward, shapes in ((False, tile_shapes()), (True, backward_tile_shapes()))
+        for n, shape in enumerate(shapes)
+        for case in cases_of(shape, n)
+    ]
+    one = {"nheads_q": 1, "nheads_kv": 1}
+    slots = {"room_q": (70, 90), "room_k": (150, 40), "by_q": "seqlen", "by_k": "cu_seqlen"}
+    device = {"on_device": True, "integers": "int64"}
+    cases = [
+        dense("full", 2, 100, 130, headdim=64, nheads_q=4),
+        dense("odd-memory", 1, 70, 90, **one, headdim=80, layout="odd", give_out=True),
+        dense("d33", 1, 70, 90, **one, headdim=33, headdim_v=65, dtype="float32"),
+        dense("d34", 1, 70, 90, **one, headdim=34, headdim_v=250),
+        dense("d1", 1, 70, 90, **one, headdim=1, dtype="float16"),
+        dense("d36", 1, 70, 90, **one, headdim=36, window=(9, None), align="top-left"),
+        dense("negative-scale", 1, 70, 90, **one, scale=-0.3, window=(20, 3)),
+        dense("no-keys", 1, 70, 0, **one),
+        dense("without-lse", 1, 70, 90, **one, return_lse=False),
+        dense("reversed", 1, 70, 90, **one, layout="reversed", give_out=True, causal=True),
+        padded("padded", (5, 90), (100, 0), 128, 128, **device, causal=True),
+        ragged("slots", (60, 90), (150, 1), **slots, lead=3, tail=40, **device, headdim=128),
+        ragged("out", (60, 90), (150, 1), **slots, tail=40, give_out=True, layout="gaps"),
+        ragged("many", (1,) * 300, (2,) * 300, **one),
+    ]
+    for headdim in (64, 96, 128, 192, 256):  # the largest GPU's own kernels
+        cases.append(dense("causal", 1, 200, 300, **one, headdim=headdim, causal=True))
+        cases.append(
+            ragged(
+                "window", (130, 0, 33), (30, 9, 200), **one, headdim=headdim, window=(60, 9), sink=5
+            )
+        )
+        # Heads that share a tile of Hopper's forward: in 48 query rows each at D 128, or in 16.
+        for n, heads in enumerate((4, 12)):
+            knobs = {"headdim": headdim, "nheads_q": heads, "nheads_kv": 1}
+            masks: dict[str, Any] = {"window": (40, 9)} if n else {"causal": True}
+            cases.append(ragged("group", (130, 0, 33), (30, 9, 200), **knobs, **masks))
+        # Hopper's tiles for long sequences.
+        cases.append(dense("long", 1, 70, LONG_SEQLEN + 9, **one, headdim=headdim, causal=True))
+    steps += [Step(case) for case in cases]
+    steps += [Step(case, around=repacking) for case in repacked()]
+    for headdim in (128, 192, 256):
+        knobs = {"headdim": headdim, "nheads_kv": 1}
+        for case in (
+            dense("causal", 1, 400, 300, **knobs, nheads_q=1, causal=True),
+            ragged("group", (300, 0, 33), (30, 9, 200), **knobs, nheads_q=4, window=(60, 9)),
+            # Neither all tiles of a head are kept for the end, nor none.
+            dense("kept", 5, 600, 600, headdim=headdim, nheads_q=14, nheads_kv=14, causal=True),
+        ):
+            steps.append(Step(case, around=clusters))
+    for headdim in (64, 96, 128):
+        knobs = {"headdim": headdim, "nheads_kv": 1}
+        lens = (300, 0, 33, 130), (30, 9, 200, 150)
+        for case in (
+            ragged("stores", *lens, **knobs, nheads_q=1, causal=True),
+            ragged("group", *lens, **knobs, nheads_q=4, window=(60, 9), headdim_v=40),
+            padded("padded", *lens, 310, 200, **knobs, nheads_q=1, give_out=True, layout="gaps"),
+        ):
+            steps.append(Step(case, around=tensor_stores))
+    for headdim in (64, 96, 128, 192, 256):
+        for n, heads in enumerate((2, 12)):
+            knobs = {"headdim": headdim, "nheads_q": heads, "nheads_kv": 2}
+            around = sharing_in_clusters if n else sharing
+            steps.append(Step(dense("shared", 1, 500, 600 + n, **knobs), around=around))
+    knobs = {"nheads_q": 8, "nheads_kv": 2, "causal": True}
+    steps.append(Step(dense("shared-causal", 1, 200, 900, **knobs), around=sharing))
+    steps.append(Step(dense("by-length", 1, 1200, 1200, **knobs), around=sharing_by_length))
+    lens = (150, 9, 0), (700, 500, 40)
+    steps.append(Step(ragged("shared-ragged", *lens, **knobs, on_device=True), around=sharing))
+    steps.append(Step(dense("kept", 5, 600, 600, nheads_q=14, nheads_kv=14, causal=True)))
+    steps += [Step(case, backward=True) for case in cases if case.name not in FORWARD_ALONE]
+    return steps + score_steps()
+
+
+def score_steps() -> list[Step]:
+    """Each option that changes scores, and all of them, by Hopper's forward and by the portable kernels."""
+    lens = (130, 0, 33), (30, 9, 200)
+    sizes: dict[str, Any] = {"nheads_q": 4, "nheads_kv": 2, "headdim": 64}
+    everything: dict[str, Any] = {}
+    cases = []
+    for n, (option, knobs) in enumerate(EACH.items()):
+        everything |= knobs
+        drawn = {"drawn_by": "int64"} if option == "dropout_p" else {}
+        cases += [
+            dense(option, 1, 140, 201, **sizes, **knobs, causal=n % 2 == 0),
+            ragged(option, *lens, **sizes, **knobs, **drawn, give_out=True, layout="gaps"),
+        ]
+    one_row = Pairs(rows=False, float32=True, layout="odd", heads="kv")
+    cases += [
+        dense("everything", 1, 140, 200, **sizes, **everything),
+        dense("everything-float32", 1, 140, 201, **sizes, **everything, dtype="float32"),
+        ragged("everything", *lens, **{**sizes, "headdim": 128}, **everything, window=(60, 9)),
+        ragged("bias-of-keys", *lens, **sizes, bias=one_row),
+        dense("bias-transposed", 2, 70, 91, **sizes, bias=Pairs(layout="transposed", batch=False)),
+        dense("mask-of-tiles", 1, 300, 400, **sizes, mask=Pairs(values="tiles", heads="kv")),
+    ]
+    # Of float32 the portable kernels alone.
+    steps = [
+        Step(case, around=partial(only, family))
+        for case in cases
+        for family in ("sm90", "portable")[case.dtype == "float32" :]
+    ]
+    return steps + [Step(case, backward=True) for case in cases] + split_steps(everything)
+
+
+def split_steps(everything: dict[str, Any]) -> list[Step]:
+    """Keys split among blocks, with options of scores too. One call has pieces that see nothing, another more than one each."""
+    lens = (130, 0, 33), (30, 9, 1200)
+    sizes: dict[str, Any] = {"nheads_q": 4, "nheads_kv": 2, "headdim": 64}
+    cases = [
+        dense("split", 1, 3, 1300, **sizes, causal=True, num_splits=5),
+        dense("split-window", 1, 140, 900, **sizes, window=(100, 0), sink=3, num_splits=256),
+        ragged("split", *lens, **sizes, causal=True, num_splits=3, give_out=True, layout="gaps"),
+        ragged("split-chosen", *lens, **sizes),
+        ragged("split-everything", *lens, **sizes, **everything, num_splits=3),
+    ]
+    cases += [replace(case, dtype="float32") for case in cases[:3]]
+    return [
+        Step(case, around=partial(only, family))
+        for case in cases
+        for family in ("decode", "portable")
+    ]
+
+
+def page_calls() -> list[Callable[[], None]]:
+    """Keys in pages: tiles within pages, pages within tiles, both kinds of tables, splits."""
+    lens = (130, 0, 33, 700)
+    masks: dict[str, Any] = {"window": (60, 0), "sink": 4}
+    return [
+        partial(check_pages, paged(lens, 16, rows=1, heads=(8, 2), dims=(128, 128)), causal=True),
+        partial(check_pages, paged(lens, 7, rows=5, pair=True, dtype=F32), num_splits=4),
+        partial(check_pages, paged(lens, 64, rows=(40, 0, 9, 130), group=True), **masks),
+        partial(check_pages, paged(lens, 1000, rows=2, integers=np.int64, heads_first=True)),
+        partial(check_pages, paged(lens, 24, rows=3, dims=(7, 33)), **masks, num_splits=3),
+        partial(check_pages, paged(lens, 1, rows=3, dims=(64, 96)), softcap=3.0),
+        partial(
+            check_pages,
+            paged(lens, 16, heads=(8, 2), dims=(128, 128), float8="arrays"),
+            causal=True,
+        ),
+        partial(check_pages, paged(lens, 7, rows=5, dims=(40, 33), float8="numbers"), num_splits=4),
+        partial(
+            check_pages, paged(lens, 24, rows=(40, 0, 9, 130), group=True, float8="plain"), **masks
+        ),
+        partial(check_pages, paged(lens, 16, rows=90, dims=(128, 128)), "sm90", num_splits=1),
+        partial(
+            check_pages, paged(lens, 24, rows=90, dims=(64, 72)), "sm90", **masks, num_splits=1
+        ),
+        *(
+            partial(check_pages, paged(lens, **shape), "sm90", num_splits=1, **options)
+            for shape, options in (
+                ({"page_size": 16, "rows": 90, "dims": (128, 128), "float8": "arrays"}, {}),
+                ({"page_size": 24, "rows": 90, "dims": (64, 80), "float8": "numbers"}, masks),
+                (
+                    {
+                        "page_size": 8,
+                        "rows": 70,
+                        "dims": (256, 192),
+                        "dtype": F16,
+                        "float8": "plain",
+                    },
+                    {"causal": True},
+                ),
+            )
+        ),
+    ]
+
+
+def append_calls() -> list[Callable[[], None]]:
+    """New rows into pages: both styles of a rotary embedding and none, wide accesses and narrow ones."""
+    lens = (130, 1, 33, 700)
+    new: dict[str, Any] = {"rows": (40, 0, 9, 130), "room_q": 140}
+    calls = [
+        appended(lens, 16, dims=(128, 128), heads=(8, 2), rotary_dim=128),
+        appended(lens, 7, rotary_dim=16, interleaved=True, **new),
+        appended(lens, 24, dims=(7, 33), rotary_dim=6, group=True, pair=True, rows=new["rows"]),
+        appended(lens, 1, dtype=F32, **new),
+        appended(lens, 16, dims=(128, 128), rotary_dim=128, float8="arrays"),
+        appended(lens, 7, dims=(7, 33), float8="numbers", **new),
+    ]
+    return [
+        partial(_check_append, call, on_device) for call in calls for on_device in (False, True)
+    ]
+
+
+def _check_append(call: Appended, on_device: bool) -> None:
+    call.verify(*write(call, on_device=on_device))
+
+
+# Cases of Hopper's forward kernel, and of what the backward does not have.
+FORWARD_ALONE = ("causal", "window", "group", "long", "without-lse")
+
+
+def cases_of(shape: TileShape, n: int) -> list[Case]:
+    """For the n-th tile shape."""
+    # The two 16-bit types differ in nothing but the product's instruction: half of each.
+    dtype = "float16" if shape.dtype == "bfloat16" and n % 2 else shape.dtype
+    knobs = {"dtype": dtype, "headdim": shape.headdim, "nheads_kv": 1}
+    lens = (130, 0, 33), (30, 9, 200)
+    return [
+        dense("causal", 1, 140, 200, **knobs, causal=True),
+        ragged("window", *lens, **knobs, window=(60, 9), sink=5),
+    ]
