@@ -47,8 +47,14 @@ struct Condition {
 };
 void wait_until(const char* name, const Condition& condition);
 
-// machine.cpp: fails where the block comes early, and the running thread has not waited for what comes before it
+// machine.cpp
+void run_grid();  // the launch, in the child process
+// Fails where the block comes early, and the running thread has not waited for what comes before it
 void check_prerequisites(const char* what);
+
+// wave_copies.cpp
+void forget_wave_copies(size_t threads);
+void check_wave_copies_at_exit();  // of the running thread
 
 // mbarrier.cpp
 void forget_barriers();

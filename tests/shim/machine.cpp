@@ -1,16 +1,13 @@
 // The machine under target/host.cuh: fibers for threads, a scheduler for the waves of a cluster's blocks, shared memory
-// between pages that fault, copies that stay away until they are waited for. What only Hopper has is in mbarrier.cpp,
-// tensor_copy.cpp and warp_group.cpp.
+// between pages that fault. Copies of lanes are in wave_copies.cpp, what only Hopper has in mbarrier.cpp, tensor_copy.cpp
+// and warp_group.cpp.
 #include "machine.hpp"
 
-#include <fcntl.h>
 #include <signal.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <vector>
@@ -34,13 +31,6 @@ constexpr size_t kStackBytes = 64 * kPage;
 constexpr unsigned kSecondsAllowed = 120;
 constexpr unsigned kNever = 1u << 30;
 
-struct Copy {
-  void* shared;
-  const void* global;
-  int bytes;
-  bool valid;
-};
-
 enum class Waits {
   kNot,
   kWave,       // for the other lanes
@@ -58,8 +48,6 @@ struct Fiber {
   Combine combine;
   void* payload;
   Condition condition;
-  std::vector<Copy> copies;
-  std::vector<size_t> groups;  // how many of them there were at each commit
   bool waited;                 // for the kernels before this one
 };
 
@@ -99,7 +87,7 @@ void check_block_at_exit() {
 void thread_main() {
   launch.kernel(launch.params);
   Fiber& self = running_fiber();
-  if (!self.copies.empty()) fail("exits while %zu of its copies were never waited for", self.copies.size());
+  check_wave_copies_at_exit();
   check_prerequisites("exits");
   check_products_at_exit();
   check_stores_at_exit();
@@ -309,7 +297,6 @@ void run_cluster(int first_block) {
     Fiber& fiber = fibers[n];
     fiber.waits = Waits::kNot;
     fiber.name = "";
-    fiber.groups.clear();
     fiber.waited = false;
     prepare(fiber.context, stacks + n * (kStackBytes + kPage), kStackBytes, thread_main);
   }
@@ -317,6 +304,7 @@ void run_cluster(int first_block) {
   forget_barriers();
   forget_products();
   forget_copies();
+  forget_wave_copies(fibers.size());
   run_waves();
 }
 
@@ -332,6 +320,8 @@ void on_fault(int signal, siginfo_t* info, void*) {
   }
   fail("address %p was touched", info->si_addr);
 }
+
+}  // namespace
 
 void run_grid() {
   // A thread that overflows its stack needs another one to say so.
@@ -359,8 +349,6 @@ void run_grid() {
   for (int block = 0; block < launch.grid; block += launch.cluster) run_cluster(block);
 }
 
-}  // namespace
-
 int thread_index() { return running; }
 int block_index() { return blocks[rank].index; }
 int cluster_rank() { return rank; }
@@ -371,39 +359,6 @@ unsigned draw(unsigned below) {
   random_state ^= random_state >> 17;
   random_state ^= random_state << 5;
   return random_state % below;
-}
-
-unsigned char* shared_memory(int bytes, int alignment) {
-  if (bytes > launch.shared_bytes) fail("uses %d bytes of shared memory, launched with %d", bytes, launch.shared_bytes);
-  if (alignment > static_cast<int>(kSharedAddress)) fail("shared memory starts on no multiple of %d", alignment);
-  return blocks[rank].shared;
-}
-
-unsigned shared_address(const void* pointer) {
-  return kSharedAddress + static_cast<unsigned>(static_cast<const unsigned char*>(pointer) - blocks[rank].shared);
-}
-
-unsigned char* shared_pointer(unsigned address) {
-  return blocks[rank].shared + (static_cast<long long>(address) - kSharedAddress);
-}
-
-size_t place_in_shared(const void* pointer, size_t bytes, size_t alignment, const char* what) {
-  const size_t place = static_cast<const unsigned char*>(pointer) - blocks[rank].shared;
-  const size_t room = launch.shared_bytes;
-  if (place > room || bytes > room - place || place % alignment != 0) {
-    fail("%s: %zu bytes at byte %lld of %zu of shared memory; multiples of %zu are right", what, bytes,
-         static_cast<long long>(place), room, alignment);
-  }
-  return place;
-}
-
-size_t place_of_address(unsigned address, size_t bytes, const char* what) {
-  return place_in_shared(shared_pointer(address), bytes, 1, what);
-}
-
-void check_reaches(int to, const char* what) {
-  if (to < 0 || to >= launch.cluster) fail("%s: block %d of a cluster of %d", what, to, launch.cluster);
-  if (blocks[to].threads == 0) fail("%s: block %d of the cluster has exited", what, to);
 }
 
 void meet_wave(const char* name, int detail, Combine combine, void* payload) {
@@ -424,90 +379,12 @@ void check_prerequisites(const char* what) {
   if (blocks[rank].early && !running_fiber().waited) fail("%s before it waited for prerequisites", what);
 }
 
-void copy_later(void* to, const void* from, int bytes, bool valid) {
-  check_prerequisites("copies");
-  const size_t offset = static_cast<unsigned char*>(to) - blocks[rank].shared;
-  if (offset + bytes > static_cast<size_t>(launch.shared_bytes) || offset % bytes != 0) {
-    fail("copies %d bytes to byte %lld of %d of shared memory", bytes, static_cast<long long>(offset),
-         launch.shared_bytes);
-  }
-  if (valid && reinterpret_cast<size_t>(from) % bytes != 0)
-    fail("copies %d bytes from %p, which is not aligned", bytes, from);
-  memset(to, kPoison, bytes);
-  running_fiber().copies.push_back({to, from, bytes, valid});
-}
-
-void commit_copies() { running_fiber().groups.push_back(running_fiber().copies.size()); }
-
-void perform_copies(int pending) {
-  Fiber& self = running_fiber();
-  if (self.groups.size() <= static_cast<size_t>(pending)) return;
-  const size_t done = self.groups.size() - pending;
-  const size_t count = self.groups[done - 1];
-  for (size_t i = 0; i < count; i++) {
-    const Copy& copy = self.copies[i];
-    if (copy.valid) {
-      memcpy(copy.shared, copy.global, copy.bytes);
-    } else {
-      memset(copy.shared, 0, copy.bytes);
-    }
-  }
-  self.copies.erase(self.copies.begin(), self.copies.begin() + count);
-  self.groups.erase(self.groups.begin(), self.groups.begin() + done);
-  for (size_t& end : self.groups) end -= count;
-}
-
 void multiply_add(float* c, const float* a, const float* b, int depth) {
   for (int row = 0; row < 16; row++) {
     for (int k = 0; k < depth; k++) {
       for (int column = 0; column < 16; column++) c[16 * row + column] += a[16 * row + k] * b[16 * k + column];
     }
   }
-}
-
-void fail(const char* format, ...) {
-  char text[4608];
-  int length = snprintf(text, sizeof(text), "block %d, ", blocks[rank].index);
-  if (running >= 0) {
-    length += snprintf(text + length, sizeof(text) - length, "thread %d: ", running);
-  } else if (launch.cluster > 1) {
-    length = snprintf(text, sizeof(text), "blocks %d to %d, ", blocks.front().index, blocks.back().index);
-  }
-  va_list arguments;
-  va_start(arguments, format);
-  vsnprintf(text + length, sizeof(text) - length, format, arguments);
-  va_end(arguments);
-  dprintf(STDERR_FILENO, "%s\n", text);
-  _exit(1);
-}
-
-int run(const Launch& asked, char* report, int report_bytes) {
-  int ends[2];
-  // Compilers that another thread starts meanwhile must not hold the writing end open.
-  if (asked.threads % asked.wave != 0 || asked.grid % asked.cluster != 0 || pipe2(ends, O_CLOEXEC) != 0) {
-    snprintf(report, report_bytes, "cannot launch %d threads in waves of %d, %d blocks in clusters of %d",
-             asked.threads, asked.wave, asked.grid, asked.cluster);
-    return 1;
-  }
-  const pid_t child = fork();
-  if (child == 0) {
-    dup2(ends[1], STDERR_FILENO);
-    launch = asked;
-    run_grid();
-    _exit(0);
-  }
-  close(ends[1]);
-  int length = 0;
-  for (ssize_t got; (got = read(ends[0], report + length, report_bytes - 1 - length)) > 0;) length += got;
-  report[length] = '\0';
-  close(ends[0]);
-  int status = 0;
-  if (child < 0 || waitpid(child, &status, 0) < 0) {
-    snprintf(report, report_bytes, "no child process");
-    return 1;
-  }
-  if (WIFSIGNALED(status)) snprintf(report + length, report_bytes - length, "ended by signal %d", WTERMSIG(status));
-  return status != 0;
 }
 
 }  // namespace host

@@ -25,7 +25,10 @@ POISON = 0xFF  # NaN as any floating-point type, -1 as an integer
 _PAGE = mmap.PAGESIZE
 _ALIGNMENT = 16  # the widest access there is
 # The machine, a part a file.
-_PARTS = ("machine", "fiber", "mbarrier", "tensor_copy", "warp_group")
+_PARTS = (
+    *("machine", "child", "fiber", "shared_memory", "wave_copies"),
+    *("mbarrier", "tensor_copy", "warp_group"),
+)
 _OPTIONS = ("-DRAWATTN_TARGET_HOST",)
 
 
