@@ -287,7 +287,8 @@ def test_repeated_steps_on_pages_of_8_bits(place: Any, dispatched: list[Any], fl
             *inputs_of(call, place), seqlen_k=lengths, **scales, return_lse=True
         )
         verify(call, *result(found))
-    assert len(dispatched) <= 2 if float8 == "numbers" else len(dispatched) == 6
+    # Each pair of numbers once, and again the first call of a process, which may find no reader.
+    assert len(dispatched) <= 3 if float8 == "numbers" else len(dispatched) == 6
     if float8 == "numbers":
         other = {**scales, "v_scale": 2 * scales["v_scale"]}
         inputs = inputs_of(call, place)
