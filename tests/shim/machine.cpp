@@ -1,6 +1,6 @@
 // The machine under target/host.cuh: fibers for threads, a scheduler for the waves of a cluster's blocks, shared memory
-// between pages that fault. Copies of lanes are in wave_copies.cpp, what only Hopper has in mbarrier.cpp, tensor_copy.cpp
-// and warp_group.cpp.
+// between pages that fault. Copies of lanes are in wave_copies.cpp, what only Hopper has in mbarrier.cpp,
+// tensor_copy.cpp and warp_group.cpp.
 #include "machine.hpp"
 
 #include <signal.h>
@@ -48,7 +48,7 @@ struct Fiber {
   Combine combine;
   void* payload;
   Condition condition;
-  bool waited;                 // for the kernels before this one
+  bool waited;  // for the kernels before this one
 };
 
 Context scheduler;
