@@ -13,7 +13,7 @@ from rawattn._compile import compiler
 from rawattn._kernels import attention_params, helper_params, params, registry, structs
 from rawattn._kernels.features import Features, constant
 from rawattn._kernels.operands import Operands
-from rawattn._kernels.portable import schedule
+from rawattn._kernels.portable import ragged_setup
 from rawattn._kernels.target import without_device
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,10 +31,10 @@ def test_a_struct_that_is_laid_out_otherwise_does_not_compile(
 ) -> None:
     pytest.importorskip("cupy")
     monkeypatch.setenv("RAWATTN_CACHE_DIR", str(tmp_path))
-    good = schedule.source()
+    good = ragged_setup.source()
     compiler.compile_source(good, "sm_80")
-    at = structs.offset(helper_params.SCHEDULE, "batch")
-    changed = good.text.replace(f"batch) == {at}", f"batch) == {at + 4}")
+    at = structs.offset(helper_params.SETUP, "schedules")
+    changed = good.text.replace(f"schedules) == {at}", f"schedules) == {at + 4}")
     assert changed != good.text
     bad = compiler.Source(good.entry, changed, "changed")
     with pytest.raises(compiler.CompileError, match="the host lays it out so"):

@@ -442,8 +442,23 @@ struct MaskTilesParams {
   int group;
 };
 
-struct WordsParams {
+// Of a ragged call, what follows from its lengths alone (portable/ragged_setup.cuh).
+struct RaggedSetupParams {
+  // `schedules` of them, each by `schedule_blocks`
+  ScheduleParams schedule0, schedule1;
+  // likewise
+  PaddingParams padding0, padding1, padding2;
+  int schedules, schedule_blocks, paddings, padding_blocks;
+};
+
+// A setup that brings integers of the host.
+struct CarryingSetupParams {
+  // its sides say where the integers will be
+  RaggedSetupParams setup;
+  // where they go, at a multiple of 8 bytes
   unsigned* to;
-  int count;
-  unsigned words[1000];
+  // of the words that come
+  int64 count;
+  // whole arrays of integers, where a schedule or padding reads them
+  unsigned words[860];
 };

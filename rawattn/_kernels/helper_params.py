@@ -165,12 +165,24 @@ MASK_TILES = _struct(
     ("int", "parts", "heads whose tiles a list has, one head after the other"),
     ("int", "group", "heads, counted like parts of all lists, that share a head of the mask"),
 )
+SETUP = _struct(
+    "RaggedSetupParams",
+    "Of a ragged call, what follows from its lengths alone (portable/ragged_setup.cuh).",
+    (SCHEDULE, "schedule0, schedule1", "`schedules` of them, each by `schedule_blocks`"),
+    (PADDING, "padding0, padding1, padding2", "likewise"),
+    ("int", "schedules, schedule_blocks, paddings, padding_blocks", ""),
+)
 # Launches carry at most 4096 bytes of parameters on every driver that this library runs with.
-WORDS_A_LAUNCH = 1000
-WORDS = _struct(
-    "WordsParams",
-    "",
-    ("unsigned*", "to", ""),
-    ("int", "count", ""),
-    ("unsigned", f"words[{WORDS_A_LAUNCH}]", ""),
+WORDS_A_LAUNCH = (4096 - SETUP.dtype.itemsize - 16) // 8 * 2
+CARRYING_SETUP = _struct(
+    "CarryingSetupParams",
+    "A setup that brings integers of the host.",
+    (SETUP, "setup", "its sides say where the integers will be"),
+    ("unsigned*", "to", "where they go, at a multiple of 8 bytes"),
+    ("int64", "count", "of the words that come"),
+    (
+        "unsigned",
+        f"words[{WORDS_A_LAUNCH}]",
+        "whole arrays of integers, where a schedule or padding reads them",
+    ),
 )

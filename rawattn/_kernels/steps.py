@@ -84,10 +84,19 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """What a launch does beside other things: the fields of a struct of its own, and the addresses there, by path."""
+
+    fields: Mapping[str, Any]
+    addresses: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
 class Steps:
     """The launches of a call, in order.
 
-    schedules: those that follow from the lengths alone. They come first; of lengths on the host once and for all.
+    schedules, paddings: what is done before them and follows from the lengths alone: sequences are ordered, of lengths on the
+    host once and for all, and padding rows are filled.
     orders: bytes of what each of `schedules` writes, by name.
     scratch: bytes of memory that one run alone uses, by name.
     counters: bytes of memory, by name, that every run leaves as it found it: zero.
@@ -96,7 +105,8 @@ class Steps:
 
     launches: tuple[Step, ...]
     config: object
-    schedules: tuple[Step, ...] = ()
+    schedules: tuple[Part, ...] = ()
+    paddings: tuple[Part, ...] = ()
     orders: Mapping[str, int] = field(default_factory=dict)
     scratch: Mapping[str, int] = field(default_factory=dict)
     counters: Mapping[str, int] = field(default_factory=dict)
@@ -121,16 +131,18 @@ def side_fields(path: str, side: SideStructure) -> dict[str, int]:
     }
 
 
+def side_names(path: str, side: SideStructure, of: Literal["q", "k"]) -> dict[str, str]:
+    """The names of the addresses of a side's integers, by their fields in a `Side` struct at `path`."""
+    given = (("start", side.start), ("length", side.length))
+    return {f"{path}.{name}.data": f"{name}_{of}" for name, nbytes in given if nbytes}
+
+
 def side_patches(
     struct: Struct, path: str, side: SideStructure, of: Literal["q", "k"]
 ) -> tuple[tuple[int, str], ...]:
     """Where the addresses of a side's integers belong."""
-    given = (("start", side.start), ("length", side.length))
-    return tuple(
-        (structs.offset(struct, f"{path}.{name}.data"), f"{name}_{of}")
-        for name, nbytes in given
-        if nbytes
-    )
+    names = side_names(path, side, of)
+    return tuple((structs.offset(struct, where), name) for where, name in names.items())
 
 
 def tile_count(side: Side, batch: int, tile: int, *, group: bool) -> int:

@@ -10,7 +10,7 @@ from rawattn._call.problem import Problem
 from rawattn._compile.compiler import Source
 from rawattn._kernels.attention_params import KEYS
 from rawattn._kernels.operands import ITEMSIZE, Operands, Strides, contiguous
-from rawattn._kernels.portable import append, combine, fill_padding, repack, schedule, send_words
+from rawattn._kernels.portable import append, combine, ragged_setup, repack
 from rawattn._kernels.portable import backward as portable_backward
 from rawattn._kernels.portable import decode as portable_decode
 from rawattn._kernels.portable import forward as portable_forward
@@ -34,7 +34,7 @@ def common_variants(arch: str, *, every: bool = False, purpose: str = "inference
     portable kernels that differ in nothing but the 16-bit type it leaves out one.
     """
     target = without_device(arch)
-    sources = [schedule.source(), fill_padding.source(), send_words.source(), *append.variants()]
+    sources = [ragged_setup.source(), ragged_setup.carrying_source(), *append.variants()]
 
     def add(
         dtype: str,

@@ -1,4 +1,4 @@
-"""The integers of a call's lengths on a device: sent there where the host has them, and the orders that follow from them.
+"""The integers of a call's lengths on a device, and the orders that follow from them.
 
 Host lengths travel in the parameters of launches on the caller's stream, so nothing waits for them. What was sent belongs to
 the layout and to the stream: a later call with the same layout on that stream finds it there, and its memory goes back to
@@ -14,78 +14,33 @@ import numpy as np
 from rawattn._call.layout import Lengths, Side
 from rawattn._call.structure import SideStructure, Structure
 from rawattn._interop.native import Memory
-from rawattn._kernels.portable import send_words
 from rawattn._kernels.steps import logical_lengths
-from rawattn._runtime import kernel
-from rawattn._runtime.kernel import Arguments
 
 NAMES = ("start_q", "length_q", "start_k", "length_k")
 _ALIGNMENT = 8  # bytes
 
 
-class Sender:
-    """Small data of the host to one device, by launches that carry it."""
+def place(
+    lengths: Lengths, structure: Structure, memory: Memory, device: int, more: list[int]
+) -> tuple[Any, list[int], bytes, int]:
+    """Finds memory on a device for what the host has: what keeps it, addresses, data that is to be sent, and where to.
 
-    __slots__ = ("_free", "_launch", "device")
-
-    def __init__(self, device: int) -> None:
-        self.device = device
-        self._launch = kernel.load(send_words.source(), device).launcher(
-            send_words.THREADS, 0, False
-        )
-        self._free: list[Arguments] = []  # that no launch is using
-
-    def send(self, data: bytes, to: int, stream: int) -> None:
-        """To an address, in the order of a stream."""
-        for first in range(0, len(data), send_words.MOST):
-            try:
-                arguments = self._free.pop()
-            except IndexError:
-                arguments = Arguments([bytes(send_words.BYTES)])
-            part = data[first : first + send_words.MOST]
-            send_words.pack_into(arguments.data, arguments.at[0], part, to + first)
-            self._launch(1, stream, arguments)
-            self._free.append(arguments)
-
-
-class Placed:
-    """Lengths on one device, for work on one stream.
-
-    addresses: of `NAMES`, 0 where there are no such integers; behind them those of `more` bytes that were asked for.
+    more: sizes in bytes of what else belongs to the layout. The addresses are those of `NAMES`, 0 where there are no such
+    integers, and behind them those of `more`.
     """
-
-    __slots__ = ("_owner", "addresses")
-
-    def __init__(
-        self,
-        lengths: Lengths,
-        structure: Structure,
-        memory: Memory,
-        sender: Sender,
-        stream: int,
-        more: list[int],
-    ) -> None:
-        """more: sizes in bytes of what else belongs to the layout."""
-        data, where = _sent(lengths, structure)
-        total = len(data)
-        for size in more:
-            where.append(total)
-            total += -(-size // _ALIGNMENT) * _ALIGNMENT
-        base = 0
-        self._owner: Any = None
-        if total:
-            self._owner, base = memory.keep(total, sender.device)
-        self.addresses = [base + at for at in where]
-        for n, integers in enumerate(_integers(lengths)):
-            if where[n] < 0:
-                self.addresses[n] = 0 if integers is None else int(integers.data.ptr)
-        if data:
-            sender.send(data, base, stream)
-
-    @property
-    def owner(self) -> Any:
-        """What keeps the memory."""
-        return self._owner
+    data, where = _sent(lengths, structure)
+    total = len(data)
+    for size in more:
+        where.append(total)
+        total += -(-size // _ALIGNMENT) * _ALIGNMENT
+    base, owner = 0, None
+    if total:
+        owner, base = memory.keep(total, device)
+    addresses = [base + at for at in where]
+    for n, integers in enumerate(_integers(lengths)):
+        if where[n] < 0:
+            addresses[n] = 0 if integers is None else int(integers.data.ptr)
+    return owner, addresses, data, base
 
 
 def _integers(lengths: Lengths) -> tuple[Any, ...]:

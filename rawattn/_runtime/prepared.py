@@ -7,7 +7,6 @@ allocation and the launches.
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,17 +14,19 @@ from rawattn._call.layout import Lengths
 from rawattn._call.structure import Structure
 from rawattn._interop import streams
 from rawattn._interop.native import Memory
-from rawattn._kernels.portable import fill_padding
-from rawattn._kernels.steps import Step, Steps, Tiles
-from rawattn._runtime import graphs, kernel
-from rawattn._runtime.kernel import Arguments
-from rawattn._runtime.lengths import NAMES, Placed, Sender
-from rawattn._runtime.tensor_map import MAP_BYTES, TensorMaps
+from rawattn._kernels.steps import Steps, Tiles
+from rawattn._runtime import graphs
+from rawattn._runtime.launches import launch_of
+from rawattn._runtime.lengths import NAMES, place
+from rawattn._runtime.setup import Setup
 
 _ALIGNMENT = 256  # bytes, of every piece of scratch
 _MAX_PLACED = 16  # streams and calls that a layout remembers
 
 Run = Callable[[list[int], int, Memory, "Lengths | None"], None]
+
+# Lengths on a device: what keeps their memory, their addresses, and how many blocks each launch has for them.
+Found = tuple[Any, list[int], Sequence[int]]
 
 
 class Prepared:
@@ -48,7 +49,6 @@ class Prepared:
         self.device, self.config, self.arrays = device, steps.config, len(names)
         self.ragged = structure.ragged
         self._structure = structure
-        self._sender = Sender(device) if self.ragged else None
         # Orders of lengths on the host belong to the layout, others to the run.
         self._once = structure.on_host
         orders = steps.orders if self.ragged else {}
@@ -71,17 +71,17 @@ class Prepared:
         self._counters: dict[int, tuple[Any, list[int]]] = {}  # by stream
         slot = {name: n for n, name in enumerate(slots)}
 
-        def launches(steps: Sequence[Step]) -> list[Launch]:
-            return [launch_of(step, slot, device) for step in steps]
-
-        self._schedules = launches(steps.schedules if self.ragged else ())
-        self._schedule_blocks = [_count(each.blocks, lengths) for each in steps.schedules]
+        # What comes before all else: in the first run with a layout, with integers of the host, and in each of the others.
+        self._each_setup = None
+        if self.ragged:
+            setup = Setup(steps, slot, structure.batch, device, self._once)
+            self._first_setup, self._each_setup = setup.first, setup.each
+        self.fills = bool(steps.paddings)
         # Kernels that would have no blocks are not even compiled, where the shapes alone say so.
         counts = [_count(each.blocks, lengths) for each in steps.launches]
         wanted = [self.ragged or bool(blocks) for blocks in counts]
         self.steps = list(itertools.compress(steps.launches, wanted))
-        self._launches = launches(self.steps)
-        self._fills = [step.source.entry == fill_padding.ENTRY for step in self.steps]
+        self._launches = [launch_of(step, slot, device) for step in self.steps]
         self._blocks = list(itertools.compress(counts, wanted))
         if not self._launches:
             self._scratch_bytes = self._counter_bytes = 0
@@ -91,7 +91,7 @@ class Prepared:
     def _runner(self) -> Run:
         """`run`, without what this call does not need."""
         if self.ragged:
-            return self._run
+            return self._run_ragged
         counted = list(zip(self._launches, self._blocks, strict=True))
         counters, counter_bytes = self._counters, self._counter_bytes
         scratch_at, scratch_bytes, device = self._scratch_at, self._scratch_bytes, self.device
@@ -123,13 +123,35 @@ class Prepared:
     ) -> None:
         # The legacy stream, 0 or 1, cannot be captured.
         capturing = stream > 1 and streams.is_capturing(stream)
-        blocks: Sequence[int] = self._blocks
-        placed = None
-        if self.ragged:
-            assert lengths is not None
-            placed, blocks = self._place(lengths, stream, memory, addresses, capturing)
-            addresses += placed.addresses
-        self._enqueue(addresses, blocks, stream, memory, placed, capturing)
+        scratch = self._add_memory(addresses, stream, memory, capturing)
+        self._enqueue(addresses, self._blocks, stream)
+        if capturing and not memory.keeps_captured():
+            graphs.hold(self, scratch)
+
+    def _run_ragged(
+        self, addresses: list[int], stream: int, memory: Memory, lengths: Lengths | None
+    ) -> None:
+        assert lengths is not None
+        capturing = stream > 1 and streams.is_capturing(stream)
+        key = (self, stream)
+        # What a graph uses is sent anew at each replay.
+        known: Found | None = None if capturing else lengths.memo.get(key)
+        found, data, to = (known, b"", 0) if known else self._place(lengths, memory)
+        _, places, blocks = found
+        addresses += places
+        scratch = self._add_memory(addresses, stream, memory, capturing)
+        if data:
+            self._first_setup(data, to, addresses, stream)
+        elif self._each_setup is not None:
+            launch, count = self._each_setup
+            launch(addresses, count, stream)
+        if known is None and not capturing:
+            if len(lengths.memo) >= _MAX_PLACED:
+                lengths.memo.clear()
+            lengths.memo[key] = found
+        self._enqueue(addresses, blocks, stream)
+        if capturing and not memory.keeps_captured():
+            graphs.hold(self, found, scratch)
 
     def with_integers(
         self, lengths: Lengths
@@ -139,24 +161,25 @@ class Prepared:
         lengths: such ones. They tell how many blocks there are.
         """
         blocks = [_count(each.blocks, lengths) for each in self.steps]
+        setup = self._each_setup
 
         def run(addresses: list[int], integers: list[int], stream: int, memory: Memory) -> None:
             addresses += integers
             capturing = stream > 1 and streams.is_capturing(stream)
-            self._enqueue(addresses, blocks, stream, memory, None, capturing)
+            scratch = self._add_memory(addresses, stream, memory, capturing)
+            if setup is not None:
+                launch, count = setup
+                launch(addresses, count, stream)
+            self._enqueue(addresses, blocks, stream)
+            if capturing and not memory.keeps_captured():
+                graphs.hold(self, scratch)
 
         return run
 
-    def _enqueue(
-        self,
-        addresses: list[int],
-        blocks: Sequence[int],
-        stream: int,
-        memory: Memory,
-        placed: Placed | None,
-        capturing: bool,
-    ) -> None:
-        """addresses: of the arrays and of the lengths."""
+    def _add_memory(
+        self, addresses: list[int], stream: int, memory: Memory, capturing: bool
+    ) -> Any:
+        """Adds the addresses of scratch and counters; returns what keeps the scratch."""
         scratch = None
         if self._scratch_at:
             # It may be freed as soon as the launches are in the stream: whoever gets it then comes later there.
@@ -171,51 +194,22 @@ class Prepared:
                 if counters is None:
                     counters = self._counters[stream] = self._zeros(stream, memory)
                 addresses += counters[1]
-        if not self._once:
-            for launch, count in zip(self._schedules, self._schedule_blocks):  # noqa: B905
-                launch(addresses, count, stream)
+        return scratch
+
+    def _enqueue(self, addresses: list[int], blocks: Sequence[int], stream: int) -> None:
         for launch, count in zip(self._launches, blocks):  # noqa: B905  # (strict costs what a launch's patches do)
             launch(addresses, count, stream)
-        if capturing and not memory.keeps_captured():
-            graphs.hold(self, placed, scratch)
 
     def own(self, memory: Memory, stream: int, lengths: Lengths | None) -> Own:
         """What a run would allocate, for runs that must not: allocated, sent and ordered now, on `stream`."""
         return Own(self, memory, stream, lengths)
 
-    def _place(
-        self,
-        lengths: Lengths,
-        stream: int,
-        memory: Memory,
-        addresses: list[int],
-        capturing: bool,
-    ) -> tuple[Placed, Sequence[int]]:
-        """The lengths on the device, and how many blocks each launch has for them."""
-        key = (self, stream)
-        found: tuple[Placed, Sequence[int]] | None = None
-        if not capturing:  # what a graph uses is sent anew at each replay
-            found = lengths.memo.get(key)
-        if found is None:
-            found = self._place_anew(lengths, stream, memory, addresses)
-            if not capturing:
-                if len(lengths.memo) >= _MAX_PLACED:
-                    lengths.memo.clear()
-                lengths.memo[key] = found
-        return found
-
-    def _place_anew(
-        self, lengths: Lengths, stream: int, memory: Memory, addresses: list[int]
-    ) -> tuple[Placed, Sequence[int]]:
+    def _place(self, lengths: Lengths, memory: Memory) -> tuple[Found, bytes, int]:
+        """The lengths on the device, and the integers that are yet to be sent, with the address that they go to."""
         # Counted first: what one launch does not hold is refused before anything is launched.
         blocks = [_count(each.blocks, lengths) for each in self.steps]
-        assert self._sender is not None
-        placed = Placed(lengths, self._structure, memory, self._sender, stream, self._orders)
-        if self._once:
-            known = [*addresses, *placed.addresses]
-            for launch, count in zip(self._schedules, self._schedule_blocks, strict=True):
-                launch(known, count, stream)
-        return placed, blocks
+        owner, places, data, to = place(lengths, self._structure, memory, self.device, self._orders)
+        return (owner, places, blocks), data, to
 
     def _zeros(self, stream: int, memory: Memory) -> tuple[Any, list[int]]:
         import cupy
@@ -239,12 +233,12 @@ class Own:
         blocks: Sequence[int] = prepared._blocks
         self.tail: list[int] = []
         self._held: list[Any] = []
+        data, to = b"", 0
         if prepared.ragged:
             assert lengths is not None
-            unknown = [0] * prepared.arrays
-            placed, blocks = prepared._place_anew(lengths, stream, memory, unknown)
-            self.tail += placed.addresses
-            self._held += [placed, lengths]
+            (owner, places, blocks), data, to = prepared._place(lengths, memory)
+            self.tail += places
+            self._held += [owner, lengths]
         if prepared._scratch_at:
             owner, base = memory.allocate(prepared._scratch_bytes, prepared.device)
             self.tail += [base + at for at in prepared._scratch_at]
@@ -253,9 +247,15 @@ class Own:
             counters = prepared._zeros(stream, memory)
             self.tail += counters[1]
             self._held.append(counters[0])
-        schedules = () if prepared._once else zip(prepared._schedules, prepared._schedule_blocks)  # noqa: B905
-        self.launches = [*schedules, *zip(prepared._launches, blocks, strict=True)]
-        self._fills = [False] * (len(self.launches) - len(prepared._fills)) + prepared._fills
+        if data:
+            unknown = [0] * prepared.arrays  # padding of what is not there is not filled
+            prepared._first_setup(data, to, [*unknown, *self.tail], stream)
+        setup = prepared._each_setup
+        self.launches = [
+            *(() if setup is None else (setup,)),
+            *zip(prepared._launches, blocks, strict=True),
+        ]
+        self._fills = setup is not None and prepared.fills
 
     def run(
         self,
@@ -274,63 +274,11 @@ class Own:
             for place, address in integers.items():
                 addresses[first + place] = address
         filled = addresses
-        if theirs and any(self._fills):
+        if theirs and self._fills:
             filled = [0 if n in theirs else x for n, x in enumerate(addresses)]
-        for (launch, count), fills in zip(self.launches, self._fills, strict=True):
-            launch(filled if fills else addresses, count, stream)
-
-
-# Launches a step, from the addresses of everything that has a slot, the number of blocks and the stream.
-Launch = Callable[[Sequence[int], int, int], None]
-
-
-def launch_of(step: Step, slot: dict[str, int], device: int) -> Launch:
-    """One step, its kernel loaded. Its arguments are packed once, and patched where addresses differ from the last ones."""
-    loaded = kernel.load(step.source, device)
-    if step.shared_bytes:
-        loaded.allow_shared_memory(step.shared_bytes)
-    enqueue = loaded.launcher(step.threads, step.shared_bytes, step.early)
-    parameters: tuple[bytes, ...] = (step.params,)
-    if step.maps:
-        parameters += (bytes(MAP_BYTES * len(step.maps)),)
-    first = Arguments(parameters)
-    free = [first]  # arguments that no launch is using
-    at = first.at[0]
-    assert all((at + offset) % 8 == 0 for offset, _ in step.patches)
-    placed = sorted((at + offset, slot[name]) for offset, name in step.patches)
-    order = [n for _, n in placed] + [slot[name] for name, _ in step.maps]
-    pick = operator.itemgetter(*order, order[-1])  # one more: it gives a tuple then
-    words = [(place // 8, n) for n, (place, _) in enumerate(placed)]
-    maps_at = [first.at[1] + MAP_BYTES * n for n in range(len(step.maps))]
-    tensor_maps = [
-        (slice(at, at + MAP_BYTES), n, TensorMaps(geometry))
-        for n, at, (_, geometry) in zip(itertools.count(len(words)), maps_at, step.maps)
-    ]
-
-    def patch(arguments: Arguments, picked: tuple[int, ...]) -> None:
-        # Through memory views: a third of what `struct.pack_into` and slices of a bytearray take.
-        data, view = arguments.words, arguments.view
-        arguments.patched = None  # until all of it is written
-        for at, n in words:
-            data[at] = picked[n]
-        for where, n, maps in tensor_maps:
-            view[where] = maps.at(picked[n])
-        arguments.patched = picked
-
-    def launch(addresses: Sequence[int], blocks: int, stream: int) -> None:
-        if not blocks:
-            return
-        try:
-            arguments = free.pop()
-        except IndexError:  # another thread is launching it
-            arguments = Arguments(parameters)
-        picked = pick(addresses)
-        if picked != arguments.patched:
-            patch(arguments, picked)
-        enqueue(blocks, stream, arguments)
-        free.append(arguments)
-
-    return launch
+        for launch, count in self.launches:
+            launch(filled, count, stream)
+            filled = addresses
 
 
 def _count(blocks: int | Tiles, lengths: Lengths) -> int:

@@ -67,7 +67,7 @@ def find(outs: Any, lses: Any, out: Any, dtype: Any) -> Found | None:
 def keep(found: Found, outs: Any, lses: Any, out: Any, dtype: Any) -> None:
     """Remembers a call that has been made, also that it cannot be made again from addresses alone."""
     from rawattn._runtime import combine_gpu
-    from rawattn._runtime.prepared import launch_of
+    from rawattn._runtime.launches import launch_of
 
     first = found.first
     own = native(framework := arrays.framework_of(first))

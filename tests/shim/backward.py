@@ -9,13 +9,12 @@ import numpy as np
 from rawattn._call.layout import Lengths, Side
 from rawattn._call.problem import Problem, result_shapes
 from rawattn._call.structure import structure
-from rawattn._kernels import attention_params, helper_params, params, structs
+from rawattn._kernels import attention_params, params, structs
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import backward as portable_backward
-from rawattn._kernels.portable import fill_padding, schedule
 from rawattn._kernels.portable.backward import Config, DqConfig
 from tests.memory import Strided
-from tests.shim.launch import Machine, Operand, padding
+from tests.shim.launch import Machine, Operand, order_of, padding, set_up
 from tests.shim.shim import Memory
 
 
@@ -147,25 +146,14 @@ class Backward:
         order = Memory("order", np.full(batch, -1, np.int32), readonly=False)
         first_tile = Memory("first_tile", np.zeros(batch + 1, np.int32), readonly=False)
         self._memory += [order, first_tile]
-        packed = helper_params.SCHEDULE.zeros()
-        fields = packed[0]
-        fields["q_side"], fields["k_side"] = tiled, longest
-        fields["order"], fields["first_tile"] = order.address, first_tile.address
-        fields["batch"], fields["tile_q"] = batch, tile
-        machine.run(
-            schedule.source(),
-            packed,
-            grid=schedule.blocks(batch),
-            threads=schedule.THREADS,
-            shared_bytes=schedule.SHARED_BYTES,
-            memory=self._memory,
-        )
+        fields = order_of(tiled, longest, batch, tile, order, first_tile)
+        set_up(machine, self._memory, schedules=[fields])
         forward = self.packed[0]["forward"]
         forward["order"], forward["first_tile"] = order.address, first_tile.address
         return first_tile
 
     def _fill(self, machine: Machine) -> None:
-        problem = self.problem
+        problem, paddings = self.problem, []
         for name, of, side, nheads, headdim in (
             ("dq", "q", self.q_side, problem.nheads_q, problem.headdim),
             ("dk", "k", self.k_side, problem.nheads_kv, problem.headdim),
@@ -173,13 +161,6 @@ class Backward:
         ):
             operand = self.gradients[name]
             packed = padding(problem, self.lengths, of, side, operand, nheads, headdim)
-            fields = packed[0]
-            fields["out"] = operand.address
-            fields["parts"] = parts = 2
-            machine.run(
-                fill_padding.source(),
-                packed,
-                grid=(problem.batch + 1) * parts,
-                threads=fill_padding.THREADS,
-                memory=self._memory,
-            )
+            packed[0]["out"] = operand.address
+            paddings.append(packed)
+        set_up(machine, self._memory, paddings=paddings)

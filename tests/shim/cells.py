@@ -12,8 +12,8 @@ import numpy as np
 from rawattn._call.layout import Lengths
 from rawattn._call.problem import Problem, describe
 from rawattn._kernels.operands import Operands
-from rawattn._kernels.portable import fill_padding, schedule
 from rawattn._kernels.portable import forward as portable_forward
+from rawattn._kernels.portable import ragged_setup
 from rawattn._kernels.portable.forward import Config
 from rawattn._kernels.target import without_device
 from tests.cases import Case
@@ -83,8 +83,7 @@ class Cell:
     def builds(self) -> list[Build]:
         """Of the kernels that it runs."""
         sources = [self.config.source()]
-        sources += [schedule.source()] if self.call.problem.ragged else []
-        sources += [fill_padding.source()] if self.fill else []
+        sources += [ragged_setup.source()] if self.call.problem.ragged else []
         return [Build(source, self.wave, self.checked, self.fibers) for source in sources]
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from rawattn._call.problem import Problem, result_shapes
 from rawattn._call.structure import structure
 from rawattn._kernels import attention_params, helper_params, params, structs
 from rawattn._kernels.operands import Operands
-from rawattn._kernels.portable import fill_padding, schedule
+from rawattn._kernels.portable import fill_padding, ragged_setup
 from rawattn._kernels.portable.forward import Config
 from rawattn._kernels.sm90 import forward_config as sm90_forward_config
 from rawattn._kernels.sm90 import forward_steps
@@ -238,19 +238,8 @@ class Forward:
         batch = self.problem.batch
         order = Memory("order", np.full(batch, -1, np.int32), readonly=False)
         first_tile = Memory("first_tile", np.zeros(batch + 1, np.int32), readonly=False)
-        packed = helper_params.SCHEDULE.zeros()
-        fields = packed[0]
-        fields["q_side"], fields["k_side"] = self.q_side, self.k_side
-        fields["order"], fields["first_tile"] = order.address, first_tile.address
-        fields["batch"], fields["tile_q"] = batch, tile_q
-        machine.run(
-            schedule.source(),
-            packed,
-            grid=schedule.blocks(batch),
-            threads=schedule.THREADS,
-            shared_bytes=schedule.SHARED_BYTES,
-            memory=[*self._memory, order, first_tile],
-        )
+        fields = order_of(self.q_side, self.k_side, batch, tile_q, order, first_tile)
+        set_up(machine, [*self._memory, order, first_tile], schedules=[fields])
         return order, first_tile
 
     def fill_padding(self, machine: Machine, *, fill_out: bool = True) -> None:
@@ -261,15 +250,7 @@ class Forward:
         fields = packed[0]
         fields["out"] = self.out.address if fill_out else 0
         fields["lse"] = 0 if self.lse is None else self.lse.address
-        # A gap is shared by few blocks: they run one after the other here.
-        fields["parts"] = parts = 2
-        machine.run(
-            fill_padding.source(),
-            packed,
-            grid=(problem.batch + 1) * parts,
-            threads=fill_padding.THREADS,
-            memory=self._memory,
-        )
+        set_up(machine, self._memory, paddings=[packed])
 
     def _side(self, name: str, side: Side) -> Any:
         packed = np.zeros((), params.SIDE)
@@ -281,6 +262,59 @@ class Forward:
                 packed[what]["is_64bit"] = integers.dtype.itemsize == 8
         packed["cumulative"], packed["rows"] = side.cumulative, side.rows
         return packed
+
+
+def order_of(
+    tiled: Any, longest: Any, batch: int, tile: int, order: Memory, first_tile: Memory
+) -> np.ndarray:
+    """The parameters that order the tiles of one side, the sequence that is longest on the other side first."""
+    packed = helper_params.SCHEDULE.zeros()
+    fields = packed[0]
+    fields["q_side"], fields["k_side"] = tiled, longest
+    fields["order"], fields["first_tile"] = order.address, first_tile.address
+    fields["batch"], fields["tile_q"] = batch, tile
+    return packed
+
+
+def set_up(
+    machine: Machine,
+    memory: list[Memory],
+    *,
+    schedules: Sequence[np.ndarray] = (),
+    paddings: Sequence[np.ndarray] = (),
+    words: np.ndarray | None = None,
+    to: int = 0,
+) -> None:
+    """The launch before all others. words: 32 bits each, that it brings to an address."""
+    whole = helper_params.SETUP.zeros()
+    fields = whole[0]
+    for n, each in enumerate(schedules):
+        fields[f"schedule{n}"] = each[0]
+        fields["schedule_blocks"] = ragged_setup.schedule_blocks(int(each[0]["batch"]))
+    # A gap is shared by few blocks: they run one after the other here.
+    parts = 2
+    for n, each in enumerate(paddings):
+        each[0]["parts"] = parts
+        fields[f"padding{n}"] = each[0]
+        fields["padding_blocks"] = (int(each[0]["batch"]) + 1) * parts
+    fields["schedules"], fields["paddings"] = len(schedules), len(paddings)
+    blocks = int(fields["schedules"] * fields["schedule_blocks"])
+    blocks += int(fields["paddings"] * fields["padding_blocks"])
+    source = ragged_setup.source()
+    if words is not None:
+        source, blocks = ragged_setup.carrying_source(), max(blocks, 1)
+        carrying = helper_params.CARRYING_SETUP.zeros()
+        carrying[0]["setup"], carrying[0]["to"], carrying[0]["count"] = fields, to, words.size
+        carrying[0]["words"][: words.size] = words
+        whole = carrying
+    machine.run(
+        source,
+        whole,
+        grid=blocks,
+        threads=ragged_setup.THREADS,
+        shared_bytes=ragged_setup.SHARED_BYTES,
+        memory=memory,
+    )
 
 
 def padding(

@@ -1,4 +1,4 @@
-"""portable/forward.cu, with schedule.cu and fill_padding.cu, against the float64 reference."""
+"""portable/forward.cu, with ragged_setup.cu, against the float64 reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""portable/schedule.cu against a sort."""
+"""portable/order_sequences.cuh against a sort."""
 
 from __future__ import annotations
 

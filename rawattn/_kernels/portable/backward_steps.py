@@ -18,7 +18,7 @@ from rawattn._kernels.portable import (
     mask_tiles,
     schedule,
 )
-from rawattn._kernels.steps import Step, Steps, Tiles, checked, patches
+from rawattn._kernels.steps import Part, Step, Steps, Tiles, checked, patches
 from rawattn._kernels.target import Target
 
 
@@ -58,7 +58,7 @@ def steps(
     rows = problem.rows_q * (1 if problem.group else problem.batch)
     visits = checked("q", backward.row_blocks(rows, target.wave), 1)
     scratch = {"row_delta": 4 * rows * problem.nheads_q}
-    schedules: list[Step] = []
+    schedules: list[Part] = []
     orders: dict[str, int] = {}
 
     def scheduled(of: Any, tile: int) -> tuple[tuple[int, str], ...]:
@@ -66,7 +66,7 @@ def steps(
         if not problem.ragged:
             return ()
         names = (f"order_{of}", f"first_tile_{of}")
-        schedules.append(schedule.step(structure, tile, of=of, names=names))
+        schedules.append(schedule.part(structure, tile, of=of, names=names))
         orders.update(schedule.orders(structure, names))
         order, first_tile = names
         return patches(params.BACKWARD, forward__order=order, forward__first_tile=first_tile)
@@ -136,14 +136,16 @@ def steps(
             )
         )
     launches = [
-        *_padding(problem, structure, operands),
         step(backward.prepare_source(problem, copy_bytes), visits, backward.ROW_THREADS, 0),
         *(step(*each) for each in options.before),
         *masks.steps,
         *launches,
     ]
     scratch |= masks.scratch
-    return Steps(tuple(launches), config, tuple(schedules), orders, scratch, options.counters)
+    paddings = _padding(problem, structure, operands)
+    return Steps(
+        tuple(launches), config, tuple(schedules), paddings, orders, scratch, options.counters
+    )
 
 
 def _refuse(problem: Problem, operands: Operands, deterministic: bool) -> None:
@@ -162,7 +164,7 @@ def _refuse(problem: Problem, operands: Operands, deterministic: bool) -> None:
         )
 
 
-def _padding(problem: Problem, structure: Structure, operands: Operands) -> tuple[Step, ...]:
+def _padding(problem: Problem, structure: Structure, operands: Operands) -> tuple[Part, ...]:
     """Fills padding rows of the gradients that are the library's own."""
     heads_q, heads_kv = problem.nheads_q, problem.nheads_kv
     shapes: dict[str, tuple[Any, int, int]] = {
@@ -176,5 +178,5 @@ def _padding(problem: Problem, structure: Structure, operands: Operands) -> tupl
         if name in operands.ours and side.padded and side.rows:
             strides = operands.elements(problem, name)
             shape = nheads, headdim
-            found.append(fill_padding.step(problem, structure, of, shape, strides, {"out": name}))
+            found.append(fill_padding.part(problem, structure, of, shape, strides, {"out": name}))
     return tuple(found)

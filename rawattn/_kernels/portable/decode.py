@@ -246,4 +246,4 @@ def launches(
     )
     padding = forward.padding(problem, structure, operands)
     scratch = splits.affordable(problem, target, line.scratch(config.partial_bytes))
-    return Steps((*padding, main), config, scratch=scratch, counters=line.counters())
+    return Steps((main,), config, paddings=padding, scratch=scratch, counters=line.counters())

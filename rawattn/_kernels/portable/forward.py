@@ -14,7 +14,7 @@ from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import choice, fill_padding, mask_tiles, schedule, splits
 from rawattn._kernels.source import dims, round_up
 from rawattn._kernels.source import source as _source
-from rawattn._kernels.steps import Step, Steps, Tiles, patches
+from rawattn._kernels.steps import Part, Step, Steps, Tiles, patches
 from rawattn._kernels.target import Target
 
 ENTRY = "rawattn_forward"
@@ -143,12 +143,12 @@ def of_query_tiles(
     tiles = Tiles("q", config.tile_q, problem.nheads_q // heads)
     pieces = splits.split(problem, structure, config, target, tiles)
     config = replace(config, split=pieces.any)
-    schedules: tuple[Step, ...] = ()
+    schedules: tuple[Part, ...] = ()
     orders: dict[str, int] = {}
     if problem.ragged:
         order = ("order", "first_tile")
         names += order
-        schedules = (schedule.step(structure, config.tile_q, of="q", names=order),)
+        schedules = (schedule.part(structure, config.tile_q, of="q", names=order),)
         orders = schedule.orders(structure, order)
     main = Step(
         source=config.source(),
@@ -165,17 +165,18 @@ def of_query_tiles(
         ),
         shared_bytes=config.shared_bytes,
     )
-    launches = (*padding(problem, structure, operands), *masks.steps, main)
     partials = splits.affordable(problem, target, pieces.scratch(waves * config.partial_bytes))
     scratch = {**masks.scratch, **partials}
-    return Steps(launches, config, schedules, orders, scratch, pieces.counters())
+    paddings = padding(problem, structure, operands)
+    launches = (*masks.steps, main)
+    return Steps(launches, config, schedules, paddings, orders, scratch, pieces.counters())
 
 
-def padding(problem: Problem, structure: Structure, operands: Operands) -> tuple[Step, ...]:
+def padding(problem: Problem, structure: Structure, operands: Operands) -> tuple[Part, ...]:
     """Fills padding rows of out and lse, where they are the library's own."""
     ours = {name: name for name in operands.ours & {"out", "lse"}}
     if not ours or not structure.q.padded or not problem.rows_q:
         return ()
     strides = operands.elements(problem, "out")
     shape = problem.nheads_q, problem.headdim_v
-    return (fill_padding.step(problem, structure, "q", shape, strides, ours),)
+    return (fill_padding.part(problem, structure, "q", shape, strides, ours),)

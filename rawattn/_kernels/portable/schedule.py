@@ -1,28 +1,11 @@
-"""Host twin of kernels_cu/portable/schedule.cu: the order of a ragged batch's sequences, found on the GPU."""
+"""Host twin of kernels_cu/portable/order_sequences.cuh: the order of a ragged batch's sequences, found on the GPU."""
 
 from __future__ import annotations
 
-import functools
 from typing import Literal
 
 from rawattn._call.structure import Structure
-from rawattn._compile.compiler import Source
-from rawattn._kernels import helper_params, structs
-from rawattn._kernels.source import source as _source
-from rawattn._kernels.steps import Step, patches, side_fields, side_patches
-
-THREADS = 128
-SHARED_BYTES = 8 * THREADS
-
-
-@functools.cache
-def source() -> Source:
-    entry, file = "rawattn_schedule", "portable/schedule.cu"
-    return _source(entry, file, "portable schedule", helper_params.SCHEDULE)
-
-
-def blocks(batch: int) -> int:
-    return -(-batch // THREADS)
+from rawattn._kernels.steps import Part, side_fields, side_names
 
 
 def order_bytes(batch: int) -> int:
@@ -35,36 +18,31 @@ def first_tile_bytes(batch: int) -> int:
     return 4 * (batch + 1)
 
 
-def step(structure: Structure, tile: int, *, of: Literal["q", "k"], names: tuple[str, str]) -> Step:
+def part(structure: Structure, tile: int, *, of: Literal["q", "k"], names: tuple[str, str]) -> Part:
     """Writes `order` and `first_tile` under these names.
 
     tile: rows of the tiles to hand out, which are those `of` one side; sequences that are longest on the other come
     first.
     """
     other: Literal["q", "k"] = "k" if of == "q" else "q"
-    values = {
-        **side_fields("q_side", structure.side(of)),
-        **side_fields("k_side", structure.side(other)),
-        "batch": structure.batch,
-        "tile_q": tile,
-    }
-    order, first_tile = names
-    return Step(
-        source=source(),
-        blocks=blocks(structure.batch),
-        threads=THREADS,
-        params=structs.fill(helper_params.SCHEDULE, values),
-        patches=(
-            *patches(helper_params.SCHEDULE, order=order, first_tile=first_tile),
-            *side_patches(helper_params.SCHEDULE, "q_side", structure.side(of), of),
-            *side_patches(helper_params.SCHEDULE, "k_side", structure.side(other), other),
-        ),
-        shared_bytes=SHARED_BYTES,
+    tiled, longest = structure.side(of), structure.side(other)
+    return Part(
+        {
+            **side_fields("q_side", tiled),
+            **side_fields("k_side", longest),
+            "batch": structure.batch,
+            "tile_q": tile,
+        },
+        {
+            **dict(zip(("order", "first_tile"), names, strict=True)),
+            **side_names("q_side", tiled, of),
+            **side_names("k_side", longest, other),
+        },
     )
 
 
 def orders(structure: Structure, names: tuple[str, str]) -> dict[str, int]:
-    """Bytes of what a step writes, by name."""
+    """Bytes of what a part writes, by name."""
     return dict(
         zip(names, (order_bytes(structure.batch), first_tile_bytes(structure.batch)), strict=True)
     )

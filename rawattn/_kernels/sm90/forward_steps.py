@@ -14,7 +14,7 @@ from rawattn._kernels.portable import mask_tiles, repack, schedule
 from rawattn._kernels.portable.forward import padding
 from rawattn._kernels.sm90 import bias_boxes, filling, forward
 from rawattn._kernels.sm90.forward_config import STORE_ROWS, Config
-from rawattn._kernels.steps import Geometry, Step, Steps, Tiles, patches
+from rawattn._kernels.steps import Geometry, Part, Step, Steps, Tiles, patches
 from rawattn._kernels.target import Target
 
 # How much work is kept for the end, for each cluster: this many of a head's longest tiles.
@@ -28,7 +28,7 @@ _SCHEDULE_COUNTERS = 2  # one of work handed out, one of blocks done
 def steps(problem: Problem, structure: Structure, operands: Operands, target: Target) -> Steps:
     """The launches of a call."""
     config = forward.choose(problem, target, operands)
-    fill = padding(problem, structure, operands)
+    paddings = padding(problem, structure, operands)
     launches: list[Step] = []
     scratch: dict[str, int] = {}
     # Names of q, k, v and out as the kernel reads them, and their strides.
@@ -81,11 +81,11 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
         counters["arrived"] = _COUNTER_BYTES * shared.counters
         scratch["partials"] = shared.partial_bytes
         addresses |= {"arrived": "arrived", "partials": "partials"}
-    schedules: tuple[Step, ...] = ()
+    schedules: tuple[Part, ...] = ()
     orders: dict[str, int] = {}
     if problem.ragged and problem.batch > 1:  # a lone sequence has no order
         order = ("order", "first_tile")
-        schedules = (schedule.step(structure, config.schedule_rows, of="q", names=order),)
+        schedules = (schedule.part(structure, config.schedule_rows, of="q", names=order),)
         orders = schedule.orders(structure, order)
         addresses |= {f"forward__{name}": name for name in order}
     launches.append(
@@ -109,7 +109,7 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
             early=True,
         )
     )
-    return Steps((*fill, *launches), config, schedules, orders, scratch, counters)
+    return Steps(tuple(launches), config, schedules, paddings, orders, scratch, counters)
 
 
 def kept_tiles(problem: Problem, config: Config, clusters: int) -> int:

@@ -1,30 +1,28 @@
 // Fills the rows of an output that belong to no sequence: 0 in out, -inf in lse. Block g fills the gap after sequence g
-// - 1 (before the first sequence for g = 0), one warp-wide sweep a row; grid = (batch + 1) * parts.
+// - 1 (before the first sequence for g = 0), one warp-wide sweep a row; (batch + 1) * parts blocks of kThreads.
+#pragma once
+
 #include "attn/params.cuh"
 #include "attn/sequence.cuh"
 #include "target/target.cuh"
 
-namespace fill_padding {
-
-constexpr int kThreads = 256;
-
-}  // namespace fill_padding
-
-KERNEL LAUNCH_BOUNDS(fill_padding::kThreads, 1) void rawattn_fill_padding(PARAMETER PaddingParams p) {
-  using namespace fill_padding;
-  const int gap = target::block_index() / p.parts;
-  const int part = target::block_index() % p.parts;
-  const bool packed = p.side.start.data != nullptr;
+// side: that of p, or a copy of it with its integers elsewhere. block: among those of this output.
+template <int kThreads>
+DEVICE void fill_padding(const PaddingParams& p, const Side& side, int block) {
+  if (p.out == nullptr && p.lse == nullptr) return;
+  const int gap = block / p.parts;
+  const int part = block % p.parts;
+  const bool packed = side.start.data != nullptr;
   const int sequence = gap - 1;
   int64 begin = 0;
-  int64 end = p.side.rows;
+  int64 end = side.rows;
   if (sequence >= 0) {
-    const Span span = span_of(p.side, sequence);
+    const Span span = span_of(side, sequence);
     begin = span.start + span.length;
   } else if (!packed) {
     return;
   }
-  if (packed && gap < p.batch) end = clamp(integer_at(p.side.start, gap), 0, p.side.rows);
+  if (packed && gap < p.batch) end = clamp(integer_at(side.start, gap), 0, side.rows);
   const int64 batch = packed ? 0 : sequence;
 
   const int wave = target::thread_index() / target::kWave;

@@ -1,0 +1,31 @@
+// The setup of a ragged call that brings lengths of the host in its own parameters. One block writes them to memory,
+// for the kernels behind this one. The blocks beside it cannot wait for that, and read the parameters.
+#include "portable/ragged_setup.cuh"
+
+namespace ragged_setup {
+
+struct InParameters {
+  const CarryingSetupParams& p;
+
+  DEVICE const void* here(const void* data) const {
+    const auto at = reinterpret_cast<unsigned long long>(data);
+    const auto to = reinterpret_cast<unsigned long long>(p.to);
+    return at < to || at >= to + 4ull * p.count ? data : p.words + (at - to) / 4;
+  }
+  DEVICE Side operator()(Side side) const {
+    side.start.data = here(side.start.data);
+    side.length.data = here(side.length.data);
+    return side;
+  }
+};
+
+}  // namespace ragged_setup
+
+KERNEL LAUNCH_BOUNDS(ragged_setup::kThreads, 1) void rawattn_carrying_setup(PARAMETER CarryingSetupParams p) {
+  using namespace ragged_setup;
+  SHARED_MEMORY(shared, kSharedBytes);
+  if (target::block_index() == 0) {
+    for (int i = target::thread_index(); i < p.count; i += kThreads) p.to[i] = p.words[i];
+  }
+  run(p.setup, InParameters{p}, shared);
+}

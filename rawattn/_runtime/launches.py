@@ -1,0 +1,64 @@
+"""One step of a call as a function: its kernel loaded, its parameters packed but for addresses."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Sequence
+
+from rawattn._kernels.steps import Step
+from rawattn._runtime import kernel
+from rawattn._runtime.kernel import Arguments
+from rawattn._runtime.tensor_map import MAP_BYTES, TensorMaps
+
+# Launches a step, from the addresses of everything that has a slot, the number of blocks and the stream.
+Launch = Callable[[Sequence[int], int, int], None]
+
+
+def launch_of(step: Step, slot: dict[str, int], device: int) -> Launch:
+    """One step, its kernel loaded. Its arguments are packed once, and patched where addresses differ from the last ones."""
+    loaded = kernel.load(step.source, device)
+    if step.shared_bytes:
+        loaded.allow_shared_memory(step.shared_bytes)
+    enqueue = loaded.launcher(step.threads, step.shared_bytes, step.early)
+    parameters: tuple[bytes, ...] = (step.params,)
+    if step.maps:
+        parameters += (bytes(MAP_BYTES * len(step.maps)),)
+    first = Arguments(parameters)
+    free = [first]  # arguments that no launch is using
+    at = first.at[0]
+    assert all((at + offset) % 8 == 0 for offset, _ in step.patches)
+    placed = sorted((at + offset, slot[name]) for offset, name in step.patches)
+    order = [n for _, n in placed] + [slot[name] for name, _ in step.maps]
+    pick = operator.itemgetter(*order, order[-1])  # one more: it gives a tuple then
+    words = [(place // 8, n) for n, (place, _) in enumerate(placed)]
+    maps_at = [first.at[1] + MAP_BYTES * n for n in range(len(step.maps))]
+    tensor_maps = [
+        (slice(at, at + MAP_BYTES), n, TensorMaps(geometry))
+        for n, at, (_, geometry) in zip(itertools.count(len(words)), maps_at, step.maps)
+    ]
+
+    def patch(arguments: Arguments, picked: tuple[int, ...]) -> None:
+        # Through memory views: a third of what `struct.pack_into` and slices of a bytearray take.
+        data, view = arguments.words, arguments.view
+        arguments.patched = None  # until all of it is written
+        for at, n in words:
+            data[at] = picked[n]
+        for where, n, maps in tensor_maps:
+            view[where] = maps.at(picked[n])
+        arguments.patched = picked
+
+    def launch(addresses: Sequence[int], blocks: int, stream: int) -> None:
+        if not blocks:
+            return
+        try:
+            arguments = free.pop()
+        except IndexError:  # another thread is launching it
+            arguments = Arguments(parameters)
+        picked = pick(addresses)
+        if picked != arguments.patched:
+            patch(arguments, picked)
+        enqueue(blocks, stream, arguments)
+        free.append(arguments)
+
+    return launch

@@ -1,0 +1,81 @@
+"""What a ragged call launches before all else: integers of the host are sent, sequences ordered, padding rows filled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rawattn._kernels.portable import ragged_setup
+from rawattn._kernels.steps import Step, Steps
+from rawattn._runtime import kernel
+from rawattn._runtime.kernel import Arguments
+from rawattn._runtime.launches import Launch, launch_of
+
+
+class Setup:
+    """That of one call on one device.
+
+    slot: of the addresses by name. ordered_once: orders belong to a layout, and only its first run finds them.
+    each: what every run but the first one with a layout launches, and of how many blocks; None where that is nothing.
+    """
+
+    def __init__(
+        self, steps: Steps, slot: dict[str, int], batch: int, device: int, ordered_once: bool
+    ) -> None:
+        self._parts = batch, steps.schedules, steps.paddings
+        self._slot, self._device = slot, device
+        again = () if ordered_once else steps.schedules
+        self.each = self._launch(ragged_setup.step(batch, again, steps.paddings))
+        self._whole: Carrying | None = None
+
+    def first(self, data: bytes, to: int, addresses: Sequence[int], stream: int) -> None:
+        """All of it, with integers of the host that go to an address."""
+        if self._whole is None:
+            self._whole = Carrying(
+                ragged_setup.step(*self._parts, carrying=True), self._slot, self._device
+            )
+        if len(data) <= ragged_setup.MOST:
+            self._whole(data, to, addresses, stream)
+            return
+        # More than a launch carries: what orders and fills would find a part of it, so it comes behind all that send.
+        sender = Carrying(ragged_setup.step(0, (), (), carrying=True), self._slot, self._device)
+        for start in range(0, len(data), ragged_setup.MOST):
+            sender(data[start : start + ragged_setup.MOST], to + start, addresses, stream)
+        rest = self._launch(ragged_setup.step(*self._parts))
+        if rest is not None:
+            launch, blocks = rest
+            launch(addresses, blocks, stream)
+
+    def _launch(self, step: Step) -> tuple[Launch, int] | None:
+        assert isinstance(step.blocks, int)
+        return (launch_of(step, self._slot, self._device), step.blocks) if step.blocks else None
+
+
+class Carrying:
+    """A launch that brings integers of the host in its parameters."""
+
+    __slots__ = ("_blocks", "_enqueue", "_free", "_params", "_patches")
+
+    def __init__(self, step: Step, slot: dict[str, int], device: int) -> None:
+        assert isinstance(step.blocks, int)
+        loaded = kernel.load(step.source, device)
+        self._enqueue = loaded.launcher(step.threads, step.shared_bytes, False)
+        self._blocks, self._params = step.blocks, step.params
+        at = Arguments((step.params,)).at[0]
+        self._patches = [((at + offset) // 8, slot[name]) for offset, name in step.patches]
+        self._free: list[Arguments] = []  # that no launch is using
+
+    def __call__(self, data: bytes, to: int, addresses: Sequence[int], stream: int) -> None:
+        """data: whole integers."""
+        try:
+            arguments = self._free.pop()
+        except IndexError:
+            arguments = Arguments((self._params,))
+        words, at = arguments.words, arguments.at[0]
+        for place, n in self._patches:
+            words[place] = addresses[n]
+        words[(at + ragged_setup.TO) // 8] = to
+        words[(at + ragged_setup.COUNT) // 8] = len(data) // 4
+        start = at + ragged_setup.WORDS
+        arguments.view[start : start + len(data)] = data
+        self._enqueue(self._blocks, stream, arguments)
+        self._free.append(arguments)
