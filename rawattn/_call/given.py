@@ -25,13 +25,22 @@ class Given:
     cumulative: bool
     max_seqlen: int | None
     on_host: bool
-    # What the host integers tell, where they do: the physical and the logical lengths, the longest of each, and the sum of the
-    # logical ones.
-    slots: Integers | None
+    # What the host integers tell, where they do: the longest physical and logical length, and the sum of the logical ones.
     longest_slot: int | None
-    logical: Integers | None
     longest: int | None
     total: int | None
+
+    def logical(self) -> Integers:
+        """The logical lengths that the host integers tell, which have been checked."""
+        if self.length is None:
+            return self.slots()
+        lengths: Integers = np.diff(self.length) if self.cumulative else self.length
+        return lengths
+
+    def slots(self) -> Integers:
+        """The physical ones."""
+        slots: Integers = np.diff(self.start)
+        return slots
 
 
 # Of a side: starts, cumulative lengths, lengths and the bound on them.
@@ -46,43 +55,37 @@ def read_side(side: Literal["q", "k"], fields: Mapping[str, Any], of_q: Given | 
     start_name, cumulative_name, length_name, max_name = _NAMES[side]
     start = fields[start_name]
     inherited = start is None and of_q is not None and of_q.start is not None
-    slots = longest_slot = None
+    longest_slot = total = None
     if inherited and of_q is not None:
         start, start_name = of_q.start, "seqstart_k (by default seqstart_q)"
-        slots, longest_slot = of_q.slots, of_q.longest_slot
-    elif isinstance(start, np.ndarray):
-        slots = integers.differences(start_name, start)
-        longest_slot = integers.longest(slots)
+    on_host = start is None
+    if type(start) is np.ndarray:
+        on_host = True
+        longest_slot, total = integers.most_between(start_name, start)
 
     cumulative = fields[cumulative_name] is not None
     if cumulative:
         length_name = cumulative_name
-    length = fields[length_name]
-    logical = longest = total = None
+    length, max_seqlen = fields[length_name], fields[max_name]
+    longest = longest_slot
     if length is None:
         length_name = start_name
-        if slots is not None:
-            logical, longest = slots, longest_slot
-            total = int(start[-1]) - int(start[0])
-    elif isinstance(length, np.ndarray):
-        read = integers.differences if cumulative else integers.counts
-        logical = read(length_name, length)
-        longest = integers.longest(logical)
-        total = int(length[-1]) - int(length[0]) if cumulative else int(np.add.reduce(length))
-        if slots is not None:
-            integers.check_at_most(
-                length_name, logical, slots, f"the physical length that {start_name} gives it"
-            )
-
-    max_seqlen = fields[max_name]
+    elif type(length) is np.ndarray:
+        read = integers.most_between if cumulative else integers.most_of
+        longest, total = read(length_name, length)
+    else:
+        on_host, longest, total = False, None, None
+    # By position: one is made for each side of each new layout.
+    given = Given(
+        *(side, start, start_name, inherited, length, length_name, cumulative, max_seqlen),
+        *(on_host, longest_slot, longest, total),
+    )
+    if longest_slot is not None and length is not None and longest is not None:
+        what = f"the physical length that {start_name} gives it"
+        integers.check_at_most(length_name, given.logical(), given.slots(), what)
     if max_seqlen is not None and longest is not None:
         check_maximum(side, max_seqlen, longest, length_name)
-    on_host = _on_host(start) and _on_host(length)
-    # By position: one is made for each side of each new layout.
-    return Given(
-        *(side, start, start_name, inherited, length, length_name, cumulative, max_seqlen, on_host),
-        *(slots, longest_slot, logical, longest, total),
-    )
+    return given
 
 
 def common_batch(arrays: Mapping[str, Any]) -> int | None:
@@ -97,10 +100,6 @@ def common_batch(arrays: Mapping[str, Any]) -> int | None:
                 f"is that of {batch} sequences (seqlen_* is (batch,), others are (batch + 1,))"
             )
     return batch
-
-
-def _on_host(array: Any) -> bool:
-    return array is None or isinstance(array, np.ndarray)
 
 
 def check_maximum(side: str, max_seqlen: int, longest: int, source: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import operator
 import sys
 from typing import Any
 
@@ -25,11 +27,30 @@ FEW = (
 )
 
 
-def longest(lengths: Integers) -> int:
-    """The most of lengths, 0 where there are none."""
+def most_of(name: str, lengths: Integers) -> tuple[int, int]:
+    """The longest of lengths, 0 where there are none, and their sum; negative ones are refused."""
     if lengths.size <= FEW:
-        return max(lengths.tolist(), default=0)
-    return int(lengths.max())
+        few = lengths.tolist()
+        if not few:
+            return 0, 0
+        if min(few) >= 0:
+            return max(few), sum(few)
+    negative = lengths < 0
+    if np.count_nonzero(negative):
+        i = int(negative.argmax())
+        raise ValueError(f"{name}: got {lengths[i]} (index {i}), expected lengths >= 0")
+    return int(lengths.max()), int(np.add.reduce(lengths))
+
+
+def most_between(name: str, offsets: Integers) -> tuple[int, int]:
+    """The longest way from an offset to the next, and that from the first to the last; as `differences` refuses."""
+    if offsets.size <= FEW:
+        few = offsets.tolist()
+        steps = list(map(operator.sub, few[1:], few))
+        if few[0] >= 0 and (not steps or min(steps) >= 0):
+            return max(steps, default=0), few[-1] - few[0]
+    lengths = differences(name, offsets)
+    return int(lengths.max(initial=0)), int(offsets[-1]) - int(offsets[0])
 
 
 def read(name: str, value: Any) -> Any:
@@ -39,44 +60,49 @@ def read(name: str, value: Any) -> Any:
 
     `seqlen*` and `lengths*` are (batch,), others (batch + 1,).
     """
-    array = _imported(name, value)
-    cumulative = not name.startswith(("seqlen", "lengths"))
-    if array.ndim != 1 or (cumulative and not array.size):
-        shape = "(batch + 1,)" if cumulative else "(batch,)"
+    kind, array = type(value), None
+    # Those that most calls give are told apart from all others by their type.
+    if kind is np.ndarray and value.dtype in _DTYPES:
+        array = value.copy()
+    elif kind is list and set(map(type, value)) == _INT:
+        with contextlib.suppress(OverflowError):  # refused below, as all that int64 cannot hold
+            array = np.array(value, np.int64)
+    elif kind is getattr(sys.modules.get("cupy"), "ndarray", None) and value.dtype in _DTYPES:
+        array = value
+    if array is None:
+        array = _imported(name, value)
+    if array.ndim != 1 or (not array.size and not _are_lengths(name)):
+        shape = "(batch,)" if _are_lengths(name) else "(batch + 1,)"
         raise ValueError(f"{name}: got shape {array.shape}, expected {shape}")
-    if not isinstance(array, np.ndarray):
-        if not xla.is_traced(array) and not array.flags.c_contiguous:
-            raise ValueError(
-                f"{name}: got a GPU array of stride {array.strides[0]} bytes, expected a "
-                "contiguous one, since it is read in place at every call; pass a contiguous copy"
-            )
-        return array
-    array = np.array(array, dtype=np.int32 if array.dtype.itemsize == 4 else np.int64)
-    array.flags.writeable = False
+    if type(array) is np.ndarray:
+        array.setflags(write=False)
+    elif not xla.is_traced(array) and not array.flags.c_contiguous:
+        raise ValueError(
+            f"{name}: got a GPU array of stride {array.strides[0]} bytes, expected a "
+            "contiguous one, since it is read in place at every call; pass a contiguous copy"
+        )
     return array
 
 
+def _are_lengths(name: str) -> bool:
+    return name.startswith(("seqlen", "lengths"))
+
+
 def _imported(name: str, value: Any) -> Any:
-    kind = type(value)
-    # The two that most calls give are told apart from all others by their type.
-    if kind is np.ndarray and value.dtype in _DTYPES:
-        return value
-    if kind is list and set(map(type, value)) == _INT:
-        try:
-            return np.array(value, np.int64)
-        except OverflowError:
-            pass  # refused below, as all that int64 cannot hold
     if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
         raise TypeError(_one_int(name, int(value)))
     if xla.is_traced(value):
         if value.dtype not in _DTYPES:
             raise TypeError(f"{name}: got {value.dtype}; accepted are int32 and int64 arrays")
         return value
-    return import_integers(name, value)
+    array = import_integers(name, value)
+    if isinstance(array, np.ndarray):
+        return np.array(array, dtype=np.int32 if array.dtype.itemsize == 4 else np.int64)
+    return array
 
 
 def _one_int(name: str, value: int) -> str:
-    if name.startswith(("seqlen", "lengths")):
+    if _are_lengths(name):
         advice = (
             f"a length for each sequence: [{value}] for a batch of one, [{value}] * batch where all "
             "are as long"
@@ -102,8 +128,6 @@ def maximum(name: str, value: Any) -> int | None:
 def differences(name: str, offsets: Integers) -> Integers:
     """From each offset to the next; offsets that are negative or decrease are refused."""
     before, after = offsets[:-1], offsets[1:]
-    if offsets.size <= FEW and (few := offsets.tolist())[0] >= 0 and few == sorted(few):
-        return after - before
     if offsets[0] < 0:
         raise ValueError(f"{name}: got {offsets[0]} first, expected offsets >= 0")
     falls = after < before  # not their difference: that may wrap around
@@ -114,15 +138,6 @@ def differences(name: str, offsets: Integers) -> Integers:
             "not decrease"
         )
     return after - before
-
-
-def counts(name: str, lengths: Integers) -> Integers:
-    """The lengths themselves; negative ones are refused."""
-    negative = lengths < 0
-    if np.count_nonzero(negative):
-        i = int(negative.argmax())
-        raise ValueError(f"{name}: got {lengths[i]} (index {i}), expected lengths >= 0")
-    return lengths
 
 
 def check_at_most(name: str, lengths: Integers, most: Integers | int, what: str) -> None:
@@ -144,7 +159,7 @@ def starts_from_lengths(name: str, value: Any) -> Any:
     with on_stream_of(value, framework_of(value)):
         lengths = read(name, value)
         if isinstance(lengths, np.ndarray):
-            counts(name, lengths)
+            most_of(name, lengths)
             starts = np.zeros(lengths.size + 1, np.int64)
             np.cumsum(lengths, out=starts[1:])
             return starts

@@ -35,13 +35,20 @@ class Side:
 
 @dataclass(slots=True, eq=False)  # not frozen: one is made at every call with a new layout
 class Lengths:
-    """The sequences of a call."""
+    """The sequences of a call.
+
+    q, k: one object where the keys have the sequences of the queries.
+    on_host: every integer array is host data.
+    structure, token: see `_call.structure`; found when they are first asked for.
+    """
 
     batch: int
     group: bool
     q: Side
     k: Side
-    on_host: bool  # every integer array is host data
+    on_host: bool
+    structure: Any = field(default=None, init=False, repr=False)
+    token: Any = field(default=None, init=False, repr=False)
     memo: dict[Any, Any] = field(default_factory=dict, repr=False)  # what others find out about it
 
 
@@ -61,10 +68,9 @@ class HostLengths:
 def side_of(given: Given, batch: int, rows: int) -> Side:
     """A side bound to an array of these rows."""
     side, start = given.side, given.start
-    room = f"the rows of {side}"
-    if isinstance(start, np.ndarray) and start[-1] > rows:
+    if given.longest_slot is not None and start[-1] > rows:
         raise ValueError(
-            f"{given.start_name}: got an end of {start[-1]}, expected at most {rows}, {room}"
+            f"{given.start_name}: got an end of {start[-1]}, expected at most {rows}, the rows of {side}"
         )
     capacity = rows if start is not None else batch * rows
     total = None  # logical rows, where known
@@ -72,13 +78,14 @@ def side_of(given: Given, batch: int, rows: int) -> Side:
         if batch and given.max_seqlen is not None:
             check_maximum(side, given.max_seqlen, rows, f"the shape of {side}")
         longest, total = rows, capacity
-    elif given.logical is not None and given.longest is not None and given.total is not None:
+    elif given.longest is not None and given.total is not None:
         longest, total = given.longest, given.total
         if longest > rows:
-            integers.check_at_most(given.length_name, given.logical, rows, room)
+            what = f"the rows of {side}"
+            integers.check_at_most(given.length_name, given.logical(), rows, what)
         if total > capacity:
             raise ValueError(
-                f"{given.length_name}: got {total} rows in all, expected at most {capacity}, {room}"
+                f"{given.length_name}: got {total} rows in all, expected at most {capacity}, the rows of {side}"
             )
     else:
         bounds = (given.max_seqlen, given.longest_slot, rows)

@@ -157,9 +157,9 @@ class PagedLayout:
                 most = used * held
         longest = room if isinstance(most, int) else int(most.max(initial=0))
         given = self._k
-        if given.logical is not None and given.longest is not None:
+        if given.longest is not None:
             what = f"what its pages of {page_size} keys in block_table hold"
-            integers.check_at_most("seqlen_k", given.logical, most, what)
+            integers.check_at_most("seqlen_k", given.logical(), most, what)
             longest = given.longest
         elif given.max_seqlen is not None:
             longest = min(longest, given.max_seqlen)

@@ -113,7 +113,7 @@ class SeqLayout:
     batch: int | None = field(init=False)
     group: bool = field(init=False)
     _q: Given = field(init=False)
-    _k: Given = field(init=False)
+    _k: Given = field(init=False)  # that of q, where nothing is said of k alone
     _bindings: dict[tuple[int | None, int, int], Lengths] = field(init=False)
 
     @says_places("SeqLayout")
@@ -157,7 +157,14 @@ class SeqLayout:
         fields["batch"] = common_batch(arrays)
         fields["group"] = seqstart_q is not None
         fields["_q"] = of_q = read_side("q", fields, None)
-        fields["_k"] = read_side("k", fields, of_q)
+        if (
+            seqstart_q is not None
+            and seqstart_k is seqlen_q is seqlen_k is cu_seqlen_q is cu_seqlen_k is None
+            and fields["max_seqlen_k"] == fields["max_seqlen_q"]
+        ):
+            fields["_k"] = of_q
+        else:
+            fields["_k"] = read_side("k", fields, of_q)
         fields["_bindings"] = {}
         vars(self).update(fields)  # one by one, a frozen class takes them ten times as slowly
 
@@ -305,14 +312,15 @@ def _bind(seqs: SeqLayout, batch: int | None, rows_q: int, rows_k: int) -> Lengt
         check_batch(seqs, batch)
     count = seqs.batch if batch is None else batch
     assert count is not None
-    q = side_of(seqs._q, count, rows_q)
-    if seqs._k.inherited and rows_q != rows_k:
+    of_q, of_k = seqs._q, seqs._k
+    q = side_of(of_q, count, rows_q)
+    if rows_q != rows_k and (of_k.inherited or (of_k is of_q and seqs.group)):
         raise ValueError(
             f"seqstart_k: got None, by default seqstart_q, but q has {rows_q} rows and k has {rows_k}; "
             "pass seqstart_k, where the sequences of k start"
         )
-    on_host = seqs._q.on_host and seqs._k.on_host
-    return Lengths(count, seqs.group, q, side_of(seqs._k, count, rows_k), on_host)
+    k = q if of_k is of_q else side_of(of_k, count, rows_k)
+    return Lengths(count, seqs.group, q, k, of_q.on_host and of_k.on_host)
 
 
 @functools.lru_cache(maxsize=256)

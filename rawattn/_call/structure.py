@@ -59,53 +59,58 @@ _tokens: dict[Structure, object] = {}
 
 def token(lengths: Lengths) -> object:
     """The same object for lengths of the same structure, quicker to find things by. Found once for each `lengths`."""
-    found: object | None = lengths.memo.get("token")
+    found: object | None = lengths.token
     if found is None:
         form = structure(lengths)
-        if len(_tokens) >= _MAX_TOKENS and form not in _tokens:
-            _tokens.clear()  # those that are known stay what they are, and are found no more
-        found = lengths.memo["token"] = _tokens.setdefault(form, object())
+        found = _tokens.get(form)
+        if found is None:
+            if len(_tokens) >= _MAX_TOKENS:
+                _tokens.clear()  # those that are known stay what they are, and are found no more
+            found = _tokens.setdefault(form, object())
+        lengths.token = found
     return found
 
 
 def structure(lengths: Lengths) -> Structure:
     """Found once for each `lengths`."""
-    found: Structure | None = lengths.memo.get("structure")
+    found: Structure | None = lengths.structure
     if found is None:
-        found = lengths.memo["structure"] = Structure(
-            lengths.batch,
-            lengths.group,
-            _side(lengths.q),
-            _side(lengths.k),
-            lengths.on_host,
-            () if lengths.on_host else tuple(sorted(_devices(lengths))),
-        )
+        q = _side(lengths.q)
+        k = q if lengths.k is lengths.q else _side(lengths.k)
+        on_host = lengths.on_host
+        devices = () if on_host else _devices(lengths)
+        # Not by their own constructors, which take three times as long.
+        fields = lengths.batch, lengths.group, q, k, on_host, devices
+        found = lengths.structure = _new(Structure, fields)
     return found
+
+
+_new: Any = tuple.__new__
 
 
 def _side(side: Side) -> SideStructure:
     start, length, rows = side.start, side.length, side.rows
-    most = rows
+    most, of_start, of_length, cumulative = rows, 0, 0, False
     if start is not None or length is not None:
         most = min((1 << side.max_seqlen.bit_length()) - 1, rows)
-    return SideStructure(
-        rows,
-        _bytes(start, 4 if rows <= _INT32_MAX else 8),
-        _bytes(length, 4),
-        side.cumulative and not isinstance(length, np.ndarray),
-        side.padded,
-        most,
+    if type(start) is np.ndarray:
+        of_start = 4 if rows <= _INT32_MAX else 8
+    elif start is not None:
+        of_start = int(start.dtype.itemsize)
+    if type(length) is np.ndarray:
+        of_length = 4
+    elif length is not None:
+        of_length, cumulative = int(length.dtype.itemsize), side.cumulative
+    found: SideStructure = _new(
+        SideStructure, (rows, of_start, of_length, cumulative, side.padded, most)
     )
+    return found
 
 
-def _bytes(integers: Any, of_host: int) -> int:
-    if integers is None:
-        return 0
-    return of_host if isinstance(integers, np.ndarray) else int(integers.dtype.itemsize)
-
-
-def _devices(lengths: Lengths) -> set[int]:
+def _devices(lengths: Lengths) -> tuple[int, ...]:
     integers = (lengths.q.start, lengths.q.length, lengths.k.start, lengths.k.length)
-    return {
-        int(x.data.device_id) for x in integers if x is not None and not isinstance(x, np.ndarray)
-    }
+    found: list[int] = []
+    for x in integers:
+        if x is not None and type(x) is not np.ndarray and x.data.device_id not in found:
+            found.append(int(x.data.device_id))
+    return tuple(sorted(found))
