@@ -50,6 +50,9 @@ _NAMES = {
 }
 
 
+_LENGTHS = frozenset({"seqlen_q", "seqlen_k"})
+
+
 def read_side(side: Literal["q", "k"], fields: Mapping[str, Any], of_q: Given | None) -> Given:
     """What the arguments in `fields` say of a side; `of_q`: what they say of the other, when this is k."""
     start_name, cumulative_name, length_name, max_name = _NAMES[side]
@@ -89,9 +92,10 @@ def read_side(side: Literal["q", "k"], fields: Mapping[str, Any], of_q: Given | 
 
 
 def common_batch(arrays: Mapping[str, Any]) -> int | None:
+    """How many sequences integers are for, by name; None without any."""
     first, batch = "", None
     for name, array in arrays.items():
-        count = array.size - (not name.startswith("seqlen"))
+        count = array.size if name in _LENGTHS else array.size - 1
         if batch is None:
             first, batch = name, count
         elif count != batch:

@@ -115,12 +115,13 @@ class NoOthers(TypedDict):
 
 
 def hides_unknown(function: Function) -> Function:
-    """`function` itself, whose signature no longer shows the ``**unknown`` that it takes only to refuse them.
+    """`function` itself, whose signature no longer shows the ``**unknown`` and ``*misplaced`` that it takes to refuse them.
 
     A wrapper would cost every call more than an empty dict does.
     """
     shown = inspect.signature(function)
-    named = [x for x in shown.parameters.values() if x.kind is not x.VAR_KEYWORD]
+    refused = "unknown", "misplaced"
+    named = [x for x in shown.parameters.values() if x.name not in refused]
     vars(function)["__signature__"] = shown.replace(parameters=named)
     return function
 

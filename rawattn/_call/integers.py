@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import operator
 import sys
 from typing import Any
 
@@ -46,9 +45,17 @@ def most_between(name: str, offsets: Integers) -> tuple[int, int]:
     """The longest way from an offset to the next, and that from the first to the last; as `differences` refuses."""
     if offsets.size <= FEW:
         few = offsets.tolist()
-        steps = list(map(operator.sub, few[1:], few))
-        if few[0] >= 0 and (not steps or min(steps) >= 0):
-            return max(steps, default=0), few[-1] - few[0]
+        last, longest = few[0], 0
+        for offset in few:
+            step = offset - last
+            if step > longest:
+                longest = step
+            elif step < 0:
+                break
+            last = offset
+        else:
+            if few[0] >= 0:
+                return longest, last - few[0]
     lengths = differences(name, offsets)
     return int(lengths.max(initial=0)), int(offsets[-1]) - int(offsets[0])
 
@@ -114,10 +121,8 @@ def _one_int(name: str, value: int) -> str:
     return f"{name}: got the int {value}, expected {advice}"
 
 
-def maximum(name: str, value: Any) -> int | None:
-    """A bound on lengths, or None."""
-    if value is None:
-        return None
+def maximum(name: str, value: Any) -> int:
+    """A bound on lengths."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{name}: got {type(value).__name__}, expected an int >= 0 or None")
     if value < 0:

@@ -54,9 +54,7 @@ def check_places(places: Places, args: Sequence[Any], options: Mapping[str, Any]
     if surplus:
         count = len(args) - len(places.by_position) + len(own)
         if not own:
-            raise TypeError(
-                f"{places.function}: got {count} by position, expected all by name{layout_advice(args[-1])}"
-            )
+            raise all_by_name(places.function, args[-count:])
         raise TypeError(
             f"{places.function}: got {count} arguments by position, expected {len(own)}: {', '.join(own)}; "
             f"name the others: {', '.join(places.by_name)}"
@@ -65,6 +63,13 @@ def check_places(places: Places, args: Sequence[Any], options: Mapping[str, Any]
     by_name = f", and {', '.join(f'{name}=...' for name in names)}" if names else ""
     raise TypeError(
         f"{missing[0]}: {places.function} got none, expected {', '.join(own)}{by_name}{_packed(args)}"
+    )
+
+
+def all_by_name(function: str, misplaced: Sequence[Any]) -> TypeError:
+    """Of arguments by position where there is no place."""
+    return TypeError(
+        f"{function}: got {len(misplaced)} by position, expected all by name{layout_advice(misplaced[-1])}"
     )
 
 

@@ -12,11 +12,11 @@ from rawattn._call import integers
 from rawattn._call.given import Given, common_batch, read_side
 from rawattn._call.hints import NoOthers, hides_unknown, layout_advice, refuse_unknown
 from rawattn._call.layout import Lengths, side_of
-from rawattn._call.places import says_places
+from rawattn._call.places import all_by_name, says_places
 from rawattn._interop.xla import is_traced
 
 if TYPE_CHECKING:  # type checkers bring it: nothing is installed for it
-    from typing_extensions import Unpack
+    from typing_extensions import Never, Unpack
 
 _MAX_BINDINGS = 16
 _ARRAYS = ("seqstart_q", "seqstart_k", "seqlen_q", "seqlen_k", "cu_seqlen_q", "cu_seqlen_k")
@@ -116,11 +116,10 @@ class SeqLayout:
     _k: Given = field(init=False)  # that of q, where nothing is said of k alone
     _bindings: dict[tuple[int | None, int, int], Lengths] = field(init=False)
 
-    @says_places("SeqLayout")
     @hides_unknown
     def __init__(
         self,
-        *,
+        *misplaced: Never,
         seqstart_q: Any = None,
         seqstart_k: Any = None,
         seqlen_q: Any = None,
@@ -131,11 +130,13 @@ class SeqLayout:
         max_seqlen_k: int | None = None,
         **unknown: Unpack[NoOthers],
     ) -> None:
+        if misplaced:  # a decorator that looks for them costs every layout a tenth
+            raise all_by_name("SeqLayout", misplaced)
         if unknown:
             refuse_unknown(
                 "SeqLayout", unknown, (*_ARRAYS, "max_seqlen_q", "max_seqlen_k"), layout=True
             )
-        fields = {
+        fields: dict[str, Any] = {
             "seqstart_q": seqstart_q,
             "seqstart_k": seqstart_k,
             "seqlen_q": seqlen_q,
@@ -147,8 +148,11 @@ class SeqLayout:
         for name, value in fields.items():
             if value is not None:
                 arrays[name] = fields[name] = integers.read(name, value)
-        fields["max_seqlen_q"] = integers.maximum("max_seqlen_q", max_seqlen_q)
-        fields["max_seqlen_k"] = integers.maximum("max_seqlen_k", max_seqlen_k)
+        if max_seqlen_q is not None:
+            max_seqlen_q = integers.maximum("max_seqlen_q", max_seqlen_q)
+        if max_seqlen_k is not None:
+            max_seqlen_k = integers.maximum("max_seqlen_k", max_seqlen_k)
+        fields["max_seqlen_q"], fields["max_seqlen_k"] = max_seqlen_q, max_seqlen_k
         if seqstart_k is not None and seqstart_q is None:
             raise ValueError(
                 "seqstart_k: got it without seqstart_q, expected both for a packed batch (group "
@@ -160,7 +164,7 @@ class SeqLayout:
         if (
             seqstart_q is not None
             and seqstart_k is seqlen_q is seqlen_k is cu_seqlen_q is cu_seqlen_k is None
-            and fields["max_seqlen_k"] == fields["max_seqlen_q"]
+            and max_seqlen_k == max_seqlen_q
         ):
             fields["_k"] = of_q
         else:

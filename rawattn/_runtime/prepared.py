@@ -17,10 +17,11 @@ from rawattn._interop.native import Memory
 from rawattn._kernels.steps import Steps, Tiles
 from rawattn._runtime import graphs
 from rawattn._runtime.launches import launch_of
-from rawattn._runtime.lengths import NAMES, place
+from rawattn._runtime.lengths import NAMES, Places
 from rawattn._runtime.setup import Setup
 
 _ALIGNMENT = 256  # bytes, of every piece of scratch
+_MAX_COUNTED = 512
 _MAX_PLACED = 16  # streams and calls that a layout remembers
 
 Run = Callable[[list[int], int, Memory, "Lengths | None"], None]
@@ -48,12 +49,11 @@ class Prepared:
     ) -> None:
         self.device, self.config, self.arrays = device, steps.config, len(names)
         self.ragged = structure.ragged
-        self._structure = structure
         # Orders of lengths on the host belong to the layout, others to the run.
         self._once = structure.on_host
         orders = steps.orders if self.ragged else {}
         scratch = {**({} if self._once else orders), **steps.scratch}
-        self._orders = list(orders.values()) if self._once else []
+        self._places = Places(structure, device, list(orders.values()) if self._once else [])
         slots = [*names, *(NAMES if self.ragged else ())]
         slots += orders if self._once else ()
         self._scratch_at: list[int] = []
@@ -68,6 +68,7 @@ class Prepared:
             slots.append(name)
             self._counter_at.append(self._counter_bytes)
             self._counter_bytes += -(-nbytes // 8) * 8
+        self._counted: dict[tuple[int, int], list[int]] = {}  # blocks by the longest sequences
         self._counters: dict[int, tuple[Any, list[int]]] = {}  # by stream
         slot = {name: n for n, name in enumerate(slots)}
 
@@ -184,7 +185,10 @@ class Prepared:
         if self._scratch_at:
             # It may be freed as soon as the launches are in the stream: whoever gets it then comes later there.
             scratch, base = memory.allocate(self._scratch_bytes, self.device)
-            addresses += [base + at for at in self._scratch_at]
+            for (
+                at
+            ) in self._scratch_at:  # not a comprehension, which before Python 3.12 is another call
+                addresses.append(base + at)
         if self._counter_bytes:
             if capturing:
                 base = graphs.zeros(self._counter_bytes, self.device)
@@ -207,9 +211,22 @@ class Prepared:
     def _place(self, lengths: Lengths, memory: Memory) -> tuple[Found, bytes, int]:
         """The lengths on the device, and the integers that are yet to be sent, with the address that they go to."""
         # Counted first: what one launch does not hold is refused before anything is launched.
-        blocks = [_count(each.blocks, lengths) for each in self.steps]
-        owner, places, data, to = place(lengths, self._structure, memory, self.device, self._orders)
+        blocks = self._blocks_of(lengths)
+        owner, places, data, to = self._places.place(lengths, memory)
         return (owner, places, blocks), data, to
+
+    def _blocks_of(self, lengths: Lengths) -> list[int]:
+        """Of each step."""
+        longest = (lengths.q.max_seqlen, lengths.k.max_seqlen)
+        found = self._counted.get(longest)
+        if found is None:
+            found = [_count(each.blocks, lengths) for each in self.steps]
+            # In batch mode the host counts all of the lengths that it has, and not by the longest one alone.
+            if lengths.group:
+                if len(self._counted) >= _MAX_COUNTED:
+                    self._counted.clear()
+                self._counted[longest] = found
+        return found
 
     def _zeros(self, stream: int, memory: Memory) -> tuple[Any, list[int]]:
         import cupy

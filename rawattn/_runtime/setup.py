@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rawattn._kernels.portable import ragged_setup
 from rawattn._kernels.steps import Step, Steps
@@ -30,14 +30,14 @@ class Setup:
     def first(self, data: bytes, to: int, addresses: Sequence[int], stream: int) -> None:
         """All of it, with integers of the host that go to an address."""
         if self._whole is None:
-            self._whole = Carrying(
+            self._whole = carrying_of(
                 ragged_setup.step(*self._parts, carrying=True), self._slot, self._device
             )
         if len(data) <= ragged_setup.MOST:
             self._whole(data, to, addresses, stream)
             return
         # More than a launch carries: what orders and fills would find a part of it, so it comes behind all that send.
-        sender = Carrying(ragged_setup.step(0, (), (), carrying=True), self._slot, self._device)
+        sender = carrying_of(ragged_setup.step(0, (), (), carrying=True), self._slot, self._device)
         for start in range(0, len(data), ragged_setup.MOST):
             sender(data[start : start + ragged_setup.MOST], to + start, addresses, stream)
         rest = self._launch(ragged_setup.step(*self._parts))
@@ -50,32 +50,34 @@ class Setup:
         return (launch_of(step, self._slot, self._device), step.blocks) if step.blocks else None
 
 
-class Carrying:
-    """A launch that brings integers of the host in its parameters."""
+# A launch that brings whole integers of the host to an address, from all addresses and the stream.
+Carrying = Callable[[bytes, int, Sequence[int], int], None]
 
-    __slots__ = ("_blocks", "_enqueue", "_free", "_params", "_patches")
 
-    def __init__(self, step: Step, slot: dict[str, int], device: int) -> None:
-        assert isinstance(step.blocks, int)
-        loaded = kernel.load(step.source, device)
-        self._enqueue = loaded.launcher(step.threads, step.shared_bytes, False)
-        self._blocks, self._params = step.blocks, step.params
-        at = Arguments((step.params,)).at[0]
-        self._patches = [((at + offset) // 8, slot[name]) for offset, name in step.patches]
-        self._free: list[Arguments] = []  # that no launch is using
+def carrying_of(step: Step, slot: dict[str, int], device: int) -> Carrying:
+    """One, its kernel loaded."""
+    assert isinstance(step.blocks, int)
+    blocks, params = step.blocks, step.params
+    loaded = kernel.load(step.source, device)
+    enqueue = loaded.launcher(step.threads, step.shared_bytes, False)
+    free = [Arguments((params,))]  # that no launch is using
+    at = free[0].at[0]
+    patches = [((at + offset) // 8, slot[name]) for offset, name in step.patches]
+    where, count = (at + ragged_setup.TO) // 8, (at + ragged_setup.COUNT) // 8
+    start = at + ragged_setup.WORDS
 
-    def __call__(self, data: bytes, to: int, addresses: Sequence[int], stream: int) -> None:
-        """data: whole integers."""
+    def launch(data: bytes, to: int, addresses: Sequence[int], stream: int) -> None:
         try:
-            arguments = self._free.pop()
-        except IndexError:
-            arguments = Arguments((self._params,))
-        words, at = arguments.words, arguments.at[0]
-        for place, n in self._patches:
+            arguments = free.pop()
+        except IndexError:  # another thread is launching it
+            arguments = Arguments((params,))
+        words, size = arguments.words, len(data)
+        for place, n in patches:
             words[place] = addresses[n]
-        words[(at + ragged_setup.TO) // 8] = to
-        words[(at + ragged_setup.COUNT) // 8] = len(data) // 4
-        start = at + ragged_setup.WORDS
-        arguments.view[start : start + len(data)] = data
-        self._enqueue(self._blocks, stream, arguments)
-        self._free.append(arguments)
+        words[where] = to
+        words[count] = size // 4
+        arguments.view[start : start + size] = data
+        enqueue(blocks, stream, arguments)
+        free.append(arguments)
+
+    return launch
