@@ -25,7 +25,9 @@ class Given:
     cumulative: bool
     max_seqlen: int | None
     on_host: bool
-    # What the host integers tell, where they do: the longest physical and logical length, and the sum of the logical ones.
+    # What the host integers tell, where they do: the last physical row's end, the longest physical and logical length, and the
+    # sum of the logical ones.
+    end: int | None
     longest_slot: int | None
     longest: int | None
     total: int | None
@@ -58,13 +60,14 @@ def read_side(side: Literal["q", "k"], fields: Mapping[str, Any], of_q: Given | 
     start_name, cumulative_name, length_name, max_name = _NAMES[side]
     start = fields[start_name]
     inherited = start is None and of_q is not None and of_q.start is not None
-    longest_slot = total = None
+    end = longest_slot = total = None
     if inherited and of_q is not None:
         start, start_name = of_q.start, "seqstart_k (by default seqstart_q)"
     on_host = start is None
     if type(start) is np.ndarray:
         on_host = True
-        longest_slot, total = integers.most_between(start_name, start)
+        longest_slot, first, end = integers.most_between(start_name, start)
+        total = end - first
 
     cumulative = fields[cumulative_name] is not None
     if cumulative:
@@ -74,14 +77,17 @@ def read_side(side: Literal["q", "k"], fields: Mapping[str, Any], of_q: Given | 
     if length is None:
         length_name = start_name
     elif type(length) is np.ndarray:
-        read = integers.most_between if cumulative else integers.most_of
-        longest, total = read(length_name, length)
+        if cumulative:
+            longest, first, last = integers.most_between(length_name, length)
+            total = last - first
+        else:
+            longest, total = integers.most_of(length_name, length)
     else:
         on_host, longest, total = False, None, None
     # By position: one is made for each side of each new layout.
     given = Given(
         *(side, start, start_name, inherited, length, length_name, cumulative, max_seqlen),
-        *(on_host, longest_slot, longest, total),
+        *(on_host, end, longest_slot, longest, total),
     )
     if longest_slot is not None and length is not None and longest is not None:
         what = f"the physical length that {start_name} gives it"

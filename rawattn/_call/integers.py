@@ -41,8 +41,8 @@ def most_of(name: str, lengths: Integers) -> tuple[int, int]:
     return int(lengths.max()), int(np.add.reduce(lengths))
 
 
-def most_between(name: str, offsets: Integers) -> tuple[int, int]:
-    """The longest way from an offset to the next, and that from the first to the last; as `differences` refuses."""
+def most_between(name: str, offsets: Integers) -> tuple[int, int, int]:
+    """The longest way from an offset to the next, the first offset and the last; as `differences` refuses."""
     if offsets.size <= FEW:
         few = offsets.tolist()
         last, longest = few[0], 0
@@ -55,9 +55,9 @@ def most_between(name: str, offsets: Integers) -> tuple[int, int]:
             last = offset
         else:
             if few[0] >= 0:
-                return longest, last - few[0]
+                return longest, few[0], last
     lengths = differences(name, offsets)
-    return int(lengths.max(initial=0)), int(offsets[-1]) - int(offsets[0])
+    return int(lengths.max(initial=0)), int(offsets[0]), int(offsets[-1])
 
 
 def read(name: str, value: Any) -> Any:

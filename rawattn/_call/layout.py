@@ -68,9 +68,9 @@ class HostLengths:
 def side_of(given: Given, batch: int, rows: int) -> Side:
     """A side bound to an array of these rows."""
     side, start = given.side, given.start
-    if given.longest_slot is not None and start[-1] > rows:
+    if given.end is not None and given.end > rows:
         raise ValueError(
-            f"{given.start_name}: got an end of {start[-1]}, expected at most {rows}, the rows of {side}"
+            f"{given.start_name}: got an end of {given.end}, expected at most {rows}, the rows of {side}"
         )
     capacity = rows if start is not None else batch * rows
     total = None  # logical rows, where known

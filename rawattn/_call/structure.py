@@ -12,7 +12,7 @@ import numpy as np
 from rawattn._call.layout import Lengths, Side
 
 _INT32_MAX = 2**31 - 1
-_MAX_TOKENS = 4096
+_MAX_KNOWN = 4096
 
 
 class SideStructure(NamedTuple):
@@ -54,41 +54,45 @@ class Structure(NamedTuple):
         return self.q if name == "q" else self.k
 
 
-_tokens: dict[Structure, object] = {}
+# By what they hold, which a plain tuple is equal to.
+_known: dict[tuple[Any, ...], tuple[Structure, object]] = {}
 
 
 def token(lengths: Lengths) -> object:
     """The same object for lengths of the same structure, quicker to find things by. Found once for each `lengths`."""
     found: object | None = lengths.token
     if found is None:
-        form = structure(lengths)
-        found = _tokens.get(form)
-        if found is None:
-            if len(_tokens) >= _MAX_TOKENS:
-                _tokens.clear()  # those that are known stay what they are, and are found no more
-            found = _tokens.setdefault(form, object())
-        lengths.token = found
+        _find(lengths)
+        found = lengths.token
     return found
 
 
 def structure(lengths: Lengths) -> Structure:
     """Found once for each `lengths`."""
-    found: Structure | None = lengths.structure
-    if found is None:
-        q = _side(lengths.q)
-        k = q if lengths.k is lengths.q else _side(lengths.k)
-        on_host = lengths.on_host
-        devices = () if on_host else _devices(lengths)
-        # Not by their own constructors, which take three times as long.
-        fields = lengths.batch, lengths.group, q, k, on_host, devices
-        found = lengths.structure = _new(Structure, fields)
+    if lengths.structure is None:
+        _find(lengths)
+    found: Structure = lengths.structure
     return found
 
 
-_new: Any = tuple.__new__
+def _find(lengths: Lengths) -> None:
+    q = _side(lengths.q)
+    k = q if lengths.k is lengths.q else _side(lengths.k)
+    on_host = lengths.on_host
+    devices = () if on_host else _devices(lengths)
+    fields = lengths.batch, lengths.group, q, k, on_host, devices
+    found = _known.get(fields)
+    if found is None:
+        if len(_known) >= _MAX_KNOWN:
+            _known.clear()  # what lengths have found stays what it is, and is found no more
+        sides = SideStructure(*q), SideStructure(*k)
+        form = Structure(lengths.batch, lengths.group, *sides, on_host, devices)
+        found = _known.setdefault(fields, (form, object()))
+    lengths.structure, lengths.token = found
 
 
-def _side(side: Side) -> SideStructure:
+def _side(side: Side) -> tuple[int, int, int, bool, bool, int]:
+    """The fields of a `SideStructure`."""
     start, length, rows = side.start, side.length, side.rows
     most, of_start, of_length, cumulative = rows, 0, 0, False
     if start is not None or length is not None:
@@ -101,16 +105,16 @@ def _side(side: Side) -> SideStructure:
         of_length = 4
     elif length is not None:
         of_length, cumulative = int(length.dtype.itemsize), side.cumulative
-    found: SideStructure = _new(
-        SideStructure, (rows, of_start, of_length, cumulative, side.padded, most)
-    )
-    return found
+    return rows, of_start, of_length, cumulative, side.padded, most
 
 
 def _devices(lengths: Lengths) -> tuple[int, ...]:
-    integers = (lengths.q.start, lengths.q.length, lengths.k.start, lengths.k.length)
+    q, k = lengths.q, lengths.k
+    integers = (q.start, q.length) if k is q else (q.start, q.length, k.start, k.length)
     found: list[int] = []
     for x in integers:
-        if x is not None and type(x) is not np.ndarray and x.data.device_id not in found:
-            found.append(int(x.data.device_id))
-    return tuple(sorted(found))
+        if x is not None and type(x) is not np.ndarray:
+            device = int(x.data.device_id)
+            if device not in found:
+                found.append(device)
+    return tuple(sorted(found)) if len(found) > 1 else tuple(found)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rawattn._call.layout import Lengths
+from rawattn._call.layout import Lengths, Side
 from rawattn._call.structure import Structure
 from rawattn._interop.native import Memory
 from rawattn._kernels.steps import logical_lengths
@@ -22,73 +22,67 @@ _ALIGNMENT = 8  # bytes
 
 
 class Places:
-    """Where lengths of one structure and `more` lie on one device: sizes in bytes of what else belongs to the layout."""
+    """Where lengths of one structure, and `more` of these sizes in bytes that belong to a layout too, lie on one device."""
 
-    __slots__ = ("_behind", "_device", "_starts", "_structure", "_total")
+    __slots__ = ("_behind", "_bytes", "_device", "_starts", "_where")
 
     def __init__(self, structure: Structure, device: int, more: Sequence[int]) -> None:
-        self._structure, self._device = structure, device
-        self._starts = [
-            np.dtype(np.int32 if form.start == 4 else np.int64)
-            for form in (structure.q, structure.k)
-        ]
-        self._behind: list[int] = []  # where those of `more` begin, from the end of the integers
-        self._total = 0
-        for size in more:
-            self._behind.append(self._total)
-            self._total += -(-size // _ALIGNMENT) * _ALIGNMENT
+        self._device = device
+        q, k, batch = structure.q, structure.k, structure.batch
+        self._starts = [np.dtype(np.int32 if x.start == 4 else np.int64) for x in (q, k)]
+        # Room for all that may be the host's, which is so where it is not on a device.
+        sizes = [q.start * (batch + 1), q.length * batch, k.start * (batch + 1), k.length * batch]
+        self._bytes = 0
+        self._where = [self._room(size) for size in sizes]
+        self._behind = [self._room(size) for size in more]
+
+    def _room(self, size: int) -> int:
+        at = self._bytes
+        self._bytes += -(-size // _ALIGNMENT) * _ALIGNMENT
+        return at
 
     def place(self, lengths: Lengths, memory: Memory) -> tuple[Any, list[int], bytes, int]:
-        """Finds memory for what the host has: what keeps it, addresses, data that is to be sent, and where to.
+        """What keeps the memory of what the host has, addresses, data that is to be sent, and where to.
 
         The addresses are those of `NAMES`, 0 where there are no such integers, and behind them those of `more`.
         """
-        q, k = lengths.q, lengths.k
-        data = b""
-        where: list[int] = []
-        for n, side in enumerate((q, k)):
-            if n and side.start is q.start:
-                where.append(where[0])
-            elif type(side.start) is np.ndarray:
-                where.append(len(data))
-                data += _padded(_as(side.start, self._starts[n]))
-            else:
-                where.append(-1)
-            if n and side.length is q.length and side.cumulative == q.cumulative:
-                where.append(where[1])
-            elif type(side.length) is np.ndarray:
-                where.append(len(data))
-                data += _padded(_as(logical_lengths(side, lengths.batch), _INT32))
-            else:
-                where.append(-1)
-        sent = len(data)
-        base, owner = 0, None
-        if total := sent + self._total:
-            owner, base = memory.keep(total, self._device)
-        addresses = [
-            base + where[0] if where[0] >= 0 else _address(q.start),
-            base + where[1] if where[1] >= 0 else _address(q.length),
-            base + where[2] if where[2] >= 0 else _address(k.start),
-            base + where[3] if where[3] >= 0 else _address(k.length),
-        ]
-        end = base + sent
+        q, k, owner, base = lengths.q, lengths.k, None, 0
+        if self._bytes and (lengths.on_host or _any_on_host(lengths)):
+            owner, base = memory.keep(self._bytes, self._device)
+        batch = lengths.batch
+        data, start, length = self._put(b"", 0, q, batch, base)
+        addresses = [start, length, start, length]
+        if k is not q:
+            data, addresses[2], addresses[3] = self._put(data, 1, k, batch, base)
         for at in self._behind:
-            addresses.append(end + at)
+            addresses.append(base + at)
         return owner, addresses, data, base
 
+    def _put(
+        self, data: bytes, n: int, side: Side, batch: int, base: int
+    ) -> tuple[bytes, int, int]:
+        """Data with the host's integers of the side in their places, and the addresses of its starts and lengths."""
+        start, length = side.start, side.length
+        if type(start) is np.ndarray:
+            at, dtype = self._where[2 * n], self._starts[n]
+            data = data.ljust(at, b"\0")
+            data += (start if start.dtype is dtype else start.astype(dtype)).tobytes()
+            start = base + at
+        elif start is None:
+            start = 0
+        else:
+            start = int(start.data.ptr)
+        if type(length) is np.ndarray:
+            at = self._where[2 * n + 1]
+            data = data.ljust(at, b"\0") + logical_lengths(side, batch).astype(np.int32).tobytes()
+            length = base + at
+        elif length is None:
+            length = 0
+        else:
+            length = int(length.data.ptr)
+        return data, start, length
 
-_INT32 = np.dtype(np.int32)
 
-
-def _as(integers: Any, dtype: np.dtype[Any]) -> bytes:
-    found: bytes = (integers if integers.dtype is dtype else integers.astype(dtype)).tobytes()
-    return found
-
-
-def _padded(data: bytes) -> bytes:
-    rest = len(data) % _ALIGNMENT
-    return data + bytes(_ALIGNMENT - rest) if rest else data
-
-
-def _address(integers: Any) -> int:
-    return 0 if integers is None else int(integers.data.ptr)
+def _any_on_host(lengths: Lengths) -> bool:
+    integers = (lengths.q.start, lengths.q.length, lengths.k.start, lengths.k.length)
+    return any(type(x) is np.ndarray for x in integers)

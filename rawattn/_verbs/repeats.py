@@ -66,7 +66,13 @@ def repeating(
             else:
                 if len(args) < count:
                     args = _by_position(names, args, options)
-                if len(args) == count and (reader := readers.get(type(args[0]))) is not None:
+                reader = readers.get(type(args[0])) if len(args) == count else None
+                if reader is None:
+                    pass
+                elif len(options) == 1 and "seqs" in options:
+                    seqs = options["seqs"]
+                    read = reader(*args)
+                else:
                     types = tuple(map(type, options.values()))
                     kind = type(args[0])
                     if (
@@ -82,7 +88,7 @@ def repeating(
                         elif written is not None:
                             reader = writers[kind]
                     else:
-                        spelled = tuple(options), tuple(options.values()), types
+                        spelled = (*options.items(), *types)
                     if written is None:
                         read = reader(*args, *beside)
                     else:
@@ -164,12 +170,8 @@ def _spelling(
 
     Types are part of it: True == 1 == 1.0, and not all of them are accepted everywhere.
     """
-    if len(options) == 1:
-        ((name, only),) = options.items()
-        if name == "seqs":
-            return None, only, None, ()
-        if name == out:
-            return None, None, only, ()
+    if len(options) == 1 and out in options:
+        return None, None, options[out], ()
     names = [name for name in options if name not in ("seqs", out)]
     spelled, beside = None, ()
     if names:
@@ -186,9 +188,15 @@ def _spelling(
 
 def _bound(verb: Verb, seqs: Any, form: tuple[Any, ...]) -> Lengths:
     """The sequences of a call, whose arrays have this form."""
-    q, k = form[4 * verb.q], form[4 * verb.q + 4]
+    at = 4 * verb.q
+    q: tuple[int, ...] = form[at]
+    rows_q, rows_k = q[-3], form[at + 4][-3]
     batch = q[0] if len(q) == 4 else None
-    return bind(seqs, batch=batch, rows_q=q[-3], rows_k=k[-3])
+    if type(seqs) is SeqLayout:
+        lengths = seqs._bindings.get((batch, rows_q, rows_k))
+        if lengths is not None:
+            return lengths
+    return bind(seqs, batch=batch, rows_q=rows_q, rows_k=rows_k)
 
 
 def _is_told(
