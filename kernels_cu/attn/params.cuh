@@ -160,7 +160,7 @@ struct ForwardParams {
   Strides q_strides, k_strides, v_strides, out_strides;
   int64 lse_batch, lse_head;
   Side q_side, k_side;
-  // ragged only: sequences, the longest first (see portable/schedule.cu)
+  // ragged only: sequences, the longest first (see portable/order_sequences.cuh)
   const int* order;
   // ragged only: query tiles before each sequence in that order, then their total; Hopper's forward has neither where
   // there is one sequence

@@ -164,7 +164,11 @@ FORWARD = _struct(
     (STRIDES, "q_strides, k_strides, v_strides, out_strides", ""),
     ("int64", "lse_batch, lse_head", ""),
     (SIDE_STRUCT, "q_side, k_side", ""),
-    ("const int*", "order", "ragged only: sequences, the longest first (see portable/schedule.cu)"),
+    (
+        "const int*",
+        "order",
+        "ragged only: sequences, the longest first (see portable/order_sequences.cuh)",
+    ),
     (
         "const int*",
         "first_tile",
