@@ -198,7 +198,7 @@ class Torch(_Reading):
         self._to_torch = {dtype: name for name, dtype in self._of_torch.items()}
         self._devices: dict[int, Any] = {}
         self._make_device = torch.device
-        self._keep = cupy.cuda.alloc
+        self._keep, self._current_stream = cupy.cuda.alloc, cupy.cuda.get_current_stream
         current_stream = torch.cuda.current_stream
         self.stream = getattr(
             torch._C,
@@ -252,8 +252,12 @@ class Torch(_Reading):
         stream = self.stream(device)
         if streams.is_capturing(stream):
             return self.allocate(nbytes, device)
-        with streams.external(stream):  # CuPy hands it out again in the order of that stream
+        # CuPy hands it out again in the order of the stream that is its own now. To make another one its own takes longer.
+        if self._current_stream(device).ptr == stream:
             memory = self._keep(nbytes)
+        else:
+            with streams.external(stream):
+                memory = self._keep(nbytes)
         return memory, memory.ptr
 
     def keeps_captured(self) -> bool:
