@@ -22,9 +22,12 @@ _ALIGNMENT = 8  # bytes
 
 
 class Places:
-    """Where lengths of one structure, and `more` of these sizes in bytes that belong to a layout too, lie on one device."""
+    """Where lengths of one structure, and `more` of these sizes in bytes that belong to a layout too, lie on one device.
 
-    __slots__ = ("_behind", "_bytes", "_device", "_starts", "_where")
+    integers: bytes of the lengths, if all of them are the host's.
+    """
+
+    __slots__ = ("_behind", "_bytes", "_device", "_starts", "_where", "integers")
 
     def __init__(self, structure: Structure, device: int, more: Sequence[int]) -> None:
         self._device = device
@@ -34,6 +37,7 @@ class Places:
         sizes = [q.start * (batch + 1), q.length * batch, k.start * (batch + 1), k.length * batch]
         self._bytes = 0
         self._where = [self._room(size) for size in sizes]
+        self.integers = self._bytes
         self._behind = [self._room(size) for size in more]
 
     def _room(self, size: int) -> int:

@@ -77,6 +77,8 @@ class Prepared:
         if self.ragged:
             setup = Setup(steps, slot, structure.batch, device, self._once)
             self._first_setup, self._each_setup = setup.first, setup.each
+            if self._once:
+                setup.load(self._places.integers)
         self.fills = bool(steps.paddings)
         # Kernels that would have no blocks are not even compiled, where the shapes alone say so.
         counts = [_count(each.blocks, lengths) for each in steps.launches]

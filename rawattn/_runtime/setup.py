@@ -26,24 +26,39 @@ class Setup:
         again = () if ordered_once else steps.schedules
         self.each = self._launch(ragged_setup.step(batch, again, steps.paddings))
         self._whole: Carrying | None = None
+        self._pieces: tuple[Carrying, tuple[Launch, int] | None] | None = None
+
+    def load(self, nbytes: int) -> None:
+        """Loads now what `first` launches for up to so many bytes."""
+        if nbytes:
+            self._load_whole()
+        if nbytes > ragged_setup.MOST:
+            self._load_pieces()
 
     def first(self, data: bytes, to: int, addresses: Sequence[int], stream: int) -> None:
         """All of it, with integers of the host that go to an address."""
-        if self._whole is None:
-            self._whole = carrying_of(
-                ragged_setup.step(*self._parts, carrying=True), self._slot, self._device
-            )
         if len(data) <= ragged_setup.MOST:
-            self._whole(data, to, addresses, stream)
+            whole = self._whole or self._load_whole()
+            whole(data, to, addresses, stream)
             return
         # More than a launch carries: what orders and fills would find a part of it, so it comes behind all that send.
-        sender = carrying_of(ragged_setup.step(0, (), (), carrying=True), self._slot, self._device)
+        send, rest = self._pieces or self._load_pieces()
         for start in range(0, len(data), ragged_setup.MOST):
-            sender(data[start : start + ragged_setup.MOST], to + start, addresses, stream)
-        rest = self._launch(ragged_setup.step(*self._parts))
+            send(data[start : start + ragged_setup.MOST], to + start, addresses, stream)
         if rest is not None:
             launch, blocks = rest
             launch(addresses, blocks, stream)
+
+    def _load_whole(self) -> Carrying:
+        step = ragged_setup.step(*self._parts, carrying=True)
+        self._whole = carrying_of(step, self._slot, self._device)
+        return self._whole
+
+    def _load_pieces(self) -> tuple[Carrying, tuple[Launch, int] | None]:
+        alone = ragged_setup.step(0, (), (), carrying=True)
+        rest = self._launch(ragged_setup.step(*self._parts))
+        self._pieces = carrying_of(alone, self._slot, self._device), rest
+        return self._pieces
 
     def _launch(self, step: Step) -> tuple[Launch, int] | None:
         assert isinstance(step.blocks, int)
