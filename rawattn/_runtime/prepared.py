@@ -94,7 +94,7 @@ class Prepared:
     def _runner(self) -> Run:
         """`run`, without what this call does not need."""
         if self.ragged:
-            return self._run_ragged
+            return self._ragged_runner()
         counted = list(zip(self._launches, self._blocks, strict=True))
         counters, counter_bytes = self._counters, self._counter_bytes
         scratch_at, scratch_bytes, device = self._scratch_at, self._scratch_bytes, self.device
@@ -131,30 +131,43 @@ class Prepared:
         if capturing and not memory.keeps_captured():
             graphs.hold(self, scratch)
 
-    def _run_ragged(
-        self, addresses: list[int], stream: int, memory: Memory, lengths: Lengths | None
-    ) -> None:
-        assert lengths is not None
-        capturing = stream > 1 and streams.is_capturing(stream)
-        key = (self, stream)
-        # What a graph uses is sent anew at each replay.
-        known: Found | None = None if capturing else lengths.memo.get(key)
-        found, data, to = (known, b"", 0) if known else self._place(lengths, memory)
-        _, places, blocks = found
-        addresses += places
-        scratch = self._add_memory(addresses, stream, memory, capturing)
-        if data:
-            self._first_setup(data, to, addresses, stream)
-        elif self._each_setup is not None:
-            launch, count = self._each_setup
-            launch(addresses, count, stream)
-        if known is None and not capturing:
-            if len(lengths.memo) >= _MAX_PLACED:
-                lengths.memo.clear()
-            lengths.memo[key] = found
-        self._enqueue(addresses, blocks, stream)
-        if capturing and not memory.keeps_captured():
-            graphs.hold(self, found, scratch)
+    def _ragged_runner(self) -> Run:
+        first_setup, each_setup = self._first_setup, self._each_setup
+        place, blocks_of, add_memory = self._places.place, self._blocks_of, self._add_memory
+        launches, is_capturing = self._launches, streams.is_capturing
+
+        def run(addresses: list[int], stream: int, memory: Memory, lengths: Lengths | None) -> None:
+            assert lengths is not None
+            capturing = stream > 1 and is_capturing(stream)
+            key, data = (self, stream), b""
+            # What a graph uses is sent anew at each replay.
+            found: Found | None = None if capturing else lengths.memo.get(key)
+            blocks: Sequence[int]
+            known = found is not None
+            if found is None:
+                # Counted first: what one launch does not hold is refused before anything is launched.
+                blocks = blocks_of(lengths)
+                owner, places, data, to = place(lengths, memory)
+                found = owner, places, blocks
+            else:
+                _, places, blocks = found
+            addresses += places
+            scratch = add_memory(addresses, stream, memory, capturing)
+            if data:
+                first_setup(data, to, addresses, stream)
+            elif each_setup is not None:
+                launch, count = each_setup
+                launch(addresses, count, stream)
+            if not known and not capturing:
+                if len(lengths.memo) >= _MAX_PLACED:
+                    lengths.memo.clear()
+                lengths.memo[key] = found
+            for launch, count in zip(launches, blocks):  # noqa: B905  # (strict costs what a launch's patches do)
+                launch(addresses, count, stream)
+            if capturing and not memory.keeps_captured():
+                graphs.hold(self, found, scratch)
+
+        return run
 
     def with_integers(
         self, lengths: Lengths
@@ -203,19 +216,12 @@ class Prepared:
         return scratch
 
     def _enqueue(self, addresses: list[int], blocks: Sequence[int], stream: int) -> None:
-        for launch, count in zip(self._launches, blocks):  # noqa: B905  # (strict costs what a launch's patches do)
+        for launch, count in zip(self._launches, blocks, strict=True):
             launch(addresses, count, stream)
 
     def own(self, memory: Memory, stream: int, lengths: Lengths | None) -> Own:
         """What a run would allocate, for runs that must not: allocated, sent and ordered now, on `stream`."""
         return Own(self, memory, stream, lengths)
-
-    def _place(self, lengths: Lengths, memory: Memory) -> tuple[Found, bytes, int]:
-        """The lengths on the device, and the integers that are yet to be sent, with the address that they go to."""
-        # Counted first: what one launch does not hold is refused before anything is launched.
-        blocks = self._blocks_of(lengths)
-        owner, places, data, to = self._places.place(lengths, memory)
-        return (owner, places, blocks), data, to
 
     def _blocks_of(self, lengths: Lengths) -> list[int]:
         """Of each step."""
@@ -255,7 +261,8 @@ class Own:
         data, to = b"", 0
         if prepared.ragged:
             assert lengths is not None
-            (owner, places, blocks), data, to = prepared._place(lengths, memory)
+            blocks = prepared._blocks_of(lengths)
+            owner, places, data, to = prepared._places.place(lengths, memory)
             self.tail += places
             self._held += [owner, lengths]
         if prepared._scratch_at:

@@ -117,6 +117,34 @@ def test_outputs_that_the_copy_engine_stores(
     assert "tensor_stores" in summary
 
 
+def test_maps_follow_the_arrays_that_change(
+    builder: Builder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of a launch's maps is of the array of that launch, whichever of them are others than in the last one."""
+    device = Device(Machine(builder), sm90_forward.ARCH)
+    device.install(monkeypatch)
+    cases = [ragged(name, (70, 9), (30, 90), **SMALL, layout="gaps") for name in ("one", "two")]
+    arrays = []
+    for case in cases:
+        call = call_of(case)
+        inputs = {"q": call.inputs.q, "k": call.inputs.k, "v": call.inputs.v}
+        operands = {name: Operand(name, x) for name, x in inputs.items()}
+        operands["out"] = Operand("out", call.out, readonly=False)
+        device.memory += [operand.memory for operand in operands.values()]
+        arrays.append(operands)
+    problem, lengths = bound(device, cases[0])
+    forward = prepared(FORWARD, problem, lengths, arrays[0], set(), False)
+    exact, rows = [expected(case) for case in cases], call_of(cases[0]).inputs.rows
+    assert not np.array_equal(exact[0].out, exact[1].out)
+    for read, written in ((0, 0), (1, 0), (1, 1), (0, 1), (0, 0)):
+        addresses = [arrays[read][name].address for name in ("q", "k", "v")]
+        out = arrays[written]["out"]
+        forward.run([*addresses, out.address, 0], 0, Allocator(device), lengths)
+        found = strided_view(call_of(cases[written]).out, out)[rows]
+        check(found, exact[read].out, exact[read].low_out, what="out")
+    assert any("tensor_stores" in summary for summary in device.summaries)
+
+
 @pytest.mark.parametrize("rows", [(70, 400), (3, 300), (500, 200)])
 def test_tiles_shared_out_by_keys(
     builder: Builder, monkeypatch: pytest.MonkeyPatch, rows: tuple[int, int]

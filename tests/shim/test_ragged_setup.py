@@ -9,6 +9,7 @@ import pytest
 
 from rawattn._kernels import helper_params
 from rawattn._kernels.portable import ragged_setup
+from rawattn._runtime.prepared import Prepared
 from rawattn._runtime.verbs import FORWARD
 from tests.cases import Case, padded, ragged
 from tests.shim.cells import call_of
@@ -96,25 +97,36 @@ def named(device: Device) -> list[str]:
     return [x if x in (SETUP, CARRYING) else MAIN for x in device.launched]
 
 
-def run_forward(device: Device, case: Case, times: int) -> list[list[str]]:
-    """What each of so many runs with one layout launches; their results are checked."""
-    call = call_of(case)
-    problem, lengths = bound(device, case)
-    inputs = {"q": call.inputs.q, "k": call.inputs.k, "v": call.inputs.v}
-    operands = {name: Operand(name, x) for name, x in inputs.items()}
-    operands["out"] = Operand("out", call.out, readonly=False)
-    device.memory += [operand.memory for operand in operands.values()]
-    forward = prepared(FORWARD, problem, lengths, operands, {"out"}, True)
-    exact, rows = expected(case), call.inputs.rows
-    launched = []
-    for _ in range(times):
-        device.launched.clear()
-        addresses = [*(operands[name].address for name in ("q", "k", "v", "out")), 0]
-        forward.run(addresses, 0, Allocator(device), lengths)
-        out = strided_view(call.out, operands["out"])
+class Runs:
+    """A forward of a case, to be run by a call that is prepared for it or for another one of the same structure."""
+
+    def __init__(self, device: Device, case: Case) -> None:
+        self.device, self.case, self.call = device, case, call_of(case)
+        self.problem, self.lengths = bound(device, case)
+        inputs = {"q": self.call.inputs.q, "k": self.call.inputs.k, "v": self.call.inputs.v}
+        self.operands = {name: Operand(name, x) for name, x in inputs.items()}
+        self.operands["out"] = Operand("out", self.call.out, readonly=False)
+        device.memory += [operand.memory for operand in self.operands.values()]
+
+    def prepared(self) -> Prepared:
+        return prepared(FORWARD, self.problem, self.lengths, self.operands, {"out"}, True)
+
+    def addresses(self) -> list[int]:
+        return [*(self.operands[name].address for name in ("q", "k", "v", "out")), 0]
+
+    def out(self) -> np.ndarray:
+        """As it is now, its rows checked."""
+        exact, rows = expected(self.case), self.call.inputs.rows
+        out = strided_view(self.call.out, self.operands["out"])
         check(out[rows], exact.out, exact.low_out, what="out")
-        launched.append(named(device))
-    return launched
+        return out
+
+    def run(self, call: Prepared) -> list[str]:
+        """What it launches; the result is checked."""
+        self.device.launched.clear()
+        call.run(self.addresses(), 0, Allocator(self.device), self.lengths)
+        self.out()
+        return named(self.device)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +145,23 @@ def run_forward(device: Device, case: Case, times: int) -> list[list[str]]:
     ids=str,
 )
 def test_launches_of_a_layout(device: Device, case: Case, launched: list[list[str]]) -> None:
-    assert run_forward(device, case, 2) == launched
+    runs = Runs(device, case)
+    call = runs.prepared()
+    assert [runs.run(call) for _ in launched] == launched
+
+
+@pytest.mark.parametrize("case_of", [ragged, padded])
+def test_layouts_of_one_structure_share_a_call(device: Device, case_of: Any) -> None:
+    """Whose longest sequences, and numbers of tiles, are not the same."""
+    rows = (40, 40) if case_of is padded else ()
+    cases = [
+        case_of(f"lens-{n}", lens, lens[::-1], *rows, **{**SMALL, "nheads_kv": 2})
+        for n, lens in enumerate([(30, 18, 16), (17, 31, 16), (16, 17, 31)])
+    ]
+    first, *others = [Runs(device, case) for case in cases]
+    call = first.prepared()
+    for runs in (first, *others, first):
+        runs.run(call)
 
 
 def test_more_integers_than_a_launch_carries(device: Device) -> None:
@@ -144,33 +172,26 @@ def test_more_integers_than_a_launch_carries(device: Device) -> None:
         -2 * 4 * (count + 2) // ragged_setup.MOST
     )  # starts of q and of k, an even number each
     assert sending > 1 and count % 2 == 0
-    first = [*[CARRYING] * sending, SETUP, MAIN]
-    assert run_forward(device, case, 2) == [first, [SETUP, MAIN]]
+    runs = Runs(device, case)
+    call = runs.prepared()
+    assert runs.run(call) == [*[CARRYING] * sending, SETUP, MAIN]
+    assert runs.run(call) == [SETUP, MAIN]
 
 
 @pytest.mark.parametrize("on_device", [False, True])
 def test_a_plan_fills_its_own_padding_and_not_the_caller_s(device: Device, on_device: bool) -> None:
     gaps = {**SMALL, **GAPS, "on_device": on_device, "max_seqlen": True}
     case = ragged("plan", (30, 9, 0), (50, 1, 70), **gaps)
-    call = call_of(case)
-    problem, lengths = bound(device, case)
-    inputs = {"q": call.inputs.q, "k": call.inputs.k, "v": call.inputs.v}
-    operands = {name: Operand(name, x) for name, x in inputs.items()}
-    operands["out"] = Operand("out", call.out, readonly=False)
-    device.memory += [operand.memory for operand in operands.values()]
-    forward = prepared(FORWARD, problem, lengths, operands, {"out"}, True)
-    own = forward.own(Allocator(device), 0, lengths)
+    runs = Runs(device, case)
+    own = runs.prepared().own(Allocator(device), 0, runs.lengths)
     assert device.launched == ([] if on_device else [CARRYING])
-    exact, rows = expected(case), call.inputs.rows
-    before = strided_view(call.out, operands["out"])
+    rows = runs.call.inputs.rows
+    before = strided_view(runs.call.out, runs.operands["out"])
     for theirs in ([3], []):
         device.launched.clear()
-        addresses = [*(operands[name].address for name in ("q", "k", "v", "out")), 0]
-        own.run(addresses, 0, None, theirs)
+        own.run(runs.addresses(), 0, None, theirs)
         assert named(device) == [SETUP, MAIN]
-        out = strided_view(call.out, operands["out"])
-        check(out[rows], exact.out, exact.low_out, what="out")
-        padding_rows = out[~rows].view(np.uint8)
+        padding_rows = runs.out()[~rows].view(np.uint8)
         if theirs:
             np.testing.assert_array_equal(padding_rows, before[~rows].view(np.uint8))
         else:
