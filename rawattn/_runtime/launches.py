@@ -45,9 +45,8 @@ def launch_of(step: Step, slot: dict[str, int], device: int) -> Launch:
         for at, n in words:
             data[at] = picked[n]
         for where, n, maps in tensor_maps:
-            if (
-                before is None or before[n] != picked[n]
-            ):  # to copy a map takes as long as four addresses
+            # To copy a map takes as long as four addresses.
+            if before is None or before[n] != picked[n]:
                 view[where] = maps.at(picked[n])
         arguments.patched = picked
 
