@@ -15,7 +15,7 @@ from rawattn._interop.arrays import (
     import_array,
     on_stream_of,
 )
-from rawattn._interop.integers import import_integers
+from rawattn._interop.integers import import_integers, of_torch
 
 Integers = NDArray[np.integer[Any]]
 
@@ -76,6 +76,8 @@ def read(name: str, value: Any) -> Any:
             array = np.array(value, np.int64)
     elif kind is getattr(sys.modules.get("cupy"), "ndarray", None) and value.dtype in _DTYPES:
         array = value
+    elif framework_of(value) == "torch":
+        array = of_torch(value)
     if array is None:
         array = _imported(name, value)
     if array.ndim != 1 or (not array.size and not _are_lengths(name)):

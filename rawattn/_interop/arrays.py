@@ -225,13 +225,14 @@ def _import_cupy(name: str, obj: Any, stream: Any) -> Imported:
 def _import_dlpack(obj: Any, framework: str, stream: Any) -> Imported:
     if getattr(obj, "requires_grad", False):
         obj = obj.detach()
-    if framework == "torch" and obj.is_neg():  # its capsule would not tell
-        raise TypeError("it is a view of negated memory; pass its resolve_neg()")
-    device = device_of(obj, framework)
-    if device != HOST:
-        view = native.view_of_torch(obj) if framework == "torch" else None
+    if framework == "torch":
+        view = native.view_of_torch(obj)
         if view is not None:
             return _import_torch(obj, view, stream)
+        if obj.is_neg():  # its capsule would not tell
+            raise TypeError("it is a view of negated memory; pass its resolve_neg()")
+    device = device_of(obj, framework)
+    if device != HOST:
         return _import_device(obj, framework, device, stream)
     # Before 2.9, torch has no capsule for it.
     of_bytes = framework == "torch" and str(obj.dtype) == "torch.float8_e4m3fn"
@@ -254,7 +255,9 @@ def _import_torch(obj: Any, view: native.View, stream: Any) -> Imported:
         stream = cupy.cuda.get_current_stream(device)
     producer = streams.current_stream("torch", device)
     owner = obj if producer == stream.ptr else _borrow(obj, "torch", producer, device, stream)
-    form = (view.address, view.shape, view.dtype, view.strides, device)
+    # Without strides CuPy makes an array in two thirds of the time.
+    strides = None if obj.is_contiguous() else view.strides
+    form = (view.address, view.shape, view.dtype, strides, device)
     return Imported(dlpack.device_array(*form, owner), device, "torch", False)
 
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rawattn._call.hints import cast
+from rawattn._interop import dlpack, streams
 from rawattn._interop.arrays import framework_of, import_array
+from rawattn._interop.native import native
 
 if TYPE_CHECKING:
     import cupy
 
 # Dtypes in a set, since comparing one with a type makes a dtype of that.
-_INTEGERS = frozenset({np.dtype(np.int32), np.dtype(np.int64)})
+_INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
+_INTEGERS = frozenset({_INT32, _INT64})
 
 
 def import_integers(
@@ -34,6 +38,25 @@ def import_integers(
             f"{name}: got {array.dtype}; accepted are int32 and int64 arrays and lists of int{fix}"
         )
     return array
+
+
+def of_torch(tensor: Any) -> cupy.ndarray | None:
+    """What `import_integers` makes of a plain CUDA tensor of torch's that no stream has to wait for, in a third of the time.
+
+    None for everything else.
+    """
+    own = native("torch")
+    read = None if own is None else own.reader(1)(tensor)
+    if own is None or read is None:
+        return None
+    (address,), (shape, dense, dtype, device, _), _ = read
+    torch = sys.modules["torch"]
+    known = _INT32 if dtype is torch.int32 else _INT64 if dtype is torch.int64 else None
+    if known is None or dense is not True:
+        return None
+    if own.stream(device) != streams.current_stream("cupy", device):
+        return None
+    return dlpack.device_array(address, tuple(shape), known, None, device, tensor)
 
 
 def _array_of_lists(name: str, obj: Any) -> np.ndarray[Any, Any]:

@@ -199,12 +199,7 @@ class Torch(_Reading):
         self._devices: dict[int, Any] = {}
         self._make_device = torch.device
         self._keep, self._current_stream = cupy.cuda.alloc, cupy.cuda.get_current_stream
-        current_stream = torch.cuda.current_stream
-        self.stream = getattr(
-            torch._C,
-            "_cuda_getCurrentRawStream",
-            lambda device: int(current_stream(device).cuda_stream),
-        )
+        self.stream = streams.torch_stream()
 
     def view(self, array: Any) -> View:
         dtype = self._of_torch.get(array.dtype)
@@ -274,7 +269,7 @@ def view_of_torch(tensor: Any) -> View | None:
     """Of a plain CUDA tensor of torch's; None for whatever its attributes do not tell."""
     own = native("torch")
     try:
-        if own is None or own.read((tensor,), 1) is None:
+        if own is None or own.reader(1)(tensor) is None:
             return None
         return own.view(tensor)
     except TypeError:  # a dtype that is none of an array of a call

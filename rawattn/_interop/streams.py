@@ -16,7 +16,7 @@ import functools
 import queue
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -37,10 +37,21 @@ def import_cupy() -> Any:
     return cupy
 
 
+@functools.cache
+def torch_stream() -> Callable[[int], int]:
+    """What gives the handle of torch's current stream on a device. torch is loaded."""
+    torch = sys.modules["torch"]
+    public = torch.cuda.current_stream  # which makes two objects for it
+    raw: Callable[[int], int] = getattr(
+        torch._C, "_cuda_getCurrentRawStream", lambda device: int(public(device).cuda_stream)
+    )
+    return raw
+
+
 def current_stream(framework: str, device: int) -> int | None:
     """Handle of the stream that `framework` uses on `device` now, None if it cannot be asked."""
     if framework == "torch":
-        return int(sys.modules["torch"].cuda.current_stream(device).cuda_stream)
+        return torch_stream()(device)
     if framework == "cupy":
         return int(_callers_stream(device).ptr)
     return None
