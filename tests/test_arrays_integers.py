@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from rawattn._interop import integers
 from rawattn._interop.integers import import_integers
 
 
@@ -67,3 +70,32 @@ def test_integers_of_other_frameworks() -> None:
 def test_integers_refused(given: Any) -> None:
     with pytest.raises(TypeError, match=r"^seqlen_q: got"):
         import_integers("seqlen_q", given)
+
+
+@pytest.mark.parametrize(
+    ("dense", "dtype", "stream", "made"),
+    [
+        (True, "int32", 7, np.dtype(np.int32)),
+        (True, "int64", 7, np.dtype(np.int64)),
+        ((2,), "int32", 7, None),
+        (True, "float32", 7, None),
+        (True, "int32", 8, None),  # a stream has to wait
+        (None, "int32", 7, None),  # not on a GPU
+    ],
+)
+def test_tensors_of_torch_that_are_read_by_their_attributes(
+    dense: Any, dtype: str, stream: int, made: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = SimpleNamespace(int32=object(), int64=object(), float32=object())
+    read = [1 << 20], ((5,), dense, getattr(torch, dtype), 3, 0), False
+    own = SimpleNamespace(
+        reader=lambda count: lambda tensor: None if dense is None else read,
+        stream=lambda device: stream,
+    )
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setattr(integers, "native", lambda framework: own)
+    monkeypatch.setattr(integers.streams, "current_stream", lambda framework, device: 7)
+    monkeypatch.setattr(integers.dlpack, "device_array", lambda *form: form)
+    tensor = object()
+    expected = None if made is None else (1 << 20, (5,), made, None, 3, tensor)
+    assert integers.of_torch(tensor) == expected
