@@ -17,7 +17,7 @@ from rawattn._call.problem import Problem
 from rawattn._call.scores import ArrayForm
 from rawattn._compile import compiler
 from rawattn._kernels import tile_tables
-from rawattn._kernels.operands import Operands
+from rawattn._kernels.operands import ITEMSIZE, Operands
 from rawattn._kernels.selection import using_tiles
 from rawattn._kernels.sm90 import forward as sm90_forward
 from rawattn._kernels.sm90 import forward_config as sm90_forward_config
@@ -44,7 +44,8 @@ def variants_of_scores() -> Iterator[compiler.Source]:
     paged = {"pages": pages, "ragged": True}
     uses: dict[str, tuple[dict[str, Any], ...]] = {
         "bias": (bias_of(128), {**bias_of(128), **limited}, bias_of(1)),
-        "held": ({"dropout_p": 0.1}, {"dropout_p": 0.1, **limited}),
+        "dropout": ({"dropout_p": 0.1}, {"dropout_p": 0.1, **limited}),
+        "held": (bias_of(128, "float32"), {**bias_of(128, "float32"), **limited}),
         "alibi": (slopes, {**slopes, "ragged": True, "group": True}),
         "few": ({}, bias_of(128), {**bias_of(128), **limited}, paged, {**paged, "float8": True}),
         "paged_8bit": tuple(
@@ -63,17 +64,18 @@ def _blocks(row: Row) -> int:
     )
 
 
-def bias_of(rows: int) -> dict[str, Any]:
+def bias_of(rows: int, dtype: str = "bfloat16") -> dict[str, Any]:
     shape = (1, 2, rows, 128)
-    return {"bias": ArrayForm("bfloat16", shape, shape)}
+    return {"bias": ArrayForm(dtype, shape, shape)}
 
 
 def variant(row: Row, call: dict[str, Any]) -> compiler.Source:
     problem = Problem(**{**CALL, "headdim": row.headdim, "headdim_v": row.headdim, **call})
     operands = Operands(strides_of_pages(problem))
     if problem.bias is not None:
-        plane = 2 * 128 * problem.bias.shape[2]
-        operands = Operands(of_options={"bias": (2 * plane, plane, 256, 2)}, places={"bias": 0})
+        size = ITEMSIZE[problem.bias.dtype]
+        line, plane = 128 * size, 128 * size * problem.bias.shape[2]
+        operands = Operands(of_options={"bias": (2 * plane, plane, line, size)}, places={"bias": 0})
     elif problem.alibi_slopes is not None:
         operands = Operands(of_options={"alibi_slopes": (4,)})
     with ExitStack() as stack:
@@ -83,7 +85,8 @@ def variant(row: Row, call: dict[str, Any]) -> compiler.Source:
             )
         target = without_device(sm90_forward.ARCH)
         config = sm90_forward.choose(problem, target, operands)
-    assert (problem.bias is not None) == (config.bias_stages > 0)
+    # The copy engine brings 16 bits.
+    assert (config.bias_stages > 0) == (problem.bias is not None and size == 2)
     return config.source()
 
 

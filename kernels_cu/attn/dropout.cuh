@@ -165,8 +165,8 @@ struct KeptBits {
   }
 };
 
-// The random words of a wave's tile, queries being rows. They are drawn while the product is under way, since no score
-// decides them. first_row and first_key are multiples of 16, so one counter serves the eight elements that a lane holds
+// The random words of a wave's tile, queries being rows. No score decides them, so they can be drawn while the product
+// is under way. first_row and first_key are multiples of 16, so one counter serves the eight elements that a lane holds
 // of a 16 x 16 block.
 template <class C, int kRowBlocks, int kKeyBlocks>
 struct RandomTile {
@@ -174,14 +174,19 @@ struct RandomTile {
   static constexpr int kBlocks = config::kDropout && kByBlock ? kRowBlocks * kKeyBlocks : 1;
   // So many are drawn side by side.
   static constexpr int kAtOnce = kBlocks % 4 == 0 ? 4 : kBlocks % 3 == 0 ? 3 : kBlocks % 2 == 0 ? 2 : 1;
+  static constexpr int kParts = kBlocks / kAtOnce;
 
-  Words words[kBlocks / kAtOnce][kAtOnce];
+  Words words[kParts][kAtOnce];
   int first_row, first_key;
 
   DEVICE void draw(const DropoutRule& rule, int first_row, int first_key, int lane) {
+    draw_parts<0, kParts>(rule, first_row, first_key, lane);
+  }
+  template <int kBegin, int kEnd>
+  DEVICE void draw_parts(const DropoutRule& rule, int first_row, int first_key, int lane) {
     if constexpr (config::kDropout && kByBlock) {
       const Words first = rule.counter(first_row + C::row(lane, 0), first_key + C::column(lane, 0));
-      UNROLL for (int part = 0; part < kBlocks / kAtOnce; part++) {
+      UNROLL for (int part = kBegin; part < kEnd; part++) {
         UNROLL for (int n = 0; n < kAtOnce; n++) {
           const unsigned block = part * kAtOnce + n;
           words[part][n] = first;
@@ -194,10 +199,11 @@ struct RandomTile {
     this->first_row = first_row;
     this->first_key = first_key;
   }
-  // Of all words, whose bits are uniform: so are those of their exclusive or.
+  // Of all words of these parts, whose bits are uniform: so are those of their exclusive or.
+  template <int kBegin, int kEnd>
   DEVICE unsigned together() const {
     unsigned x = 0;
-    UNROLL for (int part = 0; part < kBlocks / kAtOnce; part++) {
+    UNROLL for (int part = kBegin; part < kEnd; part++) {
       UNROLL for (int n = 0; n < kAtOnce; n++) { UNROLL for (int i = 0; i < 4; i++) x ^= words[part][n].x[i]; }
     }
     return x;

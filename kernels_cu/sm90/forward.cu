@@ -12,7 +12,6 @@
 // With kStreamK the last tiles, too few for all blocks, are split by keys (stream-K), and what becomes of them is
 // merged.
 #include "attn/added_scores.cuh"
-#include "attn/dropout.cuh"
 #include "attn/exponent.cuh"
 #include "attn/mask_bits.cuh"
 #include "attn/score_rule.cuh"
@@ -23,6 +22,7 @@
 #include "sm90/forward_merge.cuh"
 #include "sm90/forward_pages.cuh"
 #include "sm90/forward_producer.cuh"
+#include "sm90/forward_random.cuh"
 #include "sm90/forward_store.cuh"
 #include "sm90/hidden_values.cuh"
 
@@ -178,7 +178,7 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
     SeenKeys<kBlockMask, C, 1, kKeyBlocks> seen;
     HiddenValues<kBlockMask> hidden;
     RowsPastEnd<kPageRows> past_end;
-    RandomTile<C, 1, kKeyBlocks> random;
+    RandomWords random;
     // What a tile needs beside its products, while those are under way.
     const auto prepare = [&](int n) {
       if constexpr (kBiasByEngine) {
@@ -190,9 +190,7 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
       seen.load(own_tiles, n, first_row, self.lane);
       hidden.load(p.block_mask, work.sequence, head, own_tiles, n);
       past_end.load(own_tiles.first_key(n), work.k.length);
-      if constexpr (kDropout) ptx::compute_here(n);
-      random.draw(dropout, first_row, own_tiles.first_key(n), self.lane);
-      if constexpr (kDropout) ptx::compute_here(random.together());
+      random.beside_output(dropout, first_row, own_tiles.first_key(n), self.lane);
     };
     // Returns whether the output must be rescaled.
     const auto finish = [&](C(&scores)[1][kKeyBlocks], int n) {
@@ -220,12 +218,14 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
         self.wait_for_keys();
         self.take_turn();
         self.start_scores(scores, q);
+        random.beside_scores(dropout, first_row, own_tiles.first_key(mine.begin), self.lane);
         prepare(mine.begin);
         ptx::wgmma_wait<0>();
         ptx::wgmma_results(scores[0]);
         self.pass_turn();
         self.release_keys();
         finish(scores, mine.begin);
+        random.beside_exponentials(dropout, first_row, own_tiles.first_key(mine.begin), self.lane);
         exponentiate(scores);
       }
 #pragma unroll 1
@@ -234,6 +234,7 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
         self.wait_for_keys();
         self.take_turn();
         self.start_scores(scores, q);
+        random.beside_scores(dropout, first_row, own_tiles.first_key(n), self.lane);
         self.wait_for_values();
         hidden.clear(s, self.values.slot, index);
         // In ascending order the sequence's end is in the last tile.
@@ -249,6 +250,7 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
         // P V ends here, not below the exponentials: those are faster in one stretch with the conversions, whose
         // registers P V holds, than apart from them under P V.
         ptx::wgmma_wait<0>();
+        random.beside_exponentials(dropout, first_row, own_tiles.first_key(n), self.lane);
         self.release_values();
         exponentiate(scores);
         if (moved) softmax.rescale(o);

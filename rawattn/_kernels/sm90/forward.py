@@ -257,8 +257,8 @@ def _fields(problem: Problem, target: Target, wide: int) -> tuple[dict[str, Any]
     # Of a kernel that is only compiled nobody knows how many multiprocessors there are.
     if target.multiprocessors == 1 or (shares and _equal(problem)):
         return usual, shares
-    # Tiles of "held" need their registers, which no other row leaves them. Packed batches have the copy engine's stores.
-    bound = table == "held" or (problem.ragged and problem.pages is None)
+    # What is held or drawn needs registers that no other row leaves it. Packed batches have the copy engine's stores.
+    bound = table in ("held", "dropout") or (problem.ragged and problem.pages is None)
     plain = table in ("any", "long", "left", "paged", "paged_8bit", "narrow_values")
     rows = rows_of(usual["consumers"])
     tiles = filling.count(problem, rows, heads_per_tile(problem, rows))
@@ -317,6 +317,9 @@ def _usual(problem: Problem, wide: int) -> dict[str, Any]:
 
 def _table(problem: Problem) -> str:
     # What is drawn or read under the products, as much as scores, stays in registers until those are there.
+    beside = problem.bias is not None or problem.mask is not None
+    if problem.dropout_p > 0 and not beside:
+        return "dropout"
     if problem.dropout_p > 0 or (problem.bias is not None and ITEMSIZE[problem.bias.dtype] == 4):
         return "held"
     # Few rows meet fewer tiles of a mask, and whole 16 bytes of its bits are read at once.
