@@ -43,7 +43,7 @@ class Case:
     softcap: float | None = None
     bias: Pairs | None = None
     mask: Pairs | None = None
-    alibi_slopes: str = ""  # or heads, batch: what they have an axis for
+    alibi_slopes: str = ""  # or heads, batch: what they have an axis for; or negative
     sink_logits: str = ""  # or normal, hidden (-inf in some heads)
     score_mod: str = ""  # or a name of SCORE_MODS
     dropout_p: float = 0.0

@@ -141,6 +141,8 @@ def _slopes(case: Sizes) -> Strided:
     slopes = 2.0 ** -(8 * np.arange(1, case.nheads_q + 1) / case.nheads_q)
     if case.nheads_q > 2:
         slopes[1] *= -0.25
+    if case.alibi_slopes == "negative":
+        slopes = -4.0 * slopes
     if case.alibi_slopes == "batch":
         slopes = slopes * (1 + np.arange(len(case.lens_q)))[:, None] / 4
     layout = "steps" if case.seed % 2 else "dense"

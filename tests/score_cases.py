@@ -245,6 +245,9 @@ def _numbers() -> list[Case]:
         dense("dropout-0", 1, 90, 300, dropout_p=0.0, sink_logits="normal"),
         dense("alibi-wide", 1, 70, 1000, alibi_slopes="heads", nheads_q=8, nheads_kv=2),
         dense("alibi-top-left", 1, 70, 300, alibi_slopes="heads", align="top-left"),
+        # Rows past the end of a tile would have probabilities beyond all numbers.
+        dense("alibi-negative", 1, 70, 1000, alibi_slopes="negative", causal=True),
+        ragged("alibi-negative-packed", *_LENS, **_TWO, alibi_slopes="negative", causal=True),
         ragged("alibi-batch-packed", *_LENS, **_TWO, alibi_slopes="batch", dtype="float32"),
     ]  # fmt: skip
 

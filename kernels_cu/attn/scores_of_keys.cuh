@@ -141,18 +141,18 @@ struct AddedScoresOfKeys {
 
 // Products become probabilities. lse: of the queries from first_row on. visit: see remake_scores_of_keys.
 //
-// Where the rule changes scores, there are other reasons than a mask why a probability would not be a number: a query
-// past the end of its sequence, and one whose keys are all hidden by scores of -inf, so that its lse is -inf too. Both
-// get 0, as if their lse were inf. Past the end a score function may give anything, and the bias may hold it where
-// sequences have lengths of their own: each element is then tested.
+// Queries past the end of their sequence have an lse of inf: their probabilities are 0, whatever is added to a score.
+// So are made those of a query whose keys are all hidden by scores of -inf, and whose lse is -inf therefore. Past the
+// end a score function may give anything, and the bias may hold it where sequences have lengths of their own: each
+// element is then tested.
 template <class C, int kKeyBlocks, int kQueryBlocks, class Finish, class Queries, class Visit = NoVisit>
 DEVICE void finish_scores_of_keys(C (&s)[kKeyBlocks][kQueryBlocks], const ScoreRule& rule,
                                   const AddedScoresOfKeys<C, kKeyBlocks, kQueryBlocks>& added, const Finish& finish,
                                   const float* lse, const Queries& queries, int n, int first_key, int first_row,
                                   int lane, const Visit& visit = Visit{}) {
+  constexpr bool kMayHide = config::kScoreMod || config::kBias > 0;  // keys that other rules let a query see
   constexpr bool kMayBeAnything = config::kScoreMod || (config::kBias > 0 && config::kRagged);
   if constexpr (ScoreRule::kRemakes) remake_scores_of_keys(s, rule, first_key, first_row, lane, visit);
-  const int behind = rule.len_q - first_row - C::column(lane, 0);
   UNROLL for (int b = 0; b < kQueryBlocks; b++) {
     UNROLL for (int i = 0; i < C::kRun; i++) {
       // The query's column less that of the lane's first one, which is known when this is compiled.
@@ -161,8 +161,7 @@ DEVICE void finish_scores_of_keys(C (&s)[kKeyBlocks][kQueryBlocks], const ScoreR
       if constexpr (ScoreRule::kRemakes || ScoreRule::kAdds) {
         using Unit = typename Finish::Unit;
         const float row_lse = lse[column];
-        // No branch: the next query's exponentials must not wait for it.
-        const bool sees = int(known < behind) & int(row_lse != -target::infinity());
+        const bool sees = !kMayHide || fabsf(row_lse) != target::infinity();
         const float own = finish.start(sees ? row_lse : target::infinity());
         const float start = added.template start<Unit>(known, own);
         UNROLL for (int m = 0; m < kKeyBlocks; m++) {

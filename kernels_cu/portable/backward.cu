@@ -198,12 +198,18 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
                 valid, part);
     CopyDout::load(elements + kDoutsAt + turn.stage * kTileQ * kPitch,
                    dout.shifted(turn.head * p.dout_strides.head).from(row), valid, part);
-    // Rows past the end get 0 for both: their queries and douts are 0, and so is all that comes of them.
+    // Rows past the end get 0 for both: their queries and douts are 0, and so is all that comes of them. Where
+    // something is added to scores they get an lse of inf, and probabilities of 0.
     for (int i = part; i < 2 * kTileQ; i += kRoleThreads) {
       const int at = i % kTileQ;
-      const float* const source = i < kTileQ ? f.lse : p.row_delta;
-      target::copy_async<4>(statistics + turn.stage * 2 * kTileQ + i,
-                            source + first_statistic + turn.head * f.lse_head + row + at, at < valid);
+      const bool is_lse = i < kTileQ;
+      float* const own = statistics + turn.stage * 2 * kTileQ + i;
+      if (!kPlain && is_lse && at >= valid) {
+        *own = target::infinity();
+      } else {
+        target::copy_async<4>(own, (is_lse ? f.lse : p.row_delta) + first_statistic + turn.head * f.lse_head + row + at,
+                              at < valid);
+      }
     }
     if constexpr (kBiasTile) {
       const int64 head = work.kv_head * group + turn.head;

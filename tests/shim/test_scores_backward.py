@@ -199,6 +199,22 @@ def test_backward_of_a_ragged_batch(
     assert not np.any(gradients.dbias[:, :, 40:].astype(np.float32))
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_slopes_that_reward_distance(machine: MakeDevice, packed: bool) -> None:
+    """Of rows behind a sequence's last one the scores would be beyond all numbers."""
+    slopes = -np.array([40, 2, 0.5, 8], np.float32)
+    q, k, v = (x[0] for x in arrays(batch=1, rows=(61, 110))) if packed else arrays()
+    with small_tiles():
+        verify_backward(
+            machine(),
+            "portable",
+            *(q, k, v),
+            causal=True,
+            alibi_slopes=slopes,
+            **({"seqs": RAGGED} if packed else {}),
+        )
+
+
 @pytest.mark.parametrize(
     ("on_device", "shape"),
     [
