@@ -25,6 +25,13 @@ DEVICE int* list_of(const TileLists& lists, int sequence, const Span& span, int 
   return lists.data + (place * lists.nheads + head / lists.group) * list_length<kPair>(lists);
 }
 
+// The tile of a rank by the lengths of lists, the longest first; likewise.
+template <int kTile>
+DEVICE int* order_of(const TileLists& lists, int sequence, const Span& span, int rank, int head) {
+  const int64 place = sequence * lists.sequence + span.start / kTile + rank;
+  return lists.order + place * lists.nheads + head / lists.group;
+}
+
 template <class Visible, int kTileQ, int kTileK>
 struct ListedKeyTiles : TileSpan {
   Visible visible;

@@ -64,6 +64,8 @@ struct Dropout {
 // Of each tile of one side's sequences and head, the tiles of the other side that meet it (see attn/listed_tiles.cuh).
 struct TileLists {
   int* data;
+  // of Hopper's forward: tiles by the lengths of their lists, the longest first
+  int* order;
   // lists of a head between those of two sequences in batch mode; 0 where all share them
   int64 sequence;
   // that have lists of their own
@@ -440,6 +442,8 @@ struct MaskTilesParams {
   int parts;
   // heads, counted like parts of all lists, that share a head of the mask
   int group;
+  // by sequence and head: waves that are done; zero between launches
+  unsigned* listed;
 };
 
 // Of a ragged call, what follows from its lengths alone (portable/ragged_setup.cuh).

@@ -47,6 +47,8 @@ struct Probability {
     if constexpr (kShift != 0 && !kNatural) return fmaf(-lse, Unit::kUnit, float(kShift));
     return -lse * Unit::kUnit;
   }
+  // The same on top of x.
+  DEVICE static float start(float lse, float x) { return fmaf(-lse, Unit::kUnit, kNatural ? x : x + kShift); }
   DEVICE static float power(float exponent) {
     if constexpr (kShift != 0 && kNatural) return target::exp2(fmaf(exponent, Log2::kUnit, float(kShift)));
     return target::exp2(kNatural ? exponent * Log2::kUnit : exponent);

@@ -44,9 +44,8 @@ struct AddedScoresOfKeys {
   static constexpr int kBlocks = config::kBias > 0 ? kKeyBlocks * kQueryBlocks : 1;
 
   typename Either<kByOperands, typename M::A, Bias[C::kElements]>::Type bias[kBlocks];
-  // Of the lane's first query from each key: less the query's column, which is known when this is compiled. On one side
-  // alone in two parts: `far` from the first key, and of each key from that one.
-  float distance[kKeyBlocks][C::kSlots];
+  // Of the lane's first query from its first key. What another query or key adds to that is known when this is
+  // compiled.
   float far;
   float slope;
 
@@ -60,22 +59,18 @@ struct AddedScoresOfKeys {
     }
     if constexpr (config::kAlibi) {
       slope = rule.slope;
-      const int apart = first_row + C::column(lane, 0) + rule.offset - first_key;
-      far = static_cast<float>(apart);
-      UNROLL for (int m = 0; m < kKeyBlocks; m++) {
-        UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
-          const int key = m * 16 + C::row(lane, slot);
-          distance[m][slot] = static_cast<float>(config::kOneSided ? key : apart - key);
-        }
-      }
+      far = static_cast<float>(first_row + C::column(lane, 0) + rule.offset - first_key - C::row(lane, 0));
     }
   }
 
-  // What the exponents of a query have in common, on top of x. kUnit: of a natural unit, in the exponent's.
-  template <class Unit>
-  DEVICE float start(int column, float x) const {
-    if constexpr (config::kAlibi && config::kOneSided) return fmaf(-slope * Unit::kUnit, far + float(column), x);
-    return x;
+  // What the exponents of a query have in common.
+  template <class Finish>
+  DEVICE float start(int column, float lse) const {
+    if constexpr (config::kAlibi && config::kOneSided) {
+      const float unit = -slope * Finish::Unit::kUnit;
+      return fmaf(unit, static_cast<float>(column), Finish::start(lse, unit * far));
+    }
+    return Finish::start(lse);
   }
   // The exponent of a product, as exponent_of has it where queries are rows.
   template <class Unit>
@@ -91,10 +86,10 @@ struct AddedScoresOfKeys {
   template <class Unit>
   DEVICE float with_alibi(int m, int n, int e, float x) const {
     if constexpr (!config::kAlibi) return x;
-    const float apart = distance[m][C::slot(e)];
+    const int key = m * 16 + C::row(0, C::slot(e));
     // Where no key beyond the diagonal is seen, what is seen has no sign to lose.
-    if constexpr (config::kOneSided) return fmaf(slope * Unit::kUnit, apart, x);
-    const float distance = apart + static_cast<float>(n * 16 + C::column(0, e));
+    if constexpr (config::kOneSided) return fmaf(slope * Unit::kUnit, static_cast<float>(key), x);
+    const float distance = far + static_cast<float>(n * 16 + C::column(0, e) - key);
     return fmaf(-slope * Unit::kUnit, fmaxf(distance, -distance), x);
   }
 
@@ -162,8 +157,7 @@ DEVICE void finish_scores_of_keys(C (&s)[kKeyBlocks][kQueryBlocks], const ScoreR
         using Unit = typename Finish::Unit;
         const float row_lse = lse[column];
         const bool sees = !kMayHide || fabsf(row_lse) != target::infinity();
-        const float own = finish.start(sees ? row_lse : target::infinity());
-        const float start = added.template start<Unit>(known, own);
+        const float start = added.template start<Finish>(known, sees ? row_lse : target::infinity());
         UNROLL for (int m = 0; m < kKeyBlocks; m++) {
           UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
             const int e = C::element(slot, i);

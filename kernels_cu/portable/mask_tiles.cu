@@ -1,7 +1,7 @@
 // Lists of the tiles that meet (attn/listed_tiles.cuh) of a kernel's own tiles: those that the rule of visible keys
 // lets meet and whose granules in the mask's map are not all dead. One wave makes a list.
 //
-// With kOfKeys the lists are those of key tiles.
+// With kOfKeys the lists are those of key tiles. With kOrdered whoever makes the last list of a head orders its tiles.
 #include "attn/listed_tiles.cuh"
 #include "attn/mask_packing.cuh"
 #include "attn/pages.cuh"
@@ -9,6 +9,7 @@
 #include "attn/sequence.cuh"
 #include "attn/tiles.cuh"
 #include "attn/visible.cuh"
+#include "portable/order_lists.cuh"
 #include "target/target.cuh"
 
 namespace mask_tiles {
@@ -21,6 +22,12 @@ constexpr int kGranuleKeys = mask_packing::kGranuleWords * 16;
 constexpr int kTile = kOfKeys ? kTileK : kTileQ;
 constexpr int kPair = kOfKeys ? 2 : 1;
 using Visible = VisibleKeys<kLeft, kRight, kTopLeft>;
+using Order = OrderLists<kTile>;
+static_assert(!kOfKeys || !kOrdered, "query tiles are ordered");
+static_assert(kSharedBytes == (kOrdered ? kWaves * Order::kSharedBytes : 0), "the host computes the same size");
+
+// Granules of kSize that kTile neighbours touch at most, from a multiple of kTile on.
+constexpr int most_touched(int tile, int size) { return tile % size == 0 ? tile / size : (tile - 2) / size + 2; }
 
 // Of one head of one sequence. A granule that a rectangle only touches counts as a whole.
 struct Granules {
@@ -28,35 +35,24 @@ struct Granules {
   int64 pitch;
   int rows, keys;
 
+  // Of a tile. All of them are asked for at once, the last one of fewer several times.
   DEVICE State of(int first, int last, int first_key, int last_key) const {
     constexpr int kRows = mask_packing::kGranuleRows;
     bool any = false;
     bool all = true;
-    for (int row = behind(first / kRows, rows); row <= behind(last / kRows, rows); row++) {
-      for (int key = behind(first_key / kGranuleKeys, keys); key <= behind(last_key / kGranuleKeys, keys); key++) {
+    UNROLL for (int m = 0; m < most_touched(kTileQ, kRows); m++) {
+      UNROLL for (int n = 0; n < most_touched(kTileK, kGranuleKeys); n++) {
+        const int row = min(min(first / kRows + m, last / kRows), rows - 1);
+        const int key = min(min(first_key / kGranuleKeys + n, last_key / kGranuleKeys), keys - 1);
         const int state = map[row * pitch + key];
-        any = any || state != mask_packing::kDead;
-        all = all && state == mask_packing::kFull;
+        any |= state != mask_packing::kDead;
+        all &= state == mask_packing::kFull;
       }
     }
     return !any ? mask_packing::kDead : all ? mask_packing::kFull : mask_packing::kPartial;
   }
-  DEVICE static int behind(int n, int count) { return n < count ? n : count - 1; }
+  DEVICE static int min(int x, int y) { return x < y ? x : y; }
 };
-
-// How many lanes before this one have something, and how many of all.
-struct Count {
-  int before, total;
-};
-DEVICE Count count_lanes(bool has, int lane) {
-  Count count{0, has};
-  for (int mask = 1; mask < target::kWave; mask *= 2) {
-    const int other = static_cast<int>(target::shuffle_xor(static_cast<unsigned>(count.total), mask));
-    if ((lane & mask) != 0) count.before += other;
-    count.total += other;
-  }
-  return count;
-}
 
 DEVICE State state_of(const Granules& granules, const KeyTiles<Visible, kTileQ, kTileK>& tiles, int n) {
   return granules.of(tiles.first, tiles.last, tiles.first_key(n), tiles.first_key(n) + kTileK - 1);
@@ -69,18 +65,24 @@ DEVICE State state_of(const Granules& granules, const QueryTiles<Visible, kTileQ
 // Adds the live ones of `tiles` to a list that has `count` entries.
 template <class Tiles>
 DEVICE int add(int* list, int count, int capacity, int part, const Granules& granules, const Tiles& tiles, int lane) {
-  for (int base = tiles.begin; base < tiles.end; base += target::kWave) {
-    const int n = base + lane;
-    const State state = n < tiles.end ? state_of(granules, tiles, n) : mask_packing::kDead;
-    const bool live = state != mask_packing::kDead;
-    const Count lanes = count_lanes(live, lane);
-    const int at = count + lanes.before;
-    if (live && at < capacity) {
-      const int entry = tiles.tile(n) * 2 + int(state == mask_packing::kPartial);
-      if (kOfKeys) list[1 + at * kPair] = part;
-      list[at * kPair + kPair] = entry;
+  constexpr int kAtOnce = 4;  // of a lane: their granules are on their way together
+  for (int base = tiles.begin + lane; base - lane < tiles.end; base += kAtOnce * target::kWave) {
+    State states[kAtOnce];
+    UNROLL for (int i = 0; i < kAtOnce; i++) {
+      const int n = base + i * target::kWave;
+      states[i] = n < tiles.end ? state_of(granules, tiles, n) : mask_packing::kDead;
     }
-    count += lanes.total;
+    UNROLL for (int i = 0; i < kAtOnce; i++) {
+      const bool live = states[i] != mask_packing::kDead;
+      const LaneSums lanes(live, lane);
+      const int at = count + lanes.before;
+      if (live && at < capacity) {
+        const int entry = tiles.tile(base + i * target::kWave) * 2 + int(states[i] == mask_packing::kPartial);
+        if (kOfKeys) list[1 + at * kPair] = part;
+        list[at * kPair + kPair] = entry;
+      }
+      count += lanes.total;
+    }
   }
   return count;
 }
@@ -92,7 +94,8 @@ KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_mask_tiles(PARAMETER Mask
   const ForwardParams& f = p.forward;
   const TileLists& lists = f.block_mask.lists;
   const int lane = target::thread_index() % target::kWave;
-  const int64 index = int64(target::block_index()) * kWaves + target::thread_index() / target::kWave;
+  const int wave = target::thread_index() / target::kWave;
+  const int64 index = int64(target::block_index()) * kWaves + wave;
   const int head = static_cast<int>(index % lists.nheads);
   const int64 sequence_tile = index / lists.nheads;
   if (sequence_tile / p.tiles >= p.sequences) return;
@@ -120,5 +123,16 @@ KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_mask_tiles(PARAMETER Mask
       }
     }
     if (lane == 0) list[0] = count < lists.capacity ? count : lists.capacity;
+  }
+  if constexpr (kOrdered) {
+    SHARED_MEMORY(shared, kSharedBytes);
+    target::wave_sync();
+    unsigned* const listed = p.listed + int64(sequence) * lists.nheads + head;
+    const bool last = lane == 0 && target::fetch_add_in_order(listed, 1) + 1 == static_cast<unsigned>(p.tiles);
+    if (!target::wave_any(last)) return;
+    target::wave_sync();
+    if (lane == 0) *listed = 0;  // for the next launch
+    const Order order{lists, sequence, head * lists.group, own};
+    order(reinterpret_cast<unsigned*>(shared) + wave * Order::kLengths, lane);
   }
 }

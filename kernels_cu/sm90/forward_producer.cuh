@@ -12,6 +12,12 @@ namespace forward {
 
 DEVICE void find(WorkTile& work, const Sm90ForwardParams& p, int64 index) {
   work = find_work_tile<kRagged, kRight, kClusterQ, kHeadsPerTile, true>(p.forward, index, p.kept_tiles);
+  if constexpr (kBlockMask) {
+    if (work.exists) {
+      const int rank = kRight ? (work.q.length - 1) / kClusterQ - work.tile : work.tile;
+      work.tile = *order_of<kClusterQ>(p.forward.block_mask.lists, work.sequence, work.q, rank, work.head);
+    }
+  }
   if constexpr (kPaged) {
     if (work.exists) work.k.length = length_in_pages(p.forward.pages, work.sequence, work.k.length);
   }

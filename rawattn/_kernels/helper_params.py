@@ -164,6 +164,7 @@ MASK_TILES = _struct(
     ("int", "tiles", "of a sequence; one of a device's lengths may have more"),
     ("int", "parts", "heads whose tiles a list has, one head after the other"),
     ("int", "group", "heads, counted like parts of all lists, that share a head of the mask"),
+    ("unsigned*", "listed", "by sequence and head: waves that are done; zero between launches"),
 )
 SETUP = _struct(
     "RaggedSetupParams",

@@ -76,6 +76,11 @@ _TILE_LISTS = _struct(
     "Of each tile of one side's sequences and head, the tiles of the other side that meet it (see attn/listed_tiles.cuh).",
     ("int*", "data", ""),
     (
+        "int*",
+        "order",
+        "of Hopper's forward: tiles by the lengths of their lists, the longest first",
+    ),
+    (
         "int64",
         "sequence",
         "lists of a head between those of two sequences in batch mode; 0 where all share them",

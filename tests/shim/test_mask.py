@@ -212,12 +212,23 @@ def test_lists_of_tiles(name: str, tiles: tuple[int, int], of: Any, builder: Bui
     values = attention_params.forward(problem, form, Operands(strides), 1 << 20)
     tile_q, tile_k = tiles
     listed = mask_tiles.lists(
-        problem, form, values, of=of, tile_q=tile_q, tile_k=tile_k, name="lists"
+        problem,
+        form,
+        values,
+        of=of,
+        tile_q=tile_q,
+        tile_k=tile_k,
+        name="lists",
+        ordered=of == "q",
     )
     _, found = host.pack(keep)
     arrays = {
         "mask_map": Memory("mask_map", found),
-        "lists": scratch("lists", listed.nbytes, np.int32),
+        **{name: scratch(name, nbytes, np.int32) for name, nbytes in listed.scratch.items()},
+        **{
+            name: Memory(name, np.zeros(nbytes // 4, np.int32), readonly=False)
+            for name, nbytes in listed.counters.items()
+        },
     }
     for side, each in (("q", lengths.q), ("k", lengths.k)):
         for what in ("start", "length"):
@@ -239,7 +250,15 @@ def test_lists_of_tiles(name: str, tiles: tuple[int, int], of: Any, builder: Bui
         visible = visibility(len_q, len_k, options)
         start = int(starts[of == "k"][sequence])
         for head in range(nheads):
-            for tile in range(-(-(len_k if of == "k" else len_q) // own)):
+            tiles = -(-(len_k if of == "k" else len_q) // own)
+            if of == "q":
+                first = sequence * between + start // own
+                at = slice(first, first + tiles)
+                order = arrays["lists_order"].array().reshape(-1, nheads)[at, head]
+                assert sorted(order) == list(range(tiles))
+                lengths = memory[at, head, 0][order]
+                assert (np.maximum.accumulate(lengths[::-1])[::-1] == lengths).all()
+            for tile in range(tiles):
                 list_ = memory[sequence * between + start // own + tile, head]
                 got = list_[1 : 1 + list_[0] * pair].reshape(-1, pair)
                 entries = [((e[0] if pair == 2 else 0), e[-1] >> 1, e[-1] & 1) for e in got]
@@ -265,6 +284,7 @@ def test_lists_of_tiles(name: str, tiles: tuple[int, int], of: Any, builder: Bui
                 if tile_q % 64 == tile_k % 64 == 0 and not options:
                     assert len(known) == len(expected)
     assert seen_partial
+    assert not any(arrays[name].array().any() for name in listed.counters)
 
 
 def visibility(len_q: int, len_k: int, options: dict[str, Any]) -> np.ndarray:

@@ -18,6 +18,7 @@ from rawattn._kernels.steps import Step, checked, patches
 from rawattn._masks import layout
 
 THREADS = 256
+_ORDER_BYTES = 512  # of shared memory, that a wave takes to order lists
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +32,18 @@ class Config:
     tile_k: int
     of_keys: bool
     paged: bool
+    ordered: bool
+    wave: int
+
+    @property
+    def shared_bytes(self) -> int:
+        return THREADS // self.wave * _ORDER_BYTES if self.ordered else 0
 
     def source(self) -> Source:
         sides = [name for name in ("left", "right") if getattr(self, name)]
         words = ["portable mask_tiles", f"{self.tile_q}x{self.tile_k}", *sides]
         words += ["top-left"] * self.top_left + ["of-keys"] * self.of_keys
-        words += ["paged"] * self.paged
+        words += ["paged"] * self.paged + ["ordered"] * self.ordered
         return _source(
             "rawattn_mask_tiles",
             "portable/mask_tiles.cu",
@@ -50,24 +57,32 @@ class Config:
                 "kTileK": self.tile_k,
                 "kOfKeys": self.of_keys,
                 "kPaged": self.paged,
+                "kOrdered": self.ordered,
                 "kThreads": THREADS,
+                "kSharedBytes": self.shared_bytes,
             },
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A kernel's lists of tiles: how they are made, their bytes, and what of `BlockMask` in its parameters tells of them."""
+    """A kernel's lists of tiles: how they are made, what they take, and what of `BlockMask` in its parameters tells of them.
+
+    scratch, counters: as in `Steps`. names: of the addresses of `TileLists`, by field.
+    """
 
     step: Step | None = None
-    nbytes: int = 0
+    scratch: Mapping[str, int] = field(default_factory=dict)
+    counters: Mapping[str, int] = field(default_factory=dict)
     fields: Mapping[str, int] = field(default_factory=dict)
-    name: str = ""
+    names: Mapping[str, str] = field(default_factory=dict)
 
     def patches(self, struct: structs.Struct, prefix: str = "") -> tuple[tuple[int, str], ...]:
-        """Where their address belongs; prefix: of the path of the `params.FORWARD` in `struct`."""
-        path = f"{prefix}block_mask.lists.data"
-        return ((structs.offset(struct, path), self.name),) if self.name else ()
+        """Where their addresses belong; prefix: of the path of the `params.FORWARD` in `struct`."""
+        path = f"{prefix}block_mask.lists"
+        return tuple(
+            (structs.offset(struct, f"{path}.{each}"), name) for each, name in self.names.items()
+        )
 
 
 NOTHING = Listed()
@@ -87,6 +102,7 @@ class Masks:
         """values: fields of `params.FORWARD`."""
         self.steps: list[Step] = []
         self.scratch: dict[str, int] = {}
+        self.counters: dict[str, int] = {}
         self._call = problem, structure, values
         self._wave = wave
         form = problem.mask
@@ -102,24 +118,27 @@ class Masks:
             self.steps.append(gathered)
             self.scratch["mask_bands"] = mask_packing.band_bytes(form.shape)
 
-    def of_queries(self, tile_q: int, tile_k: int) -> Listed:
-        """The key tiles that each query tile meets."""
-        return self._listed("q", tile_q, tile_k)
+    def of_queries(self, tile_q: int, tile_k: int, *, ordered: bool = False) -> Listed:
+        """The key tiles that each query tile meets; ordered: and the order of query tiles by their lists' lengths."""
+        return self._listed("q", tile_q, tile_k, ordered=ordered)
 
     def of_keys(self, tile_q: int, tile_k: int) -> Listed:
         """The query tiles that each key tile meets, of all heads that share the keys."""
         return self._listed("k", tile_q, tile_k)
 
-    def _listed(self, of: Literal["q", "k"], tile_q: int, tile_k: int) -> Listed:
+    def _listed(
+        self, of: Literal["q", "k"], tile_q: int, tile_k: int, *, ordered: bool = False
+    ) -> Listed:
         problem, structure, values = self._call
         if problem.mask is None:
             return NOTHING
         name = f"mask_tiles_{of}"
         sizes = {"tile_q": tile_q, "tile_k": tile_k, "wave": self._wave}
-        listed = lists(problem, structure, values, of=of, name=name, **sizes)
+        listed = lists(problem, structure, values, of=of, name=name, ordered=ordered, **sizes)
         assert listed.step is not None
         self.steps.append(listed.step)
-        self.scratch[name] = listed.nbytes
+        self.scratch |= listed.scratch
+        self.counters |= listed.counters
         return listed
 
 
@@ -145,9 +164,13 @@ def lists(
     tile_q: int,
     tile_k: int,
     name: str,
+    ordered: bool = False,
     wave: int = 32,
 ) -> Listed:
-    """Of the tiles of one side; values: fields of `params.FORWARD`. Those of keys are of all heads that share the keys."""
+    """Of the tiles of one side; values: fields of `params.FORWARD`. Those of keys are of all heads that share the keys.
+
+    ordered: query tiles also in the order of their lists' lengths.
+    """
     mask = problem.mask.shape
     of_keys = of == "k"
     group = problem.nheads_q // problem.nheads_kv
@@ -186,19 +209,28 @@ def lists(
         "group": problem.nheads_q // mask[1] if of_keys else 1,
     }
     used = features(problem)
-    config = Config(used.left, used.right, used.top_left, tile_q, tile_k, of_keys, used.paged)
+    limits = used.left, used.right, used.top_left
+    config = Config(*limits, tile_q, tile_k, of_keys, used.paged, ordered, wave)
+    names = {"data": name}
+    scratch = {name: 4 * places * heads * (1 + capacity * (2 if of_keys else 1))}
+    counters = {}
+    addresses = {"map": "mask_map"}
+    if ordered:
+        names["order"] = f"{name}_order"
+        scratch[names["order"]] = 4 * places * heads
+        addresses["listed"] = "mask_listed"
+        counters["mask_listed"] = 4 * sequences * heads
+    addresses |= {f"forward__block_mask__lists__{each}": own for each, own in names.items()}
     step = Step(
         source=config.source(),
         blocks=checked("mask", -(-heads * sequences * tiles // (THREADS // wave)), tile),
         threads=THREADS,
+        shared_bytes=config.shared_bytes,
         params=structs.fill(helper_params.MASK_TILES, own),
         patches=(
-            *patches(
-                helper_params.MASK_TILES, map="mask_map", forward__block_mask__lists__data=name
-            ),
+            *patches(helper_params.MASK_TILES, **addresses),
             *attention_params.side_addresses(helper_params.MASK_TILES, "forward.", structure),
             *attention_params.page_addresses(problem, helper_params.MASK_TILES, "forward."),
         ),
     )
-    nbytes = 4 * places * heads * (1 + capacity * (2 if of_keys else 1))
-    return Listed(step, nbytes, found, name)
+    return Listed(step, scratch, counters, found, names)

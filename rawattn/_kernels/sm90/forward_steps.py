@@ -56,7 +56,7 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
     )
     whole = -(-problem.rows_q // config.schedule_rows) * tiles.heads * problem.batch
     masks = mask_tiles.Masks(problem, structure, operands, inner, target.wave)
-    listed = masks.of_queries(config.tile_q, config.tile_k)
+    listed = masks.of_queries(config.tile_q, config.tile_k, ordered=True)
     launches += masks.steps
     scratch |= masks.scratch
     values = {f"forward.{name}": value for name, value in {**inner, **listed.fields}.items()}
@@ -74,7 +74,7 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
         "kept_tiles": 0 if shared else kept_tiles(problem, config, min(whole, clusters)),
     }
     addresses = {f"forward__{name}": own for name, own in names.items()} | {"forward__lse": "lse"}
-    counters = {"next_work": _COUNTER_BYTES * _SCHEDULE_COUNTERS}
+    counters = {"next_work": _COUNTER_BYTES * _SCHEDULE_COUNTERS, **masks.counters}
     addresses["next_work"] = "next_work"
     if shared is not None:
         values["stream_k"] = shared.values

@@ -1,0 +1,67 @@
+// Tiles of a head in the order of their lists: the longest first, so that none of those begins last. One wave counts
+// how many lists there are of about a length, then gives each tile its place. Tiles of about one length come in any
+// order.
+#pragma once
+
+#include "attn/listed_tiles.cuh"
+#include "target/target.cuh"
+
+// What a lane's number and those of the lanes before it come to, and those of all.
+struct LaneSums {
+  int before, total;
+
+  DEVICE LaneSums(int own, int lane) : before(0), total(own) {
+    for (int mask = 1; mask < target::kWave; mask *= 2) {
+      const int other = static_cast<int>(target::shuffle_xor(static_cast<unsigned>(total), mask));
+      if ((lane & mask) != 0) before += other;
+      total += other;
+    }
+  }
+};
+
+// Of the lists of a sequence and head, tiles of kTile rows; by one wave.
+template <int kTile>
+struct OrderLists {
+  static constexpr int kLengths = 128;
+  static constexpr int kSharedBytes = kLengths * sizeof(unsigned);
+
+  const TileLists& lists;
+  int sequence, head;
+  const Span& span;
+
+  DEVICE int length(int tile) const { return *list_of<kTile, 1>(lists, sequence, span, tile, head); }
+
+  // places: kLengths numbers in shared memory.
+  DEVICE void operator()(unsigned* places, int lane) const {
+    const int tiles = (span.length + kTile - 1) / kTile;
+    int longest = 0;
+    for (int tile = lane; tile < tiles; tile += target::kWave) {
+      const int own = length(tile);
+      longest = own > longest ? own : longest;
+    }
+    for (int mask = 1; mask < target::kWave; mask *= 2) {
+      const int other = static_cast<int>(target::shuffle_xor(static_cast<unsigned>(longest), mask));
+      longest = other > longest ? other : longest;
+    }
+    const auto about = [&](int tile) { return int64(longest - length(tile)) * kLengths / (longest + 1); };
+    for (int n = lane; n < kLengths; n += target::kWave) places[n] = 0;
+    target::wave_sync();
+    for (int tile = lane; tile < tiles; tile += target::kWave) target::fetch_add(places + about(tile), 1);
+    target::wave_sync();
+    constexpr int kEach = kLengths / target::kWave;
+    unsigned* const own = places + lane * kEach;
+    int count = 0;
+    UNROLL for (int n = 0; n < kEach; n++) count += static_cast<int>(own[n]);
+    unsigned first = LaneSums(count, lane).before;
+    UNROLL for (int n = 0; n < kEach; n++) {
+      const unsigned here = own[n];
+      own[n] = first;
+      first += here;
+    }
+    target::wave_sync();
+    for (int tile = lane; tile < tiles; tile += target::kWave) {
+      const int rank = static_cast<int>(target::fetch_add(places + about(tile), 1));
+      *order_of<kTile>(lists, sequence, span, rank, head) = tile;
+    }
+  }
+};
