@@ -248,6 +248,9 @@ def _numbers() -> list[Case]:
         # Rows past the end of a tile would have probabilities beyond all numbers.
         dense("alibi-negative", 1, 70, 1000, alibi_slopes="negative", causal=True),
         ragged("alibi-negative-packed", *_LENS, **_TWO, alibi_slopes="negative", causal=True),
+        # In the backward products begin with slopes over the scale.
+        dense("alibi-scale-0", 1, 90, 300, alibi_slopes="heads", scale=0.0, causal=True),
+        dense("alibi-negative-scale", 1, 90, 300, alibi_slopes="heads", scale=-0.3, causal=True),
         ragged("alibi-batch-packed", *_LENS, **_TWO, alibi_slopes="batch", dtype="float32"),
     ]  # fmt: skip
 

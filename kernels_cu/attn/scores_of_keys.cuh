@@ -33,6 +33,31 @@ DEVICE void remake_scores_of_keys(C (&s)[kKeyBlocks][kQueryBlocks], const ScoreR
   }
 }
 
+// What keys add to the scores of a head's queries, where ALiBi is on one side alone: products begin with it, so no
+// instruction adds it. It takes digits of the products, which float32 has none to spare of.
+struct KeyStart {
+  static constexpr bool kAny =
+      config::kAlibi && config::kOneSided && !ScoreRule::kRemakes && sizeof(config::Element) == 2;
+
+  float step;  // from key to key, of products
+
+  DEVICE KeyStart(const ForwardParams& p, int sequence, int head) {
+    if constexpr (kAny) step = per_head(p.alibi_slopes, sequence, head) * target::reciprocal(scale(p));
+  }
+  // By what products become scores: a scale of 0 leaves nothing of them, and all of what they begin with.
+  DEVICE static float scale(const ForwardParams& p) {
+    constexpr float kLeast = 0x1p-110f;
+    const float scale = p.scores.scale;
+    return !kAny || fabsf(scale) >= kLeast ? scale : kLeast;
+  }
+  // Of the lane's key in a slot of block m, less its first key.
+  template <class C>
+  DEVICE float of(int m, int slot) const {
+    const int key = m * 16 + C::row(0, slot);
+    return key == 0 ? 0.0f : step * static_cast<float>(key);
+  }
+};
+
 // What the bias and ALiBi add to the scores of a tile. A lane's elements of one key are rows apart in the bias, so each
 // is read by itself; or the bias lies in shared memory, where matrix loads turn it round.
 template <class C, int kKeyBlocks, int kQueryBlocks>
@@ -88,6 +113,7 @@ struct AddedScoresOfKeys {
     if constexpr (!config::kAlibi) return x;
     const int key = m * 16 + C::row(0, C::slot(e));
     // Where no key beyond the diagonal is seen, what is seen has no sign to lose.
+    if constexpr (KeyStart::kAny) return x;
     if constexpr (config::kOneSided) return fmaf(slope * Unit::kUnit, static_cast<float>(key), x);
     const float distance = far + static_cast<float>(n * 16 + C::column(0, e) - key);
     return fmaf(-slope * Unit::kUnit, fmaxf(distance, -distance), x);

@@ -257,7 +257,7 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
   const Element* const own = elements + (owns_dk ? kValuesAt : kKeysAt) + key * kPitch;
   Element* const p_tile = elements + kProbabilitiesAt + key * kPitchP;
   Element* const more_weights = elements + kMoreWeightsAt + key * kPitchP;
-  const Probability<Element, kUnitShift> probability(ScoreRule::kScaled ? 1.0f : f.scores.scale);
+  const Probability<Element, kUnitShift> probability(ScoreRule::kScaled ? 1.0f : KeyStart::scale(f));
   C gradient[kKeyBlocks][kDepthBlocks];
   UNROLL for (int m = 0; m < kKeyBlocks; m++) { UNROLL for (int d = 0; d < kDepthBlocks; d++) gradient[m][d] = C{}; }
 
@@ -279,6 +279,7 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
   };
   int buffer = 0;  // of dS
   Turn before{0, 0, 0, false};
+  KeyStart key_start(f, work.sequence, work.kv_head * group + turn.head);
 #pragma unroll 1
   while (turn.exists) {
     wait_copies_and_sync();
@@ -312,7 +313,14 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
       const ScoreRule rule(f, work.sequence, head, work.q.length, work.k.length, query_tiles.visible.offset);
       KeptBits<C, kKeyBlocks, kQueryBlocks> kept;
       kept.draw_of_keys(DropoutRule(f, work.sequence, head), first_key + key, first_row + columns, lane);
-      multiply<false>(x, own, queries + columns * kPitch, lane);
+      if constexpr (KeyStart::kAny) {
+        UNROLL for (int m = 0; m < kKeyBlocks; m++) {
+          UNROLL for (int b = 0; b < kQueryBlocks; b++) {
+            UNROLL for (int e = 0; e < C::kElements; e++) x[m][b].x[e] = key_start.of<C>(m, C::slot(e));
+          }
+        }
+      }
+      multiply<KeyStart::kAny>(x, own, queries + columns * kPitch, lane);
       if constexpr (kPlain) {
         const AddedScoresOfKeys<C, kKeyBlocks, kQueryBlocks> nothing{};
         finish_scores_of_keys(x, rule, nothing, probability, lse, query_tiles, turn.n, first_key + key,
@@ -409,6 +417,10 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
       load(next);
     }
     if (kWithDq) buffer = kPairs ? (buffer + 1) % 3 : buffer ^ 1;
+    // Products would wait for it at the beginning of a turn.
+    if (KeyStart::kAny && next.exists && next.head != turn.head) {
+      key_start = KeyStart(f, work.sequence, work.kv_head * group + next.head);
+    }
     before = turn;
     turn = next;
   }

@@ -215,6 +215,15 @@ def test_slopes_that_reward_distance(machine: MakeDevice, packed: bool) -> None:
         )
 
 
+@pytest.mark.parametrize("scale", [0.0, -0.3, 1e-6])
+def test_slopes_beside_any_scale(machine: MakeDevice, scale: float) -> None:
+    """Products begin with what ALiBi adds over the scale."""
+    slopes = np.array([0.5, 0.1, -0.2, 0], np.float32)
+    with small_tiles():
+        options = {"causal": True, "alibi_slopes": slopes, "scale": scale}
+        verify_backward(machine(), "portable", *arrays(), **options)
+
+
 @pytest.mark.parametrize(
     ("on_device", "shape"),
     [
