@@ -377,6 +377,7 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
     if (owns_dk) {
       if (kStages == 2 && kLateCopies && next.exists) load(next);
       // Of the next block before dS of this one is stored, which may lie where its weights were: other lanes' too.
+      const bool partial = is_partial<kBlockMask>(query_tiles, turn.n);
       const auto load_weights = [&](int block) {
         const int at = block / kQueryBlocks * 16 * kPitchP + columns + block % kQueryBlocks * 16;
         return Weights::load(weights + at, second + at, lane);
@@ -395,8 +396,12 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
             } else {
               d *= weight.x[e];
             }
-            // A value that the row does not see may be anything.
-            if constexpr (kBlockMask) d = Weights::unmarked(weight.x[e]) == 0.0f ? 0.0f : d;
+          }
+          // A value that the row does not see may be anything.
+          if (kBlockMask && partial) {
+            UNROLL for (int e = 0; e < C::kElements; e++) {
+              if (Weights::unmarked(weight.x[e]) == 0.0f) x[m][b].x[e] = 0.0f;
+            }
           }
           if constexpr (Weights::kWide) target::wave_sync();
           if constexpr (kSharesDs) {

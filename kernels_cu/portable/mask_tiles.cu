@@ -91,6 +91,8 @@ DEVICE int add(int* list, int count, int capacity, int part, const Granules& gra
 
 KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_mask_tiles(PARAMETER MaskTilesParams p) {
   using namespace mask_tiles;
+  target::launch_dependents();
+  target::wait_for_prerequisites();
   const ForwardParams& f = p.forward;
   const TileLists& lists = f.block_mask.lists;
   const int lane = target::thread_index() % target::kWave;

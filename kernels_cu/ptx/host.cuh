@@ -45,8 +45,6 @@ void store_tensor(const ptx::TensorMap& map, const void* shared, const int (&coo
 void commit_stores();
 void wait_stores_read();
 void set_registers(const char* name, int count);
-void launch_dependents();
-void wait_for_prerequisites();
 void ldmatrix(unsigned (&r)[4], const void* row);
 
 // A product of a warpgroup as one thread asks for it: 64 x columns, 16 deep.
@@ -101,9 +99,6 @@ DEVICE void send(unsigned* to, unsigned x, Mbarrier* barrier, int rank) { host::
 
 DEVICE void compute_here(unsigned) {}
 DEVICE void read_anew() {}
-
-DEVICE void launch_dependents() { host::launch_dependents(); }
-DEVICE void wait_for_prerequisites() { host::wait_for_prerequisites(); }
 
 template <int kOffset>
 DEVICE void ldmatrix(unsigned (&r)[4], unsigned row) {

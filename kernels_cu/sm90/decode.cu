@@ -122,10 +122,10 @@ struct EngineRing {
     ptx::fence_copies();
   }
   // Earlier kernels' results are read from here on.
-  DEVICE void wait_for_prerequisites() const { ptx::wait_for_prerequisites(); }
+  DEVICE void wait_for_prerequisites() const { target::wait_for_prerequisites(); }
   // Only now may blocks of the next kernel come: those that wait for long come in an order that costs large batches 1 %
   // of the memory's speed (docs/notes/decode.md).
-  DEVICE void launch_dependents() const { ptx::launch_dependents(); }
+  DEVICE void launch_dependents() const { target::launch_dependents(); }
   // What threads have read and written in slots, they have done before the engine fills those anew.
   DEVICE void give_back() const { ptx::fence_copies(); }
 

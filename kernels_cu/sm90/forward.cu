@@ -321,8 +321,8 @@ KERNEL CLUSTER(forward::kCluster)
     ptx::prefetch_tensormap(&maps.v);
     if constexpr (kBiasByEngine) prefetch_bias_map(maps);
   }
-  ptx::launch_dependents();
-  ptx::wait_for_prerequisites();
+  target::launch_dependents();
+  target::wait_for_prerequisites();
   if constexpr (kCluster == 1) {
     target::block_sync();
   } else {

@@ -38,6 +38,23 @@ DEVICE int thread_index_anew() {
 DEVICE int block_index() { return blockIdx.x; }
 DEVICE unsigned grid_size() { return gridDim.x; }
 
+// Programmatic dependent launch, on Hopper and later: where the host allows it (`Step.early`), blocks come to a
+// multiprocessor as soon as it has room, while kernels before theirs in the stream still run.
+//
+// The next kernel of the stream may come once all blocks of this one have said so, and there is room.
+DEVICE void launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+// Until all kernels before this one in the stream are done and what they wrote is there: each thread, before it touches
+// memory of theirs. It may ask for memory that it will read (prefetch).
+DEVICE void wait_for_prerequisites() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 DEVICE void block_sync() { __syncthreads(); }
 DEVICE void wave_sync() { __syncwarp(); }
 // Waves meet at barrier `id`, not 0, when `threads` have come: some wait there (sync), others only say that they came

@@ -61,6 +61,8 @@ unsigned char* shared_pointer(unsigned address);
 // what the thread waits for.
 void meet_wave(const char* name, int detail, Combine combine, void* payload);
 void meet_block();
+void launch_dependents();
+void wait_for_prerequisites();
 void named_barrier(int id, int threads, bool wait);
 void stmatrix(void* row, const unsigned (&r)[4]);
 void copy_later(void* shared, const void* global, int bytes, bool valid);
@@ -95,6 +97,8 @@ DEVICE int thread_index_anew() { return host::thread_index(); }
 DEVICE int block_index() { return host::block_index(); }
 DEVICE unsigned grid_size() { return static_cast<unsigned>(host::grid_size()); }
 
+DEVICE void launch_dependents() { host::launch_dependents(); }
+DEVICE void wait_for_prerequisites() { host::wait_for_prerequisites(); }
 DEVICE void block_sync() { host::meet_block(); }
 DEVICE void barrier_sync(int id, int threads) { host::named_barrier(id, threads, true); }
 DEVICE void barrier_arrive(int id, int threads) { host::named_barrier(id, threads, false); }

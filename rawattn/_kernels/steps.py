@@ -69,8 +69,8 @@ class Step:
     params: the kernel's first parameter, without addresses.
     patches: (offset in it, name of the address to put there).
     maps: of the second parameter, where the kernel has one: (name of the array, its tensor map).
-    early: the kernel itself waits for those before it in the stream (kernels_cu/ptx/launch.cuh), so it may come before they
-    are done.
+    early: the kernel itself waits for those before it in the stream (`wait_for_prerequisites` in
+    kernels_cu/target/cuda.cuh), so it may come before they are done.
     """
 
     source: Source

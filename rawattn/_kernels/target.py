@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 # Shared memory one block may use, by architecture (CUDA C++ Programming Guide, "Technical Specifications per Compute
@@ -34,6 +35,12 @@ class Target:
     multiprocessors: int = 1
     wave: int = 32
     memory: int | None = None
+
+    @property
+    def early_launches(self) -> bool:
+        """Whether kernels may come before those before them in the stream are done (`Step.early`)."""
+        number = re.fullmatch(r"sm_(\d+)[a-z]?", self.arch)
+        return number is not None and int(number[1]) >= 90
 
 
 def without_device(arch: str) -> Target:

@@ -17,6 +17,7 @@ from rawattn._kernels import attention_params
 from rawattn._kernels.operands import Operands, contiguous
 from rawattn._kernels.portable import mask_packing, mask_tiles
 from rawattn._kernels.steps import Step
+from rawattn._kernels.target import without_device
 from rawattn._masks import host, layout
 from rawattn._scores.score_mod import Predicate
 from tests import exhaustive
@@ -215,6 +216,7 @@ def test_lists_of_tiles(name: str, tiles: tuple[int, int], of: Any, builder: Bui
         problem,
         form,
         values,
+        without_device("sm_90a"),
         of=of,
         tile_q=tile_q,
         tile_k=tile_k,

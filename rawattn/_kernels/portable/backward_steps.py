@@ -41,7 +41,7 @@ def steps(
     values["section_queries"] = backward_sections.section_queries(
         problem, target, config, values["section_queries"], shared_by
     )
-    masks = mask_tiles.of_inner(problem, structure, operands, values, target.wave)
+    masks = mask_tiles.of_inner(problem, structure, operands, values, target)
     packed = structs.fill(params.BACKWARD, values)
     arrays = patches(
         params.BACKWARD,

@@ -138,7 +138,7 @@ def of_query_tiles(
     keys = dict(zip("kv", attention_params.KEYS[config.paged], strict=True))
     if config.paged:
         structure = attention_params.without_pages(structure)
-    masks = mask_tiles.Masks(problem, structure, operands, values, target.wave)
+    masks = mask_tiles.Masks(problem, structure, operands, values, target)
     listed = masks.of_queries(config.tile_q, config.tile_k)
     tiles = Tiles("q", config.tile_q, problem.nheads_q // heads)
     pieces = splits.split(problem, structure, config, target, tiles)

@@ -15,6 +15,7 @@ from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import mask_packing
 from rawattn._kernels.source import source as _source
 from rawattn._kernels.steps import Step, checked, patches
+from rawattn._kernels.target import Target
 from rawattn._masks import layout
 
 THREADS = 256
@@ -97,14 +98,14 @@ class Masks:
         structure: Structure,
         operands: Operands,
         values: Mapping[str, Any],
-        wave: int = 32,
+        target: Target,
     ) -> None:
         """values: fields of `params.FORWARD`."""
         self.steps: list[Step] = []
         self.scratch: dict[str, int] = {}
         self.counters: dict[str, int] = {}
         self._call = problem, structure, values
-        self._wave = wave
+        self._target = target
         form = problem.mask
         if form is None or form.dtype != "bool":
             return
@@ -133,8 +134,10 @@ class Masks:
         if problem.mask is None:
             return NOTHING
         name = f"mask_tiles_{of}"
-        sizes = {"tile_q": tile_q, "tile_k": tile_k, "wave": self._wave}
-        listed = lists(problem, structure, values, of=of, name=name, ordered=ordered, **sizes)
+        sizes = {"tile_q": tile_q, "tile_k": tile_k}
+        listed = lists(
+            problem, structure, values, self._target, of=of, name=name, ordered=ordered, **sizes
+        )
         assert listed.step is not None
         self.steps.append(listed.step)
         self.scratch |= listed.scratch
@@ -147,25 +150,25 @@ def of_inner(
     structure: Structure,
     operands: Operands,
     values: Mapping[str, Any],
-    wave: int = 32,
+    target: Target,
 ) -> Masks:
     """`Masks` of a struct's fields that has a `params.FORWARD` called forward."""
     start = "forward."
     inner = {name.removeprefix(start): x for name, x in values.items() if name.startswith(start)}
-    return Masks(problem, structure, operands, inner, wave)
+    return Masks(problem, structure, operands, inner, target)
 
 
 def lists(
     problem: Problem,
     structure: Structure,
     values: Mapping[str, Any],
+    target: Target,
     *,
     of: Literal["q", "k"],
     tile_q: int,
     tile_k: int,
     name: str,
     ordered: bool = False,
-    wave: int = 32,
 ) -> Listed:
     """Of the tiles of one side; values: fields of `params.FORWARD`. Those of keys are of all heads that share the keys.
 
@@ -210,7 +213,7 @@ def lists(
     }
     used = features(problem)
     limits = used.left, used.right, used.top_left
-    config = Config(*limits, tile_q, tile_k, of_keys, used.paged, ordered, wave)
+    config = Config(*limits, tile_q, tile_k, of_keys, used.paged, ordered, target.wave)
     names = {"data": name}
     scratch = {name: 4 * places * heads * (1 + capacity * (2 if of_keys else 1))}
     counters = {}
@@ -223,7 +226,7 @@ def lists(
     addresses |= {f"forward__block_mask__lists__{each}": own for each, own in names.items()}
     step = Step(
         source=config.source(),
-        blocks=checked("mask", -(-heads * sequences * tiles // (THREADS // wave)), tile),
+        blocks=checked("mask", -(-heads * sequences * tiles // (THREADS // target.wave)), tile),
         threads=THREADS,
         shared_bytes=config.shared_bytes,
         params=structs.fill(helper_params.MASK_TILES, own),
@@ -232,5 +235,6 @@ def lists(
             *attention_params.side_addresses(helper_params.MASK_TILES, "forward.", structure),
             *attention_params.page_addresses(problem, helper_params.MASK_TILES, "forward."),
         ),
+        early=target.early_launches,
     )
     return Listed(step, scratch, counters, found, names)

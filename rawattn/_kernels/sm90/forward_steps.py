@@ -55,7 +55,7 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
         times=config.cluster,
     )
     whole = -(-problem.rows_q // config.schedule_rows) * tiles.heads * problem.batch
-    masks = mask_tiles.Masks(problem, structure, operands, inner, target.wave)
+    masks = mask_tiles.Masks(problem, structure, operands, inner, target)
     listed = masks.of_queries(config.tile_q, config.tile_k, ordered=True)
     launches += masks.steps
     scratch |= masks.scratch
