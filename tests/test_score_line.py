@@ -30,10 +30,17 @@ LINES = {
     "score + 0.02 * float(2 * kv_idx - 3 * q_idx + seqlen_k)": True,
     "where(head == 0, score - slope[head] * kv_idx, score + 1.0)": True,
     "score + float(start[batch]) * (float(kv_idx) - start[batch])": True,
+    "score + float(q_idx) * kv_idx": True,
     "score - slope[head] * abs(q_idx - kv_idx)": False,
     "score - abs(kv_idx - q_idx - 1) / 8": False,
     "score + -abs(2 * (q_idx - kv_idx)) * slope[head]": False,
 }
+# Of which rows differ by more than a step.
+UNEVEN = (
+    "score + row[q_idx]",
+    "slope[head] * (kv_idx - q_idx) + score - row[q_idx]",
+    "score + float(q_idx) * kv_idx",
+)
 NO_LINES = (
     "2 * score",
     "score + score",
@@ -84,6 +91,12 @@ def test_lines(text: str) -> None:
     pairs = seen[:, 1:] & seen[:, :-1]
     np.testing.assert_allclose(np.diff(added)[pairs], step[:, 1:][pairs], rtol=1e-5, atol=1e-6)
     assert (step == step[:, :1]).all()
+    assert (found.row_step is not None) == (text not in UNEVEN)
+    if found.row_step is not None:
+        row_step = of(found.row_step, np.nan)
+        assert np.unique(row_step).size == np.unique(step).size == 1
+        pairs = seen[1:] & seen[:-1]
+        np.testing.assert_allclose(np.diff(added, axis=0)[pairs], row_step[1:][pairs], 1e-5, 1e-6)
 
 
 @pytest.mark.parametrize(

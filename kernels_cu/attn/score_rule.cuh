@@ -106,6 +106,11 @@ struct ScoreRule {
   DEVICE float step(int i) const {
     return static_cast<const M&>(mod).step(place(i, 0), p);
   }
+  // To the next query, where each has the same step.
+  template <class M = Mod>
+  DEVICE float row_step() const {
+    return static_cast<const M&>(mod).row_step(place(0, 0), p);
+  }
 
   // The gradient of the modified score with respect to the scaled product, from what capped() gave.
   template <class M = Mod>

@@ -33,16 +33,29 @@ DEVICE void remake_scores_of_keys(C (&s)[kKeyBlocks][kQueryBlocks], const ScoreR
   }
 }
 
-// What keys add to the scores of a head's queries, where ALiBi is on one side alone: products begin with it, so no
-// instruction adds it. It takes digits of the products, which float32 has none to spare of.
+// What keys add to the scores of a head, alike for all of its queries: of ALiBi on one side alone, and of a score
+// function's line. Products begin with it, so no instruction adds it. It takes digits of the products, which float32
+// has none to spare of.
 struct KeyStart {
-  static constexpr bool kAny =
-      config::kAlibi && config::kOneSided && !ScoreRule::kRemakes && sizeof(config::Element) == 2;
+  static constexpr bool kAny = ((config::kAlibi && config::kOneSided) || ScoreRule::kLine) && !ScoreRule::kRemakes &&
+                               config::kBias == 0 && sizeof(config::Element) == 2;
+  static_assert(kAny || !ScoreRule::kLine, "a line is known to no other code here");
 
   float step;  // from key to key, of products
 
-  DEVICE KeyStart(const ForwardParams& p, int sequence, int head) {
-    if constexpr (kAny) step = per_head(p.alibi_slopes, sequence, head) * target::reciprocal(scale(p));
+  template <class Rule>  // what is not taken must not be instantiated: not all score functions are lines
+  DEVICE explicit KeyStart(const Rule& rule) {
+    if constexpr (ScoreRule::kLine) {
+      step = is_steep(rule) ? 0.0f : rule.step(0) * target::reciprocal(scale(rule.p));
+    } else if constexpr (kAny) {
+      step = rule.slope * target::reciprocal(scale(rule.p));
+    }
+  }
+  // Far from where a steep line is 0 it has digits that its scores near there need.
+  template <class Rule>
+  DEVICE static bool is_steep(const Rule& rule) {
+    constexpr float kSteepest = 16.0f;
+    return !(fabsf(rule.step(0)) <= kSteepest && fabsf(rule.row_step()) <= kSteepest);
   }
   // By what products become scores: a scale of 0 leaves nothing of them, and all of what they begin with.
   DEVICE static float scale(const ForwardParams& p) {
@@ -73,6 +86,10 @@ struct AddedScoresOfKeys {
   // compiled.
   float far;
   float slope;
+  // Of a line, at the lane's last query and first key: where no key beyond the diagonal is seen, they see each other, or
+  // none of the lane's do.
+  float line, row_step;
+  static constexpr int kLastColumn = (kQueryBlocks - 1) * 16 + C::column(0, C::kElements - 1);
 
   // tile: of the bias, from first_row and first_key on, where it lies in shared memory.
   DEVICE void load(const ScoreRule& rule, const config::Element* tile, int pitch, int first_key, int first_row,
@@ -86,6 +103,30 @@ struct AddedScoresOfKeys {
       slope = rule.slope;
       far = static_cast<float>(first_row + C::column(lane, 0) + rule.offset - first_key - C::row(lane, 0));
     }
+    if constexpr (ScoreRule::kLine) {
+      line = rule.added(first_row + C::column(lane, 0) + kLastColumn, first_key + C::row(lane, 0));
+      row_step = rule.row_step();
+    }
+  }
+
+  // Where a line is steep or leaves the range of numbers, scores have it one by one.
+  DEVICE void spell_out(C (&s)[kKeyBlocks][kQueryBlocks], const ScoreRule& rule, const KeyStart& begun, int first_key,
+                        int first_row, int lane) {
+    if constexpr (ScoreRule::kLine) {
+      constexpr float kLargest = 1e30f;
+      if (!target::wave_any(KeyStart::is_steep(rule) || !(fabsf(line) <= kLargest))) return;
+      const float unit = target::reciprocal(KeyStart::scale(rule.p));
+      UNROLL for (int m = 0; m < kKeyBlocks; m++) {
+        UNROLL for (int n = 0; n < kQueryBlocks; n++) {
+          UNROLL for (int e = 0; e < C::kElements; e++) {
+            const int i = first_row + n * 16 + C::column(lane, e), j = first_key + m * 16 + C::row(lane, C::slot(e));
+            float& x = s[m][n].x[e];
+            x = fmaf(rule.added(i, j), unit, x - begun.of<C>(m, C::slot(e)));
+          }
+        }
+      }
+      line = row_step = 0.0f;
+    }
   }
 
   // What the exponents of a query have in common.
@@ -94,6 +135,10 @@ struct AddedScoresOfKeys {
     if constexpr (config::kAlibi && config::kOneSided) {
       const float unit = -slope * Finish::Unit::kUnit;
       return fmaf(unit, static_cast<float>(column), Finish::start(lse, unit * far));
+    }
+    if constexpr (ScoreRule::kLine) {
+      constexpr float kUnit = Finish::Unit::kUnit;
+      return fmaf(row_step * kUnit, static_cast<float>(column - kLastColumn), Finish::start(lse, line * kUnit));
     }
     return Finish::start(lse);
   }

@@ -91,7 +91,8 @@ using CopyDout = RowCopy<Element, kTileQ, kHeadDimV, kDepth, kPitch, kRoleThread
 using Visible = VisibleKeys<kLeft, kRight, kTopLeft>;
 using Tiles = MeetingTiles<kBlockMask, Visible, kTileQ, kTileK>;
 
-using Dq = DqShare<M, Element, kTileQ, kTileK, kPitch, kPitchP, kWaves>;
+using Dq = DqShare<M, Element, kTileQ, kTileK, kPitch, kPitchP, (kDqByHalf ? kRoleWaves : kWaves)>;
+constexpr int kFirstDqWave = kDqByHalf ? kRoleWaves : 0;
 
 // What dbias gets of a tile. Without it, another kernel makes dbias where it is wanted.
 struct NoBiasGradient {
@@ -263,23 +264,29 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
 
   // Of the buffers of dS, the one of the turn before.
   const auto earlier = [](int buffer) { return kPairs ? (buffer + 2) % 3 : buffer ^ 1; };
-  // dQ of a tile is computed when all of its dS is there: in the next turn. Each half of the waves does it while the
-  // other has element-wise work. What dbias gets of the tile, likewise.
+  // dQ of a tile is computed when all of its dS is there: in the next turn. Each half of the waves does a share while
+  // the other has element-wise work, or where scores cost the half that owns dv much, the half that owns dk all of it.
+  // What dbias gets of the tile, each half has a share of.
   const auto add_dq_of = [&](const Turn& turn, int buffer) {
     if (!kPairs || turn.head % 2 == 1) {
       BiasTile::give(p, work.sequence, work.kv_head * group + turn.head, query_tiles.first_row(turn.n), first_key,
                      elements + kScoreGradientsAt + buffer * kTileK * kPitchP,
                      elements + kScoreGradientsAt + earlier(buffer) * kTileK * kPitchP, wave, lane);
     }
+    if (wave < kFirstDqWave) return;
     // The batch stride of lse is that of rows times heads, here as there.
     const int64 row = work.sequence * f.lse_batch + (work.q.start + query_tiles.first_row(turn.n)) * f.nheads_q;
     Dq::add(p.dq_sum + (row + work.kv_head * group + turn.head) * kDqPitch, int64(f.nheads_q) * kDqPitch,
             work.q.length - query_tiles.first_row(turn.n), elements + kScoreGradientsAt + buffer * kTileK * kPitchP,
-            elements + kKeysAt, wave, lane);
+            elements + kKeysAt, wave - kFirstDqWave, lane);
   };
   int buffer = 0;  // of dS
   Turn before{0, 0, 0, false};
-  KeyStart key_start(f, work.sequence, work.kv_head * group + turn.head);
+  const auto rule_of = [&](int head) {
+    return ScoreRule(f, work.sequence, work.kv_head * group + head, work.q.length, work.k.length,
+                     query_tiles.visible.offset);
+  };
+  KeyStart key_start(rule_of(turn.head));
 #pragma unroll 1
   while (turn.exists) {
     wait_copies_and_sync();
@@ -310,7 +317,7 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
       if (kStages == 2 && !kLateCopies && next.exists) load(next);
     } else {
       const int head = work.kv_head * group + turn.head;
-      const ScoreRule rule(f, work.sequence, head, work.q.length, work.k.length, query_tiles.visible.offset);
+      const ScoreRule rule = rule_of(turn.head);
       KeptBits<C, kKeyBlocks, kQueryBlocks> kept;
       kept.draw_of_keys(DropoutRule(f, work.sequence, head), first_key + key, first_row + columns, lane);
       if constexpr (KeyStart::kAny) {
@@ -341,6 +348,7 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
         added.load(rule, bias, kPitchBias, first_key + key + m * 16, first_row + columns, lane);
         C derivative[kHasDerivative ? kAtOnce : 1][kHasDerivative ? kQueryBlocks : 1];
         C(&some)[kAtOnce][kQueryBlocks] = *reinterpret_cast<C(*)[kAtOnce][kQueryBlocks]>(&x[m]);
+        added.spell_out(some, rule, key_start, first_key + key + m * 16, first_row + columns, lane);
         finish_scores_of_keys(some, rule, added, probability, lse, query_tiles, turn.n, first_key + key + m * 16,
                               first_row + columns, lane, [&](int k, int b, int e, int i, int j, float capped) {
                                 if constexpr (ScoreRule::kScalesCapped) {
@@ -423,9 +431,7 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
     }
     if (kWithDq) buffer = kPairs ? (buffer + 1) % 3 : buffer ^ 1;
     // Products would wait for it at the beginning of a turn.
-    if (KeyStart::kAny && next.exists && next.head != turn.head) {
-      key_start = KeyStart(f, work.sequence, work.kv_head * group + next.head);
-    }
+    if (KeyStart::kAny && next.exists && next.head != turn.head) key_start = KeyStart(rule_of(next.head));
     before = turn;
     turn = next;
   }

@@ -22,7 +22,7 @@ struct Accumulator {
   // Where a column stands if the lanes of a row put what they hold of it side by side.
   DEVICE static constexpr int position(int column) { return column / 2 % 4 * kRun + column % 2 + column / 8 * 2; }
   DEVICE static int row(int lane, int slot) { return lane / 4 + 8 * slot; }
-  DEVICE static int column(int lane, int e) { return 2 * (lane % 4) + (e & 1) + 8 * (e >> 2); }
+  DEVICE static constexpr int column(int lane, int e) { return 2 * (lane % 4) + (e & 1) + 8 * (e >> 2); }
 
   // Reductions over the four lanes that share a row.
   DEVICE static float row_max(float x) {

@@ -23,7 +23,7 @@ struct Accumulator {
   DEVICE static constexpr int element(int slot, int i) { return i % 2 + 2 * slot + i / 2 * 4; }
   DEVICE static constexpr int position(int column) { return column / 2 % 4 * kRun + column % 2 + column / 8 * 2; }
   DEVICE static int row(int lane, int slot) { return lane / 4 + 8 * slot; }
-  DEVICE static int column(int lane, int e) { return lane % 4 * 2 + e % 2 + e / 4 * 8; }
+  DEVICE static constexpr int column(int lane, int e) { return lane % 4 * 2 + e % 2 + e / 4 * 8; }
 
   DEVICE static float row_max(float x) {
     x = fmaxf(x, shuffle_xor(x, 1));
@@ -71,7 +71,7 @@ struct Accumulator {
   DEVICE static constexpr int element(int slot, int) { return slot; }
   DEVICE static constexpr int position(int column) { return column; }
   DEVICE static int row(int lane, int slot) { return lane / 16 * 4 + slot; }
-  DEVICE static int column(int lane, int) { return lane % 16; }
+  DEVICE static constexpr int column(int lane, int) { return lane % 16; }
 
   DEVICE static float row_max(float x) {
     for (int mask = 1; mask < 16; mask *= 2) x = fmaxf(x, shuffle_xor(x, mask));

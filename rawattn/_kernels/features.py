@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from rawattn._call.problem import Problem
 from rawattn._kernels.operands import ITEMSIZE, WIDEST, Operands
+
+if TYPE_CHECKING:
+    from rawattn._scores.line import Line
 
 # Constants whose names are not those of the fields, with a capital for every word.
 _SPELLED = {"headdim": "kHeadDim", "headdim_v": "kHeadDimV"}
@@ -68,7 +71,7 @@ def names() -> frozenset[str]:
 def features(problem: Problem, operands: Operands | None = None) -> Features:
     """What a call uses. Without operands, nothing is known of how arrays lie."""
     left, right = problem.window_left is not None, problem.window_right is not None
-    additive, mod_line = _added(problem)
+    additive, line = _added(problem)
     return Features(
         ragged=problem.ragged,
         packed=problem.group,
@@ -86,7 +89,7 @@ def features(problem: Problem, operands: Operands | None = None) -> Features:
         alibi=problem.alibi_slopes is not None,
         one_sided=(problem.alibi_slopes is not None or additive) and problem.window_right == 0,
         score_mod=problem.score_mod,
-        mod_line=mod_line,
+        mod_line=line is not None,
         sink_logits=problem.sink_logits is not None,
         dropout=problem.dropout_p > 0,
         block_mask=problem.mask is not None,
@@ -95,22 +98,28 @@ def features(problem: Problem, operands: Operands | None = None) -> Features:
     )
 
 
-def _added(problem: Problem) -> tuple[bool, bool]:
-    """Whether the score function adds to scores alone, and whether that grows evenly from key to key."""
+def adds_a_plane(problem: Problem) -> bool:
+    """Whether what a score function adds grows evenly from key to key, alike for all queries, and from query to query."""
+    _, line = _added(problem)
+    return line is not None and line.row_step is not None
+
+
+def _added(problem: Problem) -> tuple[bool, Line | None]:
+    """Whether the score function adds to scores alone, and its line, where that grows evenly from key to key."""
     if problem.score_mod is None:
-        return False, False
+        return False, None
     from rawattn._scores.program import ScoreText, line_of, program
 
     text = problem.score_mod
     assert isinstance(text, ScoreText)
     if text.language != "expression":
-        return False, False
+        return False, None
     # The diagonal is where both positions are the same.
     aligned = problem.top_left or (not problem.ragged and problem.rows_q == problem.rows_k)
     causal = problem.window_right == 0 and aligned
     # Beside these, kernels have no registers for a line's rows.
     alone = problem.softcap is None and problem.bias is None and problem.alibi_slopes is None
-    return program(text).additive, alone and line_of(text, causal=causal) is not None
+    return program(text).additive, line_of(text, causal=causal) if alone else None
 
 
 def _reads(problem: Problem, operands: Operands, keys: int) -> bool:

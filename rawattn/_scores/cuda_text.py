@@ -14,6 +14,7 @@ It holds what the kernels call, each a template over the struct of parameters, w
       int64 partial_index<n>(const ScorePlace& at, const P& p);         // of the element, in C order
       float added(const ScorePlace& at, const P& p);  // where kModLine: value() is the score and this
       float step(const ScorePlace& at, const P& p);   // by how much it grows to the next key that is seen
+      float row_step(const ScorePlace& at, const P& p);  // likewise to the next query, where both are the head's alone
     };
     struct Predicate { bool holds(const ScorePlace& at, const P& p); };
 
@@ -122,7 +123,8 @@ def compile_error_message(log: str, text: ScoreText) -> str:
 def _of_expression(text: ScoreText) -> list[str]:
     whole = program(text)
     # A kernel calls nothing of a line unless it is one where the kernel is.
-    straight = tuple(map(with_early_floats, line_of(text, causal=True) or ()))
+    steps = [each for each in line_of(text, causal=True) or () if each is not None]
+    straight = tuple(map(with_early_floats, steps))
     value, derivative = map(with_early_floats, (whole.value, whole.derivative))
     partials = tuple(each._replace(value=with_early_floats(each.value)) for each in whole.partials)
     shared = shared_by_head((value, derivative, *(each.value for each in partials), *straight))
@@ -138,7 +140,7 @@ def _of_expression(text: ScoreText) -> list[str]:
     body = _body(text, (derivative,), names)
     lines = [*body.lines, f"return {body.results[0]};"]
     members.append(_function("float derivative", "float score, ", lines))
-    for name, root in zip(("added", "step"), straight, strict=False):
+    for name, root in zip(("added", "step", "row_step"), straight, strict=False):
         body = _body(text, (root,), names)
         members.append(_function(f"float {name}", "", [*body.lines, f"return {body.results[0]};"]))
     return members + _partials(text, partials, names)

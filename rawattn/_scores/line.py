@@ -9,15 +9,19 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from rawattn._scores import derive
-from rawattn._scores.expression import KEY, SCORE, Expression, const
+from rawattn._scores.expression import KEY, QUERY, SCORE, Expression, const
 from rawattn._scores.places import sum_of_places
 
 
 class Line(NamedTuple):
-    """added: what is added to the score; step: by how much it grows to the next key, the same for all keys of a row."""
+    """added: what is added to the score; step: by how much it grows to the next key, the same for all keys of a row.
+
+    row_step: by how much it grows to the next query, where that and `step` are the same for all of a head; else None.
+    """
 
     added: Expression
     step: Expression
+    row_step: Expression | None
 
 
 def line(value: Expression, *, causal: bool) -> Line | None:
@@ -28,8 +32,13 @@ def line(value: Expression, *, causal: bool) -> Line | None:
     added = _without_score(value)
     if added is None:
         return None
-    step = _step(added, causal)
-    return None if step is None else Line(added, step)
+    step = _step(added, KEY, causal)
+    if step is None:
+        return None
+    row_step = _step(added, QUERY, causal)
+    if row_step is not None and (derive.mentions(row_step, KEY) or derive.mentions(step, QUERY)):
+        row_step = None
+    return Line(added, step, row_step)
 
 
 def _without_score(node: Expression) -> Expression | None:
@@ -54,29 +63,29 @@ def _without_score(node: Expression) -> Expression | None:
     return None
 
 
-def _step(node: Expression, causal: bool) -> Expression | None:
-    """Of a float: how much it is more for the next key. None where that depends on the key."""
-    if not derive.mentions(node, KEY):
+def _step(node: Expression, along: Expression, causal: bool) -> Expression | None:
+    """Of a float: how much it is more at the next place of that kind. None where that depends on the place."""
+    if not derive.mentions(node, along):
         return derive.ZERO
     if node.op == "to_float":
         form = sum_of_places(node.args[0], causal=causal)
-        return None if form is None else const(float(form.get(KEY, 0)))
+        return None if form is None else const(float(form.get(along, 0)))
     if node.op == "neg":
-        step = _step(node.args[0], causal)
+        step = _step(node.args[0], along, causal)
         return step and derive.negative(step)
     if node.op not in ("add", "sub", "mul", "div", "where"):
         return None
     left, right = node.args[-2:]
-    x, y = _step(left, causal), _step(right, causal)
+    x, y = _step(left, along, causal), _step(right, along, causal)
     if x is None or y is None:
         return None
     if node.op == "where":
         condition = node.args[0]
-        return None if derive.mentions(condition, KEY) else derive.choose(condition, x, y)
+        return None if derive.mentions(condition, along) else derive.choose(condition, x, y)
     if node.op in ("add", "sub"):
         return (derive.add if node.op == "add" else derive.subtract)(x, y)
-    if not derive.mentions(right, KEY):
+    if not derive.mentions(right, along):
         return (derive.multiply if node.op == "mul" else derive.divide)(x, right)
-    if node.op == "mul" and not derive.mentions(left, KEY):
+    if node.op == "mul" and not derive.mentions(left, along):
         return derive.multiply(left, y)
     return None

@@ -15,7 +15,7 @@ from tests.shim.device import MakeDevice
 from tests.shim.test_scores import arrays as small_arrays
 from tests.shim.test_sm90_bias import BFLOAT16, arrays
 from tests.shim.test_sm90_scores import SHAPES, SLOPES
-from tests.shim.whole import small_tiles, verify_forward
+from tests.shim.whole import small_tiles, verify_backward, verify_forward
 
 TEXTS = (
     "score + slope[head] * (kv_idx - q_idx)",
@@ -78,3 +78,49 @@ def test_portable(machine: MakeDevice, text: str, dtype: np.dtype[Any]) -> None:
     biased = {"bias": np.zeros((1, 1, 75, 75), dtype), "alibi_slopes": np.float32([1, 2, 0, -1])}
     for more in ({}, {"causal": True}, {"causal": True, **biased}):
         verify_forward(device, "portable", q, k, v, score_mod=mod(text), **more)
+
+
+PLANES = (
+    *TEXTS[:2],
+    "where(head % 2 == 0, slope[head] * (kv_idx - seqlen_k) / 2 + score, score - 0.02 * q_idx)",
+)
+# With one block of keys a wave, and with two.
+BACKWARD_SHAPES = ((32, 32, 2, 1, 2, 1, 1, False), (32, 64, 2, 1, 2, 1, 1, False))
+
+
+@pytest.mark.parametrize("shape", BACKWARD_SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [BFLOAT16, np.dtype(np.float16)], ids=str)
+@pytest.mark.parametrize("text", PLANES)
+def test_gradients(
+    machine: MakeDevice, text: str, dtype: np.dtype[Any], shape: tuple[int, ...]
+) -> None:
+    """Products begin with what a line adds where all queries of a head have the same."""
+    inputs = small_arrays(dtype, rows=(75, 75))
+    score_mod = mod(text, np.float32([0.5, 0.1, -0.2, 0]))
+    with small_tiles(portable_backward=shape):
+        for more in ({}, {"causal": True}, {"window": (40, 0), "dropout_p": 0.2, "seed": 3}):
+            verify_backward(machine(), "portable", *inputs, score_mod=score_mod, **more)
+
+
+@pytest.mark.parametrize("slopes", [SLOPES["steep"], [3e38, 1e37, -0.5, 17.0]], ids=str)
+def test_gradients_of_steep_lines(machine: MakeDevice, slopes: list[float]) -> None:
+    inputs = small_arrays(BFLOAT16, rows=(75, 75))
+    for shape in BACKWARD_SHAPES:
+        with small_tiles(portable_backward=shape):
+            for scale in (None, 0.0):
+                options = {"score_mod": mod(TEXTS[0], slopes), "causal": True, "scale": scale}
+                verify_backward(machine(), "portable", *inputs, **options)
+
+
+def test_gradients_of_what_is_beside_a_line(machine: MakeDevice) -> None:
+    """A bias has the same places of keys."""
+    inputs = small_arrays(BFLOAT16, rows=(75, 75))
+    bias = np.random.default_rng(3).standard_normal((1, 4, 75, 75)).astype(BFLOAT16)
+    slopes = np.float32([0.5, 0.1, -0.2, 0])
+    for shape in BACKWARD_SHAPES:
+        with small_tiles(portable_backward=shape):
+            options = {"bias": bias, "alibi_slopes": slopes, "causal": True}
+            verify_backward(machine(), "portable", *inputs, **options)
+            options = {"bias": bias, "score_mod": mod(TEXTS[0], slopes), "causal": True}
+            verify_backward(machine(), "portable", *inputs, **options)
+            verify_backward(machine(), "portable", *inputs, softcap=2.0, causal=True)

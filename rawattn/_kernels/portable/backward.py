@@ -38,7 +38,7 @@ class Config(Features):
     """Everything the compiler is told about the main kernel: the named constants of namespace `config`."""
 
     LEAVES_OUT: ClassVar[frozenset[str]] = frozenset(
-        {"packed", "scale_first", "sink_logits", "paged", "mod_line"}
+        {"packed", "scale_first", "sink_logits", "paged"}
     )
 
     element: str
@@ -95,7 +95,7 @@ class Config(Features):
         """Whether weights are handed over with all their bits: see kernels_cu/portable/handover.cuh."""
         if self.element == "float":
             return False
-        if self.score_mod is not None:
+        if self.modifies:
             return True
         # To round weights to float16 costs gradients in float16 accuracy. Beside a bias or a mask, wide heads are slower so.
         return self.from_registers and (
@@ -111,6 +111,11 @@ class Config(Features):
     def has_scores_of_memory(self) -> bool:
         """Whether scores get something from memory, element by element."""
         return self.bias > 0 or self.block_mask
+
+    @property
+    def modifies(self) -> bool:
+        """Whether a score function does more than to add a line."""
+        return self.score_mod is not None and not self.mod_line
 
     @property
     def arrivals(self) -> int:
@@ -129,9 +134,16 @@ class Config(Features):
         return not (self.wide and self._exact_and_plain)
 
     @property
+    def dq_by_half(self) -> bool:
+        """Whether the half that owns dk computes all of dq: what scores cost the other half keeps it longer than that."""
+        if not self.from_registers or self.depth > 128:
+            return False
+        return self.softcap or (self.dropout and not self.wide)
+
+    @property
     def _exact_and_plain(self) -> bool:
         """Of weights with all bits from lane to lane, which ptxas has registers for in one order of a turn or another."""
-        plain = self.score_mod is None and not self.has_scores_of_memory
+        plain = not self.modifies and not self.has_scores_of_memory
         return self.from_registers and self.exact_weights and plain
 
     @property
@@ -159,6 +171,7 @@ class Config(Features):
                 "exact_weights",
                 "arrivals",
                 "early_dq",
+                "dq_by_half",
             ),
             score_mod=self.score_mod,
         )
@@ -244,9 +257,10 @@ def choose(problem: Problem, target: Target, operands: Operands, *, with_dq: boo
     table = "16bit" if problem.plain_scores else "scored"
     dbias = backward_options.by_main(problem, operands) if with_dq else backward_options.ALONE
     pairs = backward_options.in_pairs(problem, dbias)
-    chosen = choice.choose(
-        Config, TILES, problem, target, operands, table, with_dq=with_dq, dbias=dbias, pairs=pairs
-    )
+    # Here a line is one that all queries of a head share, and float32 has no digits to spare for it.
+    line = features.adds_a_plane(problem) and problem.dtype != "float32"
+    more = {"with_dq": with_dq, "dbias": dbias, "pairs": pairs, "mod_line": line}
+    chosen = choice.choose(Config, TILES, problem, target, operands, table, **more)
     # A pair has one tile of the bias: the next one may come when all have read this one.
     return replace(chosen, late_copies=True) if pairs else chosen
 
