@@ -115,6 +115,8 @@ class SeqLayout:
     _q: Given = field(init=False)
     _k: Given = field(init=False)  # that of q, where nothing is said of k alone
     _bindings: dict[tuple[int | None, int, int], Lengths] = field(init=False)
+    # The last call of each verb: the form of its arrays, these lengths for it, and what makes it again.
+    _calls: dict[str, tuple[Any, Lengths, Any]] = field(init=False)
 
     @hides_unknown
     def __init__(
@@ -169,7 +171,7 @@ class SeqLayout:
             fields["_k"] = of_q
         else:
             fields["_k"] = read_side("k", fields, of_q)
-        fields["_bindings"] = {}
+        fields["_bindings"], fields["_calls"] = {}, {}
         # One by one, a frozen class takes them ten times as slowly.
         object.__setattr__(self, "__dict__", fields)
 

@@ -26,7 +26,8 @@ _MAX_PLACED = 16  # streams and calls that a layout remembers
 
 Run = Callable[[list[int], int, Memory, "Lengths | None"], None]
 
-# Lengths on a device: what keeps their memory, their addresses, and how many blocks each launch has for them.
+# Lengths on a device: what keeps their memory, their addresses, and how many blocks each launch has for them. Where a run takes
+# no scratch, its counters' addresses follow.
 Found = tuple[Any, list[int], Sequence[int]]
 
 
@@ -135,6 +136,7 @@ class Prepared:
         first_setup, each_setup = self._first_setup, self._each_setup
         place, blocks_of, add_memory = self._places.place, self._blocks_of, self._add_memory
         launches, is_capturing = self._launches, streams.is_capturing
+        takes_scratch, counters = bool(self._scratch_at), self._counters
 
         def run(addresses: list[int], stream: int, memory: Memory, lengths: Lengths | None) -> None:
             assert lengths is not None
@@ -152,7 +154,9 @@ class Prepared:
             else:
                 _, places, blocks = found
             addresses += places
-            scratch = add_memory(addresses, stream, memory, capturing)
+            scratch = None
+            if takes_scratch or not known:
+                scratch = add_memory(addresses, stream, memory, capturing)
             if data:
                 first_setup(data, to, addresses, stream)
             elif each_setup is not None:
@@ -161,6 +165,8 @@ class Prepared:
             if not known and not capturing:
                 if len(lengths.memo) >= _MAX_PLACED:
                     lengths.memo.clear()
+                if stream in counters and not takes_scratch:
+                    found = found[0], [*places, *counters[stream][1]], blocks
                 lengths.memo[key] = found
             for launch, count in zip(launches, blocks):  # noqa: B905  # (strict costs what a launch's patches do)
                 launch(addresses, count, stream)

@@ -58,7 +58,8 @@ def repeating(
 
         @functools.wraps(ask)
         def call(*args: Any, **options: Any) -> Result:
-            spelled = seqs = written = lengths = key = read = None
+            spelled = written = lengths = key = read = None
+            seqs: Any = None
             beside: tuple[Any, ...] = ()  # arrays of options
             if not options and len(args) == count:
                 reader = readers.get(type(args[0]))
@@ -72,6 +73,9 @@ def repeating(
                 elif len(options) == 1 and "seqs" in options:
                     seqs = options["seqs"]
                     read = reader(*args)
+                elif len(options) == 1 and options.get(out) is not None:
+                    written = options[out]
+                    read = writers[type(args[0])](*args, written)
                 else:
                     types = tuple(map(type, options.values()))
                     kind = type(args[0])
@@ -95,15 +99,22 @@ def repeating(
                         read = reader(*args, *beside, written)
             if read is not None:
                 addresses, form, tracked = read
-                try:
-                    if seqs is not None:
-                        lengths = _bound(verb, seqs, form)
-                        spelled = spelled, token(lengths)
-                    key = form if spelled is None else (form, spelled)
-                    repeat = known[name].get(key)
-                except (TypeError, ValueError, IndexError):
-                    # A layout that does not fit, or what cannot be hashed: the way of a first call tells what is wrong.
-                    repeat = key = None
+                repeat = None
+                alone = spelled is None and type(seqs) is SeqLayout
+                if alone and (latest := seqs._calls.get(name)) is not None and latest[0] == form:
+                    _, lengths, repeat = latest
+                else:
+                    try:
+                        if seqs is not None:
+                            lengths = _bound(verb, seqs, form)
+                            spelled = spelled, token(lengths)
+                        key = form if spelled is None else (form, spelled)
+                        repeat = known[name].get(key)
+                    except (TypeError, ValueError, IndexError):
+                        # A layout that does not fit, or what cannot be hashed: the way of a first call tells what is wrong.
+                        repeat = key = None
+                    if alone and repeat is not None:
+                        seqs._calls[name] = form, lengths, repeat
                 if repeat is not None and selection() is UNCHANGED:
                     if tracked and verb.refuses_gradients and is_recording():
                         refuse_gradients(_named(names, options, beside), (*args, *beside))
@@ -170,8 +181,6 @@ def _spelling(
 
     Types are part of it: True == 1 == 1.0, and not all of them are accepted everywhere.
     """
-    if len(options) == 1 and out in options:
-        return None, None, options[out], ()
     names = [name for name in options if name not in ("seqs", out)]
     spelled, beside = None, ()
     if names:
