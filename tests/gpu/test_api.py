@@ -116,6 +116,43 @@ def test_arrays_on_host_and_gpu_are_refused() -> None:
         rawattn.attention(on_host["q"], on_host["k"], on_gpu["v"])
 
 
+@pytest.mark.parametrize("framework", ["cupy", "torch"])
+def test_one_layout_for_calls_of_several_forms(framework: str) -> None:
+    """A layout remembers the last call: others between them must not get its kernels, nor it theirs."""
+    if framework == "torch":
+        torch = pytest.importorskip("torch")
+    rng = np.random.default_rng(7)
+    seqs = rawattn.SeqLayout(seqstart_q=[0, 30, 70])
+
+    def heads(count: int, dim: int) -> np.ndarray:
+        return rng.standard_normal((70, count, dim)).astype(np.float16)
+
+    def array(x: np.ndarray) -> Any:
+        return cupy.asarray(x) if framework == "cupy" else torch.as_tensor(x, device="cuda")
+
+    def near(got: Any, expected: np.ndarray, most: float = 2e-3) -> None:
+        found = got.get() if framework == "cupy" else got.cpu().numpy()
+        np.testing.assert_allclose(found, expected, rtol=most, atol=most)
+
+    forms = [(4, 2, 64), (4, 4, 64), (4, 2, 32)]
+    calls = [(heads(q, d), heads(k, d), heads(k, d)) for q, k, d in forms]
+    given = [tuple(map(array, each)) for each in calls]
+    exact = [rawattn.reference.attention(*each, seqs=seqs, return_lse=True) for each in calls]
+    for _ in range(3):
+        for arrays, each, (out, lse) in zip(given, calls, exact, strict=True):
+            for _ in range(2):
+                near(rawattn.attention(*arrays, seqs=seqs), out)
+            near(rawattn.attention(*arrays, seqs=seqs, return_lse=True)[1], lse)
+            into = array(np.zeros_like(each[0]))
+            assert rawattn.attention(*arrays, seqs=seqs, out=into) is into
+            near(into, out)
+            results = map(array, (out.astype(np.float16), lse.astype(np.float32)))
+            gradients = rawattn.attention_backward(arrays[0], *arrays, *results, seqs=seqs)
+            expected = rawattn.reference.attention_backward(each[0], *each, out, lse, seqs=seqs)
+            for got, right in zip(gradients[:3], expected[:3], strict=True):
+                near(got, right, 2e-2)
+
+
 def _devices() -> int:
     try:
         return int(cupy.cuda.runtime.getDeviceCount())
