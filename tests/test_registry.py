@@ -18,6 +18,7 @@ from rawattn._kernels.operands import Operands, contiguous
 from rawattn._kernels.sm90 import filling
 from rawattn._kernels.sm90 import forward as sm90_forward
 from rawattn._kernels.sm90 import forward_config as sm90_forward_config
+from rawattn._kernels.sm90 import forward_steps as sm90_forward_steps
 from rawattn._kernels.target import without_device
 from rawattn._kernels.variants import common_variants, strides_of_pages
 
@@ -220,6 +221,19 @@ def test_a_longer_call_takes_longer() -> None:
     assert filling.duration(problem, 3, fields, 1) == 2 * alone
     causal, _ = describe(q, k, k, causal=True)
     assert alone < filling.duration(causal, 2, fields, 1) <= 2 * alone
+
+
+def test_tiles_kept_for_the_end_are_shorter_ones() -> None:
+    """Of new rows on many cached keys all are about as long: kept ones would only read the keys twice."""
+
+    def kept(rows: int, keys: int) -> int:
+        q, k = (np.broadcast_to(np.float16(0), (8, n, 8, 128)) for n in (rows, keys))
+        problem, _ = describe(q, k, k, causal=True)
+        config = sm90_forward.choose(problem, H200, Operands())
+        return sm90_forward_steps.kept_tiles(problem, config, 132)
+
+    assert 0 < kept(2048, 4096) < kept(2048, 2048) < -(-2048 // 192)
+    assert kept(2048, 10240) == kept(256, 8448) == 0
 
 
 def test_no_queries() -> None:

@@ -11,6 +11,8 @@ struct InMemory {
 
 KERNEL LAUNCH_BOUNDS(ragged_setup::kThreads, 1) void rawattn_ragged_setup(PARAMETER RaggedSetupParams p) {
   using namespace ragged_setup;
+  target::launch_dependents();
+  target::wait_for_prerequisites();
   SHARED_MEMORY(shared, kSharedBytes);
   run(p, InMemory{}, shared);
 }

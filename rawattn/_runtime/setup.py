@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from rawattn._kernels.portable import ragged_setup
 from rawattn._kernels.steps import Step, Steps
@@ -23,6 +24,7 @@ class Setup:
     ) -> None:
         self._parts = batch, steps.schedules, steps.paddings
         self._slot, self._device = slot, device
+        self._early = kernel.target(device).early_launches
         again = () if ordered_once else steps.schedules
         self.each = self._launch(ragged_setup.step(batch, again, steps.paddings))
         self._whole: Carrying | None = None
@@ -51,18 +53,23 @@ class Setup:
 
     def _load_whole(self) -> Carrying:
         step = ragged_setup.step(*self._parts, carrying=True)
-        self._whole = carrying_of(step, self._slot, self._device)
+        self._whole = self._carrying(step)
         return self._whole
 
     def _load_pieces(self) -> tuple[Carrying, tuple[Launch, int] | None]:
         alone = ragged_setup.step(0, (), (), carrying=True)
         rest = self._launch(ragged_setup.step(*self._parts))
-        self._pieces = carrying_of(alone, self._slot, self._device), rest
+        self._pieces = self._carrying(alone), rest
         return self._pieces
 
     def _launch(self, step: Step) -> tuple[Launch, int] | None:
-        assert isinstance(step.blocks, int)
-        return (launch_of(step, self._slot, self._device), step.blocks) if step.blocks else None
+        blocks = step.blocks
+        assert isinstance(blocks, int)
+        step = replace(step, early=self._early)
+        return (launch_of(step, self._slot, self._device), blocks) if blocks else None
+
+    def _carrying(self, step: Step) -> Carrying:
+        return carrying_of(replace(step, early=self._early), self._slot, self._device)
 
 
 # A launch that brings whole integers of the host to an address, from all addresses and the stream.
@@ -74,7 +81,7 @@ def carrying_of(step: Step, slot: dict[str, int], device: int) -> Carrying:
     assert isinstance(step.blocks, int)
     blocks, params = step.blocks, step.params
     loaded = kernel.load(step.source, device)
-    enqueue = loaded.launcher(step.threads, step.shared_bytes, False)
+    enqueue = loaded.launcher(step.threads, step.shared_bytes, step.early)
     free = [Arguments((params,))]  # that no launch is using
     at = free[0].at[0]
     patches = [((at + offset) // 8, slot[name]) for offset, name in step.patches]

@@ -119,10 +119,15 @@ def kept_tiles(problem: Problem, config: Config, clusters: int) -> int:
     """
     if problem.ragged or problem.window_right is None or problem.window_left is not None:
         return 0
+    # Of tiles about as long as each other none fills a gap better, and the keys of those kept would be read twice.
+    if filling.alike(problem):
+        return 0
     tiles = -(-problem.rows_q // config.schedule_rows)
     heads = problem.batch * problem.nheads_q // config.heads_per_tile
-    # The longest tile of a head is as long as it has tiles, the first n together are n^2 / 2 long.
-    kept = math.sqrt(2 * _KEPT_ROUNDS * clusters * tiles / heads)
+    # In rows of a tile: the n-th shortest is `before` + n long, and the longest `before` + tiles.
+    before = filling.extremes(problem)[0] / config.schedule_rows
+    wanted = _KEPT_ROUNDS * clusters * (before + tiles) / heads
+    kept = math.sqrt(before * before + 2 * wanted) - before
     # Of very many heads the last ones fill the gaps: their keys need not be read twice for it.
     return 0 if kept < _LEAST_KEPT else min(tiles, math.ceil(kept))
 
