@@ -236,6 +236,20 @@ def test_tiles_kept_for_the_end_are_shorter_ones() -> None:
     assert kept(2048, 10240) == kept(256, 8448) == 0
 
 
+def test_tiles_of_packed_batches() -> None:
+    """Others than the usual where sequences of the mean length are sooner done by them, not by the bound alone."""
+
+    def consumers(*lengths: int, nheads: int = 4) -> int:
+        q = np.broadcast_to(np.float16(0), (sum(lengths), nheads, 128))
+        seqs = SeqLayout.from_lengths(lengths, lengths)
+        problem, _ = describe(q, q, q, seqs=seqs, causal=True)
+        return sm90_forward.choose(problem, H200, Operands()).consumers
+
+    usual = consumers(*[4000] * 8)
+    assert consumers(3000) < usual
+    assert consumers(300, 300, 300, 300, nheads=16) == usual
+
+
 def test_no_queries() -> None:
     """Lengths on the host may be 0 where arrays have rows."""
     for keys in (40, sm90_forward.STREAM_K_SEQLEN):

@@ -49,6 +49,8 @@ _FEW_ROUNDS, _SOME_ROUNDS, _SHORT_SEQLEN = 2, 8, 512
 _CROWDED_KEYS = 1024
 # Another row of the tables must be expected to take less than this of the usual one's time.
 _WORTH_CHANGING = 0.96
+# Blocks that share a multiprocessor: of ragged batches four have no registers.
+_MOST_BLOCKS, _MOST_RAGGED_BLOCKS = 4, 3
 _EQUAL = 1.02
 
 _PAGED_REGISTERS = 224  # at most of one of two consumers, where who finds pages needs what is left
@@ -257,8 +259,9 @@ def _fields(problem: Problem, target: Target, wide: int) -> tuple[dict[str, Any]
     # Of a kernel that is only compiled nobody knows how many multiprocessors there are.
     if target.multiprocessors == 1 or (shares and _equal(problem)):
         return usual, shares
-    # What is held or drawn needs registers that no other row leaves it. Packed batches have the copy engine's stores.
-    bound = table in ("held", "dropout") or (problem.ragged and problem.pages is None)
+    # What is held or drawn needs registers that no other row leaves it. Of a padded batch nobody knows how much is real.
+    padded = problem.ragged and not problem.group and problem.pages is None
+    bound = table in ("held", "dropout") or padded
     plain = table in ("any", "long", "left", "paged", "paged_8bit", "narrow_values")
     rows = rows_of(usual["consumers"])
     tiles = filling.count(problem, rows, heads_per_tile(problem, rows))
@@ -271,15 +274,16 @@ def _fields(problem: Problem, target: Target, wide: int) -> tuple[dict[str, Any]
         # Blocks that share a multiprocessor have no registers for more than scaled scores.
         crowded = table in ("any", "long") and problem.plain_scores
         crowded &= problem.max_seqlen_k < _CROWDED_KEYS
+        most = (_MOST_RAGGED_BLOCKS if problem.ragged else _MOST_BLOCKS) if crowded else 1
         others = [
             row.fields
             for row in _rows("few", wide)
-            if row.measured is not None and (crowded or _blocks(row.fields) == 1)
+            if row.measured is not None and _blocks(row.fields) <= most
         ]
         if table in ("any", "long"):
             others += (row.fields for row in (*_rows("any", wide), *_rows("long", wide)))
 
-    def duration(choice: tuple[Mapping[str, Any], bool]) -> float:
+    def duration(choice: tuple[Mapping[str, Any], bool], problem: Problem) -> float:
         fields, shared = choice
         heads = heads_per_tile(problem, rows_of(fields["consumers"]))
         return filling.duration(
@@ -291,13 +295,31 @@ def _fields(problem: Problem, target: Target, wide: int) -> tuple[dict[str, Any]
         for fields in (usual, *others)
         for shared in (False, True)[: 1 + (shares and _blocks(fields) == 1)]
     ]
-    durations = [duration(each) for each in choices]
+    durations = [duration(each, problem) for each in choices]
+    if problem.ragged and problem.group and problem.pages is None:
+        # Of sequences as long as they may be, and as long as they are on average: both must say so.
+        worth = _WORTH_CHANGING * durations[0]
+        by_mean = [duration(each, _averaged(problem)) for each in choices]
+        durations = [
+            mean if each < worth else math.inf for mean, each in zip(by_mean, durations, strict=True)
+        ]
+        durations[0] = by_mean[0]
     if min(durations) >= _WORTH_CHANGING * durations[0]:
         return usual, False
     # Of what is as good as equal the first: tables say better than the rule of thumb which tile takes less.
     best = next(n for n, each in enumerate(durations) if each <= _EQUAL * min(durations))
     fields, shared = choices[best]
     return dict(fields), shared
+
+
+def _averaged(problem: Problem) -> Problem:
+    """A packed batch whose sequences are equally long."""
+    q, k = (-(-rows // max(problem.batch, 1)) for rows in (problem.rows_q, problem.rows_k))
+    return replace(
+        problem,
+        max_seqlen_q=min(q, problem.max_seqlen_q),
+        max_seqlen_k=min(k, problem.max_seqlen_k),
+    )
 
 
 def _blocks(fields: Mapping[str, Any]) -> int:
