@@ -129,9 +129,15 @@ def clusters() -> Iterator[None]:
                 for row in tile_tables.table(sm90_forward.TILES, table)
             ]
             stack.enter_context(using_tiles(sm90_forward.TILES, table, rows))
-        # Tiles for calls that leave multiprocessors idle, as a test's do, would take their place.
-        few = [replace(row, measured=None) for row in tile_tables.table(sm90_forward.TILES, "few")]
-        stack.enter_context(using_tiles(sm90_forward.TILES, "few", few))
+        stack.enter_context(usual_tiles())
+        yield
+
+
+@contextmanager
+def usual_tiles() -> Iterator[None]:
+    """Keeps Hopper's forward from tiles for calls that leave multiprocessors idle, as a test's do."""
+    few = [replace(row, measured=None) for row in tile_tables.table(sm90_forward.TILES, "few")]
+    with using_tiles(sm90_forward.TILES, "few", few):
         yield
 
 

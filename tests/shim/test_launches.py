@@ -25,7 +25,7 @@ from tests.shim.cells import call_of
 from tests.shim.device import Allocator, Device
 from tests.shim.launch import Machine, Operand
 from tests.shim.shim import Builder, Memory
-from tests.tiles import repacking, sharing
+from tests.tiles import repacking, sharing, usual_tiles
 from tests.tolerance import check, check_lse
 from tests.verify import expected, layout
 
@@ -107,12 +107,13 @@ def test_forward(device: Device, case: Case) -> None:
 def test_outputs_that_the_copy_engine_stores(
     builder: Builder, monkeypatch: pytest.MonkeyPatch, case_of: Any, give_out: bool
 ) -> None:
-    """What calls choose by themselves: Hopper's kernel is handed a map of `out`."""
+    """What calls with many tiles choose: Hopper's kernel is handed a map of `out`."""
     device = Device(Machine(builder), sm90_forward.ARCH)
     device.install(monkeypatch)
     rooms = (90, 100) if case_of is padded else ()
     knobs = {**SMALL, "causal": True, "give_out": give_out, "layout": "gaps"}
-    test_forward(device, case_of("stores", (70, 0, 9), (30, 9, 90), *rooms, **knobs))
+    with usual_tiles():
+        test_forward(device, case_of("stores", (70, 0, 9), (30, 9, 90), *rooms, **knobs))
     (summary,) = {each for each in device.summaries if each.startswith("sm90 forward")}
     assert "tensor_stores" in summary
 
@@ -133,7 +134,8 @@ def test_maps_follow_the_arrays_that_change(
         device.memory += [operand.memory for operand in operands.values()]
         arrays.append(operands)
     problem, lengths = bound(device, cases[0])
-    forward = prepared(FORWARD, problem, lengths, arrays[0], set(), False)
+    with usual_tiles():
+        forward = prepared(FORWARD, problem, lengths, arrays[0], set(), False)
     exact, rows = [expected(case) for case in cases], call_of(cases[0]).inputs.rows
     assert not np.array_equal(exact[0].out, exact[1].out)
     for read, written in ((0, 0), (1, 0), (1, 1), (0, 1), (0, 0)):

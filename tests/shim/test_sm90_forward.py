@@ -426,4 +426,8 @@ def test_fewer_consumers_where_tiles_leave_multiprocessors_idle() -> None:
     assert consumers(dense("full", 1, 2048, 1024, nheads_q=8, nheads_kv=8, headdim=128)) == 2
     long = sm90_forward.STREAM_K_SEQLEN
     assert consumers(dense("shared", 1, 64, long, nheads_q=1, nheads_kv=1, headdim=128)) == 3
-    assert consumers(ragged("lengths", (9, 2000), (9, 2000), headdim=128, causal=True)) == 3
+    packed = {"headdim": 128, "causal": True}
+    assert consumers(ragged("lengths", (9, 2000), (9, 2000), **packed)) == 1
+    assert consumers(ragged("many", (2000,) * 30, (2000,) * 30, **packed)) == 3
+    # Of a padded batch nobody knows how much is real.
+    assert consumers(padded("rooms", (9, 2000), (9, 2000), 2000, 2000, **packed)) == 3
