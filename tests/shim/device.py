@@ -81,12 +81,13 @@ class Device:
         return replace(lengths, **sides, on_host=False, memo={})
 
     @contextmanager
-    def telling(self, **wild: Any) -> Iterator[None]:
-        """Integers of the keys that the host would refuse replace good ones in the device's memory."""
+    def telling(self, side: str = "k", **wild: Any) -> Iterator[None]:
+        """Integers of one side that the host would refuse replace good ones in the device's memory."""
         lengths = self.lengths
 
         def changed(given: Lengths) -> Lengths:
-            return lengths(replace(given, k=replace(given.k, max_seqlen=given.k.rows, **wild)))
+            own = getattr(given, side)
+            return lengths(replace(given, **{side: replace(own, max_seqlen=own.rows, **wild)}))
 
         self.lengths = changed  # type: ignore[method-assign]
         try:

@@ -13,6 +13,7 @@ import rawattn
 from rawattn import reference
 from tests import exhaustive
 from tests.shim.device import MakeDevice
+from tests.shim.shim import Fault
 from tests.shim.whole import run_backward, run_forward, small_tiles, verify_backward, verify_forward
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -188,6 +189,21 @@ def test_hopper_on_ragged_batches(machine: MakeDevice, options: Any, on_device: 
     mask = blocky(3, 2, 180, 360, block=64)
     verify_forward(device, "sm90", q, k, v, seqs=seqs, mask=mask, on_device=on_device, **options)
     assert "rawattn_sm90_forward" in device.launched
+
+
+@pytest.mark.xfail(
+    raises=Fault, strict=True, reason="a place of another sequence's order holds a tile too far"
+)
+def test_hopper_on_sequences_that_lie_over_each_other(machine: MakeDevice) -> None:
+    """What a device says of lengths may be anything: whatever comes out, nothing outside of memory is touched."""
+    device = machine(arch="sm_90a")
+    good = rawattn.SeqLayout(seqstart_q=[0, 300, 500, 700], seqstart_k=[0, 0, 0, 600])
+    q, k, v = (x[0] for x in arrays(rows=(700, 600), batch=1))
+    # Of the third sequence, which has all rows, the last tile is the fourth by the length of its list.
+    mask = np.ones((1, 4, 700, 600), bool)
+    mask[:, :, 384:640, 128:] = mask[:, :, 640:, 512:] = False
+    with small_tiles(), device.telling("q", start=np.array([640, 700, 0, 700], np.int32)):
+        run_forward(device, "sm90", q, k, v, seqs=good, mask=mask, on_device=True)
 
 
 # As of `SHAPES`: query rows by keys of 16 x 32, 32 x 64 and 64 x 128, with and without a share of the columns.
