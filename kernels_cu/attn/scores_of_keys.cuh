@@ -86,8 +86,8 @@ struct AddedScoresOfKeys {
   // compiled.
   float far;
   float slope;
-  // Of a line, at the lane's last query and first key: where no key beyond the diagonal is seen, they see each other, or
-  // none of the lane's do.
+  // Of a line, at the lane's last query and first key: where no key beyond the diagonal is seen, they see each other,
+  // or none of the lane's do.
   float line, row_step;
   static constexpr int kLastColumn = (kQueryBlocks - 1) * 16 + C::column(0, C::kElements - 1);
 

@@ -1,6 +1,9 @@
 // Tiles of a head in the order of their lists: the longest first, so that none of those begins last. One wave counts
 // how many lists there are of about a length, then gives each tile its place. Tiles of about one length come in any
 // order.
+//
+// Lists of sequences that lie over each other, which only a device can tell of, may change between two looks at them.
+// Their order is any, within the memory that is theirs.
 #pragma once
 
 #include "attn/listed_tiles.cuh"
@@ -43,7 +46,10 @@ struct OrderLists {
       const int other = static_cast<int>(target::shuffle_xor(static_cast<unsigned>(longest), mask));
       longest = other > longest ? other : longest;
     }
-    const auto about = [&](int tile) { return int64(longest - length(tile)) * kLengths / (longest + 1); };
+    const auto about = [&](int tile) {
+      const int own = length(tile);
+      return int64(own < longest ? longest - own : 0) * kLengths / (longest + 1);
+    };
     for (int n = lane; n < kLengths; n += target::kWave) places[n] = 0;
     target::wave_sync();
     for (int tile = lane; tile < tiles; tile += target::kWave) target::fetch_add(places + about(tile), 1);
@@ -61,7 +67,7 @@ struct OrderLists {
     target::wave_sync();
     for (int tile = lane; tile < tiles; tile += target::kWave) {
       const int rank = static_cast<int>(target::fetch_add(places + about(tile), 1));
-      *order_of<kTile>(lists, sequence, span, rank, head) = tile;
+      *order_of<kTile>(lists, sequence, span, rank < tiles ? rank : tiles - 1, head) = tile;
     }
   }
 };

@@ -14,8 +14,11 @@ DEVICE void find(WorkTile& work, const Sm90ForwardParams& p, int64 index) {
   work = find_work_tile<kRagged, kRight, kClusterQ, kHeadsPerTile, true>(p.forward, index, p.kept_tiles);
   if constexpr (kBlockMask) {
     if (work.exists) {
-      const int rank = kRight ? (work.q.length - 1) / kClusterQ - work.tile : work.tile;
-      work.tile = *order_of<kClusterQ>(p.forward.block_mask.lists, work.sequence, work.q, rank, work.head);
+      const int last = (work.q.length - 1) / kClusterQ;
+      const int rank = kRight ? last - work.tile : work.tile;
+      const int tile = *order_of<kClusterQ>(p.forward.block_mask.lists, work.sequence, work.q, rank, work.head);
+      // Of sequences that lie over each other, which only a device can tell of, it may be another's.
+      work.tile = tile < last ? tile : last;
     }
   }
   if constexpr (kPaged) {

@@ -301,7 +301,8 @@ def _fields(problem: Problem, target: Target, wide: int) -> tuple[dict[str, Any]
         worth = _WORTH_CHANGING * durations[0]
         by_mean = [duration(each, _averaged(problem)) for each in choices]
         durations = [
-            mean if each < worth else math.inf for mean, each in zip(by_mean, durations, strict=True)
+            mean if each < worth else math.inf
+            for mean, each in zip(by_mean, durations, strict=True)
         ]
         durations[0] = by_mean[0]
     if min(durations) >= _WORTH_CHANGING * durations[0]:
