@@ -63,8 +63,11 @@ struct ListedKeyTiles : TileSpan {
   // Those of a span that the rows may see by the rule of visible keys: none if last < first.
   DEVICE TileSpan seen(TileSpan span) const {
     if (last < first) return {span.begin, span.begin};
-    const int right = visible.row(last).right;
-    while (span.begin < span.end && first_key(span.end - 1) > right) span.end--;
+    // Only there: it is a look at an entry that nobody has read yet.
+    if constexpr (Visible::kLimitedRight) {
+      const int right = visible.row(last).right;
+      while (span.begin < span.end && first_key(span.end - 1) > right) span.end--;
+    }
     if constexpr (Visible::kLimitedLeft) {
       const int left = visible.row(first).left;
       while (visible.sink == 0 && span.begin < span.end && first_key(span.begin) + kTileK <= left) span.begin++;

@@ -140,10 +140,10 @@ DEVICE float softmax_scale(float scale) {
 DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMemory& s, int index) {
   const ForwardParams& p = params.forward;
   Consumer self(s, index);
-  const unsigned long long q = ptx::wgmma_descriptor(s.queries + index * 64 * 128, 0);
+  const unsigned long long first_queries = ptx::wgmma_descriptor(s.queries[0] + index * 64 * 128, 0);
   const float scale_log2 = softmax_scale(p.scores.scale);
   Ring<2> slot;
-  unsigned queries_parity = 0;
+  Ring<kQuerySlots> queries;
   if (kPingPong && index == kConsumers - 1) self.pass_turn();  // the first turn is consumer 0's
   for (;;) {
     ptx::mbarrier_wait(&s.work_full[slot.slot], slot.parity);
@@ -164,7 +164,7 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
     ScoreRule rule(p, work.sequence, head, work.q.length, work.k.length, own_tiles.visible.offset);
     if constexpr (kConvertsQueries) {
       if (has_tiles(span)) {
-        ptx::mbarrier_wait(&s.queries_full, queries_parity);
+        ptx::mbarrier_wait(&s.queries_full[queries.slot], queries.parity);
         rule.key_factor *= convert_queries(s, index);
       }
     }
@@ -205,11 +205,9 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
       pack(probabilities, scores);
     };
 
+    const unsigned long long q = Consumer::of_slot<kQueryBytes>(first_queries, queries.slot);
     UNROLL for (int d = 0; d < kOutBlocks; d++) o[0][d] = C{};
-    if (has_tiles(span)) {
-      ptx::mbarrier_wait(&s.queries_full, queries_parity);
-      queries_parity ^= 1;
-    }
+    if (has_tiles(span)) ptx::mbarrier_wait(&s.queries_full[queries.slot], queries.parity);
 #pragma unroll 1
     for (int n = span.begin; n < mine.begin; n++) self.skip_tile();
     if (mine.begin < mine.end) {
@@ -255,7 +253,8 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
         exponentiate(scores);
         if (moved) softmax.rescale(o);
       }
-      self.release(&s.queries_empty);
+      self.release(&s.queries_empty[queries.slot]);
+      queries.advance();
       self.wait_for_values();
       hidden.clear(s, self.values.slot, index);
       past_end.clear(s, self.values.slot, index);
@@ -265,7 +264,8 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
       softmax.sum_rows();
     } else if (has_tiles(span)) {
       target::wave_sync();
-      self.release(&s.queries_empty);
+      self.release(&s.queries_empty[queries.slot]);
+      queries.advance();
     }
 #pragma unroll 1
     for (int n = mine.end; n < span.end; n++) self.skip_tile();
@@ -312,8 +312,10 @@ KERNEL CLUSTER(forward::kCluster)
       ptx::mbarrier_init(&shared.bias_empty[i], 4 * kConsumers);
     }
     init_stored_barriers(shared);
-    ptx::mbarrier_init(&shared.queries_full, 1);
-    ptx::mbarrier_init(&shared.queries_empty, 4 * kConsumers);
+    for (int i = 0; i < kQuerySlots; i++) {
+      ptx::mbarrier_init(&shared.queries_full[i], 1);
+      ptx::mbarrier_init(&shared.queries_empty[i], 4 * kConsumers);
+    }
     Tickets<kCluster>::init(shared.tickets);
     ptx::fence_mbarrier_init();
     ptx::prefetch_tensormap(&maps.q);

@@ -124,7 +124,7 @@ struct Maps : UsualMaps, OutputMap<kTensorStores>, BiasMap<kBiasByEngine> {};
 static_assert(sizeof(Maps) == sizeof(ptx::TensorMap) * (3 + kTensorStores + kBiasByEngine), "the host packs them so");
 
 struct Tiles {
-  alignas(1024) unsigned char queries[kQueryBytes];
+  alignas(1024) unsigned char queries[kQuerySlots][kQueryBytes];
   unsigned char keys[kStages][kKeyBytes];
   unsigned char values[kStages][kValueBytes];
 };
@@ -147,7 +147,7 @@ struct StoredBarriers<true> {
 struct SharedMemory : Tiles {
   // These two first: `Consumer` counts on their offsets.
   ptx::Mbarrier keys_full[kStages], keys_empty[kStages], values_full[kStages], values_empty[kStages];
-  ptx::Mbarrier queries_full, queries_empty;
+  ptx::Mbarrier queries_full[kQuerySlots], queries_empty[kQuerySlots];
   ptx::Mbarrier bias_full[kBiasSlots], bias_empty[kBiasSlots];
   // Two slots: the producer decides on the next work while the consumers are busy with this one.
   ptx::Mbarrier work_full[2], work_empty[2];

@@ -139,11 +139,13 @@ DEVICE void convert(const Sm90ForwardParams& p, S& s, int lane) {
   }
 }
 
+static_assert(!kConvertsQueries || kQuerySlots == 1, "they are in the first slot");
+
 // A consumer's queries, once they are there: each warp converts its 16 rows. Returns the unit of the warp's products.
 DEVICE float convert_queries(SharedMemory& s, int consumer) {
   // Read anew, or addresses would be kept across the keys.
   const int thread = target::thread_index_anew() - kWarpgroup, lane = thread % target::kWave;
-  Element* const first = reinterpret_cast<Element*>(s.queries) + thread / target::kWave * 16 * kColumns;
+  Element* const first = reinterpret_cast<Element*>(s.queries[0]) + thread / target::kWave * 16 * kColumns;
   const QueryTile<kBlocksQk, 16 * kColumns, kTileRows * kColumns> rows{first};
   const int exponent = rows.exponent(lane);
   target::wave_sync();  // all have seen all of them

@@ -10,6 +10,12 @@
 
 namespace forward {
 
+// Under a mask query tiles are begun often, and the next one is found by looks at its order and at its list. So a
+// ticket is drawn when kTilesLeft key tiles are left, and its work is found with the last one. Elsewhere it is found
+// later, so that work goes to whoever is done first.
+constexpr bool kFindsEarly = kBlockMask;
+constexpr int kTilesLeft = 3;
+
 DEVICE void find(WorkTile& work, const Sm90ForwardParams& p, int64 index) {
   work = find_work_tile<kRagged, kRight, kClusterQ, kHeadsPerTile, true>(p.forward, index, p.kept_tiles);
   if constexpr (kBlockMask) {
@@ -65,16 +71,25 @@ DEVICE void produce(const Sm90ForwardParams& p, const Maps& maps, SharedMemory& 
   Ring<kBiasSlots> bias;
   Ring<2> slot;
   Tickets<kCluster> tickets(p.next_work, s.tickets);
-  unsigned queries_parity = 0;
+  Ring<kQuerySlots> queries;
   int64 index = target::block_index() / kCluster;
   int at = -1;  // in the line, of those items behind the first one that a ticket may stand for
-  for (;;) {
+  // Finds the work of the next slot and tells everyone.
+  const auto announce = [&] {
     ptx::mbarrier_wait(&s.work_empty[slot.slot], slot.parity ^ 1);
-    Item& work = s.work[slot.slot];
     if (leads) {
-      find(work, p, index, at);
+      find(s.work[slot.slot], p, index, at);
       ptx::mbarrier_arrive(&s.work_full[slot.slot]);
     }
+  };
+  const auto announce_next = [&](unsigned ticket) {
+    index = int64(ticket) + target::grid_size() / kCluster;
+    announce();
+  };
+  if constexpr (kFindsEarly) announce();
+  for (;;) {
+    if constexpr (!kFindsEarly) announce();
+    const Item& work = s.work[slot.slot];
     // All lanes have read the other slot before it is written again: they come here for this one first.
     if constexpr (kProducerLanes > 1) target::wave_sync();
     slot.advance();
@@ -86,6 +101,13 @@ DEVICE void produce(const Sm90ForwardParams& p, const Maps& maps, SharedMemory& 
     const MapRows q_rows = map_rows(work, work.q, p.row_bound_q);
     // At a sequence's end a later block of the cluster may have no rows of its own.
     const int first_row = kCluster == 1 || first_query(work) < work.q.length ? first_query(work) : 0;
+    const auto ask_for_queries = [&] {
+      if (!leads) return;
+      ptx::mbarrier_wait(&s.queries_empty[queries.slot], queries.parity ^ 1);
+      load_queries<kBlocksQk, Rows, kTileRows>(s.queries[queries.slot], &maps.q, &s.queries_full[queries.slot], q_rows,
+                                               first_row, work.q.length, work.head);
+      queries.advance();
+    };
     KeyTileLoader<kPageRows> loader(p, work, p.next_page_k, lane);
     const auto load_values = [&](int first_key) {
       if constexpr (kValuesApart) return;
@@ -94,9 +116,14 @@ DEVICE void produce(const Sm90ForwardParams& p, const Maps& maps, SharedMemory& 
                                   first_key, kv_head);
       values.advance();
     };
+    // With one slot behind the first keys: these need not wait until consumers are done with the last tile's queries.
+    if (kQuerySlots > 1 && has_tiles(span)) ask_for_queries();
     int first_key = has_tiles(span) ? key_tiles.first_key(span.begin) : 0, before = 0;
+    unsigned ticket = 0;
+    const int draws_at = span.end - kTilesLeft > span.begin ? span.end - kTilesLeft : span.begin;
 #pragma unroll 1
     for (int n = span.begin; n < span.end; n++) {
+      if (kFindsEarly && leads && n == draws_at) ticket = tickets.draw();
       loader.find(key_tiles, n, span.end);
       ptx::mbarrier_wait(&barriers.keys_empty[keys.slot], keys.parity ^ 1);
       loader.load<kStoredBlocksQk>(Landing::keys(s)[keys.slot], &maps.k, &barriers.keys_full[keys.slot], first_key,
@@ -104,11 +131,8 @@ DEVICE void produce(const Sm90ForwardParams& p, const Maps& maps, SharedMemory& 
       keys.advance();
       if (n > span.begin) {
         load_values(before);
-      } else if (leads) {
-        ptx::mbarrier_wait(&s.queries_empty, queries_parity ^ 1);
-        queries_parity ^= 1;
-        load_queries<kBlocksQk, Rows, kTileRows>(s.queries, &maps.q, &s.queries_full, q_rows, first_row, work.q.length,
-                                                 work.head);
+      } else if (kQuerySlots == 1) {
+        ask_for_queries();
       }
       // Behind what is wanted first: consumers ask for it when the tile's products are under way.
       if constexpr (kBiasByEngine) {
@@ -116,6 +140,15 @@ DEVICE void produce(const Sm90ForwardParams& p, const Maps& maps, SharedMemory& 
       }
       before = first_key;
       if (n + 1 < span.end) first_key = key_tiles.first_key(n + 1);
+      if (kFindsEarly && n + 1 == span.end) announce_next(ticket);
+    }
+    if constexpr (kFindsEarly) {
+      if (has_tiles(span)) {
+        load_values(before);
+      } else {
+        announce_next(leads ? tickets.draw() : 0);
+      }
+      continue;
     }
     at = next_item(work);
     if (at >= 0) {
@@ -123,7 +156,7 @@ DEVICE void produce(const Sm90ForwardParams& p, const Maps& maps, SharedMemory& 
       continue;
     }
     // Not earlier: work goes to whoever is done first, and consumers are still busy with what is loaded.
-    unsigned ticket = leads ? tickets.draw() : 0;
+    ticket = leads ? tickets.draw() : 0;
     if (has_tiles(span)) load_values(before);
     ticket = tickets.receive(ticket);
     if constexpr (kProducerLanes > 1) {

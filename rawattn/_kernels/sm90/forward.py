@@ -132,7 +132,7 @@ def choose(problem: Problem, target: Target, operands: Operands) -> Config:
             page_rows=math.gcd(problem.pages.page_size, config.tile_k),
             whole_rows=next_pages(problem, operands) is not None,
         )
-    return with_bias(config, problem, target, operands)
+    return with_query_slots(with_bias(config, problem, target, operands), target)
 
 
 def with_room(config: Config, target: Target) -> Config:
@@ -166,6 +166,13 @@ def with_bias(config: Config, problem: Problem, target: Target, operands: Operan
         if brought.shared_bytes <= target.shared_limit:
             return brought
     return config
+
+
+def with_query_slots(config: Config, target: Target) -> Config:
+    """The same, with room for the next tile's queries where there is some. Those for tiles of 8 bits are converted in place."""
+    twice = replace(config, query_slots=2)
+    room = target.shared_limit // config.blocks_per_sm
+    return config if config.float8 or twice.shared_bytes > room else twice
 
 
 def next_pages(problem: Problem, operands: Operands) -> tuple[int, int] | None:

@@ -55,6 +55,7 @@ class Config(Features):
     bias_rows: int = 0  # of each head in a box
     bias_heads: int = 0
     bias_stages: int = 0
+    query_slots: int = 1  # with two, the next tile's queries come while this one's are still read
 
     @property
     def tile_rows(self) -> int:
@@ -101,9 +102,8 @@ class Config(Features):
     def shared_bytes(self) -> int:
         row_bytes_qk = 128 * -(-self.headdim // 64)
         row_bytes_v = 128 * -(-self.headdim_v // 64)
-        tiles = self.tile_rows * row_bytes_qk + self.stages * self.tile_k * (
-            row_bytes_qk + row_bytes_v
-        )
+        tiles = self.query_slots * self.tile_rows * row_bytes_qk
+        tiles += self.stages * self.tile_k * (row_bytes_qk + row_bytes_v)
         outputs = self.tile_rows * row_bytes_v if self.tensor_stores else 0
         biases = self.bias_stages * self.bias_boxes.slot_bytes(self.tile_k)
         # Barriers and two slots of work have 1024.
