@@ -22,14 +22,14 @@ DEVICE int64 list_length(const TileLists& lists) {
 template <int kTile, int kPair>
 DEVICE int* list_of(const TileLists& lists, int sequence, const Span& span, int tile, int head) {
   const int64 place = sequence * lists.sequence + span.start / kTile + tile;
-  return lists.data + (place * lists.nheads + head / lists.group) * list_length<kPair>(lists);
+  return lists.data + (place * lists.nheads + group_of(head, lists.group)) * list_length<kPair>(lists);
 }
 
 // The tile of a rank by the lengths of lists, the longest first; likewise.
 template <int kTile>
 DEVICE int* order_of(const TileLists& lists, int sequence, const Span& span, int rank, int head) {
   const int64 place = sequence * lists.sequence + span.start / kTile + rank;
-  return lists.order + place * lists.nheads + head / lists.group;
+  return lists.order + place * lists.nheads + group_of(head, lists.group);
 }
 
 template <class Visible, int kTileQ, int kTileK>

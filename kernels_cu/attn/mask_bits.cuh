@@ -9,6 +9,13 @@
 #include "target/target.cuh"
 #include "tile/copy.cuh"
 
+// head / group. Each tile begins with it, and by a reciprocal it takes a third of the time; that is exact of so few
+// heads.
+DEVICE int group_of(int head, int group) {
+  if (head >= 1 << 20) return head / group;
+  return static_cast<int>((float(head) + 0.5f) * target::reciprocal(float(group)));
+}
+
 // kWords half-words next to each other, read by the widest accesses that their place allows: a tile's first half-word
 // is a multiple of kWords. Two are kept in a register: half-words of their own would be kept in memory.
 template <int kWords>
@@ -51,7 +58,9 @@ struct MaskBits {
   int rows, words;
 
   DEVICE MaskBits(const BlockMask& mask, int sequence, int head)
-      : bits(mask.bits + sequence * mask.batch + head / mask.group * mask.head), rows(mask.rows), words(mask.words) {}
+      : bits(mask.bits + sequence * mask.batch + group_of(head, mask.group) * mask.head),
+        rows(mask.rows),
+        words(mask.words) {}
 
   template <int kWords>
   DEVICE void load(HalfWords<kWords>& to, int row, int first_key) const {
@@ -134,7 +143,8 @@ template <bool kMasked>
 DEVICE auto rows_to_copy(const BlockMask& mask, int sequence, int head, int group, int first_key, int valid,
                          bool partial) {
   if constexpr (kMasked) {
-    const unsigned short* const keys = mask.keys + sequence * mask.keys_batch + int64(head / mask.group) * mask.words;
+    const unsigned short* const keys =
+        mask.keys + sequence * mask.keys_batch + int64(group_of(head, mask.group)) * mask.words;
     const int heads = group > mask.group ? group / mask.group : 1;
     return SeenRows{partial ? keys : nullptr, mask.words, heads, mask.words, first_key, valid};
   } else {

@@ -70,7 +70,8 @@ DEVICE int add(int* list, int count, int capacity, int part, const Granules& gra
     State states[kAtOnce];
     UNROLL for (int i = 0; i < kAtOnce; i++) {
       const int n = base + i * target::kWave;
-      states[i] = n < tiles.end ? state_of(granules, tiles, n) : mask_packing::kDead;
+      const State state = state_of(granules, tiles, n < tiles.end ? n : tiles.end - 1);
+      states[i] = n < tiles.end ? state : mask_packing::kDead;
     }
     UNROLL for (int i = 0; i < kAtOnce; i++) {
       const bool live = states[i] != mask_packing::kDead;
@@ -135,6 +136,6 @@ KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_mask_tiles(PARAMETER Mask
     target::wave_sync();
     if (lane == 0) *listed = 0;  // for the next launch
     const Order order{lists, sequence, head * lists.group, own};
-    order(reinterpret_cast<unsigned*>(shared) + wave * Order::kLengths, lane);
+    order(reinterpret_cast<unsigned*>(shared + wave * Order::kSharedBytes), lane);
   }
 }

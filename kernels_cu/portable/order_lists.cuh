@@ -22,37 +22,46 @@ struct LaneSums {
   }
 };
 
-// Of the lists of a sequence and head, tiles of kTile rows; by one wave.
+// Of the lists of a sequence and head, tiles of kTile rows; by one wave. Its loops stay loops: each instruction is
+// fetched for one wave alone, and what is fetched takes longer than what is done.
 template <int kTile>
 struct OrderLists {
-  static constexpr int kLengths = 128;
-  static constexpr int kSharedBytes = kLengths * sizeof(unsigned);
+  static constexpr int kLengths = 128, kKept = 256;
+  static constexpr int kSharedBytes = (kLengths + kKept) * sizeof(unsigned);
 
   const TileLists& lists;
   int sequence, head;
   const Span& span;
 
-  DEVICE int length(int tile) const { return *list_of<kTile, 1>(lists, sequence, span, tile, head); }
-
-  // places: kLengths numbers in shared memory.
-  DEVICE void operator()(unsigned* places, int lane) const {
+  // shared: kSharedBytes of the wave's own.
+  DEVICE void operator()(unsigned* shared, int lane) const {
+    unsigned* const places = shared;
+    int* const kept = reinterpret_cast<int*>(shared + kLengths);
     const int tiles = (span.length + kTile - 1) / kTile;
+    const int* const lengths = list_of<kTile, 1>(lists, sequence, span, 0, head);
+    const int64 next = lists.nheads * list_length<1>(lists);
+    int* const order = order_of<kTile>(lists, sequence, span, 0, head);
     int longest = 0;
+#pragma unroll 4
     for (int tile = lane; tile < tiles; tile += target::kWave) {
-      const int own = length(tile);
+      const int own = lengths[tile * next];
+      if (tile < kKept) kept[tile] = own;
       longest = own > longest ? own : longest;
     }
     for (int mask = 1; mask < target::kWave; mask *= 2) {
       const int other = static_cast<int>(target::shuffle_xor(static_cast<unsigned>(longest), mask));
       longest = other > longest ? other : longest;
     }
-    const auto about = [&](int tile) {
-      const int own = length(tile);
-      return int64(own < longest ? longest - own : 0) * kLengths / (longest + 1);
+    const float each_place = float(kLengths) / (longest + 1);
+    const auto place_of = [&](int tile) {
+      const int length = tile < kKept ? kept[tile] : lengths[tile * next];
+      const int place = static_cast<int>((length < longest ? longest - length : 0) * each_place);
+      return places + (place < kLengths ? place : kLengths - 1);
     };
     for (int n = lane; n < kLengths; n += target::kWave) places[n] = 0;
     target::wave_sync();
-    for (int tile = lane; tile < tiles; tile += target::kWave) target::fetch_add(places + about(tile), 1);
+#pragma unroll 1
+    for (int tile = lane; tile < tiles; tile += target::kWave) target::fetch_add(place_of(tile), 1);
     target::wave_sync();
     constexpr int kEach = kLengths / target::kWave;
     unsigned* const own = places + lane * kEach;
@@ -65,9 +74,10 @@ struct OrderLists {
       first += here;
     }
     target::wave_sync();
+#pragma unroll 1
     for (int tile = lane; tile < tiles; tile += target::kWave) {
-      const int rank = static_cast<int>(target::fetch_add(places + about(tile), 1));
-      *order_of<kTile>(lists, sequence, span, rank < tiles ? rank : tiles - 1, head) = tile;
+      const int rank = static_cast<int>(target::fetch_add(place_of(tile), 1));
+      order[int64(rank < tiles ? rank : tiles - 1) * lists.nheads] = tile;
     }
   }
 };

@@ -43,7 +43,8 @@ struct HiddenValues<true> {
     any = own = false;
     if (!keys.masked(n)) return;
     const int row = target::thread_index() % kWarpgroup;
-    const unsigned short* const words = mask.keys + sequence * mask.keys_batch + int64(head / mask.group) * mask.words;
+    const unsigned short* const words =
+        mask.keys + sequence * mask.keys_batch + int64(group_of(head, mask.group)) * mask.words;
     const int first = keys.first_key(n) / 16;
     HalfWords<kKeyBlocks> seen;
     seen.load(words, first, mask.words);

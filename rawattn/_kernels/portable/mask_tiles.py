@@ -19,7 +19,7 @@ from rawattn._kernels.target import Target
 from rawattn._masks import layout
 
 THREADS = 256
-_ORDER_BYTES = 512  # of shared memory, that a wave takes to order lists
+_ORDER_BYTES = 1536  # of shared memory, that a wave takes to order lists
 
 
 @dataclass(frozen=True, slots=True)

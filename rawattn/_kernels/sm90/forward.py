@@ -109,9 +109,11 @@ def choose(problem: Problem, target: Target, operands: Operands) -> Config:
         fields["cluster"] = 1
     if problem.pages is not None and fields["consumers"] == 2:
         fields["consumer_registers"] = min(fields["consumer_registers"], _PAGED_REGISTERS)
-    # Of ragged batches alone: others gain nothing by it.
+    # Of ragged batches, and under masks, whose tiles are stored often: others gain nothing by it. Stages of a bias need the
+    # room more.
+    often = problem.ragged or (problem.mask is not None and problem.bias is None)
     storable = store_bytes == 16 and mappable(problem, "out", operands)
-    fields["tensor_stores"] &= problem.ragged and storable
+    fields["tensor_stores"] &= often and storable
     known = features.features(problem, operands).known_to(Config)
     # What is added to scores must be there before they are compared, unless it has a bound by rows.
     fields["late_scaling"] &= not known["bias"] and (known["one_sided"] or not known["alibi"])
