@@ -173,10 +173,25 @@ CALLS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "shared": ((1, 1, 1, 300), {"causal": True, "align": "top-left"}),
     "window": ((2, 1, 300, 200), {"window": (70, 3), "sink": 5}),
     "one-key": ((2, 2, 300, 1), {}),
+    "many-tiles": ((1, 1, 4200, 40), {}),  # more of 16 rows than an order is made of in shared memory
     "padded": ((2, 4, 200, 300), {"seqs": ((150, 3), (299, 40)), "causal": True}),
     "packed": ((2, 2, 210, 300), {"lens": ((150, 0, 60), (299, 40, 0))}),
     "packed-shared": ((1, 1, 210, 300), {"lens": ((150, 3, 60), (299, 40, 7)), "window": (90, None)}),
 }  # fmt: skip
+
+
+def test_more_heads_than_groups_are_found_for() -> None:
+    """Before anything is launched, and saying what to do."""
+    shape = (1, 1, 64, 64)
+    q = np.broadcast_to(np.float16(0), (1, 64, mask_tiles.MAX_HEADS + 1, 16))
+    problem, lengths = describe(q, q, q)
+    problem = replace(problem, mask=ArrayForm("bits", shape, shape))
+    strides = {name: contiguous(q.shape, 2) for name in ("q", "k", "v", "out")}
+    form = structure(lengths)
+    values = attention_params.forward(problem, form, Operands(strides), 1 << 20)
+    sizes = {"of": "q", "tile_q": 64, "tile_k": 64, "name": "lists"}
+    with pytest.raises(ValueError, match=r"^mask: got 1048577 query heads, .* part of the batch"):
+        mask_tiles.lists(problem, form, values, without_device("sm_90a"), **sizes)
 
 
 LISTS = itertools.product(CALLS, ((64, 32), (128, 80), (16, 128), (64, 128)), ("q", "k"))

@@ -19,6 +19,7 @@ from rawattn._kernels.target import Target
 from rawattn._masks import layout
 
 THREADS = 256
+MAX_HEADS = 2**20  # kernels find their groups by a reciprocal (kernels_cu/attn/mask_bits.cuh)
 _ORDER_BYTES = 1536  # of shared memory, that a wave takes to order lists
 
 
@@ -174,6 +175,11 @@ def lists(
 
     ordered: query tiles also in the order of their lists' lengths.
     """
+    if problem.nheads_q > MAX_HEADS:
+        raise ValueError(
+            f"mask: got {problem.nheads_q} query heads, but on a GPU calls with a mask have {MAX_HEADS} at most; make some of "
+            "the heads' axis part of the batch"
+        )
     mask = problem.mask.shape
     of_keys = of == "k"
     group = problem.nheads_q // problem.nheads_kv
