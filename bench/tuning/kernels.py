@@ -13,7 +13,7 @@ from rawattn._kernels.portable import forward as portable_forward
 from rawattn._kernels.sm90 import forward as sm90_forward
 from rawattn._kernels.sm90 import forward_config as sm90_forward_config
 from rawattn._kernels.source import round_up
-from rawattn._kernels.target import Target
+from rawattn._kernels.target import SHARED_LIMIT, Target
 
 Fields = Mapping[str, Any]
 
@@ -118,7 +118,9 @@ def _backward_possible(fields: Fields) -> bool:
 
 
 def _choose_sm90(problem: Problem, arch: str, shared_limit: int) -> Any:
-    return sm90_forward.choose(problem, Target(arch, shared_limit), Operands())
+    # Its tiles do not depend on what there is, but what takes the room beside them does.
+    limit = min(shared_limit, SHARED_LIMIT[arch])
+    return sm90_forward.choose(problem, Target(arch, limit), Operands())
 
 
 def _portable(choose: Callable[..., Any]) -> Callable[[Problem, str, int], Any]:
