@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import sys
+import threading
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -55,3 +58,26 @@ def test_legacy_stream_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     assert not streams.is_capturing(0)
     assert not streams.is_capturing(1)
+
+
+def test_no_capsule_is_let_go_of_while_another_is_made() -> None:
+    """jaxlib counts a buffer's capsules without a lock, and one may be freed on another thread."""
+    made, freed = threading.Event(), threading.Event()
+    seen = []
+
+    class Capsule:
+        def __del__(self) -> None:
+            seen.append(made.is_set())
+            freed.set()
+
+    class Array:
+        def __dlpack__(self, **keywords: Any) -> object:
+            streams._dying.put((SimpleNamespace(synchronize=lambda: None), Capsule()))
+            time.sleep(0.1)  # the other thread could go on
+            made.set()
+            return object()
+
+    streams._start_freeing()
+    _arrays._capsule(Array())
+    assert freed.wait(10)
+    assert seen == [True]

@@ -293,10 +293,11 @@ def _wait_argument(framework: str, handle: int) -> int | None:
 
 
 def _capsule(obj: Any, **keywords: Any) -> object:
-    try:
-        return obj.__dlpack__(**keywords, max_version=dlpack.MAX_VERSION)
-    except TypeError:  # a producer from before DLPack 1.0
-        return obj.__dlpack__(**keywords)
+    with streams.capsules:
+        try:
+            return obj.__dlpack__(**keywords, max_version=dlpack.MAX_VERSION)
+        except TypeError:  # a producer from before DLPack 1.0
+            return obj.__dlpack__(**keywords)
 
 
 def _refuse(name: str, obj: object) -> NoReturn:

@@ -202,6 +202,10 @@ class Borrowed:
             _free_after(self._stream, self._device, self._owner)
 
 
+# Held while a capsule is made, and while `_free` lets go of one: jaxlib counts a buffer's capsules without a lock, and ends the
+# process where two threads have made it miscount.
+capsules = threading.RLock()
+
 _dying: queue.SimpleQueue[tuple[Any, object]] = queue.SimpleQueue()
 
 
@@ -225,4 +229,5 @@ def _free() -> None:
         event, owner = _dying.get()
         with contextlib.suppress(Exception):  # in a failed context nothing is left to wait for
             event.synchronize()
-        del event, owner
+        with capsules:
+            del event, owner
