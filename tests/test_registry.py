@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from rawattn._call.problem import Problem, describe
 from rawattn._call.scores import ArrayForm
 from rawattn._kernels import registry, tile_tables
 from rawattn._kernels.operands import Operands, contiguous
+from rawattn._kernels.selection import using_tiles
 from rawattn._kernels.sm90 import filling
 from rawattn._kernels.sm90 import forward as sm90_forward
 from rawattn._kernels.sm90 import forward_config as sm90_forward_config
@@ -167,6 +169,30 @@ def test_tiles_that_share_a_multiprocessor(batch: int, rows: int, headdim: int) 
     assert (config.shared_bytes + 1024) * config.blocks_per_sm <= 228 << 10
     for scores in ({"softcap": 30.0}, {"window_left": 5}, {"dropout_p": 0.1}):
         assert chosen(**scores).blocks_per_sm == 1, scores
+
+
+def test_room_for_the_next_queries() -> None:
+    """A second slot wherever it leaves each block of a multiprocessor its room, of every row of the tables."""
+    tables = tile_tables.SCHEMAS[sm90_forward.TILES].tables
+    taken: dict[int, set[int]] = {}
+    for table in tables:
+        for row in tile_tables.table(sm90_forward.TILES, table):
+            values = 128 if table == "narrow_values" else row.headdim
+            q, v = (
+                np.broadcast_to(np.float16(0), (1, 512, 2, wide)) for wide in (row.headdim, values)
+            )
+            with ExitStack() as stack:
+                for each in tables:
+                    stack.enter_context(using_tiles(sm90_forward.TILES, each, [row]))
+                config = sm90_forward.choose(describe(q, q, v)[0], H200, Operands())
+            slot = config.tile_rows * 128 * -(-row.headdim // 64)
+            # Of 228 KiB, the system keeps one for each block.
+            room = (228 << 10) // config.blocks_per_sm - 1024
+            assert config.shared_bytes <= room, row
+            assert config.query_slots == 2 or config.shared_bytes + slot > room, row
+            taken.setdefault(row.headdim, set()).add(config.query_slots)
+    assert 2 in taken[64]
+    assert 1 in taken[256]
 
 
 def test_blocks_that_share_a_multiprocessor() -> None:
