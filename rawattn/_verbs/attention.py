@@ -148,7 +148,7 @@ def attention(
         float32, or 16-bit. Adds ``-slope * abs(i + off - j)`` to the score of query i and key j, off being that of `align`.
     mask : array of bool, or BlockMask, optional
         True keeps a key. The shapes of `bias`. Beside `causal` and `window`, which hide keys too. A mask that many calls use is
-        cheaper as a `BlockMask`, packed once by `rawattn.block_mask`.
+        cheaper as a `BlockMask`, packed once by `rawattn.block_mask`. On a GPU for 2**20 query heads at most.
     sink_logits : array, (nheads_q,), optional
         float32, or 16-bit. A logit for each head that joins the softmax's denominator and lse, with no value: probabilities
         then sum to less than 1. A row that sees no key has lse = its sink logit. -inf is none.

@@ -21,6 +21,7 @@ ARCH = "sm_90a"
 FEATURES = features.names()
 MAX_ROWS = 2**29  # of an array: row bounds of tensor maps are twice as far
 MAX_PAGES = 2**31 - 1  # coordinates of boxes are ints
+BLOCK_BYTES = 1024  # of a multiprocessor's shared memory, beside what a block asks for
 SWIZZLE_ROWS = 8  # boxes begin at multiples of them in shared memory
 
 # Tiles of the fewest rows for each multiprocessor from which on calls with keys in pages are for this kernel: of fewer,
@@ -173,7 +174,8 @@ def with_bias(config: Config, problem: Problem, target: Target, operands: Operan
 def with_query_slots(config: Config, target: Target) -> Config:
     """The same, with room for the next tile's queries where there is some. Those for tiles of 8 bits are converted in place."""
     twice = replace(config, query_slots=2)
-    room = target.shared_limit // config.blocks_per_sm
+    # Each block takes some beside its own.
+    room = (target.shared_limit + BLOCK_BYTES) // config.blocks_per_sm - BLOCK_BYTES
     return config if config.float8 or twice.shared_bytes > room else twice
 
 
