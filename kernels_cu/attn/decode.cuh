@@ -80,7 +80,7 @@ struct Layout {
   static constexpr int kKeptBytes = 192, kFlagBytes = 16;
   static_assert(kQueriesAt % 16 == 0 && kMoreAt % 16 == 0 && kKeptAt % 16 == 0, "all parts are aligned");
   static_assert(2 * sizeof(SharedTile<Partials>) <= kKeptBytes, "a part shares two query tiles at most");
-  static_assert(BlockLine::kRoom * 4 <= kKeptBytes, "the line has room");
+  static_assert(sizeof(BlockLine::Room) <= kKeptBytes, "the line has room");
   static_assert(kSharedBytes == kKeptAt + kKeptBytes + kFlagBytes, "the host computes the same size");
 };
 
@@ -124,7 +124,7 @@ struct Work {
         rows((segment.q.length - first < kTileQ ? segment.q.length - first : kTileQ) * kHeads),
         key_tiles(Visible(p, segment.q.length, segment.k.length), first, last()),
         span(line.tiles(segment, key_tiles)),
-        source(p, segment, segment.head / (p.nheads_q / p.nheads_kv)) {}
+        source(p, segment, line.quotient(segment.head, line.group)) {}
 
   DEVICE int last() const { return first + rows / kHeads - 1; }
   DEVICE int rounds() const { return (span.count() + kWaves - 1) / kWaves; }
@@ -184,31 +184,37 @@ struct Output {
     return (segment.q.length - first() < kTileQ ? segment.q.length - first() : kTileQ) * kHeads;
   }
 
-  DEVICE void write(int row, int column, MergedColumns x) const {
+  template <int kFours>
+  DEVICE void write(int row, int first_column, MergedColumns<kFours> x) const {
     const int head = segment.head + row % kHeads;
     if constexpr (kSinkLogits) x.add_sink(per_head(p.sink_logits, segment.sequence, head) * Exponent::kUnit);
     x.divide(value_factor(p, head));
     const auto out =
         rows_of_heads<kHeads, Element>(p.out, p.out_strides, segment.sequence, segment.q, segment.head, first());
-    if (column < kHeadDimV) store_columns(out.from(row).address() + column, x.out, kHeadDimV - column);
-    if (p.lse != nullptr && column == 0) {
+    UNROLL for (int f = 0; f < kFours; f++) {
+      const int column = first_column + f * 4;
+      if (column < kHeadDimV) store_columns(out.from(row).address() + column, x.out[f], kHeadDimV - column);
+    }
+    if (p.lse != nullptr && first_column == 0) {
       p.lse[segment.sequence * p.lse_batch + head * p.lse_head + segment.q.start + first() + row / kHeads] = x.lse();
     }
   }
 };
 
-// What `count` partials come to goes out, or to `kept` if there are others. Each thread has some columns of some rows.
+// What `count` partials come to goes out, or to `kept` if there are others. Each thread has some columns of a row: so
+// many that it has no second row to wait for, if eight are enough.
 template <int kAtOnce, class Part>
 DEVICE void merge(const Output& output, int thread, int count, const Part& part, Partials* kept) {
+  constexpr int kFours = kRows * (kDepthV / 4) > kThreads ? 2 : 1, kColumns = 4 * kFours;
 #pragma unroll 1
-  for (int n = thread; n < output.rows() * (kDepthV / 4); n += kThreads) {
-    const int row = n / (kDepthV / 4), column = n % (kDepthV / 4) * 4;
-    MergedColumns merged;
-    merged.join<kAtOnce>(count, row, column, part);
+  for (int n = thread; n < output.rows() * (kDepthV / kColumns); n += kThreads) {
+    const int row = n / (kDepthV / kColumns), column = n % (kDepthV / kColumns) * kColumns;
+    MergedColumns<kFours> merged;
+    merged.template join<kAtOnce>(count, row, column, part);
     if (kept == nullptr) {
       output.write(row, column, merged);
     } else {
-      kept->out[row][column / 4] = merged.out;
+      UNROLL for (int f = 0; f < kFours; f++) kept->out[row][column / 4 + f] = merged.out[f];
       if (column == 0) {
         kept->running_max[row] = merged.running_max;
         kept->sum[row] = merged.sum;
@@ -232,14 +238,15 @@ DEVICE void attend(const ForwardParams& p, unsigned char* shared, const More&...
 
   if constexpr (kPaged)
     prefetch_pages(p.pages, p.k_side.length, p.batch, int64(target::block_index()) * kThreads + thread);
+  BlockLine line(p);
   ring.wait_for_prerequisites();
-  BlockLine line(p, reinterpret_cast<int*>(kept));
+  line.cut(*reinterpret_cast<typename BlockLine::Room*>(kept));
   if (line.at >= line.end) return;
   target::block_sync();  // all have read the line's sums
   Work<Ring> work;
   Segment done;    // the last segment
   int slot = 0;    // of the next tile in the ring of a wave
-  int shares = 0;  // segments of query tiles that others have a part in
+  int shares = 0;  // segments of query tiles that others have a part in, the next one's among them
   bool any = false;
 
 #pragma unroll 1
@@ -249,18 +256,18 @@ DEVICE void attend(const ForwardParams& p, unsigned char* shared, const More&...
     const auto begin = [&] {
       work = Work<Ring>(p, line);
       work.begin(p, queries, ring, slot, wave, lane);
+      if (!work.segment.whole()) {
+        if (thread == 0) kept[shares] = SharedTile<Partials>(line, work.segment);
+        shares++;
+      }
     };
+    const int before = shares;
     if (L::kPrefetches && more) begin();
     if (any) {
       const unsigned char* const of_waves = L::kPrefetches ? shared + last_slot(slot) * Ring::kStageBytes : shared;
       constexpr int kStride = L::kPrefetches ? L::kWaveBytes : kPartialBytes;
       Partials* of_block = nullptr;
-      if (!done.whole()) {
-        const SharedTile<Partials> tile(line, done);
-        of_block = &tile.own_partials(p.splits);
-        if (thread == 0) kept[shares] = tile;
-        shares++;
-      }
+      if (!done.whole()) of_block = &kept[before - 1].own_partials(p.splits);
       const auto of_wave = [&](int n) -> const Partials& {
         return *reinterpret_cast<const Partials*>(of_waves + n * kStride);
       };
@@ -362,8 +369,7 @@ DEVICE void attend(const ForwardParams& p, unsigned char* shared, const More&...
   for (int n = 0; n < shares; n++) {
     if (!flags[n]) continue;
     const SharedTile<Partials> tile = kept[n];
-    const auto of_block = [&](int n) -> const Partials& { return tile.partials(p.splits, n); };
-    merge<16>(Output{p, tile.own}, thread, tile.count, of_block, nullptr);
+    merge<16>(Output{p, tile.own}, thread, tile.count, tile.parts(p.splits), nullptr);
   }
 }
 

@@ -39,12 +39,13 @@ struct RowPartials {
   }
 };
 
-// Four columns of a row, in all of its keys.
+// Some columns of a row, four and four, in all of its keys.
+template <int kFours>
 struct MergedColumns {
-  FourFloats out;
+  FourFloats out[kFours];
   float running_max, sum;
 
-  DEVICE MergedColumns() : out{{0.0f, 0.0f, 0.0f, 0.0f}}, running_max(-target::infinity()), sum(0.0f) {}
+  DEVICE MergedColumns() : out{}, running_max(-target::infinity()), sum(0.0f) {}
 
   // Joins `count` partials, part(n) being the n-th one, in their order. kAtOnce are read before the first is used.
   template <int kAtOnce, class Part>
@@ -52,12 +53,17 @@ struct MergedColumns {
 #pragma unroll 1
     for (int base = 0; base < count; base += kAtOnce) {
       float maxima[kAtOnce], sums[kAtOnce];
-      FourFloats outs[kAtOnce];
+      FourFloats outs[kAtOnce][kFours];
       UNROLL for (int n = 0; n < kAtOnce; n++) {
-        const auto& own = part(base + n < count ? base + n : count - 1);
-        maxima[n] = base + n < count ? own.running_max[row] : -target::infinity();
-        sums[n] = own.sum[row];
-        outs[n] = own.out[row][column / 4];
+        maxima[n] = -target::infinity();
+        sums[n] = 0.0f;
+        UNROLL for (int f = 0; f < kFours; f++) outs[n][f] = FourFloats{};
+        if (base + n < count) {
+          const auto& own = part(base + n);
+          maxima[n] = own.running_max[row];
+          sums[n] = own.sum[row];
+          UNROLL for (int f = 0; f < kFours; f++) outs[n][f] = own.out[row][column / 4 + f];
+        }
       }
       float largest = running_max;
       UNROLL for (int n = 0; n < kAtOnce; n++) largest = fmaxf(largest, maxima[n]);
@@ -66,7 +72,9 @@ struct MergedColumns {
         // Of a part whose row saw no key the output is 0, and so is the weight.
         const float weight = weight_of(maxima[n]);
         sum = fmaf(sums[n], weight, sum);
-        UNROLL for (int i = 0; i < 4; i++) out.x[i] = fmaf(outs[n].x[i], weight, out.x[i]);
+        UNROLL for (int f = 0; f < kFours; f++) {
+          UNROLL for (int i = 0; i < 4; i++) out[f].x[i] = fmaf(outs[n][f].x[i], weight, out[f].x[i]);
+        }
       }
     }
   }
@@ -79,7 +87,7 @@ struct MergedColumns {
   // A row that saw no key becomes 0. factor: of the values.
   DEVICE void divide(float factor) {
     const float inverse = sum == 0.0f ? 0.0f : factor / sum;
-    UNROLL for (int i = 0; i < 4; i++) out.x[i] *= inverse;
+    multiply(inverse);
   }
   DEVICE float lse() const {
     return running_max == -target::infinity() ? running_max : Exponent::logarithm(running_max, sum);
@@ -91,7 +99,12 @@ struct MergedColumns {
     running_max = largest;
     const float factor = weight_of(before);
     sum *= factor;
-    UNROLL for (int i = 0; i < 4; i++) out.x[i] *= factor;
+    multiply(factor);
+  }
+  DEVICE void multiply(float factor) {
+    UNROLL for (int f = 0; f < kFours; f++) {
+      UNROLL for (int i = 0; i < 4; i++) out[f].x[i] *= factor;
+    }
   }
   // What exponents are taken against: of a row without one all are -inf, whatever is subtracted.
   DEVICE float weight_of(float own) const {

@@ -34,12 +34,21 @@ struct Segment {
 template <bool kRagged, bool kPaged, class Visible, int kTileQ, int kTileK, int kHeads, int kUnit, int kThreads>
 struct Line {
   using Tiles = KeyTiles<Visible, kTileQ, kTileK>;
-  static constexpr int kRoom = kThreads / target::kWave + 2;
+  static constexpr int kSums = kThreads / target::kWave;
+
+  // What threads tell each other of a line: units of waves, and a sequence, as below.
+  struct Room {
+    int sums[kSums];
+    int sequence, start, own;
+    Span q, k;
+  };
 
   const ForwardParams& p;
   int part;      // of this block, which is one of those abreast there
   int mate;      // which of them
   int ranks;     // of a sequence's query tiles, as many abreast in each
+  int blocks;    // of those abreast one
+  int group;     // heads of a kv head
   int total;     // units: the host has seen that an int counts them
   int parts;     // as many as the line is cut into
   int at, end;   // what is left of this block's part
@@ -49,29 +58,30 @@ struct Line {
   Span q, k;     // of the sequence
   int own;       // units of each of its ranks
 
-  // room: in shared memory, of kRoom numbers. All threads of the block come here.
-  DEVICE Line(const ForwardParams& p, int* room)
+  // What the launch alone tells.
+  DEVICE explicit Line(const ForwardParams& p)
       : p(p),
         part(quotient(target::block_index(), p.splits.abreast)),
         mate(target::block_index() - part * p.splits.abreast),
-        ranks(quotient(p.nheads_q / kHeads, p.splits.abreast)) {
-    int first = 0;
+        ranks(quotient(p.nheads_q / kHeads, p.splits.abreast)),
+        blocks(quotient(static_cast<int>(target::grid_size()), p.splits.abreast)),
+        group(quotient(p.nheads_q, p.nheads_kv)),
+        rank(0) {}
+
+  // Cuts it, from lengths that earlier kernels may have written. room: in shared memory. All threads of the block come
+  // here.
+  DEVICE void cut(Room& room) {
     if (kRagged && p.batch > 1) {
-      first = find(room);
+      find(room);
     } else {
       enter(0);
-      total = own * ranks * p.batch;
-      start = 0;
-      cut();
-      if (at < end) {
-        first = at / (own * ranks);
-        start = own * ranks * first;
-      }
+      const int each = own * ranks;
+      total = each * p.batch;
+      share_out();
+      // They are all alike.
+      if (p.batch > 1 && at < end) sequence = quotient(at, each);
+      start = each * sequence;
     }
-    // Behind what comes before that sequence.
-    sequence = first - 1;
-    rank = ranks - 1;
-    own = 0;
   }
 
   // The first segment of what is left. There must be some.
@@ -113,6 +123,9 @@ struct Line {
     return {all.begin + segment.from * kUnit, all.begin + (to < tiles ? to : tiles)};
   }
 
+  // Of numbers that are not negative it takes a third of the instructions.
+  DEVICE static int quotient(int x, int y) { return static_cast<int>(static_cast<unsigned>(x) / unsigned(y)); }
+
   // Where a part begins, and the part of a unit.
   DEVICE int begin_of(int part) const { return part * whole + (part < longer ? part : longer); }
   DEVICE int part_of(int unit) const {
@@ -123,15 +136,13 @@ struct Line {
  private:
   int whole, longer;  // units of a part, of which the first `longer` ones have one more
 
-  // Of numbers that are not negative it takes a third of the instructions.
-  DEVICE static int quotient(int x, int y) { return static_cast<int>(static_cast<unsigned>(x) / unsigned(y)); }
 
   // A part for each block, unless too few units would come to one.
-  DEVICE void cut() {
-    const int blocks = quotient(static_cast<int>(target::grid_size()), p.splits.abreast), least = p.splits.least;
+  DEVICE void share_out() {
+    const int least = p.splits.least;
     parts = total;
     if (p.splits.count == 0) {
-      const int most = quotient(total + least - 1, least);
+      const int most = least > 1 ? quotient(total + least - 1, least) : total;
       parts = most < blocks ? most : blocks;
     }
     at = end = 0;
@@ -142,13 +153,14 @@ struct Line {
     end = begin_of(part + 1);
   }
 
-  // Cuts the line, and finds where it has this block's part: the first of some sequences, `start` being theirs. Each
-  // thread has some. What comes before them is summed up among the lanes of a wave, then among waves.
-  DEVICE int find(int* room) {
+  // Cuts the line, and enters the first of some sequences where it has this block's part. Each thread has some. What
+  // comes before them is summed up among the lanes of a wave, then among waves.
+  DEVICE void find(Room& room) {
     const int thread = target::thread_index(), lane = thread % target::kWave, wave = thread / target::kWave;
     const int some = (p.batch + kThreads - 1) / kThreads;
     int units = 0;
-    for (int n = thread * some; n < (thread + 1) * some && n < p.batch; n++) {
+    const int behind = (thread + 1) * some;
+    for (int n = (behind < p.batch ? behind : p.batch) - 1; n >= thread * some; n--) {
       enter(n);
       units += own * ranks;
     }
@@ -158,23 +170,28 @@ struct Line {
       if (lane & mask) before += other;
       all += other;
     }
-    if (lane == 0) room[wave] = static_cast<int>(all);
+    if (lane == 0) room.sums[wave] = static_cast<int>(all);
     target::block_sync();
     total = 0;
-    UNROLL for (int n = 0; n < kThreads / target::kWave; n++) {
+    UNROLL for (int n = 0; n < kSums; n++) {
       if (n == wave) before += total;
-      total += room[n];
+      total += room.sums[n];
     }
-    cut();
+    share_out();
     const int from = static_cast<int>(before);
-    int* const found = room + kThreads / target::kWave;
     if (from <= at && at - from < units) {  // one thread
-      found[0] = thread * some;
-      found[1] = from;
+      room.sequence = thread * some;
+      room.start = from;
+      room.own = own;
+      room.q = q;
+      room.k = k;
     }
     target::block_sync();
-    start = found[1];
-    return found[0];
+    sequence = room.sequence;
+    start = room.start;
+    own = room.own;
+    q = room.q;
+    k = room.k;
   }
 
   DEVICE void enter(int n) {
@@ -222,22 +239,30 @@ struct SharedTile {
         count((own.to == own.units ? part : line.part_of(own.start + own.units - 1)) + 1 - first),
         begins_inside(line.begin_of(first) < own.start) {}
 
+  // What its parts leave, one after the other.
+  struct Parts {
+    Partials *first, *all;
+    int64 stride;
+
+    DEVICE Partials& operator()(int n) const { return n == 0 ? *first : all[n * stride]; }
+  };
   // A part shares at most two query tiles with others: the one in which it begins, and the one in which it ends.
-  DEVICE Partials& partials(const Splits& splits, int n) const {
-    const int64 slots = splits.count > 0 ? 1 : 2;
-    return static_cast<Partials*>(splits.partials)[block(splits, n) * slots + (n == 0 && begins_inside)];
+  DEVICE Parts parts(const Splits& splits) const {
+    const int slots = splits.count > 0 ? 1 : 2;
+    Partials* const all = static_cast<Partials*>(splits.partials) + block(splits) * slots;
+    return {all + int(begins_inside), all, int64(splits.abreast) * slots};
   }
-  DEVICE Partials& own_partials(const Splits& splits) const { return partials(splits, part - first); }
+  DEVICE Partials& own_partials(const Splits& splits) const { return parts(splits)(part - first); }
 
   // One thread of a block says that the block's own part is there, between two barriers. Whether all others are.
   DEVICE bool arrive(const Splits& splits) const {
-    unsigned* const arrived = splits.arrived + block(splits, 0);
+    unsigned* const arrived = splits.arrived + block(splits);
     const bool last = target::fetch_add_in_order(arrived, 1u) + 1 == static_cast<unsigned>(count);
     if (last) *arrived = 0;  // for the next launch
     return last;
   }
 
  private:
-  // The one that has the n-th part, of those abreast of this block the same.
-  DEVICE int64 block(const Splits& splits, int n) const { return int64(first + n) * splits.abreast + mate; }
+  // The one that has the first part, of those abreast of this block the same.
+  DEVICE int64 block(const Splits& splits) const { return int64(first) * splits.abreast + mate; }
 };
