@@ -1,0 +1,123 @@
+"""Arrays as if of CuPy's on the CPU machine: functions called with them run the whole host side of a call on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rawattn import block_mask
+from rawattn._call import integers
+from rawattn._interop import arrays, native
+from rawattn._interop.native import View
+from rawattn._masks.block_mask import BlockMask
+from rawattn._runtime import on_gpu, planned
+from rawattn._verbs import paged as paged_verb
+from rawattn._verbs import plan_arguments, repeats
+from tests.shim.device import Allocator, Device
+from tests.shim.shim import POISON
+from tests.shim.whole import Placed
+
+
+class OnDevice:
+    """An array that kernels reach and the host does not."""
+
+    def __init__(self, device: Device, array: np.ndarray, *, readonly: bool = True) -> None:
+        self.placed = Placed("array", array, readonly=readonly)
+        device.keep(self.placed.memory)
+        self.shape, self.dtype, self.strides = array.shape, array.dtype, array.strides
+        self.ndim, self.size = array.ndim, array.size
+        self.flags = SimpleNamespace(c_contiguous=array.flags.c_contiguous)
+        self.data = SimpleNamespace(ptr=self.placed.address, device_id=0)
+
+    def __dlpack__(self) -> object:
+        raise AssertionError("the host reads what is on the device")
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, 0
+
+    def write(self, array: np.ndarray) -> None:
+        self.placed.memory.write(np.ascontiguousarray(array).view(np.uint8).reshape(-1))
+
+
+class Native(Allocator):
+    """What launch code knows of a framework."""
+
+    kinds = (OnDevice,)
+
+    def __init__(self, device: Device) -> None:
+        super().__init__(device)
+        self._on = device
+        self.current = 0  # the handle of the current stream
+
+    def read(self, given: Sequence[Any], required: int) -> Any:
+        addresses: list[int] = []
+        form: list[Any] = []
+        together = 0
+        for x in given:
+            if isinstance(x, OnDevice):
+                addresses.append(x.data.ptr)
+                together |= x.data.ptr
+                form += (x.shape, x.strides, x.dtype, 0)
+            elif x is None and len(addresses) >= required:
+                addresses.append(0)
+                form.append(None)
+            else:
+                return None
+        return addresses, (*form, together & 15), False
+
+    def reader(self, count: int) -> Any:
+        return lambda *given: self.read(given, count)
+
+    def maker(self, shape: tuple[int, ...], dtype: Any, beside: Any) -> Callable[[], OnDevice]:
+        return lambda: self.empty(shape, dtype, beside)
+
+    def view(self, x: OnDevice) -> View:
+        return View(x.data.ptr, x.shape, x.strides, x.dtype, 0)
+
+    def address(self, x: OnDevice) -> int:
+        address: int = x.data.ptr
+        return address
+
+    def current_device(self) -> int:
+        return 0
+
+    def empty(self, shape: tuple[int, ...], dtype: Any, beside: Any) -> OnDevice:
+        blank = np.full(int(np.prod(shape)) * np.dtype(dtype).itemsize, POISON, np.uint8)
+        return OnDevice(self._on, blank.view(dtype).reshape(shape), readonly=False)
+
+    def stream(self, device: int) -> int:
+        return self.current
+
+
+def installed(device: Device, monkeypatch: pytest.MonkeyPatch) -> Native:
+    """Calls with arrays on the device are a framework's own, and are prepared anew."""
+    device.install(monkeypatch)
+    own = Native(device)
+    monkeypatch.setitem(arrays._frameworks, OnDevice, "machine")
+    monkeypatch.setitem(native._made, "machine", own)  # type: ignore[arg-type]
+    monkeypatch.setattr(on_gpu, "_prepared", {})
+    for verb in repeats.known:
+        monkeypatch.setitem(repeats.known, verb, {})
+    monkeypatch.setattr(planned.streams, "wait", lambda stream, device: None)
+    monkeypatch.setattr(planned.streams, "is_capturing", lambda stream: False)
+    monkeypatch.setattr(planned.streams, "order", lambda *streams: None)
+    readers = ((paged_verb, "import_integers"), (plan_arguments, "import_integers"))
+    for module, name in ((integers, "_imported"), *readers):
+        monkeypatch.setattr(module, name, partial(_as_it_is, getattr(module, name)))
+    return own
+
+
+def packed(device: Device, keep: np.ndarray) -> BlockMask:
+    """A mask of bools, whose words lie on the device too."""
+    mask = block_mask(keep)
+    mask._copies["", 0] = tuple(OnDevice(device, words) for words in mask.arrays)
+    return mask
+
+
+def _as_it_is(read: Callable[..., Any], name: str, x: Any) -> Any:
+    return x if isinstance(x, OnDevice) else read(name, x)
