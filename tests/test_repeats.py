@@ -81,13 +81,13 @@ class Framework(_Reading):
         return 0
 
     def run(self, verb: Verb, inputs: Sequence[Any], targets: Sequence[Any], options: Options, flag: bool,
-            backend: Any, values: tuple[int, ...]) -> Any:  # fmt: skip
+            backend: Any, values: tuple[int, ...], memo: Any) -> Any:  # fmt: skip
         """The dispatcher."""
         self.asked.append(options)
         read = self.read((*inputs, *targets), verb.required)
         assert read is not None
         self.current = read[1][3]
-        return on_gpu.run(verb, self, read, inputs, targets, options, flag, "numpy", values)  # type: ignore[arg-type]
+        return on_gpu.run(verb, self, read, inputs, targets, options, flag, "numpy", values, memo)  # type: ignore[arg-type]
 
     def prepare(
         self, verb: Verb, views: Sequence[View | None], options: Options, flag: bool, *_: Any

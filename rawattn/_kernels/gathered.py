@@ -19,7 +19,7 @@ from rawattn._kernels import features
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import kept_rows, mask_packing
 from rawattn._kernels.portable.kept_rows import KeptRows
-from rawattn._kernels.steps import Step, Steps
+from rawattn._kernels.steps import Lists, Step, Steps
 from rawattn._kernels.target import Target
 from rawattn._masks import layout
 from rawattn._masks.layout import Shape
@@ -98,7 +98,10 @@ class Gathered:
         if masks[1] is not None:
             scratch["mask_bands"] = mask_packing.band_bytes(shape)
         return replace(
-            inner, launches=(*before, *between, *after), scratch={**inner.scratch, **scratch}
+            inner,
+            launches=(*before, *between, *after),
+            scratch={**inner.scratch, **scratch},
+            lists=Lists(),  # of words that each run packs
         )
 
     def _blocks(self, step: Step) -> int:

@@ -92,6 +92,17 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
+class Lists:
+    """Launches that make lists from a mask's words and the call alone, and the names of the scratch that is theirs.
+
+    A later run with the same words may leave these launches out, where that memory still holds what they wrote.
+    """
+
+    launches: tuple[Step, ...] = ()
+    scratch: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Steps:
     """The launches of a call, in order.
 
@@ -100,6 +111,7 @@ class Steps:
     orders: bytes of what each of `schedules` writes, by name.
     scratch: bytes of memory that one run alone uses, by name.
     counters: bytes of memory, by name, that every run leaves as it found it: zero.
+    lists: some of the launches and of the scratch, none of a ragged call's.
     config: of the main kernel, for people and tests.
     """
 
@@ -110,6 +122,7 @@ class Steps:
     orders: Mapping[str, int] = field(default_factory=dict)
     scratch: Mapping[str, int] = field(default_factory=dict)
     counters: Mapping[str, int] = field(default_factory=dict)
+    lists: Lists = Lists()
 
 
 def patches(

@@ -27,7 +27,8 @@ class BlockMask:
     """Which keys each query sees: bits, and a map that tells kernels which tiles they need not visit.
 
     It is made by `rawattn.block_mask` or `rawattn.topk_mask`, and given to any number of calls as `mask=`, forward and
-    backward, of q on any device: where it does not lie yet, it is copied once and kept.
+    backward, of q on any device: where it does not lie yet, it is copied once and kept. A dense call on a GPU makes lists of
+    the tiles that the mask leaves, and the mask keeps them for later calls like that one on the same stream.
 
     Attributes
     ----------
@@ -40,10 +41,16 @@ class BlockMask:
         last one.
     """
 
-    __slots__ = ("__weakref__", "_copies", "device", "handle", "kept", "shape", "words")
+    __slots__ = ("__weakref__", "_copies", "device", "handle", "kept", "memo", "shape", "words")
 
-    def __init__(self, words: tuple[Any, Any, Any], shape: Shape, kept: Any = None) -> None:
-        """words: what `buffers` makes, filled."""
+    def __init__(
+        self,
+        words: tuple[Any, Any, Any],
+        shape: Shape,
+        kept: Any = None,
+        replayed: bool = False,
+    ) -> None:
+        """words: what `buffers` makes, filled. replayed: by a graph, anew at each replay."""
         self.shape: Shape = shape
         bits = words[0]
         self.device: int | None = None if isinstance(bits, np.ndarray) else bits.data.device_id
@@ -51,6 +58,8 @@ class BlockMask:
         self.words = words
         # By framework and device.
         self._copies: dict[tuple[str, int], tuple[Any, ...]] = {}
+        # What calls find out about the words; None where these may change.
+        self.memo: dict[Any, Any] | None = None if replayed else {}
         self.handle = handle_of(self)
 
     @property
@@ -120,12 +129,17 @@ class BlockMask:
         return moved
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles have a handle of their own, and what lies on other devices is moved there anew."""
-        return BlockMask, (self.words, self.shape, self.kept)
+        """Copies and pickles have a handle and a memo of their own, and what lies on other devices is moved there anew."""
+        return BlockMask, (self.words, self.shape, self.kept, self.memo is None)
 
     def __repr__(self) -> str:
         place = "the host" if self.device is None else f"GPU {self.device}"
         return f"<rawattn.BlockMask {self.shape} on {place}, {self.nbytes} bytes>"
+
+
+def memo_of(mask: Any) -> dict[Any, Any] | None:
+    """What calls with this mask may keep with it, if anything."""
+    return mask.memo if isinstance(mask, BlockMask) else None
 
 
 def buffers(shape: Shape, module: Any = np) -> tuple[Any, Any, Any]:

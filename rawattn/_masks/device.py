@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from rawattn._interop import streams
 from rawattn._kernels.portable import mask_packing
 from rawattn._kernels.steps import Step
 from rawattn._masks.block_mask import BlockMask, buffers
@@ -69,4 +70,4 @@ def _packed(step: Step, shape: Shape, given: Mapping[str, Any], device: int) -> 
             kernel.load(each.source, device).launch(
                 each.blocks, each.threads, each.shared_bytes, stream, Arguments((packed,))
             )
-    return BlockMask(words, shape)
+    return BlockMask(words, shape, replayed=streams.is_capturing(stream))

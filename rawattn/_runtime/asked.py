@@ -14,7 +14,10 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Asked(Generic[Result]):
-    """A call as the dispatcher takes it, and what is given back, from the results."""
+    """A call as the dispatcher takes it, and what is given back, from the results.
+
+    memo: of its mask, if that has one.
+    """
 
     verb: Verb
     inputs: Sequence[Any]
@@ -24,3 +27,4 @@ class Asked(Generic[Result]):
     backend: Any
     values: tuple[int, ...]
     returned: Callable[[Sequence[Any]], Result]
+    memo: dict[Any, Any] | None = None

@@ -33,10 +33,12 @@ def run(
     flag: bool,
     backend: str | None,
     values: tuple[int, ...] = (),
+    memo: dict[Any, Any] | None = None,
 ) -> Sequence[Any]:
     """The outputs of a verb, None for one that is not wanted.
 
     targets: arrays of the caller to write, None for an output that is the library's own. values: numbers for the kernels.
+    memo: of the call's mask, for what may be kept where no array is moved.
     """
     framework = arrays.framework_of(inputs[verb.q])
     own = native(framework)
@@ -45,7 +47,9 @@ def run(
         if read is not None:
             if read[2] and verb.refuses_gradients:
                 arrays.refuse_gradients(told(verb, options), inputs)
-            return on_gpu.run(verb, own, read, inputs, targets, options, flag, framework, values)
+            return on_gpu.run(
+                verb, own, read, inputs, targets, options, flag, framework, values, memo
+            )
     elif (
         framework == "numpy"
         and _are_plain(verb, inputs, targets)

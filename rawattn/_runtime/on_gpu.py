@@ -41,6 +41,7 @@ def run(
     flag: bool,
     framework: str,
     values: tuple[int, ...] = (),
+    memo: dict[Any, Any] | None = None,
 ) -> Sequence[Any]:
     """`dispatch.run` on what `own` has read of these arrays. framework: that of the caller's."""
     addresses, form, _ = read
@@ -49,7 +50,7 @@ def run(
         import cupy
 
         with cupy.cuda.Device(device):
-            return run(verb, own, read, inputs, targets, options, flag, framework, values)
+            return run(verb, own, read, inputs, targets, options, flag, framework, values, memo)
     call, lengths, is_new = called(verb, own, read, inputs, targets, options, flag, framework)
     if not is_new:
         for target in targets:
@@ -73,7 +74,11 @@ def run(
             results[n] = array = own.empty(shape, dtype, inputs[verb.q])
             addresses[first + n] = own.address(array)
     addresses += values
-    call.prepared.run(addresses, own.stream(device), own, lengths or call.lengths)
+    prepared, stream = call.prepared, own.stream(device)
+    if memo is not None and prepared.run_keeping is not None:
+        prepared.run_keeping(addresses, stream, own, memo)
+    else:
+        prepared.run(addresses, stream, own, lengths or call.lengths)
     return results
 
 

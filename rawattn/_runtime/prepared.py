@@ -7,6 +7,7 @@ allocation and the launches.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from rawattn._call.layout import Lengths
 from rawattn._call.structure import Structure
 from rawattn._interop import streams
 from rawattn._interop.native import Memory
-from rawattn._kernels.steps import Steps, Tiles
+from rawattn._kernels.steps import Lists, Steps, Tiles
 from rawattn._runtime import graphs
 from rawattn._runtime.launches import launch_of
 from rawattn._runtime.lengths import NAMES, Places
@@ -23,8 +24,10 @@ from rawattn._runtime.setup import Setup
 _ALIGNMENT = 256  # bytes, of every piece of scratch
 _MAX_COUNTED = 512
 _MAX_PLACED = 16  # streams and calls that a layout remembers
+_MAX_LISTED = 8  # likewise a mask, whose lists are larger
 
 Run = Callable[[list[int], int, Memory, "Lengths | None"], None]
+RunKeeping = Callable[[list[int], int, Memory, dict[Any, Any]], None]
 
 # Lengths on a device: what keeps their memory, their addresses, and how many blocks each launch has for them. Where a run takes
 # no scratch, its counters' addresses follow.
@@ -38,6 +41,7 @@ class Prepared:
     run: launches on a stream of the current device, from
         addresses: of the arrays, 0 for one not given; the list is used up.
         stream: its handle. memory: of work on that stream. lengths: where the call is ragged.
+    run_keeping: likewise, with the memo of its mask for what it need not make again; None where there is nothing to keep.
     """
 
     def __init__(
@@ -53,7 +57,9 @@ class Prepared:
         # Orders of lengths on the host belong to the layout, others to the run.
         self._once = structure.on_host
         orders = steps.orders if self.ragged else {}
-        scratch = {**({} if self._once else orders), **steps.scratch}
+        # Lists come first: a mask may keep them, and none of the others.
+        listed = {name: steps.scratch[name] for name in steps.lists.scratch}
+        scratch = {**({} if self._once else orders), **listed, **steps.scratch}
         self._places = Places(structure, device, list(orders.values()) if self._once else [])
         slots = [*names, *(NAMES if self.ragged else ())]
         slots += orders if self._once else ()
@@ -91,6 +97,7 @@ class Prepared:
             self._scratch_bytes = self._counter_bytes = 0
             self._scratch_at, self._counter_at = [], []
         self.run = self._runner()
+        self.run_keeping = self._keeping_runner(steps.lists)
 
     def _runner(self) -> Run:
         """`run`, without what this call does not need."""
@@ -119,6 +126,58 @@ class Prepared:
                 addresses += found[1]
             for launch, blocks in counted:
                 launch(addresses, blocks, stream)
+
+        return run
+
+    def _keeping_runner(self, lists: Lists) -> RunKeeping | None:
+        """What is kept belongs to the mask and to the stream, as lengths do to a layout: it is made and read in the order of
+        that stream, and its memory goes back in that order too, when the mask is gone or has kept too much.
+        """
+        made = [any(step is each for each in lists.launches) for step in self.steps]
+        if not any(made):
+            return None
+        count = len(lists.scratch)
+        kept_at, rest_at = self._scratch_at[:count], self._scratch_at[count:]
+        kept_bytes = rest_at[0] if rest_at else self._scratch_bytes
+        rest_at = [at - kept_bytes for at in rest_at]
+        rest_bytes = self._scratch_bytes - kept_bytes
+        whole = list(zip(self._launches, self._blocks, strict=True))
+        rest = list(itertools.compress(whole, map(operator.not_, made)))
+        counters, counter_bytes, device = self._counters, self._counter_bytes, self.device
+        is_capturing = streams.is_capturing
+
+        def run(addresses: list[int], stream: int, memory: Memory, memo: dict[Any, Any]) -> None:
+            if stream > 1 and is_capturing(stream):  # a graph owns all that it uses
+                self._run(addresses, stream, memory, None)
+                return
+            key = (self, stream)
+            launches, found = rest, memo.get(key)
+            if found is None:
+                try:
+                    owner, base = memory.keep(kept_bytes, device)
+                except MemoryError:  # the framework's own allocator may have some left
+                    self.run(addresses, stream, memory, None)
+                    return
+                found = owner, [base + at for at in kept_at]
+                launches = whole
+            addresses += found[1]
+            if rest_bytes:
+                # Freed in the order of the stream, as in `_runner`.
+                scratch, base = memory.allocate(rest_bytes, device)  # noqa: RUF059
+                for at in rest_at:
+                    addresses.append(base + at)
+            if counter_bytes:
+                zeros = counters.get(stream)
+                if zeros is None:
+                    zeros = counters[stream] = self._zeros(stream, memory)
+                addresses += zeros[1]
+            for launch, blocks in launches:
+                launch(addresses, blocks, stream)
+            if launches is whole:
+                # Only now: another thread that finds them comes behind these launches.
+                if len(memo) >= _MAX_LISTED:
+                    memo.clear()
+                memo[key] = found
 
         return run
 

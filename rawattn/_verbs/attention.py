@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, overload
 from rawattn._call.hints import NoOthers, hides_unknown, refuse_unknown
 from rawattn._call.options import Options, flag
 from rawattn._call.seq_layout import SeqLayout
+from rawattn._masks.block_mask import memo_of
 from rawattn._runtime.asked import Asked
 from rawattn._runtime.option_arrays import with_arrays
 from rawattn._runtime.verbs import FORWARD
@@ -237,7 +238,8 @@ def attention(
     verb, arrays, values, options = with_arrays(FORWARD, options, q=q)
     returned: Callable[[Sequence[Any]], Any] = tuple if return_lse else first
     inputs, targets = (q, k, v, *arrays), (out, None)
-    return Asked(verb, inputs, targets, options, return_lse, backend, values, returned)
+    call = verb, inputs, targets, options, return_lse, backend, values
+    return Asked(*call, returned, memo_of(mask))
 
 
 def first(results: Sequence[Any]) -> Any:

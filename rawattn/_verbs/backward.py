@@ -13,6 +13,7 @@ from rawattn._call.hints import NoOthers, hides_unknown, refuse_unknown
 from rawattn._call.options import Options, flag
 from rawattn._call.places import says_places
 from rawattn._call.seq_layout import SeqLayout
+from rawattn._masks.block_mask import memo_of
 from rawattn._runtime.asked import Asked
 from rawattn._runtime.option_arrays import with_arrays
 from rawattn._runtime.verbs import BACKWARD, FORWARD
@@ -149,7 +150,8 @@ def attention_backward(
     inputs = (dout, q, k, v, out, lse, dlse, *arrays)
     returned = functools.partial(gradients, names, score_mod) if names else dense_gradients
     arrays = (*targets[:3], *written)
-    return Asked(verb, inputs, arrays, options, deterministic, backend, values, returned)
+    call = verb, inputs, arrays, options, deterministic, backend, values
+    return Asked(*call, returned, memo_of(mask))
 
 
 def of_options(
@@ -204,7 +206,8 @@ def _forward(
 ) -> Asked[tuple[Any, Any]]:
     verb, arrays, values, left = with_arrays(_UNTRACKED, Options(**options), q=q)
     inputs: tuple[Any, ...] = (q, k, v, *arrays)
-    return Asked(verb, inputs, (out, None), left, True, backend, values, tuple)
+    memo = memo_of(options.get("mask"))
+    return Asked(verb, inputs, (out, None), left, True, backend, values, tuple, memo)
 
 
 class Pullback(Protocol):

@@ -131,7 +131,7 @@ def repeating(
             asked = ask(*args, **options)
             inputs, targets, returned = asked.inputs, asked.targets, asked.returned
             call = asked.verb, inputs, targets, asked.options, asked.flag
-            results = dispatch.run(*call, asked.backend, asked.values)
+            results = dispatch.run(*call, asked.backend, asked.values, asked.memo)
             framework = framework_of(inputs[verb.q])
             own: Any = native(framework)
             programs = framework == "jax" and asked.backend != "cpu" and eager.takes(*call[:4])

@@ -143,9 +143,8 @@ def steps(
     ]
     scratch |= masks.scratch
     paddings = _padding(problem, structure, operands)
-    return Steps(
-        tuple(launches), config, tuple(schedules), paddings, orders, scratch, options.counters
-    )
+    more = orders, scratch, options.counters, masks.lists
+    return Steps(tuple(launches), config, tuple(schedules), paddings, *more)
 
 
 def _refuse(problem: Problem, operands: Operands, deterministic: bool) -> None:

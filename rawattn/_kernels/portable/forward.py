@@ -169,7 +169,8 @@ def of_query_tiles(
     scratch = {**masks.scratch, **partials}
     paddings = padding(problem, structure, operands)
     launches = (*masks.steps, main)
-    return Steps(launches, config, schedules, paddings, orders, scratch, pieces.counters())
+    counters = pieces.counters()
+    return Steps(launches, config, schedules, paddings, orders, scratch, counters, masks.lists)
 
 
 def padding(problem: Problem, structure: Structure, operands: Operands) -> tuple[Part, ...]:

@@ -14,7 +14,7 @@ from rawattn._kernels.features import features
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import mask_packing
 from rawattn._kernels.source import source as _source
-from rawattn._kernels.steps import Step, checked, patches
+from rawattn._kernels.steps import Lists, Step, checked, patches
 from rawattn._kernels.target import Target
 from rawattn._masks import layout
 
@@ -91,7 +91,10 @@ NOTHING = Listed()
 
 
 class Masks:
-    """What a call launches for its mask before the kernels that read it, and the scratch for that: nothing without one."""
+    """What a call launches for its mask before the kernels that read it, and the scratch for that: nothing without one.
+
+    lists: as in `Steps`, of a mask that comes packed.
+    """
 
     def __init__(
         self,
@@ -105,6 +108,7 @@ class Masks:
         self.steps: list[Step] = []
         self.scratch: dict[str, int] = {}
         self.counters: dict[str, int] = {}
+        self.lists = Lists()
         self._call = problem, structure, values
         self._target = target
         form = problem.mask
@@ -143,6 +147,10 @@ class Masks:
         self.steps.append(listed.step)
         self.scratch |= listed.scratch
         self.counters |= listed.counters
+        # Lengths and page ids on a device may change between calls, and bools are packed at each.
+        if problem.mask.dtype != "bool" and not problem.ragged and problem.pages is None:
+            launches, names = self.lists.launches, self.lists.scratch
+            self.lists = Lists((*launches, listed.step), (*names, *listed.scratch))
         return listed
 
 

@@ -109,7 +109,9 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
             early=True,
         )
     )
-    return Steps(tuple(launches), config, schedules, paddings, orders, scratch, counters)
+    return Steps(
+        tuple(launches), config, schedules, paddings, orders, scratch, counters, masks.lists
+    )
 
 
 def kept_tiles(problem: Problem, config: Config, clusters: int) -> int:
