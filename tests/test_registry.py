@@ -36,9 +36,10 @@ NO_OPERANDS = Operands()
         (4, 2048, 64, (32, 8), "float16", "decode"),
         (5, 2048, 64, (32, 8), "float16", "sm90"),  # 20 rows share keys
         (1, 1023, 64, (32, 8), "float16", "sm90"),
-        (16, 8192, 1, (64, 8), "float16", "decode"),  # 8 tiles for 132 multiprocessors
-        (17, 8192, 1, (64, 8), "float16", "sm90"),
-        (16, 8192, 8, (64, 8), "float16", "sm90"),
+        (3, 2047, 1, (64, 8), "float16", "decode"),
+        (3, 2049, 1, (64, 8), "float16", "sm90"),
+        (3, 2047, 8, (64, 8), "float16", "sm90"),  # 64 streams of keys
+        (16, 8192, 1, (64, 8), "float16", "sm90"),
         (16, 128, 1, (64, 8), "float32", "decode"),
         (64, 128, 1, (64, 8), "float32", "portable"),
     ],
@@ -102,6 +103,14 @@ def tile(
         ((1, 512, 8704, (32, 8), 128, True, 16), "2 x 128"),
         ((8, 256, 8448, (32, 8), 128, True), "3 x 80"),
         ((8, 2048, 10240, (32, 8), 128, True, 16), "3 x 80"),
+        # Few rows on some thousand keys: tiles that would leave most of the machine idle are shared out whatever their number.
+        ((1, 40, 4771, (16, 2), 128, False), "1 x 128, shared"),
+        ((2, 76, 6813, (8, 8), 256, False), "1 x 64, shared"),
+        ((1, 64, 4096, (32, 8), 64, True, 16), "1 x 128, shared"),
+        ((1, 16, 32768, (64, 8), 256, True, 16), "1 x 64, shared"),
+        ((64, 16, 2048, (32, 8), 128, True, 16), "1 x 128"),
+        # Their pieces would read other keys than those of their neighbours at any time, more than the L2 cache holds.
+        ((8, 100, 16384, (16, 2), 128, False), "2 x 128"),
         # Short sequences, which would leave consumers without rows, or key tiles without keys.
         ((128, 128, 128, (16, 16), 64, False), "2 blocks 2 x 48"),
         ((2, 4096, 77, (10, 10), 64, False), "2 blocks 2 x 48"),

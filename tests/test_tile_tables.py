@@ -23,8 +23,8 @@ from rawattn._kernels import tile_tables as _tiles
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import forward as portable_forward
 from rawattn._kernels.selection import only, selection, using_tiles
+from rawattn._kernels.sm90 import filling, forward_steps
 from rawattn._kernels.sm90 import forward as sm90_forward
-from rawattn._kernels.sm90 import forward_steps
 from rawattn._kernels.target import without_device
 from rawattn._runtime import on_gpu
 from rawattn._runtime.verbs import BACKWARD, FORWARD, Verb
@@ -191,11 +191,14 @@ def test_shared_out_tiles_are_covered(seqlens: tuple[int, int], clusters: int):
         shared = forward_steps.stream_k_of(problem, config, clusters)
         tiles = -(-seqlens[0] // config.schedule_rows) * heads % clusters
         keys = -(-seqlens[1] // config.tile_k)
-        pieces = min(tiles * keys // sm90_forward.LEAST_PIECE, clusters)
+        least = sm90_forward.least_piece(problem, config.tile_k)
+        pieces = filling.pieces_of(tiles, keys, clusters, least)
         if shared is None:
             gain = (pieces - tiles) * keys
             assert tiles == 0 or gain < clusters * sm90_forward.WORTH_SHARING
             continue
+        assert pieces <= clusters
+        assert tiles * keys >= pieces * least
         assert shared.tiles == tiles
         line = tiles * shared.units
         assert line < 2**31, "the kernel counts in 32 bits"

@@ -98,8 +98,9 @@ def sharing(alike: bool = True) -> Iterator[None]:
     """
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(filling, "ALIKE", 0 if alike else 2))
-        stack.enter_context(mock.patch.object(sm90_forward, "_equal", return_value=True))
-        least = {"STREAM_K_SEQLEN": 1, "UNLIKE_SEQLEN": 1, "WORTH_SHARING": 0, "LEAST_PIECE": 1}
+        stack.enter_context(mock.patch.object(filling, "ITEM_KEYS", 0))
+        stack.enter_context(mock.patch.object(sm90_forward, "_in_equal_rounds", return_value=True))
+        least = {"STREAM_K_SEQLEN": 1, "SHARED_SEQLEN": 1, "UNLIKE_SEQLEN": 1, "WORTH_SHARING": 0, "LEAST_PIECE": 1}
         for name, value in least.items():
             stack.enter_context(mock.patch.object(sm90_forward, name, value))
         stack.enter_context(nothing_prepared())

@@ -27,6 +27,8 @@ constexpr int kWaves = kCluster * kConsumers * 4;  // of all who work on a tile
 // other. Stores want an even number.
 constexpr int kParts = kOutBlocks > 8 ? 2 : 1;
 constexpr int kPartBlocks = kParts == 1 ? kOutBlocks : round_up((kOutBlocks + 1) / 2, 2);
+// Items whose loads are on their way together, where there are registers for them.
+constexpr int kItemsAtOnce = kConsumerRegisters >= 224 ? 2 : 1;
 
 DEVICE void leave(Partial& partial, const C (&o)[1][kOutBlocks], const Softmax& softmax, int lane) {
   UNROLL for (int d = 0; d < kOutBlocks; d++) {
@@ -45,23 +47,34 @@ DEVICE void merge(C (&o)[1][kPartBlocks], Softmax& all, int first, const Partial
   auto &running_max = all.running_max[0], &sum = all.sum[0];
   UNROLL for (int d = 0; d < kPartBlocks; d++) o[0][d] = C{};
 #pragma unroll 1
-  for (int item = 0; item < items; item++) {
-    const Partial& partial = partials[item * kWaves];
-    const Quad rows = partial.softmax[lane];
-    float before[C::kSlots], weight[C::kSlots];
-    UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
-      const float last = running_max[slot];
-      running_max[slot] = fmaxf(last, rows.x[slot]);
-      before[slot] = Exponent::power(last - all.shift(0, slot));
-      weight[slot] = Exponent::power(rows.x[slot] - all.shift(0, slot)) * rows.x[2 + slot];
-      sum[slot] = sum[slot] * before[slot] + weight[slot];
+  for (int item = 0; item < items; item += kItemsAtOnce) {
+    Quad rows[kItemsAtOnce], out[kItemsAtOnce][2 * kPartBlocks];
+    UNROLL for (int n = 0; n < kItemsAtOnce; n++) {
+      // Behind the last item it is the last one again, which weighs nothing.
+      const bool real = item + n < items;
+      const Partial& partial = partials[(real ? item + n : items - 1) * kWaves];
+      rows[n] = partial.softmax[lane];
+      if (!real) rows[n] = {-target::infinity(), -target::infinity(), 0.0f, 0.0f};
+      UNROLL for (int d = 0; d < 2 * kPartBlocks; d++) {
+        if (kParts * kPartBlocks > kOutBlocks && 2 * first + d >= 2 * kOutBlocks) break;
+        out[n][d] = partial.out[2 * first + d][lane];
+      }
     }
-    UNROLL for (int d = 0; d < kPartBlocks; d++) {
-      if (kParts * kPartBlocks > kOutBlocks && first + d >= kOutBlocks) break;
-      const Quad low = partial.out[2 * (first + d)][lane], high = partial.out[2 * (first + d) + 1][lane];
-      UNROLL for (int e = 0; e < C::kElements; e++) {
-        float& x = o[0][d].x[e];
-        x = x * before[C::slot(e)] + (e < 4 ? low.x[e % 4] : high.x[e % 4]) * weight[C::slot(e)];
+    UNROLL for (int n = 0; n < kItemsAtOnce; n++) {
+      float before[C::kSlots], weight[C::kSlots];
+      UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
+        const float last = running_max[slot];
+        running_max[slot] = fmaxf(last, rows[n].x[slot]);
+        before[slot] = Exponent::power(last - all.shift(0, slot));
+        weight[slot] = Exponent::power(rows[n].x[slot] - all.shift(0, slot)) * rows[n].x[2 + slot];
+        sum[slot] = sum[slot] * before[slot] + weight[slot];
+      }
+      UNROLL for (int d = 0; d < kPartBlocks; d++) {
+        if (kParts * kPartBlocks > kOutBlocks && first + d >= kOutBlocks) break;
+        UNROLL for (int e = 0; e < C::kElements; e++) {
+          float& x = o[0][d].x[e];
+          x = x * before[C::slot(e)] + out[n][2 * d + e / 4].x[e % 4] * weight[C::slot(e)];
+        }
       }
     }
   }

@@ -81,11 +81,12 @@ FAMILIES = {
             portable_forward.steps,
         ),
     ),
-    # Few rows leave most of a Hopper tile empty, and pages are small boxes to its copy engine.
     "paged_attention": (
+        _SM90_DECODE_FIRST,
+        _DECODE_FIRST,
+        _SM90,
         _SM90_DECODE,
         _DECODE,
-        _SM90,
         Family(
             "portable",
             portable_forward.FEATURES,

@@ -19,6 +19,7 @@ from tests.cases import Case, dense, ragged
 from tests.curated_cases import curated, repacked
 from tests.frameworks import CuPy
 from tests.landed import require
+from tests.score_arrays import Pairs
 from tests.score_cases import scores_of_kernels
 from tests.tiles import (
     TileShape,
@@ -206,6 +207,30 @@ def test_long_keys_are_shared_out() -> None:
         verify(case, CUPY)
         if compiler.device_arch(0) == sm90_forward.ARCH:
             assert _last_launch("stream_k")["tiles"] > 0
+
+
+# Each leaves multiprocessors of a Hopper GPU idle, if its tiles stay whole.
+IDLE: list[dict[str, Any]] = [
+    {"rows": (40, 4771), "heads": (16, 2)},
+    {"rows": (76, 3100), "heads": (8, 8), "headdim": 256},
+    {"rows": (200, 2000), "heads": (32, 8), "headdim": 64, "causal": True},
+    {"rows": (33, 1500), "heads": (28, 4), "headdim": 96, "causal": True},
+    {"rows": (100, 1900), "heads": (6, 3), "headdim": 192, "headdim_v": 128},
+    {"rows": (50, 1300), "heads": (8, 2), "causal": True, "softcap": 9.0, "sink_logits": "normal"},
+    {"rows": (70, 2500), "heads": (4, 4), "headdim": 64, "dropout_p": 0.2},
+    {"rows": (60, 1700), "heads": (8, 2), "causal": True, "bias": Pairs(batch=False)},
+]
+
+
+@pytest.mark.parametrize("case", IDLE, ids=str)
+def test_tiles_of_few_rows_are_shared_out(case: dict[str, Any]) -> None:
+    """What calls choose by themselves, keys far fewer than those of long sequences."""
+    knobs = dict(case)
+    rows, (nheads_q, nheads_kv) = knobs.pop("rows"), knobs.pop("heads")
+    knobs = {"headdim": 128, **knobs, "nheads_q": nheads_q, "nheads_kv": nheads_kv}
+    verify(dense("idle", 2, *rows, **knobs), CUPY)
+    if compiler.device_arch(0) == sm90_forward.ARCH:
+        assert _last_launch("stream_k")["tiles"] > 0
 
 
 def _last_call() -> on_gpu.Call:

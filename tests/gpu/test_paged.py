@@ -117,6 +117,20 @@ def test_tiles_shared_out_by_keys(options: dict[str, Any]) -> None:
             check_pages(call, "sm90", **options)
 
 
+@pytest.mark.parametrize("options", [{"causal": True}, {}], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (192, 128)], ids=str)
+def test_few_rows_of_several_heads(dims: tuple[int, int], options: dict[str, Any]) -> None:
+    """What calls choose by themselves: speculative steps and short chunks, of few sequences and of many."""
+    for lens, rows, heads in (
+        ((4100, 1025, 33, 3000), (20, 7, 33, 40), (32, 8)),
+        ((5000,), 33, (16, 2)),
+        (tuple(range(200, 520, 5)), 12, (8, 2)),
+    ):
+        packed = type(rows) is tuple
+        call = paged(lens, 16, rows=rows, heads=heads, dims=dims, group=packed)
+        check_pages(call, **options)
+
+
 def test_options_of_scores() -> None:
     rng = np.random.default_rng(0)
     call = paged((700, 130), 16, rows=20)

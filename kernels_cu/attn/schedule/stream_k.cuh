@@ -63,14 +63,21 @@ struct StreamLine {
     const unsigned last = tiles % workers * heads % workers;
     if (index >= all - last && last > 0) {
       const unsigned keys = key_tiles(all - last);
-      const unsigned most = last * keys / stream_k.least_piece, pieces = most < workers ? most : workers;
+      const unsigned most = last * keys / stream_k.least_piece, some = most < workers ? most : workers;
+      // A piece that ends in the next tile begins once more there: as many of each tile, if they are hardly longer.
+      const unsigned even = some / last * last;
+      const bool hardly = even > 0 && quotient_up(keys * last, even) <= quotient_up(keys * last, some) + kHardlyLonger;
+      const unsigned pieces = hardly ? even : some;
       if (pieces > last && (pieces - last) * keys >= stream_k.least_gain * pieces) {
-        const unsigned part = (keys + pieces - 1) / pieces;
+        const unsigned part = quotient_up(keys, pieces);
         return {all - last, static_cast<int>(last), static_cast<int>(last * part), static_cast<int>(pieces * part)};
       }
     }
     return {all, 0, 1, 1};
   }
+
+  static constexpr unsigned kHardlyLonger = 2;  // key tiles
+  DEVICE static unsigned quotient_up(unsigned x, unsigned y) { return (x + y - 1) / y; }
 
   // Finds what is at an index, where a piece goes on from unit `at` of the line, or begins if that is negative: which
   // units, as its `keys`, of the query tile at the index that is returned.

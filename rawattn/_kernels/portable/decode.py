@@ -31,10 +31,12 @@ FEATURES = frozenset(
 
 # Query rows of all heads that share keys, at most: of more, each of a sequence's tiles would read its keys again.
 MOST_ROWS = 128
-# Where Hopper's forward is slower (measured, docs/notes/decode.md): of rows of one tile from so many keys on; of more
-# rows, where that would leave three of four multiprocessors idle.
-_TILE_ROWS, _MANY_KEYS = 16, 1024
-_MANY_KEYS_ALONE = 4096
+_TILE_ROWS = 16
+# Where Hopper's forward is slower (docs/notes/decode.md): of keys in rows, from so many on, of half a tile's rows from half as
+# many; of two tiles' rows, up to so many, and up to so many where it has more to find or less to compute: keys in pages, or
+# few columns.
+_MANY_KEYS = 1024
+_SOME_KEYS, _FEW_COLUMNS_KEYS, _FEW_COLUMNS = 2048, 8192, 64
 # A unit of a line has 16 keys at least.
 _MOST_SCORES = 16 * 2**31
 _OFFSET_BYTES = 8  # of where a row of a page is
@@ -147,16 +149,32 @@ def supports(problem: Problem, target: Target, operands: Operands) -> str | None
 
 
 def supports_before_sm90(problem: Problem, target: Target, operands: Operands) -> str | None:
-    """`supports`, of keys in rows, where Hopper's forward takes 16-bit calls: why that is the faster one, else None.
+    """`supports`, where Hopper's forward takes 16-bit calls: why that is the faster one, else None.
 
-    It reads the keys of a few rows as fast as those of many, and one block reads all keys of a sequence's kv head.
+    It reads the keys of a few rows as fast as those of many, and shares them out among blocks too.
     """
-    rows = problem.max_seqlen_q * (problem.nheads_q // problem.nheads_kv)
-    few = rows <= _TILE_ROWS and problem.max_seqlen_k >= _MANY_KEYS
-    alone = problem.batch * problem.nheads_kv <= target.multiprocessors // 4
-    if not few and not (alone and problem.max_seqlen_k >= _MANY_KEYS_ALONE):
-        return "many rows on few keys"
+    if not _are_few(problem, target):
+        return "it has too many rows for the keys that they share"
     return supports(problem, target, operands)
+
+
+def _are_few(problem: Problem, target: Target) -> bool:
+    rows = problem.max_seqlen_q * (problem.nheads_q // problem.nheads_kv)
+    keys, dim = problem.max_seqlen_k, max(problem.headdim, problem.headdim_v)
+    paged = problem.pages is not None
+    half = rows >= _TILE_ROWS // 2 or dim > _WIDE_TILE_HEADDIM
+    if not paged and keys < (_MANY_KEYS // 2 if half else _MANY_KEYS):
+        return False
+    if rows <= _TILE_ROWS:
+        return True
+    narrow = dim <= _FEW_COLUMNS
+    quick = narrow or paged
+    if dim > _WIDE_TILE_HEADDIM or keys > (_FEW_COLUMNS_KEYS if quick else _SOME_KEYS):
+        return False
+    streams, all_busy = problem.batch * problem.nheads_kv, target.multiprocessors
+    if rows <= 2 * _TILE_ROWS:
+        return streams <= (all_busy if quick else all_busy // 4)
+    return rows <= 4 * _TILE_ROWS and narrow and streams <= all_busy // 4
 
 
 def choose(problem: Problem, target: Target, operands: Operands) -> Config:

@@ -7,7 +7,9 @@ in the last round, where smaller ones, which are slower for the rows they have, 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any, TypeVar
 
 from rawattn._call.problem import Problem
@@ -29,12 +31,28 @@ _BEGIN_KEYS = {
 }
 # What tiles of so many consumers and keys were measured to take over the rule's time, likewise; others take the rule's.
 _PACES: dict[int, dict[tuple[int, int], float]] = {64: {(1, 48): 1.1, (2, 48): 0.95}, 256: {}}
+# Likewise where a block that is made to share a multiprocessor, and has few registers, has it to itself.
+_LONE_PACES: dict[int, dict[tuple[int, int], float]] = {
+    64: {(2, 48): 1.45, (1, 48): 1.45},
+    96: {(2, 32): 1.65},
+    256: {},
+}
 # What hiding keys behind the diagonal takes, likewise.
 _MASKED_KEYS = 16
 # Of a tile's time the part that consumers without rows save as if they were not there.
 _SPARED = 0.56
-# What merging the items of the last tiles adds to a call, likewise in keys.
+# What merging the items of unlike tiles adds to a call, likewise in keys.
 _MERGE_KEYS = 1024
+# Of tiles that are shared out, in keys likewise: what comes to the time of a piece; for each item of a tile, one after the
+# other; and for 64 rows of each item of the call, since all of them go through the L2 cache.
+_SHARE_KEYS = 150
+ITEM_KEYS = 50
+_PARTIAL_KEYS = 1.5
+_HARDLY_LONGER = 2  # key tiles of pieces, where each tile has as many
+# The time for a key that all multiprocessors read from DRAM, over two consumers' likewise, and bytes that stay in the L2
+# cache until others want them.
+_MEMORY_TIMES = {64: 0.85, 96: 1.2, 128: 1.45, 256: 1.65}
+_CACHED_BYTES = 40 << 20
 # How long the shortest query tile must be over the longest for them to be alike.
 ALIKE = 0.75
 # Of more tiles the last round says little.
@@ -47,36 +65,93 @@ def duration(
     fields: Mapping[str, Any],
     heads: int,
     blocks: int = 1,
-    shared: bool = False,
+    least: int = 0,
 ) -> float:
     """In the time that a tile of two consumers takes for a key.
 
     fields: of a row of the tile tables; heads: whose rows share a tile; blocks: that a multiprocessor runs at once;
-    shared: the tiles behind whole rounds are shared out by keys, or of unlike ones all that are longer than is fair.
-    Sequences are taken to be as long as they may be.
+    least: key tiles of a piece, where the tiles behind whole rounds are shared out by keys, or of unlike ones all that are
+    longer than is fair; 0: none are. Sequences are taken to be as long as they may be.
     """
     rows = 64 * fields["consumers"]
-    blocks = max(1, min(blocks, -(-count(problem, rows, heads) // multiprocessors)))
-    tiles = _tiles(problem, fields, heads, blocks)
+    most, blocks = blocks, max(1, min(blocks, -(-count(problem, rows, heads) // multiprocessors)))
+    tiles = _tiles(problem, fields, heads, blocks, lone=blocks == 1 < most)
     workers = multiprocessors * blocks
     times = [time for time, count in tiles for _ in range(count)]  # from the longest on
     if len(times) > _MOST_SIMULATED:
         return sum(times) / workers + times[0] / 2
-    merging = 0.0
-    if shared and by_length(problem):
+    sharing = 0.0
+    idle = 0 < len(times) <= workers and not by_length(problem)
+    if idle and not least:
+        return max(times[0], _reading(problem, len(times), Fraction(1)) / multiprocessors)
+    if least and by_length(problem):
         fair = sum(times) / workers
         if fair < times[0]:
             pace = _of_headdim(_TIMES, problem)[fields["consumers"]]
             begin = _of_headdim(_BEGIN_KEYS, problem)[fields["consumers"]]
             return fair + begin + _MERGE_KEYS * pace
-    elif shared and (rest := len(times) % workers):
-        line = times[-rest:]
-        times[-rest:] = [line[0] * rest / workers] * workers
-        merging = _MERGE_KEYS * _of_headdim(_TIMES, problem)[fields["consumers"]]
+    elif least and (rest := len(times) % workers):
+        times[-rest:] = []
+        sharing = _of_pieces(problem, fields, rest, workers, least, idle)
     ends = [0.0] * workers
     for time in times:
         heapq.heapreplace(ends, ends[0] + time)
-    return max(ends) + merging
+    return max(ends) + sharing
+
+
+def pieces_of(tiles: int, keys: int, workers: int, least: int) -> int:
+    """Into how many pieces so many tiles of so many key tiles are cut; no more than tiles where it does not pay.
+
+    The same sums as the kernel's for ragged batches (kernels_cu/attn/schedule/stream_k.cuh).
+    """
+    pieces = min(tiles * keys // least, workers)
+    even = pieces // max(tiles, 1) * tiles
+    if even and -(-tiles * keys // even) <= -(-tiles * keys // pieces) + _HARDLY_LONGER:
+        return even
+    return pieces
+
+
+def _of_pieces(
+    problem: Problem,
+    fields: Mapping[str, Any],
+    tiles: int,
+    workers: int,
+    least: int,
+    all_of_them: bool,
+) -> float:
+    """Of tiles in one line, cut into pieces for all workers. all_of_them: there are no others, whose keys these would read."""
+    consumers: int = fields["consumers"]
+    tile_k: int = fields["tile_k"]
+    keys = -(-extremes(problem)[1] // tile_k)
+    pieces = pieces_of(tiles, keys, workers, least)
+    if pieces <= tiles:
+        return math.inf
+    pace = _of_headdim(_PACES, problem).get((consumers, tile_k), 1.0)
+    pace *= _of_headdim(_TIMES, problem)[consumers]
+    begin = _of_headdim(_BEGIN_KEYS, problem)[consumers]
+    # A piece that ends in the next tile is two items.
+    uneven = pieces % tiles > 0
+    of_tile, items = Fraction(pieces, tiles), pieces + uneven * (tiles - 1)
+    products = pace * -(-tiles * keys // pieces) * tile_k
+    reading = 0.0
+    if all_of_them:
+        reading = _reading(problem, tiles, of_tile) / workers
+    merging = ITEM_KEYS * (float(of_tile) + 1) + _PARTIAL_KEYS * consumers * items
+    return max(products, reading) + begin * (1 + uneven) + _SHARE_KEYS + merging
+
+
+def _reading(problem: Problem, tiles: int, pieces: Fraction) -> float:
+    """Of what comes from DRAM, by one multiprocessor. pieces: of a tile.
+
+    Tiles of the same keys read them together, unless pieces begin elsewhere in each, and too far apart for the L2 cache.
+    """
+    keys, streams = extremes(problem)[1], problem.batch * problem.nheads_kv
+    together = tiles / streams
+    key_bytes = (problem.headdim + problem.headdim_v) * (1 if problem.float8 else 2)
+    apart = min(1.0, float(abs(pieces - round(pieces))) * (together - 1)) * keys
+    times = 1.0 if apart * streams * key_bytes <= _CACHED_BYTES else min(together, pieces.denominator)
+    pace: float = _of_headdim(_MEMORY_TIMES, problem)
+    return keys * streams * times * pace / (2 if problem.float8 else 1)
 
 
 def alike(problem: Problem) -> bool:
@@ -114,11 +189,12 @@ def count(problem: Problem, rows: int, heads: int) -> int:
 
 
 def _tiles(
-    problem: Problem, fields: Mapping[str, Any], heads: int, blocks: int
+    problem: Problem, fields: Mapping[str, Any], heads: int, blocks: int, lone: bool
 ) -> list[tuple[float, int]]:
     """The time of a tile, and how many there are of it, from the longest on."""
     consumers, tile_k = fields["consumers"], fields["tile_k"]
-    pace = _of_headdim(_PACES, problem).get((consumers, tile_k), 1.0)
+    paces = _LONE_PACES if lone else _PACES
+    pace = _of_headdim(paces, problem).get((consumers, tile_k), 1.0)
     times, begin = _of_headdim(_TIMES, problem), _of_headdim(_BEGIN_KEYS, problem)
 
     def time_of(consumers: int, keys: int) -> float:

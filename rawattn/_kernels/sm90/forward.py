@@ -31,9 +31,11 @@ PAGED_ROUNDS = 0.5
 # Keys of a sequence from which on the tiles of the table "long" are the faster ones: more work a tile, less often begun.
 LONG_SEQLEN = 8192
 
-# Keys of a query tile from which on the last tiles may be shared out by keys, and the longest of unlike ones; by how many
-# key tiles they must be done earlier for it, and how many a piece must have (docs/notes/hopper-forward.md).
+# Keys of a query tile from which on the last tiles are shared out by keys, from which on they may be, where that is expected
+# to take less time, and the longest of unlike ones; by how many key tiles they must be done earlier for it, and how many a
+# piece must have (docs/notes/hopper-forward.md).
 STREAM_K_SEQLEN = LONG_SEQLEN
+SHARED_SEQLEN = 1024
 UNLIKE_SEQLEN = 2048
 WORTH_SHARING = 8
 LEAST_PIECE = 4
@@ -94,8 +96,9 @@ def _pages_refused(problem: Problem, target: Target) -> str | None:
     if not 0 < form.num_pages < MAX_PAGES:
         return f"a tensor map has from 1 to {MAX_PAGES} pages"
     smallest = filling.count(problem, 64, heads_per_tile(problem, 64))
-    if problem.num_splits is None and smallest < PAGED_ROUNDS * target.multiprocessors:
-        return "its tiles leave too many multiprocessors idle, and it splits no keys"
+    idle = smallest < PAGED_ROUNDS * target.multiprocessors
+    if problem.num_splits is None and idle and not shareable(problem, SHARED_SEQLEN):
+        return "its tiles leave too many multiprocessors idle, and are not shared out by keys"
     return None
 
 
@@ -202,19 +205,32 @@ def next_pages(problem: Problem, operands: Operands) -> tuple[int, int] | None:
     return keys, values
 
 
-def shareable(problem: Problem) -> bool:
-    """Whether query tiles may be shared out by keys: long and alike ones, and of dense batches causal ones too."""
+def shareable(problem: Problem, seqlen: int) -> bool:
+    """Whether query tiles may be shared out by keys: alike ones of so many, and of dense batches causal ones too."""
     if problem.num_splits is not None or problem.mask is not None:
         return False
     longest = filling.extremes(problem)[1]
     if filling.by_length(problem):
         return longest >= UNLIKE_SEQLEN
-    return longest >= STREAM_K_SEQLEN and filling.alike(problem)
+    return longest >= seqlen and filling.alike(problem)
 
 
-def _equal(problem: Problem) -> bool:
-    """Whether all query tiles have the same keys."""
-    return not problem.ragged and problem.window_left is None and problem.window_right is None
+def least_piece(problem: Problem, tile_k: int) -> int:
+    """Key tiles of a piece at least: of shorter ones a tile has so many that to merge them takes longer than to make them."""
+    shortest = math.sqrt(filling.ITEM_KEYS * filling.extremes(problem)[1])
+    return max(LEAST_PIECE, math.ceil(shortest / tile_k))
+
+
+def worth_sharing(problem: Problem, rows: int, heads: int, workers: int) -> int:
+    """By how many key tiles the tiles that are shared out must be done earlier. rows, heads: of a tile."""
+    idle = filling.count(problem, rows * heads, heads) < workers
+    return WORTH_SHARING // 2 if idle and not filling.by_length(problem) else WORTH_SHARING
+
+
+def _in_equal_rounds(problem: Problem, idle: bool) -> bool:
+    """Whether all query tiles have the same keys, and every multiprocessor has one of its own. idle: some have none."""
+    limits = problem.window_left, problem.window_right
+    return not idle and not problem.ragged and limits == (None, None)
 
 
 def repacked(problem: Problem, operands: Operands) -> tuple[str, ...]:
@@ -266,16 +282,19 @@ def _fields(problem: Problem, target: Target, wide: int) -> tuple[dict[str, Any]
     """
     table = _table(problem)
     usual = _usual(problem, wide)
-    shares = shareable(problem)
+    rows = rows_of(usual["consumers"])
+    tiles = filling.count(problem, rows, heads_per_tile(problem, rows))
     # Of a kernel that is only compiled nobody knows how many multiprocessors there are.
-    if target.multiprocessors == 1 or (shares and _equal(problem)):
-        return usual, shares
+    if target.multiprocessors == 1:
+        return usual, shareable(problem, STREAM_K_SEQLEN)
+    idle = tiles < target.multiprocessors
+    if _in_equal_rounds(problem, idle) and shareable(problem, STREAM_K_SEQLEN):
+        return usual, True
+    shares = shareable(problem, SHARED_SEQLEN)
     # What is held or drawn needs registers that no other row leaves it. Of a padded batch nobody knows how much is real.
     padded = problem.ragged and not problem.group and problem.pages is None
     bound = table in ("held", "dropout") or padded
     plain = table in ("any", "long", "left", "paged", "paged_8bit", "narrow_values")
-    rows = rows_of(usual["consumers"])
-    tiles = filling.count(problem, rows, heads_per_tile(problem, rows))
     short = plain and problem.max_seqlen_q <= _SHORT_SEQLEN
     limit = _SOME_ROUNDS if plain else _FEW_ROUNDS
     if tiles >= limit * target.multiprocessors and not short:
@@ -297,15 +316,14 @@ def _fields(problem: Problem, target: Target, wide: int) -> tuple[dict[str, Any]
     def duration(choice: tuple[Mapping[str, Any], bool], problem: Problem) -> float:
         fields, shared = choice
         heads = heads_per_tile(problem, rows_of(fields["consumers"]))
+        least = least_piece(problem, fields["tile_k"]) if shared else 0
         return filling.duration(
-            problem, target.multiprocessors, fields, heads, _blocks(fields), shared
+            problem, target.multiprocessors, fields, heads, _blocks(fields), least
         )
 
-    choices = [
-        (fields, shared)
-        for fields in (usual, *others)
-        for shared in (False, True)[: 1 + (shares and _blocks(fields) == 1)]
-    ]
+    rows_of_tables = (usual, *others)
+    choices = [(fields, False) for fields in rows_of_tables]
+    choices += [(fields, True) for fields in rows_of_tables if shares and _blocks(fields) == 1]
     durations = [duration(each, problem) for each in choices]
     if problem.ragged and problem.group and problem.pages is None:
         # Of sequences as long as they may be, and as long as they are on average: both must say so.

@@ -150,12 +150,13 @@ class StreamK:
     # Where tiles are unlike: of each head those in the line, and all pieces. Else no rows.
     rows: int = 0
     pieces: int = 0
+    least: int = 1  # key tiles of a piece
+    gain: int = 0  # by how many they are done earlier
 
     @property
     def values(self) -> tuple[int, int, int, int, int, int, int]:
         """Of the fields of the kernel's parameter."""
-        least = forward.WORTH_SHARING, forward.LEAST_PIECE
-        return self.tiles, self.piece, self.units, self.rows, self.pieces, *least
+        return self.tiles, self.piece, self.units, self.rows, self.pieces, self.gain, self.least
 
 
 def stream_k_of(problem: Problem, config: Config, clusters: int) -> StreamK | None:
@@ -166,6 +167,8 @@ def stream_k_of(problem: Problem, config: Config, clusters: int) -> StreamK | No
     # Each lane has 16 bytes twice for 16 columns of its two rows, and once for their references and sums.
     wave_bytes = 32 * 16 * (2 * -(-config.headdim_v // 16) + 1)
     rows, piece, units = 0, 0, 0
+    least = forward.least_piece(problem, config.tile_k)
+    worth = forward.worth_sharing(problem, config.schedule_rows, config.heads_per_tile, clusters)
     heads = problem.batch * problem.nheads_q // config.heads_per_tile
     if problem.ragged:
         if clusters == 1:
@@ -173,17 +176,17 @@ def stream_k_of(problem: Problem, config: Config, clusters: int) -> StreamK | No
         tiles, pieces = clusters - 1, clusters
     elif filling.by_length(problem):
         lengths = filling.key_tiles(problem, config.schedule_rows, config.tile_k)
-        piece = max(forward.LEAST_PIECE, -(-heads * sum(lengths) // clusters))
+        piece = max(least, -(-heads * sum(lengths) // clusters))
         rows = sum(each > piece for each in lengths)
-        if lengths[0] - piece < max(1, forward.WORTH_SHARING):
+        if lengths[0] - piece < max(1, worth):
             return None
         tiles, pieces = heads * rows, -(-heads * sum(lengths[:rows]) // piece)
     else:
         tiles = -(-problem.rows_q // config.schedule_rows) * heads % clusters
         keys = -(-filling.extremes(problem)[1] // config.tile_k)
-        pieces = min(tiles * keys // forward.LEAST_PIECE, clusters)
+        pieces = filling.pieces_of(tiles, keys, clusters, least)
         gain = (pieces - tiles) * keys  # in key tiles, of all pieces
-        if tiles == 0 or pieces <= tiles or gain < forward.WORTH_SHARING * pieces:
+        if tiles == 0 or pieces <= tiles or gain < worth * pieces:
             return None
         part = -(-keys // pieces)
         piece, units = tiles * part, pieces * part
@@ -193,6 +196,8 @@ def stream_k_of(problem: Problem, config: Config, clusters: int) -> StreamK | No
         counters=tiles * waves,
         rows=rows,
         pieces=pieces if rows else 0,
+        least=least,
+        gain=worth,
     )
 
 
