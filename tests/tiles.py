@@ -100,7 +100,13 @@ def sharing(alike: bool = True) -> Iterator[None]:
         stack.enter_context(mock.patch.object(filling, "ALIKE", 0 if alike else 2))
         stack.enter_context(mock.patch.object(filling, "ITEM_KEYS", 0))
         stack.enter_context(mock.patch.object(sm90_forward, "_in_equal_rounds", return_value=True))
-        least = {"STREAM_K_SEQLEN": 1, "SHARED_SEQLEN": 1, "UNLIKE_SEQLEN": 1, "WORTH_SHARING": 0, "LEAST_PIECE": 1}
+        least = {
+            "STREAM_K_SEQLEN": 1,
+            "SHARED_SEQLEN": 1,
+            "UNLIKE_SEQLEN": 1,
+            "WORTH_SHARING": 0,
+            "LEAST_PIECE": 1,
+        }
         for name, value in least.items():
             stack.enter_context(mock.patch.object(sm90_forward, name, value))
         stack.enter_context(nothing_prepared())

@@ -102,9 +102,7 @@ struct MergedColumns {
     multiply(factor);
   }
   DEVICE void multiply(float factor) {
-    UNROLL for (int f = 0; f < kFours; f++) {
-      UNROLL for (int i = 0; i < 4; i++) out[f].x[i] *= factor;
-    }
+    UNROLL for (int f = 0; f < kFours; f++) { UNROLL for (int i = 0; i < 4; i++) out[f].x[i] *= factor; }
   }
   // What exponents are taken against: of a row without one all are -inf, whatever is subtracted.
   DEVICE float weight_of(float own) const {

@@ -50,7 +50,7 @@ def _packed(step: Step, shape: Shape, given: Mapping[str, Any], device: int) -> 
     """What a step makes of arrays by name. It runs on CuPy's current stream of their device."""
     import cupy
 
-    from rawattn._runtime import kernel
+    from rawattn._runtime import graphs, kernel
     from rawattn._runtime.kernel import Arguments
 
     with cupy.cuda.Device(device):
@@ -70,4 +70,7 @@ def _packed(step: Step, shape: Shape, given: Mapping[str, Any], device: int) -> 
             kernel.load(each.source, device).launch(
                 each.blocks, each.threads, each.shared_bytes, stream, Arguments((packed,))
             )
-    return BlockMask(words, shape, replayed=streams.is_capturing(stream))
+    capturing = streams.is_capturing(stream)
+    if capturing:
+        graphs.hold(*named.values())
+    return BlockMask(words, shape, replayed=capturing)

@@ -170,10 +170,12 @@ def test_a_mask_that_a_graph_makes(expected: list[bytes]) -> None:
         stream.begin_capture()
         mask = block_mask(keep)
         graph = stream.end_capture()
+        others = [cupy.full(1 << n, 165, np.uint8) for n in range(9, 22) for _ in range(4)]
         for n in (0, 1, 0):
             keep.set(KEEPS[n])
             graph.launch(stream)
             assert bits(call(mask, given)) == expected[n]
+        assert all(bool((other == 165).all()) for other in others)
 
 
 def test_tensors_of_torch(torch: Any) -> None:

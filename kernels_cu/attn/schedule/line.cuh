@@ -136,7 +136,6 @@ struct Line {
  private:
   int whole, longer;  // units of a part, of which the first `longer` ones have one more
 
-
   // A part for each block, unless too few units would come to one.
   DEVICE void share_out() {
     const int least = p.splits.least;

@@ -149,7 +149,9 @@ def _reading(problem: Problem, tiles: int, pieces: Fraction) -> float:
     together = tiles / streams
     key_bytes = (problem.headdim + problem.headdim_v) * (1 if problem.float8 else 2)
     apart = min(1.0, float(abs(pieces - round(pieces))) * (together - 1)) * keys
-    times = 1.0 if apart * streams * key_bytes <= _CACHED_BYTES else min(together, pieces.denominator)
+    times = (
+        1.0 if apart * streams * key_bytes <= _CACHED_BYTES else min(together, pieces.denominator)
+    )
     pace: float = _of_headdim(_MEMORY_TIMES, problem)
     return keys * streams * times * pace / (2 if problem.float8 else 1)
 
