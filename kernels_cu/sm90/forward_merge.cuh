@@ -27,8 +27,9 @@ constexpr int kWaves = kCluster * kConsumers * 4;  // of all who work on a tile
 // other. Stores want an even number.
 constexpr int kParts = kOutBlocks > 8 ? 2 : 1;
 constexpr int kPartBlocks = kParts == 1 ? kOutBlocks : round_up((kOutBlocks + 1) / 2, 2);
-// Items whose loads are on their way together, where there are registers for them.
-constexpr int kItemsAtOnce = kConsumerRegisters >= 224 ? 2 : 1;
+// Items whose loads are on their way together, where there are registers for them and what they come to.
+constexpr int kOtherRegisters = kParts * kPartBlocks == kOutBlocks ? 40 : 64;
+constexpr int kItemsAtOnce = !kBias && kConsumerRegisters >= 3 * 8 * kPartBlocks + kOtherRegisters ? 2 : 1;
 
 DEVICE void leave(Partial& partial, const C (&o)[1][kOutBlocks], const Softmax& softmax, int lane) {
   UNROLL for (int d = 0; d < kOutBlocks; d++) {
@@ -56,8 +57,10 @@ DEVICE void merge(C (&o)[1][kPartBlocks], Softmax& all, int first, const Partial
       rows[n] = partial.softmax[lane];
       if (!real) rows[n] = {-target::infinity(), -target::infinity(), 0.0f, 0.0f};
       UNROLL for (int d = 0; d < 2 * kPartBlocks; d++) {
-        if (kParts * kPartBlocks > kOutBlocks && 2 * first + d >= 2 * kOutBlocks) break;
-        out[n][d] = partial.out[2 * first + d][lane];
+        // Behind the last columns it is some of those, which are not stored there.
+        const int quad = 2 * first + d;
+        const bool inside = kParts * kPartBlocks == kOutBlocks || quad < 2 * kOutBlocks;
+        out[n][d] = partial.out[inside ? quad : d][lane];
       }
     }
     UNROLL for (int n = 0; n < kItemsAtOnce; n++) {
@@ -70,7 +73,6 @@ DEVICE void merge(C (&o)[1][kPartBlocks], Softmax& all, int first, const Partial
         sum[slot] = sum[slot] * before[slot] + weight[slot];
       }
       UNROLL for (int d = 0; d < kPartBlocks; d++) {
-        if (kParts * kPartBlocks > kOutBlocks && first + d >= kOutBlocks) break;
         UNROLL for (int e = 0; e < C::kElements; e++) {
           float& x = o[0][d].x[e];
           x = x * before[C::slot(e)] + out[n][2 * d + e / 4].x[e % 4] * weight[C::slot(e)];

@@ -408,7 +408,7 @@ def test_tiles_are_kept_where_some_are_longer() -> None:
 
 
 def test_fewer_consumers_where_tiles_leave_multiprocessors_idle() -> None:
-    """And those of the usual table where tiles fill them, where keys are shared out, and where nobody knows how many."""
+    """And those of the usual table where tiles fill them, though the last are shared out, and where nobody knows how many."""
 
     def consumers(case: Case, multiprocessors: int = 132) -> int:
         call = call_of(case)
@@ -425,7 +425,8 @@ def test_fewer_consumers_where_tiles_leave_multiprocessors_idle() -> None:
     assert consumers(dense("full", 1, 2048, 300, nheads_q=12, nheads_kv=12, headdim=128)) == 3
     assert consumers(dense("full", 1, 2048, 1024, nheads_q=8, nheads_kv=8, headdim=128)) == 2
     long = sm90_forward.STREAM_K_SEQLEN
-    assert consumers(dense("shared", 1, 64, long, nheads_q=1, nheads_kv=1, headdim=128)) == 3
+    assert consumers(dense("few", 1, 64, long, nheads_q=1, nheads_kv=1, headdim=128)) == 1
+    assert consumers(dense("rounds", 1, 3000, long, nheads_q=9, nheads_kv=9, headdim=128)) == 3
     packed = {"headdim": 128, "causal": True}
     assert consumers(ragged("lengths", (9, 2000), (9, 2000), **packed)) == 1
     assert consumers(ragged("many", (2000,) * 30, (2000,) * 30, **packed)) == 3

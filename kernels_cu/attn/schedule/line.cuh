@@ -126,15 +126,19 @@ struct Line {
   // Of numbers that are not negative it takes a third of the instructions.
   DEVICE static int quotient(int x, int y) { return static_cast<int>(static_cast<unsigned>(x) / unsigned(y)); }
 
-  // Where a part begins, and the part of a unit.
-  DEVICE int begin_of(int part) const { return part * whole + (part < longer ? part : longer); }
+  // Where a part begins, and the part of a unit. Longer ones lie between the others, so that parts of sequences that
+  // are alike end where those do.
+  DEVICE int begin_of(int part) const { return part * whole + quotient(part * longer, parts); }
   DEVICE int part_of(int unit) const {
-    const int others = longer * (whole + 1);  // the first unit of a part that is not longer
-    return unit < others ? quotient(unit, whole + 1) : longer + quotient(unit - others, whole);
+    if (longer == 0) return quotient(unit, whole);
+    int part = static_cast<int>(static_cast<float>(unit) * static_cast<float>(parts) / static_cast<float>(total));
+    while (begin_of(part) > unit) part--;
+    while (begin_of(part + 1) <= unit) part++;
+    return part;
   }
 
  private:
-  int whole, longer;  // units of a part, of which the first `longer` ones have one more
+  int whole, longer;  // units of a part, of which `longer` ones have one more
 
   // A part for each block, unless too few units would come to one.
   DEVICE void share_out() {
