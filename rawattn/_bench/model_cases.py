@@ -74,6 +74,10 @@ CASES = (
     Model("odd", 7, 509, 509, 32, 8, 128, 128, causal=True),
     Model("odd", 1, 3001, 3001, 16, 2, 128, 128, causal=True),
     Model("odd", 4, 1000, 1000, 32, 32, 96, 96, causal=True),
+    # Drafts of speculative decoding, and the latent queries of a resampler.
+    Model("few rows", 1, 40, 4771, 16, 2, 128, 128),
+    Model("few rows", 2, 76, 6813, 8, 8, 256, 256),
+    Model("few rows", 1, 200, 4000, 32, 8, 64, 64, causal=True),
     # What is left of a model's heads where many GPUs share them.
     Model("few heads", 1, 16384, 16384, 2, 2, 128, 128),
     Model("LLM", 1, 1024, 1024, 32, 8, 128, 128, causal=True),
