@@ -99,6 +99,7 @@ def sharing(alike: bool = True) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(filling, "ALIKE", 0 if alike else 2))
         stack.enter_context(mock.patch.object(filling, "ITEM_KEYS", 0))
+        stack.enter_context(mock.patch.object(filling, "_HARDLY_LONGER", -(2**31)))
         stack.enter_context(mock.patch.object(sm90_forward, "_in_equal_rounds", return_value=True))
         least = {
             "STREAM_K_SEQLEN": 1,

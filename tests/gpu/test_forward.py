@@ -213,8 +213,8 @@ def test_long_keys_are_shared_out() -> None:
 IDLE: list[dict[str, Any]] = [
     {"rows": (40, 4771), "heads": (16, 2)},
     {"rows": (76, 3100), "heads": (8, 8), "headdim": 256},
-    {"rows": (200, 2000), "heads": (32, 8), "headdim": 64, "causal": True},
-    {"rows": (33, 1500), "heads": (28, 4), "headdim": 96, "causal": True},
+    {"rows": (100, 2000), "heads": (16, 4), "headdim": 64, "causal": True},
+    {"rows": (33, 2500), "heads": (14, 2), "headdim": 96, "causal": True},
     {"rows": (100, 1900), "heads": (6, 3), "headdim": 192, "headdim_v": 128},
     {"rows": (50, 1300), "heads": (8, 2), "causal": True, "softcap": 9.0, "sink_logits": "normal"},
     {"rows": (70, 2500), "heads": (4, 4), "headdim": 64, "dropout_p": 0.2},
