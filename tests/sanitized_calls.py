@@ -128,6 +128,9 @@ def matrix() -> list[Step]:
     knobs = {"nheads_q": 8, "nheads_kv": 2, "causal": True}
     steps.append(Step(dense("shared-causal", 1, 200, 900, **knobs), around=sharing))
     steps.append(Step(dense("by-length", 1, 1200, 1200, **knobs), around=sharing_by_length))
+    # What is shared out without being made to: by one consumer, which merges two items at a time.
+    for headdim in (64, 128, 256):
+        steps.append(Step(dense("few", 1, 40, 1500, **knobs, headdim=headdim)))
     lens = (150, 9, 0), (700, 500, 40)
     steps.append(Step(ragged("shared-ragged", *lens, **knobs, on_device=True), around=sharing))
     steps.append(Step(dense("kept", 5, 600, 600, nheads_q=14, nheads_kv=14, causal=True)))
@@ -196,6 +199,7 @@ def page_calls() -> list[Callable[[], None]]:
         partial(check_pages, paged(lens, 1000, rows=2, integers=np.int64, heads_first=True)),
         partial(check_pages, paged(lens, 24, rows=3, dims=(7, 33)), **masks, num_splits=3),
         partial(check_pages, paged(lens, 1, rows=3, dims=(64, 96)), softcap=3.0),
+        partial(check_pages, paged((1500, 1100), 16, rows=20, heads=(8, 2), dims=(128, 128))),
         partial(
             check_pages,
             paged(lens, 16, heads=(8, 2), dims=(128, 128), float8="arrays"),
