@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -135,6 +136,24 @@ def test_each_stream_has_its_own(gpu: Gpu) -> None:
     for gpu.own.current in (0, 8, 0, 8, 16):
         found.append(gpu.lists(lambda: rawattn.attention(*arrays, mask=mask)))
     assert found == [1, 1, 0, 0, 1]
+
+
+def test_default_streams_of_threads_have_their_own(gpu: Gpu) -> None:
+    """All threads name theirs by one handle; counters are each stream's own too."""
+    mask, arrays, found = gpu.mask(), gpu.arrays(), []
+    gpu.own.current = 2
+
+    def work() -> None:
+        for _ in range(2):
+            found.append(gpu.lists(lambda: rawattn.attention(*arrays, mask=mask)))
+
+    work()
+    thread = threading.Thread(target=work)  # while this one is there: its number is not given again
+    thread.start()
+    thread.join()
+    assert found == [1, 0, 1, 0]
+    (call,) = {prepared for prepared, _ in mask.memo or {}}
+    assert len(call._counters) in (0, 2)
 
 
 def test_a_graph_makes_its_own(gpu: Gpu) -> None:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 # The legacy default stream in DLPack; in CuPy and torch its handle is 0.
 DLPACK_LEGACY = 1
+# The handle by which every thread names a default stream of its own.
+PER_THREAD = 2
 
 
 def import_cupy() -> Any:
@@ -46,6 +48,11 @@ def torch_stream() -> Callable[[int], int]:
         torch._C, "_cuda_getCurrentRawStream", lambda device: int(public(device).cuda_stream)
     )
     return raw
+
+
+def own_stream(stream: int) -> int | tuple[int, int]:
+    """What tells the calling thread's stream of this handle apart from all others."""
+    return stream if stream != PER_THREAD else (stream, threading.get_ident())
 
 
 def current_stream(framework: str, device: int) -> int | None:

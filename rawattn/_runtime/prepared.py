@@ -15,9 +15,10 @@ from rawattn._call.layout import Lengths
 from rawattn._call.structure import Structure
 from rawattn._interop import streams
 from rawattn._interop.native import Memory
+from rawattn._interop.streams import PER_THREAD, own_stream
 from rawattn._kernels.steps import Lists, Steps, Tiles
 from rawattn._runtime import graphs
-from rawattn._runtime.launches import launch_of
+from rawattn._runtime.launches import Launch, launch_of
 from rawattn._runtime.lengths import NAMES, Places
 from rawattn._runtime.setup import Setup
 
@@ -76,7 +77,7 @@ class Prepared:
             self._counter_at.append(self._counter_bytes)
             self._counter_bytes += -(-nbytes // 8) * 8
         self._counted: dict[tuple[int, int], list[int]] = {}  # blocks by the longest sequences
-        self._counters: dict[int, tuple[Any, list[int]]] = {}  # by stream
+        self._counters: dict[Any, tuple[Any, list[int]]] = {}  # by `own_stream`
         slot = {name: n for n, name in enumerate(slots)}
 
         # What comes before all else: in the first run with a layout, with integers of the host, and in each of the others.
@@ -103,9 +104,18 @@ class Prepared:
         """`run`, without what this call does not need."""
         if self.ragged:
             return self._ragged_runner()
-        counted = list(zip(self._launches, self._blocks, strict=True))
+        launches = list(zip(self._launches, self._blocks, strict=True))
+        return self._dense_runner(launches, self._scratch_at, self._scratch_bytes)
+
+    def _dense_runner(
+        self,
+        counted: list[tuple[Launch, int]],
+        scratch_at: list[int],
+        scratch_bytes: int,
+    ) -> Run:
+        """`run` of launches with their numbers of blocks, and of scratch that is not among the addresses."""
         counters, counter_bytes = self._counters, self._counter_bytes
-        scratch_at, scratch_bytes, device = self._scratch_at, self._scratch_bytes, self.device
+        device = self.device
         stateful, is_capturing = bool(scratch_bytes or counter_bytes), streams.is_capturing
 
         def run(addresses: list[int], stream: int, memory: Memory, lengths: Lengths | None) -> None:
@@ -120,9 +130,10 @@ class Prepared:
                 ) in scratch_at:  # not a comprehension, which before Python 3.12 is another call
                     addresses.append(base + at)
             if counter_bytes:
-                found = counters.get(stream)
+                key = stream if stream != PER_THREAD else own_stream(stream)
+                found = counters.get(key)
                 if found is None:
-                    found = counters[stream] = self._zeros(stream, memory)
+                    found = counters[key] = self._zeros(stream, memory)
                 addresses += found[1]
             for launch, blocks in counted:
                 launch(addresses, blocks, stream)
@@ -139,45 +150,34 @@ class Prepared:
         count = len(lists.scratch)
         kept_at, rest_at = self._scratch_at[:count], self._scratch_at[count:]
         kept_bytes = rest_at[0] if rest_at else self._scratch_bytes
-        rest_at = [at - kept_bytes for at in rest_at]
-        rest_bytes = self._scratch_bytes - kept_bytes
-        whole = list(zip(self._launches, self._blocks, strict=True))
-        rest = list(itertools.compress(whole, map(operator.not_, made)))
-        counters, counter_bytes, device = self._counters, self._counter_bytes, self.device
-        is_capturing = streams.is_capturing
+        rest = [at - kept_bytes for at in rest_at], self._scratch_bytes - kept_bytes
+        launches = list(zip(self._launches, self._blocks, strict=True))
+        others = list(itertools.compress(launches, map(operator.not_, made)))
+        run_all, run_others = (self._dense_runner(each, *rest) for each in (launches, others))
+        device, is_capturing = self.device, streams.is_capturing
 
         def run(addresses: list[int], stream: int, memory: Memory, memo: dict[Any, Any]) -> None:
             if stream > 1 and is_capturing(stream):  # a graph owns all that it uses
                 self._run(addresses, stream, memory, None)
                 return
-            key = (self, stream)
-            launches, found = rest, memo.get(key)
-            if found is None:
-                try:
-                    owner, base = memory.keep(kept_bytes, device)
-                except MemoryError:  # the framework's own allocator may have some left
-                    self.run(addresses, stream, memory, None)
-                    return
-                found = owner, [base + at for at in kept_at]
-                launches = whole
-            addresses += found[1]
-            if rest_bytes:
-                # Freed in the order of the stream, as in `_runner`.
-                scratch, base = memory.allocate(rest_bytes, device)  # noqa: RUF059
-                for at in rest_at:
-                    addresses.append(base + at)
-            if counter_bytes:
-                zeros = counters.get(stream)
-                if zeros is None:
-                    zeros = counters[stream] = self._zeros(stream, memory)
-                addresses += zeros[1]
-            for launch, blocks in launches:
-                launch(addresses, blocks, stream)
-            if launches is whole:
-                # Only now: another thread that finds them comes behind these launches.
-                if len(memo) >= _MAX_LISTED:
-                    memo.clear()
-                memo[key] = found
+            key = (self, own_stream(stream))
+            found = memo.get(key)
+            if found is not None:
+                addresses += found[1]
+                run_others(addresses, stream, memory, None)
+                return
+            try:
+                owner, base = memory.keep(kept_bytes, device)
+            except MemoryError:  # the framework's own allocator may have some left
+                self.run(addresses, stream, memory, None)
+                return
+            places = [base + at for at in kept_at]
+            addresses += places
+            run_all(addresses, stream, memory, None)
+            # Only now: another thread that finds them comes behind these launches.
+            if len(memo) >= _MAX_LISTED:
+                memo.clear()
+            memo[key] = owner, places
 
         return run
 
@@ -200,7 +200,8 @@ class Prepared:
         def run(addresses: list[int], stream: int, memory: Memory, lengths: Lengths | None) -> None:
             assert lengths is not None
             capturing = stream > 1 and is_capturing(stream)
-            key, data = (self, stream), b""
+            own = stream if stream != PER_THREAD else own_stream(stream)
+            key, data = (self, own), b""
             # What a graph uses is sent anew at each replay.
             found: Found | None = None if capturing else lengths.memo.get(key)
             blocks: Sequence[int]
@@ -224,8 +225,8 @@ class Prepared:
             if not known and not capturing:
                 if len(lengths.memo) >= _MAX_PLACED:
                     lengths.memo.clear()
-                if stream in counters and not takes_scratch:
-                    found = found[0], [*places, *counters[stream][1]], blocks
+                if own in counters and not takes_scratch:
+                    found = found[0], [*places, *counters[own][1]], blocks
                 lengths.memo[key] = found
             for launch, count in zip(launches, blocks):  # noqa: B905  # (strict costs what a launch's patches do)
                 launch(addresses, count, stream)
@@ -274,9 +275,10 @@ class Prepared:
                 base = graphs.zeros(self._counter_bytes, self.device)
                 addresses += [base + at for at in self._counter_at]
             else:
-                counters = self._counters.get(stream)
+                key = own_stream(stream)
+                counters = self._counters.get(key)
                 if counters is None:
-                    counters = self._counters[stream] = self._zeros(stream, memory)
+                    counters = self._counters[key] = self._zeros(stream, memory)
                 addresses += counters[1]
         return scratch
 

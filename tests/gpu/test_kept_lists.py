@@ -138,6 +138,29 @@ def test_threads_with_their_own_streams(expected: list[bytes]) -> None:
     assert not wrong
 
 
+def test_default_streams_of_threads(expected: list[bytes]) -> None:
+    """They have one handle. Another thread's call does not read lists that are still to be made."""
+    mask, given = block_mask(cupy.asarray(KEEPS[0])), list(map(cupy.asarray, QKV))
+    call(block_mask(cupy.asarray(KEEPS[1])), given)
+    cupy.cuda.Device().synchronize()
+    found: list[bytes] = []
+
+    def work() -> None:
+        with cupy.cuda.Stream.ptds:
+            found.extend(bits(call(mask, given)) for _ in range(2))
+
+    thread = threading.Thread(target=work)
+    with closed(cupy.cuda.Stream.ptds):
+        with cupy.cuda.Stream.ptds:
+            late = call(mask, given)
+        thread.start()
+        thread.join()
+        assert still_closed(cupy.cuda.Stream.ptds)
+    with cupy.cuda.Stream.ptds:
+        assert bits(late) == expected[0]
+    assert found == [expected[0]] * 2
+
+
 @pytest.mark.parametrize("known", [False, True])
 def test_a_graph_owns_what_it_uses(known: bool, expected: list[bytes]) -> None:
     """It is captured before the first call with the mask, or after it."""
