@@ -39,7 +39,7 @@ def random_pages(seed: int) -> RandomPages:
         rows=rows,
         group=group,
         room_q=None if group else most,
-        heads=(nheads_kv * int(some(1, 2, 4, 5, 8)), nheads_kv),
+        heads=(nheads_kv * int(some(1, 2, 4, 5, 8, some(17, 37, 71))), nheads_kv),
         dims=(dim, some(dim, dim, headdim())),
         dtype=some(BFLOAT16, np.dtype(np.float16), np.dtype(np.float32)),
         integers=some(np.int32, np.int64),

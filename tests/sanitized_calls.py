@@ -200,6 +200,9 @@ def page_calls() -> list[Callable[[], None]]:
         partial(check_pages, paged(lens, 24, rows=3, dims=(7, 33)), **masks, num_splits=3),
         partial(check_pages, paged(lens, 1, rows=3, dims=(64, 96)), softcap=3.0),
         partial(check_pages, paged((1500, 1100), 16, rows=20, heads=(8, 2), dims=(128, 128))),
+        partial(check_pages, paged((700, 33), 16, heads=(37, 1), dims=(128, 128)), causal=True),
+        partial(check_pages, paged((15000, 70), 16, heads=(2, 1), dims=(64, 64))),
+        partial(check_pages, paged((90,) * 40, 16, rows=1, heads=(8, 8), dims=(64, 64))),
         partial(
             check_pages,
             paged(lens, 16, heads=(8, 2), dims=(128, 128), float8="arrays"),

@@ -79,13 +79,13 @@ def test_decode_has_a_line_for_each_bound(without_gpu: None) -> None:
         figure.value == pytest.approx(0.25) and figure.verdict == "below" for figure in shares
     )
     small = [figure for name, figure in found.items() if "fastest peer" in name]
-    assert len(small) == 6
+    assert len(small) == len(serving_cases.SMALL)
     assert all(0.4 < (figure.value or 0) < 0.6 and figure.verdict == "ok" for figure in small)
     uneven = found[f"{serving_cases.UNEVEN.name}: over its bytes at read bandwidth"]
     assert uneven.value == pytest.approx(4) and uneven.verdict == "above"
     new = found[f"{serving_cases.APPENDED.name}: new rows over their bytes"]
     assert new.bound == pytest.approx(3 + 1.3 * serving_cases.APPENDED.new_bytes / 4e6)
-    assert len(found) == 4 + 12 + 4 + 6 + 3
+    assert len(found) == 4 + 12 + 4 + len(serving_cases.SMALL) + 3
     halves = [figure for name, figure in found.items() if "over 16 bits" in name]
     assert all(0.5 < (figure.value or 0) < 0.52 and figure.verdict == "ok" for figure in halves)
 

@@ -42,6 +42,16 @@ NO_OPERANDS = Operands()
         (16, 8192, 1, (64, 8), "float16", "sm90"),
         (16, 128, 1, (64, 8), "float32", "decode"),
         (64, 128, 1, (64, 8), "float32", "portable"),
+        # More heads share keys than a tile of the forward has, which reads them once for each of its tiles.
+        (1, 4096, 32, (71, 1), "float16", "decode"),
+        (2, 4096, 32, (71, 1), "float16", "decode"),
+        (1, 128, 32, (71, 1), "float16", "decode"),
+        (1, 4096, 64, (128, 2), "float16", "decode"),
+        (2, 2048, 16, (48, 1), "float16", "decode"),
+        (4, 2048, 16, (48, 1), "float16", "sm90"),
+        (64, 4096, 32, (71, 1), "float16", "sm90"),
+        (2, 4096, 2, (71, 1), "float32", "decode"),
+        (16, 4096, 2, (71, 1), "float32", "portable"),
     ],
 )
 def test_few_rows_on_many_keys_are_decoded(

@@ -1,10 +1,11 @@
 // Attention of few query rows to many keys: what takes time is to read the keys (Flash-Decoding, Dao et al. 2023).
 //
-// The rows of a block are those of kTileQ queries in all kHeads heads that share its keys: query by query, head by
-// head. Its waves take key tiles in turn, all rows each. A wave has a ring of key tiles to itself, so it waits for
-// nobody: while it computes one tile, kStages - 1 others of its own are on their way. Blocks share all keys of the
-// batch out evenly (attn/schedule/line.cuh). The waves' rows become one in shared memory, and those of blocks that
-// share a query tile in global memory, in the last of them to be done.
+// The rows of a block are those of kTileQ queries in kHeads heads that share its keys: query by query, head by head. Of
+// more such heads than a tile has rows, they are those of one query in some of the heads. Its waves take key tiles in
+// turn, all rows each. A wave has a ring of key tiles to itself, so it waits for nobody: while it computes one tile,
+// kStages - 1 others of its own are on their way. Blocks share all keys of the batch out evenly
+// (attn/schedule/line.cuh). The waves' rows become one in shared memory, and those of blocks that share a query tile in
+// global memory, in the last of them to be done (attn/schedule/shared_tile.cuh).
 //
 // How key tiles come into a ring is the kernel's own: `Ring` below is WaveRing of portable/decode.cu, whose lanes copy,
 // or that of sm90/decode.cu, which asks the copy engine.
@@ -17,6 +18,7 @@
 #include "attn/row_partials.cuh"
 #include "attn/rows.cuh"
 #include "attn/schedule/line.cuh"
+#include "attn/schedule/shared_tile.cuh"
 #include "attn/score_rule.cuh"
 #include "attn/scores.cuh"
 #include "attn/sequence.cuh"
@@ -42,6 +44,7 @@ constexpr int kDepthV = round_up(kHeadDimV, 16);
 constexpr int kOutBlocks = kDepthV / 16;
 static_assert(kRowBlocks * 16 == kTileRows && kKeyBlocks * 16 == kTileK, "tiles are made of 16 x 16 blocks");
 static_assert(kTileQ * kHeads <= kTileRows && kTileQ > 0, "a tile has room for its rows");
+static_assert(kTileQ == 1 || !kHeadsLeft, "the rows of fewer heads are the first ones");
 static_assert(kStages >= 2, "one tile is computed while others are on their way");
 
 constexpr int kPitchQ = padded_pitch<Element>(kDepthQk);
@@ -53,7 +56,7 @@ static_assert(sizeof(Partials) == kPartialBytes, "the host's is the same");
 using CopyQ = RowCopy<Element, kTileRows, kHeadDim, kDepthQk, kPitchQ, kThreads, kCopyBytes>;
 using Visible = VisibleKeys<kLeft, kRight, kTopLeft>;
 using Softmax = OnlineSoftmax<C, kRowBlocks>;
-using BlockLine = Line<kRagged, kPaged, Visible, kTileQ, kTileK, kHeads, kWaves, kThreads>;
+using BlockLine = Line<kRagged, kPaged, kPlainIntegers, Visible, kTileQ, kTileK, kHeads, kHeadsLeft, kWaves, kThreads>;
 
 constexpr int kSteps = kDepthQk / M::kDepth;
 // Queries stay in registers where they are few.
@@ -63,10 +66,10 @@ constexpr bool kCrowded = kFloat8 && kRowBlocks > 1 && !kHoldsQueries;
 constexpr int kUnrolledSteps = M::kDepth != 16 ? 4 : kCrowded ? 2 : 16;
 
 // Bytes of shared memory: the rings, each with probabilities where they go through memory; the queries; what a kernel
-// keeps for each ring; segments that others have a part in, in whose place the line is cut before; and words for the
-// whole block. What the rows of a wave come to takes the one slot of its ring that stays free while the next segment's
-// first tiles are on their way. If it has no room there, the next segment waits, and the rows of all waves take the
-// place of rings and queries.
+// keeps for each ring; segments that others have a part in; words for the whole block; and room to cut the line in.
+// What the rows of a wave come to takes the one slot of its ring that stays free while the next segment's first tiles
+// are on their way. If it has no room there, the next segment waits, and the rows of all waves take the place of rings
+// and queries.
 template <class Ring>
 struct Layout {
   static constexpr bool kPrefetches = kPartialBytes <= Ring::kStageBytes;
@@ -77,11 +80,12 @@ struct Layout {
   static constexpr int kMerged = kPrefetches ? 0 : kWaves * kPartialBytes;
   static constexpr int kMoreAt = kUsed > kMerged ? kUsed : kMerged;
   static constexpr int kKeptAt = kMoreAt + kWaves * Ring::kMoreBytes;
-  static constexpr int kKeptBytes = 192, kFlagBytes = 16;
+  static constexpr int kKeptBytes = 192, kFlagBytes = 16, kRoomBytes = 128;
+  static constexpr int kRoomAt = kKeptAt + kKeptBytes + kFlagBytes;
   static_assert(kQueriesAt % 16 == 0 && kMoreAt % 16 == 0 && kKeptAt % 16 == 0, "all parts are aligned");
   static_assert(2 * sizeof(SharedTile<Partials>) <= kKeptBytes, "a part shares two query tiles at most");
-  static_assert(sizeof(BlockLine::Room) <= kKeptBytes, "the line has room");
-  static_assert(kSharedBytes == kKeptAt + kKeptBytes + kFlagBytes, "the host computes the same size");
+  static_assert(sizeof(typename BlockLine::Room) <= kRoomBytes, "the line has room");
+  static_assert(kSharedBytes == kRoomAt + kRoomBytes, "the host computes the same size");
 };
 
 DEVICE int next_slot(int slot) { return slot + 1 < kStages ? slot + 1 : 0; }
@@ -112,7 +116,7 @@ DEVICE void store_columns(Element* out, const FourFloats& x, int columns) {
 template <class Ring>
 struct Work {
   Segment segment;
-  int first, rows;  // query, and rows of all heads
+  int first;  // query
   KeyTiles<Visible, kTileQ, kTileK> key_tiles;
   TileSpan span;
   typename Ring::Source source;
@@ -121,12 +125,11 @@ struct Work {
   DEVICE Work(const ForwardParams& p, BlockLine& line)
       : segment(line.next()),
         first(segment.tile * kTileQ),
-        rows((segment.q.length - first < kTileQ ? segment.q.length - first : kTileQ) * kHeads),
         key_tiles(Visible(p, segment.q.length, segment.k.length), first, last()),
         span(line.tiles(segment, key_tiles)),
-        source(p, segment, line.quotient(segment.head, line.group)) {}
+        source(p, segment, segment.kv_head) {}
 
-  DEVICE int last() const { return first + rows / kHeads - 1; }
+  DEVICE int last() const { return kTileQ == 1 ? first : first + segment.rows / kHeads - 1; }
   DEVICE int rounds() const { return (span.count() + kWaves - 1) / kWaves; }
   DEVICE int tile(int n, int wave) const { return span.begin + n * kWaves + wave; }
 
@@ -138,7 +141,7 @@ struct Work {
     }
     const auto q =
         rows_of_heads<kHeads, const Element>(p.q, p.q_strides, segment.sequence, segment.q, segment.head, first);
-    CopyQ::load(queries, q, rows, wave * target::kWave + lane);
+    CopyQ::load(queries, q, segment.rows, wave * target::kWave + lane);
     target::copy_async_commit();
 #pragma unroll 1
     for (int n = 0; n < kStages - 1; n++) {
@@ -180,9 +183,6 @@ struct Output {
   const Segment& segment;
 
   DEVICE int first() const { return segment.tile * kTileQ; }
-  DEVICE int rows() const {
-    return (segment.q.length - first() < kTileQ ? segment.q.length - first() : kTileQ) * kHeads;
-  }
 
   template <int kFours>
   DEVICE void write(int row, int first_column, MergedColumns<kFours> x) const {
@@ -207,7 +207,7 @@ template <int kAtOnce, class Part>
 DEVICE void merge(const Output& output, int thread, int count, const Part& part, Partials* kept) {
   constexpr int kFours = kRows * (kDepthV / 4) > kThreads ? 2 : 1, kColumns = 4 * kFours;
 #pragma unroll 1
-  for (int n = thread; n < output.rows() * (kDepthV / kColumns); n += kThreads) {
+  for (int n = thread; n < output.segment.rows * (kDepthV / kColumns); n += kThreads) {
     const int row = n / (kDepthV / kColumns), column = n % (kDepthV / kColumns) * kColumns;
     MergedColumns<kFours> merged;
     merged.template join<kAtOnce>(count, row, column, part);
@@ -220,6 +220,31 @@ DEVICE void merge(const Output& output, int thread, int count, const Part& part,
         kept->sum[row] = merged.sum;
       }
     }
+  }
+}
+
+// In the last block of a query tile's parts, or of a bunch of them. flag: a word of the block.
+DEVICE void join_parts(const ForwardParams& p, const SharedTile<Partials>& tile, bool& flag, int thread) {
+  const auto bunch = tile.bunch(p.splits);
+  auto parts = tile.parts(p.splits);
+  const auto bunches = parts.bunches(bunch.size);
+  int count = bunch.count;
+  Partials* joined = nullptr;
+  if (bunch.bunches > 1) {
+    parts = parts.from(bunch.begin);
+    joined = &bunches(bunch.begin / bunch.size);
+  }
+#pragma unroll 1
+  while (true) {
+    merge<SharedTile<Partials>::kAtOnce>(Output{p, tile.own}, thread, count, parts, joined);
+    if (joined == nullptr) return;
+    target::block_sync();
+    count = bunch.bunches;
+    if (thread == 0) flag = tile.arrive_of_bunch(p.splits, count);
+    target::block_sync();
+    if (!flag) return;
+    parts = bunches;
+    joined = nullptr;
   }
 }
 
@@ -240,9 +265,8 @@ DEVICE void attend(const ForwardParams& p, unsigned char* shared, const More&...
     prefetch_pages(p.pages, p.k_side.length, p.batch, int64(target::block_index()) * kThreads + thread);
   BlockLine line(p);
   ring.wait_for_prerequisites();
-  line.cut(*reinterpret_cast<typename BlockLine::Room*>(kept));
+  line.cut(*reinterpret_cast<typename BlockLine::Room*>(shared + L::kRoomAt));
   if (line.at >= line.end) return;
-  target::block_sync();  // all have read the line's sums
   Work<Ring> work;
   Segment done;    // the last segment
   int slot = 0;    // of the next tile in the ring of a wave
@@ -350,10 +374,10 @@ DEVICE void attend(const ForwardParams& p, unsigned char* shared, const More&...
 
     if constexpr (L::kPrefetches) {
       target::wave_sync();  // all lanes are done with the last tile
-      reinterpret_cast<Partials*>(ring.bytes(last_slot(slot)))->leave(o, softmax, work.rows, lane);
+      reinterpret_cast<Partials*>(ring.bytes(last_slot(slot)))->leave(o, softmax, work.segment.rows, lane);
     } else {
       target::block_sync();
-      reinterpret_cast<Partials*>(shared + wave * kPartialBytes)->leave(o, softmax, work.rows, lane);
+      reinterpret_cast<Partials*>(shared + wave * kPartialBytes)->leave(o, softmax, work.segment.rows, lane);
     }
     target::block_sync();
     done = work.segment;
@@ -366,10 +390,11 @@ DEVICE void attend(const ForwardParams& p, unsigned char* shared, const More&...
   target::block_sync();
   if (thread < shares) flags[thread] = kept[thread].arrive(p.splits);
   target::block_sync();
+#pragma unroll 1
   for (int n = 0; n < shares; n++) {
     if (!flags[n]) continue;
     const SharedTile<Partials> tile = kept[n];
-    merge<16>(Output{p, tile.own}, thread, tile.count, tile.parts(p.splits), nullptr);
+    join_parts(p, tile, flags[n], thread);
   }
 }
 

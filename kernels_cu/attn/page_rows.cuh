@@ -27,14 +27,15 @@ struct NoPages {
 };
 
 // Of tiles of kRows keys, which divide pages.
-template <int kRows>
+template <int kRows, bool kPlain>
 struct PageOfTile {
-  PageTable table;
-  PageTable::Id id, next_id;
+  PageTable<kPlain> table;
+  typename PageTable<kPlain>::Id id, next_id;
   int row, next_row;  // the first of a tile, in the page
 
   PageOfTile() = default;
-  DEVICE PageOfTile(const Pages& pages, int sequence, const Span& keys) : table(page_table(pages, sequence, keys)) {}
+  DEVICE PageOfTile(const Pages& pages, int sequence, const Span& keys)
+      : table(page_table<kPlain>(pages, sequence, keys)) {}
 
   DEVICE void look_up(int first, int) {
     const int place = table.place(first);
@@ -51,17 +52,18 @@ struct PageOfTile {
 };
 
 // Of tiles of kRows keys, anywhere.
-template <int kRows>
+template <int kRows, bool kPlain>
 struct PageRows {
   // A lane finds rows of keys, or of values, or of both.
   static constexpr int kFinds = (2 * kRows + target::kWave - 1) / target::kWave;
 
-  PageTable table;
-  PageTable::Id ids[kFinds], next_ids[kFinds];
+  PageTable<kPlain> table;
+  typename PageTable<kPlain>::Id ids[kFinds], next_ids[kFinds];
   int first, next_first;  // rows of a tile
 
   PageRows() = default;
-  DEVICE PageRows(const Pages& pages, int sequence, const Span& keys) : table(page_table(pages, sequence, keys)) {}
+  DEVICE PageRows(const Pages& pages, int sequence, const Span& keys)
+      : table(page_table<kPlain>(pages, sequence, keys)) {}
 
   DEVICE void look_up(int row, int lane) {
     first = next_first;

@@ -13,15 +13,18 @@
 struct PageSpan {
   int64 first, count;
 };
+template <bool kPlain = false>
 DEVICE PageSpan pages_of(const Pages& pages, int sequence) {
-  if (pages.indptr.data == nullptr) return {0, pages.capacity};
+  if (kPlain || pages.indptr.data == nullptr) return {0, pages.capacity};
   const int64 first = clamp(integer_at(pages.indptr, sequence), 0, pages.capacity);
   return {first, clamp(integer_at(pages.indptr, sequence + 1), first, pages.capacity) - first};
 }
 
 // No sequence has more keys than its pages.
+template <bool kPlain = false>
 DEVICE int length_in_pages(const Pages& pages, int sequence, int length) {
-  return static_cast<int>(clamp(length, 0, pages_of(pages, sequence).count * pages.page_size));
+  const int64 room = pages_of<kPlain>(pages, sequence).count * pages.page_size;
+  return length < room ? length : static_cast<int>(room);
 }
 
 // Asks for the lengths and the table, each thread of the grid for a line: they are there, or on their way, when they
@@ -39,16 +42,17 @@ DEVICE void prefetch_pages(const Pages& pages, const Integers& lengths, int batc
 }
 
 // The pages of a sequence, which has `span.length` keys.
-DEVICE PageTable page_table(const Pages& pages, int sequence, const Span& span) {
-  const int64 before = pages_of(pages, sequence).first * pages.entry + sequence * pages.row;
-  const int bytes = pages.ids.is_64bit ? 8 : 4;
-  PageTable table;
+template <bool kPlain = false>
+DEVICE PageTable<kPlain> page_table(const Pages& pages, int sequence, const Span& span) {
+  const int64 before = pages_of<kPlain>(pages, sequence).first * pages.entry + sequence * pages.row;
+  const int bytes = !kPlain && pages.ids.is_64bit ? 8 : 4;
+  PageTable<kPlain> table;
   table.ids = static_cast<const unsigned char*>(pages.ids.data) + before * bytes;
   table.stride = pages.entry;
   table.pages = pages.count;
-  table.last = span.length > 0 ? (span.length - 1) / pages.page_size : 0;
   table.rows = pages.page_size;
   table.shift = pages.shift;
+  table.last = span.length > 0 ? table.page_of_row(span.length - 1) : 0;
   table.is_64bit = pages.ids.is_64bit != 0;
   return table;
 }

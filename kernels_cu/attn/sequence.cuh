@@ -6,6 +6,9 @@
 //
 // Integers on the GPU are the caller's and nobody has checked them: whatever they hold, a sequence found here lies
 // inside its array.
+//
+// Decoding reads lengths before all else. So where the host has seen that they are plain, one number of 32 bits for a
+// sequence, no code of its kernel is for others (kPlain).
 #pragma once
 
 #include "attn/params.cuh"
@@ -23,23 +26,36 @@ struct Span {
   int length;   // logical rows
 };
 
+constexpr int kLongest = 0x7fff0000;  // of a sequence: leaves an int room for a tile
+
+// A number of rows, from 0 to kLongest. Of 32 bits it takes no arithmetic of 64.
+DEVICE int rows_of_integer(int64 rows) { return static_cast<int>(clamp(rows, 0, kLongest)); }
+template <bool kPlain>
+DEVICE int rows_at(const Integers& integers, int64 index) {
+  if (!kPlain && integers.is_64bit) return rows_of_integer(static_cast<const int64*>(integers.data)[index]);
+  const int rows = static_cast<const int*>(integers.data)[index];
+  return rows < 0 ? 0 : (rows < kLongest ? rows : kLongest);
+}
+
+template <bool kPlain = false>
 DEVICE Span span_of(const Side& side, int sequence) {
   int64 start = 0;
-  int64 room = side.rows;
-  if (side.start.data != nullptr) {
+  int room = rows_of_integer(side.rows);
+  if (!kPlain && side.start.data != nullptr) {
     start = clamp(integer_at(side.start, sequence), 0, side.rows);
-    room = clamp(integer_at(side.start, sequence + 1), start, side.rows) - start;
+    room = rows_of_integer(clamp(integer_at(side.start, sequence + 1), start, side.rows) - start);
   }
-  int64 length = room;
+  int length = room;
   if (side.length.data != nullptr) {
-    length = integer_at(side.length, sequence);
-    if (side.cumulative) {
+    if (!kPlain && side.cumulative) {
       // Unsigned, since the difference of unchecked integers may overflow.
       typedef unsigned long long Bits;
-      length = static_cast<int64>(Bits(integer_at(side.length, sequence + 1)) - Bits(length));
+      const Bits begin = integer_at(side.length, sequence), end = integer_at(side.length, sequence + 1);
+      length = rows_of_integer(static_cast<int64>(end - begin));
+    } else {
+      length = rows_at<kPlain>(side.length, sequence);
     }
-    length = clamp(length, 0, room);
+    if (length > room) length = room;
   }
-  constexpr int64 kLongest = 0x7fff0000;  // leaves an int room for a tile
-  return {start, static_cast<int>(clamp(length, 0, kLongest))};
+  return {start, length};
 }

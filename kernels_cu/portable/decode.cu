@@ -5,8 +5,9 @@
 
 namespace decode {
 
-using Found =
-    typename Either<!kPaged, NoPages, typename Either<kTileInPage, PageOfTile<kTileK>, PageRows<kTileK>>::Type>::Type;
+using Found = typename Either<
+    !kPaged, NoPages,
+    typename Either<kTileInPage, PageOfTile<kTileK, kPlainIntegers>, PageRows<kTileK, kPlainIntegers>>::Type>::Type;
 
 // The key tiles of a wave.
 struct WaveRing {

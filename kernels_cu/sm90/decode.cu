@@ -22,7 +22,7 @@ struct Maps {
 // The keys of a kv head of a sequence in coordinates of the maps: those of a lane's box of a tile, behind the column.
 template <bool kInPages>
 struct MappedKeys {
-  PageOfTile<kBoxRows> found;
+  PageOfTile<kBoxRows, kPlainIntegers> found;
   int kv_head;
 
   MappedKeys() = default;
@@ -65,7 +65,11 @@ struct EngineRing {
   static constexpr int kBlocksV = round_up(kHeadDimV, kColumns) / kColumns;
   static constexpr int kBlockBytes = kTileK * 128;
   static constexpr bool kLoadsLate = true;  // one lane asks for a box after the other, while products are under way
-  static constexpr int kStageBytes = (kBlocksQk + kBlocksV) * kBlockBytes;
+  static constexpr int kTileBytes = (kBlocksQk + kBlocksV) * kBlockBytes;
+  // A stage is larger than its tile where what rows come to then has room in it.
+  static constexpr int kMore = 1024;
+  static constexpr bool kWidened = kTileBytes < kPartialBytes && kPartialBytes <= kTileBytes + kMore;
+  static constexpr int kStageBytes = kTileBytes + (kWidened ? kMore : 0);
   static constexpr int kMoreBytes = round_up(kStages * int(sizeof(ptx::Mbarrier)), 16);
   static_assert(kBlockBytes % 1024 == 0, "blocks begin where the swizzle does");
   static_assert(kStages <= 32, "a bit tells a slot's parity");
@@ -94,7 +98,7 @@ struct EngineRing {
   // All rows of the tile come. Of those that no query row may see, keys are hidden, and values are cleared.
   template <class Real>
   DEVICE void load(const ForwardParams&, const Source& source, int slot, const Real&, int lane) const {
-    if (lane == 0) ptx::mbarrier_arrive_expect(&full[slot], kStageBytes);
+    if (lane == 0) ptx::mbarrier_arrive_expect(&full[slot], kTileBytes);
     if (lane >= kBoxes) return;
     source.tell([&](int row, int head, int outer, int page) {
       UNROLL for (int b = 0; b < kBlocksQk + kBlocksV; b++) {

@@ -27,7 +27,7 @@ struct KeyTileLoader {
   // Aligned to the bottom right, the last row of a sequence sees its last key: no page is behind all rows' right edge.
   static constexpr bool kLimited = kLeft || (kRight && kTopLeft);
 
-  PageTable table;
+  PageTable<> table;
   Reach<kLimited> reach;
   int length, lane;
   int next_page;  // heads from a page to the next, where boxes bring whole rows; else pages are counted

@@ -31,6 +31,8 @@ struct HeadsRows {
 
 // Which page holds which rows: the n-th ones, `rows` of them, are in the page with the n-th id. Nobody has checked the
 // ids: whatever they are, a page found here is one of the array, which has at least one.
+// kPlain: the host has seen that ids have 32 bits, and pages a power of two of rows.
+template <bool kPlain = false>
 struct PageTable {
   const void* ids;
   int64 stride;  // in ids
@@ -40,8 +42,9 @@ struct PageTable {
   int shift;  // the logarithm of `rows`; negative where that is no power of two
   bool is_64bit;
 
+  DEVICE int page_of_row(int row) const { return kPlain || shift >= 0 ? row >> shift : row / rows; }
   DEVICE int place(int row) const {
-    const int page = shift >= 0 ? row >> shift : row / rows;
+    const int page = page_of_row(row);
     return page < last ? page : last;
   }
   // An id as it lies in memory: what is not asked for its page yet is not waited for.
@@ -49,20 +52,23 @@ struct PageTable {
     unsigned low, high;  // high: of 64 bits
   };
   DEVICE Id id(int place) const {
-    const unsigned* const at = static_cast<const unsigned*>(ids) + place * stride * (is_64bit ? 2 : 1);
+    const unsigned* const at = static_cast<const unsigned*>(ids) + place * stride * (is_wide() ? 2 : 1);
     Id id{at[0], 0};
-    if (is_64bit) id.high = at[1];
+    if (is_wide()) id.high = at[1];
     return id;
   }
   DEVICE int64 page_of(const Id& x) const {
-    const int64 id = is_64bit ? static_cast<int64>(x.high) << 32 | x.low : static_cast<int>(x.low);
+    const int64 id = is_wide() ? static_cast<int64>(x.high) << 32 | x.low : static_cast<int>(x.low);
     return id < 0 ? 0 : (id < pages ? id : pages - 1);
   }
   DEVICE int64 page(int place) const {
     const int64 at = place * stride;
-    const int64 id = is_64bit ? static_cast<const int64*>(ids)[at] : static_cast<const int*>(ids)[at];
+    const int64 id = is_wide() ? static_cast<const int64*>(ids)[at] : static_cast<const int*>(ids)[at];
     return id < 0 ? 0 : (id < pages ? id : pages - 1);
   }
+
+ private:
+  DEVICE bool is_wide() const { return !kPlain && is_64bit; }
 };
 
 // Rows in pages. Strides are in elements: between pages, and between the rows of a page.
@@ -70,7 +76,7 @@ template <class T>
 struct PagedRows {
   T* first;  // where the first row of the first page of the array is
   int64 page_stride, stride;
-  PageTable table;
+  PageTable<> table;
   int row;
 
   // Of a row behind those that are real it is the address of no row.

@@ -83,6 +83,10 @@ SMALL = (
     alike(32, 2048, 32, 8),
     alike(128, 1024, 32, 8),
     alike(1, 32768, 64, 8),
+    # What is left of eight kv heads on each of eight GPUs; one kv head for all, as in Falcon; none shared.
+    alike(32, 4096, 8, 1),
+    alike(11, 3593, 71, 1),
+    alike(128, 192, 32, 32),
 )
 PAGE_SIZES = (16, 128)
 UNEVEN = Serving("131072 + 63 x 2048 32/8", (131072, *(2048,) * 63), 32, 8).in_pages(16)

@@ -157,6 +157,13 @@ _SPLITS = _struct(
         "abreast",
         "heads whose blocks read the same keys at the same time (attn/schedule/line.cuh)",
     ),
+    (
+        "int",
+        "of_group",
+        "query tiles beside each other that share keys; these three too are of a line",
+    ),
+    ("int", "ranks", "of query tiles, as many abreast in each"),
+    ("int", "blocks", "of those abreast one, where these decide how many parts a line has"),
 )
 FORWARD = _struct(
     "ForwardParams",

@@ -17,6 +17,7 @@ from rawattn._kernels.portable import decode as portable_decode
 from rawattn._kernels.portable import forward as portable_forward
 from rawattn._kernels.selection import selection
 from rawattn._kernels.sm90 import decode as sm90_decode
+from rawattn._kernels.sm90 import few_rows
 from rawattn._kernels.sm90 import forward as sm90_forward
 from rawattn._kernels.sm90 import forward_steps as sm90_forward_steps
 from rawattn._kernels.steps import Steps
@@ -61,8 +62,8 @@ _DECODE = Family(
 _SM90_DECODE = Family("decode", sm90_decode.FEATURES, sm90_decode.supports, sm90_decode.steps)
 
 # Of few rows on many keys they are the faster ones.
-_SM90_DECODE_FIRST = _SM90_DECODE._replace(supports=sm90_decode.supports_before_forward)
-_DECODE_FIRST = _DECODE._replace(supports=portable_decode.supports_before_sm90)
+_SM90_DECODE_FIRST = _SM90_DECODE._replace(supports=few_rows.supports_mapped)
+_DECODE_FIRST = _DECODE._replace(supports=few_rows.supports_portable)
 
 _SM90 = Family("sm90", sm90_forward.FEATURES, sm90_forward.supports, sm90_forward_steps.steps)
 

@@ -47,7 +47,7 @@ SCHEMAS = {
         },
     ),
     "sm90_decode": Schema(
-        ("any", "long", "wide", "8bit", "wide_8bit"),
+        ("any", "long", "short", "wide", "8bit", "wide_8bit"),
         {"tile_k": int, "waves": int, "stages": int, "blocks_per_sm": int},
     ),
     "portable_forward": Schema(

@@ -16,6 +16,7 @@ from rawattn._kernels.portable import decode as portable_decode
 from rawattn._kernels.portable import forward as portable_forward
 from rawattn._kernels.score_variants import score_variants
 from rawattn._kernels.sm90 import decode as sm90_decode
+from rawattn._kernels.sm90 import few_rows
 from rawattn._kernels.sm90 import forward as sm90_forward
 from rawattn._kernels.target import without_device
 
@@ -80,16 +81,15 @@ def common_variants(arch: str, *, every: bool = False, purpose: str = "inference
         aligned = Operands(strides_of_pages(problem))
         mapped = sm90_decode.supports(problem, target, aligned) is None and copy_bytes == 16
         few = (sm90_decode if mapped else portable_decode).choose(problem, target, operands)
-        if (
-            pages is None
-            and portable_decode.supports_before_sm90(problem, target, operands) is None
-        ):
+        if pages is None and few_rows.supports_portable(problem, target, operands) is None:
             sources.append(few.source())
         if not (every and dtype == "float16"):
             config = portable_forward.choose(problem, target, operands)
             sources.append(config.source())
             if pages is not None:
-                sources.extend(each.source() for each in (replace(config, split=True), few))
+                plain = replace(few, plain_integers=True)
+                kernels = replace(config, split=True), few, plain
+                sources.extend(each.source() for each in kernels)
         if sm90_forward.supports(problem, target, aligned) is None:
             sources.append(sm90_forward.choose(problem, target, aligned).source())
             if copy_bytes < 16 and pages is None:  # pages are never copied

@@ -131,6 +131,33 @@ def test_few_rows_of_several_heads(dims: tuple[int, int], options: dict[str, Any
         check_pages(call, **options)
 
 
+@pytest.mark.parametrize("options", [{"causal": True}, {"window": (100, 0), "sink": 3}], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
+def test_more_heads_than_a_tile_has_rows(dims: tuple[int, int], options: dict[str, Any]) -> None:
+    """The last tile of the heads that share keys has fewer."""
+    lens = (700, 33, 0, 1290)
+    for heads, rows in (((71, 1), 1), ((71, 1), 2), ((74, 2), 1), ((20, 1), 3), ((128, 1), 1)):
+        check_pages(paged(lens, 16, rows=rows, heads=heads, dims=dims), **options)
+    check_pages(paged((500, 400), 7, rows=1, heads=(71, 1), dims=dims, pair=True), **options)
+
+
+@pytest.mark.parametrize("heads", [(8, 1), (4, 2), (40, 1)], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
+def test_bunches_of_parts(dims: tuple[int, int], heads: tuple[int, int]) -> None:
+    """So many blocks share a query tile that they join what they leave in two steps."""
+    for lens in ((40000,), (300, 25000, 0, 700)):
+        check_pages(paged(lens, 16, rows=1, heads=heads, dims=dims), causal=True)
+    check_pages(paged((20000,), 24, rows=1, heads=heads, dims=dims), "decode", num_splits=100)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 192), (256, 256)], ids=str)
+def test_many_short_sequences(dims: tuple[int, int]) -> None:
+    """Several blocks of a multiprocessor have some of them each."""
+    lens = tuple(int(n) for n in np.random.default_rng(0).integers(0, 200, 70))
+    for options in ({}, {"softcap": 5.0}, {"window": (60, 0)}):
+        check_pages(paged(lens, 16, rows=1, heads=(8, 8), dims=dims), causal=True, **options)
+
+
 def test_options_of_scores() -> None:
     rng = np.random.default_rng(0)
     call = paged((700, 130), 16, rows=20)

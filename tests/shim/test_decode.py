@@ -11,7 +11,7 @@ import pytest
 from rawattn._kernels.portable import splits
 from tests import exhaustive
 from tests.paged import BFLOAT16, Paged, paged, verify
-from tests.shim.device import MakeDevice
+from tests.shim.device import ATTRIBUTES, MakeDevice
 from tests.shim.paged import each_decoded, normal, run, verify_decode
 from tests.shim.whole import small_tiles, verify_forward
 
@@ -22,8 +22,8 @@ LENS = (70, 3, 0, 129, 16)
 @pytest.mark.parametrize(
     ("heads", "rows", "wave"),
     exhaustive.thin(
-        itertools.product(((4, 4), (8, 2), (5, 1), (7, 1), (12, 2), (34, 1), (17, 1)), (1, 3), (32, 64)),
-        4,
+        itertools.product(((4, 4), (8, 2), (5, 1), (7, 1), (12, 2), (34, 1), (17, 1), (74, 2)), (1, 3), (32, 64)),
+        5,
     ),
     ids=str,
 )  # fmt: skip
@@ -94,6 +94,19 @@ def test_parts_of_a_line(
     """Few blocks have many query tiles each, and query tiles several blocks."""
     monkeypatch.setattr(splits, "LEAST_PART_KEYS", least)
     verify_decode(machine(), call, causal=True, num_splits=num_splits)
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (6, 2)], ids=str)
+def test_bunches_of_parts(
+    machine: MakeDevice, monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int]
+) -> None:
+    """One sequence has so many parts that they are joined in two steps, and begins and ends within a part."""
+    monkeypatch.setitem(ATTRIBUTES, "multiprocessors", 50 * heads[1])
+    monkeypatch.setattr(splits, "LEAST_PART_KEYS", 16)
+    call = paged((50, 2500, 0, 70, 700), 16, rows=1, heads=heads, dims=(16, 16))
+    device = machine()
+    for _ in range(2):  # counters are 0 again
+        verify_decode(device, call)
 
 
 @pytest.mark.parametrize("dtype", [F32, BFLOAT16], ids=str)

@@ -36,7 +36,9 @@ def verify_decode(device: Device, call: Paged, **options: Any) -> None:
 
 @pytest.mark.parametrize(
     ("heads", "rows"),
-    exhaustive.thin(itertools.product(((4, 4), (8, 2), (5, 1), (12, 2), (34, 1)), (1, 3)), 4),
+    exhaustive.thin(
+        itertools.product(((4, 4), (8, 2), (5, 1), (12, 2), (34, 1), (74, 2)), (1, 3)), 5
+    ),
     ids=str,
 )
 def test_rows_of_heads(hopper: MakeDevice, heads: tuple[int, int], rows: int) -> None:

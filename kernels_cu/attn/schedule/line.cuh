@@ -22,6 +22,8 @@
 // Some keys of a query tile.
 struct Segment {
   int sequence, head, tile;  // head: the first one of the tile
+  int kv_head;
+  int rows;  // of the tile, in all its heads
   Span q, k;
   int units;     // of the query tile
   int from, to;  // those of the segment
@@ -30,8 +32,10 @@ struct Segment {
   DEVICE bool whole() const { return from == 0 && to == units; }
 };
 
-// kHeads: of a query tile. kUnit: key tiles of a unit.
-template <bool kRagged, bool kPaged, class Visible, int kTileQ, int kTileK, int kHeads, int kUnit, int kThreads>
+// kPlain: lengths and pages are (attn/sequence.cuh). kHeads: of a query tile; kRest: those of a kv head are no multiple
+// of it, and its last tile has fewer. kUnit: key tiles of a unit.
+template <bool kRagged, bool kPaged, bool kPlain, class Visible, int kTileQ, int kTileK, int kHeads, bool kRest,
+          int kUnit, int kThreads>
 struct Line {
   using Tiles = KeyTiles<Visible, kTileQ, kTileK>;
   static constexpr int kSums = kThreads / target::kWave;
@@ -46,9 +50,6 @@ struct Line {
   const ForwardParams& p;
   int part;      // of this block, which is one of those abreast there
   int mate;      // which of them
-  int ranks;     // of a sequence's query tiles, as many abreast in each
-  int blocks;    // of those abreast one
-  int group;     // heads of a kv head
   int total;     // units: the host has seen that an int counts them
   int parts;     // as many as the line is cut into
   int at, end;   // what is left of this block's part
@@ -63,9 +64,6 @@ struct Line {
       : p(p),
         part(quotient(target::block_index(), p.splits.abreast)),
         mate(target::block_index() - part * p.splits.abreast),
-        ranks(quotient(p.nheads_q / kHeads, p.splits.abreast)),
-        blocks(quotient(static_cast<int>(target::grid_size()), p.splits.abreast)),
-        group(quotient(p.nheads_q, p.nheads_kv)),
         rank(0) {}
 
   // Cuts it, from lengths that earlier kernels may have written. room: in shared memory. All threads of the block come
@@ -75,7 +73,7 @@ struct Line {
       find(room);
     } else {
       enter(0);
-      const int each = own * ranks;
+      const int each = own * p.splits.ranks;
       total = each * p.batch;
       share_out();
       // They are all alike.
@@ -88,22 +86,22 @@ struct Line {
   DEVICE Segment next() {
     while (at - start >= own) {
       start += own;
-      if (++rank < ranks) continue;
+      if (++rank < p.splits.ranks) continue;
       rank = 0;
       enter(sequence + 1);
     }
     Segment segment;
     int rest = at - start;
     segment.sequence = sequence;
-    segment.head = (rank * p.splits.abreast + mate) * kHeads;
     segment.q = q;
     segment.k = k;
     segment.tile = 0;
-    segment.units = units(count(0));
+    segment.units = q.length <= kTileQ ? own : units(count(0));
     while (rest >= segment.units) {
       rest -= segment.units;
       segment.units = units(count(++segment.tile));
     }
+    place(segment);
     segment.start = at - rest;
     segment.from = rest;
     const int left = end - at + rest;
@@ -140,20 +138,38 @@ struct Line {
  private:
   int whole, longer;  // units of a part, of which `longer` ones have one more
 
+  // Its heads, and its rows.
+  DEVICE void place(Segment& segment) const {
+    const int beside = rank * p.splits.abreast + mate, left = q.length - segment.tile * kTileQ;
+    const int queries = left < kTileQ ? left : kTileQ;
+    segment.kv_head = p.splits.of_group == 1 ? beside : quotient(beside, p.splits.of_group);
+    if constexpr (kRest) {
+      const int group = quotient(p.nheads_q, p.nheads_kv);
+      const int before = (beside - segment.kv_head * p.splits.of_group) * kHeads;
+      segment.head = segment.kv_head * group + before;
+      segment.rows = queries * (group - before < kHeads ? group - before : kHeads);
+    } else {
+      segment.head = beside * kHeads;
+      segment.rows = queries * kHeads;
+    }
+  }
+
   // A part for each block, unless too few units would come to one.
   DEVICE void share_out() {
     const int least = p.splits.least;
     parts = total;
     if (p.splits.count == 0) {
-      const int most = least > 1 ? quotient(total + least - 1, least) : total;
+      const int blocks = p.splits.blocks;
+      const int most = total < blocks * least ? quotient(total + least - 1, least) : blocks;
       parts = most < blocks ? most : blocks;
     }
     at = end = 0;
     if (part >= parts) return;
     whole = quotient(total, parts);
     longer = total - whole * parts;
-    at = begin_of(part);
-    end = begin_of(part + 1);
+    const int before = quotient(part * longer, parts), rest = part * longer - before * parts;  // as in begin_of
+    at = part * whole + before;
+    end = at + whole + (rest + longer >= parts ? 1 : 0);
   }
 
   // Cuts the line, and enters the first of some sequences where it has this block's part. Each thread has some. What
@@ -165,7 +181,7 @@ struct Line {
     const int behind = (thread + 1) * some;
     for (int n = (behind < p.batch ? behind : p.batch) - 1; n >= thread * some; n--) {
       enter(n);
-      units += own * ranks;
+      units += own * p.splits.ranks;
     }
     unsigned before = 0, all = units;
     UNROLL for (int mask = 1; mask < target::kWave; mask *= 2) {
@@ -200,14 +216,15 @@ struct Line {
   DEVICE void enter(int n) {
     sequence = n;
     if constexpr (kRagged) {
-      q = span_of(p.q_side, n);
-      k = span_of(p.k_side, n);
-      if constexpr (kPaged) k.length = length_in_pages(p.pages, n, k.length);
+      q = span_of<kPlain>(p.q_side, n);
+      k = span_of<kPlain>(p.k_side, n);
+      if constexpr (kPaged) k.length = length_in_pages<kPlain>(p.pages, n, k.length);
     } else {
       q = {0, static_cast<int>(p.q_side.rows)};
       k = {0, static_cast<int>(p.k_side.rows)};
     }
     own = 0;
+#pragma unroll 1
     for (int tile = 0; tile * kTileQ < q.length; tile++) own += units(count(tile));
   }
   // Key tiles of a query tile of the sequence.
@@ -222,50 +239,4 @@ struct Line {
     const int n = most > 0 ? (tiles < most ? tiles : most) : (tiles + kUnit - 1) / kUnit;
     return n > 0 ? n : 1;
   }
-};
-
-// A query tile that several blocks share: where they leave what its rows come to, and which of them merges.
-template <class Partials>
-struct SharedTile {
-  Segment own;         // of this block
-  int mate;            // which of those abreast
-  int part;            // of this block
-  int first, count;    // parts that it is in
-  bool begins_inside;  // the first of them begins before it
-
-  template <class BlockLine>
-  DEVICE SharedTile(const BlockLine& line, const Segment& own)
-      : own(own),
-        mate(line.mate),
-        part(line.part),
-        first(own.from == 0 ? part : line.part_of(own.start)),
-        count((own.to == own.units ? part : line.part_of(own.start + own.units - 1)) + 1 - first),
-        begins_inside(line.begin_of(first) < own.start) {}
-
-  // What its parts leave, one after the other.
-  struct Parts {
-    Partials *first, *all;
-    int64 stride;
-
-    DEVICE Partials& operator()(int n) const { return n == 0 ? *first : all[n * stride]; }
-  };
-  // A part shares at most two query tiles with others: the one in which it begins, and the one in which it ends.
-  DEVICE Parts parts(const Splits& splits) const {
-    const int slots = splits.count > 0 ? 1 : 2;
-    Partials* const all = static_cast<Partials*>(splits.partials) + block(splits) * slots;
-    return {all + int(begins_inside), all, int64(splits.abreast) * slots};
-  }
-  DEVICE Partials& own_partials(const Splits& splits) const { return parts(splits)(part - first); }
-
-  // One thread of a block says that the block's own part is there, between two barriers. Whether all others are.
-  DEVICE bool arrive(const Splits& splits) const {
-    unsigned* const arrived = splits.arrived + block(splits);
-    const bool last = target::fetch_add_in_order(arrived, 1u) + 1 == static_cast<unsigned>(count);
-    if (last) *arrived = 0;  // for the next launch
-    return last;
-  }
-
- private:
-  // The one that has the first part, of those abreast of this block the same.
-  DEVICE int64 block(const Splits& splits) const { return int64(first) * splits.abreast + mate; }
 };

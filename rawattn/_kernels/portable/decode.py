@@ -29,20 +29,17 @@ FEATURES = frozenset(
     )
 )  # fmt: skip
 
-# Query rows of all heads that share keys, at most: of more, each of a sequence's tiles would read its keys again.
+# Query rows of all heads that share keys, at most: of more, each of a sequence's tiles would read its keys again. But other
+# kernels read them once for each head.
 MOST_ROWS = 128
-_TILE_ROWS = 16
-# Where Hopper's forward is slower (docs/notes/decode.md): of keys in rows, from so many on, of half a tile's rows from half as
-# many; of two tiles' rows, up to so many, and up to so many where it has more to find or less to compute: keys in pages, or
-# few columns.
-_MANY_KEYS = 1024
-_SOME_KEYS, _FEW_COLUMNS_KEYS, _FEW_COLUMNS = 2048, 8192, 64
+_HEADS_OF_TILE = 4  # for each tile
+TILE_ROWS = 16
 # A unit of a line has 16 keys at least.
 _MOST_SCORES = 16 * 2**31
 _OFFSET_BYTES = 8  # of where a row of a page is
-_KEPT_BYTES, _FLAG_BYTES = 192, 16
+_KEPT_BYTES, _FLAG_BYTES, _ROOM_BYTES = 192, 16, 128
 # Of wider values the output of so many rows would not stay in registers.
-_WIDE_TILE_HEADDIM = 128
+WIDE_TILE_HEADDIM = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +56,8 @@ class Config(Features):
     headdim: int
     headdim_v: int
     heads: int  # query heads of a tile
+    heads_left: bool = False  # those that share keys are no multiple of them
+    tile_q: int  # queries of a tile
     tile_rows: int  # of all its heads
     tile_k: int
     waves: int
@@ -67,13 +66,10 @@ class Config(Features):
     copy_bytes: int
     key_bytes: int  # of an access to keys and values
     tile_in_page: bool = False  # tiles of keys divide pages
+    # Queries have no lengths; those of keys, and ids of pages, have 32 bits; the rows of a page are a power of two.
+    plain_integers: bool = False
     accumulator_feeds_a: bool  # of the target's product: decides whether P needs shared memory
     wave: int = 32
-
-    @property
-    def tile_q(self) -> int:
-        """Queries of a tile."""
-        return self.tile_rows // self.heads
 
     @property
     def threads(self) -> int:
@@ -105,7 +101,7 @@ class Config(Features):
         queries = self.tile_rows * self._pitch(round_up(self.headdim, 16)) * self._size
         merged = self.waves * self.partial_bytes if self.partial_bytes > self.stage_bytes else 0
         used = max(queries + self.waves * wave, merged)
-        return used + self.waves * self.more_bytes + _KEPT_BYTES + _FLAG_BYTES
+        return used + self.waves * self.more_bytes + _KEPT_BYTES + _FLAG_BYTES + _ROOM_BYTES
 
     @property
     def _size(self) -> int:
@@ -115,7 +111,7 @@ class Config(Features):
         return columns + 16 // self._size
 
     def source(self) -> Source:
-        derived = ("tile_q", "shared_bytes", "partial_bytes")
+        derived = ("shared_bytes", "partial_bytes")
         return _source(
             self.ENTRY,
             self.FILE,
@@ -137,8 +133,9 @@ class Config(Features):
 
 def supports(problem: Problem, target: Target, operands: Operands) -> str | None:
     """Why a call is not for this kernel, else None."""
-    rows = problem.max_seqlen_q * (problem.nheads_q // problem.nheads_kv)
-    if rows > MOST_ROWS:
+    group = problem.nheads_q // problem.nheads_kv
+    rows = problem.max_seqlen_q * group
+    if rows > MOST_ROWS and tiles_of_keys(problem) * _HEADS_OF_TILE > group:
         return f"{rows} query rows share keys, more than {MOST_ROWS}"
     if (
         problem.batch * problem.nheads_q * problem.max_seqlen_q * problem.max_seqlen_k
@@ -146,35 +143,6 @@ def supports(problem: Problem, target: Target, operands: Operands) -> str | None
     ):
         return "its key tiles are more than an int counts"
     return None
-
-
-def supports_before_sm90(problem: Problem, target: Target, operands: Operands) -> str | None:
-    """`supports`, where Hopper's forward takes 16-bit calls: why that is the faster one, else None.
-
-    It reads the keys of a few rows as fast as those of many, and shares them out among blocks too.
-    """
-    if not _are_few(problem, target):
-        return "it has too many rows for the keys that they share"
-    return supports(problem, target, operands)
-
-
-def _are_few(problem: Problem, target: Target) -> bool:
-    rows = problem.max_seqlen_q * (problem.nheads_q // problem.nheads_kv)
-    keys, dim = problem.max_seqlen_k, max(problem.headdim, problem.headdim_v)
-    paged = problem.pages is not None
-    half = rows >= _TILE_ROWS // 2 or dim > _WIDE_TILE_HEADDIM
-    if not paged and keys < (_MANY_KEYS // 2 if half else _MANY_KEYS):
-        return False
-    if rows <= _TILE_ROWS:
-        return True
-    narrow = dim <= _FEW_COLUMNS
-    quick = narrow or paged
-    if dim > _WIDE_TILE_HEADDIM or keys > (_FEW_COLUMNS_KEYS if quick else _SOME_KEYS):
-        return False
-    streams, all_busy = problem.batch * problem.nheads_kv, target.multiprocessors
-    if rows <= 2 * _TILE_ROWS:
-        return streams <= (all_busy if quick else all_busy // 4)
-    return rows <= 4 * _TILE_ROWS and narrow and streams <= all_busy // 4
 
 
 def choose(problem: Problem, target: Target, operands: Operands) -> Config:
@@ -195,7 +163,28 @@ _C = TypeVar("_C", bound=Config)
 def wide(problem: Problem) -> bool:
     """Whether tiles have 32 rows."""
     rows = problem.max_seqlen_q * (problem.nheads_q // problem.nheads_kv)
-    return rows > _TILE_ROWS and problem.headdim_v <= _WIDE_TILE_HEADDIM
+    return rows > TILE_ROWS and problem.headdim_v <= WIDE_TILE_HEADDIM
+
+
+def tiles_of_keys(problem: Problem) -> int:
+    """Query tiles that share keys, each of which reads them."""
+    _, heads, queries = _tile(problem)
+    return -(-problem.max_seqlen_q // queries) * -(
+        -(problem.nheads_q // problem.nheads_kv) // heads
+    )
+
+
+def tiles_of_heads(problem: Problem, heads: int) -> int:
+    """Tiles beside each other, of so many of the heads that share keys."""
+    return problem.nheads_kv * -(-(problem.nheads_q // problem.nheads_kv) // heads)
+
+
+def _tile(problem: Problem) -> tuple[int, int, int]:
+    """Rows, heads and queries of a tile. Of more heads than rows, tiles have nearly as many each."""
+    group = problem.nheads_q // problem.nheads_kv
+    rows = 2 * TILE_ROWS if wide(problem) else TILE_ROWS
+    heads = -(-group // -(-group // rows))
+    return rows, heads, 1 if problem.max_seqlen_q <= 1 else rows // heads
 
 
 def choose_tiles(
@@ -207,9 +196,7 @@ def choose_tiles(
     operands: Operands,
 ) -> _C:
     """The configuration but for how its tiles are loaded. tiles: the file of tables, table: of 16-bit queries."""
-    group = problem.nheads_q // problem.nheads_kv
-    tile_rows = 2 * _TILE_ROWS if wide(problem) else _TILE_ROWS
-    heads = max(n for n in range(1, tile_rows + 1) if group % n == 0)
+    tile_rows, heads, tile_q = _tile(problem)
     chosen = choice.choose(
         config,
         tiles,
@@ -218,6 +205,8 @@ def choose_tiles(
         operands,
         table,
         heads=heads,
+        heads_left=problem.nheads_q // problem.nheads_kv % heads > 0,
+        tile_q=tile_q,
         tile_rows=tile_rows,
         key_bytes=operands.key_bytes(problem),
     )
@@ -231,6 +220,17 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
     return launches(choose(problem, target, operands), problem, structure, operands, target)
 
 
+def _plain_integers(problem: Problem, structure: Structure) -> bool:
+    q, k, pages = structure.q, structure.k, problem.pages
+    if not structure.ragged or structure.group or q.start or q.length:
+        return False
+    if k.start or k.cumulative or k.length == 8:
+        return False
+    return pages is None or (
+        pages.dtype == "int32" and pages.page_size & (pages.page_size - 1) == 0
+    )
+
+
 def launches(
     config: Config,
     problem: Problem,
@@ -240,17 +240,18 @@ def launches(
     maps: tuple[tuple[str, Geometry], ...] = (),
 ) -> Steps:
     """Those of a configuration; maps: of its main kernel's step."""
+    config = replace(config, plain_integers=_plain_integers(problem, structure))
     values = attention_params.forward(problem, structure, operands, forward.SECTION_BYTES)
     keys = dict(zip("kv", attention_params.KEYS[config.paged], strict=True))
     if config.paged:
         structure = attention_params.without_pages(structure)
-    tiles = Tiles("q", config.tile_q, problem.nheads_q // config.heads)
+    tiles = Tiles("q", config.tile_q, tiles_of_heads(problem, config.heads))
     line = splits.line(problem, structure, config, target, tiles, config.waves)
     main = Step(
         source=config.source(),
         blocks=line.blocks,
         threads=config.threads,
-        params=structs.fill(params.FORWARD, {**values, **line.fields()}),
+        params=structs.fill(params.FORWARD, {**values, **line.fields(problem.nheads_kv)}),
         patches=(
             *patches(params.FORWARD, ("q", "out", "lse"), **keys),
             *attention_params.side_addresses(params.FORWARD, "", structure),

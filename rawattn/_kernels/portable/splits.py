@@ -17,7 +17,7 @@ from rawattn._kernels.target import Target
 # A piece has at least so many keys: what it comes to is written and read once more.
 LEAST_KEYS = 512
 # Likewise of a part of a line.
-LEAST_PART_KEYS = 128
+LEAST_PART_KEYS = 256
 # Heads abreast in a line read 2 KB side by side at D 128.
 MOST_ABREAST = 8
 # Where sequences differ, pieces are as long as if this many of them came to each block that runs at once, were all
@@ -119,8 +119,8 @@ def affordable(problem: Problem, target: Target, scratch: dict[str, int]) -> dic
 class Line:
     """A line of all key tiles, cut into parts of equal length (kernels_cu/attn/schedule/line.cuh).
 
-    blocks: of the launch. count: pieces of each query tile, 0 where parts decide. least: units of a part. abreast: heads
-    of a part, each with its own block.
+    blocks: of the launch. count: pieces of each query tile, 0 where parts decide. least: units of a part. abreast: tiles
+    of a part, each with its own block. heads: tiles beside each other, of all heads.
     """
 
     blocks: int | Tiles
@@ -128,11 +128,19 @@ class Line:
     least: int
     abreast: int
     most: int  # blocks that a launch has at most, whatever the lengths are
+    heads: int
 
-    def fields(self) -> dict[str, Any]:
+    def fields(self, nheads_kv: int) -> dict[str, int]:
         """Of the parameters."""
-        names = ("count", "least", "abreast")
-        return {f"splits.{name}": getattr(self, name) for name in names}
+        blocks = self.blocks // self.abreast if isinstance(self.blocks, int) else 0
+        return {
+            "splits.count": self.count,
+            "splits.least": self.least,
+            "splits.abreast": self.abreast,
+            "splits.of_group": self.heads // nheads_kv,
+            "splits.ranks": self.heads // self.abreast,
+            "splits.blocks": blocks,
+        }
 
     def patches(self, struct: Struct) -> tuple[tuple[int, str], ...]:
         """Where the addresses of what blocks leave for each other belong."""
@@ -160,11 +168,11 @@ def line(
     keys = _met(problem, config, -(-structure.k.most // config.tile_k))
     if problem.num_splits is not None:
         count = max(1, min(problem.num_splits, keys))
-        return Line(replace(tiles, times=count), count, 1, abreast, most * count)
+        return Line(replace(tiles, times=count), count, 1, abreast, most * count, tiles.heads)
     least = max(1, LEAST_PART_KEYS // (config.tile_k * unit))
     parts = -(-most // abreast * max(1, -(-keys // unit)) // least)
     blocks = abreast * min(max(1, target.multiprocessors * config.blocks_per_sm // abreast), parts)
-    return Line(blocks, 0, least, abreast, blocks)
+    return Line(blocks, 0, least, abreast, blocks, tiles.heads)
 
 
 def partial_bytes(rows: int, headdim_v: int, wave: int) -> int:

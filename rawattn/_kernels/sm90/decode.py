@@ -20,8 +20,11 @@ ENTRY = "rawattn_sm90_decode"
 TILES = "sm90_decode"  # the file of its tile tables
 FEATURES = decode.FEATURES
 LONG_SEQLEN = 4096  # keys of a sequence from which on the table "long" has the faster tiles
+# Of sequences that a block's waves read in so few turns, several blocks begin and end at once, if each has some.
+_SHORT_TURNS, _STREAMS_OF_SHORT = 3, 2
 _BLOCK_ROW_BYTES = 128  # of the swizzle
 _BARRIER_BYTES = 8
+_MORE_BYTES = 1024  # blocks begin at multiples of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +47,9 @@ class Config(decode.Config):
         size = 1 if self.float8 else 2
         dims = self.headdim, self.headdim_v
         blocks = sum(-(-columns * size // _BLOCK_ROW_BYTES) for columns in dims)
-        return blocks * self.tile_k * _BLOCK_ROW_BYTES
+        tile = blocks * self.tile_k * _BLOCK_ROW_BYTES
+        # Room for what the rows come to is worth as much.
+        return tile + (_MORE_BYTES if tile < self.partial_bytes <= tile + _MORE_BYTES else 0)
 
     @property
     def more_bytes(self) -> int:
@@ -55,13 +60,6 @@ class Config(decode.Config):
 def supports(problem: Problem, target: Target, operands: Operands) -> str | None:
     """Why a call is not for this kernel, else None."""
     return decode.supports(problem, target, operands) or _unmapped(problem, target, operands)
-
-
-def supports_before_forward(problem: Problem, target: Target, operands: Operands) -> str | None:
-    """`supports`, of keys in rows, where Hopper's forward would be slower: why a call is not, else None."""
-    return decode.supports_before_sm90(problem, target, operands) or _unmapped(
-        problem, target, operands
-    )
 
 
 def _unmapped(problem: Problem, target: Target, operands: Operands) -> str | None:
@@ -89,12 +87,27 @@ def _unmapped(problem: Problem, target: Target, operands: Operands) -> str | Non
 
 def choose(problem: Problem, target: Target, operands: Operands) -> Config:
     """The configuration for a problem that it supports; operands: q, k, v and out."""
-    # Many keys are met in few turns, and a window or short sequences end in the midst of large ones.
-    long = problem.window_left is None and problem.max_seqlen_k >= LONG_SEQLEN
-    table = "wide" if decode.wide(problem) else "long" if long else "any"
+
+    def chosen(table: str) -> Config:
+        return decode.choose_tiles(Config, TILES, table, problem, target, operands)
+
+    wide = decode.wide(problem)
     if problem.float8:
-        table = "wide_8bit" if decode.wide(problem) else "8bit"
-    config = decode.choose_tiles(Config, TILES, table, problem, target, operands)
+        config = chosen("wide_8bit" if wide else "8bit")
+    elif wide:
+        config = chosen("wide")
+    elif problem.window_left is None and problem.max_seqlen_k >= LONG_SEQLEN:
+        # Many keys are met in few turns, and a window or short sequences end in the midst of large ones.
+        config = chosen("long")
+    else:
+        config = chosen("any")
+        turn = config.tile_k * config.waves
+        streams = problem.batch * decode.tiles_of_heads(problem, config.heads)
+        if (
+            problem.max_seqlen_k <= _SHORT_TURNS * turn
+            and streams >= _STREAMS_OF_SHORT * target.multiprocessors
+        ):
+            config = chosen("short")
     rows = config.tile_k
     if problem.pages is None:
         return replace(config, box_rows=rows)

@@ -1,0 +1,61 @@
+"""Where decoding's kernels are faster than Hopper's forward: few rows on many keys (docs/notes/decode.md)."""
+
+from __future__ import annotations
+
+from rawattn._call.problem import Problem
+from rawattn._kernels.operands import Operands
+from rawattn._kernels.portable import decode as portable_decode
+from rawattn._kernels.portable.decode import TILE_ROWS, WIDE_TILE_HEADDIM
+from rawattn._kernels.sm90 import decode, forward
+from rawattn._kernels.target import Target
+
+# Of keys in rows, from so many on, and of half a tile's rows from half as many.
+_MANY_KEYS = 1024
+# Of two tiles' rows, up to so many, and up to so many where the forward has more to find or less to compute: keys in pages, or
+# few columns.
+_SOME_KEYS, _FEW_COLUMNS_KEYS, _FEW_COLUMNS = 2048, 8192, 64
+# Rows of the forward's tiles. A head has 16 of them at least, so of few queries a tile is nearly empty.
+_FORWARD_ROWS = 128
+
+
+def supports_mapped(problem: Problem, target: Target, operands: Operands) -> str | None:
+    """Why a call is not for Hopper's kernel in front of the forward, else None."""
+    return _many(problem, target) or decode.supports(problem, target, operands)
+
+
+def supports_portable(problem: Problem, target: Target, operands: Operands) -> str | None:
+    """Likewise, for the portable one, where the copy engine cannot bring the keys."""
+    return _many(problem, target) or portable_decode.supports(problem, target, operands)
+
+
+def _many(problem: Problem, target: Target) -> str | None:
+    return (
+        None if _are_few(problem, target) else "it has too many rows for the keys that they share"
+    )
+
+
+def _are_few(problem: Problem, target: Target) -> bool:
+    rows = problem.max_seqlen_q * (problem.nheads_q // problem.nheads_kv)
+    keys, dim = problem.max_seqlen_k, max(problem.headdim, problem.headdim_v)
+    paged = problem.pages is not None
+    half = rows >= TILE_ROWS // 2 or dim > WIDE_TILE_HEADDIM
+    tiles, forward_tiles = portable_decode.tiles_of_keys(problem), _forward_tiles(problem)
+    if not paged and keys < (_MANY_KEYS // 2 if half else _MANY_KEYS) and forward_tiles < 4 * tiles:
+        return False
+    if rows <= TILE_ROWS or tiles < forward_tiles:
+        return True
+    narrow = dim <= _FEW_COLUMNS
+    quick = narrow or paged
+    if dim > WIDE_TILE_HEADDIM or keys > (_FEW_COLUMNS_KEYS if quick else _SOME_KEYS):
+        return False
+    streams, all_busy = problem.batch * problem.nheads_kv, target.multiprocessors
+    if rows <= 2 * TILE_ROWS:
+        return streams <= (all_busy if quick else all_busy // 4)
+    return rows <= 4 * TILE_ROWS and narrow and streams <= all_busy // 4
+
+
+def _forward_tiles(problem: Problem) -> int:
+    """Query tiles of the forward that share keys."""
+    heads = forward.heads_per_tile(problem, _FORWARD_ROWS)
+    queries = _FORWARD_ROWS // heads
+    return -(-problem.max_seqlen_q // queries) * (problem.nheads_q // problem.nheads_kv // heads)
