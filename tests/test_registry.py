@@ -43,10 +43,14 @@ NO_OPERANDS = Operands()
         (16, 128, 1, (64, 8), "float32", "decode"),
         (64, 128, 1, (64, 8), "float32", "portable"),
         # More heads share keys than a tile of the forward has, which reads them once for each of its tiles.
-        (1, 4096, 32, (71, 1), "float16", "decode"),
+        (1, 4096, 32, (32, 1), "float16", "decode"),
         (2, 4096, 32, (71, 1), "float16", "decode"),
-        (1, 128, 32, (71, 1), "float16", "decode"),
-        (1, 4096, 64, (128, 2), "float16", "decode"),
+        (2, 128, 32, (71, 1), "float16", "decode"),
+        # Of one query, heads that share keys are rows of one head where sequences fill the machine.
+        (1, 4096, 98, (71, 1), "float16", "decode"),
+        (1, 4096, 99, (71, 1), "float16", "sm90"),
+        (1, 4096, 50, (142, 2), "float16", "sm90"),
+        (1, 4096, 99, (71, 1), "float32", "decode"),
         (2, 2048, 16, (48, 1), "float16", "decode"),
         (4, 2048, 16, (48, 1), "float16", "sm90"),
         (64, 4096, 32, (71, 1), "float16", "sm90"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from rawattn._call.problem import Problem
@@ -17,7 +17,7 @@ from rawattn._kernels.portable import decode as portable_decode
 from rawattn._kernels.portable import forward as portable_forward
 from rawattn._kernels.selection import selection
 from rawattn._kernels.sm90 import decode as sm90_decode
-from rawattn._kernels.sm90 import few_rows
+from rawattn._kernels.sm90 import few_rows, folded
 from rawattn._kernels.sm90 import forward as sm90_forward
 from rawattn._kernels.sm90 import forward_steps as sm90_forward_steps
 from rawattn._kernels.steps import Steps
@@ -56,6 +56,17 @@ def _gathered(verb: str) -> Family:
     return Family("gathered", gathered.FEATURES, gathered.supports, steps, around=True)
 
 
+def _folded(verb: str) -> Family:
+    def steps(problem: Problem, structure: Structure, operands: Operands, target: Target) -> Steps:
+        if folded.is_whole(structure):
+            return folded.steps(problem, structure, operands, target)
+        others = tuple(each for each in FAMILIES[verb] if each.supports is not folded.supports)
+        family = _first(others, verb, problem, target, operands)
+        return family.steps(problem, structure, operands, target)
+
+    return Family("sm90", folded.FEATURES, folded.supports, steps)
+
+
 _DECODE = Family(
     "decode", portable_decode.FEATURES, portable_decode.supports, portable_decode.steps
 )
@@ -70,6 +81,7 @@ _SM90 = Family("sm90", sm90_forward.FEATURES, sm90_forward.supports, sm90_forwar
 FAMILIES = {
     "attention": (
         _gathered("attention"),
+        _folded("attention"),
         _SM90_DECODE_FIRST,
         _DECODE_FIRST,
         _SM90,
@@ -83,6 +95,7 @@ FAMILIES = {
         ),
     ),
     "paged_attention": (
+        _folded("paged_attention"),
         _SM90_DECODE_FIRST,
         _DECODE_FIRST,
         _SM90,
@@ -110,7 +123,12 @@ FAMILIES = {
 
 def choose(verb: str, problem: Problem, target: Target, operands: Operands) -> Family:
     """The first family that supports a call of a verb, of those that the context allows."""
-    families = FAMILIES[verb]
+    return _first(FAMILIES[verb], verb, problem, target, operands)
+
+
+def _first(
+    families: Sequence[Family], verb: str, problem: Problem, target: Target, operands: Operands
+) -> Family:
     only = selection().family
     wanted = features(problem).active()
     for family in families:

@@ -141,6 +141,17 @@ def test_more_heads_than_a_tile_has_rows(dims: tuple[int, int], options: dict[st
     check_pages(paged((500, 400), 7, rows=1, heads=(71, 1), dims=dims, pair=True), **options)
 
 
+@pytest.mark.parametrize("options", [{"causal": True}, {"softcap": 5.0}], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 128)], ids=str)
+def test_heads_that_become_rows(dims: tuple[int, int], options: dict[str, Any]) -> None:
+    """Of so many sequences Hopper's forward takes them (rawattn/_kernels/sm90/folded.py)."""
+    lens = tuple(int(n) for n in np.random.default_rng(0).integers(0, 300, 140))
+    for heads in ((71, 1), (200, 1), (74, 2)):
+        check_pages(paged(lens, 16, rows=1, heads=heads, dims=dims), **options)
+    first = paged(lens, 24, rows=1, heads=(40, 1), dims=dims, heads_first=True, pair=True)
+    check_pages(first, **options)
+
+
 @pytest.mark.parametrize("heads", [(8, 1), (4, 2), (40, 1)], ids=str)
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
 def test_bunches_of_parts(dims: tuple[int, int], heads: tuple[int, int]) -> None:

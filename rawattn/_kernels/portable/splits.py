@@ -25,6 +25,8 @@ MOST_ABREAST = 8
 # others. One row is merged at no cost. (Not measured yet.)
 _PIECES = 4
 _PIECES_OF_ONE_TILE = 32
+# Of parts whose ends are those of query tiles there may be so many fewer.
+_WORTH_UNBROKEN = 0.94
 _COUNTER_BYTES = 4
 # Rows of a 16 x 16 accumulator that a lane has elements of, by threads of a wave.
 _SLOTS = {32: 2, 64: 4}
@@ -171,8 +173,20 @@ def line(
         return Line(replace(tiles, times=count), count, 1, abreast, most * count, tiles.heads)
     least = max(1, LEAST_PART_KEYS // (config.tile_k * unit))
     parts = -(-most // abreast * max(1, -(-keys // unit)) // least)
-    blocks = abreast * min(max(1, target.multiprocessors * config.blocks_per_sm // abreast), parts)
+    at_once = max(1, target.multiprocessors * config.blocks_per_sm // abreast)
+    blocks = abreast * min(_unbroken(most // abreast, at_once), parts)
     return Line(blocks, 0, least, abreast, blocks, tiles.heads)
+
+
+def _unbroken(tiles: int, parts: int) -> int:
+    """How many of so many parts to make, so that parts of query tiles with as many keys each end where those do.
+
+    What ends in their midst is merged, and a few multiprocessors less read no slower.
+    """
+    if tiles <= 0:
+        return parts
+    fewer = -(-tiles // -(-tiles // parts)) if tiles > parts else parts // tiles * tiles
+    return fewer if fewer >= _WORTH_UNBROKEN * parts else parts
 
 
 def partial_bytes(rows: int, headdim_v: int, wave: int) -> int:

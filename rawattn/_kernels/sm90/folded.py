@@ -1,0 +1,76 @@
+"""Calls of one query for each sequence whose many heads share keys: the heads become the rows of Hopper's forward.
+
+A tile of decoding's kernel has up to 32 rows, so of more heads it reads their keys several times, and its products are those
+of 16 rows at once. The heads that share keys lie one after the other, as rows of one head would: with other strides the
+same arrays are a call of fewer heads and more rows, whose one query sees what each of them sees.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rawattn._call.problem import Problem
+from rawattn._call.seq_layout import bind
+from rawattn._call.structure import Structure
+from rawattn._kernels.operands import Operands
+from rawattn._kernels.portable import decode
+from rawattn._kernels.sm90 import forward, forward_steps
+from rawattn._kernels.steps import Steps
+from rawattn._kernels.target import Target
+
+# Of multiprocessors that have a query tile of their own, at least (docs/notes/decode.md).
+_BUSY = 0.75
+# What differs from head to head, or with the place of the query, would differ from row to row.
+FEATURES = frozenset(("ragged", "right", "scale_first", "softcap", "paged", "float8"))
+
+
+def supports(problem: Problem, target: Target, operands: Operands) -> str | None:
+    """Why a call is not folded, else None. A sequence that may be without its query is not for it either (`is_whole`)."""
+    if problem.group or problem.rows_q != 1:
+        return "a sequence has other than one query"
+    if problem.num_splits is not None:
+        return "the splits of its keys are given"
+    if decode.tiles_of_keys(problem) == 1:
+        return "a tile of decoding's kernel has all rows that share keys"
+    if problem.batch * problem.nheads_kv < _BUSY * target.multiprocessors:
+        return "decoding's kernel shares few sequences out at less cost"
+    return forward.supports(*_folded(problem, target, operands))
+
+
+def is_whole(structure: Structure) -> bool:
+    """Whether every sequence has its query."""
+    return not structure.q.length
+
+
+def steps(problem: Problem, structure: Structure, operands: Operands, target: Target) -> Steps:
+    """The launches of a call that is whole."""
+    problem, target, operands = _folded(problem, target, operands)
+    rows = problem.rows_q
+    q = structure.q._replace(rows=rows, most=rows)
+    inner = forward_steps.steps(problem, structure._replace(q=q), operands, target)
+    # The call's own lengths are those of one row.
+    lengths = bind(None, batch=problem.batch, rows_q=rows, rows_k=problem.rows_k)
+    launches = tuple(
+        step if isinstance(step.blocks, int) else replace(step, blocks=step.blocks.blocks(lengths))
+        for step in inner.launches
+    )
+    return replace(inner, launches=launches)
+
+
+def _folded(
+    problem: Problem, target: Target, operands: Operands
+) -> tuple[Problem, Target, Operands]:
+    group = problem.nheads_q // problem.nheads_kv
+    folded = replace(
+        problem,
+        nheads_q=problem.nheads_kv,
+        rows_q=group,
+        max_seqlen_q=group,
+        window_right=None,  # the last row of a sequence sees all its keys
+    )
+    strides = dict(operands.strides)
+    for name in ("q", "out"):
+        if name in strides:
+            batch, _, head, element = strides[name]
+            strides[name] = (batch, head, group * head, element)
+    return folded, target, replace(operands, strides=strides)
