@@ -36,6 +36,9 @@ NO_OPERANDS = Operands()
         (4, 2048, 64, (32, 8), "float16", "decode"),
         (5, 2048, 64, (32, 8), "float16", "sm90"),  # 20 rows share keys
         (1, 1023, 64, (32, 8), "float16", "sm90"),
+        (2, 128, 16, (32, 8), "float16", "decode"),  # few streams of keys, and few rows
+        (3, 511, 16, (32, 8), "float16", "sm90"),
+        (8, 1023, 1, (32, 8), "float16", "sm90"),
         (3, 2047, 1, (64, 8), "float16", "decode"),
         (3, 2049, 1, (64, 8), "float16", "sm90"),
         (3, 2047, 8, (64, 8), "float16", "sm90"),  # 64 streams of keys

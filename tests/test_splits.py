@@ -125,3 +125,24 @@ def test_more_pieces_than_the_gpu_has_memory_for_are_refused(family: Any) -> Non
     with pytest.raises(ValueError, match=rf"^num_splits: got 256, .* {nbytes} bytes"):
         scratch(nbytes - 1, 256)
     assert scratch(1 << 40, None) < nbytes
+
+
+@pytest.mark.parametrize(
+    ("batch", "keys", "heads", "parts"),
+    [
+        (64, 4096, 4, 32),  # of 33 that there is room for, 31 would end in the midst of a sequence
+        (32, 4096, 1, 128),
+        (10, 2048, 8, 16),  # ten would leave too many idle
+        (16, 64, 1, 16),  # one for each, though few keys come to it
+        (1, 4096, 8, 16),
+        (1, 1 << 20, 1, 132),
+    ],
+)
+def test_parts_of_a_line(batch: int, keys: int, heads: int, parts: int) -> None:
+    q, k = Like(batch, 1, 4 * heads, 128), Like(batch, keys, heads, 128)
+    problem, lengths = describe(q, k, k)
+    config = decode.choose(problem, H200, Operands())
+    tiles = Tiles("q", config.tile_q, decode.tiles_of_heads(problem, config.heads))
+    line = splits.line(problem, structure(lengths), config, H200, tiles, config.waves)
+    assert line.blocks == parts * line.abreast
+    assert line.fields(heads)["splits.blocks"] == parts

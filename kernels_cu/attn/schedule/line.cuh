@@ -154,13 +154,19 @@ struct Line {
     }
   }
 
-  // A part for each block, unless too few units would come to one.
+  // A part for each block, unless too few units would come to one: but short sequences have blocks of their own, if
+  // there are as many.
   DEVICE void share_out() {
     const int least = p.splits.least;
     parts = total;
     if (p.splits.count == 0) {
       const int blocks = p.splits.blocks;
-      const int most = total < blocks * least ? quotient(total + least - 1, least) : blocks;
+      int most = blocks;
+      if (total < blocks * least) {
+        most = quotient(total + least - 1, least);
+        const int sequences = p.batch * p.splits.ranks;
+        if (most < sequences) most = sequences;
+      }
       parts = most < blocks ? most : blocks;
     }
     at = end = 0;

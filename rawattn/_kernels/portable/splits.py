@@ -172,7 +172,7 @@ def line(
         count = max(1, min(problem.num_splits, keys))
         return Line(replace(tiles, times=count), count, 1, abreast, most * count, tiles.heads)
     least = max(1, LEAST_PART_KEYS // (config.tile_k * unit))
-    parts = -(-most // abreast * max(1, -(-keys // unit)) // least)
+    parts = max(most // abreast, -(-most // abreast * max(1, -(-keys // unit)) // least))
     at_once = max(1, target.multiprocessors * config.blocks_per_sm // abreast)
     blocks = abreast * min(_unbroken(most // abreast, at_once), parts)
     return Line(blocks, 0, least, abreast, blocks, tiles.heads)

@@ -9,8 +9,11 @@ from rawattn._kernels.portable.decode import TILE_ROWS, WIDE_TILE_HEADDIM
 from rawattn._kernels.sm90 import decode, forward
 from rawattn._kernels.target import Target
 
-# Of keys in rows, from so many on, and of half a tile's rows from half as many.
-_MANY_KEYS = 1024
+# Keys of a sequence in rows, at least: of more than a tile's rows and few columns, of more columns; of half a tile's rows, of a
+# quarter; and where streams of keys leave multiprocessors idle, of half a tile's rows, or of few columns.
+_LEAST_WIDE_NARROW, _LEAST_WIDE = 768, 1024
+_LEAST_HALF, _LEAST = 512, 1024
+_LEAST_IDLE_HALF, _LEAST_IDLE_NARROW = 128, 192
 # Of two tiles' rows, up to so many, and up to so many where the forward has more to find or less to compute: keys in pages, or
 # few columns.
 _SOME_KEYS, _FEW_COLUMNS_KEYS, _FEW_COLUMNS = 2048, 8192, 64
@@ -38,9 +41,8 @@ def _are_few(problem: Problem, target: Target) -> bool:
     rows = problem.max_seqlen_q * (problem.nheads_q // problem.nheads_kv)
     keys, dim = problem.max_seqlen_k, max(problem.headdim, problem.headdim_v)
     paged = problem.pages is not None
-    half = rows >= TILE_ROWS // 2 or dim > WIDE_TILE_HEADDIM
     tiles, forward_tiles = portable_decode.tiles_of_keys(problem), _forward_tiles(problem)
-    if not paged and keys < (_MANY_KEYS // 2 if half else _MANY_KEYS) and forward_tiles < 4 * tiles:
+    if not paged and keys < _least_keys(problem, target) and forward_tiles < 4 * tiles:
         return False
     if rows <= TILE_ROWS or tiles < forward_tiles:
         return True
@@ -52,6 +54,19 @@ def _are_few(problem: Problem, target: Target) -> bool:
     if rows <= 2 * TILE_ROWS:
         return streams <= (all_busy if quick else all_busy // 4)
     return rows <= 4 * TILE_ROWS and narrow and streams <= all_busy // 4
+
+
+def _least_keys(problem: Problem, target: Target) -> int:
+    rows = problem.max_seqlen_q * (problem.nheads_q // problem.nheads_kv)
+    dim = max(problem.headdim, problem.headdim_v)
+    if rows > TILE_ROWS:
+        return _LEAST_WIDE_NARROW if dim <= _FEW_COLUMNS else _LEAST_WIDE
+    if problem.batch * problem.nheads_kv <= target.multiprocessors:
+        if dim <= WIDE_TILE_HEADDIM and 2 * rows <= TILE_ROWS:
+            return _LEAST_IDLE_HALF
+        if dim <= _FEW_COLUMNS:
+            return _LEAST_IDLE_NARROW
+    return _LEAST_HALF if 2 * rows >= TILE_ROWS or dim > WIDE_TILE_HEADDIM else _LEAST
 
 
 def _forward_tiles(problem: Problem) -> int:
