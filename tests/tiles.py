@@ -52,7 +52,8 @@ def backward_tile_shapes() -> list[TileShape]:
 
     def tile(problem: Problem, limit: int) -> str:
         target = Target("sm_80", limit)
-        main = portable_backward.choose(problem, target, Operands())
+        with mock.patch.object(portable_backward, "_SHORT_ROWS", _NONE_SHORT):
+            main = portable_backward.choose(problem, target, Operands())
         dq = portable_backward.choose_dq(problem, target, Operands())
         waves = f"{main.key_waves}x{main.column_waves}"
         shape = f"{main.tile_q}x{main.tile_k}x{waves}x{main.stages}"
@@ -71,6 +72,16 @@ def _shapes(tile: Callable[[Problem, int], str]) -> list[TileShape]:
                 shape = TileShape(dtype, headdim, limit, tile(problem, limit))
                 shapes.setdefault((dtype, headdim, shape.tile), shape)
     return list(shapes.values())
+
+
+_NONE_SHORT = ((-1, -1, -1), (-1, -1, -1))
+
+
+@contextmanager
+def large_tiles() -> Iterator[None]:
+    """Makes the backward take tiles for many query rows, however few there are."""
+    with mock.patch.object(portable_backward, "_SHORT_ROWS", _NONE_SHORT), nothing_prepared():
+        yield
 
 
 @contextmanager
@@ -179,6 +190,7 @@ def shared_limit(limit: int | None) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(only("portable"))
         stack.enter_context(mock.patch.object(kernel, "target", smaller))
+        stack.enter_context(large_tiles())
         # Launches that were prepared for the GPU as it is are for later calls.
         stack.enter_context(nothing_prepared())
         yield

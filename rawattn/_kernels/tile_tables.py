@@ -66,7 +66,7 @@ SCHEMAS = {
         {"tile_k": int, "waves": int, "stages": int, "blocks_per_sm": int},
     ),
     "portable_backward": Schema(
-        ("16bit", "scored", "32bit"),
+        ("16bit", "short", "scored", "32bit"),
         {
             "tile_q": int,
             "tile_k": int,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from tests.landed import has_an_order, require, without_missing
 from tests.random_cases import random_case
 from tests.score_arrays import Pairs
 from tests.score_cases import random_score_case, scores_of_kernels
-from tests.tiles import TileShape, backward_tile_shapes, shared_limit
+from tests.tiles import TileShape, backward_tile_shapes, large_tiles, shared_limit
 from tests.verify import options_of
 
 CUPY = CuPy()
@@ -24,20 +25,32 @@ _FIRST, _COUNT = map(int, os.environ.get("RAWATTN_FUZZ", "0:160").split(":"))
 _FRAMEWORKS = [CuPy(), CuPy(), CuPy(), NumPy(), CuPy(), CuPy(), CuPy(), Torch("cuda"), Jax("gpu")]
 
 
-@pytest.mark.parametrize("case", curated(), ids=str)
-def test_curated(case: Case) -> None:
-    verify(case, CUPY)
+def tiles(n: int) -> AbstractContextManager[None]:
+    """Of the n-th of small cases: those for few rows, and those for many."""
+    return large_tiles() if n % 2 else nullcontext()
 
 
-@pytest.mark.parametrize("case", [x for x in curated() if x.scores <= 300_000], ids=str)
-def test_curated_deterministic(case: Case) -> None:
-    verify(case, CUPY, deterministic=True)
+@pytest.mark.parametrize(("n", "case"), list(enumerate(curated())), ids=str)
+def test_curated(n: int, case: Case) -> None:
+    with tiles(n):
+        verify(case, CUPY)
+
+
+@pytest.mark.parametrize(
+    ("n", "case"),
+    [(n, case) for n, case in enumerate(curated()) if case.scores <= 300_000],
+    ids=str,
+)
+def test_curated_deterministic(n: int, case: Case) -> None:
+    with tiles(n + 1):
+        verify(case, CUPY, deterministic=True)
 
 
 @pytest.mark.parametrize(("n", "case"), list(enumerate(scores_of_kernels()[::3])), ids=str)
 def test_scores(n: int, case: Case) -> None:
     require(case, "cuda")
-    verify(case, CUPY, deterministic=n % 5 == 0 and has_an_order(case))
+    with tiles(n):
+        verify(case, CUPY, deterministic=n % 5 == 0 and has_an_order(case))
 
 
 @pytest.mark.parametrize(
@@ -135,7 +148,8 @@ def test_random(seed: int) -> None:
         pytest.importorskip(framework.name)
     if framework.name == "torch" and case.layout == "reversed":
         framework = CuPy()
-    verify(case, framework, deterministic=seed % 3 == 0)
+    with tiles(seed):
+        verify(case, framework, deterministic=seed % 3 == 0)
 
 
 @pytest.mark.parametrize("seed", range(_FIRST, _FIRST + _COUNT // 16))

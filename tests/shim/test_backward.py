@@ -74,6 +74,7 @@ DQ_TABLE = [
 ]
 TABLE = [
     *(("bfloat16", row) for row in tile_tables.table(portable_backward.TILES, "16bit")),
+    *(("bfloat16", row) for row in tile_tables.table(portable_backward.TILES, "short")),
     *(("float32", row) for row in tile_tables.table(portable_backward.TILES, "32bit")),
 ]
 

@@ -28,6 +28,11 @@ DQ_TILES = "portable_backward_dq"
 FEATURES = features.names() - {"paged"}
 ROW_THREADS = 256  # of the kernels that visit rows: one wave a row
 
+# By head dims, the most query rows that share a key tile of the table "short": in ragged batches, under a causal mask, and
+# without one (docs/notes/portable-backward.md).
+_SHORT_DIMS = (64, 128)
+_SHORT_ROWS = ((640, 384, 384), (384, 256, 96))
+
 # What `parts` reckons with.
 _TURN, _LAUNCH, _BYTES_A_MICROSECOND = 2.0, 5.0, 2.5e6
 _MOST_PARTS, _FEWEST_TURNS, _WORTH_IT = 16, 8, 0.85
@@ -255,6 +260,8 @@ def choose(problem: Problem, target: Target, operands: Operands, *, with_dq: boo
     """
     # What becomes of scores takes registers, which the largest tile at small head dims has none left of.
     table = "16bit" if problem.plain_scores else "scored"
+    if _is_short(problem):
+        table = "short"
     dbias = backward_options.by_main(problem, operands) if with_dq else backward_options.ALONE
     pairs = backward_options.in_pairs(problem, dbias)
     # Here a line is one that all queries of a head share, and float32 has no digits to spare for it.
@@ -263,6 +270,17 @@ def choose(problem: Problem, target: Target, operands: Operands, *, with_dq: boo
     chosen = choice.choose(Config, TILES, problem, target, operands, table, **more)
     # A pair has one tile of the bias: the next one may come when all have read this one.
     return replace(chosen, late_copies=True) if pairs else chosen
+
+
+def _is_short(problem: Problem) -> bool:
+    """Whether a key tile meets so few query rows that small tiles, of which several blocks run at once, take less time."""
+    rows = problem.max_seqlen_q * (problem.nheads_q // problem.nheads_kv)
+    dim = max(problem.headdim, problem.headdim_v)
+    # A bias, and what a score function does, take registers that small tiles do not have either.
+    if dim > _SHORT_DIMS[-1] or problem.bias is not None or problem.score_mod is not None:
+        return False
+    which = 0 if problem.ragged else 1 if problem.window_right is not None else 2
+    return rows <= _SHORT_ROWS[dim > _SHORT_DIMS[0]][which]
 
 
 def choose_dq(problem: Problem, target: Target, operands: Operands) -> DqConfig:
