@@ -129,6 +129,11 @@ def matrix() -> list[Step]:
     knobs = {"nheads_q": 8, "nheads_kv": 2, "causal": True}
     steps.append(Step(dense("shared-causal", 1, 200, 900, **knobs), around=sharing))
     steps.append(Step(dense("by-length", 1, 1200, 1200, **knobs), around=sharing_by_length))
+    for headdim in (40, 64, 128):
+        keys = {"nheads_q": 2, "nheads_kv": 1, "headdim": headdim}
+        steps.append(Step(dense("lone", 1, 90, 60, **keys), backward=True))
+        steps.append(Step(dense("lone", 1, 70, 100, **keys, causal=True), backward=True))
+    steps.append(Step(dense("lone-split", 1, 3000, 60, **one), backward=True))
     # What is shared out without being made to: by one consumer, which merges two items at a time.
     for headdim in (64, 128, 256):
         steps.append(Step(dense("few", 1, 40, 1500, **knobs, headdim=headdim)))

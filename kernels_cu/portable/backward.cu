@@ -8,6 +8,8 @@
 //   dv       S^T = K Q^T       P = exp(S - lse)              dV += P^T dO        dQ = dS K, added to
 //   dk       dP^T = V dO^T     dS = P (dP + row_delta)       dK += dS^T Q        memory atomically
 //
+// Where one tile has all keys, and every row sees some (kLoneKeys), dQ is not added up but done.
+//
 // P goes from the first half to the second through shared memory (portable/handover.cuh), dS to all. A wave owns
 // kKeyBlocks * 16 keys, and with kColumnWaves > 1 only a share of the queries of S and of the columns of the gradient.
 // The half that owns dk, which has no exponentials, also copies the next queries and douts.
@@ -192,7 +194,10 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
     if (wave < kFirstDqWave) return;
     // The batch stride of lse is that of rows times heads, here as there.
     const int64 row = work.sequence * f.lse_batch + (work.q.start + query_tiles.first_row(turn.n)) * f.nheads_q;
-    Dq::add(p.dq_sum + (row + work.kv_head * group + turn.head) * kDqPitch, int64(f.nheads_q) * kDqPitch,
+    const auto dq = rows_of<Element>(p.dq, p.dq_strides, work.sequence, work.q, work.kv_head * group + turn.head,
+                                     query_tiles.first_row(turn.n));
+    const Dq::Result result{dq.first, p.dq_strides.row, f.scores.scale * kFromGradientUnit};
+    Dq::add(p.dq_sum + (row + work.kv_head * group + turn.head) * kDqPitch, int64(f.nheads_q) * kDqPitch, result,
             work.q.length - query_tiles.first_row(turn.n), elements + kScoreGradientsAt + buffer * kTileK * kPitchP,
             elements + kKeysAt, wave - kFirstDqWave, lane);
   };

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "target/target.cuh"
+#include "tile/copy.cuh"
 
 // kPitch: of keys, kPitchP: of dS. kWaves share a tile.
 template <class M, class T, int kTileQ, int kTileK, int kPitch, int kPitchP, int kWaves>
@@ -15,8 +16,17 @@ struct DqShare {
   static constexpr int kColumnBlocks = (kBlocks + kColumnWaves - 1) / kColumnWaves;
   static_assert(kRowBlocks * 16 * kRowWaves == kTileQ && kColumnWaves * kRowWaves == kWaves, "waves share dQ evenly");
 
-  // dQ = dS K, added to the sums in memory. `gradients` is dS^T: keys are rows.
-  DEVICE static void add(float* sums, int64 stride, int rows, const T* gradients, const T* keys, int wave, int lane) {
+  // Rows of the gradient, which is `factor` times what they have come to.
+  struct Result {
+    T* first;
+    int64 stride;
+    float factor;
+  };
+
+  // dQ = dS K, added to the sums in memory. `gradients` is dS^T: keys are rows. If they are all keys that there are, it
+  // is the result instead.
+  DEVICE static void add(float* sums, int64 stride, const Result& result, int rows, const T* gradients, const T* keys,
+                         int wave, int lane) {
     const int row = wave % kRowWaves * kRowBlocks * 16;
     const int block = wave / kRowWaves * kColumnBlocks;
     C dq[kRowBlocks][kColumnBlocks];
@@ -39,14 +49,33 @@ struct DqShare {
       UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
         const int at = row + m * 16 + C::row(lane, slot);
         if (at >= rows) continue;
-        float* const sum = sums + at * stride + C::position(C::column(lane, C::element(slot, 0)));
-        UNROLL for (int d = 0; d < kColumnBlocks; d++) {
-          if (block + d >= kBlocks) break;
-          float run[C::kRun];
-          UNROLL for (int i = 0; i < C::kRun; i++) run[i] = dq[m][d].x[C::element(slot, i)];
-          target::atomic_add(sum + (block + d) * 16, run);
+        if constexpr (config::kLoneKeys) {
+          UNROLL for (int d = 0; d < kColumnBlocks; d++) store(result, at, (block + d) * 16, dq[m][d], slot, lane);
+        } else {
+          float* const sum = sums + at * stride + C::position(C::column(lane, C::element(slot, 0)));
+          UNROLL for (int d = 0; d < kColumnBlocks; d++) {
+            if (block + d >= kBlocks) break;
+            float run[C::kRun];
+            UNROLL for (int i = 0; i < C::kRun; i++) run[i] = dq[m][d].x[C::element(slot, i)];
+            target::atomic_add(sum + (block + d) * 16, run);
+          }
         }
       }
+    }
+  }
+
+ private:
+  // What a lane has of a row in a block of columns.
+  DEVICE static void store(const Result& result, int row, int first_column, const C& dq, int slot, int lane) {
+    constexpr int kAtOnce = C::kRun % 2 == 0 && config::kCopyBytes >= 2 * int(sizeof(T)) ? 2 : 1;
+    UNROLL for (int i = 0; i < C::kRun; i += kAtOnce) {
+      const int column = first_column + C::column(lane, C::element(slot, i));
+      if (column >= config::kHeadDim) continue;
+      alignas(8) T y[kAtOnce];
+      UNROLL for (int j = 0; j < kAtOnce; j++) y[j] =
+          target::from_float<T>(result.factor * dq.x[C::element(slot, i + j)]);
+      using Piece = Chunk<kAtOnce* int(sizeof(T))>;
+      *reinterpret_cast<Piece*>(result.first + row * result.stride + column) = *reinterpret_cast<const Piece*>(y);
     }
   }
 };

@@ -116,6 +116,22 @@ def test_key_tiles_that_several_blocks_share(case: Case, deterministic: bool) ->
     verify(case, CUPY, deterministic=deterministic)
 
 
+@pytest.mark.parametrize("headdim", [33, 40, 64, 128, 256])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_lone_keys(dtype: str, headdim: int) -> None:
+    """One tile has all keys of a sequence, so dq is written, not added up: by one block, and by several."""
+    knobs = {"dtype": dtype, "headdim": headdim, "nheads_q": 4, "nheads_kv": 2}
+    for case in (
+        dense("lone", 2, 300, 32 if dtype == "float32" else 64, **knobs),
+        dense("lone-causal", 3, 20, 120, **knobs, causal=True),
+        dense("lone-top-left", 1, 90, 33, **knobs, causal=True, align="top-left"),
+        dense("lone-split", 1, 5000, 30, **{**knobs, "nheads_q": 2}),
+        dense("lone-gaps", 2, 77, 50, **knobs, headdim_v=70, layout="gaps", give_out=True),
+    ):
+        require(case, "cuda")
+        verify(case, CUPY)
+
+
 @pytest.mark.parametrize("alignment", [2, 4, 8, 16])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_every_copy_width(dtype: str, alignment: int) -> None:

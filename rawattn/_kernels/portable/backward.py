@@ -31,6 +31,10 @@ ROW_THREADS = 256  # of the kernels that visit rows: one wave a row
 # By head dims, the most query rows that share a key tile of the table "short": in ragged batches, under a causal mask, and
 # without one (docs/notes/portable-backward.md).
 _SHORT_DIMS = (64, 128)
+_SHORT_KEYS, _USUAL_KEYS = (
+    64,
+    128,
+)  # of the tiles of "short", and of the others up to those head dims
 _SHORT_ROWS = ((640, 384, 384), (384, 256, 96))
 
 # What `parts` reckons with.
@@ -63,6 +67,7 @@ class Config(Features):
     dbias: int = 0  # see backward_options.by_main
     pairs: bool = False  # of heads, see backward_options.in_pairs
     split: bool = False  # a key tile has several blocks, see `parts`
+    lone_keys: bool = False  # see `has_lone_keys`
     wave: int = 32
 
     @property
@@ -186,6 +191,7 @@ class Config(Features):
         traits = [*features.traits(self), *([] if self.with_dq else ["without-dq"])]
         traits += [[], ["dbias"], ["sums-of-dbias"]][self.dbias]
         traits += ["pairs"] * self.pairs + ["split"] * self.split
+        traits += ["lone-keys"] * self.lone_keys
         words = ["portable backward", self.element, dims(self), shape, f"{self.copy_bytes}B"]
         return " ".join([*words, *traits])
 
@@ -260,7 +266,7 @@ def choose(problem: Problem, target: Target, operands: Operands, *, with_dq: boo
     """
     # What becomes of scores takes registers, which the largest tile at small head dims has none left of.
     table = "16bit" if problem.plain_scores else "scored"
-    if _is_short(problem):
+    if _is_short(problem, with_dq):
         table = "short"
     dbias = backward_options.by_main(problem, operands) if with_dq else backward_options.ALONE
     pairs = backward_options.in_pairs(problem, dbias)
@@ -272,13 +278,16 @@ def choose(problem: Problem, target: Target, operands: Operands, *, with_dq: boo
     return replace(chosen, late_copies=True) if pairs else chosen
 
 
-def _is_short(problem: Problem) -> bool:
+def _is_short(problem: Problem, with_dq: bool) -> bool:
     """Whether a key tile meets so few query rows that small tiles, of which several blocks run at once, take less time."""
     rows = problem.max_seqlen_q * (problem.nheads_q // problem.nheads_kv)
     dim = max(problem.headdim, problem.headdim_v)
     # A bias, and what a score function does, take registers that small tiles do not have either.
     if dim > _SHORT_DIMS[-1] or problem.bias is not None or problem.score_mod is not None:
         return False
+    # Where one tile has all keys, dQ is no sum (`has_lone_keys`), which is worth more.
+    if with_dq and problem.rows_k <= _USUAL_KEYS and _rows_see_keys(problem):
+        return problem.rows_k <= _SHORT_KEYS
     which = 0 if problem.ragged else 1 if problem.window_right is not None else 2
     return rows <= _SHORT_ROWS[dim > _SHORT_DIMS[0]][which]
 
@@ -341,6 +350,21 @@ def parts(problem: Problem, target: Target, config: Config) -> int:
     counts = range(1, max(1, min(_MOST_PARTS, turns // _FEWEST_TURNS)) + 1)
     best = min(counts, key=time)
     return best if time(best) < _WORTH_IT * time(1) else 1
+
+
+def has_lone_keys(problem: Problem, config: Config) -> bool:
+    """Whether one tile has all keys of a sequence, and every query row sees some: then the main kernel's dQ is no sum."""
+    return config.with_dq and problem.rows_k <= config.tile_k and _rows_see_keys(problem)
+
+
+def _rows_see_keys(problem: Problem) -> bool:
+    """Whether every row sees the first key, whatever the lengths are."""
+    if problem.ragged or problem.mask is not None or problem.window_left is not None:
+        return False
+    if problem.rows_k == 0:
+        return False
+    first = 0 if problem.top_left else problem.rows_k - problem.rows_q
+    return problem.window_right is None or first + problem.window_right >= 0
 
 
 def row_blocks(rows: int, wave: int = 32) -> int:

@@ -34,7 +34,8 @@ def steps(
     _refuse(problem, operands, deterministic)
     config = backward.choose(problem, target, operands, with_dq=not deterministic)
     shared_by = backward.parts(problem, target, config)
-    config = replace(config, split=shared_by > 1)
+    lone_keys = backward.has_lone_keys(problem, config)
+    config = replace(config, split=shared_by > 1, lone_keys=lone_keys)
     options = backward_options.Gradients(problem, operands, target, config.dbias)
     values = {**attention_params.backward(problem, structure, operands), **options.values}
     values["parts"] = shared_by
@@ -51,7 +52,8 @@ def steps(
     arrays += attention_params.side_addresses(params.BACKWARD, "forward.", structure)
     arrays += score_params.patches(problem, params.BACKWARD, "forward.")
     arrays += options.patches
-    if not deterministic:
+    sums_dq = not (deterministic or lone_keys)
+    if sums_dq:
         arrays += patches(params.BACKWARD, ("dq_sum",))
     if config.split:
         arrays += patches(params.BACKWARD, ("part_sums",))
@@ -125,7 +127,7 @@ def steps(
     scratch |= options.scratch
     if deterministic:
         launches.append(by_queries(backward.choose_dq(problem, target, operands)))
-    else:
+    if sums_dq:
         scratch["dq_sum"] = scratch["row_delta"] * backward.dq_pitch(problem.headdim)
         launches.append(
             step(

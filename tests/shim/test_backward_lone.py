@@ -1,0 +1,93 @@
+"""Sequences whose keys are one tile: the main kernel writes dq itself, in whole calls on the CPU machine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rawattn import SeqLayout
+from tests import exhaustive
+from tests.shim.device import MakeDevice
+from tests.shim.test_scores import BFLOAT16, normal
+from tests.shim.whole import small_tiles, verify_backward
+
+FLOAT16, FLOAT32 = np.dtype(np.float16), np.dtype(np.float32)
+TILES = (32, 32, 2, 1, 2, 1, 1, False)
+FINISH = "rawattn_backward_finish"
+
+
+def call(
+    device: Any,
+    rows: int,
+    keys: int,
+    dims: tuple[int, int] = (24, 40),
+    dtype: Any = BFLOAT16,
+    **options: Any,
+) -> None:
+    q, k, v = (
+        normal(2, n, heads, dim, dtype=dtype)
+        for n, heads, dim in ((rows, 4, dims[0]), (keys, 2, dims[0]), (keys, 2, dims[1]))
+    )
+    with small_tiles(portable_backward=TILES):
+        verify_backward(device, "portable", q, k, v, **options)
+
+
+@pytest.mark.parametrize(
+    ("wave", "dtype", "dims"),
+    exhaustive.thin(
+        [
+            (wave, dtype, dims)
+            for wave in (32, 64)
+            for dtype in (BFLOAT16, FLOAT16, FLOAT32)
+            for dims in ((24, 40), (64, 64), (7, 33), (130, 16))
+        ],
+        3,
+    ),
+    ids=str,
+)
+def test_widths(machine: MakeDevice, wave: int, dtype: Any, dims: tuple[int, int]) -> None:
+    device = machine(wave)
+    call(device, 75, 31, dims, dtype)
+    assert FINISH not in device.launched
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "options"),
+    [
+        (20, 32, {"causal": True}),
+        (75, 20, {"causal": True, "align": "top-left"}),
+        (33, 20, {"window": (None, 15)}),
+        (75, 32, {"softcap": 3.0, "dropout_p": 0.3, "seed": 5}),
+        (45, 30, {"bias": True}),
+        (1, 1, {}),
+    ],
+    ids=str,
+)
+def test_options(machine: MakeDevice, rows: int, keys: int, options: dict[str, Any]) -> None:
+    given = dict(options)
+    if "bias" in given:
+        given["bias"] = normal(1, 4, rows, keys, dtype=BFLOAT16)
+    device = machine()
+    call(device, rows, keys, **given)
+    assert FINISH not in device.launched
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "options"),
+    [
+        (33, 20, {"causal": True}),  # the first rows see no key
+        (20, 33, {}),
+        (20, 30, {"window": (4, None)}),
+        (20, 30, {"seqs": SeqLayout(seqlen_k=[0, 30])}),
+        (20, 0, {}),
+    ],
+    ids=str,
+)
+def test_rows_without_keys_and_other_keys(
+    machine: MakeDevice, rows: int, keys: int, options: dict[str, Any]
+) -> None:
+    device = machine()
+    call(device, rows, keys, **options)
+    assert FINISH in device.launched
