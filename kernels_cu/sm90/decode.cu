@@ -125,8 +125,11 @@ struct EngineRing {
     }
     ptx::fence_copies();
   }
-  // Earlier kernels' results are read from here on.
-  DEVICE void wait_for_prerequisites() const { target::wait_for_prerequisites(); }
+  // Barriers are there for all lanes, and earlier kernels' results are read from here on.
+  DEVICE void wait_for_prerequisites() const {
+    target::block_sync();
+    target::wait_for_prerequisites();
+  }
   // Only now may blocks of the next kernel come: those that wait for long come in an order that costs large batches 1 %
   // of the memory's speed (docs/notes/decode.md).
   DEVICE void launch_dependents() const { target::launch_dependents(); }

@@ -64,7 +64,8 @@ template <class T, int kRows, int kColumns, int kPadded, int kPitch, int kThread
 struct RowCopy {
   static constexpr int kChunk = kBytes / int(sizeof(T));
   static constexpr int kChunks = kPadded / kChunk;
-  static constexpr int kPerRow = power_of_two_from(kChunks) < kThreads ? power_of_two_from(kChunks) : kThreads;
+  static constexpr int kEven = kThreads & -kThreads;  // the largest power of two that divides it
+  static constexpr int kPerRow = power_of_two_from(kChunks) < kEven ? power_of_two_from(kChunks) : kEven;
   static constexpr int kStep = kThreads / kPerRow;
   static_assert(kThreads % kPerRow == 0, "every thread has a column of each row that it visits");
   static_assert(kColumns % kChunk == 0, "an access must not straddle the end of a row");

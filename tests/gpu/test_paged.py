@@ -141,6 +141,33 @@ def test_more_heads_than_a_tile_has_rows(dims: tuple[int, int], options: dict[st
     check_pages(paged((500, 400), 7, rows=1, heads=(71, 1), dims=dims, pair=True), **options)
 
 
+@pytest.mark.parametrize("group", [False, True])
+def test_most_sequences_without_queries(group: bool) -> None:
+    """A batch that is padded with sequences has fewer units than blocks."""
+    for lens, rows in (((1000, *(700,) * 63), (1, *(0,) * 63)), ((90,) * 200, (*(0,) * 199, 1))):
+        room = None if group else 1
+        call = paged(lens, 16, rows=rows, room_q=room, group=group, heads=(32, 8), dims=(128, 128))
+        for _ in range(2):
+            check_pages(call, causal=True)
+
+
+@pytest.mark.parametrize("lens", [(90,) * 40, (5000,), (300, 20)], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "dim", "gap"), [((8, 8), 256, 4), ((24, 1), 96, 1), ((8, 2), 128, 1)]
+)
+def test_queries_anywhere(
+    lens: tuple[int, ...], heads: tuple[int, int], dim: int, gap: int
+) -> None:
+    """Keys lie as the copy engine needs them, queries do not."""
+    call = paged(lens, 16, rows=1, heads=heads, dims=(dim, dim))
+    wide = np.zeros((*call.q.shape[:-1], dim + gap), call.q.dtype)
+    wide[..., :dim] = call.q
+    inputs = [on_gpu(x) for x in (call.q, *call.inputs[1:])]
+    inputs[0] = on_gpu(wide)[..., :dim]
+    out, lse = paged_attention(*inputs, seqlen_k=call.seqlen_k, return_lse=True)
+    verify(call, out.get(), lse.get())
+
+
 @pytest.mark.parametrize("options", [{"causal": True}, {"softcap": 5.0}], ids=str)
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 128)], ids=str)
 def test_heads_that_become_rows(dims: tuple[int, int], options: dict[str, Any]) -> None:

@@ -109,6 +109,20 @@ def test_bunches_of_parts(
         verify_decode(device, call)
 
 
+@pytest.mark.parametrize("group", [False, True])
+def test_most_sequences_without_queries(
+    machine: MakeDevice, monkeypatch: pytest.MonkeyPatch, group: bool
+) -> None:
+    """A batch that is padded with sequences has fewer units than blocks."""
+    monkeypatch.setitem(ATTRIBUTES, "multiprocessors", 40)
+    rows, lens = (1, *(0,) * 38, 1), (1000, *(5,) * 38, 40)
+    room = None if group else 1
+    call = paged(lens, 16, rows=rows, room_q=room, group=group, heads=(1, 1), dims=(16, 16))
+    device = machine()
+    for _ in range(2):
+        verify_decode(device, call, on_device=True)
+
+
 @pytest.mark.parametrize("dtype", [F32, BFLOAT16], ids=str)
 def test_keys_in_rows(machine: MakeDevice, dtype: Any) -> None:
     q, k, v = (normal(2, n, heads, 16, dtype=dtype) for n, heads in ((2, 6), (300, 3), (300, 3)))

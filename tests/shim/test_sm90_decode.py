@@ -67,6 +67,40 @@ def test_pages(hopper: MakeDevice, page_size: int, pair: bool) -> None:
     verify_decode(hopper(2), call, on_device=True)
 
 
+@pytest.mark.parametrize(
+    ("lens", "heads", "dim", "page_size"),
+    [(5000, (2, 2), 128, 16), (300, (8, 1), 64, 24), (200, (2, 1), 128, 8)],
+    ids=str,
+)
+def test_one_sequence(
+    hopper: MakeDevice, lens: int, heads: tuple[int, int], dim: int, page_size: int
+) -> None:
+    """Its lanes ask for boxes before the block has met for anything else."""
+    call = paged((lens,), page_size, rows=1, heads=heads, dims=(dim, dim))
+    for seed in (1, 2, 3):
+        device = hopper(seed)
+        verify(call, *run(device, call, family="decode"))
+        assert "rawattn_sm90_decode" in device.launched
+
+
+@pytest.mark.parametrize(
+    ("lens", "heads", "dim", "gap"),
+    [((90,) * 8, (2, 2), 256, 4), ((300,) * 2, (24, 1), 96, 1), ((5000,), (2, 2), 128, 1)],
+    ids=str,
+)
+def test_queries_anywhere(
+    hopper: MakeDevice, lens: tuple[int, ...], heads: tuple[int, int], dim: int, gap: int
+) -> None:
+    """Keys lie as the copy engine needs them, queries do not; of shipped tiles, some of three or six waves."""
+    call = paged(lens, 16, rows=1, heads=heads, dims=(dim, dim))
+    wide = np.zeros((*call.q.shape[:-1], dim + gap), call.q.dtype)
+    wide[..., :dim] = call.q
+    call = replace(call, q=wide[..., :dim])
+    device = hopper()
+    verify(call, *run(device, call, family="decode"))
+    assert "rawattn_sm90_decode" in device.launched
+
+
 @pytest.mark.parametrize("num_splits", exhaustive.thin([None, 2, 5, 256], 2))
 @each_decoded
 def test_options(hopper: MakeDevice, options: dict[str, Any], num_splits: int | None) -> None:

@@ -164,8 +164,9 @@ struct Line {
       int most = blocks;
       if (total < blocks * least) {
         most = quotient(total + least - 1, least);
+        // One without queries has no unit, and no part may be empty: its block would arrive nowhere.
         const int sequences = p.batch * p.splits.ranks;
-        if (most < sequences) most = sequences;
+        if (most < sequences) most = sequences < total ? sequences : total;
       }
       parts = most < blocks ? most : blocks;
     }

@@ -34,7 +34,10 @@ def supports(problem: Problem, target: Target, operands: Operands) -> str | None
         return "a tile of decoding's kernel has all rows that share keys"
     if problem.batch * problem.nheads_kv < _BUSY * target.multiprocessors:
         return "decoding's kernel shares few sequences out at less cost"
-    return forward.supports(*_folded(problem, target, operands))
+    problem, target, operands = _folded(problem, target, operands)
+    if not {"k", "v"}.isdisjoint(forward.repacked(problem, operands)):
+        return "keys and values would be copied first"
+    return forward.supports(problem, target, operands)
 
 
 def is_whole(structure: Structure) -> bool:
@@ -48,8 +51,8 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
     rows = problem.rows_q
     q = structure.q._replace(rows=rows, most=rows)
     inner = forward_steps.steps(problem, structure._replace(q=q), operands, target)
-    # The call's own lengths are those of one row.
-    lengths = bind(None, batch=problem.batch, rows_q=rows, rows_k=problem.rows_k)
+    # The call's own lengths are those of one row. No launch counts tiles of keys.
+    lengths = bind(None, batch=problem.batch, rows_q=rows, rows_k=1)
     launches = tuple(
         step if isinstance(step.blocks, int) else replace(step, blocks=step.blocks.blocks(lengths))
         for step in inner.launches

@@ -62,7 +62,7 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
     values = {f"forward.{name}": value for name, value in {**inner, **listed.fields}.items()}
     values |= {
         "row_bound_q": row_bound(problem.rows_q),
-        "row_bound_k": row_bound(problem.rows_k),
+        "row_bound_k": 0 if config.paged else row_bound(problem.rows_k),
         # The line of what is shared out ends the schedule.
         **dict(
             zip(
