@@ -16,6 +16,7 @@ from rawattn._call.problem import Problem, describe
 from rawattn._call.scores import ArrayForm
 from rawattn._kernels import registry, tile_tables
 from rawattn._kernels.operands import Operands, contiguous
+from rawattn._kernels.portable import backward as portable_backward
 from rawattn._kernels.selection import using_tiles
 from rawattn._kernels.sm90 import filling
 from rawattn._kernels.sm90 import forward as sm90_forward
@@ -322,3 +323,30 @@ def test_pages_are_never_copied() -> None:
     copies = {x.summary for x in every if x.summary.startswith("portable repack")}
     dims = ("D=36 8B", "D=34 4B", "D=7 2B")
     assert copies == {f"portable repack 16bit {each}" for each in dims}
+
+
+@pytest.mark.parametrize("headdim", [64, 96, 128])
+def test_backwards_of_few_rows_and_of_many(headdim: int) -> None:
+    """Small tiles where a GPU runs several blocks of them at once; those that are usual are compiled ahead of time too."""
+
+    def chosen(arch: str, rows: int, keys: int, **options: Any) -> str:
+        q, k = (np.broadcast_to(np.float16(0), (2, n, 4, headdim)) for n in (rows, keys))
+        problem, _ = describe(q, k, k, **options)
+        config = portable_backward.choose(problem, without_device(arch), NO_OPERANDS)
+        return f"{config.tile_q}x{config.tile_k}"
+
+    many = chosen("sm_90a", 2048, 2048)
+    assert many == ("128x128" if headdim == 64 else "64x128")
+    assert chosen("sm_90a", 60, 60) == chosen("sm_90a", 5000, 60) == "32x64"
+    assert chosen("sm_90a", 60, 100) == many  # all keys in one tile
+    assert chosen("sm_90a", 60, 2000) == "32x64"
+    assert chosen("sm_90a", 60, 60, softcap=3.0, dropout_p=0.1, seed=1) != "32x64"
+    assert chosen("sm_89", 60, 2000) == chosen("sm_89", 2048, 2048)
+    ahead = {source.summary for source in common_variants("sm_90a", purpose="training")}
+    for tile in (many, f"{many} lone", "32x64", "32x64 lone"):
+        shape, *lone = tile.split()
+        assert any(
+            f"portable backward float16 D={headdim} {shape} " in each
+            and ("lone-keys" in each) == bool(lone)
+            for each in ahead
+        ), tile

@@ -52,8 +52,7 @@ def backward_tile_shapes() -> list[TileShape]:
 
     def tile(problem: Problem, limit: int) -> str:
         target = Target("sm_80", limit)
-        with mock.patch.object(portable_backward, "_SHORT_ROWS", _NONE_SHORT):
-            main = portable_backward.choose(problem, target, Operands())
+        main = portable_backward.choose(problem, target, Operands())
         dq = portable_backward.choose_dq(problem, target, Operands())
         waves = f"{main.key_waves}x{main.column_waves}"
         shape = f"{main.tile_q}x{main.tile_k}x{waves}x{main.stages}"
@@ -66,7 +65,8 @@ def _shapes(tile: Callable[[Problem, int], str]) -> list[TileShape]:
     shapes: dict[Any, TileShape] = {}
     for dtype in ("bfloat16", "float32"):
         for headdim in (64, 96, 128, 192, 256):
-            q = np.broadcast_to(np.zeros((), DTYPES[dtype]), (1, 1, 1, headdim))
+            # So long that no table for short sequences is asked.
+            q = np.broadcast_to(np.zeros((), DTYPES[dtype]), (1, 2048, 1, headdim))
             problem, _ = describe(q, q, q)
             for limit in sorted(set(SHARED_LIMIT.values()), reverse=True):
                 shape = TileShape(dtype, headdim, limit, tile(problem, limit))
@@ -74,13 +74,13 @@ def _shapes(tile: Callable[[Problem, int], str]) -> list[TileShape]:
     return list(shapes.values())
 
 
-_NONE_SHORT = ((-1, -1, -1), (-1, -1, -1))
-
-
 @contextmanager
 def large_tiles() -> Iterator[None]:
     """Makes the backward take tiles for many query rows, however few there are."""
-    with mock.patch.object(portable_backward, "_SHORT_ROWS", _NONE_SHORT), nothing_prepared():
+    with (
+        mock.patch.object(portable_backward, "_is_short", return_value=False),
+        nothing_prepared(),
+    ):
         yield
 
 

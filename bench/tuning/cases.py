@@ -62,8 +62,9 @@ def cases(kernel: Kernel, table: str, headdim: int) -> list[Case]:
 
 def problem(case: Case, dtype: str) -> Problem:
     """What the compiler must know of a case: no array of its size is made."""
-    # Of the lengths it matters whether they are long.
-    seqlen = LONG_SEQLEN if max(case.seqlens) >= LONG_SEQLEN else 1
+    # Of the lengths it matters whether they are long, and of a backward that they are not short.
+    usual = 2048 if case.backward else 1
+    seqlen = LONG_SEQLEN if max(case.seqlens) >= LONG_SEQLEN else usual
     rows = (seqlen,) if case.packed else (1, seqlen)
     operand = np.broadcast_to(np.zeros((), np.dtype(dtype)), (*rows, 1, case.headdim))
     seqs = SeqLayout(seqstart_q=[0, seqlen]) if case.packed else None

@@ -25,6 +25,10 @@ _PAGES = PageForm(page_size=16, num_pages=1, entries=1, packed=False, dtype="int
 PURPOSES = ("inference", "training", "all")
 
 
+# Sequences of whose backward most time is spent: none of its tables for shorter ones.
+_MANY_ROWS = 2048
+
+
 def common_variants(arch: str, *, every: bool = False, purpose: str = "inference") -> list[Source]:
     """Sources worth compiling ahead of time for `arch`, without a GPU.
 
@@ -96,10 +100,11 @@ def common_variants(arch: str, *, every: bool = False, purpose: str = "inference
                 sources.append(repack.source(headdim, copy_bytes))
         if not backward:
             return
-        for with_dq in (True, False):
-            main = portable_backward.choose(problem, target, operands, with_dq=with_dq)
-            sources.append(main.source())
-            unit_shift = main.unit_shift
+        for rows, with_dq in ((64, True), (128, True), (_MANY_ROWS, True), (_MANY_ROWS, False)):
+            sized = replace(problem, rows_q=rows, rows_k=rows, max_seqlen_q=rows, max_seqlen_k=rows)
+            main = portable_backward.choose(sized, target, operands, with_dq=with_dq)
+            lone_keys = portable_backward.has_lone_keys(sized, main)
+            sources.append(replace(main, lone_keys=lone_keys).source())
         width = operands.copy_bytes(problem)
         if every and not ragged:
             sources.append(replace(main, split=True).source())
@@ -108,7 +113,7 @@ def common_variants(arch: str, *, every: bool = False, purpose: str = "inference
             (
                 portable_backward.choose_dq(problem, target, operands).source(),
                 portable_backward.prepare_source(problem, width),
-                portable_backward.finish_source(problem, width, unit_shift),
+                portable_backward.finish_source(problem, width, main.unit_shift),
             )
         )
 

@@ -37,6 +37,9 @@ _SHORT_KEYS, _USUAL_KEYS = (
 )  # of the tiles of "short", and of the others up to those head dims
 _SHORT_ROWS = ((640, 384, 384), (384, 256, 96))
 
+# Of a multiprocessor's shared memory a block takes this beside its own.
+_SHARED_OVERHEAD = 1024
+
 # What `parts` reckons with.
 _TURN, _LAUNCH, _BYTES_A_MICROSECOND = 2.0, 5.0, 2.5e6
 _MOST_PARTS, _FEWEST_TURNS, _WORTH_IT = 16, 8, 0.85
@@ -266,14 +269,18 @@ def choose(problem: Problem, target: Target, operands: Operands, *, with_dq: boo
     """
     # What becomes of scores takes registers, which the largest tile at small head dims has none left of.
     table = "16bit" if problem.plain_scores else "scored"
-    if _is_short(problem, with_dq):
-        table = "short"
     dbias = backward_options.by_main(problem, operands) if with_dq else backward_options.ALONE
     pairs = backward_options.in_pairs(problem, dbias)
     # Here a line is one that all queries of a head share, and float32 has no digits to spare for it.
     line = features.adds_a_plane(problem) and problem.dtype != "float32"
     more = {"with_dq": with_dq, "dbias": dbias, "pairs": pairs, "mod_line": line}
     chosen = choice.choose(Config, TILES, problem, target, operands, table, **more)
+    if _is_short(problem, with_dq):
+        small = choice.choose(Config, TILES, problem, target, operands, "short", **more)
+        # They are slower where fewer of them run at once.
+        shared = small.blocks_per_sm * (small.shared_bytes + _SHARED_OVERHEAD)
+        if shared <= target.shared_limit + _SHARED_OVERHEAD:
+            return small
     # A pair has one tile of the bias: the next one may come when all have read this one.
     return replace(chosen, late_copies=True) if pairs else chosen
 
@@ -282,8 +289,11 @@ def _is_short(problem: Problem, with_dq: bool) -> bool:
     """Whether a key tile meets so few query rows that small tiles, of which several blocks run at once, take less time."""
     rows = problem.max_seqlen_q * (problem.nheads_q // problem.nheads_kv)
     dim = max(problem.headdim, problem.headdim_v)
-    # A bias, and what a score function does, take registers that small tiles do not have either.
+    # A bias, what a score function does, or several other options take registers that small tiles do not have either.
     if dim > _SHORT_DIMS[-1] or problem.bias is not None or problem.score_mod is not None:
+        return False
+    others = problem.softcap, problem.alibi_slopes, problem.mask, problem.dropout_p or None
+    if sum(option is not None for option in others) > 1:
         return False
     # Where one tile has all keys, dQ is no sum (`has_lone_keys`), which is worth more.
     if with_dq and problem.rows_k <= _USUAL_KEYS and _rows_see_keys(problem):
