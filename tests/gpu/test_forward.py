@@ -75,7 +75,7 @@ IN_CLUSTERS = [
 @pytest.mark.parametrize("case", IN_CLUSTERS[::2], ids=str)
 def test_scores_in_clusters(case: Case) -> None:
     require(case, "cuda", "attention")
-    with clusters():
+    with clusters(), only("sm90"):  # not by decoding's kernels
         verify(case, CUPY)
         if compiler.device_arch(0) == sm90_forward.ARCH and not case.group:
             config = _last_call().prepared.config
