@@ -46,6 +46,7 @@ void commit_stores();
 void wait_stores_read();
 void set_registers(const char* name, int count);
 void ldmatrix(unsigned (&r)[4], const void* row);
+unsigned load_shared(unsigned address);
 
 // A product of a warpgroup as one thread asks for it: 64 x columns, 16 deep.
 struct Product {
@@ -86,6 +87,11 @@ DEVICE void mbarrier_arrive(unsigned address) {
   host::mbarrier_arrive(host::shared_pointer(address + kOffset), 0);
 }
 DEVICE void mbarrier_arrive_expect(Mbarrier* barrier, unsigned bytes) { host::mbarrier_arrive(barrier, bytes); }
+DEVICE void mbarrier_arrive_behind_copies(Mbarrier* barrier) {
+  host::commit_copies();
+  host::perform_copies(0);
+  host::mbarrier_arrive(barrier, 0);
+}
 DEVICE void mbarrier_wait(Mbarrier* barrier, unsigned parity) { host::mbarrier_wait(barrier, parity); }
 template <int kOffset>
 DEVICE void mbarrier_wait(unsigned address, unsigned parity) {
@@ -103,6 +109,11 @@ DEVICE void read_anew() {}
 template <int kOffset>
 DEVICE void ldmatrix(unsigned (&r)[4], unsigned row) {
   host::ldmatrix(r, host::shared_pointer(row + kOffset));
+}
+
+template <int kOffset>
+DEVICE unsigned load_shared(unsigned address) {
+  return host::load_shared(address + kOffset);
 }
 
 template <int kRegisters>

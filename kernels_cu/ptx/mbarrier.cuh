@@ -27,6 +27,11 @@ DEVICE void mbarrier_arrive_expect(Mbarrier* barrier, unsigned bytes) {
                "r"(bytes)
                : "memory");
 }
+// Arrives when all asynchronous copies that this thread has asked for have landed.
+DEVICE void mbarrier_arrive_behind_copies(Mbarrier* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(target::shared_address(barrier))
+               : "memory");
+}
 // Returns once the phase of this parity has completed. A fresh barrier is in phase 0: waiting for parity 1 passes at
 // once.
 template <int kOffset>

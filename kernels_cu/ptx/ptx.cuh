@@ -8,6 +8,7 @@
 #include "ptx/cluster.cuh"
 #include "ptx/compute_here.cuh"
 #include "ptx/ldmatrix.cuh"
+#include "ptx/load_shared.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/tma.cuh"

@@ -17,6 +17,7 @@
 #include "attn/score_rule.cuh"
 #include "attn/scores.cuh"
 #include "sm90/forward_bias.cuh"
+#include "sm90/forward_bias_rows.cuh"
 #include "sm90/forward_block.cuh"
 #include "sm90/forward_float8.cuh"
 #include "sm90/forward_merge.cuh"
@@ -34,7 +35,7 @@ struct Consumer {
   const unsigned long long first_keys, first_values;  // descriptors of the rings' first slots
   const unsigned shared;                              // the address of s
   Ring<kStages> keys, values;
-  BiasReader bias;
+  OwnBias bias;
 
   DEVICE Consumer(SharedMemory& s, int index)
       : s(s),
@@ -115,7 +116,7 @@ struct Consumer {
     pass_turn();
     target::wave_sync();
     release_keys();
-    if constexpr (kBiasByEngine) bias.skip(s, lane);
+    if constexpr (kBiasInSlots) bias.skip(s, lane);
     wait_for_values();
     target::wave_sync();
     release_values();
@@ -179,9 +180,10 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
     HiddenValues<kBlockMask> hidden;
     RowsPastEnd<kPageRows> past_end;
     RandomWords random;
+    self.bias.begin(s, p.bias, work, own, first_row, self.lane);
     // What a tile needs beside its products, while those are under way.
     const auto prepare = [&](int n) {
-      if constexpr (kBiasByEngine) {
+      if constexpr (kBiasInSlots) {
         self.bias.read(added, s, self.lane);
         added.load_distances(rule, first_row, own_tiles.first_key(n), self.lane);
       } else {
@@ -305,10 +307,10 @@ KERNEL CLUSTER(forward::kCluster)
     }
     for (int i = 0; i < 2; i++) {
       ptx::mbarrier_init(&shared.work_full[i], 1);
-      ptx::mbarrier_init(&shared.work_empty[i], kWarpgroup * kConsumers + kValuesApart + kConverters);
+      ptx::mbarrier_init(&shared.work_empty[i], kWarpgroup * kConsumers + kValuesApart + kBiasWarps + kConverters);
     }
-    for (int i = 0; i < (kBiasByEngine ? kBiasSlots : 0); i++) {
-      ptx::mbarrier_init(&shared.bias_full[i], 1);
+    for (int i = 0; i < (kBiasInSlots ? kBiasSlots : 0); i++) {
+      ptx::mbarrier_init(&shared.bias_full[i], kBiasByRows ? kBiasWarps * target::kWave : 1);
       ptx::mbarrier_init(&shared.bias_empty[i], 4 * kConsumers);
     }
     init_stored_barriers(shared);
@@ -321,7 +323,7 @@ KERNEL CLUSTER(forward::kCluster)
     ptx::prefetch_tensormap(&maps.q);
     ptx::prefetch_tensormap(&maps.k);
     ptx::prefetch_tensormap(&maps.v);
-    if constexpr (kBiasByEngine) prefetch_bias_map(maps);
+    if constexpr (kBiasInBoxes) prefetch_bias_map(maps);
   }
   target::launch_dependents();
   target::wait_for_prerequisites();
@@ -340,6 +342,9 @@ KERNEL CLUSTER(forward::kCluster)
     if (warp == 0 && lane < kProducerLanes) produce(p, maps, shared, lane);
     if constexpr (kValuesApart) {
       if (warp == 1) produce_values(p, maps, shared, lane);
+    }
+    if constexpr (kBiasByRows) {
+      if (warp >= kFirstBiasWarp) produce_bias_rows(p.forward, shared, (warp - kFirstBiasWarp) * target::kWave + lane);
     }
     if constexpr (kFloat8) {
       if (warp == 2) convert<true>(p, shared, lane);

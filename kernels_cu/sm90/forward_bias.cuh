@@ -1,4 +1,4 @@
-// A bias by the copy engine: boxes of it travel beside the keys, in a ring of their own.
+// A bias that travels beside the keys, in a ring of its own; here in boxes, by the copy engine.
 #pragma once
 
 #include "sm90/forward_block.cuh"
@@ -8,6 +8,11 @@ namespace forward {
 template <class Maps>
 DEVICE void prefetch_bias_map(const Maps& maps) {
   ptx::prefetch_tensormap(&maps.bias);
+}
+
+// Where a tile's row has its bias in a slot, in rows.
+DEVICE int line_of_slot(const TileRow& row) {
+  return (kBiasHeads > 1 ? row.head * kBiasRows : 0) + (kBiasRows > 1 ? row.row : 0);
 }
 
 // The producer's part: the boxes of a key tile. What lies outside the bias arrives as zeros, for keys and rows that no
@@ -28,33 +33,51 @@ DEVICE void load_bias(const ForwardParams& p, const Maps& maps, SharedMemory& s,
   bias.advance();
 }
 
-// A consumer warp's part: the bias of its 16 rows.
-struct BiasReader {
+// A consumer warp's part of any ring of a bias.
+struct BiasRing {
   Ring<kBiasSlots> ring;
+
+  template <class SharedMemory>
+  DEVICE void wait(SharedMemory& s) const {
+    ptx::mbarrier_wait(&s.bias_full[ring.slot], ring.parity);
+  }
+  // Gives the slot back.
+  template <class SharedMemory>
+  DEVICE void release(SharedMemory& s, int lane) {
+    target::wave_sync();
+    if (lane == 0) ptx::mbarrier_arrive(&s.bias_empty[ring.slot]);
+    ring.advance();
+  }
+  // A tile that the warp's rows do not see.
+  template <class SharedMemory>
+  DEVICE void skip(SharedMemory& s, int lane) {
+    wait(s);
+    release(s, lane);
+  }
+};
+
+// A consumer warp's part: the bias of its 16 rows.
+struct BiasReader : BiasRing {
   unsigned row;  // the address of the lane's first 16 bytes in the first slot
 
   // own: where the warp's rows begin.
   template <class SharedMemory>
   DEVICE BiasReader(SharedMemory& s, const TileRow& own, int lane) {
-    if constexpr (kBiasByEngine) {
-      const int first = (kBiasHeads > 1 ? own.head * kBiasRows : 0) + (kBiasRows > 1 ? own.row : 0);
-      const int n = first + (kBiasRows > 1 ? lane % 16 : 0);
+    if constexpr (kBiasInBoxes) {
+      const int n = line_of_slot(own) + (kBiasRows > 1 ? lane % 16 : 0);
       row = target::shared_address(s.boxes.bytes) + kOutputBytes + n * 128 + (lane / 16 ^ n % 8) * 16;
     }
   }
 
+  // Of a tile's work: boxes lie alike in all.
+  template <class SharedMemory>
+  DEVICE void begin(SharedMemory&, const Bias&, const WorkTile&, const TileRow&, int, int) {}
+
   // Of the tile in the ring's slot, which is given back.
   template <class Added, class SharedMemory>
   DEVICE void read(Added& added, SharedMemory& s, int lane) {
-    ptx::mbarrier_wait(&s.bias_full[ring.slot], ring.parity);
-    const unsigned slot = row + ring.slot * kBiasBytes;
-    read_blocks<0>(added, slot);
-    release(s, lane);
-  }
-  // A tile that the warp's rows do not see.
-  template <class SharedMemory>
-  DEVICE void skip(SharedMemory& s, int lane) {
-    ptx::mbarrier_wait(&s.bias_full[ring.slot], ring.parity);
+    wait(s);
+    read_blocks<0>(added, row + ring.slot * kBiasBytes);
     release(s, lane);
   }
 
@@ -66,12 +89,6 @@ struct BiasReader {
       ptx::ldmatrix<kBlock / 4 * kBiasBoxBytes>(added.bias[kBlock], slot ^ kBlock % 4 * 32);
       read_blocks<kBlock + 1>(added, slot);
     }
-  }
-  template <class SharedMemory>
-  DEVICE void release(SharedMemory& s, int lane) {
-    target::wave_sync();
-    if (lane == 0) ptx::mbarrier_arrive(&s.bias_empty[ring.slot]);
-    ring.advance();
   }
 };
 

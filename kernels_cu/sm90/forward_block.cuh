@@ -64,16 +64,23 @@ constexpr int kNextKeys = kWholeRows ? kBlocksQk * 1024 : 1024, kNextValues = kW
 
 constexpr int kOutputBytes = kTensorStores ? kBlocksV * kTileRows * 128 : 0;
 
-// A bias that the copy engine brings comes in boxes of kColumns keys: of kBiasRows query rows, 1 where all rows share
-// one, in each of kBiasHeads heads, 1 where the tile's heads share one.
-constexpr bool kBiasByEngine = kBiasRows > 0;
+// A bias that comes to slots: of kBiasRows query rows, 1 where all rows share one, in each of kBiasHeads heads,
+// 1 where the tile's heads share one. It comes in boxes of kColumns keys, or, where its rows begin anywhere, row by row
+// (sm90/forward_bias_rows.cuh).
+constexpr bool kBiasInSlots = kBiasRows > 0;
+constexpr bool kBiasInBoxes = kBiasInSlots && !kBiasByRows;
 constexpr int kBiasBoxes = round_up(kTileK, kColumns) / kColumns;
 constexpr int kBiasBoxBytes = round_up(kBiasRows * kBiasHeads * 128, 1024);  // from one to the next
-constexpr int kBiasBytes = kBiasBoxes * kBiasBoxBytes;                       // of a slot
-constexpr int kBiasSlots = kBiasByEngine ? kBiasStages : 1;
-static_assert(!kBiasByEngine || (sizeof(Element) == kBias && (kBiasRows == 1 || kBiasRows == kTileQ) &&
-                                 (kBiasHeads == 1 || kBiasHeads == kHeadsPerTile)),
-              "the host makes such boxes");
+// From a row to the next: 16 bytes more than its keys have, for what surrounds them. So eight rows lie in other banks.
+constexpr int kBiasPitch = kTileK * kBias + 16;
+constexpr int kBiasBytes = kBiasByRows ? kBiasRows * kBiasHeads * kBiasPitch : kBiasBoxes * kBiasBoxBytes;  // of a slot
+constexpr int kBiasSlots = kBiasInSlots ? kBiasStages : 1;
+static_assert(!kBiasInSlots || (sizeof(Element) == kBias && (kBiasRows == 1 || kBiasRows == kTileQ) &&
+                                (kBiasHeads == 1 || kBiasHeads == kHeadsPerTile)),
+              "the host makes such slots");
+// The warps that bring rows.
+constexpr int kFirstBiasWarp = 2, kBiasWarps = kBiasByRows ? 2 : 0;
+static_assert(!kBiasByRows || !kFloat8, "those convert tiles of 8 bits");
 
 using Qk = ptx::Wgmma<Operand, kTileK>;
 using Pv = ptx::Wgmma<Operand, kDepthV>;
@@ -120,8 +127,8 @@ template <>
 struct BiasMap<true> {
   ptx::TensorMap bias;
 };
-struct Maps : UsualMaps, OutputMap<kTensorStores>, BiasMap<kBiasByEngine> {};
-static_assert(sizeof(Maps) == sizeof(ptx::TensorMap) * (3 + kTensorStores + kBiasByEngine), "the host packs them so");
+struct Maps : UsualMaps, OutputMap<kTensorStores>, BiasMap<kBiasInBoxes> {};
+static_assert(sizeof(Maps) == sizeof(ptx::TensorMap) * (3 + kTensorStores + kBiasInBoxes), "the host packs them so");
 
 struct Tiles {
   alignas(1024) unsigned char queries[kQuerySlots][kQueryBytes];
@@ -136,7 +143,7 @@ struct StoredTiles<true> {
   unsigned char stored_values[kStoredSlots][kStoredBlocksV * kTileK * 128];
 };
 // The output's boxes first, then the ring of the bias; tiles of 8 bits.
-struct Boxes : SwizzledBytes<kOutputBytes + (kBiasByEngine ? kBiasSlots * kBiasBytes : 0)>, StoredTiles<kFloat8> {};
+struct Boxes : SwizzledBytes<kOutputBytes + (kBiasInSlots ? kBiasSlots * kBiasBytes : 0)>, StoredTiles<kFloat8> {};
 template <bool kUsed>
 struct StoredBarriers {};
 template <>

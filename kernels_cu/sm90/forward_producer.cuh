@@ -135,7 +135,7 @@ DEVICE void produce(const Sm90ForwardParams& p, const Maps& maps, SharedMemory& 
         ask_for_queries();
       }
       // Behind what is wanted first: consumers ask for it when the tile's products are under way.
-      if constexpr (kBiasByEngine) {
+      if constexpr (kBiasInBoxes) {
         if (leads) load_bias(p.forward, maps, s, work, bias, first_row, key_tiles.first_key(n));
       }
       before = first_key;

@@ -221,6 +221,14 @@ void ldmatrix(unsigned (&r)[4], const void* row) {
   meet_wave("ldmatrix", 0, load, &mine);
 }
 
+unsigned load_shared(unsigned address) {
+  const unsigned char* const from = shared_pointer(address);
+  place_in_shared(from, 4, 4, "load_shared");
+  unsigned x;
+  memcpy(&x, from, 4);
+  return x;
+}
+
 void fence_copies() {
   erase_if(unfenced, [](const Written& it) { return it.rank == rank && it.thread == running; });
 }

@@ -1,4 +1,4 @@
-"""Biases in Hopper's forward: brought by the copy engine where they lie so, else read by lanes from memory."""
+"""Biases in Hopper's forward: in boxes where they lie so, row by row where keys lie side by side, else read by lanes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import rawattn
 from rawattn._call.problem import Problem
 from rawattn._call.scores import ArrayForm
 from rawattn._kernels.operands import Operands
-from rawattn._kernels.sm90 import bias_boxes
+from rawattn._kernels.sm90 import bias_slots
 from rawattn._kernels.sm90 import forward as sm90_forward
 from rawattn._kernels.sm90 import forward_config as sm90_forward_config
 from rawattn._kernels.target import Target
@@ -57,9 +57,25 @@ def hiding(bias: np.ndarray) -> np.ndarray:
     return bias
 
 
-def by_engine(device: Device) -> bool:
+def in_boxes(device: Device) -> bool:
+    return "bias_boxes" in summary_of(device)
+
+
+def by_rows(device: Device) -> bool:
+    return "bias_rows" in summary_of(device)
+
+
+def summary_of(device: Device) -> str:
     (summary,) = (each for each in device.summaries if each.startswith("sm90 forward"))
-    return "bias_boxes" in summary
+    return summary
+
+
+def shifted(bias: np.ndarray, by: int = 1) -> np.ndarray:
+    """The same, but for where it begins, and with rows of an odd length: no map has such strides."""
+    around = np.full((*bias.shape[:-1], bias.shape[-1] + 9), np.nan, bias.dtype)
+    inside = around[..., by : by + bias.shape[-1]]
+    inside[:] = bias
+    return inside
 
 
 PATTERNS = [
@@ -86,26 +102,58 @@ def test_every_broadcast(hopper: MakeDevice, n: int) -> None:
     with small_tiles(sm90_forward=SHAPES[n % 4]):
         q, k, v = arrays(dtype, 2, (136, 152), (4, 2), (16, 40, 64)[n % 3])
         verify_forward(device, "sm90", q, k, v, bias=bias, **MASKS[n // 2 % 4])
-    assert by_engine(device)
+    assert in_boxes(device)
 
 
-ODD = {
-    "odd keys": lambda: normal(2, 4, 136, 151),
+ALONE = {
     "a key for all": lambda: normal(2, 4, 136, 1),
     "keys apart": lambda: normal(2, 151, 136, 4).transpose(0, 3, 2, 1),
-    "rows reversed": lambda: normal(2, 4, 136, 152)[:, :, ::-1, :151],
-    "begins at 2 bytes": lambda: normal(2, 4, 136, 160)[..., 1:152],
     "float32": lambda: normal(1, 2, 136, 151, dtype=np.float32),
 }
 
 
-@pytest.mark.parametrize("name", ODD)
-def test_what_no_map_describes_is_read_from_memory(hopper: MakeDevice, name: str) -> None:
+@pytest.mark.parametrize("name", ALONE)
+def test_what_lanes_read_from_memory(hopper: MakeDevice, name: str) -> None:
     device = hopper()
     with small_tiles(sm90_forward=SHAPES[len(name) % 4]):
         given = arrays(BFLOAT16, 2, (136, 151), (4, 2))
-        verify_forward(device, "sm90", *given, bias=ODD[name](), causal=True)
-    assert not by_engine(device)
+        verify_forward(device, "sm90", *given, bias=ALONE[name](), causal=True)
+    assert not in_boxes(device)
+    assert not by_rows(device)
+
+
+ODD = {
+    "odd keys": lambda: normal(2, 4, 136, 151),
+    "rows reversed": lambda: normal(2, 4, 136, 152)[:, :, ::-1, :151],
+    "begins at 2 bytes": lambda: normal(2, 4, 136, 160)[..., 1:152],
+    "rows of whole words": lambda: normal(1, 4, 136, 154)[..., 2:],
+    "heads apart, in the place of rows": lambda: normal(2, 136, 4, 151).swapaxes(1, 2),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", ODD)
+def test_rows_that_no_map_describes(hopper: MakeDevice, name: str, shape: tuple[int, ...]) -> None:
+    device = hopper()
+    bias = ODD[name]()
+    with small_tiles(sm90_forward=shape):
+        given = arrays(BFLOAT16, 2, (136, bias.shape[-1]), (4, 2))
+        verify_forward(device, "sm90", *given, bias=bias, causal=True)
+    assert by_rows(device)
+
+
+@pytest.mark.parametrize("n", exhaustive.thin(range(2 * len(PATTERNS)), 8))
+def test_every_broadcast_by_rows(hopper: MakeDevice, n: int) -> None:
+    """What surrounds the bias is NaN."""
+    batch, heads, rows = PATTERNS[n // 2]
+    dtype = (BFLOAT16, FLOAT16)[n // 2 % 2]
+    device = hopper(seed=n)
+    bias = normal(batch, heads, rows, 152, dtype=dtype)
+    bias = shifted(hiding(bias) if rows > 1 else bias, 1 + n % 8)
+    with small_tiles(sm90_forward=SHAPES[n // 2 % 4]):
+        q, k, v = arrays(dtype, 2, (136, 152), (4, 2), (16, 40, 64)[n % 3])
+        verify_forward(device, "sm90", q, k, v, bias=bias, **MASKS[n // 2 % 4])
+    assert by_rows(device)
 
 
 WIDE = {
@@ -123,59 +171,70 @@ def test_views_in_rows_of_whole_16_bytes(hopper: MakeDevice, name: str) -> None:
     with small_tiles(sm90_forward=SHAPES[len(name) % 4]):
         given = arrays(BFLOAT16, 2, (100, 101), (4, 2))
         verify_forward(device, "sm90", *given, bias=WIDE[name](), window=(50, 0))
-    assert by_engine(device)
+    assert in_boxes(device)
 
 
 RAGGED = rawattn.SeqLayout(seqstart_q=[0, 40, 40, 201], seqstart_k=[0, 33, 40, 210])
 PADDED = rawattn.SeqLayout(seqlen_q=[201, 30], seqlen_k=[60, 210])
 
 
+@pytest.mark.parametrize("odd", [False, True])
 @pytest.mark.parametrize(
     ("heads", "on_device"), exhaustive.thin(itertools.product((1, 2, 8), (False, True)), 6)
 )
-def test_ragged_batches(hopper: MakeDevice, heads: int, on_device: bool) -> None:
+def test_ragged_batches(hopper: MakeDevice, heads: int, on_device: bool, odd: bool) -> None:
     """Places are those in the sequence; the bias is longer than any of them, and NaN where there are none."""
     device = hopper(checked=heads == 2)
     bias = hiding(normal(3, heads, 170, 184))
     bias[:, :, 161:], bias[:, :, :, 170:] = np.nan, np.nan
+    bias = shifted(bias) if odd else bias
     q, k, v = (x[0] for x in arrays(BFLOAT16, 1, (201, 210), (8, 2)))
     with small_tiles(sm90_forward=SHAPES[heads % 3]):
         verify_forward(
             *(device, "sm90", q, k, v),
             seqs=RAGGED, bias=bias, causal=True, align="top-left", on_device=on_device,
         )  # fmt: skip
-    assert by_engine(device)
+    assert by_rows(device) if odd else in_boxes(device)
 
 
+@pytest.mark.parametrize("odd", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_padded_batches(hopper: MakeDevice, shape: tuple[int, ...]) -> None:
+def test_padded_batches(hopper: MakeDevice, shape: tuple[int, ...], odd: bool) -> None:
     bias = normal(2, 4, 201, 216)
     bias[0, :, :, 60:], bias[1, :, 30:], bias[1, :, :, 210:] = np.nan, np.nan, np.nan
+    bias = shifted(bias, 3) if odd else bias
     device = hopper()
     with small_tiles(sm90_forward=shape):
         given = arrays(BFLOAT16, 2, (201, 216), (4, 4))
         verify_forward(device, "sm90", *given, seqs=PADDED, bias=bias, window=(70, None))
-    assert by_engine(device)
+    assert by_rows(device) if odd else in_boxes(device)
 
 
+@pytest.mark.parametrize("odd", [False, True])
 @pytest.mark.parametrize(
     ("group", "shared"), exhaustive.thin(itertools.product((2, 3, 8, 12), (False, True)), 10)
 )
-def test_rows_of_a_group_in_one_tile(hopper: MakeDevice, group: int, shared: bool) -> None:
-    """Boxes of each head of a tile, or one for all of them; consumers that do not see what others see."""
+def test_rows_of_a_group_in_one_tile(
+    hopper: MakeDevice, group: int, shared: bool, odd: bool
+) -> None:
+    """A bias of each head of a tile, or one for all of them; consumers that do not see what others see."""
     device = hopper(seed=group)
     for n, mask in enumerate(MASKS):
         bias = normal(2, 2 if shared else 2 * group, 70, 88)
+        bias = shifted(bias, 5) if odd else bias
         with small_tiles(sm90_forward=SHAPES[(n + group) % 4]):
             given = arrays(BFLOAT16, 2, (70, 88), (2 * group, 2))
             verify_forward(device, "sm90", *given, bias=bias, **mask)
-    assert sum("bias_boxes" in each for each in device.summaries) == len(MASKS)
+    form = "bias_rows" if odd else "bias_boxes"
+    assert sum(form in each for each in device.summaries) == len(MASKS)
 
 
-def test_what_joins_a_bias(hopper: MakeDevice) -> None:
+@pytest.mark.parametrize("odd", [False, True])
+def test_what_joins_a_bias(hopper: MakeDevice, odd: bool) -> None:
     """Every other option of scores, and keys shared out among blocks."""
     device = hopper()
     bias = hiding(normal(1, 4, 136, 152))
+    bias = shifted(bias) if odd else bias
     more = {"alibi_slopes": normal(4, dtype=np.float32), "sink_logits": normal(4, dtype=np.float32)}
     more |= {"softcap": 2.0, "scale": -0.7, "dropout_p": 0.2, "seed": 7}
     mask = np.random.default_rng(3).random((1, 1, 136, 152)) < 0.5
@@ -186,24 +245,26 @@ def test_what_joins_a_bias(hopper: MakeDevice) -> None:
             verify_forward(device, "sm90", *given, bias=bias)
         bias[~np.broadcast_to(mask, bias.shape)] = np.nan
         verify_forward(device, "sm90", *given, bias=bias, mask=mask)
-    assert sum("bias_boxes" in each for each in device.summaries) == 3
+    form = "bias_rows" if odd else "bias_boxes"
+    assert sum(form in each for each in device.summaries) == 3
     assert sum("stream_k" in each for each in device.summaries) == 1
 
 
 def test_orders_of_arrival(hopper: MakeDevice) -> None:
     """One slot of the ring or two, copies that arrive and turns that are taken in many orders."""
-    bias = normal(1, 2, 200, 128)
-    for seed in range(8):
+    whole = normal(1, 2, 200, 128)
+    for seed in range(16):
+        bias = shifted(whole) if seed % 2 else whole
         device = hopper(seed=seed)
-        with small_tiles(sm90_forward=SHAPES[seed % 4]), stages(1 + seed // 4):
+        with small_tiles(sm90_forward=SHAPES[seed // 2 % 4]), stages(1 + seed // 8):
             given = arrays(BFLOAT16, 1, (200, 128), (4, 2))
-            verify_forward(device, "sm90", *given, bias=bias, causal=seed % 2 == 0)
-        assert by_engine(device)
+            verify_forward(device, "sm90", *given, bias=bias, causal=seed % 4 < 2)
+        assert by_rows(device) if seed % 2 else in_boxes(device)
 
 
 @contextmanager
 def stages(count: int) -> Iterator[None]:
-    with mock.patch.object(bias_boxes, "STAGES", count):
+    with mock.patch.object(bias_slots, "STAGES", count):
         yield
 
 

@@ -11,7 +11,7 @@ from rawattn._call.problem import Problem
 from rawattn._kernels import features, tile_tables
 from rawattn._kernels.attention_params import KEYS
 from rawattn._kernels.operands import ITEMSIZE, Operands, access_bytes
-from rawattn._kernels.sm90 import bias_boxes, filling
+from rawattn._kernels.sm90 import bias_slots, filling
 from rawattn._kernels.sm90.forward_config import Config, blocks_per_sm, rows_of
 from rawattn._kernels.target import Target
 from rawattn._kernels.tile_tables import Row
@@ -157,20 +157,26 @@ def with_room(config: Config, target: Target) -> Config:
 
 
 def with_bias(config: Config, problem: Problem, target: Target, operands: Operands) -> Config:
-    """The same, with the bias brought by the copy engine where it lies so and there is room for it."""
-    boxes = bias_boxes.boxes(problem, operands, config.tile_q, config.heads_per_tile)
-    if boxes == bias_boxes.NONE:
+    """The same, with the bias brought beside the keys where it lies so and there is room for it."""
+    slot = bias_slots.slot(problem, operands, config.tile_q, config.heads_per_tile)
+    # The warp that would bring rows converts tiles of 8 bits.
+    if slot == bias_slots.NONE or (slot.by_rows and config.float8):
         return config
-    for stages in range(bias_boxes.STAGES, 0, -1):
-        brought = replace(
-            config,
-            bias_rows=boxes.rows,
-            bias_heads=boxes.heads,
-            bias_stages=stages,
-            bias_pairs=False,  # of lanes that read it from memory
-        )
-        if brought.shared_bytes <= target.shared_limit:
-            return brought
+    brought = replace(
+        config,
+        bias_rows=slot.rows,
+        bias_heads=slot.heads,
+        bias_by_rows=slot.by_rows,
+        bias_pairs=config.bias_pairs and slot.by_rows,
+    )
+    sizes = [(config.tile_k, bias_slots.STAGES), (config.tile_k, 1)]
+    if slot.by_rows:
+        # Rows take more room than boxes, and to copy them longer: a second slot is worth more than so many keys.
+        sizes.insert(1, (config.tile_k - 16, bias_slots.STAGES))
+    for tile_k, stages in sizes:
+        found = replace(brought, tile_k=tile_k, bias_stages=stages)
+        if found.shared_bytes <= target.shared_limit:
+            return found
     return config
 
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 from rawattn._compile.compiler import Source
 from rawattn._kernels import features, params
 from rawattn._kernels.features import Features
-from rawattn._kernels.sm90.bias_boxes import Boxes
+from rawattn._kernels.sm90 import bias_slots
 from rawattn._kernels.source import dims
 from rawattn._kernels.source import source as _source
 
@@ -51,10 +51,11 @@ class Config(Features):
     stream_k: bool  # the keys of the last query tiles, among all blocks
     page_rows: int = 0  # of a box of keys or values, where those are in pages
     whole_rows: bool = False  # in it, else 64 columns of each
-    # Of a bias that the copy engine brings, in boxes of 64 keys: 0 where lanes read it from memory.
-    bias_rows: int = 0  # of each head in a box
+    # Of a bias that the copy engine brings: 0 where lanes read it from memory.
+    bias_rows: int = 0  # of each head in a slot
     bias_heads: int = 0
     bias_stages: int = 0
+    bias_by_rows: bool = False  # each a copy of its own, else in boxes of 64 keys
     query_slots: int = 1  # with two, the next tile's queries come while this one's are still read
 
     @property
@@ -95,8 +96,8 @@ class Config(Features):
         return each * (1 + self.consumers) - self.consumer_registers * self.consumers
 
     @property
-    def bias_boxes(self) -> Boxes:
-        return Boxes(self.bias_rows, self.bias_heads)
+    def bias_slot(self) -> bias_slots.Slot:
+        return bias_slots.Slot(self.bias_rows, self.bias_heads, self.bias_by_rows)
 
     @property
     def shared_bytes(self) -> int:
@@ -105,7 +106,7 @@ class Config(Features):
         tiles = self.query_slots * self.tile_rows * row_bytes_qk
         tiles += self.stages * self.tile_k * (row_bytes_qk + row_bytes_v)
         outputs = self.tile_rows * row_bytes_v if self.tensor_stores else 0
-        biases = self.bias_stages * self.bias_boxes.slot_bytes(self.tile_k)
+        biases = bias_slots.nbytes(self.bias_slot, self.bias_stages, self.tile_k)
         # Barriers and two slots of work have 1024.
         return tiles + outputs + biases + self._stored_bytes + 1024
 
@@ -141,7 +142,8 @@ class Config(Features):
         if self.blocks_per_sm > 1:
             tile += f" blocks={self.blocks_per_sm}"
         if self.bias_stages:
-            traits.append(f"bias_boxes={self.bias_rows}x{self.bias_heads}s{self.bias_stages}")
+            form = "rows" if self.bias_by_rows else "boxes"
+            traits.append(f"bias_{form}={self.bias_rows}x{self.bias_heads}s{self.bias_stages}")
         if self.page_rows:
             traits.append(f"page_rows={self.page_rows}" + " whole" * self.whole_rows)
         if self.tensor_stores:

@@ -12,7 +12,7 @@ from rawattn._kernels.attention_params import KEYS
 from rawattn._kernels.operands import Operands, Strides
 from rawattn._kernels.portable import mask_tiles, repack, schedule
 from rawattn._kernels.portable.forward import padding
-from rawattn._kernels.sm90 import bias_boxes, filling, forward
+from rawattn._kernels.sm90 import bias_slots, filling, forward
 from rawattn._kernels.sm90.forward_config import STORE_ROWS, Config
 from rawattn._kernels.steps import Geometry, Part, Step, Steps, Tiles, patches
 from rawattn._kernels.target import Target
@@ -225,8 +225,8 @@ def tensor_maps(problem: Problem, config: Config, operands: Operands) -> dict[st
     next_pages = forward.next_pages(problem, operands) if config.whole_rows else None
     keys = maps_of_keys(problem, operands, config.page_rows or config.tile_k, next_pages)
     maps = {"q": maps.pop("q"), **dict(zip("kv", (each for _, each in keys), strict=True)), **maps}
-    if config.bias_stages:
-        maps["bias"] = bias_boxes.geometry(problem, operands, config.bias_boxes)
+    if config.bias_stages and not config.bias_by_rows:
+        maps["bias"] = bias_slots.geometry(problem, operands, config.bias_slot)
     return maps
 
 

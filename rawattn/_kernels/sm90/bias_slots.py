@@ -1,4 +1,4 @@
-"""A bias by the copy engine: which ones lie so, in what boxes they come, and their tensor map."""
+"""A bias that is copied to slots beside the keys: in boxes by the copy engine, or row by row; and the boxes' tensor map."""
 
 from __future__ import annotations
 
@@ -6,40 +6,47 @@ from typing import NamedTuple
 
 from rawattn._call.problem import Problem
 from rawattn._kernels.operands import ITEMSIZE, Operands, Strides
+from rawattn._kernels.source import round_up
 from rawattn._kernels.steps import Geometry
 
 BOX_KEYS = 64  # 128 bytes of 16-bit elements
 STAGES = 2  # key tiles whose bias may be there or under way, where shared memory has room for them
-_SLOT_ALIGNMENT = 1024  # of a box in shared memory
+_ALIGNMENT = 1024  # of boxes in shared memory, and of what has the slots
+_PIECE = 16  # bytes: what the engine copies of a row begins and ends at multiples of it
 
 
-class Boxes(NamedTuple):
-    """What a box holds: rows of each of its heads, 1 where all share one."""
+class Slot(NamedTuple):
+    """What a slot holds of a key tile: rows of each of its heads, 1 where all share one."""
 
     rows: int
     heads: int
-
-    def slot_bytes(self, tile_k: int) -> int:
-        """Of the boxes of a key tile."""
-        aligned = -(-self.rows * self.heads * 128 // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT
-        return -(-tile_k // BOX_KEYS) * aligned
+    by_rows: bool  # each a copy of its own (kernels_cu/sm90/forward_bias_rows.cuh), else in boxes
 
 
-NONE = Boxes(0, 0)
+NONE = Slot(0, 0, False)
 
 
-def boxes(problem: Problem, operands: Operands, tile_q: int, heads_per_tile: int) -> Boxes:
+def slot(problem: Problem, operands: Operands, tile_q: int, heads_per_tile: int) -> Slot:
     """Of a tile of so many query rows in each of so many heads. NONE where lanes must read the bias from memory."""
     form = problem.bias
+    # Rows of 32 bits have no room for two key tiles, and copies of them take longer than lanes do.
     if form is None or ITEMSIZE[form.dtype] != 2 or not form.dense or "bias" not in operands.places:
         return NONE
     *between, _ = strides(problem, operands)
     aligned = operands.places["bias"] % 16 == 0 and all(stride % 16 == 0 for stride in between)
-    if not aligned or not all(0 <= stride < 2**40 for stride in between):
-        return NONE
+    legal = all(0 <= stride < 2**40 for stride in between)
+    in_boxes = aligned and legal
     _, head, row = between
     own_heads = head != 0 and form.shape[1] == problem.nheads_q
-    return Boxes(tile_q if row else 1, heads_per_tile if own_heads else 1)
+    return Slot(tile_q if row else 1, heads_per_tile if own_heads else 1, not in_boxes)
+
+
+def nbytes(slot: Slot, count: int, tile_k: int) -> int:
+    """Of so many slots."""
+    lines = slot.rows * slot.heads
+    if slot.by_rows:
+        return round_up(count * lines * (2 * tile_k + _PIECE), _ALIGNMENT)
+    return count * -(-tile_k // BOX_KEYS) * round_up(lines * 128, _ALIGNMENT)
 
 
 def strides(problem: Problem, operands: Operands) -> Strides:
@@ -50,8 +57,8 @@ def strides(problem: Problem, operands: Operands) -> Strides:
     return tuple(stride if extent > 1 else 0 for stride, extent in zip(own, shape, strict=True))
 
 
-def geometry(problem: Problem, operands: Operands, box: Boxes) -> Geometry:
-    """The map: axes (key, row, head, batch, nothing). An axis along which the bias is the same has one element."""
+def geometry(problem: Problem, operands: Operands, of: Slot) -> Geometry:
+    """The map of boxes: axes (key, row, head, batch, nothing). An axis along which the bias is the same has one element."""
     assert problem.bias is not None
     batch, nheads, rows, keys = problem.bias.shape
     own = strides(problem, operands)[:3]
@@ -64,6 +71,6 @@ def geometry(problem: Problem, operands: Operands, box: Boxes) -> Geometry:
         dtype=problem.bias.dtype,
         dims=(keys, *reversed(extents), 1),
         strides=(*reversed(legal), 16),
-        box=(BOX_KEYS, box.rows, box.heads, 1, 1),
+        box=(BOX_KEYS, of.rows, of.heads, 1, 1),
         origin=0,
     )
