@@ -96,10 +96,7 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
   auto query_tiles = Tiles::queries(f, Visible(f, work.q.length, work.k.length), work.sequence, work.q, work.k,
                                     work.kv_head, work.tile);
   [[maybe_unused]] const TileSpan met{query_tiles.begin, query_tiles.end};
-  if constexpr (kSplit) {
-    query_tiles.begin = met.begin + met.count() * part / parts;
-    query_tiles.end = met.begin + met.count() * (part + 1) / parts;
-  }
+  if constexpr (kSplit) query_tiles.take_part(part, parts);
   const int group = f.nheads_q / f.nheads_kv;
 
   // Of the group's first head.

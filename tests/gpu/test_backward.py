@@ -108,6 +108,8 @@ def test_dbias_by_the_main_kernel(case: Case) -> None:
         dense("full", 1, 1500, 700, nheads_q=4, nheads_kv=1, headdim=128),
         dense("window", 1, 2048, 2048, nheads_q=2, nheads_kv=1, window=(900, 0), bias=Pairs(heads="kv"), headdim=64),
         dense("float32", 1, 700, 900, nheads_q=2, nheads_kv=1, causal=True, dtype="float32"),
+        dense("mask", 1, 2100, 900, nheads_q=2, nheads_kv=1, mask=Pairs(values="random"), causal=True, headdim=64),
+        dense("mask-d128", 1, 1500, 700, nheads_q=4, nheads_kv=1, mask=Pairs(values="random", heads="one"), headdim=128),
     ],
     ids=str,
 )  # fmt: skip
