@@ -361,8 +361,10 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
   }
   const float factor = kFromGradientUnit * (owns_dk ? f.scores.scale : kDropout ? f.dropout.factor : 1.0f);
   if constexpr (kSplit) {
-    const int64 rows = int64(owns_dk * parts + part) * f.batch + work.sequence;
-    const int64 row = rows * f.k_side.rows + first_key + key;
+    // Packed sequences share the rows of one array.
+    const bool packed = kRagged && f.k_side.start.data != nullptr;
+    const int64 rows = int64(owns_dk * parts + part) * (packed ? 1 : f.batch) + (packed ? 0 : work.sequence);
+    const int64 row = rows * f.k_side.rows + work.k.start + first_key + key;
     float* const sums = p.part_sums + (row * f.nheads_kv + work.kv_head) * kDepth + column_wave * kDepthBlocks * 16;
     store_part(gradient, factor, sums, int64(f.nheads_kv) * kDepth, keys - key, lane);
     return;
