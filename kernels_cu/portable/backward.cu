@@ -96,10 +96,7 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
   auto query_tiles = Tiles::queries(f, Visible(f, work.q.length, work.k.length), work.sequence, work.q, work.k,
                                     work.kv_head, work.tile);
   [[maybe_unused]] const TileSpan met{query_tiles.begin, query_tiles.end};
-  if constexpr (kSplit) {
-    query_tiles.begin = met.begin + met.count() * part / parts;
-    query_tiles.end = met.begin + met.count() * (part + 1) / parts;
-  }
+  if constexpr (kSplit) query_tiles.take_part(part, parts);
   const int group = f.nheads_q / f.nheads_kv;
 
   // Of the group's first head.
@@ -364,8 +361,10 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
   }
   const float factor = kFromGradientUnit * (owns_dk ? f.scores.scale : kDropout ? f.dropout.factor : 1.0f);
   if constexpr (kSplit) {
-    const int64 rows = int64(owns_dk * parts + part) * f.batch + work.sequence;
-    const int64 row = rows * f.k_side.rows + first_key + key;
+    // Packed sequences share the rows of one array.
+    const bool packed = kRagged && f.k_side.start.data != nullptr;
+    const int64 rows = int64(owns_dk * parts + part) * (packed ? 1 : f.batch) + (packed ? 0 : work.sequence);
+    const int64 row = rows * f.k_side.rows + work.k.start + first_key + key;
     float* const sums = p.part_sums + (row * f.nheads_kv + work.kv_head) * kDepth + column_wave * kDepthBlocks * 16;
     store_part(gradient, factor, sums, int64(f.nheads_kv) * kDepth, keys - key, lane);
     return;

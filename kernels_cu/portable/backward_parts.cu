@@ -1,6 +1,7 @@
-// dk and dv where several blocks had a key tile: what each has, added up in their order. One wave takes one row of
-// keys, all heads.
+// dk and dv where several blocks had a key tile: what each has, added up in their order. One wave takes one physical
+// row of keys, all heads. Rows of no sequence are not touched.
 #include "attn/params.cuh"
+#include "attn/physical_row.cuh"
 #include "attn/rows.cuh"
 #include "target/target.cuh"
 #include "tile/copy.cuh"
@@ -41,14 +42,18 @@ DEVICE void add_up(Element* gradient, int64 head_stride, const float* sums, int6
 KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_backward_parts(PARAMETER BackwardParams p) {
   using namespace backward_parts;
   const ForwardParams& f = p.forward;
+  const int wave = target::thread_index() / target::kWave;
   const int lane = target::thread_index() % target::kWave;
-  const int64 index = int64(target::block_index()) * kWaves + target::thread_index() / target::kWave;
-  const int64 rows = int64(f.batch) * f.k_side.rows;
-  if (index >= rows) return;
-  const int64 sequence = index / f.k_side.rows, row = index % f.k_side.rows;
+  const PhysicalRow own = physical_row(f.k_side, f.batch, int64(target::block_index()) * kWaves + wave);
+  if (!own.logical) return;
+
   const int64 columns = int64(f.nheads_kv) * kDepth;
-  const float* const dv = p.part_sums + index * columns;
+  // Packed sequences share the rows of one array.
+  const int64 rows = (f.k_side.start.data == nullptr ? f.batch : 1) * f.k_side.rows;
+  const float* const dv = p.part_sums + (own.batch * f.k_side.rows + own.row) * columns;
   const float* const dk = dv + p.parts * rows * columns;
-  add_up<kHeadDim>(row_at<Element>(p.dk, p.dk_strides, sequence, row), p.dk_strides.head, dk, rows * columns, p, lane);
-  add_up<kHeadDimV>(row_at<Element>(p.dv, p.dv_strides, sequence, row), p.dv_strides.head, dv, rows * columns, p, lane);
+  add_up<kHeadDim>(row_at<Element>(p.dk, p.dk_strides, own.batch, own.row), p.dk_strides.head, dk, rows * columns, p,
+                   lane);
+  add_up<kHeadDimV>(row_at<Element>(p.dv, p.dv_strides, own.batch, own.row), p.dv_strides.head, dv, rows * columns, p,
+                    lane);
 }

@@ -106,7 +106,7 @@ def common_variants(arch: str, *, every: bool = False, purpose: str = "inference
             lone_keys = portable_backward.has_lone_keys(sized, main)
             sources.append(replace(main, lone_keys=lone_keys).source())
         width = operands.copy_bytes(problem)
-        if every and not ragged:
+        if every:
             sources.append(replace(main, split=True).source())
             sources.append(portable_backward.parts_source(problem, width, main.depth))
         sources.extend(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import rawattn
-from tests.cases import Case, dense, ragged
+from tests.cases import Case, dense, padded, ragged
 from tests.curated_cases import curated
 from tests.frameworks import CuPy, Jax, NumPy, Torch
 from tests.gradients import _dense, backward_of, verify
@@ -100,6 +100,9 @@ def test_dbias_by_the_main_kernel(case: Case) -> None:
     verify(case, CUPY)
 
 
+_GAPS = {"room_q": (920, 3, 1100), "room_k": (310, 80, 150), "by_q": "both", "by_k": "both"}
+
+
 @pytest.mark.parametrize("deterministic", [False, True], ids=["atomic", "deterministic"])
 @pytest.mark.parametrize(
     "case",
@@ -108,6 +111,14 @@ def test_dbias_by_the_main_kernel(case: Case) -> None:
         dense("full", 1, 1500, 700, nheads_q=4, nheads_kv=1, headdim=128),
         dense("window", 1, 2048, 2048, nheads_q=2, nheads_kv=1, window=(900, 0), bias=Pairs(heads="kv"), headdim=64),
         dense("float32", 1, 700, 900, nheads_q=2, nheads_kv=1, causal=True, dtype="float32"),
+        dense("mask", 1, 2100, 900, nheads_q=2, nheads_kv=1, mask=Pairs(values="random"), causal=True, headdim=64),
+        dense("mask-d128", 1, 1500, 700, nheads_q=4, nheads_kv=1, mask=Pairs(values="random", heads="one"), headdim=128),
+        ragged("ragged", (1700, 0, 90, 333), (1650, 20, 0, 400), nheads_q=2, nheads_kv=1, causal=True, headdim=64),
+        ragged("ragged-d128", (2000, 1000), (77, 60), nheads_q=4, nheads_kv=2, headdim=128, sink_logits="normal"),
+        ragged("ragged-gaps", (900, 0, 1100), (300, 77, 150), nheads_q=4, nheads_kv=1, **_GAPS, give_out=True),
+        ragged("ragged-bias", (1500, 200), (500, 300), nheads_q=2, nheads_kv=1, bias=Pairs(heads="kv"), on_device=True),
+        ragged("ragged-mask", (1500, 200), (500, 300), nheads_q=2, nheads_kv=1, mask=Pairs(values="random")),
+        padded("padded", (2000, 0), (77, 90), 2000, 100, nheads_q=4, nheads_kv=2, on_device=True, give_out=True),
     ],
     ids=str,
 )  # fmt: skip

@@ -19,9 +19,12 @@ ROWS, KEYS, KEPT = 333, 1100, 260
 RULES: list[dict[str, Any]] = [{}, {"causal": True}, {"window": (300, 40), "sink": 70}]
 
 
-def arrays(headdim: int = 64) -> list[np.ndarray]:
+def arrays(
+    headdim: int = 64, *, batch: int = 2, rows: int = ROWS, heads: tuple[int, int] = (4, 2)
+) -> list[np.ndarray]:
     rng = np.random.default_rng(0)
-    shapes = ((2, ROWS, 4, headdim), (2, KEYS, 2, headdim), (2, KEYS, 2, headdim))
+    q, kv = (batch, rows, heads[0], headdim), (batch, KEYS, heads[1], headdim)
+    shapes = q, kv, kv
     return [rng.standard_normal(shape).astype(BFLOAT16) for shape in shapes]
 
 
@@ -52,11 +55,10 @@ def test_calls(family: str, headdim: int, options: dict[str, Any]) -> None:
         np.testing.assert_allclose(lse.get(), exact_lse, atol=1e-2)
 
 
-@pytest.mark.parametrize("options", RULES, ids=str)
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_gradients(deterministic: bool, options: dict[str, Any]) -> None:
-    q, k, v = arrays()
-    mask = shared(2, 2)
+def verify_gradients(
+    arrays: list[np.ndarray], mask: BlockMask, *, deterministic: bool, **options: Any
+) -> None:
+    q, k, v = arrays
     keep = mask.to_bool().get()
     out, lse = reference.attention(q, k, v, mask=keep, return_lse=True, **options)
     dout = np.random.default_rng(2).standard_normal(out.shape).astype(BFLOAT16)
@@ -68,6 +70,20 @@ def test_gradients(deterministic: bool, options: dict[str, Any]) -> None:
         ours = getattr(got, name).get().astype(np.float64)
         assert np.linalg.norm(ours - wanted) <= 0.02 * np.linalg.norm(wanted), name
         assert not ours[wanted == 0].any(), name
+
+
+@pytest.mark.parametrize("options", RULES, ids=str)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients(deterministic: bool, options: dict[str, Any]) -> None:
+    verify_gradients(arrays(), shared(2, 2), deterministic=deterministic, **options)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("headdim", [64, 128])
+def test_gradients_where_several_blocks_share_a_key_tile(headdim: int, deterministic: bool) -> None:
+    given = arrays(headdim, batch=1, rows=2600, heads=(2, 1))
+    options = {"causal": True, "align": "top-left"}
+    verify_gradients(given, shared(1, 1), deterministic=deterministic, **options)
 
 
 def test_plans_and_the_ordinary_way() -> None:

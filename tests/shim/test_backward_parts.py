@@ -8,18 +8,34 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rawattn._call.problem import describe
+import rawattn
+from rawattn import Gradients, ScoreMod, SeqLayout
+from rawattn._call.problem import Problem, describe
+from rawattn._call.scores import ArrayForm
+from rawattn._call.structure import structure
+from rawattn._kernels import gathered
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import backward as portable_backward
 from rawattn._kernels.target import without_device
+from tests import exhaustive
+from tests.memory import CANARY
 from tests.shim.device import MakeDevice
+from tests.shim.test_mask_calls import blocky
 from tests.shim.test_scores import BFLOAT16, arrays, normal
-from tests.shim.whole import small_tiles, verify_backward
+from tests.shim.whole import logical_rows, run_backward, small_tiles, verify_backward
 
-FLOAT32 = np.dtype(np.float32)
+PARTS = "rawattn_backward_parts"
+FLOAT16, FLOAT32 = np.dtype(np.float16), np.dtype(np.float32)
 TILES = (32, 32, 2, 1, 2, 1, 1, False)
 
 
+@pytest.fixture
+def thrice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every key tile has three blocks."""
+    monkeypatch.setattr(portable_backward, "parts", lambda *_: 3)
+
+
+@pytest.mark.usefixtures("thrice")
 @pytest.mark.parametrize(
     ("wave", "dtype", "deterministic", "options"),
     [
@@ -33,14 +49,12 @@ TILES = (32, 32, 2, 1, 2, 1, 1, False)
 )
 def test_parts(
     machine: MakeDevice,
-    monkeypatch: pytest.MonkeyPatch,
     wave: int,
     dtype: Any,
     deterministic: bool,
     options: dict[str, Any],
 ) -> None:
     """More of them than query tiles too."""
-    monkeypatch.setattr(portable_backward, "parts", lambda *_: 3)
     given = dict(options)
     if "bias" in given:
         given["bias"] = normal(*given["bias"], 45, 72, dtype=dtype)
@@ -54,25 +68,303 @@ def test_parts(
             deterministic=deterministic,
             **given,
         )
-    assert "rawattn_backward_parts" in device.launched
+    assert PARTS in device.launched
 
 
-def _parts(batch: int, heads: tuple[int, int], seqlen: int, causal: bool) -> int:
-    q, k = (np.broadcast_to(np.float16(0), (batch, seqlen, each, 64)) for each in heads)
-    problem, _ = describe(q, k, k, causal=causal)
-    target = replace(without_device("sm_90a"), multiprocessors=132)
-    config = portable_backward.choose(problem, target, Operands())
-    return portable_backward.parts(problem, target, config)
+@pytest.mark.usefixtures("thrice")
+@pytest.mark.parametrize(
+    ("rows", "options"),
+    [(75, {}), (20, {"causal": True}), (75, {"bias": (2, 4)}), (75, {"bias": (2, 2)})],
+    ids=str,
+)
+def test_lone_keys(machine: MakeDevice, rows: int, options: dict[str, Any]) -> None:
+    """Each part writes the rows of dq that are its own."""
+    given = dict(options)
+    if "bias" in given:
+        given["bias"] = normal(*given["bias"], rows, 32, dtype=BFLOAT16)
+    device = machine()
+    with small_tiles(portable_backward=TILES):
+        verify_backward(device, "portable", *arrays(rows=(rows, 32)), **given)
+    assert PARTS in device.launched
+    assert "rawattn_backward_finish" not in device.launched
+
+
+def masked(*shape: int) -> np.ndarray:
+    """Dead tiles of TILES, a key tile that no row sees, and rows that see no key."""
+    mask = blocky(*shape, block=32)
+    mask[..., 32:64] = False
+    return mask
+
+
+MASKED: list[tuple[int, Any, tuple[int, ...], bool, dict[str, Any]]] = [
+    (32, BFLOAT16, (2, 4, 100, 75), False, {"causal": True}),
+    (64, BFLOAT16, (1, 2, 100, 75), True, {"window": (40, 9), "sink": 5}),
+    (32, FLOAT32, (2, 1, 1, 75), False, {}),
+    (32, FLOAT16, (1, 4, 100, 75), False, {"bias": True, "sink_logits": normal(4)}),
+    (32, BFLOAT16, (2, 4, 100, 75), False, {"dropout_p": 0.3, "seed": 5, "softcap": 3.0}),
+    (64, BFLOAT16, (1, 1, 100, 75), False, {"alibi_slopes": np.abs(normal(4)), "causal": True}),
+    (32, BFLOAT16, (2, 2, 100, 75), False, {"score_mod": True}),
+]
+
+
+@pytest.mark.usefixtures("thrice")
+@pytest.mark.parametrize(
+    ("wave", "dtype", "shape", "deterministic", "options"), exhaustive.thin(MASKED, 4), ids=str
+)
+def test_masks(
+    machine: MakeDevice,
+    wave: int,
+    dtype: Any,
+    shape: tuple[int, ...],
+    deterministic: bool,
+    options: dict[str, Any],
+) -> None:
+    given = dict(options)
+    if "bias" in given:
+        given["bias"] = normal(2, 4, 100, 75, dtype=dtype)
+    if "score_mod" in given:
+        text = "score * 1.5 - slope[head] * kv_idx"
+        given["score_mod"] = ScoreMod(text, wrt="slope", slope=normal(4))
+    device = machine(wave)
+    with small_tiles(portable_backward=TILES):
+        verify_backward(
+            device,
+            "portable",
+            *arrays(dtype, rows=(100, 75)),
+            mask=masked(*shape),
+            deterministic=deterministic,
+            **given,
+        )
+    assert PARTS in device.launched
+
+
+@pytest.mark.usefixtures("thrice")
+def test_a_mask_that_hides_all(machine: MakeDevice) -> None:
+    device = machine()
+    with small_tiles(portable_backward=TILES):
+        mask = np.zeros((1, 1, 1, 75), bool)
+        got = verify_backward(device, "portable", *arrays(), mask=mask)
+    assert PARTS in device.launched
+    assert not any(np.any(x.astype(np.float32)) for x in got[:3])
+
+
+# Sequences without queries, without keys and without either, and rows that no sequence has.
+PACKED = SeqLayout(
+    seqstart_q=[3, 60, 60, 80, 80, 118],
+    seqstart_k=[0, 40, 75, 80, 80, 145],
+    seqlen_q=[57, 0, 20, 0, 33],
+    seqlen_k=[38, 35, 0, 0, 65],
+)
+PADDED = SeqLayout(seqlen_q=[100, 0, 64, 9], seqlen_k=[33, 70, 0, 72])
+RAGGED: list[tuple[int, Any, SeqLayout, bool, dict[str, Any]]] = [
+    (32, BFLOAT16, PACKED, False, {"causal": True}),
+    (64, BFLOAT16, PACKED, True, {"window": (20, 9)}),
+    (32, BFLOAT16, PADDED, False, {"bias": True, "sink_logits": normal(4)}),
+    (32, FLOAT32, PACKED, False, {"causal": True, "align": "top-left"}),
+    (64, FLOAT16, PADDED, False, {"mask": True, "causal": True}),
+    (32, BFLOAT16, PACKED, False, {"mask": True, "dropout_p": 0.3, "seed": 5}),
+    (32, BFLOAT16, PADDED, True, {"alibi_slopes": np.abs(normal(4))}),
+    (32, BFLOAT16, PACKED, False, {"bias": True, "softcap": 3.0}),
+]
+
+
+def sequences(seqs: SeqLayout, dtype: Any) -> list[np.ndarray]:
+    """q, k, v, whose last rows no sequence has."""
+    if seqs is PACKED:
+        return [x[0] for x in arrays(dtype, batch=1, rows=(120, 150))]
+    return list(arrays(dtype, batch=4, rows=(100, 75)))
+
+
+@pytest.mark.usefixtures("thrice")
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize(
+    ("wave", "dtype", "seqs", "deterministic", "options"), exhaustive.thin(RAGGED, 5), ids=str
+)
+def test_ragged_batches(
+    machine: MakeDevice,
+    wave: int,
+    dtype: Any,
+    seqs: SeqLayout,
+    deterministic: bool,
+    options: dict[str, Any],
+    on_device: bool,
+) -> None:
+    given = dict(options)
+    batch = 5 if seqs is PACKED else 4
+    if "bias" in given:
+        given["bias"] = normal(batch, 2, 100, 75, dtype=dtype)
+    if "mask" in given:
+        given["mask"] = masked(batch, 4, 100, 75)
+    device = machine(wave)
+    with small_tiles(portable_backward=TILES):
+        verify_backward(
+            device,
+            "portable",
+            *sequences(seqs, dtype),
+            seqs=seqs,
+            on_device=on_device,
+            deterministic=deterministic,
+            **given,
+        )
+    assert PARTS in device.launched
+
+
+@pytest.mark.usefixtures("thrice")
+@pytest.mark.parametrize("seqs", [PACKED, PADDED], ids=["packed", "padded"])
+def test_padding_of_the_callers_own_stays(machine: MakeDevice, seqs: SeqLayout) -> None:
+    """Of gradients whose heads come before their rows, too."""
+    q, k, v = sequences(seqs, BFLOAT16)
+    _, keys = logical_rows(q, k, v, {"seqs": seqs})
+    own = [np.full(x.swapaxes(-3, -2).shape, CANARY * 257, np.uint16) for x in (q, k, v)]
+    into = Gradients(*(x.view(BFLOAT16).swapaxes(-3, -2) for x in own))
+    device = machine()
+    with small_tiles(portable_backward=TILES):
+        got = verify_backward(device, "portable", q, k, v, seqs=seqs, into=into)
+    assert PARTS in device.launched
+    for gradient in (got.dk, got.dv):
+        padding = np.ascontiguousarray(gradient[~keys]).view(np.uint8)
+        assert padding.size and np.all(padding == CANARY)
+
+
+@pytest.mark.usefixtures("thrice")
+@pytest.mark.parametrize(
+    "wild", [[0, 40, 20, 500, -9, 150], [-(2**31), 2**31 - 1, 0, 75, 75, 75]], ids=["over", "far"]
+)
+def test_lengths_that_the_host_would_refuse(machine: MakeDevice, wild: list[int]) -> None:
+    """Whatever comes out, nothing outside of memory is touched."""
+    device = machine()
+    q, k, v = sequences(PACKED, BFLOAT16)
+    lse = np.zeros((4, q.shape[0]), np.float32)
+    out = np.zeros((*q.shape[:-1], v.shape[-1]), q.dtype)
+    with small_tiles(portable_backward=TILES), device.telling(start=np.array(wild, np.int32)):
+        run_backward(
+            device, "portable", out, q, k, v, out, lse, seqs=PACKED, causal=True, on_device=True
+        )
+    assert PARTS in device.launched
+
+
+# Of one head, few key tiles and many query tiles: several blocks share a key tile of their own accord.
+MANY = 16 * 40
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("kind", ["mask", "packed", "padded", "gathered"])
+def test_few_key_tiles_and_many_query_tiles(
+    machine: MakeDevice, kind: str, deterministic: bool
+) -> None:
+    keys = 150 if kind == "gathered" else 30
+    q, k, v = arrays(batch=1, rows=(MANY, keys), heads=(2, 1))
+    options: dict[str, Any] = {"deterministic": deterministic}
+    if kind == "mask":
+        options["mask"] = blocky(1, 2, MANY, keys, block=16)
+    elif kind == "gathered":
+        options["mask"] = rawattn.topk_mask(normal(1, 1, 1, keys), 20)
+        options["causal"] = True
+    elif kind == "packed":
+        q, k, v = q[0], k[0], v[0]
+        options["seqs"] = SeqLayout(seqstart_q=[0, MANY - 20, MANY], seqstart_k=[0, 20, keys])
+    else:
+        options["seqs"] = SeqLayout(seqlen_q=[MANY - 9], seqlen_k=[keys - 3])
+    device = machine()
+    with small_tiles():
+        verify_backward(device, "portable", q, k, v, **options)
+    assert PARTS in device.launched
+    assert ("rawattn_scatter_keys" in device.launched) == (kind == "gathered")
+
+
+H200 = replace(without_device("sm_90a"), multiprocessors=132)
+
+
+def count(problem: Problem) -> int:
+    """Blocks of a key tile."""
+    config = portable_backward.choose(problem, H200, Operands())
+    return portable_backward.parts(problem, H200, config)
+
+
+def dense(
+    batch: int,
+    heads: tuple[int, int],
+    rows: tuple[int, int],
+    *,
+    kept: int | None = None,
+    mask: bool = False,
+    **options: Any,
+) -> Problem:
+    """kept: of a list of keys that all rows share."""
+    q, k = (
+        np.broadcast_to(np.float16(0), (batch, n, nheads, 64))
+        for n, nheads in zip(rows, heads, strict=True)
+    )
+    problem, _ = describe(q, k, k, **options)
+    if kept is not None:
+        shape = (1, 1, 1, rows[1])
+        problem = replace(problem, mask=ArrayForm("bits", shape, shape)._replace(kept=kept))
+        return gathered.gathered(problem, Operands()).problem
+    shape = (1, 1, *rows)
+    return replace(problem, mask=ArrayForm("bits", shape, shape)) if mask else problem
+
+
+def ragged(
+    heads: tuple[int, int], lens_q: list[int], lens_k: list[int], *, packed: bool = True, room: int = 0
+) -> Problem:  # fmt: skip
+    """As a call is prepared; room: rows of keys of a padded array."""
+    rows = [sum(lens_q), sum(lens_k)] if packed else [max(lens_q), max(*lens_k, room)]
+    lead = () if packed else (len(lens_q),)
+    q, k = (
+        np.broadcast_to(np.float16(0), (*lead, n, nheads, 64))
+        for n, nheads in zip(rows, heads, strict=True)
+    )
+    given = {"seqlen_q": lens_q, "seqlen_k": lens_k}
+    seqs = SeqLayout.from_lengths(lens_q, lens_k) if packed else SeqLayout(**given)
+    problem, lengths = describe(q, k, k, causal=lens_q == lens_k, seqs=seqs)
+    form = structure(lengths)
+    return replace(problem, max_seqlen_q=form.q.most, max_seqlen_k=form.k.most)
 
 
 def test_few_key_tiles_are_shared() -> None:
-    assert _parts(1, (2, 1), 4096, True) > 4
-    assert _parts(1, (2, 1), 16384, True) > 1
-    assert _parts(1, (1, 1), 4096, False) > 1
+    assert count(dense(1, (2, 1), (4096, 4096), causal=True)) > 4
+    assert count(dense(1, (2, 1), (16384, 16384), causal=True)) > 1
+    assert count(dense(1, (1, 1), (4096, 4096))) > 1
 
 
 def test_many_key_tiles_are_not() -> None:
-    assert _parts(4, (32, 32), 4096, True) == 1
-    assert _parts(1, (1, 1), 128 * 132, False) == 1
+    assert count(dense(4, (32, 32), (4096, 4096), causal=True)) == 1
+    assert count(dense(1, (1, 1), (128 * 132, 128 * 132))) == 1
     # There is little to share.
-    assert _parts(1, (1, 1), 256, True) == 1
+    assert count(dense(1, (1, 1), (256, 256), causal=True)) == 1
+
+
+def test_a_mask_counts_for_nothing() -> None:
+    assert count(dense(1, (2, 1), (4096, 4096), mask=True, causal=True)) > 4
+    assert count(dense(4, (16, 16), (4096, 4096), mask=True)) == 1
+
+
+@pytest.mark.parametrize("seqlen", [8192, 32768])
+def test_gathered_keys_are_shared_by_as_many_blocks_as_there_are(seqlen: int) -> None:
+    """8 key tiles on 132 multiprocessors."""
+    assert count(dense(1, (2, 1), (seqlen, seqlen), kept=1024, causal=True)) == 16
+
+
+def test_few_key_tiles_of_ragged_batches_are_shared() -> None:
+    assert count(ragged((2, 1), [4096, 4096], [4096, 4096])) > 2
+    assert count(ragged((8, 8), [4096] * 4, [77] * 4)) > 2
+    assert count(ragged((2, 1), [4096, 1000], [4096, 1000], packed=False)) > 2
+    # One of them is long.
+    assert count(ragged((2, 1), [4096, *[64] * 9], [4096, *[64] * 9])) > 2
+
+
+def test_many_key_tiles_of_ragged_batches_are_not() -> None:
+    assert count(ragged((8, 8), [20] * 600, [20] * 600)) == 1
+    assert count(ragged((2, 1), [4096, *[64] * 200], [4096, *[64] * 200])) == 1
+    assert count(ragged((16, 16), [2048] * 8, [2048] * 8)) == 1
+    assert count(ragged((2, 1), [4096] * 32, [4096] * 32, packed=False)) == 1
+    # Little to share, by small tiles.
+    assert count(ragged((1, 1), [500] * 4, [500] * 4)) == 1
+    # Sums of rows that no sequence has are as long as those of others.
+    assert count(ragged((8, 8), [16384], [77], packed=False)) > 4
+    assert count(ragged((8, 8), [16384], [77], packed=False, room=1 << 17)) == 1
+
+
+@pytest.mark.parametrize(("rows_q", "rows_k"), [(0, 500), (500, 0), (0, 0)])
+def test_nothing_to_share(rows_q: int, rows_k: int) -> None:
+    assert count(ragged((1, 1), [rows_q], [rows_k])) == 1

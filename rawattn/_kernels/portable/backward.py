@@ -341,12 +341,18 @@ def parts(problem: Problem, target: Target, config: Config) -> int:
     """How many blocks share the query tiles of a key tile: several where key tiles leave multiprocessors idle.
 
     Each part's dk and dv go through memory in float32. What that takes, and what a turn of the walk does, is in
-    microseconds of an H200.
+    microseconds of an H200. Which tiles a mask leaves, and what lengths hold, is not known here: all tiles count, and
+    sequences are as long as the longest one.
     """
-    if problem.ragged or problem.mask is not None:
-        return 1
-    tiles = -(-problem.rows_k // config.tile_k) * problem.nheads_kv * problem.batch
-    turns = -(-problem.rows_q // config.tile_q) * (problem.nheads_q // problem.nheads_kv)
+    if problem.ragged and _is_short(problem, config.with_dq):
+        return 1  # there is little to share, and small tiles have short turns
+    rows = physical_keys(problem)
+    tiles = problem.batch * -(-problem.max_seqlen_k // config.tile_k)
+    if problem.group:
+        tiles = min(tiles, rows // config.tile_k + problem.batch)
+    # There are sums of rows that no sequence has, too.
+    tiles = max(tiles, -(-rows // config.tile_k)) * problem.nheads_kv
+    turns = -(-problem.max_seqlen_q // config.tile_q) * (problem.nheads_q // problem.nheads_kv)
     places = target.multiprocessors * config.blocks_per_sm
     traffic = 16 * tiles * config.tile_k * config.depth / _BYTES_A_MICROSECOND
 
@@ -360,6 +366,11 @@ def parts(problem: Problem, target: Target, config: Config) -> int:
     counts = range(1, max(1, min(_MOST_PARTS, turns // _FEWEST_TURNS)) + 1)
     best = min(counts, key=time)
     return best if time(best) < _WORTH_IT * time(1) else 1
+
+
+def physical_keys(problem: Problem) -> int:
+    """Rows of keys of all sequences, padding among them."""
+    return problem.rows_k * (1 if problem.group else problem.batch)
 
 
 def has_lone_keys(problem: Problem, config: Config) -> bool:

@@ -110,7 +110,7 @@ def steps(
         ),
     ]
     if config.split:
-        keys = problem.batch * problem.rows_k
+        keys = backward.physical_keys(problem)
         scratch["part_sums"] = 8 * shared_by * keys * problem.nheads_kv * config.depth
         launches.append(
             step(
