@@ -12,14 +12,12 @@ from bench.tuning.kernels import Fields, Kernel
 from rawattn._call.problem import Problem
 from rawattn._kernels import tile_tables
 from rawattn._kernels.selection import using_tiles
-from rawattn._kernels.target import SHARED_LIMIT
+from rawattn._kernels.target import SHARED_LIMIT, shared_limit_of
 from rawattn._kernels.tile_tables import Row
 
 SHARED_MEMORY, REGISTERS = "more shared memory than there is", "more registers than a thread has"
 # Clusters, where there may be too few queries for them; tensor stores, where no batch is ragged.
 NOT_TAKEN = "not for calls of this table"
-# Of a multiprocessor's shared memory a block takes this beside its own.
-_SHARED_OVERHEAD = 1024
 
 
 def label(fields: Fields) -> str:
@@ -117,10 +115,7 @@ def misfit(place: Place, row: Row) -> str:
         return NOT_TAKEN
     blocks = row.fields.get("blocks_per_sm", 1)
     shared = max(config.shared_bytes for config in configs)
-    if (
-        shared > place.shared_limit
-        or blocks * (shared + _SHARED_OVERHEAD) > place.shared_limit + _SHARED_OVERHEAD
-    ):
+    if shared > shared_limit_of(blocks, place.shared_limit):
         return SHARED_MEMORY
     needed, there = place.kernel.registers(configs[0])
     return REGISTERS if needed > there else ""

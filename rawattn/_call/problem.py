@@ -79,6 +79,11 @@ class Problem:
     v_scale: Any = None
 
     @property
+    def group_heads(self) -> int:
+        """Query heads of a kv head."""
+        return self.nheads_q // self.nheads_kv
+
+    @property
     def plain_scores(self) -> bool:
         """Whether scores are scaled products and nothing else, and no probability is dropped."""
         return (

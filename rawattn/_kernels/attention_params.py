@@ -50,7 +50,7 @@ def backward(problem: Problem, structure: Structure, operands: Operands) -> dict
     # Of every query row: q and dout are read, float32 dq is added to.
     row_bytes = (problem.headdim + problem.headdim_v) * ITEMSIZE[problem.dtype]
     row_bytes += 4 * problem.headdim
-    group = problem.nheads_q // problem.nheads_kv
+    group = problem.group_heads
     return {
         **{f"forward.{name}": value for name, value in inner.items()},
         **_strides(problem, operands, "dout", "dq", "dk", "dv"),

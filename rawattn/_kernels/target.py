@@ -20,6 +20,15 @@ SHARED_LIMIT = {
 }
 
 
+# What a block takes of a multiprocessor's shared memory beside its own, bytes (the same, "Shared Memory").
+_BLOCK_BYTES = 1024
+
+
+def shared_limit_of(blocks: int, limit: int) -> int:
+    """Bytes that each of so many blocks of a multiprocessor may use, where one alone may use `limit`."""
+    return (limit + _BLOCK_BYTES) // blocks - _BLOCK_BYTES
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """arch: as the compiler names it, such as "sm_90a".

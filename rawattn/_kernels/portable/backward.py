@@ -18,7 +18,7 @@ from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import backward_options, choice
 from rawattn._kernels.source import ELEMENT, dims, round_up
 from rawattn._kernels.source import source as _source
-from rawattn._kernels.target import Target
+from rawattn._kernels.target import Target, shared_limit_of
 
 ENTRY = "rawattn_backward"
 DQ_ENTRY = "rawattn_backward_dq"
@@ -31,18 +31,13 @@ ROW_THREADS = 256  # of the kernels that visit rows: one wave a row
 # By head dims, the most query rows that share a key tile of the table "short": in ragged batches, under a causal mask, and
 # without one (docs/notes/portable-backward.md).
 _SHORT_DIMS = (64, 128)
-_SHORT_KEYS, _USUAL_KEYS = (
-    64,
-    128,
-)  # of the tiles of "short", and of the others up to those head dims
 _SHORT_ROWS = ((640, 384, 384), (384, 256, 96))
-
-# Of a multiprocessor's shared memory a block takes this beside its own.
-_SHARED_OVERHEAD = 1024
+# Keys of those tiles, and of the others up to such head dims.
+_SHORT_KEYS, _USUAL_KEYS = 64, 128
 
 # What `parts` reckons with.
 _TURN, _LAUNCH, _BYTES_A_MICROSECOND = 2.0, 5.0, 2.5e6
-_MOST_PARTS, _FEWEST_TURNS, _WORTH_IT = 16, 8, 0.85
+_MOST_PARTS, _FEWEST_TURNS, _WORTH_IT = 64, 8, 0.85
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,8 +273,7 @@ def choose(problem: Problem, target: Target, operands: Operands, *, with_dq: boo
     if _is_short(problem, with_dq):
         small = choice.choose(Config, TILES, problem, target, operands, "short", **more)
         # They are slower where fewer of them run at once.
-        shared = small.blocks_per_sm * (small.shared_bytes + _SHARED_OVERHEAD)
-        if shared <= target.shared_limit + _SHARED_OVERHEAD:
+        if small.shared_bytes <= shared_limit_of(small.blocks_per_sm, target.shared_limit):
             return small
     # A pair has one tile of the bias: the next one may come when all have read this one.
     return replace(chosen, late_copies=True) if pairs else chosen
@@ -287,7 +281,7 @@ def choose(problem: Problem, target: Target, operands: Operands, *, with_dq: boo
 
 def _is_short(problem: Problem, with_dq: bool) -> bool:
     """Whether a key tile meets so few query rows that small tiles, of which several blocks run at once, take less time."""
-    rows = problem.max_seqlen_q * (problem.nheads_q // problem.nheads_kv)
+    rows = problem.max_seqlen_q * problem.group_heads
     dim = max(problem.headdim, problem.headdim_v)
     # A bias, what a score function does, or several other options take registers that small tiles do not have either.
     if dim > _SHORT_DIMS[-1] or problem.bias is not None or problem.score_mod is not None:
@@ -352,7 +346,7 @@ def parts(problem: Problem, target: Target, config: Config) -> int:
         tiles = min(tiles, rows // config.tile_k + problem.batch)
     # There are sums of rows that no sequence has, too.
     tiles = max(tiles, -(-rows // config.tile_k)) * problem.nheads_kv
-    turns = -(-problem.max_seqlen_q // config.tile_q) * (problem.nheads_q // problem.nheads_kv)
+    turns = -(-problem.max_seqlen_q // config.tile_q) * problem.group_heads
     places = target.multiprocessors * config.blocks_per_sm
     traffic = 16 * tiles * config.tile_k * config.depth / _BYTES_A_MICROSECOND
 

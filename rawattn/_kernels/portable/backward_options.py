@@ -237,9 +237,7 @@ def by_main(problem: Problem, operands: Operands) -> int:
         return ALONE
     batches, heads, _, keys = form.shape
     shared = problem.nheads_q // heads
-    if batches == problem.batch and (
-        shared == 1 or shared == 2 == problem.nheads_q // problem.nheads_kv
-    ):
+    if batches == problem.batch and (shared == 1 or shared == 2 == problem.group_heads):
         # Eight keys are written at a time.
         return WRITTEN if "dbias" in operands.ours and keys % 8 == 0 else ALONE
     return SUMMED if keys % 8 == 0 else ALONE
@@ -254,7 +252,7 @@ def in_pairs(problem: Problem, dbias: int) -> bool:
     if form is None or dbias == ALONE:
         return False
     shared = problem.nheads_q // form.shape[1]
-    return shared % 2 == 0 == problem.nheads_q // problem.nheads_kv % 2
+    return shared % 2 == 0 == problem.group_heads % 2
 
 
 def choose_bias(problem: Problem, target: Target, operands: Operands) -> BiasConfig:

@@ -53,7 +53,7 @@ def _turns(
 ) -> tuple[tuple[int, ...], ...]:
     """Of each key tile, how many query tiles its blocks meet, of all heads of the group."""
     offset = 0 if problem.top_left else rows_k - rows_q
-    group = problem.nheads_q // problem.nheads_kv
+    group = problem.group_heads
     found = []
     for first_key in range(0, rows_k, config.tile_k):
         last_key = min(first_key + config.tile_k, rows_k) - 1

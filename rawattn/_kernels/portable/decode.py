@@ -133,7 +133,7 @@ class Config(Features):
 
 def supports(problem: Problem, target: Target, operands: Operands) -> str | None:
     """Why a call is not for this kernel, else None."""
-    group = problem.nheads_q // problem.nheads_kv
+    group = problem.group_heads
     rows = problem.max_seqlen_q * group
     if rows > MOST_ROWS and tiles_of_keys(problem) * _HEADS_OF_TILE > group:
         return f"{rows} query rows share keys, more than {MOST_ROWS}"
@@ -162,26 +162,24 @@ _C = TypeVar("_C", bound=Config)
 
 def wide(problem: Problem) -> bool:
     """Whether tiles have 32 rows."""
-    rows = problem.max_seqlen_q * (problem.nheads_q // problem.nheads_kv)
+    rows = problem.max_seqlen_q * problem.group_heads
     return rows > TILE_ROWS and problem.headdim_v <= WIDE_TILE_HEADDIM
 
 
 def tiles_of_keys(problem: Problem) -> int:
     """Query tiles that share keys, each of which reads them."""
     _, heads, queries = _tile(problem)
-    return -(-problem.max_seqlen_q // queries) * -(
-        -(problem.nheads_q // problem.nheads_kv) // heads
-    )
+    return -(-problem.max_seqlen_q // queries) * -(-problem.group_heads // heads)
 
 
 def tiles_of_heads(problem: Problem, heads: int) -> int:
     """Tiles beside each other, of so many of the heads that share keys."""
-    return problem.nheads_kv * -(-(problem.nheads_q // problem.nheads_kv) // heads)
+    return problem.nheads_kv * -(-problem.group_heads // heads)
 
 
 def _tile(problem: Problem) -> tuple[int, int, int]:
     """Rows, heads and queries of a tile. Of more heads than rows, tiles have nearly as many each."""
-    group = problem.nheads_q // problem.nheads_kv
+    group = problem.group_heads
     rows = 2 * TILE_ROWS if wide(problem) else TILE_ROWS
     heads = -(-group // -(-group // rows))
     return rows, heads, 1 if problem.max_seqlen_q <= 1 else rows // heads
@@ -205,7 +203,7 @@ def choose_tiles(
         operands,
         table,
         heads=heads,
-        heads_left=problem.nheads_q // problem.nheads_kv % heads > 0,
+        heads_left=problem.group_heads % heads > 0,
         tile_q=tile_q,
         tile_rows=tile_rows,
         key_bytes=operands.key_bytes(problem),

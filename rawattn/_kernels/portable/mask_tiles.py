@@ -190,7 +190,7 @@ def lists(
         )
     mask = problem.mask.shape
     of_keys = of == "k"
-    group = problem.nheads_q // problem.nheads_kv
+    group = problem.group_heads
     heads = min(mask[1], problem.nheads_kv) if of_keys else mask[1]
     parts = group if of_keys else 1
     rows, tile = (problem.rows_k, tile_k) if of_keys else (problem.rows_q, tile_q)

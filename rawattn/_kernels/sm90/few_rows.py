@@ -38,7 +38,7 @@ def _many(problem: Problem, target: Target) -> str | None:
 
 
 def _are_few(problem: Problem, target: Target) -> bool:
-    rows = problem.max_seqlen_q * (problem.nheads_q // problem.nheads_kv)
+    rows = problem.max_seqlen_q * problem.group_heads
     keys, dim = problem.max_seqlen_k, max(problem.headdim, problem.headdim_v)
     paged = problem.pages is not None
     tiles, forward_tiles = portable_decode.tiles_of_keys(problem), _forward_tiles(problem)
@@ -57,7 +57,7 @@ def _are_few(problem: Problem, target: Target) -> bool:
 
 
 def _least_keys(problem: Problem, target: Target) -> int:
-    rows = problem.max_seqlen_q * (problem.nheads_q // problem.nheads_kv)
+    rows = problem.max_seqlen_q * problem.group_heads
     dim = max(problem.headdim, problem.headdim_v)
     if rows > TILE_ROWS:
         return _LEAST_WIDE_NARROW if dim <= _FEW_COLUMNS else _LEAST_WIDE
@@ -73,4 +73,4 @@ def _forward_tiles(problem: Problem) -> int:
     """Query tiles of the forward that share keys."""
     heads = forward.heads_per_tile(problem, _FORWARD_ROWS)
     queries = _FORWARD_ROWS // heads
-    return -(-problem.max_seqlen_q // queries) * (problem.nheads_q // problem.nheads_kv // heads)
+    return -(-problem.max_seqlen_q // queries) * (problem.group_heads // heads)

@@ -63,7 +63,7 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
 def _folded(
     problem: Problem, target: Target, operands: Operands
 ) -> tuple[Problem, Target, Operands]:
-    group = problem.nheads_q // problem.nheads_kv
+    group = problem.group_heads
     folded = replace(
         problem,
         nheads_q=problem.nheads_kv,

@@ -13,7 +13,7 @@ from rawattn._kernels.attention_params import KEYS
 from rawattn._kernels.operands import ITEMSIZE, Operands, access_bytes
 from rawattn._kernels.sm90 import bias_slots, filling
 from rawattn._kernels.sm90.forward_config import Config, blocks_per_sm, rows_of
-from rawattn._kernels.target import Target
+from rawattn._kernels.target import Target, shared_limit_of
 from rawattn._kernels.tile_tables import Row
 
 TILES = "sm90_forward"  # the file of its tile tables
@@ -21,7 +21,6 @@ ARCH = "sm_90a"
 FEATURES = features.names()
 MAX_ROWS = 2**29  # of an array: row bounds of tensor maps are twice as far
 MAX_PAGES = 2**31 - 1  # coordinates of boxes are ints
-BLOCK_BYTES = 1024  # of a multiprocessor's shared memory, beside what a block asks for
 SWIZZLE_ROWS = 8  # boxes begin at multiples of them in shared memory
 
 # Tiles of the fewest rows for each multiprocessor from which on calls with keys in pages are for this kernel: of fewer,
@@ -183,8 +182,7 @@ def with_bias(config: Config, problem: Problem, target: Target, operands: Operan
 def with_query_slots(config: Config, target: Target) -> Config:
     """The same, with room for the next tile's queries where there is some. Those for tiles of 8 bits are converted in place."""
     twice = replace(config, query_slots=2)
-    # Each block takes some beside its own.
-    room = (target.shared_limit + BLOCK_BYTES) // config.blocks_per_sm - BLOCK_BYTES
+    room = shared_limit_of(config.blocks_per_sm, target.shared_limit)
     return config if config.float8 or twice.shared_bytes > room else twice
 
 
@@ -406,7 +404,7 @@ def heads_per_tile(problem: Problem, tile_rows: int) -> int:
     Fewer query rows a tile waste fewer products at the edges of masks and at the ends of sequences, and fewer tiles read the
     same keys. A warp's 16 rows must be those of one head (docs/notes/hopper-forward.md).
     """
-    group = problem.nheads_q // problem.nheads_kv
+    group = problem.group_heads
     if problem.mask is not None and problem.mask.shape[1] > problem.nheads_kv:
         group = 1  # each head meets tiles of its own
 
