@@ -72,16 +72,19 @@ struct KeyStart {
 };
 
 // What the bias and ALiBi add to the scores of a tile. A lane's elements of one key are rows apart in the bias, so each
-// is read by itself; or the bias lies in shared memory, where matrix loads turn it round.
+// is read by itself, or once where all queries share it; or the bias lies in shared memory, where matrix loads turn it
+// round.
 template <class C, int kKeyBlocks, int kQueryBlocks>
 struct AddedScoresOfKeys {
   using Bias = typename Either<config::kBias == 4, float, config::Element>::Type;
   using M = target::Mma<config::Element>;
+  static constexpr bool kOfKeys = config::kBiasOfKeys;
   static constexpr bool kFromTile = config::kBiasChunks && sizeof(Bias) == 2;
   static constexpr bool kByOperands = kFromTile && M::kAccumulatorFeedsA;
-  static constexpr int kBlocks = config::kBias > 0 ? kKeyBlocks * kQueryBlocks : 1;
+  static constexpr int kBlocks = kOfKeys ? kKeyBlocks : config::kBias > 0 ? kKeyBlocks * kQueryBlocks : 1;
+  using OfElements = typename Either<kByOperands, typename M::A, Bias[C::kElements]>::Type;
 
-  typename Either<kByOperands, typename M::A, Bias[C::kElements]>::Type bias[kBlocks];
+  typename Either<kOfKeys, float[C::kSlots], OfElements>::Type bias[kBlocks];
   // Of the lane's first query from its first key. What another query or key adds to that is known when this is
   // compiled.
   float far;
@@ -94,7 +97,9 @@ struct AddedScoresOfKeys {
   // tile: of the bias, from first_row and first_key on, where it lies in shared memory.
   DEVICE void load(const ScoreRule& rule, const config::Element* tile, int pitch, int first_key, int first_row,
                    int lane) {
-    if constexpr (kFromTile) {
+    if constexpr (kOfKeys) {
+      load_bias_of_keys(rule, first_key, lane);
+    } else if constexpr (kFromTile) {
       turn_round<M>(tile, pitch, lane);
     } else if constexpr (config::kBias > 0) {
       load_bias(rule, first_key, first_row, lane);
@@ -147,7 +152,7 @@ struct AddedScoresOfKeys {
   DEVICE float exponent(float product, float scale, int m, int n, int e, float start) const {
     if constexpr (config::kBias > 0) {
       static_assert(Unit::kUnit == 1.0f, "a bias joins natural exponents");
-      return fmaf(product, scale, with_alibi<Unit>(m, n, e, element<M>(m * kQueryBlocks + n, e))) + start;
+      return fmaf(product, scale, with_alibi<Unit>(m, n, e, element<M>(m, n, e))) + start;
     }
     return fmaf(product, scale, with_alibi<Unit>(m, n, e, start));
   }
@@ -181,14 +186,26 @@ struct AddedScoresOfKeys {
     }
   }
   template <class M>
-  DEVICE float element(int block, int e) const {
-    if constexpr (kFromTile && M::kAccumulatorFeedsA) {
-      return M::to_accumulator(bias[block]).x[e];
+  DEVICE float element(int m, int n, int e) const {
+    if constexpr (kOfKeys) {
+      return bias[m][C::slot(e)];
+    } else if constexpr (kFromTile && M::kAccumulatorFeedsA) {
+      return M::to_accumulator(bias[m * kQueryBlocks + n]).x[e];
     } else {
-      return target::to_float(bias[block][e]);
+      return target::to_float(bias[m * kQueryBlocks + n][e]);
     }
   }
 
+  DEVICE void load_bias_of_keys(const ScoreRule& rule, int first_key, int lane) {
+    const auto& b = rule.p.bias;
+    const Bias* const data = static_cast<const Bias*>(b.data) + rule.sequence * b.batch + rule.head / b.group * b.head;
+    UNROLL for (int m = 0; m < kKeyBlocks; m++) {
+      UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
+        const int j = first_key + m * 16 + C::row(lane, slot);
+        bias[m][slot] = target::to_float(data[(j < b.keys ? j : b.keys - 1) * b.key]);
+      }
+    }
+  }
   DEVICE void load_bias(const ScoreRule& rule, int first_key, int first_row, int lane) {
     const auto& b = rule.p.bias;
     const Bias* const data = static_cast<const Bias*>(b.data) + rule.sequence * b.batch + rule.head / b.group * b.head;

@@ -158,7 +158,7 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
     target::copy_async_commit();
     load(turn);
   }
-  if constexpr (kDbias == 1) {
+  if constexpr (BiasTile::kWrites) {
     for (int head = 0; head < (part == 0 ? group : 0); head += f.bias.group) {
       BiasTile::clear(p, work.sequence, work.kv_head * group + head, first_key, met, thread);
     }

@@ -75,6 +75,7 @@ constexpr int kFirstDqWave = kDqByHalf ? kRoleWaves : 0;
 
 // What dbias gets of a tile. Without it, another kernel makes dbias where it is wanted.
 struct NoBiasGradient {
+  static constexpr bool kWrites = false;
   template <class... Args>
   DEVICE static void clear(const Args&...) {}
   template <class... Args>
@@ -83,13 +84,14 @@ struct NoBiasGradient {
 using BiasTile =
     Either<(kDbias > 0), BiasGradientTile<M, Element, kTileQ, kTileK, kPitchP, kWaves>, NoBiasGradient>::Type;
 static_assert(!kPairs || (kDbias > 0 && kArrivals < 2 && (kStages == 1 || kLateCopies)), "all have read the one bias");
+static_assert(!kBiasOfKeys || (kBias > 0 && !kBiasTile && kDbias == 0), "a tile has rows, and so has its gradient");
 static_assert(kDbias == 0 || (kWithDq && !kRagged && !kBlockMask && !ScoreRule::kRemakes),
               "all of dS lies in shared memory, and is the gradient of what is added");
 constexpr bool kHasDerivative = ScoreRule::kHasDerivative;
 // Probabilities of nothing but products: a text of their own, by which ptxas makes faster code.
 constexpr bool kPlain = !ScoreRule::kRemakes && !ScoreRule::kAdds && !kDropout && !kBlockMask;
 // Blocks of keys whose scores are finished together: what each needs besides its product takes registers.
-constexpr int kAtOnce = ScoreRule::kRemakes || kBias > 0 || (kAlibi && !kOneSided) ? 1 : kKeyBlocks;
+constexpr int kAtOnce = ScoreRule::kRemakes || (kBias > 0 && !kBiasOfKeys) || (kAlibi && !kOneSided) ? 1 : kKeyBlocks;
 
 // float32 products are many and small: all of them in a row would only be long.
 constexpr int kUnroll = kSteps <= 16 ? kSteps : 4;

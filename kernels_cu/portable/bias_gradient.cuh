@@ -3,8 +3,9 @@
 //
 // kDbias 1: an element belongs to scores of one key tile's block alone, of one head or of the two of a group. The first
 // head's are stored, the other's added to them: to a sum of two, rounding it once is all there is. What no tile meets
-// is 0. kDbias 2: the bias is shared by more, and blocks add to float32 sums, whose columns of 16 are in the order of
-// summed_position().
+// is 0. kDbias 3: likewise, to rows of whole 16 keys, which others are copied from (portable/backward_bias_rows.cu).
+// kDbias 2: the bias is shared by more, and blocks add to float32 sums in such rows, whose columns of 16 are in the
+// order of summed_position().
 #pragma once
 
 #include "attn/params.cuh"
@@ -21,6 +22,8 @@ struct alignas(16) EightKeys {
 // M: what multiplies dS. kWaves share the tile, which is [kTileK][kTileQ] with a pitch.
 template <class M, class T, int kTileQ, int kTileK, int kPitch, int kWaves>
 struct BiasGradientTile {
+  static constexpr bool kWrites = config::kDbias != 2;
+  static constexpr bool kApartRows = config::kDbias == 3;
   static constexpr int kThreads = kWaves * target::kWave;
   static constexpr int kKeys = 8;
   static constexpr int kPieces = kTileQ * kTileK / kKeys;
@@ -89,10 +92,17 @@ struct BiasGradientTile {
     return natural;
   }
 
-  // Where a head's begins that a sequence has.
+  // Where a head's begins that a sequence has, and how far its rows are apart.
   DEVICE static T* of_head(const BackwardParams& p, int sequence, int head) {
     const int own = head / p.forward.bias.group;
+    if constexpr (kApartRows) {
+      T* const rows = static_cast<T*>(static_cast<void*>(p.dbias.partials));
+      return rows + (int64(sequence) * p.dbias.heads + own) * p.forward.bias.rows * row_stride(p);
+    }
     return static_cast<T*>(p.dbias.data) + sequence * p.dbias.batch + own * p.dbias.head;
+  }
+  DEVICE static int64 row_stride(const BackwardParams& p) {
+    return kApartRows ? round_up(p.forward.bias.keys, 16) : p.dbias.row;
   }
 
   // All of a key tile that no query tile of the span meets, of one head.
@@ -105,7 +115,7 @@ struct BiasGradientTile {
     T* const to = of_head(p, sequence, head) + key;
     for (int row = thread / kPerRow; row < bias.rows; row += kThreads / kPerRow) {
       const int tile = row / kTileQ;
-      if (tile < met.begin || tile >= met.end) target::store_once(to + row * p.dbias.row, {0u, 0u, 0u, 0u});
+      if (tile < met.begin || tile >= met.end) target::store_once(to + row * row_stride(p), {0u, 0u, 0u, 0u});
     }
   }
 
@@ -132,14 +142,14 @@ struct BiasGradientTile {
         }
       });
     } else {
-      T* const to = of_head(p, sequence, head) + first_row * p.dbias.row + first_key;
+      T* const to = of_head(p, sequence, head) + first_row * row_stride(p) + first_key;
       [[maybe_unused]] const bool first = head % bias.group == 0;
       each(wave, lane, [&](int query, int key, const auto& load) {
         const EightKeys keys = load(gradients);
         EightKeys others;
         if constexpr (config::kPairs) others = load(other);
         if (first_row + query >= bias.rows || first_key + key >= bias.keys) return;
-        T* const at = to + query * p.dbias.row + key;
+        T* const at = to + query * row_stride(p) + key;
         if constexpr (config::kPairs) {
           target::store_once(at, sum(keys, others).pairs);
         } else if (first) {

@@ -256,6 +256,7 @@ def test_backward_of_a_padded_batch(
         )
 
 
+@pytest.mark.parametrize("keys", [72, 69])
 @pytest.mark.parametrize(
     ("batches", "heads", "wave", "dtype", "window"),
     [
@@ -276,25 +277,28 @@ def test_dbias_by_the_main_kernel(
     wave: int,
     dtype: Any,
     window: tuple[int | None, int] | None,
+    keys: int,
 ) -> None:
-    """Of every head, of the two heads of a group, and as float32 sums; by one kernel less than otherwise."""
-    bias = normal(batches, heads, 45, 72, dtype=dtype)
+    """Of every head, of the two heads of a group, and as float32 sums; in rows of any length."""
+    bias = normal(batches, heads, 45, keys, dtype=dtype)
     device = machine(wave)
     waves = (1, 2) if window is None or window[0] is None else (2, 1)  # of keys and columns
     with small_tiles(portable_backward=(32, 32, *waves, 2, 1, 1, False)):
         verify_backward(
             device,
             "portable",
-            *arrays(dtype, rows=(45, 72)),
+            *arrays(dtype, rows=(45, keys)),
             bias=bias,
             window=window,
             dropout_p=0.1,
             seed=3,
         )
     assert "rawattn_backward_bias" not in device.launched
-    assert ("rawattn_backward_bias_rows" in device.launched) == (heads == 1 or batches == 1)
+    apart = heads == 1 or batches == 1 or keys % 8 > 0
+    assert ("rawattn_backward_bias_rows" in device.launched) == apart
 
 
+@pytest.mark.parametrize("keys", [72, 67])
 @pytest.mark.parametrize("wave", [32, 64])
 @pytest.mark.parametrize("window", [None, (None, 0), (20, 3)], ids=str)
 @pytest.mark.parametrize(
@@ -306,12 +310,46 @@ def test_dbias_of_heads_by_twos(
     heads: int,
     window: tuple[int | None, int] | None,
     wave: int,
+    keys: int,
 ) -> None:
     """Groups of several pairs of heads that share a bias, and groups of three, which have none."""
     device = machine(wave)
     q = normal(2, 75, nheads[0], 16, dtype=BFLOAT16, seed=2)
-    k, v = (normal(2, 72, nheads[1], n, dtype=BFLOAT16, seed=n) for n in (16, 24))
+    k, v = (normal(2, keys, nheads[1], n, dtype=BFLOAT16, seed=n) for n in (16, 24))
     with small_tiles(portable_backward=(32, 32, 1, 2, 2, 1, 1, False)):
-        bias = normal(1, heads, 75, 72, dtype=BFLOAT16)
+        bias = normal(1, heads, 75, keys, dtype=BFLOAT16)
         verify_backward(device, "portable", q, k, v, bias=bias, window=window)
     assert "rawattn_backward_bias_rows" in device.launched
+
+
+@pytest.mark.parametrize("wave", [32, 64])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ((2, 1, 1, 72), {}),
+        ((2, 4, 1, 72), {"window": (9, 40), "dropout_p": 0.2, "seed": 5}),
+        ((1, 2, 1, 72), {"causal": True, "alibi": True}),
+        ((2, 4, 1, 72), {"softcap": 3.0, "mask": True}),
+    ],
+    ids=str,
+)
+def test_a_bias_of_keys(
+    machine: MakeDevice, shape: tuple[int, ...], options: dict[str, Any], dtype: Any, wave: int
+) -> None:
+    """One row for all queries, as masks of padding are; it hides keys, all of them in one sequence."""
+    bias = normal(*shape, dtype=dtype)
+    bias[..., 60:] = -np.inf
+    bias[-1, -1] = -np.inf
+    if shape[0] == 2:
+        bias[0, 0, 0, 3] = np.finfo(np.float32).min if dtype == np.float32 else -3e4
+    options = dict(options)
+    if options.pop("alibi", False):
+        options["alibi_slopes"] = np.array([0.5, -0.25, 0.0, 1.5], np.float32)
+    if options.pop("mask", False):
+        options["mask"] = np.random.default_rng(4).random((1, 1, 45, 72)) < 0.7
+    device = machine(wave)
+    with small_tiles():
+        verify_backward(device, "portable", *arrays(dtype, rows=(45, 72)), bias=bias, **options)
+    (main,) = (each for each in device.summaries if each.startswith("portable backward "))
+    assert "one-row" in main

@@ -62,6 +62,7 @@ class Config(Features):
     copy_bytes: int
     with_dq: bool
     accumulator_feeds_a: bool
+    bias_of_keys: bool = False  # the bias has one row, for all queries
     dbias: int = 0  # see backward_options.by_main
     pairs: bool = False  # of heads, see backward_options.in_pairs
     split: bool = False  # a key tile has several blocks, see `parts`
@@ -187,7 +188,8 @@ class Config(Features):
     def summary(self) -> str:
         shape = f"{self.tile_q}x{self.tile_k} waves={self.key_waves}x{self.column_waves} stages={self.stages}"
         traits = [*features.traits(self), *([] if self.with_dq else ["without-dq"])]
-        traits += [[], ["dbias"], ["sums-of-dbias"]][self.dbias]
+        traits += ["one-row"] * self.bias_of_keys
+        traits += [[], ["dbias"], ["sums-of-dbias"], ["rows-of-dbias"]][self.dbias]
         traits += ["pairs"] * self.pairs + ["split"] * self.split
         traits += ["lone-keys"] * self.lone_keys
         words = ["portable backward", self.element, dims(self), shape, f"{self.copy_bytes}B"]
@@ -269,6 +271,8 @@ def choose(problem: Problem, target: Target, operands: Operands, *, with_dq: boo
     # Here a line is one that all queries of a head share, and float32 has no digits to spare for it.
     line = features.adds_a_plane(problem) and problem.dtype != "float32"
     more = {"with_dq": with_dq, "dbias": dbias, "pairs": pairs, "mod_line": line}
+    if problem.bias is not None and problem.bias.shape[2] == 1 and dbias == backward_options.ALONE:
+        more |= {"bias_of_keys": True, "bias_chunks": False}
     chosen = choice.choose(Config, TILES, problem, target, operands, table, **more)
     if _is_short(problem, with_dq):
         small = choice.choose(Config, TILES, problem, target, operands, "short", **more)

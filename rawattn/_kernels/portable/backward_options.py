@@ -25,8 +25,8 @@ SUM_THREADS = 256
 SINK_THREADS = 1024
 CAPTURED_THREADS = 256
 
-# Which kernel makes dbias: one of its own, the main one, or the main one as float32 sums.
-ALONE, WRITTEN, SUMMED = range(3)
+# Which kernel makes dbias: one of its own, the main one, the main one as float32 sums, or the main one in rows of its own.
+ALONE, WRITTEN, SUMMED, APART = range(4)
 
 # Blocks for each multiprocessor, from which on a block takes several tiles: the copies of one run under the last one's work.
 _BLOCKS_ENOUGH = 4
@@ -113,8 +113,8 @@ class Gradients:
             self._dbias_array()
             if dbias == ALONE:
                 self._bias()
-            elif dbias == SUMMED:
-                self._bias_sums()
+            elif dbias != WRITTEN:
+                self._bias_rows(dbias)
         self.captured = [name for name in self._wanted if name.startswith("dcaptured")]
         self._written: list[Step] = []
         if self.captured:
@@ -176,16 +176,19 @@ class Gradients:
         }
         self.patches += patches(params.BACKWARD, dbias__data="dbias")
 
-    def _bias_sums(self) -> None:
-        """What the main kernel adds to, cleared before it, and given out behind it."""
+    def _bias_rows(self, dbias: int) -> None:
+        """Where the main kernel writes, or adds to what is cleared before it; given out behind it."""
         form = self._problem.bias
         assert form is not None
         batches, heads, rows, keys = form.shape
         lines = checked("bias", batches * heads * rows, 1)
         self.patches += patches(params.BACKWARD, dbias__partials="dbias_partials")
-        self.scratch["dbias_partials"] = 4 * lines * round_up(keys, 16)
-        self.before.append((bias_rows_source(form.dtype, clears=True), lines, SUM_THREADS, 0))
-        self._launches.append((bias_rows_source(form.dtype), lines, SUM_THREADS, 0))
+        sums = dbias == SUMMED
+        self.scratch["dbias_partials"] = (4 if sums else 2) * lines * round_up(keys, 16)
+        if sums:
+            clears = bias_rows_source(form.dtype, sums=True, clears=True)
+            self.before.append((clears, lines, SUM_THREADS, 0))
+        self._launches.append((bias_rows_source(form.dtype, sums=sums), lines, SUM_THREADS, 0))
 
     def _bias(self) -> None:
         problem, operands = self._problem, self._operands
@@ -224,7 +227,8 @@ class Gradients:
 def by_main(problem: Problem, operands: Operands) -> int:
     """What the main kernel, which has dS in shared memory, does of dbias (see kernels_cu/portable/bias_gradient.cuh).
 
-    WRITTEN: an element belongs to one score, or to those of the two query heads of a group. SUMMED: to those of several
+    WRITTEN: an element belongs to one score, or to those of the two query heads of a group. APART: likewise, where the
+    array is not ours or has rows that eight keys cannot be written to at a time. SUMMED: it belongs to those of several
     heads or sequences, whose order is not defined. ALONE: of bias arrays of another form, a kernel of its own makes it.
     """
     form = problem.bias
@@ -238,9 +242,8 @@ def by_main(problem: Problem, operands: Operands) -> int:
     batches, heads, _, keys = form.shape
     shared = problem.nheads_q // heads
     if batches == problem.batch and (shared == 1 or shared == 2 == problem.group_heads):
-        # Eight keys are written at a time.
-        return WRITTEN if "dbias" in operands.ours and keys % 8 == 0 else ALONE
-    return SUMMED if keys % 8 == 0 else ALONE
+        return WRITTEN if "dbias" in operands.ours and keys % 8 == 0 else APART
+    return SUMMED
 
 
 def in_pairs(problem: Problem, dbias: int) -> bool:
@@ -294,15 +297,15 @@ def bias_sum_source(dtype: str) -> Source:
     )
 
 
-def bias_rows_source(dtype: str, *, clears: bool = False) -> Source:
-    """Of the kernel that gives out what the main kernel added up, or clears it before; dtype: of the bias."""
+def bias_rows_source(dtype: str, *, sums: bool, clears: bool = False) -> Source:
+    """Of the kernel that gives out what the main kernel added up or wrote, or clears sums before; dtype: of the bias."""
     return _source(
         "rawattn_backward_bias_rows",
         "portable/backward_bias_rows.cu",
-        f"portable backward_bias_rows {'clears' if clears else dtype}",
+        f"portable backward_bias_rows {'clears' if clears else dtype}{' sums' if sums else ''}",
         params.BACKWARD,
         element=ELEMENT[dtype],
-        constants={"kThreads": SUM_THREADS, "kClears": clears},
+        constants={"kThreads": SUM_THREADS, "kSums": sums, "kClears": clears},
     )
 
 
