@@ -273,11 +273,16 @@ def append_calls() -> list[Callable[[], None]]:
 
 def gathered_calls() -> list[Callable[[], None]]:
     """Rows that share their keys: each family on the kept ones, backwards, and lists as sequences."""
+    families = zip(("sm90", "portable"), RULES[1:], strict=True)
     return [
-        *(partial(check_gathered, family, 100, options) for family, options in zip(("sm90", "portable"), RULES[1:], strict=True)),
-        *(partial(check_gathered_gradients, bool(n), options) for n, options in enumerate(RULES[1:])),
-        *(partial(check_gathered_rows, "decode", rows, lists) for rows, lists in ((1, (2, 2)), (3, (2, 1)))),
-    ]  # fmt: skip
+        *(partial(check_gathered, family, 100, options) for family, options in families),
+        *(
+            partial(check_gathered_gradients, n == 1, options)
+            for n, options in enumerate(RULES[1:])
+        ),
+        partial(check_gathered_rows, "decode", 1, (2, 2)),
+        partial(check_gathered_rows, "decode", 3, (2, 1)),
+    ]
 
 
 def _check_append(call: Appended, on_device: bool) -> None:

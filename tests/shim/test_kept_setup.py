@@ -33,6 +33,8 @@ def kept_lists(shape: tuple[int, int], keys: int, count: int, fills: tuple[int, 
     for n, at in enumerate(np.ndindex(shape)):
         fill = fills[n % len(fills)]
         lists[at][:fill] = np.sort(rng.choice(keys, fill, replace=False))
+        if n % 2 == 0:
+            lists[at][: min(fill, 1)] = 0  # no key is below the first one
     return lists
 
 
@@ -87,7 +89,7 @@ def rows_of(
 
 CASES: dict[str, tuple[tuple[int, int], str, tuple[int, ...]]] = {
     "own-lists": ((7, 1), "odd", (50, 20, 0, 49)),
-    "dense": ((64, 64), "dense", (50,)),
+    "dense": ((64, 64), "dense", (1, 50)),
     "gaps": ((24, 8), "gaps", (50, 3)),
     "half": ((20, 36), "half", (0, 50, 7, 50)),
 }
@@ -150,7 +152,7 @@ RULES: dict[str, dict[str, Any]] = {
     "all": {},
     "causal": {"causal": True},
     "top-left": {"causal": True, "align": "top-left"},
-    "window": {"window": (70, 3), "sink": 25},
+    "window": {"window": (70, 3), "sink": 200},
     "left": {"window": (40, None), "align": "top-left"},
     "narrow": {"window": (0, 0)},
 }
