@@ -18,6 +18,10 @@ from tests.cases import Case, dense, padded, ragged
 from tests.curated_cases import repacked
 from tests.frameworks import TightCuPy
 from tests.gpu.test_append import write
+from tests.gpu.test_gather import RULES
+from tests.gpu.test_gather import test_calls as check_gathered
+from tests.gpu.test_gather import test_few_rows as check_gathered_rows
+from tests.gpu.test_gather import test_gradients as check_gathered_gradients
 from tests.gpu.test_paged import check_pages
 from tests.landed import has_an_order
 from tests.paged import paged
@@ -264,6 +268,20 @@ def append_calls() -> list[Callable[[], None]]:
     ]
     return [
         partial(_check_append, call, on_device) for call in calls for on_device in (False, True)
+    ]
+
+
+def gathered_calls() -> list[Callable[[], None]]:
+    """Rows that share their keys: each family on the kept ones, backwards, and lists as sequences."""
+    families = zip(("sm90", "portable"), RULES[1:], strict=True)
+    return [
+        *(partial(check_gathered, family, 100, options) for family, options in families),
+        *(
+            partial(check_gathered_gradients, n == 1, options)
+            for n, options in enumerate(RULES[1:])
+        ),
+        partial(check_gathered_rows, "decode", 1, (2, 2)),
+        partial(check_gathered_rows, "decode", 3, (2, 1)),
     ]
 
 

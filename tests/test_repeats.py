@@ -284,6 +284,11 @@ def test_options_that_become_numbers_are_asked_for_each_time(gpu: Framework) -> 
         rawattn.attention(*arrays(), scale=[1.0])
 
 
+def test_a_call_for_the_cpu_is_never_launched_anew(gpu: Framework) -> None:
+    for _ in range(3):
+        assert called_anew(gpu, lambda: rawattn.attention(*arrays(), backend="cpu"))
+
+
 def test_another_choice_of_kernels_is_not_the_known_one(gpu: Framework) -> None:
     known(gpu, lambda: rawattn.attention(*arrays()))
     with only("portable"):

@@ -32,4 +32,18 @@ struct KeptList {
     }
     return first < count && entries[first] == key ? first : -1;
   }
+
+  // The entries before the first one that is no key.
+  DEVICE int length() const {
+    int first = 0, last = count;
+    while (first < last) {
+      const int middle = first + (last - first) / 2;
+      if (key(middle) >= 0) {
+        first = middle + 1;
+      } else {
+        last = middle;
+      }
+    }
+    return first;
+  }
 };

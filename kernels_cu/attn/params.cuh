@@ -404,25 +404,77 @@ struct KeptKeys {
   int rows;
 };
 
-// Rows of keys that are kept, and arrays of all keys. The former lie (batch, count, nheads, bytes rounded up to 16),
-// without gaps.
+// Keys or values.
+struct KeptArray {
+  // those of all keys
+  void* all;
+  // (batch, nheads, count, bytes rounded up to 16), without gaps
+  void* kept;
+  // of the former
+  Strides strides;
+};
+
+// Arrays of all keys, and of those that are kept.
 struct KeptRowsParams {
   KeptKeys kept;
-  const void* from;
-  void* to;
-  // of the array of all keys
-  Strides strides;
+  KeptArray k, v;
   int batch, nheads;
 };
 
-struct KeptMaskParams {
-  // of the kept keys
-  MaskPacking packing;
-  KeptKeys kept;
+// What rows of queries see, but for the list of keys.
+struct KeptLimits {
   // row i sees the keys [i + first, i + last]
   int64 first, last;
   // and those below it, but none beyond i + last
   int64 sink;
+  // 1 where all are alike
+  int rows;
+};
+
+// Which of the kept keys each row sees. Of it, and of the next ones, `blocks` take part in a launch.
+struct KeptMaskParams {
+  // (batch, nheads, rows, words)
+  unsigned short* bits;
+  // that any row sees, (batch, nheads, words)
+  unsigned short* keys;
+  int nheads, words;
+  int blocks;
+};
+
+// Lists of tiles of a call that has kept keys alone.
+struct KeptListsParams {
+  TileLists lists;
+  // whether they are those of tiles of keys
+  int of_keys;
+  int tile_q, tile_k;
+  // that have lists of their own
+  int sequences;
+  // of a sequence
+  int tiles;
+  // tiles of the other side
+  int others;
+  // heads whose tiles a list has, one head after the other
+  int parts;
+  int blocks;
+};
+
+// How many keys each list has.
+struct KeptLengths {
+  // (batch, nheads)
+  int* lengths;
+  int64 lists;
+  int nheads;
+  int blocks;
+};
+
+struct KeptSetupParams {
+  KeptRowsParams rows;
+  KeptLimits limits;
+  KeptMaskParams mask;
+  KeptListsParams lists0, lists1;
+  KeptLengths lengths;
+  // of keys, and as many of values
+  int gather_blocks;
 };
 
 struct PredicateMaskParams {

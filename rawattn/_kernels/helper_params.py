@@ -13,6 +13,7 @@ from rawattn._kernels.params import (
     PAGES,
     SIDE_STRUCT,
     STRIDES,
+    TILE_LISTS,
 )
 from rawattn._kernels.structs import Struct
 
@@ -128,23 +129,64 @@ _KEPT_KEYS = _struct(
         "of the arrays that hold those keys: an entry that is none of them counts for nothing",
     ),
 )
+_KEPT_ARRAY = _struct(
+    "KeptArray",
+    "Keys or values.",
+    ("void*", "all", "those of all keys"),
+    ("void*", "kept", "(batch, nheads, count, bytes rounded up to 16), without gaps"),
+    (STRIDES, "strides", "of the former"),
+)
 KEPT_ROWS = _struct(
     "KeptRowsParams",
-    "Rows of keys that are kept, and arrays of all keys. The former lie (batch, count, nheads, bytes rounded up to 16), "
-    "without gaps.",
+    "Arrays of all keys, and of those that are kept.",
     (_KEPT_KEYS, "kept", ""),
-    ("const void*", "from", ""),
-    ("void*", "to", ""),
-    (STRIDES, "strides", "of the array of all keys"),
+    (_KEPT_ARRAY, "k, v", ""),
     ("int", "batch, nheads", ""),
 )
-KEPT_MASK = _struct(
-    "KeptMaskParams",
-    "",
-    (_MASK_PACKING, "packing", "of the kept keys"),
-    (_KEPT_KEYS, "kept", ""),
+_KEPT_LIMITS = _struct(
+    "KeptLimits",
+    "What rows of queries see, but for the list of keys.",
     ("int64", "first, last", "row i sees the keys [i + first, i + last]"),
     ("int64", "sink", "and those below it, but none beyond i + last"),
+    ("int", "rows", "1 where all are alike"),
+)
+_KEPT_MASK = _struct(
+    "KeptMaskParams",
+    "Which of the kept keys each row sees. Of it, and of the next ones, `blocks` take part in a launch.",
+    ("unsigned short*", "bits", "(batch, nheads, rows, words)"),
+    ("unsigned short*", "keys", "that any row sees, (batch, nheads, words)"),
+    ("int", "nheads, words", ""),
+    ("int", "blocks", ""),
+)
+_KEPT_LISTS = _struct(
+    "KeptListsParams",
+    "Lists of tiles of a call that has kept keys alone.",
+    (TILE_LISTS, "lists", ""),
+    ("int", "of_keys", "whether they are those of tiles of keys"),
+    ("int", "tile_q, tile_k", ""),
+    ("int", "sequences", "that have lists of their own"),
+    ("int", "tiles", "of a sequence"),
+    ("int", "others", "tiles of the other side"),
+    ("int", "parts", "heads whose tiles a list has, one head after the other"),
+    ("int", "blocks", ""),
+)
+_KEPT_LENGTHS = _struct(
+    "KeptLengths",
+    "How many keys each list has.",
+    ("int*", "lengths", "(batch, nheads)"),
+    ("int64", "lists", ""),
+    ("int", "nheads", ""),
+    ("int", "blocks", ""),
+)
+KEPT_SETUP = _struct(
+    "KeptSetupParams",
+    "",
+    (KEPT_ROWS, "rows", ""),
+    (_KEPT_LIMITS, "limits", ""),
+    (_KEPT_MASK, "mask", ""),
+    (_KEPT_LISTS, "lists0, lists1", ""),
+    (_KEPT_LENGTHS, "lengths", ""),
+    ("int", "gather_blocks", "of keys, and as many of values"),
 )
 PREDICATE_MASK = _struct(
     "PredicateMaskParams",

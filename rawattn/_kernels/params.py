@@ -71,7 +71,7 @@ _DROPOUT = _struct(
     ("unsigned", "threshold", ""),
     ("float", "factor", "of what is kept: 1 / (1 - dropout_p)"),
 )
-_TILE_LISTS = _struct(
+TILE_LISTS = _struct(
     "TileLists",
     "Of each tile of one side's sequences and head, the tiles of the other side that meet it (see attn/listed_tiles.cuh).",
     ("int*", "data", ""),
@@ -100,7 +100,7 @@ _BLOCK_MASK = _struct(
         "rows, words",
         "its extents: what lies behind them is as the last row and the last 8 half-words of a row are",
     ),
-    (_TILE_LISTS, "lists", "of the kernel's own tiles"),
+    (TILE_LISTS, "lists", "of the kernel's own tiles"),
     ("const unsigned short*", "keys", "of each head one row of bits: the keys that any row sees"),
     ("int64", "keys_batch", "of a head of it the stride is `words`"),
 )

@@ -48,8 +48,12 @@ def _gathered(verb: str) -> Family:
     def steps(
         problem: Problem, structure: Structure, operands: Operands, target: Target, **more: Any
     ) -> Steps:
-        call = gathered.gathered(problem, operands)
-        family = choose(verb, call.problem, target, call.operands)
+        call = gathered.by_lengths(problem, operands)
+        family = choose(verb, call.problem, target, call.operands) if call is not None else None
+        # Others would need an order of the sequences, which follows from what is counted here.
+        if call is None or family is None or family.name != "decode":
+            call = gathered.by_mask(problem, operands)
+            family = choose(verb, call.problem, target, call.operands)
         inner = family.steps(call.problem, call.structure, call.operands, target, **more)
         return call.around(inner, target)
 

@@ -96,10 +96,14 @@ class Lists:
     """Launches that make lists from a mask's words and the call alone, and the names of the scratch that is theirs.
 
     A later run with the same words may leave these launches out, where that memory still holds what they wrote.
+
+    parts: of a mask that has no words yet, lists that whoever packs it makes: fields and addresses of a
+    `helper_params.KEPT_LISTS` each.
     """
 
     launches: tuple[Step, ...] = ()
     scratch: tuple[str, ...] = ()
+    parts: tuple[Part, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

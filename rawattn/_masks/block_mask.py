@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +22,13 @@ class MaskForm(NamedTuple):
 
     shape: Shape
     kept: int = 0
+
+
+class Placed(NamedTuple):
+    """Addresses of a mask's arrays, and what of them tells calls apart."""
+
+    addresses: tuple[int, ...]
+    told: tuple[MaskForm, tuple[int, ...]]
 
 
 class BlockMask:
@@ -41,7 +49,19 @@ class BlockMask:
         last one.
     """
 
-    __slots__ = ("__weakref__", "_copies", "device", "handle", "kept", "memo", "shape", "words")
+    __slots__ = (
+        *(
+            "__weakref__",
+            "_copies",
+            "_placed",
+            "device",
+            "handle",
+            "kept",
+            "memo",
+            "shape",
+            "words",
+        ),
+    )
 
     def __init__(
         self,
@@ -58,6 +78,7 @@ class BlockMask:
         self.words = words
         # By framework and device.
         self._copies: dict[tuple[str, int], tuple[Any, ...]] = {}
+        self._placed: dict[tuple[type, int], Placed] = {}  # by the type of q, and device
         # What calls find out about the words; None where these may change.
         self.memo: dict[Any, Any] | None = None if replayed else {}
         self.handle = handle_of(self)
@@ -113,6 +134,15 @@ class BlockMask:
                 torch = sys.modules["torch"]
                 found = tuple(map(torch.from_dlpack, found))
             self._copies[key] = found
+        return found
+
+    def placed(self, q: Any, device: int, address: Callable[[Any], int]) -> Placed:
+        """`beside`, for q on that device: found once. address: of an array of q's framework."""
+        found = self._placed.get((type(q), device))
+        if found is None:
+            addresses = tuple(map(address, self.beside(q)))
+            places = tuple(each % 16 for each in addresses)
+            found = self._placed[type(q), device] = Placed(addresses, (self.form, places))
         return found
 
     def _moved(self, place: int) -> tuple[Any, ...]:

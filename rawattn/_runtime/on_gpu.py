@@ -25,6 +25,9 @@ Arrays = Sequence[Any]
 # all: the way of a first call tells why.
 Repeat = Callable[[list[int], Any, "Lengths | None"], Any]
 
+# Likewise, from the addresses of all arrays but those of a mask, then of that, and its memo.
+RepeatWithMask = Callable[[list[int], Any, tuple[int, ...], "dict[Any, Any] | None"], Any]
+
 # Calls prepared earlier, by everything that decides them but addresses and host integers.
 _prepared: dict[Any, Call] = {}
 _MAX_PREPARED = 512
@@ -180,6 +183,71 @@ def repeated(
             addresses.append(address_of(result))
         addresses += behind
         launch(addresses, stream_of(device), own, lengths or dense)
+        return returned(results)
+
+    return repeat
+
+
+def repeated_with_mask(
+    own: Native,
+    verb: Verb,
+    inputs: Arrays,
+    targets: Arrays,
+    options: Options,
+    flag: bool,
+    framework: str,
+    returned: Callable[[Sequence[Any]], Any],
+) -> RepeatWithMask | None:
+    """`repeated`, of a dense call that has the arrays of a mask besides, and no others among its options."""
+    read = own.read((*inputs, *targets), verb.required)
+    assert read is not None
+    device: int = read[1][verb.q * 4 + 3]
+    if device != own.current_device() or streams.is_capturing(own.stream(device)):
+        return None
+    call, _, _ = called(verb, own, read, inputs, targets, options, flag, framework)
+    if call.copies is not None:
+        return None
+    first = len(inputs) - len(verb.extras)
+    count = sum(x is not None for x in inputs[:first])
+    targeted = sum(x is not None for x in targets)
+    given = [n for n, x in enumerate((*inputs[:first], *targets)) if x is not None]
+    made = [n for n, _, _ in call.made]
+    after = targeted + len(made)
+    if given != [*range(count), *range(first, first + targeted)] or made != [
+        *range(targeted, after)
+    ]:
+        return None
+    # Behind the addresses of what is given come 0s and those of the mask, and 0s behind those of the results.
+    missing = (0,) * (first - count)
+    behind = [0] * (len(targets) - after)
+    makers = [own.maker(shape, dtype, inputs[verb.q]) for _, shape, dtype in call.made]
+    bounds = overlaps(call, len(inputs)) if targeted else ()
+    launch, keeping = call.prepared.run, call.prepared.run_keeping
+    stream_of, current_device, address_of = own.stream, own.current_device, own.address
+    dense = call.lengths
+
+    def repeat(
+        addresses: list[int], written: Any, of_mask: tuple[int, ...], memo: dict[Any, Any] | None
+    ) -> Any:
+        if current_device() != device:
+            return None
+        addresses[count:count] = missing + of_mask
+        results = []
+        if written is not None:
+            place = addresses[-1]
+            for address, (low, high) in zip(addresses, bounds):  # noqa: B905  # the last one is its own
+                if low < place - address < high:
+                    return None
+            results.append(written)
+        for make in makers:
+            result = make()
+            results.append(result)
+            addresses.append(address_of(result))
+        addresses += behind
+        if keeping is None or memo is None:
+            launch(addresses, stream_of(device), own, dense)
+        else:
+            keeping(addresses, stream_of(device), own, memo)
         return returned(results)
 
     return repeat

@@ -86,7 +86,12 @@ def repeating(
             results = dispatch.run(*call, asked.backend, asked.values)
             framework = framework_of(asked.inputs[asked.verb.q])
             own = native(framework)
-            if gathered is None or own is None or selection() is not UNCHANGED:
+            if (
+                gathered is None
+                or own is None
+                or selection() is not UNCHANGED
+                or asked.backend == "cpu"
+            ):
                 return asked.returned(results)
             arrays, out, others = gathered
             if out is not None:

@@ -22,6 +22,7 @@ from rawattn._interop.arrays import framework_of, is_recording, refuse_gradients
 from rawattn._interop.native import Native, Read, native
 from rawattn._jax import eager
 from rawattn._kernels.selection import UNCHANGED, selection
+from rawattn._masks.block_mask import BlockMask
 from rawattn._runtime import dispatch, on_gpu
 from rawattn._runtime.asked import Asked
 from rawattn._runtime.verbs import Verb
@@ -61,6 +62,7 @@ def repeating(
             spelled = written = lengths = key = read = None
             seqs: Any = None
             beside: tuple[Any, ...] = ()  # arrays of options
+            mask: BlockMask | None = None
             if not options and len(args) == count:
                 reader = readers.get(type(args[0]))
                 read = None if reader is None else reader(*args)
@@ -79,7 +81,16 @@ def repeating(
                 else:
                     types = tuple(map(type, options.values()))
                     kind = type(args[0])
-                    if (
+                    if BlockMask in types:
+                        mask = _mask_alone(options, kind, natives)
+                        if mask is None:
+                            reader = None
+                        else:
+                            others = {n: x for n, x in options.items() if n != "mask"}
+                            spelled, _, written, _ = _spelling(others, out, kind)
+                            if written is not None:
+                                reader = writers[kind]
+                    elif (
                         SeqLayout in types
                         or tuple in types
                         or kind in types
@@ -93,7 +104,9 @@ def repeating(
                             reader = writers[kind]
                     else:
                         spelled = (*options.items(), *types)
-                    if written is None:
+                    if reader is None:
+                        pass
+                    elif written is None:
                         read = reader(*args, *beside)
                     else:
                         read = reader(*args, *beside, written)
@@ -109,6 +122,10 @@ def repeating(
                             lengths = _bound(verb, seqs, form)
                             spelled = spelled, token(lengths)
                         key = form if spelled is None else (form, spelled)
+                        if mask is not None:
+                            q = args[verb.q]
+                            placed = mask.placed(q, form[4 * verb.q + 3], natives[kind].address)
+                            key = (form, spelled, placed.told)
                         repeat = known[name].get(key)
                     except (TypeError, ValueError, IndexError):
                         # A layout that does not fit, or what cannot be hashed: the way of a first call tells what is wrong.
@@ -118,13 +135,20 @@ def repeating(
                 if repeat is not None and selection() is UNCHANGED:
                     if tracked and verb.refuses_gradients and is_recording():
                         refuse_gradients(_named(names, options, beside), (*args, *beside))
-                    result = repeat(addresses, written, lengths)
+                    if mask is None:
+                        result = repeat(addresses, written, lengths)
+                    else:
+                        result = repeat(addresses, written, placed.addresses, mask.memo)
                     if result is not None:
                         return result  # type: ignore[no-any-return]
-            return anew(args, options, key, beside)
+            return anew(args, options, key, beside, mask)
 
         def anew(
-            args: tuple[Any, ...], options: dict[str, Any], key: Any, beside: tuple[Any, ...]
+            args: tuple[Any, ...],
+            options: dict[str, Any],
+            key: Any,
+            beside: tuple[Any, ...],
+            mask: BlockMask | None,
         ) -> Result:
             if len(args) != count:
                 check_places(places, args, options)
@@ -137,19 +161,21 @@ def repeating(
             programs = framework == "jax" and asked.backend != "cpu" and eager.takes(*call[:4])
             if programs:
                 own = eager.Jax(type(inputs[verb.q]))
-            if own is None or selection() is not UNCHANGED:
+            if own is None or selection() is not UNCHANGED or asked.backend == "cpu":
                 return returned(results)
             if (kind := type(args[0])) not in readers and kind in own.kinds:
                 # In this order: another thread that finds the one looks for the other.
                 natives[kind] = own
                 writers[kind] = own.reader(count + 1)
                 readers[kind] = own.reader(count)
-            elif key is not None and _is_told(verb, asked, args, options, key, out, beside):
-                repeat = (
-                    eager.repeated(asked.options, asked.flag)
-                    if programs
-                    else on_gpu.repeated(own, *call, framework, returned)
-                )
+            elif key is not None and _is_told(verb, asked, args, options, key, out, beside, mask):
+                repeat: Any
+                if programs:
+                    repeat = eager.repeated(asked.options, asked.flag)
+                elif mask is not None:
+                    repeat = on_gpu.repeated_with_mask(own, *call, framework, returned)
+                else:
+                    repeat = on_gpu.repeated(own, *call, framework, returned)
                 if repeat is not None:
                     remember(known[name], key, repeat)
             return returned(results)
@@ -195,6 +221,17 @@ def _spelling(
     return spelled, options.get("seqs"), options.get(out), beside
 
 
+def _mask_alone(
+    options: Mapping[str, Any], kind: type, natives: Mapping[type, Any]
+) -> BlockMask | None:
+    """The mask, where no other option holds arrays and `seqs` is not given; None: the call is none of those here."""
+    mask = options.get("mask")
+    if type(mask) is not BlockMask or options.get("seqs") is not None:
+        return None
+    # Programs of JAX take no mask.
+    return None if type(natives[kind]) is eager.Jax else mask
+
+
 def _bound(verb: Verb, seqs: Any, form: tuple[Any, ...]) -> Lengths:
     """The sequences of a call, whose arrays have this form."""
     at = 4 * verb.q
@@ -216,8 +253,13 @@ def _is_told(
     key: Any,
     out: str,
     beside: tuple[Any, ...],
+    mask: BlockMask | None,
 ) -> bool:
     """Whether `key` tells all that there is to a call: options that are equal and of the same types mean the same."""
+    if mask is not None:
+        others = {name: x for name, x in options.items() if name != "mask"}
+        mine = all(name.startswith("mask_") for name in asked.verb.extras)
+        return mine and are_plain(others, out) and not asked.values
     if beside:
         # Kernels read arrays of options by where each begins within 16 bytes, and lengths are held against their shapes.
         inputs = [x for x in asked.inputs if x is not None]

@@ -55,6 +55,63 @@ def test_calls(family: str, headdim: int, options: dict[str, Any]) -> None:
         np.testing.assert_allclose(lse.get(), exact_lse, atol=1e-2)
 
 
+@pytest.mark.parametrize("family", ["decode", "sm90", "portable"])
+@pytest.mark.parametrize(("rows", "lists"), [(1, (2, 2)), (1, (1, 1)), (3, (2, 1))], ids=str)
+def test_few_rows(family: str, rows: int, lists: tuple[int, int]) -> None:
+    """Lists as sequences of keys, one of which is empty, beside the mask of the other families."""
+    q, k, v = arrays()
+    q = np.ascontiguousarray(q[:, :rows])
+    scores = np.random.default_rng(1).standard_normal((*lists, 1, KEYS), np.float32)
+    scores[-1, -1, :, KEPT // 2 :] = -np.inf
+    if lists != (1, 1):
+        scores[0, 0] = np.nan
+    mask = topk_mask(cupy.asarray(scores), KEPT)
+    keep = mask.to_bool().get()
+    exact, exact_lse = reference.attention(q, k, v, mask=keep, return_lse=True)
+    hidden = np.broadcast_to(~keep[:, :, 0].swapaxes(1, 2), (2, KEYS, 2))
+    k[hidden], v[hidden] = np.nan, np.inf
+    given = [*map(cupy.asarray, (q, k, v))]
+    with only(family):
+        out, lse = rawattn.attention(*given, mask=mask, return_lse=True)
+    np.testing.assert_allclose(out.get().astype(np.float64), exact, atol=0.03)
+    np.testing.assert_allclose(lse.get(), exact_lse, atol=1e-2)
+
+
+def test_repeated_calls_with_new_masks() -> None:
+    """The third call on is found by the form of its arrays and of its mask."""
+    for n in range(5):
+        q, k, v = arrays()
+        scores = np.random.default_rng(n).standard_normal((2, 2, 1, KEYS), np.float32)
+        mask = topk_mask(cupy.asarray(scores), KEPT)
+        for rows in (1, ROWS):
+            given = [*map(cupy.asarray, (q[:, :rows], k, v))]
+            out = rawattn.attention(*given, mask=mask, causal=True)
+            exact = reference.attention(q[:, :rows], k, v, mask=mask.to_bool().get(), causal=True)
+            np.testing.assert_allclose(out.get().astype(np.float64), exact, atol=0.03)
+
+
+def test_graphs_of_gathered_calls() -> None:
+    """What they are replayed with is read anew: arrays, and the list itself."""
+    q, k, v = map(cupy.asarray, arrays())
+    q = q[:, :1].copy()
+    each_scores = [np.random.default_rng(n).standard_normal((1, 2, 1, KEYS)) for n in (1, 2)]
+    mask, other = (topk_mask(cupy.asarray(scores), KEPT) for scores in each_scores)
+    out = cupy.empty_like(q)
+    plan = rawattn.plan(rawattn.attention, q, k, v, mask=mask)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        stream.begin_capture()
+        plan(q, k, v, out=out)
+        graph = stream.end_capture()
+        for each in (mask, other):
+            mask.kept[...] = each.kept
+            graph.launch()
+            stream.synchronize()
+            exact = reference.attention(*(x.get() for x in (q, k, v)), mask=each.to_bool().get())
+            np.testing.assert_allclose(out.get().astype(np.float64), exact, atol=0.03)
+
+
 def verify_gradients(
     arrays: list[np.ndarray], mask: BlockMask, *, deterministic: bool, **options: Any
 ) -> None:

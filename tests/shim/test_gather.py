@@ -18,7 +18,7 @@ from tests.shim.whole import run_backward, run_forward, small_tiles, verify_back
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 ROWS, KEYS, KEPT = 70, 210, 50
-GATHER, SCATTER = "rawattn_gather_keys", "rawattn_scatter_keys"
+SETUP, SCATTER = "rawattn_kept_setup", "rawattn_scatter_keys"
 
 
 def arrays(
@@ -54,9 +54,7 @@ def test_every_way_to_share_lists(machine: MakeDevice, lists: tuple[int, int]) -
     device = machine()
     with small_tiles():
         verify_forward(device, "portable", *arrays(), mask=shared(*lists))
-    assert device.launched == [
-        GATHER, GATHER, "rawattn_mask_of_kept", "rawattn_mask_tiles", "rawattn_forward"
-    ]  # fmt: skip
+    assert device.launched == [SETUP, "rawattn_forward"]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +65,7 @@ def test_with_other_rules(machine: MakeDevice, rule: str, wave: int, dtype: Any)
     device = machine(wave)
     with small_tiles():
         verify_forward(device, "portable", *arrays(dtype), mask=shared(), **RULES[rule])
-    assert device.launched[:2] == [GATHER, GATHER]
+    assert device.launched == [SETUP, "rawattn_forward"]
 
 
 @pytest.mark.parametrize("rule", exhaustive.thin(RULES, 3))
@@ -75,8 +73,7 @@ def test_hopper(machine: MakeDevice, rule: str) -> None:
     device = machine(arch="sm_90a")
     given = arrays(rows=200, keys=400, headdims=(64, 64))
     verify_forward(device, "sm90", *given, mask=shared(1, 2, 400, 150), **RULES[rule])
-    assert device.launched[0] == GATHER
-    assert device.launched[-1] == "rawattn_sm90_forward"
+    assert device.launched == [SETUP, "rawattn_sm90_forward"]
 
 
 @pytest.mark.parametrize("headdims", [(7, 1), (34, 36)], ids=str)
@@ -89,7 +86,7 @@ def test_rows_of_any_place(machine: MakeDevice, arch: str, headdims: tuple[int, 
     device = machine(arch=arch)
     with small_tiles():
         verify_forward(device, "sm90", q, k, v, mask=shared(), causal=True)
-    assert device.launched[0] == GATHER
+    assert device.launched[0] == SETUP
 
 
 @pytest.mark.parametrize("k", exhaustive.thin([17, 1, 16], 3))
@@ -98,7 +95,7 @@ def test_few_kept_keys(machine: MakeDevice, k: int) -> None:
     with small_tiles():
         for rule in ({}, {"causal": True}):
             verify_forward(device, "portable", *arrays(), mask=shared(k=k), **rule)
-    assert device.launched.count(GATHER) == 4
+    assert device.launched.count(SETUP) == 2
 
 
 @pytest.mark.parametrize("family", ["portable", "sm90"])
@@ -120,7 +117,7 @@ def test_nothing_is_kept(machine: MakeDevice) -> None:
     device = machine()
     with small_tiles():
         out, lse = run_forward(device, "portable", *arrays(), mask=mask)
-    assert device.launched[0] == GATHER
+    assert device.launched[0] == SETUP
     assert not out.any() and np.all(lse == -np.inf)
 
 
@@ -140,6 +137,62 @@ def test_an_entry_that_is_no_key_counts_for_nothing(machine: MakeDevice, entry: 
     assert np.isfinite(got.dk.astype(np.float32)).all()
 
 
+# (sequences, rows, query heads), options: rows that see all of their lists.
+DECODED: dict[str, tuple[tuple[int, int, int], tuple[int, int], dict[str, Any]]] = {
+    "one-row": ((1, 1, 2), (1, 1), {}),
+    "causal": ((2, 1, 4), (2, 1), {"causal": True}),
+    "heads": ((2, 1, 4), (2, 2), {"causal": True, "softcap": 2.0}),
+    "batch-shares": ((2, 1, 6), (1, 2), {"num_splits": 3}),
+    "rows": ((1, 3, 4), (1, 2), {}),
+    "wide-window": ((1, 3, 4), (1, 1), {"window": (KEYS, KEYS)}),
+    "sinks": ((2, 2, 4), (2, 1), {"sink_logits": np.array([1, -np.inf, 0.5, -3], np.float32)}),
+}
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("case", DECODED)
+def test_decoding_sees_lists_as_sequences(machine: MakeDevice, case: str, arch: str) -> None:
+    """Those that are not full are shorter ones, and one of them is empty."""
+    (batch, rows, heads), lists, options = DECODED[case]
+    q, k, v = arrays(headdims=(16, 24))
+    q = np.random.default_rng(3).standard_normal((batch, rows, heads, 16)).astype(BFLOAT16)
+    scores = np.random.default_rng(1).standard_normal((*lists, 1, KEYS), np.float32)
+    scores[-1, -1, :, KEPT // 2 :] = -np.inf
+    if len(scores) > 1:
+        scores[0, 0] = np.nan
+    mask = rawattn.topk_mask(scores, KEPT)
+    hidden = np.broadcast_to(~mask.to_bool()[:, :, 0].swapaxes(1, 2), k.shape[:-1])
+    exact = reference.attention(q, k[:batch], v[:batch], mask=mask, return_lse=True, **options)
+    k[hidden], v[hidden] = np.nan, np.inf
+    device = machine(arch=arch)
+    with small_tiles():
+        out, lse = run_forward(device, "decode", q, k[:batch], v[:batch], mask=mask, **options)
+    kernel = "rawattn_sm90_decode" if arch == "sm_90a" else "rawattn_decode"
+    assert device.launched == [SETUP, kernel]
+    np.testing.assert_allclose(out.astype(np.float64), exact[0], atol=0.02)
+    np.testing.assert_allclose(lse, exact[1], atol=1e-3)
+
+
+MASKED: dict[str, tuple[tuple[int, int, int], tuple[int, int], dict[str, Any]]] = {
+    "causal": ((2, 2, 4), (1, 1), {"causal": True}),
+    "top-left": ((2, 1, 4), (1, 1), {"causal": True, "align": "top-left"}),
+    "window": ((2, 1, 4), (1, 1), {"window": (100, None)}),
+    "strided-heads": ((2, 2, 4), (2, 2), {}),
+    "sinks-of-heads": ((2, 1, 4), (2, 2), {"sink_logits": np.array([1, -1, 0.5, -3], np.float32)}),
+}
+
+
+@pytest.mark.parametrize("case", MASKED)
+def test_few_rows_that_need_a_mask(machine: MakeDevice, case: str) -> None:
+    (batch, rows, heads), lists, options = MASKED[case]
+    _, k, v = arrays()
+    q = np.random.default_rng(3).standard_normal((batch, rows, heads, 16)).astype(BFLOAT16)
+    device = machine()
+    with small_tiles():
+        verify_forward(device, "decode", q, k[:batch], v[:batch], mask=shared(*lists), **options)
+    assert device.launched == [SETUP, "rawattn_forward"]
+
+
 NOT_GATHERED: dict[str, dict[str, Any]] = {
     "bias": {"bias": np.random.default_rng(9).standard_normal((1, 1, ROWS, KEYS), np.float32)},
     "alibi": {"alibi_slopes": np.array([0.5, 0.25, 0.1, 0.05], np.float32)},
@@ -154,7 +207,7 @@ def test_what_needs_the_places_of_keys_is_not_gathered(machine: MakeDevice, opti
     device = machine()
     with small_tiles():
         verify_forward(device, "portable", *arrays(), mask=shared(), **NOT_GATHERED[option])
-    assert GATHER not in device.launched
+    assert SETUP not in device.launched
 
 
 @pytest.mark.parametrize("mask", [shared(1, 4), shared(k=KEYS // 2 + 1)], ids=["heads", "most"])
@@ -162,7 +215,7 @@ def test_masks_that_are_not_gathered(machine: MakeDevice, mask: BlockMask) -> No
     device = machine()
     with small_tiles():
         verify_forward(device, "portable", *arrays(), mask=mask)
-    assert GATHER not in device.launched
+    assert SETUP not in device.launched
 
 
 def test_one_key_for_all_is_no_list(machine: MakeDevice) -> None:
@@ -171,7 +224,7 @@ def test_one_key_for_all_is_no_list(machine: MakeDevice) -> None:
         verify_forward(
             device, "portable", *arrays(), mask=rawattn.topk_mask(np.ones((1, 1, 1, 1)), 1)
         )
-    assert GATHER not in device.launched
+    assert SETUP not in device.launched
 
 
 @pytest.mark.parametrize(
@@ -189,8 +242,9 @@ def test_gradients(
         verify_backward(
             device, "portable", *given, mask=shared(*lists), deterministic=deterministic, **RULES[rule]
         )  # fmt: skip
-    assert device.launched[:2] == [GATHER, GATHER]
-    assert device.launched[-2:] == [SCATTER, SCATTER]
+    assert device.launched[0] == SETUP
+    assert device.launched[-1] == SCATTER
+    assert "rawattn_mask_tiles" not in device.launched
 
 
 def test_gradients_of_the_callers_own(machine: MakeDevice) -> None:
@@ -214,7 +268,7 @@ def test_it_equals_the_ordinary_way(machine: MakeDevice, options: dict[str, Any]
         with small_tiles():
             out, lse = run_forward(device, "portable", *given, mask=each, **options)
             grads = run_backward(device, "portable", out, *given, out, lse, mask=each, **options)
-        assert (GATHER in device.launched) == (each is mask)
+        assert (SETUP in device.launched) == (each is mask)
         found.append((out, lse, grads.dq, grads.dk, grads.dv))
     for ours, theirs in zip(*found, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)

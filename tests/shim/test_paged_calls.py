@@ -226,6 +226,22 @@ def test_repeated_appends(place: Any, dispatched: list[Any], pair: bool, turns: 
     assert len(dispatched) <= 2
 
 
+def test_steps_for_the_cpu_go_there_each_time(place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    run = dispatch.run
+
+    def here(*call: Any) -> Any:
+        asked.append(call[5])
+        return run(*call[:5], None, *call[6:])
+
+    monkeypatch.setattr(dispatch, "run", here)
+    call = paged(LENS, 6, rows=3)
+    inputs, lengths = inputs_of(call, place), place(call.seqlen_k)
+    for _ in range(4):
+        paged_attention(*inputs, seqlen_k=lengths, backend="cpu")
+    assert asked == ["cpu"] * 4
+
+
 def test_steps_that_are_not_like_the_known_one(place: Any, dispatched: list[Any]) -> None:
     call = paged(LENS, 6, rows=3)
     inputs, lengths = inputs_of(call, place), place(call.seqlen_k)

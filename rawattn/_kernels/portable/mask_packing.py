@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -99,28 +98,6 @@ def ranges_step(shape: Shape, count: int, itemsize: int) -> Step:
         threads=THREADS,
         params=structs.fill(helper_params.RANGES_MASK, values),
         patches=_patches(shape, helper_params.RANGES_MASK, ranges__data="ranges"),
-        shared_bytes=SHARED_BYTES,
-    )
-
-
-@functools.cache
-def kept_source() -> Source:
-    return _source(
-        "rawattn_mask_of_kept",
-        "portable/mask_of_kept.cu",
-        "portable mask_of_kept",
-        helper_params.KEPT_MASK,
-    )
-
-
-def kept_step(shape: Shape, values: Mapping[str, Any]) -> Step:
-    """Packs which of the kept keys in "mask_kept" each row sees. values: fields of `helper_params.KEPT_MASK`."""
-    return Step(
-        source=kept_source(),
-        blocks=blocks(shape),
-        threads=THREADS,
-        params=structs.fill(helper_params.KEPT_MASK, {**fields(shape), **values}),
-        patches=_patches(shape, helper_params.KEPT_MASK, kept__data="mask_kept"),
         shared_bytes=SHARED_BYTES,
     )
 

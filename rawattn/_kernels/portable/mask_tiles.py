@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from rawattn._call.problem import Problem
@@ -14,7 +14,7 @@ from rawattn._kernels.features import features
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import mask_packing
 from rawattn._kernels.source import source as _source
-from rawattn._kernels.steps import Lists, Step, checked, patches
+from rawattn._kernels.steps import Lists, Part, Step, checked, patches
 from rawattn._kernels.target import Target
 from rawattn._masks import layout
 
@@ -70,10 +70,12 @@ class Config:
 class Listed:
     """A kernel's lists of tiles: how they are made, what they take, and what of `BlockMask` in its parameters tells of them.
 
+    step: None of kept keys, whose lists are `part` of what gathers them (`Lists.parts`).
     scratch, counters: as in `Steps`. names: of the addresses of `TileLists`, by field.
     """
 
     step: Step | None = None
+    part: Part | None = None
     scratch: Mapping[str, int] = field(default_factory=dict)
     counters: Mapping[str, int] = field(default_factory=dict)
     fields: Mapping[str, int] = field(default_factory=dict)
@@ -143,10 +145,13 @@ class Masks:
         listed = lists(
             problem, structure, values, self._target, of=of, name=name, ordered=ordered, **sizes
         )
-        assert listed.step is not None
-        self.steps.append(listed.step)
         self.scratch |= listed.scratch
         self.counters |= listed.counters
+        if listed.part is not None:
+            self.lists = replace(self.lists, parts=(*self.lists.parts, listed.part))
+            return listed
+        assert listed.step is not None
+        self.steps.append(listed.step)
         # Lengths and page ids on a device may change between calls, and bools are packed at each.
         if problem.mask.dtype != "bool" and not problem.ragged and problem.pages is None:
             launches, names = self.lists.launches, self.lists.scratch
@@ -211,6 +216,24 @@ def lists(
         "block_mask.lists.group": (problem.nheads_kv if of_keys else problem.nheads_q) // heads,
         "block_mask.lists.capacity": capacity,
     }
+    names = {"data": name}
+    scratch = {name: 4 * places * heads * (1 + capacity * (2 if of_keys else 1))}
+    if ordered:
+        names["order"] = f"{name}_order"
+        scratch[names["order"]] = 4 * places * heads
+    if problem.mask.dtype == "kept":
+        fields = {path.removeprefix("block_mask."): value for path, value in found.items()}
+        fields |= {
+            "of_keys": int(of_keys),
+            "tile_q": tile_q,
+            "tile_k": tile_k,
+            "sequences": sequences,
+            "tiles": tiles,
+        }
+        fields |= {"others": others, "parts": parts}
+        addresses = {f"lists.{each}": own for each, own in names.items()}
+        part = Part(fields, addresses)
+        return Listed(part=part, scratch=scratch, fields=found, names=names)
     packed = layout.map_shape(mask)
     own = {
         **{f"forward.{path}": value for path, value in {**values, **found}.items()},
@@ -228,13 +251,9 @@ def lists(
     used = features(problem)
     limits = used.left, used.right, used.top_left
     config = Config(*limits, tile_q, tile_k, of_keys, used.paged, ordered, target.wave)
-    names = {"data": name}
-    scratch = {name: 4 * places * heads * (1 + capacity * (2 if of_keys else 1))}
     counters = {}
     addresses = {"map": "mask_map"}
     if ordered:
-        names["order"] = f"{name}_order"
-        scratch[names["order"]] = 4 * places * heads
         addresses["listed"] = "mask_listed"
         counters["mask_listed"] = 4 * sequences * heads
     addresses |= {f"forward__block_mask__lists__{each}": own for each, own in names.items()}
@@ -251,4 +270,4 @@ def lists(
         ),
         early=target.early_launches,
     )
-    return Listed(step, scratch, counters, found, names)
+    return Listed(step, None, scratch, counters, found, names)

@@ -1,0 +1,49 @@
+// What comes before attention to kept keys, in one launch: some blocks copy the rows of keys or of values, others pack
+// which of them each row sees, make the lists of tiles, or count the keys of each list.
+#include "attn/kept_rows.cuh"
+#include "portable/kept_lists.cuh"
+#include "portable/kept_mask.cuh"
+
+namespace kept_setup {
+
+using namespace config;
+
+// Takes so many of the blocks: whether this is one of them. If not, it is counted from the next ones on.
+DEVICE bool takes(int blocks, int& block) {
+  if (block < blocks) return true;
+  block -= blocks;
+  return false;
+}
+
+template <class Rows>
+DEVICE void gather(const KeptRowsParams& p, const KeptArray& array, int block) {
+  const int lane = target::thread_index() % target::kWave;
+  const int64 index = int64(block) * kept_rows::kWaves + target::thread_index() / target::kWave;
+  const int64 batch = index / p.kept.count;
+  if (batch >= p.batch) return;
+  Rows{array, p.kept, p.nheads}.gather(batch, static_cast<int>(index - batch * p.kept.count), lane);
+}
+
+// How many keys a list has: behind the first entry that is none there is none.
+DEVICE void count(const KeptLengths& p, const KeptKeys& kept, int block) {
+  const int64 index = int64(block) * kThreads + target::thread_index();
+  if (index >= p.lists) return;
+  p.lengths[index] = KeptList(kept, index / p.nheads, static_cast<int>(index % p.nheads)).length();
+}
+
+}  // namespace kept_setup
+
+KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_kept_setup(PARAMETER KeptSetupParams p) {
+  using namespace kept_setup;
+  target::launch_dependents();
+  target::wait_for_prerequisites();
+  const KeptKeys& kept = p.rows.kept;
+  int block = target::block_index();
+  // What looks at many entries one after the other comes first.
+  if (takes(p.lists0.blocks, block)) return kept_lists::make(p.lists0, kept, p.limits, block);
+  if (takes(p.lists1.blocks, block)) return kept_lists::make(p.lists1, kept, p.limits, block);
+  if (takes(p.lengths.blocks, block)) return count(p.lengths, kept, block);
+  if (takes(p.mask.blocks, block)) return kept_mask::pack(p.mask, kept, p.limits, block);
+  if (takes(p.gather_blocks, block)) return gather<kept_rows::Keys>(p.rows, p.rows.k, block);
+  gather<kept_rows::Values>(p.rows, p.rows.v, block);
+}
