@@ -295,6 +295,17 @@ struct RepackParams {
   int batch, nheads;
 };
 
+struct AlignBiasParams {
+  const void* from;
+  // (batches, nheads, rows, keys rounded up to 8), without gaps
+  void* to;
+  // strides of `from`, in elements
+  int64 batch, head, row;
+  // rows of all heads and batches
+  int64 lines;
+  int nheads, rows, keys;
+};
+
 // Partial results over disjoint keys become one. Strides are in elements.
 struct CombineParams {
   // listed: each; else the first

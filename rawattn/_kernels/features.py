@@ -85,7 +85,12 @@ def features(problem: Problem, operands: Operands | None = None) -> Features:
         bias_pairs=operands is not None and _reads(problem, operands, 2),
         bias_chunks=operands is not None
         and problem.bias is not None
-        and _reads(problem, operands, WIDEST // ITEMSIZE[problem.bias.dtype]),
+        and _reads(
+            problem,
+            operands,
+            WIDEST // ITEMSIZE[problem.bias.dtype],
+            beyond="bias" in operands.whole_rows,
+        ),
         alibi=problem.alibi_slopes is not None,
         one_sided=(problem.alibi_slopes is not None or additive) and problem.window_right == 0,
         score_mod=problem.score_mod,
@@ -122,10 +127,13 @@ def _added(problem: Problem) -> tuple[bool, Line | None]:
     return program(text).additive, line_of(text, causal=causal) if alone else None
 
 
-def _reads(problem: Problem, operands: Operands, keys: int) -> bool:
-    """Whether so many keys of the bias lie side by side, at a multiple of their size, wherever they are such a multiple."""
+def _reads(problem: Problem, operands: Operands, keys: int, *, beyond: bool = False) -> bool:
+    """Whether so many keys of the bias lie side by side, at a multiple of their size, wherever they are such a multiple.
+
+    beyond: the last of a row may be no keys.
+    """
     form = problem.bias
-    if form is None or not form.dense or form.shape[3] % keys:
+    if form is None or not form.dense or (form.shape[3] % keys and not beyond):
         return False
     nbytes = keys * ITEMSIZE[form.dtype]
     between = operands.of_options["bias"][:-1]

@@ -38,6 +38,15 @@ REPACK = _struct(
     ("int64", "rows", ""),
     ("int", "batch, nheads", ""),
 )
+ALIGN_BIAS = _struct(
+    "AlignBiasParams",
+    "",
+    ("const void*", "from", ""),
+    ("void*", "to", "(batches, nheads, rows, keys rounded up to 8), without gaps"),
+    ("int64", "batch, head, row", "strides of `from`, in elements"),
+    ("int64", "lines", "rows of all heads and batches"),
+    ("int", "nheads, rows, keys", ""),
+)
 # Partial results that a launch of `combine` is told one by one; more lie in one array.
 MAX_LISTED = 64
 COMBINE = _struct(

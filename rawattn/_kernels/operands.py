@@ -26,6 +26,7 @@ class Operands:
     pointers: all addresses OR-ed together; only their place within 16 bytes counts.
     ours: outputs whose padding rows are not the caller's.
     of_options: strides of the options' arrays, and of their gradients. places: where those arrays begin within 16 bytes.
+    whole_rows: those of these arrays whose last 16 bytes of a row are theirs to the end.
     """
 
     strides: Mapping[str, Strides] = field(default_factory=dict)
@@ -33,6 +34,7 @@ class Operands:
     ours: frozenset[str] = frozenset()
     of_options: Mapping[str, Strides] = field(default_factory=dict)
     places: Mapping[str, int] = field(default_factory=dict)
+    whole_rows: frozenset[str] = frozenset()
 
     def copy_bytes(self, problem: Problem) -> int:
         """The widest access that divides every row's place and length, but for those of pages that hold 8 bits."""

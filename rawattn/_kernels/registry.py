@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from rawattn._call.problem import Problem
 from rawattn._call.structure import Structure
-from rawattn._kernels import gathered
+from rawattn._kernels import aligned_bias, gathered
 from rawattn._kernels.features import features
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import append
@@ -60,6 +60,20 @@ def _gathered(verb: str) -> Family:
     return Family("gathered", gathered.FEATURES, gathered.supports, steps, around=True)
 
 
+def _with_aligned_bias(verb: str) -> Family:
+    def steps(
+        problem: Problem, structure: Structure, operands: Operands, target: Target, **more: Any
+    ) -> Steps:
+        copied = aligned_bias.operands_of(problem, operands)
+        family = choose(verb, problem, target, copied)
+        inner = family.steps(problem, structure, copied, target, **more)
+        return aligned_bias.around(inner, problem, operands, target)
+
+    ours = aligned_bias
+    supports = ours.supports_forward if verb == "attention" else ours.supports
+    return Family("aligned_bias", ours.FEATURES, supports, steps, around=True)
+
+
 def _folded(verb: str) -> Family:
     def steps(problem: Problem, structure: Structure, operands: Operands, target: Target) -> Steps:
         if folded.is_whole(structure):
@@ -85,6 +99,7 @@ _SM90 = Family("sm90", sm90_forward.FEATURES, sm90_forward.supports, sm90_forwar
 FAMILIES = {
     "attention": (
         _gathered("attention"),
+        _with_aligned_bias("attention"),
         _folded("attention"),
         _SM90_DECODE_FIRST,
         _DECODE_FIRST,
@@ -115,6 +130,7 @@ FAMILIES = {
     "append_kv": (Family("portable", append.FEATURES, append.supports, append.steps),),
     "attention_backward": (
         _gathered("attention_backward"),
+        _with_aligned_bias("attention_backward"),
         Family(
             "portable",
             portable_backward.FEATURES,

@@ -353,3 +353,27 @@ def test_a_bias_of_keys(
         verify_backward(device, "portable", *arrays(dtype, rows=(45, 72)), bias=bias, **options)
     (main,) = (each for each in device.summaries if each.startswith("portable backward "))
     assert "one-row" in main
+
+
+@pytest.mark.parametrize("keys", [75, 72])
+@pytest.mark.parametrize("wave", [32, 64])
+@pytest.mark.parametrize(
+    ("heads", "options"),
+    [(1, {"causal": True}), (2, {"dropout_p": 0.2, "seed": 3}), (4, {"window": (20, 3)})],
+    ids=str,
+)
+def test_a_bias_that_many_scores_share(
+    machine: MakeDevice, heads: int, options: dict[str, Any], wave: int, keys: int
+) -> None:
+    """Its rows begin anywhere: a copy of it has aligned ones."""
+    around = np.full((1, heads, 45, keys + 9), np.nan, BFLOAT16)
+    bias = around[..., 3 : 3 + keys]
+    bias[:] = hiding(normal(1, heads, 45, keys, dtype=BFLOAT16))
+    device = machine(wave)
+    q = normal(3, 45, 4, 16, dtype=BFLOAT16, seed=2)
+    k, v = (normal(3, keys, 2, n, dtype=BFLOAT16, seed=n) for n in (16, 24))
+    with small_tiles():
+        verify_backward(device, "portable", q, k, v, bias=bias, **options)
+    assert "rawattn_align_bias" in device.launched
+    mains = [each for each in device.summaries if each.startswith("portable backward ")]
+    assert all("bias-chunks" in each for each in mains)

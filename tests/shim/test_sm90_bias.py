@@ -16,6 +16,7 @@ import pytest
 import rawattn
 from rawattn._call.problem import Problem
 from rawattn._call.scores import ArrayForm
+from rawattn._kernels import aligned_bias
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.sm90 import bias_slots
 from rawattn._kernels.sm90 import forward as sm90_forward
@@ -150,10 +151,37 @@ def test_every_broadcast_by_rows(hopper: MakeDevice, n: int) -> None:
     device = hopper(seed=n)
     bias = normal(batch, heads, rows, 152, dtype=dtype)
     bias = shifted(hiding(bias) if rows > 1 else bias, 1 + n % 8)
-    with small_tiles(sm90_forward=SHAPES[n // 2 % 4]):
+    with as_it_lies(), small_tiles(sm90_forward=SHAPES[n // 2 % 4]):
         q, k, v = arrays(dtype, 2, (136, 152), (4, 2), (16, 40, 64)[n % 3])
         verify_forward(device, "sm90", q, k, v, bias=bias, **MASKS[n // 2 % 4])
     assert by_rows(device)
+
+
+@pytest.mark.parametrize("options", MASKS, ids=str)
+@pytest.mark.parametrize("heads", [1, 2])
+def test_copies_that_many_scores_share(
+    hopper: MakeDevice, heads: int, options: dict[str, Any]
+) -> None:
+    """They have aligned rows, come in boxes, and are as large as the bias is."""
+    device = hopper()
+    bias = shifted(hiding(normal(1, heads, 136, 151)))
+    if heads == 2:
+        bias = np.broadcast_to(bias, (2, 2, 136, 151))
+    with small_tiles(sm90_forward=SHAPES[heads]):
+        given = arrays(BFLOAT16, 4 if heads == 1 else 2, (136, 151), (8, 2))
+        verify_forward(device, "sm90", *given, bias=bias, **options)
+    assert in_boxes(device)
+    assert device.launched.count("rawattn_align_bias") == 1
+
+
+def test_copies_of_ragged_batches(hopper: MakeDevice) -> None:
+    device = hopper()
+    bias = shifted(normal(1, 2, 170, 184))
+    q, k, v = (x[0] for x in arrays(BFLOAT16, 1, (201, 210), (8, 2)))
+    with small_tiles(sm90_forward=SHAPES[1]):
+        verify_forward(device, "sm90", q, k, v, seqs=RAGGED, bias=bias, causal=True)
+    assert in_boxes(device)
+    assert "rawattn_align_bias" in device.launched
 
 
 WIDE = {
@@ -189,7 +217,7 @@ def test_ragged_batches(hopper: MakeDevice, heads: int, on_device: bool, odd: bo
     bias[:, :, 161:], bias[:, :, :, 170:] = np.nan, np.nan
     bias = shifted(bias) if odd else bias
     q, k, v = (x[0] for x in arrays(BFLOAT16, 1, (201, 210), (8, 2)))
-    with small_tiles(sm90_forward=SHAPES[heads % 3]):
+    with as_it_lies(), small_tiles(sm90_forward=SHAPES[heads % 3]):
         verify_forward(
             *(device, "sm90", q, k, v),
             seqs=RAGGED, bias=bias, causal=True, align="top-left", on_device=on_device,
@@ -222,7 +250,7 @@ def test_rows_of_a_group_in_one_tile(
     for n, mask in enumerate(MASKS):
         bias = normal(2, 2 if shared else 2 * group, 70, 88)
         bias = shifted(bias, 5) if odd else bias
-        with small_tiles(sm90_forward=SHAPES[(n + group) % 4]):
+        with as_it_lies(), small_tiles(sm90_forward=SHAPES[(n + group) % 4]):
             given = arrays(BFLOAT16, 2, (70, 88), (2 * group, 2))
             verify_forward(device, "sm90", *given, bias=bias, **mask)
     form = "bias_rows" if odd else "bias_boxes"
@@ -239,7 +267,7 @@ def test_what_joins_a_bias(hopper: MakeDevice, odd: bool) -> None:
     more |= {"softcap": 2.0, "scale": -0.7, "dropout_p": 0.2, "seed": 7}
     mask = np.random.default_rng(3).random((1, 1, 136, 152)) < 0.5
     given = arrays(BFLOAT16, 2, (136, 152), (4, 4))
-    with small_tiles(sm90_forward=PAIR_OF_CONSUMERS):
+    with as_it_lies(), small_tiles(sm90_forward=PAIR_OF_CONSUMERS):
         verify_forward(device, "sm90", *given, bias=bias, **more)
         with sharing():
             verify_forward(device, "sm90", *given, bias=bias)
@@ -256,10 +284,17 @@ def test_orders_of_arrival(hopper: MakeDevice) -> None:
     for seed in range(16):
         bias = shifted(whole) if seed % 2 else whole
         device = hopper(seed=seed)
-        with small_tiles(sm90_forward=SHAPES[seed // 2 % 4]), stages(1 + seed // 8):
+        with as_it_lies(), small_tiles(sm90_forward=SHAPES[seed // 2 % 4]), stages(1 + seed // 8):
             given = arrays(BFLOAT16, 1, (200, 128), (4, 2))
             verify_forward(device, "sm90", *given, bias=bias, causal=seed % 4 < 2)
         assert by_rows(device) if seed % 2 else in_boxes(device)
+
+
+@contextmanager
+def as_it_lies() -> Iterator[None]:
+    """Without copies of a bias that many scores share."""
+    with mock.patch.object(aligned_bias, "WORTH", 1 << 20):
+        yield
 
 
 @contextmanager

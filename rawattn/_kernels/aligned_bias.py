@@ -1,0 +1,123 @@
+"""Calls whose bias has rows that begin anywhere, and several scores for each element: a copy with aligned rows comes first.
+
+The kernels behind it are those of another family, whose bias is the copy.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from rawattn._call.problem import Problem
+from rawattn._compile.compiler import Source
+from rawattn._kernels import features, helper_params, score_params, structs
+from rawattn._kernels.operands import ITEMSIZE, WIDEST, Operands, Strides, contiguous
+from rawattn._kernels.sm90 import bias_slots, forward
+from rawattn._kernels.source import round_up
+from rawattn._kernels.source import source as _source
+from rawattn._kernels.steps import Step, Steps, checked, patches
+from rawattn._kernels.target import Target
+
+FEATURES = features.names() - {"paged"}
+
+# Scores of an element, from which on the copy takes less time than it spares, and query rows.
+WORTH, LEAST_ROWS = 3, 32
+
+THREADS = 256
+_COPY = "aligned_bias"
+
+
+def supports(problem: Problem, target: Target, operands: Operands) -> str | None:
+    """Why the bias of a call is not copied, else None."""
+    form = problem.bias
+    if form is None or ITEMSIZE[form.dtype] != 2 or not form.dense:
+        return "it has no bias of 16 bits whose keys lie side by side"
+    if "bias" not in operands.places:
+        return "where its bias begins is not known"
+    batches, nheads, rows, _ = _shape(problem, operands)
+    if rows < LEAST_ROWS:
+        return "its bias has few rows"
+    if problem.batch * problem.nheads_q < WORTH * batches * nheads:
+        return "few scores share an element of its bias"
+    if not any(stride % WIDEST for stride in (operands.places["bias"], *_apart(problem, operands))):
+        return "its bias has aligned rows"
+    return None
+
+
+def supports_forward(problem: Problem, target: Target, operands: Operands) -> str | None:
+    """The same, of a forward: other kernels than Hopper's read a bias element by element."""
+    return forward.supports(problem, target, operands) or supports(problem, target, operands)
+
+
+def operands_of(problem: Problem, operands: Operands) -> Operands:
+    """The same with the copy in the place of the bias."""
+    shape = _shape(problem, operands)
+    strides = contiguous(shape, 2)
+    own = tuple(stride if n > 1 else 0 for stride, n in zip(strides, shape, strict=True))
+    return replace(
+        operands,
+        of_options={**operands.of_options, "bias": own},
+        places={**operands.places, "bias": 0},
+        whole_rows=operands.whole_rows | {"bias"},
+    )
+
+
+def around(inner: Steps, problem: Problem, operands: Operands, target: Target) -> Steps:
+    """The steps of a family that was told `operands_of`, behind the one that copies. operands: the call's own."""
+    assert problem.bias is not None
+    shape = _shape(problem, operands)
+    lines = math.prod(shape[:-1])
+    apart = score_params.elements(_apart(problem, operands), problem.bias.dtype)
+    values = {
+        **dict(zip(("batch", "head", "row"), apart, strict=True)),
+        "lines": lines,
+        **{"nheads": shape[1], "rows": shape[2], "keys": problem.bias.shape[3]},
+    }
+    copy = Step(
+        source=source(),
+        blocks=checked("bias", -(-lines // (THREADS // target.wave)), 1),
+        threads=THREADS,
+        params=structs.fill(helper_params.ALIGN_BIAS, values),
+        patches=patches(helper_params.ALIGN_BIAS, **{"from": "bias", "to": _COPY}),
+    )
+    return replace(
+        inner,
+        launches=(copy, *map(_renamed, inner.launches)),
+        scratch={**inner.scratch, _COPY: 2 * math.prod(shape)},
+    )
+
+
+def source() -> Source:
+    return _source(
+        "rawattn_align_bias",
+        "portable/align_bias.cu",
+        "portable align_bias",
+        helper_params.ALIGN_BIAS,
+        constants={"kThreads": THREADS},
+    )
+
+
+def _apart(problem: Problem, operands: Operands) -> Strides:
+    """Bytes from a batch, a head and a row to the next: 0 where the bias is the same for all."""
+    return bias_slots.strides(problem, operands)[:3]
+
+
+def _shape(problem: Problem, operands: Operands) -> tuple[int, ...]:
+    """Of the copy: one element along axes along which the bias is the same."""
+    assert problem.bias is not None
+    *others, keys = problem.bias.shape
+    apart = _apart(problem, operands)
+    own = (n if stride else 1 for n, stride in zip(others, apart, strict=True))
+    return (*own, round_up(keys, WIDEST // 2))
+
+
+def _renamed(step: Step) -> Step:
+    """Launches without a bias stay what they are: some are known by that (`Steps.lists`)."""
+    own = {name for _, name in step.patches} | {name for name, _ in step.maps}
+    if "bias" not in own:
+        return step
+    return replace(
+        step,
+        patches=tuple((at, _COPY if name == "bias" else name) for at, name in step.patches),
+        maps=tuple((_COPY if name == "bias" else name, each) for name, each in step.maps),
+    )
