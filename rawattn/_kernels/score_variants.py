@@ -63,6 +63,10 @@ def score_variants(target: Target) -> list[Source]:
     for n, each in enumerate(_options("bfloat16")):
         odd = n % 2 == 1
         sources += _sources(_problem("bfloat16", 128, causal=odd, **each), target, odd)
+    # Rows that begin anywhere, of a bias of each score and of one that heads share.
+    for nheads in (_HEADS, 1):
+        bias = _form("bfloat16", 1, nheads, _ROWS, _ROWS)
+        sources += _sources(_problem("bfloat16", 128, causal=True, bias=bias), target, False, at=2)
     return sources
 
 
@@ -89,7 +93,8 @@ def _problem(dtype: str, headdim: int, *, causal: bool, **options: Any) -> Probl
     )
 
 
-def _sources(problem: Problem, target: Target, deterministic: bool) -> list[Source]:
+def _sources(problem: Problem, target: Target, deterministic: bool, *, at: int = 0) -> list[Source]:
+    """at: where the options' arrays begin within 16 bytes; their gradients are the caller's then."""
     form = structure(bind(None, batch=1, rows_q=_ROWS, rows_k=_ROWS))
     queries, keys = (
         (1, _ROWS, nheads, problem.headdim) for nheads in (problem.nheads_q, problem.nheads_kv)
@@ -115,9 +120,9 @@ def _sources(problem: Problem, target: Target, deterministic: bool) -> list[Sour
                 name: contiguous(shape, ITEMSIZE[problem.dtype])
                 for name, shape in (shapes | more).items()
             },
-            ours=frozenset(gradients),
+            ours=frozenset() if at else frozenset(gradients),
             of_options={name: contiguous(*x) for name, x in of_options.items()},
-            places=dict.fromkeys(arrays, 0),
+            places=dict.fromkeys(arrays, at),
         )
         for family in registry.FAMILIES[verb]:
             if family.supports(problem, target, operands) is None:
