@@ -46,7 +46,7 @@ REPACK_SEQLEN = 1024
 # Of tiles for each multiprocessor: with more than these, how a table's usual tiles fill the machine matters less than what
 # each takes, which the tables say best. Of calls with what joins scores, whose longest causal tile may take as long as two
 # rounds of all; of others, and of those with short sequences.
-_FEW_ROUNDS, _SOME_ROUNDS, _SHORT_SEQLEN = 2, 8, 512
+_FEW_ROUNDS, _SOME_ROUNDS, _SHORT_SEQLEN, _LONE_SEQLEN = 2, 8, 512, 64
 # Keys of a sequence from which on blocks do not share a multiprocessor: each reads them for itself.
 _CROWDED_KEYS = 1024
 # Another row of the tables must be expected to take less than this of the usual one's time.
@@ -299,7 +299,9 @@ def _fields(problem: Problem, target: Target, wide: int) -> tuple[dict[str, Any]
     padded = problem.ragged and not problem.group and problem.pages is None
     bound = table in ("held", "dropout") or padded
     plain = table in ("any", "long", "left", "paged", "paged_8bit", "narrow_values")
-    short = plain and problem.max_seqlen_q <= _SHORT_SEQLEN
+    short = not bound and problem.max_seqlen_q <= _SHORT_SEQLEN
+    # What scores take beside products, a lone consumer does not hide.
+    short &= problem.plain_scores or problem.max_seqlen_q > _LONE_SEQLEN
     limit = _SOME_ROUNDS if plain else _FEW_ROUNDS
     if tiles >= limit * target.multiprocessors and not short:
         return usual, False
