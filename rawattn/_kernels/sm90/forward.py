@@ -299,17 +299,15 @@ def _fields(problem: Problem, target: Target, wide: int) -> tuple[dict[str, Any]
     padded = problem.ragged and not problem.group and problem.pages is None
     bound = table in ("held", "dropout") or padded
     plain = table in ("any", "long", "left", "paged", "paged_8bit", "narrow_values")
+    crowded = _may_crowd(problem, table, wide)
+    # What scores take beside products, a lone consumer hides behind those of other blocks alone.
     short = not bound and problem.max_seqlen_q <= _SHORT_SEQLEN
-    # What scores take beside products, a lone consumer does not hide.
-    short &= problem.plain_scores or problem.max_seqlen_q > _LONE_SEQLEN
+    short &= crowded or problem.max_seqlen_q > _LONE_SEQLEN
     limit = _SOME_ROUNDS if plain else _FEW_ROUNDS
     if tiles >= limit * target.multiprocessors and not short:
         return usual, False
     others: list[Mapping[str, Any]] = []
     if not bound:
-        # Blocks that share a multiprocessor have no registers for more than scaled scores.
-        crowded = table in ("any", "long") and problem.plain_scores
-        crowded &= problem.max_seqlen_k < _CROWDED_KEYS
         most = (_MOST_RAGGED_BLOCKS if problem.ragged else _MOST_BLOCKS) if crowded else 1
         others = [
             row.fields
@@ -346,6 +344,15 @@ def _fields(problem: Problem, target: Target, wide: int) -> tuple[dict[str, Any]
     best = next(n for n, each in enumerate(durations) if each <= _EQUAL * min(durations))
     fields, shared = choices[best]
     return dict(fields), shared
+
+
+def _may_crowd(problem: Problem, table: str, wide: int) -> bool:
+    """Whether blocks may share a multiprocessor: they have registers for scaled scores, and at small head dims for a bias."""
+    if problem.max_seqlen_k >= _CROWDED_KEYS:
+        return False
+    if table in ("bias", "alibi"):
+        return wide <= 64 and problem.softcap is None and problem.score_mod is None
+    return table in ("any", "long") and problem.plain_scores
 
 
 def _averaged(problem: Problem) -> Problem:
