@@ -1,32 +1,37 @@
 // The gradient of the bias from what the main kernel made of it (portable/bias_gradient.cuh): float32 sums, or elements
-// in rows of whole 16 keys; or those sums cleared before it. A block has a row.
+// in rows of whole 16 keys; or those sums cleared before it. One wave takes a row.
 #include "attn/params.cuh"
 #include "portable/summed_position.cuh"
 #include "target/target.cuh"
 #include "tile/copy.cuh"
 
 KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_backward_bias_rows(PARAMETER BackwardParams p) {
+  using config::Element;
   const Bias& bias = p.forward.bias;
   const BiasGradient& d = p.dbias;
-  const int64 line = target::block_index();
+  const int lane = target::thread_index() % target::kWave;
+  const int64 line =
+      int64(target::block_index()) * (config::kThreads / target::kWave) + target::thread_index() / target::kWave;
+  const int64 entry = line / bias.rows, i = line % bias.rows;
+  if (entry >= int64(d.batches) * d.heads) return;
   const int pitch = round_up(bias.keys, 16);
+  float* const sums = d.partials + line * pitch;
   if constexpr (config::kClears) {
-    float* const sums = d.partials + line * pitch;
-    for (int j = target::thread_index() * 4; j < pitch; j += config::kThreads * 4) {
+    for (int j = lane * 4; j < pitch; j += target::kWave * 4) {
       *reinterpret_cast<Chunk<16>*>(sums + j) = Chunk<16>{0, 0, 0, 0};
     }
   } else {
-    const int64 entry = line / bias.rows, i = line % bias.rows;
     const int64 at = entry / d.heads * d.batch + entry % d.heads * d.head + i * d.row;
-    config::Element* const to = static_cast<config::Element*>(d.data) + at;
-    if constexpr (config::kSums) {
-      const float* const sums = d.partials + line * pitch;
-      for (int j = target::thread_index(); j < bias.keys; j += config::kThreads) {
-        to[j * d.key] = target::from_float<config::Element>(sums[j / 16 * 16 + summed_position(j % 16)]);
+    Element* const to = static_cast<Element*>(d.data) + at;
+    const Element* const rows = static_cast<const Element*>(static_cast<const void*>(d.partials)) + line * pitch;
+    // Each access is small: several are under way.
+#pragma unroll 4
+    for (int j = lane; j < bias.keys; j += target::kWave) {
+      if constexpr (config::kSums) {
+        to[j * d.key] = target::from_float<Element>(sums[j / 16 * 16 + summed_position(j % 16)]);
+      } else {
+        to[j * d.key] = rows[j];
       }
-    } else {
-      const config::Element* const from = static_cast<const config::Element*>(static_cast<const void*>(d.partials));
-      for (int j = target::thread_index(); j < bias.keys; j += config::kThreads) to[j * d.key] = from[line * pitch + j];
     }
   }
 }

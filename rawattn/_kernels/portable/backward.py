@@ -32,6 +32,8 @@ ROW_THREADS = 256  # of the kernels that visit rows: one wave a row
 # without one (docs/notes/portable-backward.md).
 _SHORT_DIMS = (64, 128)
 _SHORT_ROWS = ((640, 384, 384), (384, 256, 96))
+# At most, where they add to float32 sums of dbias.
+_SUMMED_ROWS = 240
 # Keys of those tiles, and of the others up to such head dims.
 _SHORT_KEYS, _USUAL_KEYS = 64, 128
 
@@ -274,30 +276,32 @@ def choose(problem: Problem, target: Target, operands: Operands, *, with_dq: boo
     if problem.bias is not None and problem.bias.shape[2] == 1 and dbias == backward_options.ALONE:
         more |= {"bias_of_keys": True, "bias_chunks": False}
     chosen = choice.choose(Config, TILES, problem, target, operands, table, **more)
-    if _is_short(problem, with_dq):
+    if _is_short(problem, with_dq, dbias):
         small = choice.choose(Config, TILES, problem, target, operands, "short", **more)
         # They are slower where fewer of them run at once.
         if small.shared_bytes <= shared_limit_of(small.blocks_per_sm, target.shared_limit):
-            return small
+            chosen = small
     # A pair has one tile of the bias: the next one may come when all have read this one.
     return replace(chosen, late_copies=True) if pairs else chosen
 
 
-def _is_short(problem: Problem, with_dq: bool) -> bool:
+def _is_short(problem: Problem, with_dq: bool, dbias: int) -> bool:
     """Whether a key tile meets so few query rows that small tiles, of which several blocks run at once, take less time."""
     rows = problem.max_seqlen_q * problem.group_heads
     dim = max(problem.headdim, problem.headdim_v)
-    # A bias, what a score function does, or several other options take registers that small tiles do not have either.
-    if dim > _SHORT_DIMS[-1] or problem.bias is not None or problem.score_mod is not None:
+    # What a score function does, or several other options take registers that small tiles do not have either.
+    if dim > _SHORT_DIMS[-1] or problem.score_mod is not None:
         return False
-    others = problem.softcap, problem.alibi_slopes, problem.mask, problem.dropout_p or None
-    if sum(option is not None for option in others) > 1:
+    options = (problem.softcap, problem.alibi_slopes, problem.mask, problem.bias)
+    if sum(option is not None for option in options) + (problem.dropout_p > 0) > 1:
         return False
     # Where one tile has all keys, dQ is no sum (`has_lone_keys`), which is worth more.
     if with_dq and problem.rows_k <= _USUAL_KEYS and _rows_see_keys(problem):
         return problem.rows_k <= _SHORT_KEYS
     which = 0 if problem.ragged else 1 if problem.window_right is not None else 2
-    return rows <= _SHORT_ROWS[dim > _SHORT_DIMS[0]][which]
+    limit = _SHORT_ROWS[dim > _SHORT_DIMS[0]][which]
+    # More tiles give more to the sums of dbias.
+    return rows <= (min(limit, _SUMMED_ROWS) if dbias == backward_options.SUMMED else limit)
 
 
 def choose_dq(problem: Problem, target: Target, operands: Operands) -> DqConfig:
@@ -342,7 +346,7 @@ def parts(problem: Problem, target: Target, config: Config) -> int:
     microseconds of an H200. Which tiles a mask leaves, and what lengths hold, is not known here: all tiles count, and
     sequences are as long as the longest one.
     """
-    if problem.ragged and _is_short(problem, config.with_dq):
+    if problem.ragged and _is_short(problem, config.with_dq, config.dbias):
         return 1  # there is little to share, and small tiles have short turns
     rows = physical_keys(problem)
     tiles = problem.batch * -(-problem.max_seqlen_k // config.tile_k)

@@ -181,14 +181,15 @@ class Gradients:
         form = self._problem.bias
         assert form is not None
         batches, heads, rows, keys = form.shape
-        lines = checked("bias", batches * heads * rows, 1)
+        lines = batches * heads * rows
+        blocks = checked("bias", -(-lines // (SUM_THREADS // self._target.wave)), 1)
         self.patches += patches(params.BACKWARD, dbias__partials="dbias_partials")
         sums = dbias == SUMMED
         self.scratch["dbias_partials"] = (4 if sums else 2) * lines * round_up(keys, 16)
         if sums:
             clears = bias_rows_source(form.dtype, sums=True, clears=True)
-            self.before.append((clears, lines, SUM_THREADS, 0))
-        self._launches.append((bias_rows_source(form.dtype, sums=sums), lines, SUM_THREADS, 0))
+            self.before.append((clears, blocks, SUM_THREADS, 0))
+        self._launches.append((bias_rows_source(form.dtype, sums=sums), blocks, SUM_THREADS, 0))
 
     def _bias(self) -> None:
         problem, operands = self._problem, self._operands
