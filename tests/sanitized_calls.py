@@ -138,6 +138,10 @@ def matrix() -> list[Step]:
         steps.append(Step(dense("lone", 1, 90, 60, **keys), backward=True))
         steps.append(Step(dense("lone", 1, 70, 100, **keys, causal=True), backward=True))
     steps.append(Step(dense("lone-split", 1, 3000, 60, **one), backward=True))
+    lens = (2000, 0, 90), (60, 9, 200)
+    steps.append(Step(ragged("ragged-parts", *lens, **one, headdim=64), backward=True))
+    masked = dense("mask-parts", 1, 2000, 200, **one, headdim=64, mask=Pairs(values="random"))
+    steps.append(Step(masked, backward=True))
     # What is shared out without being made to: by one consumer, which merges two items at a time.
     for headdim in (64, 128, 256):
         steps.append(Step(dense("few", 1, 40, 1500, **knobs, headdim=headdim)))
@@ -173,6 +177,10 @@ def score_steps() -> list[Step]:
         ragged("bias-of-keys", *lens, **sizes, bias=one_row),
         dense("bias-transposed", 2, 70, 91, **sizes, bias=Pairs(layout="transposed", batch=False)),
         dense("mask-of-tiles", 1, 300, 400, **sizes, mask=Pairs(values="tiles", heads="kv")),
+        dense("bias-of-16-bit-keys", 2, 140, 201, **sizes, bias=Pairs(rows=False)),
+        dense("bias-of-short", 5, 49, 51, **sizes, bias=Pairs(), causal=True),
+        dense("bias-copied", 3, 70, 91, **sizes, bias=Pairs(batch=False, heads="one")),
+        dense("bias-by-rows", 1, 140, 203, **{**sizes, "headdim": 128}, bias=Pairs(heads="kv")),
     ]
     # Of float32 the portable kernels alone.
     steps = [

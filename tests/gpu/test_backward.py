@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -80,7 +81,7 @@ def test_deterministic_sums_of_options_give_the_same_bits(case: Case) -> None:
 
 
 _GROUPS = {"nheads_q": 4, "nheads_kv": 2}
-# By the main kernel: of each head, of two heads of a group, and as sums.
+# By the main kernel: of each head, of two heads of a group, and as sums; in rows of any length; by small tiles.
 _DBIAS = [
     dense("heads", 2, 150, 200, **_GROUPS, bias=Pairs(), causal=True, headdim=128),
     dense("heads-float16", 2, 300, 152, **_GROUPS, bias=Pairs(), window=(70, 30), dtype="float16", headdim=64),
@@ -91,6 +92,15 @@ _DBIAS = [
     dense("sums", 3, 300, 392, **_GROUPS, bias=Pairs(batch=False, heads="one"), causal=True, headdim=128),
     dense("sums-d64", 3, 300, 392, **_GROUPS, bias=Pairs(batch=False), headdim=64, dropout_p=0.2),
     dense("sums-d256", 2, 150, 200, **_GROUPS, bias=Pairs(heads="one"), headdim=256),
+    dense("heads-odd", 2, 150, 201, **_GROUPS, bias=Pairs(), causal=True, headdim=128),
+    dense("heads-given", 2, 150, 200, **_GROUPS, bias=Pairs(), headdim=64, give_out=True),
+    dense("pairs-odd", 2, 150, 203, **_GROUPS, bias=Pairs(heads="kv"), window=(70, 30), headdim=64),
+    dense("sums-odd", 3, 300, 391, **_GROUPS, bias=Pairs(batch=False), causal=True, headdim=64),
+    dense("copied", 5, 77, 91, **_GROUPS, bias=Pairs(batch=False, heads="one", layout="gaps"), headdim=128),
+    dense("short", 9, 49, 49, nheads_q=3, nheads_kv=3, bias=Pairs(batch=False), headdim=32),
+    dense("short-pairs", 5, 60, 60, nheads_q=8, nheads_kv=2, bias=Pairs(heads="kv"), causal=True, headdim=64),
+    dense("short-each", 3, 90, 177, **_GROUPS, bias=Pairs(), headdim=64, dtype="float16"),
+    dense("short-float32", 3, 90, 177, **_GROUPS, bias=Pairs(float32=True), headdim=64),
 ]  # fmt: skip
 
 
@@ -98,6 +108,24 @@ _DBIAS = [
 def test_dbias_by_the_main_kernel(case: Case) -> None:
     require(case, "cuda")
     verify(case, CUPY)
+
+
+@pytest.mark.parametrize("heads", ["one", "kv", "q"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        dense("padding", 3, 150, 200, **_GROUPS, headdim=64),
+        dense("odd", 2, 300, 211, **_GROUPS, headdim=128, causal=True, dtype="float16"),
+        dense("float32", 2, 90, 130, **_GROUPS, headdim=64, dtype="float32"),
+        ragged("ragged", (150, 0, 33), (60, 9, 200), **_GROUPS, headdim=64, on_device=True),
+        dense("more", 2, 90, 130, **_GROUPS, headdim=64, alibi_slopes="batch", dropout_p=0.2),
+    ],
+    ids=str,
+)
+def test_a_bias_of_one_row(case: Case, heads: str) -> None:
+    """As masks of padding are: the same for all queries."""
+    require(case, "cuda")
+    verify(replace(case, bias=Pairs(rows=False, heads=heads)), CUPY)
 
 
 _GAPS = {"room_q": (920, 3, 1100), "room_k": (310, 80, 150), "by_q": "both", "by_k": "both"}

@@ -15,7 +15,7 @@ from rawattn._kernels.sm90 import forward as sm90_forward
 from rawattn._kernels.sm90 import forward_config as sm90_forward_config
 from rawattn._kernels.sm90.forward import LONG_SEQLEN, STREAM_K_SEQLEN
 from rawattn._runtime import on_gpu
-from tests.cases import Case, dense, ragged
+from tests.cases import Case, dense, padded, ragged
 from tests.curated_cases import curated, repacked
 from tests.frameworks import CuPy
 from tests.landed import require
@@ -231,6 +231,31 @@ def test_tiles_of_few_rows_are_shared_out(case: dict[str, Any]) -> None:
     verify(dense("idle", 2, *rows, **knobs), CUPY)
     if compiler.device_arch(0) == sm90_forward.ARCH:
         assert _last_launch("stream_k")["tiles"] > 0
+
+
+BIASES = {
+    "rows": Pairs(batch=False),
+    "each": Pairs(layout="gaps"),
+    "odd-memory": Pairs(layout="odd"),
+    "of-kv-heads": Pairs(heads="kv"),
+    "copied": Pairs(batch=False, heads="one", layout="gaps"),
+    "of-keys": Pairs(rows=False),
+    "of-rows": Pairs(keys=False),
+    "float32": Pairs(float32=True),
+    "transposed": Pairs(layout="transposed"),
+}
+
+
+@pytest.mark.parametrize("headdim", [32, 64, 128, 192, 256])
+@pytest.mark.parametrize("name", BIASES)
+def test_biases_whose_rows_begin_anywhere(name: str, headdim: int) -> None:
+    """By Hopper's kernel row by row, as an aligned copy, or element by element; in few tiles and in many small ones."""
+    knobs: dict[str, Any] = {"headdim": headdim, "bias": BIASES[name]}
+    verify(dense("rows", 2, 210, 333, nheads_q=4, nheads_kv=2, **knobs, causal=True), CUPY)
+    verify(dense("short", 9, 49, 51, nheads_q=6, nheads_kv=6, **knobs), CUPY)
+    lens = (300, 0, 33, 130), (30, 9, 201, 151)
+    verify(ragged("ragged", *lens, nheads_q=8, nheads_kv=2, **knobs, window=(60, 9)), CUPY)
+    verify(padded("padded", *lens, 310, 205, nheads_q=2, nheads_kv=2, **knobs), CUPY)
 
 
 def _last_call() -> on_gpu.Call:
