@@ -299,7 +299,7 @@ def dense(
     if kept is not None:
         shape = (1, 1, 1, rows[1])
         problem = replace(problem, mask=ArrayForm("bits", shape, shape)._replace(kept=kept))
-        return gathered.gathered(problem, Operands()).problem
+        return gathered.by_mask(problem, Operands()).problem
     shape = (1, 1, *rows)
     return replace(problem, mask=ArrayForm("bits", shape, shape)) if mask else problem
 

@@ -1,0 +1,179 @@
+"""How calls with a bias choose their kernels: what is copied first, how it comes, and tiles of short sequences."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rawattn._call.problem import Problem
+from rawattn._call.scores import ArrayForm
+from rawattn._kernels import aligned_bias, registry
+from rawattn._kernels.operands import Operands
+from rawattn._kernels.portable import backward
+from rawattn._kernels.sm90 import forward
+from rawattn._kernels.target import Target, without_device
+
+H200 = replace(without_device("sm_90a"), multiprocessors=132)
+A100 = replace(without_device("sm_80"), multiprocessors=108)
+
+
+def problem(batch: int, rows: int, heads: int, headdim: int, **options: Any) -> Problem:
+    return Problem(
+        dtype="bfloat16",
+        batch=batch,
+        nheads_q=heads,
+        nheads_kv=heads,
+        headdim=headdim,
+        headdim_v=headdim,
+        group=False,
+        rows_q=rows,
+        rows_k=rows,
+        max_seqlen_q=rows,
+        max_seqlen_k=rows,
+        ragged=False,
+        window_left=None,
+        window_right=None,
+        sink=0,
+        top_left=False,
+        scale=1.0,
+        **options,
+    )
+
+
+def biased(
+    shape: tuple[int, ...], batch: int = 4, heads: int = 8, headdim: int = 64, **form: Any
+) -> Problem:
+    dtype = form.pop("dtype", "bfloat16")
+    bias = ArrayForm(dtype, shape, shape, **form)
+    return problem(batch, 100, heads, headdim, bias=bias)
+
+
+def operands(*strides: int, place: int = 0) -> Operands:
+    """Of elements of 2 bytes."""
+    return Operands(of_options={"bias": tuple(2 * n for n in strides)}, places={"bias": place})
+
+
+ODD = (8 * 101 * 101, 101 * 101, 101, 1)  # rows of 101 keys
+
+
+@pytest.mark.parametrize(
+    ("call", "given", "reason"),
+    [
+        (biased((1, 8, 100, 100)), operands(*ODD), None),
+        (biased((1, 8, 100, 100)), operands(80000, 10000, 104, 1, place=2), None),
+        (biased((1, 8, 100, 100)), operands(80640, 10400, 104, 1), "aligned"),
+        (biased((1, 8, 100, 100)), operands(80000, 10004, 104, 1), None),
+        (biased((1, 1, 100, 100)), operands(80000, 10004, 104, 1), "aligned"),
+        (biased((4, 8, 100, 100)), operands(*ODD), "few scores"),
+        (biased((2, 8, 100, 100), batch=2), operands(*ODD), "few scores"),
+        (biased((4, 8, 100, 100)), operands(0, 0, 101, 1), None),
+        (biased((1, 1, 1, 100)), operands(*ODD), "few rows"),
+        (biased((1, 1, 100, 100)), operands(0, 0, 0, 1, place=2), "few rows"),
+        (biased((1, 8, 100, 100), dense=False), operands(*ODD), "16 bits"),
+        (biased((1, 8, 100, 100), dtype="float32"), operands(*ODD), "16 bits"),
+        (problem(4, 100, 8, 64), Operands(), "16 bits"),
+        (biased((1, 8, 100, 100)), Operands(of_options={"bias": ODD}), "not known"),
+    ],
+)
+def test_which_biases_are_copied_to_aligned_rows(
+    call: Problem, given: Operands, reason: str | None
+) -> None:
+    for target in (H200, A100):
+        found = aligned_bias.supports(call, target, given)
+        assert found is None if reason is None else found is not None and reason in found
+    # Other forwards than Hopper's read it element by element.
+    assert aligned_bias.supports_forward(call, A100, given) is not None
+
+
+def test_copies_are_as_large_as_the_bias_and_keep_what_is_shared() -> None:
+    call = biased((4, 8, 100, 101))
+    for strides, own in (
+        (ODD, (8 * 100 * 104 * 2, 100 * 104 * 2, 208, 2)),
+        ((0, 10100, 101, 1), (0, 100 * 104 * 2, 208, 2)),
+        ((0, 0, 101, 1), (0, 0, 208, 2)),
+    ):
+        copied = aligned_bias.operands_of(call, operands(*strides, place=6))
+        assert copied.of_options["bias"] == own
+        assert copied.places["bias"] == 0
+        assert aligned_bias.supports(call, H200, copied) is not None
+
+
+def test_families_behind_a_copy() -> None:
+    call = biased((1, 8, 100, 100))
+    for verb, inner in (("attention", "sm90"), ("attention_backward", "portable")):
+        assert registry.choose(verb, call, H200, operands(*ODD)).name == "aligned_bias"
+        copied = aligned_bias.operands_of(call, operands(*ODD))
+        assert registry.choose(verb, call, H200, copied).name == inner
+
+
+def test_rows_that_begin_anywhere_have_two_slots_where_they_can() -> None:
+    """By a key tile that is 16 keys shorter, sooner than by one slot."""
+    chosen = {}
+    for headdim in (64, 128, 192, 256):
+        call = replace(problem(1, 2001, 16, headdim), bias=ArrayForm("bfloat16", *(PLANE,) * 2))
+        config = forward.choose(call, H200, operands(*ODD_PLANE))
+        assert config.bias_by_rows
+        assert config.shared_bytes <= H200.shared_limit
+        chosen[headdim] = config.bias_stages, config.tile_k
+    assert chosen[128] == (2, 112)
+    assert all(stages == 2 for stages, _ in chosen.values())
+    aligned = forward.choose(call, H200, operands(16 * 2001 * 2008, 2001 * 2008, 2008, 1))
+    assert not aligned.bias_by_rows
+    assert aligned.bias_stages > 0
+
+
+PLANE = (1, 16, 2001, 2001)
+ODD_PLANE = (16 * 2001 * 2001, 2001 * 2001, 2001, 1)
+
+
+def blocks(call: Problem, target: Target = H200) -> int:
+    """That share a multiprocessor."""
+    rows = -(-call.rows_k // 8) * 8
+    given = operands(*(call.nheads_q * call.rows_q * rows, call.rows_q * rows, rows, 1))
+    return forward.choose(call, target, given).blocks_per_sm
+
+
+@pytest.mark.parametrize("headdim", [32, 64, 128])
+def test_short_sequences_share_a_multiprocessor(headdim: int) -> None:
+    def with_bias(batch: int, rows: int, **options: Any) -> Problem:
+        shape = (1, 12, rows, rows)
+        return problem(
+            batch, rows, 12, headdim, bias=ArrayForm("bfloat16", shape, shape), **options
+        )
+
+    small = headdim <= 64
+    assert (blocks(with_bias(300, 49)) > 1) == small
+    assert (blocks(with_bias(100, 197)) > 1) == small
+    slopes = ArrayForm("float32", (1, 12), (12,))
+    assert (blocks(problem(300, 49, 12, headdim, alibi_slopes=slopes)) > 1) == small
+    # Neither long ones nor those with more options.
+    assert blocks(with_bias(10, 2000)) == 1
+    assert blocks(with_bias(300, 49, softcap=9.0)) == 1
+    # A lone consumer is left to products alone.
+    assert forward.choose(with_bias(300, 49, softcap=9.0), H200, operands(*ODD)).consumers > 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "shape", "small"),
+    [
+        (49, (1, 6, 49, 49), True),
+        (197, (1, 6, 197, 197), True),
+        (384, (256, 6, 384, 384), True),
+        (384, (1, 1, 1, 384), True),
+        (384, (1, 6, 384, 384), False),  # with sums of dbias
+        (600, (256, 6, 600, 600), False),
+    ],
+)
+def test_small_tiles_of_the_backward(rows: int, shape: tuple[int, ...], small: bool) -> None:
+    call = problem(256, rows, 6, 64, bias=ArrayForm("bfloat16", shape, shape))
+    keys = -(-rows // 8) * 8
+    strides = tuple(2 * n for n in (6 * shape[2] * keys, shape[2] * keys, keys, 1))
+    given = Operands(of_options={"bias": strides, "dbias": strides}, places={"bias": 0})
+    config = backward.choose(call, H200, given)
+    assert (config.tile_k == 64) == small
+    assert config.bias_of_keys == (shape[2] == 1)
+    # A gradient that nobody wants has no sums.
+    alone = Operands(of_options={"bias": strides}, places={"bias": 0})
+    assert (backward.choose(call, H200, alone).tile_k == 64) == (rows <= 384)
