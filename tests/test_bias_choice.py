@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from rawattn._call.pages import PageForm
 from rawattn._call.problem import Problem
 from rawattn._call.scores import ArrayForm
 from rawattn._kernels import aligned_bias, registry
@@ -14,6 +15,7 @@ from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import backward
 from rawattn._kernels.sm90 import forward
 from rawattn._kernels.target import Target, without_device
+from rawattn._kernels.variants import strides_of_pages
 
 H200 = replace(without_device("sm_90a"), multiprocessors=132)
 A100 = replace(without_device("sm_80"), multiprocessors=108)
@@ -122,6 +124,29 @@ def test_rows_that_begin_anywhere_have_two_slots_where_they_can() -> None:
     aligned = forward.choose(call, H200, operands(16 * 2001 * 2008, 2001 * 2008, 2008, 1))
     assert not aligned.bias_by_rows
     assert aligned.bias_stages > 0
+
+
+@pytest.mark.parametrize("headdim", [64, 96, 128, 160, 192, 256])
+@pytest.mark.parametrize("page_size", [8, 16, 24, 32, 64, 128])
+def test_tiles_of_whole_boxes_of_pages(headdim: int, page_size: int) -> None:
+    """Where rows of a bias take room, too."""
+    shape = (8, 8, 512, 1023)
+    call = replace(
+        problem(8, 512, 8, headdim, bias=ArrayForm("bfloat16", shape, shape)),
+        rows_k=1024,
+        max_seqlen_k=1024,
+        pages=PageForm(page_size, 2048, -(-1024 // page_size), False, "int32"),
+    )
+    given = Operands(
+        strides_of_pages(call),
+        of_options={"bias": tuple(2 * n for n in (8 * 512 * 1023, 512 * 1023, 1023, 1))},
+        places={"bias": 0},
+    )
+    config = forward.choose(call, H200, given)
+    assert config.page_rows
+    assert config.tile_k % config.page_rows == 0
+    assert config.bias_by_rows
+    assert config.blocks_per_sm == 1
 
 
 PLANE = (1, 16, 2001, 2001)

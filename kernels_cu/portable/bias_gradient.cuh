@@ -92,6 +92,15 @@ struct BiasGradientTile {
     return natural;
   }
 
+  // Rows of their own are read again soon.
+  DEVICE static void put(T* at, const EightKeys& keys) {
+    if constexpr (kApartRows) {
+      *reinterpret_cast<EightKeys*>(at) = keys;
+    } else {
+      target::store_once(at, keys.pairs);
+    }
+  }
+
   // Where a head's begins that a sequence has, and how far its rows are apart.
   DEVICE static T* of_head(const BackwardParams& p, int sequence, int head) {
     const int own = head / p.forward.bias.group;
@@ -115,7 +124,7 @@ struct BiasGradientTile {
     T* const to = of_head(p, sequence, head) + key;
     for (int row = thread / kPerRow; row < bias.rows; row += kThreads / kPerRow) {
       const int tile = row / kTileQ;
-      if (tile < met.begin || tile >= met.end) target::store_once(to + row * row_stride(p), {0u, 0u, 0u, 0u});
+      if (tile < met.begin || tile >= met.end) put(to + row * row_stride(p), EightKeys{});
     }
   }
 
@@ -151,9 +160,9 @@ struct BiasGradientTile {
         if (first_row + query >= bias.rows || first_key + key >= bias.keys) return;
         T* const at = to + query * row_stride(p) + key;
         if constexpr (config::kPairs) {
-          target::store_once(at, sum(keys, others).pairs);
+          put(at, sum(keys, others));
         } else if (first) {
-          target::store_once(at, scaled(keys).pairs);
+          put(at, scaled(keys));
         } else {
           target::add_pairs(at, scaled(keys).pairs);
         }

@@ -20,6 +20,9 @@ from rawattn._kernels.target import Target
 
 FEATURES = features.names() - {"paged"}
 
+# Of the device's memory, that a copy may take.
+_MOST_OF_MEMORY = 1 / 64
+
 # Scores of an element, from which on the copy takes less time than it spares, and query rows.
 WORTH, LEAST_ROWS = 3, 32
 
@@ -34,7 +37,10 @@ def supports(problem: Problem, target: Target, operands: Operands) -> str | None
         return "it has no bias of 16 bits whose keys lie side by side"
     if "bias" not in operands.places:
         return "where its bias begins is not known"
-    batches, nheads, rows, _ = _shape(problem, operands)
+    shape = _shape(problem, operands)
+    batches, nheads, rows, _ = shape
+    if target.memory is not None and 2 * math.prod(shape) > _MOST_OF_MEMORY * target.memory:
+        return "a copy of its bias takes too much memory"
     if rows < LEAST_ROWS:
         return "its bias has few rows"
     if problem.batch * problem.nheads_q < WORTH * batches * nheads:

@@ -50,17 +50,15 @@ class BlockMask:
     """
 
     __slots__ = (
-        *(
-            "__weakref__",
-            "_copies",
-            "_placed",
-            "device",
-            "handle",
-            "kept",
-            "memo",
-            "shape",
-            "words",
-        ),
+        "__weakref__",
+        "_copies",
+        "_placed",
+        "device",
+        "handle",
+        "kept",
+        "memo",
+        "shape",
+        "words",
     )
 
     def __init__(

@@ -196,11 +196,17 @@ def test_many_short_sequences(dims: tuple[int, int]) -> None:
         check_pages(paged(lens, 16, rows=1, heads=(8, 8), dims=dims), causal=True, **options)
 
 
-def test_options_of_scores() -> None:
+@pytest.mark.parametrize(
+    ("page_size", "dims", "keys"),
+    [(16, (64, 64), 800), (16, (64, 64), 801), (64, (128, 128), 801), (32, (192, 192), 803)],
+    ids=str,
+)
+def test_options_of_scores(page_size: int, dims: tuple[int, int], keys: int) -> None:
+    """Rows of a bias that begin at multiples of 16 bytes, and those that begin anywhere."""
     rng = np.random.default_rng(0)
-    call = paged((700, 130), 16, rows=20)
+    call = paged((700, 130), page_size, rows=20, dims=dims)
     options: dict[str, Any] = {
-        "bias": rng.standard_normal((2, 4, 20, 800)).astype(BFLOAT16),
+        "bias": rng.standard_normal((2, 4, 20, keys)).astype(BFLOAT16),
         "mask": rng.random((2, 1, 20, 700)) < 0.8,
         "alibi_slopes": rng.random(4).astype(F32),
         "sink_logits": rng.standard_normal(4).astype(F32),

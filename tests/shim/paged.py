@@ -116,6 +116,7 @@ each_decoded = pytest.mark.parametrize(
 )
 OPTIONS = {
     "bias": {"bias": normal(3, 4, 9, 160, dtype=BFLOAT16), "causal": True},
+    "bias-by-rows": {"bias": normal(3, 4, 9, 161, dtype=BFLOAT16), "causal": True},
     "mask": {"mask": normal(3, 1, 9, 150) > -0.5},
     "mask-and-window": {"mask": normal(3, 4, 9, 170) > 0, "window": (40, 2), "sink": 3},
     "mask-of-kept-keys": {"mask": rawattn.topk_mask(normal(3, 1, 1, 170), 32)},

@@ -12,7 +12,7 @@ from rawattn._kernels.steps import Geometry
 BOX_KEYS = 64  # 128 bytes of 16-bit elements
 STAGES = 2  # key tiles whose bias may be there or under way, where shared memory has room for them
 _ALIGNMENT = 1024  # of boxes in shared memory, and of what has the slots
-_PIECE = 16  # bytes: what the engine copies of a row begins and ends at multiples of it
+_PIECE = 16  # bytes: what is copied of a row begins and ends at multiples of it
 
 
 class Slot(NamedTuple):
@@ -20,7 +20,7 @@ class Slot(NamedTuple):
 
     rows: int
     heads: int
-    by_rows: bool  # each a copy of its own (kernels_cu/sm90/forward_bias_rows.cuh), else in boxes
+    by_rows: bool  # copied one by one (kernels_cu/sm90/forward_bias_rows.cuh), else in boxes
 
 
 NONE = Slot(0, 0, False)

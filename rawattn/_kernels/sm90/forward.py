@@ -130,14 +130,14 @@ def choose(problem: Problem, target: Target, operands: Operands) -> Config:
         store_bytes=store_bytes,
         stream_k=shared,
     )
-    config = with_room(config, target)
+    config = with_bias(with_room(config, target), problem, target, operands)
     if problem.pages is not None:
         config = replace(
             config,
             page_rows=math.gcd(problem.pages.page_size, config.tile_k),
             whole_rows=next_pages(problem, operands) is not None,
         )
-    return with_query_slots(with_bias(config, problem, target, operands), target)
+    return with_query_slots(config, target)
 
 
 def with_room(config: Config, target: Target) -> Config:
@@ -169,12 +169,14 @@ def with_bias(config: Config, problem: Problem, target: Target, operands: Operan
         bias_pairs=config.bias_pairs and slot.by_rows,
     )
     sizes = [(config.tile_k, bias_slots.STAGES), (config.tile_k, 1)]
-    if slot.by_rows:
-        # Rows take more room than boxes, and to copy them longer: a second slot is worth more than so many keys.
+    if slot.by_rows and problem.pages is None:
+        # Rows take more room than boxes, and to copy them longer: a second slot is worth more than so many keys. Not more
+        # than whole pages in a tile.
         sizes.insert(1, (config.tile_k - 16, bias_slots.STAGES))
+    room = shared_limit_of(config.blocks_per_sm, target.shared_limit)
     for tile_k, stages in sizes:
         found = replace(brought, tile_k=tile_k, bias_stages=stages)
-        if found.shared_bytes <= target.shared_limit:
+        if found.shared_bytes <= room:
             return found
     return config
 
@@ -347,11 +349,17 @@ def _fields(problem: Problem, target: Target, wide: int) -> tuple[dict[str, Any]
 
 
 def _may_crowd(problem: Problem, table: str, wide: int) -> bool:
-    """Whether blocks may share a multiprocessor: they have registers for scaled scores, and at small head dims for a bias."""
-    if problem.max_seqlen_k >= _CROWDED_KEYS:
+    """Whether blocks may share a multiprocessor.
+
+    They have registers for scaled scores, and at small head dims for ALiBi or a bias that comes in slots; none for who finds
+    pages.
+    """
+    if problem.max_seqlen_k >= _CROWDED_KEYS or problem.pages is not None:
         return False
     if table in ("bias", "alibi"):
-        return wide <= 64 and problem.softcap is None and problem.score_mod is None
+        bias, slopes = problem.bias, problem.alibi_slopes
+        alone = bias.dense and slopes is None if bias is not None else slopes is not None
+        return alone and wide <= 64 and problem.softcap is None and problem.score_mod is None
     return table in ("any", "long") and problem.plain_scores
 
 

@@ -51,11 +51,11 @@ class Config(Features):
     stream_k: bool  # the keys of the last query tiles, among all blocks
     page_rows: int = 0  # of a box of keys or values, where those are in pages
     whole_rows: bool = False  # in it, else 64 columns of each
-    # Of a bias that the copy engine brings: 0 where lanes read it from memory.
+    # Of a bias that comes to slots: 0 where lanes read it from memory.
     bias_rows: int = 0  # of each head in a slot
     bias_heads: int = 0
     bias_stages: int = 0
-    bias_by_rows: bool = False  # each a copy of its own, else in boxes of 64 keys
+    bias_by_rows: bool = False  # copied one by one, else in boxes of 64 keys by the copy engine
     query_slots: int = 1  # with two, the next tile's queries come while this one's are still read
 
     @property
