@@ -13,9 +13,12 @@
 namespace forward {
 
 // Where the row of a query begins in memory. head: of queries; row: in the sequence, not behind the bias's last one.
-DEVICE unsigned long long bias_row(const Bias& bias, int sequence, int head, int row) {
-  const int64 at = sequence * bias.batch + head / bias.group * bias.head + (kBiasRows == 1 ? 0 : row) * bias.row;
-  return reinterpret_cast<unsigned long long>(bias.data) + at * kBias;
+// Int: of 32 bits where the last ones of the address are all that counts.
+template <class Int = unsigned long long>
+DEVICE Int bias_row(const Bias& bias, int sequence, int head, int row) {
+  const Int of_sequence = Int(sequence) * Int(bias.batch), of_head = Int(head / bias.group) * Int(bias.head);
+  const Int of_row = Int(kBiasRows == 1 ? 0 : row) * Int(bias.row);
+  return Int(reinterpret_cast<unsigned long long>(bias.data)) + (of_sequence + of_head + of_row) * kBias;
 }
 
 // What a tile's work copies of a bias: at every key tile the same rows.
@@ -102,9 +105,11 @@ DEVICE void produce_bias_rows(const ForwardParams& p, SharedMemory& s, int threa
 
 // A consumer warp's part: the bias of its 16 rows.
 struct BiasRowReader : BiasRing {
-  // In the first slot, of the lane's two rows: the address of its first key, rounded down to 4 bytes, and by how many
-  // bits it lies behind that.
-  unsigned at[C::kSlots], shift[C::kSlots];
+  // In the first slot, the address of the lane's first key in its first row. The other row is eight below: it begins as
+  // far behind its place, by eight strides of 2 bytes, which are whole 16 bytes.
+  unsigned first;
+  static constexpr int kBetween = kBiasRows > 1 ? 8 * kBiasPitch : 0;
+  static_assert(C::kSlots == 2, "a lane has two rows");
 
   template <class SharedMemory>
   DEVICE BiasRowReader(SharedMemory&, const TileRow&, int) {}
@@ -113,15 +118,10 @@ struct BiasRowReader : BiasRing {
   template <class SharedMemory>
   DEVICE void begin(SharedMemory& s, const Bias& bias, const WorkTile& work, const TileRow& own, int first_row,
                     int lane) {
-    UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
-      const int row = first_row + C::row(lane, slot);
-      const int line = line_of_slot(own) + (kBiasRows > 1 ? C::row(lane, slot) : 0);
-      const unsigned begins = static_cast<unsigned>(bias_row(bias, work.sequence, work.head + own.head, row)) & 15;
-      const unsigned first = target::shared_address(s.boxes.bytes) + kOutputBytes + line * kBiasPitch + begins +
-                             C::column(lane, 0) * kBias;
-      at[slot] = first & ~3u;
-      shift[slot] = (first & 3) * 8;
-    }
+    const int row = C::row(lane, 0), line = line_of_slot(own) + (kBiasRows > 1 ? row : 0);
+    const unsigned begins = bias_row<unsigned>(bias, work.sequence, work.head + own.head, first_row + row);
+    first = target::shared_address(s.boxes.bytes) + kOutputBytes + line * kBiasPitch + begins % 16 +
+            C::column(lane, 0) * kBias;
   }
 
   // Of the tile in the ring's slot, which is given back.
@@ -139,14 +139,15 @@ struct BiasRowReader : BiasRing {
     constexpr int kPairs = C::kElements / 2;
     if constexpr (kPair < kBlocks * kPairs) {
       constexpr int kElement = kPair % kPairs * 2;
-      constexpr int kOffset = (kPair / kPairs * 16 + C::column(0, kElement)) * kBias;
-      const unsigned from = at[C::slot(kElement)] + ring.slot * kBiasBytes;
+      constexpr int kKey = kPair / kPairs * 16 + C::column(0, kElement);
+      constexpr int kOffset = kKey * kBias + C::slot(kElement) * kBetween;
+      const unsigned from = (first & ~3u) + ring.slot * kBiasBytes;
       auto& block = bias[kPair / kPairs];
       if constexpr (kBiasPairs) {
         block[kElement / 2] = ptx::load_shared<kOffset>(from);
       } else {
         const unsigned long long low = ptx::load_shared<kOffset>(from), high = ptx::load_shared<kOffset + 4>(from);
-        block[kElement / 2] = static_cast<unsigned>((high << 32 | low) >> shift[C::slot(kElement)]);
+        block[kElement / 2] = static_cast<unsigned>((high << 32 | low) >> (first & 3) * 8);
       }
       read_words<kPair + 1>(bias);
     }
