@@ -117,6 +117,7 @@ def verify_gradients(
 ) -> None:
     q, k, v = arrays
     keep = mask.to_bool().get()
+    hidden = k.shape[0], k.shape[2], k.shape[1]
     out, lse = reference.attention(q, k, v, mask=keep, return_lse=True, **options)
     dout = np.random.default_rng(2).standard_normal(out.shape).astype(BFLOAT16)
     exact = reference.attention_backward(dout, q, k, v, out, lse, mask=keep, **options)
@@ -126,7 +127,9 @@ def verify_gradients(
         wanted = getattr(exact, name)
         ours = getattr(got, name).get().astype(np.float64)
         assert np.linalg.norm(ours - wanted) <= 0.02 * np.linalg.norm(wanted), name
-        assert not ours[wanted == 0].any(), name
+        # Of a row that sees one key the exact gradient is 0 as well, ours what rounding leaves of it.
+        nothing = np.isneginf(lse) if name == "dq" else np.broadcast_to(~keep[:, :, 0], hidden)
+        assert not ours[nothing.swapaxes(1, 2)].any(), name
 
 
 @pytest.mark.parametrize("options", RULES, ids=str)
