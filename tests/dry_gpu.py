@@ -33,6 +33,8 @@ from rawattn._compile.compiler import Source
 from rawattn._console.progress import Progress
 from rawattn._interop import native, streams
 from rawattn._kernels.target import Target
+from rawattn._masks import topk
+from rawattn._masks.block_mask import BlockMask
 from rawattn._runtime import driver, kernel
 from tests import append, every_kernel, gpu_report, gradients, paged, tolerance, verify
 from tests.cases import Case
@@ -160,6 +162,26 @@ def stand_in_for_the_gpu() -> None:
         maker=lambda self, shape, dtype, beside: functools.partial(_array, shape, dtype),
     )
     gpu_report.why_no_gpu = lambda: None
+    _stand_in_for_lists_of_keys()
+
+
+def _stand_in_for_lists_of_keys() -> None:
+    """CuPy itself makes those of `topk_mask`, and the bools of a mask: both ask the driver."""
+    to_bool, largest, indices = BlockMask.to_bool, topk._largest, topk._indices
+
+    def bools(mask: BlockMask) -> Any:
+        return to_bool(mask) if mask.device is None else _array(mask.shape, bool)
+
+    def best(scores: Any, count: int, last: Any, module: Any) -> Any:
+        own = module is np
+        return largest(scores, count, last, module) if own else _array(scores.shape, bool)
+
+    def places(keep: Any, count: int, module: Any) -> Any:
+        own = module is np
+        return indices(keep, count, module) if own else _array((*keep.shape[:3], count), np.int32)
+
+    BlockMask.to_bool = bools  # type: ignore[method-assign]
+    _set(topk, _largest=best, _indices=places)
 
 
 def _load(source: Source, device: int) -> kernel.Kernel:

@@ -298,11 +298,19 @@ def test_dbias_by_the_main_kernel(
     assert ("rawattn_backward_bias_rows" in device.launched) == apart
 
 
-@pytest.mark.parametrize("keys", [72, 67])
-@pytest.mark.parametrize("wave", [32, 64])
-@pytest.mark.parametrize("window", [None, (None, 0), (20, 3)], ids=str)
 @pytest.mark.parametrize(
-    ("nheads", "heads"), [((4, 1), 1), ((8, 2), 2), ((8, 2), 1), ((6, 2), 2)], ids=str
+    ("nheads", "heads", "window", "wave", "keys"),
+    exhaustive.thin(
+        (
+            (*heads, window, wave, keys)
+            for heads in (((4, 1), 1), ((8, 2), 2), ((8, 2), 1), ((6, 2), 2))
+            for window in (None, (None, 0), (20, 3))
+            for wave in (32, 64)
+            for keys in (72, 67)
+        ),
+        7,
+    ),
+    ids=str,
 )
 def test_dbias_of_heads_by_twos(
     machine: MakeDevice,
@@ -322,16 +330,19 @@ def test_dbias_of_heads_by_twos(
     assert "rawattn_backward_bias_rows" in device.launched
 
 
-@pytest.mark.parametrize("wave", [32, 64])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+ONE_ROW: list[tuple[tuple[int, ...], dict[str, Any]]] = [
+    ((2, 1, 1, 72), {}),
+    ((2, 4, 1, 72), {"window": (9, 40), "dropout_p": 0.2, "seed": 5}),
+    ((1, 2, 1, 72), {"causal": True, "alibi": True}),
+    ((2, 4, 1, 72), {"softcap": 3.0, "mask": True}),
+]
+
+
 @pytest.mark.parametrize(
-    ("shape", "options"),
-    [
-        ((2, 1, 1, 72), {}),
-        ((2, 4, 1, 72), {"window": (9, 40), "dropout_p": 0.2, "seed": 5}),
-        ((1, 2, 1, 72), {"causal": True, "alibi": True}),
-        ((2, 4, 1, 72), {"softcap": 3.0, "mask": True}),
-    ],
+    ("shape", "options", "dtype", "wave"),
+    exhaustive.thin(
+        ((*each, dtype, w) for each in ONE_ROW for dtype in DTYPES for w in (32, 64)), 7
+    ),
     ids=str,
 )
 def test_a_bias_of_keys(
@@ -355,11 +366,18 @@ def test_a_bias_of_keys(
     assert "one-row" in main
 
 
-@pytest.mark.parametrize("keys", [75, 72])
-@pytest.mark.parametrize("wave", [32, 64])
+SHARED: list[tuple[int, dict[str, Any]]] = [
+    (1, {"causal": True}),
+    (2, {"dropout_p": 0.2, "seed": 3}),
+    (4, {"window": (20, 3)}),
+]
+
+
 @pytest.mark.parametrize(
-    ("heads", "options"),
-    [(1, {"causal": True}), (2, {"dropout_p": 0.2, "seed": 3}), (4, {"window": (20, 3)})],
+    ("heads", "options", "wave", "keys"),
+    exhaustive.thin(
+        ((*each, w, keys) for each in SHARED for w in (32, 64) for keys in (75, 72)), 5
+    ),
     ids=str,
 )
 def test_a_bias_that_many_scores_share(
