@@ -16,32 +16,15 @@ from rawattn._kernels.portable import backward
 from rawattn._kernels.sm90 import forward
 from rawattn._kernels.target import Target, without_device
 from rawattn._kernels.variants import strides_of_pages
+from tests import problems
 
 H200 = replace(without_device("sm_90a"), multiprocessors=132)
 A100 = replace(without_device("sm_80"), multiprocessors=108)
 
 
 def problem(batch: int, rows: int, heads: int, headdim: int, **options: Any) -> Problem:
-    return Problem(
-        dtype="bfloat16",
-        batch=batch,
-        nheads_q=heads,
-        nheads_kv=heads,
-        headdim=headdim,
-        headdim_v=headdim,
-        group=False,
-        rows_q=rows,
-        rows_k=rows,
-        max_seqlen_q=rows,
-        max_seqlen_k=rows,
-        ragged=False,
-        window_left=None,
-        window_right=None,
-        sink=0,
-        top_left=False,
-        scale=1.0,
-        **options,
-    )
+    shapes = dict.fromkeys("qkv", (batch, rows, heads, headdim))
+    return replace(problems.problem(shapes), dtype="bfloat16", **options)
 
 
 def biased(
