@@ -102,7 +102,10 @@ class Framework(_Reading):
             if x and target is None
         )
         reach = tuple((0, NBYTES) if x else (0, 0) for x in views)
-        launches: Any = SimpleNamespace(run=self.launch)
+        masked = any(name.startswith("mask") for name in verb.extras)
+        launches: Any = SimpleNamespace(
+            run=self.launch, run_keeping=self.launch if masked else None
+        )
         return on_gpu.Call(launches, problem, lengths, results, made, None, reach)
 
     def launch(self, addresses: list[int], stream: int, memory: Any, lengths: Lengths) -> None:
@@ -150,11 +153,14 @@ def test_a_repeated_call_is_launched_with_its_own_arrays(gpu: Framework) -> None
     assert lse.shape == (1, 2, 4)
 
 
-def test_a_repeated_backward(gpu: Framework) -> None:
-    q, k, v = arrays()
+def of_backward() -> list[Array]:
     dout, out, lse = Array(1 << 16), Array(1 << 17), Array(1 << 18, (1, 2, 4))
     lse.dtype = np.dtype(np.float32)
-    given = dout, q, k, v, out, lse
+    return [dout, *arrays(), out, lse]
+
+
+def test_a_repeated_backward(gpu: Framework) -> None:
+    given = of_backward()
     known(gpu, lambda: rawattn.attention_backward(*given))
     found = rawattn.attention_backward(*given)
     made = [x.address for x in found[:3]]
@@ -250,6 +256,55 @@ def test_a_repeated_call_is_launched_with_the_arrays_of_its_options(gpu: Framewo
     assert gpu.launched[-1] == [*found, 0]
     with pytest.raises(ValueError, match=r"^out: shares memory with"):
         rawattn.attention(q, k, v, bias=other, alibi_slopes=slopes, out=Array(other.address))
+
+
+def test_a_repeated_backward_with_a_bias(gpu: Framework) -> None:
+    given = of_backward()
+    known(gpu, lambda: rawattn.attention_backward(*given, bias=bias()))
+    found = rawattn.attention_backward(*given, bias=bias(1 << 20))
+    made = [x.address for x in (*found[:3], found.dbias)]
+    assert gpu.launched[-1] == [*(x.address for x in given), 0, 1 << 20, *made]
+    # Gradients of some options, and none of others before them.
+    alone = lambda: rawattn.attention_backward(*given, bias=bias(), want_dbias=False)  # noqa: E731
+    known(gpu, alone)
+    assert gpu.launched[-1][:8] == [*(x.address for x in given), 0, 1 << 16]
+    assert alone().dbias is None
+
+
+def of_mask(monkeypatch: pytest.MonkeyPatch, first: int) -> tuple[rawattn.BlockMask, list[int]]:
+    """A mask whose arrays lie where this test's framework has them, and their addresses."""
+    mask = rawattn.block_mask(np.ones((4, 4), bool))
+    placed = []
+    for n, words in enumerate(mask.arrays):
+        array = Array(first + (n << 12), words.shape)
+        array.dtype = words.dtype
+        placed.append(array)
+    monkeypatch.setitem(beside, mask.handle, tuple(placed))
+    return mask, [x.address for x in placed]
+
+
+beside: dict[Any, tuple[Array, ...]] = {}
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_a_repeated_call_is_given_the_arrays_of_its_mask_and_its_memo(
+    backward: bool, gpu: Framework, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rawattn.BlockMask, "beside", lambda mask, q: beside[mask.handle])
+    (one, _), (other, words) = (of_mask(monkeypatch, n << 24) for n in (1, 2))
+    given = of_backward() if backward else arrays()
+    call: Any = rawattn.attention_backward if backward else rawattn.attention
+    known(gpu, lambda: call(*given, causal=True, mask=one))
+    assert gpu.lengths[-1] is one.memo
+    result = call(*given, causal=True, mask=other)
+    assert gpu.lengths[-1] is other.memo
+    made = [x.address for x in result[:3]] if backward else [result.address, 0]
+    assert gpu.launched[-1] == [*(x.address for x in given), *[0] * backward, *words, *made]
+    if not backward:
+        out = Array(1 << 30)
+        known(gpu, lambda: call(*given, causal=True, mask=other, out=out))
+        assert gpu.launched[-1] == [*(x.address for x in given), *words, out.address, 0]
+    assert called_anew(gpu, lambda: call(*given, causal=False, mask=other))
 
 
 def test_arrays_of_options_of_another_form(gpu: Framework) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rawattn._call.checks import check_apart
 from rawattn._call.hints import cast
@@ -12,21 +12,21 @@ from rawattn._call.layout import Lengths
 from rawattn._call.options import Options, structural
 from rawattn._call.structure import Structure, structure
 from rawattn._interop import arrays, streams
-from rawattn._interop.native import Native, Read, View
+from rawattn._interop.native import Memory, Native, Read, View
 from rawattn._kernels.selection import selection
 from rawattn._runtime.calls import Call, check_written, prepare
 from rawattn._runtime.option_arrays import told_with_results
 from rawattn._runtime.verbs import Verb
 
+if TYPE_CHECKING:
+    from rawattn._runtime.prepared import Prepared
+
 Arrays = Sequence[Any]
 
-# A call made again, from the addresses of its arrays, which it uses up, the array that it is to write, the last of those, or
-# None, and the sequences where there is a layout. It gives None back, and has done nothing, where it is no such call after
-# all: the way of a first call tells why.
-Repeat = Callable[[list[int], Any, "Lengths | None"], Any]
-
-# Likewise, from the addresses of all arrays but those of a mask, then of that, and its memo.
-RepeatWithMask = Callable[[list[int], Any, tuple[int, ...], "dict[Any, Any] | None"], Any]
+# A call made again, from the addresses of its arrays, which it uses up; the array that it is to write, the last of those, or
+# None; and its sequences where there is a layout, or the memo of its mask. It gives None back, and has done nothing, where it
+# is no such call after all: the way of a first call tells why.
+Repeat = Callable[[list[int], Any, Any], Any]
 
 # Calls prepared earlier, by everything that decides them but addresses and host integers.
 _prepared: dict[Any, Call] = {}
@@ -127,10 +127,12 @@ def repeated(
     flag: bool,
     framework: str,
     returned: Callable[[Sequence[Any]], Any],
+    masked: bool = False,
 ) -> Repeat | None:
     """A call that `run` has made, to be made again with arrays, and sequences, of the same form; None where it cannot be.
 
-    It is for calls whose options have no arrays and no numbers for kernels. returned: what it gives back, from the results.
+    It is for calls that have no numbers for kernels among their options. returned: what it gives back, from the results.
+    masked: it is given the memo of a mask in the place of sequences.
     """
     read = own.read((*inputs, *targets), verb.required)
     assert read is not None
@@ -141,34 +143,40 @@ def repeated(
     if call.copies is not None:
         return None
     given = [n for n, x in enumerate((*inputs, *targets)) if x is not None]
-    if given != list(range(len(given))):
-        return None
-    # Behind the addresses of what is given come 0s, those of the results that are made, and 0s.
     made = [len(inputs) + n for n, _, _ in call.made]
     first, last = (made[0], made[-1] + 1) if made else (len(verb.names), len(verb.names))
-    before, behind = [0] * (first - len(given)), [0] * (len(verb.names) - last)
+    if given[-1] > first or made != list(range(first, first + len(made))):
+        return None
+    # Between the addresses of what is given stand 0s, and behind them 0s, those of the results that are made, and 0s.
+    absent = sorted({*range(given[-1])} - {*given})
+    before, behind = [0] * (first - given[-1] - 1), [0] * (len(verb.names) - last)
     makers = [own.maker(shape, dtype, inputs[verb.q]) for _, shape, dtype in call.made]
-    writes = len(given) > len(inputs)
+    writes = given[-1] >= len(inputs)
     bounds = overlaps(call, len(inputs)) if writes else ()
-    launch, stream_of, current_device = call.prepared.run, own.stream, own.current_device
-    dense, address_of = call.lengths, own.address
-    if len(makers) == 1 and not writes and not before:
+    stream_of, current_device, address_of = own.stream, own.current_device, own.address
+    launch: Callable[..., None] = call.prepared.run
+    dense: Lengths | None = call.lengths
+    if masked:
+        launch, dense = _launch_with_mask(call.prepared), None
+    if len(makers) == 1 and not (writes or absent or before):
         (make_one,) = makers
 
-        def repeat_one(addresses: list[int], written: Any, lengths: Lengths | None) -> Any:
+        def repeat_one(addresses: list[int], written: Any, with_it: Any) -> Any:
             if current_device() != device:
                 return None
             result = make_one()
             addresses.append(address_of(result))
             addresses += behind
-            launch(addresses, stream_of(device), own, lengths or dense)
+            launch(addresses, stream_of(device), own, dense if with_it is None else with_it)
             return result
 
         return repeat_one
 
-    def repeat(addresses: list[int], written: Any, lengths: Lengths | None) -> Any:
+    def repeat(addresses: list[int], written: Any, with_it: Any) -> Any:
         if current_device() != device:
             return None
+        for n in absent:
+            addresses.insert(n, 0)
         results = []
         if written is not None:
             place = addresses[-1]
@@ -182,75 +190,25 @@ def repeated(
             results.append(result)
             addresses.append(address_of(result))
         addresses += behind
-        launch(addresses, stream_of(device), own, lengths or dense)
+        launch(addresses, stream_of(device), own, dense if with_it is None else with_it)
         return returned(results)
 
     return repeat
 
 
-def repeated_with_mask(
-    own: Native,
-    verb: Verb,
-    inputs: Arrays,
-    targets: Arrays,
-    options: Options,
-    flag: bool,
-    framework: str,
-    returned: Callable[[Sequence[Any]], Any],
-) -> RepeatWithMask | None:
-    """`repeated`, of a dense call that has the arrays of a mask besides, and no others among its options."""
-    read = own.read((*inputs, *targets), verb.required)
-    assert read is not None
-    device: int = read[1][verb.q * 4 + 3]
-    if device != own.current_device() or streams.is_capturing(own.stream(device)):
-        return None
-    call, _, _ = called(verb, own, read, inputs, targets, options, flag, framework)
-    if call.copies is not None:
-        return None
-    first = len(inputs) - len(verb.extras)
-    count = sum(x is not None for x in inputs[:first])
-    targeted = sum(x is not None for x in targets)
-    given = [n for n, x in enumerate((*inputs[:first], *targets)) if x is not None]
-    made = [n for n, _, _ in call.made]
-    after = targeted + len(made)
-    if given != [*range(count), *range(first, first + targeted)] or made != [
-        *range(targeted, after)
-    ]:
-        return None
-    # Behind the addresses of what is given come 0s and those of the mask, and 0s behind those of the results.
-    missing = (0,) * (first - count)
-    behind = [0] * (len(targets) - after)
-    makers = [own.maker(shape, dtype, inputs[verb.q]) for _, shape, dtype in call.made]
-    bounds = overlaps(call, len(inputs)) if targeted else ()
-    launch, keeping = call.prepared.run, call.prepared.run_keeping
-    stream_of, current_device, address_of = own.stream, own.current_device, own.address
-    dense = call.lengths
+def _launch_with_mask(prepared: Prepared) -> Callable[..., None]:
+    """`prepared.run` of a call without a layout, which is given its mask's memo, if that has one, in the place of lengths."""
+    run, run_keeping = prepared.run, prepared.run_keeping
 
-    def repeat(
-        addresses: list[int], written: Any, of_mask: tuple[int, ...], memo: dict[Any, Any] | None
-    ) -> Any:
-        if current_device() != device:
-            return None
-        addresses[count:count] = missing + of_mask
-        results = []
-        if written is not None:
-            place = addresses[-1]
-            for address, (low, high) in zip(addresses, bounds):  # noqa: B905  # the last one is its own
-                if low < place - address < high:
-                    return None
-            results.append(written)
-        for make in makers:
-            result = make()
-            results.append(result)
-            addresses.append(address_of(result))
-        addresses += behind
-        if keeping is None or memo is None:
-            launch(addresses, stream_of(device), own, dense)
+    def launch(
+        addresses: list[int], stream: int, memory: Memory, memo: dict[Any, Any] | None
+    ) -> None:
+        if run_keeping is None or memo is None:
+            run(addresses, stream, memory, None)
         else:
-            keeping(addresses, stream_of(device), own, memo)
-        return returned(results)
+            run_keeping(addresses, stream, memory, memo)
 
-    return repeat
+    return launch
 
 
 def overlaps(call: Call, first: int) -> tuple[tuple[int, int], ...]:

@@ -135,10 +135,9 @@ def repeating(
                 if repeat is not None and selection() is UNCHANGED:
                     if tracked and verb.refuses_gradients and is_recording():
                         refuse_gradients(_named(names, options, beside), (*args, *beside))
-                    if mask is None:
-                        result = repeat(addresses, written, lengths)
-                    else:
-                        result = repeat(addresses, written, placed.addresses, mask.memo)
+                    if mask is not None:
+                        addresses[count:count] = placed.addresses
+                    result = repeat(addresses, written, lengths if mask is None else mask.memo)
                     if result is not None:
                         return result  # type: ignore[no-any-return]
             return anew(args, options, key, beside, mask)
@@ -172,10 +171,9 @@ def repeating(
                 repeat: Any
                 if programs:
                     repeat = eager.repeated(asked.options, asked.flag)
-                elif mask is not None:
-                    repeat = on_gpu.repeated_with_mask(own, *call, framework, returned)
                 else:
-                    repeat = on_gpu.repeated(own, *call, framework, returned)
+                    masked = mask is not None
+                    repeat = on_gpu.repeated(own, *call, framework, returned, masked)
                 if repeat is not None:
                     remember(known[name], key, repeat)
             return returned(results)
