@@ -1,6 +1,7 @@
 """The tests of tests/gpu up to their launches, on a machine without a GPU.
 
     python -m tests.dry_gpu               # what such a run would meet in the code of the host
+    python -m tests.dry_gpu --curated     # likewise one of the curated cases alone, which take every path
     python -m tests.dry_gpu --compile     # and all kernels that are loaded there, into the kernel cache
 
 Half of a run on a GPU is compiling. A cache that `--compile` has filled, by the version of NVRTC that the machine with the GPU
@@ -244,12 +245,14 @@ def main() -> int:
     """1 where `rawattn` raised something, or a kernel did not compile."""
     parser = argparse.ArgumentParser(prog="python -m tests.dry_gpu", description=main.__doc__)
     parser.add_argument("--compile", action="store_true", help="all kernels that were loaded")
+    parser.add_argument("--curated", action="store_true", help="without cases marked exhaustive")
     parser.add_argument("tests", nargs="*", default=["tests/gpu"], help="files (%(default)s)")
     args = parser.parse_args()
     stand_in_for_the_gpu()
     look_away()
     plugin = Plugin()
-    options = ["--exhaustive", "-m", "gpu", "-n", "0", "-W", "ignore", "-p", "no:cacheprovider"]
+    options = [] if args.curated else ["--exhaustive"]
+    options += ["-m", "gpu", "-n", "0", "-W", "ignore", "-p", "no:cacheprovider"]
     # Gigabytes of what the host would draw and the device never see.
     options += ["--ignore", "tests/gpu/test_large.py", "-p", "no:terminal", "-o", "addopts="]
     status = pytest.main([*options, *args.tests], plugins=[plugin])
