@@ -154,10 +154,11 @@ def test_short_sequences_share_a_multiprocessor(headdim: int) -> None:
     small = headdim <= 64
     assert (blocks(with_bias(300, 49)) > 1) == small
     assert (blocks(with_bias(100, 197)) > 1) == small
+    assert (blocks(with_bias(64, 577)) > 1) == small
     slopes = ArrayForm("float32", (1, 12), (12,))
     assert (blocks(problem(300, 49, 12, headdim, alibi_slopes=slopes)) > 1) == small
     # Neither long ones nor those with more options.
-    assert blocks(with_bias(10, 2000)) == 1
+    assert blocks(with_bias(64, 720)) == blocks(with_bias(10, 2000)) == 1
     assert blocks(with_bias(300, 49, softcap=9.0)) == 1
     # A lone consumer is left to products alone.
     assert forward.choose(with_bias(300, 49, softcap=9.0), H200, operands(*ODD)).consumers > 1

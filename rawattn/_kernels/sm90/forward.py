@@ -45,8 +45,9 @@ REPACK_SEQLEN = 1024
 
 # Of tiles for each multiprocessor: with more than these, how a table's usual tiles fill the machine matters less than what
 # each takes, which the tables say best. Of calls with what joins scores, whose longest causal tile may take as long as two
-# rounds of all; of others, and of those with short sequences.
-_FEW_ROUNDS, _SOME_ROUNDS, _SHORT_SEQLEN, _LONE_SEQLEN = 2, 8, 512, 64
+# rounds of all; of others, and of those with short sequences, which blocks with a bias or ALiBi that share a multiprocessor
+# are the faster ones for up to more rows.
+_FEW_ROUNDS, _SOME_ROUNDS, _SHORT_SEQLEN, _SHORT_SCORED_SEQLEN, _LONE_SEQLEN = 2, 8, 512, 640, 64
 # Keys of a sequence from which on blocks do not share a multiprocessor: each reads them for itself.
 _CROWDED_KEYS = 1024
 # Another row of the tables must be expected to take less than this of the usual one's time.
@@ -303,7 +304,8 @@ def _fields(problem: Problem, target: Target, wide: int) -> tuple[dict[str, Any]
     plain = table in ("any", "long", "left", "paged", "paged_8bit", "narrow_values")
     crowded = _may_crowd(problem, table, wide)
     # What scores take beside products, a lone consumer hides behind those of other blocks alone.
-    short = not bound and problem.max_seqlen_q <= _SHORT_SEQLEN
+    longest = _SHORT_SCORED_SEQLEN if crowded and not plain else _SHORT_SEQLEN
+    short = not bound and problem.max_seqlen_q <= longest
     short &= crowded or problem.max_seqlen_q > _LONE_SEQLEN
     limit = _SOME_ROUNDS if plain else _FEW_ROUNDS
     if tiles >= limit * target.multiprocessors and not short:
