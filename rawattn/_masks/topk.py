@@ -74,16 +74,23 @@ def topk_mask(
 
 def _largest(scores: Any, count: int, last: Any, module: Any) -> Any:
     keys = scores.shape[1]
-    small = scores.dtype.itemsize <= 2 and scores.dtype.kind != "i"
-    values = scores.astype(np.float32 if small or scores.dtype == np.float32 else np.float64)
-    candidates = module.isfinite(values)
+    if scores.dtype.kind in "iu":
+        # Floats do not tell integers beyond 2**53 apart.
+        values = scores.astype(np.int64 if scores.dtype.kind == "i" else np.uint64)
+        lowest = np.iinfo(values.dtype).min
+        candidates = module.ones(scores.shape, bool)
+    else:
+        small = scores.dtype.itemsize <= 2 or scores.dtype == np.float32
+        values = scores.astype(np.float32 if small else np.float64)
+        lowest = -np.inf
+        candidates = module.isfinite(values)
     if last is not None:
         candidates &= module.arange(keys) <= last
     if count >= keys:
         return candidates
     if count == 0:
         return module.zeros(scores.shape, bool)
-    values = module.where(candidates, values, -np.inf)
+    values = module.where(candidates, values, values.dtype.type(lowest))
     least = module.partition(values, keys - count, axis=1)[:, keys - count, None]
     above = values > least
     equal = (values == least) & candidates
