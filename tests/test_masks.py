@@ -84,6 +84,19 @@ def test_a_predicate(monkeypatch: pytest.MonkeyPatch) -> None:
     np.testing.assert_array_equal(mask.map, block_mask(expected).map)
 
 
+def test_lengths_are_integers_of_numpy_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rawattn._masks.predicate.gpu_available", lambda: False)
+    short, text = np.uint8(100), "q_idx >= kv_idx"
+    mask = block_mask(
+        predicate=text, seqlen_q=short, seqlen_k=short, batch=np.int8(1), nheads=np.uint8(3)
+    )
+    assert mask.shape == (1, 3, 100, 100)
+    assert all(type(extent) is int for extent in mask.shape)
+    np.testing.assert_array_equal(mask.to_bool()[0, 2], np.tri(100, dtype=bool))
+    mask = block_mask(ranges=[[[[0, 3]]]], seqlen_k=short)
+    assert type(mask.shape[3]) is int
+
+
 def arrays(dtype: Any = np.float32) -> list[np.ndarray]:
     shapes = ((2, 75, 4, 16), (2, 90, 2, 16), (2, 90, 2, 24))
     return [RNG.standard_normal(shape).astype(dtype) for shape in shapes]
@@ -145,6 +158,15 @@ def test_it_lies_beside_q() -> None:
         ),
         ({"predicate": "True", "seqlen_q": 4, "seqlen_k": -1}, ValueError, "seqlen_k: got -1"),
         ({"predicate": "True", "seqlen_q": 4.0, "seqlen_k": 1}, TypeError, "seqlen_q: got 4.0"),
+        ({"mask": np.ones((2, 2), bool), "nheads": None}, TypeError, "nheads: got None.*an int"),
+        ({"mask": np.ones((2, 2), bool), "batch": None}, TypeError, "batch: got None.*an int"),
+        ({"predicate": "True", "seqlen_q": 2**31, "seqlen_k": 1}, ValueError, "seqlen_q: got 2147"),
+        (
+            {"ranges": [[[[0, 3]], [[1, 2], [3, 4]]]], "seqlen_k": 7},
+            ValueError,
+            r"^ranges: got lists of unequal lengths.*\[0, 0\] being an empty one",
+        ),
+        ({"mask": [[True, False]]}, TypeError, r"^mask: got list.*np.asarray\(mask, bool\)"),
     ],
 )
 def test_what_is_refused(options: Any, error: Any, message: str) -> None:
@@ -182,6 +204,17 @@ def test_the_largest_scores(dtype: Any, k: int, causal: bool, align: str) -> Non
     mask = topk_mask(scores, k, causal=causal, align=align)
     np.testing.assert_array_equal(mask.to_bool(), by_sorting(scores, k, seen))
     assert mask.kept is None
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint64, np.int8, np.uint8, np.uint16])
+def test_integers_are_compared_as_integers(dtype: Any) -> None:
+    most = np.iinfo(dtype).max
+    scores = np.array([most - 1, most, 0, np.iinfo(dtype).min], dtype)
+    for count, kept in ((1, [1]), (2, [0, 1]), (3, [0, 1, 2]), (4, [0, 1, 2, 3])):
+        np.testing.assert_array_equal(topk_mask(scores, count).kept[0, 0, 0], kept)
+    lowest = np.full((4, 4), np.iinfo(dtype).min, dtype)
+    keep = topk_mask(lowest, 2, causal=True).to_bool()[0, 0]
+    np.testing.assert_array_equal(keep, np.tri(4, dtype=bool) & (np.arange(4) < 2))
 
 
 def test_keys_that_all_rows_share() -> None:

@@ -199,7 +199,8 @@ def _sequence_advice(obj: Sequence[object], name: str) -> str:
             f"pass one packed array: the items of {name} joined along their first axis, with "
             f"seqs=SeqLayout.from_lengths([len(item) for item in {name}])"
         )
-    return f"pass numpy.asarray({name}) in the dtype that is meant, as by np.asarray({name}, np.float32)"
+    dtype = "bool" if name == "mask" else "np.float32"
+    return f"pass numpy.asarray({name}) in the dtype that is meant, as by np.asarray({name}, {dtype})"
 
 
 def layout_advice(obj: object) -> str:

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rawattn._call.options import shown
+from rawattn._call.options import whole as whole_number
 from rawattn._interop import arrays
 from rawattn._interop.arrays import HOST
 from rawattn._masks import host
@@ -75,9 +76,12 @@ def block_mask(
         raise TypeError(
             f"block_mask: got {name}=, which is no argument, and without a predicate nothing is captured"
         )
-    shape = (batch, nheads, seqlen_q, seqlen_k)
-    for name, value in zip(_AXES, shape, strict=True):
-        _check_extent(name, value)
+    shape = (
+        _extent("batch", batch),
+        _extent("nheads", nheads),
+        None if seqlen_q is None else _extent("seqlen_q", seqlen_q),
+        None if seqlen_k is None else _extent("seqlen_k", seqlen_k),
+    )
     if mask is not None:
         return _of_bools(mask, shape)
     if ranges is not None:
@@ -94,17 +98,17 @@ def block_mask(
         of = "rows" if name == "seqlen_q" else "keys"
         if value is None:
             raise TypeError(f"{name}: got None, expected an int, the {of} that the predicate is of")
-    whole: Shape = (batch, nheads, seqlen_q, seqlen_k)  # type: ignore[assignment]
+    whole: Shape = shape  # type: ignore[assignment]
     return of_predicate(predicate, whole, captured)
 
 
-def _check_extent(name: str, value: Any) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"{name}: got {shown(value)}, expected an int >= 0")
-    if not 0 <= value <= _INT32_MAX:
-        raise ValueError(f"{name}: got {value}, expected an int from 0 to {_INT32_MAX}")
+def _extent(name: str, value: Any) -> int:
+    """As Python's int: sizes that are computed from NumPy's would wrap around."""
+    accepted = f"an int from 0 to {_INT32_MAX}"
+    size = whole_number(name, value, accepted)
+    if size > _INT32_MAX:
+        raise ValueError(f"{name}: got {size}, expected {accepted}")
+    return size
 
 
 def _of_bools(given: Any, shape: tuple[int | None, ...]) -> BlockMask:
@@ -143,7 +147,13 @@ def _of_bools(given: Any, shape: tuple[int | None, ...]) -> BlockMask:
 def _of_ranges(given: Any, shape: tuple[int | None, ...]) -> BlockMask:
     accepted = "integers of shape (batch, seqlen_q, n, 2): the keys [begin, end) of each row"
     if not hasattr(given, "__dlpack__"):
-        given = np.asarray(given)
+        try:
+            given = np.asarray(given)
+        except ValueError:
+            raise ValueError(
+                f"ranges: got lists of unequal lengths, expected {accepted}; give each row as many ranges as the one with "
+                "most has, [0, 0] being an empty one"
+            ) from None
     with arrays.on_stream_of(given, arrays.framework_of(given)) as stream:
         imported = arrays.import_array("ranges", given, stream=stream)
         ranges = imported.array
