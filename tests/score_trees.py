@@ -69,6 +69,12 @@ EDGES = {
     "0 * score + int(-score * 1e30)": -2147483648.0,
     "0 * score + int(log(-score))": 0.0,
     "0 * score + int(-1.75 * head)": -1.0,
+    "0 * score + int(3e9)": 2147483647.0,  # numbers that are written out saturate too
+    "0 * score + int(-1e300)": -2147483648.0,
+    "0 * score + int(inf)": 2147483647.0,
+    "0 * score + -int(-inf)": -2147483648.0,
+    "0 * score + abs(int(-inf))": -2147483648.0,
+    "0 * score + (head < int(1e300))": 1.0,
     "0 * score + big[q_idx]": 2147483647.0,
     "0 * score + big[head]": -2147483648.0,
     "0 * score + slope[-1] + slope[99]": 0.5 - 0.75,

@@ -5,6 +5,7 @@ Integers have 32 bits and wrap around, on the host as on the device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterator
 from typing import Any, NamedTuple
 
@@ -54,8 +55,15 @@ def converted(x: Expression, kind: str) -> Expression:
     if x.type == kind:
         return x
     if x.op == "const":
-        return const({BOOL: bool, INT: int, FLOAT: float}[kind](x.value))
+        return const({BOOL: bool, INT: saturated, FLOAT: float}[kind](x.value))
     return Expression(f"to_{kind}", kind, (x,))
+
+
+def saturated(value: float) -> int:
+    """The int of 32 bits that is made of a number when a kernel runs: the nearest one toward 0, of NaN 0."""
+    if math.isnan(value):
+        return 0
+    return int(min(max(value, -(2**31)), 2**31 - 1))
 
 
 def common_type(args: tuple[Expression, ...], least: str = BOOL) -> str:

@@ -216,7 +216,8 @@ class _Checker:
         if isinstance(node.op, ast.Not):
             return apply("not", self._condition(node.operand, x))
         x = converted(x, common_type((x,), INT))
-        if isinstance(node.op, ast.UAdd):
+        # The lowest int's opposite wraps around to itself.
+        if isinstance(node.op, ast.UAdd) or x == const(-_INT32):
             return x
         return const(-x.value) if x.op == "const" else apply("neg", x)
 

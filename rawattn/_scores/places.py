@@ -86,7 +86,7 @@ def with_early_floats(root: Expression) -> Expression:
 
 def _early_float(node: Expression) -> Expression | None:
     """Of an int."""
-    if node.op == "const" or sum_of_places(node) is not None:
+    if sum_of_places(node) is not None:
         return converted(node, FLOAT)
     if node.op not in ("abs", "neg", "min", "max"):
         return None
