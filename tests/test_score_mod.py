@@ -89,7 +89,9 @@ class OnlyDLPack:
 
 
 def test_an_array_without_attributes_is_read_through_dlpack() -> None:
-    assert ScoreMod("score + x[head]", x=OnlyDLPack()).text.arrays == (("x", "float32", 1),)
+    mod = ScoreMod("score + x[head]", x=OnlyDLPack())
+    assert mod.text.arrays == (("x", "float32", 1),)
+    assert repr(mod) == "ScoreMod('score + x[head]', x=float32[2])"
 
 
 CUDA = {"language": "cuda"}
@@ -113,6 +115,10 @@ CUDA = {"language": "cuda"}
         ("score + x[0]", {"x": np.ones(0)}, ValueError, "x: got shape \\(0,\\).*one element"),
         ("score + x", {"x": 2**24 + 1}, ValueError, "x: got 16777217.*float32 holds exactly"),
         ("score + x", {"x": -(2**31)}, ValueError, "x: got -2147483648"),
+        ("score * x", {"x": 1e39}, ValueError, "x: got 1e\\+39, expected a float that float32 holds"),
+        ("score * x", {"x": np.float64(-1e39)}, ValueError, "x: got -1e\\+39, expected a float that"),
+        ("score / x", {"x": 1e-50}, ValueError, "x: got 1e-50, expected a float that float32 holds"),
+        ("score * x", {"x": -1e39}, ValueError, "x: .*; pass float\\('-inf'\\) if that is meant"),
         ("score", {"x": 1}, ValueError, "score_mod: got a captured 'x', which the text does not use"),
         ("score", {"head": 1}, ValueError, "score_mod: got a captured 'head', but the language"),
         ("score", {"lambda": 1}, ValueError, "score_mod: got a captured 'lambda', expected a name"),
@@ -146,6 +152,22 @@ CUDA = {"language": "cuda"}
 def test_mistakes_are_refused(forward: Any, options: Any, error: Any, says: str) -> None:
     with pytest.raises(error, match=f"^{says}"):
         ScoreMod(forward, **options)
+
+
+def test_a_number_may_be_infinite_and_is_rounded_to_float32() -> None:
+    mod = ScoreMod("where(kv_idx < n, a, score) + b", n=2, a=float("-inf"), b=0.1)
+    assert mod.scalars == (2.0, float("-inf"), 0.1)
+    assert ScoreMod("score * x", x=float(np.finfo(np.float32).max)).scalars[0] < 1e39
+
+
+def test_predicates_take_no_float64_array() -> None:
+    with pytest.raises(
+        TypeError, match=r"^x: got dtype float64, accepted are .*float32.*x.astype\(np.float32\)"
+    ) as caught:
+        Predicate("x[kv_idx] > 0", x=np.ones(2))
+    assert "float64," not in str(caught.value).partition("accepted")[2]
+    with pytest.raises(TypeError, match=r"^x: got dtype float64"):
+        rawattn.block_mask(predicate="x[kv_idx] > 0", seqlen_q=1, seqlen_k=2, x=np.ones(2))
 
 
 @pytest.mark.parametrize("kind", ["arrays", "numbers"])

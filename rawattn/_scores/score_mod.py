@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rawattn._call.hints import array_advice
+from rawattn._call.hints import array_advice, cast
 from rawattn._call.options import shown
 from rawattn._call.places import says_places
 from rawattn._handles import handle_of
-from rawattn._interop.arrays import import_array
+from rawattn._interop.arrays import framework_of, import_array
 from rawattn._scores import lint
 from rawattn._scores.expression import BOOL, FLOAT, INT
 from rawattn._scores.language import RESERVED, normalised
@@ -151,6 +151,12 @@ class Predicate:
         self.text = ScoreText("expression", normalised(forward), None, (), *found.forms)
         predicate(self.text)
         _refuse_unused("predicate", self.text)
+        for name, dtype, _ in self.text.arrays:
+            if dtype == "float64":
+                fix = cast(framework_of(captured[name]), name, "float32")
+                raise TypeError(
+                    f"{name}: got dtype float64, accepted are {_dtypes()}; convert it, as by {fix}"
+                )
         self.arrays: Mapping[str, Any] = MappingProxyType(found.arrays)
         self.scalars = found.scalars
 
@@ -241,8 +247,21 @@ def _number(name: str, value: Any) -> tuple[str, float] | None:
         return INT, float(value)
     # The numbers of ml_dtypes are no np.floating.
     if isinstance(value, (float, np.floating)) or type(value).__name__ == "bfloat16":
-        return FLOAT, float(value)
+        return FLOAT, _float(name, float(value))
     return None
+
+
+def _float(name: str, value: float) -> float:
+    """Kernels have it as a float32."""
+    with np.errstate(over="ignore", under="ignore"):
+        rounded = float(np.float32(value))
+    if (math.isinf(rounded) and math.isfinite(value)) or (rounded == 0 and value != 0):
+        meant = f"float('{rounded}')" if rounded else "0.0"
+        raise ValueError(
+            f"{name}: got {value}, expected a float that float32 holds: 0, inf, -inf, or of magnitude 1.4e-45 to 3.4e38; "
+            f"pass {meant} if that is meant"
+        )
+    return value
 
 
 def _form(name: str, value: Any) -> tuple[str, int]:
@@ -252,8 +271,7 @@ def _form(name: str, value: Any) -> tuple[str, int]:
         raise TypeError(
             f"{name}: got {shown(value)}, accepted are {_ARRAYS}{'; ' if advice else ''}{advice or ''}"
         )
-    if not (hasattr(value, "dtype") and hasattr(value, "shape")):
-        value = import_array(name, value).array
+    value = _with_attributes(name, value)
     dtype = getattr(value.dtype, "name", None) or str(value.dtype).rpartition(".")[2]
     if dtype not in ELEMENTS:
         raise TypeError(f"{name}: got dtype {dtype}, accepted are {_dtypes()}")
@@ -265,6 +283,13 @@ def _form(name: str, value: Any) -> tuple[str, int]:
     if math.prod(shape) == 0:
         raise ValueError(f"{name}: got shape {shape}, expected at least one element")
     return dtype, len(shape)
+
+
+def _with_attributes(name: str, value: Any) -> Any:
+    """An array that has dtype and shape: itself where it can tell them, else a view."""
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return value
+    return import_array(name, value).array
 
 
 def _wrt(given: Any, found: _Captured, language: str) -> tuple[str, ...]:
@@ -304,7 +329,8 @@ def _represented(name: str, it: ScoreMod | Predicate) -> str:
     if text.wrt:
         parts.append(f"wrt={text.wrt}")
     for array, dtype, _ in text.arrays:
-        parts.append(f"{array}={dtype}{list(it.arrays[array].shape)}")
+        shape = _with_attributes(array, it.arrays[array]).shape
+        parts.append(f"{array}={dtype}{list(shape)}")
     for (scalar, kind), value in zip(text.scalars, it.scalars, strict=True):
         parts.append(
             f"{scalar}={value if kind == FLOAT else bool(value) if kind == BOOL else int(value)}"
