@@ -125,6 +125,8 @@ BAD_OPTIONS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("softcap-below-0", {"softcap": -1}, ValueError, r"softcap: got -1 .*above 0"),
     ("softcap-nan", {"softcap": math.nan}, ValueError, r"softcap: got nan .*finite"),
     ("softcap-infinite", {"softcap": math.inf}, ValueError, r"softcap: got inf .*finite"),
+    ("softcap-beyond-float32", {"softcap": 1e39}, ValueError, r"softcap: got 1e\+39 .*None for no"),
+    ("softcap-tiny", {"softcap": 1e-40}, ValueError, r"softcap: got 1e-40 .*from 8\.7e-19 to"),
     ("softcap-text", {"softcap": "30"}, TypeError, r"softcap: got '30' .*finite number"),
     ("dropout-1", {"dropout_p": 1.0, "seed": 1}, ValueError, r"dropout_p: got 1\.0 .*\[0, 1\)"),
     ("dropout-below-0", {"dropout_p": -0.1, "seed": 1}, ValueError, r"dropout_p: got -0\.1 .*\[0,"),

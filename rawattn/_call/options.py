@@ -22,6 +22,8 @@ MAX_SPLITS = 256
 _INT32_MAX = 2**31 - 1
 # Kernels hold scale * log2(e) in float32.
 _MAX_SCALE = 2.0**127
+# Kernels hold the reciprocal of softcap too, and the square of scale / softcap.
+_MIN_SOFTCAP, _MAX_SOFTCAP = 2.0**-60, 2.0**120
 
 
 class Options(NamedTuple):
@@ -111,9 +113,9 @@ def scale(options: Options, headdim: int) -> float:
 def softcap(options: Options) -> float | None:
     if options.softcap is None:
         return None
-    accepted = "a finite number above 0, or None"
+    accepted = f"a finite number above 0, from {_MIN_SOFTCAP:.2g} to {_MAX_SOFTCAP:.2g}, or None for no cap"
     value = number("softcap", options.softcap, accepted)
-    if not 0 < value < math.inf:
+    if not _MIN_SOFTCAP <= value <= _MAX_SOFTCAP:
         raise ValueError(f"softcap: got {shown(options.softcap)}, expected {accepted}")
     return value
 
