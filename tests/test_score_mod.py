@@ -144,7 +144,12 @@ CUDA = {"language": "cuda"}
         ("score = 1; return score;", CUDA, ValueError, "score_mod: got `return`"),
         ("score = 1; }", CUDA, ValueError, "score_mod: got a `}` without its `{`"),
         ("score = (1;", CUDA, ValueError, "score_mod: got a `\\(` that is not closed"),
-        ("score = 1; /* {", CUDA, ValueError, "score_mod: got a"),
+        ("score = 1; /* {", CUDA, ValueError, "score_mod: got a comment that is not closed"),
+        ("// score = 1;", CUDA, ValueError, "score_mod: the text assigns no `score`"),
+        ("score = 1; /*\n*/ f('a');", CUDA, ValueError, "score_mod: got `'` in line 2, a quote"),
+        ("score = 1; // \\\nreturn", CUDA, ValueError, "score_mod: got `.` in line 1, a backslash"),
+        ("score = true;", {"true": 1, **CUDA}, ValueError, "score_mod: got a captured 'true'"),
+        ("score = P;", {"P": 1, **CUDA}, ValueError, "score_mod: got a captured 'P', which C"),
         ("score = int;", {"int": 1, **CUDA}, ValueError, "score_mod: got a captured 'int'"),
         ("score = at;", {"at": 1, **CUDA}, ValueError, "score_mod: got a captured 'at', which C"),
     ],
@@ -168,6 +173,31 @@ def test_predicates_take_no_float64_array() -> None:
     assert "float64," not in str(caught.value).partition("accepted")[2]
     with pytest.raises(TypeError, match=r"^x: got dtype float64"):
         rawattn.block_mask(predicate="x[kv_idx] > 0", seqlen_q=1, seqlen_k=2, x=np.ones(2))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["score *= 2.0f; // don't", "/* a \"quote\", # and\nreturn { */ score = 1; // /* none", "score = 1 /**/;"],
+)  # fmt: skip
+def test_comments_may_hold_anything(text: str) -> None:
+    assert ScoreMod(text, language="cuda").text.forward == text
+
+
+# https://en.cppreference.com/w/cpp/keyword, of C++20 and without those that are Python's.
+CPP_KEYWORDS = """
+    alignas alignof and_eq asm auto bitand bitor bool case catch char char8_t char16_t char32_t co_await co_return
+    co_yield compl concept const const_cast consteval constexpr constinit decltype default delete do double dynamic_cast
+    enum explicit export extern false float friend goto inline int long mutable namespace new noexcept not_eq nullptr
+    operator or_eq private protected public register reinterpret_cast requires short signed sizeof static static_assert
+    static_cast struct switch template this thread_local throw true typedef typeid typename union unsigned using virtual
+    void volatile wchar_t xor xor_eq
+""".split()
+
+
+@pytest.mark.parametrize("name", [*CPP_KEYWORDS, "DEVICE", "CapturedArray"])
+def test_names_of_cpp_are_not_captured(name: str) -> None:
+    with pytest.raises(ValueError, match=f"^score_mod: got a captured '{name}'"):
+        ScoreMod(f"score = {name};", language="cuda", **{name: 1.0})
 
 
 @pytest.mark.parametrize("kind", ["arrays", "numbers"])

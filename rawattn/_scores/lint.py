@@ -13,25 +13,28 @@ _REFUSED = (
     (r"\b__\w+__\b", "a function attribute or built-in macro"),
     (r"\b_Pragma\b", "a pragma"),
     (r"[\"']", "a quote"),
-    (r"\\", "a backslash"),
     (r"\breturn\b", "a return: assign the variable"),
 )
 _PAIRS = {")": "(", "]": "[", "}": "{"}
-# What C++ or the text around has for itself.
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+# Of C++20, but for those that are Python's too.
 _KEYWORDS = """
-    alignas alignof and_eq asm at auto bitand bitor bool case catch char compl config const constexpr const_cast
-    decltype default delete do double dscore dynamic_cast enum explicit export extern float float16 bfloat16 for friend
-    goto inline int int64 long mutable namespace new noexcept not_eq nullptr operator or_eq p private protected public
-    register reinterpret_cast short signed sizeof static static_assert static_cast struct switch target template this
-    thread_local throw typedef typeid typename union unsigned using virtual void volatile wchar_t while xor xor_eq
-"""
+    alignas alignof and_eq asm auto bitand bitor bool case catch char char8_t char16_t char32_t co_await co_return co_yield
+    compl concept const const_cast consteval constexpr constinit decltype default delete do double dynamic_cast enum
+    explicit export extern false float friend goto inline int long mutable namespace new noexcept not_eq nullptr operator
+    or_eq private protected public register reinterpret_cast requires short signed sizeof static static_assert static_cast
+    struct switch template this thread_local throw true typedef typeid typename union unsigned using virtual void volatile
+    wchar_t xor xor_eq
+""".split()
+# Of the text around.
+_AROUND = "at bfloat16 CapturedArray config DEVICE dscore float16 int64 p P ScorePlace target".split()
 
 
 def check(text: ScoreText) -> None:
     """Of a text with language="cuda". Raises ValueError naming the argument, the line and what is refused."""
     names = (*(name for name, *_ in text.arrays), *(name for name, _ in text.scalars))
     for name in names:
-        if name in _KEYWORDS.split() or "__" in name:
+        if name in _KEYWORDS or name in _AROUND or "__" in name:
             raise ValueError(
                 f"score_mod: got a captured {name!r}, which C++ or the text around has for itself; capture it by another name"
             )
@@ -40,28 +43,41 @@ def check(text: ScoreText) -> None:
         ("backward", "dscore", text.backward),
     ):
         if piece is not None:
-            _check(argument, piece)
-            if not re.search(rf"\b{variable}\s*[-+*/]?=(?!=)", piece):
+            code = _without_comments(argument, piece)
+            _check(argument, code)
+            if not re.search(rf"\b{variable}\s*[-+*/]?=(?!=)", code):
                 raise ValueError(
                     f"{argument}: the text assigns no `{variable}`, expected statements as in `{variable} = 2.0f * "
                     f"{variable};`"
                 )
 
 
-def _check(argument: str, piece: str) -> None:
+def _without_comments(argument: str, piece: str) -> str:
+    """Of as many lines."""
+    # At the end of a line it joins the next one to a comment.
+    _refuse(argument, piece, r"\\", "a backslash")
+    code = _COMMENT.sub(lambda comment: " " + "\n" * comment[0].count("\n"), piece)
+    if "/*" in code:
+        raise ValueError(f"{argument}: got a comment that is not closed")
+    return code
+
+
+def _refuse(argument: str, piece: str, pattern: str, what: str) -> None:
+    if match := re.search(pattern, piece):
+        line = piece.count("\n", 0, match.start()) + 1
+        raise ValueError(
+            f"{argument}: got `{match[0]}` in line {line}, {what}, which is not accepted"
+        )
+
+
+def _check(argument: str, code: str) -> None:
     for pattern, what in _REFUSED:
-        if match := re.search(pattern, piece):
-            line = piece.count("\n", 0, match.start()) + 1
-            raise ValueError(
-                f"{argument}: got `{match[0]}` in line {line}, {what}, which is not accepted"
-            )
+        _refuse(argument, code, pattern, what)
     opened: list[str] = []
-    for character in re.sub(r"//[^\n]*|/\*.*?\*/", "", piece, flags=re.DOTALL):
+    for character in code:
         if character in "([{":
             opened.append(character)
         elif character in _PAIRS and (not opened or opened.pop() != _PAIRS[character]):
             raise ValueError(f"{argument}: got a `{character}` without its `{_PAIRS[character]}`")
     if opened:
         raise ValueError(f"{argument}: got a `{opened[-1]}` that is not closed")
-    if "/*" in re.sub(r"/\*.*?\*/", "", piece, flags=re.DOTALL):
-        raise ValueError(f"{argument}: got a comment that is not closed")
