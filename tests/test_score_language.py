@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rawattn import ScoreMod
 from rawattn._scores import numpy_eval
-from rawattn._scores.expression import PLACES
+from rawattn._scores.expression import PLACES, walk
 from rawattn._scores.program import program
 from rawattn._scores.score_mod import Predicate
 from tests.score_trees import (
@@ -266,3 +266,21 @@ def test_where_the_gradient_is_zero_a_partial_derivative_may_be_anything() -> No
     total = np.zeros(2)
     numpy_eval.add_partial(total, values[0], np.array([0.0, 1.0]))
     np.testing.assert_array_equal(total, [0, 0.25])
+
+
+def test_derivatives_of_nested_magnitudes_grow_by_sums() -> None:
+    text = "score"
+    for n in range(20):
+        text = f"abs({text} - {n}.5)"
+    mod = ScoreMod(text)
+    assert sum(1 for _ in walk(program(mod.text).derivative)) < 500
+    at = [0] * len(PLACES)
+    slope = numpy_eval.derivative(mod.text, np.array([-3.0, 100.0]), *at, {}, ())
+    assert np.abs(slope).tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("text", ["abs(score)", "abs(3 * score)", "abs(sqrt(score))"])
+def test_the_derivative_of_a_magnitude_at_zero_is_zero(text: str) -> None:
+    at = [0] * len(PLACES)
+    for score in (np.float32([0]), np.float64([0]), np.float64([-0.0])):
+        assert numpy_eval.derivative(ScoreMod(text).text, score, *at, {}, ()).tolist() == [0.0]

@@ -103,7 +103,10 @@ def _power(node: Expression, dx: Expression) -> Expression:
 
 def _absolute(node: Expression, dx: Expression) -> Expression:
     (x,) = node.args
-    return choose(_less(ZERO, x), dx, choose(_less(x, ZERO), negative(dx), ZERO))
+    # With dx once in it, what is nested grows by a sum.
+    below = _less(x, ZERO)
+    signed = multiply(choose(below, const(-1.0), ONE), dx)
+    return choose(apply("or", _less(ZERO, x), below), signed, ZERO)
 
 
 # Of an operation that gives a float: of the node and the derivatives of its operands. Where there is none, it is 0.
