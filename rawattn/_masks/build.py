@@ -46,7 +46,8 @@ def block_mask(
     predicate : str
         An expression that gives a bool, in the language of `rawattn.ScoreMod` without `score`: over batch, head, kv_head,
         q_idx, kv_idx, seqlen_q, seqlen_k and what is captured, as in ``"q_idx // 128 == kv_idx // 128 and head != slow"``. head
-        counts up to `nheads`, and kv_head is the same.
+        counts up to `nheads`, and kv_head is the same. seqlen_q and seqlen_k are the lengths given here, not those that
+        sequences of a ragged or padded call have.
     ranges : integer array, (batch, seqlen_q, n, 2)
         The keys [begin, end) that each row sees: any number of ranges, in any order; one that ends where it begins, or
         before, is empty. For documents, trees and prefixes.

@@ -171,8 +171,11 @@ def attention(
         s = scale * (q . k);  softcap;  score_mod;  s += bias;  s += alibi;  hidden keys: s = -inf
         lse = log(sum(exp(s)) + exp(sink_logit));  p = exp(s - lse);  dropout of p;  out = p v
 
-    A row that sees no key gives out 0 and lse -inf. NaN in a key or value inside the logical length may reach every query
-    row whose tile visits it, also one that does not see it through the mask.
+    A row that sees no key gives out 0 and lse -inf. On a GPU, NaN in a key or value inside the logical length may reach rows
+    that do not see it, where a tile that they visit has it: what hides it may be a mask that shows it to another row of the
+    head, `causal`, `window`, a bias of -inf or a score_mod that gives -inf. A key that `mask` hides from all rows of a head
+    reaches none of them. Garbage at the end of sequences is kept out by lengths in `seqs`, elsewhere by such a `mask`, not
+    by a bias of -inf.
 
     Raises
     ------

@@ -136,6 +136,8 @@ def plan(fn: Callable[..., Any], *args: Any, **options: Any) -> Plan:
     fn : `rawattn.attention`, `rawattn.attention_backward`, `rawattn.paged_attention`, `rawattn.append_kv` or `rawattn.combine`
     *args, **options
         As `fn` takes them. Arrays tell shapes, strides, dtypes and device; of their values nothing is used.
+        Arrays of options (`bias`, `mask`, `alibi_slopes`, `sink_logits`, a seed on the GPU, what a score function captures)
+        are kept for the calls: ``Plan(q, k, v)`` reads those of planning time, ``Plan(q, k, v, bias=other)`` another bias.
 
     Returns
     -------
