@@ -191,10 +191,10 @@ CPP_KEYWORDS = """
     operator or_eq private protected public register reinterpret_cast requires short signed sizeof static static_assert
     static_cast struct switch template this thread_local throw true typedef typeid typename union unsigned using virtual
     void volatile wchar_t xor xor_eq
-""".split()
+"""
 
 
-@pytest.mark.parametrize("name", [*CPP_KEYWORDS, "DEVICE", "CapturedArray"])
+@pytest.mark.parametrize("name", [*CPP_KEYWORDS.split(), "DEVICE", "CapturedArray"])
 def test_names_of_cpp_are_not_captured(name: str) -> None:
     with pytest.raises(ValueError, match=f"^score_mod: got a captured '{name}'"):
         ScoreMod(f"score = {name};", language="cuda", **{name: 1.0})

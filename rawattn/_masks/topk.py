@@ -77,7 +77,7 @@ def _largest(scores: Any, count: int, last: Any, module: Any) -> Any:
     if scores.dtype.kind in "iu":
         # Floats do not tell integers beyond 2**53 apart.
         values = scores.astype(np.int64 if scores.dtype.kind == "i" else np.uint64)
-        lowest = np.iinfo(values.dtype).min
+        lowest: float = np.iinfo(values.dtype).min
         candidates = module.ones(scores.shape, bool)
     else:
         small = scores.dtype.itemsize <= 2 or scores.dtype == np.float32

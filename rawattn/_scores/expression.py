@@ -55,7 +55,9 @@ def converted(x: Expression, kind: str) -> Expression:
     if x.type == kind:
         return x
     if x.op == "const":
-        return const({BOOL: bool, INT: saturated, FLOAT: float}[kind](x.value))
+        return const(
+            saturated(x.value) if kind == INT else {BOOL: bool, FLOAT: float}[kind](x.value)
+        )
     return Expression(f"to_{kind}", kind, (x,))
 
 

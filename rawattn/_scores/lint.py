@@ -25,16 +25,16 @@ _KEYWORDS = """
     or_eq private protected public register reinterpret_cast requires short signed sizeof static static_assert static_cast
     struct switch template this thread_local throw true typedef typeid typename union unsigned using virtual void volatile
     wchar_t xor xor_eq
-""".split()
+"""
 # Of the text around.
-_AROUND = "at bfloat16 CapturedArray config DEVICE dscore float16 int64 p P ScorePlace target".split()
+_AROUND = "at bfloat16 CapturedArray config DEVICE dscore float16 int64 p P ScorePlace target"
 
 
 def check(text: ScoreText) -> None:
     """Of a text with language="cuda". Raises ValueError naming the argument, the line and what is refused."""
     names = (*(name for name, *_ in text.arrays), *(name for name, _ in text.scalars))
     for name in names:
-        if name in _KEYWORDS or name in _AROUND or "__" in name:
+        if name in (*_KEYWORDS.split(), *_AROUND.split()) or "__" in name:
             raise ValueError(
                 f"score_mod: got a captured {name!r}, which C++ or the text around has for itself; capture it by another name"
             )
