@@ -284,6 +284,27 @@ def test_tiles_as_a_picture(tmp_path: Path) -> None:
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        ("mask.xyz", ValueError, r"^path .*mask.xyz: got .xyz, expected .png"),
+        ("none/mask.png", FileNotFoundError, r"^path .*mask.png: there is no folder .*none"),
+        (3, TypeError, r"^path: got 3 \(int\), expected the name of a file"),
+    ],
+)
+def test_a_picture_that_cannot_be_written(
+    name: Any, error: Any, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=message):
+        show_mask(seqlen_q=3, seqlen_k=3, path=tmp_path / name if isinstance(name, str) else name)
+
+
+def test_a_picture_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r'^path: .*pip install "rawattn\[bench\]"'):
+        show_mask(seqlen_q=3, seqlen_k=3, path=tmp_path / "mask.png")
+
+
 def test_tiles_of_nothing() -> None:
     with pytest.raises(TypeError, match="seqlen_q: got None"):
         show_mask(causal=True)

@@ -184,6 +184,66 @@ VALUES = [
         "scale: got a ndarray of shape (), expected a finite number...as by scale.item()",
     ),
     Mistake(
+        "attention(q, k, v, score_mod=[ScoreMod('score * 2')])",
+        TypeError,
+        "score_mod: got [ScoreMod...expected a rawattn.ScoreMod or None; a call has one",
+    ),
+    Mistake(
+        "attention(q, k, v, bias=1.0)",
+        TypeError,
+        "bias: got 1.0 (float), expected an array or None; pass an array, as by np.full(1, bias, np.float32)",
+    ),
+    Mistake(
+        "attention(q, k, v, bias='alibi')",
+        TypeError,
+        "bias: got 'alibi' (str), expected an array or None; pass the numbers...alibi_slopes=",
+    ),
+    Mistake(
+        "attention(q, k, v, bias=block_mask(np.ones((5, 7), bool)))",
+        TypeError,
+        "bias: got <...(BlockMask), expected an array or None; write mask=",
+    ),
+    Mistake(
+        "attention(q, k, v, mask=True)",
+        TypeError,
+        "mask: got True (bool), expected an array or None; pass an array of bool",
+    ),
+    Mistake(
+        "attention(q, k, v, alibi_slopes=np.ones((4, 1, 1), np.float32))",
+        ValueError,
+        "alibi_slopes: got shape (4, 1, 1), expected...; pass alibi_slopes.reshape(4,)",
+    ),
+    Mistake(
+        "attention(q, k, v, alibi_slopes=np.ones(2, np.float32))",
+        ValueError,
+        "alibi_slopes: got shape (2,), expected...; pass a slope for each query head",
+    ),
+    Mistake(
+        "attention(q, k, v, dropout_p=0.1, seed=np.array([1], np.uint32))",
+        TypeError,
+        "seed: got dtype uint32, expected int32 or int64, or an int; convert it, as by seed.astype(np.int64)",
+    ),
+    Mistake(
+        "rawattn.reference.attention(q, k, v, bias=1.0)",
+        TypeError,
+        "bias: got 1.0 (float), expected an array or None; pass an array",
+    ),
+    Mistake(
+        "rawattn.reference.attention(q, k, v, mask='causal')",
+        TypeError,
+        "mask: got 'causal' (str), expected an array or None; write causal=True",
+    ),
+    Mistake(
+        "rawattn.reference.attention(q, k, v, score_mod='score * 2')",
+        TypeError,
+        "score_mod: got 'score * 2' (str), expected a rawattn.ScoreMod or None; write score_mod=",
+    ),
+    Mistake(
+        "rawattn.reference.attention(q, k, v, mask=np.ones((5, 7)))",
+        TypeError,
+        "mask: got dtype float64, expected bool, where True keeps a key; what is added",
+    ),
+    Mistake(
         "block_mask('q_idx >= kv_idx', seqlen_q=5, seqlen_k=7)",
         TypeError,
         "mask: got 'q_idx >= kv_idx' (str), expected an array of bool; write predicate=",

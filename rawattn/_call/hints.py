@@ -200,7 +200,9 @@ def _sequence_advice(obj: Sequence[object], name: str) -> str:
             f"seqs=SeqLayout.from_lengths([len(item) for item in {name}])"
         )
     dtype = "bool" if name == "mask" else "np.float32"
-    return f"pass numpy.asarray({name}) in the dtype that is meant, as by np.asarray({name}, {dtype})"
+    return (
+        f"pass numpy.asarray({name}) in the dtype that is meant, as by np.asarray({name}, {dtype})"
+    )
 
 
 def layout_advice(obj: object) -> str:

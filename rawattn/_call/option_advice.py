@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rawattn._call.hints import array_advice
+from rawattn._call.hints import array_advice, cast
 from rawattn._interop.xla import is_traced
 
 _TEXT = "pass a text, as in mask=rawattn.block_mask(predicate='q_idx >= kv_idx', seqlen_q=..., seqlen_k=...)"
@@ -22,6 +22,18 @@ def array_option(name: str, given: object) -> str:
         return "; write what it returns as a text, as in rawattn.ScoreMod('score - abs(q_idx - kv_idx)')"
     if name == "alibi_slopes" and isinstance(given, bool):
         return "; pass the slopes, an array of one for each head"
+    if name == "mask" and isinstance(given, bool):
+        return "; pass an array of bool, True for a key that is seen, or leave it out where all are"
+    if name == "bias" and type(given).__name__ == "BlockMask":
+        return "; write mask="
+    if name == "bias" and isinstance(given, str):
+        return (
+            "; pass the numbers that are added to scores, and the slopes of ALiBi as alibi_slopes="
+        )
+    if name == "score_mod" and isinstance(given, (list, tuple)):
+        return "; a call has one: write what all of them do as one text"
+    if isinstance(given, (float, int)) and name in ("bias", "alibi_slopes", "sink_logits"):
+        return f"; pass an array, as by np.full({'1' if name == 'bias' else 'nheads_q'}, {name}, np.float32)"
     if isinstance(given, (list, tuple)):
         dtype = "bool" if name == "mask" else "np.float32"
         return f"; pass np.asarray({name}, {dtype})"
@@ -29,10 +41,12 @@ def array_option(name: str, given: object) -> str:
     return f"; {advice}" if advice else ""
 
 
-def seed(given: object) -> str:
-    """Of a generator, or of a key of JAX, whose numbers a call would not draw."""
+def seed(given: object, framework: str | None = None) -> str:
+    """Of a generator, or of a key of JAX, whose numbers a call would not draw. framework: of an array, where it is a view."""
     library = type(given).__module__.partition(".")[0]
     dtype = str(getattr(given, "dtype", ""))
+    if dtype == "uint32" and framework is not None and framework.partition(".")[0] != "jax":
+        return f"; convert it, as by {cast(framework, 'seed', 'int64')}"
     if library == "torch":
         return "; draw an int of it, as by int(torch.randint(2**31, (), generator=seed))"
     if library == "numpy" and hasattr(given, "integers"):

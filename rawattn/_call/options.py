@@ -189,6 +189,20 @@ def number(name: str, value: Any, accepted: str) -> float:
         return math.inf
 
 
+def check_array(name: str, value: Any) -> None:
+    """Refuses what is no array where an option is one."""
+    if not hasattr(value, "__dlpack__"):
+        raise TypeError(
+            f"{name}: got {shown(value)}, expected an array or None{option_advice.array_option(name, value)}"
+        )
+
+
+def no_score_mod(value: Any) -> TypeError:
+    """Of what is given as `score_mod` and is none."""
+    advice = option_advice.array_option("score_mod", value)
+    return TypeError(f"score_mod: got {shown(value)}, expected a rawattn.ScoreMod or None{advice}")
+
+
 def backend(value: Any) -> str | None:
     if value is None or (isinstance(value, str) and value in ("cuda", "cpu")):
         return value

@@ -138,9 +138,17 @@ def _alibi_slopes(name: str, array: Any, shapes: Shapes, lengths: Lengths) -> Ar
     expected = ((shapes.nheads_q,), (shapes.batch, shapes.nheads_q))
     if array.shape not in expected:
         raise ValueError(
-            f"{name}: got shape {array.shape}, expected (nheads_q,) = {expected[0]} or (batch, nheads_q) = {expected[1]}"
+            f"{name}: got shape {array.shape}, expected (nheads_q,) = {expected[0]} or (batch, nheads_q) = {expected[1]}; "
+            f"{_slopes_advice(array.shape, expected)}"
         )
     return ArrayForm(_FLOATS[array.dtype], (1, *array.shape)[-2:], tuple(array.shape))
+
+
+def _slopes_advice(shape: tuple[int, ...], expected: tuple[tuple[int, ...], ...]) -> str:
+    for wanted in expected:
+        if np.prod(shape) == np.prod(wanted):
+            return f"pass alibi_slopes.reshape{wanted}"
+    return "pass a slope for each query head, none for a head of the keys"
 
 
 def _sink_logits(name: str, array: Any, shapes: Shapes, lengths: Lengths) -> ArrayForm:
@@ -163,7 +171,7 @@ def _wrong_dtype(name: str, array: Any, accepted: str, shapes: Shapes) -> TypeEr
 def _seed(name: str, array: Any, shapes: Shapes, lengths: Lengths) -> ArrayForm:
     if array.dtype not in _INTEGERS:
         raise TypeError(
-            f"{name}: got dtype {array.dtype}, expected int32 or int64, or an int{option_advice.seed(array)}"
+            f"{name}: got dtype {array.dtype}, expected int32 or int64, or an int{option_advice.seed(array, shapes.framework)}"
         )
     if int(np.prod(array.shape)) != 1:
         raise ValueError(f"{name}: got shape {array.shape}, expected an array of one element")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,12 +13,14 @@ from numpy.typing import NDArray
 from rawattn._call import options as _options
 from rawattn._call.options import DEFAULTS, shown
 from rawattn._call.places import says_places
+from rawattn._console import outputs
 from rawattn._masks import host
 from rawattn._masks.block_mask import BlockMask
 from rawattn._masks.build import block_mask
 
 _SIGNS = np.array([".", "+", "#"])  # dead, partial, full
 _WIDEST = 96  # tiles in a line
+_ENDINGS = (".png", ".svg", ".pdf")
 
 
 @says_places("rawattn.show_mask")
@@ -51,7 +55,7 @@ def show_mask(
     tile : (rows, keys), optional
         Default: 64 x 64, or as many more as a line needs that has no more than 96 tiles.
     path : str or path-like, optional
-        A picture is written there too, by matplotlib.
+        A picture is written there too, by matplotlib: .png, .svg or .pdf.
 
     >>> import rawattn
     >>> print(rawattn.show_mask(seqlen_q=256, seqlen_k=256, causal=True, window=(100, None)))
@@ -61,6 +65,7 @@ def show_mask(
     +++.
     .+++
     """
+    file = Path() if path is None else _file(path)
     found = mask if mask is None or isinstance(mask, BlockMask) else block_mask(mask)
     heads = (1, 1) if found is None else found.shape[:2]
     rows = _length("seqlen_q", seqlen_q, None if found is None else found.shape[2])
@@ -85,7 +90,7 @@ def show_mask(
         f"{count} {name}" for count, name in zip(numbers, ("dead", "partial", "full"), strict=True)
     )
     if path is not None:
-        _draw(states, title, path)
+        _draw(states, title, file)
     lines = ["".join(_SIGNS[row]) for row in states]
     return "\n".join([f"{title} of {states.size}", *lines])
 
@@ -144,7 +149,23 @@ def _rows_of(
     return np.broadcast_to(keep[:, : keys if found.shape[3] > 1 else 1], (count, keys))
 
 
-def _draw(states: NDArray[np.int8], title: str, path: str | os.PathLike[str]) -> None:
+def _file(path: Any) -> Path:
+    """Where the picture goes, asked before the work."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"path: got {shown(path)}, expected the name of a file, as 'mask.png'")
+    file = Path(path)
+    outputs.check_ending("path", file, _ENDINGS)
+    outputs.check("path", file)
+    if not file.absolute().parent.exists():
+        raise FileNotFoundError(
+            f"path {file}: there is no folder {file.parent}, expected one that is there; make it first"
+        )
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ImportError('path: a picture needs matplotlib: pip install "rawattn[bench]"')
+    return file
+
+
+def _draw(states: NDArray[np.int8], title: str, path: Path) -> None:
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
 

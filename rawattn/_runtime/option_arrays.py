@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from rawattn._call import option_advice
-from rawattn._call.options import Options, dropout_p, shown
+from rawattn._call.options import Options, check_array, dropout_p, no_score_mod, shown
 from rawattn._call.problem import Problem
 from rawattn._masks.block_mask import BlockMask
 from rawattn._runtime.verbs import FLOAT32, Shape, Verb
@@ -67,10 +67,7 @@ def with_arrays(
             names += ("mask_kept",) if form.kept else ()
             arrays += array.arrays if q is None else array.beside(q)
             continue
-        if not hasattr(array, "__dlpack__"):
-            raise TypeError(
-                f"{name}: got {shown(array)}, expected an array or None{option_advice.array_option(name, array)}"
-            )
+        check_array(name, array)
         names.append(name)
         arrays.append(array)
     text = None
@@ -78,10 +75,7 @@ def with_arrays(
         from rawattn._scores.score_mod import ScoreMod, require_float32, require_gradient
 
         if not isinstance(options.score_mod, ScoreMod):
-            raise TypeError(
-                f"score_mod: got {shown(options.score_mod)}, expected a rawattn.ScoreMod or None"
-                f"{option_advice.array_option('score_mod', options.score_mod)}"
-            )
+            raise no_score_mod(options.score_mod)
         require_float32(options.score_mod.text)
         if not verb.refuses_gradients:  # the caller takes them
             require_gradient(options.score_mod.text)

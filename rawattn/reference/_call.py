@@ -11,7 +11,7 @@ from numpy.typing import DTypeLike, NDArray
 from rawattn._call import options as _options
 from rawattn._call import scales
 from rawattn._call.layout import Lengths, host_lengths
-from rawattn._call.options import DEFAULTS, Options, shown
+from rawattn._call.options import DEFAULTS, Options
 from rawattn._call.problem import Problem, describe
 from rawattn._interop.arrays import import_array
 from rawattn._interop.integers import import_integers
@@ -79,6 +79,11 @@ def read(q: Any, k: Any, v: Any, options: Options, precision: DTypeLike = np.flo
     bias, mask = options.bias, options.mask
     alibi_slopes, sink_logits = options.alibi_slopes, options.sink_logits
 
+    for name in ("bias", "mask", "alibi_slopes", "sink_logits"):
+        given = getattr(options, name)
+        if given is not None and not (name == "mask" and isinstance(given, BlockMask)):
+            _options.check_array(name, given)
+
     sequences = _sequences(problem, lengths)
     longest = (
         max((len_q for _, len_q, _, _ in sequences), default=0),
@@ -86,13 +91,21 @@ def read(q: Any, k: Any, v: Any, options: Options, precision: DTypeLike = np.flo
     )
     shape_bias = None
     if bias is not None:
+        bias = _host("bias", bias)
+        if bias.dtype == np.bool_:
+            raise TypeError(
+                "bias: got dtype bool, expected numbers that are added to scores; write mask= (True = keep)"
+            )
         bias = floats("bias", bias, dtype)
         shape_bias = bias.shape
         bias = _four_axes("bias", bias, problem, longest)
     if mask is not None:
         mask = _host("mask", mask.to_bool() if isinstance(mask, BlockMask) else mask)
         if mask.dtype != np.bool_:
-            raise TypeError(f"mask: got {mask.dtype}, expected bool (True keeps a key)")
+            raise TypeError(
+                f"mask: got dtype {mask.dtype}, expected bool, where True keeps a key; what is added to scores is bias=, and "
+                "of a mask of 1 and 0 pass mask != 0"
+            )
         mask = _four_axes("mask", mask, problem, longest)
     nheads_q = problem.nheads_q
     if alibi_slopes is not None:
@@ -135,7 +148,7 @@ def _modifier(score_mod: Any, dtype: np.dtype[Any]) -> Modifier | None:
     if score_mod is None:
         return None
     if not isinstance(score_mod, ScoreMod):
-        raise TypeError(f"score_mod: got {shown(score_mod)}, expected a rawattn.ScoreMod or None")
+        raise _options.no_score_mod(score_mod)
     numpy_eval.require_expression(score_mod.text)
     captured = {name: _host(name, array) for name, array in score_mod.arrays.items()}
     for name, array in captured.items():
