@@ -13,6 +13,7 @@ import pytest
 
 import rawattn
 from rawattn import Gradients, SeqLayout, attention, attention_backward, plan
+from rawattn._interop.native import View
 from rawattn._runtime import planned
 from rawattn._verbs import plan as verbs_plan
 
@@ -246,3 +247,84 @@ def test_arrays_of_options_are_those_of_the_call(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ValueError, match=r"^plan: an array does not begin at a multiple of 16"):
         made(aligned((1, 5, 2, 8), 4), k, v)
     assert not machine.launched
+
+
+@pytest.fixture
+def long_ways(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The calls of plans that are not made from addresses alone."""
+    found: list[Any] = []
+    call = planned.GpuPlan.__call__
+
+    def counted(self: Any, args: Any, *more: Any) -> Any:
+        found.append(args)
+        return call(self, args, *more)
+
+    monkeypatch.setattr(planned.GpuPlan, "__call__", counted)
+    return found
+
+
+def test_arrays_of_options_that_are_left_out_cost_nothing(
+    long_ways: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(monkeypatch)
+    q, k, v = (aligned((1, 5, 2, 8)) for _ in range(3))
+    bias, sinks = aligned((1, 1, 5, 5)), aligned((2,))
+    made = plan(attention, q, k, v, bias=bias, sink_logits=sinks, dropout_p=0.5, seed=7)
+    other = aligned((1, 1, 5, 5))
+    for more, expected in (
+        ((), (bias, sinks)),
+        ((other,), (other, sinks)),
+        ((other, sinks), (other, sinks)),
+    ):
+        made(q, k, v, *more)
+        launched = machine.launched.pop()
+        assert launched[:5] == [machine.address(x) for x in (q, k, v, *expected)]
+        assert launched[-1] == 7
+    assert not long_ways
+    with pytest.raises(ValueError, match=r"^bias: begins 8 bytes past"):
+        made(q, k, v, aligned((1, 1, 5, 5), 8))
+
+
+def test_a_planned_backward_with_a_bias_and_without_dlse(
+    long_ways: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(monkeypatch)
+    given = [aligned((1, 5, 2, 8)) for _ in range(5)] + [aligned((1, 2, 5))]
+    bias = aligned((1, 1, 5, 5))
+    made = plan(attention_backward, *given, bias=bias)
+    made(*given)
+    assert machine.launched[-1][:8] == [*map(machine.address, given), 0, machine.address(bias)]
+    assert not long_ways
+
+
+def test_what_a_plan_writes_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch)
+    told: list[Any] = []
+    monkeypatch.setattr(planned, "teller", lambda *x: lambda: told.extend(x))
+    monkeypatch.setattr(planned, "tell_written", lambda *x: told.extend(x))
+    q, k, v = (aligned((1, 5, 2, 8)) for _ in range(3))
+    made = plan(attention, q, k, v)
+    out = made(q, k, v)
+    assert told[0] is out
+    made(q, v=v, k=k)
+    assert told[2] is out
+    other = aligned((1, 5, 2, 8))
+    monkeypatch.setattr(machine, "view", lambda x: planned_view(machine, x), raising=False)
+    made(q, k, v, out=other)
+    assert told[4] is other
+
+
+def planned_view(machine: Machine, x: Any) -> View:
+    return View(machine.address(x), x.shape, x.strides, x.dtype, machine.device)
+
+
+def test_pages_that_a_plan_writes_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    Machine(monkeypatch)
+    told: list[Any] = []
+    monkeypatch.setattr(planned, "tell_written", lambda *x: told.extend(x))
+    monkeypatch.setattr(planned.on_gpu, "pairs", lambda *_: ())
+    k, k_pages, v_pages = aligned((1, 1, 2, 8)), aligned((2, 4, 2, 8)), aligned((2, 4, 2, 8))
+    table = np.zeros((1, 1), np.int32)
+    made = plan(rawattn.append_kv, k, k, k_pages, v_pages, table, seqlen_k=[1])
+    made(k, k, k_pages, v_pages, table)
+    assert [x is y for x, y in zip(told, (k_pages, v_pages), strict=True)] == [True, True]

@@ -240,6 +240,24 @@ def test_a_gradient_is_not_lost_in_a_repeated_call(
     assert refused == [["q", "k", "v"]]
 
 
+def test_a_write_of_a_repeated_call_is_told(
+    gpu: Framework, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = Array(1 << 16)
+    known(gpu, lambda: rawattn.attention(*arrays(), out=out))
+    told: list[Any] = []
+    refused: list[Any] = []
+    monkeypatch.setattr(repeats, "tell_written", lambda *x: told.extend(x))
+    monkeypatch.setattr(
+        repeats, "refuse_gradients_of_written", lambda names, x: refused.append((*names, *x))
+    )
+    rawattn.attention(*arrays(), out=out)
+    assert (told, refused) == ([out], [])
+    out.tracked = True
+    rawattn.attention(*arrays(), out=out)
+    assert refused == [("out", out)]
+
+
 def bias(address: int = 1 << 16, shape: tuple[int, ...] = (2, 4, 4)) -> Array:
     return Array(address, shape)
 

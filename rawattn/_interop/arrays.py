@@ -181,6 +181,22 @@ def refuse_gradients(names: Iterable[str], arrays: Iterable[Any]) -> None:
             )
 
 
+def refuse_gradients_of_written(names: Iterable[str], arrays: Iterable[Any]) -> None:
+    """Raises RuntimeError for a torch tensor to write that requires a gradient while torch's grad mode is on.
+
+    Autograd would take what is written for what it recorded before.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return
+    for name, x in zip(names, arrays, strict=True):
+        if isinstance(x, torch.Tensor) and x.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{name}: got a tensor to write that requires a gradient, which would not be that of what is written; pass "
+                f"{name}.detach(), or call under torch.no_grad()"
+            )
+
+
 def _import_numpy(name: str, obj: Any) -> Imported:
     if type(obj) is not np.ndarray:
         obj = _plain_numpy(name, obj)

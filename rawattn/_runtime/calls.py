@@ -13,6 +13,7 @@ from rawattn._call.checks import byte_range, check_apart, check_out
 from rawattn._call.layout import Lengths
 from rawattn._call.options import Options
 from rawattn._call.structure import structure
+from rawattn._interop import arrays
 from rawattn._interop.arrays import HOST
 from rawattn._kernels.operands import Operands, contiguous
 from rawattn._runtime.option_arrays import told_with_results
@@ -146,8 +147,8 @@ def describe(
     verb: Verb, named: dict[str, Any], options: Options, flag: bool, framework: str
 ) -> tuple[problem.Problem, Lengths, tuple[tuple[tuple[int, ...], np.dtype[Any]] | None, ...]]:
     """Every check of a call's arrays and options, and what it gives."""
-    arrays = {name: named[name] for name in verb.extras}
-    described, lengths = verb.describe(named, options, framework, arrays)
+    of_options = {name: named[name] for name in verb.extras}
+    described, lengths = verb.describe(named, options, framework, of_options)
     verb.check(described, named, framework)
     check_written(verb, named)
     results = verb.results(described, named[verb.lead].dtype, flag)
@@ -168,6 +169,17 @@ def check_written(verb: Verb, named: Mapping[str, Any]) -> None:
     for name in verb.inputs:
         if name in verb.written:
             check_apart(others.pop(name), others.items(), name)
+
+
+def refuse_gradients(
+    verb: Verb, options: Options, inputs: Sequence[Any], targets: Sequence[Any]
+) -> None:
+    """Raises where a gradient would be lost: of an input, where the verb takes none, or of an array to write."""
+    names = told_with_results(verb, options)
+    count = len(inputs)
+    if verb.refuses_gradients:
+        arrays.refuse_gradients(names[:count], inputs)
+    arrays.refuse_gradients_of_written(names[count:], targets)
 
 
 def _is_copied(verb: Verb, name: str, view: Any) -> bool:

@@ -13,6 +13,7 @@ from rawattn._call.partials import Given, Partials
 from rawattn._cpu import combine as cpu_combine
 from rawattn._interop import arrays
 from rawattn._interop.arrays import HOST
+from rawattn._interop.written import tell_written
 from rawattn._runtime.calls import name_of
 from rawattn._runtime.devices import gpu_available
 
@@ -51,9 +52,11 @@ def run(
         results = _place(call.device)(
             call.described, call.sides, call.outs, call.lses, call.target, lse
         )
+        written = out, None if planned is None else planned.lse
+        tell_written(*written)
         exported = [
             arrays.export_array(new, framework, stream) if own is None else own
-            for new, own in zip(results, (out, planned and planned.lse), strict=True)
+            for new, own in zip(results, written, strict=True)
         ]
         return exported[0], exported[1]
 
@@ -83,6 +86,7 @@ def read(outs: Any, lses: Any, out: Any, dtype: Any, framework: str, stream: Any
     device = given[0].device
     target = None
     if out is not None:
+        arrays.refuse_gradients_of_written(("out",), (out,))
         imported = arrays.import_array("out", out, stream=stream)
         if imported.readonly:
             raise ValueError("out: got a read-only array; pass a writable one")

@@ -16,10 +16,11 @@ from rawattn._call.options import Options
 from rawattn._interop import arrays
 from rawattn._interop.arrays import HOST, Imported
 from rawattn._interop.native import native
+from rawattn._interop.written import tell_written
 from rawattn._runtime import on_cpu, on_gpu
-from rawattn._runtime.calls import describe, elsewhere
+from rawattn._runtime.calls import describe, elsewhere, refuse_gradients
 from rawattn._runtime.devices import gpu_available
-from rawattn._runtime.option_arrays import told, told_with_results
+from rawattn._runtime.option_arrays import told_with_results
 from rawattn._runtime.verbs import Verb
 
 Arrays = Sequence[Any]
@@ -40,13 +41,35 @@ def run(
     targets: arrays of the caller to write, None for an output that is the library's own. values: numbers for the kernels.
     memo: of the call's mask, for what may be kept where no array is moved.
     """
+    results = _run(verb, inputs, targets, options, flag, backend, values, memo)
+    for target in targets:
+        if target is not None:
+            tell_written(*targets)
+            break
+    if verb.written:
+        named = zip(verb.inputs, inputs, strict=True)
+        tell_written(*(x for name, x in named if name in verb.written))
+    return results
+
+
+def _run(
+    verb: Verb,
+    inputs: Arrays,
+    targets: Arrays,
+    options: Options,
+    flag: bool,
+    backend: str | None,
+    values: tuple[int, ...],
+    memo: dict[Any, Any] | None,
+) -> Sequence[Any]:
+    """`run`, of which nobody is told."""
     framework = arrays.framework_of(inputs[verb.q])
     own = native(framework)
     if own is not None and (backend is None or backend == "cuda"):
         read = own.read((*inputs, *targets), verb.required)
         if read is not None:
-            if read[2] and verb.refuses_gradients:
-                arrays.refuse_gradients(told(verb, options), inputs)
+            if read[2]:
+                refuse_gradients(verb, options, inputs, targets)
             return on_gpu.run(
                 verb, own, read, inputs, targets, options, flag, framework, values, memo
             )
@@ -86,9 +109,7 @@ def _imported(
 ) -> Sequence[Any]:
     """`run` on views of the arrays, which may be of several frameworks, on the host or on a GPU."""
     _options.backend(backend)
-    names = told(verb, options)
-    if verb.refuses_gradients:
-        arrays.refuse_gradients(names, inputs)
+    refuse_gradients(verb, options, inputs, targets)
     if framework == "jax" and backend != "cpu":
         from rawattn._jax import eager
 

@@ -14,6 +14,7 @@ from rawattn._call.options import Options
 from rawattn._call.seq_layout import SeqLayout
 from rawattn._interop import arrays, streams
 from rawattn._interop.native import Native, Read
+from rawattn._interop.written import tell_written, teller
 from rawattn._runtime import on_gpu
 from rawattn._runtime.calls import Call, check_written
 from rawattn._runtime.option_arrays import told, told_with_results
@@ -81,6 +82,8 @@ class GpuPlan:
         self._alignment = _alignment(self._together(read[0]) | _together(self._result_addresses))
         self._places = on_gpu.places(verb, read[0][: self._count])
         self._pairs = on_gpu.pairs(verb, call, read[0])
+        # The places of inputs that a call changes.
+        self._changed = [n for n, name in enumerate(verb.inputs) if name in verb.written]
         self._memory = call.prepared.own(own, self._stream, lengths)
         self.repeat = self._repeated()
         if not streams.is_capturing(self._stream):
@@ -90,39 +93,63 @@ class GpuPlan:
         """The call with arrays like those of planning time, by position, into the plan's own. It gives `UNLIKE`, and has done
         nothing, where they are not like those: `__call__` tells what is wrong with them, or takes them.
         """
-        verb, own, device = self._verb, self._own, self._device
-        count = sum(x is not None for x in self._inputs)
-        read = own.reader(count)
-        if any(x is None for x in self._inputs[:count]):
-            return lambda args: UNLIKE
-        form = read(*self._inputs[:count])[1]  # type: ignore[index]  # they have been read before
-        tail = [0] * (self._count - count) + self._result_addresses
-        tail += [*self._values, *self._memory.tail]
+        own, device = self._own, self._device
+        known_calls = self._known_calls()
         launches, result, known = self._memory.launches, self._result, self._streams
         stream_of, current_device, planned = own.stream, own.current_device, self._places
-        pairs = self._pairs
+        verb, pairs, names = self._verb, self._pairs, told(self._verb, self._options)
+        tell, changed = teller(*self._results), self._changed
 
         def repeat(args: Sequence[Any]) -> Any:
-            if len(args) != count or (found := read(*args)) is None:
+            known_call = known_calls.get(len(args))
+            if known_call is None:
+                return UNLIKE
+            read, form, tail = known_call
+            found = read(*args)
+            if found is None:
                 return UNLIKE
             addresses, got, tracked = found
             if got != form or current_device() != device:
                 return UNLIKE
+            if tracked and verb.refuses_gradients:
+                arrays.refuse_gradients(names[: len(args)], args)
+            addresses += tail
             if pairs and not on_gpu.are_apart(pairs, addresses):
                 return UNLIKE
-            if tracked and verb.refuses_gradients:
-                arrays.refuse_gradients(verb.inputs, args)
             if planned and on_gpu.places(verb, addresses) != planned:
                 return UNLIKE
             stream = stream_of(device)
             if stream not in known:
                 known.add(stream)
-            addresses += tail
             for launch, blocks in launches:
                 launch(addresses, blocks, stream)
+            if tell is not None:
+                tell()
+            if changed:
+                tell_written(*[args[n] for n in changed])
             return result
 
         return repeat
+
+    def _known_calls(self) -> dict[int, tuple[Callable[..., Read | None], Any, list[int]]]:
+        """By how many arrays a call gives: what reads those, their form, and the addresses of all others.
+
+        Arrays of options may be left out. They are then those of planning time, and so is what stands behind an array that the
+        plan does not have.
+        """
+        verb, own, inputs = self._verb, self._own, self._inputs
+        most = next((n for n, x in enumerate(inputs) if x is None), self._count)
+        behind = [*self._result_addresses, *self._values, *self._memory.tail]
+        found = {}
+        for count in range(min(most, self._count - len(verb.extras)), most + 1):
+            rest = inputs[count:]
+            if verb.refuses_gradients and any(getattr(x, "requires_grad", False) for x in rest):
+                continue
+            read = own.reader(count)
+            addresses = [0 if x is None else own.address(x) for x in rest]
+            form = read(*inputs[:count])[1]  # type: ignore[index]  # they have been read before
+            found[count] = read, form, [*addresses, *behind]
+        return found
 
     def __call__(
         self, args: Sequence[Any], out: Sequence[Any] | None, given: Mapping[str, Any]
@@ -140,14 +167,14 @@ class GpuPlan:
             raise self._refused(args)
         addresses, _, tracked = read
         if tracked and self._verb.refuses_gradients:
-            arrays.refuse_gradients(self._verb.inputs, args)
+            arrays.refuse_gradients(told(self._verb, self._options), args)
         together = self._together(addresses)
         if self._pairs and not on_gpu.are_apart(self._pairs, addresses):
             named = zip(self._verb.inputs, args, strict=True)
             check_written(self._verb, {name: own.view(x) for name, x in named if x is not None})
         if self._verb.extras:
             self._check_places(addresses)
-        memory, result = self._memory, self._result
+        memory, result, results = self._memory, self._result, self._results
         theirs: list[int] = []
         if out is None:
             addresses += self._result_addresses
@@ -176,6 +203,7 @@ class GpuPlan:
                 memory.run(addresses, stream, integers or None, theirs)
         else:
             memory.run(addresses, stream, integers or None, theirs)
+        tell_written(*results, *[args[n] for n in self._changed])
         return result
 
     def __del__(self) -> None:
@@ -244,6 +272,7 @@ class GpuPlan:
                 raise TypeError(
                     f"{shown}: got {type(result).__name__}, expected an array as planned"
                 )
+            arrays.refuse_gradients_of_written((shown,), (result,))
             got, expected = own.view(result), own.view(planned)
             if got[1:] != expected[1:]:
                 raise ValueError(

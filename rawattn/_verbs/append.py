@@ -80,7 +80,7 @@ def append_kv(
 ) -> ArrayT: ...
 
 
-@page_repeats.repeating(page_repeats.of_append_kv)
+@page_repeats.repeating(page_repeats.of_append_kv, written=(2, 3))  # k_pages, v_pages
 @hides_unknown
 def append_kv(
     k: Any,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rawattn._call.places import says_places
+from rawattn._interop.written import tell_written
 from rawattn._runtime import combine as runtime
 from rawattn._runtime.read_lengths import ANEW
 from rawattn._verbs import combine_repeats
@@ -69,6 +70,8 @@ def combine(outs: Any, lses: Any, *, out: Any = None, dtype: Any = None) -> tupl
     if found is not None and found.repeat is not None:
         results = found.repeat(found.addresses, out)
         if results is not ANEW:
+            if out is not None:
+                tell_written(out)
             return results  # type: ignore[no-any-return]
     made = runtime.run(outs, lses, out, dtype)
     if found is not None and found.repeat is None:

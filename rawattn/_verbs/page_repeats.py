@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 from rawattn._call.places import check_places, places_of
 from rawattn._interop.arrays import framework_of
 from rawattn._interop.native import Read, native
+from rawattn._interop.written import tell_written
 from rawattn._kernels.selection import UNCHANGED, selection
 from rawattn._runtime import dispatch, read_lengths
 from rawattn._runtime.asked import Asked
@@ -37,10 +38,12 @@ class Gathered(NamedTuple):
 
 def repeating(
     gather: Callable[[tuple[Any, ...], dict[str, Any]], Gathered | None],
+    written: tuple[int, ...] = (),
 ) -> Callable[[Callable[Parameters, Asked[Result]]], Callable[Parameters, Result]]:
     """Makes the public function of a verb of the one that says what is asked for.
 
-    gather: from the arguments of a call; None for one that is no step of decoding.
+    gather: from the arguments of a call; None for one that is no step of decoding. written: the places of the arrays that
+    a call changes.
     """
 
     def decorate(ask: Callable[..., Asked[Result]]) -> Callable[..., Result]:
@@ -74,6 +77,10 @@ def repeating(
                 if repeat is not None and not tracked and selection() is UNCHANGED:
                     result = repeat(addresses, out)
                     if result is not ANEW:
+                        if out is not None:
+                            tell_written(out)
+                        if written:
+                            tell_written(*[arrays[n] for n in written])
                         return result  # type: ignore[no-any-return]
             return anew(args, options, gathered, key)
 

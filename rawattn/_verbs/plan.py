@@ -16,6 +16,7 @@ from rawattn._call.places import check_places, places_of
 from rawattn._interop import arrays
 from rawattn._interop.native import native
 from rawattn._runtime import dispatch
+from rawattn._runtime.calls import refuse_gradients
 from rawattn._runtime.option_arrays import told, with_arrays
 from rawattn._runtime.planned import UNLIKE, GpuPlan
 from rawattn._runtime.verbs import BACKWARD, FORWARD, PAGED, Verb
@@ -69,8 +70,8 @@ class Plan:
         if own is not None and backend != "cpu":
             read = own.read((*inputs, *targets), verb.required)
             if read is not None:
-                if read[2] and verb.refuses_gradients:
-                    arrays.refuse_gradients(verb.inputs, inputs)
+                if read[2]:
+                    refuse_gradients(verb, options, inputs, targets)
                 self._gpu = GpuPlan(
                     verb, own, read, inputs, targets, options, flag, returned, values
                 )

@@ -18,8 +18,14 @@ from rawattn._call.layout import Lengths
 from rawattn._call.places import check_places, places_of
 from rawattn._call.seq_layout import SeqLayout, bind
 from rawattn._call.structure import token
-from rawattn._interop.arrays import framework_of, is_recording, refuse_gradients
+from rawattn._interop.arrays import (
+    framework_of,
+    is_recording,
+    refuse_gradients,
+    refuse_gradients_of_written,
+)
 from rawattn._interop.native import Native, Read, native
+from rawattn._interop.written import tell_written
 from rawattn._jax import eager
 from rawattn._kernels.selection import UNCHANGED, selection
 from rawattn._masks.block_mask import BlockMask
@@ -133,12 +139,17 @@ def repeating(
                     if alone and repeat is not None:
                         seqs._calls[name] = form, lengths, repeat
                 if repeat is not None and selection() is UNCHANGED:
-                    if tracked and verb.refuses_gradients and is_recording():
-                        refuse_gradients(_named(names, options, beside), (*args, *beside))
+                    if tracked and is_recording():
+                        if verb.refuses_gradients:
+                            refuse_gradients(_named(names, options, beside), (*args, *beside))
+                        if written is not None:
+                            refuse_gradients_of_written((out,), (written,))
                     if mask is not None:
                         addresses[count:count] = placed.addresses
                     result = repeat(addresses, written, lengths if mask is None else mask.memo)
                     if result is not None:
+                        if written is not None:
+                            tell_written(written)
                         return result  # type: ignore[no-any-return]
             return anew(args, options, key, beside, mask)
 
