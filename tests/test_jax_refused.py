@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ jax = pytest.importorskip("jax")
 # ruff: noqa: E402
 
 import jax.numpy as jnp
+import numpy as np
 
 import rawattn.jax
+from rawattn import SeqLayout, reference
 from rawattn._cpu import forward as cpu_forward
 from tests import jax_calls
 from tests.bad_calls import BAD_CALLS, Bad, check_refused
@@ -80,6 +83,49 @@ def test_traced_options_of_a_wrong_shape_are_refused_by_name(name: str) -> None:
 
     with pytest.raises(ValueError, match=rf"^{name}: got shape \(3,\), expected "):
         call(q, jnp.ones(3, bool if name == "mask" else "float32"))
+
+
+def of_traced_lengths(n: Any) -> dict[str, Callable[[], Any]]:
+    """Calls that need the values of n, by the argument that has it."""
+    q = np.ones((2, 4, 2, 16), np.float32)
+    out, lse = rawattn.attention(q, q, q, return_lse=True)
+    seqs, packed = SeqLayout(seqlen_k=n), SeqLayout.from_lengths(n)
+    of_mask = SeqLayout.from_padding_mask(jnp.arange(4) < n[:, None])
+    pages = np.ones((3, 4, 2, 16), np.float32), np.ones((3, 4, 2, 16), np.float32)
+    table = np.array([[0], [1]], np.int32)
+    rows = q.reshape(8, 2, 16)
+    paged: dict[str, Any] = {"seqlen_k": [4, 4], "seqs": SeqLayout(seqlen_q=n)}
+    return {
+        "seqlen_k of attention": lambda: rawattn.attention(q, q, q, seqs=seqs),
+        "seqlen_q of a mask": lambda: rawattn.attention(q, q, q, seqs=of_mask),
+        "seqstart_q of lengths": lambda: rawattn.attention(rows, rows, rows, seqs=packed),
+        "seqlen_k of a vjp": lambda: rawattn.attention_vjp(q, q, q, seqs=seqs),
+        "seqlen_k of a backward": lambda: rawattn.attention_backward(
+            out, q, q, q, out, lse, seqs=seqs
+        ),
+        "seqlen_k of a plan": lambda: rawattn.plan(rawattn.attention, q, q, q, seqs=seqs),
+        "seqlen_k of pages": lambda: rawattn.paged_attention(q, *pages, table, seqlen_k=n),
+        "seqlen_k to be checked": lambda: rawattn.paged_attention(
+            q, *pages, table, seqlen_k=n, validate=True
+        ),
+        "seqlen_q of pages": lambda: rawattn.paged_attention(q, *pages, table, **paged),
+        "seqlen_k of new rows": lambda: rawattn.append_kv(q, q, *pages, table, seqlen_k=n),
+        "seqlen_k of the reference": lambda: reference.attention(q, q, q, seqs=seqs),
+        "seqlen_k of its backward": lambda: reference.attention_backward(
+            out, q, q, q, out, lse, seqs=seqs
+        ),
+        "seqlen_k of its pages": lambda: reference.paged_attention(q, *pages, table, seqlen_k=n),
+        "seqlen_k of its new rows": lambda: reference.append_kv(q, q, *pages, table, seqlen_k=n),
+    }
+
+
+@pytest.mark.parametrize("which", of_traced_lengths(np.array([3, 4])))
+def test_traced_lengths_are_for_rawattn_jax(which: str) -> None:
+    traced = jax.jit(lambda n: of_traced_lengths(n)[which]())
+    with pytest.raises(
+        TypeError, match=rf"^{which.split(maxsplit=1)[0]}: got a JAX tracer.*rawattn\.jax"
+    ):
+        traced(jnp.array([3, 4], jnp.int32))
 
 
 def test_an_option_that_is_no_array_of_jax_is_refused() -> None:

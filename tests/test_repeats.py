@@ -289,6 +289,20 @@ def test_a_repeated_backward_with_a_bias(gpu: Framework) -> None:
     assert alone().dbias is None
 
 
+def test_the_order_in_which_arrays_of_options_are_spelled_does_not_matter(gpu: Framework) -> None:
+    q, k, v = arrays()
+    slopes = Array(1 << 19, (2,))
+    slopes.dtype = np.dtype(np.float32)
+    known(gpu, lambda: rawattn.attention(q, k, v, alibi_slopes=slopes, bias=bias()))
+    assert gpu.launched[-1][3:5] == [1 << 16, 1 << 19]
+    given = of_backward()
+    dlse = Array(1 << 21, (1, 2, 4))
+    dlse.dtype = np.dtype(np.float32)
+    for options in ({"bias": bias(), "dlse": dlse}, {"dlse": dlse, "bias": bias()}):
+        known(gpu, lambda options=options: rawattn.attention_backward(*given, **options))
+        assert gpu.launched[-1][6:8] == [1 << 21, 1 << 16]
+
+
 def of_mask(monkeypatch: pytest.MonkeyPatch, first: int) -> tuple[rawattn.BlockMask, list[int]]:
     """A mask whose arrays lie where this test's framework has them, and their addresses."""
     mask = rawattn.block_mask(np.ones((4, 4), bool))

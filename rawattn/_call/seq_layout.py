@@ -335,6 +335,19 @@ def _dense(batch: int, rows_q: int, rows_k: int) -> Lengths:
     return _bind(SeqLayout(), batch, rows_q, rows_k)
 
 
+def refuse_traced(seqs: Any) -> None:
+    """TypeError for integers of a JAX function under transformation, in a layout of a call that has to be launched now.
+
+    seqs: a layout, also one of pages; anything else passes.
+    """
+    for name in _ARRAYS:
+        if is_traced(getattr(seqs, name, None)):
+            raise TypeError(
+                f"{name}: got a JAX tracer, which holds no values; accepted are arrays and lists of int: traced lengths are "
+                "for rawattn.jax.attention, inside jit, grad, vmap and scan"
+            )
+
+
 def check_batch(seqs: SeqLayout, batch: int) -> None:
     """ValueError for lengths of another number of sequences than q has."""
     if seqs.batch is not None and batch != seqs.batch:

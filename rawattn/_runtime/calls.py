@@ -12,6 +12,7 @@ from rawattn._call import problem, scores
 from rawattn._call.checks import byte_range, check_apart, check_out
 from rawattn._call.layout import Lengths
 from rawattn._call.options import Options
+from rawattn._call.seq_layout import refuse_traced
 from rawattn._call.structure import structure
 from rawattn._interop import arrays
 from rawattn._interop.arrays import HOST
@@ -147,6 +148,7 @@ def describe(
     verb: Verb, named: dict[str, Any], options: Options, flag: bool, framework: str
 ) -> tuple[problem.Problem, Lengths, tuple[tuple[tuple[int, ...], np.dtype[Any]] | None, ...]]:
     """Every check of a call's arrays and options, and what it gives."""
+    refuse_traced(options.seqs)
     of_options = {name: named[name] for name in verb.extras}
     described, lengths = verb.describe(named, options, framework, of_options)
     verb.check(described, named, framework)

@@ -15,7 +15,8 @@ from rawattn._call.problem import Problem
 from rawattn._masks.block_mask import BlockMask
 from rawattn._runtime.verbs import FLOAT32, Shape, Verb
 
-_ARRAYS = ("bias", "mask", "alibi_slopes", "sink_logits")
+# In the order of the inputs that they become; then come captured ones and the seed.
+ARRAYS = ("bias", "mask", "alibi_slopes", "sink_logits")
 _DTYPES = {
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
@@ -57,7 +58,7 @@ def with_arrays(
     arrays: list[Any] = []
     values: tuple[int, ...] = ()
     form = None
-    for name in _ARRAYS:
+    for name in ARRAYS:
         array = getattr(options, name)
         if array is None:
             continue

@@ -13,7 +13,7 @@ from rawattn._call import pages, scales
 from rawattn._call.hints import NoOthers, hides_unknown, refuse_unknown
 from rawattn._call.layout import host_lengths
 from rawattn._call.options import Options, flag
-from rawattn._call.seq_layout import SeqLayout
+from rawattn._call.seq_layout import SeqLayout, refuse_traced
 from rawattn._interop import arrays
 from rawattn._interop.arrays import HOST
 from rawattn._interop.integers import import_integers
@@ -263,6 +263,8 @@ def read_pages(
     arrays.refuse_gradients(names, found)
     indptr, ids = pages.split(named["block_table"])
     layout = pages.PagedLayout(options.seqs, named["seqlen_k"], indptr)
+    if not layout.on_host:
+        refuse_traced(layout)
     table = ids
     if isinstance(ids, (list, tuple, range, np.ndarray)) or _place(ids) == HOST or validate:
         host = import_integers("block_table", ids)

@@ -31,6 +31,7 @@ from rawattn._kernels.selection import UNCHANGED, selection
 from rawattn._masks.block_mask import BlockMask
 from rawattn._runtime import dispatch, on_gpu
 from rawattn._runtime.asked import Asked
+from rawattn._runtime.option_arrays import ARRAYS
 from rawattn._runtime.verbs import Verb
 
 Parameters = ParamSpec("Parameters")
@@ -40,6 +41,9 @@ Result = TypeVar("Result")
 known: dict[str, dict[Any, Any]] = {}
 _MAX_KNOWN = 512
 _lock = threading.Lock()
+
+# Options that may be arrays, in the order of the verbs' inputs.
+_ARRAYS = ("dlse", *ARRAYS, "seed")
 
 _PLAIN = {bool, int, float, str, tuple, type(None)}
 
@@ -133,8 +137,9 @@ def repeating(
                             placed = mask.placed(q, form[4 * verb.q + 3], natives[kind].address)
                             key = (form, spelled, placed.told)
                         repeat = known[name].get(key)
-                    except (TypeError, ValueError, IndexError):
-                        # A layout that does not fit, or what cannot be hashed: the way of a first call tells what is wrong.
+                    except (TypeError, ValueError, IndexError, AttributeError):
+                        # A layout that does not fit or is traced, or what cannot be hashed: the way of a first call tells
+                        # what is wrong.
                         repeat = key = None
                     if alone and repeat is not None:
                         seqs._calls[name] = form, lengths, repeat
@@ -221,7 +226,7 @@ def _spelling(
     if names:
         types = [type(options[name]) for name in names]
         if kind in types:
-            beside = tuple([options[name] for name in names if type(options[name]) is kind])
+            beside = tuple([x for name in _ARRAYS if type(x := options.get(name)) is kind])
             values = tuple([x if type(x := options[name]) is not kind else None for name in names])
         else:
             values = tuple([options[name] for name in names])

@@ -18,7 +18,7 @@ from rawattn._call.gradients import Gradients, wanted
 from rawattn._call.layout import host_lengths
 from rawattn._call.options import Options
 from rawattn._call.places import says_places
-from rawattn._call.seq_layout import SeqLayout
+from rawattn._call.seq_layout import SeqLayout, refuse_traced
 from rawattn._scores.score_mod import ScoreMod
 from rawattn.reference import _passes
 from rawattn.reference._append import append_kv as append_kv
@@ -131,7 +131,9 @@ def paged_attention(
     )
     indptr, ids = pages.split(block_table)
     table = integers("block_table", ids)
-    layout = pages.PagedLayout(seqs, seqlen_k, indptr).on_the_host()
+    layout = pages.PagedLayout(seqs, seqlen_k, indptr)
+    refuse_traced(layout)
+    layout = layout.on_the_host()
     form = pages.form(layout, k_pages.shape, v_pages.shape, table)
     if q.ndim not in (3, 4):
         raise ValueError(f"q: got shape {q.shape}, expected three or four axes")

@@ -8,7 +8,8 @@ import numpy as np
 
 from rawattn._call import pages, scales
 from rawattn._call.layout import host_lengths
-from rawattn.reference._call import Array, _host, factors_of_pages, floats, integers
+from rawattn._call.seq_layout import refuse_traced
+from rawattn.reference._call import Array, factors_of_pages, floats, host, integers
 
 _FLOAT64 = np.dtype(np.float64)
 
@@ -41,7 +42,7 @@ def append_kv(
     [[0.0, 0.0], [-1.0, 1.0]]
     """
     factors = factors_of_pages({"k_scale": k_scale, "v_scale": v_scale}, k_pages, v_pages)
-    most = scales.LARGEST if _host("k_pages", k_pages).dtype == scales.FLOAT8 else np.inf
+    most = scales.LARGEST if host("k_pages", k_pages).dtype == scales.FLOAT8 else np.inf
     k, v, k_pages, v_pages = (
         floats(name, x, _FLOAT64)
         for name, x in (("k", k), ("v", v), ("k_pages", k_pages), ("v_pages", v_pages))
@@ -56,7 +57,9 @@ def append_kv(
         angles = [floats(name, x, _FLOAT64) for name, x in zip(("cos", "sin"), rotary, strict=True)]
     indptr, ids = pages.split(block_table)
     table = integers("block_table", ids)
-    layout = pages.PagedLayout(seqs, seqlen_k, indptr).on_the_host()
+    layout = pages.PagedLayout(seqs, seqlen_k, indptr)
+    refuse_traced(layout)
+    layout = layout.on_the_host()
     form = pages.form(layout, k_pages.shape, v_pages.shape, table)
     lengths = host_lengths(layout.bind(k.shape, k_pages.shape, table.shape))
     for n, (start, count, keys) in enumerate(

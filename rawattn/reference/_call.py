@@ -13,6 +13,7 @@ from rawattn._call import scales
 from rawattn._call.layout import Lengths, host_lengths
 from rawattn._call.options import DEFAULTS, Options
 from rawattn._call.problem import Problem, describe
+from rawattn._call.seq_layout import refuse_traced
 from rawattn._interop.arrays import import_array
 from rawattn._interop.integers import import_integers
 from rawattn._masks.block_mask import BlockMask
@@ -65,6 +66,7 @@ class Call(NamedTuple):
 
 def read(q: Any, k: Any, v: Any, options: Options, precision: DTypeLike = np.float64) -> Call:
     """The call with every option checked and resolved; `precision` is that of the arithmetic."""
+    refuse_traced(options.seqs)
     dtype = np.dtype(precision)
     q, k, v = (floats(name, x, dtype) for name, x in (("q", q), ("k", k), ("v", v)))
     # The shapes are those of a float32 call, whatever the dtype is here.
@@ -100,7 +102,7 @@ def read(q: Any, k: Any, v: Any, options: Options, precision: DTypeLike = np.flo
         shape_bias = bias.shape
         bias = _four_axes("bias", bias, problem, longest)
     if mask is not None:
-        mask = _host("mask", mask.to_bool() if isinstance(mask, BlockMask) else mask)
+        mask = host("mask", mask.to_bool() if isinstance(mask, BlockMask) else mask)
         if mask.dtype != np.bool_:
             raise TypeError(
                 f"mask: got dtype {mask.dtype}, expected bool, where True keeps a key; what is added to scores is bias=, and "
@@ -150,7 +152,7 @@ def _modifier(score_mod: Any, dtype: np.dtype[Any]) -> Modifier | None:
     if not isinstance(score_mod, ScoreMod):
         raise _options.no_score_mod(score_mod)
     numpy_eval.require_expression(score_mod.text)
-    captured = {name: _host(name, array) for name, array in score_mod.arrays.items()}
+    captured = {name: host(name, array) for name, array in score_mod.arrays.items()}
     for name, array in captured.items():
         if array.dtype.kind not in "bi":
             captured[name] = array.astype(dtype)
@@ -167,7 +169,7 @@ def _sequences(problem: Problem, lengths: Lengths) -> list[tuple[int, int, int, 
     return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
-def _host(name: str, array: Any) -> Array:
+def host(name: str, array: Any) -> Array:
     # Of NumPy's own the import would refuse another byte order, which is welcome here.
     if type(array) is not np.ndarray:
         array = import_array(name, array).array
@@ -183,7 +185,7 @@ def integers(name: str, values: Any) -> Array:
 
 def floats(name: str, array: Any, dtype: np.dtype[Any]) -> Array:
     """Numbers of any framework on the host, in this type."""
-    array = _host(name, array)
+    array = host(name, array)
     if array.dtype.kind != "f" and array.dtype.name not in ("bfloat16", "float8_e4m3fn"):
         raise TypeError(f"{name}: got {array.dtype}, expected a floating-point dtype")
     converted: Array = array.astype(dtype)
@@ -196,9 +198,9 @@ def factors_of_pages(given: Mapping[str, Any], k_pages: Any, v_pages: Any) -> tu
     given: both scales by name, which are for pages of float8_e4m3fn.
     """
     pools = {"q": k_pages, "k_pages": k_pages, "v_pages": v_pages}
-    pools = {name: _host(name, x) for name, x in pools.items()}
+    pools = {name: host(name, x) for name, x in pools.items()}
     float8 = scales.check_pools(pools, "q")
-    on_host = {n: _host(n, x) if hasattr(x, "__dlpack__") else x for n, x in given.items()}
+    on_host = {n: host(n, x) if hasattr(x, "__dlpack__") else x for n, x in given.items()}
     found = scales.read(on_host)
     scales.forms(found.arrays, tuple(found.numbers), float8, pools["k_pages"].shape[-2])
     extras = {**found.arrays, **{f"{name}_value": x for name, x in found.numbers.items()}}
