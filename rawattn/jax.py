@@ -12,7 +12,7 @@ import functools
 import inspect
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import jax
@@ -21,11 +21,10 @@ import numpy as np
 
 import rawattn
 from rawattn import SeqLayout
-from rawattn._call import option_advice
 from rawattn._call.gradients import Gradients
 from rawattn._call.hints import NoOthers, hides_unknown, no_attribute, refuse_unknown
 from rawattn._call.layout import Lengths
-from rawattn._call.options import Options, shown
+from rawattn._call.options import Options, flag
 from rawattn._call.places import says_places
 from rawattn._call.problem import Problem, describe
 from rawattn._interop import xla
@@ -139,11 +138,7 @@ def attention(
     """
     if unknown:
         refuse_unknown("rawattn.jax.attention", unknown, inspect.signature(attention).parameters)
-    for name, flag in (("return_lse", return_lse), ("deterministic", deterministic)):
-        if not isinstance(flag, bool):
-            raise TypeError(
-                f"{name}: got {shown(flag)}, expected a bool: True or False{option_advice.number(name, flag)}"
-            )
+    return_lse, deterministic = flag("return_lse", return_lse), flag("deterministic", deterministic)
     for name, array in (("q", q), ("k", k), ("v", v)):
         if not isinstance(array, (jax.Array, np.ndarray)):
             raise TypeError(
@@ -154,7 +149,7 @@ def attention(
         seqs, causal, align, window, sink, scale, bias, mask, alibi_slopes, softcap, score_mod, sink_logits, dropout_p,
         seed, num_splits,
     )  # fmt: skip
-    # The gradients of options' arrays that a backward gives.
+    # The gradients of options' arrays that a backward may give.
     gradients, _ = of_options(Gradients(), options, None)
     verb, arrays, values, options = with_arrays(FORWARD, options)
     if isinstance(mask, BlockMask):
@@ -263,9 +258,7 @@ def _function(text: str) -> Any:
     """
     record = read(text)
     saving = replace(record, lse=True)
-    pulling = replace(record, backward=True)
-    places = {name: n for n, name in enumerate(record.options)}
-    differentiated = [places[name.removeprefix("d")] for name in record.gradients]
+    places = {f"d{name}": n for n, name in enumerate(record.options)}
 
     @jax.custom_vjp  # type: ignore[untyped-decorator]  # JAX is not typed here
     def attention(
@@ -275,20 +268,41 @@ def _function(text: str) -> Any:
         return results if record.lse else results[0]
 
     def forward(q: Any, k: Any, v: Any, options: tuple[Any, ...], integers: tuple[Any, ...]) -> Any:
+        """Arguments say whether a gradient is taken of them."""
+        wanted = tuple(name for name in record.gradients if options[places[name]].perturbed)
+        q, k, v, options, integers = jax.tree.map(lambda x: x.value, (q, k, v, options, integers))
         out, lse = _call(saving, (q, k, v, *options, *integers))
-        return (out, lse) if record.lse else out, (q, k, v, out, lse, options, integers)
+        saved = q, k, v, out, lse, options, integers, _Wanted(wanted)
+        return (out, lse) if record.lse else out, saved
 
     def backward(saved: Any, gradients: Any) -> Any:
-        *arrays, options, integers = saved
-        dout, *dlse = gradients if record.lse else (gradients,)
+        *arrays, options, integers, wanted = saved
+        dense = map(_dense, gradients if record.lse else (gradients,))
+        _, dout, *dlse = _alike(arrays[0], *dense)
+        pulling = replace(record, backward=True, gradients=wanted.names)
         found = _call(pulling, (dout, *arrays, *dlse, *options, *integers))
         of_options: list[Any] = [None] * len(options)
-        for place, gradient in zip(differentiated, found[3:], strict=True):
-            of_options[place] = gradient
+        for name, gradient in zip(wanted.names, found[3:], strict=True):
+            of_options[places[name]] = gradient
         return (*found[:3], tuple(of_options), None)
 
-    attention.defvjp(forward, backward)
+    attention.defvjp(forward, backward, symbolic_zeros=True)
     return jax.jit(attention, inline=True)
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _Wanted:
+    """The gradients of options' arrays that are taken, for the backward: known while the program is traced."""
+
+    names: tuple[str, ...]
+
+
+def _dense(gradient: Any) -> Any:
+    """An array of zeros where JAX says that a gradient is zero."""
+    if isinstance(gradient, jax.custom_derivatives.SymbolicZero):
+        return jnp.zeros(gradient.shape, gradient.dtype)
+    return gradient
 
 
 def _call(record: Record, arrays: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -16,6 +16,8 @@ import pytest
 jax = pytest.importorskip("jax")
 # ruff: noqa: E402
 
+import jax.numpy as jnp
+
 import rawattn.jax
 from rawattn import reference
 from rawattn._call.options import Options
@@ -50,6 +52,22 @@ def test_the_program_calls_the_handler_and_nothing_on_the_host() -> None:
     targets = set(re.findall(r"custom_call @(\w+)", program))
     assert targets == {"rawattn_attention", "rawattn_attention_backward"}
     assert "callback" not in program
+
+
+@pytest.mark.parametrize(
+    ("wanted", "names"), [(0, ""), (1, "dbias"), ((0, 2), "dsink_logits")], ids=str
+)
+def test_no_gradient_is_computed_that_is_not_taken(wanted: Any, names: str) -> None:
+    q, k, v = arrays(2, 5, 4, 16)
+    given = q, jnp.ones((4, 5, 5)), jnp.zeros(4)
+
+    def loss(q: Any, bias: Any, logits: Any) -> Any:
+        return rawattn.jax.attention(q, k, v, bias=bias, sink_logits=logits).sum()
+
+    program = jax.jit(jax.grad(loss, wanted)).lower(*given).as_text()
+    backward = program.partition("@rawattn_attention_backward")[2]
+    (found,) = re.findall(r"gradients[^\[]*\[([^\]]*)\]", backward)
+    assert re.findall(r"d[a-z_]+", found) == names.split()
 
 
 def test_threads_trace_and_run_at_once() -> None:

@@ -128,6 +128,12 @@ def test_traced_lengths_are_for_rawattn_jax(which: str) -> None:
         traced(jnp.array([3, 4], jnp.int32))
 
 
+def test_flags_are_those_of_numpy_too() -> None:
+    q = arrays(1, 9, 2, 16)[0]
+    given = {"return_lse": np.True_, "deterministic": np.False_}
+    assert rawattn.jax.attention(q, q, q, **given)[1].shape == (1, 2, 9)
+
+
 def test_an_option_that_is_no_array_of_jax_is_refused() -> None:
     q = arrays(1, 9, 2, 16)[0]
     torch = pytest.importorskip("torch")
