@@ -185,3 +185,25 @@ def test_the_site_documents_every_public_name(tmp_path: Path) -> None:
     assert len(plots) == len(list(ROOT.glob("bench/results/*.png")))
     assert all((tmp_path / plot).is_file() for plot in plots)
     assert "unknown" not in (tmp_path / "reference/rawattn.html").read_text("utf-8")
+
+
+# Folders that the architecture names as a whole: their modules are what they are called.
+WHOLE = (
+    *("rawattn/_bench", "rawattn/_cli", "rawattn/_console", "rawattn/_jax", "rawattn/_torch"),
+    *("kernels_cu/ptx", "kernels_cu/tile"),
+)
+
+
+def test_the_architecture_names_every_module() -> None:
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    quoted = {x for quote in re.findall(r"`([^`]+)`", text) for x in re.findall(r"\w+", quote)}
+    files = [*(ROOT / "rawattn").rglob("*.py"), *(ROOT / "kernels_cu").rglob("*.cu*")]
+    missing = [
+        name
+        for name in (x.relative_to(ROOT).as_posix() for x in files)
+        if not name.startswith(WHOLE)
+        and "/__" not in name
+        and Path(name).stem not in quoted
+        and f"{Path(name).name}" not in text
+    ]
+    assert not missing
