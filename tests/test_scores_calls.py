@@ -10,8 +10,15 @@ import pytest
 
 import rawattn
 from rawattn import ScoreMod, reference
+from rawattn._call.options import DEFAULTS
+from rawattn._compile.compiler import CompileError
 from rawattn._cpu import backward as cpu_backward
 from rawattn._cpu import forward as cpu_forward
+from rawattn._interop.native import View
+from rawattn._kernels.target import without_device
+from rawattn._runtime import calls, kernel
+from rawattn._runtime.option_arrays import with_arrays
+from rawattn._runtime.verbs import FORWARD
 
 Q = np.random.default_rng(0).standard_normal((1, 3, 2, 8), dtype=np.float32)
 LSE = np.zeros((1, 2, 3), np.float32)
@@ -81,3 +88,30 @@ def test_a_text_in_cuda_needs_a_gpu(call: Callable[..., Any]) -> None:
         ):
             call(score_mod=mod, backend="cpu", seqs=seqs, **options)
     assert (into == 3).all()
+
+
+def test_an_error_in_a_text_in_cuda_is_told_of_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler's log as NVRTC writes it: the user's lines have the name of the argument in the place of a file's."""
+    log = 'score_mod(2): error: identifier "foo" is undefined\n\nkernel.cu(7): error: no'
+
+    def refuse(source: Any, device: int) -> Any:
+        raise CompileError("forward did not compile for sm_80", log)
+
+    monkeypatch.setattr(kernel, "load", refuse)
+    monkeypatch.setattr(kernel, "target", lambda device: without_device("sm_80"))
+    for forward, error, says in (
+        (
+            "score *= 2.f;\nscore = foo(score);",
+            ValueError,
+            r'^score_mod: .*\n  forward, line 2: .*"foo".*\n    score = foo\(score\);\nforward did not',
+        ),
+        (None, CompileError, "^forward did not compile"),
+    ):
+        text = "score * 2" if forward is None else forward
+        mod = ScoreMod(text, language="expression" if forward is None else "cuda")
+        given = with_arrays(FORWARD, DEFAULTS._replace(score_mod=mod))
+        q = np.zeros((1, 4, 2, 16), np.float32)
+        views = [View(4096 * n, q.shape, q.strides, q.dtype, 0) for n in (1, 2, 3)] + [None, None]
+        with pytest.raises(error, match=says) as raised:
+            calls.prepare(given.verb, views, given.options, False, 0, 0, "numpy")
+        assert isinstance(raised.value, CompileError)

@@ -38,7 +38,18 @@ _LOG_TAIL = 20
 
 
 class CompileError(RuntimeError):
-    """A kernel did not compile. The message names the kernel and where its source was kept."""
+    """A kernel did not compile. The message names the kernel and where its source was kept.
+
+    log: the compiler's, in full.
+    """
+
+    def __init__(self, message: str, log: str = "") -> None:
+        super().__init__(message)
+        self.log = log
+
+
+class TextError(CompileError, ValueError):
+    """A kernel did not compile for a text of the caller's. The message begins with the argument, and has the text's lines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +313,8 @@ def _failure(source: Source, arch: str, request: _Request, log: str) -> CompileE
         f"  kernel: {source.summary}\n"
         f"  source: {kept / 'kernel.cu'}\n"
         f"  headers: {kernels_dir()}\n"
-        f"  last lines of the log:\n{tail}"
+        f"  last lines of the log:\n{tail}",
+        log,
     )
 
 

@@ -22,9 +22,6 @@ from rawattn._kernels.target import without_device
 
 _PAGES = PageForm(page_size=16, num_pages=1, entries=1, packed=False, dtype="int32")
 
-PURPOSES = ("inference", "training", "all")
-
-
 # Sequences of whose backward most time is spent: none of its tables for shorter ones.
 _MANY_ROWS = 2048
 

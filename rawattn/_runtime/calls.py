@@ -14,11 +14,13 @@ from rawattn._call.layout import Lengths
 from rawattn._call.options import Options
 from rawattn._call.seq_layout import refuse_traced
 from rawattn._call.structure import structure
+from rawattn._compile.compiler import CompileError, TextError
 from rawattn._interop import arrays
 from rawattn._interop.arrays import HOST
 from rawattn._kernels.operands import Operands, contiguous
 from rawattn._runtime.option_arrays import told_with_results
 from rawattn._runtime.verbs import Verb
+from rawattn._scores.program import ScoreText
 
 if TYPE_CHECKING:
     from rawattn._runtime.prepared import Prepared
@@ -130,7 +132,10 @@ def launches(
     flag: bool,
     device: int,
 ) -> Prepared:
-    """What the fastest family of kernels that supports a call launches for it, loaded."""
+    """What the fastest family of kernels that supports a call launches for it, loaded.
+
+    CompileError where a kernel does not compile, which is a ValueError too where a score function's text in C++ is why.
+    """
     from rawattn._kernels import registry
     from rawattn._runtime import kernel
     from rawattn._runtime.prepared import Prepared
@@ -141,7 +146,16 @@ def launches(
     target = kernel.target(device)
     family = registry.choose(verb.name, described, target, operands)
     steps = family.steps(described, form, operands, target, **verb.more(flag))
-    return Prepared(steps, form, lengths, device, verb.names)
+    try:
+        return Prepared(steps, form, lengths, device, verb.names)
+    except CompileError as error:
+        text = described.score_mod
+        if isinstance(text, ScoreText) and text.language == "cuda":
+            from rawattn._scores.cuda_text import compile_error_message
+
+            if told := compile_error_message(error.log, text):
+                raise TextError(f"{told}\n{error}", error.log) from error
+        raise
 
 
 def describe(
