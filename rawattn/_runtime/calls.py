@@ -14,7 +14,6 @@ from rawattn._call.layout import Lengths
 from rawattn._call.options import Options
 from rawattn._call.seq_layout import refuse_traced
 from rawattn._call.structure import structure
-from rawattn._compile.compiler import CompileError, TextError
 from rawattn._interop import arrays
 from rawattn._interop.arrays import HOST
 from rawattn._kernels.operands import Operands, contiguous
@@ -136,6 +135,7 @@ def launches(
 
     CompileError where a kernel does not compile, which is a ValueError too where a score function's text in C++ is why.
     """
+    from rawattn._compile.compiler import CompileError, TextError
     from rawattn._kernels import registry
     from rawattn._runtime import kernel
     from rawattn._runtime.prepared import Prepared

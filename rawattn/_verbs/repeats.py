@@ -222,7 +222,8 @@ def _spelling(
     Types are part of it: True == 1 == 1.0, and not all of them are accepted everywhere.
     """
     names = [name for name in options if name not in ("seqs", out)]
-    spelled, beside = None, ()
+    spelled: Any = None
+    beside: tuple[Any, ...] = ()
     if names:
         types = [type(options[name]) for name in names]
         if kind in types:
