@@ -115,6 +115,8 @@ def attention(
     torch.Size([2, 5, 4, 16])
     """
     if unknown:
+        if torch.compiler.is_compiling():  # which cannot follow what finds the name that is meant
+            raise TypeError(f"{next(iter(unknown))}: rawattn.torch.attention has no such argument")
         refuse_unknown("rawattn.torch.attention", unknown, inspect.signature(attention).parameters)
     if not (
         isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)
@@ -135,6 +137,12 @@ def attention(
             )
         if isinstance(mask, BlockMask):
             mask, mask_handle = None, mask.handle
+        ops.check(
+            {"bias": bias, "mask": mask, "alibi_slopes": alibi_slopes, "sink_logits": sink_logits},
+            causal,
+            sink,
+            seqs,
+        )
         left, right = ops.ends_of(window)
         seed, seed_array = ops.seed_of(seed)
         traced = ops.Options(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -98,3 +99,24 @@ def test_what_is_no_bool(name: str, value: Any, recorded: bool) -> None:
     compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
     with pytest.raises(Exception, match=name):
         compiled(*x, **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("bias", [1.0], "bias: got list, expected a tensor or None"),
+        ("mask", [True], "mask: got list, expected a tensor or None"),
+        ("sink", 1.5, "sink: got 1.5, expected an int"),
+        ("window", (1.5, 1), "window: got 1.5, expected a tuple"),
+        ("seqs", 5, "seqs: got int, expected a SeqLayout"),
+        ("causal", np.True_, r"causal: expected True or False; .*pass bool\(causal\)"),
+        ("foo", 3, "foo: rawattn.torch.attention has no such argument"),
+    ],
+)
+def test_mistakes_that_torch_would_tell_in_its_own_words(name: str, value: Any, says: str) -> None:
+    """Before they reach the operator, whose schema knows no argument's purpose."""
+    compiled = torch.compile(
+        lambda *x: attention(*x, **{name: value}), fullgraph=True, backend="eager"
+    )
+    with pytest.raises(Exception, match=says):
+        compiled(*random("cpu"))

@@ -93,13 +93,37 @@ def layout_of(seqs: SeqLayout | Layout | None) -> Layout:
     )
 
 
+def check(arrays: dict[str, Any], causal: Any, sink: Any, seqs: Any) -> None:
+    """TypeError for what the operator's schema would refuse in words of its own, while torch traces.
+
+    arrays: options that are tensors. NumPy's arrays are tensors there.
+    """
+    for name, x in arrays.items():
+        if isinstance(x, (bool, int, float, str, list, tuple)):
+            raise TypeError(f"{name}: got {type(x).__name__}, expected a tensor or None")
+    if not isinstance(causal, bool):
+        raise TypeError(
+            "causal: expected True or False; a bool of NumPy is a tensor under torch.compile: pass bool(causal)"
+        )
+    if not _is_int(sink):
+        raise TypeError(f"sink: got {sink}, expected an int >= 0")
+    if seqs is not None and not isinstance(seqs, (SeqLayout, Layout)):
+        raise TypeError(f"seqs: got {type(seqs).__name__}, expected a SeqLayout or None")
+
+
+def _is_int(x: Any) -> bool:
+    return isinstance(x, (int, np.integer, torch.SymInt)) and not isinstance(x, bool)
+
+
 def ends_of(window: Any) -> tuple[Any, Any]:
     if window is None:
         return None, None
+    accepted = "expected a tuple (left, right) of ints >= 0, or None for an unbounded side"
     if not isinstance(window, tuple) or len(window) != 2:
-        raise TypeError(
-            f"window: got {window!r}, expected a tuple (left, right) of ints >= 0, or None for an unbounded side"
-        )
+        raise TypeError(f"window: got {window!r}, {accepted}")
+    for end in window:
+        if end is not None and not _is_int(end):
+            raise TypeError(f"window: got {end}, {accepted}")
     return window
 
 
