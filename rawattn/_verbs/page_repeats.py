@@ -19,7 +19,7 @@ from rawattn._kernels.selection import UNCHANGED, selection
 from rawattn._runtime import dispatch, read_lengths
 from rawattn._runtime.asked import Asked
 from rawattn._runtime.read_lengths import ANEW
-from rawattn._verbs.repeats import Parameters, are_plain, known, remember
+from rawattn._verbs.repeats import Parameters, are_plain, known, remember, shown
 
 Result = TypeVar("Result")
 
@@ -113,11 +113,7 @@ def repeating(
             return asked.returned(results)
 
         known[name] = {}
-        signature = inspect.signature(ask)
-        result = signature.return_annotation.removeprefix("Asked[").removesuffix("]")
-        vars(call)["__signature__"] = signature.replace(return_annotation=result)
-        call.__annotations__ = {**ask.__annotations__, "return": result}
-        return call
+        return shown(call, ask)
 
     return decorate
 

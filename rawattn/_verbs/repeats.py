@@ -195,13 +195,18 @@ def repeating(
             return returned(results)
 
         known[name] = {}
-        # What people are shown is what a call gives back.
-        result = signature.return_annotation.removeprefix("Asked[").removesuffix("]")
-        vars(call)["__signature__"] = signature.replace(return_annotation=result)
-        call.__annotations__ = {**ask.__annotations__, "return": result}
-        return call
+        return shown(call, ask)
 
     return decorate
+
+
+def shown(call: Callable[..., Result], ask: Callable[..., Asked[Result]]) -> Callable[..., Result]:
+    """`call`, of which people are shown what it gives back, where `ask` gives what is asked for."""
+    signature = inspect.signature(ask)
+    result = signature.return_annotation.removeprefix("Asked[").removesuffix("]")
+    vars(call)["__signature__"] = signature.replace(return_annotation=result)
+    call.__annotations__ = {**ask.__annotations__, "return": result}
+    return call
 
 
 def _by_position(
