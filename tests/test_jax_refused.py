@@ -128,6 +128,16 @@ def test_traced_lengths_are_for_rawattn_jax(which: str) -> None:
         traced(jnp.array([3, 4], jnp.int32))
 
 
+def test_a_traced_number_of_a_score_function_is_an_array_of_one_element() -> None:
+    def call(a: Any) -> Any:
+        return rawattn.ScoreMod("score * a", a=a)
+
+    with pytest.raises(
+        ValueError, match=r"^a: got shape \(\).*jnp.reshape\(a, 1\) and write a\[0\]"
+    ):
+        jax.jit(call)(1.0)
+
+
 def test_flags_are_those_of_numpy_too() -> None:
     q = arrays(1, 9, 2, 16)[0]
     given = {"return_lse": np.True_, "deterministic": np.False_}

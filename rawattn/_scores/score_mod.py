@@ -16,6 +16,7 @@ from rawattn._call.options import shown
 from rawattn._call.places import says_places
 from rawattn._handles import handle_of
 from rawattn._interop.arrays import framework_of, import_array
+from rawattn._interop.xla import is_traced
 from rawattn._scores import lint
 from rawattn._scores.expression import BOOL, FLOAT, INT
 from rawattn._scores.language import RESERVED, normalised
@@ -277,9 +278,10 @@ def _form(name: str, value: Any) -> tuple[str, int]:
         raise TypeError(f"{name}: got dtype {dtype}, accepted are {_dtypes()}")
     shape = tuple(value.shape)
     if not 1 <= len(shape) <= _MAX_RANK:
-        raise ValueError(
-            f"{name}: got shape {shape}, expected 1 to {_MAX_RANK} axes; a number is given as such"
-        )
+        advice = "a number is given as such"
+        if is_traced(value):
+            advice = f"pass jnp.reshape({name}, 1) and write {name}[0]"
+        raise ValueError(f"{name}: got shape {shape}, expected 1 to {_MAX_RANK} axes; {advice}")
     if math.prod(shape) == 0:
         raise ValueError(f"{name}: got shape {shape}, expected at least one element")
     return dtype, len(shape)

@@ -93,7 +93,7 @@ def read(q: Any, k: Any, v: Any, options: Options, precision: DTypeLike = np.flo
     )
     shape_bias = None
     if bias is not None:
-        bias = _host("bias", bias)
+        bias = host("bias", bias)
         if bias.dtype == np.bool_:
             raise TypeError(
                 "bias: got dtype bool, expected numbers that are added to scores; write mask= (True = keep)"
