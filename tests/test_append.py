@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import rawattn
-from rawattn._verbs import append
+from rawattn._call import pages
+from rawattn._verbs import append, paged
 from tests.append import Appended, appended
 from tests.paged import BFLOAT16
 
@@ -174,6 +175,42 @@ def test_refused(name: str) -> None:
     with pytest.raises(kind) as caught:
         rawattn.append_kv(**{**given, "rotary": CALL.rotary, **changed})
     assert message in str(caught.value)
+
+
+def test_a_row_without_a_place_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nobody has checked the integers, as for a plan whose lengths change on a GPU."""
+    monkeypatch.setattr(paged, "_check", lambda *args: None)
+    monkeypatch.setattr(append, "check_lengths", lambda *args: None)
+    k, v = (np.ones((3, 2, 1, 4), F32) for _ in range(2))
+    rotary = np.ones((2, 2), F32), np.zeros((2, 2), F32)
+    for table in ([[5, -1], [6, 0], [99, 2]], ([0, 2, 4, 6], [5, -1, 6, 0, 99, 2])):
+        k_pages, v_pages = (np.zeros((6, 2, 1, 4), F32) for _ in range(2))
+        q = rawattn.append_kv(
+            *(k, v, k_pages, v_pages, table), seqlen_k=[3, 1, 4], q=k, rotary=rotary
+        )
+        np.testing.assert_array_equal(q, k)
+        written = np.zeros((6, 2), bool)
+        written[5, 1] = written[2] = True  # the first row of sequence 0, both of sequence 2
+        for pool in (k_pages, v_pages):
+            np.testing.assert_array_equal(pool[..., 0, 0] == 1, written)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"backend": "cpu"}, {"backend": "cpu", "validate": np.False_}, {"validate": np.False_}],
+)
+def test_on_the_cpu_all_integers_are_checked(
+    how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those on a GPU too, whatever `validate` says."""
+    monkeypatch.setattr(pages.PagedLayout, "on_host", False)  # as with lengths on a GPU
+    k_pages, v_pages = CALL.pools()
+    given = (CALL.k, CALL.v, k_pages, v_pages)
+    with pytest.raises(ValueError, match="seqlen_k: got 0 keys for sequence 1"):
+        rawattn.append_kv(*given, CALL.pages.block_table, seqlen_k=[9, 0, 24, 3], **how)
+    with pytest.raises(ValueError, match="block_table: got page id 99"):
+        table = np.where(CALL.pages.block_table >= 0, 99, -1)
+        rawattn.append_kv(*given, table, seqlen_k=LENS, **how)
 
 
 def test_readonly_pages_are_refused() -> None:

@@ -25,16 +25,23 @@ def append(
     v_pages: Array,
     extras: Mapping[str, Any],
 ) -> None:
-    """Writes the new rows. extras: block_table, cos and sin where keys turn, and the scales of pages that hold 8 bits."""
+    """Writes the new rows that have a place in the pages: their position is one of theirs, their page's id one of a page.
+
+    extras: block_table, cos and sin where keys turn, and the scales of pages that hold 8 bits.
+    """
     form = problem.pages
     assert form is not None
     sequence, at, position = new_rows(lengths)
-    rows = _index(problem, lengths, sequence, at)
-    page = position // form.page_size
+    table = extras["block_table"]
+    # No length is above what the pages of its sequence hold, so a position may only be too low.
+    page = np.maximum(position, 0) // form.page_size
     if form.packed:
-        ids = extras["block_table"][lengths.start_k[sequence] // form.page_size + page]
+        ids = table[lengths.start_k[sequence] // form.page_size + page]
     else:
-        ids = extras["block_table"][sequence, page]
+        ids = table[sequence, page]
+    placed = (position >= 0) & (ids >= 0) & (ids < form.num_pages)
+    sequence, at, position, ids = (x[placed] for x in (sequence, at, position, ids))
+    rows = _index(problem, lengths, sequence, at)
     place = ids, position % form.page_size
     new_k, new_v = turned(problem, k[rows], position, extras), v[rows]
     if problem.float8:
@@ -64,11 +71,15 @@ def new_rows(lengths: HostLengths) -> tuple[Int64s, Int64s, Int64s]:
 
 
 def turned(problem: Problem, rows: Array, position: Int64s, extras: Mapping[str, Any]) -> Array:
-    """Rows (n, heads, D) with the rotary embedding of their positions, in float32; without one as they are."""
+    """Rows (n, heads, D) with the rotary embedding of their positions, in float32; without one as they are.
+
+    A position that has no angle takes that of the nearest one.
+    """
     rotary = problem.rotary
     if rotary is None:
         return rows
-    cos, sin = (extras[name][position][:, None].astype(np.float32) for name in ("cos", "sin"))
+    known = np.clip(position, 0, rotary.positions - 1)
+    cos, sin = (extras[name][known][:, None].astype(np.float32) for name in ("cos", "sin"))
     planes = rotary.dim // 2
     first, second = slice(0, planes), slice(planes, rotary.dim)
     if rotary.interleaved:

@@ -12,12 +12,13 @@ from rawattn._call.hints import NoOthers, hides_unknown, refuse_unknown
 from rawattn._call.layout import host_lengths
 from rawattn._call.options import Options, flag
 from rawattn._call.seq_layout import SeqLayout
+from rawattn._interop.arrays import HOST
 from rawattn._runtime.append import append_verb
 from rawattn._runtime.asked import Asked
 from rawattn._runtime.verbs import Verb
 from rawattn._verbs import page_repeats
 from rawattn._verbs.attention import first
-from rawattn._verbs.paged import Limits, read_pages, scaled
+from rawattn._verbs.paged import Limits, place_of, read_pages, scaled
 
 if TYPE_CHECKING:  # type checkers bring it: nothing is installed for it
     from typing_extensions import Unpack
@@ -140,7 +141,8 @@ def append_kv(
     out : array, optional
         For the queries: written and returned, as of `attention`.
     validate : bool
-        Check integers that are on the device too. It waits for the device. Where all are on the host they always are.
+        Check integers that are on the device too. It waits for the device. Where all are on the host, and where the call
+        runs on the CPU, they always are.
     backend : "cuda" or "cpu", optional
         Default: where the arrays are. NumPy's pages stay on the host, since each call would move all of them.
 
@@ -154,8 +156,8 @@ def append_kv(
     TypeError, ValueError
         Naming the argument, what was got and what is accepted; before anything is written. ValueError for more new rows
         than keys, for a length that is more than the pages hold or beyond the positions of `rotary`, and for an id that
-        is no page's: where all lengths and ids are on the host, else with `validate`. Without it a row without a place in
-        the pages is not written, and of positions that have no angle the nearest one has.
+        is no page's: where all lengths and ids are on the host or the call runs on the CPU, else with `validate`. Without
+        it a row without a place in the pages is not written, and a position that has no angle takes the nearest one's.
 
     Notes
     -----
@@ -235,8 +237,9 @@ def read_append(
         )
     if rotary is not None:
         rotary = _rotary.split(rotary)
-    # The CPU backend writes wherever the lengths say.
-    validate = True if validate is False and backend == "cpu" else validate
+    # The host reads a call on the CPU in any case, so checking its integers waits for nothing more.
+    on_cpu = backend == "cpu" or (backend is None and place_of(k) == HOST)
+    validate = flag("validate", validate) or on_cpu
     named = {"k": k, "k_pages": k_pages, "v_pages": v_pages, "block_table": block_table}
     named |= {"seqlen_k": seqlen_k, "validate": validate}
     table, options = read_pages(named, Options(seqs=seqs), ("k", "k_pages", "v_pages"), _WRITTEN)

@@ -266,7 +266,7 @@ def read_pages(
     if not layout.on_host:
         refuse_traced(layout)
     table = ids
-    if isinstance(ids, (list, tuple, range, np.ndarray)) or _place(ids) == HOST or validate:
+    if isinstance(ids, (list, tuple, range, np.ndarray)) or place_of(ids) == HOST or validate:
         host = import_integers("block_table", ids)
         on_host = isinstance(host, np.ndarray)
         if validate or (on_host and layout.on_host):
@@ -318,7 +318,7 @@ def _check(
     pages.check_ids(table, lengths, form, *limits)
 
 
-def _place(array: Any) -> int | None:
+def place_of(array: Any) -> int | None:
     """The device of an array, HOST, or None for what is no array: the call tells what is wrong with it."""
     try:
         return arrays.device_of(array, arrays.framework_of(array))
@@ -328,7 +328,7 @@ def _place(array: Any) -> int | None:
 
 def _beside(q: Any, table: np.ndarray[Any, Any]) -> Any:
     """A table of the host where q is, in q's framework."""
-    place = _place(q)
+    place = place_of(q)
     if place is None or place == HOST:
         return table
     import cupy
