@@ -179,7 +179,7 @@ def test_refused(name: str) -> None:
 
 def test_a_row_without_a_place_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nobody has checked the integers, as for a plan whose lengths change on a GPU."""
-    monkeypatch.setattr(paged, "_check", lambda *args: None)
+    monkeypatch.setattr(paged, "check_pages", lambda *args: None)
     monkeypatch.setattr(append, "check_lengths", lambda *args: None)
     k, v = (np.ones((3, 2, 1, 4), F32) for _ in range(2))
     rotary = np.ones((2, 2), F32), np.zeros((2, 2), F32)
@@ -259,6 +259,11 @@ def test_planned() -> None:
     np.testing.assert_allclose(again, 2 * planned(*given), rtol=1e-6)
     with pytest.raises(TypeError, match="into"):
         planned(*given, into=rawattn.Gradients())
+    before = k_pages.copy()
+    for wrong in (-1, 99):
+        with pytest.raises(ValueError, match=f"block_table: got page id {wrong}"):
+            planned(*given[:4], np.where(given[4] >= 0, wrong, -1).astype(given[4].dtype))
+    np.testing.assert_array_equal(k_pages, before)
     alone = rawattn.plan(rawattn.append_kv, *given, seqlen_k=call.pages.seqlen_k)
     assert alone(*given) is None
 

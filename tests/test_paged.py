@@ -223,6 +223,8 @@ def test_plan(pair: bool) -> None:
     ids = other.block_table[1] if pair else other.block_table
     verify(other, *made(-call.q, other.k_pages, other.v_pages, ids), causal=True)
     verify(other, *made(*other.inputs[:3], block_table=ids), causal=True)
+    with pytest.raises(ValueError, match=r"^block_table: got page id 99"):
+        made(*call.inputs[:3], np.full_like(ids, 99))
     own = np.full_like(call.q[..., :16], 7)
     assert made(out=own)[0] is own
     with pytest.raises(ValueError, match=r"^block_table: got page id"):

@@ -11,6 +11,7 @@ from rawattn._call.append import check_lengths
 from rawattn._call.hints import NoOthers, hides_unknown, refuse_unknown
 from rawattn._call.layout import host_lengths
 from rawattn._call.options import Options, flag
+from rawattn._call.pages import PagedLayout
 from rawattn._call.seq_layout import SeqLayout
 from rawattn._interop.arrays import HOST
 from rawattn._runtime.append import append_verb
@@ -26,7 +27,7 @@ if TYPE_CHECKING:  # type checkers bring it: nothing is installed for it
 ArrayT = TypeVar("ArrayT")
 
 # The pages that are written: those of the new rows' own keys.
-_WRITTEN = Limits((0, None), 0, False)
+WRITTEN = Limits((0, None), 0, False)
 
 
 class Appending(NamedTuple):
@@ -242,13 +243,10 @@ def read_append(
     validate = flag("validate", validate) or on_cpu
     named = {"k": k, "k_pages": k_pages, "v_pages": v_pages, "block_table": block_table}
     named |= {"seqlen_k": seqlen_k, "validate": validate}
-    table, options = read_pages(named, Options(seqs=seqs), ("k", "k_pages", "v_pages"), _WRITTEN)
+    table, options = read_pages(named, Options(seqs=seqs), ("k", "k_pages", "v_pages"), WRITTEN)
     layout = options.seqs
     if validate or layout.on_host:
-        shapes = [tuple(getattr(x, "shape", ())) for x in (k, k_pages, table)]
-        if len(shapes[0]) in (3, 4) and len(shapes[1]) == 4 and shapes[2]:  # else the call tells
-            lengths = host_lengths(layout.on_the_host().bind(*shapes))
-            check_lengths(lengths, None if rotary is None else rotary[0].shape[0])
+        check_rows(k, k_pages, table, layout, None if rotary is None else rotary[0])
     verb, factors, numbers = scaled(
         append_verb(rotary is not None, interleaved, q is not None),
         k,
@@ -257,3 +255,11 @@ def read_append(
     queries = () if q is None else (q,)
     inputs = (k, v, k_pages, v_pages, *queries, table, *(rotary or ()), *factors)
     return Appending(verb, inputs, () if q is None else (out,), options, numbers)
+
+
+def check_rows(k: Any, k_pages: Any, table: Any, layout: PagedLayout, cos: Any) -> None:
+    """ValueError for new rows that are no keys of their sequence, or that have no angle."""
+    shapes = [tuple(getattr(x, "shape", ())) for x in (k, k_pages, table)]
+    if len(shapes[0]) in (3, 4) and len(shapes[1]) == 4 and shapes[2]:  # else the call tells
+        lengths = host_lengths(layout.on_the_host().bind(*shapes))
+        check_lengths(lengths, None if cos is None else cos.shape[0])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from rawattn._verbs.append import read_append
+from rawattn._verbs.append import WRITTEN, check_rows, read_append
+from rawattn._verbs.paged import check_pages
 from rawattn._verbs.plan import Plan
 from rawattn._verbs.plan_arguments import host_table
 
@@ -35,6 +37,15 @@ class AppendPlan(Plan):
         if named or len(args) == len(self._inputs):
             return super().__call__(*args, **named)
         return super().__call__(*args, *self._inputs[len(args) :])
+
+    def _check_integers(self, inputs: Sequence[Any]) -> None:
+        named = dict(zip(self._verb.inputs, inputs, strict=True))
+        k, k_pages, v_pages, table = (
+            named[name] for name in ("k", "k_pages", "v_pages", "block_table")
+        )
+        layout = self._options.seqs
+        check_pages(k, k_pages, v_pages, table, layout, WRITTEN)
+        check_rows(k, k_pages, table, layout, named.get("cos"))
 
 
 def _first(results: Any) -> Any:

@@ -270,13 +270,16 @@ def read_pages(
         host = import_integers("block_table", ids)
         on_host = isinstance(host, np.ndarray)
         if validate or (on_host and layout.on_host):
-            if limits is None:
-                window, sink = _options.window(options), _options.sink(options)
-                limits = Limits(window, sink, _options.top_left(options))
-            _check(rows, k_pages, v_pages, host, layout, limits)
+            limits = limits or limits_of(options)
+            check_pages(rows, k_pages, v_pages, host, layout, limits)
         if on_host:
             table = _beside(rows, host)
     return table, options._replace(seqs=layout)
+
+
+def limits_of(options: Options) -> Limits:
+    """Which keys a row reaches by the options of its call."""
+    return Limits(_options.window(options), _options.sink(options), _options.top_left(options))
 
 
 class Scaled(NamedTuple):
@@ -298,7 +301,7 @@ def scaled(verb: Verb, rows: Any, named: Mapping[str, Any]) -> Scaled:
     return Scaled(with_scales(verb, *found.forms()), arrays, tuple(found.numbers.values()))
 
 
-def _check(
+def check_pages(
     q: Any,
     k_pages: Any,
     v_pages: Any,

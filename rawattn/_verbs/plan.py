@@ -7,6 +7,8 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from rawattn._call import options as _options
 from rawattn._call import scales
 from rawattn._call.gradients import wanted
@@ -24,7 +26,7 @@ from rawattn._verbs.append import append_kv
 from rawattn._verbs.attention import attention, first
 from rawattn._verbs.backward import attention_backward, gradients, of_options
 from rawattn._verbs.combine import combine
-from rawattn._verbs.paged import paged_attention, read_pages, scaled
+from rawattn._verbs.paged import check_pages, limits_of, paged_attention, read_pages, scaled
 from rawattn._verbs.plan_arguments import Arguments, check_form, host_table
 
 
@@ -37,7 +39,8 @@ class Plan:
     call, overwritten by the next. Padding rows of the plan's own arrays are 0, -inf in lse. Lengths on the GPU may be other
     arrays too, as ``seqlen_k=``; they are read at every call and at every replay of a captured graph, so they may change in
     place. Values of the host (scale, window, lengths, a table of pages, ...) are those of planning time: lengths and tables
-    may be given again, but with other values they are refused.
+    may be given again, but with other values they are refused. Where q is on the host too, a table of pages is an array
+    like q, whose values may be others: each call checks them.
 
     A call allocates nothing, waits for nothing and can be captured in a CUDA graph (CuPy's and torch's). The plan must live
     as long as such a graph: its scratch memory is the graph's too. For the same reason two calls of one plan must not run at
@@ -111,11 +114,20 @@ class Plan:
             told(self._verb, self._options), inputs, self._inputs, strict=True
         ):
             check_form(name, array, planned)
+        self._check_integers(inputs)
         targets = self._targets if written is None else written
         results = dispatch.run(
             self._verb, inputs, targets, self._options, self._flag, self._backend, self._values
         )
         return self._returned(results)
+
+    def _check_integers(self, inputs: Sequence[Any]) -> None:
+        """ValueError for a table of pages on the host that does not fit: an ordinary call would refuse it too."""
+        named = dict(zip(self._verb.inputs, inputs, strict=True))
+        table, layout = named.get("block_table"), self._options.seqs
+        if isinstance(table, np.ndarray) and layout.on_host:
+            rows = (named[name] for name in PAGED.inputs[:3])
+            check_pages(*rows, table, layout, limits_of(self._options))
 
     def _written(self, out: Any, into: Any) -> Sequence[Any]:
         """The caller's arrays among the outputs."""

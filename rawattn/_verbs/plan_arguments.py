@@ -115,6 +115,8 @@ class Arguments:
             if not np.array_equal(table, self._table):
                 raise _changed("block_table")
             table = self._inputs[at]
+        if isinstance(self._inputs[at], np.ndarray):
+            table = import_integers("block_table", table)
         inputs[at] = table
 
 
