@@ -303,6 +303,40 @@ def test_mistakes_are_refused(change: dict[str, Any], error: type[Exception], sa
         assert str(caught.value).startswith(says.partition(":")[0])
 
 
+@pytest.mark.parametrize("pair", [False, True])
+def test_ids_are_refused_where_a_row_reads_their_page(pair: bool) -> None:
+    """Key by key."""
+    rng = np.random.default_rng(pair)
+    refused = 0
+    for _ in range(300):
+        rows, keys, size = rng.integers(0, 4), rng.integers(0, 13, 3), int(rng.integers(1, 5))
+        left, sink = int(rng.integers(0, 6)), int(rng.integers(0, 4))
+        used = -(-keys // size)
+        ids = rng.integers(0, 8 + (rng.random() < 0.2), (3, 13))
+        ids[rng.random(ids.shape) < 0.2] = -1
+        table: Any = ids
+        if pair:
+            packed = [each[:n] for each, n in zip(ids, used, strict=True)]
+            table = (np.append(0, used.cumsum()), np.concatenate(packed))
+        pool = np.zeros((8, size, 1, 1), F32)
+        expected = False
+        for b, n in enumerate(keys):
+            page = np.arange(n) // size
+            # Pages are read whole, from the first row's first key on.
+            last = np.minimum((page + 1) * size, n) - 1
+            read = (last >= n - rows - left) | (page * size < sink)
+            expected |= bool(rows and ((ids[b][page] < 0) | (ids[b][page] > 7))[read].any())
+        given = {"seqlen_k": keys, "causal": True, "window": (left, 0), "sink": sink}
+        q = np.zeros((3, rows, 1, 1), F32)
+        if expected:
+            refused += 1
+            with pytest.raises(ValueError, match=r"^block_table: got page id"):
+                paged_attention(q, pool, pool, table, **given, backend="cpu")
+        else:
+            paged_attention(q, pool, pool, table, **given, backend="cpu")
+    assert 50 < refused < 250
+
+
 def test_a_bias_longer_than_the_longest_sequence() -> None:
     call = good()
     bias = normal(3, 77)

@@ -31,6 +31,7 @@ class Side:
     max_seqlen: int  # no logical length is above this
     padded: bool  # rows outside every logical sequence exist, or cannot be ruled out
     page_size: int = 0  # not 0: rows are in pages (`_call.pages`), and `start` counts pages
+    promised: bool = False  # the caller gave a maximum
 
 
 @dataclass(slots=True, eq=False)  # not frozen: one is made at every call with a new layout
@@ -97,7 +98,10 @@ def side_of(given: Given, batch: int, rows: int) -> Side:
         )
     # Sequences never overlap: they cover the rows when their lengths add up to them.
     padded = capacity > 0 and not (given.on_host and total == capacity)
-    return Side(start, given.length, given.cumulative, rows, longest, padded)
+    promised = given.max_seqlen is not None
+    return Side(
+        start, given.length, given.cumulative, rows, longest, padded, promised=promised
+    )
 
 
 def host_lengths(lengths: Lengths) -> HostLengths:

@@ -168,7 +168,8 @@ class PagedLayout:
                 f"block_table: got pages of up to {longest} keys for a sequence, expected at most {_INT32_MAX}; give "
                 "seqs=SeqLayout(max_seqlen_k=...) if none has as many"
             )
-        return Side(self.indptr, self.seqlen_k, False, room, longest, True, page_size)
+        promised = given.max_seqlen is not None
+        return Side(self.indptr, self.seqlen_k, False, room, longest, True, page_size, promised)
 
 
 def form(layout: Any, k_pages: Shape, v_pages: Shape, table: Any) -> PageForm:
@@ -270,26 +271,38 @@ def check_ids(
     top_left: bool,
 ) -> None:
     """ValueError for the id of a page that a call reads and that is none of the array."""
+    counts = np.where(lengths.len_q > 0, -(-lengths.len_k // form.page_size), 0)
+    # Most calls have good ids alone, so only of the others is it asked who reads them. Unsigned, a negative id is large.
+    ids = table.view(f"u{table.dtype.itemsize}")
+    if form.packed:
+        places = np.flatnonzero(ids >= form.num_pages)
+        starts = lengths.start_k // form.page_size
+        sequences = np.searchsorted(starts, places, side="right") - 1
+        places, sequences = places[sequences >= 0], sequences[sequences >= 0]
+        numbers = places - starts[sequences]
+    else:
+        most = int(counts.max(initial=0))
+        places = np.flatnonzero(ids[:, :most] >= form.num_pages)
+        sequences, numbers = np.divmod(places, max(most, 1))
+    len_q, len_k = lengths.len_q[sequences], lengths.len_k[sequences]
+    offset = 0 if top_left else len_k - len_q
+    first = numbers * form.page_size  # key of each page
+    last = np.minimum(first + form.page_size, len_k) - 1
     left, right = window
-    for sequence in np.flatnonzero((lengths.len_q > 0) & (lengths.len_k > 0)).tolist():
-        len_q, len_k = int(lengths.len_q[sequence]), int(lengths.len_k[sequence])
-        offset = 0 if top_left else len_k - len_q
-        first = np.arange(0, len_k, form.page_size)  # key of each page
-        last = np.minimum(first + form.page_size, len_k) - 1
-        read = np.ones(first.size, bool)
-        if right is not None:
-            read &= first <= len_q - 1 + offset + right
-        if left is not None:
-            read &= (last >= offset - left) | (first < sink)
-        start = int(lengths.start_k[sequence]) // form.page_size
-        ids = table[start : start + first.size] if form.packed else table[sequence, : first.size]
-        wrong = np.flatnonzero(read & ((ids < 0) | (ids >= form.num_pages)))
-        if wrong.size:
-            page = int(wrong[0])
-            raise ValueError(
-                f"block_table: got page id {ids[page]} for page {page} of sequence {sequence}, which has {len_k} keys in "
-                f"pages of {form.page_size}; expected 0 to {form.num_pages - 1}, the pages of k_pages"
-            )
+    read = numbers < counts[sequences]
+    if right is not None:
+        read &= first <= len_q - 1 + offset + right
+    if left is not None:
+        read &= (last >= offset - left) | (first < sink)
+    wrong = np.flatnonzero(read)
+    if wrong.size:
+        sequence, page = int(sequences[wrong[0]]), int(numbers[wrong[0]])
+        got = table[lengths.start_k[sequence] // form.page_size :] if form.packed else table[sequence]
+        raise ValueError(
+            f"block_table: got page id {got[page]} for page {page} of sequence {sequence}, which has "
+            f"{lengths.len_k[sequence]} keys in pages of {form.page_size}; expected 0 to {form.num_pages - 1}, the pages of "
+            "k_pages"
+        )
 
 
 def _host(value: Any) -> Any:

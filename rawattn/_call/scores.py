@@ -188,10 +188,13 @@ _CHECKS: dict[str, Callable[[str, Any, Shapes, Lengths], ArrayForm]] = {
 
 
 def _longest(side: Side) -> int:
-    """The longest sequence of a side, 0 where nobody knows: kernels stay inside the array then, whatever the lengths are."""
+    """The longest sequence of a side, 0 where nobody knows: lengths on a GPU may all be shorter than their slots or pages.
+
+    Kernels stay inside the array, whatever the lengths are.
+    """
     integers = side.start if side.length is None else side.length
     on_host = integers is None or isinstance(integers, np.ndarray)
-    return side.max_seqlen if on_host or side.max_seqlen < side.rows else 0
+    return side.max_seqlen if on_host or side.promised else 0
 
 
 def four_axes(
