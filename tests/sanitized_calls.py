@@ -17,12 +17,12 @@ from tests.append import Appended, appended
 from tests.cases import Case, dense, padded, ragged
 from tests.curated_cases import repacked
 from tests.frameworks import TightCuPy
+from tests.gpu.pages import check_pages
 from tests.gpu.test_append import write
 from tests.gpu.test_gather import RULES
 from tests.gpu.test_gather import test_calls as check_gathered
 from tests.gpu.test_gather import test_few_rows as check_gathered_rows
 from tests.gpu.test_gather import test_gradients as check_gathered_gradients
-from tests.gpu.test_paged import check_pages
 from tests.landed import has_an_order
 from tests.paged import paged
 from tests.score_arrays import Pairs

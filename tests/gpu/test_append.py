@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ import pytest
 import rawattn
 from rawattn import append_kv, paged_attention
 from tests.append import Appended, appended, rounded
-from tests.gpu.test_paged import lengths_of, on_gpu
+from tests.gpu.pages import lengths_of, on_gpu
 from tests.paged import BFLOAT16
 
 cupy = pytest.importorskip("cupy")
@@ -123,24 +123,65 @@ def test_whatever_integers_say_nothing_else_is_written() -> None:
     call.verify(*(x.get() for x in inner), None)
 
 
+class Decoding(NamedTuple):
+    """New rows of each step (steps, batch, heads, D), float16, the pages they go to, and the angles of their positions."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    table: np.ndarray
+    cos: np.ndarray
+    sin: np.ndarray
+
+    def pool(self) -> np.ndarray:
+        """Pages without a key."""
+        steps, batch, *heads = self.k.shape
+        return np.full((self.table.size, batch * steps // self.table.size, *heads), np.nan, F16)
+
+    def verify(self, results: np.ndarray, **options: Any) -> None:
+        q, k, v = (x.swapaxes(0, 1).astype(F32) for x in self[:3])
+        cos, sin = (x[None, :, None] for x in (self.cos, self.sin))
+
+        def turn(x: Any) -> Any:
+            a, b = np.split(x, 2, axis=-1)
+            return np.concatenate((a * cos - b * sin, b * cos + a * sin), axis=-1).astype(F16)
+
+        wanted = rawattn.reference.attention(turn(q), turn(k), v, causal=True, **options)
+        np.testing.assert_allclose(results.swapaxes(0, 1), wanted, atol=4e-3)
+
+
+def decoding() -> Decoding:
+    """256 steps of three sequences, in pages of 16."""
+    steps, batch, page_size, heads, headdim = 256, 3, 16, (8, 2), 64
+    rng = np.random.default_rng(0)
+    q, k, v = (
+        rng.standard_normal((steps, batch, h, headdim)).astype(F16) for h in (*heads, heads[1])
+    )
+    table = rng.permutation(batch * steps // page_size).astype(np.int32).reshape(batch, -1)
+    phases = np.arange(steps)[:, None] * 1000.0 ** -np.linspace(0, 1, headdim // 2)
+    return Decoding(q, k, v, table, np.cos(phases).astype(F32), np.sin(phases).astype(F32))
+
+
 @pytest.mark.parametrize("window", [None, 40])
 def test_a_captured_loop_of_decoding(window: int | None) -> None:
     """256 steps of one graph, whose lengths grow on the device, as the reference has them at the end."""
-    steps, batch, page_size, heads, headdim = 256, 3, 16, (8, 2), 64
-    rng = np.random.default_rng(0)
-    rows = [rng.standard_normal((steps, batch, h, headdim)).astype(F16) for h in (*heads, heads[1])]
-    q, k, v = (cupy.asarray(x) for x in rows)
-    pages = batch * steps // page_size
-    pools = [cupy.full((pages, page_size, heads[1], headdim), np.nan, F16) for _ in range(2)]
-    table = cupy.asarray(rng.permutation(pages).astype(np.int32).reshape(batch, -1))
-    phases = np.arange(steps)[:, None] * 1000.0 ** -np.linspace(0, 1, headdim // 2)
-    rotary = cupy.asarray(np.cos(phases), F32), cupy.asarray(np.sin(phases), F32)
+    loop = decoding()
+    steps, batch = loop.q.shape[:2]
+    q, k, v, table, *rotary = (cupy.asarray(x) for x in loop)
+    pools = [cupy.asarray(loop.pool()) for _ in range(2)]
     options: dict[str, Any] = {} if window is None else {"window": (window, 0), "sink": 4}
     with cupy.cuda.Stream(non_blocking=True) as stream:
         lengths = cupy.zeros(batch, np.int32)
         now = [cupy.empty((batch, 1, *x.shape[2:]), F16) for x in (q, k, v)]
         add = rawattn.plan(
-            append_kv, now[1], now[2], *pools, table, seqlen_k=lengths, q=now[0], rotary=rotary
+            append_kv,
+            now[1],
+            now[2],
+            *pools,
+            table,
+            seqlen_k=lengths,
+            q=now[0],
+            rotary=tuple(rotary),
         )
         turned = add()
         attend = rawattn.plan(
@@ -153,24 +194,47 @@ def test_a_captured_loop_of_decoding(window: int | None) -> None:
         turned = add()
         out = attend(turned, *pools, table)
         graph = stream.end_capture()
-        results = cupy.empty((steps, batch, heads[0], headdim), F16)
+        results = cupy.empty_like(q)
         for n in range(steps):
             for memory, x in zip(now, (q, k, v), strict=True):
                 memory[:, 0] = x[n]
             graph.launch(stream)
             results[n] = out[:, 0]
         stream.synchronize()
-    by_sequence = [x.get().swapaxes(0, 1).astype(F32) for x in (q, k, v)]
-    cos, sin = (x.get()[None, :, None] for x in rotary)
+    loop.verify(results.get(), **options)
 
-    def turn(x: Any) -> Any:
-        a, b = np.split(x, 2, axis=-1)
-        return np.concatenate((a * cos - b * sin, b * cos + a * sin), axis=-1).astype(F16)
 
-    wanted = rawattn.reference.attention(
-        turn(by_sequence[0]), turn(by_sequence[1]), by_sequence[2], causal=True, **options
+@pytest.mark.parametrize("window", [None, 40])
+def test_a_captured_loop_of_decoding_in_torch(window: int | None) -> None:
+    """As above, with torch's graph and tensors."""
+    torch = pytest.importorskip("torch")
+    loop = decoding()
+    steps, batch = loop.q.shape[:2]
+    q, k, v, table, *rotary = (torch.from_numpy(x).cuda() for x in loop)
+    pools = [torch.from_numpy(loop.pool()).cuda() for _ in range(2)]
+    options: dict[str, Any] = {} if window is None else {"window": (window, 0), "sink": 4}
+    lengths = torch.zeros(batch, dtype=torch.int32, device="cuda")
+    now = [torch.empty_like(x[0, :, None]) for x in (q, k, v)]
+    add = rawattn.plan(
+        append_kv, now[1], now[2], *pools, table, seqlen_k=lengths, q=now[0], rotary=tuple(rotary)
     )
-    np.testing.assert_allclose(results.get().swapaxes(0, 1), wanted, atol=4e-3)
+    turned = add()
+    attend = rawattn.plan(
+        paged_attention, turned, *pools, table, seqlen_k=lengths, causal=True, **options
+    )
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        lengths += 1
+        turned = add()
+        out = attend(turned, *pools, table)
+    results = torch.empty_like(q)
+    for n in range(steps):
+        for memory, x in zip(now, (q, k, v), strict=True):
+            memory[:, 0] = x[n]
+        graph.replay()
+        results[n] = out[:, 0]
+    loop.verify(results.cpu().numpy(), **options)
 
 
 def test_many_rows_of_many_sequences() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from rawattn import paged_attention
 from rawattn._kernels.selection import only
-from tests.gpu.test_paged import check_pages, lengths_of, on_gpu
+from tests.gpu.pages import check_pages, lengths_of, on_gpu
 from tests.paged import BFLOAT16, FLOAT8, Paged, paged, verify
 from tests.tiles import sharing
 

@@ -12,7 +12,7 @@ import rawattn
 from rawattn._kernels.selection import only
 from tests.cases import Case, dense, padded, ragged
 from tests.frameworks import CuPy
-from tests.gpu.test_paged import check_pages
+from tests.gpu.pages import check_pages
 from tests.paged import paged
 from tests.verify import verify
 

@@ -1,0 +1,122 @@
+"""Pages by every kernel that reads them: chunks of rows, few rows of many heads, shared tiles, many sequences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rawattn import paged_attention
+from tests.gpu.pages import CHUNKS, F16, LENS, LIMITS, MASKS, SHAPES, check_pages, on_gpu
+from tests.paged import paged, verify
+from tests.tiles import sharing
+
+
+@pytest.mark.parametrize("num_splits", [None, 1, 6])
+@pytest.mark.parametrize("options", MASKS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_pages(shape: dict[str, Any], options: dict[str, Any], num_splits: int | None) -> None:
+    check_pages(paged(LENS, **shape), num_splits=num_splits, **options)
+
+
+@pytest.mark.parametrize("options", LIMITS, ids=str)
+@pytest.mark.parametrize("shape", CHUNKS, ids=str)
+def test_chunks(shape: dict[str, Any], options: dict[str, Any]) -> None:
+    """By Hopper's kernel where there is one, and by the portable one."""
+    rows = (300, 3, 130, 1290)
+    packed = paged((1700, 3, 130, 1290), **shape, rows=rows, group=True)
+    check_pages(packed, num_splits=1, **options)
+    check_pages(packed, "portable", num_splits=1, **options)
+    padded = paged((700, 0, 1290), **shape, rows=(300, 0, 130), room_q=310)
+    check_pages(padded, num_splits=1, **options)
+
+
+@pytest.mark.parametrize("options", LIMITS[:3], ids=str)
+def test_tiles_shared_out_by_keys(options: dict[str, Any]) -> None:
+    rows = (300, 3, 130, 200)
+    shape: dict[str, Any] = {"dims": (128, 128), "heads": (32, 8)}
+    packed = paged((1700, 3, 130, 900), 16, **shape, rows=rows, group=True)
+    alone = paged((1500,), 24, **shape, rows=400, dtype=F16)
+    with sharing():
+        for call in (packed, alone):
+            check_pages(call, "sm90", **options)
+
+
+@pytest.mark.parametrize("options", [{"causal": True}, {}], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (192, 128)], ids=str)
+def test_few_rows_of_several_heads(dims: tuple[int, int], options: dict[str, Any]) -> None:
+    """What calls choose by themselves: speculative steps and short chunks, of few sequences and of many."""
+    for lens, rows, heads in (
+        ((4100, 1025, 33, 3000), (20, 7, 33, 40), (32, 8)),
+        ((5000,), 33, (16, 2)),
+        (tuple(range(200, 520, 5)), 12, (8, 2)),
+    ):
+        packed = type(rows) is tuple
+        call = paged(lens, 16, rows=rows, heads=heads, dims=dims, group=packed)
+        check_pages(call, **options)
+
+
+@pytest.mark.parametrize("options", [{"causal": True}, {"window": (100, 0), "sink": 3}], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
+def test_more_heads_than_a_tile_has_rows(dims: tuple[int, int], options: dict[str, Any]) -> None:
+    """The last tile of the heads that share keys has fewer."""
+    lens = (700, 33, 0, 1290)
+    for heads, rows in (((71, 1), 1), ((71, 1), 2), ((74, 2), 1), ((20, 1), 3), ((128, 1), 1)):
+        check_pages(paged(lens, 16, rows=rows, heads=heads, dims=dims), **options)
+    check_pages(paged((500, 400), 7, rows=1, heads=(71, 1), dims=dims, pair=True), **options)
+
+
+@pytest.mark.parametrize("group", [False, True])
+def test_most_sequences_without_queries(group: bool) -> None:
+    """A batch that is padded with sequences has fewer units than blocks."""
+    for lens, rows in (((1000, *(700,) * 63), (1, *(0,) * 63)), ((90,) * 200, (*(0,) * 199, 1))):
+        room = None if group else 1
+        call = paged(lens, 16, rows=rows, room_q=room, group=group, heads=(32, 8), dims=(128, 128))
+        for _ in range(2):
+            check_pages(call, causal=True)
+
+
+@pytest.mark.parametrize("lens", [(90,) * 40, (5000,), (300, 20)], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "dim", "gap"), [((8, 8), 256, 4), ((24, 1), 96, 1), ((8, 2), 128, 1)]
+)
+def test_queries_anywhere(
+    lens: tuple[int, ...], heads: tuple[int, int], dim: int, gap: int
+) -> None:
+    """Keys lie as the copy engine needs them, queries do not."""
+    call = paged(lens, 16, rows=1, heads=heads, dims=(dim, dim))
+    wide = np.zeros((*call.q.shape[:-1], dim + gap), call.q.dtype)
+    wide[..., :dim] = call.q
+    inputs = [on_gpu(x) for x in (call.q, *call.inputs[1:])]
+    inputs[0] = on_gpu(wide)[..., :dim]
+    out, lse = paged_attention(*inputs, seqlen_k=call.seqlen_k, return_lse=True)
+    verify(call, out.get(), lse.get())
+
+
+@pytest.mark.parametrize("options", [{"causal": True}, {"softcap": 5.0}], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 128)], ids=str)
+def test_heads_that_become_rows(dims: tuple[int, int], options: dict[str, Any]) -> None:
+    """Of so many sequences Hopper's forward takes them (rawattn/_kernels/sm90/folded.py)."""
+    lens = tuple(int(n) for n in np.random.default_rng(0).integers(0, 300, 140))
+    for heads in ((71, 1), (200, 1), (74, 2)):
+        check_pages(paged(lens, 16, rows=1, heads=heads, dims=dims), **options)
+    first = paged(lens, 24, rows=1, heads=(40, 1), dims=dims, heads_first=True, pair=True)
+    check_pages(first, **options)
+
+
+@pytest.mark.parametrize("heads", [(8, 1), (4, 2), (40, 1)], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
+def test_bunches_of_parts(dims: tuple[int, int], heads: tuple[int, int]) -> None:
+    """So many blocks share a query tile that they join what they leave in two steps."""
+    for lens in ((40000,), (300, 25000, 0, 700)):
+        check_pages(paged(lens, 16, rows=1, heads=heads, dims=dims), causal=True)
+    check_pages(paged((20000,), 24, rows=1, heads=heads, dims=dims), "decode", num_splits=100)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 192), (256, 256)], ids=str)
+def test_many_short_sequences(dims: tuple[int, int]) -> None:
+    """Several blocks of a multiprocessor have some of them each."""
+    lens = tuple(int(n) for n in np.random.default_rng(0).integers(0, 200, 70))
+    for options in ({}, {"softcap": 5.0}, {"window": (60, 0)}):
+        check_pages(paged(lens, 16, rows=1, heads=(8, 8), dims=dims), causal=True, **options)
