@@ -323,12 +323,14 @@ def run(args: argparse.Namespace) -> int:
     return status
 
 
-def integer(least: int) -> Callable[[str], int]:
-    """A number of at least `least`, for argparse."""
+def integer(least: int, most: int | None = None) -> Callable[[str], int]:
+    """A number of at least `least`, and at most `most`, for argparse."""
 
     def read(text: str) -> int:
-        if (value := int(text)) < least:
-            raise argparse.ArgumentTypeError(f"got {text}, expected at least {least}")
+        value = int(text)
+        if value < least or (most is not None and value > most):
+            expected = f"at least {least}" if most is None else f"{least} to {most}"
+            raise argparse.ArgumentTypeError(f"got {text}, expected {expected}")
         return value
 
     return read
@@ -379,7 +381,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--page-size",
         metavar="N",
-        type=integer(1),
+        type=integer(1, 1024),
         default=16,
         help="tokens of a page of the cache, up to 1024 (default: %(default)s)",
     )

@@ -151,6 +151,11 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "each plane twice": ({"rotary": [np.tile(x, 6) for x in CALL.rotary]}, ValueError, "of each plane once"),
     "angles of two forms": ({"rotary": (CALL.rotary[0], CALL.rotary[1][1:])}, ValueError, "rotary: got sin"),
     "angles of float16": ({"rotary": [x.astype(np.float16) for x in CALL.rotary]}, TypeError, "cos of dtype float16"),
+    "a number of angles": ({"rotary": [np.array(1.0, F32)] * 2}, ValueError, "rotary: got cos of shape (), expected"),
+    "angles of a batch": ({"rotary": [x[None] for x in CALL.rotary]}, ValueError, "pass cos[0, :, : D // 2] of"),
+    "style alone": ({"q": None, "rotary": None, "interleaved": True}, TypeError, "interleaved: got True without rotary"),
+    "positions of tokens": ({"position_ids": 3}, TypeError, "seqlen_k= says the positions, and rotary=(cos, sin)"),
+    "pages of bytes": ({"k_pages": CALL.pages.k_pages.view(np.uint8)}, TypeError, "k_pages.view(ml_dtypes.float8_e4m3fn)"),
     "one array of angles": ({"rotary": CALL.rotary[0]}, TypeError, "expected a pair of arrays"),
     "q alone": ({"rotary": None}, TypeError, "q: got queries without rotary"),
     "out alone": ({"q": None, "out": CALL.q}, TypeError, "out: got an array without q"),
@@ -208,8 +213,8 @@ def test_on_the_cpu_all_integers_are_checked(
     given = (CALL.k, CALL.v, k_pages, v_pages)
     with pytest.raises(ValueError, match="seqlen_k: got 0 keys for sequence 1"):
         rawattn.append_kv(*given, CALL.pages.block_table, seqlen_k=[9, 0, 24, 3], **how)
+    table = np.where(CALL.pages.block_table >= 0, 99, -1)
     with pytest.raises(ValueError, match="block_table: got page id 99"):
-        table = np.where(CALL.pages.block_table >= 0, 99, -1)
         rawattn.append_kv(*given, table, seqlen_k=LENS, **how)
 
 

@@ -65,6 +65,7 @@ def test_one_scale_of_each_kind() -> None:
         np.float32(2),
         np.float64(2),
         ml_dtypes.bfloat16(2),
+        np.array(2, F32),
         np.full(2, 2, F32),
     ):
         out = paged_attention(*call.inputs, **call.lengths, k_scale=k_scale, backend="cpu")
@@ -90,7 +91,8 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"k_scale": [1.0, 1.0]}, TypeError, "k_scale: got [1.0, 1.0] (list)"),
     ({"k_scale": np.ones(3, F32)}, ValueError, "k_scale: got shape (3,), expected (nheads_kv,) = (2,)"),
     ({"k_scale": np.ones((1, 2), F32)}, ValueError, "k_scale: got shape (1, 2)"),
-    ({"k_scale": np.ones(2)}, TypeError, "k_scale: got dtype float64, expected float32"),
+    ({"k_scale": np.ones(2)}, TypeError, "k_scale: got dtype float64, expected float32; convert it, as by k_scale.astype"),
+    ({"k_scale": np.array(-1, F32)}, ValueError, "k_scale: got -1.0 (float), expected a finite number above 0"),
     ({"k_scale": np.array([1, 0], F32)}, ValueError, "k_scale: got 0.0 at [1], expected finite numbers above 0"),
     ({"v_scale": np.array([1, np.inf], F32)}, ValueError, "v_scale: got inf at [1]"),
     ({"k_pages": WIDE.k_pages}, TypeError, "v_pages: got dtype float8_e4m3fn, expected bfloat16, that of k_pages"),

@@ -291,7 +291,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["--model", "model.npz", "1", ""], "TEXT: got an empty one"),
         (["--model", "model.npz", "--count", "40", "1"], "count: got 40 after a prompt of 1"),
         (["--model", "model.npz", "1" * 40], "prompts: got one of 40 tokens"),
-        (["--model", "model.npz", "--page-size", "2000", "1"], "page_size = 2000"),
     ],
 )
 def test_mistakes_are_one_line(
@@ -314,7 +313,13 @@ def test_without_a_model_it_says_how_to_get_one(capsys: pytest.CaptureFixture[st
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["--sink", "4", "1"], ["--window", "-1", "1"], ["--count", "0", "1"]],
+    [
+        [],
+        ["--sink", "4", "1"],
+        ["--window", "-1", "1"],
+        ["--count", "0", "1"],
+        ["--page-size", "1025", "1"],
+    ],
     ids=str,
 )
 def test_wrong_options_are_refused_by_the_parser(arguments: list[str]) -> None:

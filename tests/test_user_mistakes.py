@@ -223,7 +223,7 @@ ARRAYS = [
     Mistake(
         "paged_attention(q, k, v, [[0, 1], [0]], seqlen_k=[2, 2])",
         TypeError,
-        "block_table: got a list of two that are not of one length, expected (batch, max_pages), or a pair...is a tuple",
+        "block_table: got a list of rows of 2 and 1 page ids, expected rows of one length;...pass a tuple (indptr, page_ids)",
     ),
     Mistake(
         "attention_backward(out, q, k, v, out, lse, into=Gradients(captured=[q]))",

@@ -46,7 +46,7 @@ def describe(
     table = arrays["block_table"]
     q = floats.get("q")
     _check_rows(k.shape, v.shape, None if q is None else q.shape)
-    form = pages.form(options.seqs, k_pages.shape, v_pages.shape, table)
+    form = pages.form(options.seqs, k.shape, k_pages.shape, v_pages.shape, table)
     for name, of_rows, of_pages in (("k", k, k_pages), ("v", v, v_pages)):
         if of_pages.shape[2:] != of_rows.shape[-2:]:
             raise ValueError(

@@ -117,7 +117,7 @@ def _one_int(name: str, value: int) -> str:
             "are as long"
         )
         if name.startswith("seqlen"):
-            advice += f"; a bound on the lengths is max_{name}={value}"
+            advice += f"; a bound on the lengths is seqs=SeqLayout(max_{name}={value})"
     else:
         advice = f"batch + 1 offsets: [0, {value}] for one sequence of {value} rows"
     return f"{name}: got the int {value}, expected {advice}"

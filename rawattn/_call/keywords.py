@@ -178,7 +178,25 @@ _PAGE_GROUPS: dict[str, str] = {
     "leave it out: pages are (num_pages, page_size, nheads_kv, D); another order is a transposed view, without a copy": (
         "kv_layout layout"
     ),
-    "write rotary=(cos, sin) in the call of rawattn.append_kv": "rotary_cos rotary_sin",
+    "write seqs=SeqLayout(seqstart_q=...), the lengths of q alone; those of the keys are seqlen_k=": (
+        "cu_seqlens cu_seqlens_q cu_seq_q cu_seq_lens_q qo_indptr seqstart_q cu_seqlen_q"
+    ),
+    "write seqlen_k=, the keys of each sequence; pages have no starts, so of cumulative lengths pass the differences": (
+        "cu_seqlens_k cu_seqlens_kv cu_seq_k cu_seq_lens_k seqstart_k cu_seqlen_k"
+    ),
+    "write seqs=SeqLayout(seqlen_q=...), the lengths of q alone; those of the keys are seqlen_k=": (
+        "seqlen_q seqlens_q seqused_q query_seq_lengths"
+    ),
+    "write seqs=SeqLayout(max_seqlen_q=...); it is optional": "max_seqlen_q max_seqlens_q max_q max_length_q",
+    "write seqs=SeqLayout(max_seqlen_k=...); it is optional": (
+        "max_seqlen_k max_seqlen_kv max_seqlens_k max_k max_length_k max_kv_len"
+    ),
+    "write k_scale=": "k_descale",
+    "write v_scale=": "v_descale",
+    "write rotary=(cos, sin) in the call of rawattn.append_kv": "rotary_cos rotary_sin freqs_cis",
+    "leave it out: rawattn.append_kv turns new rows, where seqlen_k= says the positions, and rotary=(cos, sin) the angles": (
+        "position_ids"
+    ),
     "write interleaved= in the call of rawattn.append_kv": "rotary_interleaved",
 }
 

@@ -99,9 +99,7 @@ def side_of(given: Given, batch: int, rows: int) -> Side:
     # Sequences never overlap: they cover the rows when their lengths add up to them.
     padded = capacity > 0 and not (given.on_host and total == capacity)
     promised = given.max_seqlen is not None
-    return Side(
-        start, given.length, given.cumulative, rows, longest, padded, promised=promised
-    )
+    return Side(start, given.length, given.cumulative, rows, longest, padded, promised=promised)
 
 
 def host_lengths(lengths: Lengths) -> HostLengths:

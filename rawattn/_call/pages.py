@@ -20,7 +20,9 @@ AXES = {
     "v_pages": "(num_pages, page_size, nheads_kv, Dv)",
 }
 _TABLE = "(batch, max_pages), or a pair (indptr (batch + 1,), page_ids (total_pages,))"
+_PAIR = "a tuple is (indptr, page_ids), rows are a list"
 _INT32_MAX = 2**31 - 1
+_SHOWN = 8  # rows whose lengths a message tells
 
 Shape = Sequence[int]
 _OF_KEYS = ("seqstart_k", "seqlen_k", "cu_seqlen_k")
@@ -127,10 +129,7 @@ class PagedLayout:
             raise not_packed("None" if seqs.batch is None else "a SeqLayout without seqstart_q")
         else:
             count = seqs.batch
-        if self.seqlen_k.size != count:
-            raise ValueError(
-                f"seqlen_k: got {self.seqlen_k.size} lengths, expected {count}, the batch of q"
-            )
+        check_lengths(self, count)
         q = side_of(seqs._q, count, rows_q)
         num_pages, page_size = pages[:2]
         # Where there is no page at all, a page holds no key.
@@ -145,10 +144,13 @@ class PagedLayout:
             if self.indptr.size != count + 1:
                 raise ValueError(
                     f"block_table: got an indptr of {self.indptr.size} entries, expected {count + 1}, one more than "
-                    "the batch of q"
+                    f"the batch of q; {_PAIR}"
                 )
             if isinstance(self.indptr, np.ndarray):
-                used = integers.differences("block_table's indptr", self.indptr)
+                try:
+                    used = integers.differences("block_table's indptr", self.indptr)
+                except ValueError as error:  # it may be a row of a table
+                    raise ValueError(f"{error}; {_PAIR}") from None
                 if self.indptr[-1] > entries:
                     raise ValueError(
                         f"block_table: got an indptr that ends at {self.indptr[-1]}, expected at most {entries}, the "
@@ -172,8 +174,17 @@ class PagedLayout:
         return Side(self.indptr, self.seqlen_k, False, room, longest, True, page_size, promised)
 
 
-def form(layout: Any, k_pages: Shape, v_pages: Shape, table: Any) -> PageForm:
-    """The form of a call's pages, from the shapes of their arrays and from the array of their ids.
+def check_lengths(layout: PagedLayout, count: int) -> None:
+    """ValueError for lengths of the keys that are not those of as many sequences."""
+    got = layout.seqlen_k.size
+    if got != count:
+        raise ValueError(
+            f"seqlen_k: got {got} length{'s' * (got != 1)}, expected {count}, the batch of q"
+        )
+
+
+def form(layout: Any, rows: Shape, k_pages: Shape, v_pages: Shape, table: Any) -> PageForm:
+    """The form of a call's pages, from the shapes of its arrays of rows and pages, and from the array of their ids.
 
     Raises TypeError or ValueError for what is none.
     """
@@ -199,6 +210,9 @@ def form(layout: Any, k_pages: Shape, v_pages: Shape, table: Any) -> PageForm:
         got = f"page_ids of shape {tuple(table.shape)}" if packed else f"shape {tuple(table.shape)}"
         raise ValueError(f"block_table: got {got}, expected {_TABLE}")
     if not packed and table.shape[0] != layout.seqlen_k.size:
+        batch = rows[0] if len(rows) == 4 else layout.seqs.batch
+        if batch is not None:
+            check_lengths(layout, batch)
         raise ValueError(
             f"block_table: got shape {tuple(table.shape)} = (batch, max_pages), expected a row for each of the "
             f"{layout.seqlen_k.size} sequences of seqlen_k"
@@ -208,27 +222,44 @@ def form(layout: Any, k_pages: Shape, v_pages: Shape, table: Any) -> PageForm:
 
 def split(block_table: Any) -> tuple[Any, Any]:
     """A page table as (indptr, page_ids); the first is None where it is of two axes."""
+    if isinstance(block_table, list):
+        if not block_table:
+            return None, np.empty((0, 0), np.int64)
+        _check_rows(block_table)
     if not isinstance(block_table, tuple):
-        if isinstance(block_table, list) and _is_pair(block_table):
-            raise TypeError(
-                f"block_table: got a list of two that are not of one length, expected {_TABLE}; a pair is a tuple"
-            )
         return None, block_table
     if len(block_table) != 2:
-        raise ValueError(f"block_table: got a tuple of {len(block_table)}, expected {_TABLE}")
+        raise ValueError(
+            f"block_table: got a tuple of {len(block_table)}, expected {_TABLE}; {_PAIR}"
+        )
     indptr, ids = block_table
     if indptr is None:
         raise TypeError(f"block_table: got None for its indptr, expected {_TABLE}")
     return indptr, ids
 
 
-def _is_pair(table: list[Any]) -> bool:
-    """Whether a list cannot be a table of two axes, but holds two arrays, or two lists of other lengths."""
-    if len(table) != 2 or any(isinstance(x, (int, np.integer)) for x in table):
-        return False
-    if all(isinstance(x, (list, tuple)) for x in table):
-        return len(table[0]) != len(table[1])
-    return all(hasattr(x, "__dlpack__") for x in table)
+def _check_rows(table: list[Any]) -> None:
+    """TypeError for rows of a table that are not of one length: a pair in a list, for one."""
+    counts = [_count(row) for row in table]
+    if None in counts or len(set(counts)) == 1:
+        return
+    shown = [str(count) for count in counts[:_SHOWN]]
+    if len(counts) > _SHOWN:
+        found = ", ".join(shown) + ", ..."
+    else:
+        found = f"{', '.join(shown[:-1])} and {shown[-1]}"
+    raise TypeError(
+        f"block_table: got a list of rows of {found} page ids, expected rows of one length; fill short rows with -1, or "
+        "pass a tuple (indptr, page_ids)"
+    )
+
+
+def _count(row: Any) -> int | None:
+    """The integers of a list or of an array of one axis; None of anything else."""
+    if isinstance(row, (list, tuple, range)):
+        return len(row)
+    shape: Shape = getattr(row, "shape", ())
+    return int(shape[0]) if len(shape) == 1 else None
 
 
 def ids_of(
@@ -297,7 +328,9 @@ def check_ids(
     wrong = np.flatnonzero(read)
     if wrong.size:
         sequence, page = int(sequences[wrong[0]]), int(numbers[wrong[0]])
-        got = table[lengths.start_k[sequence] // form.page_size :] if form.packed else table[sequence]
+        got = (
+            table[lengths.start_k[sequence] // form.page_size :] if form.packed else table[sequence]
+        )
         raise ValueError(
             f"block_table: got page id {got[page]} for page {page} of sequence {sequence}, which has "
             f"{lengths.len_k[sequence]} keys in pages of {form.page_size}; expected 0 to {form.num_pages - 1}, the pages of "

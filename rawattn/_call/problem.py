@@ -30,6 +30,7 @@ DTYPE_NAMES = {
     np.dtype(ml_dtypes.bfloat16): "bfloat16",
     np.dtype(np.float32): "float32",
 }
+_BYTES = frozenset({np.dtype(np.uint8), np.dtype(np.int8)})
 _AXES: dict[str, tuple[str, ...]] = {
     "q": ("(batch, seqlen_q, nheads_q, D)", "(total_q, nheads_q, D)"),
     "k": ("(batch, seqlen_k, nheads_kv, D)", "(total_k, nheads_kv, D)"),
@@ -158,7 +159,7 @@ def describe_paged(
         refuse_dtypes(named, framework)
     if len(q.shape) not in (3, 4):
         raise _wrong_rank_of_q(q.shape)
-    form = pages.form(options.seqs, k_pages.shape, v_pages.shape, block_table)
+    form = pages.form(options.seqs, q.shape, k_pages.shape, v_pages.shape, block_table)
     _check_heads(q.shape, k_pages.shape, v_pages.shape, ("k_pages", "v_pages"))
     lengths = options.seqs.bind(q.shape, k_pages.shape, block_table.shape)
     *_, rows_q, nheads_q, headdim = q.shape
@@ -239,6 +240,12 @@ def refuse_dtypes(named: Mapping[str, Any], framework: str | None) -> NoReturn:
     """TypeError for arrays that are not all of one dtype that attention has: that of the first one."""
     first, *others = named
     for name, array in named.items():
+        if name.endswith("_pages") and array.dtype in _BYTES:
+            library = "torch" if framework == "torch" else "ml_dtypes"
+            raise TypeError(
+                f"{name}: got dtype {array.dtype}, expected float8_e4m3fn, or {named[first].dtype}, that of {first}; bytes "
+                f"that are such numbers are {name}.view({library}.float8_e4m3fn)"
+            )
         if array.dtype not in DTYPE_NAMES:
             raise TypeError(
                 f"{name}: got dtype {array.dtype}, expected float16, bfloat16 or float32; convert "

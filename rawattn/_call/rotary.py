@@ -43,7 +43,13 @@ def form(cos: Any, sin: Any, interleaved: bool, headdim: int, dtype: np.dtype[An
             expected = "float32" if dtype == np.float32 else f"float32 or {dtype}"
             raise TypeError(f"rotary: got {name} of dtype {array.dtype}, expected {expected}")
         if len(array.shape) != 2:
-            raise ValueError(f"rotary: got {name} of shape {tuple(array.shape)}, expected {_AXES}")
+            whole = len(array.shape) == 3 and array.shape[0] == 1
+            advice = (
+                f"; pass {name}[0, :, : D // 2] of angles as transformers has them" if whole else ""
+            )
+            raise ValueError(
+                f"rotary: got {name} of shape {tuple(array.shape)}, expected {_AXES}{advice}"
+            )
         if array.shape[1] > 1 and array.strides[1] != array.dtype.itemsize:
             raise ValueError(
                 f"rotary: got {name} with a last-axis stride of {array.strides[1]} bytes, expected "

@@ -10,8 +10,10 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from rawattn._call.hints import cast
 from rawattn._call.options import number, shown
 from rawattn._call.scores import ArrayForm
+from rawattn._interop.arrays import HOST, device_of, framework_of, import_array
 
 FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 LARGEST = float(ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).max)
@@ -49,8 +51,10 @@ def read(named: Mapping[str, Any]) -> Scales:
         if isinstance(value, np.ndarray) and value.ndim and value.dtype == np.float32:
             _check(name, value)
         if hasattr(value, "__dlpack__") and not isinstance(value, np.generic):
-            arrays[name] = value
-            continue
+            if not _is_host_number(value):
+                arrays[name] = value
+                continue
+            value = import_array(name, value).array.item()
         found = np.asarray(number(name, value, _ACCEPTED), np.float64)
         with np.errstate(over="ignore", under="ignore"):
             single = found.astype(np.float32)
@@ -58,6 +62,12 @@ def read(named: Mapping[str, Any]) -> Scales:
             raise ValueError(f"{name}: got {shown(value)}, expected {_ACCEPTED}")
         numbers[name] = int(single.view(np.uint32))
     return Scales(arrays, numbers)
+
+
+def _is_host_number(array: Any) -> bool:
+    """Whether it has no axis, and is on the host: it is the number that it holds."""
+    no_axis = getattr(array, "shape", None) == ()
+    return no_axis and device_of(array, framework_of(array)) == HOST
 
 
 def _check(name: str, array: NDArray[Any]) -> None:
@@ -90,10 +100,14 @@ def forms(
 
 def _form(name: str, array: Any, nheads_kv: int) -> ArrayForm:
     if array.dtype != np.float32:
-        raise TypeError(f"{name}: got dtype {array.dtype}, expected float32")
+        raise TypeError(
+            f"{name}: got dtype {array.dtype}, expected float32; convert it, as by {cast(None, name, 'float32')}"
+        )
     if tuple(array.shape) != (nheads_kv,):
+        advice = "; one for all heads is a float, or on a GPU an array expanded to this shape"
         raise ValueError(
             f"{name}: got shape {tuple(array.shape)}, expected (nheads_kv,) = ({nheads_kv},)"
+            f"{'' if array.shape else advice}"
         )
     return ArrayForm("float32", (nheads_kv,), (nheads_kv,))
 

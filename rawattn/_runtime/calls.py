@@ -12,6 +12,7 @@ from rawattn._call import problem, scores
 from rawattn._call.checks import byte_range, check_apart, check_out
 from rawattn._call.layout import Lengths
 from rawattn._call.options import Options
+from rawattn._call.pages import PagedLayout
 from rawattn._call.seq_layout import refuse_traced
 from rawattn._call.structure import structure
 from rawattn._interop import arrays
@@ -81,14 +82,12 @@ def prepare(
     shown_names = told_with_results(verb, options)
     for shown, view in zip(shown_names, views, strict=True):
         if view is not None and view.device != device:
-            raise ValueError(elsewhere(shown, view.device, device))
+            raise ValueError(elsewhere(shown, view.device, device, verb.lead))
     form = structure(lengths)
     for place in form.devices:
         if place != device:
-            raise ValueError(
-                f"seqs: holds an array on {name_of(place)}, but q is on {name_of(device)}; "
-                "move them to one device"
-            )
+            name = of_layout(options.seqs, place)
+            raise ValueError(elsewhere(name, place, device, verb.lead))
     inputs = [named[name] for name in verb.inputs]
     copies = tuple(_is_copied(verb, name, x) for name, x in zip(verb.inputs, inputs, strict=True))
     strides: dict[str, tuple[int, ...]] = {}
@@ -211,8 +210,22 @@ def _is_copied(verb: Verb, name: str, view: Any) -> bool:
     return bool(view.shape[-1] > 1 and view.strides[-1] != itemsize)
 
 
-def elsewhere(name: str, device: int, q_device: int) -> str:
-    return f"{name}: on {name_of(device)}, but q is on {name_of(q_device)}; move them to one device"
+def elsewhere(name: str, device: int, other: int, of: str) -> str:
+    """The message about an array that is on another device than that of the array `of`."""
+    argument = "rotary: its " if name in ("cos", "sin") else ""
+    colon = " is" if argument else ":"
+    return f"{argument}{name}{colon} on {name_of(device)}, but {of} is on {name_of(other)}; move them to one device"
+
+
+def of_layout(seqs: Any, device: int) -> str:
+    """What the caller knows integers of a layout on a GPU as."""
+    if isinstance(seqs, PagedLayout):
+        for name, array in (("seqlen_k", seqs.seqlen_k), ("block_table", seqs.indptr)):
+            if array is None or isinstance(array, np.ndarray):
+                continue
+            if array.data.device_id == device:
+                return name
+    return "seqs"
 
 
 def name_of(device: int) -> str:

@@ -131,7 +131,7 @@ def _imported(
         device = given[verb.q].device  # type: ignore[union-attr]
         for shown, each in zip(shown_names, given, strict=True):
             if each is not None and each.device != device:
-                raise ValueError(elsewhere(shown, each.device, device))
+                raise ValueError(elsewhere(shown, each.device, device, verb.lead))
         count = len(inputs)
         views = [None if x is None else x.array for x in given]
         place = _backend(verb, backend, device)

@@ -228,6 +228,11 @@ def read_append(
 ) -> Appending:
     """The call with its integers read, and those on the host checked."""
     interleaved = flag("interleaved", interleaved)
+    if interleaved and rotary is None:
+        raise TypeError(
+            "interleaved: got True without rotary: it says which elements an embedding turns together; leave it out, or pass "
+            "rotary=(cos, sin)"
+        )
     if q is not None and rotary is None:
         raise TypeError(
             "q: got queries without rotary: only an embedding changes them; leave q out, or pass rotary=(cos, sin)"
@@ -262,4 +267,5 @@ def check_rows(k: Any, k_pages: Any, table: Any, layout: PagedLayout, cos: Any) 
     shapes = [tuple(getattr(x, "shape", ())) for x in (k, k_pages, table)]
     if len(shapes[0]) in (3, 4) and len(shapes[1]) == 4 and shapes[2]:  # else the call tells
         lengths = host_lengths(layout.on_the_host().bind(*shapes))
-        check_lengths(lengths, None if cos is None else cos.shape[0])
+        angles = tuple(getattr(cos, "shape", ()))
+        check_lengths(lengths, angles[0] if len(angles) == 2 else None)

@@ -316,7 +316,7 @@ def check_pages(
     layout = layout.on_the_host()
     if not isinstance(table, np.ndarray):
         table = table.get()
-    form = pages.form(layout, shapes[1], shapes[2], table)
+    form = pages.form(layout, shapes[0], shapes[1], shapes[2], table)
     lengths = host_lengths(layout.bind(shapes[0], shapes[1], table.shape))
     pages.check_ids(table, lengths, form, *limits)
 

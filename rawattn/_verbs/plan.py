@@ -126,8 +126,8 @@ class Plan:
         named = dict(zip(self._verb.inputs, inputs, strict=True))
         table, layout = named.get("block_table"), self._options.seqs
         if isinstance(table, np.ndarray) and layout.on_host:
-            rows = (named[name] for name in PAGED.inputs[:3])
-            check_pages(*rows, table, layout, limits_of(self._options))
+            q, k_pages, v_pages = (named[name] for name in PAGED.inputs[:3])
+            check_pages(q, k_pages, v_pages, table, layout, limits_of(self._options))
 
     def _written(self, out: Any, into: Any) -> Sequence[Any]:
         """The caller's arrays among the outputs."""

@@ -100,8 +100,8 @@ class Arguments:
         table = inputs[at]
         if table is self._inputs[at]:
             return
-        if isinstance(table, tuple):
-            indptr, table = pages.split(table)
+        indptr, table = pages.split(table)
+        if indptr is not None:
             if self._options.seqs.indptr is None:
                 raise ValueError(
                     "block_table: got a pair, expected a table of two axes, as when the call was planned"

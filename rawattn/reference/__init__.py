@@ -134,7 +134,7 @@ def paged_attention(
     layout = pages.PagedLayout(seqs, seqlen_k, indptr)
     refuse_traced(layout)
     layout = layout.on_the_host()
-    form = pages.form(layout, k_pages.shape, v_pages.shape, table)
+    form = pages.form(layout, q.shape, k_pages.shape, v_pages.shape, table)
     if q.ndim not in (3, 4):
         raise ValueError(f"q: got shape {q.shape}, expected three or four axes")
     lengths = host_lengths(layout.bind(q.shape, k_pages.shape, table.shape))

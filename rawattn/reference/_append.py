@@ -60,7 +60,7 @@ def append_kv(
     layout = pages.PagedLayout(seqs, seqlen_k, indptr)
     refuse_traced(layout)
     layout = layout.on_the_host()
-    form = pages.form(layout, k_pages.shape, v_pages.shape, table)
+    form = pages.form(layout, k.shape, k_pages.shape, v_pages.shape, table)
     lengths = host_lengths(layout.bind(k.shape, k_pages.shape, table.shape))
     for n, (start, count, keys) in enumerate(
         zip(lengths.start_q.tolist(), lengths.len_q.tolist(), lengths.len_k.tolist(), strict=True)
