@@ -13,6 +13,9 @@ from rawattn import cli
 from rawattn._cli import check
 from rawattn._cpu import forward as cpu_forward
 
+_CELLS = len(check._MODES) + len(check._IN_PAGES) + 2
+_FORWARDS = _CELLS - 2  # but for what is appended and what is merged
+
 
 @pytest.fixture(autouse=True)
 def _few_cells(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,8 +27,8 @@ def test_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["check", "--backend", "cpu"]) == 0
     table = capsys.readouterr().out.splitlines()
     assert table[0].split()[:4] == ["backend", "dtype", "headdim", "mode"]
-    assert [line.split()[-1] for line in table[1:-1]] == ["ok"] * len(check._MODES)
-    assert table[-1] == "3 of 3 within their bounds"
+    assert [line.split()[-1] for line in table[1:-1]] == ["ok"] * _CELLS
+    assert table[-1] == f"{_CELLS} of {_CELLS} within their bounds"
 
 
 @pytest.mark.gpu
@@ -53,8 +56,10 @@ def test_wrong_results_are_told(
     monkeypatch.setattr(cpu_forward, "forward", broken)
     assert cli.main(["check", "--backend", "cpu"]) == 1
     printed = capsys.readouterr().out
-    assert "0 of 3 within their bounds" in printed
-    assert printed.count("FAILED") == 3
+    # The one row of a step of decoding has no key behind it, wherever the window ends.
+    failed = _FORWARDS - (2 if wrong == "window_right" else 0)
+    assert f"{_CELLS - failed} of {_CELLS} within their bounds" in printed
+    assert printed.count("FAILED") == failed
 
 
 def test_no_gpu_is_told(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -43,6 +43,14 @@ _MODES: dict[str, dict[str, Any]] = {
         "seqs": {"seqlen_q": [200, 70], "seqlen_k": [150, 200]},
     },
 }  # fmt: skip
+# Calls on pages, by new rows of each sequence and by what pages hold.
+_IN_PAGES: dict[str, tuple[int, bool]] = {
+    "chunks in pages": (40, False),
+    "decoding": (1, False),
+    "decoding, float8": (1, True),
+}
+_APPEND, _COMBINE = "append: k, v", "combine"
+_LENGTHS, _PAGE_SIZE = (200, 70), 16
 _ULP32 = 2.0**-23
 
 
@@ -70,7 +78,8 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "check",
         description="Compute attention with every backend of this machine (each GPU, and the CPU) "
-        "and compare it with the float64 reference. Padding rows hold NaN, which must not reach a "
+        "and compare it with the float64 reference: on rows and on pages, with what is appended to "
+        "them, and partial results that are merged. Padding rows hold NaN, which must not reach a "
         "result. The exit status is 1 if an error is above its bound.",
         epilog="A bound is the most that rounding can cost: of the probabilities and the result to "
         "the dtype, of the scores to float32. Shown is the element that comes closest to its own.",
@@ -83,7 +92,13 @@ def run(args: argparse.Namespace) -> int:
     if args.backend == "cuda" and not gpu_available():
         print("rawattn check: no GPU that CuPy can use; `rawattn info` says why", file=sys.stderr)
         return 1
-    grid = list(itertools.product(_backends(args.backend), _DTYPES, _HEADDIMS, _MODES))
+    modes = (*_MODES, *_IN_PAGES, _APPEND, _COMBINE)
+    grid = [
+        cell
+        for cell in itertools.product(_backends(args.backend), _DTYPES, _HEADDIMS, modes)
+        # It takes no backend: a GPU merges NumPy's arrays where there is one.
+        if cell[3] != _COMBINE or cell[0].keyword == "cuda" or not gpu_available()
+    ]
     rows, failures = [], 0
     with Progress(len(grid)) as progress:
         for backend, dtype, headdim, mode in grid:
@@ -124,7 +139,13 @@ def _on(device: int, family: str) -> Iterator[None]:
 
 
 def _check(backend: _Backend, dtype: str, headdim: int, mode: str) -> tuple[_Error, _Error]:
-    """Errors of out and lse."""
+    """Errors of out and lse; of what is appended those of keys and values."""
+    if mode in _IN_PAGES:
+        return _check_pages(backend, dtype, headdim, *_IN_PAGES[mode])
+    if mode == _APPEND:
+        return _check_append(backend, dtype, headdim)
+    if mode == _COMBINE:
+        return _check_combine(backend, dtype, headdim)
     options = dict(_MODES[mode])
     lengths = options.pop("seqs", {})
     if lengths:
@@ -140,15 +161,90 @@ def _check(backend: _Backend, dtype: str, headdim: int, mode: str) -> tuple[_Err
     q, k, v = normal(_HEADS, padding_q), normal(_HEADS_KV, padding_k), normal(_HEADS_KV, padding_k)
     with backend.place():
         out, lse = rawattn.attention(q, k, v, **options, return_lse=True, backend=backend.keyword)
-    exact, exact_lse = reference.attention(q, k, v, **options, return_lse=True)
+    exact = reference.attention(q, k, v, **options, return_lse=True)
+    weight = reference.attention(q, k, np.abs(v), **options)
+    return _errors((out, lse), exact, weight, (q, k))
 
+
+def _check_pages(
+    backend: _Backend, dtype: str, headdim: int, rows: int, float8: bool
+) -> tuple[_Error, _Error]:
+    rng, table = np.random.default_rng(headdim), _table()
+    q = _normal(rng, (len(_LENGTHS), rows, _HEADS, headdim), _DTYPES[dtype])
+    of_pages = ml_dtypes.float8_e4m3fn if float8 else _DTYPES[dtype]
+    shape = (table.size, _PAGE_SIZE, _HEADS_KV, headdim)
+    k, v = (_normal(rng, shape, of_pages) for _ in "kv")
+    options: dict[str, Any] = {"seqlen_k": [*_LENGTHS], "causal": True}
+    # Few rows have kernels of their own.
+    with backend.place(), only("decode") if rows == 1 else nullcontext():
+        got = rawattn.paged_attention(
+            q, k, v, table, **options, return_lse=True, backend=backend.keyword
+        )
+    exact = reference.paged_attention(q, k, v, table, **options, return_lse=True)
+    weight = reference.paged_attention(q, k, np.abs(v), table, **options)
+    return _errors(got, exact, weight, (q, k))
+
+
+def _check_append(backend: _Backend, dtype: str, headdim: int) -> tuple[_Error, _Error]:
+    """New keys turn in float32 and are rounded once, values are as they were."""
+    rng, table = np.random.default_rng(headdim), _table()
+    shape = (len(_LENGTHS), 3, _HEADS_KV, headdim)
+    k, v = (_normal(rng, shape, _DTYPES[dtype]) for _ in "kv")
+    pools = [np.zeros((table.size, _PAGE_SIZE, *shape[2:]), k.dtype) for _ in "kv"]
+    phases = np.outer(np.arange(max(_LENGTHS)), 1e4 ** -np.linspace(0, 1, headdim // 2))
+    rotary = np.cos(phases).astype(np.float32), np.sin(phases).astype(np.float32)
+    options: dict[str, Any] = {"seqlen_k": [*_LENGTHS], "rotary": rotary}
+    exact_k, exact_v, _ = reference.append_kv(k, v, *pools, table, **options)
+    with backend.place():
+        rawattn.append_kv(k, v, *pools, table, **options, backend=backend.keyword)
+    finfo = ml_dtypes.finfo(k.dtype)
+    smallest = float(finfo.smallest_subnormal)
+    turning = 4 * _ULP32 * float(np.abs(k.astype(np.float64)).max())
+    rounding = float(finfo.eps) / 2 * np.abs(exact_k) + smallest
+    return (
+        _furthest(pools[0], exact_k, rounding + turning),
+        _furthest(pools[1], exact_v, np.full(exact_v.shape, smallest)),
+    )
+
+
+def _check_combine(backend: _Backend, dtype: str, headdim: int) -> tuple[_Error, _Error]:
+    rng = np.random.default_rng(headdim)
+    outs = [_normal(rng, (2, _ROWS, _HEADS, headdim), _DTYPES[dtype]) for _ in range(3)]
+    lses = [_normal(rng, (2, _HEADS, _ROWS), np.float32) for _ in outs]
+    with backend.place():
+        out, lse = rawattn.combine(outs, lses)
+    exact, exact_lse = reference.combine(outs, lses)
+    weight, _ = reference.combine([np.abs(x) for x in outs], lses)
+    finfo = ml_dtypes.finfo(outs[0].dtype)
+    rounding = float(finfo.eps) / 2 * np.abs(exact) + float(finfo.smallest_subnormal)
+    return (
+        _furthest(out, exact, rounding + 8 * _ULP32 * weight),
+        _furthest(lse, exact_lse, 4 * _ULP32 * (1 + np.abs(exact_lse))),
+    )
+
+
+def _table() -> Array:
+    """Pages of the sequences in no order."""
+    count = -(-max(_LENGTHS) // _PAGE_SIZE)
+    ids = np.random.default_rng(0).permutation(len(_LENGTHS) * count)
+    return ids.reshape(len(_LENGTHS), count).astype(np.int32)
+
+
+def _normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> Array:
+    return rng.standard_normal(shape).astype(dtype)
+
+
+def _errors(
+    got: Sequence[Array], wanted: Sequence[Array], weight: Array, inputs: tuple[Array, Array]
+) -> tuple[_Error, _Error]:
+    """Of out and lse. weight: what out is with values of one sign. inputs: q and k."""
+    (out, lse), (exact, exact_lse), (q, k) = got, wanted, inputs
     # A score is a float32 sum of products: it is off by about an ulp of |q| |k| (Cauchy-Schwarz),
     # and moves every probability by as much, up or down, relative to itself. Rounding each
     # probability to the dtype costs half an ulp of the sum of p |v|, rounding the result half an
     # ulp of that.
     norms = [float(np.nanmax(np.linalg.norm(x.astype(np.float64), axis=-1))) for x in (q, k)]
-    score = 4 * _ULP32 * max(1.0, norms[0] * norms[1] / headdim**0.5)
-    weight = reference.attention(q, k, np.abs(v), **options)
+    score = 4 * _ULP32 * max(1.0, norms[0] * norms[1] / q.shape[-1] ** 0.5)
     finfo = ml_dtypes.finfo(q.dtype)
     rounding = float(finfo.eps) / 2 * (weight + np.abs(exact)) + float(finfo.smallest_subnormal)
     size = np.abs(np.where(np.isfinite(exact_lse), exact_lse, 0.0))
