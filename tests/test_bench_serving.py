@@ -90,6 +90,14 @@ def test_decode_has_a_line_for_each_bound(without_gpu: None) -> None:
     assert all(0.5 < (figure.value or 0) < 0.52 and figure.verdict == "ok" for figure in halves)
 
 
+def test_decode_tells_rates_of_every_page_size(without_gpu: None) -> None:
+    found = {figure.name: figure for figure in serving.decode("bfloat16", [])}
+    for page_size in (16, 64, 128, 256):
+        name = serving_cases.BIG[0].in_pages(page_size).name
+        assert found[f"{name}: read and written"].value == pytest.approx(1000)
+        assert found[f"{name}: share of the read bandwidth"].value == pytest.approx(0.25)
+
+
 def test_prefill_has_a_line_for_each_bound(without_gpu: None) -> None:
     figures = serving.prefill("bfloat16", [FA2, FA4])
     assert len(bounded(figures)) == 2 * len(serving_cases.PREFILL)

@@ -6,6 +6,7 @@ Those that have no pages read the same keys in rows.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -57,9 +58,9 @@ def decode(dtype: str, peers: Sequence[str]) -> list[Figure]:
         )
         in_8 = case.in_pages(small).in_float8()
         seconds_8 = _share(found, in_8, dtype, bandwidth)
-        rate = None if seconds_8 is None else in_8.nbytes / seconds_8 / 1e9
-        found.append(Figure(f"{in_8.name}: read and written", rate, "GB/s"))
         found.append(ratio(f"{in_8.name}: over 16 bits", seconds_8, in_small, 0.55))
+    for case, page_size in itertools.product(serving_cases.BIG[:2], serving_cases.MORE_PAGE_SIZES):
+        _share(found, case.in_pages(page_size), dtype, bandwidth, bound=None)
     for case in serving_cases.SMALL:
         _over_peers(found, case.in_pages(16), dtype, peers, 1.0)
     uneven = serving_cases.UNEVEN
@@ -216,10 +217,15 @@ def _timed(name: str, prepare: Callable[[], Entrant], found: list[Figure]) -> fl
     return seconds
 
 
-def _share(found: list[Figure], case: Serving, dtype: str, bandwidth: float) -> float | None:
+def _share(
+    found: list[Figure], case: Serving, dtype: str, bandwidth: float, bound: float | None = 0.95
+) -> float | None:
     seconds = _seconds(case, dtype, found)
-    share = None if seconds is None else case.nbytes / seconds / bandwidth
-    found.append(Figure(f"{case.name}: share of the read bandwidth", share, "", 0.95))
+    rate = None if seconds is None else case.nbytes / seconds
+    share = None if rate is None else rate / bandwidth
+    gigabytes = None if rate is None else rate / 1e9
+    found.append(Figure(f"{case.name}: read and written", gigabytes, "GB/s"))
+    found.append(Figure(f"{case.name}: share of the read bandwidth", share, "", bound))
     return seconds
 
 

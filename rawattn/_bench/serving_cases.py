@@ -89,6 +89,7 @@ SMALL = (
     alike(128, 192, 32, 32),
 )
 PAGE_SIZES = (16, 128)
+MORE_PAGE_SIZES = (64, 256)  # without a bound
 UNEVEN = Serving("131072 + 63 x 2048 32/8", (131072, *(2048,) * 63), 32, 8).in_pages(16)
 _WINDOW, _SINK = 1024, 4
 WINDOWED = Serving(
