@@ -194,16 +194,17 @@ def _check_append(backend: _Backend, dtype: str, headdim: int) -> tuple[_Error, 
     phases = np.outer(np.arange(max(_LENGTHS)), 1e4 ** -np.linspace(0, 1, headdim // 2))
     rotary = np.cos(phases).astype(np.float32), np.sin(phases).astype(np.float32)
     options: dict[str, Any] = {"seqlen_k": [*_LENGTHS], "rotary": rotary}
-    exact_k, exact_v, _ = reference.append_kv(k, v, *pools, table, **options)
+    k_pages, v_pages = pools
+    exact_k, exact_v, _ = reference.append_kv(k, v, k_pages, v_pages, table, **options)
     with backend.place():
-        rawattn.append_kv(k, v, *pools, table, **options, backend=backend.keyword)
+        rawattn.append_kv(k, v, k_pages, v_pages, table, **options, backend=backend.keyword)
     finfo = ml_dtypes.finfo(k.dtype)
     smallest = float(finfo.smallest_subnormal)
     turning = 4 * _ULP32 * float(np.abs(k.astype(np.float64)).max())
     rounding = float(finfo.eps) / 2 * np.abs(exact_k) + smallest
     return (
-        _furthest(pools[0], exact_k, rounding + turning),
-        _furthest(pools[1], exact_v, np.full(exact_v.shape, smallest)),
+        _furthest(k_pages, exact_k, rounding + turning),
+        _furthest(v_pages, exact_v, np.full(exact_v.shape, smallest)),
     )
 
 
