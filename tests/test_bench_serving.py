@@ -62,6 +62,7 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         serving, "_entrant", lambda make, case, dtype, nbytes: pretended(nbytes * 1e-12)
     )
+    monkeypatch.setattr(serving, "_eager", lambda make, case, dtype: pretended(case.nbytes * 2e-12))
     for module in (serving, graph_peers):
         monkeypatch.setattr(module, "race", pretended_race)
     monkeypatch.setattr(serving, "read_bandwidth", lambda: 4e12)
@@ -96,6 +97,14 @@ def test_decode_tells_rates_of_every_page_size(without_gpu: None) -> None:
         name = serving_cases.BIG[0].in_pages(page_size).name
         assert found[f"{name}: read and written"].value == pytest.approx(1000)
         assert found[f"{name}: share of the read bandwidth"].value == pytest.approx(0.25)
+
+
+def test_decode_tells_calls_in_a_graph_and_one_by_one(without_gpu: None) -> None:
+    figures = serving.decode("bfloat16", [])
+    for case in serving_cases.EAGER:
+        times = {figure.of: figure.value for figure in figures if figure.name == case.name}
+        assert set(times) == {"in a graph", "called one by one"}
+        assert times["called one by one"] == pytest.approx(2 * (times["in a graph"] or 0))
 
 
 def test_prefill_has_a_line_for_each_bound(without_gpu: None) -> None:

@@ -63,6 +63,12 @@ def decode(dtype: str, peers: Sequence[str]) -> list[Figure]:
         _share(found, case.in_pages(page_size), dtype, bandwidth, bound=None)
     for case in serving_cases.SMALL:
         _over_peers(found, case.in_pages(16), dtype, peers, 1.0)
+    for case in serving_cases.EAGER:
+        in_graph, eager = (
+            functools.partial(way, _ours, case, dtype) for way in (_in_graph, _eager)
+        )
+        _timed(case.name, in_graph, found)
+        _timed(case.name, eager, found, "called one by one")
     uneven = serving_cases.UNEVEN
     seconds = _seconds(uneven, dtype, found)
     least = uneven.nbytes / bandwidth
@@ -194,6 +200,21 @@ def _entrant(
     return graphs.entrant(graphs.of_cupy, calls, nbytes)
 
 
+def _in_graph(make_call: Callable[[Serving, Cache], Call], case: Serving, dtype: str) -> Entrant:
+    return _entrant(make_call, case, dtype, case.nbytes)
+
+
+def _eager(make_call: Callable[[Serving, Cache], Call], case: Serving, dtype: str) -> Entrant:
+    """Calls without a graph, on caches in turn."""
+    calls = [make_call(case, make(case, dtype)) for _ in range(graphs.sets(case.nbytes))]
+    turns = itertools.cycle(calls)
+
+    def call() -> Any:
+        return next(turns)()
+
+    return Entrant(call, EventClock())
+
+
 def _raised(outcome: Any) -> Any:
     for timing in outcome.values():
         if isinstance(timing, Exception):
@@ -206,14 +227,16 @@ def _seconds(case: Serving, dtype: str, found: list[Figure]) -> float | None:
     return _timed(case.name, functools.partial(_entrant, _ours, case, dtype, case.nbytes), found)
 
 
-def _timed(name: str, prepare: Callable[[], Entrant], found: list[Figure]) -> float | None:
+def _timed(
+    name: str, prepare: Callable[[], Entrant], found: list[Figure], how: str = "in a graph"
+) -> float | None:
     """Seconds of one call, and a line of its own for it."""
     try:
         seconds: float = _raised(race({"": prepare()}))[""].seconds
     except Exception as error:  # the other lines are worth showing all the same
         found.append(Figure(name, None, "us", of=measure.describe(error)))
         return None
-    found.append(Figure(name, 1e6 * seconds, "us", of="in a graph"))
+    found.append(Figure(name, 1e6 * seconds, "us", of=how))
     return seconds
 
 

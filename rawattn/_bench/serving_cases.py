@@ -88,6 +88,8 @@ SMALL = (
     alike(11, 3593, 71, 1),
     alike(128, 192, 32, 32),
 )
+# Timed in a graph and without one.
+EAGER = tuple(case.in_pages(16) for case in (SMALL[0], SMALL[2], SMALL[4]))
 PAGE_SIZES = (16, 128)
 MORE_PAGE_SIZES = (64, 256)  # without a bound
 UNEVEN = Serving("131072 + 63 x 2048 32/8", (131072, *(2048,) * 63), 32, 8).in_pages(16)
