@@ -47,6 +47,7 @@ void wait_stores_read();
 void set_registers(const char* name, int count);
 void ldmatrix(unsigned (&r)[4], const void* row);
 unsigned load_shared(unsigned address);
+void copy_partly_later(void* shared, const void* global, int readable);
 
 // A product of a warpgroup as one thread asks for it: 64 x columns, 16 deep.
 struct Product {
@@ -114,6 +115,9 @@ DEVICE void ldmatrix(unsigned (&r)[4], unsigned row) {
 template <int kOffset>
 DEVICE unsigned load_shared(unsigned address) {
   return host::load_shared(address + kOffset);
+}
+DEVICE void copy_async_partly(unsigned shared, const void* global, int readable) {
+  host::copy_partly_later(host::shared_pointer(shared), global, readable);
 }
 
 template <int kRegisters>

@@ -10,6 +10,7 @@
 #include "ptx/ldmatrix.cuh"
 #include "ptx/load_shared.cuh"
 #include "ptx/mbarrier.cuh"
+#include "ptx/partial_copy.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"

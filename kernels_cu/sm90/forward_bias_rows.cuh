@@ -2,9 +2,10 @@
 // slot, and consumers read it from where it begins.
 //
 // A copy has 16 bytes from a multiple of 16. A row's place gets those that its keys lie among, so that they begin up to
-// 14 bytes behind the place, at every key tile alike: key tiles begin at multiples of 16 keys. What comes beside them
+// 14 bytes behind the place, at every key tile alike: key tiles begin at multiples of 16 keys. What comes before them
 // belongs to neighbours, and so may be anything; nothing of it is used. It shares 16 bytes with the bias, and so is
-// memory that may be read.
+// memory that may be read: memory is given out in multiples of them from where it begins, but not to its end, so
+// nothing is read behind the row.
 #pragma once
 
 #include "sm90/forward_bias.cuh"
@@ -69,8 +70,9 @@ struct BiasRows {
   // at: where the row's keys begin.
   DEVICE void copy_piece(unsigned place, unsigned long long at, int piece, int bytes, int row) const {
     const int before = static_cast<int>(static_cast<unsigned>(at) & 15);
-    const bool exists = row < rows && piece * 16 < before + bytes;
-    target::copy_async<16>(place, reinterpret_cast<const void*>((at & ~15ull) + piece * 16), exists);
+    const int rest = row < rows ? before + bytes - piece * 16 : 0;
+    const int readable = rest < 0 ? 0 : rest > 16 ? 16 : rest;
+    ptx::copy_async_partly(place, reinterpret_cast<const void*>((at & ~15ull) + piece * 16), readable);
   }
 };
 
