@@ -12,7 +12,7 @@ import functools
 import inspect
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import jax
@@ -149,7 +149,7 @@ def attention(
         seqs, causal, align, window, sink, scale, bias, mask, alibi_slopes, softcap, score_mod, sink_logits, dropout_p,
         seed, num_splits,
     )  # fmt: skip
-    # The gradients of options' arrays that a backward may give.
+    # The gradients of options' arrays that a backward gives.
     gradients, _ = of_options(Gradients(), options, None)
     verb, arrays, values, options = with_arrays(FORWARD, options)
     if isinstance(mask, BlockMask):
@@ -258,7 +258,9 @@ def _function(text: str) -> Any:
     """
     record = read(text)
     saving = replace(record, lse=True)
-    places = {f"d{name}": n for n, name in enumerate(record.options)}
+    pulling = replace(record, backward=True)
+    places = {name: n for n, name in enumerate(record.options)}
+    differentiated = [places[name.removeprefix("d")] for name in record.gradients]
 
     @jax.custom_vjp  # type: ignore[untyped-decorator]  # JAX is not typed here
     def attention(
@@ -268,41 +270,20 @@ def _function(text: str) -> Any:
         return results if record.lse else results[0]
 
     def forward(q: Any, k: Any, v: Any, options: tuple[Any, ...], integers: tuple[Any, ...]) -> Any:
-        """Arguments say whether a gradient is taken of them."""
-        wanted = tuple(name for name in record.gradients if options[places[name]].perturbed)
-        q, k, v, options, integers = jax.tree.map(lambda x: x.value, (q, k, v, options, integers))
         out, lse = _call(saving, (q, k, v, *options, *integers))
-        saved = q, k, v, out, lse, options, integers, _Wanted(wanted)
-        return (out, lse) if record.lse else out, saved
+        return (out, lse) if record.lse else out, (q, k, v, out, lse, options, integers)
 
     def backward(saved: Any, gradients: Any) -> Any:
-        *arrays, options, integers, wanted = saved
-        dense = map(_dense, gradients if record.lse else (gradients,))
-        _, dout, *dlse = _alike(arrays[0], *dense)
-        pulling = replace(record, backward=True, gradients=wanted.names)
+        *arrays, options, integers = saved
+        dout, *dlse = gradients if record.lse else (gradients,)
         found = _call(pulling, (dout, *arrays, *dlse, *options, *integers))
         of_options: list[Any] = [None] * len(options)
-        for name, gradient in zip(wanted.names, found[3:], strict=True):
-            of_options[places[name]] = gradient
+        for place, gradient in zip(differentiated, found[3:], strict=True):
+            of_options[place] = gradient
         return (*found[:3], tuple(of_options), None)
 
-    attention.defvjp(forward, backward, symbolic_zeros=True)
+    attention.defvjp(forward, backward)
     return jax.jit(attention, inline=True)
-
-
-@jax.tree_util.register_static
-@dataclass(frozen=True)
-class _Wanted:
-    """The gradients of options' arrays that are taken, for the backward: known while the program is traced."""
-
-    names: tuple[str, ...]
-
-
-def _dense(gradient: Any) -> Any:
-    """An array of zeros where JAX says that a gradient is zero."""
-    if isinstance(gradient, jax.custom_derivatives.SymbolicZero):
-        return jnp.zeros(gradient.shape, gradient.dtype)
-    return gradient
 
 
 def _call(record: Record, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
