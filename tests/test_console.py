@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from rawattn import cli
-from rawattn._console import outputs, pipes, table, terminal
+from rawattn._call import outputs
+from rawattn._console import pipes, table, terminal
 from rawattn._console.progress import Progress
 
 ROOT = Path(cli.__file__).resolve().parents[1]

@@ -12,8 +12,8 @@ from typing import Any
 from rawattn._bench import cases, grids, host_calls, host_suite, measure, render, suites
 from rawattn._bench.report import Report
 from rawattn._bench.timing import BURST_SECONDS, REPEATS
+from rawattn._call import outputs
 from rawattn._cli import arguments
-from rawattn._console import outputs
 from rawattn._console.progress import Progress
 
 _QUICK_REPEATS = 5

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rawattn._call import options as _options
+from rawattn._call import outputs
 from rawattn._call.options import DEFAULTS, shown
 from rawattn._call.places import says_places
-from rawattn._console import outputs
 from rawattn._masks import host
 from rawattn._masks.block_mask import BlockMask
 from rawattn._masks.build import block_mask

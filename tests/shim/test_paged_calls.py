@@ -140,7 +140,7 @@ def test_mistakes_are_told_before_anything_is_launched(place: Any) -> None:
         ({"block_table": place(np.zeros((4, 3), np.float32))}, "block_table: got dtype float32"),
         ({"block_table": place(np.zeros((3, 3), np.int32))}, r"block_table: got shape \(3, 3\)"),
         ({"v_pages": q}, "v_pages: got num_pages"),
-        ({"seqlen_k": place(np.zeros(3, np.int64))}, "block_table: got shape"),
+        ({"seqlen_k": place(np.zeros(3, np.int64))}, "seqlen_k: got 3 lengths, expected 4"),
         ({"seqlen_k": [70, 3, 0, 10**6]}, "seqlen_k: got length 1000000 for sequence 3"),
     ):
         given = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "block_table": table}
