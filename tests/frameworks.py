@@ -89,6 +89,17 @@ class TightCuPy(CuPy):
             replace(strided, buffer=strided.buffer[first:end], offset=strided.offset - first)
         )
 
+    def bias(self, strided: Strided) -> Any:
+        """Its memory ends at a multiple of 16 bytes, in NaN.
+
+        A copy of 16 bytes that reads the first ones alone (the `src-size` of cp.async) is one of all of them to memcheck.
+        """
+        first, end = _extent(strided)
+        own = strided.buffer[first:end]
+        more = -own.nbytes % 16 // own.itemsize
+        padded = np.concatenate([own, np.full(more, np.nan, own.dtype)])
+        return super().array(replace(strided, buffer=padded, offset=strided.offset - first))
+
     def buffer_of(self, array: Any, strided: Strided) -> np.ndarray:
         first, end = _extent(strided)
         buffer = strided.buffer.copy()

@@ -56,7 +56,8 @@ def options_of(inputs: Inputs, framework: Framework) -> dict[str, Any]:
     """The other keywords, with arrays of the framework."""
     options = dict(inputs.options)
     for name, array in inputs.arrays.items():
-        options[name] = framework.array(array)
+        made = getattr(framework, name, framework.array)
+        options[name] = made(array)
     if framework.name == "jax" and options.get("seed") is not inputs.options.get("seed"):
         # Without its 64-bit mode JAX has int32 alone.
         seed = inputs.options["seed"]
