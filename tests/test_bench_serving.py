@@ -100,11 +100,11 @@ def test_decode_tells_rates_of_every_page_size(without_gpu: None) -> None:
 
 
 def test_decode_tells_calls_in_a_graph_and_one_by_one(without_gpu: None) -> None:
-    figures = serving.decode("bfloat16", [])
+    found = {figure.name: figure for figure in serving.decode("bfloat16", [])}
     for case in serving_cases.EAGER:
-        times = {figure.of: figure.value for figure in figures if figure.name == case.name}
-        assert set(times) == {"in a graph", "called one by one"}
-        assert times["called one by one"] == pytest.approx(2 * (times["in a graph"] or 0))
+        in_graph, eager = found[case.name], found[f"{case.name}, called one by one"]
+        assert (in_graph.of, eager.of) == ("in a graph", "without a graph")
+        assert eager.value == pytest.approx(2 * (in_graph.value or 0))
 
 
 def test_prefill_has_a_line_for_each_bound(without_gpu: None) -> None:

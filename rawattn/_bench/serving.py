@@ -68,7 +68,7 @@ def decode(dtype: str, peers: Sequence[str]) -> list[Figure]:
             functools.partial(way, _ours, case, dtype) for way in (_in_graph, _eager)
         )
         _timed(case.name, in_graph, found)
-        _timed(case.name, eager, found, "called one by one")
+        _timed(f"{case.name}, called one by one", eager, found, "without a graph")
     uneven = serving_cases.UNEVEN
     seconds = _seconds(uneven, dtype, found)
     least = uneven.nbytes / bandwidth
