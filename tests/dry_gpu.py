@@ -1,7 +1,7 @@
 """The tests of tests/gpu up to their launches, on a machine without a GPU.
 
     python -m tests.dry_gpu               # what such a run would meet in the code of the host
-    python -m tests.dry_gpu --curated     # likewise one of the curated cases alone, which take every path
+    python -m tests.dry_gpu --every 3     # likewise, of each third test of a file
     python -m tests.dry_gpu --compile     # and all kernels that are loaded there, into the kernel cache
 
 Half of a run on a GPU is compiling. A cache that `--compile` has filled, by the version of NVRTC that the machine with the GPU
@@ -216,8 +216,20 @@ def look_away() -> None:
 class Plugin:
     """Collects what `rawattn` raises, in place of pytest's own account of what passed."""
 
-    def __init__(self) -> None:
+    def __init__(self, every: int) -> None:
         self.raised: dict[str, str] = {}
+        self._every = every
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        by_file: Counter[str] = Counter()
+        kept = []
+        for item in items:
+            file = item.nodeid.split("::", maxsplit=1)[0]
+            if by_file[file] % self._every == 0:
+                kept.append(item)
+            by_file[file] += 1
+        items[:] = kept
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtestloop(self, session: pytest.Session) -> Any:
@@ -245,14 +257,15 @@ def main() -> int:
     """1 where `rawattn` raised something, or a kernel did not compile."""
     parser = argparse.ArgumentParser(prog="python -m tests.dry_gpu", description=main.__doc__)
     parser.add_argument("--compile", action="store_true", help="all kernels that were loaded")
-    parser.add_argument("--curated", action="store_true", help="without cases marked exhaustive")
+    parser.add_argument(
+        "--every", type=int, default=1, metavar="N", help="each N-th test of a file"
+    )
     parser.add_argument("tests", nargs="*", default=["tests/gpu"], help="files (%(default)s)")
     args = parser.parse_args()
     stand_in_for_the_gpu()
     look_away()
-    plugin = Plugin()
-    options = [] if args.curated else ["--exhaustive"]
-    options += ["-m", "gpu", "-n", "0", "-W", "ignore", "-p", "no:cacheprovider"]
+    plugin = Plugin(args.every)
+    options = ["--exhaustive", "-m", "gpu", "-n", "0", "-W", "ignore", "-p", "no:cacheprovider"]
     # Gigabytes of what the host would draw and the device never see.
     options += ["--ignore", "tests/gpu/test_large.py", "-p", "no:terminal", "-o", "addopts="]
     status = pytest.main([*options, *args.tests], plugins=[plugin])
