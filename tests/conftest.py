@@ -30,9 +30,19 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     exhaustive.leave_out(config, items)
     if reason := gpu_report.why_no_gpu():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason=reason))
+        _skip_gpu_tests(config, items, reason)
+
+
+def _skip_gpu_tests(config: pytest.Config, items: list[pytest.Item], reason: str) -> None:
+    """One of each file is skipped and says why; the others, which are thousands, are left out."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    shown = {item.path: item for item in reversed(marked)}
+    for item in shown.values():
+        item.add_marker(pytest.mark.skip(reason=f"{reason}; and all of its kind in this file"))
+    if beyond := [item for item in marked if shown[item.path] is not item]:
+        config.hook.pytest_deselected(items=beyond)
+        left_out = {*beyond}
+        items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(scope="session", autouse=True)

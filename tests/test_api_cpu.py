@@ -189,7 +189,11 @@ def test_import_is_light(tmp_path: Path) -> None:
     The first of them compiles to bytecode, which an installed package has, whatever the environment says of it.
     """
     command = [sys.executable, "-c", _IMPORT]
-    environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path), "PYTHONDONTWRITEBYTECODE": ""}
+    environment = {
+        **os.environ,
+        "PYTHONPYCACHEPREFIX": str(tmp_path),
+        "PYTHONDONTWRITEBYTECODE": "",
+    }
     runs = [
         subprocess.run(command, stdout=subprocess.PIPE, check=True, env=environment)
         for _ in range(5)

@@ -13,6 +13,7 @@ import rawattn
 from rawattn import append_kv, paged_attention, reference
 from rawattn._call import scales
 from rawattn._interop import arrays, dlpack
+from tests import exhaustive
 from tests.append import appended
 from tests.paged import BFLOAT16, FLOAT8, Paged, paged, verify
 from tests.random_pages import random_pages
@@ -49,7 +50,7 @@ def test_options_of_scores(name: str) -> None:
     verify_both(paged((150, 33, 0), 16, rows=9, float8="arrays"), **OPTIONS[name])
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", exhaustive.thin(range(30), 4))
 def test_random(seed: int) -> None:
     call, options, _ = random_pages(seed)
     verify_both(call, **options)

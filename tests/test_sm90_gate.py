@@ -115,12 +115,10 @@ VARIANTS = list(dict.fromkeys((*usual_variants(), *variants_of_scores())))
 OTHERS = [source for source in VARIANTS if source not in USUAL]
 
 
-def traits(source: compiler.Source) -> Iterable[Hashable]:
-    """Each head dim, and each word of the summary."""
+def words(source: compiler.Source) -> Iterable[Hashable]:
+    """Those of the summary that are no numbers."""
     _, _, constants = source.summary.partition(" D=")
-    headdim, _tile, *words = constants.split()
-    yield headdim
-    yield from words
+    return (word for word in constants.split()[2:] if "=" not in word)
 
 
 def options_of_scores(source: compiler.Source) -> Iterable[Hashable]:
@@ -130,7 +128,7 @@ def options_of_scores(source: compiler.Source) -> Iterable[Hashable]:
 each_variant = pytest.mark.parametrize(
     "source",
     [
-        *exhaustive.mark(USUAL, traits, lambda source: [source]),
+        *exhaustive.mark(USUAL, words, lambda source: [source]),
         *exhaustive.mark(OTHERS, options_of_scores),
     ],
     ids=lambda source: source.summary,

@@ -43,7 +43,10 @@ class Region:
 
 @dataclass(frozen=True)
 class Launch:
+    """needs: the library in which what `library` calls is found."""
+
     library: str
+    needs: str
     params: tuple[bytes, ...]
     grid: int
     cluster: int
@@ -112,8 +115,13 @@ class _Libraries:
 
     def __init__(self) -> None:
         self._loaded: OrderedDict[str, ctypes.CDLL] = OrderedDict()
+        self._needed: set[str] = set()
 
-    def load(self, path: str) -> ctypes.CDLL:
+    def load(self, path: str, needs: str) -> ctypes.CDLL:
+        """needs: what has the symbols that the library does not name a library for; it stays."""
+        if needs not in self._needed:
+            ctypes.CDLL(needs, ctypes.RTLD_GLOBAL)
+            self._needed.add(needs)
         if path not in self._loaded:
             self._loaded[path] = ctypes.CDLL(path)
         self._loaded.move_to_end(path)
@@ -168,7 +176,7 @@ def _serve(arena: int) -> None:
             return
         fields["regions"] = tuple(Region(*each) for each in fields["regions"])
         launch = Launch(**fields)
-        outcome = _run(libraries.load(launch.library), launch)
+        outcome = _run(libraries.load(launch.library, launch.needs), launch)
         pickle.dump((outcome.parameter_bytes, outcome.failed, outcome.report), replies)
         replies.flush()
 

@@ -56,6 +56,9 @@ class Builder:
         self._runner = Runner()
         self._machines: dict[str, list[Path]] = {}
         self._machines_lock = threading.Lock()
+        # Of g++'s own libraries, which take longer to link than a kernel: loaded once, for all kernels.
+        options = ["-shared", "-Wl,--no-as-needed", "-lstdc++", "-lm"]
+        self._needs = self._store.compile("", ".so", options, summary="the libraries of kernels")
         self._started: dict[Build, Future[Path]] = {}
         self._kernels: dict[Build, Kernel] = {}
 
@@ -72,7 +75,7 @@ class Builder:
                 path = self._link(build)
             else:
                 path = started.result()
-            self._kernels[build] = Kernel(path, self._runner)
+            self._kernels[build] = Kernel(path, self._needs, self._runner)
         return self._kernels[build]
 
     def close(self) -> None:
@@ -83,7 +86,10 @@ class Builder:
     def _link(self, build: Build) -> Path:
         entry = f'#include "machine.hpp"\nSHIM_ENTRY({build.source.entry})\n'
         options = [*_OPTIONS, f"-DRAWATTN_WAVE={build.wave}", "-Og", "-shared"]
-        options += ["-fsanitize=undefined", "-fno-sanitize-recover"] if build.checked else []
+        if build.checked:
+            options += ["-fsanitize=undefined", "-fno-sanitize-recover"]
+        else:
+            options += ["-nodefaultlibs"]
         text, objects = build.source.text + entry, self._machine(build.fibers)
         return self._store.compile(text, ".so", options, objects, summary=build.source.summary)
 
@@ -102,8 +108,8 @@ class Builder:
 
 
 class Kernel:
-    def __init__(self, path: Path, runner: Runner) -> None:
-        self._library, self._runner = str(path), runner
+    def __init__(self, path: Path, needs: Path, runner: Runner) -> None:
+        self._library, self._needs, self._runner = str(path), str(needs), runner
 
     def run(
         self,
@@ -126,7 +132,7 @@ class Kernel:
             return
         values = tuple(value.tobytes() for value in params)
         shape = grid, cluster, threads, shared_bytes, seed & 0xFFFFFFFF
-        launch = Launch(self._library, values, *shape, arena().regions)
+        launch = Launch(self._library, self._needs, values, *shape, arena().regions)
         outcome = self._runner.run(launch, arena().file)
         assert outcome.parameter_bytes == (*map(len, values), 0), "the twins of a struct differ"
         if outcome.failed:

@@ -43,7 +43,7 @@ def call(
             for dtype in (BFLOAT16, FLOAT16, FLOAT32)
             for dims in ((24, 40), (64, 64), (7, 33), (130, 16))
         ],
-        3,
+        5,
     ),
     ids=str,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -247,8 +248,10 @@ def test_lengths_that_the_host_would_refuse(machine: MakeDevice, wild: list[int]
 MANY = 16 * 40
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("kind", ["mask", "packed", "padded", "gathered"])
+@pytest.mark.parametrize(
+    ("kind", "deterministic"),
+    exhaustive.thin(itertools.product(("mask", "packed", "padded", "gathered"), (False, True)), 3),
+)
 def test_few_key_tiles_and_many_query_tiles(
     machine: MakeDevice, kind: str, deterministic: bool
 ) -> None:

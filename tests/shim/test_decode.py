@@ -132,6 +132,7 @@ def test_keys_in_rows(machine: MakeDevice, dtype: Any) -> None:
     assert "rawattn_decode" in device.launched
 
 
+@pytest.mark.exhaustive
 def test_shipped_tiles(machine: MakeDevice) -> None:
     """Of every row of the tables, in the memory that an H100 has."""
     for dtype, dim in itertools.product((BFLOAT16, F32), (64, 96, 128, 192, 256)):

@@ -47,7 +47,7 @@ def test_pages(machine: MakeDevice, family: str, page_size: int, dtype: Any, wav
         itertools.product(
             ((64, 64), (24, 40), (36, 4), (34, 70), (7, 1), (24, 250)), (BFLOAT16, F16, F32)
         ),
-        5,
+        10,
     ),
     ids=str,
 )  # fmt: skip
@@ -124,6 +124,7 @@ def test_queries_beyond_float16(machine: MakeDevice, family: str) -> None:
     np.testing.assert_array_equal(out[~infinite_row].astype(F32), exact[~infinite_row].astype(F32))
 
 
+@pytest.mark.exhaustive
 def test_shipped_tiles(machine: MakeDevice) -> None:
     for dtype, dim in itertools.product((BFLOAT16, F32), (64, 96, 128, 192, 256)):
         for family, rows in (("decode", 1), ("decode", 5), ("portable", 70)):

@@ -149,8 +149,9 @@ DECODED: dict[str, tuple[tuple[int, int, int], tuple[int, int], dict[str, Any]]]
 }
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-@pytest.mark.parametrize("case", DECODED)
+@pytest.mark.parametrize(
+    ("case", "arch"), exhaustive.thin(itertools.product(DECODED, ("sm_80", "sm_90a")), 3)
+)
 def test_decoding_sees_lists_as_sequences(machine: MakeDevice, case: str, arch: str) -> None:
     """Those that are not full are shorter ones, and one of them is empty."""
     (batch, rows, heads), lists, options = DECODED[case]

@@ -17,6 +17,7 @@ from rawattn._kernels.sm90 import forward_config as sm90_forward_config
 from rawattn._runtime import calls
 from rawattn._runtime.prepared import Prepared
 from rawattn._runtime.verbs import BACKWARD, FORWARD, Verb
+from tests import exhaustive
 from tests.cases import Case, dense, padded, ragged
 from tests.curated_cases import repacked
 from tests.gradients import NAMES, backward_of, check_gradient
@@ -159,7 +160,7 @@ def test_tiles_shared_out_by_keys(
     assert device.launched == [sm90_forward_config.ENTRY] * 2
 
 
-@pytest.mark.parametrize("case", repacked(), ids=str)
+@pytest.mark.parametrize("case", exhaustive.thin(repacked(), 3), ids=str)
 def test_operands_that_hopper_cannot_read(
     builder: Builder, monkeypatch: pytest.MonkeyPatch, case: Case
 ) -> None:

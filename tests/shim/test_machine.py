@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from rawattn._compile.compiler import Source
+from tests import exhaustive
 from tests.memory import DTYPES
 from tests.shim.shim import Build, Builder, Fault, Kernel, Memory
 
@@ -98,7 +99,7 @@ MISTAKES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("mistake", exhaustive.thin(MISTAKES, 3))
 def test_mistakes_are_found(mistake: str, builder: Builder) -> None:
     body, message = MISTAKES[mistake]
     kernel = probe(builder, body)

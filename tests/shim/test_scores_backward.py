@@ -259,7 +259,7 @@ def test_backward_of_a_padded_batch(
 @pytest.mark.parametrize("keys", [72, 69])
 @pytest.mark.parametrize(
     ("batches", "heads", "wave", "dtype", "window"),
-    [
+    exhaustive.thin([
         (2, 4, 32, BFLOAT16, None),
         (2, 4, 64, DTYPES[0], (20, 3)),
         (2, 2, 32, BFLOAT16, (None, 0)),
@@ -267,9 +267,9 @@ def test_backward_of_a_padded_batch(
         (1, 4, 32, DTYPES[0], (None, 0)),
         (2, 1, 32, BFLOAT16, (9, 40)),
         (1, 1, 64, BFLOAT16, (None, 0)),
-    ],
+    ], 3),
     ids=str,
-)
+)  # fmt: skip
 def test_dbias_by_the_main_kernel(
     machine: MakeDevice,
     batches: int,
@@ -308,7 +308,7 @@ def test_dbias_by_the_main_kernel(
             for wave in (32, 64)
             for keys in (72, 67)
         ),
-        7,
+        13,
     ),
     ids=str,
 )
@@ -341,7 +341,7 @@ ONE_ROW: list[tuple[tuple[int, ...], dict[str, Any]]] = [
 @pytest.mark.parametrize(
     ("shape", "options", "dtype", "wave"),
     exhaustive.thin(
-        ((*each, dtype, w) for each in ONE_ROW for dtype in DTYPES for w in (32, 64)), 7
+        ((*each, dtype, w) for each in ONE_ROW for dtype in DTYPES for w in (32, 64)), 13
     ),
     ids=str,
 )

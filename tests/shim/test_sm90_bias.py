@@ -158,8 +158,9 @@ def test_every_broadcast_by_rows(hopper: MakeDevice, n: int) -> None:
     assert by_rows(device)
 
 
-@pytest.mark.parametrize("options", MASKS, ids=str)
-@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize(
+    ("heads", "options"), exhaustive.thin(itertools.product((1, 2), MASKS), 3), ids=str
+)
 def test_copies_that_many_scores_share(
     hopper: MakeDevice, heads: int, options: dict[str, Any]
 ) -> None:
@@ -242,7 +243,7 @@ def test_padded_batches(hopper: MakeDevice, shape: tuple[int, ...], odd: bool) -
 
 @pytest.mark.parametrize(
     ("group", "shared", "odd"),
-    exhaustive.thin(itertools.product((2, 3, 8, 12), (False, True), (False, True)), 7),
+    exhaustive.thin(itertools.product((2, 3, 8, 12), (False, True), (False, True)), 11),
 )
 def test_rows_of_a_group_in_one_tile(
     hopper: MakeDevice, group: int, shared: bool, odd: bool
@@ -280,16 +281,16 @@ def test_what_joins_a_bias(hopper: MakeDevice, odd: bool) -> None:
     assert sum("stream_k" in each for each in device.summaries) == 1
 
 
-def test_orders_of_arrival(hopper: MakeDevice) -> None:
+@pytest.mark.parametrize("seed", exhaustive.thin(range(16), 5))
+def test_orders_of_arrival(hopper: MakeDevice, seed: int) -> None:
     """One slot of the ring or two, copies that arrive and turns that are taken in many orders."""
     whole = normal(1, 2, 200, 128)
-    for seed in range(16):
-        bias = shifted(whole) if seed % 2 else whole
-        device = hopper(seed=seed)
-        with as_it_lies(), small_tiles(sm90_forward=SHAPES[seed // 2 % 4]), stages(1 + seed // 8):
-            given = arrays(BFLOAT16, 1, (200, 128), (4, 2))
-            verify_forward(device, "sm90", *given, bias=bias, causal=seed % 4 < 2)
-        assert by_rows(device) if seed % 2 else in_boxes(device)
+    bias = shifted(whole) if seed % 2 else whole
+    device = hopper(seed=seed)
+    with as_it_lies(), small_tiles(sm90_forward=SHAPES[seed // 2 % 4]), stages(1 + seed // 8):
+        given = arrays(BFLOAT16, 1, (200, 128), (4, 2))
+        verify_forward(device, "sm90", *given, bias=bias, causal=seed % 4 < 2)
+    assert by_rows(device) if seed % 2 else in_boxes(device)
 
 
 @contextmanager

@@ -198,6 +198,7 @@ def test_what_the_engine_cannot_bring(hopper: MakeDevice, call: Paged) -> None:
     assert "rawattn_decode" in device.launched
 
 
+@pytest.mark.exhaustive
 def test_shipped_tiles(hopper: MakeDevice) -> None:
     for dim, rows in itertools.product((64, 128, 192, 256), (1, 5)):
         call = paged((400, 30), 16, rows=rows, heads=(4, 1), dims=(dim, dim), dtype=BFLOAT16)
@@ -226,6 +227,7 @@ def test_pages_of_8_bits(
         verify_decode(device, call, num_splits=num_splits, window=(50, 0), sink=4)
 
 
+@pytest.mark.exhaustive
 def test_shipped_tiles_of_8_bits(hopper: MakeDevice) -> None:
     for dim, rows in itertools.product((64, 128, 192, 256), (1, 5)):
         call = paged((400, 30), 16, rows=rows, heads=(4, 1), dims=(dim, dim), float8="arrays")

@@ -36,7 +36,7 @@ _OWN: dict[str, Any] = {"dims": (16, 16), "float8": "arrays"}
 
 @pytest.mark.parametrize(
     ("page_size", "shape"),
-    exhaustive.thin(itertools.product((8, 16, 24, 64, 128, 1000), SHAPES), 4),
+    exhaustive.thin(itertools.product((8, 16, 24, 64, 128, 1000), SHAPES), 7),
 )
 def test_pages(hopper: MakeDevice, page_size: int, shape: Any) -> None:
     """Rows that no sequence has hold NaN."""
@@ -73,10 +73,15 @@ def test_options_of_scores(hopper: MakeDevice, name: str) -> None:
         verify_sm90(hopper(), call, on_device=True, **options)
 
 
-@pytest.mark.parametrize("align", ["bottom-right", "top-left"])
 @pytest.mark.parametrize(
-    "mask",
-    exhaustive.thin([{"window": (12, 0)}, {"window": (40, 3), "sink": 8}, {"causal": True}], 2),
+    ("align", "mask"),
+    exhaustive.thin(
+        itertools.product(
+            ("bottom-right", "top-left"),
+            ({"window": (12, 0)}, {"window": (40, 3), "sink": 8}, {"causal": True}),
+        ),
+        4,
+    ),
     ids=str,
 )
 def test_masks(hopper: MakeDevice, align: str, mask: dict[str, Any]) -> None:
@@ -93,8 +98,13 @@ def test_batches(hopper: MakeDevice) -> None:
         verify_sm90(hopper(), call, WIDE, on_device=True)
 
 
-@pytest.mark.parametrize("shape", exhaustive.thin(zip(SHAPES), 2), ids=str)
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (60, 0), "sink": 5}], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    exhaustive.thin(
+        itertools.product(SHAPES, ({}, {"causal": True}, {"window": (60, 0), "sink": 5})), 4
+    ),
+    ids=str,
+)
 def test_tiles_shared_out_by_keys(hopper: MakeDevice, shape: Any, options: dict[str, Any]) -> None:
     """Items of a tile have queries of units of their own, and all of them the values' scale."""
     packed = paged((200, 9, 0, 129), 24, rows=(140, 9, 4, 1), group=True, pair=True, **_OWN)
@@ -187,6 +197,7 @@ def test_what_the_engine_cannot_bring(hopper: MakeDevice, call: Paged) -> None:
     assert "rawattn_forward" in device.launched
 
 
+@pytest.mark.exhaustive
 def test_shipped_tiles(hopper: MakeDevice) -> None:
     for dim, dtype in zip((64, 96, 128, 192, 256), itertools.cycle((BFLOAT16, F16)), strict=False):
         call = paged(

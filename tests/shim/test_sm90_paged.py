@@ -26,7 +26,7 @@ KNOBS: dict[str, Any] = {"dims": (32, 16), "rows": 40}
 # A box of 8 or 16 rows, a page within a tile, a tile within a page, neither.
 @pytest.mark.parametrize(
     ("page_size", "shape"),
-    exhaustive.thin(itertools.product((8, 16, 24, 64, 128, 1000), SHAPES), 4),
+    exhaustive.thin(itertools.product((8, 16, 24, 64, 128, 1000), SHAPES), 7),
 )
 def test_pages(hopper: MakeDevice, page_size: int, shape: Any) -> None:
     pair = page_size % 16 == 0
@@ -39,14 +39,14 @@ def test_pages(hopper: MakeDevice, page_size: int, shape: Any) -> None:
 # Heads of a page side by side or one behind the other, one head, one page; blocks of columns, more of keys or of values.
 @pytest.mark.parametrize(
     ("page_size", "dims", "heads", "heads_first"),
-    [
+    exhaustive.thin([
         (8, (128, 64), (4, 2), False),
         (16, (128, 128), (2, 1), False),
         (24, (64, 128), (3, 3), True),
         (64, (192, 128), (2, 2), True),
         (1000, (128, 128), (2, 1), True),
-    ],
-)
+    ], 3),
+)  # fmt: skip
 def test_boxes_of_whole_rows(
     hopper: MakeDevice,
     page_size: int,
@@ -62,11 +62,16 @@ def test_boxes_of_whole_rows(
         assert any(" whole" in each for each in device.summaries)
 
 
-@pytest.mark.parametrize("shape", exhaustive.thin(zip(SHAPES), 2), ids=str)
-@pytest.mark.parametrize("align", ["bottom-right", "top-left"])
 @pytest.mark.parametrize(
-    "mask",
-    exhaustive.thin([{"window": (12, 0)}, {"window": (40, 3), "sink": 8}, {"causal": True}], 2),
+    ("shape", "align", "mask"),
+    exhaustive.thin(
+        itertools.product(
+            SHAPES,
+            ("bottom-right", "top-left"),
+            ({"window": (12, 0)}, {"window": (40, 3), "sink": 8}, {"causal": True}),
+        ),
+        5,
+    ),
     ids=str,
 )
 def test_masks(hopper: MakeDevice, shape: Any, align: str, mask: dict[str, Any]) -> None:
@@ -89,8 +94,13 @@ def test_batches(hopper: MakeDevice) -> None:
         verify_sm90(hopper(), call, WIDE, on_device=True)
 
 
-@pytest.mark.parametrize("shape", exhaustive.thin(zip(SHAPES), 2), ids=str)
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (60, 0), "sink": 5}], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    exhaustive.thin(
+        itertools.product(SHAPES, ({}, {"causal": True}, {"window": (60, 0), "sink": 5})), 4
+    ),
+    ids=str,
+)
 def test_tiles_shared_out_by_keys(hopper: MakeDevice, shape: Any, options: dict[str, Any]) -> None:
     """By what is found on the device: some sequences have fewer keys than their tiles have pieces."""
     packed = paged((200, 9, 0, 129), 24, rows=(140, 9, 4, 1), group=True, pair=True)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from rawattn._compile.compiler import Source
+from tests import exhaustive
 from tests.memory import DTYPES
 from tests.shim.shim import Build, Builder, Memory
 from tests.shim.warp_group import BYTES, LOADED, PIPELINE, SEEDS, THREADS, WAIT, probe, run
@@ -50,7 +51,10 @@ def test_a_copy_arrives_at_the_barrier(builder: Builder) -> None:
     assert early == {True, False}
 
 
-@pytest.mark.parametrize("corner", [(0, 0), (0, -5), (0, 50), (-8, 3), (24, -64), (64, 0), (0, 70)])
+@pytest.mark.parametrize(
+    "corner",
+    exhaustive.thin(zip([(0, 0), (0, -5), (0, 50), (-8, 3), (24, -64), (64, 0), (0, 70)]), 3),
+)
 def test_boxes_are_clipped_and_swizzled(corner: tuple[int, int], builder: Builder) -> None:
     """The array ends where memory faults, so that nothing clipped may have been read."""
     rows, columns = 70, 40
@@ -109,9 +113,16 @@ def test_five_axes(builder: Builder) -> None:
 MAJORS = (("K", "K", "MN"), ("MN", "MN", "K"), ("K", "MN", "MN"), ("MN", "K", "K"))
 
 
-@pytest.mark.parametrize("columns", [16, 48, 80, 256])
 @pytest.mark.parametrize(
-    ("dtype", "majors"), list(zip(("float16", "bfloat16") * 2, MAJORS, strict=True))
+    ("dtype", "majors", "columns"),
+    exhaustive.thin(
+        (
+            (*each, columns)
+            for each in zip(("float16", "bfloat16") * 2, MAJORS, strict=True)
+            for columns in (16, 48, 80, 256)
+        ),
+        3,
+    ),
 )
 def test_product(dtype: str, majors: tuple[str, str, str], columns: int, builder: Builder) -> None:
     """A B with both in shared memory, then + A V with A in registers, as PTX lays them out."""
