@@ -13,8 +13,24 @@ from tests.shim.device import Device, MakeDevice
 from tests.shim.launch import Machine
 from tests.shim.shim import Builder
 
+# Of Hopper's kernels by themselves, which GPUs run and this machine imitates, every run has so many of the cases.
+_HOPPER_STEP = 3
+_OF_HOPPER = ("bias", "decode", "float8", "folded", "paged", "scores")
 # Tests whose kernels are compiled while those before them run. Not all: most are another process's to run.
 _AHEAD = 8
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    files = {f"test_sm90_{name}" for name in _OF_HOPPER}
+    own = [
+        item
+        for item in items
+        if item.path.stem in files and not item.get_closest_marker("exhaustive")
+    ]
+    for n, item in enumerate(own):
+        if n % _HOPPER_STEP:
+            item.add_marker(pytest.mark.exhaustive)
 
 
 @pytest.fixture(scope="session")
