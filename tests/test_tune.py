@@ -36,7 +36,7 @@ def place(kernel: str, headdim: int = 64, arch: str = ARCH, table: str | None = 
 # Candidates
 
 
-@pytest.mark.parametrize("headdim", exhaustive.thin([80, 64, 256, 128], 2))
+@pytest.mark.parametrize("headdim", exhaustive.thin([80, 64, 256, 128], 4))
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_candidates_fit_and_the_present_choice_is_first(kernel: str, headdim: int):
     where = place(kernel, headdim)
