@@ -6,17 +6,40 @@ from typing import Any
 
 import griffe
 
+from rawattn._call.options import AttentionOptions, ForwardOptions
+from rawattn._call.signatures import parameters_of
+
+_KINDS = {f"Unpack[{kind.__name__}]": kind for kind in (AttentionOptions, ForwardOptions)}
 _OF_ITEMS = ("Parameters", "Attributes", "Returns", "Raises")
 
 
 class AsHelp(griffe.Extension):
-    """Signatures without the arguments that are refused, and remarks that are no items of a section."""
+    """Signatures with all options and without the arguments that are refused, and remarks that are no items of a section."""
 
     def on_function(self, *, func: griffe.Function, **_: Any) -> None:
-        """Leaves out the ``**unknown`` that a function takes only to refuse it with a better message."""
+        """Shows what ``**options`` takes, and leaves out the ``**unknown`` that a function takes only to refuse it."""
         last = func.parameters[len(func.parameters) - 1] if len(func.parameters) else None
-        if last is not None and "NoOthers" in str(last.annotation):
+        if last is None:
+            return
+        if "NoOthers" in str(last.annotation):
             del func.parameters[last.name]
+        elif (kind := _KINDS.get(str(last.annotation))) is not None:
+            del func.parameters[last.name]
+            own = [x for x in func.parameters if x.kind is griffe.ParameterKind.keyword_only]
+            behind = [x for x in own if x.default is not None]
+            for x in behind:
+                del func.parameters[x.name]
+            for option in parameters_of(kind):
+                func.parameters.add(
+                    griffe.Parameter(
+                        option.name,
+                        annotation=option.annotation,
+                        kind=griffe.ParameterKind.keyword_only,
+                        default=repr(option.default),
+                    )
+                )
+            for x in behind:
+                func.parameters.add(x)
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """Makes what follows the items of a section, and is none, a section of its own."""
