@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import ml_dtypes
 import numpy as np
@@ -18,6 +18,9 @@ from rawattn._call.options import DEFAULTS, Options, ScoreOptions
 from rawattn._call.pages import PageForm
 from rawattn._call.rotary import RotaryForm
 from rawattn._call.seq_layout import bind
+
+if TYPE_CHECKING:
+    from rawattn._call.partials import PartialsForm
 
 MAX_HEADDIM = 256
 NO_ARRAYS: Mapping[str, Any] = MappingProxyType({})
@@ -62,6 +65,7 @@ class Problem(ScoreOptions):
     pages: PageForm | None = None  # rows_k are then those of a sequence's pages, at most
     num_splits: int | None = None  # None = chosen
     rotary: RotaryForm | None = None  # of keys on their way into pages
+    partials: PartialsForm | None = None  # merged: outs are rows of q, and there are no keys
     float8: bool = False  # pages hold float8_e4m3fn
     # Of what they hold: None is 1, `scales.NUMBER` a number of the call's own.
     k_scale: Any = None
