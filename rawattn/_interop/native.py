@@ -134,9 +134,7 @@ class CuPy(_Reading):
         return View(data.ptr, shape, strides, dtype, data.device_id)
 
     def contiguous(self, array: Any) -> Any:
-        # As plain words, since CuPy does not copy every dtype.
-        words = self._ascontiguousarray(array.view(f"u{array.dtype.itemsize}"))
-        return words.view(array.dtype)
+        return self._ascontiguousarray(array)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], beside: Any) -> Any:
         return self._type(shape, dtype)
