@@ -1,8 +1,8 @@
 """Which cases every run has, and which only a run of all of them: `pytest --exhaustive`.
 
-The curated cases take every path of every kernel at least once. What multiplies them (every tile under
-every mask, more orders of turns, more draws of chance) is marked `exhaustive`, for the run on a GPU
-(.ci/gpu) and the nightly one (.ci/nightly).
+The curated cases take every path of the forward and backward kernels at least once, and of other kernels
+the common ones. What multiplies them (every tile under every mask, more orders of turns, more draws of
+chance) is marked `exhaustive`, for the run on a GPU (.ci/gpu) and the nightly one (.ci/nightly).
 """
 
 from __future__ import annotations
