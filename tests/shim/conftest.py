@@ -20,10 +20,10 @@ _HERE = Path(__file__).parent
 # machine imitates.
 _STEPS = {
     **{
-        f"test_sm90_{name}": 3 for name in ("bias", "decode", "float8", "folded", "paged", "scores")
+        f"test_sm90_{name}": 4 for name in ("bias", "decode", "float8", "folded", "paged", "scores")
     },
     **{
-        f"test_{name}": 2
+        f"test_{name}": 3
         for name in (
             *("append", "backward_parts", "decode", "float8", "gather", "jax_launch", "launches"),
             *("mask_calls", "paged", "score_lines", "scores", "scores_backward", "splits"),
