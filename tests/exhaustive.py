@@ -2,7 +2,8 @@
 
 The curated cases take every path of the forward and backward kernels at least once, and of other kernels
 the common ones. What multiplies them (every tile under every mask, more orders of turns, more draws of
-chance) is marked `exhaustive`, for the run on a GPU (.ci/gpu) and the nightly one (.ci/nightly).
+chance) is marked `exhaustive`: where it needs a GPU for the run on one (.ci/gpu), else for the nightly run
+(.ci/nightly).
 """
 
 from __future__ import annotations

@@ -142,7 +142,6 @@ def test_few_spills_and_no_serialised_products(source: compiler.Source) -> None:
     assert not gate.serialised(cubin.log)
 
 
-@pytest.mark.exhaustive
 @each_variant
 def test_exponentials_come_in_one_stretch(source: compiler.Source) -> None:
     """Behind the wait for P V, which holds the registers that they are converted into."""
