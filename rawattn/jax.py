@@ -9,24 +9,23 @@ The only module beside `rawattn.torch` that imports a framework, and only when i
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import rawattn
-from rawattn import SeqLayout
 from rawattn._call.gradients import Gradients
-from rawattn._call.hints import NoOthers, hides_unknown, no_attribute, refuse_unknown
+from rawattn._call.hints import no_attribute
 from rawattn._call.layout import Lengths
-from rawattn._call.options import Options, flag
+from rawattn._call.options import ForwardOptions, flag
 from rawattn._call.places import says_places
 from rawattn._call.problem import Problem, describe
+from rawattn._call.signatures import options_of, takes_options
 from rawattn._interop import xla
 from rawattn._jax import launch
 from rawattn._jax.record import Record, read, with_operands
@@ -45,30 +44,15 @@ _TARGETS = {False: "rawattn_attention", True: "rawattn_attention_backward"}
 
 
 @says_places("rawattn.jax.attention")
-@hides_unknown
+@takes_options(ForwardOptions)
 def attention(
     q: Any,
     k: Any,
     v: Any,
     *,
-    seqs: SeqLayout | None = None,
-    causal: bool = False,
-    align: Literal["bottom-right", "top-left"] = "bottom-right",
-    window: tuple[int | None, int | None] | None = None,
-    sink: int = 0,
-    scale: float | None = None,
-    bias: Any = None,
-    mask: Any = None,
-    alibi_slopes: Any = None,
-    softcap: float | None = None,
-    score_mod: Any = None,
-    sink_logits: Any = None,
-    dropout_p: float = 0.0,
-    seed: Any = None,
-    num_splits: int | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
-    **unknown: Unpack[NoOthers],
+    **options: Unpack[ForwardOptions],
 ) -> Any:
     """`rawattn.attention` of JAX arrays, traced or not, differentiable once in reverse mode.
 
@@ -82,8 +66,6 @@ def attention(
         Lengths from the host are constants of the compiled program: other lengths are another compilation. Lengths
         that are traced are read when the program runs, by the kernels: bad values are not refused then, and never make
         one read or write outside its arrays. ``max_seqlen_*`` saves them empty work.
-    causal, align, window, sink, scale, num_splits
-        As in `rawattn.attention`: Python values, constants of the compiled program.
     return_lse : bool
         Also return lse, float32, (batch, nheads_q, seqlen_q) or (nheads_q, total_q). It is differentiable too.
     deterministic : bool
@@ -92,15 +74,14 @@ def attention(
         As in `rawattn.attention`; JAX or NumPy, traced or not. `bias` and `sink_logits` have gradients, the others are
         constants: what would have a gradient with respect to slopes is a `ScoreMod` that captures them.
         Of a `BlockMask` the bits are constants of the program.
-    softcap : float, optional
-        A constant of the compiled program.
     score_mod : rawattn.ScoreMod, optional
         Made where the call is traced: its text and its numbers are constants of the program, the arrays that it captures may
         be traced, and those in its ``wrt`` have gradients.
-    dropout_p : float
     seed : int or array of one integer
         An int is a constant of the program, which then drops the same at every run. A traced one, as by
         ``jax.random.randint(key, (), 0, 2**31 - 1)``, is read when it runs; int32, or int64 in JAX's 64-bit mode.
+    **options
+        The others of `rawattn.attention` as there: Python values, constants of the compiled program.
 
     Returns
     -------
@@ -136,8 +117,7 @@ def attention(
     >>> jax.jit(jax.grad(loss))(q).shape
     (2, 5, 4, 16)
     """
-    if unknown:
-        refuse_unknown("rawattn.jax.attention", unknown, inspect.signature(attention).parameters)
+    given = options_of(options, ForwardOptions, "rawattn.jax.attention", attention)
     return_lse, deterministic = flag("return_lse", return_lse), flag("deterministic", deterministic)
     for name, array in (("q", q), ("k", k), ("v", v)):
         if not isinstance(array, (jax.Array, np.ndarray)):
@@ -145,14 +125,10 @@ def attention(
                 f"{name}: got {type(array).__module__}.{type(array).__qualname__}; accepted are JAX arrays, traced or "
                 f"not, and NumPy arrays"
             )
-    options = Options(
-        seqs, causal, align, window, sink, scale, bias, mask, alibi_slopes, softcap, score_mod, sink_logits, dropout_p,
-        seed, num_splits,
-    )  # fmt: skip
     # The gradients of options' arrays that a backward gives.
-    gradients, _ = of_options(Gradients(), options, None)
-    verb, arrays, values, options = with_arrays(FORWARD, options)
-    if isinstance(mask, BlockMask):
+    gradients, _ = of_options(Gradients(), given, None)
+    verb, arrays, values, left = with_arrays(FORWARD, given)
+    if isinstance(given.mask, BlockMask):
         arrays = tuple(
             _as_jax(x) if name.startswith("mask_") else x
             for name, x in zip(verb.extras, arrays, strict=True)
@@ -161,7 +137,7 @@ def attention(
         if not isinstance(array, (jax.Array, np.ndarray)):
             raise TypeError(f"{name}: got {_type(array)}; accepted are JAX and NumPy arrays")
     named = {name: _Form(x) for name, x in zip(verb.extras, arrays, strict=True)}
-    problem, lengths = describe(q, k, v, options, "jax", named)
+    problem, lengths = describe(q, k, v, left, "jax", named)
     more = verb.extras, gradients, values[0] if values else None
     if lengths.on_host:
         text, integers = _constant(problem, lengths, return_lse, deterministic, *more), ()

@@ -5,18 +5,15 @@ The only module beside `rawattn.jax` that imports a framework, and only when it 
 
 from __future__ import annotations
 
-import inspect
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 
 import rawattn
-from rawattn import ScoreMod, SeqLayout
-from rawattn._call.hints import NoOthers, hides_unknown, no_attribute, refuse_unknown
-from rawattn._call.options import flag
-from rawattn._masks.block_mask import BlockMask
+from rawattn._call.hints import no_attribute
+from rawattn._call.options import ForwardOptions, Options, flag
+from rawattn._call.signatures import options_of, takes_options
 from rawattn._torch import eager, ops
-from rawattn._torch.captured import checked
 
 if TYPE_CHECKING:  # type checkers bring it: nothing is installed for it
     from typing_extensions import Unpack
@@ -25,32 +22,17 @@ __all__ = ["attention", "register_transformers"]
 
 
 @eager.repeating
-@hides_unknown
+@takes_options(ForwardOptions)
 def attention(
     q: Any,
     k: Any,
     v: Any,
     *,
-    seqs: SeqLayout | None = None,
-    causal: bool = False,
-    align: Literal["bottom-right", "top-left"] = "bottom-right",
-    window: tuple[int | None, int | None] | None = None,
-    sink: int = 0,
-    scale: float | None = None,
-    bias: Any = None,
-    mask: Any = None,
-    alibi_slopes: Any = None,
-    softcap: float | None = None,
-    score_mod: Any = None,
-    sink_logits: Any = None,
-    dropout_p: float = 0.0,
-    seed: Any = None,
-    num_splits: int | None = None,
     return_lse: bool = False,
     out: Any = None,
     deterministic: bool = False,
     backend: Literal["cuda", "cpu"] | None = None,
-    **unknown: Unpack[NoOthers],
+    **options: Unpack[ForwardOptions],
 ) -> Any:
     """`rawattn.attention` of torch tensors, differentiable by autograd and fit for torch.compile.
 
@@ -63,7 +45,7 @@ def attention(
     v : Tensor, (batch, seqlen_k, nheads_kv, Dv), or (total_k, nheads_kv, Dv)
     seqs : SeqLayout, optional
         Of torch tensors, NumPy arrays or lists. In a compiled function: of host integers.
-    causal, align, window, sink, scale, num_splits, backend
+    causal, align
         As in `rawattn.attention`. Where seqlen_q differs from seqlen_k, `causal` is aligned to the bottom right;
         torch's ``is_causal`` is ``align="top-left"``.
     return_lse : bool
@@ -74,13 +56,17 @@ def attention(
         Of the backward: the same bits run after run.
     bias, sink_logits : Tensor, optional
         As in `rawattn.attention`, with gradients.
-    mask, alibi_slopes, softcap, dropout_p, seed
+    alibi_slopes, seed
         As in `rawattn.attention`; constants. Slopes that require grad are a RuntimeError. A `seed` in a tensor is read by the
         kernels: one on the GPU that is counted up between calls draws anew in every replay of a CUDA graph. Counted up between
         a call and its backward it is autograd's error for tensors changed in place.
     score_mod : rawattn.ScoreMod, optional
         Tensors that it captures get gradients where its ``wrt`` names them; others that require grad are a RuntimeError. In a
         compiled function: one that was made before, and lives as long; so does a `BlockMask`.
+    **options
+        The others of `rawattn.attention`, as there; constants.
+    backend : "cuda" or "cpu", optional
+        As in `rawattn.attention`.
 
     Returns
     -------
@@ -114,51 +100,28 @@ def attention(
     >>> q.grad.shape
     torch.Size([2, 5, 4, 16])
     """
-    if unknown:
-        if torch.compiler.is_compiling():  # which cannot follow what finds the name that is meant
-            raise TypeError(f"{next(iter(unknown))}: rawattn.torch.attention has no such argument")
-        refuse_unknown("rawattn.torch.attention", unknown, inspect.signature(attention).parameters)
+    compiles = torch.compiler.is_compiling()
+    if compiles:  # torch cannot follow what finds the name that is meant
+        for name in options:
+            if name not in Options._fields:
+                raise TypeError(f"{name}: rawattn.torch.attention has no such argument")
+        given = Options(**options)
+    else:
+        given = options_of(options, ForwardOptions, "rawattn.torch.attention", attention)
     if not (
         isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)
     ):
         _refuse_others(q, k, v)
-    if alibi_slopes is not None and getattr(alibi_slopes, "requires_grad", False):
+    if given.alibi_slopes is not None and getattr(given.alibi_slopes, "requires_grad", False):
         _refuse_slopes()
-    if torch.compiler.is_compiling():
+    if compiles:
         if out is not None:
             raise ValueError(f"out: got a tensor in a {_COMPILED}; expected None")
-        captured: tuple[Any, ...] = ()
-        score_handle = mask_handle = None
-        if isinstance(score_mod, ScoreMod):
-            captured, score_handle = checked(score_mod), score_mod.handle
-        elif score_mod is not None:
-            raise TypeError(
-                f"score_mod: got {type(score_mod).__name__}, expected a rawattn.ScoreMod or None"
-            )
-        if isinstance(mask, BlockMask):
-            mask, mask_handle = None, mask.handle
-        ops.check(
-            {"bias": bias, "mask": mask, "alibi_slopes": alibi_slopes, "sink_logits": sink_logits},
-            causal,
-            sink,
-            seqs,
-        )
-        left, right = ops.ends_of(window)
-        seed, seed_array = ops.seed_of(seed)
-        traced = ops.Options(
-            bias=bias, sink_logits=sink_logits, mask=mask, alibi_slopes=alibi_slopes, causal=causal, align=align,
-            window_left=left, window_right=right, sink=sink, scale=scale, softcap=softcap, dropout_p=dropout_p,
-            seed=seed, seed_array=seed_array, num_splits=num_splits,
-            deterministic=flag("deterministic", deterministic), backend=backend,
-            block_mask=mask_handle, score_mod=score_handle, captured=captured,
-        )  # fmt: skip
-        result = ops.run(q, k, v, ops.layout_of(seqs), traced)
+        arguments = ops.arguments_of(given, deterministic, backend)
+        result = ops.run(q, k, v, ops.layout_of(given.seqs), arguments)
         return result if flag("return_lse", return_lse) else result[0]
-    return eager.run(
-        q, k, v, seqs=seqs, causal=causal, align=align, window=window, sink=sink, scale=scale, bias=bias, mask=mask,
-        alibi_slopes=alibi_slopes, softcap=softcap, score_mod=score_mod, sink_logits=sink_logits, dropout_p=dropout_p,
-        seed=seed, num_splits=num_splits, return_lse=return_lse, out=out, deterministic=deterministic, backend=backend,
-    )  # fmt: skip
+    own = {"return_lse": return_lse, "out": out, "deterministic": deterministic, "backend": backend}
+    return eager.run(q, k, v, **options, **own)
 
 
 def _refuse_slopes() -> None:

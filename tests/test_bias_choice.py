@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from rawattn._call.options import ArrayForm
 from rawattn._call.pages import PageForm
 from rawattn._call.problem import Problem
-from rawattn._call.scores import ArrayForm
 from rawattn._kernels import aligned_bias, registry
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import backward

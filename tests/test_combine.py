@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @pytest.fixture(autouse=True)
 def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rawattn._runtime.combine.gpu_available", lambda: False)
+    monkeypatch.setattr("rawattn._runtime.dispatch.gpu_available", lambda: False)
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
@@ -177,6 +177,25 @@ def test_plan() -> None:
     own = rawattn.plan(rawattn.combine, call.outs, call.lses, out=target, dtype="float16")
     assert own()[0] is target
     call.check(target, own()[1])
+
+
+def test_a_plan_of_a_long_list() -> None:
+    form = Form("seventy", 70, (1, 3, 2, 16), "bfloat16")
+    call, other = call_of(form), call_of(form, seed=3)
+    target = np.empty(form.shape, np.float32)
+    made = rawattn.plan(rawattn.combine, call.outs, call.lses, out=target, dtype="float32")
+    out, lse = made(other.outs, other.lses)
+    assert out is target
+    Call(
+        Form(dtype="bfloat16", result="float32", shape=form.shape),
+        *[None] * 2,
+        other.values,
+        other.logs,
+    ).check(out, lse)
+    with pytest.raises(ValueError, match="outs: got a list of 3, expected a list of 70"):
+        made(call.outs[:3], call.lses[:3])
+    with pytest.raises(TypeError, match="into: this plan writes its results to out="):
+        made(into=rawattn.Gradients())
 
 
 def test_plans_that_are_refused() -> None:

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from rawattn import SeqLayout
+from rawattn._call.options import ArrayForm
 from rawattn._call.pages import PageForm
 from rawattn._call.problem import Problem, describe
-from rawattn._call.scores import ArrayForm
 from rawattn._kernels import registry, tile_tables
 from rawattn._kernels.operands import Operands, contiguous
 from rawattn._kernels.portable import backward as portable_backward

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from bench.tuning import gate
+from rawattn._call.options import ArrayForm
 from rawattn._call.pages import PageForm
 from rawattn._call.problem import Problem
-from rawattn._call.scores import ArrayForm
 from rawattn._compile import compiler
 from rawattn._kernels import tile_tables
 from rawattn._kernels.operands import ITEMSIZE, Operands

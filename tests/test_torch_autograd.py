@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 
 import rawattn
 import rawattn.torch
+from rawattn._call.options import DEFAULTS
 from rawattn._torch import eager, ops
 from tests.torch_calls import gradients, leaves, random, torchs_own
 
@@ -195,9 +196,10 @@ def test_the_plain_call_sees_nothing_that_is_recorded(
     for module in (eager, ops):
         monkeypatch.setattr(module, "attention", watched(rawattn.attention))
         monkeypatch.setattr(module, "attention_backward", watched(rawattn.attention_backward))
+    no_options = ops.arguments_of(DEFAULTS, False, None)
     run = {
         "eager": attention,
-        "operator": lambda *x: ops.run(*x, ops.Layout(), ops.Options())[0],
+        "operator": lambda *x: ops.run(*x, ops.Layout(), no_options)[0],
         "compiled": torch.compile(attention, fullgraph=True, backend="aot_eager"),
     }[way]
     for create_graph in (False, way != "compiled"):  # torch refuses it after the other one there

@@ -14,6 +14,7 @@ import torch._dynamo.testing  # noqa: F811  (torch does not load it before it co
 
 import rawattn
 import rawattn.torch
+from rawattn._call.options import Options
 from rawattn._handles import find
 from rawattn._torch import ops
 from tests.torch_calls import gradients, leaves, random
@@ -132,8 +133,12 @@ def test_compiled_for_other_lengths() -> None:
 def test_the_operator_is_what_torch_expects() -> None:
     """Its schema, fake, and autograd are consistent by torch's own checks."""
     for layout, options in (
-        (ops.Layout(), ops.Options(causal=True)),
-        (ops.Layout(seqlen_k=torch.tensor([3, 30])), ops.Options(window_left=4, sink=1, scale=0.5)),
+        (ops.Layout(), Options(causal=True)),
+        (
+            ops.Layout(seqlen_k=torch.tensor([3, 30])),
+            Options(window=(4, None), sink=1, scale=0.5),
+        ),
     ):
-        given = (*leaves(*random("cpu")), *layout, *options)
+        arguments = ops.arguments_of(options, False, None)
+        given = (*leaves(*random("cpu")), *layout, *arguments)
         torch.library.opcheck(ops._attention, given, atol=1e-4, rtol=1e-4)

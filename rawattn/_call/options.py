@@ -1,14 +1,17 @@
-"""All options of attention with their defaults, and the checks of each that need no array.
+"""All options of attention with their types and defaults, and the checks of each that need no array.
 
-Signatures stand on the public verbs alone: behind them the options of a call are one `Options`. Arrays among them become
-inputs of the verb (`_runtime.option_arrays.with_arrays`); what is left tells calls apart by its values.
+The public verbs show them in their signatures (`_call.signatures`), and behind these the options of a call are one `Options`.
+Arrays among them become inputs of the verb (`_runtime.option_arrays.with_arrays`); what is left tells calls apart by its
+values.
 """
 
 from __future__ import annotations
 
 import math
 import reprlib
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
 import ml_dtypes
 import numpy as np
@@ -17,6 +20,9 @@ from rawattn._call import option_advice
 from rawattn._call.hints import window_end
 from rawattn._interop.integers import import_integers
 
+if TYPE_CHECKING:
+    from rawattn._call.seq_layout import SeqLayout
+
 MAX_SPLITS = 256
 
 _INT32_MAX = 2**31 - 1
@@ -24,6 +30,31 @@ _INT32_MAX = 2**31 - 1
 _MAX_SCALE = 2.0**127
 # Kernels hold the reciprocal of softcap too, and the square of scale / softcap.
 _MIN_SOFTCAP, _MAX_SOFTCAP = 2.0**-60, 2.0**120
+
+
+class AttentionOptions(TypedDict, total=False):
+    """The options of attention and of its backward, to type checkers and to signatures."""
+
+    seqs: SeqLayout | None
+    causal: bool
+    align: Literal["bottom-right", "top-left"]
+    window: tuple[int | None, int | None] | None
+    sink: int
+    scale: float | None
+    bias: Any
+    mask: Any
+    alibi_slopes: Any
+    softcap: float | None
+    score_mod: Any
+    sink_logits: Any
+    dropout_p: float
+    seed: Any
+
+
+class ForwardOptions(AttentionOptions, total=False):
+    """Those that the forward has beside them, too."""
+
+    num_splits: int | None
 
 
 class Options(NamedTuple):
@@ -47,6 +78,43 @@ class Options(NamedTuple):
 
 
 DEFAULTS = Options()
+
+
+class ArrayForm(NamedTuple):
+    """An array of an option.
+
+    shape: with all its axes. given: as the caller has it. dense: whether its last axis has stride 1. kept: of a mask that
+    lists the keys that all rows share, how many entries a list has.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    given: tuple[int, ...]
+    dense: bool = True
+    kept: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreOptions:
+    """What of a call changes its scores and probabilities, apart from the values of arrays.
+
+    bias, mask: of four axes, (1 or batch; 1, nheads_kv or nheads_q; 1 or rows; 1 or keys). The dtype of a mask is bool, or
+    "bits" where it comes packed, or "kept" where it is one of kept keys that kernels pack (`_kernels.gathered`).
+    alibi_slopes: (1 or batch, nheads_q).
+    seed: of one on the device; None: a number.
+    score_mod: the text of the function; score_scalars: its numbers; captured: the forms of its arrays.
+    """
+
+    softcap: float | None = None
+    bias: ArrayForm | None = None
+    mask: Any = None
+    alibi_slopes: ArrayForm | None = None
+    score_mod: Hashable = None
+    score_scalars: tuple[float, ...] = ()
+    captured: tuple[ArrayForm, ...] = ()
+    sink_logits: ArrayForm | None = None
+    dropout_p: float = 0.0
+    seed: ArrayForm | None = None
 
 
 def structural(options: Options) -> Any:
@@ -154,13 +222,19 @@ def num_splits(options: Options) -> int | None:
     return value
 
 
+# Numbers that change scores or probabilities: fields of `ScoreOptions`.
+SCORE_NUMBERS: dict[str, Callable[[Options], Any]] = {"softcap": softcap, "dropout_p": dropout_p}
+_NUMBER_DEFAULTS = tuple((name, getattr(DEFAULTS, name)) for name in SCORE_NUMBERS)
+
+
 def leaves_scores(options: Options) -> bool:
     """Whether no option without an array changes scores or probabilities."""
     return (
-        options.softcap is None
+        all(
+            type(x := getattr(options, name)) is type(default) and x == default
+            for name, default in _NUMBER_DEFAULTS
+        )
         and options.score_mod is None
-        and type(options.dropout_p) is float
-        and options.dropout_p == 0
         and (options.seed is None or type(options.seed) is int)
     )
 

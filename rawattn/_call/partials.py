@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
 from rawattn._call.hints import cast
+from rawattn._call.layout import Lengths
 from rawattn._call.options import shown
-from rawattn._call.problem import MAX_HEADDIM
+from rawattn._call.problem import MAX_HEADDIM, Problem
+from rawattn._call.seq_layout import bind
 
 Shape = tuple[int, ...]
 
@@ -47,31 +48,12 @@ class Given(NamedTuple):
         return len(views) if self.listed else views[0].shape[0]
 
 
-@dataclass(frozen=True, slots=True)
-class Partials:
-    """What a call of `combine` is about. shape, lse_shape: of the results. dtype: of the partial outs."""
+class PartialsForm(NamedTuple):
+    """Of a `Problem` about partial results: how many there are, the dtype of out, and whether outs and lses are listed."""
 
-    count: int
-    shape: Shape
-    lse_shape: Shape
-    dtype: np.dtype[Any]
-    result: np.dtype[Any]
-
-    @property
-    def batch(self) -> int:
-        return self.shape[0] if len(self.shape) == 4 else 1
-
-    @property
-    def rows(self) -> int:
-        return self.shape[-3]
-
-    @property
-    def nheads(self) -> int:
-        return self.shape[-2]
-
-    @property
-    def headdim_v(self) -> int:
-        return self.shape[-1]
+    parts: int
+    result: str
+    listed: tuple[bool, bool]
 
 
 def given(name: str, arrays: Any) -> Given:
@@ -84,43 +66,55 @@ def given(name: str, arrays: Any) -> Given:
 
 
 def describe(
-    outs: Given,
-    lses: Given,
-    views_of_outs: Sequence[Any],
-    views_of_lses: Sequence[Any],
-    dtype: Any,
-    framework: str | None = None,
-) -> Partials:
+    outs: Given, lses: Given, dtype: Any, framework: str | None = None
+) -> tuple[Problem, Lengths]:
     """Every check of the partials and the dtype of their result.
 
-    views_of_outs, views_of_lses: of the given arrays, with `shape` and `dtype`. framework: that of outs[0].
+    outs, lses: of arrays with `shape` and `dtype`. framework: that of outs[0].
     """
-    first = views_of_outs[0]
+    first = outs.arrays[0]
     if first.dtype not in _DTYPES.values():
         raise TypeError(
             f"{outs.names()[0]}: got dtype {first.dtype}, expected {_ACCEPTED}; convert it, as by "
             f"{cast(framework, 'x', 'float32')}"
         )
-    shape = checked_shapes(outs, lses, views_of_outs, views_of_lses)
-    for name, view in zip(outs.names(), views_of_outs, strict=True):
-        if view.dtype != first.dtype:
+    shape = checked_shapes(outs, lses, outs.arrays, lses.arrays)
+    for name, array in zip(outs.names(), outs.arrays, strict=True):
+        if array.dtype != first.dtype:
             raise TypeError(
-                f"{name}: got dtype {view.dtype}, expected {first.dtype}, that of outs[0]; convert it, "
+                f"{name}: got dtype {array.dtype}, expected {first.dtype}, that of outs[0]; convert it, "
                 f"as by {cast(framework, 'x', first.dtype)}"
             )
-    for name, view in zip(lses.names(), views_of_lses, strict=True):
-        if view.dtype != np.float32:
+    for name, array in zip(lses.names(), lses.arrays, strict=True):
+        if array.dtype != np.float32:
             raise TypeError(
-                f"{name}: got dtype {view.dtype}, expected float32, as attention returns it; convert it, "
+                f"{name}: got dtype {array.dtype}, expected float32, as attention returns it; convert it, "
                 f"as by {cast(framework, 'x', 'float32')}"
             )
-    return Partials(
-        outs.count(views_of_outs),
-        shape,
-        lse_shape(shape),
-        first.dtype,
-        first.dtype if dtype is None else result_dtype(dtype),
+    *batch, rows, nheads, headdim = shape
+    dtype_name = first.dtype.name
+    result = dtype_name if dtype is None else result_dtype(dtype).name
+    problem = Problem(
+        dtype=dtype_name,
+        batch=batch[0] if batch else 1,
+        nheads_q=nheads,
+        nheads_kv=nheads,
+        headdim=headdim,
+        headdim_v=headdim,
+        group=not batch,
+        rows_q=rows,
+        rows_k=0,
+        max_seqlen_q=rows,
+        max_seqlen_k=0,
+        ragged=False,
+        window_left=None,
+        window_right=None,
+        sink=0,
+        top_left=False,
+        scale=1.0,
+        partials=PartialsForm(outs.count(outs.arrays), result, (outs.listed, lses.listed)),
     )
+    return problem, bind(None, batch=problem.batch, rows_q=rows, rows_k=0)
 
 
 def checked_shapes(

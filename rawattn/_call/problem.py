@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import ml_dtypes
 import numpy as np
@@ -14,11 +14,13 @@ from rawattn._call import options as _options
 from rawattn._call import pages, scales, scores
 from rawattn._call.hints import cast, transposed, undivided
 from rawattn._call.layout import Lengths
-from rawattn._call.options import DEFAULTS, Options
+from rawattn._call.options import DEFAULTS, Options, ScoreOptions
 from rawattn._call.pages import PageForm
 from rawattn._call.rotary import RotaryForm
-from rawattn._call.scores import ArrayForm
 from rawattn._call.seq_layout import bind
+
+if TYPE_CHECKING:
+    from rawattn._call.partials import PartialsForm
 
 MAX_HEADDIM = 256
 NO_ARRAYS: Mapping[str, Any] = MappingProxyType({})
@@ -39,8 +41,8 @@ _AXES: dict[str, tuple[str, ...]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem(ScoreOptions):
     """What a call computes, apart from the values in its arrays."""
 
     dtype: str  # "float16", "bfloat16" or "float32"
@@ -60,20 +62,10 @@ class Problem:
     sink: int  # 0 without a left bound, where it has no meaning
     top_left: bool
     scale: float
-    # What `scores.ScoreOptions` says of them.
-    softcap: float | None = None
-    bias: ArrayForm | None = None
-    mask: Any = None
-    alibi_slopes: ArrayForm | None = None
-    score_mod: Hashable = None
-    score_scalars: tuple[float, ...] = ()
-    captured: tuple[ArrayForm, ...] = ()
-    sink_logits: ArrayForm | None = None
-    dropout_p: float = 0.0
-    seed: ArrayForm | None = None
     pages: PageForm | None = None  # rows_k are then those of a sequence's pages, at most
     num_splits: int | None = None  # None = chosen
     rotary: RotaryForm | None = None  # of keys on their way into pages
+    partials: PartialsForm | None = None  # merged: outs are rows of q, and there are no keys
     float8: bool = False  # pages hold float8_e4m3fn
     # Of what they hold: None is 1, `scales.NUMBER` a number of the call's own.
     k_scale: Any = None
@@ -198,7 +190,7 @@ def resolve(
     sink = _options.sink(options)
     scale = _options.scale(options, headdim)
     num_splits = _options.num_splits(options)
-    score_options = scores.NONE
+    score_options: dict[str, Any] = {}
     if arrays or not _options.leaves_scores(options):
         by_place = lengths.group or paged is not None
         heads = (nheads_q, nheads_kv)
@@ -222,7 +214,7 @@ def resolve(
         sink=0 if left is None else sink,
         top_left=top_left,
         scale=scale,
-        **score_options._asdict(),
+        **score_options,
         pages=paged,
         num_splits=num_splits,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -12,7 +12,7 @@ from rawattn._call import option_advice
 from rawattn._call import options as _options
 from rawattn._call.hints import cast, padding_mask
 from rawattn._call.layout import Lengths, Side
-from rawattn._call.options import Options
+from rawattn._call.options import SCORE_NUMBERS, ArrayForm, Options
 
 _FLOAT32 = np.dtype(np.float32)
 _FLOATS = {
@@ -21,45 +21,6 @@ _FLOATS = {
     _FLOAT32: "float32",
 }
 _INTEGERS = {np.dtype(np.int32): "int32", np.dtype(np.int64): "int64"}
-
-
-class ArrayForm(NamedTuple):
-    """An array of an option.
-
-    shape: with all its axes. given: as the caller has it. dense: whether its last axis has stride 1. kept: of a mask that
-    lists the keys that all rows share, how many entries a list has.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    given: tuple[int, ...]
-    dense: bool = True
-    kept: int = 0
-
-
-class ScoreOptions(NamedTuple):
-    """What of a call changes its scores and probabilities, apart from the values of arrays.
-
-    bias, mask: of four axes, (1 or batch; 1, nheads_kv or nheads_q; 1 or rows; 1 or keys). The dtype of a mask is bool, or
-    "bits" where it comes packed, or "kept" where it is one of kept keys that kernels pack (`_kernels.gathered`).
-    alibi_slopes: (1 or batch, nheads_q).
-    seed: of one on the device; None: a number.
-    score_mod: the text of the function; score_scalars: its numbers; captured: the forms of its arrays.
-    """
-
-    softcap: float | None = None
-    bias: ArrayForm | None = None
-    mask: Any = None
-    alibi_slopes: ArrayForm | None = None
-    score_mod: Hashable = None
-    score_scalars: tuple[float, ...] = ()
-    captured: tuple[ArrayForm, ...] = ()
-    sink_logits: ArrayForm | None = None
-    dropout_p: float = 0.0
-    seed: ArrayForm | None = None
-
-
-NONE = ScoreOptions()
 
 
 class Shapes(NamedTuple):
@@ -77,15 +38,15 @@ class Shapes(NamedTuple):
 
 def describe(
     options: Options, arrays: Mapping[str, Any], shapes: Shapes, lengths: Lengths
-) -> ScoreOptions:
-    """The options by their forms; arrays: those of options, by name.
+) -> dict[str, Any]:
+    """Fields of `ScoreOptions`. arrays: those of options, by name.
 
     Raises TypeError or ValueError, naming the option, what was got and what is accepted.
     """
-    cap, dropout_p = _options.softcap(options), _options.dropout_p(options)
     _options.seed(options)
     text, scalars = options.score_mod or (None, ())
-    found = {
+    found: dict[str, Any] = {name: read(options) for name, read in SCORE_NUMBERS.items()}
+    found |= {
         name: check(name, arrays[name], shapes, lengths)
         for name, check in _CHECKS.items()
         if arrays.get(name) is not None
@@ -100,14 +61,7 @@ def describe(
         for name in arrays
         if name.startswith("captured")
     )
-    return ScoreOptions(
-        softcap=cap,
-        score_mod=text,
-        score_scalars=scalars,
-        captured=captured,
-        dropout_p=dropout_p,
-        **found,
-    )
+    return {**found, "score_mod": text, "score_scalars": scalars, "captured": captured}
 
 
 def _bias(name: str, array: Any, shapes: Shapes, lengths: Lengths) -> ArrayForm:

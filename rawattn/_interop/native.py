@@ -134,7 +134,9 @@ class CuPy(_Reading):
         return View(data.ptr, shape, strides, dtype, data.device_id)
 
     def contiguous(self, array: Any) -> Any:
-        return self._ascontiguousarray(array)
+        # As plain words, since CuPy does not copy every dtype.
+        words = self._ascontiguousarray(array.view(f"u{array.dtype.itemsize}"))
+        return words.view(array.dtype)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], beside: Any) -> Any:
         return self._type(shape, dtype)

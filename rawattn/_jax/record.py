@@ -14,8 +14,8 @@ import ml_dtypes
 import numpy as np
 
 from rawattn._call.layout import Lengths, Side
+from rawattn._call.options import ArrayForm
 from rawattn._call.problem import Problem, result_shapes
-from rawattn._call.scores import ArrayForm
 from rawattn._masks import layout as mask_layout
 from rawattn._runtime.option_arrays import extended
 from rawattn._runtime.verbs import BACKWARD, FORWARD, Verb

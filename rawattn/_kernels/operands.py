@@ -71,6 +71,11 @@ def access_bytes(*bytes_apart: int) -> int:
     return min(WIDEST, together & -together)
 
 
+def walked(shape: tuple[int, ...], strides: Strides) -> Strides:
+    """Strides, 0 along axes of one element, where they say nothing."""
+    return tuple(x if n > 1 else 0 for n, x in zip(shape, strides, strict=True))
+
+
 def contiguous(shape: tuple[int, ...], itemsize: int) -> Strides:
     """Strides of an array in C order."""
     strides, step = [], itemsize

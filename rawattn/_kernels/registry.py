@@ -10,7 +10,7 @@ from rawattn._call.structure import Structure
 from rawattn._kernels import aligned_bias, gathered
 from rawattn._kernels.features import features
 from rawattn._kernels.operands import Operands
-from rawattn._kernels.portable import append
+from rawattn._kernels.portable import append, combine
 from rawattn._kernels.portable import backward as portable_backward
 from rawattn._kernels.portable import backward_steps as portable_backward_steps
 from rawattn._kernels.portable import decode as portable_decode
@@ -128,6 +128,7 @@ FAMILIES = {
         ),
     ),
     "append_kv": (Family("portable", append.FEATURES, append.supports, append.steps),),
+    "combine": (Family("portable", combine.FEATURES, combine.supports, combine.steps),),
     "attention_backward": (
         _gathered("attention_backward"),
         _with_aligned_bias("attention_backward"),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from rawattn._call import scales
+from rawattn._call.options import ArrayForm
 from rawattn._call.problem import Problem
-from rawattn._call.scores import ArrayForm
 from rawattn._kernels import structs
 from rawattn._kernels.operands import Operands, Strides
 from rawattn._kernels.structs import Struct

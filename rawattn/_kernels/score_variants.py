@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from rawattn._call.options import ArrayForm
 from rawattn._call.problem import Problem, result_shapes
-from rawattn._call.scores import ArrayForm
 from rawattn._call.seq_layout import bind
 from rawattn._call.structure import structure
 from rawattn._compile.compiler import Source

@@ -17,7 +17,7 @@ from rawattn._call.seq_layout import refuse_traced
 from rawattn._call.structure import structure
 from rawattn._interop import arrays
 from rawattn._interop.arrays import HOST
-from rawattn._kernels.operands import Operands, contiguous
+from rawattn._kernels.operands import Operands, contiguous, walked
 from rawattn._runtime.option_arrays import told_with_results
 from rawattn._runtime.verbs import Verb
 from rawattn._scores.program import ScoreText
@@ -89,7 +89,11 @@ def prepare(
             name = of_layout(options.seqs, place)
             raise ValueError(elsewhere(name, place, device, verb.lead))
     inputs = [named[name] for name in verb.inputs]
-    copies = tuple(_is_copied(verb, name, x) for name, x in zip(verb.inputs, inputs, strict=True))
+    copied = {name for name in verb.inputs if _is_copied(verb, name, named[name])}
+    for names in verb.alike:
+        if len({walked(x.shape, x.strides) for x in map(named.__getitem__, names)}) > 1:
+            copied.update(names)
+    copies = tuple(name in copied for name in verb.inputs)
     strides: dict[str, tuple[int, ...]] = {}
     for name, x, copy in zip(verb.inputs, inputs, copies, strict=True):
         if x is not None and name not in verb.whole:
@@ -109,7 +113,7 @@ def prepare(
         pointers % 16,
         frozenset(ours),
         of_options,
-        dict(zip(verb.extras, places, strict=True)),
+        dict(zip(verb.extras, places, strict=not verb.anywhere)),
     )
     prepared = launches(verb, described, lengths, operands, flag, device)
     reach = tuple((0, 0) if x is None else byte_range(x, 0) for x in views)
@@ -118,8 +122,7 @@ def prepare(
         for n, (name, result) in enumerate(zip(verb.outputs, results, strict=True))
         if result is not None and named[name] is None
     )
-    copied = copies if any(copies) else None
-    return Call(prepared, described, lengths, results, made, copied, reach)
+    return Call(prepared, described, lengths, results, made, copies if copied else None, reach)
 
 
 def launches(

@@ -1,133 +1,100 @@
-"""The way of a call of `combine`: arrays read, described and checked, merged on a GPU or by the CPU backend."""
+"""`combine` as a verb of the dispatcher: partials in lists, or stacked in one array."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
 from rawattn._call import partials
-from rawattn._call.checks import check_out
-from rawattn._call.partials import Given, Partials
-from rawattn._cpu import combine as cpu_combine
-from rawattn._interop import arrays
-from rawattn._interop.arrays import HOST
-from rawattn._interop.written import tell_written
-from rawattn._runtime.calls import name_of
-from rawattn._runtime.devices import gpu_available
-
-if TYPE_CHECKING:
-    from rawattn._runtime.combine_plan import Planned
-
-FLOAT32 = np.dtype(np.float32)
+from rawattn._call.layout import HostLengths, Lengths
+from rawattn._call.options import Options
+from rawattn._call.partials import Given
+from rawattn._call.problem import Problem, result_shapes
+from rawattn._runtime.verbs import FLOAT32, Extras, Shape, Verb
 
 
-class Read(NamedTuple):
-    """A call's arrays as views of NumPy or CuPy, checked. target: of `out`, None where that is not the caller's."""
-
-    described: Partials
-    sides: tuple[Given, Given]
-    outs: Sequence[Any]
-    lses: Sequence[Any]
-    target: Any
-    device: int
-
-    def form(self) -> tuple[Any, ...]:
-        """All of the partials but their values and addresses."""
-        return tuple((x.shape, x.strides, x.dtype) for x in (*self.outs, *self.lses))
+def _results(
+    problem: Problem, dtype: np.dtype[Any], flag: bool
+) -> tuple[tuple[Shape, np.dtype[Any]] | None, ...]:
+    assert problem.partials is not None
+    out, lse = result_shapes(problem)
+    return (out, partials.result_dtype(problem.partials.result)), (lse, FLOAT32)
 
 
-def run(
-    outs: Any, lses: Any, out: Any, dtype: Any, planned: Planned | None = None
-) -> tuple[Any, Any]:
-    """out and lse, in the framework of the first partial. planned: what a plan has; its results are written."""
-    first, framework = _first(outs)
-    with arrays.on_stream_of(first, framework) as stream:
-        call = read(outs, lses, out, dtype, framework, stream)
-        lse = None
-        if planned is not None:
-            planned.check(call)
-            lse = arrays.import_array("lse", planned.lse, stream=stream).array
-        results = _place(call.device)(
-            call.described, call.sides, call.outs, call.lses, call.target, lse
-        )
-        written = out, None if planned is None else planned.lse
-        tell_written(*written)
-        exported = [
-            arrays.export_array(new, framework, stream) if own is None else own
-            for new, own in zip(results, written, strict=True)
-        ]
-        return exported[0], exported[1]
-
-
-def _place(device: int) -> Callable[..., tuple[Any, Any]]:
-    """Where a call with arrays on `device` runs."""
-    if device == HOST and not gpu_available():
-        return cpu
-    from rawattn._runtime import combine_gpu
-
-    return combine_gpu.from_host if device == HOST else combine_gpu.cuda
-
-
-def _first(outs: Any) -> tuple[Any, str]:
-    first = partials.given("outs", outs).arrays[0]
-    return first, arrays.framework_of(first)
-
-
-def read(outs: Any, lses: Any, out: Any, dtype: Any, framework: str, stream: Any) -> Read:
-    """Every check of a call. stream: that on which its arrays are ready then."""
-    sides = partials.given("outs", outs), partials.given("lses", lses)
-    names = [*sides[0].names(), *sides[1].names()]
-    inputs = [*sides[0].arrays, *sides[1].arrays]
-    arrays.refuse_gradients(names, inputs)
-    given = [arrays.import_array(n, x, stream=stream) for n, x in zip(names, inputs, strict=True)]
-    views = [x.array for x in given]
-    device = given[0].device
-    target = None
-    if out is not None:
-        arrays.refuse_gradients_of_written(("out",), (out,))
-        imported = arrays.import_array("out", out, stream=stream)
-        if imported.readonly:
-            raise ValueError("out: got a read-only array; pass a writable one")
-        given.append(imported)
-        target = imported.array
-    for name, each in zip((*names, "out"), given, strict=False):
-        if each.device != device:
-            raise ValueError(
-                f"{name}: on {name_of(each.device)}, but {names[0]} is on {name_of(device)}; "
-                "move them to one device"
-            )
-    count = len(sides[0].arrays)
-    described = partials.describe(*sides, views[:count], views[count:], dtype, framework)
-    if target is not None:
-        _check_out(target, described, list(zip(names, views, strict=True)))
-    return Read(described, sides, views[:count], views[count:], target, device)
-
-
-def _check_out(out: Any, described: Partials, others: list[tuple[str, Any]]) -> None:
-    if tuple(out.shape) == described.shape and out.dtype != described.result:
+def _check_out(problem: Problem, arrays: Mapping[str, Any], framework: str | None) -> None:
+    """What the dtype of `out` asks for beside it; all else of `out` is as everywhere."""
+    out = arrays["out"]
+    if out is None:
+        return
+    (shape, dtype), _ = _results(problem, FLOAT32, False)  # type: ignore[misc]
+    if tuple(out.shape) == shape and out.dtype != dtype:
         raise TypeError(
-            f"out: got dtype {out.dtype}, expected {described.result}, that of the result; pass "
-            f"dtype={str(out.dtype)!r} too, or an array of {described.result}"
+            f"out: got dtype {out.dtype}, expected {dtype}, that of the result; pass "
+            f"dtype={str(out.dtype)!r} too, or an array of {dtype}"
         )
-    check_out(out, shape=described.shape, dtype=described.result, others=others)
 
 
-def cpu(
-    described: Partials,
-    sides: tuple[Given, Given],
-    outs: Sequence[Any],
-    lses: Sequence[Any],
-    target: Any,
-    lse: Any = None,
-) -> tuple[Any, Any]:
-    """NumPy arrays, by the CPU backend."""
-    out = arrays.empty_host(described.shape, described.result) if target is None else target
-    lse = arrays.empty_host(described.lse_shape, FLOAT32) if lse is None else lse
+def _cpu(
+    problem: Problem,
+    lengths: HostLengths | None,
+    inputs: Sequence[Any],
+    results: Sequence[Any],
+    flag: bool,
+    extras: Extras,
+    gradients: Sequence[str],
+) -> None:
+    from rawattn._cpu import combine as cpu_combine
+
+    assert problem.partials is not None
     values, logs = (
-        given if side.listed else list(given[0])
-        for side, given in zip(sides, (outs, lses), strict=True)
+        list(given) if listed else list(given[0])
+        for listed, given in zip(
+            problem.partials.listed, (inputs, list(extras.values())), strict=True
+        )
     )
-    cpu_combine.combine(values, logs, out, lse)
-    return out, lse
+    cpu_combine.combine(values, logs, *results)
+
+
+@lru_cache(maxsize=256)
+def combine_verb(outs: int, lses: int, dtype: str | None) -> Verb:
+    """The verb of calls with so many partials in a list, 0 where they are stacked. dtype: of the result."""
+    of_outs, of_lses = (
+        tuple(f"{name}[{n}]" for n in range(count)) or (name,)
+        for name, count in (("outs", outs), ("lses", lses))
+    )
+
+    def described(
+        named: Mapping[str, Any], options: Options, framework: str | None, arrays: Extras
+    ) -> tuple[Problem, Lengths]:
+        sides = (
+            Given("outs", tuple(named[name] for name in of_outs), outs > 0),
+            Given("lses", tuple(named[name] for name in of_lses), lses > 0),
+        )
+        return partials.describe(*sides, dtype, framework)
+
+    def bind(seqs: Any, inputs: Sequence[Any]) -> Lengths:
+        raise AssertionError("combine has no layout")
+
+    return Verb(
+        name="combine",
+        lead=of_outs[0],
+        inputs=of_outs + of_lses,
+        optional=frozenset(),
+        whole=frozenset({"lse"}),
+        outputs=("out", "lse"),
+        prefix="",
+        results=_results,
+        check=_check_out,
+        more=lambda flag: {},
+        cpu=_cpu,
+        padding=(0.0, -np.inf),
+        refuses_gradients=True,
+        bind=bind,
+        describe=described,
+        extras=of_lses,
+        anywhere=True,
+        alike=(of_outs, of_lses),
+    )

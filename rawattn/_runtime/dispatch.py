@@ -41,46 +41,30 @@ def run(
     targets: arrays of the caller to write, None for an output that is the library's own. values: numbers for the kernels.
     memo: of the call's mask, for what may be kept where no array is moved.
     """
-    results = _run(verb, inputs, targets, options, flag, backend, values, memo)
-    for target in targets:
-        if target is not None:
-            tell_written(*targets)
-            break
-    if verb.written:
-        named = zip(verb.inputs, inputs, strict=True)
-        tell_written(*(x for name, x in named if name in verb.written))
-    return results
-
-
-def _run(
-    verb: Verb,
-    inputs: Arrays,
-    targets: Arrays,
-    options: Options,
-    flag: bool,
-    backend: str | None,
-    values: tuple[int, ...],
-    memo: dict[Any, Any] | None,
-) -> Sequence[Any]:
-    """`run`, of which nobody is told."""
     framework = arrays.framework_of(inputs[verb.q])
-    own = native(framework)
-    if own is not None and (backend is None or backend == "cuda"):
-        read = own.read((*inputs, *targets), verb.required)
-        if read is not None:
-            if read[2]:
-                refuse_gradients(verb, options, inputs, targets)
-            return on_gpu.run(
-                verb, own, read, inputs, targets, options, flag, framework, values, memo
-            )
+    own = native(framework) if backend is None or backend == "cuda" else None
+    read = None if own is None else own.read((*inputs, *targets), verb.required)
+    if own is not None and read is not None:
+        if read[2]:
+            refuse_gradients(verb, options, inputs, targets)
+        results = on_gpu.run(
+            verb, own, read, inputs, targets, options, flag, framework, values, memo
+        )
     elif (
         framework == "numpy"
         and _are_plain(verb, inputs, targets)
         and (backend == "cpu" or (backend is None and _stays(verb)))
     ):
         # Importing them would tell no more.
-        return on_cpu.run(verb, inputs, targets, options, flag, framework, values)
-    return _imported(verb, inputs, targets, options, flag, backend, framework, values)
+        results = on_cpu.run(verb, inputs, targets, options, flag, framework, values)
+    else:
+        results = _imported(verb, inputs, targets, options, flag, backend, framework, values)
+    if any(target is not None for target in targets):
+        tell_written(*targets)
+    if verb.written:
+        named = zip(verb.inputs, inputs, strict=True)
+        tell_written(*(x for name, x in named if name in verb.written))
+    return results
 
 
 def _are_plain(verb: Verb, inputs: Arrays, targets: Arrays) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,6 +15,7 @@ from rawattn._call.structure import Structure, structure
 from rawattn._interop import arrays, streams
 from rawattn._interop.native import Memory, Native, Read, View
 from rawattn._kernels.selection import selection
+from rawattn._runtime import graphs
 from rawattn._runtime.calls import Call, check_written, prepare
 from rawattn._runtime.option_arrays import told_with_results
 from rawattn._runtime.verbs import Verb
@@ -78,6 +80,8 @@ def run(
             addresses[first + n] = own.address(array)
     addresses += values
     prepared, stream = call.prepared, own.stream(device)
+    if call.copies is not None and not own.keeps_captured() and streams.is_capturing(stream):
+        graphs.hold(*itertools.compress(inputs, call.copies))
     if memo is not None and prepared.run_keeping is not None:
         prepared.run_keeping(addresses, stream, own, memo)
     else:
@@ -294,7 +298,9 @@ def _together(verb: Verb, addresses: Sequence[int]) -> int:
 
 
 def places(verb: Verb, addresses: Sequence[int]) -> tuple[int, ...]:
-    """Where the options' arrays begin within 16 bytes."""
+    """Where the options' arrays begin within 16 bytes; of those that may begin anywhere, nothing."""
+    if verb.anywhere:
+        return ()
     last = len(verb.inputs)
     return tuple(address % 16 for address in addresses[last - len(verb.extras) : last])
 

@@ -66,8 +66,9 @@ class GpuPlan:
         call, lengths = self._find(read, inputs, targets)
         if call.copies is not None:
             name = next(n for n, copy in zip(verb.inputs, call.copies, strict=True) if copy)
+            others = ", or arrays beside it have other strides" if verb.alike else ""
             raise ValueError(
-                f"{name}: its last axis is not dense, so each call would copy it, and a plan allocates nothing; "
+                f"{name}: its last axis is not dense{others}, so each call would copy it, and a plan allocates nothing; "
                 f"pass a contiguous copy of it"
             )
         self._stream = own.stream(device)
@@ -172,7 +173,7 @@ class GpuPlan:
         if self._pairs and not on_gpu.are_apart(self._pairs, addresses):
             named = zip(self._verb.inputs, args, strict=True)
             check_written(self._verb, {name: own.view(x) for name, x in named if x is not None})
-        if self._verb.extras:
+        if self._places:
             self._check_places(addresses)
         memory, result, results = self._memory, self._result, self._results
         theirs: list[int] = []

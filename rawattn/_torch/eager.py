@@ -11,27 +11,21 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from rawattn import ScoreMod, attention, attention_backward
-from rawattn._call.options import flag
+from rawattn._call.options import DEFAULTS, Options, flag
 from rawattn._call.places import check_places, places_of
 from rawattn._torch.captured import checked, tensors_of, with_tensors
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
-# Options that are never tensors, so that the call alone decides whether autograd records it.
-_PLAIN = {
-    *("seqs", "causal", "align", "window", "sink", "scale", "softcap", "num_splits", "return_lse"),
-}
-# All others may be tensors, but for this one, of the backward.
+# Of the backward alone.
 _OF_BACKWARD = "deterministic"
 # Of tensors among the options. Changed in place before the backward, they would make it that of another call.
 _SAVED = ("bias", "sink_logits", "mask", "alibi_slopes", "seed")
+# Options that are no tensors and hold none, so that the call alone decides whether autograd records it.
+_PLAIN = {*Options._fields, "return_lse"} - {*_SAVED, "score_mod"}
 
-# Where it is not None.
-_DEFAULTS: dict[str, Any] = {
-    **{"causal": False, "align": "bottom-right", "sink": 0, "dropout_p": 0.0},
-    **{"return_lse": False, "deterministic": False},
-}
+_DEFAULTS: dict[str, Any] = {**DEFAULTS._asdict(), "return_lse": False, _OF_BACKWARD: False}
 
 
 def repeating(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:

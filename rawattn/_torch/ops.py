@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from rawattn import SeqLayout, attention, attention_backward
+from rawattn import ScoreMod, SeqLayout, attention, attention_backward
+from rawattn._call.options import ForwardOptions, Options, flag
 from rawattn._handles import find
-from rawattn._torch.captured import tensors_of, with_tensors
+from rawattn._masks.block_mask import BlockMask
+from rawattn._torch.captured import checked, tensors_of, with_tensors
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -22,12 +24,33 @@ _LAYOUT = (
     "Tensor? seqstart_q, Tensor? seqstart_k, Tensor? seqlen_q, Tensor? seqlen_k, "
     "Tensor? cu_seqlen_q, Tensor? cu_seqlen_k, SymInt? max_seqlen_q, SymInt? max_seqlen_k"
 )
-_OPTIONS = (
-    "Tensor? bias, Tensor? sink_logits, Tensor? mask, Tensor? alibi_slopes, bool causal, str align, "
-    "SymInt? window_left, SymInt? window_right, SymInt sink, float? scale, float? softcap, float dropout_p, "
-    "SymInt? seed, Tensor? seed_array, SymInt? num_splits, bool deterministic, str? backend, "
-    "int? block_mask, int? score_mod, Tensor[] captured"
-)
+# What torch calls the types of options.
+_TYPES = {
+    **{"bool": "bool", "int": "SymInt", "int | None": "SymInt?", "float": "float"},
+    **{"float | None": "float?", "Any": "Tensor?", "Literal": "str"},
+}
+# Options that an operator takes otherwise: the two ends of a window, tensors and numbers apart, and objects by their handles,
+# a score function beside what it captures.
+_APART = {
+    "window": ("SymInt? window_left", "SymInt? window_right"),
+    "mask": ("Tensor? mask", "int? block_mask"),
+    "seed": ("SymInt? seed", "Tensor? seed_array"),
+    "score_mod": ("int? score_mod", "Tensor[] captured"),
+}
+
+
+def _parameters() -> tuple[str, ...]:
+    """What an operator takes of the options but `seqs`, then what else it is told."""
+    found: list[str] = []
+    for name, annotation in ForwardOptions.__annotations__.items():
+        if name != "seqs":
+            kind = annotation.__forward_arg__.partition("[")[0]
+            found += _APART.get(name) or (f"{_TYPES[kind]} {name}",)
+    return (*found, "bool deterministic", "str? backend")
+
+
+_PARAMETERS = _parameters()
+_NAMES = tuple(parameter.split()[1] for parameter in _PARAMETERS)
 
 
 class Layout(NamedTuple):
@@ -43,36 +66,10 @@ class Layout(NamedTuple):
     max_seqlen_k: Any = None
 
 
-class Options(NamedTuple):
-    """The other options, as the operators take them."""
-
-    bias: Any = None
-    sink_logits: Any = None
-    mask: Any = None
-    alibi_slopes: Any = None
-    causal: bool = False
-    align: str = "bottom-right"
-    window_left: int | None = None
-    window_right: int | None = None
-    sink: int = 0
-    scale: float | None = None
-    softcap: float | None = None
-    dropout_p: float = 0.0
-    seed: int | None = None
-    seed_array: Any = None
-    num_splits: int | None = None
-    deterministic: bool = False
-    backend: str | None = None
-    # By their handles, and the tensors that the latter captures.
-    block_mask: int | None = None
-    score_mod: int | None = None
-    captured: Any = ()
-
-
 _LAYOUT_AT = 3
 _OPTIONS_AT = _LAYOUT_AT + len(Layout._fields)
-_NOTHING = (None,) * (len(Layout._fields) + len(Options._fields))
-_SAVED = ("bias", "sink_logits", "mask", "alibi_slopes", "seed_array")
+_SAVED = tuple(x.split()[1] for x in _PARAMETERS if x.startswith("Tensor?"))
+_PLACES = {name: _OPTIONS_AT + n for n, name in enumerate(_NAMES)}
 
 
 def layout_of(seqs: SeqLayout | Layout | None) -> Layout:
@@ -93,14 +90,35 @@ def layout_of(seqs: SeqLayout | Layout | None) -> Layout:
     )
 
 
-def check(arrays: dict[str, Any], causal: Any, sink: Any, seqs: Any) -> None:
-    """TypeError for what the operator's schema would refuse in words of its own, while torch traces.
+def arguments_of(options: Options, deterministic: Any, backend: str | None) -> tuple[Any, ...]:
+    """What an operator takes for the options and what comes after them, while torch traces.
 
-    arrays: options that are tensors. NumPy's arrays are tensors there.
+    TypeError for what its schema would refuse in words of its own, or what it has no type for.
     """
-    for name, x in arrays.items():
+    _check(options)
+    given = options._asdict()
+    given["window_left"], given["window_right"] = _ends_of(options.window)
+    given["seed"], given["seed_array"] = _seed_of(options.seed)
+    given["captured"], given["block_mask"] = (), None
+    if isinstance(options.score_mod, ScoreMod):
+        given["captured"] = checked(options.score_mod)
+        given["score_mod"] = options.score_mod.handle
+    elif options.score_mod is not None:
+        kind = type(options.score_mod).__name__
+        raise TypeError(f"score_mod: got {kind}, expected a rawattn.ScoreMod or None")
+    if isinstance(options.mask, BlockMask):
+        given["mask"], given["block_mask"] = None, options.mask.handle
+    given["deterministic"] = flag("deterministic", deterministic)
+    given["backend"] = backend
+    return tuple([given[name] for name in _NAMES])
+
+
+def _check(options: Options) -> None:
+    for name in ("bias", "mask", "alibi_slopes", "sink_logits"):
+        x = getattr(options, name)  # NumPy's arrays are tensors here
         if isinstance(x, (bool, int, float, str, list, tuple)):
             raise TypeError(f"{name}: got {type(x).__name__}, expected a tensor or None")
+    causal, sink, seqs = options.causal, options.sink, options.seqs
     if not isinstance(causal, bool):
         raise TypeError(
             "causal: expected True or False; a bool of NumPy is a tensor under torch.compile: pass bool(causal)"
@@ -115,7 +133,7 @@ def _is_int(x: Any) -> bool:
     return isinstance(x, (int, np.integer, torch.SymInt)) and not isinstance(x, bool)
 
 
-def ends_of(window: Any) -> tuple[Any, Any]:
+def _ends_of(window: Any) -> tuple[Any, Any]:
     if window is None:
         return None, None
     accepted = "expected a tuple (left, right) of ints >= 0, or None for an unbounded side"
@@ -127,7 +145,7 @@ def ends_of(window: Any) -> tuple[Any, Any]:
     return window
 
 
-def seed_of(seed: Any) -> tuple[int | None, Any]:
+def _seed_of(seed: Any) -> tuple[int | None, Any]:
     """The seed as an int that the operator takes, or as a tensor."""
     if seed is None or isinstance(seed, torch.Tensor):
         return None, seed
@@ -151,16 +169,21 @@ def _tensor(name: str, array: Any) -> Any:
     )
 
 
-def run(q: Any, k: Any, v: Any, layout: Layout, options: Options) -> tuple[Any, Any]:
-    """(out, lse) by way of the operator."""
-    results: tuple[Any, Any] = _attention(q, k, v, *layout, *options)
+def run(q: Any, k: Any, v: Any, layout: Layout, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
+    """(out, lse) by way of the operator. arguments: those of `arguments_of`."""
+    results: tuple[Any, Any] = _attention(q, k, v, *layout, *arguments)
     return results
+
+
+def _named(arguments: tuple[Any, ...]) -> dict[str, Any]:
+    """Of the arguments of an operator from `layout` on, those behind that."""
+    return dict(zip(_NAMES, arguments[len(Layout._fields) :], strict=True))
 
 
 def _keywords(arguments: tuple[Any, ...]) -> dict[str, Any]:
     """The keywords of `rawattn.attention` in the arguments of an operator from `layout` on."""
     layout = Layout(*arguments[: len(Layout._fields)])
-    keywords = Options(*arguments[len(Layout._fields) :])._asdict()
+    keywords = _named(arguments)
     del keywords["deterministic"]
     window = keywords.pop("window_left"), keywords.pop("window_right")
     block_mask, score_mod = keywords.pop("block_mask"), keywords["score_mod"]
@@ -195,7 +218,7 @@ def _backward(
 ) -> list[Any]:
     keywords = _keywords(arguments)
     keywords.pop("num_splits")
-    deterministic = Options(*arguments[len(Layout._fields) :]).deterministic
+    deterministic = _named(arguments)["deterministic"]
     gradients = attention_backward(
         dout, q, k, v, out, lse, **keywords, dlse=dlse, deterministic=deterministic,
         want_dbias=None if keywords["bias"] is None else want_dbias,
@@ -229,70 +252,70 @@ def _backward_shapes(
     want_dbias: bool,
     *arguments: Any,
 ) -> list[Any]:
-    options = Options(*arguments[len(Layout._fields) :])
+    options = _named(arguments)
     inputs = [q, k, v]
-    if options.bias is not None and want_dbias:
-        inputs.append(options.bias)
-    if options.sink_logits is not None:
-        inputs.append(options.sink_logits)
+    if options["bias"] is not None and want_dbias:
+        inputs.append(options["bias"])
+    if options["sink_logits"] is not None:
+        inputs.append(options["sink_logits"])
     inputs += _differentiated(options).values()
     return [x.new_empty(x.shape) for x in inputs]
 
 
-def _differentiated(options: Options) -> dict[str, Any]:
+def _differentiated(options: dict[str, Any]) -> dict[str, Any]:
     """The captured tensors whose gradients a backward gives, by name."""
-    if options.score_mod is None:
+    if options["score_mod"] is None:
         return {}
-    score_mod = find(options.score_mod)
-    named = dict(zip(tensors_of(score_mod), options.captured, strict=True))
+    score_mod = find(options["score_mod"])
+    named = dict(zip(tensors_of(score_mod), options["captured"], strict=True))
     return {name: named[name] for name in score_mod.text.wrt}
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
     ctx.set_materialize_grads(False)
-    options = Options(*inputs[_OPTIONS_AT:])
+    options = _named(inputs[_LAYOUT_AT:])
     tensors = (*inputs[:3], *output, *inputs[_LAYOUT_AT : _LAYOUT_AT + 6])
-    ctx.save_for_backward(*tensors, *(getattr(options, name) for name in _SAVED), *options.captured)
+    ctx.save_for_backward(*tensors, *(options[name] for name in _SAVED), *options["captured"])
     ctx.maxima = inputs[_LAYOUT_AT + 6 : _OPTIONS_AT]
-    ctx.options = options._replace(
-        bias=None, sink_logits=None, mask=None, alibi_slopes=None, seed_array=None, captured=()
-    )
+    ctx.options = {**options, **dict.fromkeys(_SAVED), "captured": ()}
 
 
 def _pull(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
     q, k, v, out, lse, *others = ctx.saved_tensors
     layout = (*others[:6], *ctx.maxima)
     saved, captured = others[6 : 6 + len(_SAVED)], others[6 + len(_SAVED) :]
-    options: Options = ctx.options._replace(
-        **dict(zip(_SAVED, saved, strict=True)), captured=captured
-    )
-    wanted = dict(zip(("bias", "sink_logits"), ctx.needs_input_grad[_OPTIONS_AT:], strict=False))
+    options = {**ctx.options, **dict(zip(_SAVED, saved, strict=True)), "captured": captured}
+    has_dbias = ctx.needs_input_grad[_PLACES["bias"]]
     if dout is None:
         dout = torch.zeros_like(out)
-    found = _attention_backward(dout, dlse, q, k, v, out, lse, wanted["bias"], *layout, *options)
-    gradients = [*found[:3], *_NOTHING]
+    arguments = (*layout, *options.values())
+    found = _attention_backward(dout, dlse, q, k, v, out, lse, has_dbias, *arguments)
+    gradients = [*found[:3], *(None,) * (len(layout) + len(options))]
     rest = iter(found[3:])
-    if options.bias is not None and wanted["bias"]:
-        gradients[_OPTIONS_AT] = next(rest)
-    if options.sink_logits is not None:
-        gradients[_OPTIONS_AT + 1] = next(rest)
-    gradients[-1] = _in_their_places(options, rest)
+    if options["bias"] is not None and has_dbias:
+        gradients[_PLACES["bias"]] = next(rest)
+    if options["sink_logits"] is not None:
+        gradients[_PLACES["sink_logits"]] = next(rest)
+    gradients[_PLACES["captured"]] = _in_their_places(options, rest)
     return tuple(gradients)
 
 
-def _in_their_places(options: Options, found: Iterator[Any]) -> list[Any]:
+def _in_their_places(options: dict[str, Any], found: Iterator[Any]) -> list[Any]:
     """Gradients of captured tensors, None for those that have none."""
-    if options.score_mod is None:
+    if options["score_mod"] is None:
         return []
     named = dict(zip(_differentiated(options), found, strict=True))
-    return [named.get(name) for name in tensors_of(find(options.score_mod))]
+    return [named.get(name) for name in tensors_of(find(options["score_mod"]))]
+
+
+_SCHEMA = f"{_LAYOUT}, {', '.join(_PARAMETERS)}"
 
 
 _attention = torch.library.custom_op(
     "rawattn::attention",
     _forward,
     mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, {_LAYOUT}, {_OPTIONS}) -> (Tensor, Tensor)",
+    schema=f"(Tensor q, Tensor k, Tensor v, {_SCHEMA}) -> (Tensor, Tensor)",
 )
 _attention.register_fake(_forward_shapes)
 _attention_backward = torch.library.custom_op(
@@ -300,7 +323,7 @@ _attention_backward = torch.library.custom_op(
     _backward,
     mutates_args=(),
     schema="(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, bool want_dbias, "
-    f"{_LAYOUT}, {_OPTIONS}) -> Tensor[]",
+    f"{_SCHEMA}) -> Tensor[]",
 )
 _attention_backward.register_fake(_backward_shapes)
 _attention.register_autograd(_pull, setup_context=_save)

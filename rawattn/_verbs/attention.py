@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
-from rawattn._call.hints import NoOthers, hides_unknown, refuse_unknown
-from rawattn._call.options import Options, flag
-from rawattn._call.seq_layout import SeqLayout
+from rawattn._call.options import ForwardOptions, flag
+from rawattn._call.signatures import options_of, takes_options
 from rawattn._masks.block_mask import memo_of
 from rawattn._runtime.asked import Asked
 from rawattn._runtime.option_arrays import with_arrays
@@ -21,29 +19,11 @@ if TYPE_CHECKING:  # type checkers bring it: nothing is installed for it
 ArrayT = TypeVar("ArrayT")
 
 
-class CommonOptions(TypedDict, total=False):
-    """The options that `attention` and its backward share, to type checkers."""
+class CallOptions(ForwardOptions, total=False):
+    """All that `attention` takes by name but `return_lse`, to type checkers."""
 
-    seqs: SeqLayout | None
-    causal: bool
-    align: Literal["bottom-right", "top-left"]
-    window: tuple[int | None, int | None] | None
-    sink: int
-    scale: float | None
-    bias: Any
-    mask: Any
-    alibi_slopes: Any
-    softcap: float | None
-    score_mod: Any
-    sink_logits: Any
-    dropout_p: float
-    seed: Any
-    backend: Literal["cuda", "cpu"] | None
-
-
-class ForwardOptions(CommonOptions, total=False):
-    num_splits: int | None
     out: Any
+    backend: Literal["cuda", "cpu"] | None
 
 
 @overload
@@ -53,48 +33,33 @@ def attention(
     v: Any,
     *,
     return_lse: Literal[False] = False,
-    **options: Unpack[ForwardOptions],
+    **options: Unpack[CallOptions],
 ) -> ArrayT: ...
 
 
 @overload
 def attention(
-    q: ArrayT, k: Any, v: Any, *, return_lse: Literal[True], **options: Unpack[ForwardOptions]
+    q: ArrayT, k: Any, v: Any, *, return_lse: Literal[True], **options: Unpack[CallOptions]
 ) -> tuple[ArrayT, Any]: ...
 
 
 @overload
 def attention(
-    q: ArrayT, k: Any, v: Any, *, return_lse: bool, **options: Unpack[ForwardOptions]
+    q: ArrayT, k: Any, v: Any, *, return_lse: bool, **options: Unpack[CallOptions]
 ) -> ArrayT | tuple[ArrayT, Any]: ...
 
 
 @repeating(FORWARD, out="out")
-@hides_unknown
+@takes_options(ForwardOptions)
 def attention(
     q: Any,
     k: Any,
     v: Any,
     *,
-    seqs: SeqLayout | None = None,
-    causal: bool = False,
-    align: Literal["bottom-right", "top-left"] = "bottom-right",
-    window: tuple[int | None, int | None] | None = None,
-    sink: int = 0,
-    scale: float | None = None,
-    bias: Any = None,
-    mask: Any = None,
-    alibi_slopes: Any = None,
-    softcap: float | None = None,
-    score_mod: Any = None,
-    sink_logits: Any = None,
-    dropout_p: float = 0.0,
-    seed: Any = None,
-    num_splits: int | None = None,
     return_lse: bool = False,
     out: Any = None,
     backend: Literal["cuda", "cpu"] | None = None,
-    **unknown: Unpack[NoOthers],
+    **options: Unpack[ForwardOptions],
 ) -> Asked[Any]:
     """Scaled dot-product attention, ``softmax(scale * q @ k.T) @ v`` over the keys each query sees.
 
@@ -218,31 +183,13 @@ def attention(
     >>> bool(np.allclose(x, y, atol=1e-6))
     True
     """
-    if unknown:
-        refuse_unknown("rawattn.attention", unknown, inspect.signature(attention).parameters)
     return_lse = flag("return_lse", return_lse)
-    options = Options(
-        seqs,
-        causal,
-        align,
-        window,
-        sink,
-        scale,
-        bias,
-        mask,
-        alibi_slopes,
-        softcap,
-        score_mod,
-        sink_logits,
-        dropout_p,
-        seed,
-        num_splits,
-    )
-    verb, arrays, values, options = with_arrays(FORWARD, options, q=q)
+    given = options_of(options, ForwardOptions, "rawattn.attention", attention)
+    verb, arrays, values, left = with_arrays(FORWARD, given, q=q)
     returned: Callable[[Sequence[Any]], Any] = tuple if return_lse else first
     inputs, targets = (q, k, v, *arrays), (out, None)
-    call = verb, inputs, targets, options, return_lse, backend, values
-    return Asked(*call, returned, memo_of(mask))
+    call = verb, inputs, targets, left, return_lse, backend, values
+    return Asked(*call, returned, memo_of(given.mask))
 
 
 def first(results: Sequence[Any]) -> Any:

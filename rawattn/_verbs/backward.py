@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 
 from rawattn._call.gradients import Gradients, check_given, wanted
-from rawattn._call.hints import NoOthers, hides_unknown, refuse_unknown
-from rawattn._call.options import Options, flag
+from rawattn._call.hints import refuse_unknown
+from rawattn._call.options import AttentionOptions, Options, flag
 from rawattn._call.places import says_places
-from rawattn._call.seq_layout import SeqLayout
+from rawattn._call.signatures import options_of, takes_options
 from rawattn._masks.block_mask import memo_of
 from rawattn._runtime.asked import Asked
 from rawattn._runtime.option_arrays import with_arrays
 from rawattn._runtime.verbs import BACKWARD, FORWARD
 from rawattn._scores.score_mod import ScoreMod
-from rawattn._verbs.attention import ArrayT, CommonOptions, ForwardOptions
+from rawattn._verbs.attention import ArrayT, CallOptions
 from rawattn._verbs.repeats import repeating
 
 if TYPE_CHECKING:  # type checkers bring it: nothing is installed for it
@@ -26,7 +25,7 @@ if TYPE_CHECKING:  # type checkers bring it: nothing is installed for it
 
 
 @repeating(BACKWARD)
-@hides_unknown
+@takes_options(AttentionOptions)
 def attention_backward(
     dout: Any,
     q: Any,
@@ -35,26 +34,12 @@ def attention_backward(
     out: Any,
     lse: Any,
     *,
-    seqs: SeqLayout | None = None,
-    causal: bool = False,
-    align: Literal["bottom-right", "top-left"] = "bottom-right",
-    window: tuple[int | None, int | None] | None = None,
-    sink: int = 0,
-    scale: float | None = None,
-    bias: Any = None,
-    mask: Any = None,
-    alibi_slopes: Any = None,
-    softcap: float | None = None,
-    score_mod: Any = None,
-    sink_logits: Any = None,
-    dropout_p: float = 0.0,
-    seed: Any = None,
     dlse: Any = None,
     want_dbias: bool | None = None,
     deterministic: bool = False,
     into: Gradients | None = None,
     backend: Literal["cuda", "cpu"] | None = None,
-    **unknown: Unpack[NoOthers],
+    **options: Unpack[AttentionOptions],
 ) -> Asked[Gradients]:
     """Gradients of `attention` with respect to q, k, v, the bias, learned sinks and what a score function captures.
 
@@ -66,8 +51,9 @@ def attention_backward(
         As given to `attention`.
     out, lse : array
         What ``attention(..., return_lse=True)`` returned; lse is float32.
-    seqs, causal, align, window, sink, scale, bias, mask, alibi_slopes, softcap, score_mod, sink_logits, dropout_p, seed
-        As given to `attention`. A seed must have the value that it had there: what was dropped is drawn again.
+    **options
+        All that were given to `attention` but `num_splits`. A seed must have the value that it had there: what was dropped
+        is drawn again.
     dlse : array, the shape of `lse`, float32, optional
         Gradient with respect to `lse`.
     want_dbias : bool, optional
@@ -124,34 +110,16 @@ def attention_backward(
     >>> gradients.dbias.shape, gradients.dsink_logits.shape
     ((4, 5, 5), (4,))
     """
-    if unknown:
-        accepted = inspect.signature(attention_backward).parameters
-        refuse_unknown("rawattn.attention_backward", unknown, accepted)
-    options = Options(
-        seqs,
-        causal,
-        align,
-        window,
-        sink,
-        scale,
-        bias,
-        mask,
-        alibi_slopes,
-        softcap,
-        score_mod,
-        sink_logits,
-        dropout_p,
-        seed,
-    )
+    given = options_of(options, AttentionOptions, "rawattn.attention_backward", attention_backward)
     deterministic = flag("deterministic", deterministic)
-    targets = wanted(into, bias, want_dbias)
-    names, written = of_options(targets, options, want_dbias)
-    verb, arrays, values, options = with_arrays(BACKWARD, options, names, q)
+    targets = wanted(into, given.bias, want_dbias)
+    names, written = of_options(targets, given, want_dbias)
+    verb, arrays, values, left = with_arrays(BACKWARD, given, names, q)
     inputs = (dout, q, k, v, out, lse, dlse, *arrays)
-    returned = functools.partial(gradients, names, score_mod) if names else dense_gradients
+    returned = functools.partial(gradients, names, given.score_mod) if names else dense_gradients
     arrays = (*targets[:3], *written)
-    call = verb, inputs, arrays, options, deterministic, backend, values
-    return Asked(*call, returned, memo_of(mask))
+    call = verb, inputs, arrays, left, deterministic, backend, values
+    return Asked(*call, returned, memo_of(given.mask))
 
 
 def of_options(
@@ -193,7 +161,7 @@ def gradients(names: tuple[str, ...], score_mod: Any, results: Sequence[Any]) ->
 
 
 _FORWARD_ALONE = "num_splits", "out"  # options that the backward does not take
-_VJP_OPTIONS = (*CommonOptions.__annotations__, *_FORWARD_ALONE)
+_VJP_OPTIONS = tuple(CallOptions.__annotations__)
 _VJP_NAMES = ("q", "k", "v", *_VJP_OPTIONS, "deterministic", "return_lse")
 
 # Inside a vjp the caller takes the gradients: a tensor that requires one is read as its values.
@@ -231,7 +199,7 @@ def attention_vjp(
     *,
     deterministic: bool = False,
     return_lse: Literal[False] = False,
-    **options: Unpack[ForwardOptions],
+    **options: Unpack[CallOptions],
 ) -> tuple[ArrayT, Pullback]: ...
 
 
@@ -243,7 +211,7 @@ def attention_vjp(
     *,
     deterministic: bool = False,
     return_lse: Literal[True],
-    **options: Unpack[ForwardOptions],
+    **options: Unpack[CallOptions],
 ) -> tuple[tuple[ArrayT, Any], Pullback]: ...
 
 
@@ -255,7 +223,7 @@ def attention_vjp(
     *,
     deterministic: bool = False,
     return_lse: bool,
-    **options: Unpack[ForwardOptions],
+    **options: Unpack[CallOptions],
 ) -> tuple[ArrayT | tuple[ArrayT, Any], Pullback]: ...
 
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
+from rawattn._call import partials
+from rawattn._call.options import DEFAULTS
 from rawattn._call.places import says_places
-from rawattn._interop.written import tell_written
-from rawattn._runtime import combine as runtime
-from rawattn._runtime.read_lengths import ANEW
-from rawattn._verbs import combine_repeats
+from rawattn._kernels.helper_params import MAX_LISTED
+from rawattn._runtime.asked import Asked
+from rawattn._runtime.combine import combine_verb
+from rawattn._runtime.stacked import stacked
+from rawattn._verbs.repeats import repeating
 
 
 @says_places("rawattn.combine")
@@ -66,14 +72,41 @@ def combine(outs: Any, lses: Any, *, out: Any = None, dtype: Any = None) -> tupl
     >>> bool(np.allclose(out, rawattn.attention(q, k, v), atol=1e-5))
     True
     """
-    found = combine_repeats.find(outs, lses, out, dtype)
-    if found is not None and found.repeat is not None:
-        results = found.repeat(found.addresses, out)
-        if results is not ANEW:
-            if out is not None:
-                tell_written(out)
-            return results  # type: ignore[no-any-return]
-    made = runtime.run(outs, lses, out, dtype)
-    if found is not None and found.repeat is None:
-        combine_repeats.keep(found, outs, lses, out, dtype)
-    return made
+    arrays, *form = read(outs, lses, dtype)
+    ask = _asking(*form)
+    return ask(*arrays) if out is None else ask(*arrays, out=out)
+
+
+def read(outs: Any, lses: Any, dtype: Any) -> tuple[tuple[Any, ...], int, int, str | None]:
+    """The arrays of a call one by one, how many outs and lses are listed, 0 where they are stacked, and the name of the dtype.
+
+    Lists of more partials than a kernel is told one by one are stacked first.
+    """
+    dtype = None if dtype is None else partials.result_dtype(dtype).name
+    listed_outs, listed_lses = isinstance(outs, (list, tuple)), isinstance(lses, (list, tuple))
+    count, count_of_lses = len(outs) if listed_outs else 1, len(lses) if listed_lses else 1
+    if not (1 <= count <= MAX_LISTED and 1 <= count_of_lses <= MAX_LISTED):
+        return read(*stacked(partials.given("outs", outs), partials.given("lses", lses), dtype))
+    arrays = (*(outs if listed_outs else (outs,)), *(lses if listed_lses else (lses,)))
+    return arrays, count * listed_outs, count_of_lses * listed_lses, dtype
+
+
+@lru_cache(maxsize=256)
+def _asking(outs: int, lses: int, dtype: str | None) -> Callable[..., tuple[Any, Any]]:
+    """The calls with so many arrays, which it takes by position."""
+    verb = combine_verb(outs, lses, dtype)
+
+    def ask(*arrays: Any, out: Any = None) -> Asked[tuple[Any, Any]]:
+        returned: Any = tuple
+        return Asked(verb, arrays, (out, None), DEFAULTS, False, None, (), returned)
+
+    ask.__name__ = f"combine of {outs} and {lses} to {dtype}"
+    places = [
+        inspect.Parameter(f"array{n}", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        for n in range(len(verb.inputs))
+    ]
+    *_, out = inspect.signature(ask).parameters.values()
+    vars(ask)["__signature__"] = inspect.Signature(
+        [*places, out], return_annotation="Asked[tuple[Any, Any]]"
+    )
+    return repeating(verb, "out")(ask)

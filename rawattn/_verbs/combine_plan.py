@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from rawattn._runtime import combine as runtime
-from rawattn._runtime import combine_plan
+from rawattn._call import partials
+from rawattn._call.options import DEFAULTS
+from rawattn._call.partials import Given
+from rawattn._interop.arrays import framework_of
+from rawattn._interop.native import native
+from rawattn._kernels.helper_params import MAX_LISTED
+from rawattn._runtime.combine import combine_verb
+from rawattn._verbs.combine import combine, read
 from rawattn._verbs.plan import Plan
-from rawattn._verbs.plan_arguments import check_form
 
 _NAMES = ("outs", "lses")
 
@@ -16,8 +21,22 @@ class CombinePlan(Plan):
     """A call of `combine` on partials of one form: the same number, listed or stacked alike."""
 
     def __init__(self, outs: Any, lses: Any, out: Any, dtype: Any) -> None:
-        self._given, self._out, self._dtype = (outs, lses), out, dtype
-        self._planned = combine_plan.plan(outs, lses, out, dtype)
+        self._given = partials.given("outs", outs), partials.given("lses", lses)
+        self._out, self._dtype = out, dtype
+        long = next((x for x in self._given if x.listed and len(x.arrays) > MAX_LISTED), None)
+        self._is_long = long is not None
+        if long is not None:
+            if _is_native(long.arrays[0]):
+                raise ValueError(
+                    f"{long.name}: has more than {MAX_LISTED} arrays, so each call would copy them, and a plan allocates "
+                    "nothing; pass one stacked, contiguous array"
+                )
+            combine(outs, lses, dtype=dtype)  # whatever is wrong with the call is told now
+            return
+        arrays, *form = read(outs, lses, dtype)
+        returned: Any = tuple
+        verb = combine_verb(*form)
+        super().__init__(verb, arrays, (out, None), DEFAULTS, False, None, returned, ())
 
     def __call__(self, *args: Any, out: Any = None, into: Any = None, **named: Any) -> Any:
         """out and lse."""
@@ -28,25 +47,32 @@ class CombinePlan(Plan):
                 f"{next(iter(named), 'plan')}: this plan takes outs and lses once each, and out; whatever else the call "
                 "has is that of planning time"
             )
-        outs, lses = (
-            args[n] if n < len(args) else named.get(name, self._given[n])
-            for n, name in enumerate(_NAMES)
+        given = dict(zip(_NAMES, args, strict=False)) | named
+        sides = [
+            _like(given[planned.name], planned) if planned.name in given else planned
+            for planned in self._given
+        ]
+        if self._is_long:
+            outs, lses = (list(x.arrays) if x.listed else x.arrays[0] for x in sides)
+            return combine(outs, lses, out=self._out if out is None else out, dtype=self._dtype)
+        flat = sides[0].arrays + sides[1].arrays
+        return super().__call__(*flat) if out is None else super().__call__(*flat, out=out)
+
+
+def _is_native(array: Any) -> bool:
+    """Whether plans have kernels and memory of their own for such arrays."""
+    own = native(framework_of(array))
+    return own is not None and own.read((array,), 1) is not None
+
+
+def _like(given: Any, planned: Given) -> Given:
+    """ValueError for partials that are not as many, or listed or stacked as those of planning time."""
+    side = partials.given(planned.name, given)
+    if (side.listed, len(side.arrays)) != (planned.listed, len(planned.arrays)):
+        got, expected = (
+            f"a list of {len(x.arrays)}" if x.listed else "one array" for x in (side, planned)
         )
-        if self._planned is None:
-            for name, array, planned in zip(_NAMES, (outs, lses), self._given, strict=True):
-                _check(name, array, planned)
-        if out is None:
-            out = self._out if self._planned is None else self._planned.out
-        return runtime.run(outs, lses, out, self._dtype, self._planned)
-
-
-def _check(name: str, given: Any, planned: Any) -> None:
-    """ValueError for partials that are not as many, as long and listed or stacked as those of planning time."""
-    listed = isinstance(planned, (list, tuple))
-    if isinstance(given, (list, tuple)) != listed or (listed and len(given) != len(planned)):
-        expected = f"a list of {len(planned)}" if listed else "one array"
-        got = f"a list of {len(given)}" if isinstance(given, (list, tuple)) else "one array"
-        raise ValueError(f"{name}: got {got}, expected {expected}, as when the call was planned")
-    pairs = zip(given, planned, strict=True) if listed else [(given, planned)]
-    for n, (array, own) in enumerate(pairs):
-        check_form(f"{name}[{n}]" if listed else name, array, own)
+        raise ValueError(
+            f"{side.name}: got {got}, expected {expected}, as when the call was planned"
+        )
+    return side

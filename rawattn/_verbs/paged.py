@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, overload
 
@@ -10,10 +9,10 @@ import numpy as np
 
 from rawattn._call import options as _options
 from rawattn._call import pages, scales
-from rawattn._call.hints import NoOthers, hides_unknown, refuse_unknown
 from rawattn._call.layout import host_lengths
-from rawattn._call.options import Options, flag
-from rawattn._call.seq_layout import SeqLayout, refuse_traced
+from rawattn._call.options import ForwardOptions, Options, flag
+from rawattn._call.seq_layout import refuse_traced
+from rawattn._call.signatures import options_of, takes_options
 from rawattn._interop import arrays
 from rawattn._interop.arrays import HOST
 from rawattn._interop.integers import import_integers
@@ -21,7 +20,7 @@ from rawattn._runtime.asked import Asked
 from rawattn._runtime.option_arrays import with_arrays
 from rawattn._runtime.verbs import PAGED, Verb, with_scales
 from rawattn._verbs import page_repeats
-from rawattn._verbs.attention import CommonOptions, first
+from rawattn._verbs.attention import CallOptions, first
 
 if TYPE_CHECKING:  # type checkers bring it: nothing is installed for it
     from typing_extensions import Unpack
@@ -37,11 +36,9 @@ class Limits(NamedTuple):
     top_left: bool
 
 
-class PagedOptions(CommonOptions, total=False):
+class PagedOptions(CallOptions, total=False):
     k_scale: Any
     v_scale: Any
-    num_splits: int | None
-    out: Any
     validate: bool
 
 
@@ -85,7 +82,7 @@ def paged_attention(
 
 
 @page_repeats.repeating(page_repeats.of_paged_attention)
-@hides_unknown
+@takes_options(ForwardOptions)
 def paged_attention(
     q: Any,
     k_pages: Any,
@@ -93,28 +90,13 @@ def paged_attention(
     block_table: Any,
     *,
     seqlen_k: Any,
-    seqs: SeqLayout | None = None,
-    causal: bool = False,
-    align: Literal["bottom-right", "top-left"] = "bottom-right",
-    window: tuple[int | None, int | None] | None = None,
-    sink: int = 0,
-    scale: float | None = None,
-    bias: Any = None,
-    mask: Any = None,
-    alibi_slopes: Any = None,
-    softcap: float | None = None,
-    score_mod: Any = None,
-    sink_logits: Any = None,
-    dropout_p: float = 0.0,
-    seed: Any = None,
     k_scale: Any = None,
     v_scale: Any = None,
-    num_splits: int | None = None,
     return_lse: bool = False,
     out: Any = None,
     validate: bool = False,
     backend: Literal["cuda", "cpu"] | None = None,
-    **unknown: Unpack[NoOthers],
+    **options: Unpack[ForwardOptions],
 ) -> Asked[Any]:
     """Attention of queries to keys and values that lie in the pages of a cache, wherever each page is.
 
@@ -143,15 +125,13 @@ def paged_attention(
     seqs : SeqLayout, optional
         The lengths of q alone: ``seqstart_q`` for a packed batch (group mode), logical lengths for a padded one.
         ``max_seqlen_k`` may be given, and is not needed.
-    causal, align, window, sink, scale, bias, mask, alibi_slopes, softcap, score_mod, sink_logits, dropout_p, seed
+    **options
         As of `attention`. The last two axes of `bias` and `mask` count positions inside each sequence, and are 1 or at
         least as long as the longest sequence.
     k_scale, v_scale : float, or array (nheads_kv,), optional
         What the keys and values of float8_e4m3fn pages are multiplied with: ``k_scale[h] * k_pages`` are the keys of kv
         head h. A finite number above 0, or float32 ones on the device of q or on the host, from where they are sent at
         each call. On the device they are read by the kernels at every call, and unchecked. Default: 1.
-    num_splits : int, optional
-        As of `attention`.
     return_lse : bool
         Also return the natural logarithm of the sum of exponentials of each row's scores, float32.
     out : array, optional
@@ -213,38 +193,18 @@ def paged_attention(
     ... ).shape
     (3, 8, 16)
     """
-    if unknown:
-        refuse_unknown(
-            "rawattn.paged_attention", unknown, inspect.signature(paged_attention).parameters
-        )
     return_lse = flag("return_lse", return_lse)
-    options = Options(
-        seqs,
-        causal,
-        align,
-        window,
-        sink,
-        scale,
-        bias,
-        mask,
-        alibi_slopes,
-        softcap,
-        score_mod,
-        sink_logits,
-        dropout_p,
-        seed,
-        num_splits,
-    )
+    given = options_of(options, ForwardOptions, "rawattn.paged_attention", paged_attention)
     named = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "block_table": block_table}
-    table, options = read_pages({**named, "seqlen_k": seqlen_k, "validate": validate}, options)
+    table, given = read_pages({**named, "seqlen_k": seqlen_k, "validate": validate}, given)
     inputs = (q, k_pages, v_pages, table)
     verb, factors, numbers = scaled(PAGED, q, {"k_scale": k_scale, "v_scale": v_scale})
     inputs += factors
-    verb, more, values, options = with_arrays(verb, options, q=q)
+    verb, more, values, left = with_arrays(verb, given, q=q)
     inputs += more
     returned: Callable[[Sequence[Any]], Any] = tuple if return_lse else first
     targets = (out, None)
-    return Asked(verb, inputs, targets, options, return_lse, backend, numbers + values, returned)
+    return Asked(verb, inputs, targets, left, return_lse, backend, numbers + values, returned)
 
 
 def read_pages(

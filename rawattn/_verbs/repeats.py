@@ -146,7 +146,8 @@ def repeating(
                 if repeat is not None and selection() is UNCHANGED:
                     if tracked and is_recording():
                         if verb.refuses_gradients:
-                            refuse_gradients(_named(names, options, beside), (*args, *beside))
+                            own_names = verb.inputs[:count]
+                            refuse_gradients(_named(own_names, options, beside), (*args, *beside))
                         if written is not None:
                             refuse_gradients_of_written((out,), (written,))
                     if mask is not None:
@@ -292,7 +293,9 @@ def _is_told(
             and key[0][-1] == 0
             and not asked.values
         )
-    return asked.verb is verb and are_plain(options, out)
+    # Inputs that are read in ways of their own may lie otherwise where the key tells the same of all.
+    aligned = not verb.extras or key[-1] == 0
+    return asked.verb is verb and aligned and are_plain(options, out)
 
 
 def are_plain(options: Mapping[str, Any], out: str, beside: tuple[Any, ...] = ()) -> bool:

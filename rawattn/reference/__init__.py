@@ -8,7 +8,7 @@ functions, and users may test theirs.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,41 +16,31 @@ from rawattn._call import options as _options
 from rawattn._call import pages
 from rawattn._call.gradients import Gradients, wanted
 from rawattn._call.layout import host_lengths
-from rawattn._call.options import Options
+from rawattn._call.options import AttentionOptions, ForwardOptions
 from rawattn._call.places import says_places
 from rawattn._call.seq_layout import SeqLayout, refuse_traced
-from rawattn._scores.score_mod import ScoreMod
+from rawattn._call.signatures import options_of, takes_options
 from rawattn.reference import _passes
 from rawattn.reference._append import append_kv as append_kv
 from rawattn.reference._call import factors_of_pages, floats, integers, read
 from rawattn.reference._combine import combine as combine
 from rawattn.reference._targets import rows_of, rows_of_q, write, write_gradients
 
+if TYPE_CHECKING:  # type checkers bring it: nothing is installed for it
+    from typing_extensions import Unpack
+
 
 @says_places("rawattn.reference.attention")
+@takes_options(ForwardOptions)
 def attention(
     q: Any,
     k: Any,
     v: Any,
     *,
-    seqs: Any = None,
-    causal: bool = False,
-    align: str = "bottom-right",
-    window: tuple[int | None, int | None] | None = None,
-    sink: int = 0,
-    scale: float | None = None,
-    bias: Any = None,
-    mask: Any = None,
-    alibi_slopes: Any = None,
-    softcap: float | None = None,
-    score_mod: ScoreMod | None = None,
-    sink_logits: Any = None,
-    dropout_p: float = 0.0,
-    seed: Any = None,
-    num_splits: int | None = None,
     return_lse: bool = False,
     out: Any = None,
     backend: str | None = None,
+    **options: Unpack[ForwardOptions],
 ) -> Any:
     """Attention with the arguments and shapes of `rawattn.attention`, computed in float64.
 
@@ -70,18 +60,16 @@ def attention(
     >>> out.shape, np.exp(lse[0, 0] - 2.0).round(6).tolist()
     ((1, 3, 2, 4), [1.0, 2.0, 3.0])
     """
-    options = Options(
-        seqs, causal, align, window, sink, scale, bias, mask, alibi_slopes, softcap, score_mod, sink_logits,
-        dropout_p, seed, num_splits,
-    )  # fmt: skip
+    given = options_of(options, ForwardOptions, "rawattn.reference.attention", attention)
     _options.backend(backend)
-    call = read(q, k, v, options)
+    call = read(q, k, v, given)
     result, lse = _passes.forward(call)
     result = write("out", out, result, rows_of_q(call))
     return (result, lse) if _options.flag("return_lse", return_lse) else result
 
 
 @says_places("rawattn.reference.paged_attention")
+@takes_options(ForwardOptions)
 def paged_attention(
     q: Any,
     k_pages: Any,
@@ -89,27 +77,13 @@ def paged_attention(
     block_table: Any,
     *,
     seqlen_k: Any,
-    seqs: Any = None,
-    causal: bool = False,
-    align: str = "bottom-right",
-    window: tuple[int | None, int | None] | None = None,
-    sink: int = 0,
-    scale: float | None = None,
-    bias: Any = None,
-    mask: Any = None,
-    alibi_slopes: Any = None,
-    softcap: float | None = None,
-    score_mod: ScoreMod | None = None,
-    sink_logits: Any = None,
-    dropout_p: float = 0.0,
-    seed: Any = None,
     k_scale: Any = None,
     v_scale: Any = None,
-    num_splits: int | None = None,
     return_lse: bool = False,
     out: Any = None,
     validate: bool = False,
     backend: str | None = None,
+    **options: Unpack[ForwardOptions],
 ) -> Any:
     """Attention with the arguments and shapes of `rawattn.paged_attention`, computed in float64.
 
@@ -123,6 +97,8 @@ def paged_attention(
     >>> paged_attention(np.ones((1, 1, 2, 4)), pages, pages, [[3, 0, -1]], seqlen_k=[3]).shape
     (1, 1, 2, 4)
     """
+    name = "rawattn.reference.paged_attention"
+    given = options_of(options, ForwardOptions, name, paged_attention)
     _options.flag("validate", validate)
     factors = factors_of_pages({"k_scale": k_scale, "v_scale": v_scale}, k_pages, v_pages)
     q, k_pages, v_pages = (
@@ -131,15 +107,14 @@ def paged_attention(
     )
     indptr, ids = pages.split(block_table)
     table = integers("block_table", ids)
-    layout = pages.PagedLayout(seqs, seqlen_k, indptr)
+    layout = pages.PagedLayout(given.seqs, seqlen_k, indptr)
     refuse_traced(layout)
     layout = layout.on_the_host()
     form = pages.form(layout, q.shape, k_pages.shape, v_pages.shape, table)
     if q.ndim not in (3, 4):
         raise ValueError(f"q: got shape {q.shape}, expected three or four axes")
     lengths = host_lengths(layout.bind(q.shape, k_pages.shape, table.shape))
-    options = Options(causal=causal, align=align, window=window, sink=sink)
-    limits = _options.window(options), _options.sink(options), _options.top_left(options)
+    limits = _options.window(given), _options.sink(given), _options.top_left(given)
     pages.check_ids(table, lengths, form, *limits)
     k, v = (
         pages.gather(x, table, lengths, form) * factor
@@ -152,12 +127,9 @@ def paged_attention(
         seqstart_k=np.concatenate(([0], np.cumsum(lengths.len_k))),
         seqlen_q=lengths.len_q,
     )
-    found, lse = attention(
-        q.reshape(-1, *q.shape[-2:]), k, v, seqs=packed, causal=causal, align=align, window=window, sink=sink,
-        scale=scale, bias=bias, mask=mask, alibi_slopes=alibi_slopes, softcap=softcap, score_mod=score_mod,
-        sink_logits=sink_logits, dropout_p=dropout_p, seed=seed, num_splits=num_splits, return_lse=True,
-        backend=backend,
-    )  # fmt: skip
+    options["seqs"] = packed
+    rows = q.reshape(-1, *q.shape[-2:])
+    found, lse = attention(rows, k, v, **options, return_lse=True, backend=backend)
     found = found.reshape(*q.shape[:-1], found.shape[-1])
     if q.ndim == 4:
         lse = np.ascontiguousarray(lse.reshape(lse.shape[0], *q.shape[:2]).swapaxes(0, 1))
@@ -172,6 +144,7 @@ def _ends(starts: Any, lengths: Any) -> Any:
 
 
 @says_places("rawattn.reference.attention_backward")
+@takes_options(AttentionOptions)
 def attention_backward(
     dout: Any,
     q: Any,
@@ -180,25 +153,12 @@ def attention_backward(
     out: Any,
     lse: Any,
     *,
-    seqs: Any = None,
-    causal: bool = False,
-    align: str = "bottom-right",
-    window: tuple[int | None, int | None] | None = None,
-    sink: int = 0,
-    scale: float | None = None,
-    bias: Any = None,
-    mask: Any = None,
-    alibi_slopes: Any = None,
-    softcap: float | None = None,
-    score_mod: ScoreMod | None = None,
-    sink_logits: Any = None,
-    dropout_p: float = 0.0,
-    seed: Any = None,
     dlse: Any = None,
     want_dbias: bool | None = None,
     deterministic: bool = False,
     into: Gradients | None = None,
     backend: str | None = None,
+    **options: Unpack[AttentionOptions],
 ) -> Gradients:
     """Gradients with the arguments and shapes of `rawattn.attention_backward`, in float64.
 
@@ -220,14 +180,12 @@ def attention_backward(
     >>> gradients.dv.sum().round(6).item(), gradients.dbias is None
     (40.0, True)
     """
-    options = Options(
-        seqs, causal, align, window, sink, scale, bias, mask, alibi_slopes, softcap, score_mod, sink_logits,
-        dropout_p, seed,
-    )  # fmt: skip
+    name = "rawattn.reference.attention_backward"
+    given = options_of(options, AttentionOptions, name, attention_backward)
     _options.backend(backend)
     _options.flag("deterministic", deterministic)
-    into = wanted(into, bias, want_dbias)
-    call = read(q, k, v, options)
-    has_dbias = bias is not None and (want_dbias is None or bool(want_dbias))
+    into = wanted(into, given.bias, want_dbias)
+    call = read(q, k, v, given)
+    has_dbias = given.bias is not None and (want_dbias is None or bool(want_dbias))
     found = _passes.backward(call, dout, out, lse, dlse, want_dbias=has_dbias)
     return write_gradients(call, found, into)

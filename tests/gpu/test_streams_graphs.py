@@ -276,6 +276,27 @@ def test_cupy_graph(case: Case, known: bool) -> None:
         assert all(bool((other == 165).all()) for other in others), "a replay wrote elsewhere"
 
 
+def test_cupy_graph_of_arrays_that_are_copied() -> None:
+    """Copies of arrays whose last axis is not dense are the graph's memory, which nobody else is given."""
+    rng = np.random.default_rng(0)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        given = [cupy.zeros((1, 200, 2, 128), np.float16)[..., ::2] for _ in range(3)]
+        rawattn.attention(*given)
+        stream.synchronize()
+        stream.begin_capture()
+        out = rawattn.attention(*given)
+        graph = stream.end_capture()
+        others = [cupy.full(size, 165, np.uint8) for size in (512, 4096, 1 << 15, 51200) * 20]
+        for _ in range(2):
+            values = [rng.standard_normal((1, 200, 2, 64)).astype(np.float16) for _ in given]
+            for array, x in zip(given, values, strict=True):
+                array[...] = cupy.asarray(x)
+            graph.launch(stream)
+            np.testing.assert_allclose(out.get(), reference.attention(*values), atol=2e-3)
+        assert all(bool((other == 165).all()) for other in others), "a replay wrote elsewhere"
+
+
 def test_a_decoded_call_is_one_node() -> None:
     """Its counters are zero when it is captured, and each replay leaves them so."""
     import ctypes

@@ -90,6 +90,9 @@ class Native(Allocator):
         blank = np.full(int(np.prod(shape)) * np.dtype(dtype).itemsize, POISON, np.uint8)
         return OnDevice(self._on, blank.view(dtype).reshape(shape), readonly=False)
 
+    def contiguous(self, x: OnDevice) -> OnDevice:
+        return OnDevice(self._on, np.ascontiguousarray(x.placed.array()))
+
     def stream(self, device: int) -> int:
         return self.current
 

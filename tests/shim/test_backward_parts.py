@@ -11,8 +11,8 @@ import pytest
 
 import rawattn
 from rawattn import Gradients, ScoreMod, SeqLayout
+from rawattn._call.options import ArrayForm
 from rawattn._call.problem import Problem, describe
-from rawattn._call.scores import ArrayForm
 from rawattn._call.structure import structure
 from rawattn._kernels import gathered
 from rawattn._kernels.operands import Operands

@@ -3,100 +3,55 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable
-from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+import rawattn
 from rawattn._call import partials
+from rawattn._call.options import DEFAULTS
 from rawattn._kernels.helper_params import MAX_LISTED
-from rawattn._kernels.operands import contiguous
 from rawattn._kernels.portable import combine as twin
-from rawattn._kernels.portable.combine import Side
-from rawattn._runtime import combine_gpu, combine_plan
-from rawattn._runtime.combine import Read
-from rawattn._runtime.combine_plan import Planned
+from rawattn._runtime import on_gpu
+from rawattn._runtime.combine import combine_verb
+from rawattn._runtime.option_arrays import Given
+from rawattn._verbs import repeats
+from rawattn._verbs.combine import read
 from tests import exhaustive
 from tests.partials import FORMS, Call, Form, call_of
 from tests.shim.device import Device
 from tests.shim.launch import Machine
-from tests.shim.shim import POISON, Builder, Memory
-from tests.shim.whole import Placed
-
-
-class OnDevice(np.ndarray):
-    """An array of NumPy's in memory that kernels reach, as CuPy would have it."""
-
-    @property
-    def data(self) -> Any:
-        return SimpleNamespace(ptr=self.__array_interface__["data"][0], device_id=0)
+from tests.shim.on_device import Native, OnDevice, installed
+from tests.shim.shim import Builder
+from tests.shim.whole import run_verb
 
 
 class Runs:
-    """Makes calls as if of CuPy's arrays."""
+    """Makes calls, by the host code that a GPU's calls take."""
 
-    def __init__(self, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, device: Device) -> None:
         self.device = device
-        device.install(monkeypatch)
-        cuda = SimpleNamespace(
-            Device=lambda ordinal: nullcontext(),
-            get_current_stream=lambda: SimpleNamespace(ptr=0),
-        )
-        fake = SimpleNamespace(ndarray=self.empty, ascontiguousarray=self.copied, cuda=cuda)
-        monkeypatch.setitem(sys.modules, "cupy", fake)
-
-    def empty(self, shape: tuple[int, ...], dtype: Any) -> OnDevice:
-        raw = np.full(int(np.prod(shape)) * np.dtype(dtype).itemsize, POISON, np.uint8)
-        memory = self.device.keep(Memory("new", raw, readonly=False))
-        return _view(
-            memory, memory.address, shape, contiguous(shape, np.dtype(dtype).itemsize), dtype
-        )
-
-    def copied(self, array: OnDevice) -> OnDevice:
-        new = self.empty(array.shape, array.dtype)
-        new[...] = array
-        return new
-
-    def placed(self, name: str, array: np.ndarray, *, readonly: bool = True) -> OnDevice:
-        placed = Placed(name, array, readonly=readonly)
-        self.device.keep(placed.memory)
-        return _view(placed.memory, placed.address, array.shape, array.strides, array.dtype)
-
-    def read(self, call: Call) -> Read:
-        sides = partials.given("outs", call.outs), partials.given("lses", call.lses)
-        described = partials.describe(*sides, *(x.arrays for x in sides), call.form.result)
-        given = [
-            [self.placed(n, x) for n, x in zip(side.names(), side.arrays, strict=True)]
-            for side in sides
-        ]
-        return Read(described, sides, *given, None, 0)
 
     def __call__(
         self, call: Call, target: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        out = None if target is None else self.placed("out", target, readonly=False)
-        results = combine_gpu.cuda(*self.read(call)[:4], out)
+        arrays, *form = read(call.outs, call.lses, call.form.result)
+        given = Given(combine_verb(*form), (), (), DEFAULTS)
+        inputs = tuple(map(np.asarray, arrays))
+        out, lse = run_verb(self.device, "portable", given, inputs, (target, None), False, False)
         for memory in self.device.memory:
             memory.array()  # not written around
-        out, lse = (x.view(np.ndarray) for x in results)
         return out, lse
-
-
-def _view(
-    memory: Memory, address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any
-) -> OnDevice:
-    raw = memory._bytes
-    return np.ndarray(shape, dtype, raw, address - memory.address, strides).view(OnDevice)
 
 
 @pytest.fixture
 def run(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Runs]:
     def make(wave: int = 32, *, checked: bool = False) -> Runs:
-        return Runs(Device(Machine(builder, wave, checked)), monkeypatch)
+        device = Device(Machine(builder, wave, checked))
+        device.install(monkeypatch)
+        return Runs(device)
 
     return make
 
@@ -126,8 +81,9 @@ def test_what_lies_well_is_read_as_it_lies(run: Callable[..., Runs]) -> None:
     """Sixteen bytes at a time, without a copy: beside the results nothing is allocated."""
     for form in (Form(), Form(layout="heads", stacked=True), Form(layout="reversed")):
         runs = run()
-        runs(call_of(form))
-        assert [x.name for x in runs.device.memory].count("new") == 2
+        call = call_of(form)
+        runs(call)
+        assert len(runs.device.memory) == len(read(call.outs, call.lses, None)[0]) + 2
         assert "16B 16B" in runs.device.summaries[0]
 
 
@@ -153,61 +109,119 @@ def test_nan_of_a_partial_that_weighs_comes_out(lost: int, run: Callable[..., Ru
     assert np.isnan(run()(call)[1][0, 1, 3])
 
 
+class Gpu:
+    """Makes whole calls, with arrays as if of a framework's. asked: how many of them went to the dispatcher."""
+
+    def __init__(self, builder: Builder, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.device, self.asked = Device(Machine(builder)), 0
+        self.own: Native = installed(self.device, monkeypatch)
+        run = repeats.dispatch.run
+
+        def counted(*given: Any) -> Any:
+            self.asked += 1
+            return run(*given)
+
+        monkeypatch.setattr(repeats.dispatch, "run", counted)
+
+    def put(self, given: Any) -> Any:
+        if isinstance(given, list):
+            return [OnDevice(self.device, x) for x in given]
+        return OnDevice(self.device, given)
+
+    def call(self, call: Call) -> tuple[Any, Any]:
+        return self.put(call.outs), self.put(call.lses)
+
+
 @pytest.fixture
-def waits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    found: list[int] = []
-    own = SimpleNamespace(stream=lambda device: 0)
-    monkeypatch.setattr(combine_plan, "native", lambda framework: own)
-    monkeypatch.setattr(combine_plan.streams, "wait", lambda stream, device: found.append(stream))
-    return found
+def gpu(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    return Gpu(builder, monkeypatch)
+
+
+def results_of(made: tuple[Any, Any]) -> tuple[np.ndarray, np.ndarray]:
+    return made[0].placed.array(), made[1].placed.array()
 
 
 @pytest.mark.parametrize("stacked", [False, True])
-def test_a_plan(stacked: bool, run: Callable[..., Runs], waits: list[int]) -> None:
-    runs = run()
+def test_calls_like_earlier_ones(stacked: bool, gpu: Gpu) -> None:
+    form = Form(stacked=stacked)
+    for seed in range(4):
+        call = call_of(form, seed)
+        call.check(*results_of(rawattn.combine(*gpu.call(call))))
+    assert gpu.asked == 2
+    target = gpu.own.empty(form.shape, np.float16, None)
+    for seed in range(3):
+        call = call_of(form, seed)
+        out, lse = rawattn.combine(*gpu.call(call), out=target)
+        assert out is target
+        call.check(*results_of((out, lse)))
+    assert gpu.asked == 3
+    outs, lses = gpu.call(call_of(Form()))
+    with pytest.raises(ValueError, match=r"out: shares memory with outs\[1\]"):
+        rawattn.combine(outs, lses, out=outs[1])
+
+
+def test_places_of_calls_like_earlier_ones(gpu: Gpu) -> None:
+    """What may be read 16 bytes at a time in one call may not be in the next."""
+    for layout in ("odd", "dense", "odd", "dense"):
+        for seed in range(2):
+            call = call_of(Form(dtype="float32", layout=layout), seed)
+            call.check(*results_of(rawattn.combine(*gpu.call(call))))
+
+
+def test_copies_of_a_captured_call_are_the_graphs(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[Any] = []
+    monkeypatch.setattr(on_gpu.graphs, "hold", lambda *x: held.extend(x))
+    call = call_of(Form(layout="mixed"))
+    for capturing in (False, True):
+        monkeypatch.setattr(on_gpu.streams, "is_capturing", lambda stream, now=capturing: now)
+        call.check(*results_of(rawattn.combine(*gpu.call(call))))
+        assert len(held) == (len(call.outs) + len(call.lses)) * capturing
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_plan(stacked: bool, gpu: Gpu) -> None:
     form = Form(stacked=stacked)
     call, other = call_of(form), call_of(form, seed=3)
-    planned = Planned(runs.read(call), None, "cupy", SimpleNamespace(ptr=0))
-    assert waits == [0]
-    assert runs.device.launched == []
-    before = len(runs.device.memory)
-    for case in (call, other, call):
-        read = runs.read(case)
-        planned.check(read)
-        out, lse = combine_gpu.cuda(*read[:4], planned.out, planned.lse)
-        assert out is planned.out
-        assert lse is planned.lse
-        case.check(out.view(np.ndarray), lse.view(np.ndarray))
-    assert all(x.name != "new" for x in runs.device.memory[before:])
+    made = rawattn.plan(rawattn.combine, *gpu.call(call))
+    assert gpu.device.launched == []
+    first = gpu.call(other)
+    results = made(*first)
+    other.check(*results_of(results))
+    assert made()[0] is results[0]
+    call.check(*results_of(results))
+    assert made(first[0], lses=first[1])[1] is results[1]
+    other.check(*results_of(results))
+    target = gpu.own.empty(form.shape, np.float16, None)
+    out, lse = made(out=target)
+    assert out is target
+    call.check(*results_of((out, lse)))
 
 
-def test_a_plan_is_for_one_form(run: Callable[..., Runs], waits: list[int]) -> None:
-    runs = run()
-    planned = Planned(runs.read(call_of(Form())), None, "cupy", SimpleNamespace(ptr=0))
+def test_a_plan_is_for_one_form(gpu: Gpu) -> None:
+    made = rawattn.plan(rawattn.combine, *gpu.call(call_of(Form())))
     for form, message in (
-        (Form(count=2), r"outs: got 2 partials"),
-        (Form(stacked=True), r"outs: got 3 partials .* not listed or stacked as planned"),
-        (
-            Form(shape=(2, 6, 4, 64)),
-            r"outs\[0\]: got shape \(2, 6, 4, 64\).*the plan is for \(2, 5,",
-        ),
-        (Form(dtype="bfloat16"), r"outs\[0\]: .*bfloat16; the plan is for .*float16"),
+        (Form(count=2), r"outs: got a list of 2, expected a list of 3"),
+        (Form(stacked=True), r"outs: got one array, expected a list of 3"),
+        (Form(shape=(2, 6, 4, 64)), r"outs\[0\]: got shape \(2, 6, 4, 64\).*plan is for \(2, 5,"),
+        (Form(dtype="bfloat16"), r"outs\[0\]: .*bfloat16.* plan is for .*float16"),
     ):
         with pytest.raises(ValueError, match=message):
-            planned.check(runs.read(call_of(form)))
+            made(*gpu.call(call_of(form)))
 
 
 @pytest.mark.parametrize("name", ["sparse", "mixed", "seventy", "sparse-stacked"])
-def test_a_plan_copies_nothing(name: str, run: Callable[..., Runs]) -> None:
+def test_a_plan_copies_nothing(name: str, gpu: Gpu) -> None:
     (form,) = (x for x in FORMS if x.name == name)
-    with pytest.raises(ValueError, match=r"outs: has .*, so each call would copy it"):
-        Planned(run().read(call_of(form)), None, "cupy", SimpleNamespace(ptr=0))
+    with pytest.raises(ValueError, match=r"outs(\[0\])?: .*, so each call would copy"):
+        rawattn.plan(rawattn.combine, *gpu.call(call_of(form)))
 
 
 def test_blocks_are_refused_before_they_are_too_many() -> None:
-    shape = (1 << 20, 1 << 14, 1, 128)
-    described = partials.Partials(2, shape, (1 << 20, 1, 1 << 14), np.dtype("f2"), np.dtype("f2"))
-    side = Side(contiguous(shape, 2), None)
-    config = twin.choose(described, side, side.strides, 0, 0)
+    out = np.broadcast_to(np.float16(0), (1 << 20, 1 << 14, 1, 128))
+    lse = np.broadcast_to(np.float32(0), (1 << 20, 1, 1 << 14))
+    sides = (partials.given(name, [x, x]) for name, x in (("outs", out), ("lses", lse)))
+    problem, _ = partials.describe(*sides, None)
     with pytest.raises(ValueError, match=r"outs: .* split the batch"):
-        config.blocks(described, 32)
+        twin.Config("float16", "float16", 128, 16, 16).blocks(problem, 32)

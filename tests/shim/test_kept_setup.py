@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import rawattn
+from rawattn._call.options import ArrayForm
 from rawattn._call.problem import Problem, describe
-from rawattn._call.scores import ArrayForm
 from rawattn._kernels import attention_params, gathered
 from rawattn._kernels.operands import Operands, contiguous
 from rawattn._kernels.portable import kept_setup, mask_tiles

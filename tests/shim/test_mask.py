@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from rawattn import SeqLayout
+from rawattn._call.options import ArrayForm
 from rawattn._call.problem import describe
-from rawattn._call.scores import ArrayForm
 from rawattn._call.structure import structure
 from rawattn._kernels import attention_params
 from rawattn._kernels.operands import Operands, contiguous

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import rawattn
+from rawattn._call.options import ArrayForm
 from rawattn._call.problem import Problem
-from rawattn._call.scores import ArrayForm
 from rawattn._kernels import aligned_bias
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.sm90 import bias_slots

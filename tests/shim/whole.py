@@ -158,7 +158,10 @@ def run_verb(
     places = tuple(address % 16 for address in addresses[extras])
     with only(family), _lengths_on(device) if on_device else ExitStack():
         call = calls.prepare(verb, placed, given.options, flag, 0, pointers, "numpy", places)
-    assert call.copies is None, "the last axis of q, k, v, out and dout must be dense here"
+    for n in np.flatnonzero(call.copies or ()):
+        copy = placed[n] = Placed(verb.inputs[n], np.ascontiguousarray(inputs[n]))
+        device.memory.append(copy.memory)
+        addresses[n] = copy.address
     results = placed[len(inputs) :]
     for n, shape, dtype in call.made:
         blank = np.full(shape, POISON, np.uint8).astype(dtype)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rawattn._call.partials import Partials
+from rawattn._call.problem import Problem, result_shapes
+from rawattn._call.structure import Structure
 from rawattn._compile.compiler import Source
 from rawattn._kernels import helper_params, structs
 from rawattn._kernels.helper_params import MAX_LISTED
-from rawattn._kernels.operands import ITEMSIZE, Strides, access_bytes
+from rawattn._kernels.operands import ITEMSIZE, Operands, Strides, access_bytes, walked
 from rawattn._kernels.source import ELEMENT
 from rawattn._kernels.source import source as _source
-from rawattn._kernels.steps import Step, checked
+from rawattn._kernels.steps import Step, Steps, checked
+from rawattn._kernels.target import Target
 
+FEATURES = frozenset({"packed"})
 ENTRY = "rawattn_combine"
 THREADS = 128
 _KINDS = {"float32": 0, "float16": 1, "bfloat16": 2}
@@ -24,10 +27,12 @@ _KINDS = {"float32": 0, "float16": 1, "bfloat16": 2}
 class Side:
     """How the partials of one kind lie.
 
-    strides: in bytes, of one of them, in its public shape. partial: from one to the next, None where each has an
-    address of its own.
+    names: of their arrays. strides: in bytes, of one of them, in its public shape. partial: from one to the next, None where
+    each has an address of its own.
     """
 
+    name: str
+    names: tuple[str, ...]
     strides: Strides
     partial: int | None
 
@@ -70,10 +75,10 @@ class Config:
             lanes *= 2
         return wave // lanes
 
-    def blocks(self, partials: Partials, wave: int) -> int:
-        groups = -(-partials.nheads // self.heads_at_once(wave))
+    def blocks(self, problem: Problem, wave: int) -> int:
+        groups = -(-problem.nheads_q // self.heads_at_once(wave))
         waves = THREADS // wave
-        return checked("outs", -(-partials.batch * partials.rows * groups // waves), 1)
+        return checked("outs", -(-problem.batch * problem.rows_q * groups // waves), 1)
 
 
 def variants() -> list[Source]:
@@ -95,33 +100,31 @@ def variants() -> list[Source]:
     return [config.source() for config in (*usual, *narrow)]
 
 
-def choose(partials: Partials, outs: Side, out: Strides, pointers: int, to: int) -> Config:
-    """pointers: addresses of the partial outs OR-ed together, with strides of partials; to: the address of out."""
-    dtype, result = partials.dtype.name, partials.result.name
-    headdim_v = partials.headdim_v
+def choose(problem: Problem, outs: Side, out: Strides, pointers: int) -> Config:
+    """pointers: the addresses of the outs and of out OR-ed together."""
+    assert problem.partials is not None
+    dtype, result = problem.dtype, problem.partials.result
+    headdim_v = problem.headdim_v
     load = access_bytes(
         pointers, headdim_v * ITEMSIZE[dtype], *outs.strides[:-1], outs.partial or 0
     )
-    store = access_bytes(to, headdim_v * ITEMSIZE[result], *out[:-1])
+    store = access_bytes(pointers, headdim_v * ITEMSIZE[result], *out[:-1])
     return Config(dtype, result, headdim_v, load, store)
 
 
-@functools.lru_cache(maxsize=512)
-def step(
-    partials: Partials,
-    outs: Side,
-    lses: Side,
-    out: Strides,
-    pointers: int,
-    to: int,
-    wave: int = 32,
-) -> Step:
-    """Merges "outs0", "outs1" and so on, and likewise "lses0", to "out" and "lse".
+def supports(problem: Problem, target: Target, operands: Operands) -> None:
+    """Every call."""
 
-    Of what is not listed there is the first. pointers: the addresses of the outs OR-ed together; to: that of out; of both
-    the place within 16 bytes.
-    """
-    config = choose(partials, outs, out, pointers, to)
+
+def steps(problem: Problem, structure: Structure, operands: Operands, target: Target) -> Steps:
+    """One launch, which merges "outs[0]", "outs[1]" and so on, or "outs", and likewise the lses, to "out" and "lse"."""
+    form = problem.partials
+    assert form is not None
+    shape, lse_shape = result_shapes(problem)
+    outs = _side("outs", shape, form.parts, form.listed[0], operands.strides)
+    lses = _side("lses", lse_shape, form.parts, form.listed[1], operands.of_options)
+    out = walked(shape, operands.strides["out"])
+    config = choose(problem, outs, out, operands.pointers)
     itemsize = ITEMSIZE[config.dtype]
     values = {
         "outs_partial": (outs.partial or 0) // itemsize,
@@ -129,25 +132,36 @@ def step(
         "outs_strides": _elements(outs.strides[:-1], itemsize),
         "lses_strides": _lse_elements(lses.strides),
         "out_strides": _elements(out[:-1], ITEMSIZE[config.result]),
-        "rows": partials.rows,
-        "batch": partials.batch,
-        "nheads": partials.nheads,
-        "partials": partials.count,
+        "rows": problem.rows_q,
+        "batch": problem.batch,
+        "nheads": problem.nheads_q,
+        "partials": form.parts,
         "outs_listed": int(outs.partial is None),
         "lses_listed": int(lses.partial is None),
     }
     where = [(structs.offset(helper_params.COMBINE, name), name) for name in ("out", "lse")]
-    for name, side in (("outs", outs), ("lses", lses)):
-        first = structs.offset(helper_params.COMBINE, name)
-        count = partials.count if side.partial is None else 1
-        where += [(first + 8 * n, f"{name}{n}") for n in range(count)]
-    return Step(
+    for side in (outs, lses):
+        first = structs.offset(helper_params.COMBINE, side.name)
+        where += [(first + 8 * n, name) for n, name in enumerate(side.names)]
+    step = Step(
         source=config.source(),
-        blocks=config.blocks(partials, wave),
+        blocks=config.blocks(problem, target.wave),
         threads=THREADS,
         params=structs.fill(helper_params.COMBINE, values),
         patches=tuple(where),
     )
+    return Steps((step,), config)
+
+
+def _side(
+    name: str, shape: tuple[int, ...], count: int, listed: bool, strides: Mapping[str, Strides]
+) -> Side:
+    """shape: of one of the partials."""
+    if listed:
+        names = tuple(f"{name}[{n}]" for n in range(count))
+        return Side(name, names, walked(shape, strides[names[0]]), None)
+    partial, *own = walked((count, *shape), strides[name])
+    return Side(name, (name,), tuple(own), partial)
 
 
 def _elements(strides: Strides, itemsize: int) -> tuple[int, int, int]:

@@ -1,0 +1,95 @@
+"""Options in the signatures of the public functions: all of them, with the types and defaults that they have."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rawattn
+from rawattn import reference
+from rawattn._call.options import (
+    DEFAULTS,
+    SCORE_NUMBERS,
+    AttentionOptions,
+    ForwardOptions,
+    Options,
+    ScoreOptions,
+)
+from rawattn._call.problem import Problem
+
+TAKEN: dict[Callable[..., Any], type] = {
+    rawattn.attention: ForwardOptions,
+    rawattn.paged_attention: ForwardOptions,
+    rawattn.attention_backward: AttentionOptions,
+    reference.attention: ForwardOptions,
+    reference.paged_attention: ForwardOptions,
+    reference.attention_backward: AttentionOptions,
+}
+X = np.ones((1, 3, 2, 4), np.float32)
+
+
+def test_types_and_defaults_are_of_the_same_options() -> None:
+    assert tuple(ForwardOptions.__annotations__) == Options._fields
+    assert set(Options._fields) - set(AttentionOptions.__annotations__) == {"num_splits"}
+    assert {*SCORE_NUMBERS} <= {each.name for each in fields(ScoreOptions)} & {*Options._fields}
+    assert {each.name for each in fields(ScoreOptions)} <= {each.name for each in fields(Problem)}
+
+
+@pytest.mark.parametrize("function", TAKEN, ids=lambda x: f"{x.__module__}.{x.__name__}")
+def test_every_option_is_shown(function: Callable[..., Any]) -> None:
+    parameters = inspect.signature(function).parameters
+    for name, annotation in TAKEN[function].__annotations__.items():
+        shown = parameters[name]
+        assert shown.kind is shown.KEYWORD_ONLY
+        assert shown.default == getattr(DEFAULTS, name)
+        assert shown.annotation == annotation.__forward_arg__
+    assert not any(x.kind is x.VAR_KEYWORD for x in parameters.values())
+    # Those of the function itself come behind them.
+    own = [name for name in parameters if name not in Options._fields]
+    behind = list(parameters)[-1]
+    assert behind in own
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda **x: rawattn.attention(X, X, X, **x), "rawattn.attention"),
+        (lambda **x: reference.attention(X, X, X, **x), "rawattn.reference.attention"),
+        (
+            lambda **x: rawattn.attention_backward(X, X, X, X, X, X[..., 0], **x),
+            "rawattn.attention_backward",
+        ),
+        (
+            lambda **x: reference.attention_backward(X, X, X, X, X, X[..., 0], **x),
+            "rawattn.reference.attention_backward",
+        ),
+        (
+            lambda **x: rawattn.paged_attention(X, X, X, [[0]], seqlen_k=[1], **x),
+            "rawattn.paged_attention",
+        ),
+        (
+            lambda **x: reference.paged_attention(X, X, X, [[0]], seqlen_k=[1], **x),
+            "rawattn.reference.paged_attention",
+        ),
+    ],
+)
+def test_what_is_no_option_is_refused(call: Callable[..., Any], name: str) -> None:
+    with pytest.raises(
+        TypeError, match=f"^cuasal: {name} has no such argument; did you mean causal="
+    ):
+        call(cuasal=True)
+    with pytest.raises(
+        TypeError, match=f"^softmax_scale: {name} has no such argument; write scale="
+    ):
+        call(softmax_scale=1.0, causal=True)
+
+
+def test_the_backward_takes_no_option_of_the_forward_alone() -> None:
+    for function in (rawattn.attention_backward, reference.attention_backward):
+        with pytest.raises(TypeError, match=r"^num_splits: .* give it to the forward call alone"):
+            function(X, X, X, X, X, X[..., 0], num_splits=2)
