@@ -12,10 +12,10 @@
 #pragma once
 
 #include "attn/added_scores.cuh"
-#include "attn/exponent.cuh"
+#include "attn/decode_output.cuh"
+#include "attn/decode_tile.cuh"
 #include "attn/pages.cuh"
 #include "attn/params.cuh"
-#include "attn/row_partials.cuh"
 #include "attn/rows.cuh"
 #include "attn/schedule/line.cuh"
 #include "attn/schedule/shared_tile.cuh"
@@ -31,39 +31,6 @@
 #include "tile/multiply.cuh"
 
 namespace decode {
-
-using namespace config;
-using M = target::Mma<Operand>;
-using C = M::C;
-
-constexpr int kThreads = kWaves * target::kWave;
-constexpr int kRowBlocks = kTileRows / 16;
-constexpr int kKeyBlocks = kTileK / 16;
-constexpr int kDepthQk = round_up(kHeadDim, 16);
-constexpr int kDepthV = round_up(kHeadDimV, 16);
-constexpr int kOutBlocks = kDepthV / 16;
-static_assert(kRowBlocks * 16 == kTileRows && kKeyBlocks * 16 == kTileK, "tiles are made of 16 x 16 blocks");
-static_assert(kTileQ * kHeads <= kTileRows && kTileQ > 0, "a tile has room for its rows");
-static_assert(kTileQ == 1 || !kHeadsLeft, "the rows of fewer heads are the first ones");
-static_assert(kStages >= 2, "one tile is computed while others are on their way");
-
-constexpr int kPitchQ = padded_pitch<Element>(kDepthQk);
-constexpr int kPitchP = padded_pitch<Element>(kTileK);
-constexpr int kRows = kTileQ * kHeads;  // the most that are real
-using Partials = RowPartials<kRows, kDepthV>;
-static_assert(sizeof(Partials) == kPartialBytes, "the host's is the same");
-
-using CopyQ = RowCopy<Element, kTileRows, kHeadDim, kDepthQk, kPitchQ, kThreads, kCopyBytes>;
-using Visible = VisibleKeys<kLeft, kRight, kTopLeft>;
-using Softmax = OnlineSoftmax<C, kRowBlocks>;
-using BlockLine = Line<kRagged, kPaged, kPlainIntegers, Visible, kTileQ, kTileK, kHeads, kHeadsLeft, kWaves, kThreads>;
-
-constexpr int kSteps = kDepthQk / M::kDepth;
-// Queries stay in registers where they are few.
-constexpr bool kHoldsQueries = kRowBlocks * kSteps * int(sizeof(typename M::A)) <= 128;
-// Many conversions at once have no registers beside those of many rows.
-constexpr bool kCrowded = kFloat8 && kRowBlocks > 1 && !kHoldsQueries;
-constexpr int kUnrolledSteps = M::kDepth != 16 ? 4 : kCrowded ? 2 : 16;
 
 // Bytes of shared memory: the rings, each with probabilities where they go through memory; the queries; what a kernel
 // keeps for each ring; segments that others have a part in; words for the whole block; and room to cut the line in.
@@ -101,17 +68,6 @@ struct RowsVisible {
   DEVICE RowLimits row(int r) const { return visible.row(first + r / kHeads); }
 };
 
-// Four columns of an output row; `columns` are there.
-DEVICE void store_columns(Element* out, const FourFloats& x, int columns) {
-  alignas(16) Element y[4];
-  UNROLL for (int i = 0; i < 4; i++) y[i] = target::from_float<Element>(x.x[i]);
-  constexpr int kWidth = kCopyBytes < 4 * int(sizeof(Element)) ? kCopyBytes : 4 * int(sizeof(Element));
-  constexpr int kAtOnce = kWidth / int(sizeof(Element));
-  UNROLL for (int i = 0; i < 4; i += kAtOnce) {
-    if (i < columns) *reinterpret_cast<Chunk<kWidth>*>(out + i) = *reinterpret_cast<const Chunk<kWidth>*>(y + i);
-  }
-}
-
 // A segment, whose tiles are loaded one after the other.
 template <class Ring>
 struct Work {
@@ -120,14 +76,16 @@ struct Work {
   KeyTiles<Visible, kTileQ, kTileK> key_tiles;
   TileSpan span;
   typename Ring::Source source;
+  RowsMask mask;
 
   Work() = default;
-  DEVICE Work(const ForwardParams& p, BlockLine& line)
+  DEVICE Work(const ForwardParams& p, BlockLine& line, int lane)
       : segment(line.next()),
         first(segment.tile * kTileQ),
         key_tiles(Visible(p, segment.q.length, segment.k.length), first, last()),
         span(line.tiles(segment, key_tiles)),
-        source(p, segment, segment.kv_head) {}
+        source(p, segment, segment.kv_head),
+        mask(p, segment.sequence, segment.head, first, segment.rows, lane) {}
 
   DEVICE int last() const { return kTileQ == 1 ? first : first + segment.rows / kHeads - 1; }
   DEVICE int rounds() const { return (span.count() + kWaves - 1) / kWaves; }
@@ -136,8 +94,8 @@ struct Work {
   // The queries, and all of a wave's tiles that fit its ring but for one. slot: of the first.
   DEVICE void begin(const ForwardParams& p, Element* queries, Ring& ring, int slot, int wave, int lane) {
     if (tile(0, wave) < span.end) {
-      source.look_up(key_tiles.first_key(tile(0, wave)), lane);
-      source.look_up(key_tiles.first_key(tile(1, wave)), lane);
+      look_up(tile(0, wave), lane);
+      look_up(tile(1, wave), lane);
     }
     const auto q =
         rows_of_heads<kHeads, const Element>(p.q, p.q_strides, segment.sequence, segment.q, segment.head, first);
@@ -150,15 +108,19 @@ struct Work {
     }
   }
 
-  // A tile of the wave: the last but one that was looked up, and then the next but one is. Nothing if there is no such.
+  // A tile of the wave: the last but one that was looked up, and then the next but one is. Nothing if there is no such,
+  // or no row sees any of it: then the slot is empty.
   DEVICE void load(const ForwardParams& p, Ring& ring, int slot, int tile, int lane) {
     if (tile < span.end) {
-      real_rows(tile, [&](const auto& real) { ring.load(p, source, slot, real, lane); });
+      const bool dead = mask.dead();
+      if (kBlockMask) empty = dead ? empty | 1u << slot : empty & ~(1u << slot);
+      if (!dead) real_rows(tile, [&](const auto& real) { ring.load(p, source, slot, real, lane); });
       // Behind the last tile is the last page.
-      source.look_up(key_tiles.first_key(tile + 2 * kWaves), lane);
+      look_up(tile + 2 * kWaves, lane);
     }
     ring.commit();
   }
+  DEVICE bool is_empty(int slot) const { return kBlockMask && (empty >> slot & 1) != 0; }
 
   // Calls `use` with those rows of a tile that some query row may see: of the others, a page may hold anything.
   template <class Use>
@@ -173,80 +135,17 @@ struct Work {
   }
 
  private:
+  unsigned empty = 0;  // a bit for each slot
+
+  DEVICE void look_up(int tile, int lane) {
+    const int first_key = key_tiles.first_key(tile);
+    source.look_up(first_key, lane);
+    mask.look_up(first_key);
+  }
+
   // Where no row is limited but by the sequence's end, every page is the sequence's.
   static constexpr bool kReached = kPaged && (kLeft || (kRight && kTopLeft));
 };
-
-// Rows that are done go out.
-struct Output {
-  const ForwardParams& p;
-  const Segment& segment;
-
-  DEVICE int first() const { return segment.tile * kTileQ; }
-
-  template <int kFours>
-  DEVICE void write(int row, int first_column, MergedColumns<kFours> x) const {
-    const int head = segment.head + row % kHeads;
-    if constexpr (kSinkLogits) x.add_sink(per_head(p.sink_logits, segment.sequence, head) * Exponent::kUnit);
-    x.divide(value_factor(p, head));
-    const auto out =
-        rows_of_heads<kHeads, Element>(p.out, p.out_strides, segment.sequence, segment.q, segment.head, first());
-    UNROLL for (int f = 0; f < kFours; f++) {
-      const int column = first_column + f * 4;
-      if (column < kHeadDimV) store_columns(out.from(row).address() + column, x.out[f], kHeadDimV - column);
-    }
-    if (p.lse != nullptr && first_column == 0) {
-      p.lse[segment.sequence * p.lse_batch + head * p.lse_head + segment.q.start + first() + row / kHeads] = x.lse();
-    }
-  }
-};
-
-// What `count` partials come to goes out, or to `kept` if there are others. Each thread has some columns of a row: so
-// many that it has no second row to wait for, if eight are enough.
-template <int kAtOnce, class Part>
-DEVICE void merge(const Output& output, int thread, int count, const Part& part, Partials* kept) {
-  constexpr int kFours = kRows * (kDepthV / 4) > kThreads ? 2 : 1, kColumns = 4 * kFours;
-#pragma unroll 1
-  for (int n = thread; n < output.segment.rows * (kDepthV / kColumns); n += kThreads) {
-    const int row = n / (kDepthV / kColumns), column = n % (kDepthV / kColumns) * kColumns;
-    MergedColumns<kFours> merged;
-    merged.template join<kAtOnce>(count, row, column, part);
-    if (kept == nullptr) {
-      output.write(row, column, merged);
-    } else {
-      UNROLL for (int f = 0; f < kFours; f++) kept->out[row][column / 4 + f] = merged.out[f];
-      if (column == 0) {
-        kept->running_max[row] = merged.running_max;
-        kept->sum[row] = merged.sum;
-      }
-    }
-  }
-}
-
-// In the last block of a query tile's parts, or of a bunch of them. flag: a word of the block.
-DEVICE void join_parts(const ForwardParams& p, const SharedTile<Partials>& tile, bool& flag, int thread) {
-  const auto bunch = tile.bunch(p.splits);
-  auto parts = tile.parts(p.splits);
-  const auto bunches = parts.bunches(bunch.size);
-  int count = bunch.count;
-  Partials* joined = nullptr;
-  if (bunch.bunches > 1) {
-    parts = parts.from(bunch.begin);
-    joined = &bunches(bunch.begin / bunch.size);
-  }
-#pragma unroll 1
-  while (true) {
-    merge<SharedTile<Partials>::kAtOnce>(Output{p, tile.own}, thread, count, parts, joined);
-    if (joined == nullptr) return;
-    target::block_sync();
-    count = bunch.bunches;
-    if (thread == 0) flag = tile.arrive_of_bunch(p.splits, count);
-    target::block_sync();
-    if (!flag) return;
-    parts = bunches;
-    joined = nullptr;
-  }
-}
 
 // All of a block. shared: aligned as the rings are.
 template <class Ring, class... More>
@@ -278,7 +177,7 @@ DEVICE void attend(const ForwardParams& p, unsigned char* shared, const More&...
     // The next segment's first tiles are on their way while the last one is merged.
     const bool more = line.at < line.end;
     const auto begin = [&] {
-      work = Work<Ring>(p, line);
+      work = Work<Ring>(p, line, lane);
       work.begin(p, queries, ring, slot, wave, lane);
       if (!work.segment.whole()) {
         if (thread == 0) kept[shares] = SharedTile<Partials>(line, work.segment);
@@ -346,14 +245,20 @@ DEVICE void attend(const ForwardParams& p, unsigned char* shared, const More&...
     for (int n = 0; n < work.rounds(); n++, slot = next_slot(slot)) {
       const int tile = work.tile(n, wave);
       if (tile >= work.span.end) continue;
+      const auto load_next = [&] { work.load(p, ring, last_slot(slot), tile + (kStages - 1) * kWaves, lane); };
+      if (work.is_empty(slot)) {
+        target::wave_sync();
+        load_next();
+        continue;
+      }
       // The tile is there for all lanes, and all are done with the one before, whose slot is filled anew.
       ring.wait(slot);
       work.real_rows(tile, [&](const auto& real) { ring.clear(slot, real, lane); });
       target::wave_sync();
-      const auto load_next = [&] { work.load(p, ring, last_slot(slot), tile + (kStages - 1) * kWaves, lane); };
       if (!Ring::kLoadsLate) load_next();
 
       const int first_key = work.key_tiles.first_key(tile);
+      const auto seen = work.mask.seen(p, first_key, lane);
       C s[kRowBlocks][kKeyBlocks];
       multiply_rows<M, kSteps, kUnrolledSteps>(s, query, ring.keys(slot), lane);
       if (Ring::kLoadsLate) load_next();
@@ -366,6 +271,12 @@ DEVICE void attend(const ForwardParams& p, unsigned char* shared, const More&...
       }
       const Edges edges = visible.edges(first_key, first_key + kTileK - 1, work.first, work.last());
       mask_scores(s, finish.masked(), rows_visible, edges, 0, first_key, lane, NoVisit{});
+      seen.hide(s, finish.masked(), lane);
+      // The zeros of probabilities do not hide a NaN.
+      if (seen.clear_hidden(lane, [&](int key) { ring.clear_value(slot, key); })) {
+        ring.values_are_clean();
+        target::wave_sync();
+      }
       if (softmax.update_row_max(s, added)) softmax.rescale(o);
       softmax.exponentiate(s);
       multiply_accumulators<M, kUnrolledSteps, kPitchP>(o, s, slab, ring.values(slot), lane);

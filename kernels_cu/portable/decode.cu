@@ -67,6 +67,11 @@ struct WaveRing {
   DEVICE void wait(int) const { target::copy_async_wait<kStages - 2>(); }
   template <class Real>
   DEVICE void clear(int, const Real&, int) const {}
+  DEVICE void clear_value(int slot, int row) const {
+    Chunk<16>* const first = reinterpret_cast<Chunk<16>*>(at(slot) + kTileK * kPitchK + row * kPitchV);
+    UNROLL for (int n = 0; n < kPitchV * int(sizeof(StoredKey)) / 16; n++) first[n] = Chunk<16>{};
+  }
+  DEVICE void values_are_clean() const {}
   DEVICE void give_back() const {}
 
  private:

@@ -125,6 +125,13 @@ struct EngineRing {
     }
     ptx::fence_copies();
   }
+  DEVICE void clear_value(int slot, int row) const {
+    UNROLL for (int b = kBlocksQk; b < kBlocksQk + kBlocksV; b++) {
+      Chunk<16>* const first = reinterpret_cast<Chunk<16>*>(bytes(slot) + b * kBlockBytes + row * 128);
+      UNROLL for (int n = 0; n < 8; n++) first[n] = Chunk<16>{};
+    }
+  }
+  DEVICE void values_are_clean() const { ptx::fence_copies(); }
   // Barriers are there for all lanes, and earlier kernels' results are read from here on.
   DEVICE void wait_for_prerequisites() const {
     target::block_sync();

@@ -14,7 +14,7 @@ from rawattn._compile.compiler import Source
 from rawattn._kernels import attention_params, features, params, score_params, structs
 from rawattn._kernels.features import Features
 from rawattn._kernels.operands import Operands
-from rawattn._kernels.portable import choice, forward, splits
+from rawattn._kernels.portable import choice, forward, mask_tiles, splits
 from rawattn._kernels.source import dims, round_up
 from rawattn._kernels.source import source as _source
 from rawattn._kernels.steps import Geometry, Step, Steps, Tiles, patches
@@ -25,7 +25,8 @@ TILES = "portable_decode"  # the file of its tile tables
 # What changes scores by the head or the place of a query has no code here.
 FEATURES = frozenset(
     (
-        "ragged", "packed", "left", "right", "top_left", "scale_first", "softcap", "sink_logits", "paged", "float8",
+        "ragged", "packed", "left", "right", "top_left", "scale_first", "softcap", "block_mask", "sink_logits", "paged",
+        "float8",
     )
 )  # fmt: skip
 
@@ -142,6 +143,8 @@ def supports(problem: Problem, target: Target, operands: Operands) -> str | None
         >= _MOST_SCORES
     ):
         return "its key tiles are more than an int counts"
+    if problem.mask is not None and problem.mask.dtype == "kept":
+        return "the mask of gathered keys has lists, not bits alone"
     return None
 
 
@@ -240,6 +243,7 @@ def launches(
     """Those of a configuration; maps: of its main kernel's step."""
     config = replace(config, plain_integers=_plain_integers(problem, structure))
     values = attention_params.forward(problem, structure, operands, forward.SECTION_BYTES)
+    masks = mask_tiles.Masks(problem, structure, operands, values, target)
     keys = dict(zip("kv", attention_params.KEYS[config.paged], strict=True))
     if config.paged:
         structure = attention_params.without_pages(structure)
@@ -263,4 +267,10 @@ def launches(
     )
     padding = forward.padding(problem, structure, operands)
     scratch = splits.affordable(problem, target, line.scratch(config.partial_bytes))
-    return Steps((main,), config, paddings=padding, scratch=scratch, counters=line.counters())
+    return Steps(
+        (*masks.steps, main),
+        config,
+        paddings=padding,
+        scratch={**masks.scratch, **scratch},
+        counters=line.counters(),
+    )

@@ -114,7 +114,14 @@ class Masks:
         self._call = problem, structure, values
         self._target = target
         form = problem.mask
-        if form is None or form.dtype != "bool":
+        if form is None:
+            return
+        if problem.nheads_q > MAX_HEADS:
+            raise ValueError(
+                f"mask: got {problem.nheads_q} query heads, but on a GPU calls with a mask have {MAX_HEADS} at most; make some "
+                "of the heads' axis part of the batch"
+            )
+        if form.dtype != "bool":
             return
         strides, place = operands.of_options["mask"], operands.places.get("mask", 0)
         self.steps.append(mask_packing.step(form.shape, strides, place))
@@ -188,11 +195,6 @@ def lists(
 
     ordered: query tiles also in the order of their lists' lengths.
     """
-    if problem.nheads_q > MAX_HEADS:
-        raise ValueError(
-            f"mask: got {problem.nheads_q} query heads, but on a GPU calls with a mask have {MAX_HEADS} at most; make some of "
-            "the heads' axis part of the batch"
-        )
     mask = problem.mask.shape
     of_keys = of == "k"
     group = problem.group_heads

@@ -1,0 +1,95 @@
+// How rows leave the kernels that decode (attn/decode.cuh): waves' rows become the block's, and blocks' parts of a
+// query tile become its output.
+#pragma once
+
+#include "attn/decode_tile.cuh"
+#include "attn/exponent.cuh"
+#include "attn/rows.cuh"
+#include "attn/schedule/shared_tile.cuh"
+#include "attn/stored_keys.cuh"
+
+namespace decode {
+
+// Four columns of an output row; `columns` are there.
+DEVICE void store_columns(Element* out, const FourFloats& x, int columns) {
+  alignas(16) Element y[4];
+  UNROLL for (int i = 0; i < 4; i++) y[i] = target::from_float<Element>(x.x[i]);
+  constexpr int kWidth = kCopyBytes < 4 * int(sizeof(Element)) ? kCopyBytes : 4 * int(sizeof(Element));
+  constexpr int kAtOnce = kWidth / int(sizeof(Element));
+  UNROLL for (int i = 0; i < 4; i += kAtOnce) {
+    if (i < columns) *reinterpret_cast<Chunk<kWidth>*>(out + i) = *reinterpret_cast<const Chunk<kWidth>*>(y + i);
+  }
+}
+
+// Rows that are done go out.
+struct Output {
+  const ForwardParams& p;
+  const Segment& segment;
+
+  DEVICE int first() const { return segment.tile * kTileQ; }
+
+  template <int kFours>
+  DEVICE void write(int row, int first_column, MergedColumns<kFours> x) const {
+    const int head = segment.head + row % kHeads;
+    if constexpr (kSinkLogits) x.add_sink(per_head(p.sink_logits, segment.sequence, head) * Exponent::kUnit);
+    x.divide(value_factor(p, head));
+    const auto out =
+        rows_of_heads<kHeads, Element>(p.out, p.out_strides, segment.sequence, segment.q, segment.head, first());
+    UNROLL for (int f = 0; f < kFours; f++) {
+      const int column = first_column + f * 4;
+      if (column < kHeadDimV) store_columns(out.from(row).address() + column, x.out[f], kHeadDimV - column);
+    }
+    if (p.lse != nullptr && first_column == 0) {
+      p.lse[segment.sequence * p.lse_batch + head * p.lse_head + segment.q.start + first() + row / kHeads] = x.lse();
+    }
+  }
+};
+
+// What `count` partials come to goes out, or to `kept` if there are others. Each thread has some columns of a row: so
+// many that it has no second row to wait for, if eight are enough.
+template <int kAtOnce, class Part>
+DEVICE void merge(const Output& output, int thread, int count, const Part& part, Partials* kept) {
+  constexpr int kFours = kRows * (kDepthV / 4) > kThreads ? 2 : 1, kColumns = 4 * kFours;
+#pragma unroll 1
+  for (int n = thread; n < output.segment.rows * (kDepthV / kColumns); n += kThreads) {
+    const int row = n / (kDepthV / kColumns), column = n % (kDepthV / kColumns) * kColumns;
+    MergedColumns<kFours> merged;
+    merged.template join<kAtOnce>(count, row, column, part);
+    if (kept == nullptr) {
+      output.write(row, column, merged);
+    } else {
+      UNROLL for (int f = 0; f < kFours; f++) kept->out[row][column / 4 + f] = merged.out[f];
+      if (column == 0) {
+        kept->running_max[row] = merged.running_max;
+        kept->sum[row] = merged.sum;
+      }
+    }
+  }
+}
+
+// In the last block of a query tile's parts, or of a bunch of them. flag: a word of the block.
+DEVICE void join_parts(const ForwardParams& p, const SharedTile<Partials>& tile, bool& flag, int thread) {
+  const auto bunch = tile.bunch(p.splits);
+  auto parts = tile.parts(p.splits);
+  const auto bunches = parts.bunches(bunch.size);
+  int count = bunch.count;
+  Partials* joined = nullptr;
+  if (bunch.bunches > 1) {
+    parts = parts.from(bunch.begin);
+    joined = &bunches(bunch.begin / bunch.size);
+  }
+#pragma unroll 1
+  while (true) {
+    merge<SharedTile<Partials>::kAtOnce>(Output{p, tile.own}, thread, count, parts, joined);
+    if (joined == nullptr) return;
+    target::block_sync();
+    count = bunch.bunches;
+    if (thread == 0) flag = tile.arrive_of_bunch(p.splits, count);
+    target::block_sync();
+    if (!flag) return;
+    parts = bunches;
+    joined = nullptr;
+  }
+}
+
+}  // namespace decode

@@ -1,0 +1,50 @@
+// The tile of the kernels that decode (attn/decode.cuh): its sizes, and the types that follow from them.
+#pragma once
+
+#include "attn/mask_of_tile.cuh"
+#include "attn/params.cuh"
+#include "attn/row_partials.cuh"
+#include "attn/schedule/line.cuh"
+#include "attn/softmax.cuh"
+#include "attn/visible.cuh"
+#include "target/target.cuh"
+#include "tile/copy.cuh"
+#include "tile/multiply.cuh"
+
+namespace decode {
+
+using namespace config;
+using M = target::Mma<Operand>;
+using C = M::C;
+
+constexpr int kThreads = kWaves * target::kWave;
+constexpr int kRowBlocks = kTileRows / 16;
+constexpr int kKeyBlocks = kTileK / 16;
+constexpr int kDepthQk = round_up(kHeadDim, 16);
+constexpr int kDepthV = round_up(kHeadDimV, 16);
+constexpr int kOutBlocks = kDepthV / 16;
+static_assert(kRowBlocks * 16 == kTileRows && kKeyBlocks * 16 == kTileK, "tiles are made of 16 x 16 blocks");
+static_assert(kTileQ * kHeads <= kTileRows && kTileQ > 0, "a tile has room for its rows");
+static_assert(kTileQ == 1 || !kHeadsLeft, "the rows of fewer heads are the first ones");
+static_assert(kStages >= 2, "one tile is computed while others are on their way");
+
+constexpr int kPitchQ = padded_pitch<Element>(kDepthQk);
+constexpr int kPitchP = padded_pitch<Element>(kTileK);
+constexpr int kRows = kTileQ * kHeads;  // the most that are real
+using Partials = RowPartials<kRows, kDepthV>;
+static_assert(sizeof(Partials) == kPartialBytes, "the host's is the same");
+
+using CopyQ = RowCopy<Element, kTileRows, kHeadDim, kDepthQk, kPitchQ, kThreads, kCopyBytes>;
+using Visible = VisibleKeys<kLeft, kRight, kTopLeft>;
+using RowsMask = TileMask<kBlockMask, C, kTileRows, kTileK, kHeads>;
+using Softmax = OnlineSoftmax<C, kRowBlocks>;
+using BlockLine = Line<kRagged, kPaged, kPlainIntegers, Visible, kTileQ, kTileK, kHeads, kHeadsLeft, kWaves, kThreads>;
+
+constexpr int kSteps = kDepthQk / M::kDepth;
+// Queries stay in registers where they are few.
+constexpr bool kHoldsQueries = kRowBlocks * kSteps * int(sizeof(typename M::A)) <= 128;
+// Many conversions at once have no registers beside those of many rows.
+constexpr bool kCrowded = kFloat8 && kRowBlocks > 1 && !kHoldsQueries;
+constexpr int kUnrolledSteps = M::kDepth != 16 ? 4 : kCrowded ? 2 : 16;
+
+}  // namespace decode
