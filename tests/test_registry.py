@@ -172,7 +172,7 @@ def test_few_tiles_beside_a_bias(
     rows: int, heads: tuple[int, int], headdim: int, causal: bool, expected: str
 ) -> None:
     shape = (1, 1, rows, rows)
-    operands = Operands(of_options={"bias": (0, 0, 2 * rows, 2)}, places={"bias": 0})
+    operands = Operands(of_options={"bias": (0, 0, 2 * rows, 2)}, alignments={"bias": 0})
     bias = ArrayForm("bfloat16", shape, shape)
     found = tile(1, rows, rows, heads, headdim, causal, operands=operands, bias=bias)
     assert found == expected

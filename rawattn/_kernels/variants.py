@@ -20,7 +20,7 @@ from rawattn._kernels.sm90 import few_rows
 from rawattn._kernels.sm90 import forward as sm90_forward
 from rawattn._kernels.target import without_device
 
-_PAGES = PageForm(page_size=16, num_pages=1, entries=1, packed=False, dtype="int32")
+_PAGES = PageForm(page_size=16, num_pages=1, entries=1, has_indptr=False, dtype="int32")
 
 # Sequences of whose backward most time is spent: none of its tables for shorter ones.
 _MANY_ROWS = 2048

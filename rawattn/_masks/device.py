@@ -1,4 +1,4 @@
-"""Packed masks on a GPU: the launches that build them."""
+"""Masks on a GPU: the launches that build them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rawattn._scores.score_mod import Predicate
 def of_bools(keep: Any, shape: Shape) -> BlockMask:
     """Of a CuPy array of bools, of any strides; shape: with all its axes."""
     strides = keep.strides
-    return _packed(
+    return _built(
         mask_packing.step(shape, strides, keep.data.ptr % 16),
         shape,
         {"mask": keep},
@@ -33,7 +33,7 @@ def of_ranges(ranges: Any, keys: int) -> BlockMask:
     batch, rows, count, _ = ranges.shape
     shape = (batch, 1, rows, keys)
     step = mask_packing.ranges_step(shape, count, ranges.dtype.itemsize)
-    return _packed(step, shape, {"ranges": cupy.ascontiguousarray(ranges)}, ranges.data.device_id)
+    return _built(step, shape, {"ranges": cupy.ascontiguousarray(ranges)}, ranges.data.device_id)
 
 
 def of_predicate(
@@ -43,10 +43,10 @@ def of_predicate(
     forms = [(x.dtype.itemsize, x.shape, x.strides) for x in captured.values()]
     step = mask_packing.predicate_step(shape, predicate.text, tuple(forms), predicate.scalars)
     named = {f"captured{n}": x for n, x in enumerate(captured.values())}
-    return _packed(step, shape, named, device)
+    return _built(step, shape, named, device)
 
 
-def _packed(step: Step, shape: Shape, given: Mapping[str, Any], device: int) -> BlockMask:
+def _built(step: Step, shape: Shape, given: Mapping[str, Any], device: int) -> BlockMask:
     """What a step makes of arrays by name. It runs on CuPy's current stream of their device."""
     import cupy
 
@@ -64,11 +64,11 @@ def _packed(step: Step, shape: Shape, given: Mapping[str, Any], device: int) -> 
             assert isinstance(each.blocks, int)
             if not each.blocks:
                 continue
-            packed = bytearray(each.params)
+            params = bytearray(each.params)
             for at, name in each.patches:
-                packed[at : at + 8] = named[name].data.ptr.to_bytes(8, "little")
+                params[at : at + 8] = named[name].data.ptr.to_bytes(8, "little")
             kernel.load(each.source, device).launch(
-                each.blocks, each.threads, each.shared_bytes, stream, Arguments((packed,))
+                each.blocks, each.threads, each.shared_bytes, stream, Arguments((params,))
             )
     capturing = streams.is_capturing(stream)
     if capturing:

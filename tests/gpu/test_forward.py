@@ -264,8 +264,8 @@ def _last_call() -> on_gpu.Call:
 
 def _last_launch(field: str) -> Any:
     """A parameter of Hopper's kernel, as the last call that was prepared has it."""
-    packed = _last_call().prepared.steps[-1].params
-    return np.frombuffer(packed, params.SM90_FORWARD.dtype)[field][0]
+    filled = _last_call().prepared.steps[-1].params
+    return np.frombuffer(filled, params.SM90_FORWARD.dtype)[field][0]
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -1,4 +1,4 @@
-"""Packing of masks, and lists of tiles made of them, against NumPy."""
+"""Bits of masks, and lists of tiles made of them, against NumPy."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ RNG = np.random.default_rng(0)
 
 def run(machine: Machine, step: Step, arrays: dict[str, Memory]) -> None:
     """A step on arrays by name."""
-    packed = bytearray(step.params)
+    params = bytearray(step.params)
     for at, name in step.patches:
-        packed[at : at + 8] = arrays[name].address.to_bytes(8, "little")
-    value = np.frombuffer(bytes(packed), np.dtype((np.void, len(packed))))
+        params[at : at + 8] = arrays[name].address.to_bytes(8, "little")
+    value = np.frombuffer(bytes(params), np.dtype((np.void, len(params))))
     machine.run(
         step.source,
         value,
@@ -54,12 +54,12 @@ def keys_of(shape: Any) -> dict[str, Memory]:
 
 
 def check_keys(machine: Machine, shape: Any, arrays: dict[str, Memory], keep: np.ndarray) -> None:
-    """Which keys any row sees, after the step that packs."""
+    """Which keys any row sees, after the step that makes the bits."""
     step = mask_packing.keys_step(shape)
     if step is not None:
         run(machine, step, arrays)
     wide = np.broadcast_to(keep, (*shape[:3], 128 if shape[3] == 1 else shape[3]))
-    whole = host.pack(wide.any(axis=2, keepdims=True))[0]
+    whole = host.to_bits(wide.any(axis=2, keepdims=True))[0]
     np.testing.assert_array_equal(arrays["mask_keys"].array().reshape(whole.shape), whole)
 
 
@@ -78,7 +78,7 @@ SHAPES = ((1, 1, 1, 1), (2, 3, 70, 130), (1, 2, 129, 515), (2, 1, 1, 300), (1, 2
 
 @pytest.mark.parametrize("strides", ["dense", "strided", "broadcast", "odd"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_packed_bools(shape: tuple[int, ...], strides: str, builder: Builder) -> None:
+def test_bits_of_bools(shape: tuple[int, ...], strides: str, builder: Builder) -> None:
     keep = blocky(shape)
     given = buffer = np.asfortranarray(keep) if strides == "strided" else keep
     if strides == "broadcast":
@@ -95,11 +95,11 @@ def test_packed_bools(shape: tuple[int, ...], strides: str, builder: Builder) ->
     }
     step = mask_packing.step(shape, given.strides, memory.address % 16)
     run(Machine(builder, checked=True), step, arrays)
-    bits, found = host.pack(keep)
+    bits, found = host.to_bits(keep)
     np.testing.assert_array_equal(arrays["mask_bits"].array().reshape(bits.shape), bits)
     ours = arrays["mask_map"].array().reshape(found.shape)
     np.testing.assert_array_equal(host.granules(ours, shape), host.granules(found, shape))
-    np.testing.assert_array_equal(host.unpack(bits, shape), keep)
+    np.testing.assert_array_equal(host.to_bools(bits, shape), keep)
     check_keys(Machine(builder), shape, arrays, keep)
 
 
@@ -118,11 +118,11 @@ def test_a_bool_is_whatever_is_not_zero(builder: Builder) -> None:
         arrays,
     )
     bits = arrays["mask_bits"].array().reshape(layout.bits_shape(shape))
-    np.testing.assert_array_equal(host.unpack(bits, shape)[0, 0, 0], raw != 0)
+    np.testing.assert_array_equal(host.to_bools(bits, shape)[0, 0, 0], raw != 0)
 
 
 @pytest.mark.parametrize("integers", [np.int32, np.int64])
-def test_packed_ranges(integers: Any, builder: Builder) -> None:
+def test_bits_of_ranges(integers: Any, builder: Builder) -> None:
     shape, count = (2, 1, 70, 300), 3
     ranges = RNG.integers(-20, 320, (2, 70, count, 2)).astype(integers)
     ranges[0, 5] = (0, 300), (0, 0), (9, 3)
@@ -137,13 +137,13 @@ def test_packed_ranges(integers: Any, builder: Builder) -> None:
     run(Machine(builder, checked=True), step, arrays)
     keys = np.arange(300)
     keep = ((keys >= ranges[..., :1]) & (keys < ranges[..., 1:])).any(2)[:, None]
-    bits, found = host.pack(keep)
+    bits, found = host.to_bits(keep)
     np.testing.assert_array_equal(arrays["mask_bits"].array().reshape(bits.shape), bits)
     ours = arrays["mask_map"].array().reshape(found.shape)
     np.testing.assert_array_equal(host.granules(ours, shape), host.granules(found, shape))
 
 
-def test_packed_predicates(builder: Builder) -> None:
+def test_bits_of_predicates(builder: Builder) -> None:
     shape = (2, 3, 70, 150)
     table = np.asfortranarray(RNG.integers(0, 4, (70, 2)).astype(np.int64))
     share = RNG.standard_normal(3).astype(np.float16)
@@ -161,7 +161,7 @@ def test_packed_predicates(builder: Builder) -> None:
     run(Machine(builder, checked=True), step, arrays)
     batch, head, i, j = np.ogrid[tuple(map(slice, shape))]
     keep = (table[i, batch] == j % 4) | ((share[head] < 0.25) & (j < 70))
-    bits, found = host.pack(keep)
+    bits, found = host.to_bits(keep)
     np.testing.assert_array_equal(arrays["mask_bits"].array().reshape(bits.shape), bits)
     ours = arrays["mask_map"].array().reshape(found.shape)
     np.testing.assert_array_equal(host.granules(ours, shape), host.granules(found, shape))
@@ -238,7 +238,7 @@ def test_lists_of_tiles(name: str, tiles: tuple[int, int], of: Any, builder: Bui
         name="lists",
         ordered=of == "q",
     )
-    _, found = host.pack(keep)
+    _, found = host.to_bits(keep)
     arrays = {
         "mask_map": Memory("mask_map", found),
         **{name: scratch(name, nbytes, np.int32) for name, nbytes in listed.scratch.items()},

@@ -13,7 +13,7 @@ from tests.shim.warp_group import probe as probe_one
 from tests.shim.warp_group import run as run_one
 
 # 16 rows of 64 columns, of which a warp writes all: number 64 row + column at a row and column. In the box, eight rows are
-# 1024 bytes, and the pieces of 16 bytes in a row change places with the row's number.
+# 1024 bytes, and the pieces of 16 bytes in a row are exchanged by the row's number.
 WRITE = """
   const auto write = [&](int first) {
     for (int d = 0; d < 4; d++) {
@@ -61,7 +61,7 @@ def test_what_is_inside_is_stored(column: int, row: int, builder: Builder) -> No
 
 
 def test_a_sequence_ends_where_its_box_is_clipped(builder: Builder) -> None:
-    """The maps of ragged batches: the first row axis ends with the sequence, the second one brings it to its place."""
+    """The maps of ragged batches: the first row axis ends with the sequence, the second one brings it to its rows."""
     body = (
         f"{READY} if (lane == 0) {{ ptx::store_tensor_5d(&map, s.a, 0, 59, 0, 30, 0); finish(); }}"
     )

@@ -68,14 +68,14 @@ def ranges_source() -> Source:
     )
 
 
-def step(shape: Shape, strides: tuple[int, ...], place: int) -> Step:
+def step(shape: Shape, strides: tuple[int, ...], alignment: int) -> Step:
     """Packs the array "mask" to "mask_bits" and "mask_map".
 
-    strides: in bytes, of the last axes; place: of its address within 16 bytes.
+    strides: in bytes, of the last axes; alignment: its address modulo 16.
     """
     given = (0,) * (4 - len(strides)) + strides
     own = tuple(x if extent > 1 else 0 for x, extent in zip(given, shape, strict=True))
-    dense = own[3] == 1 and not place % 16 and not any(x % 16 for x in own[:3])
+    dense = own[3] == 1 and not alignment % 16 and not any(x % 16 for x in own[:3])
     names = ("batch", "head", "row", "key")
     return Step(
         source=source(dense),

@@ -20,7 +20,7 @@ from rawattn._kernels.target import Target
 
 # Of multiprocessors that have a query tile of their own, at least (docs/notes/decode.md).
 _BUSY = 0.75
-# What differs from head to head, or with the place of the query, would differ from row to row.
+# What differs from head to head, or with the position of the query, would differ from row to row.
 FEATURES = frozenset(("ragged", "right", "scale_first", "softcap", "paged", "float8"))
 
 

@@ -269,7 +269,7 @@ def geometry(
 
     In a ragged map the first row axis ends at `row_bound`, where the kernel lets every sequence end, so that past the end of
     a sequence all is out of bounds: loads arrive as zeros, stores are left out. The map starts as many rows before the array,
-    and the second row axis brings a sequence back to its place.
+    and the second row axis brings a sequence back to its rows.
     """
     batch_stride, row_stride, head_stride = (0, *strides[:2]) if problem.group else strides[:3]
     bound = row_bound(rows) if problem.ragged else rows
