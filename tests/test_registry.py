@@ -320,9 +320,9 @@ def test_strides_in_c_order() -> None:
 def test_pages_are_never_copied() -> None:
     """Of head dims that rows alone, not pages, are listed with: the copies of these and no others."""
     every = common_variants("sm_90a", every=True)
-    copies = {x.summary for x in every if x.summary.startswith("portable repack")}
+    copies = {x.summary for x in every if x.summary.startswith("portable align_rows")}
     dims = ("D=36 8B", "D=34 4B", "D=7 2B")
-    assert copies == {f"portable repack 16bit {each}" for each in dims}
+    assert copies == {f"portable align_rows 16bit {each}" for each in dims}
 
 
 @pytest.mark.parametrize("headdim", [64, 96, 128])

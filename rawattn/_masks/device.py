@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rawattn._interop import streams
-from rawattn._kernels.portable import mask_packing
+from rawattn._kernels.portable import mask_writing
 from rawattn._kernels.steps import Step
 from rawattn._masks.block_mask import BlockMask, buffers
 from rawattn._masks.layout import Shape
@@ -19,7 +19,7 @@ def of_bools(keep: Any, shape: Shape) -> BlockMask:
     """Of a CuPy array of bools, of any strides; shape: with all its axes."""
     strides = keep.strides
     return _built(
-        mask_packing.step(shape, strides, keep.data.ptr % 16),
+        mask_writing.step(shape, strides, keep.data.ptr % 16),
         shape,
         {"mask": keep},
         keep.data.device_id,
@@ -32,7 +32,7 @@ def of_ranges(ranges: Any, keys: int) -> BlockMask:
 
     batch, rows, count, _ = ranges.shape
     shape = (batch, 1, rows, keys)
-    step = mask_packing.ranges_step(shape, count, ranges.dtype.itemsize)
+    step = mask_writing.ranges_step(shape, count, ranges.dtype.itemsize)
     return _built(step, shape, {"ranges": cupy.ascontiguousarray(ranges)}, ranges.data.device_id)
 
 
@@ -41,7 +41,7 @@ def of_predicate(
 ) -> BlockMask:
     """captured: CuPy arrays by name, in the order of the text."""
     forms = [(x.dtype.itemsize, x.shape, x.strides) for x in captured.values()]
-    step = mask_packing.predicate_step(shape, predicate.text, tuple(forms), predicate.scalars)
+    step = mask_writing.predicate_step(shape, predicate.text, tuple(forms), predicate.scalars)
     named = {f"captured{n}": x for n, x in enumerate(captured.values())}
     return _built(step, shape, named, device)
 
@@ -56,9 +56,9 @@ def _built(step: Step, shape: Shape, given: Mapping[str, Any], device: int) -> B
     with cupy.cuda.Device(device):
         words = buffers(shape, cupy)
         named = {**given, **dict(zip(("mask_bits", "mask_map", "mask_keys"), words, strict=True))}
-        gathered = mask_packing.keys_step(shape)
+        gathered = mask_writing.keys_step(shape)
         if gathered is not None:
-            named["mask_bands"] = cupy.empty(mask_packing.band_bytes(shape), np.uint8)
+            named["mask_bands"] = cupy.empty(mask_writing.band_bytes(shape), np.uint8)
         stream = cupy.cuda.get_current_stream().ptr
         for each in (step,) if gathered is None else (step, gathered):
             assert isinstance(each.blocks, int)

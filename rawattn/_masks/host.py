@@ -1,4 +1,4 @@
-"""Masks of bits in NumPy: the layout of `_kernels.portable.mask_packing`, built and read on the host."""
+"""Masks of bits in NumPy: the layout of `_kernels.portable.mask_writing`, built and read on the host."""
 
 from __future__ import annotations
 

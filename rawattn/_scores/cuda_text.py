@@ -6,17 +6,17 @@ It holds what the kernels call, each a template over the struct of parameters, w
       static constexpr bool kAdditive;    // the derivative is 1 wherever a key is seen
       static constexpr bool kNeedsScore;  // derivatives depend on the score as it was before
       static constexpr int kPartials;     // how many elements of captured arrays a score depends on, of those in wrt
-      ScoreMod(const ScorePlace& at, const P& p);  // of one head of a sequence, wherever q_idx and kv_idx stand
-      float value(float score, const ScorePlace& at, const P& p);       // -inf hides the key
-      float derivative(float score, const ScorePlace& at, const P& p);  // anything where the value is -inf
+      ScoreMod(const ScorePosition& at, const P& p);  // of one head of a sequence, wherever q_idx and kv_idx stand
+      float value(float score, const ScorePosition& at, const P& p);       // -inf hides the key
+      float derivative(float score, const ScorePosition& at, const P& p);  // anything where the value is -inf
       int partial_array<n>();                                          // the index of the array
-      float partial<n>(float score, const ScorePlace& at, const P& p);
-      int64 partial_index<n>(const ScorePlace& at, const P& p);         // of the element, in C order
-      float added(const ScorePlace& at, const P& p);  // where kModLine: value() is the score and this
-      float step(const ScorePlace& at, const P& p);   // by how much it grows to the next key that is seen
-      float row_step(const ScorePlace& at, const P& p);  // likewise to the next query, where both are the head's alone
+      float partial<n>(float score, const ScorePosition& at, const P& p);
+      int64 partial_index<n>(const ScorePosition& at, const P& p);         // of the element, in C order
+      float added(const ScorePosition& at, const P& p);  // where kModLine: value() is the score and this
+      float step(const ScorePosition& at, const P& p);   // by how much it grows to the next key that is seen
+      float row_step(const ScorePosition& at, const P& p);  // likewise to the next query, where both are the head's alone
     };
-    struct Predicate { bool holds(const ScorePlace& at, const P& p); };
+    struct Predicate { bool holds(const ScorePosition& at, const P& p); };
 
 What all scores of a head share is computed once, by the constructor: compilers leave a load where it stands, behind the
 product that every tile waits for.
@@ -51,7 +51,7 @@ from rawattn._scores.score_mod import require_float32
 _INCLUDES = """\
 #include "attn/captured.cuh"
 #include "attn/score_maths.cuh"
-#include "attn/score_place.cuh"
+#include "attn/score_position.cuh"
 """
 _ELEMENTS = {
     "float16": "float16",
@@ -342,7 +342,7 @@ def _function(
     what: str, first: str, lines: Iterable[str], template: str = "", *, constant: bool = True
 ) -> str:
     """A member function of a position and parameters; `first`: what comes before these."""
-    given = "[[maybe_unused]] const ScorePlace& at, [[maybe_unused]] const P& p"
+    given = "[[maybe_unused]] const ScorePosition& at, [[maybe_unused]] const P& p"
     head = f"DEVICE {what}({first}{given}){' const' if constant else ''} {{"
     head = head.replace("(float score", "([[maybe_unused]] float score")
     head = head.replace("(const float score", "([[maybe_unused]] const float score")

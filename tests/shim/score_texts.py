@@ -42,19 +42,19 @@ def kernel_text(mods: Sequence[ScoreMod | Predicate]) -> str:
         calls.append(f"if (p.which == {n}) {kind}<config{n}::{name}>::run(p);")
     return f"""\
 #include "attn/params.cuh"
-#include "attn/score_place.cuh"
+#include "attn/score_position.cuh"
 struct Probe {{
   CapturedArrays captured;
   const double* scores;
   double* results;
   int count, which;
 }};
-DEVICE ScorePlace position(const double* x) {{
+DEVICE ScorePosition position(const double* x) {{
   // Of positions any part may be the one that compilers know.
   return {{int(x[1]), int(x[2]), int(x[3]), int(x[4]), int(x[5]), int(x[6]), int(x[7]), 3, 5}};
 }}
 // What a function is made for before it is known which score it is called for.
-DEVICE ScorePlace head_of(ScorePlace at) {{
+DEVICE ScorePosition head_of(ScorePosition at) {{
   at.q_idx = at.kv_idx = 0;
   return at;
 }}

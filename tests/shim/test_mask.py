@@ -15,7 +15,7 @@ from rawattn._call.problem import describe
 from rawattn._call.structure import structure
 from rawattn._kernels import attention_params
 from rawattn._kernels.operands import Operands, contiguous
-from rawattn._kernels.portable import mask_packing, mask_tiles
+from rawattn._kernels.portable import mask_tiles, mask_writing
 from rawattn._kernels.steps import Step
 from rawattn._kernels.target import without_device
 from rawattn._masks import host, layout
@@ -49,13 +49,13 @@ def scratch(name: str, nbytes: int, dtype: Any) -> Memory:
 
 
 def keys_of(shape: Any) -> dict[str, Memory]:
-    sizes = {"mask_keys": layout.keys_bytes(shape), "mask_bands": mask_packing.band_bytes(shape)}
+    sizes = {"mask_keys": layout.keys_bytes(shape), "mask_bands": mask_writing.band_bytes(shape)}
     return {name: scratch(name, nbytes, np.uint16) for name, nbytes in sizes.items()}
 
 
 def check_keys(machine: Machine, shape: Any, arrays: dict[str, Memory], keep: np.ndarray) -> None:
     """Which keys any row sees, after the step that makes the bits."""
-    step = mask_packing.keys_step(shape)
+    step = mask_writing.keys_step(shape)
     if step is not None:
         run(machine, step, arrays)
     wide = np.broadcast_to(keep, (*shape[:3], 128 if shape[3] == 1 else shape[3]))
@@ -93,7 +93,7 @@ def test_bits_of_bools(shape: tuple[int, ...], strides: str, builder: Builder) -
         "mask_map": scratch("mask_map", layout.map_bytes(shape), np.uint8),
         **keys_of(shape),
     }
-    step = mask_packing.step(shape, given.strides, memory.address % 16)
+    step = mask_writing.step(shape, given.strides, memory.address % 16)
     run(Machine(builder, checked=True), step, arrays)
     bits, found = host.to_bits(keep)
     np.testing.assert_array_equal(arrays["mask_bits"].array().reshape(bits.shape), bits)
@@ -114,7 +114,7 @@ def test_a_bool_is_whatever_is_not_zero(builder: Builder) -> None:
     }
     run(
         Machine(builder),
-        mask_packing.step(shape, (256, 256, 256, 1), arrays["mask"].address % 16),
+        mask_writing.step(shape, (256, 256, 256, 1), arrays["mask"].address % 16),
         arrays,
     )
     bits = arrays["mask_bits"].array().reshape(layout.bits_shape(shape))
@@ -133,7 +133,7 @@ def test_bits_of_ranges(integers: Any, builder: Builder) -> None:
         "mask_map": scratch("mask_map", layout.map_bytes(shape), np.uint8),
         **keys_of(shape),
     }
-    step = mask_packing.ranges_step(shape, count, ranges.dtype.itemsize)
+    step = mask_writing.ranges_step(shape, count, ranges.dtype.itemsize)
     run(Machine(builder, checked=True), step, arrays)
     keys = np.arange(300)
     keep = ((keys >= ranges[..., :1]) & (keys < ranges[..., 1:])).any(2)[:, None]
@@ -157,7 +157,7 @@ def test_bits_of_predicates(builder: Builder) -> None:
         "mask_map": scratch("mask_map", layout.map_bytes(shape), np.uint8),
         **keys_of(shape),
     }
-    step = mask_packing.predicate_step(shape, predicate.text, forms, predicate.scalars)
+    step = mask_writing.predicate_step(shape, predicate.text, forms, predicate.scalars)
     run(Machine(builder, checked=True), step, arrays)
     batch, head, i, j = np.ogrid[tuple(map(slice, shape))]
     keep = (table[i, batch] == j % 4) | ((share[head] < 0.25) & (j < 70))

@@ -20,7 +20,7 @@ WRITE = """
       unsigned pairs[4];
       for (int i = 0; i < 4; i++) {
         const int row = lane / 4 + i % 2 * 8, column = 16 * d + lane % 4 * 2 + i / 2 * 8;
-        pairs[i] = target::Mma<float16>::pack_pair(first + 64 * row + column, first + 64 * row + column + 1);
+        pairs[i] = target::Mma<float16>::to_pair(first + 64 * row + column, first + 64 * row + column + 1);
       }
       const int row = lane % 16, piece = (2 * d + lane / 16) ^ row % 8;
       target::stmatrix(s.a + row * 128 + piece * 16, pairs);

@@ -12,7 +12,7 @@ from rawattn._compile.compiler import Source
 from rawattn._kernels import attention_params, helper_params, structs
 from rawattn._kernels.features import features
 from rawattn._kernels.operands import Operands
-from rawattn._kernels.portable import mask_packing
+from rawattn._kernels.portable import mask_writing
 from rawattn._kernels.source import source as _source
 from rawattn._kernels.steps import Lists, Part, Step, checked, patches
 from rawattn._kernels.target import Target
@@ -117,14 +117,14 @@ class Masks:
         if form is None or form.dtype != "bool":
             return
         strides, alignment = operands.of_options["mask"], operands.alignments.get("mask", 0)
-        self.steps.append(mask_packing.step(form.shape, strides, alignment))
+        self.steps.append(mask_writing.step(form.shape, strides, alignment))
         self.scratch["mask_bits"] = layout.bits_bytes(form.shape)
         self.scratch["mask_map"] = layout.map_bytes(form.shape)
         self.scratch["mask_keys"] = layout.keys_bytes(form.shape)
-        gathered = mask_packing.keys_step(form.shape)
+        gathered = mask_writing.keys_step(form.shape)
         if gathered is not None:
             self.steps.append(gathered)
-            self.scratch["mask_bands"] = mask_packing.band_bytes(form.shape)
+            self.scratch["mask_bands"] = mask_writing.band_bytes(form.shape)
 
     def of_queries(self, tile_q: int, tile_k: int, *, ordered: bool = False) -> Listed:
         """The key tiles that each query tile meets; ordered: and the order of query tiles by their lists' lengths."""

@@ -35,7 +35,7 @@ def supports(problem: Problem, target: Target, operands: Operands) -> str | None
     if problem.batch * problem.nheads_kv < _BUSY * target.multiprocessors:
         return "decoding's kernel shares few sequences out at less cost"
     problem, target, operands = _folded(problem, target, operands)
-    if not {"k", "v"}.isdisjoint(forward.repacked(problem, operands)):
+    if not {"k", "v"}.isdisjoint(forward.unaligned(problem, operands)):
         return "keys and values would be copied first"
     return forward.supports(problem, target, operands)
 
