@@ -52,7 +52,7 @@ def _add_options(parameters: griffe.Parameters, kind: type) -> None:
 
 
 def naming_options(docstring: str, kind: type) -> str:
-    """A docstring with the names of all options that it does not tell one by one in the place of ``**options``."""
+    """A docstring with the names of all options that it does not tell one by one instead of ``**options``."""
     items = re.findall(r"^([a-z_]+(?:, [a-z_]+)*)(?: : .*)?$", docstring, re.MULTILINE)
     told = {name for item in items for name in item.split(", ")}
     others = ", ".join(x.name for x in parameters_of(kind) if x.name not in told)

@@ -81,7 +81,10 @@ class GPT:
         self.vocab, self.context, self.layers, self.heads = vocab, context, layers, heads
         self.width, self.dtype, self.xp, self.backend = width, np.dtype(dtype), xp, backend
         self.product: Callable[[Array, Array], Array] = xp.matmul
-        shapes: dict[str, tuple[int, ...]] = {"tokens": (vocab, width), "places": (context, width)}
+        shapes: dict[str, tuple[int, ...]] = {
+            "tokens": (vocab, width),
+            "positions": (context, width),
+        }
         for i in range(layers):
             for name, rows, columns in (("qkv", 1, 3), ("mix", 1, 1), ("up", 1, 4), ("down", 4, 1)):
                 shapes[f"{i}.{name}.weight"] = (rows * width, columns * width)
@@ -140,11 +143,11 @@ class GPT:
 
     def embed(self, tokens: Array) -> tuple[Array, Pull]:
         """What each token is plus where it is."""
-        y = self.params["tokens"][tokens] + self.params["places"][: tokens.shape[1]]
+        y = self.params["tokens"][tokens] + self.params["positions"][: tokens.shape[1]]
 
         def pull(dy: Array) -> None:
             self.grads["tokens"] += self.one_hot(tokens).T @ dy
-            self.grads["places"][: tokens.shape[1]] += dy.reshape(y.shape).sum(axis=0)
+            self.grads["positions"][: tokens.shape[1]] += dy.reshape(y.shape).sum(axis=0)
 
         return y.reshape(tokens.size, -1), pull
 

@@ -128,9 +128,9 @@ class MiniLM:
     def embed_tokens(self, documents: Sequence[Sequence[int]]) -> Array:
         """The input of the first layer: (tokens, width), the documents one after another."""
         ids = [token for document in documents for token in document]
-        places = [place for document in documents for place in range(len(document))]
+        positions = [n for document in documents for n in range(len(document))]
         x = self.words[self.xp.asarray(ids, dtype=np.int64)]
-        x = x + self.positions[self.xp.asarray(places, dtype=np.int64)] + self.token_type
+        x = x + self.positions[self.xp.asarray(positions, dtype=np.int64)] + self.token_type
         return self.layer_norm(x, self.norm_embeddings)
 
     def encode(self, layer: dict[str, tuple[Array, Array]], x: Array, seqs: Any) -> Array:

@@ -184,7 +184,7 @@ class Generation:
         wanted: Array = slice(None),
     ) -> Array:
         """Logits after the wanted tokens. `attend` is given the layer, and rows of q, k and v."""
-        x = model.params["tokens"][tokens] + model.params["places"][positions]
+        x = model.params["tokens"][tokens] + model.params["positions"][positions]
         for i in range(model.layers):
             x, _ = model.block(i, partial(attend, i))(x)
         x, _ = model.norm("norm", x[wanted])

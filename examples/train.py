@@ -55,7 +55,7 @@ def windows(model: GPT, text: Array, starts: Array) -> tuple[Array, Array]:
 
 
 def evaluate(model: GPT, text: Array, count: int = 32) -> float:
-    """The loss at `count` places spread evenly over a text."""
+    """The loss at `count` positions spread evenly over a text."""
     starts = np.linspace(0, len(text) - model.context - 1, count).astype(np.int64)
     return float(model.loss(*windows(model, text, starts))[0])
 

@@ -19,11 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import rawattn
+from rawattn._call.argument_kinds import checks_arguments
 from rawattn._call.gradients import Gradients
 from rawattn._call.hints import no_attribute
 from rawattn._call.layout import Lengths
 from rawattn._call.options import ForwardOptions, flag
-from rawattn._call.places import says_places
 from rawattn._call.problem import Problem, describe
 from rawattn._call.signatures import options_of, takes_options
 from rawattn._interop import xla
@@ -43,7 +43,7 @@ __all__ = ["attention"]
 _TARGETS = {False: "rawattn_attention", True: "rawattn_attention_backward"}
 
 
-@says_places("rawattn.jax.attention")
+@checks_arguments("rawattn.jax.attention")
 @takes_options(ForwardOptions)
 def attention(
     q: Any,
@@ -235,8 +235,8 @@ def _function(text: str) -> Any:
     record = read(text)
     saving = replace(record, lse=True)
     pulling = replace(record, backward=True)
-    places = {name: n for n, name in enumerate(record.options)}
-    differentiated = [places[name.removeprefix("d")] for name in record.gradients]
+    indices = {name: n for n, name in enumerate(record.options)}
+    differentiated = [indices[name.removeprefix("d")] for name in record.gradients]
 
     @jax.custom_vjp  # type: ignore[untyped-decorator]  # JAX is not typed here
     def attention(
@@ -254,8 +254,8 @@ def _function(text: str) -> Any:
         dout, *dlse = gradients if record.lse else (gradients,)
         found = _call(pulling, (dout, *arrays, *dlse, *options, *integers))
         of_options: list[Any] = [None] * len(options)
-        for place, gradient in zip(differentiated, found[3:], strict=True):
-            of_options[place] = gradient
+        for index, gradient in zip(differentiated, found[3:], strict=True):
+            of_options[index] = gradient
         return (*found[:3], tuple(of_options), None)
 
     attention.defvjp(forward, backward)

@@ -39,7 +39,7 @@ class Appended:
         for pool in (self.pages.k_pages, self.pages.v_pages):
             copy = _like(pool)
             copy[...] = pool
-            for page, at in _places(self.pages):
+            for page, at in _slots(self.pages):
                 copy[page, at] = np.nan
             found.append(copy)
         return found[0], found[1]
@@ -51,8 +51,8 @@ class Appended:
         given = {"seqlen_k": self.pages.seqlen_k, "q": self.q, **self.options}
         exact_k, exact_v, exact_q = reference.append_kv(*arrays, **given)
         new = np.zeros(exact_k.shape[:2], bool)
-        for place in _places(self.pages):
-            new[place] = True
+        for slot in _slots(self.pages):
+            new[slot] = True
         for pool, was in zip((k_pages, v_pages), before, strict=True):
             assert pool[~new].tobytes() == was[~new].tobytes(), (
                 "rows of pages that are not new have changed"
@@ -115,7 +115,7 @@ def appended(
     return Appended(call, k, v, rotary, interleaved)
 
 
-def _places(call: Paged) -> list[tuple[int, int]]:
+def _slots(call: Paged) -> list[tuple[int, int]]:
     """The page and the row in it of every new row."""
     table, starts = call.block_table, None
     if isinstance(table, tuple):

@@ -55,7 +55,7 @@ def _no_width() -> Iterator[None]:
 
 @pytest.fixture
 def tile_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """A copy of the tile tables that a test may write, in the place of the shipped ones."""
+    """A copy of the tile tables that a test may write, instead of the shipped ones."""
     for path in _tiles.DIRECTORY.glob("*.json"):
         shutil.copy(path, tmp_path)
     with monkeypatch.context() as patch:

@@ -73,8 +73,8 @@ class Form(NamedTuple):
 
     def logical(self, lens: tuple[int, ...], rows: int) -> np.ndarray:
         if self.group:
-            places = np.arange(sum(lens) + 2)
-            return (places > 0) & (places <= sum(lens))
+            indices = np.arange(sum(lens) + 2)
+            return (indices > 0) & (indices <= sum(lens))
         return np.arange(rows) < np.array(lens)[:, None]
 
     @property
@@ -116,7 +116,7 @@ def sinks_of(form: Form) -> np.ndarray:
 
 
 def score_mod_of(form: Form) -> ScoreMod:
-    """Every place, arrays of several types, a number, hidden keys; two arrays with gradients."""
+    """The whole position, arrays of several types, a number, hidden keys; two arrays with gradients."""
     rng = np.random.default_rng(8)
     return ScoreMod(
         "where((kv_idx + shift) % 5 == table[kv_head, q_idx] % 3, -inf, "

@@ -8,7 +8,7 @@ from tests.cases import Case, dense, padded, ragged
 from tests.memory import DTYPES, LAYOUTS
 
 
-def repacked() -> list[Case]:
+def unaligned() -> list[Case]:
     """Calls whose q, k and v Hopper's forward cannot read where they lie."""
     badly = {"nheads_q": 4, "nheads_kv": 2, "layout": "odd"}
     lens = (70, 0, 129), (30, 9, 290)

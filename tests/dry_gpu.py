@@ -116,9 +116,9 @@ def _like(array: cupy.ndarray, dtype: Any = None, **options: Any) -> cupy.ndarra
     return _array(array.shape, dtype or array.dtype)
 
 
-def _set(place: Any, **attributes: Any) -> None:
+def _set(module: Any, **attributes: Any) -> None:
     for name, value in attributes.items():
-        setattr(place, name, value)
+        setattr(module, name, value)
 
 
 def stand_in_for_the_gpu() -> None:
@@ -177,12 +177,12 @@ def _stand_in_for_lists_of_keys() -> None:
         own = module is np
         return largest(scores, count, last, module) if own else _array(scores.shape, bool)
 
-    def places(keep: Any, count: int, module: Any) -> Any:
+    def indices_of(keep: Any, count: int, module: Any) -> Any:
         own = module is np
         return indices(keep, count, module) if own else _array((*keep.shape[:3], count), np.int32)
 
     BlockMask.to_bool = bools  # type: ignore[method-assign]
-    _set(topk, _largest=best, _indices=places)
+    _set(topk, _largest=best, _indices=indices_of)
 
 
 def _load(source: Source, device: int) -> kernel.Kernel:
@@ -214,7 +214,7 @@ def look_away() -> None:
 
 
 class Plugin:
-    """Collects what `rawattn` raises, in place of pytest's own account of what passed."""
+    """Collects what `rawattn` raises, instead of pytest's own account of what passed."""
 
     def __init__(self, every: int) -> None:
         self.raised: dict[str, str] = {}

@@ -13,7 +13,7 @@ from rawattn.reference._passes import backward, lse_from_user, summed_to, zeros_
 from rawattn.reference._scores import (
     blocks,
     dropout_factor,
-    place_in,
+    index_in,
     score_arguments,
     scores,
     sink_logit,
@@ -82,8 +82,8 @@ def sizes_of_sums(dout, q, k, v, out, lse, dlse, **options) -> Gradients:
         size = np.exp(s - normaliser) * (products + delta)
         squares = np.where(visible, size * size, 0)
         if dbias is not None:
-            place = place_in(dbias, call, block)
-            dbias[place] += summed_to(dbias[place].shape, squares)
+            index = index_in(dbias, call, block)
+            dbias[index] += summed_to(dbias[index].shape, squares)
         if dsink is not None:
             p_sink = np.exp(sink_logit(call, block) - normaliser)
             dsink[block.head] += np.square(p_sink * delta).sum()

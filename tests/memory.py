@@ -48,7 +48,7 @@ def strided(shape: tuple[int, ...], dtype: np.dtype, layout: str) -> Strided:
     order = list(range(ndim))
     if layout == "bhsd":
         order[rows], order[heads] = heads, rows
-    found = _placed(shape, dtype, order, layout)
+    found = _strided(shape, dtype, order, layout)
     offset, strides = found.offset, list(found.strides)
     if layout == "reversed":
         offset += strides[rows] * max(shape[rows] - 1, 0)
@@ -65,7 +65,7 @@ def option_array(shape: tuple[int, ...], dtype: np.dtype, layout: str) -> Stride
         order[-2:] = order[:-3:-1]
     axis = expanded_axis(shape) if layout == "expanded" else None
     own = tuple(1 if n == axis else extent for n, extent in enumerate(shape))
-    found = _placed(own, dtype, order, layout)
+    found = _strided(own, dtype, order, layout)
     strides = tuple(0 if n == axis else stride for n, stride in enumerate(found.strides))
     return Strided(found.buffer, found.offset, shape, strides)
 
@@ -79,7 +79,7 @@ def expanded_axis(shape: tuple[int, ...]) -> int | None:
     return rows if rows in several else several[0]
 
 
-def _placed(shape: tuple[int, ...], dtype: np.dtype, order: list[int], layout: str) -> Strided:
+def _strided(shape: tuple[int, ...], dtype: np.dtype, order: list[int], layout: str) -> Strided:
     gap = {"gaps": 16, "odd": 3}.get(layout, 0)
     size = 2 if layout == "steps" else 1
     strides = [0] * len(shape)

@@ -29,7 +29,7 @@ class Pages(NamedTuple):
 
 
 class PagedAttention(nn.Module):
-    """In the place of a layer's attention, with its weights."""
+    """Instead of a layer's attention, with its weights."""
 
     def __init__(self, attention: Any, layer: int, pages: Pages) -> None:
         super().__init__()

@@ -15,7 +15,7 @@ from rawattn._kernels.sm90.forward import LONG_SEQLEN
 from tests import gradients
 from tests.append import Appended, appended
 from tests.cases import Case, dense, padded, ragged
-from tests.curated_cases import repacked
+from tests.curated_cases import unaligned
 from tests.frameworks import TightCuPy
 from tests.gpu.pages import check_pages
 from tests.gpu.test_append import write
@@ -29,10 +29,10 @@ from tests.score_arrays import Pairs
 from tests.score_cases import EACH
 from tests.tiles import (
     TileShape,
+    aligning,
     backward_tile_shapes,
     clusters,
     large_tiles,
-    repacking,
     shared_limit,
     sharing,
     sharing_by_length,
@@ -106,7 +106,7 @@ def matrix() -> list[Step]:
         # Hopper's tiles for long sequences.
         cases.append(dense("long", 1, 70, LONG_SEQLEN + 9, **one, headdim=headdim, causal=True))
     steps += [Step(case) for case in cases]
-    steps += [Step(case, around=repacking) for case in repacked()]
+    steps += [Step(case, around=aligning) for case in unaligned()]
     for headdim in (128, 192, 256):
         knobs = {"headdim": headdim, "nheads_kv": 1}
         for case in (

@@ -76,7 +76,7 @@ SCORE_MODS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "relative": ("score + 0.02 * (kv_idx - q_idx)", (), ()),
     "tanh": ("3 * tanh(score / 3)", (), ()),
     "hidden": ("where((q_idx + kv_idx) % 3 == 0, -inf, score)", (), ()),
-    "places": (
+    "positions": (
         "score + 0.3 * (batch % 2) - 0.1 * head + 0.05 * kv_head + (seqlen_k - seqlen_q) / 512.0",
         (),
         (),
@@ -176,7 +176,7 @@ def _pairs(case: Sizes, spec: Pairs, dtype: np.dtype, rng: np.random.Generator) 
     if spec.layout == "expanded" and (axis := expanded_axis(whole)) is not None:
         first = np.expand_dims(
             np.argmax(used, axis=axis), axis
-        )  # a place that has a number, where there is one
+        )  # an element that has a number, where there is one
         values = np.broadcast_to(np.take_along_axis(values, first, axis), whole)
     with np.errstate(over="ignore"):
         view[...] = values.astype(dtype)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from rawattn._scores import numpy_eval
-from rawattn._scores.expression import PLACES
+from rawattn._scores.expression import POSITION
 from rawattn._scores.score_mod import Predicate, ScoreMod
 
 CAPTURED: dict[str, Any] = {
@@ -41,15 +41,15 @@ def predicate(text: str) -> Predicate:
     return Predicate(text, **used(text))
 
 
-def places(count: int, seed: int = 0) -> dict[str, Any]:
-    """Arrays of places by name, with indices outside of what is captured."""
+def positions(count: int, seed: int = 0) -> dict[str, Any]:
+    """Arrays of positions by name, with indices outside of what is captured."""
     draw = np.random.default_rng(seed)
-    return {name: draw.integers(0, 12, count) for name in PLACES}
+    return {name: draw.integers(0, 12, count) for name in POSITION}
 
 
 def values_of(mod: ScoreMod | Predicate, score: Any = 0.0, **at: Any) -> np.ndarray:
     """In the type of the score, float64 unless it has one."""
-    where = [np.asarray(at.get(name, 0)) for name in PLACES]
+    where = [np.asarray(at.get(name, 0)) for name in POSITION]
     if isinstance(mod, Predicate):
         return numpy_eval.holds(mod.text, *where, mod.arrays, mod.scalars)
     score = score if isinstance(score, np.ndarray) else np.float64(score)
@@ -148,7 +148,7 @@ class Writer:
 
     def int(self, depth: int) -> str:
         if depth <= 0:
-            leaves = (*PLACES, *PLACES, "0", "1", "-2", "7", "n", "ids[q_idx]", "docs[kv_idx]")
+            leaves = (*POSITION, *POSITION, "0", "1", "-2", "7", "n", "ids[q_idx]", "docs[kv_idx]")
             return self._dice.choice(leaves)
         x, y = (lambda: self.int(depth - 1)), (lambda: self.int(depth - 1))
         divisor = self._dice.choice(("3", "-2", "n", "-1", "1", "(1 + abs(kv_idx - q_idx))"))
@@ -209,7 +209,7 @@ class _Clamped:
 
 
 def by_python(text: str, **names: Any) -> Any:
-    """What Python itself makes of a text, for one score and place."""
+    """What Python itself makes of a text, for one score and position."""
     captured = {
         name: _Clamped(value) if isinstance(value, np.ndarray) else value
         for name, value in CAPTURED.items()

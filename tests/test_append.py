@@ -182,7 +182,7 @@ def test_refused(name: str) -> None:
     assert message in str(caught.value)
 
 
-def test_a_row_without_a_place_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_without_a_slot_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nobody has checked the integers, as for a plan whose lengths change on a GPU."""
     monkeypatch.setattr(paged, "check_pages", lambda *args: None)
     monkeypatch.setattr(append, "check_lengths", lambda *args: None)

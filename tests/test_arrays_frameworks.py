@@ -82,8 +82,8 @@ def test_tensors_of_torch_on_the_cpu_need_no_cupy(stop: str) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
-@pytest.mark.parametrize("place", ["newframe", "newframe.core", "newframe.utils.dlpack"])
-def test_a_framework_nobody_has_heard_of(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+@pytest.mark.parametrize("exporter", ["newframe", "newframe.core", "newframe.utils.dlpack"])
+def test_a_framework_nobody_has_heard_of(monkeypatch: pytest.MonkeyPatch, exporter: str) -> None:
     """Its from_dlpack is found where the type lives, above it, or in a dlpack submodule."""
     names = ["newframe", "newframe.core", "newframe.utils", "newframe.utils.dlpack"]
     modules = {name: types.ModuleType(name) for name in names}
@@ -92,11 +92,11 @@ def test_a_framework_nobody_has_heard_of(monkeypatch: pytest.MonkeyPatch, place:
     modules["newframe"].utils = modules["newframe.utils"]  # type: ignore[attr-defined]
     modules["newframe.utils"].dlpack = modules["newframe.utils.dlpack"]  # type: ignore[attr-defined]
     array_type = type("Array", (Elsewhere,), {"__module__": "newframe.core"})
-    modules[place].from_dlpack = lambda x: array_type(np.from_dlpack(x))  # type: ignore[attr-defined]
+    modules[exporter].from_dlpack = lambda x: array_type(np.from_dlpack(x))  # type: ignore[attr-defined]
 
     given = array_type(np.arange(3.0))
     view = import_array("q", given)
-    assert view.framework == ("newframe.core" if place == "newframe.core" else "newframe")
+    assert view.framework == ("newframe.core" if exporter == "newframe.core" else "newframe")
     result = export_array(view.array, view.framework, None)
     assert type(result) is array_type
     assert result.array.ctypes.data == given.array.ctypes.data

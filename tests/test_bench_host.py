@@ -1,4 +1,4 @@
-"""`rawattn bench --suite host`, with NumPy in the place of CuPy and frameworks on the CPU."""
+"""`rawattn bench --suite host`, with NumPy instead of CuPy and frameworks on the CPU."""
 
 from __future__ import annotations
 
@@ -106,9 +106,9 @@ def test_floors_are_told_and_have_no_bound() -> None:
             call.make(setup())
 
 
-@pytest.mark.parametrize("place", ["host", "device"])
+@pytest.mark.parametrize("where", ["host", "device"])
 def test_layouts_are_kept_or_new_with_equal_or_other_lengths(
-    place: str, monkeypatch: pytest.MonkeyPatch
+    where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(rawattn, "attention", lambda *qkv, seqs: seen.append(seqs))
@@ -123,7 +123,7 @@ def test_layouts_are_kept_or_new_with_equal_or_other_lengths(
     for which in ("kept layout", "new layout, equal", "new layout, other"):
         seen.clear()
         made.clear()
-        call = CALLS[f"CuPy, ragged, {place} lengths, {which}"].make(setup())
+        call = CALLS[f"CuPy, ragged, {where} lengths, {which}"].make(setup())
         for _ in range(8):
             call()
         counts[which] = (
@@ -131,7 +131,7 @@ def test_layouts_are_kept_or_new_with_equal_or_other_lengths(
             len({tuple(lengths["seqstart_q"].tolist()) for lengths in made}),
         )
         # Lengths on the device are never read back: their longest is told.
-        told = {"max_seqlen_q": 5, "max_seqlen_k": 5} if place == "device" else {}
+        told = {"max_seqlen_q": 5, "max_seqlen_k": 5} if where == "device" else {}
         assert all({**lengths, "seqstart_q": 0} == {"seqstart_q": 0, **told} for lengths in made)
     assert counts["kept layout"] == (1, 1)
     assert counts["new layout, equal"][1] == 1

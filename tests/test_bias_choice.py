@@ -35,9 +35,11 @@ def biased(
     return problem(batch, 100, heads, headdim, bias=bias)
 
 
-def operands(*strides: int, place: int = 0) -> Operands:
+def operands(*strides: int, alignment: int = 0) -> Operands:
     """Of elements of 2 bytes."""
-    return Operands(of_options={"bias": tuple(2 * n for n in strides)}, places={"bias": place})
+    return Operands(
+        of_options={"bias": tuple(2 * n for n in strides)}, alignments={"bias": alignment}
+    )
 
 
 ODD = (8 * 101 * 101, 101 * 101, 101, 1)  # rows of 101 keys
@@ -47,7 +49,7 @@ ODD = (8 * 101 * 101, 101 * 101, 101, 1)  # rows of 101 keys
     ("call", "given", "reason"),
     [
         (biased((1, 8, 100, 100)), operands(*ODD), None),
-        (biased((1, 8, 100, 100)), operands(80000, 10000, 104, 1, place=2), None),
+        (biased((1, 8, 100, 100)), operands(80000, 10000, 104, 1, alignment=2), None),
         (biased((1, 8, 100, 100)), operands(80640, 10400, 104, 1), "aligned"),
         (biased((1, 8, 100, 100)), operands(80000, 10004, 104, 1), None),
         (biased((1, 1, 100, 100)), operands(80000, 10004, 104, 1), "aligned"),
@@ -55,7 +57,7 @@ ODD = (8 * 101 * 101, 101 * 101, 101, 1)  # rows of 101 keys
         (biased((2, 8, 100, 100), batch=2), operands(*ODD), "few scores"),
         (biased((4, 8, 100, 100)), operands(0, 0, 101, 1), None),
         (biased((1, 1, 1, 100)), operands(*ODD), "few rows"),
-        (biased((1, 1, 100, 100)), operands(0, 0, 0, 1, place=2), "few rows"),
+        (biased((1, 1, 100, 100)), operands(0, 0, 0, 1, alignment=2), "few rows"),
         (biased((1, 8, 100, 100), dense=False), operands(*ODD), "16 bits"),
         (biased((1, 8, 100, 100), dtype="float32"), operands(*ODD), "16 bits"),
         (problem(4, 100, 8, 64), Operands(), "16 bits"),
@@ -79,9 +81,9 @@ def test_copies_are_as_large_as_the_bias_and_keep_what_is_shared() -> None:
         ((0, 10100, 101, 1), (0, 100 * 104 * 2, 208, 2)),
         ((0, 0, 101, 1), (0, 0, 208, 2)),
     ):
-        copied = aligned_bias.operands_of(call, operands(*strides, place=6))
+        copied = aligned_bias.operands_of(call, operands(*strides, alignment=6))
         assert copied.of_options["bias"] == own
-        assert copied.places["bias"] == 0
+        assert copied.alignments["bias"] == 0
         assert aligned_bias.supports(call, H200, copied) is not None
 
 
@@ -123,7 +125,7 @@ def test_tiles_of_whole_boxes_of_pages(headdim: int, page_size: int) -> None:
     given = Operands(
         strides_of_pages(call),
         of_options={"bias": tuple(2 * n for n in (8 * 512 * 1023, 512 * 1023, 1023, 1))},
-        places={"bias": 0},
+        alignments={"bias": 0},
     )
     config = forward.choose(call, H200, given)
     assert config.page_rows
@@ -179,10 +181,10 @@ def test_small_tiles_of_the_backward(rows: int, shape: tuple[int, ...], small: b
     call = problem(256, rows, 6, 64, bias=ArrayForm("bfloat16", shape, shape))
     keys = -(-rows // 8) * 8
     strides = tuple(2 * n for n in (6 * shape[2] * keys, shape[2] * keys, keys, 1))
-    given = Operands(of_options={"bias": strides, "dbias": strides}, places={"bias": 0})
+    given = Operands(of_options={"bias": strides, "dbias": strides}, alignments={"bias": 0})
     config = backward.choose(call, H200, given)
     assert (config.tile_k == 64) == small
     assert config.bias_of_keys == (shape[2] == 1)
     # A gradient that nobody wants has no sums.
-    alone = Operands(of_options={"bias": strides}, places={"bias": 0})
+    alone = Operands(of_options={"bias": strides}, alignments={"bias": 0})
     assert (backward.choose(call, H200, alone).tile_k == 64) == (rows <= 384)

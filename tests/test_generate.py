@@ -93,7 +93,7 @@ def test_each_step_is_what_the_model_computes_at_once(
 
 
 class Stream(contextlib.nullcontext[None]):
-    """In the place of CuPy's: what a step does while it captures is undone, and done at each launch."""
+    """Instead of CuPy's: what a step does while it captures is undone, and done at each launch."""
 
     generation: Any
     captured: Any
@@ -113,7 +113,7 @@ class Stream(contextlib.nullcontext[None]):
 
 
 class Product:
-    """In the place of `cupy.ReductionKernel`."""
+    """Instead of `cupy.ReductionKernel`."""
 
     def __init__(self, *expressions: str) -> None:
         assert expressions[2:6] == ("x * w", "a + b", "y = a", "0")
@@ -126,7 +126,7 @@ class Product:
 def test_a_capture_leaves_the_text_as_it_was(
     visible: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What surrounds the capture, where there is no GPU: NumPy in the place of CuPy."""
+    """What surrounds the capture, where there is no GPU: NumPy instead of CuPy."""
 
     def planned(verb: Any, *args: Any, **options: Any) -> Any:
         options |= {"backend": "cpu"}

@@ -61,18 +61,18 @@ def test_gradient_of_lse_alone() -> None:
 def test_a_block_mask() -> None:
     q, k, v = arrays(2, 200, 4, 16)
     keep = np.random.default_rng(0).random((1, 4, 200, 200)) < 0.3
-    packed = rawattn.block_mask(keep)
+    made = rawattn.block_mask(keep)
 
     def loss(mask: Any, q: Any) -> Any:
         return (rawattn.jax.attention(q, k, v, mask=mask, causal=True) ** 2).sum()
 
     for run in (lambda f: f, jax.jit):
-        got = run(jax.value_and_grad(functools.partial(loss, packed)))(q)
+        got = run(jax.value_and_grad(functools.partial(loss, made)))(q)
         exact = run(jax.value_and_grad(functools.partial(loss, keep)))(q)
         for a, b in zip(got, exact, strict=True):
             np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-6)
     with pytest.raises(NotImplementedError, match=r"^mask: jax\.vmap .*jax\.lax\.map"):
-        jax.vmap(functools.partial(loss, packed))(q[None])
+        jax.vmap(functools.partial(loss, made))(q[None])
 
 
 def test_a_block_mask_with_lists_of_keys() -> None:

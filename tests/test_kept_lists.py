@@ -20,7 +20,7 @@ from rawattn._masks.block_mask import BlockMask
 from rawattn._runtime import graphs, prepared
 from tests.paged import paged
 from tests.shim.device import Device
-from tests.shim.on_device import Native, OnDevice, installed, packed
+from tests.shim.on_device import Native, OnDevice, installed, mask_on_device
 
 ROWS, KEYS = 150, 210
 KEEP = np.random.default_rng(0).random((2, 2, ROWS, KEYS)) < 0.5
@@ -42,7 +42,7 @@ class Gpu:
         return OnDevice(self.device, array, readonly=False)
 
     def mask(self, keep: np.ndarray = KEEP) -> BlockMask:
-        return packed(self.device, keep)
+        return mask_on_device(self.device, keep)
 
     def arrays(self, rows: int = ROWS, dtype: Any = np.float16) -> list[OnDevice]:
         shapes = (2, rows, 4, 64), (2, KEYS, 2, 64), (2, KEYS, 2, 64)
@@ -175,7 +175,7 @@ def test_a_mask_that_a_graph_fills(gpu: Gpu) -> None:
             assert gpu.lists(lambda x=each: rawattn.attention(*arrays, mask=x)) == 1  # type: ignore[misc]
 
 
-def test_bools_are_packed_and_listed_each_time(gpu: Gpu) -> None:
+def test_bits_and_lists_of_bools_are_made_each_time(gpu: Gpu) -> None:
     keep, arrays = gpu.put(KEEP), gpu.arrays()
     for _ in range(3):
         assert gpu.lists(lambda: rawattn.attention(*arrays, mask=keep)) == 1

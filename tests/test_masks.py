@@ -316,4 +316,4 @@ def test_what_a_mask_says_of_itself() -> None:
     mask = block_mask(random_mask(2, 1, 75, 90))
     assert isinstance(mask, BlockMask)
     assert repr(mask) == f"<rawattn.BlockMask (2, 1, 75, 90) on the host, {mask.nbytes} bytes>"
-    np.testing.assert_array_equal(host.unpack(mask.bits, mask.shape), mask.to_bool())
+    np.testing.assert_array_equal(host.to_bools(mask.bits, mask.shape), mask.to_bool())

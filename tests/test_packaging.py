@@ -64,9 +64,9 @@ def test_links_of_the_readme_work_on_an_index_page() -> None:
 
 def test_the_front_page_has_one_picture_that_an_index_page_shows() -> None:
     (picture,) = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", (ROOT / "README.md").read_text())
-    place = "https://raw.githubusercontent.com/rawattn/rawattn/main/"
-    assert picture.startswith(place)
-    assert (ROOT / picture.removeprefix(place)).read_bytes()[:4] == b"\x89PNG"
+    root_url = "https://raw.githubusercontent.com/rawattn/rawattn/main/"
+    assert picture.startswith(root_url)
+    assert (ROOT / picture.removeprefix(root_url)).read_bytes()[:4] == b"\x89PNG"
 
 
 def test_the_front_page_says_that_tensors_on_a_gpu_need_cupy() -> None:

@@ -383,7 +383,7 @@ def test_a_call_like_an_earlier_one_has_lengths_and_pages_of_its_own() -> None:
 
 
 def test_a_mask_of_kept_keys() -> None:
-    """Elsewhere such keys are gathered, by their places in an array of all keys."""
+    """Elsewhere such keys are gathered, by their indices in an array of all keys."""
     call = paged((150, 160), 16, rows=9)
     mask = rawattn.topk_mask(normal(2, 1, 1, 160), 32)
     out, lse = paged_attention(

@@ -46,11 +46,11 @@ def test_scalars_of_the_problem_find_their_fields_by_name() -> None:
     problem, lengths = describe(q, k, k, causal=True, window=(3, None), sink=2, scale=0.5)
     operands = Operands(dict.fromkeys(("q", "k", "v", "out"), (640, 128, 32, 2)))
     values = attention_params.forward(problem, structure(lengths), operands, 1 << 20)
-    packed = np.frombuffer(structs.fill(params.FORWARD, values), params.FORWARD.dtype)[0]
-    assert packed["mask"].item() == (3, 0, 2)
-    assert packed["scores"]["scale"] == 0.5
-    assert (packed["batch"], packed["nheads_q"], packed["nheads_kv"]) == (2, 4, 2)
-    assert packed["q_strides"].item() == (320, 64, 16)
+    filled = np.frombuffer(structs.fill(params.FORWARD, values), params.FORWARD.dtype)[0]
+    assert filled["mask"].item() == (3, 0, 2)
+    assert filled["scores"]["scale"] == 0.5
+    assert (filled["batch"], filled["nheads_q"], filled["nheads_kv"]) == (2, 4, 2)
+    assert filled["q_strides"].item() == (320, 64, 16)
 
 
 def test_constants_are_named_by_their_fields() -> None:

@@ -47,13 +47,13 @@ def test_random_bits_are_those_of_the_definition() -> None:
 
 def test_every_pair_has_bits_of_its_own() -> None:
     """Each call of the generator serves 8 pairs, no two of them the same bits."""
-    places: dict[tuple[int, int, int, int], list[tuple[int, int]]] = {}
+    found: dict[tuple[int, int, int, int], list[tuple[int, int]]] = {}
     for row, key in itertools.product(range(48), range(48)):
         call = (4 * (key // 16) + key % 8 // 2, 8 * (row // 16) + row % 8)
         half = (2 * (key // 8 % 2) + row // 8 % 2, key % 2)
-        places.setdefault((*call, *half), []).append((row, key))
-    assert all(len(pairs) == 1 for pairs in places.values())
-    assert len({call[:2] for call in places}) == 48 * 48 // 8
+        found.setdefault((*call, *half), []).append((row, key))
+    assert all(len(pairs) == 1 for pairs in found.values())
+    assert len({call[:2] for call in found}) == 48 * 48 // 8
 
 
 @pytest.mark.parametrize("p", [0.0, 0.001, 0.1, 0.5, 0.9])

@@ -172,7 +172,7 @@ def test_few_tiles_beside_a_bias(
     rows: int, heads: tuple[int, int], headdim: int, causal: bool, expected: str
 ) -> None:
     shape = (1, 1, rows, rows)
-    operands = Operands(of_options={"bias": (0, 0, 2 * rows, 2)}, places={"bias": 0})
+    operands = Operands(of_options={"bias": (0, 0, 2 * rows, 2)}, alignments={"bias": 0})
     bias = ArrayForm("bfloat16", shape, shape)
     found = tile(1, rows, rows, heads, headdim, causal, operands=operands, bias=bias)
     assert found == expected
@@ -320,9 +320,9 @@ def test_strides_in_c_order() -> None:
 def test_pages_are_never_copied() -> None:
     """Of head dims that rows alone, not pages, are listed with: the copies of these and no others."""
     every = common_variants("sm_90a", every=True)
-    copies = {x.summary for x in every if x.summary.startswith("portable repack")}
+    copies = {x.summary for x in every if x.summary.startswith("portable align_rows")}
     dims = ("D=36 8B", "D=34 4B", "D=7 2B")
-    assert copies == {f"portable repack 16bit {each}" for each in dims}
+    assert copies == {f"portable align_rows 16bit {each}" for each in dims}
 
 
 @pytest.mark.parametrize("headdim", [64, 96, 128])

@@ -221,9 +221,9 @@ def test_results_are_written_where_they_are_wanted(gpu: Framework) -> None:
     assert rawattn.attention(q, k, v, out=other) is other
     assert gpu.launched[-1] == [q.address, k.address, v.address, other.address, 0]
     launched = len(gpu.launched)
-    for place in (q.address, v.address + NBYTES - 16, k.address - NBYTES + 16):
+    for address in (q.address, v.address + NBYTES - 16, k.address - NBYTES + 16):
         with pytest.raises(ValueError, match=r"^out: shares memory with"):
-            rawattn.attention(q, k, v, out=Array(place))
+            rawattn.attention(q, k, v, out=Array(address))
     assert len(gpu.launched) == launched
     assert not called_anew(gpu, lambda: rawattn.attention(q, k, v, out=Array(v.address + NBYTES)))
 
@@ -306,13 +306,13 @@ def test_the_order_in_which_arrays_of_options_are_spelled_does_not_matter(gpu: F
 def of_mask(monkeypatch: pytest.MonkeyPatch, first: int) -> tuple[rawattn.BlockMask, list[int]]:
     """A mask whose arrays lie where this test's framework has them, and their addresses."""
     mask = rawattn.block_mask(np.ones((4, 4), bool))
-    placed = []
+    copies = []
     for n, words in enumerate(mask.arrays):
         array = Array(first + (n << 12), words.shape)
         array.dtype = words.dtype
-        placed.append(array)
-    monkeypatch.setitem(beside, mask.handle, tuple(placed))
-    return mask, [x.address for x in placed]
+        copies.append(array)
+    monkeypatch.setitem(beside, mask.handle, tuple(copies))
+    return mask, [x.address for x in copies]
 
 
 beside: dict[Any, tuple[Array, ...]] = {}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rawattn import ScoreMod
 from rawattn._scores import numpy_eval
-from rawattn._scores.expression import PLACES, walk
+from rawattn._scores.expression import POSITION, walk
 from rawattn._scores.program import program
 from rawattn._scores.score_mod import Predicate
 from tests.score_trees import (
@@ -21,7 +21,7 @@ from tests.score_trees import (
     Writer,
     by_python,
     edge,
-    places,
+    positions,
     predicate,
     score_mod,
     values_of,
@@ -150,14 +150,14 @@ def test_dtype_and_shape_of_values() -> None:
 def test_values_are_those_of_python(dice: random.Random) -> None:
     writer = Writer(dice)
     text, test = writer.float(4), writer.predicate(3)
-    at = places(6, dice.randrange(1000))
+    at = positions(6, dice.randrange(1000))
     score = np.linspace(-2.1, 2.3, 6)
     found, holds = values_of(score_mod(text), score, **at), values_of(predicate(test), **at)
     for n in range(6):
-        place = {name: int(x[n]) for name, x in at.items()}
-        expected = by_python(text, score=float(score[n]), **place)
+        position = {name: int(x[n]) for name, x in at.items()}
+        expected = by_python(text, score=float(score[n]), **position)
         np.testing.assert_allclose(found[n], expected, rtol=1e-10, atol=1e-10, err_msg=text)
-        assert holds[n] == by_python(test, **place), test
+        assert holds[n] == by_python(test, **position), test
 
 
 @given(TREES)
@@ -165,8 +165,8 @@ def test_values_are_those_of_python(dice: random.Random) -> None:
 def test_derivatives_by_differences(dice: random.Random) -> None:
     text = Writer(dice).float(4)
     mod = score_mod(text)
-    at = places(8, dice.randrange(1000))
-    where = [at[name] for name in PLACES]
+    at = positions(8, dice.randrange(1000))
+    where = [at[name] for name in POSITION]
     score = np.linspace(-2.1, 2.3, 8)
     # As random numbers: at kinks lie only those written out.
     arrays = {
@@ -274,13 +274,13 @@ def test_derivatives_of_nested_magnitudes_grow_by_sums() -> None:
         text = f"abs({text} - {n}.5)"
     mod = ScoreMod(text)
     assert sum(1 for _ in walk(program(mod.text).derivative)) < 500
-    at = [0] * len(PLACES)
+    at = [0] * len(POSITION)
     slope = numpy_eval.derivative(mod.text, np.array([-3.0, 100.0]), *at, {}, ())
     assert np.abs(slope).tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("text", ["abs(score)", "abs(3 * score)", "abs(sqrt(score))"])
 def test_the_derivative_of_a_magnitude_at_zero_is_zero(text: str) -> None:
-    at = [0] * len(PLACES)
+    at = [0] * len(POSITION)
     for score in (np.float32([0]), np.float64([0]), np.float64([-0.0])):
         assert numpy_eval.derivative(ScoreMod(text).text, score, *at, {}, ()).tolist() == [0.0]

@@ -11,7 +11,7 @@ from rawattn import ScoreMod
 from rawattn._scores.expression import Expression, walk
 from rawattn._scores.line import Line
 from rawattn._scores.numpy_eval import _Evaluation
-from rawattn._scores.places import with_early_floats
+from rawattn._scores.position_sums import with_early_floats
 from rawattn._scores.program import line_of, program
 
 ARRAYS = {
@@ -81,8 +81,8 @@ def test_lines(text: str) -> None:
     i, j = np.indices((9, 9))
 
     def of(root: Expression, score: float) -> Any:
-        scores, places = np.full((9, 9), score), (1, 0, 0, i, j, 9, 9)
-        return _Evaluation(given.text, scores, places, given.arrays, ()).whole(root)
+        scores, position = np.full((9, 9), score), (1, 0, 0, i, j, 9, 9)
+        return _Evaluation(given.text, scores, position, given.arrays, ()).whole(root)
 
     seen = (j <= i) | LINES[text]
     added, step = of(found.added, np.nan), of(found.step, np.nan)
@@ -103,19 +103,19 @@ def test_lines(text: str) -> None:
     ("text", "conversions"),
     [
         ("score - slope[head] * abs(q_idx - kv_idx)", ["sub"]),
-        ("score + max(min(kv_idx, 3), -abs(q_idx)) / 2", ["place", "place"]),
+        ("score + max(min(kv_idx, 3), -abs(q_idx)) / 2", ["position", "position"]),
         ("score + 0.5 * abs(kv_idx // 2 - q_idx)", ["abs"]),
         ("score + (q_idx - kv_idx) ** 2", ["pow"]),
     ],
 )
-def test_floats_are_made_of_sums_of_places(text: str, conversions: list[str]) -> None:
+def test_floats_are_made_of_sums_of_positions(text: str, conversions: list[str]) -> None:
     value = program(mod(text).text).value
     early = with_early_floats(value)
     assert sorted(x.args[0].op for x in walk(early) if x.op == "to_float") == sorted(conversions)
     i, j = np.indices((9, 9))
-    scores, places = np.ones((9, 9)), (1, 0, 0, i, j, 9, 9)
+    scores, position = np.ones((9, 9)), (1, 0, 0, i, j, 9, 9)
     both = [
-        _Evaluation(mod(text).text, scores, places, mod(text).arrays, ()).whole(each)
+        _Evaluation(mod(text).text, scores, position, mod(text).arrays, ()).whole(each)
         for each in (value, early)
     ]
     np.testing.assert_array_equal(*both)

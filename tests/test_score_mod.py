@@ -309,7 +309,7 @@ def test_gradients_of_captured_arrays_only_where_asked() -> None:
     assert gradients.captured is None
 
 
-def test_sequence_lengths_and_places_are_those_inside_the_sequence() -> None:
+def test_sequence_lengths_and_positions_are_those_inside_the_sequence() -> None:
     q, k, v = np.zeros((16, 2, 1)), np.zeros((25, 2, 1)), draw(25, 2, 1)
     text = "100 * (seqlen_q == n[batch]) * (seqlen_k == m[batch]) * (kv_idx < 2) * (kv_idx == q_idx % 2) + score"
     mod = ScoreMod(text, n=np.int32(LENS_Q), m=np.int64(LENS_K))

@@ -91,7 +91,7 @@ def test_a_text_in_cuda_needs_a_gpu(call: Callable[..., Any]) -> None:
 
 
 def test_an_error_in_a_text_in_cuda_is_told_of_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiler's log as NVRTC writes it: the user's lines have the name of the argument in the place of a file's."""
+    """The compiler's log as NVRTC writes it: the user's lines have the name of the argument instead of a file's."""
     log = 'score_mod(2): error: identifier "foo" is undefined\n\nkernel.cu(7): error: no'
 
     def refuse(source: Any, device: int) -> Any:

@@ -41,7 +41,7 @@ def variants_of_scores() -> Iterator[compiler.Source]:
     lengths = {"ragged": True, "group": True}
     limited = {"window_left": 50, **lengths}
     slopes = {"alibi_slopes": ArrayForm("float32", (2,), (2,))}
-    pages = PageForm(page_size=16, num_pages=8, entries=8, packed=False, dtype="int32")
+    pages = PageForm(page_size=16, num_pages=8, entries=8, has_indptr=False, dtype="int32")
     paged = {"pages": pages, "ragged": True}
     uses: dict[str, tuple[dict[str, Any], ...]] = {
         # Not beside a window, whose limits of a row take 24 bytes more than there are registers.
@@ -77,7 +77,9 @@ def variant(row: Row, call: dict[str, Any]) -> compiler.Source:
     if problem.bias is not None:
         size = ITEMSIZE[problem.bias.dtype]
         line, plane = 128 * size, 128 * size * problem.bias.shape[2]
-        operands = Operands(of_options={"bias": (2 * plane, plane, line, size)}, places={"bias": 0})
+        operands = Operands(
+            of_options={"bias": (2 * plane, plane, line, size)}, alignments={"bias": 0}
+        )
     elif problem.alibi_slopes is not None:
         operands = Operands(of_options={"alibi_slopes": (4,)})
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Tile tables as data, and other tables in their place for a while."""
+"""Tile tables as data, and other tables instead of them for a while."""
 
 from __future__ import annotations
 

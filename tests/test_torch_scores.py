@@ -63,16 +63,16 @@ def test_scores_compiled(case: Case) -> None:
 
 
 def numeric(loss: Any, x: Any, count: int = 12) -> list[tuple[int, float, float]]:
-    """Of some elements: its place, the slope by differences of the loss, and by autograd."""
+    """Of some elements: its index, the slope by differences of the loss, and by autograd."""
     (slope,) = torch.autograd.grad(loss(x.requires_grad_()), x)
-    places = torch.randperm(x.numel(), generator=torch.Generator().manual_seed(1))[:count]
+    indices = torch.randperm(x.numel(), generator=torch.Generator().manual_seed(1))[:count]
     found = []
-    for place in places.tolist():
+    for index in indices.tolist():
         moved = [x.detach().clone() for _ in range(2)]
         for sign, each in zip((1, -1), moved, strict=True):
-            each.view(-1)[place] += sign * 1e-2
+            each.view(-1)[index] += sign * 1e-2
         up, down = (loss(each).item() for each in moved)
-        found.append((place, (up - down) / 2e-2, slope.reshape(-1)[place].item()))
+        found.append((index, (up - down) / 2e-2, slope.reshape(-1)[index].item()))
     return found
 
 
@@ -103,8 +103,8 @@ def test_gradients_are_slopes(name: str) -> None:
     slopes = numeric(loss, given)
     size = max(abs(exact) for _, exact, _ in slopes)
     assert size > 0
-    for place, exact, ours in slopes:
-        assert abs(ours - exact) <= 2e-3 * size, (name, place, exact, ours)
+    for index, exact, ours in slopes:
+        assert abs(ours - exact) <= 2e-3 * size, (name, index, exact, ours)
 
 
 @pytest.mark.parametrize("wanted", ["q", "bias", "sink_logits", "table", "bias sink_logits"])

@@ -59,7 +59,7 @@ def torch_gradients(model: Any, dtype: str) -> tuple[float, dict[str, np.ndarray
 
     tokens, targets = (torch.from_numpy(host(x).copy()) for x in batch_of(model))
     x = functional.embedding(tokens, parameters["tokens"])
-    x = x + parameters["places"][: tokens.shape[1]]
+    x = x + parameters["positions"][: tokens.shape[1]]
     for i in range(model.layers):
         qkv = linear(f"{i}.qkv", norm(f"{i}.norm_mix", x)).unflatten(-1, (3, model.heads, -1))
         q, k, v = qkv.permute(2, 0, 3, 1, 4)

@@ -27,10 +27,10 @@ ARCH = "sm_90a"
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def place(kernel: str, headdim: int = 64, arch: str = ARCH, table: str | None = None):
+def searched_row(kernel: str, headdim: int = 64, arch: str = ARCH, table: str | None = None):
     described = KERNELS[kernel]
     table = table or described.tables("bfloat16")[0]
-    return searching.place(described, table, headdim, arch, "bfloat16")
+    return searching.searched_row(described, table, headdim, arch, "bfloat16")
 
 
 # Candidates
@@ -39,7 +39,7 @@ def place(kernel: str, headdim: int = 64, arch: str = ARCH, table: str | None = 
 @pytest.mark.parametrize("headdim", exhaustive.thin([80, 64, 256, 128], 4))
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_candidates_fit_and_the_present_choice_is_first(kernel: str, headdim: int):
-    where = place(kernel, headdim)
+    where = searched_row(kernel, headdim)
     rows, refused = candidates.generate(where, {})
     assert rows[0].fields == where.present().fields
     assert len({row.shape for row in rows}) == len(rows) > 10
@@ -53,19 +53,19 @@ def test_candidates_fit_and_the_present_choice_is_first(kernel: str, headdim: in
 
 
 def test_filters_say_why():
-    where = place("portable_forward", 128)
+    where = searched_row("portable_forward", 128)
     fields = where.present().fields
     more = where.row({**fields, "tile_k": 128, "blocks_per_sm": 3})
     assert candidates.misfit(where, more) == candidates.SHARED_MEMORY
     more = where.row({**fields, "tile_k": 96, "query_in_registers": True, "stages": 1})
     assert candidates.misfit(where, more) == candidates.REGISTERS
-    smaller = place("portable_forward", 128, "sm_89")
+    smaller = searched_row("portable_forward", 128, "sm_89")
     assert smaller.present() == _tiles.table("portable_forward", "16bit")[2]
 
 
 def test_clusters_are_for_long_queries():
     for table, taken in (("any", {1}), ("long", {1, 2}), ("left", {1, 2})):
-        where = place("sm90_forward", 256, table=table)
+        where = searched_row("sm90_forward", 256, table=table)
         rows, refused = candidates.generate(where, {"tile_k": 64, "stages": 2})
         assert {row.fields["cluster"] for row in rows} == taken
         assert bool(refused[candidates.NOT_TAKEN]) == (taken == {1})
@@ -73,7 +73,7 @@ def test_clusters_are_for_long_queries():
 
 def test_tensor_stores_where_there_is_room():
     for headdim, taken in ((128, {False, True}), (256, {False})):
-        where = place("sm90_forward", headdim)
+        where = searched_row("sm90_forward", headdim)
         rows, _ = candidates.generate(where, {"tile_k": 64, "stages": 2})
         assert {row.fields["tensor_stores"] for row in rows} == taken
 
@@ -85,13 +85,13 @@ def test_registers_are_shared_out():
     assert not possible({"consumers": 3, "consumer_registers": 232, "tile_k": 64})
     assert not possible({"consumers": 2, "consumer_registers": 160, "tile_k": 64})
     for row in _tiles.table("sm90_forward", "any"):
-        config = place("sm90_forward").config(row)
+        config = searched_row("sm90_forward").config(row)
         pool = 65536 // config.threads // 8 * 8 * (1 + config.consumers)
         assert config.producer_registers + config.consumers * config.consumer_registers == pool
 
 
 def test_only_narrows_and_names():
-    where = place("sm90_forward", 128)
+    where = searched_row("sm90_forward", 128)
     rows, _ = candidates.generate(where, {"tile_k": 80, "stages": 3})
     assert all(row.fields["tile_k"] == 80 for row in rows[1:])
     near = candidates.nearest(rows, {"tile_k": 80})
@@ -100,19 +100,19 @@ def test_only_narrows_and_names():
         candidates.nearest(rows, {"tile_k": 7})
 
 
-def test_a_row_takes_the_place_of_the_present_one_or_stands_before_it():
-    where = place("sm90_forward", 128)
+def test_a_row_replaces_the_present_one_or_stands_before_it():
+    where = searched_row("sm90_forward", 128)
     shipped = _tiles.table("sm90_forward", "any")
     new = where.row({**where.present().fields, "tile_k": 96}, "here")
     assert where.with_row(new) == (*shipped[:2], new, *shipped[3:])
-    between = place("sm90_forward", 80)
+    between = searched_row("sm90_forward", 80)
     new = between.row(between.present().fields)
     assert between.with_row(new) == (shipped[0], new, *shipped[1:])
     # GPUs with less shared memory keep what fits them.
-    where = place("portable_forward", 256, "sm_89")
+    where = searched_row("portable_forward", 256, "sm_89")
     shipped = _tiles.table("portable_forward", "16bit")
     assert where.present() == shipped[-1]
-    where = place("portable_forward", 128)
+    where = searched_row("portable_forward", 128)
     larger = where.row({**where.present().fields, "tile_k": 96, "blocks_per_sm": 1})
     at = shipped.index(where.present())
     assert where.with_row(larger) == (*shipped[:at], larger, *shipped[at:])
@@ -177,7 +177,7 @@ def test_compile_only_lists_two_candidates(capsys: pytest.CaptureFixture[str]):
 
 
 def test_spilling_and_broken_candidates_are_refused():
-    where = place("portable_forward", 128)
+    where = searched_row("portable_forward", 128)
     source = where.config(where.present()).source()
     broken = replace(source, text=source.text.replace("kTileK = 48", "kTileK = 40"))
     verdict = compiling.judge(compiling.Job("", (source, broken), ARCH, (-1, None)))
@@ -188,7 +188,7 @@ def test_spilling_and_broken_candidates_are_refused():
     assert "static assertion" in verdict.reason
 
 
-# A whole search, with the CPU in the GPU's place
+# A whole search, with the CPU instead of the GPU
 
 
 class FakeClock:
@@ -296,7 +296,7 @@ def test_a_winner_that_fails_in_another_variant_is_not_written(search: Path, til
     (found,) = record.load(search)
     spilling = {"tile_k": 128, "consumers": 4, "consumer_registers": 112}
     found.figure(found.winner).fields.update(spilling)
-    where = place("sm90_forward")
+    where = searched_row("sm90_forward")
     with pytest.raises(ValueError, match=r"not written, as of .* variants .* fail: spills"):
         tables.write(found, where, 1)
     assert (tile_tables / "sm90_forward.json").read_text(encoding="utf-8") == text

@@ -93,10 +93,10 @@ def nothing_prepared() -> Iterator[None]:
 
 
 @contextmanager
-def repacking() -> Iterator[None]:
+def aligning() -> Iterator[None]:
     """Makes Hopper's forward copy operands that it cannot read where they lie, however short sequences are."""
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(sm90_forward, "REPACK_SEQLEN", 1))
+        stack.enter_context(mock.patch.object(sm90_forward, "ALIGN_SEQLEN", 1))
         stack.enter_context(nothing_prepared())
         yield
 

@@ -26,7 +26,7 @@ def label(fields: Fields) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SearchedRow:
     """The row that is searched: of which table, for which head dim, on which architecture.
 
     problems: what the compiler must know of the cases that the row is judged by.
@@ -81,18 +81,18 @@ class Place:
         return any(before <= limit < after for limit in SHARED_LIMIT.values())
 
 
-def generate(place: Place, only: Mapping[str, int]) -> tuple[list[Row], Counter[str]]:
+def generate(searched: SearchedRow, only: Mapping[str, int]) -> tuple[list[Row], Counter[str]]:
     """Candidates that may fit, the present choice first, and how many were refused, by reason."""
-    kernel, present = place.kernel, place.present()
-    first = place.row(present.fields)
+    kernel, present = searched.kernel, searched.present()
+    first = searched.row(present.fields)
     found, refused = [first], Counter[str]()
     for values in itertools.product(*kernel.values.values()):
         fields = dict(zip(kernel.values, values, strict=True))
         if any(fields[name] != value for name, value in only.items()):
             continue
-        if not kernel.possible(fields) or (row := place.row(fields)) == first:
+        if not kernel.possible(fields) or (row := searched.row(fields)) == first:
             continue
-        if reason := misfit(place, row):
+        if reason := misfit(searched, row):
             refused[reason] += 1
         else:
             found.append(row)
@@ -108,16 +108,16 @@ def untaken(row: Row, configs: Sequence[Any]) -> list[str]:
     ]
 
 
-def misfit(place: Place, row: Row) -> str:
+def misfit(searched: SearchedRow, row: Row) -> str:
     """Why a candidate is not worth compiling; nothing when it is."""
-    configs = [place.config(row, problem) for problem in place.problems]
+    configs = [searched.config(row, problem) for problem in searched.problems]
     if untaken(row, configs):
         return NOT_TAKEN
     blocks = row.fields.get("blocks_per_sm", 1)
     shared = max(config.shared_bytes for config in configs)
-    if shared > shared_limit_of(blocks, place.shared_limit):
+    if shared > shared_limit_of(blocks, searched.shared_limit):
         return SHARED_MEMORY
-    needed, there = place.kernel.registers(configs[0])
+    needed, there = searched.kernel.registers(configs[0])
     return REGISTERS if needed > there else ""
 
 

@@ -118,7 +118,7 @@ def _run(args: argparse.Namespace) -> int:
     done: list[record.Search] = []
     for headdim in args.headdim:
         for table in _tables(args, kernel):
-            where = searching.place(kernel, table, headdim, arch, args.dtype)
+            where = searching.searched_row(kernel, table, headdim, arch, args.dtype)
             if args.profile:
                 _profile(where, options)
                 continue
@@ -143,11 +143,13 @@ def _keep(search: record.Search, args: argparse.Namespace) -> None:
         with (_NOTES / kernel.note).open("a", encoding="utf-8") as page:
             page.write(record.note(search))
     if args.write:
-        where = searching.place(kernel, search.table, search.headdim, search.arch, search.dtype)
+        where = searching.searched_row(
+            kernel, search.table, search.headdim, search.arch, search.dtype
+        )
         print(tables.write(search, where, args.jobs))
 
 
-def _profile(where: candidates.Place, options: searching.Options) -> None:
+def _profile(where: candidates.SearchedRow, options: searching.Options) -> None:
     rows, _ = candidates.generate(where, options.only or {})
     row = candidates.nearest(rows, options.only or {})
     cases = searching.chosen_cases(where, options)

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from statistics import geometric_mean
 from typing import Any
 
-from bench.tuning.candidates import Place, untaken
+from bench.tuning.candidates import SearchedRow, untaken
 from rawattn._bench import machine
 from rawattn._bench.cases import Case
 from rawattn._bench.contender import Contender
@@ -23,27 +23,27 @@ _PROFILED_CALLS = 3
 
 
 @contextmanager
-def running(place: Place, rows: tuple[Row, ...]) -> Iterator[None]:
+def running(searched: SearchedRow, rows: tuple[Row, ...]) -> Iterator[None]:
     """Calls take their tiles from these rows."""
     with ExitStack() as stack:
-        if place.kernel.family is not None:
-            stack.enter_context(only(place.kernel.family))
-        stack.enter_context(using_tiles(place.kernel.name, place.table, rows))
+        if searched.kernel.family is not None:
+            stack.enter_context(only(searched.kernel.family))
+        stack.enter_context(using_tiles(searched.kernel.name, searched.table, rows))
         yield
 
 
-def contender(place: Place, name: str, row: Row) -> Ours:
+def contender(searched: SearchedRow, name: str, row: Row) -> Ours:
     """A candidate as `rawattn bench` measures the library itself. ValueError when calls would not take the row."""
-    rows = place.with_row(row)
-    with running(place, rows):
+    rows = searched.with_row(row)
+    with running(searched, rows):
         configs = [
-            place.kernel.choose(problem, place.arch, place.shared_limit)
-            for problem in place.problems
+            searched.kernel.choose(problem, searched.arch, searched.shared_limit)
+            for problem in searched.problems
         ]
     if fields := untaken(row, configs):
         raise ValueError(f"{name}: the chooser takes other values of {', '.join(fields)}")
-    scope = functools.partial(running, place, rows)
-    return Ours(name, scope, deterministic=place.kernel.deterministic)
+    scope = functools.partial(running, searched, rows)
+    return Ours(name, scope, deterministic=searched.kernel.deterministic)
 
 
 class Racer:
@@ -51,7 +51,7 @@ class Racer:
 
     def __init__(
         self,
-        place: Place,
+        searched: SearchedRow,
         rows: Mapping[str, Row],
         present: str,
         cases: Sequence[Case],
@@ -61,7 +61,7 @@ class Racer:
         burst_seconds: float,
     ) -> None:
         self._burst_seconds = burst_seconds
-        self._contenders = {name: contender(place, name, row) for name, row in rows.items()}
+        self._contenders = {name: contender(searched, name, row) for name, row in rows.items()}
         self._present, self._cases, self._peers = present, cases, peers
         self._clock, self._sensors = EventClock(), machine.Sensors()
         facts = machine.facts(self._sensors)
@@ -99,11 +99,11 @@ def speed(results: Mapping[str, Result], present: Mapping[str, Result]) -> float
     return geometric_mean(before / after for before, after in pairs if before and after)
 
 
-def profile(place: Place, name: str, row: Row, cases: Sequence[Case], dtype: str) -> None:
+def profile(searched: SearchedRow, name: str, row: Row, cases: Sequence[Case], dtype: str) -> None:
     """Launches one candidate a few times on each case: for a profiler, which finds kernels by name."""
     import cupy
 
-    ours = contender(place, name, row)
+    ours = contender(searched, name, row)
     for case in cases:
         with ours.scope():
             call: Any = ours.prepare(case, make_inputs(case, dtype, 1)[0])

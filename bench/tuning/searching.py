@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from bench.tuning import candidates, compiling, halving
-from bench.tuning.candidates import Place, label
+from bench.tuning.candidates import SearchedRow, label
 from bench.tuning.cases import cases, problem
 from bench.tuning.kernels import Kernel
 from bench.tuning.racing import Racer
@@ -34,12 +34,12 @@ class Options:
     peers: Sequence[Contender] = ()
 
 
-def place(kernel: Kernel, table: str, headdim: int, arch: str, dtype: str) -> Place:
+def searched_row(kernel: Kernel, table: str, headdim: int, arch: str, dtype: str) -> SearchedRow:
     problems = dict.fromkeys(problem(case, dtype) for case in cases(kernel, table, headdim))
-    return Place(kernel, table, headdim, tuple(problems), arch)
+    return SearchedRow(kernel, table, headdim, tuple(problems), arch)
 
 
-def chosen_cases(where: Place, options: Options) -> list[Case]:
+def chosen_cases(where: SearchedRow, options: Options) -> list[Case]:
     """The cases of a search, or those whose names have the caller's words."""
     found = select(cases(where.kernel, where.table, where.headdim), options.words)
     if not found:
@@ -47,7 +47,7 @@ def chosen_cases(where: Place, options: Options) -> list[Case]:
     return found
 
 
-def compile_candidates(where: Place, options: Options) -> tuple[Search, dict[str, Row]]:
+def compile_candidates(where: SearchedRow, options: Options) -> tuple[Search, dict[str, Row]]:
     """A search as far as it needs no GPU, and the rows that may run, the present choice first."""
     rows, refused = candidates.generate(where, options.only or {})
     named = {label(row.fields): row for row in rows}
@@ -93,7 +93,7 @@ def compile_candidates(where: Place, options: Options) -> tuple[Search, dict[str
     return search, {name: row for name, row in named.items() if not verdicts[name].kind}
 
 
-def measure(where: Place, search: Search, rows: Mapping[str, Row], options: Options) -> None:
+def measure(where: SearchedRow, search: Search, rows: Mapping[str, Row], options: Options) -> None:
     """Fills in what the GPU says."""
     measured = chosen_cases(where, options)
     search.flops = {case.name: case.flops for case in measured}

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from bench.tuning.candidates import Place, label
+from bench.tuning.candidates import SearchedRow, label
 from bench.tuning.compiling import Job, judge_all
 from bench.tuning.record import Search
 from rawattn._kernels import tile_tables
@@ -29,7 +29,10 @@ def dump(source: str, tables: Mapping[str, tuple[Row, ...]]) -> str:
 
 
 def write(
-    search: Search, place: Place, jobs: int, step: Callable[[str], None] = lambda text: None
+    search: Search,
+    searched: SearchedRow,
+    jobs: int,
+    step: Callable[[str], None] = lambda text: None,
 ) -> str:
     """Puts the winner into its table; what was done, in words.
 
@@ -38,16 +41,18 @@ def write(
     """
     if search.winner in ("", search.present):
         return f"{search.name}: nothing to write"
-    if (present := label(place.present().fields)) != search.present:
+    if (present := label(searched.present().fields)) != search.present:
         raise ValueError(
             f"{search.name}: the table has {present} now, but the search compared with {search.present}; search again"
         )
     date = search.date[:10]
-    row = place.row(search.figure(search.winner).fields, f"{search.device}, {date}, bench/tune.py")
-    rows = place.with_row(row)
-    check(place, rows, jobs, step)
-    path = tile_tables.DIRECTORY / f"{place.kernel.name}.json"
-    tables = {**tile_tables.read(place.kernel.name, path), place.table: rows}
+    row = searched.row(
+        search.figure(search.winner).fields, f"{search.device}, {date}, bench/tune.py"
+    )
+    rows = searched.with_row(row)
+    check(searched, rows, jobs, step)
+    path = tile_tables.DIRECTORY / f"{searched.kernel.name}.json"
+    tables = {**tile_tables.read(searched.kernel.name, path), searched.table: rows}
     source = json.loads(path.read_text(encoding="utf-8"))["kernel"]
     _replace(path, dump(source, tables))
     tile_tables.forget()
@@ -55,16 +60,19 @@ def write(
 
 
 def check(
-    place: Place, rows: tuple[Row, ...], jobs: int, step: Callable[[str], None] = lambda text: None
+    searched: SearchedRow,
+    rows: tuple[Row, ...],
+    jobs: int,
+    step: Callable[[str], None] = lambda text: None,
 ) -> None:
     """ValueError unless every variant that these rows change compiles, and where it must not spill, does not."""
-    before = set(common_variants(place.arch, every=True))
-    with using_tiles(place.kernel.name, place.table, rows):
-        after = common_variants(place.arch, every=True)
+    before = set(common_variants(searched.arch, every=True))
+    with using_tiles(searched.kernel.name, searched.table, rows):
+        after = common_variants(searched.arch, every=True)
     changed = [source for source in after if source not in before]
-    allowed = None if place.kernel.may_spill else 0
-    work = [Job(source.text, (source,), place.arch, (allowed,)) for source in changed]
-    verdicts = judge_all(work, jobs, lambda text: step(place.kernel.name))
+    allowed = None if searched.kernel.may_spill else 0
+    work = [Job(source.text, (source,), searched.arch, (allowed,)) for source in changed]
+    verdicts = judge_all(work, jobs, lambda text: step(searched.kernel.name))
     if bad := [verdict.reason for verdict in verdicts.values() if verdict.kind]:
         raise ValueError(f"not written, as of {len(changed)} variants {len(bad)} fail: {bad[0]}")
 

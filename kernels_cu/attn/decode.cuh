@@ -35,8 +35,8 @@ namespace decode {
 // Bytes of shared memory: the rings, each with probabilities where they go through memory; the queries; what a kernel
 // keeps for each ring; segments that others have a part in; words for the whole block; and room to cut the line in.
 // What the rows of a wave come to takes the one slot of its ring that stays free while the next segment's first tiles
-// are on their way. If it has no room there, the next segment waits, and the rows of all waves take the place of rings
-// and queries.
+// are on their way. If it has no room there, the next segment waits, and the rows of all waves lie where rings and
+// queries were.
 template <class Ring>
 struct Layout {
   static constexpr bool kPrefetches = kPartialBytes <= Ring::kStageBytes;

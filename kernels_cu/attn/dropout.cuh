@@ -1,5 +1,5 @@
 // Which probabilities are dropped: docs/notes/dropout.md is the definition. The kept set depends on the seed and on the
-// places of sequence, query head, row and key alone.
+// indices of sequence, query head, row and key alone.
 #pragma once
 
 #include "attn/params.cuh"

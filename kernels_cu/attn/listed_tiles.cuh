@@ -17,19 +17,19 @@ template <int kPair>
 DEVICE int64 list_length(const TileLists& lists) {
   return 1 + int64(lists.capacity) * kPair;
 }
-// The list of a tile of kTile rows of a sequence's side. Sequences that share the rows of an array have places one
+// The list of a tile of kTile rows of a sequence's side. Sequences that share the rows of an array have lists one
 // behind the other: no more than the array has tiles, and one more for each.
 template <int kTile, int kPair>
 DEVICE int* list_of(const TileLists& lists, int sequence, const Span& span, int tile, int head) {
-  const int64 place = sequence * lists.sequence + span.start / kTile + tile;
-  return lists.data + (place * lists.nheads + group_of(head, lists.group)) * list_length<kPair>(lists);
+  const int64 index = sequence * lists.sequence + span.start / kTile + tile;
+  return lists.data + (index * lists.nheads + group_of(head, lists.group)) * list_length<kPair>(lists);
 }
 
 // The tile of a rank by the lengths of lists, the longest first; likewise.
 template <int kTile>
 DEVICE int* order_of(const TileLists& lists, int sequence, const Span& span, int rank, int head) {
-  const int64 place = sequence * lists.sequence + span.start / kTile + rank;
-  return lists.order + place * lists.nheads + group_of(head, lists.group);
+  const int64 index = sequence * lists.sequence + span.start / kTile + rank;
+  return lists.order + index * lists.nheads + group_of(head, lists.group);
 }
 
 template <class Visible, int kTileQ, int kTileK>

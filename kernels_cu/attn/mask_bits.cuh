@@ -15,8 +15,8 @@ DEVICE int group_of(int head, int group) {
   return static_cast<int>((float(head) + 0.5f) * target::reciprocal(float(group)));
 }
 
-// kWords half-words next to each other, read by the widest accesses that their place allows: a tile's first half-word
-// is a multiple of kWords. Two are kept in a register: half-words of their own would be kept in memory.
+// kWords half-words next to each other, read by the widest accesses that their alignment allows: a tile's first
+// half-word is a multiple of kWords. Two are kept in a register: half-words of their own would be kept in memory.
 template <int kWords>
 struct HalfWords {
   static constexpr int kBytes = (2 * kWords & -(2 * kWords)) < 16 ? (2 * kWords & -(2 * kWords)) : 16;

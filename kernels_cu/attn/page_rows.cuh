@@ -38,11 +38,11 @@ struct PageOfTile {
       : table(page_table<kPlain>(pages, sequence, keys)) {}
 
   DEVICE void look_up(int first, int) {
-    const int place = table.place(first);
+    const int entry = table.entry(first);
     id = next_id;
     row = next_row;
-    next_row = first - place * table.rows;
-    next_id = table.id(place);
+    next_row = first - entry * table.rows;
+    next_id = table.id(entry);
   }
   DEVICE void tell(int64*, const Strides&, const Strides&, int) const {}
   template <class Copy, bool kValues, class T, class Array, class Real>
@@ -69,7 +69,7 @@ struct PageRows {
     first = next_first;
     next_first = row;
     UNROLL for (int n = 0; n < kFinds; n++) ids[n] = next_ids[n];
-    UNROLL for (int n = 0; n < kFinds; n++) next_ids[n] = table.id(table.place(row + of_lane(n, lane)));
+    UNROLL for (int n = 0; n < kFinds; n++) next_ids[n] = table.id(table.entry(row + of_lane(n, lane)));
   }
 
   // Where the rows of that tile are: keys, then values, in elements from the first page's.
@@ -78,7 +78,7 @@ struct PageRows {
       const int which = n * target::kWave + lane;
       const int row = first + of_lane(n, lane);
       const Strides& strides = which < kRows ? keys : values;
-      const int in_page = row - table.place(row) * table.rows;
+      const int in_page = row - table.entry(row) * table.rows;
       if (which < 2 * kRows) offsets[which] = table.page_of(ids[n]) * strides.batch + in_page * strides.row;
     }
   }

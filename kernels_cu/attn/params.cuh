@@ -285,7 +285,7 @@ struct ScheduleParams {
   int batch, tile_q;
 };
 
-struct RepackParams {
+struct AlignRowsParams {
   const void* from;
   // (batch, rows, nheads, columns rounded up to 8), without gaps
   void* to;
@@ -369,8 +369,8 @@ struct AppendParams {
   KvScale k_scale, v_scale;
 };
 
-// What packing a mask writes (see attn/mask_packing.cuh).
-struct MaskPacking {
+// What is written of a mask (see attn/mask_writing.cuh).
+struct WrittenMask {
   // (batch, nheads, rows, words)
   unsigned short* bits;
   // of granules, (batch, nheads, rows / 64, words / 4), rounded up
@@ -381,8 +381,8 @@ struct MaskPacking {
   int nheads;
 };
 
-struct PackMaskParams {
-  MaskPacking packing;
+struct BoolsMaskParams {
+  WrittenMask written;
   // True is not 0
   const unsigned char* from;
   // its strides, 0 where it is the same for all
@@ -390,7 +390,7 @@ struct PackMaskParams {
 };
 
 struct RangesMaskParams {
-  MaskPacking packing;
+  WrittenMask written;
   // (batch, rows, count, 2): the keys [begin, end) that a row sees
   Integers ranges;
   int count;
@@ -489,7 +489,7 @@ struct KeptSetupParams {
 };
 
 struct PredicateMaskParams {
-  MaskPacking packing;
+  WrittenMask written;
   int seqlen_q, seqlen_k;
   CapturedArrays captured;
 };

@@ -11,7 +11,7 @@ struct PhysicalRow {
   int64 row;     // index into the row axis
   // Of a logical row:
   int sequence;
-  int at;      // its place in the sequence
+  int at;      // its position in the sequence
   int length;  // of the sequence
 };
 

@@ -10,7 +10,7 @@
 #pragma once
 
 #include "attn/params.cuh"
-#include "attn/score_place.cuh"
+#include "attn/score_position.cuh"
 #include "target/target.cuh"
 
 DEVICE float per_head(const PerHead& numbers, int sequence, int head) {
@@ -37,7 +37,7 @@ struct Either<false, A, B> {
 // Where there is no score function.
 struct NoScoreMod {
   template <class P>
-  DEVICE NoScoreMod(const ScorePlace&, const P&) {}
+  DEVICE NoScoreMod(const ScorePosition&, const P&) {}
 };
 
 struct ScoreRule {
@@ -62,7 +62,7 @@ struct ScoreRule {
   Mod mod;
 
   DEVICE ScoreRule(const ForwardParams& p, int sequence, int head, int len_q, int len_k, int offset)
-      : p(p), sequence(sequence), head(head), len_q(len_q), len_k(len_k), offset(offset), mod(place(0, 0), p) {
+      : p(p), sequence(sequence), head(head), len_q(len_q), len_k(len_k), offset(offset), mod(position(0, 0), p) {
     if constexpr (config::kAlibi) slope = per_head(p.alibi_slopes, sequence, head);
     if constexpr (config::kFloat8) key_factor = kv_factor(p.k_scale, p, head);
   }
@@ -86,7 +86,7 @@ struct ScoreRule {
     return fmaf(-2.0f * cap, target::reciprocal(e + 1.0f), cap);
   }
 
-  DEVICE ScorePlace place(int i, int j, int i_more = 0, int j_more = 0) const {
+  DEVICE ScorePosition position(int i, int j, int i_more = 0, int j_more = 0) const {
     return {sequence, head, head / (p.nheads_q / p.nheads_kv), i, j, len_q, len_k, i_more, j_more};
   }
   // Of what capped() gives. M: Mod, a parameter because it may be none that has values.
@@ -95,28 +95,28 @@ struct ScoreRule {
     if constexpr (!kModifies)
       return s;
     else
-      return static_cast<const M&>(mod).value(s, place(i, j, i_more, j_more), p);
+      return static_cast<const M&>(mod).value(s, position(i, j, i_more, j_more), p);
   }
   // Of a line: what is added at a key, and by how much it grows to the next one.
   template <class M = Mod>
   DEVICE float added(int i, int j) const {
-    return static_cast<const M&>(mod).added(place(i, j), p);
+    return static_cast<const M&>(mod).added(position(i, j), p);
   }
   template <class M = Mod>
   DEVICE float step(int i) const {
-    return static_cast<const M&>(mod).step(place(i, 0), p);
+    return static_cast<const M&>(mod).step(position(i, 0), p);
   }
   // To the next query, where each has the same step.
   template <class M = Mod>
   DEVICE float row_step() const {
-    return static_cast<const M&>(mod).row_step(place(0, 0), p);
+    return static_cast<const M&>(mod).row_step(position(0, 0), p);
   }
 
   // The gradient of the modified score with respect to the scaled product, from what capped() gave.
   template <class M = Mod>
   DEVICE float derivative(float capped, int i, int j) const {
     float d = 1.0f;
-    if constexpr (kModifies) d = static_cast<const M&>(mod).derivative(capped, place(i, j), p);
+    if constexpr (kModifies) d = static_cast<const M&>(mod).derivative(capped, position(i, j), p);
     if constexpr (config::kSoftcap) {
       const float cap = p.scores.softcap;
       const float t = sizeof(config::Element) == 4 ? capped / cap : capped * target::reciprocal(cap);

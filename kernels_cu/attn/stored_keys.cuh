@@ -47,7 +47,7 @@ struct QueryTile {
     return found > 127 - 64 ? found : 127 - 64;
   }
 
-  // They become float16 in their place, over that power.
+  // They become float16 where they are, over that power.
   DEVICE void convert(int exponent, int thread, int threads) const {
     const float factor = target::float_of(static_cast<unsigned>(254 - exponent) << 23);
     for (int n = thread; n < kChunks; n += threads) {
@@ -55,7 +55,7 @@ struct QueryTile {
       unsigned* const words = &chunk.x;
       UNROLL for (int i = 0; i < 4; i++) {
         const float low = target::float_of(words[i] << 16), high = target::float_of(words[i] & 0xffff0000u);
-        words[i] = target::Mma<float16>::pack_pair(low * factor, high * factor);
+        words[i] = target::Mma<float16>::to_pair(low * factor, high * factor);
       }
       *at(n) = chunk;
     }

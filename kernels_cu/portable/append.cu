@@ -2,7 +2,7 @@
 // rotary embedding. Where pages hold 8 bits, what is divided by the scale and rounded are the float32 results.
 //
 // kLanes neighbouring threads take one head of one row: the heads of q come first, then those of k, then those of v.
-// Row i of a sequence's n new rows is its key seqlen_k - n + i. A row without a place in the pages is not written:
+// Row i of a sequence's n new rows is its key seqlen_k - n + i. A row without a slot in the pages is not written:
 // its position is none of theirs, or the id of its page is no page's. Nobody has checked integers on the GPU.
 #include "attn/pages.cuh"
 #include "attn/params.cuh"
@@ -115,7 +115,7 @@ DEVICE void turn(const Element* from, const Head& head, const Angle* cosines, co
 }
 
 // A head in an array of pages.
-template <bool kPacks>
+template <bool kConverts>
 struct PagesOf {
   using Stored = Element;
   DEVICE static AsElements head(Element* to, const KvScale&, int) { return {to}; }
@@ -130,9 +130,10 @@ struct PagesOf<true> {
 using OfPages = PagesOf<kFloat8>;
 using Stored = OfPages::Stored;
 
-// Where the key `position` of a sequence is in an array of pages; null where there is no place for it.
+// Where the key `position` of a sequence is in an array of pages; null where there is no slot for it.
 template <class Array>
-DEVICE Stored* place(Array* array, const Strides& strides, const Pages& pages, int sequence, int64 position, int head) {
+DEVICE Stored* slot_of(Array* array, const Strides& strides, const Pages& pages, int sequence, int64 position,
+                       int head) {
   const PageSpan span = pages_of(pages, sequence);
   if (position < 0 || position >= span.count * pages.page_size) return nullptr;
   const int64 page = pages.shift >= 0 ? position >> pages.shift : position / pages.page_size;
@@ -176,14 +177,14 @@ KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_append(PARAMETER AppendPa
   }
   head -= p.nheads_q;
   if (head < p.nheads_kv) {
-    Stored* const to = place(p.k_pages, p.k_pages_strides, p.pages, own.sequence, position, head);
+    Stored* const to = slot_of(p.k_pages, p.k_pages_strides, p.pages, own.sequence, position, head);
     if (to == nullptr) return;
     turn(row_at<const Element>(p.k, p.k_strides, own.batch, own.row, head), OfPages::head(to, p.k_scale, head), cosines,
          sines, lane);
     return;
   }
   head -= p.nheads_kv;
-  Stored* const to = place(p.v_pages, p.v_pages_strides, p.pages, own.sequence, position, head);
+  Stored* const to = slot_of(p.v_pages, p.v_pages_strides, p.pages, own.sequence, position, head);
   if (to == nullptr) return;
   copy(row_at<const Element>(p.v, p.v_strides, own.batch, own.row, head), OfPages::head(to, p.v_scale, head), 0,
        kHeadDimV, lane);

@@ -145,10 +145,10 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
 
   const auto k = rows_of<const Element>(f.k, f.k_strides, work.sequence, work.k, work.kv_head, first_key);
   const auto v = rows_of<const Element>(f.v, f.v_strides, work.sequence, work.k, work.kv_head, first_key);
-  int place = work.tile;
+  int first = work.tile;
   // Those of other heads and sequences add to the same sums too.
-  if constexpr (kDbias == 2) place += 2 * (work.sequence * f.nheads_kv + work.kv_head);
-  const int start = query_tiles.count() > 0 ? query_tiles.begin + place % query_tiles.count() : 0;
+  if constexpr (kDbias == 2) first += 2 * (work.sequence * f.nheads_kv + work.kv_head);
+  const int start = query_tiles.count() > 0 ? query_tiles.begin + first % query_tiles.count() : 0;
   Turn turn = Walk<kBlockMask>::first(query_tiles, start);
   if (turn.exists) {
     const auto real =

@@ -76,8 +76,7 @@ struct BiasGradientTile {
   DEVICE static EightKeys sum(const EightKeys& a, const EightKeys& b) {
     EightKeys both;
     UNROLL for (int i = 0; i < 4; i++) {
-      both.pairs[i] =
-          M::pack_pair(element(a, 2 * i) + element(b, 2 * i), element(a, 2 * i + 1) + element(b, 2 * i + 1));
+      both.pairs[i] = M::to_pair(element(a, 2 * i) + element(b, 2 * i), element(a, 2 * i + 1) + element(b, 2 * i + 1));
     }
     return both;
   }
@@ -86,7 +85,7 @@ struct BiasGradientTile {
     EightKeys natural = keys;
     if constexpr (config::kUnitShift != 0) {
       UNROLL for (int i = 0; i < 4; i++) {
-        natural.pairs[i] = M::pack_pair(element(keys, 2 * i), element(keys, 2 * i + 1));
+        natural.pairs[i] = M::to_pair(element(keys, 2 * i), element(keys, 2 * i + 1));
       }
     }
     return natural;

@@ -47,7 +47,7 @@ struct CapturedGradients {
               const float gradient = gradients[m][b].x[e];
               // What is not seen adds nothing, whatever the derivative is there.
               if (gradient == 0.0f || i >= rule.len_q) continue;
-              const ScorePlace at = rule.place(i, j);
+              const ScorePosition at = rule.position(i, j);
               const float x = gradient * mod().template partial<n>(capped[m][b].x[e], at, rule.p);
               if constexpr (kByRow && kByKey) {
                 put<n>(at, x);
@@ -62,7 +62,7 @@ struct CapturedGradients {
           }
           if constexpr (kByRow && !kByKey) {
             of_row = C::row_sum(of_row);
-            if (C::column(lane, 0) == 0) put<n>(rule.place(i, first_key), of_row);
+            if (C::column(lane, 0) == 0) put<n>(rule.position(i, first_key), of_row);
           }
         }
       }
@@ -70,7 +70,7 @@ struct CapturedGradients {
         UNROLL for (int b = 0; b < kKeyBlocks; b++) {
           UNROLL for (int r = 0; r < C::kRun; r++) {
             const int j = first_key + b * 16 + C::column(lane, C::element(0, r));
-            put<n>(rule.place(first_row, j), of_key[b][r]);
+            put<n>(rule.position(first_row, j), of_key[b][r]);
           }
         }
       }
@@ -85,7 +85,7 @@ struct CapturedGradients {
       constexpr unsigned kTold = config::kPartialsByRow | config::kPartialsByKey;
       if constexpr ((kTold >> n & 1) == 0) {
         UNROLL for (int mask = 1; mask < target::kWave; mask *= 2) whole[n] += target::shuffle_xor(whole[n], mask);
-        if (lane == 0) put<n>(rule.place(0, 0), whole[n]);
+        if (lane == 0) put<n>(rule.position(0, 0), whole[n]);
       }
       finish<n + 1>();
     }
@@ -95,7 +95,7 @@ struct CapturedGradients {
   // By Mod, since there may be none that has partials.
   DEVICE const Mod& mod() const { return rule.mod; }
   template <int n>
-  DEVICE void put(const ScorePlace& at, float x) const {
+  DEVICE void put(const ScorePosition& at, float x) const {
     if (x == 0.0f) return;
     const int64 array = p.captured_at[Mod::template partial_array<n>()];
     const int64 element = array + mod().template partial_index<n>(at, rule.p);

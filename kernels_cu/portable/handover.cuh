@@ -48,7 +48,7 @@ struct Handover {
     if constexpr (kWide) {
       store_by_lanes(weights, tile, second, kPitch, lane);
     } else if constexpr (kNarrow && kByLanes) {
-      store_packed_by_lanes<target::Mma<float16>>(weights, tile, kPitch, lane);
+      store_pairs_by_lanes<target::Mma<float16>>(weights, tile, kPitch, lane);
     } else if constexpr (kNarrow) {
       store_accumulator<target::Mma<float16>>(weights, reinterpret_cast<float16*>(tile), kPitch, lane);
     } else {
@@ -59,7 +59,7 @@ struct Handover {
     if constexpr (kWide) {
       return load_by_lanes<C>(tile, second, kPitch, lane);
     } else if constexpr (kNarrow && kByLanes) {
-      return load_packed_by_lanes<target::Mma<float16>, C>(tile, kPitch, lane);
+      return load_pairs_by_lanes<target::Mma<float16>, C>(tile, kPitch, lane);
     } else if constexpr (kNarrow) {
       return load_accumulator<target::Mma<float16>, C>(reinterpret_cast<const float16*>(tile), kPitch, lane);
     } else {

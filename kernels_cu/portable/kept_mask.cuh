@@ -1,4 +1,4 @@
-// Packs which of the kept keys each row sees: all that are keys, within the limits of the rows. A thread takes a
+// Writes which of the kept keys each row sees: all that are keys, within the limits of the rows. A thread takes a
 // half-word in several rows, whose keys it reads once.
 #pragma once
 
@@ -37,7 +37,7 @@ struct Entries {
   DEVICE Entries(const KeptList& kept, int word) {
     UNROLL for (int n = 0; n < 16; n++) {
       const int entry = word * 16 + n;
-      // One entry is packed as 128 of it.
+      // One entry is written as 128 of it.
       const bool there = entry < kept.count || kept.count == 1;
       keys[n] = there ? kept.key(entry < kept.count ? entry : kept.count - 1) : -1;
       if (keys[n] < 0) continue;
@@ -55,7 +55,7 @@ struct Entries {
   }
 };
 
-DEVICE void pack(const KeptMaskParams& p, const KeptKeys& kept, const KeptLimits& limits, int block) {
+DEVICE void write(const KeptMaskParams& p, const KeptKeys& kept, const KeptLimits& limits, int block) {
   const int columns = (p.words + kWords - 1) / kWords;
   const int bands = (limits.rows + kRows - 1) / kRows;
   const int plane = block / columns / bands;

@@ -1,4 +1,4 @@
-// What comes before attention to kept keys, in one launch: some blocks copy the rows of keys or of values, others pack
+// What comes before attention to kept keys, in one launch: some blocks copy the rows of keys or of values, others write
 // which of them each row sees, make the lists of tiles, or count the keys of each list.
 #include "attn/kept_rows.cuh"
 #include "portable/kept_lists.cuh"
@@ -43,7 +43,7 @@ KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_kept_setup(PARAMETER Kept
   if (takes(p.lists0.blocks, block)) return kept_lists::make(p.lists0, kept, p.limits, block);
   if (takes(p.lists1.blocks, block)) return kept_lists::make(p.lists1, kept, p.limits, block);
   if (takes(p.lengths.blocks, block)) return count(p.lengths, kept, block);
-  if (takes(p.mask.blocks, block)) return kept_mask::pack(p.mask, kept, p.limits, block);
+  if (takes(p.mask.blocks, block)) return kept_mask::write(p.mask, kept, p.limits, block);
   if (takes(p.gather_blocks, block)) return gather<kept_rows::Keys>(p.rows, p.rows.k, block);
   gather<kept_rows::Values>(p.rows, p.rows.v, block);
 }

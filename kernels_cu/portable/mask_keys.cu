@@ -1,4 +1,4 @@
-// The keys of a mask that any row sees, from those of its bands (attn/mask_packing.cuh). One thread takes a half-word.
+// The keys of a mask that any row sees, from those of its bands (attn/mask_writing.cuh). One thread takes a half-word.
 #include "attn/params.cuh"
 #include "target/target.cuh"
 

@@ -1,10 +1,10 @@
-// Packs the mask whose rows see given ranges of keys.
-#include "attn/mask_packing.cuh"
+// Writes the mask whose rows see given ranges of keys.
+#include "attn/mask_writing.cuh"
 
-KERNEL LAUNCH_BOUNDS(mask_packing::kThreads, 1) void rawattn_mask_of_ranges(PARAMETER RangesMaskParams p) {
-  SHARED_MEMORY(flags, mask_packing::kSharedBytes);
+KERNEL LAUNCH_BOUNDS(mask_writing::kThreads, 1) void rawattn_mask_of_ranges(PARAMETER RangesMaskParams p) {
+  SHARED_MEMORY(flags, mask_writing::kSharedBytes);
   const auto half_word = [&](int batch, int, int row, int word) {
-    const int64 first = (int64(batch) * p.packing.rows + row) * p.count * 2;
+    const int64 first = (int64(batch) * p.written.rows + row) * p.count * 2;
     const int64 key = int64(word) * 16;
     unsigned bits = 0;
     for (int n = 0; n < p.count; n++) {
@@ -14,5 +14,5 @@ KERNEL LAUNCH_BOUNDS(mask_packing::kThreads, 1) void rawattn_mask_of_ranges(PARA
     }
     return bits;
   };
-  mask_packing::pack(p.packing, half_word, flags);
+  mask_writing::write(p.written, half_word, flags);
 }

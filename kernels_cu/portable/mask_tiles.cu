@@ -3,7 +3,7 @@
 //
 // With kOfKeys the lists are those of key tiles. With kOrdered whoever makes the last list of a head orders its tiles.
 #include "attn/listed_tiles.cuh"
-#include "attn/mask_packing.cuh"
+#include "attn/mask_writing.cuh"
 #include "attn/pages.cuh"
 #include "attn/params.cuh"
 #include "attn/sequence.cuh"
@@ -15,10 +15,10 @@
 namespace mask_tiles {
 
 using namespace config;
-using mask_packing::State;
+using mask_writing::State;
 
 constexpr int kWaves = kThreads / target::kWave;
-constexpr int kGranuleKeys = mask_packing::kGranuleWords * 16;
+constexpr int kGranuleKeys = mask_writing::kGranuleWords * 16;
 constexpr int kTile = kOfKeys ? kTileK : kTileQ;
 constexpr int kPair = kOfKeys ? 2 : 1;
 using Visible = VisibleKeys<kLeft, kRight, kTopLeft>;
@@ -37,7 +37,7 @@ struct Granules {
 
   // Of a tile. All of them are asked for at once, the last one of fewer several times.
   DEVICE State of(int first, int last, int first_key, int last_key) const {
-    constexpr int kRows = mask_packing::kGranuleRows;
+    constexpr int kRows = mask_writing::kGranuleRows;
     bool any = false;
     bool all = true;
     UNROLL for (int m = 0; m < most_touched(kTileQ, kRows); m++) {
@@ -45,11 +45,11 @@ struct Granules {
         const int row = min(min(first / kRows + m, last / kRows), rows - 1);
         const int key = min(min(first_key / kGranuleKeys + n, last_key / kGranuleKeys), keys - 1);
         const int state = map[row * pitch + key];
-        any |= state != mask_packing::kDead;
-        all &= state == mask_packing::kFull;
+        any |= state != mask_writing::kDead;
+        all &= state == mask_writing::kFull;
       }
     }
-    return !any ? mask_packing::kDead : all ? mask_packing::kFull : mask_packing::kPartial;
+    return !any ? mask_writing::kDead : all ? mask_writing::kFull : mask_writing::kPartial;
   }
   DEVICE static int min(int x, int y) { return x < y ? x : y; }
 };
@@ -71,14 +71,14 @@ DEVICE int add(int* list, int count, int capacity, int part, const Granules& gra
     UNROLL for (int i = 0; i < kAtOnce; i++) {
       const int n = base + i * target::kWave;
       const State state = state_of(granules, tiles, n < tiles.end ? n : tiles.end - 1);
-      states[i] = n < tiles.end ? state : mask_packing::kDead;
+      states[i] = n < tiles.end ? state : mask_writing::kDead;
     }
     UNROLL for (int i = 0; i < kAtOnce; i++) {
-      const bool live = states[i] != mask_packing::kDead;
+      const bool live = states[i] != mask_writing::kDead;
       const LaneSums lanes(live, lane);
       const int at = count + lanes.before;
       if (live && at < capacity) {
-        const int entry = tiles.tile(base + i * target::kWave) * 2 + int(states[i] == mask_packing::kPartial);
+        const int entry = tiles.tile(base + i * target::kWave) * 2 + int(states[i] == mask_writing::kPartial);
         if (kOfKeys) list[1 + at * kPair] = part;
         list[at * kPair + kPair] = entry;
       }

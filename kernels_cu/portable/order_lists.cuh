@@ -1,5 +1,5 @@
 // Tiles of a head in the order of their lists: the longest first, so that none of those begins last. One wave counts
-// how many lists there are of about a length, then gives each tile its place. Tiles of about one length come in any
+// how many lists there are of about a length, then gives each tile its rank. Tiles of about one length come in any
 // order.
 //
 // Lists of sequences that lie over each other, which only a device can tell of, may change between two looks at them.
@@ -35,7 +35,7 @@ struct OrderLists {
 
   // shared: kSharedBytes of the wave's own.
   DEVICE void operator()(unsigned* shared, int lane) const {
-    unsigned* const places = shared;
+    unsigned* const buckets = shared;
     int* const kept = reinterpret_cast<int*>(shared + kLengths);
     const int tiles = (span.length + kTile - 1) / kTile;
     const int* const lengths = list_of<kTile, 1>(lists, sequence, span, 0, head);
@@ -52,19 +52,19 @@ struct OrderLists {
       const int other = static_cast<int>(target::shuffle_xor(static_cast<unsigned>(longest), mask));
       longest = other > longest ? other : longest;
     }
-    const float each_place = float(kLengths) / (longest + 1);
-    const auto place_of = [&](int tile) {
+    const float each_bucket = float(kLengths) / (longest + 1);
+    const auto bucket_of = [&](int tile) {
       const int length = tile < kKept ? kept[tile] : lengths[tile * next];
-      const int place = static_cast<int>((length < longest ? longest - length : 0) * each_place);
-      return places + (place < kLengths ? place : kLengths - 1);
+      const int bucket = static_cast<int>((length < longest ? longest - length : 0) * each_bucket);
+      return buckets + (bucket < kLengths ? bucket : kLengths - 1);
     };
-    for (int n = lane; n < kLengths; n += target::kWave) places[n] = 0;
+    for (int n = lane; n < kLengths; n += target::kWave) buckets[n] = 0;
     target::wave_sync();
 #pragma unroll 1
-    for (int tile = lane; tile < tiles; tile += target::kWave) target::fetch_add(place_of(tile), 1);
+    for (int tile = lane; tile < tiles; tile += target::kWave) target::fetch_add(bucket_of(tile), 1);
     target::wave_sync();
     constexpr int kEach = kLengths / target::kWave;
-    unsigned* const own = places + lane * kEach;
+    unsigned* const own = buckets + lane * kEach;
     int count = 0;
     UNROLL for (int n = 0; n < kEach; n++) count += static_cast<int>(own[n]);
     unsigned first = LaneSums(count, lane).before;
@@ -76,7 +76,7 @@ struct OrderLists {
     target::wave_sync();
 #pragma unroll 1
     for (int tile = lane; tile < tiles; tile += target::kWave) {
-      const int rank = static_cast<int>(target::fetch_add(place_of(tile), 1));
+      const int rank = static_cast<int>(target::fetch_add(bucket_of(tile), 1));
       order[int64(rank < tiles ? rank : tiles - 1) * lists.nheads] = tile;
     }
   }

@@ -11,7 +11,7 @@ namespace ptx {
 
 typedef unsigned long long Mbarrier;
 
-// What the driver encodes in a way of its own; packed by tests/shim/tensor_map.py. Innermost axis first; strides in
+// What the driver encodes in a way of its own; written by tests/shim/tensor_map.py. Innermost axis first; strides in
 // bytes, without the innermost axis's.
 struct alignas(64) TensorMap {
   unsigned long long address;

@@ -123,7 +123,7 @@ struct Consumer {
   }
 };
 
-DEVICE void pack(M::A (&p)[kKeyBlocks], const C (&scores)[1][kKeyBlocks]) {
+DEVICE void to_operands(M::A (&p)[kKeyBlocks], const C (&scores)[1][kKeyBlocks]) {
   UNROLL for (int n = 0; n < kKeyBlocks; n++) p[n] = M::from_accumulator(scores[0][n]);
 }
 
@@ -204,7 +204,7 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
     const auto exponentiate = [&](C(&scores)[1][kKeyBlocks]) {
       softmax.exponentiate(scores, added);
       random.drop(scores, dropout, self.lane);
-      pack(probabilities, scores);
+      to_operands(probabilities, scores);
     };
 
     const unsigned long long q = Consumer::of_slot<kQueryBytes>(first_queries, queries.slot);

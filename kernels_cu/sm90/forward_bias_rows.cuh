@@ -1,10 +1,10 @@
 // A bias whose rows begin anywhere, as no tensor map can say: two warps of the producer's warpgroup copy each row of a
 // slot, and consumers read it from where it begins.
 //
-// A copy has 16 bytes from a multiple of 16. A row's place gets those that its keys lie among, so that they begin up to
-// 14 bytes behind the place, at every key tile alike: key tiles begin at multiples of 16 keys. What comes before them
-// belongs to neighbours, and so may be anything; nothing of it is used. It shares 16 bytes with the bias, and so is
-// memory that may be read: memory is given out in multiples of them from where it begins, but not to its end, so
+// A copy has 16 bytes from a multiple of 16. A row of a slot gets those that its keys lie among, so that they begin up
+// to 14 bytes behind its beginning, at every key tile alike: key tiles begin at multiples of 16 keys. What comes before
+// them belongs to neighbours, and so may be anything; nothing of it is used. It shares 16 bytes with the bias, and so
+// is memory that may be read: memory is given out in multiples of them from where it begins, but not to its end, so
 // nothing is read behind the row.
 #pragma once
 
@@ -49,12 +49,12 @@ struct BiasRows {
       const unsigned to = slot + head * kBiasRows * kBiasPitch;
       if (piece <= kPieces) {
         unsigned long long at = from + own * row_bytes;
-        unsigned place = to + own * kBiasPitch + piece * 16;
+        unsigned into = to + own * kBiasPitch + piece * 16;
 #pragma unroll 2
         for (int row = own; row < kBiasRows; row += kAtOnce) {
-          copy_piece(place, at, piece, bytes, row);
+          copy_piece(into, at, piece, bytes, row);
           at += kAtOnce * row_bytes;
-          place += kAtOnce * kBiasPitch;
+          into += kAtOnce * kBiasPitch;
         }
       }
       if constexpr (kLastApart) {
@@ -68,11 +68,11 @@ struct BiasRows {
 
  private:
   // at: where the row's keys begin.
-  DEVICE void copy_piece(unsigned place, unsigned long long at, int piece, int bytes, int row) const {
+  DEVICE void copy_piece(unsigned into, unsigned long long at, int piece, int bytes, int row) const {
     const int before = static_cast<int>(static_cast<unsigned>(at) & 15);
     const int rest = row < rows ? before + bytes - piece * 16 : 0;
     const int readable = rest < 0 ? 0 : rest > 16 ? 16 : rest;
-    ptx::copy_async_partly(place, reinterpret_cast<const void*>((at & ~15ull) + piece * 16), readable);
+    ptx::copy_async_partly(into, reinterpret_cast<const void*>((at & ~15ull) + piece * 16), readable);
   }
 };
 
@@ -108,7 +108,7 @@ DEVICE void produce_bias_rows(const ForwardParams& p, SharedMemory& s, int threa
 // A consumer warp's part: the bias of its 16 rows.
 struct BiasRowReader : BiasRing {
   // In the first slot, the address of the lane's first key in its first row. The other row is eight below: it begins as
-  // far behind its place, by eight strides of 2 bytes, which are whole 16 bytes.
+  // far behind its row of the slot, by eight strides of 2 bytes, which are whole 16 bytes.
   unsigned first;
   static constexpr int kBetween = kBiasRows > 1 ? 8 * kBiasPitch : 0;
   static_assert(C::kSlots == 2, "a lane has two rows");

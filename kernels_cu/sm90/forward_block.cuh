@@ -128,7 +128,7 @@ struct BiasMap<true> {
   ptx::TensorMap bias;
 };
 struct Maps : UsualMaps, OutputMap<kTensorStores>, BiasMap<kBiasInBoxes> {};
-static_assert(sizeof(Maps) == sizeof(ptx::TensorMap) * (3 + kTensorStores + kBiasInBoxes), "the host packs them so");
+static_assert(sizeof(Maps) == sizeof(ptx::TensorMap) * (3 + kTensorStores + kBiasInBoxes), "the host lays them out so");
 
 struct Tiles {
   alignas(1024) unsigned char queries[kQuerySlots][kQueryBytes];

@@ -2,7 +2,7 @@
 // warps of the producer's group convert them into the rings that products read: one the keys, one the values.
 //
 // Products are made in float16, which float8 becomes by one instruction for two elements. Queries in bfloat16 become
-// float16 too, in their place (attn/stored_keys.cuh).
+// float16 too, where they are (attn/stored_keys.cuh).
 #pragma once
 
 #include "attn/stored_keys.cuh"

@@ -54,9 +54,9 @@ struct KeyTileLoader {
     if (tile >= kAtOnce || n + tile >= end) return;
     const int key = key_tiles.first_key(n + tile) + box * kRows;
     if (!reach.meets(key, kRows, length)) return;
-    const int place = table.place(key);
-    page = static_cast<int>(table.page(place)) * next_page;
-    at = key - place * table.rows;
+    const int entry = table.entry(key);
+    page = static_cast<int>(table.page(entry)) * next_page;
+    at = key - entry * table.rows;
   }
 
   // The tile that was found last.

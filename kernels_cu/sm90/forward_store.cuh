@@ -8,7 +8,7 @@
 
 namespace forward {
 
-DEVICE unsigned pack_output(float low, float high) { return target::Mma<Element>::pack_pair(low, high); }
+DEVICE unsigned output_pair(float low, float high) { return target::Mma<Element>::to_pair(low, high); }
 
 // 8 elements of a row, fewer where it has only `left`, by accesses as wide as the output's rows allow.
 DEVICE void store_piece(Element* out, const unsigned (&piece)[4], int left) {
@@ -47,7 +47,7 @@ DEVICE void store_rows(const ForwardParams& p, const WorkTile& work, const C (&o
   unsigned pairs[C::kSlots][round_up(kBlocks, 2) * 2];
   UNROLL for (int d = 0; d < kBlocks; d++) {
     UNROLL for (int e = 0; e < C::kElements; e += 2) {
-      pairs[C::slot(e)][2 * d + e / 4] = pack_output(o[0][d].x[e], o[0][d].x[e + 1]);
+      pairs[C::slot(e)][2 * d + e / 4] = output_pair(o[0][d].x[e], o[0][d].x[e + 1]);
     }
   }
   UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
@@ -77,8 +77,8 @@ DEVICE void store_boxes(const Sm90ForwardParams& p, const OutMaps& maps, OutBuff
   target::wave_sync();
   UNROLL for (int d = 0; d < kOutBlocks; d++) {
     const auto& x = o[0][d].x;
-    const unsigned pairs[4] = {pack_output(x[0], x[1]), pack_output(x[2], x[3]), pack_output(x[4], x[5]),
-                               pack_output(x[6], x[7])};
+    const unsigned pairs[4] = {output_pair(x[0], x[1]), output_pair(x[2], x[3]), output_pair(x[4], x[5]),
+                               output_pair(x[6], x[7])};
     // In the maps' swizzle.
     const int row = lane % 16, chunk = (d % 4 * 2 + lane / 16) ^ row % 8;
     target::stmatrix(rows + d / 4 * (kTileRows * 128) + row * 128 + chunk * 16, pairs);

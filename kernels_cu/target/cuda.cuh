@@ -107,7 +107,7 @@ DEVICE unsigned float16_pair(unsigned x) {
 #if __CUDA_ARCH__ >= 890
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(static_cast<unsigned short>(x)));
 #else
-  // In the place of a float16's exponent, theirs means 2^8 times less, of subnormal numbers too. A carry out of both
+  // Read as a float16's exponent, theirs means 2^8 times less, of subnormal numbers too. A carry out of both
   // exponent and mantissa, which only NaN has, makes it one here.
   const unsigned wide = __byte_perm(x, 0, 0x1404);
   unsigned magnitude = (wide & 0x7f007f00u) >> 1;

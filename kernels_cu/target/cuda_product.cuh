@@ -132,13 +132,13 @@ struct Mma16Bit {
     }
     return a;
   }
-  DEVICE static unsigned pack_pair(float low, float high);
+  DEVICE static unsigned to_pair(float low, float high);
   // The i-th two of a lane's elements.
   DEVICE static unsigned pair(const B& b, int i) { return b.r[i]; }
   // A 16 x 16 accumulator has, element by element, the layout of an A operand.
   DEVICE static A from_accumulator(const C& c) {
     A a;
-    UNROLL for (int i = 0; i < 4; i++) a.r[i] = pack_pair(c.x[2 * i], c.x[2 * i + 1]);
+    UNROLL for (int i = 0; i < 4; i++) a.r[i] = to_pair(c.x[2 * i], c.x[2 * i + 1]);
     return a;
   }
   DEVICE static C to_accumulator(const A& a) {
@@ -164,7 +164,7 @@ struct Mma;
 
 #define RAWATTN_MMA_16BIT(T, name)                                                                              \
   template <>                                                                                                   \
-  DEVICE unsigned Mma16Bit<T>::pack_pair(float low, float high) {                                               \
+  DEVICE unsigned Mma16Bit<T>::to_pair(float low, float high) {                                                 \
     unsigned pair;                                                                                              \
     asm("cvt.rn." name "x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));                                \
     return pair;                                                                                                \

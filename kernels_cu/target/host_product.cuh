@@ -276,7 +276,7 @@ struct Mma {
     }
     return a;
   }
-  DEVICE static unsigned pack_pair(float low, float high) {
+  DEVICE static unsigned to_pair(float low, float high) {
     static_assert(sizeof(T) == 2, "two fill a register");
     return from_float<T>(low).bits | static_cast<unsigned>(from_float<T>(high).bits) << 16;
   }

@@ -1,4 +1,4 @@
-// All bits of accumulators, in two tiles of 16-bit elements, or packed to 16 bits, in one: 16 bytes a lane at a time,
+// All bits of accumulators, in two tiles of 16-bit elements, or rounded to 16 bits, in one: 16 bytes a lane at a time,
 // where a matrix store of a 16 x 16 block has the lane's row. Lanes of another wave with the same part of a product
 // find their own elements there.
 #pragma once
@@ -9,7 +9,7 @@ struct alignas(16) LanePiece {
   float x[4];
 };
 template <class T>
-DEVICE T* place_of_piece(T* tile, T* second, int pitch, int lane, int n) {
+DEVICE T* address_of_piece(T* tile, T* second, int pitch, int lane, int n) {
   const int piece = n * target::kWave + lane;
   return (piece < 32 ? tile : second) + piece % 16 * pitch + piece / 16 % 2 * 8;
 }
@@ -18,32 +18,32 @@ DEVICE void store_by_lanes(const C& c, T* tile, T* second, int pitch, int lane) 
   UNROLL for (int n = 0; n < C::kElements / 4; n++) {
     LanePiece four;
     UNROLL for (int i = 0; i < 4; i++) four.x[i] = c.x[4 * n + i];
-    *reinterpret_cast<LanePiece*>(place_of_piece(tile, second, pitch, lane, n)) = four;
+    *reinterpret_cast<LanePiece*>(address_of_piece(tile, second, pitch, lane, n)) = four;
   }
 }
 template <class C, class T>
 DEVICE C load_by_lanes(const T* tile, const T* second, int pitch, int lane) {
   C c;
   UNROLL for (int n = 0; n < C::kElements / 4; n++) {
-    const LanePiece four = *reinterpret_cast<const LanePiece*>(place_of_piece(tile, second, pitch, lane, n));
+    const LanePiece four = *reinterpret_cast<const LanePiece*>(address_of_piece(tile, second, pitch, lane, n));
     UNROLL for (int i = 0; i < 4; i++) c.x[4 * n + i] = four.x[i];
   }
   return c;
 }
 
-// H: whose elements they are packed to.
+// H: whose elements they are rounded to.
 template <class H, class C, class T>
-DEVICE void store_packed_by_lanes(const C& c, T* tile, int pitch, int lane) {
-  C packed;
-  H::keep(packed, H::from_accumulator(c));
+DEVICE void store_pairs_by_lanes(const C& c, T* tile, int pitch, int lane) {
+  C pairs;
+  H::keep(pairs, H::from_accumulator(c));
   LanePiece four;
-  UNROLL for (int i = 0; i < 4; i++) four.x[i] = packed.x[i];
+  UNROLL for (int i = 0; i < 4; i++) four.x[i] = pairs.x[i];
   *reinterpret_cast<LanePiece*>(tile + lane % 16 * pitch + lane / 16 * 8) = four;
 }
 template <class H, class C, class T>
-DEVICE C load_packed_by_lanes(const T* tile, int pitch, int lane) {
+DEVICE C load_pairs_by_lanes(const T* tile, int pitch, int lane) {
   const LanePiece four = *reinterpret_cast<const LanePiece*>(tile + lane % 16 * pitch + lane / 16 * 8);
-  C packed;
-  UNROLL for (int i = 0; i < 4; i++) packed.x[i] = four.x[i];
-  return H::to_accumulator(H::kept(packed));
+  C pairs;
+  UNROLL for (int i = 0; i < 4; i++) pairs.x[i] = four.x[i];
+  return H::to_accumulator(H::kept(pairs));
 }

@@ -43,7 +43,7 @@ struct PageTable {
   bool is_64bit;
 
   DEVICE int page_of_row(int row) const { return kPlain || shift >= 0 ? row >> shift : row / rows; }
-  DEVICE int place(int row) const {
+  DEVICE int entry(int row) const {
     const int page = page_of_row(row);
     return page < last ? page : last;
   }
@@ -51,8 +51,8 @@ struct PageTable {
   struct Id {
     unsigned low, high;  // high: of 64 bits
   };
-  DEVICE Id id(int place) const {
-    const unsigned* const at = static_cast<const unsigned*>(ids) + place * stride * (is_wide() ? 2 : 1);
+  DEVICE Id id(int entry) const {
+    const unsigned* const at = static_cast<const unsigned*>(ids) + entry * stride * (is_wide() ? 2 : 1);
     Id id{at[0], 0};
     if (is_wide()) id.high = at[1];
     return id;
@@ -61,8 +61,8 @@ struct PageTable {
     const int64 id = is_wide() ? static_cast<int64>(x.high) << 32 | x.low : static_cast<int>(x.low);
     return id < 0 ? 0 : (id < pages ? id : pages - 1);
   }
-  DEVICE int64 page(int place) const {
-    const int64 at = place * stride;
+  DEVICE int64 page(int entry) const {
+    const int64 at = entry * stride;
     const int64 id = is_wide() ? static_cast<const int64*>(ids)[at] : static_cast<const int*>(ids)[at];
     return id < 0 ? 0 : (id < pages ? id : pages - 1);
   }
@@ -81,8 +81,8 @@ struct PagedRows {
 
   // Of a row behind those that are real it is the address of no row.
   DEVICE T* address() const {
-    const int place = table.place(row);
-    return first + table.page(place) * page_stride + (row - place * table.rows) * stride;
+    const int entry = table.entry(row);
+    return first + table.page(entry) * page_stride + (row - entry * table.rows) * stride;
   }
   DEVICE PagedRows from(int n) const { return {first, page_stride, stride, table, row + n}; }
   DEVICE PagedRows shifted(int64 elements) const { return {first + elements, page_stride, stride, table, row}; }

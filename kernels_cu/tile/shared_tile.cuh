@@ -41,7 +41,7 @@ DEVICE PitchedTile<kPitch, T> pitched_tile(const T* first) {
 }
 
 // As the copy engine leaves 16-bit elements in the 128-byte swizzle: blocks of 64 columns, each of kRows rows of 128
-// bytes, in which runs of 8 elements have changed places by an exclusive or with the row's number. Aligned to 1024
+// bytes, in which runs of 8 elements are exchanged by an exclusive or with the row's number. Aligned to 1024
 // bytes.
 template <int kRows, class T>
 struct SwizzledTile {
@@ -67,7 +67,7 @@ struct SwizzledTile {
   }
 };
 
-// Likewise: blocks of 128 columns, in which runs of 16 elements have changed places.
+// Likewise: blocks of 128 columns, in which runs of 16 elements are exchanged.
 template <int kRows>
 struct SwizzledTile<kRows, float8> {
   static_assert(kRows % 8 == 0, "the swizzle repeats every 8 rows");

@@ -1,6 +1,6 @@
 // Rows of an array in global memory, which nobody reads again -> a tile of rows in shared memory, by one wave.
 //
-// As RowCopy, with what is the same for all tiles taken out of the way: a lane has one place in shared memory, from
+// As RowCopy, with what is the same for all tiles taken out of the way: a lane has one address in shared memory, from
 // which those of its other rows are constants away.
 #pragma once
 
@@ -43,9 +43,9 @@ struct WaveCopy {
   template <class Valid, class Rows>
   DEVICE static void copy(T* tile, const Valid& valid, int lane, const Rows& rows) {
     const int own = lane / kPerRow, first_column = lane % kPerRow * kChunk;
-    T* const place = tile + own * kPitch + first_column;
+    T* const first = tile + own * kPitch + first_column;
     unsigned to = 0;
-    if constexpr (kBytes >= 4) to = target::shared_address(place);
+    if constexpr (kBytes >= 4) to = target::shared_address(first);
 #pragma unroll(kPasses <= 16 ? kPasses / kAtOnce : 1)
     for (int base = 0; base < kPasses; base += kAtOnce) {
       // All are known before the first copy, behind which no read may move.
@@ -62,7 +62,7 @@ struct WaveCopy {
           if constexpr (kBytes >= 4) {
             target::copy_async_once<kBytes>(to + at * int(sizeof(T)), from[n] + more, inside);
           } else {
-            place[at] = inside ? from[n][more] : T{};
+            first[at] = inside ? from[n][more] : T{};
           }
         }
       }

@@ -109,12 +109,12 @@ def lines(
 ) -> list[Figure]:
     """Ratios of ours to the peer's: the mean of the largest errors, and the RMS of relative RMS errors, over seeds."""
     found = []
-    for place, gradient in enumerate(_GRADIENTS):
+    for index, gradient in enumerate(_GRADIENTS):
         for what, mean in (("max", _mean_of_max), ("rms", _rms_of_rms)):
             name = f"{gradient} {what} error over {TorchFlash().name}'s: {dtype} {case.name}"
             figure = Figure(name, None, "x", _MOST, True, reason)
             if errors:
-                ours, theirs = (mean([seed[place] for seed in side]) for side in errors.values())
+                ours, theirs = (mean([seed[index] for seed in side]) for side in errors.values())
                 figure.value, figure.of = ours / theirs, f"{ours:.2e}, {theirs:.2e}"
             found.append(figure)
     return found

@@ -145,9 +145,9 @@ def compare(before: Version, after: Version, asked: tuple[str, ...]) -> tuple[fl
     calls = max(1, round(0.01 / min(trials)))
     samples: list[list[float]] = [[], []]
     for turn in range(_TURNS + 1):
-        for place in (0, 1) if turn % 2 else (1, 0):
-            sides[place].ask(*asked, calls)
-            samples[place].append(sides[place].answer())
+        for n in (0, 1) if turn % 2 else (1, 0):
+            sides[n].ask(*asked, calls)
+            samples[n].append(sides[n].answer())
     # The first turn warms up.
     old, new = (statistics.median(side[1:]) for side in samples)
     return old, new

@@ -58,17 +58,17 @@ def _panels(report: Report) -> dict[str, list[tuple[str, Figure]]]:
 
 
 def _bars(axis: Any, found: list[tuple[str, Figure]], kept: str) -> None:
-    places = range(len(found))
+    heights = range(len(found))
     values = [figure.value for _, figure in found]
     colours = [kept if figure.verdict == "ok" else _MISSED for _, figure in found]
-    bars = axis.barh(places, values, color=colours)
+    bars = axis.barh(heights, values, color=colours)
     # In the middle, where no bound is.
     labels = [f"{value:.3g}" for value in values]
     axis.bar_label(bars, labels, fontsize=7, label_type="center", color="white")
     bounds = [figure.bound for _, figure in found]
-    ends = [[place + side for place in places] for side in (-_HALF, _HALF)]
+    ends = [[height + side for height in heights] for side in (-_HALF, _HALF)]
     axis.vlines(bounds, *ends, color=_BOUND, linewidth=2)
-    axis.set_yticks(places, [name for name, _ in found], fontsize="small")
+    axis.set_yticks(heights, [name for name, _ in found], fontsize="small")
     axis.invert_yaxis()
     axis.margins(x=0.08)
     axis.spines[["top", "right"]].set_visible(False)

@@ -134,9 +134,9 @@ def calls() -> list[HostCall]:
         HostCall("JAX, jitted", _jitted, 1.5),
     ]
     for library, arrays, kept in (("CuPy", _cupy, 0.6), ("torch", _torch, 0.9)):
-        for place in ("host", "device"):
-            of = functools.partial(_ragged, arrays, place == "device")
-            name = f"{library}, ragged, {place} lengths"
+        for where in ("host", "device"):
+            of = functools.partial(_ragged, arrays, where == "device")
+            name = f"{library}, ragged, {where} lengths"
             found += [
                 HostCall(f"{name}, kept layout", functools.partial(of, "kept"), kept),
                 HostCall(f"{name}, new layout, equal", functools.partial(of, "equal"), 1.3),

@@ -178,15 +178,15 @@ def measure_case(
             continue
         entrants[name] = entrant
     del first
-    places = dict(results)
+    filled = dict(results)
     if base is not None:
-        entrants[_BASE], places[_BASE] = base
+        entrants[_BASE], filled[_BASE] = base
     for name, timing in race(entrants, repeats=repeats).items():
         if isinstance(timing, Timing):
-            places[name].seconds, places[name].spread = timing.seconds, timing.spread
-            places[name].samples = timing.samples
+            filled[name].seconds, filled[name].spread = timing.seconds, timing.spread
+            filled[name].samples = timing.samples
         else:
-            places[name].reason = describe(timing)
+            filled[name].reason = describe(timing)
     return results
 
 

@@ -108,9 +108,9 @@ def _panel(row: Row) -> str:
 
 def _bars(axis: Any, report: Report, rows: list[Row], colours: dict[str, str]) -> None:
     width = 0.8 / len(colours)
-    for place, row in enumerate(rows):
+    for index, row in enumerate(rows):
         rates = {name: rate for name in colours if (rate := row.rate(name))}
-        lefts = [place + width * (i - (len(rates) - 1) / 2) for i in range(len(rates))]
+        lefts = [index + width * (i - (len(rates) - 1) / 2) for i in range(len(rates))]
         percents = [100 * rate / report.matmul_flops for rate in rates.values()]
         bars = axis.bar(lefts, percents, width, color=[colours[name] for name in rates])
         labels = [f"{rate / 1e12:.0f}" for rate in rates.values()]

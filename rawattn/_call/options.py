@@ -99,7 +99,7 @@ class ScoreOptions:
     """What of a call changes its scores and probabilities, apart from the values of arrays.
 
     bias, mask: of four axes, (1 or batch; 1, nheads_kv or nheads_q; 1 or rows; 1 or keys). The dtype of a mask is bool, or
-    "bits" where it comes packed, or "kept" where it is one of kept keys that kernels pack (`_kernels.gathered`).
+    "bits" where it comes as bits, or "kept" where it is one of kept keys whose bits kernels make (`_kernels.gathered`).
     alibi_slopes: (1 or batch, nheads_q).
     seed: of one on the device; None: a number.
     score_mod: the text of the function; score_scalars: its numbers; captured: the forms of its arrays.

@@ -11,11 +11,11 @@ def check(option: str, path: Path) -> None:
     """Raises OSError, naming the option, where `path` cannot be made or replaced. Folders above may be missing."""
     if path.is_dir():
         raise IsADirectoryError(f"{option} {path}: is a directory, expected the name of a file")
-    place = path if path.exists() else next(up for up in path.absolute().parents if up.exists())
-    if place != path and not place.is_dir():
-        raise NotADirectoryError(f"{option} {path}: {place} is no directory")
-    if not os.access(place, os.W_OK):
-        raise PermissionError(f"{option} {path}: {place} cannot be written")
+    nearest = path if path.exists() else next(up for up in path.absolute().parents if up.exists())
+    if nearest != path and not nearest.is_dir():
+        raise NotADirectoryError(f"{option} {path}: {nearest} is no directory")
+    if not os.access(nearest, os.W_OK):
+        raise PermissionError(f"{option} {path}: {nearest} cannot be written")
 
 
 def check_ending(option: str, path: Path, endings: Sequence[str]) -> None:

@@ -32,13 +32,13 @@ _OF_Q = ("seqstart_q", "seqlen_q", "cu_seqlen_q", "max_seqlen_q", "max_seqlen_k"
 class PageForm(NamedTuple):
     """The page table of a call, apart from its values.
 
-    entries: of a sequence's row of the table, or of all sequences where `packed`: where the table is (indptr, page_ids).
+    entries: of a sequence's row of the table, or of all sequences where `has_indptr`: where the table is (indptr, page_ids).
     """
 
     page_size: int
     num_pages: int
     entries: int
-    packed: bool
+    has_indptr: bool
     dtype: str  # of the page ids: "int32" or "int64"
 
 
@@ -205,11 +205,15 @@ def form(layout: Any, rows: Shape, k_pages: Shape, v_pages: Shape, table: Any) -
         )
     if table.dtype not in (np.int32, np.int64):
         raise TypeError(f"block_table: got dtype {table.dtype}, expected int32 or int64")
-    packed = layout.indptr is not None
-    if len(table.shape) != (1 if packed else 2):
-        got = f"page_ids of shape {tuple(table.shape)}" if packed else f"shape {tuple(table.shape)}"
+    has_indptr = layout.indptr is not None
+    if len(table.shape) != (1 if has_indptr else 2):
+        got = (
+            f"page_ids of shape {tuple(table.shape)}"
+            if has_indptr
+            else f"shape {tuple(table.shape)}"
+        )
         raise ValueError(f"block_table: got {got}, expected {_TABLE}")
-    if not packed and table.shape[0] != layout.seqlen_k.size:
+    if not has_indptr and table.shape[0] != layout.seqlen_k.size:
         batch = rows[0] if len(rows) == 4 else layout.seqs.batch
         if batch is not None:
             check_lengths(layout, batch)
@@ -217,7 +221,7 @@ def form(layout: Any, rows: Shape, k_pages: Shape, v_pages: Shape, table: Any) -
             f"block_table: got shape {tuple(table.shape)} = (batch, max_pages), expected a row for each of the "
             f"{layout.seqlen_k.size} sequences of seqlen_k"
         )
-    return PageForm(k_pages[1], k_pages[0], table.shape[-1], packed, table.dtype.name)
+    return PageForm(k_pages[1], k_pages[0], table.shape[-1], has_indptr, table.dtype.name)
 
 
 def split(block_table: Any) -> tuple[Any, Any]:
@@ -269,7 +273,7 @@ def ids_of(
 
     table: on the host.
     """
-    if form.packed:
+    if form.has_indptr:
         first = int(lengths.start_k[sequence]) // form.page_size
         ids = table[first:]
     else:
@@ -305,16 +309,16 @@ def check_ids(
     counts = np.where(lengths.len_q > 0, -(-lengths.len_k // form.page_size), 0)
     # Most calls have good ids alone, so only of the others is it asked who reads them. Unsigned, a negative id is large.
     ids = table.view(f"u{table.dtype.itemsize}")
-    if form.packed:
-        places = np.flatnonzero(ids >= form.num_pages)
+    if form.has_indptr:
+        entries = np.flatnonzero(ids >= form.num_pages)
         starts = lengths.start_k // form.page_size
-        sequences = np.searchsorted(starts, places, side="right") - 1
-        places, sequences = places[sequences >= 0], sequences[sequences >= 0]
-        numbers = places - starts[sequences]
+        sequences = np.searchsorted(starts, entries, side="right") - 1
+        entries, sequences = entries[sequences >= 0], sequences[sequences >= 0]
+        numbers = entries - starts[sequences]
     else:
         most = int(counts.max(initial=0))
-        places = np.flatnonzero(ids[:, :most] >= form.num_pages)
-        sequences, numbers = np.divmod(places, max(most, 1))
+        entries = np.flatnonzero(ids[:, :most] >= form.num_pages)
+        sequences, numbers = np.divmod(entries, max(most, 1))
     len_q, len_k = lengths.len_q[sequences], lengths.len_k[sequences]
     offset = 0 if top_left else len_k - len_q
     first = numbers * form.page_size  # key of each page
@@ -329,7 +333,9 @@ def check_ids(
     if wrong.size:
         sequence, page = int(sequences[wrong[0]]), int(numbers[wrong[0]])
         got = (
-            table[lengths.start_k[sequence] // form.page_size :] if form.packed else table[sequence]
+            table[lengths.start_k[sequence] // form.page_size :]
+            if form.has_indptr
+            else table[sequence]
         )
         raise ValueError(
             f"block_table: got page id {got[page]} for page {page} of sequence {sequence}, which has "

@@ -101,7 +101,7 @@ def describe(
 
     framework: that of the caller's arrays, as `framework_of` tells it, for the words of messages; None: not known.
     arrays: those of options by name, as `option_arrays.with_arrays` takes them out of the options.
-    changed: options by name, in the place of those in `options`.
+    changed: options by name, instead of those in `options`.
 
     Raises TypeError or ValueError for what the contract refuses, naming the argument, what was got
     and what is accepted.
@@ -192,9 +192,9 @@ def resolve(
     num_splits = _options.num_splits(options)
     score_options: dict[str, Any] = {}
     if arrays or not _options.leaves_scores(options):
-        by_place = lengths.group or paged is not None
+        by_position = lengths.group or paged is not None
         heads = (nheads_q, nheads_kv)
-        shapes = scores.Shapes(dtype, lengths.batch, *heads, rows_q, rows_k, by_place, framework)
+        shapes = scores.Shapes(dtype, lengths.batch, *heads, rows_q, rows_k, by_position, framework)
         score_options = scores.describe(options, arrays, shapes, lengths)
     return Problem(
         dtype=DTYPE_NAMES[dtype],

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rawattn._call import integers
+from rawattn._call.argument_kinds import all_by_name, checks_arguments
 from rawattn._call.given import Given, common_batch, read_side
 from rawattn._call.hints import NoOthers, hides_unknown, layout_advice, refuse_unknown
 from rawattn._call.layout import Lengths, side_of
-from rawattn._call.places import all_by_name, says_places
 from rawattn._interop.xla import is_traced
 
 if TYPE_CHECKING:  # type checkers bring it: nothing is installed for it
@@ -176,7 +176,7 @@ class SeqLayout:
         object.__setattr__(self, "__dict__", fields)
 
     @classmethod
-    @says_places("SeqLayout.from_lengths")
+    @checks_arguments("SeqLayout.from_lengths")
     def from_lengths(
         cls,
         lengths_q: Any,
@@ -227,7 +227,7 @@ class SeqLayout:
         )
 
     @classmethod
-    @says_places("SeqLayout.from_padding_mask")
+    @checks_arguments("SeqLayout.from_padding_mask")
     def from_padding_mask(cls, mask_q: Any, mask_k: Any = None) -> SeqLayout:
         """A padded batch (batch mode) from the mask that tells its tokens from its padding.
 

@@ -22,11 +22,11 @@ def takes_options(kind: type) -> Callable[[Function], Function]:
     def decorate(function: Function) -> Function:
         signature = inspect.signature(function)
         *own, _ = signature.parameters.values()
-        place = next(
+        index = next(
             (n for n, x in enumerate(own) if x.kind is x.KEYWORD_ONLY and x.default is not x.empty),
             len(own),
         )
-        own[place:place] = parameters_of(kind)
+        own[index:index] = parameters_of(kind)
         vars(function)["__signature__"] = signature.replace(parameters=own)
         return function
 

@@ -58,7 +58,7 @@ _ULP32 = 2.0**-23
 class _Backend:
     name: str
     keyword: Literal["cuda", "cpu"]
-    place: Callable[[], AbstractContextManager[Any]]
+    current: Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ def _check(backend: _Backend, dtype: str, headdim: int, mode: str) -> tuple[_Err
         return array
 
     q, k, v = normal(_HEADS, padding_q), normal(_HEADS_KV, padding_k), normal(_HEADS_KV, padding_k)
-    with backend.place():
+    with backend.current():
         out, lse = rawattn.attention(q, k, v, **options, return_lse=True, backend=backend.keyword)
     exact = reference.attention(q, k, v, **options, return_lse=True)
     weight = reference.attention(q, k, np.abs(v), **options)
@@ -176,7 +176,7 @@ def _check_pages(
     k, v = (_normal(rng, shape, of_pages) for _ in "kv")
     options: dict[str, Any] = {"seqlen_k": [*_LENGTHS], "causal": True}
     # Few rows have kernels of their own.
-    with backend.place(), only("decode") if rows == 1 else nullcontext():
+    with backend.current(), only("decode") if rows == 1 else nullcontext():
         got = rawattn.paged_attention(
             q, k, v, table, **options, return_lse=True, backend=backend.keyword
         )
@@ -196,7 +196,7 @@ def _check_append(backend: _Backend, dtype: str, headdim: int) -> tuple[_Error, 
     options: dict[str, Any] = {"seqlen_k": [*_LENGTHS], "rotary": rotary}
     k_pages, v_pages = pools
     exact_k, exact_v, _ = reference.append_kv(k, v, k_pages, v_pages, table, **options)
-    with backend.place():
+    with backend.current():
         rawattn.append_kv(k, v, k_pages, v_pages, table, **options, backend=backend.keyword)
     finfo = ml_dtypes.finfo(k.dtype)
     smallest = float(finfo.smallest_subnormal)
@@ -212,7 +212,7 @@ def _check_combine(backend: _Backend, dtype: str, headdim: int) -> tuple[_Error,
     rng = np.random.default_rng(headdim)
     outs = [_normal(rng, (2, _ROWS, _HEADS, headdim), _DTYPES[dtype]) for _ in range(3)]
     lses = [_normal(rng, (2, _HEADS, _ROWS), np.float32) for _ in outs]
-    with backend.place():
+    with backend.current():
         out, lse = rawattn.combine(outs, lses)
     exact, exact_lse = reference.combine(outs, lses)
     weight, _ = reference.combine([np.abs(x) for x in outs], lses)
@@ -274,5 +274,5 @@ def _furthest(got: Array, exact: Array, bound: Array) -> _Error:
     got = got.astype(np.float64)
     with np.errstate(invalid="ignore"):
         error = np.where(got == exact, 0.0, np.abs(got - exact))
-    place = np.unravel_index(np.argmax(error / bound), error.shape)  # NaN is the largest
-    return _Error(float(error[place]), float(bound[place]))
+    index = np.unravel_index(np.argmax(error / bound), error.shape)  # NaN is the largest
+    return _Error(float(error[index]), float(bound[index]))

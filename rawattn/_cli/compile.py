@@ -18,7 +18,7 @@ from rawattn._console.progress import Progress
 from rawattn._runtime.devices import why_no_gpu
 
 _PURPOSES = ("inference", "training", "all")
-# What calls load on compute capability 9.0, in the place of what somebody may ask for.
+# What calls load on compute capability 9.0, instead of what somebody may ask for.
 _SAME = {"sm_90": "sm_90a"}
 _LEFT_OUT = {
     "inference": "gradients (--for training), float32 (--for all), ",

@@ -31,7 +31,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print one fact a line; one that cannot be had says why in its place."""
+    """Print one fact a line; one that cannot be had says why instead."""
     for name, fact in _facts():
         try:
             value = fact()

@@ -73,7 +73,7 @@ class Entry:
 def directory() -> Path:
     """$RAWATTN_CACHE_DIR, else $XDG_CACHE_HOME/rawattn, else ~/.cache/rawattn.
 
-    It need not exist yet. Raises OSError when none of them names a place (no home directory).
+    It need not exist yet. Raises OSError when none of them names a folder (no home directory).
     """
     try:
         if chosen := os.environ.get(VARIABLE):
@@ -198,16 +198,16 @@ def clear() -> int:
 def why_unwritable() -> str | None:
     """Why nothing can be written to the cache directory, or None where it can. Leaves nothing there."""
     try:
-        place = directory()
+        folder = directory()
     except OSError as error:
         return str(error)
-    while not os.path.lexists(place):  # it would be made
-        place = place.parent
+    while not os.path.lexists(folder):  # it would be made
+        folder = folder.parent
     try:
-        with tempfile.TemporaryFile(dir=place) as file:
+        with tempfile.TemporaryFile(dir=folder) as file:
             file.write(_MARK)
     except OSError as error:
-        return f"{place}: {error.strerror}"
+        return f"{folder}: {error.strerror}"
     return None
 
 
@@ -370,14 +370,14 @@ def _write_all(path: Path, files: Mapping[str, bytes]) -> Path:
 
 def _warn_unwritable(error: OSError) -> None:
     try:
-        place = str(directory())
+        folder = str(directory())
     except OSError:
-        place = "(none)"
-    if place in _warned:
+        folder = "(none)"
+    if folder in _warned:
         return
-    _warned.add(place)
+    _warned.add(folder)
     warnings.warn(
-        f"rawattn cannot write its kernel cache {place}: {error}. Kernels stay in memory and every "
+        f"rawattn cannot write its kernel cache {folder}: {error}. Kernels stay in memory and every "
         f"process compiles them again; set {VARIABLE} to a writable directory.",
         RuntimeWarning,
         stacklevel=2,

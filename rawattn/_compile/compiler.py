@@ -254,8 +254,8 @@ def _compile(source: Source, arch: str, request: _Request) -> Cubin:
     else:
         cubin = _cubin(entry)
     if seconds > _SLOW_SECONDS:
-        place = "in memory" if cubin.path is None else cubin.path.parent
-        _announce(f"compiled {source.summary} for {arch} in {seconds:.1f} s ({place})")
+        where = "in memory" if cubin.path is None else cubin.path.parent
+        _announce(f"compiled {source.summary} for {arch} in {seconds:.1f} s ({where})")
     return cubin
 
 

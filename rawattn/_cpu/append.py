@@ -25,7 +25,7 @@ def append(
     v_pages: Array,
     extras: Mapping[str, Any],
 ) -> None:
-    """Writes the new rows that have a place in the pages: their position is one of theirs, their page's id one of a page.
+    """Writes the new rows that have a slot in the pages: their position is one of theirs, their page's id one of a page.
 
     extras: block_table, cos and sin where keys turn, and the scales of pages that hold 8 bits.
     """
@@ -35,22 +35,22 @@ def append(
     table = extras["block_table"]
     # No length is above what the pages of its sequence hold, so a position may only be too low.
     page = np.maximum(position, 0) // form.page_size
-    if form.packed:
+    if form.has_indptr:
         ids = table[lengths.start_k[sequence] // form.page_size + page]
     else:
         ids = table[sequence, page]
-    placed = (position >= 0) & (ids >= 0) & (ids < form.num_pages)
-    sequence, at, position, ids = (x[placed] for x in (sequence, at, position, ids))
+    written = (position >= 0) & (ids >= 0) & (ids < form.num_pages)
+    sequence, at, position, ids = (x[written] for x in (sequence, at, position, ids))
     rows = _index(problem, lengths, sequence, at)
-    place = ids, position % form.page_size
+    slots = ids, position % form.page_size
     new_k, new_v = turned(problem, k[rows], position, extras), v[rows]
     if problem.float8:
         new_k, new_v = (
             scales.quantised(x.astype(np.float32), scales.value(name, extras))
             for name, x in zip(scales.NAMES, (new_k, new_v), strict=True)
         )
-    k_pages[place] = new_k
-    v_pages[place] = new_v
+    k_pages[slots] = new_k
+    v_pages[slots] = new_v
 
 
 def turn_rows(
@@ -63,7 +63,7 @@ def turn_rows(
 
 
 def new_rows(lengths: HostLengths) -> tuple[Int64s, Int64s, Int64s]:
-    """Of each logical row its sequence, its place among the sequence's new rows, and its position."""
+    """Of each logical row its sequence, its index among the sequence's new rows, and its position."""
     sequence = np.repeat(np.arange(lengths.len_q.size), lengths.len_q)
     first = np.cumsum(lengths.len_q) - lengths.len_q
     at = np.arange(sequence.size) - first[sequence]

@@ -23,7 +23,7 @@ from rawattn._cpu.tiles import Array, Floats, multiply, multiply_matrices
 _NUMBERS = 1 << 17
 
 
-class Place(NamedTuple):
+class Rows(NamedTuple):
     """Where the rows, or the keys, of sequences of one length lie in an array of the call."""
 
     index: Any
@@ -44,8 +44,8 @@ class Place(NamedTuple):
 class Bundle(NamedTuple):
     """Short sequences of equal lengths, with all their heads."""
 
-    rows: Place
-    keys: Place
+    rows: Rows
+    keys: Rows
     members: slice | list[int]  # their indices in the batch
     sequences: int
     len_q: int
@@ -63,7 +63,7 @@ class Span(NamedTuple):
     """A sequence that is too long for a bundle."""
 
     sequence: int  # its index in the batch
-    entry: tuple[Any, ...]  # its place on the batch axis; () in group mode
+    entry: tuple[Any, ...]  # its index on the batch axis; () in group mode
     start_q: int
     len_q: int
     start_k: int
@@ -132,7 +132,7 @@ def sequences_of_bundle(problem: Problem, len_q: int, len_k: int) -> int:
 def _of_batch(entries: slice | list[int], len_q: int, len_k: int) -> Bundle:
     rows, keys = (entries, slice(len_q)), (entries, slice(len_k))
     count = entries.stop - entries.start if isinstance(entries, slice) else len(entries)
-    return Bundle(Place(rows, None), Place(keys, None), entries, count, len_q, len_k)
+    return Bundle(Rows(rows, None), Rows(keys, None), entries, count, len_q, len_k)
 
 
 def _entries(members: list[int]) -> slice | list[int]:
@@ -147,11 +147,11 @@ def _of_rows(lengths: HostLengths, members: list[int], len_q: int, len_k: int) -
     return Bundle(rows, keys, members, len(members), len_q, len_k)
 
 
-def _in_row(starts: NDArray[np.int64], length: int) -> Place:
+def _in_row(starts: NDArray[np.int64], length: int) -> Rows:
     first, count = int(starts[0]), len(starts)
     if count == 1 or (np.diff(starts) == length).all():
-        return Place(slice(first, first + count * length), (count, length))
-    return Place(starts[:, None] + np.arange(length), None)
+        return Rows(slice(first, first + count * length), (count, length))
+    return Rows(starts[:, None] + np.arange(length), None)
 
 
 def _span(problem: Problem, lengths: HostLengths, b: int) -> Span:
@@ -168,7 +168,7 @@ def mask_of_bundle(problem: Problem, bundle: Bundle) -> NDArray[np.bool_] | None
 
 
 def where_bundle(problem: Problem, bundle: Bundle) -> Where:
-    """The place of its tile of scores."""
+    """Where its tile of scores is."""
     rows, keys = (0, bundle.len_q), (0, bundle.len_k)
     return Where(bundle.members, (0, problem.nheads_kv), rows, keys, bundle.len_q, bundle.len_k)
 

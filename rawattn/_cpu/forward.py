@@ -156,15 +156,15 @@ def _tasks(
         for head in range(0, problem.nheads_kv, nheads):
             kv_heads = slice(head, head + nheads)
             q_heads = slice(head * group_size, (head + nheads) * group_size)
-            places = slice(start_q + first, start_q + first + rows)
-            by_row = (*entry, places, q_heads)
+            tile_rows = slice(start_q + first, start_q + first + rows)
+            by_row = (*entry, tile_rows, q_heads)
             by_key = (*entry, slice(start_k, start_k + len_k), kv_heads)
             tile = _Tile(
                 q=q[by_row],
                 k=k[by_key],
                 v=v[by_key],
                 out=out[by_row],
-                lse=None if lse is None else lse[(*entry, q_heads, places)],
+                lse=None if lse is None else lse[(*entry, q_heads, tile_rows)],
                 diagonal=first + offset,
                 where=Where(
                     slice(sequence, sequence + 1),

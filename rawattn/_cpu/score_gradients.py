@@ -23,7 +23,7 @@ Sums = dict[str, Array]  # by the names of gradients
 
 
 class Part:
-    """What one task adds. `where` is the place of all its tiles together."""
+    """What one task adds. `where` covers all its tiles together."""
 
     def __init__(self, totals: Totals, where: Where) -> None:
         self.where = where

@@ -23,7 +23,7 @@ Bools = NDArray[np.bool_]
 
 
 class Where(NamedTuple):
-    """The place of a tile: which of its elements are scores, and of what. Pairs are first and last (exclusive)."""
+    """Where a tile is: which of its elements are scores, and of what. Pairs are first and last (exclusive)."""
 
     sequences: slice | list[int]
     kv_heads: tuple[int, int]
@@ -149,8 +149,8 @@ class Scores:
         """Which probabilities dropout keeps, of five axes; None: all of them."""
         if self._seed is None:
             return None
-        places = self._places(where)
-        batch, head = (places[name][..., 0, 0] for name in ("batch", "head"))
+        positions = self._positions(where)
+        batch, head = (positions[name][..., 0, 0] for name in ("batch", "head"))
         rows, keys = range(*where.rows), range(*where.keys)
         return _philox.kept(self._seed, self._problem.dropout_p, batch, head, rows, keys)
 
@@ -200,14 +200,14 @@ class Scores:
 
     def _arguments(self, text: ScoreText, scores: Floats, where: Where) -> tuple[Any, ...]:
         """What the functions of `numpy_eval` take."""
-        places = (*self._places(where).values(), where.len_q, where.len_k)
-        return text, scores, *places, self._captured, self._problem.score_scalars
+        positions = (*self._positions(where).values(), where.len_q, where.len_k)
+        return text, scores, *positions, self._captured, self._problem.score_scalars
 
     def _slopes_of(self, where: Where) -> Floats:
         assert self._slopes is not None
         return self.of_heads(self._slopes[:, :, None, None], where)
 
-    def _places(self, where: Where) -> dict[str, Array]:
+    def _positions(self, where: Where) -> dict[str, Array]:
         """Of scores, each with the axes along which it changes, of five."""
         of = where.sequences
         batch = np.arange(of.start, of.stop) if isinstance(of, slice) else np.array(of)

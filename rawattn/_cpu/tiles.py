@@ -179,8 +179,8 @@ def _multiply_strays(weights: Floats, values: Floats, masked: NDArray[np.bool_])
     result = multiply(weights, finite, None)
     for stray in strays:
         seen = ~masked[..., stray, None]
-        piece, place = divmod(stray, weights.shape[4])
-        weight = weights[:, :, piece, :, place].reshape(len(weights), -1, 1)
+        piece, index = divmod(stray, weights.shape[4])
+        weight = weights[:, :, piece, :, index].reshape(len(weights), -1, 1)
         np.add(result, weight * values[:, None, stray], out=result, where=seen)
     return result
 

@@ -158,7 +158,7 @@ class Call:
     __slots__ = ("_allocated", "_ctx", "_xla", "inputs", "outputs", "text")
 
     def __init__(self, frame: int, xla: _Xla) -> None:
-        """frame: its place in `_WORDS`."""
+        """frame: its index in `_WORDS`."""
         span = _WORDS[_WORDS[frame + _ATTRS] // 8] // 8
         at = _WORDS[span]
         self.text = _BYTES[at : at + _WORDS[span + 1]]
@@ -328,6 +328,6 @@ def _describe(extension: int, xla: _Xla) -> bool:
 
 
 def _addresses(buffers: int) -> list[int]:
-    """Where the data of buffers lies, whose number, and pointers to whom, stand at this place in `_WORDS`."""
+    """Where the data of buffers lies, whose number, and pointers to whom, stand at this index in `_WORDS`."""
     items = _WORDS[buffers + _ITEMS] // 8
     return [_WORDS[(at + _DATA_AT) // 8] for at in _WORDS[items : items + _WORDS[buffers]]]

@@ -89,16 +89,16 @@ class Launcher:
             together |= address
         for address in outputs:
             together |= address
-        places: tuple[int, ...] = ()
+        alignments: tuple[int, ...] = ()
         lengths = self._record.lengths
         if self._options < self._inputs:
-            places = tuple(at % 16 for at in inputs[self._options : self._operands])
+            alignments = tuple(at % 16 for at in inputs[self._options : self._operands])
             lengths = self._bound(inputs)
             inputs = inputs[: self._operands]
-        key = (together & 15, places, selection())
+        key = (together & 15, alignments, selection())
         prepared = self.prepared.get(key)
         if prepared is None:
-            prepared = _prepare(self._record, lengths, self._device, together & 15, places)
+            prepared = _prepare(self._record, lengths, self._device, together & 15, alignments)
             self.prepared[key] = prepared
         addresses = inputs + outputs
         if self._absent is not None:
@@ -112,7 +112,7 @@ class Launcher:
 
 
 def _prepare(
-    record: Record, lengths: Lengths, device: int, pointers: int, places: tuple[int, ...]
+    record: Record, lengths: Lengths, device: int, pointers: int, alignments: tuple[int, ...]
 ) -> Any:
     from rawattn._kernels.operands import Operands, contiguous
     from rawattn._runtime import calls
@@ -131,7 +131,7 @@ def _prepare(
         pointers,
         frozenset(verb.outputs[: len(record.outputs)]),
         {name: x for name, x in strides.items() if name in of_options},
-        dict(zip(record.options, places, strict=True)),
+        dict(zip(record.options, alignments, strict=True)),
     )
     return calls.launches(verb, record.problem, lengths, operands, record.deterministic, device)
 

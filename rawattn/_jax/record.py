@@ -40,9 +40,9 @@ _MASK_BYTES: dict[str, Callable[[Any], int]] = {
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """Integers of a layout that the program is given or computes: their place among those of the call, and what they are."""
+    """Integers of a layout that the program is given or computes: their index among those of the call, and what they are."""
 
-    place: int
+    index: int
     shape: tuple[int, ...]
     dtype: str
 
@@ -97,7 +97,7 @@ class Record:
         """Each once, in their order."""
         sides = (self.lengths.q, self.lengths.k)
         found = {x for side in sides for x in (side.start, side.length) if isinstance(x, Operand)}
-        return sorted(found, key=lambda operand: operand.place)
+        return sorted(found, key=lambda operand: operand.index)
 
     @functools.cached_property
     def inputs(self) -> list[Like]:
@@ -111,7 +111,7 @@ class Record:
 
     @property
     def first_option(self) -> int:
-        """Their place among the inputs."""
+        """Their index among the inputs."""
         return len(self.inputs) - len(self.operands) - len(self.options)
 
     def form(self, option: str) -> Any:
@@ -152,7 +152,7 @@ class Record:
             return self.lengths
 
         def integers(x: Operand | None) -> Any:
-            return None if x is None else arrays[x.place]
+            return None if x is None else arrays[x.index]
 
         return _with_integers(self.lengths, integers)
 
@@ -185,12 +185,12 @@ class Record:
         problem = self.problem
         text = problem.score_mod
         gradients = self.gradients if self.backward else ()
-        place = isinstance(text, ScoreText) and re.search(r"\bbatch\b", text.forward)
+        by_batch = isinstance(text, ScoreText) and re.search(r"\bbatch\b", text.forward)
         refused = {
             "dropout_p": problem.dropout_p > 0
-            and "what is dropped depends on the place in the batch",
+            and "what is dropped depends on the index in the batch",
             "sink_logits": "dsink_logits" in gradients and "their gradients would be one sum",
-            "score_mod": (place and "it reads `batch`")
+            "score_mod": (by_batch and "it reads `batch`")
             or (
                 any(x.startswith("dcaptured") for x in gradients)
                 and "gradients of what it captures would be one sum"
@@ -235,10 +235,10 @@ def with_operands(lengths: Lengths) -> tuple[Lengths, list[Any]]:
     def operand(x: Any) -> Operand | None:
         if x is None:
             return None
-        place = next((n for n, array in enumerate(arrays) if array is x), len(arrays))
-        if place == len(arrays):
+        index = next((n for n, array in enumerate(arrays) if array is x), len(arrays))
+        if index == len(arrays):
             arrays.append(x)
-        return Operand(place, tuple(x.shape), x.dtype.name)
+        return Operand(index, tuple(x.shape), x.dtype.name)
 
     return _with_integers(lengths, operand), arrays
 
@@ -267,7 +267,7 @@ def _decode(fields: dict[str, Any]) -> Side:
             return None
         if "values" in x:
             return np.array(x["values"], x["dtype"])
-        return Operand(x["place"], tuple(x["shape"]), x["dtype"])
+        return Operand(x["index"], tuple(x["shape"]), x["dtype"])
 
     start, length = integers(fields.pop("start")), integers(fields.pop("length"))
     return Side(start=start, length=length, **fields)

@@ -35,7 +35,7 @@ def supports(problem: Problem, target: Target, operands: Operands) -> str | None
     form = problem.bias
     if form is None or ITEMSIZE[form.dtype] != 2 or not form.dense:
         return "it has no bias of 16 bits whose keys lie side by side"
-    if "bias" not in operands.places:
+    if "bias" not in operands.alignments:
         return "where its bias begins is not known"
     shape = _shape(problem, operands)
     batches, nheads, rows, _ = shape
@@ -45,7 +45,9 @@ def supports(problem: Problem, target: Target, operands: Operands) -> str | None
         return "its bias has few rows"
     if problem.batch * problem.nheads_q < WORTH * batches * nheads:
         return "few scores share an element of its bias"
-    if not any(stride % WIDEST for stride in (operands.places["bias"], *_apart(problem, operands))):
+    if not any(
+        stride % WIDEST for stride in (operands.alignments["bias"], *_apart(problem, operands))
+    ):
         return "its bias has aligned rows"
     return None
 
@@ -56,14 +58,14 @@ def supports_forward(problem: Problem, target: Target, operands: Operands) -> st
 
 
 def operands_of(problem: Problem, operands: Operands) -> Operands:
-    """The same with the copy in the place of the bias."""
+    """The same with the copy instead of the bias."""
     shape = _shape(problem, operands)
     strides = contiguous(shape, 2)
     own = tuple(stride if n > 1 else 0 for stride, n in zip(strides, shape, strict=True))
     return replace(
         operands,
         of_options={**operands.of_options, "bias": own},
-        places={**operands.places, "bias": 0},
+        alignments={**operands.alignments, "bias": 0},
         whole_rows=operands.whole_rows | {"bias"},
     )
 

@@ -85,7 +85,7 @@ def page_addresses(
     if problem.pages is None:
         return ()
     names = {"pages.ids.data": "block_table"}
-    if problem.pages.packed:
+    if problem.pages.has_indptr:
         names["pages.indptr.data"] = "start_k"
     return tuple((structs.offset(struct, prefix + path), name) for path, name in names.items())
 
@@ -105,7 +105,7 @@ def page_fields(problem: Problem, structure: Structure, operands: Operands) -> d
     return {
         "pages.ids.is_64bit": int(form.dtype == "int64"),
         "pages.indptr.is_64bit": int(structure.k.start == 8),
-        "pages.row": 0 if form.packed else strides[0],
+        "pages.row": 0 if form.has_indptr else strides[0],
         "pages.entry": strides[-1],
         "pages.capacity": problem.rows_k // size,
         "pages.count": form.num_pages,

@@ -137,7 +137,7 @@ def _reads(problem: Problem, operands: Operands, keys: int, *, beyond: bool = Fa
         return False
     nbytes = keys * ITEMSIZE[form.dtype]
     between = operands.of_options["bias"][:-1]
-    return operands.places["bias"] % nbytes == 0 and all(x % nbytes == 0 for x in between)
+    return operands.alignments["bias"] % nbytes == 0 and all(x % nbytes == 0 for x in between)
 
 
 def constants(config: Features, *properties: str) -> dict[str, int]:

@@ -23,7 +23,7 @@ from rawattn._kernels.steps import Lists, Step, Steps
 from rawattn._kernels.target import Target
 from rawattn._masks import layout
 
-# A gathered key has another place, which these would take for its own; and a list belongs to sequences of one length.
+# A gathered key has another position, which these would take for its own; and a list belongs to sequences of one length.
 FEATURES = features.names() - {
     "ragged",
     "packed",

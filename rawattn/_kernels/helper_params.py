@@ -29,8 +29,8 @@ SCHEDULE = _struct(
     ("int*", "first_tile", ""),
     ("int", "batch, tile_q", ""),
 )
-REPACK = _struct(
-    "RepackParams",
+ALIGN_ROWS = _struct(
+    "AlignRowsParams",
     "",
     ("const void*", "from", ""),
     ("void*", "to", "(batch, rows, nheads, columns rounded up to 8), without gaps"),
@@ -96,26 +96,26 @@ APPEND = _struct(
     ("int", "fill", "whether rows of out that belong to no sequence become 0"),
     (KV_SCALE, "k_scale, v_scale", ""),
 )
-_MASK_PACKING = _struct(
-    "MaskPacking",
-    "What packing a mask writes (see attn/mask_packing.cuh).",
+_WRITTEN_MASK = _struct(
+    "WrittenMask",
+    "What is written of a mask (see attn/mask_writing.cuh).",
     ("unsigned short*", "bits", "(batch, nheads, rows, words)"),
     ("unsigned char*", "map", "of granules, (batch, nheads, rows / 64, words / 4), rounded up"),
     ("unsigned short*", "band_keys", "that any row of 64 sees, (batch, nheads, rows / 64, words)"),
     ("int", "rows, keys, words", ""),
     ("int", "nheads", ""),
 )
-PACK_MASK = _struct(
-    "PackMaskParams",
+BOOLS_MASK = _struct(
+    "BoolsMaskParams",
     "",
-    (_MASK_PACKING, "packing", ""),
+    (_WRITTEN_MASK, "written", ""),
     ("const unsigned char*", "from", "True is not 0"),
     ("int64", "batch, head, row, key", "its strides, 0 where it is the same for all"),
 )
 RANGES_MASK = _struct(
     "RangesMaskParams",
     "",
-    (_MASK_PACKING, "packing", ""),
+    (_WRITTEN_MASK, "written", ""),
     (INTEGERS, "ranges", "(batch, rows, count, 2): the keys [begin, end) that a row sees"),
     ("int", "count", ""),
 )
@@ -200,7 +200,7 @@ KEPT_SETUP = _struct(
 PREDICATE_MASK = _struct(
     "PredicateMaskParams",
     "",
-    (_MASK_PACKING, "packing", ""),
+    (_WRITTEN_MASK, "written", ""),
     ("int", "seqlen_q, seqlen_k", ""),
     (CAPTURED_ARRAYS, "captured", ""),
 )

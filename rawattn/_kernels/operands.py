@@ -23,9 +23,9 @@ Strides = tuple[int, ...]  # in bytes, of an array's public shape
 class Operands:
     """strides: of each array by name.
 
-    pointers: all addresses OR-ed together; only their place within 16 bytes counts.
+    pointers: all addresses OR-ed together; only their alignment within 16 bytes counts.
     ours: outputs whose padding rows are not the caller's.
-    of_options: strides of the options' arrays, and of their gradients. places: where those arrays begin within 16 bytes.
+    of_options: strides of the options' arrays, and of their gradients. alignments: the addresses of those arrays modulo 16.
     whole_rows: those of these arrays whose last 16 bytes of a row are theirs to the end.
     """
 
@@ -33,11 +33,11 @@ class Operands:
     pointers: int = 0
     ours: frozenset[str] = frozenset()
     of_options: Mapping[str, Strides] = field(default_factory=dict)
-    places: Mapping[str, int] = field(default_factory=dict)
+    alignments: Mapping[str, int] = field(default_factory=dict)
     whole_rows: frozenset[str] = frozenset()
 
     def copy_bytes(self, problem: Problem) -> int:
-        """The widest access that divides every row's place and length, but for those of pages that hold 8 bits."""
+        """The widest access that divides every row's address and length, but for those of pages that hold 8 bits."""
         itemsize = ITEMSIZE[problem.dtype]
         if not problem.float8:
             return self._access(problem, itemsize, ())

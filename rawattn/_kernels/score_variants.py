@@ -122,7 +122,7 @@ def _sources(problem: Problem, target: Target, deterministic: bool, *, at: int =
             },
             ours=frozenset() if at else frozenset(gradients),
             of_options={name: contiguous(*x) for name, x in of_options.items()},
-            places=dict.fromkeys(arrays, at),
+            alignments=dict.fromkeys(arrays, at),
         )
         for family in registry.FAMILIES[verb]:
             if family.supports(problem, target, operands) is None:

@@ -17,7 +17,7 @@ class Selection(NamedTuple):
     """Part of what decides a launch."""
 
     family: str | None = None  # the one that calls are kept to
-    # Tile tables in the place of shipped ones: (kernel, name of the table, rows).
+    # Tile tables instead of shipped ones: (kernel, name of the table, rows).
     tables: tuple[tuple[str, str, tuple[Row, ...]], ...] = ()
 
 
@@ -43,7 +43,7 @@ def only(family: str) -> Iterator[None]:
 
 @contextmanager
 def using_tiles(kernel: str, table: str, rows: Iterable[Row]) -> Iterator[None]:
-    """Puts rows in the place of a shipped tile table, so that candidates can be compared as calls would run them."""
+    """Uses rows instead of a shipped tile table, so that candidates can be compared as calls would run them."""
     others = tuple(each for each in selection().tables if each[:2] != (kernel, table))
     tables = (*others, (kernel, table, tuple(rows)))
     token = _selection.set(selection()._replace(tables=tables))

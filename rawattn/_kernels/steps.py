@@ -97,7 +97,7 @@ class Lists:
 
     A later run with the same words may leave these launches out, where that memory still holds what they wrote.
 
-    parts: of a mask that has no words yet, lists that whoever packs it makes: fields and addresses of a
+    parts: of a mask that has no words yet, lists that whoever makes those makes: fields and addresses of a
     `helper_params.KEPT_LISTS` each.
     """
 

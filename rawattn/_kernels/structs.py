@@ -66,10 +66,10 @@ def put(record: Any, path: str, value: Any) -> None:
 
 def fill(struct: Struct, values: Mapping[str, Any]) -> bytes:
     """The bytes of a struct with these fields, given by path, and zeros elsewhere."""
-    packed = struct.zeros()
+    filled = struct.zeros()
     for path, value in values.items():
-        put(packed[0], path, value)
-    return packed.tobytes()
+        put(filled[0], path, value)
+    return filled.tobytes()
 
 
 @functools.cache

@@ -104,7 +104,7 @@ class Row:
 
 
 def table(kernel: str, name: str) -> tuple[Row, ...]:
-    """The rows to choose from: the file's, or those that `selection.using_tiles` put in their place."""
+    """The rows to choose from: the file's, or those that `selection.using_tiles` put there instead."""
     for replaced_kernel, replaced_name, rows in selection().tables:
         if (replaced_kernel, replaced_name) == (kernel, name):
             return rows
@@ -136,36 +136,36 @@ def forget() -> None:
     _shipped.cache_clear()
 
 
-def _rows(place: str, entries: Any, schema: Schema) -> tuple[Row, ...]:
+def _rows(where: str, entries: Any, schema: Schema) -> tuple[Row, ...]:
     if not isinstance(entries, list) or not entries:
-        raise ValueError(f"{place}: got no list of rows")
-    rows = tuple(_row(f"{place}[{n}]", entry, schema) for n, entry in enumerate(entries))
+        raise ValueError(f"{where}: got no list of rows")
+    rows = tuple(_row(f"{where}[{n}]", entry, schema) for n, entry in enumerate(entries))
     for n, (row, after) in enumerate(itertools.pairwise(rows), start=1):
         if row.headdim > after.headdim:
             raise ValueError(
-                f"{place}[{n}]: headdim {after.headdim} follows {row.headdim}; rows stand in its order"
+                f"{where}[{n}]: headdim {after.headdim} follows {row.headdim}; rows stand in its order"
             )
     if rows[-1].headdim != LARGEST:
         raise ValueError(
-            f"{place}[{len(rows) - 1}]: headdim {rows[-1].headdim}; the last row must serve {LARGEST}"
+            f"{where}[{len(rows) - 1}]: headdim {rows[-1].headdim}; the last row must serve {LARGEST}"
         )
     return rows
 
 
-def _row(place: str, entry: Any, schema: Schema) -> Row:
+def _row(where: str, entry: Any, schema: Schema) -> Row:
     if not isinstance(entry, dict):
-        raise ValueError(f"{place}: got {type(entry).__name__}, expected an object")
+        raise ValueError(f"{where}: got {type(entry).__name__}, expected an object")
     expected: dict[str, type] = {"headdim": int, **schema.fields}
     if missing := [name for name in (*expected, "measured") if name not in entry]:
-        raise ValueError(f"{place}: {', '.join(missing)} missing")
+        raise ValueError(f"{where}: {', '.join(missing)} missing")
     if unknown := sorted(set(entry) - {*expected, "measured"}):
-        raise ValueError(f"{place}: {', '.join(unknown)} unknown; fields are {', '.join(expected)}")
+        raise ValueError(f"{where}: {', '.join(unknown)} unknown; fields are {', '.join(expected)}")
     for name, kind in expected.items():
         value = entry[name]
         # True is an int too, and would be another constant in the source.
         if type(value) is not kind or (kind is int and entry[name] <= 0):
             wanted = "a positive int" if kind is int else "true or false"
-            raise ValueError(f"{place}: {name} is {value!r}, expected {wanted}")
+            raise ValueError(f"{where}: {name} is {value!r}, expected {wanted}")
     if not isinstance(measured := entry["measured"], str | None):
-        raise ValueError(f"{place}: measured is {measured!r}, expected text or null")
+        raise ValueError(f"{where}: measured is {measured!r}, expected text or null")
     return Row(entry["headdim"], tuple((name, entry[name]) for name in schema.fields), measured)

@@ -10,7 +10,7 @@ from rawattn._call.problem import Problem
 from rawattn._compile.compiler import Source
 from rawattn._kernels.attention_params import KEYS
 from rawattn._kernels.operands import ITEMSIZE, Operands, Strides, contiguous
-from rawattn._kernels.portable import append, combine, ragged_setup, repack
+from rawattn._kernels.portable import align_rows, append, combine, ragged_setup
 from rawattn._kernels.portable import backward as portable_backward
 from rawattn._kernels.portable import decode as portable_decode
 from rawattn._kernels.portable import forward as portable_forward
@@ -20,7 +20,7 @@ from rawattn._kernels.sm90 import few_rows
 from rawattn._kernels.sm90 import forward as sm90_forward
 from rawattn._kernels.target import without_device
 
-_PAGES = PageForm(page_size=16, num_pages=1, entries=1, packed=False, dtype="int32")
+_PAGES = PageForm(page_size=16, num_pages=1, entries=1, has_indptr=False, dtype="int32")
 
 # Sequences of whose backward most time is spent: none of its tables for shorter ones.
 _MANY_ROWS = 2048
@@ -94,7 +94,7 @@ def common_variants(arch: str, *, every: bool = False, purpose: str = "inference
         if sm90_forward.supports(problem, target, aligned) is None:
             sources.append(sm90_forward.choose(problem, target, aligned).source())
             if copy_bytes < 16 and pages is None:  # pages are never copied
-                sources.append(repack.source(headdim, copy_bytes))
+                sources.append(align_rows.source(headdim, copy_bytes))
         if not backward:
             return
         for rows, with_dq in ((64, True), (128, True), (_MANY_ROWS, True), (_MANY_ROWS, False)):

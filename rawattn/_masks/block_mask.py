@@ -1,4 +1,4 @@
-"""`BlockMask`: which keys each query sees, packed once and used by many calls."""
+"""`BlockMask`: which keys each query sees, made once and used by many calls."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class MaskForm(NamedTuple):
     kept: int = 0
 
 
-class Placed(NamedTuple):
+class Located(NamedTuple):
     """Addresses of a mask's arrays, and what of them tells calls apart."""
 
     addresses: tuple[int, ...]
@@ -52,7 +52,7 @@ class BlockMask:
     __slots__ = (
         "__weakref__",
         "_copies",
-        "_placed",
+        "_located",
         "device",
         "handle",
         "kept",
@@ -76,7 +76,7 @@ class BlockMask:
         self.words = words
         # By framework and device.
         self._copies: dict[tuple[str, int], tuple[Any, ...]] = {}
-        self._placed: dict[tuple[type, int], Placed] = {}  # by the type of q, and device
+        self._located: dict[tuple[type, int], Located] = {}  # by the type of q, and device
         # What calls find out about the words; None where these may change.
         self.memo: dict[Any, Any] | None = None if replayed else {}
         self.handle = handle_of(self)
@@ -109,7 +109,7 @@ class BlockMask:
     def to_bool(self) -> Any:
         """The mask as a bool array of `shape`, NumPy's or CuPy's: for tests, and to look at."""
         if self.device is None:
-            return host.unpack(self.bits, self.shape)
+            return host.to_bools(self.bits, self.shape)
         import cupy
 
         with cupy.cuda.Device(self.device):
@@ -121,37 +121,37 @@ class BlockMask:
         """`arrays` where q lies, of q's framework if that may save time."""
         framework = arrays.framework_of(q)
         try:
-            place = arrays.device_of(q, framework)
+            device = arrays.device_of(q, framework)
         except Exception:  # q cannot be read, which the call says
-            place = HOST
-        key = (framework if framework == "torch" and place != HOST else "", place)
+            device = HOST
+        key = (framework if framework == "torch" and device != HOST else "", device)
         found = self._copies.get(key)
         if found is None:
-            found = self._moved(place)
+            found = self._moved(device)
             if key[0]:
                 torch = sys.modules["torch"]
                 found = tuple(map(torch.from_dlpack, found))
             self._copies[key] = found
         return found
 
-    def placed(self, q: Any, device: int, address: Callable[[Any], int]) -> Placed:
+    def located(self, q: Any, device: int, address: Callable[[Any], int]) -> Located:
         """`beside`, for q on that device: found once. address: of an array of q's framework."""
-        found = self._placed.get((type(q), device))
+        found = self._located.get((type(q), device))
         if found is None:
             addresses = tuple(map(address, self.beside(q)))
-            places = tuple(each % 16 for each in addresses)
-            found = self._placed[type(q), device] = Placed(addresses, (self.form, places))
+            alignments = tuple(each % 16 for each in addresses)
+            found = self._located[type(q), device] = Located(addresses, (self.form, alignments))
         return found
 
-    def _moved(self, place: int) -> tuple[Any, ...]:
-        if place == (HOST if self.device is None else self.device):
+    def _moved(self, device: int) -> tuple[Any, ...]:
+        if device == (HOST if self.device is None else self.device):
             return self.arrays
         words = tuple(map(host.host, self.arrays))
-        if place == HOST:
+        if device == HOST:
             return words
         import cupy
 
-        with cupy.cuda.Device(place):
+        with cupy.cuda.Device(device):
             moved = tuple(map(cupy.asarray, words))
             cupy.cuda.get_current_stream().synchronize()  # it may be used on another stream
         return moved
@@ -161,8 +161,8 @@ class BlockMask:
         return BlockMask, (self.words, self.shape, self.kept, self.memo is None)
 
     def __repr__(self) -> str:
-        place = "the host" if self.device is None else f"GPU {self.device}"
-        return f"<rawattn.BlockMask {self.shape} on {place}, {self.nbytes} bytes>"
+        where = "the host" if self.device is None else f"GPU {self.device}"
+        return f"<rawattn.BlockMask {self.shape} on {where}, {self.nbytes} bytes>"
 
 
 def memo_of(mask: Any) -> dict[Any, Any] | None:
@@ -198,6 +198,6 @@ def map_of(words: Any, shape: Shape) -> Any:
     return words.view(np.uint8)[: math.prod(own)].reshape(own)
 
 
-def unpacked(words: NDArray[np.int32], shape: Shape) -> NDArray[np.bool_]:
+def bools_of(words: NDArray[np.int32], shape: Shape) -> NDArray[np.bool_]:
     """The mask of four axes that words on the host hold the bits of."""
-    return host.unpack(shaped(words, shape), shape)
+    return host.to_bools(shaped(words, shape), shape)

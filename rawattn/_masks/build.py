@@ -1,4 +1,4 @@
-"""`block_mask`: a mask packed from bools, from ranges of keys, or from a predicate."""
+"""`block_mask`: a mask made of bools, from ranges of keys, or from a predicate."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def block_mask(
     nheads: int = 1,
     **captured: Any,
 ) -> BlockMask:
-    """A mask that is packed once, and used by many calls as `mask=`, forward and backward.
+    """A mask that is made once, and used by many calls as `mask=`, forward and backward.
 
     Its bits take an eighth of the memory of bools. Tiles in which no key is seen are neither loaded nor computed, and those
     in which all are need no test. It is made of exactly one of `mask`, `predicate` and `ranges`; where that, or an array
@@ -141,7 +141,7 @@ def _of_bools(given: Any, shape: tuple[int | None, ...]) -> BlockMask:
         bits, found, _ = words
         four = keep.reshape(whole)
         for n in np.ndindex(whole[:2]):
-            host.pack_rows(four[n], shaped(bits, whole)[n], map_of(found, whole)[n])
+            host.write_rows(four[n], shaped(bits, whole)[n], map_of(found, whole)[n])
         return finished(words, whole)
 
 
@@ -187,7 +187,7 @@ def _of_ranges(given: Any, shape: tuple[int | None, ...]) -> BlockMask:
                 rows_of = slice(first, first + GRANULE_ROWS)
                 keep = _rows_of_ranges(ranges[n, rows_of], keys)
                 band = slice(first // GRANULE_ROWS, first // GRANULE_ROWS + 1)
-                host.pack_rows(
+                host.write_rows(
                     keep, shaped(bits, whole)[n, 0, rows_of], map_of(found, whole)[n, 0, band]
                 )
         return finished(words, whole)

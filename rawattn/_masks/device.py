@@ -1,4 +1,4 @@
-"""Packed masks on a GPU: the launches that build them."""
+"""Masks on a GPU: the launches that build them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rawattn._interop import streams
-from rawattn._kernels.portable import mask_packing
+from rawattn._kernels.portable import mask_writing
 from rawattn._kernels.steps import Step
 from rawattn._masks.block_mask import BlockMask, buffers
 from rawattn._masks.layout import Shape
@@ -18,8 +18,8 @@ from rawattn._scores.score_mod import Predicate
 def of_bools(keep: Any, shape: Shape) -> BlockMask:
     """Of a CuPy array of bools, of any strides; shape: with all its axes."""
     strides = keep.strides
-    return _packed(
-        mask_packing.step(shape, strides, keep.data.ptr % 16),
+    return _built(
+        mask_writing.step(shape, strides, keep.data.ptr % 16),
         shape,
         {"mask": keep},
         keep.data.device_id,
@@ -32,8 +32,8 @@ def of_ranges(ranges: Any, keys: int) -> BlockMask:
 
     batch, rows, count, _ = ranges.shape
     shape = (batch, 1, rows, keys)
-    step = mask_packing.ranges_step(shape, count, ranges.dtype.itemsize)
-    return _packed(step, shape, {"ranges": cupy.ascontiguousarray(ranges)}, ranges.data.device_id)
+    step = mask_writing.ranges_step(shape, count, ranges.dtype.itemsize)
+    return _built(step, shape, {"ranges": cupy.ascontiguousarray(ranges)}, ranges.data.device_id)
 
 
 def of_predicate(
@@ -41,12 +41,12 @@ def of_predicate(
 ) -> BlockMask:
     """captured: CuPy arrays by name, in the order of the text."""
     forms = [(x.dtype.itemsize, x.shape, x.strides) for x in captured.values()]
-    step = mask_packing.predicate_step(shape, predicate.text, tuple(forms), predicate.scalars)
+    step = mask_writing.predicate_step(shape, predicate.text, tuple(forms), predicate.scalars)
     named = {f"captured{n}": x for n, x in enumerate(captured.values())}
-    return _packed(step, shape, named, device)
+    return _built(step, shape, named, device)
 
 
-def _packed(step: Step, shape: Shape, given: Mapping[str, Any], device: int) -> BlockMask:
+def _built(step: Step, shape: Shape, given: Mapping[str, Any], device: int) -> BlockMask:
     """What a step makes of arrays by name. It runs on CuPy's current stream of their device."""
     import cupy
 
@@ -56,19 +56,19 @@ def _packed(step: Step, shape: Shape, given: Mapping[str, Any], device: int) -> 
     with cupy.cuda.Device(device):
         words = buffers(shape, cupy)
         named = {**given, **dict(zip(("mask_bits", "mask_map", "mask_keys"), words, strict=True))}
-        gathered = mask_packing.keys_step(shape)
+        gathered = mask_writing.keys_step(shape)
         if gathered is not None:
-            named["mask_bands"] = cupy.empty(mask_packing.band_bytes(shape), np.uint8)
+            named["mask_bands"] = cupy.empty(mask_writing.band_bytes(shape), np.uint8)
         stream = cupy.cuda.get_current_stream().ptr
         for each in (step,) if gathered is None else (step, gathered):
             assert isinstance(each.blocks, int)
             if not each.blocks:
                 continue
-            packed = bytearray(each.params)
+            params = bytearray(each.params)
             for at, name in each.patches:
-                packed[at : at + 8] = named[name].data.ptr.to_bytes(8, "little")
+                params[at : at + 8] = named[name].data.ptr.to_bytes(8, "little")
             kernel.load(each.source, device).launch(
-                each.blocks, each.threads, each.shared_bytes, stream, Arguments((packed,))
+                each.blocks, each.threads, each.shared_bytes, stream, Arguments((params,))
             )
     capturing = streams.is_capturing(stream)
     if capturing:

@@ -1,4 +1,4 @@
-"""Packed masks in NumPy: the layout of `_kernels.portable.mask_packing`, built and read on the host."""
+"""Masks of bits in NumPy: the layout of `_kernels.portable.mask_writing`, built and read on the host."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ _GRANULE_KEYS = 64
 _ROW_KEYS = WORD_KEYS * ROW_WORDS
 
 
-def pack(keep: NDArray[np.bool_]) -> tuple[Bits, Map]:
+def to_bits(keep: NDArray[np.bool_]) -> tuple[Bits, Map]:
     """The bits and the map of a mask of four axes, (batch, nheads, rows, keys)."""
     shape: Shape = keep.shape
     bits = np.zeros(bits_shape(shape), np.uint16)
     found = np.zeros(map_shape(shape), np.uint8)
     for batch in range(shape[0]):
         for head in range(shape[1]):
-            pack_rows(keep[batch, head], bits[batch, head], found[batch, head])
+            write_rows(keep[batch, head], bits[batch, head], found[batch, head])
     return bits, found
 
 
-def pack_rows(keep: NDArray[np.bool_], bits: Bits, found: Map) -> None:
+def write_rows(keep: NDArray[np.bool_], bits: Bits, found: Map) -> None:
     """Writes the bits of rows from a multiple of 64 on, and what the map says of them."""
     rows, keys = keep.shape
     if keys == 1:
         keep, keys = np.broadcast_to(keep, (rows, _ROW_KEYS)), _ROW_KEYS
-    packed = np.packbits(keep, axis=-1, bitorder="little")
+    as_bits = np.packbits(keep, axis=-1, bitorder="little")
     as_bytes = bits.view(np.uint8)
-    as_bytes[:, : packed.shape[1]] = packed
+    as_bytes[:, : as_bits.shape[1]] = as_bits
     starts_of_rows = np.arange(0, rows, GRANULE_ROWS)
     starts_of_keys = np.arange(0, keys, _GRANULE_KEYS)
     if not rows or not keys:
@@ -56,7 +56,7 @@ def pack_rows(keep: NDArray[np.bool_], bits: Bits, found: Map) -> None:
     found[:, : counts.shape[1]] = np.where(counts == 0, DEAD, np.where(full, FULL, PARTIAL))
 
 
-def unpack(bits: Bits, shape: Shape) -> NDArray[np.bool_]:
+def to_bools(bits: Bits, shape: Shape) -> NDArray[np.bool_]:
     """The mask of four axes that the bits are of."""
     flat = np.unpackbits(
         np.ascontiguousarray(bits).view(np.uint8), axis=-1, bitorder="little", count=shape[3]

@@ -1,4 +1,4 @@
-"""How a packed mask lies in memory: bits, and a map of granules.
+"""How a mask lies in memory: bits, and a map of granules.
 
 Bits are half-words of 16 keys, (batch, nheads, rows, words), the lowest bit the first key. A row is padded to a multiple of
 128 keys, so that 16 bytes of it may be read at once. A mask with one key for all has one row of 128 like it: what lies behind

@@ -24,24 +24,24 @@ def of_predicate(text: str, shape: Shape, captured: Mapping[str, Any]) -> BlockM
     first = next(iter(given.values()), None)
     with arrays.on_stream_of(first, arrays.framework_of(first)) as stream:
         views: dict[str, Any] = {}
-        place: int | None = None
+        on: int | None = None
         for name, each in given.items():
             imported = arrays.import_array(name, each, stream=stream)
-            if place is not None and imported.device != place:
+            if on is not None and imported.device != on:
                 raise ValueError(
                     f"{name}: the captured arrays of a predicate lie on one device, the host or a GPU"
                 )
-            place, views[name] = imported.device, imported.array
-        if place is None:
-            place = HOST
+            on, views[name] = imported.device, imported.array
+        if on is None:
+            on = HOST
             if gpu_available():
                 import cupy
 
-                place = cupy.cuda.runtime.getDevice()
-        if place != HOST:
+                on = cupy.cuda.runtime.getDevice()
+        if on != HOST:
             from rawattn._masks import device
 
-            return device.of_predicate(predicate, views, shape, place)
+            return device.of_predicate(predicate, views, shape, on)
     return _on_host(predicate, views, shape)
 
 
@@ -54,10 +54,10 @@ def _on_host(predicate: Predicate, captured: Mapping[str, Any], shape: Shape) ->
         for first in range(0, rows, GRANULE_ROWS):
             some = slice(first, min(first + GRANULE_ROWS, rows))
             i = np.arange(some.start, some.stop)[:, None]
-            places = (batch, head, head, i, j, rows, keys)
-            keep = holds(predicate.text, *places, captured, predicate.scalars)
+            position = (batch, head, head, i, j, rows, keys)
+            keep = holds(predicate.text, *position, captured, predicate.scalars)
             band = slice(first // GRANULE_ROWS, first // GRANULE_ROWS + 1)
-            host.pack_rows(
+            host.write_rows(
                 keep,
                 shaped(bits, shape)[batch, head, some],
                 map_of(found, shape)[batch, head, band],

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from rawattn._call import options as _options
 from rawattn._call import outputs
+from rawattn._call.argument_kinds import checks_arguments
 from rawattn._call.options import DEFAULTS, shown
-from rawattn._call.places import says_places
 from rawattn._masks import host
 from rawattn._masks.block_mask import BlockMask
 from rawattn._masks.build import block_mask
@@ -23,7 +23,7 @@ _WIDEST = 96  # tiles in a line
 _ENDINGS = (".png", ".svg", ".pdf")
 
 
-@says_places("rawattn.show_mask")
+@checks_arguments("rawattn.show_mask")
 def show_mask(
     mask: Any = None,
     *,
@@ -142,10 +142,10 @@ def _rows_of(
     found: BlockMask, batch: int, head: int, first: int, count: int, keys: int
 ) -> NDArray[np.bool_]:
     """What a mask says of some rows and the first keys."""
-    place = (batch if found.shape[0] > 1 else 0, head if found.shape[1] > 1 else 0)
+    index = (batch if found.shape[0] > 1 else 0, head if found.shape[1] > 1 else 0)
     some = slice(0, 1) if found.shape[2] == 1 else slice(first, first + count)
-    bits = host.host(found.bits[place][some])
-    keep = host.unpack(bits[None, None], (1, 1, len(bits), found.shape[3]))[0, 0]
+    bits = host.host(found.bits[index][some])
+    keep = host.to_bools(bits[None, None], (1, 1, len(bits), found.shape[3]))[0, 0]
     return np.broadcast_to(keep[:, : keys if found.shape[3] > 1 else 1], (count, keys))
 
 

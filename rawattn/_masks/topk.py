@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from rawattn._call import options
+from rawattn._call.argument_kinds import checks_arguments
 from rawattn._call.options import DEFAULTS
-from rawattn._call.places import says_places
 from rawattn._interop import arrays
 from rawattn._interop.arrays import HOST
 from rawattn._masks.block_mask import BlockMask
@@ -20,7 +20,7 @@ from rawattn._masks.layout import Shape
 _AT_ONCE = 1 << 25
 
 
-@says_places("rawattn.topk_mask")
+@checks_arguments("rawattn.topk_mask")
 def topk_mask(
     scores: Any, k: int, *, causal: bool = False, align: str = "bottom-right"
 ) -> BlockMask:

@@ -30,7 +30,7 @@ class Call(NamedTuple):
     """A call on one GPU with its arrays' form known.
 
     results: shape and dtype of each output, None for one that is not wanted.
-    made: place, shape and dtype of those that are the library's to make.
+    made: index, shape and dtype of those that are the library's to make.
     copies: which inputs are copied before every run, None where none is.
     reach: of each array in the order of the verb's names, the bytes from its address to its first and past its last one.
     """
@@ -44,7 +44,7 @@ class Call(NamedTuple):
     reach: tuple[tuple[int, int], ...]
 
     def check_longest(self, lengths: Lengths) -> None:
-        """ValueError where a sequence is longer than an array of the options that is indexed by places in it."""
+        """ValueError where a sequence is longer than an array of the options that is indexed by positions in it."""
         problem = self.problem
         shapes = scores.Shapes(
             np.dtype(np.float32),
@@ -69,13 +69,13 @@ def prepare(
     device: int,
     pointers: int,
     framework: str,
-    places: tuple[int, ...] = (),
+    alignments: tuple[int, ...] = (),
 ) -> Call:
     """A call on arrays of this form, described, checked, and made ready to launch.
 
     views: of all the verb's arrays, with `shape`, `strides`, `dtype` and `device`; None for one that is not given or the
-    library's own. pointers: all addresses OR-ed together. framework: that of the caller's arrays. places: of the options'
-    arrays within 16 bytes.
+    library's own. pointers: all addresses OR-ed together. framework: that of the caller's arrays. alignments: the
+    addresses of the options' arrays modulo 16.
     """
     named = dict(zip(verb.inputs + verb.outputs, views, strict=True))
     described, lengths, results = describe(verb, named, options, flag, framework)
@@ -84,10 +84,10 @@ def prepare(
         if view is not None and view.device != device:
             raise ValueError(elsewhere(shown, view.device, device, verb.lead))
     form = structure(lengths)
-    for place in form.devices:
-        if place != device:
-            name = of_layout(options.seqs, place)
-            raise ValueError(elsewhere(name, place, device, verb.lead))
+    for other in form.devices:
+        if other != device:
+            name = of_layout(options.seqs, other)
+            raise ValueError(elsewhere(name, other, device, verb.lead))
     inputs = [named[name] for name in verb.inputs]
     copied = {name for name in verb.inputs if _is_copied(verb, name, named[name])}
     for names in verb.alike:
@@ -113,7 +113,7 @@ def prepare(
         pointers % 16,
         frozenset(ours),
         of_options,
-        dict(zip(verb.extras, places, strict=not verb.anywhere)),
+        dict(zip(verb.extras, alignments, strict=not verb.anywhere)),
     )
     prepared = launches(verb, described, lengths, operands, flag, device)
     reach = tuple((0, 0) if x is None else byte_range(x, 0) for x in views)

@@ -118,8 +118,8 @@ def _imported(
                 raise ValueError(elsewhere(shown, each.device, device, verb.lead))
         count = len(inputs)
         views = [None if x is None else x.array for x in given]
-        place = _backend(verb, backend, device)
-        results = place(verb, views[:count], views[count:], options, flag, framework, values)
+        compute = _backend(verb, backend, device)
+        results = compute(verb, views[:count], views[count:], options, flag, framework, values)
         return [
             target
             if target is not None or result is None

@@ -61,7 +61,7 @@ def encode_tensor_map(
 class EarlyLaunch:
     """A launch that may begin before those before it in the stream are done, as `early_launcher` is given it.
 
-    address: of it, which does not move. blocks, stream: those that are packed.
+    address: of it, which does not move. blocks, stream: those that are written there.
     """
 
     __slots__ = ("_form", "_memory", "_room", "address", "blocks", "stream")
@@ -74,7 +74,7 @@ class EarlyLaunch:
         self.blocks = self.stream = -1
         _LAUNCH_ATTRIBUTE.pack_into(self._room, _LAUNCH.size, _PROGRAMMATIC_STREAM_SERIALIZATION, 1)
 
-    def pack(self, blocks: int, stream: int) -> None:
+    def write(self, blocks: int, stream: int) -> None:
         threads, shared_bytes = self._form
         attribute = self.address + _LAUNCH.size
         _LAUNCH.pack_into(

@@ -49,7 +49,7 @@ class Arguments:
         for parameter in parameters:
             self.at.append(at)
             at += len(parameter)
-        pointers = (self.address + place for place in self.at)
+        pointers = (self.address + offset for offset in self.at)
         struct.pack_into(f"<{count}Q", self.data, 0, *pointers)
 
 
@@ -96,14 +96,14 @@ class Kernel:
         handle, enqueue, failure = self._handle, self._enqueue, self._error
 
         def launch(blocks: int, stream: int, arguments: Arguments) -> None:
-            packed = arguments.address
+            pointers = arguments.address
             try:
-                enqueue(handle, blocks, 1, 1, threads, 1, 1, shared_bytes, stream, packed, 0)
+                enqueue(handle, blocks, 1, 1, threads, 1, 1, shared_bytes, stream, pointers, 0)
             except failure as error:
                 if error.status != _NO_CONTEXT:
                     raise
                 self._make_context()
-                enqueue(handle, blocks, 1, 1, threads, 1, 1, shared_bytes, stream, packed, 0)
+                enqueue(handle, blocks, 1, 1, threads, 1, 1, shared_bytes, stream, pointers, 0)
 
         return launch
 
@@ -117,7 +117,7 @@ class Kernel:
             if early is None:
                 early = arguments.early = driver.EarlyLaunch(threads, shared_bytes)
             if blocks != early.blocks or stream != early.stream:
-                early.pack(blocks, stream)
+                early.write(blocks, stream)
             status = enqueue(early.address, handle, arguments.address, None)
             if status == _NO_CONTEXT:
                 self._make_context()

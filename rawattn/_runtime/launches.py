@@ -1,4 +1,4 @@
-"""One step of a call as a function: its kernel loaded, its parameters packed but for addresses."""
+"""One step of a call as a function: its kernel loaded, its parameters written but for addresses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Launch = Callable[[Sequence[int], int, int], None]
 
 
 def launch_of(step: Step, slot: dict[str, int], device: int) -> Launch:
-    """One step, its kernel loaded. Its arguments are packed once, and patched where addresses differ from the last ones."""
+    """One step, its kernel loaded. Its arguments are written once, and patched where addresses differ from the last ones."""
     loaded = kernel.load(step.source, device)
     if step.shared_bytes:
         loaded.allow_shared_memory(step.shared_bytes)
@@ -28,10 +28,10 @@ def launch_of(step: Step, slot: dict[str, int], device: int) -> Launch:
     free = [first]  # arguments that no launch is using
     at = first.at[0]
     assert all((at + offset) % 8 == 0 for offset, _ in step.patches)
-    placed = sorted((at + offset, slot[name]) for offset, name in step.patches)
-    order = [n for _, n in placed] + [slot[name] for name, _ in step.maps]
+    patched = sorted((at + offset, slot[name]) for offset, name in step.patches)
+    order = [n for _, n in patched] + [slot[name] for name, _ in step.maps]
     pick = operator.itemgetter(*order, order[-1])  # one more: it gives a tuple then
-    words = [(place // 8, n) for n, (place, _) in enumerate(placed)]
+    words = [(offset // 8, n) for n, (offset, _) in enumerate(patched)]
     maps_at = [first.at[1] + MAP_BYTES * n for n in range(len(step.maps))]
     tensor_maps = [
         (slice(at, at + MAP_BYTES), n, TensorMaps(geometry))

@@ -21,13 +21,13 @@ NAMES = ("start_q", "length_q", "start_k", "length_k")
 _ALIGNMENT = 8  # bytes
 
 
-class Places:
+class LengthsMemory:
     """Where lengths of one structure, and `more` of these sizes in bytes that belong to a layout too, lie on one device.
 
     integers: bytes of the lengths, if all of them are the host's.
     """
 
-    __slots__ = ("_behind", "_bytes", "_device", "_starts", "_where", "integers")
+    __slots__ = ("_behind", "_bytes", "_device", "_offsets", "_starts", "integers")
 
     def __init__(self, structure: Structure, device: int, more: Sequence[int]) -> None:
         self._device = device
@@ -36,7 +36,7 @@ class Places:
         # Room for all that may be the host's, which is so where it is not on a device.
         sizes = [q.start * (batch + 1), q.length * batch, k.start * (batch + 1), k.length * batch]
         self._bytes = 0
-        self._where = [self._room(size) for size in sizes]
+        self._offsets = [self._room(size) for size in sizes]
         self.integers = self._bytes
         self._behind = [self._room(size) for size in more]
 
@@ -45,7 +45,7 @@ class Places:
         self._bytes += -(-size // _ALIGNMENT) * _ALIGNMENT
         return at
 
-    def place(self, lengths: Lengths, memory: Memory) -> tuple[Any, list[int], bytes, int]:
+    def addresses(self, lengths: Lengths, memory: Memory) -> tuple[Any, list[int], bytes, int]:
         """What keeps the memory of what the host has, addresses, data that is to be sent, and where to.
 
         The addresses are those of `NAMES`, 0 where there are no such integers, and behind them those of `more`.
@@ -65,10 +65,10 @@ class Places:
     def _put(
         self, data: bytes, n: int, side: Side, batch: int, base: int
     ) -> tuple[bytes, int, int]:
-        """Data with the host's integers of the side in their places, and the addresses of its starts and lengths."""
+        """Data with the host's integers of the side at their offsets, and the addresses of its starts and lengths."""
         start, length = side.start, side.length
         if type(start) is np.ndarray:
-            at, dtype = self._where[2 * n], self._starts[n]
+            at, dtype = self._offsets[2 * n], self._starts[n]
             data = data.ljust(at, b"\0")
             data += (start if start.dtype is dtype else start.astype(dtype)).tobytes()
             start = base + at
@@ -77,7 +77,7 @@ class Places:
         else:
             start = int(start.data.ptr)
         if type(length) is np.ndarray:
-            at = self._where[2 * n + 1]
+            at = self._offsets[2 * n + 1]
             data = data.ljust(at, b"\0") + logical_lengths(side, batch).astype(np.int32).tobytes()
             length = base + at
         elif length is None:

@@ -110,7 +110,7 @@ def called(
             form_of_lengths = structure(lengths)
         key = (verb, flag, form, form_of_lengths, structural(options), selection())
         if verb.extras:
-            key = (*key, _together(verb, addresses) % 16, places(verb, addresses))
+            key = (*key, _together(verb, addresses) % 16, alignments(verb, addresses))
         call = _prepared.get(key)
     except (TypeError, ValueError, IndexError, AttributeError):
         key = None  # describing the call tells what is wrong with it
@@ -136,7 +136,7 @@ def repeated(
     """A call that `run` has made, to be made again with arrays, and sequences, of the same form; None where it cannot be.
 
     It is for calls that have no numbers for kernels among their options. returned: what it gives back, from the results.
-    masked: it is given the memo of a mask in the place of sequences.
+    masked: it is given the memo of a mask instead of sequences.
     """
     read = own.read((*inputs, *targets), verb.required)
     assert read is not None
@@ -183,9 +183,9 @@ def repeated(
             addresses.insert(n, 0)
         results = []
         if written is not None:
-            place = addresses[-1]
+            last = addresses[-1]
             for address, (low, high) in zip(addresses, bounds):  # noqa: B905  # the last one is its own
-                if low < place - address < high:
+                if low < last - address < high:
                     return None
             results.append(written)
         addresses += before
@@ -201,7 +201,7 @@ def repeated(
 
 
 def _launch_with_mask(prepared: Prepared) -> Callable[..., None]:
-    """`prepared.run` of a call without a layout, which is given its mask's memo, if that has one, in the place of lengths."""
+    """`prepared.run` of a call without a layout, which is given its mask's memo, if that has one, instead of lengths."""
     run, run_keeping = prepared.run, prepared.run_keeping
 
     def launch(
@@ -222,7 +222,7 @@ def overlaps(call: Call, first: int) -> tuple[tuple[int, int], ...]:
 
 
 class Pair(NamedTuple):
-    """An input that a call changes and another one, by their places among the addresses.
+    """An input that a call changes and another one, by their indices among the addresses.
 
     They may share memory where the first one's address less the second's is between low and high, and is not the distance
     at which they were found not to.
@@ -284,7 +284,7 @@ def _prepare_natives(
 ) -> Call:
     views = [None if x is None else _view(name, own, x) for name, x in verb.named(inputs, targets)]
     pointers = _together(verb, read[0])
-    found = places(verb, read[0])
+    found = alignments(verb, read[0])
     return prepare(verb, views, options, flag, read[1][verb.q * 4 + 3], pointers, framework, found)
 
 
@@ -297,8 +297,8 @@ def _together(verb: Verb, addresses: Sequence[int]) -> int:
     return found
 
 
-def places(verb: Verb, addresses: Sequence[int]) -> tuple[int, ...]:
-    """Where the options' arrays begin within 16 bytes; of those that may begin anywhere, nothing."""
+def alignments(verb: Verb, addresses: Sequence[int]) -> tuple[int, ...]:
+    """The addresses of the options' arrays modulo 16; of those that may begin anywhere, nothing."""
     if verb.anywhere:
         return ()
     last = len(verb.inputs)

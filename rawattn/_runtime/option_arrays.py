@@ -141,7 +141,7 @@ def extended(
 
 
 def told_with_results(verb: Verb, options: Options) -> tuple[str, ...]:
-    """`told`, then the outputs: of what a score function captures, the place in `into`."""
+    """`told`, then the outputs: of what a score function captures, the index in `into`."""
     names: tuple[str, ...] = ()
     if options.score_mod is not None and verb.gradients:
         names = tuple(name for name, *_ in options.score_mod[0].arrays)

@@ -23,7 +23,7 @@ from rawattn._runtime.verbs import Verb
 UNLIKE: Any = object()
 
 _WIDEST = 16
-# Which integers of a side an argument of the layout is: places in `lengths.NAMES`.
+# Which integers of a side an argument of the layout is: indices in `lengths.NAMES`.
 _STARTS = {"seqstart_q": 0, "seqstart_k": 2}
 _LENGTHS = {"cu_seqlen_q": 1, "seqlen_q": 1, "cu_seqlen_k": 3, "seqlen_k": 3}
 
@@ -81,9 +81,9 @@ class GpuPlan:
         self._result_addresses = [0 if x is None else own.address(x) for x in self._results]
         self._form = self._read(self._inputs)[1][:-1]
         self._alignment = _alignment(self._together(read[0]) | _together(self._result_addresses))
-        self._places = on_gpu.places(verb, read[0][: self._count])
+        self._alignments = on_gpu.alignments(verb, read[0][: self._count])
         self._pairs = on_gpu.pairs(verb, call, read[0])
-        # The places of inputs that a call changes.
+        # The indices of inputs that a call changes.
         self._changed = [n for n, name in enumerate(verb.inputs) if name in verb.written]
         self._memory = call.prepared.own(own, self._stream, lengths)
         self.repeat = self._repeated()
@@ -97,7 +97,7 @@ class GpuPlan:
         own, device = self._own, self._device
         known_calls = self._known_calls()
         launches, result, known = self._memory.launches, self._result, self._streams
-        stream_of, current_device, planned = own.stream, own.current_device, self._places
+        stream_of, current_device, planned = own.stream, own.current_device, self._alignments
         verb, pairs, names = self._verb, self._pairs, told(self._verb, self._options)
         tell, changed = teller(*self._results), self._changed
 
@@ -117,7 +117,7 @@ class GpuPlan:
             addresses += tail
             if pairs and not on_gpu.are_apart(pairs, addresses):
                 return UNLIKE
-            if planned and on_gpu.places(verb, addresses) != planned:
+            if planned and on_gpu.alignments(verb, addresses) != planned:
                 return UNLIKE
             stream = stream_of(device)
             if stream not in known:
@@ -173,8 +173,8 @@ class GpuPlan:
         if self._pairs and not on_gpu.are_apart(self._pairs, addresses):
             named = zip(self._verb.inputs, args, strict=True)
             check_written(self._verb, {name: own.view(x) for name, x in named if x is not None})
-        if self._places:
-            self._check_places(addresses)
+        if self._alignments:
+            self._check_alignments(addresses)
         memory, result, results = self._memory, self._result, self._results
         theirs: list[int] = []
         if out is None:
@@ -219,11 +219,11 @@ class GpuPlan:
         first = self._count - len(self._verb.extras)
         return _together(addresses[:first]) | _together(addresses[self._count :])
 
-    def _check_places(self, addresses: Sequence[int]) -> None:
-        """Arrays of options are read in words as wide as their places at planning time allow."""
+    def _check_alignments(self, addresses: Sequence[int]) -> None:
+        """Arrays of options are read in words as wide as their alignments at planning time allow."""
         verb = self._verb
-        found = on_gpu.places(verb, addresses)
-        for name, got, planned in zip(verb.extras, found, self._places, strict=True):
+        found = on_gpu.alignments(verb, addresses)
+        for name, got, planned in zip(verb.extras, found, self._alignments, strict=True):
             if got != planned:
                 raise ValueError(
                     f"{name}: begins {got} bytes past a multiple of {_WIDEST}, and {planned} when the call was planned; "

@@ -1,4 +1,4 @@
-"""A call with everything decided but the addresses: kernels loaded, parameters packed, memory counted.
+"""A call with everything decided but the addresses: kernels loaded, parameters written, memory counted.
 
 Calls that differ only in the arrays they are given share one, so a repeated call costs a dictionary lookup, the results'
 allocation and the launches.
@@ -19,12 +19,12 @@ from rawattn._interop.streams import PER_THREAD, own_stream
 from rawattn._kernels.steps import Lists, Steps, Tiles
 from rawattn._runtime import graphs
 from rawattn._runtime.launches import Launch, launch_of
-from rawattn._runtime.lengths import NAMES, Places
+from rawattn._runtime.lengths import NAMES, LengthsMemory
 from rawattn._runtime.setup import Setup
 
 _ALIGNMENT = 256  # bytes, of every piece of scratch
 _MAX_COUNTED = 512
-_MAX_PLACED = 16  # streams and calls that a layout remembers
+_MAX_KNOWN = 16  # streams and calls that a layout remembers
 _MAX_LISTED = 8  # likewise a mask, whose lists are larger
 
 Run = Callable[[list[int], int, Memory, "Lengths | None"], None]
@@ -61,7 +61,9 @@ class Prepared:
         # Lists come first: a mask may keep them, and none of the others.
         listed = {name: steps.scratch[name] for name in steps.lists.scratch}
         scratch = {**({} if self._once else orders), **listed, **steps.scratch}
-        self._places = Places(structure, device, list(orders.values()) if self._once else [])
+        self._lengths_memory = LengthsMemory(
+            structure, device, list(orders.values()) if self._once else []
+        )
         slots = [*names, *(NAMES if self.ragged else ())]
         slots += orders if self._once else ()
         self._scratch_at: list[int] = []
@@ -86,7 +88,7 @@ class Prepared:
             setup = Setup(steps, slot, structure.batch, device, self._once)
             self._first_setup, self._each_setup = setup.first, setup.each
             if self._once:
-                setup.load(self._places.integers)
+                setup.load(self._lengths_memory.integers)
         self.fills = bool(steps.paddings)
         # Kernels that would have no blocks are not even compiled, where the shapes alone say so.
         counts = [_count(each.blocks, lengths) for each in steps.launches]
@@ -171,13 +173,13 @@ class Prepared:
             except MemoryError:  # the framework's own allocator may have some left
                 self.run(addresses, stream, memory, None)
                 return
-            places = [base + at for at in kept_at]
-            addresses += places
+            listed = [base + at for at in kept_at]
+            addresses += listed
             run_all(addresses, stream, memory, None)
             # Only now: another thread that finds them comes behind these launches.
             if len(memo) >= _MAX_LISTED:
                 memo.clear()
-            memo[key] = owner, places
+            memo[key] = owner, listed
 
         return run
 
@@ -193,7 +195,11 @@ class Prepared:
 
     def _ragged_runner(self) -> Run:
         first_setup, each_setup = self._first_setup, self._each_setup
-        place, blocks_of, add_memory = self._places.place, self._blocks_of, self._add_memory
+        addresses_of, blocks_of, add_memory = (
+            self._lengths_memory.addresses,
+            self._blocks_of,
+            self._add_memory,
+        )
         launches, is_capturing = self._launches, streams.is_capturing
         takes_scratch, counters = bool(self._scratch_at), self._counters
 
@@ -209,11 +215,11 @@ class Prepared:
             if found is None:
                 # Counted first: what one launch does not hold is refused before anything is launched.
                 blocks = blocks_of(lengths)
-                owner, places, data, to = place(lengths, memory)
-                found = owner, places, blocks
+                owner, own_addresses, data, to = addresses_of(lengths, memory)
+                found = owner, own_addresses, blocks
             else:
-                _, places, blocks = found
-            addresses += places
+                _, own_addresses, blocks = found
+            addresses += own_addresses
             scratch = None
             if takes_scratch or not known:
                 scratch = add_memory(addresses, stream, memory, capturing)
@@ -223,10 +229,10 @@ class Prepared:
                 launch, count = each_setup
                 launch(addresses, count, stream)
             if not known and not capturing:
-                if len(lengths.memo) >= _MAX_PLACED:
+                if len(lengths.memo) >= _MAX_KNOWN:
                     lengths.memo.clear()
                 if own in counters and not takes_scratch:
-                    found = found[0], [*places, *counters[own][1]], blocks
+                    found = found[0], [*own_addresses, *counters[own][1]], blocks
                 lengths.memo[key] = found
             for launch, count in zip(launches, blocks):  # noqa: B905  # (strict costs what a launch's patches do)
                 launch(addresses, count, stream)
@@ -329,8 +335,8 @@ class Own:
         if prepared.ragged:
             assert lengths is not None
             blocks = prepared._blocks_of(lengths)
-            owner, places, data, to = prepared._places.place(lengths, memory)
-            self.tail += places
+            owner, own_addresses, data, to = prepared._lengths_memory.addresses(lengths, memory)
+            self.tail += own_addresses
             self._held += [owner, lengths]
         if prepared._scratch_at:
             owner, base = memory.allocate(prepared._scratch_bytes, prepared.device)
@@ -357,15 +363,15 @@ class Own:
         integers: dict[int, int] | None = None,
         theirs: Sequence[int] = (),
     ) -> None:
-        """integers: other addresses of lengths on the device, by their place in `NAMES`.
+        """integers: other addresses of lengths on the device, by their index in `NAMES`.
 
-        theirs: places in `addresses` of a caller's own outputs, whose padding rows stay as they are.
+        theirs: indices in `addresses` of a caller's own outputs, whose padding rows stay as they are.
         """
         first = len(addresses)
         addresses += self.tail
         if integers is not None:
-            for place, address in integers.items():
-                addresses[first + place] = address
+            for index, address in integers.items():
+                addresses[first + index] = address
         filled = addresses
         if theirs and self._fills:
             filled = [0 if n in theirs else x for n, x in enumerate(addresses)]

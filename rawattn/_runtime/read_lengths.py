@@ -54,7 +54,7 @@ def repeated(
         for n, shape, dtype in call.made
         if targets[n] is None
     ]
-    places = [count + n for n, _, _ in call.made if targets[n] is None]
+    indices = [count + n for n, _, _ in call.made if targets[n] is None]
     width = len(verb.inputs) + len(verb.outputs)
     values, returned = list(asked.values), asked.returned
     bounds = on_gpu.overlaps(call, count) if written else ()
@@ -70,14 +70,14 @@ def repeated(
         if pairs and not are_apart(pairs, addresses):
             return ANEW
         if out is not None:
-            place = found[-1]
+            target = found[-1]
             for address, (low, high) in zip(addresses, bounds):  # noqa: B905
-                if low < place - address < high:
+                if low < target - address < high:
                     return ANEW
         addresses += [0] * (width - count)
         if out is not None:
-            addresses[count] = place
-        for at, make in zip(places, makers):  # noqa: B905
+            addresses[count] = target
+        for at, make in zip(indices, makers):  # noqa: B905
             results[at - count] = result = make()
             addresses[at] = address_of(result)
         addresses += values

@@ -94,8 +94,8 @@ def carrying_of(step: Step, slot: dict[str, int], device: int) -> Carrying:
         except IndexError:  # another thread is launching it
             arguments = Arguments((params,))
         words, size = arguments.words, len(data)
-        for place, n in patches:
-            words[place] = addresses[n]
+        for index, n in patches:
+            words[index] = addresses[n]
         words[where] = to
         words[count] = size // 4
         arguments.view[start : start + size] = data

@@ -18,7 +18,7 @@ from rawattn._call.layout import HostLengths, Lengths
 from rawattn._call.options import Options
 from rawattn._call.problem import Problem, describe, describe_paged, result_shapes
 from rawattn._call.seq_layout import bind
-from rawattn._masks.block_mask import unpacked
+from rawattn._masks.block_mask import bools_of
 
 FLOAT32 = np.dtype(np.float32)
 
@@ -80,7 +80,7 @@ class Verb:
     alike: tuple[tuple[str, ...], ...] = ()
 
     names: tuple[str, ...] = field(init=False)  # of all its arrays
-    q: int = field(init=False)  # the place of the lead among the inputs
+    q: int = field(init=False)  # the index of the lead among the inputs
     required: int = field(init=False)  # how many inputs are not optional: those come first
 
     def __post_init__(self) -> None:
@@ -128,10 +128,10 @@ def _forward_cpu(
 
 
 def _with_bools(problem: Problem, extras: Extras) -> Extras:
-    """The arrays of options with a mask of bools in the place of its bits."""
+    """The arrays of options with a mask of bools instead of its bits."""
     if "mask_bits" not in extras:
         return extras
-    return {**extras, "mask": unpacked(extras["mask_bits"], problem.mask.shape)}
+    return {**extras, "mask": bools_of(extras["mask_bits"], problem.mask.shape)}
 
 
 def _backward_results(

@@ -6,17 +6,17 @@ It holds what the kernels call, each a template over the struct of parameters, w
       static constexpr bool kAdditive;    // the derivative is 1 wherever a key is seen
       static constexpr bool kNeedsScore;  // derivatives depend on the score as it was before
       static constexpr int kPartials;     // how many elements of captured arrays a score depends on, of those in wrt
-      ScoreMod(const ScorePlace& at, const P& p);  // of one head of a sequence, wherever q_idx and kv_idx stand
-      float value(float score, const ScorePlace& at, const P& p);       // -inf hides the key
-      float derivative(float score, const ScorePlace& at, const P& p);  // anything where the value is -inf
+      ScoreMod(const ScorePosition& at, const P& p);  // of one head of a sequence, wherever q_idx and kv_idx stand
+      float value(float score, const ScorePosition& at, const P& p);       // -inf hides the key
+      float derivative(float score, const ScorePosition& at, const P& p);  // anything where the value is -inf
       int partial_array<n>();                                          // the index of the array
-      float partial<n>(float score, const ScorePlace& at, const P& p);
-      int64 partial_index<n>(const ScorePlace& at, const P& p);         // of the element, in C order
-      float added(const ScorePlace& at, const P& p);  // where kModLine: value() is the score and this
-      float step(const ScorePlace& at, const P& p);   // by how much it grows to the next key that is seen
-      float row_step(const ScorePlace& at, const P& p);  // likewise to the next query, where both are the head's alone
+      float partial<n>(float score, const ScorePosition& at, const P& p);
+      int64 partial_index<n>(const ScorePosition& at, const P& p);         // of the element, in C order
+      float added(const ScorePosition& at, const P& p);  // where kModLine: value() is the score and this
+      float step(const ScorePosition& at, const P& p);   // by how much it grows to the next key that is seen
+      float row_step(const ScorePosition& at, const P& p);  // likewise to the next query, where both are the head's alone
     };
-    struct Predicate { bool holds(const ScorePlace& at, const P& p); };
+    struct Predicate { bool holds(const ScorePosition& at, const P& p); };
 
 What all scores of a head share is computed once, by the constructor: compilers leave a load where it stands, behind the
 product that every tile waits for.
@@ -37,21 +37,21 @@ from rawattn._scores.expression import (
     FLOAT,
     INT,
     KEY,
-    PLACES,
+    POSITION,
     QUERY,
     SCORE,
     Expression,
-    place,
+    position,
     walk,
 )
-from rawattn._scores.places import sum_of_places, with_early_floats
+from rawattn._scores.position_sums import sum_of_positions, with_early_floats
 from rawattn._scores.program import Partial, ScoreText, line_of, predicate, program
 from rawattn._scores.score_mod import require_float32
 
 _INCLUDES = """\
 #include "attn/captured.cuh"
 #include "attn/score_maths.cuh"
-#include "attn/score_place.cuh"
+#include "attn/score_position.cuh"
 """
 _ELEMENTS = {
     "float16": "float16",
@@ -75,7 +75,7 @@ _OF_FLOATS = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
 _TARGET = frozenset({"exp", "log", "tanh", "sin", "cos", "sqrt", "floor"})
 _POWERS = 16  # the largest exponent of a float that becomes products
 _MAX_SHARED = 4  # values that a kernel keeps in registers for all tiles of a head
-_OF_ONE_SCORE = frozenset({SCORE, *(place(name) for name in ("q_idx", "kv_idx"))})
+_OF_ONE_SCORE = frozenset({SCORE, *(position(name) for name in ("q_idx", "kv_idx"))})
 _NO_BACKWARD = "a score function in CUDA without backward has no derivative"
 _FILES = {"score_mod": "forward", "score_mod.backward": "backward"}
 # "score_mod(2): error: ..." of NVRTC, "score_mod:2:7: error: ..." of g++
@@ -149,7 +149,7 @@ def _of_expression(text: ScoreText) -> list[str]:
 def shared_by_head(roots: Iterable[Expression]) -> tuple[Expression, ...]:
     """The largest parts that are the same for all scores of a head, those of the first roots first.
 
-    A place, a captured float or a number costs nothing where it is used, so none of these is among them.
+    A position, a captured float or a number costs nothing where it is used, so none of these is among them.
     """
     own: dict[Expression, bool] = {}  # whether it differs from score to score
     found: dict[Expression, None] = {}
@@ -164,7 +164,7 @@ def shared_by_head(roots: Iterable[Expression]) -> tuple[Expression, ...]:
 
 
 def _costs(node: Expression) -> bool:
-    return node.op not in ("const", "place") and (node.op, node.type) != ("scalar", FLOAT)
+    return node.op not in ("const", "position") and (node.op, node.type) != ("scalar", FLOAT)
 
 
 def _shared(text: ScoreText, shared: tuple[Expression, ...]) -> list[str]:
@@ -186,8 +186,8 @@ def _partials(
         body = _body(text, (each.value,), names)
         values = _branch(n, [*body.lines, f"return {body.results[0]};"], values)
         body = _body(text, each.indices, names)
-        place = ", ".join((f"p.captured.array{each.array}", *body.results))
-        indices = _branch(n, [*body.lines, f"return captured_number({place});"], indices)
+        element = ", ".join((f"p.captured.array{each.array}", *body.results))
+        indices = _branch(n, [*body.lines, f"return captured_number({element});"], indices)
     return [
         "\n".join(
             [
@@ -207,7 +207,7 @@ def _branch(n: int, lines: list[str], others: list[str]) -> list[str]:
 
 
 def _of_cuda(text: ScoreText) -> list[str]:
-    names = [f"const int {name} = at.{name};" for name in PLACES]
+    names = [f"const int {name} = at.{name};" for name in POSITION]
     names.append("const float inf = target::infinity();")
     for n, (name, kind) in enumerate(text.scalars):
         names.append(f"const {kind} {name} = {_scalar(n, kind)};")
@@ -258,7 +258,7 @@ def _body(
             if node in names:
                 continue
             value = _written(text, node, [names[x] for x in node.args])
-            if node.op in ("const", "score", "place"):
+            if node.op in ("const", "score", "position"):
                 names[node] = value
             else:
                 names[node] = f"x{len(lines)}"
@@ -271,7 +271,7 @@ def _written(text: ScoreText, node: Expression, args: list[str]) -> str:
         return _number(node)
     if node.op == "score":
         return "score"
-    if node.op == "place":
+    if node.op == "position":
         return f"at.{node.value}"
     if node.op == "scalar":
         return _scalar(node.value, node.type)
@@ -300,8 +300,8 @@ def _written(text: ScoreText, node: Expression, args: list[str]) -> str:
 
 
 def _to_float(node: Expression, x: str) -> str:
-    """Of a sum of places that of the lane's first score, which its others share, and the rest, which compilers know."""
-    form = sum_of_places(node) or {}
+    """Of a sum of positions that of the lane's first score, which its others share, and the rest, which compilers know."""
+    form = sum_of_positions(node) or {}
     more = {"at.q_more": form.get(QUERY, 0), "at.kv_more": form.get(KEY, 0)}
     terms = [f"({n}) * {name}" for name, n in more.items() if n]
     return f"score_maths::float_of({x}, {' + '.join(terms)})" if terms else f"float({x})"
@@ -341,9 +341,9 @@ def _float(value: float) -> str:
 def _function(
     what: str, first: str, lines: Iterable[str], template: str = "", *, constant: bool = True
 ) -> str:
-    """A member function of a place and parameters; `first`: what comes before these."""
-    places = "[[maybe_unused]] const ScorePlace& at, [[maybe_unused]] const P& p"
-    head = f"DEVICE {what}({first}{places}){' const' if constant else ''} {{"
+    """A member function of a position and parameters; `first`: what comes before these."""
+    given = "[[maybe_unused]] const ScorePosition& at, [[maybe_unused]] const P& p"
+    head = f"DEVICE {what}({first}{given}){' const' if constant else ''} {{"
     head = head.replace("(float score", "([[maybe_unused]] float score")
     head = head.replace("(const float score", "([[maybe_unused]] const float score")
     return "\n".join([f"template <{template}class P>", head, *_indented(lines), "}"])

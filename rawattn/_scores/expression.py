@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 BOOL, INT, FLOAT = "bool", "int", "float"
 
-# Where a score stands. Integers, all of them.
-PLACES = ("batch", "head", "kv_head", "q_idx", "kv_idx", "seqlen_q", "seqlen_k")
+# The position of a score, and the lengths of its sequence. Integers, all of them.
+POSITION = ("batch", "head", "kv_head", "q_idx", "kv_idx", "seqlen_q", "seqlen_k")
 
 _RANKS = {BOOL: 0, INT: 1, FLOAT: 2}
 
@@ -20,7 +20,7 @@ _RANKS = {BOOL: 0, INT: 1, FLOAT: 2}
 class Expression(NamedTuple):
     """A tree: `op` of `args`. `value` tells leaves apart:
 
-    const: the value; place: a name of PLACES; score: None; scalar: its index among the scalars;
+    const: the value; position: a name of POSITION; score: None; scalar: its index among the scalars;
     load: the index of the array, whose indices are `args`; pow: the exponent.
     """
 
@@ -33,11 +33,11 @@ class Expression(NamedTuple):
 SCORE = Expression("score", FLOAT)
 
 
-def place(name: str) -> Expression:
-    return Expression("place", INT, (), name)
+def position(name: str) -> Expression:
+    return Expression("position", INT, (), name)
 
 
-QUERY, KEY = place("q_idx"), place("kv_idx")
+QUERY, KEY = position("q_idx"), position("kv_idx")
 
 
 def const(value: bool | int | float) -> Expression:

@@ -11,21 +11,21 @@ from rawattn._scores.expression import (
     BOOL,
     FLOAT,
     INT,
-    PLACES,
+    POSITION,
     SCORE,
     Expression,
     apply,
     common_type,
     const,
     converted,
-    place,
+    position,
 )
 
 # Of one float.
 MATHS = ("exp", "log", "tanh", "sin", "cos", "sqrt")
 FUNCTIONS = (*MATHS, "abs", "floor", "min", "max", "where", "int", "float")
 # Names that nothing captured may have.
-RESERVED = frozenset({"score", "inf", *PLACES, *FUNCTIONS})
+RESERVED = frozenset({"score", "inf", *POSITION, *FUNCTIONS})
 
 ACCEPTED = (
     "numbers, + - * / // % **, comparisons, and/or/not, `a if c else b`, subscripts of captured arrays, and "
@@ -35,7 +35,7 @@ MAX_POWER = 64  # of an int
 _MAX_DEPTH = 200
 _MAX_CHARACTERS = 20_000
 _INT32 = 2**31
-# Names of places in FlexAttention's functions, and of its users.
+# Names of positions in FlexAttention's functions, and of its users.
 _ELSEWHERE = {
     **{
         "b": "batch",
@@ -75,7 +75,7 @@ _BITWISE = {ast.BitAnd: "and", ast.BitOr: "or", ast.BitXor: "!="}
 
 
 class Names(NamedTuple):
-    """What a text may name beside the places. scalars: their types."""
+    """What a text may name beside the position. scalars: their types."""
 
     arrays: Mapping[str, Array]
     scalars: Mapping[str, str]
@@ -186,8 +186,8 @@ class _Checker:
         name = node.id
         if name == "score" and self._has_score:
             return SCORE
-        if name in PLACES:
-            return place(name)
+        if name in POSITION:
+            return position(name)
         if name == "inf":
             return const(math.inf)
         if name in self._names.scalars:
@@ -207,7 +207,7 @@ class _Checker:
     def _known(self) -> str:
         own = ("score",) if self._has_score else ()
         captured = (*self._names.arrays, *self._names.scalars)
-        return ", ".join((*own, *PLACES, "inf", *captured))
+        return ", ".join((*own, *POSITION, "inf", *captured))
 
     def _unary(self, node: ast.UnaryOp, depth: int) -> Expression:
         if isinstance(node.op, ast.Invert):

@@ -1,6 +1,6 @@
 """Texts that add to a score what grows evenly from key to key, as slopes do: `score + slope[head] * (kv_idx - q_idx)`.
 
-What is added is then a number for each row, and another one times the key: kernels need neither function nor place of each
+What is added is then a number for each row, and another one times the key: kernels need neither function nor position of each
 score.
 """
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from rawattn._scores import derive
 from rawattn._scores.expression import KEY, QUERY, SCORE, Expression, const
-from rawattn._scores.places import sum_of_places
+from rawattn._scores.position_sums import sum_of_positions
 
 
 class Line(NamedTuple):
@@ -64,11 +64,11 @@ def _without_score(node: Expression) -> Expression | None:
 
 
 def _step(node: Expression, along: Expression, causal: bool) -> Expression | None:
-    """Of a float: how much it is more at the next place of that kind. None where that depends on the place."""
+    """Of a float: how much it is more at the next position of that kind. None where that depends on the position."""
     if not derive.mentions(node, along):
         return derive.ZERO
     if node.op == "to_float":
-        form = sum_of_places(node.args[0], causal=causal)
+        form = sum_of_positions(node.args[0], causal=causal)
         return None if form is None else const(float(form.get(along, 0)))
     if node.op == "neg":
         step = _step(node.args[0], along, causal)

@@ -27,7 +27,7 @@ _KEYWORDS = """
     wchar_t xor xor_eq
 """
 # Of the text around.
-_AROUND = "at bfloat16 CapturedArray config DEVICE dscore float16 int64 p P ScorePlace target"
+_AROUND = "at bfloat16 CapturedArray config DEVICE dscore float16 int64 p P ScorePosition target"
 
 
 def check(text: ScoreText) -> None:

@@ -1,7 +1,7 @@
 """Values of texts in NumPy, for the CPU backend and the reference: floats in the type of the scores, integers in int32.
 
-Every function takes the places as integers or integer arrays that broadcast against the scores; `captured` holds the arrays by
-name, on the host, and `scalars` their values in the order of the text.
+Every function takes the position as integers or integer arrays that broadcast against the scores; `captured` holds the arrays
+by name, on the host, and `scalars` their values in the order of the text.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rawattn._scores.expression import BOOL, FLOAT, INT, PLACES, Expression, walk
+from rawattn._scores.expression import BOOL, FLOAT, INT, POSITION, Expression, walk
 from rawattn._scores.program import Program, ScoreText, program
 from rawattn._scores.program import predicate as _predicate
 
@@ -34,8 +34,8 @@ def evaluate(
     seqlen_q: Any, seqlen_k: Any, captured: Mapping[str, Any], scalars: Sequence[float],
 ) -> Array:  # fmt: skip
     """The new scores, in the type of `score`."""
-    places = (batch, head, kv_head, q_idx, kv_idx, seqlen_q, seqlen_k)
-    values = _Evaluation(text, score, places, captured, scalars)
+    position = (batch, head, kv_head, q_idx, kv_idx, seqlen_q, seqlen_k)
+    values = _Evaluation(text, score, position, captured, scalars)
     return values.whole(_of(text).value)
 
 
@@ -44,8 +44,8 @@ def derivative(
     seqlen_q: Any, seqlen_k: Any, captured: Mapping[str, Any], scalars: Sequence[float],
 ) -> Array:  # fmt: skip
     """Of the new scores with respect to `score`, the old ones; anything where the new one is -inf."""
-    places = (batch, head, kv_head, q_idx, kv_idx, seqlen_q, seqlen_k)
-    values = _Evaluation(text, score, places, captured, scalars)
+    position = (batch, head, kv_head, q_idx, kv_idx, seqlen_q, seqlen_k)
+    values = _Evaluation(text, score, position, captured, scalars)
     return values.whole(_of(text).derivative)
 
 
@@ -54,8 +54,8 @@ def partials(
     seqlen_q: Any, seqlen_k: Any, captured: Mapping[str, Any], scalars: Sequence[float],
 ) -> list[PartialValues]:  # fmt: skip
     """Of the new scores with respect to the arrays of `wrt`; an array may come more than once."""
-    places = (batch, head, kv_head, q_idx, kv_idx, seqlen_q, seqlen_k)
-    values = _Evaluation(text, score, places, captured, scalars)
+    position = (batch, head, kv_head, q_idx, kv_idx, seqlen_q, seqlen_k)
+    values = _Evaluation(text, score, position, captured, scalars)
     return [
         PartialValues(
             text.arrays[each.array][0],
@@ -80,8 +80,8 @@ def holds(
     seqlen_k: Any, captured: Mapping[str, Any], scalars: Sequence[float],
 ) -> NDArray[np.bool_]:  # fmt: skip
     """Of a predicate: where it is true."""
-    places = (batch, head, kv_head, q_idx, kv_idx, seqlen_q, seqlen_k)
-    values = _Evaluation(text, np.zeros((), np.float32), places, captured, scalars)
+    position = (batch, head, kv_head, q_idx, kv_idx, seqlen_q, seqlen_k)
+    values = _Evaluation(text, np.zeros((), np.float32), position, captured, scalars)
     return values.whole(_predicate(text))
 
 
@@ -100,28 +100,28 @@ def _of(text: ScoreText) -> Program:
 
 
 class _Evaluation:
-    """Expressions at given scores and places. What they share is computed once."""
+    """Expressions at given scores and positions. What they share is computed once."""
 
     def __init__(
         self,
         text: ScoreText,
         score: Array,
-        places: Sequence[Any],
+        position: Sequence[Any],
         captured: Mapping[str, Any],
         scalars: Sequence[float],
     ) -> None:
         self._score = np.asarray(score)
         self._float = self._score.dtype
-        self._places = dict(zip(PLACES, (_int32(x) for x in places), strict=True))
+        self._position = dict(zip(POSITION, (_int32(x) for x in position), strict=True))
         self._arrays = [np.asarray(captured[name]) for name, _, _ in text.arrays]
         self._scalars = scalars
         self._shape = np.broadcast_shapes(
-            self._score.shape, *(np.shape(x) for x in self._places.values())
+            self._score.shape, *(np.shape(x) for x in self._position.values())
         )
         self._found: dict[Expression, Any] = {}
 
     def whole(self, expression: Expression) -> Array:
-        """In the shape of the scores and places together."""
+        """In the shape of the scores and positions together."""
         return self.spread(self._value(expression))
 
     def spread(self, x: Any) -> Array:
@@ -144,8 +144,8 @@ class _Evaluation:
     def _one(self, node: Expression) -> Any:
         if node.op == "score":
             return self._score
-        if node.op == "place":
-            return self._places[node.value]
+        if node.op == "position":
+            return self._position[node.value]
         if node.op == "const":
             return self._typed(node.value, node.type)
         if node.op == "scalar":

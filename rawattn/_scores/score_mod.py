@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from rawattn._call.argument_kinds import checks_arguments
 from rawattn._call.hints import array_advice, cast
 from rawattn._call.options import shown
-from rawattn._call.places import says_places
 from rawattn._handles import handle_of
 from rawattn._interop.arrays import framework_of, import_array
 from rawattn._interop.xla import is_traced
@@ -68,7 +68,7 @@ class ScoreMod:
 
     __slots__ = ("__weakref__", "_arrays", "_scalars", "_text", "handle")
 
-    @says_places("rawattn.ScoreMod")
+    @checks_arguments("rawattn.ScoreMod")
     def __init__(
         self,
         /,

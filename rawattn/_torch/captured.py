@@ -16,7 +16,7 @@ def tensors_of(score_mod: ScoreMod) -> dict[str, Any]:
 
 
 def with_tensors(score_mod: ScoreMod, tensors: Sequence[Any]) -> ScoreMod:
-    """The same function of other tensors in their place."""
+    """The same function of other tensors instead of its own."""
     names = tensors_of(score_mod)
     moved = dict(zip(names, tensors, strict=True))
     if all(moved[name] is x for name, x in names.items()):

@@ -11,8 +11,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from rawattn import ScoreMod, attention, attention_backward
+from rawattn._call.argument_kinds import argument_kinds, check_arguments
 from rawattn._call.options import DEFAULTS, Options, flag
-from rawattn._call.places import check_places, places_of
 from rawattn._torch.captured import checked, tensors_of, with_tensors
 
 Parameters = ParamSpec("Parameters")
@@ -30,7 +30,7 @@ _DEFAULTS: dict[str, Any] = {**DEFAULTS._asdict(), "return_lse": False, _OF_BACK
 
 def repeating(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """`function`, the public one, without a look at options of calls that need none."""
-    places = places_of("rawattn.torch.attention", inspect.signature(function))
+    kinds = argument_kinds("rawattn.torch.attention", inspect.signature(function))
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
@@ -47,7 +47,7 @@ def repeating(function: Callable[Parameters, Result]) -> Callable[Parameters, Re
                 return Recorded.apply(options, (), q, k, v)
             return attention(q, k, v, **options)
         if len(args) != 3:
-            check_places(places, args, options)
+            check_arguments(kinds, args, options)
         return function(*args, **options)
 
     return call

@@ -69,7 +69,7 @@ class Layout(NamedTuple):
 _LAYOUT_AT = 3
 _OPTIONS_AT = _LAYOUT_AT + len(Layout._fields)
 _SAVED = tuple(x.split()[1] for x in _PARAMETERS if x.startswith("Tensor?"))
-_PLACES = {name: _OPTIONS_AT + n for n, name in enumerate(_NAMES)}
+_INDICES = {name: _OPTIONS_AT + n for n, name in enumerate(_NAMES)}
 
 
 def layout_of(seqs: SeqLayout | Layout | None) -> Layout:
@@ -285,7 +285,7 @@ def _pull(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
     layout = (*others[:6], *ctx.maxima)
     saved, captured = others[6 : 6 + len(_SAVED)], others[6 + len(_SAVED) :]
     options = {**ctx.options, **dict(zip(_SAVED, saved, strict=True)), "captured": captured}
-    has_dbias = ctx.needs_input_grad[_PLACES["bias"]]
+    has_dbias = ctx.needs_input_grad[_INDICES["bias"]]
     if dout is None:
         dout = torch.zeros_like(out)
     arguments = (*layout, *options.values())
@@ -293,14 +293,14 @@ def _pull(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
     gradients = [*found[:3], *(None,) * (len(layout) + len(options))]
     rest = iter(found[3:])
     if options["bias"] is not None and has_dbias:
-        gradients[_PLACES["bias"]] = next(rest)
+        gradients[_INDICES["bias"]] = next(rest)
     if options["sink_logits"] is not None:
-        gradients[_PLACES["sink_logits"]] = next(rest)
-    gradients[_PLACES["captured"]] = _in_their_places(options, rest)
+        gradients[_INDICES["sink_logits"]] = next(rest)
+    gradients[_INDICES["captured"]] = _of_captured(options, rest)
     return tuple(gradients)
 
 
-def _in_their_places(options: dict[str, Any], found: Iterator[Any]) -> list[Any]:
+def _of_captured(options: dict[str, Any], found: Iterator[Any]) -> list[Any]:
     """Gradients of captured tensors, None for those that have none."""
     if options["score_mod"] is None:
         return []

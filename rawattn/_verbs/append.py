@@ -19,7 +19,7 @@ from rawattn._runtime.asked import Asked
 from rawattn._runtime.verbs import Verb
 from rawattn._verbs import page_repeats
 from rawattn._verbs.attention import first
-from rawattn._verbs.paged import Limits, place_of, read_pages, scaled
+from rawattn._verbs.paged import Limits, device_of, read_pages, scaled
 
 if TYPE_CHECKING:  # type checkers bring it: nothing is installed for it
     from typing_extensions import Unpack
@@ -121,7 +121,7 @@ def append_kv(
     v_pages : array, (num_pages, page_size, nheads_kv, Dv)
         The dtype of k_pages. Both may lie side by side in one array, as long as no element is in both.
     block_table : array, (batch, max_pages), or a pair (indptr, page_ids)
-        As of `paged_attention`. Two sequences must not have new rows in the same place.
+        As of `paged_attention`. Two sequences must not have new rows in the same slot.
     seqlen_k : (batch,)
         The keys of each sequence, the new ones among them; int32 or int64, on the host or the device.
     q : array, optional, (batch, seqlen_q, nheads_q, D), or (total_q, nheads_q, D)
@@ -158,7 +158,7 @@ def append_kv(
         Naming the argument, what was got and what is accepted; before anything is written. ValueError for more new rows
         than keys, for a length that is more than the pages hold or beyond the positions of `rotary`, and for an id that
         is no page's: where all lengths and ids are on the host or the call runs on the CPU, else with `validate`. Without
-        it a row without a place in the pages is not written, and a position that has no angle takes the nearest one's.
+        it a row without a slot in the pages is not written, and a position that has no angle takes the nearest one's.
 
     Notes
     -----
@@ -244,7 +244,7 @@ def read_append(
     if rotary is not None:
         rotary = _rotary.split(rotary)
     # The host reads a call on the CPU in any case, so checking its integers waits for nothing more.
-    on_cpu = backend == "cpu" or (backend is None and place_of(k) == HOST)
+    on_cpu = backend == "cpu" or (backend is None and device_of(k) == HOST)
     validate = flag("validate", validate) or on_cpu
     named = {"k": k, "k_pages": k_pages, "v_pages": v_pages, "block_table": block_table}
     named |= {"seqlen_k": seqlen_k, "validate": validate}

@@ -104,7 +104,7 @@ def attention(
     softcap : float, optional
         Above 0: a scaled score s becomes ``softcap * tanh(s / softcap)``.
     score_mod : ScoreMod, optional
-        A function of the score and its place, compiled into the kernels; -inf hides a key. Text in C++ runs on GPUs alone.
+        A function of the score and its position, compiled into the kernels; -inf hides a key. Text in C++ runs on GPUs alone.
     bias : array, optional
         Added to the scores, never scaled; -inf hides a key. The dtype of q, or float32. Broadcasts by NumPy's rules to
         (batch, heads, seqlen_q, seqlen_k), any strides, with 1, nheads_kv or nheads_q heads: a head of nheads_kv is that of
@@ -114,7 +114,7 @@ def attention(
         float32, or 16-bit. Adds ``-slope * abs(i + off - j)`` to the score of query i and key j, off being that of `align`.
     mask : array of bool, or BlockMask, optional
         True keeps a key. The shapes of `bias`. Beside `causal` and `window`, which hide keys too. A mask that many calls use is
-        cheaper as a `BlockMask`, packed once by `rawattn.block_mask`. On a GPU for 2**20 query heads at most.
+        cheaper as a `BlockMask`, made once by `rawattn.block_mask`. On a GPU for 2**20 query heads at most.
     sink_logits : array, (nheads_q,), optional
         float32, or 16-bit. A logit for each head that joins the softmax's denominator and lse, with no value: probabilities
         then sum to less than 1. A row that sees no key has lse = its sink logit. -inf is none.

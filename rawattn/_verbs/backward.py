@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 
+from rawattn._call.argument_kinds import checks_arguments
 from rawattn._call.gradients import Gradients, check_given, wanted
 from rawattn._call.hints import refuse_unknown
 from rawattn._call.options import AttentionOptions, Options, flag
-from rawattn._call.places import says_places
 from rawattn._call.signatures import options_of, takes_options
 from rawattn._masks.block_mask import memo_of
 from rawattn._runtime.asked import Asked
@@ -140,7 +140,7 @@ def of_options(
 
 
 def _differentiated(score_mod: Any) -> dict[int, str]:
-    """The captured arrays of a score function whose gradients are wanted, by their places."""
+    """The captured arrays of a score function whose gradients are wanted, by their indices."""
     if not isinstance(score_mod, ScoreMod):
         return {}
     wrt = score_mod.text.wrt
@@ -227,7 +227,7 @@ def attention_vjp(
 ) -> tuple[ArrayT | tuple[ArrayT, Any], Pullback]: ...
 
 
-@says_places("rawattn.attention_vjp")
+@checks_arguments("rawattn.attention_vjp")
 def attention_vjp(
     q: Any, k: Any, v: Any, *, deterministic: bool = False, return_lse: bool = False, **options: Any
 ) -> tuple[Any, Pullback]:
@@ -265,7 +265,7 @@ def attention_vjp(
     for name in _FORWARD_ALONE:
         options.pop(name, None)
 
-    @says_places("the backward of rawattn.attention_vjp")
+    @checks_arguments("the backward of rawattn.attention_vjp")
     def backward(
         dout: Any,
         *,

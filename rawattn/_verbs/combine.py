@@ -8,8 +8,8 @@ from functools import lru_cache
 from typing import Any
 
 from rawattn._call import partials
+from rawattn._call.argument_kinds import checks_arguments
 from rawattn._call.options import DEFAULTS
-from rawattn._call.places import says_places
 from rawattn._kernels.helper_params import MAX_LISTED
 from rawattn._runtime.asked import Asked
 from rawattn._runtime.combine import combine_verb
@@ -17,7 +17,7 @@ from rawattn._runtime.stacked import stacked
 from rawattn._verbs.repeats import repeating
 
 
-@says_places("rawattn.combine")
+@checks_arguments("rawattn.combine")
 def combine(outs: Any, lses: Any, *, out: Any = None, dtype: Any = None) -> tuple[Any, Any]:
     """Merge results of attention over disjoint keys: ``out = sum_i exp(lse_i - lse) * out_i``.
 
@@ -101,12 +101,12 @@ def _asking(outs: int, lses: int, dtype: str | None) -> Callable[..., tuple[Any,
         return Asked(verb, arrays, (out, None), DEFAULTS, False, None, (), returned)
 
     ask.__name__ = f"combine of {outs} and {lses} to {dtype}"
-    places = [
+    positional = [
         inspect.Parameter(f"array{n}", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         for n in range(len(verb.inputs))
     ]
     *_, out = inspect.signature(ask).parameters.values()
     vars(ask)["__signature__"] = inspect.Signature(
-        [*places, out], return_annotation="Asked[tuple[Any, Any]]"
+        [*positional, out], return_annotation="Asked[tuple[Any, Any]]"
     )
     return repeating(verb, "out")(ask)

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-from rawattn._call.places import check_places, places_of
+from rawattn._call.argument_kinds import argument_kinds, check_arguments
 from rawattn._interop.arrays import framework_of
 from rawattn._interop.native import Read, native
 from rawattn._interop.written import tell_written
@@ -42,13 +42,13 @@ def repeating(
 ) -> Callable[[Callable[Parameters, Asked[Result]]], Callable[Parameters, Result]]:
     """Makes the public function of a verb of the one that says what is asked for.
 
-    gather: from the arguments of a call; None for one that is no step of decoding. written: the places of the arrays that
+    gather: from the arguments of a call; None for one that is no step of decoding. written: the indices of the arrays that
     a call changes.
     """
 
     def decorate(ask: Callable[..., Asked[Result]]) -> Callable[..., Result]:
         name = ask.__name__
-        places = places_of(f"rawattn.{name}", inspect.signature(ask))
+        kinds = argument_kinds(f"rawattn.{name}", inspect.signature(ask))
         # By the type of the first array and the number of all.
         readers: dict[tuple[type, int], Callable[..., Read | None]] = {}
 
@@ -66,11 +66,11 @@ def repeating(
                 addresses, form, tracked = read
                 try:
                     # What each array begins with decides, and all of them together only where that is nothing.
-                    places = tuple([x & 15 for x in addresses]) if form[-1] else None
+                    alignments = tuple([x & 15 for x in addresses]) if form[-1] else None
                     values = tuple(others.values())
                     types = [type(x) for x in values]
                     types += [type(end) for x in values if type(x) is tuple for end in x]
-                    key = form, places, out is None, *others, values, *types
+                    key = form, alignments, out is None, *others, values, *types
                     repeat = known[name].get(key)
                 except TypeError:  # what cannot be hashed
                     repeat = key = None
@@ -87,7 +87,7 @@ def repeating(
         def anew(
             args: tuple[Any, ...], options: dict[str, Any], gathered: Gathered | None, key: Any
         ) -> Result:
-            check_places(places, args, options)
+            check_arguments(kinds, args, options)
             asked = ask(*args, **options)
             call = asked.verb, asked.inputs, asked.targets, asked.options, asked.flag
             results = dispatch.run(*call, asked.backend, asked.values)

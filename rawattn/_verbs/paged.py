@@ -213,7 +213,7 @@ def read_pages(
     names: Sequence[str] = PAGED.inputs[:3],
     limits: Limits | None = None,
 ) -> tuple[Any, Options]:
-    """The page ids of a call where its rows are, and the options with a `PagedLayout` in the place of `seqs`.
+    """The page ids of a call where its rows are, and the options with a `PagedLayout` instead of `seqs`.
 
     named: the arguments of `paged_attention`. Integers on the host are checked, with `validate` those on a device too.
     names: those of the rows and of both arrays of pages. limits: which keys a row reaches; None: as the options say.
@@ -226,7 +226,7 @@ def read_pages(
     if not layout.on_host:
         refuse_traced(layout)
     table = ids
-    if isinstance(ids, (list, tuple, range, np.ndarray)) or place_of(ids) == HOST or validate:
+    if isinstance(ids, (list, tuple, range, np.ndarray)) or device_of(ids) == HOST or validate:
         host = import_integers("block_table", ids)
         on_host = isinstance(host, np.ndarray)
         if validate or (on_host and layout.on_host):
@@ -281,7 +281,7 @@ def check_pages(
     pages.check_ids(table, lengths, form, *limits)
 
 
-def place_of(array: Any) -> int | None:
+def device_of(array: Any) -> int | None:
     """The device of an array, HOST, or None for what is no array: the call tells what is wrong with it."""
     try:
         return arrays.device_of(array, arrays.framework_of(array))
@@ -291,11 +291,11 @@ def place_of(array: Any) -> int | None:
 
 def _beside(q: Any, table: np.ndarray[Any, Any]) -> Any:
     """A table of the host where q is, in q's framework."""
-    place = place_of(q)
-    if place is None or place == HOST:
+    device = device_of(q)
+    if device is None or device == HOST:
         return table
     import cupy
 
     framework = arrays.framework_of(q)
-    with cupy.cuda.Device(place), arrays.on_stream_of(q, framework) as stream:
+    with cupy.cuda.Device(device), arrays.on_stream_of(q, framework) as stream:
         return arrays.export_array(cupy.asarray(table), framework, stream)

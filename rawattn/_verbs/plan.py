@@ -11,10 +11,10 @@ import numpy as np
 
 from rawattn._call import options as _options
 from rawattn._call import scales
+from rawattn._call.argument_kinds import argument_kinds, check_arguments
 from rawattn._call.gradients import wanted
 from rawattn._call.hints import refuse_unknown
 from rawattn._call.options import Options, flag, shown
-from rawattn._call.places import check_places, places_of
 from rawattn._interop import arrays
 from rawattn._interop.native import native
 from rawattn._runtime import dispatch
@@ -193,7 +193,7 @@ def plan(fn: Callable[..., Any], *args: Any, **options: Any) -> Plan:
     unknown = [name for name in options if name not in signature.parameters]
     if unknown:
         refuse_unknown(f"rawattn.{fn.__name__}", unknown, signature.parameters)
-    check_places(places_of(f"rawattn.{fn.__name__}", signature), args, options)
+    check_arguments(argument_kinds(f"rawattn.{fn.__name__}", signature), args, options)
     given = signature.bind(*args, **options)
     given.apply_defaults()
     named = given.arguments

@@ -38,9 +38,9 @@ class Arguments:
         self._table = table
         self._told = told(verb, options)
         # What the planned function calls them.
-        self._places = {x: n for n, x in enumerate(verb.inputs)}
+        self._indices = {x: n for n, x in enumerate(verb.inputs)}
         for n, name in enumerate(self._told):
-            self._places.setdefault(name, n)
+            self._indices.setdefault(name, n)
 
     def complete(self, args: Sequence[Any], named: Mapping[str, Any]) -> Complete:
         """TypeError or ValueError, naming the argument, for what this plan does not take."""
@@ -51,34 +51,34 @@ class Arguments:
         inputs = [*args, *self._inputs[len(args) :]]
         integers: dict[str, Any] = {}
         for name, value in named.items():
-            place = self._places.get(name, -1)
-            if place >= len(args):
+            index = self._indices.get(name, -1)
+            if index >= len(args):
                 if name == "mask" and (self._options.mask or isinstance(value, BlockMask)):
-                    self._put_mask(inputs, place, value)
+                    self._put_mask(inputs, index, value)
                 else:
-                    inputs[place] = value
-            elif name in _LENGTHS and name not in self._places:
+                    inputs[index] = value
+            elif name in _LENGTHS and name not in self._indices:
                 self._put_integers(integers, name, value)
             else:
                 raise TypeError(
                     f"{name}: this plan takes {self._names()} once each, lengths on the GPU, and arrays to write; whatever "
                     "else the call has is that of planning time"
                 )
-        if "block_table" in self._places:
+        if "block_table" in self._indices:
             self._read_table(inputs, integers)
         return Complete(inputs, integers)
 
     def _names(self) -> str:
         return ", ".join(dict.fromkeys(self._told))
 
-    def _put_mask(self, inputs: list[Any], place: int, mask: Any) -> None:
+    def _put_mask(self, inputs: list[Any], index: int, mask: Any) -> None:
         planned = self._options.mask
         if planned is None or not isinstance(mask, BlockMask) or mask.form != planned:
             got = f"a BlockMask {mask.shape}" if isinstance(mask, BlockMask) else shown(mask)
             expected = f"a BlockMask {planned.shape}" if planned else "an array of bools"
             raise ValueError(f"mask: got {got}, expected {expected}, as when the call was planned")
         found = mask.beside(inputs[self._verb.q])
-        inputs[place : place + len(found)] = found
+        inputs[index : index + len(found)] = found
 
     def _put_integers(self, integers: dict[str, Any], name: str, value: Any) -> None:
         planned = getattr(self._options.seqs, name, None)
@@ -96,7 +96,7 @@ class Arguments:
             raise _changed(name)
 
     def _read_table(self, inputs: list[Any], integers: dict[str, Any]) -> None:
-        at = self._places["block_table"]
+        at = self._indices["block_table"]
         table = inputs[at]
         if table is self._inputs[at]:
             return

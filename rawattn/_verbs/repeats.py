@@ -14,8 +14,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
+from rawattn._call.argument_kinds import argument_kinds, check_arguments
 from rawattn._call.layout import Lengths
-from rawattn._call.places import check_places, places_of
 from rawattn._call.seq_layout import SeqLayout, bind
 from rawattn._call.structure import token
 from rawattn._interop.arrays import (
@@ -61,7 +61,7 @@ def repeating(
         parameters = signature.parameters.values()
         names = [x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD]
         count, name = len(names), ask.__name__
-        places = places_of(f"rawattn.{name}", signature)
+        kinds = argument_kinds(f"rawattn.{name}", signature)
         # By the type of the first array: what reads all of a call, without and with one to write.
         readers: dict[type, Callable[..., Read | None]] = {}
         writers: dict[type, Callable[..., Read | None]] = {}
@@ -134,8 +134,8 @@ def repeating(
                         key = form if spelled is None else (form, spelled)
                         if mask is not None:
                             q = args[verb.q]
-                            placed = mask.placed(q, form[4 * verb.q + 3], natives[kind].address)
-                            key = (form, spelled, placed.told)
+                            located = mask.located(q, form[4 * verb.q + 3], natives[kind].address)
+                            key = (form, spelled, located.told)
                         repeat = known[name].get(key)
                     except (TypeError, ValueError, IndexError, AttributeError):
                         # A layout that does not fit or is traced, or what cannot be hashed: the way of a first call tells
@@ -151,7 +151,7 @@ def repeating(
                         if written is not None:
                             refuse_gradients_of_written((out,), (written,))
                     if mask is not None:
-                        addresses[count:count] = placed.addresses
+                        addresses[count:count] = located.addresses
                     result = repeat(addresses, written, lengths if mask is None else mask.memo)
                     if result is not None:
                         if written is not None:
@@ -167,7 +167,7 @@ def repeating(
             mask: BlockMask | None,
         ) -> Result:
             if len(args) != count:
-                check_places(places, args, options)
+                check_arguments(kinds, args, options)
             asked = ask(*args, **options)
             inputs, targets, returned = asked.inputs, asked.targets, asked.returned
             call = asked.verb, inputs, targets, asked.options, asked.flag
@@ -213,7 +213,7 @@ def shown(call: Callable[..., Result], ask: Callable[..., Asked[Result]]) -> Cal
 def _by_position(
     names: Sequence[str], args: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[Any, ...]:
-    """Arrays given by name in their places, if all are given."""
+    """Arrays given by name at their positions, if all are given."""
     missing = names[len(args) :]
     if not all(name in options for name in missing):
         return args

@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from rawattn._call.places import says_places
+from rawattn._call.argument_kinds import checks_arguments
 from rawattn._interop import arrays
 
 _K_AXES = "(num_pages, nheads_kv, D / x, page_size, x)"
 _V_AXES = "(num_pages, nheads_kv, Dv, page_size) or (num_pages, nheads_kv, page_size / x, Dv, x)"
 
 
-@says_places("rawattn.unpack_pages")
+@checks_arguments("rawattn.unpack_pages")
 def unpack_pages(k_cache: Any, v_cache: Any) -> tuple[Any, Any]:
     """Copy a cache of vectorized pages into pages as `paged_attention` takes them.
 

@@ -14,10 +14,10 @@ import numpy as np
 
 from rawattn._call import options as _options
 from rawattn._call import pages
+from rawattn._call.argument_kinds import checks_arguments
 from rawattn._call.gradients import Gradients, wanted
 from rawattn._call.layout import host_lengths
 from rawattn._call.options import AttentionOptions, ForwardOptions
-from rawattn._call.places import says_places
 from rawattn._call.seq_layout import SeqLayout, refuse_traced
 from rawattn._call.signatures import options_of, takes_options
 from rawattn.reference import _passes
@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # type checkers bring it: nothing is installed for it
     from typing_extensions import Unpack
 
 
-@says_places("rawattn.reference.attention")
+@checks_arguments("rawattn.reference.attention")
 @takes_options(ForwardOptions)
 def attention(
     q: Any,
@@ -68,7 +68,7 @@ def attention(
     return (result, lse) if _options.flag("return_lse", return_lse) else result
 
 
-@says_places("rawattn.reference.paged_attention")
+@checks_arguments("rawattn.reference.paged_attention")
 @takes_options(ForwardOptions)
 def paged_attention(
     q: Any,
@@ -120,7 +120,7 @@ def paged_attention(
         pages.gather(x, table, lengths, form) * factor
         for x, factor in zip((k_pages, v_pages), factors, strict=True)
     )
-    # In group mode sequences have places of their own, and arrays of options count from there.
+    # In group mode sequences have rows of their own, and arrays of options count from there.
     starts = lengths.start_q if q.ndim == 3 else np.arange(q.shape[0]) * q.shape[1]
     packed = SeqLayout(
         seqstart_q=_ends(starts, lengths.len_q),
@@ -143,7 +143,7 @@ def _ends(starts: Any, lengths: Any) -> Any:
     return np.concatenate((starts, last)).astype(np.int64)
 
 
-@says_places("rawattn.reference.attention_backward")
+@checks_arguments("rawattn.reference.attention_backward")
 @takes_options(AttentionOptions)
 def attention_backward(
     dout: Any,

@@ -14,7 +14,7 @@ from rawattn.reference._call import Array, Call, Modifier, exactly
 from rawattn.reference._scores import (
     blocks,
     dropout_factor,
-    place_in,
+    index_in,
     score_arguments,
     scores,
     sink_logit,
@@ -94,8 +94,8 @@ def backward(
                 of_rows[(normaliser == np.inf) | (sink == -np.inf)] = 0
                 dsink[block.head] += of_rows.sum()
             if dbias is not None:
-                place = place_in(dbias, call, block)
-                dbias[place] += summed_to(dbias[place].shape, ds)
+                index = index_in(dbias, call, block)
+                dbias[index] += summed_to(dbias[index].shape, ds)
             if call.score_mod is not None:
                 arguments = score_arguments(call.score_mod, call, block, capped)
                 for partial in numpy_eval.partials(*arguments):

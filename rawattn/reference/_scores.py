@@ -62,7 +62,7 @@ def scores(call: Call, block: Block) -> Scores:
     diagonal = i + block.offset
     visible = (j <= diagonal + call.right) & ((j >= diagonal - call.left) | (j < call.sink))
     if call.mask is not None:
-        visible = visible & call.mask[place_in(call.mask, call, block)]
+        visible = visible & call.mask[index_in(call.mask, call, block)]
 
     s = call.scale * (call.q[block.rows, block.head] @ call.k[block.keys, block.kv_head].T)
     if call.softcap is not None:
@@ -71,7 +71,7 @@ def scores(call: Call, block: Block) -> Scores:
     if call.score_mod is not None:
         s = numpy_eval.evaluate(*score_arguments(call.score_mod, call, block, s))
     if call.bias is not None:
-        bias = call.bias[place_in(call.bias, call, block)]
+        bias = call.bias[index_in(call.bias, call, block)]
         s = s + bias
         visible = visible & (bias != -np.inf)  # whatever the score is, NaN too
     if call.alibi_slopes is not None:
@@ -85,8 +85,8 @@ def scores(call: Call, block: Block) -> Scores:
 def score_arguments(modifier: Modifier, call: Call, block: Block, s: Array) -> tuple[Any, ...]:
     """What the functions of `numpy_eval` take."""
     _, seqlen_q, _, seqlen_k = call.sequences[block.batch]
-    places = (block.batch, block.head, block.kv_head, block.i, block.j, seqlen_q, seqlen_k)
-    return modifier.text, s, *places, modifier.captured, modifier.scalars
+    position = (block.batch, block.head, block.kv_head, block.i, block.j, seqlen_q, seqlen_k)
+    return modifier.text, s, *position, modifier.captured, modifier.scalars
 
 
 def dropout_factor(call: Call, block: Block) -> Any:
@@ -104,7 +104,7 @@ def sink_logit(call: Call, block: Block) -> Any:
     return call.sink_logits[block.head]
 
 
-def place_in(array: Array, call: Call, block: Block) -> tuple[Any, ...]:
+def index_in(array: Array, call: Call, block: Block) -> tuple[Any, ...]:
     """Where a bias or mask of four axes holds this block; an axis of 1 serves every index."""
     batches, heads, rows, keys = array.shape
     first, last = int(block.i[0, 0]), int(block.i[-1, 0]) + 1

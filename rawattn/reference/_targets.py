@@ -29,7 +29,7 @@ def write(name: str, target: Any, result: Array, rows: Array | None = None) -> A
 
 
 def write_gradients(call: Call, found: Gradients, into: Gradients) -> Gradients:
-    """`found` with the arrays of `into` in the place of those that they have been written to."""
+    """`found` with the arrays of `into` instead of those that they have been written to."""
     rows_k = rows_of(call.shape_k, ((first, count) for _, _, first, count in call.sequences))
     rows = {"dq": rows_of_q(call), "dk": rows_k, "dv": rows_k, "dbias": None, "dsink_logits": None}
     captured: dict[str, Any] = dict(found.captured or {})

@@ -58,11 +58,11 @@ def test_threads_load_once(monkeypatch: pytest.MonkeyPatch, compiled: list[str])
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("place", ["disk", "memory"])
-def test_loaded_kernel_runs(place: str, cache: Path) -> None:
+@pytest.mark.parametrize("source", ["disk", "memory"])
+def test_loaded_kernel_runs(source: str, cache: Path) -> None:
     import cupy
 
-    if place == "memory":
+    if source == "memory":
         cache.write_text("a file where the directory should be")
         with pytest.warns(RuntimeWarning):
             function = kernel.load(SOURCE, 0)

@@ -12,7 +12,7 @@ import pytest
 
 from rawattn._interop.arrays import HOST, export_array, import_array, on_stream_of
 from rawattn._interop.integers import import_integers
-from tests.gpu.placed import SIZE, on_gpu
+from tests.gpu.on_gpu import SIZE, on_gpu
 
 pytestmark = [pytest.mark.gpu, pytest.mark.frameworks]
 cupy = pytest.importorskip("cupy")

@@ -10,7 +10,7 @@ import pytest
 import rawattn
 from rawattn._interop import streams
 from rawattn._interop.arrays import export_array, import_array, on_stream_of
-from tests.gpu.placed import SIZE, on_gpu
+from tests.gpu.on_gpu import SIZE, on_gpu
 
 pytestmark = [pytest.mark.gpu, pytest.mark.frameworks]
 cupy = pytest.importorskip("cupy")
@@ -63,8 +63,8 @@ def test_jax_on_either_gpu_while_the_other_is_current(jax: Any, second_gpu: int)
     rng = np.random.default_rng(0)
     host = rng.standard_normal((3, 1, 40, 2, 16), dtype=np.float32)
     expected = rawattn.attention(*host, backend="cpu")
-    for place, current in ((second_gpu, 0), (0, second_gpu)):
-        arrays = [on_gpu(jax, x, place) for x in host]
+    for ordinal, current in ((second_gpu, 0), (0, second_gpu)):
+        arrays = [on_gpu(jax, x, ordinal) for x in host]
         with cupy.cuda.Device(current):
             out = rawattn.attention(*arrays)
         assert out.devices() == arrays[0].devices()

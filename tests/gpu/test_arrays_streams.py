@@ -14,7 +14,7 @@ import pytest
 from rawattn._interop import streams
 from rawattn._interop.arrays import compute_stream, export_array, import_array, on_stream_of
 from tests.gpu.gate import closed, still_closed
-from tests.gpu.placed import SIZE
+from tests.gpu.on_gpu import SIZE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.frameworks]
 cupy = pytest.importorskip("cupy")

@@ -86,8 +86,8 @@ def test_torch(form: Form) -> None:
 def test_jax() -> None:
     jax = pytest.importorskip("jax")
     call = call_of(Form())
-    place = jax.devices("gpu")[0]
-    outs, lses = ([jax.device_put(x, place) for x in each] for each in (call.outs, call.lses))
+    device = jax.devices("gpu")[0]
+    outs, lses = ([jax.device_put(x, device) for x in each] for each in (call.outs, call.lses))
     out, lse = rawattn.combine(outs, lses)
     assert isinstance(out, jax.Array)
     call.check(np.asarray(out), np.asarray(lse))
@@ -101,7 +101,7 @@ def test_out_of_numpy() -> None:
     call.check(out, lse)
 
 
-def test_arrays_in_two_places_are_refused() -> None:
+def test_arrays_on_two_devices_are_refused() -> None:
     call = call_of(Form())
     outs = [to_cupy(x) for x in call.outs]
     with pytest.raises(ValueError, match=r"lses\[0\]: on the host, but outs\[0\] is on GPU 0"):

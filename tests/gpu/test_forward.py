@@ -16,15 +16,15 @@ from rawattn._kernels.sm90 import forward_config as sm90_forward_config
 from rawattn._kernels.sm90.forward import LONG_SEQLEN, STREAM_K_SEQLEN
 from rawattn._runtime import on_gpu
 from tests.cases import Case, dense, padded, ragged
-from tests.curated_cases import curated, repacked
+from tests.curated_cases import curated, unaligned
 from tests.frameworks import CuPy
 from tests.landed import require
 from tests.score_arrays import Pairs
 from tests.score_cases import scores_of_kernels
 from tests.tiles import (
     TileShape,
+    aligning,
     clusters,
-    repacking,
     shared_limit,
     sharing,
     sharing_by_length,
@@ -264,8 +264,8 @@ def _last_call() -> on_gpu.Call:
 
 def _last_launch(field: str) -> Any:
     """A parameter of Hopper's kernel, as the last call that was prepared has it."""
-    packed = _last_call().prepared.steps[-1].params
-    return np.frombuffer(packed, params.SM90_FORWARD.dtype)[field][0]
+    filled = _last_call().prepared.steps[-1].params
+    return np.frombuffer(filled, params.SM90_FORWARD.dtype)[field][0]
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -287,9 +287,9 @@ def test_every_copy_width(dtype: str, alignment: int) -> None:
     verify(dense(f"width{alignment}", 2, 70, 90, headdim=headdim, dtype=dtype, causal=True), CUPY)
 
 
-@pytest.mark.parametrize("case", repacked(), ids=str)
+@pytest.mark.parametrize("case", unaligned(), ids=str)
 def test_operands_that_hopper_cannot_read(case: Case) -> None:
-    with repacking():
+    with aligning():
         verify(case, CUPY)
         prepared = list(on_gpu._prepared.values())
     if compiler.device_arch(0) == sm90_forward.ARCH:

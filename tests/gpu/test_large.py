@@ -1,4 +1,4 @@
-"""Arrays of over 2^31 elements, and strides of over 2^31, in every place an offset is computed."""
+"""Arrays of over 2^31 elements, and strides of over 2^31, wherever an offset is computed."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _compare(got: Any, lse: Any, q: Any, k: Any, v: Any, what: str, **options: A
 
 
 # The first rows, those about 2^30 and 2^31 elements in, the last ones.
-_PLACES = [
+_ROWS_AT = [
     slice(0, 7),
     slice((1 << 30) // (_HEADS * _DIM) - 5, (1 << 30) // (_HEADS * _DIM) + 5),
     slice((1 << 31) // (_HEADS * _DIM) - 5, (1 << 31) // (_HEADS * _DIM) + 5),
@@ -71,9 +71,9 @@ def test_many_queries(group: bool) -> None:
     """q and out of over 2^31 elements."""
     q = _filled((_ROWS, _HEADS, _DIM), 0)
     k, v = _normal(2, 70, _HEADS, _DIM)
-    some = _normal(len(_PLACES), 10, _HEADS, _DIM)
-    for place, values in zip(_PLACES, some, strict=True):
-        _set(q, place, values[: place.stop - place.start])
+    some = _normal(len(_ROWS_AT), 10, _HEADS, _DIM)
+    for at, values in zip(_ROWS_AT, some, strict=True):
+        _set(q, at, values[: at.stop - at.start])
     on_gpu = [_filled(k.shape, 0), _filled(v.shape, 0)]
     for array, values in zip(on_gpu, (k, v), strict=True):
         _set(array, slice(None), values)
@@ -83,9 +83,9 @@ def test_many_queries(group: bool) -> None:
     else:
         out, lse = rawattn.attention(q[None], *(x[None] for x in on_gpu), return_lse=True)
         out, lse = out[0], lse[0]
-    for place, values in zip(_PLACES, some, strict=True):
-        rows = values[: place.stop - place.start]
-        _compare(out[place], lse[:, place], rows, k, v, f"rows {place.start} to {place.stop}")
+    for at, values in zip(_ROWS_AT, some, strict=True):
+        rows = values[: at.stop - at.start]
+        _compare(out[at], lse[:, at], rows, k, v, f"rows {at.start} to {at.stop}")
 
 
 def test_many_keys() -> None:
@@ -119,9 +119,9 @@ def test_sequences_far_into_the_arrays() -> None:
     seqs = rawattn.SeqLayout(seqstart_q=starts, max_seqlen_q=200, max_seqlen_k=200)
     _, lse = rawattn.attention(q, k, v, seqs=seqs, causal=True, out=out, return_lse=True)
     for begin, end in ((0, 200), (200, 300)):
-        place = slice(first + begin, first + end)
+        at = slice(first + begin, first + end)
         rows = (x[begin:end] for x in values)
-        _compare(out[place], lse[:, place], *rows, f"sequence at {place.start}", causal=True)
+        _compare(out[at], lse[:, at], *rows, f"sequence at {at.start}", causal=True)
     assert int(cupy.count_nonzero(out.view(np.uint16)[:first])) == 0, "rows of out= were touched"
 
 

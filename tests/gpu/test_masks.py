@@ -1,4 +1,4 @@
-"""Masks on a GPU: packed there, in calls of every family, against the reference."""
+"""Masks on a GPU: made there, in calls of every family, against the reference."""
 
 from __future__ import annotations
 

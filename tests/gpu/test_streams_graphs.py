@@ -11,7 +11,7 @@ import pytest
 
 import rawattn
 from rawattn import reference
-from rawattn._kernels.sm90.forward import REPACK_SEQLEN, STREAM_K_SEQLEN
+from rawattn._kernels.sm90.forward import ALIGN_SEQLEN, STREAM_K_SEQLEN
 from tests.cases import Case, dense, padded, ragged
 from tests.frameworks import CuPy, Jax, Torch
 from tests.gpu.gate import closed, of_torch, still_closed
@@ -31,7 +31,7 @@ CASES = [
     ragged("device", _LENS_Q, _LENS_K, **_ON_DEVICE, tail=9),
     ragged("device-max", _LENS_Q, _LENS_K, **_ON_DEVICE, max_seqlen=True, causal=True),
     padded("device-padded", _LENS_Q, _LENS_K, 128, 256, on_device=True, max_seqlen=True),
-    dense("repacked", 1, 60, REPACK_SEQLEN + 40, headdim=20),
+    dense("unaligned", 1, 60, ALIGN_SEQLEN + 40, headdim=20),
     dense("shared", 1, 60, STREAM_K_SEQLEN + 40),
 ]
 each_case = pytest.mark.parametrize("case", CASES, ids=str)

@@ -19,7 +19,7 @@ from tests.shim.shim import Memory
 
 
 class Backward:
-    """The arrays of one call, packed for the kernels."""
+    """The arrays of one call, in the struct of the kernels."""
 
     def __init__(
         self,
@@ -35,8 +35,8 @@ class Backward:
         self.operands = {name: Operand(name, x) for name, x in operands.items()}
         self.gradients = {name: Operand(name, x, readonly=False) for name, x in gradients.items()}
         self._memory = [x.memory for x in (*self.operands.values(), *self.gradients.values())]
-        packed = params.BACKWARD.zeros()
-        fields = packed[0]
+        filled = params.BACKWARD.zeros()
+        fields = filled[0]
         forward = fields["forward"]
         every = {**self.operands, **self.gradients}
         strides = Operands({name: operand.strides for name, operand in every.items()})
@@ -59,20 +59,20 @@ class Backward:
         self.q_side, self.k_side = self._side("q", lengths.q), self._side("k", lengths.k)
         # Integers stay as the case has them, where launch code sends those of the host in a form of its own.
         forward["q_side"], forward["k_side"] = self.q_side, self.k_side
-        self.packed = packed
+        self.filled = filled
 
     def _keep(self, memory: Memory) -> int:
         self._memory.append(memory)
         return memory.address
 
     def _side(self, name: str, side: Side) -> Any:
-        packed = np.zeros((), params.SIDE)
+        filled = np.zeros((), params.SIDE)
         for what, integers in (("start", side.start), ("length", side.length)):
             if integers is not None:
-                packed[what]["data"] = self._keep(Memory(f"{what}_{name}", integers))
-                packed[what]["is_64bit"] = integers.dtype.itemsize == 8
-        packed["cumulative"], packed["rows"] = side.cumulative, side.rows
-        return packed
+                filled[what]["data"] = self._keep(Memory(f"{what}_{name}", integers))
+                filled[what]["is_64bit"] = integers.dtype.itemsize == 8
+        filled["cumulative"], filled["rows"] = side.cumulative, side.rows
+        return filled
 
     def run(
         self,
@@ -85,8 +85,8 @@ class Backward:
         fill: bool = False,
     ) -> dict[str, np.ndarray]:
         """The whole buffers of dq, dk and dv."""
-        problem, packed = self.problem, self.packed
-        fields = packed[0]
+        problem, filled = self.problem, self.filled
+        fields = filled[0]
         rows = problem.rows_q * (1 if problem.group else problem.batch)
         pitch = portable_backward.dq_pitch(problem.headdim)
         dq_sum = Memory(
@@ -105,10 +105,10 @@ class Backward:
         copy = config.copy_bytes
         rows_of = {"threads": portable_backward.ROW_THREADS, "memory": self._memory}
         prepare = portable_backward.prepare_source(problem, copy)
-        machine.run(prepare, packed, grid=row_grid, **rows_of)
+        machine.run(prepare, filled, grid=row_grid, **rows_of)
         machine.run(
             config.source(),
-            packed,
+            filled,
             grid=tiles * problem.nheads_kv,
             threads=config.threads,
             shared_bytes=config.shared_bytes,
@@ -116,7 +116,7 @@ class Backward:
         )
         if config.with_dq:
             finish = portable_backward.finish_source(problem, copy, config.unit_shift)
-            machine.run(finish, packed, grid=row_grid, **rows_of)
+            machine.run(finish, filled, grid=row_grid, **rows_of)
         else:
             self._run_dq(machine, dq_config)
         if fill:
@@ -129,11 +129,11 @@ class Backward:
         if problem.ragged:
             first_tile = self._schedule(machine, self.q_side, self.k_side, config.tile_q)
             tiles = int(first_tile.array()[-1])
-        self.packed[0]["dq_sum"] = 0
-        self.packed[0]["forward"]["section_keys"] = 100
+        self.filled[0]["dq_sum"] = 0
+        self.filled[0]["forward"]["section_keys"] = 100
         machine.run(
             config.source(),
-            self.packed,
+            self.filled,
             grid=tiles * problem.nheads_q,
             threads=config.threads,
             shared_bytes=config.shared_bytes,
@@ -148,7 +148,7 @@ class Backward:
         self._memory += [order, first_tile]
         fields = order_of(tiled, longest, batch, tile, order, first_tile)
         set_up(machine, self._memory, schedules=[fields])
-        forward = self.packed[0]["forward"]
+        forward = self.filled[0]["forward"]
         forward["order"], forward["first_tile"] = order.address, first_tile.address
         return first_tile
 
@@ -160,7 +160,7 @@ class Backward:
             ("dv", "k", self.k_side, problem.nheads_kv, problem.headdim_v),
         ):
             operand = self.gradients[name]
-            packed = padding(problem, self.lengths, of, side, operand, nheads, headdim)
-            packed[0]["out"] = operand.address
-            paddings.append(packed)
+            filled = padding(problem, self.lengths, of, side, operand, nheads, headdim)
+            filled[0]["out"] = operand.address
+            paddings.append(filled)
         set_up(machine, self._memory, paddings=paddings)

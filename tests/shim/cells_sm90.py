@@ -115,6 +115,6 @@ def chosen(case: Case) -> sm90_forward_config.Config | None:
     target, operands = without_device(sm90_forward.ARCH), call.operands
     if sm90_forward.supports(call.problem, target, operands) is not None:
         return None
-    if sm90_forward.repacked(call.problem, operands):
+    if sm90_forward.unaligned(call.problem, operands):
         return None
     return sm90_forward.choose(call.problem, target, operands)

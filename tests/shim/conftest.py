@@ -59,8 +59,8 @@ def _builder(request: pytest.FixtureRequest) -> Iterator[tuple[Builder, dict[str
 
 @pytest.fixture
 def builder(request: pytest.FixtureRequest, _builder: tuple[Builder, dict[str, int]]) -> Builder:
-    builder, places = _builder
-    first = places[request.node.nodeid]
+    builder, indices = _builder
+    first = indices[request.node.nodeid]
     for item in request.session.items[first : first + _AHEAD]:
         parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
         for parameter in parameters:

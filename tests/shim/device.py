@@ -1,6 +1,6 @@
 """A stand-in for CuPy under rawattn's launch code: its memory is the shim's, its kernels are built by g++.
 
-What launch code packs, sizes and orders is thus run as it is, without a GPU.
+What launch code writes, sizes and orders is thus run as it is, without a GPU.
 """
 
 from __future__ import annotations
@@ -159,10 +159,10 @@ class _Kernel:
         self._device.launched.append(self._source.entry)
         self._device.summaries.append(self._source.summary)
         ends = [*arguments.at[1:], len(arguments.data)]
-        packed = [arguments.data[a:b] for a, b in zip(arguments.at, ends, strict=True)]
+        params = [arguments.data[a:b] for a, b in zip(arguments.at, ends, strict=True)]
         self._device._machine.run(
             self._source,
-            *(np.frombuffer(bytes(each), np.dtype((np.void, len(each)))) for each in packed),
+            *(np.frombuffer(bytes(each), np.dtype((np.void, len(each)))) for each in params),
             grid=blocks,
             threads=threads,
             shared_bytes=shared_bytes,

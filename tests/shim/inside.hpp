@@ -32,8 +32,8 @@ extern int running;                // its thread whose turn it is; -1 = the sche
 
 unsigned draw(unsigned below);  // at random
 // Where the bytes lie in shared memory; fails unless all of them do, on a multiple of `alignment`.
-size_t place_in_shared(const void* pointer, size_t bytes, size_t alignment, const char* what);
-size_t place_of_address(unsigned address, size_t bytes, const char* what);
+size_t offset_in_shared(const void* pointer, size_t bytes, size_t alignment, const char* what);
+size_t offset_of_address(unsigned address, size_t bytes, const char* what);
 // Fails unless the cluster's block `to` is there for the running thread to reach into.
 void check_reaches(int to, const char* what);
 
@@ -42,7 +42,7 @@ struct Condition {
   bool (*holds)(const Condition&);
   void (*tell)(const Condition&, char* text, size_t size);
   int rank;  // of the block
-  size_t place;
+  size_t at;
   unsigned long long number;
 };
 void wait_until(const char* name, const Condition& condition);
@@ -60,7 +60,7 @@ void check_wave_copies_at_exit();  // of the running thread
 void forget_barriers();
 // Where the copy engine finds the barrier; fails if it does not know of the one in the block `to`.
 size_t check_mbarrier(const void* barrier, int to, const char* what);
-void complete_bytes(int to, size_t place, unsigned bytes, const char* what);
+void complete_bytes(int to, size_t offset, unsigned bytes, const char* what);
 
 // tensor_copy.cpp
 void forget_copies();

@@ -76,7 +76,7 @@ def operands_of(arrays: Mapping[str, Strided]) -> Operands:
 
 
 class Forward:
-    """The arrays of one call, packed for the kernels."""
+    """The arrays of one call, in the struct of the kernels."""
 
     def __init__(
         self,
@@ -118,10 +118,10 @@ class Forward:
         exact_grid: launch as many blocks as there are tiles, else as many as there may be.
         fill: write the padding rows as well.
         """
-        packed, memory, tiles = self._describe(machine, config, exact_grid, section_keys)
+        filled, memory, tiles = self._describe(machine, config, exact_grid, section_keys)
         machine.run(
             config.source(),
-            packed,
+            filled,
             grid=tiles * self.problem.nheads_q,
             threads=config.threads,
             shared_bytes=config.shared_bytes,
@@ -142,7 +142,7 @@ class Forward:
     ) -> tuple[np.ndarray, np.ndarray | None]:
         """The same by Hopper's kernel, on a GPU that holds `blocks` of its blocks."""
         problem = self.problem
-        packed, memory, tiles = self._describe(machine, config, exact_grid, section_keys)
+        filled, memory, tiles = self._describe(machine, config, exact_grid, section_keys)
         heads = problem.nheads_q // config.heads_per_tile
         clusters = max(blocks // config.cluster, 1)
         stream_k = forward_steps.stream_k_of(problem, config, clusters)
@@ -150,7 +150,7 @@ class Forward:
             clusters = min(tiles * heads, clusters)
         whole = params.SM90_FORWARD.zeros()
         fields = whole[0]
-        fields["forward"] = packed[0]
+        fields["forward"] = filled[0]
         next_work = Memory("next_work", np.zeros(2, np.uint32), readonly=False)
         fields["next_work"] = next_work.address
         counters = [next_work]
@@ -200,8 +200,8 @@ class Forward:
     ) -> tuple[np.ndarray, list[Memory], int]:
         """The parameters both kernels have, all memory they may touch, and how many tiles there are."""
         problem = self.problem
-        packed = params.FORWARD.zeros()
-        fields = packed[0]
+        filled = params.FORWARD.zeros()
+        fields = filled[0]
         form, operands = structure(self.lengths), Operands(self.strides)
         values = attention_params.forward(problem, form, operands, config.section_bytes)
         for name, value in values.items():
@@ -227,7 +227,7 @@ class Forward:
             if problem.batch > 1 or not isinstance(config, sm90_forward_config.Config):
                 memory += [order, first_tile]
                 fields["order"], fields["first_tile"] = order.address, first_tile.address
-        return packed, memory, tiles
+        return filled, memory, tiles
 
     def _results(self, machine: Machine, fill: bool) -> tuple[np.ndarray, np.ndarray | None]:
         if fill:
@@ -244,36 +244,36 @@ class Forward:
 
     def fill_padding(self, machine: Machine, *, fill_out: bool = True) -> None:
         problem = self.problem
-        packed = padding(
+        filled = padding(
             problem, self.lengths, "q", self.q_side, self.out, problem.nheads_q, problem.headdim_v
         )
-        fields = packed[0]
+        fields = filled[0]
         fields["out"] = self.out.address if fill_out else 0
         fields["lse"] = 0 if self.lse is None else self.lse.address
-        set_up(machine, self._memory, paddings=[packed])
+        set_up(machine, self._memory, paddings=[filled])
 
     def _side(self, name: str, side: Side) -> Any:
-        packed = np.zeros((), params.SIDE)
+        filled = np.zeros((), params.SIDE)
         for what, integers in (("start", side.start), ("length", side.length)):
             if integers is not None:
                 memory = Memory(f"{what}_{name}", integers)
                 self._memory.append(memory)
-                packed[what]["data"] = memory.address
-                packed[what]["is_64bit"] = integers.dtype.itemsize == 8
-        packed["cumulative"], packed["rows"] = side.cumulative, side.rows
-        return packed
+                filled[what]["data"] = memory.address
+                filled[what]["is_64bit"] = integers.dtype.itemsize == 8
+        filled["cumulative"], filled["rows"] = side.cumulative, side.rows
+        return filled
 
 
 def order_of(
     tiled: Any, longest: Any, batch: int, tile: int, order: Memory, first_tile: Memory
 ) -> np.ndarray:
     """The parameters that order the tiles of one side, the sequence that is longest on the other side first."""
-    packed = helper_params.SCHEDULE.zeros()
-    fields = packed[0]
+    filled = helper_params.SCHEDULE.zeros()
+    fields = filled[0]
     fields["q_side"], fields["k_side"] = tiled, longest
     fields["order"], fields["first_tile"] = order.address, first_tile.address
     fields["batch"], fields["tile_q"] = batch, tile
-    return packed
+    return filled
 
 
 def set_up(
@@ -327,12 +327,12 @@ def padding(
     headdim: int,
 ) -> np.ndarray:
     """The parameters that fill an array's padding rows, without its address. side: as a kernel is told it."""
-    packed = helper_params.PADDING.zeros()
-    fields = packed[0]
+    filled = helper_params.PADDING.zeros()
+    fields = filled[0]
     strides = Operands({"array": array.strides}).elements(problem, "array")
     form = structure(lengths).side(of)
     for name, value in fill_padding.fields(problem, form, (nheads, headdim), strides).items():
         if not name.startswith("side"):
             structs.put(fields, name, value)
     fields["side"] = side
-    return packed
+    return filled

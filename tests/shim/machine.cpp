@@ -370,7 +370,7 @@ void meet_cluster() { wait(Waits::kCluster, "cluster_sync", 0, nullptr, nullptr)
 void wait_until(const char* name, const Condition& condition) {
   if (condition.holds(condition)) return;
   running_fiber().condition = condition;
-  wait(Waits::kCondition, name, static_cast<int>(condition.place), nullptr, nullptr);
+  wait(Waits::kCondition, name, static_cast<int>(condition.at), nullptr, nullptr);
 }
 
 void launch_dependents() { blocks[rank].early = true; }

@@ -16,7 +16,7 @@ constexpr int kNamed = 16;
 
 struct Mbarrier {
   int rank;  // of its block
-  size_t place;
+  size_t offset;
   int arrivals;     // of a phase
   int pending;      // of this one
   long long bytes;  // announced and not yet here; below 0 if they came before they were announced
@@ -38,29 +38,29 @@ std::vector<Named> named;  // kNamed of each block
 Named& named_at(int rank, size_t id) { return named[rank * kNamed + id]; }
 
 // What lies in the shared memory of a barrier, so that it is seen when others write there.
-unsigned long long mark_of(size_t place) { return 0xb1a5ed0000000000ull + place; }
+unsigned long long mark_of(size_t offset) { return 0xb1a5ed0000000000ull + offset; }
 
-Mbarrier& barrier_at(int rank, size_t place, const char* what) {
+Mbarrier& barrier_at(int rank, size_t offset, const char* what) {
   for (Mbarrier& barrier : mbarriers) {
-    if (barrier.rank != rank || barrier.place != place) continue;
+    if (barrier.rank != rank || barrier.offset != offset) continue;
     unsigned long long mark;
-    memcpy(&mark, blocks[rank].shared + place, sizeof(mark));
-    if (mark != mark_of(place)) fail("%s: the mbarrier at byte %zu was overwritten", what, place);
+    memcpy(&mark, blocks[rank].shared + offset, sizeof(mark));
+    if (mark != mark_of(offset)) fail("%s: the mbarrier at byte %zu was overwritten", what, offset);
     return barrier;
   }
-  fail("%s: the mbarrier at byte %zu is not initialised", what, place);
+  fail("%s: the mbarrier at byte %zu is not initialised", what, offset);
 }
 
-// The one of the block `to` at the place of `pointer`, which the running thread must know to be initialised.
+// The one of the block `to` at the offset of `pointer`, which the running thread must know to be initialised.
 Mbarrier& find(const void* pointer, int to, const char* what) {
-  const size_t place = place_in_shared(pointer, 8, 8, what);
+  const size_t offset = offset_in_shared(pointer, 8, 8, what);
   check_reaches(to, what);
-  Mbarrier& barrier = barrier_at(to, place, what);
+  Mbarrier& barrier = barrier_at(to, offset, what);
   const bool near = to == rank;
   const bool synced = near ? barrier.syncs != blocks[to].syncs : barrier.cluster_syncs != cluster_syncs;
   if (!synced && !(near && barrier.owner == running)) {
     fail("%s: no %s since thread %d initialised the mbarrier at byte %zu", what, near ? "block_sync" : "cluster_sync",
-         barrier.owner, place);
+         barrier.owner, offset);
   }
   return barrier;
 }
@@ -68,7 +68,7 @@ Mbarrier& find(const void* pointer, int to, const char* what) {
 void complete_if_all_came(Mbarrier& barrier) {
   if (barrier.pending != 0 || barrier.bytes > 0) return;
   if (barrier.bytes < 0) {
-    fail("phase %llu of the mbarrier at byte %zu: %lld bytes came that nobody announced", barrier.phase, barrier.place,
+    fail("phase %llu of the mbarrier at byte %zu: %lld bytes came that nobody announced", barrier.phase, barrier.offset,
          -barrier.bytes);
   }
   barrier.phase++;
@@ -80,7 +80,7 @@ void arrive(Mbarrier& barrier, unsigned bytes) {
   if (barrier.bytes > kMost) fail("mbarrier_arrive: %lld bytes are more than an mbarrier counts", barrier.bytes);
   if (barrier.pending == 0) {
     fail("mbarrier_arrive: phase %llu of the mbarrier at byte %zu has its %d arrivals already", barrier.phase,
-         barrier.place, barrier.arrivals);
+         barrier.offset, barrier.arrivals);
   }
   barrier.pending--;
   complete_if_all_came(barrier);
@@ -94,16 +94,16 @@ void forget_barriers() {
 }
 
 void mbarrier_init(void* pointer, unsigned arrivals) {
-  const size_t place = place_in_shared(pointer, 8, 8, "mbarrier_init");
+  const size_t offset = offset_in_shared(pointer, 8, 8, "mbarrier_init");
   for (const Mbarrier& barrier : mbarriers) {
-    if (barrier.rank != rank || barrier.place != place) continue;
-    fail("mbarrier_init: the mbarrier at byte %zu is initialised already", place);
+    if (barrier.rank != rank || barrier.offset != offset) continue;
+    fail("mbarrier_init: the mbarrier at byte %zu is initialised already", offset);
   }
   if (arrivals < 1 || arrivals > kMost) fail("mbarrier_init: %u arrivals", arrivals);
-  const unsigned long long mark = mark_of(place);
+  const unsigned long long mark = mark_of(offset);
   memcpy(pointer, &mark, sizeof(mark));
   const int count = static_cast<int>(arrivals);
-  mbarriers.push_back({rank, place, count, count, 0, 0, running, blocks[rank].syncs, cluster_syncs, false});
+  mbarriers.push_back({rank, offset, count, count, 0, 0, running, blocks[rank].syncs, cluster_syncs, false});
 }
 
 void fence_mbarrier_init() {
@@ -120,24 +120,24 @@ void mbarrier_wait(void* pointer, unsigned parity) {
   const Mbarrier& barrier = find(pointer, rank, "mbarrier_wait");
   const auto passed = [](const Condition& condition) {
     // Phase n has parity n % 2: the one before the current has completed.
-    return barrier_at(condition.rank, condition.place, "mbarrier_wait").phase % 2 != condition.number;
+    return barrier_at(condition.rank, condition.at, "mbarrier_wait").phase % 2 != condition.number;
   };
   const auto tell = [](const Condition& condition, char* text, size_t size) {
-    const Mbarrier& it = barrier_at(condition.rank, condition.place, "mbarrier_wait");
+    const Mbarrier& it = barrier_at(condition.rank, condition.at, "mbarrier_wait");
     snprintf(text, size, " for parity %llu: phase %llu lacks %d of %d arrivals and %lld bytes", condition.number,
              it.phase, it.pending, it.arrivals, it.bytes);
   };
-  wait_until("mbarrier_wait", {passed, tell, rank, barrier.place, parity});
+  wait_until("mbarrier_wait", {passed, tell, rank, barrier.offset, parity});
 }
 
 size_t check_mbarrier(const void* pointer, int to, const char* what) {
   const Mbarrier& barrier = find(pointer, to, what);
-  if (!barrier.fenced) fail("%s: no fence_mbarrier_init for the mbarrier at byte %zu", what, barrier.place);
-  return barrier.place;
+  if (!barrier.fenced) fail("%s: no fence_mbarrier_init for the mbarrier at byte %zu", what, barrier.offset);
+  return barrier.offset;
 }
 
-void complete_bytes(int to, size_t place, unsigned bytes, const char* what) {
-  Mbarrier& barrier = barrier_at(to, place, what);
+void complete_bytes(int to, size_t offset, unsigned bytes, const char* what) {
+  Mbarrier& barrier = barrier_at(to, offset, what);
   barrier.bytes -= bytes;
   if (barrier.bytes < -kMost) fail("%s: %lld bytes are more than an mbarrier counts", what, -barrier.bytes);
   complete_if_all_came(barrier);
@@ -174,10 +174,10 @@ void named_barrier(int id, int threads, bool waits) {
     }
   };
   const auto passed = [](const Condition& condition) {
-    return named_at(condition.rank, condition.place).generation != condition.number;
+    return named_at(condition.rank, condition.at).generation != condition.number;
   };
   const auto tell = [](const Condition& condition, char* text, size_t size) {
-    const Named& it = named_at(condition.rank, condition.place);
+    const Named& it = named_at(condition.rank, condition.at);
     snprintf(text, size, ": %d of %d threads came", it.arrived, it.threads);
   };
   if (id < 1 || id >= kNamed || threads < 1 || threads > launch.threads || threads % launch.wave != 0) {

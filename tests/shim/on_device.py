@@ -20,19 +20,19 @@ from rawattn._verbs import paged as paged_verb
 from rawattn._verbs import plan_arguments, repeats
 from tests.shim.device import Allocator, Device
 from tests.shim.shim import POISON
-from tests.shim.whole import Placed
+from tests.shim.whole import InMemory
 
 
 class OnDevice:
     """An array that kernels reach and the host does not."""
 
     def __init__(self, device: Device, array: np.ndarray, *, readonly: bool = True) -> None:
-        self.placed = Placed("array", array, readonly=readonly)
-        device.keep(self.placed.memory)
+        self.in_memory = InMemory("array", array, readonly=readonly)
+        device.keep(self.in_memory.memory)
         self.shape, self.dtype, self.strides = array.shape, array.dtype, array.strides
         self.ndim, self.size = array.ndim, array.size
         self.flags = SimpleNamespace(c_contiguous=array.flags.c_contiguous)
-        self.data = SimpleNamespace(ptr=self.placed.address, device_id=0)
+        self.data = SimpleNamespace(ptr=self.in_memory.address, device_id=0)
 
     def __dlpack__(self) -> object:
         raise AssertionError("the host reads what is on the device")
@@ -41,7 +41,7 @@ class OnDevice:
         return 2, 0
 
     def write(self, array: np.ndarray) -> None:
-        self.placed.memory.write(np.ascontiguousarray(array).view(np.uint8).reshape(-1))
+        self.in_memory.memory.write(np.ascontiguousarray(array).view(np.uint8).reshape(-1))
 
 
 class Native(Allocator):
@@ -91,7 +91,7 @@ class Native(Allocator):
         return OnDevice(self._on, blank.view(dtype).reshape(shape), readonly=False)
 
     def contiguous(self, x: OnDevice) -> OnDevice:
-        return OnDevice(self._on, np.ascontiguousarray(x.placed.array()))
+        return OnDevice(self._on, np.ascontiguousarray(x.in_memory.array()))
 
     def stream(self, device: int) -> int:
         return self.current
@@ -115,7 +115,7 @@ def installed(device: Device, monkeypatch: pytest.MonkeyPatch) -> Native:
     return own
 
 
-def packed(device: Device, keep: np.ndarray) -> BlockMask:
+def mask_on_device(device: Device, keep: np.ndarray) -> BlockMask:
     """A mask of bools, whose words lie on the device too."""
     mask = block_mask(keep)
     mask._copies["", 0] = tuple(OnDevice(device, words) for words in mask.arrays)

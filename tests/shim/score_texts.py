@@ -1,4 +1,4 @@
-"""Score texts compiled for the CPU machine and called at places of the test's choice."""
+"""Score texts compiled for the CPU machine and called at positions of the test's choice."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy as np
 from rawattn._compile.compiler import Source
 from rawattn._kernels import params
 from rawattn._scores.cuda_text import device_text, predicate_text
-from rawattn._scores.expression import PLACES
+from rawattn._scores.expression import POSITION
 from rawattn._scores.score_mod import Predicate, ScoreMod
 from tests.shim.shim import Build, Builder, Memory
 
-# A row of input: the score and its place. A row of output: value, derivative, then each partial and its element.
+# A row of input: the score and its position. A row of output: value, derivative, then each partial and its element.
 MAX_PARTIALS = 4
-_COLUMNS = 1 + len(PLACES)
+_COLUMNS = 1 + len(POSITION)
 _RESULTS = 2 + 2 * MAX_PARTIALS
 _PROBE = np.dtype(
     [
@@ -42,28 +42,28 @@ def kernel_text(mods: Sequence[ScoreMod | Predicate]) -> str:
         calls.append(f"if (p.which == {n}) {kind}<config{n}::{name}>::run(p);")
     return f"""\
 #include "attn/params.cuh"
-#include "attn/score_place.cuh"
+#include "attn/score_position.cuh"
 struct Probe {{
   CapturedArrays captured;
   const double* scores;
   double* results;
   int count, which;
 }};
-DEVICE ScorePlace place(const double* x) {{
+DEVICE ScorePosition position(const double* x) {{
   // Of positions any part may be the one that compilers know.
   return {{int(x[1]), int(x[2]), int(x[3]), int(x[4]), int(x[5]), int(x[6]), int(x[7]), 3, 5}};
 }}
 // What a function is made for before it is known which score it is called for.
-DEVICE ScorePlace head_of(ScorePlace at) {{
+DEVICE ScorePosition head_of(ScorePosition at) {{
   at.q_idx = at.kv_idx = 0;
   return at;
 }}
 template <class Mod, int n>
 DEVICE void partials(const Probe& p, const double* x, double* y) {{
   if constexpr (n < Mod::kPartials) {{
-    const Mod mod(head_of(place(x)), p);
-    y[2 + 2 * n] = mod.template partial<n>(float(x[0]), place(x), p);
-    y[3 + 2 * n] = double(mod.template partial_index<n>(place(x), p));
+    const Mod mod(head_of(position(x)), p);
+    y[2 + 2 * n] = mod.template partial<n>(float(x[0]), position(x), p);
+    y[3 + 2 * n] = double(mod.template partial_index<n>(position(x), p));
     partials<Mod, n + 1>(p, x, y);
   }}
 }}
@@ -73,9 +73,9 @@ struct Values {{
     for (int i = 0; i < p.count; i++) {{
       const double* const x = p.scores + i * {_COLUMNS};
       double* const y = p.results + i * {_RESULTS};
-      const Mod mod(head_of(place(x)), p);
-      y[0] = mod.value(float(x[0]), place(x), p);
-      y[1] = Mod::kAdditive ? 1.0 : double(mod.derivative(float(x[0]), place(x), p));
+      const Mod mod(head_of(position(x)), p);
+      y[0] = mod.value(float(x[0]), position(x), p);
+      y[1] = Mod::kAdditive ? 1.0 : double(mod.derivative(float(x[0]), position(x), p));
       partials<Mod, 0>(p, x, y);
     }}
   }}
@@ -84,7 +84,7 @@ template <class Mod>
 struct Holds {{
   DEVICE static void run(const Probe& p) {{
     for (int i = 0; i < p.count; i++) {{
-      p.results[i * {_RESULTS}] = Mod::holds(place(p.scores + i * {_COLUMNS}), p);
+      p.results[i * {_RESULTS}] = Mod::holds(position(p.scores + i * {_COLUMNS}), p);
     }}
   }}
 }};
@@ -107,10 +107,12 @@ class Device:
         self._mods = list(mods)
         self._kernel = builder.kernel(Build(source(mods), checked=True))
 
-    def run(self, mod: ScoreMod | Predicate, scores: np.ndarray, places: np.ndarray) -> np.ndarray:
-        """A row a score: value, derivative, partials with their elements. places: (rows, 7)."""
+    def run(
+        self, mod: ScoreMod | Predicate, scores: np.ndarray, positions: np.ndarray
+    ) -> np.ndarray:
+        """A row a score: value, derivative, partials with their elements. positions: (rows, 7)."""
         rows = len(scores)
-        given = np.concatenate([np.float64(scores)[:, None], np.float64(places)], axis=1)
+        given = np.concatenate([np.float64(scores)[:, None], np.float64(positions)], axis=1)
         memory = [
             Memory("scores", given),
             Memory("results", np.full((rows, _RESULTS), np.nan), readonly=False),

@@ -19,18 +19,18 @@ unsigned char* shared_pointer(unsigned address) {
   return blocks[rank].shared + (static_cast<long long>(address) - kSharedAddress);
 }
 
-size_t place_in_shared(const void* pointer, size_t bytes, size_t alignment, const char* what) {
-  const size_t place = static_cast<const unsigned char*>(pointer) - blocks[rank].shared;
+size_t offset_in_shared(const void* pointer, size_t bytes, size_t alignment, const char* what) {
+  const size_t offset = static_cast<const unsigned char*>(pointer) - blocks[rank].shared;
   const size_t room = launch.shared_bytes;
-  if (place > room || bytes > room - place || place % alignment != 0) {
+  if (offset > room || bytes > room - offset || offset % alignment != 0) {
     fail("%s: %zu bytes at byte %lld of %zu of shared memory; multiples of %zu are right", what, bytes,
-         static_cast<long long>(place), room, alignment);
+         static_cast<long long>(offset), room, alignment);
   }
-  return place;
+  return offset;
 }
 
-size_t place_of_address(unsigned address, size_t bytes, const char* what) {
-  return place_in_shared(shared_pointer(address), bytes, 1, what);
+size_t offset_of_address(unsigned address, size_t bytes, const char* what) {
+  return offset_in_shared(shared_pointer(address), bytes, 1, what);
 }
 
 void check_reaches(int to, const char* what) {

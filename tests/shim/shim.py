@@ -137,7 +137,7 @@ class Kernel:
         assert outcome.parameter_bytes == (*map(len, values), 0), "the twins of a struct differ"
         if outcome.failed:
             said = outcome.report
-            raise Fault(re.sub(r"address (0x[0-9a-f]+)", lambda m: _place(m, memory), said))
+            raise Fault(re.sub(r"address (0x[0-9a-f]+)", lambda m: _byte_of(m, memory), said))
 
 
 class Memory:
@@ -185,7 +185,7 @@ class Memory:
         return address in self._reach
 
 
-def _place(match: re.Match[str], memory: Iterable[Memory]) -> str:
+def _byte_of(match: re.Match[str], memory: Iterable[Memory]) -> str:
     address = int(match[1], 16)
     for array in memory:
         if array.contains(address):

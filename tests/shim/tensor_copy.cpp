@@ -37,14 +37,14 @@ struct Copy {
   const char* name;
   int rank, thread;  // that asked for it
   int to;            // the rank of the block that receives it
-  size_t place, bytes, barrier;
+  size_t offset, bytes, barrier;
   Box box;        // without rows where a number comes
   unsigned sent;  // the number
 };
 
 struct Store {
   int rank, thread;  // that asked for it
-  size_t place;
+  size_t offset;
   Box box;
   std::vector<unsigned char> asked;  // what lay there then
   bool committed, done;
@@ -53,7 +53,7 @@ struct Store {
 // What a thread wrote and has not fenced.
 struct Written {
   int rank, thread;
-  size_t place, bytes;
+  size_t offset, bytes;
 };
 
 std::vector<Copy> under_way;
@@ -66,9 +66,9 @@ void erase_if(std::vector<T>& all, Which which) {
 }
 
 // Where a byte of a box lies: among the 128 bytes of a row, the eight pieces of 16 are exchanged as
-// the row's place among eight says. It is the address that counts, not the place in the box.
-size_t swizzled(size_t place) {
-  const size_t address = place + kSharedAddress;
+// the row's offset among eight says. It is the address that counts, not the offset in the box.
+size_t swizzled(size_t offset) {
+  const size_t address = offset + kSharedAddress;
   return (address ^ ((address >> 7 & 7) << 4)) - kSharedAddress;
 }
 
@@ -95,23 +95,23 @@ Inside inside_row(const Box& box, size_t n) {
 }
 
 // What lies outside the tensor arrives as zeros, is not read, and counts.
-void copy_box(const Box& box, unsigned char* shared, size_t place) {
+void copy_box(const Box& box, unsigned char* shared, size_t offset) {
   for (size_t n = 0; n < box.rows(); n++) {
     unsigned char bytes[kRow] = {};
     const Inside inside = inside_row(box, n);
     if (inside.bytes != 0) memcpy(bytes + inside.begin, inside.tensor, inside.bytes);
     for (size_t piece = 0; piece < kRow; piece += 16) {
-      memcpy(shared + swizzled(place + n * kRow + piece), bytes + piece, 16);
+      memcpy(shared + swizzled(offset + n * kRow + piece), bytes + piece, 16);
     }
   }
 }
 
 // What lies outside the tensor is not written.
-void store_box(const Box& box, const unsigned char* shared, size_t place) {
+void store_box(const Box& box, const unsigned char* shared, size_t offset) {
   for (size_t n = 0; n < box.rows(); n++) {
     unsigned char bytes[kRow];
     for (size_t piece = 0; piece < kRow; piece += 16) {
-      memcpy(bytes + piece, shared + swizzled(place + n * kRow + piece), 16);
+      memcpy(bytes + piece, shared + swizzled(offset + n * kRow + piece), 16);
     }
     const Inside inside = inside_row(box, n);
     if (inside.bytes != 0) memcpy(inside.tensor, bytes + inside.begin, inside.bytes);
@@ -131,34 +131,34 @@ Box check_box(const char* name, const ptx::TensorMap& map, const int (&coordinat
   return box;
 }
 
-bool overlap(size_t begin, size_t end, size_t place, size_t bytes) { return begin < place + bytes && place < end; }
+bool overlap(size_t begin, size_t end, size_t offset, size_t bytes) { return begin < offset + bytes && offset < end; }
 
 void do_store(Store& store) {
   const unsigned char* const shared = blocks[store.rank].shared;
   rank = store.rank;
   running = store.thread;
   for (size_t i = 0; i < store.asked.size(); i++) {
-    if (shared[store.place + i] == store.asked[i]) continue;
-    fail("byte %zu of shared memory was written while a store still reads it", store.place + i);
+    if (shared[store.offset + i] == store.asked[i]) continue;
+    fail("byte %zu of shared memory was written while a store still reads it", store.offset + i);
   }
-  store_box(store.box, shared, store.place);
+  store_box(store.box, shared, store.offset);
   store.done = true;
 }
 
 void set_out(const Copy& copy) {
-  const size_t end = copy.place + copy.bytes;
-  if (product_touches(copy.to, copy.place, end)) {
-    fail("%s: bytes %zu to %zu of shared memory are the operand of a product under way", copy.name, copy.place, end);
+  const size_t end = copy.offset + copy.bytes;
+  if (product_touches(copy.to, copy.offset, end)) {
+    fail("%s: bytes %zu to %zu of shared memory are the operand of a product under way", copy.name, copy.offset, end);
   }
-  if (copies_to(copy.to, copy.place, end) != 0) {
-    fail("%s: another copy to bytes %zu to %zu of shared memory is under way", copy.name, copy.place, end);
+  if (copies_to(copy.to, copy.offset, end) != 0) {
+    fail("%s: another copy to bytes %zu to %zu of shared memory is under way", copy.name, copy.offset, end);
   }
   for (const Store& store : stores) {
-    if (store.rank == copy.to && !store.done && overlap(copy.place, end, store.place, store.asked.size())) {
-      fail("%s: a store still reads bytes %zu to %zu of shared memory", copy.name, copy.place, end);
+    if (store.rank == copy.to && !store.done && overlap(copy.offset, end, store.offset, store.asked.size())) {
+      fail("%s: a store still reads bytes %zu to %zu of shared memory", copy.name, copy.offset, end);
     }
   }
-  memset(blocks[copy.to].shared + copy.place, kPoison, copy.bytes);
+  memset(blocks[copy.to].shared + copy.offset, kPoison, copy.bytes);
   under_way.push_back(copy);
 }
 
@@ -169,7 +169,7 @@ void copy_tensor(void* pointer, const ptx::TensorMap& map, void* barrier, const 
   Copy copy{"copy_tensor", rank, running, rank, 0, 0, 0, check_box("copy_tensor", map, coordinates), 0};
   copy.bytes = copy.box.rows() * kRow;
   // The engine wants 128 bytes; products want the 1024 after which the swizzle repeats.
-  copy.place = place_in_shared(pointer, copy.bytes, 1024, copy.name);
+  copy.offset = offset_in_shared(pointer, copy.bytes, 1024, copy.name);
   // Each receiver's arrives at a time of its own.
   for (int n = 0; n < receivers; n++) {
     if (receivers > 1) copy.to = n;
@@ -179,8 +179,8 @@ void copy_tensor(void* pointer, const ptx::TensorMap& map, void* barrier, const 
 }
 
 void send(void* pointer, unsigned x, void* barrier, int to) {
-  const size_t place = place_in_shared(pointer, sizeof(x), sizeof(x), "send");
-  set_out({"send", rank, running, to, place, sizeof(x), check_mbarrier(barrier, to, "send"), {}, x});
+  const size_t offset = offset_in_shared(pointer, sizeof(x), sizeof(x), "send");
+  set_out({"send", rank, running, to, offset, sizeof(x), check_mbarrier(barrier, to, "send"), {}, x});
 }
 
 void stmatrix(void* row, const unsigned (&r)[4]) {
@@ -189,14 +189,14 @@ void stmatrix(void* row, const unsigned (&r)[4]) {
     unsigned char* row;
     const unsigned* r;
   } mine{static_cast<unsigned char*>(row), r};
-  place_in_shared(row, 16, 16, "stmatrix");
-  // Lane 8 i + n brings the place of row n of matrix i, and lane 4 n + m the m-th pair of that row.
+  offset_in_shared(row, 16, 16, "stmatrix");
+  // Lane 8 i + n brings the offset of row n of matrix i, and lane 4 n + m the m-th pair of that row.
   const auto store = [](void* const* payloads) {
     for (int lane = 0; lane < kWarp; lane++) {
       for (int matrix = 0; matrix < 4; matrix++) {
         unsigned char* const to = static_cast<const Lane*>(payloads[8 * matrix + lane / 4])->row + lane % 4 * 4;
         memcpy(to, &static_cast<const Lane*>(payloads[lane])->r[matrix], 4);
-        unfenced.push_back({rank, running + lane, place_in_shared(to, 4, 4, "stmatrix"), 4});
+        unfenced.push_back({rank, running + lane, offset_in_shared(to, 4, 4, "stmatrix"), 4});
       }
     }
   };
@@ -209,7 +209,7 @@ void ldmatrix(unsigned (&r)[4], const void* row) {
     const unsigned char* row;
     unsigned* r;
   } mine{static_cast<const unsigned char*>(row), r};
-  place_in_shared(row, 16, 16, "ldmatrix");
+  offset_in_shared(row, 16, 16, "ldmatrix");
   const auto load = [](void* const* payloads) {
     for (int lane = 0; lane < kWarp; lane++) {
       for (int matrix = 0; matrix < 4; matrix++) {
@@ -223,7 +223,7 @@ void ldmatrix(unsigned (&r)[4], const void* row) {
 
 unsigned load_shared(unsigned address) {
   const unsigned char* const from = shared_pointer(address);
-  place_in_shared(from, 4, 4, "load_shared");
+  offset_in_shared(from, 4, 4, "load_shared");
   unsigned x;
   memcpy(&x, from, 4);
   return x;
@@ -236,16 +236,16 @@ void fence_copies() {
 void store_tensor(const ptx::TensorMap& map, const void* pointer, const int (&coordinates)[5]) {
   Store store{rank, running, 0, check_box("store_tensor", map, coordinates), {}, false, false};
   const size_t bytes = store.box.rows() * kRow;
-  store.place = place_in_shared(pointer, bytes, 1024, "store_tensor");
-  const size_t end = store.place + bytes;
+  store.offset = offset_in_shared(pointer, bytes, 1024, "store_tensor");
+  const size_t end = store.offset + bytes;
   for (const Written& it : unfenced) {
-    if (it.rank != rank || !overlap(store.place, end, it.place, it.bytes)) continue;
-    fail("store_tensor: no fence_copies since thread %d wrote byte %zu", it.thread, it.place);
+    if (it.rank != rank || !overlap(store.offset, end, it.offset, it.bytes)) continue;
+    fail("store_tensor: no fence_copies since thread %d wrote byte %zu", it.thread, it.offset);
   }
-  if (copies_to(rank, store.place, end) != 0) {
-    fail("store_tensor: a copy to bytes %zu to %zu of shared memory is under way", store.place, end);
+  if (copies_to(rank, store.offset, end) != 0) {
+    fail("store_tensor: a copy to bytes %zu to %zu of shared memory is under way", store.offset, end);
   }
-  const unsigned char* const from = blocks[rank].shared + store.place;
+  const unsigned char* const from = blocks[rank].shared + store.offset;
   store.asked.assign(from, from + bytes);
   stores.push_back(store);
 }
@@ -283,7 +283,7 @@ size_t copies_under_way() {
 size_t copies_to(int to, size_t begin, size_t end) {
   size_t count = 0;
   for (const Copy& copy : under_way) {
-    if (copy.to == to && overlap(begin, end, copy.place, copy.bytes)) count++;
+    if (copy.to == to && overlap(begin, end, copy.offset, copy.bytes)) count++;
   }
   return count;
 }
@@ -307,13 +307,13 @@ void deliver_copy() {
   rank = copy.rank;
   running = copy.thread;
   unsigned char* const shared = blocks[copy.to].shared;
-  for (size_t i = copy.place; i < copy.place + copy.bytes; i++) {
+  for (size_t i = copy.offset; i < copy.offset + copy.bytes; i++) {
     if (shared[i] != kPoison) fail("byte %zu of shared memory was written while a copy was on its way there", i);
   }
   if (copy.box.rows() == 0) {
-    memcpy(shared + copy.place, &copy.sent, copy.bytes);
+    memcpy(shared + copy.offset, &copy.sent, copy.bytes);
   } else {
-    copy_box(copy.box, shared, copy.place);
+    copy_box(copy.box, shared, copy.offset);
   }
   complete_bytes(copy.to, copy.barrier, static_cast<unsigned>(copy.bytes), copy.name);
   running = -1;

@@ -124,7 +124,7 @@ def test_many_sequences(machine: MakeDevice) -> None:
 
 
 @pytest.mark.parametrize("pair", [False, True])
-def test_rows_without_a_place_are_not_written(machine: MakeDevice, pair: bool) -> None:
+def test_rows_without_a_slot_are_not_written(machine: MakeDevice, pair: bool) -> None:
     """The machine stops at an access outside of the arrays, and of the pages nothing changes."""
     call = appended((9, 4, 24, 3), 4, pair=pair, rows=2)
     pools = call.pools()

@@ -33,9 +33,9 @@ def test_blocks_of_their_own(builder: Builder) -> None:
       if (thread == 0) s.number = mine;
       if (group == 0) ptx::barrier_sync(1, 128);
       ptx::cluster_sync();
-      const unsigned place = target::shared_address(s.a);
+      const unsigned address = target::shared_address(s.a);
       const bool own = s.number == mine && target::block_index() % 2 == rank;
-      p.y[target::block_index() * 256 + thread] = own ? thread + place : -1;
+      p.y[target::block_index() * 256 + thread] = own ? thread + address : -1;
       target::block_sync();
     """
     kernel = probe(builder, body)
@@ -177,7 +177,7 @@ MISTAKES = {
         "ptx::cluster_sync(); if (rank == 1 && group == 1) ptx::wgmma_wait<0>();",
         "bytes 0 to 8192 of shared memory are the operand of a product under way",
     ),
-    "two copies to one place": (
+    "two copies to one address": (
         "if (thread == 0 && rank == 1) { " + BOTH + f" load(s.a, 2 * {BYTES}); }}"
         "else if (thread == 0) ptx::mbarrier_wait(&s.full, 0);",
         "another copy to bytes 0 to 8192",

@@ -87,11 +87,11 @@ def test_what_lies_well_is_read_as_it_lies(run: Callable[..., Runs]) -> None:
         assert "16B 16B" in runs.device.summaries[0]
 
 
-@pytest.mark.parametrize("place", [0, 1])
-def test_out_of_the_callers(place: int, run: Callable[..., Runs]) -> None:
+@pytest.mark.parametrize("offset", [0, 1])
+def test_out_of_the_callers(offset: int, run: Callable[..., Runs]) -> None:
     call = call_of(Form(dtype="float32", result="float16"))
     buffer = np.full((2, 5, 9, 65), 7, np.float16)
-    target = buffer[:, :, place : place + 4, place : place + 64]
+    target = buffer[:, :, offset : offset + 4, offset : offset + 64]
     out, lse = run()(call, target)
     call.check(out, lse)
 
@@ -138,7 +138,7 @@ def gpu(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> Gpu:
 
 
 def results_of(made: tuple[Any, Any]) -> tuple[np.ndarray, np.ndarray]:
-    return made[0].placed.array(), made[1].placed.array()
+    return made[0].in_memory.array(), made[1].in_memory.array()
 
 
 @pytest.mark.parametrize("stacked", [False, True])
@@ -160,7 +160,7 @@ def test_calls_like_earlier_ones(stacked: bool, gpu: Gpu) -> None:
         rawattn.combine(outs, lses, out=outs[1])
 
 
-def test_places_of_calls_like_earlier_ones(gpu: Gpu) -> None:
+def test_addresses_of_calls_like_earlier_ones(gpu: Gpu) -> None:
     """What may be read 16 bytes at a time in one call may not be in the next."""
     for layout in ("odd", "dense", "odd", "dense"):
         for seed in range(2):

@@ -78,7 +78,7 @@ def test_hopper(machine: MakeDevice, rule: str) -> None:
 
 @pytest.mark.parametrize("headdims", [(7, 1), (34, 36)], ids=str)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-def test_rows_of_any_place(machine: MakeDevice, arch: str, headdims: tuple[int, int]) -> None:
+def test_rows_at_any_alignment(machine: MakeDevice, arch: str, headdims: tuple[int, int]) -> None:
     """Of arrays whose heads come before their rows, in narrow accesses."""
     q, k, v = arrays(headdims=headdims)
     k = np.ascontiguousarray(k.swapaxes(1, 2)).swapaxes(1, 2)
@@ -204,7 +204,7 @@ NOT_GATHERED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("option", exhaustive.thin(NOT_GATHERED, 4))
-def test_what_needs_the_places_of_keys_is_not_gathered(machine: MakeDevice, option: str) -> None:
+def test_what_needs_the_positions_of_keys_is_not_gathered(machine: MakeDevice, option: str) -> None:
     device = machine()
     with small_tiles():
         verify_forward(device, "portable", *arrays(), mask=shared(), **NOT_GATHERED[option])

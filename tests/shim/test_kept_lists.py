@@ -12,7 +12,7 @@ from rawattn import reference
 from tests import exhaustive
 from tests.shim.device import Device
 from tests.shim.launch import Machine
-from tests.shim.on_device import OnDevice, installed, packed
+from tests.shim.on_device import OnDevice, installed, mask_on_device
 from tests.shim.shim import Builder
 from tests.shim.test_mask_calls import KEYS, ROWS, arrays, backward_tiles, blocky
 from tests.shim.whole import small_tiles
@@ -30,17 +30,17 @@ def test_two_masks_in_turn(
     installed(device, monkeypatch)
     q, k, v = arrays(np.float16)
     exact = [reference.attention(q, k, v, mask=keep, **options) for keep in MASKS]
-    masks = [packed(device, keep) for keep in MASKS]
+    masks = [mask_on_device(device, keep) for keep in MASKS]
     given = [OnDevice(device, x) for x in (q, k, v)]
     with small_tiles():
         for n in (0, 1, 0, 1):
             out = rawattn.attention(*given, mask=masks[n], **options)
-            np.testing.assert_allclose(out.placed.array(), exact[n], atol=0.01)
+            np.testing.assert_allclose(out.in_memory.array(), exact[n], atol=0.01)
         assert device.launched.count("rawattn_mask_tiles") == 2
         # Whose memory is gone with it, and faults where a kernel touches it.
         del masks[0]
-        out = rawattn.attention(*given, mask=packed(device, MASKS[0]), **options)
-        np.testing.assert_allclose(out.placed.array(), exact[0], atol=0.01)
+        out = rawattn.attention(*given, mask=mask_on_device(device, MASKS[0]), **options)
+        np.testing.assert_allclose(out.in_memory.array(), exact[0], atol=0.01)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -48,7 +48,7 @@ def test_gradients(builder: Builder, monkeypatch: pytest.MonkeyPatch, determinis
     device = Device(Machine(builder))
     installed(device, monkeypatch)
     q, k, v = arrays(np.float16)
-    masks = [packed(device, keep) for keep in MASKS]
+    masks = [mask_on_device(device, keep) for keep in MASKS]
     for n in (0, 1, 0, 1):
         out, lse = reference.attention(q, k, v, mask=MASKS[n], return_lse=True)
         dout = np.ones_like(out)
@@ -59,5 +59,5 @@ def test_gradients(builder: Builder, monkeypatch: pytest.MonkeyPatch, determinis
                 *(OnDevice(device, x) for x in given), mask=masks[n], deterministic=deterministic
             )
         for ours, wanted in zip(got[:3], exact[:3], strict=True):
-            assert np.linalg.norm(ours.placed.array() - wanted) <= 0.01 * np.linalg.norm(wanted)
+            assert np.linalg.norm(ours.in_memory.array() - wanted) <= 0.01 * np.linalg.norm(wanted)
     assert device.launched.count("rawattn_mask_tiles") == 2 * (1 + deterministic)

@@ -61,8 +61,8 @@ LAYOUTS: dict[str, tuple[tuple[int, int, int], int]] = {
 }
 
 
-def placed(name: str, array: Array, layout: str) -> tuple[Memory, tuple[int, ...], Array]:
-    """The array in memory with gaps of NaN: it, its strides, and the places of its elements there."""
+def with_gaps(name: str, array: Array, layout: str) -> tuple[Memory, tuple[int, ...], Array]:
+    """The array in memory with gaps of NaN: it, its strides, and the indices of its elements there."""
     (of_rows, of_heads, of_batch), phase = LAYOUTS[layout]
     _, rows, heads, dim = array.shape
     head = dim + of_heads
@@ -78,7 +78,7 @@ def placed(name: str, array: Array, layout: str) -> tuple[Memory, tuple[int, ...
 def rows_of(
     problem: Problem, arrays: dict[str, Array], layout: str, names: dict[str, str]
 ) -> tuple[dict[str, Memory], list[KeptRows], dict[str, Array]]:
-    found = {name: placed(name, x, layout) for name, x in arrays.items()}
+    found = {name: with_gaps(name, x, layout) for name, x in arrays.items()}
     pointers = 0
     for memory, *_ in found.values():
         pointers |= memory.address
@@ -215,8 +215,8 @@ def test_bits_and_lists(
     keep = np.where(lists[:, :, None] >= 0, seen[:, lists.clip(0)].transpose(1, 2, 0, 3), False)
     given_rows = keep[:, :, : mask.shape[2]]
     bits = arrays["kept_bits"].array().reshape(layout.bits_shape(mask.shape))
-    np.testing.assert_array_equal(bits, host.pack(given_rows)[0])
-    any_row = host.pack(keep.any(2, keepdims=True))[0][:, :, 0]
+    np.testing.assert_array_equal(bits, host.to_bits(given_rows)[0])
+    any_row = host.to_bits(keep.any(2, keepdims=True))[0][:, :, 0]
     np.testing.assert_array_equal(arrays["kept_keys"].array().reshape(any_row.shape), any_row)
     for of, (each, tile_q, tile_k) in listed.items():
         check_lists(arrays, of, each, keep, tile_q, tile_k)

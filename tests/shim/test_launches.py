@@ -11,7 +11,7 @@ import pytest
 from rawattn._call.layout import Lengths
 from rawattn._call.problem import describe, result_shapes
 from rawattn._kernels.operands import Operands
-from rawattn._kernels.portable import repack
+from rawattn._kernels.portable import align_rows
 from rawattn._kernels.sm90 import forward as sm90_forward
 from rawattn._kernels.sm90 import forward_config as sm90_forward_config
 from rawattn._runtime import calls
@@ -19,14 +19,14 @@ from rawattn._runtime.prepared import Prepared
 from rawattn._runtime.verbs import BACKWARD, FORWARD, Verb
 from tests import exhaustive
 from tests.cases import Case, dense, padded, ragged
-from tests.curated_cases import repacked
+from tests.curated_cases import unaligned
 from tests.gradients import NAMES, backward_of, check_gradient
 from tests.memory import CANARY, Strided, strided
 from tests.shim.cells import call_of
 from tests.shim.device import Allocator, Device
 from tests.shim.launch import Machine, Operand
 from tests.shim.shim import Builder, Memory
-from tests.tiles import repacking, sharing, usual_tiles
+from tests.tiles import aligning, sharing, usual_tiles
 from tests.tolerance import check, check_lse
 from tests.verify import expected, layout
 
@@ -160,15 +160,15 @@ def test_tiles_shared_out_by_keys(
     assert device.launched == [sm90_forward_config.ENTRY] * 2
 
 
-@pytest.mark.parametrize("case", exhaustive.thin(repacked(), 3), ids=str)
+@pytest.mark.parametrize("case", exhaustive.thin(unaligned(), 3), ids=str)
 def test_operands_that_hopper_cannot_read(
     builder: Builder, monkeypatch: pytest.MonkeyPatch, case: Case
 ) -> None:
     device = Device(Machine(builder), sm90_forward.ARCH)
     device.install(monkeypatch)
-    with repacking():
+    with aligning():
         test_forward(device, case)
-    assert device.launched.count(repack.ENTRY) == 2 * 3
+    assert device.launched.count(align_rows.ENTRY) == 2 * 3
     assert device.launched.count(sm90_forward_config.ENTRY) == 2
 
 

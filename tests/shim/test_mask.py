@@ -1,4 +1,4 @@
-"""Packing of masks, and lists of tiles made of them, against NumPy."""
+"""Bits of masks, and lists of tiles made of them, against NumPy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rawattn._call.problem import describe
 from rawattn._call.structure import structure
 from rawattn._kernels import attention_params
 from rawattn._kernels.operands import Operands, contiguous
-from rawattn._kernels.portable import mask_packing, mask_tiles
+from rawattn._kernels.portable import mask_tiles, mask_writing
 from rawattn._kernels.steps import Step
 from rawattn._kernels.target import without_device
 from rawattn._masks import host, layout
@@ -29,10 +29,10 @@ RNG = np.random.default_rng(0)
 
 def run(machine: Machine, step: Step, arrays: dict[str, Memory]) -> None:
     """A step on arrays by name."""
-    packed = bytearray(step.params)
+    params = bytearray(step.params)
     for at, name in step.patches:
-        packed[at : at + 8] = arrays[name].address.to_bytes(8, "little")
-    value = np.frombuffer(bytes(packed), np.dtype((np.void, len(packed))))
+        params[at : at + 8] = arrays[name].address.to_bytes(8, "little")
+    value = np.frombuffer(bytes(params), np.dtype((np.void, len(params))))
     machine.run(
         step.source,
         value,
@@ -49,17 +49,17 @@ def scratch(name: str, nbytes: int, dtype: Any) -> Memory:
 
 
 def keys_of(shape: Any) -> dict[str, Memory]:
-    sizes = {"mask_keys": layout.keys_bytes(shape), "mask_bands": mask_packing.band_bytes(shape)}
+    sizes = {"mask_keys": layout.keys_bytes(shape), "mask_bands": mask_writing.band_bytes(shape)}
     return {name: scratch(name, nbytes, np.uint16) for name, nbytes in sizes.items()}
 
 
 def check_keys(machine: Machine, shape: Any, arrays: dict[str, Memory], keep: np.ndarray) -> None:
-    """Which keys any row sees, after the step that packs."""
-    step = mask_packing.keys_step(shape)
+    """Which keys any row sees, after the step that makes the bits."""
+    step = mask_writing.keys_step(shape)
     if step is not None:
         run(machine, step, arrays)
     wide = np.broadcast_to(keep, (*shape[:3], 128 if shape[3] == 1 else shape[3]))
-    whole = host.pack(wide.any(axis=2, keepdims=True))[0]
+    whole = host.to_bits(wide.any(axis=2, keepdims=True))[0]
     np.testing.assert_array_equal(arrays["mask_keys"].array().reshape(whole.shape), whole)
 
 
@@ -78,7 +78,7 @@ SHAPES = ((1, 1, 1, 1), (2, 3, 70, 130), (1, 2, 129, 515), (2, 1, 1, 300), (1, 2
 
 @pytest.mark.parametrize("strides", ["dense", "strided", "broadcast", "odd"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_packed_bools(shape: tuple[int, ...], strides: str, builder: Builder) -> None:
+def test_bits_of_bools(shape: tuple[int, ...], strides: str, builder: Builder) -> None:
     keep = blocky(shape)
     given = buffer = np.asfortranarray(keep) if strides == "strided" else keep
     if strides == "broadcast":
@@ -93,13 +93,13 @@ def test_packed_bools(shape: tuple[int, ...], strides: str, builder: Builder) ->
         "mask_map": scratch("mask_map", layout.map_bytes(shape), np.uint8),
         **keys_of(shape),
     }
-    step = mask_packing.step(shape, given.strides, memory.address % 16)
+    step = mask_writing.step(shape, given.strides, memory.address % 16)
     run(Machine(builder, checked=True), step, arrays)
-    bits, found = host.pack(keep)
+    bits, found = host.to_bits(keep)
     np.testing.assert_array_equal(arrays["mask_bits"].array().reshape(bits.shape), bits)
     ours = arrays["mask_map"].array().reshape(found.shape)
     np.testing.assert_array_equal(host.granules(ours, shape), host.granules(found, shape))
-    np.testing.assert_array_equal(host.unpack(bits, shape), keep)
+    np.testing.assert_array_equal(host.to_bools(bits, shape), keep)
     check_keys(Machine(builder), shape, arrays, keep)
 
 
@@ -114,15 +114,15 @@ def test_a_bool_is_whatever_is_not_zero(builder: Builder) -> None:
     }
     run(
         Machine(builder),
-        mask_packing.step(shape, (256, 256, 256, 1), arrays["mask"].address % 16),
+        mask_writing.step(shape, (256, 256, 256, 1), arrays["mask"].address % 16),
         arrays,
     )
     bits = arrays["mask_bits"].array().reshape(layout.bits_shape(shape))
-    np.testing.assert_array_equal(host.unpack(bits, shape)[0, 0, 0], raw != 0)
+    np.testing.assert_array_equal(host.to_bools(bits, shape)[0, 0, 0], raw != 0)
 
 
 @pytest.mark.parametrize("integers", [np.int32, np.int64])
-def test_packed_ranges(integers: Any, builder: Builder) -> None:
+def test_bits_of_ranges(integers: Any, builder: Builder) -> None:
     shape, count = (2, 1, 70, 300), 3
     ranges = RNG.integers(-20, 320, (2, 70, count, 2)).astype(integers)
     ranges[0, 5] = (0, 300), (0, 0), (9, 3)
@@ -133,17 +133,17 @@ def test_packed_ranges(integers: Any, builder: Builder) -> None:
         "mask_map": scratch("mask_map", layout.map_bytes(shape), np.uint8),
         **keys_of(shape),
     }
-    step = mask_packing.ranges_step(shape, count, ranges.dtype.itemsize)
+    step = mask_writing.ranges_step(shape, count, ranges.dtype.itemsize)
     run(Machine(builder, checked=True), step, arrays)
     keys = np.arange(300)
     keep = ((keys >= ranges[..., :1]) & (keys < ranges[..., 1:])).any(2)[:, None]
-    bits, found = host.pack(keep)
+    bits, found = host.to_bits(keep)
     np.testing.assert_array_equal(arrays["mask_bits"].array().reshape(bits.shape), bits)
     ours = arrays["mask_map"].array().reshape(found.shape)
     np.testing.assert_array_equal(host.granules(ours, shape), host.granules(found, shape))
 
 
-def test_packed_predicates(builder: Builder) -> None:
+def test_bits_of_predicates(builder: Builder) -> None:
     shape = (2, 3, 70, 150)
     table = np.asfortranarray(RNG.integers(0, 4, (70, 2)).astype(np.int64))
     share = RNG.standard_normal(3).astype(np.float16)
@@ -157,11 +157,11 @@ def test_packed_predicates(builder: Builder) -> None:
         "mask_map": scratch("mask_map", layout.map_bytes(shape), np.uint8),
         **keys_of(shape),
     }
-    step = mask_packing.predicate_step(shape, predicate.text, forms, predicate.scalars)
+    step = mask_writing.predicate_step(shape, predicate.text, forms, predicate.scalars)
     run(Machine(builder, checked=True), step, arrays)
     batch, head, i, j = np.ogrid[tuple(map(slice, shape))]
     keep = (table[i, batch] == j % 4) | ((share[head] < 0.25) & (j < 70))
-    bits, found = host.pack(keep)
+    bits, found = host.to_bits(keep)
     np.testing.assert_array_equal(arrays["mask_bits"].array().reshape(bits.shape), bits)
     ours = arrays["mask_map"].array().reshape(found.shape)
     np.testing.assert_array_equal(host.granules(ours, shape), host.granules(found, shape))
@@ -238,7 +238,7 @@ def test_lists_of_tiles(name: str, tiles: tuple[int, int], of: Any, builder: Bui
         name="lists",
         ordered=of == "q",
     )
-    _, found = host.pack(keep)
+    _, found = host.to_bits(keep)
     arrays = {
         "mask_map": Memory("mask_map", found),
         **{name: scratch(name, nbytes, np.int32) for name, nbytes in listed.scratch.items()},

@@ -13,7 +13,7 @@ from rawattn import BlockMask, reference
 from rawattn._verbs import repeats
 from tests.shim.device import Device
 from tests.shim.launch import Machine
-from tests.shim.on_device import OnDevice, installed, packed
+from tests.shim.on_device import OnDevice, installed, mask_on_device
 from tests.shim.shim import Builder
 
 ROWS, KEYS = 40, 150
@@ -40,7 +40,7 @@ class Gpu:
     def mask(self, kept: bool, seed: int) -> BlockMask:
         rng = np.random.default_rng(seed)
         if not kept:
-            return packed(self.device, rng.random((1, 2, ROWS, KEYS)) < 0.5)
+            return mask_on_device(self.device, rng.random((1, 2, ROWS, KEYS)) < 0.5)
         mask = rawattn.topk_mask(rng.standard_normal((1, 2, 1, KEYS)), 50)
         mask._copies["", 0] = tuple(self.put(*mask.arrays))
         return mask
@@ -83,8 +83,8 @@ def test_other_arrays_and_other_masks(gpu: Gpu, kept: bool) -> None:
         both = rawattn.attention(*on_device, **options, return_lse=True)
         assert rawattn.attention(*on_device, **options, out=target) is target
         for each in (out, both[0], target):
-            np.testing.assert_allclose(each.placed.array(), exact, atol=0.01)
-        np.testing.assert_allclose(both[1].placed.array(), exact_lse, atol=0.01)
+            np.testing.assert_allclose(each.in_memory.array(), exact, atol=0.01)
+        np.testing.assert_allclose(both[1].in_memory.array(), exact_lse, atol=0.01)
         if n > 1:
             assert gpu.asked == asked
 
@@ -103,7 +103,7 @@ def test_gradients(gpu: Gpu, kept: bool) -> None:
         got = rawattn.attention_backward(*given, mask=mask)
         assert type(got) is rawattn.Gradients
         for ours, wanted in zip(got[:3], exact[:3], strict=True):
-            assert np.linalg.norm(ours.placed.array() - wanted) <= 0.01 * np.linalg.norm(wanted)
+            assert np.linalg.norm(ours.in_memory.array() - wanted) <= 0.01 * np.linalg.norm(wanted)
         if n > 1:
             assert gpu.asked == asked
 
@@ -114,7 +114,7 @@ def test_what_is_another_call(gpu: Gpu) -> None:
     gpu.known(call)
     (bias,) = gpu.put(np.zeros((ROWS, KEYS), F16))
     layout = rawattn.SeqLayout(seqlen_k=[90])
-    kept, wide = gpu.mask(True, 0), packed(gpu.device, np.ones((1, 1, ROWS, KEYS), bool))
+    kept, wide = gpu.mask(True, 0), mask_on_device(gpu.device, np.ones((1, 1, ROWS, KEYS), bool))
     for more in (
         {"causal": True}, {"bias": bias}, {"seqs": layout}, {"mask": kept}, {"mask": wide}, {"dropout_p": 0.5, "seed": 1}
     ):  # fmt: skip

@@ -93,7 +93,7 @@ def test_sequences_share_pages(machine: MakeDevice) -> None:
 
 
 def test_pages_behind_the_window_are_the_sequences_no_more(machine: MakeDevice) -> None:
-    """Whatever their entries say: the pages that are found in their place hold NaN."""
+    """Whatever their entries say: the pages that are found instead hold NaN."""
     call = paged((150, 75), 5, rows=2)
     table = call.block_table + 1
     table[0, 1:23] = -1  # the window of the first row begins at key 118
@@ -123,7 +123,7 @@ def test_no_integer_leads_outside(machine: MakeDevice, integers: Any, pair: bool
     "option", [{}, {"mask": normal(1, 3, 200) > -1, "window": (20, 0)}], ids=["plain", "mask"]
 )
 def test_lengths_on_the_device_are_cut(machine: MakeDevice, pair: bool, option: Any) -> None:
-    """One that is more than the pages hold is what they hold, in the place of the diagonal too; one below 0 is 0."""
+    """One that is more than the pages hold is what they hold, in where the diagonal is too; one below 0 is 0."""
     room = (66, 12, 30)
     call = paged(room, 6, pair=pair, rows=3, spare=0)
     if not pair:  # a row of a table has room for the longest sequence

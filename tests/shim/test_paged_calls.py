@@ -24,61 +24,61 @@ LENS = (70, 3, 0, 129)
 
 
 @pytest.fixture
-def place(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> Callable[[np.ndarray], OnDevice]:
+def put(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> Callable[[np.ndarray], OnDevice]:
     """To the device. Calls with such arrays are a framework's own."""
     device = Device(Machine(builder, 32))
     installed(device, monkeypatch)
 
-    def put(array: np.ndarray) -> OnDevice:
+    def to_device(array: np.ndarray) -> OnDevice:
         return OnDevice(device, array)
 
-    vars(put)["device"] = device
-    return put
+    vars(to_device)["device"] = device
+    return to_device
 
 
-def inputs_of(call: Paged, place: Any) -> list[Any]:
+def inputs_of(call: Paged, put: Any) -> list[Any]:
     table = call.block_table
     pair = isinstance(table, tuple)
-    return [*map(place, call.inputs[:3]), tuple(map(place, table)) if pair else place(table)]
+    return [*map(put, call.inputs[:3]), tuple(map(put, table)) if pair else put(table)]
 
 
 def result(found: Any) -> tuple[np.ndarray, np.ndarray]:
     out, lse = found
-    return out.placed.array(), lse.placed.array()
+    return out.in_memory.array(), lse.in_memory.array()
 
 
 @pytest.mark.parametrize("pair", [False, True])
 @pytest.mark.parametrize("on_device", [False, True])
-def test_calls(place: Any, pair: bool, on_device: bool) -> None:
+def test_calls(put: Any, pair: bool, on_device: bool) -> None:
     """Two of one form share what was prepared, and have pages and lengths of their own."""
     for seed in range(3):
         call = paged(LENS, 6, pair=pair, rows=3, seed=seed)
-        lengths = place(call.seqlen_k) if on_device else call.seqlen_k
+        lengths = put(call.seqlen_k) if on_device else call.seqlen_k
         with small_tiles():
             found = paged_attention(
-                *inputs_of(call, place), seqlen_k=lengths, causal=True, return_lse=True
+                *inputs_of(call, put), seqlen_k=lengths, causal=True, return_lse=True
             )
         verify(call, *result(found), causal=True)
     assert len(on_gpu._prepared) == 1
 
 
-def test_group_mode_and_options(place: Any) -> None:
+def test_group_mode_and_options(put: Any) -> None:
     call = paged((70, 9, 0, 129), 6, group=True, rows=(20, 9, 4, 1))
     bias = np.random.default_rng(0).standard_normal((4, 20, 150)).astype(np.float32)
     assert call.seqs is not None
-    seqs = SeqLayout(seqstart_q=place(call.seqs.seqstart_q), seqlen_q=place(call.seqs.seqlen_q))
+    seqs = SeqLayout(seqstart_q=put(call.seqs.seqstart_q), seqlen_q=put(call.seqs.seqlen_q))
     with small_tiles():
         found = paged_attention(
-            *inputs_of(call, place), seqlen_k=place(call.seqlen_k), seqs=seqs, bias=place(bias), window=(40, 1),
+            *inputs_of(call, put), seqlen_k=put(call.seqlen_k), seqs=seqs, bias=put(bias), window=(40, 1),
             return_lse=True,
         )  # fmt: skip
     verify(call, *result(found), bias=bias, window=(40, 1))
 
 
 @pytest.mark.parametrize("pair", [False, True])
-def test_a_plan_whose_lengths_and_pages_change_in_place(place: Any, pair: bool) -> None:
+def test_a_plan_whose_lengths_and_pages_change_in_place(put: Any, pair: bool) -> None:
     call, other = (paged(LENS, 6, pair=pair, rows=3, seed=seed) for seed in range(2))
-    inputs, lengths = inputs_of(call, place), place(call.seqlen_k)
+    inputs, lengths = inputs_of(call, put), put(call.seqlen_k)
     with small_tiles():
         made = rawattn.plan(
             paged_attention, *inputs, seqlen_k=lengths, causal=True, return_lse=True
@@ -95,22 +95,21 @@ def test_a_plan_whose_lengths_and_pages_change_in_place(place: Any, pair: bool) 
         out, lse = result(made())
         assert not np.any(out.astype(np.float32))
         assert np.all(lse == -np.inf)
-        verify(other, *result(made(*inputs[:3], ids, seqlen_k=place(other.seqlen_k))), causal=True)
+        verify(other, *result(made(*inputs[:3], ids, seqlen_k=put(other.seqlen_k))), causal=True)
         with pytest.raises(ValueError, match=r"^block_table: got shape"):
-            made(*inputs[:3], place(np.zeros((9, 1), np.int32)))
+            made(*inputs[:3], put(np.zeros((9, 1), np.int32)))
 
 
 @pytest.mark.parametrize("float8", ["plain", "numbers", "arrays"])
-def test_pages_of_8_bits(place: Any, float8: str) -> None:
+def test_pages_of_8_bits(put: Any, float8: str) -> None:
     """Calls that differ in the values of scales alone share what was prepared; a plan reads arrays of them anew."""
     calls = [paged(LENS, 6, rows=3, float8=float8, seed=seed) for seed in range(2)]
     with small_tiles():
         for call in calls:
             scales = {
-                name: place(x) if isinstance(x, np.ndarray) else x
-                for name, x in call.scales.items()
+                name: put(x) if isinstance(x, np.ndarray) else x for name, x in call.scales.items()
             }
-            inputs, lengths = inputs_of(call, place), place(call.seqlen_k)
+            inputs, lengths = inputs_of(call, put), put(call.seqlen_k)
             found = paged_attention(*inputs, seqlen_k=lengths, **scales, return_lse=True)
             verify(call, *result(found))
         assert len(on_gpu._prepared) == 1
@@ -133,18 +132,18 @@ def test_pages_of_8_bits(place: Any, float8: str) -> None:
         np.testing.assert_allclose(out.astype(np.float32), wanted.astype(np.float32), atol=0.02)
 
 
-def test_mistakes_are_told_before_anything_is_launched(place: Any) -> None:
+def test_mistakes_are_told_before_anything_is_launched(put: Any) -> None:
     call = paged(LENS, 6, rows=3)
-    q, k_pages, v_pages, table = inputs_of(call, place)
+    q, k_pages, v_pages, table = inputs_of(call, put)
     for change, says in (
-        ({"block_table": place(np.zeros((4, 3), np.float32))}, "block_table: got dtype float32"),
-        ({"block_table": place(np.zeros((3, 3), np.int32))}, r"block_table: got shape \(3, 3\)"),
+        ({"block_table": put(np.zeros((4, 3), np.float32))}, "block_table: got dtype float32"),
+        ({"block_table": put(np.zeros((3, 3), np.int32))}, r"block_table: got shape \(3, 3\)"),
         ({"v_pages": q}, "v_pages: got num_pages"),
-        ({"seqlen_k": place(np.zeros(3, np.int64))}, "seqlen_k: got 3 lengths, expected 4"),
+        ({"seqlen_k": put(np.zeros(3, np.int64))}, "seqlen_k: got 3 lengths, expected 4"),
         ({"seqlen_k": [70, 3, 0, 10**6]}, "seqlen_k: got length 1000000 for sequence 3"),
     ):
         given = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "block_table": table}
-        lengths = {"seqlen_k": place(call.seqlen_k)}
+        lengths = {"seqlen_k": put(call.seqlen_k)}
         with pytest.raises((TypeError, ValueError), match=f"^{says}"):
             paged_attention(**{**given, **lengths, **change})
 
@@ -161,13 +160,13 @@ def dispatched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 @pytest.mark.parametrize("written", [False, True])
 @pytest.mark.parametrize("pair", [False, True])
 def test_repeated_steps_find_their_launch(
-    place: Any, dispatched: list[Any], pair: bool, written: bool
+    put: Any, dispatched: list[Any], pair: bool, written: bool
 ) -> None:
     """With pages, lengths and an array to write of their own."""
     for seed in range(4):
         call = paged(LENS, 6, pair=pair, rows=3, seed=seed)
-        inputs, lengths = inputs_of(call, place), place(call.seqlen_k)
-        out = blank(place, call) if written else None
+        inputs, lengths = inputs_of(call, put), put(call.seqlen_k)
+        out = blank(put, call) if written else None
         found = paged_attention(
             *inputs, seqlen_k=lengths, causal=True, window=(90, None), return_lse=True, out=out
         )
@@ -176,57 +175,55 @@ def test_repeated_steps_find_their_launch(
     assert len(dispatched) <= 2  # the first one may find no reader, the second is remembered
 
 
-def blank(place: Any, call: Paged) -> OnDevice:
+def blank(put: Any, call: Paged) -> OnDevice:
     """To write the result of a call."""
     shape = (*call.q.shape[:-1], call.v_pages.shape[-1])
-    return OnDevice(place.device, np.zeros(shape, call.q.dtype), readonly=False)
+    return OnDevice(put.device, np.zeros(shape, call.q.dtype), readonly=False)
 
 
 @pytest.mark.parametrize("float8", ["numbers", "arrays"])
-def test_repeated_steps_on_pages_of_8_bits(place: Any, dispatched: list[Any], float8: str) -> None:
+def test_repeated_steps_on_pages_of_8_bits(put: Any, dispatched: list[Any], float8: str) -> None:
     """Scales that are numbers tell calls apart; arrays of them are no matter of the table."""
     calls = [paged(LENS, 6, rows=3, float8=float8, seed=seed) for seed in range(2)]
     for call in calls * 3:
         scales = {
-            name: place(x) if isinstance(x, np.ndarray) else x for name, x in call.scales.items()
+            name: put(x) if isinstance(x, np.ndarray) else x for name, x in call.scales.items()
         }
-        lengths = place(call.seqlen_k)
-        found = paged_attention(
-            *inputs_of(call, place), seqlen_k=lengths, **scales, return_lse=True
-        )
+        lengths = put(call.seqlen_k)
+        found = paged_attention(*inputs_of(call, put), seqlen_k=lengths, **scales, return_lse=True)
         verify(call, *result(found))
     # Each pair of numbers once, and again the first call of a process, which may find no reader.
     assert len(dispatched) <= 3 if float8 == "numbers" else len(dispatched) == 6
     if float8 == "numbers":
         other = {**scales, "v_scale": 2 * scales["v_scale"]}
-        inputs = inputs_of(call, place)
+        inputs = inputs_of(call, put)
         twice, _ = paged_attention(*inputs, seqlen_k=lengths, **other, return_lse=True)
-        once = found[0].placed.array().astype(np.float32)
-        np.testing.assert_allclose(twice.placed.array().astype(np.float32), 2 * once, atol=0.02)
+        once = found[0].in_memory.array().astype(np.float32)
+        np.testing.assert_allclose(twice.in_memory.array().astype(np.float32), 2 * once, atol=0.02)
 
 
 @pytest.mark.parametrize("pair", [False, True])
 @pytest.mark.parametrize("turns", [False, True])
-def test_repeated_appends(place: Any, dispatched: list[Any], pair: bool, turns: bool) -> None:
+def test_repeated_appends(put: Any, dispatched: list[Any], pair: bool, turns: bool) -> None:
     for seed in range(4):
         rotary = {"rotary_dim": 16} if turns else {}
         call = appended((9, 4, 24, 3), 4, pair=pair, rows=2, seed=seed, **rotary)
-        pools = [OnDevice(place.device, x, readonly=False) for x in call.pools()]
+        pools = [OnDevice(put.device, x, readonly=False) for x in call.pools()]
         table = call.pages.block_table
-        table = tuple(map(place, table)) if pair else place(table)
+        table = tuple(map(put, table)) if pair else put(table)
         options = {**call.options}
         if call.rotary is not None:
-            options["rotary"] = tuple(map(place, call.rotary))
-        q = None if call.q is None else place(call.q)
+            options["rotary"] = tuple(map(put, call.rotary))
+        q = None if call.q is None else put(call.q)
         out = rawattn.append_kv(
-            place(call.k), place(call.v), *pools, table, seqlen_k=place(call.pages.seqlen_k), q=q, **options
+            put(call.k), put(call.v), *pools, table, seqlen_k=put(call.pages.seqlen_k), q=q, **options
         )  # fmt: skip
-        turned = None if out is None else out.placed.array()
-        call.verify(*(x.placed.array() for x in pools), turned)
+        turned = None if out is None else out.in_memory.array()
+        call.verify(*(x.in_memory.array() for x in pools), turned)
     assert len(dispatched) <= 2
 
 
-def test_steps_for_the_cpu_go_there_each_time(place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_for_the_cpu_go_there_each_time(put: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     run = dispatch.run
 
@@ -236,15 +233,15 @@ def test_steps_for_the_cpu_go_there_each_time(place: Any, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(dispatch, "run", here)
     call = paged(LENS, 6, rows=3)
-    inputs, lengths = inputs_of(call, place), place(call.seqlen_k)
+    inputs, lengths = inputs_of(call, put), put(call.seqlen_k)
     for _ in range(4):
         paged_attention(*inputs, seqlen_k=lengths, backend="cpu")
     assert asked == ["cpu"] * 4
 
 
-def test_steps_that_are_not_like_the_known_one(place: Any, dispatched: list[Any]) -> None:
+def test_steps_that_are_not_like_the_known_one(put: Any, dispatched: list[Any]) -> None:
     call = paged(LENS, 6, rows=3)
-    inputs, lengths = inputs_of(call, place), place(call.seqlen_k)
+    inputs, lengths = inputs_of(call, put), put(call.seqlen_k)
 
     def went_there(*given: Any, **options: Any) -> bool:
         count = len(dispatched)
@@ -272,11 +269,11 @@ def test_steps_that_are_not_like_the_known_one(place: Any, dispatched: list[Any]
     ):
         paged_attention(*inputs, lengths)  # type: ignore[call-overload]
     # Overlap is seen at each call.
-    out = blank(place, call)
+    out = blank(put, call)
     for _ in range(3):
         known = not went_there(*inputs, seqlen_k=lengths, causal=True, out=out)
     assert known
-    out = blank(place, call)
+    out = blank(put, call)
     out.data.ptr = inputs[1].data.ptr
     with pytest.raises(ValueError, match=r"^out: shares memory"):
         paged_attention(*inputs, seqlen_k=lengths, causal=True, out=out)

@@ -120,7 +120,7 @@ def test_gradients_of_steep_lines(machine: MakeDevice, slopes: list[float]) -> N
 
 
 def test_gradients_of_what_is_beside_a_line(machine: MakeDevice) -> None:
-    """A bias has the same places of keys."""
+    """A bias has the same positions of keys."""
     inputs = small_arrays(BFLOAT16, rows=(75, 75))
     bias = np.random.default_rng(3).standard_normal((1, 4, 75, 75)).astype(BFLOAT16)
     slopes = np.float32([0.5, 0.1, -0.2, 0])

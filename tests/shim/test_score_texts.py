@@ -14,11 +14,20 @@ from rawattn import ScoreMod
 from rawattn._compile.compiler import CompileError, compile_source
 from rawattn._scores import numpy_eval
 from rawattn._scores.cuda_text import compile_error_message, device_text, predicate_text
-from rawattn._scores.expression import PLACES
+from rawattn._scores.expression import POSITION
 from rawattn._scores.program import program
 from rawattn._scores.score_mod import Predicate
 from tests import exhaustive
-from tests.score_trees import CAPTURED, EDGES, Writer, edge, places, predicate, score_mod, values_of
+from tests.score_trees import (
+    CAPTURED,
+    EDGES,
+    Writer,
+    edge,
+    positions,
+    predicate,
+    score_mod,
+    values_of,
+)
 from tests.shim.score_texts import Device, source
 from tests.shim.shim import Builder
 
@@ -50,13 +59,13 @@ def _partials(mod: ScoreMod) -> int:
 
 
 def _rows(at: dict[str, np.ndarray]) -> np.ndarray:
-    return np.stack([at[name] for name in PLACES], axis=1)
+    return np.stack([at[name] for name in POSITION], axis=1)
 
 
 def test_device_agrees_with_the_host(builder: Builder, written: Any) -> None:
     device = Device(builder, written)
-    at = places(64, seed=3)
-    where = [at[name] for name in PLACES]
+    at = positions(64, seed=3)
+    where = [at[name] for name in POSITION]
     score = np.linspace(-3, 3, 64, dtype=np.float32)
     for mod in written:
         found = device.run(mod, score, _rows(at))
@@ -82,7 +91,7 @@ def test_device_agrees_at_edges(builder: Builder) -> None:
     for mod, expected in zip(mods, EDGES.values(), strict=True):
         found = device.run(mod, np.float32([3]), np.array([[0, 1, 0, 0, 0, 0, 0]]))
         assert found[0, 0] == np.float32(expected), mod
-    at = {name: np.zeros(144, int) for name in PLACES}
+    at = {name: np.zeros(144, int) for name in POSITION}
     at["q_idx"], at["kv_idx"] = np.divmod(np.arange(144), 12)
     for mod in pairs:
         found = device.run(mod, np.zeros(144), _rows(at))
@@ -108,7 +117,7 @@ def test_texts_in_cuda(builder: Builder) -> None:
         " + slope[head] * (kv_idx - q_idx) + table[q_idx, kv_idx])"
     )
     device = Device(builder, [IN_CUDA, same])
-    at, score = places(50, seed=4), np.linspace(-3, 3, 50)
+    at, score = positions(50, seed=4), np.linspace(-3, 3, 50)
     found, expected = (device.run(mod, score, _rows(at)) for mod in (IN_CUDA, same))
     np.testing.assert_allclose(found[:, :2], expected[:, :2], rtol=1e-6)
     assert np.isinf(found[:, 0]).any() and np.isfinite(found[:, 0]).any()

@@ -150,7 +150,7 @@ PADDED = rawattn.SeqLayout(seqlen_q=[45, 30], seqlen_k=[60, 1])
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("wave", WAVES)
 def test_forward_of_a_ragged_batch(machine: MakeDevice, wave: int, on_device: bool) -> None:
-    """Places are those in the sequence; the bias is longer than any of them, and NaN where there are none."""
+    """Positions are those in the sequence; the bias is longer than any of them, and NaN where there are none."""
     q, k, v = (x[0] for x in arrays(batch=1, rows=(61, 110)))
     bias = hiding(normal(3, 2, 50, 81, dtype=BFLOAT16))
     bias[:, :, 40:] = np.nan

@@ -128,7 +128,7 @@ ODD = {
     "rows reversed": lambda: normal(2, 4, 136, 152)[:, :, ::-1, :151],
     "begins at 2 bytes": lambda: normal(2, 4, 136, 160)[..., 1:152],
     "rows of whole words": lambda: normal(1, 4, 136, 154)[..., 2:],
-    "heads apart, in the place of rows": lambda: normal(2, 136, 4, 151).swapaxes(1, 2),
+    "heads apart, instead of rows": lambda: normal(2, 136, 4, 151).swapaxes(1, 2),
 }
 
 
@@ -188,7 +188,7 @@ def test_copies_of_ragged_batches(hopper: MakeDevice) -> None:
 
 WIDE = {
     "rows apart": lambda: normal(1, 1, 100, 168)[..., :101],
-    "heads apart, in the place of rows": lambda: normal(2, 100, 4, 104).swapaxes(1, 2)[..., :101],
+    "heads apart, instead of rows": lambda: normal(2, 100, 4, 104).swapaxes(1, 2)[..., :101],
     "expanded": lambda: np.broadcast_to(normal(1, 2, 1, 104), (2, 2, 100, 104))[..., :101],
     "begins at 16 bytes": lambda: normal(2, 1, 100, 112)[..., 8:109],
 }
@@ -213,7 +213,7 @@ PADDED = rawattn.SeqLayout(seqlen_q=[201, 30], seqlen_k=[60, 210])
     exhaustive.thin(itertools.product((1, 2, 8), (False, True), (False, True)), 7),
 )
 def test_ragged_batches(hopper: MakeDevice, heads: int, on_device: bool, odd: bool) -> None:
-    """Places are those in the sequence; the bias is longer than any of them, and NaN where there are none."""
+    """Positions are those in the sequence; the bias is longer than any of them, and NaN where there are none."""
     device = hopper(checked=heads == 2)
     bias = hiding(normal(3, heads, 170, 184))
     bias[:, :, 161:], bias[:, :, :, 170:] = np.nan, np.nan
@@ -318,7 +318,7 @@ def config(target: Target, **knobs: Any) -> sm90_forward_config.Config:
     problem = dataclasses.replace(PROBLEM, **knobs)
     strides = (2 * 128 * 128, 2 * 128 * 128, 2 * 128, 2)
     return sm90_forward.choose(
-        problem, target, Operands(of_options={"bias": strides}, places={"bias": 0})
+        problem, target, Operands(of_options={"bias": strides}, alignments={"bias": 0})
     )
 
 

@@ -27,7 +27,7 @@ from tests.shim.traits import of_case, of_kernel
 SMALL = Sm90Tiles(16, 2, 2, True)
 LATE = Sm90Tiles(16, 3, 2, False, late_scaling=True)
 LONE = Sm90Tiles(16, 1, 2, False)
-# Shapes that no table has: rings of one to three places, consumers that take turns or do not.
+# Shapes that no table has: rings of one to three slots, consumers that take turns or do not.
 SHAPES = (
     Sm90Tiles(16, 2, 1, False),
     Sm90Tiles(32, 3, 2, True),

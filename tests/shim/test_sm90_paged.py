@@ -113,7 +113,7 @@ def test_tiles_shared_out_by_keys(hopper: MakeDevice, shape: Any, options: dict[
 
 
 def test_pages_that_no_row_sees_are_not_read(hopper: MakeDevice) -> None:
-    """Whatever their entries say: the pages that are found in their place hold NaN."""
+    """Whatever their entries say: the pages that are found instead hold NaN."""
     call = paged((150, 75), 8, rows=2, dims=(32, 32))
     table = call.block_table + 1
     table[0, 1:14] = -1  # the window of the first row begins at key 118

@@ -39,7 +39,7 @@ def test_dtypes_and_widths(machine: MakeDevice, dtype: Any, headdim: int, rows: 
 
 @pytest.mark.parametrize(("name", "wave"), exhaustive.thin(itertools.product(OPTIONS, (32, 64)), 3))
 def test_options_of_scores(machine: MakeDevice, name: str, wave: int) -> None:
-    """A learned sink is in the sum once, and a draw of dropout is that of the key's place."""
+    """A learned sink is in the sum once, and a draw of dropout is that of the key's position."""
     verify_kernel(machine(wave), paged((150, 33, 0), 5, rows=9), num_splits=4, **OPTIONS[name])
 
 

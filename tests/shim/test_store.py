@@ -126,7 +126,7 @@ def test_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert store.directory() == tmp_path / "elsewhere"
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match=r"file/store: no folder.*RAWATTN_TEST_CACHE"):
         Store(tmp_path / "file/store", [])

@@ -13,14 +13,14 @@ from tests.shim.warp_group import probe as probe_one
 from tests.shim.warp_group import run as run_one
 
 # 16 rows of 64 columns, of which a warp writes all: number 64 row + column at a row and column. In the box, eight rows are
-# 1024 bytes, and the pieces of 16 bytes in a row change places with the row's number.
+# 1024 bytes, and the pieces of 16 bytes in a row are exchanged by the row's number.
 WRITE = """
   const auto write = [&](int first) {
     for (int d = 0; d < 4; d++) {
       unsigned pairs[4];
       for (int i = 0; i < 4; i++) {
         const int row = lane / 4 + i % 2 * 8, column = 16 * d + lane % 4 * 2 + i / 2 * 8;
-        pairs[i] = target::Mma<float16>::pack_pair(first + 64 * row + column, first + 64 * row + column + 1);
+        pairs[i] = target::Mma<float16>::to_pair(first + 64 * row + column, first + 64 * row + column + 1);
       }
       const int row = lane % 16, piece = (2 * d + lane / 16) ^ row % 8;
       target::stmatrix(s.a + row * 128 + piece * 16, pairs);
@@ -61,7 +61,7 @@ def test_what_is_inside_is_stored(column: int, row: int, builder: Builder) -> No
 
 
 def test_a_sequence_ends_where_its_box_is_clipped(builder: Builder) -> None:
-    """The maps of ragged batches: the first row axis ends with the sequence, the second one brings it to its place."""
+    """The maps of ragged batches: the first row axis ends with the sequence, the second one brings it to its rows."""
     body = (
         f"{READY} if (lane == 0) {{ ptx::store_tensor_5d(&map, s.a, 0, 59, 0, 30, 0); finish(); }}"
     )

@@ -75,8 +75,8 @@ def test_boxes_are_clipped_and_swizzled(corner: tuple[int, int], builder: Builde
     left, top = 8 + corner[0], 64 + corner[1]
     box = plane[top : top + 64, left : left + 64]
     # Eight elements stay together; which eight of a row is decided with the row's number.
-    places = np.arange(8) ^ (np.arange(64)[:, None] % 8)
-    expected = np.take_along_axis(box.reshape(64, 8, 8), places[:, :, None], axis=1)
+    pieces = np.arange(8) ^ (np.arange(64)[:, None] % 8)
+    expected = np.take_along_axis(box.reshape(64, 8, 8), pieces[:, :, None], axis=1)
     y = run(probe(builder, body), x=x)
     np.testing.assert_array_equal(y[:4096].reshape(64, 8, 8), expected)
 
@@ -138,16 +138,16 @@ struct Params {{
   const T* v;  // {columns} x {depth}
   float* c;    // 64 x {columns}
 }};
-// Row r of 64 elements: pieces of eight change places with r.
-void place(T* tile, int r, int column, T x) {{
+// Row r of 64 elements: pieces of eight are exchanged by r.
+void put(T* tile, int r, int column, T x) {{
   tile[r * 64 + ((column / 8) ^ (r % 8)) * 8 + column % 8] = x;
 }}
 // The depth in rows, or across them, in blocks of 64 columns.
-void place_all(T* tile, ptx::Major major, const T* x, int outer, int thread) {{
+void put_all(T* tile, ptx::Major major, const T* x, int outer, int thread) {{
   for (int i = thread; i < outer * {depth}; i += 128) {{
     const int n = i / {depth}, k = i % {depth};
-    if (major == ptx::Major::K) place(tile, n, k, x[i]);
-    else place(tile + n / 64 * {depth} * 64, k, n % 64, x[i]);
+    if (major == ptx::Major::K) put(tile, n, k, x[i]);
+    else put(tile + n / 64 * {depth} * 64, k, n % 64, x[i]);
   }}
 }}
 unsigned long long operand(const T* tile, ptx::Major major, int step) {{
@@ -161,9 +161,9 @@ KERNEL LAUNCH_BOUNDS(128, 1) void product(PARAMETER Params p) {{
   T* const v = b + {blocks} * 64 * 64;
   const int thread = target::thread_index();
   const int lane = thread % 32, warp = thread / 32;
-  place_all(a, {a_major}, p.a, 64, thread);
-  place_all(b, {b_major}, p.b, {columns}, thread);
-  place_all(v, {v_major}, p.v, {columns}, thread);
+  put_all(a, {a_major}, p.a, 64, thread);
+  put_all(b, {b_major}, p.b, {columns}, thread);
+  put_all(v, {v_major}, p.v, {columns}, thread);
   target::block_sync();
   using W = ptx::Wgmma<T, {columns}>;
   target::Accumulator c[{columns // 16}];

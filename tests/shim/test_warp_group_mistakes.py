@@ -68,7 +68,7 @@ MISTAKES = {
         f"if (thread == 0) load(s.a + 2 * {BYTES}, {BYTES});",
         "at byte 16384 of 17408",
     ),
-    "two copies to one place": (
+    "two copies to one address": (
         "if (thread == 0) { ptx::copy_tensor_5d(s.a, &map, &s.full, 0, 0, 0, 0, 0);"
         f"load(s.a, 2 * {BYTES}); ptx::mbarrier_wait(&s.full, 0); }}",
         "another copy to bytes 0 to 8192",

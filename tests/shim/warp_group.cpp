@@ -147,7 +147,7 @@ float number_at(bool bfloat, unsigned address) {
 template <class Visit>
 void each_range(const Product& product, int warp, const Visit& visit) {
   const auto range = [&](unsigned address, size_t bytes) {
-    const size_t begin = place_of_address(address, bytes, "wgmma");
+    const size_t begin = offset_of_address(address, bytes, "wgmma");
     visit(begin, begin + bytes);
   };
   // Of those rows of A or columns of B, all of which are `all`.

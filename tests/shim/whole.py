@@ -1,6 +1,6 @@
 """Whole calls with every option: NumPy arrays in, results out, by the host code that a GPU's calls take.
 
-Arrays keep their strides, and their place within 16 bytes, in memory that faults around them.
+Arrays keep their strides, and their alignment within 16 bytes, in memory that faults around them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def small_tiles(**shapes: tuple[int, ...]) -> Iterator[None]:
         yield
 
 
-class Placed:
+class InMemory:
     """A NumPy array, as a view on a GPU, in memory of the shim."""
 
     device = 0
@@ -143,35 +143,35 @@ def run_verb(
     written: gets the inputs that the call changes, by name.
     """
     verb: Verb = given.verb
-    placed = [
+    in_memory = [
         None
         if x is None
-        else Placed(name, x, readonly=name in verb.inputs and name not in verb.written)
+        else InMemory(name, x, readonly=name in verb.inputs and name not in verb.written)
         for name, x in zip(verb.inputs + verb.outputs, (*inputs, *targets), strict=True)
     ]
-    device.memory += [x.memory for x in placed if x is not None]
-    addresses = [0 if x is None else x.address for x in placed]
+    device.memory += [x.memory for x in in_memory if x is not None]
+    addresses = [0 if x is None else x.address for x in in_memory]
     extras = slice(len(verb.inputs) - len(verb.extras), len(verb.inputs))
     pointers = 0
     for n, address in enumerate(addresses):
         pointers |= 0 if extras.start <= n < extras.stop else address
-    places = tuple(address % 16 for address in addresses[extras])
+    alignments = tuple(address % 16 for address in addresses[extras])
     with only(family), _lengths_on(device) if on_device else ExitStack():
-        call = calls.prepare(verb, placed, given.options, flag, 0, pointers, "numpy", places)
+        call = calls.prepare(verb, in_memory, given.options, flag, 0, pointers, "numpy", alignments)
     for n in np.flatnonzero(call.copies or ()):
-        copy = placed[n] = Placed(verb.inputs[n], np.ascontiguousarray(inputs[n]))
+        copy = in_memory[n] = InMemory(verb.inputs[n], np.ascontiguousarray(inputs[n]))
         device.memory.append(copy.memory)
         addresses[n] = copy.address
-    results = placed[len(inputs) :]
+    results = in_memory[len(inputs) :]
     for n, shape, dtype in call.made:
         blank = np.full(shape, POISON, np.uint8).astype(dtype)
         blank.reshape(-1).view(np.uint8)[:] = POISON
-        results[n] = Placed(verb.outputs[n], blank, readonly=False)
+        results[n] = InMemory(verb.outputs[n], blank, readonly=False)
         device.memory.append(results[n].memory)
         addresses[len(inputs) + n] = results[n].address
     call.prepared.run([*addresses, *given.values], 0, Allocator(device), call.lengths)
     if written is not None:
-        named = zip(verb.inputs, placed, strict=False)
+        named = zip(verb.inputs, in_memory, strict=False)
         written |= {name: x.array() for name, x in named if name in verb.written and x is not None}
     return [None if x is None else x.array() for x in results]
 

@@ -101,7 +101,7 @@ struct Line {
       rest -= segment.units;
       segment.units = units(count(++segment.tile));
     }
-    place(segment);
+    locate(segment);
     segment.start = at - rest;
     segment.from = rest;
     const int left = end - at + rest;
@@ -139,7 +139,7 @@ struct Line {
   int whole, longer;  // units of a part, of which `longer` ones have one more
 
   // Its heads, and its rows.
-  DEVICE void place(Segment& segment) const {
+  DEVICE void locate(Segment& segment) const {
     const int beside = rank * p.splits.abreast + mate, left = q.length - segment.tile * kTileQ;
     const int queries = left < kTileQ ? left : kTileQ;
     segment.kv_head = p.splits.of_group == 1 ? beside : quotient(beside, p.splits.of_group);

@@ -91,7 +91,7 @@ def choose(problem: Problem, operands: Operands) -> Config:
         return Config(**common, copy_bytes=width)
     width = access_bytes(width, rotary.dim // 2 * itemsize)
     angle = ITEMSIZE[rotary.dtype]
-    places = (operands.places[name] for name in ("cos", "sin"))
+    alignments = (operands.alignments[name] for name in ("cos", "sin"))
     between = (operands.of_options[name][0] for name in ("cos", "sin"))
     return Config(
         **common,
@@ -99,7 +99,7 @@ def choose(problem: Problem, operands: Operands) -> Config:
         interleaved=rotary.interleaved,
         float_angles=rotary.dtype == "float32",
         copy_bytes=width,
-        angle_bytes=access_bytes(width // itemsize * angle, *places, *between),
+        angle_bytes=access_bytes(width // itemsize * angle, *alignments, *between),
     )
 
 

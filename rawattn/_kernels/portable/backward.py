@@ -355,14 +355,14 @@ def parts(problem: Problem, target: Target, config: Config) -> int:
     # There are sums of rows that no sequence has, too.
     tiles = max(tiles, -(-rows // config.tile_k)) * problem.nheads_kv
     turns = -(-problem.max_seqlen_q // config.tile_q) * problem.group_heads
-    places = target.multiprocessors * config.blocks_per_sm
+    slots = target.multiprocessors * config.blocks_per_sm
     traffic = 16 * tiles * config.tile_k * config.depth / _BYTES_A_MICROSECOND
 
     def time(count: int) -> float:
         if problem.window_right is None:
-            walks = -(-tiles * count // places) / count
+            walks = -(-tiles * count // slots) / count
         else:  # the first key tiles, which come first, are met by all query tiles, the last ones by few
-            walks = max(1 / count, tiles / places / 2)
+            walks = max(1 / count, tiles / slots / 2)
         return walks * turns * _TURN + (_LAUNCH + count * traffic if count > 1 else 0)
 
     counts = range(1, max(1, min(_MOST_PARTS, turns // _FEWEST_TURNS)) + 1)

@@ -94,8 +94,8 @@ class Gradients:
     """What a backward launches for the gradients of options' arrays.
 
     dbias: what the main kernel does of it, see `by_main`. before: what is launched before that kernel.
-    values: fields of `params.BACKWARD`. patches, scratch, counters: as in `Steps`. When `values` are packed, `steps` makes
-    the launches, which come after `prepare`.
+    values: fields of `params.BACKWARD`. patches, scratch, counters: as in `Steps`. When a struct holds `values`, `steps`
+    makes the launches, which come after `prepare`.
     """
 
     def __init__(self, problem: Problem, operands: Operands, target: Target, dbias: int) -> None:
@@ -121,11 +121,11 @@ class Gradients:
             self._captured()
 
     def steps(
-        self, packed: bytes, arrays: tuple[tuple[int, str], ...], captured: list[Step]
+        self, params_bytes: bytes, arrays: tuple[tuple[int, str], ...], captured: list[Step]
     ) -> list[Step]:
         """captured: what makes the sums of captured arrays' gradients."""
         own = [
-            Step(source, blocks, threads, packed, arrays, shared_bytes)
+            Step(source, blocks, threads, params_bytes, arrays, shared_bytes)
             for source, blocks, threads, shared_bytes in self._launches
         ]
         return [*own, *captured, *self._written]
@@ -147,10 +147,10 @@ class Gradients:
             }
             at[number] = first
             first += count
-            places = patches(params.CAPTURED_GRADIENT, sums="captured_sums", to=name)
-            packed = structs.fill(params.CAPTURED_GRADIENT, values)
+            patched = patches(params.CAPTURED_GRADIENT, sums="captured_sums", to=name)
+            filled = structs.fill(params.CAPTURED_GRADIENT, values)
             blocks = -(-count // CAPTURED_THREADS)
-            self._written.append(Step(captured_source(), blocks, CAPTURED_THREADS, packed, places))
+            self._written.append(Step(captured_source(), blocks, CAPTURED_THREADS, filled, patched))
         self.values["captured_at"] = tuple(at)
         self.counters["captured_sums"] = 4 * first
         self.patches += patches(params.BACKWARD, ("captured_sums",))
@@ -274,16 +274,16 @@ def choose_bias(problem: Problem, target: Target, operands: Operands) -> BiasCon
     )
 
 
-def shared_out(tiles: int, shares: int, places: int, *, sums: bool) -> tuple[int, int]:
+def shared_out(tiles: int, shares: int, slots: int, *, sums: bool) -> tuple[int, int]:
     """How many tiles a block takes one after the other, and how many blocks share what one is summed over.
 
-    shares: of each tile. places: blocks that run at once. sums: whether tiles are summed up over their rows or keys.
+    shares: of each tile. slots: blocks that run at once. sums: whether tiles are summed up over their rows or keys.
     """
-    if tiles < places:
-        return 1, max(1, min(places // max(tiles, 1), shares, _MOST_SPLITS))
+    if tiles < slots:
+        return 1, max(1, min(slots // max(tiles, 1), shares, _MOST_SPLITS))
     if sums or shares >= _LONGEST_STRIP:
         return 1, 1
-    return max(1, min(tiles // (places * _BLOCKS_ENOUGH), _LONGEST_STRIP)), 1
+    return max(1, min(tiles // (slots * _BLOCKS_ENOUGH), _LONGEST_STRIP)), 1
 
 
 def bias_sum_source(dtype: str) -> Source:
@@ -314,11 +314,11 @@ def partials(score_mod: Any) -> tuple[int, int]:
     """Which of a score text's partial derivatives belong to another element for each row, and for each key: as bits."""
     by_row = by_key = 0
     for n, partial in enumerate(program(score_mod).partials):
-        places = {
-            node.value for index in partial.indices for node in walk(index) if node.op == "place"
+        read = {
+            node.value for index in partial.indices for node in walk(index) if node.op == "position"
         }
-        by_row |= ("q_idx" in places) << n
-        by_key |= ("kv_idx" in places) << n
+        by_row |= ("q_idx" in read) << n
+        by_key |= ("kv_idx" in read) << n
     return by_row, by_key
 
 

@@ -70,26 +70,26 @@ def _turns(
 
 @functools.lru_cache(maxsize=1024)
 def _heads_together(
-    least: int, heads: int, batch: int, turns: tuple[tuple[int, ...], ...], places: int
+    least: int, heads: int, batch: int, turns: tuple[tuple[int, ...], ...], slots: int
 ) -> int:
     """Heads of a section: `least`, or the fewest with which the last block ends sooner."""
     blocks = sum(map(len, turns)) * heads
-    if least == heads or not 0 < blocks <= _ROUNDS * places:
+    if least == heads or not 0 < blocks <= _ROUNDS * slots:
         return least
     # The last sequences decide when the last block ends.
-    batch = min(batch, -(-_ROUNDS * places // blocks))
+    batch = min(batch, -(-_ROUNDS * slots // blocks))
     # Sections are as even as can be: other numbers of heads than these come to one of these.
     sizes = sorted({-(-heads // count) for count in range(1, -(-heads // least) + 1)})
-    ends = {size: _end(size, heads, batch, turns, places) for size in sizes}
+    ends = {size: _end(size, heads, batch, turns, slots) for size in sizes}
     good = min(ends.values()) / (1 - _WORTH_IT)
     return next(size for size in sizes if ends[size] <= good)
 
 
 def _end(
-    together: int, heads: int, batch: int, turns: tuple[tuple[int, ...], ...], places: int
+    together: int, heads: int, batch: int, turns: tuple[tuple[int, ...], ...], slots: int
 ) -> int:
     """When the last block ends, if each begins where one ends first."""
-    free = [0] * places
+    free = [0] * slots
     for _ in range(batch):
         for first in range(0, heads, together):
             for counts in turns:

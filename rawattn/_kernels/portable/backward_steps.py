@@ -43,7 +43,7 @@ def steps(
         problem, target, config, values["section_queries"], shared_by
     )
     masks = mask_tiles.of_inner(problem, structure, operands, values, target)
-    packed = structs.fill(params.BACKWARD, values)
+    filled = structs.fill(params.BACKWARD, values)
     arrays = patches(
         params.BACKWARD,
         ("dout", "dlse", "dq", "dk", "dv", "row_delta"),
@@ -81,7 +81,7 @@ def steps(
         *more: tuple[int, str],
         listed: mask_tiles.Listed = mask_tiles.NOTHING,
     ) -> Step:
-        own = packed
+        own = filled
         if listed.fields:
             lists = {f"forward.{name}": value for name, value in listed.fields.items()}
             own = structs.fill(params.BACKWARD, {**values, **lists})
@@ -123,7 +123,7 @@ def steps(
     captured = []
     if options.captured:
         captured.append(by_queries(backward.choose_captured(problem, target, operands)))
-    launches += options.steps(packed, arrays, captured)
+    launches += options.steps(filled, arrays, captured)
     scratch |= options.scratch
     if deterministic:
         launches.append(by_queries(backward.choose_dq(problem, target, operands)))

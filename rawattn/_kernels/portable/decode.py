@@ -22,7 +22,7 @@ from rawattn._kernels.target import Target
 
 ENTRY = "rawattn_decode"
 TILES = "portable_decode"  # the file of its tile tables
-# What changes scores by the head or the place of a query has no code here.
+# What changes scores by the head or the position of a query has no code here.
 FEATURES = frozenset(
     (
         "ragged", "packed", "left", "right", "top_left", "scale_first", "softcap", "block_mask", "sink_logits", "paged",

@@ -18,7 +18,7 @@ from rawattn._masks import layout
 from rawattn._masks.layout import Shape
 
 THREADS = 256
-_MASK_WORDS, _MASK_ROWS = 16, 256  # that a block packs
+_MASK_WORDS, _MASK_ROWS = 16, 256  # that a block writes
 _MOST_LISTS = 2
 
 # Farther apart than any row and key.
@@ -64,7 +64,7 @@ class KeptRows:
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """What is packed of a mask of kept keys: "kept_bits" and "kept_keys". shape: its own.
+    """What is written of a mask of kept keys: "kept_bits" and "kept_keys". shape: its own.
 
     lists: of tiles, fields and addresses of a `helper_params.KEPT_LISTS` each.
     """
@@ -85,7 +85,7 @@ def limits(problem: Problem) -> tuple[int, int] | None:
 
 
 def by_mask(keys: KeptRows, values: KeptRows, mask: Mask, target: Target) -> Step:
-    """Gathers keys and values, packs which of them each row sees, and makes the lists of tiles."""
+    """Gathers keys and values, writes which of them each row sees, and makes the lists of tiles."""
     assert len(mask.lists) <= _MOST_LISTS
     problem = keys.problem
     batch, nheads, rows, _ = mask.shape

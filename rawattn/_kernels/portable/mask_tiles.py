@@ -12,7 +12,7 @@ from rawattn._compile.compiler import Source
 from rawattn._kernels import attention_params, helper_params, structs
 from rawattn._kernels.features import features
 from rawattn._kernels.operands import Operands
-from rawattn._kernels.portable import mask_packing
+from rawattn._kernels.portable import mask_writing
 from rawattn._kernels.source import source as _source
 from rawattn._kernels.steps import Lists, Part, Step, checked, patches
 from rawattn._kernels.target import Target
@@ -95,7 +95,7 @@ NOTHING = Listed()
 class Masks:
     """What a call launches for its mask before the kernels that read it, and the scratch for that: nothing without one.
 
-    lists: as in `Steps`, of a mask that comes packed.
+    lists: as in `Steps`, of a mask that comes as bits.
     """
 
     def __init__(
@@ -123,15 +123,15 @@ class Masks:
             )
         if form.dtype != "bool":
             return
-        strides, place = operands.of_options["mask"], operands.places.get("mask", 0)
-        self.steps.append(mask_packing.step(form.shape, strides, place))
+        strides, alignment = operands.of_options["mask"], operands.alignments.get("mask", 0)
+        self.steps.append(mask_writing.step(form.shape, strides, alignment))
         self.scratch["mask_bits"] = layout.bits_bytes(form.shape)
         self.scratch["mask_map"] = layout.map_bytes(form.shape)
         self.scratch["mask_keys"] = layout.keys_bytes(form.shape)
-        gathered = mask_packing.keys_step(form.shape)
+        gathered = mask_writing.keys_step(form.shape)
         if gathered is not None:
             self.steps.append(gathered)
-            self.scratch["mask_bands"] = mask_packing.band_bytes(form.shape)
+            self.scratch["mask_bands"] = mask_writing.band_bytes(form.shape)
 
     def of_queries(self, tile_q: int, tile_k: int, *, ordered: bool = False) -> Listed:
         """The key tiles that each query tile meets; ordered: and the order of query tiles by their lists' lengths."""
@@ -159,7 +159,7 @@ class Masks:
             return listed
         assert listed.step is not None
         self.steps.append(listed.step)
-        # Lengths and page ids on a device may change between calls, and bools are packed at each.
+        # Lengths and page ids on a device may change between calls, and bits are made of bools at each.
         if problem.mask.dtype != "bool" and not problem.ragged and problem.pages is None:
             launches, names = self.lists.launches, self.lists.scratch
             self.lists = Lists((*launches, listed.step), (*names, *listed.scratch))
@@ -210,7 +210,7 @@ def lists(
         others = min(others, -(-bound // (tile_q if of_keys else tile_k)))
     shared = mask[0] == 1 and not problem.ragged
     sequences = 1 if shared else problem.batch
-    places = rows // tile + problem.batch if problem.group else tiles * sequences
+    count = rows // tile + problem.batch if problem.group else tiles * sequences
     capacity = others * parts
     found = {
         "block_mask.lists.sequence": 0 if shared else 1 if problem.group else tiles,
@@ -219,10 +219,10 @@ def lists(
         "block_mask.lists.capacity": capacity,
     }
     names = {"data": name}
-    scratch = {name: 4 * places * heads * (1 + capacity * (2 if of_keys else 1))}
+    scratch = {name: 4 * count * heads * (1 + capacity * (2 if of_keys else 1))}
     if ordered:
         names["order"] = f"{name}_order"
-        scratch[names["order"]] = 4 * places * heads
+        scratch[names["order"]] = 4 * count * heads
     if problem.mask.dtype == "kept":
         fields = {path.removeprefix("block_mask."): value for path, value in found.items()}
         fields |= {
@@ -236,13 +236,13 @@ def lists(
         addresses = {f"lists.{each}": own for each, own in names.items()}
         part = Part(fields, addresses)
         return Listed(part=part, scratch=scratch, fields=found, names=names)
-    packed = layout.map_shape(mask)
+    of_map = layout.map_shape(mask)
     own = {
         **{f"forward.{path}": value for path, value in {**values, **found}.items()},
-        "map_batch": packed[1] * packed[2] * packed[3] if mask[0] > 1 else 0,
-        "map_head": packed[2] * packed[3],
-        "map_row": packed[3],
-        "map_rows": packed[2],
+        "map_batch": of_map[1] * of_map[2] * of_map[3] if mask[0] > 1 else 0,
+        "map_head": of_map[2] * of_map[3],
+        "map_row": of_map[3],
+        "map_rows": of_map[2],
         "map_keys": layout.granule_keys(mask),
         "sequences": sequences,
         "tiles": max(tiles, 1),

@@ -19,7 +19,7 @@ THREADS = 256
 SHARED_BYTES = 8 * THREADS
 MOST = 4 * helper_params.WORDS_A_LAUNCH  # bytes that a launch carries
 
-# Where a launch that carries integers has their place, their count and themselves.
+# Where a launch that carries integers has their address, their count and themselves.
 TO, COUNT, WORDS = (
     structs.offset(helper_params.CARRYING_SETUP, name) for name in ("to", "count", "words")
 )
@@ -48,7 +48,7 @@ def schedule_blocks(batch: int) -> int:
 def step(
     batch: int, schedules: Sequence[Part], paddings: Sequence[Part], *, carrying: bool = False
 ) -> Step:
-    """carrying: it brings integers as well, for whose place, count and words there is room in its parameters."""
+    """carrying: it brings integers as well, for whose address, count and words there is room in its parameters."""
     struct = helper_params.CARRYING_SETUP if carrying else helper_params.SETUP
     prefix = "setup." if carrying else ""
     of_order, of_padding = schedule_blocks(batch), fill_padding.blocks(batch)

@@ -30,10 +30,15 @@ def slot(problem: Problem, operands: Operands, tile_q: int, heads_per_tile: int)
     """Of a tile of so many query rows in each of so many heads. NONE where lanes must read the bias from memory."""
     form = problem.bias
     # Rows of 32 bits have no room for two key tiles, and copies of them take longer than lanes do.
-    if form is None or ITEMSIZE[form.dtype] != 2 or not form.dense or "bias" not in operands.places:
+    if (
+        form is None
+        or ITEMSIZE[form.dtype] != 2
+        or not form.dense
+        or "bias" not in operands.alignments
+    ):
         return NONE
     *between, _ = strides(problem, operands)
-    aligned = operands.places["bias"] % 16 == 0 and all(stride % 16 == 0 for stride in between)
+    aligned = operands.alignments["bias"] % 16 == 0 and all(stride % 16 == 0 for stride in between)
     legal = all(0 <= stride < 2**40 for stride in between)
     in_boxes = aligned and legal
     _, head, row = between

@@ -20,7 +20,7 @@ from rawattn._kernels.target import Target
 
 # Of multiprocessors that have a query tile of their own, at least (docs/notes/decode.md).
 _BUSY = 0.75
-# What differs from head to head, or with the place of the query, would differ from row to row.
+# What differs from head to head, or with the position of the query, would differ from row to row.
 FEATURES = frozenset(("ragged", "right", "scale_first", "softcap", "paged", "float8"))
 
 
@@ -35,7 +35,7 @@ def supports(problem: Problem, target: Target, operands: Operands) -> str | None
     if problem.batch * problem.nheads_kv < _BUSY * target.multiprocessors:
         return "decoding's kernel shares few sequences out at less cost"
     problem, target, operands = _folded(problem, target, operands)
-    if not {"k", "v"}.isdisjoint(forward.repacked(problem, operands)):
+    if not {"k", "v"}.isdisjoint(forward.unaligned(problem, operands)):
         return "keys and values would be copied first"
     return forward.supports(problem, target, operands)
 

@@ -41,7 +41,7 @@ LEAST_PIECE = 4
 
 # Keys of a sequence from which on it pays to copy q, k and v where this kernel cannot read them as they lie
 # (docs/notes/hopper-forward.md).
-REPACK_SEQLEN = 1024
+ALIGN_SEQLEN = 1024
 
 # Of tiles for each multiprocessor: with more than these, how a table's usual tiles fill the machine matters less than what
 # each takes, which the tables say best. Of calls with what joins scores, whose longest causal tile may take as long as two
@@ -65,7 +65,7 @@ def supports(problem: Problem, target: Target, operands: Operands) -> str | None
         return f"it is for {ARCH}, not {target.arch}"
     if problem.dtype == "float32":
         return "its products take 16-bit elements"
-    if (copied := repacked(problem, operands)) and not _repacking_pays(problem, operands):
+    if (copied := unaligned(problem, operands)) and not _aligning_pays(problem, operands):
         return f"{', '.join(copied)} would be copied for the copy engine, and that does not pay"
     if min(problem.batch, problem.rows_q, problem.rows_k) == 0:
         return "an array is empty"
@@ -240,7 +240,7 @@ def _in_equal_rounds(problem: Problem, idle: bool) -> bool:
     return not idle and not problem.ragged and limits == (None, None)
 
 
-def repacked(problem: Problem, operands: Operands) -> tuple[str, ...]:
+def unaligned(problem: Problem, operands: Operands) -> tuple[str, ...]:
     """Those of q, k and v that must be copied first: the copy engine reads rows that begin at multiples of 16 bytes."""
     return tuple(
         name
@@ -256,11 +256,11 @@ def aligned(problem: Problem, name: str, operands: Operands) -> bool:
     return operands.pointers % 16 == 0 and not any(x % 16 for x in _real(problem, name, operands))
 
 
-def _repacking_pays(problem: Problem, operands: Operands) -> bool:
+def _aligning_pays(problem: Problem, operands: Operands) -> bool:
     if problem.pages is not None:
         return False  # all pages would be copied, for the sake of some
     # Copies 2 bytes wide, which the portable kernel would make of every tile, cost it most of its speed.
-    return problem.max_seqlen_k >= REPACK_SEQLEN or operands.copy_bytes(problem) == 2
+    return problem.max_seqlen_k >= ALIGN_SEQLEN or operands.copy_bytes(problem) == 2
 
 
 def mappable(problem: Problem, name: str, operands: Operands) -> bool:

@@ -47,7 +47,7 @@ class Config(Features):
     consumer_registers: int  # of a thread; the producer's have the rest
     heads_per_tile: int  # query heads of one kv head whose rows share a tile
     store_bytes: int  # of an access to the output
-    tensor_stores: bool  # by the copy engine, through a place in shared memory
+    tensor_stores: bool  # by the copy engine, through a buffer in shared memory
     stream_k: bool  # the keys of the last query tiles, among all blocks
     page_rows: int = 0  # of a box of keys or values, where those are in pages
     whole_rows: bool = False  # in it, else 64 columns of each

@@ -10,7 +10,7 @@ from rawattn._call.structure import Structure
 from rawattn._kernels import attention_params, params, score_params, structs
 from rawattn._kernels.attention_params import KEYS
 from rawattn._kernels.operands import Operands, Strides
-from rawattn._kernels.portable import mask_tiles, repack, schedule
+from rawattn._kernels.portable import align_rows, mask_tiles, schedule
 from rawattn._kernels.portable.forward import padding
 from rawattn._kernels.sm90 import bias_slots, filling, forward
 from rawattn._kernels.sm90.forward_config import STORE_ROWS, Config
@@ -34,8 +34,8 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
     # Names of q, k, v and out as the kernel reads them, and their strides.
     names = dict(zip("qkv", forward.loaded(problem), strict=True)) | {"out": "out"}
     strides = dict(operands.strides)
-    for name in forward.repacked(problem, operands):
-        copy = repack.copy(problem, operands, name, f"{name}_copy")
+    for name in forward.unaligned(problem, operands):
+        copy = align_rows.copy(problem, operands, name, f"{name}_copy")
         launches.append(copy.step)
         names[name] = f"{name}_copy"
         scratch[f"{name}_copy"] = copy.nbytes
@@ -269,7 +269,7 @@ def geometry(
 
     In a ragged map the first row axis ends at `row_bound`, where the kernel lets every sequence end, so that past the end of
     a sequence all is out of bounds: loads arrive as zeros, stores are left out. The map starts as many rows before the array,
-    and the second row axis brings a sequence back to its place.
+    and the second row axis brings a sequence back to its rows.
     """
     batch_stride, row_stride, head_stride = (0, *strides[:2]) if problem.group else strides[:3]
     bound = row_bound(rows) if problem.ragged else rows

@@ -11,7 +11,7 @@ from tests.mistakes import Mistake, check, names
 
 PAGES = "q, np.ones((6, 4, 2, 8), np.float32), np.ones((6, 4, 2, 8), np.float32), [[0, 1], [2, 3]]"
 
-PLACES = [
+ARGUMENTS = [
     Mistake(
         "attention(query=q, key=k, value=v)",
         TypeError,
@@ -357,7 +357,7 @@ JAX = [
 ]
 
 
-@pytest.mark.parametrize("mistake", [*PLACES, *VALUES], ids=str)
+@pytest.mark.parametrize("mistake", [*ARGUMENTS, *VALUES], ids=str)
 def test_calls(mistake: Mistake) -> None:
     check(mistake, names())
 

@@ -5,7 +5,7 @@
 #include "target/target.cuh"
 #include "tile/copy.cuh"
 
-namespace repack {
+namespace align_rows {
 
 using namespace config;
 using Access = Chunk<kCopyBytes>;
@@ -16,10 +16,10 @@ constexpr int kChunks = kHeadDim / kChunk;
 constexpr int kPitch = round_up(kHeadDim, 8);
 static_assert(kHeadDim % kChunk == 0, "an access must not straddle the end of a row");
 
-}  // namespace repack
+}  // namespace align_rows
 
-KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_repack(PARAMETER RepackParams p) {
-  using namespace repack;
+KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_align_rows(PARAMETER AlignRowsParams p) {
+  using namespace align_rows;
   const int lane = target::thread_index() % target::kWave;
   const int64 index = int64(target::block_index()) * kWaves + target::thread_index() / target::kWave;
   const int64 batch = index / p.rows;

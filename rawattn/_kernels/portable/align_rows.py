@@ -1,4 +1,4 @@
-"""Host twin of kernels_cu/portable/repack.cu: copies of arrays with rows that begin at multiples of 16 bytes."""
+"""Host twin of kernels_cu/portable/align_rows.cu: copies of arrays with rows that begin at multiples of 16 bytes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from rawattn._kernels.source import round_up
 from rawattn._kernels.source import source as _source
 from rawattn._kernels.steps import Step, checked, patches
 
-ENTRY = "rawattn_repack"
+ENTRY = "rawattn_align_rows"
 THREADS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Repacked:
+class AlignedRows:
     """The copy of an array: how it is made, how many bytes it has, and its strides in the array's own shape."""
 
     step: Step
@@ -29,9 +29,9 @@ def source(headdim: int, copy_bytes: int) -> Source:
     """copy_bytes: the widest access that the array's rows allow."""
     return _source(
         ENTRY,
-        "portable/repack.cu",
-        f"portable repack 16bit D={headdim} {copy_bytes}B",
-        helper_params.REPACK,
+        "portable/align_rows.cu",
+        f"portable align_rows 16bit D={headdim} {copy_bytes}B",
+        helper_params.ALIGN_ROWS,
         element="float16",
         constants={"kHeadDim": headdim, "kCopyBytes": copy_bytes, "kThreads": THREADS},
     )
@@ -48,7 +48,7 @@ def blocks(rows: int, wave: int = 32) -> int:
     return -(-rows // (THREADS // wave))
 
 
-def copy(problem: Problem, operands: Operands, name: str, to: str) -> Repacked:
+def copy(problem: Problem, operands: Operands, name: str, to: str) -> AlignedRows:
     """Of q, k or v, to memory called `to`."""
     batch = 1 if problem.group else problem.batch
     rows = problem.rows_q if name == "q" else problem.rows_k
@@ -66,7 +66,7 @@ def copy(problem: Problem, operands: Operands, name: str, to: str) -> Repacked:
         source=source(headdim, access_bytes(headdim * 2, operands.pointers, *between)),
         blocks=checked(name, blocks(batch * rows), 1),
         threads=THREADS,
-        params=structs.fill(helper_params.REPACK, values),
-        patches=patches(helper_params.REPACK, **{"from": name, "to": to}),
+        params=structs.fill(helper_params.ALIGN_ROWS, values),
+        patches=patches(helper_params.ALIGN_ROWS, **{"from": name, "to": to}),
     )
-    return Repacked(step, batch * whole[0], whole[1:] if problem.group else whole)
+    return AlignedRows(step, batch * whole[0], whole[1:] if problem.group else whole)

@@ -1,4 +1,4 @@
-// Packs a mask: bits, a map of granules of kGranuleRows rows and kGranuleWords half-words that says which have any key
+// Writes a mask: bits, a map of granules of kGranuleRows rows and kGranuleWords half-words that says which have any key
 // and which have all, and of each band of granules the keys that any row sees. A block takes a band, kGranules wide.
 #pragma once
 
@@ -6,24 +6,24 @@
 #include "attn/sequence.cuh"
 #include "target/target.cuh"
 
-namespace mask_packing {
+namespace mask_writing {
 
 constexpr int kGranuleRows = 64;
 constexpr int kGranuleWords = 4;  // of 16 keys
 constexpr int kGranules = 4;      // that a block takes
 constexpr int kWords = kGranules * kGranuleWords;
 constexpr int kThreads = 256;
-constexpr int kStep = kThreads / kWords;  // rows that a block packs at once
+constexpr int kStep = kThreads / kWords;  // rows that a block takes at once
 constexpr int kPasses = kGranuleRows / kStep;
 constexpr int kSharedBytes = kThreads * (sizeof(unsigned short) + 1);
 
 enum State { kDead = 0, kPartial = 1, kFull = 2 };
 
-// Of the whole mask: which batch entry, head, first row and first half-word a block packs.
-struct Place {
+// Of the whole mask: which batch entry, head, first row and first half-word a block takes.
+struct Start {
   int batch, head, row, word;
 };
-DEVICE Place place_of(const MaskPacking& p, int block) {
+DEVICE Start start_of(const WrittenMask& p, int block) {
   const int columns = (p.words + kWords - 1) / kWords;
   const int bands = (p.rows + kGranuleRows - 1) / kGranuleRows;
   const int plane = block / columns / bands;
@@ -31,21 +31,21 @@ DEVICE Place place_of(const MaskPacking& p, int block) {
 }
 
 // Which of a half-word's bits are keys.
-DEVICE unsigned keys_of(const MaskPacking& p, int word) {
+DEVICE unsigned keys_of(const WrittenMask& p, int word) {
   const int left = p.keys - word * 16;
   return left >= 16 ? 0xffffu : left > 0 ? (1u << left) - 1 : 0;
 }
 
 // half_word(batch, head, row, word): the 16 bits there. What it says of keys that are none counts for nothing.
 template <class HalfWord>
-DEVICE void pack(const MaskPacking& p, const HalfWord& half_word, unsigned char* shared) {
+DEVICE void write(const WrittenMask& p, const HalfWord& half_word, unsigned char* shared) {
   unsigned short* const words = reinterpret_cast<unsigned short*>(shared);
   unsigned char* const flags = shared + kThreads * sizeof(unsigned short);
   const int thread = target::thread_index();
-  const Place place = place_of(p, target::block_index());
-  const int64 plane = int64(place.batch) * p.nheads + place.head;
-  const int word = place.word + thread % kWords;
-  const int first_row = place.row + thread / kWords;
+  const Start start = start_of(p, target::block_index());
+  const int64 plane = int64(start.batch) * p.nheads + start.head;
+  const int word = start.word + thread % kWords;
+  const int first_row = start.row + thread / kWords;
   unsigned any = 0;
   bool all = true;
   if (word < p.words) {
@@ -53,7 +53,7 @@ DEVICE void pack(const MaskPacking& p, const HalfWord& half_word, unsigned char*
     unsigned found[kPasses];  // all are under way before the first is stored
     UNROLL for (int pass = 0; pass < kPasses; pass++) {
       const int row = first_row + pass * kStep;
-      found[pass] = row < p.rows && keys != 0 ? half_word(place.batch, place.head, row, word) & keys : 0;
+      found[pass] = row < p.rows && keys != 0 ? half_word(start.batch, start.head, row, word) & keys : 0;
     }
     UNROLL for (int pass = 0; pass < kPasses; pass++) {
       const int row = first_row + pass * kStep;
@@ -67,12 +67,12 @@ DEVICE void pack(const MaskPacking& p, const HalfWord& half_word, unsigned char*
   flags[thread] = static_cast<unsigned char>((any != 0) | all << 1);
   target::block_sync();
   const int64 bands = (p.rows + kGranuleRows - 1) / kGranuleRows;
-  const int64 band = plane * bands + place.row / kGranuleRows;
+  const int64 band = plane * bands + start.row / kGranuleRows;
   if (thread < kWords && word < p.words) {
     for (int row = 1; row < kStep; row++) any |= words[row * kWords + thread];
     p.band_keys[band * p.words + word] = static_cast<unsigned short>(any);
   }
-  const int granule = place.word / kGranuleWords + thread;
+  const int granule = start.word / kGranuleWords + thread;
   if (thread >= kGranules || granule * kGranuleWords >= p.words) return;
   bool granule_any = false;
   bool granule_all = true;
@@ -88,4 +88,4 @@ DEVICE void pack(const MaskPacking& p, const HalfWord& half_word, unsigned char*
                                                                                                : kPartial);
 }
 
-}  // namespace mask_packing
+}  // namespace mask_writing

@@ -1,4 +1,4 @@
-"""Integers of a text that are sums of places, and what of them floats need not be converted for each score."""
+"""Integers of a text that are sums of positions, and what of them floats need not be converted for each score."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from rawattn._scores.expression import (
     walk,
 )
 
-# Places, each so many times, and a number, whose key is None.
+# Positions, each so many times, and a number, whose key is None.
 Sum = dict[Expression | None, int]
 
-# No place is beyond it, as far as integers that must not wrap around are concerned.
-_LARGEST_PLACE = 2**26
+# No position is beyond it, as far as integers that must not wrap around are concerned.
+_LARGEST_POSITION = 2**26
 
 
-def sum_of_places(node: Expression, *, causal: bool = False) -> Sum | None:
+def sum_of_positions(node: Expression, *, causal: bool = False) -> Sum | None:
     """Of an int. None where it may be no such sum, or wrap around.
 
     causal: no key beyond `q_idx` is seen, so that `abs(q_idx - kv_idx)` has no bend.
@@ -28,7 +28,7 @@ def sum_of_places(node: Expression, *, causal: bool = False) -> Sum | None:
     form = _sum(node, causal)
     if form is None:
         return None
-    most = sum(abs(n) * (1 if of is None else _LARGEST_PLACE) for of, n in form.items())
+    most = sum(abs(n) * (1 if of is None else _LARGEST_POSITION) for of, n in form.items())
     return form if most < 2**31 else None
 
 
@@ -37,9 +37,9 @@ def _sum(node: Expression, causal: bool) -> Sum | None:
         return None
     if node.op == "const":
         return {None: node.value}
-    if node.op == "place":
+    if node.op == "position":
         return {node: 1}
-    forms = [sum_of_places(arg, causal=causal) for arg in node.args]
+    forms = [sum_of_positions(arg, causal=causal) for arg in node.args]
     if node.op not in ("add", "sub", "neg", "mul", "abs") or None in forms:
         return None
     x, y = forms[0], forms[-1]
@@ -73,7 +73,7 @@ def _times(form: Sum, n: int) -> Sum:
 
 
 def with_early_floats(root: Expression) -> Expression:
-    """The same values, but floats of ints are made of sums of places where that is possible: of `abs(q_idx - kv_idx)` the
+    """The same values, but floats of ints are made of sums of positions where that is possible: of `abs(q_idx - kv_idx)` the
     float is `abs(float(q_idx - kv_idx))`.
     """
     found: dict[Expression, Expression] = {}
@@ -86,7 +86,7 @@ def with_early_floats(root: Expression) -> Expression:
 
 def _early_float(node: Expression) -> Expression | None:
     """Of an int."""
-    if sum_of_places(node) is not None:
+    if sum_of_positions(node) is not None:
         return converted(node, FLOAT)
     if node.op not in ("abs", "neg", "min", "max"):
         return None

@@ -1,4 +1,4 @@
-"""Host twin of kernels_cu/attn/mask_packing.cuh and the kernels with it: masks packed as `_masks.layout` says."""
+"""Host twin of kernels_cu/attn/mask_writing.cuh and the kernels with it: masks written as `_masks.layout` says."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _BLOCK_WORDS = 16
 
 
 def fields(shape: Shape) -> dict[str, int]:
-    """Of a `MaskPacking`. One key for all is packed as 128."""
+    """Of a `WrittenMask`. One key for all is written as 128."""
     _, nheads, rows, keys = shape
     keys = keys if keys > 1 else WORD_KEYS * ROW_WORDS
     return {
-        "packing.rows": rows,
-        "packing.keys": keys,
-        "packing.words": words(keys),
-        "packing.nheads": nheads,
+        "written.rows": rows,
+        "written.keys": keys,
+        "written.words": words(keys),
+        "written.nheads": nheads,
     }
 
 
@@ -50,10 +50,10 @@ def blocks(shape: Shape) -> int:
 def source(dense: bool) -> Source:
     """dense: whether the mask's 16 next keys may be read at once."""
     return _source(
-        "rawattn_pack_mask",
-        "portable/pack_mask.cu",
-        "portable pack_mask" + (" dense" if dense else ""),
-        helper_params.PACK_MASK,
+        "rawattn_mask_of_bools",
+        "portable/mask_of_bools.cu",
+        "portable mask_of_bools" + (" dense" if dense else ""),
+        helper_params.BOOLS_MASK,
         constants={"kDense": dense},
     )
 
@@ -68,29 +68,29 @@ def ranges_source() -> Source:
     )
 
 
-def step(shape: Shape, strides: tuple[int, ...], place: int) -> Step:
-    """Packs the array "mask" to "mask_bits" and "mask_map".
+def step(shape: Shape, strides: tuple[int, ...], alignment: int) -> Step:
+    """Writes the array "mask" to "mask_bits" and "mask_map".
 
-    strides: in bytes, of the last axes; place: of its address within 16 bytes.
+    strides: in bytes, of the last axes; alignment: its address modulo 16.
     """
     given = (0,) * (4 - len(strides)) + strides
     own = tuple(x if extent > 1 else 0 for x, extent in zip(given, shape, strict=True))
-    dense = own[3] == 1 and not place % 16 and not any(x % 16 for x in own[:3])
+    dense = own[3] == 1 and not alignment % 16 and not any(x % 16 for x in own[:3])
     names = ("batch", "head", "row", "key")
     return Step(
         source=source(dense),
         blocks=blocks(shape),
         threads=THREADS,
         params=structs.fill(
-            helper_params.PACK_MASK, {**fields(shape), **dict(zip(names, own, strict=True))}
+            helper_params.BOOLS_MASK, {**fields(shape), **dict(zip(names, own, strict=True))}
         ),
-        patches=_patches(shape, helper_params.PACK_MASK, **{"from": "mask"}),
+        patches=_patches(shape, helper_params.BOOLS_MASK, **{"from": "mask"}),
         shared_bytes=SHARED_BYTES,
     )
 
 
 def ranges_step(shape: Shape, count: int, itemsize: int) -> Step:
-    """Packs what "ranges", (batch, rows, count, 2) integers, say."""
+    """Writes what "ranges", (batch, rows, count, 2) integers, say."""
     values = {**fields(shape), "ranges.is_64bit": int(itemsize == 8), "count": count}
     return Step(
         source=ranges_source(),
@@ -119,7 +119,7 @@ def predicate_step(
     captured: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...],
     scalars: tuple[float, ...],
 ) -> Step:
-    """Packs what a predicate says. captured: bytes of an element, shapes and strides of its arrays, which are "captured0" and
+    """Writes what a predicate says. captured: bytes of an element, shapes and strides of its arrays, which are "captured0" and
     so on."""
     values: dict[str, Any] = {**fields(shape), "seqlen_q": shape[2], "seqlen_k": shape[3]}
     for n, (itemsize, extents, strides) in enumerate(captured):
@@ -141,7 +141,7 @@ def predicate_step(
 
 
 def keys_step(shape: Shape) -> Step | None:
-    """What comes after a step that packs: "mask_keys" from "mask_bands". None where one band is all."""
+    """What comes after a step that writes a mask: "mask_keys" from "mask_bands". None where one band is all."""
     count = bands(shape)
     if count <= 1:
         return None
@@ -173,8 +173,8 @@ def _patches(shape: Shape, struct: structs.Struct, **more: str) -> tuple[tuple[i
     keys = "mask_bands" if bands(shape) > 1 else "mask_keys"
     return patches(
         struct,
-        packing__bits="mask_bits",
-        packing__map="mask_map",
-        packing__band_keys=keys,
+        written__bits="mask_bits",
+        written__map="mask_map",
+        written__band_keys=keys,
         **more,
     )

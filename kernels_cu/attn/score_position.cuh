@@ -1,7 +1,7 @@
 // Where a score stands: what a user's function of scores knows beside the score itself.
 #pragma once
 
-struct ScorePlace {
+struct ScorePosition {
   int batch, head, kv_head;
   int q_idx, kv_idx;  // positions in the sequence
   int seqlen_q, seqlen_k;

@@ -1,4 +1,4 @@
-"""Arguments of a call that stand where none is expected, or that are missing, told in the caller's words.
+"""Arguments of a call by a position that takes none, or that are missing, told in the caller's words.
 
 Python's own message would name neither what is accepted nor what another library's argument is called here.
 """
@@ -16,7 +16,7 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 
-class Places(NamedTuple):
+class ArgumentKinds(NamedTuple):
     """What a function takes: by position, by position or name, by name alone, and which of all it must have."""
 
     function: str
@@ -26,55 +26,55 @@ class Places(NamedTuple):
     takes_others: bool  # which it hands on, or refuses itself
 
 
-def places_of(function: str, signature: inspect.Signature) -> Places:
+def argument_kinds(function: str, signature: inspect.Signature) -> ArgumentKinds:
     parameters = signature.parameters.values()
     others = any(x.kind is x.VAR_KEYWORD for x in parameters)
-    places = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    positional = tuple(x.name for x in parameters if x.kind in places)
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    positional = tuple(x.name for x in parameters if x.kind in by_position)
     named = tuple(x.name for x in parameters if x.kind is x.KEYWORD_ONLY)
     required = tuple(
         x.name for x in parameters if x.default is x.empty and x.name in {*positional, *named}
     )
-    return Places(function, positional, named, required, others)
+    return ArgumentKinds(function, positional, named, required, others)
 
 
-def check_places(places: Places, args: Sequence[Any], options: Mapping[str, Any]) -> None:
+def check_arguments(kinds: ArgumentKinds, args: Sequence[Any], options: Mapping[str, Any]) -> None:
     """TypeError for too many arguments by position, and for one that must be given and is not."""
-    given = places.by_position[: len(args)]
-    surplus = len(args) > len(places.by_position)
-    missing = [name for name in places.required if name not in options and name not in given]
+    given = kinds.by_position[: len(args)]
+    surplus = len(args) > len(kinds.by_position)
+    missing = [name for name in kinds.required if name not in options and name not in given]
     if not surplus and not missing:
         return
-    accepted = (*places.by_position, *places.by_name)
+    accepted = (*kinds.by_position, *kinds.by_name)
     # The caller's name for what is missing says most.
     unknown = [name for name in options if name not in accepted]
-    if unknown and not places.takes_others:
-        refuse_unknown(places.function, unknown, accepted)
-    own = [name for name in places.by_position if name not in ("self", "cls")]
+    if unknown and not kinds.takes_others:
+        refuse_unknown(kinds.function, unknown, accepted)
+    own = [name for name in kinds.by_position if name not in ("self", "cls")]
     if surplus:
-        count = len(args) - len(places.by_position) + len(own)
+        count = len(args) - len(kinds.by_position) + len(own)
         if not own:
-            raise all_by_name(places.function, args[-count:])
+            raise all_by_name(kinds.function, args[-count:])
         raise TypeError(
-            f"{places.function}: got {count} arguments by position, expected {len(own)}: {', '.join(own)}; "
-            f"name the others: {', '.join(places.by_name)}"
+            f"{kinds.function}: got {count} arguments by position, expected {len(own)}: {', '.join(own)}; "
+            f"name the others: {', '.join(kinds.by_name)}"
         )
-    names = [name for name in places.required if name in places.by_name]
+    names = [name for name in kinds.required if name in kinds.by_name]
     by_name = f", and {', '.join(f'{name}=...' for name in names)}" if names else ""
     raise TypeError(
-        f"{missing[0]}: {places.function} got none, expected {', '.join(own)}{by_name}{_packed(args)}"
+        f"{missing[0]}: {kinds.function} got none, expected {', '.join(own)}{by_name}{_joined(args)}"
     )
 
 
 def all_by_name(function: str, misplaced: Sequence[Any]) -> TypeError:
-    """Of arguments by position where there is no place."""
+    """Of arguments by position where none is accepted."""
     return TypeError(
         f"{function}: got {len(misplaced)} by position, expected all by name{layout_advice(misplaced[-1])}"
     )
 
 
-def _packed(args: Sequence[Any]) -> str:
-    """The end of a message about one array, or one tuple, in the place of three."""
+def _joined(args: Sequence[Any]) -> str:
+    """The end of a message about one array, or one tuple instead of three."""
     if len(args) != 1:
         return ""
     if isinstance(args[0], (list, tuple)) and len(args[0]) == 3:
@@ -87,26 +87,26 @@ def _packed(args: Sequence[Any]) -> str:
     return ""
 
 
-def says_places(
+def checks_arguments(
     function: str,
 ) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
     """Makes a function refuse misplaced, missing and unknown arguments in words of its own."""
 
     def decorate(call: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
         signature = inspect.signature(call)
-        places = places_of(function, signature)
-        accepted = {*places.by_position, *places.by_name}
+        kinds = argument_kinds(function, signature)
+        accepted = {*kinds.by_position, *kinds.by_name}
         # One that hides its **unknown refuses these itself.
         hands_on = bool(call.__code__.co_flags & inspect.CO_VARKEYWORDS)
 
-        plain = len(places.required) if not {*places.required} & {*places.by_name} else -1
+        plain = len(kinds.required) if not {*kinds.required} & {*kinds.by_name} else -1
 
         @functools.wraps(call)
         def checked(*args: Parameters.args, **options: Parameters.kwargs) -> Result:
             # Most calls: that has to be fast.
             if len(args) == plain and (hands_on or options.keys() <= accepted):
                 return call(*args, **options)
-            check_places(places, args, options)
+            check_arguments(kinds, args, options)
             if not hands_on and not options.keys() <= accepted:
                 unknown = [name for name in options if name not in accepted]
                 refuse_unknown(function, unknown, signature.parameters)

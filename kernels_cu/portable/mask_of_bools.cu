@@ -1,9 +1,9 @@
-// Packs a mask of bools, of any strides. A thread makes a half-word of 16 keys: bools that lie next to each other it
-// reads at once.
-#include "attn/mask_packing.cuh"
+// Writes the mask of an array of bools, of any strides. A thread makes a half-word of 16 keys: bools that lie next to
+// each other it reads at once.
+#include "attn/mask_writing.cuh"
 #include "tile/copy.cuh"
 
-namespace pack_mask {
+namespace mask_of_bools {
 
 // Of four bools, bit n says whether byte n is one.
 DEVICE unsigned bits_of_bytes(unsigned x) {
@@ -14,14 +14,14 @@ DEVICE unsigned bits_of_bytes(unsigned x) {
   return (x & 0x01010101u) * 0x10204080u >> 28;
 }
 
-}  // namespace pack_mask
+}  // namespace mask_of_bools
 
-KERNEL LAUNCH_BOUNDS(mask_packing::kThreads, 1) void rawattn_pack_mask(PARAMETER PackMaskParams p) {
-  using namespace pack_mask;
-  SHARED_MEMORY(flags, mask_packing::kSharedBytes);
+KERNEL LAUNCH_BOUNDS(mask_writing::kThreads, 1) void rawattn_mask_of_bools(PARAMETER BoolsMaskParams p) {
+  using namespace mask_of_bools;
+  SHARED_MEMORY(flags, mask_writing::kSharedBytes);
   const auto half_word = [&](int batch, int head, int row, int word) {
     const unsigned char* const from = p.from + batch * p.batch + head * p.head + row * p.row + int64(word) * 16 * p.key;
-    const int count = p.packing.keys - word * 16 < 16 ? p.packing.keys - word * 16 : 16;
+    const int count = p.written.keys - word * 16 < 16 ? p.written.keys - word * 16 : 16;
     unsigned bits = 0;
     if (config::kDense && count == 16) {
       const Chunk<16> chunk = *reinterpret_cast<const Chunk<16>*>(from);
@@ -32,5 +32,5 @@ KERNEL LAUNCH_BOUNDS(mask_packing::kThreads, 1) void rawattn_pack_mask(PARAMETER
     }
     return bits;
   };
-  mask_packing::pack(p.packing, half_word, flags);
+  mask_writing::write(p.written, half_word, flags);
 }
