@@ -23,6 +23,8 @@ from tests.gpu.test_gather import RULES
 from tests.gpu.test_gather import test_calls as check_gathered
 from tests.gpu.test_gather import test_few_rows as check_gathered_rows
 from tests.gpu.test_gather import test_gradients as check_gathered_gradients
+from tests.gpu.test_masks import blocky
+from tests.gpu.test_masks import test_few_rows_on_many_keys as check_few_rows
 from tests.landed import has_an_order
 from tests.paged import paged
 from tests.score_arrays import Pairs
@@ -225,6 +227,8 @@ def page_calls() -> list[Callable[[], None]]:
         partial(check_pages, paged(lens, 1000, rows=2, integers=np.int64, heads_first=True)),
         partial(check_pages, paged(lens, 24, rows=3, dims=(7, 33)), **masks, num_splits=3),
         partial(check_pages, paged(lens, 1, rows=3, dims=(64, 96)), softcap=3.0),
+        partial(check_pages, paged(lens, 16, rows=3, heads=(8, 2)), mask=blocky(4, 8, 3, 700)),
+        partial(check_pages, paged(lens, 7, dtype=F32), mask=blocky(1, 1, 1, 700), num_splits=3),
         partial(check_pages, paged((1500, 1100), 16, rows=20, heads=(8, 2), dims=(128, 128))),
         partial(check_pages, paged((700, 33), 16, heads=(37, 1), dims=(128, 128)), causal=True),
         partial(check_pages, paged((15000, 70), 16, heads=(2, 1), dims=(64, 64))),
@@ -288,6 +292,8 @@ def gathered_calls() -> list[Callable[[], None]]:
             partial(check_gathered_gradients, n == 1, options)
             for n, options in enumerate(RULES[1:])
         ),
+        partial(check_few_rows, "decode", 3, (6, 1), 96),
+        partial(check_few_rows, "sm90", 60, (4, 2), 64),
         partial(check_gathered_rows, "decode", 1, (2, 2)),
         partial(check_gathered_rows, "decode", 3, (2, 1)),
     ]

@@ -73,6 +73,31 @@ def test_few_rows_on_many_keys_are_decoded(
     assert registry.choose("attention", problem, H200, Operands()).name == family
 
 
+@pytest.mark.parametrize(
+    ("rows", "keys", "batch", "heads", "family"),
+    [
+        (1, 200, 16, (16, 16), "decode"),
+        (1, 1023, 64, (32, 8), "decode"),
+        (16, 8192, 1, (32, 8), "decode"),
+        (16, 8192, 16, (32, 8), "sm90"),
+        (64, 8192, 1, (32, 8), "sm90"),
+    ],
+)
+def test_few_rows_under_a_mask(
+    rows: int, keys: int, batch: int, heads: tuple[int, int], family: str
+) -> None:
+    """The forward would have lists to make first, so more of them are decoded than without."""
+    shapes = (batch, rows, heads[0], 128), (batch, keys, heads[1], 128)
+    q, k = (np.broadcast_to(np.zeros((), np.float16), shape) for shape in shapes)
+    problem, _ = describe(q, k, k, causal=True)
+    shape = batch, 1, rows, keys
+    problem = replace(problem, mask=ArrayForm("bool", shape, shape))
+    chosen = registry.choose("attention", problem, H200, Operands())
+    assert chosen.name == family
+    if family == "sm90":
+        assert sm90_forward.choose(problem, H200, Operands()).stream_k == (batch == 1)
+
+
 def tile(
     batch: int,
     rows: int,

@@ -97,9 +97,8 @@ struct SoftmaxOf<true> {
 };
 using Softmax = SoftmaxOf<kLateScaling>::Type;
 
-static_assert(!kStreamK || !kBlockMask, "tiles with lists of their own are too unlike to be split");
 // A dense batch whose last query rows see the most keys.
-constexpr bool kUnlike = kStreamK && !kRagged && kRight && !kLeft;
+constexpr bool kUnlike = kStreamK && !kRagged && !kBlockMask && kRight && !kLeft;
 static_assert(!kBlockMask || kCluster == 1, "a mask's lists are of one block's tiles");
 template <bool kPartial>
 struct ItemOf {

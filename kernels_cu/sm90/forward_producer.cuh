@@ -12,8 +12,8 @@ namespace forward {
 
 // Under a mask query tiles are begun often, and the next one is found by looks at its order and at its list. So a
 // ticket is drawn when kTilesLeft key tiles are left, and its work is found with the last one. Elsewhere it is found
-// later, so that work goes to whoever is done first.
-constexpr bool kFindsEarly = kBlockMask;
+// later, so that work goes to whoever is done first, and where tiles are split.
+constexpr bool kFindsEarly = kBlockMask && !kStreamK;
 constexpr int kTilesLeft = 3;
 
 DEVICE void find(WorkTile& work, const Sm90ForwardParams& p, int64 index) {

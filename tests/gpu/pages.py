@@ -70,9 +70,10 @@ def check_pages(call: Paged, family: str | None = None, **options: Any) -> None:
         scales = call.scales
         if device and isinstance(call.k_scale, np.ndarray):
             scales = {name: cupy.asarray(x) for name, x in scales.items()}
+        given = {n: on_gpu(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
         with only(family) if family else nullcontext():
             out, lse = paged_attention(
-                *inputs[:3], table, **lengths, **scales, **options, return_lse=True
+                *inputs[:3], table, **lengths, **scales, **given, return_lse=True
             )
         assert isinstance(out, cupy.ndarray)
         verify(call, out.get(), lse.get(), **options)

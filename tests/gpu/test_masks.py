@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import ml_dtypes
@@ -11,6 +12,8 @@ import pytest
 import rawattn
 from rawattn import block_mask, reference, topk_mask
 from rawattn._kernels.selection import only
+from tests.gpu.pages import check_pages
+from tests.paged import paged
 
 cupy = pytest.importorskip("cupy")
 
@@ -109,6 +112,40 @@ def test_what_nobody_sees_may_be_anything(family: str) -> None:
     with only(family):
         out = rawattn.attention(*on_gpu(q, k, v), mask=cupy.asarray(keep))
     np.testing.assert_allclose(out.get().astype(np.float64), exact, atol=0.03)
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "headdim"),
+    [(1, (8, 2), 128), (1, (4, 4), 64), (3, (6, 1), 96), (16, (8, 2), 64), (60, (4, 2), 256)],
+    ids=str,
+)
+@pytest.mark.parametrize("family", ["decode", "sm90", None])
+def test_few_rows_on_many_keys(
+    family: str | None, rows: int, heads: tuple[int, int], headdim: int
+) -> None:
+    """Shared out by keys. Whole tiles, and some keys of others, nobody sees: they may hold anything."""
+    keys = 5003
+    shapes = ((2, rows, heads[0], headdim), *[(2, keys, heads[1], headdim)] * 2)
+    q, k, v = (RNG.standard_normal(shape).astype(BFLOAT16) for shape in shapes)
+    keep = blocky(2, heads[1], rows, keys)
+    hidden = RNG.random((2, keys)) < 0.1
+    hidden[:, 700:2300] = True
+    keep &= ~hidden[:, None, None]
+    options = {"mask": keep, "causal": rows > 1, "return_lse": True}
+    exact, exact_lse = reference.attention(q, k, v, **options)
+    k[hidden] = v[hidden] = np.nan
+    with only(family) if family else nullcontext():
+        out, lse = rawattn.attention(*on_gpu(q, k, v), **{**options, "mask": cupy.asarray(keep)})
+    np.testing.assert_allclose(out.get().astype(np.float64), exact, atol=0.03)
+    np.testing.assert_allclose(lse.get(), exact_lse, atol=1e-2)
+
+
+@pytest.mark.parametrize("page_size", [16, 24])
+@pytest.mark.parametrize("rows", [1, 4, 200])
+def test_pages(rows: int, page_size: int) -> None:
+    call = paged((3000, 70, 0, 1023), page_size, rows=rows, heads=(8, 2), dims=(64, 64))
+    for mask in (blocky(4, 1, rows, 3000), blocky(1, 8, 1, 3000)):
+        check_pages(call, mask=mask)
 
 
 def test_a_mask_of_the_host_is_copied_once() -> None:

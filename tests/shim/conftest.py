@@ -84,7 +84,6 @@ def machine(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> MakeDevice:
 @pytest.fixture
 def hopper(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> MakeDevice:
     """Makes a device for kernels of Hopper's own; seed: in which order what is asynchronous is done."""
-    monkeypatch.setattr(sm90_forward, "PAGED_ROUNDS", 0)  # however few multiprocessors they fill
 
     def make(seed: int = 1, checked: bool = False) -> Device:
         device = Device(Machine(builder, seed=seed, checked=checked), sm90_forward.ARCH)

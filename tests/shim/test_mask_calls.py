@@ -12,8 +12,9 @@ import pytest
 import rawattn
 from rawattn import reference
 from tests import exhaustive
-from tests.shim.device import MakeDevice
+from tests.shim.device import ATTRIBUTES, MakeDevice
 from tests.shim.whole import run_backward, run_forward, small_tiles, verify_backward, verify_forward
+from tests.tiles import sharing
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 ROWS, KEYS = 150, 210
@@ -188,6 +189,41 @@ def test_hopper_on_ragged_batches(machine: MakeDevice, options: Any, on_device: 
     mask = blocky(3, 2, 180, 360, block=64)
     verify_forward(device, "sm90", q, k, v, seqs=seqs, mask=mask, on_device=on_device, **options)
     assert "rawattn_sm90_forward" in device.launched
+
+
+@pytest.mark.parametrize("multiprocessors", exhaustive.thin((7, 3, 40), 3))
+@pytest.mark.parametrize("rule", ["dense", "causal", "sinks-of-windows", "bias"])
+def test_hopper_shares_lists_out(
+    machine: MakeDevice, monkeypatch: pytest.MonkeyPatch, rule: str, multiprocessors: int
+) -> None:
+    """Each tile in as many pieces, whatever its list has: some are empty, and so are lists."""
+    monkeypatch.setitem(ATTRIBUTES, "multiprocessors", multiprocessors)
+    q, k, v = arrays(rows=(200, 330))
+    with sharing():
+        for heads, tile in (
+            (1, (16, 2, 2, 1, True, True, 232, False)),
+            (4, (64, 1, 2, 1, False, False, 256, False)),
+        ):
+            device = machine(arch="sm_90a")
+            mask = blocky(2, heads, 200, 330, block=40)
+            mask[1, -1, 100:] = False
+            with small_tiles(sm90_forward=tile):
+                verify_forward(device, "sm90", q, k, v, mask=mask, **HOPPER[rule])
+            assert any("stream_k" in each for each in device.summaries)
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_hopper_shares_lists_of_ragged_batches_out(
+    machine: MakeDevice, monkeypatch: pytest.MonkeyPatch, on_device: bool
+) -> None:
+    monkeypatch.setitem(ATTRIBUTES, "multiprocessors", 11)
+    device = machine(arch="sm_90a")
+    seqs = rawattn.SeqLayout(seqstart_q=[0, 170, 170, 330], seqstart_k=[0, 333, 360, 410])
+    q, k, v = (x[0] for x in arrays(rows=(330, 410), batch=1))
+    mask = blocky(3, 2, 180, 360, block=64)
+    with sharing(), small_tiles(sm90_forward=(16, 2, 2, 1, True, True, 232, False)):
+        verify_forward(device, "sm90", q, k, v, seqs=seqs, mask=mask, on_device=on_device)
+    assert any("stream_k" in each for each in device.summaries)
 
 
 def test_hopper_on_sequences_that_lie_over_each_other(machine: MakeDevice) -> None:

@@ -14,8 +14,8 @@ from rawattn._kernels.target import Target
 _LEAST_WIDE_NARROW, _LEAST_WIDE = 768, 1024
 _LEAST_HALF, _LEAST = 512, 1024
 _LEAST_IDLE_HALF, _LEAST_IDLE_NARROW = 128, 192
-# Of two tiles' rows, up to so many, and up to so many where the forward has more to find or less to compute: keys in pages, or
-# few columns.
+# Of two tiles' rows, up to so many, and up to so many where the forward has more to find or less to compute: keys in pages, a
+# mask, or few columns.
 _SOME_KEYS, _FEW_COLUMNS_KEYS, _FEW_COLUMNS = 2048, 8192, 64
 # Rows of the forward's tiles. A head has 16 of them at least, so of few queries a tile is nearly empty.
 _FORWARD_ROWS = 128
@@ -40,20 +40,22 @@ def _many(problem: Problem, target: Target) -> str | None:
 def _are_few(problem: Problem, target: Target) -> bool:
     rows = problem.max_seqlen_q * problem.group_heads
     keys, dim = problem.max_seqlen_k, max(problem.headdim, problem.headdim_v)
-    paged = problem.pages is not None
+    # Of keys in pages, and under a mask, the forward has more to find, in a launch of its own.
+    finds = problem.pages is not None or problem.mask is not None
     tiles, forward_tiles = portable_decode.tiles_of_keys(problem), _forward_tiles(problem)
-    if not paged and keys < _least_keys(problem, target) and forward_tiles < 4 * tiles:
+    if not finds and keys < _least_keys(problem, target) and forward_tiles < 4 * tiles:
         return False
     if rows <= TILE_ROWS or tiles < forward_tiles:
         return True
     narrow = dim <= _FEW_COLUMNS
-    quick = narrow or paged
+    quick = narrow or finds
     if dim > WIDE_TILE_HEADDIM or keys > (_FEW_COLUMNS_KEYS if quick else _SOME_KEYS):
         return False
     streams, all_busy = problem.batch * problem.nheads_kv, target.multiprocessors
     if rows <= 2 * TILE_ROWS:
         return streams <= (all_busy if quick else all_busy // 4)
-    return rows <= 4 * TILE_ROWS and narrow and streams <= all_busy // 4
+    quick = narrow or problem.mask is not None
+    return rows <= 4 * TILE_ROWS and quick and streams <= all_busy // 4
 
 
 def _least_keys(problem: Problem, target: Target) -> int:

@@ -23,10 +23,6 @@ MAX_ROWS = 2**29  # of an array: row bounds of tensor maps are twice as far
 MAX_PAGES = 2**31 - 1  # coordinates of boxes are ints
 SWIZZLE_ROWS = 8  # boxes begin at multiples of them in shared memory
 
-# Tiles of the fewest rows for each multiprocessor from which on calls with keys in pages are for this kernel: of fewer,
-# the portable one splits their keys.
-PAGED_ROUNDS = 0.5
-
 # Keys of a sequence from which on the tiles of the table "long" are the faster ones: more work a tile, less often begun.
 LONG_SEQLEN = 8192
 
@@ -73,7 +69,7 @@ def supports(problem: Problem, target: Target, operands: Operands) -> str | None
         return "it splits no keys on request"
     if problem.rows_q > MAX_ROWS or (problem.pages is None and problem.rows_k > MAX_ROWS):
         return f"an array has more than {MAX_ROWS} rows"
-    if (reason := _pages_refused(problem, target)) is not None:
+    if (reason := _pages_refused(problem)) is not None:
         return reason
     for name in loaded(problem):
         if not mappable(problem, name, operands):
@@ -86,7 +82,7 @@ def loaded(problem: Problem) -> tuple[str, str, str]:
     return ("q", *KEYS[problem.pages is not None])
 
 
-def _pages_refused(problem: Problem, target: Target) -> str | None:
+def _pages_refused(problem: Problem) -> str | None:
     """Why keys in pages are not for this kernel, else None."""
     form = problem.pages
     if form is None:
@@ -95,10 +91,6 @@ def _pages_refused(problem: Problem, target: Target) -> str | None:
         return f"a page of {form.page_size} keys is no whole number of boxes"
     if not 0 < form.num_pages < MAX_PAGES:
         return f"a tensor map has from 1 to {MAX_PAGES} pages"
-    smallest = filling.count(problem, 64, heads_per_tile(problem, 64))
-    idle = smallest < PAGED_ROUNDS * target.multiprocessors
-    if problem.num_splits is None and idle and not shareable(problem, SHARED_SEQLEN):
-        return "its tiles leave too many multiprocessors idle, and are not shared out by keys"
     return None
 
 
@@ -214,11 +206,12 @@ def next_pages(problem: Problem, operands: Operands) -> tuple[int, int] | None:
 
 def shareable(problem: Problem, seqlen: int) -> bool:
     """Whether query tiles may be shared out by keys: alike ones of so many, and of dense batches causal ones too."""
-    if problem.num_splits is not None or problem.mask is not None:
+    if problem.num_splits is not None:
         return False
     longest = filling.extremes(problem)[1]
     if filling.by_length(problem):
-        return longest >= UNLIKE_SEQLEN
+        # How long lists of a mask are the host does not know.
+        return problem.mask is None and longest >= UNLIKE_SEQLEN
     return longest >= seqlen and filling.alike(problem)
 
 
@@ -237,7 +230,8 @@ def worth_sharing(problem: Problem, rows: int, heads: int, workers: int) -> int:
 def _in_equal_rounds(problem: Problem, idle: bool) -> bool:
     """Whether all query tiles have the same keys, and every multiprocessor has one of its own. idle: some have none."""
     limits = problem.window_left, problem.window_right
-    return not idle and not problem.ragged and limits == (None, None)
+    alike = limits == (None, None) and problem.mask is None
+    return not idle and not problem.ragged and alike
 
 
 def unaligned(problem: Problem, operands: Operands) -> tuple[str, ...]:
@@ -293,11 +287,12 @@ def _fields(problem: Problem, target: Target, wide: int) -> tuple[dict[str, Any]
     tiles = filling.count(problem, rows, heads_per_tile(problem, rows))
     # Of a kernel that is only compiled nobody knows how many multiprocessors there are.
     if target.multiprocessors == 1:
-        return usual, shareable(problem, STREAM_K_SEQLEN)
+        return usual, problem.mask is None and shareable(problem, STREAM_K_SEQLEN)
     idle = tiles < target.multiprocessors
     if _in_equal_rounds(problem, idle) and shareable(problem, STREAM_K_SEQLEN):
         return usual, True
-    shares = shareable(problem, SHARED_SEQLEN)
+    # Lists of a mask are unlike: whoever has none gains by a part of another's, and others by the longest first.
+    shares = shareable(problem, SHARED_SEQLEN) and (idle or problem.mask is None)
     # What is held or drawn needs registers that no other row leaves it. Of a padded batch nobody knows how much is real.
     padded = problem.ragged and not problem.group and problem.pages is None
     bound = table in ("held", "dropout") or padded
