@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rawattn._call.checks import check_apart
-from rawattn._call.hints import cast
 from rawattn._call.layout import Lengths
 from rawattn._call.options import Options, structural
 from rawattn._call.structure import Structure, structure
 from rawattn._interop import arrays, streams
+from rawattn._interop.advice import cast
 from rawattn._interop.native import Memory, Native, Read, View
 from rawattn._kernels.selection import selection
 from rawattn._runtime import graphs
