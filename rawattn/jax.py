@@ -29,10 +29,10 @@ from rawattn._call.signatures import options_of, takes_options
 from rawattn._interop import xla
 from rawattn._jax import launch
 from rawattn._jax.record import Record, read, with_operands
-from rawattn._kernels.operands import contiguous
 from rawattn._masks.block_mask import BlockMask
 from rawattn._runtime.option_arrays import with_arrays
 from rawattn._runtime.verbs import FORWARD
+from rawattn._strides import contiguous
 from rawattn._verbs.backward import of_options
 
 if TYPE_CHECKING:  # type checkers bring it: nothing is installed for it

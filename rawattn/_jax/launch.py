@@ -114,8 +114,9 @@ class Launcher:
 def _prepare(
     record: Record, lengths: Lengths, device: int, pointers: int, places: tuple[int, ...]
 ) -> Any:
-    from rawattn._kernels.operands import Operands, contiguous
+    from rawattn._kernels.operands import Operands
     from rawattn._runtime import calls
+    from rawattn._strides import contiguous
 
     verb, of_options = record.verb, {*record.options, *record.gradients}
     names = [name for name in verb.inputs if record.lse or name != "dlse"]

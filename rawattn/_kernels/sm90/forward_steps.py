@@ -9,13 +9,14 @@ from rawattn._call.problem import Problem
 from rawattn._call.structure import Structure
 from rawattn._kernels import attention_params, params, score_params, structs
 from rawattn._kernels.attention_params import KEYS
-from rawattn._kernels.operands import Operands, Strides
+from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import mask_tiles, repack, schedule
 from rawattn._kernels.portable.forward import padding
 from rawattn._kernels.sm90 import bias_slots, filling, forward
 from rawattn._kernels.sm90.forward_config import STORE_ROWS, Config
 from rawattn._kernels.steps import Geometry, Part, Step, Steps, Tiles, patches
 from rawattn._kernels.target import Target
+from rawattn._strides import Strides
 
 # How much work is kept for the end, for each cluster: this many of a head's longest tiles.
 _KEPT_ROUNDS = 0.25
