@@ -110,6 +110,7 @@ def documented() -> list[str]:
         name = ".".join(("rawattn", *path.relative_to(package).with_suffix("").parts))
         if re.search(r"^ *>>> (?!.*\+SKIP)", path.read_text(), re.M) and name not in (
             "rawattn.torch",
+            "rawattn._torch.attention",
             "rawattn.jax",
         ):
             found.append(name.removesuffix(".__init__"))
