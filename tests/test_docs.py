@@ -111,7 +111,7 @@ def documented() -> list[str]:
         if re.search(r"^ *>>> (?!.*\+SKIP)", path.read_text(), re.M) and name not in (
             "rawattn.torch",
             "rawattn._torch.attention",
-            "rawattn.jax",
+            "rawattn._jax.attention",
         ):
             found.append(name.removesuffix(".__init__"))
     return found

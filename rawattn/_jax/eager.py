@@ -16,8 +16,14 @@ _programs: dict[Any, Any] = {}
 _MAX_PROGRAMS = 512
 
 
-def takes(verb: Verb, inputs: Sequence[Any], targets: Sequence[Any], options: Options) -> bool:
-    """Whether a call is one for a program: dense JAX arrays on a GPU, with results of JAX's own.
+def takes(
+    verb: Verb,
+    inputs: Sequence[Any],
+    targets: Sequence[Any],
+    options: Options,
+    backend: str | None,
+) -> bool:
+    """Whether a call whose q is JAX's is one for a program: dense JAX arrays on a GPU, with results of JAX's own.
 
     Lengths would be constants of the program, and other lengths another compilation. So would be a seed, and what a score
     function captures.
@@ -25,7 +31,8 @@ def takes(verb: Verb, inputs: Sequence[Any], targets: Sequence[Any], options: Op
     import jax
 
     return (
-        verb.name == FORWARD.name
+        (backend is None or backend == "cuda")
+        and verb.name == FORWARD.name
         and not verb.extras
         and options.seqs is None
         and options.score_mod is None
@@ -63,12 +70,12 @@ def _program(options: Options, return_lse: bool) -> Any:
 def _made(options: Options, return_lse: bool) -> Any:
     import jax
 
-    import rawattn.jax
+    from rawattn._jax import attention as of_jax
 
     given = options._asdict()
 
     def call(q: Any, k: Any, v: Any) -> Any:
-        return rawattn.jax.attention(q, k, v, **given, return_lse=return_lse)
+        return of_jax.attention(q, k, v, **given, return_lse=return_lse)
 
     return jax.jit(call)
 

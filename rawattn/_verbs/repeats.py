@@ -171,12 +171,16 @@ def repeating(
             asked = ask(*args, **options)
             inputs, targets, returned = asked.inputs, asked.targets, asked.returned
             call = asked.verb, inputs, targets, asked.options, asked.flag
-            results = dispatch.run(*call, asked.backend, asked.values, asked.memo)
             framework = framework_of(inputs[verb.q])
-            own: Any = native(framework)
-            programs = framework == "jax" and asked.backend != "cpu" and eager.takes(*call[:4])
+            own: Any
+            results: Sequence[Any]
+            programs = framework == "jax" and eager.takes(*call[:4], asked.backend)
             if programs:
+                results = eager.attention(inputs, asked.options, asked.flag)
                 own = eager.Jax(type(inputs[verb.q]))
+            else:
+                results = dispatch.run(*call, asked.backend, asked.values, asked.memo)
+                own = native(framework)
             if own is None or selection() is not UNCHANGED or asked.backend == "cpu":
                 return returned(results)
             if (kind := type(args[0])) not in readers and kind in own.kinds:
