@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rawattn._call.options import Options, structural
+from rawattn._forgetting import make_room
 from rawattn._interop.xla import is_traced
 from rawattn._runtime.verbs import FORWARD, Verb
 
@@ -61,8 +62,7 @@ def _program(options: Options, return_lse: bool) -> Any:
     except TypeError:  # an option that no program can have: `rawattn.jax` says why
         return _made(options, return_lse)
     if program is None:
-        if len(_programs) >= _MAX_PROGRAMS:
-            _programs.clear()
+        make_room(_programs, _MAX_PROGRAMS)
         program = _programs[key] = _made(options, return_lse)
     return program
 

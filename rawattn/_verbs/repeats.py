@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -18,6 +17,7 @@ from rawattn._call.layout import Lengths
 from rawattn._call.places import check_places, places_of
 from rawattn._call.seq_layout import SeqLayout, bind
 from rawattn._call.structure import token
+from rawattn._forgetting import make_room
 from rawattn._interop.arrays import (
     framework_of,
     is_recording,
@@ -40,7 +40,6 @@ Result = TypeVar("Result")
 # By the names of functions: calls by what tells them apart, of which layouts are told by their structure alone.
 known: dict[str, dict[Any, Any]] = {}
 _MAX_KNOWN = 512
-_lock = threading.Lock()
 
 # Options that may be arrays, in the order of the verbs' inputs.
 _ARRAYS = ("dlse", *ARRAYS, "seed")
@@ -317,8 +316,5 @@ def _named(
 
 
 def remember(table: dict[Any, Any], key: Any, repeat: Any) -> None:
-    with _lock:
-        if len(table) >= _MAX_KNOWN:
-            for old in list(table)[: _MAX_KNOWN // 2]:
-                del table[old]
-        table[key] = repeat
+    make_room(table, _MAX_KNOWN)
+    table[key] = repeat
