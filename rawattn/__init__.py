@@ -6,16 +6,16 @@ from rawattn._call.gradients import Gradients
 from rawattn._call.hints import no_attribute
 from rawattn._call.seq_layout import SeqLayout
 from rawattn._masks.block_mask import BlockMask
-from rawattn._masks.build import block_mask
-from rawattn._masks.show import show_mask
-from rawattn._masks.topk import topk_mask
 from rawattn._scores.score_mod import ScoreMod
 from rawattn._verbs.append import append_kv
 from rawattn._verbs.attention import attention
 from rawattn._verbs.backward import attention_backward, attention_vjp
+from rawattn._verbs.block_mask import block_mask
 from rawattn._verbs.combine import combine
 from rawattn._verbs.paged import paged_attention
 from rawattn._verbs.plan import Plan, plan
+from rawattn._verbs.show_mask import show_mask
+from rawattn._verbs.topk_mask import topk_mask
 from rawattn._verbs.vectorized import unpack_pages
 
 if TYPE_CHECKING:

@@ -34,9 +34,9 @@ from rawattn._compile.compiler import Source
 from rawattn._console.progress import Progress
 from rawattn._interop import native, streams
 from rawattn._kernels.target import Target
-from rawattn._masks import topk
 from rawattn._masks.block_mask import BlockMask
 from rawattn._runtime import driver, kernel
+from rawattn._verbs import topk_mask
 from tests import append, every_kernel, gpu_report, gradients, paged, tolerance, verify
 from tests.cases import Case
 from tests.frameworks import Framework
@@ -168,7 +168,7 @@ def stand_in_for_the_gpu() -> None:
 
 def _stand_in_for_lists_of_keys() -> None:
     """CuPy itself makes those of `topk_mask`, and the bools of a mask: both ask the driver."""
-    to_bool, largest, indices = BlockMask.to_bool, topk._largest, topk._indices
+    to_bool, largest, indices = BlockMask.to_bool, topk_mask._largest, topk_mask._indices
 
     def bools(mask: BlockMask) -> Any:
         return to_bool(mask) if mask.device is None else _array(mask.shape, bool)
@@ -182,7 +182,7 @@ def _stand_in_for_lists_of_keys() -> None:
         return indices(keep, count, module) if own else _array((*keep.shape[:3], count), np.int32)
 
     BlockMask.to_bool = bools  # type: ignore[method-assign]
-    _set(topk, _largest=best, _indices=indices_of)
+    _set(topk_mask, _largest=best, _indices=indices_of)
 
 
 def _load(source: Source, device: int) -> kernel.Kernel:

@@ -110,7 +110,8 @@ def documented() -> list[str]:
         name = ".".join(("rawattn", *path.relative_to(package).with_suffix("").parts))
         if re.search(r"^ *>>> (?!.*\+SKIP)", path.read_text(), re.M) and name not in (
             "rawattn.torch",
-            "rawattn.jax",
+            "rawattn._torch.attention",
+            "rawattn._jax.attention",
         ):
             found.append(name.removesuffix(".__init__"))
     return found

@@ -13,6 +13,7 @@ import pytest
 import rawattn
 from rawattn._call import hints
 from rawattn._call.keywords import KEYWORDS
+from rawattn._interop.advice import array_advice, cast
 
 # -- transposed ------------------------------------------------------------------------------------
 
@@ -101,7 +102,7 @@ def test_padding_mask() -> None:
     ],
 )
 def test_cast(framework: str, dtype: Any, advice: str) -> None:
-    assert hints.cast(framework, "q", dtype) == advice
+    assert cast(framework, "q", dtype) == advice
 
 
 @pytest.mark.frameworks
@@ -112,7 +113,7 @@ def test_casts_run(dtype: str) -> None:
     names = {"torch": torch, "np": np, "jnp": jax.numpy, "ml_dtypes": ml_dtypes}
     arrays = {"numpy": np.ones(2), "torch": torch.ones(2), "jax": jax.numpy.ones(2)}
     for framework, q in arrays.items():
-        converted = eval(hints.cast(framework, "q", dtype), {**names, "q": q})
+        converted = eval(cast(framework, "q", dtype), {**names, "q": q})
         assert str(converted.dtype).removeprefix("torch.") == dtype
 
 
@@ -210,7 +211,7 @@ def test_hints_are_one_short_sentence_each() -> None:
 )
 @pytest.mark.filterwarnings("ignore::PendingDeprecationWarning")
 def test_array_advice(given: object, says: str) -> None:
-    advice = hints.array_advice(given, "q")
+    advice = array_advice(given, "q")
     assert says in advice
     assert bool(advice) == bool(says)
 
@@ -221,7 +222,7 @@ def test_array_advice_for_torch() -> None:
     jagged = torch.nested.nested_tensor(
         [torch.ones(3, 2, 8), torch.ones(5, 2, 8)], layout=torch.jagged
     )
-    advice = hints.array_advice(jagged, "q")
+    advice = array_advice(jagged, "q")
     assert "q.values()" in advice
     seqs = eval(
         re.findall(r"seqs=(SeqLayout\(.*?\))(?=;)", advice)[0],
@@ -229,10 +230,10 @@ def test_array_advice_for_torch() -> None:
     )
     assert seqs.seqstart_q.tolist() == [0, 3, 8]
     assert tuple(jagged.values().shape) == (8, 2, 8)
-    assert hints.array_advice(torch.ones(2).to_sparse(), "q") == "pass q.to_dense()"
-    assert hints.array_advice(torch.ones(2), "q") == ""
+    assert array_advice(torch.ones(2).to_sparse(), "q") == "pass q.to_dense()"
+    assert array_advice(torch.ones(2), "q") == ""
     with torch._subclasses.fake_tensor.FakeTensorMode():
-        assert "rawattn.torch.attention" in hints.array_advice(torch.ones(2), "q")
+        assert "rawattn.torch.attention" in array_advice(torch.ones(2), "q")
 
 
 @pytest.mark.frameworks
@@ -241,7 +242,7 @@ def test_array_advice_for_jax() -> None:
     seen: list[str] = []
 
     def traced(x: Any) -> Any:
-        seen.append(hints.array_advice(x, "q"))
+        seen.append(array_advice(x, "q"))
         return x.sum()
 
     jax.jit(traced)(jax.numpy.ones(2))
@@ -249,7 +250,7 @@ def test_array_advice_for_jax() -> None:
     jax.vmap(traced)(jax.numpy.ones((2, 2)))
     assert len(seen) == 3
     assert all("rawattn.jax.attention" in advice for advice in seen)
-    assert hints.array_advice(jax.numpy.ones(2), "q") == ""
+    assert array_advice(jax.numpy.ones(2), "q") == ""
 
 
 # -- window_end ------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import functools
+import importlib
 import re
 from typing import Any
 
@@ -113,7 +114,7 @@ def test_numpy_arrays_are_accepted() -> None:
 
 
 def test_docstrings() -> None:
-    results = doctest.testmod(rawattn.jax, verbose=False)
+    results = doctest.testmod(importlib.import_module("rawattn._jax.attention"), verbose=False)
     assert results.attempted > 0
     assert results.failed == 0
 

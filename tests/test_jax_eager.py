@@ -16,6 +16,7 @@ import rawattn
 from rawattn._jax import eager
 from rawattn._kernels.selection import only
 from rawattn._runtime import dispatch
+from rawattn._runtime.verbs import Verb
 from rawattn._verbs import repeats
 from tests import jax_calls
 
@@ -25,15 +26,20 @@ arrays = functools.partial(jax_calls.random_arrays, "cpu")
 
 @pytest.fixture
 def dispatched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """The calls that went to the dispatcher."""
+    """The inputs of calls that went the way of a first one: to the dispatcher, or to a program that was looked for."""
     found: list[Any] = []
-    run = dispatch.run
+    run, program = dispatch.run, eager.attention
 
-    def spy(*call: Any) -> Any:
-        found.append(call)
-        return run(*call)
+    def spy(verb: Verb, inputs: Any, *others: Any) -> Any:
+        found.append(inputs)
+        return run(verb, inputs, *others)
+
+    def spy_on_programs(inputs: Any, *others: Any) -> Any:
+        found.append(inputs)
+        return program(inputs, *others)
 
     monkeypatch.setattr(dispatch, "run", spy)
+    monkeypatch.setattr(eager, "attention", spy_on_programs)
     monkeypatch.setattr(eager, "_are_on_gpus", lambda array: True)
     monkeypatch.setitem(repeats.known, "attention", {})
     yield found
@@ -57,8 +63,8 @@ def test_a_repeated_call_is_its_program(
         for got, wanted in zip(*((x if return_lse else (x,)) for x in (found, exact)), strict=True):
             assert isinstance(got, jax.Array)
             np.testing.assert_allclose(got, wanted, atol=1e-5)
-    dispatched = [one for one in dispatched if isinstance(one[1][0], jax.Array)]
-    assert len(dispatched) == count, "a known call went to the dispatcher"
+    dispatched = [one for one in dispatched if isinstance(one[0], jax.Array)]
+    assert len(dispatched) == count, "a known call went the way of a first one"
 
 
 def test_other_calls_are_none_of_it(dispatched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,3 +92,11 @@ def test_other_calls_are_none_of_it(dispatched: list[Any], monkeypatch: pytest.M
     # Under a transformation arrays have no values.
     with pytest.raises(TypeError, match=r"rawattn\.jax"):
         jax.jit(rawattn.attention)(q, k, v)
+
+
+def test_a_plan_runs_the_program(dispatched: list[Any]) -> None:
+    q, k, v = arrays(2, 9, 2, 16)
+    planned = rawattn.plan(rawattn.attention, q, k, v, causal=True)
+    (program,) = eager._programs.values()
+    np.testing.assert_array_equal(planned(k, q, v), program(k, q, v))
+    assert len(eager._programs) == 1

@@ -21,10 +21,11 @@ import jax.numpy as jnp
 import rawattn.jax
 from rawattn import reference
 from rawattn._call.options import Options
+from rawattn._call.problem import describe
 from rawattn._jax import record
-from rawattn._runtime.option_arrays import with_arrays
+from rawattn._jax.attention import _function
+from rawattn._runtime.option_arrays import named_gradients, with_arrays
 from rawattn._runtime.verbs import FORWARD
-from rawattn._verbs.backward import of_options
 from tests import jax_calls
 from tests.cases import Case
 from tests.verify import layout
@@ -112,12 +113,12 @@ def test_equal_layouts_share_a_program() -> None:
         return rawattn.jax.attention(q, q, q, seqs=rawattn.SeqLayout(seqstart_q=lengths))
 
     call([0, 4, 9])
-    functions = rawattn.jax._function.cache_info().currsize
+    functions = _function.cache_info().currsize
     for _ in range(3):
         call([0, 4, 9])
-    assert rawattn.jax._function.cache_info().currsize == functions
+    assert _function.cache_info().currsize == functions
     call([0, 5, 9])
-    assert rawattn.jax._function.cache_info().currsize == functions + 1
+    assert _function.cache_info().currsize == functions + 1
 
 
 @pytest.mark.parametrize("case", [*jax_calls.CASES_OF_FORWARD, *jax_calls.SCORE_CASES], ids=str)
@@ -126,10 +127,10 @@ def test_a_record_is_what_its_text_says(case: Case, traced: bool) -> None:
     inputs = jax_calls.backward_of(case).inputs
     qkv = [x.view() for x in (inputs.q, inputs.k, inputs.v)]
     options = Options(seqs=layout(inputs), **inputs.options)
-    gradients, _ = of_options(rawattn.Gradients(), options, None)
+    gradients, _ = named_gradients(rawattn.Gradients(), options, None)
     verb, given, values, options = with_arrays(FORWARD, options)
     named = dict(zip(verb.extras, given, strict=True))
-    problem, lengths = rawattn.jax.describe(*qkv, options, arrays=named)
+    problem, lengths = describe(*qkv, options, arrays=named)
     if traced:
         lengths, _ = record.with_operands(lengths)
     for backward in (False, True):

@@ -72,7 +72,7 @@ def test_ranges(dtype: Any) -> None:
 
 
 def test_a_predicate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rawattn._masks.predicate.gpu_available", lambda: False)
+    monkeypatch.setattr("rawattn._verbs.predicate_mask.gpu_available", lambda: False)
     document = np.sort(RNG.integers(0, 5, 200))
     mask = block_mask(
         predicate="document[q_idx] == document[kv_idx] and kv_idx <= q_idx or head == slow",
@@ -85,7 +85,7 @@ def test_a_predicate(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_lengths_are_integers_of_numpy_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rawattn._masks.predicate.gpu_available", lambda: False)
+    monkeypatch.setattr("rawattn._verbs.predicate_mask.gpu_available", lambda: False)
     short, text = np.uint8(100), "q_idx >= kv_idx"
     mask = block_mask(
         predicate=text, seqlen_q=short, seqlen_k=short, batch=np.int8(1), nheads=np.uint8(3)

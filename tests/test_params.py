@@ -10,7 +10,14 @@ import pytest
 from rawattn._call.problem import describe
 from rawattn._call.structure import structure
 from rawattn._compile import compiler
-from rawattn._kernels import attention_params, helper_params, params, registry, structs
+from rawattn._kernels import (
+    attention_params,
+    helper_params,
+    params,
+    params_header,
+    registry,
+    structs,
+)
 from rawattn._kernels.features import Features, constant
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import ragged_setup
@@ -21,8 +28,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def test_the_kernels_structs_are_generated_from_the_declarations() -> None:
     path = ROOT / "kernels_cu" / "attn" / "params.cuh"
-    assert path.read_text("utf-8") == params.text(), (
-        f"run python -m rawattn._kernels.params > {path.relative_to(ROOT)}"
+    assert path.read_text("utf-8") == params_header.text(), (
+        f"run python -m rawattn._kernels.params_header > {path.relative_to(ROOT)}"
     )
 
 

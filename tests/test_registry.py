@@ -15,7 +15,7 @@ from rawattn._call.options import ArrayForm
 from rawattn._call.pages import PageForm
 from rawattn._call.problem import Problem, describe
 from rawattn._kernels import registry, tile_tables
-from rawattn._kernels.operands import Operands, contiguous
+from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import backward as portable_backward
 from rawattn._kernels.selection import using_tiles
 from rawattn._kernels.sm90 import filling
@@ -24,6 +24,7 @@ from rawattn._kernels.sm90 import forward_config as sm90_forward_config
 from rawattn._kernels.sm90 import forward_steps as sm90_forward_steps
 from rawattn._kernels.target import without_device
 from rawattn._kernels.variants import common_variants, strides_of_pages
+from rawattn._strides import contiguous
 
 H200 = replace(without_device("sm_90a"), multiprocessors=132)
 NO_OPERANDS = Operands()

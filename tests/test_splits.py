@@ -10,10 +10,11 @@ import pytest
 from rawattn._call.problem import describe
 from rawattn._call.seq_layout import SeqLayout
 from rawattn._call.structure import structure
-from rawattn._kernels.operands import Operands, contiguous
+from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import decode, forward, splits
 from rawattn._kernels.steps import Tiles
 from rawattn._kernels.target import Target
+from rawattn._strides import contiguous
 from tests.memory import DTYPES
 
 H200 = Target("sm_90a", 232448, multiprocessors=132)

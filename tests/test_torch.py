@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import functools
+import importlib
 from typing import Any
 
 import numpy as np
@@ -91,8 +92,9 @@ def test_out() -> None:
         compiled(q, k, v, out=out)
 
 
-def test_examples() -> None:
-    results = doctest.testmod(rawattn.torch)
+@pytest.mark.parametrize("name", ["rawattn.torch", "rawattn._torch.attention"])
+def test_examples(name: str) -> None:
+    results = doctest.testmod(importlib.import_module(name))
     assert results.attempted > 0
     assert results.failed == 0
 

@@ -9,6 +9,7 @@ from typing import Any
 from rawattn._call.problem import Problem
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import backward as portable_backward
+from rawattn._kernels.portable import backward_config
 from rawattn._kernels.portable import forward as portable_forward
 from rawattn._kernels.sm90 import forward as sm90_forward
 from rawattn._kernels.sm90 import forward_config as sm90_forward_config
@@ -74,7 +75,7 @@ def _forward_registers(config: portable_forward.Config) -> tuple[int, int]:
     return blocks * (out + scores + held) + _FORWARD_REST, limit
 
 
-def _backward_registers(config: portable_backward.Config) -> tuple[int, int]:
+def _backward_registers(config: backward_config.Config) -> tuple[int, int]:
     keys = config.tile_k // (16 * config.key_waves)
     queries = config.tile_q // (16 * config.column_waves)
     wide = round_up(max(config.headdim, config.headdim_v), 16 * config.column_waves)
@@ -86,7 +87,7 @@ def _backward_registers(config: portable_backward.Config) -> tuple[int, int]:
     return gradient + max(keys * queries * 8, dq) + _BACKWARD_REST, limit
 
 
-def _dq_registers(config: portable_backward.DqConfig) -> tuple[int, int]:
+def _dq_registers(config: backward_config.DqConfig) -> tuple[int, int]:
     rows = config.tile_q // (16 * config.waves)
     dq, scores = round_up(config.headdim, 16) // 2, config.tile_k // 2
     limit = _of_launch(config.threads, config.blocks_per_sm)
@@ -173,7 +174,7 @@ KERNELS = {
             name=portable_backward.TILES,
             verb="backward",
             note="portable-backward.md",
-            entry=portable_backward.ENTRY,
+            entry=backward_config.ENTRY,
             values={
                 "tile_q": (32, 64, 128),
                 "tile_k": (64, 128, 192, 256),
@@ -192,7 +193,7 @@ KERNELS = {
             name=portable_backward.DQ_TILES,
             verb="backward",
             note="portable-backward.md",
-            entry=portable_backward.DQ_ENTRY,
+            entry=backward_config.DQ_ENTRY,
             values={
                 "tile_q": (64, 128),
                 "tile_k": (16, 32, 48, 64, 80, 96),

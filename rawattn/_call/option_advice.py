@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rawattn._call.hints import array_advice, cast
+from rawattn._interop.advice import array_advice, cast
 from rawattn._interop.xla import is_traced
 
 _TEXT = "pass a text, as in mask=rawattn.block_mask(predicate='q_idx >= kv_idx', seqlen_q=..., seqlen_k=...)"

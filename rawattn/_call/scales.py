@@ -10,8 +10,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from rawattn._call.hints import cast
 from rawattn._call.options import ArrayForm, number, shown
+from rawattn._interop.advice import cast
 from rawattn._interop.arrays import HOST, device_of, framework_of, import_array
 
 FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)

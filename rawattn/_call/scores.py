@@ -10,9 +10,10 @@ import numpy as np
 
 from rawattn._call import option_advice
 from rawattn._call import options as _options
-from rawattn._call.hints import cast, padding_mask
+from rawattn._call.hints import padding_mask
 from rawattn._call.layout import Lengths, Side
 from rawattn._call.options import SCORE_NUMBERS, ArrayForm, Options
+from rawattn._interop.advice import cast
 
 _FLOAT32 = np.dtype(np.float32)
 _FLOATS = {

@@ -13,6 +13,7 @@ from rawattn._call.argument_kinds import all_by_name, checks_arguments
 from rawattn._call.given import Given, common_batch, read_side
 from rawattn._call.hints import NoOthers, hides_unknown, layout_advice, refuse_unknown
 from rawattn._call.layout import Lengths, side_of
+from rawattn._forgetting import make_room
 from rawattn._interop.xla import is_traced
 
 if TYPE_CHECKING:  # type checkers bring it: nothing is installed for it
@@ -306,8 +307,7 @@ def bind(seqs: SeqLayout | None, *, batch: int | None, rows_q: int, rows_k: int)
     lengths = seqs._bindings.get((batch, rows_q, rows_k))
     if lengths is None:
         lengths = _bind(seqs, batch, rows_q, rows_k)
-        if len(seqs._bindings) >= _MAX_BINDINGS:
-            seqs._bindings.clear()
+        make_room(seqs._bindings, _MAX_BINDINGS)
         seqs._bindings[batch, rows_q, rows_k] = lengths
     return lengths
 

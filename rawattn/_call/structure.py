@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rawattn._call.layout import Lengths, Side
+from rawattn._forgetting import make_room
 
 _INT32_MAX = 2**31 - 1
 _MAX_KNOWN = 4096
@@ -83,8 +84,8 @@ def _find(lengths: Lengths) -> None:
     fields = lengths.batch, lengths.group, q, k, on_host, devices
     found = _known.get(fields)
     if found is None:
-        if len(_known) >= _MAX_KNOWN:
-            _known.clear()  # what lengths have found stays what it is, and is found no more
+        # What lengths have found stays what it is, and is found no more.
+        make_room(_known, _MAX_KNOWN)
         sides = SideStructure(*q), SideStructure(*k)
         form = Structure(lengths.batch, lengths.group, *sides, on_host, devices)
         found = _known.setdefault(fields, (form, object()))

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from rawattn._call.hints import array_advice
 from rawattn._interop import dlpack, native, streams
+from rawattn._interop.advice import array_advice
 from rawattn._interop.streams import compute_stream
 from rawattn._interop.xla import is_traced
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rawattn._call.hints import cast
 from rawattn._interop import dlpack, streams
+from rawattn._interop.advice import cast
 from rawattn._interop.arrays import framework_of, import_array
 from rawattn._interop.native import native
 

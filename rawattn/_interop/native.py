@@ -18,7 +18,7 @@ import numpy as np
 
 from rawattn._interop import streams
 from rawattn._interop.readers import Attributes
-from rawattn._kernels.operands import contiguous
+from rawattn._strides import contiguous
 
 
 class View(NamedTuple):

@@ -1,1 +1,1 @@
-"""What stands behind `rawattn.jax`, without JAX: what a call is, and how it is launched."""
+"""What `rawattn.jax` is made of: what a call is, and how it is launched. `attention` alone imports JAX."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rawattn._call.options import Options, structural
+from rawattn._forgetting import make_room
 from rawattn._interop.xla import is_traced
 from rawattn._runtime.verbs import FORWARD, Verb
 
@@ -16,8 +17,14 @@ _programs: dict[Any, Any] = {}
 _MAX_PROGRAMS = 512
 
 
-def takes(verb: Verb, inputs: Sequence[Any], targets: Sequence[Any], options: Options) -> bool:
-    """Whether a call is one for a program: dense JAX arrays on a GPU, with results of JAX's own.
+def takes(
+    verb: Verb,
+    inputs: Sequence[Any],
+    targets: Sequence[Any],
+    options: Options,
+    backend: str | None,
+) -> bool:
+    """Whether a call whose q is JAX's is one for a program: dense JAX arrays on a GPU, with results of JAX's own.
 
     Lengths would be constants of the program, and other lengths another compilation. So would be a seed, and what a score
     function captures.
@@ -25,7 +32,8 @@ def takes(verb: Verb, inputs: Sequence[Any], targets: Sequence[Any], options: Op
     import jax
 
     return (
-        verb.name == FORWARD.name
+        (backend is None or backend == "cuda")
+        and verb.name == FORWARD.name
         and not verb.extras
         and options.seqs is None
         and options.score_mod is None
@@ -54,8 +62,7 @@ def _program(options: Options, return_lse: bool) -> Any:
     except TypeError:  # an option that no program can have: `rawattn.jax` says why
         return _made(options, return_lse)
     if program is None:
-        if len(_programs) >= _MAX_PROGRAMS:
-            _programs.clear()
+        make_room(_programs, _MAX_PROGRAMS)
         program = _programs[key] = _made(options, return_lse)
     return program
 
@@ -63,12 +70,12 @@ def _program(options: Options, return_lse: bool) -> Any:
 def _made(options: Options, return_lse: bool) -> Any:
     import jax
 
-    import rawattn.jax
+    from rawattn._jax import attention as of_jax
 
     given = options._asdict()
 
     def call(q: Any, k: Any, v: Any) -> Any:
-        return rawattn.jax.attention(q, k, v, **given, return_lse=return_lse)
+        return of_jax.attention(q, k, v, **given, return_lse=return_lse)
 
     return jax.jit(call)
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from rawattn._call.layout import Lengths, host_lengths
+from rawattn._forgetting import make_room
 from rawattn._interop import streams
 from rawattn._interop.xla import Call
 from rawattn._jax.record import Like, Record, read
@@ -59,8 +60,7 @@ def launcher(text: bytes, device: int) -> Launcher:
     """Of the calls with this text."""
     found = _launchers.get((text, device))
     if found is None:
-        if len(_launchers) >= _MAX_LAUNCHERS:
-            _launchers.clear()
+        make_room(_launchers, _MAX_LAUNCHERS)
         found = _launchers[text, device] = Launcher(read(text), device)
     return found
 
@@ -114,8 +114,9 @@ class Launcher:
 def _prepare(
     record: Record, lengths: Lengths, device: int, pointers: int, alignments: tuple[int, ...]
 ) -> Any:
-    from rawattn._kernels.operands import Operands, contiguous
+    from rawattn._kernels.operands import Operands
     from rawattn._runtime import calls
+    from rawattn._strides import contiguous
 
     verb, of_options = record.verb, {*record.options, *record.gradients}
     names = [name for name in verb.inputs if record.lse or name != "dlse"]

@@ -11,12 +11,13 @@ from dataclasses import replace
 from rawattn._call.problem import Problem
 from rawattn._compile.compiler import Source
 from rawattn._kernels import features, helper_params, score_params, structs
-from rawattn._kernels.operands import ITEMSIZE, WIDEST, Operands, Strides, contiguous
+from rawattn._kernels.operands import ITEMSIZE, WIDEST, Operands
 from rawattn._kernels.sm90 import bias_slots, forward
 from rawattn._kernels.source import round_up
 from rawattn._kernels.source import source as _source
 from rawattn._kernels.steps import Step, Steps, checked, patches
 from rawattn._kernels.target import Target
+from rawattn._strides import Strides, contiguous
 
 FEATURES = features.names() - {"paged"}
 

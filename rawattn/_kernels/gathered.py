@@ -16,12 +16,13 @@ from rawattn._call.problem import Problem
 from rawattn._call.seq_layout import bind
 from rawattn._call.structure import Structure, structure
 from rawattn._kernels import features
-from rawattn._kernels.operands import Operands, Strides
+from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import kept_setup
 from rawattn._kernels.portable.kept_setup import KeptRows, Mask
 from rawattn._kernels.steps import Lists, Step, Steps
 from rawattn._kernels.target import Target
 from rawattn._masks import layout
+from rawattn._strides import Strides
 
 # A gathered key has another position, which these would take for its own; and a list belongs to sequences of one length.
 FEATURES = features.names() - {

@@ -8,6 +8,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from rawattn._strides import Strides
+
 if TYPE_CHECKING:
     from rawattn._call.problem import Problem
 
@@ -15,8 +17,6 @@ ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
 WIDEST = 16  # bytes of the widest access there is
 _LEAST_COPY = 4  # of an asynchronous copy
 _OF_PAGES = ("k_pages", "v_pages")
-
-Strides = tuple[int, ...]  # in bytes, of an array's public shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +69,3 @@ def access_bytes(*bytes_apart: int) -> int:
     """The widest access, up to 16 bytes, that divides all of these strides, addresses and lengths."""
     together = functools.reduce(operator.or_, bytes_apart)
     return min(WIDEST, together & -together)
-
-
-def walked(shape: tuple[int, ...], strides: Strides) -> Strides:
-    """Strides, 0 along axes of one element, where they say nothing."""
-    return tuple(x if n > 1 else 0 for n, x in zip(shape, strides, strict=True))
-
-
-def contiguous(shape: tuple[int, ...], itemsize: int) -> Strides:
-    """Strides of an array in C order."""
-    strides, step = [], itemsize
-    for extent in reversed(shape):
-        strides.append(step)
-        step *= extent
-    return tuple(reversed(strides))

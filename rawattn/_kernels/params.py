@@ -1,9 +1,6 @@
 """Parameter structs of the kernels of attention, field by field, with what each means; `helper_params` has the others.
 
-They are declared there and here alone. kernels_cu/attn/params.cuh is generated from them, and a test holds the file to
-the declarations:
-
-    python -m rawattn._kernels.params > kernels_cu/attn/params.cuh
+They are declared there and here alone: `params_header` generates kernels_cu/attn/params.cuh from them.
 """
 
 from __future__ import annotations
@@ -311,14 +308,3 @@ CAPTURED_GRADIENT = _struct(
     ("int", "extents[4]", ""),
     ("int", "kind", "0: float32, 1: float16, 2: bfloat16"),
 )
-
-
-def text() -> str:
-    """kernels_cu/attn/params.cuh"""
-    from rawattn._kernels import helper_params  # whose structs hold some of these
-
-    return structs.text([*STRUCTS, *helper_params.STRUCTS], "rawattn/_kernels/params.py")
-
-
-if __name__ == "__main__":
-    print(text(), end="")

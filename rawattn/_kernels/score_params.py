@@ -8,9 +8,10 @@ from rawattn._call import scales
 from rawattn._call.options import ArrayForm
 from rawattn._call.problem import Problem
 from rawattn._kernels import structs
-from rawattn._kernels.operands import Operands, Strides
+from rawattn._kernels.operands import Operands
 from rawattn._kernels.structs import Struct
 from rawattn._masks import layout
+from rawattn._strides import Strides
 
 KINDS = {"float32": 0, "float16": 1, "bfloat16": 2}
 _ITEMSIZE = {"bool": 1, "float16": 2, "bfloat16": 2, "float32": 4, "int32": 4, "int64": 8}

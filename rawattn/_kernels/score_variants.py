@@ -10,9 +10,10 @@ from rawattn._call.seq_layout import bind
 from rawattn._call.structure import structure
 from rawattn._compile.compiler import Source
 from rawattn._kernels import registry
-from rawattn._kernels.operands import ITEMSIZE, Operands, contiguous
+from rawattn._kernels.operands import ITEMSIZE, Operands
 from rawattn._kernels.target import Target
 from rawattn._scores.program import ScoreText
+from rawattn._strides import contiguous
 
 _ROWS, _HEADS, _HEADS_KV = 256, 4, 2
 _MOD = ScoreText(

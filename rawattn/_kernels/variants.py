@@ -9,7 +9,7 @@ from rawattn._call.pages import PageForm
 from rawattn._call.problem import Problem
 from rawattn._compile.compiler import Source
 from rawattn._kernels.attention_params import KEYS
-from rawattn._kernels.operands import ITEMSIZE, Operands, Strides, contiguous
+from rawattn._kernels.operands import ITEMSIZE, Operands
 from rawattn._kernels.portable import align_rows, append, combine, ragged_setup
 from rawattn._kernels.portable import backward as portable_backward
 from rawattn._kernels.portable import decode as portable_decode
@@ -19,6 +19,7 @@ from rawattn._kernels.sm90 import decode as sm90_decode
 from rawattn._kernels.sm90 import few_rows
 from rawattn._kernels.sm90 import forward as sm90_forward
 from rawattn._kernels.target import without_device
+from rawattn._strides import Strides, contiguous
 
 _PAGES = PageForm(page_size=16, num_pages=1, entries=1, has_indptr=False, dtype="int32")
 

@@ -1,1 +1,1 @@
-"""Masks that are built once and used by many calls: bits, a map of granules, and what people see of them."""
+"""Masks that are built once and used by many calls: bits, and a map of granules."""

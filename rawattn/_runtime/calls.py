@@ -17,10 +17,11 @@ from rawattn._call.seq_layout import refuse_traced
 from rawattn._call.structure import structure
 from rawattn._interop import arrays
 from rawattn._interop.arrays import HOST
-from rawattn._kernels.operands import Operands, contiguous, walked
+from rawattn._kernels.operands import Operands
 from rawattn._runtime.option_arrays import told_with_results
 from rawattn._runtime.verbs import Verb
 from rawattn._scores.program import ScoreText
+from rawattn._strides import contiguous, walked
 
 if TYPE_CHECKING:
     from rawattn._runtime.prepared import Prepared

@@ -94,11 +94,6 @@ def _imported(
     """`run` on views of the arrays, which may be of several frameworks, on the host or on a GPU."""
     _options.backend(backend)
     refuse_gradients(verb, options, inputs, targets)
-    if framework == "jax" and backend != "cpu":
-        from rawattn._jax import eager
-
-        if eager.takes(verb, inputs, targets, options):
-            return eager.attention(inputs, options, flag)
     q = inputs[verb.q]
     with arrays.on_stream_of(q, framework) as stream:
         given: list[Imported | None] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from rawattn._call.layout import Lengths
 from rawattn._call.options import Options, structural
 from rawattn._call.problem import Problem
 from rawattn._call.structure import structure
+from rawattn._forgetting import make_room
 from rawattn._interop import arrays
 from rawattn._runtime.calls import check_written, describe
 from rawattn._runtime.verbs import Verb
@@ -22,7 +22,6 @@ Arrays = Sequence[Any]
 # Calls described earlier, by everything that decides it but values.
 _known: dict[Any, tuple[Problem, Lengths, Any]] = {}
 _MAX_KNOWN = 512
-_known_lock = threading.Lock()
 
 
 def run(
@@ -80,8 +79,6 @@ def _described(
             key = None  # describing the call tells what is wrong with it
     described = describe(verb, dict(verb.named(inputs, targets)), options, flag, framework)
     if key is not None:
-        with _known_lock:
-            if len(_known) >= _MAX_KNOWN:
-                _known.clear()
-            _known[key] = described
+        make_room(_known, _MAX_KNOWN)
+        _known[key] = described
     return described

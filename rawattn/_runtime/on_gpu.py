@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rawattn._call.checks import check_apart
-from rawattn._call.hints import cast
 from rawattn._call.layout import Lengths
 from rawattn._call.options import Options, structural
 from rawattn._call.structure import Structure, structure
+from rawattn._forgetting import make_room
 from rawattn._interop import arrays, streams
+from rawattn._interop.advice import cast
 from rawattn._interop.native import Memory, Native, Read, View
 from rawattn._kernels.selection import selection
 from rawattn._runtime import graphs
@@ -33,7 +33,6 @@ Repeat = Callable[[list[int], Any, Any], Any]
 # Calls prepared earlier, by everything that decides them but addresses and host integers.
 _prepared: dict[Any, Call] = {}
 _MAX_PREPARED = 512
-_prepared_lock = threading.Lock()
 
 
 def run(
@@ -118,7 +117,8 @@ def called(
         return call, lengths, False
     call = _prepare_natives(verb, own, read, inputs, targets, options, flag, framework)
     if key is not None:
-        _remember(key, call)
+        make_room(_prepared, _MAX_PREPARED)
+        _prepared[key] = call
     return call, lengths, True
 
 
@@ -344,11 +344,3 @@ def _view(name: str, own: Native, array: Any) -> View:
             f"{name}: {error}; accepted are float16, bfloat16 and float32{more}: convert it, as by "
             f"{cast(arrays.framework_of(array), name, 'float32')}"
         ) from None
-
-
-def _remember(key: Any, call: Call) -> None:
-    with _prepared_lock:
-        if len(_prepared) >= _MAX_PREPARED:
-            for old in list(_prepared)[: _MAX_PREPARED // 2]:
-                del _prepared[old]
-        _prepared[key] = call

@@ -10,10 +10,12 @@ import ml_dtypes
 import numpy as np
 
 from rawattn._call import option_advice
+from rawattn._call.gradients import Gradients, check_given
 from rawattn._call.options import Options, check_array, dropout_p, no_score_mod, shown
 from rawattn._call.problem import Problem
 from rawattn._masks.block_mask import BlockMask
 from rawattn._runtime.verbs import FLOAT32, Shape, Verb
+from rawattn._scores.score_mod import ScoreMod, require_float32, require_gradient
 
 # In the order of the inputs that they become; then come captured ones and the seed.
 ARRAYS = ("bias", "mask", "alibi_slopes", "sink_logits")
@@ -73,8 +75,6 @@ def with_arrays(
         arrays.append(array)
     text = None
     if options.score_mod is not None:
-        from rawattn._scores.score_mod import ScoreMod, require_float32, require_gradient
-
         if not isinstance(options.score_mod, ScoreMod):
             raise no_score_mod(options.score_mod)
         require_float32(options.score_mod.text)
@@ -111,6 +111,31 @@ def _gradient(problem: Problem, name: str) -> tuple[Shape, np.dtype[Any]]:
     else:
         form = getattr(problem, name.removeprefix("d"))
     return form.given, _DTYPES[form.dtype]
+
+
+def named_gradients(
+    into: Gradients, options: Options, want_dbias: bool | None
+) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+    """The gradients of options' arrays that a call has, and the caller's arrays for them."""
+    found: dict[str, Any] = {}
+    if options.bias is not None and (want_dbias is None or want_dbias):
+        found["dbias"] = into.dbias
+    if options.sink_logits is not None:
+        found["dsink_logits"] = into.dsink_logits
+    captured = into.captured or {}
+    names = differentiated(options.score_mod)
+    for n, name in names.items():
+        found[f"dcaptured{n}"] = captured.get(name)
+    check_given(into, found, names.values())
+    return tuple(found), tuple(found.values())
+
+
+def differentiated(score_mod: Any) -> dict[int, str]:
+    """The captured arrays of a score function whose gradients are wanted, by their indices."""
+    if not isinstance(score_mod, ScoreMod):
+        return {}
+    wrt = score_mod.text.wrt
+    return {n: name for n, name in enumerate(score_mod.arrays) if name in wrt}
 
 
 @lru_cache(maxsize=256)

@@ -13,6 +13,7 @@ from typing import Any
 
 from rawattn._call.layout import Lengths
 from rawattn._call.structure import Structure
+from rawattn._forgetting import make_room
 from rawattn._interop import streams
 from rawattn._interop.native import Memory
 from rawattn._interop.streams import PER_THREAD, own_stream
@@ -177,8 +178,7 @@ class Prepared:
             addresses += listed
             run_all(addresses, stream, memory, None)
             # Only now: another thread that finds them comes behind these launches.
-            if len(memo) >= _MAX_LISTED:
-                memo.clear()
+            make_room(memo, _MAX_LISTED)
             memo[key] = owner, listed
 
         return run
@@ -229,8 +229,7 @@ class Prepared:
                 launch, count = each_setup
                 launch(addresses, count, stream)
             if not known and not capturing:
-                if len(lengths.memo) >= _MAX_KNOWN:
-                    lengths.memo.clear()
+                make_room(lengths.memo, _MAX_KNOWN)
                 if own in counters and not takes_scratch:
                     found = found[0], [*own_addresses, *counters[own][1]], blocks
                 lengths.memo[key] = found
@@ -304,8 +303,7 @@ class Prepared:
             found = [_count(each.blocks, lengths) for each in self.steps]
             # In batch mode the host counts all of the lengths that it has, and not by the longest one alone.
             if lengths.group:
-                if len(self._counted) >= _MAX_COUNTED:
-                    self._counted.clear()
+                make_room(self._counted, _MAX_COUNTED)
                 self._counted[longest] = found
         return found
 

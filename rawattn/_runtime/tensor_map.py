@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rawattn._forgetting import make_room
 from rawattn._kernels.steps import Geometry
 from rawattn._runtime import driver
 
@@ -19,8 +20,7 @@ class TensorMaps:
     def at(self, address: int) -> bytes:
         encoded = self._encoded.get(address)
         if encoded is None:
-            if len(self._encoded) >= _KEEP:
-                self._encoded.clear()
+            make_room(self._encoded, _KEEP)
             shape = self._geometry
             encoded = self._encoded[address] = driver.encode_tensor_map(
                 shape.dtype, address + shape.origin, shape.dims, shape.strides, shape.box

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rawattn._call.argument_kinds import checks_arguments
-from rawattn._call.hints import array_advice, cast
 from rawattn._call.options import shown
 from rawattn._handles import handle_of
+from rawattn._interop.advice import array_advice, cast
 from rawattn._interop.arrays import framework_of, import_array
 from rawattn._interop.xla import is_traced
 from rawattn._scores import lint

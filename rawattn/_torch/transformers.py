@@ -18,8 +18,8 @@ import torch
 from transformers import AttentionInterface, masking_utils
 
 from rawattn import SeqLayout
+from rawattn._torch.attention import attention
 from rawattn._torch.ops import Layout
-from rawattn.torch import attention
 
 
 class Visible:

@@ -8,15 +8,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 
 from rawattn._call.argument_kinds import checks_arguments
-from rawattn._call.gradients import Gradients, check_given, wanted
+from rawattn._call.gradients import Gradients, wanted
 from rawattn._call.hints import refuse_unknown
 from rawattn._call.options import AttentionOptions, Options, flag
 from rawattn._call.signatures import options_of, takes_options
 from rawattn._masks.block_mask import memo_of
 from rawattn._runtime.asked import Asked
-from rawattn._runtime.option_arrays import with_arrays
+from rawattn._runtime.option_arrays import differentiated, named_gradients, with_arrays
 from rawattn._runtime.verbs import BACKWARD, FORWARD
-from rawattn._scores.score_mod import ScoreMod
 from rawattn._verbs.attention import ArrayT, CallOptions
 from rawattn._verbs.repeats import repeating
 
@@ -113,38 +112,13 @@ def attention_backward(
     given = options_of(options, AttentionOptions, "rawattn.attention_backward", attention_backward)
     deterministic = flag("deterministic", deterministic)
     targets = wanted(into, given.bias, want_dbias)
-    names, written = of_options(targets, given, want_dbias)
+    names, written = named_gradients(targets, given, want_dbias)
     verb, arrays, values, left = with_arrays(BACKWARD, given, names, q)
     inputs = (dout, q, k, v, out, lse, dlse, *arrays)
     returned = functools.partial(gradients, names, given.score_mod) if names else dense_gradients
     arrays = (*targets[:3], *written)
     call = verb, inputs, arrays, left, deterministic, backend, values
     return Asked(*call, returned, memo_of(given.mask))
-
-
-def of_options(
-    into: Gradients, options: Options, want_dbias: bool | None
-) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-    """The gradients of options' arrays that a call has, and the caller's arrays for them."""
-    found: dict[str, Any] = {}
-    if options.bias is not None and (want_dbias is None or want_dbias):
-        found["dbias"] = into.dbias
-    if options.sink_logits is not None:
-        found["dsink_logits"] = into.dsink_logits
-    captured = into.captured or {}
-    names = _differentiated(options.score_mod)
-    for n, name in names.items():
-        found[f"dcaptured{n}"] = captured.get(name)
-    check_given(into, found, names.values())
-    return tuple(found), tuple(found.values())
-
-
-def _differentiated(score_mod: Any) -> dict[int, str]:
-    """The captured arrays of a score function whose gradients are wanted, by their indices."""
-    if not isinstance(score_mod, ScoreMod):
-        return {}
-    wrt = score_mod.text.wrt
-    return {n: name for n, name in enumerate(score_mod.arrays) if name in wrt}
 
 
 def dense_gradients(results: Sequence[Any]) -> Gradients:
@@ -155,7 +129,7 @@ def dense_gradients(results: Sequence[Any]) -> Gradients:
 def gradients(names: tuple[str, ...], score_mod: Any, results: Sequence[Any]) -> Gradients:
     """What a backward gives back, from its outputs."""
     others = dict(zip(names, results[3:], strict=True))
-    captured = {name: others[f"dcaptured{n}"] for n, name in _differentiated(score_mod).items()}
+    captured = {name: others[f"dcaptured{n}"] for n, name in differentiated(score_mod).items()}
     dq, dk, dv = results[:3]
     return Gradients(dq, dk, dv, others.get("dbias"), others.get("dsink_logits"), captured or None)
 

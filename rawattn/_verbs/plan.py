@@ -17,14 +17,15 @@ from rawattn._call.hints import refuse_unknown
 from rawattn._call.options import Options, flag, shown
 from rawattn._interop import arrays
 from rawattn._interop.native import native
+from rawattn._jax import eager
 from rawattn._runtime import dispatch
 from rawattn._runtime.calls import refuse_gradients
-from rawattn._runtime.option_arrays import told, with_arrays
+from rawattn._runtime.option_arrays import named_gradients, told, with_arrays
 from rawattn._runtime.planned import UNLIKE, GpuPlan
 from rawattn._runtime.verbs import BACKWARD, FORWARD, PAGED, Verb
 from rawattn._verbs.append import append_kv
 from rawattn._verbs.attention import attention, first
-from rawattn._verbs.backward import attention_backward, gradients, of_options
+from rawattn._verbs.backward import attention_backward, gradients
 from rawattn._verbs.combine import combine
 from rawattn._verbs.paged import check_pages, limits_of, paged_attention, read_pages, scaled
 from rawattn._verbs.plan_arguments import Arguments, check_form, host_table
@@ -84,7 +85,7 @@ class Plan:
                 _copied(name, x) if name in verb.written else x
                 for name, x in zip(verb.inputs, inputs, strict=True)
             ]
-            dispatch.run(verb, tried, (None,) * len(targets), options, flag, backend, values)
+            self._run(tried, (None,) * len(targets))
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         """What the planned function returns."""
@@ -116,10 +117,15 @@ class Plan:
             check_form(name, array, planned)
         self._check_integers(inputs)
         targets = self._targets if written is None else written
-        results = dispatch.run(
-            self._verb, inputs, targets, self._options, self._flag, self._backend, self._values
-        )
-        return self._returned(results)
+        return self._returned(self._run(inputs, targets))
+
+    def _run(self, inputs: Sequence[Any], targets: Sequence[Any]) -> Sequence[Any]:
+        """As an ordinary call does."""
+        call = self._verb, inputs, targets, self._options
+        of_jax = arrays.framework_of(inputs[self._verb.q]) == "jax"
+        if of_jax and eager.takes(*call, self._backend):
+            return eager.attention(inputs, self._options, self._flag)
+        return dispatch.run(*call, self._flag, self._backend, self._values)
 
     def _check_integers(self, inputs: Sequence[Any]) -> None:
         """ValueError for a table of pages on the host that does not fit: an ordinary call would refuse it too."""
@@ -223,7 +229,7 @@ def plan(fn: Callable[..., Any], *args: Any, **options: Any) -> Plan:
     else:
         verb, choice = BACKWARD, flag("deterministic", named["deterministic"])
         into = wanted(named["into"], named["bias"], named["want_dbias"])
-        names, written = of_options(into, known, named["want_dbias"])
+        names, written = named_gradients(into, known, named["want_dbias"])
         targets = (*into[:3], *written)
         returned = functools.partial(gradients, names, known.score_mod)
     inputs = [named[name] for name in verb.inputs]

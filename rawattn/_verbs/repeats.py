@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -18,6 +17,7 @@ from rawattn._call.argument_kinds import argument_kinds, check_arguments
 from rawattn._call.layout import Lengths
 from rawattn._call.seq_layout import SeqLayout, bind
 from rawattn._call.structure import token
+from rawattn._forgetting import make_room
 from rawattn._interop.arrays import (
     framework_of,
     is_recording,
@@ -40,7 +40,6 @@ Result = TypeVar("Result")
 # By the names of functions: calls by what tells them apart, of which layouts are told by their structure alone.
 known: dict[str, dict[Any, Any]] = {}
 _MAX_KNOWN = 512
-_lock = threading.Lock()
 
 # Options that may be arrays, in the order of the verbs' inputs.
 _ARRAYS = ("dlse", *ARRAYS, "seed")
@@ -171,12 +170,16 @@ def repeating(
             asked = ask(*args, **options)
             inputs, targets, returned = asked.inputs, asked.targets, asked.returned
             call = asked.verb, inputs, targets, asked.options, asked.flag
-            results = dispatch.run(*call, asked.backend, asked.values, asked.memo)
             framework = framework_of(inputs[verb.q])
-            own: Any = native(framework)
-            programs = framework == "jax" and asked.backend != "cpu" and eager.takes(*call[:4])
+            own: Any
+            results: Sequence[Any]
+            programs = framework == "jax" and eager.takes(*call[:4], asked.backend)
             if programs:
+                results = eager.attention(inputs, asked.options, asked.flag)
                 own = eager.Jax(type(inputs[verb.q]))
+            else:
+                results = dispatch.run(*call, asked.backend, asked.values, asked.memo)
+                own = native(framework)
             if own is None or selection() is not UNCHANGED or asked.backend == "cpu":
                 return returned(results)
             if (kind := type(args[0])) not in readers and kind in own.kinds:
@@ -313,8 +316,5 @@ def _named(
 
 
 def remember(table: dict[Any, Any], key: Any, repeat: Any) -> None:
-    with _lock:
-        if len(table) >= _MAX_KNOWN:
-            for old in list(table)[: _MAX_KNOWN // 2]:
-                del table[old]
-        table[key] = repeat
+    make_room(table, _MAX_KNOWN)
+    table[key] = repeat

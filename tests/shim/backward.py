@@ -12,7 +12,7 @@ from rawattn._call.structure import structure
 from rawattn._kernels import attention_params, params, structs
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import backward as portable_backward
-from rawattn._kernels.portable.backward import Config, DqConfig
+from rawattn._kernels.portable.backward_config import Config, DqConfig, dq_pitch
 from tests.memory import Strided
 from tests.shim.launch import Machine, Operand, order_of, padding, set_up
 from tests.shim.shim import Memory
@@ -88,7 +88,7 @@ class Backward:
         problem, filled = self.problem, self.filled
         fields = filled[0]
         rows = problem.rows_q * (1 if problem.group else problem.batch)
-        pitch = portable_backward.dq_pitch(problem.headdim)
+        pitch = dq_pitch(problem.headdim)
         dq_sum = Memory(
             "dq_sum", np.full((rows, problem.nheads_q, pitch), np.nan, np.float32), readonly=False
         )

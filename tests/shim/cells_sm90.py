@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rawattn._kernels.sm90 import copy_engine
 from rawattn._kernels.sm90 import forward as sm90_forward
 from rawattn._kernels.sm90 import forward_config as sm90_forward_config
 from rawattn._kernels.target import without_device
@@ -115,6 +116,6 @@ def chosen(case: Case) -> sm90_forward_config.Config | None:
     target, operands = without_device(sm90_forward.ARCH), call.operands
     if sm90_forward.supports(call.problem, target, operands) is not None:
         return None
-    if sm90_forward.unaligned(call.problem, operands):
+    if copy_engine.unaligned(call.problem, operands):
         return None
     return sm90_forward.choose(call.problem, target, operands)

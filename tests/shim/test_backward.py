@@ -15,7 +15,7 @@ import pytest
 from rawattn._call.problem import describe
 from rawattn._kernels import tile_tables
 from rawattn._kernels.portable import backward as portable_backward
-from rawattn._kernels.portable.backward import Config, DqConfig
+from rawattn._kernels.portable.backward_config import Config, DqConfig
 from rawattn._kernels.target import without_device
 from tests import exhaustive
 from tests.cases import Case, dense, padded, ragged

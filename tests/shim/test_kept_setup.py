@@ -12,11 +12,12 @@ import rawattn
 from rawattn._call.options import ArrayForm
 from rawattn._call.problem import Problem, describe
 from rawattn._kernels import attention_params, gathered
-from rawattn._kernels.operands import Operands, contiguous
+from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import kept_setup, mask_tiles
 from rawattn._kernels.portable.kept_setup import KeptRows, Mask
 from rawattn._kernels.target import without_device
 from rawattn._masks import host, layout
+from rawattn._strides import contiguous
 from tests import exhaustive
 from tests.shim.launch import Machine
 from tests.shim.shim import Builder, Memory

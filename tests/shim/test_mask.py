@@ -14,12 +14,13 @@ from rawattn._call.options import ArrayForm
 from rawattn._call.problem import describe
 from rawattn._call.structure import structure
 from rawattn._kernels import attention_params
-from rawattn._kernels.operands import Operands, contiguous
+from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import mask_tiles, mask_writing
 from rawattn._kernels.steps import Step
 from rawattn._kernels.target import without_device
 from rawattn._masks import host, layout
 from rawattn._scores.score_mod import Predicate
+from rawattn._strides import contiguous
 from tests import exhaustive
 from tests.shim.launch import Machine
 from tests.shim.shim import POISON, Builder, Memory

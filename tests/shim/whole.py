@@ -19,7 +19,7 @@ from rawattn._call.options import Options
 from rawattn._kernels.selection import only, using_tiles
 from rawattn._kernels.tile_tables import SCHEMAS, Row
 from rawattn._runtime import calls
-from rawattn._runtime.option_arrays import with_arrays
+from rawattn._runtime.option_arrays import named_gradients, with_arrays
 from rawattn._runtime.verbs import BACKWARD, FORWARD, Verb
 from rawattn._verbs import backward as verbs
 from rawattn.reference._call import read
@@ -118,7 +118,7 @@ def run_backward(
 ) -> Gradients:
     """As `rawattn.attention_backward`; into: arrays whose strides the results have, and that are not written."""
     targets = into or Gradients()
-    names, written = verbs.of_options(targets, Options(**options), want_dbias)
+    names, written = named_gradients(targets, Options(**options), want_dbias)
     given = with_arrays(BACKWARD, Options(**options), names)
     inputs = (dout, q, k, v, out, lse, dlse, *given.arrays)
     results = run_verb(

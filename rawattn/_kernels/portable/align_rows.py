@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from rawattn._call.problem import Problem
 from rawattn._compile.compiler import Source
 from rawattn._kernels import helper_params, structs
-from rawattn._kernels.operands import Operands, Strides, access_bytes
+from rawattn._kernels.operands import Operands, access_bytes
 from rawattn._kernels.source import round_up
 from rawattn._kernels.source import source as _source
 from rawattn._kernels.steps import Step, checked, patches
+from rawattn._strides import Strides
 
 ENTRY = "rawattn_align_rows"
 THREADS = 256

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rawattn._call.problem import Problem
-    from rawattn._kernels.portable.backward import Config
+    from rawattn._kernels.portable.backward_config import Config
     from rawattn._kernels.target import Target
 
 # Of a block, in turns of its walk: what it does before the first one and behind the last one.

@@ -18,6 +18,7 @@ from rawattn._kernels.portable import (
     mask_tiles,
     schedule,
 )
+from rawattn._kernels.portable.backward_config import DqConfig, dq_pitch
 from rawattn._kernels.steps import Part, Step, Steps, Tiles, checked, patches
 from rawattn._kernels.target import Target
 
@@ -88,7 +89,7 @@ def steps(
         more += listed.patches(params.BACKWARD, "forward.")
         return Step(source, blocks, threads, own, (*arrays, *more), shared_bytes)
 
-    def by_queries(alone: backward.DqConfig) -> Step:
+    def by_queries(alone: DqConfig) -> Step:
         return step(
             alone.source(),
             Tiles("q", alone.tile_q, problem.nheads_q),
@@ -128,7 +129,7 @@ def steps(
     if deterministic:
         launches.append(by_queries(backward.choose_dq(problem, target, operands)))
     if sums_dq:
-        scratch["dq_sum"] = scratch["row_delta"] * backward.dq_pitch(problem.headdim)
+        scratch["dq_sum"] = scratch["row_delta"] * dq_pitch(problem.headdim)
         launches.append(
             step(
                 backward.finish_source(problem, copy_bytes, config.unit_shift),

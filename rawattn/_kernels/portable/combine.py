@@ -11,11 +11,12 @@ from rawattn._call.structure import Structure
 from rawattn._compile.compiler import Source
 from rawattn._kernels import helper_params, structs
 from rawattn._kernels.helper_params import MAX_LISTED
-from rawattn._kernels.operands import ITEMSIZE, Operands, Strides, access_bytes, walked
+from rawattn._kernels.operands import ITEMSIZE, Operands, access_bytes
 from rawattn._kernels.source import ELEMENT
 from rawattn._kernels.source import source as _source
 from rawattn._kernels.steps import Step, Steps, checked
 from rawattn._kernels.target import Target
+from rawattn._strides import Strides, walked
 
 FEATURES = frozenset({"packed"})
 ENTRY = "rawattn_combine"

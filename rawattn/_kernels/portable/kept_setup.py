@@ -9,13 +9,14 @@ from typing import Any, Literal
 from rawattn._call.problem import Problem
 from rawattn._compile.compiler import Source
 from rawattn._kernels import helper_params, structs
-from rawattn._kernels.operands import ITEMSIZE, Operands, Strides, access_bytes
+from rawattn._kernels.operands import ITEMSIZE, Operands, access_bytes
 from rawattn._kernels.source import round_up
 from rawattn._kernels.source import source as _source
 from rawattn._kernels.steps import Part, Step, checked
 from rawattn._kernels.target import Target
 from rawattn._masks import layout
 from rawattn._masks.layout import Shape
+from rawattn._strides import Strides
 
 THREADS = 256
 _MASK_WORDS, _MASK_ROWS = 16, 256  # that a block writes

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from rawattn._call.problem import Problem
-from rawattn._kernels.operands import ITEMSIZE, Operands, Strides
+from rawattn._kernels.operands import ITEMSIZE, Operands
 from rawattn._kernels.source import round_up
 from rawattn._kernels.steps import Geometry
+from rawattn._strides import Strides
 
 BOX_KEYS = 64  # 128 bytes of 16-bit elements
 STAGES = 2  # key tiles whose bias may be there or under way, where shared memory has room for them

@@ -11,7 +11,7 @@ from rawattn._call.structure import Structure
 from rawattn._kernels.attention_params import KEYS
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import decode
-from rawattn._kernels.sm90 import forward, forward_steps
+from rawattn._kernels.sm90 import copy_engine, forward, forward_steps
 from rawattn._kernels.source import round_up
 from rawattn._kernels.steps import Steps
 from rawattn._kernels.target import Target
@@ -71,16 +71,16 @@ def _unmapped(problem: Problem, target: Target, operands: Operands) -> str | Non
     if min(problem.batch, problem.rows_q, problem.rows_k) == 0:
         return "an array is empty"
     if problem.pages is not None:
-        if problem.pages.page_size % forward.SWIZZLE_ROWS:
+        if problem.pages.page_size % copy_engine.SWIZZLE_ROWS:
             return f"a page of {problem.pages.page_size} keys is no whole number of boxes"
-        if not 0 < problem.pages.num_pages < forward.MAX_PAGES:
-            return f"a tensor map has from 1 to {forward.MAX_PAGES} pages"
-    elif problem.rows_k > forward.MAX_ROWS:
-        return f"an array has more than {forward.MAX_ROWS} rows"
+        if not 0 < problem.pages.num_pages < copy_engine.MAX_PAGES:
+            return f"a tensor map has from 1 to {copy_engine.MAX_PAGES} pages"
+    elif problem.rows_k > copy_engine.MAX_ROWS:
+        return f"an array has more than {copy_engine.MAX_ROWS} rows"
     names = KEYS[problem.pages is not None]
-    if not all(forward.aligned(problem, name, operands) for name in names):
+    if not all(copy_engine.aligned(problem, name, operands) for name in names):
         return "the copy engine reads rows that begin at multiples of 16 bytes"
-    if not all(forward.mappable(problem, name, operands) for name in names):
+    if not all(copy_engine.mappable(problem, name, operands) for name in names):
         return "a tensor map cannot have the strides of keys or values"
     return None
 

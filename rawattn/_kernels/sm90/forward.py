@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from rawattn._call.problem import Problem
 from rawattn._kernels import features, tile_tables
-from rawattn._kernels.attention_params import KEYS
 from rawattn._kernels.operands import ITEMSIZE, Operands, access_bytes
-from rawattn._kernels.sm90 import bias_slots, filling
+from rawattn._kernels.sm90 import bias_slots, copy_engine, filling
+from rawattn._kernels.sm90.copy_engine import MAX_PAGES, MAX_ROWS, SWIZZLE_ROWS
 from rawattn._kernels.sm90.forward_config import Config, blocks_per_sm, rows_of
 from rawattn._kernels.target import Target, shared_limit_of
 from rawattn._kernels.tile_tables import Row
@@ -19,9 +19,6 @@ from rawattn._kernels.tile_tables import Row
 TILES = "sm90_forward"  # the file of its tile tables
 ARCH = "sm_90a"
 FEATURES = features.names()
-MAX_ROWS = 2**29  # of an array: row bounds of tensor maps are twice as far
-MAX_PAGES = 2**31 - 1  # coordinates of boxes are ints
-SWIZZLE_ROWS = 8  # boxes begin at multiples of them in shared memory
 
 # Keys of a sequence from which on the tiles of the table "long" are the faster ones: more work a tile, less often begun.
 LONG_SEQLEN = 8192
@@ -61,7 +58,8 @@ def supports(problem: Problem, target: Target, operands: Operands) -> str | None
         return f"it is for {ARCH}, not {target.arch}"
     if problem.dtype == "float32":
         return "its products take 16-bit elements"
-    if (copied := unaligned(problem, operands)) and not _aligning_pays(problem, operands):
+    copied = copy_engine.unaligned(problem, operands)
+    if copied and not _aligning_pays(problem, operands):
         return f"{', '.join(copied)} would be copied for the copy engine, and that does not pay"
     if min(problem.batch, problem.rows_q, problem.rows_k) == 0:
         return "an array is empty"
@@ -71,15 +69,10 @@ def supports(problem: Problem, target: Target, operands: Operands) -> str | None
         return f"an array has more than {MAX_ROWS} rows"
     if (reason := _pages_refused(problem)) is not None:
         return reason
-    for name in loaded(problem):
-        if not mappable(problem, name, operands):
+    for name in copy_engine.loaded(problem):
+        if not copy_engine.mappable(problem, name, operands):
             return f"a tensor map cannot have the strides of {name}"
     return None
-
-
-def loaded(problem: Problem) -> tuple[str, str, str]:
-    """The arrays that the copy engine reads, by name."""
-    return ("q", *KEYS[problem.pages is not None])
 
 
 def _pages_refused(problem: Problem) -> str | None:
@@ -108,7 +101,7 @@ def choose(problem: Problem, target: Target, operands: Operands) -> Config:
     # Of ragged batches, and under masks, whose tiles are stored often: others gain nothing by it. Stages of a bias need the
     # room more.
     often = problem.ragged or (problem.mask is not None and problem.bias is None)
-    storable = store_bytes == 16 and mappable(problem, "out", operands)
+    storable = store_bytes == 16 and copy_engine.mappable(problem, "out", operands)
     fields["tensor_stores"] &= often and storable
     known = features.features(problem, operands).known_to(Config)
     # What is added to scores must be there before they are compared, unless it has a bound by rows.
@@ -128,7 +121,7 @@ def choose(problem: Problem, target: Target, operands: Operands) -> Config:
         config = replace(
             config,
             page_rows=math.gcd(problem.pages.page_size, config.tile_k),
-            whole_rows=next_pages(problem, operands) is not None,
+            whole_rows=copy_engine.next_pages(problem, operands) is not None,
         )
     return with_query_slots(config, target)
 
@@ -181,29 +174,6 @@ def with_query_slots(config: Config, target: Target) -> Config:
     return config if config.float8 or twice.shared_bytes > room else twice
 
 
-def next_pages(problem: Problem, operands: Operands) -> tuple[int, int] | None:
-    """Heads from a page of keys to the next, and of values, as one axis of a tensor map counts both.
-
-    None where boxes cannot bring whole rows: an array has other strides, rows end inside a block of 64 columns or are no more
-    than one, or tiles of 8 bits are to be converted.
-    """
-    form = problem.pages
-    dims = problem.headdim, problem.headdim_v
-    if form is None or problem.float8 or any(dim % 64 for dim in dims) or max(dims) == 64:
-        return None
-    found = []
-    for name in KEYS[True]:
-        page, _, head = operands.strides[name][:3]
-        apart, rest = problem.nheads_kv, 0
-        if problem.nheads_kv > 1 and form.num_pages > 1:
-            apart, rest = divmod(page, head)
-        if rest or apart < problem.nheads_kv or apart * (form.num_pages + 1) > MAX_PAGES:
-            return None
-        found.append(apart)
-    keys, values = found
-    return keys, values
-
-
 def shareable(problem: Problem, seqlen: int) -> bool:
     """Whether query tiles may be shared out by keys: alike ones of so many, and of dense batches causal ones too."""
     if problem.num_splits is not None:
@@ -234,46 +204,11 @@ def _in_equal_rounds(problem: Problem, idle: bool) -> bool:
     return not idle and not problem.ragged and alike
 
 
-def unaligned(problem: Problem, operands: Operands) -> tuple[str, ...]:
-    """Those of q, k and v that must be copied first: the copy engine reads rows that begin at multiples of 16 bytes."""
-    return tuple(
-        name
-        for name in loaded(problem)
-        if name in operands.strides and not aligned(problem, name, operands)
-    )
-
-
-def aligned(problem: Problem, name: str, operands: Operands) -> bool:
-    """Whether the rows of an array begin at multiples of 16 bytes."""
-    if name not in operands.strides:
-        return True
-    return operands.pointers % 16 == 0 and not any(x % 16 for x in _real(problem, name, operands))
-
-
 def _aligning_pays(problem: Problem, operands: Operands) -> bool:
     if problem.pages is not None:
         return False  # all pages would be copied, for the sake of some
     # Copies 2 bytes wide, which the portable kernel would make of every tile, cost it most of its speed.
     return problem.max_seqlen_k >= ALIGN_SEQLEN or operands.copy_bytes(problem) == 2
-
-
-def mappable(problem: Problem, name: str, operands: Operands) -> bool:
-    """Whether a tensor map can have the strides of an array, in multiples of 16 as they are."""
-    return name not in operands.strides or all(
-        0 < stride < 2**40 for stride in _real(problem, name, operands)
-    )
-
-
-def _real(problem: Problem, name: str, operands: Operands) -> Iterator[int]:
-    """Strides of the axes before the last one that have more than one element."""
-    queries = name in ("q", "out")
-    rows = problem.rows_q if queries else problem.rows_k
-    nheads = problem.nheads_q if queries else problem.nheads_kv
-    extents: tuple[int, ...] = (rows, nheads) if problem.group else (problem.batch, rows, nheads)
-    if problem.pages is not None and not queries:
-        extents = (problem.pages.num_pages, problem.pages.page_size, nheads)
-    between = operands.strides[name][:-1]
-    return (stride for stride, extent in zip(between, extents, strict=True) if extent > 1)
 
 
 def _fields(problem: Problem, target: Target, wide: int) -> tuple[dict[str, Any], bool]:

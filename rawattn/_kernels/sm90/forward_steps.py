@@ -9,13 +9,14 @@ from rawattn._call.problem import Problem
 from rawattn._call.structure import Structure
 from rawattn._kernels import attention_params, params, score_params, structs
 from rawattn._kernels.attention_params import KEYS
-from rawattn._kernels.operands import Operands, Strides
+from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import align_rows, mask_tiles, schedule
 from rawattn._kernels.portable.forward import padding
-from rawattn._kernels.sm90 import bias_slots, filling, forward
+from rawattn._kernels.sm90 import bias_slots, copy_engine, filling, forward
 from rawattn._kernels.sm90.forward_config import STORE_ROWS, Config
 from rawattn._kernels.steps import Geometry, Part, Step, Steps, Tiles, patches
 from rawattn._kernels.target import Target
+from rawattn._strides import Strides
 
 # How much work is kept for the end, for each cluster: this many of a head's longest tiles.
 _KEPT_ROUNDS = 0.25
@@ -32,9 +33,9 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
     launches: list[Step] = []
     scratch: dict[str, int] = {}
     # Names of q, k, v and out as the kernel reads them, and their strides.
-    names = dict(zip("qkv", forward.loaded(problem), strict=True)) | {"out": "out"}
+    names = dict(zip("qkv", copy_engine.loaded(problem), strict=True)) | {"out": "out"}
     strides = dict(operands.strides)
-    for name in forward.unaligned(problem, operands):
+    for name in copy_engine.unaligned(problem, operands):
         copy = align_rows.copy(problem, operands, name, f"{name}_copy")
         launches.append(copy.step)
         names[name] = f"{name}_copy"
@@ -67,7 +68,7 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
         **dict(
             zip(
                 ("next_page_k", "next_page_v"),
-                forward.next_pages(problem, operands) or (0, 0),
+                copy_engine.next_pages(problem, operands) or (0, 0),
                 strict=True,
             )
         ),
@@ -222,7 +223,7 @@ def tensor_maps(problem: Problem, config: Config, operands: Operands) -> dict[st
         )
         for name, (headdim, box_rows, box_heads) in queries.items()
     }
-    next_pages = forward.next_pages(problem, operands) if config.whole_rows else None
+    next_pages = copy_engine.next_pages(problem, operands) if config.whole_rows else None
     keys = maps_of_keys(problem, operands, config.page_rows or config.tile_k, next_pages)
     maps = {"q": maps.pop("q"), **dict(zip("kv", (each for _, each in keys), strict=True)), **maps}
     if config.bias_stages and not config.bias_by_rows:

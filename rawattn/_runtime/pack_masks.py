@@ -12,6 +12,7 @@ from rawattn._kernels.portable import mask_writing
 from rawattn._kernels.steps import Step
 from rawattn._masks.block_mask import BlockMask, buffers
 from rawattn._masks.layout import Shape
+from rawattn._runtime import graphs, kernel
 from rawattn._scores.score_mod import Predicate
 
 
@@ -50,9 +51,6 @@ def _built(step: Step, shape: Shape, given: Mapping[str, Any], device: int) -> B
     """What a step makes of arrays by name. It runs on CuPy's current stream of their device."""
     import cupy
 
-    from rawattn._runtime import graphs, kernel
-    from rawattn._runtime.kernel import Arguments
-
     with cupy.cuda.Device(device):
         words = buffers(shape, cupy)
         named = {**given, **dict(zip(("mask_bits", "mask_map", "mask_keys"), words, strict=True))}
@@ -68,7 +66,7 @@ def _built(step: Step, shape: Shape, given: Mapping[str, Any], device: int) -> B
             for at, name in each.patches:
                 params[at : at + 8] = named[name].data.ptr.to_bytes(8, "little")
             kernel.load(each.source, device).launch(
-                each.blocks, each.threads, each.shared_bytes, stream, Arguments((params,))
+                each.blocks, each.threads, each.shared_bytes, stream, kernel.Arguments((params,))
             )
     capturing = streams.is_capturing(stream)
     if capturing:

@@ -87,7 +87,7 @@ def block_mask(
         return _of_bools(mask, shape)
     if ranges is not None:
         return _of_ranges(ranges, shape)
-    from rawattn._masks.predicate import of_predicate
+    from rawattn._verbs.predicate_mask import of_predicate
 
     assert predicate is not None
     for name in captured:
@@ -134,9 +134,9 @@ def _of_bools(given: Any, shape: tuple[int | None, ...]) -> BlockMask:
                     "was given beside it"
                 )
         if imported.device != HOST:
-            from rawattn._masks import device
+            from rawattn._runtime import pack_masks
 
-            return device.of_bools(keep, whole)
+            return pack_masks.of_bools(keep, whole)
         words = buffers(whole)
         bits, found, _ = words
         four = keep.reshape(whole)
@@ -175,9 +175,9 @@ def _of_ranges(given: Any, shape: tuple[int | None, ...]) -> BlockMask:
         if keys is None:
             raise TypeError("seqlen_k: got None, expected how many keys the ranges are of")
         if imported.device != HOST:
-            from rawattn._masks import device
+            from rawattn._runtime import pack_masks
 
-            return device.of_ranges(ranges, keys)
+            return pack_masks.of_ranges(ranges, keys)
         whole: Shape = (ranges.shape[0], 1, ranges.shape[1], keys)
         words = buffers(whole)
         bits, found, _ = words

@@ -39,9 +39,9 @@ def of_predicate(text: str, shape: Shape, captured: Mapping[str, Any]) -> BlockM
 
                 on = cupy.cuda.runtime.getDevice()
         if on != HOST:
-            from rawattn._masks import device
+            from rawattn._runtime import pack_masks
 
-            return device.of_predicate(predicate, views, shape, on)
+            return pack_masks.of_predicate(predicate, views, shape, on)
     return _on_host(predicate, views, shape)
 
 

@@ -16,7 +16,7 @@ from rawattn._call.argument_kinds import checks_arguments
 from rawattn._call.options import DEFAULTS, shown
 from rawattn._masks import host
 from rawattn._masks.block_mask import BlockMask
-from rawattn._masks.build import block_mask
+from rawattn._verbs.block_mask import block_mask
 
 _SIGNS = np.array([".", "+", "#"])  # dead, partial, full
 _WIDEST = 96  # tiles in a line

@@ -13,8 +13,8 @@ from rawattn._call.options import DEFAULTS
 from rawattn._interop import arrays
 from rawattn._interop.arrays import HOST
 from rawattn._masks.block_mask import BlockMask
-from rawattn._masks.build import block_mask
 from rawattn._masks.layout import Shape
+from rawattn._verbs.block_mask import block_mask
 
 # Elements that are looked through at a time: each takes some 20 bytes meanwhile.
 _AT_ONCE = 1 << 25

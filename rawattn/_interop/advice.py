@@ -1,0 +1,90 @@
+"""What messages about arrays say to do, in the words of the arrays' own framework. None is imported for it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rawattn._interop.xla import is_traced
+
+_TORCH_CASTS = {"float16": "half", "bfloat16": "bfloat16", "float32": "float"}
+
+
+def cast(framework: str | None, name: str, dtype: Any) -> str:
+    """How an array called `name` is converted to `dtype`, a name or a NumPy dtype, in its own framework.
+
+    Where that is not known (None), in NumPy's words and in torch's.
+    """
+    if framework is None:
+        return f"{cast('numpy', name, dtype)}, in torch {cast('torch', name, dtype)}"
+    library, wanted = framework.partition(".")[0], str(dtype)
+    if library == "torch":
+        method = _TORCH_CASTS.get(wanted)
+        return f"{name}.{method}()" if method else f"{name}.to(torch.{wanted})"
+    if library == "tensorflow":
+        return f"tf.cast({name}, tf.{wanted})"
+    if library == "jax":
+        return f"{name}.astype(jnp.{wanted})"
+    if library in ("numpy", "cupy"):
+        prefix = "np" if library == "numpy" else library
+        return f"{name}.astype({'ml_dtypes' if wanted == 'bfloat16' else prefix}.{wanted})"
+    return f"{name} converted to {wanted}"
+
+
+def array_advice(obj: object, name: str = "x") -> str:
+    """What to pass for something that is no array of values, "pass ..." or "call ..."; "" where nothing is known of it."""
+    bases = {f"{base.__module__.partition('.')[0]}.{base.__name__}" for base in type(obj).__mro__}
+    library = type(obj).__module__.partition(".")[0]
+    if is_traced(obj):
+        return "call rawattn.jax.attention, which works inside jit, grad, vmap and scan: a tracer holds no values"
+    if "torch.FakeTensor" in bases or "torch.FunctionalTensor" in bases:
+        return "call rawattn.torch.attention, which works under torch.compile: this tensor holds no values"
+    if "torch.Tensor" in bases and _of_torch_func(obj):
+        return (
+            "torch.func's transformations cannot see into the call: take gradients with autograd on rawattn.torch.attention, "
+            "and put what vmap maps into the batch axis"
+        )
+    if getattr(obj, "is_nested", False) is True:
+        return (
+            f"pass a packed batch: {name}.values() of a jagged one, with "
+            f"seqs=SeqLayout(seqstart_q={name}.offsets()); another one first as torch.jagged"
+        )
+    if getattr(obj, "is_sparse", False) is True or getattr(obj, "is_sparse_csr", False) is True:
+        return f"pass {name}.to_dense()"
+    if isinstance(obj, np.ma.MaskedArray):
+        return (
+            f"pass {name}.filled(0), and what its mask hides as padding: "
+            "seqs=SeqLayout.from_padding_mask(...), or mask= (True = keep)"
+        )
+    if isinstance(obj, np.matrix):
+        return f"pass np.asarray({name}) with the axes of a batch"
+    if library in ("scipy", "cupyx") and hasattr(obj, "toarray"):
+        return f"pass {name}.toarray()"
+    if library == "pandas" and hasattr(obj, "to_numpy"):
+        return f"pass {name}.to_numpy() in the dtype that is meant"
+    if isinstance(obj, (list, tuple)):
+        return _sequence_advice(obj, name)
+    return ""
+
+
+def _of_torch_func(obj: object) -> bool:
+    """Whether torch.func has wrapped this tensor: it holds no values."""
+    functorch = getattr(getattr(sys.modules.get("torch"), "_C", None), "_functorch", None)
+    is_wrapped = getattr(functorch, "is_functorch_wrapped_tensor", None)
+    return is_wrapped is not None and bool(is_wrapped(obj))
+
+
+def _sequence_advice(obj: Sequence[object], name: str) -> str:
+    shapes = [getattr(each, "shape", None) for each in obj]
+    if obj and all(isinstance(shape, tuple) and len(shape) == 3 for shape in shapes):
+        return (
+            f"pass one packed array: the items of {name} joined along their first axis, with "
+            f"seqs=SeqLayout.from_lengths([len(item) for item in {name}])"
+        )
+    dtype = "bool" if name == "mask" else "np.float32"
+    return (
+        f"pass numpy.asarray({name}) in the dtype that is meant, as by np.asarray({name}, {dtype})"
+    )

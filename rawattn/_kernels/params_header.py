@@ -1,0 +1,18 @@
+"""Generates kernels_cu/attn/params.cuh from `params` and `helper_params`, to which a test holds the file.
+
+python -m rawattn._kernels.params_header > kernels_cu/attn/params.cuh
+"""
+
+from __future__ import annotations
+
+from rawattn._kernels import helper_params, params, structs
+
+
+def text() -> str:
+    """All of the file."""
+    declared = [*params.STRUCTS, *helper_params.STRUCTS]  # the second ones hold some of the first
+    return structs.text(declared, "rawattn/_kernels/params.py")
+
+
+if __name__ == "__main__":
+    print(text(), end="")

@@ -1,0 +1,234 @@
+"""What the compiler is told about kernels_cu/portable/backward.cu and backward_dq.cu; `backward` chooses it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rawattn._compile.compiler import Source
+from rawattn._kernels import features, params
+from rawattn._kernels.features import Features
+from rawattn._kernels.source import dims, round_up
+from rawattn._kernels.source import source as _source
+
+ENTRY = "rawattn_backward"
+DQ_ENTRY = "rawattn_backward_dq"
+
+
+def dq_pitch(headdim: int) -> int:
+    """Columns of a row of the dQ sums: whole blocks of 16."""
+    return round_up(headdim, 16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config(Features):
+    """Everything the compiler is told about the main kernel: the named constants of namespace `config`."""
+
+    LEAVES_OUT: ClassVar[frozenset[str]] = frozenset(
+        {"packed", "scale_first", "sink_logits", "paged"}
+    )
+
+    element: str
+    headdim: int
+    headdim_v: int
+    tile_q: int
+    tile_k: int
+    key_waves: int
+    column_waves: int
+    stages: int
+    blocks_per_sm: int
+    dq_row_waves: int
+    late_copies: bool  # of the next queries and douts: behind the barrier that P waits for
+    copy_bytes: int
+    with_dq: bool
+    accumulator_feeds_a: bool
+    bias_of_keys: bool = False  # the bias has one row, for all queries
+    dbias: int = 0  # see backward_options.by_main
+    pairs: bool = False  # of heads, see backward_options.in_pairs
+    split: bool = False  # a key tile has several blocks, see `backward.parts`
+    lone_keys: bool = False  # see `backward.has_lone_keys`
+    wave: int = 32
+
+    @property
+    def threads(self) -> int:
+        return 2 * self.key_waves * self.column_waves * self.wave
+
+    @property
+    def shared_bytes(self) -> int:
+        itemsize = 4 if self.element == "float" else 2
+        padding = 16 // itemsize
+        elements = 2 * (self.tile_k + self.stages * self.tile_q) * (self.depth + padding)
+        # P, and two of dS; without dQ one, or none where the accumulators that hold it are operands.
+        from_registers = self.from_registers
+        tiles = 3 + self.pairs if self.with_dq else 1 + (not from_registers)
+        # Weights of all bits, with no room for the second half (see portable/handover.cuh).
+        tiles += self.exact_weights and not (from_registers and self.with_dq)
+        elements += tiles * self.tile_k * (self.tile_q + padding)
+        if self.bias_chunks and itemsize == self.bias == 2:
+            stages = 1 if self.pairs else self.stages
+            elements += stages * self.tile_q * (self.tile_k + padding)
+        return elements * itemsize + self.stages * 2 * self.tile_q * 4
+
+    @property
+    def depth(self) -> int:
+        """Columns of every tile of rows."""
+        return round_up(max(self.headdim, self.headdim_v), 16 * self.column_waves)
+
+    @property
+    def from_registers(self) -> bool:
+        """Whether a wave has all it needs of P or dS in its own accumulators, in the form of an operand."""
+        return self.accumulator_feeds_a and self.column_waves == 1
+
+    @property
+    def exact_weights(self) -> bool:
+        """Whether weights are handed over with all their bits: see kernels_cu/portable/handover.cuh."""
+        if self.element == "float":
+            return False
+        if self.modifies:
+            return True
+        # To round weights to float16 costs gradients in float16 accuracy. Beside a bias or a mask, wide heads are slower so.
+        return self.from_registers and (
+            self.element == "float16" or (self.wide and self.has_scores_of_memory)
+        )
+
+    @property
+    def wide(self) -> bool:
+        """Whether gradients of keys take more registers than head dims to 64 do."""
+        return self.depth > 64
+
+    @property
+    def has_scores_of_memory(self) -> bool:
+        """Whether scores get something from memory, element by element."""
+        return self.bias > 0 or self.block_mask
+
+    @property
+    def modifies(self) -> bool:
+        """Whether a score function does more than to add a line."""
+        return self.score_mod is not None and not self.mod_line
+
+    @property
+    def arrivals(self) -> int:
+        """How waves meet for the weights: see `meet_for_weights` in kernels_cu/portable/handover.cuh."""
+        if not self.from_registers:
+            return 0
+        if not self.wide:
+            return 1
+        if not self.exact_weights:
+            return 0
+        return 1 if self._exact_and_plain or self.pairs else 2
+
+    @property
+    def early_dq(self) -> bool:
+        """Whether the half that owns dv does its share of dq before its product, not behind it."""
+        return not (self.wide and self._exact_and_plain)
+
+    @property
+    def dq_by_half(self) -> bool:
+        """Whether the half that owns dk computes all of dq: what scores cost the other half keeps it longer than that."""
+        if not self.from_registers or self.depth > 128:
+            return False
+        return self.softcap or (self.dropout and not self.wide)
+
+    @property
+    def _exact_and_plain(self) -> bool:
+        """Of weights with all bits from lane to lane, which ptxas has registers for in one order of a turn or another."""
+        plain = not self.modifies and not self.has_scores_of_memory
+        return self.from_registers and self.exact_weights and plain
+
+    @property
+    def unit_shift(self) -> int:
+        """The power of 2 that probabilities are multiplied by: see kernels_cu/portable/gradient_unit.cuh."""
+        # A probability is 1 and rounding: three times as much fits.
+        return 14 if self.element == "bfloat16" and not self.exact_weights else 0
+
+    @property
+    def dq_pitch(self) -> int:
+        return dq_pitch(self.headdim)
+
+    def source(self) -> Source:
+        return _source(
+            ENTRY,
+            "portable/backward.cu",
+            self.summary(),
+            params.BACKWARD,
+            element=self.element,
+            constants=features.constants(
+                self,
+                "shared_bytes",
+                "dq_pitch",
+                "unit_shift",
+                "exact_weights",
+                "arrivals",
+                "early_dq",
+                "dq_by_half",
+            ),
+            score_mod=self.score_mod,
+        )
+
+    def summary(self) -> str:
+        shape = f"{self.tile_q}x{self.tile_k} waves={self.key_waves}x{self.column_waves} stages={self.stages}"
+        traits = [*features.traits(self), *([] if self.with_dq else ["without-dq"])]
+        traits += ["one-row"] * self.bias_of_keys
+        traits += [[], ["dbias"], ["sums-of-dbias"], ["rows-of-dbias"]][self.dbias]
+        traits += ["pairs"] * self.pairs + ["split"] * self.split
+        traits += ["lone-keys"] * self.lone_keys
+        words = ["portable backward", self.element, dims(self), shape, f"{self.copy_bytes}B"]
+        return " ".join([*words, *traits])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DqConfig(Features):
+    """What the compiler is told about the kernel that computes dQ alone, or gradients of captured arrays.
+
+    partials_by_row, partials_by_key: see `backward_options.partials`.
+    """
+
+    LEAVES_OUT: ClassVar[frozenset[str]] = frozenset(
+        {"bias_chunks", "packed", "scale_first", "sink_logits", "paged", "mod_line"}
+    )
+
+    element: str
+    headdim: int
+    headdim_v: int
+    tile_q: int
+    tile_k: int
+    waves: int
+    stages: int
+    blocks_per_sm: int
+    copy_bytes: int
+    accumulator_feeds_a: bool
+    captured: bool = False
+    partials_by_row: int = 0
+    partials_by_key: int = 0
+    wave: int = 32
+
+    @property
+    def threads(self) -> int:
+        return self.waves * self.wave
+
+    @property
+    def shared_bytes(self) -> int:
+        itemsize = 4 if self.element == "float" else 2
+        padding = 16 // itemsize
+        depths = round_up(self.headdim, 16) + round_up(self.headdim_v, 16) + 2 * padding
+        elements = (self.tile_q + self.stages * self.tile_k) * depths
+        if not self.accumulator_feeds_a:
+            elements += self.tile_q * (self.tile_k + padding)
+        return elements * itemsize
+
+    def source(self) -> Source:
+        return _source(
+            DQ_ENTRY,
+            "portable/backward_dq.cu",
+            self.summary(),
+            params.BACKWARD,
+            element=self.element,
+            constants=features.constants(self, "shared_bytes"),
+            score_mod=self.score_mod,
+        )
+
+    def summary(self) -> str:
+        shape = f"{self.tile_q}x{self.tile_k} waves={self.waves} stages={self.stages}"
+        words = ["portable backward_dq", self.element, dims(self), shape, f"{self.copy_bytes}B"]
+        traits = [*features.traits(self), *(["captured-gradients"] if self.captured else [])]
+        return " ".join([*words, *traits])

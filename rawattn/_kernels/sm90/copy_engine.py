@@ -1,0 +1,76 @@
+"""What Hopper's copy engine can bring of a call's arrays as they lie: tensor maps ask for alignment, strides and extents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rawattn._call.problem import Problem
+from rawattn._kernels.attention_params import KEYS
+from rawattn._kernels.operands import Operands
+
+MAX_ROWS = 2**29  # of an array: row bounds of tensor maps are twice as far
+MAX_PAGES = 2**31 - 1  # coordinates of boxes are ints
+SWIZZLE_ROWS = 8  # boxes begin at multiples of them in shared memory
+
+
+def loaded(problem: Problem) -> tuple[str, str, str]:
+    """The arrays that the copy engine reads, by name."""
+    return ("q", *KEYS[problem.pages is not None])
+
+
+def unaligned(problem: Problem, operands: Operands) -> tuple[str, ...]:
+    """Those of q, k and v that must be copied first: the copy engine reads rows that begin at multiples of 16 bytes."""
+    return tuple(
+        name
+        for name in loaded(problem)
+        if name in operands.strides and not aligned(problem, name, operands)
+    )
+
+
+def aligned(problem: Problem, name: str, operands: Operands) -> bool:
+    """Whether the rows of an array begin at multiples of 16 bytes."""
+    if name not in operands.strides:
+        return True
+    return operands.pointers % 16 == 0 and not any(x % 16 for x in _real(problem, name, operands))
+
+
+def mappable(problem: Problem, name: str, operands: Operands) -> bool:
+    """Whether a tensor map can have the strides of an array, in multiples of 16 as they are."""
+    return name not in operands.strides or all(
+        0 < stride < 2**40 for stride in _real(problem, name, operands)
+    )
+
+
+def _real(problem: Problem, name: str, operands: Operands) -> Iterator[int]:
+    """Strides of the axes before the last one that have more than one element."""
+    queries = name in ("q", "out")
+    rows = problem.rows_q if queries else problem.rows_k
+    nheads = problem.nheads_q if queries else problem.nheads_kv
+    extents: tuple[int, ...] = (rows, nheads) if problem.group else (problem.batch, rows, nheads)
+    if problem.pages is not None and not queries:
+        extents = (problem.pages.num_pages, problem.pages.page_size, nheads)
+    between = operands.strides[name][:-1]
+    return (stride for stride, extent in zip(between, extents, strict=True) if extent > 1)
+
+
+def next_pages(problem: Problem, operands: Operands) -> tuple[int, int] | None:
+    """Heads from a page of keys to the next, and of values, as one axis of a tensor map counts both.
+
+    None where boxes cannot bring whole rows: an array has other strides, rows end inside a block of 64 columns or are no more
+    than one, or tiles of 8 bits are to be converted.
+    """
+    form = problem.pages
+    dims = problem.headdim, problem.headdim_v
+    if form is None or problem.float8 or any(dim % 64 for dim in dims) or max(dims) == 64:
+        return None
+    found = []
+    for name in KEYS[True]:
+        page, _, head = operands.strides[name][:3]
+        apart, rest = problem.nheads_kv, 0
+        if problem.nheads_kv > 1 and form.num_pages > 1:
+            apart, rest = divmod(page, head)
+        if rest or apart < problem.nheads_kv or apart * (form.num_pages + 1) > MAX_PAGES:
+            return None
+        found.append(apart)
+    keys, values = found
+    return keys, values

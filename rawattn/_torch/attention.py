@@ -1,0 +1,137 @@
+"""`rawattn.torch.attention`: recorded by autograd, and an operator of the functions that torch compiles."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
+
+import torch
+
+from rawattn._call.options import ForwardOptions, Options, flag
+from rawattn._call.signatures import options_of, takes_options
+from rawattn._torch import eager, ops
+
+if TYPE_CHECKING:  # type checkers bring it: nothing is installed for it
+    from typing_extensions import Unpack
+
+
+@eager.repeating
+@takes_options(ForwardOptions)
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    return_lse: bool = False,
+    out: Any = None,
+    deterministic: bool = False,
+    backend: Literal["cuda", "cpu"] | None = None,
+    **options: Unpack[ForwardOptions],
+) -> Any:
+    """`rawattn.attention` of torch tensors, differentiable by autograd and fit for torch.compile.
+
+    Parameters
+    ----------
+    q : Tensor, (batch, seqlen_q, nheads_q, D), or (total_q, nheads_q, D) in group mode
+        float16, bfloat16 or float32. Autocast does not convert it: q, k and v are of the one dtype they come with.
+        Of torch's own (batch, heads, seqlen, D), pass ``q.transpose(1, 2)``: nothing is copied.
+    k : Tensor, (batch, seqlen_k, nheads_kv, D), or (total_k, nheads_kv, D)
+    v : Tensor, (batch, seqlen_k, nheads_kv, Dv), or (total_k, nheads_kv, Dv)
+    seqs : SeqLayout, optional
+        Of torch tensors, NumPy arrays or lists. In a compiled function: of host integers.
+    causal, align
+        As in `rawattn.attention`. Where seqlen_q differs from seqlen_k, `causal` is aligned to the bottom right;
+        torch's ``is_causal`` is ``align="top-left"``.
+    return_lse : bool
+        Also return lse, float32, (batch, nheads_q, seqlen_q) or (nheads_q, total_q). It is differentiable too.
+    out : Tensor, optional
+        Written and returned. Only where no gradient is recorded, and not in a compiled function.
+    deterministic : bool
+        Of the backward: the same bits run after run.
+    bias, sink_logits : Tensor, optional
+        As in `rawattn.attention`, with gradients.
+    alibi_slopes, seed
+        As in `rawattn.attention`; constants. Slopes that require grad are a RuntimeError. A `seed` in a tensor is read by the
+        kernels: one on the GPU that is counted up between calls draws anew in every replay of a CUDA graph. Counted up between
+        a call and its backward it is autograd's error for tensors changed in place.
+    score_mod : rawattn.ScoreMod, optional
+        Tensors that it captures get gradients where its ``wrt`` names them; others that require grad are a RuntimeError. In a
+        compiled function: one that was made before, and lives as long; so does a `BlockMask`.
+    **options
+        The others of `rawattn.attention`, as there; constants.
+    backend : "cuda" or "cpu", optional
+        As in `rawattn.attention`.
+
+    Returns
+    -------
+    out : Tensor, (batch, seqlen_q, nheads_q, Dv) or (total_q, nheads_q, Dv)
+    lse : Tensor, only with ``return_lse``
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+        As `rawattn.attention`, before anything is launched; double precision is a TypeError.
+    RuntimeError
+        From torch, when the gradient itself is differentiated: there are first derivatives alone.
+
+    Notes
+    -----
+    q, k, v, out and lse are kept for the backward, by `save_for_backward`: saved-tensor hooks, activation checkpointing
+    and the check for tensors changed in place work. Nothing is kept where no input requires grad or grad mode is off.
+    Work runs on torch's current stream and takes its memory from torch.
+
+    In a function under torch.compile the call is the operator ``rawattn::attention`` of the graph, also with
+    ``fullgraph=True``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from rawattn.torch import attention
+    >>> q = torch.randn(2, 5, 4, 16, requires_grad=True)
+    >>> k, v = torch.randn(2, 2, 7, 2, 16)
+    >>> out, lse = attention(q, k, v, causal=True, return_lse=True)
+    >>> (out.sum() + lse.sum()).backward()
+    >>> q.grad.shape
+    torch.Size([2, 5, 4, 16])
+    """
+    compiles = torch.compiler.is_compiling()
+    if compiles:  # torch cannot follow what finds the name that is meant
+        for name in options:
+            if name not in Options._fields:
+                raise TypeError(f"{name}: rawattn.torch.attention has no such argument")
+        given = Options(**options)
+    else:
+        given = options_of(options, ForwardOptions, "rawattn.torch.attention", attention)
+    if not (
+        isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)
+    ):
+        _refuse_others(q, k, v)
+    if given.alibi_slopes is not None and getattr(given.alibi_slopes, "requires_grad", False):
+        _refuse_slopes()
+    if compiles:
+        if out is not None:
+            raise ValueError(f"out: got a tensor in a {_COMPILED}; expected None")
+        arguments = ops.arguments_of(given, deterministic, backend)
+        result = ops.run(q, k, v, ops.layout_of(given.seqs), arguments)
+        return result if flag("return_lse", return_lse) else result[0]
+    own = {"return_lse": return_lse, "out": out, "deterministic": deterministic, "backend": backend}
+    return eager.run(q, k, v, **options, **own)
+
+
+def _refuse_slopes() -> None:
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "alibi_slopes: got a tensor that requires a gradient, which it does not get; pass alibi_slopes.detach(), or "
+            'rawattn.ScoreMod("score - slope[head] * abs(q_idx + seqlen_k - seqlen_q - kv_idx)", wrt="slope", slope=...)'
+        )
+
+
+_COMPILED = "function under torch.compile, where it cannot be used"
+
+
+def _refuse_others(*inputs: Any) -> NoReturn:
+    name, x = next(
+        (n, x) for n, x in zip("qkv", inputs, strict=True) if not isinstance(x, torch.Tensor)
+    )
+    raise TypeError(
+        f"{name}: got {type(x).__name__}, expected a torch.Tensor; rawattn.attention takes arrays of every library"
+    )
