@@ -192,8 +192,8 @@ def test_lengths(gpu: Gpu, on_device: bool) -> None:
 
 
 def test_pages(gpu: Gpu) -> None:
-    call = paged((70, 3, 129), 16, rows=9)
-    mask, inputs = gpu.mask(np.ones((1, 2, 9, 200), bool)), list(map(gpu.put, call.inputs[:4]))
+    call = paged((70, 3, 129), 16, rows=90)
+    mask, inputs = gpu.mask(np.ones((1, 2, 90, 200), bool)), list(map(gpu.put, call.inputs[:4]))
     lengths = gpu.put(call.seqlen_k)
     for _ in range(2):
         found = gpu.lists(lambda: rawattn.paged_attention(*inputs, seqlen_k=lengths, mask=mask))
