@@ -135,9 +135,12 @@ def test_peers_are_captured_by_torch_on_the_same_inputs(monkeypatch: pytest.Monk
     monkeypatch.setattr(graphs, "entrant", lambda *args: args)
     monkeypatch.setitem(graph_peers._PEERS, FA2, lambda *args: args)
     sides = Sides(["a call"], [("q", "k", "v"), ("q'", "k'", "v'")], causal=True)
-    calls = [("q", "k", "v", True), ("q'", "k'", "v'", True)]
+    calls = [("q", "k", "v", True, None), ("q'", "k'", "v'", True, None)]
     assert graph_peers._entrant(FA2, sides, 7) == (graphs.of_torch, calls, 7)
     assert graph_peers._entrant("rawattn", sides, 7) == (graphs.of_cupy, ["a call"], 7)
+    masked = sides._replace(masks=["mask", "mask'"])
+    calls = [(*call[:4], mask) for call, mask in zip(calls, masked.masks, strict=True)]
+    assert graph_peers._entrant(FA2, masked, 7) == (graphs.of_torch, calls, 7)
 
 
 class Tensor:

@@ -80,13 +80,13 @@ def test_decode_has_a_line_for_each_bound(without_gpu: None) -> None:
         figure.value == pytest.approx(0.25) and figure.verdict == "below" for figure in shares
     )
     small = [figure for name, figure in found.items() if "fastest peer" in name]
-    assert len(small) == len(serving_cases.SMALL)
+    assert len(small) == len(serving_cases.SMALL) + len(serving_cases.MASKED)
     assert all(0.4 < (figure.value or 0) < 0.6 and figure.verdict == "ok" for figure in small)
     uneven = found[f"{serving_cases.UNEVEN.name}: over its bytes at read bandwidth"]
     assert uneven.value == pytest.approx(4) and uneven.verdict == "above"
     new = found[f"{serving_cases.APPENDED.name}: new rows over their bytes"]
     assert new.bound == pytest.approx(3 + 1.3 * serving_cases.APPENDED.new_bytes / 4e6)
-    assert len(found) == 4 + 12 + 4 + len(serving_cases.SMALL) + 3
+    assert len(found) == 4 + 12 + 4 + len(small) + 3
     halves = [figure for name, figure in found.items() if "over 16 bits" in name]
     assert all(0.5 < (figure.value or 0) < 0.52 and figure.verdict == "ok" for figure in halves)
 
@@ -181,3 +181,11 @@ def test_the_suites_are_there() -> None:
     for name in ("decode", "prefill"):
         assert not suites.SUITES[name].cases(False)
         assert suites.contenders(name)
+
+
+def test_a_mask_of_padding() -> None:
+    case = serving_cases.alike(4, 800, 2, 1).under_a_mask()
+    mask = serving.mask_of(case)
+    assert mask.shape == (4, 1, 1, 800)
+    assert [np.argmax(row) for row in mask[:, 0, 0]] == [25, 50, 75, 100]
+    assert mask[..., 100:].all()

@@ -19,12 +19,13 @@ class Sides(NamedTuple):
     """The same attention for everybody, on several sets of inputs.
 
     ours: a call on each set. rows: CuPy arrays q, k and v of each set, for those who read no pages. causal: the last row sees
-    every key.
+    every key. masks: of each set, of the keys that a lone row sees; or none.
     """
 
     ours: Sequence[Call]
     rows: Sequence[tuple[Any, Any, Any]]
     causal: bool
+    masks: Sequence[Any] = ()
 
 
 def over_fastest(
@@ -82,11 +83,14 @@ def _ready(sides: Sides, nbytes: int, peers: Iterable[str]) -> tuple[dict[str, E
 def _entrant(side: str, sides: Sides, nbytes: int) -> Entrant:
     if side == _OURS:
         return graphs.entrant(graphs.of_cupy, sides.ours, nbytes)
-    calls = [_PEERS[side](*qkv, sides.causal) for qkv in sides.rows]
+    masks = sides.masks or (None,) * len(sides.rows)
+    calls = [
+        _PEERS[side](*qkv, sides.causal, mask) for qkv, mask in zip(sides.rows, masks, strict=True)
+    ]
     return graphs.entrant(graphs.of_torch, calls, nbytes)
 
 
-def _sdpa(backend: str, q: Any, k: Any, v: Any, causal: bool) -> Call:
+def _sdpa(backend: str, q: Any, k: Any, v: Any, causal: bool, mask: Any = None) -> Call:
     """Torch's scaled_dot_product_attention, held to one of its kernels."""
     import torch
     from torch.nn import attention
@@ -94,7 +98,9 @@ def _sdpa(backend: str, q: Any, k: Any, v: Any, causal: bool) -> Call:
 
     options: dict[str, Any] = {"enable_gqa": q.shape[2] != k.shape[2]}
     rows, keys = q.shape[1], k.shape[1]
-    if causal and rows == keys:
+    if mask is not None:
+        options["attn_mask"] = torch.from_dlpack(mask)
+    elif causal and rows == keys:
         options["is_causal"] = True
     elif causal and rows > 1:
         options["attn_mask"] = causal_lower_right(rows, keys)
@@ -108,7 +114,9 @@ def _sdpa(backend: str, q: Any, k: Any, v: Any, causal: bool) -> Call:
     return call
 
 
-def _flash4(q: Any, k: Any, v: Any, causal: bool) -> Call:
+def _flash4(q: Any, k: Any, v: Any, causal: bool, mask: Any = None) -> Call:
+    if mask is not None:
+        raise ValueError("it takes no mask")
     from flash_attn.cute.interface import flash_attn_func
 
     qkv = tensors(q, k, v)
@@ -120,7 +128,7 @@ def _flash4(q: Any, k: Any, v: Any, causal: bool) -> Call:
     return call
 
 
-_PEERS: dict[str, Callable[[Any, Any, Any, bool], Call]] = {
+_PEERS: dict[str, Callable[[Any, Any, Any, bool, Any], Call]] = {
     CUDNN: functools.partial(_sdpa, "CUDNN_ATTENTION"),
     FA2: functools.partial(_sdpa, "FLASH_ATTENTION"),
     FA4: _flash4,

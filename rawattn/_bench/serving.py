@@ -36,13 +36,14 @@ _LAUNCH = 3e-6  # seconds that a launch in a graph may take beside its bytes
 
 
 class Cache(NamedTuple):
-    """CuPy arrays of a case: queries, keys and values in rows or pages, the table of pages and the lengths."""
+    """CuPy arrays of a case: queries, keys and values in rows or pages, the table of pages, the lengths, the mask."""
 
     q: Any
     k: Any
     v: Any
     table: Any
     lengths: Any
+    mask: Any = None
 
 
 def decode(dtype: str, peers: Sequence[str]) -> list[Figure]:
@@ -63,6 +64,8 @@ def decode(dtype: str, peers: Sequence[str]) -> list[Figure]:
         _share(found, case.in_pages(page_size), dtype, bandwidth, bound=None)
     for case in serving_cases.SMALL:
         _over_peers(found, case.in_pages(16), dtype, peers, 1.0)
+    for case in serving_cases.MASKED:
+        _over_peers(found, case, dtype, peers, 1.0)
     for case in serving_cases.EAGER:
         in_graph, eager = (
             functools.partial(way, _ours, case, dtype) for way in (_in_graph, _eager)
@@ -123,13 +126,20 @@ def make(case: Serving, dtype: str) -> Cache:
     if not case.page_size:
         shape = (case.batch, case.contexts[0], case.nheads_kv, case.headdim)
         k, v = (machine.random_array(shape, dtype) for _ in "kv")
-        return Cache(q, k, v, None, lengths)
+        return Cache(q, k, v, None, lengths, cupy.asarray(mask_of(case)) if case.masked else None)
     shape = (case.pages, case.page_size, case.nheads_kv, case.headdim)
     if case.float8:
         k, v = (machine.random_float8(shape) for _ in "kv")
     else:
         k, v = (machine.random_array(shape, dtype) for _ in "kv")
     return Cache(q, k, v, cupy.asarray(table_of(case)), lengths)
+
+
+def mask_of(case: Serving) -> np.ndarray[Any, Any]:
+    """(batch, 1, 1, keys) bool."""
+    keys = case.contexts[0]
+    padding = np.linspace(0, keys // 8, case.batch + 1)[1:]
+    return np.arange(keys) >= padding[:, None, None, None]
 
 
 def table_of(case: Serving) -> np.ndarray[Any, Any]:
@@ -146,6 +156,8 @@ def _ours(case: Serving, cache: Cache) -> Call:
     options: dict[str, Any] = {"causal": True, "sink": case.sink}
     if case.window_left is not None:
         options["window"] = (case.window_left, 0)
+    if cache.mask is not None:
+        options["mask"] = cache.mask
     arrays = cache.q, cache.k, cache.v
     if case.float8:
         import cupy
@@ -189,7 +201,8 @@ def _in_rows(case: Serving, cache: Cache) -> tuple[Any, Any, Any]:
 def _sides(case: Serving, dtype: str) -> Sides:
     caches = [make(case, dtype) for _ in range(graphs.sets(case.nbytes))]
     ours = [_ours(case, cache) for cache in caches]
-    return Sides(ours, [_in_rows(case, cache) for cache in caches], causal=True)
+    rows = [_in_rows(case, cache) for cache in caches]
+    return Sides(ours, rows, causal=True, masks=[cache.mask for cache in caches])
 
 
 def _entrant(

@@ -22,6 +22,7 @@ class Serving:
     window_left: int | None = None
     sink: int = 0
     float8: bool = False  # what pages hold
+    masked: bool = False  # the first keys of a sequence are padding, up to an eighth of them
 
     @property
     def batch(self) -> int:
@@ -61,6 +62,9 @@ class Serving:
         """The same, with pages that hold 8 bits."""
         return replace(self, name=f"{self.name} float8", float8=True)
 
+    def under_a_mask(self) -> Serving:
+        return replace(self, name=f"{self.name} mask", masked=True)
+
 
 def alike(batch: int, keys: int, nheads_q: int, nheads_kv: int, rows: int = 1) -> Serving:
     """Sequences of one length."""
@@ -88,6 +92,8 @@ SMALL = (
     alike(11, 3593, 71, 1),
     alike(128, 192, 32, 32),
 )
+# As of caches of a fixed size, to which torch's attention is given a mask of padding.
+MASKED = tuple(case.under_a_mask() for case in (SMALL[1], SMALL[2], SMALL[5]))
 # Timed in a graph and without one.
 EAGER = tuple(case.in_pages(16) for case in (SMALL[0], SMALL[2], SMALL[4]))
 PAGE_SIZES = (16, 128)
