@@ -188,11 +188,10 @@ def test_more_heads_than_groups_are_found_for() -> None:
     problem, lengths = describe(q, q, q)
     problem = replace(problem, mask=ArrayForm("bits", shape, shape))
     strides = {name: contiguous(q.shape, 2) for name in ("q", "k", "v", "out")}
-    form = structure(lengths)
-    values = attention_params.forward(problem, form, Operands(strides), 1 << 20)
-    sizes = {"of": "q", "tile_q": 64, "tile_k": 64, "name": "lists"}
+    form, operands = structure(lengths), Operands(strides)
+    values = attention_params.forward(problem, form, operands, 1 << 20)
     with pytest.raises(ValueError, match=r"^mask: got 1048577 query heads, .* part of the batch"):
-        mask_tiles.lists(problem, form, values, without_device("sm_90a"), **sizes)
+        mask_tiles.Masks(problem, form, operands, values, without_device("sm_90a"))
 
 
 LISTS = itertools.product(CALLS, ((64, 32), (128, 80), (16, 128), (64, 128)), ("q", "k"))

@@ -16,7 +16,7 @@ from tests.shim.launch import Machine
 from tests.shim.on_device import OnDevice, installed, mask_on_device
 from tests.shim.shim import Builder
 
-ROWS, KEYS = 40, 150
+ROWS, KEYS = 70, 150  # of fewer rows a mask has no lists
 F16 = np.float16
 
 
