@@ -20,15 +20,26 @@ _HERE = Path(__file__).parent
 # machine imitates.
 _STEPS = {
     **{
-        f"test_sm90_{name}": 4 for name in ("bias", "decode", "float8", "folded", "paged", "scores")
+        f"test_sm90_{name}": 6 for name in ("bias", "decode", "float8", "folded", "paged", "scores")
     },
     **{
-        f"test_{name}": 3
+        f"test_{name}": 5
         for name in (
-            *("append", "backward_parts", "decode", "float8", "gather", "jax_launch", "launches"),
-            *("mask_calls", "paged", "score_lines", "scores", "scores_backward", "splits"),
+            *(
+                "append",
+                "backward_parts",
+                "decode",
+                "decode_mask",
+                "float8",
+                "gather",
+                "jax_launch",
+            ),
+            *("launches", "mask_calls", "paged", "paged_calls", "score_lines", "scores"),
+            *("scores_backward", "splits"),
         )
     },
+    **{f"test_{name}": 3 for name in ("backward", "backward_lone", "bounds", "kept_setup")},
+    "test_forward": 2,
 }
 # Tests whose kernels are compiled while those before them run. Not all: most are another process's to run.
 _AHEAD = 8
