@@ -13,7 +13,7 @@ from rawattn._kernels import registry
 from tests.cases import Case, dense
 from tests.frameworks import NumPy
 from tests.inputs import materialise
-from tests.score_arrays import OPTIONS, SCORE_MODS
+from tests.score_arrays import OPTIONS
 from tests.score_cases import EACH
 from tests.verify import options_of
 
@@ -37,11 +37,6 @@ def require(case: Case, backend: str, *verbs: str) -> None:
         missing = [x for x in case.score_options if x in lacking(backend, verb)]
         if missing:
             pytest.skip(f"{verb} of {backend} does not have it yet: {', '.join(missing)}")
-
-
-def has_an_order(case: Case) -> bool:
-    """Whether the kernels can make a deterministic backward of it: sums of captured arrays' gradients have no order."""
-    return not case.score_mod or not SCORE_MODS[case.score_mod][2]
 
 
 def _on_cpu(verb: str, option: str) -> bool:

@@ -25,7 +25,6 @@ from tests.gpu.test_gather import test_few_rows as check_gathered_rows
 from tests.gpu.test_gather import test_gradients as check_gathered_gradients
 from tests.gpu.test_masks import blocky
 from tests.gpu.test_masks import test_few_rows_on_many_keys as check_few_rows
-from tests.landed import has_an_order
 from tests.paged import paged
 from tests.score_arrays import Pairs
 from tests.score_cases import EACH
@@ -60,8 +59,7 @@ class Step:
         with shared_limit(self.shared_limit), self.around():
             if self.backward:
                 gradients.verify(self.case, TightCuPy())
-                if has_an_order(self.case):
-                    gradients.verify(self.case, TightCuPy(), deterministic=True)
+                gradients.verify(self.case, TightCuPy(), deterministic=True)
             else:
                 verify(self.case, TightCuPy())
 

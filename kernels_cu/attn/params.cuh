@@ -256,8 +256,8 @@ struct BackwardParams {
   float* part_sums;
   // blocks of a key tile, which share its query tiles
   int parts;
-  // gradients of captured arrays, one after the other, in C order
-  float* captured_sums;
+  // gradients of captured arrays, one after the other, in C order: floats, or ExactSums
+  void* captured_sums;
   // where that of each begins
   int64 captured_at[8];
   // query rows of one kv head's group that fill the share of L2 that concurrent blocks should live in
@@ -266,8 +266,8 @@ struct BackwardParams {
 
 // A gradient of a captured array is given out, and its sums are zeros again.
 struct CapturedGradientParams {
-  // in C order
-  float* sums;
+  // as `BackwardParams::captured_sums`
+  void* sums;
   void* to;
   // of its elements among all sums
   int64 first, count;

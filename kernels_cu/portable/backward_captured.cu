@@ -2,6 +2,7 @@
 //
 // The sums become zeros again: the next run adds to them.
 #include "attn/params.cuh"
+#include "portable/exact_sum.cuh"
 #include "target/target.cuh"
 #include "tile/typed.cuh"
 
@@ -13,7 +14,11 @@ KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_backward_captured(PARAMET
     at += left % p.extents[axis] * p.strides[axis];
     left /= p.extents[axis];
   }
-  float& sum = p.sums[p.first + index];
-  store_number(p.to, p.kind, at, sum);
-  sum = 0.0f;
+  if constexpr (config::kExactSums) {
+    store_number(p.to, p.kind, at, static_cast<ExactSum*>(p.sums)[p.first + index].take());
+  } else {
+    float& sum = static_cast<float*>(p.sums)[p.first + index];
+    store_number(p.to, p.kind, at, sum);
+    sum = 0.0f;
+  }
 }

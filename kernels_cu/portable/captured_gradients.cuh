@@ -2,10 +2,11 @@
 // element that it read.
 //
 // What scores of a block, of a row or of a key have in common is added up before it goes to memory, where additions
-// are atomic: in which order they come is not defined.
+// are atomic: in which order they come is not defined, so exact sums make the same of any.
 #pragma once
 
 #include "attn/score_rule.cuh"
+#include "portable/exact_sum.cuh"
 #include "target/target.cuh"
 
 struct NoCapturedGradients {
@@ -99,7 +100,11 @@ struct CapturedGradients {
     if (x == 0.0f) return;
     const int64 array = p.captured_at[Mod::template partial_array<n>()];
     const int64 element = array + mod().template partial_index<n>(at, rule.p);
-    const float one[1] = {x};
-    target::atomic_add(p.captured_sums + element, one);
+    if constexpr (config::kExactSums) {
+      static_cast<ExactSum*>(p.captured_sums)[element].add(x);
+    } else {
+      const float one[1] = {x};
+      target::atomic_add(static_cast<float*>(p.captured_sums) + element, one);
+    }
   }
 };

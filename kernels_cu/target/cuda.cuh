@@ -186,6 +186,10 @@ DEVICE void atomic_add(float* address, const float (&x)[kCount]) {
   }
 }
 
+DEVICE void atomic_add(unsigned long long* address, unsigned long long x) {
+  asm volatile("red.global.add.u64 [%0], %1;" ::"l"(address), "l"(x) : "memory");
+}
+
 // Pairs of elements are added to 16 bytes of memory.
 template <class T>
 DEVICE void add_pairs_by_float(T* address, const unsigned (&x)[4]) {

@@ -253,6 +253,8 @@ DEVICE void atomic_add(float* address, const float (&x)[kCount]) {
   for (int i = 0; i < kCount; i++) address[i] += x[i];
 }
 
+DEVICE void atomic_add(unsigned long long* address, unsigned long long x) { *address += x; }
+
 DEVICE void store_once(void* address, const unsigned (&x)[4]) {
   if (reinterpret_cast<unsigned long long>(address) % sizeof(x) != 0) host::fail("16 bytes are stored to %p", address);
   __builtin_memcpy(address, x, sizeof(x));

@@ -290,7 +290,11 @@ BACKWARD = _struct(
         "dv, then dk: each (parts, batch, rows, nheads_kv, depth), columns of 16 in the order of Accumulator::position()",
     ),
     ("int", "parts", "blocks of a key tile, which share its query tiles"),
-    ("float*", "captured_sums", "gradients of captured arrays, one after the other, in C order"),
+    (
+        "void*",
+        "captured_sums",
+        "gradients of captured arrays, one after the other, in C order: floats, or ExactSums",
+    ),
     ("int64", "captured_at[8]", "where that of each begins"),
     (
         "int",
@@ -301,7 +305,7 @@ BACKWARD = _struct(
 CAPTURED_GRADIENT = _struct(
     "CapturedGradientParams",
     "A gradient of a captured array is given out, and its sums are zeros again.",
-    ("float*", "sums", "in C order"),
+    ("void*", "sums", "as `BackwardParams::captured_sums`"),
     ("void*", "to", ""),
     ("int64", "first, count", "of its elements among all sums"),
     ("int64", "strides[4]", "in elements"),

@@ -109,8 +109,7 @@ def _sources(problem: Problem, target: Target, deterministic: bool, *, at: int =
         for name, x in arrays.items()
         if name in ("bias", "sink_logits") or name.startswith("captured")
     }
-    # Sums of captured arrays' gradients have no order.
-    flag = {"deterministic": deterministic and not problem.captured}
+    flag = {"deterministic": deterministic}
     found: list[Source] = []
     for verb, more, of_options, flags in (
         ("attention", {}, arrays, {}),

@@ -85,7 +85,7 @@ def attention_backward(
     TypeError, ValueError
         Naming the argument, what was got and what is accepted; before anything is launched.
     NotImplementedError
-        For a `score_mod` in C++ without a `backward`; on a GPU for ``deterministic`` with gradients of captured arrays.
+        For a `score_mod` in C++ without a `backward`.
 
     Notes
     -----

@@ -92,12 +92,15 @@ def choose_dq(problem: Problem, target: Target, operands: Operands) -> DqConfig:
     return choice.choose(DqConfig, DQ_TILES, problem, target, operands)
 
 
-def choose_captured(problem: Problem, target: Target, operands: Operands) -> DqConfig:
+def choose_captured(
+    problem: Problem, target: Target, operands: Operands, *, exact_sums: bool
+) -> DqConfig:
     """As `choose_dq`, where the same kernel makes gradients of captured arrays instead."""
     by_row, by_key = backward_options.partials(problem.score_mod)
     return replace(
         choose_dq(problem, target, operands),
         captured=True,
+        exact_sums=exact_sums,
         partials_by_row=by_row,
         partials_by_key=by_key,
     )

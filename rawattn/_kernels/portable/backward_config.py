@@ -198,6 +198,7 @@ class DqConfig(Features):
     copy_bytes: int
     accumulator_feeds_a: bool
     captured: bool = False
+    exact_sums: bool = False  # of those: whatever the order, the same bits
     partials_by_row: int = 0
     partials_by_key: int = 0
     wave: int = 32
@@ -230,5 +231,6 @@ class DqConfig(Features):
     def summary(self) -> str:
         shape = f"{self.tile_q}x{self.tile_k} waves={self.waves} stages={self.stages}"
         words = ["portable backward_dq", self.element, dims(self), shape, f"{self.copy_bytes}B"]
-        traits = [*features.traits(self), *(["captured-gradients"] if self.captured else [])]
+        traits = [*features.traits(self), *["captured-gradients"] * self.captured]
+        traits += ["exact"] * self.exact_sums
         return " ".join([*words, *traits])

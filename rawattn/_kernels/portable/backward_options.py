@@ -24,6 +24,7 @@ BIAS_TILES = "portable_backward_bias"  # the file of its tile tables
 SUM_THREADS = 256
 SINK_THREADS = 1024
 CAPTURED_THREADS = 256
+_EXACT_BYTES = 80  # of an ExactSum (kernels_cu/portable/exact_sum.cuh)
 
 # Which kernel makes dbias: one of its own, the main one, the main one as float32 sums, or the main one in rows of its own.
 ALONE, WRITTEN, SUMMED, APART = range(4)
@@ -98,12 +99,21 @@ class Gradients:
     makes the launches, which come after `prepare`.
     """
 
-    def __init__(self, problem: Problem, operands: Operands, target: Target, dbias: int) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        operands: Operands,
+        target: Target,
+        dbias: int,
+        *,
+        exact_sums: bool,
+    ) -> None:
         self.values: dict[str, Any] = {}
         self.patches: tuple[tuple[int, str], ...] = ()
         self.scratch: dict[str, int] = {}
         self.counters: dict[str, int] = {}
         self._problem, self._operands, self._target = problem, operands, target
+        self._exact_sums = exact_sums
         self._wanted = operands.of_options.keys()
         self._launches: list[tuple[Source, int, int, int]] = []
         self.before: list[tuple[Source, int, int, int]] = []
@@ -150,9 +160,10 @@ class Gradients:
             patched = patches(params.CAPTURED_GRADIENT, sums="captured_sums", to=name)
             filled = structs.fill(params.CAPTURED_GRADIENT, values)
             blocks = -(-count // CAPTURED_THREADS)
-            self._written.append(Step(captured_source(), blocks, CAPTURED_THREADS, filled, patched))
+            source = captured_source(exact_sums=self._exact_sums)
+            self._written.append(Step(source, blocks, CAPTURED_THREADS, filled, patched))
         self.values["captured_at"] = tuple(at)
-        self.counters["captured_sums"] = 4 * first
+        self.counters["captured_sums"] = (_EXACT_BYTES if self._exact_sums else 4) * first
         self.patches += patches(params.BACKWARD, ("captured_sums",))
 
     def _sinks(self) -> None:
@@ -322,14 +333,14 @@ def partials(score_mod: Any) -> tuple[int, int]:
     return by_row, by_key
 
 
-def captured_source() -> Source:
+def captured_source(*, exact_sums: bool) -> Source:
     """Of the kernel that gives a captured array's gradient out."""
     return _source(
         "rawattn_backward_captured",
         "portable/backward_captured.cu",
-        "portable backward_captured",
+        "portable backward_captured" + (" exact" if exact_sums else ""),
         params.CAPTURED_GRADIENT,
-        constants={"kThreads": CAPTURED_THREADS},
+        constants={"kThreads": CAPTURED_THREADS, "kExactSums": exact_sums},
     )
 
 

@@ -32,12 +32,14 @@ def steps(
     deterministic: bool,
 ) -> Steps:
     """The launches of a call."""
-    _refuse(problem, operands, deterministic)
+    _refuse(problem)
     config = backward.choose(problem, target, operands, with_dq=not deterministic)
     shared_by = backward.parts(problem, target, config)
     lone_keys = backward.has_lone_keys(problem, config)
     config = replace(config, split=shared_by > 1, lone_keys=lone_keys)
-    options = backward_options.Gradients(problem, operands, target, config.dbias)
+    options = backward_options.Gradients(
+        problem, operands, target, config.dbias, exact_sums=deterministic
+    )
     values = {**attention_params.backward(problem, structure, operands), **options.values}
     values["parts"] = shared_by
     values["section_queries"] = backward_sections.section_queries(
@@ -123,7 +125,10 @@ def steps(
         )
     captured = []
     if options.captured:
-        captured.append(by_queries(backward.choose_captured(problem, target, operands)))
+        config_of_captured = backward.choose_captured(
+            problem, target, operands, exact_sums=deterministic
+        )
+        captured.append(by_queries(config_of_captured))
     launches += options.steps(filled, arrays, captured)
     scratch |= options.scratch
     if deterministic:
@@ -150,8 +155,8 @@ def steps(
     return Steps(tuple(launches), config, tuple(schedules), paddings, *more)
 
 
-def _refuse(problem: Problem, operands: Operands, deterministic: bool) -> None:
-    """NotImplementedError for gradients of a score function that these kernels do not have."""
+def _refuse(problem: Problem) -> None:
+    """NotImplementedError for a score function without a derivative."""
     if problem.score_mod is None:
         return
     from rawattn._scores.program import ScoreText
@@ -159,11 +164,6 @@ def _refuse(problem: Problem, operands: Operands, deterministic: bool) -> None:
 
     assert isinstance(problem.score_mod, ScoreText)
     require_gradient(problem.score_mod)
-    if deterministic and any(name.startswith("dcaptured") for name in operands.of_options):
-        raise NotImplementedError(
-            "deterministic: got True, but gradients of the arrays that score_mod captured are added up in an order that "
-            "is not defined; drop deterministic, or leave wrt out of the ScoreMod"
-        )
 
 
 def _padding(problem: Problem, structure: Structure, operands: Operands) -> tuple[Part, ...]:
