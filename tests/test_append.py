@@ -173,10 +173,12 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_refused(name: str) -> None:
+    """Also behind a call that is right and like it."""
     changed, kind, message = WRONG[name]
     k_pages, v_pages = CALL.pools()
     given: dict[str, Any] = {"k": CALL.k, "v": CALL.v, "k_pages": k_pages, "v_pages": v_pages}
     given |= {"block_table": CALL.pages.block_table, "seqlen_k": CALL.pages.seqlen_k, "q": CALL.q}
+    rawattn.append_kv(**given, rotary=CALL.rotary)
     with pytest.raises(kind) as caught:
         rawattn.append_kv(**{**given, "rotary": CALL.rotary, **changed})
     assert message in str(caught.value)

@@ -69,6 +69,9 @@ def _described(
                 form_of_lengths = structure(lengths), most
             forms = [None if x is None else (x.shape, x.dtype) for x in inputs]
             strides = [x.strides for x in inputs[len(inputs) - len(verb.extras) :]]
+            if verb.written:
+                named = zip(verb.inputs, inputs, strict=True)
+                strides += [x.strides for name, x in named if name in verb.written]
             key = (verb, flag, *forms, *strides, form_of_lengths, structural(options))
             known = _known.get(key)
             if known is not None:

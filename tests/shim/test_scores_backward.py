@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import rawattn
 from rawattn import Gradients, ScoreMod
 from tests import exhaustive
 from tests.shim.device import Device
@@ -123,6 +124,17 @@ def test_captured_gradients_in_any_order(machine: MakeDevice, wave: int) -> None
         )
     for name in ("slope", "table"):
         np.testing.assert_array_equal(first[name], again[name])
+
+
+def test_captured_gradients_of_ragged_batches(machine: MakeDevice) -> None:
+    """Two kernels of query tiles find their sequences in one order."""
+    seqs = rawattn.SeqLayout(seqstart_q=[0, 30, 30, 45], seqstart_k=[0, 20, 61, 75])
+    q, k, v = (x[0] for x in arrays())
+    score_mod = ScoreMod("score * slope[head]", wrt="slope", slope=normal(4))
+    options = {"seqs": seqs, "score_mod": score_mod, "deterministic": True}
+    with small_tiles():
+        for on_device in (False, True):
+            verify_backward(machine(), "portable", q, k, v, on_device=on_device, **options)
 
 
 BROADCASTS = list(itertools.product((1, 2, 4), (1, 2), (1, 45), (1, 75)))

@@ -71,9 +71,11 @@ def steps(
         if not problem.ragged:
             return ()
         names = (f"order_{of}", f"first_tile_{of}")
-        schedules.append(schedule.part(structure, tile, of=of, names=names))
-        orders.update(schedule.orders(structure, names))
         order, first_tile = names
+        # Both kernels of query tiles have the same ones.
+        if order not in orders:
+            schedules.append(schedule.part(structure, tile, of=of, names=names))
+            orders.update(schedule.orders(structure, names))
         return patches(params.BACKWARD, forward__order=order, forward__first_tile=first_tile)
 
     def step(
