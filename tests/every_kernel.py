@@ -3,7 +3,7 @@
     python -m tests.every_kernel
 
 What is compiled: few of the variants that `rawattn compile --all-variants` knows. Together they show each kernel
-on each architecture in each type of its elements, and each word of the variants' summaries (tile, head dim, option,
+on each architecture, and each type of its elements and each word of the variants' summaries (tile, head dim, option,
 width of accesses) once. The rest of them is .ci/nightly's.
 """
 
@@ -36,7 +36,8 @@ def traits(job: Job) -> Iterator[Hashable]:
     source, arch = job
     words = source.summary.split()
     kernel = words[0], source.entry
-    yield kernel, arch, *(word for word in words if word in _TYPES)
+    yield kernel, arch
+    yield kernel, *(word for word in words if word in _TYPES)
     yield kernel, *(word for word in words if word.startswith(("D=", "Dv=")))
     yield from ((kernel, word) for word in words if word not in _TYPES and not _COUNT.match(word))
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from rawattn._call.options import ArrayForm
+from rawattn._call.pages import PageForm
 from rawattn._call.problem import Problem, result_shapes
 from rawattn._call.seq_layout import bind
 from rawattn._call.structure import structure
 from rawattn._compile.compiler import Source
 from rawattn._kernels import registry
 from rawattn._kernels.operands import ITEMSIZE, Operands
+from rawattn._kernels.portable import decode as portable_decode
+from rawattn._kernels.sm90 import decode as sm90_decode
 from rawattn._kernels.target import Target
 from rawattn._scores.program import ScoreText
 from rawattn._strides import contiguous
 
 _ROWS, _HEADS, _HEADS_KV = 256, 4, 2
+_MANY_KEYS = 8192
 _MOD = ScoreText(
     language="expression",
     forward="score - slope[head] * abs(q_idx - kv_idx)",
@@ -68,7 +73,29 @@ def score_variants(target: Target) -> list[Source]:
     for nheads in (_HEADS, 1):
         bias = _form("bfloat16", 1, nheads, _ROWS, _ROWS)
         sources += _sources(_problem("bfloat16", 128, causal=True, bias=bias), target, False, at=2)
-    return sources
+    return sources + _decoded(target)
+
+
+def _decoded(target: Target) -> list[Source]:
+    """One row of a sequence under a mask, of keys in rows and in pages."""
+    few: dict[str, Any] = {
+        "rows_q": 1,
+        "max_seqlen_q": 1,
+        "rows_k": _MANY_KEYS,
+        "max_seqlen_k": _MANY_KEYS,
+    }
+    mask = _form("bool", 1, 1, 1, _MANY_KEYS)
+    pages = PageForm(page_size=16, num_pages=1, entries=1, has_indptr=False, dtype="int32")
+    found = []
+    for paged in (False, True):
+        problem = replace(_problem("bfloat16", 128, causal=False, mask=mask), **few)
+        if paged:
+            problem = replace(problem, ragged=True, pages=pages)
+        for kernel in (portable_decode, sm90_decode):
+            if kernel.supports(problem, target, Operands()) is None:
+                config = kernel.choose(problem, target, Operands())
+                found.append(replace(config, plain_integers=paged).source())
+    return found
 
 
 def _problem(dtype: str, headdim: int, *, causal: bool, **options: Any) -> Problem:
