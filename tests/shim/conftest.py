@@ -20,10 +20,11 @@ _HERE = Path(__file__).parent
 # machine imitates.
 _STEPS = {
     **{
-        f"test_sm90_{name}": 8 for name in ("bias", "decode", "float8", "folded", "paged", "scores")
+        f"test_sm90_{name}": 16
+        for name in ("bias", "decode", "float8", "folded", "paged", "scores")
     },
     **{
-        f"test_{name}": 8
+        f"test_{name}": 16
         for name in (
             *(
                 "append",
@@ -39,7 +40,7 @@ _STEPS = {
         )
     },
     **{
-        f"test_{name}": 4
+        f"test_{name}": 6
         for name in (
             *("backward", "backward_lone", "bounds", "forward", "kept_lists", "kept_setup"),
             *("ragged_setup", "sm90_forward", "tensor_store"),
