@@ -241,6 +241,9 @@ def page_calls() -> list[Callable[[], None]]:
             check_pages, paged(lens, 24, rows=(40, 0, 9, 130), group=True, float8="plain"), **masks
         ),
         partial(check_pages, paged(lens, 16, rows=90, dims=(128, 128)), "sm90", num_splits=1),
+        partial(check_pages, paged(lens, 1, rows=90, dims=(128, 128)), "sm90", causal=True),
+        partial(check_pages, paged(lens, 20, rows=90, dims=(64, 72)), "sm90", **masks),
+        partial(check_pages, paged(lens, 7, rows=90, float8="arrays"), "sm90", num_splits=1),
         partial(
             check_pages, paged(lens, 24, rows=90, dims=(64, 72)), "sm90", **masks, num_splits=1
         ),

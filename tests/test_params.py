@@ -91,3 +91,15 @@ def test_a_family_is_asked_for_no_feature_that_it_does_not_list(
     monkeypatch.setitem(registry.FAMILIES, "attention", tuple(fewer))
     with pytest.raises(NotImplementedError, match=r"^right: no kernel of attention has it"):
         chosen()
+
+
+def test_pages_are_found_by_a_multiplication() -> None:
+    """As `quotient` of kernels_cu/tile/rows.cuh does, for every page size and rows up to the last one below 2^31."""
+    rng = np.random.default_rng(0)
+    for size in range(1, 1025):
+        inverse, shift = attention_params.division(size)
+        assert inverse < 2**32
+        last = (2**31 - 1) // size * size
+        ends = [0, size - 1, size, size + 1, last - 1, last, 2**31 - 1]
+        for row in (*ends, *map(int, rng.integers(0, 2**31, 20))):
+            assert (2 * row * inverse >> 32) >> shift == row // size

@@ -43,6 +43,7 @@ def variants_of_scores() -> Iterator[compiler.Source]:
     slopes = {"alibi_slopes": ArrayForm("float32", (2,), (2,))}
     pages = PageForm(page_size=16, num_pages=8, entries=8, has_indptr=False, dtype="int32")
     paged = {"pages": pages, "ragged": True}
+    copied = {"pages": pages._replace(page_size=1), "ragged": True}
     uses: dict[str, tuple[dict[str, Any], ...]] = {
         # Not beside a window, whose limits of a row take 24 bytes more than there are registers.
         "bias": (bias_of(128), {**bias_of(128), **lengths}, bias_of(1)),
@@ -50,6 +51,7 @@ def variants_of_scores() -> Iterator[compiler.Source]:
         "held": (bias_of(128, "float32"), {**bias_of(128, "float32"), **limited}),
         "alibi": (slopes, {**slopes, "ragged": True, "group": True}),
         "few": ({}, bias_of(128), {**bias_of(128), **limited}, paged, {**paged, "float8": True}),
+        "paged_rows": (copied, {**copied, "window_left": 50}),
         "paged_8bit": tuple(
             {**paged, "float8": True, **more} for more in ({}, {"window_left": 50})
         ),

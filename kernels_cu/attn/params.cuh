@@ -120,7 +120,8 @@ struct Pages {
   int64 count;
   // keys of a page
   int page_size;
-  // its logarithm, -1 where it is no power of two
+  // with shift: divides by it (tile/rows.cuh)
+  unsigned inverse;
   int shift;
 };
 

@@ -135,11 +135,11 @@ template <class Array>
 DEVICE Stored* slot_of(Array* array, const Strides& strides, const Pages& pages, int sequence, int64 position,
                        int head) {
   const PageSpan span = pages_of(pages, sequence);
-  if (position < 0 || position >= span.count * pages.page_size) return nullptr;
-  const int64 page = pages.shift >= 0 ? position >> pages.shift : position / pages.page_size;
+  if (position < 0 || position >= kLongest || position >= span.count * pages.page_size) return nullptr;
+  const int page = quotient(static_cast<int>(position), pages.inverse, pages.shift);
   const int64 id = integer_at(pages.ids, sequence * pages.row + (span.first + page) * pages.entry);
   if (id < 0 || id >= pages.count) return nullptr;
-  return row_at<Stored>(array, strides, id, position - page * pages.page_size, head);
+  return row_at<Stored>(array, strides, id, position - int64(page) * pages.page_size, head);
 }
 
 }  // namespace append

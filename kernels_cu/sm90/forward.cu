@@ -21,6 +21,7 @@
 #include "sm90/forward_block.cuh"
 #include "sm90/forward_float8.cuh"
 #include "sm90/forward_merge.cuh"
+#include "sm90/forward_page_rows.cuh"
 #include "sm90/forward_pages.cuh"
 #include "sm90/forward_producer.cuh"
 #include "sm90/forward_random.cuh"
@@ -63,8 +64,18 @@ struct Consumer {
   // products under way still read.
   static constexpr int kKeysFull = sizeof(Tiles), kKeysEmpty = kKeysFull + sizeof(s.keys_full);
   DEVICE unsigned keys_barriers() const { return shared + keys.slot * static_cast<int>(sizeof(ptx::Mbarrier)); }
-  DEVICE void wait_for_keys() const { ptx::mbarrier_wait<kKeysFull>(keys_barriers(), keys.parity); }
-  DEVICE void wait_for_values() const { ptx::mbarrier_wait(&s.values_full[values.slot], values.parity); }
+  DEVICE void wait_for_keys() const {
+    ptx::mbarrier_wait<kKeysFull>(keys_barriers(), keys.parity);
+    see_copies();
+  }
+  DEVICE void wait_for_values() const {
+    ptx::mbarrier_wait(&s.values_full[values.slot], values.parity);
+    see_copies();
+  }
+  // Products read what lanes have copied: whoever converts tiles of 8 bits has seen to it.
+  DEVICE static void see_copies() {
+    if constexpr (kCopiesRows && !kFloat8) ptx::fence_copies();
+  }
 
   // S = Q K^T of the tile in the ring's slot, under way when this returns.
   DEVICE void start_scores(C (&scores)[1][kKeyBlocks], unsigned long long q) const {
@@ -300,14 +311,14 @@ KERNEL CLUSTER(forward::kCluster)
   SharedMemory& shared = *reinterpret_cast<SharedMemory*>(bytes);
   if (target::thread_index() == 0) {
     for (int i = 0; i < kStages; i++) {
-      ptx::mbarrier_init(&shared.keys_full[i], 1);
+      ptx::mbarrier_init(&shared.keys_full[i], kCopiesRows && !kFloat8 ? kRowWarps * target::kWave : 1);
       ptx::mbarrier_init(&shared.keys_empty[i], 4 * kConsumers * kCluster);
-      ptx::mbarrier_init(&shared.values_full[i], kFloat8 ? target::kWave : 1);
+      ptx::mbarrier_init(&shared.values_full[i], kCopiesRows || kFloat8 ? kRowWarps * target::kWave : 1);
       ptx::mbarrier_init(&shared.values_empty[i], kFloat8 ? kWarpgroup * kConsumers : 4 * kConsumers * kCluster);
     }
     for (int i = 0; i < 2; i++) {
       ptx::mbarrier_init(&shared.work_full[i], 1);
-      ptx::mbarrier_init(&shared.work_empty[i], kWarpgroup * kConsumers + kValuesApart + kBiasWarps + kConverters);
+      ptx::mbarrier_init(&shared.work_empty[i], kWarpgroup * kConsumers + kHelpers);
     }
     for (int i = 0; i < (kBiasInSlots ? kBiasSlots : 0); i++) {
       ptx::mbarrier_init(&shared.bias_full[i], kBiasByRows ? kBiasWarps * target::kWave : 1);
@@ -321,8 +332,7 @@ KERNEL CLUSTER(forward::kCluster)
     Tickets<kCluster>::init(shared.tickets);
     ptx::fence_mbarrier_init();
     ptx::prefetch_tensormap(&maps.q);
-    ptx::prefetch_tensormap(&maps.k);
-    ptx::prefetch_tensormap(&maps.v);
+    maps.prefetch();
     if constexpr (kBiasInBoxes) prefetch_bias_map(maps);
   }
   target::launch_dependents();
@@ -341,7 +351,8 @@ KERNEL CLUSTER(forward::kCluster)
     const int warp = target::wave_uniform(target::thread_index() / target::kWave);
     if (warp == 0 && lane < kProducerLanes) produce(p, maps, shared, lane);
     if constexpr (kValuesApart) {
-      if (warp == 1) produce_values(p, maps, shared, lane);
+      if (warp % 2 == 1 && warp / 2 < kRowWarps) produce_part<false>(p, maps, shared, warp / 2, lane);
+      if (warp == 2 && kRowWarps > 1) produce_part<true>(p, maps, shared, 1, lane);
     }
     if constexpr (kBiasByRows) {
       if (warp >= kFirstBiasWarp) produce_bias_rows(p.forward, shared, (warp - kFirstBiasWarp) * target::kWave + lane);

@@ -27,6 +27,7 @@ using C = target::Accumulator;
 constexpr int kThreads = kWarpgroup * (1 + kConsumers);
 constexpr int kProducerLanes = kPaged ? target::kWave : 1;
 constexpr bool kValuesApart = kPaged;         // have a producer of their own
+constexpr bool kCopiesRows = kPageRows == 1;  // of keys and values, which then need no maps
 constexpr int kConverters = kFloat8 ? 2 : 0;  // warps that convert keys and values
 // A lone consumer may have as many registers from the start as a thread can have.
 constexpr bool kSharesRegisters = config::kProducerRegisters != config::kConsumerRegisters;
@@ -81,6 +82,10 @@ static_assert(!kBiasInSlots || (sizeof(Element) == kBias && (kBiasRows == 1 || k
 // The warps that bring rows.
 constexpr int kFirstBiasWarp = 2, kBiasWarps = kBiasByRows ? 2 : 0;
 static_assert(!kBiasByRows || !kFloat8, "those convert tiles of 8 bits");
+// The warps that copy keys, and as many values, where rows are copied. Those that bring a bias or convert are not free.
+constexpr int kRowWarps = kCopiesRows && !kBiasByRows && !kFloat8 ? 2 : 1;
+// Warps of the producer's group beside the first one.
+constexpr int kHelpers = kValuesApart + 2 * (kRowWarps - 1) + kBiasWarps + kConverters;
 
 using Qk = ptx::Wgmma<Operand, kTileK>;
 using Pv = ptx::Wgmma<Operand, kDepthV>;
@@ -111,8 +116,25 @@ struct ItemOf<true> {
 using Item = ItemOf<kStreamK>::Type;
 
 // The copy engine's maps: of what it loads and stores in every call, and of what it does in this one.
-struct UsualMaps {
-  ptx::TensorMap q, k, v;
+struct QueryMap {
+  ptx::TensorMap q;
+};
+template <bool kUsed>
+struct KeyMaps {
+  DEVICE static const ptx::TensorMap* of_keys() { return nullptr; }
+  DEVICE static const ptx::TensorMap* of_values() { return nullptr; }
+  DEVICE static void prefetch() {}
+};
+template <>
+struct KeyMaps<true> {
+  ptx::TensorMap k, v;
+
+  DEVICE const ptx::TensorMap* of_keys() const { return &k; }
+  DEVICE const ptx::TensorMap* of_values() const { return &v; }
+  DEVICE void prefetch() const {
+    ptx::prefetch_tensormap(&k);
+    ptx::prefetch_tensormap(&v);
+  }
 };
 template <bool kUsed>
 struct OutputMap {};
@@ -126,8 +148,9 @@ template <>
 struct BiasMap<true> {
   ptx::TensorMap bias;
 };
-struct Maps : UsualMaps, OutputMap<kTensorStores>, BiasMap<kBiasInBoxes> {};
-static_assert(sizeof(Maps) == sizeof(ptx::TensorMap) * (3 + kTensorStores + kBiasInBoxes), "the host lays them out so");
+struct Maps : QueryMap, KeyMaps<!kCopiesRows>, OutputMap<kTensorStores>, BiasMap<kBiasInBoxes> {};
+static_assert(sizeof(Maps) == sizeof(ptx::TensorMap) * (1 + 2 * !kCopiesRows + kTensorStores + kBiasInBoxes),
+              "the host lays them out so");
 
 struct Tiles {
   alignas(1024) unsigned char queries[kQuerySlots][kQueryBytes];

@@ -53,9 +53,9 @@ DEVICE void init_stored_barriers(S& s) {
   if constexpr (kFloat8) {
     auto& b = s.stored_barriers;
     for (int i = 0; i < kStoredSlots; i++) {
-      ptx::mbarrier_init(&b.keys_full[i], 1);
+      ptx::mbarrier_init(&b.keys_full[i], kCopiesRows ? target::kWave : 1);
       ptx::mbarrier_init(&b.keys_empty[i], 1);
-      ptx::mbarrier_init(&b.values_full[i], 1);
+      ptx::mbarrier_init(&b.values_full[i], kCopiesRows ? target::kWave : 1);
       ptx::mbarrier_init(&b.values_empty[i], 1);
     }
   }

@@ -1,11 +1,13 @@
 // The producer of a Hopper forward block walks the schedule and keeps the copy engine ahead of the consumers: one
 // thread. Where keys are in pages, two warps: a lane finds a box and asks for it, and values have the second warp,
-// since one would ask for boxes no faster than the products take them.
+// since one would ask for boxes no faster than the products take them. Those may copy rows as well
+// (sm90/forward_page_rows.cuh).
 #pragma once
 
 #include "sm90/forward_bias.cuh"
 #include "sm90/forward_block.cuh"
 #include "sm90/forward_float8.cuh"
+#include "sm90/forward_page_rows.cuh"
 #include "sm90/forward_pages.cuh"
 
 namespace forward {
@@ -67,6 +69,7 @@ DEVICE int next_item(const WorkTile&) { return -1; }
 DEVICE void produce(const Sm90ForwardParams& p, const Maps& maps, SharedMemory& s, int lane) {
   const bool leads = kProducerLanes == 1 || lane == 0;
   auto& barriers = Landing::barriers(s);
+  const KeyArray array_k = array_of_keys(p, maps), array_v = array_of_values(p, maps);
   Ring<Landing::kSlots> keys, values;
   Ring<kBiasSlots> bias;
   Ring<2> slot;
@@ -108,11 +111,11 @@ DEVICE void produce(const Sm90ForwardParams& p, const Maps& maps, SharedMemory& 
                                                first_row, work.q.length, work.head);
       queries.advance();
     };
-    KeyTileLoader<kPageRows> loader(p, work, p.next_page_k, lane);
+    KeyTileLoader<kPageRows> loader(p, work, array_k, 0, lane);
     const auto load_values = [&](int first_key) {
       if constexpr (kValuesApart) return;
       ptx::mbarrier_wait(&barriers.values_empty[values.slot], values.parity ^ 1);
-      loader.load<kStoredBlocksV>(Landing::values(s)[values.slot], &maps.v, &barriers.values_full[values.slot],
+      loader.load<kStoredBlocksV>(Landing::values(s)[values.slot], array_v, &barriers.values_full[values.slot],
                                   first_key, kv_head);
       values.advance();
     };
@@ -126,7 +129,7 @@ DEVICE void produce(const Sm90ForwardParams& p, const Maps& maps, SharedMemory& 
       if (kFindsEarly && leads && n == draws_at) ticket = tickets.draw();
       loader.find(key_tiles, n, span.end);
       ptx::mbarrier_wait(&barriers.keys_empty[keys.slot], keys.parity ^ 1);
-      loader.load<kStoredBlocksQk>(Landing::keys(s)[keys.slot], &maps.k, &barriers.keys_full[keys.slot], first_key,
+      loader.load<kStoredBlocksQk>(Landing::keys(s)[keys.slot], array_k, &barriers.keys_full[keys.slot], first_key,
                                    kv_head);
       keys.advance();
       if (n > span.begin) {
@@ -169,10 +172,14 @@ DEVICE void produce(const Sm90ForwardParams& p, const Maps& maps, SharedMemory& 
   if (leads) tickets.leave();
 }
 
-// The second warp, which learns of work as consumers do.
-DEVICE void produce_values(const Sm90ForwardParams& p, const Maps& maps, SharedMemory& s, int lane) {
+// Another warp's part of all keys, or of all values. It learns of work as consumers do.
+template <bool kKeys>
+DEVICE void produce_part(const Sm90ForwardParams& p, const Maps& maps, SharedMemory& s, int part, int lane) {
   auto& barriers = Landing::barriers(s);
-  Ring<Landing::kSlots> values;
+  ptx::Mbarrier* const full = kKeys ? barriers.keys_full : barriers.values_full;
+  ptx::Mbarrier* const empty = kKeys ? barriers.keys_empty : barriers.values_empty;
+  const KeyArray array = kKeys ? array_of_keys(p, maps) : array_of_values(p, maps);
+  Ring<Landing::kSlots> ring;
   Ring<2> slot;
   for (;;) {
     ptx::mbarrier_wait(&s.work_full[slot.slot], slot.parity);
@@ -181,14 +188,17 @@ DEVICE void produce_values(const Sm90ForwardParams& p, const Maps& maps, SharedM
     const Keys key_tiles = key_tiles_of(p.forward, work);
     const TileSpan span = span_of_item(key_tiles, work);
     const int kv_head = work.head / (p.forward.nheads_q / p.forward.nheads_kv);
-    KeyTileLoader<kPageRows> loader(p, work, p.next_page_v, lane);
+    KeyTileLoader<kPageRows> loader(p, work, array, part, lane);
 #pragma unroll 1
     for (int n = span.begin; n < span.end; n++) {
       loader.find(key_tiles, n, span.end);
-      ptx::mbarrier_wait(&barriers.values_empty[values.slot], values.parity ^ 1);
-      loader.load<kStoredBlocksV>(Landing::values(s)[values.slot], &maps.v, &barriers.values_full[values.slot], 0,
-                                  kv_head);
-      values.advance();
+      ptx::mbarrier_wait(&empty[ring.slot], ring.parity ^ 1);
+      if constexpr (kKeys) {
+        loader.template load<kStoredBlocksQk>(Landing::keys(s)[ring.slot], array, &full[ring.slot], 0, kv_head);
+      } else {
+        loader.template load<kStoredBlocksV>(Landing::values(s)[ring.slot], array, &full[ring.slot], 0, kv_head);
+      }
+      ring.advance();
     }
     target::wave_sync();  // all lanes have read the slot
     if (lane == 0) ptx::mbarrier_arrive(&s.work_empty[slot.slot]);

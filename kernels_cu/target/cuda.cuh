@@ -66,6 +66,8 @@ DEVICE void barrier_arrive(int id, int threads) {
 
 DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(~0u, x, mask); }
 DEVICE unsigned shuffle_xor(unsigned x, int mask) { return __shfl_xor_sync(~0u, x, mask); }
+// x of another lane.
+DEVICE unsigned shuffle(unsigned x, int lane) { return __shfl_sync(~0u, x, lane); }
 DEVICE bool wave_any(bool predicate) { return __any_sync(~0u, predicate); }
 // Through a shuffle the compiler learns that x is the same in every lane.
 DEVICE int wave_uniform(int x) { return __shfl_sync(~0u, x, 0); }

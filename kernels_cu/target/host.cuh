@@ -127,6 +127,23 @@ DEVICE T exchange(T x, int mask) {
 DEVICE float shuffle_xor(float x, int mask) { return exchange(x, mask); }
 DEVICE unsigned shuffle_xor(unsigned x, int mask) { return exchange(x, mask); }
 
+DEVICE unsigned shuffle(unsigned x, int lane) {
+  struct Asked {
+    unsigned x, received;
+    int lane;
+  };
+  Asked mine{x, 0, lane};
+  const auto answer = [](void* const* payloads) {
+    for (int own = 0; own < kWave; own++) {
+      Asked& asked = *static_cast<Asked*>(payloads[own]);
+      asked.received = static_cast<const Asked*>(payloads[asked.lane])->x;
+    }
+  };
+  if (lane < 0 || lane >= kWave) host::fail("shuffle from lane %d of a wave of %d", lane, kWave);
+  host::meet_wave("shuffle", 0, answer, &mine);
+  return mine.received;
+}
+
 DEVICE bool wave_any(bool predicate) {
   const auto any = [](void* const* payloads) {
     bool result = false;

@@ -29,6 +29,12 @@ struct HeadsRows {
   DEVICE HeadsRows shifted(int64 elements) const { return {first + elements, row_stride, head_stride, row}; }
 };
 
+// x / d, below 2^31, by a multiplication: shift is the least s with 2^s >= d, and inverse floor(2^(31 + s) / d) + 1
+// (Granlund and Montgomery 1994).
+DEVICE int quotient(int x, unsigned inverse, int shift) {
+  return static_cast<int>((2ull * static_cast<unsigned>(x) * inverse >> 32) >> shift);
+}
+
 // Which page holds which rows: the n-th ones, `rows` of them, are in the page with the n-th id. Nobody has checked the
 // ids: whatever they are, a page found here is one of the array, which has at least one.
 // kPlain: the host has seen that ids have 32 bits, and pages a power of two of rows.
@@ -39,10 +45,11 @@ struct PageTable {
   int64 pages;   // of the array
   int last;      // no id behind this one is read
   int rows;
-  int shift;  // the logarithm of `rows`; negative where that is no power of two
+  unsigned inverse;  // divides by `rows`, with `shift`: their logarithm, where they are a power of two
+  int shift;
   bool is_64bit;
 
-  DEVICE int page_of_row(int row) const { return kPlain || shift >= 0 ? row >> shift : row / rows; }
+  DEVICE int page_of_row(int row) const { return kPlain ? row >> shift : quotient(row, inverse, shift); }
   DEVICE int entry(int row) const {
     const int page = page_of_row(row);
     return page < last ? page : last;

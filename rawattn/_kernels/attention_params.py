@@ -102,6 +102,7 @@ def page_fields(problem: Problem, structure: Structure, operands: Operands) -> d
         return {}
     strides = score_params.elements(operands.of_options["block_table"], form.dtype)
     size = form.page_size
+    inverse, shift = division(size)
     return {
         "pages.ids.is_64bit": int(form.dtype == "int64"),
         "pages.indptr.is_64bit": int(structure.k.start == 8),
@@ -110,8 +111,15 @@ def page_fields(problem: Problem, structure: Structure, operands: Operands) -> d
         "pages.capacity": problem.rows_k // size,
         "pages.count": form.num_pages,
         "pages.page_size": size,
-        "pages.shift": size.bit_length() - 1 if size & (size - 1) == 0 else -1,
+        "pages.inverse": inverse,
+        "pages.shift": shift,
     }
+
+
+def division(by: int) -> tuple[int, int]:
+    """What `quotient` in kernels_cu/tile/rows.cuh takes to divide by a number."""
+    shift = (by - 1).bit_length()
+    return (1 << 31 + shift) // by + 1, shift
 
 
 def _strides(problem: Problem, operands: Operands, *names: str) -> dict[str, Any]:

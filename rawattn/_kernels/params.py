@@ -128,7 +128,8 @@ PAGES = _struct(
     ("int64", "capacity", "ids of a row"),
     ("int64", "count", "pages of the array"),
     ("int", "page_size", "keys of a page"),
-    ("int", "shift", "its logarithm, -1 where it is no power of two"),
+    ("unsigned", "inverse", "with shift: divides by it (tile/rows.cuh)"),
+    ("int", "shift", ""),
 )
 KV_SCALE = _struct(
     "KvScale",

@@ -32,7 +32,7 @@ class Schema:
 SCHEMAS = {
     "sm90_forward": Schema(
         (
-            *("any", "long", "left", "masked", "paged", "paged_8bit"),
+            *("any", "long", "left", "masked", "paged", "paged_rows", "paged_8bit"),
             *("narrow_values", "bias", "alibi", "dropout", "held", "few"),
         ),
         {

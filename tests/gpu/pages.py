@@ -26,7 +26,7 @@ SHAPES: list[dict[str, Any]] = [
     {"page_size": 64, "rows": (200, 0, 9, 129), "room_q": 210, "dims": (7, 7)},
 ]
 MASKS: list[dict[str, Any]] = [{"causal": True}, {"window": (100, 0), "sink": 4}]
-# Chunks that fill a GPU, in pages that divide a tile, that a tile divides, and neither.
+# Chunks that fill a GPU, in pages that divide a tile, that a tile divides, neither, and that no box of rows divides.
 CHUNKS: list[dict[str, Any]] = [
     {"page_size": 16, "dims": (128, 128), "heads": (32, 8)},
     {"page_size": 8, "dims": (64, 64), "heads": (24, 24), "pair": True, "dtype": F16},
@@ -34,6 +34,8 @@ CHUNKS: list[dict[str, Any]] = [
     {"page_size": 128, "dims": (192, 128), "heads": (24, 3), "heads_first": True},
     {"page_size": 1000, "dims": (256, 256), "heads": (32, 1), "shared": 1},
     {"page_size": 64, "dims": (40, 72), "heads": (30, 5)},
+    {"page_size": 1, "dims": (128, 128), "heads": (32, 8), "heads_first": True},
+    {"page_size": 100, "dims": (80, 200), "heads": (12, 12), "pair": True, "dtype": F16},
 ]
 LIMITS: list[dict[str, Any]] = [
     {"causal": True},

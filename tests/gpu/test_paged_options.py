@@ -41,7 +41,13 @@ def test_windows_and_sinks(dtype: Any, seqlen: int, seen: dict[str, Any], sink: 
 
 @pytest.mark.parametrize(
     ("page_size", "dims", "keys"),
-    [(16, (64, 64), 800), (16, (64, 64), 801), (64, (128, 128), 801), (32, (192, 192), 803)],
+    [
+        (16, (64, 64), 800),
+        (16, (64, 64), 801),
+        (1, (96, 64), 801),
+        (64, (128, 128), 801),
+        (32, (192, 192), 803),
+    ],
     ids=str,
 )
 def test_options_of_scores(page_size: int, dims: tuple[int, int], keys: int) -> None:

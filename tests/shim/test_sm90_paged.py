@@ -23,10 +23,10 @@ LENS = (70, 3, 0, 129)
 KNOBS: dict[str, Any] = {"dims": (32, 16), "rows": 40}
 
 
-# A box of 8 or 16 rows, a page within a tile, a tile within a page, neither.
+# A box of 8 or 16 rows, a page within a tile, a tile within a page, neither. Row by row where no box of 8 divides a page.
 @pytest.mark.parametrize(
     ("page_size", "shape"),
-    exhaustive.thin(itertools.product((8, 16, 24, 64, 128, 1000), SHAPES), 7),
+    exhaustive.thin(itertools.product((1, 3, 8, 16, 20, 24, 64, 128, 1000), SHAPES), 7),
 )
 def test_pages(hopper: MakeDevice, page_size: int, shape: Any) -> None:
     pair = page_size % 16 == 0
@@ -63,9 +63,10 @@ def test_boxes_of_whole_rows(
 
 
 @pytest.mark.parametrize(
-    ("shape", "align", "mask"),
+    ("page_size", "shape", "align", "mask"),
     exhaustive.thin(
         itertools.product(
+            (8, 3),
             SHAPES,
             ("bottom-right", "top-left"),
             ({"window": (12, 0)}, {"window": (40, 3), "sink": 8}, {"causal": True}),
@@ -74,20 +75,25 @@ def test_boxes_of_whole_rows(
     ),
     ids=str,
 )
-def test_masks(hopper: MakeDevice, shape: Any, align: str, mask: dict[str, Any]) -> None:
-    call = paged((150, 33, 5), 8, rows=37, dims=(16, 24), heads=(6, 2), dtype=F16)
+def test_masks(
+    hopper: MakeDevice, page_size: int, shape: Any, align: str, mask: dict[str, Any]
+) -> None:
+    call = paged((150, 33, 5), page_size, rows=37, dims=(16, 24), heads=(6, 2), dtype=F16)
     verify_sm90(hopper(), call, shape, align=align, **mask)
 
 
-@pytest.mark.parametrize("name", exhaustive.thin(OPTIONS, 3))
-def test_options_of_scores(hopper: MakeDevice, name: str) -> None:
+@pytest.mark.parametrize(
+    ("page_size", "name"), exhaustive.thin(itertools.product((8, 5), OPTIONS), 5)
+)
+def test_options_of_scores(hopper: MakeDevice, page_size: int, name: str) -> None:
     """In rows past the end of a page lie NaNs."""
-    call = paged((150, 33, 0), 8, rows=9, dims=(16, 16))
+    call = paged((150, 33, 0), page_size, rows=9, dims=(16, 16))
     verify_sm90(hopper(), call, on_device=True, **OPTIONS[name])
 
 
-def test_batches(hopper: MakeDevice) -> None:
-    packed = paged((70, 9, 0, 129), 24, rows=(40, 9, 4, 1), group=True, pair=True)
+@pytest.mark.parametrize("page_size", [24, 1])
+def test_batches(hopper: MakeDevice, page_size: int) -> None:
+    packed = paged((70, 9, 0, 129), page_size, rows=(40, 9, 4, 1), group=True, pair=True)
     padded = paged((70, 9, 5, 129), 16, rows=(50, 0, 2, 1), room_q=51)
     for call in (packed, padded):
         verify_sm90(hopper(), call, LATE, causal=True)
@@ -105,19 +111,21 @@ def test_tiles_shared_out_by_keys(hopper: MakeDevice, shape: Any, options: dict[
     """By what is found on the device: some sequences have fewer keys than their tiles have pieces."""
     packed = paged((200, 9, 0, 129), 24, rows=(140, 9, 4, 1), group=True, pair=True)
     padded = paged((150, 9, 75), 8, rows=37, dims=(16, 24), heads=(6, 2), dtype=F16)
+    by_rows = paged((150, 9, 75), 1, rows=37, dims=(72, 24), heads=(6, 2))
     with sharing():
-        for seed, call in enumerate((packed, padded), 1):
+        for seed, call in enumerate((packed, padded, by_rows), 1):
             device = hopper(seed)
             verify_sm90(device, call, shape, on_device=seed == 1, **options)
             assert any("stream_k" in each for each in device.summaries)
 
 
-def test_pages_that_no_row_sees_are_not_read(hopper: MakeDevice) -> None:
+@pytest.mark.parametrize("page_size", [8, 3])
+def test_pages_that_no_row_sees_are_not_read(hopper: MakeDevice, page_size: int) -> None:
     """Whatever their entries say: the pages that are found instead hold NaN."""
-    call = paged((150, 75), 8, rows=2, dims=(32, 32))
+    call = paged((150, 75), page_size, rows=2, dims=(32, 32))
     table = call.block_table + 1
-    table[0, 1:14] = -1  # the window of the first row begins at key 118
-    table[1, 1:5] = 1 << 30
+    table[0, 1 : 118 // page_size] = -1  # the window of the first row begins at key 118
+    table[1, 1 : 43 // page_size] = 1 << 30
     ends = [(1, 1), (0, 0), (0, 0), (0, 0)]
     pools = {
         name: np.pad(getattr(call, name).astype(np.float32), ends, constant_values=np.nan)
@@ -128,17 +136,18 @@ def test_pages_that_no_row_sees_are_not_read(hopper: MakeDevice) -> None:
     )
     for shape in SHAPES:
         verify_sm90(hopper(), freed, shape, window=(30, 0), sink=3)
-    behind = paged((150, 75), 8, rows=20, dims=(32, 32))
-    behind.block_table[:, 4:] = -1
+    behind = paged((150, 75), page_size, rows=20, dims=(32, 32))
+    behind.block_table[:, 22 // page_size + 1 :] = -1  # the last row sees key 22
     for name in ("k_pages", "v_pages"):
         getattr(behind, name)[0] = np.nan  # where clamped ids lead
     verify_sm90(hopper(), behind, WIDE, window=(None, 3), align="top-left")
 
 
+@pytest.mark.parametrize("page_size", [8, 3])
 @pytest.mark.parametrize("pair", [False, True])
-def test_no_integer_leads_outside(hopper: MakeDevice, pair: bool) -> None:
+def test_no_integer_leads_outside(hopper: MakeDevice, pair: bool, page_size: int) -> None:
     """The machine stops at an access outside of the arrays."""
-    call = paged((70, 9, 30), 8, pair=pair, rows=3, dims=(16, 16))
+    call = paged((70, 9, 30), page_size, pair=pair, rows=3, dims=(16, 16))
     bad = with_any_ids(finite(call))
     lengths = np.array([10_000, -3, 2**31 - 1], np.int32)
     device = hopper(checked=True)

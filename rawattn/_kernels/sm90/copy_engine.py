@@ -53,6 +53,24 @@ def _real(problem: Problem, name: str, operands: Operands) -> Iterator[int]:
     return (stride for stride, extent in zip(between, extents, strict=True) if extent > 1)
 
 
+def copies_rows(problem: Problem) -> bool:
+    """Whether lanes copy rows of keys in pages one by one: no box would begin in a page as the swizzle does."""
+    return problem.pages is not None and problem.pages.page_size % SWIZZLE_ROWS != 0
+
+
+def near(problem: Problem, operands: Operands) -> bool:
+    """Whether 32 bits count where the rows of all pages begin, in 16 bytes."""
+    form = problem.pages
+    assert form is not None
+    extents = form.num_pages - 1, form.page_size - 1
+    spans = (
+        sum(stride * most for stride, most in zip(operands.strides[name], extents, strict=False))
+        for name in KEYS[True]
+        if name in operands.strides
+    )
+    return all(span < 16 * (2**32 - 1) for span in spans)
+
+
 def next_pages(problem: Problem, operands: Operands) -> tuple[int, int] | None:
     """Heads from a page of keys to the next, and of values, as one axis of a tensor map counts both.
 

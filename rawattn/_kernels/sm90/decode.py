@@ -71,7 +71,7 @@ def _unmapped(problem: Problem, target: Target, operands: Operands) -> str | Non
     if min(problem.batch, problem.rows_q, problem.rows_k) == 0:
         return "an array is empty"
     if problem.pages is not None:
-        if problem.pages.page_size % copy_engine.SWIZZLE_ROWS:
+        if copy_engine.copies_rows(problem):
             return f"a page of {problem.pages.page_size} keys is no whole number of boxes"
         if not 0 < problem.pages.num_pages < copy_engine.MAX_PAGES:
             return f"a tensor map has from 1 to {copy_engine.MAX_PAGES} pages"

@@ -11,7 +11,7 @@ from rawattn._call.problem import Problem
 from rawattn._kernels import features, tile_tables
 from rawattn._kernels.operands import ITEMSIZE, Operands, access_bytes
 from rawattn._kernels.sm90 import bias_slots, copy_engine, filling
-from rawattn._kernels.sm90.copy_engine import MAX_PAGES, MAX_ROWS, SWIZZLE_ROWS
+from rawattn._kernels.sm90.copy_engine import MAX_PAGES, MAX_ROWS
 from rawattn._kernels.sm90.forward_config import Config, blocks_per_sm, rows_of
 from rawattn._kernels.target import Target, shared_limit_of
 from rawattn._kernels.tile_tables import Row
@@ -49,7 +49,8 @@ _WORTH_CHANGING = 0.96
 _MOST_BLOCKS, _MOST_RAGGED_BLOCKS = 4, 3
 _EQUAL = 1.02
 
-_PAGED_REGISTERS = 224  # at most of one of two consumers, where who finds pages needs what is left
+# At most of one of two consumers, where who finds pages needs what is left, and where those copy rows.
+_FINDING_REGISTERS, _COPYING_REGISTERS = 224, 208
 
 
 def supports(problem: Problem, target: Target, operands: Operands) -> str | None:
@@ -67,7 +68,7 @@ def supports(problem: Problem, target: Target, operands: Operands) -> str | None
         return "it splits no keys on request"
     if problem.rows_q > MAX_ROWS or (problem.pages is None and problem.rows_k > MAX_ROWS):
         return f"an array has more than {MAX_ROWS} rows"
-    if (reason := _pages_refused(problem)) is not None:
+    if (reason := _pages_refused(problem, operands)) is not None:
         return reason
     for name in copy_engine.loaded(problem):
         if not copy_engine.mappable(problem, name, operands):
@@ -75,15 +76,15 @@ def supports(problem: Problem, target: Target, operands: Operands) -> str | None
     return None
 
 
-def _pages_refused(problem: Problem) -> str | None:
+def _pages_refused(problem: Problem, operands: Operands) -> str | None:
     """Why keys in pages are not for this kernel, else None."""
     form = problem.pages
     if form is None:
         return None
-    if form.page_size % SWIZZLE_ROWS:
-        return f"a page of {form.page_size} keys is no whole number of boxes"
     if not 0 < form.num_pages < MAX_PAGES:
         return f"a tensor map has from 1 to {MAX_PAGES} pages"
+    if copy_engine.copies_rows(problem) and not copy_engine.near(problem, operands):
+        return f"pages of {form.page_size} keys lie further apart than rows are found"
     return None
 
 
@@ -97,7 +98,8 @@ def choose(problem: Problem, target: Target, operands: Operands) -> Config:
         # blocks would visit key tiles for each other. Boxes of pages are small already.
         fields["cluster"] = 1
     if problem.pages is not None and fields["consumers"] == 2:
-        fields["consumer_registers"] = min(fields["consumer_registers"], _PAGED_REGISTERS)
+        most = _COPYING_REGISTERS if copy_engine.copies_rows(problem) else _FINDING_REGISTERS
+        fields["consumer_registers"] = min(fields["consumer_registers"], most)
     # Of ragged batches, and under masks, whose tiles are stored often: others gain nothing by it. Stages of a bias need the
     # room more.
     often = problem.ragged or (problem.mask is not None and problem.bias is None)
@@ -118,10 +120,11 @@ def choose(problem: Problem, target: Target, operands: Operands) -> Config:
     )
     config = with_bias(with_room(config, target), problem, target, operands)
     if problem.pages is not None:
+        copied = copy_engine.copies_rows(problem)
         config = replace(
             config,
-            page_rows=math.gcd(problem.pages.page_size, config.tile_k),
-            whole_rows=copy_engine.next_pages(problem, operands) is not None,
+            page_rows=1 if copied else math.gcd(problem.pages.page_size, config.tile_k),
+            whole_rows=not copied and copy_engine.next_pages(problem, operands) is not None,
         )
     return with_query_slots(config, target)
 
@@ -231,7 +234,7 @@ def _fields(problem: Problem, target: Target, wide: int) -> tuple[dict[str, Any]
     # What is held or drawn needs registers that no other row leaves it. Of a padded batch nobody knows how much is real.
     padded = problem.ragged and not problem.group and problem.pages is None
     bound = table in ("held", "dropout") or padded
-    plain = table in ("any", "long", "left", "paged", "paged_8bit", "narrow_values")
+    plain = table in ("any", "long", "left", "narrow_values") or table.startswith("paged")
     crowded = _may_crowd(problem, table, wide)
     # What scores take beside products, a lone consumer hides behind those of other blocks alone.
     longest = _SHORT_SCORED_SEQLEN if crowded and not plain else _SHORT_SEQLEN
@@ -334,7 +337,9 @@ def _table(problem: Problem) -> str:
         return "bias"
     # Who finds pages needs more registers than who finds rows.
     if problem.pages is not None:
-        return "paged_8bit" if problem.float8 else "paged"
+        if problem.float8:
+            return "paged_8bit"
+        return "paged_rows" if copy_engine.copies_rows(problem) else "paged"
     # With a limit on the left a thread has more to remember, and a window is better met by small key tiles.
     if problem.window_left is not None:
         return "left"

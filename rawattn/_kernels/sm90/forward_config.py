@@ -49,7 +49,9 @@ class Config(Features):
     store_bytes: int  # of an access to the output
     tensor_stores: bool  # by the copy engine, through a buffer in shared memory
     stream_k: bool  # the keys of the last query tiles, among all blocks
-    page_rows: int = 0  # of a box of keys or values, where those are in pages
+    page_rows: int = (
+        0  # of a box of keys or values, where those are in pages; 1 where lanes copy rows
+    )
     whole_rows: bool = False  # in it, else 64 columns of each
     # Of a bias that comes to slots: 0 where lanes read it from memory.
     bias_rows: int = 0  # of each head in a slot
@@ -66,6 +68,11 @@ class Config(Features):
     def tile_q(self) -> int:
         """Query rows of each head."""
         return self.tile_rows // self.heads_per_tile
+
+    @property
+    def copies_rows(self) -> bool:
+        """Of keys and values: lanes of the producer do, which needs no tensor maps."""
+        return self.page_rows == 1
 
     @property
     def run_rows(self) -> int:

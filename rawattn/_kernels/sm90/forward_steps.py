@@ -223,9 +223,11 @@ def tensor_maps(problem: Problem, config: Config, operands: Operands) -> dict[st
         )
         for name, (headdim, box_rows, box_heads) in queries.items()
     }
-    next_pages = copy_engine.next_pages(problem, operands) if config.whole_rows else None
-    keys = maps_of_keys(problem, operands, config.page_rows or config.tile_k, next_pages)
-    maps = {"q": maps.pop("q"), **dict(zip("kv", (each for _, each in keys), strict=True)), **maps}
+    if not config.copies_rows:
+        next_pages = copy_engine.next_pages(problem, operands) if config.whole_rows else None
+        keys = maps_of_keys(problem, operands, config.page_rows or config.tile_k, next_pages)
+        of_keys = dict(zip("kv", (each for _, each in keys), strict=True))
+        maps = {"q": maps.pop("q"), **of_keys, **maps}
     if config.bias_stages and not config.bias_by_rows:
         maps["bias"] = bias_slots.geometry(problem, operands, config.bias_slot)
     return maps
