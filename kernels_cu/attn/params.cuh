@@ -255,8 +255,10 @@ struct BackwardParams {
   BiasGradient dbias;
   // dv, then dk: each (parts, batch, rows, nheads_kv, depth), columns of 16 in the order of Accumulator::position()
   float* part_sums;
-  // blocks of a key tile, which share its query tiles
+  // blocks of a key tile, which share the turns of its walk
   int parts;
+  // of kernels that visit physical rows of queries, or of keys: how many share a row
+  int query_row_waves, key_row_waves;
   // gradients of captured arrays, one after the other, in C order: floats, or ExactSums
   void* captured_sums;
   // where that of each begins

@@ -102,13 +102,6 @@ struct QueryTiles : TileSpan {
     end = static_cast<int>((last + kTileQ - 1) / kTileQ);
   }
 
-  // Leaves one of so many parts, as even as can be.
-  DEVICE void take_part(int part, int parts) {
-    const TileSpan all{begin, end};
-    begin = all.begin + all.count() * part / parts;
-    end = all.begin + all.count() * (part + 1) / parts;
-  }
-
   // Static, as the object is not needed: the backward has no register to lose, and ptxas spills more of them otherwise.
   DEVICE static int tile(int n) { return n; }
   DEVICE static int first_row(int n) { return tile(n) * kTileQ; }

@@ -23,7 +23,6 @@
 #include "attn/scores_of_keys.cuh"
 #include "attn/sequence.cuh"
 #include "portable/backward_block.cuh"
-#include "portable/backward_walk.cuh"
 #include "portable/gradient_part.cuh"
 #include "portable/gradient_unit.cuh"
 #include "portable/handover.cuh"
@@ -86,7 +85,7 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
   const int lane = thread % target::kWave;
   const int wave = thread / target::kWave;
 
-  // Where key tiles are few, each has several blocks, with a part of its query tiles.
+  // Where key tiles are few, each has several blocks, with a part of its turns.
   const int parts = kSplit ? p.parts : 1;
   const int part = target::block_index() % parts;
   const KeyWorkTile work = find_key_work_tile<kRagged, kTileK>(p, target::block_index() / parts);
@@ -96,7 +95,6 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
   auto query_tiles = Tiles::queries(f, Visible(f, work.q.length, work.k.length), work.sequence, work.q, work.k,
                                     work.kv_head, work.tile);
   [[maybe_unused]] const TileSpan met{query_tiles.begin, query_tiles.end};
-  if constexpr (kSplit) query_tiles.take_part(part, parts);
   const int group = f.nheads_q / f.nheads_kv;
 
   // Of the group's first head.
@@ -148,8 +146,8 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
   int first = work.tile;
   // Those of other heads and sequences add to the same sums too.
   if constexpr (kDbias == 2) first += 2 * (work.sequence * f.nheads_kv + work.kv_head);
-  const int start = query_tiles.count() > 0 ? query_tiles.begin + first % query_tiles.count() : 0;
-  Turn turn = Walk<kBlockMask>::first(query_tiles, start);
+  const auto start = Walk::start(query_tiles, first, group, part, parts);
+  Turn turn = Walk::first(query_tiles, start);
   if (turn.exists) {
     const auto real =
         rows_to_copy<kBlockMask>(f.block_mask, work.sequence, work.kv_head * group, group, first_key, keys, true);
@@ -208,7 +206,7 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
 #pragma unroll 1
   while (turn.exists) {
     wait_copies_and_sync();
-    const Turn next = Walk<kBlockMask>::next(turn, query_tiles, start, group);
+    const Turn next = Walk::next(turn, query_tiles, start, group);
     const Element* const queries = elements + kQueriesAt + turn.stage * kTileQ * kPitch;
     const Element* const douts = elements + kDoutsAt + turn.stage * kTileQ * kPitch;
     const int first_row = query_tiles.first_row(turn.n);

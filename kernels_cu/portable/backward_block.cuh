@@ -5,6 +5,7 @@
 #include "attn/listed_tiles.cuh"
 #include "attn/score_rule.cuh"
 #include "attn/visible.cuh"
+#include "portable/backward_walk.cuh"
 #include "portable/bias_gradient.cuh"
 #include "portable/dq_share.cuh"
 #include "portable/handover.cuh"
@@ -70,6 +71,7 @@ using CopyDout = RowCopy<Element, kTileQ, kHeadDimV, kDepth, kPitch, kRoleThread
 using Visible = VisibleKeys<kLeft, kRight, kTopLeft>;
 using Tiles = MeetingTiles<kBlockMask, Visible, kTileQ, kTileK>;
 
+using Walk = Either<kBlockMask, ListedWalk, Either<kSplit, SharedWalk, WholeWalk>::Type>::Type;
 using Dq = DqShare<M, Element, kTileQ, kTileK, kPitch, kPitchP, (kDqByHalf ? kRoleWaves : kWaves)>;
 constexpr int kFirstDqWave = kDqByHalf ? kRoleWaves : 0;
 

@@ -1,5 +1,5 @@
-// Last step of the backward: dq = scale * dq_sum, but for its unit, in the dtype and the layout of dq. One wave takes
-// one physical row, all heads.
+// Last step of the backward: dq = scale * dq_sum, but for its unit, in the dtype and the layout of dq. A wave takes one
+// physical row. Where rows are few, waves share one.
 #include "attn/params.cuh"
 #include "attn/physical_row.cuh"
 #include "attn/rows.cuh"
@@ -28,12 +28,14 @@ KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_backward_finish(PARAMETER
   const ForwardParams& f = p.forward;
   const int wave = target::thread_index() / target::kWave;
   const int lane = target::thread_index() % target::kWave;
-  const PhysicalRow own = physical_row(f.q_side, f.batch, int64(target::block_index()) * kWaves + wave);
+  const int64 index = int64(target::block_index()) * kWaves + wave;
+  const int shares = p.query_row_waves, share = static_cast<int>(index % shares);
+  const PhysicalRow own = physical_row(f.q_side, f.batch, index / shares);
   if (!own.logical) return;
 
   const float* const sums = p.dq_sum + (own.batch * f.q_side.rows + own.row) * f.nheads_q * kDqPitch;
   Element* const dq = row_at<Element>(p.dq, p.dq_strides, own.batch, own.row);
-  for (int i = lane; i < f.nheads_q * kChunks; i += target::kWave) {
+  for (int i = share * target::kWave + lane; i < f.nheads_q * kChunks; i += shares * target::kWave) {
     const int head = i / kChunks;
     const int column = i % kChunks * kChunk;
     Piece piece;

@@ -1,5 +1,5 @@
-// dk and dv where several blocks had a key tile: what each has, added up in their order. One wave takes one physical
-// row of keys, all heads. Rows of no sequence are not touched.
+// dk and dv where several blocks had a key tile: what each has, added up in their order. A wave takes one physical row
+// of keys. Where rows are few, waves share one. Rows of no sequence are not touched.
 #include "attn/params.cuh"
 #include "attn/physical_row.cuh"
 #include "attn/rows.cuh"
@@ -18,12 +18,13 @@ struct alignas(kCopyBytes) Piece {
   Element x[kChunk];
 };
 
-// sums: of the row in the first part, `apart` from those in the next one. kColumns: of the gradient.
+// sums: of the row in the first part, `apart` from those in the next one. kColumns: of the gradient. first: of the
+// pieces of the row, which lanes of all waves that share it take in turns.
 template <int kColumns>
 DEVICE void add_up(Element* gradient, int64 head_stride, const float* sums, int64 apart, const BackwardParams& p,
-                   int lane) {
+                   int first) {
   constexpr int kChunks = kColumns / kChunk;
-  for (int i = lane; i < p.forward.nheads_kv * kChunks; i += target::kWave) {
+  for (int i = first; i < p.forward.nheads_kv * kChunks; i += p.key_row_waves * target::kWave) {
     const int head = i / kChunks;
     const int column = i % kChunks * kChunk;
     float x[kChunk] = {};
@@ -44,7 +45,9 @@ KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_backward_parts(PARAMETER 
   const ForwardParams& f = p.forward;
   const int wave = target::thread_index() / target::kWave;
   const int lane = target::thread_index() % target::kWave;
-  const PhysicalRow own = physical_row(f.k_side, f.batch, int64(target::block_index()) * kWaves + wave);
+  const int64 index = int64(target::block_index()) * kWaves + wave;
+  const int shares = p.key_row_waves, share = static_cast<int>(index % shares);
+  const PhysicalRow own = physical_row(f.k_side, f.batch, index / shares);
   if (!own.logical) return;
 
   const int64 columns = int64(f.nheads_kv) * kDepth;
@@ -52,8 +55,9 @@ KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_backward_parts(PARAMETER 
   const int64 rows = (f.k_side.start.data == nullptr ? f.batch : 1) * f.k_side.rows;
   const float* const dv = p.part_sums + (own.batch * f.k_side.rows + own.row) * columns;
   const float* const dk = dv + p.parts * rows * columns;
+  const int first = share * target::kWave + lane;
   add_up<kHeadDim>(row_at<Element>(p.dk, p.dk_strides, own.batch, own.row), p.dk_strides.head, dk, rows * columns, p,
-                   lane);
+                   first);
   add_up<kHeadDimV>(row_at<Element>(p.dv, p.dv_strides, own.batch, own.row), p.dv_strides.head, dv, rows * columns, p,
-                    lane);
+                    first);
 }

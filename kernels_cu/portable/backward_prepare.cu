@@ -2,7 +2,8 @@
 //
 //   row_delta = dlse - dout . out, 0 where lse is -inf        dq_sum = 0
 //
-// One wave takes one physical row, all heads: several at a time, side by side. Rows of no sequence are not touched.
+// A wave takes one physical row, several heads at a time, side by side. Where rows are few, waves share the heads of
+// one. Rows of no sequence are not touched.
 #include "attn/params.cuh"
 #include "attn/physical_row.cuh"
 #include "attn/rows.cuh"
@@ -45,12 +46,14 @@ KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_backward_prepare(PARAMETE
   const ForwardParams& f = p.forward;
   const int wave = target::thread_index() / target::kWave;
   const int lane = target::thread_index() % target::kWave;
-  const PhysicalRow own = physical_row(f.q_side, f.batch, int64(target::block_index()) * kWaves + wave);
+  const int64 index = int64(target::block_index()) * kWaves + wave;
+  const int shares = p.query_row_waves, share = static_cast<int>(index % shares);
+  const PhysicalRow own = physical_row(f.q_side, f.batch, index / shares);
   if (!own.logical) return;
 
   const Element* const out = row_at<const Element>(f.out, f.out_strides, own.batch, own.row);
   const Element* const dout = row_at<const Element>(p.dout, p.dout_strides, own.batch, own.row);
-  for (int first = 0; first < f.nheads_q; first += kHeadsAtOnce) {
+  for (int first = share * kHeadsAtOnce; first < f.nheads_q; first += shares * kHeadsAtOnce) {
     const int head = first + lane / kLanes;
     // Lanes without a head of their own repeat the last one: all must meet in the sum.
     const int64 real = head < f.nheads_q ? head : f.nheads_q - 1;
@@ -64,6 +67,7 @@ KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_backward_prepare(PARAMETE
   if (p.dq_sum != nullptr) {
     const int64 count = int64(f.nheads_q) * kDqPitch / 4;
     Chunk<16>* const sum = reinterpret_cast<Chunk<16>*>(p.dq_sum) + (own.batch * f.q_side.rows + own.row) * count;
-    for (int64 i = lane; i < count; i += target::kWave) sum[i] = Chunk<16>{0, 0, 0, 0};
+    const int64 step = int64(shares) * target::kWave;
+    for (int64 i = share * target::kWave + lane; i < count; i += step) sum[i] = Chunk<16>{0, 0, 0, 0};
   }
 }

@@ -28,9 +28,15 @@ struct Turn {
     return after;
   }
 };
+
+// start(): where a walk begins, `first` of neighbouring key tiles being neighbours.
+//
 // The tiles are a TileSpan here, and `next` a member: written in another way, the same walk cost 3 to 4% at D 64.
-template <bool kListed>
-struct Walk {
+struct WholeWalk {
+  template <class Queries>
+  DEVICE static int start(const Queries& tiles, int first, int, int, int) {
+    return tiles.count() > 0 ? tiles.begin + first % tiles.count() : 0;
+  }
   template <class Queries>
   DEVICE static Turn first(const Queries& tiles, int start) {
     return {0, start, 0, tiles.count() > 0};
@@ -39,9 +45,45 @@ struct Walk {
     return turn.next(tiles, start, group);
   }
 };
-// Of a mask's lists, which have the tiles of all heads.
-template <>
-struct Walk<true> {
+// One of the parts of a walk, as even as can be: turns by their numbers, head by head, or pairs of turns.
+struct SharedWalk {
+  static constexpr int kHeads = config::kPairs ? 2 : 1;
+  struct Start {
+    int begin, end, start;
+  };
+
+  template <class Queries>
+  DEVICE static Start start(const Queries& tiles, int first, int group, int part, int parts) {
+    const int64 all = int64(tiles.count()) * (group / kHeads);
+    const int begin = static_cast<int>(all * part / parts), end = static_cast<int>(all * (part + 1) / parts);
+    return {begin, end, begin < end ? begin + first % (end - begin) : begin};
+  }
+  template <class Queries>
+  DEVICE static Turn first(const Queries& tiles, const Start& start) {
+    if (start.begin == start.end) return {0, 0, 0, false};
+    return at(tiles, start.start, 0);
+  }
+  DEVICE static Turn next(const Turn& turn, const TileSpan& tiles, const Start& start, int) {
+    const int stage = (turn.stage + 1) % config::kStages;
+    if (config::kPairs && turn.head % 2 == 0) return {turn.head + 1, turn.n, stage, true};
+    const int number = turn.head / kHeads * tiles.count() + turn.n - tiles.begin + 1;
+    Turn after = at(tiles, number == start.end ? start.begin : number, stage);
+    after.exists = (number == start.end ? start.begin : number) != start.start;
+    return after;
+  }
+
+ private:
+  DEVICE static Turn at(const TileSpan& tiles, int number, int stage) {
+    return {number / tiles.count() * kHeads, tiles.begin + number % tiles.count(), stage, true};
+  }
+};
+// Of a mask's lists, which have the tiles of all heads. One of several parts leaves those of its own there.
+struct ListedWalk {
+  template <class Queries>
+  DEVICE static int start(Queries& tiles, int first, int, int part, int parts) {
+    if constexpr (config::kSplit) tiles.take_part(part, parts);
+    return tiles.count() > 0 ? tiles.begin + first % tiles.count() : 0;
+  }
   template <class Queries>
   DEVICE static Turn first(const Queries& tiles, int start) {
     if (tiles.count() == 0) return {0, 0, 0, false};

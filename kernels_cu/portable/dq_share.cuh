@@ -29,6 +29,9 @@ struct DqShare {
                          int wave, int lane) {
     const int row = wave % kRowWaves * kRowBlocks * 16;
     const int block = wave / kRowWaves * kColumnBlocks;
+    // Waves may be left over. A wave that has some of its columns does all: a branch inside the products would hold up
+    // each of them, and what lies beyond the keys' columns is read, but not given out.
+    if (kColumnWaves > (kBlocks + kColumnBlocks - 1) / kColumnBlocks && block >= kBlocks) return;
     C dq[kRowBlocks][kColumnBlocks];
     UNROLL for (int m = 0; m < kRowBlocks; m++) { UNROLL for (int d = 0; d < kColumnBlocks; d++) dq[m][d] = C{}; }
     constexpr int kKeySteps = kTileK / M::kDepth;
@@ -40,7 +43,6 @@ struct DqShare {
         a[m] = M::load_a_columns(gradients + step * M::kDepth * kPitchP + row + m * 16, kPitchP, lane);
       }
       UNROLL for (int d = 0; d < kColumnBlocks; d++) {
-        if (kBlocks % kColumnBlocks != 0 && block + d >= kBlocks) break;
         const typename M::B b = M::load_b_columns(keys + step * M::kDepth * kPitch + (block + d) * 16, kPitch, lane);
         UNROLL for (int m = 0; m < kRowBlocks; m++) M::multiply_add(dq[m][d], a[m], b);
       }

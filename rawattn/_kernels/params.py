@@ -290,7 +290,12 @@ BACKWARD = _struct(
         "part_sums",
         "dv, then dk: each (parts, batch, rows, nheads_kv, depth), columns of 16 in the order of Accumulator::position()",
     ),
-    ("int", "parts", "blocks of a key tile, which share its query tiles"),
+    ("int", "parts", "blocks of a key tile, which share the turns of its walk"),
+    (
+        "int",
+        "query_row_waves, key_row_waves",
+        "of kernels that visit physical rows of queries, or of keys: how many share a row",
+    ),
     (
         "void*",
         "captured_sums",

@@ -17,6 +17,8 @@ from tests.memory import Strided
 from tests.shim.launch import Machine, Operand, order_of, padding, set_up
 from tests.shim.shim import Memory
 
+ROW_WAVES = 3  # that share a row: more than its heads keep busy, too
+
 
 class Backward:
     """The arrays of one call, in the struct of the kernels."""
@@ -94,7 +96,8 @@ class Backward:
         )
         fields["dq_sum"] = self._keep(dq_sum)
         fields["section_queries"] = section_queries
-        row_grid = portable_backward.row_blocks(rows, machine.wave)
+        fields["query_row_waves"] = ROW_WAVES
+        row_grid = portable_backward.row_blocks(rows, ROW_WAVES, machine.wave)
         tiles = problem.batch * -(-problem.rows_k // config.tile_k)
         if problem.ragged:
             first_tile = self._schedule(machine, self.k_side, self.q_side, config.tile_k)

@@ -41,7 +41,7 @@ def call(
             (wave, dtype, dims)
             for wave in (32, 64)
             for dtype in (BFLOAT16, FLOAT16, FLOAT32)
-            for dims in ((24, 40), (64, 64), (7, 33), (130, 16))
+            for dims in ((24, 40), (64, 64), (7, 33), (80, 24), (130, 16))
         ],
         5,
     ),
@@ -51,6 +51,21 @@ def test_widths(machine: MakeDevice, wave: int, dtype: Any, dims: tuple[int, int
     device = machine(wave)
     call(device, 75, 31, dims, dtype)
     assert FINISH not in device.launched
+
+
+@pytest.mark.parametrize("row_waves", [1, 2])
+@pytest.mark.parametrize("headdim", [40, 80])
+@pytest.mark.parametrize("keys", [31, 45])
+def test_waves_with_fewer_columns_of_dq(
+    machine: MakeDevice, headdim: int, row_waves: int, keys: int
+) -> None:
+    """Of 3 or 5 blocks of 16 columns, 2 or 4 waves have one less than others, or none."""
+    tiles = (32, 32, 2, 1, 2, 1, row_waves, False)
+    q, k, v = (normal(1, n, 2, headdim, dtype=BFLOAT16) for n in (45, keys, keys))
+    device = machine()
+    with small_tiles(portable_backward=tiles):
+        verify_backward(device, "portable", q, k, v)
+    assert (FINISH in device.launched) == (keys > 32)
 
 
 @pytest.mark.parametrize(

@@ -32,8 +32,9 @@ TILES = (32, 32, 2, 1, 2, 1, 1, False)
 
 @pytest.fixture
 def thrice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every key tile has three blocks."""
+    """Every key tile has three blocks, and two waves share each row."""
     monkeypatch.setattr(portable_backward, "parts", lambda *_: 3)
+    monkeypatch.setattr(portable_backward, "row_waves", lambda *_: 2)
 
 
 @pytest.mark.usefixtures("thrice")
@@ -328,6 +329,8 @@ def test_few_key_tiles_are_shared() -> None:
     assert count(dense(1, (2, 1), (4096, 4096), causal=True)) > 4
     assert count(dense(1, (2, 1), (16384, 16384), causal=True)) > 1
     assert count(dense(1, (1, 1), (4096, 4096))) > 1
+    # Heads of a group are turns too, where all of their queries are one tile.
+    assert count(dense(2, (32, 2), (128, 500))) > 4
 
 
 def test_many_key_tiles_are_not() -> None:

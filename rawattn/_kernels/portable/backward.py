@@ -8,6 +8,7 @@ Deterministic: prepare, main without dq, and a kernel that computes dq alone.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 from rawattn._call.problem import Problem
 from rawattn._compile.compiler import Source
@@ -23,7 +24,9 @@ from rawattn._kernels.target import Target, shared_limit_of
 TILES = "portable_backward"
 DQ_TILES = "portable_backward_dq"
 FEATURES = features.names() - {"paged"}
-ROW_THREADS = 256  # of the kernels that visit rows: one wave a row
+ROW_THREADS = 256  # of the kernels that visit rows
+# Of those kernels: waves of a multiprocessor that hide what each waits for, and columns that a wave has at once.
+_ROW_WAVES, _ROW_COLUMNS = 64, 256
 
 # By head dims, the most query rows that share a key tile of the table "short": in ragged batches, under a causal mask, and
 # without one (docs/notes/portable-backward.md).
@@ -34,9 +37,12 @@ _SUMMED_ROWS = 240
 # Keys of those tiles, and of the others up to such head dims.
 _SHORT_KEYS, _USUAL_KEYS = 64, 128
 
-# What `parts` reckons with.
-_TURN, _LAUNCH, _BYTES_A_MICROSECOND = 2.0, 5.0, 2.5e6
-_MOST_PARTS, _FEWEST_TURNS, _WORTH_IT = 64, 8, 0.85
+# What `parts` reckons with, in microseconds: a turn, what a block does around its turns, and a launch; and how much is
+# done in one.
+_TURN, _FLOPS_A_MICROSECOND = 0.5, 2.6e6
+_AROUND, _KEYS_A_MICROSECOND = 2.0, 5500
+_LAUNCH, _BYTES_A_MICROSECOND = 5.0, 2.5e6
+_MOST_PARTS, _WORTH_IT = 64, 0.85
 
 
 def supports(problem: Problem, target: Target, operands: Operands) -> str | None:
@@ -121,11 +127,11 @@ def parts_source(problem: Problem, copy_bytes: int, depth: int) -> Source:
 
 
 def parts(problem: Problem, target: Target, config: Config) -> int:
-    """How many blocks share the query tiles of a key tile: several where key tiles leave multiprocessors idle.
+    """How many blocks share the turns of a key tile's walk: several where key tiles leave multiprocessors idle.
 
-    Each part's dk and dv go through memory in float32. What that takes, and what a turn of the walk does, is in
-    microseconds of an H200. Which tiles a mask leaves, and what lengths hold, is not known here: all tiles count, and
-    sequences are as long as the longest one.
+    Each part's dk and dv go through memory in float32. What that takes, what a turn of the walk does, and what a block
+    does around its turns, is in microseconds of an H200. Which tiles a mask leaves, and what lengths hold, is not known
+    here: all tiles count, and sequences are as long as the longest one.
     """
     if problem.ragged and _is_short(problem, config.with_dq, config.dbias):
         return 1  # there is little to share, and small tiles have short turns
@@ -138,17 +144,28 @@ def parts(problem: Problem, target: Target, config: Config) -> int:
     turns = -(-problem.max_seqlen_q // config.tile_q) * problem.group_heads
     slots = target.multiprocessors * config.blocks_per_sm
     traffic = 16 * tiles * config.tile_k * config.depth / _BYTES_A_MICROSECOND
+    around = _AROUND + config.tile_k * config.depth / _KEYS_A_MICROSECOND
+    flops = 10 * config.tile_q * config.tile_k * config.depth
 
     def time(count: int) -> float:
+        blocks = tiles * count
+        together = min(config.blocks_per_sm, -(-blocks // target.multiprocessors))
+        turn = _TURN + together * flops / _FLOPS_A_MICROSECOND
+        time = around + -(-turns // count) * turn
         if problem.window_right is None:
-            walks = -(-tiles * count // slots) / count
+            time *= -(-blocks // slots)
         else:  # the first key tiles, which come first, are met by all query tiles, the last ones by few
-            walks = max(1 / count, tiles / slots / 2)
-        return walks * turns * _TURN + (_LAUNCH + count * traffic if count > 1 else 0)
+            time = max(time, (blocks * around + tiles * turns * turn / 2) / slots)
+        return time + (_LAUNCH + count * traffic if count > 1 else 0)
 
-    counts = range(1, max(1, min(_MOST_PARTS, turns // _FEWEST_TURNS)) + 1)
+    counts = range(1, max(1, min(_MOST_PARTS, turns)) + 1)
     best = min(counts, key=time)
     return best if time(best) < _WORTH_IT * time(1) else 1
+
+
+def physical_queries(problem: Problem) -> int:
+    """Rows of queries of all sequences, padding among them."""
+    return problem.rows_q * (1 if problem.group else problem.batch)
 
 
 def physical_keys(problem: Problem) -> int:
@@ -171,9 +188,19 @@ def _rows_see_keys(problem: Problem) -> bool:
     return problem.window_right is None or first + problem.window_right >= 0
 
 
-def row_blocks(rows: int, wave: int = 32) -> int:
-    """Blocks of the kernels that visit rows."""
-    return -(-rows // (ROW_THREADS // wave))
+def row_waves(problem: Problem, target: Target, of: Literal["q", "k"]) -> int:
+    """How many waves of the kernels that visit rows share one: several where rows are few and their heads many."""
+    queries = of == "q"
+    rows = physical_queries(problem) if queries else physical_keys(problem)
+    heads = problem.nheads_q if queries else problem.nheads_kv
+    columns = heads * max(problem.headdim, problem.headdim_v)
+    enough = target.multiprocessors * _ROW_WAVES // max(1, rows)
+    return max(1, min(enough, -(-columns // _ROW_COLUMNS)))
+
+
+def row_blocks(rows: int, waves: int = 1, wave: int = 32) -> int:
+    """Blocks of the kernels that visit rows, each of which so many waves share."""
+    return -(-rows * waves // (ROW_THREADS // wave))
 
 
 def _row_source(kernel: str, problem: Problem, copy_bytes: int, **more: int) -> Source:

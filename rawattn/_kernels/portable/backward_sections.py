@@ -63,8 +63,10 @@ def _turns(
         if problem.window_left is not None:
             last = min(last, last_key - offset + problem.window_left)
         tiles = last // config.tile_q - first // config.tile_q + 1 if first <= last else 0
-        parted = (tiles * (part + 1) // parts - tiles * part // parts for part in range(parts))
-        found.append(tuple(count * group for count in parted))
+        turns = tiles * group
+        found.append(
+            tuple(turns * (part + 1) // parts - turns * part // parts for part in range(parts))
+        )
     return tuple(found)
 
 

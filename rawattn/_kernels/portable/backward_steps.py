@@ -42,6 +42,8 @@ def steps(
     )
     values = {**attention_params.backward(problem, structure, operands), **options.values}
     values["parts"] = shared_by
+    values["query_row_waves"] = backward.row_waves(problem, target, "q")
+    values["key_row_waves"] = backward.row_waves(problem, target, "k")
     values["section_queries"] = backward_sections.section_queries(
         problem, target, config, values["section_queries"], shared_by
     )
@@ -60,8 +62,9 @@ def steps(
         arrays += patches(params.BACKWARD, ("dq_sum",))
     if config.split:
         arrays += patches(params.BACKWARD, ("part_sums",))
-    rows = problem.rows_q * (1 if problem.group else problem.batch)
-    visits = checked("q", backward.row_blocks(rows, target.wave), 1)
+    rows = backward.physical_queries(problem)
+    waves = values["query_row_waves"]
+    visits = checked("q", backward.row_blocks(rows, waves, target.wave), 1)
     scratch = {"row_delta": 4 * rows * problem.nheads_q}
     schedules: list[Part] = []
     orders: dict[str, int] = {}
@@ -120,7 +123,7 @@ def steps(
         launches.append(
             step(
                 backward.parts_source(problem, copy_bytes, config.depth),
-                checked("k", backward.row_blocks(keys, target.wave), 1),
+                checked("k", backward.row_blocks(keys, values["key_row_waves"], target.wave), 1),
                 backward.ROW_THREADS,
                 0,
             )

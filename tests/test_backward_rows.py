@@ -1,0 +1,45 @@
+"""How many waves share a row in the kernels of the backward that visit rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from rawattn import SeqLayout
+from rawattn._call.problem import Problem, describe
+from rawattn._kernels.portable import backward
+from rawattn._kernels.target import without_device
+
+H200 = replace(without_device("sm_90a"), multiprocessors=132)
+
+
+def _problem(batch: int, rows: int, heads: tuple[int, int]) -> Problem:
+    q, k = (np.broadcast_to(np.float16(0), (batch, rows, each, 128)) for each in heads)
+    return describe(q, k, k)[0]
+
+
+def _waves(problem: Problem) -> tuple[int, int]:
+    return backward.row_waves(problem, H200, "q"), backward.row_waves(problem, H200, "k")
+
+
+def test_few_rows_of_many_heads_are_shared() -> None:
+    queries, keys = _waves(_problem(1, 313, (84, 12)))
+    assert queries > 20
+    assert 1 < keys <= 6
+
+
+@pytest.mark.parametrize(
+    ("batch", "rows", "heads"),
+    [(4, 4096, (32, 32)), (1, 16384, (160, 20)), (1, 20, (1, 1)), (0, 20, (64, 64))],
+)
+def test_others_are_not(batch: int, rows: int, heads: tuple[int, int]) -> None:
+    expected = (1, 1) if batch else (32, 32)
+    assert _waves(_problem(batch, rows, heads)) == expected
+
+
+def test_rows_of_packed_sequences_count_once() -> None:
+    q = np.broadcast_to(np.float16(0), (300, 64, 128))
+    problem, _ = describe(q, q, q, seqs=SeqLayout.from_lengths([10] * 30))
+    assert _waves(problem) == (28, 28)
