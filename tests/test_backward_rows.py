@@ -26,8 +26,8 @@ def _waves(problem: Problem) -> tuple[int, int]:
 
 def test_few_rows_of_many_heads_are_shared() -> None:
     queries, keys = _waves(_problem(1, 313, (84, 12)))
-    assert queries > 20
-    assert 1 < keys <= 6
+    assert queries == 16
+    assert keys == 4
 
 
 @pytest.mark.parametrize(
@@ -42,4 +42,4 @@ def test_others_are_not(batch: int, rows: int, heads: tuple[int, int]) -> None:
 def test_rows_of_packed_sequences_count_once() -> None:
     q = np.broadcast_to(np.float16(0), (300, 64, 128))
     problem, _ = describe(q, q, q, seqs=SeqLayout.from_lengths([10] * 30))
-    assert _waves(problem) == (28, 28)
+    assert _waves(problem) == (16, 16)

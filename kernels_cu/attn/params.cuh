@@ -257,8 +257,8 @@ struct BackwardParams {
   float* part_sums;
   // blocks of a key tile, which share the turns of its walk
   int parts;
-  // of kernels that visit physical rows of queries, or of keys: how many share a row
-  int query_row_waves, key_row_waves;
+  // of kernels that visit physical rows of queries, or of keys: the logarithm of how many waves share a row
+  int query_row_shift, key_row_shift;
   // gradients of captured arrays, one after the other, in C order: floats, or ExactSums
   void* captured_sums;
   // where that of each begins

@@ -24,7 +24,7 @@ template <int kColumns>
 DEVICE void add_up(Element* gradient, int64 head_stride, const float* sums, int64 apart, const BackwardParams& p,
                    int first) {
   constexpr int kChunks = kColumns / kChunk;
-  for (int i = first; i < p.forward.nheads_kv * kChunks; i += p.key_row_waves * target::kWave) {
+  for (int i = first; i < p.forward.nheads_kv * kChunks; i += target::kWave << p.key_row_shift) {
     const int head = i / kChunks;
     const int column = i % kChunks * kChunk;
     float x[kChunk] = {};
@@ -46,8 +46,8 @@ KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_backward_parts(PARAMETER 
   const int wave = target::thread_index() / target::kWave;
   const int lane = target::thread_index() % target::kWave;
   const int64 index = int64(target::block_index()) * kWaves + wave;
-  const int shares = p.key_row_waves, share = static_cast<int>(index % shares);
-  const PhysicalRow own = physical_row(f.k_side, f.batch, index / shares);
+  const int shares = 1 << p.key_row_shift, share = static_cast<int>(index & (shares - 1));
+  const PhysicalRow own = physical_row(f.k_side, f.batch, index >> p.key_row_shift);
   if (!own.logical) return;
 
   const int64 columns = int64(f.nheads_kv) * kDepth;

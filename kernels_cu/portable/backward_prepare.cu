@@ -47,8 +47,8 @@ KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_backward_prepare(PARAMETE
   const int wave = target::thread_index() / target::kWave;
   const int lane = target::thread_index() % target::kWave;
   const int64 index = int64(target::block_index()) * kWaves + wave;
-  const int shares = p.query_row_waves, share = static_cast<int>(index % shares);
-  const PhysicalRow own = physical_row(f.q_side, f.batch, index / shares);
+  const int shares = 1 << p.query_row_shift, share = static_cast<int>(index & (shares - 1));
+  const PhysicalRow own = physical_row(f.q_side, f.batch, index >> p.query_row_shift);
   if (!own.logical) return;
 
   const Element* const out = row_at<const Element>(f.out, f.out_strides, own.batch, own.row);

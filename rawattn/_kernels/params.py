@@ -293,8 +293,8 @@ BACKWARD = _struct(
     ("int", "parts", "blocks of a key tile, which share the turns of its walk"),
     (
         "int",
-        "query_row_waves, key_row_waves",
-        "of kernels that visit physical rows of queries, or of keys: how many share a row",
+        "query_row_shift, key_row_shift",
+        "of kernels that visit physical rows of queries, or of keys: the logarithm of how many waves share a row",
     ),
     (
         "void*",

@@ -17,7 +17,7 @@ from tests.memory import Strided
 from tests.shim.launch import Machine, Operand, order_of, padding, set_up
 from tests.shim.shim import Memory
 
-ROW_WAVES = 3  # that share a row: more than its heads keep busy, too
+ROW_WAVES = 4  # that share a row: more than its heads keep busy, too
 
 
 class Backward:
@@ -96,7 +96,7 @@ class Backward:
         )
         fields["dq_sum"] = self._keep(dq_sum)
         fields["section_queries"] = section_queries
-        fields["query_row_waves"] = ROW_WAVES
+        fields["query_row_shift"] = ROW_WAVES.bit_length() - 1
         row_grid = portable_backward.row_blocks(rows, ROW_WAVES, machine.wave)
         tiles = problem.batch * -(-problem.rows_k // config.tile_k)
         if problem.ragged:

@@ -189,13 +189,14 @@ def _rows_see_keys(problem: Problem) -> bool:
 
 
 def row_waves(problem: Problem, target: Target, of: Literal["q", "k"]) -> int:
-    """How many waves of the kernels that visit rows share one: several where rows are few and their heads many."""
+    """How many waves of the kernels that visit rows share one: a power of two, several of few rows with many heads."""
     queries = of == "q"
     rows = physical_queries(problem) if queries else physical_keys(problem)
     heads = problem.nheads_q if queries else problem.nheads_kv
     columns = heads * max(problem.headdim, problem.headdim_v)
     enough = target.multiprocessors * _ROW_WAVES // max(1, rows)
-    return max(1, min(enough, -(-columns // _ROW_COLUMNS)))
+    most = max(1, min(enough, -(-columns // _ROW_COLUMNS)))
+    return 1 << most.bit_length() - 1
 
 
 def row_blocks(rows: int, waves: int = 1, wave: int = 32) -> int:

@@ -114,7 +114,7 @@ class Config(Features):
         if not self.wide:
             return 1
         if not self.exact_weights:
-            return 0
+            return 0 if self.late_copies else 1
         return 1 if self._exact_and_plain or self.pairs else 2
 
     @property

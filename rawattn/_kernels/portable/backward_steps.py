@@ -42,8 +42,9 @@ def steps(
     )
     values = {**attention_params.backward(problem, structure, operands), **options.values}
     values["parts"] = shared_by
-    values["query_row_waves"] = backward.row_waves(problem, target, "q")
-    values["key_row_waves"] = backward.row_waves(problem, target, "k")
+    query_waves, key_waves = (backward.row_waves(problem, target, of) for of in ("q", "k"))
+    values["query_row_shift"] = query_waves.bit_length() - 1
+    values["key_row_shift"] = key_waves.bit_length() - 1
     values["section_queries"] = backward_sections.section_queries(
         problem, target, config, values["section_queries"], shared_by
     )
@@ -63,8 +64,7 @@ def steps(
     if config.split:
         arrays += patches(params.BACKWARD, ("part_sums",))
     rows = backward.physical_queries(problem)
-    waves = values["query_row_waves"]
-    visits = checked("q", backward.row_blocks(rows, waves, target.wave), 1)
+    visits = checked("q", backward.row_blocks(rows, query_waves, target.wave), 1)
     scratch = {"row_delta": 4 * rows * problem.nheads_q}
     schedules: list[Part] = []
     orders: dict[str, int] = {}
@@ -123,7 +123,7 @@ def steps(
         launches.append(
             step(
                 backward.parts_source(problem, copy_bytes, config.depth),
-                checked("k", backward.row_blocks(keys, values["key_row_waves"], target.wave), 1),
+                checked("k", backward.row_blocks(keys, key_waves, target.wave), 1),
                 backward.ROW_THREADS,
                 0,
             )
