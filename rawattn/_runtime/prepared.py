@@ -87,9 +87,9 @@ class Prepared:
         self._each_setup = None
         if self.ragged:
             setup = Setup(steps, slot, structure.batch, device, self._once)
-            self._first_setup, self._each_setup = setup.first, setup.each
-            if self._once:
-                setup.load(self._lengths_memory.integers)
+            self._each_setup = setup.each
+            sent = self._lengths_memory.integers
+            self._first_setup = setup.loaded(sent) if self._once else setup.first
         self.fills = bool(steps.paddings)
         # Kernels that would have no blocks are not even compiled, where the shapes alone say so.
         counts = [_count(each.blocks, lengths) for each in steps.launches]
@@ -202,6 +202,7 @@ class Prepared:
         )
         launches, is_capturing = self._launches, streams.is_capturing
         takes_scratch, counters = bool(self._scratch_at), self._counters
+        takes_memory = bool(takes_scratch or self._counter_bytes)
 
         def run(addresses: list[int], stream: int, memory: Memory, lengths: Lengths | None) -> None:
             assert lengths is not None
@@ -221,7 +222,7 @@ class Prepared:
                 _, own_addresses, blocks = found
             addresses += own_addresses
             scratch = None
-            if takes_scratch or not known:
+            if takes_scratch or (takes_memory and not known):
                 scratch = add_memory(addresses, stream, memory, capturing)
             if data:
                 first_setup(data, to, addresses, stream)
@@ -229,7 +230,8 @@ class Prepared:
                 launch, count = each_setup
                 launch(addresses, count, stream)
             if not known and not capturing:
-                make_room(lengths.memo, _MAX_KNOWN)
+                if lengths.memo:
+                    make_room(lengths.memo, _MAX_KNOWN)
                 if own in counters and not takes_scratch:
                     found = found[0], [*own_addresses, *counters[own][1]], blocks
                 lengths.memo[key] = found
