@@ -87,5 +87,7 @@ class LengthsMemory:
 
 
 def _any_on_host(lengths: Lengths) -> bool:
-    integers = (lengths.q.start, lengths.q.length, lengths.k.start, lengths.k.length)
-    return any(type(x) is np.ndarray for x in integers)
+    q, k, host = lengths.q, lengths.k, np.ndarray
+    if type(q.start) is host or type(q.length) is host:
+        return True
+    return k is not q and (type(k.start) is host or type(k.length) is host)
