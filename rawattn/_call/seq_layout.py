@@ -126,9 +126,8 @@ class SeqLayout:
     max_seqlen_k: int | None
     batch: int | None = field(init=False)
     group: bool = field(init=False)
-    _arrays: dict[str, Any] = field(
-        init=False
-    )  # those that were given, as kernels' addresses come from them
+    # By name, those that were given: as their addresses are read at a call.
+    _arrays: dict[str, Any] = field(init=False)
     _q: Given = field(init=False)
     _k: Given = field(init=False)  # that of q, where nothing is said of k alone
     _bindings: dict[tuple[int | None, int, int], Lengths] = field(init=False)
