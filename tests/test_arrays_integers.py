@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -73,29 +72,37 @@ def test_integers_refused(given: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dense", "dtype", "stream", "made"),
+    ("shape", "dense", "dtype", "stream", "made"),
     [
-        (True, "int32", 7, np.dtype(np.int32)),
-        (True, "int64", 7, np.dtype(np.int64)),
-        ((2,), "int32", 7, None),
-        (True, "float32", 7, None),
-        (True, "int32", 8, None),  # a stream has to wait
-        (None, "int32", 7, None),  # not on a GPU
+        ((5,), True, "int32", 7, np.dtype(np.int32)),
+        ((5,), True, "int64", 7, np.dtype(np.int64)),
+        ((5,), (2,), "int32", 7, None),
+        ((5, 1), True, "int32", 7, None),
+        ((), True, "int32", 7, None),
+        ((5,), True, "float32", 7, None),
+        ((5,), True, "int32", 8, None),  # a stream has to wait
+        ((5,), None, "int32", 7, None),  # not on a GPU
     ],
 )
 def test_tensors_of_torch_that_are_read_by_their_attributes(
-    dense: Any, dtype: str, stream: int, made: Any, monkeypatch: pytest.MonkeyPatch
+    shape: Any, dense: Any, dtype: str, stream: int, made: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch = SimpleNamespace(int32=object(), int64=object(), float32=object())
-    read = [1 << 20], ((5,), dense, getattr(torch, dtype), 3, 0), False
+    read = [1 << 20], (shape, dense, dtype, 3, 0), False
     own = SimpleNamespace(
-        reader=lambda count: lambda tensor: None if dense is None else read,
+        read_one=lambda tensor: None if dense is None else read,
+        dtype_of=np.dtype,
         stream=lambda device: stream,
+        is_cupys=lambda stream, device: (stream, device) == (7, 3),
     )
-    monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setattr(integers, "native", lambda framework: own)
-    monkeypatch.setattr(integers.streams, "current_stream", lambda framework, device: 7)
     monkeypatch.setattr(integers.dlpack, "device_array", lambda *form: form)
     tensor = object()
-    expected = None if made is None else (1 << 20, (5,), made, None, 3, tensor)
-    assert integers.of_torch(tensor) == expected
+    found = integers.of_torch(tensor)
+    if made is None:
+        assert found is None
+        return
+    assert found is not None
+    assert (found.data.ptr, found.data.device_id) == (1 << 20, 3)
+    assert (found.size, found.dtype) == (5, made)
+    assert found.array == (1 << 20, (5,), made, None, 3, tensor)
+    assert integers.as_array(found) is found.array

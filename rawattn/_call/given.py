@@ -45,20 +45,23 @@ class Given:
         return slots
 
 
-# Of a side: starts, cumulative lengths, lengths and the bound on them.
-_NAMES = {
-    side: (f"seqstart_{side}", f"cu_seqlen_{side}", f"seqlen_{side}", f"max_seqlen_{side}")
-    for side in ("q", "k")
-}
+# Of a side: starts, cumulative lengths and lengths.
+_NAMES = {side: (f"seqstart_{side}", f"cu_seqlen_{side}", f"seqlen_{side}") for side in ("q", "k")}
 
 
 _LENGTHS = frozenset({"seqlen_q", "seqlen_k"})
 
 
-def read_side(side: Literal["q", "k"], fields: Mapping[str, Any], of_q: Given | None) -> Given:
-    """What the arguments in `fields` say of a side; `of_q`: what they say of the other, when this is k."""
-    start_name, cumulative_name, length_name, max_name = _NAMES[side]
-    start = fields[start_name]
+def read_side(
+    side: Literal["q", "k"],
+    start: Any,
+    cumulative_length: Any,
+    length: Any,
+    max_seqlen: int | None,
+    of_q: Given | None = None,
+) -> Given:
+    """What the arguments about a side say; `of_q`: what those about the other do, when this is k."""
+    start_name, cumulative_name, length_name = _NAMES[side]
     inherited = start is None and of_q is not None and of_q.start is not None
     end = longest_slot = total = None
     if inherited and of_q is not None:
@@ -69,10 +72,9 @@ def read_side(side: Literal["q", "k"], fields: Mapping[str, Any], of_q: Given | 
         longest_slot, first, end = integers.most_between(start_name, start)
         total = end - first
 
-    cumulative = fields[cumulative_name] is not None
+    cumulative = cumulative_length is not None
     if cumulative:
-        length_name = cumulative_name
-    length, max_seqlen = fields[length_name], fields[max_name]
+        length_name, length = cumulative_name, cumulative_length
     longest = longest_slot
     if length is None:
         length_name = start_name
@@ -86,8 +88,19 @@ def read_side(side: Literal["q", "k"], fields: Mapping[str, Any], of_q: Given | 
         on_host, longest, total = False, None, None
     # By position: one is made for each side of each new layout.
     given = Given(
-        *(side, start, start_name, inherited, length, length_name, cumulative, max_seqlen),
-        *(on_host, end, longest_slot, longest, total),
+        side,
+        start,
+        start_name,
+        inherited,
+        length,
+        length_name,
+        cumulative,
+        max_seqlen,
+        on_host,
+        end,
+        longest_slot,
+        longest,
+        total,
     )
     if longest_slot is not None and length is not None and longest is not None:
         what = f"the physical length that {start_name} gives it"

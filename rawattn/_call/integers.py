@@ -15,7 +15,7 @@ from rawattn._interop.arrays import (
     import_array,
     on_stream_of,
 )
-from rawattn._interop.integers import import_integers, of_torch
+from rawattn._interop.integers import as_array, import_integers, of_torch
 
 Integers = NDArray[np.integer[Any]]
 
@@ -61,12 +61,17 @@ def most_between(name: str, offsets: Integers) -> tuple[int, int, int]:
 
 
 def read(name: str, value: Any) -> Any:
-    """A one-dimensional array as a layout keeps it: host data copied, a GPU array as it is.
+    """A one-dimensional array: host data copied, a GPU array as it is.
 
     So is an array of a JAX function under transformation, which `rawattn.jax` makes an operand of its call.
 
     `seqlen*` and `lengths*` are (batch,), others (batch + 1,).
     """
+    return as_array(read_in_place(name, value))
+
+
+def read_in_place(name: str, value: Any) -> Any:
+    """Likewise, as a layout keeps it: `TensorIntegers` of a tensor of torch's on a GPU."""
     kind, array = type(value), None
     # Those that most calls give are told apart from all others by their type.
     if kind is np.ndarray and value.dtype in _DTYPES:
@@ -74,10 +79,11 @@ def read(name: str, value: Any) -> Any:
     elif kind is list and set(map(type, value)) == _INT:
         with contextlib.suppress(OverflowError):  # refused below, as all that int64 cannot hold
             array = np.array(value, np.int64)
-    elif kind is getattr(sys.modules.get("cupy"), "ndarray", None) and value.dtype in _DTYPES:
-        array = value
-    elif framework_of(value) == "torch":
-        array = of_torch(value)
+    elif kind is getattr(sys.modules.get("cupy"), "ndarray", None):
+        if value.dtype in _DTYPES and value.ndim == 1 and value.size and value._c_contiguous:
+            return value
+    elif framework_of(value) == "torch" and (tensor := of_torch(value)) is not None and tensor.size:
+        return tensor
     if array is None:
         array = _imported(name, value)
     if array.ndim != 1 or (not array.size and not _are_lengths(name)):
@@ -125,6 +131,8 @@ def _one_int(name: str, value: int) -> str:
 
 def maximum(name: str, value: Any) -> int:
     """A bound on lengths."""
+    if type(value) is int and value >= 0:
+        return value
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{name}: got {type(value).__name__}, expected an int >= 0 or None")
     if value < 0:

@@ -89,8 +89,11 @@ def side_of(given: Given, batch: int, rows: int) -> Side:
                 f"{given.length_name}: got {total} rows in all, expected at most {capacity}, the rows of {side}"
             )
     else:
-        bounds = (given.max_seqlen, given.longest_slot, rows)
-        longest = min(bound for bound in bounds if bound is not None)
+        longest = rows
+        if given.longest_slot is not None and given.longest_slot < longest:
+            longest = given.longest_slot
+        if given.max_seqlen is not None and given.max_seqlen < longest:
+            longest = given.max_seqlen
     if longest > _INT32_MAX:
         advice = f"; give SeqLayout(max_seqlen_{side}=...) if it has fewer" if total is None else ""
         raise ValueError(
@@ -99,7 +102,8 @@ def side_of(given: Given, batch: int, rows: int) -> Side:
     # Sequences never overlap: they cover the rows when their lengths add up to them.
     padded = capacity > 0 and not (given.on_host and total == capacity)
     promised = given.max_seqlen is not None
-    return Side(start, given.length, given.cumulative, rows, longest, padded, promised=promised)
+    # By position: one is made at every call with a new layout.
+    return Side(start, given.length, given.cumulative, rows, longest, padded, 0, promised)
 
 
 def host_lengths(lengths: Lengths) -> HostLengths:

@@ -64,13 +64,7 @@ class PagedLayout:
         self.seqs = seqs
         self.seqlen_k = integers.read("seqlen_k", seqlen_k)
         self.indptr = None if indptr is None else integers.read("block_table's indptr", indptr)
-        fields = {
-            "seqstart_k": None,
-            "cu_seqlen_k": None,
-            "seqlen_k": self.seqlen_k,
-            "max_seqlen_k": seqs.max_seqlen_k,
-        }
-        self._k = read_side("k", fields, None)
+        self._k = read_side("k", None, None, self.seqlen_k, seqs.max_seqlen_k)
         self._bindings: dict[Any, Lengths] = {}
 
     # Plans know the arrays of a layout by these names.

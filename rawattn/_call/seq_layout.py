@@ -14,6 +14,7 @@ from rawattn._call.given import Given, common_batch, read_side
 from rawattn._call.hints import NoOthers, hides_unknown, layout_advice, refuse_unknown
 from rawattn._call.layout import Lengths, side_of
 from rawattn._forgetting import make_room
+from rawattn._interop.integers import as_array
 from rawattn._interop.xla import is_traced
 
 if TYPE_CHECKING:  # type checkers bring it: nothing is installed for it
@@ -23,7 +24,19 @@ _MAX_BINDINGS = 16
 _ARRAYS = ("seqstart_q", "seqstart_k", "seqlen_q", "seqlen_k", "cu_seqlen_q", "cu_seqlen_k")
 
 
-@dataclass(frozen=True, eq=False, repr=False, init=False)
+class _Shown:
+    """An attribute of a layout: integers as arrays, of which those in tensors of torch's are CuPy's."""
+
+    def __set_name__(self, owner: type[SeqLayout], name: str) -> None:
+        self._name = name
+
+    def __get__(self, layout: SeqLayout | None, owner: type[SeqLayout]) -> Any:
+        if layout is None:  # the class has none
+            raise AttributeError(self._name)
+        return as_array(layout._arrays.get(self._name))
+
+
+@dataclass(frozen=True, eq=False, repr=False, init=False, kw_only=True)
 class SeqLayout:
     """Where the sequences of a batch start and how long they are.
 
@@ -103,16 +116,18 @@ class SeqLayout:
     SeqLayout(seqstart_q=[0, 2, 5, 10])
     """
 
-    seqstart_q: Any
-    seqstart_k: Any
-    seqlen_q: Any
-    seqlen_k: Any
-    cu_seqlen_q: Any
-    cu_seqlen_k: Any
+    seqstart_q: Any = _Shown()
+    seqstart_k: Any = _Shown()
+    seqlen_q: Any = _Shown()
+    seqlen_k: Any = _Shown()
+    cu_seqlen_q: Any = _Shown()
+    cu_seqlen_k: Any = _Shown()
     max_seqlen_q: int | None
     max_seqlen_k: int | None
     batch: int | None = field(init=False)
     group: bool = field(init=False)
+    # By name, those that were given: as their addresses are read at a call.
+    _arrays: dict[str, Any] = field(init=False)
     _q: Given = field(init=False)
     _k: Given = field(init=False)  # that of q, where nothing is said of k alone
     _bindings: dict[tuple[int | None, int, int], Lengths] = field(init=False)
@@ -139,42 +154,45 @@ class SeqLayout:
             refuse_unknown(
                 "SeqLayout", unknown, (*_ARRAYS, "max_seqlen_q", "max_seqlen_k"), layout=True
             )
-        fields: dict[str, Any] = {
-            "seqstart_q": seqstart_q,
-            "seqstart_k": seqstart_k,
-            "seqlen_q": seqlen_q,
-            "seqlen_k": seqlen_k,
-            "cu_seqlen_q": cu_seqlen_q,
-            "cu_seqlen_k": cu_seqlen_k,
-        }
-        arrays = {}
-        for name, value in fields.items():
-            if value is not None:
-                arrays[name] = fields[name] = integers.read(name, value)
+        # Written out: a loop over all six takes as long as to read one of them.
+        arrays: dict[str, Any] = {}
+        read = integers.read_in_place
+        if seqstart_q is not None:
+            arrays["seqstart_q"] = seqstart_q = read("seqstart_q", seqstart_q)
+        if seqstart_k is not None:
+            arrays["seqstart_k"] = seqstart_k = read("seqstart_k", seqstart_k)
+        if seqlen_q is not None:
+            arrays["seqlen_q"] = seqlen_q = read("seqlen_q", seqlen_q)
+        if seqlen_k is not None:
+            arrays["seqlen_k"] = seqlen_k = read("seqlen_k", seqlen_k)
+        if cu_seqlen_q is not None:
+            arrays["cu_seqlen_q"] = cu_seqlen_q = read("cu_seqlen_q", cu_seqlen_q)
+        if cu_seqlen_k is not None:
+            arrays["cu_seqlen_k"] = cu_seqlen_k = read("cu_seqlen_k", cu_seqlen_k)
         if max_seqlen_q is not None:
             max_seqlen_q = integers.maximum("max_seqlen_q", max_seqlen_q)
         if max_seqlen_k is not None:
             max_seqlen_k = integers.maximum("max_seqlen_k", max_seqlen_k)
-        fields["max_seqlen_q"], fields["max_seqlen_k"] = max_seqlen_q, max_seqlen_k
         if seqstart_k is not None and seqstart_q is None:
             raise ValueError(
                 "seqstart_k: got it without seqstart_q, expected both for a packed batch (group "
                 "mode); in a padded batch give lengths alone: seqlen_k or cu_seqlen_k"
             )
-        fields["batch"] = common_batch(arrays)
+        batch = common_batch(arrays)
+        of_q = of_k = read_side("q", seqstart_q, cu_seqlen_q, seqlen_q, max_seqlen_q)
+        if seqstart_q is None or len(arrays) > 1 or max_seqlen_k != max_seqlen_q:
+            of_k = read_side("k", seqstart_k, cu_seqlen_k, seqlen_k, max_seqlen_k, of_q)
+        # As attributes, a frozen class takes them ten times as slowly.
+        fields = self.__dict__
+        fields["max_seqlen_q"] = max_seqlen_q
+        fields["max_seqlen_k"] = max_seqlen_k
+        fields["batch"] = batch
         fields["group"] = seqstart_q is not None
-        fields["_q"] = of_q = read_side("q", fields, None)
-        if (
-            seqstart_q is not None
-            and seqstart_k is seqlen_q is seqlen_k is cu_seqlen_q is cu_seqlen_k is None
-            and max_seqlen_k == max_seqlen_q
-        ):
-            fields["_k"] = of_q
-        else:
-            fields["_k"] = read_side("k", fields, of_q)
-        fields["_bindings"], fields["_calls"] = {}, {}
-        # One by one, a frozen class takes them ten times as slowly.
-        object.__setattr__(self, "__dict__", fields)
+        fields["_arrays"] = arrays
+        fields["_q"] = of_q
+        fields["_k"] = of_k
+        fields["_bindings"] = {}
+        fields["_calls"] = {}
 
     @classmethod
     @checks_arguments("SeqLayout.from_lengths")
@@ -302,22 +320,26 @@ def bind(seqs: SeqLayout | None, *, batch: int | None, rows_q: int, rows_k: int)
         raise TypeError(
             f"seqs: got {type(seqs).__name__}, expected a SeqLayout or None{layout_advice(seqs)}"
         )
-    if batch is None and not seqs.group:
-        raise not_packed("a SeqLayout without seqstart_q")
-    lengths = seqs._bindings.get((batch, rows_q, rows_k))
+    bindings, key = seqs._bindings, (batch, rows_q, rows_k)
+    lengths = bindings.get(key)
     if lengths is None:
         lengths = _bind(seqs, batch, rows_q, rows_k)
-        make_room(seqs._bindings, _MAX_BINDINGS)
-        seqs._bindings[batch, rows_q, rows_k] = lengths
+        if bindings:
+            make_room(bindings, _MAX_BINDINGS)
+        bindings[key] = lengths
     return lengths
 
 
 def _bind(seqs: SeqLayout, batch: int | None, rows_q: int, rows_k: int) -> Lengths:
-    if batch is not None and seqs.group:
+    count = batch
+    if batch is None:
+        if not seqs.group:
+            raise not_packed("a SeqLayout without seqstart_q")
+        count = seqs.batch
+    elif seqs.group:
         raise packed_for_batch()
-    if batch is not None:
+    else:
         check_batch(seqs, batch)
-    count = seqs.batch if batch is None else batch
     assert count is not None
     of_q, of_k = seqs._q, seqs._k
     q = side_of(of_q, count, rows_q)

@@ -61,10 +61,9 @@ _known: dict[tuple[Any, ...], tuple[Structure, object]] = {}
 
 def token(lengths: Lengths) -> object:
     """The same object for lengths of the same structure, quicker to find things by. Found once for each `lengths`."""
-    found: object | None = lengths.token
-    if found is None:
+    if lengths.token is None:
         _find(lengths)
-        found = lengths.token
+    found: object = lengths.token
     return found
 
 
@@ -77,10 +76,10 @@ def structure(lengths: Lengths) -> Structure:
 
 
 def _find(lengths: Lengths) -> None:
-    q = _side(lengths.q)
-    k = q if lengths.k is lengths.q else _side(lengths.k)
-    on_host = lengths.on_host
-    devices = () if on_host else _devices(lengths)
+    of_q, of_k, on_host = lengths.q, lengths.k, lengths.on_host
+    q = _side(of_q)
+    k = q if of_k is of_q else _side(of_k)
+    devices = () if on_host else _devices(of_q, of_k)
     fields = lengths.batch, lengths.group, q, k, on_host, devices
     found = _known.get(fields)
     if found is None:
@@ -97,25 +96,25 @@ def _side(side: Side) -> tuple[int, int, int, bool, bool, int]:
     start, length, rows = side.start, side.length, side.rows
     most, of_start, of_length, cumulative = rows, 0, 0, False
     if start is not None or length is not None:
-        most = min((1 << side.max_seqlen.bit_length()) - 1, rows)
+        bound = (1 << side.max_seqlen.bit_length()) - 1
+        if bound < rows:
+            most = bound
     if type(start) is np.ndarray:
         of_start = 4 if rows <= _INT32_MAX else 8
     elif start is not None:
-        of_start = int(start.dtype.itemsize)
+        of_start = start.dtype.itemsize
     if type(length) is np.ndarray:
         of_length = 4
     elif length is not None:
-        of_length, cumulative = int(length.dtype.itemsize), side.cumulative
+        of_length, cumulative = length.dtype.itemsize, side.cumulative
     return rows, of_start, of_length, cumulative, side.padded, most
 
 
-def _devices(lengths: Lengths) -> tuple[int, ...]:
-    q, k = lengths.q, lengths.k
-    integers = (q.start, q.length) if k is q else (q.start, q.length, k.start, k.length)
-    found: list[int] = []
-    for x in integers:
+def _devices(q: Side, k: Side) -> tuple[int, ...]:
+    found: tuple[int, ...] = ()
+    for x in (q.start, q.length) if k is q else (q.start, q.length, k.start, k.length):
         if x is not None and type(x) is not np.ndarray:
-            device = int(x.data.device_id)
+            device = x.data.device_id
             if device not in found:
-                found.append(device)
-    return tuple(sorted(found)) if len(found) > 1 else tuple(found)
+                found = *found, device
+    return tuple(sorted(found)) if len(found) > 1 else found

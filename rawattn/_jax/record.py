@@ -16,6 +16,7 @@ import numpy as np
 from rawattn._call.layout import Lengths, Side
 from rawattn._call.options import ArrayForm
 from rawattn._call.problem import Problem, result_shapes
+from rawattn._interop.integers import as_array
 from rawattn._masks import layout as mask_layout
 from rawattn._runtime.option_arrays import extended
 from rawattn._runtime.verbs import BACKWARD, FORWARD, Verb
@@ -235,6 +236,7 @@ def with_operands(lengths: Lengths) -> tuple[Lengths, list[Any]]:
     def operand(x: Any) -> Operand | None:
         if x is None:
             return None
+        x = as_array(x)
         index = next((n for n, array in enumerate(arrays) if array is x), len(arrays))
         if index == len(arrays):
             arrays.append(x)

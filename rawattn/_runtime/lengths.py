@@ -53,40 +53,41 @@ class LengthsMemory:
         q, k, owner, base = lengths.q, lengths.k, None, 0
         if self._bytes and (lengths.on_host or _any_on_host(lengths)):
             owner, base = memory.keep(self._bytes, self._device)
-        batch = lengths.batch
-        data, start, length = self._put(b"", 0, q, batch, base)
-        addresses = [start, length, start, length]
-        if k is not q:
-            data, addresses[2], addresses[3] = self._put(data, 1, k, batch, base)
+        data, start, length = self._put(b"", 0, q, lengths, base)
+        if k is q:
+            addresses = [start, length, start, length]
+        else:
+            data, start_k, length_k = self._put(data, 1, k, lengths, base)
+            addresses = [start, length, start_k, length_k]
         for at in self._behind:
             addresses.append(base + at)
         return owner, addresses, data, base
 
     def _put(
-        self, data: bytes, n: int, side: Side, batch: int, base: int
+        self, data: bytes, n: int, side: Side, lengths: Lengths, base: int
     ) -> tuple[bytes, int, int]:
         """Data with the host's integers of the side at their offsets, and the addresses of its starts and lengths."""
         start, length = side.start, side.length
+        at_start = at_length = 0
         if type(start) is np.ndarray:
             at, dtype = self._offsets[2 * n], self._starts[n]
-            data = data.ljust(at, b"\0")
-            data += (start if start.dtype is dtype else start.astype(dtype)).tobytes()
-            start = base + at
-        elif start is None:
-            start = 0
-        else:
-            start = int(start.data.ptr)
+            sent = (start if start.dtype is dtype else start.astype(dtype)).tobytes()
+            data = data.ljust(at, b"\0") + sent if at else sent
+            at_start = base + at
+        elif start is not None:
+            at_start = start.data.ptr
         if type(length) is np.ndarray:
             at = self._offsets[2 * n + 1]
-            data = data.ljust(at, b"\0") + logical_lengths(side, batch).astype(np.int32).tobytes()
-            length = base + at
-        elif length is None:
-            length = 0
-        else:
-            length = int(length.data.ptr)
-        return data, start, length
+            sent = logical_lengths(side, lengths.batch).astype(np.int32).tobytes()
+            data = data.ljust(at, b"\0") + sent
+            at_length = base + at
+        elif length is not None:
+            at_length = length.data.ptr
+        return data, at_start, at_length
 
 
 def _any_on_host(lengths: Lengths) -> bool:
-    integers = (lengths.q.start, lengths.q.length, lengths.k.start, lengths.k.length)
-    return any(type(x) is np.ndarray for x in integers)
+    q, k, host = lengths.q, lengths.k, np.ndarray
+    if type(q.start) is host or type(q.length) is host:
+        return True
+    return k is not q and (type(k.start) is host or type(k.length) is host)

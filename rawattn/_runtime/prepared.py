@@ -31,9 +31,8 @@ _MAX_LISTED = 8  # likewise a mask, whose lists are larger
 Run = Callable[[list[int], int, Memory, "Lengths | None"], None]
 RunKeeping = Callable[[list[int], int, Memory, dict[Any, Any]], None]
 
-# Lengths on a device: what keeps their memory, their addresses, and how many blocks each launch has for them. Where a run takes
-# no scratch, its counters' addresses follow.
-Found = tuple[Any, list[int], Sequence[int]]
+# Lengths on a device: what keeps their memory, their addresses, those of the counters, and how many blocks each launch has.
+Found = tuple[Any, list[int], list[int], Sequence[int]]
 
 
 class Prepared:
@@ -87,9 +86,9 @@ class Prepared:
         self._each_setup = None
         if self.ragged:
             setup = Setup(steps, slot, structure.batch, device, self._once)
-            self._first_setup, self._each_setup = setup.first, setup.each
-            if self._once:
-                setup.load(self._lengths_memory.integers)
+            self._each_setup = setup.each
+            sent = self._lengths_memory.integers
+            self._first_setup = setup.loaded(sent) if self._once else setup.first
         self.fills = bool(steps.paddings)
         # Kernels that would have no blocks are not even compiled, where the shapes alone say so.
         counts = [_count(each.blocks, lengths) for each in steps.launches]
@@ -195,13 +194,13 @@ class Prepared:
 
     def _ragged_runner(self) -> Run:
         first_setup, each_setup = self._first_setup, self._each_setup
-        addresses_of, blocks_of, add_memory = (
+        addresses_of, blocks_of, counters_of = (
             self._lengths_memory.addresses,
             self._blocks_of,
-            self._add_memory,
+            self._counters_of,
         )
-        launches, is_capturing = self._launches, streams.is_capturing
-        takes_scratch, counters = bool(self._scratch_at), self._counters
+        launches, is_capturing, device = self._launches, streams.is_capturing, self.device
+        scratch_at, scratch_bytes = self._scratch_at, self._scratch_bytes
 
         def run(addresses: list[int], stream: int, memory: Memory, lengths: Lengths | None) -> None:
             assert lengths is not None
@@ -216,22 +215,28 @@ class Prepared:
                 # Counted first: what one launch does not hold is refused before anything is launched.
                 blocks = blocks_of(lengths)
                 owner, own_addresses, data, to = addresses_of(lengths, memory)
-                found = owner, own_addresses, blocks
+                counters = counters_of(stream, memory, capturing)
+                found = owner, own_addresses, counters, blocks
             else:
-                _, own_addresses, blocks = found
+                _, own_addresses, counters, blocks = found
             addresses += own_addresses
             scratch = None
-            if takes_scratch or not known:
-                scratch = add_memory(addresses, stream, memory, capturing)
+            if scratch_bytes:
+                # It may be freed as soon as the launches are in the stream: whoever gets it then comes later there.
+                scratch, base = memory.allocate(scratch_bytes, device)
+                for (
+                    at
+                ) in scratch_at:  # not a comprehension, which before Python 3.12 is another call
+                    addresses.append(base + at)
+            addresses += counters
             if data:
                 first_setup(data, to, addresses, stream)
             elif each_setup is not None:
                 launch, count = each_setup
                 launch(addresses, count, stream)
             if not known and not capturing:
-                make_room(lengths.memo, _MAX_KNOWN)
-                if own in counters and not takes_scratch:
-                    found = found[0], [*own_addresses, *counters[own][1]], blocks
+                if lengths.memo:
+                    make_room(lengths.memo, _MAX_KNOWN)
                 lengths.memo[key] = found
             for launch, count in zip(launches, blocks):  # noqa: B905  # (strict costs what a launch's patches do)
                 launch(addresses, count, stream)
@@ -275,17 +280,21 @@ class Prepared:
                 at
             ) in self._scratch_at:  # not a comprehension, which before Python 3.12 is another call
                 addresses.append(base + at)
-        if self._counter_bytes:
-            if capturing:
-                base = graphs.zeros(self._counter_bytes, self.device)
-                addresses += [base + at for at in self._counter_at]
-            else:
-                key = own_stream(stream)
-                counters = self._counters.get(key)
-                if counters is None:
-                    counters = self._counters[key] = self._zeros(stream, memory)
-                addresses += counters[1]
+        addresses += self._counters_of(stream, memory, capturing)
         return scratch
+
+    def _counters_of(self, stream: int, memory: Memory, capturing: bool) -> list[int]:
+        """The addresses of counters of runs on a stream."""
+        if not self._counter_bytes:
+            return []
+        if capturing:
+            base = graphs.zeros(self._counter_bytes, self.device)
+            return [base + at for at in self._counter_at]
+        key = own_stream(stream)
+        found = self._counters.get(key)
+        if found is None:
+            found = self._counters[key] = self._zeros(stream, memory)
+        return found[1]
 
     def _enqueue(self, addresses: list[int], blocks: Sequence[int], stream: int) -> None:
         for launch, count in zip(self._launches, blocks, strict=True):

@@ -30,12 +30,13 @@ class Setup:
         self._whole: Carrying | None = None
         self._pieces: tuple[Carrying, tuple[Launch, int] | None] | None = None
 
-    def load(self, nbytes: int) -> None:
-        """Loads now what `first` launches for up to so many bytes."""
-        if nbytes:
-            self._load_whole()
-        if nbytes > ragged_setup.MOST:
-            self._load_pieces()
+    def loaded(self, nbytes: int) -> Carrying:
+        """`first` of up to so many bytes, what it launches loaded now."""
+        whole = self._load_whole() if nbytes else self.first
+        if nbytes <= ragged_setup.MOST:
+            return whole
+        self._load_pieces()
+        return self.first
 
     def first(self, data: bytes, to: int, addresses: Sequence[int], stream: int) -> None:
         """All of it, with integers of the host that go to an address."""

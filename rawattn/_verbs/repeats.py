@@ -262,10 +262,6 @@ def _bound(verb: Verb, seqs: Any, form: tuple[Any, ...]) -> Lengths:
     q: tuple[int, ...] = form[at]
     rows_q, rows_k = q[-3], form[at + 4][-3]
     batch = q[0] if len(q) == 4 else None
-    if type(seqs) is SeqLayout:
-        lengths = seqs._bindings.get((batch, rows_q, rows_k))
-        if lengths is not None:
-            return lengths
     return bind(seqs, batch=batch, rows_q=rows_q, rows_k=rows_k)
 
 
