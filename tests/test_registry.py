@@ -224,6 +224,21 @@ def test_tiles_that_share_a_multiprocessor(batch: int, rows: int, headdim: int) 
         assert chosen(**scores).blocks_per_sm == 1, scores
 
 
+@pytest.mark.parametrize("mask", [False, True])
+def test_short_sequences_of_padded_batches_and_under_masks(mask: bool) -> None:
+    """They have smaller tiles than long ones, as calls with neither do."""
+
+    def rows_of_tile(batch: int, rows: int) -> int:
+        q = np.broadcast_to(np.zeros((), np.float16), (batch, rows, 8, 64))
+        lengths = SeqLayout(seqlen_q=[rows] * batch, seqlen_k=[rows] * batch)
+        options = {"mask": np.ones((batch, 1, 1, rows), bool)} if mask else {"seqs": lengths}
+        problem, _ = describe(q, q, q, **options)
+        return sm90_forward.choose(problem, H200, Operands()).tile_rows
+
+    assert rows_of_tile(64, 49) == 64
+    assert rows_of_tile(64, 2000) >= 128
+
+
 def test_room_for_the_next_queries() -> None:
     """A second slot wherever it leaves each block of a multiprocessor its room, of every row of the tables."""
     tables = tile_tables.SCHEMAS[sm90_forward.TILES].tables

@@ -25,8 +25,9 @@ TILES = "portable_backward"
 DQ_TILES = "portable_backward_dq"
 FEATURES = features.names() - {"paged"}
 ROW_THREADS = 256  # of the kernels that visit rows
-# Of those kernels: waves of a multiprocessor that hide what each waits for, and columns that a wave has at once.
-_ROW_WAVES, _ROW_COLUMNS = 64, 256
+# Of those kernels: waves of a multiprocessor that hide what each waits for, columns that a wave has at once, and how many waves
+# share a row, if any do.
+_ROW_WAVES, _ROW_COLUMNS, _WORTH_SHARING = 64, 256, 4
 
 # By head dims, the most query rows that share a key tile of the table "short": in ragged batches, under a causal mask, and
 # without one (docs/notes/portable-backward.md).
@@ -196,7 +197,7 @@ def row_waves(problem: Problem, target: Target, of: Literal["q", "k"]) -> int:
     columns = heads * max(problem.headdim, problem.headdim_v)
     enough = target.multiprocessors * _ROW_WAVES // max(1, rows)
     most = max(1, min(enough, -(-columns // _ROW_COLUMNS)))
-    return 1 << most.bit_length() - 1
+    return 1 << most.bit_length() - 1 if most >= _WORTH_SHARING else 1
 
 
 def row_blocks(rows: int, waves: int = 1, wave: int = 32) -> int:

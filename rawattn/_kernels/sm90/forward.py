@@ -39,8 +39,9 @@ ALIGN_SEQLEN = 1024
 # Of tiles for each multiprocessor: with more than these, how a table's usual tiles fill the machine matters less than what
 # each takes, which the tables say best. Of calls with what joins scores, whose longest causal tile may take as long as two
 # rounds of all; of others, and of those with short sequences, which blocks with a bias or ALiBi that share a multiprocessor
-# are the faster ones for up to more rows.
+# are the faster ones for up to more rows, and blocks under a mask up to fewer.
 _FEW_ROUNDS, _SOME_ROUNDS, _SHORT_SEQLEN, _SHORT_SCORED_SEQLEN, _LONE_SEQLEN = 2, 8, 512, 640, 64
+_SHORT_MASKED_SEQLEN = 400
 # Keys of a sequence from which on blocks do not share a multiprocessor: each reads them for itself.
 _CROWDED_KEYS = 1024
 # Another row of the tables must be expected to take less than this of the usual one's time.
@@ -231,9 +232,8 @@ def _fields(problem: Problem, target: Target, wide: int) -> tuple[dict[str, Any]
         return usual, True
     # Lists of a mask are unlike: whoever has none gains by a part of another's, and others by the longest first.
     shares = shareable(problem, SHARED_SEQLEN) and (idle or problem.mask is None)
-    # What is held or drawn needs registers that no other row leaves it. Of a padded batch nobody knows how much is real.
-    padded = problem.ragged and not problem.group and problem.pages is None
-    bound = table in ("held", "dropout") or padded
+    # What is held or drawn needs registers that no other row leaves it.
+    bound = table in ("held", "dropout")
     plain = table in ("any", "long", "left", "narrow_values") or table.startswith("paged")
     crowded = _may_crowd(problem, table, wide)
     # What scores take beside products, a lone consumer hides behind those of other blocks alone.
@@ -241,6 +241,8 @@ def _fields(problem: Problem, target: Target, wide: int) -> tuple[dict[str, Any]
     short = not bound and problem.max_seqlen_q <= longest
     short &= crowded or problem.max_seqlen_q > _LONE_SEQLEN
     limit = _SOME_ROUNDS if plain else _FEW_ROUNDS
+    if problem.ragged and not problem.group and problem.pages is None:
+        limit = 1  # how much of a padded batch is real nobody knows: only of short sequences and few tiles it does not matter
     if tiles >= limit * target.multiprocessors and not short:
         return usual, False
     others: list[Mapping[str, Any]] = []
@@ -286,11 +288,13 @@ def _fields(problem: Problem, target: Target, wide: int) -> tuple[dict[str, Any]
 def _may_crowd(problem: Problem, table: str, wide: int) -> bool:
     """Whether blocks may share a multiprocessor.
 
-    They have registers for scaled scores, and at small head dims for ALiBi or a bias that comes in slots; none for who finds
-    pages.
+    They have registers for scaled scores and for masks, and at small head dims for ALiBi or a bias that comes in slots; none
+    for who finds pages. Beyond short sequences a mask's larger tiles win: each tile's list is walked, and its bits are read.
     """
     if problem.max_seqlen_k >= _CROWDED_KEYS or problem.pages is not None:
         return False
+    if table == "masked":
+        return problem.max_seqlen_q <= _SHORT_MASKED_SEQLEN
     if table in ("bias", "alibi"):
         bias, slopes = problem.bias, problem.alibi_slopes
         alone = bias.dense and slopes is None if bias is not None else slopes is not None
