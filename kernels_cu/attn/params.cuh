@@ -257,6 +257,8 @@ struct BackwardParams {
   float* part_sums;
   // blocks of a key tile, which share the turns of its walk
   int parts;
+  // where only key tiles with sink tokens have so many: the keys of those
+  int sink_rows;
   // of kernels that visit physical rows of queries, or of keys: the logarithm of how many waves share a row
   int query_row_shift, key_row_shift;
   // gradients of captured arrays, one after the other, in C order: floats, or ExactSums

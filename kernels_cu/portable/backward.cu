@@ -85,10 +85,8 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
   const int lane = thread % target::kWave;
   const int wave = thread / target::kWave;
 
-  // Where key tiles are few, each has several blocks, with a part of its turns.
-  const int parts = kSplit ? p.parts : 1;
-  const int part = target::block_index() % parts;
-  const KeyWorkTile work = find_key_work_tile<kRagged, kTileK>(p, target::block_index() / parts);
+  const KeyPart found = find_part(p, target::block_index());
+  const KeyWorkTile& work = found.work;
   if (!work.exists) return;
   const int first_key = work.tile * kTileK;
   const int keys = work.k.length - first_key < kTileK ? work.k.length - first_key : kTileK;
@@ -146,7 +144,7 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
   int first = work.tile;
   // Those of other heads and sequences add to the same sums too.
   if constexpr (kDbias == 2) first += 2 * (work.sequence * f.nheads_kv + work.kv_head);
-  const auto start = Walk::start(query_tiles, first, group, part, parts);
+  const auto start = Walk::start(query_tiles, first, group, found.part, found.parts);
   Turn turn = Walk::first(query_tiles, start);
   if (turn.exists) {
     const auto real =
@@ -157,7 +155,7 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
     load(turn);
   }
   if constexpr (BiasTile::kWrites) {
-    for (int head = 0; head < (part == 0 ? group : 0); head += f.bias.group) {
+    for (int head = 0; head < (found.part == 0 ? group : 0); head += f.bias.group) {
       BiasTile::clear(p, work.sequence, work.kv_head * group + head, first_key, met, thread);
     }
   }
@@ -358,11 +356,9 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
     target::block_sync();
   }
   const float factor = kFromGradientUnit * (owns_dk ? f.scores.scale : kDropout ? f.dropout.factor : 1.0f);
-  if constexpr (kSplit) {
-    // Packed sequences share the rows of one array.
-    const bool packed = kRagged && f.k_side.start.data != nullptr;
-    const int64 rows = int64(owns_dk * parts + part) * (packed ? 1 : f.batch) + (packed ? 0 : work.sequence);
-    const int64 row = rows * f.k_side.rows + work.k.start + first_key + key;
+  if (kSplit && (!kSplitSinks || found.parts > 1)) {
+    const PartRows rows = part_rows<kSplitSinks, kRagged>(p, work.sequence, work.k);
+    const int64 row = (owns_dk * found.parts + found.part) * rows.all + rows.first + first_key + key;
     float* const sums = p.part_sums + (row * f.nheads_kv + work.kv_head) * kDepth + column_wave * kDepthBlocks * 16;
     store_part(gradient, factor, sums, int64(f.nheads_kv) * kDepth, keys - key, lane);
     return;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attn/listed_tiles.cuh"
+#include "attn/schedule/keys.cuh"
 #include "attn/score_rule.cuh"
 #include "attn/visible.cuh"
 #include "portable/backward_walk.cuh"
@@ -71,6 +72,16 @@ using CopyDout = RowCopy<Element, kTileQ, kHeadDimV, kDepth, kPitch, kRoleThread
 using Visible = VisibleKeys<kLeft, kRight, kTopLeft>;
 using Tiles = MeetingTiles<kBlockMask, Visible, kTileQ, kTileK>;
 
+// Where key tiles are few, or few of them are met by many queries, they have several blocks, with a part of the turns.
+DEVICE KeyPart find_part(const BackwardParams& p, int64 index) {
+  if constexpr (kSplitSinks) {
+    return find_part_of_sinks<kRagged, kTileK>(p, index);
+  } else if constexpr (kSplit) {
+    return find_key_part<kRagged, kTileK>(p, index);
+  } else {
+    return {find_key_work_tile<kRagged, kTileK>(p, index), 0, 1};
+  }
+}
 using Walk = Either<kBlockMask, ListedWalk, Either<kSplit, SharedWalk, WholeWalk>::Type>::Type;
 using Dq = DqShare<M, Element, kTileQ, kTileK, kPitch, kPitchP, (kDqByHalf ? kRoleWaves : kWaves)>;
 constexpr int kFirstDqWave = kDqByHalf ? kRoleWaves : 0;

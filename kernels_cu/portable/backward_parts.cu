@@ -1,5 +1,6 @@
 // dk and dv where several blocks had a key tile: what each has, added up in their order. A wave takes one physical row
-// of keys. Where rows are few, waves share one. Rows of no sequence are not touched.
+// of keys. Where rows are few, waves share one. Rows of no sequence are not touched. kSplitSinks: the first
+// p.sink_rows of each sequence are all that blocks share.
 #include "attn/params.cuh"
 #include "attn/physical_row.cuh"
 #include "attn/rows.cuh"
@@ -38,6 +39,28 @@ DEVICE void add_up(Element* gradient, int64 head_stride, const float* sums, int6
   }
 }
 
+// A row of keys, in its array and in each of the parts.
+struct PartRow {
+  bool exists;
+  int64 batch, row, of_part, all;
+};
+DEVICE PartRow part_row(const BackwardParams& p, int64 index) {
+  const ForwardParams& f = p.forward;
+  if constexpr (kSplitSinks) {
+    const int64 sequence = index / p.sink_rows;
+    if (sequence >= f.batch) return {false, 0, 0, 0, 0};
+    const Span keys = span_of(f.k_side, static_cast<int>(sequence));
+    const int64 at = index - sequence * p.sink_rows;
+    const bool packed = f.k_side.start.data != nullptr;
+    return {at < keys.length, packed ? 0 : sequence, keys.start + at, index, f.batch * int64(p.sink_rows)};
+  } else {
+    const PhysicalRow own = physical_row(f.k_side, f.batch, index);
+    // Packed sequences share the rows of one array.
+    const int64 all = (f.k_side.start.data == nullptr ? f.batch : 1) * f.k_side.rows;
+    return {own.logical, own.batch, own.row, own.batch * f.k_side.rows + own.row, all};
+  }
+}
+
 }  // namespace backward_parts
 
 KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_backward_parts(PARAMETER BackwardParams p) {
@@ -47,17 +70,15 @@ KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_backward_parts(PARAMETER 
   const int lane = target::thread_index() % target::kWave;
   const int64 index = int64(target::block_index()) * kWaves + wave;
   const int shares = 1 << p.key_row_shift, share = static_cast<int>(index & (shares - 1));
-  const PhysicalRow own = physical_row(f.k_side, f.batch, index >> p.key_row_shift);
-  if (!own.logical) return;
+  const PartRow own = part_row(p, index >> p.key_row_shift);
+  if (!own.exists) return;
 
   const int64 columns = int64(f.nheads_kv) * kDepth;
-  // Packed sequences share the rows of one array.
-  const int64 rows = (f.k_side.start.data == nullptr ? f.batch : 1) * f.k_side.rows;
-  const float* const dv = p.part_sums + (own.batch * f.k_side.rows + own.row) * columns;
-  const float* const dk = dv + p.parts * rows * columns;
+  const float* const dv = p.part_sums + own.of_part * columns;
+  const float* const dk = dv + p.parts * own.all * columns;
   const int first = share * target::kWave + lane;
-  add_up<kHeadDim>(row_at<Element>(p.dk, p.dk_strides, own.batch, own.row), p.dk_strides.head, dk, rows * columns, p,
+  add_up<kHeadDim>(row_at<Element>(p.dk, p.dk_strides, own.batch, own.row), p.dk_strides.head, dk, own.all * columns, p,
                    first);
-  add_up<kHeadDimV>(row_at<Element>(p.dv, p.dv_strides, own.batch, own.row), p.dv_strides.head, dv, rows * columns, p,
-                    first);
+  add_up<kHeadDimV>(row_at<Element>(p.dv, p.dv_strides, own.batch, own.row), p.dv_strides.head, dv, own.all * columns,
+                    p, first);
 }

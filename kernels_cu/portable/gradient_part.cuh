@@ -2,7 +2,23 @@
 // What adds them up is portable/backward_parts.cu.
 #pragma once
 
+#include "attn/params.cuh"
+#include "attn/sequence.cuh"
 #include "target/target.cuh"
+
+// Rows of keys of a part of dk or dv: all of them, and where a sequence's begin.
+struct PartRows {
+  int64 all, first;
+};
+// kSinks: each sequence's first p.sink_rows, whether it has as many or not. Else packed sequences share the rows of one
+// array.
+template <bool kSinks, bool kRagged>
+DEVICE PartRows part_rows(const BackwardParams& p, int sequence, const Span& keys) {
+  const ForwardParams& f = p.forward;
+  if (kSinks) return {int64(f.batch) * p.sink_rows, int64(sequence) * p.sink_rows};
+  const bool packed = kRagged && f.k_side.start.data != nullptr;
+  return {(packed ? 1 : f.batch) * f.k_side.rows, (packed ? 0 : sequence) * f.k_side.rows + keys.start};
+}
 
 // `factor` times what a block has of a wave's gradient, to `sums`.
 template <class C, int kKeyBlocks, int kDepthBlocks>

@@ -291,6 +291,7 @@ BACKWARD = _struct(
         "dv, then dk: each (parts, batch, rows, nheads_kv, depth), columns of 16 in the order of Accumulator::position()",
     ),
     ("int", "parts", "blocks of a key tile, which share the turns of its walk"),
+    ("int", "sink_rows", "where only key tiles with sink tokens have so many: the keys of those"),
     (
         "int",
         "query_row_shift, key_row_shift",

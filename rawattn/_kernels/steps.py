@@ -36,7 +36,7 @@ class Geometry:
 class Tiles:
     """A number of blocks that follows from the lengths: `heads` for each tile of `rows` rows of one side's sequences.
 
-    most: of `times` blocks each, where blocks take one tile after the other.
+    most: of `times` blocks each, where blocks take one tile after the other. more: blocks beside those.
     """
 
     side: Literal["q", "k"]
@@ -44,12 +44,16 @@ class Tiles:
     heads: int = 1
     most: int = MAX_BLOCKS
     times: int = 1
+    more: int = 0
 
     def blocks(self, lengths: Lengths) -> int:
         """At least as many as there are tiles for. ValueError when one launch does not hold them."""
         side = lengths.q if self.side == "q" else lengths.k
         tiles = tile_count(side, lengths.batch, self.rows, group=lengths.group)
-        return min(checked(self.side, tiles * self.heads, self.rows), self.most) * self.times
+        return (
+            min(checked(self.side, tiles * self.heads, self.rows), self.most) * self.times
+            + self.more
+        )
 
 
 def checked(argument: str, blocks: int, rows: int) -> int:

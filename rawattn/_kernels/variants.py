@@ -106,7 +106,7 @@ def common_variants(arch: str, *, every: bool = False, purpose: str = "inference
         width = operands.copy_bytes(problem)
         if every:
             sources.append(replace(main, split=True).source())
-            sources.append(portable_backward.parts_source(problem, width, main.depth))
+            sources.append(portable_backward.parts_source(problem, width, main))
         sources.extend(
             (
                 portable_backward.choose_dq(problem, target, operands).source(),

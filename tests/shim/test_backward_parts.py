@@ -211,6 +211,51 @@ def test_ragged_batches(
     assert PARTS in device.launched
 
 
+@pytest.fixture
+def sinks_thrice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every key tile with sink tokens has three blocks."""
+    monkeypatch.setattr(portable_backward, "parts", lambda *_: 1)
+    monkeypatch.setattr(portable_backward, "parts_of_sinks", lambda *_: 3)
+
+
+# Sink tokens in one key tile or in two, of three; sequences with fewer.
+SINKS: list[tuple[int, Any, SeqLayout | None, bool, dict[str, Any]]] = [
+    (32, BFLOAT16, None, False, {"causal": True, "window": (9, 0), "sink": 4}),
+    (64, BFLOAT16, None, True, {"window": (12, 30), "sink": 33}),
+    (32, FLOAT32, None, False, {"window": (9, 0), "sink": 64, "bias": True}),
+    (32, FLOAT16, PACKED, False, {"window": (9, 5), "sink": 40, "softcap": 3.0}),
+    (32, BFLOAT16, PACKED, True, {"causal": True, "window": (20, 0), "sink": 2}),
+    (64, BFLOAT16, PADDED, False, {"window": (9, 0), "sink": 36, "dropout_p": 0.3, "seed": 5}),
+    (32, BFLOAT16, PADDED, False, {"window": (12, 3), "sink": 4, "mask": True}),
+]
+
+
+@pytest.mark.usefixtures("sinks_thrice")
+@pytest.mark.parametrize(
+    ("wave", "dtype", "seqs", "deterministic", "options"), exhaustive.thin(SINKS, 4), ids=str
+)
+def test_sink_tokens(
+    machine: MakeDevice,
+    wave: int,
+    dtype: Any,
+    seqs: SeqLayout | None,
+    deterministic: bool,
+    options: dict[str, Any],
+) -> None:
+    given = dict(options)
+    if "bias" in given:
+        given["bias"] = normal(2, 4, 100, 75, dtype=dtype)
+    if "mask" in given:
+        given["mask"] = masked(4, 4, 100, 75)
+    if seqs is not None:
+        given |= {"seqs": seqs, "on_device": wave == 64}
+    inputs = arrays(dtype, rows=(100, 75)) if seqs is None else sequences(seqs, dtype)
+    device = machine(wave)
+    with small_tiles(portable_backward=TILES):
+        verify_backward(device, "portable", *inputs, deterministic=deterministic, **given)
+    assert PARTS in device.launched
+
+
 @pytest.mark.usefixtures("thrice")
 @pytest.mark.parametrize("seqs", [PACKED, PADDED], ids=["packed", "padded"])
 def test_padding_of_the_callers_own_stays(machine: MakeDevice, seqs: SeqLayout) -> None:
@@ -369,6 +414,30 @@ def test_many_key_tiles_of_ragged_batches_are_not() -> None:
     # Sums of rows that no sequence has are as long as those of others.
     assert count(ragged((8, 8), [16384], [77], packed=False)) > 4
     assert count(ragged((8, 8), [16384], [77], packed=False, room=1 << 17)) == 1
+
+
+def of_sinks(problem: Problem) -> int:
+    """Blocks of a key tile with sink tokens."""
+    config = portable_backward.choose(problem, H200, Operands())
+    return portable_backward.parts_of_sinks(problem, H200, config)
+
+
+def test_key_tiles_with_sink_tokens_are_shared() -> None:
+    """Beside a window that is much shorter than the sequence."""
+    window: dict[str, Any] = {"causal": True, "window": (255, 0)}
+    assert of_sinks(dense(1, (8, 8), (8192, 8192), **window, sink=4)) >= 4
+    assert of_sinks(dense(1, (32, 4), (4096, 4096), **window, sink=4)) >= 4
+    assert of_sinks(dense(1, (8, 8), (8192, 8192), **window)) == 1
+    assert of_sinks(dense(1, (8, 8), (300, 300), **window, sink=4)) == 1
+    assert of_sinks(dense(1, (8, 8), (8192, 8192), causal=True, sink=4)) == 1
+    # Of so many sequences each multiprocessor has others.
+    assert of_sinks(dense(64, (32, 32), (1024, 1024), **window, sink=4)) == 1
+
+
+def test_few_key_tiles_beside_a_window() -> None:
+    """They have as many turns as the window has queries."""
+    assert count(dense(1, (8, 1), (4096, 4096), causal=True, window=(127, 0))) <= 4
+    assert count(dense(1, (8, 1), (4096, 4096), causal=True)) > 4
 
 
 @pytest.mark.parametrize(("rows_q", "rows_k"), [(0, 500), (500, 0), (0, 0)])

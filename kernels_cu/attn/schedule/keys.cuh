@@ -29,3 +29,41 @@ DEVICE KeyWorkTile find_key_work_tile(const BackwardParams& p, int64 index) {
   work.tile = found.tile;
   return work;
 }
+
+// A key tile that several blocks may share, and which of its parts is a block's.
+struct KeyPart {
+  KeyWorkTile work;
+  int part, parts;
+};
+
+// Every key tile has p.parts blocks.
+template <bool kRagged, int kTileK>
+DEVICE KeyPart find_key_part(const BackwardParams& p, int64 index) {
+  return {find_key_work_tile<kRagged, kTileK>(p, index / p.parts), static_cast<int>(index % p.parts), p.parts};
+}
+
+// Key tiles with sink tokens, which all queries see beside their window, have p.parts blocks, all others one. All but
+// the first parts come before all else.
+template <bool kRagged, int kTileK>
+DEVICE KeyPart find_part_of_sinks(const BackwardParams& p, int64 index) {
+  const ForwardParams& f = p.forward;
+  const int sink_tiles = p.sink_rows / kTileK, of_sequence = sink_tiles * f.nheads_kv;
+  const int64 tiles = int64(f.batch) * of_sequence, others = tiles * (p.parts - 1);
+  const bool first = index >= others;
+  KeyPart found{find_key_work_tile<kRagged, kTileK>(p, first ? index - others : 0), 0, 1};
+  KeyWorkTile& work = found.work;
+  if (!first) {
+    found.part = 1 + static_cast<int>(index / tiles);
+    const int rest = static_cast<int>(index % tiles);
+    work.sequence = rest / of_sequence;
+    work.kv_head = rest % of_sequence / sink_tiles;
+    work.tile = rest % sink_tiles;
+    if constexpr (kRagged) {
+      work.q = span_of(f.q_side, work.sequence);
+      work.k = span_of(f.k_side, work.sequence);
+    }
+    work.exists = work.tile * kTileK < work.k.length;
+  }
+  if (work.tile < sink_tiles) found.parts = p.parts;
+  return found;
+}

@@ -7,6 +7,7 @@ Deterministic: prepare, main without dq, and a kernel that computes dq alone.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Literal
 
@@ -16,7 +17,7 @@ from rawattn._kernels import features, params
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import backward_options, choice
 from rawattn._kernels.portable.backward_config import Config, DqConfig, dq_pitch
-from rawattn._kernels.source import ELEMENT
+from rawattn._kernels.source import ELEMENT, round_up
 from rawattn._kernels.source import source as _source
 from rawattn._kernels.target import Target, shared_limit_of
 
@@ -43,7 +44,7 @@ _SHORT_KEYS, _USUAL_KEYS = 64, 128
 _TURN, _FLOPS_A_MICROSECOND = 0.5, 2.6e6
 _AROUND, _KEYS_A_MICROSECOND = 2.0, 5500
 _LAUNCH, _BYTES_A_MICROSECOND = 5.0, 2.5e6
-_MOST_PARTS, _WORTH_IT = 64, 0.85
+_MOST_PARTS, _WORTH_IT, _OF_ALL = 64, 0.85, 0.25
 
 
 def supports(problem: Problem, target: Target, operands: Operands) -> str | None:
@@ -122,9 +123,10 @@ def finish_source(problem: Problem, copy_bytes: int, unit_shift: int) -> Source:
     return _row_source("backward_finish", problem, copy_bytes, kUnitShift=unit_shift)
 
 
-def parts_source(problem: Problem, copy_bytes: int, depth: int) -> Source:
-    """depth: of the main kernel's configuration."""
-    return _row_source("backward_parts", problem, copy_bytes, kDepth=depth)
+def parts_source(problem: Problem, copy_bytes: int, config: Config) -> Source:
+    """config: of the main kernel."""
+    more = {"kDepth": config.depth, "kSplitSinks": config.split_sinks}
+    return _row_source("backward_parts", problem, copy_bytes, **more)
 
 
 def parts(problem: Problem, target: Target, config: Config) -> int:
@@ -142,19 +144,20 @@ def parts(problem: Problem, target: Target, config: Config) -> int:
         tiles = min(tiles, rows // config.tile_k + problem.batch)
     # There are sums of rows that no sequence has, too.
     tiles = max(tiles, -(-rows // config.tile_k)) * problem.nheads_kv
-    turns = -(-problem.max_seqlen_q // config.tile_q) * problem.group_heads
+    turns, alike = _turns(problem, config)
+    longest = _turns_of_sinks(problem, config) if problem.sink else turns
     slots = target.multiprocessors * config.blocks_per_sm
     traffic = 16 * tiles * config.tile_k * config.depth / _BYTES_A_MICROSECOND
-    around = _AROUND + config.tile_k * config.depth / _KEYS_A_MICROSECOND
-    flops = 10 * config.tile_q * config.tile_k * config.depth
+    around = _around(config)
 
     def time(count: int) -> float:
         blocks = tiles * count
-        together = min(config.blocks_per_sm, -(-blocks // target.multiprocessors))
-        turn = _TURN + together * flops / _FLOPS_A_MICROSECOND
+        turn = _turn(config, min(config.blocks_per_sm, -(-blocks // target.multiprocessors)))
         time = around + -(-turns // count) * turn
-        if problem.window_right is None:
+        if alike:
             time *= -(-blocks // slots)
+            if count > 1:  # with one, `parts_of_sinks` shares these out
+                time = max(time, around + -(-longest // count) * turn)
         else:  # the first key tiles, which come first, are met by all query tiles, the last ones by few
             time = max(time, (blocks * around + tiles * turns * turn / 2) / slots)
         return time + (_LAUNCH + count * traffic if count > 1 else 0)
@@ -162,6 +165,57 @@ def parts(problem: Problem, target: Target, config: Config) -> int:
     counts = range(1, max(1, min(_MOST_PARTS, turns)) + 1)
     best = min(counts, key=time)
     return best if time(best) < _WORTH_IT * time(1) else 1
+
+
+def parts_of_sinks(problem: Problem, target: Target, config: Config) -> int:
+    """How many blocks share the turns of a key tile with sink tokens, where other key tiles meet a window's queries alone.
+
+    As many as leave none of them longer than others, or than a part of what all take together: those of the heads that are
+    walked last begin late.
+    """
+    turns, alike = _turns(problem, config)
+    if not problem.sink or problem.window_left is None or not alike:
+        return 1
+    long = _turns_of_sinks(problem, config)
+    heads = problem.batch * problem.nheads_kv
+    sinks = sink_rows(problem, config) // config.tile_k
+    tiles = -(-problem.max_seqlen_k // config.tile_k)
+    slots = target.multiprocessors * config.blocks_per_sm
+    fair = heads * (sinks * long + max(0, tiles - sinks) * turns) / slots
+    count = min(_MOST_PARTS, math.ceil(long / max(turns, _OF_ALL * fair)))
+    saved = (long - long / count) * _turn(config, config.blocks_per_sm)
+    return count if count > 1 and saved > 2 * _LAUNCH else 1
+
+
+def sink_rows(problem: Problem, config: Config) -> int:
+    """Keys of the key tiles that have sink tokens, of each sequence."""
+    return round_up(min(problem.sink, problem.max_seqlen_k), config.tile_k)
+
+
+def _turns(problem: Problem, config: Config) -> tuple[int, bool]:
+    """Of a key tile's walk at most, sink tokens aside, and whether key tiles are about alike in that."""
+    left, right = problem.window_left, problem.window_right
+    rows = problem.max_seqlen_q
+    if left is not None and right is not None and config.tile_k + left + right < rows:
+        return (-(-(config.tile_k + left + right) // config.tile_q) + 1) * problem.group_heads, True
+    # Else a limit on the right leaves the last key tiles few queries.
+    return -(-rows // config.tile_q) * problem.group_heads, right is None
+
+
+def _turns_of_sinks(problem: Problem, config: Config) -> int:
+    """Of the walk of a key tile with sink tokens."""
+    return -(-problem.max_seqlen_q // config.tile_q) * problem.group_heads
+
+
+def _turn(config: Config, together: int) -> float:
+    """Microseconds of a turn, where a multiprocessor runs so many blocks together."""
+    flops = 10 * config.tile_q * config.tile_k * config.depth
+    return _TURN + together * flops / _FLOPS_A_MICROSECOND
+
+
+def _around(config: Config) -> float:
+    """Microseconds of what a block does around its turns."""
+    return _AROUND + config.tile_k * config.depth / _KEYS_A_MICROSECOND
 
 
 def physical_queries(problem: Problem) -> int:

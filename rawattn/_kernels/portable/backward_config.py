@@ -46,6 +46,7 @@ class Config(Features):
     dbias: int = 0  # see backward_options.by_main
     pairs: bool = False  # of heads, see backward_options.in_pairs
     split: bool = False  # a key tile has several blocks, see `backward.parts`
+    split_sinks: bool = False  # those with sink tokens alone, see `backward.parts_of_sinks`
     lone_keys: bool = False  # see `backward.has_lone_keys`
     wave: int = 32
 
@@ -171,6 +172,7 @@ class Config(Features):
         traits += ["one-row"] * self.bias_of_keys
         traits += [[], ["dbias"], ["sums-of-dbias"], ["rows-of-dbias"]][self.dbias]
         traits += ["pairs"] * self.pairs + ["split"] * self.split
+        traits += ["of-sinks"] * self.split_sinks
         traits += ["lone-keys"] * self.lone_keys
         words = ["portable backward", self.element, dims(self), shape, f"{self.copy_bytes}B"]
         return " ".join([*words, *traits])

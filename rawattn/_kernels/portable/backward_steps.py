@@ -35,13 +35,17 @@ def steps(
     _refuse(problem)
     config = backward.choose(problem, target, operands, with_dq=not deterministic)
     shared_by = backward.parts(problem, target, config)
+    of_sinks = backward.parts_of_sinks(problem, target, config) if shared_by == 1 else 1
     lone_keys = backward.has_lone_keys(problem, config)
-    config = replace(config, split=shared_by > 1, lone_keys=lone_keys)
+    config = replace(
+        config, split=max(shared_by, of_sinks) > 1, split_sinks=of_sinks > 1, lone_keys=lone_keys
+    )
     options = backward_options.Gradients(
         problem, operands, target, config.dbias, exact_sums=deterministic
     )
     values = {**attention_params.backward(problem, structure, operands), **options.values}
-    values["parts"] = shared_by
+    values["parts"] = max(shared_by, of_sinks)
+    values["sink_rows"] = backward.sink_rows(problem, config)
     query_waves, key_waves = (backward.row_waves(problem, target, of) for of in ("q", "k"))
     values["query_row_shift"] = query_waves.bit_length() - 1
     values["key_row_shift"] = key_waves.bit_length() - 1
@@ -107,10 +111,13 @@ def steps(
         )
 
     copy_bytes = operands.copy_bytes(problem)
+    # Of key tiles with sink tokens, all parts but the first.
+    sink_tiles = problem.batch * problem.nheads_kv * values["sink_rows"] // config.tile_k
+    more_blocks = sink_tiles * (of_sinks - 1)
     launches = [
         step(
             config.source(),
-            Tiles("k", config.tile_k, problem.nheads_kv, times=shared_by),
+            Tiles("k", config.tile_k, problem.nheads_kv, times=shared_by, more=more_blocks),
             config.threads,
             config.shared_bytes,
             *scheduled("k", config.tile_k),
@@ -118,11 +125,15 @@ def steps(
         ),
     ]
     if config.split:
-        keys = backward.physical_keys(problem)
-        scratch["part_sums"] = 8 * shared_by * keys * problem.nheads_kv * config.depth
+        keys = (
+            problem.batch * values["sink_rows"]
+            if config.split_sinks
+            else backward.physical_keys(problem)
+        )
+        scratch["part_sums"] = 8 * values["parts"] * keys * problem.nheads_kv * config.depth
         launches.append(
             step(
-                backward.parts_source(problem, copy_bytes, config.depth),
+                backward.parts_source(problem, copy_bytes, config),
                 checked("k", backward.row_blocks(keys, key_waves, target.wave), 1),
                 backward.ROW_THREADS,
                 0,
