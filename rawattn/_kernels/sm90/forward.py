@@ -255,6 +255,8 @@ def _fields(problem: Problem, target: Target, wide: int) -> tuple[dict[str, Any]
         ]
         if table in ("any", "long"):
             others += (row.fields for row in (*_rows("any", wide), *_rows("long", wide)))
+        if table == "paged":
+            others += (row.fields for row in _rows(table, wide)[1:])
 
     def duration(choice: tuple[Mapping[str, Any], bool], problem: Problem) -> float:
         fields, shared = choice
