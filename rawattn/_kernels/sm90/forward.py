@@ -50,7 +50,8 @@ _WORTH_CHANGING = 0.96
 _MOST_BLOCKS, _MOST_RAGGED_BLOCKS = 4, 3
 _EQUAL = 1.02
 
-# At most of one of two consumers, where who finds pages needs what is left, and where those copy rows.
+# At most of one of two consumers, where who finds pages needs what is left, and where those copy rows of up to 128 columns:
+# beyond, consumers have none to spare, and tiles fewer rows.
 _FINDING_REGISTERS, _COPYING_REGISTERS = 224, 208
 
 
@@ -99,7 +100,8 @@ def choose(problem: Problem, target: Target, operands: Operands) -> Config:
         # blocks would visit key tiles for each other. Boxes of pages are small already.
         fields["cluster"] = 1
     if problem.pages is not None and fields["consumers"] == 2:
-        most = _COPYING_REGISTERS if copy_engine.copies_rows(problem) else _FINDING_REGISTERS
+        copies = copy_engine.copies_rows(problem) and max(problem.headdim, problem.headdim_v) <= 128
+        most = _COPYING_REGISTERS if copies else _FINDING_REGISTERS
         fields["consumer_registers"] = min(fields["consumer_registers"], most)
     # Of ragged batches, and under masks, whose tiles are stored often: others gain nothing by it. Stages of a bias need the
     # room more.
