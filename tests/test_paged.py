@@ -392,9 +392,11 @@ def test_a_mask_of_kept_keys() -> None:
     verify(call, out, lse, mask=mask)
 
 
-def family_of(batch: int, rows: int, keys: int, page_size: int, **changed: Any) -> str:
+def family_of(
+    batch: int, rows: int, keys: int, page_size: int, num_pages: int = 4096, **changed: Any
+) -> str:
     """Of a call on an H200."""
-    pages = PageForm(page_size, 4096, -(-keys // page_size), False, "int32")
+    pages = PageForm(page_size, num_pages, -(-keys // page_size), False, "int32")
     fields: dict[str, Any] = {
         **{"dtype": "bfloat16", "batch": batch, "nheads_q": 32, "nheads_kv": 8, "headdim": 128},
         **{"headdim_v": 128, "group": False, "rows_q": rows, "rows_k": keys, "max_seqlen_q": rows},
@@ -414,8 +416,13 @@ def test_which_kernels_read_pages() -> None:
     assert family_of(8, 512, 8192, 16) == "sm90"
     assert family_of(8, 512, 8192, 1000) == "sm90"
     assert family_of(8, 512, 8192, 16, dtype="float32") == "portable"
-    # A box would end within a page.
-    assert family_of(8, 512, 8192, 12) == "portable"
+    # A box would end within a page: rows are copied.
+    assert family_of(8, 512, 8192, 12) == "sm90"
+    assert family_of(8, 512, 8192, 1) == "sm90"
+    # They begin at numbers of 32 bits, of 16 bytes.
+    assert family_of(8, 512, 8192, 1, num_pages=2**25) == "sm90"
+    assert family_of(8, 512, 8192, 1, num_pages=2**26) == "portable"
+    assert family_of(8, 512, 8192, 16, num_pages=2**26) == "sm90"
     # Tiles that leave most of the GPU idle: of many keys they are shared out.
     assert family_of(1, 256, 32768, 16) == "sm90"
     assert family_of(1, 64, 32768, 16) == "sm90"

@@ -430,5 +430,6 @@ def test_fewer_consumers_where_tiles_leave_multiprocessors_idle() -> None:
     packed = {"headdim": 128, "causal": True}
     assert consumers(ragged("lengths", (9, 2000), (9, 2000), **packed)) == 1
     assert consumers(ragged("many", (2000,) * 30, (2000,) * 30, **packed)) == 3
-    # Of a padded batch nobody knows how much is real.
-    assert consumers(padded("rooms", (9, 2000), (9, 2000), 2000, 2000, **packed)) == 3
+    # Of a padded batch nobody knows how much is real: unless there are few tiles however much it is.
+    assert consumers(padded("rooms", (9, 2000), (9, 2000), 2000, 2000, **packed)) == 1
+    assert consumers(padded("rooms", (2000,) * 30, (2000,) * 30, 2000, 2000, **packed)) == 3
