@@ -14,9 +14,13 @@ import torch._dynamo.testing  # noqa: F811  (torch does not load it before it co
 
 import rawattn
 import rawattn.torch
+from rawattn._call import integers
 from rawattn._call.options import Options
 from rawattn._handles import find
+from rawattn._interop import dlpack
+from rawattn._interop.integers import TensorIntegers
 from rawattn._torch import ops
+from tests.layout.on_device import OnDevice
 from tests.torch_calls import gradients, leaves, random
 
 pytestmark = pytest.mark.frameworks
@@ -128,6 +132,32 @@ def test_compiled_for_other_lengths() -> None:
         for a, b in zip(got, exact, strict=True):
             assert torch.equal(a, b)
     assert counter.frame_count <= 2
+
+
+def test_lengths_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program breaks around such a call, and one that may not break is told why."""
+
+    def of_torch(x: Any) -> TensorIntegers:
+        return TensorIntegers(1 << 44, len(x), np.dtype(np.int64), 0, x)
+
+    lengths = torch.tensor([3, 5])
+    q, k, v = random("cpu")
+    with monkeypatch.context() as patch:
+        patch.setattr(integers, "of_torch", of_torch)
+        seqs = rawattn.SeqLayout(seqlen_q=lengths, seqlen_k=lengths)
+    host = rawattn.SeqLayout(seqlen_q=[3, 5], seqlen_k=[3, 5])
+    array = OnDevice([3, 5], np.int64)
+    array.readable = True  # the CPU backend does
+    monkeypatch.setattr(dlpack, "device_array", lambda *_: array)
+
+    def run(q: Any) -> Any:
+        return attention(q * 1, k, v, seqs=seqs) + 1
+
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="expected host integers"):
+        torch.compile(run, fullgraph=True, backend="eager")(q)
+    torch._dynamo.reset()
+    found = torch.compile(run, backend="eager")(q)
+    torch.testing.assert_close(found, attention(q, k, v, seqs=host) + 1)
 
 
 def test_the_operator_is_what_torch_expects() -> None:

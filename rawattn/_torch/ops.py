@@ -78,13 +78,15 @@ def layout_of(seqs: SeqLayout | Layout | None) -> Layout:
         return Layout()
     if isinstance(seqs, Layout):
         return seqs
+    # Not by its attributes, which may make an array of CuPy's: torch would trace that.
+    given = seqs._arrays
     return Layout(
-        _tensor("seqstart_q", seqs.seqstart_q),
-        _tensor("seqstart_k", seqs.seqstart_k),
-        _tensor("seqlen_q", seqs.seqlen_q),
-        _tensor("seqlen_k", seqs.seqlen_k),
-        _tensor("cu_seqlen_q", seqs.cu_seqlen_q),
-        _tensor("cu_seqlen_k", seqs.cu_seqlen_k),
+        _tensor("seqstart_q", given.get("seqstart_q")),
+        _tensor("seqstart_k", given.get("seqstart_k")),
+        _tensor("seqlen_q", given.get("seqlen_q")),
+        _tensor("seqlen_k", given.get("seqlen_k")),
+        _tensor("cu_seqlen_q", given.get("cu_seqlen_q")),
+        _tensor("cu_seqlen_k", given.get("cu_seqlen_k")),
         seqs.max_seqlen_q,
         seqs.max_seqlen_k,
     )

@@ -17,6 +17,7 @@ from rawattn._call.structure import structure
 from rawattn._kernels import gathered
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import backward as portable_backward
+from rawattn._kernels.portable.backward_steps import steps
 from rawattn._kernels.target import without_device
 from tests import exhaustive
 from tests.memory import CANARY
@@ -432,6 +433,32 @@ def test_key_tiles_with_sink_tokens_are_shared() -> None:
     assert of_sinks(dense(1, (8, 8), (8192, 8192), causal=True, sink=4)) == 1
     # Of so many sequences each multiprocessor has others.
     assert of_sinks(dense(64, (32, 32), (1024, 1024), **window, sink=4)) == 1
+
+
+@pytest.mark.parametrize("rows", [(0, 500), (500, 0), (0, 0)])
+@pytest.mark.parametrize("window", [(5, None), (5, 0)])
+def test_nothing_to_share_beside_sink_tokens(
+    rows: tuple[int, int], window: tuple[int, int | None]
+) -> None:
+    assert of_sinks(dense(1, (2, 1), rows, window=window, sink=4)) == 1
+
+
+def test_no_queries_beside_sink_tokens(machine: MakeDevice) -> None:
+    q, k, v = arrays(rows=(0, 75))
+    device = machine()
+    with small_tiles(portable_backward=TILES):
+        got = verify_backward(device, "portable", q, k, v, window=(5, None), sink=4)
+    assert not np.any(got.dk.astype(np.float32))
+
+
+def test_sink_tokens_of_as_many_keys_as_there_may_be() -> None:
+    """Key tiles with sink tokens have more rows than an int counts: nobody shares them."""
+    q, k = (np.broadcast_to(np.float16(0), (1, rows, 1, 64)) for rows in (1, 2**31 - 1))
+    problem, lengths = describe(q, k, k, window=(5, None), sink=2**40)
+    operands = Operands(
+        dict.fromkeys(("q", "k", "v", "dout", "out", "dq", "dk", "dv"), (0, 128, 128, 2))
+    )
+    assert steps(problem, structure(lengths), operands, H200, deterministic=False).launches
 
 
 def test_few_key_tiles_beside_a_window() -> None:

@@ -45,7 +45,7 @@ def steps(
     )
     values = {**attention_params.backward(problem, structure, operands), **options.values}
     values["parts"] = max(shared_by, of_sinks)
-    values["sink_rows"] = backward.sink_rows(problem, config)
+    values["sink_rows"] = backward.sink_rows(problem, config) if of_sinks > 1 else 0
     query_waves, key_waves = (backward.row_waves(problem, target, of) for of in ("q", "k"))
     values["query_row_shift"] = query_waves.bit_length() - 1
     values["key_row_shift"] = key_waves.bit_length() - 1
