@@ -38,6 +38,14 @@ def thrice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(portable_backward, "row_waves", lambda *_: 2)
 
 
+def verify_parts(machine: MakeDevice, wave: int, *inputs: np.ndarray, **options: Any) -> None:
+    """By key tiles of TILES, of which some have several blocks."""
+    device = machine(wave)
+    with small_tiles(portable_backward=TILES):
+        verify_backward(device, "portable", *inputs, **options)
+    assert PARTS in device.launched
+
+
 @pytest.mark.usefixtures("thrice")
 @pytest.mark.parametrize(
     ("wave", "dtype", "deterministic", "options"),
@@ -61,17 +69,8 @@ def test_parts(
     given = dict(options)
     if "bias" in given:
         given["bias"] = normal(*given["bias"], 45, 72, dtype=dtype)
-    device = machine(wave)
-    with small_tiles(portable_backward=TILES):
-        verify_backward(
-            device,
-            "portable",
-            *arrays(dtype, rows=(45, 72)),
-            dlse=normal(2, 4, 45),
-            deterministic=deterministic,
-            **given,
-        )
-    assert PARTS in device.launched
+    given |= {"dlse": normal(2, 4, 45), "deterministic": deterministic}
+    verify_parts(machine, wave, *arrays(dtype, rows=(45, 72)), **given)
 
 
 @pytest.mark.usefixtures("thrice")
@@ -128,17 +127,8 @@ def test_masks(
     if "score_mod" in given:
         text = "score * 1.5 - slope[head] * kv_idx"
         given["score_mod"] = ScoreMod(text, wrt="slope", slope=normal(4))
-    device = machine(wave)
-    with small_tiles(portable_backward=TILES):
-        verify_backward(
-            device,
-            "portable",
-            *arrays(dtype, rows=(100, 75)),
-            mask=masked(*shape),
-            deterministic=deterministic,
-            **given,
-        )
-    assert PARTS in device.launched
+    given |= {"mask": masked(*shape), "deterministic": deterministic}
+    verify_parts(machine, wave, *arrays(dtype, rows=(100, 75)), **given)
 
 
 @pytest.mark.usefixtures("thrice")
@@ -198,18 +188,8 @@ def test_ragged_batches(
         given["bias"] = normal(batch, 2, 100, 75, dtype=dtype)
     if "mask" in given:
         given["mask"] = masked(batch, 4, 100, 75)
-    device = machine(wave)
-    with small_tiles(portable_backward=TILES):
-        verify_backward(
-            device,
-            "portable",
-            *sequences(seqs, dtype),
-            seqs=seqs,
-            on_device=on_device,
-            deterministic=deterministic,
-            **given,
-        )
-    assert PARTS in device.launched
+    given |= {"seqs": seqs, "on_device": on_device, "deterministic": deterministic}
+    verify_parts(machine, wave, *sequences(seqs, dtype), **given)
 
 
 @pytest.fixture
@@ -251,10 +231,7 @@ def test_sink_tokens(
     if seqs is not None:
         given |= {"seqs": seqs, "on_device": wave == 64}
     inputs = arrays(dtype, rows=(100, 75)) if seqs is None else sequences(seqs, dtype)
-    device = machine(wave)
-    with small_tiles(portable_backward=TILES):
-        verify_backward(device, "portable", *inputs, deterministic=deterministic, **given)
-    assert PARTS in device.launched
+    verify_parts(machine, wave, *inputs, deterministic=deterministic, **given)
 
 
 @pytest.mark.usefixtures("thrice")
