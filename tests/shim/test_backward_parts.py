@@ -420,12 +420,14 @@ def test_nothing_to_share_beside_sink_tokens(
     assert of_sinks(dense(1, (2, 1), rows, window=window, sink=4)) == 1
 
 
-def test_no_queries_beside_sink_tokens(machine: MakeDevice) -> None:
-    q, k, v = arrays(rows=(0, 75))
-    device = machine()
+@pytest.mark.parametrize("rows", [(0, 75), (100, 0)])
+@pytest.mark.parametrize("window", [(5, None), (5, 0)])
+def test_nothing_to_compute_beside_sink_tokens(
+    machine: MakeDevice, rows: tuple[int, int], window: tuple[int, int | None]
+) -> None:
     with small_tiles(portable_backward=TILES):
-        got = verify_backward(device, "portable", q, k, v, window=(5, None), sink=4)
-    assert not np.any(got.dk.astype(np.float32))
+        got = verify_backward(machine(), "portable", *arrays(rows=rows), window=window, sink=4)
+    assert not any(np.any(x.astype(np.float32)) for x in (got.dq, got.dk, got.dv))
 
 
 def test_sink_tokens_of_as_many_keys_as_there_may_be() -> None:

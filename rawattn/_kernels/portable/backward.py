@@ -174,7 +174,9 @@ def parts_of_sinks(problem: Problem, target: Target, config: Config) -> int:
     walked last begin late.
     """
     turns, alike = _turns(problem, config)
-    if not problem.sink or problem.window_left is None or not alike or turns == 0:
+    if problem.window_left is None or not alike:
+        return 1
+    if min(problem.sink, problem.max_seqlen_k, turns) == 0:
         return 1
     long = _turns_of_sinks(problem, config)
     heads = problem.batch * problem.nheads_kv
