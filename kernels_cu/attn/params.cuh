@@ -159,6 +159,17 @@ struct Splits {
   int blocks;
 };
 
+// A sequence of a ragged batch: the side whose tiles are handed out, and the other one.
+struct OrderedSequence {
+  // first physical rows, inside the batch entry in batch mode
+  int64 tiled_start, other_start;
+  // logical rows
+  int tiled_length, other_length;
+  int sequence;
+  // tiles before it in the order
+  int first_tile;
+};
+
 struct ForwardParams {
   const void* q;
   const void* k;
@@ -169,11 +180,10 @@ struct ForwardParams {
   Strides q_strides, k_strides, v_strides, out_strides;
   int64 lse_batch, lse_head;
   Side q_side, k_side;
-  // ragged only: sequences, the longest first (see portable/order_sequences.cuh)
-  const int* order;
-  // ragged only: query tiles before each sequence in that order, then their total; Hopper's forward has neither where
-  // there is one sequence
-  const int* first_tile;
+  // ragged only: the longest first, and behind the last one their tiles together (see
+  // attn/schedule/order_sequences.cuh); Hopper's forward has none where sequences are few and each block orders them
+  // for itself
+  OrderedSequence* order;
   Mask mask;
   int batch, nheads_q, nheads_kv;
   // keys of one kv head whose K and V fill the share of L2 that concurrent blocks should live in
@@ -187,6 +197,17 @@ struct ForwardParams {
   Pages pages;
   Splits splits;
   KvScale k_scale, v_scale;
+};
+
+struct PaddingParams {
+  // rows that belong to no sequence become 0 in out
+  void* out;
+  // and -inf in lse; either is null when it is not ours to fill
+  float* lse;
+  Strides out_strides;
+  int64 lse_batch, lse_head;
+  Side side;
+  int batch, nheads, headdim, element_bytes;
 };
 
 // How a schedule ends: `tiles` query tiles of `units` each, in pieces of `piece` units, no more than a query tile has
@@ -216,6 +237,8 @@ struct Sm90ForwardParams {
   // keys in pages whose boxes bring whole rows: heads from a page to the next in the tensor maps
   int next_page_k, next_page_v;
   StreamK stream_k;
+  // ragged only
+  PaddingParams padding;
 };
 
 // Where the gradient of the bias is written, all of it. Strides are in elements.
@@ -235,7 +258,7 @@ struct BiasGradient {
 };
 
 struct BackwardParams {
-  // order and first_tile count key tiles here (see attn/schedule/keys.cuh)
+  // the order is that of key tiles here (see attn/schedule/keys.cuh)
   ForwardParams forward;
   const void* dout;
   // laid out as lse; null = zeros
@@ -284,10 +307,9 @@ struct CapturedGradientParams {
 };
 
 struct ScheduleParams {
-  Side q_side, k_side;
-  int* order;
-  int* first_tile;
-  int batch, tile_q;
+  Side tiled, other;
+  OrderedSequence* order;
+  int batch, tile;
 };
 
 struct AlignRowsParams {
@@ -326,19 +348,6 @@ struct CombineParams {
   int64 rows;
   int batch, nheads, partials;
   int outs_listed, lses_listed;
-};
-
-struct PaddingParams {
-  // rows that belong to no sequence become 0 in out
-  void* out;
-  // and -inf in lse; either is null when it is not ours to fill
-  float* lse;
-  Strides out_strides;
-  int64 lse_batch, lse_head;
-  Side side;
-  int batch, nheads, headdim, element_bytes;
-  // blocks that share one gap between sequences
-  int parts;
 };
 
 struct AppendParams {
@@ -524,9 +533,17 @@ struct MaskTilesParams {
 struct RaggedSetupParams {
   // `schedules` of them, each by `schedule_blocks`
   ScheduleParams schedule0, schedule1;
-  // likewise
+  // likewise, each filled by `padding_blocks`
   PaddingParams padding0, padding1, padding2;
   int schedules, schedule_blocks, paddings, padding_blocks;
+};
+
+// A setup and the first step of the backward in one launch (portable/backward_setup.cu).
+struct BackwardSetupParams {
+  BackwardParams backward;
+  RaggedSetupParams setup;
+  // which come first
+  int setup_blocks;
 };
 
 // A setup that brings integers of the host.
@@ -538,5 +555,5 @@ struct CarryingSetupParams {
   // of the words that come
   int64 count;
   // whole arrays of integers, where a schedule or padding reads them
-  unsigned words[860];
+  unsigned words[870];
 };

@@ -30,7 +30,7 @@ KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_backward_finish(PARAMETER
   const int lane = target::thread_index() % target::kWave;
   const int64 index = int64(target::block_index()) * kWaves + wave;
   const int shares = 1 << p.query_row_shift, share = static_cast<int>(index & (shares - 1));
-  const PhysicalRow own = physical_row(f.q_side, f.batch, index >> p.query_row_shift);
+  const PhysicalRow own = physical_row<true>(f.q_side, f.batch, index >> p.query_row_shift);
   if (!own.logical) return;
 
   const float* const sums = p.dq_sum + (own.batch * f.q_side.rows + own.row) * f.nheads_q * kDqPitch;

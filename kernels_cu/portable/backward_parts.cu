@@ -54,7 +54,7 @@ DEVICE PartRow part_row(const BackwardParams& p, int64 index) {
     const bool packed = f.k_side.start.data != nullptr;
     return {at < keys.length, packed ? 0 : sequence, keys.start + at, index, f.batch * int64(p.sink_rows)};
   } else {
-    const PhysicalRow own = physical_row(f.k_side, f.batch, index);
+    const PhysicalRow own = physical_row<true>(f.k_side, f.batch, index);
     // Packed sequences share the rows of one array.
     const int64 all = (f.k_side.start.data == nullptr ? f.batch : 1) * f.k_side.rows;
     return {own.logical, own.batch, own.row, own.batch * f.k_side.rows + own.row, all};

@@ -29,5 +29,5 @@ KERNEL LAUNCH_BOUNDS(ragged_setup::kThreads, 1) void rawattn_carrying_setup(PARA
   if (target::block_index() == 0) {
     for (int i = target::thread_index(); i < p.count; i += kThreads) p.to[i] = p.words[i];
   }
-  run(p.setup, InParameters{p}, shared);
+  run(p.setup, target::block_index(), InParameters{p}, shared);
 }

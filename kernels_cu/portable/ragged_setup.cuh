@@ -2,25 +2,31 @@
 // others fill padding rows of outputs.
 #pragma once
 
+#include "attn/fill_padding.cuh"
 #include "attn/params.cuh"
-#include "portable/fill_padding.cuh"
-#include "portable/order_sequences.cuh"
+#include "attn/schedule/order_sequences.cuh"
 #include "target/target.cuh"
 
 namespace ragged_setup {
 
 constexpr int kThreads = 256;
-using Order = OrderSequences<kThreads>;
+using Order = OrderSequences<kThreads, const OrderInMemory>;
 constexpr int kSharedBytes = Order::kSharedBytes;
 
-// found: gives a side whose integers are where these blocks may read them.
+// Where all of them are in memory.
+struct InMemory {
+  DEVICE Side operator()(const Side& side) const { return side; }
+};
+
+// block: among its own. found: gives a side whose integers are where these blocks may read them.
 template <typename Found>
-DEVICE void run(const RaggedSetupParams& p, const Found& found, unsigned char* shared) {
-  const int block = target::block_index();
+DEVICE void run(const RaggedSetupParams& p, int block, const Found& found, unsigned char* shared) {
   const int ordering = p.schedules * p.schedule_blocks;
   if (block < ordering) {
     const ScheduleParams& schedule = block < p.schedule_blocks ? p.schedule0 : p.schedule1;
-    const Order order{schedule, found(schedule.q_side), found(schedule.k_side)};
+    const Side tiled = found(schedule.tiled), other = found(schedule.other);
+    const OrderInMemory ordered{schedule.order};
+    const Order order{tiled, other, schedule.batch, schedule.tile, ordered};
     order(block % p.schedule_blocks, shared);
     return;
   }
@@ -28,7 +34,9 @@ DEVICE void run(const RaggedSetupParams& p, const Found& found, unsigned char* s
   if (filling >= p.paddings * p.padding_blocks) return;
   const int which = filling / p.padding_blocks;
   const PaddingParams& padding = which == 0 ? p.padding0 : which == 1 ? p.padding1 : p.padding2;
-  fill_padding<kThreads>(padding, found(padding.side), filling % p.padding_blocks);
+  constexpr int kWaves = kThreads / target::kWave;
+  const int wave = filling % p.padding_blocks * kWaves + target::thread_index() / target::kWave;
+  fill_padding(padding, found(padding.side), wave, p.padding_blocks * kWaves);
 }
 
 }  // namespace ragged_setup

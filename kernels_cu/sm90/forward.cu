@@ -13,6 +13,7 @@
 // merged.
 #include "attn/added_scores.cuh"
 #include "attn/exponent.cuh"
+#include "attn/fill_padding.cuh"
 #include "attn/mask_bits.cuh"
 #include "attn/score_rule.cuh"
 #include "attn/scores.cuh"
@@ -337,6 +338,7 @@ KERNEL CLUSTER(forward::kCluster)
   }
   target::launch_dependents();
   target::wait_for_prerequisites();
+  shared.own_order.find(p.forward, shared.queries[0]);
   if constexpr (kCluster == 1) {
     target::block_sync();
   } else {
@@ -363,6 +365,12 @@ KERNEL CLUSTER(forward::kCluster)
     }
   } else {
     if constexpr (kSharesRegisters) ptx::setmaxnreg_inc<kConsumerRegisters>();
+    // While the first queries and keys are on their way.
+    if constexpr (kRagged) {
+      constexpr int kWaves = 4 * kConsumers;
+      const int wave = target::thread_index() / target::kWave - 4;
+      fill_padding(p.padding, p.padding.side, target::block_index() * kWaves + wave, target::grid_size() * kWaves);
+    }
     consume(p, maps, shared, warpgroup - 1);
   }
   // Neighbours may still give slots back to this block.

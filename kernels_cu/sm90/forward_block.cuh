@@ -4,8 +4,9 @@
 #include "attn/late_softmax.cuh"
 #include "attn/listed_tiles.cuh"
 #include "attn/params.cuh"
-#include "attn/schedule/stream_k.cuh"
+#include "attn/schedule/order_sequences.cuh"
 #include "attn/schedule/queries.cuh"
+#include "attn/schedule/stream_k.cuh"
 #include "attn/sequence.cuh"
 #include "attn/softmax.cuh"
 #include "attn/stored_keys.cuh"
@@ -173,6 +174,50 @@ struct StoredBarriers<true> {
   ptx::Mbarrier keys_full[kStoredSlots], keys_empty[kStoredSlots], values_full[kStoredSlots],
       values_empty[kStoredSlots];
 };
+// The order of a ragged batch of few sequences, which each block finds for itself: it takes less time than a launch
+// before this one, and what is found there lies nearer.
+template <bool kUsed>
+struct OwnOrder {
+  DEVICE void find(const ForwardParams&, unsigned char*) {}
+};
+template <>
+struct OwnOrder<true> {
+  static constexpr int kMost = 64;  // sequences
+  int sequences[kMost], first_tiles[kMost + 1];
+
+  // By all threads, before a barrier. shared: memory that nobody uses yet.
+  DEVICE void find(const ForwardParams& p, unsigned char* shared) {
+    if (p.order != nullptr) return;
+    OrderSequences<kThreads, OwnOrder>{p.q_side, p.k_side, p.batch, kClusterQ, *this}(0, shared);
+    ptx::fence_copies();  // the copy engine writes there next
+  }
+  DEVICE void put(int position, int sequence, const Span&, const Span&, int first_tile) {
+    sequences[position] = sequence;
+    first_tiles[position] = first_tile;
+  }
+  DEVICE void put_total(int batch, int tiles) { first_tiles[batch] = tiles; }
+};
+// The order that there is.
+template <bool kUsed>
+struct OrderOfBlock {
+  OrderedSequence* data;
+  const OwnOrder<kUsed>& own;
+
+  DEVICE int first_tile(int position) const {
+    return data != nullptr ? data[position].first_tile : own.first_tiles[position];
+  }
+  template <bool kKeyTiles, class Tile>
+  DEVICE void tell(const ForwardParams& p, int position, Tile& work) const {
+    if (data != nullptr) {
+      OrderInMemory{data}.template tell<false>(p, position, work);
+      return;
+    }
+    work.sequence = own.sequences[position];
+    work.q = span_of(p.q_side, work.sequence);
+    work.k = span_of(p.k_side, work.sequence);
+  }
+};
+using BlockOrder = OrderOfBlock<kRagged>;
 struct SharedMemory : Tiles {
   // These two first: `Consumer` counts on their offsets.
   ptx::Mbarrier keys_full[kStages], keys_empty[kStages], values_full[kStages], values_empty[kStages];
@@ -182,6 +227,7 @@ struct SharedMemory : Tiles {
   ptx::Mbarrier work_full[2], work_empty[2];
   Item work[2];
   TicketBox tickets;
+  OwnOrder<kRagged> own_order;
   StoredBarriers<kFloat8> stored_barriers;
   Boxes boxes;
 };

@@ -18,8 +18,8 @@ namespace forward {
 constexpr bool kFindsEarly = kBlockMask && !kStreamK;
 constexpr int kTilesLeft = 3;
 
-DEVICE void find(WorkTile& work, const Sm90ForwardParams& p, int64 index) {
-  work = find_work_tile<kRagged, kRight, kClusterQ, kHeadsPerTile, true>(p.forward, index, p.kept_tiles);
+DEVICE void find(WorkTile& work, const Sm90ForwardParams& p, const BlockOrder& order, int64 index) {
+  work = find_work_tile<kRagged, kRight, kClusterQ, kHeadsPerTile>(p.forward, order, index, p.kept_tiles);
   if constexpr (kBlockMask) {
     if (work.exists) {
       const int last = (work.q.length - 1) / kClusterQ;
@@ -33,20 +33,23 @@ DEVICE void find(WorkTile& work, const Sm90ForwardParams& p, int64 index) {
     if (work.exists) work.k.length = length_in_pages(p.forward.pages, work.sequence, work.k.length);
   }
 }
-DEVICE void find(WorkTile& work, const Sm90ForwardParams& p, int64 index, int) { find(work, p, index); }
-DEVICE StreamLine stream_line(const Sm90ForwardParams& p, int64 index) {
+DEVICE void find(WorkTile& work, const Sm90ForwardParams& p, const BlockOrder& order, int64 index, int) {
+  find(work, p, order, index);
+}
+DEVICE StreamLine stream_line(const Sm90ForwardParams& p, const BlockOrder& order, int64 index) {
   if constexpr (kRagged) {
     const unsigned workers = static_cast<unsigned>(target::grid_size()) / kCluster;
-    return StreamLine::of_ragged<kClusterQ, kHeadsPerTile>(p.forward, p.stream_k, workers, index, [&](int64 n) {
+    const auto key_tiles = [&](int64 n) {
       WorkTile work;
-      find(work, p, n);
+      find(work, p, order, n);
       return work.exists ? key_tiles_of(p.forward, work).count() : 0;
-    });
+    };
+    return StreamLine::of_ragged<kClusterQ, kHeadsPerTile>(p.forward, order, p.stream_k, workers, index, key_tiles);
   } else {
     return StreamLine::of_dense<kClusterQ, kHeadsPerTile>(p.forward, p.stream_k);
   }
 }
-DEVICE void find(WorkItem& work, const Sm90ForwardParams& p, int64 index, int at) {
+DEVICE void find(WorkItem& work, const Sm90ForwardParams& p, const BlockOrder& order, int64 index, int at) {
   if (kUnlike && p.stream_k.rows > 0) {
     const UnlikeLine<kClusterQ, kHeadsPerTile> line{p.forward, p.stream_k};
     line.find(work, index, at, [&](const WorkTile& tile) {
@@ -54,9 +57,9 @@ DEVICE void find(WorkItem& work, const Sm90ForwardParams& p, int64 index, int at
       return count > 0 ? count : 1;
     });
   } else {
-    index = stream_line(p, index).find(work, index, at);
+    index = stream_line(p, order, index).find(work, index, at);
     ptx::read_anew();
-    find(static_cast<WorkTile&>(work), p, index);
+    find(static_cast<WorkTile&>(work), p, order, index);
   }
   if (!work.exists) return;
   const TileSpan all = key_tiles_of(p.forward, work);
@@ -81,7 +84,7 @@ DEVICE void produce(const Sm90ForwardParams& p, const Maps& maps, SharedMemory& 
   const auto announce = [&] {
     ptx::mbarrier_wait(&s.work_empty[slot.slot], slot.parity ^ 1);
     if (leads) {
-      find(s.work[slot.slot], p, index, at);
+      find(s.work[slot.slot], p, BlockOrder{p.forward.order, s.own_order}, index, at);
       ptx::mbarrier_arrive(&s.work_full[slot.slot]);
     }
   };

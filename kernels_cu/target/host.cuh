@@ -154,6 +154,17 @@ DEVICE bool wave_any(bool predicate) {
   return predicate;
 }
 
+DEVICE int wave_count(bool predicate) {
+  int mine = predicate;
+  const auto count = [](void* const* payloads) {
+    int sum = 0;
+    for (int lane = 0; lane < kWave; lane++) sum += *static_cast<int*>(payloads[lane]);
+    for (int lane = 0; lane < kWave; lane++) *static_cast<int*>(payloads[lane]) = sum;
+  };
+  host::meet_wave("wave_count", 0, count, &mine);
+  return mine;
+}
+
 DEVICE int wave_uniform(int x) {
   const auto same = [](void* const* payloads) {
     const int first = *static_cast<const int*>(payloads[0]);

@@ -63,6 +63,7 @@ class Problem(ScoreOptions):
     sink: int  # 0 without a left bound, where it has no meaning
     top_left: bool
     scale: float
+    shared_lengths: bool = False  # keys have the sequences of the queries
     pages: PageForm | None = None  # rows_k are then those of a sequence's pages, at most
     num_splits: int | None = None  # None = chosen
     rotary: RotaryForm | None = None  # of keys on their way into pages

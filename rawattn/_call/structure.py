@@ -21,7 +21,7 @@ class SideStructure(NamedTuple):
 
     start, length: bytes of each integer, 0 where there are none. From the host, lengths go to the device as int32 and not
     cumulative.
-    most: a bound of every logical length, the same for lengths of the same number of binary digits.
+    most: a bound of every logical length, a power of two or the number of rows.
     """
 
     rows: int
@@ -35,7 +35,7 @@ class SideStructure(NamedTuple):
 class Structure(NamedTuple):
     """on_host: every integer is host data, and the schedule follows once and for all.
 
-    devices: of the integers that are not.
+    devices: of the integers that are not. shared: keys have the sequences of the queries.
     """
 
     batch: int
@@ -44,6 +44,7 @@ class Structure(NamedTuple):
     k: SideStructure
     on_host: bool
     devices: tuple[int, ...]
+    shared: bool
 
     @property
     def ragged(self) -> bool:
@@ -80,13 +81,13 @@ def _find(lengths: Lengths) -> None:
     q = _side(of_q)
     k = q if of_k is of_q else _side(of_k)
     devices = () if on_host else _devices(of_q, of_k)
-    fields = lengths.batch, lengths.group, q, k, on_host, devices
+    fields = lengths.batch, lengths.group, q, k, on_host, devices, of_k is of_q
     found = _known.get(fields)
     if found is None:
         # What lengths have found stays what it is, and is found no more.
         make_room(_known, _MAX_KNOWN)
         sides = SideStructure(*q), SideStructure(*k)
-        form = Structure(lengths.batch, lengths.group, *sides, on_host, devices)
+        form = Structure(lengths.batch, lengths.group, *sides, on_host, devices, of_k is of_q)
         found = _known.setdefault(fields, (form, object()))
     lengths.structure, lengths.token = found
 
@@ -96,7 +97,7 @@ def _side(side: Side) -> tuple[int, int, int, bool, bool, int]:
     start, length, rows = side.start, side.length, side.rows
     most, of_start, of_length, cumulative = rows, 0, 0, False
     if start is not None or length is not None:
-        bound = (1 << side.max_seqlen.bit_length()) - 1
+        bound = 1 << max(side.max_seqlen - 1, 0).bit_length()
         if bound < rows:
             most = bound
     if type(start) is np.ndarray:

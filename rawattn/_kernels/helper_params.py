@@ -6,10 +6,12 @@ from functools import partial
 
 from rawattn._kernels import structs
 from rawattn._kernels.params import (
+    BACKWARD,
     CAPTURED_ARRAYS,
     FORWARD,
     INTEGERS,
     KV_SCALE,
+    PADDING,
     PAGES,
     SIDE_STRUCT,
     STRIDES,
@@ -24,10 +26,9 @@ _struct = partial(structs.declare, STRUCTS)
 SCHEDULE = _struct(
     "ScheduleParams",
     "",
-    (SIDE_STRUCT, "q_side, k_side", ""),
-    ("int*", "order", ""),
-    ("int*", "first_tile", ""),
-    ("int", "batch, tile_q", ""),
+    (SIDE_STRUCT, "tiled, other", ""),
+    ("OrderedSequence*", "order", ""),
+    ("int", "batch, tile", ""),
 )
 ALIGN_ROWS = _struct(
     "AlignRowsParams",
@@ -61,17 +62,6 @@ COMBINE = _struct(
     ("int64", "rows", ""),
     ("int", "batch, nheads, partials", ""),
     ("int", "outs_listed, lses_listed", ""),
-)
-PADDING = _struct(
-    "PaddingParams",
-    "",
-    ("void*", "out", "rows that belong to no sequence become 0 in out"),
-    ("float*", "lse", "and -inf in lse; either is null when it is not ours to fill"),
-    (STRIDES, "out_strides", ""),
-    ("int64", "lse_batch, lse_head", ""),
-    (SIDE_STRUCT, "side", ""),
-    ("int", "batch, nheads, headdim, element_bytes", ""),
-    ("int", "parts", "blocks that share one gap between sequences"),
 )
 APPEND = _struct(
     "AppendParams",
@@ -221,8 +211,15 @@ SETUP = _struct(
     "RaggedSetupParams",
     "Of a ragged call, what follows from its lengths alone (portable/ragged_setup.cuh).",
     (SCHEDULE, "schedule0, schedule1", "`schedules` of them, each by `schedule_blocks`"),
-    (PADDING, "padding0, padding1, padding2", "likewise"),
+    (PADDING, "padding0, padding1, padding2", "likewise, each filled by `padding_blocks`"),
     ("int", "schedules, schedule_blocks, paddings, padding_blocks", ""),
+)
+BACKWARD_SETUP = _struct(
+    "BackwardSetupParams",
+    "A setup and the first step of the backward in one launch (portable/backward_setup.cu).",
+    (BACKWARD, "backward", ""),
+    (SETUP, "setup", ""),
+    ("int", "setup_blocks", "which come first"),
 )
 # Launches carry at most 4096 bytes of parameters on every driver that this library runs with.
 WORDS_A_LAUNCH = (4096 - SETUP.dtype.itemsize - 16) // 8 * 2

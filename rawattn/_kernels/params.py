@@ -163,6 +163,18 @@ _SPLITS = _struct(
     ("int", "ranks", "of query tiles, as many abreast in each"),
     ("int", "blocks", "of those abreast one, where these decide how many parts a line has"),
 )
+ORDERED_SEQUENCE = _struct(
+    "OrderedSequence",
+    "A sequence of a ragged batch: the side whose tiles are handed out, and the other one.",
+    (
+        "int64",
+        "tiled_start, other_start",
+        "first physical rows, inside the batch entry in batch mode",
+    ),
+    ("int", "tiled_length, other_length", "logical rows"),
+    ("int", "sequence", ""),
+    ("int", "first_tile", "tiles before it in the order"),
+)
 FORWARD = _struct(
     "ForwardParams",
     "",
@@ -175,15 +187,10 @@ FORWARD = _struct(
     ("int64", "lse_batch, lse_head", ""),
     (SIDE_STRUCT, "q_side, k_side", ""),
     (
-        "const int*",
+        "OrderedSequence*",
         "order",
-        "ragged only: sequences, the longest first (see portable/order_sequences.cuh)",
-    ),
-    (
-        "const int*",
-        "first_tile",
-        "ragged only: query tiles before each sequence in that order, then their total; Hopper's forward has neither where "
-        "there is one sequence",
+        "ragged only: the longest first, and behind the last one their tiles together (see attn/schedule/order_sequences.cuh); "
+        "Hopper's forward has none where sequences are few and each block orders them for itself",
     ),
     (_MASK, "mask", ""),
     ("int", "batch, nheads_q, nheads_kv", ""),
@@ -201,6 +208,16 @@ FORWARD = _struct(
     (PAGES, "pages", ""),
     (_SPLITS, "splits", ""),
     (KV_SCALE, "k_scale, v_scale", ""),
+)
+PADDING = _struct(
+    "PaddingParams",
+    "",
+    ("void*", "out", "rows that belong to no sequence become 0 in out"),
+    ("float*", "lse", "and -inf in lse; either is null when it is not ours to fill"),
+    (STRIDES, "out_strides", ""),
+    ("int64", "lse_batch, lse_head", ""),
+    (SIDE_STRUCT, "side", ""),
+    ("int", "batch, nheads, headdim, element_bytes", ""),
 )
 _STREAM_K = _struct(
     "StreamK",
@@ -246,6 +263,7 @@ SM90_FORWARD = _struct(
         "keys in pages whose boxes bring whole rows: heads from a page to the next in the tensor maps",
     ),
     (_STREAM_K, "stream_k", ""),
+    (PADDING, "padding", "ragged only"),
 )
 _BIAS_GRADIENT = _struct(
     "BiasGradient",
@@ -269,7 +287,7 @@ _BIAS_GRADIENT = _struct(
 BACKWARD = _struct(
     "BackwardParams",
     "",
-    (FORWARD, "forward", "order and first_tile count key tiles here (see attn/schedule/keys.cuh)"),
+    (FORWARD, "forward", "the order is that of key tiles here (see attn/schedule/keys.cuh)"),
     ("const void*", "dout", ""),
     ("const float*", "dlse", "laid out as lse; null = zeros"),
     ("void*", "dq", ""),

@@ -36,7 +36,8 @@ class Geometry:
 class Tiles:
     """A number of blocks that follows from the lengths: `heads` for each tile of `rows` rows of one side's sequences.
 
-    most: of `times` blocks each, where blocks take one tile after the other. more: blocks beside those.
+    least, most: of `times` blocks each; most where blocks take one tile after the other, least where they do more than that.
+    more: blocks beside those.
     """
 
     side: Literal["q", "k"]
@@ -45,15 +46,14 @@ class Tiles:
     most: int = MAX_BLOCKS
     times: int = 1
     more: int = 0
+    least: int = 0
 
     def blocks(self, lengths: Lengths) -> int:
         """At least as many as there are tiles for. ValueError when one launch does not hold them."""
         side = lengths.q if self.side == "q" else lengths.k
         tiles = tile_count(side, lengths.batch, self.rows, group=lengths.group)
-        return (
-            min(checked(self.side, tiles * self.heads, self.rows), self.most) * self.times
-            + self.more
-        )
+        count = min(checked(self.side, tiles * self.heads, self.rows), self.most)
+        return max(count, self.least) * self.times + self.more
 
 
 def checked(argument: str, blocks: int, rows: int) -> int:
@@ -71,7 +71,8 @@ class Step:
     """One launch.
 
     params: the kernel's first parameter, without addresses.
-    patches: (offset in it, name of the address to put there).
+    patches: (offset in it, name of the address to put there). fills: likewise, of outputs whose padding rows it fills, and
+    leaves as they are where the address is 0.
     maps: of the second parameter, where the kernel has one: (name of the array, its tensor map).
     early: the kernel itself waits for those before it in the stream (`wait_for_prerequisites` in
     kernels_cu/target/cuda.cuh), so it may come before they are done.
@@ -85,14 +86,35 @@ class Step:
     shared_bytes: int = 0
     maps: tuple[tuple[str, Geometry], ...] = ()
     early: bool = False
+    fills: tuple[tuple[int, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a launch does beside other things: the fields of a struct of its own, and the addresses there, by path."""
+    """What a launch does beside other things: the fields of a struct of its own, and the addresses there, by path.
+
+    fills: those of outputs whose padding rows it fills.
+    """
 
     fields: Mapping[str, Any]
     addresses: Mapping[str, str]
+    fills: Mapping[str, str] = field(default_factory=dict)
+
+    def prefixed(self, path: str) -> dict[str, Any]:
+        """The fields, in a struct that has this one at a path."""
+        return {f"{path}.{name}": value for name, value in self.fields.items()}
+
+    def patches(self, struct: Struct, path: str) -> tuple[tuple[int, str], ...]:
+        """Where the addresses belong there."""
+        return _at(struct, path, self.addresses)
+
+    def filled(self, struct: Struct, path: str) -> tuple[tuple[int, str], ...]:
+        """The same of those of `fills`."""
+        return _at(struct, path, self.fills)
+
+
+def _at(struct: Struct, path: str, names: Mapping[str, str]) -> tuple[tuple[int, str], ...]:
+    return tuple((structs.offset(struct, f"{path}.{at}"), name) for at, name in names.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +137,7 @@ class Steps:
     """The launches of a call, in order.
 
     schedules, paddings: what is done before them and follows from the lengths alone: sequences are ordered, of lengths on the
-    host once and for all, and padding rows are filled.
+    host once and for all, and padding rows are filled that none of them fills.
     orders: bytes of what each of `schedules` writes, by name.
     scratch: bytes of memory that one run alone uses, by name.
     counters: bytes of memory, by name, that every run leaves as it found it: zero.

@@ -145,7 +145,12 @@ def launches(
 
     form = structure(lengths)
     if form.ragged:
-        described = replace(described, max_seqlen_q=form.q.most, max_seqlen_k=form.k.most)
+        described = replace(
+            described,
+            max_seqlen_q=form.q.most,
+            max_seqlen_k=form.k.most,
+            shared_lengths=form.shared,
+        )
     target = kernel.target(device)
     family = registry.choose(verb.name, described, target, operands)
     steps = family.steps(described, form, operands, target, **verb.more(flag))

@@ -27,8 +27,8 @@ def launch_of(step: Step, slot: dict[str, int], device: int) -> Launch:
     first = Arguments(parameters)
     free = [first]  # arguments that no launch is using
     at = first.at[0]
-    assert all((at + offset) % 8 == 0 for offset, _ in step.patches)
-    patched = sorted((at + offset, slot[name]) for offset, name in step.patches)
+    assert all((at + offset) % 8 == 0 for offset, _ in (*step.patches, *step.fills))
+    patched = sorted((at + offset, slot[name]) for offset, name in (*step.patches, *step.fills))
     order = [n for _, n in patched] + [slot[name] for name, _ in step.maps]
     pick = operator.itemgetter(*order, order[-1])  # one more: it gives a tuple then
     words = [(offset // 8, n) for n, (offset, _) in enumerate(patched)]

@@ -21,7 +21,7 @@ from rawattn._kernels.steps import Lists, Steps, Tiles
 from rawattn._runtime import graphs
 from rawattn._runtime.launches import Launch, launch_of
 from rawattn._runtime.lengths import NAMES, LengthsMemory
-from rawattn._runtime.setup import Setup
+from rawattn._runtime.setup import Setup, without_filling
 
 _ALIGNMENT = 256  # bytes, of every piece of scratch
 _MAX_COUNTED = 512
@@ -53,7 +53,7 @@ class Prepared:
         device: int,
         names: Sequence[str],
     ) -> None:
-        self.device, self.config, self.arrays = device, steps.config, len(names)
+        self.device, self.config, self._names = device, steps.config, tuple(names)
         self.ragged = structure.ragged
         # Orders of lengths on the host belong to the layout, others to the run.
         self._once = structure.on_host
@@ -80,16 +80,16 @@ class Prepared:
             self._counter_bytes += -(-nbytes // 8) * 8
         self._counted: dict[tuple[int, int], list[int]] = {}  # blocks by the longest sequences
         self._counters: dict[Any, tuple[Any, list[int]]] = {}  # by `own_stream`
-        slot = {name: n for n, name in enumerate(slots)}
+        self._slot = slot = {name: n for n, name in enumerate(slots)}
 
         # What comes before all else: in the first run with a layout, with integers of the host, and in each of the others.
+        self._setup = None
         self._each_setup = None
         if self.ragged:
-            setup = Setup(steps, slot, structure.batch, device, self._once)
+            self._setup = setup = Setup(steps, slot, structure.batch, device, self._once)
             self._each_setup = setup.each
             sent = self._lengths_memory.integers
             self._first_setup = setup.loaded(sent) if self._once else setup.first
-        self.fills = bool(steps.paddings)
         # Kernels that would have no blocks are not even compiled, where the shapes alone say so.
         counts = [_count(each.blocks, lengths) for each in steps.launches]
         wanted = [self.ragged or bool(blocks) for blocks in counts]
@@ -300,6 +300,18 @@ class Prepared:
         for launch, count in zip(self._launches, blocks, strict=True):
             launch(addresses, count, stream)
 
+    def filling_all_but(
+        self, theirs: Sequence[int]
+    ) -> tuple[tuple[Launch, int] | None, list[Launch]]:
+        """What comes before all else in each run, and the launches, where padding rows of these arrays stay as they are."""
+        kept = {self._names[n] for n in theirs}
+        launches = list(self._launches)
+        for n, step in enumerate(self.steps):
+            if kept.intersection(name for _, name in step.fills):
+                launches[n] = launch_of(without_filling(step, kept), self._slot, self.device)
+        setup = None if self._setup is None else self._setup.each_but(kept)
+        return setup, launches
+
     def own(self, memory: Memory, stream: int, lengths: Lengths | None) -> Own:
         """What a run would allocate, for runs that must not: allocated, sent and ordered now, on `stream`."""
         return Own(self, memory, stream, lengths)
@@ -354,14 +366,17 @@ class Own:
             self.tail += counters[1]
             self._held.append(counters[0])
         if data:
-            unknown = [0] * prepared.arrays  # padding of what is not there is not filled
+            unknown = [0] * len(prepared._names)  # padding of what is not there is not filled
             prepared._first_setup(data, to, [*unknown, *self.tail], stream)
-        setup = prepared._each_setup
-        self.launches = [
-            *(() if setup is None else (setup,)),
-            *zip(prepared._launches, blocks, strict=True),
-        ]
-        self._fills = setup is not None and prepared.fills
+        self._prepared, self._blocks = prepared, blocks
+        self.launches = self._launches_of(prepared._each_setup, prepared._launches)
+        self._keeping: dict[tuple[int, ...], list[tuple[Launch, int]]] = {}  # by `theirs`
+
+    def _launches_of(
+        self, setup: tuple[Launch, int] | None, launches: Sequence[Launch]
+    ) -> list[tuple[Launch, int]]:
+        before = () if setup is None else (setup,)
+        return [*before, *zip(launches, self._blocks, strict=True)]
 
     def run(
         self,
@@ -379,12 +394,19 @@ class Own:
         if integers is not None:
             for index, address in integers.items():
                 addresses[first + index] = address
-        filled = addresses
-        if theirs and self._fills:
-            filled = [0 if n in theirs else x for n, x in enumerate(addresses)]
-        for launch, count in self.launches:
-            launch(filled, count, stream)
-            filled = addresses
+        launches = self.launches
+        if theirs and self._prepared.ragged:
+            launches = self._launches_keeping(tuple(theirs))
+        for launch, count in launches:
+            launch(addresses, count, stream)
+
+    def _launches_keeping(self, theirs: tuple[int, ...]) -> list[tuple[Launch, int]]:
+        found = self._keeping.get(theirs)
+        if found is None:
+            prepared = self._prepared
+            found = self._launches_of(*prepared.filling_all_but(theirs))
+            self._keeping[theirs] = found
+        return found
 
 
 def _count(blocks: int | Tiles, lengths: Lengths) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from rawattn._kernels.portable import ragged_setup
@@ -26,9 +26,14 @@ class Setup:
         self._slot, self._device = slot, device
         self._early = kernel.target(device).early_launches
         again = () if ordered_once else steps.schedules
-        self.each = self._launch(ragged_setup.step(batch, again, steps.paddings))
+        self._each = ragged_setup.step(batch, again, steps.paddings)
+        self.each = self._launch(self._each)
         self._whole: Carrying | None = None
         self._pieces: tuple[Carrying, tuple[Launch, int] | None] | None = None
+
+    def each_but(self, kept: Collection[str]) -> tuple[Launch, int] | None:
+        """`each`, where padding rows of these arrays stay as they are."""
+        return self._launch(without_filling(self._each, kept))
 
     def loaded(self, nbytes: int) -> Carrying:
         """`first` of up to so many bytes, what it launches loaded now."""
@@ -73,6 +78,11 @@ class Setup:
         return carrying_of(replace(step, early=self._early), self._slot, self._device)
 
 
+def without_filling(step: Step, kept: Collection[str]) -> Step:
+    """The same that leaves padding rows of these arrays as they are."""
+    return replace(step, fills=tuple(each for each in step.fills if each[1] not in kept))
+
+
 # A launch that brings whole integers of the host to an address, from all addresses and the stream.
 Carrying = Callable[[bytes, int, Sequence[int], int], None]
 
@@ -85,7 +95,7 @@ def carrying_of(step: Step, slot: dict[str, int], device: int) -> Carrying:
     enqueue = loaded.launcher(step.threads, step.shared_bytes, step.early)
     free = [Arguments((params,))]  # that no launch is using
     at = free[0].at[0]
-    patches = [((at + offset) // 8, slot[name]) for offset, name in step.patches]
+    patches = [((at + offset) // 8, slot[name]) for offset, name in (*step.patches, *step.fills)]
     where, count = (at + ragged_setup.TO) // 8, (at + ragged_setup.COUNT) // 8
     start = at + ragged_setup.WORDS
 

@@ -9,12 +9,23 @@ import numpy as np
 from rawattn._call.layout import Lengths, Side
 from rawattn._call.problem import Problem, result_shapes
 from rawattn._call.structure import structure
-from rawattn._kernels import attention_params, params, structs
+from rawattn._kernels import attention_params, helper_params, params, structs
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import backward as portable_backward
+from rawattn._kernels.portable import ragged_setup
 from rawattn._kernels.portable.backward_config import Config, DqConfig, dq_pitch
 from tests.memory import Strided
-from tests.shim.launch import Machine, Operand, order_of, padding, set_up
+from tests.shim.launch import (
+    Machine,
+    Operand,
+    blocks_of,
+    new_order,
+    order_of,
+    padding,
+    set_up,
+    setup_of,
+    tiles_of,
+)
 from tests.shim.shim import Memory
 
 ROW_WAVES = 4  # that share a row: more than its heads keep busy, too
@@ -100,15 +111,18 @@ class Backward:
         row_grid = portable_backward.row_blocks(rows, ROW_WAVES, machine.wave)
         tiles = problem.batch * -(-problem.rows_k // config.tile_k)
         if problem.ragged:
-            first_tile = self._schedule(machine, self.k_side, self.q_side, config.tile_k)
+            order = self._schedule(machine, self.k_side, self.q_side, config.tile_k)
             if problem.group:
                 tiles = problem.rows_k // config.tile_k + problem.batch
             if exact_grid:
-                tiles = int(first_tile.array()[-1])
+                tiles = tiles_of(order)
         copy = config.copy_bytes
         rows_of = {"threads": portable_backward.ROW_THREADS, "memory": self._memory}
-        prepare = portable_backward.prepare_source(problem, copy)
-        machine.run(prepare, filled, grid=row_grid, **rows_of)
+        if problem.ragged:
+            self._set_up(machine, copy, row_grid, fill=fill)
+        else:
+            prepare = portable_backward.prepare_source(problem, copy)
+            machine.run(prepare, filled, grid=row_grid, **rows_of)
         machine.run(
             config.source(),
             filled,
@@ -122,16 +136,13 @@ class Backward:
             machine.run(finish, filled, grid=row_grid, **rows_of)
         else:
             self._run_dq(machine, dq_config)
-        if fill:
-            self._fill(machine)
         return {name: operand.buffer() for name, operand in self.gradients.items()}
 
     def _run_dq(self, machine: Machine, config: DqConfig) -> None:
         problem = self.problem
         tiles = problem.batch * -(-problem.rows_q // config.tile_q)
         if problem.ragged:
-            first_tile = self._schedule(machine, self.q_side, self.k_side, config.tile_q)
-            tiles = int(first_tile.array()[-1])
+            tiles = tiles_of(self._schedule(machine, self.q_side, self.k_side, config.tile_q))
         self.filled[0]["dq_sum"] = 0
         self.filled[0]["forward"]["section_keys"] = 100
         machine.run(
@@ -146,16 +157,32 @@ class Backward:
     def _schedule(self, machine: Machine, tiled: Any, longest: Any, tile: int) -> Memory:
         """Of the tiles of one side, the sequence that is longest on the other side first."""
         batch = self.problem.batch
-        order = Memory("order", np.full(batch, -1, np.int32), readonly=False)
-        first_tile = Memory("first_tile", np.zeros(batch + 1, np.int32), readonly=False)
-        self._memory += [order, first_tile]
-        fields = order_of(tiled, longest, batch, tile, order, first_tile)
+        order = new_order(batch)
+        self._memory.append(order)
+        fields = order_of(tiled, longest, batch, tile, order)
         set_up(machine, self._memory, schedules=[fields])
-        forward = self.filled[0]["forward"]
-        forward["order"], forward["first_tile"] = order.address, first_tile.address
-        return first_tile
+        self.ordered = fields
+        self.filled[0]["forward"]["order"] = order.address
+        return order
 
-    def _fill(self, machine: Machine) -> None:
+    def _set_up(self, machine: Machine, copy: int, row_grid: int, *, fill: bool) -> None:
+        """`prepare` with the order, which is there already, and padding rows."""
+        problem, whole = self.problem, helper_params.BACKWARD_SETUP.zeros()
+        fields = whole[0]
+        fields["backward"] = self.filled[0]
+        setup = setup_of([self.ordered], self._paddings() if fill else [])
+        fields["setup"] = setup[0]
+        fields["setup_blocks"] = blocks_of(setup)
+        machine.run(
+            portable_backward.setup_source(problem, copy),
+            whole,
+            grid=row_grid + blocks_of(setup),
+            threads=portable_backward.ROW_THREADS,
+            shared_bytes=ragged_setup.SHARED_BYTES,
+            memory=self._memory,
+        )
+
+    def _paddings(self) -> list[np.ndarray]:
         problem, paddings = self.problem, []
         for name, of, side, nheads, headdim in (
             ("dq", "q", self.q_side, problem.nheads_q, problem.headdim),
@@ -166,4 +193,4 @@ class Backward:
             filled = padding(problem, self.lengths, of, side, operand, nheads, headdim)
             filled[0]["out"] = operand.address
             paddings.append(filled)
-        set_up(machine, self._memory, paddings=paddings)
+        return paddings

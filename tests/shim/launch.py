@@ -15,6 +15,7 @@ from rawattn._kernels import attention_params, helper_params, params, structs
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import fill_padding, ragged_setup
 from rawattn._kernels.portable.forward import Config
+from rawattn._kernels.portable.schedule import order_bytes
 from rawattn._kernels.sm90 import forward_config as sm90_forward_config
 from rawattn._kernels.sm90 import forward_steps
 from tests.memory import CANARY, Strided
@@ -127,7 +128,9 @@ class Forward:
             shared_bytes=config.shared_bytes,
             memory=memory,
         )
-        return self._results(machine, fill)
+        if fill:
+            self.fill_padding(machine)
+        return self._results()
 
     def run_sm90(
         self,
@@ -138,11 +141,17 @@ class Forward:
         exact_grid: bool = True,
         section_keys: int | None = None,
         kept_tiles: int | None = None,
+        own_order: bool = False,
         fill: bool = False,
     ) -> tuple[np.ndarray, np.ndarray | None]:
-        """The same by Hopper's kernel, on a GPU that holds `blocks` of its blocks."""
+        """The same by Hopper's kernel, on a GPU that holds `blocks` of its blocks.
+
+        own_order: each block orders the sequences of a ragged batch.
+        """
         problem = self.problem
-        filled, memory, tiles = self._describe(machine, config, exact_grid, section_keys)
+        filled, memory, tiles = self._describe(
+            machine, config, exact_grid, section_keys, own_order=own_order
+        )
         heads = problem.nheads_q // config.heads_per_tile
         clusters = max(blocks // config.cluster, 1)
         stream_k = forward_steps.stream_k_of(problem, config, clusters)
@@ -163,6 +172,8 @@ class Forward:
             partials = Memory("partials", poison, readonly=False)
             fields["partials"] = partials.address
             memory.append(partials)
+        if fill:
+            fields["padding"] = self._padding()[0]
         fields["row_bound_q"] = forward_steps.row_bound(problem.rows_q)
         fields["row_bound_k"] = forward_steps.row_bound(problem.rows_k)
         if stream_k is not None:
@@ -189,7 +200,7 @@ class Forward:
         )
         for each in counters:
             assert not each.array().any(), f"{each.name} is not zero for the next launch"
-        return self._results(machine, fill)
+        return self._results()
 
     def _describe(
         self,
@@ -197,6 +208,8 @@ class Forward:
         config: Config | sm90_forward_config.Config,
         exact_grid: bool,
         section_keys: int | None,
+        *,
+        own_order: bool = False,
     ) -> tuple[np.ndarray, list[Memory], int]:
         """The parameters both kernels have, all memory they may touch, and how many tiles there are."""
         problem = self.problem
@@ -219,30 +232,29 @@ class Forward:
         rows = config.schedule_rows
         tiles = problem.batch * -(-problem.rows_q // rows)
         if problem.ragged:
-            order, first_tile = self.schedule(machine, rows)
+            order = self.schedule(machine, rows)
             if problem.group:
                 tiles = problem.rows_q // rows + problem.batch
             if exact_grid:
-                tiles = int(first_tile.array()[-1])
-            if problem.batch > 1 or not isinstance(config, sm90_forward_config.Config):
-                memory += [order, first_tile]
-                fields["order"], fields["first_tile"] = order.address, first_tile.address
+                tiles = tiles_of(order)
+            if not own_order:
+                memory.append(order)
+                fields["order"] = order.address
         return filled, memory, tiles
 
-    def _results(self, machine: Machine, fill: bool) -> tuple[np.ndarray, np.ndarray | None]:
-        if fill:
-            self.fill_padding(machine)
+    def _results(self) -> tuple[np.ndarray, np.ndarray | None]:
         return self.out.buffer(), self.lse and self.lse.array().reshape(self.lse_shape)
 
-    def schedule(self, machine: Machine, tile_q: int) -> tuple[Memory, Memory]:
-        batch = self.problem.batch
-        order = Memory("order", np.full(batch, -1, np.int32), readonly=False)
-        first_tile = Memory("first_tile", np.zeros(batch + 1, np.int32), readonly=False)
-        fields = order_of(self.q_side, self.k_side, batch, tile_q, order, first_tile)
-        set_up(machine, [*self._memory, order, first_tile], schedules=[fields])
-        return order, first_tile
+    def schedule(self, machine: Machine, tile_q: int) -> Memory:
+        order = new_order(self.problem.batch)
+        fields = order_of(self.q_side, self.k_side, self.problem.batch, tile_q, order)
+        set_up(machine, [*self._memory, order], schedules=[fields])
+        return order
 
     def fill_padding(self, machine: Machine, *, fill_out: bool = True) -> None:
+        set_up(machine, self._memory, paddings=[self._padding(fill_out=fill_out)])
+
+    def _padding(self, *, fill_out: bool = True) -> np.ndarray:
         problem = self.problem
         filled = padding(
             problem, self.lengths, "q", self.q_side, self.out, problem.nheads_q, problem.headdim_v
@@ -250,7 +262,7 @@ class Forward:
         fields = filled[0]
         fields["out"] = self.out.address if fill_out else 0
         fields["lse"] = 0 if self.lse is None else self.lse.address
-        set_up(machine, self._memory, paddings=[filled])
+        return filled
 
     def _side(self, name: str, side: Side) -> Any:
         filled = np.zeros((), params.SIDE)
@@ -264,15 +276,27 @@ class Forward:
         return filled
 
 
-def order_of(
-    tiled: Any, longest: Any, batch: int, tile: int, order: Memory, first_tile: Memory
-) -> np.ndarray:
+def new_order(batch: int) -> Memory:
+    """For the order of so many sequences."""
+    return Memory("order", np.full(order_bytes(batch), POISON, np.uint8), readonly=False)
+
+
+def ordered(order: Memory) -> np.ndarray:
+    """What is there: an `OrderedSequence` each, and one for what is behind the last."""
+    return order.array().view(params.ORDERED_SEQUENCE.dtype)
+
+
+def tiles_of(order: Memory) -> int:
+    """Of all sequences."""
+    return int(ordered(order)["first_tile"][-1])
+
+
+def order_of(tiled: Any, longest: Any, batch: int, tile: int, order: Memory) -> np.ndarray:
     """The parameters that order the tiles of one side, the sequence that is longest on the other side first."""
     filled = helper_params.SCHEDULE.zeros()
     fields = filled[0]
-    fields["q_side"], fields["k_side"] = tiled, longest
-    fields["order"], fields["first_tile"] = order.address, first_tile.address
-    fields["batch"], fields["tile_q"] = batch, tile
+    fields["tiled"], fields["other"], fields["order"] = tiled, longest, order.address
+    fields["batch"], fields["tile"] = batch, tile
     return filled
 
 
@@ -286,25 +310,13 @@ def set_up(
     to: int = 0,
 ) -> None:
     """The launch before all others. words: 32 bits each, that it brings to an address."""
-    whole = helper_params.SETUP.zeros()
-    fields = whole[0]
-    for n, each in enumerate(schedules):
-        fields[f"schedule{n}"] = each[0]
-        fields["schedule_blocks"] = ragged_setup.schedule_blocks(int(each[0]["batch"]))
-    # A gap is shared by few blocks: they run one after the other here.
-    parts = 2
-    for n, each in enumerate(paddings):
-        each[0]["parts"] = parts
-        fields[f"padding{n}"] = each[0]
-        fields["padding_blocks"] = (int(each[0]["batch"]) + 1) * parts
-    fields["schedules"], fields["paddings"] = len(schedules), len(paddings)
-    blocks = int(fields["schedules"] * fields["schedule_blocks"])
-    blocks += int(fields["paddings"] * fields["padding_blocks"])
+    whole = setup_of(schedules, paddings)
+    blocks = blocks_of(whole)
     source = ragged_setup.source()
     if words is not None:
         source, blocks = ragged_setup.carrying_source(), max(blocks, 1)
         carrying = helper_params.CARRYING_SETUP.zeros()
-        carrying[0]["setup"], carrying[0]["to"], carrying[0]["count"] = fields, to, words.size
+        carrying[0]["setup"], carrying[0]["to"], carrying[0]["count"] = whole[0], to, words.size
         carrying[0]["words"][: words.size] = words
         whole = carrying
     machine.run(
@@ -315,6 +327,28 @@ def set_up(
         shared_bytes=ragged_setup.SHARED_BYTES,
         memory=memory,
     )
+
+
+def setup_of(
+    schedules: Sequence[np.ndarray], paddings: Sequence[np.ndarray], padding_blocks: int = 2
+) -> np.ndarray:
+    """Of a launch that orders and fills. padding_blocks: few, since they run one after the other here."""
+    whole = helper_params.SETUP.zeros()
+    fields = whole[0]
+    for n, each in enumerate(schedules):
+        fields[f"schedule{n}"] = each[0]
+        fields["schedule_blocks"] = ragged_setup.schedule_blocks(int(each[0]["batch"]))
+    for n, each in enumerate(paddings):
+        fields[f"padding{n}"] = each[0]
+        fields["padding_blocks"] = padding_blocks
+    fields["schedules"], fields["paddings"] = len(schedules), len(paddings)
+    return whole
+
+
+def blocks_of(setup: np.ndarray) -> int:
+    fields = setup[0]
+    blocks = fields["schedules"] * fields["schedule_blocks"]
+    return int(blocks + fields["paddings"] * fields["padding_blocks"])
 
 
 def padding(

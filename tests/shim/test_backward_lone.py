@@ -106,3 +106,37 @@ def test_rows_without_keys_and_other_keys(
     device = machine()
     call(device, rows, keys, **options)
     assert FINISH in device.launched
+
+
+@pytest.mark.parametrize(
+    ("lens", "lone", "options"),
+    [
+        ((32, 0, 5, 20), True, {}),
+        ((32, 0, 5, 20), True, {"causal": True}),
+        ((1, 17), True, {"window": (None, 3), "align": "top-left"}),
+        ((32, 5, 33), False, {}),
+        ((20, 30), False, {"window": (4, 0)}),
+    ],
+    ids=str,
+)
+def test_packed_batches(
+    machine: MakeDevice, lens: tuple[int, ...], lone: bool, options: dict[str, Any]
+) -> None:
+    """Their lengths are those of the queries: no row is without keys."""
+    starts = np.cumsum((3, *lens))
+    rows = int(starts[-1]) + 4
+    q, k, v = (normal(rows, heads, 40, dtype=BFLOAT16) for heads in (4, 2, 2))
+    device = machine()
+    with small_tiles(portable_backward=TILES):
+        verify_backward(device, "portable", q, k, v, seqs=SeqLayout(seqstart_q=starts), **options)
+    assert (FINISH not in device.launched) == lone
+
+
+def test_packed_batches_with_lengths_of_keys(machine: MakeDevice) -> None:
+    """A sequence may have queries and no keys."""
+    q, k, v = (normal(rows, 2, 40, dtype=BFLOAT16) for rows in (30, 25, 25))
+    seqs = SeqLayout(seqstart_q=[0, 20, 30], seqstart_k=[0, 25, 25])
+    device = machine()
+    with small_tiles(portable_backward=TILES):
+        verify_backward(device, "portable", q, k, v, seqs=seqs)
+    assert FINISH in device.launched

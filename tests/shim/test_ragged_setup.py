@@ -14,7 +14,15 @@ from rawattn._runtime.verbs import FORWARD
 from tests.cases import Case, padded, ragged
 from tests.shim.cells import call_of
 from tests.shim.device import Allocator, Device
-from tests.shim.launch import Machine, Operand, order_of, padding, set_up
+from tests.shim.launch import (
+    Machine,
+    Operand,
+    new_order,
+    order_of,
+    ordered,
+    padding,
+    set_up,
+)
 from tests.shim.shim import POISON, Builder, Memory
 from tests.shim.test_launches import bound, prepared, strided_view
 from tests.tolerance import check
@@ -55,24 +63,23 @@ def carried(case: Case, builder: Builder, wave: int, which: str) -> None:
     for each in fields:
         each["data"] += to.address
     batch, tile = call.problem.batch, 16
-    order = Memory("order", np.full(batch, -1, np.int32), readonly=False)
-    first_tile = Memory("first_tile", np.zeros(batch + 1, np.int32), readonly=False)
-    schedule = order_of(forward.q_side, forward.k_side, batch, tile, order, first_tile)
+    order = new_order(batch)
+    schedule = order_of(forward.q_side, forward.k_side, batch, tile, order)
     heads, headdim = call.problem.nheads_q, call.problem.headdim_v
     fill = padding(call.problem, call.lengths, "q", forward.q_side, forward.out, heads, headdim)
     fill[0]["out"] = forward.out.address
     set_up(
         Machine(builder, wave),
-        [*memory, order, first_tile, to],
+        [*memory, order, to],
         schedules=[schedule],
         paddings=[fill],
         words=sent,
         to=to.address,
     )
     expected = np.argsort(-np.array(case.lens_k), kind="stable")
-    np.testing.assert_array_equal(order.array(), expected)
+    np.testing.assert_array_equal(ordered(order)["sequence"][:-1], expected)
     tiles = -(-np.array(case.lens_q)[expected] // tile)
-    np.testing.assert_array_equal(first_tile.array(), [0, *np.cumsum(tiles)])
+    np.testing.assert_array_equal(ordered(order)["first_tile"], [0, *np.cumsum(tiles)])
     out = strided_view(call.out, forward.out)
     assert not np.any(out[~call.inputs.rows].astype(np.float32))
     np.testing.assert_array_equal(to.array().view(np.uint32), sent)

@@ -1,4 +1,4 @@
-"""portable/order_sequences.cuh against a sort."""
+"""attn/schedule/order_sequences.cuh against a sort."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 
 from tests.cases import Case, padded, ragged
 from tests.shim.cells import call_of
-from tests.shim.launch import Machine
+from tests.shim.launch import Machine, ordered
 from tests.shim.shim import Builder
 
 SMALL = {"nheads_q": 1, "nheads_kv": 1, "headdim": 1}
@@ -30,9 +30,11 @@ def cases() -> list[Case]:
 @pytest.mark.parametrize("tile_q", [16, 128])
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_the_longest_keys_first(case: Case, tile_q: int, wave: int, builder: Builder) -> None:
-    order, first_tile = call_of(case).forward().schedule(Machine(builder, wave), tile_q)
+    found = ordered(call_of(case).forward().schedule(Machine(builder, wave), tile_q))
 
     expected = np.argsort(-np.array(case.lens_k), kind="stable")
     tiles = -(-np.array(case.lens_q)[expected] // tile_q)
-    np.testing.assert_array_equal(order.array(), expected)
-    np.testing.assert_array_equal(first_tile.array(), [0, *np.cumsum(tiles)])
+    np.testing.assert_array_equal(found["sequence"][:-1], expected)
+    np.testing.assert_array_equal(found["first_tile"], [0, *np.cumsum(tiles)])
+    np.testing.assert_array_equal(found["tiled_length"][:-1], np.array(case.lens_q)[expected])
+    np.testing.assert_array_equal(found["other_length"][:-1], np.array(case.lens_k)[expected])

@@ -22,7 +22,7 @@ template <bool kRagged, int kTileK>
 DEVICE KeyWorkTile find_key_work_tile(const BackwardParams& p, int64 index) {
   const ForwardParams& f = p.forward;
   KeyWorkTile work;
-  find_sequence<kRagged, kTileK>(f, f.k_side, f.nheads_kv, index, work);
+  find_sequence<kRagged, true, kTileK, true>(f, OrderInMemory{f.order}, f.nheads_kv, index, work);
   const int tiles = (work.k.length + kTileK - 1) / kTileK;
   const HeadTile found = find_head(index, tiles, f.nheads_kv, 1, work.q.length, p.section_queries);
   work.kv_head = found.head;

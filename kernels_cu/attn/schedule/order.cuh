@@ -6,13 +6,34 @@
 #include "attn/sequence.cuh"
 #include "target/target.cuh"
 
-// The last position in the schedule whose first tile is not beyond `tile`.
-DEVICE int position_of(const int* first_tile, int batch, int tile) {
+// The order of a ragged batch's sequences (order_sequences.cuh), as a launch leaves it for those behind it: whatever a
+// block must know of a sequence lies together.
+struct OrderInMemory {
+  OrderedSequence* data;
+
+  DEVICE int first_tile(int position) const { return data[position].first_tile; }
+  // Of kKeyTiles those of keys are handed out.
+  template <bool kKeyTiles, class Tile>
+  DEVICE void tell(const ForwardParams&, int position, Tile& work) const {
+    const OrderedSequence& found = data[position];
+    work.sequence = found.sequence;
+    (kKeyTiles ? work.k : work.q) = {found.tiled_start, found.tiled_length};
+    (kKeyTiles ? work.q : work.k) = {found.other_start, found.other_length};
+  }
+  DEVICE void put(int position, int sequence, const Span& tiled, const Span& other, int first_tile) const {
+    data[position] = {tiled.start, other.start, tiled.length, other.length, sequence, first_tile};
+  }
+  DEVICE void put_total(int batch, int tiles) const { data[batch].first_tile = tiles; }
+};
+
+// The last position in the schedule whose first tile is not beyond `tile`: looked for by a lane.
+template <class Order>
+DEVICE int position_of(const Order& order, int batch, int tile) {
   int low = 0;
   int high = batch;
   while (high - low > 1) {
     const int middle = (low + high) / 2;
-    if (first_tile[middle] <= tile) {
+    if (order.first_tile(middle) <= tile) {
       low = middle;
     } else {
       high = middle;
@@ -20,41 +41,42 @@ DEVICE int position_of(const int* first_tile, int batch, int tile) {
   }
   return low;
 }
-
-// Tiles of kTile rows of one side of a ragged batch. kLoneUncounted: nobody has counted those of a lone sequence, which
-// has no order.
-template <int kTile, bool kLoneUncounted>
-DEVICE int ragged_tiles(const ForwardParams& p, const Side& tiled) {
-  if (kLoneUncounted && p.first_tile == nullptr) return (span_of(tiled, 0).length + kTile - 1) / kTile;
-  return p.first_tile[p.batch];
+// By all lanes of a wave: so many positions at a time, whose loads wait for memory together.
+template <class Order>
+DEVICE int position_by_wave(const Order& order, int batch, int tile) {
+  int low = 0;
+  int count = batch;  // of positions from `low` on
+  while (count > 1) {
+    const int step = (count + target::kWave - 1) / target::kWave;
+    const int own = target::thread_index() % target::kWave * step;
+    const int reached = target::wave_count(own < count && order.first_tile(low + own) <= tile);
+    const int skipped = reached > 0 ? (reached - 1) * step : 0;
+    low += skipped;
+    count = step < count - skipped ? step : count - skipped;
+  }
+  return low;
 }
 
 // Finds the sequence of `index`, of which what is left is the index among the sequence's tiles and heads. Tiles of
-// kTile rows are those of one side, `heads` its heads.
+// kTile rows are those of keys or of queries, `heads` the heads of that side.
 //
 // Where there is no such sequence, some other one is found: leaving early instead costs the backward, which fills all
 // registers, a hundred bytes of spills and up to a tenth of its speed.
 //
-// kept: tiles of each head of a dense batch that do not come here.
-template <bool kRagged, int kTile, bool kLoneUncounted = false, class Tile>
-DEVICE void find_sequence(const ForwardParams& p, const Side& tiled, int heads, int64& index, Tile& work,
+// kByWave: all lanes of a wave look for the same one. kept: tiles of each head of a dense batch that do not come here.
+template <bool kRagged, bool kKeyTiles, int kTile, bool kByWave, class Order, class Tile>
+DEVICE void find_sequence(const ForwardParams& p, const Order& order, int heads, int64& index, Tile& work,
                           int kept = 0) {
   if constexpr (kRagged) {
     const int tile = static_cast<int>(index / heads);
-    work.exists = tile < ragged_tiles<kTile, kLoneUncounted>(p, tiled);
-    if (kLoneUncounted && p.first_tile == nullptr) {
-      work.sequence = 0;
-    } else {
-      const int position = position_of(p.first_tile, p.batch, tile);
-      index = work.exists ? index - int64(p.first_tile[position]) * heads : 0;
-      work.sequence = p.order[position];
-    }
-    work.q = span_of(p.q_side, work.sequence);
-    work.k = span_of(p.k_side, work.sequence);
+    work.exists = tile < order.first_tile(p.batch);
+    const int position = kByWave ? position_by_wave(order, p.batch, tile) : position_of(order, p.batch, tile);
+    index = work.exists ? index - int64(order.first_tile(position)) * heads : 0;
+    order.template tell<kKeyTiles>(p, position, work);
   } else {
     work.q = {0, static_cast<int>(p.q_side.rows)};
     work.k = {0, static_cast<int>(p.k_side.rows)};
-    const int64 blocks = ((tiled.rows + kTile - 1) / kTile - kept) * heads;
+    const int64 blocks = (((kKeyTiles ? p.k_side : p.q_side).rows + kTile - 1) / kTile - kept) * heads;
     work.sequence = static_cast<int>(index / blocks);
     work.exists = work.sequence < p.batch;
     index -= work.sequence * blocks;

@@ -55,10 +55,10 @@ struct StreamLine {
   // Of a ragged batch: what remains behind whole rounds of the grid, if a piece of it is enough shorter than its first
   // tile. key_tiles(n): of the query tile at index n. No tiles where `index` is in front of them. The same sums as the
   // host's for dense batches (rawattn/_kernels/sm90/forward_steps.py).
-  template <int kTileQ, int kHeads, class KeyTiles>
-  DEVICE static StreamLine of_ragged(const ForwardParams& p, const StreamK& stream_k, unsigned workers, int64 index,
-                                     const KeyTiles& key_tiles) {
-    const unsigned tiles = ragged_tiles<kTileQ, true>(p, p.q_side), heads = p.nheads_q / kHeads;
+  template <int kTileQ, int kHeads, class Order, class KeyTiles>
+  DEVICE static StreamLine of_ragged(const ForwardParams& p, const Order& order, const StreamK& stream_k,
+                                     unsigned workers, int64 index, const KeyTiles& key_tiles) {
+    const unsigned tiles = order.first_tile(p.batch), heads = p.nheads_q / kHeads;
     const int64 all = int64(tiles) * heads;
     const unsigned last = tiles % workers * heads % workers;
     if (index >= all - last && last > 0) {

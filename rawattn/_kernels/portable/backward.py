@@ -1,24 +1,27 @@
 """Host twin of kernels_cu/portable/backward*.cu: problem -> configurations, sources; `backward_steps` launches them.
 
-By default: prepare (what each query row needs), main (dk, dv; dq summed in float32 by atomic additions), finish (those sums
-to dq). Where key tiles are few, several blocks share one, and their parts of dk and dv are added up behind main.
-Deterministic: prepare, main without dq, and a kernel that computes dq alone.
+By default: prepare (what each query row needs, and what follows from a ragged batch's lengths alone), main (dk, dv; dq summed
+in float32 by atomic additions), finish (those sums to dq). Where key tiles are few, several blocks share one, and their parts
+of dk and dv are added up behind main. Deterministic: prepare, main without dq, and a kernel that computes dq alone.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Literal
 
 from rawattn._call.problem import Problem
 from rawattn._compile.compiler import Source
-from rawattn._kernels import features, params
+from rawattn._kernels import features, helper_params, params
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import backward_options, choice
 from rawattn._kernels.portable.backward_config import Config, DqConfig, dq_pitch
 from rawattn._kernels.source import ELEMENT, round_up
 from rawattn._kernels.source import source as _source
+from rawattn._kernels.structs import Struct
 from rawattn._kernels.target import Target, shared_limit_of
 
 # The files of their tile tables.
@@ -87,8 +90,8 @@ def _is_short(problem: Problem, with_dq: bool, dbias: int) -> bool:
     if sum(option is not None for option in options) + (problem.dropout_p > 0) > 1:
         return False
     # Where one tile has all keys, dQ is no sum (`has_lone_keys`), which is worth more.
-    if with_dq and problem.rows_k <= _USUAL_KEYS and _rows_see_keys(problem):
-        return problem.rows_k <= _SHORT_KEYS
+    if with_dq and problem.max_seqlen_k <= _USUAL_KEYS and _rows_see_keys(problem):
+        return problem.max_seqlen_k <= _SHORT_KEYS
     which = 0 if problem.ragged else 1 if problem.window_right is not None else 2
     limit = _SHORT_ROWS[dim > _SHORT_DIMS[0]][which]
     # More tiles give more to the sums of dbias.
@@ -118,15 +121,21 @@ def prepare_source(problem: Problem, copy_bytes: int) -> Source:
     return _row_source("backward_prepare", problem, copy_bytes)
 
 
+def setup_source(problem: Problem, copy_bytes: int) -> Source:
+    """Of `prepare`, with what goes before a ragged call."""
+    struct = helper_params.BACKWARD_SETUP
+    return _row_source("backward_setup", problem, copy_bytes, struct=struct)
+
+
 def finish_source(problem: Problem, copy_bytes: int, unit_shift: int) -> Source:
     """unit_shift: of the main kernel's configuration."""
-    return _row_source("backward_finish", problem, copy_bytes, kUnitShift=unit_shift)
+    return _row_source("backward_finish", problem, copy_bytes, {"kUnitShift": unit_shift})
 
 
 def parts_source(problem: Problem, copy_bytes: int, config: Config) -> Source:
     """config: of the main kernel."""
     more = {"kDepth": config.depth, "kSplitSinks": config.split_sinks}
-    return _row_source("backward_parts", problem, copy_bytes, **more)
+    return _row_source("backward_parts", problem, copy_bytes, more)
 
 
 def parts(problem: Problem, target: Target, config: Config) -> int:
@@ -232,15 +241,15 @@ def physical_keys(problem: Problem) -> int:
 
 def has_lone_keys(problem: Problem, config: Config) -> bool:
     """Whether one tile has all keys of a sequence, and every query row sees some: then the main kernel's dQ is no sum."""
-    return config.with_dq and problem.rows_k <= config.tile_k and _rows_see_keys(problem)
+    return config.with_dq and problem.max_seqlen_k <= config.tile_k and _rows_see_keys(problem)
 
 
 def _rows_see_keys(problem: Problem) -> bool:
     """Whether every row sees the first key, whatever the lengths are."""
-    if problem.ragged or problem.mask is not None or problem.window_left is not None:
+    if problem.rows_k == 0 or problem.mask is not None or problem.window_left is not None:
         return False
-    if problem.rows_k == 0:
-        return False
+    if problem.ragged:  # of keys as many as of queries
+        return problem.shared_lengths
     first = 0 if problem.top_left else problem.rows_k - problem.rows_q
     return problem.window_right is None or first + problem.window_right >= 0
 
@@ -261,7 +270,13 @@ def row_blocks(rows: int, waves: int = 1, wave: int = 32) -> int:
     return -(-rows * waves // (ROW_THREADS // wave))
 
 
-def _row_source(kernel: str, problem: Problem, copy_bytes: int, **more: int) -> Source:
+def _row_source(
+    kernel: str,
+    problem: Problem,
+    copy_bytes: int,
+    more: Mapping[str, int] = MappingProxyType({}),
+    struct: Struct = params.BACKWARD,
+) -> Source:
     element = ELEMENT[problem.dtype]
     constants = {
         "kHeadDim": problem.headdim,
@@ -275,7 +290,7 @@ def _row_source(kernel: str, problem: Problem, copy_bytes: int, **more: int) -> 
         f"rawattn_{kernel}",
         f"portable/{kernel}.cu",
         f"portable {kernel} {element} D={problem.headdim},{problem.headdim_v} {copy_bytes}B",
-        params.BACKWARD,
+        struct,
         element=element,
         constants=constants,
     )

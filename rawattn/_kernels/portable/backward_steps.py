@@ -8,7 +8,7 @@ from typing import Any
 from rawattn._call.problem import Problem
 from rawattn._call.structure import Structure
 from rawattn._compile.compiler import Source
-from rawattn._kernels import attention_params, params, score_params, structs
+from rawattn._kernels import attention_params, helper_params, params, score_params, structs
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import (
     backward,
@@ -16,6 +16,7 @@ from rawattn._kernels.portable import (
     backward_sections,
     fill_padding,
     mask_tiles,
+    ragged_setup,
     schedule,
 )
 from rawattn._kernels.portable.backward_config import DqConfig, dq_pitch
@@ -77,13 +78,12 @@ def steps(
         """The order of one side's tiles, and where a kernel finds it."""
         if not problem.ragged:
             return ()
-        names = (f"order_{of}", f"first_tile_{of}")
-        order, first_tile = names
-        # Both kernels of query tiles have the same ones.
+        order = f"order_{of}"
+        # Both kernels of query tiles have the same one.
         if order not in orders:
-            schedules.append(schedule.part(structure, tile, of=of, names=names))
-            orders.update(schedule.orders(structure, names))
-        return patches(params.BACKWARD, forward__order=order, forward__first_tile=first_tile)
+            schedules.append(schedule.part(structure, tile, of=of, name=order))
+            orders[order] = schedule.order_bytes(problem.batch)
+        return patches(params.BACKWARD, forward__order=order)
 
     def step(
         source: Source,
@@ -159,16 +159,47 @@ def steps(
                 0,
             )
         )
+    paddings = _padding(problem, structure, operands)
+    prepare = step(backward.prepare_source(problem, copy_bytes), visits, backward.ROW_THREADS, 0)
+    if problem.ragged:
+        # Orders of lengths on the host are found once and for all, before it.
+        of_device = () if structure.on_host else tuple(schedules)
+        prepare = _with_setup(prepare, problem, copy_bytes, of_device, paddings)
     launches = [
-        step(backward.prepare_source(problem, copy_bytes), visits, backward.ROW_THREADS, 0),
+        prepare,
         *(step(*each) for each in options.before),
         *masks.steps,
         *launches,
     ]
     scratch |= masks.scratch
-    paddings = _padding(problem, structure, operands)
     more = orders, scratch, options.counters, masks.lists
-    return Steps(tuple(launches), config, tuple(schedules), paddings, *more)
+    of_host = tuple(schedules) if structure.on_host else ()
+    return Steps(tuple(launches), config, of_host, (), *more)
+
+
+def _with_setup(
+    prepare: Step,
+    problem: Problem,
+    copy_bytes: int,
+    schedules: tuple[Part, ...],
+    paddings: tuple[Part, ...],
+) -> Step:
+    """The first step, which orders sequences and fills padding rows as well."""
+    struct, path = helper_params.BACKWARD_SETUP, "setup."
+    setup = ragged_setup.filled(struct, path, problem.batch, schedules, paddings)
+    if not setup.blocks:
+        return prepare
+    assert isinstance(prepare.blocks, int)
+    values = structs.fill(struct, {**setup.values, "setup_blocks": setup.blocks})
+    return replace(
+        prepare,
+        source=backward.setup_source(problem, copy_bytes),
+        blocks=prepare.blocks + setup.blocks,
+        params=prepare.params + values[len(prepare.params) :],
+        patches=prepare.patches + setup.patches,
+        fills=setup.fills,
+        shared_bytes=ragged_setup.SHARED_BYTES,
+    )
 
 
 def _refuse(problem: Problem) -> None:

@@ -1,4 +1,4 @@
-"""Host twin of kernels_cu/portable/fill_padding.cuh: zeros (and -inf) in rows that belong to no sequence."""
+"""Host twin of kernels_cu/attn/fill_padding.cuh: zeros (and -inf) in rows that belong to no sequence."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from rawattn._call.structure import SideStructure, Structure
 from rawattn._kernels.operands import ITEMSIZE
 from rawattn._kernels.steps import Part, side_fields, side_names
 
-_BLOCKS = 1024  # enough to fill any GPU
+_BLOCKS = 256  # enough to fill any GPU
+_WAVES = 8  # of a block
+_FILLED_BYTES = 64 << 10  # by a block that still takes little time
 
 
-def parts(batch: int) -> int:
-    """Blocks that share one gap between sequences."""
-    return max(1, _BLOCKS // (batch + 1))
-
-
-def blocks(batch: int) -> int:
-    return (batch + 1) * parts(batch)
+def blocks(part: Part) -> int:
+    """That fill it in little time, were all rows padding. Of many sequences a wave has some gaps."""
+    of, packed = part.fields, "side.start.data" in part.addresses
+    rows = of["side.rows"] * (1 if packed else of["batch"])
+    nbytes: int = rows * of["nheads"] * of["headdim"] * of["element_bytes"]
+    gaps: int = -(-(of["batch"] + 1) // _WAVES)
+    return max(1, gaps, min(_BLOCKS, -(-nbytes // _FILLED_BYTES)))
 
 
 def fields(
@@ -42,7 +44,6 @@ def fields(
         "nheads": nheads,
         "headdim": headdim,
         "element_bytes": ITEMSIZE[problem.dtype],
-        "parts": parts(problem.batch),
     }
 
 
@@ -59,4 +60,4 @@ def part(
     The kernel leaves out an array whose address is 0.
     """
     side = structure.side(of)
-    return Part(fields(problem, side, shape, strides), {**filled, **side_names("side", side, of)})
+    return Part(fields(problem, side, shape, strides), side_names("side", side, of), filled)

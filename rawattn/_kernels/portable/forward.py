@@ -146,10 +146,9 @@ def of_query_tiles(
     schedules: tuple[Part, ...] = ()
     orders: dict[str, int] = {}
     if problem.ragged:
-        order = ("order", "first_tile")
-        names += order
-        schedules = (schedule.part(structure, config.tile_q, of="q", names=order),)
-        orders = schedule.orders(structure, order)
+        names.append("order")
+        schedules = (schedule.part(structure, config.tile_q, of="q", name="order"),)
+        orders["order"] = schedule.order_bytes(problem.batch)
     main = Step(
         source=config.source(),
         blocks=replace(tiles, times=pieces.count),

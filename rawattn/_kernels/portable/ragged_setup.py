@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from rawattn._compile.compiler import Source
 from rawattn._kernels import helper_params, structs
 from rawattn._kernels.portable import fill_padding
 from rawattn._kernels.source import source as _source
 from rawattn._kernels.steps import Part, Step
+from rawattn._kernels.structs import Struct
 
 THREADS = 256
 SHARED_BYTES = 8 * THREADS
@@ -45,34 +47,51 @@ def schedule_blocks(batch: int) -> int:
     return -(-batch // THREADS)
 
 
+class Filled(NamedTuple):
+    """A `helper_params.SETUP` in a struct: its fields by path, and how many blocks it is for."""
+
+    values: dict[str, Any]
+    patches: tuple[tuple[int, str], ...]
+    fills: tuple[tuple[int, str], ...]
+    blocks: int
+
+
+def filled(
+    struct: Struct, path: str, batch: int, schedules: Sequence[Part], paddings: Sequence[Part]
+) -> Filled:
+    """path: where the struct has it, with a dot behind; "" where it is the whole struct."""
+    of_order = schedule_blocks(batch)
+    of_padding = max(map(fill_padding.blocks, paddings), default=0)
+    values: dict[str, Any] = {
+        f"{path}schedules": len(schedules),
+        f"{path}schedule_blocks": of_order,
+        f"{path}paddings": len(paddings),
+        f"{path}padding_blocks": of_padding,
+    }
+    parts = [(f"{path}schedule{n}", part) for n, part in enumerate(schedules)]
+    parts += [(f"{path}padding{n}", part) for n, part in enumerate(paddings)]
+    patches: list[tuple[int, str]] = []
+    fills: list[tuple[int, str]] = []
+    for at, part in parts:
+        values |= part.prefixed(at)
+        patches += part.patches(struct, at)
+        fills += part.filled(struct, at)
+    blocks = len(schedules) * of_order + len(paddings) * of_padding
+    return Filled(values, tuple(patches), tuple(fills), blocks)
+
+
 def step(
     batch: int, schedules: Sequence[Part], paddings: Sequence[Part], *, carrying: bool = False
 ) -> Step:
     """carrying: it brings integers as well, for whose address, count and words there is room in its parameters."""
     struct = helper_params.CARRYING_SETUP if carrying else helper_params.SETUP
-    prefix = "setup." if carrying else ""
-    of_order, of_padding = schedule_blocks(batch), fill_padding.blocks(batch)
-    values = {
-        f"{prefix}schedules": len(schedules),
-        f"{prefix}schedule_blocks": of_order,
-        f"{prefix}paddings": len(paddings),
-        f"{prefix}padding_blocks": of_padding,
-    }
-    patches = []
-    named = [(f"schedule{n}", part) for n, part in enumerate(schedules)]
-    named += [(f"padding{n}", part) for n, part in enumerate(paddings)]
-    for name, part in named:
-        values |= {f"{prefix}{name}.{path}": value for path, value in part.fields.items()}
-        patches += [
-            (structs.offset(struct, f"{prefix}{name}.{path}"), address)
-            for path, address in part.addresses.items()
-        ]
-    blocks = len(schedules) * of_order + len(paddings) * of_padding
+    found = filled(struct, "setup." if carrying else "", batch, schedules, paddings)
     return Step(
         source=carrying_source() if carrying else source(),
-        blocks=max(blocks, 1) if carrying else blocks,
+        blocks=max(found.blocks, 1) if carrying else found.blocks,
         threads=THREADS,
-        params=structs.fill(struct, values),
-        patches=tuple(patches),
+        params=structs.fill(struct, found.values),
+        patches=found.patches,
+        fills=found.fills,
         shared_bytes=SHARED_BYTES,
     )

@@ -1,25 +1,21 @@
-"""Host twin of kernels_cu/portable/order_sequences.cuh: the order of a ragged batch's sequences, found on the GPU."""
+"""Host twin of kernels_cu/attn/schedule/order_sequences.cuh: the order of a ragged batch's sequences, found on the GPU."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 from rawattn._call.structure import Structure
+from rawattn._kernels.params import ORDERED_SEQUENCE
 from rawattn._kernels.steps import Part, side_fields, side_names
 
 
 def order_bytes(batch: int) -> int:
-    """Of `order`, the sequences."""
-    return 4 * batch
+    """Of an order: each sequence, and what is behind the last one."""
+    return ORDERED_SEQUENCE.dtype.itemsize * (batch + 1)
 
 
-def first_tile_bytes(batch: int) -> int:
-    """Of `first_tile`: the tiles before each sequence in that order, then their total."""
-    return 4 * (batch + 1)
-
-
-def part(structure: Structure, tile: int, *, of: Literal["q", "k"], names: tuple[str, str]) -> Part:
-    """Writes `order` and `first_tile` under these names.
+def part(structure: Structure, tile: int, *, of: Literal["q", "k"], name: str) -> Part:
+    """Writes an order to the address of this name.
 
     tile: rows of the tiles to hand out, which are those `of` one side; sequences that are longest on the other come
     first.
@@ -28,21 +24,14 @@ def part(structure: Structure, tile: int, *, of: Literal["q", "k"], names: tuple
     tiled, longest = structure.side(of), structure.side(other)
     return Part(
         {
-            **side_fields("q_side", tiled),
-            **side_fields("k_side", longest),
+            **side_fields("tiled", tiled),
+            **side_fields("other", longest),
             "batch": structure.batch,
-            "tile_q": tile,
+            "tile": tile,
         },
         {
-            **dict(zip(("order", "first_tile"), names, strict=True)),
-            **side_names("q_side", tiled, of),
-            **side_names("k_side", longest, other),
+            "order": name,
+            **side_names("tiled", tiled, of),
+            **side_names("other", longest, other),
         },
-    )
-
-
-def orders(structure: Structure, names: tuple[str, str]) -> dict[str, int]:
-    """Bytes of what a part writes, by name."""
-    return dict(
-        zip(names, (order_bytes(structure.batch), first_tile_bytes(structure.batch)), strict=True)
     )

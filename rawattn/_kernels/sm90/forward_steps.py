@@ -10,7 +10,7 @@ from rawattn._call.structure import Structure
 from rawattn._kernels import attention_params, params, score_params, structs
 from rawattn._kernels.attention_params import KEYS
 from rawattn._kernels.operands import Operands
-from rawattn._kernels.portable import align_rows, mask_tiles, schedule
+from rawattn._kernels.portable import align_rows, fill_padding, mask_tiles, schedule
 from rawattn._kernels.portable.forward import padding
 from rawattn._kernels.sm90 import bias_slots, copy_engine, filling, forward
 from rawattn._kernels.sm90.forward_config import STORE_ROWS, Config
@@ -22,6 +22,9 @@ from rawattn._strides import Strides
 _KEPT_ROUNDS = 0.25
 _LEAST_KEPT = 0.5  # tiles of each head, of which it takes whole ones
 
+# Sequences of a ragged batch, up to which each block orders them for itself (kMost in the kernel).
+MOST_ORDERED = 64
+
 _COUNTER_BYTES = 4
 _SCHEDULE_COUNTERS = 2  # one of work handed out, one of blocks done
 
@@ -29,7 +32,6 @@ _SCHEDULE_COUNTERS = 2  # one of work handed out, one of blocks done
 def steps(problem: Problem, structure: Structure, operands: Operands, target: Target) -> Steps:
     """The launches of a call."""
     config = forward.choose(problem, target, operands)
-    paddings = padding(problem, structure, operands)
     launches: list[Step] = []
     scratch: dict[str, int] = {}
     # Names of q, k, v and out as the kernel reads them, and their strides.
@@ -84,11 +86,17 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
         addresses |= {"arrived": "arrived", "partials": "partials"}
     schedules: tuple[Part, ...] = ()
     orders: dict[str, int] = {}
-    if problem.ragged and problem.batch > 1:  # a lone sequence has no order
-        order = ("order", "first_tile")
-        schedules = (schedule.part(structure, config.schedule_rows, of="q", names=order),)
-        orders = schedule.orders(structure, order)
-        addresses |= {f"forward__{name}": name for name in order}
+    if problem.ragged and problem.batch > MOST_ORDERED:
+        schedules = (schedule.part(structure, config.schedule_rows, of="q", name="order"),)
+        orders["order"] = schedule.order_bytes(problem.batch)
+        addresses["forward__order"] = "order"
+    lengths: list[tuple[int, str]] = []
+    fills: list[tuple[int, str]] = []
+    for part in padding(problem, structure, operands):
+        values |= part.prefixed("padding")
+        lengths += part.patches(params.SM90_FORWARD, "padding")
+        fills += part.filled(params.SM90_FORWARD, "padding")
+        tiles = replace(tiles, least=min(clusters, fill_padding.blocks(part)))
     launches.append(
         Step(
             source=config.source(),
@@ -101,7 +109,9 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
                 *attention_params.side_addresses(params.SM90_FORWARD, "forward.", structure),
                 *attention_params.page_addresses(problem, params.SM90_FORWARD, "forward."),
                 *score_params.patches(problem, params.SM90_FORWARD, "forward."),
+                *lengths,
             ),
+            fills=tuple(fills),
             shared_bytes=config.shared_bytes,
             maps=tuple(
                 (names.get(name, name), geometry)
@@ -110,9 +120,8 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
             early=True,
         )
     )
-    return Steps(
-        tuple(launches), config, schedules, paddings, orders, scratch, counters, masks.lists
-    )
+    more = orders, scratch, counters, masks.lists
+    return Steps(tuple(launches), config, schedules, (), *more)
 
 
 def kept_tiles(problem: Problem, config: Config, clusters: int) -> int:
