@@ -74,12 +74,13 @@ using Tiles = MeetingTiles<kBlockMask, Visible, kTileQ, kTileK>;
 
 // Where key tiles are few, or few of them are met by many queries, they have several blocks, with a part of the turns.
 DEVICE KeyPart find_part(const BackwardParams& p, int64 index) {
+  constexpr bool kAllTold = kUnitShift != 0;  // of `OrderOfWaves`
   if constexpr (kSplitSinks) {
-    return find_part_of_sinks<kRagged, kTileK>(p, index);
+    return find_part_of_sinks<kRagged, kTileK, kAllTold>(p, index);
   } else if constexpr (kSplit) {
-    return find_key_part<kRagged, kTileK>(p, index);
+    return find_key_part<kRagged, kTileK, kAllTold>(p, index);
   } else {
-    return {find_key_work_tile<kRagged, kTileK>(p, index), 0, 1};
+    return {find_key_work_tile<kRagged, kTileK, kAllTold>(p, index), 0, 1};
   }
 }
 using Walk = Either<kBlockMask, ListedWalk, Either<kSplit, SharedWalk, WholeWalk>::Type>::Type;

@@ -79,7 +79,7 @@ KERNEL LAUNCH_BOUNDS(backward_dq::kThreads, config::kBlocksPerSm) void rawattn_b
   const int lane = thread % target::kWave;
   const int wave = thread / target::kWave;
 
-  const WorkTile work = find_work_tile<kRagged, kRight, kTileQ, 1, true>(f, OrderInMemory{f.order}, target::block_index());
+  const WorkTile work = find_work_tile<kRagged, kRight, kTileQ>(f, OrderOfWaves<>{f.order}, target::block_index());
   if (!work.exists) return;
   const int first = work.tile * kTileQ;
   const int rows = work.q.length - first < kTileQ ? work.q.length - first : kTileQ;

@@ -107,7 +107,7 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
   const int wave = thread / target::kWave;
 
   const int64 tile = kSplit ? target::block_index() / p.splits.count : target::block_index();
-  WorkTile work = find_work_tile<kRagged, kRight, kTileQ, 1, true>(p, OrderInMemory{p.order}, tile);
+  WorkTile work = find_work_tile<kRagged, kRight, kTileQ>(p, OrderOfWaves<>{p.order}, tile);
   if (!work.exists) return;
   if constexpr (kPaged) work.k.length = length_in_pages(p.pages, work.sequence, work.k.length);
   const int first = work.tile * kTileQ;

@@ -206,15 +206,12 @@ struct OrderOfBlock {
   DEVICE int first_tile(int position) const {
     return data != nullptr ? data[position].first_tile : own.first_tiles[position];
   }
-  template <bool kKeyTiles, class Tile>
-  DEVICE void tell(const ForwardParams& p, int position, Tile& work) const {
-    if (data != nullptr) {
-      OrderInMemory{data}.template tell<false>(p, position, work);
-      return;
-    }
-    work.sequence = own.sequences[position];
-    work.q = span_of(p.q_side, work.sequence);
-    work.k = span_of(p.k_side, work.sequence);
+  DEVICE int position(int batch, int tile) const { return position_of(*this, batch, tile); }
+  DEVICE OrderedSequence at(const ForwardParams& p, int position) const {
+    if (data != nullptr) return data[position];
+    const int sequence = own.sequences[position];
+    const Span q = span_of(p.q_side, sequence), k = span_of(p.k_side, sequence);
+    return {q.start, k.start, q.length, k.length, sequence, own.first_tiles[position]};
   }
 };
 using BlockOrder = OrderOfBlock<kRagged>;

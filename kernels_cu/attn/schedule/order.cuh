@@ -6,27 +6,7 @@
 #include "attn/sequence.cuh"
 #include "target/target.cuh"
 
-// The order of a ragged batch's sequences (order_sequences.cuh), as a launch leaves it for those behind it: whatever a
-// block must know of a sequence lies together.
-struct OrderInMemory {
-  OrderedSequence* data;
-
-  DEVICE int first_tile(int position) const { return data[position].first_tile; }
-  // Of kKeyTiles those of keys are handed out.
-  template <bool kKeyTiles, class Tile>
-  DEVICE void tell(const ForwardParams&, int position, Tile& work) const {
-    const OrderedSequence& found = data[position];
-    work.sequence = found.sequence;
-    (kKeyTiles ? work.k : work.q) = {found.tiled_start, found.tiled_length};
-    (kKeyTiles ? work.q : work.k) = {found.other_start, found.other_length};
-  }
-  DEVICE void put(int position, int sequence, const Span& tiled, const Span& other, int first_tile) const {
-    data[position] = {tiled.start, other.start, tiled.length, other.length, sequence, first_tile};
-  }
-  DEVICE void put_total(int batch, int tiles) const { data[batch].first_tile = tiles; }
-};
-
-// The last position in the schedule whose first tile is not beyond `tile`: looked for by a lane.
+// The last position in an order whose first tile is not beyond `tile`, looked for by a lane.
 template <class Order>
 DEVICE int position_of(const Order& order, int batch, int tile) {
   int low = 0;
@@ -41,21 +21,61 @@ DEVICE int position_of(const Order& order, int batch, int tile) {
   }
   return low;
 }
-// By all lanes of a wave: so many positions at a time, whose loads wait for memory together.
-template <class Order>
-DEVICE int position_by_wave(const Order& order, int batch, int tile) {
-  int low = 0;
-  int count = batch;  // of positions from `low` on
-  while (count > 1) {
-    const int step = (count + target::kWave - 1) / target::kWave;
-    const int own = target::thread_index() % target::kWave * step;
-    const int reached = target::wave_count(own < count && order.first_tile(low + own) <= tile);
-    const int skipped = reached > 0 ? (reached - 1) * step : 0;
-    low += skipped;
-    count = step < count - skipped ? step : count - skipped;
+
+// The order of a ragged batch's sequences (order_sequences.cuh), as a launch leaves it for those behind it: whatever a
+// block must know of a sequence lies together.
+struct OrderInMemory {
+  OrderedSequence* data;
+
+  DEVICE int first_tile(int position) const { return data[position].first_tile; }
+  DEVICE int position(int batch, int tile) const { return position_of(*this, batch, tile); }
+  DEVICE OrderedSequence at(const ForwardParams&, int position) const { return data[position]; }
+
+  DEVICE void put(int position, int sequence, const Span& tiled, const Span& other, int first_tile) const {
+    data[position] = {tiled.start, other.start, tiled.length, other.length, sequence, first_tile};
   }
-  return low;
-}
+  DEVICE void put_total(int batch, int tiles) const { data[batch].first_tile = tiles; }
+};
+
+// The same for waves, all lanes of which look for one tile. What the compiler knows to be the same in all lanes takes
+// none of a lane's registers, of which the backward has none to spare. kAllTold: it knows so of all that is found, else
+// of lengths alone: which spills less differs (docs/notes/portable-backward.md).
+template <bool kAllTold = true>
+struct OrderOfWaves {
+  const OrderedSequence* data;
+
+  DEVICE int first_tile(int position) const { return data[position].first_tile; }
+  // A wave looks at so many positions at a time, whose loads wait for memory together.
+  DEVICE int position(int batch, int tile) const {
+    int low = 0;
+    int count = batch;  // of positions from `low` on
+    while (count > 1) {
+      const int step = (count + target::kWave - 1) / target::kWave;
+      const int own = target::thread_index() % target::kWave * step;
+      const int reached = target::wave_count(own < count && first_tile(low + own) <= tile);
+      const int skipped = reached > 0 ? (reached - 1) * step : 0;
+      low += skipped;
+      count = step < count - skipped ? step : count - skipped;
+    }
+    return low;
+  }
+  DEVICE OrderedSequence at(const ForwardParams&, int position) const {
+    const OrderedSequence& found = data[position];
+    return {uniform(found.tiled_start),
+            uniform(found.other_start),
+            target::wave_uniform(found.tiled_length),
+            target::wave_uniform(found.other_length),
+            kAllTold ? target::wave_uniform(found.sequence) : found.sequence,
+            found.first_tile};
+  }
+
+ private:
+  DEVICE static int64 uniform(int64 x) {
+    if constexpr (!kAllTold) return x;
+    const auto low = static_cast<unsigned>(target::wave_uniform(static_cast<int>(x)));
+    return static_cast<int64>(target::wave_uniform(static_cast<int>(x >> 32))) * (int64(1) << 32) + low;
+  }
+};
 
 // Finds the sequence of `index`, of which what is left is the index among the sequence's tiles and heads. Tiles of
 // kTile rows are those of keys or of queries, `heads` the heads of that side.
@@ -63,16 +83,18 @@ DEVICE int position_by_wave(const Order& order, int batch, int tile) {
 // Where there is no such sequence, some other one is found: leaving early instead costs the backward, which fills all
 // registers, a hundred bytes of spills and up to a tenth of its speed.
 //
-// kByWave: all lanes of a wave look for the same one. kept: tiles of each head of a dense batch that do not come here.
-template <bool kRagged, bool kKeyTiles, int kTile, bool kByWave, class Order, class Tile>
+// kept: tiles of each head of a dense batch that do not come here.
+template <bool kRagged, bool kKeyTiles, int kTile, class Order, class Tile>
 DEVICE void find_sequence(const ForwardParams& p, const Order& order, int heads, int64& index, Tile& work,
                           int kept = 0) {
   if constexpr (kRagged) {
     const int tile = static_cast<int>(index / heads);
     work.exists = tile < order.first_tile(p.batch);
-    const int position = kByWave ? position_by_wave(order, p.batch, tile) : position_of(order, p.batch, tile);
-    index = work.exists ? index - int64(order.first_tile(position)) * heads : 0;
-    order.template tell<kKeyTiles>(p, position, work);
+    const OrderedSequence found = order.at(p, order.position(p.batch, tile));
+    index = work.exists ? index - int64(found.first_tile) * heads : 0;
+    work.sequence = found.sequence;
+    (kKeyTiles ? work.k : work.q) = {found.tiled_start, found.tiled_length};
+    (kKeyTiles ? work.q : work.k) = {found.other_start, found.other_length};
   } else {
     work.q = {0, static_cast<int>(p.q_side.rows)};
     work.k = {0, static_cast<int>(p.k_side.rows)};

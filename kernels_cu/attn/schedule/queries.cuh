@@ -37,7 +37,7 @@ DEVICE WorkTile find_kept_tile(const ForwardParams& p, int64 index, int kept) {
 
 // A tile is kTileQ rows of each of kHeads neighbouring heads; the work's head is the first of them. kept: tiles of each
 // head that come after the others of all heads, the first ones; only in dense batches whose longest tile is the last.
-template <bool kRagged, bool kLongestTileLast, int kTileQ, int kHeads = 1, bool kByWave = false, class Order>
+template <bool kRagged, bool kLongestTileLast, int kTileQ, int kHeads = 1, class Order>
 DEVICE WorkTile find_work_tile(const ForwardParams& p, const Order& order, int64 index, int kept = 0) {
   if constexpr (!kRagged && kLongestTileLast) {
     const int64 heads = int64(p.batch) * (p.nheads_q / kHeads);
@@ -45,7 +45,7 @@ DEVICE WorkTile find_work_tile(const ForwardParams& p, const Order& order, int64
     if (kept > 0 && index >= before) return find_kept_tile<kTileQ, kHeads>(p, index - before, kept);
   }
   WorkTile work;
-  find_sequence<kRagged, false, kTileQ, kByWave>(p, order, p.nheads_q / kHeads, index, work, kept);
+  find_sequence<kRagged, false, kTileQ>(p, order, p.nheads_q / kHeads, index, work, kept);
   if (!work.exists) return work;
   const int tiles = (work.q.length + kTileQ - 1) / kTileQ;
   const int group = p.nheads_q / p.nheads_kv / kHeads;
