@@ -384,10 +384,14 @@ def test_backwards_of_few_rows_and_of_many(headdim: int) -> None:
     assert chosen("sm_90a", 60, 60, softcap=3.0, dropout_p=0.1, seed=1) != "32x64"
     assert chosen("sm_89", 60, 2000) == chosen("sm_89", 2048, 2048)
     ahead = {source.summary for source in common_variants("sm_90a", purpose="training")}
-    for tile in (many, f"{many} lone", "32x64", "32x64 lone"):
+    everywhere = (many, f"{many} lone", "32x64 lone")
+    for tile, ragged in (*itertools.product(everywhere, (False, True)), ("32x64", True)):
         shape, *lone = tile.split()
         assert any(
             f"portable backward float16 D={headdim} {shape} " in each
             and ("lone-keys" in each) == bool(lone)
+            and (" ragged" in each) == ragged
             for each in ahead
-        ), tile
+        ), (tile, ragged)
+    for kernel in ("backward_prepare", "backward_setup"):
+        assert any(f"portable {kernel} float16 D={headdim},{headdim} " in each for each in ahead)

@@ -8,8 +8,7 @@
 #include "tile/copy.cuh"
 
 struct GapRows {
-  int64 batch, begin;  // of one entry of the batch
-  int count;
+  int64 batch, begin, count;  // of one entry of the batch
 };
 
 // The gap after sequence `gap` - 1. side: that of p, or a copy of it with its integers elsewhere.
@@ -21,7 +20,7 @@ DEVICE GapRows rows_of_gap(const PaddingParams& p, const Side& side, int gap) {
     begin = span.start + span.length;
   }
   if (packed && gap < p.batch) end = clamp(integer_at(side.start, gap), 0, side.rows);
-  return {packed ? 0 : gap - 1, begin, rows_of_integer(end - begin)};
+  return {packed ? 0 : gap - 1, begin, end - begin};
 }
 
 // A wave fills every `step`-th row from number `first` on, in accesses of kBytes.
@@ -31,7 +30,7 @@ DEVICE void fill_out(const PaddingParams& p, const GapRows& rows, int first, int
   const int64 at = rows.batch * p.out_strides.batch + (rows.begin + first) * p.out_strides.row;
   char* row = static_cast<char*>(p.out) + at * p.element_bytes;
 #pragma unroll 1
-  for (int n = first; n < rows.count; n += step) {
+  for (int64 n = first; n < rows.count; n += step) {
     char* to = row;
 #pragma unroll 1
     for (int head = 0; head < p.nheads; head++) {
@@ -46,7 +45,7 @@ DEVICE void fill_lse(const PaddingParams& p, const GapRows& rows, int first, int
   const int lane = target::thread_index() % target::kWave;
   float* row = p.lse + rows.batch * p.lse_batch + rows.begin + first;
 #pragma unroll 1
-  for (int n = first; n < rows.count; n += step) {
+  for (int64 n = first; n < rows.count; n += step) {
 #pragma unroll 1
     for (int head = lane; head < p.nheads; head += target::kWave) row[head * p.lse_head] = -target::infinity();
     row += step;

@@ -3,6 +3,8 @@
 #include "target/target.cuh"
 
 KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_mask_keys(PARAMETER MaskKeysParams p) {
+  target::launch_dependents();
+  target::wait_for_prerequisites();
   const int64 index = int64(target::block_index()) * config::kThreads + target::thread_index();
   if (index >= int64(p.planes) * p.words) return;
   const int64 plane = index / p.words;

@@ -17,6 +17,8 @@ DEVICE unsigned bits_of_bytes(unsigned x) {
 }  // namespace mask_of_bools
 
 KERNEL LAUNCH_BOUNDS(mask_writing::kThreads, 1) void rawattn_mask_of_bools(PARAMETER BoolsMaskParams p) {
+  target::launch_dependents();
+  target::wait_for_prerequisites();
   using namespace mask_of_bools;
   SHARED_MEMORY(flags, mask_writing::kSharedBytes);
   const auto half_word = [&](int batch, int head, int row, int word) {

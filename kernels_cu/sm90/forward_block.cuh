@@ -7,6 +7,7 @@
 #include "attn/schedule/order_sequences.cuh"
 #include "attn/schedule/queries.cuh"
 #include "attn/schedule/stream_k.cuh"
+#include "attn/search.cuh"
 #include "attn/sequence.cuh"
 #include "attn/softmax.cuh"
 #include "attn/stored_keys.cuh"
@@ -182,8 +183,7 @@ struct OwnOrder {
 };
 template <>
 struct OwnOrder<true> {
-  static constexpr int kMost = 64;  // sequences
-  int sequences[kMost], first_tiles[kMost + 1];
+  int sequences[kMostOrdered], first_tiles[kMostOrdered + 1];
 
   // By all threads, before a barrier. shared: memory that nobody uses yet.
   DEVICE void find(const ForwardParams& p, unsigned char* shared) {
@@ -206,7 +206,9 @@ struct OrderOfBlock {
   DEVICE int first_tile(int position) const {
     return data != nullptr ? data[position].first_tile : own.first_tiles[position];
   }
-  DEVICE int position(int batch, int tile) const { return position_of(*this, batch, tile); }
+  DEVICE int position(int batch, int tile) const {
+    return last_of(batch, [&](int n) { return first_tile(n) <= tile; });
+  }
   DEVICE OrderedSequence at(const ForwardParams& p, int position) const {
     if (data != nullptr) return data[position];
     const int sequence = own.sequences[position];

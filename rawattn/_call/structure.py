@@ -21,7 +21,8 @@ class SideStructure(NamedTuple):
 
     start, length: bytes of each integer, 0 where there are none. From the host, lengths go to the device as int32 and not
     cumulative.
-    most: a bound of every logical length, a power of two or the number of rows.
+    most: a bound of every logical length: a power of two where the longest is one, else the largest number of as many binary
+    digits, but no more than there are rows.
     """
 
     rows: int
@@ -97,7 +98,8 @@ def _side(side: Side) -> tuple[int, int, int, bool, bool, int]:
     start, length, rows = side.start, side.length, side.rows
     most, of_start, of_length, cumulative = rows, 0, 0, False
     if start is not None or length is not None:
-        bound = 1 << max(side.max_seqlen - 1, 0).bit_length()
+        longest = side.max_seqlen
+        bound = longest if longest & (longest - 1) == 0 else (1 << longest.bit_length()) - 1
         if bound < rows:
             most = bound
     if type(start) is np.ndarray:

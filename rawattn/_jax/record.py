@@ -73,7 +73,7 @@ class Record:
         found = {
             "problem": {name: _encode_value(x) for name, x in problem.items()},
             "q": _encode(self.lengths.q),
-            "k": _encode(self.lengths.k),
+            "k": None if self.lengths.k is self.lengths.q else _encode(self.lengths.k),
             "lse": self.lse,
             "deterministic": self.deterministic,
             "backward": self.backward,
@@ -175,7 +175,8 @@ class Record:
                 length = replace(length, shape=(batch,))
             return replace(x, length=length, cumulative=False)
 
-        q, k, on_host = side(self.lengths.q), side(self.lengths.k), self.lengths.on_host
+        q, on_host = side(self.lengths.q), self.lengths.on_host
+        k = q if self.lengths.k is self.lengths.q else side(self.lengths.k)
         return replace(
             self,
             problem=replace(self.problem, batch=batch, **self._folded_options(batch, shared)),
@@ -220,7 +221,8 @@ def read(text: str | bytes) -> Record:
     found = json.loads(text)
     plain = found.pop("problem")
     problem = Problem(**{name: _decode_value(x) for name, x in plain.items()})
-    q, k = _decode(found.pop("q")), _decode(found.pop("k"))
+    q, k = _decode(found.pop("q")), found.pop("k")
+    k = q if k is None else _decode(k)
     for name in ("options", "gradients"):
         found[name] = tuple(found[name])
     integers = (q.start, q.length, k.start, k.length)
@@ -249,7 +251,8 @@ def _with_integers(lengths: Lengths, integers: Any) -> Lengths:
     def side(x: Side) -> Side:
         return replace(x, start=integers(x.start), length=integers(x.length))
 
-    q, k = side(lengths.q), side(lengths.k)
+    q = side(lengths.q)
+    k = q if lengths.k is lengths.q else side(lengths.k)
     return Lengths(batch=lengths.batch, group=lengths.group, q=q, k=k, on_host=False)
 
 

@@ -100,9 +100,12 @@ def common_variants(arch: str, *, every: bool = False, purpose: str = "inference
             return
         for rows, with_dq in ((64, True), (128, True), (_MANY_ROWS, True), (_MANY_ROWS, False)):
             sized = replace(problem, rows_q=rows, rows_k=rows, max_seqlen_q=rows, max_seqlen_k=rows)
-            main = portable_backward.choose(sized, target, operands, with_dq=with_dq)
-            lone_keys = portable_backward.has_lone_keys(sized, main)
-            sources.append(replace(main, lone_keys=lone_keys).source())
+            # Of a packed batch keys may have the lengths of the queries, or others.
+            for shared in (False, True) if ragged else (False,):
+                sized = replace(sized, shared_lengths=shared)
+                main = portable_backward.choose(sized, target, operands, with_dq=with_dq)
+                lone_keys = portable_backward.has_lone_keys(sized, main)
+                sources.append(replace(main, lone_keys=lone_keys).source())
         width = operands.copy_bytes(problem)
         if every:
             sources.append(replace(main, split=True).source())
@@ -111,6 +114,7 @@ def common_variants(arch: str, *, every: bool = False, purpose: str = "inference
             (
                 portable_backward.choose_dq(problem, target, operands).source(),
                 portable_backward.prepare_source(problem, width),
+                *([portable_backward.setup_source(problem, width)] if ragged else []),
                 portable_backward.finish_source(problem, width, main.unit_shift),
             )
         )

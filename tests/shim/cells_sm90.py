@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rawattn._kernels.sm90 import copy_engine, forward_steps
+from rawattn._kernels.sm90 import copy_engine
 from rawattn._kernels.sm90 import forward as sm90_forward
 from rawattn._kernels.sm90 import forward_config as sm90_forward_config
 from rawattn._kernels.target import without_device
@@ -105,7 +105,8 @@ class Sm90Cell(Cell):
                 exact_grid=not self.case.on_device,
                 section_keys=self.section_keys,
                 kept_tiles=self.kept_tiles,
-                own_order=seed % 2 == 1 and self.call.problem.batch <= forward_steps.MOST_ORDERED,
+                own_order=seed % 2 == 1
+                and self.call.problem.batch <= sm90_forward_config.MOST_ORDERED,
                 fill=self.fill,
             )
 

@@ -77,8 +77,9 @@ class Device:
             )
             return replace(each, start=start, length=length, padded=True)
 
-        sides = {"q": side(lengths.q), "k": side(lengths.k)}
-        return replace(lengths, **sides, on_host=False, memo={})
+        q = side(lengths.q)
+        k = q if lengths.k is lengths.q else side(lengths.k)
+        return replace(lengths, q=q, k=k, on_host=False, memo={})
 
     @contextmanager
     def telling(self, side: str = "k", **wild: Any) -> Iterator[None]:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from rawattn import SeqLayout
+from rawattn._call.layout import Lengths
 from tests import exhaustive
 from tests.shim.device import MakeDevice
 from tests.shim.test_scores import BFLOAT16, normal
-from tests.shim.whole import small_tiles, verify_backward
+from tests.shim.whole import run_backward, small_tiles, verify_backward
 
 FLOAT16, FLOAT32 = np.dtype(np.float16), np.dtype(np.float32)
 TILES = (32, 32, 2, 1, 2, 1, 1, False)
-FINISH = "rawattn_backward_finish"
+FINISH, SETUP = "rawattn_backward_finish", "rawattn_backward_setup"
 
 
 def call(
@@ -108,28 +110,64 @@ def test_rows_without_keys_and_other_keys(
     assert FINISH in device.launched
 
 
+@pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize(
     ("lens", "lone", "options"),
     [
         ((32, 0, 5, 20), True, {}),
         ((32, 0, 5, 20), True, {"causal": True}),
+        ((0, 32, 0, 0, 32, 0), True, {"causal": True, "align": "top-left"}),
+        ((0, 0, 0), True, {}),
+        ((3,) * 70, True, {"causal": True}),
         ((1, 17), True, {"window": (None, 3), "align": "top-left"}),
         ((32, 5, 33), False, {}),
-        ((20, 30), False, {"window": (4, 0)}),
+        ((20, 30), False, {"window": (4, 0), "sink": 2}),
     ],
     ids=str,
 )
 def test_packed_batches(
-    machine: MakeDevice, lens: tuple[int, ...], lone: bool, options: dict[str, Any]
+    machine: MakeDevice, lens: tuple[int, ...], lone: bool, options: dict[str, Any], on_device: bool
 ) -> None:
     """Their lengths are those of the queries: no row is without keys."""
-    starts = np.cumsum((3, *lens))
+    starts, longest = np.cumsum((3, *lens)), max(1, *lens)
     rows = int(starts[-1]) + 4
     q, k, v = (normal(rows, heads, 40, dtype=BFLOAT16) for heads in (4, 2, 2))
+    seqs = SeqLayout(seqstart_q=starts, max_seqlen_q=longest, max_seqlen_k=longest)
     device = machine()
     with small_tiles(portable_backward=TILES):
-        verify_backward(device, "portable", q, k, v, seqs=SeqLayout(seqstart_q=starts), **options)
+        verify_backward(device, "portable", q, k, v, seqs=seqs, on_device=on_device, **options)
     assert (FINISH not in device.launched) == lone
+    assert SETUP in device.launched
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_packed_batches_of_unchecked_lengths(machine: MakeDevice, seed: int) -> None:
+    """Sequences that lie over each other, outside the arrays, or have more keys than was promised: bounds alone count."""
+    rng, batch, rows = np.random.default_rng(seed), 9, 70
+    limits = np.iinfo(np.int64)
+    edges = [limits.min, -1, 0, 1, rows, rows + 1, limits.max]
+    wild = np.where(
+        rng.random(batch + 1) < 0.5,
+        rng.choice(edges, batch + 1),
+        rng.integers(-20, 2 * rows, batch + 1),
+    )
+    q, k, v = (normal(rows, heads, 40, dtype=BFLOAT16) for heads in (4, 2, 2))
+    out, lse = normal(rows, 4, 40, dtype=BFLOAT16), np.zeros((4, rows), np.float32)
+    longest = 7 if seed % 3 else 32
+    seqs = SeqLayout(
+        seqstart_q=np.arange(batch + 1) * 7, max_seqlen_q=longest, max_seqlen_k=longest
+    )
+    device = machine()
+    good = device.lengths
+
+    def lengths(given: Lengths) -> Lengths:
+        side = replace(given.q, start=wild)
+        return good(replace(given, q=side, k=side))
+
+    device.lengths = lengths  # type: ignore[method-assign]
+    with small_tiles(portable_backward=TILES):
+        run_backward(device, "portable", out, q, k, v, out, lse, seqs=seqs, on_device=True)
+    assert FINISH not in device.launched
 
 
 def test_packed_batches_with_lengths_of_keys(machine: MakeDevice) -> None:

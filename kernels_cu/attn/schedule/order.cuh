@@ -3,33 +3,14 @@
 #pragma once
 
 #include "attn/params.cuh"
+#include "attn/search.cuh"
 #include "attn/sequence.cuh"
 #include "target/target.cuh"
-
-// The last position in an order whose first tile is not beyond `tile`, looked for by a lane.
-template <class Order>
-DEVICE int position_of(const Order& order, int batch, int tile) {
-  int low = 0;
-  int high = batch;
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    if (order.first_tile(middle) <= tile) {
-      low = middle;
-    } else {
-      high = middle;
-    }
-  }
-  return low;
-}
 
 // The order of a ragged batch's sequences (order_sequences.cuh), as a launch leaves it for those behind it: whatever a
 // block must know of a sequence lies together.
 struct OrderInMemory {
   OrderedSequence* data;
-
-  DEVICE int first_tile(int position) const { return data[position].first_tile; }
-  DEVICE int position(int batch, int tile) const { return position_of(*this, batch, tile); }
-  DEVICE OrderedSequence at(const ForwardParams&, int position) const { return data[position]; }
 
   DEVICE void put(int position, int sequence, const Span& tiled, const Span& other, int first_tile) const {
     data[position] = {tiled.start, other.start, tiled.length, other.length, sequence, first_tile};
@@ -45,19 +26,8 @@ struct OrderOfWaves {
   const OrderedSequence* data;
 
   DEVICE int first_tile(int position) const { return data[position].first_tile; }
-  // A wave looks at so many positions at a time, whose loads wait for memory together.
   DEVICE int position(int batch, int tile) const {
-    int low = 0;
-    int count = batch;  // of positions from `low` on
-    while (count > 1) {
-      const int step = (count + target::kWave - 1) / target::kWave;
-      const int own = target::thread_index() % target::kWave * step;
-      const int reached = target::wave_count(own < count && first_tile(low + own) <= tile);
-      const int skipped = reached > 0 ? (reached - 1) * step : 0;
-      low += skipped;
-      count = step < count - skipped ? step : count - skipped;
-    }
-    return low;
+    return last_by_wave(batch, [&](int n) { return first_tile(n) <= tile; });
   }
   DEVICE OrderedSequence at(const ForwardParams&, int position) const {
     const OrderedSequence& found = data[position];

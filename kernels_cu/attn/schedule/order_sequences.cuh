@@ -20,8 +20,8 @@ struct OrderSequences {
   const int batch, tile;      // rows of a tile
   Ordered& ordered;
 
-  DEVICE Entry entry_of(const Span& tiled, const Span& other) const {
-    return {other.length, (tiled.length + tile - 1) / tile};
+  DEVICE Entry entry_of(const Span& own, const Span& others) const {
+    return {others.length, (own.length + tile - 1) / tile};
   }
 
   // block: among those of this order, all threads of it.

@@ -186,7 +186,7 @@ def _with_setup(
 ) -> Step:
     """The first step, which orders sequences and fills padding rows as well."""
     struct, path = helper_params.BACKWARD_SETUP, "setup."
-    setup = ragged_setup.filled(struct, path, problem.batch, schedules, paddings)
+    setup = ragged_setup.fields(struct, path, problem.batch, schedules, paddings)
     if not setup.blocks:
         return prepare
     assert isinstance(prepare.blocks, int)

@@ -124,13 +124,15 @@ class Masks:
         if form.dtype != "bool":
             return
         strides, alignment = operands.of_options["mask"], operands.alignments.get("mask", 0)
-        self.steps.append(mask_writing.step(form.shape, strides, alignment))
+        early = target.early_launches
+        written = mask_writing.step(form.shape, strides, alignment)
+        self.steps.append(replace(written, early=early))
         self.scratch["mask_bits"] = layout.bits_bytes(form.shape)
         self.scratch["mask_map"] = layout.map_bytes(form.shape)
         self.scratch["mask_keys"] = layout.keys_bytes(form.shape)
         gathered = mask_writing.keys_step(form.shape)
         if gathered is not None:
-            self.steps.append(gathered)
+            self.steps.append(replace(gathered, early=early))
             self.scratch["mask_bands"] = mask_writing.band_bytes(form.shape)
 
     def of_queries(self, tile_q: int, tile_k: int, *, ordered: bool = False) -> Listed:

@@ -47,7 +47,7 @@ def schedule_blocks(batch: int) -> int:
     return -(-batch // THREADS)
 
 
-class Filled(NamedTuple):
+class Fields(NamedTuple):
     """A `helper_params.SETUP` in a struct: its fields by path, and how many blocks it is for."""
 
     values: dict[str, Any]
@@ -56,9 +56,9 @@ class Filled(NamedTuple):
     blocks: int
 
 
-def filled(
+def fields(
     struct: Struct, path: str, batch: int, schedules: Sequence[Part], paddings: Sequence[Part]
-) -> Filled:
+) -> Fields:
     """path: where the struct has it, with a dot behind; "" where it is the whole struct."""
     of_order = schedule_blocks(batch)
     of_padding = max(map(fill_padding.blocks, paddings), default=0)
@@ -77,7 +77,7 @@ def filled(
         patches += part.patches(struct, at)
         fills += part.filled(struct, at)
     blocks = len(schedules) * of_order + len(paddings) * of_padding
-    return Filled(values, tuple(patches), tuple(fills), blocks)
+    return Fields(values, tuple(patches), tuple(fills), blocks)
 
 
 def step(
@@ -85,7 +85,7 @@ def step(
 ) -> Step:
     """carrying: it brings integers as well, for whose address, count and words there is room in its parameters."""
     struct = helper_params.CARRYING_SETUP if carrying else helper_params.SETUP
-    found = filled(struct, "setup." if carrying else "", batch, schedules, paddings)
+    found = fields(struct, "setup." if carrying else "", batch, schedules, paddings)
     return Step(
         source=carrying_source() if carrying else source(),
         blocks=max(found.blocks, 1) if carrying else found.blocks,

@@ -21,6 +21,9 @@ SECTION_BYTES = 9 << 20
 # Rows of the output that the copy engine stores at a time: a warp's.
 STORE_ROWS = 16
 
+# Sequences of a ragged batch, up to which each block orders them for itself.
+MOST_ORDERED = 64
+
 # Tiles of 8 bits that wait to be converted, of keys and of values (kStoredSlots in the kernel), in rows of so many bytes.
 _STORED_SLOTS, _STORED_ROW_BYTES = 2, 128
 
@@ -103,6 +106,10 @@ class Config(Features):
         return each * (1 + self.consumers) - self.consumer_registers * self.consumers
 
     @property
+    def most_ordered(self) -> int:
+        return MOST_ORDERED
+
+    @property
     def bias_slot(self) -> bias_slots.Slot:
         return bias_slots.Slot(self.bias_rows, self.bias_heads, self.bias_by_rows)
 
@@ -114,7 +121,7 @@ class Config(Features):
         tiles += self.stages * self.tile_k * (row_bytes_qk + row_bytes_v)
         outputs = self.tile_rows * row_bytes_v if self.tensor_stores else 0
         biases = bias_slots.nbytes(self.bias_slot, self.bias_stages, self.tile_k)
-        # Barriers and two slots of work have 1024.
+        # Barriers, two slots of work and the order of a few sequences have 1024.
         return tiles + outputs + biases + self._stored_bytes + 1024
 
     @property
@@ -133,7 +140,7 @@ class Config(Features):
             params.SM90_FORWARD,
             element=self.element,
             constants=features.constants(
-                self, "blocks_per_sm", "producer_registers", "shared_bytes"
+                self, "blocks_per_sm", "producer_registers", "shared_bytes", "most_ordered"
             ),
             score_mod=self.score_mod,
         )

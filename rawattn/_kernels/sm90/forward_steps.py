@@ -13,7 +13,7 @@ from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import align_rows, fill_padding, mask_tiles, schedule
 from rawattn._kernels.portable.forward import padding
 from rawattn._kernels.sm90 import bias_slots, copy_engine, filling, forward
-from rawattn._kernels.sm90.forward_config import STORE_ROWS, Config
+from rawattn._kernels.sm90.forward_config import MOST_ORDERED, STORE_ROWS, Config
 from rawattn._kernels.steps import Geometry, Part, Step, Steps, Tiles, patches
 from rawattn._kernels.target import Target
 from rawattn._strides import Strides
@@ -21,9 +21,6 @@ from rawattn._strides import Strides
 # How much work is kept for the end, for each cluster: this many of a head's longest tiles.
 _KEPT_ROUNDS = 0.25
 _LEAST_KEPT = 0.5  # tiles of each head, of which it takes whole ones
-
-# Sequences of a ragged batch, up to which each block orders them for itself (kMost in the kernel).
-MOST_ORDERED = 64
 
 _COUNTER_BYTES = 4
 _SCHEDULE_COUNTERS = 2  # one of work handed out, one of blocks done
@@ -90,11 +87,11 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
         schedules = (schedule.part(structure, config.schedule_rows, of="q", name="order"),)
         orders["order"] = schedule.order_bytes(problem.batch)
         addresses["forward__order"] = "order"
-    lengths: list[tuple[int, str]] = []
+    of_padding: list[tuple[int, str]] = []
     fills: list[tuple[int, str]] = []
     for part in padding(problem, structure, operands):
         values |= part.prefixed("padding")
-        lengths += part.patches(params.SM90_FORWARD, "padding")
+        of_padding += part.patches(params.SM90_FORWARD, "padding")
         fills += part.filled(params.SM90_FORWARD, "padding")
         tiles = replace(tiles, least=min(clusters, fill_padding.blocks(part)))
     launches.append(
@@ -109,7 +106,7 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
                 *attention_params.side_addresses(params.SM90_FORWARD, "forward.", structure),
                 *attention_params.page_addresses(problem, params.SM90_FORWARD, "forward."),
                 *score_params.patches(problem, params.SM90_FORWARD, "forward."),
-                *lengths,
+                *of_padding,
             ),
             fills=tuple(fills),
             shared_bytes=config.shared_bytes,

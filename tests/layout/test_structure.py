@@ -1,0 +1,49 @@
+"""What of lengths decides launches: `_call.structure`."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from rawattn import SeqLayout
+from rawattn._call.layout import Lengths
+from rawattn._call.structure import structure, token
+from tests.layout.on_device import OnDevice, group
+
+
+def on_device(values: list[int]) -> OnDevice:
+    array = OnDevice(values)
+    array.data = SimpleNamespace(ptr=1 << 20, device_id=0)  # type: ignore[attr-defined]
+    return array
+
+
+def lengths_of(longest: int, rows: int = 1000) -> Lengths:
+    starts = on_device([0, longest, rows])
+    return group(
+        SeqLayout(seqstart_q=starts, max_seqlen_q=longest, max_seqlen_k=longest), rows, rows
+    )
+
+
+@pytest.mark.parametrize(
+    ("longest", "bound"),
+    [(0, 0), (1, 1), (2, 2), (3, 3), (5, 7), (128, 128), (127, 127), (129, 255), (513, 1000)],
+)
+def test_the_bound_of_lengths(longest: int, bound: int) -> None:
+    assert structure(lengths_of(longest)).k.most == bound
+
+
+def test_lengths_of_one_bound_share_a_token() -> None:
+    assert token(lengths_of(130)) is token(lengths_of(255))
+    assert token(lengths_of(130)) is not token(lengths_of(256))
+
+
+def test_keys_with_the_sequences_of_the_queries() -> None:
+    starts, apart = on_device([0, 40, 70]), on_device([0, 40, 70])
+    alone = group(SeqLayout(seqstart_q=starts, max_seqlen_q=40, max_seqlen_k=40), 70, 70)
+    both = group(
+        SeqLayout(seqstart_q=starts, seqstart_k=apart, max_seqlen_q=40, max_seqlen_k=40), 70, 70
+    )
+    assert structure(alone).shared
+    assert not structure(both).shared
+    assert token(alone) is not token(both)
