@@ -64,7 +64,7 @@ struct Dropout {
 // Of each tile of one side's sequences and head, the tiles of the other side that meet it (see attn/listed_tiles.cuh).
 struct TileLists {
   int* data;
-  // of Hopper's forward: tiles by the lengths of their lists, the longest first
+  // of Hopper's forward: tiles by the lengths of their lists, the longest first; null where there are few
   int* order;
   // lists of a head between those of two sequences in batch mode; 0 where all share them
   int64 sequence;

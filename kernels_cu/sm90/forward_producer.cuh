@@ -21,7 +21,7 @@ constexpr int kTilesLeft = 3;
 DEVICE void find(WorkTile& work, const Sm90ForwardParams& p, const BlockOrder& order, int64 index) {
   work = find_work_tile<kRagged, kRight, kClusterQ, kHeadsPerTile>(p.forward, order, index, p.kept_tiles);
   if constexpr (kBlockMask) {
-    if (work.exists) {
+    if (work.exists && p.forward.block_mask.lists.order != nullptr) {
       const int last = (work.q.length - 1) / kClusterQ;
       const int rank = kRight ? last - work.tile : work.tile;
       const int tile = *order_of<kClusterQ>(p.forward.block_mask.lists, work.sequence, work.q, rank, work.head);

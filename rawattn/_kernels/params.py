@@ -75,7 +75,7 @@ TILE_LISTS = _struct(
     (
         "int*",
         "order",
-        "of Hopper's forward: tiles by the lengths of their lists, the longest first",
+        "of Hopper's forward: tiles by the lengths of their lists, the longest first; null where there are few",
     ),
     (
         "int64",

@@ -56,7 +56,8 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
     )
     whole = -(-problem.rows_q // config.schedule_rows) * tiles.heads * problem.batch
     masks = mask_tiles.Masks(problem, structure, operands, inner, target)
-    listed = masks.of_queries(config.tile_q, config.tile_k, ordered=True)
+    # Where each block has one tile at most, none waits for another's.
+    listed = masks.of_queries(config.tile_q, config.tile_k, ordered=whole > clusters)
     launches += masks.steps
     scratch |= masks.scratch
     values = {f"forward.{name}": value for name, value in {**inner, **listed.fields}.items()}
