@@ -137,6 +137,9 @@ def matrix() -> list[Step]:
         keys = {"nheads_q": 2, "nheads_kv": 1, "headdim": headdim}
         steps.append(Step(dense("lone", 1, 90, 60, **keys), backward=True))
         steps.append(Step(dense("lone", 1, 70, 100, **keys, causal=True), backward=True))
+        lens = (60, 0, 9) if headdim == 64 else (100, 0, 9)
+        packed = ragged("lone-packed", lens, lens, **keys, share_starts=True, causal=True)
+        steps.append(Step(packed, backward=True))
     steps.append(Step(dense("lone-split", 1, 3000, 60, **one), backward=True))
     lens = (2000, 0, 90), (60, 9, 200)
     steps.append(Step(ragged("ragged-parts", *lens, **one, headdim=64), backward=True))

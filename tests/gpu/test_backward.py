@@ -173,6 +173,21 @@ def test_lone_keys(dtype: str, headdim: int) -> None:
         verify(case, CUPY)
 
 
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("headdim", [40, 64, 128, 256])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_lone_keys_of_packed_batches(dtype: str, headdim: int, on_device: bool) -> None:
+    """Keys have the sequences of the queries: no row is without keys, and dq is written there too."""
+    knobs = {"dtype": dtype, "headdim": headdim, "nheads_q": 4, "nheads_kv": 2}
+    knobs |= {"share_starts": True, "on_device": on_device, "max_seqlen": True}
+    # One key tile of 128, of 64 or of 32 keys, and sequences of one key more.
+    for lens in ((128, 0, 5, 77), (64, 1, 33), (32,) * 9, (129, 3)):
+        for mask in ({}, {"causal": True}):
+            case = ragged(f"lone{lens[0]}", lens, lens, **knobs, **mask, lead=3, tail=20)
+            require(case, "cuda")
+            verify(case, CUPY)
+
+
 @pytest.mark.parametrize("alignment", [2, 4, 8, 16])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_every_copy_width(dtype: str, alignment: int) -> None:

@@ -11,7 +11,7 @@ import pytest
 from rawattn import SeqLayout
 from rawattn._call.layout import Lengths
 from tests import exhaustive
-from tests.shim.device import MakeDevice
+from tests.shim.device import ATTRIBUTES, MakeDevice
 from tests.shim.test_scores import BFLOAT16, normal
 from tests.shim.whole import run_backward, small_tiles, verify_backward
 
@@ -138,6 +138,30 @@ def test_packed_batches(
         verify_backward(device, "portable", q, k, v, seqs=seqs, on_device=on_device, **options)
     assert (FINISH not in device.launched) == lone
     assert SETUP in device.launched
+
+
+@pytest.mark.parametrize("multiprocessors", [3, 132])
+@pytest.mark.parametrize("headdim", [64, 128])
+@pytest.mark.parametrize("lens", [(128, 0, 5, 77), (64, 1, 33)], ids=str)
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16, FLOAT32], ids=str)
+def test_packed_batches_by_usual_tiles(
+    machine: MakeDevice,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: Any,
+    lens: tuple[int, ...],
+    headdim: int,
+    multiprocessors: int,
+) -> None:
+    """On many multiprocessors several blocks share a key tile, and each writes rows of dq."""
+    monkeypatch.setitem(ATTRIBUTES, "multiprocessors", multiprocessors)
+    starts, longest = np.cumsum((3, *lens)), max(lens)
+    rows = int(starts[-1]) + 9
+    q, k, v = (normal(rows, heads, headdim, dtype=dtype) for heads in (4, 2, 2))
+    seqs = SeqLayout(seqstart_q=starts, max_seqlen_q=longest, max_seqlen_k=longest)
+    device = machine()
+    causal = headdim == 64
+    verify_backward(device, "portable", q, k, v, seqs=seqs, on_device=True, causal=causal)
+    assert (FINISH not in device.launched) == (dtype != FLOAT32 or longest <= 64)
 
 
 @pytest.mark.parametrize("seed", range(12))
