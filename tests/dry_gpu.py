@@ -1,7 +1,7 @@
 """The tests of tests/gpu up to their launches, on a machine without a GPU.
 
     python -m tests.dry_gpu               # what such a run would meet in the code of the host
-    python -m tests.dry_gpu --every 12    # likewise, of each twelfth test of a file
+    python -m tests.dry_gpu --every 24    # likewise, of each 24th test of a file
     python -m tests.dry_gpu --compile     # and all kernels that are loaded there, into the kernel cache
 
 Half of a run on a GPU is compiling. A cache that `--compile` has filled, by the version of NVRTC that the machine with the GPU

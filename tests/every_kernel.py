@@ -3,8 +3,8 @@
     python -m tests.every_kernel
 
 What is compiled: few of the variants that `rawattn compile --all-variants` knows. Together they show each kernel
-on each architecture, and each type of its elements and each word of the variants' summaries (tile, head dim, option,
-width of accesses) once. The rest of them is .ci/nightly's.
+on each architecture, and each type of its elements and each word of the variants' summaries (tile, option, width of
+accesses) but head dims once. The rest of them is .ci/nightly's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests import exhaustive
 
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90a", "sm_100", "sm_120")
 _TYPES = {"float", "float16", "bfloat16", "float32", "to"}
-# Not a path of its own: among how many a tile is shared out. Head dims count all together, above.
+# Not a path of its own: among how many a tile is shared out, and head dims.
 _COUNT = re.compile(r"(waves|stages)=|D=|Dv=")
 
 Job = tuple[Source, str]
@@ -38,7 +38,6 @@ def traits(job: Job) -> Iterator[Hashable]:
     kernel = words[0], source.entry
     yield kernel, arch
     yield kernel, *(word for word in words if word in _TYPES)
-    yield kernel, *(word for word in words if word.startswith(("D=", "Dv=")))
     yield from ((kernel, word) for word in words if word not in _TYPES and not _COUNT.match(word))
 
 

@@ -22,6 +22,7 @@ from rawattn._cli.workers import outcomes
 from rawattn._compile import cache as _cache
 from rawattn._compile import compiler
 from rawattn._compile.compiler import Source
+from tests import exhaustive
 from tests.command import Output
 
 ROOT = Path(cli.__file__).resolve().parents[1]
@@ -287,7 +288,9 @@ def interrupt_a_compilation(send: Callable[[int, int], None], kernel_cache: Path
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="processes are seen in /proc")
-@pytest.mark.parametrize("send", [os.kill, os.killpg], ids=["to the command", "to its group"])
+@pytest.mark.parametrize(
+    "send", exhaustive.thin([os.killpg, os.kill], 2), ids=["to its group", "to the command"]
+)
 def test_ctrl_c_ends_a_compilation_within_a_second(
     send: Callable[[int, int], None], kernel_cache: Path
 ) -> None:

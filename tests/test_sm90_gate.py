@@ -144,19 +144,15 @@ each_variant = pytest.mark.parametrize(
 
 
 @each_variant
-def test_few_spills_and_no_serialised_products(source: compiler.Source) -> None:
+def test_machine_code(source: compiler.Source) -> None:
+    """Few spills, no serialised products, and exponentials in one stretch: behind the wait for P V, which holds the
+    registers that they are converted into."""
     cubin = compiler.compile_source(source, sm90_forward.ARCH)
     assert cubin.meta["spills"] <= PRODUCER_SPILLS
     assert not gate.serialised(cubin.log)
-
-
-@each_variant
-def test_exponentials_come_in_one_stretch(source: compiler.Source) -> None:
-    """Behind the wait for P V, which holds the registers that they are converted into."""
     tool = gate.disassembler()
     if tool is None:
         pytest.skip("nvdisasm is not installed (pip install nvidia-cuda-nvdisasm)")
-    cubin = compiler.compile_source(source, sm90_forward.ARCH)
     tile_k = int(re.search(r"kTileK = (\d+)", source.text)[1])  # type: ignore[index]
     # Where exponents are multiplied once more there is more to do beside the first ones, and most where words are drawn.
     words = source.summary.split()

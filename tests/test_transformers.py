@@ -169,7 +169,7 @@ def test_gradient_checkpointing() -> None:
 
 @pytest.mark.parametrize("side", exhaustive.thin([None, "left"], 2))
 def test_compiled(side: str | None) -> None:
-    """With one break of the graph, where the mask is made; a decoding step with a static cache has none."""
+    """With one break of the graph, where the mask is made."""
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
@@ -184,8 +184,16 @@ def test_compiled(side: str | None) -> None:
     )
     assert len(counters["graph_break"]) == 1
 
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("side", [None, "left"])
+def test_compiled_with_a_static_cache(side: str | None) -> None:
+    """A decoding step has no break of the graph."""
+    from torch._dynamo.utils import counters
+
     torch._dynamo.reset()
     counters.clear()
+    model, exact = model_of("llama", "rawattn"), model_of("llama", "sdpa")
     assert torch.equal(
         generated(model, padding(side), "static"), generated(exact, padding(side), "static")
     )

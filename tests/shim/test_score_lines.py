@@ -119,15 +119,15 @@ def test_gradients_of_steep_lines(machine: MakeDevice, slopes: list[float]) -> N
                 verify_backward(machine(), "portable", *inputs, **options)
 
 
-def test_gradients_of_what_is_beside_a_line(machine: MakeDevice) -> None:
+@pytest.mark.parametrize("shape", exhaustive.thin([(x,) for x in BACKWARD_SHAPES], 2), ids=str)
+def test_gradients_of_what_is_beside_a_line(machine: MakeDevice, shape: tuple[int, ...]) -> None:
     """A bias has the same positions of keys."""
     inputs = small_arrays(BFLOAT16, rows=(75, 75))
     bias = np.random.default_rng(3).standard_normal((1, 4, 75, 75)).astype(BFLOAT16)
     slopes = np.float32([0.5, 0.1, -0.2, 0])
-    for shape in BACKWARD_SHAPES:
-        with small_tiles(portable_backward=shape):
-            options = {"bias": bias, "alibi_slopes": slopes, "causal": True}
-            verify_backward(machine(), "portable", *inputs, **options)
-            options = {"bias": bias, "score_mod": mod(TEXTS[0], slopes), "causal": True}
-            verify_backward(machine(), "portable", *inputs, **options)
-            verify_backward(machine(), "portable", *inputs, softcap=2.0, causal=True)
+    with small_tiles(portable_backward=shape):
+        options = {"bias": bias, "alibi_slopes": slopes, "causal": True}
+        verify_backward(machine(), "portable", *inputs, **options)
+        options = {"bias": bias, "score_mod": mod(TEXTS[0], slopes), "causal": True}
+        verify_backward(machine(), "portable", *inputs, **options)
+        verify_backward(machine(), "portable", *inputs, softcap=2.0, causal=True)
