@@ -14,7 +14,7 @@ import pytest
 import rawattn
 from rawattn import Gradients, SeqLayout, attention, attention_backward, plan
 from rawattn._interop.native import View
-from rawattn._runtime import planned
+from rawattn._runtime import planned, planned_repeats
 from rawattn._verbs import plan as verbs_plan
 
 RNG = np.random.default_rng(0)
@@ -177,7 +177,10 @@ class Machine:
     def _find(self, verb: Any, own: Any, read: Any, inputs: Any, *_: Any) -> Any:
         self.planned_on.append(self.current[-1])
         results = tuple((inputs[verb.q].shape, inputs[verb.q].dtype) for _ in verb.outputs)
-        memory = SimpleNamespace(run=self._run, tail=[], launches=[(self._launch, 1)])
+        launches = [(self._launch, 1)]
+        memory = SimpleNamespace(
+            run=self._run, tail=[], launches=launches, launches_keeping=lambda _: launches
+        )
         prepared = SimpleNamespace(steps=(), own=lambda *_: memory)
         return SimpleNamespace(copies=None, results=results, prepared=prepared), None
 
@@ -198,6 +201,9 @@ class Machine:
 
     def reader(self, count: int) -> Any:
         return lambda *arrays: self.read(arrays, count)
+
+    def view(self, x: Any) -> View:
+        return View(self.address(x), x.shape, x.strides, x.dtype, self.device)
 
     def address(self, x: Any) -> int:
         return 0 if x is None else int(x.ctypes.data)
@@ -297,31 +303,98 @@ def test_a_planned_backward_with_a_bias_and_without_dlse(
     assert not long_ways
 
 
-def test_what_a_plan_writes_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_misaligned_array_beside_a_misaligned_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All arrays together begin as at planning time, but another one is the cause of it."""
     machine = Machine(monkeypatch)
+    q, k, v = (aligned((1, 5, 2, 8)) for _ in range(3))
+    made = plan(attention, q, k, v, bias=aligned((1, 1, 5, 5), 8))
+    for given in ({}, {"bias": aligned((1, 1, 5, 5), 8)}, {"bias": aligned((1, 1, 5, 5), 8)}):
+        made(q, k, v, **given)
+    machine.launched.clear()
+    for given in ({}, {"bias": aligned((1, 1, 5, 5), 8)}):
+        with pytest.raises(ValueError, match=r"^plan: an array does not begin at a multiple of"):
+            made(aligned((1, 5, 2, 8), 8), k, v, **given)
+    assert not machine.launched
+
+
+def test_named_arrays_take_the_short_way(
+    long_ways: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the second call on that names the same ones."""
+    machine = Machine(monkeypatch)
+    q, k, v = (aligned((1, 5, 2, 8)) for _ in range(3))
+    bias, sinks = aligned((1, 1, 5, 5)), aligned((2,))
+    made = plan(attention, q, k, v, bias=bias, sink_logits=sinks, dropout_p=0.5, seed=7)
+    made(q, k, v)
+    own = machine.launched.pop()[5:7]
+    for n in range(3):
+        other, out = aligned((1, 1, 5, 5)), aligned((1, 5, 2, 8))
+        assert made(q, k, v, bias=other, out=out) is out
+        expected = [*map(machine.address, (q, k, v, other, sinks, out)), own[1], 7]
+        assert machine.launched.pop()[:8] == expected
+        assert len(long_ways) == 1, n
+    assert made(q, v=v, k=k) is not out
+    assert made(q, v=k, k=v) is not out
+    assert machine.launched.pop()[:3] == [*map(machine.address, (q, v, k))]
+    assert len(long_ways) == 2
+    for shared in (q, bias):
+        room = aligned((2, 5, 2, 8))
+        given = {"bias": room[1:].reshape(-1)[:25].reshape(1, 1, 5, 5)}
+        given |= {"out": room[:1] if shared is q else room[1:]}
+        with pytest.raises(ValueError, match=r"^out: shares memory with (q|bias)"):
+            made(room[:1], k, v, **given)
+    with pytest.raises(ValueError, match=r"^out: got shape"):
+        made(q, k, v, bias=other, out=aligned((1, 5, 2, 16)))
+
+
+def test_named_gradients_take_the_short_way(
+    long_ways: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(monkeypatch)
+    given = [aligned((1, 5, 2, 8)) for _ in range(5)] + [aligned((1, 2, 5))]
+    made = plan(attention_backward, *given)
+    made(*given)
+    own = machine.launched.pop()[7:10]
+    for _ in range(3):
+        dq, dv = aligned((1, 5, 2, 8)), aligned((1, 5, 2, 8))
+        found = made(*given, into=Gradients(dq=dq, dv=dv))
+        assert found.dq is dq and found.dv is dv
+        wanted = [machine.address(dq), own[1], machine.address(dv)]
+        assert machine.launched.pop()[7:10] == wanted
+    assert len(long_ways) == 1
+    with pytest.raises(ValueError, match=r"^(into\.)?d[qv]: shares memory with (into\.)?d[qv]"):
+        made(*given, into=Gradients(dq=dq, dv=dq))
+    made(*given, into=Gradients(dk=dq))
+    assert machine.launched.pop()[7:10] == [own[0], machine.address(dq), own[2]]
+    for _ in range(2):
+        for named in ({"lse": given[5], "out": given[4]}, {"out": given[4], "lse": given[5]}):
+            made(*given[:4], **named)  # the forward's out, which its backward reads
+            assert machine.launched.pop()[:6] == [*map(machine.address, given)]
+
+
+def test_what_a_plan_writes_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    Machine(monkeypatch)
     told: list[Any] = []
-    monkeypatch.setattr(planned, "teller", lambda *x: lambda: told.extend(x))
-    monkeypatch.setattr(planned, "tell_written", lambda *x: told.extend(x))
+    monkeypatch.setattr(planned_repeats, "teller", lambda *x: lambda: told.extend(x))
+    for module in (planned, planned_repeats):
+        monkeypatch.setattr(module, "tell_written", lambda *x: told.extend(x))
     q, k, v = (aligned((1, 5, 2, 8)) for _ in range(3))
     made = plan(attention, q, k, v)
     out = made(q, k, v)
     assert told[0] is out
-    made(q, v=v, k=k)
-    assert told[2] is out
-    other = aligned((1, 5, 2, 8))
-    monkeypatch.setattr(machine, "view", lambda x: planned_view(machine, x), raising=False)
-    made(q, k, v, out=other)
-    assert told[4] is other
-
-
-def planned_view(machine: Machine, x: Any) -> View:
-    return View(machine.address(x), x.shape, x.strides, x.dtype, machine.device)
+    for n in (1, 2):
+        made(q, v=v, k=k)
+        assert told[2 * n] is out
+    for n in (3, 4):
+        other = aligned((1, 5, 2, 8))
+        made(q, k, v, out=other)
+        assert told[2 * n] is other
 
 
 def test_pages_that_a_plan_writes_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     Machine(monkeypatch)
     told: list[Any] = []
-    monkeypatch.setattr(planned, "tell_written", lambda *x: told.extend(x))
+    monkeypatch.setattr(planned_repeats, "tell_written", lambda *x: told.extend(x))
     monkeypatch.setattr(planned.on_gpu, "pairs", lambda *_: ())
     k, k_pages, v_pages = aligned((1, 1, 2, 8)), aligned((2, 4, 2, 8)), aligned((2, 4, 2, 8))
     table = np.zeros((1, 1), np.int32)

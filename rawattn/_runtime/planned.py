@@ -8,19 +8,18 @@ from typing import Any
 
 import numpy as np
 
-from rawattn._call.checks import byte_range, check_apart
+from rawattn._call.checks import check_apart
 from rawattn._call.layout import Lengths
 from rawattn._call.options import Options
 from rawattn._call.seq_layout import SeqLayout
 from rawattn._interop import arrays, streams
 from rawattn._interop.native import Native, Read
-from rawattn._interop.written import tell_written, teller
+from rawattn._interop.written import tell_written
 from rawattn._runtime import on_gpu
 from rawattn._runtime.calls import Call, check_written
 from rawattn._runtime.option_arrays import told, told_with_results
+from rawattn._runtime.planned_repeats import Planned, Repeat, by_names, by_position
 from rawattn._runtime.verbs import Verb
-
-UNLIKE: Any = object()
 
 _WIDEST = 16
 # Which integers of a side an argument of the layout is: indices in `lengths.NAMES`.
@@ -72,85 +71,40 @@ class GpuPlan:
                 f"pass a contiguous copy of it"
             )
         self._stream = own.stream(device)
-        self._streams = {self._stream}
         self._results = [
             target if target is not None or result is None else own.empty(*result, inputs[verb.q])
             for target, result in zip(targets, call.results, strict=True)
         ]
-        self._result = self._returned(self._results)
         self._result_addresses = [0 if x is None else own.address(x) for x in self._results]
         self._form = self._read(self._inputs)[1][:-1]
-        self._alignment = _alignment(self._together(read[0]) | _together(self._result_addresses))
-        self._alignments = on_gpu.alignments(verb, read[0][: self._count])
-        self._pairs = on_gpu.pairs(verb, call, read[0])
-        # The indices of inputs that a call changes.
-        self._changed = [n for n, name in enumerate(verb.inputs) if name in verb.written]
-        self._memory = call.prepared.own(own, self._stream, lengths)
-        self.repeat = self._repeated()
+        self._planned = Planned(
+            *(verb, own, device, self._options, self._inputs, self._results, self._returned),
+            values=self._values,
+            alignment=_alignment(self._together(read[0]) | _together(self._result_addresses)),
+            alignments=on_gpu.alignments(verb, read[0][: self._count]),
+            pairs=on_gpu.pairs(verb, call, read[0]),
+            changed=tuple(n for n, name in enumerate(verb.inputs) if name in verb.written),
+            memory=call.prepared.own(own, self._stream, lengths),
+            streams={self._stream},
+        )
+        self.repeat = by_position(self._planned)
         if not streams.is_capturing(self._stream):
             streams.wait(self._stream, device)
 
-    def _repeated(self) -> Callable[[Sequence[Any]], Any]:
-        """The call with arrays like those of planning time, by position, into the plan's own. It gives `UNLIKE`, and has done
-        nothing, where they are not like those: `__call__` tells what is wrong with them, or takes them.
+    def repeat_of(self, given: Sequence[Any], places: Sequence[int | str]) -> Repeat | None:
+        """Calls like one that has been made, from its arrays in this order: see `by_names`.
+
+        places: indices among inputs and outputs, and names of lengths.
         """
-        own, device = self._own, self._device
-        known_calls = self._known_calls()
-        launches, result, known = self._memory.launches, self._result, self._streams
-        stream_of, current_device, planned = own.stream, own.current_device, self._alignments
-        verb, pairs, names = self._verb, self._pairs, told(self._verb, self._options)
-        tell, changed = teller(*self._results), self._changed
-
-        def repeat(args: Sequence[Any]) -> Any:
-            known_call = known_calls.get(len(args))
-            if known_call is None:
-                return UNLIKE
-            read, form, tail = known_call
-            found = read(*args)
-            if found is None:
-                return UNLIKE
-            addresses, got, tracked = found
-            if got != form or current_device() != device:
-                return UNLIKE
-            if tracked and verb.refuses_gradients:
-                arrays.refuse_gradients(names[: len(args)], args)
-            addresses += tail
-            if pairs and not on_gpu.are_apart(pairs, addresses):
-                return UNLIKE
-            if planned and on_gpu.alignments(verb, addresses) != planned:
-                return UNLIKE
-            stream = stream_of(device)
-            if stream not in known:
-                known.add(stream)
-            for launch, blocks in launches:
-                launch(addresses, blocks, stream)
-            if tell is not None:
-                tell()
-            if changed:
-                tell_written(*[args[n] for n in changed])
-            return result
-
-        return repeat
-
-    def _known_calls(self) -> dict[int, tuple[Callable[..., Read | None], Any, list[int]]]:
-        """By how many arrays a call gives: what reads those, their form, and the addresses of all others.
-
-        Arrays of options may be left out. They are then those of planning time, and so is what stands behind an array that the
-        plan does not have.
-        """
-        verb, own, inputs = self._verb, self._own, self._inputs
-        most = next((n for n, x in enumerate(inputs) if x is None), self._count)
-        behind = [*self._result_addresses, *self._values, *self._memory.tail]
-        found = {}
-        for count in range(min(most, self._count - len(verb.extras)), most + 1):
-            rest = inputs[count:]
-            if verb.refuses_gradients and any(getattr(x, "requires_grad", False) for x in rest):
-                continue
-            read = own.reader(count)
-            addresses = [0 if x is None else own.address(x) for x in rest]
-            form = read(*inputs[:count])[1]  # type: ignore[index]  # they have been read before
-            found[count] = read, form, [*addresses, *behind]
-        return found
+        at = self._planned.lengths_at
+        return by_names(
+            self._planned,
+            given,
+            [
+                (x,) if isinstance(x, int) else [at + n for n in self._integers_of(x)]
+                for x in places
+            ],
+        )
 
     def __call__(
         self, args: Sequence[Any], out: Sequence[Any] | None, given: Mapping[str, Any]
@@ -170,12 +124,13 @@ class GpuPlan:
         if tracked and self._verb.refuses_gradients:
             arrays.refuse_gradients(told(self._verb, self._options), args)
         together = self._together(addresses)
-        if self._pairs and not on_gpu.are_apart(self._pairs, addresses):
+        planned = self._planned
+        if not planned.are_apart(addresses):
             named = zip(self._verb.inputs, args, strict=True)
             check_written(self._verb, {name: own.view(x) for name, x in named if x is not None})
-        if self._alignments:
-            self._check_alignments(addresses)
-        memory, result, results = self._memory, self._result, self._results
+        if not planned.begin_alike(addresses):
+            raise self._misaligned(addresses)
+        memory, results = planned.memory, self._results
         theirs: list[int] = []
         if out is None:
             addresses += self._result_addresses
@@ -187,16 +142,14 @@ class GpuPlan:
             for address in written:
                 together |= address
             addresses += written
-            result = self._returned(results)
-        if together & (self._alignment - 1):
+        if together & (planned.alignment - 1):
             raise ValueError(
-                f"plan: an array does not begin at a multiple of {self._alignment} bytes, as all did when the call "
+                f"plan: an array does not begin at a multiple of {planned.alignment} bytes, as all did when the call "
                 "was planned; pass aligned arrays, or plan with such ones"
             )
         addresses += self._values
         stream = own.stream(device)
-        if stream not in self._streams:
-            self._streams.add(stream)
+        planned.streams.add(stream)
         if device != own.current_device():
             import cupy
 
@@ -204,14 +157,14 @@ class GpuPlan:
                 memory.run(addresses, stream, integers or None, theirs)
         else:
             memory.run(addresses, stream, integers or None, theirs)
-        tell_written(*results, *[args[n] for n in self._changed])
-        return result
+        tell_written(*results, *[args[n] for n in planned.changed])
+        return self._returned(results)
 
     def __del__(self) -> None:
         # Memory goes back in the order of the stream that it was taken on: after the last use on any other one.
-        if sys.is_finalizing() or not hasattr(self, "_streams"):
+        if sys.is_finalizing() or not hasattr(self, "_planned"):
             return
-        for stream in self._streams:
+        for stream in self._planned.streams:
             streams.order(stream, self._stream, self._device)
 
     def _together(self, addresses: Sequence[int]) -> int:
@@ -219,16 +172,18 @@ class GpuPlan:
         first = self._count - len(self._verb.extras)
         return _together(addresses[:first]) | _together(addresses[self._count :])
 
-    def _check_alignments(self, addresses: Sequence[int]) -> None:
+    def _misaligned(self, addresses: Sequence[int]) -> ValueError:
         """Arrays of options are read in words as wide as their alignments at planning time allow."""
-        verb = self._verb
-        found = on_gpu.alignments(verb, addresses)
-        for name, got, planned in zip(verb.extras, found, self._alignments, strict=True):
-            if got != planned:
-                raise ValueError(
-                    f"{name}: begins {got} bytes past a multiple of {_WIDEST}, and {planned} when the call was planned; "
-                    "pass an array that begins as the planned one does, or plan with such a one"
-                )
+        found = on_gpu.alignments(self._verb, addresses)
+        name, got, planned = next(
+            each
+            for each in zip(self._verb.extras, found, self._planned.alignments, strict=True)
+            if each[1] != each[2]
+        )
+        return ValueError(
+            f"{name}: begins {got} bytes past a multiple of {_WIDEST}, and {planned} when the call was planned; "
+            "pass an array that begins as the planned one does, or plan with such a one"
+        )
 
     def _read(self, inputs: Sequence[Any]) -> Read:
         read = self._own.read(inputs, self._verb.required)
@@ -251,13 +206,17 @@ class GpuPlan:
                 f"{name}: got {array.dtype} of shape {array.shape}, expected {planned.dtype} of shape {planned.shape} on "
                 "the GPU, as it was planned"
             )
-        address = int(array.data.ptr)
+        for index in self._integers_of(name):
+            integers[index] = int(array.data.ptr)
+
+    def _integers_of(self, name: str) -> tuple[int, ...]:
+        """Which integers of the sides an argument of the layout is, by their indices in `lengths.NAMES`."""
+        seqs: SeqLayout = self._options.seqs
         if name in _STARTS:
-            integers[_STARTS[name]] = address
-            if name == "seqstart_q" and getattr(seqs, "seqstart_k", None) is None:
-                integers[2] = address
-        elif name.startswith("cu_") or getattr(seqs, f"cu_{name}") is None:
-            integers[_LENGTHS[name]] = address
+            both = name == "seqstart_q" and getattr(seqs, "seqstart_k", None) is None
+            return (_STARTS[name], _STARTS["seqstart_k"]) if both else (_STARTS[name],)
+        counts = name.startswith("cu_") or getattr(seqs, f"cu_{name}") is None
+        return (_LENGTHS[name],) if counts else ()
 
     def _check_out(
         self, args: Sequence[Any], results: Sequence[Any], addresses: Sequence[int]
@@ -281,9 +240,12 @@ class GpuPlan:
                     f"expected those that the plan has: {expected.shape}, {expected.strides}, {expected.dtype}, "
                     f"GPU {expected.device}"
                 )
-            low, high = byte_range(got)
-            if any(low < end and start < high for start, end in (byte_range(x) for _, x in inputs)):
-                check_apart(got, inputs, shown)
+            others = inputs + [
+                (n, own.view(x))
+                for n, x in zip(shown_results, results, strict=True)
+                if x is not None and n != shown
+            ]
+            check_apart(got, others, shown)
 
     def _refused(self, args: Sequence[Any]) -> Exception:
         """What is wrong with arrays that are not like those of planning time."""

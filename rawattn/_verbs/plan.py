@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,13 +15,16 @@ from rawattn._call.argument_kinds import argument_kinds, check_arguments
 from rawattn._call.gradients import wanted
 from rawattn._call.hints import refuse_unknown
 from rawattn._call.options import Options, flag, shown
+from rawattn._call.seq_layout import SeqLayout
+from rawattn._forgetting import make_room
 from rawattn._interop import arrays
 from rawattn._interop.native import native
 from rawattn._jax import eager
 from rawattn._runtime import dispatch
 from rawattn._runtime.calls import refuse_gradients
 from rawattn._runtime.option_arrays import named_gradients, told, with_arrays
-from rawattn._runtime.planned import UNLIKE, GpuPlan
+from rawattn._runtime.planned import GpuPlan
+from rawattn._runtime.planned_repeats import UNLIKE, Repeat
 from rawattn._runtime.verbs import BACKWARD, FORWARD, PAGED, Verb
 from rawattn._verbs.append import append_kv
 from rawattn._verbs.attention import attention, first
@@ -29,6 +32,8 @@ from rawattn._verbs.backward import attention_backward, gradients
 from rawattn._verbs.combine import combine
 from rawattn._verbs.paged import check_pages, limits_of, paged_attention, read_pages, scaled
 from rawattn._verbs.plan_arguments import Arguments, check_form, host_table
+
+_MAX_KNOWN = 64  # ways to spell a call
 
 
 class Plan:
@@ -69,7 +74,8 @@ class Plan:
         self._inputs, self._targets, self._returned = tuple(inputs), tuple(targets), returned
         self._arguments = Arguments(verb, inputs, options, table)
         self._gpu: GpuPlan | None = None
-        self._repeat: Callable[[Sequence[Any]], Any] | None = None
+        self._repeat: Repeat | None = None
+        self._repeats: dict[tuple[Any, ...], Repeat] = {}  # of calls that name arrays
         own = native(arrays.framework_of(inputs[verb.q]))
         if own is not None and backend != "cpu":
             read = own.read((*inputs, *targets), verb.required)
@@ -89,11 +95,48 @@ class Plan:
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         """What the planned function returns."""
-        if self._repeat is not None and not named:
+        if self._repeat is None:
+            return self._call(*args, **named)
+        if not named:
             result = self._repeat(args)
+            return self._call(*args) if result is UNLIKE else result
+        if "into" in named:
+            key, given = self._told(args, named)
+        else:
+            key, given = (len(args), *named), (*args, *named.values())
+        repeat = self._repeats.get(key)
+        if repeat is not None:
+            result = repeat(given)
             if result is not UNLIKE:
                 return result
-        return self._call(*args, **named)
+        result = self._call(*args, **named)
+        if repeat is None:
+            self._learn(key, given)
+        return result
+
+    def _told(
+        self, args: Sequence[Any], named: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """How a call spells its arrays, and those in the order of their names; of gradients to write each that is given."""
+        written = self._written(None, named["into"])
+        others = {name: x for name, x in named.items() if name != "into"}
+        given = tuple(n for n, x in enumerate(written) if x is not None)
+        return (len(args), *others, given), (*args, *others.values(), *[written[n] for n in given])
+
+    def _learn(self, key: tuple[Any, ...], given: tuple[Any, ...]) -> None:
+        """Keeps how a call that has been made is made again, if it can be."""
+        if self._gpu is None:
+            return
+        count, *names = key
+        results = names.pop() if names and isinstance(names[-1], tuple) else ()
+        places = self._arguments.places(count, names)
+        first = len(self._inputs)
+        if "out" in names and "out" not in self._verb.inputs:
+            places[count + names.index("out")] = first
+        repeat = self._gpu.repeat_of(given, [*places, *[first + n for n in results]])
+        if repeat is not None:
+            make_room(self._repeats, _MAX_KNOWN)
+            self._repeats[key] = repeat
 
     def _call(self, *args: Any, out: Any = None, into: Any = None, **named: Any) -> Any:
         if (
@@ -212,6 +255,8 @@ def plan(fn: Callable[..., Any], *args: Any, **options: Any) -> Plan:
 
         return AppendPlan(**named)
     known = Options(**{name: named[name] for name in Options._fields if name in named})
+    if isinstance(known.seqs, SeqLayout):
+        known = known._replace(seqs=known.seqs._apart())
     backend = _options.backend(named["backend"])
     names: tuple[str, ...] = ()
     numbers: tuple[int, ...] = ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,6 +67,11 @@ class Arguments:
         if "block_table" in self._indices:
             self._read_table(inputs, integers)
         return Complete(inputs, integers)
+
+    def places(self, count: int, names: Iterable[str]) -> list[int | str]:
+        """Of so many arrays by position and of those with these names: their indices among all inputs, or the name itself
+        of lengths."""
+        return [*range(count), *(self._indices.get(name, name) for name in names)]
 
     def _names(self) -> str:
         return ", ".join(dict.fromkeys(self._told))
