@@ -104,7 +104,9 @@ class Framework(_Reading):
         reach = tuple((0, NBYTES) if x else (0, 0) for x in views)
         masked = any(name.startswith("mask") for name in verb.extras)
         launches: Any = SimpleNamespace(
-            run=self.launch, run_keeping=self.launch if masked else None
+            run=self.launch,
+            run_keeping=self.launch if masked else None,
+            with_starts=lambda bound: (self.launch, bound),
         )
         return on_gpu.Call(launches, problem, lengths, results, made, None, reach)
 

@@ -305,7 +305,7 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
 }  // namespace forward
 
 KERNEL CLUSTER(forward::kCluster)
-    LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_sm90_forward(PARAMETER Sm90ForwardParams p,
+    LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_sm90_forward(PARAMETER forward::Params p,
                                                                                      PARAMETER forward::Maps maps) {
   using namespace forward;
   SHARED_MEMORY_ALIGNED(bytes, sizeof(SharedMemory), 1024);
@@ -338,7 +338,7 @@ KERNEL CLUSTER(forward::kCluster)
   }
   target::launch_dependents();
   target::wait_for_prerequisites();
-  shared.own_order.find(p.forward, shared.queries[0]);
+  shared.own_order.find(p, shared.queries[0]);
   if constexpr (kCluster == 1) {
     target::block_sync();
   } else {
@@ -369,7 +369,8 @@ KERNEL CLUSTER(forward::kCluster)
     if constexpr (kRagged) {
       constexpr int kWaves = 4 * kConsumers;
       const int wave = target::thread_index() / target::kWave - 4;
-      fill_padding(p.padding, p.padding.side, target::block_index() * kWaves + wave, target::grid_size() * kWaves);
+      fill_padding(p.padding, p.found(p.padding.side), target::block_index() * kWaves + wave,
+                   target::grid_size() * kWaves);
     }
     consume(p, maps, shared, warpgroup - 1);
   }

@@ -1,6 +1,7 @@
 // What the warps of a Hopper forward block share: shapes, shared memory, and which rows and keys its work has.
 #pragma once
 
+#include "attn/carried.cuh"
 #include "attn/late_softmax.cuh"
 #include "attn/listed_tiles.cuh"
 #include "attn/params.cuh"
@@ -175,20 +176,24 @@ struct StoredBarriers<true> {
   ptx::Mbarrier keys_full[kStoredSlots], keys_empty[kStoredSlots], values_full[kStoredSlots],
       values_empty[kStoredSlots];
 };
+struct Params : Sm90ForwardParams, CarriedIntegers<kCarriedWords> {};
+static_assert(sizeof(Params) == sizeof(Sm90ForwardParams) + 4 * kCarriedWords, "the host lays them out so");
 // The order of a ragged batch of few sequences, which each block finds for itself: it takes less time than a launch
 // before this one, and what is found there lies nearer.
 template <bool kUsed>
 struct OwnOrder {
-  DEVICE void find(const ForwardParams&, unsigned char*) {}
+  DEVICE void find(const Params&, unsigned char*) {}
 };
 template <>
 struct OwnOrder<true> {
   int sequences[kMostOrdered], first_tiles[kMostOrdered + 1];
 
   // By all threads, before a barrier. shared: memory that nobody uses yet.
-  DEVICE void find(const ForwardParams& p, unsigned char* shared) {
-    if (p.order != nullptr) return;
-    OrderSequences<kThreads, OwnOrder>{p.q_side, p.k_side, p.batch, kClusterQ, *this}(0, shared);
+  DEVICE void find(const Params& p, unsigned char* shared) {
+    const ForwardParams& f = p.forward;
+    if (f.order != nullptr) return;
+    const Side q = p.found(f.q_side), k = p.found(f.k_side);
+    OrderSequences<kThreads, OwnOrder>{q, k, f.batch, kClusterQ, *this}(0, shared);
     ptx::fence_copies();  // the copy engine writes there next
   }
   DEVICE void put(int position, int sequence, const Span&, const Span&, int first_tile) {
@@ -200,19 +205,20 @@ struct OwnOrder<true> {
 // The order that there is.
 template <bool kUsed>
 struct OrderOfBlock {
-  OrderedSequence* data;
+  const Params& params;
   const OwnOrder<kUsed>& own;
 
   DEVICE int first_tile(int position) const {
+    const OrderedSequence* const data = params.forward.order;
     return data != nullptr ? data[position].first_tile : own.first_tiles[position];
   }
   DEVICE int position(int batch, int tile) const {
     return last_of(batch, [&](int n) { return first_tile(n) <= tile; });
   }
   DEVICE OrderedSequence at(const ForwardParams& p, int position) const {
-    if (data != nullptr) return data[position];
+    if (p.order != nullptr) return p.order[position];
     const int sequence = own.sequences[position];
-    const Span q = span_of(p.q_side, sequence), k = span_of(p.k_side, sequence);
+    const Span q = span_of(params.found(p.q_side), sequence), k = span_of(params.found(p.k_side), sequence);
     return {q.start, k.start, q.length, k.length, sequence, own.first_tiles[position]};
   }
 };

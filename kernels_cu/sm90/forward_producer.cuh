@@ -69,7 +69,7 @@ DEVICE void find(WorkItem& work, const Sm90ForwardParams& p, const BlockOrder& o
 DEVICE int next_item(const WorkItem& work) { return work.goes_on ? work.behind() : -1; }
 DEVICE int next_item(const WorkTile&) { return -1; }
 
-DEVICE void produce(const Sm90ForwardParams& p, const Maps& maps, SharedMemory& s, int lane) {
+DEVICE void produce(const Params& p, const Maps& maps, SharedMemory& s, int lane) {
   const bool leads = kProducerLanes == 1 || lane == 0;
   auto& barriers = Landing::barriers(s);
   const KeyArray array_k = array_of_keys(p, maps), array_v = array_of_values(p, maps);
@@ -84,7 +84,7 @@ DEVICE void produce(const Sm90ForwardParams& p, const Maps& maps, SharedMemory& 
   const auto announce = [&] {
     ptx::mbarrier_wait(&s.work_empty[slot.slot], slot.parity ^ 1);
     if (leads) {
-      find(s.work[slot.slot], p, BlockOrder{p.forward.order, s.own_order}, index, at);
+      find(s.work[slot.slot], p, BlockOrder{p, s.own_order}, index, at);
       ptx::mbarrier_arrive(&s.work_full[slot.slot]);
     }
   };

@@ -66,6 +66,13 @@ class HostLengths:
     len_k: Int64s
 
 
+def bound_of(longest: int, rows: int) -> int:
+    """The longest of some lengths, as far as kernels depend on it: a power of two where it is one, else the largest number of
+    as many binary digits, but no more than there are rows."""
+    bound = longest if longest & (longest - 1) == 0 else (1 << longest.bit_length()) - 1
+    return bound if bound < rows else rows
+
+
 def side_of(given: Given, batch: int, rows: int) -> Side:
     """A side bound to an array of these rows."""
     side, start = given.side, given.start

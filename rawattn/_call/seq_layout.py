@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from rawattn._call import integers
 from rawattn._call.argument_kinds import all_by_name, checks_arguments
 from rawattn._call.given import Given, common_batch, read_side
 from rawattn._call.hints import NoOthers, hides_unknown, layout_advice, refuse_unknown
-from rawattn._call.layout import Lengths, side_of
+from rawattn._call.layout import Lengths, bound_of, side_of
 from rawattn._forgetting import make_room
 from rawattn._interop.integers import as_array
 from rawattn._interop.xla import is_traced
@@ -21,7 +22,14 @@ if TYPE_CHECKING:  # type checkers bring it: nothing is installed for it
     from typing_extensions import Never, Unpack
 
 _MAX_BINDINGS = 16
+# Batches of layouts on GPUs, by what tells those.
+_batches: dict[tuple[Any, ...], int | None] = {}
+_MAX_TOLD = 4096
 _ARRAYS = ("seqstart_q", "seqstart_k", "seqlen_q", "seqlen_k", "cu_seqlen_q", "cu_seqlen_k")
+
+
+# What starts on the host come to: the longest way from one to the next, the first and the last.
+Starts = tuple[int, int, int]
 
 
 class _Shown:
@@ -50,7 +58,7 @@ class SeqLayout:
     seqstart_q, seqstart_k : (batch + 1,), optional
         Physical offsets of each sequence's rows, not decreasing. The first need not be 0 nor the
         last the number of rows. `seqstart_k` defaults to `seqstart_q`, where q and k have the same
-        number of rows.
+        number of rows. One array given as both is the same as that, and a little quicker than two.
     cu_seqlen_q, cu_seqlen_k : (batch + 1,), optional
         Cumulative logical lengths, not decreasing. Only differences count; they address nothing.
     seqlen_q, seqlen_k : (batch,), optional
@@ -128,11 +136,16 @@ class SeqLayout:
     group: bool = field(init=False)
     # By name, those that were given: as their addresses are read at a call.
     _arrays: dict[str, Any] = field(init=False)
-    _q: Given = field(init=False)
-    _k: Given = field(init=False)  # that of q, where nothing is said of k alone
+    # Whether one array was given as the starts of both sides, and nothing else: as if those of k had been left out.
+    _joined: bool = field(init=False)
+    # Of starts alone, all on the host, what their values come to; else None.
+    _values: tuple[Starts, Starts] | None = field(init=False)
+    # What tells layouts apart but for addresses and `_values`, where all integers are on GPUs or those are there; else None.
+    _told: tuple[Any, ...] | None = field(init=False)
     _bindings: dict[tuple[int | None, int, int], Lengths] = field(init=False)
-    # The last call of each verb: the form of its arrays, these lengths for it, and what makes it again.
-    _calls: dict[str, tuple[Any, Lengths, Any]] = field(init=False)
+    # The last call of each verb, by its name: the form of its arrays, these lengths for it or where they are, and what makes it
+    # again. By what makes calls again, what that is given instead of starts on the host.
+    _calls: dict[Any, Any] = field(init=False)
 
     @hides_unknown
     def __init__(
@@ -156,10 +169,13 @@ class SeqLayout:
             )
         # Written out: a loop over all six takes as long as to read one of them.
         arrays: dict[str, Any] = {}
+        joined = seqstart_k is seqstart_q and seqstart_q is not None
         read = integers.read_in_place
         if seqstart_q is not None:
             arrays["seqstart_q"] = seqstart_q = read("seqstart_q", seqstart_q)
-        if seqstart_k is not None:
+        if joined:
+            arrays["seqstart_k"] = seqstart_k = seqstart_q
+        elif seqstart_k is not None:
             arrays["seqstart_k"] = seqstart_k = read("seqstart_k", seqstart_k)
         if seqlen_q is not None:
             arrays["seqlen_q"] = seqlen_q = read("seqlen_q", seqlen_q)
@@ -178,21 +194,119 @@ class SeqLayout:
                 "seqstart_k: got it without seqstart_q, expected both for a packed batch (group "
                 "mode); in a padded batch give lengths alone: seqlen_k or cu_seqlen_k"
             )
-        batch = common_batch(arrays)
-        of_q = of_k = read_side("q", seqstart_q, cu_seqlen_q, seqlen_q, max_seqlen_q)
-        if seqstart_q is None or len(arrays) > 1 or max_seqlen_k != max_seqlen_q:
-            of_k = read_side("k", seqstart_k, cu_seqlen_k, seqlen_k, max_seqlen_k, of_q)
         # As attributes, a frozen class takes them ten times as slowly.
         fields = self.__dict__
         fields["max_seqlen_q"] = max_seqlen_q
         fields["max_seqlen_k"] = max_seqlen_k
-        fields["batch"] = batch
         fields["group"] = seqstart_q is not None
         fields["_arrays"] = arrays
-        fields["_q"] = of_q
-        fields["_k"] = of_k
         fields["_bindings"] = {}
         fields["_calls"] = {}
+        fields["_joined"] = joined and len(arrays) == 2 and max_seqlen_q == max_seqlen_k
+        fields["_values"] = None
+        fields["_told"] = told = self._find_told()
+        # What one was found to be, all that are told the same are: nothing of it depends on values.
+        batch = None if told is None else _batches.get(told)
+        if batch is None:
+            batch = common_batch(arrays)
+            fields["_sides"] = _read_sides(arrays, max_seqlen_q, max_seqlen_k)
+            if told is not None:
+                make_room(_batches, _MAX_TOLD)
+                _batches[told] = batch
+        fields["batch"] = batch
+
+    @functools.cached_property
+    def _sides(self) -> tuple[Given, Given]:
+        """What is said of q and of k: found by the constructor, but for layouts that it knew without."""
+        return _read_sides(self._arrays, self.max_seqlen_q, self.max_seqlen_k)
+
+    @property
+    def _q(self) -> Given:
+        return self._sides[0]
+
+    @property
+    def _k(self) -> Given:
+        return self._sides[1]
+
+    def _addresses(self) -> list[int]:
+        """Of integers that are all on GPUs: starts and lengths of queries, then of keys, 0 for those that are not given."""
+        get = self._arrays.get
+        start_q, start_k = get("seqstart_q"), get("seqstart_k")
+        if start_k is None:
+            start_k = start_q
+        length_q, length_k = get("cu_seqlen_q"), get("cu_seqlen_k")
+        if length_q is None:
+            length_q = get("seqlen_q")
+        if length_k is None:
+            length_k = get("seqlen_k")
+        return [
+            0 if start_q is None else start_q.data.ptr,
+            0 if length_q is None else length_q.data.ptr,
+            0 if start_k is None else start_k.data.ptr,
+            0 if length_k is None else length_k.data.ptr,
+        ]
+
+    def _find_told(self) -> tuple[Any, ...] | None:
+        arrays = self._arrays
+        told: tuple[Any, ...] = self.max_seqlen_q, self.max_seqlen_k, self._joined
+        start = arrays.get("seqstart_q")
+        if type(start) is np.ndarray:
+            start_k = arrays.get("seqstart_k", start)
+            if len(arrays) > 1 + ("seqstart_k" in arrays) or type(start_k) is not np.ndarray:
+                return None
+            q = k = integers.most_between("seqstart_q", start)
+            if start_k is not start:
+                k = integers.most_between("seqstart_k", start_k)
+            most_q, most_k = self.max_seqlen_q, self.max_seqlen_k
+            if (most_q is not None and most_q < q[0]) or (most_k is not None and most_k < k[0]):
+                return None
+            self.__dict__["_values"] = q, k
+            return *told, start.size, start_k.size, len(arrays)
+        for name, x in arrays.items():
+            if type(x) is np.ndarray:
+                return None
+            device = getattr(getattr(x, "data", None), "device_id", None)
+            if device is None:  # of a function of JAX under transformation
+                return None
+            told += name, x.size, x.dtype, device
+        return told if arrays else None
+
+    def _bounds(self, rows_q: int, rows_k: int) -> tuple[int, bool, int, bool] | None:
+        """What a call on arrays of these rows looks at of `_values`: a bound of each side's lengths, and whether it has
+        padding. None where they do not fit.
+        """
+        assert self._values is not None
+        q, k = self._values
+        longest, first, last = q
+        if last > rows_q:
+            return None
+        most, padded = bound_of(longest, rows_q), last - first != rows_q
+        if rows_k == rows_q and k is q:
+            return most, padded, most, padded
+        longest, first, last = k
+        if last > rows_k or len(self._arrays) == 1:
+            return None
+        return most, padded, bound_of(longest, rows_k), last - first != rows_k
+
+    def _apart(self) -> SeqLayout:
+        """The same, whose starts of k may become others than those of q, if they are on a GPU."""
+        if not self._joined or self._values is not None:
+            return self
+        found = copy.copy(self)
+        vars(found)["_joined"] = False
+        vars(found)["_told"] = found._find_told()
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy, whose arrays lie elsewhere: without what calls have found."""
+        state = {**self.__dict__, "_bindings": {}, "_calls": {}}
+        state.pop("_sides", None)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Its arrays may be on another GPU."""
+        self.__dict__.update(state)
+        self.__dict__["_told"] = self._find_told()
 
     @classmethod
     @checks_arguments("SeqLayout.from_lengths")
@@ -300,6 +414,19 @@ class SeqLayout:
         return f"SeqLayout({', '.join(given)})"
 
 
+def _read_sides(
+    arrays: dict[str, Any], max_seqlen_q: int | None, max_seqlen_k: int | None
+) -> tuple[Given, Given]:
+    """Of q and of k; one object, where nothing is said of k alone."""
+    get = arrays.get
+    start = get("seqstart_q")
+    of_q = of_k = read_side("q", start, get("cu_seqlen_q"), get("seqlen_q"), max_seqlen_q)
+    if start is None or len(arrays) > 1 or max_seqlen_k != max_seqlen_q:
+        lengths = get("cu_seqlen_k"), get("seqlen_k")
+        of_k = read_side("k", get("seqstart_k"), *lengths, max_seqlen_k, of_q)
+    return of_q, of_k
+
+
 def _check_same_batch(name: str, got: int, expected: int) -> None:
     if got != expected:
         raise ValueError(f"{name}_k: got {got} sequences, expected {expected}, as in {name}_q")
@@ -341,14 +468,15 @@ def _bind(seqs: SeqLayout, batch: int | None, rows_q: int, rows_k: int) -> Lengt
     else:
         check_batch(seqs, batch)
     assert count is not None
-    of_q, of_k = seqs._q, seqs._k
+    of_q, of_k = seqs._sides
     q = side_of(of_q, count, rows_q)
     if rows_q != rows_k and (of_k.inherited or (of_k is of_q and seqs.group)):
         raise ValueError(
             f"seqstart_k: got None, by default seqstart_q, but q has {rows_q} rows and k has {rows_k}; "
             "pass seqstart_k, where the sequences of k start"
         )
-    k = q if of_k is of_q else side_of(of_k, count, rows_k)
+    same = of_k is of_q or (seqs._joined and rows_q == rows_k)
+    k = q if same else side_of(of_k, count, rows_k)
     return Lengths(count, seqs.group, q, k, of_q.on_host and of_k.on_host)
 
 

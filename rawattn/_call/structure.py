@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rawattn._call.layout import Lengths, Side
+from rawattn._call.layout import Lengths, Side, bound_of
 from rawattn._forgetting import make_room
 
 _INT32_MAX = 2**31 - 1
@@ -21,8 +21,7 @@ class SideStructure(NamedTuple):
 
     start, length: bytes of each integer, 0 where there are none. From the host, lengths go to the device as int32 and not
     cumulative.
-    most: a bound of every logical length: a power of two where the longest is one, else the largest number of as many binary
-    digits, but no more than there are rows.
+    most: a bound of every logical length (`bound_of`).
     """
 
     rows: int
@@ -98,10 +97,7 @@ def _side(side: Side) -> tuple[int, int, int, bool, bool, int]:
     start, length, rows = side.start, side.length, side.rows
     most, of_start, of_length, cumulative = rows, 0, 0, False
     if start is not None or length is not None:
-        longest = side.max_seqlen
-        bound = longest if longest & (longest - 1) == 0 else (1 << longest.bit_length()) - 1
-        if bound < rows:
-            most = bound
+        most = bound_of(side.max_seqlen, rows)
     if type(start) is np.ndarray:
         of_start = 4 if rows <= _INT32_MAX else 8
     elif start is not None:

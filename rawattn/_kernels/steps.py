@@ -76,6 +76,7 @@ class Step:
     maps: of the second parameter, where the kernel has one: (name of the array, its tensor map).
     early: the kernel itself waits for those before it in the stream (`wait_for_prerequisites` in
     kernels_cu/target/cuda.cuh), so it may come before they are done.
+    carried: the bytes of params that have room for lengths of the host (kernels_cu/attn/carried.cuh).
     """
 
     source: Source
@@ -87,6 +88,7 @@ class Step:
     maps: tuple[tuple[str, Geometry], ...] = ()
     early: bool = False
     fills: tuple[tuple[int, str], ...] = ()
+    carried: range = range(0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,7 +93,10 @@ def common_variants(arch: str, *, every: bool = False, purpose: str = "inference
                 kernels = replace(config, split=True), few, plain
                 sources.extend(each.source() for each in kernels)
         if sm90_forward.supports(problem, target, aligned) is None:
-            sources.append(sm90_forward.choose(problem, target, aligned).source())
+            chosen = sm90_forward.choose(problem, target, aligned)
+            sources.append(chosen.source())
+            if ragged and pages is None:  # lengths of the host, of few sequences
+                sources.append(replace(chosen, carried=True).source())
             if copy_bytes < 16 and pages is None:  # pages are never copied
                 sources.append(align_rows.source(headdim, copy_bytes))
         if not backward:

@@ -36,7 +36,7 @@ class Arguments:
 
     def __init__(self, parameters: Sequence[bytes | bytearray]) -> None:
         count = len(parameters)
-        self.patched: tuple[int, ...] | None = None
+        self.patched: tuple[Any, ...] | None = None
         self.early: driver.EarlyLaunch | None = None
         self.data = bytearray(b"".join((bytes(8 * count), *parameters)))
         self.data += bytes(-len(self.data) % 8)

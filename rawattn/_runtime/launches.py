@@ -5,14 +5,17 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from rawattn._kernels.steps import Step
 from rawattn._runtime import kernel
 from rawattn._runtime.kernel import Arguments
+from rawattn._runtime.lengths import CARRIED, NAMES
 from rawattn._runtime.tensor_map import MAP_BYTES, TensorMaps
 
-# Launches a step, from the addresses of everything that has a slot, the number of blocks and the stream.
-Launch = Callable[[Sequence[int], int, int], None]
+# Launches a step, from the addresses of everything that has a slot, or the bytes of what is carried, the number of blocks and
+# the stream.
+Launch = Callable[[Sequence[Any], int, int], None]
 
 
 def launch_of(step: Step, slot: dict[str, int], device: int) -> Launch:
@@ -28,22 +31,33 @@ def launch_of(step: Step, slot: dict[str, int], device: int) -> Launch:
     free = [first]  # arguments that no launch is using
     at = first.at[0]
     assert all((at + offset) % 8 == 0 for offset, _ in (*step.patches, *step.fills))
+    if CARRIED in slot and not step.carried and {name for _, name in step.patches} & {*NAMES}:
+        raise AssertionError(
+            f"{step.source.summary}: finds no lengths, which another launch carries"
+        )
     patched = sorted((at + offset, slot[name]) for offset, name in (*step.patches, *step.fills))
     order = [n for _, n in patched] + [slot[name] for name, _ in step.maps]
-    pick = operator.itemgetter(*order, order[-1])  # one more: it gives a tuple then
     words = [(offset // 8, n) for n, (offset, _) in enumerate(patched)]
+    carries = CARRIED in slot and len(step.carried) > 0
+    carried, carried_at = len(order), at + step.carried.start
+    if carries:
+        order.append(slot[CARRIED])
+    pick = operator.itemgetter(*order, order[-1])  # one more: it gives a tuple then
     maps_at = [first.at[1] + MAP_BYTES * n for n in range(len(step.maps))]
     tensor_maps = [
         (slice(at, at + MAP_BYTES), n, TensorMaps(geometry))
         for n, at, (_, geometry) in zip(itertools.count(len(words)), maps_at, step.maps)
     ]
 
-    def patch(arguments: Arguments, picked: tuple[int, ...]) -> None:
+    def patch(arguments: Arguments, picked: tuple[Any, ...]) -> None:
         # Through memory views: a third of what `struct.pack_into` and slices of a bytearray take.
         data, view, before = arguments.words, arguments.view, arguments.patched
         arguments.patched = None  # until all of it is written
         for at, n in words:
             data[at] = picked[n]
+        if carries and (before is None or before[carried] != picked[carried]):
+            integers = picked[carried]
+            view[carried_at : carried_at + len(integers)] = integers
         for where, n, maps in tensor_maps:
             # To copy a map takes as long as four addresses.
             if before is None or before[n] != picked[n]:

@@ -13,11 +13,16 @@ from typing import Any
 import numpy as np
 
 from rawattn._call.layout import Lengths, Side
+from rawattn._call.seq_layout import SeqLayout
 from rawattn._call.structure import Structure
 from rawattn._interop.native import Memory
 from rawattn._kernels.steps import logical_lengths
 
 NAMES = ("start_q", "length_q", "start_k", "length_k")
+# What stands behind the addresses of orders where integers travel in the parameters of the launch that reads them: their
+# bytes. kernels_cu/attn/carried.cuh says at which addresses they then are.
+CARRIED = "carried"
+_CARRIED_AT = 8
 _ALIGNMENT = 8  # bytes
 
 
@@ -25,11 +30,23 @@ class LengthsMemory:
     """Where lengths of one structure, and `more` of these sizes in bytes that belong to a layout too, lie on one device.
 
     integers: bytes of the lengths, if all of them are the host's.
+    carried: whether they travel in the parameters of the launch that reads them: then no memory is theirs.
     """
 
-    __slots__ = ("_behind", "_bytes", "_device", "_offsets", "_starts", "integers")
+    __slots__ = (
+        "_behind",
+        "_bytes",
+        "_device",
+        "_offsets",
+        "_shared",
+        "_starts",
+        "carried",
+        "integers",
+    )
 
-    def __init__(self, structure: Structure, device: int, more: Sequence[int]) -> None:
+    def __init__(
+        self, structure: Structure, device: int, more: Sequence[int], *, carried: bool = False
+    ) -> None:
         self._device = device
         q, k, batch = structure.q, structure.k, structure.batch
         self._starts = [np.dtype(np.int32 if x.start == 4 else np.int64) for x in (q, k)]
@@ -38,6 +55,8 @@ class LengthsMemory:
         self._bytes = 0
         self._offsets = [self._room(size) for size in sizes]
         self.integers = self._bytes
+        self.carried = carried
+        self._shared = structure.shared
         self._behind = [self._room(size) for size in more]
 
     def _room(self, size: int) -> int:
@@ -45,13 +64,17 @@ class LengthsMemory:
         self._bytes += -(-size // _ALIGNMENT) * _ALIGNMENT
         return at
 
-    def addresses(self, lengths: Lengths, memory: Memory) -> tuple[Any, list[int], bytes, int]:
+    def addresses(self, lengths: Lengths, memory: Memory) -> tuple[Any, list[Any], bytes, int]:
         """What keeps the memory of what the host has, addresses, data that is to be sent, and where to.
 
-        The addresses are those of `NAMES`, 0 where there are no such integers, and behind them those of `more`.
+        The addresses are those of `NAMES`, 0 where there are no such integers, and behind them those of `more`, or the bytes
+        of carried integers.
         """
         q, k, owner, base = lengths.q, lengths.k, None, 0
-        if self._bytes and (lengths.on_host or _any_on_host(lengths)):
+        addresses: list[Any]
+        if self.carried:
+            base = _CARRIED_AT
+        elif self._bytes and (lengths.on_host or _any_on_host(lengths)):
             owner, base = memory.keep(self._bytes, self._device)
         data, start, length = self._put(b"", 0, q, lengths, base)
         if k is q:
@@ -59,9 +82,27 @@ class LengthsMemory:
         else:
             data, start_k, length_k = self._put(data, 1, k, lengths, base)
             addresses = [start, length, start_k, length_k]
+        if self.carried:
+            return None, [*addresses, data], b"", 0
         for at in self._behind:
             addresses.append(base + at)
         return owner, addresses, data, base
+
+    def carried_starts(self, seqs: SeqLayout) -> list[Any]:
+        """`addresses` of a layout of starts alone."""
+        start = seqs._arrays["seqstart_q"]
+        data, at = self._sent(0, start), _CARRIED_AT + self._offsets[0]
+        if self._shared:
+            return [at, 0, at, 0, data]
+        at_k = self._offsets[2]
+        data = data.ljust(at_k, b"\0") + self._sent(1, seqs._arrays.get("seqstart_k", start))
+        return [at, 0, _CARRIED_AT + at_k, 0, data]
+
+    def _sent(self, n: int, start: Any) -> bytes:
+        """Starts of a side as kernels read them."""
+        dtype = self._starts[n]
+        found: bytes = (start if start.dtype is dtype else start.astype(dtype)).tobytes()
+        return found
 
     def _put(
         self, data: bytes, n: int, side: Side, lengths: Lengths, base: int
@@ -70,8 +111,7 @@ class LengthsMemory:
         start, length = side.start, side.length
         at_start = at_length = 0
         if type(start) is np.ndarray:
-            at, dtype = self._offsets[2 * n], self._starts[n]
-            sent = (start if start.dtype is dtype else start.astype(dtype)).tobytes()
+            at, sent = self._offsets[2 * n], self._sent(n, start)
             data = data.ljust(at, b"\0") + sent if at else sent
             at_start = base + at
         elif start is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rawattn._call.checks import check_apart
 from rawattn._call.layout import Lengths
 from rawattn._call.options import Options, structural
+from rawattn._call.seq_layout import bind
 from rawattn._call.structure import Structure, structure
 from rawattn._forgetting import make_room
 from rawattn._interop import arrays, streams
@@ -26,8 +28,8 @@ if TYPE_CHECKING:
 Arrays = Sequence[Any]
 
 # A call made again, from the addresses of its arrays, which it uses up; the array that it is to write, the last of those, or
-# None; and its sequences where there is a layout, or the memo of its mask. It gives None back, and has done nothing, where it
-# is no such call after all: the way of a first call tells why.
+# None; and its sequences where there is a layout, or their addresses, or the memo of its mask. It gives None back, and has done
+# nothing, where it is no such call after all: the way of a first call tells why.
 Repeat = Callable[[list[int], Any, Any], Any]
 
 # Calls prepared earlier, by everything that decides them but addresses and host integers.
@@ -132,18 +134,20 @@ def repeated(
     framework: str,
     returned: Callable[[Sequence[Any]], Any],
     masked: bool = False,
+    told: bool = False,
 ) -> Repeat | None:
     """A call that `run` has made, to be made again with arrays, and sequences, of the same form; None where it cannot be.
 
     It is for calls that have no numbers for kernels among their options. returned: what it gives back, from the results.
-    masked: it is given the memo of a mask instead of sequences.
+    masked: it is given the memo of a mask instead of sequences. told: the addresses of their integers, all on the GPU; of
+    starts on the host what its attribute `of_starts` makes of their layout.
     """
     read = own.read((*inputs, *targets), verb.required)
     assert read is not None
     device: int = read[1][verb.q * 4 + 3]
     if device != own.current_device() or streams.is_capturing(own.stream(device)):
         return None
-    call, _, _ = called(verb, own, read, inputs, targets, options, flag, framework)
+    call, lengths, _ = called(verb, own, read, inputs, targets, options, flag, framework)
     if call.copies is not None:
         return None
     given = [n for n, x in enumerate((*inputs, *targets)) if x is not None]
@@ -160,8 +164,17 @@ def repeated(
     stream_of, current_device, address_of = own.stream, own.current_device, own.address
     launch: Callable[..., None] = call.prepared.run
     dense: Lengths | None = call.lengths
+    of_starts: Callable[[Any], Any] | None = None
     if masked:
         launch, dense = _launch_with_mask(call.prepared), None
+    elif told:
+        assert lengths is not None
+        if lengths.on_host:
+            rows_q, rows_k = lengths.q.rows, lengths.k.rows
+            bound = functools.partial(bind, batch=None, rows_q=rows_q, rows_k=rows_k)
+            launch, of_starts = call.prepared.with_starts(bound)
+        else:
+            launch = call.prepared.with_integers(lengths)
     if len(makers) == 1 and not (writes or absent or before):
         (make_one,) = makers
 
@@ -174,6 +187,7 @@ def repeated(
             launch(addresses, stream_of(device), own, dense if with_it is None else with_it)
             return result
 
+        vars(repeat_one)["of_starts"] = of_starts
         return repeat_one
 
     def repeat(addresses: list[int], written: Any, with_it: Any) -> Any:
@@ -197,6 +211,7 @@ def repeated(
         launch(addresses, stream_of(device), own, dense if with_it is None else with_it)
         return returned(results)
 
+    vars(repeat)["of_starts"] = of_starts
     return repeat
 
 

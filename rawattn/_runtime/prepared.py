@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rawattn._call.layout import Lengths
+from rawattn._call.seq_layout import SeqLayout
 from rawattn._call.structure import Structure
 from rawattn._forgetting import make_room
 from rawattn._interop import streams
@@ -20,8 +21,8 @@ from rawattn._interop.streams import PER_THREAD, own_stream
 from rawattn._kernels.steps import Lists, Steps, Tiles
 from rawattn._runtime import graphs
 from rawattn._runtime.launches import Launch, launch_of
-from rawattn._runtime.lengths import NAMES, LengthsMemory
-from rawattn._runtime.setup import Setup, without_filling
+from rawattn._runtime.lengths import CARRIED, NAMES, LengthsMemory
+from rawattn._runtime.setup import Carrying, Setup, without_filling
 
 _ALIGNMENT = 256  # bytes, of every piece of scratch
 _MAX_COUNTED = 512
@@ -62,10 +63,14 @@ class Prepared:
         listed = {name: steps.scratch[name] for name in steps.lists.scratch}
         scratch = {**({} if self._once else orders), **listed, **steps.scratch}
         self._lengths_memory = LengthsMemory(
-            structure, device, list(orders.values()) if self._once else []
+            structure,
+            device,
+            list(orders.values()) if self._once else [],
+            carried=any(each.carried for each in steps.launches),
         )
         slots = [*names, *(NAMES if self.ragged else ())]
         slots += orders if self._once else ()
+        slots += (CARRIED,) if self._lengths_memory.carried else ()
         self._scratch_at: list[int] = []
         self._scratch_bytes = 0
         for name, nbytes in scratch.items():
@@ -88,8 +93,9 @@ class Prepared:
         if self.ragged:
             self._setup = setup = Setup(steps, slot, structure.batch, device, self._once)
             self._each_setup = setup.each
-            sent = self._lengths_memory.integers
-            self._first_setup = setup.loaded(sent) if self._once else setup.first
+            self._first_setup: Carrying = setup.first
+            if self._once and not self._lengths_memory.carried:
+                self._first_setup = setup.loaded(self._lengths_memory.integers)
         # Kernels that would have no blocks are not even compiled, where the shapes alone say so.
         counts = [_count(each.blocks, lengths) for each in steps.launches]
         wanted = [self.ragged or bool(blocks) for blocks in counts]
@@ -111,18 +117,29 @@ class Prepared:
 
     def _dense_runner(
         self,
-        counted: list[tuple[Launch, int]],
+        counted: Sequence[tuple[Launch, int]] | None,
         scratch_at: list[int],
         scratch_bytes: int,
-    ) -> Run:
-        """`run` of launches with their numbers of blocks, and of scratch that is not among the addresses."""
+        *,
+        takes_integers: bool = False,
+    ) -> Callable[[list[int], int, Memory, Any], None]:
+        """`run` of launches with their numbers of blocks, and of scratch that is not among the addresses.
+
+        takes_integers: what stands behind the arrays' addresses is given, instead of lengths; and with it, where `counted` is
+        None, those launches.
+        """
         counters, counter_bytes = self._counters, self._counter_bytes
         device = self.device
         stateful, is_capturing = bool(scratch_bytes or counter_bytes), streams.is_capturing
 
-        def run(addresses: list[int], stream: int, memory: Memory, lengths: Lengths | None) -> None:
+        def run(addresses: list[int], stream: int, memory: Memory, given: Any) -> None:
+            launches: Any = counted
+            if takes_integers:
+                if launches is None:
+                    given, launches = given
+                addresses += given
             if stateful and stream > 1 and is_capturing(stream):
-                self._run(addresses, stream, memory, lengths)
+                self._run_captured(addresses, stream, memory, launches)
                 return
             if scratch_bytes:
                 # `scratch` may be freed as soon as the launches are in the stream: whoever gets it then comes later there.
@@ -137,7 +154,7 @@ class Prepared:
                 if found is None:
                     found = counters[key] = self._zeros(stream, memory)
                 addresses += found[1]
-            for launch, blocks in counted:
+            for launch, blocks in launches:
                 launch(addresses, blocks, stream)
 
         return run
@@ -160,7 +177,7 @@ class Prepared:
 
         def run(addresses: list[int], stream: int, memory: Memory, memo: dict[Any, Any]) -> None:
             if stream > 1 and is_capturing(stream):  # a graph owns all that it uses
-                self._run(addresses, stream, memory, None)
+                self._run_captured(addresses, stream, memory, launches)
                 return
             key = (self, own_stream(stream))
             found = memo.get(key)
@@ -182,14 +199,22 @@ class Prepared:
 
         return run
 
-    def _run(
-        self, addresses: list[int], stream: int, memory: Memory, lengths: Lengths | None
+    def _run_captured(
+        self,
+        addresses: list[int],
+        stream: int,
+        memory: Memory,
+        counted: Sequence[tuple[Launch, int]],
     ) -> None:
-        # The legacy stream, 0 or 1, cannot be captured.
-        capturing = stream > 1 and streams.is_capturing(stream)
-        scratch = self._add_memory(addresses, stream, memory, capturing)
-        self._enqueue(addresses, self._blocks, stream)
-        if capturing and not memory.keeps_captured():
+        """On a stream that is being captured: the graph owns what the launches use."""
+        scratch = None
+        if self._scratch_bytes:
+            scratch, base = memory.allocate(self._scratch_bytes, self.device)
+            addresses += [base + at for at in self._scratch_at]
+        addresses += self._counters_of(stream, memory, capturing=True)
+        for launch, blocks in counted:
+            launch(addresses, blocks, stream)
+        if not memory.keeps_captured():
             graphs.hold(self, scratch)
 
     def _ragged_runner(self) -> Run:
@@ -247,41 +272,40 @@ class Prepared:
 
     def with_integers(
         self, lengths: Lengths
-    ) -> Callable[[list[int], list[int], int, Memory], None]:
-        """`run` of lengths that all lie on the device, from their addresses in the order of `NAMES`, which come second.
+    ) -> Callable[[list[int], int, Memory, list[int]], None]:
+        """`run` of lengths that all lie on the device, given their addresses in the order of `NAMES`.
 
         lengths: such ones. They tell how many blocks there are.
         """
+        setup = () if self._each_setup is None else (self._each_setup,)
         blocks = [_count(each.blocks, lengths) for each in self.steps]
-        setup = self._each_setup
+        counted = [*setup, *zip(self._launches, blocks, strict=True)]
+        return self._dense_runner(
+            counted, self._scratch_at, self._scratch_bytes, takes_integers=True
+        )
 
-        def run(addresses: list[int], integers: list[int], stream: int, memory: Memory) -> None:
-            addresses += integers
-            capturing = stream > 1 and streams.is_capturing(stream)
-            scratch = self._add_memory(addresses, stream, memory, capturing)
-            if setup is not None:
-                launch, count = setup
-                launch(addresses, count, stream)
-            self._enqueue(addresses, blocks, stream)
-            if capturing and not memory.keeps_captured():
-                graphs.hold(self, scratch)
+    def with_starts(
+        self, bound: Callable[[SeqLayout], Lengths]
+    ) -> tuple[Callable[[list[int], int, Memory, Any], None], Callable[[SeqLayout], Any]]:
+        """`run` of lengths that are starts on the host alone, and what makes of their layout what a run is given instead.
 
-        return run
+        bound: makes lengths of such a layout, which takes longer than what else there is to do.
+        """
+        if not self._lengths_memory.carried:
+            return self.run, bound
+        integers_of, launches, known = (
+            self._lengths_memory.carried_starts,
+            self._launches,
+            self._counted,
+        )
 
-    def _add_memory(
-        self, addresses: list[int], stream: int, memory: Memory, capturing: bool
-    ) -> Any:
-        """Adds the addresses of scratch and counters; returns what keeps the scratch."""
-        scratch = None
-        if self._scratch_at:
-            # It may be freed as soon as the launches are in the stream: whoever gets it then comes later there.
-            scratch, base = memory.allocate(self._scratch_bytes, self.device)
-            for (
-                at
-            ) in self._scratch_at:  # not a comprehension, which before Python 3.12 is another call
-                addresses.append(base + at)
-        addresses += self._counters_of(stream, memory, capturing)
-        return scratch
+        def given(seqs: SeqLayout) -> tuple[list[Any], list[tuple[Launch, int]]]:
+            q, k = seqs._values  # type: ignore[misc]  # such ones have them
+            blocks = known.get((q[0], k[0])) or self._blocks_of(bound(seqs))
+            return integers_of(seqs), list(zip(launches, blocks))  # noqa: B905
+
+        scratch = self._scratch_at, self._scratch_bytes
+        return self._dense_runner(None, *scratch, takes_integers=True), given
 
     def _counters_of(self, stream: int, memory: Memory, capturing: bool) -> list[int]:
         """The addresses of counters of runs on a stream."""
@@ -295,10 +319,6 @@ class Prepared:
         if found is None:
             found = self._counters[key] = self._zeros(stream, memory)
         return found[1]
-
-    def _enqueue(self, addresses: list[int], blocks: Sequence[int], stream: int) -> None:
-        for launch, count in zip(self._launches, blocks, strict=True):
-            launch(addresses, count, stream)
 
     def filling_all_but(
         self, theirs: Sequence[int]
@@ -394,13 +414,13 @@ class Own:
         if integers is not None:
             for index, address in integers.items():
                 addresses[first + index] = address
-        launches = self.launches
-        if theirs and self._prepared.ragged:
-            launches = self._launches_keeping(tuple(theirs))
-        for launch, count in launches:
+        for launch, count in self.launches_keeping(tuple(theirs)):
             launch(addresses, count, stream)
 
-    def _launches_keeping(self, theirs: tuple[int, ...]) -> list[tuple[Launch, int]]:
+    def launches_keeping(self, theirs: tuple[int, ...]) -> list[tuple[Launch, int]]:
+        """All of a run that leaves padding rows of these arrays as they are."""
+        if not theirs or not self._prepared.ragged:
+            return self.launches
         found = self._keeping.get(theirs)
         if found is None:
             prepared = self._prepared

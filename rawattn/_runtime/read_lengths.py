@@ -82,7 +82,7 @@ def repeated(
             addresses[at] = address_of(result)
         addresses += values
         start = found[count + 1] if integers == 2 else 0
-        launch(addresses, [0, 0, start, found[count]], stream_of(device), own)
+        launch(addresses, stream_of(device), own, [0, 0, start, found[count]])
         return returned(results)
 
     return repeat

@@ -40,6 +40,7 @@ Result = TypeVar("Result")
 # By the names of functions: calls by what tells them apart, of which layouts are told by their structure alone.
 known: dict[str, dict[Any, Any]] = {}
 _MAX_KNOWN = 512
+_MAX_KEPT = 32  # by a layout
 
 # Options that may be arrays, in the order of the verbs' inputs.
 _ARRAYS = ("dlse", *ARRAYS, "seed")
@@ -68,7 +69,7 @@ def repeating(
 
         @functools.wraps(ask)
         def call(*args: Any, **options: Any) -> Result:
-            spelled = written = lengths = key = read = None
+            spelled = written = lengths = starts = key = read = None
             seqs: Any = None
             beside: tuple[Any, ...] = ()  # arrays of options
             mask: BlockMask | None = None
@@ -128,14 +129,24 @@ def repeating(
                 else:
                     try:
                         if seqs is not None:
-                            lengths = _bound(verb, seqs, form)
-                            spelled = spelled, token(lengths)
+                            told = seqs._told
+                            if told is None:
+                                lengths = _bound(verb, seqs, form)
+                                told = token(lengths)
+                            elif seqs._values is None:
+                                lengths = seqs._addresses()
+                            else:
+                                at, starts = 4 * verb.q, seqs
+                                told = told, seqs._bounds(form[at][-3], form[at + 4][-3])
+                            spelled = spelled, told
                         key = form if spelled is None else (form, spelled)
                         if mask is not None:
                             q = args[verb.q]
                             located = mask.located(q, form[4 * verb.q + 3], natives[kind].address)
                             key = (form, spelled, located.told)
                         repeat = known[name].get(key)
+                        if starts is not None and repeat is not None:
+                            lengths = _of_starts(starts, repeat)
                     except (TypeError, ValueError, IndexError, AttributeError):
                         # A layout that does not fit or is traced, or what cannot be hashed: the way of a first call tells
                         # what is wrong.
@@ -193,7 +204,8 @@ def repeating(
                     repeat = eager.repeated(asked.options, asked.flag)
                 else:
                     masked = mask is not None
-                    repeat = on_gpu.repeated(own, *call, framework, returned, masked)
+                    told = getattr(options.get("seqs"), "_told", None) is not None
+                    repeat = on_gpu.repeated(own, *call, framework, returned, masked, told)
                 if repeat is not None:
                     remember(known[name], key, repeat)
             return returned(results)
@@ -254,6 +266,16 @@ def _mask_alone(
         return None
     # Programs of JAX take no mask.
     return None if type(natives[kind]) is eager.Jax else mask
+
+
+def _of_starts(seqs: SeqLayout, repeat: Any) -> Any:
+    """What a repeated call is given of a layout of starts on the host, found once for both."""
+    found = seqs._calls.get(repeat)
+    if found is None:
+        found = vars(repeat)["of_starts"](seqs)
+        make_room(seqs._calls, _MAX_KEPT)
+        seqs._calls[repeat] = found
+    return found
 
 
 def _bound(verb: Verb, seqs: Any, form: tuple[Any, ...]) -> Lengths:

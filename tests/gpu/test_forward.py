@@ -265,7 +265,7 @@ def _last_call() -> on_gpu.Call:
 def _last_launch(field: str) -> Any:
     """A parameter of Hopper's kernel, as the last call that was prepared has it."""
     filled = _last_call().prepared.steps[-1].params
-    return np.frombuffer(filled, params.SM90_FORWARD.dtype)[field][0]
+    return np.frombuffer(filled, params.SM90_FORWARD.dtype, count=1)[field][0]
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -95,7 +95,11 @@ def test_a_plan_whose_lengths_and_pages_change_in_place(put: Any, pair: bool) ->
         out, lse = result(made())
         assert not np.any(out.astype(np.float32))
         assert np.all(lse == -np.inf)
-        verify(other, *result(made(*inputs[:3], ids, seqlen_k=put(other.seqlen_k))), causal=True)
+        for each in (other, call, other):
+            arrays = inputs_of(each, put)
+            given = [*arrays[:3], arrays[3][1] if pair else arrays[3]]
+            verify(each, *result(made(*given, seqlen_k=put(each.seqlen_k))), causal=True)
+        assert len(made._repeats) == 1
         with pytest.raises(ValueError, match=r"^block_table: got shape"):
             made(*inputs[:3], put(np.zeros((9, 1), np.int32)))
 

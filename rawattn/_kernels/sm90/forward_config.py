@@ -62,6 +62,7 @@ class Config(Features):
     bias_stages: int = 0
     bias_by_rows: bool = False  # copied one by one, else in boxes of 64 keys by the copy engine
     query_slots: int = 1  # with two, the next tile's queries come while this one's are still read
+    carried: bool = False  # lengths of few sequences in the kernel's parameters
 
     @property
     def tile_rows(self) -> int:
@@ -110,6 +111,11 @@ class Config(Features):
         return MOST_ORDERED
 
     @property
+    def carried_words(self) -> int:
+        """Of 32 bits: starts and lengths of as many sequences as a block orders, on both sides."""
+        return 4 * (MOST_ORDERED + 1) if self.carried else 0
+
+    @property
     def bias_slot(self) -> bias_slots.Slot:
         return bias_slots.Slot(self.bias_rows, self.bias_heads, self.bias_by_rows)
 
@@ -140,7 +146,9 @@ class Config(Features):
             params.SM90_FORWARD,
             element=self.element,
             constants=features.constants(
-                self, "blocks_per_sm", "producer_registers", "shared_bytes", "most_ordered"
+                self,
+                *("blocks_per_sm", "producer_registers", "shared_bytes", "most_ordered"),
+                "carried_words",
             ),
             score_mod=self.score_mod,
         )
@@ -164,6 +172,8 @@ class Config(Features):
             traits.append("tensor_stores")
         if self.stream_k:
             traits.append("stream_k")
+        if self.carried:
+            traits.append("carried")
         if self.store_bytes < 16:
             traits.append(f"{self.store_bytes}B")
         return " ".join(["sm90 forward", self.element, dims(self), tile, *traits])

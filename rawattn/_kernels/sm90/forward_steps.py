@@ -95,12 +95,17 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
         of_padding += part.patches(params.SM90_FORWARD, "padding")
         fills += part.filled(params.SM90_FORWARD, "padding")
         tiles = replace(tiles, least=min(clusters, fill_padding.blocks(part)))
+    # Launches before it, and what finds pages, read lengths from memory.
+    carried = not launches and problem.pages is None and _may_be_carried(problem, structure)
+    config = replace(config, carried=carried)
+    first = params.SM90_FORWARD.dtype.itemsize
+    words = range(first, first + 4 * config.carried_words)
     launches.append(
         Step(
             source=config.source(),
             blocks=tiles if shared is None else clusters * config.cluster,
             threads=config.threads,
-            params=structs.fill(params.SM90_FORWARD, values),
+            params=structs.fill(params.SM90_FORWARD, values) + bytes(len(words)),
             patches=(
                 *patches(params.SM90_FORWARD, **addresses),
                 *listed.patches(params.SM90_FORWARD, "forward."),
@@ -116,10 +121,17 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
                 for name, geometry in tensor_maps(problem, config, operands).items()
             ),
             early=True,
+            carried=words,
         )
     )
     more = orders, scratch, counters, masks.lists
     return Steps(tuple(launches), config, schedules, (), *more)
+
+
+def _may_be_carried(problem: Problem, structure: Structure) -> bool:
+    """Whether lengths are few integers of the host, of 32 bits."""
+    few = problem.ragged and problem.batch <= MOST_ORDERED
+    return few and structure.on_host and max(structure.q.start, structure.k.start) <= 4
 
 
 def kept_tiles(problem: Problem, config: Config, clusters: int) -> int:
