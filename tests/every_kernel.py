@@ -3,8 +3,8 @@
     python -m tests.every_kernel
 
 What is compiled: few of the variants that `rawattn compile --all-variants` knows. Together they show each kernel
-on each architecture, and each type of its elements and each word of the variants' summaries (tile, option, width of
-accesses) but head dims once. The rest of them is .ci/nightly's.
+on each architecture, and each type of its elements and each word of the variants' summaries (option, width of accesses)
+but tiles and head dims once. The rest of them is .ci/nightly's.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from tests import exhaustive
 
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90a", "sm_100", "sm_120")
 _TYPES = {"float", "float16", "bfloat16", "float32", "to"}
-# Not a path of its own: among how many a tile is shared out, and head dims.
-_COUNT = re.compile(r"(waves|stages)=|D=|Dv=")
+# Not a path of its own: tiles, among how many one is shared out, and head dims.
+_COUNT = re.compile(r"(waves|stages)=|D=|Dv=|\d+x\d+$")
 
 Job = tuple[Source, str]
 

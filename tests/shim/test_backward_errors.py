@@ -12,6 +12,9 @@ from tests.shim.device import MakeDevice
 from tests.shim.test_scores import BFLOAT16, normal
 from tests.shim.whole import run_backward
 
+# A change of these kernels runs on a GPU before it lands.
+pytestmark = pytest.mark.exhaustive
+
 _SEQLEN = 256
 
 

@@ -17,7 +17,6 @@ from rawattn._scores.cuda_text import compile_error_message, device_text, predic
 from rawattn._scores.expression import POSITION
 from rawattn._scores.program import program
 from rawattn._scores.score_mod import Predicate
-from tests import exhaustive
 from tests.score_trees import (
     CAPTURED,
     EDGES,
@@ -130,7 +129,8 @@ def test_a_text_in_cuda_without_backward_has_a_value(builder: Builder) -> None:
         Device(builder, [mod])
 
 
-@pytest.mark.parametrize("arch", exhaustive.thin(["sm_90a", "sm_80"], 2))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
 def test_nvrtc_takes_every_text(arch: str, written: Any, cache: Path) -> None:
     cubin = compile_source(source([*written, IN_CUDA]), arch)
     assert cubin.image

@@ -25,6 +25,9 @@ from tests.shim.paged import (
 )
 from tests.shim.whole import small_tiles, verify_forward
 
+# A change of these kernels runs on a GPU before it lands.
+pytestmark = pytest.mark.exhaustive
+
 F16 = np.dtype(np.float16)
 LENS = (70, 3, 0, 129, 16)
 

@@ -18,6 +18,9 @@ from tests.shim.paged import LATE, WIDE, normal, verify_kernel, verify_sm90
 from tests.shim.whole import small_tiles, verify_forward
 from tests.tiles import sharing
 
+# A change of these kernels runs on a GPU before it lands.
+pytestmark = pytest.mark.exhaustive
+
 LENS = (70, 3, 0, 129)
 F16 = np.dtype(np.float16)
 
