@@ -192,7 +192,8 @@ struct OwnOrder<true> {
   DEVICE void find(const Params& p, unsigned char* shared) {
     const ForwardParams& f = p.forward;
     if (f.order != nullptr) return;
-    const Side q = p.found(f.q_side), k = p.found(f.k_side);
+    // References: so a kernel that carries nothing has no copies of what is in its parameters already.
+    const Side &q = p.found(f.q_side), &k = p.found(f.k_side);
     OrderSequences<kThreads, OwnOrder>{q, k, f.batch, kClusterQ, *this}(0, shared);
     ptx::fence_copies();  // the copy engine writes there next
   }
@@ -205,18 +206,18 @@ struct OwnOrder<true> {
 // The order that there is.
 template <bool kUsed>
 struct OrderOfBlock {
-  const Params& params;
+  OrderedSequence* data;
   const OwnOrder<kUsed>& own;
+  const Params& params;
 
   DEVICE int first_tile(int position) const {
-    const OrderedSequence* const data = params.forward.order;
     return data != nullptr ? data[position].first_tile : own.first_tiles[position];
   }
   DEVICE int position(int batch, int tile) const {
     return last_of(batch, [&](int n) { return first_tile(n) <= tile; });
   }
   DEVICE OrderedSequence at(const ForwardParams& p, int position) const {
-    if (p.order != nullptr) return p.order[position];
+    if (data != nullptr) return data[position];
     const int sequence = own.sequences[position];
     const Span q = span_of(params.found(p.q_side), sequence), k = span_of(params.found(p.k_side), sequence);
     return {q.start, k.start, q.length, k.length, sequence, own.first_tiles[position]};

@@ -84,7 +84,7 @@ DEVICE void produce(const Params& p, const Maps& maps, SharedMemory& s, int lane
   const auto announce = [&] {
     ptx::mbarrier_wait(&s.work_empty[slot.slot], slot.parity ^ 1);
     if (leads) {
-      find(s.work[slot.slot], p, BlockOrder{p, s.own_order}, index, at);
+      find(s.work[slot.slot], p, BlockOrder{p.forward.order, s.own_order, p}, index, at);
       ptx::mbarrier_arrive(&s.work_full[slot.slot]);
     }
   };
