@@ -27,6 +27,9 @@ from tests.shim.device import Device, MakeDevice
 from tests.shim.whole import small_tiles, verify_forward
 from tests.tiles import sharing
 
+# A change of these kernels runs on a GPU before it lands.
+pytestmark = pytest.mark.exhaustive
+
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOAT16 = np.dtype(np.float16)
 
