@@ -9,10 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rawattn._call import integers
+from rawattn._call.binding import check_batch, not_packed, packed_for_batch
 from rawattn._call.given import read_side
 from rawattn._call.hints import layout_advice
 from rawattn._call.layout import HostLengths, Lengths, Side, side_of
-from rawattn._call.seq_layout import SeqLayout, check_batch, not_packed, packed_for_batch
+from rawattn._call.seq_layout import SeqLayout
 
 MAX_PAGE_SIZE = 1024
 AXES = {

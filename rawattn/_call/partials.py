@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from rawattn._call.binding import bind
 from rawattn._call.layout import Lengths
 from rawattn._call.options import shown
 from rawattn._call.problem import MAX_HEADDIM, Problem
-from rawattn._call.seq_layout import bind
 from rawattn._interop.advice import cast
 
 Shape = tuple[int, ...]

@@ -12,12 +12,12 @@ import numpy as np
 
 from rawattn._call import options as _options
 from rawattn._call import pages, scales, scores
+from rawattn._call.binding import bind
 from rawattn._call.hints import transposed, undivided
 from rawattn._call.layout import Lengths
 from rawattn._call.options import DEFAULTS, Options, ScoreOptions
 from rawattn._call.pages import PageForm
 from rawattn._call.rotary import RotaryForm
-from rawattn._call.seq_layout import bind
 from rawattn._interop.advice import cast
 
 if TYPE_CHECKING:

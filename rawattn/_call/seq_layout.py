@@ -1,4 +1,4 @@
-"""`SeqLayout`, by which a caller says where sequences start and how long they are, and its meeting with a call's arrays."""
+"""`SeqLayout`, by which a caller says where sequences start and how long they are."""
 
 from __future__ import annotations
 
@@ -12,24 +12,16 @@ import numpy as np
 from rawattn._call import integers
 from rawattn._call.argument_kinds import all_by_name, checks_arguments
 from rawattn._call.given import Given, common_batch, read_side
-from rawattn._call.hints import NoOthers, hides_unknown, layout_advice, refuse_unknown
-from rawattn._call.layout import Lengths, bound_of, side_of
-from rawattn._forgetting import make_room
+from rawattn._call.hints import NoOthers, hides_unknown, refuse_unknown
+from rawattn._call.layout import Lengths
+from rawattn._call.layouts_alike import Told, Values, batches, remember, what_tells
 from rawattn._interop.integers import as_array
 from rawattn._interop.xla import is_traced
 
 if TYPE_CHECKING:  # type checkers bring it: nothing is installed for it
     from typing_extensions import Never, Unpack
 
-_MAX_BINDINGS = 16
-# Batches of layouts on GPUs, by what tells those.
-_batches: dict[tuple[Any, ...], int | None] = {}
-_MAX_TOLD = 4096
-_ARRAYS = ("seqstart_q", "seqstart_k", "seqlen_q", "seqlen_k", "cu_seqlen_q", "cu_seqlen_k")
-
-
-# What starts on the host come to: the longest way from one to the next, the first and the last.
-Starts = tuple[int, int, int]
+ARRAYS = ("seqstart_q", "seqstart_k", "seqlen_q", "seqlen_k", "cu_seqlen_q", "cu_seqlen_k")
 
 
 class _Shown:
@@ -138,10 +130,9 @@ class SeqLayout:
     _arrays: dict[str, Any] = field(init=False)
     # Whether one array was given as the starts of both sides, and nothing else: as if those of k had been left out.
     _joined: bool = field(init=False)
-    # Of starts alone, all on the host, what their values come to; else None.
-    _values: tuple[Starts, Starts] | None = field(init=False)
-    # What tells layouts apart but for addresses and `_values`, where all integers are on GPUs or those are there; else None.
-    _told: tuple[Any, ...] | None = field(init=False)
+    # What tells it apart, and what the values of its starts come to: see `layouts_alike.what_tells`.
+    _told: Told | None = field(init=False)
+    _values: Values | None = field(init=False)
     _bindings: dict[tuple[int | None, int, int], Lengths] = field(init=False)
     # The last call of each verb, by its name: the form of its arrays, these lengths for it or where they are, and what makes it
     # again. By what makes calls again, what that is given instead of starts on the host.
@@ -165,7 +156,7 @@ class SeqLayout:
             raise all_by_name("SeqLayout", misplaced)
         if unknown:
             refuse_unknown(
-                "SeqLayout", unknown, (*_ARRAYS, "max_seqlen_q", "max_seqlen_k"), layout=True
+                "SeqLayout", unknown, (*ARRAYS, "max_seqlen_q", "max_seqlen_k"), layout=True
             )
         # Written out: a loop over all six takes as long as to read one of them.
         arrays: dict[str, Any] = {}
@@ -202,17 +193,16 @@ class SeqLayout:
         fields["_arrays"] = arrays
         fields["_bindings"] = {}
         fields["_calls"] = {}
-        fields["_joined"] = joined and len(arrays) == 2 and max_seqlen_q == max_seqlen_k
-        fields["_values"] = None
-        fields["_told"] = told = self._find_told()
+        fields["_joined"] = joined = joined and len(arrays) == 2 and max_seqlen_q == max_seqlen_k
+        told, values = what_tells(arrays, max_seqlen_q, max_seqlen_k, joined)
+        fields["_told"], fields["_values"] = told, values
         # What one was found to be, all that are told the same are: nothing of it depends on values.
-        batch = None if told is None else _batches.get(told)
+        batch = None if told is None else batches.get(told)
         if batch is None:
             batch = common_batch(arrays)
             fields["_sides"] = _read_sides(arrays, max_seqlen_q, max_seqlen_k)
             if told is not None:
-                make_room(_batches, _MAX_TOLD)
-                _batches[told] = batch
+                remember(told, batch)
         fields["batch"] = batch
 
     @functools.cached_property
@@ -228,74 +218,19 @@ class SeqLayout:
     def _k(self) -> Given:
         return self._sides[1]
 
-    def _addresses(self) -> list[int]:
-        """Of integers that are all on GPUs: starts and lengths of queries, then of keys, 0 for those that are not given."""
-        get = self._arrays.get
-        start_q, start_k = get("seqstart_q"), get("seqstart_k")
-        if start_k is None:
-            start_k = start_q
-        length_q, length_k = get("cu_seqlen_q"), get("cu_seqlen_k")
-        if length_q is None:
-            length_q = get("seqlen_q")
-        if length_k is None:
-            length_k = get("seqlen_k")
-        return [
-            0 if start_q is None else start_q.data.ptr,
-            0 if length_q is None else length_q.data.ptr,
-            0 if start_k is None else start_k.data.ptr,
-            0 if length_k is None else length_k.data.ptr,
-        ]
-
-    def _find_told(self) -> tuple[Any, ...] | None:
-        arrays = self._arrays
-        told: tuple[Any, ...] = self.max_seqlen_q, self.max_seqlen_k, self._joined
-        start = arrays.get("seqstart_q")
-        if type(start) is np.ndarray:
-            start_k = arrays.get("seqstart_k", start)
-            if len(arrays) > 1 + ("seqstart_k" in arrays) or type(start_k) is not np.ndarray:
-                return None
-            q = k = integers.most_between("seqstart_q", start)
-            if start_k is not start:
-                k = integers.most_between("seqstart_k", start_k)
-            most_q, most_k = self.max_seqlen_q, self.max_seqlen_k
-            if (most_q is not None and most_q < q[0]) or (most_k is not None and most_k < k[0]):
-                return None
-            self.__dict__["_values"] = q, k
-            return *told, start.size, start_k.size, len(arrays)
-        for name, x in arrays.items():
-            if type(x) is np.ndarray:
-                return None
-            device = getattr(getattr(x, "data", None), "device_id", None)
-            if device is None:  # of a function of JAX under transformation
-                return None
-            told += name, x.size, x.dtype, device
-        return told if arrays else None
-
-    def _bounds(self, rows_q: int, rows_k: int) -> tuple[int, bool, int, bool] | None:
-        """What a call on arrays of these rows looks at of `_values`: a bound of each side's lengths, and whether it has
-        padding. None where they do not fit.
-        """
-        assert self._values is not None
-        q, k = self._values
-        longest, first, last = q
-        if last > rows_q:
-            return None
-        most, padded = bound_of(longest, rows_q), last - first != rows_q
-        if rows_k == rows_q and k is q:
-            return most, padded, most, padded
-        longest, first, last = k
-        if last > rows_k or len(self._arrays) == 1:
-            return None
-        return most, padded, bound_of(longest, rows_k), last - first != rows_k
-
     def _apart(self) -> SeqLayout:
         """The same, whose starts of k may become others than those of q, if they are on a GPU."""
         if not self._joined or self._values is not None:
             return self
         found = copy.copy(self)
         vars(found)["_joined"] = False
-        vars(found)["_told"] = found._find_told()
+        found._tell_anew()
         return found
+
+    def _tell_anew(self) -> None:
+        """Where its arrays, or what is said of them, are no more those that it was made of."""
+        told = what_tells(self._arrays, self.max_seqlen_q, self.max_seqlen_k, self._joined)
+        self.__dict__["_told"], self.__dict__["_values"] = told
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy, whose arrays lie elsewhere: without what calls have found."""
@@ -306,7 +241,7 @@ class SeqLayout:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Its arrays may be on another GPU."""
         self.__dict__.update(state)
-        self.__dict__["_told"] = self._find_told()
+        self._tell_anew()
 
     @classmethod
     @checks_arguments("SeqLayout.from_lengths")
@@ -401,7 +336,7 @@ class SeqLayout:
 
     def __repr__(self) -> str:
         given = []
-        for name in (*_ARRAYS, "max_seqlen_q", "max_seqlen_k"):
+        for name in (*ARRAYS, "max_seqlen_q", "max_seqlen_k"):
             value = getattr(self, name)
             if isinstance(value, np.ndarray):
                 few = value.size <= 8
@@ -430,94 +365,3 @@ def _read_sides(
 def _check_same_batch(name: str, got: int, expected: int) -> None:
     if got != expected:
         raise ValueError(f"{name}_k: got {got} sequences, expected {expected}, as in {name}_q")
-
-
-def bind(seqs: SeqLayout | None, *, batch: int | None, rows_q: int, rows_k: int) -> Lengths:
-    """The sequences of a call on arrays of these rows; `batch` is None in group mode.
-
-    Never synchronises. The result is remembered: the same layout and shapes give the same object.
-
-    Raises TypeError for something that is not a SeqLayout, ValueError for one that does not fit.
-    """
-    if seqs is None:
-        if batch is None:
-            raise not_packed("None")
-        return _dense(batch, rows_q, rows_k)
-    if not isinstance(seqs, SeqLayout):
-        raise TypeError(
-            f"seqs: got {type(seqs).__name__}, expected a SeqLayout or None{layout_advice(seqs)}"
-        )
-    bindings, key = seqs._bindings, (batch, rows_q, rows_k)
-    lengths = bindings.get(key)
-    if lengths is None:
-        lengths = _bind(seqs, batch, rows_q, rows_k)
-        if bindings:
-            make_room(bindings, _MAX_BINDINGS)
-        bindings[key] = lengths
-    return lengths
-
-
-def _bind(seqs: SeqLayout, batch: int | None, rows_q: int, rows_k: int) -> Lengths:
-    count = batch
-    if batch is None:
-        if not seqs.group:
-            raise not_packed("a SeqLayout without seqstart_q")
-        count = seqs.batch
-    elif seqs.group:
-        raise packed_for_batch()
-    else:
-        check_batch(seqs, batch)
-    assert count is not None
-    of_q, of_k = seqs._sides
-    q = side_of(of_q, count, rows_q)
-    if rows_q != rows_k and (of_k.inherited or (of_k is of_q and seqs.group)):
-        raise ValueError(
-            f"seqstart_k: got None, by default seqstart_q, but q has {rows_q} rows and k has {rows_k}; "
-            "pass seqstart_k, where the sequences of k start"
-        )
-    same = of_k is of_q or (seqs._joined and rows_q == rows_k)
-    k = q if same else side_of(of_k, count, rows_k)
-    return Lengths(count, seqs.group, q, k, of_q.on_host and of_k.on_host)
-
-
-@functools.lru_cache(maxsize=256)
-def _dense(batch: int, rows_q: int, rows_k: int) -> Lengths:
-    return _bind(SeqLayout(), batch, rows_q, rows_k)
-
-
-def refuse_traced(seqs: Any) -> None:
-    """TypeError for integers of a JAX function under transformation, in a layout of a call that has to be launched now.
-
-    seqs: a layout, also one of pages; anything else passes.
-    """
-    for name in _ARRAYS:
-        if is_traced(getattr(seqs, name, None)):
-            raise TypeError(
-                f"{name}: got a JAX tracer, which holds no values; accepted are arrays and lists of int: traced lengths are "
-                "for rawattn.jax.attention, inside jit, grad, vmap and scan"
-            )
-
-
-def check_batch(seqs: SeqLayout, batch: int) -> None:
-    """ValueError for lengths of another number of sequences than q has."""
-    if seqs.batch is not None and batch != seqs.batch:
-        raise ValueError(
-            f"seqs: got lengths of {seqs.batch} sequences, expected {batch}, the batch of q"
-        )
-
-
-def packed_for_batch() -> ValueError:
-    """Of starts where q has a batch axis."""
-    return ValueError(
-        "seqs: got seqstart_q, which is for a packed q (total_q, nheads_q, D), but q has four "
-        "axes (batch, seqlen_q, nheads_q, D); expected lengths alone: seqlen_* or cu_seqlen_*"
-    )
-
-
-def not_packed(got: str) -> ValueError:
-    """Of a packed q without starts."""
-    return ValueError(
-        f"seqs: got {got}, but q of three axes (total_q, nheads_q, D) is a packed batch; expected "
-        "SeqLayout(seqstart_q=...), where cumulative lengths serve if there are no gaps; or give q "
-        "four axes (batch, seqlen_q, nheads_q, D)"
-    )

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from rawattn._call.binding import bind
 from rawattn._call.layout import Lengths
 from rawattn._call.options import ArrayForm
 from rawattn._call.problem import Problem
-from rawattn._call.seq_layout import bind
 from rawattn._call.structure import Structure, structure
 from rawattn._kernels import features
 from rawattn._kernels.operands import Operands

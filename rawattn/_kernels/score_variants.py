@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from rawattn._call.binding import bind
 from rawattn._call.options import ArrayForm
 from rawattn._call.pages import PageForm
 from rawattn._call.problem import Problem, result_shapes
-from rawattn._call.seq_layout import bind
 from rawattn._call.structure import structure
 from rawattn._compile.compiler import Source
 from rawattn._kernels import registry

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from rawattn._call import problem, scores
+from rawattn._call.binding import refuse_traced
 from rawattn._call.checks import byte_range, check_apart, check_out
 from rawattn._call.layout import Lengths
 from rawattn._call.options import Options
 from rawattn._call.pages import PagedLayout
-from rawattn._call.seq_layout import refuse_traced
 from rawattn._call.structure import structure
 from rawattn._interop import arrays
 from rawattn._interop.arrays import HOST

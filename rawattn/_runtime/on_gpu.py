@@ -7,10 +7,10 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rawattn._call.binding import bind
 from rawattn._call.checks import check_apart
 from rawattn._call.layout import Lengths
 from rawattn._call.options import Options, structural
-from rawattn._call.seq_layout import bind
 from rawattn._call.structure import Structure, structure
 from rawattn._forgetting import make_room
 from rawattn._interop import arrays, streams

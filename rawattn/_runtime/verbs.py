@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from rawattn._call import scales
+from rawattn._call.binding import bind
 from rawattn._call.layout import HostLengths, Lengths
 from rawattn._call.options import Options
 from rawattn._call.problem import Problem, describe, describe_paged, result_shapes
-from rawattn._call.seq_layout import bind
 from rawattn._interop.advice import cast
 from rawattn._masks.block_mask import bools_of
 

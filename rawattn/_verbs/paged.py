@@ -9,9 +9,9 @@ import numpy as np
 
 from rawattn._call import options as _options
 from rawattn._call import pages, scales
+from rawattn._call.binding import refuse_traced
 from rawattn._call.layout import host_lengths
 from rawattn._call.options import ForwardOptions, Options, flag
-from rawattn._call.seq_layout import refuse_traced
 from rawattn._call.signatures import options_of, takes_options
 from rawattn._interop import arrays
 from rawattn._interop.arrays import HOST

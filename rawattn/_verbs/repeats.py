@@ -14,8 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 from rawattn._call.argument_kinds import argument_kinds, check_arguments
+from rawattn._call.binding import bind
 from rawattn._call.layout import Lengths
-from rawattn._call.seq_layout import SeqLayout, bind
+from rawattn._call.layouts_alike import addresses_of, bounds_of
+from rawattn._call.seq_layout import SeqLayout
 from rawattn._call.structure import token
 from rawattn._forgetting import make_room
 from rawattn._interop.arrays import (
@@ -134,10 +136,11 @@ def repeating(
                                 lengths = _bound(verb, seqs, form)
                                 told = token(lengths)
                             elif seqs._values is None:
-                                lengths = seqs._addresses()
+                                lengths = addresses_of(seqs._arrays)
                             else:
                                 at, starts = 4 * verb.q, seqs
-                                told = told, seqs._bounds(form[at][-3], form[at + 4][-3])
+                                rows_q, rows_k = form[at][-3], form[at + 4][-3]
+                                told = told, bounds_of(seqs._values, seqs._arrays, rows_q, rows_k)
                             spelled = spelled, told
                         key = form if spelled is None else (form, spelled)
                         if mask is not None:

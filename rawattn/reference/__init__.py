@@ -15,10 +15,11 @@ import numpy as np
 from rawattn._call import options as _options
 from rawattn._call import pages
 from rawattn._call.argument_kinds import checks_arguments
+from rawattn._call.binding import refuse_traced
 from rawattn._call.gradients import Gradients, wanted
 from rawattn._call.layout import host_lengths
 from rawattn._call.options import AttentionOptions, ForwardOptions
-from rawattn._call.seq_layout import SeqLayout, refuse_traced
+from rawattn._call.seq_layout import SeqLayout
 from rawattn._call.signatures import options_of, takes_options
 from rawattn.reference import _passes
 from rawattn.reference._append import append_kv as append_kv

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from rawattn._call import pages, scales
+from rawattn._call.binding import refuse_traced
 from rawattn._call.layout import host_lengths
-from rawattn._call.seq_layout import refuse_traced
 from rawattn.reference._call import Array, factors_of_pages, floats, host, integers
 
 _FLOAT64 = np.dtype(np.float64)

@@ -10,10 +10,10 @@ from numpy.typing import DTypeLike, NDArray
 
 from rawattn._call import options as _options
 from rawattn._call import scales
+from rawattn._call.binding import refuse_traced
 from rawattn._call.layout import Lengths, host_lengths
 from rawattn._call.options import DEFAULTS, Options
 from rawattn._call.problem import Problem, describe
-from rawattn._call.seq_layout import refuse_traced
 from rawattn._interop.arrays import import_array
 from rawattn._interop.integers import import_integers
 from rawattn._masks.block_mask import BlockMask

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from rawattn._call.binding import bind
 from rawattn._call.layout import Lengths, host_lengths
-from rawattn._call.seq_layout import SeqLayout, bind
+from rawattn._call.seq_layout import SeqLayout
 
 later = partial(partial, SeqLayout)  # a layout to be made in the test
 

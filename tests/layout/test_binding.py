@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from rawattn._call.seq_layout import SeqLayout, bind
+from rawattn._call.binding import bind
+from rawattn._call.seq_layout import SeqLayout
 from tests.layout.on_device import OnDevice, batch, group, later, spans
 
 INT32_MAX = 2**31 - 1

@@ -13,8 +13,8 @@ import pytest
 
 import rawattn
 from rawattn import SeqLayout, attention, reference
+from rawattn._call.binding import bind
 from rawattn._call.layout import Lengths
-from rawattn._call.seq_layout import bind
 from rawattn._call.structure import structure
 from rawattn._kernels.sm90.forward_config import MOST_ORDERED
 from rawattn._verbs import repeats

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from rawattn._call.binding import bind
 from rawattn._call.problem import Problem
-from rawattn._call.seq_layout import bind
 from rawattn._call.structure import Structure
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import decode

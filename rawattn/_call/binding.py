@@ -1,0 +1,105 @@
+"""A layout's meeting with the arrays of a call: where its sequences then lie, or what does not fit."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from rawattn._call.hints import layout_advice
+from rawattn._call.layout import Lengths, side_of
+from rawattn._call.seq_layout import ARRAYS, SeqLayout
+from rawattn._forgetting import make_room
+from rawattn._interop.xla import is_traced
+
+_MAX_BINDINGS = 16
+
+
+def bind(seqs: SeqLayout | None, *, batch: int | None, rows_q: int, rows_k: int) -> Lengths:
+    """The sequences of a call on arrays of these rows; `batch` is None in group mode.
+
+    Never synchronises. The result is remembered: the same layout and shapes give the same object.
+
+    Raises TypeError for something that is not a SeqLayout, ValueError for one that does not fit.
+    """
+    if seqs is None:
+        if batch is None:
+            raise not_packed("None")
+        return _dense(batch, rows_q, rows_k)
+    if not isinstance(seqs, SeqLayout):
+        raise TypeError(
+            f"seqs: got {type(seqs).__name__}, expected a SeqLayout or None{layout_advice(seqs)}"
+        )
+    bindings, key = seqs._bindings, (batch, rows_q, rows_k)
+    lengths = bindings.get(key)
+    if lengths is None:
+        lengths = _bind(seqs, batch, rows_q, rows_k)
+        if bindings:
+            make_room(bindings, _MAX_BINDINGS)
+        bindings[key] = lengths
+    return lengths
+
+
+def _bind(seqs: SeqLayout, batch: int | None, rows_q: int, rows_k: int) -> Lengths:
+    count = batch
+    if batch is None:
+        if not seqs.group:
+            raise not_packed("a SeqLayout without seqstart_q")
+        count = seqs.batch
+    elif seqs.group:
+        raise packed_for_batch()
+    else:
+        check_batch(seqs, batch)
+    assert count is not None
+    of_q, of_k = seqs._sides
+    q = side_of(of_q, count, rows_q)
+    if rows_q != rows_k and (of_k.inherited or (of_k is of_q and seqs.group)):
+        raise ValueError(
+            f"seqstart_k: got None, by default seqstart_q, but q has {rows_q} rows and k has {rows_k}; "
+            "pass seqstart_k, where the sequences of k start"
+        )
+    same = of_k is of_q or (seqs._joined and rows_q == rows_k)
+    k = q if same else side_of(of_k, count, rows_k)
+    return Lengths(count, seqs.group, q, k, of_q.on_host and of_k.on_host)
+
+
+@functools.lru_cache(maxsize=256)
+def _dense(batch: int, rows_q: int, rows_k: int) -> Lengths:
+    return _bind(SeqLayout(), batch, rows_q, rows_k)
+
+
+def refuse_traced(seqs: Any) -> None:
+    """TypeError for integers of a JAX function under transformation, in a layout of a call that has to be launched now.
+
+    seqs: a layout, also one of pages; anything else passes.
+    """
+    for name in ARRAYS:
+        if is_traced(getattr(seqs, name, None)):
+            raise TypeError(
+                f"{name}: got a JAX tracer, which holds no values; accepted are arrays and lists of int: traced lengths are "
+                "for rawattn.jax.attention, inside jit, grad, vmap and scan"
+            )
+
+
+def check_batch(seqs: SeqLayout, batch: int) -> None:
+    """ValueError for lengths of another number of sequences than q has."""
+    if seqs.batch is not None and batch != seqs.batch:
+        raise ValueError(
+            f"seqs: got lengths of {seqs.batch} sequences, expected {batch}, the batch of q"
+        )
+
+
+def packed_for_batch() -> ValueError:
+    """Of starts where q has a batch axis."""
+    return ValueError(
+        "seqs: got seqstart_q, which is for a packed q (total_q, nheads_q, D), but q has four "
+        "axes (batch, seqlen_q, nheads_q, D); expected lengths alone: seqlen_* or cu_seqlen_*"
+    )
+
+
+def not_packed(got: str) -> ValueError:
+    """Of a packed q without starts."""
+    return ValueError(
+        f"seqs: got {got}, but q of three axes (total_q, nheads_q, D) is a packed batch; expected "
+        "SeqLayout(seqstart_q=...), where cumulative lengths serve if there are no gaps; or give q "
+        "four axes (batch, seqlen_q, nheads_q, D)"
+    )
