@@ -111,7 +111,7 @@ def called(
             form_of_lengths = structure(lengths)
         key = (verb, flag, form, form_of_lengths, structural(options), selection())
         if verb.extras:
-            key = (*key, _together(verb, addresses) % 16, alignments(verb, addresses))
+            key = (*key, together(verb, addresses) % 16, alignments(verb, addresses))
         call = _prepared.get(key)
     except (TypeError, ValueError, IndexError, AttributeError):
         key = None  # describing the call tells what is wrong with it
@@ -298,16 +298,20 @@ def _prepare_natives(
     framework: str,
 ) -> Call:
     views = [None if x is None else _view(name, own, x) for name, x in verb.named(inputs, targets)]
-    pointers = _together(verb, read[0])
+    pointers = together(verb, read[0])
     found = alignments(verb, read[0])
     return prepare(verb, views, options, flag, read[1][verb.q * 4 + 3], pointers, framework, found)
 
 
-def _together(verb: Verb, addresses: Sequence[int]) -> int:
-    """All addresses OR-ed together, but for those of options' arrays, which are read in their own ways."""
-    first = len(verb.inputs) - len(verb.extras)
+def together(verb: Verb, addresses: Sequence[int]) -> int:
+    """Those of inputs and outputs OR-ed together, but for options' arrays, which are read in their own ways: of how all of them
+    are aligned its last bits tell.
+    """
+    count = len(verb.inputs)
     found = 0
-    for address in (*addresses[:first], *addresses[len(verb.inputs) :]):
+    for address in addresses[: count - len(verb.extras)]:
+        found |= address
+    for address in addresses[count : count + len(verb.outputs)]:
         found |= address
     return found
 

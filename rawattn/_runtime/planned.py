@@ -76,12 +76,13 @@ class GpuPlan:
             for target, result in zip(targets, call.results, strict=True)
         ]
         self._result_addresses = [0 if x is None else own.address(x) for x in self._results]
-        self._form = self._read(self._inputs)[1][:-1]
+        inputs_at, form, _ = self._read(self._inputs)
+        self._form = form[:-1]
         self._planned = Planned(
             *(verb, own, device, self._options, self._inputs, self._results, self._returned),
             values=self._values,
-            alignment=_alignment(self._together(read[0]) | _together(self._result_addresses)),
-            alignments=on_gpu.alignments(verb, read[0][: self._count]),
+            alignment=_alignment(on_gpu.together(verb, inputs_at + self._result_addresses)),
+            alignments=on_gpu.alignments(verb, inputs_at),
             pairs=on_gpu.pairs(verb, call, read[0]),
             changed=tuple(n for n, name in enumerate(verb.inputs) if name in verb.written),
             memory=call.prepared.own(own, self._stream, lengths),
@@ -123,7 +124,6 @@ class GpuPlan:
         addresses, _, tracked = read
         if tracked and self._verb.refuses_gradients:
             arrays.refuse_gradients(told(self._verb, self._options), args)
-        together = self._together(addresses)
         planned = self._planned
         if not planned.are_apart(addresses):
             named = zip(self._verb.inputs, args, strict=True)
@@ -138,11 +138,8 @@ class GpuPlan:
             theirs = [self._count + n for n, x in enumerate(out) if x is not None]
             results = [y if x is None else x for x, y in zip(out, self._results, strict=True)]
             self._check_out(args, results, addresses)
-            written = [0 if x is None else own.address(x) for x in results]
-            for address in written:
-                together |= address
-            addresses += written
-        if together & (planned.alignment - 1):
+            addresses += [0 if x is None else own.address(x) for x in results]
+        if not planned.are_aligned(addresses):
             raise ValueError(
                 f"plan: an array does not begin at a multiple of {planned.alignment} bytes, as all did when the call "
                 "was planned; pass aligned arrays, or plan with such ones"
@@ -166,11 +163,6 @@ class GpuPlan:
             return
         for stream in self._planned.streams:
             streams.order(stream, self._stream, self._device)
-
-    def _together(self, addresses: Sequence[int]) -> int:
-        """Those of the inputs OR-ed together, but for arrays of options, and of what comes after them."""
-        first = self._count - len(self._verb.extras)
-        return _together(addresses[:first]) | _together(addresses[self._count :])
 
     def _misaligned(self, addresses: Sequence[int]) -> ValueError:
         """Arrays of options are read in words as wide as their alignments at planning time allow."""
@@ -269,13 +261,6 @@ class GpuPlan:
                     f"plan is for {expected.shape}, {expected.strides}, {expected.dtype}, GPU {expected.device}"
                 )
         return ValueError("plan: the arrays are not like those that the call was planned with")
-
-
-def _together(addresses: Sequence[int]) -> int:
-    together = 0
-    for address in addresses:
-        together |= address
-    return together
 
 
 def _alignment(together: int) -> int:

@@ -63,13 +63,7 @@ class Planned:
 
     def are_aligned(self, addresses: Sequence[int]) -> bool:
         """Whether all but arrays of options begin where they may. Of the form of a call one bit tells of all together."""
-        count = len(self.inputs)
-        together = 0
-        for address in addresses[: count - len(self.verb.extras)]:
-            together |= address
-        for address in addresses[count : count + len(self.results)]:
-            together |= address
-        return not together & (self.alignment - 1)
+        return not on_gpu.together(self.verb, addresses) & (self.alignment - 1)
 
     def are_apart(self, addresses: Sequence[int]) -> bool:
         return not self.pairs or on_gpu.are_apart(self.pairs, addresses)
