@@ -106,7 +106,7 @@ class Framework(_Reading):
         launches: Any = SimpleNamespace(
             run=self.launch,
             run_keeping=self.launch if masked else None,
-            with_starts=lambda bound: (self.launch, bound),
+            with_starts=lambda bound: (self.launch, lambda seqs: ((), bound(seqs))),
         )
         return on_gpu.Call(launches, problem, lengths, results, made, None, reach)
 

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 Arrays = Sequence[Any]
 
 # A call made again, from the addresses of its arrays, which it uses up; the array that it is to write, the last of those, or
-# None; and its sequences where there is a layout, or their addresses, or the memo of its mask. It gives None back, and has done
-# nothing, where it is no such call after all: the way of a first call tells why.
+# None; and its sequences where there is a layout, or what goes to its launches instead, or the memo of its mask. It gives None
+# back, and has done nothing, where it is no such call after all: the way of a first call tells why.
 Repeat = Callable[[list[int], Any, Any], Any]
 
 # Calls prepared earlier, by everything that decides them but addresses and host integers.
@@ -139,8 +139,9 @@ def repeated(
     """A call that `run` has made, to be made again with arrays, and sequences, of the same form; None where it cannot be.
 
     It is for calls that have no numbers for kernels among their options. returned: what it gives back, from the results.
-    masked: it is given the memo of a mask instead of sequences. told: the addresses of their integers, all on the GPU; of
-    starts on the host what its attribute `of_starts` makes of their layout.
+    masked: it is given the memo of a mask instead of sequences. told: what stands behind the addresses of arrays, and what
+    `Prepared.run` is given. These are the addresses of integers on the GPU, and None; of starts on the host what its attribute
+    `of_starts` makes of their layout.
     """
     read = own.read((*inputs, *targets), verb.required)
     assert read is not None
@@ -184,6 +185,9 @@ def repeated(
             result = make_one()
             addresses.append(address_of(result))
             addresses += behind
+            if told:
+                integers, with_it = with_it
+                addresses += integers
             launch(addresses, stream_of(device), own, dense if with_it is None else with_it)
             return result
 
@@ -208,6 +212,9 @@ def repeated(
             results.append(result)
             addresses.append(address_of(result))
         addresses += behind
+        if told:
+            integers, with_it = with_it
+            addresses += integers
         launch(addresses, stream_of(device), own, dense if with_it is None else with_it)
         return returned(results)
 

@@ -22,9 +22,9 @@ from rawattn._kernels.steps import Lists, Steps, Tiles
 from rawattn._runtime import graphs
 from rawattn._runtime.launches import Launch, launch_of
 from rawattn._runtime.lengths import CARRIED, NAMES, LengthsMemory
+from rawattn._runtime.runs import Launches, RunMemory, run_of
 from rawattn._runtime.setup import Carrying, Setup, without_filling
 
-_ALIGNMENT = 256  # bytes, of every piece of scratch
 _MAX_COUNTED = 512
 _MAX_KNOWN = 16  # streams and calls that a layout remembers
 _MAX_LISTED = 8  # likewise a mask, whose lists are larger
@@ -44,6 +44,7 @@ class Prepared:
         addresses: of the arrays, 0 for one not given; the list is used up.
         stream: its handle. memory: of work on that stream. lengths: where the call is ragged.
     run_keeping: likewise, with the memo of its mask for what it need not make again; None where there is nothing to keep.
+    beside: what runs take beside the arrays.
     """
 
     def __init__(
@@ -71,20 +72,8 @@ class Prepared:
         slots = [*names, *(NAMES if self.ragged else ())]
         slots += orders if self._once else ()
         slots += (CARRIED,) if self._lengths_memory.carried else ()
-        self._scratch_at: list[int] = []
-        self._scratch_bytes = 0
-        for name, nbytes in scratch.items():
-            slots.append(name)
-            self._scratch_at.append(self._scratch_bytes)
-            self._scratch_bytes += -(-max(nbytes, 1) // _ALIGNMENT) * _ALIGNMENT
-        self._counter_at: list[int] = []
-        self._counter_bytes = 0
-        for name, nbytes in steps.counters.items():
-            slots.append(name)
-            self._counter_at.append(self._counter_bytes)
-            self._counter_bytes += -(-nbytes // 8) * 8
+        slots += (*scratch, *steps.counters)
         self._counted: dict[tuple[int, int], list[int]] = {}  # blocks by the longest sequences
-        self._counters: dict[Any, tuple[Any, list[int]]] = {}  # by `own_stream`
         self._slot = slot = {name: n for n, name in enumerate(slots)}
 
         # What comes before all else: in the first run with a layout, with integers of the host, and in each of the others.
@@ -102,9 +91,8 @@ class Prepared:
         self.steps = list(itertools.compress(steps.launches, wanted))
         self._launches = [launch_of(step, slot, device) for step in self.steps]
         self._blocks = list(itertools.compress(counts, wanted))
-        if not self._launches:
-            self._scratch_bytes = self._counter_bytes = 0
-            self._scratch_at, self._counter_at = [], []
+        pieces = (scratch, steps.counters) if self._launches else ({}, {})
+        self.beside = RunMemory(device, *[each.values() for each in pieces])
         self.run = self._runner()
         self.run_keeping = self._keeping_runner(steps.lists)
 
@@ -112,52 +100,7 @@ class Prepared:
         """`run`, without what this call does not need."""
         if self.ragged:
             return self._ragged_runner()
-        launches = list(zip(self._launches, self._blocks, strict=True))
-        return self._dense_runner(launches, self._scratch_at, self._scratch_bytes)
-
-    def _dense_runner(
-        self,
-        counted: Sequence[tuple[Launch, int]] | None,
-        scratch_at: list[int],
-        scratch_bytes: int,
-        *,
-        takes_integers: bool = False,
-    ) -> Callable[[list[int], int, Memory, Any], None]:
-        """`run` of launches with their numbers of blocks, and of scratch that is not among the addresses.
-
-        takes_integers: what stands behind the arrays' addresses is given, instead of lengths; and with it, where `counted` is
-        None, those launches.
-        """
-        counters, counter_bytes = self._counters, self._counter_bytes
-        device = self.device
-        stateful, is_capturing = bool(scratch_bytes or counter_bytes), streams.is_capturing
-
-        def run(addresses: list[int], stream: int, memory: Memory, given: Any) -> None:
-            launches: Any = counted
-            if takes_integers:
-                if launches is None:
-                    given, launches = given
-                addresses += given
-            if stateful and stream > 1 and is_capturing(stream):
-                self._run_captured(addresses, stream, memory, launches)
-                return
-            if scratch_bytes:
-                # `scratch` may be freed as soon as the launches are in the stream: whoever gets it then comes later there.
-                scratch, base = memory.allocate(scratch_bytes, device)  # noqa: RUF059
-                for (
-                    at
-                ) in scratch_at:  # not a comprehension, which before Python 3.12 is another call
-                    addresses.append(base + at)
-            if counter_bytes:
-                key = stream if stream != PER_THREAD else own_stream(stream)
-                found = counters.get(key)
-                if found is None:
-                    found = counters[key] = self._zeros(stream, memory)
-                addresses += found[1]
-            for launch, blocks in launches:
-                launch(addresses, blocks, stream)
-
-        return run
+        return run_of(list(zip(self._launches, self._blocks, strict=True)), self.beside)
 
     def _keeping_runner(self, lists: Lists) -> RunKeeping | None:
         """What is kept belongs to the mask and to the stream, as lengths do to a layout: it is made and read in the order of
@@ -167,17 +110,17 @@ class Prepared:
         if not any(made):
             return None
         count = len(lists.scratch)
-        kept_at, rest_at = self._scratch_at[:count], self._scratch_at[count:]
-        kept_bytes = rest_at[0] if rest_at else self._scratch_bytes
-        rest = [at - kept_bytes for at in rest_at], self._scratch_bytes - kept_bytes
+        rest, kept_bytes = self.beside.without_first(count)
+        kept_at = self.beside.scratch_at[:count]
         launches = list(zip(self._launches, self._blocks, strict=True))
         others = list(itertools.compress(launches, map(operator.not_, made)))
-        run_all, run_others = (self._dense_runner(each, *rest) for each in (launches, others))
+        run_all, run_others = run_of(launches, rest), run_of(others, rest)
+        run_captured = self.beside.run_captured
         device, is_capturing = self.device, streams.is_capturing
 
         def run(addresses: list[int], stream: int, memory: Memory, memo: dict[Any, Any]) -> None:
             if stream > 1 and is_capturing(stream):  # a graph owns all that it uses
-                self._run_captured(addresses, stream, memory, launches)
+                run_captured(addresses, stream, memory, launches)
                 return
             key = (self, own_stream(stream))
             found = memo.get(key)
@@ -199,33 +142,15 @@ class Prepared:
 
         return run
 
-    def _run_captured(
-        self,
-        addresses: list[int],
-        stream: int,
-        memory: Memory,
-        counted: Sequence[tuple[Launch, int]],
-    ) -> None:
-        """On a stream that is being captured: the graph owns what the launches use."""
-        scratch = None
-        if self._scratch_bytes:
-            scratch, base = memory.allocate(self._scratch_bytes, self.device)
-            addresses += [base + at for at in self._scratch_at]
-        addresses += self._counters_of(stream, memory, capturing=True)
-        for launch, blocks in counted:
-            launch(addresses, blocks, stream)
-        if not memory.keeps_captured():
-            graphs.hold(self, scratch)
-
     def _ragged_runner(self) -> Run:
         first_setup, each_setup = self._first_setup, self._each_setup
         addresses_of, blocks_of, counters_of = (
             self._lengths_memory.addresses,
             self._blocks_of,
-            self._counters_of,
+            self.beside.counters_of,
         )
         launches, is_capturing, device = self._launches, streams.is_capturing, self.device
-        scratch_at, scratch_bytes = self._scratch_at, self._scratch_bytes
+        scratch_at, scratch_bytes = self.beside.scratch_at, self.beside.scratch_bytes
 
         def run(addresses: list[int], stream: int, memory: Memory, lengths: Lengths | None) -> None:
             assert lengths is not None
@@ -270,55 +195,40 @@ class Prepared:
 
         return run
 
-    def with_integers(
-        self, lengths: Lengths
-    ) -> Callable[[list[int], int, Memory, list[int]], None]:
-        """`run` of lengths that all lie on the device, given their addresses in the order of `NAMES`.
+    def with_integers(self, lengths: Lengths) -> Run:
+        """`run` of lengths that all lie on the device: their addresses, in the order of `NAMES`, stand behind those of arrays.
 
         lengths: such ones. They tell how many blocks there are.
         """
         setup = () if self._each_setup is None else (self._each_setup,)
         blocks = [_count(each.blocks, lengths) for each in self.steps]
-        counted = [*setup, *zip(self._launches, blocks, strict=True)]
-        return self._dense_runner(
-            counted, self._scratch_at, self._scratch_bytes, takes_integers=True
-        )
+        return run_of([*setup, *zip(self._launches, blocks, strict=True)], self.beside)
 
     def with_starts(
         self, bound: Callable[[SeqLayout], Lengths]
-    ) -> tuple[Callable[[list[int], int, Memory, Any], None], Callable[[SeqLayout], Any]]:
-        """`run` of lengths that are starts on the host alone, and what makes of their layout what a run is given instead.
+    ) -> tuple[
+        Callable[[list[int], int, Memory, Any], None],
+        Callable[[SeqLayout], tuple[Sequence[Any], Any]],
+    ]:
+        """`run` of lengths that are starts on the host alone. And what makes of their layout what stands behind the addresses
+        of arrays, and what a run is given instead of lengths.
 
         bound: makes lengths of such a layout, which takes longer than what else there is to do.
         """
         if not self._lengths_memory.carried:
-            return self.run, bound
+            return self.run, lambda seqs: ((), bound(seqs))
         integers_of, launches, known = (
             self._lengths_memory.carried_starts,
             self._launches,
             self._counted,
         )
 
-        def given(seqs: SeqLayout) -> tuple[list[Any], list[tuple[Launch, int]]]:
+        def given(seqs: SeqLayout) -> tuple[list[Any], Launches]:
             q, k = seqs._values  # type: ignore[misc]  # such ones have them
             blocks = known.get((q[0], k[0])) or self._blocks_of(bound(seqs))
             return integers_of(seqs), list(zip(launches, blocks))  # noqa: B905
 
-        scratch = self._scratch_at, self._scratch_bytes
-        return self._dense_runner(None, *scratch, takes_integers=True), given
-
-    def _counters_of(self, stream: int, memory: Memory, capturing: bool) -> list[int]:
-        """The addresses of counters of runs on a stream."""
-        if not self._counter_bytes:
-            return []
-        if capturing:
-            base = graphs.zeros(self._counter_bytes, self.device)
-            return [base + at for at in self._counter_at]
-        key = own_stream(stream)
-        found = self._counters.get(key)
-        if found is None:
-            found = self._counters[key] = self._zeros(stream, memory)
-        return found[1]
+        return run_of(None, self.beside), given
 
     def filling_all_but(
         self, theirs: Sequence[int]
@@ -348,13 +258,6 @@ class Prepared:
                 self._counted[longest] = found
         return found
 
-    def _zeros(self, stream: int, memory: Memory) -> tuple[Any, list[int]]:
-        import cupy
-
-        owner, base = memory.keep(self._counter_bytes, self.device)
-        cupy.cuda.runtime.memsetAsync(base, 0, self._counter_bytes, stream)
-        return owner, [base + at for at in self._counter_at]
-
 
 class Own:
     """Memory for the runs of one owner: scratch, counters, and lengths of the host where they are now.
@@ -377,14 +280,15 @@ class Own:
             owner, own_addresses, data, to = prepared._lengths_memory.addresses(lengths, memory)
             self.tail += own_addresses
             self._held += [owner, lengths]
-        if prepared._scratch_at:
-            owner, base = memory.allocate(prepared._scratch_bytes, prepared.device)
-            self.tail += [base + at for at in prepared._scratch_at]
+        beside = prepared.beside
+        if beside.scratch_bytes:
+            owner, base = memory.allocate(beside.scratch_bytes, prepared.device)
+            self.tail += [base + at for at in beside.scratch_at]
             self._held.append(owner)
-        if prepared._counter_bytes:
-            counters = prepared._zeros(stream, memory)
-            self.tail += counters[1]
-            self._held.append(counters[0])
+        if beside.counter_bytes:
+            owner, counters = beside.zeros(stream, memory)
+            self.tail += counters
+            self._held.append(owner)
         if data:
             unknown = [0] * len(prepared._names)  # padding of what is not there is not filled
             prepared._first_setup(data, to, [*unknown, *self.tail], stream)

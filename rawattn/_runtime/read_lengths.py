@@ -82,7 +82,8 @@ def repeated(
             addresses[at] = address_of(result)
         addresses += values
         start = found[count + 1] if integers == 2 else 0
-        launch(addresses, stream_of(device), own, [0, 0, start, found[count]])
+        addresses += [0, 0, start, found[count]]
+        launch(addresses, stream_of(device), own, None)
         return returned(results)
 
     return repeat

@@ -136,7 +136,7 @@ def repeating(
                                 lengths = _bound(verb, seqs, form)
                                 told = token(lengths)
                             elif seqs._values is None:
-                                lengths = addresses_of(seqs._arrays)
+                                lengths = addresses_of(seqs._arrays), None
                             else:
                                 at, starts = 4 * verb.q, seqs
                                 rows_q, rows_k = form[at][-3], form[at + 4][-3]
