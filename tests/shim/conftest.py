@@ -13,6 +13,7 @@ from rawattn._kernels.sm90 import forward as sm90_forward
 from tests.shim import store
 from tests.shim.device import Device, MakeDevice
 from tests.shim.launch import Machine
+from tests.shim.on_device import Put
 from tests.shim.shim import Builder
 
 _HERE = Path(__file__).parent
@@ -108,3 +109,9 @@ def hopper(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> MakeDevice:
         return device
 
     return make
+
+
+@pytest.fixture
+def put(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> Put:
+    """To a device with waves of 32 threads."""
+    return Put(Device(Machine(builder, 32)), monkeypatch)

@@ -115,6 +115,17 @@ def installed(device: Device, monkeypatch: pytest.MonkeyPatch) -> Native:
     return own
 
 
+class Put:
+    """Puts arrays on a device. Calls with them are a framework's own."""
+
+    def __init__(self, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._device = device
+        installed(device, monkeypatch)
+
+    def __call__(self, array: np.ndarray, *, readonly: bool = True) -> OnDevice:
+        return OnDevice(self._device, array, readonly=readonly)
+
+
 def mask_on_device(device: Device, keep: np.ndarray) -> BlockMask:
     """A mask of bools, whose words lie on the device too."""
     mask = block_mask(keep)

@@ -18,22 +18,10 @@ from rawattn._call.layout import Lengths
 from rawattn._call.structure import structure
 from rawattn._kernels.sm90.forward_config import MOST_ORDERED
 from rawattn._verbs import repeats
-from tests.shim.device import Device, MakeDevice
-from tests.shim.launch import Machine
-from tests.shim.on_device import OnDevice, installed
-from tests.shim.shim import Builder
+from tests.shim.device import MakeDevice
+from tests.shim.on_device import Put
 from tests.shim.test_scores import BFLOAT16, normal
 from tests.shim.whole import small_tiles
-
-Put = Callable[[np.ndarray], Any]
-
-
-@pytest.fixture
-def put(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> Put:
-    """To the device. Calls with such arrays are a framework's own."""
-    device = Device(Machine(builder, 32))
-    installed(device, monkeypatch)
-    return lambda array: OnDevice(device, array)
 
 
 @pytest.fixture
@@ -204,9 +192,7 @@ def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Put:
     make: MakeDevice = request.getfixturevalue(
         "machine" if request.param == "portable" else "hopper"
     )
-    device = make()
-    installed(device, monkeypatch)
-    return lambda array: OnDevice(device, array)
+    return Put(make(), monkeypatch)
 
 
 def test_the_options_of_kept_starts(on: Put) -> None:

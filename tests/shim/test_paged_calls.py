@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,29 +13,13 @@ from rawattn._kernels.selection import only
 from rawattn._runtime import dispatch, on_gpu
 from tests.append import appended
 from tests.paged import Paged, paged, verify
-from tests.shim.device import Device
-from tests.shim.launch import Machine
-from tests.shim.on_device import OnDevice, installed
-from tests.shim.shim import Builder
+from tests.shim.on_device import OnDevice, Put
 from tests.shim.whole import small_tiles
 
 LENS = (70, 3, 0, 129)
 
 
-@pytest.fixture
-def put(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> Callable[[np.ndarray], OnDevice]:
-    """To the device. Calls with such arrays are a framework's own."""
-    device = Device(Machine(builder, 32))
-    installed(device, monkeypatch)
-
-    def to_device(array: np.ndarray) -> OnDevice:
-        return OnDevice(device, array)
-
-    vars(to_device)["device"] = device
-    return to_device
-
-
-def inputs_of(call: Paged, put: Any) -> list[Any]:
+def inputs_of(call: Paged, put: Put) -> list[Any]:
     table = call.block_table
     pair = isinstance(table, tuple)
     return [*map(put, call.inputs[:3]), tuple(map(put, table)) if pair else put(table)]
@@ -49,7 +32,7 @@ def result(found: Any) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("pair", [False, True])
 @pytest.mark.parametrize("on_device", [False, True])
-def test_calls(put: Any, pair: bool, on_device: bool) -> None:
+def test_calls(put: Put, pair: bool, on_device: bool) -> None:
     """Two of one form share what was prepared, and have pages and lengths of their own."""
     for seed in range(3):
         call = paged(LENS, 6, pair=pair, rows=3, seed=seed)
@@ -62,7 +45,7 @@ def test_calls(put: Any, pair: bool, on_device: bool) -> None:
     assert len(on_gpu._prepared) == 1
 
 
-def test_group_mode_and_options(put: Any) -> None:
+def test_group_mode_and_options(put: Put) -> None:
     call = paged((70, 9, 0, 129), 6, group=True, rows=(20, 9, 4, 1))
     bias = np.random.default_rng(0).standard_normal((4, 20, 150)).astype(np.float32)
     assert call.seqs is not None
@@ -76,7 +59,7 @@ def test_group_mode_and_options(put: Any) -> None:
 
 
 @pytest.mark.parametrize("pair", [False, True])
-def test_a_plan_whose_lengths_and_pages_change_in_place(put: Any, pair: bool) -> None:
+def test_a_plan_whose_lengths_and_pages_change_in_place(put: Put, pair: bool) -> None:
     call, other = (paged(LENS, 6, pair=pair, rows=3, seed=seed) for seed in range(2))
     inputs, lengths = inputs_of(call, put), put(call.seqlen_k)
     with small_tiles():
@@ -105,7 +88,7 @@ def test_a_plan_whose_lengths_and_pages_change_in_place(put: Any, pair: bool) ->
 
 
 @pytest.mark.parametrize("float8", ["plain", "numbers", "arrays"])
-def test_pages_of_8_bits(put: Any, float8: str) -> None:
+def test_pages_of_8_bits(put: Put, float8: str) -> None:
     """Calls that differ in the values of scales alone share what was prepared; a plan reads arrays of them anew."""
     calls = [paged(LENS, 6, rows=3, float8=float8, seed=seed) for seed in range(2)]
     with small_tiles():
@@ -136,7 +119,7 @@ def test_pages_of_8_bits(put: Any, float8: str) -> None:
         np.testing.assert_allclose(out.astype(np.float32), wanted.astype(np.float32), atol=0.02)
 
 
-def test_mistakes_are_told_before_anything_is_launched(put: Any) -> None:
+def test_mistakes_are_told_before_anything_is_launched(put: Put) -> None:
     call = paged(LENS, 6, rows=3)
     q, k_pages, v_pages, table = inputs_of(call, put)
     for change, says in (
@@ -164,7 +147,7 @@ def dispatched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 @pytest.mark.parametrize("written", [False, True])
 @pytest.mark.parametrize("pair", [False, True])
 def test_repeated_steps_find_their_launch(
-    put: Any, dispatched: list[Any], pair: bool, written: bool
+    put: Put, dispatched: list[Any], pair: bool, written: bool
 ) -> None:
     """With pages, lengths and an array to write of their own."""
     for seed in range(4):
@@ -179,14 +162,14 @@ def test_repeated_steps_find_their_launch(
     assert len(dispatched) <= 2  # the first one may find no reader, the second is remembered
 
 
-def blank(put: Any, call: Paged) -> OnDevice:
+def blank(put: Put, call: Paged) -> OnDevice:
     """To write the result of a call."""
     shape = (*call.q.shape[:-1], call.v_pages.shape[-1])
-    return OnDevice(put.device, np.zeros(shape, call.q.dtype), readonly=False)
+    return put(np.zeros(shape, call.q.dtype), readonly=False)
 
 
 @pytest.mark.parametrize("float8", ["numbers", "arrays"])
-def test_repeated_steps_on_pages_of_8_bits(put: Any, dispatched: list[Any], float8: str) -> None:
+def test_repeated_steps_on_pages_of_8_bits(put: Put, dispatched: list[Any], float8: str) -> None:
     """Scales that are numbers tell calls apart; arrays of them are no matter of the table."""
     calls = [paged(LENS, 6, rows=3, float8=float8, seed=seed) for seed in range(2)]
     for call in calls * 3:
@@ -208,11 +191,11 @@ def test_repeated_steps_on_pages_of_8_bits(put: Any, dispatched: list[Any], floa
 
 @pytest.mark.parametrize("pair", [False, True])
 @pytest.mark.parametrize("turns", [False, True])
-def test_repeated_appends(put: Any, dispatched: list[Any], pair: bool, turns: bool) -> None:
+def test_repeated_appends(put: Put, dispatched: list[Any], pair: bool, turns: bool) -> None:
     for seed in range(4):
         rotary = {"rotary_dim": 16} if turns else {}
         call = appended((9, 4, 24, 3), 4, pair=pair, rows=2, seed=seed, **rotary)
-        pools = [OnDevice(put.device, x, readonly=False) for x in call.pools()]
+        pools = [put(x, readonly=False) for x in call.pools()]
         table = call.pages.block_table
         table = tuple(map(put, table)) if pair else put(table)
         options = {**call.options}
@@ -227,7 +210,7 @@ def test_repeated_appends(put: Any, dispatched: list[Any], pair: bool, turns: bo
     assert len(dispatched) <= 2
 
 
-def test_steps_for_the_cpu_go_there_each_time(put: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_for_the_cpu_go_there_each_time(put: Put, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     run = dispatch.run
 
@@ -243,7 +226,7 @@ def test_steps_for_the_cpu_go_there_each_time(put: Any, monkeypatch: pytest.Monk
     assert asked == ["cpu"] * 4
 
 
-def test_steps_that_are_not_like_the_known_one(put: Any, dispatched: list[Any]) -> None:
+def test_steps_that_are_not_like_the_known_one(put: Put, dispatched: list[Any]) -> None:
     call = paged(LENS, 6, rows=3)
     inputs, lengths = inputs_of(call, put), put(call.seqlen_k)
 
