@@ -32,24 +32,25 @@ struct AddedScores {
   // Of each block of 16 x 16 the lane's elements, or pairs of them, in the accumulator's order.
   Word bias[kBlocks][C::kElements / (kHalves ? 2 : 1)];
   // Of each row from the lane's first key: less the key's column, which is known when this is compiled.
-  float distance[kRowBlocks][C::kSlots];
-  float slope;
+  float distance[kRowBlocks][C::kSlots], slope[kRowBlocks][C::kSlots];
   // Of each row the line at the lane's first key, and its step.
   float line[kRowBlocks][C::kSlots], step[kRowBlocks][C::kSlots];
   bool straight;  // the wave's lines are computed so: see are_straight()
 
-  // Of rows of the wave, for all tiles.
+  // Of rows of the wave, for all tiles. rules: a ScoreRule or RowRules, as below.
   //
   // A key's addend is that of another key and steps: it has the rounding error of the largest of the tile. Of steep
   // lines that would be more than a score may be wrong by, and one that leaves the range of numbers is none. Those are
   // added to scores one by one.
-  DEVICE static bool are_straight(const ScoreRule& rule, int first_row, int lane) {
+  template <class Rules>
+  DEVICE static bool are_straight(const Rules& rules, int first_row, int lane) {
     bool even = true;
     if constexpr (ScoreRule::kLine) {
       constexpr float kSteepest = 16.0f, kLargest = 1e30f;
       UNROLL for (int m = 0; m < kRowBlocks; m++) {
         UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
-          const int i = first_row + m * 16 + C::row(lane, slot);
+          const ScoreRule& rule = rules.of(m, slot);
+          const int i = rules.query(first_row + m * 16 + C::row(lane, slot));
           const auto fits = [](float x, float limit) { return fabsf(x) <= limit; };
           even = even && fits(rule.step(i), kSteepest) && fits(rule.added(i, 0), kLargest) &&
                  fits(rule.added(i, rule.len_k - 1), kLargest);
@@ -60,17 +61,20 @@ struct AddedScores {
     return even;
   }
 
-  DEVICE void load(const ScoreRule& rule, int first_row, int first_key, int lane) {
-    if constexpr (config::kBias > 0) load_bias(rule, first_row, first_key, lane);
-    load_distances(rule, first_row, first_key, lane);
+  template <class Rules>
+  DEVICE void load(const Rules& rules, int first_row, int first_key, int lane) {
+    if constexpr (config::kBias > 0) load_bias(rules, first_row, first_key, lane);
+    load_distances(rules, first_row, first_key, lane);
   }
   // The rest, where something else has filled `bias`.
-  DEVICE void load_distances(const ScoreRule& rule, int first_row, int first_key, int lane) {
+  template <class Rules>
+  DEVICE void load_distances(const Rules& rules, int first_row, int first_key, int lane) {
     if constexpr (config::kAlibi) {
-      slope = rule.slope;
       UNROLL for (int m = 0; m < kRowBlocks; m++) {
         UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
-          const int i = first_row + m * 16 + C::row(lane, slot);
+          const ScoreRule& rule = rules.of(m, slot);
+          const int i = rules.query(first_row + m * 16 + C::row(lane, slot));
+          slope[m][slot] = rule.slope;
           distance[m][slot] = static_cast<float>(i + rule.offset - first_key - C::column(lane, 0));
         }
       }
@@ -78,7 +82,8 @@ struct AddedScores {
     if constexpr (ScoreRule::kLine) {
       UNROLL for (int m = 0; m < kRowBlocks; m++) {
         UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
-          const int i = first_row + m * 16 + C::row(lane, slot);
+          const ScoreRule& rule = rules.of(m, slot);
+          const int i = rules.query(first_row + m * 16 + C::row(lane, slot));
           line[m][slot] = rule.added(i, first_key + C::column(lane, 0));
           step[m][slot] = rule.step(i);
         }
@@ -87,14 +92,16 @@ struct AddedScores {
   }
 
   // Where lines are not straight, scores have them from here on. unit: of a natural unit, in the scores'.
-  DEVICE void spell_out(C (&s)[kRowBlocks][kKeyBlocks], const ScoreRule& rule, float unit, int first_row, int first_key,
+  template <class Rules>
+  DEVICE void spell_out(C (&s)[kRowBlocks][kKeyBlocks], const Rules& rules, float unit, int first_row, int first_key,
                         int lane) {
     if constexpr (ScoreRule::kLine) {
       if (straight) return;
       UNROLL for (int m = 0; m < kRowBlocks; m++) {
         UNROLL for (int n = 0; n < kKeyBlocks; n++) {
           UNROLL for (int e = 0; e < C::kElements; e++) {
-            const int i = first_row + m * 16 + C::row(lane, C::slot(e));
+            const int i = rules.query(first_row + m * 16 + C::row(lane, C::slot(e)));
+            const ScoreRule& rule = rules.of(m, C::slot(e));
             s[m][n].x[e] = fmaf(rule.added(i, first_key + n * 16 + C::column(lane, e)), unit, s[m][n].x[e]);
           }
         }
@@ -114,7 +121,7 @@ struct AddedScores {
   template <class Unit>
   DEVICE float start(int m, int slot, float x) const {
     if constexpr (ScoreRule::kLine) x = fmaf(line[m][slot], Unit::kUnit, x);
-    if constexpr (config::kAlibi && config::kOneSided) return fmaf(-slope * Unit::kUnit, distance[m][slot], x);
+    if constexpr (config::kAlibi && config::kOneSided) return fmaf(-slope[m][slot] * Unit::kUnit, distance[m][slot], x);
     return x;
   }
   // The largest addend of a row's elements, of lines and of ALiBi on one side alone, from that of its row.
@@ -122,7 +129,7 @@ struct AddedScores {
   DEVICE float largest(int m, int slot, float start) const {
     const float last = (kKeyBlocks - 1) * 16 + C::column(0, C::kElements - 1);
     if constexpr (ScoreRule::kLine) start = fmaf(fmaxf(step[m][slot], 0.0f) * Unit::kUnit, last, start);
-    if constexpr (config::kAlibi) start = fmaf(fmaxf(slope, 0.0f) * Unit::kUnit, last, start);
+    if constexpr (config::kAlibi) start = fmaf(fmaxf(slope[m][slot], 0.0f) * Unit::kUnit, last, start);
     return start;
   }
   // The addend of an element's exponent, from that of its row.
@@ -138,10 +145,10 @@ struct AddedScores {
     if constexpr (config::kAlibi) {
       if constexpr (config::kOneSided) {
         // No key beyond the diagonal is seen: the distance has no sign to lose.
-        start = fmaf(slope * Unit::kUnit, column, start);
+        start = fmaf(slope[m][C::slot(e)] * Unit::kUnit, column, start);
       } else {
         const float apart = distance[m][C::slot(e)] - column;
-        start = fmaf(-slope * Unit::kUnit, fmaxf(apart, -apart), start);
+        start = fmaf(-slope[m][C::slot(e)] * Unit::kUnit, fmaxf(apart, -apart), start);
       }
     }
     return start;
@@ -178,12 +185,15 @@ struct AddedScores {
     return static_cast<unsigned>(even.bits) | static_cast<unsigned>(odd.bits) << 16;
   }
 
-  DEVICE void load_bias(const ScoreRule& rule, int first_row, int first_key, int lane) {
-    const auto& b = rule.p.bias;
-    const Bias* const data = static_cast<const Bias*>(b.data) + rule.sequence * b.batch + rule.head / b.group * b.head;
+  template <class Rules>
+  DEVICE void load_bias(const Rules& rules, int first_row, int first_key, int lane) {
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
       UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
-        const int i = first_row + m * 16 + C::row(lane, slot);
+        const ScoreRule& rule = rules.of(m, slot);
+        const auto& b = rule.p.bias;
+        const Bias* const data =
+            static_cast<const Bias*>(b.data) + rule.sequence * b.batch + rule.head / b.group * b.head;
+        const int i = rules.query(first_row + m * 16 + C::row(lane, slot));
         const Bias* const row = data + (i < b.rows ? i : b.rows - 1) * b.row;
         UNROLL for (int n = 0; n < kKeyBlocks; n++) {
           auto& block = bias[m * kKeyBlocks + n];

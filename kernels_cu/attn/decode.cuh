@@ -11,7 +11,6 @@
 // or that of sm90/decode.cu, which asks the copy engine.
 #pragma once
 
-#include "attn/added_scores.cuh"
 #include "attn/decode_output.cuh"
 #include "attn/decode_tile.cuh"
 #include "attn/pages.cuh"
@@ -66,6 +65,16 @@ struct RowsVisible {
   int first, sink;
 
   DEVICE RowLimits row(int r) const { return visible.row(first + r / kHeads); }
+};
+
+// A key tile, as finish_scores asks for it.
+struct OneTile {
+  RowsVisible visible;
+  int key;
+  Edges met;
+
+  DEVICE int first_key(int) const { return key; }
+  DEVICE Edges edges(int) const { return met; }
 };
 
 // A segment, whose tiles are loaded one after the other.
@@ -232,13 +241,13 @@ DEVICE void attend(const ForwardParams& p, unsigned char* shared, const More&...
     };
     const Visible visible = work.key_tiles.visible;
     const RowsVisible rows_visible{visible, work.first, visible.sink};
-    ScoreRule rule(p, work.segment.sequence, work.segment.head, work.segment.q.length, work.segment.k.length,
-                   visible.offset);
-    if constexpr (kConvertsQueries) rule.key_factor *= unit;
-    Softmax softmax(kScaleFirst || ScoreRule::kScaled ? Exponent::kUnit : rule.scale() * Exponent::kUnit);
+    Rules rules(p, work.segment.sequence, work.segment.head, work.first, work.segment.rows, work.segment.q.length,
+                work.segment.k.length, visible.offset, lane);
+    if constexpr (kConvertsQueries) rules.scale_keys(unit);
+    Softmax softmax(kScaleFirst || ScoreRule::kScaled ? Exponent::kUnit : rules.scale() * Exponent::kUnit);
     C o[kRowBlocks][kOutBlocks];
     UNROLL for (int m = 0; m < kRowBlocks; m++) { UNROLL for (int d = 0; d < kOutBlocks; d++) o[m][d] = C{}; }
-    AddedScores<C, kRowBlocks, kKeyBlocks> added;  // nothing: what adds to scores is not for this kernel
+    const bool straight = Added::are_straight(rules, 0, lane);
 
     // All waves take as many turns, though the last ones may have no tile in the last: their slots stay the same.
 #pragma unroll 1
@@ -251,27 +260,25 @@ DEVICE void attend(const ForwardParams& p, unsigned char* shared, const More&...
         load_next();
         continue;
       }
+      const int first_key = work.key_tiles.first_key(tile);
+      // On its way while the tile is waited for.
+      Added added;
+      added.straight = straight;
+      added.load(rules, 0, first_key, lane);
       // The tile is there for all lanes, and all are done with the one before, whose slot is filled anew.
       ring.wait(slot);
       work.real_rows(tile, [&](const auto& real) { ring.clear(slot, real, lane); });
       target::wave_sync();
       if (!Ring::kLoadsLate) load_next();
 
-      const int first_key = work.key_tiles.first_key(tile);
       const auto seen = work.mask.seen(p, first_key, lane);
       C s[kRowBlocks][kKeyBlocks];
       multiply_rows<M, kSteps, kUnrolledSteps>(s, query, ring.keys(slot), lane);
       if (Ring::kLoadsLate) load_next();
-      if constexpr (ScoreRule::kRemakes) remake_scores(s, rule, work.first, first_key, lane, NoVisit{});
-      const SoftmaxScore<kScaleFirst> finish{rule.scale()};
-      UNROLL for (int m = 0; m < kRowBlocks; m++) {
-        UNROLL for (int b = 0; b < kKeyBlocks; b++) {
-          UNROLL for (int e = 0; e < C::kElements; e++) s[m][b].x[e] = finish(s[m][b].x[e], m, b, e, added);
-        }
-      }
+      const SoftmaxScore<kScaleFirst> finish{rules.scale()};
       const Edges edges = visible.edges(first_key, first_key + kTileK - 1, work.first, work.last());
-      mask_scores(s, finish.masked(), rows_visible, edges, 0, first_key, lane, NoVisit{});
-      seen.hide(s, finish.masked(), lane);
+      finish_scores(s, rules, added, finish, OneTile{rows_visible, first_key, edges}, 0, 0, lane);
+      seen.hide(s, finish.masked(), lane, added.forgets());
       // The zeros of probabilities do not hide a NaN.
       if (seen.clear_hidden(lane, [&](int key) { ring.clear_value(slot, key); })) {
         ring.values_are_clean();

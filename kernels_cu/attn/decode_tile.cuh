@@ -1,9 +1,11 @@
 // The tile of the kernels that decode (attn/decode.cuh): its sizes, and the types that follow from them.
 #pragma once
 
+#include "attn/added_scores.cuh"
 #include "attn/mask_of_tile.cuh"
 #include "attn/params.cuh"
 #include "attn/row_partials.cuh"
+#include "attn/row_rules.cuh"
 #include "attn/schedule/line.cuh"
 #include "attn/softmax.cuh"
 #include "attn/visible.cuh"
@@ -37,6 +39,8 @@ static_assert(sizeof(Partials) == kPartialBytes, "the host's is the same");
 using CopyQ = RowCopy<Element, kTileRows, kHeadDim, kDepthQk, kPitchQ, kThreads, kCopyBytes>;
 using Visible = VisibleKeys<kLeft, kRight, kTopLeft>;
 using RowsMask = TileMask<kBlockMask, C, kTileRows, kTileK, kHeads>;
+using Rules = RowRules<C, kRowBlocks, kHeads>;
+using Added = AddedScores<C, kRowBlocks, kKeyBlocks>;
 using Softmax = OnlineSoftmax<C, kRowBlocks>;
 using BlockLine = Line<kRagged, kPaged, kPlainIntegers, Visible, kTileQ, kTileK, kHeads, kHeadsLeft, kWaves, kThreads>;
 

@@ -11,7 +11,8 @@
 template <bool kMasked, class C, int kTileRows, int kTileK, int kHeads>
 struct TileMask {
   struct Seen {
-    DEVICE void hide(C (&)[kTileRows / 16][kTileK / 16], float, int) const {}
+    template <class Hidden>
+    DEVICE void hide(C (&)[kTileRows / 16][kTileK / 16], float, int, const Hidden&) const {}
     template <class Clear>
     DEVICE bool clear_hidden(int, const Clear&) const {
       return false;

@@ -67,6 +67,10 @@ struct ScoreRule {
     if constexpr (config::kFloat8) key_factor = kv_factor(p.k_scale, p, head);
   }
 
+  // Of rows of a tile that are all of this head. Those of several heads have RowRules.
+  DEVICE const ScoreRule& of(int, int) const { return *this; }
+  DEVICE int query(int row) const { return row; }
+
   // Of products with keys as they are stored.
   DEVICE float scale() const {
     if constexpr (config::kFloat8) return p.scores.scale * key_factor;
@@ -175,17 +179,18 @@ DEVICE void cap_products(C (&s)[kRowBlocks][kColumnBlocks], const ScoreRule& rul
   }
 }
 
-// Products become scores, but for what is added to them: queries are rows. visit(m, n, e, i, j, capped): told of each
-// element on the way.
-template <class C, int kRowBlocks, int kKeyBlocks, class Visit>
-DEVICE void remake_scores(C (&s)[kRowBlocks][kKeyBlocks], const ScoreRule& rule, int first_row, int first_key, int lane,
+// Products become scores, but for what is added to them: queries are rows. rules: a ScoreRule or RowRules. visit(m, n,
+// e, i, j, capped): told of each element on the way.
+template <class C, int kRowBlocks, int kKeyBlocks, class Rules, class Visit>
+DEVICE void remake_scores(C (&s)[kRowBlocks][kKeyBlocks], const Rules& rules, int first_row, int first_key, int lane,
                           const Visit& visit) {
-  const float scale = rule.scale();
-  if constexpr (ScoreRule::kScalesCapped) cap_products(s, rule);
+  const float scale = rules.scale();
+  if constexpr (ScoreRule::kScalesCapped) cap_products(s, rules.of(0, 0));
   UNROLL for (int m = 0; m < kRowBlocks; m++) {
     UNROLL for (int n = 0; n < kKeyBlocks; n++) {
       UNROLL for (int e = 0; e < C::kElements; e++) {
-        const int i = first_row + m * 16 + C::row(lane, C::slot(e));
+        const ScoreRule& rule = rules.of(m, C::slot(e));
+        const int i = rules.query(first_row + m * 16 + C::row(lane, C::slot(e)));
         const int j = first_key + n * 16 + C::column(lane, e);
         float& x = s[m][n].x[e];
         if constexpr (ScoreRule::kScalesCapped) {

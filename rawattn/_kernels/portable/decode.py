@@ -22,13 +22,7 @@ from rawattn._kernels.target import Target
 
 ENTRY = "rawattn_decode"
 TILES = "portable_decode"  # the file of its tile tables
-# What changes scores by the head or the position of a query has no code here.
-FEATURES = frozenset(
-    (
-        "ragged", "packed", "left", "right", "top_left", "scale_first", "softcap", "block_mask", "sink_logits", "paged",
-        "float8",
-    )
-)  # fmt: skip
+FEATURES = features.names() - {"dropout"}
 
 # Query rows of all heads that share keys, at most: of more, each of a sequence's tiles would read its keys again. But other
 # kernels read them once for each head.

@@ -1,0 +1,49 @@
+// The rules of a tile whose rows are those of several heads: row r is one of query first + r / kHeads, in head
+// head + r % kHeads. Kernels whose tile has one head take its ScoreRule for all rows.
+#pragma once
+
+#include "attn/params.cuh"
+#include "attn/score_rule.cuh"
+#include "target/target.cuh"
+
+// C: of a product of queries and keys. A lane has a rule for each of its rows.
+template <class C, int kRowBlocks, int kHeads>
+struct RowRules {
+  // rows: that are real; each of the others is as the first one. Of whole sequences the lengths.
+  DEVICE RowRules(const ForwardParams& p, int sequence, int head, int first, int rows, int len_q, int len_k, int offset,
+                  int lane)
+      : RowRules(
+            [&](int n) {
+              const int row = real(n / C::kSlots * 16 + C::row(lane, n % C::kSlots), rows);
+              return ScoreRule(p, sequence, head + row % kHeads, len_q, len_k, offset);
+            },
+            first, rows, typename Upto<kCount>::Numbers{}) {}
+
+  DEVICE const ScoreRule& of(int m, int slot) const { return rules[m * C::kSlots + slot]; }
+  DEVICE int query(int row) const { return first + real(row, rows) / kHeads; }
+  DEVICE float scale() const { return rules[0].scale(); }
+  // Keys are multiplied with `factor` too.
+  DEVICE void scale_keys(float factor) {
+    UNROLL for (int n = 0; n < kCount; n++) rules[n].key_factor *= factor;
+  }
+
+ private:
+  static constexpr int kCount = kRowBlocks * C::kSlots;
+  template <int... n>
+  struct Numbered {};
+  template <int count, int... n>
+  struct Upto : Upto<count - 1, count - 1, n...> {};
+  template <int... n>
+  struct Upto<0, n...> {
+    using Numbers = Numbered<n...>;
+  };
+
+  ScoreRule rules[kCount];
+  int first, rows;
+
+  template <class Make, int... n>
+  DEVICE RowRules(const Make& make, int first, int rows, Numbered<n...>)
+      : rules{make(n)...}, first(first), rows(rows) {}
+
+  DEVICE static int real(int row, int rows) { return row < rows ? row : 0; }
+};

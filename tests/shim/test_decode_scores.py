@@ -1,0 +1,142 @@
+"""What adds to scores and remakes them where rows are those of several heads, in both kernels that decode, on the CPU machine."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rawattn
+from tests import exhaustive
+from tests.paged import BFLOAT16, paged
+from tests.shim.device import Device, MakeDevice
+from tests.shim.paged import OPTIONS, normal, verify_kernel
+from tests.shim.test_decode_mask import F16, F32, KEYS, TILES, arrays, keep
+from tests.shim.whole import run_forward, small_tiles, verify_forward
+
+Make = Callable[[], Device]
+
+
+@pytest.fixture(params=["portable", pytest.param("sm90", marks=pytest.mark.exhaustive)])
+def device(request: pytest.FixtureRequest, machine: MakeDevice, hopper: MakeDevice) -> Make:
+    return machine if request.param == "portable" else hopper
+
+
+BROADCAST = itertools.product((1, 2), (1, 2, 6), (1, 3), (1, KEYS, KEYS - 1), (BFLOAT16, F32))
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "rows", "keys", "dtype"), exhaustive.thin(BROADCAST, 8), ids=str
+)
+def test_every_way_to_broadcast_a_bias(
+    device: Make, batch: int, heads: int, rows: int, keys: int, dtype: Any
+) -> None:
+    """Rows of an odd number of keys have no two that are read at once."""
+    call = [x[:, :keys] if x.shape[1] == KEYS and keys > 1 else x for x in arrays(3, (6, 2))]
+    with small_tiles(**TILES["16" if rows == 1 else "32"]):
+        bias = normal(batch, heads, rows, keys, dtype=dtype)
+        verify_forward(device(), "decode", *call, bias=bias, causal=rows == 3)
+
+
+def added(name: str, heads: int, rows: int) -> dict[str, Any]:
+    """An option that differs from head to head, and from query to query."""
+    slopes = np.linspace(-0.3, 1, heads, dtype=F32)
+    texts = {
+        "line": "score + slope[head] * (kv_idx - 2 * q_idx)",
+        "steep": "score + 40 * slope[head] * (kv_idx - q_idx)",
+        "text": "where(kv_idx % 3 == head % 3, score * slope[head], score - abs(q_idx - kv_idx))",
+    }
+    if name in texts:
+        return {"score_mod": rawattn.ScoreMod(texts[name], slope=slopes)}
+    if name == "alibi":
+        return {"alibi_slopes": slopes}
+    return {"bias": normal(2, heads, rows, KEYS, dtype=BFLOAT16)}
+
+
+ADDED = ("bias", "alibi", "line", "steep", "text")
+
+
+@pytest.mark.parametrize("name", ADDED)
+@pytest.mark.parametrize(
+    ("rows", "heads"), [(1, (4, 4)), (1, (8, 2)), (3, (7, 1)), (9, (6, 2)), (1, (34, 1))], ids=str
+)
+def test_rows_of_heads(device: Make, rows: int, heads: tuple[int, int], name: str) -> None:
+    """Tiles of 16 rows and of 32, full and not, and one whose heads are the last of a group."""
+    with small_tiles(**TILES["32" if rows == 3 else "16"]):
+        options = added(name, heads[0], rows)
+        verify_forward(device(), "decode", *arrays(rows, heads), **options, causal=rows == 9)
+
+
+BESIDE: dict[str, dict[str, Any]] = {
+    "top-left": {"causal": True, "align": "top-left"},
+    "window": {"window": (100, 0), "sink": 20},
+    "softcap": {"softcap": 2.0, "scale": -0.3},
+    "sinks": {"sink_logits": np.array([1, -np.inf, 0.5, -3, 0, 2], F32)},
+    "mask": {"mask": keep(2, 6, 3, KEYS)},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "beside", "splits"),
+    exhaustive.thin(itertools.product(ADDED, BESIDE, (None, 3)), 3),
+    ids=str,
+)
+def test_beside_others(device: Make, name: str, beside: str, splits: int | None) -> None:
+    with small_tiles():
+        options = added(name, 6, 3) | BESIDE[beside]
+        call = arrays(3, (6, 2))
+        verify_forward(device(), "decode", *call, **options, num_splits=splits)
+
+
+def test_all_at_once(device: Make) -> None:
+    options = added("bias", 6, 3) | added("alibi", 6, 3) | added("text", 6, 3) | BESIDE["mask"]
+    with small_tiles():
+        call = arrays(3, (6, 2), dtype=F16)
+        options |= {"bias": options["bias"].astype(F16)}
+        verify_forward(device(), "decode", *call, **options, **BESIDE["sinks"])
+
+
+@pytest.mark.parametrize("name", ADDED)
+@pytest.mark.parametrize("wave", [32, 64])
+def test_waves(machine: MakeDevice, wave: int, name: str) -> None:
+    options = added(name, 6, 3)
+    if name == "bias":
+        options["bias"] = options["bias"].astype(F32)
+    with small_tiles():
+        verify_forward(machine(wave), "decode", *arrays(3, (6, 2), dtype=F32), **options)
+
+
+@pytest.mark.parametrize(
+    "name", ["bias", "bias-by-rows", "alibi", "score_mod", "softcap", "mask-and-window"]
+)
+@pytest.mark.parametrize("group", [False, True])
+def test_pages(device: Make, name: str, group: bool) -> None:
+    """Of sequences of other lengths the bias lies by logical position."""
+    call = paged((70, 9, 129), 24, rows=(4, 9, 1) if group else 3, group=group)
+    verify_kernel(device(), call, family="decode", num_splits=2, **OPTIONS[name])
+
+
+@pytest.mark.parametrize("tiles", TILES)
+def test_keys_without_weight(device: Make, tiles: str) -> None:
+    """-inf hides a key, and where it hides them all the row is 0; the least finite number leaves differences alone."""
+    bias = normal(2, 6, 2, KEYS, dtype=F32)
+    bias[..., 100:200] = -np.inf
+    bias[0, 1] = -np.inf
+    bias[1, 2] = -3e38
+    with small_tiles(**TILES[tiles]):
+        verify_forward(device(), "decode", *arrays(2, (6, 2)), bias=bias)
+
+
+def test_a_bias_of_hidden_keys_is_anything(device: Make) -> None:
+    call = arrays(2, (6, 2))
+    mask = keep(2, 6, 2, KEYS)
+    bias = normal(2, 6, 2, KEYS, dtype=BFLOAT16)
+    with small_tiles():
+        wanted = run_forward(device(), "decode", *call, mask=mask, bias=bias)
+        bias[~mask] = np.nan
+        found = run_forward(device(), "decode", *call, mask=mask, bias=bias)
+    for got, clean in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(got, clean)
