@@ -18,6 +18,7 @@ from rawattn._kernels import registry, tile_tables
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import backward as portable_backward
 from rawattn._kernels.selection import using_tiles
+from rawattn._kernels.sm90 import decode as sm90_decode
 from rawattn._kernels.sm90 import filling
 from rawattn._kernels.sm90 import forward as sm90_forward
 from rawattn._kernels.sm90 import forward_config as sm90_forward_config
@@ -97,6 +98,54 @@ def test_few_rows_under_a_mask(
     assert chosen.name == family
     if family == "sm90":
         assert sm90_forward.choose(problem, H200, Operands()).stream_k == (batch == 1)
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "batch", "heads", "headdim", "family"),
+    [
+        (1, 100, 64, (32, 8), 128, "decode"),
+        (4, 2000, 128, (32, 8), 256, "decode"),
+        (5, 2000, 16, (32, 8), 128, "decode"),
+        (5, 2000, 17, (32, 8), 128, "sm90"),
+        (8, 9000, 2, (32, 8), 128, "sm90"),
+    ],
+)
+@pytest.mark.parametrize("name", ["bias", "alibi_slopes", "softcap"])
+def test_few_rows_whose_scores_change(
+    rows: int, keys: int, batch: int, heads: tuple[int, int], headdim: int, family: str, name: str
+) -> None:
+    """That takes the forward longer, whose tiles have more rows."""
+    shapes = (batch, rows, heads[0], headdim), (batch, keys, heads[1], headdim)
+    q, k = (np.broadcast_to(np.zeros((), np.float16), shape) for shape in shapes)
+    problem, _ = describe(q, k, k, causal=True)
+    shape = batch, 1, rows, keys
+    options = {
+        "bias": ArrayForm("float16", shape, shape),
+        "alibi_slopes": ArrayForm("float32", (1, heads[0]), (1, heads[0])),
+        "softcap": 30.0,
+    }
+    problem = replace(problem, **{name: options[name]})
+    assert registry.choose("attention", problem, H200, Operands()).name == family
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "batch", "heads", "headdim", "shape"),
+    [
+        (1, 1000, 16, (32, 8), 64, (8, 1)),  # a block for each stream of keys, and some are left
+        (1, 1000, 17, (32, 8), 64, (4, 2)),  # two on a multiprocessor
+        (1, 1600, 17, (32, 8), 64, (8, 1)),
+        (1, 700, 40, (32, 8), 64, (4, 2)),
+        (1, 800, 40, (32, 8), 64, (8, 1)),
+    ],
+)
+def test_blocks_of_short_sequences(
+    rows: int, keys: int, batch: int, heads: tuple[int, int], headdim: int, shape: tuple[int, int]
+) -> None:
+    shapes = (batch, rows, heads[0], headdim), (batch, keys, heads[1], headdim)
+    q, k = (np.broadcast_to(np.zeros((), np.float16), each) for each in shapes)
+    problem, _ = describe(q, k, k)
+    config = sm90_decode.choose(problem, H200, Operands())
+    assert (config.waves, config.blocks_per_sm) == shape
 
 
 def tile(

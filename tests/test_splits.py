@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rawattn._call.problem import describe
@@ -128,22 +129,47 @@ def test_more_pieces_than_the_gpu_has_memory_for_are_refused(family: Any) -> Non
     assert scratch(1 << 40, None) < nbytes
 
 
+def line_of(batch: int, keys: int, heads: int, **options: Any) -> splits.Line:
+    q, k = Like(batch, 1, 4 * heads, 128), Like(batch, keys, heads, 128)
+    problem, lengths = describe(q, k, k, **options)
+    config = decode.choose(problem, H200, Operands())
+    tiles = Tiles("q", config.tile_q, decode.tiles_of_heads(problem, config.heads))
+    return splits.line(problem, structure(lengths), config, H200, tiles, config.waves)
+
+
 @pytest.mark.parametrize(
     ("batch", "keys", "heads", "parts"),
     [
         (64, 4096, 4, 32),  # of 33 that there is room for, 31 would end in the midst of a sequence
         (32, 4096, 1, 128),
-        (10, 2048, 8, 16),  # ten would leave too many idle
         (16, 64, 1, 16),  # one for each, though few keys come to it
         (1, 4096, 8, 16),
-        (1, 1 << 20, 1, 132),
+        (1, 1 << 20, 1, 131),
+        (1, 384, 8, 1),  # to join three would take longer than their turns
+        (1, 1000, 8, 8),
+        (1, 2500, 1, 20),
+        (3, 1000, 8, 12),  # of 15 some would have a turn less, and all would be joined
+        (12, 1500, 8, 12),  # to share four more out would end parts in the midst of sequences
+        (12, 20000, 8, 16),
+        (25, 100, 8, 16),  # a turn each: none ends in the midst of one
     ],
 )
 def test_parts_of_a_line(batch: int, keys: int, heads: int, parts: int) -> None:
-    q, k = Like(batch, 1, 4 * heads, 128), Like(batch, keys, heads, 128)
-    problem, lengths = describe(q, k, k)
-    config = decode.choose(problem, H200, Operands())
-    tiles = Tiles("q", config.tile_q, decode.tiles_of_heads(problem, config.heads))
-    line = splits.line(problem, structure(lengths), config, H200, tiles, config.waves)
+    line = line_of(batch, keys, heads)
     assert line.blocks == parts * line.abreast
     assert line.fields(heads)["splits.blocks"] == parts
+
+
+def test_parts_of_lengths() -> None:
+    """As many as there may be: the kernel looks whether fewer take shorter."""
+    seqs = SeqLayout(seqlen_k=np.full(12, 1500))
+    assert line_of(12, 1500, 8, seqs=seqs).blocks == 16 * 8
+
+
+@pytest.mark.parametrize(
+    ("heads", "abreast"),
+    [(1, 1), (8, 8), (11, 11), (28, 14), (32, 32), (40, 40), (48, 24), (71, 1), (128, 64)],
+)
+def test_heads_abreast(heads: int, abreast: int) -> None:
+    """Neighbours in memory, as many as leave few blocks idle."""
+    assert line_of(64, 4096, heads).abreast == abreast

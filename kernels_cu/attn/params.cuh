@@ -151,12 +151,14 @@ struct Splits {
   int least;
   // heads whose blocks read the same keys at the same time (attn/schedule/line.cuh)
   int abreast;
-  // query tiles beside each other that share keys; these three too are of a line
+  // query tiles beside each other that share keys; these four too are of a line
   int of_group;
   // of query tiles, as many abreast in each
   int ranks;
   // of those abreast one, where these decide how many parts a line has
   int blocks;
+  // 1 / the number of parts that keep the memory busy
+  float per_busy;
 };
 
 // A sequence of a ragged batch: the side whose tiles are handed out, and the other one.

@@ -154,6 +154,19 @@ DEVICE bool wave_any(bool predicate) {
   return predicate;
 }
 
+DEVICE unsigned wave_max(unsigned x) {
+  const auto largest = [](void* const* payloads) {
+    unsigned result = 0;
+    for (int lane = 0; lane < kWave; lane++) {
+      const unsigned own = *static_cast<unsigned*>(payloads[lane]);
+      result = own > result ? own : result;
+    }
+    for (int lane = 0; lane < kWave; lane++) *static_cast<unsigned*>(payloads[lane]) = result;
+  };
+  host::meet_wave("wave_max", 0, largest, &x);
+  return x;
+}
+
 DEVICE int wave_count(bool predicate) {
   int mine = predicate;
   const auto count = [](void* const* payloads) {

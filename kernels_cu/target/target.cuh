@@ -6,7 +6,7 @@
 //   index      thread_index(), block_index(), grid_size(), kWave
 //   numbers    infinity()
 //   order      block_sync(), wave_sync(), barrier_sync(id, threads), barrier_arrive(id, threads)
-//   exchange   shuffle(x, lane), shuffle_xor(x, mask), wave_any(predicate), wave_uniform(x)
+//   exchange   shuffle(x, lane), shuffle_xor(x, mask), wave_any(predicate), wave_max(x), wave_uniform(x)
 //   maths      exp2(x), log2(x), tanh(x), reciprocal(x) (to a few bits less), bits_of(x), float_of(bits), to_float(x),
 //   from_float<T>(x)
 //              exp(x), log(x), sin(x), cos(x), sqrt(x), floor(x), fmod(x, y), pow(x, y)

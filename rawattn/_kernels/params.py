@@ -158,10 +158,11 @@ _SPLITS = _struct(
     (
         "int",
         "of_group",
-        "query tiles beside each other that share keys; these three too are of a line",
+        "query tiles beside each other that share keys; these four too are of a line",
     ),
     ("int", "ranks", "of query tiles, as many abreast in each"),
     ("int", "blocks", "of those abreast one, where these decide how many parts a line has"),
+    ("float", "per_busy", "1 / the number of parts that keep the memory busy"),
 )
 ORDERED_SEQUENCE = _struct(
     "OrderedSequence",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -77,23 +78,30 @@ def score_variants(target: Target) -> list[Source]:
 
 
 def _decoded(target: Target) -> list[Source]:
-    """One row of a sequence under a mask, of keys in rows and in pages."""
+    """One row of a sequence, of keys in rows and in pages, with each option that decoding has code for."""
     few: dict[str, Any] = {
         "rows_q": 1,
         "max_seqlen_q": 1,
         "rows_k": _MANY_KEYS,
         "max_seqlen_k": _MANY_KEYS,
     }
-    mask = _form("bool", 1, 1, 1, _MANY_KEYS)
     pages = PageForm(page_size=16, num_pages=1, entries=1, has_indptr=False, dtype="int32")
+    each: list[dict[str, Any]] = [
+        {"mask": _form("bool", 1, 1, 1, _MANY_KEYS)},
+        {"bias": _form("bfloat16", 1, _HEADS, 1, _MANY_KEYS)},
+        {"alibi_slopes": _form("float32", 1, _HEADS)},
+        {"score_mod": _MOD, "captured": (_form("float32", _HEADS),)},
+    ]
     found = []
-    for paged in (False, True):
-        problem = replace(_problem("bfloat16", 128, causal=False, mask=mask), **few)
+    for options, paged in itertools.product(each, (False, True)):
+        problem = replace(_problem("bfloat16", 128, causal=False, **options), **few)
         if paged:
             problem = replace(problem, ragged=True, pages=pages)
+        of_options = {name: contiguous(*x) for name, x in _arrays(problem).items()}
+        operands = Operands(of_options=of_options, alignments=dict.fromkeys(of_options, 0))
         for kernel in (portable_decode, sm90_decode):
-            if kernel.supports(problem, target, Operands()) is None:
-                config = kernel.choose(problem, target, Operands())
+            if kernel.supports(problem, target, operands) is None:
+                config = kernel.choose(problem, target, operands)
                 found.append(replace(config, plain_integers=paged).source())
     return found
 

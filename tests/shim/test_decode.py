@@ -109,6 +109,32 @@ def test_bunches_of_parts(
         verify_decode(device, call)
 
 
+@pytest.mark.parametrize(
+    ("lens", "multiprocessors"),
+    [
+        ((70, 250, 0, 31, 16), 24),  # parts of their own
+        ((70, 5000, 0, 31, 16), 24),  # one is long: equal parts
+        ((40,) * 5, 24),
+        ((10, 0, *range(1, 40)), 200),  # fewer than blocks, more than a block's threads
+        ((90,), 9),
+    ],
+    ids=("short", "long", "even", "many", "one"),
+)
+@pytest.mark.parametrize("rows", [1, 9])
+def test_sequences_that_are_parts(
+    machine: MakeDevice,
+    monkeypatch: pytest.MonkeyPatch,
+    lens: tuple[int, ...],
+    multiprocessors: int,
+    rows: int,
+) -> None:
+    monkeypatch.setitem(ATTRIBUTES, "multiprocessors", multiprocessors)
+    call = paged(lens, 16, rows=rows, heads=(3, 3), dims=(16, 16))
+    device = machine()
+    for _ in range(2):  # counters are 0 again
+        verify_decode(device, call, causal=True, on_device=True)
+
+
 @pytest.mark.parametrize("group", [False, True])
 def test_most_sequences_without_queries(
     machine: MakeDevice, monkeypatch: pytest.MonkeyPatch, group: bool

@@ -1,4 +1,4 @@
-"""What adds to scores and remakes them where rows are those of several heads, in both kernels that decode, on the CPU machine."""
+"""What adds to scores and remakes them where rows are of several heads, in both kernels that decode, on the CPU machine."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 // Which keys of which query tile come in which part of a line, where blocks share keys however long sequences are.
 //
 // The key tiles of all query tiles form a line: of one sequence after the other, of its heads one after the other. It
-// is cut into equal parts. A part begins in one query tile and may end in another: of each it holds a segment. Segments
-// of one query tile are in parts that follow each other, and are merged in the order of keys. Lengths are read where
-// the line is cut, so a batch whose lengths change on the GPU keeps its launch. (Stream-K, Osama et al. 2023, cuts sums
-// of matrix products so.)
+// is cut into equal parts, or where sequences differ and are short, into those. A part begins in one query tile and may
+// end in another: of each it holds a segment. Segments of one query tile are in parts that follow each other, and are
+// merged in the order of keys. Lengths are read where the line is cut, so a batch whose lengths change on the GPU keeps
+// its launch. (Stream-K, Osama et al. 2023, cuts sums of matrix products so.)
 //
 // Some heads stand abreast: each block of a part has one of them. They read the same rows at the same time, and heads
 // of a row are neighbours in memory.
@@ -42,7 +42,7 @@ struct Line {
 
   // What threads tell each other of a line: units of waves, and a sequence, as below.
   struct Room {
-    int sums[kSums];
+    int sums[kSums], longest[kSums];
     int sequence, start, own;
     Span q, k;
   };
@@ -64,22 +64,27 @@ struct Line {
       : p(p),
         part(quotient(target::block_index(), p.splits.abreast)),
         mate(target::block_index() - part * p.splits.abreast),
-        rank(0) {}
+        rank(0),
+        start(0) {}
 
   // Cuts it, from lengths that earlier kernels may have written. room: in shared memory. All threads of the block come
   // here.
   DEVICE void cut(Room& room) {
     if (kRagged && p.batch > 1) {
       find(room);
-    } else {
-      enter(0);
-      const int each = own * p.splits.ranks;
-      total = each * p.batch;
-      share_out();
-      // They are all alike.
-      if (p.batch > 1 && at < end) sequence = quotient(at, each);
-      start = each * sequence;
+      return;
     }
+    enter(0);
+    const int each = own * p.splits.ranks;
+    total = each * p.batch;
+    share_out();
+    if (kRagged && are_alone(own)) {
+      take(part < p.splits.ranks, part);
+      return;
+    }
+    // They are all alike.
+    if (p.batch > 1 && at < end) sequence = quotient(at, each);
+    start = each * sequence;
   }
 
   // The first segment of what is left. There must be some.
@@ -154,29 +159,52 @@ struct Line {
     }
   }
 
-  // A part for each block, unless too few units would come to one: but short sequences have blocks of their own, if
-  // there are as many.
+  // Equal parts, one for each block. Where the host has not seen the lengths, too few units may come to one: then there
+  // are fewer. But short sequences have blocks of their own, if there are as many.
   DEVICE void share_out() {
-    const int least = p.splits.least;
     parts = total;
     if (p.splits.count == 0) {
-      const int blocks = p.splits.blocks;
+      const int blocks = p.splits.blocks, least = kRagged ? p.splits.least : 1;
       int most = blocks;
       if (total < blocks * least) {
-        most = quotient(total + least - 1, least);
+        most = kRagged ? quotient(total + least - 1, least) : total;
         // One without queries has no unit, and no part may be empty: its block would arrive nowhere.
-        const int sequences = p.batch * p.splits.ranks;
-        if (most < sequences) most = sequences < total ? sequences : total;
+        const int streams = p.batch * p.splits.ranks;
+        if (most < streams) most = streams < total ? streams : total;
       }
       parts = most < blocks ? most : blocks;
     }
-    at = end = 0;
-    if (part >= parts) return;
+    whole = longer = at = end = 0;
+    if (parts == 0) return;
     whole = quotient(total, parts);
     longer = total - whole * parts;
+    if (part >= parts) return;
     const int before = quotient(part * longer, parts), rest = part * longer - before * parts;  // as in begin_of
     at = part * whole + before;
     end = at + whole + (rest + longer >= parts ? 1 : 0);
+  }
+
+  // Whether each sequence of a rank is rather a part of its own. A part takes the time of its units, beside that of the
+  // memory for all units. To join what parts leave of a query tile takes as long as some units, of parts that end in the
+  // midst of others longer; beside many units it is little (docs/notes/decode.md). longest: units of one, at most.
+  DEVICE bool are_alone(int longest) const {
+    constexpr int kMost = 16;
+    const int streams = p.batch * p.splits.ranks;
+    if (p.splits.count > 0 || longest > kMost || streams > p.splits.blocks || p.batch > kThreads) return false;
+    // Of equal sequences, several parts each end where those do, but for few such numbers.
+    const bool aligned = total == parts || (total == longest * streams && parts >= 2 * streams);
+    const float join = aligned ? 1.5f : 5.0f, shared = static_cast<float>(whole + (longer > 0 ? 1 : 0));
+    const float memory = static_cast<float>(total) * p.splits.per_busy, alone = static_cast<float>(longest);
+    // alone^2 + memory^2 < (sqrt(shared^2 + memory^2) + join)^2
+    const float root = fmaxf(shared, memory) + 0.4f * fminf(shared, memory);
+    return alone * alone < shared * shared + join * (join + 2.0f * root);
+  }
+  // Such a part, if there is one, of this rank of the sequence that has been entered, which begins at `start`.
+  DEVICE void take(bool exists, int own_rank) {
+    rank = own_rank;
+    start += own * rank;
+    at = start;
+    end = exists ? at + own : at;
   }
 
   // Cuts the line, and enters the first of some sequences where it has this block's part. Each thread has some. What
@@ -185,10 +213,12 @@ struct Line {
     const int thread = target::thread_index(), lane = thread % target::kWave, wave = thread / target::kWave;
     const int some = (p.batch + kThreads - 1) / kThreads;
     int units = 0;
+    unsigned longest = 0;  // units of a sequence
     const int behind = (thread + 1) * some;
     for (int n = (behind < p.batch ? behind : p.batch) - 1; n >= thread * some; n--) {
       enter(n);
       units += own * p.splits.ranks;
+      longest = max_of(own, longest);
     }
     unsigned before = 0, all = units;
     UNROLL for (int mask = 1; mask < target::kWave; mask *= 2) {
@@ -196,16 +226,23 @@ struct Line {
       if (lane & mask) before += other;
       all += other;
     }
-    if (lane == 0) room.sums[wave] = static_cast<int>(all);
+    longest = target::wave_max(longest);
+    if (lane == 0) {
+      room.sums[wave] = static_cast<int>(all);
+      room.longest[wave] = static_cast<int>(longest);
+    }
     target::block_sync();
     total = 0;
     UNROLL for (int n = 0; n < kSums; n++) {
       if (n == wave) before += total;
       total += room.sums[n];
+      longest = max_of(room.longest[n], longest);
     }
     share_out();
+    const bool alone = are_alone(static_cast<int>(longest));
+    const int ranks = p.splits.ranks, own_rank = part - thread * ranks;
     const int from = static_cast<int>(before);
-    if (from <= at && at - from < units) {  // one thread
+    if (alone ? own_rank >= 0 && own_rank < ranks : from <= at && at - from < units) {  // one thread, or none
       room.sequence = thread * some;
       room.start = from;
       room.own = own;
@@ -218,7 +255,10 @@ struct Line {
     own = room.own;
     q = room.q;
     k = room.k;
+    if (alone) take(part < p.batch * ranks, part - sequence * ranks);
   }
+
+  DEVICE static unsigned max_of(unsigned x, unsigned y) { return x > y ? x : y; }
 
   DEVICE void enter(int n) {
     sequence = n;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -16,10 +17,17 @@ from rawattn._kernels.target import Target
 
 # A piece has at least so many keys: what it comes to is written and read once more.
 LEAST_KEYS = 512
-# Likewise of a part of a line.
+# Likewise of a part of a line, of lengths that the host has not seen.
 LEAST_PART_KEYS = 256
-# Heads abreast in a line read 2 KB side by side at D 128.
-MOST_ABREAST = 8
+# To join the parts of a query tile takes as long as so many units, and some more for each that one block reads. Where they
+# end in the midst of other query tiles, a block leaves two.
+_JOIN, _JOIN_EACH, _BROKEN = 2.0, 0.08, 2.0
+_BUNCH, _MOST_OF_ONE = 16, 32  # as in kernels_cu/attn/schedule/shared_tile.cuh
+# Heads abreast in a line read rows that lie side by side: as many as leave no more than a tenth of the blocks idle.
+MOST_ABREAST = 64
+_WORTH_ABREAST = 0.9
+# Of the blocks that run at once, those that keep the memory busy.
+_BUSY = 0.5
 # Where sequences differ, pieces are as long as if this many of them came to each block that runs at once, were all
 # sequences as long as they may be. So a longer sequence has more of them, and none is waited for much longer than for the
 # others. One row is merged at no cost. (Not measured yet.)
@@ -131,8 +139,9 @@ class Line:
     abreast: int
     most: int  # blocks that a launch has at most, whatever the lengths are
     heads: int
+    busy: float = 1.0
 
-    def fields(self, nheads_kv: int) -> dict[str, int]:
+    def fields(self, nheads_kv: int) -> dict[str, float]:
         """Of the parameters."""
         blocks = self.blocks // self.abreast if isinstance(self.blocks, int) else 0
         return {
@@ -142,6 +151,7 @@ class Line:
             "splits.of_group": self.heads // nheads_kv,
             "splits.ranks": self.heads // self.abreast,
             "splits.blocks": blocks,
+            "splits.per_busy": 1 / self.busy,
         }
 
     def patches(self, struct: Struct) -> tuple[tuple[int, str], ...]:
@@ -166,16 +176,58 @@ def line(
     It follows from bounds of the lengths, so a batch that grows within them keeps its kernel and its launch.
     """
     most = _most(structure, tiles)
-    abreast = max(n for n in range(1, MOST_ABREAST + 1) if tiles.heads % n == 0)
+    slots = target.multiprocessors * config.blocks_per_sm
+    abreast = _abreast(tiles.heads, slots)
     keys = _met(problem, config, -(-structure.k.most // config.tile_k))
     if problem.num_splits is not None:
         count = max(1, min(problem.num_splits, keys))
         return Line(replace(tiles, times=count), count, 1, abreast, most * count, tiles.heads)
-    least = max(1, LEAST_PART_KEYS // (config.tile_k * unit))
-    parts = max(most // abreast, -(-most // abreast * max(1, -(-keys // unit)) // least))
-    at_once = max(1, target.multiprocessors * config.blocks_per_sm // abreast)
-    blocks = abreast * min(_unbroken(most // abreast, at_once), parts)
-    return Line(blocks, 0, least, abreast, blocks, tiles.heads)
+    at_once = max(1, slots // abreast)
+    streams, units = most // abreast, max(1, -(-keys // unit))
+    busy = _BUSY * at_once
+    if structure.ragged:
+        least = max(1, LEAST_PART_KEYS // (config.tile_k * unit))
+        parts = min(_unbroken(streams, at_once), streams * -(-units // least))
+    else:
+        least, parts = 1, _parts(streams, units, at_once, busy)
+    blocks = abreast * parts
+    return Line(blocks, 0, least, abreast, blocks, tiles.heads, busy)
+
+
+def _parts(streams: int, units: int, at_once: int, busy: float) -> int:
+    """Of a line of so many sequences of as many units each, where so many parts run at once: what takes the shortest."""
+    if units == 1 or streams == 0:
+        return min(streams, at_once)
+
+    def time(units_of_part: int) -> float:
+        """In units: of a part's, beside what the memory takes for those of all."""
+        return math.hypot(units_of_part, streams * units / busy)
+
+    broken = min(at_once, streams * units)
+    join = _join(max(2, -(-broken // streams))) + _BROKEN
+    found = [(time(-(-streams * units // broken)) + join, broken)]
+    if streams > at_once:
+        unbroken = _unbroken(streams, at_once)
+        if streams % unbroken == 0:
+            found.append((time(streams // unbroken * units), unbroken))
+    for pieces in range(1, min(at_once // streams, units) + 1):
+        found.append((time(-(-units // pieces)) + _join(pieces), streams * pieces))
+    return min(found)[1]
+
+
+def _join(pieces: int) -> float:
+    """What it takes to join the pieces of a query tile, in units."""
+    if pieces <= _MOST_OF_ONE:
+        return _JOIN + _JOIN_EACH * pieces if pieces > 1 else 0.0
+    return 2 * _JOIN + _JOIN_EACH * (_BUNCH + pieces / _BUNCH)
+
+
+def _abreast(heads: int, slots: int) -> int:
+    """How many of these heads stand abreast, where so many blocks run at once."""
+    divisors = [n for n in range(1, min(heads, MOST_ABREAST) + 1) if heads % n == 0]
+    idle = {n: slots % n for n in divisors}  # all of them of more than there are
+    fitting = [n for n in divisors if slots - idle[n] >= _WORTH_ABREAST * slots]
+    return max(fitting, default=1)
 
 
 def _unbroken(tiles: int, parts: int) -> int:

@@ -20,8 +20,9 @@ ENTRY = "rawattn_sm90_decode"
 TILES = "sm90_decode"  # the file of its tile tables
 FEATURES = decode.FEATURES
 LONG_SEQLEN = 4096  # keys of a sequence from which on the table "long" has the faster tiles
-# Of sequences that a block's waves read in so few turns, several blocks begin and end at once, if each has some.
-_SHORT_TURNS, _STREAMS_OF_SHORT = 3, 2
+# Of sequences that a block's waves read in so few turns, several blocks begin and end at once, if there are more streams than
+# multiprocessors; and of so many keys, if each stream has a block of its own then.
+_SHORT_TURNS, _SHORT_KEYS, _SHORT_BLOCKS = 3, 1536, 2
 _BLOCK_ROW_BYTES = 128  # of the swizzle
 _BARRIER_BYTES = 8
 _MORE_BYTES = 1024  # blocks begin at multiples of it
@@ -101,12 +102,11 @@ def choose(problem: Problem, target: Target, operands: Operands) -> Config:
         config = chosen("long")
     else:
         config = chosen("any")
-        turn = config.tile_k * config.waves
         streams = problem.batch * decode.tiles_of_heads(problem, config.heads)
-        if (
-            problem.max_seqlen_k <= _SHORT_TURNS * turn
-            and streams >= _STREAMS_OF_SHORT * target.multiprocessors
-        ):
+        most = _SHORT_TURNS * config.tile_k * config.waves
+        if streams <= _SHORT_BLOCKS * target.multiprocessors:
+            most = max(most, _SHORT_KEYS)
+        if streams > target.multiprocessors and problem.max_seqlen_k <= most:
             config = chosen("short")
     rows = config.tile_k
     if problem.pages is None:

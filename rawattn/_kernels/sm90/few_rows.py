@@ -9,13 +9,30 @@ from rawattn._kernels.portable.decode import TILE_ROWS, WIDE_TILE_HEADDIM
 from rawattn._kernels.sm90 import decode, forward
 from rawattn._kernels.target import Target
 
-# Keys of a sequence in rows, at least: of more than a tile's rows and few columns, of more columns; of half a tile's rows, of a
-# quarter; and where streams of keys leave multiprocessors idle, of half a tile's rows, or of few columns.
-_LEAST_WIDE_NARROW, _LEAST_WIDE = 768, 1024
-_LEAST_HALF, _LEAST = 512, 1024
-_LEAST_IDLE_HALF, _LEAST_IDLE_NARROW = 128, 192
+# Keys of a sequence in rows, at least: of more than a tile's rows and few columns, of more columns, and of scores that are more
+# than products.
+_LEAST_WIDE_NARROW, _LEAST_WIDE, _LEAST_WIDE_SCORED = 768, 1024, 128
+# Of up to a tile's rows, by columns and rows, the first that hold a call: where each stream of keys has a block of its own, two
+# of which a multiprocessor runs at once, and where there are more.
+_LEAST_IDLE = (
+    (96, 16, 96),
+    (128, 8, 96),
+    (128, 16, 512),
+    (256, 4, 128),
+    (256, 8, 512),
+    (256, 16, 768),
+)
+_LEAST_BUSY = (
+    (96, 4, 512),
+    (96, 16, 256),
+    (128, 7, 1024),
+    (128, 16, 512),
+    (256, 16, 1024),
+)
+# Many heads of one query are as many rows of a tile here, and of the forward's each has 16.
+_MANY_HEADS, _LEAST_MANY_HEADS, _LEAST_MANY_WIDE_HEADS = 7, 96, 320
 # Of two tiles' rows, up to so many, and up to so many where the forward has more to find or less to compute: keys in pages, a
-# mask, or few columns.
+# mask, scores that are more than products, or few columns.
 _SOME_KEYS, _FEW_COLUMNS_KEYS, _FEW_COLUMNS = 2048, 8192, 64
 # Rows of the forward's tiles. A head has 16 of them at least, so of few queries a tile is nearly empty.
 _FORWARD_ROWS = 128
@@ -40,10 +57,11 @@ def _many(problem: Problem, target: Target) -> str | None:
 def _are_few(problem: Problem, target: Target) -> bool:
     rows = problem.max_seqlen_q * problem.group_heads
     keys, dim = problem.max_seqlen_k, max(problem.headdim, problem.headdim_v)
-    # Of keys in pages, and under a mask, the forward has more to find, in a launch of its own.
-    finds = problem.pages is not None or problem.mask is not None
+    # The forward finds what is in pages and under a mask in launches of its own, and what changes scores takes it longer.
+    listed = problem.pages is not None or problem.mask is not None
+    finds = listed or _changes_scores(problem)
     tiles, forward_tiles = portable_decode.tiles_of_keys(problem), _forward_tiles(problem)
-    if not finds and keys < _least_keys(problem, target) and forward_tiles < 4 * tiles:
+    if not listed and keys < _least_keys(problem, target) and forward_tiles < 4 * tiles:
         return False
     if rows <= TILE_ROWS or tiles < forward_tiles:
         return True
@@ -61,14 +79,20 @@ def _are_few(problem: Problem, target: Target) -> bool:
 def _least_keys(problem: Problem, target: Target) -> int:
     rows = problem.max_seqlen_q * problem.group_heads
     dim = max(problem.headdim, problem.headdim_v)
+    if _changes_scores(problem):
+        return _LEAST_WIDE_SCORED if rows > TILE_ROWS else 0
     if rows > TILE_ROWS:
         return _LEAST_WIDE_NARROW if dim <= _FEW_COLUMNS else _LEAST_WIDE
-    if problem.batch * problem.nheads_kv <= target.multiprocessors:
-        if dim <= WIDE_TILE_HEADDIM and 2 * rows <= TILE_ROWS:
-            return _LEAST_IDLE_HALF
-        if dim <= _FEW_COLUMNS:
-            return _LEAST_IDLE_NARROW
-    return _LEAST_HALF if 2 * rows >= TILE_ROWS or dim > WIDE_TILE_HEADDIM else _LEAST
+    if problem.max_seqlen_q == 1 and rows >= _MANY_HEADS:
+        return _LEAST_MANY_HEADS if dim <= WIDE_TILE_HEADDIM else _LEAST_MANY_WIDE_HEADS
+    idle = problem.batch * problem.nheads_kv <= 2 * target.multiprocessors
+    table = _LEAST_IDLE if idle else _LEAST_BUSY
+    return next(keys for columns, most, keys in table if dim <= columns and rows <= most)
+
+
+def _changes_scores(problem: Problem) -> bool:
+    options = problem.bias, problem.alibi_slopes, problem.score_mod, problem.softcap
+    return any(option is not None for option in options)
 
 
 def _forward_tiles(problem: Problem) -> int:
