@@ -59,9 +59,13 @@ def added(name: str, heads: int, rows: int) -> dict[str, Any]:
 ADDED = ("bias", "alibi", "line", "steep", "text")
 
 
-@pytest.mark.parametrize("name", ADDED)
+ROWS = ((1, (4, 4)), (1, (8, 2)), (3, (7, 1)), (9, (6, 2)), (1, (34, 1)))
+
+
 @pytest.mark.parametrize(
-    ("rows", "heads"), [(1, (4, 4)), (1, (8, 2)), (3, (7, 1)), (9, (6, 2)), (1, (34, 1))], ids=str
+    ("rows", "heads", "name"),
+    exhaustive.thin([(*each, name) for each in ROWS for name in ADDED], 3),
+    ids=str,
 )
 def test_rows_of_heads(device: Make, rows: int, heads: tuple[int, int], name: str) -> None:
     """Tiles of 16 rows and of 32, full and not, and one whose heads are the last of a group."""
@@ -81,7 +85,7 @@ BESIDE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     ("name", "beside", "splits"),
-    exhaustive.thin(itertools.product(ADDED, BESIDE, (None, 3)), 3),
+    exhaustive.thin(itertools.product(ADDED, BESIDE, (None, 3)), 5),
     ids=str,
 )
 def test_beside_others(device: Make, name: str, beside: str, splits: int | None) -> None:
@@ -99,8 +103,9 @@ def test_all_at_once(device: Make) -> None:
         verify_forward(device(), "decode", *call, **options, **BESIDE["sinks"])
 
 
-@pytest.mark.parametrize("name", ADDED)
-@pytest.mark.parametrize("wave", [32, 64])
+@pytest.mark.parametrize(
+    ("wave", "name"), exhaustive.thin(itertools.product((32, 64), ADDED), 3), ids=str
+)
 def test_waves(machine: MakeDevice, wave: int, name: str) -> None:
     options = added(name, 6, 3)
     if name == "bias":
@@ -109,11 +114,13 @@ def test_waves(machine: MakeDevice, wave: int, name: str) -> None:
         verify_forward(machine(wave), "decode", *arrays(3, (6, 2), dtype=F32), **options)
 
 
+PAGED = ("bias", "bias-by-rows", "alibi", "score_mod", "softcap")
+
+
 @pytest.mark.parametrize(
-    "name", ["bias", "bias-by-rows", "alibi", "score_mod", "softcap", "mask-and-window"]
+    ("group", "name"), exhaustive.thin(itertools.product((False, True), PAGED), 3), ids=str
 )
-@pytest.mark.parametrize("group", [False, True])
-def test_pages(device: Make, name: str, group: bool) -> None:
+def test_pages(device: Make, group: bool, name: str) -> None:
     """Of sequences of other lengths the bias lies by logical position."""
     call = paged((70, 9, 129), 24, rows=(4, 9, 1) if group else 3, group=group)
     verify_kernel(device(), call, family="decode", num_splits=2, **OPTIONS[name])
