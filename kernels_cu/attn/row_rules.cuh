@@ -1,5 +1,5 @@
-// The rules of a tile whose rows are those of several heads: row r is one of query first + r / kHeads, in head
-// head + r % kHeads. Kernels whose tile has one head take its ScoreRule for all rows.
+// The rules of a tile whose rows are those of several heads: row r is query first + r / kHeads of head
+// head + r % kHeads. A tile of one head has its ScoreRule for all rows.
 #pragma once
 
 #include "attn/params.cuh"
@@ -9,7 +9,7 @@
 // C: of a product of queries and keys. A lane has a rule for each of its rows.
 template <class C, int kRowBlocks, int kHeads>
 struct RowRules {
-  // rows: that are real; each of the others is as the first one. Of whole sequences the lengths.
+  // rows: that are real; each of the others is as the first one. len_q, len_k: of the sequence.
   DEVICE RowRules(const ForwardParams& p, int sequence, int head, int first, int rows, int len_q, int len_k, int offset,
                   int lane)
       : RowRules(
@@ -23,9 +23,7 @@ struct RowRules {
   DEVICE int query(int row) const { return first + real(row, rows) / kHeads; }
   DEVICE float scale() const { return rules[0].scale(); }
   // Keys are multiplied with `factor` too.
-  DEVICE void scale_keys(float factor) {
-    UNROLL for (int n = 0; n < kCount; n++) rules[n].key_factor *= factor;
-  }
+  DEVICE void scale_keys(float factor) { UNROLL for (int n = 0; n < kCount; n++) rules[n].key_factor *= factor; }
 
  private:
   static constexpr int kCount = kRowBlocks * C::kSlots;

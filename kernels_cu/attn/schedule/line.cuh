@@ -185,8 +185,8 @@ struct Line {
   }
 
   // Whether each sequence of a rank is rather a part of its own. A part takes the time of its units, beside that of the
-  // memory for all units. To join what parts leave of a query tile takes as long as some units, of parts that end in the
-  // midst of others longer; beside many units it is little (docs/notes/decode.md). longest: units of one, at most.
+  // memory for all units. To join what parts leave of a query tile takes as long as some units, of parts that end in
+  // the midst of others longer; beside many units it is little (docs/notes/decode.md). longest: units of one, at most.
   DEVICE bool are_alone(int longest) const {
     constexpr int kMost = 16;
     const int streams = p.batch * p.splits.ranks;
