@@ -54,7 +54,7 @@ def supports(problem: Problem, target: Target, operands: Operands) -> str | None
 
 
 def supports_forward(problem: Problem, target: Target, operands: Operands) -> str | None:
-    """The same, of a forward: other kernels than Hopper's read a bias element by element."""
+    """The same, of a forward: other kernels than Hopper's forward read a bias element by element."""
     return forward.supports(problem, target, operands) or supports(problem, target, operands)
 
 

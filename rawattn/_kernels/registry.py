@@ -66,6 +66,8 @@ def _with_aligned_bias(verb: str) -> Family:
     ) -> Steps:
         copied = aligned_bias.operands_of(problem, operands)
         family = choose(verb, problem, target, copied)
+        if family.name == "decode":  # it would read the copy as it does the bias
+            return family.steps(problem, structure, operands, target, **more)
         inner = family.steps(problem, structure, copied, target, **more)
         return aligned_bias.around(inner, problem, operands, target)
 

@@ -31,6 +31,8 @@ _MOD = ScoreText(
     scalars=(),
 )
 
+_LINE = _MOD._replace(forward="score - slope[head] * (q_idx - kv_idx)")
+
 
 def _form(dtype: str, *shape: int) -> ArrayForm:
     return ArrayForm(dtype, shape, shape)
@@ -78,23 +80,31 @@ def score_variants(target: Target) -> list[Source]:
 
 
 def _decoded(target: Target) -> list[Source]:
-    """One row of a sequence, of keys in rows and in pages, with each option that decoding has code for."""
-    few: dict[str, Any] = {
-        "rows_q": 1,
-        "max_seqlen_q": 1,
-        "rows_k": _MANY_KEYS,
-        "max_seqlen_k": _MANY_KEYS,
-    }
+    """Few rows of keys in rows and in pages, with each option that decoding has code for: a tile of one query, and of many."""
     pages = PageForm(page_size=16, num_pages=1, entries=1, has_indptr=False, dtype="int32")
-    each: list[dict[str, Any]] = [
-        {"mask": _form("bool", 1, 1, 1, _MANY_KEYS)},
-        {"bias": _form("bfloat16", 1, _HEADS, 1, _MANY_KEYS)},
-        {"alibi_slopes": _form("float32", 1, _HEADS)},
-        {"score_mod": _MOD, "captured": (_form("float32", _HEADS),)},
+    each: list[tuple[int, dict[str, Any]]] = [
+        (1, {"mask": _form("bool", 1, 1, 1, _MANY_KEYS)}),
+        (1, {"bias": _form("bfloat16", 1, _HEADS, 1, _MANY_KEYS)}),
+        (1, {"alibi_slopes": _form("float32", 1, _HEADS)}),
+        (1, {"score_mod": _MOD, "captured": (_form("float32", _HEADS),)}),
+        (16, {"score_mod": _LINE, "captured": (_form("float32", _HEADS),)}),
+        (
+            16,
+            {
+                "mask": _form("bool", 1, 1, 1, _MANY_KEYS),
+                "bias": _form("bfloat16", 1, _HEADS, 16, _MANY_KEYS),
+            },
+        ),
     ]
     found = []
-    for options, paged in itertools.product(each, (False, True)):
-        problem = replace(_problem("bfloat16", 128, causal=False, **options), **few)
+    for (rows, options), paged in itertools.product(each, (False, True)):
+        problem = replace(
+            _problem("bfloat16", 128, causal=False, **options),
+            rows_q=rows,
+            max_seqlen_q=rows,
+            rows_k=_MANY_KEYS,
+            max_seqlen_k=_MANY_KEYS,
+        )
         if paged:
             problem = replace(problem, ragged=True, pages=pages)
         of_options = {name: contiguous(*x) for name, x in _arrays(problem).items()}

@@ -115,21 +115,27 @@ def test_bunches_of_parts(
         ((70, 250, 0, 31, 16), 24),  # parts of their own
         ((70, 5000, 0, 31, 16), 24),  # one is long: equal parts
         ((40,) * 5, 24),
-        ((10, 0, *range(1, 40)), 200),  # fewer than blocks, more than a block's threads
-        ((90,), 9),
+        ((10, 0, *range(1, 40)), 200),
+        ((10, 0, *range(1, 70)), 500),  # more than a block's threads
+        ((90,), 24),
     ],
-    ids=("short", "long", "even", "many", "one"),
+    ids=("short", "long", "even", "some", "many", "one"),
 )
-@pytest.mark.parametrize("rows", [1, 9])
+@pytest.mark.parametrize(
+    ("rows", "heads"),
+    [(1, 3), (9, 3), (1, 7)],
+    ids=("abreast", "rows", "ranks"),  # seven heads would leave three of 24 blocks idle
+)
 def test_sequences_that_are_parts(
     machine: MakeDevice,
     monkeypatch: pytest.MonkeyPatch,
     lens: tuple[int, ...],
     multiprocessors: int,
     rows: int,
+    heads: int,
 ) -> None:
     monkeypatch.setitem(ATTRIBUTES, "multiprocessors", multiprocessors)
-    call = paged(lens, 16, rows=rows, heads=(3, 3), dims=(16, 16))
+    call = paged(lens, 16, rows=rows, heads=(heads, heads), dims=(16, 16))
     device = machine()
     for _ in range(2):  # counters are 0 again
         verify_decode(device, call, causal=True, on_device=True)

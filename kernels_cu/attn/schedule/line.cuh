@@ -1,10 +1,10 @@
 // Which keys of which query tile come in which part of a line, where blocks share keys however long sequences are.
 //
 // The key tiles of all query tiles form a line: of one sequence after the other, of its heads one after the other. It
-// is cut into equal parts, or where sequences differ and are short, into those. A part begins in one query tile and may
-// end in another: of each it holds a segment. Segments of one query tile are in parts that follow each other, and are
-// merged in the order of keys. Lengths are read where the line is cut, so a batch whose lengths change on the GPU keeps
-// its launch. (Stream-K, Osama et al. 2023, cuts sums of matrix products so.)
+// is cut into equal parts, or of short sequences into those. A part begins in one query tile and may end in another: of
+// each it holds a segment. Segments of one query tile are in parts that follow each other, and are merged in the order
+// of keys. Lengths are read where the line is cut, so a batch whose lengths change on the GPU keeps its launch.
+// (Stream-K, Osama et al. 2023, cuts sums of matrix products so.)
 //
 // Some heads stand abreast: each block of a part has one of them. They read the same rows at the same time, and heads
 // of a row are neighbours in memory.
@@ -159,8 +159,8 @@ struct Line {
     }
   }
 
-  // Equal parts, one for each block. Where the host has not seen the lengths, too few units may come to one: then there
-  // are fewer. But short sequences have blocks of their own, if there are as many.
+  // Equal parts, one for each block. In ragged batches too few units may come to one: then there are fewer. But short
+  // sequences have blocks of their own, if there are as many.
   DEVICE void share_out() {
     parts = total;
     if (p.splits.count == 0) {
@@ -201,10 +201,12 @@ struct Line {
   }
   // Such a part, if there is one, of this rank of the sequence that has been entered, which begins at `start`.
   DEVICE void take(bool exists, int own_rank) {
+    at = end = 0;
+    if (!exists) return;
     rank = own_rank;
     start += own * rank;
     at = start;
-    end = exists ? at + own : at;
+    end = at + own;
   }
 
   // Cuts the line, and enters the first of some sequences where it has this block's part. Each thread has some. What

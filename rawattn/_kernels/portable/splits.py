@@ -17,7 +17,7 @@ from rawattn._kernels.target import Target
 
 # A piece has at least so many keys: what it comes to is written and read once more.
 LEAST_KEYS = 512
-# Likewise of a part of a line, of lengths that the host has not seen.
+# Likewise of a part of a line, of ragged batches.
 LEAST_PART_KEYS = 256
 # To join the parts of a query tile takes as long as so many units, and some more for each that one block reads. Where they
 # end in the midst of other query tiles, a block leaves two.
@@ -127,7 +127,7 @@ def affordable(problem: Problem, target: Target, scratch: dict[str, int]) -> dic
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of all key tiles, cut into parts of equal length (kernels_cu/attn/schedule/line.cuh).
+    """A line of all key tiles, cut into parts (kernels_cu/attn/schedule/line.cuh).
 
     blocks: of the launch. count: pieces of each query tile, 0 where parts decide. least: units of a part. abreast: tiles
     of a part, each with its own block. heads: tiles beside each other, of all heads.
