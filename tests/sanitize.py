@@ -25,7 +25,14 @@ from tests.frameworks import TightCuPy
 from tests.gpu.test_api import BAD_INTEGERS, check_bad_integers
 from tests.gpu.test_combine import test_cupy as check_combine
 from tests.partials import FORMS, Form
-from tests.sanitized_calls import Step, append_calls, gathered_calls, matrix, page_calls
+from tests.sanitized_calls import (
+    Step,
+    append_calls,
+    decoded_calls,
+    gathered_calls,
+    matrix,
+    page_calls,
+)
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
 _OPTIONS = {
@@ -45,7 +52,7 @@ def run_calls(part: int, parts: int) -> int:
     # From a pool, an access outside an array would land in memory that is allocated all the same.
     cupy.cuda.set_allocator(None)
     junk = [bad for bad in BAD_INTEGERS if bad.dtype == "int64" and bad.what == "everything"]
-    ours = [*page_calls(), *append_calls(), *gathered_calls()]
+    ours = [*page_calls(), *append_calls(), *gathered_calls(), *decoded_calls()]
     mine = [*matrix(), *FORMS, *ours, *junk][part::parts]
     for call in mine:
         if isinstance(call, Step):

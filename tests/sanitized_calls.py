@@ -19,6 +19,9 @@ from tests.curated_cases import unaligned
 from tests.frameworks import TightCuPy
 from tests.gpu.pages import check_pages
 from tests.gpu.test_append import write
+from tests.gpu.test_decode_scores import SHAPES as DECODED
+from tests.gpu.test_decode_scores import test_rows as check_decoded_scores
+from tests.gpu.test_decode_scores import test_short_sequences as check_short_sequences
 from tests.gpu.test_gather import RULES
 from tests.gpu.test_gather import test_calls as check_gathered
 from tests.gpu.test_gather import test_few_rows as check_gathered_rows
@@ -300,6 +303,19 @@ def gathered_calls() -> list[Callable[[], None]]:
         partial(check_few_rows, "sm90", 60, (4, 2), 64),
         partial(check_gathered_rows, "decode", 1, (2, 2)),
         partial(check_gathered_rows, "decode", 3, (2, 1)),
+    ]
+
+
+def decoded_calls() -> list[Callable[[], None]]:
+    """Few rows whose scores are more than products, and short sequences, each a part of its own."""
+    names = ("bias", "alibi", "line", "text", "together", "bias-32", "bias-of-keys")
+    return [
+        *(
+            partial(check_decoded_scores, *each, "decode")
+            for each in zip(names, DECODED, strict=True)
+        ),
+        partial(check_short_sequences, (300, 20, 0, 255, 31), (8, 8)),
+        partial(check_short_sequences, (90,), (35, 7)),
     ]
 
 
