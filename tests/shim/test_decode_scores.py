@@ -63,7 +63,7 @@ ROWS = ((1, (4, 4)), (1, (8, 2)), (3, (7, 1)), (9, (6, 2)), (1, (34, 1)))
 
 @pytest.mark.parametrize(
     ("rows", "heads", "name"),
-    exhaustive.thin([(*each, name) for each in ROWS for name in ADDED], 3),
+    exhaustive.thin([(*each, name) for each in ROWS for name in ADDED], 4),
     ids=str,
 )
 def test_rows_of_heads(device: Make, rows: int, heads: tuple[int, int], name: str) -> None:
@@ -84,7 +84,7 @@ BESIDE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     ("name", "beside", "splits"),
-    exhaustive.thin(itertools.product(ADDED, BESIDE, (None, 3)), 5),
+    exhaustive.thin(itertools.product(ADDED, BESIDE, (None, 3)), 9),
     ids=str,
 )
 def test_beside_others(device: Make, name: str, beside: str, splits: int | None) -> None:
