@@ -90,7 +90,7 @@ def _entrant(side: str, sides: Sides, nbytes: int) -> Entrant:
     return graphs.entrant(graphs.of_torch, calls, nbytes)
 
 
-def _sdpa(backend: str, q: Any, k: Any, v: Any, causal: bool, mask: Any = None) -> Call:
+def sdpa(backend: str, q: Any, k: Any, v: Any, causal: bool, mask: Any = None) -> Call:
     """Torch's scaled_dot_product_attention, held to one of its kernels."""
     import torch
     from torch.nn import attention
@@ -129,7 +129,7 @@ def _flash4(q: Any, k: Any, v: Any, causal: bool, mask: Any = None) -> Call:
 
 
 _PEERS: dict[str, Callable[[Any, Any, Any, bool, Any], Call]] = {
-    CUDNN: functools.partial(_sdpa, "CUDNN_ATTENTION"),
-    FA2: functools.partial(_sdpa, "FLASH_ATTENTION"),
+    CUDNN: functools.partial(sdpa, "CUDNN_ATTENTION"),
+    FA2: functools.partial(sdpa, "FLASH_ATTENTION"),
     FA4: _flash4,
 }

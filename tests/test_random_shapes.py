@@ -1,0 +1,44 @@
+"""bench/random_shapes.py: what it draws, and what it says of times."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from bench import random_shapes
+from bench.random_shapes import Shape
+from rawattn._bench.grids import CUDNN
+
+
+@pytest.mark.parametrize("keys", random_shapes.KEYS)
+def test_what_is_drawn(keys: str) -> None:
+    """As many of each length's magnitude, within the limits, and again the same."""
+    shapes, again = (
+        [random_shapes.draw(source, keys) for _ in range(200)]
+        for source in (random.Random(3), random.Random(3))
+    )
+    assert shapes == again
+    assert all(2e5 <= shape.nbytes <= 3e8 for shape in shapes)
+    assert all(shape.rows * shape.nheads_q // shape.nheads_kv <= 64 for shape in shapes)
+    assert sum(shape.seqlen_k < 1000 for shape in shapes) > 50
+    assert sum(shape.seqlen_k > 4000 for shape in shapes) > 20
+
+
+def test_what_is_said() -> None:
+    one, two = (Shape("rows", 1, rows, 300, 8, 2, 64) for rows in (1, 4))
+    results = [
+        (one, {"chosen": 2.0, "decode": 2.0, "forward": 1.0, CUDNN: 4.0}),
+        (two, {"chosen": 3.0, "decode": 3.0, "forward": 6.0}),
+    ]
+    first, worst, other, theirs, _ = random_shapes.summary(results)
+    assert first == "over the quicker kernel: 1.414 in the mean of 2, 1 above 1.02"
+    assert worst.startswith("  2.00 ('rows', 1, 1, 300, 8, 2, 64): chosen 2.0, decode 2.0")
+    assert other.startswith("  1.00 ")
+    assert theirs == f"over {CUDNN}: 0.500 in the mean of 1, 0 above 1.02"
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        random_shapes.main(["--keys", "all"])
+    assert "invalid choice: 'all'" in capsys.readouterr().err
