@@ -141,9 +141,9 @@ def test_lengths_go_with_the_layers_to_their_devices() -> None:
     made = ours.visible(batch_size=3, q_length=17, kv_length=17, attention_mask=padding("left"))
     assert made.seqs is not None
     moved = made.to("meta", non_blocking=True)
-    assert moved.layout.seqlen_k.device.type == "meta" and moved.layout.max_seqlen_k == 17
+    assert moved.layout["seqlen_k"].device.type == "meta" and moved.layout["max_seqlen_k"] == 17
     assert (moved.window, moved.align, moved.packed) == (made.window, made.align, made.packed)
-    assert "seqs" not in vars(moved) and made.layout.seqlen_k.device.type == "cpu"
+    assert "seqs" not in vars(moved) and made.layout["seqlen_k"].device.type == "cpu"
 
 
 def test_no_padding_needs_no_lengths(calls: list[Any]) -> None:

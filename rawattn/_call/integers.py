@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rawattn._interop import xla
+from rawattn._interop import dynamo, xla
 from rawattn._interop.arrays import (
     framework_of,
     import_array,
@@ -168,6 +168,8 @@ def check_at_most(name: str, lengths: Integers, most: Integers | int, what: str)
 
 def starts_from_lengths(name: str, value: Any) -> Any:
     """Starts of sequences that follow each other without a gap, int64, where the lengths live."""
+    if dynamo.is_compiling():
+        return dynamo.starts_from_lengths(value)
     if xla.is_traced(value):
         # JAX is loaded, since a function of its own is being traced.
         return sys.modules["jax"].numpy.pad(read(name, value).cumsum(), (1, 0))
@@ -191,6 +193,8 @@ def lengths_from_mask(name: str, value: Any) -> Any:
 
     A mask on the host is refused unless the real tokens of each row come first.
     """
+    if dynamo.is_compiling():
+        return dynamo.lengths_from_mask(value)
     if isinstance(value, (list, tuple)):
         raise TypeError(
             f"{name}: got {type(value).__name__}; expected an array of bool (batch, seqlen), True for a real token; pass "

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from rawattn._call.given import Given, common_batch, read_side
 from rawattn._call.hints import NoOthers, hides_unknown, refuse_unknown
 from rawattn._call.layout import Lengths
 from rawattn._call.layouts_alike import Told, Values, batches, remember, what_tells
+from rawattn._interop import dynamo
 from rawattn._interop.integers import as_array
 from rawattn._interop.xla import is_traced
 
@@ -69,7 +71,8 @@ class SeqLayout:
     Arrays on a GPU are held by reference and read by the kernels at every call, so lengths may grow
     in place; only their shape and dtype are checked, and bad values cannot make a kernel leave its
     arrays. The CPU backend and the reference copy them to the host at each call and wait for it.
-    Arrays that JAX traces are for `rawattn.jax` alone, with the rules of those on a GPU.
+    Arrays that JAX traces are for `rawattn.jax` alone, with the rules of those on a GPU. In a function
+    under torch.compile a layout may be made too; it is checked when the compiled program runs.
 
     Attributes
     ----------
@@ -137,6 +140,8 @@ class SeqLayout:
     # The last call of each verb, by its name: the form of its arrays, these lengths for it or where they are, and what makes it
     # again. By what makes calls again, what that is given instead of starts on the host.
     _calls: dict[Any, Any] = field(init=False)
+    # The arguments of one made while torch.compile traced, which has no other attribute yet.
+    _kept: ClassVar[dict[str, Any] | None] = None
 
     @hides_unknown
     def __init__(
@@ -158,6 +163,20 @@ class SeqLayout:
             refuse_unknown(
                 "SeqLayout", unknown, (*ARRAYS, "max_seqlen_q", "max_seqlen_k"), layout=True
             )
+        if dynamo.is_compiling():
+            self._keep(
+                {
+                    "seqstart_q": seqstart_q,
+                    "seqstart_k": seqstart_k,
+                    "seqlen_q": seqlen_q,
+                    "seqlen_k": seqlen_k,
+                    "cu_seqlen_q": cu_seqlen_q,
+                    "cu_seqlen_k": cu_seqlen_k,
+                    "max_seqlen_q": max_seqlen_q,
+                    "max_seqlen_k": max_seqlen_k,
+                }
+            )
+            return
         # Written out: a loop over all six takes as long as to read one of them.
         arrays: dict[str, Any] = {}
         joined = seqstart_k is seqstart_q and seqstart_q is not None
@@ -205,6 +224,32 @@ class SeqLayout:
                 remember(told, batch)
         fields["batch"] = batch
 
+    def _keep(self, given: dict[str, Any]) -> None:
+        """What it is made of, while torch.compile traces: nothing of it can be read or checked before the program runs."""
+        batch = None
+        for name, x in given.items():
+            if x is not None and name in ARRAYS:
+                batch = len(x) if name.startswith("seqlen") else len(x) - 1
+        set_attribute = object.__setattr__  # not into its dictionary, which torch cannot follow
+        set_attribute(self, "max_seqlen_q", given["max_seqlen_q"])
+        set_attribute(self, "max_seqlen_k", given["max_seqlen_k"])
+        set_attribute(self, "batch", batch)
+        set_attribute(self, "group", given["seqstart_q"] is not None)
+        set_attribute(self, "_kept", given)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Of one that left the program in which it was made, which is made now. Others have all of their attributes."""
+            given = self._kept
+            if given is not None and dynamo.is_compiling():
+                if name == "_arrays":
+                    return given
+            elif given is not None and name in _FIELDS:
+                self.__init__(**given)
+                return getattr(self, name)
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     @functools.cached_property
     def _sides(self) -> tuple[Given, Given]:
         """What is said of q and of k: found by the constructor, but for layouts that it knew without."""
@@ -234,8 +279,12 @@ class SeqLayout:
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy, whose arrays lie elsewhere: without what calls have found."""
-        state = {**self.__dict__, "_bindings": {}, "_calls": {}}
-        state.pop("_sides", None)
+        arrays = (
+            self._arrays
+        )  # of one that left a program the first look at it, which makes all of it
+        state = {**self.__dict__, "_arrays": arrays, "_bindings": {}, "_calls": {}}
+        for name in ("_sides", "_kept"):
+            state.pop(name, None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -286,7 +335,7 @@ class SeqLayout:
         starts_k = None
         if lengths_k is not None:
             starts_k = integers.starts_from_lengths("lengths_k", lengths_k)
-            _check_same_batch("lengths", starts_k.size - 1, starts_q.size - 1)
+            _check_same_batch("lengths", len(starts_k) - 1, len(starts_q) - 1)
         return cls(
             seqstart_q=starts_q,
             seqstart_k=starts_k,
@@ -331,7 +380,7 @@ class SeqLayout:
         lengths_k = lengths_q
         if mask_k is not None:
             lengths_k = integers.lengths_from_mask("mask_k", mask_k)
-            _check_same_batch("mask", lengths_k.size, lengths_q.size)
+            _check_same_batch("mask", len(lengths_k), len(lengths_q))
         return cls(seqlen_q=lengths_q, seqlen_k=lengths_k)
 
     def __repr__(self) -> str:
@@ -347,6 +396,9 @@ class SeqLayout:
             if value is not None:
                 given.append(f"{name}={value}")
         return f"SeqLayout({', '.join(given)})"
+
+
+_FIELDS = frozenset(x.name for x in dataclasses.fields(SeqLayout))
 
 
 def _read_sides(

@@ -49,7 +49,7 @@ class TensorIntegers:
         self, ptr: int, size: int, dtype: np.dtype[Any], device_id: int, tensor: Any
     ) -> None:
         self.ptr, self.size, self.dtype, self.device_id = ptr, size, dtype, device_id
-        self._tensor = tensor
+        self.tensor = tensor
 
     @property
     def data(self) -> TensorIntegers:
@@ -60,7 +60,7 @@ class TensorIntegers:
     def array(self) -> cupy.ndarray:
         """CuPy's, over the tensor's memory."""
         form = self.ptr, (self.size,), self.dtype, None, self.device_id
-        return dlpack.device_array(*form, self._tensor)
+        return dlpack.device_array(*form, self.tensor)
 
     def get(self) -> np.ndarray[Any, Any]:
         """A copy on the host."""

@@ -172,7 +172,12 @@ class Torch(_Reading):
                 address="{x}.data_ptr()",
                 form="{x}.shape, {x}.is_contiguous() or {x}.stride(), {x}.dtype, {x}_",
                 tracked="{x}.requires_grad",
-                names={"tensor": torch.Tensor, "parameter": torch.nn.Parameter},
+                names={
+                    "tensor": torch.Tensor,
+                    "parameter": torch.nn.Parameter,
+                    "traced": torch.compiler.is_dynamo_compiling,
+                },
+                now="not traced()",
             )
         )
         self.kinds = (torch.Tensor, torch.nn.Parameter)

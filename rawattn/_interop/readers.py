@@ -15,7 +15,7 @@ Reader = Callable[..., Any]
 _TEXT = """\
 def read({arguments}):
     try:
-        if not ({plain}):
+        if not ({now} and {plain}):
             return None
         {addresses}
         return [{listed}], ({form}, ({together}) & 15), {tracked}
@@ -31,6 +31,7 @@ class Attributes:
     plain: whether x is what the others are right for; it may bind `x_`. address: of its first element.
     form: what tells arrays of different forms apart, hashable. Of one in C order the shape tells the strides.
     tracked: whether it requires a gradient.
+    now: whether arrays have values at all, asked once.
     """
 
     plain: str
@@ -38,6 +39,7 @@ class Attributes:
     form: str
     tracked: str
     names: Mapping[str, Any]
+    now: str = "True"
 
     def reader(self, given: tuple[bool, ...]) -> Reader:
         """Of that many arrays, None for those that are not given: what `native.Read` says, or None.
@@ -52,6 +54,7 @@ class Attributes:
 
         text = _TEXT.format(
             arguments=", ".join(f"x{n}" for n in range(len(given))),
+            now=self.now,
             plain=" and ".join(each(self.plain)),
             addresses="; ".join(
                 f"{x}p = {one}" for x, one in zip(arrays, each(self.address), strict=True)

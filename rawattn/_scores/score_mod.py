@@ -14,6 +14,7 @@ import numpy as np
 from rawattn._call.argument_kinds import checks_arguments
 from rawattn._call.options import shown
 from rawattn._handles import handle_of
+from rawattn._interop import dynamo
 from rawattn._interop.advice import array_advice, cast
 from rawattn._interop.arrays import framework_of, import_array
 from rawattn._interop.xla import is_traced
@@ -68,6 +69,7 @@ class ScoreMod:
 
     __slots__ = ("__weakref__", "_arrays", "_scalars", "_text", "handle")
 
+    @dynamo.untraced
     @checks_arguments("rawattn.ScoreMod")
     def __init__(
         self,

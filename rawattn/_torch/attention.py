@@ -37,7 +37,7 @@ def attention(
     k : Tensor, (batch, seqlen_k, nheads_kv, D), or (total_k, nheads_kv, D)
     v : Tensor, (batch, seqlen_k, nheads_kv, Dv), or (total_k, nheads_kv, Dv)
     seqs : SeqLayout, optional
-        Of torch tensors, NumPy arrays or lists. In a compiled function: of host integers.
+        Of torch tensors, NumPy arrays or lists, made in a compiled function or before it.
     causal, align
         As in `rawattn.attention`. Where seqlen_q differs from seqlen_k, `causal` is aligned to the bottom right;
         torch's ``is_causal`` is ``align="top-left"``.

@@ -15,6 +15,8 @@ import torch
 from rawattn import ScoreMod, SeqLayout, attention, attention_backward
 from rawattn._call.options import ForwardOptions, Options, flag
 from rawattn._handles import find
+from rawattn._interop import dynamo
+from rawattn._interop.integers import TensorIntegers
 from rawattn._masks.block_mask import BlockMask
 from rawattn._torch.captured import checked, tensors_of, with_tensors
 
@@ -54,7 +56,7 @@ _NAMES = tuple(parameter.split()[1] for parameter in _PARAMETERS)
 
 
 class Layout(NamedTuple):
-    """A `SeqLayout` in tensors: torch can trace it, and it can be made while torch traces."""
+    """A `SeqLayout` in tensors, as the operators take it."""
 
     seqstart_q: Any = None
     seqstart_k: Any = None
@@ -72,24 +74,16 @@ _SAVED = tuple(x.split()[1] for x in _PARAMETERS if x.startswith("Tensor?"))
 _INDICES = {name: _OPTIONS_AT + n for n, name in enumerate(_NAMES)}
 
 
-def layout_of(seqs: SeqLayout | Layout | None) -> Layout:
+def layout_of(seqs: SeqLayout | None) -> Layout:
     """The arrays of `seqs` as tensors, while torch traces."""
     if seqs is None:
         return Layout()
-    if isinstance(seqs, Layout):
-        return seqs
+    given = seqs._kept
+    if given is not None:  # made in the compiled function
+        return Layout(**{name: _tensor(name, x) for name, x in given.items()})
     # Not by its attributes, which may make an array of CuPy's: torch would trace that.
-    given = seqs._arrays
-    return Layout(
-        _tensor("seqstart_q", given.get("seqstart_q")),
-        _tensor("seqstart_k", given.get("seqstart_k")),
-        _tensor("seqlen_q", given.get("seqlen_q")),
-        _tensor("seqlen_k", given.get("seqlen_k")),
-        _tensor("cu_seqlen_q", given.get("cu_seqlen_q")),
-        _tensor("cu_seqlen_k", given.get("cu_seqlen_k")),
-        seqs.max_seqlen_q,
-        seqs.max_seqlen_k,
-    )
+    arrays = {name: _tensor(name, x) for name, x in seqs._arrays.items()}
+    return Layout(**arrays, max_seqlen_q=seqs.max_seqlen_q, max_seqlen_k=seqs.max_seqlen_k)
 
 
 def arguments_of(options: Options, deterministic: Any, backend: str | None) -> tuple[Any, ...]:
@@ -127,7 +121,7 @@ def _check(options: Options) -> None:
         )
     if not _is_int(sink):
         raise TypeError(f"sink: got {sink}, expected an int >= 0")
-    if seqs is not None and not isinstance(seqs, (SeqLayout, Layout)):
+    if seqs is not None and not isinstance(seqs, SeqLayout):
         raise TypeError(f"seqs: got {type(seqs).__name__}, expected a SeqLayout or None")
 
 
@@ -160,14 +154,16 @@ def _seed_of(seed: Any) -> tuple[int | None, Any]:
     return seed, None
 
 
-def _tensor(name: str, array: Any) -> Any:
-    if array is None:
-        return None
-    if isinstance(array, np.ndarray):
-        return torch.from_numpy(array)
+def _tensor(name: str, integers: Any) -> Any:
+    if integers is None or name.startswith("max"):
+        return integers
+    if isinstance(integers, TensorIntegers):
+        return integers.tensor
+    if isinstance(integers, (np.ndarray, list, tuple, torch.Tensor)):
+        return dynamo.tensor(integers)
     raise NotImplementedError(
-        f"seqs: {name} is on a GPU, where torch.compile cannot follow it; expected host integers, as by "
-        f"SeqLayout({name}={name}.cpu()), or a call outside of the compiled function"
+        f"seqs: {name} is a GPU array of another library, which torch.compile cannot follow; expected a tensor, as by "
+        f"torch.from_dlpack({name}), or host integers"
     )
 
 

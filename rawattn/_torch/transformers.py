@@ -19,7 +19,6 @@ from transformers import AttentionInterface, masking_utils
 
 from rawattn import SeqLayout
 from rawattn._torch.attention import attention
-from rawattn._torch.ops import Layout
 
 
 class Visible:
@@ -30,13 +29,13 @@ class Visible:
     def __init__(
         self,
         window: tuple[int | None, int | None],
-        layout: Layout | None = None,
+        layout: dict[str, Any] | None = None,
         *,
         top_left: bool = False,
         packed: bool = False,
     ) -> None:
         self.window = window
-        self.layout = layout
+        self.layout = layout  # the arguments of a `SeqLayout`
         self.align = "top-left" if top_left else "bottom-right"
         self.packed = packed  # the layout is that of (batch * seqlen, nheads, D)
         self.mask: Callable[[], Any] | None = (
@@ -51,19 +50,19 @@ class Visible:
         """What accelerate calls of every argument of a layer, where layers are spread over devices."""
         if self.layout is None:
             return self
-        moved = (
-            x.to(device, non_blocking=non_blocking) if isinstance(x, torch.Tensor) else x
-            for x in self.layout
-        )
+        moved = {
+            name: x.to(device, non_blocking=non_blocking) if isinstance(x, torch.Tensor) else x
+            for name, x in self.layout.items()
+        }
         other = copy.copy(self)
         other.__dict__.pop("seqs", None)
-        other.layout = Layout(*moved)
+        other.layout = moved
         return other
 
     @functools.cached_property
     def seqs(self) -> SeqLayout | None:
-        """The layout, made once for all layers."""
-        return None if self.layout is None else SeqLayout(**self.layout._asdict())
+        """Made once for all layers."""
+        return None if self.layout is None else SeqLayout(**self.layout)
 
 
 def register(name: str) -> None:
@@ -131,12 +130,18 @@ def forward(
     seed = None
     if dropout:
         seed = torch.randint(2**31 - 1, (1,), device=q.device)
-    tracing = torch.compiler.is_compiling()
+    if (
+        torch.compiler.is_compiling()
+    ):  # where to make one costs nothing, and to keep it would break the program
+        layout = attention_mask.layout
+        seqs = None if layout is None else SeqLayout(**layout)
+    else:
+        seqs = attention_mask.seqs
     out = attention(
         q,
         k,
         v,
-        seqs=attention_mask.layout if tracing else attention_mask.seqs,
+        seqs=seqs,
         window=attention_mask.window,
         align=attention_mask.align,
         scale=scaling,
@@ -236,7 +241,7 @@ def _without_mask(
             lengths["seqlen_q"] = rows
         if bool((end < kv_length).any()):
             lengths["seqlen_k"] = end
-        layout = Layout(**_on(device, lengths)) if lengths else None
+        layout = _on(device, lengths) or None
         return Visible(window, layout, top_left=top_left)
 
     each = torch.arange(batch_size)
@@ -247,7 +252,11 @@ def _without_mask(
         "seqstart_k": torch.cat([each * kv_length + first, torch.tensor([batch_size * kv_length])]),
         "seqlen_k": end - first,
     }
-    layout = Layout(**_on(device, lengths), max_seqlen_q=q_length, max_seqlen_k=kv_length)
+    layout = {
+        **_on(device, lengths),
+        "max_seqlen_q": q_length,
+        "max_seqlen_k": kv_length,
+    }
     return Visible(window, layout, top_left=top_left, packed=True)
 
 
@@ -275,16 +284,18 @@ def _spans(mask: Any, batch: int, kv_offset: int, room: int) -> tuple[Any, Any] 
     return first, end
 
 
-def _packed_layout(sequence_ids: Any) -> Layout:
+def _packed_layout(sequence_ids: Any) -> dict[str, Any]:
     """Rows of equal id are a sequence; the next row of the batch begins another."""
     begins = torch.ones_like(sequence_ids, dtype=torch.bool)
     begins[:, 1:] = sequence_ids[:, 1:] != sequence_ids[:, :-1]
     starts = begins.flatten().nonzero().flatten()
     total = starts.new_tensor([sequence_ids.numel()])
     longest = sequence_ids.shape[1]
-    return Layout(
-        seqstart_q=torch.cat([starts, total]).int(), max_seqlen_q=longest, max_seqlen_k=longest
-    )
+    return {
+        "seqstart_q": torch.cat([starts, total]).int(),
+        "max_seqlen_q": longest,
+        "max_seqlen_k": longest,
+    }
 
 
 class _Pattern(NamedTuple):

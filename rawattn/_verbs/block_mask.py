@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from rawattn._call.options import shown
 from rawattn._call.options import whole as whole_number
-from rawattn._interop import arrays
+from rawattn._interop import arrays, dynamo
 from rawattn._interop.arrays import HOST
 from rawattn._masks import host
 from rawattn._masks.block_mask import BlockMask, buffers, finished, map_of, shaped
@@ -21,6 +21,7 @@ _FLEX = {"B": "batch", "H": "nheads", "Q_LEN": "seqlen_q", "KV_LEN": "seqlen_k"}
 _AXES = ("batch", "nheads", "seqlen_q", "seqlen_k")
 
 
+@dynamo.untraced
 def block_mask(
     mask: Any = None,
     *,

@@ -10,6 +10,7 @@ from typing import Any
 from rawattn._call import partials
 from rawattn._call.argument_kinds import checks_arguments
 from rawattn._call.options import DEFAULTS
+from rawattn._interop import dynamo
 from rawattn._kernels.helper_params import MAX_LISTED
 from rawattn._runtime.asked import Asked
 from rawattn._runtime.combine import combine_verb
@@ -17,6 +18,7 @@ from rawattn._runtime.stacked import stacked
 from rawattn._verbs.repeats import repeating
 
 
+@dynamo.untraced
 @checks_arguments("rawattn.combine")
 def combine(outs: Any, lses: Any, *, out: Any = None, dtype: Any = None) -> tuple[Any, Any]:
     """Merge results of attention over disjoint keys: ``out = sum_i exp(lse_i - lse) * out_i``.

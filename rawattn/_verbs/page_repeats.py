@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 from rawattn._call.argument_kinds import argument_kinds, check_arguments
+from rawattn._interop import dynamo
 from rawattn._interop.arrays import framework_of
 from rawattn._interop.native import Read, native
 from rawattn._interop.written import tell_written
@@ -84,6 +85,7 @@ def repeating(
                         return result  # type: ignore[no-any-return]
             return anew(args, options, gathered, key)
 
+        @dynamo.untraced
         def anew(
             args: tuple[Any, ...], options: dict[str, Any], gathered: Gathered | None, key: Any
         ) -> Result:

@@ -17,7 +17,7 @@ from rawattn._call.hints import refuse_unknown
 from rawattn._call.options import Options, flag, shown
 from rawattn._call.seq_layout import SeqLayout
 from rawattn._forgetting import make_room
-from rawattn._interop import arrays
+from rawattn._interop import arrays, dynamo
 from rawattn._interop.native import native
 from rawattn._jax import eager
 from rawattn._runtime import dispatch
@@ -138,6 +138,7 @@ class Plan:
             make_room(self._repeats, _MAX_KNOWN)
             self._repeats[key] = repeat
 
+    @dynamo.untraced
     def _call(self, *args: Any, out: Any = None, into: Any = None, **named: Any) -> Any:
         if (
             out is not None and "out" in self._verb.inputs
@@ -190,6 +191,7 @@ class Plan:
         return (*found[:3], *(getattr(found, name, None) for name in self._verb.gradients))
 
 
+@dynamo.untraced
 def plan(fn: Callable[..., Any], *args: Any, **options: Any) -> Plan:
     """Prepare a call once: no validation, planning or allocation is left for the calls themselves.
 

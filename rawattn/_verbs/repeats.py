@@ -20,6 +20,7 @@ from rawattn._call.layouts_alike import addresses_of, bounds_of
 from rawattn._call.seq_layout import SeqLayout
 from rawattn._call.structure import token
 from rawattn._forgetting import make_room
+from rawattn._interop import dynamo
 from rawattn._interop.arrays import (
     framework_of,
     is_recording,
@@ -172,6 +173,7 @@ def repeating(
                         return result  # type: ignore[no-any-return]
             return anew(args, options, key, beside, mask)
 
+        @dynamo.untraced
         def anew(
             args: tuple[Any, ...],
             options: dict[str, Any],

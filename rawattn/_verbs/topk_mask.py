@@ -10,7 +10,7 @@ import numpy as np
 from rawattn._call import options
 from rawattn._call.argument_kinds import checks_arguments
 from rawattn._call.options import DEFAULTS
-from rawattn._interop import arrays
+from rawattn._interop import arrays, dynamo
 from rawattn._interop.arrays import HOST
 from rawattn._masks.block_mask import BlockMask
 from rawattn._masks.layout import Shape
@@ -20,6 +20,7 @@ from rawattn._verbs.block_mask import block_mask
 _AT_ONCE = 1 << 25
 
 
+@dynamo.untraced
 @checks_arguments("rawattn.topk_mask")
 def topk_mask(
     scores: Any, k: int, *, causal: bool = False, align: str = "bottom-right"

@@ -30,6 +30,9 @@ class OnDevice:
         self.strides = self._values.strides if contiguous else (2 * self.dtype.itemsize,)
         self.flags = SimpleNamespace(c_contiguous=contiguous)
 
+    def __len__(self) -> int:
+        return len(self._values)
+
     def get(self) -> np.ndarray:
         assert self.readable, "a device array was read back"
         return self._values

@@ -1,0 +1,76 @@
+"""What torch.compile meets of this library: layouts made while it traces, and functions that it must not trace.
+
+A traced tensor has no values and no address, and torch's own functions are all that make others of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+def is_compiling() -> bool:
+    """Whether torch.compile traces the caller. Torch is not imported for it."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.compiler.is_dynamo_compiling()
+
+
+def tensor(integers: Any) -> Any:
+    """Those of a NumPy array or a list as a tensor; a tensor as it is."""
+    torch = sys.modules["torch"]
+    if isinstance(integers, np.ndarray):
+        return torch.from_numpy(integers)
+    return torch.tensor(integers) if isinstance(integers, (list, tuple)) else integers
+
+
+def starts_from_lengths(lengths: Any) -> Any:
+    """Starts of sequences that follow each other, int64, (batch + 1,)."""
+    pad = sys.modules["torch"].nn.functional.pad
+    return pad(tensor(lengths).cumsum(0), (1, 0))
+
+
+def lengths_from_mask(mask: Any) -> Any:
+    """Real tokens of each row of a bool mask (batch, seqlen), int64."""
+    return tensor(mask).sum(1)
+
+
+def untraced(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """`function`, around which a program of torch.compile breaks, or says why it does not: it would be traced down to NumPy's
+    functions, of which torch makes its own.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Parameters.args, **options: Parameters.kwargs) -> Result:
+        if is_compiling():
+            outside: Callable[Parameters, Result] = _outside(function)
+            return outside(*args, **options)
+        return function(*args, **options)
+
+    return call
+
+
+_outsides: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+
+def _outside(function: Callable[..., Any]) -> Callable[..., Any]:
+    found = _outsides.get(function)
+    if found is None:
+        found = _outsides[function] = sys.modules["torch"].compiler.disable(function)
+    return found
+
+
+# As torch marks what it is told not to trace, so that it breaks in front of the call, with these words.
+vars(_outside).update(
+    _torchdynamo_disable=True,
+    _torchdynamo_disable_msg=(
+        "this function of rawattn runs outside of compiled programs; in them call rawattn.torch.attention, with masks and "
+        "score functions that were made before"
+    ),
+)

@@ -1,0 +1,78 @@
+"""Programs of `torch.compile` on the host: layouts made in them, and what they break around."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+# ruff: noqa: E402
+
+import torch._dynamo.testing  # noqa: F811  (torch does not load it before it compiles)
+
+from rawattn import SeqLayout
+from rawattn._interop import dynamo
+from rawattn.torch import attention
+from tests import torch_programs
+from tests.layout.on_device import OnDevice
+from tests.torch_programs import LAYOUTS, UNTRACED
+
+pytestmark = pytest.mark.frameworks
+
+
+@pytest.fixture(autouse=True)
+def _forget_compiled() -> None:
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_made_inside(name: str, dynamic: bool) -> None:
+    torch_programs.verify_made_inside(name, "cpu", fullgraph=True, dynamic=dynamic)
+
+
+def test_layouts_made_inside_of_a_program_that_may_break() -> None:
+    torch_programs.verify_made_inside("from-lengths", "cpu", fullgraph=False, dynamic=True)
+
+
+def test_layouts_taken_outside() -> None:
+    torch_programs.verify_taken_outside("cpu")
+
+
+def test_layouts_read_inside() -> None:
+    torch_programs.verify_read_inside("cpu")
+
+
+def test_wrong_layouts_made_inside() -> None:
+    """Refused when the program runs: before, nothing has values."""
+    x = torch.randn(2, 9, 4, 16)
+
+    def run(x, lengths):
+        return attention(x, x, x, seqs=SeqLayout(seqlen_q=lengths))
+
+    compiled = torch.compile(run, backend="eager", fullgraph=True)
+    with pytest.raises(
+        ValueError, match=r"seqlen_q: got length 10 for sequence 1, expected at most 9"
+    ):
+        compiled(x, torch.tensor([3, 10]))
+    with pytest.raises(ValueError, match="seqlen_q: got -1"):
+        compiled(x, torch.tensor([3, -1]))
+
+
+def test_lengths_of_another_library_on_a_gpu() -> None:
+    """Torch cannot follow them, and the program is told what it can."""
+    seqs = SeqLayout(seqlen_q=[3, 5])
+    seqs._arrays["seqlen_q"] = OnDevice([3, 5], "int64")
+    x = torch.randn(2, 9, 4, 16)
+    with pytest.raises(
+        torch._dynamo.exc.Unsupported, match="seqlen_q is a GPU array of another library"
+    ):
+        torch.compile(lambda x: attention(x, x, x, seqs=seqs), fullgraph=True, backend="eager")(x)
+
+
+@pytest.mark.parametrize("name", UNTRACED)
+def test_untraced(name: str) -> None:
+    torch_programs.verify_untraced(name, "cpu")
+
+
+def test_nobody_compiles() -> None:
+    assert not dynamo.is_compiling()

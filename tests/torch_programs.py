@@ -1,0 +1,184 @@
+"""What programs of torch.compile must do on every device with layouts made in them, and around what they cannot trace."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import rawattn
+import rawattn.torch
+from rawattn import SeqLayout
+
+ROWS = 10
+_LENGTHS = [3, 7]  # of two sequences, which fill the packed rows
+_HOST = np.array(_LENGTHS)
+
+Layout = Callable[[Any], SeqLayout]
+
+PACKED: dict[str, Layout] = {
+    "starts": lambda n: SeqLayout(
+        seqstart_q=torch.cat([n.new_zeros(1), n.cumsum(0)]), max_seqlen_q=7, max_seqlen_k=7
+    ),
+    "starts-of-a-list": lambda n: SeqLayout(seqstart_q=[0, 3, 10]),
+    "from-lengths": SeqLayout.from_lengths,
+    "from-lengths-of-both": lambda n: SeqLayout.from_lengths(n, lengths_k=n, max_seqlen_q=ROWS),
+    "from-lengths-of-a-list": lambda n: SeqLayout.from_lengths(_LENGTHS),
+}
+PADDED: dict[str, Layout] = {
+    "lengths": lambda n: SeqLayout(seqlen_q=n, seqlen_k=n),
+    "lengths-int32": lambda n: SeqLayout(seqlen_q=n.int(), seqlen_k=n.int(), max_seqlen_k=7),
+    "lengths-of-lists": lambda n: SeqLayout(seqlen_q=_LENGTHS, seqlen_k=_LENGTHS),
+    "lengths-of-numpy": lambda n: SeqLayout(seqlen_q=_HOST, seqlen_k=_HOST),
+    "from-padding-mask": lambda n: SeqLayout.from_padding_mask(
+        torch.arange(ROWS, device=n.device) < n[:, None]
+    ),
+    "cumulative": lambda n: SeqLayout(
+        cu_seqlen_q=torch.cat([n.new_zeros(1), n.cumsum(0)]), seqlen_k=n
+    ),
+}
+LAYOUTS = {**PACKED, **PADDED}
+
+
+def _arrays(packed: bool, device: str) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    x = torch.randn(2, ROWS, 4, 16, device=device)
+    return x[0] if packed else x, torch.tensor(_LENGTHS, device=device)
+
+
+def _gradient(run: Callable[..., Any], x: Any, *others: Any) -> tuple[Any, Any]:
+    x = x.clone().requires_grad_()
+    out = run(x, *others)
+    out.square().sum().backward()
+    return out.detach(), x.grad
+
+
+def verify_made_inside(name: str, device: str, *, fullgraph: bool, dynamic: bool) -> None:
+    """Forward and backward of a program that makes its layout, beside the same without torch.compile."""
+    make = LAYOUTS[name]
+    x, lengths = _arrays(name in PACKED, device)
+
+    def run(x: Any, lengths: Any) -> Any:
+        return rawattn.torch.attention(x, x.cos(), x, seqs=make(lengths), causal=True)
+
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=fullgraph, dynamic=dynamic)
+    for got, exact in zip(_gradient(compiled, x, lengths), _gradient(run, x, lengths), strict=True):
+        torch.testing.assert_close(got, exact)
+
+
+def verify_given(device: str) -> None:
+    """A layout of tensors made before the program, and others like it: compiled once."""
+    x, lengths = _arrays(False, device)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+
+    def run(x: Any, seqs: SeqLayout) -> Any:
+        return rawattn.torch.attention(x, x.cos(), x, seqs=seqs)
+
+    compiled = torch.compile(run, backend=counter, fullgraph=True)
+    for n in (lengths, lengths + 2, lengths - 3):
+        seqs = SeqLayout(seqlen_q=n, seqlen_k=n)
+        for got, exact in zip(_gradient(compiled, x, seqs), _gradient(run, x, seqs), strict=True):
+            torch.testing.assert_close(got, exact)
+    assert counter.frame_count == 1
+
+
+def verify_taken_outside(device: str) -> None:
+    """A layout that leaves the program in which it was made is like any other."""
+    x, lengths = _arrays(False, device)
+
+    def run(x: Any, lengths: Any) -> tuple[Any, SeqLayout]:
+        seqs = SeqLayout(seqlen_q=lengths, seqlen_k=lengths, max_seqlen_k=ROWS)
+        return rawattn.torch.attention(x, x, x, seqs=seqs), seqs
+
+    out, seqs = torch.compile(run, backend="eager", fullgraph=True)(x, lengths)
+    exact = SeqLayout(seqlen_q=lengths, seqlen_k=lengths, max_seqlen_k=ROWS)
+    for made in (seqs, copy.deepcopy(seqs)):
+        assert repr(made) == repr(exact)
+        assert (made.batch, made.group, made.max_seqlen_q, made.max_seqlen_k) == (
+            2,
+            False,
+            None,
+            ROWS,
+        )
+        torch.testing.assert_close(rawattn.attention(x, x, x, seqs=made), out)
+    with pytest.raises(AttributeError, match="no attribute 'lengths'"):
+        getattr(seqs, "lengths")  # noqa: B009
+
+
+def verify_read_inside(device: str) -> None:
+    """What a program may ask of a layout that it has made."""
+    x, lengths = _arrays(False, device)
+
+    def run(x: Any, lengths: Any) -> Any:
+        seqs = SeqLayout(seqlen_q=lengths, seqlen_k=lengths, max_seqlen_q=ROWS)
+        assert seqs.seqstart_q is None and not seqs.group and seqs.max_seqlen_k is None
+        return x * seqs.batch + seqs.max_seqlen_q + seqs.seqlen_q.sum()
+
+    torch.testing.assert_close(
+        torch.compile(run, backend="eager", fullgraph=True)(x, lengths),
+        x * 2 + ROWS + lengths.sum(),
+    )
+
+
+def _paged(x: Any, lengths: Any) -> Any:
+    pages = x.new_ones(6, 16, 4, 16)
+    table = torch.tensor([[0, 1], [2, 3]], device=x.device)
+    rawattn.append_kv(x[:, :1], x[:, :1], pages, pages * 2, table, seqlen_k=lengths)
+    return rawattn.paged_attention(x, pages, pages, table, seqlen_k=lengths)
+
+
+def _planned(x: Any, lengths: Any) -> Any:
+    plan = rawattn.plan(rawattn.attention, x, x, x)
+    return plan(x, x, x) + plan(q=x, k=x, v=x)
+
+
+def _captured(x: Any, lengths: Any) -> Any:
+    mod = rawattn.ScoreMod("score * factor[head]", factor=x.new_ones(4) * 2)
+    return rawattn.torch.attention(x, x, x, score_mod=mod)
+
+
+UNTRACED: dict[str, Callable[[Any, Any], Any]] = {
+    "attention": lambda x, n: rawattn.attention(x, x, x, causal=True),
+    "lse": lambda x, n: rawattn.attention(x, x, x, return_lse=True)[1],
+    "layout": lambda x, n: rawattn.attention(
+        x, x, x, seqs=SeqLayout(seqlen_q=n, seqlen_k=n), window=(3, 1)
+    ),
+    "mask": lambda x, n: rawattn.attention(x, x, x, mask=torch.ones(10, 10, device=x.device) > 0),
+    "backward": lambda x, n: (
+        rawattn.attention_backward(x, x, x, x, *rawattn.attention(x, x, x, return_lse=True)).dq
+    ),
+    "vjp": lambda x, n: rawattn.attention_vjp(x, x, x)[1](x).dk,
+    "paged": _paged,
+    "combine": lambda x, n: rawattn.combine([x, x], [x.new_ones(2, 4, 10)] * 2)[0],
+    "plan": _planned,
+    "score-mod": _captured,
+    "block-mask": lambda x, n: rawattn.torch.attention(
+        x, x, x, mask=rawattn.block_mask(predicate="q_idx > kv_idx - 2", seqlen_q=10, seqlen_k=10)
+    ),
+    "topk-mask": lambda x, n: rawattn.torch.attention(
+        x, x, x, mask=rawattn.topk_mask(x[0, 0, 0, :10].expand(1, 1, 1, 10), 3)
+    ),
+}
+
+
+def verify_untraced(name: str, device: str) -> None:
+    """A program breaks around what it cannot trace, and one that may not break says what to call."""
+    run = UNTRACED[name]
+    x, lengths = _arrays(False, device)
+
+    def whole(x: Any, lengths: Any) -> Any:
+        return run(x.sin(), lengths).cos()
+
+    exact = whole(x, lengths)
+    broken = torch.compile(whole, backend="eager")
+    for _ in range(3):  # calls that repeat go other ways
+        torch.testing.assert_close(broken(x, lengths), exact)
+    torch._dynamo.reset()
+    with pytest.raises(
+        torch._dynamo.exc.Unsupported, match=r"call rawattn\.torch\.attention, with"
+    ):
+        torch.compile(whole, backend="eager", fullgraph=True)(x, lengths)
