@@ -51,6 +51,18 @@ def _shapes() -> list[Case]:
         dense("gqa-12", 1, 130, 150, nheads_q=24, nheads_kv=2, headdim=128, window=(40, 5), sink=3),
         dense("gqa-16", 2, 77, 41, nheads_q=16, nheads_kv=1, dtype="float16", causal=True),
         dense("gqa-3-of-2", 3, 65, 65, nheads_q=6, nheads_kv=2, causal=True, dtype="float16"),
+        dense("gqa-5-rows", 2, 25, 190, nheads_q=10, nheads_kv=2, headdim=128, causal=True),
+        dense(
+            "gqa-7-rows",
+            1,
+            20,
+            300,
+            nheads_q=7,
+            nheads_kv=1,
+            window=(90, 3),
+            sink=5,
+            dtype="float16",
+        ),
         dense("without-lse", 1, 130, 70, return_lse=False),
     ]
     return cases
@@ -120,6 +132,8 @@ def _ragged() -> list[Case]:
         ragged("many", (1,) * 700, tuple(n % 5 for n in range(700)), nheads_q=4, nheads_kv=1),
         ragged("lead-and-tail", (30, 65), (90, 40), lead=7, tail=11),
         ragged("gqa", (40, 130, 7), (300, 10, 128), nheads_q=6, nheads_kv=2, headdim=128),
+        ragged("gqa-5", (40, 1, 0, 19), (90, 200, 12, 33), nheads_q=5, nheads_kv=1, causal=True),
+        padded("gqa-9", (14, 7), (200, 40), 16, 210, nheads_q=18, nheads_kv=2, headdim_v=40),
         ragged("gqa-8", (40, 200, 7), (300, 210, 9), nheads_q=16, nheads_kv=2, causal=True),
         ragged("window-sink", (90, 200, 3), (250, 200, 100), window=(30, 5), sink=4),
         ragged("window-top-left", (90, 200), (250, 60), window=(30, 5), sink=70, align="top-left"),

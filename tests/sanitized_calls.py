@@ -106,6 +106,9 @@ def matrix() -> list[Step]:
             knobs = {"headdim": headdim, "nheads_q": heads, "nheads_kv": 1}
             masks: dict[str, Any] = {"window": (40, 9)} if n else {"causal": True}
             cases.append(ragged("group", (130, 0, 33), (30, 9, 200), **knobs, **masks))
+        # Heads that it has query by query.
+        knobs = {"headdim": headdim, "nheads_q": 10, "nheads_kv": 2}
+        cases.append(ragged("chunks", (30, 0, 17), (90, 9, 200), **knobs, causal=True))
         # Hopper's tiles for long sequences.
         cases.append(dense("long", 1, 70, LONG_SEQLEN + 9, **one, headdim=headdim, causal=True))
     steps += [Step(case) for case in cases]
@@ -248,6 +251,12 @@ def page_calls() -> list[Callable[[], None]]:
         ),
         partial(check_pages, paged(lens, 16, rows=90, dims=(128, 128)), "sm90", num_splits=1),
         partial(check_pages, paged(lens, 1, rows=90, dims=(128, 128)), "sm90", causal=True),
+        partial(
+            check_pages,
+            paged(lens, 16, rows=30, heads=(7, 1), dims=(128, 128)),
+            "sm90",
+            causal=True,
+        ),
         partial(check_pages, paged(lens, 20, rows=90, dims=(64, 72)), "sm90", **masks),
         partial(check_pages, paged(lens, 7, rows=90, float8="arrays"), "sm90", num_splits=1),
         partial(

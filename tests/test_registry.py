@@ -29,6 +29,25 @@ from rawattn._strides import contiguous
 
 H200 = replace(without_device("sm_90a"), multiprocessors=132)
 NO_OPERANDS = Operands()
+CALL_OF_MANY = Problem(
+    dtype="bfloat16",
+    batch=1,
+    nheads_q=71,
+    nheads_kv=1,
+    headdim=128,
+    headdim_v=128,
+    group=False,
+    rows_q=1,
+    rows_k=128,
+    max_seqlen_q=1,
+    max_seqlen_k=128,
+    ragged=False,
+    window_left=None,
+    window_right=0,
+    sink=0,
+    top_left=False,
+    scale=1.0,
+)
 
 
 @pytest.mark.parametrize(
@@ -42,22 +61,21 @@ NO_OPERANDS = Operands()
         (2, 128, 16, (32, 8), "float16", "decode"),  # few streams of keys, and few rows
         (3, 511, 16, (32, 8), "float16", "sm90"),
         (8, 1023, 1, (32, 8), "float16", "sm90"),
-        (3, 2047, 1, (64, 8), "float16", "decode"),
-        (3, 2049, 1, (64, 8), "float16", "sm90"),
-        (3, 2047, 8, (64, 8), "float16", "sm90"),  # 64 streams of keys
+        (3, 2047, 1, (64, 8), "float16", "sm90"),
+        (3, 2047, 8, (64, 8), "float16", "sm90"),
         (16, 8192, 1, (64, 8), "float16", "sm90"),
         (16, 128, 1, (64, 8), "float32", "decode"),
         (64, 128, 1, (64, 8), "float32", "portable"),
-        # More heads share keys than a tile of the forward has, which reads them once for each of its tiles.
-        (1, 4096, 32, (32, 1), "float16", "decode"),
-        (2, 4096, 32, (71, 1), "float16", "decode"),
-        (2, 128, 32, (71, 1), "float16", "decode"),
-        # Of one query, heads that share keys are rows of one head where sequences fill the machine.
-        (1, 4096, 98, (71, 1), "float16", "decode"),
+        # The forward has all heads that share keys in one tile.
+        (1, 4096, 32, (32, 1), "float16", "sm90"),
+        (2, 4096, 32, (71, 1), "float16", "sm90"),
+        (2, 128, 32, (71, 1), "float16", "sm90"),
+        # Where sequences fill the machine, heads of one query are rows of one head.
+        (1, 4096, 98, (71, 1), "float16", "sm90"),
         (1, 4096, 99, (71, 1), "float16", "sm90"),
         (1, 4096, 50, (142, 2), "float16", "sm90"),
         (1, 4096, 99, (71, 1), "float32", "decode"),
-        (2, 2048, 16, (48, 1), "float16", "decode"),
+        (2, 2048, 16, (48, 1), "float16", "sm90"),
         (4, 2048, 16, (48, 1), "float16", "sm90"),
         (64, 4096, 32, (71, 1), "float16", "sm90"),
         (2, 4096, 2, (71, 1), "float32", "decode"),
@@ -73,6 +91,63 @@ def test_few_rows_on_many_keys_are_decoded(
     q, k = array(rows, heads[0]), array(keys, heads[1])
     problem, _ = describe(q, k, k, causal=True)
     assert registry.choose("attention", problem, H200, Operands()).name == family
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "batch", "headdim", "family"),
+    [
+        (1, 4096, 66, 64, "decode"),
+        (1, 4096, 67, 64, "sm90"),
+        (2, 4096, 4, 64, "sm90"),
+        (1, 4096, 4, 96, "sm90"),
+    ],
+)
+def test_many_heads_of_few_columns(
+    rows: int, keys: int, batch: int, headdim: int, family: str
+) -> None:
+    problem = replace(CALL_OF_MANY, batch=batch, headdim=headdim, headdim_v=headdim)
+    problem = replace(problem, rows_q=rows, rows_k=keys, max_seqlen_q=rows, max_seqlen_k=keys)
+    assert registry.choose("attention", problem, H200, Operands()).name == family
+
+
+@pytest.mark.parametrize(
+    ("group", "rows", "tile_rows", "heads", "interleaved"),
+    [
+        (4, 100, 128, 4, False),
+        (5, 100, 128, 5, True),
+        (5, 128, 128, 1, False),  # six tiles for five
+        (7, 4096, 192, 1, False),
+        (7, 20, 64, 7, True),
+        (8, 4, 64, 8, True),
+        (8, 4, 128, 8, False),
+        (8, 100, 192, 4, False),  # five for six are not worth it
+        (71, 1, 64, 1, False),
+    ],
+)
+def test_heads_of_a_tile(
+    group: int, rows: int, tile_rows: int, heads: int, interleaved: bool
+) -> None:
+    problem = replace(CALL_OF_MANY, nheads_q=group, rows_q=rows, max_seqlen_q=rows)
+    assert sm90_forward.heads_per_tile(problem, tile_rows) == heads
+    assert sm90_forward.interleaves(problem, tile_rows) == interleaved
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"alibi_slopes": ArrayForm("float32", (5,), (5,))},
+        {"sink_logits": ArrayForm("float32", (5,), (5,))},
+        {"mask": ArrayForm("bool", (1, 1, 20, 128), (1, 1, 20, 128))},
+        {"bias": ArrayForm("bfloat16", (1, 1, 20, 128), (1, 1, 20, 128))},
+        {"dropout_p": 0.1},
+        {"float8": True},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_what_differs_from_head_to_head_is_not_interleaved(options: dict[str, Any]) -> None:
+    problem = replace(CALL_OF_MANY, nheads_q=5, rows_q=20, max_seqlen_q=20)
+    assert sm90_forward.interleaves(problem, 128)
+    assert not sm90_forward.interleaves(replace(problem, **options), 128)
 
 
 @pytest.mark.parametrize(

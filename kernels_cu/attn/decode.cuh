@@ -57,15 +57,7 @@ struct Layout {
 DEVICE int next_slot(int slot) { return slot + 1 < kStages ? slot + 1 : 0; }
 DEVICE int last_slot(int slot) { return slot > 0 ? slot - 1 : kStages - 1; }
 
-// What the rows of a tile see: row r is one of query first + r / kHeads.
-struct RowsVisible {
-  static constexpr bool kLimitedLeft = kLeft, kLimitedRight = kRight;
-
-  const Visible& visible;
-  int first, sink;
-
-  DEVICE RowLimits row(int r) const { return visible.row(first + r / kHeads); }
-};
+using RowsVisible = RowsOfHeads<Visible, kHeads>;
 
 // A key tile, as finish_scores asks for it.
 struct OneTile {

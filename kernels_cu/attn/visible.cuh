@@ -64,3 +64,14 @@ struct VisibleKeys {
     return edges;
   }
 };
+
+// What rows see that are those of queries from `first` on, kHeads of each.
+template <class Visible, int kHeads>
+struct RowsOfHeads {
+  static constexpr bool kLimitedLeft = Visible::kLimitedLeft, kLimitedRight = Visible::kLimitedRight;
+
+  const Visible& visible;
+  int first, sink;
+
+  DEVICE RowLimits row(int r) const { return visible.row(first + r / kHeads); }
+};

@@ -135,6 +135,27 @@ struct Consumer {
   }
 };
 
+// Of a consumer's query rows the last one, from its first.
+DEVICE int last_query(const WorkTile& work, int first) {
+  int behind = first + Rows::kOfConsumer;
+  if constexpr (kInterleaved) {
+    const int behind_tile = first_query(work) + kTileQ;
+    if (behind_tile < behind) behind = behind_tile;
+  }
+  return (behind < work.q.length ? behind : work.q.length) - 1;
+}
+
+// Key tiles for rows as a warp counts them: see first_row_of.
+template <class OwnTiles>
+struct TilesByRow {
+  RowsOfHeads<Visible, kHeadsPerTile> visible;
+  const OwnTiles& tiles;
+
+  DEVICE TilesByRow(const OwnTiles& tiles, int first_query)
+      : visible{tiles.visible, first_query, tiles.visible.sink}, tiles(tiles) {}
+  DEVICE int first_key(int n) const { return tiles.first_key(n); }
+  DEVICE Edges edges(int n) const { return tiles.edges(n); }
+};
 DEVICE void to_operands(M::A (&p)[kKeyBlocks], const C (&scores)[1][kKeyBlocks]) {
   UNROLL for (int n = 0; n < kKeyBlocks; n++) p[n] = M::from_accumulator(scores[0][n]);
 }
@@ -167,9 +188,9 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
     // The query rows that this consumer's 64 lie among.
     constexpr int kRows = Rows::kOfConsumer;
     const int first = first_query(work) + (kRows == kTileQ ? 0 : tile_row(index * 64).row);
-    const int last = (first + kRows < work.q.length ? first + kRows : work.q.length) - 1;
+    const int last = last_query(work, first);
     const TileRow own = tile_row(index * 64 + self.warp * 16);
-    const int first_row = first_query(work) + own.row;
+    const int first_row = first_row_of(work, index * 64 + self.warp * 16, own);
     const auto own_tiles = key_tiles.of_rows<kRows>(first, last);
     const TileSpan mine = seen_of_item(own_tiles, key_tiles, span);
 
@@ -209,7 +230,14 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
     // Returns whether the output must be rescaled.
     const auto finish = [&](C(&scores)[1][kKeyBlocks], int n) {
       const SoftmaxScore<kScaleFirst> score{rule.scale()};
-      finish_scores(scores, rule, added, score, own_tiles, n, first_row, self.lane);
+      const auto finish_by = [&](const auto& tiles) {
+        finish_scores(scores, rule, added, score, tiles, n, first_row, self.lane);
+      };
+      if constexpr (kInterleaved) {
+        finish_by(TilesByRow(own_tiles, first_query(work)));
+      } else {
+        finish_by(own_tiles);
+      }
       seen.hide(scores, -target::infinity(), self.lane, added.forgets());
       return softmax.update_row_max(scores, added);
     };
@@ -302,6 +330,17 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
   if constexpr (kTensorStores) ptx::wait_stores_read();
 }
 
+// Rows of queries that are nobody's are no numbers of others either: no copy writes there. All threads come here, and a
+// barrier behind it.
+DEVICE void clear_last_rows(SharedMemory& s) {
+  constexpr int kEach = (kTileRows - kTileQ * kHeadsPerTile) * 128 / 16;  // pieces of a block of columns
+  for (int n = target::thread_index(); n < kQuerySlots * kBlocksQk * kEach; n += kThreads) {
+    unsigned char* const block = s.queries[0] + n / kEach * (kTileRows * 128);
+    reinterpret_cast<Chunk<16>*>(block + kTileQ * kHeadsPerTile * 128)[n % kEach] = Chunk<16>{};
+  }
+  ptx::fence_copies();
+}
+
 }  // namespace forward
 
 KERNEL CLUSTER(forward::kCluster)
@@ -336,6 +375,7 @@ KERNEL CLUSTER(forward::kCluster)
     maps.prefetch();
     if constexpr (kBiasInBoxes) prefetch_bias_map(maps);
   }
+  if constexpr (kInterleaved) clear_last_rows(shared);
   target::launch_dependents();
   target::wait_for_prerequisites();
   shared.own_order.find(p, shared.queries[0]);

@@ -37,8 +37,19 @@ constexpr bool kSharesRegisters = config::kProducerRegisters != config::kConsume
 static_assert(kConsumers > 1 || !kPingPong, "turns are taken among several");
 // A tile is kTileQ query rows of each of kHeadsPerTile neighbouring heads with the same keys (sm90/rows.cuh).
 constexpr int kTileRows = 64 * kConsumers;
-constexpr int kTileQ = kTileRows / kHeadsPerTile;
-static_assert(kTileQ * kHeadsPerTile == kTileRows && kTileQ % 16 == 0, "a warp's 16 rows are those of one head");
+template <bool kUsed>
+struct RowsOf {
+  using Type = TileRows<kTileRows, kHeadsPerTile>;
+};
+template <>
+struct RowsOf<true> {
+  using Type = InterleavedRows<kTileRows, kHeadsPerTile>;
+};
+using Rows = RowsOf<kInterleaved>::Type;
+constexpr int kTileQ = Rows::kTileQ;
+static_assert(!kInterleaved || !(kBias || kAlibi || kScoreMod || kDropout || kBlockMask || kSinkLogits || kFloat8),
+              "what differs from head to head is known to a warp for one head");
+static_assert(!kInterleaved || !kTensorStores, "boxes of the output are of one head");
 // The blocks of a cluster work on neighbouring tiles, and each loads its part of the keys and values for all of them.
 constexpr int kClusterQ = kTileQ * kCluster;
 constexpr int kKeyBlocks = kTileK / 16;
@@ -246,8 +257,28 @@ DEVICE int rank() { return cluster_rank<kCluster>(); }
 // The first query row of this block's tile in each head.
 DEVICE int first_query(const WorkTile& work) { return work.tile * kClusterQ + rank() * kTileQ; }
 
-using Rows = TileRows<kTileQ, kHeadsPerTile>;
 DEVICE TileRow tile_row(int n) { return Rows::at(n); }
+
+// Where rows that follow a warp's first one are: rows of the sequence, of one head, or of the tile where heads are
+// interleaved.
+DEVICE int first_row_of(const WorkTile& work, int n, const TileRow& own) {
+  return kInterleaved ? n : first_query(work) + own.row;
+}
+// The n-th of the warp's. real: it is one of the tile's and of the sequence's.
+struct RowPlace {
+  int row, head;
+  bool real;
+};
+DEVICE RowPlace place_of(const WorkTile& work, int head, int first_row, int n) {
+  if constexpr (kInterleaved) {
+    const TileRow own = tile_row(first_row + n);
+    const int row = first_query(work) + own.row;
+    return {row, work.head + own.head, own.row < kTileQ && row < work.q.length};
+  } else {
+    const int row = first_row + n;
+    return {row, head, row < work.q.length};
+  }
+}
 
 DEVICE MapRows map_rows(const WorkTile& work, const Span& span, int bound) {
   return sm90::map_rows<kRagged, kPacked>(work.sequence, span, bound);

@@ -99,8 +99,8 @@ DEVICE void store_partial(const Sm90ForwardParams& p, const WorkItem& work, cons
   const int thread = target::thread_index_anew() - kWarpgroup;
   const int lane = thread % 32, warp = target::wave_uniform(thread / 32);
   const TileRow own = tile_row(warp * 16);
-  const int first_row = first_query(work) + own.row;
-  if (first_row >= work.q.length) return;
+  const int first_row = first_row_of(work, warp * 16, own);
+  if (!place_of(work, work.head + own.head, first_row, 0).real) return;
 
   const int wave = rank() * kConsumers * 4 + warp;
   Partial* partials = static_cast<Partial*>(p.partials) + wave;

@@ -34,8 +34,8 @@ DEVICE void store_lse(const ForwardParams& p, const WorkTile& work, const Softma
   if (p.lse == nullptr || lane % 4 != 0) return;
   float* const lse = p.lse + work.sequence * p.lse_batch + head * p.lse_head + work.q.start;
   UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
-    const int row = first_row + C::row(lane, slot);
-    if (row < work.q.length) lse[row] = softmax.lse(0, slot);
+    const RowPlace at = place_of(work, head, first_row, C::row(lane, slot));
+    if (at.real) lse[(at.head - head) * p.lse_head + at.row] = softmax.lse(0, slot);
   }
 }
 
@@ -51,14 +51,14 @@ DEVICE void store_rows(const ForwardParams& p, const WorkTile& work, const C (&o
     }
   }
   UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
-    const int row = first_row + C::row(lane, slot);
-    const bool real = row < work.q.length;
+    const RowPlace at = place_of(work, head, first_row, C::row(lane, slot));
     const int first_column = first_block * 16 + lane % 4 * 8;
-    Element* const out = row_at<Element>(p.out, p.out_strides, work.sequence, work.q.start + row, head) + first_column;
+    Element* const out =
+        row_at<Element>(p.out, p.out_strides, work.sequence, work.q.start + at.row, at.head) + first_column;
     UNROLL for (int d = 0; d < kBlocks * 2; d += 4) {
       unsigned piece[4] = {pairs[slot][d], pairs[slot][d + 1], pairs[slot][d + 2], pairs[slot][d + 3]};
       transpose_quad(piece, lane % 4);
-      if (real) store_piece(out + d * 8, piece, kHeadDimV - (d * 8 + first_column));
+      if (at.real) store_piece(out + d * 8, piece, kHeadDimV - (d * 8 + first_column));
     }
   }
 }

@@ -16,12 +16,15 @@ namespace sm90 {
 struct TileRow {
   int head, row;
 };
-template <int kTileQ, int kHeads>
+template <int kTileRows, int kHeads>
 struct TileRows {
+  static constexpr int kTileQ = kTileRows / kHeads;
+  static constexpr bool kInterleaved = false;
   static constexpr int kRun = kTileQ % 64 == 0 || 64 % kTileQ == 0 ? kTileQ : 16;
   static constexpr int kRuns = kTileQ / kRun;
   // Query rows of a consumer, from its first to its last.
   static constexpr int kOfConsumer = kTileQ % 64 == 0 ? 64 : kRun == kTileQ ? kTileQ : 64 / kHeads;
+  static_assert(kTileQ * kHeads == kTileRows && kTileQ % 16 == 0, "a warp's 16 rows are those of one head");
   static_assert(kRun == kTileQ || 64 % (kRun * kHeads) == 0, "a consumer has as many rows of every head");
 
   DEVICE static TileRow at(int n) {
@@ -33,6 +36,19 @@ struct TileRows {
       return {n / kRun % kHeads, n / (kRun * kHeads) * kRun + n % kRun};
     }
   }
+};
+
+// The same where heads are interleaved: query by query, head by head. So heads of any number share a tile, and the last
+// rows of one, fewer than heads, are nobody's.
+template <int kTileRows, int kHeads>
+struct InterleavedRows {
+  static constexpr int kTileQ = kTileRows / kHeads;
+  static constexpr bool kInterleaved = true;
+  static constexpr int kReal = kTileQ * kHeads;
+  // The most that 64 rows are of.
+  static constexpr int kOfConsumer = kTileRows == 64 ? kTileQ : 62 / kHeads + 2;
+
+  DEVICE static TileRow at(int n) { return {n % kHeads, n / kHeads}; }
 };
 
 // Coordinates of a sequence's rows in a tensor map. A ragged map has a row axis that ends where the sequence does,
@@ -65,10 +81,17 @@ DEVICE void load_rows(unsigned char* shared, const ptx::TensorMap* map, ptx::Mba
 }
 
 // The rows of a tile from query row `row` on, which is one of the sequence's `length`: a box of all heads for each run.
+// Interleaved ones are one box, of a map whose heads come before its rows.
 template <int kBlocks, class Rows, int kTileRows>
 DEVICE void load_queries(unsigned char* shared, const ptx::TensorMap* map, ptx::Mbarrier* barrier, const MapRows& rows,
                          int row, int length, int head) {
-  if constexpr (Rows::kRuns == 1) {
+  if constexpr (Rows::kInterleaved) {
+    ptx::mbarrier_arrive_expect(barrier, kBlocks * Rows::kReal * 128);
+    UNROLL for (int b = 0; b < kBlocks; b++) {
+      ptx::copy_tensor_5d<1>(shared + b * kTileRows * 128, map, barrier, b * kColumns, head, rows.first + row,
+                             rows.outer, rows.batch);
+    }
+  } else if constexpr (Rows::kRuns == 1) {
     load_rows<kBlocks, kTileRows, 1>(shared, map, barrier, rows, row, head);
   } else {
     constexpr int kBoxBytes = kTileRows / Rows::kRuns * 128;

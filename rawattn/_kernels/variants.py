@@ -137,6 +137,9 @@ def common_variants(arch: str, *, every: bool = False, purpose: str = "inference
         add("bfloat16", headdim, ragged=ragged, right=0, group=4)
     for group in (1, 4, 8):
         add("bfloat16", 128, ragged=True, right=0, group=group, pages=_PAGES)
+    # Chunks of heads that no tile divides.
+    for headdim, pages in ((64, None), (128, None), (128, _PAGES), (256, None)):
+        add("bfloat16", headdim, ragged=True, right=0, group=5, seqlens=(20, 1), pages=pages)
     if every:
         for headdim in (32, *usual):
             add("float32", headdim, ragged=True, right=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import nullcontext
 from typing import Any
 
@@ -158,6 +159,31 @@ def test_tiles_shared_out_by_keys(headdim: int, in_clusters: bool) -> None:
             verify(dense("shared", 1, rows_q, rows_k, **knobs), CUPY)
             if compiler.device_arch(0) == sm90_forward.ARCH:
                 assert _last_launch("stream_k")["tiles"] > 0
+
+
+@pytest.mark.parametrize("group", [3, 5, 7, 8, 12, 40])
+@pytest.mark.parametrize("headdim", [64, 96, 128, 192, 256])
+def test_heads_interleaved(headdim: int, group: int) -> None:
+    """Chunks of heads that tiles do not divide, as calls choose tiles, and in pieces."""
+    knobs = {"headdim": headdim, "nheads_q": 2 * group, "nheads_kv": 2}
+    rows = 100 // group + 3
+    lens = (rows, 0, 1, rows // 2 + 1, 2 * rows), (700, 40, 90, 33, 1300)
+    cases = (
+        dense("chunk", 2, rows, 1500, **knobs, causal=True),
+        dense("capped", 3, rows + 5, 700, **knobs, softcap=4.0, dtype="float16"),
+        dense("window", 1, rows, 900, **knobs, window=(300, 2), sink=5),
+        ragged("ragged", *lens, **knobs, causal=True, on_device=group % 2 == 0),
+        padded("padded", *lens, 2 * rows + 3, 1301, **knobs, headdim_v=headdim - 24),
+        ragged("gaps", *lens, **knobs, layout="gaps", give_out=True, dtype="float16"),
+    )
+    interleaved = 0
+    for case, around in itertools.product(cases, (nullcontext, sharing)):
+        with only("sm90"), around():
+            verify(case, CUPY)
+        if compiler.device_arch(0) == sm90_forward.ARCH:
+            interleaved += _last_call().prepared.config.interleaved
+    if compiler.device_arch(0) == sm90_forward.ARCH:
+        assert interleaved or group not in (5, 7)
 
 
 @pytest.mark.parametrize("headdim", [64, 128, 192])

@@ -58,6 +58,25 @@ def test_few_rows_of_several_heads(dims: tuple[int, int], options: dict[str, Any
 
 
 @pytest.mark.parametrize("options", [{"causal": True}, {"window": (100, 0), "sink": 3}], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (192, 128)], ids=str)
+def test_chunks_of_heads_that_no_tile_divides(
+    dims: tuple[int, int], options: dict[str, Any]
+) -> None:
+    """Whole tiles and pieces, pages that boxes bring and rows that lanes copy."""
+    for page_size, heads, rows in ((16, (5, 1), (30, 0, 1, 77)), (7, (14, 2), (20, 33, 9, 1))):
+        packed = paged(
+            (900, 33, 100, 2100), page_size, rows=rows, heads=heads, dims=dims, group=True
+        )
+        padded = paged(
+            (900, 33), page_size, rows=(rows[0], rows[2]), room_q=40, heads=heads, dims=dims
+        )
+        for call in (packed, padded):
+            check_pages(call, "sm90", **options)
+            with sharing():
+                check_pages(call, "sm90", **options)
+
+
+@pytest.mark.parametrize("options", [{"causal": True}, {"window": (100, 0), "sink": 3}], ids=str)
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
 def test_more_heads_than_a_tile_has_rows(dims: tuple[int, int], options: dict[str, Any]) -> None:
     """The last tile of the heads that share keys has fewer."""

@@ -84,15 +84,12 @@ class Sm90Cell(Cell):
         if self.shape is None:
             return config
         alone = {1: 256, 2: 232, 3: 160, 4: 112}[self.shape.consumers]
-        heads = sm90_forward.heads_per_tile(
-            self.call.problem, sm90_forward_config.rows_of(self.shape.consumers)
-        )
         with tensor_stores():
             allowed = chosen(self.case)
         fields = self.shape._asdict()
         fields["tensor_stores"] &= allowed is not None and allowed.tensor_stores
         fields["consumer_registers"] = fields["consumer_registers"] or alone
-        return replace(config, **fields, heads_per_tile=heads)
+        return sm90_forward.with_heads(replace(config, **fields), self.call.problem)
 
     def run(self, builder: Builder) -> tuple[np.ndarray, np.ndarray | None]:
         seed = zlib.crc32(str(self).encode())

@@ -73,16 +73,15 @@ def test_garbage_stays_in_bounds(
     config = portable_forward.choose(problem, Target("sm_80", 1 << 17), Operands())
     config = replace(config, tile_q=32, tile_k=16, waves=2)
     persistent = sm90_forward.choose(problem, without_device(sm90_forward.ARCH), Operands())
-    heads = sm90_forward.heads_per_tile(problem, 64 * 2)
     persistent = replace(
         persistent,
         tile_k=16,
         consumers=2,
         cluster=2 if family == "cluster" else 1,
         consumer_registers=232,
-        heads_per_tile=heads,
         tensor_stores=family == "stores",
     )
+    persistent = sm90_forward.with_heads(persistent, problem)
     for seed in seeds:
         rng = np.random.default_rng([seed, group, dtype == "int64"])
         lengths = Lengths(

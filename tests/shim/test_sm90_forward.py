@@ -121,6 +121,32 @@ def cells_of_kept_tiles() -> Iterable[Sm90Cell]:
     yield Sm90Cell(case=group, shape=SMALL, kept_tiles=3)
 
 
+def cells_of_interleaved() -> Iterable[Sm90Cell]:
+    """Heads of a group query by query, in tiles whose last rows are nobody's: for every kind of mask, and in pieces."""
+    masks: tuple[dict[str, Any], ...] = (
+        {"causal": True}, {"window": (9, 4), "sink": 3}, {"window": (None, 3), "align": "top-left"}, {"softcap": 3.0}
+    )  # fmt: skip
+    shapes = itertools.cycle((SMALL, LONE, LATE, Sm90Tiles(16, 4, 2, False), PAIR))
+    groups = itertools.cycle((5, 7, 3, 9, 40, 8, 16, 6))
+    for n, (mask, kind) in enumerate(itertools.product(masks, range(5))):
+        group, shape = next(groups), next(shapes)
+        rows = 64 * shape.consumers // group  # queries of a tile
+        knobs = {"nheads_kv": 2, "nheads_q": 2 * group, "headdim": (16, 72)[n % 2], **mask}
+        knobs |= {"headdim_v": (16, 80, 40)[n % 3], "dtype": ("bfloat16", "float16")[n // 2 % 2]}
+        lens = (rows, 1, 0, max(1, rows // 2)), (33, 20, 17, 97)
+        name, half = f"interleaved{n}", max(1, rows // 2)
+        sharing = {"blocks": 7, "stream_k": True, "by_length": "causal" in mask}
+        cell = (
+            Sm90Cell(case=dense(name, 2, half, 101, **knobs), shape=shape, seed=n),
+            Sm90Cell(case=ragged(name, *lens, **knobs, on_device=n % 2 == 0), shape=shape, seed=n),
+            Sm90Cell(case=padded(name, *lens, rows + 3, 100, **knobs), shape=shape, seed=n),
+            Sm90Cell(case=dense(name, 1, half, 400, **knobs), shape=shape, seed=n, **sharing),
+            Sm90Cell(case=ragged(name, *lens, **knobs), shape=shape, blocks=9, stream_k=True),
+        )[kind]
+        if cell.config.interleaved:
+            yield cell
+
+
 def cells_of_groups() -> Iterable[Sm90Cell]:
     """Rows of a group's heads in one tile: whole and parts of a consumer's 64 rows, for every kind of mask."""
     lens = (5, 0, 41, 130, 16, 1), (33, 20, 0, 130, 97, 64)
@@ -359,6 +385,7 @@ CELLS = [
     *cells_of_table(),
     *cells_of_sections(),
     *cells_of_kept_tiles(),
+    *cells_of_interleaved(),
     *cells_of_groups(),
     *cells_of_dims(),
     *cells_of_chance(),

@@ -32,8 +32,8 @@ _LEAST_BUSY = (
 # Many heads of one query are as many rows of a tile here, and of the forward's each has 16.
 _MANY_HEADS, _LEAST_MANY_HEADS, _LEAST_MANY_WIDE_HEADS = 7, 96, 320
 # Of two tiles' rows, up to so many, and up to so many where the forward has more to find or less to compute: keys in pages, a
-# mask, scores that are more than products, or few columns.
-_SOME_KEYS, _FEW_COLUMNS_KEYS, _FEW_COLUMNS = 2048, 8192, 64
+# mask, scores that are more than products, or few columns; plain calls of no more than some columns.
+_SOME_KEYS, _FEW_COLUMNS_KEYS, _FEW_COLUMNS, _SOME_COLUMNS = 2048, 8192, 64, 96
 # Rows of the forward's tiles. A head has 16 of them at least, so of few queries a tile is nearly empty.
 _FORWARD_ROWS = 128
 
@@ -67,9 +67,15 @@ def _are_few(problem: Problem, target: Target) -> bool:
         return True
     narrow = dim <= _FEW_COLUMNS
     quick = narrow or finds
-    if dim > WIDE_TILE_HEADDIM or keys > (_FEW_COLUMNS_KEYS if quick else _SOME_KEYS):
-        return False
     streams, all_busy = problem.batch * problem.nheads_kv, target.multiprocessors
+    if problem.max_seqlen_q == 1 and narrow and streams <= all_busy // 2:
+        return True
+    # Of plain calls the forward has few rows of several heads in one small tile.
+    plain = problem.mask is None and not _changes_scores(problem)
+    if dim > (_SOME_COLUMNS if plain else WIDE_TILE_HEADDIM):
+        return False
+    if keys > (_FEW_COLUMNS_KEYS if quick else _SOME_KEYS):
+        return False
     if rows <= 2 * TILE_ROWS:
         return streams <= (all_busy if quick else all_busy // 4)
     quick = narrow or problem.mask is not None

@@ -44,6 +44,8 @@ _FEW_ROUNDS, _SOME_ROUNDS, _SHORT_SEQLEN, _SHORT_SCORED_SEQLEN, _LONE_SEQLEN = 2
 _SHORT_MASKED_SEQLEN = 400
 # Keys of a sequence from which on blocks do not share a multiprocessor: each reads them for itself.
 _CROWDED_KEYS = 1024
+# Tiles of interleaved heads must be so many fewer: they end in rows that are nobody's.
+_WORTH_INTERLEAVING = 0.8
 # Another row of the tables must be expected to take less than this of the usual one's time.
 _WORTH_CHANGING = 0.96
 # Blocks that share a multiprocessor: of ragged batches four have no registers.
@@ -116,12 +118,12 @@ def choose(problem: Problem, target: Target, operands: Operands) -> Config:
         headdim=problem.headdim,
         headdim_v=problem.headdim_v,
         **fields,
-        heads_per_tile=heads_per_tile(problem, rows_of(fields["consumers"])),
         **known,
         store_bytes=store_bytes,
         stream_k=shared,
     )
-    config = with_bias(with_room(config, target), problem, target, operands)
+    config = with_heads(with_room(config, target), problem)
+    config = with_bias(config, problem, target, operands)
     if problem.pages is not None:
         copied = copy_engine.copies_rows(problem)
         config = replace(
@@ -145,6 +147,17 @@ def with_room(config: Config, target: Target) -> Config:
         else:
             config = replace(config, tile_k=config.tile_k - 16)
     return config
+
+
+def with_heads(config: Config, problem: Problem) -> Config:
+    """The same, whose tiles hold so many heads as they should. Of interleaved ones lanes store the output."""
+    interleaved = interleaves(problem, config.tile_rows)
+    return replace(
+        config,
+        heads_per_tile=heads_per_tile(problem, config.tile_rows),
+        interleaved=interleaved,
+        tensor_stores=config.tensor_stores and not interleaved,
+    )
 
 
 def with_bias(config: Config, problem: Problem, target: Target, operands: Operands) -> Config:
@@ -260,12 +273,12 @@ def _fields(problem: Problem, target: Target, wide: int) -> tuple[dict[str, Any]
         if table == "paged":
             others += (row.fields for row in _rows(table, wide)[1:])
 
-    def duration(choice: tuple[Mapping[str, Any], bool], problem: Problem) -> float:
+    def duration(choice: tuple[Mapping[str, Any], bool], lengths: Problem) -> float:
         fields, shared = choice
         heads = heads_per_tile(problem, rows_of(fields["consumers"]))
-        least = least_piece(problem, fields["tile_k"]) if shared else 0
+        least = least_piece(lengths, fields["tile_k"]) if shared else 0
         return filling.duration(
-            problem, target.multiprocessors, fields, heads, _blocks(fields), least
+            lengths, target.multiprocessors, fields, heads, _blocks(fields), least
         )
 
     rows_of_tables = (usual, *others)
@@ -361,11 +374,41 @@ def _table(problem: Problem) -> str:
 
 
 def heads_per_tile(problem: Problem, tile_rows: int) -> int:
-    """Query heads of a kv head whose rows share a tile: as many as fit.
+    """Query heads of a kv head whose rows share a tile: as many as fit, or all of them interleaved.
 
     Fewer query rows a tile waste fewer products at the edges of masks and at the ends of sequences, and fewer tiles read the
-    same keys. A warp's 16 rows must be those of one head (docs/notes/hopper-forward.md).
+    same keys.
     """
+    return (
+        problem.group_heads if interleaves(problem, tile_rows) else _heads_apart(problem, tile_rows)
+    )
+
+
+def interleaves(problem: Problem, tile_rows: int) -> bool:
+    """Whether tiles have the rows of all heads that share keys query by query: where so they are fewer, by a fifth.
+
+    Not where a warp's rows must be those of one head: where what is done to scores, or to the output, differs from head to
+    head. Queries for pages of 8 bits are converted by the largest of all rows (docs/notes/hopper-forward.md).
+    """
+    group, rows = problem.group_heads, problem.max_seqlen_q
+    by_head = (
+        problem.alibi_slopes,
+        problem.bias,
+        problem.mask,
+        problem.score_mod,
+        problem.sink_logits,
+    )
+    if any(form is not None for form in by_head) or problem.dropout_p > 0 or problem.float8:
+        return False
+    heads = _heads_apart(problem, tile_rows)
+    if heads == group or group > tile_rows:
+        return False
+    apart = -(-rows // (tile_rows // heads)) * (group // heads)
+    return -(-rows // (tile_rows // group)) <= _WORTH_INTERLEAVING * apart
+
+
+def _heads_apart(problem: Problem, tile_rows: int) -> int:
+    """Likewise, where a warp's 16 rows are those of one head."""
     group = problem.group_heads
     if problem.mask is not None and problem.mask.shape[1] > problem.nheads_kv:
         group = 1  # each head meets tiles of its own

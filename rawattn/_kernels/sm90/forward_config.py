@@ -48,7 +48,6 @@ class Config(Features):
     ping_pong: bool
     late_scaling: bool  # of scores, beside their exponentials
     consumer_registers: int  # of a thread; the producer's have the rest
-    heads_per_tile: int  # query heads of one kv head whose rows share a tile
     store_bytes: int  # of an access to the output
     tensor_stores: bool  # by the copy engine, through a buffer in shared memory
     stream_k: bool  # the keys of the last query tiles, among all blocks
@@ -61,6 +60,8 @@ class Config(Features):
     bias_heads: int = 0
     bias_stages: int = 0
     bias_by_rows: bool = False  # copied one by one, else in boxes of 64 keys by the copy engine
+    heads_per_tile: int = 1  # query heads of one kv head whose rows share a tile
+    interleaved: bool = False  # those: query by query, head by head
     query_slots: int = 1  # with two, the next tile's queries come while this one's are still read
     carried: bool = False  # lengths of few sequences in the kernel's parameters
 
@@ -158,7 +159,7 @@ class Config(Features):
         traits = features.traits(self, leave_out=("ragged",) if self.packed else ())
         tile = f"{self.tile_rows}x{self.tile_k}"
         if self.heads_per_tile > 1:
-            tile += f" heads={self.heads_per_tile}"
+            tile += f" heads={self.heads_per_tile}" + " interleaved" * self.interleaved
         if self.cluster > 1:
             tile += f" cluster={self.cluster}"
         if self.blocks_per_sm > 1:

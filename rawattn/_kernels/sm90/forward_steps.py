@@ -228,7 +228,8 @@ def row_bound(rows: int) -> int:
 
 def tensor_maps(problem: Problem, config: Config, operands: Operands) -> dict[str, Geometry]:
     """Of the operands by name, in the order of the kernel's `Maps`."""
-    queries = {"q": (problem.headdim, config.run_rows, config.heads_per_tile)}
+    box_rows = config.tile_q if config.interleaved else config.run_rows
+    queries = {"q": (problem.headdim, box_rows, config.heads_per_tile)}
     if config.tensor_stores:
         queries["out"] = (problem.headdim_v, STORE_ROWS, 1)
     maps = {
@@ -242,6 +243,8 @@ def tensor_maps(problem: Problem, config: Config, operands: Operands) -> dict[st
         )
         for name, (headdim, box_rows, box_heads) in queries.items()
     }
+    if config.interleaved:
+        maps["q"] = heads_before_rows(maps["q"])
     if not config.copies_rows:
         next_pages = copy_engine.next_pages(problem, operands) if config.whole_rows else None
         keys = maps_of_keys(problem, operands, config.page_rows or config.tile_k, next_pages)
@@ -304,6 +307,18 @@ def geometry(
         strides=(row_stride, _legal(head_stride, nheads), row_stride, _legal(batch_stride, batch)),
         box=(64, box_rows, box_heads, 1, 1),
         origin=-bound * row_stride if problem.ragged else 0,
+    )
+
+
+def heads_before_rows(given: Geometry) -> Geometry:
+    """The same map with axes (column, head, row, row again, batch): a box has all heads of a row side by side."""
+    column, row, head, *others = range(5)
+    order = (column, head, row, *others)
+    return replace(
+        given,
+        dims=tuple(given.dims[n] for n in order),
+        strides=tuple(given.strides[n - 1] for n in order[1:]),
+        box=tuple(given.box[n] for n in order),
     )
 
 
