@@ -7,6 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 # ruff: noqa: E402
 
+import numpy as np
 import torch._dynamo.testing  # noqa: F811  (torch does not load it before it compiles)
 
 from rawattn import SeqLayout
@@ -76,3 +77,17 @@ def test_untraced(name: str) -> None:
 
 def test_nobody_compiles() -> None:
     assert not dynamo.is_compiling()
+
+
+def test_nothing_behind_a_break_is_traced() -> None:
+    """Nor what an untraced function calls: of a struct torch would know nothing."""
+    struct = np.dtype([("number", np.int32)])
+
+    @dynamo.untraced
+    def number() -> int:
+        return int(np.zeros(1, struct)["number"][0])
+
+    compiled = torch.compile(lambda x: x.sin() + number(), backend="eager")
+    x = torch.ones(3)
+    for _ in range(2):
+        torch.testing.assert_close(compiled(x), x.sin())

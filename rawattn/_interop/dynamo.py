@@ -44,11 +44,14 @@ def lengths_from_mask(mask: Any) -> Any:
 def untraced(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """`function`, around which a program of torch.compile breaks, or says why it does not: it would be traced down to NumPy's
     functions, of which torch makes its own.
+
+    Behind the break a program may leave `call` alone, but not what it calls. So that is disabled in every call, once there may
+    be programs.
     """
 
     @functools.wraps(function)
     def call(*args: Parameters.args, **options: Parameters.kwargs) -> Result:
-        if is_compiling():
+        if "torch._dynamo" in sys.modules:
             outside: Callable[Parameters, Result] = _outside(function)
             return outside(*args, **options)
         return function(*args, **options)

@@ -130,7 +130,7 @@ class Line:
     """A line of all key tiles, cut into parts (kernels_cu/attn/schedule/line.cuh).
 
     blocks: of the launch. count: pieces of each query tile, 0 where parts decide. least: units of a part. abreast: tiles
-    of a part, each with its own block. heads: tiles beside each other, of all heads.
+    of a part, each with its own block. heads: tiles beside each other, of all heads. busy: parts that keep the memory busy.
     """
 
     blocks: int | Tiles
