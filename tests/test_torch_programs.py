@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -13,7 +15,7 @@ import torch._dynamo.testing  # noqa: F811  (torch does not load it before it co
 from rawattn import SeqLayout
 from rawattn._interop import dynamo
 from rawattn.torch import attention
-from tests import torch_programs
+from tests import exhaustive, torch_programs
 from tests.layout.on_device import OnDevice
 from tests.torch_programs import LAYOUTS, UNTRACED
 
@@ -25,8 +27,9 @@ def _forget_compiled() -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    ("name", "dynamic"), exhaustive.thin(itertools.product(LAYOUTS, (False, True)), 5)
+)
 def test_layouts_made_inside(name: str, dynamic: bool) -> None:
     torch_programs.verify_made_inside(name, "cpu", fullgraph=True, dynamic=dynamic)
 
@@ -70,7 +73,7 @@ def test_lengths_of_another_library_on_a_gpu() -> None:
         torch.compile(lambda x: attention(x, x, x, seqs=seqs), fullgraph=True, backend="eager")(x)
 
 
-@pytest.mark.parametrize("name", UNTRACED)
+@pytest.mark.parametrize("name", exhaustive.thin(UNTRACED, 4))
 def test_untraced(name: str) -> None:
     torch_programs.verify_untraced(name, "cpu")
 
