@@ -80,7 +80,7 @@ def test_decode_has_a_line_for_each_bound(without_gpu: None) -> None:
         figure.value == pytest.approx(0.25) and figure.verdict == "below" for figure in shares
     )
     small = [figure for name, figure in found.items() if "fastest peer" in name]
-    assert len(small) == len(serving_cases.SMALL) + len(serving_cases.MASKED)
+    assert len(small) == len(serving_cases.SMALL) + 2 * len(serving_cases.MASKED)
     assert all(0.4 < (figure.value or 0) < 0.6 and figure.verdict == "ok" for figure in small)
     uneven = found[f"{serving_cases.UNEVEN.name}: over its bytes at read bandwidth"]
     assert uneven.value == pytest.approx(4) and uneven.verdict == "above"
@@ -109,7 +109,7 @@ def test_decode_tells_calls_in_a_graph_and_one_by_one(without_gpu: None) -> None
 
 def test_prefill_has_a_line_for_each_bound(without_gpu: None) -> None:
     figures = serving.prefill("bfloat16", [FA2, FA4])
-    assert len(bounded(figures)) == 2 * len(serving_cases.PREFILL)
+    assert len(bounded(figures)) == 2 * len(serving_cases.PREFILL) + len(serving_cases.CHUNKS)
     assert any("no flash_attn" in figure.of for figure in figures)
     # Of one race: as many bytes either way.
     pages = [figure for figure in figures if "page 16 over rows" in figure.name]

@@ -36,7 +36,9 @@ _LAUNCH = 3e-6  # seconds that a launch in a graph may take beside its bytes
 
 
 class Cache(NamedTuple):
-    """CuPy arrays of a case: queries, keys and values in rows or pages, the table of pages, the lengths, the mask."""
+    """CuPy arrays of a case: queries, keys and values in rows or pages, the table of pages, the lengths, the mask
+    or the bias.
+    """
 
     q: Any
     k: Any
@@ -44,6 +46,7 @@ class Cache(NamedTuple):
     table: Any
     lengths: Any
     mask: Any = None
+    bias: Any = None
 
 
 def decode(dtype: str, peers: Sequence[str]) -> list[Figure]:
@@ -64,7 +67,7 @@ def decode(dtype: str, peers: Sequence[str]) -> list[Figure]:
         _share(found, case.in_pages(page_size), dtype, bandwidth, bound=None)
     for case in serving_cases.SMALL:
         _over_peers(found, case.in_pages(16), dtype, peers, 1.0)
-    for case in serving_cases.MASKED:
+    for case in (*serving_cases.MASKED, *serving_cases.BIASED):
         _over_peers(found, case, dtype, peers, 1.0)
     for case in serving_cases.EAGER:
         in_graph, eager = (
@@ -96,6 +99,8 @@ def prefill(dtype: str, peers: Sequence[str]) -> list[Figure]:
     for case in serving_cases.PREFILL:
         _over_peers(found, case, dtype, peers, 1 / 1.08)
         _pages_over_rows(found, case, dtype)
+    for case in serving_cases.CHUNKS:
+        _over_peers(found, case, dtype, peers, 1.0)
     return found
 
 
@@ -126,7 +131,10 @@ def make(case: Serving, dtype: str) -> Cache:
     if not case.page_size:
         shape = (case.batch, case.contexts[0], case.nheads_kv, case.headdim)
         k, v = (machine.random_array(shape, dtype) for _ in "kv")
-        return Cache(q, k, v, None, lengths, cupy.asarray(mask_of(case)) if case.masked else None)
+        mask = cupy.asarray(mask_of(case)) if case.masked else None
+        of_heads = (case.batch, case.nheads_q, case.rows, case.contexts[0])
+        bias = machine.random_array(of_heads, dtype) if case.biased else None
+        return Cache(q, k, v, None, lengths, mask, bias)
     shape = (case.pages, case.page_size, case.nheads_kv, case.headdim)
     if case.float8:
         k, v = (machine.random_float8(shape) for _ in "kv")
@@ -158,6 +166,8 @@ def _ours(case: Serving, cache: Cache) -> Call:
         options["window"] = (case.window_left, 0)
     if cache.mask is not None:
         options["mask"] = cache.mask
+    if cache.bias is not None:
+        options["bias"] = cache.bias
     arrays = cache.q, cache.k, cache.v
     if case.float8:
         import cupy
@@ -202,7 +212,8 @@ def _sides(case: Serving, dtype: str) -> Sides:
     caches = [make(case, dtype) for _ in range(graphs.sets(case.nbytes))]
     ours = [_ours(case, cache) for cache in caches]
     rows = [_in_rows(case, cache) for cache in caches]
-    return Sides(ours, rows, causal=True, masks=[cache.mask for cache in caches])
+    hidden = [cache.mask if cache.bias is None else cache.bias for cache in caches]
+    return Sides(ours, rows, causal=True, masks=hidden)
 
 
 def _entrant(

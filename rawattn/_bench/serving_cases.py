@@ -23,6 +23,7 @@ class Serving:
     sink: int = 0
     float8: bool = False  # what pages hold
     masked: bool = False  # the first keys of a sequence are padding, up to an eighth of them
+    biased: bool = False  # each head has numbers to add, as torch's attention takes them for a mask
 
     @property
     def batch(self) -> int:
@@ -65,6 +66,9 @@ class Serving:
     def under_a_mask(self) -> Serving:
         return replace(self, name=f"{self.name} mask", masked=True)
 
+    def with_a_bias(self) -> Serving:
+        return replace(self, name=f"{self.name} bias", biased=True)
+
 
 def alike(batch: int, keys: int, nheads_q: int, nheads_kv: int, rows: int = 1) -> Serving:
     """Sequences of one length."""
@@ -94,6 +98,7 @@ SMALL = (
 )
 # As of caches of a fixed size, to which torch's attention is given a mask of padding.
 MASKED = tuple(case.under_a_mask() for case in (SMALL[1], SMALL[2], SMALL[5]))
+BIASED = tuple(case.with_a_bias() for case in (SMALL[1], SMALL[2], SMALL[5]))
 # Timed in a graph and without one.
 EAGER = tuple(case.in_pages(16) for case in (SMALL[0], SMALL[2], SMALL[4]))
 PAGE_SIZES = (16, 128)
@@ -112,3 +117,5 @@ PREFILL = tuple(
     for keys in (8192, 32768)
     for batch in (1, 8)
 )
+# Heads that no tile divides, as in Qwen and Llama 4.
+CHUNKS = (alike(8, 4096, 28, 4, 32), alike(8, 4096, 40, 8, 32), alike(8, 4096, 40, 8, 100))
