@@ -99,7 +99,8 @@ def test_few_rows_on_many_keys_are_decoded(
         (1, 4096, 66, 64, "decode"),
         (1, 4096, 67, 64, "sm90"),
         (2, 4096, 4, 64, "sm90"),
-        (1, 4096, 4, 96, "sm90"),
+        (1, 4096, 11, 96, "decode"),
+        (1, 4096, 12, 96, "sm90"),
     ],
 )
 def test_many_heads_of_few_columns(

@@ -31,6 +31,9 @@ _LEAST_BUSY = (
 )
 # Many heads of one query are as many rows of a tile here, and of the forward's each has 16.
 _MANY_HEADS, _LEAST_MANY_HEADS, _LEAST_MANY_WIDE_HEADS = 7, 96, 320
+# One query of many heads has so few streams of keys for each multiprocessor that to find and to begin the forward's tiles takes
+# longer than to read keys a few times, or, of few columns, to compute in small tiles.
+_FEW_STREAMS, _NARROW_STREAMS = 1 / 12, 1 / 2
 # Of two tiles' rows, up to so many, and up to so many where the forward has more to find or less to compute: keys in pages, a
 # mask, scores that are more than products, or few columns; plain calls of no more than some columns.
 _SOME_KEYS, _FEW_COLUMNS_KEYS, _FEW_COLUMNS, _SOME_COLUMNS = 2048, 8192, 64, 96
@@ -68,8 +71,10 @@ def _are_few(problem: Problem, target: Target) -> bool:
     narrow = dim <= _FEW_COLUMNS
     quick = narrow or finds
     streams, all_busy = problem.batch * problem.nheads_kv, target.multiprocessors
-    if problem.max_seqlen_q == 1 and narrow and streams <= all_busy // 2:
-        return True
+    if problem.max_seqlen_q == 1:  # of many heads
+        few = _FEW_STREAMS if rows > 2 * TILE_ROWS else 0.0
+        if streams <= (_NARROW_STREAMS if narrow else few) * all_busy:
+            return True
     # Of plain calls the forward has few rows of several heads in one small tile.
     plain = problem.mask is None and not _changes_scores(problem)
     if dim > (_SOME_COLUMNS if plain else WIDE_TILE_HEADDIM):

@@ -48,6 +48,8 @@ _MERGE_KEYS = 1024
 _SHARE_KEYS = 150
 ITEM_KEYS = 50
 _PARTIAL_KEYS = 1.5
+# How well products and what comes from DRAM meanwhile overlap: infinite where the longer of them is all that counts.
+_OVERLAP = 3
 _HARDLY_LONGER = 2  # key tiles of pieces, where each tile has as many
 # The time for a key that all multiprocessors read from DRAM, over two consumers' likewise, and bytes that stay in the L2
 # cache until others want them.
@@ -137,7 +139,8 @@ def _of_pieces(
     if all_of_them:
         reading = _reading(problem, tiles, of_tile) / workers
     merging = ITEM_KEYS * (float(of_tile) + 1) + _PARTIAL_KEYS * consumers * items
-    return max(products, reading) + begin * (1 + uneven) + _SHARE_KEYS + merging
+    busy = (products**_OVERLAP + reading**_OVERLAP) ** (1 / _OVERLAP)
+    return busy + begin * (1 + uneven) + _SHARE_KEYS + merging
 
 
 def _reading(problem: Problem, tiles: int, pieces: Fraction) -> float:
