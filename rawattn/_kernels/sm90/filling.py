@@ -139,7 +139,7 @@ def _of_pieces(
     if all_of_them:
         reading = _reading(problem, tiles, of_tile) / workers
     merging = ITEM_KEYS * (float(of_tile) + 1) + _PARTIAL_KEYS * consumers * items
-    busy = (products**_OVERLAP + reading**_OVERLAP) ** (1 / _OVERLAP)
+    busy: float = (products**_OVERLAP + reading**_OVERLAP) ** (1 / _OVERLAP)
     return busy + begin * (1 + uneven) + _SHARE_KEYS + merging
 
 
