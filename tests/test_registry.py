@@ -133,6 +133,16 @@ def test_heads_of_a_tile(
     assert sm90_forward.interleaves(problem, tile_rows) == interleaved
 
 
+def test_heads_of_a_packed_batch() -> None:
+    """By what a sequence has on average: of few rows and one long chunk most tiles would be empty."""
+    problem = replace(CALL_OF_MANY, nheads_q=5, group=True, ragged=True, batch=32)
+    mixed = replace(problem, rows_q=512 + 31, max_seqlen_q=512)
+    alike = replace(problem, rows_q=512 * 32, max_seqlen_q=512)
+    padded = replace(mixed, group=False, rows_q=512)
+    for each, interleaved in ((mixed, True), (alike, False), (padded, False)):
+        assert sm90_forward.interleaves(each, 128) == interleaved
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -391,6 +391,8 @@ def interleaves(problem: Problem, tile_rows: int) -> bool:
     head. Queries for pages of 8 bits are converted by the largest of all rows (docs/notes/hopper-forward.md).
     """
     group, rows = problem.group_heads, problem.max_seqlen_q
+    if problem.group:  # a long sequence fills its tiles either way
+        rows = _averaged(problem).max_seqlen_q
     by_head = (
         problem.alibi_slopes,
         problem.bias,
