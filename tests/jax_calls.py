@@ -176,6 +176,54 @@ def verify_traced_lengths(case: Case, platform: str, *, host: bool = False) -> N
     verify(call, framework, slopes)
 
 
+def _of_lengths(lengths_q: Any) -> Any:
+    return lambda lengths: {"seqs": rawattn.SeqLayout(seqlen_q=lengths_q, seqlen_k=lengths)}
+
+
+def _of_captured(dtype: Any) -> dict[str, Any]:
+    doc, table = np.repeat(np.arange(3), [2, 3, 2]).astype(dtype), np.arange(4, dtype=np.float32)
+    text = "where(doc[q_idx] == doc[kv_idx], score + t[head], -inf)"
+    return {"score_mod": rawattn.ScoreMod(text, t=table, wrt="t", doc=doc)}
+
+
+def _of_seed(seed: Any) -> dict[str, Any]:
+    return {"dropout_p": 0.3, "seed": seed}
+
+
+# Options with int64 of NumPy's and lists, beside lengths that may be traced, and those that give the same without them.
+INTEGERS_OF_THE_HOST = {
+    "lengths of a list": (_of_lengths([5, 2]), _of_lengths([5, 2])([3, 6])),
+    "lengths of int64": (_of_lengths(np.array([5, 2])), _of_lengths([5, 2])([3, 6])),
+    "lengths of int32": (_of_lengths(np.array([5, 2], "int32")), _of_lengths([5, 2])([3, 6])),
+    "captured": (lambda _: _of_captured(np.int64), _of_captured(np.int32)),
+    "seed of one axis": (lambda _: _of_seed(np.array([-7])), _of_seed(-7)),
+    "seed of no axis": (lambda _: _of_seed(np.array(7)), _of_seed(7)),
+}
+
+
+def verify_integers_of_the_host(platform: str, which: str) -> None:
+    """Eager and traced, with gradients."""
+    made, plain = INTEGERS_OF_THE_HOST[which]
+    q, k, v = random_arrays(platform, 2, 7, 4, 16)
+    lengths = jax.device_put(jnp.asarray([3, 6], "int32"), jax.devices(platform)[0])
+
+    def loss(q: Any, options: dict[str, Any]) -> Any:
+        out = rawattn.jax.attention(q, k, v, causal=True, **options)
+        return jnp.sin(out).sum(), out
+
+    slope = jax.value_and_grad(loss, has_aux=True)
+    exact = jax.tree.leaves(slope(q, plain))
+    alone = rawattn.attention(*map(np.asarray, (q, k, v)), causal=True, **plain)
+    np.testing.assert_allclose(np.asarray(exact[1]), alone, atol=2e-3)
+
+    def run(lengths: Any) -> Any:
+        return slope(q, made(lengths))
+
+    for program in (run, jax.jit(run)):
+        for got, wanted in zip(jax.tree.leaves(program(lengths)), exact, strict=True):
+            np.testing.assert_allclose(np.asarray(got), np.asarray(wanted), rtol=2e-3, atol=2e-3)
+
+
 def verify_bad_traced_lengths(platform: str) -> None:
     """They are not refused, and reach no memory but the arrays' own."""
     q, k, v = random_arrays(platform, 40, 2, 16)

@@ -90,6 +90,16 @@ def test_structs_are_those_of_the_header(tmp_path: Path) -> None:
     assert theirs == [(offset, size) for _, _, offset, size in fields]
 
 
+def test_dtypes_are_those_of_the_header() -> None:
+    jax = pytest.importorskip("jax")
+    header = (Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h").read_text("utf-8")
+    codes = {name: int(n) for name, n in re.findall(r"XLA_FFI_DataType_(\w+) = (\d+)", header)}
+    theirs = {"bool": "PRED", "bfloat16": "BF16"}
+    for code, name in xla.DTYPES.items():
+        short = theirs.get(name) or name.replace("int", "S").replace("float", "F")
+        assert codes[short] == code, name
+
+
 # Handlers know an XLA by its address.
 _ALIVE: list[Any] = []
 
@@ -154,13 +164,20 @@ def test_what_a_call_is_told() -> None:
         Stream_Get=(xla.StreamGet, stream), DeviceOrdinal_Get=(xla.DeviceOrdinalGet, device)
     )
     frame, alive = _frame(theirs, b"text")
-    buffers = [xla.Buffer(data=at) for at in (4096, 0, 512)]
+    dims = (ctypes.c_int64 * 2)(3, 5)
+    at = ctypes.addressof(dims)
+    buffers = [
+        xla.Buffer(data=4096, dtype=4, rank=2, dims=at),
+        xla.Buffer(data=0, dtype=16, rank=0),
+        xla.Buffer(data=512, dtype=25, rank=1, dims=at),
+    ]
     pointers = (ctypes.c_void_p * 3)(*map(ctypes.addressof, buffers))
     frame.args.size, frame.args.args = 2, ctypes.addressof(pointers)
     frame.rets.size, frame.rets.rets = 1, ctypes.addressof(pointers) + 16
     seen: list[Any] = []
 
     def run(call: xla.Call) -> None:
+        assert call.forms() == [((3, 5), "int32"), ((), "bfloat16"), ((3,), "XLA's type 25")]
         seen.append((call.text, call.inputs, call.outputs, call.stream(), call.device()))
 
     assert xla.handler(run)(ctypes.addressof(frame)) is None and alive

@@ -14,7 +14,7 @@ import functools
 import operator
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from ctypes import (
     POINTER,
     Structure,
@@ -129,6 +129,17 @@ MemoryAllocate = _struct(
 )
 MemoryFree = _struct("MemoryFree", ("ctx", c_void_p), ("size", c_size_t), ("data", c_void_p))
 
+# Codes of dtypes, by NumPy's names; XLA has more.
+DTYPES = {
+    1: "bool",
+    4: "int32",
+    5: "int64",
+    10: "float16",
+    11: "float32",
+    12: "float64",
+    16: "bfloat16",
+}
+
 _HANDLER = ctypes.CFUNCTYPE(c_void_p, c_void_p)
 _DATA_AT = Buffer.data.offset
 
@@ -155,7 +166,7 @@ class Call:
     inputs, outputs: addresses of the buffers, which are dense, rows first; 0 is possible for one without elements.
     """
 
-    __slots__ = ("_allocated", "_ctx", "_xla", "inputs", "outputs", "text")
+    __slots__ = ("_allocated", "_ctx", "_frame", "_xla", "inputs", "outputs", "text")
 
     def __init__(self, frame: int, xla: _Xla) -> None:
         """frame: its index in `_WORDS`."""
@@ -164,9 +175,14 @@ class Call:
         self.text = _BYTES[at : at + _WORDS[span + 1]]
         self.inputs = _addresses(frame + _ARGS)
         self.outputs = _addresses(frame + _RETS)
+        self._frame = frame
         self._ctx = _WORDS[frame + _CTX]
         self._xla = xla
         self._allocated: list[tuple[int, int]] | None = None
+
+    def forms(self) -> list[tuple[tuple[int, ...], str]]:
+        """Shapes and dtypes of the buffers, those of inputs first."""
+        return [*_forms(self._frame + _ARGS), *_forms(self._frame + _RETS)]
 
     def stream(self) -> int:
         """Handle of the CUDA stream that the program runs on."""
@@ -331,3 +347,13 @@ def _addresses(buffers: int) -> list[int]:
     """Where the data of buffers lies, whose number, and pointers to whom, stand at this index in `_WORDS`."""
     items = _WORDS[buffers + _ITEMS] // 8
     return [_WORDS[(at + _DATA_AT) // 8] for at in _WORDS[items : items + _WORDS[buffers]]]
+
+
+def _forms(buffers: int) -> Iterator[tuple[tuple[int, ...], str]]:
+    """Their shapes and dtypes."""
+    items = _WORDS[buffers + _ITEMS] // 8
+    for at in _WORDS[items : items + _WORDS[buffers]]:
+        buffer = Buffer.from_address(at)
+        dims = buffer.dims // 8 if buffer.rank else 0
+        shape = tuple(_WORDS[dims : dims + buffer.rank])
+        yield shape, DTYPES.get(buffer.dtype, f"XLA's type {buffer.dtype}")

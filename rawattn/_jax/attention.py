@@ -19,20 +19,22 @@ import numpy as np
 from rawattn._call.argument_kinds import checks_arguments
 from rawattn._call.gradients import Gradients
 from rawattn._call.layout import Lengths
-from rawattn._call.options import ForwardOptions, flag
+from rawattn._call.options import ForwardOptions, Options, flag
 from rawattn._call.problem import Problem, describe
 from rawattn._call.signatures import options_of, takes_options
 from rawattn._interop import xla
+from rawattn._interop.integers import as_array
 from rawattn._jax import launch
 from rawattn._jax.record import Record, read, with_operands
 from rawattn._masks.block_mask import BlockMask
-from rawattn._runtime.option_arrays import named_gradients, with_arrays
-from rawattn._runtime.verbs import FORWARD
+from rawattn._runtime.option_arrays import named_gradients, told, with_arrays
+from rawattn._runtime.verbs import FORWARD, Verb
 from rawattn._strides import contiguous
 
 if TYPE_CHECKING:  # type checkers bring it: nothing is installed for it
     from typing_extensions import Unpack
 
+_INT64 = np.dtype(np.int64)
 _TARGETS = {False: "rawattn_attention", True: "rawattn_attention_backward"}
 
 
@@ -129,14 +131,16 @@ def attention(
     for name, array in zip(verb.extras, arrays, strict=True):
         if not isinstance(array, (jax.Array, np.ndarray)):
             raise TypeError(f"{name}: got {_type(array)}; accepted are JAX and NumPy arrays")
+    if any(x.dtype == _INT64 for x in arrays):
+        arrays, left = _narrowed_options(verb, arrays, left)
     named = {name: _Form(x) for name, x in zip(verb.extras, arrays, strict=True)}
     problem, lengths = describe(q, k, v, left, "jax", named)
     more = verb.extras, gradients, values[0] if values else None
     if lengths.on_host:
         text, integers = _constant(problem, lengths, return_lse, deterministic, *more), ()
     else:
-        lengths, traced = with_operands(lengths)
-        integers = tuple(map(_as_jax, traced))
+        lengths, operands = with_operands(lengths, _as_jax)
+        integers = tuple(operands)
         text = _record(problem, lengths, return_lse, deterministic, *more).text
     q, k, v, *alike = _alike(q, k, v, *arrays)
     return _function(text)(q, k, v, tuple(alike), integers)
@@ -205,18 +209,56 @@ def _record(
 
 
 def _as_jax(integers: Any) -> Any:
-    if isinstance(integers, jax.Array):
-        return integers
-    if not isinstance(integers, np.ndarray):  # CuPy's, which a layout makes of what lies on a GPU
-        return jax.dlpack.from_dlpack(integers)
-    if integers.dtype == np.int64 and not jax.config.jax_enable_x64:
-        most = np.iinfo(np.int32).max
-        if integers.max(initial=0) > most:
-            raise ValueError(
-                f"seqs: got an offset of {integers.max()}, expected at most {most}, all that JAX holds without its "
-                "64-bit mode; set jax_enable_x64"
+    """Those of a layout or of a BlockMask, in the dtype that XLA gets."""
+    if not isinstance(integers, (jax.Array, np.ndarray)):
+        # CuPy's, which a layout makes of what lies on a GPU. JAX narrows those unseen, and kernels clamp them.
+        integers = jax.dlpack.from_dlpack(as_array(integers))
+    return jnp.asarray(_narrowed("seqs", integers))
+
+
+def _narrowed_options(
+    verb: Verb, arrays: tuple[Any, ...], options: Options
+) -> tuple[tuple[Any, ...], Options]:
+    """Arrays of options as XLA gets them, and the options with the text of a score function that says so.
+
+    Integers alone: floats and masks of int64 are refused as what they are.
+    """
+    names = told(verb, options)[-len(arrays) :]
+    arrays = tuple(
+        _narrowed(name, x) if extra.startswith(("captured", "seed")) else x
+        for extra, name, x in zip(verb.extras, names, arrays, strict=True)
+    )
+    if options.score_mod is not None:
+        text, scalars = options.score_mod
+        dtypes = {name: x.dtype.name for name, x in zip(verb.extras, arrays, strict=True)}
+        captured = tuple(
+            (name, dtypes[f"captured{n}"], rank) for n, (name, _, rank) in enumerate(text.arrays)
+        )
+        options = options._replace(score_mod=(text._replace(arrays=captured), scalars))
+    return arrays, options
+
+
+def _narrowed(name: str, array: Any) -> Any:
+    """As XLA gets it: without its 64-bit mode JAX makes int32 of int64, whatever the values are."""
+    if array.dtype != _INT64 or jax.config.jax_enable_x64:
+        return array
+    if not isinstance(array, np.ndarray):
+        raise TypeError(
+            f"{name}: got a JAX array of int64, expected int32, all that JAX holds without its 64-bit mode; convert it "
+            "by .astype('int32'), or set jax_enable_x64"
+        )
+    for value in (array.min(initial=0), array.max(initial=0)):
+        if not -(2**31) <= value < 2**31:
+            fix = (
+                "pass a Python int, which is a constant of the program, or "
+                if name == "seed"
+                else ""
             )
-    return jnp.asarray(integers)
+            raise ValueError(
+                f"{name}: got {value} in an array, expected -2**31 to 2**31 - 1, all that JAX holds without its 64-bit "
+                f"mode; {fix}set jax_enable_x64"
+            )
+    return array.astype(np.int32)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -20,6 +20,7 @@ from rawattn._kernels.selection import selection
 def cpu(call: Call) -> None:
     """A call of a program for the CPU: NumPy views of its buffers."""
     record = read(call.text)
+    _check(call, record)
     verb = record.verb
     inputs = [_host_view(at, like) for at, like in zip(call.inputs, record.inputs, strict=True)]
     outputs = [_host_view(at, like) for at, like in zip(call.outputs, record.outputs, strict=True)]
@@ -98,6 +99,7 @@ class Launcher:
         key = (together & 15, alignments, selection())
         prepared = self.prepared.get(key)
         if prepared is None:
+            _check(call, self._record)
             prepared = _prepare(self._record, lengths, self._device, together & 15, alignments)
             self.prepared[key] = prepared
         addresses = inputs + outputs
@@ -109,6 +111,19 @@ class Launcher:
         record, first = self._record, self._operands
         likes = zip(inputs[first:], record.inputs[first:], strict=True)
         return record.bound([_Integers(at, *like, self._device) for at, like in likes])
+
+
+def _check(call: Call, record: Record) -> None:
+    """ValueError where a buffer of the program is not what the record says: nothing else keeps a read inside of it."""
+    for n, (got, like) in enumerate(
+        zip(call.forms(), [*record.inputs, *record.outputs], strict=True)
+    ):
+        expected = (like[0], like[1].name)
+        if got != expected:
+            raise ValueError(
+                f"array {n} of a call: got {got[1]} of shape {got[0]}, expected {expected[1]} of shape {expected[0]}, as the "
+                "call's record says; trace the program again"
+            )
 
 
 def _prepare(

@@ -231,18 +231,25 @@ def read(text: str | bytes) -> Record:
     return Record(problem, lengths, **found)
 
 
-def with_operands(lengths: Lengths) -> tuple[Lengths, list[Any]]:
-    """`lengths` with an `Operand` for each array of integers, and the arrays: each once, whatever it is of."""
+def with_operands(
+    lengths: Lengths, taken: Callable[[Any], Any] = as_array
+) -> tuple[Lengths, list[Any]]:
+    """`lengths` with an `Operand` for each array of integers, and the arrays: each once, whatever it is of.
+
+    taken: makes of integers the array that the program gets, which may have another dtype.
+    """
+    given: list[Any] = []
     arrays: list[Any] = []
 
     def operand(x: Any) -> Operand | None:
         if x is None:
             return None
-        x = as_array(x)
-        index = next((n for n, array in enumerate(arrays) if array is x), len(arrays))
-        if index == len(arrays):
-            arrays.append(x)
-        return Operand(index, tuple(x.shape), x.dtype.name)
+        index = next((n for n, known in enumerate(given) if known is x), len(given))
+        if index == len(given):
+            given.append(x)
+            arrays.append(taken(x))
+        array = arrays[index]
+        return Operand(index, tuple(array.shape), array.dtype.name)
 
     return _with_integers(lengths, operand), arrays
 

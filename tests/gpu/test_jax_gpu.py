@@ -226,6 +226,11 @@ def test_sharded_over_devices() -> None:
     assert np.array_equal(np.asarray(sharded(*shards)), np.asarray(exact))
 
 
+@pytest.mark.parametrize("which", jax_calls.INTEGERS_OF_THE_HOST)
+def test_integers_of_the_host(which: str) -> None:
+    jax_calls.verify_integers_of_the_host("gpu", which)
+
+
 @pytest.mark.parametrize("traced", [False, True])
 def test_lengths_that_lie_on_the_gpu(traced: bool) -> None:
     """Given as arrays with values, they are operands too."""

@@ -62,6 +62,10 @@ def run(device: Device, record: Record, inputs: list[np.ndarray]) -> list[np.nda
         text=record.text.encode(),
         inputs=[memory.address for memory in given],
         outputs=[memory.address for memory in made],
+        forms=lambda: [
+            *((x.shape, x.dtype.name) for x in inputs),
+            *((shape, dtype.name) for shape, dtype in record.outputs),
+        ],
     )
     for _ in range(2):
         taken = []  # XLA's memory is there until the call is over
