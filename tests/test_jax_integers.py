@@ -50,7 +50,9 @@ def test_lengths_of_another_library_are_narrowed_with_their_record() -> None:
 def test_values_that_jax_would_cut_are_refused(name: str, options: dict[str, Any]) -> None:
     q = arrays(1, 9, 2, 16)[0]
     for run in (lambda f: f(q), lambda f: jax.jit(f)(q)):
-        with pytest.raises(ValueError, match=rf"^{name}: got -?\d+ in an array, .* to 2\*\*31 - 1.*jax_enable_x64"):
+        with pytest.raises(
+            ValueError, match=rf"^{name}: got -?\d+ in an array, .* to 2\*\*31 - 1.*jax_enable_x64"
+        ):
             run(lambda q: rawattn.jax.attention(q, q, q, **options))
 
 

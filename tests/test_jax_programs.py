@@ -189,3 +189,30 @@ for specs, (k, v) in (((P("x"), P("x"), P("x")), (k, v)), ((P("x"), P(), P()), (
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-5)
 """
     fresh_process(code, XLA_FLAGS="--xla_force_host_platform_device_count=2")
+
+
+def test_gradients_are_sharded_as_what_they_are_of() -> None:
+    """On an explicit mesh, where a sharding is part of a type, and where XLA chooses it."""
+    code = """
+import jax, jax.numpy as jnp, numpy as np, rawattn.jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+arrays = jax.random.normal(jax.random.key(0), (3, 4, 9, 4, 16))
+given = (*arrays, jnp.ones((4, 1, 9, 9)), jnp.zeros(4))
+def loss(q, k, v, bias, logits):
+    out, lse = rawattn.jax.attention(q, k, v, bias=bias, sink_logits=logits, return_lse=True)
+    return jnp.sin(out).sum() + lse.sum()
+slope = jax.value_and_grad(loss, argnums=(0, 1, 2, 3, 4))
+exact = slope(*given)
+batch, heads, none = P("x"), P(None, None, "x"), P()
+for kind in (AxisType.Explicit, AxisType.Auto):
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(kind,))
+    for specs in ([batch] * 4 + [none], [heads, none, batch, none, batch]):
+        sharded = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(given, specs)]
+        with jax.set_mesh(mesh):
+            for got in (slope(*sharded), jax.jit(slope)(*sharded)):
+                for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(exact)):
+                    np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-5)
+                if kind == AxisType.Explicit:
+                    assert [*map(jax.typeof, got[1])] == [*map(jax.typeof, sharded)]
+"""
+    fresh_process(code, XLA_FLAGS="--xla_force_host_platform_device_count=4")

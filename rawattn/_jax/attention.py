@@ -290,11 +290,20 @@ def _function(text: str) -> Any:
         found = _call(pulling, (dout, *arrays, *dlse, *options, *integers))
         of_options: list[Any] = [None] * len(options)
         for index, gradient in zip(differentiated, found[3:], strict=True):
-            of_options[index] = gradient
-        return (*found[:3], tuple(of_options), None)
+            of_options[index] = _sharded_as(options[index], gradient)
+        of_qkv = map(_sharded_as, arrays[:3], found)
+        return (*of_qkv, tuple(of_options), None)
 
     attention.defvjp(forward, backward)
     return jax.jit(attention, inline=True)
+
+
+def _sharded_as(array: Any, gradient: Any) -> Any:
+    """On a mesh with explicit axes, where a sharding is part of a type, and the results of a custom call have none."""
+    wanted = jax.typeof(array).sharding
+    if jax.typeof(gradient).sharding.spec == wanted.spec:
+        return gradient
+    return jax.sharding.reshard(gradient, wanted)
 
 
 def _call(record: Record, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
