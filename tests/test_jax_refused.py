@@ -157,6 +157,18 @@ def test_what_is_no_array_of_jax_is_refused() -> None:
         rawattn.jax.attention(q, [[1.0]], q)
 
 
+def test_another_order_of_bytes_is_refused_after_an_equal_call() -> None:
+    q = arrays(1, 9, 2, 16)[0]
+
+    def call(table: Any) -> Any:
+        mod = rawattn.ScoreMod("score + table[head]", table=table)
+        return rawattn.jax.attention(q, q, q, score_mod=mod)
+
+    call(np.ones(2, np.float32))
+    with pytest.raises(TypeError, match=r"^table: got dtype >f4, .*newbyteorder\('='\)"):
+        call(np.ones(2, ">f4"))
+
+
 def test_derivatives_that_do_not_exist_are_refused() -> None:
     q, k, v = arrays(1, 9, 2, 16)
 

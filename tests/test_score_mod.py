@@ -165,6 +165,18 @@ def test_a_number_may_be_infinite_and_is_rounded_to_float32() -> None:
     assert ScoreMod("score * x", x=float(np.finfo(np.float32).max)).scalars[0] < 1e39
 
 
+@pytest.mark.parametrize("dtype", [">f4", ">f2", ">i4", ">i8"])
+def test_another_order_of_bytes_is_refused_where_it_is_captured(dtype: str) -> None:
+    """An equal text with an array of the same name of dtype was called before."""
+    native = ScoreMod("score + x[head]", x=np.ones(2, np.dtype(dtype).newbyteorder("=")))
+    assert len(native.arrays) == 1
+    says = rf"^x: got dtype {dtype}, which is not in this machine's byte order; pass x\.astype"
+    with pytest.raises(TypeError, match=says):
+        ScoreMod("score + x[head]", x=np.ones(2, dtype))
+    with pytest.raises(TypeError, match=says):
+        Predicate("x[kv_idx] > 0", x=np.ones(2, dtype))
+
+
 def test_predicates_take_no_float64_array() -> None:
     with pytest.raises(
         TypeError, match=r"^x: got dtype float64, accepted are .*float32.*x.astype\(np.float32\)"

@@ -275,6 +275,8 @@ def _form(name: str, value: Any) -> tuple[str, int]:
             f"{name}: got {shown(value)}, accepted are {_ARRAYS}{'; ' if advice else ''}{advice or ''}"
         )
     value = _with_attributes(name, value)
+    if not getattr(value.dtype, "isnative", True):  # its name does not tell the order of its bytes
+        import_array(name, value)
     dtype = getattr(value.dtype, "name", None) or str(value.dtype).rpartition(".")[2]
     if dtype not in ELEMENTS:
         raise TypeError(f"{name}: got dtype {dtype}, accepted are {_dtypes()}")
