@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import numpy as np
@@ -121,6 +122,44 @@ def test_vmap_of_sink_logits() -> None:
         jax.vmap(slope, in_axes=(0, None))(q, logits[0])
     found = jax.lax.map(lambda x: slope(*x), (q, logits))
     np.testing.assert_allclose(np.asarray(found[1]), np.asarray(slope(q[1], logits[1])), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["sink_logits", "bias", "score_mod"])
+def test_vmap_of_gradients_beside_constants(name: str) -> None:
+    """Which are not mapped, and of which no gradient is taken."""
+    q, k, v = arrays(3, 2, 9, 4, 16)
+    given: Any = {
+        "sink_logits": np.arange(4, dtype=np.float32),
+        "bias": jnp.arange(36.0).reshape(4, 9, 1),
+        "score_mod": rawattn.ScoreMod("score * t[head]", t=jnp.arange(4.0), wrt="t"),
+    }
+
+    def loss(q: Any) -> Any:
+        return jnp.sin(rawattn.jax.attention(q, k[0], v[0], **{name: given[name]})).sum()
+
+    slope = jax.grad(loss)
+    for run in (jax.vmap(slope), jax.jit(jax.vmap(slope))):
+        mapped = run(q)
+        for n in range(3):
+            np.testing.assert_allclose(np.asarray(mapped[n]), np.asarray(slope(q[n])), atol=1e-5)
+
+
+def test_constants_have_no_gradients_in_a_program() -> None:
+    """The same array does, where it is differentiated too."""
+    q, k, v = arrays(2, 9, 4, 16)
+    bias, logits = jnp.ones((4, 9, 9)), jnp.ones(4)
+
+    def loss(q: Any, bias: Any, logits: Any) -> Any:
+        return rawattn.jax.attention(q, k, v, bias=bias, sink_logits=logits).sum()
+
+    def names(slope: Any, *given: Any) -> set[str]:
+        return set(re.findall(r"d(?:bias|sink_logits)", jax.jit(slope).lower(*given).as_text()))
+
+    assert names(jax.grad(lambda q: loss(q, bias, logits)), q) == set()
+    assert names(jax.grad(lambda q, bias: loss(q, bias, logits), (0, 1)), q, bias) == {"dbias"}
+    of_all = jax.grad(loss, (0, 1, 2))
+    assert names(of_all, q, bias, logits) == {"dbias", "dsink_logits"}
+    assert all(np.abs(np.asarray(x)).max() > 1e-4 for x in of_all(q, bias, logits))
 
 
 def test_vmap_of_a_packed_batch_is_refused() -> None:

@@ -24,6 +24,7 @@ from rawattn._call.problem import Problem, describe
 from rawattn._call.signatures import options_of, takes_options
 from rawattn._interop import xla
 from rawattn._interop.integers import as_array
+from rawattn._interop.xla import is_traced
 from rawattn._jax import launch
 from rawattn._jax.record import Record, read, with_operands
 from rawattn._masks.block_mask import BlockMask
@@ -97,7 +98,7 @@ def attention(
     `jax.vmap` makes the mapped axis a part of the batch, copying what is not mapped; of `bias`, `mask` and `alibi_slopes`
     with no batch of their own only what a gradient is taken of. What the calls of a map cannot share is a NotImplementedError
     that names it: a packed batch, `dropout_p`, a `BlockMask`, a `score_mod` that reads `batch`, mapped `sink_logits` or
-    captured arrays, and gradients of these. `jax.lax.map` takes them all.
+    captured arrays, and gradients of a call with traced ones. `jax.lax.map` takes them all.
 
     There are no forward-mode and no second derivatives. Under a sharded `jit` use `jax.shard_map`, so that each device calls
     for its own shard.
@@ -120,8 +121,6 @@ def attention(
                 f"{name}: got {type(array).__module__}.{type(array).__qualname__}; accepted are JAX arrays, traced or "
                 f"not, and NumPy arrays"
             )
-    # The gradients of options' arrays that a backward gives.
-    gradients, _ = named_gradients(Gradients(), given, None)
     verb, arrays, values, left = with_arrays(FORWARD, given)
     if isinstance(given.mask, BlockMask):
         arrays = tuple(
@@ -133,6 +132,10 @@ def attention(
             raise TypeError(f"{name}: got {_type(array)}; accepted are JAX and NumPy arrays")
     if any(x.dtype == _INT64 for x in arrays):
         arrays, left = _narrowed_options(verb, arrays, left)
+    gradients, _ = named_gradients(Gradients(), given, None)
+    if gradients:  # those that a backward gives: nobody takes that of a constant
+        traced = {f"d{name}" for name, x in zip(verb.extras, arrays, strict=True) if is_traced(x)}
+        gradients = tuple(name for name in gradients if name in traced)
     named = {name: _Form(x) for name, x in zip(verb.extras, arrays, strict=True)}
     problem, lengths = describe(q, k, v, left, "jax", named)
     more = verb.extras, gradients, values[0] if values else None
