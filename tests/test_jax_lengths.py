@@ -104,3 +104,22 @@ def test_mistakes_are_refused(lengths: np.ndarray, error: type[Exception], says:
 
     with pytest.raises(error, match=says):
         call(lengths)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("seqlen_k", lambda n: rawattn.SeqLayout(seqlen_k=[n, 3])),
+        ("lengths_q", lambda n: rawattn.SeqLayout.from_lengths([n, n])),
+    ],
+)
+def test_lists_of_traced_values_are_refused(name: str, layout: Any) -> None:
+    with pytest.raises(TypeError, match=rf"^{name}: got a list .*traces; pass jnp\.stack"):
+        jax.jit(lambda n: layout(n).batch)(3)
+
+
+@pytest.mark.parametrize("name", ["max_seqlen_q", "max_seqlen_k"])
+def test_a_traced_maximum_is_refused(name: str) -> None:
+    says = rf"^{name}: got .*, expected an int >= 0 or None; .* static_argnames='{name}'"
+    with pytest.raises(TypeError, match=says):
+        jax.jit(lambda n: rawattn.SeqLayout(seqlen_k=[3, 3], **{name: n}).batch)(3)

@@ -169,6 +169,45 @@ def test_another_order_of_bytes_is_refused_after_an_equal_call() -> None:
         call(np.ones(2, ">f4"))
 
 
+@pytest.mark.parametrize("name", ["q", "v", "bias", "table"])
+def test_masked_arrays_are_refused_by_name(name: str) -> None:
+    q = arrays(1, 9, 2, 16)[0]
+    given: dict[str, Any] = {"q": q, "k": q, "v": q}
+    masked = np.ma.masked_array(np.ones(2 if name == "table" else q.shape, np.float32))
+    if name == "table":
+        given["score_mod"] = rawattn.ScoreMod("score + table[head]", table=masked)
+    else:
+        given[name] = masked
+    with pytest.raises(TypeError, match=rf"^{name}: got a masked array.*{name}\.filled\(0\)"):
+        rawattn.jax.attention(**given)
+
+
+def test_a_captured_array_that_is_none_of_jax_is_refused_by_its_name() -> None:
+    q = arrays(1, 9, 2, 16)[0]
+    torch = pytest.importorskip("torch")
+    mod = rawattn.ScoreMod("score + table[head]", table=torch.zeros(2))
+    with pytest.raises(TypeError, match=r"^table: got torch\.Tensor; accepted are JAX and NumPy"):
+        rawattn.jax.attention(q, q, q, score_mod=mod)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("q", "b, 9, 2, 16"), ("q", "1, s, 2, 16"), ("q", "1, 9, h, 16"), ("bias", "b, 2, 9, 9")],
+)
+def test_symbolic_shapes_are_refused_by_name(name: str, shape: str) -> None:
+    export = pytest.importorskip("jax.export")
+    q = arrays(1, 9, 2, 16)[0]
+
+    def call(x: Any) -> Any:
+        return rawattn.jax.attention(
+            *([x] * 3 if name == "q" else [q] * 3), **{name: x} if name == "bias" else {}
+        )
+
+    symbolic = jax.ShapeDtypeStruct(export.symbolic_shape(shape), jnp.float32)
+    with pytest.raises(ValueError, match=rf"^{name}: got the symbolic shape .* of constants"):
+        export.export(jax.jit(call))(symbolic)
+
+
 def test_derivatives_that_do_not_exist_are_refused() -> None:
     q, k, v = arrays(1, 9, 2, 16)
 

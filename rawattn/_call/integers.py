@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rawattn._call.option_advice import number
 from rawattn._interop import dynamo, xla
 from rawattn._interop.arrays import (
     framework_of,
@@ -134,7 +135,9 @@ def maximum(name: str, value: Any) -> int:
     if type(value) is int and value >= 0:
         return value
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"{name}: got {type(value).__name__}, expected an int >= 0 or None")
+        raise TypeError(
+            f"{name}: got {type(value).__name__}, expected an int >= 0 or None{number(name, value)}"
+        )
     if value < 0:
         raise ValueError(f"{name}: got {value}, expected an int >= 0 or None")
     return int(value)

@@ -11,6 +11,7 @@ from rawattn._interop import dlpack
 from rawattn._interop.advice import cast
 from rawattn._interop.arrays import framework_of, import_array
 from rawattn._interop.native import native
+from rawattn._interop.xla import is_traced
 
 if TYPE_CHECKING:
     import cupy
@@ -98,6 +99,10 @@ def _array_of_lists(name: str, obj: Any) -> np.ndarray[Any, Any]:
     try:
         array: np.ndarray[Any, Any] = np.asarray(obj)
     except (TypeError, ValueError) as error:
+        if any(map(is_traced, obj)):
+            raise TypeError(
+                f"{name}: got a list with values in it that JAX traces; pass jnp.stack([...]) of them"
+            ) from None
         raise TypeError(f"{name}: got lists that make no integer array: {error}") from error
     return array.astype(np.int64) if array.dtype.kind == "i" or array.size == 0 else array
 

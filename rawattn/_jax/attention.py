@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from rawattn._call.options import ForwardOptions, Options, flag
 from rawattn._call.problem import Problem, describe
 from rawattn._call.signatures import options_of, takes_options
 from rawattn._interop import xla
+from rawattn._interop.arrays import import_array
 from rawattn._interop.integers import as_array
 from rawattn._interop.xla import is_traced
 from rawattn._jax import launch
@@ -116,20 +117,17 @@ def attention(
     given = options_of(options, ForwardOptions, "rawattn.jax.attention", attention)
     return_lse, deterministic = flag("return_lse", return_lse), flag("deterministic", deterministic)
     for name, array in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(array, (jax.Array, np.ndarray)):
-            raise TypeError(
-                f"{name}: got {type(array).__module__}.{type(array).__qualname__}; accepted are JAX arrays, traced or "
-                f"not, and NumPy arrays"
-            )
+        if type(array) is not np.ndarray and not isinstance(array, jax.Array):
+            _check_numpy(name, array, "JAX arrays, traced or not, and NumPy arrays")
     verb, arrays, values, left = with_arrays(FORWARD, given)
     if isinstance(given.mask, BlockMask):
         arrays = tuple(
             _as_jax(x) if name.startswith("mask_") else x
             for name, x in zip(verb.extras, arrays, strict=True)
         )
-    for name, array in zip(verb.extras, arrays, strict=True):
-        if not isinstance(array, (jax.Array, np.ndarray)):
-            raise TypeError(f"{name}: got {_type(array)}; accepted are JAX and NumPy arrays")
+    for n, array in enumerate(arrays, -len(arrays)):
+        if type(array) is not np.ndarray and not isinstance(array, jax.Array):
+            _check_numpy(told(verb, left)[n], array, "JAX and NumPy arrays")
     if any(x.dtype == _INT64 for x in arrays):
         arrays, left = _narrowed_options(verb, arrays, left)
     gradients, _ = named_gradients(Gradients(), given, None)
@@ -137,7 +135,11 @@ def attention(
         traced = {f"d{name}" for name, x in zip(verb.extras, arrays, strict=True) if is_traced(x)}
         gradients = tuple(name for name in gradients if name in traced)
     named = {name: _Form(x) for name, x in zip(verb.extras, arrays, strict=True)}
-    problem, lengths = describe(q, k, v, left, "jax", named)
+    try:
+        problem, lengths = describe(q, k, v, left, "jax", named)
+    except Exception:  # JAX's own too, of comparisons with a symbolic dimension
+        _refuse_symbolic_shapes({"q": q, "k": k, "v": v, **named})
+        raise
     more = verb.extras, gradients, values[0] if values else None
     if lengths.on_host:
         text, integers = _constant(problem, lengths, return_lse, deterministic, *more), ()
@@ -157,8 +159,21 @@ class _Form:
         self.strides = contiguous(self.shape, self.dtype.itemsize)
 
 
-def _type(x: object) -> str:
-    return f"{type(x).__module__}.{type(x).__qualname__}"
+def _check_numpy(name: str, array: Any, accepted: str) -> None:
+    """TypeError for what is no array of NumPy's, and for those of its kinds whose values are not what they hold."""
+    if not isinstance(array, np.ndarray):
+        kind = f"{type(array).__module__}.{type(array).__qualname__}"
+        raise TypeError(f"{name}: got {kind}; accepted are {accepted}")
+    import_array(name, array)
+
+
+def _refuse_symbolic_shapes(arrays: Mapping[str, Any]) -> None:
+    for name, array in arrays.items():
+        if not all(isinstance(n, int) for n in array.shape):
+            raise ValueError(
+                f"{name}: got the symbolic shape {array.shape}, expected one of constants, for which kernels are chosen; "
+                "export a program for each shape"
+            ) from None
 
 
 def _alike(*arrays: Any) -> tuple[Any, ...]:
