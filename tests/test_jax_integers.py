@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 import rawattn.jax
 from rawattn._call.problem import describe
-from rawattn._jax.attention import _as_jax
+from rawattn._jax.arrays import as_jax
 from rawattn._jax.record import Operand, Record, with_operands
 from tests import jax_calls
 
@@ -34,7 +34,7 @@ def test_integers_of_the_host(which: str, wide: bool) -> None:
 def test_lengths_of_another_library_are_narrowed_with_their_record() -> None:
     """As those of CuPy's on a GPU."""
     torch = pytest.importorskip("torch")
-    operand = _as_jax(torch.tensor([5, 2]))
+    operand = as_jax(torch.tensor([5, 2]))
     assert operand.dtype == np.int32 and operand.tolist() == [5, 2]
 
 

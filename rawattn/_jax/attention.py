@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,24 +19,30 @@ import numpy as np
 from rawattn._call.argument_kinds import checks_arguments
 from rawattn._call.gradients import Gradients
 from rawattn._call.layout import Lengths
-from rawattn._call.options import ForwardOptions, Options, flag
+from rawattn._call.options import ForwardOptions, flag
 from rawattn._call.problem import Problem, describe
 from rawattn._call.signatures import options_of, takes_options
 from rawattn._interop import xla
-from rawattn._interop.arrays import import_array
-from rawattn._interop.integers import as_array
 from rawattn._interop.xla import is_traced
 from rawattn._jax import launch
+from rawattn._jax.arrays import (
+    INT64,
+    Form,
+    as_jax,
+    check_numpy,
+    narrowed_options,
+    refuse_symbolic_shapes,
+    sharded_as,
+    vary_alike,
+)
 from rawattn._jax.record import Record, read, with_operands
 from rawattn._masks.block_mask import BlockMask
 from rawattn._runtime.option_arrays import named_gradients, told, with_arrays
-from rawattn._runtime.verbs import FORWARD, Verb
-from rawattn._strides import contiguous
+from rawattn._runtime.verbs import FORWARD
 
 if TYPE_CHECKING:  # type checkers bring it: nothing is installed for it
     from typing_extensions import Unpack
 
-_INT64 = np.dtype(np.int64)
 _TARGETS = {False: "rawattn_attention", True: "rawattn_attention_backward"}
 
 
@@ -118,84 +124,37 @@ def attention(
     return_lse, deterministic = flag("return_lse", return_lse), flag("deterministic", deterministic)
     for name, array in (("q", q), ("k", k), ("v", v)):
         if type(array) is not np.ndarray and not isinstance(array, jax.Array):
-            _check_numpy(name, array, "JAX arrays, traced or not, and NumPy arrays")
+            check_numpy(name, array, "JAX arrays, traced or not, and NumPy arrays")
     verb, arrays, values, left = with_arrays(FORWARD, given)
     if isinstance(given.mask, BlockMask):
         arrays = tuple(
-            _as_jax(x) if name.startswith("mask_") else x
+            as_jax(x) if name.startswith("mask_") else x
             for name, x in zip(verb.extras, arrays, strict=True)
         )
     for n, array in enumerate(arrays, -len(arrays)):
         if type(array) is not np.ndarray and not isinstance(array, jax.Array):
-            _check_numpy(told(verb, left)[n], array, "JAX and NumPy arrays")
-    if any(x.dtype == _INT64 for x in arrays):
-        arrays, left = _narrowed_options(verb, arrays, left)
+            check_numpy(told(verb, left)[n], array, "JAX and NumPy arrays")
+    if any(x.dtype == INT64 for x in arrays):
+        arrays, left = narrowed_options(verb, arrays, left)
     gradients, _ = named_gradients(Gradients(), given, None)
     if gradients:  # those that a backward gives: nobody takes that of a constant
         traced = {f"d{name}" for name, x in zip(verb.extras, arrays, strict=True) if is_traced(x)}
         gradients = tuple(name for name in gradients if name in traced)
-    named = {name: _Form(x) for name, x in zip(verb.extras, arrays, strict=True)}
+    named = {name: Form(x) for name, x in zip(verb.extras, arrays, strict=True)}
     try:
         problem, lengths = describe(q, k, v, left, "jax", named)
     except Exception:  # JAX's own too, of comparisons with a symbolic dimension
-        _refuse_symbolic_shapes({"q": q, "k": k, "v": v, **named})
+        refuse_symbolic_shapes({"q": q, "k": k, "v": v, **named})
         raise
     more = verb.extras, gradients, values[0] if values else None
     if lengths.on_host:
         text, integers = _constant(problem, lengths, return_lse, deterministic, *more), ()
     else:
-        lengths, operands = with_operands(lengths, _as_jax)
+        lengths, operands = with_operands(lengths, as_jax)
         integers = tuple(operands)
         text = _record(problem, lengths, return_lse, deterministic, *more).text
-    q, k, v, *alike = _alike(q, k, v, *arrays)
+    q, k, v, *alike = vary_alike(q, k, v, *arrays)
     return _function(text)(q, k, v, tuple(alike), integers)
-
-
-class _Form:
-    """What a description asks of an array of an option: that of a tracer has no strides."""
-
-    def __init__(self, array: Any) -> None:
-        self.shape, self.dtype = tuple(array.shape), np.dtype(array.dtype)
-        self.strides = contiguous(self.shape, self.dtype.itemsize)
-
-
-def _check_numpy(name: str, array: Any, accepted: str) -> None:
-    """TypeError for what is no array of NumPy's, and for those of its kinds whose values are not what they hold."""
-    if not isinstance(array, np.ndarray):
-        kind = f"{type(array).__module__}.{type(array).__qualname__}"
-        raise TypeError(f"{name}: got {kind}; accepted are {accepted}")
-    import_array(name, array)
-
-
-def _refuse_symbolic_shapes(arrays: Mapping[str, Any]) -> None:
-    for name, array in arrays.items():
-        if not all(isinstance(n, int) for n in array.shape):
-            raise ValueError(
-                f"{name}: got the symbolic shape {array.shape}, expected one of constants, for which kernels are chosen; "
-                "export a program for each shape"
-            ) from None
-
-
-def _alike(*arrays: Any) -> tuple[Any, ...]:
-    """Under jax.shard_map: arrays that all vary along the mesh axes along which one does.
-
-    So keys that are the same on every device get the sum of the devices' gradients.
-    """
-    if not any(isinstance(x, jax.core.Tracer) for x in arrays):
-        return arrays
-    axes = [_varying(jax.typeof(x)) for x in arrays]
-    every = frozenset().union(*axes)
-    return tuple(
-        x if each == every else jax.lax.pcast(x, tuple(every - each), to="varying")
-        for x, each in zip(arrays, axes, strict=True)
-    )
-
-
-def _varying(type_of_array: Any) -> frozenset[str]:
-    """The mesh axes along which it varies."""
-    manual = getattr(type_of_array, "manual_axis_type", None)  # since JAX 0.10
-    axes: frozenset[str] = type_of_array.vma if manual is None else manual.varying
-    return axes
 
 
 @functools.lru_cache(maxsize=1024)
@@ -224,59 +183,6 @@ def _record(
     """Of a forward, that knows which gradients its backward gives."""
     more = {"options": options, "gradients": gradients, "seed": seed}
     return Record(problem, lengths, lse, deterministic, **more)  # type: ignore[arg-type]
-
-
-def _as_jax(integers: Any) -> Any:
-    """Those of a layout or of a BlockMask, in the dtype that XLA gets."""
-    if not isinstance(integers, (jax.Array, np.ndarray)):
-        # CuPy's, which a layout makes of what lies on a GPU. JAX narrows those unseen, and kernels clamp them.
-        integers = jax.dlpack.from_dlpack(as_array(integers))
-    return jnp.asarray(_narrowed("seqs", integers))
-
-
-def _narrowed_options(
-    verb: Verb, arrays: tuple[Any, ...], options: Options
-) -> tuple[tuple[Any, ...], Options]:
-    """Arrays of options as XLA gets them, and the options with the text of a score function that says so.
-
-    Integers alone: floats and masks of int64 are refused as what they are.
-    """
-    names = told(verb, options)[-len(arrays) :]
-    arrays = tuple(
-        _narrowed(name, x) if extra.startswith(("captured", "seed")) else x
-        for extra, name, x in zip(verb.extras, names, arrays, strict=True)
-    )
-    if options.score_mod is not None:
-        text, scalars = options.score_mod
-        dtypes = {name: x.dtype.name for name, x in zip(verb.extras, arrays, strict=True)}
-        captured = tuple(
-            (name, dtypes[f"captured{n}"], rank) for n, (name, _, rank) in enumerate(text.arrays)
-        )
-        options = options._replace(score_mod=(text._replace(arrays=captured), scalars))
-    return arrays, options
-
-
-def _narrowed(name: str, array: Any) -> Any:
-    """As XLA gets it: without its 64-bit mode JAX makes int32 of int64, whatever the values are."""
-    if array.dtype != _INT64 or jax.config.jax_enable_x64:
-        return array
-    if not isinstance(array, np.ndarray):
-        raise TypeError(
-            f"{name}: got a JAX array of int64, expected int32, all that JAX holds without its 64-bit mode; convert it "
-            "by .astype('int32'), or set jax_enable_x64"
-        )
-    for value in (array.min(initial=0), array.max(initial=0)):
-        if not -(2**31) <= value < 2**31:
-            fix = (
-                "pass a Python int, which is a constant of the program, or "
-                if name == "seed"
-                else ""
-            )
-            raise ValueError(
-                f"{name}: got {value} in an array, expected -2**31 to 2**31 - 1, all that JAX holds without its 64-bit "
-                f"mode; {fix}set jax_enable_x64"
-            )
-    return array.astype(np.int32)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -308,20 +214,12 @@ def _function(text: str) -> Any:
         found = _call(pulling, (dout, *arrays, *dlse, *options, *integers))
         of_options: list[Any] = [None] * len(options)
         for index, gradient in zip(differentiated, found[3:], strict=True):
-            of_options[index] = _sharded_as(options[index], gradient)
-        of_qkv = map(_sharded_as, arrays[:3], found)
+            of_options[index] = sharded_as(options[index], gradient)
+        of_qkv = map(sharded_as, arrays[:3], found)
         return (*of_qkv, tuple(of_options), None)
 
     attention.defvjp(forward, backward)
     return jax.jit(attention, inline=True)
-
-
-def _sharded_as(array: Any, gradient: Any) -> Any:
-    """On a mesh with explicit axes, where a sharding is part of a type, and the results of a custom call have none."""
-    wanted = jax.typeof(array).sharding
-    if jax.typeof(gradient).sharding.spec == wanted.spec:
-        return gradient
-    return jax.sharding.reshard(gradient, wanted)
 
 
 def _call(record: Record, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
