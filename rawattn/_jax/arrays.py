@@ -49,7 +49,8 @@ def as_jax(integers: Any) -> Any:
     if not isinstance(integers, (jax.Array, np.ndarray)):
         # CuPy's, which a layout makes of what lies on a GPU. JAX narrows those unseen, and kernels clamp them.
         integers = jax.dlpack.from_dlpack(as_array(integers))
-    return jnp.asarray(_narrowed("seqs", integers))
+    found = _narrowed("seqs", integers)
+    return jnp.asarray(found) if isinstance(found, np.ndarray) else found
 
 
 def narrowed_options(
