@@ -101,6 +101,51 @@ def test_what_a_compiled_program_was_made_with_is_kept_by_the_caller() -> None:
         find(handle)
 
 
+def test_equal_score_functions_are_compiled_once() -> None:
+    """As those of the layers of a model, which differ in their tensors: each gets its own gradient."""
+    x, counter = random("cpu"), torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+
+    def run(mod: Any) -> Any:
+        return attention(*x, score_mod=mod).square().sum()
+
+    def made(n: int, wrt: str = "a") -> Any:
+        tables = {name: torch.rand(4) + n for name in "ab"}
+        tables[wrt].requires_grad_()
+        return rawattn.ScoreMod("score * a[head] + b[head] * rate", wrt=wrt, rate=0.5, **tables)
+
+    compiled = torch.compile(run, fullgraph=True, backend=counter)
+    for n in range(3):
+        mod = made(n)
+        exact, got = (torch.autograd.grad(f(mod), mod.arrays["a"]) for f in (run, compiled))
+        torch.testing.assert_close(got, exact)
+    assert counter.frame_count == 1
+    kept, gone = made(0, "b"), made(1, "b")
+    assert kept.handle == gone.handle != mod.handle
+    del gone
+    compiled(kept).backward()
+    assert counter.frame_count == 2
+    others = [np.ones(4, np.float32), torch.ones(4, dtype=torch.float16), torch.ones(1, 4)]
+    mods = [rawattn.ScoreMod("score * a[head]", a=x) for x in others[:2]]
+    mods.append(rawattn.ScoreMod("score * a[0, head]", a=others[2]))
+    mods += [rawattn.ScoreMod("score * a[head]", a=others[0]), rawattn.ScoreMod("score * a", a=2.0)]
+    mods += [rawattn.ScoreMod("score * a", a=3.0), rawattn.ScoreMod("score * a", a=3)]
+    assert len({x.handle for x in mods}) == len(mods)
+
+
+def test_a_captured_array_that_is_no_tensor_has_no_gradient_in_a_program() -> None:
+    x, table = random("cpu"), torch.rand(4, requires_grad=True)
+    beside = np.linspace(0, 1, 4, dtype=np.float32)
+    text = "score * table[head] + beside[head] * kv_idx"
+    mod = rawattn.ScoreMod(text, wrt=("beside", "table"), beside=beside, table=table)
+
+    def run(*qkv: Any) -> Any:
+        return attention(*qkv, score_mod=mod).square().sum()
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    exact, got = (torch.autograd.grad(f(*x), table) for f in (run, compiled))
+    torch.testing.assert_close(got, exact)
+
+
 def test_compiled_by_inductor() -> None:
     """What lies around the call is compiled with it, forward and backward."""
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rawattn._handles import handle_of
+from rawattn import _handles
 from rawattn._interop import arrays
 from rawattn._interop.arrays import HOST
 from rawattn._masks import host, layout
@@ -79,7 +79,8 @@ class BlockMask:
         self._located: dict[tuple[type, int], Located] = {}  # by the type of q, and device
         # What calls find out about the words; None where these may change.
         self.memo: dict[Any, Any] | None = None if replayed else {}
-        self.handle = handle_of(self)
+        self.handle = _handles.unique()
+        _handles.register(self.handle, self)
 
     @property
     def form(self) -> MaskForm:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import keyword
 import math
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from rawattn import _handles
 from rawattn._call.argument_kinds import checks_arguments
 from rawattn._call.options import shown
-from rawattn._handles import handle_of
 from rawattn._interop import dynamo
 from rawattn._interop.advice import array_advice, cast
 from rawattn._interop.arrays import framework_of, import_array
@@ -67,7 +68,7 @@ class ScoreMod:
     ScoreMod('score + slope[head] * (kv_idx - q_idx)', slope=float32[2])
     """
 
-    __slots__ = ("__weakref__", "_arrays", "_scalars", "_text", "handle")
+    __slots__ = ("__weakref__", "_arrays", "_function", "_scalars", "_text", "handle")
 
     @dynamo.untraced
     @checks_arguments("rawattn.ScoreMod")
@@ -101,7 +102,8 @@ class ScoreMod:
         _refuse_unused("score_mod", text)
         self._text = text
         self._arrays, self._scalars = MappingProxyType(found.arrays), found.scalars
-        self.handle = handle_of(self)
+        self._function = Function.of(text, found.scalars, found.arrays)
+        self.handle = self._function.handle
 
     @property
     def text(self) -> ScoreText:
@@ -118,8 +120,12 @@ class ScoreMod:
         """The values of captured numbers, in the order of their names in `text`."""
         return self._scalars
 
+    def with_arrays(self, arrays: Mapping[str, Any]) -> ScoreMod:
+        """The same function of other arrays, all of them, of the same dtypes and axes."""
+        return self._function.with_arrays(arrays)
+
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles are made of what the caller gave: each has a handle of its own."""
+        """Copies and pickles are made of what the caller gave."""
         text = self._text
         kinds: dict[str, type] = {BOOL: bool, INT: int, FLOAT: float}
         numbers = {
@@ -141,6 +147,49 @@ def _made_again(
     captured: dict[str, Any],
 ) -> ScoreMod:
     return ScoreMod(forward, backward, language=language, wrt=wrt, **captured)
+
+
+class Function:
+    """What of a `ScoreMod` is no tensor of torch's, one object for all that are equal in it: compiled programs find it by its
+    handle, and are given the tensors.
+    """
+
+    __slots__ = ("__weakref__", "_arrays", "_scalars", "handle", "tensors", "text")
+
+    def __init__(
+        self, text: ScoreText, scalars: tuple[float, ...], arrays: Mapping[str, Any], handle: str
+    ) -> None:
+        """arrays: those that are no tensors."""
+        self.text, self.handle = text, handle
+        self._scalars, self._arrays = scalars, arrays
+        self.tensors = tuple(name for name, *_ in text.arrays if name not in arrays)
+
+    @staticmethod
+    def of(text: ScoreText, scalars: tuple[float, ...], arrays: Mapping[str, Any]) -> Function:
+        """arrays: all that are captured. Those that are no tensors are read by every call, and so told apart as objects."""
+        tensor = getattr(sys.modules.get("torch"), "Tensor", ())
+        others = {name: x for name, x in arrays.items() if not isinstance(x, tensor)}
+        handle = _handles.unique() if others else _handles.handle_of(tuple(text), scalars)
+        return _handles.register(handle, Function(text, scalars, others, handle))
+
+    def with_tensors(self, tensors: Iterable[Any]) -> ScoreMod:
+        """tensors: in the order of their names."""
+        return self.with_arrays({**self._arrays, **dict(zip(self.tensors, tensors, strict=True))})
+
+    def with_arrays(self, arrays: Mapping[str, Any]) -> ScoreMod:
+        """Unlike the constructor it does not look at the text."""
+        for name, dtype, rank in self.text.arrays:
+            found = _form(name, arrays[name])
+            if found != (dtype, rank):
+                raise TypeError(
+                    f"score_mod: got {name} of {found[0]} with {found[1]} axes in a program or a backward of one of {dtype} "
+                    f"with {rank}; expected the same form"
+                )
+        made = ScoreMod.__new__(ScoreMod)
+        made._text, made._scalars = self.text, self._scalars
+        made._arrays = MappingProxyType({name: arrays[name] for name, *_ in self.text.arrays})
+        made._function, made.handle = self, self.handle
+        return made
 
 
 class Predicate:

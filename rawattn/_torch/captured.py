@@ -21,14 +21,7 @@ def with_tensors(score_mod: ScoreMod, tensors: Sequence[Any]) -> ScoreMod:
     moved = dict(zip(names, tensors, strict=True))
     if all(moved[name] is x for name, x in names.items()):
         return score_mod
-    text = score_mod.text
-    kinds = {"int": int, "bool": bool, "float": float}
-    numbers = {
-        name: kinds[kind](x)
-        for (name, kind), x in zip(text.scalars, score_mod.scalars, strict=True)
-    }
-    captured = {**score_mod.arrays, **moved, **numbers}
-    return ScoreMod(text.forward, text.backward, language=text.language, wrt=text.wrt, **captured)
+    return score_mod.with_arrays({**score_mod.arrays, **moved})
 
 
 def checked(score_mod: ScoreMod) -> tuple[Any, ...]:

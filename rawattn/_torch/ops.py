@@ -6,7 +6,6 @@ ends, and a seed as an int or as a tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +17,7 @@ from rawattn._handles import find
 from rawattn._interop import dynamo
 from rawattn._interop.integers import TensorIntegers
 from rawattn._masks.block_mask import BlockMask
-from rawattn._torch.captured import checked, tensors_of, with_tensors
+from rawattn._torch.captured import checked, tensors_of
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -32,12 +31,13 @@ _TYPES = {
     **{"float | None": "float?", "Any": "Tensor?", "Literal": "str"},
 }
 # Options that an operator takes otherwise: the two ends of a window, tensors and numbers apart, and objects by their handles,
-# a score function beside what it captures.
+# a score function beside what it captures, and which of that gets a gradient: torch keeps programs on disk by what their
+# operators are given, so that this decides all that those give back.
 _APART = {
     "window": ("SymInt? window_left", "SymInt? window_right"),
-    "mask": ("Tensor? mask", "int? block_mask"),
+    "mask": ("Tensor? mask", "str? block_mask"),
     "seed": ("SymInt? seed", "Tensor? seed_array"),
-    "score_mod": ("int? score_mod", "Tensor[] captured"),
+    "score_mod": ("str? score_mod", "Tensor[] captured", "int[]? differentiated"),
 }
 
 
@@ -95,9 +95,12 @@ def arguments_of(options: Options, deterministic: Any, backend: str | None) -> t
     given = options._asdict()
     given["window_left"], given["window_right"] = _ends_of(options.window)
     given["seed"], given["seed_array"] = _seed_of(options.seed)
-    given["captured"], given["block_mask"] = (), None
+    given["captured"], given["differentiated"], given["block_mask"] = (), None, None
     if isinstance(options.score_mod, ScoreMod):
         given["captured"] = checked(options.score_mod)
+        names = list(tensors_of(options.score_mod))
+        wrt = options.score_mod.text.wrt
+        given["differentiated"] = [names.index(name) for name in wrt if name in names] or None
         given["score_mod"] = options.score_mod.handle
     elif options.score_mod is not None:
         kind = type(options.score_mod).__name__
@@ -186,10 +189,11 @@ def _keywords(arguments: tuple[Any, ...]) -> dict[str, Any]:
     window = keywords.pop("window_left"), keywords.pop("window_right")
     block_mask, score_mod = keywords.pop("block_mask"), keywords["score_mod"]
     captured = keywords.pop("captured")
+    del keywords["differentiated"]
     if block_mask is not None:
         keywords["mask"] = find(block_mask)
     if score_mod is not None:
-        keywords["score_mod"] = with_tensors(find(score_mod), captured)
+        keywords["score_mod"] = find(score_mod).with_tensors(captured)
     seed_array = keywords.pop("seed_array")
     if seed_array is not None:
         keywords["seed"] = seed_array
@@ -216,14 +220,16 @@ def _backward(
 ) -> list[Any]:
     keywords = _keywords(arguments)
     keywords.pop("num_splits")
-    deterministic = _named(arguments)["deterministic"]
+    options = _named(arguments)
+    deterministic = options["deterministic"]
     gradients = attention_backward(
         dout, q, k, v, out, lse, **keywords, dlse=dlse, deterministic=deterministic,
         want_dbias=None if keywords["bias"] is None else want_dbias,
     )  # fmt: skip
     *found, of_captured = gradients
-    if of_captured is not None:
-        found += (of_captured[name] for name in keywords["score_mod"].text.wrt)
+    if options["differentiated"]:
+        names = find(options["score_mod"]).tensors
+        found += (of_captured[names[n]] for n in options["differentiated"])
     return [x for x in found if x is not None]
 
 
@@ -256,17 +262,8 @@ def _backward_shapes(
         inputs.append(options["bias"])
     if options["sink_logits"] is not None:
         inputs.append(options["sink_logits"])
-    inputs += _differentiated(options).values()
+    inputs += (options["captured"][n] for n in options["differentiated"] or ())
     return [x.new_empty(x.shape) for x in inputs]
-
-
-def _differentiated(options: dict[str, Any]) -> dict[str, Any]:
-    """The captured tensors whose gradients a backward gives, by name."""
-    if options["score_mod"] is None:
-        return {}
-    score_mod = find(options["score_mod"])
-    named = dict(zip(tensors_of(score_mod), options["captured"], strict=True))
-    return {name: named[name] for name in score_mod.text.wrt}
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
@@ -294,16 +291,10 @@ def _pull(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
         gradients[_INDICES["bias"]] = next(rest)
     if options["sink_logits"] is not None:
         gradients[_INDICES["sink_logits"]] = next(rest)
-    gradients[_INDICES["captured"]] = _of_captured(options, rest)
+    gradients[_INDICES["captured"]] = [None] * len(captured)
+    for n in options["differentiated"] or ():
+        gradients[_INDICES["captured"]][n] = next(rest)
     return tuple(gradients)
-
-
-def _of_captured(options: dict[str, Any], found: Iterator[Any]) -> list[Any]:
-    """Gradients of captured tensors, None for those that have none."""
-    if options["score_mod"] is None:
-        return []
-    named = dict(zip(_differentiated(options), found, strict=True))
-    return [named.get(name) for name in tensors_of(find(options["score_mod"]))]
 
 
 _SCHEMA = f"{_LAYOUT}, {', '.join(_PARAMETERS)}"
