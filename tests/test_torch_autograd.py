@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -106,8 +107,49 @@ def test_first_derivatives_alone(compiled: bool) -> None:
     run = torch.compile(attention, fullgraph=True, backend="aot_eager") if compiled else attention
     q, k, v = leaves(*random("cpu"))
     (dq,) = torch.autograd.grad(run(q, k, v).square().sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"once_differentiable|double backward"):
+    with pytest.raises(RuntimeError, match=r"first derivatives alone|double backward"):
         dq.sum().backward()
+
+
+_TWICE: dict[str, Callable[[Any, Any], Any]] = {
+    "linear": lambda q, out: out.sum(),
+    "square": lambda q, out: out.square().sum(),
+}
+
+
+@pytest.mark.parametrize("loss", _TWICE)
+@pytest.mark.parametrize("wanted", ["q", "earlier", "bias", "v"])
+def test_second_derivatives_are_no_zeros(loss: str, wanted: str) -> None:
+    """Whichever way leads to the gradient: also that of a penalty with respect to what lies before the call."""
+    q, k, v = random("cpu", rows=9, heads_kv=4)
+    earlier, bias = torch.eye(32), torch.zeros(9, 9)
+    given = {"q": q, "earlier": earlier, "bias": bias, "v": v}
+    given[wanted].requires_grad_()
+    q.requires_grad_()
+    out = attention(q @ earlier, k, v, bias=bias)
+    (dq,) = torch.autograd.grad(_TWICE[loss](q, out), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="first derivatives alone"):
+        torch.autograd.grad((dq.norm() - 1) ** 2, given[wanted])
+
+
+@pytest.mark.parametrize("name", ["hvp", "hessian", "vhp", "jvp"])
+def test_functional_second_derivatives(name: str) -> None:
+    q, k, v = random("cpu", rows=3, heads_kv=4, dim=8)
+
+    def loss(q: Any) -> Any:
+        return attention(q, k, v).sum()
+
+    vectors = () if name == "hessian" else (q.clone(),)
+    with pytest.raises(RuntimeError, match="first derivatives alone"):
+        getattr(torch.autograd.functional, name)(loss, q, *vectors)
+
+
+def test_what_is_recorded_again_is_the_same() -> None:
+    exact = gradients(attention, *random("cpu"))
+    x = leaves(*random("cpu"))
+    loss = attention(*x).square().sum()
+    for got, same in zip(torch.autograd.grad(loss, x, create_graph=True), exact, strict=True):
+        assert got.requires_grad and torch.equal(got, same)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

@@ -71,7 +71,7 @@ def attention(
     TypeError, ValueError, NotImplementedError
         As `rawattn.attention`, before anything is launched; double precision is a TypeError.
     RuntimeError
-        From torch, when the gradient itself is differentiated: there are first derivatives alone.
+        When the gradient itself is differentiated: there are first derivatives alone.
 
     Notes
     -----

@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from rawattn import ScoreMod, attention, attention_backward
 from rawattn._call.argument_kinds import argument_kinds, check_arguments
@@ -106,13 +105,31 @@ class Recorded(torch.autograd.Function):  # type: ignore[misc]  # torch is not t
 
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any = None) -> tuple[Any, ...]:
-        # Grad mode is on where the gradients are recorded to be differentiated in their turn.
-        return (_pull_once if torch.is_grad_enabled() else _pull)(ctx, dout, dlse)
+        if torch.is_grad_enabled():  # to differentiate the gradients in their turn
+            gradients: tuple[Any, ...] = _Once.apply(ctx, dout, dlse, *ctx.saved_tensors)
+            return gradients
+        return _pull(ctx, dout, dlse, *ctx.saved_tensors)
 
 
-def _pull(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
+class _Once(torch.autograd.Function):  # type: ignore[misc]
+    """`_pull` as autograd records it, of all that the gradients depend on: whichever way leads back here is an error."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Any:
+        return _pull(*given)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> NoReturn:
+        raise RuntimeError(
+            "rawattn.torch.attention has first derivatives alone: got a gradient of its gradient, expected none; call "
+            "torch.nn.functional.scaled_dot_product_attention under torch.nn.attention.sdpa_kernel(SDPBackend.MATH) for that"
+        )
+
+
+def _pull(
+    ctx: Any, dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *tensors: Any
+) -> tuple[Any, ...]:
     """The gradients of all inputs of `Recorded`."""
-    q, k, v, out, lse, *tensors = ctx.saved_tensors
     options, names = ctx.call
     if dout is None:
         dout = torch.zeros_like(out)
@@ -138,6 +155,3 @@ def _pull(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
         *(of_options.get(name) for name in names),
         *(of_captured.get(name) for name in (tensors_of(options["score_mod"]) if captured else ())),
     )
-
-
-_pull_once = once_differentiable(_pull)
