@@ -17,7 +17,7 @@ from rawattn._interop import dynamo
 from rawattn.torch import attention
 from tests import exhaustive, torch_programs
 from tests.layout.on_device import OnDevice
-from tests.torch_programs import LAYOUTS, UNTRACED
+from tests.torch_programs import LAYOUTS, REFUSED, UNTRACED
 
 pytestmark = pytest.mark.frameworks
 
@@ -60,6 +60,29 @@ def test_wrong_layouts_made_inside() -> None:
         compiled(x, torch.tensor([3, 10]))
     with pytest.raises(ValueError, match="seqlen_q: got -1"):
         compiled(x, torch.tensor([3, -1]))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_layouts_refused(name: str) -> None:
+    torch_programs.verify_refused(name, "cpu")
+
+
+@pytest.mark.parametrize("row", [[False, True, True], [True, False, True]], ids=["left", "hole"])
+@pytest.mark.parametrize("side", "qk")
+def test_padding_before_tokens(row: list[bool], side: str) -> None:
+    """Of a mask on the host found when the program runs, as its lengths are."""
+    x = torch.randn(2, 3, 4, 16)
+
+    def run(x, mask):
+        masks = (mask,) if side == "q" else (mask.new_ones(mask.shape), mask)
+        return attention(x, x, x, seqs=SeqLayout.from_padding_mask(*masks))
+
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    right = torch.tensor([[True, True, True], [True, False, False]])
+    torch.testing.assert_close(compiled(x, right), run(x, right))
+    for call in (compiled, run):
+        with pytest.raises(ValueError, match=f"mask_{side}: got row 1 with padding .*on the right"):
+            call(x, torch.tensor([[True, True, True], row]))
 
 
 def test_lengths_of_another_library_on_a_gpu() -> None:

@@ -86,6 +86,38 @@ def verify_given(device: str) -> None:
     assert counter.frame_count == 1
 
 
+REFUSED: dict[str, tuple[Layout, str]] = {
+    "bool": (
+        lambda n: SeqLayout.from_lengths(n > 3),
+        r"lengths_q: got bool; accepted are int32 and int64 .* lengths_q\.to\(torch\.int32\)",
+    ),
+    "int16": (lambda n: SeqLayout.from_lengths(n, n.short()), "lengths_k: got int16; accepted"),
+    "axes": (lambda n: SeqLayout.from_lengths(n[None]), r"lengths_q: got shape \(1, 2\), expected"),
+    "mask-int64": (
+        lambda n: SeqLayout.from_padding_mask(n[:, None] * 2),
+        "mask_q: got dtype int64, expected bool, True for a real token; pass mask_q != 0 where",
+    ),
+    "mask-axes": (lambda n: SeqLayout.from_padding_mask(n > 3), r"mask_q: got shape \(2,\)"),
+    "mask-of-lists": (
+        lambda n: SeqLayout.from_padding_mask([[True] * ROWS] * 2),
+        r"mask_q: got list; expected an array of bool \(batch, seqlen\)",
+    ),
+}
+
+
+def verify_refused(name: str, device: str) -> None:
+    """What eager mode refuses by its form, a program does too, in the same words."""
+    make, words = REFUSED[name]
+    x, lengths = _arrays(False, device)
+
+    def run(x: Any, lengths: Any) -> Any:
+        return rawattn.torch.attention(x, x, x, seqs=make(lengths))
+
+    for call in (run, torch.compile(run, backend="eager", fullgraph=True)):
+        with pytest.raises(Exception, match=words):
+            call(x, lengths)
+
+
 def verify_taken_outside(device: str) -> None:
     """A layout that leaves the program in which it was made is like any other."""
     x, lengths = _arrays(False, device)

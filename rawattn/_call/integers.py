@@ -26,6 +26,11 @@ FEW = (
     64  # of so many integers Python's own lists tell the most and the order sooner than NumPy does
 )
 
+_RIGHT = (
+    "expected padding after the real tokens alone; pad on the right, or give attention the mask as "
+    "mask={mask}[:, None, None, :]"
+)
+
 
 def most_of(name: str, lengths: Integers) -> tuple[int, int]:
     """The longest of lengths, 0 where there are none, and their sum; negative ones are refused."""
@@ -38,6 +43,11 @@ def most_of(name: str, lengths: Integers) -> tuple[int, int]:
     negative = lengths < 0
     if np.count_nonzero(negative):
         i = int(negative.argmax())
+        if lengths[i] == dynamo.NO_PREFIX:
+            mask = name.replace("seqlen", "mask")
+            raise ValueError(
+                f"{mask}: got row {i} with padding before a real token, {_RIGHT.format(mask=mask)}"
+            )
         raise ValueError(f"{name}: got {lengths[i]} (index {i}), expected lengths >= 0")
     return int(lengths.max()), int(np.add.reduce(lengths))
 
@@ -172,7 +182,7 @@ def check_at_most(name: str, lengths: Integers, most: Integers | int, what: str)
 def starts_from_lengths(name: str, value: Any) -> Any:
     """Starts of sequences that follow each other without a gap, int64, where the lengths live."""
     if dynamo.is_compiling():
-        return dynamo.starts_from_lengths(value)
+        return dynamo.starts_from_lengths(name, value)
     if xla.is_traced(value):
         # JAX is loaded, since a function of its own is being traced.
         return sys.modules["jax"].numpy.pad(read(name, value).cumsum(), (1, 0))
@@ -196,21 +206,18 @@ def lengths_from_mask(name: str, value: Any) -> Any:
 
     A mask on the host is refused unless the real tokens of each row come first.
     """
-    if dynamo.is_compiling():
-        return dynamo.lengths_from_mask(value)
     if isinstance(value, (list, tuple)):
         raise TypeError(
             f"{name}: got {type(value).__name__}; expected an array of bool (batch, seqlen), True for a real token; pass "
             f"np.asarray({name}, bool)"
         )
+    if dynamo.is_compiling():
+        return dynamo.lengths_from_mask(name, value)
     with on_stream_of(value, framework_of(value)) as stream:
         traced = xla.is_traced(value)
         mask = value if traced else import_array(name, value, stream=stream).array
         if mask.dtype != np.bool_:
-            raise TypeError(
-                f"{name}: got dtype {mask.dtype}, expected bool, True for a real token; pass "
-                f"{name} != 0 where 0 is padding"
-            )
+            raise TypeError(dynamo.mask_words(name, mask.dtype))
         if mask.ndim != 2:
             raise ValueError(f"{name}: got shape {mask.shape}, expected (batch, seqlen)")
         if isinstance(mask, np.ndarray):
@@ -228,6 +235,5 @@ def _check_prefixes(name: str, mask: NDArray[np.bool_]) -> None:
         row, column = (int(i) for i in np.argwhere(resumes)[0])
         raise ValueError(
             f"{name}: got row {row} with padding at position {column} before a real token at "
-            f"{column + 1}, expected padding after the real tokens alone; pad on the right, or give "
-            f"attention the mask as mask={name}[:, None, None, :]"
+            f"{column + 1}, {_RIGHT.format(mask=name)}"
         )

@@ -366,8 +366,8 @@ class SeqLayout:
         TypeError
             For a mask that is not bool.
         ValueError
-            For a mask on the host with padding before a real token, naming the row, and for masks
-            of another number of axes.
+            For a mask on the host with padding before a real token, naming the row (in a function under
+            torch.compile when the program runs its attention), and for masks of another number of axes.
 
         Examples
         --------

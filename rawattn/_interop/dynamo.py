@@ -22,23 +22,53 @@ def is_compiling() -> bool:
     return torch is not None and torch.compiler.is_dynamo_compiling()
 
 
+# The length of a row of a mask on the host that has padding before a real token, for the check when the program runs.
+NO_PREFIX = -(2**62)
+
+
 def tensor(integers: Any) -> Any:
     """Those of a NumPy array or a list as a tensor; a tensor as it is."""
     torch = sys.modules["torch"]
     if isinstance(integers, np.ndarray):
         return torch.from_numpy(integers)
-    return torch.tensor(integers) if isinstance(integers, (list, tuple)) else integers
+    if isinstance(integers, (list, tuple)):
+        return torch.tensor(integers) if integers else torch.zeros(0, dtype=torch.int64)
+    return integers
 
 
-def starts_from_lengths(lengths: Any) -> Any:
+def starts_from_lengths(name: str, lengths: Any) -> Any:
     """Starts of sequences that follow each other, int64, (batch + 1,)."""
-    pad = sys.modules["torch"].nn.functional.pad
-    return pad(tensor(lengths).cumsum(0), (1, 0))
+    torch, given = sys.modules["torch"], tensor(lengths)
+    if given.dtype not in (torch.int32, torch.int64):
+        raise TypeError(
+            f"{name}: got {_dtype(given)}; accepted are int32 and int64 arrays and lists of int; convert it, as by "
+            f"{name}.to(torch.int32)"
+        )
+    if given.ndim != 1:
+        raise ValueError(f"{name}: got shape {tuple(given.shape)}, expected (batch,)")
+    return torch.nn.functional.pad(given.cumsum(0), (1, 0))
 
 
-def lengths_from_mask(mask: Any) -> Any:
+def lengths_from_mask(name: str, mask: Any) -> Any:
     """Real tokens of each row of a bool mask (batch, seqlen), int64."""
-    return tensor(mask).sum(1)
+    torch, given = sys.modules["torch"], tensor(mask)
+    if given.dtype != torch.bool:
+        raise TypeError(mask_words(name, _dtype(given)))
+    if given.ndim != 2:
+        raise ValueError(f"{name}: got shape {tuple(given.shape)}, expected (batch, seqlen)")
+    lengths = given.sum(1)
+    if given.device.type != "cpu":
+        return lengths
+    resumes = given[:, 1:] & ~given[:, :-1]
+    return torch.where(resumes.any(1), NO_PREFIX, lengths)
+
+
+def mask_words(name: str, dtype: Any) -> str:
+    return f"{name}: got dtype {dtype}, expected bool, True for a real token; pass {name} != 0 where 0 is padding"
+
+
+def _dtype(given: Any) -> str:
+    return str(given.dtype).replace("torch.", "")
 
 
 def untraced(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
