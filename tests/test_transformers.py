@@ -90,7 +90,7 @@ def test_queries_that_are_padding_on_the_right(name: str) -> None:
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("side", [None, "none", "left"])
-@pytest.mark.parametrize("name", ["llama", "mistral"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
 def test_generates_as_with_torchs_own(
     name: str, side: str | None, cache: str, calls: list[Any]
 ) -> None:

@@ -33,6 +33,14 @@ _MODELS = {
         "ModernBertConfig",
         {**_SIZES, "local_attention": 8, "global_attn_every_n_layers": 2, "pad_token_id": 0},
     ),
+    "gpt2": (
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        {
+            "vocab_size": 97, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "pad_token_id": 0,
+            "bos_token_id": 1, "eos_token_id": None,
+        },
+    ),
     "gpt-oss": (
         "GptOssForCausalLM",
         "GptOssConfig",

@@ -24,7 +24,7 @@ from rawattn._torch.attention import attention
 class Visible:
     """Which keys the queries of a forward pass see."""
 
-    ndim = 0  # transformers asks whether a mask is one of numbers, with 2 or 4 axes
+    ndim = 4  # as of the masks that models take as they are: those of 2 axes they take for padding
 
     def __init__(
         self,
