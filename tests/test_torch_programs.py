@@ -38,6 +38,16 @@ def test_layouts_made_inside_of_a_program_that_may_break() -> None:
     torch_programs.verify_made_inside("from-lengths", "cpu", fullgraph=False, dynamic=True)
 
 
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("name", ["lengths", "starts", "from-padding-mask", "lengths-of-lists"])
+def test_layouts_made_inside_of_an_exported_program(name: str, strict: bool) -> None:
+    torch_programs.verify_exported(name, "cpu", strict=strict)
+
+
+def test_dispatch_modes() -> None:
+    torch_programs.verify_modes("cpu")
+
+
 def test_layouts_taken_outside() -> None:
     torch_programs.verify_taken_outside("cpu")
 

@@ -9,6 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
 
 import rawattn
 import rawattn.torch
@@ -68,6 +71,40 @@ def verify_made_inside(name: str, device: str, *, fullgraph: bool, dynamic: bool
     compiled = torch.compile(run, backend="aot_eager", fullgraph=fullgraph, dynamic=dynamic)
     for got, exact in zip(_gradient(compiled, x, lengths), _gradient(run, x, lengths), strict=True):
         torch.testing.assert_close(got, exact)
+
+
+def verify_exported(name: str, device: str, *, strict: bool) -> None:
+    make = LAYOUTS[name]
+    x, lengths = _arrays(name in PACKED, device)
+
+    class Model(torch.nn.Module):
+        def forward(self, x: Any, lengths: Any) -> Any:
+            return rawattn.torch.attention(x, x.cos(), x, seqs=make(lengths), causal=True)
+
+    program = torch.export.export(Model(), (x, lengths), strict=strict).module()
+    torch.testing.assert_close(program(x * 2, lengths), Model()(x * 2, lengths))
+
+
+def verify_modes(device: str) -> None:
+    """Dispatch modes see the operator, forward and backward, and tensors without values have shapes."""
+    x, _ = _arrays(False, device)
+
+    def run(x: Any) -> Any:
+        return rawattn.torch.attention(x, x.cos(), x, causal=True)
+
+    for mode in ("real", "fake", "symbolic"):
+        graph = make_fx(run, tracing_mode=mode)(x)
+        torch.testing.assert_close(graph(x * 2), run(x * 2))
+    with FakeTensorMode():
+        fake = torch.randn(2, ROWS, 4, 16, device=device, requires_grad=True)
+        out = run(fake)
+        out.sum().backward()
+        assert out.shape == fake.grad.shape == x.shape and fake.grad.device == x.device
+    with FlopCounterMode(display=False):
+        for got, exact in zip(_gradient(run, x), _gradient(run, x), strict=True):
+            torch.testing.assert_close(got, exact)
+        out = rawattn.torch.attention(x, x, x, out=(into := torch.empty_like(x)))
+    assert out is into
 
 
 def verify_given(device: str) -> None:

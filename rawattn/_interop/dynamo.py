@@ -17,9 +17,16 @@ Result = TypeVar("Result")
 
 
 def is_compiling() -> bool:
-    """Whether torch.compile traces the caller. Torch is not imported for it."""
+    """Whether torch.compile or torch.export traces the caller, which gives it tensors without values. Torch is not imported
+    for it.
+
+    `torch.compiler.is_compiling` says so of calls with values too, of whatever runs beside a compilation.
+    """
     torch = sys.modules.get("torch")
-    return torch is not None and torch.compiler.is_dynamo_compiling()
+    if torch is None:
+        return False
+    compiler = torch.compiler
+    return bool(compiler.is_dynamo_compiling() or compiler.is_exporting())
 
 
 # The length of a row of a mask on the host that has padding before a real token, for the check when the program runs.

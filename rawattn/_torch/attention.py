@@ -80,7 +80,8 @@ def attention(
     Work runs on torch's current stream and takes its memory from torch.
 
     In a function under torch.compile the call is the operator ``rawattn::attention`` of the graph, also with
-    ``fullgraph=True``.
+    ``fullgraph=True``, and so it is under torch.export, ``make_fx`` and every other dispatch mode. In
+    ``torch.jit.trace`` it is refused.
 
     Examples
     --------
@@ -94,6 +95,7 @@ def attention(
     torch.Size([2, 5, 4, 16])
     """
     compiles = torch.compiler.is_compiling()
+    traced = compiles or (eager.is_traced() and out is None)
     if compiles:  # torch cannot follow what finds the name that is meant
         for name in options:
             if name not in Options._fields:
@@ -107,7 +109,7 @@ def attention(
         _refuse_others(q, k, v)
     if given.alibi_slopes is not None and getattr(given.alibi_slopes, "requires_grad", False):
         _refuse_slopes()
-    if compiles:
+    if traced:
         if out is not None:
             raise ValueError(f"out: got a tensor in a {_COMPILED}; expected None")
         arguments = ops.arguments_of(given, deterministic, backend)

@@ -27,6 +27,16 @@ _PLAIN = {*Options._fields, "return_lse"} - {*_SAVED, "score_mod"}
 _DEFAULTS: dict[str, Any] = {**DEFAULTS._asdict(), "return_lse": False, _OF_BACKWARD: False}
 
 
+_is_compiling, _modes = torch.compiler.is_dynamo_compiling, torch._C._len_torch_dispatch_stack
+
+
+def is_traced() -> bool:
+    """Whether the call is one for the operator: torch.compile or a dispatch mode sees what is called, as that of torch.export,
+    of `make_fx` or of tensors without values.
+    """
+    return bool(_is_compiling() or _modes())
+
+
 def repeating(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """`function`, the public one, without a look at options of calls that need none."""
     kinds = argument_kinds("rawattn.torch.attention", inspect.signature(function))
@@ -35,7 +45,7 @@ def repeating(function: Callable[Parameters, Result]) -> Callable[Parameters, Re
     def call(*args: Any, **options: Any) -> Any:
         if (
             len(args) == 3
-            and not torch.compiler.is_compiling()
+            and not is_traced()
             and options.keys() <= _PLAIN
             and isinstance(args[0], torch.Tensor)
             and isinstance(args[1], torch.Tensor)
