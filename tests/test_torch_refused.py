@@ -46,6 +46,21 @@ def test_others_than_tensors_are_refused() -> None:
         attention(q, k.numpy(), v)
 
 
+@pytest.mark.parametrize("run", [attention, rawattn.attention])
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
+def test_a_trace_would_keep_the_result_as_a_constant(run: Any) -> None:
+    x = tuple(random("cpu"))
+    with pytest.raises(RuntimeError, match=r"use torch\.export or torch\.compile"):
+        torch.jit.trace(lambda *qkv: run(*qkv) * 1, x, check_trace=False)
+    run(*x)
+
+
+def test_tensors_without_values_are_refused() -> None:
+    for run in (attention, rawattn.attention):
+        with pytest.raises(TypeError, match="under FakeTensorMode for shapes alone"):
+            run(*(x.to("meta") for x in random("cpu")))
+
+
 def test_mistakes_are_told() -> None:
     q, k, v = leaves(*random("cpu"))
     with pytest.raises(ValueError, match="v: got seqlen_k = 32"):

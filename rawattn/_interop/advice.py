@@ -41,7 +41,9 @@ def array_advice(obj: object, name: str = "x") -> str:
     if is_traced(obj):
         return "call rawattn.jax.attention, which works inside jit, grad, vmap and scan: a tracer holds no values"
     if "torch.FakeTensor" in bases or "torch.FunctionalTensor" in bases:
-        return "call rawattn.torch.attention, which works under torch.compile: this tensor holds no values"
+        return "call rawattn.torch.attention, which works under torch.compile and FakeTensorMode: this tensor holds no values"
+    if getattr(obj, "is_meta", False) is True:
+        return "call rawattn.torch.attention under FakeTensorMode for shapes alone: a meta tensor holds no values"
     if "torch.Tensor" in bases and _of_torch_func(obj):
         return (
             "torch.func's transformations cannot see into the call: take gradients with autograd on rawattn.torch.attention, "

@@ -160,6 +160,15 @@ def is_recording() -> bool:
     return torch is None or bool(torch.is_grad_enabled())
 
 
+def refuse_jit_trace() -> None:
+    """Raises RuntimeError where torch.jit.trace records: it sees operators of torch alone."""
+    if sys.modules["torch"].jit.is_tracing():
+        raise RuntimeError(
+            "got a call in torch.jit.trace, which would keep its result as a constant; expected none; use torch.export or "
+            "torch.compile, with rawattn.torch.attention"
+        )
+
+
 def refuse_gradients(names: Iterable[str], arrays: Iterable[Any]) -> None:
     """Raises where an array belongs to a computation that a gradient is to be taken of, which would not see this call.
 

@@ -26,6 +26,7 @@ from rawattn._interop.arrays import (
     is_recording,
     refuse_gradients,
     refuse_gradients_of_written,
+    refuse_jit_trace,
 )
 from rawattn._interop.native import Native, Read, native
 from rawattn._interop.written import tell_written
@@ -187,6 +188,8 @@ def repeating(
             inputs, targets, returned = asked.inputs, asked.targets, asked.returned
             call = asked.verb, inputs, targets, asked.options, asked.flag
             framework = framework_of(inputs[verb.q])
+            if framework == "torch":
+                refuse_jit_trace()
             own: Any
             results: Sequence[Any]
             programs = framework == "jax" and eager.takes(*call[:4], asked.backend)
