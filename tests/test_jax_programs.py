@@ -191,6 +191,7 @@ for specs, (k, v) in (((P("x"), P("x"), P("x")), (k, v)), ((P("x"), P(), P()), (
     fresh_process(code, XLA_FLAGS="--xla_force_host_platform_device_count=2")
 
 
+@pytest.mark.exhaustive
 def test_gradients_are_sharded_as_what_they_are_of() -> None:
     """On an explicit mesh, where a sharding is part of a type, and where XLA chooses it."""
     code = """

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-pytestmark = pytest.mark.frameworks
+pytestmark = [pytest.mark.frameworks, pytest.mark.exhaustive]
 
 _ROOT = Path(__file__).parents[1]
 

@@ -17,6 +17,9 @@ from tests.shim.paged import OPTIONS, normal, verify_kernel
 from tests.shim.test_decode_mask import F16, F32, KEYS, TILES, arrays, keep
 from tests.shim.whole import run_forward, small_tiles, verify_forward
 
+# A change of these kernels runs on a GPU before it lands.
+pytestmark = pytest.mark.exhaustive
+
 Make = Callable[[], Device]
 
 

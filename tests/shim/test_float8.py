@@ -16,6 +16,9 @@ from tests.paged import BFLOAT16, FLOAT8, paged, verify
 from tests.shim.device import MakeDevice
 from tests.shim.paged import OPTIONS, each_decoded, run, verify_decode, verify_kernel
 
+# A change of these kernels runs on a GPU before it lands.
+pytestmark = pytest.mark.exhaustive
+
 F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
 LENS = (70, 3, 0, 129)
 SCALES = ("plain", "numbers", "arrays")

@@ -17,6 +17,9 @@ from tests.shim.test_sm90_bias import BFLOAT16, arrays
 from tests.shim.test_sm90_scores import SHAPES, SLOPES
 from tests.shim.whole import small_tiles, verify_backward, verify_forward
 
+# A change of these kernels runs on a GPU before it lands.
+pytestmark = pytest.mark.exhaustive
+
 TEXTS = (
     "score + slope[head] * (kv_idx - q_idx)",
     "score - slope[head] * abs(q_idx - kv_idx)",
