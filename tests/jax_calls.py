@@ -303,6 +303,39 @@ def random_arrays(platform: str, *shape: int, count: int = 3, dtype: str = "floa
     ]
 
 
+def verify_gradients_of_some(platform: str) -> None:
+    """Of the captured arrays that `wrt` names some are constants, the larger one or the smaller one."""
+    q, k, v = random_arrays(platform, 2, 70, 4, 16)
+    of_heads, of_keys = (
+        random_arrays(platform, 4, count=1)[0],
+        random_arrays(platform, 70, count=1)[0],
+    )
+
+    def loss(q: Any, of_heads: Any, of_keys: Any) -> Any:
+        mod = rawattn.ScoreMod(
+            "score + a[head] * q_idx / 70 + b[kv_idx]", wrt=("b", "a"), a=of_heads, b=of_keys
+        )
+        return jnp.sin(rawattn.jax.attention(q, k, v, score_mod=mod, causal=True)).sum()
+
+    given = q, of_heads, of_keys
+    exact = jax.grad(loss, (0, 1, 2))(*given)
+    for which in ((0,), (1,), (2,), (0, 1), (2, 0)):
+        slope = jax.grad(loss, which)
+        closed = jax.jit(
+            jax.grad(
+                lambda *some, which=which: loss(
+                    *(some[which.index(n)] if n in which else given[n] for n in range(3))
+                ),
+                tuple(range(len(which))),
+            )
+        )
+        for found in (slope(*given), closed(*(given[n] for n in which))):
+            for n, gradient in zip(which, found, strict=True):
+                np.testing.assert_allclose(
+                    np.asarray(gradient), np.asarray(exact[n]), rtol=1e-3, atol=1e-4
+                )
+
+
 def verify_mapped(platform: str) -> None:
     """jax.vmap of any of the arrays, twice, with gradients: what one call after another gives."""
     q, k, v = random_arrays(platform, 3, 2, 9, 4, 16)

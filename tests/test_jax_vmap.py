@@ -144,6 +144,10 @@ def test_vmap_of_gradients_beside_constants(name: str) -> None:
             np.testing.assert_allclose(np.asarray(mapped[n]), np.asarray(slope(q[n])), atol=1e-5)
 
 
+def test_gradients_of_some_captured_arrays() -> None:
+    jax_calls.verify_gradients_of_some("cpu")
+
+
 def test_constants_have_no_gradients_in_a_program() -> None:
     """The same array does, where it is differentiated too."""
     q, k, v = arrays(2, 9, 4, 16)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 import jax
@@ -73,6 +73,18 @@ def narrowed_options(
         )
         options = options._replace(score_mod=(text._replace(arrays=captured), scalars))
     return arrays, options
+
+
+def without_constants(options: Options, gradients: Set[str]) -> Options:
+    """The options with the text of a score function whose `wrt` names arrays with one of these gradients alone: kernels sum up
+    what it names.
+    """
+    if options.score_mod is None:
+        return options
+    text, scalars = options.score_mod
+    indices = {name: n for n, (name, _, _) in enumerate(text.arrays)}
+    wrt = tuple(name for name in text.wrt if f"dcaptured{indices[name]}" in gradients)
+    return options._replace(score_mod=(text._replace(wrt=wrt), scalars))
 
 
 def _narrowed(name: str, array: Any) -> Any:

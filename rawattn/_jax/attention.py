@@ -34,6 +34,7 @@ from rawattn._jax.arrays import (
     refuse_symbolic_shapes,
     sharded_as,
     vary_alike,
+    without_constants,
 )
 from rawattn._jax.record import Record, read, with_operands
 from rawattn._masks.block_mask import BlockMask
@@ -140,6 +141,7 @@ def attention(
     if gradients:  # those that a backward gives: nobody takes that of a constant
         traced = {f"d{name}" for name, x in zip(verb.extras, arrays, strict=True) if is_traced(x)}
         gradients = tuple(name for name in gradients if name in traced)
+        left = without_constants(left, traced)
     named = {name: Form(x) for name, x in zip(verb.extras, arrays, strict=True)}
     try:
         problem, lengths = describe(q, k, v, left, "jax", named)

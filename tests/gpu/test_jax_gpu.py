@@ -226,6 +226,10 @@ def test_sharded_over_devices() -> None:
     assert np.array_equal(np.asarray(sharded(*shards)), np.asarray(exact))
 
 
+def test_gradients_of_some_captured_arrays() -> None:
+    jax_calls.verify_gradients_of_some("gpu")
+
+
 @pytest.mark.parametrize("which", jax_calls.INTEGERS_OF_THE_HOST)
 def test_integers_of_the_host(which: str) -> None:
     jax_calls.verify_integers_of_the_host("gpu", which)
