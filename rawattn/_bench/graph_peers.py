@@ -19,8 +19,7 @@ class Sides(NamedTuple):
     """The same attention for everybody, on several sets of inputs.
 
     ours: a call on each set. rows: CuPy arrays q, k and v of each set, for those who read no pages. causal: the last row sees
-    every key. masks: of each set, bools of the keys that a lone row sees or
-    numbers to add to its scores; or none.
+    every key. masks: of each set, bools of the keys that a lone row sees, or numbers to add to its scores; or none.
     """
 
     ours: Sequence[Call]

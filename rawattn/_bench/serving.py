@@ -36,9 +36,7 @@ _LAUNCH = 3e-6  # seconds that a launch in a graph may take beside its bytes
 
 
 class Cache(NamedTuple):
-    """CuPy arrays of a case: queries, keys and values in rows or pages, the table of pages, the lengths, the mask
-    or the bias.
-    """
+    """CuPy arrays of a case: queries, keys and values in rows or pages, the table of pages, lengths, a mask or a bias."""
 
     q: Any
     k: Any
