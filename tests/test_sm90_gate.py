@@ -50,6 +50,7 @@ def variants_of_scores() -> Iterator[compiler.Source]:
         "dropout": ({"dropout_p": 0.1}, {"dropout_p": 0.1, **limited}),
         "held": (bias_of(128, "float32"), {**bias_of(128, "float32"), **limited}),
         "alibi": (slopes, {**slopes, "ragged": True, "group": True}),
+        "alibi_long": (slopes, {**slopes, "ragged": True, "group": True}),
         "few": ({}, bias_of(128), {**bias_of(128), **limited}, paged, {**paged, "float8": True}),
         "paged": (paged, {**paged, "window_left": 50}),
         "paged_rows": (copied, {**copied, "window_left": 50}),

@@ -15,8 +15,8 @@ DEVICE T half_of(unsigned pair, bool odd) {
 
 // What the bias, ALiBi and the line of a score function add to the scores of a tile of kRowBlocks x kKeyBlocks, queries
 // being rows. It is read while the product is under way, and joins an exponent: one multiply-add each, whose addend it
-// starts from.
-template <class C, int kRowBlocks, int kKeyBlocks>
+// starts from. kRamp: what grows evenly from a tile's first key on is in the products already.
+template <class C, int kRowBlocks, int kKeyBlocks, bool kRamp = false>
 struct AddedScores {
   using Bias = typename Either<config::kBias == 4, float, config::Element>::Type;
   // Two keys of a row side by side in one access.
@@ -31,9 +31,10 @@ struct AddedScores {
 
   // Of each block of 16 x 16 the lane's elements, or pairs of them, in the accumulator's order.
   Word bias[kBlocks][C::kElements / (kHalves ? 2 : 1)];
-  // Of each row from the lane's first key: less the key's column, which is known when this is compiled.
+  // Of each row from the lane's first key: less the key's column, which is known when this is compiled. Of a ramp from the
+  // tile's first key.
   float distance[kRowBlocks][C::kSlots], slope[kRowBlocks][C::kSlots];
-  // Of each row the line at the lane's first key, and its step.
+  // Of each row the line at that key, and its step.
   float line[kRowBlocks][C::kSlots], step[kRowBlocks][C::kSlots];
   bool straight;  // the wave's lines are computed so: see are_straight()
 
@@ -75,7 +76,7 @@ struct AddedScores {
           const ScoreRule& rule = rules.of(m, slot);
           const int i = rules.query(first_row + m * 16 + C::row(lane, slot));
           slope[m][slot] = rule.slope;
-          distance[m][slot] = static_cast<float>(i + rule.offset - first_key - C::column(lane, 0));
+          distance[m][slot] = static_cast<float>(i + rule.offset - first_key - own_column(lane));
         }
       }
     }
@@ -84,7 +85,7 @@ struct AddedScores {
         UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
           const ScoreRule& rule = rules.of(m, slot);
           const int i = rules.query(first_row + m * 16 + C::row(lane, slot));
-          line[m][slot] = rule.added(i, first_key + C::column(lane, 0));
+          line[m][slot] = rule.added(i, first_key + own_column(lane));
           step[m][slot] = rule.step(i);
         }
       }
@@ -127,6 +128,7 @@ struct AddedScores {
   // The largest addend of a row's elements, of lines and of ALiBi on one side alone, from that of its row.
   template <class Unit>
   DEVICE float largest(int m, int slot, float start) const {
+    if constexpr (kRamp) return start;
     const float last = (kKeyBlocks - 1) * 16 + C::column(0, C::kElements - 1);
     if constexpr (ScoreRule::kLine) start = fmaf(fmaxf(step[m][slot], 0.0f) * Unit::kUnit, last, start);
     if constexpr (config::kAlibi) start = fmaf(fmaxf(slope[m][slot], 0.0f) * Unit::kUnit, last, start);
@@ -140,6 +142,7 @@ struct AddedScores {
       // A compiler leaves a multiplication by 1 where it is.
       start = Unit::kUnit == 1.0f ? b + start : fmaf(b, Unit::kUnit, start);
     }
+    if constexpr (kRamp) return start;
     const float column = static_cast<float>(n * 16 + C::column(0, e));
     if constexpr (ScoreRule::kLine) start = fmaf(step[m][C::slot(e)] * Unit::kUnit, column, start);
     if constexpr (config::kAlibi) {
@@ -155,6 +158,7 @@ struct AddedScores {
   }
 
  private:
+  DEVICE static int own_column(int lane) { return kRamp ? 0 : C::column(lane, 0); }
   template <class Block>
   DEVICE static void forget(Block& block, int e) {
     if constexpr (kHalves) {

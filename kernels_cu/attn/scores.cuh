@@ -140,10 +140,11 @@ DEVICE void mask_scores_of_keys(C (&s)[kKeyBlocks][kQueryBlocks], float value, c
 // Queries are rows. finish(product, row block, key block, element, added): what a product, or what the rules remake of
 // it, becomes where its key is seen. Where it is hidden nothing is added to it any more. rules, visit: see
 // remake_scores.
-template <class C, int kRowBlocks, int kKeyBlocks, class Rules, class Finish, class Keys, class Visit = NoVisit>
+template <class C, int kRowBlocks, int kKeyBlocks, bool kRamp, class Rules, class Finish, class Keys,
+          class Visit = NoVisit>
 DEVICE void finish_scores(C (&s)[kRowBlocks][kKeyBlocks], const Rules& rules,
-                          AddedScores<C, kRowBlocks, kKeyBlocks>& added, const Finish& finish, const Keys& keys, int n,
-                          int first_row, int lane, const Visit& visit = Visit{}) {
+                          AddedScores<C, kRowBlocks, kKeyBlocks, kRamp>& added, const Finish& finish, const Keys& keys,
+                          int n, int first_row, int lane, const Visit& visit = Visit{}) {
   if constexpr (ScoreRule::kRemakes) remake_scores(s, rules, first_row, keys.first_key(n), lane, visit);
   UNROLL for (int m = 0; m < kRowBlocks; m++) {
     UNROLL for (int b = 0; b < kKeyBlocks; b++) {

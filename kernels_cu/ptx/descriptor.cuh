@@ -19,4 +19,11 @@ DEVICE unsigned long long wgmma_descriptor(const void* shared, unsigned leading,
          static_cast<unsigned long long>(eight_rows >> 4) << 32 | kSwizzle128;
 }
 
+// The same without a swizzle, K-major and 32 bytes deep: each row's two halves of 16 bytes are the same bytes, and rows
+// follow each other. The tile starts at a multiple of 16 bytes.
+DEVICE unsigned long long repeated_descriptor(const void* shared) {
+  constexpr unsigned long long kEightRows = 8 * 16;
+  return (target::shared_address(shared) >> 4 & 0x3FFF) | kEightRows >> 4 << 32;
+}
+
 }  // namespace ptx

@@ -49,9 +49,11 @@ void ldmatrix(unsigned (&r)[4], const void* row);
 unsigned load_shared(unsigned address);
 void copy_partly_later(void* shared, const void* global, int readable);
 
-// A product of a warpgroup as one thread asks for it: 64 x columns, 16 deep.
+enum class Type { kFloat16, kBfloat16, kTf32 };
+
+// A product of a warpgroup as one thread asks for it: 64 x columns, 16 deep, of tf32 8.
 struct Product {
-  bool bfloat;
+  Type type;
   int columns;
   bool accumulate;
   bool a_in_registers;
@@ -65,12 +67,12 @@ void wgmma_commit();
 void wgmma_wait(int pending);
 
 template <class T>
-struct IsBfloat {
-  static constexpr bool kValue = false;
+struct TypeOf {
+  static constexpr Type kValue = Type::kFloat16;
 };
 template <>
-struct IsBfloat<bfloat16> {
-  static constexpr bool kValue = true;
+struct TypeOf<bfloat16> {
+  static constexpr Type kValue = Type::kBfloat16;
 };
 
 }  // namespace host
@@ -160,17 +162,25 @@ DEVICE void wgmma_results(C (&)[kBlocks]) {}
 template <class T, int kColumns>
 struct Wgmma {
   static_assert(sizeof(T) == 2 && kColumns % 16 == 0 && kColumns <= 256, "shapes that the kernels have");
-  static constexpr bool kBfloat = host::IsBfloat<T>::kValue;
+  static constexpr host::Type kType = host::TypeOf<T>::kValue;
 
   template <Major kA, Major kB, class C>
   DEVICE static void ss(C (&c)[kColumns / 16], unsigned long long a, unsigned long long b, int accumulate) {
     static_assert(sizeof(c) == kColumns / 2 * sizeof(float), "128 threads share 64 rows");
-    host::wgmma({kBfloat, kColumns, accumulate != 0, false, kA, kB, a, b}, c[0].x, nullptr);
+    host::wgmma({kType, kColumns, accumulate != 0, false, kA, kB, a, b}, c[0].x, nullptr);
   }
   template <Major kB, class C, class A>
   DEVICE static void rs(C (&c)[kColumns / 16], const A& a, unsigned long long b) {
     static_assert(sizeof(c) == kColumns / 2 * sizeof(float) && sizeof(a) == 16, "a thread's share");
-    host::wgmma({kBfloat, kColumns, true, true, Major::K, kB, 0, b}, c[0].x, &a.x[0].bits);
+    host::wgmma({kType, kColumns, true, true, Major::K, kB, 0, b}, c[0].x, &a.x[0].bits);
+  }
+};
+template <int kColumns>
+struct WgmmaTf32 {
+  template <class C>
+  DEVICE static void ss(C (&c)[kColumns / 16], unsigned long long a, unsigned long long b) {
+    static_assert(sizeof(c) == kColumns / 2 * sizeof(float), "a thread's share");
+    host::wgmma({host::Type::kTf32, kColumns, true, false, Major::K, Major::K, a, b}, c[0].x, nullptr);
   }
 };
 

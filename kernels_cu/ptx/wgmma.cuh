@@ -30,6 +30,9 @@ DEVICE void wgmma_results(C (&c)[kBlocks]) {
 // rs<B's major>: c += A * B; A (64 x 16) in registers. V is MN-major.
 template <class T, int kColumns>
 struct Wgmma;
+// 64 x 8 by 8 x N of tf32, both K-major. ss: c += A * B.
+template <int kColumns>
+struct WgmmaTf32;
 
 // clang-format off
 #define RAWATTN_LIST_0 "%0, %1, %2, %3, %4, %5, %6, %7"
@@ -117,9 +120,20 @@ struct Wgmma;
                    : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "l"(b), "n"(int(kB)));                       \
     }                                                                                                                 \
   };
+#define RAWATTN_WGMMA_TF32(n, r0, r1, ...)                                                                            \
+  template <>                                                                                                         \
+  struct WgmmaTf32<n> {                                                                                               \
+    template <class C>                                                                                                \
+    DEVICE static void ss(C (&c)[n / 16], unsigned long long a, unsigned long long b) {                               \
+      asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k8.f32.tf32.tf32 {" RAWATTN_LISTS_##n "}, %" #r0           \
+                   ", %" #r1 ", 1, 1, 1;"                                                                             \
+                   : RAWATTN_REGSS_##n : "l"(a), "l"(b));                                                             \
+    }                                                                                                                 \
+  };
 #define RAWATTN_WGMMA_TYPES(n, ...)                 \
   RAWATTN_WGMMA(float16, "f16", n, __VA_ARGS__)     \
-  RAWATTN_WGMMA(bfloat16, "bf16", n, __VA_ARGS__)
+  RAWATTN_WGMMA(bfloat16, "bf16", n, __VA_ARGS__)   \
+  RAWATTN_WGMMA_TF32(n, __VA_ARGS__)
 
 RAWATTN_WGMMA_TYPES(16, 8, 9, 10, 11, 12, 13)
 RAWATTN_WGMMA_TYPES(32, 16, 17, 18, 19, 20, 21)

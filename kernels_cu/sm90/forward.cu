@@ -25,6 +25,7 @@
 #include "sm90/forward_page_rows.cuh"
 #include "sm90/forward_pages.cuh"
 #include "sm90/forward_producer.cuh"
+#include "sm90/forward_ramp.cuh"
 #include "sm90/forward_random.cuh"
 #include "sm90/forward_store.cuh"
 #include "sm90/hidden_values.cuh"
@@ -38,6 +39,7 @@ struct Consumer {
   const unsigned shared;                              // the address of s
   Ring<kStages> keys, values;
   OwnBias bias;
+  Slopes<kRamp> slopes;
 
   DEVICE Consumer(SharedMemory& s, int index)
       : s(s),
@@ -47,7 +49,8 @@ struct Consumer {
         first_keys(make_uniform_descriptor(s.keys[0], 0, kNextKeys)),
         first_values(make_uniform_descriptor(s.values[0], kNextBlock, kNextValues)),
         shared(make_uniform(target::shared_address(&s))),
-        bias(s, tile_row(index * 64 + warp * 16), lane) {}
+        bias(s, tile_row(index * 64 + warp * 16), lane),
+        slopes(s.boxes, index) {}
 
   DEVICE void take_turn() const {
     if constexpr (kPingPong) ptx::barrier_sync(kTurn + index, 2 * kWarpgroup);
@@ -86,6 +89,7 @@ struct Consumer {
       Qk::ss<ptx::Major::K, ptx::Major::K>(scores[0], q + step / 4 * (kTileRows * 8) + step % 4 * 2,
                                            k + step / 4 * (kNextBlock / 16) + step % 4 * 2, step > 0);
     }
+    slopes.add(scores[0]);
     ptx::wgmma_commit();
   }
   // O += P V of the tile in the ring's slot, under way when this returns.
@@ -207,8 +211,9 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
     Softmax softmax(kFloat8 ? softmax_scale(rule.scale()) : scale_log2);
     C o[1][kOutBlocks];
     M::A probabilities[kKeyBlocks];
-    AddedScores<C, 1, kKeyBlocks> added;
+    AddedScores<C, 1, kKeyBlocks, kRamp> added;
     added.straight = added.are_straight(rule, first_row, self.lane);
+    self.slopes.begin(rule, added.straight, first_row, self.warp, self.lane);
     SeenKeys<kBlockMask, C, 1, kKeyBlocks> seen;
     HiddenValues<kBlockMask> hidden;
     RowsPastEnd<kPageRows> past_end;
@@ -376,6 +381,7 @@ KERNEL CLUSTER(forward::kCluster)
     if constexpr (kBiasInBoxes) prefetch_bias_map(maps);
   }
   if constexpr (kInterleaved) clear_last_rows(shared);
+  Slopes<kRamp>::write_keys(shared.boxes);
   target::launch_dependents();
   target::wait_for_prerequisites();
   shared.own_order.find(p, shared.queries[0]);

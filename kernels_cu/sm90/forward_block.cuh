@@ -178,8 +178,20 @@ struct StoredTiles<true> {
   alignas(1024) unsigned char stored_keys[kStoredSlots][kStoredBlocksQk * kTileK * 128];
   unsigned char stored_values[kStoredSlots][kStoredBlocksV * kTileK * 128];
 };
-// The output's boxes first, then the ring of the bias; tiles of 8 bits.
-struct Boxes : SwizzledBytes<kOutputBytes + (kBiasInSlots ? kBiasSlots * kBiasBytes : 0)>, StoredTiles<kFloat8> {};
+// Slopes of rows and numbers of keys: see sm90/forward_ramp.cuh.
+template <bool kUsed>
+struct RampTile {};
+template <>
+struct RampTile<true> {
+  struct alignas(16) Depth {
+    float x[4];
+  };
+  Depth rows[kConsumers][64], keys[kTileK];
+};
+// The output's boxes first, then the ring of the bias; tiles of 8 bits; a ramp.
+struct Boxes : SwizzledBytes<kOutputBytes + (kBiasInSlots ? kBiasSlots * kBiasBytes : 0)>,
+               StoredTiles<kFloat8>,
+               RampTile<kRamp> {};
 template <bool kUsed>
 struct StoredBarriers {};
 template <>

@@ -44,9 +44,11 @@ struct SwizzledBytes<0> {};
 // What went through a shuffle the compiler cannot compute anew: it stays in a uniform register. Else descriptors and
 // addresses would be computed from the start of shared memory for every tile of keys, while products wait for them.
 DEVICE unsigned make_uniform(unsigned x) { return static_cast<unsigned>(target::wave_uniform(static_cast<int>(x))); }
-DEVICE unsigned long long make_uniform_descriptor(const void* shared, unsigned leading, unsigned eight_rows) {
-  const unsigned long long descriptor = ptx::wgmma_descriptor(shared, leading, eight_rows);
+DEVICE unsigned long long make_uniform_descriptor(unsigned long long descriptor) {
   return descriptor >> 32 << 32 | make_uniform(static_cast<unsigned>(descriptor));
+}
+DEVICE unsigned long long make_uniform_descriptor(const void* shared, unsigned leading, unsigned eight_rows) {
+  return make_uniform_descriptor(ptx::wgmma_descriptor(shared, leading, eight_rows));
 }
 
 }  // namespace sm90

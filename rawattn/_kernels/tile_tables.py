@@ -33,7 +33,7 @@ SCHEMAS = {
     "sm90_forward": Schema(
         (
             *("any", "long", "left", "masked", "paged", "paged_rows", "paged_8bit"),
-            *("narrow_values", "bias", "alibi", "dropout", "held", "few"),
+            *("narrow_values", "bias", "alibi", "alibi_long", "dropout", "held", "few"),
         ),
         {
             "tile_k": int,

@@ -105,24 +105,32 @@ struct Positions {
 };
 constexpr Positions kPositions;
 
-// An operand in the 128-byte swizzle, by its descriptor (PTX ISA, "Matrix Descriptor Format").
+// An operand by its descriptor (PTX ISA, "Matrix Descriptor Format"): of 16 bits in the 128-byte swizzle, of tf32 without
+// one.
 struct Operand {
+  Type type;
   ptx::Major major;
   unsigned start, leading, stride;
 
-  Operand(unsigned long long bits, ptx::Major major)
-      : major(major),
+  Operand(unsigned long long bits, ptx::Major major, Type type)
+      : type(type),
+        major(major),
         start(static_cast<unsigned>(bits & 0x3fff) << 4),
         leading(static_cast<unsigned>(bits >> 16 & 0x3fff) << 4),
         stride(static_cast<unsigned>(bits >> 32 & 0x3fff) << 4) {
-    if (bits >> 62 != 1) fail("descriptor %#llx: not of the 128-byte swizzle", bits);
+    if (bits >> 62 != (type == Type::kTf32 ? 0 : 1)) fail("descriptor %#llx: of another swizzle", bits);
     if ((bits & 0x3fffc000c000c000ull) != 0) fail("descriptor %#llx: a field has grown into the next one", bits);
     // The eight rows after which the swizzle repeats.
-    if ((start >> 7 & 7) != 0) fail("descriptor %#llx: starts inside of 1024 bytes that belong together", bits);
+    if (type != Type::kTf32 && (start >> 7 & 7) != 0) fail("descriptor %#llx: starts inside of 1024 bytes that belong together", bits);
   }
   // outer: a row of A, or a column of B.
   unsigned address(unsigned outer, unsigned depth) const {
     return major == ptx::Major::K ? at(outer, depth) : at(depth, outer);
+  }
+
+  // Without a swizzle: eight rows of 16 bytes, as deep as those are, follow each other.
+  unsigned address_of_16(unsigned row, unsigned depth) const {
+    return start + row / 8 * stride + row % 8 * 16 + depth / 4 * leading + depth % 4 * 4;
   }
 
  private:
@@ -132,15 +140,23 @@ struct Operand {
   }
 };
 
-float number(bool bfloat, unsigned short bits) {
-  return bfloat ? target::to_float(bfloat16{bits}) : target::to_float(float16{bits});
+int depth_of(Type type) { return type == Type::kTf32 ? 8 : kDepth; }
+
+float number(Type type, unsigned short bits) {
+  return type == Type::kBfloat16 ? target::to_float(bfloat16{bits}) : target::to_float(float16{bits});
 }
 
 // Of an operand whose bytes are known to lie in shared memory.
-float number_at(bool bfloat, unsigned address) {
+float number_of(const Operand& operand, unsigned outer, unsigned depth) {
+  if (operand.type == Type::kTf32) {
+    unsigned bits;
+    memcpy(&bits, blocks[rank].shared + (operand.address_of_16(outer, depth) - kSharedAddress), sizeof(bits));
+    return target::float_of(bits & 0xffffe000);
+  }
+  const unsigned address = operand.address(outer, depth);
   unsigned short bits;
   memcpy(&bits, blocks[rank].shared + ((address ^ ((address >> 7 & 7) << 4)) - kSharedAddress), sizeof(bits));
-  return number(bfloat, bits);
+  return number(operand.type, bits);
 }
 
 // Calls visit(begin, end) for the bytes of shared memory that a warp reads.
@@ -152,6 +168,12 @@ void each_range(const Product& product, int warp, const Visit& visit) {
   };
   // Of those rows of A or columns of B, all of which are `all`.
   const auto operand = [&](const Operand& x, int all, int first, int count) {
+    if (x.type == Type::kTf32) {
+      for (int outer = first; outer < first + count; outer++) {
+        for (int depth = 0; depth < 8; depth += 4) range(x.address_of_16(outer, depth), 16);
+      }
+      return;
+    }
     const bool k_major = x.major == ptx::Major::K;
     const int along = k_major ? kDepth : std::min(all, 64);
     if (x.start % 128 + 2 * along > 128) {
@@ -161,9 +183,9 @@ void each_range(const Product& product, int warp, const Visit& visit) {
       for (int depth = 0; depth < kDepth; depth += k_major ? kDepth : 8) range(x.address(outer, depth) & ~1023u, 1024);
     }
   };
-  operand({product.b, product.b_major}, product.columns, 0, product.columns);
+  operand({product.b, product.b_major, product.type}, product.columns, 0, product.columns);
   if (product.a_in_registers) return;
-  operand({product.a, product.a_major}, kWarps * kRows, warp % kWarps * kRows, kRows);
+  operand({product.a, product.a_major, product.type}, kWarps * kRows, warp % kWarps * kRows, kRows);
 }
 
 void check_operands_are_there(const Product& product, int warp) {
@@ -189,34 +211,30 @@ void check_untouched(const Held& held) {
 
 void compute(const Issued& issued, int warp) {
   const Product& product = issued.of_lane[0].product;
-  const int columns = product.columns;
+  const int columns = product.columns, depth = depth_of(product.type);
   check_operands_are_there(product, warp);
   float a[kRows][kDepth], b[kDepth][kMostColumns], c[kRows][kMostColumns];
-  const Operand operand_b(product.b, product.b_major);
+  const Operand operand_b(product.b, product.b_major, product.type);
   for (int n = 0; n < columns; n++) {
-    for (int k = 0; k < kDepth; k++) {
-      b[k][n] = number_at(product.bfloat, operand_b.address(n, k));
-    }
+    for (int k = 0; k < depth; k++) b[k][n] = number_of(operand_b, n, k);
   }
   if (!product.a_in_registers) {
-    const Operand operand_a(product.a, product.a_major);
+    const Operand operand_a(product.a, product.a_major, product.type);
     for (int row = 0; row < kRows; row++) {
-      for (int k = 0; k < kDepth; k++) {
-        a[row][k] = number_at(product.bfloat, operand_a.address(warp % kWarps * kRows + row, k));
-      }
+      for (int k = 0; k < depth; k++) a[row][k] = number_of(operand_a, warp % kWarps * kRows + row, k);
     }
   }
   for (int lane = 0; lane < kWarp; lane++) {
     const Request& request = issued.of_lane[lane];
     const auto& at = kPositions.at[lane];
     for (int e = 0; e < kElementsA && product.a_in_registers; e++) {
-      a[at[e].row][at[e].column] = number(product.bfloat, request.a[e]);
+      a[at[e].row][at[e].column] = number(product.type, request.a[e]);
     }
     const std::vector<float>& values = find_held(lanes()[warp * kWarp + lane], request.c)->values;
     for (int e = 0; e < columns / 2; e++) c[at[e].row][at[e].column] = product.accumulate ? values[e] : 0.0f;
   }
   for (int row = 0; row < kRows; row++) {
-    for (int k = 0; k < kDepth; k++) {
+    for (int k = 0; k < depth; k++) {
       for (int n = 0; n < columns; n++) c[row][n] += a[row][k] * b[k][n];
     }
   }
@@ -249,7 +267,7 @@ void retire(int warp) {
 }
 
 bool same(const Product& x, const Product& y) {
-  return x.bfloat == y.bfloat && x.columns == y.columns && x.accumulate == y.accumulate &&
+  return x.type == y.type && x.columns == y.columns && x.accumulate == y.accumulate &&
          x.a_in_registers == y.a_in_registers && x.a_major == y.a_major && x.b_major == y.b_major && x.a == y.a &&
          x.b == y.b;
 }

@@ -46,6 +46,10 @@ _SHORT_MASKED_SEQLEN = 400
 _CROWDED_KEYS = 1024
 # Tiles of interleaved heads must be so many fewer: they end in rows that are nobody's.
 _WORTH_INTERLEAVING = 0.8
+# Of products to which slopes are added: those are divided by it, and must stay numbers.
+_LEAST_SCALE = 2.0**-64
+# Columns of keys up to which consumers are short of time for scores: beyond, products take what the ramp would save.
+_RAMP_COLUMNS = 128
 # Another row of the tables must be expected to take less than this of the usual one's time.
 _WORTH_CHANGING = 0.96
 # Blocks that share a multiprocessor: of ragged batches four have no registers.
@@ -131,7 +135,7 @@ def choose(problem: Problem, target: Target, operands: Operands) -> Config:
             page_rows=1 if copied else math.gcd(problem.pages.page_size, config.tile_k),
             whole_rows=not copied and copy_engine.next_pages(problem, operands) is not None,
         )
-    return with_query_slots(config, target)
+    return with_ramp(with_query_slots(config, target), problem, target)
 
 
 def with_room(config: Config, target: Target) -> Config:
@@ -191,6 +195,17 @@ def with_query_slots(config: Config, target: Target) -> Config:
     twice = replace(config, query_slots=2)
     room = shared_limit_of(config.blocks_per_sm, target.shared_limit)
     return config if config.float8 or twice.shared_bytes > room else twice
+
+
+def with_ramp(config: Config, problem: Problem, target: Target) -> Config:
+    """The same, whose products have what ALiBi or a line adds along the keys, where scores are products but for the scale."""
+    ramp = replace(config, ramp=True)
+    room = shared_limit_of(config.blocks_per_sm, target.shared_limit)
+    added = (config.alibi and config.one_sided) or config.mod_line
+    # A slope is divided by the scale.
+    made = problem.softcap is None and not config.float8 and problem.scale >= _LEAST_SCALE
+    pays = config.headdim <= _RAMP_COLUMNS
+    return ramp if added and made and pays and ramp.shared_bytes <= room else config
 
 
 def shareable(problem: Problem, seqlen: int) -> bool:
@@ -366,7 +381,7 @@ def _table(problem: Problem) -> str:
         return "left"
     slopes = problem.alibi_slopes is not None or features.features(problem).mod_line
     if slopes and problem.softcap is None:
-        return "alibi"
+        return "alibi_long" if problem.max_seqlen_k >= LONG_SEQLEN else "alibi"
     # Keys wider than 128 columns leave room for a larger tile where the output takes fewer registers.
     if problem.headdim_v <= 128 < problem.headdim:
         return "narrow_values"

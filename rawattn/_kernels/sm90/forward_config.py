@@ -63,6 +63,7 @@ class Config(Features):
     heads_per_tile: int = 1  # query heads of one kv head whose rows share a tile
     interleaved: bool = False  # those: query by query, head by head
     query_slots: int = 1  # with two, the next tile's queries come while this one's are still read
+    ramp: bool = False  # what ALiBi or a line adds along the keys is part of the products
     carried: bool = False  # lengths of few sequences in the kernel's parameters
 
     @property
@@ -128,8 +129,9 @@ class Config(Features):
         tiles += self.stages * self.tile_k * (row_bytes_qk + row_bytes_v)
         outputs = self.tile_rows * row_bytes_v if self.tensor_stores else 0
         biases = bias_slots.nbytes(self.bias_slot, self.bias_stages, self.tile_k)
+        ramp = -(-16 * (self.tile_rows + self.tile_k) // 1024) * 1024 if self.ramp else 0
         # Barriers, two slots of work and the order of a few sequences have 1024.
-        return tiles + outputs + biases + self._stored_bytes + 1024
+        return tiles + outputs + biases + self._stored_bytes + ramp + 1024
 
     @property
     def _stored_bytes(self) -> int:
@@ -171,6 +173,8 @@ class Config(Features):
             traits.append(f"page_rows={self.page_rows}" + " whole" * self.whole_rows)
         if self.tensor_stores:
             traits.append("tensor_stores")
+        if self.ramp:
+            traits.append("ramp")
         if self.stream_k:
             traits.append("stream_k")
         if self.carried:

@@ -1,0 +1,73 @@
+// What grows evenly along the keys of a row, made by the tensor cores: of a tile's keys 0, 1, 2 ... a row's score grows
+// by its slope each, which is one more step of Q K^T, eight deep in tf32. A multiply-add of each score would take more,
+// since scores are what Hopper's consumers are short of time for.
+//
+// A slope in the products' units is the sum of three numbers of 11 bits, each of which meets the keys' numbers exactly:
+// in each half of the depth, and those are the same bytes, so keys have half of their numbers.
+// What a row has in common stays with its running maximum (attn/added_scores.cuh).
+#pragma once
+
+#include "attn/score_rule.cuh"
+#include "ptx/ptx.cuh"
+#include "sm90/forward_block.cuh"
+#include "sm90/hidden_values.cuh"
+
+namespace forward {
+
+static_assert(!kRamp || ((kAlibi && kOneSided) || ScoreRule::kLine), "a ramp along the keys");
+static_assert(!kRamp || !(kScaleFirst || ScoreRule::kRemakes || kFloat8), "scores are products, but for the scale");
+
+// A consumer's slopes.
+template <bool kUsed>
+struct Slopes {
+  DEVICE static void write_keys(const RampTile<false>&) {}
+  DEVICE Slopes(const RampTile<false>&, int) {}
+  DEVICE void begin(const ScoreRule&, bool, int, int, int) const {}
+  template <class Scores>
+  DEVICE void add(Scores&) const {}
+};
+template <>
+struct Slopes<true> {
+  RampTile<true>& ramp;
+  const int index;
+  const unsigned long long rows, keys;  // descriptors
+
+  // By all threads, once. A barrier follows.
+  DEVICE static void write_keys(RampTile<true>& ramp) {
+    for (int j = target::thread_index(); j < kTileK; j += kThreads) {
+      const float half = 0.5f * static_cast<float>(j);
+      ramp.keys[j] = {{half, half, half, 0.0f}};
+    }
+    ptx::fence_copies();
+  }
+
+  DEVICE Slopes(RampTile<true>& ramp, int index)
+      : ramp(ramp),
+        index(index),
+        rows(make_uniform_descriptor(ptx::repeated_descriptor(ramp.rows[index]))),
+        keys(make_uniform_descriptor(ptx::repeated_descriptor(ramp.keys))) {}
+
+  // Of a query tile. straight: what is added to rows is a line, for all of the wave.
+  DEVICE void begin(const ScoreRule& rule, bool straight, int first_row, int warp, int lane) const {
+    if (lane < 16) {
+      float slope = 0.0f;
+      if constexpr (kAlibi) slope = rule.slope;
+      if constexpr (ScoreRule::kLine) slope = straight ? rule.step(first_row + lane) : 0.0f;
+      slope *= target::reciprocal(rule.scale());
+      const float high = leading(slope), middle = leading(slope - high);
+      ramp.rows[index][warp * 16 + lane] = {{high, middle, slope - high - middle, 0.0f}};
+    }
+    ptx::fence_copies();
+    ptx::barrier_sync(kCleaned + index, kWarpgroup);
+  }
+  template <class Scores>
+  DEVICE void add(Scores& scores) const {
+    ptx::WgmmaTf32<kTileK>::ss(scores, rows, keys);
+  }
+
+ private:
+  // As tf32 has it.
+  DEVICE static float leading(float x) { return target::float_of(target::bits_of(x) & 0xFFFFE000u); }
+};
+
+}  // namespace forward
