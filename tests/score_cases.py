@@ -251,6 +251,14 @@ def _numbers() -> list[Case]:
         # In the backward products begin with slopes over the scale.
         dense("alibi-scale-0", 1, 90, 300, alibi_slopes="heads", scale=0.0, causal=True),
         dense("alibi-negative-scale", 1, 90, 300, alibi_slopes="heads", scale=-0.3, causal=True),
+        dense("alibi-tiny-scale", 1, 90, 300, alibi_slopes="heads", scale=1e-25),
+        # Keys on both sides of the diagonal, of rows that begin before the first key or behind the last one too.
+        *(
+            dense(f"alibi-both-sides-d{d}", 2, *lens, **_TWO, headdim=d, alibi_slopes="heads")
+            for d, lens in ((64, (300, 210)), (96, (130, 700)), (128, (300, 210)), (256, (150, 333)))
+        ),
+        dense("alibi-negative-both-sides", 1, 200, 300, **_TWO, alibi_slopes="negative"),
+        ragged("alibi-both-sides-packed", *_LENS, **_TWO, alibi_slopes="batch"),
         ragged("alibi-batch-packed", *_LENS, **_TWO, alibi_slopes="batch", dtype="float32"),
     ]  # fmt: skip
 

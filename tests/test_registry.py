@@ -162,6 +162,36 @@ def test_what_differs_from_head_to_head_is_not_interleaved(options: dict[str, An
 
 
 @pytest.mark.parametrize(
+    ("ramp", "options"),
+    [
+        (True, {}),
+        (True, {"window_left": 50, "sink": 3}),
+        (True, {"window_right": None}),
+        (True, {"window_right": 20}),
+        (True, {"dropout_p": 0.1}),
+        (True, {"mask": ArrayForm("bool", (1, 1, 500, 500), (1, 1, 500, 500))}),
+        (True, {"headdim": 256, "window_right": None}),
+        (False, {"headdim": 256}),
+        (False, {"softcap": 30.0}),
+        (False, {"softcap": 30.0, "window_right": None}),
+        (False, {"scale": -0.1}),
+        (False, {"scale": 1e-25}),
+        (False, {"alibi_slopes": None}),
+    ],
+    ids=str,
+)
+def test_what_alibi_adds_along_keys(ramp: bool, options: dict[str, Any]) -> None:
+    """A step of the products, where scores are products but for the scale, and that pays."""
+    problem = replace(CALL_OF_MANY, nheads_q=4, nheads_kv=4, rows_q=500, max_seqlen_q=500)
+    problem = replace(problem, rows_k=500, max_seqlen_k=500, window_right=0, headdim=64)
+    problem = replace(problem, alibi_slopes=ArrayForm("float32", (4,), (4,)))
+    config = sm90_forward.choose(replace(problem, **options), H200, Operands())
+    assert config.ramp == ramp
+    # Addends of both sides, which have no bound by rows, must be there before scores are compared.
+    assert not config.late_scaling or ramp or config.one_sided or not config.alibi
+
+
+@pytest.mark.parametrize(
     ("rows", "keys", "batch", "heads", "family"),
     [
         (1, 200, 16, (16, 16), "decode"),

@@ -41,6 +41,7 @@ def variants_of_scores() -> Iterator[compiler.Source]:
     lengths = {"ragged": True, "group": True}
     limited = {"window_left": 50, **lengths}
     slopes = {"alibi_slopes": ArrayForm("float32", (2,), (2,))}
+    both_sides = {"window_right": None}
     pages = PageForm(page_size=16, num_pages=8, entries=8, has_indptr=False, dtype="int32")
     paged = {"pages": pages, "ragged": True}
     copied = {"pages": pages._replace(page_size=1), "ragged": True}
@@ -49,8 +50,8 @@ def variants_of_scores() -> Iterator[compiler.Source]:
         "bias": (bias_of(128), {**bias_of(128), **lengths}, bias_of(1)),
         "dropout": ({"dropout_p": 0.1}, {"dropout_p": 0.1, **limited}),
         "held": (bias_of(128, "float32"), {**bias_of(128, "float32"), **limited}),
-        "alibi": (slopes, {**slopes, "ragged": True, "group": True}),
-        "alibi_long": (slopes, {**slopes, "ragged": True, "group": True}),
+        "alibi": (slopes, {**slopes, **lengths}, {**slopes, **both_sides}),
+        "alibi_long": (slopes, {**slopes, **lengths}, {**slopes, **both_sides}),
         "few": ({}, bias_of(128), {**bias_of(128), **limited}, paged, {**paged, "float8": True}),
         "paged": (paged, {**paged, "window_left": 50}),
         "paged_rows": (copied, {**copied, "window_left": 50}),

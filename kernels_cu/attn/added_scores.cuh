@@ -37,6 +37,11 @@ struct AddedScores {
   // Of each row the line at that key, and its step.
   float line[kRowBlocks][C::kSlots], step[kRowBlocks][C::kSlots];
   bool straight;  // the wave's lines are computed so: see are_straight()
+  bool beyond;    // of a ramp: the tile is, for all rows that have a part in it, beyond the diagonal of ALiBi
+
+  // A row's addends, but for a bias, have a largest one that is known without them.
+  static constexpr bool kBounded = config::kBias == 0 && (ScoreRule::kLine || config::kAlibi) &&
+                                   (kRamp || config::kOneSided || !config::kAlibi);
 
   // Of rows of the wave, for all tiles. rules: a ScoreRule or RowRules, as below.
   //
@@ -75,7 +80,7 @@ struct AddedScores {
         UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
           const ScoreRule& rule = rules.of(m, slot);
           const int i = rules.query(first_row + m * 16 + C::row(lane, slot));
-          slope[m][slot] = rule.slope;
+          slope[m][slot] = kRamp && !config::kOneSided && beyond ? -rule.slope : rule.slope;
           distance[m][slot] = static_cast<float>(i + rule.offset - first_key - own_column(lane));
         }
       }
@@ -122,7 +127,7 @@ struct AddedScores {
   template <class Unit>
   DEVICE float start(int m, int slot, float x) const {
     if constexpr (ScoreRule::kLine) x = fmaf(line[m][slot], Unit::kUnit, x);
-    if constexpr (config::kAlibi && config::kOneSided) return fmaf(-slope[m][slot] * Unit::kUnit, distance[m][slot], x);
+    if constexpr (config::kAlibi && (config::kOneSided || kRamp)) return fmaf(-slope[m][slot] * Unit::kUnit, distance[m][slot], x);
     return x;
   }
   // The largest addend of a row's elements, of lines and of ALiBi on one side alone, from that of its row.

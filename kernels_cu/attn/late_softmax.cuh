@@ -26,7 +26,7 @@ struct LateOnlineSoftmax : SoftmaxRows<C, kRowBlocks> {
   // output accumulated so far must be rescaled before it meets this tile.
   template <int kKeyBlocks, class Added>
   DEVICE bool update_row_max(const C (&s)[kRowBlocks][kKeyBlocks], const Added& added) {
-    static_assert(kKeyBlocks > 0 && (!ScoreRule::kAdds || kSloped), "what is added has a bound by rows");
+    static_assert(kKeyBlocks > 0 && (!ScoreRule::kAdds || Added::kBounded), "what is added has a bound by rows");
     bool outgrown = false;
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
       int largest[C::kSlots] = {};
@@ -37,7 +37,9 @@ struct LateOnlineSoftmax : SoftmaxRows<C, kRowBlocks> {
         }
       }
       UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
-        if constexpr (kSloped) limit[m][slot] = limit_of(running_max[m][slot] - bound(added, m, slot));
+        // A row's limit follows from that of its addends, anew for every tile: so scores need not have theirs before
+        // they are compared.
+        if constexpr (Added::kBounded) limit[m][slot] = limit_of(running_max[m][slot] - bound(added, m, slot));
         outgrown = outgrown || largest[slot] > limit[m][slot];
       }
     }
@@ -65,11 +67,6 @@ struct LateOnlineSoftmax : SoftmaxRows<C, kRowBlocks> {
   }
 
  private:
-  // Of lines, and of ALiBi on one side of the diagonal, a row's keys have a largest addend, so that scores need not
-  // have theirs before they are compared: the limit follows from it anew for every tile.
-  static constexpr bool kSloped =
-      (ScoreRule::kLine || config::kAlibi) && (config::kOneSided || !config::kAlibi) && config::kBias == 0;
-
   template <class Added>
   DEVICE static float bound(const Added& added, int m, int slot) {
     return added.template largest<Log2>(m, slot, added.template start<Log2>(m, slot, 0.0f));
@@ -82,7 +79,7 @@ struct LateOnlineSoftmax : SoftmaxRows<C, kRowBlocks> {
   // The largest exponent of a tile's row, relative to nothing.
   template <int kKeyBlocks, class Added>
   DEVICE float row_maximum(const C (&s)[kRowBlocks][kKeyBlocks], const Added& added, int m, int slot) const {
-    if constexpr (!kSloped) return Rows::row_maximum(s, m, slot) * scale_log2;
+    if constexpr (!Added::kBounded) return Rows::row_maximum(s, m, slot) * scale_log2;
     const float start = added.template start<Log2>(m, slot, 0.0f);
     float maximum = -target::infinity();
     UNROLL for (int n = 0; n < kKeyBlocks; n++) {
@@ -103,7 +100,7 @@ struct LateOnlineSoftmax : SoftmaxRows<C, kRowBlocks> {
         factor[m][slot] = before == -target::infinity() ? 1.0f : target::exp2(before - now);
         running_max[m][slot] = now;
         sum[m][slot] *= factor[m][slot];
-        if constexpr (!kSloped) limit[m][slot] = limit_of(now);
+        if constexpr (!Added::kBounded) limit[m][slot] = limit_of(now);
       }
     }
   }

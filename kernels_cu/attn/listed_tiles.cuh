@@ -112,11 +112,19 @@ struct ListedQueryTiles : TileSpan {
   }
 };
 
+// The order in which a forward's query tile meets its keys, where those are not in a list.
+template <class Visible>
+DEVICE constexpr TileOrder order_of_keys() {
+  if (config::kOneSided) return TileOrder::kDown;
+  const bool all = !Visible::kLimitedLeft && !Visible::kLimitedRight;
+  return config::kAlibi && all ? TileOrder::kFromDiagonal : TileOrder::kUp;
+}
+
 // A kernel's tiles and how they are found: by lists where kListed, else by the rule of visible keys alone.
-// kDescending: as of KeyTiles.
-template <bool kListed, class Visible, int kTileQ, int kTileK, bool kDescending = false>
+// kOrder: as of KeyTiles.
+template <bool kListed, class Visible, int kTileQ, int kTileK, TileOrder kOrder = TileOrder::kUp>
 struct MeetingTiles {
-  using Keys = KeyTiles<Visible, kTileQ, kTileK, kDescending>;
+  using Keys = KeyTiles<Visible, kTileQ, kTileK, kOrder>;
   using Queries = QueryTiles<Visible, kTileQ, kTileK>;
 
   // Those that a query tile meets.
@@ -130,8 +138,8 @@ struct MeetingTiles {
     return Queries(visible, tile, q.length);
   }
 };
-template <class Visible, int kTileQ, int kTileK, bool kDescending>
-struct MeetingTiles<true, Visible, kTileQ, kTileK, kDescending> {
+template <class Visible, int kTileQ, int kTileK, TileOrder kOrder>
+struct MeetingTiles<true, Visible, kTileQ, kTileK, kOrder> {
   using Keys = ListedKeyTiles<Visible, kTileQ, kTileK>;
   using Queries = ListedQueryTiles<Visible, kTileQ, kTileK>;
 

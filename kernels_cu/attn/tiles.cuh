@@ -17,14 +17,21 @@ struct TileSpan {
 };
 
 // The key tiles that query rows [first, last] meet, which are some of kTileQ rows from `first` on: tiles of sink
-// tokens, then those of the window. kDescending: the other way round, for scores that grow towards the diagonal: the
-// softmax meets the largest first, and its running maximum stays where it is.
-template <class Visible, int kTileQ, int kTileK, bool kDescending = false>
+// tokens, then those of the window.
+//
+// Where scores grow towards the diagonal, the softmax is to meet the largest first: then its running maximum stays where
+// it is. Down from the last key that is seen, or from the diagonal to the first key and then up from it.
+enum class TileOrder { kUp, kDown, kFromDiagonal };
+template <class Visible, int kTileQ, int kTileK, TileOrder kOrder = TileOrder::kUp>
 struct KeyTiles : TileSpan {
+  static_assert(kOrder != TileOrder::kFromDiagonal || !(Visible::kLimitedLeft || Visible::kLimitedRight),
+                "what some of the rows see has numbers of its own");
+
   Visible visible;
   int first, last;     // rows
   int sinks, skipped;  // tiles between sink tokens and the window
   int all;             // tiles
+  int diagonal;        // the tile where the rows' is, or the nearest to it
 
   KeyTiles() = default;
   DEVICE KeyTiles(const Visible& visible, int first, int last)
@@ -33,7 +40,8 @@ struct KeyTiles : TileSpan {
         first(first),
         last(last),
         sinks(0),
-        skipped(0) {
+        skipped(0),
+        diagonal(0) {
     if constexpr (Visible::kLimitedLeft) {
       int window = visible.row(first).left / kTileK;
       if (window > end) window = end;
@@ -43,10 +51,15 @@ struct KeyTiles : TileSpan {
       end -= skipped;
     }
     all = end;
+    if constexpr (kOrder == TileOrder::kFromDiagonal) {
+      const int key = first + kTileQ / 2 + visible.offset;
+      diagonal = key < 0 ? 0 : key / kTileK < all ? key / kTileK : all - 1;
+    }
   }
 
   DEVICE int tile(int n) const {
-    if constexpr (kDescending) n = all - 1 - n;
+    if constexpr (kOrder == TileOrder::kDown) n = all - 1 - n;
+    if constexpr (kOrder == TileOrder::kFromDiagonal) return n > diagonal ? n : diagonal - n;
     return n < sinks ? n : n + skipped;
   }
   DEVICE int first_key(int n) const { return tile(n) * kTileK; }
@@ -57,12 +70,13 @@ struct KeyTiles : TileSpan {
 
   // The same tiles by the same numbers, but for rows [first, last], some of kRows.
   template <int kRows>
-  DEVICE KeyTiles<Visible, kRows, kTileK, kDescending> of_rows(int first, int last) const {
-    KeyTiles<Visible, kRows, kTileK, kDescending> own(visible, first, last);
+  DEVICE KeyTiles<Visible, kRows, kTileK, kOrder> of_rows(int first, int last) const {
+    KeyTiles<Visible, kRows, kTileK, kOrder> own(visible, first, last);
     static_cast<TileSpan&>(own) = *this;
     own.sinks = sinks;
     own.skipped = skipped;
     own.all = all;
+    own.diagonal = diagonal;
     return own;
   }
   // Those of a span that the rows see: none if last < first. Behind sink tokens also what comes before the window.
@@ -75,7 +89,7 @@ struct KeyTiles : TileSpan {
     const KeyTiles own(visible, first, last);
     const int before = own.skipped - skipped;
     const TileSpan seen{visible.sink > 0 ? 0 : before, own.end + before};
-    if constexpr (kDescending) return {all - seen.end, all - seen.begin};
+    if constexpr (kOrder == TileOrder::kDown) return {all - seen.end, all - seen.begin};
     return seen;
   }
 };

@@ -64,7 +64,7 @@ using CopyK = RowCopy<StoredKey, kTileK, kHeadDim, kDepthQk, kPitchK, kThreads, 
 using CopyV = RowCopy<StoredKey, kTileK, kHeadDimV, kDepthV, kPitchV, kThreads, kKeyBytes>;
 using CopyOut = RowCopy<Element, kTileQ, kHeadDimV, kDepthV, kPitchOut, kThreads, kCopyBytes>;
 using Visible = VisibleKeys<kLeft, kRight, kTopLeft>;
-using Tiles = MeetingTiles<kBlockMask, Visible, kTileQ, kTileK, kOneSided>;
+using Tiles = MeetingTiles<kBlockMask, Visible, kTileQ, kTileK, order_of_keys<Visible>()>;
 
 constexpr int kSteps = kDepthQk / M::kDepth;
 // Shallow products have many steps, and code for them all would take the compiler longer than it saves the GPU. Many

@@ -81,15 +81,15 @@ struct Consumer {
     if constexpr (kCopiesRows && !kFloat8) ptx::fence_copies();
   }
 
-  // S = Q K^T of the tile in the ring's slot, under way when this returns.
-  DEVICE void start_scores(C (&scores)[1][kKeyBlocks], unsigned long long q) const {
+  // S = Q K^T of the tile in the ring's slot, under way when this returns. beyond: of a ramp, the diagonal.
+  DEVICE void start_scores(C (&scores)[1][kKeyBlocks], unsigned long long q, bool beyond) const {
     const unsigned long long k = of_slot<kKeyBytes>(first_keys, keys.slot);
     ptx::wgmma_fence();
     UNROLL for (int step = 0; step < kDepthQk / 16; step++) {
       Qk::ss<ptx::Major::K, ptx::Major::K>(scores[0], q + step / 4 * (kTileRows * 8) + step % 4 * 2,
                                            k + step / 4 * (kNextBlock / 16) + step % 4 * 2, step > 0);
     }
-    slopes.add(scores[0]);
+    slopes.add(scores[0], beyond);
     ptx::wgmma_commit();
   }
   // O += P V of the tile in the ring's slot, under way when this returns.
@@ -221,6 +221,7 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
     self.bias.begin(s, p.bias, work, own, first_row, self.lane);
     // What a tile needs beside its products, while those are under way.
     const auto prepare = [&](int n) {
+      added.beyond = is_beyond(own_tiles, n);
       if constexpr (kBiasInSlots) {
         self.bias.read(added, s, self.lane);
         added.load_distances(rule, first_row, own_tiles.first_key(n), self.lane);
@@ -235,6 +236,7 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
     // Returns whether the output must be rescaled.
     const auto finish = [&](C(&scores)[1][kKeyBlocks], int n) {
       const SoftmaxScore<kScaleFirst> score{rule.scale()};
+      fold_ramp(scores, rule, own_tiles, n, first_row, self.lane);
       const auto finish_by = [&](const auto& tiles) {
         finish_scores(scores, rule, added, score, tiles, n, first_row, self.lane);
       };
@@ -262,7 +264,7 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
         C scores[1][kKeyBlocks];
         self.wait_for_keys();
         self.take_turn();
-        self.start_scores(scores, q);
+        self.start_scores(scores, q, is_beyond(own_tiles, mine.begin));
         random.beside_scores(dropout, first_row, own_tiles.first_key(mine.begin), self.lane);
         prepare(mine.begin);
         ptx::wgmma_wait<0>();
@@ -278,12 +280,12 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
         C scores[1][kKeyBlocks];
         self.wait_for_keys();
         self.take_turn();
-        self.start_scores(scores, q);
+        self.start_scores(scores, q, is_beyond(own_tiles, n));
         random.beside_scores(dropout, first_row, own_tiles.first_key(n), self.lane);
         self.wait_for_values();
         hidden.clear(s, self.values.slot, index);
         // In ascending order the sequence's end is in the last tile.
-        if constexpr (kOneSided) past_end.clear(s, self.values.slot, index);
+        if constexpr (order_of_keys<Visible>() != TileOrder::kUp) past_end.clear(s, self.values.slot, index);
         self.start_output(o, probabilities);
         prepare(n);
         ptx::wgmma_wait<1>();

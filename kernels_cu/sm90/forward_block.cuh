@@ -104,7 +104,7 @@ constexpr int kHelpers = kValuesApart + 2 * (kRowWarps - 1) + kBiasWarps + kConv
 using Qk = ptx::Wgmma<Operand, kTileK>;
 using Pv = ptx::Wgmma<Operand, kDepthV>;
 using Visible = VisibleKeys<kLeft, kRight, kTopLeft>;
-using Meeting = MeetingTiles<kBlockMask, Visible, kClusterQ, kTileK, kOneSided>;
+using Meeting = MeetingTiles<kBlockMask, Visible, kClusterQ, kTileK, order_of_keys<Visible>()>;
 using Keys = Meeting::Keys;
 template <bool kLate>
 struct SoftmaxOf {
@@ -178,7 +178,9 @@ struct StoredTiles<true> {
   alignas(1024) unsigned char stored_keys[kStoredSlots][kStoredBlocksQk * kTileK * 128];
   unsigned char stored_values[kStoredSlots][kStoredBlocksV * kTileK * 128];
 };
-// Slopes of rows and numbers of keys: see sm90/forward_ramp.cuh.
+// Slopes of rows and numbers of keys: see sm90/forward_ramp.cuh. Of ALiBi keys on either side of the diagonal have their
+// own.
+constexpr int kRampSides = kAlibi && !kOneSided ? 2 : 1;
 template <bool kUsed>
 struct RampTile {};
 template <>
@@ -186,7 +188,7 @@ struct RampTile<true> {
   struct alignas(16) Depth {
     float x[4];
   };
-  Depth rows[kConsumers][64], keys[kTileK];
+  Depth rows[kConsumers][64], keys[kRampSides][kTileK];
 };
 // The output's boxes first, then the ring of the bias; tiles of 8 bits; a ramp.
 struct Boxes : SwizzledBytes<kOutputBytes + (kBiasInSlots ? kBiasSlots * kBiasBytes : 0)>,

@@ -14,8 +14,40 @@
 
 namespace forward {
 
-static_assert(!kRamp || ((kAlibi && kOneSided) || ScoreRule::kLine), "a ramp along the keys");
+static_assert(!kRamp || kAlibi || ScoreRule::kLine, "a ramp along the keys");
 static_assert(!kRamp || !(kScaleFirst || ScoreRule::kRemakes || kFloat8), "scores are products, but for the scale");
+
+// Whether a key tile is beyond the diagonal, or on the diagonal's other side, for all rows of a consumer.
+template <class OwnTiles>
+DEVICE bool is_beyond(const OwnTiles& tiles, int n) {
+  if constexpr (!kRamp || kRampSides == 1) return false;
+  return tiles.first_key(n) >= tiles.first + Rows::kOfConsumer - 1 + tiles.visible.offset;
+}
+template <class OwnTiles>
+DEVICE bool is_before(const OwnTiles& tiles, int n) {
+  return tiles.first_key(n) + kTileK - 1 <= tiles.first + tiles.visible.offset;
+}
+
+// Where the diagonal crosses a tile, the ramp of the keys before it went on beyond: there it becomes the falling one.
+template <class OwnTiles>
+DEVICE void fold_ramp(C (&scores)[1][kKeyBlocks], const ScoreRule& rule, const OwnTiles& tiles, int n, int first_row,
+                      int lane) {
+  if constexpr (kRamp && kRampSides == 2) {
+    if (is_before(tiles, n) || is_beyond(tiles, n)) return;
+    const float twice = -2.0f * rule.slope * target::reciprocal(rule.scale());
+    UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
+      const int own_key = first_row + C::row(lane, slot) + rule.offset;
+      const float first = static_cast<float>(tiles.first_key(n) + C::column(lane, 0) - own_key);
+      UNROLL for (int b = 0; b < kKeyBlocks; b++) {
+        UNROLL for (int e = 0; e < C::kElements; e++) {
+          if (C::slot(e) != slot) continue;
+          const float beyond = first + static_cast<float>(b * 16 + C::column(0, e));
+          scores[0][b].x[e] = fmaf(twice, fmaxf(beyond, 0.0f), scores[0][b].x[e]);
+        }
+      }
+    }
+  }
+}
 
 // A consumer's slopes.
 template <bool kUsed>
@@ -24,7 +56,7 @@ struct Slopes {
   DEVICE Slopes(const RampTile<false>&, int) {}
   DEVICE void begin(const ScoreRule&, bool, int, int, int) const {}
   template <class Scores>
-  DEVICE void add(Scores&) const {}
+  DEVICE void add(Scores&, bool) const {}
 };
 template <>
 struct Slopes<true> {
@@ -36,7 +68,8 @@ struct Slopes<true> {
   DEVICE static void write_keys(RampTile<true>& ramp) {
     for (int j = target::thread_index(); j < kTileK; j += kThreads) {
       const float half = 0.5f * static_cast<float>(j);
-      ramp.keys[j] = {{half, half, half, 0.0f}};
+      ramp.keys[0][j] = {{half, half, half, 0.0f}};
+      if constexpr (kRampSides == 2) ramp.keys[1][j] = {{-half, -half, -half, 0.0f}};
     }
     ptx::fence_copies();
   }
@@ -61,8 +94,10 @@ struct Slopes<true> {
     ptx::barrier_sync(kCleaned + index, kWarpgroup);
   }
   template <class Scores>
-  DEVICE void add(Scores& scores) const {
-    ptx::WgmmaTf32<kTileK>::ss(scores, rows, keys);
+  DEVICE void add(Scores& scores, bool beyond) const {
+    // In units of a descriptor, of 16 bytes.
+    const unsigned side = kRampSides == 2 && beyond ? kTileK : 0;
+    ptx::WgmmaTf32<kTileK>::ss(scores, rows, keys + side);
   }
 
  private:

@@ -48,6 +48,19 @@ def test_alibi(hopper: MakeDevice, name: str, mask: dict[str, Any]) -> None:
     assert device.launched.count(sm90_forward_config.ENTRY) == len(SHAPES)
 
 
+@pytest.mark.parametrize("lens", [(170, 70), (40, 230), (1, 100), (90, 1)], ids=str)
+def test_alibi_on_both_sides(hopper: MakeDevice, lens: tuple[int, int]) -> None:
+    """Keys from the diagonal on, downwards and then upwards, wherever the diagonal is."""
+    device = hopper()
+    for name, slopes in SLOPES.items():
+        given = arrays(BFLOAT16, 2, lens, (4, 2))
+        with small_tiles(sm90_forward=SHAPES[len(name) % 3]):
+            slopes_of = {"alibi_slopes": np.array(slopes, np.float32)}
+            verify_forward(device, "sm90", *given, **slopes_of)
+            verify_forward(device, "sm90", *given, **slopes_of, align="top-left")
+    assert device.launched.count(sm90_forward_config.ENTRY) == 2 * len(SLOPES)
+
+
 @pytest.mark.parametrize(
     ("shape", "mask"), exhaustive.thin(itertools.product(SHAPES, MASKS), 12), ids=str
 )

@@ -214,3 +214,52 @@ KERNEL LAUNCH_BOUNDS(128, 1) void product(PARAMETER Params p) {{
             memory=[*memory, c],
         )
         np.testing.assert_array_equal(c.array().reshape(64, columns), expected)
+
+
+@pytest.mark.parametrize("columns", [16, 80])
+def test_product_of_tf32(columns: int, builder: Builder) -> None:
+    """Both halves of the depth are the same bytes, of which 13 bits of a number do not count."""
+    text = f"""\
+#include "ptx/ptx.cuh"
+#include "target/target.cuh"
+struct Params {{
+  const float* a;  // 64 x 4
+  const float* b;  // {columns} x 4
+  float* c;        // 64 x {columns}
+}};
+KERNEL LAUNCH_BOUNDS(128, 1) void product(PARAMETER Params p) {{
+  SHARED_MEMORY_ALIGNED(shared, {(64 + columns) * 16}, 1024);
+  float* const a = reinterpret_cast<float*>(shared);
+  float* const b = a + 64 * 4;
+  const int thread = target::thread_index();
+  for (int i = thread; i < 64 * 4; i += 128) a[i] = p.a[i];
+  for (int i = thread; i < {columns} * 4; i += 128) b[i] = p.b[i];
+  target::block_sync();
+  const int lane = thread % 32, warp = thread / 32;
+  target::Accumulator c[{columns // 16}];
+  for (int n = 0; n < {columns // 16}; n++) {{
+    for (int e = 0; e < 8; e++) c[n].x[e] = 1.0f;
+  }}
+  ptx::wgmma_fence();
+  ptx::WgmmaTf32<{columns}>::ss(c, ptx::repeated_descriptor(a), ptx::repeated_descriptor(b));
+  ptx::wgmma_commit();
+  ptx::wgmma_wait<0>();
+  for (int i = 0; i < {columns // 2}; i++) {{
+    const int row = warp * 16 + lane / 4 + (i / 2 % 2) * 8;
+    p.c[row * {columns} + i / 4 * 8 + lane % 4 * 2 + i % 2] = c[0].x[i];
+  }}
+}}
+"""
+    kernel = builder.kernel(Build(Source("product", text, "a product of tf32")))
+    rng = np.random.default_rng(columns)
+    a, b = (rng.integers(-8, 9, (n, 4)).astype(np.float32) for n in (64, columns))
+    memory = [Memory("a", a * np.float32(1 + 2.0**-11)), Memory("b", b)]
+    c = Memory("c", np.zeros((64, columns), np.float32), readonly=False)
+    fields = np.dtype([(name, np.uint64) for name in ("a", "b", "c")])
+    params = np.array([tuple(array.address for array in (*memory, c))], fields)[0]
+    shared_bytes = (64 + columns) * 16
+    for seed in (1, 2):
+        kernel.run(
+            params, grid=1, threads=128, shared_bytes=shared_bytes, seed=seed, memory=[*memory, c]
+        )
+        np.testing.assert_array_equal(c.array().reshape(64, columns), 1 + 2 * (a @ b.T))

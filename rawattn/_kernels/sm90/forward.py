@@ -48,7 +48,8 @@ _CROWDED_KEYS = 1024
 _WORTH_INTERLEAVING = 0.8
 # Of products to which slopes are added: those are divided by it, and must stay numbers.
 _LEAST_SCALE = 2.0**-64
-# Columns of keys up to which consumers are short of time for scores: beyond, products take what the ramp would save.
+# Columns of keys up to which consumers are short of time for scores. Beyond, products take what a multiply-add of each score
+# does; but not what more of them do, where ALiBi falls on both sides of the diagonal.
 _RAMP_COLUMNS = 128
 # Another row of the tables must be expected to take less than this of the usual one's time.
 _WORTH_CHANGING = 0.96
@@ -115,8 +116,7 @@ def choose(problem: Problem, target: Target, operands: Operands) -> Config:
     storable = store_bytes == 16 and copy_engine.mappable(problem, "out", operands)
     fields["tensor_stores"] &= often and storable
     known = features.features(problem, operands).known_to(Config)
-    # What is added to scores must be there before they are compared, unless it has a bound by rows.
-    fields["late_scaling"] &= not known["bias"] and (known["one_sided"] or not known["alibi"])
+    fields["late_scaling"] &= not known["bias"]
     config = Config(
         element=problem.dtype,
         headdim=problem.headdim,
@@ -198,14 +198,20 @@ def with_query_slots(config: Config, target: Target) -> Config:
 
 
 def with_ramp(config: Config, problem: Problem, target: Target) -> Config:
-    """The same, whose products have what ALiBi or a line adds along the keys, where scores are products but for the scale."""
+    """The same, whose products have what ALiBi or a line adds along the keys, where scores are products but for the scale.
+
+    What is added to scores must else be there before they are compared, unless it has a bound by rows.
+    """
     ramp = replace(config, ramp=True)
     room = shared_limit_of(config.blocks_per_sm, target.shared_limit)
-    added = (config.alibi and config.one_sided) or config.mod_line
+    late = config.late_scaling and (config.one_sided or not config.alibi)
     # A slope is divided by the scale.
     made = problem.softcap is None and not config.float8 and problem.scale >= _LEAST_SCALE
-    pays = config.headdim <= _RAMP_COLUMNS
-    return ramp if added and made and pays and ramp.shared_bytes <= room else config
+    pays = config.headdim <= _RAMP_COLUMNS or (config.alibi and not config.one_sided)
+    added = config.alibi or config.mod_line
+    if added and made and pays and ramp.shared_bytes <= room:
+        return ramp
+    return replace(config, late_scaling=late)
 
 
 def shareable(problem: Problem, seqlen: int) -> bool:

@@ -129,7 +129,8 @@ class Config(Features):
         tiles += self.stages * self.tile_k * (row_bytes_qk + row_bytes_v)
         outputs = self.tile_rows * row_bytes_v if self.tensor_stores else 0
         biases = bias_slots.nbytes(self.bias_slot, self.bias_stages, self.tile_k)
-        ramp = -(-16 * (self.tile_rows + self.tile_k) // 1024) * 1024 if self.ramp else 0
+        sides = 2 if self.alibi and not self.one_sided else 1
+        ramp = -(-16 * (self.tile_rows + sides * self.tile_k) // 1024) * 1024 if self.ramp else 0
         # Barriers, two slots of work and the order of a few sequences have 1024.
         return tiles + outputs + biases + self._stored_bytes + ramp + 1024
 
