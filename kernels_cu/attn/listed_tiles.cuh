@@ -115,7 +115,8 @@ struct ListedQueryTiles : TileSpan {
 // The order in which a forward's query tile meets its keys, where those are not in a list.
 template <class Visible>
 DEVICE constexpr TileOrder order_of_keys() {
-  if (config::kOneSided) return TileOrder::kDown;
+  // A line has its largest on the last key where it rewards what is near, as most do.
+  if (config::kOneSided || (config::kScoreMod && config::kModLine)) return TileOrder::kDown;
   const bool all = !Visible::kLimitedLeft && !Visible::kLimitedRight;
   return config::kAlibi && all ? TileOrder::kFromDiagonal : TileOrder::kUp;
 }
