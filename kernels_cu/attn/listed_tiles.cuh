@@ -112,15 +112,6 @@ struct ListedQueryTiles : TileSpan {
   }
 };
 
-// The order in which a forward's query tile meets its keys, where those are not in a list.
-template <class Visible>
-DEVICE constexpr TileOrder order_of_keys() {
-  // A line has its largest on the last key where it rewards what is near, as most do.
-  if (config::kOneSided || (config::kScoreMod && config::kModLine)) return TileOrder::kDown;
-  const bool all = !Visible::kLimitedLeft && !Visible::kLimitedRight;
-  return config::kAlibi && all ? TileOrder::kFromDiagonal : TileOrder::kUp;
-}
-
 // A kernel's tiles and how they are found: by lists where kListed, else by the rule of visible keys alone.
 // kOrder: as of KeyTiles.
 template <bool kListed, class Visible, int kTileQ, int kTileK, TileOrder kOrder = TileOrder::kUp>

@@ -224,6 +224,14 @@ struct StreamK {
   int least_gain, least_piece;
 };
 
+// A bool of each key, the same for all rows and heads of a sequence. Strides are in elements.
+struct KeyMask {
+  const unsigned char* data;
+  int64 batch, key;
+  // its extent
+  int keys;
+};
+
 struct Sm90ForwardParams {
   ForwardParams forward;
   // a counter of work handed out and one of blocks done; zero between launches
@@ -239,6 +247,7 @@ struct Sm90ForwardParams {
   // keys in pages whose boxes bring whole rows: heads from a page to the next in the tensor maps
   int next_page_k, next_page_v;
   StreamK stream_k;
+  KeyMask key_mask;
   // ragged only
   PaddingParams padding;
 };

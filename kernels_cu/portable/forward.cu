@@ -7,6 +7,7 @@
 #include "attn/added_scores.cuh"
 #include "attn/dropout.cuh"
 #include "attn/exponent.cuh"
+#include "attn/key_order.cuh"
 #include "attn/listed_tiles.cuh"
 #include "attn/mask_bits.cuh"
 #include "attn/pages.cuh"

@@ -21,6 +21,7 @@
 #include "sm90/forward_bias_rows.cuh"
 #include "sm90/forward_block.cuh"
 #include "sm90/forward_float8.cuh"
+#include "sm90/forward_key_mask.cuh"
 #include "sm90/forward_merge.cuh"
 #include "sm90/forward_page_rows.cuh"
 #include "sm90/forward_pages.cuh"
@@ -214,8 +215,7 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
     AddedScores<C, 1, kKeyBlocks, kRamp> added;
     added.straight = added.are_straight(rule, first_row, self.lane);
     self.slopes.begin(rule, added.straight, first_row, self.warp, self.lane);
-    SeenKeys<kBlockMask, C, 1, kKeyBlocks> seen;
-    HiddenValues<kBlockMask> hidden;
+    MaskOfTile<kKeyMask> mask;
     RowsPastEnd<kPageRows> past_end;
     RandomWords random;
     self.bias.begin(s, p.bias, work, own, first_row, self.lane);
@@ -228,8 +228,7 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
       } else {
         added.load(rule, first_row, own_tiles.first_key(n), self.lane);
       }
-      seen.load(own_tiles, n, first_row, self.lane);
-      hidden.load(p.block_mask, work.sequence, head, own_tiles, n);
+      mask.load(p, work, head, own_tiles, n, first_row, self.lane);
       past_end.load(own_tiles.first_key(n), work.k.length);
       random.beside_output(dropout, first_row, own_tiles.first_key(n), self.lane);
     };
@@ -245,7 +244,7 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
       } else {
         finish_by(own_tiles);
       }
-      seen.hide(scores, -target::infinity(), self.lane, added.forgets());
+      mask.hide(scores, self.lane, added.forgets());
       return softmax.update_row_max(scores, added);
     };
     const auto exponentiate = [&](C(&scores)[1][kKeyBlocks]) {
@@ -283,7 +282,7 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
         self.start_scores(scores, q, is_beyond(own_tiles, n));
         random.beside_scores(dropout, first_row, own_tiles.first_key(n), self.lane);
         self.wait_for_values();
-        hidden.clear(s, self.values.slot, index);
+        mask.clear(s, self.values.slot, index);
         // In ascending order the sequence's end is in the last tile.
         if constexpr (order_of_keys<Visible>() != TileOrder::kUp) past_end.clear(s, self.values.slot, index);
         self.start_output(o, probabilities);
@@ -305,7 +304,7 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
       self.release(&s.queries_empty[queries.slot]);
       queries.advance();
       self.wait_for_values();
-      hidden.clear(s, self.values.slot, index);
+      mask.clear(s, self.values.slot, index);
       past_end.clear(s, self.values.slot, index);
       self.start_output(o, probabilities);
       ptx::wgmma_wait<0>();
@@ -365,6 +364,7 @@ KERNEL CLUSTER(forward::kCluster)
     }
     for (int i = 0; i < 2; i++) {
       ptx::mbarrier_init(&shared.work_full[i], 1);
+      if constexpr (kKeyMask) ptx::mbarrier_init(&shared.work_found[i], 1);
       ptx::mbarrier_init(&shared.work_empty[i], kWarpgroup * kConsumers + kHelpers);
     }
     for (int i = 0; i < (kBiasInSlots ? kBiasSlots : 0); i++) {
@@ -403,6 +403,9 @@ KERNEL CLUSTER(forward::kCluster)
     if constexpr (kValuesApart) {
       if (warp % 2 == 1 && warp / 2 < kRowWarps) produce_part<false>(p, maps, shared, warp / 2, lane);
       if (warp == 2 && kRowWarps > 1) produce_part<true>(p, maps, shared, 1, lane);
+    }
+    if constexpr (kKeyMask) {
+      if (warp == 1) read_key_masks(p, shared, lane);
     }
     if constexpr (kBiasByRows) {
       if (warp >= kFirstBiasWarp) produce_bias_rows(p.forward, shared, (warp - kFirstBiasWarp) * target::kWave + lane);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attn/carried.cuh"
+#include "attn/key_order.cuh"
 #include "attn/late_softmax.cuh"
 #include "attn/listed_tiles.cuh"
 #include "attn/params.cuh"
@@ -119,15 +120,30 @@ using Softmax = SoftmaxOf<kLateScaling>::Type;
 // A dense batch whose last query rows see the most keys.
 constexpr bool kUnlike = kStreamK && !kRagged && !kBlockMask && kRight && !kLeft;
 static_assert(!kBlockMask || kCluster == 1, "a mask's lists are of one block's tiles");
-template <bool kPartial>
+// The keys of a sequence that a mask of keys keeps, a bit of each (sm90/forward_key_mask.cuh); first, behind: of the
+// first one, and behind the last one.
+template <bool kUsed>
+struct KeptKeys {};
+template <>
+struct KeptKeys<true> {
+  alignas(16) unsigned bits[kMostMaskedKeys / 32];
+  int first, behind;
+};
+template <bool kUsed>
+struct MaskedTile : WorkTile, KeptKeys<kUsed> {};
+template <bool kPartial, bool kMasked>
 struct ItemOf {
   using Type = WorkTile;
 };
 template <>
-struct ItemOf<true> {
+struct ItemOf<true, false> {
   using Type = WorkItem;
 };
-using Item = ItemOf<kStreamK>::Type;
+template <>
+struct ItemOf<false, true> {
+  using Type = MaskedTile<true>;
+};
+using Item = ItemOf<kStreamK, kKeyMask>::Type;
 
 // The copy engine's maps: of what it loads and stores in every call, and of what it does in this one.
 struct QueryMap {
@@ -256,6 +272,7 @@ struct SharedMemory : Tiles {
   ptx::Mbarrier bias_full[kBiasSlots], bias_empty[kBiasSlots];
   // Two slots: the producer decides on the next work while the consumers are busy with this one.
   ptx::Mbarrier work_full[2], work_empty[2];
+  ptx::Mbarrier work_found[2];  // of work whose mask is still to be read
   Item work[2];
   TicketBox tickets;
   OwnOrder<kRagged> own_order;
@@ -303,15 +320,26 @@ DEVICE Keys key_tiles_of(const ForwardParams& p, const WorkTile& work) {
   const Visible visible(p, work.q.length, work.k.length);
   return Meeting::keys(p, visible, work.sequence, work.q, work.head, work.tile);
 }
+DEVICE Keys key_tiles_of(const ForwardParams& p, const MaskedTile<true>& work) {
+  Visible visible(p, work.q.length, work.k.length);
+  visible.len_k = work.behind;
+  Keys found = Meeting::keys(p, visible, work.sequence, work.q, work.head, work.tile);
+  if constexpr (!kLeft) {
+    const int first = work.first / kTileK;
+    found.begin = first < found.end ? first : found.end;
+  }
+  return found;
+}
 // Those of this item.
 DEVICE TileSpan span_of_item(const Keys& key_tiles, const WorkTile&) { return key_tiles; }
 DEVICE TileSpan span_of_item(const Keys&, const WorkItem& work) { return work.keys; }
-// Whether there are any. Of a whole tile they begin at 0.
-DEVICE bool has_tiles(const TileSpan& span) { return kStreamK ? span.begin < span.end : span.end > 0; }
+// Whether they begin elsewhere than at 0.
+constexpr bool kBeginsLater = kStreamK || kKeyMask;
+DEVICE bool has_tiles(const TileSpan& span) { return kBeginsLater ? span.begin < span.end : span.end > 0; }
 // Of an item's key tiles those that some of its rows see.
 template <class OwnKeys>
 DEVICE TileSpan seen_of_item(const OwnKeys& own, const Keys& all, const TileSpan& span) {
-  if constexpr (!kStreamK || !(kLeft || kRight)) {
+  if constexpr (!kBeginsLater || !(kLeft || kRight)) {
     return own.seen(span);
   } else {
     const TileSpan seen = own.seen(all);

@@ -7,6 +7,7 @@
 #include "sm90/forward_bias.cuh"
 #include "sm90/forward_block.cuh"
 #include "sm90/forward_float8.cuh"
+#include "sm90/forward_key_mask.cuh"
 #include "sm90/forward_page_rows.cuh"
 #include "sm90/forward_pages.cuh"
 
@@ -85,7 +86,7 @@ DEVICE void produce(const Params& p, const Maps& maps, SharedMemory& s, int lane
     ptx::mbarrier_wait(&s.work_empty[slot.slot], slot.parity ^ 1);
     if (leads) {
       find(s.work[slot.slot], p, BlockOrder{p.forward.order, s.own_order, p}, index, at);
-      ptx::mbarrier_arrive(&s.work_full[slot.slot]);
+      ptx::mbarrier_arrive(&(kKeyMask ? s.work_found : s.work_full)[slot.slot]);
     }
   };
   const auto announce_next = [&](unsigned ticket) {
@@ -95,6 +96,7 @@ DEVICE void produce(const Params& p, const Maps& maps, SharedMemory& s, int lane
   if constexpr (kFindsEarly) announce();
   for (;;) {
     if constexpr (!kFindsEarly) announce();
+    if constexpr (kKeyMask) ptx::mbarrier_wait(&s.work_full[slot.slot], slot.parity);
     const Item& work = s.work[slot.slot];
     // All lanes have read the other slot before it is written again: they come here for this one first.
     if constexpr (kProducerLanes > 1) target::wave_sync();

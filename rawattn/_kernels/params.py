@@ -237,6 +237,13 @@ _STREAM_K = _struct(
         "of a ragged one: key tiles by which a piece must be shorter than a tile, and which it has at least",
     ),
 )
+_KEY_MASK = _struct(
+    "KeyMask",
+    "A bool of each key, the same for all rows and heads of a sequence. Strides are in elements.",
+    ("const unsigned char*", "data", ""),
+    ("int64", "batch, key", ""),
+    ("int", "keys", "its extent"),
+)
 SM90_FORWARD = _struct(
     "Sm90ForwardParams",
     "",
@@ -264,6 +271,7 @@ SM90_FORWARD = _struct(
         "keys in pages whose boxes bring whole rows: heads from a page to the next in the tensor maps",
     ),
     (_STREAM_K, "stream_k", ""),
+    (_KEY_MASK, "key_mask", ""),
     (PADDING, "padding", "ragged only"),
 )
 _BIAS_GRADIENT = _struct(

@@ -12,7 +12,12 @@ from rawattn._kernels import features, tile_tables
 from rawattn._kernels.operands import ITEMSIZE, Operands, access_bytes
 from rawattn._kernels.sm90 import bias_slots, copy_engine, filling
 from rawattn._kernels.sm90.copy_engine import MAX_PAGES, MAX_ROWS
-from rawattn._kernels.sm90.forward_config import Config, blocks_per_sm, rows_of
+from rawattn._kernels.sm90.forward_config import (
+    MOST_MASKED_KEYS,
+    Config,
+    blocks_per_sm,
+    rows_of,
+)
 from rawattn._kernels.target import Target, shared_limit_of
 from rawattn._kernels.tile_tables import Row
 
@@ -99,6 +104,11 @@ def _pages_refused(problem: Problem, operands: Operands) -> str | None:
 
 def choose(problem: Problem, target: Target, operands: Operands) -> Config:
     """The configuration for a problem that it supports."""
+    if masks_keys(problem):
+        plain = choose(replace(problem, mask=None), target, operands)
+        config = replace(plain, key_mask=True)
+        room = shared_limit_of(config.blocks_per_sm, target.shared_limit)
+        return config if config.shared_bytes <= room else replace(config, query_slots=1)
     fields, shared = _fields(problem, target, max(problem.headdim, problem.headdim_v))
     between = operands.strides.get("out", ())[:-1]
     store_bytes = access_bytes(problem.headdim_v * 2, operands.pointers, *between)
@@ -136,6 +146,18 @@ def choose(problem: Problem, target: Target, operands: Operands) -> Config:
             whole_rows=not copied and copy_engine.next_pages(problem, operands) is not None,
         )
     return with_ramp(with_query_slots(config, target), problem, target)
+
+
+def masks_keys(problem: Problem) -> bool:
+    """Whether a mask is read as it comes: bools of few keys alone, in a call whose scores have nothing else done to them.
+
+    Tiles of more keys may be shared out, for which their number must be known before.
+    """
+    form = problem.mask
+    if form is None or form.dtype != "bool" or form.shape[1:3] != (1, 1) or form.shape[3] == 1:
+        return False
+    few = problem.max_seqlen_k < min(MOST_MASKED_KEYS, SHARED_SEQLEN)
+    return few and problem.plain_scores and problem.pages is None
 
 
 def with_room(config: Config, target: Target) -> Config:

@@ -24,6 +24,9 @@ STORE_ROWS = 16
 # Sequences of a ragged batch, up to which each block orders them for itself.
 MOST_ORDERED = 64
 
+# Keys of a sequence, up to which a mask of keys is read as it comes: 32 of each lane of a warp.
+MOST_MASKED_KEYS = 1024
+
 # Tiles of 8 bits that wait to be converted, of keys and of values (kStoredSlots in the kernel), in rows of so many bytes.
 _STORED_SLOTS, _STORED_ROW_BYTES = 2, 128
 
@@ -64,6 +67,7 @@ class Config(Features):
     interleaved: bool = False  # those: query by query, head by head
     query_slots: int = 1  # with two, the next tile's queries come while this one's are still read
     ramp: bool = False  # what ALiBi or a line adds along the keys is part of the products
+    key_mask: bool = False  # a bool of each key, read as it comes
     carried: bool = False  # lengths of few sequences in the kernel's parameters
 
     @property
@@ -113,6 +117,10 @@ class Config(Features):
         return MOST_ORDERED
 
     @property
+    def most_masked_keys(self) -> int:
+        return MOST_MASKED_KEYS
+
+    @property
     def carried_words(self) -> int:
         """Of 32 bits: starts and lengths of as many sequences as a block orders, on both sides."""
         return 4 * (MOST_ORDERED + 1) if self.carried else 0
@@ -131,8 +139,9 @@ class Config(Features):
         biases = bias_slots.nbytes(self.bias_slot, self.bias_stages, self.tile_k)
         sides = 2 if self.alibi and not self.one_sided else 1
         ramp = -(-16 * (self.tile_rows + sides * self.tile_k) // 1024) * 1024 if self.ramp else 0
-        # Barriers, two slots of work and the order of a few sequences have 1024.
-        return tiles + outputs + biases + self._stored_bytes + ramp + 1024
+        # Barriers, two slots of work and the order of a few sequences have 1024, with the keys of a mask twice that.
+        others = 2048 if self.key_mask and self.ragged else 1024
+        return tiles + outputs + biases + self._stored_bytes + ramp + others
 
     @property
     def _stored_bytes(self) -> int:
@@ -152,7 +161,7 @@ class Config(Features):
             constants=features.constants(
                 self,
                 *("blocks_per_sm", "producer_registers", "shared_bytes", "most_ordered"),
-                "carried_words",
+                *("most_masked_keys", "carried_words"),
             ),
             score_mod=self.score_mod,
         )
@@ -176,6 +185,8 @@ class Config(Features):
             traits.append("tensor_stores")
         if self.ramp:
             traits.append("ramp")
+        if self.key_mask:
+            traits.append("key_mask")
         if self.stream_k:
             traits.append("stream_k")
         if self.carried:

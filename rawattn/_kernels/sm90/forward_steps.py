@@ -29,6 +29,9 @@ _SCHEDULE_COUNTERS = 2  # one of work handed out, one of blocks done
 def steps(problem: Problem, structure: Structure, operands: Operands, target: Target) -> Steps:
     """The launches of a call."""
     config = forward.choose(problem, target, operands)
+    mask = problem.mask if config.key_mask else None
+    if mask is not None:
+        problem = replace(problem, mask=None)
     launches: list[Step] = []
     scratch: dict[str, int] = {}
     # Names of q, k, v and out as the kernel reads them, and their strides.
@@ -82,6 +85,11 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
         counters["arrived"] = _COUNTER_BYTES * shared.counters
         scratch["partials"] = shared.partial_bytes
         addresses |= {"arrived": "arrived", "partials": "partials"}
+    if mask is not None:
+        of_mask = score_params.broadcast("mask", mask.shape, operands.of_options["mask"], "bool")
+        values |= {f"key_mask.{axis}": of_mask[f"mask.{axis}"] for axis in ("batch", "key")}
+        values["key_mask.keys"] = mask.shape[3]
+        addresses["key_mask__data"] = "mask"
     schedules: tuple[Part, ...] = ()
     orders: dict[str, int] = {}
     if problem.ragged and problem.batch > MOST_ORDERED:

@@ -1,0 +1,134 @@
+// A mask of keys alone, the same for all rows and heads of a sequence, as it comes: a bool of each key. When work is
+// found, a warp of its own reads those of its sequence and tells them with the work, as bits. So no launch before this
+// one makes bits and lists of tiles. Tiles in front of the first key that is kept, and behind the last one, are not
+// visited. The host gives such masks to sequences of few keys.
+#pragma once
+
+#include "attn/mask_bits.cuh"
+#include "ptx/ptx.cuh"
+#include "sm90/forward_block.cuh"
+#include "sm90/hidden_values.cuh"
+
+namespace forward {
+
+static_assert(!kKeyMask || !(kBlockMask || kStreamK || kPaged || kCluster > 1), "the host gives it to plain calls");
+static_assert(!kKeyMask || kMostMaskedKeys <= 32 * target::kWave, "a lane has 32 keys");
+
+// By a whole warp. What is no key of the mask is not kept.
+DEVICE void read_key_mask(const KeyMask& mask, KeptKeys<true>& kept, const WorkTile& work, int lane) {
+  constexpr int kAtOnce = 8, kWave = target::kWave;
+  const unsigned char* const keep = mask.data + work.sequence * mask.batch;
+  const int in_mask = mask.keys < kMostMaskedKeys ? mask.keys : kMostMaskedKeys;
+  const int count = work.k.length < in_mask ? work.k.length : in_mask;
+  unsigned mine = 0, from_first = 0, behind = 0;
+#pragma unroll 1
+  for (int begin = 0; begin < count; begin += kAtOnce * kWave) {
+    bool keeps[kAtOnce];
+    UNROLL for (int n = 0; n < kAtOnce; n++) {
+      const int key = begin + n * kWave + lane;
+      keeps[n] = key < count && keep[key * mask.key] != 0;
+    }
+    UNROLL for (int n = 0; n < kAtOnce; n++) {
+      const unsigned word = target::wave_ballot(keeps[n]);
+      if (lane == begin / kWave + n) mine = word;
+      const unsigned key = begin + n * kWave + lane;
+      if (!keeps[n]) continue;
+      behind = key + 1;
+      if (from_first == 0) from_first = kMostMaskedKeys - key;
+    }
+  }
+  kept.bits[lane] = mine;
+  const int first = kMostMaskedKeys - static_cast<int>(target::wave_max(from_first));
+  behind = target::wave_max(behind);
+  if (lane == 0) {
+    kept.first = first;
+    kept.behind = static_cast<int>(behind);
+  }
+}
+
+// Of all work, by the warp that does nothing else.
+template <class Memory>
+DEVICE void read_key_masks(const Sm90ForwardParams& p, Memory& s, int lane) {
+  Ring<2> slot;
+  for (bool exists = true; exists; slot.advance()) {
+    ptx::mbarrier_wait(&s.work_found[slot.slot], slot.parity);
+    auto& work = s.work[slot.slot];
+    exists = work.exists;
+    if (exists) read_key_mask(p.key_mask, work, work, lane);
+    target::wave_sync();
+    if (lane == 0) ptx::mbarrier_arrive(&s.work_full[slot.slot]);
+  }
+}
+
+// Which of a tile's keys are kept, as SeenKeys of attn/mask_bits.cuh tells of a mask with rows.
+struct KeptOfTile {
+  bool partial;
+  HalfWords<kKeyBlocks> kept;
+
+  DEVICE void load(const KeptKeys<true>& keys, int first_key) {
+    kept.load(reinterpret_cast<const unsigned short*>(keys.bits), first_key / 16, kMostMaskedKeys / 16);
+    partial = !kept.all();
+  }
+  DEVICE void hide(C (&s)[1][kKeyBlocks], float value, int lane) const {
+    if (!partial) return;
+    UNROLL for (int n = 0; n < kKeyBlocks; n++) {
+      const unsigned own = kept.word(n) >> C::column(lane, 0);
+      UNROLL for (int e = 0; e < C::kElements; e++) {
+        if ((own >> C::column(0, e) & 1) == 0) s[0][n].x[e] = value;
+      }
+    }
+  }
+};
+
+// Their values, which become zeros where they are not kept: see sm90/hidden_values.cuh.
+struct DroppedValues {
+  bool any, own;  // of the tile; of this thread
+
+  DEVICE void load(const KeptKeys<true>& keys, const KeptOfTile& tile, int first_key) {
+    const int row = target::thread_index() % kWarpgroup, key = first_key + row;
+    any = tile.partial;
+    own = row < kTileK && (key >= kMostMaskedKeys || (keys.bits[key / 32] >> key % 32 & 1) == 0);
+  }
+  DEVICE void clear(SharedMemory& s, int slot, int consumer) const {
+    if (!any) return;
+    if (own) clear_value(s, slot, target::thread_index() % kWarpgroup);
+    values_are_clean(consumer);
+  }
+};
+
+// What of a mask a consumer knows of a tile, whichever mask there is.
+template <bool kOfKeys>
+struct MaskOfTile {
+  SeenKeys<kBlockMask, C, 1, kKeyBlocks> seen;
+  HiddenValues<kBlockMask> hidden;
+
+  template <class OwnTiles>
+  DEVICE void load(const ForwardParams& p, const Item& work, int head, const OwnTiles& tiles, int n, int first_row,
+                   int lane) {
+    seen.load(tiles, n, first_row, lane);
+    hidden.load(p.block_mask, work.sequence, head, tiles, n);
+  }
+  template <class Hidden>
+  DEVICE void hide(C (&s)[1][kKeyBlocks], int lane, const Hidden& forgets) const {
+    seen.hide(s, -target::infinity(), lane, forgets);
+  }
+  DEVICE void clear(SharedMemory& s, int slot, int consumer) const { hidden.clear(s, slot, consumer); }
+};
+template <>
+struct MaskOfTile<true> {
+  KeptOfTile kept;
+  DroppedValues dropped;
+
+  template <class OwnTiles>
+  DEVICE void load(const ForwardParams&, const KeptKeys<true>& keys, int, const OwnTiles& tiles, int n, int, int) {
+    kept.load(keys, tiles.first_key(n));
+    dropped.load(keys, kept, tiles.first_key(n));
+  }
+  template <class Hidden>
+  DEVICE void hide(C (&s)[1][kKeyBlocks], int lane, const Hidden&) const {
+    kept.hide(s, -target::infinity(), lane);
+  }
+  DEVICE void clear(SharedMemory& s, int slot, int consumer) const { dropped.clear(s, slot, consumer); }
+};
+
+}  // namespace forward

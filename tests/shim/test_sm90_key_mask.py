@@ -1,0 +1,82 @@
+"""Masks of keys alone in Hopper's forward, which reads the bools as they come."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rawattn import SeqLayout
+from rawattn._kernels.sm90 import forward_config as sm90_forward_config
+from tests import exhaustive
+from tests.shim.device import MakeDevice
+from tests.shim.test_sm90_bias import BFLOAT16, arrays
+from tests.shim.whole import small_tiles, verify_forward
+
+# tile_k, consumers, stages, cluster, ping_pong, late_scaling, consumer_registers, tensor_stores
+LATE = (16, 2, 2, 1, True, True, 232, False)
+LONE = (64, 1, 2, 1, False, True, 256, False)
+EARLY = (48, 3, 2, 1, False, False, 160, False)
+WIDE = (112, 2, 2, 1, True, False, 232, True)
+SHAPES = (LATE, LONE, EARLY, WIDE)
+KEYS = 230
+
+
+def kept(form: str, keys: int = KEYS) -> np.ndarray:
+    """Of two sequences."""
+    keep = np.zeros((2, 1, 1, keys), bool)
+    match form:
+        case "end":
+            keep[0, ..., :100], keep[1, ..., :33] = True, True
+        case "begin":
+            keep[0, ..., -60:], keep[1, ..., 17:] = True, True
+        case "holes":
+            keep[...] = np.random.default_rng(3).random(keep.shape) < 0.5
+            keep[0, ..., 64:128] = False
+        case "one":
+            keep[0, ..., 70], keep[1, ..., -1] = True, True
+        case "none and all":
+            keep[1] = True
+    return keep
+
+
+RULES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "top-left": {"causal": True, "align": "top-left"},
+    "window": {"window": (40, 5), "sink": 3},
+    "left": {"window": (30, None)},
+    "sinks": {"sink_logits": np.array([1, -np.inf, 0.5, -3], np.float32)},
+    "negative-scale": {"scale": -0.3},
+}
+FORMS = ("end", "begin", "holes", "one", "none and all")
+
+
+@pytest.mark.parametrize(
+    ("form", "rule"), exhaustive.thin(itertools.product(FORMS, RULES), 5), ids=str
+)
+def test_bools_as_they_come(hopper: MakeDevice, form: str, rule: str) -> None:
+    """One launch a call; what hidden keys and values hold, NaN, reaches nobody."""
+    device = hopper()
+    keep = kept(form)
+    for n, shape in enumerate(SHAPES):
+        q, k, v = arrays(BFLOAT16, 2, (150, KEYS), (4, 2))
+        for array in (k, v):
+            array[~keep[:, 0, 0]] = np.nan
+        mask = keep if n % 2 else np.repeat(keep, 3, axis=-1)[..., ::3]
+        with small_tiles(sm90_forward=shape):
+            verify_forward(device, "sm90", q, k, v, mask=mask, **RULES[rule])
+    assert device.launched == [sm90_forward_config.ENTRY] * len(SHAPES)
+
+
+def test_one_mask_for_all_sequences_and_lengths(hopper: MakeDevice) -> None:
+    device = hopper()
+    q, k, v = arrays(BFLOAT16, 2, (150, KEYS), (4, 2))
+    keep = kept("holes")[:1]
+    with small_tiles(sm90_forward=LONE):
+        verify_forward(device, "sm90", q, k, v, mask=keep)
+        lengths = SeqLayout(seqlen_q=[150, 70], seqlen_k=[90, 200])
+        verify_forward(device, "sm90", q, k, v, mask=kept("end"), seqs=lengths)
+    assert set(device.launched) == {sm90_forward_config.ENTRY}
