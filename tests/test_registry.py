@@ -208,12 +208,42 @@ def test_few_rows_under_a_mask(
     shapes = (batch, rows, heads[0], 128), (batch, keys, heads[1], 128)
     q, k = (np.broadcast_to(np.zeros((), np.float16), shape) for shape in shapes)
     problem, _ = describe(q, k, k, causal=True)
-    shape = batch, 1, rows, keys
+    shape = batch, heads[1], rows, keys
     problem = replace(problem, mask=ArrayForm("bool", shape, shape))
     chosen = registry.choose("attention", problem, H200, Operands())
     assert chosen.name == family
     if family == "sm90":
         assert sm90_forward.choose(problem, H200, Operands()).stream_k == (batch == 1)
+
+
+@pytest.mark.parametrize(
+    ("as_it_comes", "shape", "options"),
+    [
+        (True, (2, 1, 1, 500), {}),
+        (True, (1, 1, 1, 500), {"window_right": None, "window_left": 50}),
+        (False, (2, 1, 1, 1), {}),
+        (False, (2, 4, 1, 500), {}),
+        (False, (2, 1, 500, 500), {}),
+        (False, (2, 1, 1, 2000), {"rows_k": 2000, "max_seqlen_k": 2000}),
+        (False, (2, 1, 1, 500), {"ragged": True}),
+        (False, (2, 1, 1, 500), {"softcap": 30.0}),
+        (False, (2, 1, 1, 500), {"headdim": 256, "window_left": 50}),
+    ],
+    ids=str,
+)
+def test_masks_of_keys(
+    as_it_comes: bool, shape: tuple[int, ...], options: dict[str, Any]
+) -> None:
+    """Bools of few keys are read by the forward itself: its tiles are those of a call without a mask."""
+    problem = replace(CALL_OF_MANY, batch=2, nheads_q=4, nheads_kv=4, rows_q=500, max_seqlen_q=500)
+    problem = replace(replace(problem, rows_k=500, max_seqlen_k=500), **options)
+    masked = replace(problem, mask=ArrayForm("bool", shape, shape))
+    config = sm90_forward.choose(masked, H200, Operands())
+    assert (config.key_mask, config.block_mask) == (as_it_comes, not as_it_comes)
+    if as_it_comes:
+        assert replace(config, key_mask=False) == sm90_forward.choose(problem, H200, Operands())
+    strided = replace(problem, mask=ArrayForm("bool", shape, shape, dense=False))
+    assert not sm90_forward.choose(strided, H200, Operands()).key_mask
 
 
 @pytest.mark.parametrize(

@@ -224,10 +224,11 @@ struct StreamK {
   int least_gain, least_piece;
 };
 
-// A bool of each key, the same for all rows and heads of a sequence. Strides are in elements.
+// A bool of each key, side by side, the same for all rows and heads of a sequence.
 struct KeyMask {
   const unsigned char* data;
-  int64 batch, key;
+  // from a sequence to the next
+  int64 batch;
   // its extent
   int keys;
 };

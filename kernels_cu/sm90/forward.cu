@@ -197,7 +197,7 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
     const TileRow own = tile_row(index * 64 + self.warp * 16);
     const int first_row = first_row_of(work, index * 64 + self.warp * 16, own);
     const auto own_tiles = key_tiles.of_rows<kRows>(first, last);
-    const TileSpan mine = seen_of_item(own_tiles, key_tiles, span);
+    const TileSpan mine = kept_of_item(seen_of_item(own_tiles, key_tiles, span), work);
 
     const int head = work.head + own.head;
     ScoreRule rule(p, work.sequence, head, work.q.length, work.k.length, own_tiles.visible.offset);

@@ -320,32 +320,35 @@ DEVICE Keys key_tiles_of(const ForwardParams& p, const WorkTile& work) {
   const Visible visible(p, work.q.length, work.k.length);
   return Meeting::keys(p, visible, work.sequence, work.q, work.head, work.tile);
 }
+// Under a mask of keys those up to the last key that is kept; the first one is asked for before that is known.
 DEVICE Keys key_tiles_of(const ForwardParams& p, const MaskedTile<true>& work) {
   Visible visible(p, work.q.length, work.k.length);
   visible.len_k = work.behind;
   Keys found = Meeting::keys(p, visible, work.sequence, work.q, work.head, work.tile);
-  if constexpr (!kLeft) {
-    const int first = work.first / kTileK;
-    found.begin = first < found.end ? first : found.end;
-  }
+  if (found.end == 0 && key_tiles_of(p, static_cast<const WorkTile&>(work)).end > 0) found.end = 1;
   return found;
 }
 // Those of this item.
 DEVICE TileSpan span_of_item(const Keys& key_tiles, const WorkTile&) { return key_tiles; }
 DEVICE TileSpan span_of_item(const Keys&, const WorkItem& work) { return work.keys; }
-// Whether they begin elsewhere than at 0.
-constexpr bool kBeginsLater = kStreamK || kKeyMask;
-DEVICE bool has_tiles(const TileSpan& span) { return kBeginsLater ? span.begin < span.end : span.end > 0; }
+// Whether there are any. Of a whole tile they begin at 0.
+DEVICE bool has_tiles(const TileSpan& span) { return kStreamK ? span.begin < span.end : span.end > 0; }
 // Of an item's key tiles those that some of its rows see.
 template <class OwnKeys>
 DEVICE TileSpan seen_of_item(const OwnKeys& own, const Keys& all, const TileSpan& span) {
-  if constexpr (!kBeginsLater || !(kLeft || kRight)) {
+  if constexpr (!kStreamK || !(kLeft || kRight)) {
     return own.seen(span);
   } else {
     const TileSpan seen = own.seen(all);
     const int begin = seen.begin < span.begin ? span.begin : seen.begin < span.end ? seen.begin : span.end;
     return {begin, seen.end < begin ? begin : seen.end < span.end ? seen.end : span.end};
   }
+}
+// Under a mask of keys none in front of the first one that is kept.
+DEVICE TileSpan kept_of_item(const TileSpan& seen, const WorkTile&) { return seen; }
+DEVICE TileSpan kept_of_item(const TileSpan& seen, const MaskedTile<true>& work) {
+  const int first = kLeft ? 0 : work.first / kTileK;
+  return {first < seen.begin ? seen.begin : first < seen.end ? first : seen.end, seen.end};
 }
 
 }  // namespace forward

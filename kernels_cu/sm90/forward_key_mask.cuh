@@ -11,7 +11,7 @@
 
 namespace forward {
 
-static_assert(!kKeyMask || !(kBlockMask || kStreamK || kPaged || kCluster > 1), "the host gives it to plain calls");
+static_assert(!kKeyMask || !(kBlockMask || kStreamK || kRagged || kCluster > 1), "the host gives it to plain calls");
 static_assert(!kKeyMask || kMostMaskedKeys <= 32 * target::kWave, "a lane has 32 keys");
 
 // By a whole warp. What is no key of the mask is not kept.
@@ -24,10 +24,9 @@ DEVICE void read_key_mask(const KeyMask& mask, KeptKeys<true>& kept, const WorkT
 #pragma unroll 1
   for (int begin = 0; begin < count; begin += kAtOnce * kWave) {
     bool keeps[kAtOnce];
-    UNROLL for (int n = 0; n < kAtOnce; n++) {
-      const int key = begin + n * kWave + lane;
-      keeps[n] = key < count && keep[key * mask.key] != 0;
-    }
+    const unsigned char* const own = keep + begin + lane;
+    const int left = count - begin - lane;
+    UNROLL for (int n = 0; n < kAtOnce; n++) keeps[n] = n * kWave < left && own[n * kWave] != 0;
     UNROLL for (int n = 0; n < kAtOnce; n++) {
       const unsigned word = target::wave_ballot(keeps[n]);
       if (lane == begin / kWave + n) mine = word;

@@ -70,6 +70,13 @@ DEVICE void find(WorkItem& work, const Sm90ForwardParams& p, const BlockOrder& o
 DEVICE int next_item(const WorkItem& work) { return work.goes_on ? work.behind() : -1; }
 DEVICE int next_item(const WorkTile&) { return -1; }
 
+// By the length alone, or by all that is known.
+template <bool kByLength>
+DEVICE Keys key_tiles_to_load(const ForwardParams& p, const Item& work) {
+  if constexpr (kByLength) return key_tiles_of(p, static_cast<const WorkTile&>(work));
+  return key_tiles_of(p, work);
+}
+
 DEVICE void produce(const Params& p, const Maps& maps, SharedMemory& s, int lane) {
   const bool leads = kProducerLanes == 1 || lane == 0;
   auto& barriers = Landing::barriers(s);
@@ -96,15 +103,21 @@ DEVICE void produce(const Params& p, const Maps& maps, SharedMemory& s, int lane
   if constexpr (kFindsEarly) announce();
   for (;;) {
     if constexpr (!kFindsEarly) announce();
-    if constexpr (kKeyMask) ptx::mbarrier_wait(&s.work_full[slot.slot], slot.parity);
     const Item& work = s.work[slot.slot];
     // All lanes have read the other slot before it is written again: they come here for this one first.
     if constexpr (kProducerLanes > 1) target::wave_sync();
     slot.advance();
     if (at < 0) tickets.spent();
     if (!work.exists) break;
-    const Keys key_tiles = key_tiles_of(p.forward, work);
-    const TileSpan span = span_of_item(key_tiles, work);
+    // What a mask keeps need not be known for the first of them, where none is left out before it.
+    const auto wait_for_mask = [&] {
+      // The slot before the one that is next.
+      if constexpr (kKeyMask) ptx::mbarrier_wait(&s.work_full[slot.slot ^ 1], slot.parity ^ (slot.slot == 0));
+    };
+    constexpr bool kLearnsEnd = kKeyMask && !kLeft;
+    if constexpr (!kLearnsEnd) wait_for_mask();
+    const Keys key_tiles = key_tiles_to_load<kLearnsEnd>(p.forward, work);
+    TileSpan span = span_of_item(key_tiles, work);
     const int kv_head = work.head / (p.forward.nheads_q / p.forward.nheads_kv);
     const MapRows q_rows = map_rows(work, work.q, p.row_bound_q);
     // At a sequence's end a later block of the cluster may have no rows of its own.
@@ -131,6 +144,13 @@ DEVICE void produce(const Params& p, const Maps& maps, SharedMemory& s, int lane
     const int draws_at = span.end - kTilesLeft > span.begin ? span.end - kTilesLeft : span.begin;
 #pragma unroll 1
     for (int n = span.begin; n < span.end; n++) {
+      if constexpr (kLearnsEnd) {
+        if (n == 1) {
+          wait_for_mask();
+          span.end = key_tiles_of(p.forward, work).end;
+          if (span.end == 1) break;
+        }
+      }
       if (kFindsEarly && leads && n == draws_at) ticket = tickets.draw();
       loader.find(key_tiles, n, span.end);
       ptx::mbarrier_wait(&barriers.keys_empty[keys.slot], keys.parity ^ 1);

@@ -239,9 +239,9 @@ _STREAM_K = _struct(
 )
 _KEY_MASK = _struct(
     "KeyMask",
-    "A bool of each key, the same for all rows and heads of a sequence. Strides are in elements.",
+    "A bool of each key, side by side, the same for all rows and heads of a sequence.",
     ("const unsigned char*", "data", ""),
-    ("int64", "batch, key", ""),
+    ("int64", "batch", "from a sequence to the next"),
     ("int", "keys", "its extent"),
 )
 SM90_FORWARD = _struct(

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rawattn import SeqLayout
 from rawattn._kernels.sm90 import forward_config as sm90_forward_config
 from tests import exhaustive
 from tests.shim.device import MakeDevice
@@ -65,18 +64,26 @@ def test_bools_as_they_come(hopper: MakeDevice, form: str, rule: str) -> None:
         q, k, v = arrays(BFLOAT16, 2, (150, KEYS), (4, 2))
         for array in (k, v):
             array[~keep[:, 0, 0]] = np.nan
-        mask = keep if n % 2 else np.repeat(keep, 3, axis=-1)[..., ::3]
+        # Sequences that begin anywhere.
+        mask = np.concatenate([keep, keep[..., : n + 1]], axis=-1)[..., :KEYS]
         with small_tiles(sm90_forward=shape):
             verify_forward(device, "sm90", q, k, v, mask=mask, **RULES[rule])
     assert device.launched == [sm90_forward_config.ENTRY] * len(SHAPES)
 
 
-def test_one_mask_for_all_sequences_and_lengths(hopper: MakeDevice) -> None:
+def test_one_mask_for_all_sequences(hopper: MakeDevice) -> None:
     device = hopper()
-    q, k, v = arrays(BFLOAT16, 2, (150, KEYS), (4, 2))
-    keep = kept("holes")[:1]
     with small_tiles(sm90_forward=LONE):
-        verify_forward(device, "sm90", q, k, v, mask=keep)
-        lengths = SeqLayout(seqlen_q=[150, 70], seqlen_k=[90, 200])
-        verify_forward(device, "sm90", q, k, v, mask=kept("end"), seqs=lengths)
-    assert set(device.launched) == {sm90_forward_config.ENTRY}
+        verify_forward(
+            device, "sm90", *arrays(BFLOAT16, 2, (150, KEYS), (4, 2)), mask=kept("holes")[:1]
+        )
+    assert device.launched == [sm90_forward_config.ENTRY]
+
+
+def test_heads_that_no_tile_divides(hopper: MakeDevice) -> None:
+    """Interleaved, whose rows have all the same mask."""
+    device = hopper()
+    q, k, v = arrays(BFLOAT16, 2, (9, KEYS), (6, 2))
+    with small_tiles(sm90_forward=LONE):
+        verify_forward(device, "sm90", q, k, v, mask=kept("begin"), causal=True)
+    assert device.launched == [sm90_forward_config.ENTRY]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rawattn._call.problem import Problem
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import decode as portable_decode
@@ -37,7 +39,8 @@ _FEW_STREAMS, _NARROW_STREAMS = 1 / 12, 1 / 2
 # Of two tiles' rows, up to so many, and up to so many where the forward has more to find or less to compute: keys in pages, a
 # mask, scores that are more than products, or few columns; plain calls of no more than some columns.
 _SOME_KEYS, _FEW_COLUMNS_KEYS, _FEW_COLUMNS, _SOME_COLUMNS = 2048, 8192, 64, 96
-# Rows of the forward's tiles. A head has 16 of them at least, so of few queries a tile is nearly empty.
+# Rows of the forward's tiles. A head has 16 of them at least where heads are not interleaved, so of few queries a tile is
+# nearly empty.
 _FORWARD_ROWS = 128
 
 
@@ -58,6 +61,8 @@ def _many(problem: Problem, target: Target) -> str | None:
 
 
 def _are_few(problem: Problem, target: Target) -> bool:
+    if forward.masks_keys(problem):  # which the forward reads as it comes
+        problem = replace(problem, mask=None)
     rows = problem.max_seqlen_q * problem.group_heads
     keys, dim = problem.max_seqlen_k, max(problem.headdim, problem.headdim_v)
     # The forward finds what is in pages and under a mask in launches of its own, and what changes scores takes it longer.

@@ -106,9 +106,7 @@ def choose(problem: Problem, target: Target, operands: Operands) -> Config:
     """The configuration for a problem that it supports."""
     if masks_keys(problem):
         plain = choose(replace(problem, mask=None), target, operands)
-        config = replace(plain, key_mask=True)
-        room = shared_limit_of(config.blocks_per_sm, target.shared_limit)
-        return config if config.shared_bytes <= room else replace(config, query_slots=1)
+        return replace(plain, key_mask=True)
     fields, shared = _fields(problem, target, max(problem.headdim, problem.headdim_v))
     between = operands.strides.get("out", ())[:-1]
     store_bytes = access_bytes(problem.headdim_v * 2, operands.pointers, *between)
@@ -149,15 +147,20 @@ def choose(problem: Problem, target: Target, operands: Operands) -> Config:
 
 
 def masks_keys(problem: Problem) -> bool:
-    """Whether a mask is read as it comes: bools of few keys alone, in a call whose scores have nothing else done to them.
+    """Whether a mask is read as it comes: bools of few keys alone, side by side, in a dense call whose scores have nothing else
+    done to them.
 
-    Tiles of more keys may be shared out, for which their number must be known before.
+    Tiles of more keys may be shared out, for which their number must be known before. Beside lengths, and beside a window of
+    many columns, there are no registers left.
     """
     form = problem.mask
     if form is None or form.dtype != "bool" or form.shape[1:3] != (1, 1) or form.shape[3] == 1:
         return False
-    few = problem.max_seqlen_k < min(MOST_MASKED_KEYS, SHARED_SEQLEN)
-    return few and problem.plain_scores and problem.pages is None
+    if not form.dense:
+        return False
+    if problem.ragged or (problem.window_left is not None and max(problem.headdim, problem.headdim_v) > 192):
+        return False
+    return problem.plain_scores and problem.max_seqlen_k < min(MOST_MASKED_KEYS, SHARED_SEQLEN)
 
 
 def with_room(config: Config, target: Target) -> Config:

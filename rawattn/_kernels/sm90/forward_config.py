@@ -139,9 +139,8 @@ class Config(Features):
         biases = bias_slots.nbytes(self.bias_slot, self.bias_stages, self.tile_k)
         sides = 2 if self.alibi and not self.one_sided else 1
         ramp = -(-16 * (self.tile_rows + sides * self.tile_k) // 1024) * 1024 if self.ramp else 0
-        # Barriers, two slots of work and the order of a few sequences have 1024, with the keys of a mask twice that.
-        others = 2048 if self.key_mask and self.ragged else 1024
-        return tiles + outputs + biases + self._stored_bytes + ramp + others
+        # Barriers, two slots of work, the order of a few sequences and the bits of a mask of keys have 1024.
+        return tiles + outputs + biases + self._stored_bytes + ramp + 1024
 
     @property
     def _stored_bytes(self) -> int:

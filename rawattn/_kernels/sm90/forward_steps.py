@@ -87,8 +87,7 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
         addresses |= {"arrived": "arrived", "partials": "partials"}
     if mask is not None:
         of_mask = score_params.broadcast("mask", mask.shape, operands.of_options["mask"], "bool")
-        values |= {f"key_mask.{axis}": of_mask[f"mask.{axis}"] for axis in ("batch", "key")}
-        values["key_mask.keys"] = mask.shape[3]
+        values |= {"key_mask.batch": of_mask["mask.batch"], "key_mask.keys": mask.shape[3]}
         addresses["key_mask__data"] = "mask"
     schedules: tuple[Part, ...] = ()
     orders: dict[str, int] = {}
