@@ -253,28 +253,6 @@ def test_jax_arrays_do_not_change() -> None:
         )
 
 
-def test_planned() -> None:
-    call = appended(LENS, 4, rotary_dim=8, dtype=F32)
-    k_pages, v_pages = call.pools()
-    given = (call.k, call.v, k_pages, v_pages, call.pages.block_table)
-    options = {"seqlen_k": call.pages.seqlen_k, "q": call.q, "rotary": call.rotary}
-    planned = rawattn.plan(rawattn.append_kv, *given, **options)
-    for pool, before in zip((k_pages, v_pages), call.pools(), strict=True):
-        assert pool.tobytes() == before.tobytes()
-    call.verify(k_pages, v_pages, planned(*given))
-    again = planned(*given[:4], block_table=given[4], q=2 * call.q)
-    np.testing.assert_allclose(again, 2 * planned(*given), rtol=1e-6)
-    with pytest.raises(TypeError, match="into"):
-        planned(*given, into=rawattn.Gradients())
-    before = k_pages.copy()
-    for wrong in (-1, 99):
-        with pytest.raises(ValueError, match=f"block_table: got page id {wrong}"):
-            planned(*given[:4], np.where(given[4] >= 0, wrong, -1).astype(given[4].dtype))
-    np.testing.assert_array_equal(k_pages, before)
-    alone = rawattn.plan(rawattn.append_kv, *given, seqlen_k=call.pages.seqlen_k)
-    assert alone(*given) is None
-
-
 def test_examples() -> None:
     results = doctest.testmod(append)
     assert results.attempted > 0

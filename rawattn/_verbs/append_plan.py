@@ -38,6 +38,13 @@ class AppendPlan(Plan):
             return super().__call__(*args, **named)
         return super().__call__(*args, *self._inputs[len(args) :])
 
+    def _written(self, out: Any, into: Any) -> Sequence[Any]:
+        if out is not None and not self._verb.outputs:
+            raise TypeError(
+                "out: got an array, but this plan has no q, of which alone there are results; leave it out, or plan with q="
+            )
+        return super()._written(out, into)
+
     def _check_integers(self, inputs: Sequence[Any]) -> None:
         named = dict(zip(self._verb.inputs, inputs, strict=True))
         k, k_pages, v_pages, table = (

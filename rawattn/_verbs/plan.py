@@ -186,7 +186,7 @@ class Plan:
             given, other = ("into", "out") if forward else ("out", "into")
             raise TypeError(f"{given}: this plan writes its results to {other}=")
         if forward:
-            return (out, None)
+            return (out, *[None] * (len(self._verb.outputs) - 1))
         found = wanted(into)
         return (*found[:3], *(getattr(found, name, None) for name in self._verb.gradients))
 

@@ -210,6 +210,25 @@ def test_repeated_appends(put: Put, dispatched: list[Any], pair: bool, turns: bo
     assert len(dispatched) <= 2
 
 
+def test_planned_appends_write_out(put: Put) -> None:
+    call = appended((9, 4, 24, 3), 4, rows=2, rotary_dim=16)
+    pools = [put(x, readonly=False) for x in call.pools()]
+    given = (put(call.k), put(call.v), *pools, put(call.pages.block_table))
+    options = {"seqlen_k": put(call.pages.seqlen_k), "rotary": tuple(map(put, call.rotary))}
+    made = rawattn.plan(rawattn.append_kv, *given, q=put(call.q), **options)
+    for _ in range(3):  # from the second one on by its names
+        out = put(np.zeros(call.q.shape, call.q.dtype), readonly=False)
+        assert made(*given, out=out) is out
+        call.verify(*(x.in_memory.array() for x in pools), out.in_memory.array())
+    assert made._repeats
+    out.data.ptr = pools[0].data.ptr
+    with pytest.raises(ValueError, match=r"^out: shares memory with k_pages"):
+        made(*given, out=out)
+    alone = rawattn.plan(rawattn.append_kv, *given, seqlen_k=options["seqlen_k"])
+    with pytest.raises(TypeError, match=r"^out: got an array, but this plan has no q"):
+        alone(*given, out=out)
+
+
 def test_steps_for_the_cpu_go_there_each_time(put: Put, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     run = dispatch.run

@@ -1,0 +1,52 @@
+"""Plans of `append_kv` on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rawattn
+from tests.append import Appended, appended
+
+F32 = np.dtype(np.float32)
+LENS = (9, 1, 24, 3)
+
+
+def planned(call: Appended, **options: Any) -> tuple[tuple[Any, ...], rawattn.Plan]:
+    """The arrays of a call in the order of the verb, and its plan."""
+    given = (call.k, call.v, *call.pools(), call.pages.block_table)
+    options = {"seqlen_k": call.pages.seqlen_k, "q": call.q, "rotary": call.rotary, **options}
+    return given, rawattn.plan(rawattn.append_kv, *given, **options)
+
+
+def test_calls() -> None:
+    call = appended(LENS, 4, rotary_dim=8, dtype=F32)
+    given, made = planned(call)
+    for pool, before in zip(given[2:4], call.pools(), strict=True):
+        assert pool.tobytes() == before.tobytes()
+    call.verify(*given[2:4], made(*given))
+    again = made(*given[:4], block_table=given[4], q=2 * call.q)
+    np.testing.assert_allclose(again, 2 * made(*given), rtol=1e-6)
+    with pytest.raises(TypeError, match="into"):
+        made(*given, into=rawattn.Gradients())
+    before = given[2].copy()
+    for wrong in (-1, 99):
+        with pytest.raises(ValueError, match=f"block_table: got page id {wrong}"):
+            made(*given[:4], np.where(given[4] >= 0, wrong, -1).astype(given[4].dtype))
+    np.testing.assert_array_equal(given[2], before)
+    given, alone = planned(call, q=None, rotary=None)
+    assert alone(*given) is None
+
+
+def test_out_is_written_and_returned() -> None:
+    call = appended(LENS, 4, rotary_dim=8, dtype=F32)
+    given, made = planned(call)
+    for _ in range(2):
+        out = np.empty_like(call.q)
+        assert made(*given, out=out) is out
+        call.verify(*given[2:4], out)
+    given, alone = planned(call, q=None)
+    with pytest.raises(TypeError, match=r"^out: got an array, but this plan has no q"):
+        alone(*given, out=out)
