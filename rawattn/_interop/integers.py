@@ -25,7 +25,7 @@ def import_integers(
 ) -> np.ndarray[Any, Any] | cupy.ndarray:
     """An int32 or int64 view of an array of any framework; lists of int become int64.
 
-    TypeError, naming `name`, for other dtypes, bool and float included.
+    TypeError, naming `name`, for other dtypes, bool and float included; ValueError for an int that int64 does not hold.
     """
     if isinstance(obj, (list, tuple, range)):
         array = _array_of_lists(name, obj)
@@ -104,7 +104,12 @@ def _array_of_lists(name: str, obj: Any) -> np.ndarray[Any, Any]:
                 f"{name}: got a list with values in it that JAX traces; pass jnp.stack([...]) of them"
             ) from None
         raise TypeError(f"{name}: got lists that make no integer array: {error}") from error
-    return array.astype(np.int64) if array.dtype.kind == "i" or array.size == 0 else array
+    if array.dtype.kind == "i" or array.size == 0:
+        return array.astype(np.int64)
+    for x in np.asarray(obj, object).flat:
+        if isinstance(x, (int, np.integer)) and not -(2**63) <= x < 2**63:
+            raise ValueError(f"{name}: got {x} in a list, expected integers that fit int64")
+    return array
 
 
 def _holds_bool(obj: Any) -> bool:

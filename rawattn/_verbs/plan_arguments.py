@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rawattn._call import pages
 from rawattn._call.options import shown
@@ -115,7 +116,7 @@ class Arguments:
         if isinstance(table, (list, range)):
             table = import_integers("block_table", table)
             if isinstance(self._inputs[at], np.ndarray):
-                table = table.astype(self._inputs[at].dtype)
+                table = _as_planned(table, self._inputs[at].dtype)
         if self._table is not None and isinstance(table, np.ndarray):
             if not np.array_equal(table, self._table):
                 raise _changed("block_table")
@@ -134,6 +135,18 @@ def host_table(given: Any, table: Any) -> Any:
     if isinstance(table, np.ndarray) or not isinstance(ids, (list, range, np.ndarray)):
         return None
     return np.array(import_integers("block_table", ids))
+
+
+def _as_planned(ids: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Page ids of a list in the dtype of planning time. ValueError for those that it does not hold."""
+    found = ids.astype(dtype)
+    changed = ids[found != ids]
+    if changed.size:
+        raise ValueError(
+            f"block_table: got page id {changed[0]}, expected ids that fit {dtype}, the dtype of planning time; unused "
+            "entries may be -1"
+        )
+    return found
 
 
 def _changed(name: str) -> ValueError:
