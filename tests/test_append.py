@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.lib.stride_tricks import as_strided
 
 import rawattn
 from rawattn._call import pages
@@ -140,6 +141,11 @@ def test_empty() -> None:
     )
     nobody = replace(call, k=call.k[:0], v=call.v[:0], pages=pages)
     run(nobody)
+    nothing = (
+        np.zeros((0, *pages.k_pages.shape[1:]), F32),
+        np.zeros((0, *pages.v_pages.shape[1:]), F32),
+    )
+    rawattn.append_kv(call.k, call.v, *nothing, np.zeros((2, 0), int), seqlen_k=[0, 0])
 
 
 CALL = appended(LENS, 4, rotary_dim=8, dtype=F32)
@@ -167,6 +173,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "heads of pages": ({"k_pages": CALL.pages.k_pages[:, :, :1]}, ValueError, "k_pages: got shape"),
     "pages with gaps": ({"k_pages": np.repeat(CALL.pages.k_pages, 2, -1)[..., ::2]}, ValueError, "last-axis stride of 8"),
     "broadcast pages": ({"k_pages": np.broadcast_to(CALL.pages.k_pages[:1], (14, 4, 2, 24))}, ValueError, "k_pages: got"),
+    "overlapping pages": ({"k_pages": as_strided(CALL.pages.k_pages, strides=(192, 48, 24, 4))}, ValueError, "may share"),
     "unknown": ({"cache_seqlens": 3}, TypeError, "cache_seqlens: rawattn.append_kv has"),
 }  # fmt: skip
 

@@ -153,6 +153,9 @@ def test_integers_of_the_host_may_be_given_again(pair: bool) -> None:
         assert np.array_equal(made(q, pages, pages, table.tolist()), expected)
         with pytest.raises(ValueError, match=r"^block_table: got a pair, expected a table of two"):
             made(q, pages, pages, ([0, 2, 3], [1, 0, 0]))
+    else:
+        with pytest.raises(ValueError, match=r"^block_table's indptr: got other values than when"):
+            made(q, pages, pages, ([0, 1, 3], [1, 0, 0]))
     for far in (2**32, -(2**32)):  # which int32 would make page 0 of
         listed: Any = ([0, 2, 3], [1, far, 0]) if pair else [[1, far], [0, -1]]
         with pytest.raises(

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from rawattn._call import pages, rotary, scales
+from rawattn._call.checks import check_own_elements
 from rawattn._call.layout import HostLengths, Lengths
 from rawattn._call.options import Options
 from rawattn._call.problem import DTYPE_NAMES, MAX_HEADDIM, Dims, Problem, refuse_dtypes, resolve
@@ -124,8 +125,4 @@ def _check_written(name: str, array: Any) -> None:
             f"{name}: got a last-axis stride of {array.strides[-1]} bytes, expected {itemsize}, one element: pages are "
             "written where they lie"
         )
-    if any(n > 1 and stride == 0 for n, stride in zip(array.shape, array.strides, strict=True)):
-        raise ValueError(
-            f"{name}: got strides {tuple(array.strides)}, by which elements share memory, expected memory of its own for "
-            "each; pass a copy"
-        )
+    check_own_elements(array, name)

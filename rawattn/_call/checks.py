@@ -40,15 +40,23 @@ def check_out(
             f"{name}: got strides {strides} at address {address:#x}, expected multiples of {itemsize} "
             "bytes; pass an aligned copy"
         )
-    extent = itemsize
-    for stride, n in sorted((abs(s), n) for s, n in zip(strides, shape, strict=True) if n > 1):
+    check_own_elements(out, name)
+    check_apart(out, others, name)
+
+
+def check_own_elements(array: Any, name: str) -> None:
+    """ValueError for strides by which elements of an array to write may share memory."""
+    if 0 in array.shape:
+        return
+    extent = array.dtype.itemsize
+    axes = zip(array.strides, array.shape, strict=True)
+    for stride, n in sorted((abs(s), n) for s, n in axes if n > 1):
         if stride < extent:
             raise ValueError(
-                f"{name}: got strides {strides}, by which elements may share memory, expected "
+                f"{name}: got strides {tuple(array.strides)}, by which elements may share memory, expected "
                 "memory of its own for each; pass a copy, not a broadcast or overlapping view"
             )
         extent += stride * (n - 1)
-    check_apart(out, others, name)
 
 
 def check_apart(out: Any, others: Iterable[tuple[str, Any]], name: str) -> None:

@@ -22,6 +22,7 @@ AXES = {
 }
 _TABLE = "(batch, max_pages), or a pair (indptr (batch + 1,), page_ids (total_pages,))"
 _PAIR = "a tuple is (indptr, page_ids), rows are a list"
+_INDPTR = "block_table's indptr"
 _INT32_MAX = 2**31 - 1
 _SHOWN = 8  # rows whose lengths a message tells
 
@@ -64,7 +65,7 @@ class PagedLayout:
                 )
         self.seqs = seqs
         self.seqlen_k = integers.read("seqlen_k", seqlen_k)
-        self.indptr = None if indptr is None else integers.read("block_table's indptr", indptr)
+        self.indptr = None if indptr is None else integers.read(_INDPTR, indptr)
         self._k = read_side("k", None, None, self.seqlen_k, seqs.max_seqlen_k)
         self._bindings: dict[Any, Lengths] = {}
 
@@ -143,7 +144,7 @@ class PagedLayout:
                 )
             if isinstance(self.indptr, np.ndarray):
                 try:
-                    used = integers.differences("block_table's indptr", self.indptr)
+                    used = integers.differences(_INDPTR, self.indptr)
                 except ValueError as error:  # it may be a row of a table
                     raise ValueError(f"{error}; {_PAIR}") from None
                 if self.indptr[-1] > entries:
@@ -167,6 +168,12 @@ class PagedLayout:
             )
         promised = given.max_seqlen is not None
         return Side(self.indptr, self.seqlen_k, False, room, longest, True, page_size, promised)
+
+
+def told(layout: Any, name: str) -> str:
+    """What the caller knows integers as that a layout has by this name."""
+    of_table = name == "seqstart_k" and isinstance(layout, PagedLayout)
+    return _INDPTR if of_table else name
 
 
 def check_lengths(layout: PagedLayout, count: int) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from rawattn._call import pages
 from rawattn._call.checks import check_apart
 from rawattn._call.layout import Lengths
 from rawattn._call.options import Options
@@ -195,8 +196,8 @@ class GpuPlan:
         forms = [(x.shape, x.dtype, x.strides) for x in (array, planned)]
         if isinstance(array, np.ndarray) or forms[0] != forms[1]:
             raise ValueError(
-                f"{name}: got {array.dtype} of shape {array.shape}, expected {planned.dtype} of shape {planned.shape} on "
-                "the GPU, as it was planned"
+                f"{pages.told(seqs, name)}: got {array.dtype} of shape {array.shape}, expected {planned.dtype} of shape "
+                f"{planned.shape} on the GPU, as it was planned"
             )
         for index in self._integers_of(name):
             integers[index] = int(array.data.ptr)

@@ -90,16 +90,17 @@ class Arguments:
         planned = getattr(self._options.seqs, name, None)
         if planned is None:
             raise ValueError(f"{name}: the call was not planned with {name}")
-        given = import_integers(name, value)
+        told_as = pages.told(self._options.seqs, name)
+        given = import_integers(told_as, value)
         if not isinstance(planned, np.ndarray):
             integers[name] = given
         elif not isinstance(given, np.ndarray):
             raise ValueError(
-                f"{name}: got an array on a GPU, but the call was planned with {name} on the host, whose values stay those "
+                f"{told_as}: got an array on a GPU, but the call was planned with it on the host, whose values stay those "
                 "of planning time"
             )
         elif not np.array_equal(given, planned):
-            raise _changed(name)
+            raise _changed(told_as)
 
     def _read_table(self, inputs: list[Any], integers: dict[str, Any]) -> None:
         at = self._indices["block_table"]
