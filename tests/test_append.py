@@ -78,6 +78,16 @@ def test_attention_reads_what_was_written() -> None:
     assert np.isfinite(attended).all()
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_angles_with_any_strides(interleaved: bool) -> None:
+    call = appended(LENS, 4, rotary_dim=8, dtype=F32, interleaved=interleaved)
+    for spread in (
+        np.repeat(call.rotary, 2, -1)[..., ::2],
+        np.array(call.rotary)[..., ::-1].copy()[..., ::-1],
+    ):
+        call.verify(*run(call, rotary=tuple(spread)))
+
+
 def test_memory_of_the_caller() -> None:
     call = appended(LENS, 4, rotary_dim=8, dtype=F32)
     out = np.empty_like(call.q)
@@ -158,6 +168,13 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "angles of two forms": ({"rotary": (CALL.rotary[0], CALL.rotary[1][1:])}, ValueError, "rotary: got sin"),
     "angles of float16": ({"rotary": [x.astype(np.float16) for x in CALL.rotary]}, TypeError, "cos of dtype float16"),
     "a number of angles": ({"rotary": [np.array(1.0, F32)] * 2}, ValueError, "rotary: got cos of shape (), expected"),
+    "each twice, interleaved": (
+        {"rotary": [np.repeat(x, 6, -1) for x in CALL.rotary], "interleaved": True}, ValueError, "once: cos[:, ::2]"
+    ),
+    "interleaved, of a batch": (
+        {"rotary": [x[None] for x in CALL.rotary], "interleaved": True}, ValueError, "pass cos[0, :, ::2] of"
+    ),
+    "angles with a mask": ({"rotary": [np.ma.array(x) for x in CALL.rotary]}, TypeError, "rotary[0]: got a masked array"),
     "angles of a batch": ({"rotary": [x[None] for x in CALL.rotary]}, ValueError, "pass cos[0, :, : D // 2] of"),
     "style alone": ({"q": None, "rotary": None, "interleaved": True}, TypeError, "interleaved: got True without rotary"),
     "positions of tokens": ({"position_ids": 3}, TypeError, "seqlen_k= says the positions, and rotary=(cos, sin)"),

@@ -50,3 +50,16 @@ def test_out_is_written_and_returned() -> None:
     given, alone = planned(call, q=None)
     with pytest.raises(TypeError, match=r"^out: got an array, but this plan has no q"):
         alone(*given, out=out)
+
+
+def test_other_angles() -> None:
+    call = appended(LENS, 4, rotary_dim=8, dtype=F32)
+    given, made = planned(call)
+    still = np.ones_like(call.rotary[0]), np.zeros_like(call.rotary[1])
+    for named in ({"rotary": still}, {"cos": still[0], "sin": still[1]}):
+        np.testing.assert_array_equal(made(*given, **named), call.q)
+    with pytest.raises(TypeError, match=r"^rotary: got 1 of them"):
+        made(*given, rotary=still[:1])
+    given, alone = planned(call, q=None, rotary=None)
+    with pytest.raises(TypeError, match=r"^rotary: this plan takes k, v, k_pages, v_pages, block"):
+        alone(*given, rotary=still)

@@ -18,7 +18,6 @@ def test_the_caller_s_words() -> None:
     expected = "k: on GPU 1, but q is on GPU 0; move them to one device"
     assert calls.elsewhere("k", 1, 0, "q") == expected
     assert calls.elsewhere("v", HOST, 0, "k").startswith("v: on the host, but k is on GPU 0;")
-    assert calls.elsewhere("cos", 1, 0, "k").startswith("rotary: its cos is on GPU 1, but k is")
 
 
 def test_integers_of_a_layout(monkeypatch: pytest.MonkeyPatch) -> None:

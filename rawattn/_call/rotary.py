@@ -38,22 +38,19 @@ def split(rotary: Any) -> tuple[Any, Any]:
 
 def form(cos: Any, sin: Any, interleaved: bool, headdim: int, dtype: np.dtype[Any]) -> RotaryForm:
     """dtype: of the keys. Raises TypeError or ValueError for angles that do not fit."""
+    # Of angles that are there twice, as other libraries have them for either style.
+    once = "::2" if interleaved else ": D // 2"
     for name, array in (("cos", cos), ("sin", sin)):
         if array.dtype not in (dtype, np.dtype(np.float32)):
             expected = "float32" if dtype == np.float32 else f"float32 or {dtype}"
             raise TypeError(f"rotary: got {name} of dtype {array.dtype}, expected {expected}")
         if len(array.shape) != 2:
-            whole = len(array.shape) == 3 and array.shape[0] == 1
+            batch = len(array.shape) == 3 and array.shape[0] == 1
             advice = (
-                f"; pass {name}[0, :, : D // 2] of angles as transformers has them" if whole else ""
+                f"; pass {name}[0, :, {once}] of angles as transformers has them" if batch else ""
             )
             raise ValueError(
                 f"rotary: got {name} of shape {tuple(array.shape)}, expected {_AXES}{advice}"
-            )
-        if array.shape[1] > 1 and array.strides[1] != array.dtype.itemsize:
-            raise ValueError(
-                f"rotary: got {name} with a last-axis stride of {array.strides[1]} bytes, expected "
-                f"{array.dtype.itemsize}, one element; pass a contiguous copy"
             )
     if sin.shape != cos.shape or sin.dtype != cos.dtype:
         raise ValueError(
@@ -67,7 +64,7 @@ def form(cos: Any, sin: Any, interleaved: bool, headdim: int, dtype: np.dtype[An
         )
     if not 1 <= planes <= headdim // 2:
         whole = planes == headdim
-        advice = "; pass the angles of each plane once: cos[:, : D // 2]" if whole else ""
+        advice = f"; pass the angles of each plane once: cos[:, {once}]" if whole else ""
         raise ValueError(
             f"rotary: got cos of shape {tuple(cos.shape)} = {_AXES}, expected at most D / 2 = {headdim // 2} planes "
             f"and at least one{advice}"

@@ -79,4 +79,5 @@ def append_verb(turns: bool, interleaved: bool, queries: bool) -> Verb:
         bind=bind,
         describe=described,
         extras=extras,
+        dense=frozenset({"cos", "sin"}),
     )

@@ -207,7 +207,7 @@ def refuse_gradients(
 
 
 def _is_copied(verb: Verb, name: str, view: Any) -> bool:
-    if view is None or 0 in view.shape or name in verb.extras:
+    if view is None or 0 in view.shape or (name in verb.extras and name not in verb.dense):
         return False
     itemsize = view.dtype.itemsize
     if name in verb.whole:
@@ -221,9 +221,7 @@ def _is_copied(verb: Verb, name: str, view: Any) -> bool:
 
 def elsewhere(name: str, device: int, other: int, of: str) -> str:
     """The message about an array that is on another device than that of the array `of`."""
-    argument = "rotary: its " if name in ("cos", "sin") else ""
-    colon = " is" if argument else ":"
-    return f"{argument}{name}{colon} on {name_of(device)}, but {of} is on {name_of(other)}; move them to one device"
+    return f"{name}: on {name_of(device)}, but {of} is on {name_of(other)}; move them to one device"
 
 
 def of_layout(seqs: Any, device: int) -> str:

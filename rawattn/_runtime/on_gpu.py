@@ -304,7 +304,8 @@ def _prepare_natives(
     flag: bool,
     framework: str,
 ) -> Call:
-    views = [None if x is None else _view(name, own, x) for name, x in verb.named(inputs, targets)]
+    named = zip(told_with_results(verb, options), (*inputs, *targets), strict=True)
+    views = [None if x is None else _view(name, own, x) for name, x in named]
     pointers = together(verb, read[0])
     found = alignments(verb, read[0])
     return prepare(verb, views, options, flag, read[1][verb.q * 4 + 3], pointers, framework, found)

@@ -24,6 +24,7 @@ _DTYPES = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float32": FLOAT32,
 }
+_ANGLES = {"cos": "rotary[0]", "sin": "rotary[1]"}
 _SEED_MASK = 2**64 - 1
 
 
@@ -180,7 +181,8 @@ def told_with_results(verb: Verb, options: Options) -> tuple[str, ...]:
 
 
 def told(verb: Verb, options: Options) -> tuple[str, ...]:
-    """The inputs as the caller knows them: of a BlockMask its option, of what a score function captures its name there.
+    """The inputs as the caller knows them: of a BlockMask its option, of what a score function captures its name there, of
+    angles their place in `rotary`.
 
     options: what `with_arrays` has left of them.
     """
@@ -194,6 +196,6 @@ def told(verb: Verb, options: Options) -> tuple[str, ...]:
         if name.startswith("mask_")
         else captured[int(name.removeprefix("captured"))]
         if name.startswith("captured")
-        else name
+        else _ANGLES.get(name, name)
         for name in verb.inputs
     )

@@ -65,7 +65,8 @@ class GpuPlan:
         verb, own, device, inputs = self._verb, self._own, self._device, self._inputs
         call, lengths = self._find(read, inputs, targets)
         if call.copies is not None:
-            name = next(n for n, copy in zip(verb.inputs, call.copies, strict=True) if copy)
+            names = told(verb, self._options)
+            name = next(n for n, copy in zip(names, call.copies, strict=True) if copy)
             others = ", or arrays beside it have other strides" if verb.alike else ""
             raise ValueError(
                 f"{name}: its last axis is not dense{others}, so each call would copy it, and a plan allocates nothing; "

@@ -44,7 +44,8 @@ class Verb:
     bind: the sequences of a call, from what its options have as `seqs` and the inputs.
     describe: the problem and the sequences, from (arrays by name, options, framework, the arrays of options).
     extras: those of its inputs that are read in ways of their own, the last ones: a page table, arrays of options.
-    anywhere: whether those are read an element at a time, so that where they begin within 16 bytes makes no difference.
+    dense: of these those whose last axis must be dense, copied where it is not.
+    anywhere: whether extras are read an element at a time, so that where they begin within 16 bytes makes no difference.
     alike: inputs that have the same strides, or are all copied.
     gradients: those of its outputs that are theirs, the last ones. values: numbers of options that kernels are given. But for
     a page table all are what `option_arrays.with_arrays` found in a call.
@@ -72,6 +73,7 @@ class Verb:
         [Mapping[str, Any], Options, str | None, Mapping[str, Any]], tuple[Problem, Lengths]
     ]
     extras: tuple[str, ...] = ()
+    dense: frozenset[str] = frozenset()
     gradients: tuple[str, ...] = ()
     values: tuple[str, ...] = ()
     lead: str = "q"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from rawattn._call.rotary import split
 from rawattn._verbs.append import WRITTEN, check_rows, read_append
 from rawattn._verbs.paged import check_pages
 from rawattn._verbs.plan import Plan
@@ -16,8 +17,8 @@ _BY_POSITION = 5  # k, v, k_pages, v_pages, block_table
 class AppendPlan(Plan):
     """A `Plan` that takes its arrays in the order of `append_kv`: ``Plan(k, v, k_pages, v_pages, block_table, q=q)``.
 
-    The cosines and sines of the rotary embedding may be others too, as ``cos=`` and ``sin=``, and so may scales that are
-    arrays.
+    The cosines and sines of the rotary embedding may be others too, as ``rotary=`` or as ``cos=`` and ``sin=``, and so may
+    scales that are arrays.
     """
 
     def __init__(self, **named: Any) -> None:
@@ -34,6 +35,9 @@ class AppendPlan(Plan):
         if "q" in self._verb.inputs and len(args) == _BY_POSITION:
             q = named.pop("q", self._inputs[_BY_POSITION - 1])
             args = (*args[:-1], q, args[-1])
+        if "rotary" in named and "cos" in self._verb.inputs:
+            cos, sin = split(named.pop("rotary"))
+            return super().__call__(*args, cos=cos, sin=sin, **named)
         if named or len(args) == len(self._inputs):
             return super().__call__(*args, **named)
         return super().__call__(*args, *self._inputs[len(args) :])

@@ -75,7 +75,7 @@ class Arguments:
         return [*range(count), *(self._indices.get(name, name) for name in names)]
 
     def _names(self) -> str:
-        return ", ".join(dict.fromkeys(self._told))
+        return ", ".join(dict.fromkeys(name.partition("[")[0] for name in self._told))
 
     def _put_mask(self, inputs: list[Any], index: int, mask: Any) -> None:
         planned = self._options.mask

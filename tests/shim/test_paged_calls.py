@@ -229,6 +229,21 @@ def test_planned_appends_write_out(put: Put) -> None:
         alone(*given, out=out)
 
 
+def test_angles_that_are_copied(put: Put) -> None:
+    """Those whose last axis is not dense."""
+    call = appended((9, 4, 24, 3), 4, rows=2, rotary_dim=16)
+    spread = [np.repeat(x, 2, -1)[:, ::2] for x in call.rotary]
+    for _ in range(3):
+        pools = [put(x, readonly=False) for x in call.pools()]
+        given = (put(call.k), put(call.v), *pools, put(call.pages.block_table))
+        named = {"seqlen_k": put(call.pages.seqlen_k), "q": put(call.q)}
+        named["rotary"] = tuple(map(put, spread))
+        out = rawattn.append_kv(*given, **named)
+        call.verify(*(x.in_memory.array() for x in pools), out.in_memory.array())
+    with pytest.raises(ValueError, match=r"^rotary\[0\]: its last axis is not dense"):
+        rawattn.plan(rawattn.append_kv, *given, **named)
+
+
 def test_steps_for_the_cpu_go_there_each_time(put: Put, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     run = dispatch.run
