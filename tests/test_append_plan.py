@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -63,3 +64,34 @@ def test_other_angles() -> None:
     given, alone = planned(call, q=None, rotary=None)
     with pytest.raises(TypeError, match=r"^rotary: this plan takes k, v, k_pages, v_pages, block"):
         alone(*given, rotary=still)
+
+
+def _readonly(pool: Any) -> Any:
+    pool = pool.copy()
+    pool.flags.writeable = False
+    return pool
+
+
+WRONG: dict[str, tuple[Callable[..., dict[str, Any]], type[Exception], str]] = {
+    "shape of out": (lambda q, pool: {"out": q[..., :1]}, ValueError, r"^out: got shape"),
+    "dtype of out": (lambda q, pool: {"out": q.astype(np.float16)}, TypeError, r"^out: got dtype"),
+    "a list as out": (lambda q, pool: {"out": [1.0]}, TypeError, r"^out: got list"),
+    "q as out": (lambda q, pool: {"out": q}, ValueError, r"^out: shares memory with q"),
+    "read-only": (lambda q, pool: {"k_pages": _readonly(pool)}, ValueError, r"^k_pages: got a read-only"),
+    "one pool": (lambda q, pool: {"v_pages": pool}, ValueError, r"^k_pages: shares memory with v_pages"),
+    "rows of it": (lambda q, pool: {"k": pool[:4, :1]}, ValueError, r"^k_pages: shares memory with k"),
+    "gaps": (lambda q, pool: {"k_pages": np.repeat(pool, 2, -1)[..., ::2]}, ValueError, r"^k_pages: got a last-axis"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_with_memory_to_write_is_told_when_planning(name: str) -> None:
+    change, error, says = WRONG[name]
+    call = appended(LENS, 4, rotary_dim=8, dtype=F32, heads=(2, 2), dims=(24, 24))
+    k_pages, v_pages = call.pools()
+    given = {"k": call.k, "v": call.v, "k_pages": k_pages, "v_pages": v_pages, "q": call.q}
+    options = {"block_table": call.pages.block_table, "seqlen_k": call.pages.seqlen_k}
+    with pytest.raises(error, match=says):
+        rawattn.plan(
+            rawattn.append_kv, **given | options | {"rotary": call.rotary} | change(call.q, k_pages)
+        )

@@ -76,7 +76,6 @@ class Scores:
         self.score_mod: ScoreText | None = None
         if isinstance(problem.score_mod, ScoreText):
             self.score_mod = problem.score_mod
-            numpy_eval.require_expression(self.score_mod)
             self._captured = {
                 name: extras[f"captured{n}"] for n, (name, *_) in enumerate(self.score_mod.arrays)
             }

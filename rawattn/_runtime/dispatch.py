@@ -94,25 +94,9 @@ def _imported(
     """`run` on views of the arrays, which may be of several frameworks, on the host or on a GPU."""
     _options.backend(backend)
     refuse_gradients(verb, options, inputs, targets)
-    q = inputs[verb.q]
-    with arrays.on_stream_of(q, framework) as stream:
-        given: list[Imported | None] = []
-        shown_names = told_with_results(verb, options)
-        for shown, (name, x) in zip(shown_names, verb.named(inputs, targets), strict=True):
-            output = name in verb.outputs
-            if x is None and (output or name in verb.optional):
-                given.append(None)
-                continue
-            array = arrays.import_array(shown, x, stream=stream)
-            if (output or name in verb.written) and array.readonly:
-                raise ValueError(f"{shown}: got a read-only array; pass a writable one")
-            given.append(array)
-        device = given[verb.q].device  # type: ignore[union-attr]
-        for shown, each in zip(shown_names, given, strict=True):
-            if each is not None and each.device != device:
-                raise ValueError(elsewhere(shown, each.device, device, verb.lead))
+    with arrays.on_stream_of(inputs[verb.q], framework) as stream:
+        views, device = _views(verb, inputs, targets, options, stream)
         count = len(inputs)
-        views = [None if x is None else x.array for x in given]
         compute = _backend(verb, backend, device)
         results = compute(verb, views[:count], views[count:], options, flag, framework, values)
         return [
@@ -121,6 +105,54 @@ def _imported(
             else arrays.export_array(result, framework, stream)
             for target, result in zip(targets, results, strict=True)
         ]
+
+
+def check(
+    verb: Verb,
+    inputs: Arrays,
+    targets: Arrays,
+    options: Options,
+    flag: bool,
+    backend: str | None,
+    values: tuple[int, ...] = (),
+) -> None:
+    """Every check of `run`, which writes nothing. Where a GPU is to compute and no input changes, it does so: this compiles."""
+    framework = arrays.framework_of(inputs[verb.q])
+    _options.backend(backend)
+    refuse_gradients(verb, options, inputs, targets)
+    with arrays.on_stream_of(inputs[verb.q], framework) as stream:
+        views, device = _views(verb, inputs, targets, options, stream)
+        compute = _backend(verb, backend, device)
+        count = len(inputs)
+        if compute is on_cpu.run or compute is _cpu_from_device:
+            on_cpu.described(verb, views[:count], views[count:], options, flag, framework)
+            return
+        describe(verb, dict(verb.named(views[:count], views[count:])), options, flag, framework)
+        if not verb.written:
+            own = (None,) * len(targets)
+            compute(verb, views[:count], own, options, flag, framework, values)
+
+
+def _views(
+    verb: Verb, inputs: Arrays, targets: Arrays, options: Options, stream: Any
+) -> tuple[list[Any], int]:
+    """Views of the arrays, which may be of several frameworks, and the one device that all are on."""
+    given: list[Imported | None] = []
+    shown_names = told_with_results(verb, options)
+    for shown, (name, x) in zip(shown_names, verb.named(inputs, targets), strict=True):
+        output = name in verb.outputs
+        if x is None and (output or name in verb.optional):
+            given.append(None)
+            continue
+        array = arrays.import_array(shown, x, stream=stream)
+        if (output or name in verb.written) and array.readonly:
+            raise ValueError(f"{shown}: got a read-only array; pass a writable one")
+        given.append(array)
+    device: int = given[verb.q].device  # type: ignore[union-attr]
+    for shown, each in zip(shown_names, given, strict=True):
+        if each is not None and each.device != device:
+            raise ValueError(elsewhere(shown, each.device, device, verb.lead))
+    return [None if x is None else x.array for x in given], device
 
 
 def _stays(verb: Verb) -> bool:

@@ -16,6 +16,8 @@ from rawattn._forgetting import make_room
 from rawattn._interop import arrays
 from rawattn._runtime.calls import check_written, describe
 from rawattn._runtime.verbs import Verb
+from rawattn._scores.numpy_eval import require_expression
+from rawattn._scores.program import ScoreText
 
 Arrays = Sequence[Any]
 
@@ -34,26 +36,26 @@ def run(
     values: tuple[int, ...] = (),
 ) -> Sequence[Any]:
     """NumPy arrays, by the CPU backend."""
-    described, lengths, specs = _described(verb, inputs, targets, options, flag, framework)
+    problem, lengths, specs = described(verb, inputs, targets, options, flag, framework)
     results = []
     for target, spec, padding in zip(targets, specs, verb.padding, strict=True):
         result = target
         if target is None and spec is not None:
             result = np.empty(*spec) if framework == "numpy" else arrays.empty_host(*spec)
-            if described.ragged:  # else the backend writes every row
+            if problem.ragged:  # else the backend writes every row
                 result[...] = padding
         results.append(result)
     extras: dict[str, Any] = {}
-    host_lengths = layout.host_lengths(lengths) if described.ragged else None
+    host_lengths = layout.host_lengths(lengths) if problem.ragged else None
     if verb.extras or values:
         count = len(inputs) - len(verb.extras)
         extras = dict(zip(verb.extras + verb.values, (*inputs[count:], *values), strict=True))
         inputs = inputs[:count]
-    verb.cpu(described, host_lengths, inputs, results, flag, extras, verb.gradients)
+    verb.cpu(problem, host_lengths, inputs, results, flag, extras, verb.gradients)
     return results
 
 
-def _described(
+def described(
     verb: Verb, inputs: Arrays, targets: Arrays, options: Options, flag: bool, framework: str
 ) -> tuple[Problem, Lengths, Any]:
     """`describe` of NumPy arrays, which makes every check. A call like an earlier one has passed them."""
@@ -80,8 +82,10 @@ def _described(
                 return problem, lengths or bound, specs
         except (TypeError, ValueError, IndexError, AttributeError):
             key = None  # describing the call tells what is wrong with it
-    described = describe(verb, dict(verb.named(inputs, targets)), options, flag, framework)
+    found = describe(verb, dict(verb.named(inputs, targets)), options, flag, framework)
+    if isinstance(text := found[0].score_mod, ScoreText):
+        require_expression(text)
     if key is not None:
         make_room(_known, _MAX_KNOWN)
-        _known[key] = described
-    return described
+        _known[key] = found
+    return found

@@ -87,11 +87,10 @@ class Plan:
                 )
                 self._repeat = self._gpu.repeat
         if self._gpu is None:  # whatever is wrong with the call is told now
-            tried = [
-                _copied(name, x) if name in verb.written else x
-                for name, x in zip(verb.inputs, inputs, strict=True)
-            ]
-            self._run(tried, (None,) * len(targets))
+            if self._is_program(inputs, targets):
+                self._run(inputs, targets)  # which compiles it
+            else:
+                dispatch.check(verb, inputs, targets, options, flag, backend, values)
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         """What the planned function returns."""
@@ -165,11 +164,16 @@ class Plan:
 
     def _run(self, inputs: Sequence[Any], targets: Sequence[Any]) -> Sequence[Any]:
         """As an ordinary call does."""
-        call = self._verb, inputs, targets, self._options
-        of_jax = arrays.framework_of(inputs[self._verb.q]) == "jax"
-        if of_jax and eager.takes(*call, self._backend):
+        if self._is_program(inputs, targets):
             return eager.attention(inputs, self._options, self._flag)
-        return dispatch.run(*call, self._flag, self._backend, self._values)
+        call = self._verb, inputs, targets, self._options, self._flag
+        return dispatch.run(*call, self._backend, self._values)
+
+    def _is_program(self, inputs: Sequence[Any], targets: Sequence[Any]) -> bool:
+        """Whether the call is a program of JAX's."""
+        if arrays.framework_of(inputs[self._verb.q]) != "jax":
+            return False
+        return eager.takes(self._verb, inputs, targets, self._options, self._backend)
 
     def _check_integers(self, inputs: Sequence[Any]) -> None:
         """ValueError for a table of pages on the host that does not fit: an ordinary call would refuse it too."""
@@ -283,10 +287,3 @@ def plan(fn: Callable[..., Any], *args: Any, **options: Any) -> Plan:
     verb, extras, values, known = with_arrays(verb, known, names, named["q"])
     values = numbers + values
     return Plan(verb, [*inputs, *extras], targets, known, choice, backend, returned, values, table)
-
-
-def _copied(name: str, array: Any) -> Any:
-    """What a call may change: planning one changes nothing. Bits are copied, since CuPy has no kernels for bfloat16."""
-    found = arrays.import_array(name, array).array
-    words = f"u{found.dtype.itemsize}"
-    return found.view(words).copy().view(found.dtype)
