@@ -88,6 +88,20 @@ def test_angles_with_any_strides(interleaved: bool) -> None:
         call.verify(*run(call, rotary=tuple(spread)))
 
 
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+@pytest.mark.parametrize("float8", ["", "numbers"])
+def test_numbers_out_of_range_raise_nothing(dtype: Any, float8: str) -> None:
+    """Rows that overflow when they turn, infinity, NaN, and what is too small."""
+    call = appended(LENS, 4, rotary_dim=8, dtype=np.dtype(dtype), float8=float8)
+    numbers = np.array([np.finfo(dtype).max, np.inf, np.nan, np.finfo(dtype).tiny], dtype)
+    k, v, q = (np.resize(numbers, x.shape) for x in (call.k, call.v, call.q))
+    with np.errstate(all="raise"):
+        _, v_pages, out = run(replace(call, k=k, v=v, pages=replace(call.pages, q=q)))
+    assert np.isinf(out).any() and np.isnan(out).any()
+    if not float8:
+        assert np.isinf(v_pages).any()
+
+
 def test_memory_of_the_caller() -> None:
     call = appended(LENS, 4, rotary_dim=8, dtype=F32)
     out = np.empty_like(call.q)

@@ -122,8 +122,7 @@ def value(name: str, extras: Mapping[str, Any]) -> Any:
 
 def quantised(rows: NDArray[Any], scale: Any) -> NDArray[Any]:
     """float32 rows over their scale in 8 bits: what is out of range becomes the largest number there is."""
-    with np.errstate(invalid="ignore", over="ignore"):
-        found: NDArray[Any] = np.clip(rows / scale, -LARGEST, LARGEST).astype(FLOAT8)
+    found: NDArray[Any] = np.clip(rows / scale, -LARGEST, LARGEST).astype(FLOAT8)
     return found
 
 

@@ -16,6 +16,9 @@ from rawattn._cpu.tiles import Array
 Int64s = NDArray[np.int64]
 
 
+@np.errstate(
+    all="ignore"
+)  # what overflows, and NaN, is the caller's, and passes without a word as on a GPU
 def append(
     problem: Problem,
     lengths: HostLengths,
@@ -53,6 +56,7 @@ def append(
     v_pages[slots] = new_v
 
 
+@np.errstate(all="ignore")
 def turn_rows(
     problem: Problem, lengths: HostLengths, q: Array, out: Array, extras: Mapping[str, Any]
 ) -> None:

@@ -16,6 +16,7 @@ from rawattn._cpu import forward as cpu_forward
 from rawattn._cpu.tiles import Array
 
 
+@np.errstate(all="ignore")  # numbers of 8 bits times their scale may overflow
 def forward(
     problem: Problem,
     lengths: HostLengths,
