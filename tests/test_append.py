@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -220,6 +221,26 @@ def test_refused(name: str) -> None:
     with pytest.raises(kind) as caught:
         rawattn.append_kv(**{**given, "rotary": CALL.rotary, **changed})
     assert message in str(caught.value)
+
+
+SHARED: dict[str, tuple[int, Any, list[int], str]] = {
+    "steps": (1, [[0], [0]], [1, 1], "page 0 for new rows of sequences 0 and 1, which would both be its row 0"),
+    "chunks": (2, [[2, 1], [3, 1]], [5, 4], "page 1 for .* 0 and 1, which would both be its row 0"),
+    "one sequence": (4, [[1, 1], [0, 2]], [6, 4], "page 1 for .* 0 and 0, which would both be its row 2"),
+    "pairs": (1, ([0, 1, 2], [0, 0]), [2, 2], "page 0 for .* 0 and 1, which would both be its row 1"),
+    "steps apart": (1, [[0], [0]], [1, 2], ""),
+    "chunks apart": (2, [[2, 1], [3, 1]], [4, 6], ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_two_new_rows_in_one_slot(name: str) -> None:
+    count, table, lengths, says = SHARED[name]
+    k, pools = np.ones((2, count, 1, 8), F32), np.zeros((2, 4, 3, 1, 8), F32)
+    how = pytest.raises(ValueError, match=f"^block_table: got {says}") if says else nullcontext()
+    with how:
+        rawattn.append_kv(k, k, *pools, table, seqlen_k=lengths)
+    assert np.count_nonzero(pools[..., 0, 0]) == (0 if says else 4 * count)
 
 
 def test_a_row_without_a_slot_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:

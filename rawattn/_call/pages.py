@@ -346,5 +346,32 @@ def check_ids(
         )
 
 
+def check_slots(table: NDArray[Any], lengths: HostLengths, form: PageForm) -> None:
+    """ValueError for two new rows in one slot. Rows are the last keys of their sequences; ids are those of pages."""
+    size = form.page_size
+    first = np.maximum(lengths.len_k - lengths.len_q, 0)
+    pages_before = first // size
+    counts = np.where(lengths.len_q > 0, -(-lengths.len_k // size) - pages_before, 0)
+    sequence = np.repeat(np.arange(counts.size), counts)
+    within = np.arange(sequence.size) - (np.cumsum(counts) - counts)[sequence]
+    page = pages_before[sequence] + within
+    if form.has_indptr:
+        ids = table[lengths.start_k[sequence] // size + page]
+    else:
+        ids = table[sequence, page]
+    # The new rows of each page, as slots of the pool.
+    past = ids.astype(np.int64) - page
+    begin = np.maximum(first[sequence], page * size) + past * size
+    end = np.minimum(lengths.len_k[sequence], (page + 1) * size) + past * size
+    order = np.argsort(begin, kind="stable")
+    shared = np.flatnonzero(end[order[:-1]] > begin[order[1:]])
+    if shared.size:
+        one, other = order[shared[0]], order[shared[0] + 1]
+        raise ValueError(
+            f"block_table: got page {ids[other]} for new rows of sequences {sequence[one]} and {sequence[other]}, which would "
+            f"both be its row {begin[other] % size}; expected a slot of its own for each new row"
+        )
+
+
 def _host(value: Any) -> Any:
     return value.get() if hasattr(value, "get") else value

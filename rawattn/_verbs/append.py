@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # type checkers bring it: nothing is installed for it
 ArrayT = TypeVar("ArrayT")
 
 # The pages that are written: those of the new rows' own keys.
-WRITTEN = Limits((0, None), 0, False)
+WRITTEN = Limits((0, None), 0, False, True)
 
 
 class Appending(NamedTuple):
@@ -121,7 +121,7 @@ def append_kv(
     v_pages : array, (num_pages, page_size, nheads_kv, Dv)
         The dtype of k_pages. Both may lie side by side in one array, as long as no element is in both.
     block_table : array, (batch, max_pages), or a pair (indptr, page_ids)
-        As of `paged_attention`. Two sequences must not have new rows in the same slot.
+        As of `paged_attention`. No two new rows may be in the same slot.
     seqlen_k : (batch,)
         The keys of each sequence, the new ones among them; int32 or int64, on the host or the device.
     q : array, optional, (batch, seqlen_q, nheads_q, D), or (total_q, nheads_q, D)
@@ -156,9 +156,12 @@ def append_kv(
     ------
     TypeError, ValueError
         Naming the argument, what was got and what is accepted; before anything is written. ValueError for more new rows
-        than keys, for a length that is more than the pages hold or beyond the positions of `rotary`, and for an id that
-        is no page's: where all lengths and ids are on the host or the call runs on the CPU, else with `validate`. Without
-        it a row without a slot in the pages is not written, and a position that has no angle takes the nearest one's.
+        than keys, for a length that is more than the pages hold or beyond the positions of `rotary`, for an id that is no
+        page's, and for two new rows in one slot: where all lengths and ids are on the host or the call runs on the CPU, else
+        with `validate`. Without it a row without a slot in the pages is not written, of two in one slot either may stay,
+        and a position that has no angle takes the nearest one's.
+    RuntimeError
+        For ``backend="cuda"`` where there is no usable GPU.
 
     Notes
     -----

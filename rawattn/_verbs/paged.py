@@ -29,11 +29,15 @@ ArrayT = TypeVar("ArrayT")
 
 
 class Limits(NamedTuple):
-    """Which keys a row reaches: those of `attention`."""
+    """Which keys a row reaches: those of `attention`.
+
+    written: whether rows are new keys, each of which needs a slot of its own.
+    """
 
     window: tuple[int | None, int | None]
     sink: int
     top_left: bool
+    written: bool = False
 
 
 class PagedOptions(CallOptions, total=False):
@@ -269,7 +273,10 @@ def check_pages(
     layout: pages.PagedLayout,
     limits: Limits,
 ) -> None:
-    """ValueError for lengths that do not fit and for ids of no page. Shapes that do not are told by the call itself."""
+    """ValueError for lengths that do not fit, for ids of no page and for new rows in one slot.
+
+    Shapes that do not fit are told by the call itself.
+    """
     shapes = [tuple(getattr(x, "shape", ())) for x in (q, k_pages, v_pages)]
     if len(shapes[0]) not in (3, 4) or len(shapes[1]) != 4 or len(shapes[2]) != 4:
         return
@@ -278,7 +285,10 @@ def check_pages(
         table = table.get()
     form = pages.form(layout, shapes[0], shapes[1], shapes[2], table)
     lengths = host_lengths(layout.bind(shapes[0], shapes[1], table.shape))
-    pages.check_ids(table, lengths, form, *limits)
+    *reached, written = limits
+    pages.check_ids(table, lengths, form, *reached)
+    if written:
+        pages.check_slots(table, lengths, form)
 
 
 def device_of(array: Any) -> int | None:
