@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -192,10 +193,21 @@ def test_a_plan_of_a_long_list() -> None:
         other.values,
         other.logs,
     ).check(out, lse)
+    with pytest.raises(ValueError, match=r"^outs\[69\]: got shape .*; the plan is for shape"):
+        made([*call.outs[:-1], call.outs[-1][:, :1]], call.lses)
     with pytest.raises(ValueError, match="outs: got a list of 3, expected a list of 70"):
         made(call.outs[:3], call.lses[:3])
     with pytest.raises(TypeError, match="into: this plan writes its results to out="):
         made(into=rawattn.Gradients())
+
+
+def test_a_long_list_that_holds_out_is_refused() -> None:
+    call = call_of(Form("seventy", 70, (1, 3, 2, 16)))
+    before = call.outs[3].copy()
+    for do in (rawattn.combine, functools.partial(rawattn.plan, rawattn.combine)):
+        with pytest.raises(ValueError, match=r"^out: shares memory with outs\[3\]"):
+            do(call.outs, call.lses, out=call.outs[3])
+    np.testing.assert_array_equal(call.outs[3], before)
 
 
 def test_plans_that_are_refused() -> None:

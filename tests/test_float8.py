@@ -119,6 +119,20 @@ def test_refused(change: dict[str, Any], error: type[Exception], says: str) -> N
     assert str(caught.value).startswith(says)
 
 
+def test_plans_check_scales_of_the_host() -> None:
+    given = {"k_scale": np.ones(2, F32), "v_scale": np.ones(2, F32)}
+    bad, new = np.array([1, np.nan], F32), appended((7, 9), 16, float8="plain", heads=(2, 2))
+    made = rawattn.plan(paged_attention, *CALL.inputs, **CALL.lengths, **given, backend="cpu")
+    pages = (new.k, new.v, *new.pools(), new.pages.block_table)
+    append = rawattn.plan(append_kv, *pages, seqlen_k=new.pages.seqlen_k, **given)
+    for each in (made, append):
+        with pytest.raises(ValueError, match=r"^v_scale: got nan at \[1\], expected finite"):
+            each(v_scale=bad)
+    torch = pytest.importorskip("torch")
+    with pytest.raises(ValueError, match=r"^k_scale: got nan at \[1\], expected finite"):
+        paged_attention(*CALL.inputs, **CALL.lengths, k_scale=torch.from_numpy(bad))
+
+
 @pytest.mark.parametrize("scale", [2.0, np.ones(2, F32)], ids=["number", "array"])
 def test_scales_of_pages_that_are_not_of_8_bits(scale: Any) -> None:
     says = r"^v_scale: got it with v_pages that are not float8_e4m3fn"

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from rawattn._call.options import ArrayForm, number, shown
 from rawattn._interop.advice import cast
-from rawattn._interop.arrays import HOST, device_of, framework_of, import_array
+from rawattn._interop.arrays import HOST, device_of, framework_of, import_array, refuse_gradients
 
 FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 LARGEST = float(ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).max)
@@ -47,13 +47,13 @@ def read(named: Mapping[str, Any]) -> Scales:
         value = named[name]
         if value is None:
             continue
-        if isinstance(value, np.ndarray) and value.ndim and value.dtype == np.float32:
-            _check(name, value)
         if hasattr(value, "__dlpack__") and not isinstance(value, np.generic):
-            if not _is_host_number(value):
+            single_value = getattr(value, "shape", None) == ()
+            if not single_value or (host := _on_host(name, value)) is None:
+                check(name, value)
                 arrays[name] = value
                 continue
-            value = import_array(name, value).array.item()
+            value = host.item()
         found = np.asarray(number(name, value, _ACCEPTED), np.float64)
         with np.errstate(over="ignore", under="ignore"):
             single = found.astype(np.float32)
@@ -63,19 +63,26 @@ def read(named: Mapping[str, Any]) -> Scales:
     return Scales(arrays, numbers)
 
 
-def _is_host_number(array: Any) -> bool:
-    """Whether it has no axis, and is on the host: it is the number that it holds."""
-    no_axis = getattr(array, "shape", None) == ()
-    return no_axis and device_of(array, framework_of(array)) == HOST
-
-
-def _check(name: str, array: NDArray[Any]) -> None:
-    good = np.isfinite(array) & (array > 0)
+def check(name: str, array: Any) -> None:
+    """ValueError for an array of the host in which there is a number that is no scale."""
+    host = _on_host(name, array)
+    if host is None or host.dtype != np.float32:
+        return
+    good = np.isfinite(host) & (host > 0)
     if not good.all():
         first = tuple(int(n) for n in np.argwhere(~good)[0])
         raise ValueError(
-            f"{name}: got {array[first]} at {list(first)}, expected finite numbers above 0"
+            f"{name}: got {host[first]} at {list(first)}, expected finite numbers above 0"
         )
+
+
+def _on_host(name: str, array: Any) -> NDArray[Any] | None:
+    """An array of the host as NumPy's; None for one that is elsewhere."""
+    refuse_gradients((name,), (array,))
+    if device_of(array, framework_of(array)) != HOST:
+        return None
+    found: NDArray[Any] = import_array(name, array).array
+    return found
 
 
 def forms(

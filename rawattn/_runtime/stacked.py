@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from rawattn._call import partials
+from rawattn._call.checks import check_apart
 from rawattn._call.partials import Given
 from rawattn._interop import arrays, streams
 from rawattn._interop.arrays import HOST
@@ -14,9 +15,9 @@ from rawattn._runtime import graphs
 from rawattn._runtime.calls import elsewhere
 
 
-def stacked(outs: Given, lses: Given, dtype: Any) -> tuple[Any, Any, Any]:
-    """Outs and lses, stacked where they are listed, and the dtype. Every check of the call is made first, since it names the
-    array of a list.
+def stacked(outs: Given, lses: Given, dtype: Any, out: Any) -> tuple[Any, Any, Any]:
+    """Outs and lses, stacked where they are listed, and the dtype. Every check of the arrays of a list is made first: of their
+    copies nobody knows their names, nor whether `out`, which may be None, shares memory with them.
     """
     first = outs.arrays[0]
     framework = arrays.framework_of(first)
@@ -32,6 +33,9 @@ def stacked(outs: Given, lses: Given, dtype: Any) -> tuple[Any, Any, Any]:
         count = len(outs.arrays)
         sides = outs._replace(arrays=views[:count]), lses._replace(arrays=views[count:])
         partials.describe(*sides, dtype, framework)
+        if out is not None:
+            written = arrays.import_array("out", out, stream=stream).array
+            check_apart(written, zip(names, views, strict=True), "out")
         made: list[Any] = []
         for side, own in zip(sides, (outs, lses), strict=True):
             if not side.listed:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rawattn._call.rotary import split
@@ -49,8 +49,7 @@ class AppendPlan(Plan):
             )
         return super()._written(out, into)
 
-    def _check_integers(self, inputs: Sequence[Any]) -> None:
-        named = dict(zip(self._verb.inputs, inputs, strict=True))
+    def _check_table(self, named: Mapping[str, Any]) -> None:
         k, k_pages, v_pages, table = (
             named[name] for name in ("k", "k_pages", "v_pages", "block_table")
         )

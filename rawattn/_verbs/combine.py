@@ -74,12 +74,14 @@ def combine(outs: Any, lses: Any, *, out: Any = None, dtype: Any = None) -> tupl
     >>> bool(np.allclose(out, rawattn.attention(q, k, v), atol=1e-5))
     True
     """
-    arrays, *form = read(outs, lses, dtype)
+    arrays, *form = read(outs, lses, dtype, out)
     ask = _asking(*form)
     return ask(*arrays) if out is None else ask(*arrays, out=out)
 
 
-def read(outs: Any, lses: Any, dtype: Any) -> tuple[tuple[Any, ...], int, int, str | None]:
+def read(
+    outs: Any, lses: Any, dtype: Any, out: Any = None
+) -> tuple[tuple[Any, ...], int, int, str | None]:
     """The arrays of a call one by one, how many outs and lses are listed, 0 where they are stacked, and the name of the dtype.
 
     Lists of more partials than a kernel is told one by one are stacked first.
@@ -88,7 +90,8 @@ def read(outs: Any, lses: Any, dtype: Any) -> tuple[tuple[Any, ...], int, int, s
     listed_outs, listed_lses = isinstance(outs, (list, tuple)), isinstance(lses, (list, tuple))
     count, count_of_lses = len(outs) if listed_outs else 1, len(lses) if listed_lses else 1
     if not (1 <= count <= MAX_LISTED and 1 <= count_of_lses <= MAX_LISTED):
-        return read(*stacked(partials.given("outs", outs), partials.given("lses", lses), dtype))
+        sides = partials.given("outs", outs), partials.given("lses", lses)
+        return read(*stacked(*sides, dtype, out))
     arrays = (*(outs if listed_outs else (outs,)), *(lses if listed_lses else (lses,)))
     return arrays, count * listed_outs, count_of_lses * listed_lses, dtype
 

@@ -10,9 +10,11 @@ from rawattn._call.partials import Given
 from rawattn._interop.arrays import framework_of
 from rawattn._interop.native import native
 from rawattn._kernels.helper_params import MAX_LISTED
+from rawattn._runtime import dispatch
 from rawattn._runtime.combine import combine_verb
 from rawattn._verbs.combine import combine, read
 from rawattn._verbs.plan import Plan
+from rawattn._verbs.plan_arguments import check_form
 
 _NAMES = ("outs", "lses")
 
@@ -25,18 +27,18 @@ class CombinePlan(Plan):
         self._out, self._dtype = out, dtype
         long = next((x for x in self._given if x.listed and len(x.arrays) > MAX_LISTED), None)
         self._is_long = long is not None
-        if long is not None:
-            if _is_native(long.arrays[0]):
-                raise ValueError(
-                    f"{long.name}: has more than {MAX_LISTED} arrays, so each call would copy them, and a plan allocates "
-                    "nothing; pass one stacked, contiguous array"
-                )
-            combine(outs, lses, dtype=dtype)  # whatever is wrong with the call is told now
+        if long is not None and _is_native(long.arrays[0]):
+            raise ValueError(
+                f"{long.name}: has more than {MAX_LISTED} arrays, so each call would copy them, and a plan allocates "
+                "nothing; pass one stacked, contiguous array"
+            )
+        arrays, *form = read(outs, lses, dtype, out)
+        verb, targets = combine_verb(*form), (out, None)
+        if self._is_long:  # whatever is wrong with the call is told now
+            dispatch.check(verb, arrays, targets, DEFAULTS, False, None)
             return
-        arrays, *form = read(outs, lses, dtype)
         returned: Any = tuple
-        verb = combine_verb(*form)
-        super().__init__(verb, arrays, (out, None), DEFAULTS, False, None, returned, ())
+        super().__init__(verb, arrays, targets, DEFAULTS, False, None, returned, ())
 
     def __call__(self, *args: Any, out: Any = None, into: Any = None, **named: Any) -> Any:
         """out and lse."""
@@ -53,6 +55,9 @@ class CombinePlan(Plan):
             for planned in self._given
         ]
         if self._is_long:
+            for side, planned in zip(sides, self._given, strict=True):
+                for name, *both in zip(side.names(), side.arrays, planned.arrays, strict=True):
+                    check_form(name, *both)
             outs, lses = (list(x.arrays) if x.listed else x.arrays[0] for x in sides)
             return combine(outs, lses, out=self._out if out is None else out, dtype=self._dtype)
         flat = sides[0].arrays + sides[1].arrays

@@ -285,9 +285,8 @@ def check_pages(
         table = table.get()
     form = pages.form(layout, shapes[0], shapes[1], shapes[2], table)
     lengths = host_lengths(layout.bind(shapes[0], shapes[1], table.shape))
-    *reached, written = limits
-    pages.check_ids(table, lengths, form, *reached)
-    if written:
+    pages.check_ids(table, lengths, form, limits.window, limits.sink, limits.top_left)
+    if limits.written:
         pages.check_slots(table, lengths, form)
 
 

@@ -158,7 +158,7 @@ class Plan:
             told(self._verb, self._options), inputs, self._inputs, strict=True
         ):
             check_form(name, array, planned)
-        self._check_integers(inputs)
+        self._check_values(inputs)
         targets = self._targets if written is None else written
         return self._returned(self._run(inputs, targets))
 
@@ -175,9 +175,15 @@ class Plan:
             return False
         return eager.takes(self._verb, inputs, targets, self._options, self._backend)
 
-    def _check_integers(self, inputs: Sequence[Any]) -> None:
-        """ValueError for a table of pages on the host that does not fit: an ordinary call would refuse it too."""
+    def _check_values(self, inputs: Sequence[Any]) -> None:
+        """ValueError for a table or scales on the host that do not fit: an ordinary call would refuse them too."""
         named = dict(zip(self._verb.inputs, inputs, strict=True))
+        for name in scales.NAMES:
+            if name in named:
+                scales.check(name, named[name])
+        self._check_table(named)
+
+    def _check_table(self, named: Mapping[str, Any]) -> None:
         table, layout = named.get("block_table"), self._options.seqs
         if isinstance(table, np.ndarray) and layout.on_host:
             q, k_pages, v_pages = (named[name] for name in PAGED.inputs[:3])
