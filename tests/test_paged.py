@@ -231,6 +231,18 @@ def test_plan(pair: bool) -> None:
         rawattn.plan(paged_attention, *call.inputs[:3], np.full((4, 9), 99), **call.lengths)
 
 
+def test_a_maximum_of_keys_is_none_of_query_rows() -> None:
+    """Though it would be, where the starts of q are those of k too."""
+    call = paged((4,), 4, group=True, rows=(17,), dtype=F32)
+    starts = call.seqs.seqstart_q
+    seqs = rawattn.SeqLayout(seqstart_q=starts, seqlen_q=call.seqs.seqlen_q, max_seqlen_k=4)
+    out, lse = paged_attention(*call.inputs, seqlen_k=[4], seqs=seqs, return_lse=True)
+    verify(call, out, lse)
+    rows = np.zeros((starts[-1], 2, 8), F32)
+    with pytest.raises(ValueError, match=r"^max_seqlen_k: got 4, expected at least .*by default"):
+        rawattn.attention(rows, rows, rows, seqs=seqs)
+
+
 def good() -> dict[str, Any]:
     """Two sequences of 40 and 20 keys in pages of 16, by name."""
     pool = normal(8, 16, 2, 8)

@@ -105,7 +105,9 @@ def read_side(
     if longest_slot is not None and length is not None and longest is not None:
         what = f"the physical length that {start_name} gives it"
         integers.check_at_most(length_name, given.logical(), given.slots(), what)
-    if max_seqlen is not None and longest is not None:
+    # Starts that are q's may have no keys, where those are in pages: `side_of` checks them.
+    own = not inherited or length is not None
+    if max_seqlen is not None and longest is not None and own:
         check_maximum(side, max_seqlen, longest, length_name)
     return given
 

@@ -88,6 +88,8 @@ def side_of(given: Given, batch: int, rows: int) -> Side:
         longest, total = rows, capacity
     elif given.longest is not None and given.total is not None:
         longest, total = given.longest, given.total
+        if given.inherited and given.max_seqlen is not None:
+            check_maximum(side, given.max_seqlen, longest, given.length_name)
         if longest > rows:
             what = f"the rows of {side}"
             integers.check_at_most(given.length_name, given.logical(), rows, what)

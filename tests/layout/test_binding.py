@@ -12,6 +12,13 @@ from tests.layout.on_device import OnDevice, batch, group, later, spans
 
 INT32_MAX = 2**31 - 1
 MISFITS: list[tuple[str, Any, int | None, int, int, type[Exception], str]] = [
+    (
+        "max-below-a-shared-slot",
+        later(seqstart_q=[0, 2, 9], max_seqlen_k=6),
+        *(None, 9, 9),
+        ValueError,
+        r"max_seqlen_k: .*6.*at least 7.*by default seqstart_q",
+    ),
     ("no-layout", [0, 5], None, 5, 5, TypeError, r"seqs: got list, expected a SeqLayout"),
     ("packed-without", None, None, 5, 5, ValueError, r"seqs: got None.*seqstart_q"),
     (

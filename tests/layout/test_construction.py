@@ -210,12 +210,6 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         ValueError,
         r"max_seqlen_q: .*6.*at least 7.*seqstart_q",
     ),
-    (
-        "max-below-a-shared-slot",
-        {"seqstart_q": [0, 2, 9], "max_seqlen_k": 6},
-        ValueError,
-        r"max_seqlen_k: .*6.*at least 7.*by default seqstart_q",
-    ),
 ]
 
 
