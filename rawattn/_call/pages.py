@@ -285,17 +285,67 @@ def ids_of(
     return clipped
 
 
+class Reached(NamedTuple):
+    """Which pages of each sequence any of its rows may see: the first `sinks` ones, and those from `first` to before `last`."""
+
+    sinks: NDArray[np.int64]
+    first: NDArray[np.int64]
+    last: NDArray[np.int64]
+
+
+def reached(
+    lengths: HostLengths,
+    page_size: int,
+    window: tuple[int | None, int | None],
+    sink: int,
+    top_left: bool,
+) -> Reached:
+    """By window, sinks and lengths alone."""
+    left, right = window
+    offset = np.zeros_like(lengths.len_k) if top_left else lengths.len_k - lengths.len_q
+    last = _pages_read(lengths, page_size)
+    if right is not None:
+        last = np.clip((lengths.len_q - 1 + offset + right) // page_size + 1, 0, last)
+    if left is None:
+        return Reached(np.zeros_like(last), np.zeros_like(last), last)
+    sinks = np.minimum(-(-sink // page_size), last)
+    return Reached(sinks, np.clip((offset - left) // page_size, sinks, last), last)
+
+
+def _pages_read(lengths: HostLengths, page_size: int) -> NDArray[np.int64]:
+    """Pages of each sequence's keys; none where it has no row."""
+    return np.where(lengths.len_q > 0, -(-lengths.len_k // page_size), 0)
+
+
 def gather(
-    pages: NDArray[Any], table: NDArray[Any], lengths: HostLengths, form: PageForm
+    pages: NDArray[Any],
+    table: NDArray[Any],
+    lengths: HostLengths,
+    form: PageForm,
+    reached: Reached | None = None,
+    scale: Any = None,
 ) -> NDArray[Any]:
-    """The keys, or the values, of all sequences, one sequence behind the other: (total, nheads_kv, D)."""
+    """The keys, or the values, of all sequences, one sequence behind the other: (total, nheads_kv, D).
+
+    reached: the pages that are read; those of other keys are 0. scale: of pages of 8 bits, which become float32.
+    """
+    size, used = form.page_size, -(-lengths.len_k // form.page_size)
+    sinks, first, last = reached or (0 * used, 0 * used, used)
     total = int(lengths.len_k.sum())
-    gathered = np.empty((total, *pages.shape[2:]), pages.dtype)
-    at = 0
+    dtype = pages.dtype if scale is None else np.float32
+    gathered = np.zeros(
+        (total, *pages.shape[2:]), dtype
+    )  # memory that nobody touches costs nothing
+    start = 0
     for sequence, length in enumerate(lengths.len_k.tolist()):
-        found = pages[ids_of(table, lengths, form, sequence)]
-        gathered[at : at + length] = found.reshape(-1, *pages.shape[2:])[:length]
-        at += length
+        ids = ids_of(table, lengths, form, sequence)
+        for begin, end in ((0, sinks[sequence]), (first[sequence], last[sequence])):
+            keys = slice(begin * size, min(end * size, length))
+            found = pages[ids[begin:end]].reshape(-1, *pages.shape[2:])[: keys.stop - keys.start]
+            if scale is not None:
+                found = found.astype(np.float32) * scale
+            gathered[start : start + length][keys] = found
+        start += length
     return gathered
 
 
@@ -308,7 +358,7 @@ def check_ids(
     top_left: bool,
 ) -> None:
     """ValueError for the id of a page that a call reads and that is none of the array."""
-    counts = np.where(lengths.len_q > 0, -(-lengths.len_k // form.page_size), 0)
+    counts = _pages_read(lengths, form.page_size)
     # Most calls have good ids alone, so only of the others is it asked who reads them. Unsigned, a negative id is large.
     ids = table.view(f"u{table.dtype.itemsize}")
     if form.has_indptr:
@@ -321,16 +371,11 @@ def check_ids(
         most = int(counts.max(initial=0))
         entries = np.flatnonzero(ids[:, :most] >= form.num_pages)
         sequences, numbers = np.divmod(entries, max(most, 1))
-    len_q, len_k = lengths.len_q[sequences], lengths.len_k[sequences]
-    offset = 0 if top_left else len_k - len_q
-    first = numbers * form.page_size  # key of each page
-    last = np.minimum(first + form.page_size, len_k) - 1
-    left, right = window
-    read = numbers < counts[sequences]
-    if right is not None:
-        read &= first <= len_q - 1 + offset + right
-    if left is not None:
-        read &= (last >= offset - left) | (first < sink)
+    if not entries.size:
+        return
+    found = reached(lengths, form.page_size, window, sink, top_left)
+    sinks, first, last = (x[sequences] for x in found)
+    read = (numbers < sinks) | ((numbers >= first) & (numbers < last))
     wrong = np.flatnonzero(read)
     if wrong.size:
         sequence, page = int(sequences[wrong[0]]), int(numbers[wrong[0]])

@@ -1,4 +1,4 @@
-"""Keys in pages on the CPU: those of each sequence are gathered, and the forward has a packed batch."""
+"""Keys in pages on the CPU: those that the rows of each sequence reach are gathered, and the forward has a packed batch."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from rawattn._call import scales
+from rawattn._call import pages, scales
 from rawattn._call.layout import HostLengths
-from rawattn._call.pages import gather
 from rawattn._call.problem import Problem
 from rawattn._cpu import forward as cpu_forward
 from rawattn._cpu.tiles import Array
@@ -32,12 +31,15 @@ def forward(
     """
     form = problem.pages
     assert form is not None
-    k, v = (gather(pages, extras["block_table"], lengths, form) for pages in (k_pages, v_pages))
-    if problem.float8:
-        k, v = (
-            x.astype(np.float32) * scales.value(name, extras)
-            for name, x in zip(scales.NAMES, (k, v), strict=True)
+    window = problem.window_left, problem.window_right
+    reached = pages.reached(lengths, form.page_size, window, problem.sink, problem.top_left)
+    k, v = (
+        pages.gather(
+            *(pool, extras["block_table"], lengths, form, reached),
+            scales.value(name, extras) if problem.float8 else None,
         )
+        for name, pool in zip(scales.NAMES, (k_pages, v_pages), strict=True)
+    )
     start_k = np.cumsum(lengths.len_k) - lengths.len_k
     packed = replace(problem, group=True, rows_k=len(k), pages=None)
     flat = replace(lengths, start_k=start_k)

@@ -1,0 +1,44 @@
+"""Which pages the CPU gathers: those that some row sees through the window and its sinks, and no other."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from rawattn._call import pages
+from rawattn._call.layout import HostLengths
+
+SIZE = 4
+LENS_Q = np.array([0, 1, 3, 2, 1, 9])
+LENS_K = np.array([9, 17, 6, 0, 1, 5])
+WINDOWS = [*itertools.product((None, 0, 3, 9), (None, 0, 5))]
+
+
+def seen(n: int, window: tuple[int | None, int | None], sink: int, top_left: bool) -> set[int]:
+    """The pages of sequence n that some row sees, by the rule of visible keys."""
+    rows, keys = (np.arange(x[n]) for x in (LENS_Q, LENS_K))
+    diagonal = rows[:, None] + (0 if top_left else LENS_K[n] - LENS_Q[n])
+    left, right = (10**6 if x is None else x for x in window)
+    visible = (keys <= diagonal + right) & ((keys >= diagonal - left) | (keys < sink))
+    return {int(key) // SIZE for _, key in np.argwhere(visible)}
+
+
+@pytest.mark.parametrize("top_left", [False, True])
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+def test_pages_that_are_gathered(window: tuple[int | None, int | None], top_left: bool) -> None:
+    table = np.arange(30).reshape(6, 5)
+    pool = np.arange(1, 121, dtype=np.float32).reshape(30, SIZE, 1, 1)
+    lengths = HostLengths(LENS_Q * 0, LENS_Q, LENS_Q * 0, LENS_K)
+    form = pages.PageForm(SIZE, 30, 5, False, "int64")
+    ends = np.cumsum(LENS_K)
+    for sink in (0, 1, 6):
+        found = pages.reached(lengths, SIZE, window, sink, top_left)
+        for scale in (None, np.float32(2)):
+            gathered = pages.gather(pool, table, lengths, form, found, scale)[:, 0, 0]
+            for n, keys in enumerate(np.split(gathered, ends[:-1])):
+                here = np.isin(np.arange(len(keys)) // SIZE, [*seen(n, window, sink, top_left)])
+                whole = (scale or 1) * pool[table[n]].reshape(-1)[: len(keys)]
+                np.testing.assert_array_equal(keys[here], whole[here])
+                assert not keys[~here].any()
