@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rawattn._call import pages, scales
+from rawattn._call import page_ids, scales
 from rawattn._call.layout import HostLengths
 from rawattn._call.problem import Problem
 from rawattn._cpu import forward as cpu_forward
@@ -32,9 +32,9 @@ def forward(
     form = problem.pages
     assert form is not None
     window = problem.window_left, problem.window_right
-    reached = pages.reached(lengths, form.page_size, window, problem.sink, problem.top_left)
+    reached = page_ids.reached(lengths, form.page_size, window, problem.sink, problem.top_left)
     k, v = (
-        pages.gather(
+        page_ids.gather(
             *(pool, extras["block_table"], lengths, form, reached),
             scales.value(name, extras) if problem.float8 else None,
         )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, overload
 import numpy as np
 
 from rawattn._call import options as _options
-from rawattn._call import pages, scales
+from rawattn._call import page_ids, pages, scales
 from rawattn._call.binding import refuse_traced
 from rawattn._call.layout import host_lengths
 from rawattn._call.options import ForwardOptions, Options, flag
@@ -285,9 +285,9 @@ def check_pages(
         table = table.get()
     form = pages.form(layout, shapes[0], shapes[1], shapes[2], table)
     lengths = host_lengths(layout.bind(shapes[0], shapes[1], table.shape))
-    pages.check_ids(table, lengths, form, limits.window, limits.sink, limits.top_left)
+    page_ids.check_ids(table, lengths, form, limits.window, limits.sink, limits.top_left)
     if limits.written:
-        pages.check_slots(table, lengths, form)
+        page_ids.check_slots(table, lengths, form)
 
 
 def device_of(array: Any) -> int | None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rawattn._call import options as _options
-from rawattn._call import pages
+from rawattn._call import page_ids, pages
 from rawattn._call.argument_kinds import checks_arguments
 from rawattn._call.binding import refuse_traced
 from rawattn._call.gradients import Gradients, wanted
@@ -116,9 +116,9 @@ def paged_attention(
         raise ValueError(f"q: got shape {q.shape}, expected three or four axes")
     lengths = host_lengths(layout.bind(q.shape, k_pages.shape, table.shape))
     limits = _options.window(given), _options.sink(given), _options.top_left(given)
-    pages.check_ids(table, lengths, form, *limits)
+    page_ids.check_ids(table, lengths, form, *limits)
     k, v = (
-        pages.gather(x, table, lengths, form) * factor
+        page_ids.gather(x, table, lengths, form) * factor
         for x, factor in zip((k_pages, v_pages), factors, strict=True)
     )
     # In group mode sequences have rows of their own, and arrays of options count from there.

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from rawattn._call import pages, scales
+from rawattn._call import page_ids, pages, scales
 from rawattn._call.binding import refuse_traced
 from rawattn._call.layout import host_lengths
 from rawattn.reference._call import Array, factors_of_pages, floats, host, integers
@@ -65,7 +65,7 @@ def append_kv(
     for n, (start, count, keys) in enumerate(
         zip(lengths.start_q.tolist(), lengths.len_q.tolist(), lengths.len_k.tolist(), strict=True)
     ):
-        of_pages = pages.ids_of(table, lengths, form, n)
+        of_pages = page_ids.ids_of(table, lengths, form, n)
         for i in range(count):
             row = start + i if k.ndim == 3 else (n, i)
             position = keys - count + i

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from rawattn._call import pages
+from rawattn._call import page_ids, pages
 from rawattn._call.layout import HostLengths
 
 SIZE = 4
@@ -34,9 +34,9 @@ def test_pages_that_are_gathered(window: tuple[int | None, int | None], top_left
     form = pages.PageForm(SIZE, 30, 5, False, "int64")
     ends = np.cumsum(LENS_K)
     for sink in (0, 1, 6):
-        found = pages.reached(lengths, SIZE, window, sink, top_left)
+        found = page_ids.reached(lengths, SIZE, window, sink, top_left)
         for scale in (None, np.float32(2)):
-            gathered = pages.gather(pool, table, lengths, form, found, scale)[:, 0, 0]
+            gathered = page_ids.gather(pool, table, lengths, form, found, scale)[:, 0, 0]
             for n, keys in enumerate(np.split(gathered, ends[:-1])):
                 here = np.isin(np.arange(len(keys)) // SIZE, [*seen(n, window, sink, top_left)])
                 whole = (scale or 1) * pool[table[n]].reshape(-1)[: len(keys)]

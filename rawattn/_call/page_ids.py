@@ -1,0 +1,161 @@
+"""The ids in a page table: which of them a call reads, what pages hold, and whether ids are those of pages."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rawattn._call.layout import HostLengths
+from rawattn._call.pages import PageForm
+
+
+def ids_of(
+    table: NDArray[Any], lengths: HostLengths, form: PageForm, sequence: int
+) -> NDArray[Any]:
+    """The ids of the pages that a sequence's keys are in, each of a page of the array whatever the table holds.
+
+    table: on the host.
+    """
+    if form.has_indptr:
+        first = int(lengths.start_k[sequence]) // form.page_size
+        ids = table[first:]
+    else:
+        ids = table[sequence]
+    used = -(-int(lengths.len_k[sequence]) // form.page_size)
+    clipped: NDArray[Any] = np.clip(ids[:used], 0, form.num_pages - 1)
+    return clipped
+
+
+class Reached(NamedTuple):
+    """Which pages of each sequence any of its rows may see: the first `sinks` ones, and those from `first` to before `last`."""
+
+    sinks: NDArray[np.int64]
+    first: NDArray[np.int64]
+    last: NDArray[np.int64]
+
+
+def reached(
+    lengths: HostLengths,
+    page_size: int,
+    window: tuple[int | None, int | None],
+    sink: int,
+    top_left: bool,
+) -> Reached:
+    """By window, sinks and lengths alone."""
+    left, right = window
+    offset = np.zeros_like(lengths.len_k) if top_left else lengths.len_k - lengths.len_q
+    last = _pages_read(lengths, page_size)
+    if right is not None:
+        last = np.clip((lengths.len_q - 1 + offset + right) // page_size + 1, 0, last)
+    if left is None:
+        return Reached(np.zeros_like(last), np.zeros_like(last), last)
+    sinks = np.minimum(-(-sink // page_size), last)
+    return Reached(sinks, np.clip((offset - left) // page_size, sinks, last), last)
+
+
+def _pages_read(lengths: HostLengths, page_size: int) -> NDArray[np.int64]:
+    """Pages of each sequence's keys; none where it has no row."""
+    return np.where(lengths.len_q > 0, -(-lengths.len_k // page_size), 0)
+
+
+def gather(
+    pages: NDArray[Any],
+    table: NDArray[Any],
+    lengths: HostLengths,
+    form: PageForm,
+    reached: Reached | None = None,
+    scale: Any = None,
+) -> NDArray[Any]:
+    """The keys, or the values, of all sequences, one sequence behind the other: (total, nheads_kv, D).
+
+    reached: the pages that are read; those of other keys are 0. scale: of pages of 8 bits, which become float32.
+    """
+    size, used = form.page_size, -(-lengths.len_k // form.page_size)
+    sinks, first, last = reached or (0 * used, 0 * used, used)
+    total = int(lengths.len_k.sum())
+    dtype = pages.dtype if scale is None else np.float32
+    gathered = np.zeros(
+        (total, *pages.shape[2:]), dtype
+    )  # memory that nobody touches costs nothing
+    start = 0
+    for sequence, length in enumerate(lengths.len_k.tolist()):
+        ids = ids_of(table, lengths, form, sequence)
+        for begin, end in ((0, sinks[sequence]), (first[sequence], last[sequence])):
+            keys = slice(begin * size, min(end * size, length))
+            found = pages[ids[begin:end]].reshape(-1, *pages.shape[2:])[: keys.stop - keys.start]
+            if scale is not None:
+                found = found.astype(np.float32) * scale
+            gathered[start : start + length][keys] = found
+        start += length
+    return gathered
+
+
+def check_ids(
+    table: NDArray[Any],
+    lengths: HostLengths,
+    form: PageForm,
+    window: tuple[int | None, int | None],
+    sink: int,
+    top_left: bool,
+) -> None:
+    """ValueError for the id of a page that a call reads and that is none of the array."""
+    counts = _pages_read(lengths, form.page_size)
+    # Most calls have good ids alone, so only of the others is it asked who reads them. Unsigned, a negative id is large.
+    ids = table.view(f"u{table.dtype.itemsize}")
+    if form.has_indptr:
+        entries = np.flatnonzero(ids >= form.num_pages)
+        starts = lengths.start_k // form.page_size
+        sequences = np.searchsorted(starts, entries, side="right") - 1
+        entries, sequences = entries[sequences >= 0], sequences[sequences >= 0]
+        numbers = entries - starts[sequences]
+    else:
+        most = int(counts.max(initial=0))
+        entries = np.flatnonzero(ids[:, :most] >= form.num_pages)
+        sequences, numbers = np.divmod(entries, max(most, 1))
+    if not entries.size:
+        return
+    found = reached(lengths, form.page_size, window, sink, top_left)
+    sinks, first, last = (x[sequences] for x in found)
+    read = (numbers < sinks) | ((numbers >= first) & (numbers < last))
+    wrong = np.flatnonzero(read)
+    if wrong.size:
+        sequence, page = int(sequences[wrong[0]]), int(numbers[wrong[0]])
+        got = (
+            table[lengths.start_k[sequence] // form.page_size :]
+            if form.has_indptr
+            else table[sequence]
+        )
+        raise ValueError(
+            f"block_table: got page id {got[page]} for page {page} of sequence {sequence}, which has "
+            f"{lengths.len_k[sequence]} keys in pages of {form.page_size}; expected 0 to {form.num_pages - 1}, the pages of "
+            "k_pages"
+        )
+
+
+def check_slots(table: NDArray[Any], lengths: HostLengths, form: PageForm) -> None:
+    """ValueError for two new rows in one slot. Rows are the last keys of their sequences; ids are those of pages."""
+    size = form.page_size
+    first = np.maximum(lengths.len_k - lengths.len_q, 0)
+    pages_before = first // size
+    counts = np.where(lengths.len_q > 0, -(-lengths.len_k // size) - pages_before, 0)
+    sequence = np.repeat(np.arange(counts.size), counts)
+    within = np.arange(sequence.size) - (np.cumsum(counts) - counts)[sequence]
+    page = pages_before[sequence] + within
+    if form.has_indptr:
+        ids = table[lengths.start_k[sequence] // size + page]
+    else:
+        ids = table[sequence, page]
+    # The new rows of each page, as slots of the pool.
+    past = ids.astype(np.int64) - page
+    begin = np.maximum(first[sequence], page * size) + past * size
+    end = np.minimum(lengths.len_k[sequence], (page + 1) * size) + past * size
+    order = np.argsort(begin, kind="stable")
+    shared = np.flatnonzero(end[order[:-1]] > begin[order[1:]])
+    if shared.size:
+        one, other = order[shared[0]], order[shared[0] + 1]
+        raise ValueError(
+            f"block_table: got page {ids[other]} for new rows of sequences {sequence[one]} and {sequence[other]}, which would "
+            f"both be its row {begin[other] % size}; expected a slot of its own for each new row"
+        )
