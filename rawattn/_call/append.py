@@ -46,15 +46,9 @@ def describe(
         refuse_dtypes(floats, framework)
     table = arrays["block_table"]
     q = floats.get("q")
-    _check_rows(k.shape, v.shape, None if q is None else q.shape)
-    form = pages.form(options.seqs, k.shape, k_pages.shape, v_pages.shape, table)
-    for name, of_rows, of_pages in (("k", k, k_pages), ("v", v, v_pages)):
-        if of_pages.shape[2:] != of_rows.shape[-2:]:
-            raise ValueError(
-                f"{name}_pages: got shape {tuple(of_pages.shape)} = {pages.AXES[name + '_pages']}, expected heads of "
-                f"{tuple(of_rows.shape[-2:])}, as {name} of shape {tuple(of_rows.shape)} has"
-            )
-        _check_written(f"{name}_pages", of_pages)
+    form = check_shapes(options.seqs, k, v, q, k_pages, v_pages, table)
+    for name, pool in (("k_pages", k_pages), ("v_pages", v_pages)):
+        _check_written(name, pool)
     lengths = options.seqs.bind(k.shape, k_pages.shape, table.shape)
     *_, rows, nheads_kv, headdim = k.shape
     nheads_q = nheads_kv if q is None else q.shape[-2]
@@ -66,6 +60,21 @@ def describe(
     given = {name: arrays[name] for name in scales.NAMES if name in arrays}
     found = scales.forms(given, number_scales, float8, nheads_kv)
     return replace(problem, rotary=angles, float8=float8, **found), lengths
+
+
+def check_shapes(
+    layout: Any, k: Any, v: Any, q: Any, k_pages: Any, v_pages: Any, table: Any
+) -> pages.PageForm:
+    """The form of the pages. ValueError for arrays whose shapes do not fit each other; q may be None."""
+    _check_rows(k.shape, v.shape, None if q is None else q.shape)
+    form = pages.form(layout, k.shape, k_pages.shape, v_pages.shape, table)
+    for name, of_rows, of_pages in (("k", k, k_pages), ("v", v, v_pages)):
+        if of_pages.shape[2:] != of_rows.shape[-2:]:
+            raise ValueError(
+                f"{name}_pages: got shape {tuple(of_pages.shape)} = {pages.AXES[name + '_pages']}, expected heads of "
+                f"{tuple(of_rows.shape[-2:])}, as {name} of shape {tuple(of_rows.shape)} has"
+            )
+    return form
 
 
 def check_lengths(lengths: HostLengths, positions: int | None) -> None:

@@ -154,7 +154,7 @@ def describe_paged(
     if len(q.shape) not in (3, 4):
         raise _wrong_rank_of_q(q.shape)
     form = pages.form(options.seqs, q.shape, k_pages.shape, v_pages.shape, block_table)
-    _check_heads(q.shape, k_pages.shape, v_pages.shape, ("k_pages", "v_pages"))
+    check_heads(q.shape, k_pages.shape, v_pages.shape, ("k_pages", "v_pages"))
     lengths = options.seqs.bind(q.shape, k_pages.shape, block_table.shape)
     *_, rows_q, nheads_q, headdim = q.shape
     nheads_kv, headdim_v = v_pages.shape[-2:]
@@ -272,10 +272,10 @@ def _check_shapes(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) ->
         raise _wrong_axis(
             "v", v, "seqlen_k" if axes == 4 else "total_k", v[-3], f"{k[-3]}, that of k"
         )
-    _check_heads(q, k, v, ("k", "v"))
+    check_heads(q, k, v, ("k", "v"))
 
 
-def _check_heads(
+def check_heads(
     q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], names: tuple[str, str]
 ) -> None:
     """Of shapes with all axes; names: those of k and v."""

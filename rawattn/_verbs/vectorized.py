@@ -63,6 +63,8 @@ def unpack_pages(k_cache: Any, v_cache: Any) -> tuple[Any, Any]:
             raise TypeError(
                 f"v_cache: got dtype {v.array.dtype}, expected {k.array.dtype}, that of k_cache"
             )
+        if k.array.dtype.kind in "OSU":
+            raise TypeError(f"k_cache: got dtype {k.array.dtype}, expected one of numbers")
         pages, nheads, vectors, page_size, width = _checked(k.array.shape, v.array.shape)
         in_vectors = v.array.ndim == 5
         headdim_v = v.array.shape[3 if in_vectors else 2]
@@ -95,6 +97,7 @@ def _checked(k: tuple[int, ...], v: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _copied(rows: Any) -> Any:
-    """In C order. Bits are copied, since CuPy has no kernels for bfloat16."""
+    """In C order. Bits are copied where there are words of that size, since CuPy has no kernels for bfloat16."""
     dtype = rows.dtype
-    return rows.view(np.dtype(f"u{dtype.itemsize}")).copy(order="C").view(dtype)
+    words = np.dtype(f"u{dtype.itemsize}") if dtype.itemsize <= 8 else dtype
+    return rows.view(words).copy(order="C").view(dtype)

@@ -19,13 +19,21 @@ from rawattn._call.binding import refuse_traced
 from rawattn._call.gradients import Gradients, wanted
 from rawattn._call.layout import host_lengths
 from rawattn._call.options import AttentionOptions, ForwardOptions
+from rawattn._call.problem import check_heads
 from rawattn._call.seq_layout import SeqLayout
 from rawattn._call.signatures import options_of, takes_options
 from rawattn.reference import _passes
 from rawattn.reference._append import append_kv as append_kv
 from rawattn.reference._call import factors_of_pages, floats, integers, read
 from rawattn.reference._combine import combine as combine
-from rawattn.reference._targets import rows_of, rows_of_q, write, write_gradients
+from rawattn.reference._targets import (
+    check_targets,
+    rows_of,
+    rows_of_q,
+    targets_of,
+    write,
+    write_gradients,
+)
 
 if TYPE_CHECKING:  # type checkers bring it: nothing is installed for it
     from typing_extensions import Unpack
@@ -63,6 +71,7 @@ def attention(
     """
     given = options_of(options, ForwardOptions, "rawattn.reference.attention", attention)
     _options.backend(backend)
+    check_targets({"out": out}, {"q": q, "k": k, "v": v})
     call = read(q, k, v, given)
     result, lse = _passes.forward(call)
     result = write("out", out, result, rows_of_q(call))
@@ -101,6 +110,7 @@ def paged_attention(
     name = "rawattn.reference.paged_attention"
     given = options_of(options, ForwardOptions, name, paged_attention)
     _options.flag("validate", validate)
+    check_targets({"out": out}, {"q": q, "k_pages": k_pages, "v_pages": v_pages})
     factors = factors_of_pages({"k_scale": k_scale, "v_scale": v_scale}, k_pages, v_pages)
     q, k_pages, v_pages = (
         floats(name, x, np.dtype(np.float64))
@@ -111,9 +121,10 @@ def paged_attention(
     layout = pages.PagedLayout(given.seqs, seqlen_k, indptr)
     refuse_traced(layout)
     layout = layout.on_the_host()
-    form = pages.form(layout, q.shape, k_pages.shape, v_pages.shape, table)
     if q.ndim not in (3, 4):
         raise ValueError(f"q: got shape {q.shape}, expected three or four axes")
+    form = pages.form(layout, q.shape, k_pages.shape, v_pages.shape, table)
+    check_heads(q.shape, k_pages.shape, v_pages.shape, ("k_pages", "v_pages"))
     lengths = host_lengths(layout.bind(q.shape, k_pages.shape, table.shape))
     limits = _options.window(given), _options.sink(given), _options.top_left(given)
     page_ids.check_ids(table, lengths, form, *limits)
@@ -187,6 +198,7 @@ def attention_backward(
     _options.flag("deterministic", deterministic)
     into = wanted(into, given.bias, want_dbias)
     call = read(q, k, v, given)
+    check_targets(targets_of(into), {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse})
     has_dbias = given.bias is not None and (want_dbias is None or bool(want_dbias))
     found = _passes.backward(call, dout, out, lse, dlse, want_dbias=has_dbias)
     return write_gradients(call, found, into)

@@ -7,8 +7,11 @@ from typing import Any
 import numpy as np
 
 from rawattn._call import page_ids, pages, scales
+from rawattn._call.append import check_lengths, check_shapes
 from rawattn._call.binding import refuse_traced
 from rawattn._call.layout import host_lengths
+from rawattn._call.rotary import form as rotary_form
+from rawattn._call.rotary import split
 from rawattn.reference._call import Array, factors_of_pages, floats, host, integers
 
 _FLOAT64 = np.dtype(np.float64)
@@ -34,6 +37,8 @@ def append_kv(
     Returns k_pages, v_pages, and the queries turned, 0 in their padding rows; None without `q`. What is new in pages of
     float8_e4m3fn is divided by its scale and at most 448, and not rounded.
 
+    Raises TypeError or ValueError, naming the argument, for arrays, lengths and ids that `rawattn.append_kv` refuses.
+
     >>> import numpy as np
     >>> pages, row = np.zeros((2, 2, 1, 2)), np.ones((1, 1, 1, 2))
     >>> quarter = np.array([[1.0], [0.0]]), np.array([[0.0], [1.0]])  # a quarter of a turn a position
@@ -54,14 +59,21 @@ def append_kv(
         turned = np.zeros(q.shape)
     angles = None
     if rotary is not None:
-        angles = [floats(name, x, _FLOAT64) for name, x in zip(("cos", "sin"), rotary, strict=True)]
+        names = ("rotary[0]", "rotary[1]")
+        angles = [floats(n, x, _FLOAT64) for n, x in zip(names, split(rotary), strict=True)]
     indptr, ids = pages.split(block_table)
     table = integers("block_table", ids)
     layout = pages.PagedLayout(seqs, seqlen_k, indptr)
     refuse_traced(layout)
     layout = layout.on_the_host()
-    form = pages.form(layout, k.shape, k_pages.shape, v_pages.shape, table)
+    form = check_shapes(layout, k, v, q, k_pages, v_pages, table)
     lengths = host_lengths(layout.bind(k.shape, k_pages.shape, table.shape))
+    positions = None
+    if angles is not None:
+        positions = rotary_form(*angles, interleaved, k.shape[-1], _FLOAT64).positions
+    check_lengths(lengths, positions)
+    page_ids.check_ids(table, lengths, form, window=(0, None), sink=0, top_left=False)
+    page_ids.check_slots(table, lengths, form)
     for n, (start, count, keys) in enumerate(
         zip(lengths.start_q.tolist(), lengths.len_q.tolist(), lengths.len_k.tolist(), strict=True)
     ):

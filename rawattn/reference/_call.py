@@ -183,10 +183,14 @@ def integers(name: str, values: Any) -> Array:
     return np.asarray(array.get() if hasattr(array, "get") else array)
 
 
+def is_float(dtype: np.dtype[Any]) -> bool:
+    return dtype.kind == "f" or dtype.name in ("bfloat16", "float8_e4m3fn")
+
+
 def floats(name: str, array: Any, dtype: np.dtype[Any]) -> Array:
     """Numbers of any framework on the host, in this type."""
     array = host(name, array)
-    if array.dtype.kind != "f" and array.dtype.name not in ("bfloat16", "float8_e4m3fn"):
+    if not is_float(array.dtype):
         raise TypeError(f"{name}: got {array.dtype}, expected a floating-point dtype")
     converted: Array = array.astype(dtype)
     return converted

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from rawattn._call.checks import check_apart
 from rawattn._call.gradients import Gradients, check_given
 from rawattn._call.options import shown
-from rawattn.reference._call import Array, Call
+from rawattn.reference._call import Array, Call, is_float
 
 
 def write(name: str, target: Any, result: Array, rows: Array | None = None) -> Any:
@@ -21,11 +21,27 @@ def write(name: str, target: Any, result: Array, rows: Array | None = None) -> A
         raise TypeError(f"{name}: got {shown(target)}, expected a NumPy array or None")
     if target.shape != result.shape:
         raise ValueError(f"{name}: got shape {target.shape}, expected {result.shape}")
+    if not is_float(target.dtype):
+        raise TypeError(f"{name}: got {target.dtype}, expected a floating-point dtype")
     if not target.flags.writeable:
         raise ValueError(f"{name}: got a read-only array; pass a writable one")
     real = ... if rows is None else rows
     target[real] = result[real].astype(target.dtype)
     return target
+
+
+def check_targets(targets: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
+    """ValueError for arrays to write that share memory with each other or with an input, all by name; others than NumPy's pass."""
+    others = {n: x for n, x in {**inputs, **targets}.items() if isinstance(x, np.ndarray)}
+    for name in targets:
+        if name in others:
+            check_apart(others.pop(name), others.items(), name)
+
+
+def targets_of(into: Gradients) -> dict[str, Any]:
+    """By name."""
+    targets = {f"into.{name}": getattr(into, name) for name in Gradients._fields[:-1]}
+    return targets | {f"into.captured[{name!r}]": x for name, x in (into.captured or {}).items()}
 
 
 def write_gradients(call: Call, found: Gradients, into: Gradients) -> Gradients:
@@ -34,7 +50,6 @@ def write_gradients(call: Call, found: Gradients, into: Gradients) -> Gradients:
     rows = {"dq": rows_of_q(call), "dk": rows_k, "dv": rows_k, "dbias": None, "dsink_logits": None}
     captured: dict[str, Any] = dict(found.captured or {})
     check_given(into, [name for name in rows if getattr(found, name) is not None], captured)
-    _check_apart(into)
     results = {
         name: write(f"into.{name}", getattr(into, name), getattr(found, name), real)
         for name, real in rows.items()
@@ -42,14 +57,6 @@ def write_gradients(call: Call, found: Gradients, into: Gradients) -> Gradients:
     for name, target in (into.captured or {}).items():
         captured[name] = write(f"into.captured[{name!r}]", target, captured[name])
     return Gradients(**results, captured=captured or None)
-
-
-def _check_apart(into: Gradients) -> None:
-    targets = {f"into.{name}": getattr(into, name) for name in Gradients._fields[:-1]}
-    targets |= {f"into.captured[{name!r}]": x for name, x in (into.captured or {}).items()}
-    arrays = {name: x for name, x in targets.items() if isinstance(x, np.ndarray)}
-    for name in list(arrays):
-        check_apart(arrays.pop(name), arrays.items(), name)
 
 
 def rows_of_q(call: Call) -> Array:
