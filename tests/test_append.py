@@ -206,6 +206,11 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "pages with gaps": ({"k_pages": np.repeat(CALL.pages.k_pages, 2, -1)[..., ::2]}, ValueError, "last-axis stride of 8"),
     "broadcast pages": ({"k_pages": np.broadcast_to(CALL.pages.k_pages[:1], (14, 4, 2, 24))}, ValueError, "k_pages: got"),
     "overlapping pages": ({"k_pages": as_strided(CALL.pages.k_pages, strides=(192, 48, 24, 4))}, ValueError, "may share"),
+    "starts": ({"seqs": rawattn.SeqLayout(seqstart_q=[0, 1, 2, 3, 4])}, ValueError, "a packed k (total_q, nheads_kv, D)"),
+    "batch": ({"seqs": rawattn.SeqLayout(seqlen_q=[1, 1])}, ValueError, "of 2 sequences, expected 4, the batch of k"),
+    "too long": ({"seqs": rawattn.SeqLayout(seqlen_q=[2, 1, 1, 1])}, ValueError, "expected at most 1, the rows of k"),
+    "lengths": ({"seqlen_k": [9, 1, 24]}, ValueError, "seqlen_k: got 3 lengths, expected 4, the batch of k"),
+    "lengths of keys": ({"seqs": rawattn.SeqLayout(seqlen_k=[9, 1])}, ValueError, "the argument seqlen_k="),
     "unknown": ({"cache_seqlens": 3}, TypeError, "cache_seqlens: rawattn.append_kv has"),
 }  # fmt: skip
 

@@ -13,6 +13,9 @@ from rawattn._interop.xla import is_traced
 
 _MAX_BINDINGS = 16
 
+# Of rows whose lengths are those of q: queries, and new keys on their way into pages.
+_HEADS = {"q": "nheads_q", "k": "nheads_kv"}
+
 
 def bind(seqs: SeqLayout | None, *, batch: int | None, rows_q: int, rows_k: int) -> Lengths:
     """The sequences of a call on arrays of these rows; `batch` is None in group mode.
@@ -80,26 +83,28 @@ def refuse_traced(seqs: Any) -> None:
             )
 
 
-def check_batch(seqs: SeqLayout, batch: int) -> None:
-    """ValueError for lengths of another number of sequences than q has."""
+def check_batch(seqs: SeqLayout, batch: int, rows: str = "q") -> None:
+    """ValueError for lengths of another number of sequences than there are of the new rows, which `rows` names."""
     if seqs.batch is not None and batch != seqs.batch:
         raise ValueError(
-            f"seqs: got lengths of {seqs.batch} sequences, expected {batch}, the batch of q"
+            f"seqs: got lengths of {seqs.batch} sequences, expected {batch}, the batch of {rows}"
         )
 
 
-def packed_for_batch() -> ValueError:
-    """Of starts where q has a batch axis."""
+def packed_for_batch(rows: str = "q") -> ValueError:
+    """Of starts where the new rows have a batch axis."""
+    heads = _HEADS[rows]
     return ValueError(
-        "seqs: got seqstart_q, which is for a packed q (total_q, nheads_q, D), but q has four "
-        "axes (batch, seqlen_q, nheads_q, D); expected lengths alone: seqlen_* or cu_seqlen_*"
+        f"seqs: got seqstart_q, which is for a packed {rows} (total_q, {heads}, D), but {rows} has four "
+        f"axes (batch, seqlen_q, {heads}, D); expected lengths alone: seqlen_* or cu_seqlen_*"
     )
 
 
-def not_packed(got: str) -> ValueError:
-    """Of a packed q without starts."""
+def not_packed(got: str, rows: str = "q") -> ValueError:
+    """Of packed rows without starts."""
+    heads = _HEADS[rows]
     return ValueError(
-        f"seqs: got {got}, but q of three axes (total_q, nheads_q, D) is a packed batch; expected "
-        "SeqLayout(seqstart_q=...), where cumulative lengths serve if there are no gaps; or give q "
-        "four axes (batch, seqlen_q, nheads_q, D)"
+        f"seqs: got {got}, but {rows} of three axes (total_q, {heads}, D) is a packed batch; expected "
+        f"SeqLayout(seqstart_q=...), where cumulative lengths serve if there are no gaps; or give {rows} "
+        f"four axes (batch, seqlen_q, {heads}, D)"
     )

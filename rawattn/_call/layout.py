@@ -73,29 +73,30 @@ def bound_of(longest: int, rows: int) -> int:
     return bound if bound < rows else rows
 
 
-def side_of(given: Given, batch: int, rows: int) -> Side:
-    """A side bound to an array of these rows."""
+def side_of(given: Given, batch: int, rows: int, of: str = "") -> Side:
+    """A side bound to an array of these rows. of: the array's name, where it is not that of the side."""
     side, start = given.side, given.start
+    of = of or side
     if given.end is not None and given.end > rows:
         raise ValueError(
-            f"{given.start_name}: got an end of {given.end}, expected at most {rows}, the rows of {side}"
+            f"{given.start_name}: got an end of {given.end}, expected at most {rows}, the rows of {of}"
         )
     capacity = rows if start is not None else batch * rows
     total = None  # logical rows, where known
     if start is None and given.length is None:
         if batch and given.max_seqlen is not None:
-            check_maximum(side, given.max_seqlen, rows, f"the shape of {side}")
+            check_maximum(side, given.max_seqlen, rows, f"the shape of {of}")
         longest, total = rows, capacity
     elif given.longest is not None and given.total is not None:
         longest, total = given.longest, given.total
         if given.inherited and given.max_seqlen is not None:
             check_maximum(side, given.max_seqlen, longest, given.length_name)
         if longest > rows:
-            what = f"the rows of {side}"
+            what = f"the rows of {of}"
             integers.check_at_most(given.length_name, given.logical(), rows, what)
         if total > capacity:
             raise ValueError(
-                f"{given.length_name}: got {total} rows in all, expected at most {capacity}, the rows of {side}"
+                f"{given.length_name}: got {total} rows in all, expected at most {capacity}, the rows of {of}"
             )
     else:
         longest = rows

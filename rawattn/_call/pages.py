@@ -47,9 +47,10 @@ class PagedLayout:
     """The lengths of a call whose keys are in pages: those of q in `seqs`, and of the keys.
 
     indptr: (batch + 1,) where a sequence's pages begin in a table of one axis; None: a row of the table for each.
+    rows: the name of what the lengths of q are those of, "k" for new keys.
     """
 
-    def __init__(self, seqs: Any, seqlen_k: Any, indptr: Any = None) -> None:
+    def __init__(self, seqs: Any, seqlen_k: Any, indptr: Any = None, rows: str = "q") -> None:
         if seqs is None:
             seqs = SeqLayout()
         if not isinstance(seqs, SeqLayout):
@@ -59,10 +60,10 @@ class PagedLayout:
         for name in _OF_KEYS:
             if getattr(seqs, name) is not None:
                 raise ValueError(
-                    f"seqs: got {name}, expected the lengths of q alone: keys are in pages, and their lengths are "
-                    "paged_attention(..., seqlen_k=...)"
+                    f"seqs: got {name}, expected the lengths of {rows} alone, seqlen_q or seqstart_q: keys are in pages, and "
+                    "their lengths are the argument seqlen_k="
                 )
-        self.seqs = seqs
+        self.seqs, self.rows = seqs, rows
         self.seqlen_k = integers.read("seqlen_k", seqlen_k)
         self.indptr = None if indptr is None else integers.read(_INDPTR, indptr)
         self._k = read_side("k", None, None, self.seqlen_k, seqs.max_seqlen_k)
@@ -100,7 +101,7 @@ class PagedLayout:
         if self.on_host:
             return self
         fields = {name: _host(getattr(self.seqs, name)) for name in _OF_Q}
-        return PagedLayout(SeqLayout(**fields), _host(self.seqlen_k), _host(self.indptr))
+        return PagedLayout(SeqLayout(**fields), _host(self.seqlen_k), _host(self.indptr), self.rows)
 
     def bind(self, q: Shape, pages: Shape, table: Shape) -> Lengths:
         """The sequences of a call on arrays of these shapes, the last one that of the page ids. Never synchronises.
@@ -117,15 +118,16 @@ class PagedLayout:
         seqs, rows_q = self.seqs, shape_q[-3]
         if len(shape_q) == 4:
             if seqs.group:
-                raise packed_for_batch()
+                raise packed_for_batch(self.rows)
             count = shape_q[0]
-            check_batch(seqs, count)
+            check_batch(seqs, count, self.rows)
         elif not seqs.group or seqs.batch is None:
-            raise not_packed("None" if seqs.batch is None else "a SeqLayout without seqstart_q")
+            got = "None" if seqs.batch is None else "a SeqLayout without seqstart_q"
+            raise not_packed(got, self.rows)
         else:
             count = seqs.batch
         check_lengths(self, count)
-        q = side_of(seqs._q, count, rows_q)
+        q = side_of(seqs._q, count, rows_q, self.rows)
         num_pages, page_size = pages[:2]
         # Where there is no page at all, a page holds no key.
         k = self._side(count, page_size, page_size if num_pages else 0, table[-1])
@@ -139,7 +141,7 @@ class PagedLayout:
             if self.indptr.size != count + 1:
                 raise ValueError(
                     f"block_table: got an indptr of {self.indptr.size} entries, expected {count + 1}, one more than "
-                    f"the batch of q; {_PAIR}"
+                    f"the batch of {self.rows}; {_PAIR}"
                 )
             if isinstance(self.indptr, np.ndarray):
                 try:
@@ -180,7 +182,7 @@ def check_lengths(layout: PagedLayout, count: int) -> None:
     got = layout.seqlen_k.size
     if got != count:
         raise ValueError(
-            f"seqlen_k: got {got} length{'s' * (got != 1)}, expected {count}, the batch of q"
+            f"seqlen_k: got {got} length{'s' * (got != 1)}, expected {count}, the batch of {layout.rows}"
         )
 
 

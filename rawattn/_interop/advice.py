@@ -57,9 +57,12 @@ def array_advice(obj: object, name: str = "x") -> str:
     if getattr(obj, "is_sparse", False) is True or getattr(obj, "is_sparse_csr", False) is True:
         return f"pass {name}.to_dense()"
     if isinstance(obj, np.ma.MaskedArray):
+        filled = f"pass {name}.filled(0)"
+        if name not in ("q", "k", "v"):
+            return filled
         return (
-            f"pass {name}.filled(0), and what its mask hides as padding: "
-            "seqs=SeqLayout.from_padding_mask(...), or mask= (True = keep)"
+            f"{filled}, and what its mask hides as padding: seqs=SeqLayout.from_padding_mask(...), or for keys in pages "
+            "SeqLayout(seqlen_q=...); to attention also as mask= (True = keep)"
         )
     if isinstance(obj, np.matrix):
         return f"pass np.asarray({name}) with the axes of a batch"

@@ -226,7 +226,7 @@ def read_pages(
     rows, k_pages, v_pages = found = [named[name] for name in names]
     arrays.refuse_gradients(names, found)
     indptr, ids = pages.split(named["block_table"])
-    layout = pages.PagedLayout(options.seqs, named["seqlen_k"], indptr)
+    layout = pages.PagedLayout(options.seqs, named["seqlen_k"], indptr, names[0])
     if not layout.on_host:
         refuse_traced(layout)
     table = ids

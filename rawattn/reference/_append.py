@@ -63,14 +63,15 @@ def append_kv(
         angles = [floats(n, x, _FLOAT64) for n, x in zip(names, split(rotary), strict=True)]
     indptr, ids = pages.split(block_table)
     table = integers("block_table", ids)
-    layout = pages.PagedLayout(seqs, seqlen_k, indptr)
+    layout = pages.PagedLayout(seqs, seqlen_k, indptr, "k")
     refuse_traced(layout)
     layout = layout.on_the_host()
     form = check_shapes(layout, k, v, q, k_pages, v_pages, table)
     lengths = host_lengths(layout.bind(k.shape, k_pages.shape, table.shape))
     positions = None
     if angles is not None:
-        positions = rotary_form(*angles, interleaved, k.shape[-1], _FLOAT64).positions
+        cos, sin = angles
+        positions = rotary_form(cos, sin, interleaved, k.shape[-1], _FLOAT64).positions
     check_lengths(lengths, positions)
     page_ids.check_ids(table, lengths, form, window=(0, None), sink=0, top_left=False)
     page_ids.check_slots(table, lengths, form)

@@ -31,25 +31,24 @@ def write(name: str, target: Any, result: Array, rows: Array | None = None) -> A
 
 
 def check_targets(targets: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
-    """ValueError for arrays to write that share memory with each other or with an input, all by name; others than NumPy's pass."""
+    """ValueError for arrays to write that share memory with each other or with an input, all by name and NumPy's."""
     others = {n: x for n, x in {**inputs, **targets}.items() if isinstance(x, np.ndarray)}
     for name in targets:
         if name in others:
             check_apart(others.pop(name), others.items(), name)
 
 
-def targets_of(into: Gradients) -> dict[str, Any]:
-    """By name."""
-    targets = {f"into.{name}": getattr(into, name) for name in Gradients._fields[:-1]}
-    return targets | {f"into.captured[{name!r}]": x for name, x in (into.captured or {}).items()}
-
-
-def write_gradients(call: Call, found: Gradients, into: Gradients) -> Gradients:
-    """`found` with the arrays of `into` instead of those that they have been written to."""
+def write_gradients(
+    call: Call, found: Gradients, into: Gradients, inputs: Mapping[str, Any]
+) -> Gradients:
+    """`found` with the arrays of `into` instead of those that they have been written to. inputs: of the call, by name."""
     rows_k = rows_of(call.shape_k, ((first, count) for _, _, first, count in call.sequences))
     rows = {"dq": rows_of_q(call), "dk": rows_k, "dv": rows_k, "dbias": None, "dsink_logits": None}
     captured: dict[str, Any] = dict(found.captured or {})
     check_given(into, [name for name in rows if getattr(found, name) is not None], captured)
+    targets = {f"into.{name}": getattr(into, name) for name in Gradients._fields[:-1]}
+    targets |= {f"into.captured[{name!r}]": x for name, x in (into.captured or {}).items()}
+    check_targets(targets, inputs)
     results = {
         name: write(f"into.{name}", getattr(into, name), getattr(found, name), real)
         for name, real in rows.items()
