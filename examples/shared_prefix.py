@@ -125,7 +125,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="of the numbers drawn (0)")
     try:
         return run(parser.parse_args(argv))
-    except (OSError, ValueError, RuntimeError, ImportError) as error:
+    except (OSError, ValueError, RuntimeError, ImportError, MemoryError) as error:
         print(f"shared_prefix.py: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -344,3 +345,7 @@ def test_the_example_runs(backend: list[str]) -> None:
     run = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
     assert run.returncode == 0, run.stderr
     assert "largest difference" in run.stdout
+    command[3] = "99999999999"
+    run = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    assert run.returncode == 1
+    assert re.fullmatch(r"shared_prefix\.py: .+\n", run.stderr), "an error is one line"

@@ -132,7 +132,9 @@ def append_kv(
     rotary : (cos, sin), optional
         Cosines and sines of the angles of a rotary embedding, each (positions, rotary_dim / 2), float32 or the dtype of k:
         of plane j at position p the angle is usually ``p * base ** (-2 * j / rotary_dim)``. The first rotary_dim
-        elements of a head turn, at most D of them; the others stay.
+        elements of a head turn, at most D of them; the others stay. Each angle is there once, so half of the columns are
+        passed of arrays that have each twice, as those of transformers: ``cos[:, : rotary_dim // 2]``, or ``cos[:, ::2]`` of
+        those for `interleaved`. Any strides; a last axis that is not dense is copied.
     interleaved : bool
         Whether plane j is of the neighbours 2j and 2j + 1 (GPT-J). Otherwise it is of j and j + rotary_dim / 2, one of
         either half (GPT-NeoX, Llama).
@@ -161,7 +163,8 @@ def append_kv(
         with `validate`. Without it a row without a slot in the pages is not written, of two in one slot either may stay,
         and a position that has no angle takes the nearest one's.
     RuntimeError
-        For ``backend="cuda"`` where there is no usable GPU.
+        For ``backend="cuda"`` where there is no usable GPU, and for a torch tensor that requires a gradient, which would be
+        lost: pass ``x.detach()``.
 
     Notes
     -----

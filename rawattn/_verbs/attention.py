@@ -148,6 +148,9 @@ def attention(
         Naming the argument, what was got and what is accepted; before anything is launched.
     NotImplementedError
         On the CPU, for a `score_mod` in C++.
+    RuntimeError
+        For ``backend="cuda"`` where there is no usable GPU, and for a torch tensor that requires a gradient, which would be
+        lost: call `rawattn.torch.attention`, or pass ``x.detach()``.
 
     Notes
     -----

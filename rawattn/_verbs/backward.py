@@ -85,7 +85,9 @@ def attention_backward(
     TypeError, ValueError
         Naming the argument, what was got and what is accepted; before anything is launched.
     NotImplementedError
-        For a `score_mod` in C++ without a `backward`.
+        For a `score_mod` in C++ without a `backward`, and on the CPU for any in C++.
+    RuntimeError
+        For ``backend="cuda"`` where there is no usable GPU.
 
     Notes
     -----

@@ -29,6 +29,8 @@ def combine(outs: Any, lses: Any, *, out: Any = None, dtype: Any = None) -> tupl
         Each as `attention` returns it, (batch, seqlen_q, nheads, Dv) or in group mode (total_q, nheads, Dv);
         all float16, all bfloat16 or all float32; Dv from 1 to 256; at least one. Any framework, one device, any strides.
         A last axis that is not of unit stride is copied, and so are lists of more than 64 or of arrays whose strides differ.
+        One array is a stack in any case: a lone (batch, seqlen_q, nheads, Dv) is read as partials of group mode, as many as
+        batch, so one partial is given as a list of one.
     lses : list of arrays, or one array with the partials on a new first axis
         Natural logarithms of the sums of exponentials, as `attention` returns them: (batch, nheads, seqlen_q) or
         (nheads, total_q), float32, any strides. A list or not, whatever `outs` is.

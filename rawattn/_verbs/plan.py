@@ -223,8 +223,9 @@ def plan(fn: Callable[..., Any], *args: Any, **options: Any) -> Plan:
 
     Raises
     ------
-    TypeError, ValueError, NotImplementedError
-        As `fn` raises them; and ValueError for an array whose last axis is not dense, since each call would have to copy it.
+    TypeError, ValueError, NotImplementedError, RuntimeError
+        As `fn` raises them; and ValueError for CuPy arrays and CUDA tensors of torch whose last axis is not dense, since each
+        call would have to copy them.
 
     Notes
     -----
