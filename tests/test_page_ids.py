@@ -1,8 +1,9 @@
-"""Which pages the CPU gathers: those that some row sees through the window and its sinks, and no other."""
+"""Which pages the CPU gathers: those that some row sees through the window and its sinks, and no other. Slots of new rows."""
 
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 
 import numpy as np
 import pytest

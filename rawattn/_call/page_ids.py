@@ -138,19 +138,22 @@ def check_slots(table: NDArray[Any], lengths: HostLengths, form: PageForm) -> No
     """ValueError for two new rows in one slot. Rows are the last keys of their sequences; ids are those of pages."""
     size = form.page_size
     first = np.maximum(lengths.len_k - lengths.len_q, 0)
-    pages_before = first // size
-    counts = np.where(lengths.len_q > 0, -(-lengths.len_k // size) - pages_before, 0)
+    before = first // size
+    counts = np.maximum(_pages_read(lengths, size) - before, 0)
     sequence = np.repeat(np.arange(counts.size), counts)
-    within = np.arange(sequence.size) - (np.cumsum(counts) - counts)[sequence]
-    page = pages_before[sequence] + within
+    page = before[sequence]
+    if counts.max(initial=0) > 1:  # chunks of new rows, in more pages than one
+        page += np.arange(sequence.size) - (np.cumsum(counts) - counts)[sequence]
     if form.has_indptr:
         ids = table[lengths.start_k[sequence] // size + page]
     else:
         ids = table[sequence, page]
+    if len(set(ids.tolist())) == ids.size:  # as in most calls
+        return
     # The new rows of each page, as slots of the pool.
-    past = ids.astype(np.int64) - page
-    begin = np.maximum(first[sequence], page * size) + past * size
-    end = np.minimum(lengths.len_k[sequence], (page + 1) * size) + past * size
+    past = (ids.astype(np.int64) - page) * size
+    begin = np.maximum(first[sequence], page * size) + past
+    end = np.minimum(lengths.len_k[sequence], (page + 1) * size) + past
     order = np.argsort(begin, kind="stable")
     shared = np.flatnonzero(end[order[:-1]] > begin[order[1:]])
     if shared.size:

@@ -35,11 +35,13 @@ class AppendPlan(Plan):
         if "q" in self._verb.inputs and len(args) == _BY_POSITION:
             q = named.pop("q", self._inputs[_BY_POSITION - 1])
             args = (*args[:-1], q, args[-1])
-        if "rotary" in named and "cos" in self._verb.inputs:
-            cos, sin = split(named.pop("rotary"))
-            return super().__call__(*args, cos=cos, sin=sin, **named)
-        if named or len(args) == len(self._inputs):
+        if named:
+            if "rotary" in named and "cos" in self._verb.inputs:
+                cos, sin = split(named.pop("rotary"))
+                return super().__call__(*args, cos=cos, sin=sin, **named)
             return super().__call__(*args, **named)
+        if len(args) == len(self._inputs):
+            return super().__call__(*args)
         return super().__call__(*args, *self._inputs[len(args) :])
 
     def _written(self, out: Any, into: Any) -> Sequence[Any]:
