@@ -43,3 +43,23 @@ def test_pages_that_are_gathered(window: tuple[int | None, int | None], top_left
                 whole = (scale or 1) * pool[table[n]].reshape(-1)[: len(keys)]
                 np.testing.assert_array_equal(keys[here], whole[here])
                 assert not keys[~here].any()
+
+
+def test_slots_of_new_rows() -> None:
+    rng = np.random.default_rng(0)
+    refused = 0
+    for _ in range(400):
+        len_k = rng.integers(0, 10, 3)
+        len_q = np.minimum(rng.integers(0, 6, 3), len_k)
+        table = rng.integers(0, 12, (3, 3))
+        lengths = HostLengths(len_q * 0, len_q, len_q * 0, len_k)
+        slots = [
+            (table[n, position // SIZE], position % SIZE)
+            for n in range(3)
+            for position in range(len_k[n] - len_q[n], len_k[n])
+        ]
+        shared = len(set(slots)) < len(slots)
+        refused += shared
+        with pytest.raises(ValueError, match=r"^block_table") if shared else nullcontext():
+            page_ids.check_slots(table, lengths, pages.PageForm(SIZE, 12, 3, False, "int64"))
+    assert refused > 30
