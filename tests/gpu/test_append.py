@@ -276,3 +276,34 @@ def test_what_is_written_and_shares_memory_is_refused(name: str, planned: bool) 
         with pytest.raises(ValueError, match="shares memory with"):
             run(**{**given, name: shared})
     assert (both == before).all()
+
+
+def test_angles_of_any_strides_and_out_of_a_plan() -> None:
+    """Angles whose last axis is not dense are copied at each call, in a captured one too; a plan refuses them."""
+    call = appended(LENS, 16, rotary_dim=16, dtype=F16)
+    k, v, q, table, lengths = map(
+        cupy.asarray, (call.k, call.v, call.q, call.pages.block_table, call.pages.seqlen_k)
+    )
+    dense = tuple(map(cupy.asarray, call.rotary or ()))
+    spread = tuple(cupy.repeat(x, 2, -1)[:, ::2] for x in dense)
+    for _ in range(3):
+        pools = [on_gpu(pool) for pool in call.pools()]
+        out = append_kv(k, v, *pools, table, seqlen_k=lengths, q=q, rotary=spread)
+        call.verify(*(pool.get() for pool in pools), out.get())
+    with pytest.raises(ValueError, match=r"^rotary\[0\]: its last axis is not dense"):
+        rawattn.plan(append_kv, k, v, *pools, table, seqlen_k=lengths, q=q, rotary=spread)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    pools = [on_gpu(pool) for pool in call.pools()]
+    cupy.cuda.get_current_stream().synchronize()
+    with stream:
+        stream.begin_capture()
+        out = append_kv(k, v, *pools, table, seqlen_k=lengths, q=q, rotary=spread)
+        stream.end_capture().launch(stream)
+        stream.synchronize()
+    call.verify(*(pool.get() for pool in pools), out.get())
+    pools = [on_gpu(pool) for pool in call.pools()]
+    plan = rawattn.plan(append_kv, k, v, *pools, table, seqlen_k=lengths, q=q, rotary=dense)
+    for _ in range(3):  # from the second one on by its names
+        mine = cupy.empty_like(q)
+        assert plan(k, v, *pools, table, out=mine, rotary=dense) is mine
+        call.verify(*(pool.get() for pool in pools), mine.get())
