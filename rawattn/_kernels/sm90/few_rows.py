@@ -36,6 +36,8 @@ _MANY_HEADS, _LEAST_MANY_HEADS, _LEAST_MANY_WIDE_HEADS = 7, 96, 320
 # One query of many heads has so few streams of keys for each multiprocessor that to find and to begin the forward's tiles takes
 # longer than to read keys a few times, or, of few columns, to compute in small tiles.
 _FEW_STREAMS, _NARROW_STREAMS = 1 / 12, 1 / 2
+# Keys, at least, under a mask of keys.
+_LEAST_MASKED = 192
 # Of two tiles' rows, up to so many, and up to so many where the forward has more to find or less to compute: keys in pages, a
 # mask, scores that are more than products, or few columns; plain calls of no more than some columns.
 _SOME_KEYS, _FEW_COLUMNS_KEYS, _FEW_COLUMNS, _SOME_COLUMNS = 2048, 8192, 64, 96
@@ -61,7 +63,9 @@ def _many(problem: Problem, target: Target) -> str | None:
 
 
 def _are_few(problem: Problem, target: Target) -> bool:
-    if forward.masks_keys(problem):  # which the forward reads as it comes
+    if forward.masks_keys(problem):  # which the forward reads as it comes, and decoding from bits that are made first
+        if problem.max_seqlen_k < _LEAST_MASKED:
+            return False
         problem = replace(problem, mask=None)
     rows = problem.max_seqlen_q * problem.group_heads
     keys, dim = problem.max_seqlen_k, max(problem.headdim, problem.headdim_v)
