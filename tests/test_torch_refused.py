@@ -10,6 +10,8 @@ import pytest
 torch = pytest.importorskip("torch")
 # ruff: noqa: E402
 
+from torch.autograd import forward_ad
+
 import rawattn
 import rawattn.torch
 from tests.bad_calls import BAD_CALLS, Bad, check_refused
@@ -53,6 +55,50 @@ def test_a_trace_would_keep_the_result_as_a_constant(run: Any) -> None:
     with pytest.raises(RuntimeError, match=r"use torch\.export or torch\.compile"):
         torch.jit.trace(lambda *qkv: run(*qkv) * 1, x, check_trace=False)
     run(*x)
+
+
+@pytest.mark.parametrize("run", [attention, rawattn.attention])
+def test_tangents_would_be_lost(run: Any) -> None:
+    """Of whatever has one, also beside what requires a gradient. Calls without any work meanwhile."""
+    (q, k, v), one = random("cpu"), torch.ones(1)
+
+    def table(x: Any) -> Any:
+        return rawattn.ScoreMod("score + table[0]", table=x)
+
+    def loss(x: Any) -> Any:
+        return run(x, k, v)
+
+    with forward_ad.dual_level():
+        dual_q, dual = (forward_ad.make_dual(x, torch.ones_like(x)) for x in (q, one))
+        run(q, k, v, bias=one)
+        for name, call in {
+            "q": lambda: run(dual_q, k, v),
+            "v": lambda: run(q, k, dual_q[:, :, :2]),
+            "bias": lambda: run(q, k, v, bias=dual),
+            "sink_logits": lambda: run(q, k, v, sink_logits=dual.expand(q.shape[2])),
+            "table": lambda: run(q, k, v, score_mod=table(dual)),
+            "out": lambda: run(q, k, v, out=dual_q),
+        }.items():
+            with pytest.raises(RuntimeError, match=rf"{name}: got a tensor with a tangent, which"):
+                call()
+        if run is attention:
+            out = attention(*leaves(q, k, v))
+            with pytest.raises(RuntimeError, match=r"^bias: got a tensor with a tangent"):
+                attention(*leaves(q, k, v), bias=dual)
+            with pytest.raises(RuntimeError, match="dout: got a tensor with a tangent"):
+                out.backward(dual_q)
+            compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+            with pytest.raises(RuntimeError, match=r"call of a program in .*dual_level"):
+                compiled(dual_q, k, v)
+    with pytest.raises(RuntimeError, match="q: got a tensor with a tangent"):
+        torch.autograd.functional.jacobian(loss, q, vectorize=True, strategy="forward-mode")
+
+
+def test_gradients_come_one_at_a_time() -> None:
+    q, k, v = leaves(*random("cpu"))
+    out = attention(q, k, v)
+    with pytest.raises(TypeError, match=r"dout: .*leave out is_grads_batched=True"):
+        torch.autograd.grad(out, q, torch.ones(2, *out.shape), is_grads_batched=True)
 
 
 def test_tensors_without_values_are_refused() -> None:

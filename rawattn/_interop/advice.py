@@ -44,10 +44,15 @@ def array_advice(obj: object, name: str = "x") -> str:
         return "call rawattn.torch.attention, which works under torch.compile and FakeTensorMode: this tensor holds no values"
     if getattr(obj, "is_meta", False) is True:
         return "call rawattn.torch.attention under FakeTensorMode for shapes alone: a meta tensor holds no values"
-    if "torch.Tensor" in bases and _of_torch_func(obj):
+    if "torch.Tensor" in bases and _functorch_says("is_functorch_wrapped_tensor", obj):
         return (
             "torch.func's transformations cannot see into the call: take gradients with autograd on rawattn.torch.attention, "
             "and put what vmap maps into the batch axis"
+        )
+    if "torch.Tensor" in bases and _functorch_says("is_legacy_batchedtensor", obj):
+        return (
+            "gradients cannot be taken in batches: leave out is_grads_batched=True of torch.autograd.grad, or vectorize=True "
+            "of torch.autograd.functional"
         )
     if getattr(obj, "is_nested", False) is True:
         return (
@@ -75,10 +80,10 @@ def array_advice(obj: object, name: str = "x") -> str:
     return ""
 
 
-def _of_torch_func(obj: object) -> bool:
-    """Whether torch.func has wrapped this tensor: it holds no values."""
+def _functorch_says(test: str, obj: object) -> bool:
+    """Whether a transformation of torch's, that `test` tells of, has wrapped this tensor: it holds no values."""
     functorch = getattr(getattr(sys.modules.get("torch"), "_C", None), "_functorch", None)
-    is_wrapped = getattr(functorch, "is_functorch_wrapped_tensor", None)
+    is_wrapped = getattr(functorch, test, None)
     return is_wrapped is not None and bool(is_wrapped(obj))
 
 

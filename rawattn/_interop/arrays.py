@@ -10,14 +10,14 @@ import contextlib
 import math
 import operator
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from rawattn._interop import dlpack, native, streams
+from rawattn._interop import dlpack, forward_mode, native, streams
 from rawattn._interop.advice import array_advice
 from rawattn._interop.streams import compute_stream
 from rawattn._interop.xla import is_traced
@@ -155,9 +155,9 @@ def import_array(name: str, obj: Any, *, stream: cupy.cuda.Stream | None = None)
 
 
 def is_recording() -> bool:
-    """Whether a tensor that requires a gradient would have it recorded now."""
+    """Whether a tensor that requires a gradient or has a tangent would have it recorded now."""
     torch = sys.modules.get("torch")
-    return torch is None or bool(torch.is_grad_enabled())
+    return torch is None or bool(torch.is_grad_enabled()) or forward_mode.is_on()
 
 
 def refuse_jit_trace() -> None:
@@ -169,11 +169,13 @@ def refuse_jit_trace() -> None:
         )
 
 
-def refuse_gradients(names: Iterable[str], arrays: Iterable[Any]) -> None:
+def refuse_gradients(names: Sequence[str], arrays: Sequence[Any]) -> None:
     """Raises where an array belongs to a computation that a gradient is to be taken of, which would not see this call.
 
-    RuntimeError for a torch tensor that requires a gradient while torch's grad mode is on, TypeError for a JAX tracer.
+    RuntimeError for a torch tensor that has a tangent, or that requires a gradient while torch's grad mode is on, TypeError for
+    a JAX tracer.
     """
+    forward_mode.refuse_tangents(names, arrays)
     torch = sys.modules.get("torch")
     for name, x in zip(names, arrays, strict=True):
         if is_traced(x):
@@ -190,11 +192,12 @@ def refuse_gradients(names: Iterable[str], arrays: Iterable[Any]) -> None:
             )
 
 
-def refuse_gradients_of_written(names: Iterable[str], arrays: Iterable[Any]) -> None:
-    """Raises RuntimeError for a torch tensor to write that requires a gradient while torch's grad mode is on.
+def refuse_gradients_of_written(names: Sequence[str], arrays: Sequence[Any]) -> None:
+    """Raises RuntimeError for a torch tensor to write that has a tangent, or requires a gradient while torch's grad mode is on.
 
     Autograd would take what is written for what it recorded before.
     """
+    forward_mode.refuse_tangents(names, arrays)
     torch = sys.modules.get("torch")
     if torch is None:
         return

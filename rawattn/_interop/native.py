@@ -33,8 +33,8 @@ class View(NamedTuple):
 
 # Arrays of one framework as they were read: their addresses, 0 for an array not given; their form, which is hashable (four
 # entries for each, shape, strides or True for those of C order, dtype and device, or None for an array not given; then all
-# addresses OR-ed together, within 16 bytes); whether one of them requires a gradient. A plain tuple, since one is made at
-# every call.
+# addresses OR-ed together, within 16 bytes); whether one of them requires a gradient or may have a tangent. A plain tuple,
+# since one is made at every call.
 Read = tuple[list[int], tuple[Any, ...], bool]
 
 
@@ -176,8 +176,10 @@ class Torch(_Reading):
                     "tensor": torch.Tensor,
                     "parameter": torch.nn.Parameter,
                     "traced": torch.compiler.is_dynamo_compiling,
+                    "forward_ad": torch.autograd.forward_ad,
                 },
                 now="not traced()",
+                differentiated="forward_ad._current_level >= 0",
             )
         )
         self.kinds = (torch.Tensor, torch.nn.Parameter)

@@ -30,7 +30,7 @@ class Attributes:
 
     plain: whether x is what the others are right for; it may bind `x_`. address: of its first element.
     form: what tells arrays of different forms apart, hashable. Of one in C order the shape tells the strides.
-    tracked: whether it requires a gradient.
+    tracked: whether it requires a gradient; `differentiated`: whether any of them may have a derivative otherwise, asked once.
     now: whether arrays have values at all, asked once.
     """
 
@@ -40,6 +40,7 @@ class Attributes:
     tracked: str
     names: Mapping[str, Any]
     now: str = "True"
+    differentiated: str = "False"
 
     def reader(self, given: tuple[bool, ...]) -> Reader:
         """Of that many arrays, None for those that are not given: what `native.Read` says, or None.
@@ -64,7 +65,7 @@ class Attributes:
                 self.form.replace("{x}", f"x{n}") if one else "None" for n, one in enumerate(given)
             ),
             together=" | ".join(f"{x}p" for x in arrays),
-            tracked=" or ".join(each(self.tracked)),
+            tracked=" or ".join((*each(self.tracked), self.differentiated)),
         )
         found: dict[str, Any] = dict(self.names)
         exec(text, found)  # of the text above alone

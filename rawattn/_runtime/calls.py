@@ -17,6 +17,7 @@ from rawattn._call.pages import PagedLayout
 from rawattn._call.structure import structure
 from rawattn._interop import arrays
 from rawattn._interop.arrays import HOST
+from rawattn._interop.forward_mode import refuse_tangents
 from rawattn._kernels.operands import Operands
 from rawattn._runtime.option_arrays import told_with_results
 from rawattn._runtime.verbs import Verb
@@ -198,11 +199,15 @@ def check_written(verb: Verb, named: Mapping[str, Any]) -> None:
 def refuse_gradients(
     verb: Verb, options: Options, inputs: Sequence[Any], targets: Sequence[Any]
 ) -> None:
-    """Raises where a gradient would be lost: of an input, where the verb takes none, or of an array to write."""
+    """Raises where a gradient would be lost: of an input, where the verb takes none, or of an array to write. A tangent
+    always would.
+    """
     names = told_with_results(verb, options)
     count = len(inputs)
     if verb.refuses_gradients:
         arrays.refuse_gradients(names[:count], inputs)
+    else:
+        refuse_tangents(names[:count], inputs)
     arrays.refuse_gradients_of_written(names[count:], targets)
 
 

@@ -71,7 +71,8 @@ def attention(
     TypeError, ValueError, NotImplementedError
         As `rawattn.attention`, before anything is launched; double precision is a TypeError.
     RuntimeError
-        When the gradient itself is differentiated: there are first derivatives alone.
+        When the gradient itself is differentiated, or a tensor has a tangent of forward mode: there are first derivatives
+        alone, in reverse mode.
 
     Notes
     -----

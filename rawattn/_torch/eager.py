@@ -12,6 +12,7 @@ import torch
 from rawattn import ScoreMod, attention, attention_backward
 from rawattn._call.argument_kinds import argument_kinds, check_arguments
 from rawattn._call.options import DEFAULTS, Options, flag
+from rawattn._interop.forward_mode import lost_tangent
 from rawattn._torch.captured import checked, tensors_of, with_tensors
 
 Parameters = ParamSpec("Parameters")
@@ -119,6 +120,13 @@ class Recorded(torch.autograd.Function):  # type: ignore[misc]  # torch is not t
             gradients: tuple[Any, ...] = _Once.apply(ctx, dout, dlse, *ctx.saved_tensors)
             return gradients
         return _pull(ctx, dout, dlse, *ctx.saved_tensors)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        options, names = ctx.call
+        captured = tensors_of(options["score_mod"]) if "score_mod" in options else ()
+        inputs = ("options", "names", "q", "k", "v", *names, *captured)
+        raise lost_tangent(inputs[[x is not None for x in tangents].index(True)])
 
 
 class _Once(torch.autograd.Function):  # type: ignore[misc]

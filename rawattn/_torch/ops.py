@@ -14,7 +14,7 @@ import torch
 from rawattn import ScoreMod, SeqLayout, attention, attention_backward
 from rawattn._call.options import ForwardOptions, Options, flag
 from rawattn._handles import find
-from rawattn._interop import dynamo
+from rawattn._interop import dynamo, forward_mode
 from rawattn._interop.integers import TensorIntegers
 from rawattn._masks.block_mask import BlockMask
 from rawattn._torch.captured import checked, tensors_of
@@ -203,6 +203,7 @@ def _keywords(arguments: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _forward(q: Any, k: Any, v: Any, *arguments: Any) -> tuple[Any, Any]:
+    forward_mode.refuse_programs()
     result: tuple[Any, Any] = attention(q, k, v, **_keywords(arguments), return_lse=True)
     return result
 
@@ -218,6 +219,7 @@ def _backward(
     want_dbias: bool,
     *arguments: Any,
 ) -> list[Any]:
+    forward_mode.refuse_programs()
     keywords = _keywords(arguments)
     keywords.pop("num_splits")
     options = _named(arguments)

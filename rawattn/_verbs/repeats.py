@@ -28,6 +28,7 @@ from rawattn._interop.arrays import (
     refuse_gradients_of_written,
     refuse_jit_trace,
 )
+from rawattn._interop.forward_mode import refuse_tangents
 from rawattn._interop.native import Native, Read, native
 from rawattn._interop.written import tell_written
 from rawattn._jax import eager
@@ -160,9 +161,8 @@ def repeating(
                         seqs._calls[name] = form, lengths, repeat
                 if repeat is not None and selection() is UNCHANGED:
                     if tracked and is_recording():
-                        if verb.refuses_gradients:
-                            own_names = verb.inputs[:count]
-                            refuse_gradients(_named(own_names, options, beside), (*args, *beside))
+                        refuse = refuse_gradients if verb.refuses_gradients else refuse_tangents
+                        refuse(_named(verb.inputs[:count], options, beside), (*args, *beside))
                         if written is not None:
                             refuse_gradients_of_written((out,), (written,))
                     if mask is not None:
