@@ -177,7 +177,9 @@ from jax.sharding import AxisType, PartitionSpec as P
 mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
 q, k, v = jax.random.normal(jax.random.key(0), (3, 4, 9, 4, 16))
 def loss(q, k, v):
-    return (rawattn.jax.attention(q, k, v, causal=True) ** 2).sum(keepdims=True, axis=(1, 2, 3))
+    slopes = jax.lax.stop_gradient(q[0, 0, :, 0])
+    out = rawattn.jax.attention(q, k, v, causal=True, alibi_slopes=slopes)
+    return (out**2).sum(keepdims=True, axis=(1, 2, 3))
 for specs, (k, v) in (((P("x"), P("x"), P("x")), (k, v)), ((P("x"), P(), P()), (k[:2], v[:2]))):
     sharded = jax.shard_map(loss, mesh=mesh, in_specs=specs, out_specs=P("x"))
     def alone(q, k, v):

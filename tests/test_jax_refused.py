@@ -214,10 +214,40 @@ def test_derivatives_that_do_not_exist_are_refused() -> None:
     def slope(q: Any) -> Any:
         return jax.grad(lambda q: jax_calls.causal(q, k, v).sum())(q).sum()
 
-    with pytest.raises(ValueError, match=r"rawattn_attention.*cannot be differentiated"):
-        jax.grad(slope)(q)
+    for second in (jax.grad(slope), jax.jacfwd(slope), jax.grad(jax.jit(slope))):
+        with pytest.raises(
+            TypeError, match=r"^rawattn\.jax\.attention has first derivatives alone"
+        ):
+            second(q)
     with pytest.raises(TypeError, match="forward-mode"):
         jax.jvp(lambda q: jax_calls.causal(q, k, v), (q,), (q,))
+
+
+@pytest.mark.parametrize(
+    ("name", "align", "fix"),
+    [
+        ("alibi_slopes", "bottom-right", r"abs\(q_idx \+ seqlen_k - seqlen_q - kv_idx\).*wrt="),
+        ("alibi_slopes", "top-left", r"abs\(q_idx - kv_idx\)"),
+        ("score_mod: captured t", "top-left", r"name it in wrt=\('t',\)"),
+    ],
+)
+def test_gradients_that_would_be_zero_are_refused(name: str, align: str, fix: str) -> None:
+    """Of what an option has as a constant; other gradients stand beside it."""
+    q, x = arrays(1, 9, 2, 16)[0], jnp.ones(2)
+
+    def loss(x: Any, q: Any) -> Any:
+        score_mod = rawattn.ScoreMod("score * t[head]", t=x)
+        given = {"alibi_slopes": x} if name == "alibi_slopes" else {"score_mod": score_mod}
+        return rawattn.jax.attention(q, q, q, align=align, **given).sum()
+
+    of_x, of_q = jax.grad(loss), jax.grad(loss, 1)
+    for run in (of_x, jax.jit(of_x), jax.grad(jax.jit(loss)), jax.checkpoint(of_x)):
+        with pytest.raises(TypeError, match=rf"^{name}: got .*jax\.lax\.stop_gradient\(.*{fix}"):
+            run(x, q)
+    exact = of_q(x, q)
+    for run in (jax.jit(of_q), jax.grad(jax.jit(loss), 1), jax.grad(jax.checkpoint(loss), 1)):
+        np.testing.assert_allclose(run(x, q), exact, atol=1e-6)
+    assert np.any(jax.grad(lambda x: loss(jax.lax.stop_gradient(x), q * x[0]))(x))
 
 
 @pytest.mark.parametrize(

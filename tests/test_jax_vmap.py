@@ -71,7 +71,9 @@ def test_vmap_of_options(shapes: dict[str, Any], axes: tuple[Any, ...]) -> None:
     mapped_axes = dict(zip(names, axes, strict=True))
 
     def loss(q: Any, options: Any) -> Any:
-        return (rawattn.jax.attention(q, k[0], v[0], **options) ** 2).sum()
+        slopes = jax.lax.stop_gradient(options["alibi_slopes"])
+        given = {**options, "alibi_slopes": slopes}
+        return (rawattn.jax.attention(q, k[0], v[0], **given) ** 2).sum()
 
     def each(n: int) -> Any:
         options = {x: given[x][n if mapped_axes[x] == 0 else 0] for x in names}

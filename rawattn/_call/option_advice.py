@@ -41,6 +41,12 @@ def array_option(name: str, given: object) -> str:
     return f"; {advice}" if advice else ""
 
 
+def learned_slopes(align: str) -> str:
+    """ALiBi whose slopes have gradients."""
+    row = "q_idx" if align == "top-left" else "q_idx + seqlen_k - seqlen_q"
+    return f'rawattn.ScoreMod("score - slope[head] * abs({row} - kv_idx)", wrt="slope", slope=...)'
+
+
 def seed(given: object, framework: str | None = None) -> str:
     """Of a generator, or of a key of JAX, whose numbers a call would not draw. framework: of an array, where it is a view."""
     library = type(given).__module__.partition(".")[0]

@@ -36,6 +36,7 @@ from rawattn._jax.arrays import (
     vary_alike,
     without_constants,
 )
+from rawattn._jax.derivatives import constant, first_derivatives_alone
 from rawattn._jax.record import Record, read, with_operands
 from rawattn._masks.block_mask import BlockMask
 from rawattn._runtime.option_arrays import named_gradients, told, with_arrays
@@ -76,11 +77,11 @@ def attention(
         Of the backward: the same bits run after run.
     bias, mask, alibi_slopes, sink_logits : array, optional
         As in `rawattn.attention`; JAX or NumPy, traced or not. `bias` and `sink_logits` have gradients, the others are
-        constants: what would have a gradient with respect to slopes is a `ScoreMod` that captures them.
+        constants: a gradient with respect to slopes is a TypeError, and that of a `ScoreMod` that captures them is none.
         Of a `BlockMask` the bits are constants of the program.
     score_mod : rawattn.ScoreMod, optional
         Made where the call is traced: its text and its numbers are constants of the program, the arrays that it captures may
-        be traced, and those in its ``wrt`` have gradients.
+        be traced, and those in its ``wrt`` have gradients. Gradients with respect to others are a TypeError.
     seed : int or array of one integer
         An int is a constant of the program, which then drops the same at every run. A traced one, as by
         ``jax.random.randint(key, (), 0, 2**31 - 1)``, is read when it runs; int32, or int64 in JAX's 64-bit mode.
@@ -142,6 +143,10 @@ def attention(
         traced = {f"d{name}" for name, x in zip(verb.extras, arrays, strict=True) if is_traced(x)}
         gradients = tuple(name for name in gradients if name in traced)
         left = without_constants(left, traced)
+    arrays = tuple(
+        constant(told(verb, left)[n], x, given.align) if f"d{name}" not in gradients else x
+        for n, (name, x) in enumerate(zip(verb.extras, arrays, strict=True), -len(arrays))
+    )
     named = {name: Form(x) for name, x in zip(verb.extras, arrays, strict=True)}
     try:
         problem, lengths = describe(q, k, v, left, "jax", named)
@@ -159,7 +164,6 @@ def attention(
     return _function(text)(q, k, v, tuple(alike), integers)
 
 
-@functools.lru_cache(maxsize=1024)
 def _constant(
     problem: Problem,
     lengths: Lengths,
@@ -266,7 +270,7 @@ def _call(record: Record, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
         )
         return results, (True,) * len(results)
 
-    results: tuple[Any, ...] = call(*arrays)
+    results: tuple[Any, ...] = first_derivatives_alone(call)(*arrays)
     return results
 
 

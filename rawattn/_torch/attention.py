@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 
+from rawattn._call.option_advice import learned_slopes
 from rawattn._call.options import ForwardOptions, Options, flag
 from rawattn._call.signatures import options_of, takes_options
 from rawattn._torch import eager, ops
@@ -109,7 +110,7 @@ def attention(
     ):
         _refuse_others(q, k, v)
     if given.alibi_slopes is not None and getattr(given.alibi_slopes, "requires_grad", False):
-        _refuse_slopes()
+        _refuse_slopes(given.align)
     if traced:
         if out is not None:
             raise ValueError(f"out: got a tensor in a {_COMPILED}; expected None")
@@ -120,11 +121,11 @@ def attention(
     return eager.run(q, k, v, **options, **own)
 
 
-def _refuse_slopes() -> None:
+def _refuse_slopes(align: str) -> None:
     if torch.is_grad_enabled():
         raise RuntimeError(
             "alibi_slopes: got a tensor that requires a gradient, which it does not get; pass alibi_slopes.detach(), or "
-            'rawattn.ScoreMod("score - slope[head] * abs(q_idx + seqlen_k - seqlen_q - kv_idx)", wrt="slope", slope=...)'
+            f"score_mod={learned_slopes(align)}"
         )
 
 

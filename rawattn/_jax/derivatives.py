@@ -1,0 +1,47 @@
+"""Derivatives that a call does not have: errors where JAX would give zeros, or words of its own. Imports JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+
+from rawattn._call.option_advice import learned_slopes
+from rawattn._interop.xla import is_traced
+
+
+def constant(name: str, array: Any, align: str) -> Any:
+    """An array of an option that has no gradient: a derivative with respect to it is a TypeError."""
+    if not is_traced(array) or not jnp.issubdtype(array.dtype, jnp.inexact):
+        return array
+    if name == "alibi_slopes":
+        shown, wanted = name, f"score_mod={learned_slopes(align)}"
+    else:
+        shown, wanted = f"score_mod: captured {name}", f"name it in wrt={(name,)}"
+    says = (
+        f"{shown}: got an array whose gradient is taken, which it does not get; pass jax.lax.stop_gradient({name}), or "
+        f"{wanted}"
+    )
+    return _without_derivatives(lambda x: x, says)(array)
+
+
+def first_derivatives_alone(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call`, a part of a function with derivatives of its own: those of `call` would be derivatives of these."""
+    return _without_derivatives(
+        call,
+        "rawattn.jax.attention has first derivatives alone: got a gradient of its gradient, expected none; call "
+        "jax.nn.dot_product_attention for that",
+    )
+
+
+def _without_derivatives(call: Callable[..., Any], says: str) -> Callable[..., Any]:
+    """`call`, but a TypeError where it is given something else than constants of what is differentiated."""
+    function = jax.custom_jvp(call)
+
+    @function.defjvp  # type: ignore[untyped-decorator]
+    def refuse(*_: Any) -> NoReturn:
+        raise TypeError(says)
+
+    return function  # type: ignore[no-any-return]
