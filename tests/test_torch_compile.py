@@ -62,6 +62,20 @@ def test_options_that_a_compiled_function_refuses(options: dict[str, Any], says:
         torch.compile(run, fullgraph=True, backend="aot_eager")(*random("cpu"))
 
 
+def test_numbers_of_numpy_in_a_compiled_function() -> None:
+    """They are arrays there. Others are another compilation."""
+    x, two = random("cpu"), np.int64(2)
+    options = {"softcap": np.float64(3), "num_splits": two, "sink": two, "window": (two, None)}
+
+    def run(q: Any, k: Any, v: Any, p: Any) -> Any:
+        scale = 1 / np.sqrt(q.shape[-1])
+        return attention(q, k, v, scale=scale, dropout_p=p, seed=two, **options)
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for p in (np.float64(0.5), np.float64(0.25)):
+        assert torch.equal(compiled(*x, p), run(*x, p))
+
+
 def test_masks_and_score_functions_of_compiled_functions() -> None:
     """Each call with those that it is given, and with the gradient of what one captures."""
     q, k, v = random("cpu")

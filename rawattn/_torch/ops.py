@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from rawattn import ScoreMod, SeqLayout, attention, attention_backward
-from rawattn._call.options import ForwardOptions, Options, flag
+from rawattn._call.options import DEFAULTS, ForwardOptions, Options, flag
 from rawattn._handles import find
 from rawattn._interop import dynamo, forward_mode
 from rawattn._interop.integers import TensorIntegers
@@ -93,6 +93,8 @@ def arguments_of(options: Options, deterministic: Any, backend: str | None) -> t
     """
     _check(options)
     given = options._asdict()
+    for name, accepted in _NUMBERS.items():
+        given[name] = _number(name, given[name], accepted)
     given["window_left"], given["window_right"] = _ends_of(options.window)
     given["seed"], given["seed_array"] = _seed_of(options.seed)
     given["captured"], given["differentiated"], given["block_mask"] = (), None, None
@@ -108,6 +110,8 @@ def arguments_of(options: Options, deterministic: Any, backend: str | None) -> t
     if isinstance(options.mask, BlockMask):
         given["mask"], given["block_mask"] = None, options.mask.handle
     given["deterministic"] = flag("deterministic", deterministic)
+    if backend is not None and not isinstance(backend, str):
+        raise TypeError(f"backend: got {backend}, expected 'cuda', 'cpu' or None")
     given["backend"] = backend
     return tuple([given[name] for name in _NAMES])
 
@@ -117,19 +121,53 @@ def _check(options: Options) -> None:
         x = getattr(options, name)  # NumPy's arrays are tensors here
         if isinstance(x, (bool, int, float, str, list, tuple)):
             raise TypeError(f"{name}: got {type(x).__name__}, expected a tensor or None")
-    causal, sink, seqs = options.causal, options.sink, options.seqs
+    causal, align, seqs = options.causal, options.align, options.seqs
     if not isinstance(causal, bool):
         raise TypeError(
             "causal: expected True or False; a bool of NumPy is a tensor under torch.compile: pass bool(causal)"
         )
-    if not _is_int(sink):
-        raise TypeError(f"sink: got {sink}, expected an int >= 0")
+    if not isinstance(align, str):
+        raise TypeError(f"align: got {align}, expected 'bottom-right' or 'top-left'")
     if seqs is not None and not isinstance(seqs, SeqLayout):
         raise TypeError(f"seqs: got {type(seqs).__name__}, expected a SeqLayout or None")
 
 
+# Options that are numbers, and what is accepted.
+_WHOLE = {"sink": "an int >= 0", "num_splits": "an int from 1 to 256, or None"}
+_NUMBERS = {
+    **_WHOLE,
+    "scale": "a finite number, or None for 1/sqrt(D)",
+    "softcap": "a number above 0, or None for no cap",
+    "dropout_p": "a probability in [0, 1)",
+}
+
+
+def _number(name: str, given: Any, accepted: str) -> Any:
+    x = _of_python(given)
+    if (
+        _is_int(x)
+        or (x is None and getattr(DEFAULTS, name) is None)
+        or (isinstance(x, (float, torch.SymFloat)) and name not in _WHOLE and _is_read(given))
+    ):
+        return x
+    shown = given if isinstance(given, (bool, float, str)) else type(given).__name__
+    of_arrays = isinstance(given, (np.ndarray, torch.Tensor))
+    fix = f"; pass {name}.item(), made outside of the compiled function" if of_arrays else ""
+    raise TypeError(f"{name}: got {shown}, expected {accepted}{fix}")
+
+
+def _is_read(x: Any) -> bool:
+    """Whether torch.compile reads the value of a float of NumPy's: not of 16 and 32 bits."""
+    return not isinstance(x, np.ndarray) or torch.as_tensor(x).dtype is torch.float64
+
+
+def _of_python(x: Any) -> Any:
+    """A number of NumPy's as one of Python's. Under torch.compile it is an array."""
+    return x.item() if isinstance(x, (np.ndarray, np.generic)) and x.ndim == 0 else x
+
+
 def _is_int(x: Any) -> bool:
-    return isinstance(x, (int, np.integer, torch.SymInt)) and not isinstance(x, bool)
+    return isinstance(x, (int, torch.SymInt)) and not isinstance(x, bool)
 
 
 def _ends_of(window: Any) -> tuple[Any, Any]:
@@ -138,17 +176,19 @@ def _ends_of(window: Any) -> tuple[Any, Any]:
     accepted = "expected a tuple (left, right) of ints >= 0, or None for an unbounded side"
     if not isinstance(window, tuple) or len(window) != 2:
         raise TypeError(f"window: got {window!r}, {accepted}")
-    for end in window:
+    left, right = (_of_python(end) for end in window)
+    for end in (left, right):
         if end is not None and not _is_int(end):
             raise TypeError(f"window: got {end}, {accepted}")
-    return window
+    return left, right
 
 
 def _seed_of(seed: Any) -> tuple[int | None, Any]:
     """The seed as an int that the operator takes, or as a tensor."""
     if seed is None or isinstance(seed, torch.Tensor):
         return None, seed
-    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer, torch.SymInt)):
+    seed = _of_python(seed)
+    if not _is_int(seed):
         raise TypeError(
             f"seed: got {type(seed).__name__}, expected an int, or an integer tensor of one element"
         )
