@@ -268,6 +268,11 @@ def test_where_the_gradient_is_zero_a_partial_derivative_may_be_anything() -> No
     np.testing.assert_array_equal(total, [0, 0.25])
 
 
+def test_derivatives_of_nested_roots_grow_by_sums() -> None:
+    mod = ScoreMod("sqrt(" * 20 + "max(score, 0)" + ")" * 20)
+    assert sum(1 for _ in walk(program(mod.text).derivative)) < 500
+
+
 def test_derivatives_of_nested_magnitudes_grow_by_sums() -> None:
     text = "score"
     for n in range(20):
@@ -277,6 +282,22 @@ def test_derivatives_of_nested_magnitudes_grow_by_sums() -> None:
     at = [0] * len(POSITION)
     slope = numpy_eval.derivative(mod.text, np.array([-3.0, 100.0]), *at, {}, ())
     assert np.abs(slope).tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "slopes"),
+    [
+        ("sqrt(max(score, 0))", [0, 0, 0.25]),
+        ("max(score, 0) ** 0.5", [0, 0, 0.25]),
+        ("sqrt(2 * max(score, 0) * 2)", [0, 0, 0.5]),
+        ("sqrt(score)", [np.nan, np.inf, 0.25]),
+        ("score ** -1", [-1 / 9, -np.inf, -1 / 16]),
+    ],
+)
+def test_a_root_of_what_is_bent_at_zero(text: str, slopes: list[float]) -> None:
+    score = np.array([-3.0, 0.0, 4.0])
+    found = numpy_eval.derivative(ScoreMod(text).text, score, *[0] * len(POSITION), {}, ())
+    np.testing.assert_allclose(found, slopes)
 
 
 @pytest.mark.parametrize("text", ["abs(score)", "abs(3 * score)", "abs(sqrt(score))"])

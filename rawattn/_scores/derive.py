@@ -13,7 +13,8 @@ ZERO, ONE = const(0.0), const(1.0)
 def derivative(expression: Expression, variable: Expression) -> Expression:
     """Of a float with respect to a leaf, SCORE or a load.
 
-    At a kink it is that of the side where the text goes: of `max(a, b)` with equal arguments that of a, of `abs(0)` 0.
+    At a kink it is that of the side where the text goes: of `max(a, b)` with equal arguments that of a, of `abs(0)` and of the
+    square root of an expression that is 0, 0.
     """
     found: dict[Expression, Expression] = {variable: ONE}
     for node in walk(expression):
@@ -97,8 +98,18 @@ def _remainder(node: Expression, dx: Expression, dy: Expression) -> Expression:
 
 
 def _power(node: Expression, dx: Expression) -> Expression:
-    n = node.value
-    return multiply(multiply(const(float(n)), power(node.args[0], n - 1)), dx)
+    n, (x,) = node.value, node.args
+    found = multiply(multiply(const(float(n)), power(x, n - 1)), dx)
+    return _bent(x, dx, found) if 0 < n < 1 else found
+
+
+def _bent(root: Expression, dx: Expression, found: Expression) -> Expression:
+    """A derivative that is infinite where a root is 0. Of what is bent itself, as `max(score, 0)`, that would make NaN of the
+    side that has none: it is 0 there.
+    """
+    if dx.op == "const":
+        return found
+    return choose(Expression("eq", BOOL, (root, ZERO)), ZERO, found)
 
 
 def _absolute(node: Expression, dx: Expression) -> Expression:
@@ -124,7 +135,7 @@ _RULES: dict[str, Callable[..., Expression]] = {
     "tanh": lambda node, dx: multiply(subtract(ONE, multiply(node, node)), dx),
     "sin": lambda node, dx: multiply(apply("cos", *node.args), dx),
     "cos": lambda node, dx: negative(multiply(apply("sin", *node.args), dx)),
-    "sqrt": lambda node, dx: divide(multiply(const(0.5), dx), node),
+    "sqrt": lambda node, dx: _bent(node, dx, divide(multiply(const(0.5), dx), node)),
     "abs": _absolute,
     "min": lambda node, dx, dy: choose(_less(node.args[1], node.args[0]), dy, dx),
     "max": lambda node, dx, dy: choose(_less(node.args[0], node.args[1]), dy, dx),
