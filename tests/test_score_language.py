@@ -33,7 +33,9 @@ TREES = st.randoms(use_true_random=False)
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("score +", r"invalid syntax.*\n  score \+\n"),
+        ("score +", r"invalid syntax.*\n  score \+\n {9}\^$"),
+        ("score + 2147483648", "32 bits"),
+        ("score - -2147483649", "32 bits"),
         ("score = 2", "invalid syntax|cannot assign"),
         ("score; 1", "invalid syntax"),
         ("score # more", "got a text with `#`"),

@@ -104,7 +104,7 @@ def parse(argument: str, text: str, names: Names, *, has_score: bool) -> Express
     try:
         tree = ast.parse(line, mode="eval")
     except SyntaxError as error:
-        column = max((error.offset or 1) - 1, 0)
+        column = error.offset - 1 if error.offset else len(line)  # 0 where the text ends too early
         raise ValueError(
             f"{argument}: {error.msg}, expected one expression\n  {line}\n  {' ' * column}^"
         ) from None
@@ -212,6 +212,9 @@ class _Checker:
     def _unary(self, node: ast.UnaryOp, depth: int) -> Expression:
         if isinstance(node.op, ast.Invert):
             self._refuse(node, "`~`; write `not`")
+        literal = getattr(node.operand, "value", None)
+        if isinstance(node.op, ast.USub) and type(literal) is int and literal == _INT32:
+            return const(-_INT32)  # which Python writes as the opposite of what is no int here
         x = self(node.operand, depth)
         if isinstance(node.op, ast.Not):
             return apply("not", self._condition(node.operand, x))
