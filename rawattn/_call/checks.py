@@ -15,8 +15,10 @@ def check_out(
     dtype: np.dtype[Any],
     others: Iterable[tuple[str, Any]],
     name: str = "out",
+    like: str = "q",
 ) -> None:
-    """Raise TypeError or ValueError if results of this shape and dtype cannot be written to `out`.
+    """Raise TypeError or ValueError if results of this shape and dtype, which is that of the array `like`, cannot be written to
+    `out`.
 
     `out` and `others`, the other arrays of the call with their names, have `shape`, `strides` in bytes and `dtype`, and are
     NumPy or CuPy arrays or have an `address`. Arrays that interleave in one buffer without sharing a byte do not overlap.
@@ -24,7 +26,7 @@ def check_out(
     if out.shape != shape:
         raise ValueError(f"{name}: got shape {out.shape}, expected {shape}")
     if out.dtype != dtype:
-        raise TypeError(f"{name}: got dtype {out.dtype}, expected {dtype}, that of q")
+        raise TypeError(f"{name}: got dtype {out.dtype}, expected {dtype}, that of {like}")
     if isinstance(out, np.ndarray) and not out.flags.writeable:
         raise ValueError(f"{name}: got a read-only array, expected a writable one; pass a copy")
     if 0 in shape:

@@ -48,10 +48,11 @@ def check_given(into: Gradients, made: Collection[str], captured: Collection[str
 
     made: which of dbias and dsink_logits the call has. captured: the arrays of the score function that have gradients.
     """
-    for field in ("dbias", "dsink_logits"):
+    options = {"dbias": "bias=, and no want_dbias=False", "dsink_logits": "sink_logits="}
+    for field, wanted in options.items():
         if getattr(into, field) is not None and field not in made:
             raise ValueError(
-                f"into.{field}: got an array, but the call has no input of which it is the gradient"
+                f"into.{field}: got an array, but the call has no such gradient, expected None; to have it pass {wanted}"
             )
     for name in into.captured or ():
         if name not in captured:

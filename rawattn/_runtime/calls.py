@@ -184,7 +184,8 @@ def describe(
         shown = dict(zip(verb.inputs + verb.outputs, told_with_results(verb, options), strict=True))
         others = [(each, named[x]) for x, each in shown.items() if x != name]
         shape, dtype = result
-        check_out(target, shape=shape, dtype=dtype, others=others, name=shown[name])
+        like = shown[name.removeprefix("d")] if name.startswith("d") else "q"
+        check_out(target, shape=shape, dtype=dtype, others=others, name=shown[name], like=like)
     return described, lengths, results
 
 
