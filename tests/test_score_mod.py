@@ -103,7 +103,7 @@ CUDA = {"language": "cuda"}
         (lambda score: score, {}, TypeError, "score_mod: got .*expected a text"),
         ("  ", {}, ValueError, "score_mod: got an empty text"),
         ("score", {"language": "c++"}, ValueError, "language: got 'c\\+\\+'.*'expression' or 'cuda'"),
-        ("score", {"language": None}, ValueError, "language: got None"),
+        ("score", {"language": None}, TypeError, "language: got None"),
         ("score", {"backward": "1"}, ValueError, "backward: .*differentiated by itself"),
         ("score + x", {"x": "a"}, TypeError, "x: got 'a'.*arrays of 1 to 4 axes"),
         ("score + x", {"x": [1.0, 2.0]}, TypeError, "x: got \\[1.0, 2.0\\].*numpy.asarray"),

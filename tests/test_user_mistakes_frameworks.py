@@ -13,7 +13,7 @@ TORCH = [
     Mistake(
         "attention(t.requires_grad_(), t, t)",
         RuntimeError,
-        "q: got a tensor that requires a gradient...rawattn.torch.attention, or pass q.detach()",
+        "q: got a tensor that requires a gradient...rawattn.torch.attention alone has gradients; pass q.detach()",
     ),
     Mistake(
         "attention(t.double(), t.double(), t.double())",

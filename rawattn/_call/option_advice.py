@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from rawattn._interop.advice import array_advice, cast
 from rawattn._interop.xla import is_traced
 
+# What has a gradient instead of a number, which has none.
+_DIFFERENTIATED = {
+    "scale": ", or multiply q by it and pass scale=1.0",
+    "softcap": ", or write it as ScoreMod('cap[0] * tanh(score / cap[0])', wrt='cap', cap=jnp.reshape(softcap, 1))",
+}
 _TEXT = "pass a text, as in mask=rawattn.block_mask(predicate='q_idx >= kv_idx', seqlen_q=..., seqlen_k=...)"
 
 
@@ -22,7 +29,7 @@ def array_option(name: str, given: object) -> str:
         return "; write what it returns as a text, as in rawattn.ScoreMod('score - abs(q_idx - kv_idx)')"
     if name == "alibi_slopes" and isinstance(given, bool):
         return "; pass the slopes, an array of one for each head"
-    if name == "mask" and isinstance(given, bool):
+    if name == "mask" and isinstance(given, (bool, np.bool_)):
         return "; pass an array of bool, True for a key that is seen, or leave it out where all are"
     if name == "bias" and type(given).__name__ == "BlockMask":
         return "; write mask="
@@ -32,7 +39,11 @@ def array_option(name: str, given: object) -> str:
         )
     if name == "score_mod" and isinstance(given, (list, tuple)):
         return "; a call has one: write what all of them do as one text"
-    if isinstance(given, (float, int)) and name in ("bias", "alibi_slopes", "sink_logits"):
+    if isinstance(given, (float, int, np.number)) and name in (
+        "bias",
+        "alibi_slopes",
+        "sink_logits",
+    ):
         return f"; pass an array, as by np.full({'1' if name == 'bias' else 'nheads_q'}, {name}, np.float32)"
     if isinstance(given, (list, tuple)):
         dtype = "bool" if name == "mask" else "np.float32"
@@ -65,7 +76,8 @@ def seed(given: object, framework: str | None = None) -> str:
 def number(name: str, given: object) -> str:
     """Of an option that is a Python value and was given as an array, or as a bool that JAX traces."""
     if is_traced(given):
-        return f"; it is a constant of a compiled program: name it in static_argnames={name!r} of jax.jit"
+        other = _DIFFERENTIATED.get(name, "")
+        return f"; it is a constant of a compiled program: name it in static_argnames={name!r} of jax.jit{other}"
     if hasattr(given, "__dlpack__"):
         return f"; of an array pass one value, as by {name}.item()"
     return ""

@@ -280,7 +280,8 @@ def no_score_mod(value: Any) -> TypeError:
 def backend(value: Any) -> str | None:
     if value is None or (isinstance(value, str) and value in ("cuda", "cpu")):
         return value
-    raise ValueError(f"backend: got {value!r}; accepted are 'cuda', 'cpu' and None")
+    error = ValueError if isinstance(value, str) else TypeError
+    raise error(f"backend: got {value!r}; accepted are 'cuda', 'cpu' and None")
 
 
 def flag(name: str, value: Any) -> bool:

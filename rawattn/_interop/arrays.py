@@ -187,8 +187,8 @@ def refuse_gradients(names: Sequence[str], arrays: Sequence[Any]) -> None:
             and torch.is_grad_enabled()
         ):
             raise RuntimeError(
-                f"{name}: got a tensor that requires a gradient, which would be lost here; use "
-                f"rawattn.torch.attention, or pass {name}.detach(), or call under torch.no_grad()"
+                f"{name}: got a tensor that requires a gradient, which would be lost here: rawattn.torch.attention alone has "
+                f"gradients; pass {name}.detach(), or call under torch.no_grad()"
             )
 
 

@@ -83,7 +83,9 @@ class ScoreMod:
         **captured: Any,
     ) -> None:
         if language not in LANGUAGES:
-            raise ValueError(f"language: got {shown(language)}, expected 'expression' or 'cuda'")
+            given: Any = language
+            error = ValueError if isinstance(given, str) else TypeError
+            raise error(f"language: got {shown(language)}, expected 'expression' or 'cuda'")
         forward = _text("score_mod", forward)
         found = _captured("score_mod", captured)
         names = _wrt(wrt, found, language)
@@ -221,8 +223,8 @@ def require_float32(text: ScoreText) -> None:
     for name, dtype, _ in text.arrays:
         if dtype == "float64":
             raise TypeError(
-                f"{name}: got dtype float64, which rawattn.reference alone takes; accepted are {_dtypes()}, as by "
-                f"{name}.astype('float32')"
+                f"{name}: got dtype float64, which rawattn.reference alone takes; accepted are {_dtypes()}; convert it, as by "
+                f"{cast(None, name, 'float32')}"
             )
 
 
@@ -323,15 +325,22 @@ def _form(name: str, value: Any) -> tuple[str, int]:
         raise TypeError(
             f"{name}: got {shown(value)}, accepted are {_ARRAYS}{'; ' if advice else ''}{advice or ''}"
         )
-    value = _with_attributes(name, value)
+    given, value = value, _with_attributes(name, value)
     if not getattr(value.dtype, "isnative", True):  # its name does not tell the order of its bytes
         import_array(name, value)
     dtype = getattr(value.dtype, "name", None) or str(value.dtype).rpartition(".")[2]
     if dtype not in ELEMENTS:
-        raise TypeError(f"{name}: got dtype {dtype}, accepted are {_dtypes()}")
+        fix = cast(framework_of(given), name, "int32" if "int" in dtype else "float32")
+        raise TypeError(
+            f"{name}: got dtype {dtype}; accepted are {_dtypes()}; convert it, as by {fix}"
+        )
     shape = tuple(value.shape)
     if not 1 <= len(shape) <= _MAX_RANK:
-        advice = "a number is given as such"
+        advice = (
+            "join some of them"
+            if shape
+            else f"pass the number, {name}.item(), or {name}.reshape(1) and write {name}[0]"
+        )
         if is_traced(value):
             advice = f"pass jnp.reshape({name}, 1) and write {name}[0]"
         raise ValueError(f"{name}: got shape {shape}, expected 1 to {_MAX_RANK} axes; {advice}")

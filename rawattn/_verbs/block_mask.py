@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rawattn._call.argument_kinds import checks_arguments
 from rawattn._call.options import shown
 from rawattn._call.options import whole as whole_number
 from rawattn._interop import arrays, dynamo
+from rawattn._interop.advice import cast
 from rawattn._interop.arrays import HOST
+from rawattn._interop.xla import is_traced
 from rawattn._masks import host
 from rawattn._masks.block_mask import BlockMask, buffers, finished, map_of, shaped
 from rawattn._masks.layout import GRANULE_ROWS, Shape
@@ -22,6 +26,7 @@ _AXES = ("batch", "nheads", "seqlen_q", "seqlen_k")
 
 
 @dynamo.untraced
+@checks_arguments("rawattn.block_mask")
 def block_mask(
     mask: Any = None,
     *,
@@ -84,6 +89,7 @@ def block_mask(
         None if seqlen_q is None else _extent("seqlen_q", seqlen_q),
         None if seqlen_k is None else _extent("seqlen_k", seqlen_k),
     )
+    refuse_tracers({"mask": mask, "ranges": ranges, **captured})
     if mask is not None:
         return _of_bools(mask, shape)
     if ranges is not None:
@@ -102,6 +108,15 @@ def block_mask(
             raise TypeError(f"{name}: got None, expected an int, the {of} that the predicate is of")
     whole: Shape = shape  # type: ignore[assignment]
     return of_predicate(predicate, whole, captured)
+
+
+def refuse_tracers(given: Mapping[str, Any]) -> None:
+    for name, x in given.items():
+        if is_traced(x):
+            raise TypeError(
+                f"{name}: got a JAX tracer, expected an array with values, of which a BlockMask is made; make it outside of "
+                "the traced function, or pass bools as mask= of rawattn.jax.attention, which may be traced"
+            )
 
 
 def _extent(name: str, value: Any) -> int:
@@ -160,10 +175,18 @@ def _of_ranges(given: Any, shape: tuple[int | None, ...]) -> BlockMask:
         imported = arrays.import_array("ranges", given, stream=stream)
         ranges = imported.array
         if ranges.dtype not in (np.dtype(np.int32), np.dtype(np.int64)):
-            raise TypeError(f"ranges: got dtype {ranges.dtype}, expected int32 or int64")
+            fix = cast(imported.framework, "ranges", "int32")
+            raise TypeError(
+                f"ranges: got dtype {ranges.dtype}, expected int32 or int64; convert it, as by {fix}"
+            )
         if ranges.ndim != 4 or ranges.shape[3] != 2:
             raise ValueError(f"ranges: got shape {ranges.shape}, expected {accepted}")
-        batch, _, rows, keys = shape
+        batch, heads, rows, keys = shape
+        if heads != 1:
+            raise ValueError(
+                f"nheads: got {heads} beside ranges, which are the same for all heads, expected 1; for heads that differ pass "
+                "mask= or predicate="
+            )
         for name, wanted, got in (
             ("batch", None if batch == 1 else batch, ranges.shape[0]),
             ("seqlen_q", rows, ranges.shape[1]),

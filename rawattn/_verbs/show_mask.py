@@ -70,6 +70,10 @@ def show_mask(
     heads = (1, 1) if found is None else found.shape[:2]
     rows = _length("seqlen_q", seqlen_q, None if found is None else found.shape[2])
     keys = _length("seqlen_k", seqlen_k, None if found is None else found.shape[3])
+    if 0 in heads:
+        raise ValueError(
+            f"mask: got a batch and heads of {heads}, expected at least one of each to show"
+        )
     for name, index, extent in (("batch", batch, heads[0]), ("head", head, heads[1])):
         if _options.whole(name, index, "an int >= 0") >= extent > 1:
             raise ValueError(f"{name}: got {index}, expected less than {extent}, that of the mask")
@@ -115,11 +119,12 @@ def _tile(tile: tuple[int, ...] | None, rows: int, keys: int) -> tuple[int, int]
         return 64 * times, 64 * times
     accepted = "a tuple (rows, keys) of ints >= 1"
     given: Any = tile
-    if not isinstance(given, (tuple, list)) or any(type(n) is not int for n in given):
+    if not isinstance(given, (tuple, list)):
         raise TypeError(f"tile: got {shown(tile)}, expected {accepted}")
-    if len(tile) != 2 or min(tile) < 1:
+    sizes = [_options.whole("tile", n, accepted) for n in given]
+    if len(sizes) != 2 or min(sizes) < 1:
         raise ValueError(f"tile: got {shown(tile)}, expected {accepted}")
-    return tile[0], tile[1]
+    return sizes[0], sizes[1]
 
 
 def _visible(

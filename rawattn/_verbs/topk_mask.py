@@ -11,10 +11,11 @@ from rawattn._call import options
 from rawattn._call.argument_kinds import checks_arguments
 from rawattn._call.options import DEFAULTS
 from rawattn._interop import arrays, dynamo
+from rawattn._interop.advice import cast
 from rawattn._interop.arrays import HOST
 from rawattn._masks.block_mask import BlockMask
 from rawattn._masks.layout import Shape
-from rawattn._verbs.block_mask import block_mask
+from rawattn._verbs.block_mask import block_mask, refuse_tracers
 
 # Elements that are looked through at a time: each takes some 20 bytes meanwhile.
 _AT_ONCE = 1 << 25
@@ -43,11 +44,15 @@ def topk_mask(
     settings = DEFAULTS._replace(causal=causal, align=align)
     is_causal, top_left = options.causal(settings), options.top_left(settings)
     count = options.whole("k", k, "an int >= 0")
+    refuse_tracers({"scores": scores})
     with arrays.on_stream_of(scores, arrays.framework_of(scores)) as stream:
         imported = arrays.import_array("scores", scores, stream=stream)
         given = imported.array
         if given.dtype.kind not in "fiu" and given.dtype.name != "bfloat16":
-            raise TypeError(f"scores: got dtype {given.dtype}, expected numbers")
+            fix = cast(imported.framework, "scores", "float32")
+            raise TypeError(
+                f"scores: got dtype {given.dtype}, expected numbers; convert it, as by {fix}"
+            )
         if not 1 <= given.ndim <= 4:
             raise ValueError(
                 f"scores: got shape {given.shape}, expected one to four axes that broadcast to (batch, nheads, seqlen_q, "
