@@ -120,7 +120,8 @@ def attention(
         then sum to less than 1. A row that sees no key has lse = its sink logit. -inf is none.
     dropout_p : float
         In [0, 1). Each probability is dropped with this chance, the others are divided by ``1 - dropout_p``; lse is that
-        without dropout. Needs a seed.
+        without dropout. Needs a seed. Draws have 16 bits: below 2**-17 nothing is dropped, and above 1 - 2**-16 one in 65536
+        is still kept, which makes the output too large in the mean.
     seed : int, or integer array of one element, optional
         What is dropped depends on (seed, batch, head, row, key) alone, so it is the same in the backward, on every backend
         and for every tiling. An array (int32 or int64, on q's device) is read by the kernels: a captured graph draws anew in

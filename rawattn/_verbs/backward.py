@@ -93,6 +93,9 @@ def attention_backward(
     -----
     The work runs on the current stream of q's framework and never waits for it, as that of `attention`.
 
+    Torch tensors that require grad are accepted while grad mode is on too, unlike by `attention`: they are read as their
+    ``detach()``, and nothing is recorded.
+
     Examples
     --------
     >>> import numpy as np, rawattn
