@@ -251,6 +251,16 @@ def _numbers() -> list[Case]:
         # In the backward products begin with slopes over the scale.
         dense("alibi-scale-0", 1, 90, 300, alibi_slopes="heads", scale=0.0, causal=True),
         dense("alibi-negative-scale", 1, 90, 300, alibi_slopes="heads", scale=-0.3, causal=True),
+        # Of keys alone, which Hopper's forward reads as they come.
+        *(
+            dense(f"mask-of-keys-{form}-d{d}", 3, 150, 333, **_TWO, headdim=d, **more,
+                  mask=Pairs(values=form, heads="one", rows=False))
+            for form, d, more in (
+                ("random", 64, {}), ("late-start", 128, {"causal": True}), ("late-keys", 96, {"window": (90, 8), "sink": 3}),
+                ("sparse", 256, {"sink_logits": "normal"}), ("random", 32, {"align": "top-left", "causal": True}),
+            )
+        ),
+        dense("mask-of-keys-once", 2, 700, 900, **_TWO, mask=Pairs(values="late-start", batch=False, heads="one", rows=False)),
         dense("alibi-tiny-scale", 1, 90, 300, alibi_slopes="heads", scale=1e-25),
         # Keys on both sides of the diagonal, of rows that begin before the first key or behind the last one too.
         *(

@@ -231,9 +231,7 @@ def test_few_rows_under_a_mask(
     ],
     ids=str,
 )
-def test_masks_of_keys(
-    as_it_comes: bool, shape: tuple[int, ...], options: dict[str, Any]
-) -> None:
+def test_masks_of_keys(as_it_comes: bool, shape: tuple[int, ...], options: dict[str, Any]) -> None:
     """Bools of few keys are read by the forward itself: its tiles are those of a call without a mask."""
     problem = replace(CALL_OF_MANY, batch=2, nheads_q=4, nheads_kv=4, rows_q=500, max_seqlen_q=500)
     problem = replace(replace(problem, rows_k=500, max_seqlen_k=500), **options)

@@ -55,7 +55,14 @@ def variants_of_scores() -> Iterator[compiler.Source]:
         "held": (bias_of(128, "float32"), {**bias_of(128, "float32"), **limited}),
         "alibi": (slopes, {**slopes, **lengths}, {**slopes, **both_sides}),
         "alibi_long": (slopes, {**slopes, **lengths}, {**slopes, **both_sides}),
-        "few": ({}, of_keys, bias_of(128), {**bias_of(128), **limited}, paged, {**paged, "float8": True}),
+        "few": (
+            {},
+            of_keys,
+            bias_of(128),
+            {**bias_of(128), **limited},
+            paged,
+            {**paged, "float8": True},
+        ),
         "paged": (paged, {**paged, "window_left": 50}),
         "paged_rows": (copied, {**copied, "window_left": 50}),
         "paged_8bit": tuple(

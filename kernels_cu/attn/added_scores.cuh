@@ -31,8 +31,8 @@ struct AddedScores {
 
   // Of each block of 16 x 16 the lane's elements, or pairs of them, in the accumulator's order.
   Word bias[kBlocks][C::kElements / (kHalves ? 2 : 1)];
-  // Of each row from the lane's first key: less the key's column, which is known when this is compiled. Of a ramp from the
-  // tile's first key.
+  // Of each row from the lane's first key: less the key's column, which is known when this is compiled. Of a ramp from
+  // the tile's first key.
   float distance[kRowBlocks][C::kSlots], slope[kRowBlocks][C::kSlots];
   // Of each row the line at that key, and its step.
   float line[kRowBlocks][C::kSlots], step[kRowBlocks][C::kSlots];
@@ -40,8 +40,8 @@ struct AddedScores {
   bool beyond;    // of a ramp: the tile is, for all rows that have a part in it, beyond the diagonal of ALiBi
 
   // A row's addends, but for a bias, have a largest one that is known without them.
-  static constexpr bool kBounded = config::kBias == 0 && (ScoreRule::kLine || config::kAlibi) &&
-                                   (kRamp || config::kOneSided || !config::kAlibi);
+  static constexpr bool kBounded =
+      config::kBias == 0 && (ScoreRule::kLine || config::kAlibi) && (kRamp || config::kOneSided || !config::kAlibi);
 
   // Of rows of the wave, for all tiles. rules: a ScoreRule or RowRules, as below.
   //
@@ -127,7 +127,8 @@ struct AddedScores {
   template <class Unit>
   DEVICE float start(int m, int slot, float x) const {
     if constexpr (ScoreRule::kLine) x = fmaf(line[m][slot], Unit::kUnit, x);
-    if constexpr (config::kAlibi && (config::kOneSided || kRamp)) return fmaf(-slope[m][slot] * Unit::kUnit, distance[m][slot], x);
+    if constexpr (config::kAlibi && (config::kOneSided || kRamp))
+      return fmaf(-slope[m][slot] * Unit::kUnit, distance[m][slot], x);
     return x;
   }
   // The largest addend of a row's elements, of lines and of ALiBi on one side alone, from that of its row.

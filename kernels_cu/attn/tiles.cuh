@@ -19,8 +19,8 @@ struct TileSpan {
 // The key tiles that query rows [first, last] meet, which are some of kTileQ rows from `first` on: tiles of sink
 // tokens, then those of the window.
 //
-// Where scores grow towards the diagonal, the softmax is to meet the largest first: then its running maximum stays where
-// it is. Down from the last key that is seen, or from the diagonal to the first key and then up from it.
+// Where scores grow towards the diagonal, the softmax is to meet the largest first: then its running maximum stays
+// where it is. Down from the last key that is seen, or from the diagonal to the first key and then up from it.
 enum class TileOrder { kUp, kDown, kFromDiagonal };
 template <class Visible, int kTileQ, int kTileK, TileOrder kOrder = TileOrder::kUp>
 struct KeyTiles : TileSpan {

@@ -194,8 +194,8 @@ struct StoredTiles<true> {
   alignas(1024) unsigned char stored_keys[kStoredSlots][kStoredBlocksQk * kTileK * 128];
   unsigned char stored_values[kStoredSlots][kStoredBlocksV * kTileK * 128];
 };
-// Slopes of rows and numbers of keys: see sm90/forward_ramp.cuh. Of ALiBi keys on either side of the diagonal have their
-// own.
+// Slopes of rows and numbers of keys: see sm90/forward_ramp.cuh. Of ALiBi keys on either side of the diagonal have
+// their own.
 constexpr int kRampSides = kAlibi && !kOneSided ? 2 : 1;
 template <bool kUsed>
 struct RampTile {};

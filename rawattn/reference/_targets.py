@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rawattn._call.checks import check_apart
+from rawattn._call.checks import check_apart, check_own_elements
 from rawattn._call.gradients import Gradients, check_given
 from rawattn._call.options import shown
 from rawattn.reference._call import Array, Call, is_float
@@ -25,6 +25,7 @@ def write(name: str, target: Any, result: Array, rows: Array | None = None) -> A
         raise TypeError(f"{name}: got {target.dtype}, expected a floating-point dtype")
     if not target.flags.writeable:
         raise ValueError(f"{name}: got a read-only array; pass a writable one")
+    check_own_elements(target, name)
     real = ... if rows is None else rows
     target[real] = result[real].astype(target.dtype)
     return target

@@ -105,8 +105,8 @@ struct Positions {
 };
 constexpr Positions kPositions;
 
-// An operand by its descriptor (PTX ISA, "Matrix Descriptor Format"): of 16 bits in the 128-byte swizzle, of tf32 without
-// one.
+// An operand by its descriptor (PTX ISA, "Matrix Descriptor Format"): of 16 bits in the 128-byte swizzle, of tf32
+// without one.
 struct Operand {
   Type type;
   ptx::Major major;
@@ -121,7 +121,8 @@ struct Operand {
     if (bits >> 62 != (type == Type::kTf32 ? 0 : 1)) fail("descriptor %#llx: of another swizzle", bits);
     if ((bits & 0x3fffc000c000c000ull) != 0) fail("descriptor %#llx: a field has grown into the next one", bits);
     // The eight rows after which the swizzle repeats.
-    if (type != Type::kTf32 && (start >> 7 & 7) != 0) fail("descriptor %#llx: starts inside of 1024 bytes that belong together", bits);
+    if (type != Type::kTf32 && (start >> 7 & 7) != 0)
+      fail("descriptor %#llx: starts inside of 1024 bytes that belong together", bits);
   }
   // outer: a row of A, or a column of B.
   unsigned address(unsigned outer, unsigned depth) const {

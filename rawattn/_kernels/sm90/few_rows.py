@@ -63,7 +63,8 @@ def _many(problem: Problem, target: Target) -> str | None:
 
 
 def _are_few(problem: Problem, target: Target) -> bool:
-    if forward.masks_keys(problem):  # which the forward reads as it comes, and decoding from bits that are made first
+    # The forward reads such a mask as it comes, decoding bits that are made first.
+    if forward.masks_keys(problem):
         if problem.max_seqlen_k < _LEAST_MASKED:
             return False
         problem = replace(problem, mask=None)

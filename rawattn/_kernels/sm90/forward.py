@@ -51,6 +51,8 @@ _SHORT_MASKED_SEQLEN = 400
 _CROWDED_KEYS = 1024
 # Tiles of interleaved heads must be so many fewer: they end in rows that are nobody's.
 _WORTH_INTERLEAVING = 0.8
+# Columns of a window, up to which a mask of keys has registers beside it.
+_MASKED_WINDOW_COLUMNS = 192
 # Of products to which slopes are added: those are divided by it, and must stay numbers.
 _LEAST_SCALE = 2.0**-64
 # Columns of keys up to which consumers are short of time for scores. Beyond, products take what a multiply-add of each score
@@ -158,7 +160,8 @@ def masks_keys(problem: Problem) -> bool:
         return False
     if not form.dense:
         return False
-    if problem.ragged or (problem.window_left is not None and max(problem.headdim, problem.headdim_v) > 192):
+    wide = max(problem.headdim, problem.headdim_v) > _MASKED_WINDOW_COLUMNS
+    if problem.ragged or (problem.window_left is not None and wide):
         return False
     return problem.plain_scores and problem.max_seqlen_k < min(MOST_MASKED_KEYS, SHARED_SEQLEN)
 
