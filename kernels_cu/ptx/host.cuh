@@ -106,6 +106,17 @@ DEVICE void cluster_sync() { host::meet_cluster(); }
 DEVICE void mbarrier_arrive_at(Mbarrier* barrier, int rank) { host::mbarrier_arrive_at(barrier, rank); }
 DEVICE void send(unsigned* to, unsigned x, Mbarrier* barrier, int rank) { host::send(to, x, barrier, rank); }
 
+DEVICE unsigned ballot(bool predicate) {
+  unsigned mine = predicate;
+  const auto gather = [](void* const* payloads) {
+    unsigned bits = 0;
+    for (int lane = 0; lane < 32; lane++) bits |= *static_cast<unsigned*>(payloads[lane]) << lane;
+    for (int lane = 0; lane < 32; lane++) *static_cast<unsigned*>(payloads[lane]) = bits;
+  };
+  host::meet_wave("ballot", 0, gather, &mine);
+  return mine;
+}
+
 DEVICE void compute_here(unsigned) {}
 DEVICE void read_anew() {}
 

@@ -4,6 +4,7 @@
 #if defined(RAWATTN_TARGET_HOST)
 #include "ptx/host.cuh"
 #else
+#include "ptx/ballot.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/compute_here.cuh"

@@ -28,7 +28,7 @@ DEVICE void read_key_mask(const KeyMask& mask, KeptKeys<true>& kept, const WorkT
     const int left = count - begin - lane;
     UNROLL for (int n = 0; n < kAtOnce; n++) keeps[n] = n * kWave < left && own[n * kWave] != 0;
     UNROLL for (int n = 0; n < kAtOnce; n++) {
-      const unsigned word = target::wave_ballot(keeps[n]);
+      const unsigned word = ptx::ballot(keeps[n]);
       if (lane == begin / kWave + n) mine = word;
       const unsigned key = begin + n * kWave + lane;
       if (!keeps[n]) continue;

@@ -70,8 +70,6 @@ DEVICE unsigned shuffle_xor(unsigned x, int mask) { return __shfl_xor_sync(~0u, 
 DEVICE unsigned shuffle(unsigned x, int lane) { return __shfl_sync(~0u, x, lane); }
 DEVICE bool wave_any(bool predicate) { return __any_sync(~0u, predicate); }
 DEVICE unsigned wave_max(unsigned x) { return __reduce_max_sync(~0u, x); }
-// Bit n: lane n's.
-DEVICE unsigned wave_ballot(bool predicate) { return __ballot_sync(~0u, predicate); }
 DEVICE int wave_count(bool predicate) { return __popc(__ballot_sync(~0u, predicate)); }
 // Through a shuffle the compiler learns that x is the same in every lane.
 DEVICE int wave_uniform(int x) { return __shfl_sync(~0u, x, 0); }

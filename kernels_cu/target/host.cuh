@@ -167,19 +167,6 @@ DEVICE unsigned wave_max(unsigned x) {
   return x;
 }
 
-// Of waves of 32.
-DEVICE unsigned wave_ballot(bool predicate) {
-  static_assert(kWave == 32, "a bit of each lane");
-  unsigned mine = predicate;
-  const auto ballot = [](void* const* payloads) {
-    unsigned bits = 0;
-    for (int lane = 0; lane < kWave; lane++) bits |= *static_cast<unsigned*>(payloads[lane]) << lane;
-    for (int lane = 0; lane < kWave; lane++) *static_cast<unsigned*>(payloads[lane]) = bits;
-  };
-  host::meet_wave("wave_ballot", 0, ballot, &mine);
-  return mine;
-}
-
 DEVICE int wave_count(bool predicate) {
   int mine = predicate;
   const auto count = [](void* const* payloads) {

@@ -15,7 +15,7 @@
 //   product    Mma<T>: fragments of a 16 x 16 x kDepth product, how they are loaded, which row and column a lane holds;
 //              those of tiles of float8 have the columns of a block in another order (column_of_float8)
 //
-//   Hopper's   shared_address(pointer), stmatrix(row, pairs), thread_index_anew(), wave_ballot(predicate)
+//   Hopper's   shared_address(pointer), stmatrix(row, pairs), thread_index_anew()
 //
 // and nothing else, so that an algorithm written against them runs on every machine.
 #pragma once
