@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rawattn import SeqLayout
+from rawattn import ScoreMod, SeqLayout
 from rawattn._call.options import ArrayForm
 from rawattn._call.pages import PageForm
 from rawattn._call.problem import Problem, describe
@@ -170,8 +170,15 @@ def test_what_differs_from_head_to_head_is_not_interleaved(options: dict[str, An
         (True, {"window_right": 20}),
         (True, {"dropout_p": 0.1}),
         (True, {"mask": ArrayForm("bool", (1, 1, 500, 500), (1, 1, 500, 500))}),
-        (True, {"headdim": 256, "window_right": None}),
-        (False, {"headdim": 256}),
+        (True, {"headdim": 128}),
+        (False, {"headdim": 136}),
+        (False, {"headdim": 192, "window_right": None}),
+        (True, {"headdim": 96, "bias": ArrayForm("bfloat16", (1, 1, 500, 500), (1, 1, 500, 500))}),
+        (
+            False,
+            {"headdim": 128, "bias": ArrayForm("bfloat16", (1, 1, 500, 500), (1, 1, 500, 500))},
+        ),
+        (False, {"score_mod": ScoreMod("2 * score").text}),
         (False, {"softcap": 30.0}),
         (False, {"softcap": 30.0, "window_right": None}),
         (False, {"scale": -0.1}),
@@ -185,7 +192,8 @@ def test_what_alibi_adds_along_keys(ramp: bool, options: dict[str, Any]) -> None
     problem = replace(CALL_OF_MANY, nheads_q=4, nheads_kv=4, rows_q=500, max_seqlen_q=500)
     problem = replace(problem, rows_k=500, max_seqlen_k=500, window_right=0, headdim=64)
     problem = replace(problem, alibi_slopes=ArrayForm("float32", (4,), (4,)))
-    config = sm90_forward.choose(replace(problem, **options), H200, Operands())
+    operands = Operands(of_options={"bias": (500_000, 500_000, 1000, 2)}, alignments={"bias": 0})
+    config = sm90_forward.choose(replace(problem, **options), H200, operands)
     assert config.ramp == ramp
     # Addends of both sides, which have no bound by rows, must be there before scores are compared.
     assert not config.late_scaling or ramp or config.one_sided or not config.alibi
@@ -216,6 +224,28 @@ def test_few_rows_under_a_mask(
         assert sm90_forward.choose(problem, H200, Operands()).stream_k == (batch == 1)
 
 
+def test_slopes_of_long_sequences_have_rows_of_their_own() -> None:
+    slopes = ArrayForm("float32", (4,), (4,))
+    problem = replace(
+        CALL_OF_MANY, nheads_q=4, nheads_kv=4, headdim=64, headdim_v=64, window_right=0
+    )
+    for keys, tile in ((8191, (256, 64)), (8192, (192, 128))):
+        sizes = {"rows_q": keys, "rows_k": keys, "max_seqlen_q": keys, "max_seqlen_k": keys}
+        long = replace(problem, alibi_slopes=slopes, batch=40, **sizes)
+        config = sm90_forward.choose(long, H200, Operands())
+        assert (config.tile_rows, config.tile_k) == tile
+
+
+@pytest.mark.parametrize(("keys", "family"), [(191, "sm90"), (192, "decode")])
+def test_few_rows_under_a_mask_of_keys(keys: int, family: str) -> None:
+    """Of which decoding needs bits: few keys are the forward's."""
+    problem = replace(CALL_OF_MANY, nheads_q=4, nheads_kv=4, rows_k=keys, max_seqlen_k=keys)
+    problem = replace(problem, headdim=64, headdim_v=64)
+    shape = 1, 1, 1, keys
+    masked = replace(problem, mask=ArrayForm("bool", shape, shape))
+    assert registry.choose("attention", masked, H200, Operands()).name == family
+
+
 @pytest.mark.parametrize(
     ("as_it_comes", "shape", "options"),
     [
@@ -227,7 +257,9 @@ def test_few_rows_under_a_mask(
         (False, (2, 1, 1, 2000), {"rows_k": 2000, "max_seqlen_k": 2000}),
         (False, (2, 1, 1, 500), {"ragged": True}),
         (False, (2, 1, 1, 500), {"softcap": 30.0}),
-        (False, (2, 1, 1, 500), {"headdim": 256, "window_left": 50}),
+        (True, (2, 1, 1, 500), {"headdim": 192, "window_left": 50}),
+        (False, (2, 1, 1, 500), {"headdim": 200, "window_left": 50}),
+        (False, (2, 1, 1, 500), {"headdim_v": 256, "window_left": 50}),
     ],
     ids=str,
 )

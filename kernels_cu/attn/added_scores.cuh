@@ -37,9 +37,9 @@ struct AddedScores {
   // Of each row the line at that key, and its step.
   float line[kRowBlocks][C::kSlots], step[kRowBlocks][C::kSlots];
   bool straight;  // the wave's lines are computed so: see are_straight()
-  bool beyond;    // of a ramp: the tile is, for all rows that have a part in it, beyond the diagonal of ALiBi
+  bool beyond;    // set before load() where a ramp of ALiBi has both sides: the tile is behind the diagonal
 
-  // A row's addends, but for a bias, have a largest one that is known without them.
+  // The largest addend of a row is known before those of its elements: see largest().
   static constexpr bool kBounded =
       config::kBias == 0 && (ScoreRule::kLine || config::kAlibi) && (kRamp || config::kOneSided || !config::kAlibi);
 

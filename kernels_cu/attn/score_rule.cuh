@@ -4,9 +4,9 @@
 //   s = scale * (q . k);  s = softcap * tanh(s / softcap);  s = score_mod(s);  s += bias;
 //   s -= slope * |i + offset - j|
 //
-// The last two are added to the exponents that the scores become, and so is what a score_mod adds if that grows evenly
-// from key to key. Elements of keys that nobody sees are computed like
-// others, and masked afterwards.
+// The last two are added to the exponents that the scores become, or to the products, and so is what a score_mod adds
+// if that grows evenly from key to key. Elements of keys that nobody sees are computed like others, and masked
+// afterwards.
 #pragma once
 
 #include "attn/params.cuh"

@@ -122,15 +122,11 @@ constexpr bool kUnlike = kStreamK && !kRagged && !kBlockMask && kRight && !kLeft
 static_assert(!kBlockMask || kCluster == 1, "a mask's lists are of one block's tiles");
 // The keys of a sequence that a mask of keys keeps, a bit of each (sm90/forward_key_mask.cuh); first, behind: of the
 // first one, and behind the last one.
-template <bool kUsed>
-struct KeptKeys {};
-template <>
-struct KeptKeys<true> {
+struct KeptBits {
   alignas(16) unsigned bits[kMostMaskedKeys / 32];
   int first, behind;
 };
-template <bool kUsed>
-struct MaskedTile : WorkTile, KeptKeys<kUsed> {};
+struct MaskedTile : WorkTile, KeptBits {};
 template <bool kPartial, bool kMasked>
 struct ItemOf {
   using Type = WorkTile;
@@ -141,7 +137,7 @@ struct ItemOf<true, false> {
 };
 template <>
 struct ItemOf<false, true> {
-  using Type = MaskedTile<true>;
+  using Type = MaskedTile;
 };
 using Item = ItemOf<kStreamK, kKeyMask>::Type;
 
@@ -321,7 +317,7 @@ DEVICE Keys key_tiles_of(const ForwardParams& p, const WorkTile& work) {
   return Meeting::keys(p, visible, work.sequence, work.q, work.head, work.tile);
 }
 // Under a mask of keys those up to the last key that is kept; the first one is asked for before that is known.
-DEVICE Keys key_tiles_of(const ForwardParams& p, const MaskedTile<true>& work) {
+DEVICE Keys key_tiles_of(const ForwardParams& p, const MaskedTile& work) {
   Visible visible(p, work.q.length, work.k.length);
   visible.len_k = work.behind;
   Keys found = Meeting::keys(p, visible, work.sequence, work.q, work.head, work.tile);
@@ -346,9 +342,12 @@ DEVICE TileSpan seen_of_item(const OwnKeys& own, const Keys& all, const TileSpan
 }
 // Under a mask of keys none in front of the first one that is kept.
 DEVICE TileSpan kept_of_item(const TileSpan& seen, const WorkTile&) { return seen; }
-DEVICE TileSpan kept_of_item(const TileSpan& seen, const MaskedTile<true>& work) {
-  const int first = kLeft ? 0 : work.first / kTileK;
-  return {first < seen.begin ? seen.begin : first < seen.end ? first : seen.end, seen.end};
+DEVICE TileSpan kept_of_item(TileSpan seen, const MaskedTile& work) {
+  if constexpr (!kLeft) {  // else tiles are left out before a window, and have other numbers
+    const int first = work.first / kTileK;
+    if (seen.begin < first) seen.begin = first < seen.end ? first : seen.end;
+  }
+  return seen;
 }
 
 }  // namespace forward

@@ -15,7 +15,7 @@ static_assert(!kKeyMask || !(kBlockMask || kStreamK || kRagged || kCluster > 1),
 static_assert(!kKeyMask || kMostMaskedKeys <= 32 * target::kWave, "a lane has 32 keys");
 
 // By a whole warp. What is no key of the mask is not kept.
-DEVICE void read_key_mask(const KeyMask& mask, KeptKeys<true>& kept, const WorkTile& work, int lane) {
+DEVICE void read_key_mask(const KeyMask& mask, KeptBits& kept, const WorkTile& work, int lane) {
   constexpr int kAtOnce = 8, kWave = target::kWave;
   const unsigned char* const keep = mask.data + work.sequence * mask.batch;
   const int in_mask = mask.keys < kMostMaskedKeys ? mask.keys : kMostMaskedKeys;
@@ -64,7 +64,7 @@ struct KeptOfTile {
   bool partial;
   HalfWords<kKeyBlocks> kept;
 
-  DEVICE void load(const KeptKeys<true>& keys, int first_key) {
+  DEVICE void load(const KeptBits& keys, int first_key) {
     kept.load(reinterpret_cast<const unsigned short*>(keys.bits), first_key / 16, kMostMaskedKeys / 16);
     partial = !kept.all();
   }
@@ -81,9 +81,11 @@ struct KeptOfTile {
 
 // Their values, which become zeros where they are not kept: see sm90/hidden_values.cuh.
 struct DroppedValues {
+  static_assert(kTileK <= kWarpgroup, "a thread has one key");
+
   bool any, own;  // of the tile; of this thread
 
-  DEVICE void load(const KeptKeys<true>& keys, const KeptOfTile& tile, int first_key) {
+  DEVICE void load(const KeptBits& keys, const KeptOfTile& tile, int first_key) {
     const int row = target::thread_index() % kWarpgroup, key = first_key + row;
     any = tile.partial;
     own = row < kTileK && (key >= kMostMaskedKeys || (keys.bits[key / 32] >> key % 32 & 1) == 0);
@@ -119,7 +121,7 @@ struct MaskOfTile<true> {
   DroppedValues dropped;
 
   template <class OwnTiles>
-  DEVICE void load(const ForwardParams&, const KeptKeys<true>& keys, int, const OwnTiles& tiles, int n, int, int) {
+  DEVICE void load(const ForwardParams&, const KeptBits& keys, int, const OwnTiles& tiles, int n, int, int) {
     kept.load(keys, tiles.first_key(n));
     dropped.load(keys, kept, tiles.first_key(n));
   }

@@ -109,12 +109,13 @@ DEVICE void produce(const Params& p, const Maps& maps, SharedMemory& s, int lane
     slot.advance();
     if (at < 0) tickets.spent();
     if (!work.exists) break;
-    // What a mask keeps need not be known for the first of them, where none is left out before it.
     const auto wait_for_mask = [&] {
       // The slot before the one that is next.
       if constexpr (kKeyMask) ptx::mbarrier_wait(&s.work_full[slot.slot ^ 1], slot.parity ^ (slot.slot == 0));
     };
+    // The first key tile is asked for before it is known how many there are, unless a window may begin behind it.
     constexpr bool kLearnsEnd = kKeyMask && !kLeft;
+    static_assert(!kLearnsEnd || !kStreamK, "the first one is 0");
     if constexpr (!kLearnsEnd) wait_for_mask();
     const Keys key_tiles = key_tiles_to_load<kLearnsEnd>(p.forward, work);
     TileSpan span = span_of_item(key_tiles, work);

@@ -2,8 +2,11 @@
 // by its slope each, which is one more step of Q K^T, eight deep in tf32. A multiply-add of each score would take more,
 // since scores are what Hopper's consumers are short of time for.
 //
-// A slope in the products' units is the sum of three numbers of 11 bits, each of which meets the keys' numbers exactly:
-// in each half of the depth, and those are the same bytes, so keys have half of their numbers.
+// A slope in the products' units is the sum of three numbers of 11 bits, and a key's number j has no more:
+//
+//   slope * j = 2 * (high + middle + low) * (j / 2)
+//
+// The depth of eight is twice the same four columns, of which the last one is 0: both operands have rows of 16 bytes.
 // What a row has in common stays with its running maximum (attn/added_scores.cuh).
 #pragma once
 
@@ -17,7 +20,7 @@ namespace forward {
 static_assert(!kRamp || kAlibi || ScoreRule::kLine, "a ramp along the keys");
 static_assert(!kRamp || !(kScaleFirst || ScoreRule::kRemakes || kFloat8), "scores are products, but for the scale");
 
-// Whether a key tile is beyond the diagonal, or on the diagonal's other side, for all rows of a consumer.
+// Whether a key tile is wholly behind the diagonal, or begins on it, for all rows of a consumer; or wholly before it.
 template <class OwnTiles>
 DEVICE bool is_beyond(const OwnTiles& tiles, int n) {
   if constexpr (!kRamp || kRampSides == 1) return false;
@@ -90,6 +93,8 @@ struct Slopes<true> {
       const float high = leading(slope), middle = leading(slope - high);
       ramp.rows[index][warp * 16 + lane] = {{high, middle, slope - high - middle, 0.0f}};
     }
+    // A warp multiplies its own 16 rows, which it is done with. The barrier is for what the instruction promises: rows
+    // of all four warps are there.
     ptx::fence_copies();
     ptx::barrier_sync(kCleaned + index, kWarpgroup);
   }

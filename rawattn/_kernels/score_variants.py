@@ -59,6 +59,7 @@ def _options(dtype: str) -> list[dict[str, Any]]:
         together,
         {"bias": _form("float32", 1, 1, 1, _ROWS)},
         {"bias": _form(dtype, 1, 1, _ROWS, _ROWS)},
+        {"mask": _form("bool", 1, 1, 1, _ROWS)},
     ]
 
 
@@ -67,7 +68,7 @@ def score_variants(target: Target) -> list[Source]:
 
     In turns of causal calls with a deterministic backward, and of others.
     """
-    *_, together, _, _ = _options("float32")
+    *_, together, _, _, _ = _options("float32")
     sources = _sources(_problem("float32", 64, causal=False, **together), target, False)
     for n, each in enumerate(_options("bfloat16")):
         odd = n % 2 == 1

@@ -65,10 +65,24 @@ def test_bools_as_they_come(hopper: MakeDevice, form: str, rule: str) -> None:
         for array in (k, v):
             array[~keep[:, 0, 0]] = np.nan
         # Sequences that begin anywhere.
-        mask = np.concatenate([keep, keep[..., : n + 1]], axis=-1)[..., :KEYS]
+        wide = np.zeros((2, 1, 1, KEYS + n + 1), bool)
+        mask = wide[..., n : n + KEYS]
+        mask[...] = keep
         with small_tiles(sm90_forward=shape):
             verify_forward(device, "sm90", q, k, v, mask=mask, **RULES[rule])
     assert device.launched == [sm90_forward_config.ENTRY] * len(SHAPES)
+
+
+@pytest.mark.parametrize(("keys", "shape"), [(300, LATE), (513, EARLY), (1023, WIDE)], ids=str)
+def test_more_keys_than_are_read_at_once(
+    hopper: MakeDevice, keys: int, shape: tuple[Any, ...]
+) -> None:
+    device = hopper()
+    keep = kept("holes", keys)
+    keep[0, ..., :40], keep[1, ..., 290:] = False, False
+    with small_tiles(sm90_forward=shape):
+        verify_forward(device, "sm90", *arrays(BFLOAT16, 2, (70, keys), (4, 2)), mask=keep)
+    assert device.launched == [sm90_forward_config.ENTRY]
 
 
 def test_one_mask_for_all_sequences(hopper: MakeDevice) -> None:

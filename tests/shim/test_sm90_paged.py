@@ -94,6 +94,14 @@ def test_options_of_scores(hopper: MakeDevice, page_size: int, name: str) -> Non
     verify_sm90(hopper(), call, on_device=True, **OPTIONS[name])
 
 
+@pytest.mark.parametrize(("page_size", "shape"), [(8, LATE), (16, WIDE), (3, LONE)], ids=str)
+def test_alibi_on_both_sides(hopper: MakeDevice, page_size: int, shape: tuple[Any, ...]) -> None:
+    """The sequence's end, behind which are NaNs, is in none of the last tiles that are met."""
+    call = paged((170, 3, 0, 129), page_size, **KNOBS)
+    slopes = np.float32([0.5, -0.2, 0.01, 2])[: call.q.shape[-2]]
+    verify_sm90(hopper(), call, shape, alibi_slopes=slopes)
+
+
 @pytest.mark.parametrize("page_size", [24, 1])
 def test_batches(hopper: MakeDevice, page_size: int) -> None:
     packed = paged((70, 9, 0, 129), page_size, rows=(40, 9, 4, 1), group=True, pair=True)

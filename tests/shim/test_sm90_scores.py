@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rawattn import ScoreMod, reference
 from rawattn._kernels.sm90 import forward_config as sm90_forward_config
 from tests import exhaustive
 from tests.shim.device import MakeDevice
 from tests.shim.test_sm90_bias import BFLOAT16, FLOAT16, arrays
-from tests.shim.whole import small_tiles, verify_forward
+from tests.shim.whole import run_forward, small_tiles, verify_forward
 
 # tile_k, consumers, stages, cluster, ping_pong, late_scaling, consumer_registers, tensor_stores
 LATE = (16, 2, 2, 1, True, True, 232, False)
@@ -46,6 +47,28 @@ def test_alibi(hopper: MakeDevice, name: str, mask: dict[str, Any]) -> None:
         with small_tiles(sm90_forward=shape):
             verify_forward(device, "sm90", 4 * q, k, v, alibi_slopes=slopes, **mask)
     assert device.launched.count(sm90_forward_config.ENTRY) == len(SHAPES)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_alibi_beside_a_score_function(hopper: MakeDevice, causal: bool) -> None:
+    """Which is no line there: slopes join finished scores."""
+    device = hopper()
+    slopes, mod = np.float32([0.5, 0.25]), ScoreMod("2 * score")
+    given = arrays(BFLOAT16, 1, (70, 70), (2, 2))
+    with small_tiles(sm90_forward=LATE_LONE):
+        verify_forward(device, "sm90", *given, alibi_slopes=slopes, score_mod=mod, causal=causal)
+    assert device.launched == [sm90_forward_config.ENTRY]
+
+
+def test_slopes_of_many_digits(hopper: MakeDevice) -> None:
+    """Of which products have all: keys of a large tile weigh alike, and a share of 2^-11 of a slope would be seen."""
+    q, k, v = arrays(FLOAT16, 1, (260, 260), (2, 2))
+    with small_tiles(sm90_forward=(128, 2, 2, 1, True, False, 232, False)):
+        slopes = np.float32([3.3, -0.7])
+        out, lse = run_forward(hopper(), "sm90", q, k, v, alibi_slopes=slopes, scale=0.3)
+    exact, exact_lse = reference.attention(q, k, v, alibi_slopes=slopes, scale=0.3, return_lse=True)
+    np.testing.assert_allclose(lse, exact_lse, atol=3e-4)
+    np.testing.assert_allclose(out.astype(float), exact, atol=4e-3)
 
 
 @pytest.mark.parametrize("lens", [(170, 70), (40, 230), (1, 100), (90, 1)], ids=str)

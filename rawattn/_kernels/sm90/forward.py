@@ -55,9 +55,9 @@ _WORTH_INTERLEAVING = 0.8
 _MASKED_WINDOW_COLUMNS = 192
 # Of products to which slopes are added: those are divided by it, and must stay numbers.
 _LEAST_SCALE = 2.0**-64
-# Columns of keys up to which consumers are short of time for scores. Beyond, products take what a multiply-add of each score
-# does; but not what more of them do, where ALiBi falls on both sides of the diagonal.
-_RAMP_COLUMNS = 128
+# Columns of keys up to which consumers are short of time for scores: beyond, products take what a multiply-add of each score
+# does. Beside a bias the descriptors of a ramp have registers up to fewer.
+_RAMP_COLUMNS, _BIASED_RAMP_COLUMNS = 128, 96
 # Another row of the tables must be expected to take less than this of the usual one's time.
 _WORTH_CHANGING = 0.96
 # Blocks that share a multiprocessor: of ragged batches four have no registers.
@@ -108,7 +108,7 @@ def choose(problem: Problem, target: Target, operands: Operands) -> Config:
     """The configuration for a problem that it supports."""
     if masks_keys(problem):
         plain = choose(replace(problem, mask=None), target, operands)
-        return replace(plain, key_mask=True)
+        return replace(plain, key_mask=True, cluster=1)
     fields, shared = _fields(problem, target, max(problem.headdim, problem.headdim_v))
     between = operands.strides.get("out", ())[:-1]
     store_bytes = access_bytes(problem.headdim_v * 2, operands.pointers, *between)
@@ -149,8 +149,8 @@ def choose(problem: Problem, target: Target, operands: Operands) -> Config:
 
 
 def masks_keys(problem: Problem) -> bool:
-    """Whether a mask is read as it comes: bools of few keys alone, side by side, in a dense call whose scores have nothing else
-    done to them.
+    """Whether a mask is read as it comes: bools of few keys alone, side by side, in a dense call with nothing else that changes
+    scores or drops probabilities. Learned sinks may be there.
 
     Tiles of more keys may be shared out, for which their number must be known before. Beside lengths, and beside a window of
     many columns, there are no registers left.
@@ -234,8 +234,9 @@ def with_ramp(config: Config, problem: Problem, target: Target) -> Config:
     room = shared_limit_of(config.blocks_per_sm, target.shared_limit)
     late = config.late_scaling and (config.one_sided or not config.alibi)
     # A slope is divided by the scale.
-    made = problem.softcap is None and not config.float8 and problem.scale >= _LEAST_SCALE
-    pays = config.headdim <= _RAMP_COLUMNS or (config.alibi and not config.one_sided)
+    remade = problem.softcap is not None or (problem.score_mod is not None and not config.mod_line)
+    made = not remade and not config.float8 and problem.scale >= _LEAST_SCALE
+    pays = config.headdim <= (_BIASED_RAMP_COLUMNS if config.bias else _RAMP_COLUMNS)
     added = config.alibi or config.mod_line
     if added and made and pays and ramp.shared_bytes <= room:
         return ramp
