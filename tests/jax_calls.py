@@ -105,14 +105,19 @@ def verify_scores(case: Case, platform: str) -> None:
         name: of_options.pop(name) for name in ("bias", "sink_logits") if name in of_options
     }
     captured = {} if mod is None else dict(mod.arrays)
+    # Those without a gradient are traced all the same.
+    wanted = () if mod is None else mod.text.wrt
+    fixed = {name: x for name, x in captured.items() if name not in wanted}
+    captured = {name: x for name, x in captured.items() if name in wanted}
 
-    def run(arrays: Any, differentiated: Any, captured: Any, of_options: Any) -> Any:
+    def run(arrays: Any, differentiated: Any, captured: Any, of_options: Any, fixed: Any) -> Any:
         options = {**constants, **of_options}
 
         def attention(arrays: Any, differentiated: Any, captured: Any) -> Any:
             more = {}
             if mod is not None:
-                more["score_mod"] = rawattn.ScoreMod(mod.text.forward, wrt=mod.text.wrt, **captured)
+                given = {**captured, **fixed}
+                more["score_mod"] = rawattn.ScoreMod(mod.text.forward, wrt=mod.text.wrt, **given)
             return rawattn.jax.attention(
                 *arrays, seqs=seqs, return_lse=True, **options, **differentiated, **more
             )
@@ -122,7 +127,7 @@ def verify_scores(case: Case, platform: str) -> None:
 
     for traced in (True, False):
         program = jax.jit(run) if traced else run
-        results, (of_qkv, *found) = program(arrays, differentiated, captured, of_options)
+        results, (of_qkv, *found) = program(arrays, differentiated, captured, of_options, fixed)
         out, lse = map(framework.host, results)
         check(out[inputs.rows], exact.out, exact.low_out, what="out")
         check_lse(lse.swapaxes(-1, -2)[inputs.rows], exact.lse, exact.low_lse)
