@@ -72,7 +72,8 @@ def variants_of_scores() -> Iterator[compiler.Source]:
     for table, calls in uses.items():
         for row, call in itertools.product(tile_tables.table(sm90_forward.TILES, table), calls):
             # A window's limits have no registers there.
-            if table in ("paged", "paged_rows") and row.headdim == 256 and "window_left" in call:
+            windows = ("paged", "paged_rows", "left")
+            if table in windows and row.headdim == 256 and "window_left" in call:
                 continue
             if table != "few" or not call or _blocks(row) == 1:
                 yield variant(row, call)
