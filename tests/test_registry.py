@@ -19,7 +19,7 @@ from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import backward as portable_backward
 from rawattn._kernels.selection import using_tiles
 from rawattn._kernels.sm90 import decode as sm90_decode
-from rawattn._kernels.sm90 import filling
+from rawattn._kernels.sm90 import filling, tile_heads
 from rawattn._kernels.sm90 import forward as sm90_forward
 from rawattn._kernels.sm90 import forward_config as sm90_forward_config
 from rawattn._kernels.sm90 import forward_steps as sm90_forward_steps
@@ -129,8 +129,8 @@ def test_heads_of_a_tile(
     group: int, rows: int, tile_rows: int, heads: int, interleaved: bool
 ) -> None:
     problem = replace(CALL_OF_MANY, nheads_q=group, rows_q=rows, max_seqlen_q=rows)
-    assert sm90_forward.heads_per_tile(problem, tile_rows) == heads
-    assert sm90_forward.interleaves(problem, tile_rows) == interleaved
+    assert tile_heads.heads_per_tile(problem, tile_rows) == heads
+    assert tile_heads.interleaves(problem, tile_rows) == interleaved
 
 
 def test_heads_of_a_packed_batch() -> None:
@@ -140,7 +140,7 @@ def test_heads_of_a_packed_batch() -> None:
     alike = replace(problem, rows_q=512 * 32, max_seqlen_q=512)
     padded = replace(mixed, group=False, rows_q=512)
     for each, interleaved in ((mixed, True), (alike, False), (padded, False)):
-        assert sm90_forward.interleaves(each, 128) == interleaved
+        assert tile_heads.interleaves(each, 128) == interleaved
 
 
 @pytest.mark.parametrize(
@@ -157,8 +157,8 @@ def test_heads_of_a_packed_batch() -> None:
 )
 def test_what_differs_from_head_to_head_is_not_interleaved(options: dict[str, Any]) -> None:
     problem = replace(CALL_OF_MANY, nheads_q=5, rows_q=20, max_seqlen_q=20)
-    assert sm90_forward.interleaves(problem, 128)
-    assert not sm90_forward.interleaves(replace(problem, **options), 128)
+    assert tile_heads.interleaves(problem, 128)
+    assert not tile_heads.interleaves(replace(problem, **options), 128)
 
 
 @pytest.mark.parametrize(

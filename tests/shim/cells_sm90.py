@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rawattn._kernels.sm90 import copy_engine
+from rawattn._kernels.sm90 import copy_engine, forward_fit
 from rawattn._kernels.sm90 import forward as sm90_forward
 from rawattn._kernels.sm90 import forward_config as sm90_forward_config
 from rawattn._kernels.target import without_device
@@ -89,7 +89,7 @@ class Sm90Cell(Cell):
         fields = self.shape._asdict()
         fields["tensor_stores"] &= allowed is not None and allowed.tensor_stores
         fields["consumer_registers"] = fields["consumer_registers"] or alone
-        return sm90_forward.with_heads(replace(config, **fields), self.call.problem)
+        return forward_fit.with_heads(replace(config, **fields), self.call.problem)
 
     def run(self, builder: Builder) -> tuple[np.ndarray, np.ndarray | None]:
         seed = zlib.crc32(str(self).encode())

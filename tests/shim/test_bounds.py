@@ -12,6 +12,7 @@ from rawattn._call.problem import Problem
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import forward as portable_forward
 from rawattn._kernels.sm90 import forward as sm90_forward
+from rawattn._kernels.sm90 import forward_fit
 from rawattn._kernels.target import Target, without_device
 from tests import exhaustive
 from tests.memory import CANARY, DTYPES, Strided, strided
@@ -81,7 +82,7 @@ def test_garbage_stays_in_bounds(
         consumer_registers=232,
         tensor_stores=family == "stores",
     )
-    persistent = sm90_forward.with_heads(persistent, problem)
+    persistent = forward_fit.with_heads(persistent, problem)
     for seed in seeds:
         rng = np.random.default_rng([seed, group, dtype == "int64"])
         lengths = Lengths(

@@ -9,6 +9,7 @@ from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import decode as portable_decode
 from rawattn._kernels.portable.decode import TILE_ROWS, WIDE_TILE_HEADDIM
 from rawattn._kernels.sm90 import decode, forward
+from rawattn._kernels.sm90.tile_heads import heads_per_tile
 from rawattn._kernels.target import Target
 
 # Keys of a sequence in rows, at least: of more than a tile's rows and few columns, of more columns, and of scores that are more
@@ -118,6 +119,6 @@ def _changes_scores(problem: Problem) -> bool:
 
 def _forward_tiles(problem: Problem) -> int:
     """Query tiles of the forward that share keys."""
-    heads = forward.heads_per_tile(problem, _FORWARD_ROWS)
+    heads = heads_per_tile(problem, _FORWARD_ROWS)
     queries = _FORWARD_ROWS // heads
     return -(-problem.max_seqlen_q // queries) * (problem.group_heads // heads)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any, TypeVar
 
@@ -239,3 +240,13 @@ def _visible(problem: Problem, first: int, behind: int) -> int:
     if problem.window_left is not None:
         begin = min(end, max(0, first + offset - problem.window_left))
     return end - begin + min(problem.sink, begin)
+
+
+def averaged(problem: Problem) -> Problem:
+    """A packed batch whose sequences are equally long."""
+    q, k = (-(-rows // max(problem.batch, 1)) for rows in (problem.rows_q, problem.rows_k))
+    return replace(
+        problem,
+        max_seqlen_q=min(q, problem.max_seqlen_q),
+        max_seqlen_k=min(k, problem.max_seqlen_k),
+    )

@@ -10,7 +10,8 @@ from typing import Any
 from rawattn._call.problem import Problem
 from rawattn._kernels import features, tile_tables
 from rawattn._kernels.operands import ITEMSIZE, Operands, access_bytes
-from rawattn._kernels.sm90 import bias_slots, copy_engine, filling
+from rawattn._kernels.sm90 import copy_engine, filling
+from rawattn._kernels.sm90 import forward_fit as fit
 from rawattn._kernels.sm90.copy_engine import MAX_PAGES, MAX_ROWS
 from rawattn._kernels.sm90.forward_config import (
     MOST_MASKED_KEYS,
@@ -18,7 +19,8 @@ from rawattn._kernels.sm90.forward_config import (
     blocks_per_sm,
     rows_of,
 )
-from rawattn._kernels.target import Target, shared_limit_of
+from rawattn._kernels.sm90.tile_heads import heads_per_tile
+from rawattn._kernels.target import Target
 from rawattn._kernels.tile_tables import Row
 
 TILES = "sm90_forward"  # the file of its tile tables
@@ -49,15 +51,8 @@ _FEW_ROUNDS, _SOME_ROUNDS, _SHORT_SEQLEN, _SHORT_SCORED_SEQLEN, _LONE_SEQLEN = 2
 _SHORT_MASKED_SEQLEN = 400
 # Keys of a sequence from which on blocks do not share a multiprocessor: each reads them for itself.
 _CROWDED_KEYS = 1024
-# Tiles of interleaved heads must be so many fewer: they end in rows that are nobody's.
-_WORTH_INTERLEAVING = 0.8
 # Columns of a window, up to which a mask of keys has registers beside it.
 _MASKED_WINDOW_COLUMNS = 192
-# Of products to which slopes are added: those are divided by it, and must stay numbers.
-_LEAST_SCALE = 2.0**-64
-# Columns of keys up to which consumers are short of time for scores: beyond, products take what a multiply-add of each score
-# does. Beside a bias the descriptors of a ramp have registers up to fewer.
-_RAMP_COLUMNS, _BIASED_RAMP_COLUMNS = 128, 96
 # Another row of the tables must be expected to take less than this of the usual one's time.
 _WORTH_CHANGING = 0.96
 # Blocks that share a multiprocessor: of ragged batches four have no registers.
@@ -136,8 +131,8 @@ def choose(problem: Problem, target: Target, operands: Operands) -> Config:
         store_bytes=store_bytes,
         stream_k=shared,
     )
-    config = with_heads(with_room(config, target), problem)
-    config = with_bias(config, problem, target, operands)
+    config = fit.with_heads(fit.with_room(config, target), problem)
+    config = fit.with_bias(config, problem, target, operands)
     if problem.pages is not None:
         copied = copy_engine.copies_rows(problem)
         config = replace(
@@ -145,7 +140,7 @@ def choose(problem: Problem, target: Target, operands: Operands) -> Config:
             page_rows=1 if copied else math.gcd(problem.pages.page_size, config.tile_k),
             whole_rows=not copied and copy_engine.next_pages(problem, operands) is not None,
         )
-    return with_ramp(with_query_slots(config, target), problem, target)
+    return fit.with_ramp(fit.with_query_slots(config, target), problem, target)
 
 
 def masks_keys(problem: Problem) -> bool:
@@ -164,83 +159,6 @@ def masks_keys(problem: Problem) -> bool:
     if problem.ragged or (problem.window_left is not None and wide):
         return False
     return problem.plain_scores and problem.max_seqlen_k < min(MOST_MASKED_KEYS, SHARED_SEQLEN)
-
-
-def with_room(config: Config, target: Target) -> Config:
-    """The same with less of its row, until tiles of 8 bits have room beside those that they become.
-
-    The tables are made for 16 bits, but for "paged_8bit", whose rows have room at every head dim that they serve.
-    """
-    while config.float8 and config.shared_bytes > target.shared_limit:
-        if config.tensor_stores:
-            config = replace(config, tensor_stores=False)
-        elif config.stages > 2:
-            config = replace(config, stages=config.stages - 1)
-        else:
-            config = replace(config, tile_k=config.tile_k - 16)
-    return config
-
-
-def with_heads(config: Config, problem: Problem) -> Config:
-    """The same, whose tiles hold so many heads as they should. Of interleaved ones lanes store the output."""
-    interleaved = interleaves(problem, config.tile_rows)
-    return replace(
-        config,
-        heads_per_tile=heads_per_tile(problem, config.tile_rows),
-        interleaved=interleaved,
-        tensor_stores=config.tensor_stores and not interleaved,
-    )
-
-
-def with_bias(config: Config, problem: Problem, target: Target, operands: Operands) -> Config:
-    """The same, with the bias brought beside the keys where it lies so and there is room for it."""
-    slot = bias_slots.slot(problem, operands, config.tile_q, config.heads_per_tile)
-    # The warp that would bring rows converts tiles of 8 bits.
-    if slot == bias_slots.NONE or (slot.by_rows and config.float8):
-        return config
-    brought = replace(
-        config,
-        bias_rows=slot.rows,
-        bias_heads=slot.heads,
-        bias_by_rows=slot.by_rows,
-        bias_pairs=config.bias_pairs and slot.by_rows,
-    )
-    sizes = [(config.tile_k, bias_slots.STAGES), (config.tile_k, 1)]
-    if slot.by_rows and problem.pages is None:
-        # Rows take more room than boxes, and to copy them longer: a second slot is worth more than so many keys. Not more
-        # than whole pages in a tile.
-        sizes.insert(1, (config.tile_k - 16, bias_slots.STAGES))
-    room = shared_limit_of(config.blocks_per_sm, target.shared_limit)
-    for tile_k, stages in sizes:
-        found = replace(brought, tile_k=tile_k, bias_stages=stages)
-        if found.shared_bytes <= room:
-            return found
-    return config
-
-
-def with_query_slots(config: Config, target: Target) -> Config:
-    """The same, with room for the next tile's queries where there is some. Those for tiles of 8 bits are converted in place."""
-    twice = replace(config, query_slots=2)
-    room = shared_limit_of(config.blocks_per_sm, target.shared_limit)
-    return config if config.float8 or twice.shared_bytes > room else twice
-
-
-def with_ramp(config: Config, problem: Problem, target: Target) -> Config:
-    """The same, whose products have what ALiBi or a line adds along the keys, where scores are products but for the scale.
-
-    What is added to scores must else be there before they are compared, unless it has a bound by rows.
-    """
-    ramp = replace(config, ramp=True)
-    room = shared_limit_of(config.blocks_per_sm, target.shared_limit)
-    late = config.late_scaling and (config.one_sided or not config.alibi)
-    # A slope is divided by the scale.
-    remade = problem.softcap is not None or (problem.score_mod is not None and not config.mod_line)
-    made = not remade and not config.float8 and problem.scale >= _LEAST_SCALE
-    pays = config.headdim <= (_BIASED_RAMP_COLUMNS if config.bias else _RAMP_COLUMNS)
-    added = config.alibi or config.mod_line
-    if added and made and pays and ramp.shared_bytes <= room:
-        return ramp
-    return replace(config, late_scaling=late)
 
 
 def shareable(problem: Problem, seqlen: int) -> bool:
@@ -338,7 +256,7 @@ def _fields(problem: Problem, target: Target, wide: int) -> tuple[dict[str, Any]
     if problem.ragged and problem.group and problem.pages is None:
         # Of sequences as long as they may be, and as long as they are on average: both must say so.
         worth = _WORTH_CHANGING * durations[0]
-        by_mean = [duration(each, _averaged(problem)) for each in choices]
+        by_mean = [duration(each, filling.averaged(problem)) for each in choices]
         durations = [
             mean if each < worth else math.inf
             for mean, each in zip(by_mean, durations, strict=True)
@@ -367,16 +285,6 @@ def _may_crowd(problem: Problem, table: str, wide: int) -> bool:
         alone = bias.dense and slopes is None if bias is not None else slopes is not None
         return alone and wide <= 64 and problem.softcap is None and problem.score_mod is None
     return table in ("any", "long") and problem.plain_scores
-
-
-def _averaged(problem: Problem) -> Problem:
-    """A packed batch whose sequences are equally long."""
-    q, k = (-(-rows // max(problem.batch, 1)) for rows in (problem.rows_q, problem.rows_k))
-    return replace(
-        problem,
-        max_seqlen_q=min(q, problem.max_seqlen_q),
-        max_seqlen_k=min(k, problem.max_seqlen_k),
-    )
 
 
 def _blocks(fields: Mapping[str, Any]) -> int:
@@ -421,52 +329,3 @@ def _table(problem: Problem) -> str:
     if problem.headdim_v <= 128 < problem.headdim:
         return "narrow_values"
     return "long" if problem.max_seqlen_k >= LONG_SEQLEN else "any"
-
-
-def heads_per_tile(problem: Problem, tile_rows: int) -> int:
-    """Query heads of a kv head whose rows share a tile: as many as fit, or all of them interleaved.
-
-    Fewer query rows a tile waste fewer products at the edges of masks and at the ends of sequences, and fewer tiles read the
-    same keys.
-    """
-    return (
-        problem.group_heads if interleaves(problem, tile_rows) else _heads_apart(problem, tile_rows)
-    )
-
-
-def interleaves(problem: Problem, tile_rows: int) -> bool:
-    """Whether tiles have the rows of all heads that share keys query by query: where so they are fewer, by a fifth.
-
-    Not where a warp's rows must be those of one head: where what is done to scores, or to the output, differs from head to
-    head. Queries for pages of 8 bits are converted by the largest of all rows (docs/notes/hopper-forward.md).
-    """
-    group, rows = problem.group_heads, problem.max_seqlen_q
-    if problem.group:  # a long sequence fills its tiles either way
-        rows = _averaged(problem).max_seqlen_q
-    by_head = (
-        problem.alibi_slopes,
-        problem.bias,
-        problem.mask,
-        problem.score_mod,
-        problem.sink_logits,
-    )
-    if any(form is not None for form in by_head) or problem.dropout_p > 0 or problem.float8:
-        return False
-    heads = _heads_apart(problem, tile_rows)
-    if heads == group or group > tile_rows:
-        return False
-    apart = -(-rows // (tile_rows // heads)) * (group // heads)
-    return -(-rows // (tile_rows // group)) <= _WORTH_INTERLEAVING * apart
-
-
-def _heads_apart(problem: Problem, tile_rows: int) -> int:
-    """Likewise, where a warp's 16 rows are those of one head."""
-    group = problem.group_heads
-    if problem.mask is not None and problem.mask.shape[1] > problem.nheads_kv:
-        group = 1  # each head meets tiles of its own
-
-    return max(
-        heads
-        for heads in range(1, tile_rows // 16 + 1)
-        if group % heads == 0 and tile_rows % (16 * heads) == 0
-    )
