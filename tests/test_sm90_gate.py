@@ -108,7 +108,7 @@ def variant(row: Row, call: dict[str, Any]) -> compiler.Source:
             )
         target = without_device(sm90_forward.ARCH)
         config = sm90_forward.choose(problem, target, operands)
-    # The copy engine brings 16 bits.
+    # TMA brings 16 bits.
     assert (config.bias_stages > 0) == (problem.bias is not None and size == 2)
     return config.source()
 

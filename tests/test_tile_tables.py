@@ -246,7 +246,7 @@ def test_what_is_shared_out():
         assert shares(70, causal=True)
 
 
-def test_what_the_copy_engine_stores():
+def test_what_tma_stores():
     def stores(
         *, headdim: int = 128, headdim_v: int = 128, packed: bool = True, seqlen: int = 70
     ) -> bool:
@@ -270,7 +270,7 @@ def test_what_the_copy_engine_stores():
         assert not stores(headdim=256)
 
 
-def test_outputs_that_the_copy_engine_cannot_store():
+def test_outputs_that_tma_cannot_store():
     x = np.broadcast_to(np.float16(0), (70, 2, 128))
     problem, _ = describe(x, x, x, seqs=SeqLayout(seqstart_q=[0, 70]))
 

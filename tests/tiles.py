@@ -162,7 +162,7 @@ def usual_tiles() -> Iterator[None]:
 
 @contextmanager
 def tensor_stores() -> Iterator[None]:
-    """Makes the copy engine store the output of Hopper's forward where it can and there is room: at head dims up to 128."""
+    """Makes TMA store the output of Hopper's forward where it can and there is room: at head dims up to 128."""
     with ExitStack() as stack:
         for table in tile_tables.SCHEMAS[sm90_forward.TILES].tables:
             rows = [

@@ -8,7 +8,7 @@
 // global memory, in the last of them to be done (attn/schedule/shared_tile.cuh).
 //
 // How key tiles come into a ring is the kernel's own: `Ring` below is WaveRing of portable/decode.cu, whose lanes copy,
-// or that of sm90/decode.cu, which asks the copy engine.
+// or that of sm90/decode.cu, which asks TMA.
 #pragma once
 
 #include "attn/decode_output.cuh"

@@ -11,7 +11,7 @@ DEVICE void mbarrier_init(Mbarrier* barrier, unsigned arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(target::shared_address(barrier)), "r"(arrivals)
                : "memory");
 }
-// Makes initialised barriers visible to the copy engine; a block barrier must follow.
+// Makes initialised barriers visible to TMA; a block barrier must follow.
 DEVICE void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 // Barriers are named by a pointer, or by an address in shared memory and a constant that the instruction adds: so one

@@ -1,4 +1,4 @@
-// The bulk tensor copy engine: one thread moves a box of a tensor, described by a map the host encoded, to shared
+// TMA, the bulk tensor copies: one thread moves a box of a tensor, described by a map the host encoded, to shared
 // memory or from there.
 #pragma once
 
@@ -48,7 +48,7 @@ DEVICE void copy_tensor_5d_once(void* shared, const TensorMap* map, Mbarrier* ba
       : "memory");
 }
 
-// What this thread has written to shared memory is there for the copy engine. Before another thread asks for the copy,
+// What this thread has written to shared memory is there for TMA. Before another thread asks for the copy,
 // both must meet.
 DEVICE void fence_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

@@ -1,4 +1,4 @@
-// Attention of few query rows to many keys (attn/decode.cuh), on Hopper: a wave asks the copy engine for its key tiles,
+// Attention of few query rows to many keys (attn/decode.cuh), on Hopper: a wave asks TMA for its key tiles,
 // whose requests reach the memory in an order that it serves faster than those of lanes (docs/notes/decode.md).
 #include "attn/decode.cuh"
 #include "attn/page_rows.cuh"
@@ -14,7 +14,7 @@ static_assert(kTileK % kBoxRows == 0 && kBoxRows % 8 == 0, "a box begins where t
 static_assert(kPaged || kBoxes == 1, "only pages are in the way of a whole tile");
 static_assert(kBoxes <= target::kWave, "a lane has one box");
 
-// The copy engine's maps of keys and values.
+// TMA's maps of keys and values.
 struct Maps {
   ptx::TensorMap k, v;
 };

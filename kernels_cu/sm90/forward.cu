@@ -1,6 +1,6 @@
 // Attention forward for Hopper: persistent blocks, TMA loads, wgmma products (FlashAttention-3, Shah et al. 2024).
 //
-// Warpgroup 0 produces: one thread walks the schedule and keeps the copy engine ahead of the consumers. Each of the
+// Warpgroup 0 produces: one thread walks the schedule and keeps TMA ahead of the consumers. Each of the
 // kConsumers other warpgroups owns 64 query rows. In a consumer, P V of tile n - 1 runs in the tensor cores while the
 // scores of tile n are finished and looked through for new row maxima; its exponentials meet the products of other
 // consumers. With kPingPong consumers take turns at issuing products, so that they do not all want the same unit at

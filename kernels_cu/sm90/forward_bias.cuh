@@ -1,4 +1,4 @@
-// A bias that travels beside the keys, in a ring of its own; here in boxes, by the copy engine.
+// A bias that travels beside the keys, in a ring of its own; here in boxes, by TMA.
 #pragma once
 
 #include "sm90/forward_block.cuh"

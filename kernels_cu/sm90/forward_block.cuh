@@ -141,7 +141,7 @@ struct ItemOf<false, true> {
 };
 using Item = ItemOf<kStreamK, kKeyMask>::Type;
 
-// The copy engine's maps: of what it loads and stores in every call, and of what it does in this one.
+// TMA's maps: of what it loads and stores in every call, and of what it does in this one.
 struct QueryMap {
   ptx::TensorMap q;
 };
@@ -232,7 +232,7 @@ struct OwnOrder<true> {
     // References: so a kernel that carries nothing has no copies of what is in its parameters already.
     const Side &q = p.found(f.q_side), &k = p.found(f.k_side);
     OrderSequences<kThreads, OwnOrder>{q, k, f.batch, kClusterQ, *this}(0, shared);
-    ptx::fence_copies();  // the copy engine writes there next
+    ptx::fence_copies();  // TMA writes there next
   }
   DEVICE void put(int position, int sequence, const Span&, const Span&, int first_tile) {
     sequences[position] = sequence;

@@ -1,4 +1,4 @@
-// Pages of float8 in Hopper's forward. The copy engine leaves tiles as pages hold them, in rings of their own, and two
+// Pages of float8 in Hopper's forward. TMA leaves tiles as pages hold them, in rings of their own, and two
 // warps of the producer's group convert them into the rings that products read: one the keys, one the values.
 //
 // Products are made in float16, which float8 becomes by one instruction for two elements. Queries in bfloat16 become
@@ -11,7 +11,7 @@
 
 namespace forward {
 
-// Where the copy engine leaves tiles: in the rings of products, or in those of tiles as they are stored.
+// Where TMA leaves tiles: in the rings of products, or in those of tiles as they are stored.
 template <bool kStored>
 struct LandingOf {
   static constexpr int kSlots = kStages;
@@ -128,7 +128,7 @@ DEVICE void convert(const Sm90ForwardParams& p, S& s, int lane) {
       } else {
         convert_tile<kBlocksV>(s.values[to.slot], s.boxes.stored_values[from.slot]);
       }
-      ptx::fence_copies();  // to products, and of what was read to the copy engine
+      ptx::fence_copies();  // to products, and of what was read to TMA
       target::wave_sync();
       // Consumers may write to values too, so of those every lane says that its own are there.
       if (!kKeys || lane == 0) ptx::mbarrier_arrive(&full[to.slot]);

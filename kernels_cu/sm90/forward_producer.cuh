@@ -1,4 +1,4 @@
-// The producer of a Hopper forward block walks the schedule and keeps the copy engine ahead of the consumers: one
+// The producer of a Hopper forward block walks the schedule and keeps TMA ahead of the consumers: one
 // thread. Where keys are in pages, two warps: a lane finds a box and asks for it, and values have the second warp,
 // since one would ask for boxes no faster than the products take them. Those may copy rows as well
 // (sm90/forward_page_rows.cuh).

@@ -1,5 +1,5 @@
 // How a wave's 16 rows of the output, and their LSE, leave a Hopper forward block: from registers, or through a buffer
-// in shared memory and by the copy engine.
+// in shared memory and by TMA.
 #pragma once
 
 #include "attn/rows.cuh"
@@ -63,7 +63,7 @@ DEVICE void store_rows(const ForwardParams& p, const WorkTile& work, const C (&o
   }
 }
 
-// By the copy engine, which clips at the sequence's end and at the head dim. The next tile goes on while it reads.
+// By TMA, which clips at the sequence's end and at the head dim. The next tile goes on while it reads.
 //
 // The thread's number is read anew and the stores are not unrolled, so that nothing of this is computed before the keys
 // and kept across them: it would take the uniform registers in which the queries' descriptors stay.

@@ -1,4 +1,4 @@
-// What the pipelines of Hopper's kernels are made of: warpgroups, rings of slots that the copy engine fills, and what
+// What the pipelines of Hopper's kernels are made of: warpgroups, rings of slots that TMA fills, and what
 // of them stays in uniform registers.
 #pragma once
 
@@ -33,7 +33,7 @@ struct Ring {
   }
 };
 
-// Nothing, or what the copy engine reads in the 128-byte swizzle.
+// Nothing, or what TMA reads in the 128-byte swizzle.
 template <int kCount>
 struct SwizzledBytes {
   alignas(1024) unsigned char bytes[kCount];

@@ -67,7 +67,7 @@ DEVICE MapRows map_rows(int sequence, const Span& span, int bound) {
 }
 
 // kSharers: blocks that take turns at copying columns to all of them; every one's barrier waits for the whole. `row`
-// must be one of the sequence's: for a box that lies wholly outside its map, the copy engine touches the map's origin,
+// must be one of the sequence's: for a box that lies wholly outside its map, TMA touches the map's origin,
 // which is no memory of ours where the map is ragged.
 template <int kBlocks, int kRows, int kSharers>
 DEVICE void load_rows(unsigned char* shared, const ptx::TensorMap* map, ptx::Mbarrier* barrier, const MapRows& rows,

@@ -40,7 +40,7 @@ DEVICE PitchedTile<kPitch, T> pitched_tile(const T* first) {
   return {first};
 }
 
-// As the copy engine leaves 16-bit elements in the 128-byte swizzle: blocks of 64 columns, each of kRows rows of 128
+// As TMA leaves 16-bit elements in the 128-byte swizzle: blocks of 64 columns, each of kRows rows of 128
 // bytes, in which runs of 8 elements are exchanged by an exclusive or with the row's number. Aligned to 1024
 // bytes.
 template <int kRows, class T>

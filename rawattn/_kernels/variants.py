@@ -79,7 +79,7 @@ def common_variants(arch: str, *, every: bool = False, purpose: str = "inference
         )
         # Addresses that are multiples of `copy_bytes` allow no wider access.
         operands = Operands(pointers=copy_bytes)
-        # Of arrays in memory, since the copy engine's maps are of these.
+        # Of arrays in memory, since TMA's maps are of these.
         aligned = Operands(strides_of_pages(problem))
         mapped = sm90_decode.supports(problem, target, aligned) is None and copy_bytes == 16
         few = (sm90_decode if mapped else portable_decode).choose(problem, target, operands)

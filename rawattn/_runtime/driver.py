@@ -36,7 +36,7 @@ def encode_tensor_map(
     strides: Sequence[int],
     box: Sequence[int],
 ) -> bytes:
-    """A map for the copy engine, innermost axis first, in the 128-byte swizzle; what lies outside is read as zeros.
+    """A map for TMA, innermost axis first, in the 128-byte swizzle; what lies outside is read as zeros.
 
     strides: in bytes, without the innermost axis's.
     """

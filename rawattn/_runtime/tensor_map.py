@@ -1,4 +1,4 @@
-"""Tensor maps: how the copy engine of Hopper and later is told the shape and strides of an array."""
+"""Tensor maps: how the TMA of Hopper and later is told the shape and strides of an array."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def test_rows(name: str, shape: tuple[int, tuple[int, int], int, Any], family: s
 @pytest.mark.parametrize("name", ["bias", "bias-of-keys", "alibi", "text"])
 @pytest.mark.parametrize("page_size", [16, 7])
 def test_pages(name: str, page_size: int) -> None:
-    """In boxes of the copy engine, and row by row."""
+    """In boxes of TMA, and row by row."""
     call = paged((KEYS, 70), page_size, rows=3, heads=(6, 2), dims=(128, 128))
     mod = rawattn.ScoreMod(
         "where(kv_idx % 5 == head % 5, -inf, score - 0.01 * head * (q_idx - kv_idx))"

@@ -98,7 +98,7 @@ def test_curated_in_clusters(case: Case) -> None:
     ],
     ids=str,
 )
-def test_curated_stored_by_the_copy_engine(case: Case) -> None:
+def test_curated_stored_by_tma(case: Case) -> None:
     with tensor_stores():
         verify(case, CUPY)
 

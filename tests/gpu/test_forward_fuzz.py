@@ -38,7 +38,7 @@ def _check(seed: int, case: Case) -> None:
     if framework.name == "torch" and case.layout == "reversed":
         framework = CuPy()
     # Odd seeds keep to the kernel that does everything, even ones take what a caller gets, or its tiles in clusters, or with
-    # outputs that the copy engine stores, or with tiles shared out by keys.
+    # outputs that TMA stores, or with tiles shared out by keys.
     ways = nullcontext, clusters, sharing_by_length, tensor_stores, sharing
     with only("portable") if seed % 2 else ways[seed // 2 % len(ways)]():
         verify(case, framework)

@@ -103,7 +103,7 @@ def test_most_sequences_without_queries(group: bool) -> None:
 def test_queries_anywhere(
     lens: tuple[int, ...], heads: tuple[int, int], dim: int, gap: int
 ) -> None:
-    """Keys lie as the copy engine needs them, queries do not."""
+    """Keys lie as TMA needs them, queries do not."""
     call = paged(lens, 16, rows=1, heads=heads, dims=(dim, dim))
     wide = np.zeros((*call.q.shape[:-1], dim + gap), call.q.dtype)
     wide[..., :dim] = call.q

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rawattn._kernels.sm90 import copy_engine, forward_fit
 from rawattn._kernels.sm90 import forward as sm90_forward
 from rawattn._kernels.sm90 import forward_config as sm90_forward_config
+from rawattn._kernels.sm90 import forward_fit, tma
 from rawattn._kernels.target import without_device
 from tests.cases import Case
 from tests.shim.cells import Cell, call_of
@@ -116,6 +116,6 @@ def chosen(case: Case) -> sm90_forward_config.Config | None:
     target, operands = without_device(sm90_forward.ARCH), call.operands
     if sm90_forward.supports(call.problem, target, operands) is not None:
         return None
-    if copy_engine.unaligned(call.problem, operands):
+    if tma.unaligned(call.problem, operands):
         return None
     return sm90_forward.choose(call.problem, target, operands)

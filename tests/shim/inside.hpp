@@ -58,7 +58,7 @@ void check_wave_copies_at_exit();  // of the running thread
 
 // mbarrier.cpp
 void forget_barriers();
-// Where the copy engine finds the barrier; fails if it does not know of the one in the block `to`.
+// Where TMA finds the barrier; fails if it does not know of the one in the block `to`.
 size_t check_mbarrier(const void* barrier, int to, const char* what);
 void complete_bytes(int to, size_t offset, unsigned bytes, const char* what);
 

@@ -23,7 +23,7 @@ struct Mbarrier {
   unsigned long long phase;
   int owner;                 // the thread that initialised it
   int syncs, cluster_syncs;  // that its block, and the cluster, had passed then
-  bool fenced;               // the copy engine knows of it
+  bool fenced;               // TMA knows of it
 };
 
 struct Named {

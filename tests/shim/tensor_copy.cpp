@@ -1,4 +1,4 @@
-// What travels to shared memory, which is NaN until it arrives: the copy engine's boxes of a tensor, and numbers that a
+// What travels to shared memory, which is NaN until it arrives: TMA's boxes of a tensor, and numbers that a
 // block sends to another one of its cluster. And boxes that the engine stores: it reads them as late as may be, and
 // what a thread wrote into them must have been fenced.
 #include <string.h>

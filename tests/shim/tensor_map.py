@@ -1,4 +1,4 @@
-"""What the driver's cuTensorMapEncodeTiled does, for the copy engine of the shim."""
+"""What the driver's cuTensorMapEncodeTiled does, for TMA of the shim."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def test_forward(device: Device, case: Case) -> None:
 
 @pytest.mark.parametrize("give_out", [False, True])
 @pytest.mark.parametrize("case_of", [ragged, padded])
-def test_outputs_that_the_copy_engine_stores(
+def test_outputs_that_tma_stores(
     builder: Builder, monkeypatch: pytest.MonkeyPatch, case_of: Any, give_out: bool
 ) -> None:
     """What packed calls with many tiles choose, and others may: Hopper's kernel is handed a map of `out`."""

@@ -1,4 +1,4 @@
-"""sm90/decode.cu on the CPU machine: boxes of the copy engine in rings of waves, the swizzle, what no row may see."""
+"""sm90/decode.cu on the CPU machine: boxes of TMA in rings of waves, the swizzle, what no row may see."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_one_sequence(
 def test_queries_anywhere(
     hopper: MakeDevice, lens: tuple[int, ...], heads: tuple[int, int], dim: int, gap: int
 ) -> None:
-    """Keys lie as the copy engine needs them, queries do not; of shipped tiles, some of three or six waves."""
+    """Keys lie as TMA needs them, queries do not; of shipped tiles, some of three or six waves."""
     call = paged(lens, 16, rows=1, heads=heads, dims=(dim, dim))
     wide = np.zeros((*call.q.shape[:-1], dim + gap), call.q.dtype)
     wide[..., :dim] = call.q

@@ -42,7 +42,7 @@ SHAPES = (
 # Blocks that load for each other.
 PAIR = Sm90Tiles(16, 2, 2, True, cluster=2)
 LATE_PAIR = Sm90Tiles(32, 3, 2, False, late_scaling=True, cluster=2)
-# Outputs that the copy engine stores.
+# Outputs that TMA stores.
 STORED = Sm90Tiles(16, 2, 2, True, tensor_stores=True)
 LATE_STORED = Sm90Tiles(32, 3, 1, False, late_scaling=True, tensor_stores=True)
 EDGES_Q = (0, 1, 16, 63, 64, 65, 128, 130)

@@ -1,4 +1,4 @@
-"""Boxes that the copy engine stores: what arrives, what is left alone, and that no mistake passes."""
+"""Boxes that TMA stores: what arrives, what is left alone, and that no mistake passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A bias that is copied to slots beside the keys: in boxes by the copy engine, or row by row; and the boxes' tensor map."""
+"""A bias that is copied to slots beside the keys: in boxes by TMA, or row by row; and the boxes' tensor map."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Host twin of kernels_cu/sm90/decode.cu: few queries on many keys, which Hopper's copy engine brings."""
+"""Host twin of kernels_cu/sm90/decode.cu: few queries on many keys, which Hopper's TMA brings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rawattn._call.structure import Structure
 from rawattn._kernels.attention_params import KEYS
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import decode
-from rawattn._kernels.sm90 import copy_engine, forward, forward_steps
+from rawattn._kernels.sm90 import forward, forward_steps, tma
 from rawattn._kernels.source import round_up
 from rawattn._kernels.steps import Steps
 from rawattn._kernels.target import Target
@@ -38,7 +38,7 @@ class Config(decode.Config):
     FILE: ClassVar[str] = "sm90/decode.cu"
     EARLY: ClassVar[bool] = True
 
-    box_rows: int = 0  # of what the copy engine brings at once
+    box_rows: int = 0  # of what TMA brings at once
 
     def summary(self) -> str:
         return f"{decode.Config.summary(self)} box_rows={self.box_rows}"
@@ -64,7 +64,7 @@ def supports(problem: Problem, target: Target, operands: Operands) -> str | None
 
 
 def _unmapped(problem: Problem, target: Target, operands: Operands) -> str | None:
-    """Why the copy engine cannot bring the keys and values of a call, else None."""
+    """Why TMA cannot bring the keys and values of a call, else None."""
     if target.arch != forward.ARCH:
         return f"it is for {forward.ARCH}, not {target.arch}"
     if problem.dtype == "float32":
@@ -72,16 +72,16 @@ def _unmapped(problem: Problem, target: Target, operands: Operands) -> str | Non
     if min(problem.batch, problem.rows_q, problem.rows_k) == 0:
         return "an array is empty"
     if problem.pages is not None:
-        if copy_engine.copies_rows(problem):
+        if tma.copies_rows(problem):
             return f"a page of {problem.pages.page_size} keys is no whole number of boxes"
-        if not 0 < problem.pages.num_pages < copy_engine.MAX_PAGES:
-            return f"a tensor map has from 1 to {copy_engine.MAX_PAGES} pages"
-    elif problem.rows_k > copy_engine.MAX_ROWS:
-        return f"an array has more than {copy_engine.MAX_ROWS} rows"
+        if not 0 < problem.pages.num_pages < tma.MAX_PAGES:
+            return f"a tensor map has from 1 to {tma.MAX_PAGES} pages"
+    elif problem.rows_k > tma.MAX_ROWS:
+        return f"an array has more than {tma.MAX_ROWS} rows"
     names = KEYS[problem.pages is not None]
-    if not all(copy_engine.aligned(problem, name, operands) for name in names):
-        return "the copy engine reads rows that begin at multiples of 16 bytes"
-    if not all(copy_engine.mappable(problem, name, operands) for name in names):
+    if not all(tma.aligned(problem, name, operands) for name in names):
+        return "TMA reads rows that begin at multiples of 16 bytes"
+    if not all(tma.mappable(problem, name, operands) for name in names):
         return "a tensor map cannot have the strides of keys or values"
     return None
 

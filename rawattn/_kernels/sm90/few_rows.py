@@ -53,7 +53,7 @@ def supports_mapped(problem: Problem, target: Target, operands: Operands) -> str
 
 
 def supports_portable(problem: Problem, target: Target, operands: Operands) -> str | None:
-    """Likewise, for the portable one, where the copy engine cannot bring the keys."""
+    """Likewise, for the portable one, where TMA cannot bring the keys."""
     return _many(problem, target) or portable_decode.supports(problem, target, operands)
 
 

@@ -14,7 +14,7 @@ from rawattn._call.problem import Problem
 from rawattn._call.structure import Structure
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import decode
-from rawattn._kernels.sm90 import copy_engine, forward, forward_steps
+from rawattn._kernels.sm90 import forward, forward_steps, tma
 from rawattn._kernels.steps import Steps
 from rawattn._kernels.target import Target
 
@@ -35,7 +35,7 @@ def supports(problem: Problem, target: Target, operands: Operands) -> str | None
     if problem.batch * problem.nheads_kv < _BUSY * target.multiprocessors:
         return "decoding's kernel shares few sequences out at less cost"
     problem, target, operands = _folded(problem, target, operands)
-    if not {"k", "v"}.isdisjoint(copy_engine.unaligned(problem, operands)):
+    if not {"k", "v"}.isdisjoint(tma.unaligned(problem, operands)):
         return "keys and values would be copied first"
     return forward.supports(problem, target, operands)
 

@@ -10,9 +10,8 @@ from typing import Any
 from rawattn._call.problem import Problem
 from rawattn._kernels import features, tile_tables
 from rawattn._kernels.operands import ITEMSIZE, Operands, access_bytes
-from rawattn._kernels.sm90 import copy_engine, filling
+from rawattn._kernels.sm90 import filling, tma
 from rawattn._kernels.sm90 import forward_fit as fit
-from rawattn._kernels.sm90.copy_engine import MAX_PAGES, MAX_ROWS
 from rawattn._kernels.sm90.forward_config import (
     MOST_MASKED_KEYS,
     Config,
@@ -20,6 +19,7 @@ from rawattn._kernels.sm90.forward_config import (
     rows_of,
 )
 from rawattn._kernels.sm90.tile_heads import heads_per_tile
+from rawattn._kernels.sm90.tma import MAX_PAGES, MAX_ROWS
 from rawattn._kernels.target import Target
 from rawattn._kernels.tile_tables import Row
 
@@ -70,9 +70,9 @@ def supports(problem: Problem, target: Target, operands: Operands) -> str | None
         return f"it is for {ARCH}, not {target.arch}"
     if problem.dtype == "float32":
         return "its products take 16-bit elements"
-    copied = copy_engine.unaligned(problem, operands)
+    copied = tma.unaligned(problem, operands)
     if copied and not _aligning_pays(problem, operands):
-        return f"{', '.join(copied)} would be copied for the copy engine, and that does not pay"
+        return f"{', '.join(copied)} would be copied for TMA, and that does not pay"
     if min(problem.batch, problem.rows_q, problem.rows_k) == 0:
         return "an array is empty"
     if problem.num_splits is not None and problem.num_splits > 1:
@@ -81,8 +81,8 @@ def supports(problem: Problem, target: Target, operands: Operands) -> str | None
         return f"an array has more than {MAX_ROWS} rows"
     if (reason := _pages_refused(problem, operands)) is not None:
         return reason
-    for name in copy_engine.loaded(problem):
-        if not copy_engine.mappable(problem, name, operands):
+    for name in tma.loaded(problem):
+        if not tma.mappable(problem, name, operands):
             return f"a tensor map cannot have the strides of {name}"
     return None
 
@@ -94,7 +94,7 @@ def _pages_refused(problem: Problem, operands: Operands) -> str | None:
         return None
     if not 0 < form.num_pages < MAX_PAGES:
         return f"a tensor map has from 1 to {MAX_PAGES} pages"
-    if copy_engine.copies_rows(problem) and not copy_engine.near(problem, operands):
+    if tma.copies_rows(problem) and not tma.near(problem, operands):
         return f"pages of {form.page_size} keys lie further apart than rows are found"
     return None
 
@@ -112,13 +112,13 @@ def choose(problem: Problem, target: Target, operands: Operands) -> Config:
         # blocks would visit key tiles for each other. Boxes of pages are small already.
         fields["cluster"] = 1
     if problem.pages is not None and fields["consumers"] == 2:
-        copies = copy_engine.copies_rows(problem) and max(problem.headdim, problem.headdim_v) <= 128
+        copies = tma.copies_rows(problem) and max(problem.headdim, problem.headdim_v) <= 128
         most = _COPYING_REGISTERS if copies else _FINDING_REGISTERS
         fields["consumer_registers"] = min(fields["consumer_registers"], most)
     # Of ragged batches, and under masks, whose tiles are stored often: others gain nothing by it. Stages of a bias need the
     # room more.
     often = problem.ragged or (problem.mask is not None and problem.bias is None)
-    storable = store_bytes == 16 and copy_engine.mappable(problem, "out", operands)
+    storable = store_bytes == 16 and tma.mappable(problem, "out", operands)
     fields["tensor_stores"] &= often and storable
     known = features.features(problem, operands).known_to(Config)
     fields["late_scaling"] &= not known["bias"]
@@ -134,11 +134,11 @@ def choose(problem: Problem, target: Target, operands: Operands) -> Config:
     config = fit.with_heads(fit.with_room(config, target), problem)
     config = fit.with_bias(config, problem, target, operands)
     if problem.pages is not None:
-        copied = copy_engine.copies_rows(problem)
+        copied = tma.copies_rows(problem)
         config = replace(
             config,
             page_rows=1 if copied else math.gcd(problem.pages.page_size, config.tile_k),
-            whole_rows=not copied and copy_engine.next_pages(problem, operands) is not None,
+            whole_rows=not copied and tma.next_pages(problem, operands) is not None,
         )
     return fit.with_ramp(fit.with_query_slots(config, target), problem, target)
 
@@ -318,7 +318,7 @@ def _table(problem: Problem) -> str:
     if problem.pages is not None:
         if problem.float8:
             return "paged_8bit"
-        return "paged_rows" if copy_engine.copies_rows(problem) else "paged"
+        return "paged_rows" if tma.copies_rows(problem) else "paged"
     # With a limit on the left a thread has more to remember, and a window is better met by small key tiles.
     if problem.window_left is not None:
         return "left"

@@ -18,7 +18,7 @@ ENTRY = "rawattn_sm90_forward"
 # what bounds long calls (docs/notes/hopper-forward.md).
 SECTION_BYTES = 9 << 20
 
-# Rows of the output that the copy engine stores at a time: a warp's.
+# Rows of the output that TMA stores at a time: a warp's.
 STORE_ROWS = 16
 
 # Sequences of a ragged batch, up to which each block orders them for itself.
@@ -52,7 +52,7 @@ class Config(Features):
     late_scaling: bool  # of scores, beside their exponentials
     consumer_registers: int  # of a thread; the producer's have the rest
     store_bytes: int  # of an access to the output
-    tensor_stores: bool  # by the copy engine, through a buffer in shared memory
+    tensor_stores: bool  # by TMA, through a buffer in shared memory
     stream_k: bool  # the keys of the last query tiles, among all blocks
     page_rows: int = (
         0  # of a box of keys or values, where those are in pages; 1 where lanes copy rows
@@ -62,7 +62,7 @@ class Config(Features):
     bias_rows: int = 0  # of each head in a slot
     bias_heads: int = 0
     bias_stages: int = 0
-    bias_by_rows: bool = False  # copied one by one, else in boxes of 64 keys by the copy engine
+    bias_by_rows: bool = False  # copied one by one, else in boxes of 64 keys by TMA
     heads_per_tile: int = 1  # query heads of one kv head whose rows share a tile
     interleaved: bool = False  # those: query by query, head by head
     query_slots: int = 1  # with two, the next tile's queries come while this one's are still read

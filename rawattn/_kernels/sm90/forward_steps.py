@@ -12,7 +12,7 @@ from rawattn._kernels.attention_params import KEYS
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import align_rows, fill_padding, mask_tiles, schedule
 from rawattn._kernels.portable.forward import padding
-from rawattn._kernels.sm90 import bias_slots, copy_engine, filling, forward
+from rawattn._kernels.sm90 import bias_slots, filling, forward, tma
 from rawattn._kernels.sm90.forward_config import MOST_ORDERED, STORE_ROWS, Config
 from rawattn._kernels.steps import Geometry, Part, Step, Steps, Tiles, patches
 from rawattn._kernels.target import Target
@@ -35,9 +35,9 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
     launches: list[Step] = []
     scratch: dict[str, int] = {}
     # Names of q, k, v and out as the kernel reads them, and their strides.
-    names = dict(zip("qkv", copy_engine.loaded(problem), strict=True)) | {"out": "out"}
+    names = dict(zip("qkv", tma.loaded(problem), strict=True)) | {"out": "out"}
     strides = dict(operands.strides)
-    for name in copy_engine.unaligned(problem, operands):
+    for name in tma.unaligned(problem, operands):
         copy = align_rows.copy(problem, operands, name, f"{name}_copy")
         launches.append(copy.step)
         names[name] = f"{name}_copy"
@@ -71,7 +71,7 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
         **dict(
             zip(
                 ("next_page_k", "next_page_v"),
-                copy_engine.next_pages(problem, operands) or (0, 0),
+                tma.next_pages(problem, operands) or (0, 0),
                 strict=True,
             )
         ),
@@ -253,7 +253,7 @@ def tensor_maps(problem: Problem, config: Config, operands: Operands) -> dict[st
     if config.interleaved:
         maps["q"] = heads_before_rows(maps["q"])
     if not config.copies_rows:
-        next_pages = copy_engine.next_pages(problem, operands) if config.whole_rows else None
+        next_pages = tma.next_pages(problem, operands) if config.whole_rows else None
         keys = maps_of_keys(problem, operands, config.page_rows or config.tile_k, next_pages)
         of_keys = dict(zip("kv", (each for _, each in keys), strict=True))
         maps = {"q": maps.pop("q"), **of_keys, **maps}

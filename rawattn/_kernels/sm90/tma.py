@@ -1,4 +1,4 @@
-"""What Hopper's copy engine can bring of a call's arrays as they lie: tensor maps ask for alignment, strides and extents."""
+"""What Hopper's TMA can bring of a call's arrays as they lie: tensor maps ask for alignment, strides and extents."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ SWIZZLE_ROWS = 8  # boxes begin at multiples of them in shared memory
 
 
 def loaded(problem: Problem) -> tuple[str, str, str]:
-    """The arrays that the copy engine reads, by name."""
+    """The arrays that TMA reads, by name."""
     return ("q", *KEYS[problem.pages is not None])
 
 
 def unaligned(problem: Problem, operands: Operands) -> tuple[str, ...]:
-    """Those of q, k and v that must be copied first: the copy engine reads rows that begin at multiples of 16 bytes."""
+    """Those of q, k and v that must be copied first: TMA reads rows that begin at multiples of 16 bytes."""
     return tuple(
         name
         for name in loaded(problem)
