@@ -1,16 +1,21 @@
 // Attention forward for Hopper: persistent blocks, TMA loads, wgmma products (FlashAttention-3, Shah et al. 2024).
 //
-// Warpgroup 0 produces: one thread walks the schedule and keeps TMA ahead of the consumers. Each of the
-// kConsumers other warpgroups owns 64 query rows. In a consumer, P V of tile n - 1 runs in the tensor cores while the
-// scores of tile n are finished and looked through for new row maxima; its exponentials meet the products of other
-// consumers. With kPingPong consumers take turns at issuing products, so that they do not all want the same unit at
-// once. The next tile's queries, keys and values travel while this one's output is stored.
+// Warpgroup 0 is the producer: one of its threads walks the schedule and keeps TMA loads ahead of the consumers
+// (sm90/forward_producer.cuh, which also says when more of its warps load). Each of the kConsumers other warpgroups is
+// a consumer and owns 64 query rows. In a consumer, the P V product of key tile n - 1 runs in the tensor cores while
+// the scores of tile n are masked and searched for new row maxima. The exponentials of tile n overlap with the products
+// of other consumers. With kPingPong, consumers take turns at issuing products, so that they do not all need the same
+// unit at once. The next query tile and its first keys and values are loaded while the output of this one is stored.
 //
-// Blocks of a cluster (kCluster > 1) work on neighbouring query tiles at the same time, and load keys and values for
-// each other: half of what a block needs is read from L2 by its neighbour.
+// Blocks of a cluster (kCluster > 1) work on neighbouring query tiles at the same time. Each loads a part of the keys
+// and values and multicasts it to all: in a cluster of two, half of what a block needs is read from L2 by its
+// neighbour.
 //
-// With kStreamK the last tiles, too few for all blocks, are split by keys (stream-K), and what becomes of them is
-// merged.
+// With kStreamK, the last query tiles, too few to occupy all blocks, are split by keys (stream-K), and their partial
+// results are merged (sm90/forward_merge.cuh).
+//
+// The other headers sm90/forward_*.cuh are parts of this kernel. Constants that no file defines, kCluster among them,
+// are the configuration: namespace config of the generated translation unit.
 #include "attn/added_scores.cuh"
 #include "attn/exponent.cuh"
 #include "attn/fill_padding.cuh"
@@ -35,9 +40,9 @@ namespace forward {
 
 struct Consumer {
   SharedMemory& s;
-  const int index, lane, warp;                        // warp: 0 to 3 in the warpgroup
-  const unsigned long long first_keys, first_values;  // descriptors of the rings' first slots
-  const unsigned shared;                              // the address of s
+  const int index, lane, warp;                        // index: of this consumer; warp: 0 to 3 in the warpgroup
+  const unsigned long long first_keys, first_values;  // wgmma descriptors of the rings' first slots
+  const unsigned shared;                              // address of s in shared memory
   Ring<kStages> keys, values;
   OwnBias bias;
   Slopes<kRamp> slopes;
@@ -53,6 +58,7 @@ struct Consumer {
         bias(s, tile_row(index * 64 + warp * 16), lane),
         slopes(s.boxes, index) {}
 
+  // With kPingPong: waits until this consumer may issue products, and lets the next consumer issue its own.
   DEVICE void take_turn() const {
     if constexpr (kPingPong) ptx::barrier_sync(kTurn + index, 2 * kWarpgroup);
   }
@@ -60,13 +66,15 @@ struct Consumer {
     if constexpr (kPingPong) ptx::barrier_arrive(kTurn + (index + 1 == kConsumers ? 0 : index + 1), 2 * kWarpgroup);
   }
 
-  // In 32 bits: of a pointer to the slot the compiler would compute all 64.
+  // The descriptor of a slot, from that of the first one. The addition is in 32 bits: from a pointer to the slot the
+  // compiler would compute all 64 bits of the descriptor.
   template <int kSlotBytes>
   DEVICE static unsigned long long of_slot(unsigned long long first, int slot) {
     return first + static_cast<unsigned>(slot * (kSlotBytes / 16));
   }
-  // The keys' two barriers share a register. The values' must not: the compiler would take one of a descriptor that
-  // products under way still read.
+  // The full and the empty barrier of a slot of keys are addressed by one register and constant offsets. Those of
+  // values must not be: the compiler would put their address into a register of a descriptor that running products
+  // still read, and the next product would wait (docs/notes/hopper-forward.md).
   static constexpr int kKeysFull = sizeof(Tiles), kKeysEmpty = kKeysFull + sizeof(s.keys_full);
   DEVICE unsigned keys_barriers() const { return shared + keys.slot * static_cast<int>(sizeof(ptx::Mbarrier)); }
   DEVICE void wait_for_keys() const {
@@ -77,12 +85,14 @@ struct Consumer {
     ptx::mbarrier_wait(&s.values_full[values.slot], values.parity);
     see_copies();
   }
-  // Products read what lanes have copied: whoever converts tiles of 8 bits has seen to it.
+  // Where lanes of the producer copied the tile, makes their copies visible to wgmma. Tiles of 8 bits need no fence
+  // here: the warps that convert them have issued it.
   DEVICE static void see_copies() {
     if constexpr (kCopiesRows && !kFloat8) ptx::fence_copies();
   }
 
-  // S = Q K^T of the tile in the ring's slot, under way when this returns. beyond: of a ramp, the diagonal.
+  // Issues S = Q K^T for the key tile in the ring's current slot, and does not wait for it. beyond: the tile lies
+  // beyond the diagonal, which decides the side of a two-sided ramp (sm90/forward_ramp.cuh).
   DEVICE void start_scores(C (&scores)[1][kKeyBlocks], unsigned long long q, bool beyond) const {
     const unsigned long long k = of_slot<kKeyBytes>(first_keys, keys.slot);
     ptx::wgmma_fence();
@@ -93,7 +103,7 @@ struct Consumer {
     slopes.add(scores[0], beyond);
     ptx::wgmma_commit();
   }
-  // O += P V of the tile in the ring's slot, under way when this returns.
+  // Issues O += P V for the value tile in the ring's current slot, and does not wait for it.
   DEVICE void start_output(C (&o)[1][kOutBlocks], const M::A (&p)[kKeyBlocks]) const {
     const unsigned long long v = of_slot<kValueBytes>(first_values, values.slot);
     ptx::wgmma_fence();
@@ -105,7 +115,7 @@ struct Consumer {
   DEVICE void release(ptx::Mbarrier* barrier) const {
     if (lane == 0) ptx::mbarrier_arrive(barrier);
   }
-  // Slots of keys and values all blocks of the cluster wait for before they load anew.
+  // Gives a slot of keys or values back to every block of the cluster, since each of them loads a part of it.
   DEVICE void release_keys() {
     if constexpr (kCluster == 1) {
       if (lane == 0) ptx::mbarrier_arrive<kKeysEmpty>(keys_barriers());
@@ -116,7 +126,7 @@ struct Consumer {
   }
   DEVICE void release_values() {
     if constexpr (kFloat8) {
-      ptx::mbarrier_arrive(&s.values_empty[values.slot]);  // every lane for itself: it may have cleared rows
+      ptx::mbarrier_arrive(&s.values_empty[values.slot]);  // every lane arrives: each may have zeroed rows
     } else if constexpr (kCluster == 1) {
       release(&s.values_empty[values.slot]);
     } else {
@@ -124,9 +134,10 @@ struct Consumer {
     }
     values.advance();
   }
-  // A tile that other consumers work on and this one's rows do not see. Its slots may be given back only once they are
-  // full, and every lane knows it: an earlier arrival would count for the slots' last tile, and hide this one from a
-  // lane that still waits. (Where a tile is worked on, the products bring the lanes together.)
+  // Passes over a key tile that other consumers need and none of this consumer's rows sees. Its slots may be given back
+  // only once they are full and every lane has seen it. An earlier arrival would count for the slot's previous tile:
+  // the slot could be filled again, and a lane that still waits would miss this tile. (Where a tile is computed, the
+  // products synchronise the lanes.)
   DEVICE void skip_tile() {
     wait_for_keys();
     take_turn();
@@ -140,7 +151,7 @@ struct Consumer {
   }
 };
 
-// Of a consumer's query rows the last one, from its first.
+// The last query row of a consumer whose first one is `first`.
 DEVICE int last_query(const WorkTile& work, int first) {
   int behind = first + Rows::kOfConsumer;
   if constexpr (kInterleaved) {
@@ -150,7 +161,8 @@ DEVICE int last_query(const WorkTile& work, int first) {
   return (behind < work.q.length ? behind : work.q.length) - 1;
 }
 
-// Key tiles for rows as a warp counts them: see first_row_of.
+// The tiles of a consumer where heads are interleaved: which keys are visible is asked by the row's number in the query
+// tile, as a warp counts rows there (see first_row_of).
 template <class OwnTiles>
 struct TilesByRow {
   RowsOfHeads<Visible, kHeadsPerTile> visible;
@@ -165,13 +177,14 @@ DEVICE void to_operands(M::A (&p)[kKeyBlocks], const C (&scores)[1][kKeyBlocks])
   UNROLL for (int n = 0; n < kKeyBlocks; n++) p[n] = M::from_accumulator(scores[0][n]);
 }
 
-// What the output of a head is multiplied by: dropout keeps some of the probabilities, and values may have a scale.
+// Factor of a head's output: 1 / (1 - dropout_p) under dropout, times the scale of values in float8.
 DEVICE float output_factor(const ForwardParams& p, int head) {
   const float kept = kDropout ? p.dropout.factor : 1.0f;
   return kFloat8 ? kept * value_factor(p, head) : kept;
 }
 
-// From products to units of the exponent, where nothing else scales them. scale: of products.
+// What the softmax multiplies scores by to get exponents. scale: of Q K^T products. It is left out where scores are
+// scaled before they come to the softmax.
 DEVICE float softmax_scale(float scale) {
   return kScaleFirst || ScoreRule::kScaled ? Exponent::kUnit : scale * Exponent::kUnit;
 }
@@ -190,7 +203,7 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
     if (!work.exists) break;
     const Keys key_tiles = key_tiles_of(p, work);
     const TileSpan span = span_of_item(key_tiles, work);
-    // The query rows that this consumer's 64 lie among.
+    // [first, last]: the query rows that this consumer's 64 rows of the tile belong to.
     constexpr int kRows = Rows::kOfConsumer;
     const int first = first_query(work) + (kRows == kTileQ ? 0 : tile_row(index * 64).row);
     const int last = last_query(work, first);
@@ -219,7 +232,8 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
     RowsPastEnd<kPageRows> past_end;
     RandomWords random;
     self.bias.begin(s, p.bias, work, own, first_row, self.lane);
-    // What a tile needs beside its products, while those are under way.
+    // Loads or generates what tile n needs beside its products, while those run: bias, mask bits, random bits of
+    // dropout (sm90/forward_random.cuh).
     const auto prepare = [&](int n) {
       added.beyond = is_beyond(own_tiles, n);
       if constexpr (kBiasInSlots) {
@@ -232,7 +246,7 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
       past_end.load(own_tiles.first_key(n), work.k.length);
       random.beside_output(dropout, first_row, own_tiles.first_key(n), self.lane);
     };
-    // Returns whether the output must be rescaled.
+    // Masks the scores of tile n and updates the running maxima. Returns whether the output must be rescaled.
     const auto finish = [&](C(&scores)[1][kKeyBlocks], int n) {
       const SoftmaxScore<kScaleFirst> score{rule.scale()};
       fold_ramp(scores, rule, own_tiles, n, first_row, self.lane);
@@ -283,18 +297,19 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
         random.beside_scores(dropout, first_row, own_tiles.first_key(n), self.lane);
         self.wait_for_values();
         mask.clear(s, self.values.slot, index);
-        // In ascending order the sequence's end is in the last tile.
+        // In ascending order the sequence ends in the last tile, whose values are cleared behind this loop.
         if constexpr (order_of_keys<Visible>() != TileOrder::kUp) past_end.clear(s, self.values.slot, index);
         self.start_output(o, probabilities);
         prepare(n);
         ptx::wgmma_wait<1>();
         ptx::wgmma_results(scores[0]);
-        // Not before the scores are there: products of the next consumer would delay them.
+        // The turn is passed only now that the scores are there: the next consumer's products would delay them.
         self.pass_turn();
         self.release_keys();
         const bool moved = finish(scores, n);
-        // P V ends here, not below the exponentials: those are faster in one stretch with the conversions, whose
-        // registers P V holds, than apart from them under P V.
+        // P V is waited for here and not behind the exponentials. It holds the registers that probabilities are
+        // converted into, and exponentials mixed with those conversions are faster than exponentials under P V with the
+        // conversions behind them.
         ptx::wgmma_wait<0>();
         random.beside_exponentials(dropout, first_row, own_tiles.first_key(n), self.lane);
         self.release_values();
@@ -328,18 +343,18 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
       softmax.divide(o, output_factor(p, head));
       store_partial(params, work, o, softmax);
     }
-    // Every thread for itself: all of them read the slot, up to here.
+    // Every thread arrives, since each of them has read the work slot up to here.
     ptx::mbarrier_arrive(&s.work_empty[slot.slot]);
     slot.advance();
   }
-  // The engine still reads this block's memory.
+  // TMA may still be reading the output from this block's shared memory.
   if constexpr (kTensorStores) ptx::wait_stores_read();
 }
 
-// Rows of queries that are nobody's are no numbers of others either: no copy writes there. All threads come here, and a
-// barrier behind it.
+// Zeroes the last rows of the query tiles, which belong to no query where heads are interleaved. No load ever writes
+// them, so they would hold arbitrary bits. Called by all threads; a block barrier must follow.
 DEVICE void clear_last_rows(SharedMemory& s) {
-  constexpr int kEach = (kTileRows - kTileQ * kHeadsPerTile) * 128 / 16;  // pieces of a block of columns
+  constexpr int kEach = (kTileRows - kTileQ * kHeadsPerTile) * 128 / 16;  // pieces of 16 bytes in a block of columns
   for (int n = target::thread_index(); n < kQuerySlots * kBlocksQk * kEach; n += kThreads) {
     unsigned char* const block = s.queries[0] + n / kEach * (kTileRows * 128);
     reinterpret_cast<Chunk<16>*>(block + kTileQ * kHeadsPerTile * 128)[n % kEach] = Chunk<16>{};
@@ -392,8 +407,8 @@ KERNEL CLUSTER(forward::kCluster)
   } else {
     ptx::cluster_sync();
   }
-  // The compiler, once it knows that the warpgroup is the same for the whole warp, keeps descriptors in uniform
-  // registers.
+  // The shuffle tells the compiler that the warpgroup is the same for a whole warp: then it keeps descriptors in
+  // uniform registers.
   const int warpgroup = target::wave_uniform(target::thread_index() / kWarpgroup);
   if (warpgroup == 0) {
     if constexpr (kSharesRegisters) ptx::setmaxnreg_dec<kProducerRegisters>();
@@ -416,7 +431,7 @@ KERNEL CLUSTER(forward::kCluster)
     }
   } else {
     if constexpr (kSharesRegisters) ptx::setmaxnreg_inc<kConsumerRegisters>();
-    // While the first queries and keys are on their way.
+    // Consumers fill padding rows of the outputs while the first queries and keys are being loaded.
     if constexpr (kRagged) {
       constexpr int kWaves = 4 * kConsumers;
       const int wave = target::thread_index() / target::kWave - 4;
@@ -425,6 +440,6 @@ KERNEL CLUSTER(forward::kCluster)
     }
     consume(p, maps, shared, warpgroup - 1);
   }
-  // Neighbours may still give slots back to this block.
+  // Other blocks of the cluster may still arrive at barriers of this block.
   if constexpr (kCluster > 1) ptx::cluster_sync();
 }

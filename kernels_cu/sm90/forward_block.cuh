@@ -1,4 +1,5 @@
-// What the warps of a Hopper forward block share: shapes, shared memory, and which rows and keys its work has.
+// What all parts of Hopper's forward (sm90/forward.cu) share: the shapes of tiles, the tensor maps, the layout of a
+// block's shared memory, and which query rows and key tiles a piece of work has.
 #pragma once
 
 #include "attn/carried.cuh"
@@ -30,10 +31,11 @@ using C = target::Accumulator;
 
 constexpr int kThreads = kWarpgroup * (1 + kConsumers);
 constexpr int kProducerLanes = kPaged ? target::kWave : 1;
-constexpr bool kValuesApart = kPaged;         // have a producer of their own
-constexpr bool kCopiesRows = kPageRows == 1;  // of keys and values, which then need no maps
+constexpr bool kValuesApart = kPaged;         // values have a producer warp of their own
+constexpr bool kCopiesRows = kPageRows == 1;  // lanes copy keys and values row by row, without tensor maps
 constexpr int kConverters = kFloat8 ? 2 : 0;  // warps that convert keys and values
-// A lone consumer may have as many registers from the start as a thread can have.
+// Whether registers move from the producer to the consumers (setmaxnreg). They need not with one consumer, which may
+// have the most registers that a thread can have from the start.
 constexpr bool kSharesRegisters = config::kProducerRegisters != config::kConsumerRegisters;
 static_assert(kConsumers > 1 || !kPingPong, "turns are taken among several");
 // A tile is kTileQ query rows of each of kHeadsPerTile neighbouring heads with the same keys (sm90/rows.cuh).
@@ -51,8 +53,11 @@ constexpr int kTileQ = Rows::kTileQ;
 static_assert(!kInterleaved || !(kBias || kAlibi || kScoreMod || kDropout || kBlockMask || kSinkLogits || kFloat8),
               "what differs from head to head is known to a warp for one head");
 static_assert(!kInterleaved || !kTensorStores, "boxes of the output are of one head");
-// The blocks of a cluster work on neighbouring tiles, and each loads its part of the keys and values for all of them.
+// Query rows of each head that a cluster has. Its blocks work on neighbouring tiles, and each loads its part of the
+// keys and values for all of them.
 constexpr int kClusterQ = kTileQ * kCluster;
+// Blocks of 16 keys or 16 columns are those of accumulators and of products' depths; kBlocksQk and kBlocksV count
+// blocks of kColumns columns, as they lie in shared memory.
 constexpr int kKeyBlocks = kTileK / 16;
 constexpr int kDepthQk = round_up(kHeadDim, 16);
 constexpr int kDepthV = round_up(kHeadDimV, 16);
@@ -63,43 +68,48 @@ constexpr int kOutBlocks = kDepthV / 16;
 constexpr int kQueryBytes = kBlocksQk * kTileRows * 128;
 constexpr int kKeyBytes = kBlocksQk * kTileK * 128;
 constexpr int kValueBytes = kBlocksV * kTileK * 128;
-// A block of keys or values as they are stored has rows of 128 bytes, too. How many tiles of 8 bits wait to be
-// converted, the host knows as well.
+// Keys and values as the array stores them, in 16 or in 8 bits. Blocks of both have rows of 128 bytes. kStoredSlots:
+// slots for tiles of 8 bits that wait to be converted, of keys and of values; the host counts them too (_STORED_SLOTS
+// in rawattn/_kernels/sm90/forward_config.py).
 constexpr int kStoredColumns = kFloat8 ? 128 : kColumns;
 constexpr int kStoredBlocksQk = round_up(kHeadDim, kStoredColumns) / kStoredColumns;
 constexpr int kStoredBlocksV = round_up(kHeadDimV, kStoredColumns) / kStoredColumns;
 constexpr int kStoredSlots = 2;
 static_assert(!kFloat8 || kPaged, "pages alone hold 8 bits");
 
-// Where a box brings whole rows, eight of them follow each other in each block of columns, and then the next eight.
-// Else all rows of a tile do.
+// How a tile of keys or values lies in shared memory. Where boxes bring whole rows, the tile is made of groups of eight
+// rows, and a group has its blocks of columns one after the other, 1024 bytes each. Else each block of columns has all
+// rows of the tile.
 static_assert(!kWholeRows || (kPaged && !kFloat8 && kHeadDim % kColumns == 0 && kHeadDimV % kColumns == 0),
               "boxes of pages do, whose rows are blocks of columns and no more");
-constexpr int kNextBlock = kWholeRows ? 1024 : kTileK * 128;  // from a block of columns to the next
+constexpr int kNextBlock = kWholeRows ? 1024 : kTileK * 128;  // bytes from a block of columns to the next
+// Bytes from eight rows to the next eight.
 constexpr int kNextKeys = kWholeRows ? kBlocksQk * 1024 : 1024, kNextValues = kWholeRows ? kBlocksV * 1024 : 1024;
 
 constexpr int kOutputBytes = kTensorStores ? kBlocksV * kTileRows * 128 : 0;
 
-// A bias that comes to slots: of kBiasRows query rows, 1 where all rows share one, in each of kBiasHeads heads,
-// 1 where the tile's heads share one. It comes in boxes of kColumns keys, or, where its rows begin anywhere, row by row
-// (sm90/forward_bias_rows.cuh).
+// A bias that is loaded to slots of a ring. A slot has kBiasRows rows, 1 if all query rows share one, of each of
+// kBiasHeads heads, 1 if the heads of a tile share one. TMA loads boxes of kColumns keys (sm90/forward_bias.cuh), or,
+// where rows are not aligned for that, two warps copy row by row (sm90/forward_bias_rows.cuh).
 constexpr bool kBiasInSlots = kBiasRows > 0;
 constexpr bool kBiasInBoxes = kBiasInSlots && !kBiasByRows;
 constexpr int kBiasBoxes = round_up(kTileK, kColumns) / kColumns;
 constexpr int kBiasBoxBytes = round_up(kBiasRows * kBiasHeads * 128, 1024);  // from one to the next
-// From a row to the next: 16 bytes more than its keys have, for what surrounds them. So eight rows lie in other banks.
+// Bytes from a copied row to the next: 16 more than its keys have, since copies of 16 bytes also bring what surrounds
+// the keys. With this pitch eight rows lie in different banks.
 constexpr int kBiasPitch = kTileK * kBias + 16;
 constexpr int kBiasBytes = kBiasByRows ? kBiasRows * kBiasHeads * kBiasPitch : kBiasBoxes * kBiasBoxBytes;  // of a slot
 constexpr int kBiasSlots = kBiasInSlots ? kBiasStages : 1;
 static_assert(!kBiasInSlots || (sizeof(Element) == kBias && (kBiasRows == 1 || kBiasRows == kTileQ) &&
                                 (kBiasHeads == 1 || kBiasHeads == kHeadsPerTile)),
               "the host makes such slots");
-// The warps that bring rows.
+// The warps of the producer's warpgroup that copy rows of a bias.
 constexpr int kFirstBiasWarp = 2, kBiasWarps = kBiasByRows ? 2 : 0;
 static_assert(!kBiasByRows || !kFloat8, "those convert tiles of 8 bits");
-// The warps that copy keys, and as many values, where rows are copied. Those that bring a bias or convert are not free.
+// Warps that load keys, and as many load values. Two where rows are copied, unless warps 2 and 3 copy a bias or convert
+// tiles of 8 bits.
 constexpr int kRowWarps = kCopiesRows && !kBiasByRows && !kFloat8 ? 2 : 1;
-// Warps of the producer's group beside the first one.
+// Warps of the producer's warpgroup, beside the first one, that give work slots back.
 constexpr int kHelpers = kValuesApart + 2 * (kRowWarps - 1) + kBiasWarps + kConverters;
 
 using Qk = ptx::Wgmma<Operand, kTileK>;
@@ -117,16 +127,19 @@ struct SoftmaxOf<true> {
 };
 using Softmax = SoftmaxOf<kLateScaling>::Type;
 
-// A dense batch whose last query rows see the most keys.
+// Dense batches whose last query rows see the most keys: stream-K counts the keys of each query tile there (UnlikeLine
+// in attn/schedule/stream_k.cuh).
 constexpr bool kUnlike = kStreamK && !kRagged && !kBlockMask && kRight && !kLeft;
 static_assert(!kBlockMask || kCluster == 1, "a mask's lists are of one block's tiles");
-// The keys of a sequence that a mask of keys keeps, a bit of each (sm90/forward_key_mask.cuh); first, behind: of the
-// first one, and behind the last one.
+// Which keys of a sequence a mask of keys keeps, one bit for each key (sm90/forward_key_mask.cuh). first: the first
+// kept key; behind: the key behind the last kept one.
 struct KeptBits {
   alignas(16) unsigned bits[kMostMaskedKeys / 32];
   int first, behind;
 };
 struct MaskedTile : WorkTile, KeptBits {};
+// A piece of work as it lies in a work slot: a query tile, under stream-K with its range of key tiles, under a mask of
+// keys with the bits of its sequence.
 template <bool kPartial, bool kMasked>
 struct ItemOf {
   using Type = WorkTile;
@@ -141,7 +154,8 @@ struct ItemOf<false, true> {
 };
 using Item = ItemOf<kStreamK, kKeyMask>::Type;
 
-// TMA's maps: of what it loads and stores in every call, and of what it does in this one.
+// The tensor maps, as the host lays them out: always that of q; those of k and v, of the output and of the bias where
+// this configuration loads or stores them by TMA.
 struct QueryMap {
   ptx::TensorMap q;
 };
@@ -190,8 +204,8 @@ struct StoredTiles<true> {
   alignas(1024) unsigned char stored_keys[kStoredSlots][kStoredBlocksQk * kTileK * 128];
   unsigned char stored_values[kStoredSlots][kStoredBlocksV * kTileK * 128];
 };
-// Slopes of rows and numbers of keys: see sm90/forward_ramp.cuh. Of ALiBi keys on either side of the diagonal have
-// their own.
+// The operands of a ramp: slopes of rows, and numbers of keys (sm90/forward_ramp.cuh). kRampSides: 2 for ALiBi with
+// keys on both sides of the diagonal, where the keys of each side have numbers of their own.
 constexpr int kRampSides = kAlibi && !kOneSided ? 2 : 1;
 template <bool kUsed>
 struct RampTile {};
@@ -202,7 +216,8 @@ struct RampTile<true> {
   };
   Depth rows[kConsumers][64], keys[kRampSides][kTileK];
 };
-// The output's boxes first, then the ring of the bias; tiles of 8 bits; a ramp.
+// What only some configurations have, in this order: the output that TMA stores, the ring of the bias, tiles of 8 bits,
+// the operands of a ramp.
 struct Boxes : SwizzledBytes<kOutputBytes + (kBiasInSlots ? kBiasSlots * kBiasBytes : 0)>,
                StoredTiles<kFloat8>,
                RampTile<kRamp> {};
@@ -215,8 +230,8 @@ struct StoredBarriers<true> {
 };
 struct Params : Sm90ForwardParams, CarriedIntegers<kCarriedWords> {};
 static_assert(sizeof(Params) == sizeof(Sm90ForwardParams) + 4 * kCarriedWords, "the host lays them out so");
-// The order of a ragged batch of few sequences, which each block finds for itself: it takes less time than a launch
-// before this one, and what is found there lies nearer.
+// The order of a ragged batch of up to kMostOrdered sequences, which each block finds for itself, in shared memory.
+// That takes less time than a launch before this one would, and the order lies nearer than in global memory.
 template <bool kUsed>
 struct OwnOrder {
   DEVICE void find(const Params&, unsigned char*) {}
@@ -225,11 +240,11 @@ template <>
 struct OwnOrder<true> {
   int sequences[kMostOrdered], first_tiles[kMostOrdered + 1];
 
-  // By all threads, before a barrier. shared: memory that nobody uses yet.
+  // Called by all threads; a block barrier must follow. shared: memory that is not in use yet.
   DEVICE void find(const Params& p, unsigned char* shared) {
     const ForwardParams& f = p.forward;
     if (f.order != nullptr) return;
-    // References: so a kernel that carries nothing has no copies of what is in its parameters already.
+    // References, so that a kernel that carries no integers makes no copies of its parameters.
     const Side &q = p.found(f.q_side), &k = p.found(f.k_side);
     OrderSequences<kThreads, OwnOrder>{q, k, f.batch, kClusterQ, *this}(0, shared);
     ptx::fence_copies();  // TMA writes there next
@@ -240,7 +255,8 @@ struct OwnOrder<true> {
   }
   DEVICE void put_total(int batch, int tiles) { first_tiles[batch] = tiles; }
 };
-// The order that there is.
+// The order of a ragged batch, for the producer: from global memory (data) where a launch has left one, else this
+// block's own.
 template <bool kUsed>
 struct OrderOfBlock {
   OrderedSequence* data;
@@ -262,13 +278,13 @@ struct OrderOfBlock {
 };
 using BlockOrder = OrderOfBlock<kRagged>;
 struct SharedMemory : Tiles {
-  // These two first: `Consumer` counts on their offsets.
+  // keys_full and keys_empty come first: `Consumer` relies on their offsets.
   ptx::Mbarrier keys_full[kStages], keys_empty[kStages], values_full[kStages], values_empty[kStages];
   ptx::Mbarrier queries_full[kQuerySlots], queries_empty[kQuerySlots];
   ptx::Mbarrier bias_full[kBiasSlots], bias_empty[kBiasSlots];
   // Two slots: the producer decides on the next work while the consumers are busy with this one.
   ptx::Mbarrier work_full[2], work_empty[2];
-  ptx::Mbarrier work_found[2];  // of work whose mask is still to be read
+  ptx::Mbarrier work_found[2];  // under a mask of keys: work is known, and its mask is still to be read
   Item work[2];
   TicketBox tickets;
   OwnOrder<kRagged> own_order;
@@ -286,12 +302,12 @@ DEVICE int first_query(const WorkTile& work) { return work.tile * kClusterQ + ra
 
 DEVICE TileRow tile_row(int n) { return Rows::at(n); }
 
-// Where rows that follow a warp's first one are: rows of the sequence, of one head, or of the tile where heads are
-// interleaved.
+// From where a warp counts its rows, the first of which is row n of the tile: from a query row of the sequence, since a
+// warp has rows of one head, or, where heads are interleaved, from row n of the tile.
 DEVICE int first_row_of(const WorkTile& work, int n, const TileRow& own) {
   return kInterleaved ? n : first_query(work) + own.row;
 }
-// The n-th of the warp's. real: it is one of the tile's and of the sequence's.
+// The query row and the head of a warp's n-th row. real: the tile and the sequence have such a row.
 struct RowPlace {
   int row, head;
   bool real;
@@ -311,12 +327,13 @@ DEVICE MapRows map_rows(const WorkTile& work, const Span& span, int bound) {
   return sm90::map_rows<kRagged, kPacked>(work.sequence, span, bound);
 }
 
-// The key tiles that any block of the cluster needs: all of them visit all of these.
+// The key tiles that any block of the cluster needs. All blocks of the cluster visit all of these.
 DEVICE Keys key_tiles_of(const ForwardParams& p, const WorkTile& work) {
   const Visible visible(p, work.q.length, work.k.length);
   return Meeting::keys(p, visible, work.sequence, work.q, work.head, work.tile);
 }
-// Under a mask of keys those up to the last key that is kept; the first one is asked for before that is known.
+// Under a mask of keys, the key tiles up to the last kept key, and in any case the first tile if there is one, since
+// the producer loads that before the mask is known.
 DEVICE Keys key_tiles_of(const ForwardParams& p, const MaskedTile& work) {
   Visible visible(p, work.q.length, work.k.length);
   visible.len_k = work.behind;
@@ -324,12 +341,12 @@ DEVICE Keys key_tiles_of(const ForwardParams& p, const MaskedTile& work) {
   if (found.end == 0 && key_tiles_of(p, static_cast<const WorkTile&>(work)).end > 0) found.end = 1;
   return found;
 }
-// Those of this item.
+// The key tiles of this piece of work.
 DEVICE TileSpan span_of_item(const Keys& key_tiles, const WorkTile&) { return key_tiles; }
 DEVICE TileSpan span_of_item(const Keys&, const WorkItem& work) { return work.keys; }
-// Whether there are any. Of a whole tile they begin at 0.
+// Whether there are any key tiles. Without stream-K they begin at 0.
 DEVICE bool has_tiles(const TileSpan& span) { return kStreamK ? span.begin < span.end : span.end > 0; }
-// Of an item's key tiles those that some of its rows see.
+// Those of an item's key tiles that some row of `own` sees. all: the key tiles of the query tile.
 template <class OwnKeys>
 DEVICE TileSpan seen_of_item(const OwnKeys& own, const Keys& all, const TileSpan& span) {
   if constexpr (!kStreamK || !(kLeft || kRight)) {
@@ -340,10 +357,10 @@ DEVICE TileSpan seen_of_item(const OwnKeys& own, const Keys& all, const TileSpan
     return {begin, seen.end < begin ? begin : seen.end < span.end ? seen.end : span.end};
   }
 }
-// Under a mask of keys none in front of the first one that is kept.
+// Under a mask of keys, leaves out the tiles in front of the first kept key.
 DEVICE TileSpan kept_of_item(const TileSpan& seen, const WorkTile&) { return seen; }
 DEVICE TileSpan kept_of_item(TileSpan seen, const MaskedTile& work) {
-  if constexpr (!kLeft) {  // else tiles are left out before a window, and have other numbers
+  if constexpr (!kLeft) {  // else tiles in front of a window are left out, and numbers of tiles are shifted
     const int first = work.first / kTileK;
     if (seen.begin < first) seen.begin = first < seen.end ? first : seen.end;
   }

@@ -1,7 +1,8 @@
-// A mask of keys alone, the same for all rows and heads of a sequence, as it comes: a bool of each key. When work is
-// found, a warp of its own reads those of its sequence and tells them with the work, as bits. So no launch before this
-// one makes bits and lists of tiles. Tiles in front of the first key that is kept, and behind the last one, are not
-// visited. The host gives such masks to sequences of few keys.
+// A mask of keys: one bool for each key of a sequence, the same for all query rows and heads. Hopper's forward reads
+// the bools themselves, so no launch before it has to make bits and lists of tiles. When the producer has found work,
+// another warp of its warpgroup reads the bools of that sequence and adds them to the work slot as bits. Key tiles in
+// front of the first kept key, and behind the last one, are not visited. The host chooses this for sequences of few
+// keys (masks_keys() in rawattn/_kernels/sm90/forward.py).
 #pragma once
 
 #include "attn/mask_bits.cuh"
@@ -14,12 +15,15 @@ namespace forward {
 static_assert(!kKeyMask || !(kBlockMask || kStreamK || kRagged || kCluster > 1), "the host gives it to plain calls");
 static_assert(!kKeyMask || kMostMaskedKeys <= 32 * target::kWave, "a lane has 32 keys");
 
-// By a whole warp. What is no key of the mask is not kept.
+// Reads the mask of a piece of work; called by a whole warp. Keys outside the mask's extent are not kept.
 DEVICE void read_key_mask(const KeyMask& mask, KeptBits& kept, const WorkTile& work, int lane) {
   constexpr int kAtOnce = 8, kWave = target::kWave;
   const unsigned char* const keep = mask.data + work.sequence * mask.batch;
   const int in_mask = mask.keys < kMostMaskedKeys ? mask.keys : kMostMaskedKeys;
   const int count = work.k.length < in_mask ? work.k.length : in_mask;
+  // mine: the bits of keys 32 * lane and on. from_first: kMostMaskedKeys less the first kept key that this lane has
+  // read, so that the maximum over all lanes is that of the first kept key. behind: the key behind the last one it has
+  // read.
   unsigned mine = 0, from_first = 0, behind = 0;
 #pragma unroll 1
   for (int begin = 0; begin < count; begin += kAtOnce * kWave) {
@@ -45,7 +49,8 @@ DEVICE void read_key_mask(const KeyMask& mask, KeptBits& kept, const WorkTile& w
   }
 }
 
-// Of all work, by the warp that does nothing else.
+// Main loop of the warp that reads the masks of all work and does nothing else. It passes each piece of work on from
+// the producer (work_found) to the consumers (work_full).
 template <class Memory>
 DEVICE void read_key_masks(const Sm90ForwardParams& p, Memory& s, int lane) {
   Ring<2> slot;
@@ -59,7 +64,8 @@ DEVICE void read_key_masks(const Sm90ForwardParams& p, Memory& s, int lane) {
   }
 }
 
-// Which of a tile's keys are kept, as SeenKeys of attn/mask_bits.cuh tells of a mask with rows.
+// Which keys of a tile are kept. This is the counterpart of SeenKeys (attn/mask_bits.cuh), which is for masks with
+// rows.
 struct KeptOfTile {
   bool partial;
   HalfWords<kKeyBlocks> kept;
@@ -79,11 +85,11 @@ struct KeptOfTile {
   }
 };
 
-// Their values, which become zeros where they are not kept: see sm90/hidden_values.cuh.
+// Zeroes the values of keys that are not kept; why, sm90/hidden_values.cuh says.
 struct DroppedValues {
   static_assert(kTileK <= kWarpgroup, "a thread has one key");
 
-  bool any, own;  // of the tile; of this thread
+  bool any, own;  // whether some key of the tile is not kept; whether this thread's key is not
 
   DEVICE void load(const KeptBits& keys, const KeptOfTile& tile, int first_key) {
     const int row = target::thread_index() % kWarpgroup, key = first_key + row;
@@ -97,7 +103,8 @@ struct DroppedValues {
   }
 };
 
-// What of a mask a consumer knows of a tile, whichever mask there is.
+// The mask of a tile, for a consumer: a BlockMask or none, or a mask of keys (kOfKeys). load() runs beside the
+// products, hide() masks the scores, and clear() zeroes the values that no query sees.
 template <bool kOfKeys>
 struct MaskOfTile {
   SeenKeys<kBlockMask, C, 1, kKeyBlocks> seen;

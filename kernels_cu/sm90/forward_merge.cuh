@@ -1,8 +1,9 @@
-// The outputs of a query tile's items, each of which has seen some of the keys, become one.
+// Merges the partial results of a query tile that stream-K has split by keys (attn/schedule/stream_k.cuh). An item is
+// the part of such a tile that one block, or one cluster, has computed.
 //
-// Each wave for itself: those that own the same 16 rows in the items of a tile leave what they have come to in memory,
-// and the last of them to do so merges it, in the order of keys. So the bits of the result do not depend on who is
-// last, and nobody waits for anybody.
+// Each warp works for itself. In every item of the tile one warp owns the same 16 rows. Each of these warps writes its
+// partial result to global memory, and the last one to do so merges all of them, in the order of keys. So the bits of
+// the result do not depend on which warp is last, and no warp waits for another.
 #pragma once
 
 #include "attn/exponent.cuh"
@@ -15,22 +16,25 @@ namespace forward {
 struct alignas(16) Quad {
   float x[4];
 };
-// What a wave's 16 rows have come to: each lane's part of the output, divided by the sums, and of the softmax the
-// running maxima and sums of the lane's rows. Lanes lie side by side.
+// The partial result of a warp's 16 rows: each lane's part of the output, divided by the row sums, and the running
+// maxima and sums of the lane's two rows. Lanes lie side by side.
 struct Partial {
   Quad out[2 * kOutBlocks][32];
   Quad softmax[32];
 };
 static_assert(C::kElements == 8 && C::kSlots == 2, "two quads of each block");
-constexpr int kWaves = kCluster * kConsumers * 4;  // of all who work on a tile
-// So many blocks of columns are merged at a time as there are registers for, and for loads that do not wait for each
-// other. Stores want an even number.
+constexpr int kWaves = kCluster * kConsumers * 4;  // consumer warps that work on an item
+// The output is merged in kParts parts of kPartBlocks blocks of 16 columns. A part has as many blocks as there are
+// registers for, together with loads that are in flight. Where there are two parts the number is even, since stores
+// take two blocks at a time.
 constexpr int kParts = kOutBlocks > 8 ? 2 : 1;
 constexpr int kPartBlocks = kParts == 1 ? kOutBlocks : round_up((kOutBlocks + 1) / 2, 2);
-// Items whose loads are on their way together, where there are registers for them and what they come to.
+// kItemsAtOnce: items whose loads are in flight together. Two, if there are registers for two items and the merged
+// result, 8 for each of their blocks, beside kOtherRegisters for all else.
 constexpr int kOtherRegisters = kParts * kPartBlocks == kOutBlocks ? 40 : 64;
 constexpr int kItemsAtOnce = !kBias && kConsumerRegisters >= 3 * 8 * kPartBlocks + kOtherRegisters ? 2 : 1;
 
+// Writes a lane's part of a partial result.
 DEVICE void leave(Partial& partial, const C (&o)[1][kOutBlocks], const Softmax& softmax, int lane) {
   UNROLL for (int d = 0; d < kOutBlocks; d++) {
     const auto& x = o[0][d].x;
@@ -41,8 +45,8 @@ DEVICE void leave(Partial& partial, const C (&o)[1][kOutBlocks], const Softmax& 
   partial.softmax[lane] = {running_max[0], running_max[1], sum[0], sum[1]};
 }
 
-// The outputs of all keys, of blocks from `first` on, and the running maxima and sums. The items' partials stand kWaves
-// apart. sink: the head's, in units of the exponent, which belongs to all items once.
+// Merges the partial results of all items, which lie kWaves apart: the output, in blocks from `first` on, and the
+// running maxima and sums. sink: the head's learned sink in units of the exponent, which counts once for all items.
 DEVICE void merge(C (&o)[1][kPartBlocks], Softmax& all, int first, const Partial* partials, int items, float sink,
                   int lane) {
   auto &running_max = all.running_max[0], &sum = all.sum[0];
@@ -51,13 +55,13 @@ DEVICE void merge(C (&o)[1][kPartBlocks], Softmax& all, int first, const Partial
   for (int item = 0; item < items; item += kItemsAtOnce) {
     Quad rows[kItemsAtOnce], out[kItemsAtOnce][2 * kPartBlocks];
     UNROLL for (int n = 0; n < kItemsAtOnce; n++) {
-      // Behind the last item it is the last one again, which weighs nothing.
+      // Past the last item the last one is read again, with a weight of 0.
       const bool real = item + n < items;
       const Partial& partial = partials[(real ? item + n : items - 1) * kWaves];
       rows[n] = partial.softmax[lane];
       if (!real) rows[n] = {-target::infinity(), -target::infinity(), 0.0f, 0.0f};
       UNROLL for (int d = 0; d < 2 * kPartBlocks; d++) {
-        // Behind the last columns it is some of those, which are not stored there.
+        // Past the last columns others are read in their place; what comes of them is not stored.
         const int quad = 2 * first + d;
         const bool inside = kParts * kPartBlocks == kOutBlocks || quad < 2 * kOutBlocks;
         out[n][d] = partial.out[inside ? quad : d][lane];
@@ -90,12 +94,14 @@ DEVICE void merge(C (&o)[1][kPartBlocks], Softmax& all, int first, const Partial
 DEVICE bool is_whole(const WorkTile&) { return true; }
 DEVICE bool is_whole(const WorkItem& work) { return work.whole; }
 
-// The wave's 16 rows of a tile of which other items have other keys. The last of them stores.
+// Leaves the partial result of the warp's 16 rows, whose other keys belong to other items. The last warp to do so
+// merges all partial results and stores the output.
 DEVICE void store_partial(const Sm90ForwardParams&, const WorkTile&, const C (&)[1][kOutBlocks], const Softmax&) {}
 DEVICE void store_partial(const Sm90ForwardParams& p, const WorkItem& work, const C (&o)[1][kOutBlocks],
                           const Softmax& softmax) {
-  // Read anew, or what follows from it would be computed before the keys and kept across them. That the warp is the
-  // same for all its lanes keeps the descriptors of products in uniform registers.
+  // Read anew: otherwise what depends on the index would be computed before the loop over key tiles and kept across it.
+  // The shuffle tells the compiler that the warp is the same for all lanes, which keeps the descriptors of products in
+  // uniform registers (docs/notes/hopper-forward.md).
   const int thread = target::thread_index_anew() - kWarpgroup;
   const int lane = thread % 32, warp = target::wave_uniform(thread / 32);
   const TileRow own = tile_row(warp * 16);
@@ -105,7 +111,7 @@ DEVICE void store_partial(const Sm90ForwardParams& p, const WorkItem& work, cons
   const int wave = rank() * kConsumers * 4 + warp;
   Partial* partials = static_cast<Partial*>(p.partials) + wave;
   leave(partials[int64(work.item) * kWaves], o, softmax, lane);
-  // All lanes' stores come before the arrival, and behind the last arrival all lanes' loads.
+  // All lanes' stores come before this warp's arrival, and behind the last arrival come all lanes' loads.
   target::fence_device();
   target::wave_sync();
   const TileSpan items = items_of(work);

@@ -1,10 +1,11 @@
-// Keys and values in pages that no boxes of eight rows divide, in Hopper's forward: a producer's lanes find each row of
-// a tile, and copy it.
+// Keys and values in pages whose size is no multiple of eight rows, in Hopper's forward: lanes of the producer find
+// each row of a key tile and copy it asynchronously (cp.async).
 //
-// A warp has the rows of a tile, or those of one of kRowWarps parts. A lane finds a row, whose page's id travels while
-// the warp waits for a slot of the ring. It copies 16 bytes of each block of columns of every fourth row: of a row,
-// eight lanes copy what lies together. What nobody may see comes as zeros: rows past the sequence's end, and those that
-// no query row of the tile sees, whose pages may be the sequence's no more.
+// A warp has all rows of a tile, or one of kRowWarps equal parts. Each lane finds some rows: it loads the ids of their
+// pages, and those are in flight while the warp waits for a slot of the ring. For the copies eight lanes take a row,
+// each 16 bytes of every block of columns, so a warp copies four rows at a time. Rows past the sequence's end, and rows
+// that no query row of the tile may see, become zeros without being read: the pages of the latter may no longer belong
+// to the sequence.
 #pragma once
 
 #include "sm90/forward_pages.cuh"
@@ -16,15 +17,15 @@ struct KeyTileLoader<1> {
   static constexpr int kRows = kTileK / kRowWarps;
   static constexpr int kFinds = round_up(kRows, target::kWave) / target::kWave;  // rows that a lane finds
   static constexpr int kLanesOfRow = 128 / 16;
-  static constexpr int kAtOnce = target::kWave / kLanesOfRow;  // rows that a warp copies
-  static constexpr int kTimes = target::kWave / kAtOnce;       // until those of a find are copied
+  static constexpr int kAtOnce = target::kWave / kLanesOfRow;  // rows that a warp copies at a time
+  static constexpr int kTimes = target::kWave / kAtOnce;       // such steps for the rows of one find, one in each lane
   static_assert(kRows % kAtOnce == 0, "no lane is idle");
 
   PageTable<> table;
   Reach<kPagesLimited> reach;
   int length, lane;
-  int first;  // of the warp's rows in a tile
-  int key;    // that the lane has found first
+  int first;  // the warp's first row in a tile
+  int key;    // of the lane's first row; its others follow at a distance of 32
   PageTable<>::Id ids[kFinds];
 
   DEVICE KeyTileLoader(const Sm90ForwardParams& p, const WorkTile& work, const KeyArray&, int part, int lane)
@@ -34,7 +35,7 @@ struct KeyTileLoader<1> {
         lane(lane),
         first(part * kRows) {}
 
-  // The rows of key tile n, which is loaded next.
+  // Looks up the pages of the rows of key tile n, which is loaded next.
   DEVICE void find(const Keys& key_tiles, int n, int) {
     key = key_tiles.first_key(n) + first + lane;
     UNROLL for (int i = 0; i < kFinds; i++) ids[i] = table.id(table.entry(key + i * target::kWave));
@@ -44,9 +45,9 @@ struct KeyTileLoader<1> {
   template <int kBlocks>
   DEVICE void load(unsigned char* shared, const KeyArray& array, ptx::Mbarrier* barrier, int, int head) const {
     UNROLL for (int i = 0; i < kFinds; i++) {
-      const int rows = kRows - i * target::kWave;  // and no more than lanes
+      const int rows = kRows - i * target::kWave;  // lanes that have a row, if fewer than all
       const unsigned found = find_row(array.strides, i);
-      // With no row to leave out, a copy of a whole block is one instruction.
+      // If no row is left out, a copy of 16 bytes in a whole block of columns is one instruction.
       if (target::wave_any(found == kNowhere && lane < rows)) {
         copy<kBlocks, false>(shared, array, found, i, head);
       } else {
@@ -59,23 +60,25 @@ struct KeyTileLoader<1> {
  private:
   static constexpr unsigned kNowhere = ~0u;
 
-  // Where a row that the lane has found begins, in 16 bytes behind the first one of the array.
+  // Where the lane's row of find i begins, in units of 16 bytes from the start of the array. kNowhere if it is not
+  // read.
   DEVICE unsigned find_row(const Strides& strides, int i) const {
     const int own = key + i * target::kWave;
     if (!reach.meets(own, 1, length)) return kNowhere;
     const int64 page = table.page_of(ids[i]), in_page = own - table.entry(own) * table.rows;
     return static_cast<unsigned>((page * strides.batch + in_page * strides.row) * int(sizeof(StoredKey)) / 16);
   }
-  // The rows of find i. kAll: none of them is nowhere.
+  // Copies the rows of find i. kAll: none of them is kNowhere.
   template <int kBlocks, bool kAll>
   DEVICE void copy(unsigned char* shared, const KeyArray& array, unsigned found, int i, int head) const {
     const int row = lane / kLanesOfRow, chunk = lane % kLanesOfRow;
     const unsigned char* const of_head =
         static_cast<const unsigned char*>(array.data) + head * array.strides.head * int(sizeof(StoredKey)) + chunk * 16;
-    // In the swizzle, every other four rows begin at the other half of what eight of them share.
+    // In the 128-byte swizzle, chunk c of row r lies at chunk c ^ r % 8. A warp copies four rows at a time, so r % 8 is
+    // `row` and `row ^ 4` in turn.
     const unsigned to = target::shared_address(shared) + (first + i * target::kWave + row) * 128;
     const unsigned into[2] = {to + (chunk ^ row) * 16, to + (chunk ^ row ^ 4) * 16};
-    const int times = kRows / kAtOnce - i * kTimes;  // and no more than kTimes
+    const int times = kRows / kAtOnce - i * kTimes;  // may be more than kTimes
 #pragma unroll(4)
     for (int n = 0; n < (times < kTimes ? times : kTimes); n++) {
       const unsigned from = target::shuffle(found, n * kAtOnce + row);

@@ -1,9 +1,11 @@
-// Keys and values in pages, in Hopper's forward: a tile comes in boxes of kPageRows rows, each from one page. (Of pages
-// that boxes of eight rows do not divide, sm90/forward_page_rows.cuh copies each row.)
+// Keys and values in pages, in Hopper's forward: how the producer finds and loads key tiles, and how consumers clear
+// what lies past a sequence's end. TMA loads a tile in boxes of kPageRows rows, each from one page. (If pages are no
+// multiple of eight rows, sm90/forward_page_rows.cuh copies each row instead.)
 //
 // kPageRows divides both a page and a tile. A box that no query row of the tile may see is not read, since its page may
-// be the sequence's no more: it comes from behind the last page, where all is zeros. Rows of a page past the sequence's
-// end may hold anything: of keys they are hidden, of values they become zeros here, as those of hidden_values.cuh.
+// no longer belong to the sequence. Its coordinates point behind the last page, where TMA delivers zeros. Rows of a
+// page past the sequence's end may hold anything. Their keys are masked, and their values become zeros here, as in
+// sm90/hidden_values.cuh.
 #pragma once
 
 #include "attn/pages.cuh"
@@ -12,7 +14,8 @@
 
 namespace forward {
 
-// Aligned to the bottom right, the last row of a sequence sees its last key: no page is behind all rows' right edge.
+// Whether a page of a sequence may be one that no query row sees. With bottom-right alignment the last query row sees
+// the last key, so a limit on the right alone hides no page from all rows.
 constexpr bool kPagesLimited = kLeft || (kRight && kTopLeft);
 
 // The last query row of this block's tile.
@@ -21,11 +24,11 @@ DEVICE int last_query(const WorkTile& work) {
   return last < work.q.length ? last : work.q.length - 1;
 }
 
-// Keys or values as a producer finds them.
+// The array of keys or of values, as the producer needs it.
 struct KeyArray {
   const ptx::TensorMap* map;
-  int next_page;  // heads from a page to the next, where boxes bring whole rows
-  // Where rows are copied one by one.
+  int next_page;  // where boxes bring whole rows: from a page to the next on the map's last axis, in heads
+  // The rest is for rows that are copied one by one.
   const void* data;
   const Strides& strides;
   int row_bytes;  // of a head
@@ -39,11 +42,12 @@ DEVICE KeyArray array_of_values(const Sm90ForwardParams& p, const Maps& maps) {
   return {maps.of_values(), p.next_page_v, p.forward.v, p.forward.v_strides, kHeadDimV * int(sizeof(StoredKey))};
 }
 
-// How the producer loads the key tiles of a work tile. kRows: of a box.
+// Loads the key tiles of a piece of work. kRows: rows of a box; 1: rows are copied one by one
+// (sm90/forward_page_rows.cuh); 0: keys are not in pages.
 //
-// All lanes of its warp come here, each for a box of its own, of as many tiles at a time as there are lanes for: to
-// find a page takes instructions, which consumers want as well, so no lane may be idle. It is found while boxes of the
-// tiles before are on their way.
+// All lanes of the producer's warp call it, each for a box of its own. Together they find the boxes of kAtOnce tiles at
+// a time: to find a page takes issue slots, which consumers need as well, so few lanes should be idle. Pages are found
+// while the boxes of earlier tiles are being loaded.
 template <int kRows>
 struct KeyTileLoader {
   static constexpr int kBoxes = kTileK / kRows;
@@ -55,10 +59,10 @@ struct KeyTileLoader {
   PageTable<> table;
   Reach<kPagesLimited> reach;
   int length, lane;
-  int next_page;  // heads from a page to the next, where boxes bring whole rows; else pages are counted
-  int page, at;   // of the lane's box
-  int tile, box;  // in this tile, counted from the first one that was found with it
-  int ahead = 0;  // tiles that are found
+  int next_page;  // what the map's last axis counts for a page: heads where boxes bring whole rows, else 1
+  int page, at;   // of the lane's box: the coordinate of its page, and its first row in the page
+  int tile, box;  // box: the lane's, in its tile; tile: how many tiles after the one that is loaded next
+  int ahead = 0;  // further tiles that are found already
 
   DEVICE KeyTileLoader(const Sm90ForwardParams& p, const WorkTile& work, const KeyArray& array, int, int lane)
       : table(page_table(p.forward.pages, work.sequence, work.k)),
@@ -68,7 +72,8 @@ struct KeyTileLoader {
         next_page(kWholeRows ? array.next_page : 1),
         box(lane % kBoxes) {}
 
-  // Of key tile n, which is loaded next, and of some behind it in front of `end`.
+  // Called for each key tile n before it is loaded. Every kAtOnce calls it finds the boxes of tile n and of the next
+  // ones before `end`.
   DEVICE void find(const Keys& key_tiles, int n, int end) {
     tile--;
     if (--ahead >= 0) return;
@@ -84,11 +89,11 @@ struct KeyTileLoader {
     at = key - entry * table.rows;
   }
 
-  // The tile that was found last.
+  // Loads the key tile of the last find().
   template <int kBlocks>
   DEVICE void load(unsigned char* shared, const KeyArray& array, ptx::Mbarrier* barrier, int, int head) const {
-    // All lanes have seen that the slot is empty before its next round may begin: one that looked later would wait for
-    // the round after.
+    // All lanes must have seen that the slot is empty before its next round can begin: a lane that looked later would
+    // wait for the round after.
     target::wave_sync();
     if (lane == 0) ptx::mbarrier_arrive_expect(barrier, kBlocks * kTileK * 128);
     if (tile != 0) return;
@@ -118,13 +123,14 @@ struct KeyTileLoader<0> {
   }
 };
 
-// The values of a tile's rows past the sequence's end, for a consumer.
+// Zeroes the values of a tile's rows past the sequence's end, for a consumer. kRows: of a box.
 template <int kRows>
 struct RowsPastEnd {
-  int begin;  // in the tile
+  int begin;  // the first such row in the tile
 
   DEVICE void load(int first_key, int length) { begin = length - first_key; }
-  // Of the tile in the ring's slot, once it is full. Behind the box that the end is in, all is zeros already.
+  // Clears the tile in a slot of the ring, once it is full. Only the box that holds the sequence's end needs it: the
+  // boxes behind it came as zeros.
   DEVICE void clear(SharedMemory& s, int slot, int consumer) const {
     if (begin >= kTileK || begin % kRows == 0) return;
     const int end = begin / kRows * kRows + kRows;

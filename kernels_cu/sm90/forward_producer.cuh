@@ -1,6 +1,9 @@
-// The producer of a Hopper forward block walks the schedule and keeps TMA ahead of the consumers: one
-// thread. Where keys are in pages, two warps: a lane finds a box and asks for it, and values have the second warp,
-// since one would ask for boxes no faster than the products take them. Those may copy rows as well
+// The producer of a Hopper forward block (sm90/forward.cu): it walks the schedule, tells all warps of the block which
+// work comes next, and keeps loads of queries, keys and values ahead of the consumers.
+//
+// It is one thread that issues TMA loads. Where keys are in pages it is two warps, one for keys and one for values,
+// since a single warp would issue boxes no faster than the products consume them. Each lane finds the page of a box and
+// issues the load of that box (sm90/forward_pages.cuh). Where pages must be copied row by row, two or four warps do so
 // (sm90/forward_page_rows.cuh).
 #pragma once
 
@@ -13,12 +16,14 @@
 
 namespace forward {
 
-// Under a mask query tiles are begun often, and the next one is found by looks at its order and at its list. So a
-// ticket is drawn when kTilesLeft key tiles are left, and its work is found with the last one. Elsewhere it is found
-// later, so that work goes to whoever is done first, and where tiles are split.
+// When the next work is found. Under a block mask a block begins query tiles often, and to find one it reads the order
+// of tiles and a list of key tiles from memory. So the producer draws a ticket when kTilesLeft key tiles of the current
+// work are left to load, and finds the ticket's work with the last of them. Without a mask, and where tiles are split
+// by keys, it draws the ticket once the last keys are loaded, so that work goes to the block that is done first.
 constexpr bool kFindsEarly = kBlockMask && !kStreamK;
 constexpr int kTilesLeft = 3;
 
+// Finds the work at an index of the schedule.
 DEVICE void find(WorkTile& work, const Sm90ForwardParams& p, const BlockOrder& order, int64 index) {
   work = find_work_tile<kRagged, kRight, kClusterQ, kHeadsPerTile>(p.forward, order, index, p.kept_tiles);
   if constexpr (kBlockMask) {
@@ -26,7 +31,8 @@ DEVICE void find(WorkTile& work, const Sm90ForwardParams& p, const BlockOrder& o
       const int last = (work.q.length - 1) / kClusterQ;
       const int rank = kRight ? last - work.tile : work.tile;
       const int tile = *order_of<kClusterQ>(p.forward.block_mask.lists, work.sequence, work.q, rank, work.head);
-      // Of sequences that lie over each other, which only a device can tell of, it may be another's.
+      // Lengths on the device are unchecked and may lay sequences over each other. Then this entry may be another
+      // sequence's, so it is clamped.
       work.tile = tile < last ? tile : last;
     }
   }
@@ -37,6 +43,7 @@ DEVICE void find(WorkTile& work, const Sm90ForwardParams& p, const BlockOrder& o
 DEVICE void find(WorkTile& work, const Sm90ForwardParams& p, const BlockOrder& order, int64 index, int) {
   find(work, p, order, index);
 }
+// The query tiles that are split by keys: attn/schedule/stream_k.cuh.
 DEVICE StreamLine stream_line(const Sm90ForwardParams& p, const BlockOrder& order, int64 index) {
   if constexpr (kRagged) {
     const unsigned workers = static_cast<unsigned>(target::grid_size()) / kCluster;
@@ -66,11 +73,11 @@ DEVICE void find(WorkItem& work, const Sm90ForwardParams& p, const BlockOrder& o
   const TileSpan all = key_tiles_of(p.forward, work);
   work.keys = work.whole ? all : part_of(all, work.keys.begin, work.keys.end, work.units);
 }
-// Where the piece goes on in the line; negative where it does not.
+// Where in the stream-K line the rest of this piece begins, which is in the next query tile; negative if there is none.
 DEVICE int next_item(const WorkItem& work) { return work.goes_on ? work.behind() : -1; }
 DEVICE int next_item(const WorkTile&) { return -1; }
 
-// By the length alone, or by all that is known.
+// kByLength: by the sequence's length alone; else a mask of keys, which must have been read, counts too.
 template <bool kByLength>
 DEVICE Keys key_tiles_to_load(const ForwardParams& p, const Item& work) {
   if constexpr (kByLength) return key_tiles_of(p, static_cast<const WorkTile&>(work));
@@ -87,8 +94,8 @@ DEVICE void produce(const Params& p, const Maps& maps, SharedMemory& s, int lane
   Tickets<kCluster> tickets(p.next_work, s.tickets);
   Ring<kQuerySlots> queries;
   int64 index = target::block_index() / kCluster;
-  int at = -1;  // in the line, of those items behind the first one that a ticket may stand for
-  // Finds the work of the next slot and tells everyone.
+  int at = -1;  // where the ticket's next item begins in the stream-K line; negative: its first item is next
+  // Finds the next work, writes it to the next slot, and signals the warps that wait for it.
   const auto announce = [&] {
     ptx::mbarrier_wait(&s.work_empty[slot.slot], slot.parity ^ 1);
     if (leads) {
@@ -104,16 +111,17 @@ DEVICE void produce(const Params& p, const Maps& maps, SharedMemory& s, int lane
   for (;;) {
     if constexpr (!kFindsEarly) announce();
     const Item& work = s.work[slot.slot];
-    // All lanes have read the other slot before it is written again: they come here for this one first.
+    // The other slot is written again only after all lanes have come here, and so have finished reading it.
     if constexpr (kProducerLanes > 1) target::wave_sync();
     slot.advance();
     if (at < 0) tickets.spent();
     if (!work.exists) break;
     const auto wait_for_mask = [&] {
-      // The slot before the one that is next.
+      // Of the slot before `slot`, which has been advanced.
       if constexpr (kKeyMask) ptx::mbarrier_wait(&s.work_full[slot.slot ^ 1], slot.parity ^ (slot.slot == 0));
     };
-    // The first key tile is asked for before it is known how many there are, unless a window may begin behind it.
+    // Under a mask of keys the first key tile is loaded before the mask tells how many tiles there are, unless a window
+    // may begin behind that tile.
     constexpr bool kLearnsEnd = kKeyMask && !kLeft;
     static_assert(!kLearnsEnd || !kStreamK, "the first one is 0");
     if constexpr (!kLearnsEnd) wait_for_mask();
@@ -121,7 +129,8 @@ DEVICE void produce(const Params& p, const Maps& maps, SharedMemory& s, int lane
     TileSpan span = span_of_item(key_tiles, work);
     const int kv_head = work.head / (p.forward.nheads_q / p.forward.nheads_kv);
     const MapRows q_rows = map_rows(work, work.q, p.row_bound_q);
-    // At a sequence's end a later block of the cluster may have no rows of its own.
+    // At a sequence's end a later block of the cluster may have no rows of its own. It then loads the sequence's first
+    // rows, since a box must not lie wholly outside its map (sm90/rows.cuh).
     const int first_row = kCluster == 1 || first_query(work) < work.q.length ? first_query(work) : 0;
     const auto ask_for_queries = [&] {
       if (!leads) return;
@@ -138,7 +147,8 @@ DEVICE void produce(const Params& p, const Maps& maps, SharedMemory& s, int lane
                                   first_key, kv_head);
       values.advance();
     };
-    // With one slot behind the first keys: these need not wait until consumers are done with the last tile's queries.
+    // With one slot, queries are loaded behind the first keys: so those keys need not wait until the consumers are done
+    // with the queries of the previous tile.
     if (kQuerySlots > 1 && has_tiles(span)) ask_for_queries();
     int first_key = has_tiles(span) ? key_tiles.first_key(span.begin) : 0, before = 0;
     unsigned ticket = 0;
@@ -163,7 +173,7 @@ DEVICE void produce(const Params& p, const Maps& maps, SharedMemory& s, int lane
       } else if (kQuerySlots == 1) {
         ask_for_queries();
       }
-      // Behind what is wanted first: consumers ask for it when the tile's products are under way.
+      // The bias comes behind keys and values: consumers read it once the tile's products are running.
       if constexpr (kBiasInBoxes) {
         if (leads) load_bias(p.forward, maps, s, work, bias, first_row, key_tiles.first_key(n));
       }
@@ -184,7 +194,8 @@ DEVICE void produce(const Params& p, const Maps& maps, SharedMemory& s, int lane
       if (has_tiles(span)) load_values(before);
       continue;
     }
-    // Not earlier: work goes to whoever is done first, and consumers are still busy with what is loaded.
+    // Drawn no earlier, so that work goes to the block that is done first. It is early enough: the consumers are still
+    // busy with tiles that are loaded.
     ticket = leads ? tickets.draw() : 0;
     if (has_tiles(span)) load_values(before);
     ticket = tickets.receive(ticket);
@@ -198,7 +209,8 @@ DEVICE void produce(const Params& p, const Maps& maps, SharedMemory& s, int lane
   if (leads) tickets.leave();
 }
 
-// Another warp's part of all keys, or of all values. It learns of work as consumers do.
+// Main loop of a further warp of the producer, which loads its part of all key tiles, or of all value tiles. It waits
+// for work and gives its slot back as consumers do.
 template <bool kKeys>
 DEVICE void produce_part(const Sm90ForwardParams& p, const Maps& maps, SharedMemory& s, int part, int lane) {
   auto& barriers = Landing::barriers(s);
@@ -226,7 +238,7 @@ DEVICE void produce_part(const Sm90ForwardParams& p, const Maps& maps, SharedMem
       }
       ring.advance();
     }
-    target::wave_sync();  // all lanes have read the slot
+    target::wave_sync();  // all lanes have read the work slot
     if (lane == 0) ptx::mbarrier_arrive(&s.work_empty[slot.slot]);
     slot.advance();
   }

@@ -1,8 +1,10 @@
-// When a Hopper forward draws a tile's random words (attn/dropout.cuh): no score decides them, so any time will do.
+// When Hopper's forward generates the random words of a tile's dropout mask (attn/dropout.cuh). They do not depend on
+// scores, so any time is possible.
 //
-// P V reads its left operand from registers, and what is drawn beside it waits for those. So of a tile of many keys
-// half are drawn beside Q K^T, in front of P V, and the others among the exponentials, where the compiler interleaves
-// both. Q K^T of fewer keys ends too early for that: there all are drawn once both products are under way.
+// P V reads its left operand from registers, and arithmetic beside it waits for those. So for tiles of many keys, half
+// of the words are generated beside Q K^T, before P V is issued, and the other half among the exponentials, where the
+// compiler interleaves the two. With fewer keys Q K^T ends too early for that: there all words are generated once both
+// products are running.
 #pragma once
 
 #include "attn/dropout.cuh"
@@ -26,6 +28,7 @@ struct RandomWords : RandomTile<C, 1, kKeyBlocks> {
   }
 
  private:
+  // Generates these parts where this is called, beside products: see ptx/compute_here.cuh.
   template <int kBegin, int kEnd>
   DEVICE void draw_here(const DropoutRule& rule, int first_row, int first_key, int lane) {
     ptx::compute_here(first_key);

@@ -1,5 +1,5 @@
-// How a wave's 16 rows of the output, and their LSE, leave a Hopper forward block: from registers, or through a buffer
-// in shared memory and by TMA.
+// Stores the output and the LSE of a consumer warp's 16 rows in Hopper's forward. The output leaves from registers, or
+// through a buffer in shared memory by TMA.
 #pragma once
 
 #include "attn/rows.cuh"
@@ -10,7 +10,7 @@ namespace forward {
 
 DEVICE unsigned output_pair(float low, float high) { return target::Mma<Element>::to_pair(low, high); }
 
-// 8 elements of a row, fewer where it has only `left`, by accesses as wide as the output's rows allow.
+// Stores 8 elements of a row, or the last `left` of it, by accesses of kStoreBytes: the widest that the output allows.
 DEVICE void store_piece(Element* out, const unsigned (&piece)[4], int left) {
   if constexpr (kStoreBytes == 16) {
     if (left > 0) *reinterpret_cast<Chunk<16>*>(out) = {piece[0], piece[1], piece[2], piece[3]};
@@ -39,8 +39,8 @@ DEVICE void store_lse(const ForwardParams& p, const WorkTile& work, const Softma
   }
 }
 
-// From registers, row by row. A row of a 32-column piece lies with a quad, 4 bytes of each 8 columns in each lane;
-// after the exchange every lane holds 16 bytes in a row.
+// Stores from registers, row by row. A quad of lanes holds 32 columns of a row, each lane 4 bytes of every 8 columns.
+// After the exchange each lane holds 16 contiguous bytes.
 template <int kBlocks>
 DEVICE void store_rows(const ForwardParams& p, const WorkTile& work, const C (&o)[1][kBlocks], int first_block,
                        int head, int first_row, int lane) {
@@ -63,23 +63,25 @@ DEVICE void store_rows(const ForwardParams& p, const WorkTile& work, const C (&o
   }
 }
 
-// By TMA, which clips at the sequence's end and at the head dim. The next tile goes on while it reads.
+// Stores by TMA, which clips at the sequence's end and at the head dim. The warp goes on with its next tile while TMA
+// reads the buffer.
 //
-// The thread's number is read anew and the stores are not unrolled, so that nothing of this is computed before the keys
-// and kept across them: it would take the uniform registers in which the queries' descriptors stay.
+// The thread's index is read anew and the loop of stores is not unrolled. Otherwise the compiler would compute
+// addresses before the loop over key tiles and keep them across it, in the uniform registers that the queries'
+// descriptors need.
 template <class OutMaps, class OutBuffer>
 DEVICE void store_boxes(const Sm90ForwardParams& p, const OutMaps& maps, OutBuffer& outputs, const WorkTile& work,
                         const C (&o)[1][kOutBlocks]) {
   const int thread = target::thread_index_anew() - kWarpgroup;
   const int lane = thread % 32, warp_row = thread / 32 * 16;
   unsigned char* const rows = outputs.bytes + warp_row * 128;
-  if (lane == 0) ptx::wait_stores_read();  // of this warp's last tile
+  if (lane == 0) ptx::wait_stores_read();  // of this warp's previous tile
   target::wave_sync();
   UNROLL for (int d = 0; d < kOutBlocks; d++) {
     const auto& x = o[0][d].x;
     const unsigned pairs[4] = {output_pair(x[0], x[1]), output_pair(x[2], x[3]), output_pair(x[4], x[5]),
                                output_pair(x[6], x[7])};
-    // In the maps' swizzle.
+    // In the 128-byte swizzle of the map.
     const int row = lane % 16, chunk = (d % 4 * 2 + lane / 16) ^ row % 8;
     target::stmatrix(rows + d / 4 * (kTileRows * 128) + row * 128 + chunk * 16, pairs);
   }
@@ -87,7 +89,7 @@ DEVICE void store_boxes(const Sm90ForwardParams& p, const OutMaps& maps, OutBuff
   target::wave_sync();
   const TileRow own = tile_row(warp_row);
   const int first_row = first_query(work) + own.row;
-  // A box must not lie wholly outside, as with loads.
+  // A box must not lie wholly outside its map, as with loads (sm90/rows.cuh).
   if (lane == 0 && first_row < work.q.length) {
     const MapRows at = map_rows(work, work.q, p.row_bound_q);
 #pragma unroll 1
@@ -99,7 +101,8 @@ DEVICE void store_boxes(const Sm90ForwardParams& p, const OutMaps& maps, OutBuff
   }
 }
 
-// The wave's 16 rows. kByEngine: there are a map and a buffer for it.
+// Stores the output and the LSE of the warp's 16 rows. kByEngine: the output by TMA, for which there are a map and a
+// buffer.
 template <bool kByEngine>
 DEVICE void store(const Sm90ForwardParams& params, const Maps& maps, SharedMemory& s, const WorkTile& work,
                   const C (&o)[1][kOutBlocks], const Softmax& softmax, int head, int first_row, int lane) {

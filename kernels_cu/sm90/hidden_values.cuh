@@ -1,7 +1,7 @@
-// Values of keys that a mask hides from all queries of a head: they become zeros before a product reads them, since the
-// probabilities' zeros do not hide a NaN.
+// Values of keys that a mask hides from all queries of a head become zeros in shared memory before P V reads them,
+// since a probability of 0 does not hide a NaN.
 //
-// Every consumer does so for itself: what another one writes meanwhile is the same.
+// Every consumer of Hopper's forward does so for itself. Several may write to the same slot at once: all write zeros.
 #pragma once
 
 #include "attn/mask_bits.cuh"
@@ -9,8 +9,11 @@
 
 namespace forward {
 
-constexpr int kCleaned = 8;  // the named barrier kCleaned + c: consumer c's values are clean
+// The named barrier kCleaned + c: the threads of consumer c meet when they have written to shared memory what its next
+// product reads (zeros here, converted queries and slopes elsewhere).
+constexpr int kCleaned = 8;
 
+// Zeroes a row of the values in a slot.
 DEVICE void clear_value(SharedMemory& s, int slot, int row) {
   UNROLL for (int block = 0; block < kBlocksV; block++) {
     unsigned char* const first = s.values[slot] + block * kNextBlock + row / 8 * kNextValues + row % 8 * 128;
@@ -18,7 +21,7 @@ DEVICE void clear_value(SharedMemory& s, int slot, int row) {
     UNROLL for (int n = 0; n < 8; n++) at[n] = {0, 0, 0, 0};
   }
 }
-// To a product of this consumer, which comes next.
+// Makes cleared values visible to the next product of this consumer. Called by all of its threads.
 DEVICE void values_are_clean(int consumer) {
   ptx::fence_copies();
   ptx::barrier_sync(kCleaned + consumer, kWarpgroup);
@@ -34,10 +37,10 @@ template <>
 struct HiddenValues<true> {
   static_assert(kTileK <= kWarpgroup, "a thread has one key");
 
-  bool any;  // of the tile
-  bool own;  // of this thread
+  bool any;  // whether the mask hides some key of the tile from all queries
+  bool own;  // whether this thread's key is such a one
 
-  // Of key tile n, beside its product.
+  // Reads that of key tile n, while its Q K^T product runs.
   template <class Keys>
   DEVICE void load(const BlockMask& mask, int sequence, int head, const Keys& keys, int n) {
     any = own = false;
@@ -49,11 +52,11 @@ struct HiddenValues<true> {
     HalfWords<kKeyBlocks> seen;
     seen.load(words, first, mask.words);
     any = !seen.all();
-    // Read once more: to choose among the others by the thread would put them into local memory.
+    // Read from global memory once more: indexing `seen` by the thread would move it to local memory.
     const int word = first + row / 16 < mask.words ? first + row / 16 : mask.words - 1;
     own = row < kTileK && (words[word] >> row % 16 & 1) == 0;
   }
-  // Of the tile in the ring's slot, once it is full.
+  // Clears the tile in a slot of the ring, once it is full.
   DEVICE void clear(SharedMemory& s, int slot, int consumer) const {
     if (!any) return;
     if (own) clear_value(s, slot, target::thread_index() % kWarpgroup);

@@ -1,5 +1,5 @@
-// What the pipelines of Hopper's kernels are made of: warpgroups, rings of slots that TMA fills, and what
-// of them stays in uniform registers.
+// Building blocks for the pipelines of Hopper's kernels: positions in rings of shared-memory slots that a producer
+// fills and consumers empty, and helpers that keep descriptors and addresses in uniform registers.
 #pragma once
 
 #include "ptx/ptx.cuh"
@@ -8,7 +8,7 @@
 namespace sm90 {
 
 constexpr int kWarpgroup = 128;  // threads
-constexpr int kColumns = 64;     // of a block in the 128-byte swizzle, of 16-bit elements
+constexpr int kColumns = 64;     // columns of a block in the 128-byte swizzle, of 16-bit elements
 
 // This block's rank in its cluster.
 template <int kCluster>
@@ -20,7 +20,8 @@ DEVICE int cluster_rank() {
   }
 }
 
-// Where one side stands in a ring of kSlots, whose barriers flip parity at each round.
+// The position of a producer or a consumer in a ring of kSlots. parity: of the mbarrier phase of this round, which
+// flips when the ring wraps around.
 template <int kSlots>
 struct Ring {
   int slot = 0;
@@ -33,7 +34,7 @@ struct Ring {
   }
 };
 
-// Nothing, or what TMA reads in the 128-byte swizzle.
+// kCount bytes at an address that the 128-byte swizzle of TMA allows; no member for 0.
 template <int kCount>
 struct SwizzledBytes {
   alignas(1024) unsigned char bytes[kCount];
@@ -41,8 +42,9 @@ struct SwizzledBytes {
 template <>
 struct SwizzledBytes<0> {};
 
-// What went through a shuffle the compiler cannot compute anew: it stays in a uniform register. Else descriptors and
-// addresses would be computed from the start of shared memory for every tile of keys, while products wait for them.
+// The compiler cannot recompute a value that went through a shuffle, so it keeps the value in a uniform register.
+// Otherwise it would compute descriptors and addresses from the start of shared memory for every key tile, while
+// products wait for them.
 DEVICE unsigned make_uniform(unsigned x) { return static_cast<unsigned>(target::wave_uniform(static_cast<int>(x))); }
 DEVICE unsigned long long make_uniform_descriptor(unsigned long long descriptor) {
   return descriptor >> 32 << 32 | make_uniform(static_cast<unsigned>(descriptor));

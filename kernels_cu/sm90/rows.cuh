@@ -1,4 +1,5 @@
-// Rows of Hopper's kernels: of a tile that holds several heads, and of a sequence as tensor maps count them.
+// Rows in Hopper's kernels: which head and query row each row of a query tile is, where a sequence's rows are in a
+// tensor map, and the TMA loads of key and query tiles that follow from both.
 #pragma once
 
 #include "attn/sequence.cuh"
@@ -8,11 +9,12 @@
 
 namespace sm90 {
 
-// A row of a tile of kTileQ query rows of each of kHeads neighbouring heads: its head, counted from the tile's first,
-// and its query row, likewise.
+// A tile holds kTileQ query rows of each of kHeads neighbouring heads. A TileRow is the head and the query row that a
+// row of the tile is, both counted from the tile's first.
 //
-// One head comes after the other, kRun query rows of each, and then the next kRun. A consumer's 64 rows are to be
-// neighbours in every head: where whole heads would be cut between consumers, a run is what a warp owns.
+// In TileRows a tile has kRun query rows of the first head, kRun of the second, and so on, then the next kRun rows of
+// each head. The 64 rows of a consumer should be neighbours in every head. So a run is all kTileQ rows, unless a
+// consumer would then have the end of one head and the beginning of another: then it is the 16 rows that a warp owns.
 struct TileRow {
   int head, row;
 };
@@ -22,7 +24,7 @@ struct TileRows {
   static constexpr bool kInterleaved = false;
   static constexpr int kRun = kTileQ % 64 == 0 || 64 % kTileQ == 0 ? kTileQ : 16;
   static constexpr int kRuns = kTileQ / kRun;
-  // Query rows of a consumer, from its first to its last.
+  // Query rows of a head from the first to the last of a consumer.
   static constexpr int kOfConsumer = kTileQ % 64 == 0 ? 64 : kRun == kTileQ ? kTileQ : 64 / kHeads;
   static_assert(kTileQ * kHeads == kTileRows && kTileQ % 16 == 0, "a warp's 16 rows are those of one head");
   static_assert(kRun == kTileQ || 64 % (kRun * kHeads) == 0, "a consumer has as many rows of every head");
@@ -38,22 +40,26 @@ struct TileRows {
   }
 };
 
-// The same where heads are interleaved: query by query, head by head. So heads of any number share a tile, and the last
-// rows of one, fewer than heads, are nobody's.
+// The same with interleaved heads: all heads of the first query, then all heads of the next. Any number of heads can
+// share such a tile. Its last rows, fewer than kHeads, may belong to no query.
 template <int kTileRows, int kHeads>
 struct InterleavedRows {
   static constexpr int kTileQ = kTileRows / kHeads;
   static constexpr bool kInterleaved = true;
-  static constexpr int kReal = kTileQ * kHeads;
-  // The most that 64 rows are of.
+  static constexpr int kReal = kTileQ * kHeads;  // rows that belong to a query
+  // The most query rows that the 64 rows of a consumer can belong to.
   static constexpr int kOfConsumer = kTileRows == 64 ? kTileQ : 62 / kHeads + 2;
 
   DEVICE static TileRow at(int n) { return {n % kHeads, n / kHeads}; }
 };
 
-// Coordinates of a sequence's rows in a tensor map. A ragged map has a row axis that ends where the sequence does,
-// whatever its length: the map's origin lies `bound` rows before the array, and a second row axis brings it back (see
-// rawattn/_kernels). kPacked: the array has no batch axis.
+// Coordinates of a sequence's first row in a tensor map: on the row axis, on the second row axis, and on the batch
+// axis.
+//
+// A ragged batch has one map for sequences of any length, and rows past a sequence's end must be out of its bounds. So
+// each sequence is placed to end where the map's row axis ends, after `bound` rows. The map's origin lies `bound` rows
+// before the array, and the coordinate on the second row axis leads from there to the sequence's rows (geometry() in
+// rawattn/_kernels/sm90/forward_steps.py). kPacked: the array has no batch axis.
 struct MapRows {
   int first, outer, batch;
 };
@@ -66,9 +72,10 @@ DEVICE MapRows map_rows(int sequence, const Span& span, int bound) {
   }
 }
 
-// kSharers: blocks that take turns at copying columns to all of them; every one's barrier waits for the whole. `row`
-// must be one of the sequence's: for a box that lies wholly outside its map, TMA touches the map's origin,
-// which is no memory of ours where the map is ragged.
+// Loads kRows rows of a head from row `row` of a sequence on, in kBlocks blocks of 64 columns. kSharers: blocks of a
+// cluster that each load every kSharers-th block of columns and multicast it to all of them; the barrier of each waits
+// for all columns. `row` must exist in the sequence: for a box that lies wholly outside its map, TMA touches the map's
+// origin, and that of a ragged map is outside the array.
 template <int kBlocks, int kRows, int kSharers>
 DEVICE void load_rows(unsigned char* shared, const ptx::TensorMap* map, ptx::Mbarrier* barrier, const MapRows& rows,
                       int row, int head) {
@@ -80,8 +87,8 @@ DEVICE void load_rows(unsigned char* shared, const ptx::TensorMap* map, ptx::Mba
   }
 }
 
-// The rows of a tile from query row `row` on, which is one of the sequence's `length`: a box of all heads for each run.
-// Interleaved ones are one box, of a map whose heads come before its rows.
+// Loads a query tile from query row `row` on, which must be one of the sequence's `length`. A box has one run of all
+// heads, in 64 columns. Interleaved heads come in one box, by a map whose axis of heads comes before that of rows.
 template <int kBlocks, class Rows, int kTileRows>
 DEVICE void load_queries(unsigned char* shared, const ptx::TensorMap* map, ptx::Mbarrier* barrier, const MapRows& rows,
                          int row, int length, int head) {
@@ -98,7 +105,7 @@ DEVICE void load_queries(unsigned char* shared, const ptx::TensorMap* map, ptx::
     ptx::mbarrier_arrive_expect(barrier, kBlocks * kTileRows * 128);
 #pragma unroll 1
     for (int n = 0; n < Rows::kRuns; n++) {
-      // Behind the sequence's end any of its rows do: nobody reads what comes of them.
+      // A run that begins past the sequence's end is loaded from `row` instead, since its results are not stored.
       const int own = row + n * Rows::kRun, at = rows.first + (own < length ? own : row);
       UNROLL for (int b = 0; b < kBlocks; b++) {
         ptx::copy_tensor_5d<1>(shared + b * kTileRows * 128 + n * kBoxBytes, map, barrier, b * kColumns, at, head,

@@ -1,5 +1,6 @@
-// Tickets are indices of the schedule, which persistent blocks draw one after the other. The first block of a cluster
-// draws them, and tells all of its blocks.
+// Dynamic scheduling of persistent blocks. A ticket is an index of the schedule. Blocks draw tickets one after the
+// other from a counter in global memory. In a cluster the first block draws each ticket and sends it to all of its
+// blocks.
 #pragma once
 
 #include "ptx/ptx.cuh"
@@ -28,7 +29,8 @@ struct Tickets {
       ptx::mbarrier_init(&box.empty, kCluster);
     }
   }
-  // A lone block's ticket is on its way when this returns.
+  // Draws a ticket; receive() returns it. Without a cluster the counter's answer is still in flight when this returns,
+  // and nothing waits for it before it is used.
   DEVICE unsigned draw() const {
     if (cluster_rank<kCluster>() != 0) return 0;
     const unsigned ticket = target::fetch_increment(counters);
@@ -47,12 +49,13 @@ struct Tickets {
     }
     return ticket;
   }
-  // Nobody needs the last ticket any more, if there was one: not when it was read, but when its work was found with it,
-  // as the arrival orders nothing.
+  // Tells the first block that this one has used its last ticket, so that its TicketBox may be written again. Called
+  // when the ticket's work has been found, not when the ticket was read, since the arrival orders no memory accesses.
+  // It is also called for the first work, which needs no ticket: only then may the first ticket be sent.
   DEVICE void spent() const {
     if constexpr (kCluster > 1) ptx::mbarrier_arrive_at(&box.empty, 0);
   }
-  // The last block to run out of work leaves the counters as it found them, for the next launch.
+  // Called by each block that has run out of work. The last one resets the counters to zero for the next launch.
   DEVICE void leave() const {
     if (target::fetch_add(counters + 1, 1u) == target::grid_size() - 1) {
       counters[0] = 0;
