@@ -1,4 +1,4 @@
-// Named barriers are every target's.
+// Named barriers. Every target has them, so they are those of target/.
 #pragma once
 
 #include "target/cuda.cuh"

@@ -20,7 +20,7 @@ DEVICE void cluster_sync() {
           : "memory");
 }
 
-// What lies at `pointer` here, in the block of `rank`.
+// The address, in the shared memory of the cluster, of what lies at the offset of `pointer` in the block `rank`.
 DEVICE unsigned address_in(const void* pointer, int rank) {
   unsigned address;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
@@ -29,14 +29,15 @@ DEVICE unsigned address_in(const void* pointer, int rank) {
   return address;
 }
 
-// Relaxed, as a release to the cluster would be a fence of all memory: for slots that were only read, by products that
-// were waited for.
+// Arrives at the barrier at this offset in the block `rank`. The arrival is relaxed and orders no memory accesses,
+// since a release at cluster scope would be a fence of all memory. So it is for slots that were only read, by products
+// that have been waited for.
 DEVICE void mbarrier_arrive_at(Mbarrier* barrier, int rank) {
   asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(address_in(barrier, rank))
                : "memory");
 }
 
-// Stores x in the block of `rank`, and completes 4 bytes on its barrier.
+// Stores x at the offset of `to` in the block `rank`, and completes 4 bytes on the barrier at this offset there.
 DEVICE void send(unsigned* to, unsigned x, Mbarrier* barrier, int rank) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(address_in(to, rank)),
                "r"(x), "r"(address_in(barrier, rank))

@@ -1,12 +1,13 @@
-// Where what depends on nothing that products give is to be computed while they are under way.
+// Keeps arithmetic that does not depend on running products at its place beside them: ptxas would move it behind the
+// wait for the products.
 #pragma once
 
 #include "target/cuda.cuh"
 
 namespace ptx {
 
-// x is computed above, and nothing of it below: a basic block ends here, which ptxas moves no arithmetic out of. The
-// loop is left after one turn, or after two for one x of 2^32.
+// x, and all that it depends on, is computed before this point. The loop ends a basic block, and ptxas moves no
+// arithmetic out of a basic block. The loop runs once, or twice for one of the 2^32 values of x.
 DEVICE void compute_here(unsigned x) {
   asm volatile(
       "{\n"
@@ -22,7 +23,7 @@ DEVICE void compute_here(unsigned x) {
       : "memory");
 }
 
-// What was stored above is read from memory below: no register keeps it in between.
+// What was stored before this point is read from memory again behind it: no register keeps it in between.
 DEVICE void read_anew() { asm volatile("" ::: "memory"); }
 
 }  // namespace ptx

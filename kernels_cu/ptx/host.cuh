@@ -1,5 +1,6 @@
-// Hopper's instructions for tests: each hands what it is given to the machine of tests/shim, which does what the PTX
-// manual says, only later and less forgivingly (tests/shim/mbarrier.cpp, tensor_copy.cpp, warp_group.cpp).
+// Hopper's instructions on the host, for tests. Each calls the simulated GPU of tests/shim, which does what the PTX
+// manual says, but performs asynchronous operations late and reports misuse (tests/shim/mbarrier.cpp, tensor_copy.cpp,
+// warp_group.cpp). The functions are those of the other files of ptx/, which describe them.
 #pragma once
 
 #include "ptx/descriptor.cuh"
@@ -11,15 +12,15 @@ namespace ptx {
 
 typedef unsigned long long Mbarrier;
 
-// What the driver encodes in a way of its own; written by tests/shim/tensor_map.py. Innermost axis first; strides in
-// bytes, without the innermost axis's.
+// A tensor map in plain fields, in place of the driver's opaque encoding; written by tests/shim/tensor_map.py.
+// Innermost axis first. Strides are in bytes, and the innermost axis has none.
 struct alignas(64) TensorMap {
   unsigned long long address;
   unsigned long long dims[5];
   unsigned long long strides[4];
   unsigned box[5];
   unsigned itemsize;
-  long long origin;  // bytes from the array's first element to the map's: no memory of ours if it is not 0
+  long long origin;  // bytes from the array's first element to the map's; if not 0, the map's is outside the array
   unsigned long long unused[2];
 };
 static_assert(sizeof(TensorMap) == 128, "the size of the driver's");
@@ -35,10 +36,10 @@ void mbarrier_arrive(void* barrier, unsigned bytes);
 void mbarrier_wait(void* barrier, unsigned parity);
 int cluster_rank();
 void meet_cluster();
-// Both reach what lies at the same offset in the block `rank` of the cluster.
+// Both act on what lies at the same offset in the block `rank` of the cluster.
 void mbarrier_arrive_at(void* barrier, int rank);
 void send(void* to, unsigned x, void* barrier, int rank);
-// To this block, or to the first `receivers` of the cluster.
+// Loads a box to this block, or to the first `receivers` blocks of the cluster.
 void copy_tensor(void* shared, const ptx::TensorMap& map, void* barrier, const int (&coordinates)[5], int receivers);
 void fence_copies();
 void store_tensor(const ptx::TensorMap& map, const void* shared, const int (&coordinates)[5]);
@@ -51,7 +52,7 @@ void copy_partly_later(void* shared, const void* global, int readable);
 
 enum class Type { kFloat16, kBfloat16, kTf32 };
 
-// A product of a warpgroup as one thread asks for it: 64 x columns, 16 deep, of tf32 8.
+// A wgmma as one thread issues it: 64 x columns, 16 deep, or 8 deep in tf32.
 struct Product {
   Type type;
   int columns;
@@ -60,7 +61,7 @@ struct Product {
   ptx::Major a_major, b_major;
   unsigned long long a, b;  // descriptors
 };
-// c: columns / 2 floats, which are the machine's until the wait. a: 8 elements of 16 bits, or null.
+// c: columns / 2 floats, which the simulated GPU holds until the wait. a: 8 elements of 16 bits, or null.
 void wgmma(const Product& product, float* c, const unsigned short* a);
 void wgmma_fence();
 void wgmma_commit();

@@ -1,12 +1,12 @@
-// ldmatrix by an address in shared memory and a constant that the instruction adds.
+// ldmatrix from an address in shared memory plus a constant that the instruction itself adds.
 #pragma once
 
 #include "target/cuda.cuh"
 
 namespace ptx {
 
-// Four matrices of 8 x 8 elements of 16 bits: lane 8 i + n names row n of matrix i, and lane 4 n + m gets the m-th pair
-// of that row of each.
+// Loads four matrices of 8 x 8 elements of 16 bits. Lane 8 i + n gives the address of row n of matrix i. Lane 4 n + m
+// gets the m-th pair of elements in row n of each matrix.
 template <int kOffset>
 DEVICE void ldmatrix(unsigned (&r)[4], unsigned row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4 + %5];"

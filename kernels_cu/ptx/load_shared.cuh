@@ -1,4 +1,4 @@
-// A word by its address in shared memory and a constant that the instruction adds.
+// Loads a word from an address in shared memory plus a constant that the instruction itself adds.
 #pragma once
 
 #include "target/cuda.cuh"

@@ -14,20 +14,20 @@ DEVICE void mbarrier_init(Mbarrier* barrier, unsigned arrivals) {
 // Makes initialised barriers visible to TMA; a block barrier must follow.
 DEVICE void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-// Barriers are named by a pointer, or by an address in shared memory and a constant that the instruction adds: so one
-// register serves the barriers of a slot.
+// A barrier is given by a pointer, or by an address in shared memory plus a constant that the instruction itself adds.
+// With the constant, one register serves several barriers of a slot.
 template <int kOffset>
 DEVICE void mbarrier_arrive(unsigned address) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0 + %1];" ::"r"(address), "n"(kOffset) : "memory");
 }
 DEVICE void mbarrier_arrive(Mbarrier* barrier) { mbarrier_arrive<0>(target::shared_address(barrier)); }
-// Arrives and announces bytes that copies will deliver before the phase can complete.
+// Arrives, and announces bytes that copies must deliver before the phase can complete.
 DEVICE void mbarrier_arrive_expect(Mbarrier* barrier, unsigned bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(target::shared_address(barrier)),
                "r"(bytes)
                : "memory");
 }
-// Arrives when all asynchronous copies that this thread has asked for have landed.
+// Arrives, without waiting here, once all cp.async copies that this thread has issued have landed.
 DEVICE void mbarrier_arrive_behind_copies(Mbarrier* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(target::shared_address(barrier))
                : "memory");

@@ -1,4 +1,5 @@
-// Hopper's own instructions: on the GPU one line of PTX each, on the host what tests/shim does for them.
+// Hopper's own instructions, one function for each: PTX on the GPU, calls of the simulated GPU of tests/shim on the
+// host.
 #pragma once
 
 #if defined(RAWATTN_TARGET_HOST)

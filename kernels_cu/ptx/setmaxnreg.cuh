@@ -1,4 +1,5 @@
-// setmaxnreg: a warpgroup gives registers back to the block's pool, or takes some from it.
+// setmaxnreg: a warpgroup gives registers back to the block's pool, or takes some from it. kRegisters: of a thread,
+// afterwards.
 #pragma once
 
 #include "target/cuda.cuh"

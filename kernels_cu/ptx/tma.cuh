@@ -13,9 +13,9 @@ struct alignas(64) TensorMap {
 
 DEVICE void prefetch_tensormap(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
-// Completes on `barrier` with the box's bytes; what lies outside the tensor arrives as zeros and counts too. With more
-// than one receiver, in each of the cluster's first kReceivers blocks: at the same offset, on the barrier at the same
-// offset.
+// Loads a box to shared memory, and completes its bytes on `barrier`. What lies outside the tensor arrives as zeros and
+// counts too. With more than one receiver, the box goes to each of the cluster's first kReceivers blocks: to the same
+// offset, and on the barrier at the same offset.
 template <int kReceivers = 1>
 DEVICE void copy_tensor_5d(void* shared, const TensorMap* map, Mbarrier* barrier, int c0, int c1, int c2, int c3,
                            int c4) {
@@ -36,7 +36,7 @@ DEVICE void copy_tensor_5d(void* shared, const TensorMap* map, Mbarrier* barrier
   }
 }
 
-// To this block, of what nobody reads again: the L2 cache gives it up first.
+// Loads a box to this block that nobody reads again: the L2 cache evicts it first.
 DEVICE void copy_tensor_5d_once(void* shared, const TensorMap* map, Mbarrier* barrier, int c0, int c1, int c2, int c3,
                                 int c4) {
   unsigned long long policy;
@@ -48,12 +48,12 @@ DEVICE void copy_tensor_5d_once(void* shared, const TensorMap* map, Mbarrier* ba
       : "memory");
 }
 
-// What this thread has written to shared memory is there for TMA. Before another thread asks for the copy,
-// both must meet.
+// Orders this thread's accesses to shared memory before those of TMA and wgmma that follow: what it has written is
+// visible to them. If another thread issues the copy or the product, the two threads must synchronise in between.
 DEVICE void fence_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Stores a box; what lies outside the tensor is left alone. `shared` may be written again once this thread has
-// committed its stores and waited until they were read.
+// Stores a box. What lies outside the tensor is left alone. `shared` may be written again once this thread has
+// committed its stores (commit_stores) and waited until TMA has read them (wait_stores_read).
 DEVICE void store_tensor_5d(const TensorMap* map, const void* shared, int c0, int c1, int c2, int c3, int c4) {
   asm volatile(
       "cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(map),

@@ -1,7 +1,8 @@
-// wgmma: the four warps of a warpgroup multiply 64 x 16 by 16 x N, asynchronously, accumulating in registers.
+// wgmma: the four warps of a warpgroup multiply 64 x 16 by 16 x N asynchronously, and accumulate in registers.
 //
-// B, and A where it is not in registers, lie in shared memory and are named by descriptors. The accumulator of the
-// group is 64 x N: warp w holds rows 16 w to 16 w + 15 in N / 16 blocks laid out like target::Accumulator.
+// B, and A where it is not in registers, lie in shared memory and are given by descriptors (ptx/descriptor.cuh). The
+// accumulator of the warpgroup is 64 x N: warp w holds rows 16 w to 16 w + 15 in N / 16 blocks laid out like
+// target::Accumulator.
 #pragma once
 
 #include "ptx/descriptor.cuh"
@@ -18,7 +19,7 @@ DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Accumulators as a wait left them. Nothing else ties them to it, and the compiler would move reads above it.
+// Ties accumulators to the wait before this call. Without it the compiler would move reads of them above the wait.
 template <class C, int kBlocks>
 DEVICE void wgmma_results(C (&c)[kBlocks]) {
   UNROLL for (int b = 0; b < kBlocks; b++) {
@@ -30,7 +31,7 @@ DEVICE void wgmma_results(C (&c)[kBlocks]) {
 // rs<B's major>: c += A * B; A (64 x 16) in registers. V is MN-major.
 template <class T, int kColumns>
 struct Wgmma;
-// 64 x 8 by 8 x N of tf32, both K-major. ss: c += A * B.
+// The same for tf32: 64 x 8 by 8 x N, both operands K-major. ss: c += A * B.
 template <int kColumns>
 struct WgmmaTf32;
 
@@ -101,7 +102,7 @@ struct WgmmaTf32;
 #define RAWATTN_LISTS_256 RAWATTN_LISTS_240 ", " RAWATTN_LIST_15
 #define RAWATTN_REGSS_256 RAWATTN_REGSS_240, RAWATTN_REGS_15
 
-// r0 to r5: the numbers of the operands that follow the accumulator's.
+// r0 to r5: the numbers of the asm operands that follow the accumulator's. n columns have n / 2 of those before them.
 #define RAWATTN_WGMMA(T, type, n, r0, r1, r2, r3, r4, r5)                                                             \
   template <>                                                                                                         \
   struct Wgmma<T, n> {                                                                                                \

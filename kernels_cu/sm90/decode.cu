@@ -1,5 +1,6 @@
-// Attention of few query rows to many keys (attn/decode.cuh), on Hopper: a wave asks TMA for its key tiles,
-// whose requests reach the memory in an order that it serves faster than those of lanes (docs/notes/decode.md).
+// Decoding on Hopper: attention of few query rows to many keys. The kernel's body is attn/decode.cuh. What this file
+// adds is the ring in which each warp loads its key tiles by TMA. TMA's requests reach DRAM in an order that it serves
+// faster than the requests of lanes that copy (docs/notes/decode.md).
 #include "attn/decode.cuh"
 #include "attn/page_rows.cuh"
 #include "ptx/ptx.cuh"
@@ -8,18 +9,20 @@
 
 namespace decode {
 
-// A tile comes in boxes of kBoxRows rows, each from one page: a lane finds one and asks for it.
+// A key tile comes in boxes of kBoxRows rows, each from one page. A lane finds a box and issues its load.
 constexpr int kBoxes = kTileK / kBoxRows;
 static_assert(kTileK % kBoxRows == 0 && kBoxRows % 8 == 0, "a box begins where the swizzle does");
 static_assert(kPaged || kBoxes == 1, "only pages are in the way of a whole tile");
 static_assert(kBoxes <= target::kWave, "a lane has one box");
 
-// TMA's maps of keys and values.
+// Tensor maps of keys and values.
 struct Maps {
   ptx::TensorMap k, v;
 };
 
-// The keys of a kv head of a sequence in coordinates of the maps: those of a lane's box of a tile, behind the column.
+// The keys of one kv head of a sequence as coordinates of the tensor maps. look_up() finds the lane's box of a key
+// tile; tell() gives the coordinates behind that of the column, for the tile before the last one that was looked up
+// (attn/page_rows.cuh).
 template <bool kInPages>
 struct MappedKeys {
   PageOfTile<kBoxRows, kPlainIntegers> found;
@@ -58,19 +61,21 @@ struct MappedKeys<false> {
   }
 };
 
-// The key tiles of a wave.
+// A warp's ring of key tiles, which TMA fills: the Ring of attn/decode.cuh.
 struct EngineRing {
   static constexpr int kColumns = SwizzledTile<kTileK, StoredKey>::kColumns;
   static constexpr int kBlocksQk = round_up(kHeadDim, kColumns) / kColumns;
   static constexpr int kBlocksV = round_up(kHeadDimV, kColumns) / kColumns;
   static constexpr int kBlockBytes = kTileK * 128;
-  static constexpr bool kLoadsLate = true;  // one lane asks for a box after the other, while products are under way
+  // The next tile is loaded behind Q K^T: a lane issues one box after the other while products are running.
+  static constexpr bool kLoadsLate = true;
   static constexpr int kTileBytes = (kBlocksQk + kBlocksV) * kBlockBytes;
-  // A stage is larger than its tile where what rows come to then has room in it.
+  // Bytes by which a stage is larger than its tile, if the partial result of the rows fits in a stage only then:
+  // attn/decode.cuh leaves it in the free one.
   static constexpr int kMore = 1024;
   static constexpr bool kWidened = kTileBytes < kPartialBytes && kPartialBytes <= kTileBytes + kMore;
   static constexpr int kStageBytes = kTileBytes + (kWidened ? kMore : 0);
-  static constexpr int kMoreBytes = round_up(kStages * int(sizeof(ptx::Mbarrier)), 16);
+  static constexpr int kMoreBytes = round_up(kStages * int(sizeof(ptx::Mbarrier)), 16);  // beside the stages: barriers
   static_assert(kBlockBytes % 1024 == 0, "blocks begin where the swizzle does");
   static_assert(kStages <= 32, "a bit tells a slot's parity");
 
@@ -79,7 +84,7 @@ struct EngineRing {
   const Maps& maps;
   unsigned char* const ring;
   ptx::Mbarrier* const full;
-  unsigned parities = 0;  // a bit for each slot
+  unsigned parities = 0;  // of the mbarrier phase to wait for next, a bit for each slot
 
   DEVICE EngineRing(unsigned char* ring, unsigned char* more, int lane, const Maps& maps)
       : maps(maps), ring(ring), full(reinterpret_cast<ptx::Mbarrier*>(more)) {
@@ -95,7 +100,8 @@ struct EngineRing {
   DEVICE auto keys(int slot) const { return tile(bytes(slot)); }
   DEVICE auto values(int slot) const { return tile(bytes(slot) + kBlocksQk * kBlockBytes); }
 
-  // All rows of the tile come. Of those that no query row may see, keys are hidden, and values are cleared.
+  // Loads all rows of the tile. Rows that no query row may see are loaded too: their keys are masked, and clear()
+  // zeroes their values.
   template <class Real>
   DEVICE void load(const ForwardParams&, const Source& source, int slot, const Real&, int lane) const {
     if (lane == 0) ptx::mbarrier_arrive_expect(&full[slot], kTileBytes);
@@ -115,7 +121,8 @@ struct EngineRing {
     ptx::mbarrier_wait(&full[slot], parities >> slot & 1);
     parities ^= 1u << slot;
   }
-  // Past the end of a sequence in rows, its map has zeros.
+  // Zeroes the values of rows that are not real. Without pages there is nothing to do: TMA delivers zeros past the end
+  // of a sequence.
   template <class Real>
   DEVICE void clear(int slot, const Real& real, int lane) const {
     if (!kPaged || all_real(real, kTileK)) return;
@@ -132,15 +139,16 @@ struct EngineRing {
     }
   }
   DEVICE void values_are_clean() const { ptx::fence_copies(); }
-  // Barriers are there for all lanes, and earlier kernels' results are read from here on.
+  // Makes the initialised barriers visible to all lanes, and waits for earlier kernels, whose results are read from
+  // here on.
   DEVICE void wait_for_prerequisites() const {
     target::block_sync();
     target::wait_for_prerequisites();
   }
-  // Only now may blocks of the next kernel come: those that wait for long come in an order that costs large batches 1 %
-  // of the memory's speed (docs/notes/decode.md).
+  // Lets blocks of the next kernel start, no earlier than at the end: blocks that wait for long start in an order that
+  // costs large batches 1 % of the memory bandwidth (docs/notes/decode.md).
   DEVICE void launch_dependents() const { target::launch_dependents(); }
-  // What threads have read and written in slots, they have done before the engine fills those anew.
+  // Orders what this thread has read and written in slots before TMA fills them again.
   DEVICE void give_back() const { ptx::fence_copies(); }
 
  private:

@@ -161,8 +161,8 @@ DEVICE int last_query(const WorkTile& work, int first) {
   return (behind < work.q.length ? behind : work.q.length) - 1;
 }
 
-// The tiles of a consumer where heads are interleaved: which keys are visible is asked by the row's number in the query
-// tile, as a warp counts rows there (see first_row_of).
+// The key tiles of a consumer where heads are interleaved. Rows are those of the query tile there, as a warp counts
+// them (see first_row_of), and not those of the sequence.
 template <class OwnTiles>
 struct TilesByRow {
   RowsOfHeads<Visible, kHeadsPerTile> visible;

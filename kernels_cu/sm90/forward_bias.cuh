@@ -1,4 +1,5 @@
-// A bias that travels beside the keys, in a ring of its own; here in boxes, by TMA.
+// A 16-bit bias that is loaded beside the keys to a ring of its own, in Hopper's forward. This file is for boxes that
+// TMA loads; sm90/forward_bias_rows.cuh is for a bias that TMA cannot read.
 #pragma once
 
 #include "sm90/forward_block.cuh"
@@ -10,13 +11,13 @@ DEVICE void prefetch_bias_map(const Maps& maps) {
   ptx::prefetch_tensormap(&maps.bias);
 }
 
-// Where a tile's row has its bias in a slot, in rows.
+// The row of a slot that has the bias of a row of the tile.
 DEVICE int line_of_slot(const TileRow& row) {
   return (kBiasHeads > 1 ? row.head * kBiasRows : 0) + (kBiasRows > 1 ? row.row : 0);
 }
 
-// The producer's part: the boxes of a key tile. What lies outside the bias arrives as zeros, for keys and rows that no
-// sequence has. Where a stride is 0 the map has one element.
+// The producer's part: loads the boxes of a key tile. What lies outside the bias arrives as zeros; no sequence has such
+// keys and rows. Where a stride is 0 the map's axis has one element, so the coordinate is 0.
 template <class Maps, class SharedMemory>
 DEVICE void load_bias(const ForwardParams& p, const Maps& maps, SharedMemory& s, const WorkTile& work,
                       Ring<kBiasSlots>& bias, int first_row, int first_key) {
@@ -33,7 +34,7 @@ DEVICE void load_bias(const ForwardParams& p, const Maps& maps, SharedMemory& s,
   bias.advance();
 }
 
-// A consumer warp's part of any ring of a bias.
+// A consumer warp's position in the ring of the bias, whether boxes or rows fill it.
 struct BiasRing {
   Ring<kBiasSlots> ring;
 
@@ -48,7 +49,7 @@ struct BiasRing {
     if (lane == 0) ptx::mbarrier_arrive(&s.bias_empty[ring.slot]);
     ring.advance();
   }
-  // A tile that the warp's rows do not see.
+  // Passes over a key tile that the warp's rows do not see.
   template <class SharedMemory>
   DEVICE void skip(SharedMemory& s, int lane) {
     wait(s);
@@ -56,11 +57,11 @@ struct BiasRing {
   }
 };
 
-// A consumer warp's part: the bias of its 16 rows.
+// Reads the bias of a consumer warp's 16 rows by ldmatrix.
 struct BiasReader : BiasRing {
   unsigned row;  // the address of the lane's first 16 bytes in the first slot
 
-  // own: where the warp's rows begin.
+  // own: the warp's first row in the tile.
   template <class SharedMemory>
   DEVICE BiasReader(SharedMemory& s, const TileRow& own, int lane) {
     if constexpr (kBiasInBoxes) {
@@ -69,11 +70,11 @@ struct BiasReader : BiasRing {
     }
   }
 
-  // Of a tile's work: boxes lie alike in all.
+  // Called for each piece of work. Nothing to do: boxes lie at the same offsets in all.
   template <class SharedMemory>
   DEVICE void begin(SharedMemory&, const Bias&, const WorkTile&, const TileRow&, int, int) {}
 
-  // Of the tile in the ring's slot, which is given back.
+  // Reads the bias of the key tile in the ring's current slot, and gives the slot back.
   template <class Added, class SharedMemory>
   DEVICE void read(Added& added, SharedMemory& s, int lane) {
     wait(s);
@@ -82,7 +83,8 @@ struct BiasReader : BiasRing {
   }
 
  private:
-  // 16 keys are 32 bytes of a row. They lie in the swizzle, which is an exclusive or with bits of the row.
+  // 16 keys are 32 bytes of a row. The swizzle is an exclusive or with bits of the row, so the offset of a block in its
+  // row is one too.
   template <int kBlock, class Added>
   DEVICE void read_blocks(Added& added, unsigned slot) {
     if constexpr (kBlock < kKeyBlocks) {

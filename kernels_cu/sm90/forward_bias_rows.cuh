@@ -1,11 +1,11 @@
-// A bias whose rows begin anywhere, as no tensor map can say: two warps of the producer's warpgroup copy each row of a
-// slot, and consumers read it from where it begins.
+// A bias whose rows are not aligned as a tensor map requires, in Hopper's forward. Two warps of the producer's
+// warpgroup copy it to the slots of a ring row by row, and consumers read each row from where its keys begin.
 //
-// A copy has 16 bytes from a multiple of 16. A row of a slot gets those that its keys lie among, so that they begin up
-// to 14 bytes behind its beginning, at every key tile alike: key tiles begin at multiples of 16 keys. What comes before
-// them belongs to neighbours, and so may be anything; nothing of it is used. It shares 16 bytes with the bias, and so
-// is memory that may be read: memory is given out in multiples of them from where it begins, but not to its end, so
-// nothing is read behind the row.
+// A copy has 16 bytes and begins at a multiple of 16. So a row of a slot gets the pieces of 16 bytes that its keys lie
+// in, and its first key is up to 14 bytes behind the row's beginning. This offset is the same for all key tiles, since
+// those begin at multiples of 16 keys. The bytes in front of the first key belong to something else and are never used.
+// To read them is safe: memory is allocated from multiples of 16 bytes on, so they are in the allocation that holds the
+// bias. An allocation may end anywhere, so nothing behind the row is read.
 #pragma once
 
 #include "sm90/forward_bias.cuh"
@@ -13,8 +13,8 @@
 
 namespace forward {
 
-// Where the row of a query begins in memory. head: of queries; row: in the sequence, not behind the bias's last one.
-// Int: of 32 bits where the last ones of the address are all that counts.
+// The address of a query's row of the bias. head: a query head; row: the query in the sequence, no further than the
+// last row of the bias. Int: 32 bits are enough where only the low bits of the address count.
 template <class Int = unsigned long long>
 DEVICE Int bias_row(const Bias& bias, int sequence, int head, int row) {
   const Int of_sequence = Int(sequence) * Int(bias.batch), of_head = Int(head / bias.group) * Int(bias.head);
@@ -22,18 +22,21 @@ DEVICE Int bias_row(const Bias& bias, int sequence, int head, int row) {
   return Int(reinterpret_cast<unsigned long long>(bias.data)) + (of_sequence + of_head + of_row) * kBias;
 }
 
-// What a tile's work copies of a bias: at every key tile the same rows.
+// The rows of the bias that a piece of work copies, the same at every key tile, and how the threads of the two warps
+// share them.
 struct BiasRows {
   static constexpr int kThreads = kBiasWarps * target::kWave;
-  // Pieces of a row that begins one; else it has one more, which is apart where the others fill their threads.
+  // Pieces of 16 bytes of a row whose keys begin a piece; of other rows there is one more. kLastApart: the last piece
+  // is copied in a loop of its own, since the others divide the threads evenly. kOfRow: threads for a row; kAtOnce:
+  // rows at a time.
   static constexpr int kPieces = kTileK * kBias / 16;
   static constexpr bool kLastApart = kPieces >= 8 && (kPieces & kPieces - 1) == 0;
   static constexpr int kOfRow = kLastApart ? kPieces : kPieces < 8 ? 8 : kPieces < 16 ? 16 : kPieces < 32 ? 32 : 64;
   static constexpr int kAtOnce = kThreads / kOfRow;
 
-  unsigned long long first;  // where the first row begins
+  unsigned long long first;  // address of the first row
   int64 row_bytes, head_bytes;
-  int rows;  // that there are
+  int rows;  // that the bias has, from the first one on
 
   DEVICE BiasRows(const Bias& bias, const WorkTile& work)
       : first(bias_row(bias, work.sequence, work.head, first_query(work))),
@@ -41,7 +44,7 @@ struct BiasRows {
         head_bytes(bias.head * kBias),
         rows(kBiasRows == 1 ? 1 : bias.rows - first_query(work)) {}
 
-  // Of keys from byte `begin` of a row on, so many bytes. slot: the address of its first row.
+  // Copies `bytes` of each row from its byte `begin` on. slot: the address of the slot in shared memory.
   DEVICE void copy(unsigned slot, int64 begin, int bytes, int thread) const {
     const int piece = thread % kOfRow, own = thread / kOfRow;
     UNROLL for (int head = 0; head < kBiasHeads; head++) {
@@ -67,7 +70,7 @@ struct BiasRows {
   }
 
  private:
-  // at: where the row's keys begin.
+  // at: the address of the row's first key.
   DEVICE void copy_piece(unsigned into, unsigned long long at, int piece, int bytes, int row) const {
     const int before = static_cast<int>(static_cast<unsigned>(at) & 15);
     const int rest = row < rows ? before + bytes - piece * 16 : 0;
@@ -76,7 +79,7 @@ struct BiasRows {
   }
 };
 
-// What the two warps do, which learn of work as consumers do.
+// Main loop of the two warps that copy rows. They wait for work and give its slot back as consumers do.
 template <class SharedMemory>
 DEVICE void produce_bias_rows(const ForwardParams& p, SharedMemory& s, int thread) {
   const unsigned slots = target::shared_address(s.boxes.bytes) + kOutputBytes;
@@ -99,16 +102,17 @@ DEVICE void produce_bias_rows(const ForwardParams& p, SharedMemory& s, int threa
       ptx::mbarrier_arrive_behind_copies(&s.bias_full[ring.slot]);
       ring.advance();
     }
-    target::wave_sync();  // all lanes have read the slot
+    target::wave_sync();  // all lanes have read the work slot
     if (thread % target::kWave == 0) ptx::mbarrier_arrive(&s.work_empty[slot.slot]);
     slot.advance();
   }
 }
 
-// A consumer warp's part: the bias of its 16 rows.
+// Reads the bias of a consumer warp's 16 rows.
 struct BiasRowReader : BiasRing {
-  // In the first slot, the address of the lane's first key in its first row. The other row is eight below: it begins as
-  // far behind its row of the slot, by eight strides of 2 bytes, which are whole 16 bytes.
+  // The address of the lane's first key in its first row, in the first slot. The lane's other row is eight below. Its
+  // keys have the same offset from the beginning of their row of the slot: eight strides of 2-byte elements are a
+  // multiple of 16 bytes.
   unsigned first;
   static constexpr int kBetween = kBiasRows > 1 ? 8 * kBiasPitch : 0;
   static_assert(C::kSlots == 2, "a lane has two rows");
@@ -116,7 +120,7 @@ struct BiasRowReader : BiasRing {
   template <class SharedMemory>
   DEVICE BiasRowReader(SharedMemory&, const TileRow&, int) {}
 
-  // Of a tile's work. own: where the warp's rows begin; first_row: the first of them in the sequence.
+  // Called for each piece of work. own: the warp's first row in the tile; first_row: the same row in the sequence.
   template <class SharedMemory>
   DEVICE void begin(SharedMemory& s, const Bias& bias, const WorkTile& work, const TileRow& own, int first_row,
                     int lane) {
@@ -126,7 +130,7 @@ struct BiasRowReader : BiasRing {
             C::column(lane, 0) * kBias;
   }
 
-  // Of the tile in the ring's slot, which is given back.
+  // Reads the bias of the key tile in the ring's current slot, and gives the slot back.
   template <class Added, class SharedMemory>
   DEVICE void read(Added& added, SharedMemory& s, int lane) {
     wait(s);
@@ -135,7 +139,8 @@ struct BiasRowReader : BiasRing {
   }
 
  private:
-  // Each pair of neighbouring keys.
+  // Reads pairs of neighbouring keys from kPair on. Where a pair may lie across two words (no kBiasPairs), reads both
+  // words and shifts.
   template <int kPair, class Word, int kBlocks, int kWords>
   DEVICE void read_words(Word (&bias)[kBlocks][kWords]) {
     constexpr int kPairs = C::kElements / 2;

@@ -302,8 +302,8 @@ DEVICE int first_query(const WorkTile& work) { return work.tile * kClusterQ + ra
 
 DEVICE TileRow tile_row(int n) { return Rows::at(n); }
 
-// From where a warp counts its rows, the first of which is row n of the tile: from a query row of the sequence, since a
-// warp has rows of one head, or, where heads are interleaved, from row n of the tile.
+// The number of a warp's first row, which is row n of the tile; the warp's other rows follow it. It is that of the
+// query row in the sequence, since a warp has rows of one head alone. Where heads are interleaved it is n.
 DEVICE int first_row_of(const WorkTile& work, int n, const TileRow& own) {
   return kInterleaved ? n : first_query(work) + own.row;
 }

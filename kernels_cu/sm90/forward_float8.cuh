@@ -1,8 +1,8 @@
-// Pages of float8 in Hopper's forward. TMA leaves tiles as pages hold them, in rings of their own, and two
-// warps of the producer's group convert them into the rings that products read: one the keys, one the values.
+// Pages of float8 in Hopper's forward. Tiles are loaded in 8 bits to rings of their own. Two warps of the producer's
+// warpgroup convert them to float16, into the rings that products read: one warp the keys, the other the values.
 //
-// Products are made in float16, which float8 becomes by one instruction for two elements. Queries in bfloat16 become
-// float16 too, where they are (attn/stored_keys.cuh).
+// Products are in float16, since one instruction converts two float8 to it. Queries in bfloat16 are converted to
+// float16 too, in place (attn/stored_keys.cuh).
 #pragma once
 
 #include "attn/stored_keys.cuh"
@@ -11,7 +11,8 @@
 
 namespace forward {
 
-// Where TMA leaves tiles: in the rings of products, or in those of tiles as they are stored.
+// Where tiles of keys and values are loaded to, and the barriers of those rings: the rings that products read, or
+// (kStored) the rings of tiles in 8 bits.
 template <bool kStored>
 struct LandingOf {
   static constexpr int kSlots = kStages;
@@ -61,19 +62,19 @@ DEVICE void init_stored_barriers(S& s) {
   }
 }
 
-// A tile of kBlocks blocks of 64 columns, by all lanes of a warp.
+// Converts a tile of kBlocks blocks of 64 columns. Called by all lanes of a warp.
 //
-// A lane turns 16 bytes into two times 16. A warp has 8 rows of a block at a time. Both sides lie in the swizzle, and
-// of the lanes that are served together four have one row and four another one, whose numbers differ in the bits 0 and
-// 2: so neither loads nor stores meet in a bank.
+// A lane converts 16 bytes into two pieces of 16 bytes. A warp converts 8 rows of a block at a time. Source and
+// destination are in the 128-byte swizzle. Of the eight lanes that shared memory serves together, four have one row and
+// four have another, whose numbers differ in bits 0 and 2. So neither loads nor stores have bank conflicts.
 //
-// Beside products, shared memory takes long to answer. So kAhead pieces are on their way, and each one's successor is
-// asked for in front of its stores, which the compiler would not pass.
+// While products run, loads from shared memory take long. So kAhead loads are in flight, and the load that replaces a
+// piece is issued before the stores of that piece: the compiler would not move a load above a store.
 template <int kBlocks>
 DEVICE void convert_tile(unsigned char* tile, const unsigned char* stored) {
-  constexpr int kGroups = kTileK / 8, kAll = kBlocks * kGroups;  // of rows, in a block and in all of them
+  constexpr int kGroups = kTileK / 8, kAll = kBlocks * kGroups;  // groups of 8 rows: of a block; of all blocks
   constexpr int kAhead = 4;
-  // Read anew: what follows from it would be kept from tile to tile, and there are no registers for that.
+  // Read anew: otherwise what depends on the lane would be kept from tile to tile, and there are no registers for that.
   const int lane = target::thread_index_anew() % target::kWave;
   const int row = lane / 8 ^ lane / 4 % 2 * 5, chunk = lane % 4;
   const unsigned char* const from[2] = {stored + row * 128 + (chunk ^ row) * 16,
@@ -100,7 +101,7 @@ DEVICE void convert_tile(unsigned char* tile, const unsigned char* stored) {
   }
 }
 
-// A warp that converts keys, or values. It learns of work as consumers do.
+// Main loop of the warp that converts keys, or values. It waits for work as consumers do.
 template <bool kKeys, class S>
 DEVICE void convert(const Sm90ForwardParams& p, S& s, int lane) {
   auto& stored = s.stored_barriers;
@@ -116,7 +117,7 @@ DEVICE void convert(const Sm90ForwardParams& p, S& s, int lane) {
     const Item& work = s.work[slot.slot];
     if (!work.exists) return;
     const TileSpan span = span_of_item(key_tiles_of(p.forward, work), work);
-    target::wave_sync();  // all lanes have read the slot
+    target::wave_sync();  // all lanes have read the work slot
     if (lane == 0) ptx::mbarrier_arrive(&s.work_empty[slot.slot]);
     slot.advance();
 #pragma unroll 1
@@ -128,9 +129,9 @@ DEVICE void convert(const Sm90ForwardParams& p, S& s, int lane) {
       } else {
         convert_tile<kBlocksV>(s.values[to.slot], s.boxes.stored_values[from.slot]);
       }
-      ptx::fence_copies();  // to products, and of what was read to TMA
+      ptx::fence_copies();  // orders the stores before products, and the loads before TMA fills the slot again
       target::wave_sync();
-      // Consumers may write to values too, so of those every lane says that its own are there.
+      // Consumers may write to values too, so for those every lane arrives for its own stores.
       if (!kKeys || lane == 0) ptx::mbarrier_arrive(&full[to.slot]);
       if (lane == 0) ptx::mbarrier_arrive(&stored_empty[from.slot]);
       from.advance();
@@ -141,14 +142,15 @@ DEVICE void convert(const Sm90ForwardParams& p, S& s, int lane) {
 
 static_assert(!kConvertsQueries || kQuerySlots == 1, "they are in the first slot");
 
-// A consumer's queries, once they are there: each warp converts its 16 rows. Returns the unit of the warp's products.
+// Converts a consumer's queries to float16 in place, once they are loaded. Each warp divides its 16 rows by a power of
+// two of its own, which is returned: the unit of the warp's products.
 DEVICE float convert_queries(SharedMemory& s, int consumer) {
-  // Read anew, or addresses would be kept across the keys.
+  // Read anew: otherwise addresses would be kept across the loop over key tiles.
   const int thread = target::thread_index_anew() - kWarpgroup, lane = thread % target::kWave;
   Element* const first = reinterpret_cast<Element*>(s.queries[0]) + thread / target::kWave * 16 * kColumns;
   const QueryTile<kBlocksQk, 16 * kColumns, kTileRows * kColumns> rows{first};
   const int exponent = rows.exponent(lane);
-  target::wave_sync();  // all have seen all of them
+  target::wave_sync();  // all lanes have read what they need before any row changes
   rows.convert(exponent, lane, target::kWave);
   ptx::fence_copies();
   ptx::barrier_sync(kCleaned + consumer, kWarpgroup);

@@ -94,8 +94,8 @@ DEVICE void merge(C (&o)[1][kPartBlocks], Softmax& all, int first, const Partial
 DEVICE bool is_whole(const WorkTile&) { return true; }
 DEVICE bool is_whole(const WorkItem& work) { return work.whole; }
 
-// Leaves the partial result of the warp's 16 rows, whose other keys belong to other items. The last warp to do so
-// merges all partial results and stores the output.
+// Leaves the partial result of the warp's 16 rows in a tile that is split: other items have the other keys. The last
+// warp to do so merges all partial results and stores the output.
 DEVICE void store_partial(const Sm90ForwardParams&, const WorkTile&, const C (&)[1][kOutBlocks], const Softmax&) {}
 DEVICE void store_partial(const Sm90ForwardParams& p, const WorkItem& work, const C (&o)[1][kOutBlocks],
                           const Softmax& softmax) {

@@ -1,13 +1,16 @@
-// What grows evenly along the keys of a row, made by the tensor cores: of a tile's keys 0, 1, 2 ... a row's score grows
-// by its slope each, which is one more step of Q K^T, eight deep in tf32. A multiply-add of each score would take more,
-// since scores are what Hopper's consumers are short of time for.
+// A ramp: what ALiBi, or the line of a score function, adds along the keys of a row, computed by the tensor cores in
+// Hopper's forward. From one key of a tile to the next, a row's scores grow by the row's slope. So slope * j for key j
+// of the tile is one more step of Q K^T, eight deep in tf32. A multiply-add for each score would take longer, since
+// consumers are short of time for scores.
 //
-// A slope in the products' units is the sum of three numbers of 11 bits, and a key's number j has no more:
+// A slope, in units of the products, is split into three numbers of 11 bits, the precision of tf32. A key's number j
+// has no more bits than that:
 //
 //   slope * j = 2 * (high + middle + low) * (j / 2)
 //
-// The depth of eight is twice the same four columns, of which the last one is 0: both operands have rows of 16 bytes.
-// What a row has in common stays with its running maximum (attn/added_scores.cuh).
+// Both operands have rows of 16 bytes: four columns, of which the last is 0. The depth of eight is these four columns
+// twice, which is the factor of 2. What all keys of a row have in common is not in the ramp: it stays with the row's
+// running maximum (attn/added_scores.cuh).
 #pragma once
 
 #include "attn/score_rule.cuh"
@@ -20,7 +23,8 @@ namespace forward {
 static_assert(!kRamp || kAlibi || ScoreRule::kLine, "a ramp along the keys");
 static_assert(!kRamp || !(kScaleFirst || ScoreRule::kRemakes || kFloat8), "scores are products, but for the scale");
 
-// Whether a key tile is wholly behind the diagonal, or begins on it, for all rows of a consumer; or wholly before it.
+// For a ramp with two sides. is_beyond: for all rows of a consumer the key tile lies beyond the diagonal, or begins on
+// it. is_before: for all rows it lies before the diagonal, or ends on it.
 template <class OwnTiles>
 DEVICE bool is_beyond(const OwnTiles& tiles, int n) {
   if constexpr (!kRamp || kRampSides == 1) return false;
@@ -31,7 +35,8 @@ DEVICE bool is_before(const OwnTiles& tiles, int n) {
   return tiles.first_key(n) + kTileK - 1 <= tiles.first + tiles.visible.offset;
 }
 
-// Where the diagonal crosses a tile, the ramp of the keys before it went on beyond: there it becomes the falling one.
+// In a tile that the diagonal crosses, the product has added the rising ramp of keys before the diagonal to the keys
+// beyond it as well. This corrects those to the falling ramp.
 template <class OwnTiles>
 DEVICE void fold_ramp(C (&scores)[1][kKeyBlocks], const ScoreRule& rule, const OwnTiles& tiles, int n, int first_row,
                       int lane) {
@@ -52,7 +57,7 @@ DEVICE void fold_ramp(C (&scores)[1][kKeyBlocks], const ScoreRule& rule, const O
   }
 }
 
-// A consumer's slopes.
+// The slopes of a consumer's rows in shared memory, and the product that adds the ramp. Nothing where there is no ramp.
 template <bool kUsed>
 struct Slopes {
   DEVICE static void write_keys(const RampTile<false>&) {}
@@ -67,7 +72,7 @@ struct Slopes<true> {
   const int index;
   const unsigned long long rows, keys;  // descriptors
 
-  // By all threads, once. A barrier follows.
+  // Writes the numbers of keys, once. Called by all threads; a block barrier must follow.
   DEVICE static void write_keys(RampTile<true>& ramp) {
     for (int j = target::thread_index(); j < kTileK; j += kThreads) {
       const float half = 0.5f * static_cast<float>(j);
@@ -83,7 +88,8 @@ struct Slopes<true> {
         rows(make_uniform_descriptor(ptx::repeated_descriptor(ramp.rows[index]))),
         keys(make_uniform_descriptor(ptx::repeated_descriptor(ramp.keys))) {}
 
-  // Of a query tile. straight: what is added to rows is a line, for all of the wave.
+  // Writes the slopes for a query tile. straight: the lines of a score function are added as a ramp, which is decided
+  // for all rows of the warp together (are_straight() in attn/added_scores.cuh).
   DEVICE void begin(const ScoreRule& rule, bool straight, int first_row, int warp, int lane) const {
     if (lane < 16) {
       float slope = 0.0f;
@@ -93,20 +99,20 @@ struct Slopes<true> {
       const float high = leading(slope), middle = leading(slope - high);
       ramp.rows[index][warp * 16 + lane] = {{high, middle, slope - high - middle, 0.0f}};
     }
-    // A warp multiplies its own 16 rows, which it is done with. The barrier is for what the instruction promises: rows
-    // of all four warps are there.
+    // A warp's share of a product reads the warp's own 16 rows alone, and its earlier products are done. The barrier is
+    // for what wgmma requires: the rows of all four warps are written when it is issued.
     ptx::fence_copies();
     ptx::barrier_sync(kCleaned + index, kWarpgroup);
   }
   template <class Scores>
   DEVICE void add(Scores& scores, bool beyond) const {
-    // In units of a descriptor, of 16 bytes.
+    // In the units of a descriptor, 16 bytes: one for each key.
     const unsigned side = kRampSides == 2 && beyond ? kTileK : 0;
     ptx::WgmmaTf32<kTileK>::ss(scores, rows, keys + side);
   }
 
  private:
-  // As tf32 has it.
+  // The leading 11 bits of x, as many as tf32 has.
   DEVICE static float leading(float x) { return target::float_of(target::bits_of(x) & 0xFFFFE000u); }
 };
 
