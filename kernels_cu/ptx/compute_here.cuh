@@ -1,5 +1,5 @@
-// Keeps arithmetic that does not depend on running products at its place beside them: ptxas would move it behind the
-// wait for the products.
+// Keeps arithmetic that does not depend on running products at its place beside them. Otherwise ptxas would move it
+// down, past the wait for the products.
 #pragma once
 
 #include "target/cuda.cuh"
@@ -23,7 +23,7 @@ DEVICE void compute_here(unsigned x) {
       : "memory");
 }
 
-// What was stored before this point is read from memory again behind it: no register keeps it in between.
+// What was stored before this point is read from memory again after it: no register keeps it in between.
 DEVICE void read_anew() { asm volatile("" ::: "memory"); }
 
 }  // namespace ptx

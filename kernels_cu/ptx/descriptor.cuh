@@ -19,7 +19,7 @@ DEVICE unsigned long long wgmma_descriptor(const void* shared, unsigned leading,
          static_cast<unsigned long long>(eight_rows >> 4) << 32 | kSwizzle128;
 }
 
-// The descriptor of a K-major operand without a swizzle, 32 bytes deep, that has rows of 16 bytes in memory, one behind
+// The descriptor of a K-major operand without a swizzle, 32 bytes deep, that has rows of 16 bytes in memory, one after
 // the other. Both halves of an operand's row are the same 16 bytes. The tile starts at a multiple of 16 bytes.
 DEVICE unsigned long long repeated_descriptor(const void* shared) {
   constexpr unsigned long long kEightRows = 8 * 16;

@@ -21,7 +21,7 @@ struct Maps {
 };
 
 // The keys of one kv head of a sequence as coordinates of the tensor maps. look_up() finds the lane's box of a key
-// tile; tell() gives the coordinates behind that of the column, for the tile before the last one that was looked up
+// tile; tell() gives all coordinates but that of the column, for the tile before the last one that was looked up
 // (attn/page_rows.cuh).
 template <bool kInPages>
 struct MappedKeys {
@@ -67,7 +67,8 @@ struct EngineRing {
   static constexpr int kBlocksQk = round_up(kHeadDim, kColumns) / kColumns;
   static constexpr int kBlocksV = round_up(kHeadDimV, kColumns) / kColumns;
   static constexpr int kBlockBytes = kTileK * 128;
-  // The next tile is loaded behind Q K^T: a lane issues one box after the other while products are running.
+  // The next tile is loaded after Q K^T has been issued: a lane issues one box after the other while products are
+  // running.
   static constexpr bool kLoadsLate = true;
   static constexpr int kTileBytes = (kBlocksQk + kBlocksV) * kBlockBytes;
   // Bytes by which a stage is larger than its tile, if the partial result of the rows fits in a stage only then:

@@ -297,7 +297,7 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
         random.beside_scores(dropout, first_row, own_tiles.first_key(n), self.lane);
         self.wait_for_values();
         mask.clear(s, self.values.slot, index);
-        // In ascending order the sequence ends in the last tile, whose values are cleared behind this loop.
+        // In ascending order the sequence ends in the last tile, whose values are cleared after this loop.
         if constexpr (order_of_keys<Visible>() != TileOrder::kUp) past_end.clear(s, self.values.slot, index);
         self.start_output(o, probabilities);
         prepare(n);
@@ -307,9 +307,9 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
         self.pass_turn();
         self.release_keys();
         const bool moved = finish(scores, n);
-        // P V is waited for here and not behind the exponentials. It holds the registers that probabilities are
-        // converted into, and exponentials mixed with those conversions are faster than exponentials under P V with the
-        // conversions behind them.
+        // P V is waited for here and not after the exponentials. It holds the registers that probabilities are
+        // converted into, and exponentials mixed with those conversions are faster than exponentials beside P V and
+        // conversions after it.
         ptx::wgmma_wait<0>();
         random.beside_exponentials(dropout, first_row, own_tiles.first_key(n), self.lane);
         self.release_values();

@@ -2,10 +2,10 @@
 // warpgroup copy it to the slots of a ring row by row, and consumers read each row from where its keys begin.
 //
 // A copy has 16 bytes and begins at a multiple of 16. So a row of a slot gets the pieces of 16 bytes that its keys lie
-// in, and its first key is up to 14 bytes behind the row's beginning. This offset is the same for all key tiles, since
+// in, and its first key is up to 14 bytes after the row's beginning. This offset is the same for all key tiles, since
 // those begin at multiples of 16 keys. The bytes in front of the first key belong to something else and are never used.
 // To read them is safe: memory is allocated from multiples of 16 bytes on, so they are in the allocation that holds the
-// bias. An allocation may end anywhere, so nothing behind the row is read.
+// bias. An allocation may end anywhere, so nothing past the end of the row is read.
 #pragma once
 
 #include "sm90/forward_bias.cuh"
@@ -36,7 +36,7 @@ struct BiasRows {
 
   unsigned long long first;  // address of the first row
   int64 row_bytes, head_bytes;
-  int rows;  // that the bias has, from the first one on
+  int rows;  // how many the bias has, from the first one on
 
   DEVICE BiasRows(const Bias& bias, const WorkTile& work)
       : first(bias_row(bias, work.sequence, work.head, first_query(work))),

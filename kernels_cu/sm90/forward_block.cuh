@@ -132,7 +132,7 @@ using Softmax = SoftmaxOf<kLateScaling>::Type;
 constexpr bool kUnlike = kStreamK && !kRagged && !kBlockMask && kRight && !kLeft;
 static_assert(!kBlockMask || kCluster == 1, "a mask's lists are of one block's tiles");
 // Which keys of a sequence a mask of keys keeps, one bit for each key (sm90/forward_key_mask.cuh). first: the first
-// kept key; behind: the key behind the last kept one.
+// kept key; behind: the key after the last kept one, 0 if none is kept.
 struct KeptBits {
   alignas(16) unsigned bits[kMostMaskedKeys / 32];
   int first, behind;

@@ -1,8 +1,8 @@
 // A mask of keys: one bool for each key of a sequence, the same for all query rows and heads. Hopper's forward reads
 // the bools themselves, so no launch before it has to make bits and lists of tiles. When the producer has found work,
 // another warp of its warpgroup reads the bools of that sequence and adds them to the work slot as bits. Key tiles in
-// front of the first kept key, and behind the last one, are not visited. The host chooses this for sequences of few
-// keys (masks_keys() in rawattn/_kernels/sm90/forward.py).
+// front of the first kept key, and past the last one, are not visited. The host chooses this for sequences of few keys
+// (masks_keys() in rawattn/_kernels/sm90/forward.py).
 #pragma once
 
 #include "attn/mask_bits.cuh"
@@ -22,8 +22,8 @@ DEVICE void read_key_mask(const KeyMask& mask, KeptBits& kept, const WorkTile& w
   const int in_mask = mask.keys < kMostMaskedKeys ? mask.keys : kMostMaskedKeys;
   const int count = work.k.length < in_mask ? work.k.length : in_mask;
   // mine: the bits of keys 32 * lane and on. from_first: kMostMaskedKeys less the first kept key that this lane has
-  // read, so that the maximum over all lanes is that of the first kept key. behind: the key behind the last one it has
-  // read.
+  // read, so that the maximum over all lanes is that of the first kept key. behind: the key after the last kept one
+  // that it has read.
   unsigned mine = 0, from_first = 0, behind = 0;
 #pragma unroll 1
   for (int begin = 0; begin < count; begin += kAtOnce * kWave) {
@@ -85,7 +85,7 @@ struct KeptOfTile {
   }
 };
 
-// Zeroes the values of keys that are not kept; why, sm90/hidden_values.cuh says.
+// Zeroes the values of keys that are not kept (sm90/hidden_values.cuh says why).
 struct DroppedValues {
   static_assert(kTileK <= kWarpgroup, "a thread has one key");
 

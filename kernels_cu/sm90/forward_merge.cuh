@@ -111,7 +111,7 @@ DEVICE void store_partial(const Sm90ForwardParams& p, const WorkItem& work, cons
   const int wave = rank() * kConsumers * 4 + warp;
   Partial* partials = static_cast<Partial*>(p.partials) + wave;
   leave(partials[int64(work.item) * kWaves], o, softmax, lane);
-  // All lanes' stores come before this warp's arrival, and behind the last arrival come all lanes' loads.
+  // The fences order all lanes' stores before this warp's arrival, and the last arrival before all lanes' loads.
   target::fence_device();
   target::wave_sync();
   const TileSpan items = items_of(work);

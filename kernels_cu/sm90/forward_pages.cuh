@@ -3,8 +3,8 @@
 // multiple of eight rows, sm90/forward_page_rows.cuh copies each row instead.)
 //
 // kPageRows divides both a page and a tile. A box that no query row of the tile may see is not read, since its page may
-// no longer belong to the sequence. Its coordinates point behind the last page, where TMA delivers zeros. Rows of a
-// page past the sequence's end may hold anything. Their keys are masked, and their values become zeros here, as in
+// no longer belong to the sequence. Its coordinates point past the last page, where TMA delivers zeros. Rows of a page
+// past the sequence's end may hold anything. Their keys are masked, and their values become zeros here, as in
 // sm90/hidden_values.cuh.
 #pragma once
 
@@ -130,7 +130,7 @@ struct RowsPastEnd {
 
   DEVICE void load(int first_key, int length) { begin = length - first_key; }
   // Clears the tile in a slot of the ring, once it is full. Only the box that holds the sequence's end needs it: the
-  // boxes behind it came as zeros.
+  // boxes after it came as zeros.
   DEVICE void clear(SharedMemory& s, int slot, int consumer) const {
     if (begin >= kTileK || begin % kRows == 0) return;
     const int end = begin / kRows * kRows + kRows;

@@ -121,7 +121,7 @@ DEVICE void produce(const Params& p, const Maps& maps, SharedMemory& s, int lane
       if constexpr (kKeyMask) ptx::mbarrier_wait(&s.work_full[slot.slot ^ 1], slot.parity ^ (slot.slot == 0));
     };
     // Under a mask of keys the first key tile is loaded before the mask tells how many tiles there are, unless a window
-    // may begin behind that tile.
+    // may begin after that tile.
     constexpr bool kLearnsEnd = kKeyMask && !kLeft;
     static_assert(!kLearnsEnd || !kStreamK, "the first one is 0");
     if constexpr (!kLearnsEnd) wait_for_mask();
@@ -147,7 +147,7 @@ DEVICE void produce(const Params& p, const Maps& maps, SharedMemory& s, int lane
                                   first_key, kv_head);
       values.advance();
     };
-    // With one slot, queries are loaded behind the first keys: so those keys need not wait until the consumers are done
+    // With one slot, queries are loaded after the first keys: so those keys need not wait until the consumers are done
     // with the queries of the previous tile.
     if (kQuerySlots > 1 && has_tiles(span)) ask_for_queries();
     int first_key = has_tiles(span) ? key_tiles.first_key(span.begin) : 0, before = 0;
@@ -173,7 +173,7 @@ DEVICE void produce(const Params& p, const Maps& maps, SharedMemory& s, int lane
       } else if (kQuerySlots == 1) {
         ask_for_queries();
       }
-      // The bias comes behind keys and values: consumers read it once the tile's products are running.
+      // The bias comes after keys and values: consumers read it once the tile's products are running.
       if constexpr (kBiasInBoxes) {
         if (leads) load_bias(p.forward, maps, s, work, bias, first_row, key_tiles.first_key(n));
       }

@@ -40,7 +40,7 @@ struct HiddenValues<true> {
   bool any;  // whether the mask hides some key of the tile from all queries
   bool own;  // whether this thread's key is such a one
 
-  // Reads that of key tile n, while its Q K^T product runs.
+  // Finds such keys of tile n, while its Q K^T product runs.
   template <class Keys>
   DEVICE void load(const BlockMask& mask, int sequence, int head, const Keys& keys, int n) {
     any = own = false;

@@ -105,7 +105,8 @@ DEVICE void load_queries(unsigned char* shared, const ptx::TensorMap* map, ptx::
     ptx::mbarrier_arrive_expect(barrier, kBlocks * kTileRows * 128);
 #pragma unroll 1
     for (int n = 0; n < Rows::kRuns; n++) {
-      // A run that begins past the sequence's end is loaded from `row` instead, since its results are not stored.
+      // A run that begins past the sequence's end would lie wholly outside the map. It is loaded from `row` instead,
+      // and its results are not stored.
       const int own = row + n * Rows::kRun, at = rows.first + (own < length ? own : row);
       UNROLL for (int b = 0; b < kBlocks; b++) {
         ptx::copy_tensor_5d<1>(shared + b * kTileRows * 128 + n * kBoxBytes, map, barrier, b * kColumns, at, head,
