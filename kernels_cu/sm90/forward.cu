@@ -56,7 +56,7 @@ struct Consumer {
         first_values(make_uniform_descriptor(s.values[0], kNextBlock, kNextValues)),
         shared(make_uniform(target::shared_address(&s))),
         bias(s, tile_row(index * 64 + warp * 16), lane),
-        slopes(s.boxes, index) {}
+        slopes(s, index) {}
 
   // With kPingPong: waits until this consumer may issue products, and lets the next consumer issue its own.
   DEVICE void take_turn() const {
@@ -398,7 +398,7 @@ KERNEL CLUSTER(forward::kCluster)
     if constexpr (kBiasInBoxes) prefetch_bias_map(maps);
   }
   if constexpr (kInterleaved) clear_last_rows(shared);
-  Slopes<kRamp>::write_keys(shared.boxes);
+  Slopes<kRamp>::write_keys(shared);
   target::launch_dependents();
   target::wait_for_prerequisites();
   shared.own_order.find(p, shared.queries[0]);

@@ -192,7 +192,21 @@ struct Maps : QueryMap, KeyMaps<!kCopiesRows>, OutputMap<kTensorStores>, BiasMap
 static_assert(sizeof(Maps) == sizeof(ptx::TensorMap) * (1 + 2 * !kCopiesRows + kTensorStores + kBiasInBoxes),
               "the host lays them out so");
 
-struct Tiles {
+// The operands of a ramp: slopes of rows, and numbers of keys (sm90/forward_ramp.cuh). kRampSides: 2 for ALiBi with
+// keys on both sides of the diagonal, where the keys of each side have numbers of their own. They lie in front of all
+// tiles: compute-sanitizer takes an operand to be as many bytes side by side as it has elements, which is twice what a
+// repeated one has, so at the end of shared memory it would report one as out of bounds.
+constexpr int kRampSides = kAlibi && !kOneSided ? 2 : 1;
+template <bool kUsed>
+struct RampTile {};
+template <>
+struct RampTile<true> {
+  struct alignas(16) Depth {
+    float x[4];
+  };
+  Depth rows[kConsumers][64], keys[kRampSides][kTileK];
+};
+struct Tiles : RampTile<kRamp> {
   alignas(1024) unsigned char queries[kQuerySlots][kQueryBytes];
   unsigned char keys[kStages][kKeyBytes];
   unsigned char values[kStages][kValueBytes];
@@ -204,23 +218,9 @@ struct StoredTiles<true> {
   alignas(1024) unsigned char stored_keys[kStoredSlots][kStoredBlocksQk * kTileK * 128];
   unsigned char stored_values[kStoredSlots][kStoredBlocksV * kTileK * 128];
 };
-// The operands of a ramp: slopes of rows, and numbers of keys (sm90/forward_ramp.cuh). kRampSides: 2 for ALiBi with
-// keys on both sides of the diagonal, where the keys of each side have numbers of their own.
-constexpr int kRampSides = kAlibi && !kOneSided ? 2 : 1;
-template <bool kUsed>
-struct RampTile {};
-template <>
-struct RampTile<true> {
-  struct alignas(16) Depth {
-    float x[4];
-  };
-  Depth rows[kConsumers][64], keys[kRampSides][kTileK];
-};
-// What only some configurations have, in this order: the output that TMA stores, the ring of the bias, tiles of 8 bits,
-// the operands of a ramp.
-struct Boxes : SwizzledBytes<kOutputBytes + (kBiasInSlots ? kBiasSlots * kBiasBytes : 0)>,
-               StoredTiles<kFloat8>,
-               RampTile<kRamp> {};
+// What only some configurations have, in this order: the output that TMA stores, the ring of the bias, tiles of
+// 8 bits.
+struct Boxes : SwizzledBytes<kOutputBytes + (kBiasInSlots ? kBiasSlots * kBiasBytes : 0)>, StoredTiles<kFloat8> {};
 template <bool kUsed>
 struct StoredBarriers {};
 template <>

@@ -170,6 +170,9 @@ void each_range(const Product& product, int warp, const Visit& visit) {
   // Of those rows of A or columns of B, all of which are `all`.
   const auto operand = [&](const Operand& x, int all, int first, int count) {
     if (x.type == Type::kTf32) {
+      // compute-sanitizer takes an operand to be as many bytes side by side as it has elements, also where both halves
+      // of a row are the same bytes: it must not lie at the end of shared memory.
+      offset_of_address(x.start, all * 32, "wgmma");
       for (int outer = first; outer < first + count; outer++) {
         for (int depth = 0; depth < 8; depth += 4) range(x.address_of_16(outer, depth), 16);
       }
