@@ -1,10 +1,10 @@
-// NVIDIA GPUs from Ampere on: ldmatrix, cp.async, conversions, atomics. No CUDA header is needed: 16-bit types are bit
-// patterns here.
+// The target of NVIDIA GPUs from Ampere on: the names of target/target.cuh by ldmatrix, cp.async, conversions and
+// atomics. The matrix product is in target/cuda_product.cuh. No CUDA header is needed: 16-bit types are bit patterns.
 #pragma once
 
 #define DEVICE __device__ __forceinline__
 #define KERNEL extern "C" __global__
-// Where a field is in a struct, as a constant; NVRTC before 13.1 has no offsetof.
+// The byte offset of a field in a struct, as a constant expression. NVRTC before 13.1 has no offsetof.
 #define OFFSET_OF(type, field) __INTADDR__(&(((type*)0)->field))
 #define LAUNCH_BOUNDS(threads, blocks) __launch_bounds__(threads, blocks)
 #define CLUSTER(blocks) __cluster_dims__(blocks, 1, 1)
@@ -29,7 +29,8 @@ constexpr int kWave = 32;
 DEVICE float infinity() { return __int_as_float(0x7f800000); }
 
 DEVICE int thread_index() { return threadIdx.x; }
-// The same, but the compiler does not know it: it neither keeps nor computes early what depends on this.
+// The same index, read again from its special register. The compiler does not know that it is the same, so it neither
+// keeps in registers nor computes early what depends on it.
 DEVICE int thread_index_anew() {
   int index;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
@@ -38,17 +39,17 @@ DEVICE int thread_index_anew() {
 DEVICE int block_index() { return blockIdx.x; }
 DEVICE unsigned grid_size() { return gridDim.x; }
 
-// Programmatic dependent launch, on Hopper and later: where the host allows it (`Step.early`), blocks come to a
-// multiprocessor as soon as it has room, while kernels before theirs in the stream still run.
+// Programmatic dependent launch, on Hopper and later. Where the host allows it (`Step.early`), blocks of a kernel start
+// on an SM as soon as it has room, while earlier kernels of the stream still run.
 //
-// The next kernel of the stream may come once all blocks of this one have said so, and there is room.
+// Allows the next kernel of the stream to start: once all blocks of this kernel have called this, and there is room.
 DEVICE void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
-// Until all kernels before this one in the stream are done and what they wrote is there: each thread, before it touches
-// memory of theirs. It may ask for memory that it will read (prefetch).
+// Waits until all earlier kernels of the stream are done and their writes are visible. Each thread must call it before
+// it touches memory that those kernels write. Before the call it may only prefetch such memory.
 DEVICE void wait_for_prerequisites() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -57,8 +58,8 @@ DEVICE void wait_for_prerequisites() {
 
 DEVICE void block_sync() { __syncthreads(); }
 DEVICE void wave_sync() { __syncwarp(); }
-// Waves meet at barrier `id`, not 0, when `threads` have come: some wait there (sync), others only say that they came
-// (arrive).
+// Named barrier `id`, which must not be 0 (that is block_sync()'s). It opens when `threads` threads have come.
+// barrier_sync() waits for that; barrier_arrive() only counts the caller's threads and goes on.
 DEVICE void barrier_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 DEVICE void barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
@@ -66,12 +67,12 @@ DEVICE void barrier_arrive(int id, int threads) {
 
 DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(~0u, x, mask); }
 DEVICE unsigned shuffle_xor(unsigned x, int mask) { return __shfl_xor_sync(~0u, x, mask); }
-// x of another lane.
+// The x of lane `lane`.
 DEVICE unsigned shuffle(unsigned x, int lane) { return __shfl_sync(~0u, x, lane); }
 DEVICE bool wave_any(bool predicate) { return __any_sync(~0u, predicate); }
 DEVICE unsigned wave_max(unsigned x) { return __reduce_max_sync(~0u, x); }
 DEVICE int wave_count(bool predicate) { return __popc(__ballot_sync(~0u, predicate)); }
-// Through a shuffle the compiler learns that x is the same in every lane.
+// Returns x, which is the same in every lane. The compiler learns that from the shuffle.
 DEVICE int wave_uniform(int x) { return __shfl_sync(~0u, x, 0); }
 
 DEVICE float exp2(float x) {
@@ -105,14 +106,15 @@ DEVICE float to_float(float16 x) {
 }
 DEVICE float to_float(bfloat16 x) { return __uint_as_float(unsigned(x.bits) << 16); }
 
-// Two float8, the lower half of x, become two float16: exactly.
+// Converts the two float8 in the lower half of x to two float16, exactly.
 DEVICE unsigned float16_pair(unsigned x) {
   unsigned pair;
 #if __CUDA_ARCH__ >= 890
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(static_cast<unsigned short>(x)));
 #else
-  // Read as a float16's exponent, theirs means 2^8 times less, of subnormal numbers too. A carry out of both
-  // exponent and mantissa, which only NaN has, makes it one here.
+  // Exponent and mantissa of e4m3, shifted to those of a float16, mean 2^-8 times the value (the bias is 15 there, not
+  // 7), of subnormal numbers too. The product with 256 makes up for it. Only a NaN has all of these bits set: adding 1
+  // then carries into the float16's highest exponent bit, which makes it a NaN there.
   const unsigned wide = __byte_perm(x, 0, 0x1404);
   unsigned magnitude = (wide & 0x7f007f00u) >> 1;
   magnitude |= (magnitude + 0x00800080u) & 0x40004000u;
@@ -121,7 +123,7 @@ DEVICE unsigned float16_pair(unsigned x) {
 #endif
   return pair;
 }
-// All four of x: of a register's halves the compiler takes the upper one where it is.
+// Converts all four float8 of x. In one asm statement the compiler takes the upper half of the register in place.
 DEVICE void float16_pairs(unsigned (&pairs)[2], unsigned x) {
 #if __CUDA_ARCH__ >= 890
   asm("{\n"
@@ -158,7 +160,7 @@ DEVICE bfloat16 from_float<bfloat16>(float x) {
   return y;
 }
 
-// To the nearest, ties to even; what is beyond 448 becomes 448, and NaN stays NaN.
+// Rounds to the nearest, ties to even. Magnitudes beyond 448 become 448, and NaN stays NaN.
 template <>
 DEVICE float8 from_float<float8>(float x) {
 #if __CUDA_ARCH__ >= 890
@@ -170,10 +172,10 @@ DEVICE float8 from_float<float8>(float x) {
 #endif
 }
 
-// Asks for memory that is read soon. Nobody waits for it.
+// Prefetches a line of memory into the L2 cache. Nothing waits for it.
 DEVICE void prefetch(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
 
-// Adds to memory that other blocks add to at the same time; in which order is not defined. `address` is aligned to
+// Adds kCount floats to memory that other blocks add to at the same time, in no defined order. `address` is aligned to
 // kCount floats.
 template <int kCount>
 DEVICE void atomic_add(float* address, const float (&x)[kCount]) {
@@ -194,7 +196,7 @@ DEVICE void atomic_add(unsigned long long* address, unsigned long long x) {
   asm volatile("red.global.add.u64 [%0], %1;" ::"l"(address), "l"(x) : "memory");
 }
 
-// Pairs of elements are added to 16 bytes of memory.
+// add_pairs() for GPUs without an instruction for it: reads, adds in float32 and writes.
 template <class T>
 DEVICE void add_pairs_by_float(T* address, const unsigned (&x)[4]) {
   UNROLL for (int i = 0; i < 8; i++) {
@@ -203,13 +205,13 @@ DEVICE void add_pairs_by_float(T* address, const unsigned (&x)[4]) {
   }
 }
 
-// Writes 16 bytes that are not read soon.
+// Writes 16 bytes that are not read again soon: they leave the caches first.
 DEVICE void store_once(void* address, const unsigned (&x)[4]) {
   asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
                : "memory");
 }
 
-// Adds pairs of elements to 16 bytes of memory that this thread alone writes.
+// Adds eight elements, given in pairs, to 16 bytes of memory that only this thread writes.
 DEVICE void add_pairs(float16* address, const unsigned (&x)[4]) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("red.global.add.noftz.v4.f16x2 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]),
@@ -229,28 +231,28 @@ DEVICE void add_pairs(bfloat16* address, const unsigned (&x)[4]) {
 #endif
 }
 
-// What this thread has written is there for the device's other blocks before what it writes from here on; and the
-// other way round for what it reads.
+// Orders this thread's accesses to memory for all blocks of the device. Its writes before the fence are visible before
+// its writes after it, and its reads after the fence are not made before it.
 DEVICE void fence_device() { __threadfence(); }
 
-// Adds 1 or more to a counter that other blocks share, and returns what it was.
+// Adds x to a counter that blocks share, atomically, and returns its previous value.
 DEVICE unsigned fetch_add(unsigned* counter, unsigned x) { return atomicAdd(counter, x); }
-// Likewise, and a fence for all threads of the block, if it stands between two barriers: what they wrote is there
-// before the addition, and what blocks wrote before theirs is there for all of them.
+// fetch_add() that is also a fence. Between two barriers of the block it is one for all threads of the block: their
+// writes are visible before the addition, and what other blocks wrote before their additions is visible to all of them.
 DEVICE unsigned fetch_add_in_order(unsigned* counter, unsigned x) {
   unsigned was;
   asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(was) : "l"(counter), "r"(x) : "memory");
   return was;
 }
-// Adds 1 to one that stays below 2^32 - 2, and the thread goes on before it has what it was. Of additions the compiler
-// makes one for all lanes of a warp, also where a lone lane comes here, and waits for the result to share it out: not
-// of an increment that wraps around early.
+// Adds 1 to a counter that stays below 2^32 - 2 and returns its previous value, which the thread does not wait for
+// until it uses it. The compiler turns atomicAdd into one addition for all lanes of a warp, even where a single lane
+// calls it, and waits for the result in order to distribute it. It does not do so to atomicInc, which may wrap around.
 DEVICE unsigned fetch_increment(unsigned* counter) { return atomicInc(counter, ~1u); }
 
 DEVICE unsigned shared_address(const void* pointer) { return static_cast<unsigned>(__cvta_generic_to_shared(pointer)); }
 
-// Copies kBytes (4, 8 or 16) to shared memory behind the thread's back; zeros instead when !valid, and then `global` is
-// not read. shared: an address there, to which a constant can be added for nothing.
+// Starts an asynchronous copy of kBytes (4, 8 or 16) to shared memory. If !valid, zeros are written and `global` is not
+// read. shared: an address in shared memory as a number, to which instructions add constants at no cost.
 template <int kBytes>
 DEVICE void copy_async(unsigned shared, const void* global, bool valid) {
   const int readable = valid ? kBytes : 0;
@@ -262,7 +264,7 @@ DEVICE void copy_async(unsigned shared, const void* global, bool valid) {
                  : "memory");
   }
 }
-// Likewise, of what is read once: it leaves the L2 cache before all else.
+// copy_async() of data that is read only once: the L2 cache evicts it first.
 template <int kBytes>
 DEVICE void copy_async_once(unsigned shared, const void* global, bool valid) {
   const int readable = valid ? kBytes : 0;
@@ -283,8 +285,8 @@ DEVICE void copy_async(void* shared, const void* global, bool valid) {
   copy_async<kBytes>(shared_address(shared), global, valid);
 }
 DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits for this thread's own copies, but for the kPending groups that were committed last; other threads see them
-// after the next block_sync(), those of the wave after the next wave_sync().
+// Waits for this thread's own copies, except those of the last kPending committed groups. Other threads of the block
+// see the copied data after the next block_sync(), lanes of the same wave after the next wave_sync().
 template <int kPending = 0>
 DEVICE void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");

@@ -1,5 +1,5 @@
-// Products of NVIDIA GPUs from Ampere on: fragments of mma.sync, loaded by ldmatrix; of float32, multiply-adds of the
-// cores.
+// The matrix product of NVIDIA GPUs from Ampere on. 16-bit types: mma.sync, with fragments that ldmatrix loads.
+// float32: fused multiply-adds, not tensor cores.
 #pragma once
 
 #include "target/cuda.cuh"
@@ -18,8 +18,8 @@ struct Accumulator {
   DEVICE static constexpr int slot(int e) { return (e >> 1) & 1; }
   DEVICE static constexpr int element(int slot, int i) {
     return (i & 1) + 2 * slot + 4 * (i >> 1);
-  }  // the i-th of a row
-  // Where a column stands if the lanes of a row put what they hold of it side by side.
+  }  // the i-th element that a lane holds of a row
+  // The position of a column if each lane of a row stores the elements it holds of that row side by side.
   DEVICE static constexpr int position(int column) { return column / 2 % 4 * kRun + column % 2 + column / 8 * 2; }
   DEVICE static int row(int lane, int slot) { return lane / 4 + 8 * slot; }
   DEVICE static constexpr int column(int lane, int e) { return 2 * (lane % 4) + (e & 1) + 8 * (e >> 2); }
@@ -81,7 +81,8 @@ struct Mma16Bit {
     ldmatrix_transposed(b.r, tile + (lane % 16) * pitch + (lane / 16) * 8);
     return b;
   }
-  // The same where runs of 8 elements lie anywhere: run(row, column) is the one of a row that begins with a column.
+  // The same for tiles of any layout: run(row, column) is the address of 8 neighbouring elements of a row, from a
+  // column on.
   template <class Run>
   DEVICE static B load_b_rows_of(const Run& run, int lane) {
     B b;
@@ -94,8 +95,9 @@ struct Mma16Bit {
     ldmatrix_transposed(b.r, run(lane % 16, lane / 16 * 8));
     return b;
   }
-  // Tiles of float8, converted on their way into registers. run(row, column): where 16 neighbours begin. A lane gets
-  // four neighbours of a row at once, which is the order of the depth here; `load_a_float8` has it too.
+  // B operands of float8 tiles, converted on their way into registers. run(row, column): the address of 16 neighbouring
+  // elements. A lane gets four neighbours of a row at once, so the depth comes in another order than in load_b_rows().
+  // load_a_float8() loads A in the same order.
   template <class Run>
   DEVICE static B load_b_rows_float8(const Run& run, int lane) {
     unsigned r[2];
@@ -109,7 +111,8 @@ struct Mma16Bit {
     }
     return b;
   }
-  // A lane gets two neighbours of each of two rows: they are of both halves of the columns.
+  // A lane gets two neighbours of each of two rows. The even column goes to the first half of the block's columns, the
+  // odd one to the second half: see column_of_float8().
   template <class Run>
   DEVICE static B load_b_columns_float8(const Run& run, int lane) {
     unsigned r[2];
@@ -133,7 +136,7 @@ struct Mma16Bit {
     return a;
   }
   DEVICE static unsigned to_pair(float low, float high);
-  // The i-th two of a lane's elements.
+  // The i-th pair of a lane's elements.
   DEVICE static unsigned pair(const B& b, int i) { return b.r[i]; }
   // A 16 x 16 accumulator has, element by element, the layout of an A operand.
   DEVICE static A from_accumulator(const C& c) {
@@ -149,7 +152,7 @@ struct Mma16Bit {
     }
     return c;
   }
-  // An operand kept in the first registers of an accumulator that is needed no more.
+  // Keeps an A operand in the first registers of an accumulator whose values are no longer needed; kept() returns it.
   DEVICE static void keep(C& c, const A& a) { UNROLL for (int i = 0; i < 4; i++) c.x[i] = float_of(a.r[i]); }
   DEVICE static A kept(const C& c) {
     A a;
@@ -234,14 +237,14 @@ struct Mma<float> {
     }
     return b;
   }
-  // Tiles of float8: run(row, column) is where neighbours begin.
+  // B operands of float8 tiles: run(row, column) is the address of neighbouring elements.
   template <class Run>
   DEVICE static B load_b_rows_float8(const Run& run, int lane) {
     B b;
     UNROLL for (int n = 0; n < 4; n++) b.column[n] = four_floats(run(C::column(lane, (n >> 1) * 4 + (n & 1)), 0));
     return b;
   }
-  // Of each row four neighbours, as other types have them.
+  // A lane takes four neighbours of each row, as the columns that column_of_float8() says.
   template <class Run>
   DEVICE static B load_b_columns_float8(const Run& run, int lane) {
     float4 k[4];

@@ -1,11 +1,10 @@
-// A GPU made of plain C++, for tests: every thread is a fiber; blocks run one after the other, or together where they
-// are a cluster. tests/shim/machine.cpp is the machine; this is its instruction set, as waves of 32 threads with
-// Ampere's fragments or of 64 with CDNA's.
+// The target of tests: a GPU simulated in plain C++. Every thread is a fiber. Blocks run one after the other, those of
+// a cluster together. tests/shim/machine.cpp is the simulator; this file makes its primitives the names of
+// target/target.cuh. RAWATTN_WAVE chooses waves of 32 threads with Ampere's fragments or of 64 with CDNA's.
 //
-// It is stricter than a GPU where a GPU forgives: what a thread may not rely on yet is NaN (shared
-// memory at the start of a block, the destination of a copy until it was waited for), waves
-// overtake each other as far as barriers let them, and threads of a wave that meet in different
-// primitives stop the run.
+// The simulation is stricter than a GPU. What a thread may not rely on yet is NaN: shared memory at the start of a
+// block, and the destination of an asynchronous copy until the copy was waited for. Waves run ahead of each other as
+// far as barriers let them. Threads of a wave that meet in different primitives stop the run.
 #pragma once
 
 // Declared here, because the C++ header costs a third of the time that a kernel takes to compile.
@@ -31,7 +30,7 @@ float tanhf(float) noexcept;
 #define KERNEL extern "C"
 #define OFFSET_OF(type, field) __builtin_offsetof(type, field)
 #define LAUNCH_BOUNDS(threads, blocks)
-#define CLUSTER(blocks)  // how many, the launch says
+#define CLUSTER(blocks)  // the launch says how many blocks a cluster has
 #define PARAMETER const
 #define SHARED_MEMORY(name, bytes) SHARED_MEMORY_ALIGNED(name, bytes, 128)
 #define SHARED_MEMORY_ALIGNED(name, bytes, alignment) unsigned char* const name = host::shared_memory(bytes, alignment)
@@ -47,8 +46,7 @@ struct bfloat16 {
 
 namespace host {
 
-// Combines what the lanes of a wave brought along when all of them have come; payloads are in lane
-// order.
+// Runs when all lanes of a wave have come, and combines the payloads that they brought, which are in lane order.
 using Combine = void (*)(void* const* payloads);
 
 int thread_index();
@@ -57,8 +55,8 @@ int grid_size();
 unsigned char* shared_memory(int bytes, int alignment);
 unsigned shared_address(const void* pointer);
 unsigned char* shared_pointer(unsigned address);
-// Both return when every thread of the wave, or of the block, is there. `name` and `detail` say
-// what the thread waits for.
+// Both return when every thread of the wave, or of the block, has come. `name` and `detail` say what a thread waits
+// for.
 void meet_wave(const char* name, int detail, Combine combine, void* payload);
 void meet_block();
 void launch_dependents();
@@ -207,8 +205,7 @@ DEVICE float to_float(float x) { return x; }
 DEVICE float to_float(float16 x) {
   const unsigned sign = (x.bits & 0x8000u) << 16;
   const unsigned magnitude = (x.bits & 0x7fffu) << 13;
-  // The exponent is rebased by a product, which handles subnormal numbers too; infinity and NaN
-  // keep the largest exponent.
+  // A product rebases the exponent, also of subnormal numbers. Infinity and NaN keep the largest exponent.
   const unsigned rebased = bits_of(float_of(magnitude) * 0x1p112f);
   return float_of(sign | (magnitude >= 0x0f800000u ? magnitude | 0x7f800000u : rebased));
 }
@@ -237,7 +234,8 @@ DEVICE float16 from_float<float16>(float x) {
   } else if (magnitude >= 0x47800000u) {  // 2^16
     half = 0x7c00u;
   } else if (magnitude < 0x38800000u) {  // 2^-14
-    // Added to 1/2, it is rounded to the subnormal's bits, which come last.
+    // The last bit of 1/2 is 2^-24, a step of subnormal float16. So adding 1/2 rounds the number to such steps, and
+    // leaves the subnormal's bits in the last ones.
     half = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000u;
   } else {
     half = (magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1u)) >> 13;
@@ -256,7 +254,7 @@ DEVICE float8 from_float<float8>(float x) {
   return float8_of_float_bits(bits_of(x));
 }
 
-// Four float8 become float16.
+// Converts the four float8 of x to float16.
 DEVICE void float16_pairs(unsigned (&pairs)[2], unsigned x) {
   pairs[0] = pairs[1] = 0;
   for (int i = 0; i < 4; i++) {
@@ -286,7 +284,7 @@ DEVICE void copy_async_wait() {
 
 DEVICE void prefetch(const void*) {}
 
-// Blocks run one after the other.
+// Blocks run one after the other, so plain additions will do.
 template <int kCount>
 DEVICE void atomic_add(float* address, const float (&x)[kCount]) {
   if (reinterpret_cast<unsigned long long>(address) % sizeof(x) != 0)

@@ -1,12 +1,12 @@
-// The matrix product of the machine in host.cuh: fragments, and where their elements lie.
+// The matrix product of the simulated GPU (target/host.cuh): its fragments, and where their elements lie.
 #pragma once
 
 #include "target/host.cuh"
 
 namespace target {
 
-// Where the elements of fragments lie, for the kernel: the row and the column of element `e` of a
-// lane. Operands are told apart by their element's size.
+// Where the elements of operands lie as kernels see it: the row and the column of element `e` of a lane. kItemsize:
+// bytes of an element.
 template <int kItemsize>
 struct Operands;
 #if RAWATTN_WAVE == 32
@@ -106,9 +106,9 @@ struct Operands<4> {
 
 #endif
 
-// Where the product believes they lie: what each bit of the lane, then of the element, adds to the
-// row and to the column. Written down apart from the maps above, so that a wrong map gives a wrong
-// product instead of agreeing with itself.
+// Where the elements lie as the product sees it: what each bit of the lane's index, then of the element's, adds to the
+// row and to the column. This is written down apart from the maps above, so that a wrong map gives a wrong product
+// instead of agreeing with itself.
 struct Step {
   int row, column;
 };
@@ -223,7 +223,8 @@ struct Mma {
     }
     return b;
   }
-  // The same where runs of 8 elements lie anywhere: run(row, column) is the one of a row that begins with a column.
+  // The same for tiles of any layout: run(row, column) is the address of 8 neighbouring elements of a row, from a
+  // column on.
   template <class Run>
   DEVICE static B load_b_rows_of(const Run& run, int lane) {
     B b;
@@ -246,11 +247,12 @@ struct Mma {
     check_alignment(first, 8);
     return first[column % 8];
   }
-  // The i-th two of a lane's elements.
+  // The i-th pair of a lane's elements.
   DEVICE static unsigned pair(const B& b, int i) {
     return b.x[2 * i].bits | static_cast<unsigned>(b.x[2 * i + 1].bits) << 16;
   }
-  // Tiles of float8: run(row, column) is where the neighbours begin that a fragment reads of a row.
+  // B operands of float8 tiles: run(row, column) is the address of the neighbouring elements that a fragment reads of a
+  // row.
   template <class Run>
   DEVICE static B load_b_rows_float8(const Run& run, int lane) {
     B b;
@@ -293,7 +295,8 @@ struct Mma {
     for (int e = 0; e < Map::kElementsA; e++) c.x[e] = to_float(a.x[e]);
     return c;
   }
-  // An operand kept in the first registers of an accumulator that is needed no more: the others are lost.
+  // Keeps an A operand in the first registers of an accumulator whose values are no longer needed; kept() returns it.
+  // The accumulator's other registers are lost, so they become NaN.
   DEVICE static void keep(C& c, const A& a) {
     static_assert(kAccumulatorFeedsA && sizeof(A) <= sizeof(C), "an operand has room");
     for (int e = 0; e < C::kElements; e++) c.x[e] = float_of(0x7fc00000);
@@ -310,7 +313,7 @@ struct Mma {
   }
 
  private:
-  // The order of the depth that an Ampere GPU has there.
+  // The order of the depth in float8 fragments of an Ampere GPU: see load_b_rows_float8() in cuda_product.cuh.
   static int depth_of_float8(int depth) { return kDepth == 16 ? depth % 8 / 2 * 4 + depth / 8 * 2 + depth % 2 : depth; }
   template <class Run>
   static T element_of_float8(const Run& run, int row, int column) {
@@ -327,7 +330,7 @@ struct Mma {
     C* c;
   };
 
-  // Matrix loads of a GPU want 16-byte rows.
+  // A GPU's matrix loads (ldmatrix) need rows that begin at multiples of 16 bytes.
   static void check_alignment(const T* tile, int pitch) {
     if (reinterpret_cast<unsigned long long>(tile) % 16 != 0 || pitch * int(sizeof(T)) % 16 != 0) {
       host::fail("a fragment is loaded from rows of %d bytes at %p: not all on 16 bytes", pitch * int(sizeof(T)),

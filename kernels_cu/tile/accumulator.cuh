@@ -1,5 +1,5 @@
-// Accumulators <-> tiles of the element type in shared memory, as operands where the machine's accumulators can be
-// that.
+// Stores accumulators to tiles of the element type in shared memory, and loads them back. Where an accumulator has the
+// layout of an A operand (kAccumulatorFeedsA), it moves as such an operand, by matrix stores and loads.
 #pragma once
 
 #include "target/target.cuh"
@@ -28,8 +28,9 @@ DEVICE C load_accumulator(const T* tile, int pitch, int lane) {
   }
 }
 
-// An accumulator becomes the operand that it feeds, in its own first registers: no other ones are then held over what
-// follows, whatever else of the accumulator's type may be held there instead.
+// Turns an accumulator into the A operand that it feeds, kept in the accumulator's own first registers (M::kept() reads
+// it). The operand then holds no registers of its own over the code that follows, even if another branch of that code
+// has an accumulator in the same variable.
 template <class M, class C>
 DEVICE void become_operand(C& c) {
   if constexpr (M::kAccumulatorFeedsA) M::keep(c, M::from_accumulator(c));

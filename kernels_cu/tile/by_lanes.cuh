@@ -1,6 +1,7 @@
-// All bits of accumulators, in two tiles of 16-bit elements, or rounded to 16 bits, in one: 16 bytes a lane at a time,
-// where a matrix store of a 16 x 16 block has the lane's row. Lanes of another wave with the same part of a product
-// find their own elements there.
+// Hands accumulators through shared memory from one wave to another that owns the same part of a product: each lane
+// reads what the lane of the same index has written, so no matrix store or load rearranges elements. A lane accesses 16
+// bytes at a time, at the address of its row in a matrix store of a 16 x 16 block. store_by_lanes() keeps all bits and
+// takes two tiles of 16-bit elements; store_pairs_by_lanes() rounds to 16 bits and takes one.
 #pragma once
 
 #include "target/target.cuh"
@@ -31,7 +32,7 @@ DEVICE C load_by_lanes(const T* tile, const T* second, int pitch, int lane) {
   return c;
 }
 
-// H: whose elements they are rounded to.
+// H: the Mma to whose element type they are rounded.
 template <class H, class C, class T>
 DEVICE void store_pairs_by_lanes(const C& c, T* tile, int pitch, int lane) {
   C pairs;

@@ -1,4 +1,5 @@
-// Rows of an array in global memory <-> a tile of rows in shared memory.
+// Copies rows of an array in global memory to a tile of rows in shared memory, and back (RowCopy), by any number of
+// threads.
 #pragma once
 
 #include "target/target.cuh"
@@ -12,8 +13,8 @@ DEVICE constexpr int power_of_two_from(int x) {
   return power;
 }
 
-// One 16-byte unit of padding makes the pitch an odd number of them: eight rows of a matrix load then touch every bank
-// once.
+// The pitch of a tile's rows. 16 bytes of padding make it an odd number of 16-byte units, so that the eight rows of a
+// matrix load touch every bank once.
 template <class T>
 DEVICE constexpr int padded_pitch(int columns) {
   return columns + 16 / int(sizeof(T));
@@ -38,28 +39,29 @@ struct alignas(16) Chunk<16> {
   unsigned x, y, z, w;
 };
 
-// Whether a row of a tile is real: of the first ones, or as a mask says.
+// Whether a row of a tile is real, which means that it is read: one of the first `valid` rows, or one that `real`
+// accepts.
 DEVICE bool is_real(int valid, int row) { return row < valid; }
 template <class Rows>
 DEVICE bool is_real(const Rows& real, int row) {
   return real(row);
 }
 
-// Whether the first so many rows are.
+// Whether all of the first `rows` rows are real.
 DEVICE bool all_real(int valid, int rows) { return rows <= valid; }
 template <class Rows>
 DEVICE bool all_real(const Rows& real, int rows) {
   return real.all(rows);
 }
 
-// Where all rows are.
+// For tiles whose rows are all real.
 struct AllReal {
   DEVICE bool operator()(int) const { return true; }
   DEVICE bool all(int) const { return true; }
 };
 
-// kColumns are real, up to kPadded are zeros in the tile. kBytes is the widest access that every row of the array
-// allows.
+// kColumns columns of a row are real; in the tile, zeros follow them up to kPadded. kBytes is the widest access that
+// every row of the array allows.
 template <class T, int kRows, int kColumns, int kPadded, int kPitch, int kThreads, int kBytes>
 struct RowCopy {
   static constexpr int kChunk = kBytes / int(sizeof(T));
@@ -70,8 +72,8 @@ struct RowCopy {
   static_assert(kThreads % kPerRow == 0, "every thread has a column of each row that it visits");
   static_assert(kColumns % kChunk == 0, "an access must not straddle the end of a row");
 
-  // Visits this thread's chunks: row and column in the tile, address in the array. Of strided rows, addresses advance
-  // by one addition a row.
+  // Calls visit(row, column, address) for each of this thread's chunks: its row and column in the tile, its address in
+  // the array. Addresses of strided rows advance by one addition a row.
   template <class Rows, class Visit>
   DEVICE static void each_chunk(const Rows& rows, int thread, const Visit& visit) {
     const int first_row = thread / kPerRow;
@@ -91,7 +93,7 @@ struct RowCopy {
     }
   }
 
-  // Rows from `valid` on, or that are not real, become zeros and are not read.
+  // Rows that are not real are not read and become zeros. valid: see is_real().
   template <class Rows, class Valid>
   DEVICE static void load(T* tile, const Rows& rows, const Valid& valid, int thread) {
     if constexpr (kBytes >= 4) {
@@ -104,8 +106,8 @@ struct RowCopy {
     }
   }
 
-  // Nothing copies single 16-bit elements asynchronously: several are under way before the first of them is stored.
-  // Down a column, so that the address advances by one addition.
+  // Loads single 16-bit elements, which no asynchronous copy takes. Each thread issues kAtOnce loads before it stores
+  // the first, so their latencies overlap. It goes down a column, so that the address advances by one addition.
   template <class Rows, class Valid>
   DEVICE static void load_single(T* tile, const Rows& rows, const Valid& valid, int thread) {
     constexpr int kAtOnce = 8;

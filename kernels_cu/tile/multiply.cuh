@@ -1,12 +1,12 @@
-// Products of a wave's row blocks with tiles in shared memory. `operand(m, step)` is the A operand of row block m at
-// one step of the depth; a B operand serves all row blocks of a step, and comes from a tile in shared memory.
+// Products of a wave's row blocks, of 16 rows each, with tiles in shared memory. `operand(m, step)` is the A operand of
+// row block m at one step of the depth. B operands come from the tile; each is loaded once and serves all row blocks.
 #pragma once
 
 #include "target/target.cuh"
 #include "tile/accumulator.cuh"
 #include "tile/shared_tile.cuh"
 
-// X += A B, B[k][n] being column k of the tile's row n: dot products of rows.
+// X += A B, where B[k][n] is column k of the tile's row n: dot products with the tile's rows, as in Q K^T.
 template <class M, int kSteps, int kUnrolled, class C, int kRowBlocks, int kColumnBlocks, class Operand, class Tile>
 DEVICE void add_rows(C (&x)[kRowBlocks][kColumnBlocks], const Operand& operand, const Tile& tile, int lane) {
 #pragma unroll kUnrolled
@@ -20,14 +20,14 @@ DEVICE void add_rows(C (&x)[kRowBlocks][kColumnBlocks], const Operand& operand, 
   }
 }
 
-// X = A B, likewise.
+// X = A B with the same B.
 template <class M, int kSteps, int kUnrolled, class C, int kRowBlocks, int kColumnBlocks, class Operand, class Tile>
 DEVICE void multiply_rows(C (&x)[kRowBlocks][kColumnBlocks], const Operand& operand, const Tile& tile, int lane) {
   UNROLL for (int m = 0; m < kRowBlocks; m++) { UNROLL for (int n = 0; n < kColumnBlocks; n++) x[m][n] = C{}; }
   add_rows<M, kSteps, kUnrolled>(x, operand, tile, lane);
 }
 
-// X += A B, B[k][n] being column n of the tile's row k: sums of rows, with the weights of A.
+// X += A B, where B[k][n] is column n of the tile's row k: sums of the tile's rows weighted by A, as in P V.
 template <class M, int kSteps, int kUnrolled, class C, int kRowBlocks, int kColumnBlocks, class Operand, class Tile>
 DEVICE void multiply_columns(C (&x)[kRowBlocks][kColumnBlocks], const Operand& operand, const Tile& tile, int lane) {
 #pragma unroll kUnrolled
@@ -41,8 +41,8 @@ DEVICE void multiply_columns(C (&x)[kRowBlocks][kColumnBlocks], const Operand& o
   }
 }
 
-// X += P B as above, P being the wave's accumulators. Where an accumulator cannot serve as an operand, P goes through
-// `slab`, the wave's own rows of shared memory.
+// X += P B with the B of multiply_columns(). P is in the wave's accumulators. Where an accumulator cannot serve as an
+// operand, P goes through `slab`, rows of shared memory that the wave has to itself.
 template <class M, int kUnrolled, int kPitchP, class C, int kRowBlocks, int kColumnBlocks, int kDepthBlocks, class T,
           class Tile>
 DEVICE void multiply_accumulators(C (&x)[kRowBlocks][kColumnBlocks], const C (&p)[kRowBlocks][kDepthBlocks], T* slab,

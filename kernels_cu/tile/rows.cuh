@@ -1,5 +1,6 @@
-// Where rows lie in global memory. What copies rows asks for no more than these members, so that rows which lie in
-// another way (in pages) need another type, not another copy.
+// Types that say where rows lie in global memory: at equal distances, interleaved by heads, or in pages. Code that
+// copies rows uses only their members address(), from() and shifted(), so another layout needs another type, not
+// another copy.
 #pragma once
 
 #include "target/target.cuh"
@@ -13,11 +14,12 @@ struct StridedRows {
   DEVICE T* address() const { return first; }
   // The rows from the n-th on.
   DEVICE StridedRows from(int64 n) const { return {first + n * stride, stride}; }
-  // The same rows of another head, or from another column on: so many elements further.
+  // The same rows, so many elements further on: of another head, or from another column on.
   DEVICE StridedRows shifted(int64 elements) const { return {first + elements, stride}; }
 };
 
-// Rows of kHeads heads: the first row of each head, then the second one of each. Strides are in elements.
+// Rows of kHeads heads, interleaved: the first row of each head, then the second row of each, and so on. Strides are in
+// elements.
 template <class T, int kHeads>
 struct HeadsRows {
   T* first;
@@ -29,34 +31,36 @@ struct HeadsRows {
   DEVICE HeadsRows shifted(int64 elements) const { return {first + elements, row_stride, head_stride, row}; }
 };
 
-// x / d, below 2^31, by a multiplication: shift is the least s with 2^s >= d, and inverse floor(2^(31 + s) / d) + 1
-// (Granlund and Montgomery 1994).
+// x / d for x below 2^31, by a multiplication: `shift` is the least s with 2^s >= d, `inverse` is
+// floor(2^(31 + s) / d) + 1 (Granlund and Montgomery 1994).
 DEVICE int quotient(int x, unsigned inverse, int shift) {
   return static_cast<int>((2ull * static_cast<unsigned>(x) * inverse >> 32) >> shift);
 }
 
-// Which page holds which rows: the n-th ones, `rows` of them, are in the page with the n-th id. Nobody has checked the
-// ids: whatever they are, a page found here is one of the array, which has at least one.
-// kPlain: the host has seen that ids have 32 bits, and pages a power of two of rows.
+// The page table (block table) of one sequence: the page with the n-th id holds its rows from n * rows on. The ids are
+// not trusted: whatever they are, a page found here is one of the array, which has at least one.
+// kPlain: the host has checked that ids have 32 bits and that pages have a power of two of rows.
 template <bool kPlain = false>
 struct PageTable {
   const void* ids;
   int64 stride;  // in ids
   int64 pages;   // of the array
-  int last;      // no id behind this one is read
-  int rows;
-  unsigned inverse;  // divides by `rows`, with `shift`: their logarithm, where they are a power of two
+  int last;      // the index of the last id that may be read
+  int rows;      // of a page
+  // For quotient() by `rows`. Where that is a power of two, shift is its logarithm.
+  unsigned inverse;
   int shift;
   bool is_64bit;
 
   DEVICE int page_of_row(int row) const { return kPlain ? row >> shift : quotient(row, inverse, shift); }
+  // Which id is that of a row's page.
   DEVICE int entry(int row) const {
     const int page = page_of_row(row);
     return page < last ? page : last;
   }
-  // An id as it lies in memory: what is not asked for its page yet is not waited for.
+  // An id as loaded from memory. Nothing waits for the load before page_of() asks which page it is.
   struct Id {
-    unsigned low, high;  // high: of 64 bits
+    unsigned low, high;  // high: of ids with 64 bits
   };
   DEVICE Id id(int entry) const {
     const unsigned* const at = static_cast<const unsigned*>(ids) + entry * stride * (is_wide() ? 2 : 1);
@@ -86,7 +90,7 @@ struct PagedRows {
   PageTable<> table;
   int row;
 
-  // Of a row behind those that are real it is the address of no row.
+  // A row behind the last real one has no valid address: it must not be read.
   DEVICE T* address() const {
     const int entry = table.entry(row);
     return first + table.page(entry) * page_stride + (row - entry * table.rows) * stride;

@@ -1,5 +1,6 @@
-// Tiles of rows in shared memory, as B operands of products: `rows<M>(n, k, lane)` is B[k][n] from row n and column k
-// on, `columns<M>(k, n, lane)` from row k and column n on.
+// Tiles of rows in shared memory, which give B operands of products. `rows<M>(n, k, lane)` is the operand whose B[k][n]
+// is column k of the tile's row n, from row n and column k on. `columns<M>(k, n, lane)` is the operand whose B[k][n] is
+// column n of the tile's row k, from row k and column n on.
 #pragma once
 
 #include "target/target.cuh"
@@ -18,8 +19,8 @@ struct PitchedTile {
     return M::load_b_columns(first + k * kPitch + n, kPitch, lane);
   }
 };
-// Of these, what `columns` has are columns in the order of column_of_float8, and what `rows` has goes with
-// M::load_a_float8.
+// The same for float8. `columns` gives columns in the order of column_of_float8(). `rows` gives the depth in another
+// order, so the A operand must come from M::load_a_float8().
 template <int kPitch>
 struct PitchedTile<kPitch, float8> {
   const float8* first;
@@ -40,9 +41,8 @@ DEVICE PitchedTile<kPitch, T> pitched_tile(const T* first) {
   return {first};
 }
 
-// As TMA leaves 16-bit elements in the 128-byte swizzle: blocks of 64 columns, each of kRows rows of 128
-// bytes, in which runs of 8 elements are exchanged by an exclusive or with the row's number. Aligned to 1024
-// bytes.
+// 16-bit elements as TMA writes them with the 128-byte swizzle: blocks of 64 columns, each of kRows rows of 128 bytes.
+// The n-th run of 8 elements of a row lies at place n xor (row % 8). The tile is aligned to 1024 bytes.
 template <int kRows, class T>
 struct SwizzledTile {
   static_assert(sizeof(T) == 2 && kRows % 8 == 0, "the swizzle repeats every 8 rows");
@@ -59,15 +59,15 @@ struct SwizzledTile {
   }
 
  private:
-  // The run of a row that begins with a column. What the lane says is apart from what the compiler knows, multiples of
-  // 8 rows and of 16 columns.
+  // The address of the 8 elements of a row from a column on. first_row and first_column, multiples of 8 and 16 that the
+  // compiler knows, are apart from row and column, which depend on the lane.
   DEVICE const T* run(int first_row, int first_column, int row, int column) const {
     const int lanes = row * kColumns + (column ^ row % 8 * 8);
     return first + (first_column / kColumns * kRows + first_row) * kColumns + (lanes ^ first_column % kColumns);
   }
 };
 
-// Likewise: blocks of 128 columns, in which runs of 16 elements are exchanged.
+// The same for float8: blocks of 128 columns, in which runs of 16 elements change places.
 template <int kRows>
 struct SwizzledTile<kRows, float8> {
   static_assert(kRows % 8 == 0, "the swizzle repeats every 8 rows");
@@ -90,5 +90,6 @@ struct SwizzledTile<kRows, float8> {
   }
 };
 
-// The column of a block of 16 that a product has in its column n, where `columns` of a tile of float8 was an operand.
+// The column of a float8 tile, in a block of 16, that a product has in its column n if `columns` of that tile was its B
+// operand.
 DEVICE constexpr int column_of_float8(int n) { return n % 8 * 2 + n / 8; }

@@ -4,7 +4,8 @@
 #include "target/target.cuh"
 
 DEVICE void transpose_quad(unsigned (&x)[4], int t) {
-  // Two rounds of exchanges, with the lane 1 and then 2 away, each of the half that belongs on the other side.
+  // Two rounds. Each lane exchanges with the lane 1 away, then with the lane 2 away, the half of its elements that
+  // belongs there.
   UNROLL for (int distance = 1; distance <= 2; distance *= 2) {
     const bool high = t & distance;
     UNROLL for (int i = 0; i < 4; i++) {

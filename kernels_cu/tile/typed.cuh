@@ -1,9 +1,9 @@
-// Numbers of a type that only the run knows.
+// Loads and stores numbers whose dtype is a value of the call, not a constant of the kernel.
 #pragma once
 
 #include "target/target.cuh"
 
-// kind: 0: float32, 1: float16, 2: bfloat16. at: in elements.
+// kind: 0 is float32, 1 float16, 2 bfloat16. at: an index, in elements.
 DEVICE float load_number(const void* data, int kind, int64 at) {
   if (kind == 0) return static_cast<const float*>(data)[at];
   if (kind == 1) return target::to_float(static_cast<const float16*>(data)[at]);

@@ -1,7 +1,7 @@
-// Rows of an array in global memory, which nobody reads again -> a tile of rows in shared memory, by one wave.
+// Copies rows of an array in global memory, which are read only once, to a tile of rows in shared memory, by one wave.
 //
-// As RowCopy, with what is the same for all tiles taken out of the way: a lane has one address in shared memory, from
-// which those of its other rows are constants away.
+// This is RowCopy::load with less arithmetic for each tile: a lane computes one address in shared memory, and its other
+// rows are constant distances away from it.
 #pragma once
 
 #include "target/target.cuh"
@@ -19,7 +19,8 @@ struct WaveCopy {
   static constexpr int kAtOnce = kPasses < 8 ? kPasses : 8;
   static_assert(kColumns % kChunk == 0, "an access must not straddle the end of a row");
 
-  // From `first` on, at equal distances of `stride` elements. Rows that are not real become zeros and are not read.
+  // Copies rows that begin at `first` and lie `stride` elements apart. Rows that are not real are not read and become
+  // zeros.
   template <class Valid>
   DEVICE static void load(T* tile, const T* first, int64 stride, const Valid& valid, int lane) {
     const int own = lane / kPerRow;
@@ -32,14 +33,14 @@ struct WaveCopy {
     });
   }
 
-  // `offsets[n]` elements from the array's first one on.
+  // The same for rows anywhere: row n begins `offsets[n]` elements behind the array's first one.
   template <class Valid>
   DEVICE static void load(T* tile, const T* array, const int64* offsets, const Valid& valid, int lane) {
     copy(tile, valid, lane, [&](int row) { return array + offsets[row < kRows ? row : kRows - 1]; });
   }
 
  private:
-  // rows(n): where row n is. It is asked for a lane's rows in turn.
+  // rows(n): the address of row n. It is called once for each of a lane's rows, in order.
   template <class Valid, class Rows>
   DEVICE static void copy(T* tile, const Valid& valid, int lane, const Rows& rows) {
     const int own = lane / kPerRow, first_column = lane % kPerRow * kChunk;
@@ -48,7 +49,7 @@ struct WaveCopy {
     if constexpr (kBytes >= 4) to = target::shared_address(first);
 #pragma unroll(kPasses <= 16 ? kPasses / kAtOnce : 1)
     for (int base = 0; base < kPasses; base += kAtOnce) {
-      // All are known before the first copy, behind which no read may move.
+      // All addresses are read before the first copy: the compiler may not move a read across a copy.
       const T* from[kAtOnce];
       UNROLL for (int n = 0; n < kAtOnce; n++) from[n] = rows((base + n) * kStep + own) + first_column;
       UNROLL for (int n = 0; n < kAtOnce; n++) {
