@@ -1,9 +1,10 @@
-// New rows of keys and values go into their pages. Rows of q and k turn by their positions first, where there is a
-// rotary embedding. Where pages hold 8 bits, what is divided by the scale and rounded are the float32 results.
+// append_kv: writes new rows of keys and values into their pages. With a rotary embedding, rows of q and k are rotated
+// by the angles of their positions first, and q goes to `out`. For pages of float8, the float32 results of the rotation
+// are divided by the scale and then rounded.
 //
 // kLanes neighbouring threads take one head of one row: the heads of q come first, then those of k, then those of v.
-// Row i of a sequence's n new rows is its key seqlen_k - n + i. A row without a slot in the pages is not written:
-// its position is none of theirs, or the id of its page is no page's. Nobody has checked integers on the GPU.
+// Row i of a sequence's n new rows is its key seqlen_k - n + i. Integers on the GPU are not trusted: a row is dropped
+// if its position is not in the sequence's pages, or if the id of its page is not that of a page.
 #include "attn/pages.cuh"
 #include "attn/params.cuh"
 #include "attn/physical_row.cuh"
@@ -20,7 +21,8 @@ constexpr int kChunk = kCopyBytes / int(sizeof(Element));
 constexpr int kWidest = (kHeadDim > kHeadDimV ? kHeadDim : kHeadDimV) / kChunk;
 constexpr int kLanes = power_of_two_from(kWidest) < target::kWave ? power_of_two_from(kWidest) : target::kWave;
 constexpr int kHeadsOfBlock = kThreads / kLanes;
-// Two chunks turn together: in each plane one element of either half of the head, or two neighbours.
+// Pairs of chunks that are rotated together. A plane of rotation has one element of either half of the kRotaryDim
+// columns, or two neighbouring ones (kInterleaved).
 constexpr int kPairs = kRotaryDim / 2 / kChunk;
 static_assert(kRotaryDim % (2 * kChunk) == 0, "an access must not straddle the end of what turns");
 
@@ -47,7 +49,7 @@ struct Pair {
 
   DEVICE T& at(int n) { return half[n / kChunk].x[n % kChunk]; }
 
-  // Calls put(n, x) with the n-th element, turned. Two are read before the first of them is put.
+  // Calls put(n, x) with the n-th element, rotated. Both elements of a plane are read before the first of them is put.
   template <class Put>
   DEVICE void turn(const Angles& cosines, const Angles& sines, const Put& put) {
     UNROLL for (int plane = 0; plane < kChunk; plane++) {
@@ -61,7 +63,7 @@ struct Pair {
   }
 };
 
-// Where a head goes, and as what.
+// Where a head is written, and in which type.
 struct AsElements {
   Element* to;
 
@@ -93,6 +95,7 @@ struct AsFloat8 {
   }
 };
 
+// Columns [begin, columns) of a head, as they are.
 template <class Head>
 DEVICE void copy(const Element* from, const Head& head, int begin, int columns, int lane) {
   for (int chunk = begin / kChunk + lane; chunk < columns / kChunk; chunk += kLanes) {
@@ -100,7 +103,8 @@ DEVICE void copy(const Element* from, const Head& head, int begin, int columns, 
   }
 }
 
-// One head of q or k. cosines, sines: of its position.
+// One head of q or k: rotates its first kRotaryDim columns and copies the others. cosines, sines: those of its
+// position.
 template <class Head>
 DEVICE void turn(const Element* from, const Head& head, const Angle* cosines, const Angle* sines, int lane) {
   const Piece<Element>* const source = reinterpret_cast<const Piece<Element>*>(from);
@@ -114,7 +118,7 @@ DEVICE void turn(const Element* from, const Head& head, const Angle* cosines, co
   copy(from, head, kRotaryDim, kHeadDim, lane);
 }
 
-// A head in an array of pages.
+// How a head is written into pages: as elements, or as float8 (kConverts).
 template <bool kConverts>
 struct PagesOf {
   using Stored = Element;
@@ -130,7 +134,7 @@ struct PagesOf<true> {
 using OfPages = PagesOf<kFloat8>;
 using Stored = OfPages::Stored;
 
-// Where the key `position` of a sequence is in an array of pages; null where there is no slot for it.
+// The address of key `position` of a sequence in an array of pages; null where it has no slot there.
 template <class Array>
 DEVICE Stored* slot_of(Array* array, const Strides& strides, const Pages& pages, int sequence, int64 position,
                        int head) {

@@ -1,18 +1,21 @@
-// Gradients of attention on any target: one block computes dk and dv of one key tile of one kv head (FlashAttention-2,
-// Dao 2023).
+// The main kernel of the backward on any target: one block computes dk and dv of one key tile of one kv head, and
+// (kWithDq) what the tile adds to dq (FlashAttention-2, Dao 2023).
 //
 // It walks the query tiles that see its keys, for every query head of the group. Half of the waves own dv, the other
-// half dk, in registers, and both do the same with their roles' operands (keys are rows, queries columns):
+// half dk, in registers. Both halves run the same products on the operands of their role (keys are rows, queries are
+// columns):
 //
-//            scores            element-wise                  gradient            and together
+//            product           element-wise                  gradient            both halves
 //   dv       S^T = K Q^T       P = exp(S - lse)              dV += P^T dO        dQ = dS K, added to
 //   dk       dP^T = V dO^T     dS = P (dP + row_delta)       dK += dS^T Q        memory atomically
 //
-// Where one tile has all keys, and every row sees some (kLoneKeys), dQ is not added up but done.
+// Where one key tile has all keys of a sequence and every row sees some of them (kLoneKeys), dS K is dQ itself, and is
+// stored instead of added.
 //
-// P goes from the first half to the second through shared memory (portable/handover.cuh), dS to all. A wave owns
-// kKeyBlocks * 16 keys, and with kColumnWaves > 1 only a share of the queries of S and of the columns of the gradient.
-// The half that owns dk, which has no exponentials, also copies the next queries and douts.
+// P goes from the half that owns dv to the half that owns dk through shared memory (portable/handover.cuh), dS to all
+// waves. A wave owns kKeyBlocks * 16 keys. With kColumnWaves > 1 it has only a share of the queries of S and of the
+// columns of its gradient. The half that owns dk has no exponentials to compute, so it also copies the next queries and
+// douts. docs/architecture.md shows what runs beside what in a turn of the walk.
 #include "attn/dropout.cuh"
 #include "attn/listed_tiles.cuh"
 #include "attn/mask_bits.cuh"
@@ -33,7 +36,7 @@
 
 namespace backward {
 
-// X^T = own rows (keys or values) times rows of the other side (queries or douts), kOnTop: added to what X is.
+// X^T = own rows (keys or values) times rows of the other side (queries or douts). kOnTop: added to what X holds.
 template <bool kOnTop>
 DEVICE void multiply(C (&x)[kKeyBlocks][kQueryBlocks], const Element* own, const Element* other, int lane) {
   const auto operand = [&](int m, int step) {
@@ -46,8 +49,8 @@ DEVICE void multiply(C (&x)[kKeyBlocks][kQueryBlocks], const Element* own, const
   }
 }
 
-// gradient += X^T times columns of the other side. X comes from the wave's accumulators, which have become operands,
-// or, all of its rows, from `tile`.
+// gradient += X^T times columns of the other side (queries or douts). X comes from the wave's accumulators, which have
+// become operands (become_operand()), or from `tile`, where the wave's keys have all queries.
 template <class M>  // the branch not taken must not be instantiated
 DEVICE void add_product(C (&gradient)[kKeyBlocks][kDepthBlocks], const C (&x)[kKeyBlocks][kQueryBlocks],
                         const Element* tile, const Element* other, int lane) {
@@ -61,7 +64,8 @@ DEVICE void add_product(C (&gradient)[kKeyBlocks][kDepthBlocks], const C (&x)[kK
   multiply_columns<M, kQuerySteps, kQueryUnroll>(gradient, operand, pitched_tile<kPitch>(other), lane);
 }
 
-// The bias of rows from first_row and keys from first_key on. Where there is none of it, rows repeat and keys are 0.
+// Copies the tile of the bias from first_row and first_key on. Behind its extents the last row repeats, and keys are 0.
+// part: the thread's index in its half.
 DEVICE void copy_bias(Element* tile, const Bias& bias, int64 at, int first_row, int first_key, int part) {
   constexpr int kChunk = 16 / int(sizeof(Element)), kChunks = kTileK / kChunk;
   const Element* const data = static_cast<const Element*>(bias.data) + at;
@@ -95,12 +99,13 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
   [[maybe_unused]] const TileSpan met{query_tiles.begin, query_tiles.end};
   const int group = f.nheads_q / f.nheads_kv;
 
-  // Of the group's first head.
+  // Of the group's first query head.
   const auto q = rows_of<const Element>(f.q, f.q_strides, work.sequence, work.q, work.kv_head * group);
   const auto dout = rows_of<const Element>(p.dout, p.dout_strides, work.sequence, work.q, work.kv_head * group);
   const int64 first_statistic = work.sequence * f.lse_batch + work.kv_head * group * f.lse_head + work.q.start;
 
-  // By the half that owns dk. The condition is `owns_dk` in another form, by which ptxas makes code 5% faster at D 64.
+  // Starts the copies of what a turn reads: queries, douts, lse, row_delta and the bias. The half that owns dk does it.
+  // The condition is `owns_dk` in another form, with which ptxas makes code that is 5% faster at D 64.
   const auto load = [&](const Turn& turn) {
     if (thread < kRoleThreads) return;
     const int part = thread % kRoleThreads;
@@ -110,8 +115,9 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
                 valid, part);
     CopyDout::load(elements + kDoutsAt + turn.stage * kTileQ * kPitch,
                    dout.shifted(turn.head * p.dout_strides.head).from(row), valid, part);
-    // Rows past the end get 0 for both: their queries and douts are 0, and so is all that comes of them. All kernels
-    // but the plain one give them an lse of inf, and so probabilities of 0, whatever is added to their scores.
+    // Rows past the end of the sequence get an lse and a row_delta of 0: their queries and douts are 0, and so is all
+    // that comes of them. All kernels but the plain one (kPlain) give them an lse of inf, which makes probabilities 0
+    // whatever is added to scores.
     for (int i = part; i < 2 * kTileQ; i += kRoleThreads) {
       const int at = i % kTileQ;
       const bool is_lse = i < kTileQ;
@@ -125,7 +131,7 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
     }
     if constexpr (kBiasTile) {
       const int64 head = work.kv_head * group + turn.head;
-      // Of a pair the second head has the tile of the first.
+      // The second head of a pair uses the bias tile of the first.
       if (!kPairs || turn.head % 2 == 0) {
         copy_bias(elements + kBiasAt + (kPairs ? 0 : turn.stage) * kTileQ * kPitchBias, f.bias,
                   work.sequence * f.bias.batch + head / f.bias.group * f.bias.head, row, first_key, part);
@@ -133,7 +139,7 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
     }
     target::copy_async_commit();
   };
-  // Afterwards everything asked for has landed for all threads, and all are done with what they read before.
+  // After this, all copies issued so far have landed for all threads, and no thread still reads what it read before.
   const auto wait_copies_and_sync = [] {
     target::copy_async_wait();
     target::block_sync();
@@ -142,7 +148,7 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
   const auto k = rows_of<const Element>(f.k, f.k_strides, work.sequence, work.k, work.kv_head, first_key);
   const auto v = rows_of<const Element>(f.v, f.v_strides, work.sequence, work.k, work.kv_head, first_key);
   int first = work.tile;
-  // Those of other heads and sequences add to the same sums too.
+  // Blocks of other heads and sequences add to the same sums of dbias, so they begin at other query tiles too.
   if constexpr (kDbias == 2) first += 2 * (work.sequence * f.nheads_kv + work.kv_head);
   const auto start = Walk::start(query_tiles, first, group, found.part, found.parts);
   Turn turn = Walk::first(query_tiles, start);
@@ -160,7 +166,7 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
     }
   }
 
-  // The square of a score over its softcap, from that of a product.
+  // (scale / softcap)^2. Times the square of a capped product it is tanh^2, and the softcap's derivative is 1 - tanh^2.
   [[maybe_unused]] float uncapped = f.scores.scale * target::reciprocal(f.scores.softcap);
   uncapped *= uncapped;
   const bool owns_dk = wave >= kRoleWaves;
@@ -173,11 +179,11 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
   C gradient[kKeyBlocks][kDepthBlocks];
   UNROLL for (int m = 0; m < kKeyBlocks; m++) { UNROLL for (int d = 0; d < kDepthBlocks; d++) gradient[m][d] = C{}; }
 
-  // Of the buffers of dS, the one of the turn before.
+  // The dS buffer of the turn before the one that uses `buffer`.
   const auto earlier = [](int buffer) { return kPairs ? (buffer + 2) % 3 : buffer ^ 1; };
-  // dQ of a tile is computed when all of its dS is there: in the next turn. Each half of the waves does a share while
-  // the other has element-wise work, or where scores cost the half that owns dv much, the half that owns dk all of it.
-  // What dbias gets of the tile, each half has a share of.
+  // dQ of a tile is computed in the next turn, when all of the tile's dS is there. Each half of the waves computes a
+  // share while the other half has element-wise work. Where scores cost the half that owns dv much, the half that owns
+  // dk computes all of it (kDqByHalf). Each half also gives out its share of the tile's dbias.
   const auto add_dq_of = [&](const Turn& turn, int buffer) {
     if (!kPairs || turn.head % 2 == 1) {
       BiasTile::give(p, work.sequence, work.kv_head * group + turn.head, query_tiles.first_row(turn.n), first_key,
@@ -185,7 +191,7 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
                      elements + kScoreGradientsAt + earlier(buffer) * kTileK * kPitchP, wave, lane);
     }
     if (wave < kFirstDqWave) return;
-    // The batch stride of lse is that of rows times heads, here as there.
+    // Counted in rows of kDqPitch floats, dq_sum has the batch stride of lse: rows times heads.
     const int64 row = work.sequence * f.lse_batch + (work.q.start + query_tiles.first_row(turn.n)) * f.nheads_q;
     const auto dq = rows_of<Element>(p.dq, p.dq_strides, work.sequence, work.q, work.kv_head * group + turn.head,
                                      query_tiles.first_row(turn.n));
@@ -194,7 +200,7 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
             work.q.length - query_tiles.first_row(turn.n), elements + kScoreGradientsAt + buffer * kTileK * kPitchP,
             elements + kKeysAt, wave - kFirstDqWave, lane);
   };
-  int buffer = 0;  // of dS
+  int buffer = 0;  // of this turn's dS
   Turn before{0, 0, 0, false};
   const auto rule_of = [&](int head) {
     return ScoreRule(f, work.sequence, work.kv_head * group + head, work.q.length, work.k.length,
@@ -218,7 +224,8 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
     C x[kKeyBlocks][kQueryBlocks];
     if (owns_dk) {
       if (kWithDq && before.exists) add_dq_of(before, earlier(buffer));
-      // What a row's products are less by is what they begin with: no instruction subtracts it. Dropout scales them.
+      // dP begins with row_delta, so no instruction adds it. With dropout, dP is scaled first and row_delta added
+      // later.
       UNROLL for (int m = 0; m < kKeyBlocks; m++) {
         UNROLL for (int b = 0; b < kQueryBlocks; b++) {
           UNROLL for (int e = 0; e < C::kElements; e++) {
@@ -227,7 +234,7 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
         }
       }
       multiply<true>(x, own, douts + columns * kPitch, lane);
-      // Not earlier: issuing copies takes a while, and products must not wait for it.
+      // Issued behind the product: issuing copies takes a while, and the product must not wait for it.
       if (kStages == 2 && !kLateCopies && next.exists) load(next);
     } else {
       const int head = work.kv_head * group + turn.head;
@@ -280,7 +287,7 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
             UNROLL for (int e = 0; e < C::kElements; e++) {
               float& p = some[k][b].x[e];
               if constexpr (kHasDerivative) {
-                // What is masked stays 0, whatever a user's derivative is there.
+                // The weight of a masked element stays 0, whatever a user's derivative is there (it may be NaN).
                 weight.x[e] = kScoreMod && p == 0.0f ? 0.0f : p * derivative[k][b].x[e];
               }
               if constexpr (kDropout) {
@@ -298,7 +305,8 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
     meet_for_weights<kArrivals, kRoleWaves>(owns_dk, wave);
     if (owns_dk) {
       if (kStages == 2 && kLateCopies && next.exists) load(next);
-      // Of the next block before dS of this one is stored, which may lie where its weights were: other lanes' too.
+      // Weights are loaded one 16 x 16 block ahead, so all lanes have those of a block when its dS is stored (kWide: by
+      // the wave_sync() below). dS may be stored where these weights lie, those of other lanes too.
       const bool partial = is_partial<kBlockMask>(query_tiles, turn.n);
       const auto load_weights = [&](int block) {
         const int at = block / kQueryBlocks * 16 * kPitchP + columns + block % kQueryBlocks * 16;
@@ -319,7 +327,7 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
               d *= weight.x[e];
             }
           }
-          // A value that the row does not see may be anything.
+          // A value that the row does not see may be anything, NaN too, and so may dP: dS must still be 0.
           if (kBlockMask && partial) {
             UNROLL for (int e = 0; e < C::kElements; e++) {
               if (Weights::unmarked(weight.x[e]) == 0.0f) x[m][b].x[e] = 0.0f;
@@ -344,7 +352,7 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
       load(next);
     }
     if (kWithDq) buffer = kPairs ? (buffer + 1) % 3 : buffer ^ 1;
-    // Products would wait for it at the beginning of a turn.
+    // Computed here, since at the beginning of a turn the product would wait for it.
     if (KeyStart::kAny && next.exists && next.head != turn.head) key_start = KeyStart(rule_of(next.head));
     before = turn;
     turn = next;

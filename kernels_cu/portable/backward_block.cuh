@@ -1,5 +1,5 @@
-// A block of the backward (portable/backward.cu): its waves and their tiles, what lies where in shared memory, and
-// which text each step has.
+// The constants and types of a block of the backward (portable/backward.cu): its waves and their tiles, the layout of
+// its shared memory, and which code each of its steps uses.
 #pragma once
 
 #include "attn/listed_tiles.cuh"
@@ -25,7 +25,7 @@ constexpr int kThreads = kWaves * target::kWave;
 constexpr int kRoleThreads = kThreads / 2;
 constexpr int kKeyBlocks = kTileK / (16 * kKeyWaves);
 constexpr int kQueryBlocks = kTileQ / (16 * kColumnWaves);
-// One depth serves q, k and v, dout: the two roles are then one body.
+// Tiles of q and k have the depth of those of v and dout, so both roles run the same code.
 constexpr int kDepth = round_up(kHeadDim > kHeadDimV ? kHeadDim : kHeadDimV, 16 * kColumnWaves);
 constexpr int kDepthBlocks = kDepth / (16 * kColumnWaves);
 constexpr int kSteps = kDepth / M::kDepth;
@@ -38,7 +38,7 @@ static_assert(kStages == 1 || kStages == 2, "one or two stages of queries and do
 constexpr bool kFromRegisters = M::kAccumulatorFeedsA && kColumnWaves == 1;
 constexpr bool kSharesDs = kWithDq || !kFromRegisters;
 
-// Elements of shared memory. dQ of a tile is computed when dS of the next one is there already.
+// The layout of shared memory, in Elements.
 constexpr int kPitch = padded_pitch<Element>(kDepth);
 constexpr int kPitchP = padded_pitch<Element>(kTileQ);
 constexpr int kKeysAt = 0;
@@ -47,15 +47,17 @@ constexpr int kQueriesAt = 2 * kTileK * kPitch;
 constexpr int kDoutsAt = kQueriesAt + kStages * kTileQ * kPitch;
 constexpr int kProbabilitiesAt = kDoutsAt + kStages * kTileQ * kPitch;
 constexpr int kScoreGradientsAt = kProbabilitiesAt + kTileK * kPitchP;
-// And of a pair of heads, when both are there.
+// Buffers of dS. With dQ there are two, since dQ of a tile is computed while dS of the next one is made. A pair of
+// heads has a third, since dbias takes dS of both.
 constexpr int kDsBuffers = kWithDq ? 2 + int(kPairs) : int(kSharesDs);
 constexpr int kMoreWeightsAt = kScoreGradientsAt + kDsBuffers * kTileK * kPitchP;
-// Weights lie where P would, if that is no operand, and where dS comes afterwards: what a wave reads there, it
-// replaces.
+// Where P is an operand in registers, weights lie in the tile of P, their second tile (kWide) where dS comes
+// afterwards. Else they lie where dS comes afterwards, or are P itself (!kOwnTile). A wave stores dS over weights only
+// after it has read them. A second tile of weights for which no tile of dS is free has one of its own (kMoreWeights).
 using Weights = Handover<Element, !kFromRegisters, kPitchP>;
 constexpr bool kMoreWeights = Weights::kTiles == 2 && !(kFromRegisters && kWithDq);
-// The bias, a tile of query rows for each stage, where it is copied 16 bytes at a time. A pair of heads has one tile,
-// which is replaced when all have read it.
+// Where the bias can be copied 16 bytes at a time, it has a tile in shared memory for each stage; its rows are queries.
+// A pair of heads has one tile, which is replaced when all waves have read it.
 constexpr bool kBiasTile = kBiasChunks && kBias == 2 && sizeof(Element) == 2;
 constexpr int kPitchBias = padded_pitch<Element>(kTileK);
 constexpr int kBiasAt = kMoreWeightsAt + int(kMoreWeights) * kTileK * kPitchP;
@@ -72,9 +74,10 @@ using CopyDout = RowCopy<Element, kTileQ, kHeadDimV, kDepth, kPitch, kRoleThread
 using Visible = VisibleKeys<kLeft, kRight, kTopLeft>;
 using Tiles = MeetingTiles<kBlockMask, Visible, kTileQ, kTileK>;
 
-// Where key tiles are few, or few of them are met by many queries, they have several blocks, with a part of the turns.
+// The key tile of a block, and which part of the tile's turns is the block's. Several blocks share a key tile where key
+// tiles are few (kSplit), or where only those with sink tokens meet many queries (kSplitSinks).
 DEVICE KeyPart find_part(const BackwardParams& p, int64 index) {
-  constexpr bool kAllTold = kUnitShift != 0;  // of `OrderOfWaves`
+  constexpr bool kAllTold = kUnitShift != 0;  // see `OrderOfWaves`
   if constexpr (kSplitSinks) {
     return find_part_of_sinks<kRagged, kTileK, kAllTold>(p, index);
   } else if constexpr (kSplit) {
@@ -87,7 +90,7 @@ using Walk = Either<kBlockMask, ListedWalk, Either<kSplit, SharedWalk, WholeWalk
 using Dq = DqShare<M, Element, kTileQ, kTileK, kPitch, kPitchP, (kDqByHalf ? kRoleWaves : kWaves)>;
 constexpr int kFirstDqWave = kDqByHalf ? kRoleWaves : 0;
 
-// What dbias gets of a tile. Without it, another kernel makes dbias where it is wanted.
+// What this kernel does of dbias for a tile: nothing, where another kernel makes dbias or it is not wanted.
 struct NoBiasGradient {
   static constexpr bool kWrites = false;
   template <class... Args>
@@ -102,12 +105,14 @@ static_assert(!kBiasOfKeys || (kBias > 0 && !kBiasTile && kDbias == 0), "a tile 
 static_assert(kDbias == 0 || (kWithDq && !kRagged && !kBlockMask && !ScoreRule::kRemakes),
               "all of dS lies in shared memory, and is the gradient of what is added");
 constexpr bool kHasDerivative = ScoreRule::kHasDerivative;
-// Probabilities of nothing but products: a text of their own, by which ptxas makes faster code.
+// Whether probabilities come of products alone, without options, dropout or a block mask. This case has code of its
+// own, of which ptxas makes faster machine code.
 constexpr bool kPlain = !ScoreRule::kRemakes && !ScoreRule::kAdds && !kDropout && !kBlockMask;
-// Blocks of keys whose scores are finished together: what each needs besides its product takes registers.
+// How many key blocks have their scores finished together: one where scores need registers beside their products, else
+// all.
 constexpr int kAtOnce = ScoreRule::kRemakes || (kBias > 0 && !kBiasOfKeys) || (kAlibi && !kOneSided) ? 1 : kKeyBlocks;
 
-// float32 products are many and small: all of them in a row would only be long.
+// How many steps of a product are unrolled. float32 products have many small steps: all unrolled would only be long.
 constexpr int kUnroll = kSteps <= 16 ? kSteps : 4;
 constexpr int kQueryUnroll = kQuerySteps <= 16 ? kQuerySteps : 4;
 

@@ -1,14 +1,15 @@
-// The walk of a key tile's block of the backward: over the query tiles that see its keys, of all heads of the group.
+// The walk of a block of the backward (portable/backward.cu): over the query tiles that see its key tile, in all query
+// heads of the group.
 #pragma once
 
 #include "attn/tiles.cuh"
 #include "target/target.cuh"
 
 // One turn of the walk: a query tile of one of the group's heads. Blocks of neighbouring key tiles begin at different
-// query tiles, so that they seldom add to the same dq at the same time. kPairs: of two heads that share a bias the
-// second one has each query tile right after the first.
+// query tiles, so that they seldom add to the same dq at the same time. kPairs: heads are walked in pairs that share a
+// bias; the second head of a pair takes each query tile right after the first.
 struct Turn {
-  int head, n, stage;  // n: the number of the query tile
+  int head, n, stage;  // head: in the group; n: the number of the query tile; stage: its slot in shared memory
   bool exists;
 
   DEVICE Turn next(const TileSpan& tiles, int start, int group) const {
@@ -29,9 +30,10 @@ struct Turn {
   }
 };
 
-// start(): where a walk begins, `first` of neighbouring key tiles being neighbours.
+// The walk of a block that has a key tile to itself. start(): the number of the query tile where it begins. `first`
+// differs by one between neighbouring key tiles.
 //
-// The tiles are a TileSpan here, and `next` a member: written in another way, the same walk cost 3 to 4% at D 64.
+// next() takes the tiles as a TileSpan and is a member of Turn: written in another way, it cost 3 to 4% at D 64.
 struct WholeWalk {
   template <class Queries>
   DEVICE static int start(const Queries& tiles, int first, int, int, int) {
@@ -45,9 +47,11 @@ struct WholeWalk {
     return turn.next(tiles, start, group);
   }
 };
-// One of the parts of a walk, as even as can be: turns by their numbers, head by head, or pairs of turns.
+// The walk of a block that shares a key tile: one part of the turns. Turns (with kPairs, pairs of turns) are numbered
+// head by head and divided among the parts as evenly as can be.
 struct SharedWalk {
   static constexpr int kHeads = config::kPairs ? 2 : 1;
+  // Numbers of turns: the part is [begin, end), and its walk begins with `start`.
   struct Start {
     int begin, end, start;
   };
@@ -77,7 +81,8 @@ struct SharedWalk {
     return {number / tiles.count() * kHeads, tiles.begin + number % tiles.count(), stage, true};
   }
 };
-// Of a mask's lists, which have the tiles of all heads. One of several parts leaves those of its own there.
+// The walk under a block mask: over the list of the key tile, which has the query tiles of all heads of the group.
+// Where blocks share the key tile, start() cuts the list to the block's part.
 struct ListedWalk {
   template <class Queries>
   DEVICE static int start(Queries& tiles, int first, int, int part, int parts) {

@@ -1,8 +1,9 @@
-// Partial attention over disjoint keys becomes attention over all of them:
+// Merges partial results of attention over disjoint sets of keys into attention over all of them:
 //
 //   lse = log sum_i exp(lse_i)        out = sum_i exp(lse_i - lse) out_i
 //
-// One wave takes one row of as many heads as its lanes hold side by side. A partial whose lse is -inf is not read.
+// One wave takes one row of kHeadsAtOnce heads, kLanes lanes each. The output of a partial result whose lse is -inf is
+// not read.
 #include "attn/params.cuh"
 #include "attn/rows.cuh"
 #include "target/target.cuh"
@@ -31,22 +32,23 @@ using Result = Number<kResult>::Type;
 constexpr int kWaves = kThreads / target::kWave;
 constexpr int kLoad = kLoadBytes / int(sizeof(Element));
 constexpr int kStore = kStoreBytes / int(sizeof(Result));
-constexpr int kChunk = kLoad > kStore ? kLoad : kStore;  // elements of a row that a lane holds next to each other
+constexpr int kChunk = kLoad > kStore ? kLoad : kStore;  // neighbouring elements of a row that a lane holds
 constexpr int kChunks = kHeadDimV / kChunk;
 static_assert(kHeadDimV % kChunk == 0, "an access must not straddle the end of a row");
 constexpr int kLanes = power_of_two_from(kChunks) < target::kWave ? power_of_two_from(kChunks) : target::kWave;
 constexpr int kHeadsAtOnce = target::kWave / kLanes;
 constexpr int kPasses = (kChunks + kLanes - 1) / kLanes;
-constexpr int kAtOnce = kChunk * kPasses <= 8 ? 4 : 2;  // partials on their way at a time
+constexpr int kAtOnce = kChunk * kPasses <= 8 ? 4 : 2;  // partial results that are loaded at a time
 
 template <class T, int kCount>
 struct alignas(kCount * sizeof(T)) Piece {
   T x[kCount];
 };
 
-DEVICE float maximum(float a, float b) { return a > b ? a : b; }  // a NaN in a is passed over
+DEVICE float maximum(float a, float b) { return a > b ? a : b; }  // b if a is NaN
 
-// Where partial i begins. Between those that are listed the stride is 0.
+// The address of partial result i: the array i where each has its own (`listed`; the stride is 0 then), else a part of
+// one stacked array.
 template <class T, class Array>
 DEVICE const T* partial(Array* const (&arrays)[kMaxListed], bool listed, int64 stride, int i) {
   return static_cast<const T*>(arrays[listed ? i : 0]) + i * stride;
@@ -64,7 +66,7 @@ KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_combine(PARAMETER Combine
   if (batch >= p.batch) return;
   const int64 row = row_index - batch * p.rows;
   const int own_head = int(index - row_index * groups) * kHeadsAtOnce + lane / kLanes;
-  // Lanes without a head of their own repeat the last one: all must meet in the sums.
+  // Lanes without a head of their own repeat the last one: all lanes must take part in the shuffles.
   const bool real = own_head < p.nheads;
   const int head = real ? own_head : p.nheads - 1;
   const int part = lane % kLanes;
@@ -74,7 +76,7 @@ KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_combine(PARAMETER Combine
   float top = -target::infinity();
   for (int i = part; i < p.partials; i += kLanes) top = maximum(log_of(i), top);
   UNROLL for (int mask = 1; mask < kLanes; mask *= 2) top = maximum(target::shuffle_xor(top, mask), top);
-  if (top == -target::infinity()) top = 0.0f;  // then all are dead, or NaN, which the sum shows
+  if (top == -target::infinity()) top = 0.0f;  // each lse is -inf or NaN; a NaN makes the sum NaN
   float sum = 0.0f;
   for (int i = part; i < p.partials; i += kLanes) sum += target::exp(log_of(i) - top);
   UNROLL for (int mask = 1; mask < kLanes; mask *= 2) sum += target::shuffle_xor(sum, mask);

@@ -1,26 +1,30 @@
-// Attention of few query rows to many keys, on any target (attn/decode.cuh): the lanes of a wave copy its key tiles.
+// Decoding on any target: attention of few query rows to many keys. attn/decode.cuh has the algorithm. This file has
+// its ring of key tiles, which the lanes of a wave fill by asynchronous copies.
 #include "attn/decode.cuh"
 #include "attn/page_rows.cuh"
 #include "tile/wave_copy.cuh"
 
 namespace decode {
 
+// How the rows of a key tile are found: without pages, all in one page, or each in its page (attn/page_rows.cuh).
 using Found = typename Either<
     !kPaged, NoPages,
     typename Either<kTileInPage, PageOfTile<kTileK, kPlainIntegers>, PageRows<kTileK, kPlainIntegers>>::Type>::Type;
 
-// The key tiles of a wave.
+// The ring of a wave: kStages slots, each with the keys and then the values of a key tile. Its members are what
+// attn/decode.cuh asks of a `Ring`.
 struct WaveRing {
   static constexpr int kPitchK = padded_pitch<StoredKey>(kDepthQk);
   static constexpr int kPitchV = padded_pitch<StoredKey>(kDepthV);
   static constexpr int kStageElements = kTileK * (kPitchK + kPitchV);
   static constexpr int kStageBytes = kStageElements * int(sizeof(StoredKey));
-  static constexpr bool kLoadsLate = false;
-  static constexpr int kMoreBytes = kPaged && !kTileInPage ? 2 * kTileK * 8 : 0;  // where the rows of a tile are
+  static constexpr bool kLoadsLate = false;  // the next tile is loaded before Q K^T
+  static constexpr int kMoreBytes = kPaged && !kTileInPage ? 2 * kTileK * 8 : 0;  // offsets of a tile's rows
   using CopyK = WaveCopy<StoredKey, kTileK, kHeadDim, kDepthQk, kPitchK, kKeyBytes>;
   using CopyV = WaveCopy<StoredKey, kTileK, kHeadDimV, kDepthV, kPitchV, kKeyBytes>;
 
-  // Of a kv head of a sequence: the first row, or that of the first page.
+  // Keys and values of a kv head of a sequence. k, v: the first row; with pages, the first row of the array's first
+  // page.
   struct Source {
     const StoredKey *k, *v;
     Found found;
@@ -50,7 +54,7 @@ struct WaveRing {
   DEVICE auto keys(int slot) const { return pitched_tile<kPitchK>(at(slot)); }
   DEVICE auto values(int slot) const { return pitched_tile<kPitchV>(at(slot) + kTileK * kPitchK); }
 
-  // Rows that are not real become zeros.
+  // Starts the copies of a tile. Rows that are not real become zeros.
   template <class Real>
   DEVICE void load(const ForwardParams& p, const Source& source, int slot, const Real& real, int lane) const {
     StoredKey* const keys = at(slot);
@@ -60,10 +64,10 @@ struct WaveRing {
     source.found.template load<CopyV, true>(values, source.v, p.v_strides, offsets, real, lane);
   }
   DEVICE void commit() const { target::copy_async_commit(); }
-  DEVICE void wait_for_prerequisites() const {}  // the launch has waited
+  DEVICE void wait_for_prerequisites() const {}  // the kernel is not launched early (`Step.early`)
   DEVICE void launch_dependents() const {}
   DEVICE void wait_for_queries() const { target::copy_async_wait<kStages - 1>(); }
-  // The lane's own copies, of the tile in the slot that is the oldest.
+  // Waits for the lane's own copies of the oldest tile, the one in the slot.
   DEVICE void wait(int) const { target::copy_async_wait<kStages - 2>(); }
   template <class Real>
   DEVICE void clear(int, const Real&, int) const {}

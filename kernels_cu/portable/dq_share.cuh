@@ -1,36 +1,38 @@
-// A wave's share of what a tile adds to dQ, where dS of the tile lies in shared memory, keys being rows.
+// A wave's share of what a tile of the backward adds to dQ (portable/backward.cu). dS of the tile lies in shared memory
+// transposed: keys are rows.
 #pragma once
 
 #include "target/target.cuh"
 #include "tile/copy.cuh"
 
-// kPitch: of keys, kPitchP: of dS. kWaves share a tile.
+// kPitch: that of the tile of keys. kPitchP: that of dS. kWaves: how many waves share dQ of a tile.
 template <class M, class T, int kTileQ, int kTileK, int kPitch, int kPitchP, int kWaves>
 struct DqShare {
   using C = typename M::C;
   static constexpr int kRowWaves = config::kDqRowWaves;
-  // The waves divide dQ anew: kRowWaves bands of rows, the columns among the waves of a band.
+  // dQ is divided among the waves in its own way: into kRowWaves bands of rows, each band by columns.
   static constexpr int kColumnWaves = kWaves / kRowWaves;
   static constexpr int kRowBlocks = kTileQ / (16 * kRowWaves);
   static constexpr int kBlocks = config::kDqPitch / 16;
   static constexpr int kColumnBlocks = (kBlocks + kColumnWaves - 1) / kColumnWaves;
   static_assert(kRowBlocks * 16 * kRowWaves == kTileQ && kColumnWaves * kRowWaves == kWaves, "waves share dQ evenly");
 
-  // Rows of the gradient, which is `factor` times what they have come to.
+  // Where dq itself is stored (kLoneKeys): its rows, each `factor` times the product.
   struct Result {
     T* first;
     int64 stride;
     float factor;
   };
 
-  // dQ = dS K, added to the sums in memory. `gradients` is dS^T: keys are rows. If they are all keys that there are, it
-  // is the result instead.
+  // Adds dS K to the float32 sums in memory; with kLoneKeys stores it as the result instead. gradients: dS^T, whose
+  // rows are keys. rows: how many query rows are real. stride: between rows of `sums`.
   DEVICE static void add(float* sums, int64 stride, const Result& result, int rows, const T* gradients, const T* keys,
                          int wave, int lane) {
     const int row = wave % kRowWaves * kRowBlocks * 16;
     const int block = wave / kRowWaves * kColumnBlocks;
-    // Waves may be left over. A wave that has some of its columns does all: a branch inside the products would hold up
-    // each of them, and what lies beyond the keys' columns is read, but not given out.
+    // A wave that has no columns leaves. One that has fewer than kColumnBlocks computes as many as the others, since a
+    // branch inside the products would hold up each of them: it reads beyond the keys' columns, but gives out only its
+    // own.
     if (kColumnWaves > (kBlocks + kColumnBlocks - 1) / kColumnBlocks && block >= kBlocks) return;
     C dq[kRowBlocks][kColumnBlocks];
     UNROLL for (int m = 0; m < kRowBlocks; m++) { UNROLL for (int d = 0; d < kColumnBlocks; d++) dq[m][d] = C{}; }
@@ -67,7 +69,7 @@ struct DqShare {
   }
 
  private:
-  // What a lane has of a row in a block of columns.
+  // Stores what a lane has of one row in one block of columns.
   DEVICE static void store(const Result& result, int row, int first_column, const C& dq, int slot, int lane) {
     constexpr int kAtOnce = C::kRun % 2 == 0 && config::kCopyBytes >= 2 * int(sizeof(T)) ? 2 : 1;
     UNROLL for (int i = 0; i < C::kRun; i += kAtOnce) {

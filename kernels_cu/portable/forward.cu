@@ -1,9 +1,9 @@
 // Attention forward on any target: one block computes one query tile of one head (FlashAttention-2, Dao 2023).
 //
-// Each wave owns kRowBlocks * 16 query rows, holds their scores and output in registers and walks the key tiles; keys
-// and values arrive by asynchronous copies. With two stages the next tile's keys and values travel during the whole of
-// this tile's arithmetic; with one, values travel under Q K^T and the next keys under the softmax and P V. Where keys
-// are split, several blocks share a query tile (attn/splits.cuh).
+// Each wave owns kRowBlocks * 16 query rows, holds their scores and output in registers and walks the key tiles. Keys
+// and values arrive by asynchronous copies. With two stages, the next tile's keys and values travel under this tile's
+// softmax and P V. With one stage, a tile's values travel under its Q K^T, and the next keys under the softmax and P V.
+// Where keys are split (split-KV), several blocks share a query tile (attn/splits.cuh).
 #include "attn/added_scores.cuh"
 #include "attn/dropout.cuh"
 #include "attn/exponent.cuh"
@@ -48,10 +48,11 @@ constexpr int kPitchP = padded_pitch<Element>(kTileK);
 constexpr int kPitchK = padded_pitch<StoredKey>(kDepthQk);
 constexpr int kPitchV = padded_pitch<StoredKey>(kDepthV);
 
-// In elements of shared memory, so many of keys or values.
+// How many Elements of shared memory `count` stored keys or values take, which may have 8 bits.
 DEVICE constexpr int stored(int count) { return count * int(sizeof(StoredKey)) / int(sizeof(Element)); }
 
-// Elements of shared memory. The output leaves through the space of the queries (and of the first keys if it is wider).
+// The layout of shared memory, in Elements. The output is stored through the space of the queries (and of the first
+// keys if it is wider).
 constexpr int kKeysAt = kTileQ * kPitchQk;
 constexpr int kValuesAt = kKeysAt + stored(kStages * kTileK * kPitchK);
 constexpr int kProbabilitiesAt = kValuesAt + stored(kStages * kTileK * kPitchV);
@@ -68,12 +69,13 @@ using Visible = VisibleKeys<kLeft, kRight, kTopLeft>;
 using Tiles = MeetingTiles<kBlockMask, Visible, kTileQ, kTileK, order_of_keys<Visible>()>;
 
 constexpr int kSteps = kDepthQk / M::kDepth;
-// Shallow products have many steps, and code for them all would take the compiler longer than it saves the GPU. Many
-// conversions at once have no registers.
+// How many steps of a product are unrolled. float32 products are shallow and have many steps: code for all of them
+// would cost the compiler more time than it saves the GPU. Wide rows of float8 have few unrolled steps, since many
+// conversions at once take too many registers.
 constexpr int kUnrolledSteps = M::kDepth != 16 ? 4 : kFloat8 && kDepthQk > 128 ? 2 : 16;
 
-// In float32 a long chain of sums is further from the exact one than its elements are from each other: sums of so many
-// key tiles are made apart, and added up. Not where the registers for it would be missing.
+// A long chain of float32 additions loses accuracy. So in float32 the output is summed over kTilesOfSum key tiles at a
+// time, and these sums are added up, unless the second accumulator would take too many registers.
 constexpr bool kSumsApart = sizeof(Element) == 4 && kRowBlocks * kOutBlocks * C::kElements <= 64;
 constexpr int kTilesOfSum = kTileK < 256 ? 256 / kTileK : 1;
 
@@ -148,7 +150,7 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
     StoredKey* const tile = values_of(n);
     CopyV::load(tile, v.from(row), reach.rows(row, real), thread);
   };
-  // Afterwards everything asked for has landed for all threads, and all are done with what they read before.
+  // After this, all copies issued so far have landed for all threads, and no thread still reads what it read before.
   const auto wait_copies_and_sync = [] {
     target::copy_async_wait();
     target::block_sync();
@@ -161,7 +163,7 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
   }
   target::copy_async_commit();
 
-  if constexpr (kConvertsQueries) {  // each wave its own rows
+  if constexpr (kConvertsQueries) {  // each wave converts its own rows
     wait_copies_and_sync();
     const QueryTile<kWaveRows, kDepthQk, kPitchQk> tile{elements + wave * kWaveRows * kPitchQk};
     const int exponent = tile.exponent(lane);
@@ -177,7 +179,7 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
   OnlineSoftmax<C, kRowBlocks> softmax(kScaleFirst || ScoreRule::kScaled ? Exponent::kUnit
                                                                          : rule.scale() * Exponent::kUnit);
   C o[kRowBlocks][kOutBlocks];
-  C sum[kRowBlocks][kSumsApart ? kOutBlocks : 1];  // of the tiles before those in o
+  C sum[kRowBlocks][kSumsApart ? kOutBlocks : 1];  // of the key tiles before those that o sums
   UNROLL for (int m = 0; m < kRowBlocks; m++) { UNROLL for (int d = 0; d < kOutBlocks; d++) o[m][d] = C{}; }
   if constexpr (kSumsApart) {
     UNROLL for (int m = 0; m < kRowBlocks; m++) { UNROLL for (int d = 0; d < kOutBlocks; d++) sum[m][d] = C{}; }
@@ -220,7 +222,7 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
     const StoredKey* const keys = keys_of(n);
     multiply_rows<M, kSteps, kUnrolledSteps>(s, query, pitched_tile<kPitchK>(keys), lane);
     if constexpr (kStages == 2) {
-      // Not earlier: issuing copies takes a while, and products must not wait for it.
+      // Issued behind the product: issuing copies takes a while, and the product must not wait for it.
       if (n + 1 < key_tiles.end) {
         load_keys(n + 1);
         load_values(n + 1);

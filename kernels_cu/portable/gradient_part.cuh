@@ -1,17 +1,17 @@
-// Parts of dk and dv, where several blocks share a key tile: in float32, columns of 16 in the order of C::position().
-// What adds them up is portable/backward_parts.cu.
+// Parts of dk and dv, where several blocks of the backward share a key tile. They lie in memory in float32, each 16
+// columns in the order of C::position(). portable/backward_parts.cu adds them up.
 #pragma once
 
 #include "attn/params.cuh"
 #include "attn/sequence.cuh"
 #include "target/target.cuh"
 
-// Rows of keys of a part of dk or dv: all of them, and where a sequence's begin.
+// Rows of keys in a part of dk or dv: how many there are, and the first one of a sequence.
 struct PartRows {
   int64 all, first;
 };
-// kSinks: each sequence's first p.sink_rows, whether it has as many or not. Else packed sequences share the rows of one
-// array.
+// kSinks: a part has p.sink_rows rows for each sequence, whether it has as many keys or not. Else it has the rows of
+// the array of keys, which packed sequences share.
 template <bool kSinks, bool kRagged>
 DEVICE PartRows part_rows(const BackwardParams& p, int sequence, const Span& keys) {
   const ForwardParams& f = p.forward;
@@ -20,7 +20,8 @@ DEVICE PartRows part_rows(const BackwardParams& p, int sequence, const Span& key
   return {(packed ? 1 : f.batch) * f.k_side.rows, (packed ? 0 : sequence) * f.k_side.rows + keys.start};
 }
 
-// `factor` times what a block has of a wave's gradient, to `sums`.
+// Stores `factor` times a wave's gradient to `sums`, whose rows are `stride` floats apart. keys: how many rows are
+// real.
 template <class C, int kKeyBlocks, int kDepthBlocks>
 DEVICE void store_part(const C (&gradient)[kKeyBlocks][kDepthBlocks], float factor, float* sums, int64 stride, int keys,
                        int lane) {

@@ -1,11 +1,12 @@
-// The unit of probabilities, and so of the gradients of scores, between the kernels of the backward.
+// The unit of probabilities in the main kernel of the backward, and so of dS and of the sums of dQ that it leaves.
 //
-// Probabilities are multiplied by 2^kUnitShift. Where they go from one half of the waves to the other as float16, which
-// ends at 6e-8, though operands are bfloat16, that leaves as much room below 1 as there is: a row of a million keys has
-// not lost a digit. Where operands are float16 themselves, gradients may be large and have no such room above.
+// Probabilities are multiplied by 2^kUnitShift. It is not 0 where operands are bfloat16 but weights go from one half of
+// the waves to the other as float16 (portable/handover.cuh), whose least number is 6e-8: the factor makes use of
+// float16's range above 1, so that even in a row of a million keys probabilities keep all of their digits. Where
+// operands are float16 themselves it is 0, since dS may be large and would overflow.
 #pragma once
 
 #include "target/target.cuh"
 
-// What makes sums of them what they are.
+// Times this, dS and sums of it are in natural units.
 constexpr float kFromGradientUnit = 1.0f / (1 << config::kUnitShift);

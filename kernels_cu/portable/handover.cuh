@@ -1,12 +1,14 @@
-// What the half of the waves that owns dv hands to the half that owns dk, of each element of a tile: its weight, which
-// is the probability times the derivative of its score, and whether dropout drops it.
+// What the half of the waves that owns dv hands to the half that owns dk through shared memory (portable/backward.cu):
+// the weight of each element of a tile, which is its probability times the derivative of its score, and whether dropout
+// drops the element.
 //
 //   dS = weight * ((kept ? dP / (1 - dropout_p) : 0) + row_delta)
 //
-// The product with dout needs the probability rounded to the element type, and so does dS in the end. To round the
-// weight in between makes the error of dq and dk 1.2 times as large. Where the rounded probability is an operand in
-// registers, the weight goes over from lane to lane, as it is or as float16: no matrix store turns it round. Where the
-// operand lies in shared memory, there is room for 16 bits of the weight beside it (docs/notes/portable-backward.md).
+// The product with dout takes the probability rounded to the element type, and dS is rounded in the end. To round the
+// weight in between as well makes the error of dq and dk 1.2 times as large, so weights keep more digits than bfloat16
+// has. Where the rounded probability is an operand in registers, the weight goes from lane to lane (tile/by_lanes.cuh),
+// as float32 or as float16, and no matrix store rearranges it. Where that operand lies in shared memory, there is room
+// for 16 bits of the weight beside it (docs/notes/portable-backward.md).
 #pragma once
 
 #include "attn/score_rule.cuh"
@@ -14,25 +16,26 @@
 #include "tile/accumulator.cuh"
 #include "tile/by_lanes.cuh"
 
-// kOperandTile: whether the probabilities lie in shared memory as an operand already. kPitch: of all tiles.
+// kOperandTile: whether the probabilities lie in shared memory as an operand already. kPitch: that of all tiles.
 template <class Element, bool kOperandTile, int kPitch>
 struct Handover {
   using C = typename target::Mma<Element>::C;
   static constexpr bool k16Bit = sizeof(Element) == 2;
-  // Whether a weight is other than its probability.
+  // Whether a weight may differ from its probability.
   static constexpr bool kSpecial = config::kDropout || ScoreRule::kHasDerivative;
-  // All bits, in two tiles. A user's derivative may be of any size.
+  // Weights keep all 32 bits, in two tiles. A user's derivative, for one, may be of any size.
   static constexpr bool kWide = config::kExactWeights;
   static_assert(!kWide || k16Bit, "float32 is exact as it is");
-  // As float16, which has digits enough for what becomes a bfloat16.
+  // Weights are float16, which has digits enough for what becomes a bfloat16.
   static constexpr bool kNarrow = k16Bit && !kWide && (config::kUnitShift > 0 || kSpecial);
+  // Whether such weights go from lane to lane. Else they go by matrix stores and loads.
   static constexpr bool kByLanes = !kOperandTile;
   static_assert(!k16Bit || !kByLanes || kWide || kNarrow, "where no operand lies in shared memory, weights have tiles");
-  // Whether weights are in tiles of their own; else they are the operand.
+  // Whether weights have tiles of their own. Else the operand P serves as the weights.
   static constexpr bool kOwnTile = kWide || kNarrow || kSpecial;
   static constexpr int kTiles = kWide ? 2 : 1;
 
-  // A dropped weight is told by its sign, where a weight has none, or else by its last bit.
+  // Marks the weight of a dropped element: by its sign where weights are never negative, else by its last bit.
   DEVICE static float marked(float weight, bool kept) {
     if constexpr (kNarrow) return kept ? weight : -weight;
     return target::float_of((unsigned(target::bits_of(weight)) & ~1u) | unsigned(!kept));
@@ -43,7 +46,7 @@ struct Handover {
   }
   DEVICE static float unmarked(float weight) { return kNarrow ? fmaxf(weight, -weight) : weight; }
 
-  // `second`: the other tile, where there are two.
+  // second: the other tile, where there are two.
   DEVICE static void store(const C& weights, Element* tile, Element* second, int lane) {
     if constexpr (kWide) {
       store_by_lanes(weights, tile, second, kPitch, lane);
@@ -68,9 +71,10 @@ struct Handover {
   }
 };
 
-// Where the waves meet when weights are handed over. Whoever owns dv reads nothing of the others' there, and need not
-// wait: it says that its weights are written, and goes on. kArrivals 1: the half that owns dk waits for all of the
-// other half. 2: each wave of it for the one with the same keys. 0: all wait for all. kColumnWaves is 1 but for 0.
+// The barrier between the stores and the loads of weights. kArrivals 0: all waves wait for all. Else the half that owns
+// dv, which reads nothing of the other half there, only announces that its weights are written and goes on. 1: the half
+// that owns dk waits for all waves of the other half. 2: each of its waves waits for the wave with the same keys.
+// kColumnWaves is 1 unless kArrivals is 0.
 template <int kArrivals, int kRoleWaves>
 DEVICE void meet_for_weights(bool owns_dk, int wave) {
   static_assert(kArrivals < 2 || kRoleWaves < 16, "hardware has 16 barriers, of which block_sync() takes one");
