@@ -1,4 +1,5 @@
-// Copies a 16-bit bias to rows that begin at multiples of 16 bytes; zeros fill them up. One wave takes one row.
+// Copies a 16-bit bias to rows that begin at multiples of 16 bytes, for kernels that cannot read its rows where they
+// lie. Zeros pad the rows. One wave takes one row.
 #include "attn/params.cuh"
 #include "target/target.cuh"
 #include "tile/copy.cuh"
@@ -13,7 +14,7 @@ KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_align_bias(PARAMETER Alig
   const unsigned short* const from = static_cast<const unsigned short*>(p.from) + at;
   const int pairs = round_up(p.keys, 8) / 2;
   unsigned* const to = static_cast<unsigned*>(p.to) + line * pairs;
-  // Each access is small: several are under way.
+  // Each access is small, so several are in flight.
 #pragma unroll 4
   for (int n = lane; n < pairs; n += target::kWave) {
     const int key = 2 * n;

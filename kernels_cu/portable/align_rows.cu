@@ -1,5 +1,5 @@
-// Copies a 16-bit array to rows that begin at multiples of 16 bytes, for kernels that cannot read them where they lie.
-// One wave takes one row, all heads.
+// Copies a 16-bit array (q, k or v) to rows that begin at multiples of 16 bytes, for kernels that cannot read its rows
+// where they lie. One wave takes one row, all heads.
 #include "attn/params.cuh"
 #include "attn/rows.cuh"
 #include "target/target.cuh"
@@ -26,7 +26,7 @@ KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_align_rows(PARAMETER Alig
   if (batch >= p.batch) return;
   const auto* const from = row_at<const unsigned short>(p.from, p.strides, batch, index - batch * p.rows);
   unsigned short* const to = static_cast<unsigned short*>(p.to) + index * p.nheads * kPitch;
-  // Several accesses at a time are under way: each one is small.
+  // Each access is small, so several are in flight.
   constexpr int kAtOnce = 8;
   const int count = p.nheads * kChunks;
   for (int base = lane; base < count; base += kAtOnce * target::kWave) {

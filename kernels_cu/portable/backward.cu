@@ -51,7 +51,7 @@ DEVICE void multiply(C (&x)[kKeyBlocks][kQueryBlocks], const Element* own, const
 
 // gradient += X^T times columns of the other side (queries or douts). X comes from the wave's accumulators, which have
 // become operands (become_operand()), or from `tile`, where the wave's keys have all queries.
-template <class M>  // the branch not taken must not be instantiated
+template <class M>  // a parameter, so that the branch not taken is not instantiated
 DEVICE void add_product(C (&gradient)[kKeyBlocks][kDepthBlocks], const C (&x)[kKeyBlocks][kQueryBlocks],
                         const Element* tile, const Element* other, int lane) {
   const auto operand = [&](int m, int step) {

@@ -1,15 +1,17 @@
-// The gradient of the bias: one block computes a few tiles of it, each a sum over all that the bias is shared by.
+// The gradient of the bias by a kernel of its own, where the main kernel of the backward does not make it (see by_main
+// in rawattn/_kernels/portable/backward_options.py). One block computes a few tiles of it, each a sum over all scores
+// that share the tile.
 //
-// An element of the bias belongs to one score of every sequence and head that share it, and where it has no axis for
-// rows or keys to many scores of each. A block walks them, head by head, and computes scores and dP anew:
+// An element of the bias belongs to one score of every sequence and head that share it, or, where the bias has one row
+// or one key for all, to many scores of each. A block walks these scores in tiles (Share), and computes S and dP anew:
 //
 //   S = Q K^T    P = exp(S - lse)    dP = dO V^T    dbias += P (dP + row_delta)
 //
-// The sum stays in registers and is written once, so that it is the same bits run after run. Where there are fewer
-// tiles than multiprocessors, several blocks share what a tile is summed over (`splits`), and
-// portable/backward_bias_sum.cu adds up what they came to.
+// The sum stays in registers and is written once, so its bits are the same run after run. Where the bias has fewer
+// tiles than there are SMs, the shares of a tile are split among several blocks (`splits`), and
+// portable/backward_bias_sum.cu adds up their sums.
 //
-// The copies of Q and K run under the product of dO and V of the share before, those of dO and V under that of Q and K.
+// The next share's Q and K are copied under the product dO V^T, this share's dO and V under Q K^T.
 #include "attn/added_scores.cuh"
 #include "attn/dropout.cuh"
 #include "attn/mask_bits.cuh"
@@ -39,7 +41,8 @@ constexpr int kDepthV = round_up(kHeadDimV, 16);
 static_assert(kRowBlocks * 16 * kRowWaves == kTileQ && kKeyBlocks * 16 * kColumnWaves == kTileK,
               "tiles are made of 16 x 16 blocks");
 
-// Elements of shared memory. Where a tile is summed up over its rows or keys in the end, it comes there.
+// The layout of shared memory, in Elements. Where a tile is summed over its rows or keys in the end, it is put there
+// from the start of shared memory on.
 constexpr int kPitchQk = padded_pitch<Element>(kDepthQk);
 constexpr int kPitchV = padded_pitch<Element>(kDepthV);
 constexpr int kPitchSums = kTileK + 1;
@@ -67,10 +70,10 @@ DEVICE void multiply(C (&x)[kRowBlocks][kKeyBlocks], const Element* own, const E
   multiply_rows<M, kSteps, kSteps <= 16 ? kSteps : 4>(x, operand, pitched_tile<kPitch>(other), lane);
 }
 
-// A wave's part of one tile, as finish_scores asks for it.
+// A wave's part of one tile, with the members that finish_scores() asks of key tiles.
 struct OneTile {
   const Visible& visible;
-  int row, key;  // the first ones
+  int row, key;  // the first ones of the part
 
   DEVICE int first_key(int) const { return key; }
   DEVICE Edges edges(int) const {
@@ -78,7 +81,8 @@ struct OneTile {
   }
 };
 
-// What a block computes: tiles of one head of the bias in one of its batch entries, side by side along the keys.
+// What a block computes: `tiles` tiles side by side along the keys, from key_tile on, of one head and batch entry of
+// the bias. split: which part of the shares of these tiles is its own.
 struct Work {
   int batch, head, row_tile, key_tile, tiles, split;
 
@@ -99,7 +103,8 @@ struct Work {
   }
 };
 
-// One of what a tile is summed over: `tile` counts the block's tiles, `number` what each is summed over.
+// One tile of scores of those that a tile of the bias sums. tile: the tile's number in the block. number: the share's
+// number among those of the tile.
 struct Share {
   int tile;
   int64 number;
@@ -129,7 +134,7 @@ KERNEL LAUNCH_BOUNDS(backward_bias::kThreads,
   const int64 first_share = shares * work.split / p.dbias.splits;
   const int64 last_share = shares * (work.split + 1) / p.dbias.splits;
 
-  // The first share from this one on of which any key is seen; its tile is work.tiles if there is none.
+  // The first share from this one on in which any key is seen. If there is none, its `tile` is work.tiles.
   const auto find = [&](Share share) {
     for (; share.tile < work.tiles; share.tile++, share.number = first_share) {
       for (; share.number < last_share; share.number++) {
@@ -172,7 +177,7 @@ KERNEL LAUNCH_BOUNDS(backward_bias::kThreads,
     CopyV::load(elements + kValuesAt, v, share.k.length - share.first_key, thread);
     target::copy_async_commit();
   };
-  // Afterwards everything asked for has landed for all threads, and all are done with what they read before.
+  // After this, all copies issued so far have landed for all threads, and no thread still reads what it read before.
   const auto wait_copies_and_sync = [] {
     target::copy_async_wait();
     target::block_sync();
@@ -191,7 +196,7 @@ KERNEL LAUNCH_BOUNDS(backward_bias::kThreads,
   const auto clear = [&] {
     UNROLL for (int m = 0; m < kRowBlocks; m++) { UNROLL for (int n = 0; n < kKeyBlocks; n++) sum[m][n] = C{}; }
   };
-  // The tiles up to `end`, of which all but the first one had no share.
+  // Writes the tiles [begin, end). The first one has its sum in the registers; the others had no share and are 0.
   const auto write_tiles = [&](int begin, int end) {
     for (int tile = begin; tile < end; tile++) {
       UNROLL for (int m = 0; m < kRowBlocks; m++) {
@@ -211,7 +216,7 @@ KERNEL LAUNCH_BOUNDS(backward_bias::kThreads,
   Share now = find(Share{0, first_share, 0, 0, 0, 0, {0, 0}, {0, 0}});
   if constexpr (!kSumsRows && !kSumsKeys) write_tiles(0, now.tile);
   if (now.tile < work.tiles) load_queries_and_keys(now);
-  // All that a tile is summed over shares its bias.
+  // All shares of a tile have the same bias: it is loaded anew only where the tile is not the one that is held.
   AddedScores<C, kRowBlocks, kKeyBlocks> added;
   int held = -1;
 #pragma unroll 1
@@ -263,9 +268,9 @@ KERNEL LAUNCH_BOUNDS(backward_bias::kThreads,
           float x = dp[m][n].x[e];
           if constexpr (kDropout) x = kept.at(m, n, e) ? x * f.dropout.factor : 0.0f;
           x = s[m][n].x[e] * (x + delta[m][slot]);
-          // A value that the row does not see may be anything.
+          // A value that the row does not see may be anything, NaN too, and so may x.
           if constexpr (kBlockMask) x = s[m][n].x[e] == 0.0f ? 0.0f : x;
-          // What comes of a bias that belongs to no row may be anything.
+          // Behind the end of the sequence the bias may hold anything, and x may come of that.
           sum[m][n].x[e] += tile.row + m * 16 + C::row(lane, slot) < now.q.length ? x : 0.0f;
         }
       }

@@ -1,5 +1,6 @@
-// The gradient of the bias from what the main kernel made of it (portable/bias_gradient.cuh): float32 sums, or elements
-// in rows of whole 16 keys; or those sums cleared before it. One wave takes a row.
+// Writes dbias from what the main kernel left in scratch memory (portable/bias_gradient.cuh): float32 sums (kSums), or
+// elements, in rows padded to a multiple of 16 keys. With kClears it clears those sums before the main kernel instead.
+// One wave takes one row.
 #include "attn/params.cuh"
 #include "portable/summed_position.cuh"
 #include "target/target.cuh"
@@ -24,7 +25,7 @@ KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_backward_bias_rows(PARAME
     const int64 at = entry / d.heads * d.batch + entry % d.heads * d.head + i * d.row;
     Element* const to = static_cast<Element*>(d.data) + at;
     const Element* const rows = static_cast<const Element*>(static_cast<const void*>(d.partials)) + line * pitch;
-    // Each access is small: several are under way.
+    // Each access is small, so several are in flight.
 #pragma unroll 4
     for (int j = lane; j < bias.keys; j += target::kWave) {
       if constexpr (config::kSums) {

@@ -1,4 +1,5 @@
-// The gradient of the bias from its splits' sums, added up in their order. One thread takes one element.
+// Adds up the sums that several blocks have made of each element of dbias (the splits of portable/backward_bias.cu),
+// always in the same order. One thread takes one element.
 #include "attn/params.cuh"
 #include "target/target.cuh"
 

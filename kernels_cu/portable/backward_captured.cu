@@ -1,6 +1,7 @@
-// The gradient of a captured array from its sums, in its dtype and layout. One thread takes one element.
+// Writes the gradient of an array that a score function captured from its sums (portable/captured_gradients.cuh), in
+// the array's dtype and layout. One thread takes one element.
 //
-// The sums become zeros again: the next run adds to them.
+// The sums become zeros again, since the next run adds to them.
 #include "attn/params.cuh"
 #include "portable/exact_sum.cuh"
 #include "target/target.cuh"

@@ -1,9 +1,9 @@
-// dQ alone, for gradients that are the same bit for bit run after run: one block computes dq of one query tile of one
-// head. Or gradients of what a score function captured (kCaptured), which come of the same gradients of scores.
+// dQ alone, for deterministic gradients: one block computes dq of one query tile of one head. With kCaptured it
+// computes the gradients of what a score function captured instead, from the same dS.
 //
-// It walks the key tiles that its rows see, as the forward does, and keeps dq in registers: nothing is added up in
-// memory, so no order is left to chance. portable/backward.cu without dQ does the rest. Each wave owns kRowBlocks * 16
-// query rows.
+// A block walks the key tiles that its rows see, as the forward does, and keeps dq in registers. Nothing is added up in
+// memory, so the order of additions is always the same. portable/backward.cu without dQ does the rest. Each wave owns
+// kRowBlocks * 16 query rows.
 #include "attn/added_scores.cuh"
 #include "attn/listed_tiles.cuh"
 #include "attn/mask_bits.cuh"
@@ -38,7 +38,7 @@ static_assert(kRowBlocks * 16 * kWaves == kTileQ && kKeyBlocks * 16 == kTileK, "
 static_assert(kStages == 1 || kStages == 2, "one or two stages of keys and values");
 constexpr bool kHasDerivative = ScoreRule::kHasDerivative;
 
-// Elements of shared memory. dq leaves through the space of the queries.
+// The layout of shared memory, in Elements. dq is stored through the space of the queries.
 constexpr int kPitchQk = padded_pitch<Element>(kDepthQk);
 constexpr int kPitchV = padded_pitch<Element>(kDepthV);
 constexpr int kPitchDs = padded_pitch<Element>(kTileK);
@@ -102,7 +102,7 @@ KERNEL LAUNCH_BOUNDS(backward_dq::kThreads, config::kBlocksPerSm) void rawattn_b
     CopyK::load(elements + kKeysAt + stage * kTileK * kPitchQk, k.from(row), real, thread);
     CopyV::load(elements + kValuesAt + stage * kTileK * kPitchV, v.from(row), valid, thread);
   };
-  // Afterwards everything asked for has landed for all threads, and all are done with what they read before.
+  // After this, all copies issued so far have landed for all threads, and no thread still reads what it read before.
   const auto wait_copies_and_sync = [] {
     target::copy_async_wait();
     target::block_sync();
@@ -113,7 +113,8 @@ KERNEL LAUNCH_BOUNDS(backward_dq::kThreads, config::kBlocksPerSm) void rawattn_b
   if (key_tiles.count() > 0) load(key_tiles.begin);
   target::copy_async_commit();
 
-  // Rows past the end get 0 for both: their queries and douts are 0, and so is all that comes of them.
+  // Rows past the end of the sequence get an lse and a row_delta of 0: their queries and douts are 0, and so is all
+  // that comes of them.
   RowProbability<Element, kRowBlocks, C::kSlots> probability(ScoreRule::kScaled ? 1.0f : f.scores.scale);
   float delta[kRowBlocks][C::kSlots];
   UNROLL for (int m = 0; m < kRowBlocks; m++) {
@@ -145,11 +146,10 @@ KERNEL LAUNCH_BOUNDS(backward_dq::kThreads, config::kBlocksPerSm) void rawattn_b
     C s[kRowBlocks][kKeyBlocks];
     UNROLL for (int m = 0; m < kRowBlocks; m++) { UNROLL for (int b = 0; b < kKeyBlocks; b++) s[m][b] = C{}; }
     add_product<kDepthQk, kPitchQk>(s, queries, keys, lane);
-    // Of each score with respect to its scaled product.
+    // The derivative of each score with respect to its scaled product; with kCaptured the capped product itself.
     C derivative[kHasDerivative ? kRowBlocks : 1][kHasDerivative ? kKeyBlocks : 1];
     finish_scores(s, rule, added, probability, key_tiles, n, first_row, lane,
                   [&](int m, int b, int e, int i, int j, float capped) {
-                    // What becomes of captured arrays asks for the capped product itself.
                     if constexpr (kCaptured) {
                       derivative[m][b].x[e] = capped;
                     } else if constexpr (kHasDerivative) {
@@ -158,14 +158,14 @@ KERNEL LAUNCH_BOUNDS(backward_dq::kThreads, config::kBlocksPerSm) void rawattn_b
                   });
     seen.hide(s, 0.0f, lane);
     C dp[kRowBlocks][kKeyBlocks];
-    // What each row's products are less by is what they begin with: no instruction subtracts it. Dropout scales them.
+    // dP begins with row_delta, so no instruction adds it. With dropout, dP is scaled first and row_delta added later.
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
       UNROLL for (int b = 0; b < kKeyBlocks; b++) {
         UNROLL for (int e = 0; e < C::kElements; e++) dp[m][b].x[e] = kDropout ? 0.0f : delta[m][C::slot(e)];
       }
     }
     add_product<kDepthV, kPitchV>(dp, douts, values, lane);
-    // Not earlier: issuing copies takes a while, and products must not wait for it.
+    // Issued behind the products: issuing copies takes a while, and products must not wait for it.
     if (kStages == 2 && n + 1 < key_tiles.end) load(n + 1);
     target::copy_async_commit();
     if constexpr (kDropout) {
@@ -178,9 +178,9 @@ KERNEL LAUNCH_BOUNDS(backward_dq::kThreads, config::kBlocksPerSm) void rawattn_b
         UNROLL for (int e = 0; e < C::kElements; e++) {
           float& x = dp[m][b].x[e];
           x = s[m][b].x[e] * (kDropout ? x + delta[m][C::slot(e)] : x);
-          // A value that the row does not see may be anything.
+          // A value that the row does not see may be anything, NaN too, and so may dP.
           if constexpr (kBlockMask) x = s[m][b].x[e] == 0.0f ? 0.0f : x;
-          // What is masked stays 0, whatever the derivative is there.
+          // A masked element stays 0, whatever the derivative is there (it may be NaN).
           if constexpr (kHasDerivative && !kCaptured) x = s[m][b].x[e] == 0.0f ? 0.0f : x * derivative[m][b].x[e];
         }
       }

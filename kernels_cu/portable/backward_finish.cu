@@ -1,5 +1,5 @@
-// Last step of the backward: dq = scale * dq_sum, but for its unit, in the dtype and the layout of dq. A wave takes one
-// physical row. Where rows are few, waves share one.
+// The last step of the backward: dq = scale * dq_sum, in natural units (portable/gradient_unit.cuh), in the dtype and
+// the layout of dq. A wave takes one physical row, all heads. Where rows are few, several waves share a row.
 #include "attn/params.cuh"
 #include "attn/physical_row.cuh"
 #include "attn/rows.cuh"

@@ -1,6 +1,6 @@
-// dk and dv where several blocks had a key tile: what each has, added up in their order. A wave takes one physical row
-// of keys. Where rows are few, waves share one. Rows of no sequence are not touched. kSplitSinks: the first
-// p.sink_rows of each sequence are all that blocks share.
+// dk and dv where several blocks of the backward shared a key tile: adds up their parts (portable/gradient_part.cuh),
+// always in the same order. A wave takes one physical row of keys. Where rows are few, several waves share a row. Rows
+// of no sequence are not touched. kSplitSinks: only the first p.sink_rows rows of each sequence have parts.
 #include "attn/params.cuh"
 #include "attn/physical_row.cuh"
 #include "attn/rows.cuh"
@@ -19,8 +19,9 @@ struct alignas(kCopyBytes) Piece {
   Element x[kChunk];
 };
 
-// sums: of the row in the first part, `apart` from those in the next one. kColumns: of the gradient. first: of the
-// pieces of the row, which lanes of all waves that share it take in turns.
+// Adds up one row of a gradient, which has kColumns columns for each head. sums: the row in the first part; that of the
+// next part is `apart` floats further on. first: the lane's first piece of the row. Lanes of all waves that share the
+// row take its pieces in turn.
 template <int kColumns>
 DEVICE void add_up(Element* gradient, int64 head_stride, const float* sums, int64 apart, const BackwardParams& p,
                    int first) {
@@ -39,7 +40,8 @@ DEVICE void add_up(Element* gradient, int64 head_stride, const float* sums, int6
   }
 }
 
-// A row of keys, in its array and in each of the parts.
+// A row of keys: where it is in its array (batch, row), its number in each part (of_part), and how many rows a part has
+// (all).
 struct PartRow {
   bool exists;
   int64 batch, row, of_part, all;

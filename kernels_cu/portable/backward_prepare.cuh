@@ -1,9 +1,9 @@
-// The first step of the backward: what the scores' gradient needs of each query row, and zeros where dq is summed.
+// The first step of the backward: computes row_delta, which dS needs of each query row, and clears the sums of dq.
 //
 //   row_delta = dlse - dout . out, 0 where lse is -inf        dq_sum = 0
 //
-// A wave takes one physical row, several heads at a time, side by side. Where rows are few, waves share the heads of
-// one. Rows of no sequence are not touched.
+// A wave takes one physical row, kHeadsAtOnce heads at a time. Where rows are few, several waves share the heads of a
+// row. Rows of no sequence are not touched.
 #pragma once
 
 #include "attn/params.cuh"
@@ -27,6 +27,7 @@ struct alignas(kCopyBytes) Piece {
   Element x[kChunk];
 };
 
+// The dot product of two rows of a head, by kLanes lanes, all of which get it. lane: the lane among these.
 DEVICE float dot(const Element* a, const Element* b, int lane) {
   float sum = 0.0f;
   UNROLL for (int base = 0; base < kChunks; base += kLanes) {
@@ -41,7 +42,7 @@ DEVICE float dot(const Element* a, const Element* b, int lane) {
   return sum;
 }
 
-// block: among those that visit rows.
+// block: its index among the blocks that visit rows.
 DEVICE void prepare(const BackwardParams& p, int block) {
   const ForwardParams& f = p.forward;
   const int wave = target::thread_index() / target::kWave;
@@ -55,7 +56,7 @@ DEVICE void prepare(const BackwardParams& p, int block) {
   const Element* const dout = row_at<const Element>(p.dout, p.dout_strides, own.batch, own.row);
   for (int first = share * kHeadsAtOnce; first < f.nheads_q; first += shares * kHeadsAtOnce) {
     const int head = first + lane / kLanes;
-    // Lanes without a head of their own repeat the last one: all must meet in the sum.
+    // Lanes without a head of their own repeat the last one: all lanes must take part in the shuffles.
     const int64 real = head < f.nheads_q ? head : f.nheads_q - 1;
     float delta = -dot(dout + real * p.dout_strides.head, out + real * f.out_strides.head, lane % kLanes);
     if (lane % kLanes == 0 && head < f.nheads_q) {

@@ -1,5 +1,5 @@
-// The first step of the backward of a ragged batch, beside what follows from its lengths alone: neither reads what the
-// other writes.
+// The setup of a ragged call (portable/ragged_setup.cuh) and the first step of its backward
+// (portable/backward_prepare.cuh) in one launch, by different blocks: neither reads what the other writes.
 #include "portable/backward_prepare.cuh"
 #include "portable/ragged_setup.cuh"
 

@@ -1,6 +1,6 @@
 // The gradient of the learned sinks: dsink = sum over all rows of exp(sink - lse) * row_delta.
 //
-// One block takes one head, all rows of all sequences, and adds up in one order.
+// One block takes one head, all rows of all sequences, and always adds up in the same order.
 #include "attn/params.cuh"
 #include "attn/physical_row.cuh"
 #include "target/target.cuh"
@@ -37,7 +37,8 @@ KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_backward_sinks(PARAMETER 
   if (thread != 0) return;
   sum = 0.0f;
   for (int wave = 0; wave < kWaves; wave++) sum += sums[wave];
-  // A sink of -inf takes no part, and where a row sees no key either its lse is -inf too.
+  // A sink of -inf takes no part: its gradient is 0. The sum may be NaN then, since a row that sees no key has an lse
+  // of -inf too.
   const float gradient = sink == -target::infinity() ? 0.0f : sum;
   store_number(p.dsink_logits, f.sink_logits.kind, head * p.dsink_head, gradient);
 }

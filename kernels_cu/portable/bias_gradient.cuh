@@ -1,11 +1,15 @@
-// The gradient of the bias where the main kernel has it at hand: dS of a tile, which lies in shared memory for dQ. Its
-// rows are keys there, those of the bias queries, so matrix loads turn it round: a lane gets eight keys of a query.
+// The gradient of the bias by the main kernel of the backward (portable/backward.cu). It is dS of a tile, which lies in
+// shared memory for dQ. Its rows are keys there, but queries in the bias, so matrix loads transpose it: a lane gets
+// eight keys of a query. kDbias says where that goes:
 //
-// kDbias 1: an element belongs to scores of one key tile's block alone, of one head or of the two of a group. The first
-// head's are stored, the other's added to them: to a sum of two, rounding it once is all there is. What no tile meets
-// is 0. kDbias 3: likewise, to rows of whole 16 keys, which others are copied from (portable/backward_bias_rows.cu).
-// kDbias 2: the bias is shared by more, and blocks add to float32 sums in such rows, whose columns of 16 are in the
-// order of summed_position().
+//   1  An element of the bias belongs to one head's score or to those of a group's two heads, all in one block. The
+//      first head's dS is stored, the second head's is added to it in memory; the sum of two is rounded once. Elements
+//      that no query tile meets become 0.
+//   2  More scores share an element. Blocks add to float32 sums in scratch memory, in rows padded to a multiple of 16
+//      keys. Each 16 columns are in the order of summed_position().
+//   3  As 1, but to such padded rows in the element type.
+//
+// portable/backward_bias_rows.cu clears the sums of 2, and copies what 2 and 3 leave to dbias.
 #pragma once
 
 #include "attn/params.cuh"
@@ -19,26 +23,26 @@ struct alignas(16) EightKeys {
   unsigned pairs[4];
 };
 
-// M: what multiplies dS. kWaves share the tile, which is [kTileK][kTileQ] with a pitch.
+// M: the Mma of dS. The tile of dS is [kTileK][kTileQ], with rows kPitch apart. kWaves: how many waves share it.
 template <class M, class T, int kTileQ, int kTileK, int kPitch, int kWaves>
 struct BiasGradientTile {
-  static constexpr bool kWrites = config::kDbias != 2;
-  static constexpr bool kApartRows = config::kDbias == 3;
+  static constexpr bool kWrites = config::kDbias != 2;     // elements are stored, not added to sums
+  static constexpr bool kApartRows = config::kDbias == 3;  // they are stored in scratch memory
   static constexpr int kThreads = kWaves * target::kWave;
   static constexpr int kKeys = 8;
   static constexpr int kPieces = kTileQ * kTileK / kKeys;
-  // The two queries whose keys a matrix load has side by side: that far apart their rows are in other banks.
+  // A matrix load reads keys of two queries side by side. At this distance the two are in different banks.
   static constexpr int kApart = kTileQ % 32 == 0 ? 16 : 8;
   static_assert(kPieces % target::kWave == 0 && sizeof(T) == 2, "all lanes have as many pieces of 16-bit elements");
 
-  // Visits the pieces of a wave: give(query, key, load), counted from the tile's first ones. load(gradients): the
-  // piece, read by the whole wave.
+  // Calls give(query, key, load) for each of a wave's pieces of eight keys; query and key are counted from the tile's
+  // first ones. load(gradients) reads the piece from a tile of dS; all lanes of the wave must call it.
   template <class Give>
   DEVICE static void each(int wave, int lane, const Give& give) {
 #pragma unroll 1
     for (int unit = wave; unit < kPieces / target::kWave; unit += kWaves) {
       if constexpr (M::kAccumulatorFeedsA) {
-        // 16 keys, and 8 queries twice.
+        // A unit has 16 keys of two runs of 8 queries, kApart apart.
         const int key = unit % (kTileK / 16) * 16, n = unit / (kTileK / 16);
         const int query = kApart == 16 ? n / 2 * 32 + n % 2 * 8 : n * 16;
         const auto load = [&](const T* gradients) {
@@ -70,6 +74,7 @@ struct BiasGradientTile {
     }
   }
 
+  // The i-th element, in natural units (portable/gradient_unit.cuh).
   DEVICE static float element(const EightKeys& keys, int i) {
     return kFromGradientUnit * target::to_float(T{static_cast<unsigned short>(keys.pairs[i / 2] >> i % 2 * 16)});
   }
@@ -80,7 +85,7 @@ struct BiasGradientTile {
     }
     return both;
   }
-  // In natural units.
+  // The same elements in natural units.
   DEVICE static EightKeys scaled(const EightKeys& keys) {
     EightKeys natural = keys;
     if constexpr (config::kUnitShift != 0) {
@@ -91,7 +96,7 @@ struct BiasGradientTile {
     return natural;
   }
 
-  // Rows of their own are read again soon.
+  // Rows in scratch memory are read again soon, those of dbias are not.
   DEVICE static void put(T* at, const EightKeys& keys) {
     if constexpr (kApartRows) {
       *reinterpret_cast<EightKeys*>(at) = keys;
@@ -100,7 +105,7 @@ struct BiasGradientTile {
     }
   }
 
-  // Where a head's begins that a sequence has, and how far its rows are apart.
+  // Where the rows of a sequence and head begin, and how far apart they are.
   DEVICE static T* of_head(const BackwardParams& p, int sequence, int head) {
     const int own = head / p.forward.bias.group;
     if constexpr (kApartRows) {
@@ -113,7 +118,7 @@ struct BiasGradientTile {
     return kApartRows ? round_up(p.forward.bias.keys, 16) : p.dbias.row;
   }
 
-  // All of a key tile that no query tile of the span meets, of one head.
+  // Writes 0 to those elements of a key tile, of one head, that no query tile of the span `met` meets.
   DEVICE static void clear(const BackwardParams& p, int sequence, int head, int first_key, const TileSpan& met,
                            int thread) {
     constexpr int kPerRow = kTileK / kKeys;
@@ -127,7 +132,8 @@ struct BiasGradientTile {
     }
   }
 
-  // What the dS of a tile gives, of one head. kPairs: of a pair's second head, whose first head's is `other`.
+  // Gives out dS of a tile and head. With kPairs it is called for the second head of a pair: `gradients` is its dS,
+  // `other` that of the first head.
   DEVICE static void give(const BackwardParams& p, int sequence, int head, int first_row, int first_key,
                           const T* gradients, [[maybe_unused]] const T* other, int wave, int lane) {
     const Bias& bias = p.forward.bias;

@@ -1,14 +1,16 @@
-// Gradients of what a score function captured: every score adds its own gradient times a partial derivative to the
-// element that it read.
+// Gradients of the arrays that a score function captured, for portable/backward_dq.cu with kCaptured: every score adds
+// its own gradient (dS) times a partial derivative to the element that it read.
 //
-// What scores of a block, of a row or of a key have in common is added up before it goes to memory, where additions
-// are atomic: in which order they come is not defined, so exact sums make the same of any.
+// Where all scores of a wave's tiles, of a row or of a key read the same element, what they add is summed before it
+// goes to memory. Additions to memory are atomic, in no defined order; exact sums (portable/exact_sum.cuh) give the
+// same bits in any order.
 #pragma once
 
 #include "attn/score_rule.cuh"
 #include "portable/exact_sum.cuh"
 #include "target/target.cuh"
 
+// For kernels that compute none.
 struct NoCapturedGradients {
   DEVICE NoCapturedGradients(const BackwardParams&, const ScoreRule&, int) {}
   template <class... T>
@@ -16,7 +18,7 @@ struct NoCapturedGradients {
   DEVICE void finish() {}
 };
 
-// Of a wave's tiles of one query head, queries being rows.
+// Those of a wave's tiles of one query head; queries are rows.
 template <class C, int kRowBlocks, int kKeyBlocks, class Mod = config::ScoreMod>
 struct CapturedGradients {
   static constexpr int kPartials = Mod::kPartials;
@@ -24,13 +26,13 @@ struct CapturedGradients {
   const BackwardParams& p;
   const ScoreRule& rule;
   int lane;
-  float whole[kPartials > 0 ? kPartials : 1];  // of partials whose element is the same for all of these tiles
+  float whole[kPartials > 0 ? kPartials : 1];  // sums of partials whose element is the same for all of these tiles
 
   DEVICE CapturedGradients(const BackwardParams& p, const ScoreRule& rule, int lane) : p(p), rule(rule), lane(lane) {
     UNROLL for (int n = 0; n < kPartials; n++) whole[n] = 0.0f;
   }
 
-  // gradients: of scores, 0 where a key is not seen. capped: see remake_scores.
+  // Adds what a tile gives. gradients: dS, 0 where a key is not seen. capped: see remake_scores().
   template <int n = 0>
   DEVICE void add(const C (&gradients)[kRowBlocks][kKeyBlocks], const C (&capped)[kRowBlocks][kKeyBlocks],
                   int first_row, int first_key) {
@@ -46,7 +48,7 @@ struct CapturedGradients {
               const int e = C::element(slot, r);
               const int j = first_key + b * 16 + C::column(lane, e);
               const float gradient = gradients[m][b].x[e];
-              // What is not seen adds nothing, whatever the derivative is there.
+              // A hidden key adds nothing, whatever the derivative is there.
               if (gradient == 0.0f || i >= rule.len_q) continue;
               const ScorePosition at = rule.position(i, j);
               const float x = gradient * mod().template partial<n>(capped[m][b].x[e], at, rule.p);
@@ -79,7 +81,7 @@ struct CapturedGradients {
     }
   }
 
-  // The whole wave, when there are no more tiles.
+  // Adds `whole` to memory. The whole wave calls it after its last tile.
   template <int n = 0>
   DEVICE void finish() {
     if constexpr (n < kPartials) {
@@ -93,8 +95,9 @@ struct CapturedGradients {
   }
 
  private:
-  // By Mod, since there may be none that has partials.
+  // Its type is the template parameter Mod, so that this compiles where no score function has partials.
   DEVICE const Mod& mod() const { return rule.mod; }
+  // Adds x to the element that partial n of the score at a position belongs to.
   template <int n>
   DEVICE void put(const ScorePosition& at, float x) const {
     if (x == 0.0f) return;

@@ -1,9 +1,11 @@
-// The setup of a ragged call that brings lengths of the host in its own parameters. One block writes them to memory,
-// for the kernels behind this one. The blocks beside it cannot wait for that, and read the parameters.
+// The setup of a ragged call (portable/ragged_setup.cuh) whose host lengths travel in the kernel's parameters. One
+// block writes them to memory for later kernels. The blocks of this launch cannot wait for that, so they read the
+// parameters.
 #include "portable/ragged_setup.cuh"
 
 namespace ragged_setup {
 
+// The `found` of run(): addresses in the memory that the lengths are written to become addresses in the parameters.
 struct InParameters {
   const CarryingSetupParams& p;
 

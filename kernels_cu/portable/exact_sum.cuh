@@ -1,7 +1,8 @@
 // A sum of float32 numbers that does not depend on the order in which they come.
 //
-// It is a number of 32-bit digits from the last bit of the least float on (Kulisch and Miranker 1986). A float is added
-// to two of them. Digits have 64 bits, so blocks add to them at the same time and carry nothing: 2^31 numbers fit.
+// It is a fixed-point number of 32-bit digits, which begins with the last bit of the smallest float (Kulisch and
+// Miranker 1986). A float is added to two neighbouring digits. Each digit is stored in 64 bits, so blocks add to it
+// atomically and carry nothing: there is room for 2^31 numbers.
 #pragma once
 
 #include "target/target.cuh"
@@ -9,7 +10,7 @@
 struct ExactSum {
   static constexpr int kDigits = 9;
   static constexpr int kWords =
-      kDigits + 1;  // and one of what is no number: inf below, -inf in the upper half, NaN in both
+      kDigits + 1;  // the last word counts inf in its lower half, -inf in its upper half, NaN in both
 
   unsigned long long words[kWords];
 
@@ -28,7 +29,7 @@ struct ExactSum {
     target::atomic_add(words + at / 32 + 1, static_cast<unsigned long long>(static_cast<int64>(added) >> 32));
   }
 
-  // What was added; then it is 0 again.
+  // Returns the sum and makes it 0 again.
   DEVICE float take() {
     unsigned digits[kDigits];
     int64 carry = 0;
@@ -45,7 +46,7 @@ struct ExactSum {
       const float below = others >> 32 != 0 ? -target::infinity() : 0.0f;
       return above + below;
     }
-    // Of a negative one the magnitude: digits of both signs would cancel.
+    // A negative sum is negated first: digits of both signs would cancel in the conversion.
     const bool negative = carry < 0;
     unsigned long long more = negative ? 1 : 0;
     UNROLL for (int n = 0; n < kDigits; n++) {

@@ -1,5 +1,6 @@
-// Lists of the tiles that meet (attn/listed_tiles.cuh) of a call whose keys are kept ones. Lists of keys ascend, so the
-// first and the last key of a tile tell which rows may see any of it, and which see all. One wave makes a list.
+// Makes the lists of the tiles that meet (attn/listed_tiles.cuh) for a call on gathered keys (portable/kept_setup.cu).
+// A list of kept keys ascends, so the first and the last key of a tile tell which rows may see any of it, and which see
+// all; the mask's bits are not needed. One wave makes one list of tiles.
 #pragma once
 
 #include "portable/kept_mask.cuh"
@@ -11,14 +12,14 @@ constexpr int kWaves = config::kThreads / target::kWave;
 
 enum State { kDead = 0, kPartial = 1, kFull = 2 };
 
-// Of a tile of queries and one of keys.
+// The state of a pair of a query tile and a key tile.
 DEVICE State state_of(const KeptListsParams& p, const KeptList& kept, const KeptLimits& limits, int tile_q,
                       int tile_k) {
   const int row = tile_q * p.tile_q, entry = tile_k * p.tile_k;
   const int last_row = (limits.rows - row < p.tile_q ? limits.rows : row + p.tile_q) - 1;
   const int last_entry = (kept.count - entry < p.tile_k ? kept.count : entry + p.tile_k) - 1;
   const int least = kept.key(entry);
-  // Behind an entry that is no key there is none.
+  // Behind an entry that is no key, no entry is a key.
   if (least < 0) return kDead;
   const int last_key = kept.key(last_entry);
   const int most = last_key < 0 ? kept.rows - 1 : last_key;
@@ -60,7 +61,7 @@ DEVICE void make(const KeptListsParams& p, const KeptKeys& keys, const KeptLimit
   }
   if (lane != 0) return;
   list[0] = count;
-  // Rows see the more keys the later they are, if their limits differ at all.
+  // The last query tiles come first: under a causal limit their rows see the most keys.
   if (lists.order != nullptr) lists.order[(first_list + p.tiles - 1 - tile) * lists.nheads + head] = tile;
 }
 

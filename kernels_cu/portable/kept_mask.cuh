@@ -1,21 +1,22 @@
-// Writes which of the kept keys each row sees: all that are keys, within the limits of the rows. A thread takes a
-// half-word in several rows, whose keys it reads once.
+// Writes the mask of a call on gathered keys (portable/kept_setup.cu): which entries of the list of kept keys each row
+// sees. These are all entries that are keys, within the row's limits. A thread writes one half-word (16 entries) of
+// several rows, and reads its entries once.
 #pragma once
 
 #include "attn/kept_keys.cuh"
 #include "attn/params.cuh"
 #include "target/target.cuh"
 
-// The keys that neighbouring rows see by their limits.
+// The keys that neighbouring rows see by their limits: [first, last], and those below `sink` that are not beyond last.
 struct KeptRange {
   int64 first, last, sink;
 
-  // Those that each of the rows [a, b] sees, and those that any of them does.
+  // The keys that each of the rows [a, b] sees, and those that any of these rows sees.
   DEVICE static KeptRange of_each(const KeptLimits& p, int a, int b) { return {b + p.first, a + p.last, p.sink}; }
   DEVICE static KeptRange of_any(const KeptLimits& p, int a, int b) { return {a + p.first, b + p.last, p.sink}; }
 
   DEVICE bool has(int key) const { return key <= last && (key >= first || key < sink); }
-  // Of the keys [least, most]: whether it has each, and whether it has none for certain.
+  // Whether all of the keys [least, most] are in it; whether it is certain that none of them is.
   DEVICE bool has_each(int least, int most) const { return most <= last && (least >= first || most < sink); }
   DEVICE bool has_none(int least, int most) const { return least > last || (most < first && least >= sink); }
 };
@@ -23,9 +24,9 @@ struct KeptRange {
 namespace kept_mask {
 
 constexpr int kThreads = config::kThreads;
-constexpr int kWords = 16;  // that a block takes, next to each other
-constexpr int kStep = kThreads / kWords;
-constexpr int kRows = config::kMaskRows;  // that a block takes
+constexpr int kWords = 16;                // neighbouring half-words of a row that a block writes
+constexpr int kStep = kThreads / kWords;  // rows that a block writes at once
+constexpr int kRows = config::kMaskRows;  // rows that a block writes
 static_assert(kRows % kStep == 0, "threads take equally many rows");
 
 // The entries of a half-word.
@@ -37,7 +38,7 @@ struct Entries {
   DEVICE Entries(const KeptList& kept, int word) {
     UNROLL for (int n = 0; n < 16; n++) {
       const int entry = word * 16 + n;
-      // One entry is written as 128 of it.
+      // A mask with one key for all is stored as 128 keys like it (rawattn/_masks/layout.py).
       const bool there = entry < kept.count || kept.count == 1;
       keys[n] = there ? kept.key(entry < kept.count ? entry : kept.count - 1) : -1;
       if (keys[n] < 0) continue;

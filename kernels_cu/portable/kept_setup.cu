@@ -1,5 +1,6 @@
-// What comes before attention to kept keys, in one launch: some blocks copy the rows of keys or of values, others write
-// which of them each row sees, make the lists of tiles, or count the keys of each list.
+// The launch before attention on gathered keys, which are the keys that a BlockMask keeps in lists that its rows share.
+// Some blocks copy the kept rows of keys or of values, others write the mask of which of them each row sees, make the
+// lists of tiles, or count the keys of each list.
 #include "attn/kept_rows.cuh"
 #include "portable/kept_lists.cuh"
 #include "portable/kept_mask.cuh"
@@ -8,13 +9,15 @@ namespace kept_setup {
 
 using namespace config;
 
-// Takes so many of the blocks: whether this is one of them. If not, it is counted from the next ones on.
+// Whether this block is one of the next `blocks` blocks of the launch. If not, `block` becomes its index among those
+// behind them.
 DEVICE bool takes(int blocks, int& block) {
   if (block < blocks) return true;
   block -= blocks;
   return false;
 }
 
+// Copies kept rows of keys or of values, one row a wave.
 template <class Rows>
 DEVICE void gather(const KeptRowsParams& p, const KeptArray& array, int block) {
   const int lane = target::thread_index() % target::kWave;
@@ -24,7 +27,7 @@ DEVICE void gather(const KeptRowsParams& p, const KeptArray& array, int block) {
   Rows{array, p.kept, p.nheads}.gather(batch, static_cast<int>(index - batch * p.kept.count), lane);
 }
 
-// How many keys a list has: behind the first entry that is none there is none.
+// Writes how many keys a list has: behind the first entry that is no key, no entry is a key.
 DEVICE void count(const KeptLengths& p, const KeptKeys& kept, int block) {
   const int64 index = int64(block) * kThreads + target::thread_index();
   if (index >= p.lists) return;
@@ -39,7 +42,7 @@ KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_kept_setup(PARAMETER Kept
   target::wait_for_prerequisites();
   const KeptKeys& kept = p.rows.kept;
   int block = target::block_index();
-  // What looks at many entries one after the other comes first.
+  // Blocks that read many entries one after the other come first.
   if (takes(p.lists0.blocks, block)) return kept_lists::make(p.lists0, kept, p.limits, block);
   if (takes(p.lists1.blocks, block)) return kept_lists::make(p.lists1, kept, p.limits, block);
   if (takes(p.lengths.blocks, block)) return count(p.lengths, kept, block);

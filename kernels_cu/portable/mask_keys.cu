@@ -1,4 +1,5 @@
-// The keys of a mask that any row sees, from those of its bands (attn/mask_writing.cuh). One thread takes a half-word.
+// Writes which keys any row of a block mask sees: those that any row of any band of granules sees, by what
+// attn/mask_writing.cuh has written for each band. One thread takes one half-word of 16 keys.
 #include "attn/params.cuh"
 #include "target/target.cuh"
 

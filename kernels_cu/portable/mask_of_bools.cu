@@ -1,16 +1,16 @@
-// Writes the mask of an array of bools, of any strides. A thread makes a half-word of 16 keys: bools that lie next to
-// each other it reads at once.
+// Writes the block mask (attn/mask_writing.cuh) of an array of bools, which may have any strides. A thread makes a
+// half-word of 16 keys; 16 bools that lie next to each other (kDense) it reads in one access.
 #include "attn/mask_writing.cuh"
 #include "tile/copy.cuh"
 
 namespace mask_of_bools {
 
-// Of four bools, bit n says whether byte n is one.
+// Packs four bools: bit n of the result says whether byte n of x is not 0.
 DEVICE unsigned bits_of_bytes(unsigned x) {
   x |= x >> 4 & 0x0f0f0f0fu;
   x |= x >> 2 & 0x03030303u;
   x |= x >> 1 & 0x01010101u;
-  // No two of the product's terms meet, so nothing is carried into its last four bits.
+  // No two terms of the product meet in a bit, so nothing is carried into its highest four bits, the result.
   return (x & 0x01010101u) * 0x10204080u >> 28;
 }
 

@@ -1,4 +1,4 @@
-// Writes the mask of the keys of which the user's predicate is true.
+// Writes the block mask (attn/mask_writing.cuh) of a user's predicate: a row sees the keys for which it is true.
 #include "attn/mask_writing.cuh"
 
 KERNEL LAUNCH_BOUNDS(mask_writing::kThreads, 1) void rawattn_mask_of_predicate(PARAMETER PredicateMaskParams p) {

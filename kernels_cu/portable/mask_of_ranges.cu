@@ -1,4 +1,4 @@
-// Writes the mask whose rows see given ranges of keys.
+// Writes the block mask (attn/mask_writing.cuh) whose rows each see p.count given ranges of keys, [begin, end).
 #include "attn/mask_writing.cuh"
 
 KERNEL LAUNCH_BOUNDS(mask_writing::kThreads, 1) void rawattn_mask_of_ranges(PARAMETER RangesMaskParams p) {

@@ -1,7 +1,9 @@
-// Lists of the tiles that meet (attn/listed_tiles.cuh) of a kernel's own tiles: those that the rule of visible keys
-// lets meet and whose granules in the mask's map are not all dead. One wave makes a list.
+// Makes the lists of the tiles that meet under a block mask (attn/listed_tiles.cuh), for the tiles of the kernel that
+// reads the lists. Two tiles meet if the rule of visible keys lets them and their granules in the mask's map are not
+// all dead. One wave makes one list.
 //
-// With kOfKeys the lists are those of key tiles. With kOrdered whoever makes the last list of a head orders its tiles.
+// A list has the key tiles of a query tile, or with kOfKeys the query tiles of a key tile. With kOrdered, the wave that
+// makes the last list of a head also orders the head's query tiles (portable/order_lists.cuh).
 #include "attn/listed_tiles.cuh"
 #include "attn/mask_writing.cuh"
 #include "attn/pages.cuh"
@@ -26,16 +28,17 @@ using Order = OrderLists<kTile>;
 static_assert(!kOfKeys || !kOrdered, "query tiles are ordered");
 static_assert(kSharedBytes == (kOrdered ? kWaves * Order::kSharedBytes : 0), "the host computes the same size");
 
-// Granules of kSize that kTile neighbours touch at most, from a multiple of kTile on.
+// The most granules of `size` rows (or keys) that a tile of `tile` can touch, where tiles begin at multiples of `tile`.
 constexpr int most_touched(int tile, int size) { return tile % size == 0 ? tile / size : (tile - 2) / size + 2; }
 
-// Of one head of one sequence. A granule that a rectangle only touches counts as a whole.
+// The mask's map of one head of one sequence. A granule that a tile only touches counts as a whole.
 struct Granules {
   const unsigned char* map;
   int64 pitch;
   int rows, keys;
 
-  // Of a tile. All of them are asked for at once, the last one of fewer several times.
+  // The state of a tile: rows [first, last], keys [first_key, last_key]. All of its granules are loaded at once; where
+  // there are fewer than the most, the last one is loaded several times.
   DEVICE State of(int first, int last, int first_key, int last_key) const {
     constexpr int kRows = mask_writing::kGranuleRows;
     bool any = false;
@@ -62,10 +65,11 @@ DEVICE State state_of(const Granules& granules, const QueryTiles<Visible, kTileQ
   return granules.of(tiles.first_row(n), tiles.first_row(n) + kTileQ - 1, first_key, first_key + kTileK - 1);
 }
 
-// Adds the live ones of `tiles` to a list that has `count` entries.
+// Adds the live ones of `tiles` to a list that has `count` entries. Returns how many it then has, which may be more
+// than its capacity: those beyond it are not written.
 template <class Tiles>
 DEVICE int add(int* list, int count, int capacity, int part, const Granules& granules, const Tiles& tiles, int lane) {
-  constexpr int kAtOnce = 4;  // of a lane: their granules are on their way together
+  constexpr int kAtOnce = 4;  // tiles of a lane whose granules are loaded together
   for (int base = tiles.begin + lane; base - lane < tiles.end; base += kAtOnce * target::kWave) {
     State states[kAtOnce];
     UNROLL for (int i = 0; i < kAtOnce; i++) {
@@ -108,7 +112,7 @@ KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_mask_tiles(PARAMETER Mask
   if constexpr (kPaged) k.length = length_in_pages(f.pages, sequence, k.length);
   const Span& own = kOfKeys ? k : q;
   const Visible visible(f, q.length, k.length);
-  // Nobody has checked what a device says of lengths: there may be more tiles than the host expects.
+  // Lengths on the GPU are not trusted: there may be more tiles than the host expects.
   for (int64 tile = sequence_tile % p.tiles; tile * kTile < own.length; tile += p.tiles) {
     int* const list = list_of<kTile, kPair>(lists, sequence, own, static_cast<int>(tile), head * lists.group);
     int count = 0;

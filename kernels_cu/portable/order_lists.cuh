@@ -1,15 +1,15 @@
-// Tiles of a head in the order of their lists: the longest first, so that none of those begins last. One wave counts
-// how many lists there are of about a length, then gives each tile its rank. Tiles of about one length come in any
-// order.
+// Orders the query tiles of a head by the lengths of their lists of key tiles, the longest first, so that no long one
+// begins last. One wave does a counting sort: it counts the lists in each bucket of lengths, then gives each tile its
+// rank. Tiles of one bucket come in any order.
 //
-// Lists of sequences that lie over each other, which only a device can tell of, may change between two looks at them.
-// Their order is any, within the memory that is theirs.
+// Lengths on the GPU may make sequences overlap, which no check prevents. The lists of such sequences overlap too, and
+// may change between two reads. Their order is then arbitrary, but stays in its memory.
 #pragma once
 
 #include "attn/listed_tiles.cuh"
 #include "target/target.cuh"
 
-// What a lane's number and those of the lanes before it come to, and those of all.
+// Sums of one number of each lane: `before` sums those of the lanes before this one, `total` those of all lanes.
 struct LaneSums {
   int before, total;
 
@@ -22,18 +22,18 @@ struct LaneSums {
   }
 };
 
-// Of the lists of a sequence and head, tiles of kTile rows; by one wave. Its loops stay loops: each instruction is
-// fetched for one wave alone, and what is fetched takes longer than what is done.
+// Orders the lists of one sequence and head, by one wave. kTile: rows of a query tile. Its longer loops are not
+// unrolled: instructions are fetched for one wave alone, and fetching them takes longer than executing them.
 template <int kTile>
 struct OrderLists {
-  static constexpr int kLengths = 128, kKept = 256;
+  static constexpr int kLengths = 128, kKept = 256;  // buckets; lengths that are kept in shared memory
   static constexpr int kSharedBytes = (kLengths + kKept) * sizeof(unsigned);
 
   const TileLists& lists;
   int sequence, head;
   const Span& span;
 
-  // shared: kSharedBytes of the wave's own.
+  // shared: kSharedBytes that the wave has to itself.
   DEVICE void operator()(unsigned* shared, int lane) const {
     unsigned* const buckets = shared;
     int* const kept = reinterpret_cast<int*>(shared + kLengths);

@@ -1,4 +1,4 @@
-// The setup of a ragged call whose lengths are all in memory.
+// The setup of a ragged call (portable/ragged_setup.cuh) whose lengths are all in GPU memory.
 #include "portable/ragged_setup.cuh"
 
 KERNEL LAUNCH_BOUNDS(ragged_setup::kThreads, 1) void rawattn_ragged_setup(PARAMETER RaggedSetupParams p) {

@@ -1,5 +1,5 @@
-// What a ragged call does that follows from its lengths alone, in one launch: some blocks order the sequences, the
-// others fill padding rows of outputs.
+// The setup of a ragged call: all that follows from its lengths alone, in one launch before the others. Some blocks
+// order the sequences for the schedule, the others fill padding rows of outputs.
 #pragma once
 
 #include "attn/fill_padding.cuh"
@@ -13,12 +13,13 @@ constexpr int kThreads = 256;
 using Order = OrderSequences<kThreads, const OrderInMemory>;
 constexpr int kSharedBytes = Order::kSharedBytes;
 
-// Where all of them are in memory.
+// The `found` of run() where all lengths are in GPU memory.
 struct InMemory {
   DEVICE Side operator()(const Side& side) const { return side; }
 };
 
-// block: among its own. found: gives a side whose integers are where these blocks may read them.
+// block: its index among the blocks of the setup. found(side): the same side, with the addresses where these blocks may
+// read its integers.
 template <typename Found>
 DEVICE void run(const RaggedSetupParams& p, int block, const Found& found, unsigned char* shared) {
   const int ordering = p.schedules * p.schedule_blocks;

@@ -1,5 +1,6 @@
-// Writes arrays of all keys and values: the rows of keys that are kept, zeros elsewhere. One wave takes the row of a
-// key in both, which it looks for once.
+// The last step of a backward on gathered keys (portable/kept_setup.cu): writes dk and dv of all keys, which are those
+// of the kept keys and zeros elsewhere. One wave takes the rows of one key in both arrays. Where all heads share a
+// list, it searches the list for the key once.
 #include "attn/kept_rows.cuh"
 
 KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_scatter_keys(PARAMETER KeptRowsParams p) {

@@ -1,4 +1,5 @@
-// Where a key stands among the 16 of its columns in float32 sums of dbias: what two lanes add at a time fills 32 bytes.
+// The place of a key among the 16 of its block in the float32 sums of dbias (portable/bias_gradient.cuh). In this
+// order, what two neighbouring lanes add at a time fills 32 bytes.
 #pragma once
 
 #include "target/target.cuh"
