@@ -1,8 +1,9 @@
-// The online softmax of attn/softmax.cuh for head dims so small that the exponentials take as long as the products:
-// every other instruction hides between exponentials, the scaling of scores too.
+// The online softmax of attn/softmax.cuh for head dims so small that the exponentials take as long as the matrix
+// products. All other instructions should then hide between exponentials, so scores are scaled only there.
 //
-// Before, scores are only looked through for an outgrown row: as integers, which compare like the positive floats of
-// the same bits. A row of which even negative scores may be too large has a limit below all scores.
+// update_row_max() compares unscaled scores with a limit for each row to find outgrown rows. It compares their bits as
+// integers, which order like positive floats. If even negative scores may be too large for a row, its limit is
+// kBelowAll, and the row counts as outgrown in every tile.
 #pragma once
 
 #include "attn/softmax.cuh"
@@ -12,9 +13,9 @@ template <class C, int kRowBlocks>
 struct LateOnlineSoftmax : SoftmaxRows<C, kRowBlocks> {
   using Rows = SoftmaxRows<C, kRowBlocks>;
   using Rows::factor, Rows::kSlack, Rows::running_max, Rows::scale_log2, Rows::sum;
-  static constexpr int kBelowAll = -1;  // of the bits that are compared, none of which is less than 0
+  static constexpr int kBelowAll = -1;  // less than all bits that are compared, which are 0 or more
 
-  int limit[kRowBlocks][C::kSlots];  // bits of the largest score that the row's running maximum can stand
+  int limit[kRowBlocks][C::kSlots];  // bits of the largest unscaled score that does not outgrow the row's running max
 
   DEVICE explicit LateOnlineSoftmax(float scale_log2) : Rows(scale_log2) {
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
@@ -22,8 +23,8 @@ struct LateOnlineSoftmax : SoftmaxRows<C, kRowBlocks> {
     }
   }
 
-  // Running maxima move where the tile's scores have outgrown them. Returns whether one of the wave's did: then the
-  // output accumulated so far must be rescaled before it meets this tile.
+  // Moves the running maxima of rows that the tile's scores have outgrown. Returns whether one of the wave's moved: the
+  // output accumulated so far must then be rescaled before P V of this tile is added.
   template <int kKeyBlocks, class Added>
   DEVICE bool update_row_max(const C (&s)[kRowBlocks][kKeyBlocks], const Added& added) {
     static_assert(kKeyBlocks > 0 && (!ScoreRule::kAdds || Added::kBounded), "what is added has a bound by rows");
@@ -37,8 +38,7 @@ struct LateOnlineSoftmax : SoftmaxRows<C, kRowBlocks> {
         }
       }
       UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
-        // A row's limit follows from that of its addends, anew for every tile: so scores need not have theirs before
-        // they are compared.
+        // The limit leaves room for the largest addend of the row in this tile, so scores are compared without addends.
         if constexpr (Added::kBounded) limit[m][slot] = limit_of(running_max[m][slot] - bound(added, m, slot));
         outgrown = outgrown || largest[slot] > limit[m][slot];
       }
@@ -48,7 +48,7 @@ struct LateOnlineSoftmax : SoftmaxRows<C, kRowBlocks> {
     return moved;
   }
 
-  // Scores, and what is added to them, become probabilities.
+  // Turns unscaled scores, and what is added to them, into probabilities.
   template <int kKeyBlocks, class Added>
   DEVICE void exponentiate(C (&s)[kRowBlocks][kKeyBlocks], const Added& added) {
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
@@ -67,16 +67,17 @@ struct LateOnlineSoftmax : SoftmaxRows<C, kRowBlocks> {
   }
 
  private:
+  // The largest addend of a row in this tile, in base 2.
   template <class Added>
   DEVICE static float bound(const Added& added, int m, int slot) {
     return added.template largest<Log2>(m, slot, added.template start<Log2>(m, slot, 0.0f));
   }
-  // Of scores, by what their exponents may reach.
+  // The limit of a row whose exponents may exceed `exponent` by kSlack.
   DEVICE int limit_of(float exponent) const {
     const float largest = (exponent + kSlack) * target::reciprocal(scale_log2);
     return largest >= 0.0f ? static_cast<int>(target::bits_of(largest)) : kBelowAll;
   }
-  // The largest exponent of a tile's row, relative to nothing.
+  // The largest exponent of a row of the tile, before the running max is subtracted.
   template <int kKeyBlocks, class Added>
   DEVICE float row_maximum(const C (&s)[kRowBlocks][kKeyBlocks], const Added& added, int m, int slot) const {
     if constexpr (!Added::kBounded) return Rows::row_maximum(s, m, slot) * scale_log2;

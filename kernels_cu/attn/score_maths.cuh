@@ -1,5 +1,5 @@
-// Arithmetic of score texts, where C++ means something else by it than Python: integers wrap around, divisions round
-// down, and none of it is undefined.
+// Arithmetic for the CUDA text of score functions and predicates (rawattn/_scores/cuda_text.py), where operators of C++
+// differ from Python's or may be undefined: integers wrap around, divisions round down, and every operation is defined.
 #pragma once
 
 #include "target/target.cuh"
@@ -29,14 +29,15 @@ DEVICE int mod(int x, int y) {
   return rest != 0 && (rest < 0) != (y < 0) ? rest + y : rest;
 }
 
-// Of x, of which compilers know `more`: then conversions are few, and each element has an addition.
+// float(x). more: the part of x that is known at compile time. x - more is the same for many elements of a lane, so it
+// is converted once, and each element costs an addition instead of a conversion.
 DEVICE float float_of(int x, int more) { return float(x - more) + float(more); }
 
 DEVICE float abs(float x) { return fabsf(x); }
 DEVICE float min(float x, float y) { return fminf(x, y); }
 DEVICE float max(float x, float y) { return fmaxf(x, y); }
 
-// The rest has the sign of y, and x is floordiv(x, y) * y + mod(x, y) as far as rounding lets it.
+// As Python's: the remainder has the sign of y, and x is floordiv(x, y) * y + mod(x, y) up to rounding.
 DEVICE float mod(float x, float y) {
   const float rest = target::fmod(x, y);
   return rest != 0.0f && (rest < 0.0f) != (y < 0.0f) ? rest + y : rest;
@@ -48,7 +49,7 @@ DEVICE float floordiv(float x, float y) {
   return quotient - whole > 0.5f ? whole + 1.0f : whole;
 }
 
-// By squaring; kExponent >= 0.
+// x to the power of kExponent, by squaring; kExponent >= 0.
 template <int kExponent>
 DEVICE int power(int x) {
   if constexpr (kExponent == 0)
@@ -72,7 +73,7 @@ DEVICE float power(float x) {
     return power<kExponent / 2>(x * x);
 }
 
-// Without what follows the point; what is too large is the largest or lowest int, NaN is 0.
+// Rounds towards 0. A value out of range becomes the lowest or the largest int, NaN becomes 0.
 DEVICE int saturated(float x) {
   if (!(x > -2147483648.0f)) return x == x ? kLowest : 0;
   return x < 2147483648.0f ? int(x) : 2147483647;

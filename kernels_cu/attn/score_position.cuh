@@ -1,10 +1,11 @@
-// Where a score stands: what a user's function of scores knows beside the score itself.
+// The position of a score: the arguments that a user's score function gets beside the score (attn/score_rule.cuh).
 #pragma once
 
 struct ScorePosition {
   int batch, head, kv_head;
   int q_idx, kv_idx;  // positions in the sequence
   int seqlen_q, seqlen_k;
-  // Of the positions what compilers know of a lane's elements: the rest is the same for many of them.
+  // The parts of q_idx and kv_idx that are compile-time constants of an element. The rest is the same for many elements
+  // of a lane (see score_maths::float_of).
   int q_more = 0, kv_more = 0;
 };

@@ -1,11 +1,12 @@
-// What a score is besides scale * (q . k), for one query head of one sequence. Each step is a constant of the
-// configuration, and what is off is no code.
+// How q . k becomes a score, for one query head of one sequence: softcap, score function, bias and ALiBi. Constants of
+// the configuration switch each step, and a step that is off generates no code.
 //
 //   s = scale * (q . k);  s = softcap * tanh(s / softcap);  s = score_mod(s);  s += bias;
 //   s -= slope * |i + offset - j|
 //
-// The last two are added to the exponents that the scores become, or to the products, and so is what a score_mod adds
-// if that grows evenly from key to key. Elements of keys that nobody sees are computed like others, and masked
+// This file has scale, softcap and score_mod. Bias and ALiBi are not added to scores, but to the exponents that scores
+// become (attn/added_scores.cuh), or to the products. The same holds for a "line": what a score_mod adds to the score,
+// if that grows by the same step from key to key. Elements of hidden keys are computed like others, and masked
 // afterwards.
 #pragma once
 
@@ -20,7 +21,7 @@ DEVICE float per_head(const PerHead& numbers, int sequence, int head) {
   return target::to_float(static_cast<const bfloat16*>(numbers.data)[at]);
 }
 
-// What the keys or values of a query head are multiplied with.
+// The scale of float8 keys, or of float8 values, for a query head.
 DEVICE float kv_factor(const KvScale& scale, const ForwardParams& p, int head) {
   return scale.data == nullptr ? scale.number : scale.data[head / (p.nheads_q / p.nheads_kv) * scale.head];
 }
@@ -34,7 +35,7 @@ struct Either<false, A, B> {
   using Type = B;
 };
 
-// Where there is no score function.
+// Stands for config::ScoreMod where there is no score function.
 struct NoScoreMod {
   template <class P>
   DEVICE NoScoreMod(const ScorePosition&, const P&) {}
@@ -42,23 +43,25 @@ struct NoScoreMod {
 
 struct ScoreRule {
   using Mod = typename Either<config::kScoreMod, config::ScoreMod, NoScoreMod>::Type;
-  // Whether the score function is called for every score, or adds a line along the keys of a row.
+  // Whether the score function adds a line along the keys of a row (see above).
   static constexpr bool kLine = config::kScoreMod && config::kModLine;
+  // Whether the score function is called for every score.
   static constexpr bool kModifies = config::kScoreMod && !kLine;
-  // Whether scores are made of scaled products by more than an addition, and whether something is added to them.
+  // Whether remake_scores() has work: a score is more than its scaled product and an addend.
   static constexpr bool kRemakes = config::kSoftcap || kModifies;
+  // Whether bias, ALiBi or a line is added.
   static constexpr bool kAdds = config::kBias > 0 || config::kAlibi || kLine;
-  // Whether what a softcap leaves is still to be scaled, as products are.
+  // Whether the softcap is applied to unscaled products, which are then still to be scaled: see cap_products().
   static constexpr bool kScalesCapped = config::kSoftcap && !kModifies && sizeof(config::Element) == 2;
-  // Whether remade scores are natural units: else they are still to be scaled.
+  // Whether remake_scores() gives scores in natural units. Else the scale is still to be applied.
   static constexpr bool kScaled = kRemakes && !kScalesCapped;
-  // Whether a scaled product's share in its score is another than 1.
+  // Whether the derivative of a score with respect to its scaled product may differ from 1.
   static constexpr bool kHasDerivative = kRemakes;
 
   const ForwardParams& p;
   int sequence, head, len_q, len_k, offset;
-  float slope;
-  float key_factor;
+  float slope;       // of ALiBi
+  float key_factor;  // the scale of float8 keys
   Mod mod;
 
   DEVICE ScoreRule(const ForwardParams& p, int sequence, int head, int len_q, int len_k, int offset)
@@ -67,20 +70,21 @@ struct ScoreRule {
     if constexpr (config::kFloat8) key_factor = kv_factor(p.k_scale, p, head);
   }
 
-  // Of rows of a tile that are all of this head. Those of several heads have RowRules.
+  // The interface of RowRules (attn/row_rules.cuh), for a tile whose rows are all of this head: the rule of a row, and
+  // the query of a row.
   DEVICE const ScoreRule& of(int, int) const { return *this; }
   DEVICE int query(int row) const { return row; }
 
-  // Of products with keys as they are stored.
+  // The factor from products with keys as they are stored to scaled products.
   DEVICE float scale() const {
     if constexpr (config::kFloat8) return p.scores.scale * key_factor;
     return p.scores.scale;
   }
 
-  // What the softcap leaves of a scaled product: softcap * tanh(s / softcap).
+  // Applies the softcap to a scaled product: softcap * tanh(s / softcap).
   //
-  // By exponentials: the error is some 2^-23 of the softcap, below what rounding leaves of a 16-bit product. float32 is
-  // to be as exact as its own tanh.
+  // For 16-bit elements tanh is made of exp2. The error is about 2^-23 of the softcap, below the rounding error of a
+  // product of 16-bit elements. float32 uses the target's tanh, to be as exact as that.
   DEVICE float capped(float s) const {
     if constexpr (!config::kSoftcap) return s;
     const float cap = p.scores.softcap;
@@ -93,7 +97,8 @@ struct ScoreRule {
   DEVICE ScorePosition position(int i, int j, int i_more = 0, int j_more = 0) const {
     return {sequence, head, head / (p.nheads_q / p.nheads_kv), i, j, len_q, len_k, i_more, j_more};
   }
-  // Of what capped() gives. M: Mod, a parameter because it may be none that has values.
+  // Applies the score function to what capped() returned. M is Mod: a template parameter, since NoScoreMod has no
+  // value() that could be compiled.
   template <class M = Mod>
   DEVICE float modified(float s, int i, int j, int i_more, int j_more) const {
     if constexpr (!kModifies)
@@ -101,22 +106,23 @@ struct ScoreRule {
     else
       return static_cast<const M&>(mod).value(s, position(i, j, i_more, j_more), p);
   }
-  // Of a line: what is added at a key, and by how much it grows to the next one.
+  // The line of query i: what is added at key j.
   template <class M = Mod>
   DEVICE float added(int i, int j) const {
     return static_cast<const M&>(mod).added(position(i, j), p);
   }
+  // By how much the line of query i grows from key to key.
   template <class M = Mod>
   DEVICE float step(int i) const {
     return static_cast<const M&>(mod).step(position(i, 0), p);
   }
-  // To the next query, where each has the same step.
+  // By how much the line grows from query to query, where step() is the same for all queries.
   template <class M = Mod>
   DEVICE float row_step() const {
     return static_cast<const M&>(mod).row_step(position(0, 0), p);
   }
 
-  // The gradient of the modified score with respect to the scaled product, from what capped() gave.
+  // The derivative of the modified score with respect to the scaled product. capped: what capped() returned.
   template <class M = Mod>
   DEVICE float derivative(float capped, int i, int j) const {
     float d = 1.0f;
@@ -130,10 +136,11 @@ struct ScoreRule {
   }
 };
 
-// What a softcap leaves of products, as products: cap / scale * tanh(scale / cap * product).
+// Applies the softcap to unscaled products, and leaves them unscaled: cap / scale * tanh(scale / cap * product).
 //
-// Most tiles have small scores alone: there tanh(x) / x is a polynomial in x^2, within 2e-7 up to |x| = 3 / 4, and the
-// unit for exponentials is left to those of the softmax. (Fitted to the least largest error of the tanh.)
+// Most tiles have only small scores: |x| <= 3 / 4, where x = scale / cap * product. There tanh(x) / x is a polynomial
+// in x^2, which leaves the unit for exponentials to the softmax. Its coefficients minimise the largest error of x *
+// polynomial to tanh(x), which is below 2e-7.
 template <class C, int kRowBlocks, int kColumnBlocks>
 DEVICE void cap_products(C (&s)[kRowBlocks][kColumnBlocks], const ScoreRule& rule) {
   constexpr float kLargest = 0.75f;
@@ -179,8 +186,9 @@ DEVICE void cap_products(C (&s)[kRowBlocks][kColumnBlocks], const ScoreRule& rul
   }
 }
 
-// Products become scores, but for what is added to them: queries are rows. rules: a ScoreRule or RowRules. visit(m, n,
-// e, i, j, capped): told of each element on the way.
+// Applies softcap and score function to a tile of products whose rows are queries; what is added to scores comes later.
+// rules: a ScoreRule or RowRules. visit(m, n, e, i, j, capped): called for each element, with its query i, its key j
+// and its scaled score between softcap and score function.
 template <class C, int kRowBlocks, int kKeyBlocks, class Rules, class Visit>
 DEVICE void remake_scores(C (&s)[kRowBlocks][kKeyBlocks], const Rules& rules, int first_row, int first_key, int lane,
                           const Visit& visit) {

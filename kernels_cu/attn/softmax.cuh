@@ -1,22 +1,29 @@
 // Online softmax over key tiles (Milakov and Gimelshein 2018; Dao et al. 2022, algorithm 1), in base 2.
 //
-// Each row keeps a running maximum that its exponents are taken against. It may lag behind the true one: it only moves
-// when that has outgrown it by 2^8, so most tiles leave the output accumulator alone. Any value gives the same
-// quotient, and p <= 2^8 keeps float16 and bfloat16 as accurate as p <= 1 does.
+// Each row keeps a running max that is subtracted from its exponents. It may lag behind the true maximum: it moves only
+// when a row has outgrown it, by a factor of 2^8. So most tiles need no rescale of the output accumulator. Whatever is
+// subtracted, the quotient is the same, and p <= 2^8 keeps float16 and bfloat16 as accurate as p <= 1 does.
+//
+// SoftmaxRows is the state of the rows. OnlineSoftmax adds the steps of a key tile; for small head dims
+// attn/late_softmax.cuh has others.
+//
+// Indices here and in all of attn/: m and n number the 16 x 16 blocks of a wave's tile by rows and by columns, e is an
+// element of the lane in its block, and slot is one of the lane's rows in it. C is the type of a block's accumulator.
 #pragma once
 
 #include "attn/exponent.cuh"
 #include "target/target.cuh"
 
-// What the softmax of a wave's rows has come to.
+// The state of the softmax of a wave's rows.
 template <class C, int kRowBlocks>
 struct SoftmaxRows {
+  // By how much an exponent may exceed the running max: a factor of 2^8, in units of the exponent.
   static constexpr float kSlack = 8.0f * (Exponent::kUnit / Log2::kUnit);
 
-  const float scale_log2;                    // from scores to units of the exponent
+  const float scale_log2;                    // turns scores into units of the exponent (attn/exponent.cuh)
   float running_max[kRowBlocks][C::kSlots];  // in these units; -inf until the row has seen a key
-  float sum[kRowBlocks][C::kSlots];          // this lane's columns only, until finish()
-  float factor[kRowBlocks][C::kSlots];       // of the last move
+  float sum[kRowBlocks][C::kSlots];          // of this lane's columns only, until sum_rows()
+  float factor[kRowBlocks][C::kSlots];       // by which the last move of running_max scales sum and output
 
   // scale_log2 is positive.
   DEVICE explicit SoftmaxRows(float scale_log2) : scale_log2(scale_log2) {
@@ -28,12 +35,13 @@ struct SoftmaxRows {
     }
   }
 
-  // What exponents are taken against: of a row without one all are -inf, whatever is subtracted.
+  // What is subtracted from a row's exponents: the running max. Before a row has seen a key all of its exponents are
+  // -inf, and 0 is subtracted, since -inf would give NaN.
   DEVICE float shift(int m, int slot) const {
     return running_max[m][slot] == -target::infinity() ? 0.0f : running_max[m][slot];
   }
 
-  // The largest score of a tile's row.
+  // The largest element of a row of the tile, over all lanes that hold some of the row.
   template <int kKeyBlocks>
   DEVICE static float row_maximum(const C (&s)[kRowBlocks][kKeyBlocks], int m, int slot) {
     float maximum = -target::infinity();
@@ -45,6 +53,7 @@ struct SoftmaxRows {
     return C::row_max(maximum);
   }
 
+  // Brings the output to the running maxima of the last move.
   template <int kOutBlocks>
   DEVICE void rescale(C (&o)[kRowBlocks][kOutBlocks]) const {
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
@@ -54,20 +63,22 @@ struct SoftmaxRows {
     }
   }
 
-  // Sums up rows and divides the output by the sums. Afterwards lse() may be asked.
+  // Completes the row sums and divides the output by them. Afterwards lse() is valid.
   template <int kOutBlocks>
   DEVICE void finish(C (&o)[kRowBlocks][kOutBlocks]) {
     sum_rows();
     divide(o);
   }
 
+  // Adds up the sums of all lanes that hold some of a row.
   DEVICE void sum_rows() {
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
       UNROLL for (int slot = 0; slot < C::kSlots; slot++) sum[m][slot] = C::row_sum(sum[m][slot]);
     }
   }
 
-  // One more score in every row's sum, which has no value. sink: in units of the exponent. The output must be rescaled.
+  // Adds a learned sink to the sum of every row: one more score, which has no row of V. sink: in units of the exponent.
+  // Call it after sum_rows(), and rescale() the output after it.
   DEVICE void add_sink(float sink) {
     add_sinks([sink](int, int) { return sink; });
   }
@@ -84,7 +95,8 @@ struct SoftmaxRows {
     }
   }
 
-  // A row that saw no key becomes 0. kept: the share of probabilities that dropout keeps, inverted.
+  // Divides the output by the row sums; a row that saw no key becomes 0. kept: a factor of the output, for dropout
+  // 1 / (1 - dropout_p), and for float8 values their scale.
   template <int kOutBlocks>
   DEVICE void divide(C (&o)[kRowBlocks][kOutBlocks], float kept = 1.0f) const {
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
@@ -98,36 +110,36 @@ struct SoftmaxRows {
     }
   }
 
-  // Natural logarithm of the sum of exponentials; -inf for a row that saw no key.
+  // The natural logarithm of the sum of exponentials; -inf for a row that saw no key.
   DEVICE float lse(int m, int slot) const {
     if (running_max[m][slot] == -target::infinity()) return -target::infinity();
     return Exponent::logarithm(running_max[m][slot], sum[m][slot]);
   }
 };
 
-// Scores are scaled as soon as they are there, and exponents looked through for an outgrown row.
+// The softmax that scales scores first: it turns them into exponents, and tests these for outgrown rows.
 //
-// Beside a bias running maxima are natural (see Exponent). Of maxima near 0 the difference to them and the change to
-// base 2 are one multiply-add: its error is what the maximum times log2 e loses by rounding, for all keys of the row
-// alike. Of others the difference comes first, which is exact where a score is the maximum.
+// With a bias, running maxima are in natural units (see Exponent). While all of the wave's are near 0, one multiply-add
+// subtracts the maximum and changes to base 2. Its error is the rounding of maximum * log2(e), which is the same for
+// all keys of the row. Otherwise the subtraction comes first, which is exact for the score that is the maximum.
 template <class C, int kRowBlocks>
 struct OnlineSoftmax : SoftmaxRows<C, kRowBlocks> {
   using Rows = SoftmaxRows<C, kRowBlocks>;
   using Rows::factor, Rows::kSlack, Rows::running_max, Rows::scale_log2, Rows::sum;
 
-  static constexpr float kNear = 1024.0f;
+  static constexpr float kNear = 1024.0f;  // the largest magnitude of a running max near 0, in natural units
 
-  int threshold = -1;  // of an outgrowing exponent's bits; below all until every row has seen a key
-  bool near = false;   // all of the wave's running maxima are: of natural ones alone
+  int threshold = -1;  // a row is outgrown if an exponent's bits exceed it; -1 until every row has seen a key
+  bool near = false;   // whether all of the wave's running maxima are near 0; natural units only
 
   using Rows::Rows;
 
-  // Scores, and what is added to them, become exponents relative to the running maximum, which moves first if a row has
-  // outgrown it or has none yet. Returns whether the wave's running maxima moved: then the output accumulated so far
-  // must be rescaled before it meets this tile.
+  // Turns scores, and what is added to them, into exponents relative to the running max. The running max moves if a row
+  // of the wave has outgrown it or has none yet. Returns whether it moved: the output accumulated so far must then be
+  // rescaled before P V of this tile is added.
   //
-  // Looking for an outgrown row needs no maximum by rows, and a positive float compares like the integer of the same
-  // bits, for which the hardware takes three-way maxima.
+  // The test for outgrown rows needs no maximum for each row: one over all elements of the lane decides. It compares
+  // integers, for which the hardware has three-way maxima: positive floats order like their bits.
   template <int kKeyBlocks, class Added>
   DEVICE bool update_row_max(C (&s)[kRowBlocks][kKeyBlocks], const Added& added) {
     float start[kRowBlocks][C::kSlots];
@@ -163,7 +175,7 @@ struct OnlineSoftmax : SoftmaxRows<C, kRowBlocks> {
     return moved;
   }
 
-  // Of a running maximum, in those of exponents.
+  // One unit of running_max, in units of the exponents that update_row_max() makes.
   DEVICE float unit() const { return Exponent::kNatural && near ? Log2::kUnit : 1.0f; }
 
   template <int kKeyBlocks>
@@ -194,10 +206,10 @@ struct OnlineSoftmax : SoftmaxRows<C, kRowBlocks> {
     threshold = target::wave_any(unsettled) ? -1 : static_cast<int>(target::bits_of(kSlack * unit()));
   }
 
-  // Exponents become probabilities: what is added to scores is in them.
+  // Turns exponents into probabilities. update_row_max() has already included what is added to scores.
   template <int kKeyBlocks, class... Added>
   DEVICE void exponentiate(C (&s)[kRowBlocks][kKeyBlocks], const Added&...) {
-    // Keys outermost: P V of the first keys can start while the exponentials of the last are still being computed.
+    // Keys outermost: P V of the first keys can start while the exponentials of the last ones are still being computed.
     UNROLL for (int n = 0; n < kKeyBlocks; n++) {
       UNROLL for (int m = 0; m < kRowBlocks; m++) {
         UNROLL for (int e = 0; e < C::kElements; e++) {

@@ -1,4 +1,5 @@
-// What is told of elements on the way, where nobody asks.
+// A callback that does nothing: the default for functions that tell a `visit` or `hidden` of each element they handle
+// (attn/scores.cuh, attn/mask_bits.cuh).
 #pragma once
 
 #include "target/target.cuh"
