@@ -1,11 +1,12 @@
-// What joins the exponents of scores instead of the scores: the bias, ALiBi, and the line of a score function. Queries
-// are rows here; attn/scores_of_keys.cuh has the twin for keys as rows.
+// Addends of scores: the bias, ALiBi, and the line of a score function (attn/score_rule.cuh). They are not added to
+// scores, but to the exponents that the softmax makes of them. This file is for tiles whose rows are queries;
+// attn/scores_of_keys.cuh has the counterpart for tiles whose rows are keys.
 #pragma once
 
 #include "attn/score_rule.cuh"
 #include "target/target.cuh"
 
-// One of two keys side by side.
+// One of two 16-bit elements in a register; the odd one is in its upper half.
 template <class T>
 DEVICE T half_of(unsigned pair, bool odd) {
   T x;
@@ -13,15 +14,15 @@ DEVICE T half_of(unsigned pair, bool odd) {
   return x;
 }
 
-// What the bias, ALiBi and the line of a score function add to the scores of a tile of kRowBlocks x kKeyBlocks, queries
-// being rows. It is read while the product is under way, and joins an exponent: one multiply-add each, whose addend it
-// starts from. kRamp: what grows evenly from a tile's first key on is in the products already.
+// What bias, ALiBi and a line add to the scores of a tile of kRowBlocks x kKeyBlocks blocks whose rows are queries. It
+// is loaded while Q K^T runs. The multiply-add that scales a product takes it as its addend. kRamp: what grows from the
+// tile's first key on is already in the products (sm90/forward_ramp.cuh).
 template <class C, int kRowBlocks, int kKeyBlocks, bool kRamp = false>
 struct AddedScores {
   using Bias = typename Either<config::kBias == 4, float, config::Element>::Type;
-  // Two keys of a row side by side in one access.
+  // Whether one access loads two adjacent keys of a row.
   static constexpr bool kPairs = config::kBiasPairs && C::kRun % 2 == 0;
-  // Two keys of 16 bits in one register.
+  // Whether one register holds two adjacent keys, of 16 bits each.
   static constexpr bool kHalves = sizeof(Bias) == 2 && C::kRun % 2 == 0;
   static constexpr int kBlocks = config::kBias > 0 ? kRowBlocks * kKeyBlocks : 1;
   struct alignas(2 * sizeof(Bias)) Pair {
@@ -29,25 +30,26 @@ struct AddedScores {
   };
   using Word = typename Either<kHalves, unsigned, Bias>::Type;
 
-  // Of each block of 16 x 16 the lane's elements, or pairs of them, in the accumulator's order.
+  // By 16 x 16 block: the lane's elements, or pairs of them, in the accumulator's order.
   Word bias[kBlocks][C::kElements / (kHalves ? 2 : 1)];
-  // Of each row from the lane's first key: less the key's column, which is known when this is compiled. Of a ramp from
-  // the tile's first key.
+  // Of ALiBi, by row: the query's distance from the lane's first key, or with kRamp from the tile's first key, and the
+  // slope. The distance from another key is less by that key's column, a compile-time constant.
   float distance[kRowBlocks][C::kSlots], slope[kRowBlocks][C::kSlots];
-  // Of each row the line at that key, and its step.
+  // By row: the line at the same key, and its step from key to key.
   float line[kRowBlocks][C::kSlots], step[kRowBlocks][C::kSlots];
-  bool straight;  // the wave's lines are computed so: see are_straight()
-  bool beyond;    // set before load() where a ramp of ALiBi has both sides: the tile is behind the diagonal
+  bool straight;  // set by the caller to are_straight(): whether `line` and `step` give the addends of lines
+  bool beyond;    // with kRamp and two-sided ALiBi, set before load(): whether the tile lies wholly beyond the diagonal
 
-  // The largest addend of a row is known before those of its elements: see largest().
+  // Whether the largest addend of a row is known without those of its elements: see largest().
   static constexpr bool kBounded =
       config::kBias == 0 && (ScoreRule::kLine || config::kAlibi) && (kRamp || config::kOneSided || !config::kAlibi);
 
-  // Of rows of the wave, for all tiles. rules: a ScoreRule or RowRules, as below.
+  // Whether the lines of all rows of the wave may be computed from `line` and `step`, in all tiles. rules: a ScoreRule
+  // or RowRules, here and below.
   //
-  // A key's addend is that of another key and steps: it has the rounding error of the largest of the tile. Of steep
-  // lines that would be more than a score may be wrong by, and one that leaves the range of numbers is none. Those are
-  // added to scores one by one.
+  // A key's addend is then another key's addend and some steps, so it has the rounding error of the largest addend of
+  // the tile. For a steep line that error is too large for a score, and a line that overflows has no steps. spell_out()
+  // then adds the wave's lines to each score instead.
   template <class Rules>
   DEVICE static bool are_straight(const Rules& rules, int first_row, int lane) {
     bool even = true;
@@ -72,7 +74,7 @@ struct AddedScores {
     if constexpr (config::kBias > 0) load_bias(rules, first_row, first_key, lane);
     load_distances(rules, first_row, first_key, lane);
   }
-  // The rest, where something else has filled `bias`.
+  // All of load() but the bias, where the caller fills `bias` itself.
   template <class Rules>
   DEVICE void load_distances(const Rules& rules, int first_row, int first_key, int lane) {
     if constexpr (config::kAlibi) {
@@ -97,7 +99,8 @@ struct AddedScores {
     }
   }
 
-  // Where lines are not straight, scores have them from here on. unit: of a natural unit, in the scores'.
+  // Adds lines that are not straight to the scores, one by one, and sets `line` and `step` to 0. unit: one natural
+  // unit, in units of the scores.
   template <class Rules>
   DEVICE void spell_out(C (&s)[kRowBlocks][kKeyBlocks], const Rules& rules, float unit, int first_row, int first_key,
                         int lane) {
@@ -116,14 +119,15 @@ struct AddedScores {
     }
   }
 
-  // Makes what is added to an element 0: a hidden one's must not be NaN. To be called with (m, n, e).
+  // A function of (m, n, e) that sets the bias of an element to 0, for hidden elements: a NaN of the bias must not
+  // reach the softmax.
   DEVICE auto forgets() {
     return [this](int m, int n, int e) {
       if constexpr (config::kBias > 0) forget(bias[m * kKeyBlocks + n], e);
     };
   }
 
-  // What all elements of a row have in common, on top of x. kUnit: of a natural unit, in the exponent's.
+  // The part of the exponents that all elements of a row share: x, and what is added to all of them.
   template <class Unit>
   DEVICE float start(int m, int slot, float x) const {
     if constexpr (ScoreRule::kLine) x = fmaf(line[m][slot], Unit::kUnit, x);
@@ -131,7 +135,8 @@ struct AddedScores {
       return fmaf(-slope[m][slot] * Unit::kUnit, distance[m][slot], x);
     return x;
   }
-  // The largest addend of a row's elements, of lines and of ALiBi on one side alone, from that of its row.
+  // The largest addend of a row's elements. start: what start() returned. Only with kBounded: for lines, one-sided
+  // ALiBi and ramps.
   template <class Unit>
   DEVICE float largest(int m, int slot, float start) const {
     if constexpr (kRamp) return start;
@@ -140,12 +145,12 @@ struct AddedScores {
     if constexpr (config::kAlibi) start = fmaf(fmaxf(slope[m][slot], 0.0f) * Unit::kUnit, last, start);
     return start;
   }
-  // The addend of an element's exponent, from that of its row.
+  // The addend of an element's exponent. start: what start() returned.
   template <class Unit>
   DEVICE float addend(int m, int n, int e, float start) const {
     if constexpr (config::kBias > 0) {
       const float b = element(bias[m * kKeyBlocks + n], e);
-      // A compiler leaves a multiplication by 1 where it is.
+      // Spelled out, since compilers do not remove the multiplication by 1 from an fma.
       start = Unit::kUnit == 1.0f ? b + start : fmaf(b, Unit::kUnit, start);
     }
     if constexpr (kRamp) return start;
@@ -153,7 +158,7 @@ struct AddedScores {
     if constexpr (ScoreRule::kLine) start = fmaf(step[m][C::slot(e)] * Unit::kUnit, column, start);
     if constexpr (config::kAlibi) {
       if constexpr (config::kOneSided) {
-        // No key beyond the diagonal is seen: the distance has no sign to lose.
+        // Distances of visible keys are not negative, so they need no absolute value.
         start = fmaf(slope[m][C::slot(e)] * Unit::kUnit, column, start);
       } else {
         const float apart = distance[m][C::slot(e)] - column;

@@ -1,12 +1,12 @@
-// Elements of the arrays that a score function or a predicate reads. An index outside an axis is clamped to it, so
-// that nothing is read outside of an array, wherever a tile ends.
+// Captured arrays: those that a score function or a mask's predicate reads. Indices are clamped to their axis, so
+// nothing is read outside an array, wherever a tile ends.
 #pragma once
 
 #include "attn/params.cuh"
 #include "attn/score_maths.cuh"
 #include "target/target.cuh"
 
-// What an element is in a text: a float, an int or a bool.
+// An element as the generated code computes with it: a float, an int or a bool.
 DEVICE float captured_value(float x) { return x; }
 DEVICE float captured_value(float16 x) { return target::to_float(x); }
 DEVICE float captured_value(bfloat16 x) { return target::to_float(x); }
@@ -30,7 +30,7 @@ DEVICE auto captured_at(const Captured& array, Indices... indices) {
   return captured_value(static_cast<const T*>(array.data)[offset]);
 }
 
-// The number of an element in C order, whatever the strides are: where its gradient belongs.
+// The index of an element in C order, whatever the array's strides are. Gradients are summed at this index.
 template <class... Indices>
 DEVICE int64 captured_number(const Captured& array, Indices... indices) {
   const int given[] = {indices...};
@@ -41,7 +41,7 @@ DEVICE int64 captured_number(const Captured& array, Indices... indices) {
   return number;
 }
 
-// The same as a text in CUDA reads it: slope[head] or slope(head), table(q_idx, kv_idx).
+// A captured array as the generated code reads it: slope[head] or slope(head), table(q_idx, kv_idx).
 template <class T>
 struct CapturedArray {
   const Captured& array;

@@ -1,14 +1,17 @@
-// Attention of few query rows to many keys: what takes time is to read the keys (Flash-Decoding, Dao et al. 2023).
+// Decoding: attention of few query rows to many keys, whose time is that of reading the keys (Flash-Decoding, Dao et
+// al. 2023). attend() below is the body of the kernels portable/decode.cu and sm90/decode.cu.
 //
-// The rows of a block are those of kTileQ queries in kHeads heads that share its keys: query by query, head by head. Of
-// more such heads than a tile has rows, they are those of one query in some of the heads. Its waves take key tiles in
-// turn, all rows each. A wave has a ring of key tiles to itself, so it waits for nobody: while it computes one tile,
-// kStages - 1 others of its own are on their way. Blocks share all keys of the batch out evenly
-// (attn/schedule/line.cuh). The waves' rows become one in shared memory, and those of blocks that share a query tile in
-// global memory, in the last of them to be done (attn/schedule/shared_tile.cuh).
+// A query tile has the rows of kTileQ queries in kHeads heads of one GQA group, ordered by query, then by head. Where a
+// group has more heads than a tile has rows, a tile has the rows of one query in some of the heads. The waves of a
+// block take key tiles in turn, each with all rows of the query tile. Each wave has a ring of key tiles to itself, so
+// it waits for no other wave: while it computes one tile, kStages - 1 others are being loaded. The keys of the whole
+// batch are divided evenly among blocks (attn/schedule/line.cuh): a block has a part of this line, which is made of
+// segments, one for each query tile that it touches. At the end of a segment, the partial results of the block's waves
+// are merged in shared memory. Those of blocks that share a query tile are merged in global memory, by the last of
+// these blocks to finish (attn/schedule/shared_tile.cuh).
 //
-// How key tiles come into a ring is the kernel's own: `Ring` below is WaveRing of portable/decode.cu, whose lanes copy,
-// or that of sm90/decode.cu, which asks TMA.
+// How key tiles get into a ring differs: the template parameter `Ring` is WaveRing of portable/decode.cu, whose lanes
+// copy asynchronously, or EngineRing of sm90/decode.cu, which uses TMA.
 #pragma once
 
 #include "attn/decode_output.cuh"
@@ -31,11 +34,13 @@
 
 namespace decode {
 
-// Bytes of shared memory: the rings, each with probabilities where they go through memory; the queries; what a kernel
-// keeps for each ring; segments that others have a part in; words for the whole block; and room to cut the line in.
-// What the rows of a wave come to takes the one slot of its ring that stays free while the next segment's first tiles
-// are on their way. If it has no room there, the next segment waits, and the rows of all waves lie where rings and
-// queries were.
+// The layout of shared memory, in bytes: the rings, each followed by a slab for P where P V reads it from shared
+// memory; the queries; what a kernel keeps for each ring; the query tiles that other blocks share; flags; and the
+// scratch for cutting the line.
+//
+// A wave's partial result goes into the one slot of its ring that stays free while the first tiles of the next segment
+// are loaded (kPrefetches). Where a slot is too small for it, the next segment is loaded only after the merge, and the
+// partial results of all waves lie where rings and queries were.
 template <class Ring>
 struct Layout {
   static constexpr bool kPrefetches = kPartialBytes <= Ring::kStageBytes;
@@ -59,7 +64,7 @@ DEVICE int last_slot(int slot) { return slot > 0 ? slot - 1 : kStages - 1; }
 
 using RowsVisible = RowsOfHeads<Visible, kHeads>;
 
-// A key tile, as finish_scores asks for it.
+// One key tile, with the members that finish_scores() reads of `keys`.
 struct OneTile {
   RowsVisible visible;
   int key;
@@ -69,11 +74,11 @@ struct OneTile {
   DEVICE Edges edges(int) const { return met; }
 };
 
-// A segment, whose tiles are loaded one after the other.
+// A segment, and how its tiles are loaded.
 template <class Ring>
 struct Work {
   Segment segment;
-  int first;  // query
+  int first;  // first query of the query tile
   KeyTiles<Visible, kTileQ, kTileK> key_tiles;
   TileSpan span;
   typename Ring::Source source;
@@ -88,11 +93,13 @@ struct Work {
         source(p, segment, segment.kv_head),
         mask(p, segment.sequence, segment.head, first, segment.rows, lane) {}
 
+  // The last query of the query tile.
   DEVICE int last() const { return kTileQ == 1 ? first : first + segment.rows / kHeads - 1; }
+  // Turns of the waves, and the key tile of a wave in turn n.
   DEVICE int rounds() const { return (span.count() + kWaves - 1) / kWaves; }
   DEVICE int tile(int n, int wave) const { return span.begin + n * kWaves + wave; }
 
-  // The queries, and all of a wave's tiles that fit its ring but for one. slot: of the first.
+  // Starts to load the queries and the wave's first kStages - 1 tiles. slot: of the first of these.
   DEVICE void begin(const ForwardParams& p, Element* queries, Ring& ring, int slot, int wave, int lane) {
     if (tile(0, wave) < span.end) {
       look_up(tile(0, wave), lane);
@@ -109,21 +116,23 @@ struct Work {
     }
   }
 
-  // A tile of the wave: the last but one that was looked up, and then the next but one is. Nothing if there is no such,
-  // or no row sees any of it: then the slot is empty.
+  // Starts to load a tile of the wave, which must be the last but one that was looked up, and looks up the wave's next
+  // tile but one. Loads nothing behind the last tile of the segment, nor a tile that the mask hides from all rows: its
+  // slot is then marked as empty.
   DEVICE void load(const ForwardParams& p, Ring& ring, int slot, int tile, int lane) {
     if (tile < span.end) {
       const bool dead = mask.dead();
       if (kBlockMask) empty = dead ? empty | 1u << slot : empty & ~(1u << slot);
       if (!dead) real_rows(tile, [&](const auto& real) { ring.load(p, source, slot, real, lane); });
-      // Behind the last tile is the last page.
+      // A look-up behind the last tile finds the last page.
       look_up(tile + 2 * kWaves, lane);
     }
     ring.commit();
   }
   DEVICE bool is_empty(int slot) const { return kBlockMask && (empty >> slot & 1) != 0; }
 
-  // Calls `use` with those rows of a tile that some query row may see: of the others, a page may hold anything.
+  // Calls `use` with a predicate that is true for the rows of a tile that some query row may see. The pages of other
+  // rows may hold anything.
   template <class Use>
   DEVICE void real_rows(int tile, const Use& use) const {
     const int row = key_tiles.first_key(tile), rest = segment.k.length - row;
@@ -138,17 +147,19 @@ struct Work {
  private:
   unsigned empty = 0;  // a bit for each slot
 
+  // Starts to load the page id and the mask bits of a tile.
   DEVICE void look_up(int tile, int lane) {
     const int first_key = key_tiles.first_key(tile);
     source.look_up(first_key, lane);
     mask.look_up(first_key);
   }
 
-  // Where no row is limited but by the sequence's end, every page is the sequence's.
+  // Whether rows are tested for more than the sequence's end. Without a left limit, and without a right limit from a
+  // top-left diagonal, all pages that are read belong to the sequence.
   static constexpr bool kReached = kPaged && (kLeft || (kRight && kTopLeft));
 };
 
-// All of a block. shared: aligned as the rings are.
+// The whole work of a block. shared: its shared memory, aligned as the rings need. more: arguments of the ring.
 template <class Ring, class... More>
 DEVICE void attend(const ForwardParams& p, unsigned char* shared, const More&... more) {
   using L = Layout<Ring>;
@@ -168,14 +179,14 @@ DEVICE void attend(const ForwardParams& p, unsigned char* shared, const More&...
   line.cut(*reinterpret_cast<typename BlockLine::Room*>(shared + L::kRoomAt));
   if (line.at >= line.end) return;
   Work<Ring> work;
-  Segment done;    // the last segment
-  int slot = 0;    // of the next tile in the ring of a wave
-  int shares = 0;  // segments of query tiles that others have a part in, the next one's among them
-  bool any = false;
+  Segment done;      // the segment before
+  int slot = 0;      // of the next tile in the wave's ring
+  int shares = 0;    // entries of `kept`: the segments that have begun so far whose query tile other blocks share
+  bool any = false;  // whether there is a segment `done`, which is still to be merged
 
 #pragma unroll 1
   while (true) {
-    // The next segment's first tiles are on their way while the last one is merged.
+    // The first tiles of the next segment are loaded while the partial results of the segment before are merged.
     const bool more = line.at < line.end;
     const auto begin = [&] {
       work = Work<Ring>(p, line, lane);
@@ -205,11 +216,11 @@ DEVICE void attend(const ForwardParams& p, unsigned char* shared, const More&...
     }
     ring.wait_for_queries();
     target::block_sync();
-    float unit = 1.0f;  // of products, in those with queries as they were
+    float unit = 1.0f;  // the factor that undoes the scaling of the converted queries
     if constexpr (kConvertsQueries) {
       const QueryTile<kTileRows, kDepthQk, kPitchQ> tile{queries};
       const int exponent = tile.exponent(lane);
-      target::block_sync();  // all have seen all of them
+      target::block_sync();  // all waves have read all queries
       tile.convert(exponent, thread, kThreads);
       target::block_sync();
       unit = target::float_of(static_cast<unsigned>(exponent) << 23);
@@ -241,7 +252,8 @@ DEVICE void attend(const ForwardParams& p, unsigned char* shared, const More&...
     UNROLL for (int m = 0; m < kRowBlocks; m++) { UNROLL for (int d = 0; d < kOutBlocks; d++) o[m][d] = C{}; }
     const bool straight = Added::are_straight(rules, 0, lane);
 
-    // All waves take as many turns, though the last ones may have no tile in the last: their slots stay the same.
+    // All waves take the same number of turns, even those without a tile in the last turn: so `slot` is the same in
+    // all.
 #pragma unroll 1
     for (int n = 0; n < work.rounds(); n++, slot = next_slot(slot)) {
       const int tile = work.tile(n, wave);
@@ -253,11 +265,12 @@ DEVICE void attend(const ForwardParams& p, unsigned char* shared, const More&...
         continue;
       }
       const int first_key = work.key_tiles.first_key(tile);
-      // On its way while the tile is waited for.
+      // Loaded while the wave waits for the tile.
       Added added;
       added.straight = straight;
       added.load(rules, 0, first_key, lane);
-      // The tile is there for all lanes, and all are done with the one before, whose slot is filled anew.
+      // After the wave_sync() all lanes may read the tile, and all are done with the one before it, whose slot is
+      // refilled.
       ring.wait(slot);
       work.real_rows(tile, [&](const auto& real) { ring.clear(slot, real, lane); });
       target::wave_sync();
@@ -271,7 +284,7 @@ DEVICE void attend(const ForwardParams& p, unsigned char* shared, const More&...
       const Edges edges = visible.edges(first_key, first_key + kTileK - 1, work.first, work.last());
       finish_scores(s, rules, added, finish, OneTile{rows_visible, first_key, edges}, 0, 0, lane);
       seen.hide(s, finish.masked(), lane, added.forgets());
-      // The zeros of probabilities do not hide a NaN.
+      // P V would be NaN where V is NaN, even for a probability of 0: rows of V that no query row sees are cleared.
       if (seen.clear_hidden(lane, [&](int key) { ring.clear_value(slot, key); })) {
         ring.values_are_clean();
         target::wave_sync();
@@ -296,7 +309,7 @@ DEVICE void attend(const ForwardParams& p, unsigned char* shared, const More&...
   ring.launch_dependents();
   if (shares == 0) return;
 
-  // All stores of the block come before its arrival, and behind the last arrival all loads.
+  // All stores of the block come before its arrival; the loads of the last block to arrive come after it.
   target::block_sync();
   if (thread < shares) flags[thread] = kept[thread].arrive(p.splits);
   target::block_sync();

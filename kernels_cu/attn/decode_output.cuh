@@ -1,5 +1,5 @@
-// How rows leave the kernels that decode (attn/decode.cuh): waves' rows become the block's, and blocks' parts of a
-// query tile become its output.
+// The end of the decoding kernels (attn/decode.cuh): merges the partial results of a block's waves, then those of the
+// blocks that share a query tile, and writes output rows.
 #pragma once
 
 #include "attn/decode_tile.cuh"
@@ -10,7 +10,7 @@
 
 namespace decode {
 
-// Four columns of an output row; `columns` are there.
+// Stores four columns of an output row, or fewer at its end: the row has `columns` more.
 DEVICE void store_columns(Element* out, const FourFloats& x, int columns) {
   alignas(16) Element y[4];
   UNROLL for (int i = 0; i < 4; i++) y[i] = target::from_float<Element>(x.x[i]);
@@ -21,7 +21,7 @@ DEVICE void store_columns(Element* out, const FourFloats& x, int columns) {
   }
 }
 
-// Rows that are done go out.
+// Writes rows that are merged over all keys to out and lse.
 struct Output {
   const ForwardParams& p;
   const Segment& segment;
@@ -45,8 +45,9 @@ struct Output {
   }
 };
 
-// What `count` partials come to goes out, or to `kept` if there are others. Each thread has some columns of a row: so
-// many that it has no second row to wait for, if eight are enough.
+// Merges `count` partial results; part(n) is the n-th. The rows are written to the output, or to `kept` where more
+// partial results are to be merged. Each thread has four columns of a row, or eight if four would leave it a second
+// turn.
 template <int kAtOnce, class Part>
 DEVICE void merge(const Output& output, int thread, int count, const Part& part, Partials* kept) {
   constexpr int kFours = kRows * (kDepthV / 4) > kThreads ? 2 : 1, kColumns = 4 * kFours;
@@ -67,7 +68,9 @@ DEVICE void merge(const Output& output, int thread, int count, const Part& part,
   }
 }
 
-// In the last block of a query tile's parts, or of a bunch of them. flag: a word of the block.
+// Merges the parts of a query tile, in the block that arrived last. Where there are very many, that is the last block
+// of a bunch of parts (attn/schedule/shared_tile.cuh): it merges the bunch, and the last block to do so merges the
+// bunches. flag: in shared memory.
 DEVICE void join_parts(const ForwardParams& p, const SharedTile<Partials>& tile, bool& flag, int thread) {
   const auto bunch = tile.bunch(p.splits);
   auto parts = tile.parts(p.splits);

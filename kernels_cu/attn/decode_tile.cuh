@@ -1,4 +1,4 @@
-// The tile of the kernels that decode (attn/decode.cuh): its sizes, and the types that follow from them.
+// Sizes and types of the decoding kernels (attn/decode.cuh), which follow from the constants of their configuration.
 #pragma once
 
 #include "attn/added_scores.cuh"
@@ -32,7 +32,7 @@ static_assert(kStages >= 2, "one tile is computed while others are on their way"
 
 constexpr int kPitchQ = padded_pitch<Element>(kDepthQk);
 constexpr int kPitchP = padded_pitch<Element>(kTileK);
-constexpr int kRows = kTileQ * kHeads;  // the most that are real
+constexpr int kRows = kTileQ * kHeads;  // the most rows of a tile that are real
 using Partials = RowPartials<kRows, kDepthV>;
 static_assert(sizeof(Partials) == kPartialBytes, "the host's is the same");
 
@@ -45,9 +45,9 @@ using Softmax = OnlineSoftmax<C, kRowBlocks>;
 using BlockLine = Line<kRagged, kPaged, kPlainIntegers, Visible, kTileQ, kTileK, kHeads, kHeadsLeft, kWaves, kThreads>;
 
 constexpr int kSteps = kDepthQk / M::kDepth;
-// Queries stay in registers where they are few.
+// Whether queries stay in registers: where they take at most 128 bytes of each lane.
 constexpr bool kHoldsQueries = kRowBlocks * kSteps * int(sizeof(typename M::A)) <= 128;
-// Many conversions at once have no registers beside those of many rows.
+// Whether many rows leave too few registers for many float8 conversions at once: products are then unrolled less.
 constexpr bool kCrowded = kFloat8 && kRowBlocks > 1 && !kHoldsQueries;
 constexpr int kUnrolledSteps = M::kDepth != 16 ? 4 : kCrowded ? 2 : 16;
 

@@ -1,5 +1,6 @@
-// Which probabilities are dropped: docs/notes/dropout.md is the definition. The kept set depends on the seed and on the
-// indices of sequence, query head, row and key alone.
+// Dropout masks: which probabilities are dropped. docs/notes/dropout.md is the definition. The mask depends only on the
+// seed and on the indices of sequence, query head, row and key. So every kernel recomputes the same mask, whatever its
+// tiles are.
 #pragma once
 
 #include "attn/params.cuh"
@@ -9,7 +10,7 @@ struct Words {
   unsigned x[4];
 };
 
-// Philox4x32-10 (Salmon et al. 2011) of several counters at once: a round's keys are made once for all.
+// Philox4x32-10 (Salmon et al. 2011) of several counters at once, which share the keys of each round.
 template <int kCount>
 DEVICE void philox(Words (&counters)[kCount], unsigned key0, unsigned key1) {
   UNROLL for (int round = 0; round < 10; round++) {
@@ -28,10 +29,10 @@ DEVICE void philox(Words (&counters)[kCount], unsigned key0, unsigned key1) {
   }
 }
 
-// Of one query head of one sequence.
+// The dropout mask of one query head of one sequence.
 struct DropoutRule {
   unsigned key0, key1;  // the seed
-  unsigned threshold;   // in the upper half of a word
+  unsigned threshold;   // a probability whose 16 random bits are below it is dropped; in the upper half of the word
   int sequence, head;
 
   DEVICE DropoutRule(const ForwardParams& p, int sequence, int head) : sequence(sequence), head(head) {
@@ -47,15 +48,15 @@ struct DropoutRule {
     }
   }
 
-  // The random bits of rows i and i + 8 at keys j, j + 1, j + 8 and j + 9, counted from a multiple of 16 each:
-  // word 2 * (key / 8) + row / 8, the odd key's in its upper half.
+  // The random bits of rows i and i + 8 at keys j, j + 1, j + 8 and j + 9. Word 2 * (key / 8) + row / 8, row and key
+  // counted from a multiple of 16, has those of two adjacent keys, the odd key's in its upper half.
   DEVICE Words words(int i, int j) const {
     Words drawn[1] = {counter(i, j)};
     philox(drawn, key0, key1);
     return drawn[0];
   }
   DEVICE Words counter(int i, int j) const {
-    const unsigned row = static_cast<unsigned>(i), key = static_cast<unsigned>(j);  // whose quotients are shifts
+    const unsigned row = static_cast<unsigned>(i), key = static_cast<unsigned>(j);  // so that divisions are shifts
     return {{key / 16 * 4 + key % 8 / 2, row / 16 * 8 + row % 8, static_cast<unsigned>(head),
              static_cast<unsigned>(sequence)}};
   }
@@ -64,8 +65,8 @@ struct DropoutRule {
   DEVICE bool keeps_one(int i, int j) const { return keeps(words(i, j).x[2 * (j / 8 % 2) + i / 8 % 2], j % 2 != 0); }
 };
 
-// For every element of a wave's tile, queries being rows: visit(m, n, e, kept). first_row and first_key are multiples
-// of 16, so one call of the generator serves the eight elements that a lane holds of a 16 x 16 block.
+// Calls visit(m, n, e, kept) for every element of a wave's tile whose rows are queries. first_row and first_key are
+// multiples of 16, so one call of the generator serves the eight elements that a lane holds of a 16 x 16 block.
 template <class C, int kRowBlocks, int kKeyBlocks, class Visit>
 DEVICE void each_kept(const DropoutRule& rule, int first_row, int first_key, int lane, const Visit& visit) {
   UNROLL for (int n = 0; n < kKeyBlocks; n++) {
@@ -85,11 +86,12 @@ DEVICE void each_kept(const DropoutRule& rule, int first_row, int first_key, int
   }
 }
 
-// What each_kept is where keys are rows: visit(m, n, e, kept), m counting blocks of keys.
+// The same for a tile whose rows are keys; m then numbers blocks of keys, n blocks of queries.
 //
-// A lane has one key of a block and, in two halves, two queries: two counters, which the lane of the next key, four on,
-// has too. One of the keys is even, the other odd, so that each needs the half of every word that is its key's: each
-// lane draws one counter and gives the other half away.
+// Here a lane's eight elements of a block belong to two counters, one of its even queries and one of its odd queries.
+// Its two keys are both even or both odd, so it needs one half of each word. The lane of the adjacent keys, which is
+// four lanes away, needs the other halves of the same two counters. So each of the two computes one counter and gives
+// the halves that it does not need to the other.
 template <class C, int kKeyBlocks, int kQueryBlocks, class Visit>
 DEVICE void each_kept_of_keys(const DropoutRule& rule, int first_key, int first_row, int lane, const Visit& visit) {
   UNROLL for (int n = 0; n < kQueryBlocks; n++) {
@@ -98,7 +100,9 @@ DEVICE void each_kept_of_keys(const DropoutRule& rule, int first_key, int first_
       if constexpr (C::kElements == 8 && C::kSlots == 2) {
         const bool odd = C::row(lane, 0) % 2 != 0;
         const Words words = rule.words(i + C::column(lane, 0) + odd, j + C::row(lane, 0));
-        unsigned bits[2][C::kSlots];  // of queries that are even, and of odd ones: a half-word for each 8 columns
+        // Of even and of odd queries: the lower half of a word is for columns 0 to 7 of the block, the upper for 8 to
+        // 15.
+        unsigned bits[2][C::kSlots];
         UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
           const unsigned first = words.x[2 * slot], second = words.x[2 * slot + 1];
           const unsigned of_even = (first & 0xffffu) | second << 16;
@@ -120,8 +124,8 @@ DEVICE void each_kept_of_keys(const DropoutRule& rule, int first_key, int first_
   }
 }
 
-// Which of a tile's probabilities are kept: a bit for each of the lane's. They are drawn while the product is under
-// way, since no score decides them.
+// The dropout mask of a wave's tile, a bit for each of the lane's elements. It does not depend on scores, so it can be
+// computed while the matrix product runs.
 template <class C, int kRowBlocks, int kKeyBlocks>
 struct KeptBits {
   static constexpr int kBits = config::kDropout ? kRowBlocks * kKeyBlocks * C::kElements : 1;
@@ -138,7 +142,7 @@ struct KeptBits {
       });
     }
   }
-  // Keys being rows: kRowBlocks are blocks of keys.
+  // The same for a tile whose rows are keys: kRowBlocks then counts blocks of keys, and kKeyBlocks blocks of queries.
   DEVICE void draw_of_keys(const DropoutRule& rule, int first_key, int first_row, int lane) {
     if constexpr (config::kDropout) {
       UNROLL for (int i = 0; i < (kBits + 31) / 32; i++) bits[i] = 0;
@@ -151,7 +155,7 @@ struct KeptBits {
   }
   DEVICE bool at(int m, int n, int e) const { return bits[index(m, n, e) / 32] >> index(m, n, e) % 32 & 1; }
 
-  // Dropped probabilities become 0. What is kept is divided by 1 - dropout_p in the end.
+  // Sets dropped probabilities to 0. The division at the end of the kernel also divides by 1 - dropout_p.
   DEVICE void drop(C (&p)[kRowBlocks][kKeyBlocks]) const {
     if constexpr (config::kDropout) {
       UNROLL for (int m = 0; m < kRowBlocks; m++) {
@@ -165,14 +169,15 @@ struct KeptBits {
   }
 };
 
-// The random words of a wave's tile, queries being rows. No score decides them, so they can be drawn while the product
-// is under way. first_row and first_key are multiples of 16, so one counter serves the eight elements that a lane holds
-// of a 16 x 16 block.
+// The random bits of a wave's tile whose rows are queries. They do not depend on scores, so they can be computed while
+// the matrix product runs. first_row and first_key are multiples of 16, so one counter serves the eight elements that a
+// lane holds of a 16 x 16 block.
 template <class C, int kRowBlocks, int kKeyBlocks>
 struct RandomTile {
+  // Whether a lane's elements of a block are those of one counter. Else nothing is kept, and drop() computes each anew.
   static constexpr bool kByBlock = C::kElements == 8 && C::kSlots == 2;
   static constexpr int kBlocks = config::kDropout && kByBlock ? kRowBlocks * kKeyBlocks : 1;
-  // So many are drawn side by side.
+  // Counters of one call of philox().
   static constexpr int kAtOnce = kBlocks % 4 == 0 ? 4 : kBlocks % 3 == 0 ? 3 : kBlocks % 2 == 0 ? 2 : 1;
   static constexpr int kParts = kBlocks / kAtOnce;
 
@@ -199,7 +204,8 @@ struct RandomTile {
     this->first_row = first_row;
     this->first_key = first_key;
   }
-  // Of all words of these parts, whose bits are uniform: so are those of their exclusive or.
+  // The exclusive or of all words of these parts. Its bits are uniform, as theirs are. Hopper's forward uses it to have
+  // the words computed at one place of the program (sm90/forward_random.cuh).
   template <int kBegin, int kEnd>
   DEVICE unsigned together() const {
     unsigned x = 0;
@@ -215,7 +221,7 @@ struct RandomTile {
     }
     return rule.keeps_one(first_row + m * 16 + C::row(lane, C::slot(e)), first_key + n * 16 + C::column(lane, e));
   }
-  // Dropped probabilities become 0. What is kept is divided by 1 - dropout_p in the end.
+  // Sets dropped probabilities to 0. The division at the end of the kernel also divides by 1 - dropout_p.
   DEVICE void drop(C (&p)[kRowBlocks][kKeyBlocks], const DropoutRule& rule, int lane) const {
     if constexpr (config::kDropout) {
       UNROLL for (int n = 0; n < kKeyBlocks; n++) {

@@ -1,5 +1,6 @@
-// Fills the rows of an output that belong to no sequence: 0 in out, -inf in lse. There is a gap before each sequence of
-// a packed batch, which may be empty, and one behind the last; in a padded batch one behind each.
+// Fills the padding rows of an output, which belong to no sequence: 0 in out, -inf in lse. They form gaps, which may be
+// empty. A packed batch has a gap before each sequence and one behind the last, a padded batch one behind each
+// sequence.
 #pragma once
 
 #include "attn/params.cuh"
@@ -11,7 +12,7 @@ struct GapRows {
   int64 batch, begin, count;  // of one entry of the batch
 };
 
-// The gap after sequence `gap` - 1. side: that of p, or a copy of it with its integers elsewhere.
+// The gap behind sequence `gap` - 1. side: that of p, or a copy of it whose integers lie elsewhere.
 DEVICE GapRows rows_of_gap(const PaddingParams& p, const Side& side, int gap) {
   const bool packed = side.start.data != nullptr;
   int64 begin = 0, end = gap > 0 || packed ? side.rows : 0;
@@ -23,7 +24,7 @@ DEVICE GapRows rows_of_gap(const PaddingParams& p, const Side& side, int gap) {
   return {packed ? 0 : gap - 1, begin, end - begin};
 }
 
-// A wave fills every `step`-th row from number `first` on, in accesses of kBytes.
+// A wave fills every `step`-th row of a gap from its row `first` on, in accesses of kBytes.
 template <int kBytes>
 DEVICE void fill_out(const PaddingParams& p, const GapRows& rows, int first, int step) {
   const int from = target::thread_index() % target::kWave * kBytes, bytes = p.headdim * p.element_bytes;
@@ -52,7 +53,7 @@ DEVICE void fill_lse(const PaddingParams& p, const GapRows& rows, int first, int
   }
 }
 
-// By one of `waves` that share this output's gaps.
+// To be called by each of the `waves` waves that share the gaps of this output. wave: the caller's number.
 DEVICE void fill_padding(const PaddingParams& p, const Side& side, int wave, int waves) {
   if (p.out == nullptr && p.lse == nullptr) return;
   const int gaps = p.batch + 1, parts = waves > gaps ? waves / gaps : 1;

@@ -1,11 +1,11 @@
-// Lists of the keys that all rows share, ascending, -1 behind the last one. What a list holds is not trusted: no entry
-// leads outside of the arrays.
+// Lists of kept keys, for calls whose query rows share the keys they see (KeptKeys in attn/params.cuh): ascending, with
+// -1 behind the last key. Entries are not trusted: none leads outside the arrays.
 #pragma once
 
 #include "attn/params.cuh"
 #include "target/target.cuh"
 
-// Of one head of one sequence.
+// The list of one head of one sequence.
 struct KeptList {
   const int* entries;
   int count, rows;
@@ -19,7 +19,7 @@ struct KeptList {
     return unsigned(found) < unsigned(rows) ? found : -1;
   }
 
-  // The entry of a key, or -1. As an unsigned number -1 is behind every key.
+  // The entry of a key, or -1, by binary search. Keys are compared as unsigned numbers, so that -1 is behind every key.
   DEVICE int entry(int key) const {
     int first = 0, last = count;
     while (first < last) {
@@ -33,7 +33,7 @@ struct KeptList {
     return first < count && entries[first] == key ? first : -1;
   }
 
-  // The entries before the first one that is no key.
+  // The number of entries before the first one that is no key.
   DEVICE int length() const {
     int first = 0, last = count;
     while (first < last) {

@@ -1,5 +1,6 @@
-// Rows of kept keys, of all heads, and those of arrays of all keys: what gathering and scattering share. One wave takes
-// a row, of which a lane takes every kWave-th access.
+// Copies rows of K and V between arrays of all keys and arrays of kept keys, the keys that a list of attn/kept_keys.cuh
+// has. portable/kept_setup.cu gathers K and V with it, portable/scatter_keys.cu scatters dK and dV. One wave copies a
+// row of all heads; each of its lanes takes every kWave-th access.
 #pragma once
 
 #include "attn/kept_keys.cuh"
@@ -12,7 +13,8 @@ namespace kept_rows {
 constexpr int kThreads = config::kThreads;
 constexpr int kWaves = kThreads / target::kWave;
 
-// Of keys, or of values. kRowBytes: of a head; kCopyBytes: the widest access that the array of all keys allows.
+// For keys or for values. kRowBytes: of one head's row; kCopyBytes: the widest access that the array of all keys
+// allows.
 template <int kRowBytes, int kCopyBytes>
 struct KeptRows {
   static constexpr int kChunks = kRowBytes / kCopyBytes;
@@ -24,7 +26,7 @@ struct KeptRows {
   const KeptKeys& kept;
   int nheads;
 
-  // Where a head begins: of the array of all keys, of that of the kept ones.
+  // Where a head's row begins, in the array of all keys (`all`) and in that of the kept keys (`few`).
   DEVICE char* all(int64 batch, int key, int head) const {
     const Strides& strides = array.strides;
     const int64 element = batch * strides.batch + key * strides.row + head * strides.head;
@@ -34,7 +36,7 @@ struct KeptRows {
     return static_cast<char*>(array.kept) + ((batch * nheads + head) * kept.count + entry) * kPitch;
   }
 
-  // The row of an entry; zeros where it is no key.
+  // Copies the row of a list's entry to the kept keys; zeros where the entry is no key.
   DEVICE void gather(int64 batch, int entry, int lane) const {
     copy(
         [&](int head) -> const char* {
@@ -43,7 +45,7 @@ struct KeptRows {
         },
         [&](int head) { return few(batch, entry, head); }, lane);
   }
-  // The row of a key; zeros where entry_of(head) is none.
+  // Writes the row of a key among all keys, from entry entry_of(head) of each head; zeros where that is negative.
   template <class EntryOf>
   DEVICE void scatter(int64 batch, int key, const EntryOf& entry_of, int lane) const {
     copy(
@@ -55,10 +57,10 @@ struct KeptRows {
   }
 
  private:
-  // from(head): where a head is read, null for zeros; to(head): where it is written.
+  // from(head): where a head's row is read, null for zeros; to(head): where it is written.
   template <class From, class To>
   DEVICE void copy(const From& from, const To& to, int lane) const {
-    // Several accesses at a time are under way: each one is small.
+    // Several loads are in flight at once, since each is small.
     constexpr int kAtOnce = 4;
     const int count = nheads * kChunks;
     for (int base = lane; base < count; base += kAtOnce * target::kWave) {

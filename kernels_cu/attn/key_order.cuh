@@ -1,4 +1,5 @@
-// In which order a forward's query tile meets its keys, where those are not in a list.
+// In which order a query tile of a forward meets its key tiles, where these are not given by lists
+// (attn/listed_tiles.cuh).
 #pragma once
 
 #include "attn/tiles.cuh"
@@ -6,8 +7,8 @@
 
 template <class Visible>
 DEVICE constexpr TileOrder order_of_keys() {
-  // Up to the diagonal what adds to scores has its largest there, and a line on the last key, where it rewards what is
-  // near, as most do.
+  // Where no key beyond the diagonal is visible, ALiBi is largest at the diagonal. A line is largest at the last key if
+  // it favours near keys, as most do.
   if (config::kOneSided || (config::kScoreMod && config::kModLine)) return TileOrder::kDown;
   const bool all = !Visible::kLimitedLeft && !Visible::kLimitedRight;
   return config::kAlibi && all ? TileOrder::kFromDiagonal : TileOrder::kUp;

@@ -1,8 +1,10 @@
-// Tiles that meet, from lists: KeyTiles and QueryTiles (attn/tiles.cuh) where a mask hides keys one by one.
+// Which tiles meet, read from lists: the counterparts of KeyTiles and QueryTiles (attn/tiles.cuh) for masks that hide
+// single keys.
 //
-// A list is made for the kernel's own tiles (portable/mask_tiles.cu): first how many entries it has, then those, in the
-// order of tiles. Of a query tile an entry is the number of a key tile, twice, and one more where its elements must be
-// tested. Of a key tile it is a pair: the head among those that share the keys, and the query tile likewise.
+// Lists are made for the kernel's own tile sizes (portable/mask_tiles.cu, portable/kept_lists.cuh). A list begins with
+// its number of entries; the entries follow in the order of tiles. In the list of a query tile an entry is 2 * key
+// tile, plus 1 where elements must be tested by the mask's bits. In the list of a key tile an entry is a pair: the
+// number of the query head among those that share the keys, then 2 * query tile, plus 1 as before.
 #pragma once
 
 #include "attn/mask_bits.cuh"
@@ -12,20 +14,21 @@
 #include "attn/visible.cuh"
 #include "target/target.cuh"
 
-// Ints of a list. kPair: ints of an entry.
+// Ints between the beginnings of two lists. kPair: ints of an entry.
 template <int kPair>
 DEVICE int64 list_length(const TileLists& lists) {
   return 1 + int64(lists.capacity) * kPair;
 }
-// The list of a tile of kTile rows of a sequence's side. Sequences that share the rows of an array have lists one
-// behind the other: no more than the array has tiles, and one more for each.
+// The list of a tile of a sequence; tiles have kTile rows of one side. In a packed batch the lists of sequences follow
+// each other: they are at most as many as the array has tiles, and one more for each sequence.
 template <int kTile, int kPair>
 DEVICE int* list_of(const TileLists& lists, int sequence, const Span& span, int tile, int head) {
   const int64 index = sequence * lists.sequence + span.start / kTile + tile;
   return lists.data + (index * lists.nheads + group_of(head, lists.group)) * list_length<kPair>(lists);
 }
 
-// The tile of a rank by the lengths of lists, the longest first; likewise.
+// Where the tile of a rank is kept: a head's tiles by the lengths of their lists, the longest first. Indexed as
+// list_of().
 template <int kTile>
 DEVICE int* order_of(const TileLists& lists, int sequence, const Span& span, int rank, int head) {
   const int64 index = sequence * lists.sequence + span.start / kTile + rank;
@@ -55,15 +58,15 @@ struct ListedKeyTiles : TileSpan {
     return visible.edges(first_key(n), first_key(n) + kTileK - 1, first, first + kTileQ - 1);
   }
 
-  // The same tiles by the same numbers, but for rows [first, last], some of kRows.
+  // The same tiles with the same numbers, for a part of the rows: [first, last], of kRows rows from `first` on.
   template <int kRows>
   DEVICE ListedKeyTiles<Visible, kRows, kTileK> of_rows(int first, int last) const {
     return {*this, visible, bits, entries, first, last};
   }
-  // Those of a span that the rows may see by the rule of visible keys: none if last < first.
+  // The part of a span that the rows may see by the rule of visible keys; empty if last < first.
   DEVICE TileSpan seen(TileSpan span) const {
     if (last < first) return {span.begin, span.begin};
-    // Only there: it is a look at an entry that nobody has read yet.
+    // Only with this limit, since it waits for an entry that has not been read yet.
     if constexpr (Visible::kLimitedRight) {
       const int right = visible.row(last).right;
       while (span.begin < span.end && first_key(span.end - 1) > right) span.end--;
@@ -80,7 +83,7 @@ struct ListedKeyTiles : TileSpan {
       : TileSpan(span), visible(visible), bits(bits), entries(entries), first(first), last(last) {}
 };
 
-// Of all heads that share the keys, one after the other.
+// The query tiles that a key tile meets, of all query heads that share its keys, head by head.
 template <class Visible, int kTileQ, int kTileK>
 struct ListedQueryTiles : TileSpan {
   Visible visible;
@@ -95,7 +98,7 @@ struct ListedQueryTiles : TileSpan {
     entries = list + 1;
   }
 
-  // As of QueryTiles. That `begin` stays 0 spares the backward a register.
+  // Keeps one of `parts` equal parts of the list. `begin` stays 0, which spares the backward a register.
   DEVICE void take_part(int part, int parts) {
     const int first = end * part / parts;
     entries += 2 * first;
@@ -112,19 +115,19 @@ struct ListedQueryTiles : TileSpan {
   }
 };
 
-// A kernel's tiles and how they are found: by lists where kListed, else by the rule of visible keys alone.
-// kOrder: as of KeyTiles.
+// The types of a kernel's tiles: lists where kListed, else intervals by the rule of visible keys alone. kOrder: of key
+// tiles in intervals.
 template <bool kListed, class Visible, int kTileQ, int kTileK, TileOrder kOrder = TileOrder::kUp>
 struct MeetingTiles {
   using Keys = KeyTiles<Visible, kTileQ, kTileK, kOrder>;
   using Queries = QueryTiles<Visible, kTileQ, kTileK>;
 
-  // Those that a query tile meets.
+  // The key tiles that a query tile meets.
   DEVICE static Keys keys(const ForwardParams&, const Visible& visible, int, const Span& q, int, int tile) {
     const int first = tile * kTileQ;
     return Keys(visible, first, (q.length - first < kTileQ ? q.length : first + kTileQ) - 1);
   }
-  // Those that a key tile meets, of any query head of its kv head.
+  // The query tiles that a key tile meets, in any query head of its kv head.
   DEVICE static Queries queries(const ForwardParams&, const Visible& visible, int, const Span& q, const Span&, int,
                                 int tile) {
     return Queries(visible, tile, q.length);

@@ -1,7 +1,8 @@
-// The bits of a mask that hides keys one by one, and the test of a tile's elements against them.
+// The bits of a mask that hides single keys (BlockMask in attn/params.cuh), and how elements of a tile are masked by
+// them.
 //
-// What lies behind the mask's extents is as its last row and the last half-words of a row are: that is how a mask with
-// one row serves all rows, and no length makes a kernel read outside of the mask.
+// Beyond the mask's extents its last row, and the last half-words of each row, are repeated. So a mask of one row
+// serves all rows, and no length makes a kernel read outside the mask.
 #pragma once
 
 #include "attn/params.cuh"
@@ -9,14 +10,14 @@
 #include "target/target.cuh"
 #include "tile/copy.cuh"
 
-// head / group, exact below 2^20 heads (the host refuses more). Each tile begins with it, and a division of integers
-// takes three times as long.
+// head / group, exact below 2^20 heads (the host refuses more). Each tile begins by computing it, and an integer
+// division takes three times as long.
 DEVICE int group_of(int head, int group) {
   return static_cast<int>((float(head) + 0.5f) * target::reciprocal(float(group)));
 }
 
-// kWords half-words next to each other, read by the widest accesses that their alignment allows: a tile's first
-// half-word is a multiple of kWords. Two are kept in a register: half-words of their own would be kept in memory.
+// kWords adjacent half-words, loaded by the widest accesses that their alignment allows: the first half-word of a tile
+// is a multiple of kWords. A register holds two of them: the compiler would put an array of half-words into memory.
 template <int kWords>
 struct HalfWords {
   static constexpr int kBytes = (2 * kWords & -(2 * kWords)) < 16 ? (2 * kWords & -(2 * kWords)) : 16;
@@ -24,7 +25,7 @@ struct HalfWords {
 
   unsigned pairs[(kWords + 1) / 2];
 
-  // row: of the mask, `count` half-words, a multiple of 8.
+  // row: a row of the mask, which has `count` half-words, a multiple of 8. first: the half-word to begin with.
   DEVICE void load(const unsigned short* row, int first, int count) {
     UNROLL for (int n = 0; n < kWords; n += kChunk) {
       const int at = first + n;
@@ -44,6 +45,7 @@ struct HalfWords {
   }
   // The half-word n in the low 16 bits.
   DEVICE unsigned word(int n) const { return n % 2 ? pairs[n / 2] >> 16 : pairs[n / 2]; }
+  // Whether all keys are visible.
   DEVICE bool all() const {
     unsigned common = ~0u;
     UNROLL for (int n = 0; n < (kWords + 1) / 2; n++) common &= pairs[n];
@@ -51,7 +53,7 @@ struct HalfWords {
   }
 };
 
-// Of one head of one sequence.
+// The mask of one head of one sequence.
 struct MaskBits {
   const unsigned short* bits;
   int rows, words;
@@ -67,8 +69,8 @@ struct MaskBits {
   }
 };
 
-// Which keys of a tile a lane's rows see, where queries are rows: read before the scores are there, so that it is there
-// with them. kMasked: false where the kernel has no mask.
+// Which keys of a tile a lane's rows see, for a tile whose rows are queries. The bits are loaded before the scores are
+// computed, so that they are there by then. kMasked: false where the kernel has no mask.
 template <bool kMasked, class C, int kRowBlocks, int kKeyBlocks>
 struct SeenKeys {
   template <class Keys>
@@ -79,7 +81,7 @@ struct SeenKeys {
 };
 template <class C, int kRowBlocks, int kKeyBlocks>
 struct SeenKeys<true, C, kRowBlocks, kKeyBlocks> {
-  bool partial;
+  bool partial;  // whether elements must be tested; else the bits are not loaded
   HalfWords<kKeyBlocks> rows[kRowBlocks][C::kSlots];
 
   // n: the number of the tile among `keys`.
@@ -88,7 +90,7 @@ struct SeenKeys<true, C, kRowBlocks, kKeyBlocks> {
     partial = keys.masked(n);
     if (partial) load_rows(keys.bits, first_row, keys.first_key(n), lane);
   }
-  // Where there is no list that says whether the tile is partial.
+  // For kernels without lists that say whether a tile is partial: it is taken to be.
   DEVICE void load_bits(const BlockMask& mask, int sequence, int head, int first_row, int first_key, int lane) {
     partial = true;
     load_rows(MaskBits(mask, sequence, head), first_row, first_key, lane);
@@ -100,7 +102,7 @@ struct SeenKeys<true, C, kRowBlocks, kKeyBlocks> {
       }
     }
   }
-  // Elements that the mask hides become `value`, whatever they are. hidden(m, n, e): told of each.
+  // Sets the elements that the mask hides to `value`, even NaN. hidden(m, n, e): called for each of them.
   template <class Hidden = NoVisit>
   DEVICE void hide(C (&s)[kRowBlocks][kKeyBlocks], float value, int lane, const Hidden& hidden = Hidden{}) const {
     if (!partial) return;
@@ -120,10 +122,11 @@ struct SeenKeys<true, C, kRowBlocks, kKeyBlocks> {
   }
 };
 
-// Which rows of a key tile any query sees: what the others hold is not read, so that it reaches nobody, be it NaN.
+// A predicate for the rows of a key tile: whether any query sees the row. The others are not read, so that a NaN in
+// them reaches no result.
 struct SeenRows {
-  const unsigned short* keys;  // null: all
-  int64 head;                  // between the heads of the mask that share the keys
+  const unsigned short* keys;  // BlockMask::keys; null: all rows are seen
+  int64 head;                  // stride between the heads of the mask that share the keys
   int heads, words, first_key, valid;
 
   DEVICE bool operator()(int row) const {
@@ -136,8 +139,8 @@ struct SeenRows {
   }
 };
 
-// The rows of a key tile to copy, for query heads [head, head + group): of those that the sequence has, the first
-// `valid`, all, or where kMasked those that are seen. partial: whether the mask hides any of the tile.
+// The rows of a key tile to copy for query heads [head, head + group): the first `valid`, which the sequence has, and
+// where kMasked of these only those that some query sees. partial: whether the mask hides any element of the tile.
 template <bool kMasked>
 DEVICE auto rows_to_copy(const BlockMask& mask, int sequence, int head, int group, int first_key, int valid,
                          bool partial) {
@@ -156,8 +159,8 @@ DEVICE bool is_partial(const Keys& keys, int n) {
   return false;
 }
 
-// Where keys are rows and queries columns: what the mask hides of a tile becomes `value`. n: the number of the tile
-// among `queries`.
+// Sets the elements that the mask hides to `value`, in a tile whose rows are keys and whose columns are queries. n: the
+// number of the tile among `queries`.
 template <bool kMasked, class C, int kKeyBlocks, int kQueryBlocks, class Queries>
 DEVICE void hide_by_bits(C (&s)[kKeyBlocks][kQueryBlocks], float value, const BlockMask& mask, int sequence, int head,
                          const Queries& queries, int n, int first_key, int first_row, int lane) {

@@ -1,13 +1,13 @@
-// The bits of a mask for a tile whose rows are those of several heads: row r is one of query first + r / kHeads, in
-// head head + r % kHeads. No list says which key tiles are dead: a wave looks a tile's bits up two tiles ahead of its
-// load, as it does its page.
+// The mask in decoding (attn/decode.cuh), where a tile has rows of several heads: row r is query first + r / kHeads of
+// head head + r % kHeads. No list says which key tiles are dead, that is, hidden from all rows. Instead a wave looks up
+// the bits of a tile two tiles before it loads the tile, as it does with the tile's page.
 #pragma once
 
 #include "attn/mask_bits.cuh"
 #include "attn/params.cuh"
 #include "target/target.cuh"
 
-// kMasked: false where the kernel has no mask. C: of a product of queries and keys.
+// kMasked: false where the kernel has no mask. C: the accumulator of Q K^T.
 template <bool kMasked, class C, int kTileRows, int kTileK, int kHeads>
 struct TileMask {
   struct Seen {
@@ -32,9 +32,10 @@ struct TileMask<true, C, kTileRows, kTileK, kHeads> {
   static_assert(kKeyBlocks <= 2 && kTileRows <= target::kWave, "a row's bits are a word, and a lane has one row");
   static constexpr unsigned kAll = kKeyBlocks == 2 ? ~0u : 0xffffu;
 
-  // Of the tile's rows that are real; each of the others is as the first one.
+  // The bits of all rows of a tile. Rows that are not real have those of the first row.
   struct Seen : SeenKeys<true, C, kRowBlocks, kKeyBlocks> {
-    // clear(key): of the keys that no row sees, in all lanes of the wave together. Returns whether there is one.
+    // Calls clear(key) for each key that no row sees; the lanes of the wave share these keys. Returns whether there are
+    // any.
     template <class Clear>
     DEVICE bool clear_hidden(int lane, const Clear& clear) const {
       if (!this->partial) return false;
@@ -51,12 +52,12 @@ struct TileMask<true, C, kTileRows, kTileK, kHeads> {
     }
   };
 
-  const unsigned short* own;  // of the lane's row
+  const unsigned short* own;  // the mask's row for the row of the tile that is the lane's
   int words, sequence, head, first, rows;
-  unsigned bits, next_bits;  // of the last tile but one that was looked up, and of the last
+  unsigned bits, next_bits;  // of that row: in the last tile but one that was looked up, and in the last
 
   TileMask() = default;
-  // first: query. rows: that are real.
+  // first: the first query. rows: how many are real.
   DEVICE TileMask(const ForwardParams& p, int sequence, int head, int first, int rows, int lane)
       : words(p.block_mask.words), sequence(sequence), head(head), first(first), rows(rows) {
     const int r = real(lane, rows), row = first + r / kHeads;
@@ -70,10 +71,10 @@ struct TileMask<true, C, kTileRows, kTileK, kHeads> {
     found.load(own, first_key / 16, words);
     next_bits = found.pairs[0] & kAll;
   }
-  // Of the last tile but one that was looked up: whether no row sees any of its keys.
+  // Whether no row sees any key of the last tile but one that was looked up.
   DEVICE bool dead() const { return !target::wave_any(bits != 0); }
 
-  // Of any tile. Its bits were read before, so they are near.
+  // The bits of any tile, for its elements. look_up() has read them before, so they are in a cache.
   DEVICE Seen seen(const ForwardParams& p, int first_key, int lane) const {
     Seen seen;
     bool all = true;

@@ -1,5 +1,7 @@
-// Writes a mask: bits, a map of granules of kGranuleRows rows and kGranuleWords half-words that says which have any key
-// and which have all, and of each band of granules the keys that any row sees. A block takes a band, kGranules wide.
+// Writes a mask of single keys, for the kernels portable/mask_of_*.cu, which supply its half-words. It has three
+// arrays: the bits; a map that says of each granule, kGranuleRows rows by kGranuleWords half-words, whether it has no
+// visible key, some or only visible keys; and for each band of granules the keys that any of its rows sees. A block
+// writes kGranules adjacent granules of a band.
 #pragma once
 
 #include "attn/params.cuh"
@@ -10,7 +12,7 @@ namespace mask_writing {
 
 constexpr int kGranuleRows = 64;
 constexpr int kGranuleWords = 4;  // of 16 keys
-constexpr int kGranules = 4;      // that a block takes
+constexpr int kGranules = 4;      // of a block
 constexpr int kWords = kGranules * kGranuleWords;
 constexpr int kThreads = 256;
 constexpr int kStep = kThreads / kWords;  // rows that a block takes at once
@@ -19,7 +21,7 @@ constexpr int kSharedBytes = kThreads * (sizeof(unsigned short) + 1);
 
 enum State { kDead = 0, kPartial = 1, kFull = 2 };
 
-// Of the whole mask: which batch entry, head, first row and first half-word a block takes.
+// Where in the mask a block writes: batch entry, head, first row and first half-word.
 struct Start {
   int batch, head, row, word;
 };
@@ -30,13 +32,13 @@ DEVICE Start start_of(const WrittenMask& p, int block) {
   return {plane / p.nheads, plane % p.nheads, block / columns % bands * kGranuleRows, block % columns * kWords};
 }
 
-// Which of a half-word's bits are keys.
+// The bits of a half-word that are keys: none behind the last key.
 DEVICE unsigned keys_of(const WrittenMask& p, int word) {
   const int left = p.keys - word * 16;
   return left >= 16 ? 0xffffu : left > 0 ? (1u << left) - 1 : 0;
 }
 
-// half_word(batch, head, row, word): the 16 bits there. What it says of keys that are none counts for nothing.
+// half_word(batch, head, row, word): the 16 bits there. Bits behind the last key are ignored. shared: kSharedBytes.
 template <class HalfWord>
 DEVICE void write(const WrittenMask& p, const HalfWord& half_word, unsigned char* shared) {
   unsigned short* const words = reinterpret_cast<unsigned short*>(shared);
@@ -50,7 +52,7 @@ DEVICE void write(const WrittenMask& p, const HalfWord& half_word, unsigned char
   bool all = true;
   if (word < p.words) {
     const unsigned keys = keys_of(p, word);
-    unsigned found[kPasses];  // all are under way before the first is stored
+    unsigned found[kPasses];  // all loads are in flight before the first store
     UNROLL for (int pass = 0; pass < kPasses; pass++) {
       const int row = first_row + pass * kStep;
       found[pass] = row < p.rows && keys != 0 ? half_word(start.batch, start.head, row, word) & keys : 0;

@@ -1,17 +1,18 @@
-// A wave's tiles of keys and values, in pages or not: what is loaded is the last tile but one that was looked up. Under
-// load, the id of a page takes longer to come than a tile to be computed.
+// How the decoding kernels find and copy a wave's tiles of keys and values, in pages or not. load() copies the last
+// tile but one that was passed to look_up(): on a busy GPU, a page id takes longer to arrive than a tile takes to
+// compute, so ids are asked for that far ahead.
 //
-// If tiles divide pages, the rows of one are in one page. Else each lane looks up some rows of a tile and tells the
-// others through shared memory where they are.
+// NoPages is for keys that are not paged. With PageOfTile, tiles divide pages, so all rows of a tile lie in one page.
+// With PageRows they may lie in several: each lane looks up some rows and tells the others through shared memory where
+// they are.
 #pragma once
 
 #include "attn/pages.cuh"
 #include "target/target.cuh"
 #include "tile/rows.cuh"
 
-// Keys and values in no pages.
 struct NoPages {
-  int row, next_row;  // the first of the last tile but one, and of the last
+  int row, next_row;  // the first row of the last tile but one that was looked up, and of the last
 
   NoPages() = default;
   DEVICE NoPages(const Pages&, int, const Span&) {}
@@ -26,12 +27,12 @@ struct NoPages {
   }
 };
 
-// Of tiles of kRows keys, which divide pages.
+// For tiles of kRows keys that divide pages.
 template <int kRows, bool kPlain>
 struct PageOfTile {
   PageTable<kPlain> table;
   typename PageTable<kPlain>::Id id, next_id;
-  int row, next_row;  // the first of a tile, in the page
+  int row, next_row;  // the first row of a tile, in its page
 
   PageOfTile() = default;
   DEVICE PageOfTile(const Pages& pages, int sequence, const Span& keys)
@@ -51,15 +52,15 @@ struct PageOfTile {
   }
 };
 
-// Of tiles of kRows keys, anywhere.
+// For tiles of kRows keys that may cross pages.
 template <int kRows, bool kPlain>
 struct PageRows {
-  // A lane finds rows of keys, or of values, or of both.
+  // Rows that a lane finds, of the kRows rows of keys and as many of values.
   static constexpr int kFinds = (2 * kRows + target::kWave - 1) / target::kWave;
 
   PageTable<kPlain> table;
   typename PageTable<kPlain>::Id ids[kFinds], next_ids[kFinds];
-  int first, next_first;  // rows of a tile
+  int first, next_first;  // the first rows of these tiles
 
   PageRows() = default;
   DEVICE PageRows(const Pages& pages, int sequence, const Span& keys)
@@ -72,7 +73,8 @@ struct PageRows {
     UNROLL for (int n = 0; n < kFinds; n++) next_ids[n] = table.id(table.entry(row + of_lane(n, lane)));
   }
 
-  // Where the rows of that tile are: keys, then values, in elements from the first page's.
+  // Writes where the rows of the tile to be loaded are: those of keys, then those of values, in elements from the first
+  // page of the array.
   DEVICE void tell(int64* offsets, const Strides& keys, const Strides& values, int lane) const {
     UNROLL for (int n = 0; n < kFinds; n++) {
       const int which = n * target::kWave + lane;
@@ -83,7 +85,7 @@ struct PageRows {
     }
   }
 
-  // Once they are told; then others may be told.
+  // To be called after tell(), first for keys, then for values. Afterwards `offsets` may be written again.
   template <class Copy, bool kValues, class T, class Array, class Real>
   DEVICE void load(T* tile, Array* array, const Strides&, const int64* offsets, const Real& real, int lane) const {
     if constexpr (!kValues) target::wave_sync();

@@ -1,5 +1,5 @@
-// Keys and values in pages of an array that sequences share: where a sequence's rows lie, how many they can be, and
-// which of them a query tile reads.
+// Paged keys and values: where the rows of a sequence lie in pages of an array that sequences share, how many keys its
+// pages hold, and which rows a query tile may read.
 #pragma once
 
 #include "attn/params.cuh"
@@ -9,7 +9,8 @@
 #include "tile/copy.cuh"
 #include "tile/rows.cuh"
 
-// The entries of a sequence in the table of pages: [first, first + count). Nobody has checked them either.
+// The entries of a sequence in the block table: [first, first + count). They follow from unchecked integers, and are
+// clamped to the table.
 struct PageSpan {
   int64 first, count;
 };
@@ -20,15 +21,15 @@ DEVICE PageSpan pages_of(const Pages& pages, int sequence) {
   return {first, clamp(integer_at(pages.indptr, sequence + 1), first, pages.capacity) - first};
 }
 
-// No sequence has more keys than its pages.
+// The length of a sequence, but no more than its pages hold.
 template <bool kPlain = false>
 DEVICE int length_in_pages(const Pages& pages, int sequence, int length) {
   const int64 room = pages_of<kPlain>(pages, sequence).count * pages.page_size;
   return length < room ? length : static_cast<int>(room);
 }
 
-// Asks for the lengths and the table, each thread of the grid for a line: they are there, or on their way, when they
-// are read.
+// Prefetches lengths and block table, so that they are in the cache or on their way when they are read. Each thread of
+// the grid prefetches a cache line of each. thread: its number in the grid.
 DEVICE void prefetch_pages(const Pages& pages, const Integers& lengths, int batch, int64 thread) {
   constexpr int kLine = 128;
   if (lengths.data != nullptr && thread * kLine < int64(batch) * (lengths.is_64bit ? 8 : 4)) {
@@ -41,7 +42,7 @@ DEVICE void prefetch_pages(const Pages& pages, const Integers& lengths, int batc
   if (thread * kLine < bytes) target::prefetch(first + thread * kLine);
 }
 
-// The pages of a sequence, which has `span.length` keys.
+// The block table of a sequence, which has `span.length` keys.
 template <bool kPlain = false>
 DEVICE PageTable<kPlain> page_table(const Pages& pages, int sequence, const Span& span) {
   const int64 before = pages_of<kPlain>(pages, sequence).first * pages.entry + sequence * pages.row;
@@ -58,7 +59,7 @@ DEVICE PageTable<kPlain> page_table(const Pages& pages, int sequence, const Span
   return table;
 }
 
-// The rows of a kv head of a sequence, which has `span.length` keys.
+// The rows of a kv head of a sequence, in pages or not. The sequence has `span.length` keys.
 template <bool kPaged, class T>
 DEVICE auto rows_of_keys(const void* array, const Strides& strides, const Pages& pages, int sequence, const Span& span,
                          int head) {
@@ -70,7 +71,8 @@ DEVICE auto rows_of_keys(const void* array, const Strides& strides, const Pages&
   }
 }
 
-// The rows of a key tile, from the key `first` on, that are real and within these limits.
+// A predicate for the rows of a key tile, which begins at the key `first`: whether a row is real and within these
+// limits.
 template <class Real>
 struct RowsInReach {
   int first, left, right, sink;
@@ -80,15 +82,16 @@ struct RowsInReach {
     const int key = first + row;
     return is_real(real, row) && key <= right && (key >= left || key < sink);
   }
-  // But for those that reach from sink tokens into the window.
+  // Whether all of these rows are. May be false for a tile that reaches from sink tokens into the window.
   DEVICE bool all(int rows) const {
     const int last = first + rows - 1;
     return all_real(real, rows) && last <= right && (first >= left || last < sink);
   }
 };
 
-// Which keys some query row of a tile may see by the rule of visible keys. The others may be in pages that are the
-// sequence's no more, and whatever these hold reaches nobody.
+// The keys that some query row of a tile may see by the rule of visible keys. Other keys may lie in pages that no
+// longer belong to the sequence, whose contents must not reach any result. kLimited: false where no such test is
+// needed.
 template <bool kLimited>
 struct Reach {
   template <class Visible>
@@ -103,17 +106,17 @@ template <>
 struct Reach<true> {
   int left, right, sink;
 
-  // Of query rows [first, last].
+  // For query rows [first, last].
   template <class Visible>
   DEVICE Reach(const Visible& visible, int first, int last)
       : left(visible.row(first).left), right(visible.row(last).right), sink(visible.sink) {}
 
-  // Of the rows from `first_key` on those that are `real` and within reach.
+  // The rows from first_key on that are `real` and within reach.
   template <class Real>
   DEVICE RowsInReach<Real> rows(int first_key, const Real& real) const {
     return {first_key, left, right, sink, real};
   }
-  // Whether any of `count` keys from `first` on is within reach, in a sequence of so many.
+  // Whether any of `count` keys from `first` on is within reach, in a sequence of `length` keys.
   DEVICE bool meets(int first, int count, int length) const {
     return first < length && first <= right && (first + count > left || first < sink);
   }

@@ -1,4 +1,4 @@
-// Which sequence a physical row belongs to, for kernels that visit all rows.
+// Which sequence a physical row of an array belongs to, and at which position, for kernels that visit all rows.
 #pragma once
 
 #include "attn/params.cuh"
@@ -10,13 +10,13 @@ struct PhysicalRow {
   bool logical;  // false: padding, or no row at all
   int64 batch;   // index into the batch axis: 0 in packed mode
   int64 row;     // index into the row axis
-  // Of a logical row:
+  // Meaningful for logical rows only:
   int sequence;
   int at;      // its position in the sequence
   int length;  // of the sequence
 };
 
-// index: of the row in the whole array. kByWave: the same one for all lanes of a wave.
+// index: of the row in the whole array. kByWave: all lanes of a wave have the same index, and search together.
 template <bool kByWave = false>
 DEVICE PhysicalRow physical_row(const Side& side, int batch, int64 index) {
   if (side.start.data == nullptr) {
@@ -27,7 +27,7 @@ DEVICE PhysicalRow physical_row(const Side& side, int batch, int64 index) {
     return {row < length, sequence, row, static_cast<int>(sequence), static_cast<int>(row), length};
   }
   if (batch == 0 || index >= side.rows) return {false, 0, 0, 0, 0, 0};
-  // The last one that starts there or before: empty ones start there too.
+  // The last sequence that starts at the row or before it: empty ones before it may start at the same row.
   const auto starts = [&](int n) { return integer_at(side.start, n) <= index; };
   const int sequence = kByWave ? last_by_wave(batch, starts) : last_of(batch, starts);
   const Span span = span_of(side, sequence);

@@ -1,5 +1,6 @@
-// What rows have come to in some of their keys, row by row, and how such parts become one: those of a block's waves in
-// shared memory, and those of blocks in global memory.
+// Partial results of decoding (attn/decode.cuh): for each row, the running max, the sum and the output (not yet divided
+// by the sum) over some of its keys, and how partial results are merged. Those of a block's waves lie in shared memory,
+// those of blocks that share a query tile in global memory.
 #pragma once
 
 #include "attn/exponent.cuh"
@@ -10,14 +11,14 @@ struct alignas(16) FourFloats {
   float x[4];
 };
 
-// kRows: the most there are. kColumns: of the output.
+// A partial result of up to kRows rows. kColumns: of the output.
 template <int kRows, int kColumns>
 struct RowPartials {
   FourFloats out[kRows][kColumns / 4];
   float running_max[kRows];
   float sum[kRows];
 
-  // A wave's rows, of which `rows` are real. The softmax has summed them up.
+  // Stores a wave's rows, of which the first `rows` are real. softmax.sum_rows() must come before.
   template <class C, int kRowBlocks, int kOutBlocks, class Softmax>
   DEVICE void leave(const C (&o)[kRowBlocks][kOutBlocks], const Softmax& softmax, int rows, int lane) {
     float* const columns = reinterpret_cast<float*>(out);
@@ -39,7 +40,7 @@ struct RowPartials {
   }
 };
 
-// Some columns of a row, four and four, in all of its keys.
+// 4 * kFours columns of a row, merged over all partial results that have been joined.
 template <int kFours>
 struct MergedColumns {
   FourFloats out[kFours];
@@ -47,7 +48,8 @@ struct MergedColumns {
 
   DEVICE MergedColumns() : out{}, running_max(-target::infinity()), sum(0.0f) {}
 
-  // Joins `count` partials, part(n) being the n-th one, in their order. kAtOnce are read before the first is used.
+  // Merges `count` partial results into this one, in order; part(n) is the n-th. kAtOnce of them are loaded before the
+  // first is used.
   template <int kAtOnce, class Part>
   DEVICE void join(int count, int row, int column, const Part& part) {
 #pragma unroll 1
@@ -69,7 +71,7 @@ struct MergedColumns {
       UNROLL for (int n = 0; n < kAtOnce; n++) largest = fmaxf(largest, maxima[n]);
       move(largest);
       UNROLL for (int n = 0; n < kAtOnce; n++) {
-        // Of a part whose row saw no key the output is 0, and so is the weight.
+        // A partial result whose row saw no key has an output of 0, and a weight of 0.
         const float weight = weight_of(maxima[n]);
         sum = fmaf(sums[n], weight, sum);
         UNROLL for (int f = 0; f < kFours; f++) {
@@ -79,12 +81,12 @@ struct MergedColumns {
     }
   }
 
-  // One more score in the sum, which has no value. sink: in units of the exponent.
+  // Adds a learned sink to the sum: one more score, which has no row of V. sink: in units of the exponent.
   DEVICE void add_sink(float sink) {
     move(fmaxf(running_max, sink));
     sum += weight_of(sink);
   }
-  // A row that saw no key becomes 0. factor: of the values.
+  // Divides the output by the sum; a row that saw no key becomes 0. factor: the scale of the values.
   DEVICE void divide(float factor) {
     const float inverse = sum == 0.0f ? 0.0f : factor / sum;
     multiply(inverse);
@@ -94,6 +96,7 @@ struct MergedColumns {
   }
 
  private:
+  // Makes `largest` the running max and rescales sum and output.
   DEVICE void move(float largest) {
     const float before = running_max;
     running_max = largest;
@@ -104,7 +107,8 @@ struct MergedColumns {
   DEVICE void multiply(float factor) {
     UNROLL for (int f = 0; f < kFours; f++) { UNROLL for (int i = 0; i < 4; i++) out[f].x[i] *= factor; }
   }
-  // What exponents are taken against: of a row without one all are -inf, whatever is subtracted.
+  // The weight of a partial result with the running max `own`. Before the row has seen a key both are -inf, and 0 is
+  // subtracted, since -inf would give NaN.
   DEVICE float weight_of(float own) const {
     return Exponent::power(own - (running_max == -target::infinity() ? 0.0f : running_max));
   }

@@ -1,4 +1,4 @@
-// Where the rows of a sequence lie in an array.
+// Addresses of a sequence's rows in the arrays of a call.
 #pragma once
 
 #include "attn/params.cuh"
@@ -6,7 +6,7 @@
 #include "target/target.cuh"
 #include "tile/rows.cuh"
 
-// T: const where the kernel reads. batch: index into the batch axis; row: into the row axis.
+// T is const where the kernel only reads. batch: index into the batch axis; row: index into the row axis.
 template <class T, class Array>
 DEVICE T* row_at(Array* array, const Strides& strides, int64 batch, int64 row, int64 head = 0) {
   return static_cast<T*>(array) + batch * strides.batch + row * strides.row + head * strides.head;

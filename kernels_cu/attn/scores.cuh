@@ -1,7 +1,9 @@
-// What becomes of a tile's scores between the product and the softmax where queries are rows: finish_scores. Where keys
-// are rows, attn/scores_of_keys.cuh says it. Whatever else changes a score, or hides a key, belongs into both.
+// The steps between Q K^T and the softmax for a tile whose rows are queries: finish_scores(). For a tile whose rows are
+// keys, as the backward has them, attn/scores_of_keys.cuh is the counterpart. Whatever else is to change a score or
+// hide a key belongs in both.
 //
-// Both go over a wave's accumulators. first_row and first_key are those of the accumulators' first element.
+// All functions work on a wave's accumulators. first_row and first_key are the query and the key of the accumulators'
+// first element. Other indices are those of attn/softmax.cuh.
 #pragma once
 
 #include "attn/added_scores.cuh"
@@ -11,13 +13,14 @@
 #include "attn/visit.cuh"
 #include "target/target.cuh"
 
-// For the softmax of a forward, which adds what is added to scores, and scales them where scaling does not come first.
+// The `finish` of finish_scores() for a forward. Its softmax includes bias, ALiBi and lines itself, and scales scores
+// unless kScaleFirst.
 template <bool kScaleFirst>
 struct SoftmaxScore {
   float scale;
 
   DEVICE static float masked() { return -target::infinity(); }
-  // Of a natural unit, in those of what it gives.
+  // One natural unit of a score, in units of what operator() returns.
   DEVICE float unit() const { return kScaleFirst || ScoreRule::kScaled ? 1.0f : target::reciprocal(scale); }
   template <class Added>
   DEVICE float operator()(float product, int, int, int, const Added&) const {
@@ -25,29 +28,31 @@ struct SoftmaxScore {
   }
 };
 
-// The probability of a score, anew. In float32 the difference is taken before the change to base 2: that keeps the
-// digits which a large score and a large lse share, for one more instruction.
+// Recomputes a probability from a score and the lse of its row, for the backward. In float32 the lse is subtracted
+// before the change to base 2. This keeps the digits that a large score and a large lse share, for one more
+// instruction.
 //
-// An lse of -inf makes it inf: such a row sees no key, and what it does not see is masked afterwards. Where scores
-// themselves may be -inf, such an lse must be given as inf.
+// An lse of -inf gives a probability of inf. Such a row sees no key, so its elements are masked afterwards. Where
+// scores themselves may be -inf, the caller must pass such an lse as inf.
 //
-// kShift: a power of 2 that probabilities are multiplied by.
+// kShift: probabilities are multiplied by 2^kShift.
 template <class T, int kShift = 0>
 struct Probability {
   static constexpr bool kNatural = sizeof(T) == 4 || Exponent::kNatural;
   using Unit = typename Either<kNatural, Natural, Log2>::Type;
 
-  float scale;  // of the score
+  float scale;  // turns the argument of operator() into Unit
 
-  // scale: of what it is called with, 1 where that is a finished score.
+  // scale: turns the argument of operator() into a score; 1 where the argument is a finished score.
   DEVICE explicit Probability(float scale) : scale(scale * Unit::kUnit) {}
   DEVICE static float masked() { return 0.0f; }
-  // The exponent's addend, without what is added to the score.
+  // The part of an exponent that all keys of a row share: minus the lse, and kShift where Unit is base 2. power()
+  // applies kShift to natural exponents.
   DEVICE static float start(float lse) {
     if constexpr (kShift != 0 && !kNatural) return fmaf(-lse, Unit::kUnit, float(kShift));
     return -lse * Unit::kUnit;
   }
-  // The same on top of x.
+  // The same, plus x in Unit.
   DEVICE static float start(float lse, float x) { return fmaf(-lse, Unit::kUnit, kNatural ? x : x + kShift); }
   DEVICE static float power(float exponent) {
     if constexpr (kShift != 0 && kNatural) return target::exp2(fmaf(exponent, Log2::kUnit, float(kShift)));
@@ -55,11 +60,11 @@ struct Probability {
   }
   DEVICE float operator()(float product, float lse) const { return power(fmaf(product, scale, start(lse))); }
 };
-// The same where queries are rows, with the lse of each.
+// Probability as the `finish` of a tile whose rows are queries, with the lse of each of the lane's rows.
 template <class T, int kRowBlocks, int kSlots>
 struct RowProbability : Probability<T> {
   using typename Probability<T>::Unit;
-  float lse[kRowBlocks][kSlots];  // see set()
+  float lse[kRowBlocks][kSlots];  // set by set(): inf instead of -inf where scores may be -inf
 
   using Probability<T>::Probability;
   DEVICE void set(int m, int slot, float row_lse) {
@@ -74,8 +79,8 @@ struct RowProbability : Probability<T> {
   }
 };
 
-// What a tile's row does not see, counted from the tile's first key: keys beyond `right`, and keys from `sink` on that
-// come before `left`. An element's column in the tile is known when the kernel is compiled, so a test is one
+// The keys that a row of a tile does not see: those beyond `right`, and those before `left` unless they are before
+// `sink`. All limits count from first_key. The column of an element is a compile-time constant, so each limit costs one
 // comparison.
 template <class Visible>
 struct MaskedKeys {
@@ -91,8 +96,8 @@ struct MaskedKeys {
   DEVICE bool before(int j) const { return j < left && j >= sink; }
 };
 
-// Elements of keys that a row does not see become `value`. One edge at a time, since few tiles have both. hidden(m, n,
-// e): told of each.
+// Sets the elements of keys that their row does not see to `value`. The edges are handled one after the other, since
+// few tiles have both. hidden(m, n, e): called for each such element.
 template <class Visible, class C, int kRowBlocks, int kKeyBlocks, class Hidden>
 DEVICE void mask_scores(C (&s)[kRowBlocks][kKeyBlocks], float value, const Visible& visible, const Edges& edges,
                         int first_row, int first_key, int lane, const Hidden& hidden) {
@@ -116,7 +121,7 @@ DEVICE void mask_scores(C (&s)[kRowBlocks][kKeyBlocks], float value, const Visib
   if (edges.left) replace([](const MaskedKeys<Visible>& masked_keys, int j) { return masked_keys.before(j); });
 }
 
-// The same where keys are rows and queries columns.
+// The same for a tile whose rows are keys and whose columns are queries.
 template <class Visible, class C, int kKeyBlocks, int kQueryBlocks>
 DEVICE void mask_scores_of_keys(C (&s)[kKeyBlocks][kQueryBlocks], float value, const Visible& visible, int first_key,
                                 int first_row, int lane) {
@@ -129,7 +134,8 @@ DEVICE void mask_scores_of_keys(C (&s)[kKeyBlocks][kQueryBlocks], float value, c
         UNROLL for (int i = 0; i < C::kRun; i++) {
           const int e = C::element(slot, i);
           const int query = n * 16 + C::column(0, e);
-          const bool before = Visible::kLimitedRight ? query < first : limits.first > 0;  // no query, or all
+          // Without a right limit a key is hidden from all queries, past the end of the sequence, or from none.
+          const bool before = Visible::kLimitedRight ? query < first : limits.first > 0;
           if (before || (Visible::kLimitedLeft && query > last)) s[m][n].x[e] = value;
         }
       }
@@ -137,9 +143,10 @@ DEVICE void mask_scores_of_keys(C (&s)[kKeyBlocks][kQueryBlocks], float value, c
   }
 }
 
-// Queries are rows. finish(product, row block, key block, element, added): what a product, or what the rules remake of
-// it, becomes where its key is seen. Where it is hidden nothing is added to it any more. rules, visit: see
-// remake_scores.
+// All steps for key tile number n of `keys`, in their order: softcap and score function, `finish`, steep lines, and the
+// mask of visible keys. finish(x, m, n, e, added): what an element becomes where its key is seen; x is the product, or
+// what remake_scores() made of it. A hidden element becomes Finish::masked(), and its bias 0. rules, visit: see
+// remake_scores().
 template <class C, int kRowBlocks, int kKeyBlocks, bool kRamp, class Rules, class Finish, class Keys,
           class Visit = NoVisit>
 DEVICE void finish_scores(C (&s)[kRowBlocks][kKeyBlocks], const Rules& rules,

@@ -1,5 +1,6 @@
-// Between product and probability where keys are rows: what attn/scores.cuh and attn/score_rule.cuh are where queries
-// are.
+// The steps from K Q^T to probabilities for a tile whose rows are keys and whose columns are queries, as the portable
+// backward has them: finish_scores_of_keys(). For tiles whose rows are queries, attn/scores.cuh, attn/score_rule.cuh
+// and attn/added_scores.cuh have the counterparts.
 #pragma once
 
 #include "attn/added_scores.cuh"
@@ -8,8 +9,9 @@
 #include "attn/scores.cuh"
 #include "target/target.cuh"
 
-// Products become scores, but for what is added to them. visit(m, n, e, i, j, capped): told of each element on the way;
-// of one that is still to be scaled as it is.
+// Applies softcap and score function to a tile of products; what is added to scores comes later. visit(m, n, e, i, j,
+// capped): called for each element, with its query i, its key j and its score between softcap and score function. That
+// score is scaled, but not where the softcap leaves products unscaled (kScalesCapped).
 template <class C, int kKeyBlocks, int kQueryBlocks, class Visit>
 DEVICE void remake_scores_of_keys(C (&s)[kKeyBlocks][kQueryBlocks], const ScoreRule& rule, int first_key, int first_row,
                                   int lane, const Visit& visit) {
@@ -33,17 +35,17 @@ DEVICE void remake_scores_of_keys(C (&s)[kKeyBlocks][kQueryBlocks], const ScoreR
   }
 }
 
-// What keys add to the scores of a head, alike for all of its queries: of ALiBi on one side alone, and of a score
-// function's line. Products begin with it, so no instruction adds it. It takes digits of the products, which float32
-// has none to spare of.
+// The part of an addend that depends on the key alone, for one-sided ALiBi and for the line of a score function. The
+// accumulators of K Q^T start from it, so no instruction adds it. It costs products some digits. float32 has none to
+// spare, so only 16-bit types use it.
 struct KeyStart {
   static constexpr bool kAny = ((config::kAlibi && config::kOneSided) || ScoreRule::kLine) && !ScoreRule::kRemakes &&
                                config::kBias == 0 && sizeof(config::Element) == 2;
   static_assert(kAny || !ScoreRule::kLine, "a line is known to no other code here");
 
-  float step;  // from key to key, of products
+  float step;  // from key to key, in units of products
 
-  template <class Rule>  // what is not taken must not be instantiated: not all score functions are lines
+  template <class Rule>  // a parameter, so that branches not taken are not compiled: not all score functions are lines
   DEVICE explicit KeyStart(const Rule& rule) {
     if constexpr (ScoreRule::kLine) {
       step = is_steep(rule) ? 0.0f : rule.step(0) * target::reciprocal(scale(rule.p));
@@ -51,19 +53,21 @@ struct KeyStart {
       step = rule.slope * target::reciprocal(scale(rule.p));
     }
   }
-  // Far from where a steep line is 0 it has digits that its scores near there need.
+  // Whether the line is too steep to start from. Its values far from its zero are so large that their rounding costs
+  // digits which scores near the zero need.
   template <class Rule>
   DEVICE static bool is_steep(const Rule& rule) {
     constexpr float kSteepest = 16.0f;
     return !(fabsf(rule.step(0)) <= kSteepest && fabsf(rule.row_step()) <= kSteepest);
   }
-  // By what products become scores: a scale of 0 leaves nothing of them, and all of what they begin with.
+  // The factor from products to scores. Where products start from an addend, it is kept from 0: a scale of 0 should
+  // remove the products, but not the addend.
   DEVICE static float scale(const ForwardParams& p) {
     constexpr float kLeast = 0x1p-110f;
     const float scale = p.scores.scale;
     return !kAny || fabsf(scale) >= kLeast ? scale : kLeast;
   }
-  // Of the lane's key in a slot of block m, less its first key.
+  // The start value of the lane's key in a slot of block m, relative to that of its first key.
   template <class C>
   DEVICE float of(int m, int slot) const {
     const int key = m * 16 + C::row(0, slot);
@@ -71,9 +75,10 @@ struct KeyStart {
   }
 };
 
-// What the bias and ALiBi add to the scores of a tile. A lane's elements of one key are rows apart in the bias, so each
-// is read by itself, or once where all queries share it; or the bias lies in shared memory, where matrix loads turn it
-// round.
+// What bias, ALiBi and lines add to the scores of a tile whose rows are keys. A lane's elements of one key lie in
+// different rows of the bias, so each is loaded by itself. There are two exceptions: a bias with a single row for all
+// queries is loaded once for each key (kOfKeys), and a bias tile in shared memory is transposed by matrix loads
+// (kFromTile).
 template <class C, int kKeyBlocks, int kQueryBlocks>
 struct AddedScoresOfKeys {
   using Bias = typename Either<config::kBias == 4, float, config::Element>::Type;
@@ -85,16 +90,16 @@ struct AddedScoresOfKeys {
   using OfElements = typename Either<kByOperands, typename M::A, Bias[C::kElements]>::Type;
 
   typename Either<kOfKeys, float[C::kSlots], OfElements>::Type bias[kBlocks];
-  // Of the lane's first query from its first key. What another query or key adds to that is known when this is
-  // compiled.
+  // Of ALiBi: the distance of the lane's first query from its first key. The offsets of its other queries and keys are
+  // compile-time constants.
   float far;
   float slope;
-  // Of a line, at the lane's last query and first key: where no key beyond the diagonal is seen, they see each other,
-  // or none of the lane's do.
+  // The line at the lane's last query and first key, and its step from query to query. Under a causal mask this query
+  // sees this key if any of the lane's queries sees any of its keys.
   float line, row_step;
   static constexpr int kLastColumn = (kQueryBlocks - 1) * 16 + C::column(0, C::kElements - 1);
 
-  // tile: of the bias, from first_row and first_key on, where it lies in shared memory.
+  // tile: the bias from first_row and first_key on, in shared memory; read only with kFromTile.
   DEVICE void load(const ScoreRule& rule, const config::Element* tile, int pitch, int first_key, int first_row,
                    int lane) {
     if constexpr (kOfKeys) {
@@ -114,7 +119,8 @@ struct AddedScoresOfKeys {
     }
   }
 
-  // Where a line is steep or leaves the range of numbers, scores have it one by one.
+  // Adds a line that is steep or overflows to each score by itself. begun: what the products started from, which is
+  // taken out again.
   DEVICE void spell_out(C (&s)[kKeyBlocks][kQueryBlocks], const ScoreRule& rule, const KeyStart& begun, int first_key,
                         int first_row, int lane) {
     if constexpr (ScoreRule::kLine) {
@@ -134,7 +140,7 @@ struct AddedScoresOfKeys {
     }
   }
 
-  // What the exponents of a query have in common.
+  // The part of the exponents that all keys of a query share. column: of the query, from the lane's first one.
   template <class Finish>
   DEVICE float start(int column, float lse) const {
     if constexpr (config::kAlibi && config::kOneSided) {
@@ -147,7 +153,7 @@ struct AddedScoresOfKeys {
     }
     return Finish::start(lse);
   }
-  // The exponent of a product, as exponent_of has it where queries are rows.
+  // The exponent of a product: the counterpart of exponent_of().
   template <class Unit>
   DEVICE float exponent(float product, float scale, int m, int n, int e, float start) const {
     if constexpr (config::kBias > 0) {
@@ -162,14 +168,14 @@ struct AddedScoresOfKeys {
   DEVICE float with_alibi(int m, int n, int e, float x) const {
     if constexpr (!config::kAlibi) return x;
     const int key = m * 16 + C::row(0, C::slot(e));
-    // Where no key beyond the diagonal is seen, what is seen has no sign to lose.
-    if constexpr (KeyStart::kAny) return x;
+    if constexpr (KeyStart::kAny) return x;  // the product started from it
+    // One-sided: distances of visible keys are not negative, so they need no absolute value.
     if constexpr (config::kOneSided) return fmaf(slope * Unit::kUnit, static_cast<float>(key), x);
     const float distance = far + static_cast<float>(n * 16 + C::column(0, e) - key);
     return fmaf(-slope * Unit::kUnit, fmaxf(distance, -distance), x);
   }
 
-  template <class M>  // what is not taken must not be instantiated: not all operands become accumulators
+  template <class M>  // a parameter, so that branches not taken are not compiled: not all operands become accumulators
   DEVICE void turn_round(const config::Element* tile, int pitch, int lane) {
     UNROLL for (int m = 0; m < kKeyBlocks; m++) {
       UNROLL for (int n = 0; n < kQueryBlocks; n++) {
@@ -222,23 +228,23 @@ struct AddedScoresOfKeys {
   }
 };
 
-// Products become probabilities. lse: of the queries from first_row on. visit: see remake_scores_of_keys.
+// Turns products into probabilities. lse: of the queries from first_row on. visit: see remake_scores_of_keys().
 //
-// Queries past the end of their sequence have an lse of inf: their probabilities are 0, whatever is added to a score.
-// So are made those of a query whose keys are all hidden by scores of -inf, and whose lse is -inf therefore. Past the
-// end a score function may give anything, and the bias may hold it where sequences have lengths of their own: each
-// element is then tested.
+// Queries past the end of their sequence have an lse of inf, which makes their probabilities 0. A query whose keys are
+// all hidden by scores of -inf has an lse of -inf, which is taken for inf here. Past the end, a score function or the
+// bias of a ragged batch may make scores inf or NaN, for which an lse of inf is not enough: each element is then
+// tested.
 template <class C, int kKeyBlocks, int kQueryBlocks, class Finish, class Queries, class Visit = NoVisit>
 DEVICE void finish_scores_of_keys(C (&s)[kKeyBlocks][kQueryBlocks], const ScoreRule& rule,
                                   const AddedScoresOfKeys<C, kKeyBlocks, kQueryBlocks>& added, const Finish& finish,
                                   const float* lse, const Queries& queries, int n, int first_key, int first_row,
                                   int lane, const Visit& visit = Visit{}) {
-  constexpr bool kMayHide = config::kScoreMod || config::kBias > 0;  // keys that other rules let a query see
+  constexpr bool kMayHide = config::kScoreMod || config::kBias > 0;  // whether a visible key may have a score of -inf
   constexpr bool kMayBeAnything = config::kScoreMod || (config::kBias > 0 && config::kRagged);
   if constexpr (ScoreRule::kRemakes) remake_scores_of_keys(s, rule, first_key, first_row, lane, visit);
   UNROLL for (int b = 0; b < kQueryBlocks; b++) {
     UNROLL for (int i = 0; i < C::kRun; i++) {
-      // The query's column less that of the lane's first one, which is known when this is compiled.
+      // The query's column from the lane's first query: a compile-time constant.
       const int known = b * 16 + C::column(0, C::element(0, i));
       const int column = C::column(lane, 0) + known;
       if constexpr (ScoreRule::kRemakes || ScoreRule::kAdds) {

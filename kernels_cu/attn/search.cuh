@@ -1,4 +1,5 @@
-// The last of `count` numbers from 0 on for which something holds, where it holds for those up to it, 0 among them.
+// Binary search: the largest n in [0, count) for which holds(n) is true. It must be true for 0, and for all numbers up
+// to that one.
 #pragma once
 
 #include "target/target.cuh"
@@ -18,7 +19,8 @@ DEVICE int last_of(int count, const Holds& holds) {
   return low;
 }
 
-// The same by all lanes of a wave together: what they ask of memory is on its way at once.
+// The same by all lanes of a wave together. Each tests a number at the same time, so their loads are in flight
+// together.
 template <class Holds>
 DEVICE int last_by_wave(int count, const Holds& holds) {
   int low = 0;

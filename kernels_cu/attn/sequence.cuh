@@ -1,14 +1,13 @@
 // Where a sequence lies and how long it really is: physical starts address memory, logical lengths bound the work.
 //
-// Rows are counted from the sequence's own first one. Where a sequence is a part of a longer one, Side will also have a
-// `position` for each: of its first row in the whole. Row i then stands at position + i, and the offset of VisibleKeys
-// is the position of the queries less that of the keys: the diagonal is that of the whole.
+// Rows count from the first row of their sequence. Planned for sequences that are parts of longer ones: Side has a
+// `position` for each, that of its first row in the whole. Row i is then at position + i, and the offset of VisibleKeys
+// is the position of the queries less that of the keys, so that the diagonal is that of the whole.
 //
-// Integers on the GPU are the caller's and nobody has checked them: whatever they hold, a sequence found here lies
-// inside its array.
+// Integers on the GPU come from the caller, unchecked. Whatever they hold, a sequence found here lies inside its array.
 //
-// Decoding reads lengths before all else. So where the host has seen that they are plain, one number of 32 bits for a
-// sequence, no code of its kernel is for others (kPlain).
+// kPlain: the host has checked that lengths are plain, one 32-bit number for each sequence and no starts. A kernel then
+// has no code for other forms. Decoding uses it, since it must read lengths before anything else.
 #pragma once
 
 #include "attn/params.cuh"
@@ -26,10 +25,11 @@ struct Span {
   int length;   // logical rows
 };
 
-constexpr int kLongest = 0x7fff0000;  // of a sequence: leaves an int room for a tile
+constexpr int kLongest = 0x7fff0000;  // rows of a sequence, at most: the end of its last tile still fits an int
 
-// A number of rows, from 0 to kLongest. Of 32 bits it takes no arithmetic of 64.
+// Clamps a number of rows to [0, kLongest].
 DEVICE int rows_of_integer(int64 rows) { return static_cast<int>(clamp(rows, 0, kLongest)); }
+// The same of a number in memory. One of 32 bits takes no 64-bit arithmetic.
 template <bool kPlain>
 DEVICE int rows_at(const Integers& integers, int64 index) {
   if (!kPlain && integers.is_64bit) return rows_of_integer(static_cast<const int64*>(integers.data)[index]);
@@ -37,6 +37,7 @@ DEVICE int rows_at(const Integers& integers, int64 index) {
   return rows < 0 ? 0 : (rows < kLongest ? rows : kLongest);
 }
 
+// Where a sequence lies on one side.
 template <bool kPlain = false>
 DEVICE Span span_of(const Side& side, int sequence) {
   int64 start = 0;

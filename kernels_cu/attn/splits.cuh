@@ -1,8 +1,9 @@
-// Query tiles whose keys several blocks share: which key tiles are whose, and how what they come to becomes one.
+// Split-KV in the portable forward: several blocks share a query tile, each with a piece of its key tiles. This file
+// says which key tiles a piece has, and merges the partial results of the pieces.
 //
-// Each block of a query tile has a piece of its key tiles. What a wave's rows have come to in a piece, it leaves in
-// memory. The last block of a query tile to do so merges all pieces, in the order of keys: the bits of the result do
-// not depend on who is last, and nobody waits for anybody.
+// Each wave leaves the partial result of its rows in global memory. The last block of a query tile to do so merges all
+// pieces in the order of keys. So the bits of the result do not depend on which block is last, and no block waits for
+// another.
 #pragma once
 
 #include "attn/exponent.cuh"
@@ -11,16 +12,16 @@
 #include "target/target.cuh"
 
 struct Piece {
-  int index, count;  // of those of the query tile; a block whose index is not below the count has nothing to do
+  int index, count;  // among the pieces of the query tile; a block whose index is not below count has nothing to do
 
   Piece() = default;
-  // tiles: key tiles of the query tile. A query tile without any has one piece all the same, which writes its rows.
+  // tiles: key tiles of the query tile. A query tile without key tiles still has one piece, which writes its rows.
   DEVICE Piece(const Splits& splits, int64 block, int tiles) : index(static_cast<int>(block % splits.count)) {
     const int most = (tiles + splits.least - 1) / splits.least;
     count = most < 1 ? 1 : (most < splits.count ? most : splits.count);
   }
   DEVICE bool exists() const { return index < count; }
-  // Its share of a span, as even as can be.
+  // The piece's share of the query tile's key tiles. Shares differ by one tile at most.
   DEVICE TileSpan of(const TileSpan& span) const {
     const int64 tiles = span.count();
     return {span.begin + static_cast<int>(tiles * index / count),
@@ -28,8 +29,8 @@ struct Piece {
   }
 };
 
-// What a wave's rows have come to in a piece: each lane's part of the output, and of its rows the running maxima and
-// the sums. Lanes lie side by side.
+// The partial result of a wave's rows in a piece: each lane's elements of the output, and the running maxima and sums
+// of the lane's rows. The lanes' values lie side by side.
 template <class C, int kRowBlocks, int kOutBlocks>
 struct PiecePartial {
   struct alignas(16) Quad {
@@ -38,12 +39,11 @@ struct PiecePartial {
   static constexpr int kQuads = kRowBlocks * kOutBlocks * C::kElements / 4;
   static_assert(C::kElements % 4 == 0, "whole quads of each block");
 
-  // Of lanes side by side.
   Quad out[kQuads][target::kWave];
   float running_max[kRowBlocks][C::kSlots][target::kWave];
   float sum[kRowBlocks][C::kSlots][target::kWave];
 
-  // The softmax has summed up its rows.
+  // Stores a wave's rows. softmax.sum_rows() must come before.
   template <class Softmax>
   DEVICE void leave(const C (&o)[kRowBlocks][kOutBlocks], const Softmax& softmax, int lane) {
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
@@ -60,7 +60,7 @@ struct PiecePartial {
     }
   }
 
-  // This piece joins those before it. Of a piece whose rows saw no key the output is 0, and the weight too.
+  // Merges this piece into o and softmax. A piece whose row saw no key has an output of 0, and a weight of 0.
   template <class Softmax>
   DEVICE void join(C (&o)[kRowBlocks][kOutBlocks], Softmax& softmax, int lane) const {
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
@@ -83,9 +83,9 @@ struct PiecePartial {
   }
 };
 
-// Merges the pieces of a query tile into the accumulators of its last block; false for all others. Every thread of the
-// block comes here, with nothing under way in shared memory, of which `flag` is any word. tile: the number of the query
-// tile in the launch. has_rows: whether the wave has any that are real.
+// Merges the pieces of a query tile into the accumulators of the last block to arrive. Returns false in all other
+// blocks. All threads of the block call it. flag: any word of shared memory, where no copies or reads may be in flight.
+// tile: the number of the query tile in the launch. has_rows: whether the wave has any real rows.
 template <int kWaves, class C, int kRowBlocks, int kOutBlocks, class Softmax>
 DEVICE bool merge_pieces(const Splits& splits, const Piece& piece, int64 tile, C (&o)[kRowBlocks][kOutBlocks],
                          Softmax& softmax, unsigned* flag, bool has_rows) {
@@ -95,7 +95,7 @@ DEVICE bool merge_pieces(const Splits& splits, const Piece& piece, int64 tile, C
   const int lane = thread % target::kWave, wave = thread / target::kWave;
   Partial* const partials = static_cast<Partial*>(splits.partials) + tile * splits.count * kWaves + wave;
   if (has_rows) partials[piece.index * kWaves].leave(o, softmax, lane);
-  // All stores of the block come before its arrival, and behind the last arrival all loads.
+  // All stores of the block come before its arrival; the loads of the last block to arrive come after it.
   target::fence_device();
   target::block_sync();
   if (thread == 0) *flag = target::fetch_add(splits.arrived + tile, 1u) + 1 == static_cast<unsigned>(piece.count);

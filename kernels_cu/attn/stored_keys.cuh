@@ -1,6 +1,6 @@
-// Keys and values as their array holds them: in the type of queries, or in float8 with a factor for each kv head. Tiles
-// of float8 stay so in shared memory, and become operands in registers. The factor of keys is part of the scale of
-// scores (ScoreRule), that of values of the last division.
+// Types of keys and values as they are stored: the dtype of queries, or float8 with a scale for each kv head. float8
+// tiles stay float8 in shared memory and are converted when they become mma operands in registers. The scale of keys is
+// included in the scale of scores (ScoreRule), the scale of values in the final division of the output.
 #pragma once
 
 #include "attn/params.cuh"
@@ -11,8 +11,8 @@
 
 using StoredKey = Either<config::kFloat8, float8, config::Element>::Type;
 
-// What products are made of. float8 becomes float16 in a quarter of the instructions that bfloat16 takes, so queries in
-// bfloat16 become float16 first, times a power of two.
+// The element type of the matrix products. Converting float8 to float16 takes a quarter of the instructions that
+// bfloat16 takes. So with float8 keys, bfloat16 queries are first converted to float16, scaled by a power of two.
 using Operand = Either<config::kFloat8 && sizeof(config::Element) == 2, float16, config::Element>::Type;
 template <class T>
 constexpr bool kIsFloat16 = false;
@@ -20,15 +20,17 @@ template <>
 constexpr bool kIsFloat16<float16> = true;
 constexpr bool kConvertsQueries = sizeof(config::Element) == 2 && kIsFloat16<Operand> && !kIsFloat16<config::Element>;
 
-// 16-bit queries in shared memory, kRows of them kPitch elements apart, each of kColumns.
+// A tile of bfloat16 queries in shared memory that become float16: kRows rows of kColumns elements, kPitch elements
+// apart.
 template <int kRows, int kColumns, int kPitch>
 struct QueryTile {
   static constexpr int kPerRow = kColumns / 8;
   static constexpr int kChunks = kRows * kPerRow;
   config::Element* first;
 
-  // The power of two below their largest magnitude, over 2^14, as a float's exponent: told alike to all lanes of a
-  // wave. Infinity and NaN do not count. No less than 2^-64, so that scales of scores remain normal numbers.
+  // The power of two to divide the queries by, as the exponent bits of a float: that of the largest magnitude, divided
+  // by 2^14. All lanes of a wave get the same. Infinities and NaN are ignored. The power is at least 2^-64, so that
+  // scales of scores remain normal numbers.
   DEVICE int exponent(int lane) const {
     unsigned largest = 0;
     for (int n = lane; n < kChunks; n += target::kWave) {
@@ -47,7 +49,8 @@ struct QueryTile {
     return found > 127 - 64 ? found : 127 - 64;
   }
 
-  // They become float16 where they are, over that power.
+  // Divides the queries by that power of two and converts them in place. `threads` threads do so together, each with
+  // its own number `thread`.
   DEVICE void convert(int exponent, int thread, int threads) const {
     const float factor = target::float_of(static_cast<unsigned>(254 - exponent) << 23);
     for (int n = thread; n < kChunks; n += threads) {
@@ -67,7 +70,7 @@ struct QueryTile {
   }
 };
 
-// The operand of queries that goes with rows of such keys.
+// The operand of queries for products with stored keys: float8 operands have the columns of q and k in another order.
 template <class M>
 DEVICE typename M::A load_queries(const Operand* tile, int pitch, int lane) {
   if constexpr (config::kFloat8) {
@@ -77,13 +80,13 @@ DEVICE typename M::A load_queries(const Operand* tile, int pitch, int lane) {
   }
 }
 
-// The column of a block of the output that a lane's element is in.
+// The column that a lane's element has in its block of 16 columns of the output: another one with float8 values.
 template <class C>
 DEVICE int output_column(int lane, int e) {
   return config::kFloat8 ? column_of_float8(C::column(lane, e)) : C::column(lane, e);
 }
 
-// The factor of the values of a query head.
+// The scale of the values for a query head; 1 unless they are float8.
 DEVICE float value_factor(const ForwardParams& p, int head) {
   if constexpr (config::kFloat8) return kv_factor(p.v_scale, p, head);
   return 1.0f;

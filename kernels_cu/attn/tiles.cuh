@@ -1,8 +1,9 @@
-// Which tiles of the other side a tile meets, in order.
+// Which tiles of the other side a tile meets, and in which order: those in which one of its rows sees a key.
 //
-// A KeyTiles says it of a query tile, a QueryTiles of a key tile: tile(n) is the one of number n in [begin, end), and
-// edges(n) says what tests its elements need, none where it is full. Here they are intervals, given by the rule of
-// visible keys. A list of tiles is another type with the same members, not another kernel.
+// KeyTiles are the key tiles that a query tile meets, QueryTiles the query tiles that a key tile meets. tile(n) is the
+// one of number n, with n in [begin, end). edges(n) says which tests its elements need: none where all are visible.
+// Here the tiles are intervals, given by the rule of visible keys (attn/visible.cuh). The types of
+// attn/listed_tiles.cuh have the same members but read lists, so a kernel is written once for both.
 #pragma once
 
 #include "attn/sequence.cuh"
@@ -16,12 +17,12 @@ struct TileSpan {
   DEVICE int count() const { return end - begin; }
 };
 
-// The key tiles that query rows [first, last] meet, which are some of kTileQ rows from `first` on: tiles of sink
-// tokens, then those of the window.
-//
-// Where scores grow towards the diagonal, the softmax is to meet the largest first: then its running maximum stays
-// where it is. Down from the last key that is seen, or from the diagonal to the first key and then up from it.
+// In which order a query tile meets its key tiles. kUp: from the first key on. Where scores grow towards the diagonal,
+// the softmax should meet the largest first, so that its running max stays where it is. kDown: from the last visible
+// key down. kFromDiagonal: from the diagonal down to the first key, then from the diagonal up.
 enum class TileOrder { kUp, kDown, kFromDiagonal };
+// The key tiles that query rows [first, last] meet: tiles with sink tokens, then those of the window. The rows are some
+// of the kTileQ rows from `first` on.
 template <class Visible, int kTileQ, int kTileK, TileOrder kOrder = TileOrder::kUp>
 struct KeyTiles : TileSpan {
   static_assert(kOrder != TileOrder::kFromDiagonal || !(Visible::kLimitedLeft || Visible::kLimitedRight),
@@ -29,9 +30,9 @@ struct KeyTiles : TileSpan {
 
   Visible visible;
   int first, last;     // rows
-  int sinks, skipped;  // tiles between sink tokens and the window
-  int all;             // tiles
-  int diagonal;        // the tile where the rows' is, or the nearest to it
+  int sinks, skipped;  // tiles with sink tokens, and tiles between those and the window
+  int all;             // number of tiles, however `begin` and `end` are narrowed later
+  int diagonal;        // the tile in which the diagonal crosses the middle of the rows, or the nearest to it
 
   KeyTiles() = default;
   DEVICE KeyTiles(const Visible& visible, int first, int last)
@@ -63,12 +64,12 @@ struct KeyTiles : TileSpan {
     return n < sinks ? n : n + skipped;
   }
   DEVICE int first_key(int n) const { return tile(n) * kTileK; }
-  // Of all kTileQ rows, wherever the sequence ends: a constant costs no register.
+  // For all kTileQ rows, even past the end of the sequence: a constant number costs no register.
   DEVICE Edges edges(int n) const {
     return visible.edges(first_key(n), first_key(n) + kTileK - 1, first, first + kTileQ - 1);
   }
 
-  // The same tiles by the same numbers, but for rows [first, last], some of kRows.
+  // The same tiles with the same numbers, for a part of the rows: [first, last], of kRows rows from `first` on.
   template <int kRows>
   DEVICE KeyTiles<Visible, kRows, kTileK, kOrder> of_rows(int first, int last) const {
     KeyTiles<Visible, kRows, kTileK, kOrder> own(visible, first, last);
@@ -79,8 +80,8 @@ struct KeyTiles : TileSpan {
     own.diagonal = diagonal;
     return own;
   }
-  // Those of a span that the rows see: none if last < first. Behind sink tokens also what comes before the window.
-  // Where there is a limit, the span must be of all tiles.
+  // The part of a span that the rows see; empty if last < first. With sink tokens it includes the tiles between these
+  // and the window. Where visible keys are limited, the span must be that of all tiles.
   DEVICE TileSpan seen(const TileSpan& span) const {
     if constexpr (!Visible::kLimitedLeft && !Visible::kLimitedRight) {
       return {span.begin, last < first ? span.begin : span.end};
@@ -94,7 +95,7 @@ struct KeyTiles : TileSpan {
   }
 };
 
-// The query tiles that see a key of a tile.
+// The query tiles that see any key of a key tile.
 template <class Visible, int kTileQ, int kTileK>
 struct QueryTiles : TileSpan {
   Visible visible;
@@ -105,10 +106,10 @@ struct QueryTiles : TileSpan {
     const int64 first_key = int64(key_tile) * kTileK;
     const int64 last_key = clamp(first_key + kTileK, 0, visible.len_k) - 1;
     int64 first = 0;
-    int64 last = len_q;  // behind it
+    int64 last = len_q;  // rows [first, last)
     if constexpr (Visible::kLimitedRight) first = clamp(first_key - visible.offset - visible.right, 0, len_q);
     if constexpr (Visible::kLimitedLeft) {
-      // Sink tokens are seen from every row below.
+      // All later rows see sink tokens.
       if (first_key >= visible.sink) last = clamp(last_key - visible.offset + visible.left + 1, 0, len_q);
     }
     if (first >= last) return;
@@ -116,7 +117,8 @@ struct QueryTiles : TileSpan {
     end = static_cast<int>((last + kTileQ - 1) / kTileQ);
   }
 
-  // Static, as the object is not needed: the backward has no register to lose, and ptxas spills more of them otherwise.
+  // Static, since they need no object. As other members they make ptxas spill more in the backward, which uses all
+  // registers.
   DEVICE static int tile(int n) { return n; }
   DEVICE static int first_row(int n) { return tile(n) * kTileQ; }
   DEVICE Edges edges(int n) const {

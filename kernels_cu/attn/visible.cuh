@@ -9,7 +9,7 @@
 #include "attn/sequence.cuh"
 #include "target/target.cuh"
 
-// The keys one query row sees: columns [left, right] and [0, sink), none beyond right.
+// The keys that one query row sees: [left, right], and of [0, sink) those that are not beyond right.
 struct RowLimits {
   int left, right;
 };
@@ -18,7 +18,7 @@ struct QueryLimits {
   int first, last;
 };
 
-// Which limits of the visible keys cross a rectangle of scores: where none does, no element needs a test.
+// Which limits of the visible keys cross a rectangle of scores. Where none does, no element needs a test.
 struct Edges {
   bool left, right;
 
@@ -26,6 +26,7 @@ struct Edges {
 };
 
 // kRight, kLeft: whether the visible keys are limited on that side. Both false: every key of the sequence is visible.
+// kTopLeft: whether the diagonal is aligned to the top left.
 template <bool kLeft, bool kRight, bool kTopLeft>
 struct VisibleKeys {
   static constexpr bool kLimitedLeft = kLeft, kLimitedRight = kRight;
@@ -57,7 +58,7 @@ struct VisibleKeys {
     return limits;
   }
 
-  // Of keys [first_key, last_key] and rows [first, last].
+  // Of the rectangle of keys [first_key, last_key] and rows [first, last].
   DEVICE Edges edges(int first_key, int last_key, int first, int last) const {
     Edges edges{false, last_key > row(first).right};
     if constexpr (kLeft) edges.left = first_key < row(last).left && last_key >= sink;
@@ -65,7 +66,7 @@ struct VisibleKeys {
   }
 };
 
-// What rows see that are those of queries from `first` on, kHeads of each.
+// The visible keys of a tile with rows of several heads, as in decoding: row r is one of query first + r / kHeads.
 template <class Visible, int kHeads>
 struct RowsOfHeads {
   static constexpr bool kLimitedLeft = Visible::kLimitedLeft, kLimitedRight = Visible::kLimitedRight;

@@ -1,9 +1,9 @@
 // Which key tile of which kv head and sequence comes at which index of the backward's schedule.
 //
-// As for query tiles in attn/schedule/queries.cuh, work is begun in the order of its index:
+// Work begins in the order of its index, as for query tiles in attn/schedule/queries.cuh:
 //   - sequences: the one with the most queries first (ragged batches);
 //   - inside a sequence, kv heads in sections: as many as the L2 cache has room for, or more where so few would leave
-//     multiprocessors idle (rawattn/_kernels/portable/backward_sections.py);
+//     SMs idle (rawattn/_kernels/portable/backward_sections.py);
 //   - inside a section, the first key tile first (under a causal mask the most queries see it), its heads side by side.
 #pragma once
 
@@ -30,7 +30,7 @@ DEVICE KeyWorkTile find_key_work_tile(const BackwardParams& p, int64 index) {
   return work;
 }
 
-// A key tile that several blocks may share, and which of its parts is a block's.
+// A key tile, whose walk of query tiles several blocks may share, and the part of it that a block has.
 struct KeyPart {
   KeyWorkTile work;
   int part, parts;
@@ -43,8 +43,8 @@ DEVICE KeyPart find_key_part(const BackwardParams& p, int64 index) {
           p.parts};
 }
 
-// Key tiles with sink tokens, which all queries see beside their window, have p.parts blocks, all others one. All but
-// the first parts come before all else.
+// Key tiles with sink tokens have p.parts blocks, since all queries see them besides their window. All other key tiles
+// have one block. The parts of sink tiles other than their first come before all other work.
 template <bool kRagged, int kTileK, bool kAllTold>
 DEVICE KeyPart find_part_of_sinks(const BackwardParams& p, int64 index) {
   const ForwardParams& f = p.forward;

@@ -1,16 +1,18 @@
-// Which keys of which query tile come in which part of a line, where blocks share keys however long sequences are.
+// How decoding (attn/decode.cuh) divides the keys of a batch evenly among blocks, however long sequences are: which
+// keys of which query tiles a block has.
 //
-// The key tiles of all query tiles form a line: of one sequence after the other, of its heads one after the other. It
-// is cut into equal parts, or of short sequences into those. A part begins in one query tile and may end in another: of
-// each it holds a segment. Segments of one query tile are in parts that follow each other, and are merged in the order
-// of keys. Lengths are read where the line is cut, so a batch whose lengths change on the GPU keeps its launch.
-// (Stream-K, Osama et al. 2023, cuts sums of matrix products so.)
+// The key tiles of all query tiles form a line: sequence after sequence, and in a sequence head after head. The line is
+// cut into equal parts; of short sequences each may be a part instead. A part begins in one query tile and may end in
+// another. What it has of one query tile is a segment. The segments of a query tile are in consecutive parts, and are
+// merged in the order of keys (attn/schedule/shared_tile.cuh). Lengths are read where the line is cut, so a batch whose
+// lengths change on the GPU keeps its launch. (Stream-K, Osama et al. 2023, cuts sums of matrix products so.)
 //
-// Some heads stand abreast: each block of a part has one of them. They read the same rows at the same time, and heads
-// of a row are neighbours in memory.
+// Some heads stand abreast: a part then has a block for each of them. These blocks read the same rows at the same time,
+// and the heads of a row are neighbours in memory. All heads that stand abreast are a rank, and the line has rank after
+// rank of a sequence. A "head" here is a query tile's kHeads heads.
 //
-// The line is counted in units of some key tiles. Where the number of pieces of a query tile is given, a unit is a
-// piece instead, and a part is one unit.
+// Lengths in the line are counted in units of kUnit key tiles. Where the number of pieces of a query tile is given
+// (num_splits), a unit is such a piece instead, and a part is one unit.
 #pragma once
 
 #include "attn/pages.cuh"
@@ -19,28 +21,30 @@
 #include "attn/tiles.cuh"
 #include "target/target.cuh"
 
-// Some keys of a query tile.
+// What a part has of a query tile.
 struct Segment {
-  int sequence, head, tile;  // head: the first one of the tile
+  int sequence, head, tile;  // head: the first one of the query tile
   int kv_head;
-  int rows;  // of the tile, in all its heads
+  int rows;  // of the query tile, in all its heads
   Span q, k;
   int units;     // of the query tile
-  int from, to;  // those of the segment
+  int from, to;  // the units of the segment: [from, to)
   int start;     // where the query tile begins in the line
 
   DEVICE bool whole() const { return from == 0 && to == units; }
 };
 
-// kPlain: lengths and pages are (attn/sequence.cuh). kHeads: of a query tile; kRest: those of a kv head are no multiple
-// of it, and its last tile has fewer. kUnit: key tiles of a unit.
+// The line, and what is left of a block's part. kPlain: lengths and pages have their plain form (attn/sequence.cuh).
+// kHeads: heads of a query tile. kRest: the query heads of a kv head are no multiple of kHeads, so the last tile has
+// fewer. kUnit: key tiles of a unit.
 template <bool kRagged, bool kPaged, bool kPlain, class Visible, int kTileQ, int kTileK, int kHeads, bool kRest,
           int kUnit, int kThreads>
 struct Line {
   using Tiles = KeyTiles<Visible, kTileQ, kTileK>;
   static constexpr int kSums = kThreads / target::kWave;
 
-  // What threads tell each other of a line: units of waves, and a sequence, as below.
+  // What threads tell each other in find(): units of each wave's sequences, and the sequence that all enter. Members
+  // are as below.
   struct Room {
     int sums[kSums], longest[kSums];
     int sequence, start, own;
@@ -48,18 +52,18 @@ struct Line {
   };
 
   const ForwardParams& p;
-  int part;      // of this block, which is one of those abreast there
-  int mate;      // which of them
-  int total;     // units: the host has seen that an int counts them
-  int parts;     // as many as the line is cut into
-  int at, end;   // what is left of this block's part
-  int sequence;  // not behind the one of `at`
-  int rank;      // likewise, of the sequence
-  int start;     // where the line has it
+  int part;      // the part of this block
+  int mate;      // number of this block among those abreast, which have the same part
+  int total;     // units of the line; the host has checked that an int holds it
+  int parts;     // number of parts that the line is cut into
+  int at, end;   // what is left of this block's part: units [at, end)
+  int sequence;  // the sequence that has been entered: that of unit `at`, or one before it
+  int rank;      // the rank that has been entered in this sequence; likewise
+  int start;     // where this rank begins in the line
   Span q, k;     // of the sequence
-  int own;       // units of each of its ranks
+  int own;       // units of each rank of the sequence
 
-  // What the launch alone tells.
+  // Sets what follows from the launch alone. Lengths are not read.
   DEVICE explicit Line(const ForwardParams& p)
       : p(p),
         part(quotient(target::block_index(), p.splits.abreast)),
@@ -67,8 +71,8 @@ struct Line {
         rank(0),
         start(0) {}
 
-  // Cuts it, from lengths that earlier kernels may have written. room: in shared memory. All threads of the block come
-  // here.
+  // Cuts the line. Reads lengths, which earlier kernels may have written. room: in shared memory. All threads of the
+  // block call it.
   DEVICE void cut(Room& room) {
     if (kRagged && p.batch > 1) {
       find(room);
@@ -82,12 +86,12 @@ struct Line {
       take(part < p.splits.ranks, part);
       return;
     }
-    // They are all alike.
+    // All sequences are alike.
     if (p.batch > 1 && at < end) sequence = quotient(at, each);
     start = each * sequence;
   }
 
-  // The first segment of what is left. There must be some.
+  // Takes the first segment of what is left, which must not be empty.
   DEVICE Segment next() {
     while (at - start >= own) {
       start += own;
@@ -115,7 +119,7 @@ struct Line {
     return segment;
   }
 
-  // Its key tiles, of all of its query tile.
+  // The key tiles of a segment. all: those of its query tile.
   DEVICE TileSpan tiles(const Segment& segment, const TileSpan& all) const {
     const int tiles = all.count();
     if (p.splits.count > 0) {
@@ -126,11 +130,12 @@ struct Line {
     return {all.begin + segment.from * kUnit, all.begin + (to < tiles ? to : tiles)};
   }
 
-  // Of numbers that are not negative it takes a third of the instructions.
+  // x / y. For numbers that are not negative, the unsigned division takes a third of the instructions of the signed
+  // one.
   DEVICE static int quotient(int x, int y) { return static_cast<int>(static_cast<unsigned>(x) / unsigned(y)); }
 
-  // Where a part begins, and the part of a unit. Longer ones lie between the others, so that parts of sequences that
-  // are alike end where those do.
+  // Where a part begins, and the part that has a unit. Parts that are one unit longer are spread among the others, so
+  // that parts of alike sequences end where the sequences end.
   DEVICE int begin_of(int part) const { return part * whole + quotient(part * longer, parts); }
   DEVICE int part_of(int unit) const {
     if (longer == 0) return quotient(unit, whole);
@@ -141,9 +146,9 @@ struct Line {
   }
 
  private:
-  int whole, longer;  // units of a part, of which `longer` ones have one more
+  int whole, longer;  // units of a part; `longer` of the parts have one more
 
-  // Its heads, and its rows.
+  // Sets the heads and the rows of a segment.
   DEVICE void locate(Segment& segment) const {
     const int beside = rank * p.splits.abreast + mate, left = q.length - segment.tile * kTileQ;
     const int queries = left < kTileQ ? left : kTileQ;
@@ -159,8 +164,9 @@ struct Line {
     }
   }
 
-  // Equal parts, one for each block. In ragged batches too few units may come to one: then there are fewer. But short
-  // sequences have blocks of their own, if there are as many.
+  // Cuts the line into equal parts and sets this block's part. There are as many parts as blocks, but fewer where a
+  // part would have too few units, as in ragged batches. Even then each rank of each sequence counts for one part, as
+  // far as there are blocks and units.
   DEVICE void share_out() {
     parts = total;
     if (p.splits.count == 0) {
@@ -168,7 +174,7 @@ struct Line {
       int most = blocks;
       if (total < blocks * least) {
         most = kRagged ? quotient(total + least - 1, least) : total;
-        // One without queries has no unit, and no part may be empty: its block would arrive nowhere.
+        // A sequence without queries has no unit, and no part may be empty, since its block would arrive nowhere.
         const int streams = p.batch * p.splits.ranks;
         if (most < streams) most = streams < total ? streams : total;
       }
@@ -184,14 +190,16 @@ struct Line {
     end = at + whole + (rest + longer >= parts ? 1 : 0);
   }
 
-  // Whether each sequence of a rank is rather a part of its own. A part takes the time of its units, beside that of the
-  // memory for all units. To join what parts leave of a query tile takes as long as some units, of parts that end in
-  // the midst of others longer; beside many units it is little (docs/notes/decode.md). longest: units of one, at most.
+  // Whether each rank of each sequence should rather be a part of its own. This compares estimated times, in units. A
+  // part takes the time of its own units and that of the memory for all units, combined as below. Equal parts also take
+  // the time to merge what they leave of a query tile: `join` units, more where parts end within other query tiles.
+  // Beside more than kMost units that is little (docs/notes/decode.md). longest: the most units of a rank.
   DEVICE bool are_alone(int longest) const {
     constexpr int kMost = 16;
     const int streams = p.batch * p.splits.ranks;
     if (p.splits.count > 0 || longest > kMost || streams > p.splits.blocks || p.batch > kThreads) return false;
-    // Of equal sequences, several parts each end where those do, but for few such numbers.
+    // Where sequences are equal and have several parts each, parts end where sequences do, but for a few numbers of
+    // parts.
     const bool aligned = total == parts || (total == longest * streams && parts >= 2 * streams);
     const float join = aligned ? 1.5f : 5.0f, shared = static_cast<float>(whole + (longer > 0 ? 1 : 0));
     const float memory = static_cast<float>(total) * p.splits.per_busy, alone = static_cast<float>(longest);
@@ -199,7 +207,8 @@ struct Line {
     const float root = fmaxf(shared, memory) + 0.4f * fminf(shared, memory);
     return alone * alone < shared * shared + join * (join + 2.0f * root);
   }
-  // Such a part, if there is one, of this rank of the sequence that has been entered, which begins at `start`.
+  // Makes a rank of the entered sequence, which begins at `start`, the block's part. exists: whether the block has a
+  // part.
   DEVICE void take(bool exists, int own_rank) {
     at = end = 0;
     if (!exists) return;
@@ -209,14 +218,16 @@ struct Line {
     end = at + own;
   }
 
-  // Cuts the line, and enters the first of some sequences where it has this block's part. Each thread has some. What
-  // comes before them is summed up among the lanes of a wave, then among waves.
+  // cut() where sequences differ. Each thread counts the units of some consecutive sequences. Sums over the lanes of a
+  // wave, then over waves, give the units before these. The thread in whose sequences this block's part begins tells
+  // all threads the first of these sequences, which they enter.
   DEVICE void find(Room& room) {
     const int thread = target::thread_index(), lane = thread % target::kWave, wave = thread / target::kWave;
     const int some = (p.batch + kThreads - 1) / kThreads;
     int units = 0;
     unsigned longest = 0;  // units of a sequence
     const int behind = (thread + 1) * some;
+    // In descending order, so that the thread's first sequence stays entered.
     for (int n = (behind < p.batch ? behind : p.batch) - 1; n >= thread * some; n--) {
       enter(n);
       units += own * p.splits.ranks;
@@ -262,6 +273,7 @@ struct Line {
 
   DEVICE static unsigned max_of(unsigned x, unsigned y) { return x > y ? x : y; }
 
+  // Reads the lengths of sequence n and counts its units.
   DEVICE void enter(int n) {
     sequence = n;
     if constexpr (kRagged) {
@@ -282,7 +294,7 @@ struct Line {
     const int last = first + kTileQ < q.length ? first + kTileQ - 1 : q.length - 1;
     return Tiles(Visible(p, q.length, k.length), first, last).count();
   }
-  // A query tile without keys has a unit all the same, which writes its rows.
+  // Units of a query tile with so many key tiles. One without keys still has a unit, which writes its rows.
   DEVICE int units(int tiles) const {
     const int most = p.splits.count;
     const int n = most > 0 ? (tiles < most ? tiles : most) : (tiles + kUnit - 1) / kUnit;

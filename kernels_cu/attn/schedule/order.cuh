@@ -1,5 +1,5 @@
-// The order of a schedule: which sequence, and which head and tile of it, come at an index. It serves tiles of queries
-// and of keys alike.
+// How schedules number their tiles: which sequence, head and tile come at an index. The schedules of query tiles
+// (attn/schedule/queries.cuh) and of key tiles (attn/schedule/keys.cuh) are made of it.
 #pragma once
 
 #include "attn/params.cuh"
@@ -7,8 +7,8 @@
 #include "attn/sequence.cuh"
 #include "target/target.cuh"
 
-// The order of a ragged batch's sequences (order_sequences.cuh), as a launch leaves it for those behind it: whatever a
-// block must know of a sequence lies together.
+// The order of a ragged batch's sequences (attn/schedule/order_sequences.cuh) in global memory, as a launch writes it
+// for later ones. One entry has all that a block must know of a sequence.
 struct OrderInMemory {
   OrderedSequence* data;
 
@@ -18,9 +18,10 @@ struct OrderInMemory {
   DEVICE void put_total(int batch, int tiles) const { data[batch].first_tile = tiles; }
 };
 
-// The same for waves, all lanes of which look for one tile. What the compiler knows to be the same in all lanes takes
-// none of a lane's registers, of which the backward has none to spare. kAllTold: it knows so of all that is found, else
-// of lengths alone: which spills less differs (docs/notes/portable-backward.md).
+// Reads this order where all lanes of a wave look for the same tile. A value that the compiler is told to be the same
+// in all lanes takes none of a lane's registers, of which the backward has none to spare. kAllTold: it is told so of
+// starts, lengths and sequence, else of lengths alone. Which of the two spills less differs between kernels
+// (docs/notes/portable-backward.md).
 template <bool kAllTold = true>
 struct OrderOfWaves {
   const OrderedSequence* data;
@@ -47,13 +48,13 @@ struct OrderOfWaves {
   }
 };
 
-// Finds the sequence of `index`, of which what is left is the index among the sequence's tiles and heads. Tiles of
-// kTile rows are those of keys or of queries, `heads` the heads of that side.
+// Finds the sequence that `index` belongs to, and leaves in `index` the index among this sequence's tiles and heads.
+// Tiles have kTile rows, of keys where kKeyTiles, else of queries; `heads` are the heads of that side.
 //
-// Where there is no such sequence, some other one is found: leaving early instead costs the backward, which fills all
-// registers, a hundred bytes of spills and up to a tenth of its speed.
+// Behind the last tile work.exists is false, and the other members are those of some other work. To return early
+// instead costs the backward, which uses all registers, a hundred bytes of spills and up to a tenth of its speed.
 //
-// kept: tiles of each head of a dense batch that do not come here.
+// kept: tiles of each head of a dense batch that `index` does not count.
 template <bool kRagged, bool kKeyTiles, int kTile, class Order, class Tile>
 DEVICE void find_sequence(const ForwardParams& p, const Order& order, int heads, int64& index, Tile& work,
                           int kept = 0) {
@@ -75,11 +76,12 @@ DEVICE void find_sequence(const ForwardParams& p, const Order& order, int heads,
   }
 }
 
-// The tile and the head at an index of a sequence. kv heads, each with `group` heads of the kind that is counted, come
-// in sections of as many as have `section` rows of the other side together, as even as can be.
 struct HeadTile {
   int head, tile;
 };
+// The head and the tile at an index of a sequence. kv heads come in sections of about equal size, whose rows of the
+// other side are no more than about `section` together. In a section all heads of a tile come side by side. group:
+// heads of the counted side for each kv head. rows: of the sequence on the other side.
 DEVICE HeadTile find_head(int64 index, int tiles, int nheads_kv, int group, int rows, int section) {
   const int nheads = nheads_kv * group;
   const int sections = static_cast<int>(clamp(int64(nheads_kv) * rows / section, 0, nheads_kv - 1)) + 1;

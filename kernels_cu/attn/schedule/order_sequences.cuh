@@ -1,6 +1,6 @@
-// Orders the sequences of a ragged batch for kernels that take its tiles: the longest on the other side first. One
-// thread a sequence finds its position, and how many tiles come before it, by comparing itself with all others; no
-// sort, no scan.
+// Orders the sequences of a ragged batch for kernels that take its tiles: those that are longest on the other side come
+// first. For each sequence one thread finds its position, and how many tiles come before it, by comparing it with all
+// others, without a sort or a scan.
 #pragma once
 
 #include "attn/params.cuh"
@@ -8,7 +8,7 @@
 #include "attn/sequence.cuh"
 #include "target/target.cuh"
 
-// By blocks of kThreads. Ordered: where the order is put (attn/schedule/order.cuh).
+// For blocks of kThreads threads. Ordered: takes the order, as OrderInMemory does (attn/schedule/order.cuh).
 template <int kThreads, class Ordered>
 struct OrderSequences {
   struct Entry {
@@ -24,7 +24,7 @@ struct OrderSequences {
     return {others.length, (own.length + tile - 1) / tile};
   }
 
-  // block: among those of this order, all threads of it.
+  // All threads of a block call it. block: the number of the block among those of this order. shared: kSharedBytes.
   DEVICE void operator()(int block, unsigned char* shared) const {
     Entry* const all = reinterpret_cast<Entry*>(shared);
     const int thread = target::thread_index();
@@ -52,7 +52,7 @@ struct OrderSequences {
       target::block_sync();
     }
     if (sequence < batch) {
-      // Sequences that unchecked integers lay over each other can have more tiles than an int counts.
+      // Unchecked integers may make sequences overlap, which then may have more tiles than an int counts.
       constexpr int64 kMost = 0x7fffffff;
       ordered.put(position, sequence, own_tiled, own_other, static_cast<int>(clamp(before, 0, kMost)));
       if (position == batch - 1) ordered.put_total(batch, static_cast<int>(clamp(before + mine.tiles, 0, kMost)));

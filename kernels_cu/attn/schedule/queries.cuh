@@ -1,6 +1,6 @@
 // Which query tile of which head and sequence comes at which index of the schedule.
 //
-// Work is begun in the order of its index, so the order of tiles is the schedule:
+// Work begins in the order of its index, so the order of tiles is the schedule:
 //   - sequences: the longest first (ragged batches), so that a long one never starts last;
 //   - inside a sequence, heads in sections whose K and V fit the L2 cache together;
 //   - inside a section, the query tile with the most visible keys first, its heads side by side.
@@ -19,7 +19,8 @@ struct WorkTile {
   Span q, k;
 };
 
-// A tile of a dense batch among the `kept` first tiles of every head of every sequence, the longest first.
+// The tile at an index among those that a dense batch keeps for the end: the `kept` first tiles of every head of every
+// sequence, the longest of them first.
 template <int kTileQ, int kHeads>
 DEVICE WorkTile find_kept_tile(const ForwardParams& p, int64 index, int kept) {
   const int nheads = p.nheads_q / kHeads;
@@ -35,8 +36,9 @@ DEVICE WorkTile find_kept_tile(const ForwardParams& p, int64 index, int kept) {
   return work;
 }
 
-// A tile is kTileQ rows of each of kHeads neighbouring heads; the work's head is the first of them. kept: tiles of each
-// head that come after the others of all heads, the first ones; only in dense batches whose longest tile is the last.
+// A tile has kTileQ rows of each of kHeads neighbouring heads; work.head is the first of these. kept: how many tiles of
+// each head come after those of all heads that are not kept. They are the first ones of the head, and only dense
+// batches whose longest tile is the last (kLongestTileLast) keep any.
 template <bool kRagged, bool kLongestTileLast, int kTileQ, int kHeads = 1, class Order>
 DEVICE WorkTile find_work_tile(const ForwardParams& p, const Order& order, int64 index, int kept = 0) {
   if constexpr (!kRagged && kLongestTileLast) {
@@ -52,7 +54,7 @@ DEVICE WorkTile find_work_tile(const ForwardParams& p, const Order& order, int64
   const HeadTile found = find_head(index, tiles - kept, p.nheads_kv, group, work.k.length, p.section_keys);
   work.head = found.head * kHeads;
   work.tile = found.tile;
-  work.exists = work.tile < tiles;  // unchecked lengths can make a schedule that does not add up
+  work.exists = work.tile < tiles;  // may be false: unchecked lengths can make a schedule that does not add up
   if constexpr (kLongestTileLast) work.tile = tiles - 1 - work.tile;
   return work;
 }

@@ -1,23 +1,23 @@
-// A query tile that several blocks have parts of (line.cuh): where each leaves what its rows come to, and who joins
-// them.
+// A query tile that several parts of the line share (attn/schedule/line.cuh): where the block of each part leaves its
+// partial result, and which block merges them.
 //
-// The last block to be done joins them. Were there very many, that one block would read them for longer than any had
-// read keys: so of many parts, some that follow each other make a bunch, which the last block of a bunch joins to one,
-// and the last block of all joins those.
+// The last block to arrive merges them. With very many parts, this one block would take longer to read them than any
+// block took to read keys. So consecutive parts then form bunches. The last block of a bunch merges its parts to one
+// partial result, and the last block to do so merges those of the bunches.
 #pragma once
 
 #include "attn/schedule/line.cuh"
 
 template <class Partials>
 struct SharedTile {
-  static constexpr int kAtOnce = 16;         // parts of a bunch at most: their loads are all on their way together
-  static constexpr int kMost = 2 * kAtOnce;  // parts that are no bunches
+  static constexpr int kAtOnce = 16;         // parts of a bunch at most, whose loads are all in flight together
+  static constexpr int kMost = 2 * kAtOnce;  // parts that are merged without bunches, at most
 
-  Segment own;         // of this block
-  int mate;            // which of those abreast
-  int part;            // of this block
-  int first, count;    // parts that it is in
-  bool begins_inside;  // the first of them begins before it
+  Segment own;         // the segment of this block
+  int mate;            // number of this block among those abreast
+  int part;            // the part of this block
+  int first, count;    // the parts that share the query tile: [first, first + count)
+  bool begins_inside;  // whether the query tile begins inside its first part, not where the part begins
 
   template <class BlockLine>
   DEVICE SharedTile(const BlockLine& line, const Segment& own)
@@ -28,21 +28,22 @@ struct SharedTile {
         count((own.to == own.units ? part : line.part_of(own.start + own.units - 1)) + 1 - first),
         begins_inside(line.begin_of(first) < own.start) {}
 
-  // Some that follow each other, at equal distances but for the first one.
+  // The partial results of consecutive parts, at equal distances in memory but for the first one.
   struct Parts {
     Partials *first, *all;
     int64 stride;
 
     DEVICE Partials& operator()(int n) const { return n == 0 ? *first : all[n * stride]; }
     DEVICE Parts from(int n) const { return {n == 0 ? first : all + n * stride, all + n * stride, stride}; }
-    // What bunches of so many parts come to: in the second slot of the second part of each, which has no other use,
-    // since no query tile begins in it.
+    // The partial results of bunches of `size` parts. Each lies in the second slot of the bunch's second part, which
+    // has no other use, since no query tile begins in that part.
     DEVICE Parts bunches(int size) const {
       Partials* const joined = all + stride + 1;
       return {joined, joined, size * stride};
     }
   };
-  // A part shares at most two query tiles with others: the one in which it begins, and the one in which it ends.
+  // A part shares at most two query tiles with others: the one in which it begins, and the one in which it ends. It has
+  // a slot for each, in this order.
   DEVICE Parts parts(const Splits& splits) const {
     const int slots = slots_of(splits);
     Partials* const all = static_cast<Partials*>(splits.partials) + block(splits, first) * slots;
@@ -50,12 +51,13 @@ struct SharedTile {
   }
   DEVICE Partials& own_partials(const Splits& splits) const { return parts(splits)(part - first); }
 
-  // Parts [begin, begin + count) of `bunches` bunches, each of `size` parts but for the last one, which has three at
-  // least: only the first bunch begins, and none has its second part, where another query tile begins or ends.
+  // One of `bunches` bunches: it has the parts [begin, begin + count), counted from the query tile's first. All bunches
+  // have `size` parts, but for the last one, which has at least three. So the second part of a bunch is neither the
+  // first nor the last of the query tile, and no other query tile begins or ends in it.
   struct Bunch {
     int begin, count, size, bunches;
   };
-  // That of the block's own part.
+  // The bunch of the block's own part.
   DEVICE Bunch bunch(const Splits& splits) const {
     if (count <= kMost || slots_of(splits) < 2) return {0, count, count, 1};
     int size = kAtOnce;
@@ -64,13 +66,13 @@ struct SharedTile {
     return {begin, rest < size ? rest : size, size, (count + size - 1) / size};
   }
 
-  // One thread of a block says that the block's own part is there, between two barriers. Whether all others of its
-  // bunch are.
+  // Says that the partial result of the block's own part is there. Returns whether those of all parts of its bunch are.
+  // One thread of the block calls it, between two barriers of the block.
   DEVICE bool arrive(const Splits& splits) const {
     const Bunch own = bunch(splits);
     return arrive_at(splits, first + own.begin, own.count);
   }
-  // Likewise, of its bunch, and all bunches. They meet at the second part's counter.
+  // The same for the block's bunch among all bunches, whose counter is that of the query tile's second part.
   DEVICE bool arrive_of_bunch(const Splits& splits, int bunches) const { return arrive_at(splits, first + 1, bunches); }
 
  private:
@@ -83,6 +85,6 @@ struct SharedTile {
     return last;
   }
 
-  // The one that has a part, of those abreast of this block.
+  // The block that has a part, with the same number among those abreast as this block.
   DEVICE int64 block(const Splits& splits, int part) const { return int64(part) * splits.abreast + mate; }
 };

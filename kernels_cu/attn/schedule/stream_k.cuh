@@ -1,17 +1,19 @@
-// Which keys of which query tile come at which index of a stream-K schedule, whose last tiles are split by keys.
+// The stream-K schedule of Hopper's forward: which keys of which query tile come at an index, where the last query
+// tiles are split by keys.
 //
-// Whole rounds of the grid take whole tiles. Those that remain form a line, one query tile behind the other, which is
-// cut into equal pieces, one for each of those that work. A piece begins in one query tile and may end in the next: it
-// is two items of work then, of a range of key tiles each. The items of a query tile are merged in the end. (Stream-K,
-// Osama et al. 2023, splits the sums of matrix products so.)
+// Whole rounds of the grid take whole query tiles. The remaining ones form a line, one behind the other, which is cut
+// into equal pieces, one for each worker. A piece begins in one query tile and may end in the next. It then makes two
+// items of work, each with a range of key tiles of one query tile. The items of a query tile are merged at the end
+// (sm90/forward_merge.cuh). (Stream-K, Osama et al. 2023, splits the sums of matrix products so.)
 //
-// In the line every query tile is as many units long, whatever it has of keys: an item that has some of the units has
-// that part of the key tiles. So a piece is found by a division where tiles are unlike, and takes at most as long as
-// its units would of the longest tile. Units are so many that pieces are whole numbers of them: no remainder moves the
-// pieces' ends past those of tiles, where an item of few keys would cost its beginning and ending.
+// In the line all query tiles are equally long, counted in units, whatever number of key tiles they have. An item that
+// has a share of the units has this share of the key tiles. So a piece is found by a division even where tiles are
+// unlike, and takes no longer than the same units of the longest tile would. There are so many units that pieces are
+// whole numbers of them. So no remainder moves the end of a piece past that of a tile, which would make an item of few
+// keys that costs a beginning and an end.
 //
-// Where the tiles of a dense batch are too unlike for that, as causal ones of few heads are, a line has the longest of
-// them, each as long as it has key tiles, and whole tiles come behind it: see UnlikeLine.
+// Where the tiles of a dense batch are too unlike for that, as causal ones of few heads are, the line has only the
+// longest of them, each as many units long as it has key tiles. The other tiles come whole behind it: see UnlikeLine.
 #pragma once
 
 #include "attn/params.cuh"
@@ -20,18 +22,19 @@
 #include "target/target.cuh"
 
 struct WorkItem : WorkTile {
-  TileSpan keys;     // key tiles
-  bool whole;        // all keys there are; else the item is one of several, and it is told which:
-  bool goes_on;      // the piece, in the next query tile
-  int split_index;   // of the query tile among those that are split
-  int item;          // in the order of keys. Those of one query tile follow each other
-  int start, units;  // where the query tile begins in the line, and how long it is there
+  TileSpan keys;     // key tiles of the item; as cut() leaves it, units of the query tile
+  bool whole;        // whether the item has all keys of the query tile. If not, these members are valid too:
+  bool goes_on;      // whether the piece goes on in the next query tile
+  int split_index;   // number of the query tile among those that are split
+  int item;          // number of the item; the items of a query tile follow each other in the order of keys
+  int start, units;  // where the query tile begins in the line, and its length there, in units
   int piece;         // units of a piece
 
+  // Where the query tile ends in the line.
   DEVICE int behind() const { return start + units; }
 
-  // The item from unit `begin` of the line on, in piece number `index`, which ends in front of `end`. The query tile is
-  // told. Which of its units the item has, `keys` says.
+  // Makes this the item that begins at unit `begin` of the line, in piece number `index`, which ends before unit `end`.
+  // The members split_index, start and units must be set.
   DEVICE void cut(int index, int begin, int end) {
     item = index + split_index;
     keys = {begin > start ? begin - start : 0, end < behind() ? end - start : units};
@@ -40,21 +43,23 @@ struct WorkItem : WorkTile {
   }
 };
 
-// The query tiles that are split, behind `whole` others.
+// A line of alike query tiles. `whole` query tiles come before it in the schedule, each as one item. Then come the
+// `tiles` that are split, each of `units` units, in pieces of `piece` units.
 struct StreamLine {
   int64 whole;
   int tiles, piece, units;
 
-  // Of a dense batch the host knows them.
+  // Of a dense batch: the host has computed it.
   template <int kTileQ, int kHeads>
   DEVICE static StreamLine of_dense(const ForwardParams& p, const StreamK& stream_k) {
     const int64 heads = int64(p.batch) * (p.nheads_q / kHeads);
     const int64 all = heads * ((p.q_side.rows + kTileQ - 1) / kTileQ);
     return {all - stream_k.tiles, stream_k.tiles, stream_k.piece, stream_k.units};
   }
-  // Of a ragged batch: what remains behind whole rounds of the grid, if a piece of it is enough shorter than its first
-  // tile. key_tiles(n): of the query tile at index n. No tiles where `index` is in front of them. The same sums as the
-  // host's for dense batches (rawattn/_kernels/sm90/forward_steps.py).
+  // Of a ragged batch: the line has the query tiles that remain after whole rounds of the grid, if its pieces are
+  // enough shorter than the first of these tiles. Otherwise, or if `index` is before all of them, it has no tiles.
+  // workers: that take work at the same time. key_tiles(n): key tiles of the query tile at index n. The host computes
+  // the same for dense batches (rawattn/_kernels/sm90/forward_steps.py).
   template <int kTileQ, int kHeads, class Order, class KeyTiles>
   DEVICE static StreamLine of_ragged(const ForwardParams& p, const Order& order, const StreamK& stream_k,
                                      unsigned workers, int64 index, const KeyTiles& key_tiles) {
@@ -64,7 +69,8 @@ struct StreamLine {
     if (index >= all - last && last > 0) {
       const unsigned keys = key_tiles(all - last);
       const unsigned most = last * keys / stream_k.least_piece, some = most < workers ? most : workers;
-      // A piece that ends in the next tile begins once more there: as many of each tile, if they are hardly longer.
+      // A piece that ends in the next tile has to begin once more there. So tiles are cut into the same number of
+      // pieces each, if pieces are hardly longer then.
       const unsigned even = some / last * last;
       const bool hardly = even > 0 && quotient_up(keys * last, even) <= quotient_up(keys * last, some) + kHardlyLonger;
       const unsigned pieces = hardly ? even : some;
@@ -76,11 +82,12 @@ struct StreamLine {
     return {all, 0, 1, 1};
   }
 
-  static constexpr unsigned kHardlyLonger = 2;  // key tiles
+  static constexpr unsigned kHardlyLonger = 2;  // by how many key tiles at most
   DEVICE static unsigned quotient_up(unsigned x, unsigned y) { return (x + y - 1) / y; }
 
-  // Finds what is at an index, where a piece goes on from unit `at` of the line, or begins if that is negative: which
-  // units, as its `keys`, of the query tile at the index that is returned.
+  // Finds the item at an index. at: the unit of the line from which its piece goes on, or -1 where the piece begins.
+  // Returns the index of the item's query tile in the schedule. If the query tile is split, `keys` are the item's units
+  // in it.
   DEVICE int64 find(WorkItem& work, int64 index, int at) const {
     work.goes_on = false;
     work.whole = true;
@@ -97,15 +104,17 @@ struct StreamLine {
   }
 };
 
-// A dense batch by the length of its query tiles: a row of it are those of one number in all heads of all sequences,
-// which are equally long. A line has the longest rows, whose tiles are longer than what is fair, in pieces of that; the
-// others' tiles come whole, behind all pieces, and go to whoever is done.
+// The schedule of a dense batch whose query tiles are unlike. A "row" has the query tiles of one number in all heads of
+// all sequences, which are equally long. The line has the rows whose tiles are longer than a worker's fair share, cut
+// into pieces of this share. The tiles of all other rows come whole behind the pieces, and go to whichever worker is
+// free.
 template <int kTileQ, int kHeads>
 struct UnlikeLine {
   const ForwardParams& p;
   const StreamK& stream_k;
 
-  // Finds what is at an index, as StreamLine does. units_of(tile): of a query tile of that number, one or more.
+  // Finds the item at an index; arguments as of StreamLine::find(). units_of(work): units of the query tile number
+  // work.tile, at least one.
   template <class UnitsOf>
   DEVICE void find(WorkItem& work, int64 index, int at, const UnitsOf& units_of) const {
     const int nheads = p.nheads_q / kHeads, each = p.batch * nheads;
@@ -145,8 +154,8 @@ struct UnlikeLine {
   }
 };
 
-// Of a query tile's key tiles those of some of its units. Where one item ends the next one begins, however the
-// quotient is rounded.
+// The key tiles that the units [from, to) of a query tile stand for. all: its key tiles; units: of all of them. However
+// the quotient is rounded, an item begins where the one before it ends.
 DEVICE TileSpan part_of(const TileSpan& all, int from, int to, int units) {
   const int count = all.count();
   const float tiles = static_cast<float>(count) * target::reciprocal(static_cast<float>(units));
@@ -157,8 +166,9 @@ DEVICE TileSpan part_of(const TileSpan& all, int from, int to, int units) {
   return {all.begin + behind(from), all.begin + behind(to)};
 }
 
-// The items of an item's query tile: [begin, end).
+// The numbers of all items of an item's query tile: [begin, end).
 DEVICE TileSpan items_of(const WorkItem& work) {
-  // Of two neighbours the second is in the next piece, or in the next query tile, or both: that many further.
+  // The number of an item is that of its piece plus split_index. From one item to the next it grows by 1 where the
+  // piece or the query tile changes, and by 2 where both do.
   return {work.start / work.piece + work.split_index, (work.behind() - 1) / work.piece + work.split_index + 1};
 }
