@@ -252,8 +252,7 @@ DEVICE void attend(const ForwardParams& p, unsigned char* shared, const More&...
     UNROLL for (int m = 0; m < kRowBlocks; m++) { UNROLL for (int d = 0; d < kOutBlocks; d++) o[m][d] = C{}; }
     const bool straight = Added::are_straight(rules, 0, lane);
 
-    // All waves take the same number of turns, even those without a tile in the last turn: so `slot` is the same in
-    // all.
+    // All waves take the same number of turns, even without a tile in the last one: so they agree on `slot`.
 #pragma unroll 1
     for (int n = 0; n < work.rounds(); n++, slot = next_slot(slot)) {
       const int tile = work.tile(n, wave);
@@ -269,8 +268,7 @@ DEVICE void attend(const ForwardParams& p, unsigned char* shared, const More&...
       Added added;
       added.straight = straight;
       added.load(rules, 0, first_key, lane);
-      // After the wave_sync() all lanes may read the tile, and all are done with the one before it, whose slot is
-      // refilled.
+      // After the wave_sync() all lanes may read the tile, and the slot of the tile before it may be refilled.
       ring.wait(slot);
       work.real_rows(tile, [&](const auto& real) { ring.clear(slot, real, lane); });
       target::wave_sync();

@@ -100,8 +100,8 @@ DEVICE void each_kept_of_keys(const DropoutRule& rule, int first_key, int first_
       if constexpr (C::kElements == 8 && C::kSlots == 2) {
         const bool odd = C::row(lane, 0) % 2 != 0;
         const Words words = rule.words(i + C::column(lane, 0) + odd, j + C::row(lane, 0));
-        // Of even and of odd queries: the lower half of a word is for columns 0 to 7 of the block, the upper for 8 to
-        // 15.
+        // Of even and of odd queries; the lower half of a word is for columns 0 to 7 of the block, the upper for the
+        // rest.
         unsigned bits[2][C::kSlots];
         UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
           const unsigned first = words.x[2 * slot], second = words.x[2 * slot + 1];

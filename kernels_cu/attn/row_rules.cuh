@@ -1,6 +1,6 @@
-// The score rules of a tile with rows of several heads, as in decoding: row r is query first + r / kHeads of head head
-// + r % kHeads. Each of a lane's rows has a ScoreRule of its own. Tiles of a single head pass one ScoreRule, which has
-// the same interface, for all rows.
+// The score rules of a tile with rows of several heads, as in decoding: row r is query `first + r / kHeads` of head
+// `head + r % kHeads`. Each of a lane's rows has a ScoreRule of its own. Tiles of a single head pass one ScoreRule,
+// which has the same interface, for all rows.
 #pragma once
 
 #include "attn/params.cuh"

@@ -139,8 +139,8 @@ struct ScoreRule {
 // Applies the softcap to unscaled products, and leaves them unscaled: cap / scale * tanh(scale / cap * product).
 //
 // Most tiles have only small scores: |x| <= 3 / 4, where x = scale / cap * product. There tanh(x) / x is a polynomial
-// in x^2, which leaves the unit for exponentials to the softmax. Its coefficients minimise the largest error of x *
-// polynomial to tanh(x), which is below 2e-7.
+// in x^2, which leaves the unit for exponentials to the softmax. Its coefficients minimise the largest error of the
+// resulting tanh(x), which is below 2e-7.
 template <class C, int kRowBlocks, int kColumnBlocks>
 DEVICE void cap_products(C (&s)[kRowBlocks][kColumnBlocks], const ScoreRule& rule) {
   constexpr float kLargest = 0.75f;

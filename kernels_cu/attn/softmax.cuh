@@ -1,4 +1,5 @@
-// Online softmax over key tiles (Milakov and Gimelshein 2018; Dao et al. 2022, algorithm 1), in base 2.
+// Online softmax over key tiles (Milakov and Gimelshein 2018; Dao et al. 2022, algorithm 1), in base 2. (With a bias,
+// exponents are in natural units up to the power itself: attn/exponent.cuh.)
 //
 // Each row keeps a running max that is subtracted from its exponents. It may lag behind the true maximum: it moves only
 // when a row has outgrown it, by a factor of 2^8. So most tiles need no rescale of the output accumulator. Whatever is

@@ -165,8 +165,8 @@ struct Line {
   }
 
   // Cuts the line into equal parts and sets this block's part. There are as many parts as blocks, but fewer where a
-  // part would have too few units, as in ragged batches. Even then each rank of each sequence counts for one part, as
-  // far as there are blocks and units.
+  // part would have less than one unit, or in ragged batches less than splits.least. Even then there is a part for each
+  // rank of each sequence, as far as there are blocks and units.
   DEVICE void share_out() {
     parts = total;
     if (p.splits.count == 0) {
@@ -225,7 +225,7 @@ struct Line {
     const int thread = target::thread_index(), lane = thread % target::kWave, wave = thread / target::kWave;
     const int some = (p.batch + kThreads - 1) / kThreads;
     int units = 0;
-    unsigned longest = 0;  // units of a sequence
+    unsigned longest = 0;  // the most units of a rank
     const int behind = (thread + 1) * some;
     // In descending order, so that the thread's first sequence stays entered.
     for (int n = (behind < p.batch ? behind : p.batch) - 1; n >= thread * some; n--) {

@@ -23,8 +23,8 @@
 
 struct WorkItem : WorkTile {
   TileSpan keys;     // key tiles of the item; as cut() leaves it, units of the query tile
-  bool whole;        // whether the item has all keys of the query tile. If not, these members are valid too:
-  bool goes_on;      // whether the piece goes on in the next query tile
+  bool whole;        // whether the item has all keys of the query tile
+  bool goes_on;      // whether the piece goes on in the next query tile. Of split query tiles only:
   int split_index;   // number of the query tile among those that are split
   int item;          // number of the item; the items of a query tile follow each other in the order of keys
   int start, units;  // where the query tile begins in the line, and its length there, in units
@@ -85,9 +85,9 @@ struct StreamLine {
   static constexpr unsigned kHardlyLonger = 2;  // by how many key tiles at most
   DEVICE static unsigned quotient_up(unsigned x, unsigned y) { return (x + y - 1) / y; }
 
-  // Finds the item at an index. at: the unit of the line from which its piece goes on, or -1 where the piece begins.
-  // Returns the index of the item's query tile in the schedule. If the query tile is split, `keys` are the item's units
-  // in it.
+  // Finds the item at an index. at: the unit of the line from which its piece goes on, or negative where the piece
+  // begins. Returns the index of the item's query tile in the schedule. If the query tile is split, `keys` are the
+  // item's units in it.
   DEVICE int64 find(WorkItem& work, int64 index, int at) const {
     work.goes_on = false;
     work.whole = true;
