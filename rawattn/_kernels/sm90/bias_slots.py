@@ -1,4 +1,4 @@
-"""A bias that is copied to slots beside the keys: in boxes by TMA, or row by row; and the boxes' tensor map."""
+"""The slots in shared memory to which a bias is copied, one for each key tile: in boxes by TMA, or row by row."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from rawattn._kernels.steps import Geometry
 from rawattn._strides import Strides
 
 BOX_KEYS = 64  # 128 bytes of 16-bit elements
-STAGES = 2  # key tiles whose bias may be there or under way, where shared memory has room for them
-_ALIGNMENT = 1024  # of boxes in shared memory, and of what has the slots
-_PIECE = 16  # bytes: what is copied of a row begins and ends at multiples of it
+STAGES = 2  # slots, where shared memory has room for them
+_ALIGNMENT = 1024  # bytes, of a box in shared memory and of all slots together
+_PIECE = 16  # bytes: copies of a row begin and end at multiples of this
 
 
 class Slot(NamedTuple):
-    """What a slot holds of a key tile: rows of each of its heads, 1 where all share one."""
+    """What a slot holds: for each of `heads` heads `rows` rows of the bias. Each is 1 where the bias is the same for all."""
 
     rows: int
     heads: int
-    by_rows: bool  # copied one by one (kernels_cu/sm90/forward_bias_rows.cuh), else in boxes
+    by_rows: bool  # copied row by row (kernels_cu/sm90/forward_bias_rows.cuh), else in boxes
 
 
 NONE = Slot(0, 0, False)
 
 
 def slot(problem: Problem, operands: Operands, tile_q: int, heads_per_tile: int) -> Slot:
-    """Of a tile of so many query rows in each of so many heads. NONE where lanes must read the bias from memory."""
+    """The slot of a tile of `tile_q` query rows a head. NONE where lanes must read the bias from global memory."""
     form = problem.bias
-    # Rows of 32 bits have no room for two key tiles, and copies of them take longer than lanes do.
+    # A float32 bias is read by lanes: shared memory has no room for two key tiles of it, and copies would take longer.
     if (
         form is None
         or ITEMSIZE[form.dtype] != 2
@@ -48,7 +48,7 @@ def slot(problem: Problem, operands: Operands, tile_q: int, heads_per_tile: int)
 
 
 def nbytes(slot: Slot, count: int, tile_k: int) -> int:
-    """Of so many slots."""
+    """Bytes of `count` slots."""
     lines = slot.rows * slot.heads
     if slot.by_rows:
         return round_up(count * lines * (2 * tile_k + _PIECE), _ALIGNMENT)
@@ -56,7 +56,7 @@ def nbytes(slot: Slot, count: int, tile_k: int) -> int:
 
 
 def strides(problem: Problem, operands: Operands) -> Strides:
-    """In bytes, of all four axes: 0 where the bias is the same for all."""
+    """The bias's strides in bytes for (batch, head, row, key), 0 along an axis of one element."""
     assert problem.bias is not None
     shape, given = problem.bias.shape, operands.of_options["bias"]
     own = (0,) * (len(shape) - len(given)) + tuple(given)
@@ -64,14 +64,14 @@ def strides(problem: Problem, operands: Operands) -> Strides:
 
 
 def geometry(problem: Problem, operands: Operands, of: Slot) -> Geometry:
-    """The map of boxes: axes (key, row, head, batch, nothing). An axis along which the bias is the same has one element."""
+    """The tensor map of boxes, with axes (key, row, head, batch, unused). An axis whose elements share a bias has length 1."""
     assert problem.bias is not None
     batch, nheads, rows, keys = problem.bias.shape
     own = strides(problem, operands)[:3]
     extents = tuple(
         n if stride else 1 for n, stride in zip((batch, nheads, rows), own, strict=True)
     )
-    # The stride of an axis of one element says nothing.
+    # An axis of one element may have any legal stride.
     legal = tuple(stride or 16 for stride in own)
     return Geometry(
         dtype=problem.bias.dtype,

@@ -1,4 +1,4 @@
-"""Host twin of kernels_cu/sm90/decode.cu: few queries on many keys, which Hopper's TMA brings."""
+"""Host twin of kernels_cu/sm90/decode.cu: decoding (few queries on many keys) whose keys and values come by TMA."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ from rawattn._kernels.target import Target
 ENTRY = "rawattn_sm90_decode"
 TILES = "sm90_decode"  # the file of its tile tables
 FEATURES = decode.FEATURES
-LONG_SEQLEN = 4096  # keys of a sequence from which on the table "long" has the faster tiles
-# Of sequences that a block's waves read in so few turns, several blocks begin and end at once, if there are more streams than
-# multiprocessors; and of so many keys, if each stream has a block of its own then.
+LONG_SEQLEN = 4096  # the least seqlen_k for which the tiles of the table "long" are faster
+# The table "short" has smaller blocks, several of which an SM runs at once, so that their beginnings and ends overlap. It is
+# used where there are more streams (sequences times tiles of heads) than SMs, for sequences that a block's waves read in at
+# most _SHORT_TURNS turns; and for those of up to _SHORT_KEYS keys, if there are at most _SHORT_BLOCKS streams an SM.
 _SHORT_TURNS, _SHORT_KEYS, _SHORT_BLOCKS = 3, 1536, 2
-_BLOCK_ROW_BYTES = 128  # of the swizzle
-_BARRIER_BYTES = 8
-_MORE_BYTES = 1024  # blocks begin at multiples of it
+_BLOCK_ROW_BYTES = 128  # of a row of the swizzle
+_BARRIER_BYTES = 8  # of an mbarrier
+_MORE_BYTES = 1024  # by which a slot may grow: the alignment of a tile in shared memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config(decode.Config):
-    """Everything the compiler is told: the named constants of namespace `config` in the kernel."""
+    """The named constants of namespace `config` in the kernel."""
 
     LEAVES_OUT: ClassVar[frozenset[str]] = frozenset({"bias_chunks"})
     NAME: ClassVar[str] = "sm90"
@@ -38,7 +39,7 @@ class Config(decode.Config):
     FILE: ClassVar[str] = "sm90/decode.cu"
     EARLY: ClassVar[bool] = True
 
-    box_rows: int = 0  # of what TMA brings at once
+    box_rows: int = 0  # keys of a TMA box
 
     def summary(self) -> str:
         return f"{decode.Config.summary(self)} box_rows={self.box_rows}"
@@ -49,12 +50,13 @@ class Config(decode.Config):
         dims = self.headdim, self.headdim_v
         blocks = sum(-(-columns * size // _BLOCK_ROW_BYTES) for columns in dims)
         tile = blocks * self.tile_k * _BLOCK_ROW_BYTES
-        # Room for what the rows come to is worth as much.
+        # A wave's partial result shall fit a slot of its ring, and a slot 1024 bytes larger is worth that: then the next
+        # segment's tiles can be loaded before this one is merged (docs/notes/decode.md).
         return tile + (_MORE_BYTES if tile < self.partial_bytes <= tile + _MORE_BYTES else 0)
 
     @property
     def more_bytes(self) -> int:
-        """Of shared memory, beside each wave's ring: its barriers."""
+        """Bytes of shared memory for the mbarriers of a wave's ring."""
         return round_up(self.stages * _BARRIER_BYTES, 16)
 
 
@@ -98,7 +100,7 @@ def choose(problem: Problem, target: Target, operands: Operands) -> Config:
     elif wide:
         config = chosen("wide")
     elif problem.window_left is None and problem.max_seqlen_k >= LONG_SEQLEN:
-        # Many keys are met in few turns, and a window or short sequences end in the midst of large ones.
+        # Large key tiles read many keys in few turns. A window, or a short sequence, would end inside one.
         config = chosen("long")
     else:
         config = chosen("any")
@@ -111,7 +113,7 @@ def choose(problem: Problem, target: Target, operands: Operands) -> Config:
     rows = config.tile_k
     if problem.pages is None:
         return replace(config, box_rows=rows)
-    # Batches of rows and packed ones differ in the maps of keys in rows alone.
+    # Packed and other batches differ in the tensor maps of keys in rows alone, so with pages one kernel serves both.
     return replace(config, packed=False, box_rows=math.gcd(problem.pages.page_size, rows))
 
 

@@ -1,4 +1,8 @@
-"""Where decoding's kernels are faster than Hopper's forward: few rows on many keys (docs/notes/decode.md)."""
+"""Decides which calls of few rows go to decoding's kernels instead of Hopper's forward (docs/notes/decode.md).
+
+Rows are query rows that share keys: the queries of a sequence times the heads of a GQA group. Streams are pairs of a sequence
+and a kv head. All limits were measured; the notes have the figures.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +16,14 @@ from rawattn._kernels.sm90 import decode, forward
 from rawattn._kernels.sm90.tile_heads import heads_per_tile
 from rawattn._kernels.target import Target
 
-# Keys of a sequence in rows, at least: of more than a tile's rows and few columns, of more columns, and of scores that are more
-# than products.
+# The least seqlen_k for which decoding is the faster kernel, in calls without pages and mask. First for more rows than
+# TILE_ROWS:
+# up to head dim _FEW_COLUMNS; beyond it; and at any head dim with a bias, ALiBi, a score function or a soft cap.
 _LEAST_WIDE_NARROW, _LEAST_WIDE, _LEAST_WIDE_SCORED = 768, 1024, 128
-# Of up to a tile's rows, by columns and rows, the first that hold a call: where each stream of keys has a block of its own, two
-# of which a multiprocessor runs at once, and where there are more.
+# Then for up to TILE_ROWS rows. Columns: (largest head dim, most rows, least seqlen_k). The first line that admits the call
+# decides.
+# _LEAST_IDLE holds while every stream can have a block of its own, at two blocks an SM; _LEAST_BUSY where there are more
+# streams.
 _LEAST_IDLE = (
     (96, 16, 96),
     (128, 8, 96),
@@ -32,28 +39,31 @@ _LEAST_BUSY = (
     (128, 16, 512),
     (256, 16, 1024),
 )
-# Many heads of one query are as many rows of a tile here, and of the forward's each has 16.
+# Then for up to TILE_ROWS rows that are one query of at least _MANY_HEADS heads: up to head dim WIDE_TILE_HEADDIM; beyond it.
+# Such heads are one row each in a tile of decoding, and 16 rows each in a tile of the forward.
 _MANY_HEADS, _LEAST_MANY_HEADS, _LEAST_MANY_WIDE_HEADS = 7, 96, 320
-# One query of many heads has so few streams of keys for each multiprocessor that to find and to begin the forward's tiles takes
-# longer than to read keys a few times, or, of few columns, to compute in small tiles.
+# One query with more rows than one tile: decoding is the faster kernel up to this many streams for each SM. With so few, the
+# forward takes longer to find and begin its tiles than decoding takes to compute in small tiles (_NARROW_STREAMS, up to head
+# dim _FEW_COLUMNS) or to read keys once more for each tile (_FEW_STREAMS, beyond that head dim and two tiles' rows).
 _FEW_STREAMS, _NARROW_STREAMS = 1 / 12, 1 / 2
-# Keys, at least, under a mask of keys.
+# The least seqlen_k under a mask that the forward reads as bools (`forward.masks_keys`).
 _LEAST_MASKED = 192
-# Of two tiles' rows, up to so many, and up to so many where the forward has more to find or less to compute: keys in pages, a
-# mask, scores that are more than products, or few columns; plain calls of no more than some columns.
+# More rows than one tile: the most keys of decoding. _SOME_KEYS in general; _FEW_COLUMNS_KEYS where the forward has more to
+# find or less to compute, which is with keys in pages, a mask, a changed score or a head dim of up to _FEW_COLUMNS. Calls
+# without a mask and without changed scores go to decoding up to head dim _SOME_COLUMNS alone.
 _SOME_KEYS, _FEW_COLUMNS_KEYS, _FEW_COLUMNS, _SOME_COLUMNS = 2048, 8192, 64, 96
-# Rows of the forward's tiles. A head has 16 of them at least where heads are not interleaved, so of few queries a tile is
-# nearly empty.
+# Rows of a tile of the forward. Where heads are not interleaved each head takes at least 16 of them, so with few queries the
+# tile is nearly empty.
 _FORWARD_ROWS = 128
 
 
 def supports_mapped(problem: Problem, target: Target, operands: Operands) -> str | None:
-    """Why a call is not for Hopper's kernel in front of the forward, else None."""
+    """Why a call is not for Hopper's decoding kernel, else None."""
     return _many(problem, target) or decode.supports(problem, target, operands)
 
 
 def supports_portable(problem: Problem, target: Target, operands: Operands) -> str | None:
-    """Likewise, for the portable one, where TMA cannot bring the keys."""
+    """Why a call is not for the portable decoding kernel, else None. That kernel serves where TMA cannot bring the keys."""
     return _many(problem, target) or portable_decode.supports(problem, target, operands)
 
 
@@ -64,14 +74,14 @@ def _many(problem: Problem, target: Target) -> str | None:
 
 
 def _are_few(problem: Problem, target: Target) -> bool:
-    # The forward reads such a mask as it comes, decoding bits that are made first.
+    # The forward reads such a mask's bools itself. For decoding an earlier launch makes bits of them.
     if forward.masks_keys(problem):
         if problem.max_seqlen_k < _LEAST_MASKED:
             return False
         problem = replace(problem, mask=None)
     rows = problem.max_seqlen_q * problem.group_heads
     keys, dim = problem.max_seqlen_k, max(problem.headdim, problem.headdim_v)
-    # The forward finds what is in pages and under a mask in launches of its own, and what changes scores takes it longer.
+    # For pages and masks the forward needs launches before it, and what changes scores takes it longer than decoding.
     listed = problem.pages is not None or problem.mask is not None
     finds = listed or _changes_scores(problem)
     tiles, forward_tiles = portable_decode.tiles_of_keys(problem), _forward_tiles(problem)
@@ -86,7 +96,7 @@ def _are_few(problem: Problem, target: Target) -> bool:
         few = _FEW_STREAMS if rows > 2 * TILE_ROWS else 0.0
         if streams <= (_NARROW_STREAMS if narrow else few) * all_busy:
             return True
-    # Of plain calls the forward has few rows of several heads in one small tile.
+    # In plain calls the forward puts few rows of several heads into one small tile, and is faster at larger head dims.
     plain = problem.mask is None and not _changes_scores(problem)
     if dim > (_SOME_COLUMNS if plain else WIDE_TILE_HEADDIM):
         return False
@@ -118,7 +128,7 @@ def _changes_scores(problem: Problem) -> bool:
 
 
 def _forward_tiles(problem: Problem) -> int:
-    """Query tiles of the forward that share keys."""
+    """The forward's query tiles that read the same keys."""
     heads = heads_per_tile(problem, _FORWARD_ROWS)
     queries = _FORWARD_ROWS // heads
     return -(-problem.max_seqlen_q // queries) * (problem.group_heads // heads)

@@ -1,7 +1,9 @@
-"""How long a call takes Hopper's forward with tiles of some shape, by how they fill the machine.
+"""Estimates how long Hopper's forward takes for a call with tiles of a given shape, from how those tiles fill the SMs.
 
-Each multiprocessor takes one tile after the other, the longest first. So a few large tiles may leave most of the machine idle
-in the last round, where smaller ones, which are slower for the rows they have, would not.
+Each SM takes one tile after the other, the longest first. A few large tiles may leave most SMs idle in the last round. Smaller
+tiles, which take more time for each row, fill it better.
+
+All times are in one unit: the time that a tile of two consumers (128 rows) takes for one key.
 """
 
 from __future__ import annotations
@@ -15,50 +17,56 @@ from typing import Any, TypeVar
 
 from rawattn._call.problem import Problem
 
-# The time for a key of a tile, over two consumers', and the time of so many keys that beginning and ending one takes: where a
-# multiprocessor has so many consumers, of all its blocks. They share the tensor cores and the exponentials, and a lone one has
-# neither to itself while it does the other. By head dim, up to so many (docs/notes/hopper-forward.md).
+# These tables are indexed by the largest head dim that a line serves, then by the consumers of all blocks that an SM runs at
+# once. Consumers share the tensor cores and the special function units; one consumer alone leaves one idle while it uses the
+# other. Measured: docs/notes/hopper-forward.md.
+# The time for one key of a tile.
 _TIMES = {
     64: {1: 0.69, 2: 1.0, 3: 1.22, 4: 1.81},
     96: {1: 0.7, 2: 1.0, 3: 1.45, 4: 2.0},
     128: {1: 0.77, 2: 1.0, 3: 1.31, 4: 1.9},
     256: {1: 0.71, 2: 1.0, 3: 1.31, 4: 1.9},
 }
+# The time to begin and end a tile.
 _BEGIN_KEYS = {
     64: {1: 135, 2: 194, 3: 265, 4: 290},
     96: {1: 120, 2: 231, 3: 324, 4: 475},
     128: {1: 121, 2: 240, 3: 265, 4: 300},
     256: {1: 150, 2: 240, 3: 265, 4: 300},
 }
-# What tiles of so many consumers and keys were measured to take over the rule's time, likewise; others take the rule's.
+# Corrections by head dim, then by (consumers, tile_k): the measured time over the estimated one. Shapes not listed have 1.
 _PACES: dict[int, dict[tuple[int, int], float]] = {64: {(1, 48): 1.1, (2, 48): 0.95}, 256: {}}
-# Likewise where a block that is made to share a multiprocessor, and has few registers, has it to itself.
+# The same for a block that has the few registers of blocks that share an SM, but has the SM to itself.
 _LONE_PACES: dict[int, dict[tuple[int, int], float]] = {
     64: {(2, 48): 1.45, (1, 48): 1.45},
     96: {(2, 32): 1.65},
     256: {},
 }
-# What hiding keys behind the diagonal takes, likewise.
+# Masking keys beyond the diagonal takes a tile as long as this many more keys.
 _MASKED_KEYS = 16
-# Of a tile's time the part that consumers without rows save as if they were not there.
+# Consumers without rows save this fraction of the time that the tile would save if it did not have them.
 _SPARED = 0.56
-# What merging the items of unlike tiles adds to a call, likewise in keys.
+# Merging the items of unlike tiles makes a call longer by the time of this many keys.
 _MERGE_KEYS = 1024
-# Of tiles that are shared out, in keys likewise: what comes to the time of a piece; for each item of a tile, one after the
-# other; and for 64 rows of each item of the call, since all of them go through the L2 cache.
+# Where tiles are split by keys, in keys:
+# what a piece takes beside its own keys and its beginning;
 _SHARE_KEYS = 150
+# what each item of a query tile takes to be merged, one after the other;
 ITEM_KEYS = 50
+# what 64 rows of each item of the call take, since all partial results go through the L2 cache.
 _PARTIAL_KEYS = 1.5
-# How well products and what comes from DRAM meanwhile overlap: infinite where the longer of them is all that counts.
+# The exponent p of (products^p + reading^p)^(1/p), the time of products that overlap reads from DRAM. An infinite p would mean
+# that the longer of the two hides the other wholly.
 _OVERLAP = 3
-_HARDLY_LONGER = 2  # key tiles of pieces, where each tile has as many
-# The time for a key that all multiprocessors read from DRAM, over two consumers' likewise, and bytes that stay in the L2
-# cache until others want them.
+# Key tiles by which pieces may be longer where every query tile then has equally many of them.
+_HARDLY_LONGER = 2
+# The time for a key that is read from DRAM on behalf of all SMs, by the largest head dim, in 16-bit elements.
 _MEMORY_TIMES = {64: 0.85, 96: 1.2, 128: 1.45, 256: 1.65}
+# Bytes of keys and values that stay in the L2 cache until other blocks read them.
 _CACHED_BYTES = 40 << 20
-# How long the shortest query tile must be over the longest for them to be alike.
+# Query tiles are alike if the shortest has at least this fraction of the longest one's keys.
 ALIKE = 0.75
-# Of more tiles the last round says little.
+# With more tiles than this the schedule is not simulated, as the last round hardly matters.
 _MOST_SIMULATED = 2048
 
 
@@ -70,17 +78,19 @@ def duration(
     blocks: int = 1,
     least: int = 0,
 ) -> float:
-    """In the time that a tile of two consumers takes for a key.
+    """The estimated time of a call, in the module's unit. Every sequence is taken to be as long as it may be.
 
-    fields: of a row of the tile tables; heads: whose rows share a tile; blocks: that a multiprocessor runs at once;
-    least: key tiles of a piece, where the tiles behind whole rounds are shared out by keys, or of unlike ones all that are
-    longer than is fair; 0: none are. Sequences are taken to be as long as they may be.
+    fields: of a row of the tile tables.
+    heads: query heads whose rows share a tile.
+    blocks: the most that an SM runs at once.
+    least: the fewest key tiles of a piece where tiles are split by keys, 0 where none are. Of alike tiles those behind whole
+    rounds are split, of unlike ones those that are longer than an equal share of all work.
     """
     rows = 64 * fields["consumers"]
     most, blocks = blocks, max(1, min(blocks, -(-count(problem, rows, heads) // multiprocessors)))
     tiles = _tiles(problem, fields, heads, blocks, lone=blocks == 1 < most)
     workers = multiprocessors * blocks
-    times = [time for time, count in tiles for _ in range(count)]  # from the longest on
+    times = [time for time, count in tiles for _ in range(count)]  # longest first
     if len(times) > _MOST_SIMULATED:
         return sum(times) / workers + times[0] / 2
     sharing = 0.0
@@ -103,9 +113,10 @@ def duration(
 
 
 def pieces_of(tiles: int, keys: int, workers: int, least: int) -> int:
-    """Into how many pieces so many tiles of so many key tiles are cut; no more than tiles where it does not pay.
+    """The number of pieces that `tiles` query tiles of `keys` key tiles each are cut into.
 
-    The same sums as the kernel's for ragged batches (kernels_cu/attn/schedule/stream_k.cuh).
+    A result of no more than `tiles` says that cutting does not pay. The kernel computes the same for ragged batches
+    (kernels_cu/attn/schedule/stream_k.cuh).
     """
     pieces = min(tiles * keys // least, workers)
     even = pieces // max(tiles, 1) * tiles
@@ -122,7 +133,10 @@ def _of_pieces(
     least: int,
     all_of_them: bool,
 ) -> float:
-    """Of tiles in one line, cut into pieces for all workers. all_of_them: there are no others, whose keys these would read."""
+    """The time of query tiles that form a line, which is cut into pieces for all workers.
+
+    all_of_them: the call has no other tiles. Otherwise those are taken to have brought the same keys to the L2 cache.
+    """
     consumers: int = fields["consumers"]
     tile_k: int = fields["tile_k"]
     keys = -(-extremes(problem)[1] // tile_k)
@@ -132,7 +146,7 @@ def _of_pieces(
     pace = _of_headdim(_PACES, problem).get((consumers, tile_k), 1.0)
     pace *= _of_headdim(_TIMES, problem)[consumers]
     begin = _of_headdim(_BEGIN_KEYS, problem)[consumers]
-    # A piece that ends in the next tile is two items.
+    # A piece that begins in one query tile and ends in the next is two items.
     uneven = pieces % tiles > 0
     of_tile, items = Fraction(pieces, tiles), pieces + uneven * (tiles - 1)
     products = pace * -(-tiles * keys // pieces) * tile_k
@@ -145,9 +159,10 @@ def _of_pieces(
 
 
 def _reading(problem: Problem, tiles: int, pieces: Fraction) -> float:
-    """Of what comes from DRAM, by one multiprocessor. pieces: of a tile.
+    """The time to read keys and values from DRAM, if one SM did it all. pieces: of a query tile.
 
-    Tiles of the same keys read them together, unless pieces begin elsewhere in each, and too far apart for the L2 cache.
+    Tiles with the same keys read them from DRAM once, together. If their pieces begin at different keys, so far apart that the
+    keys between do not fit the L2 cache, each reads them for itself.
     """
     keys, streams = extremes(problem)[1], problem.batch * problem.nheads_kv
     together = tiles / streams
@@ -161,33 +176,33 @@ def _reading(problem: Problem, tiles: int, pieces: Fraction) -> float:
 
 
 def alike(problem: Problem) -> bool:
-    """Whether query tiles have about as many keys as each other: pieces of unlike tiles are unlike themselves."""
+    """Whether query tiles have about as many keys as each other. If not, equal parts of tiles would not be equally long."""
     shortest, longest = extremes(problem)
     return shortest >= ALIKE * longest
 
 
 def by_length(problem: Problem) -> bool:
-    """Whether query tiles that are shared out count by their keys, unlike as they are: in dense causal batches."""
+    """Whether query tiles that are split are as long in the line as they have keys: unlike ones of dense causal batches."""
     left, right = problem.window_left, problem.window_right
     return not problem.ragged and left is None and right is not None and not alike(problem)
 
 
 def key_tiles(problem: Problem, rows: int, tile_k: int) -> list[int]:
-    """Of each query tile of so many rows, from the last one on; one at least."""
+    """The number of key tiles of each query tile of `rows` rows, at least 1, from the last query tile to the first."""
     last = problem.max_seqlen_q
     visible = (_visible(problem, n, min(n + rows, last)) for n in range(0, last, rows))
     return [max(1, -(-keys // tile_k)) for keys in visible][::-1]
 
 
 def extremes(problem: Problem) -> tuple[int, int]:
-    """Keys that the query tile with the fewest and the one with the most see, of few rows."""
+    """The fewest and the most keys of a query tile, as if tiles had one row: those that the first and the last row see."""
     last = max(problem.max_seqlen_q - 1, 0)
     found = [_visible(problem, row, row + 1) for row in (0, last)]
     return min(found), max(found)
 
 
 def count(problem: Problem, rows: int, heads: int) -> int:
-    """Tiles of so many rows, of `heads` heads."""
+    """The number of query tiles of a call, for tiles of `rows` rows that `heads` query heads share."""
     each = -(-problem.max_seqlen_q // (rows // heads))
     if problem.group:
         each = min(problem.batch * each, problem.rows_q // (rows // heads) + problem.batch)
@@ -197,7 +212,7 @@ def count(problem: Problem, rows: int, heads: int) -> int:
 def _tiles(
     problem: Problem, fields: Mapping[str, Any], heads: int, blocks: int, lone: bool
 ) -> list[tuple[float, int]]:
-    """The time of a tile, and how many there are of it, from the longest on."""
+    """Pairs of a tile's time and how many tiles take it, longest first. lone: see `_LONE_PACES`."""
     consumers, tile_k = fields["consumers"], fields["tile_k"]
     paces = _LONE_PACES if lone else _PACES
     pace = _of_headdim(paces, problem).get((consumers, tile_k), 1.0)
@@ -214,7 +229,7 @@ def _tiles(
     found = []
     for n in range(tiles):
         first, behind = n * rows, min((n + 1) * rows, problem.max_seqlen_q)
-        # Tiles of several heads are bound by their keys, however few rows they have.
+        # The keys decide the time of a tile of several heads, however few rows it has, so all its consumers count as busy.
         busy = consumers if heads > 1 else -(-(behind - first) // 64)
         keys = -(-_visible(problem, first, behind) // tile_k) * tile_k + masked
         time, alone = time_of(consumers, keys), time_of(busy, keys)
@@ -231,7 +246,7 @@ def _of_headdim(table: Mapping[int, _T], problem: Problem) -> _T:
 
 
 def _visible(problem: Problem, first: int, behind: int) -> int:
-    """Keys that some row of [first, behind) sees."""
+    """The number of keys that at least one of the query rows [first, behind) sees."""
     keys = problem.max_seqlen_k
     offset = 0 if problem.top_left else keys - problem.max_seqlen_q
     begin, end = 0, keys
@@ -243,7 +258,7 @@ def _visible(problem: Problem, first: int, behind: int) -> int:
 
 
 def averaged(problem: Problem) -> Problem:
-    """A packed batch whose sequences are equally long."""
+    """The problem of a packed batch whose sequences all have the mean length."""
     q, k = (-(-rows // max(problem.batch, 1)) for rows in (problem.rows_q, problem.rows_k))
     return replace(
         problem,

@@ -1,8 +1,9 @@
-"""Calls of one query for each sequence whose many heads share keys: the heads become the rows of Hopper's forward.
+"""Folds the heads of a GQA group into rows: one query for each sequence and many heads become a call of Hopper's forward.
 
-A tile of decoding's kernel has up to 32 rows, so of more heads it reads their keys several times, and its products are those
-of 16 rows at once. The heads that share keys lie one after the other, as rows of one head would: with other strides the
-same arrays are a call of fewer heads and more rows, whose one query sees what each of them sees.
+A tile of decoding's kernel has up to 32 rows. With more heads that kernel reads their keys several times, and it multiplies 16
+rows at once where the forward multiplies 64. The heads of a group lie one after the other, as rows of one head would. So with
+other strides the same arrays are a call of one head for each kv head, whose rows are the heads of the group. All of them see
+the keys that the query sees.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from rawattn._kernels.sm90 import forward, forward_steps, tma
 from rawattn._kernels.steps import Steps
 from rawattn._kernels.target import Target
 
-# Of multiprocessors that have a query tile of their own, at least (docs/notes/decode.md).
+# The least number of (sequence, kv head) pairs for each SM: each pair is a query tile (docs/notes/decode.md).
 _BUSY = 0.75
-# What differs from head to head, or with the position of the query, would differ from row to row.
+# Features that differ by head or by the query's position are not here: they would differ by row.
 FEATURES = frozenset(("ragged", "right", "scale_first", "softcap", "paged", "float8"))
 
 
 def supports(problem: Problem, target: Target, operands: Operands) -> str | None:
-    """Why a call is not folded, else None. A sequence that may be without its query is not for it either (`is_whole`)."""
+    """Why a call is not folded, else None. `is_whole` asks besides that no sequence is without its query."""
     if problem.group or problem.rows_q != 1:
         return "a sequence has other than one query"
     if problem.num_splits is not None:
@@ -46,12 +47,12 @@ def is_whole(structure: Structure) -> bool:
 
 
 def steps(problem: Problem, structure: Structure, operands: Operands, target: Target) -> Steps:
-    """The launches of a call that is whole."""
+    """The launches of a call for which `is_whole` holds."""
     problem, target, operands = _folded(problem, target, operands)
     rows = problem.rows_q
     q = structure.q._replace(rows=rows, most=rows)
     inner = forward_steps.steps(problem, structure._replace(q=q), operands, target)
-    # The call's own lengths are those of one row. No launch counts tiles of keys.
+    # The runtime's lengths count one row for each sequence, so blocks are counted here. No launch counts tiles of keys.
     lengths = bind(None, batch=problem.batch, rows_q=rows, rows_k=1)
     launches = tuple(
         step if isinstance(step.blocks, int) else replace(step, blocks=step.blocks.blocks(lengths))
@@ -69,7 +70,7 @@ def _folded(
         nheads_q=problem.nheads_kv,
         rows_q=group,
         max_seqlen_q=group,
-        window_right=None,  # the last row of a sequence sees all its keys
+        window_right=None,  # the only query is the last one, which sees all keys
     )
     strides = dict(operands.strides)
     for name in ("q", "out"):

@@ -27,40 +27,50 @@ TILES = "sm90_forward"  # the file of its tile tables
 ARCH = "sm_90a"
 FEATURES = features.names()
 
-# Keys of a sequence from which on the tiles of the table "long" are the faster ones: more work a tile, less often begun.
+# The least seqlen_k for which the tables "long" and "alibi_long" are used, whose larger tiles begin and end less often. It is
+# also the least seqlen_q for which blocks run in clusters, where the table says so.
 LONG_SEQLEN = 8192
 
-# Keys of a query tile from which on the last tiles are shared out by keys, from which on they may be, where that is expected
-# to take less time, and the longest of unlike ones; by how many key tiles they must be done earlier for it, and how many a
-# piece must have (docs/notes/hopper-forward.md).
+# Stream-K splits the keys of the last query tiles among all blocks. Its limits, measured in docs/notes/hopper-forward.md:
+# Keys of a query tile from which on the last tiles are split without asking for the expected time.
 STREAM_K_SEQLEN = LONG_SEQLEN
+# Keys of a query tile from which on the last tiles are split where that is expected to take less time.
 SHARED_SEQLEN = 1024
+# Keys of the longest query tile from which on causal tiles of unlike length are split.
 UNLIKE_SEQLEN = 2048
+# Splitting must end the tiles earlier by the time of this many key tiles.
 WORTH_SHARING = 8
+# The fewest key tiles of a piece.
 LEAST_PIECE = 4
 
-# Keys of a sequence from which on it pays to copy q, k and v where this kernel cannot read them as they lie
+# The least seqlen_k for which it pays to copy those of q, k and v that TMA cannot read as they lie
 # (docs/notes/hopper-forward.md).
 ALIGN_SEQLEN = 1024
 
-# Of tiles for each multiprocessor: with more than these, how a table's usual tiles fill the machine matters less than what
-# each takes, which the tables say best. Of calls with what joins scores, whose longest causal tile may take as long as two
-# rounds of all; of others, and of those with short sequences, which blocks with a bias or ALiBi that share a multiprocessor
-# are the faster ones for up to more rows, and blocks under a mask up to fewer.
+# When the usual row of a table is taken without asking how well its tiles fill the SMs. Then what a tile takes matters more,
+# and the tables say that best.
+# _SOME_ROUNDS: from as many query tiles an SM on. _FEW_ROUNDS: the same for calls that do more to scores (bias, ALiBi, mask,
+# dropout), since there the longest causal tile may take as long as two rounds.
+# Sequences of up to _SHORT_SEQLEN query rows are always asked about; with a bias or ALiBi, where blocks may share an SM, those
+# of up to _SHORT_SCORED_SEQLEN. Where blocks may not share an SM, sequences of up to _LONE_SEQLEN rows do not count as short:
+# one consumer of 64 rows that has an SM to itself is slower than a tile of 192 rows.
 _FEW_ROUNDS, _SOME_ROUNDS, _SHORT_SEQLEN, _SHORT_SCORED_SEQLEN, _LONE_SEQLEN = 2, 8, 512, 640, 64
+# The most query rows of a sequence under a mask whose blocks may share an SM.
 _SHORT_MASKED_SEQLEN = 400
-# Keys of a sequence from which on blocks do not share a multiprocessor: each reads them for itself.
+# The least seqlen_k for which blocks do not share an SM, because each of them reads all keys for itself.
 _CROWDED_KEYS = 1024
-# Columns of a window, up to which a mask of keys has registers beside it.
+# The largest head dim at which there are registers for a mask of keys beside a left window.
 _MASKED_WINDOW_COLUMNS = 192
-# Another row of the tables must be expected to take less than this of the usual one's time.
+# Another row replaces the usual one if it is expected to take less than this fraction of the usual one's time.
 _WORTH_CHANGING = 0.96
-# Blocks that share a multiprocessor: of ragged batches four have no registers.
+# The most blocks that share an SM. Kernels for ragged batches have too few registers at four.
 _MOST_BLOCKS, _MOST_RAGGED_BLOCKS = 4, 3
+# Rows whose expected times differ by no more than this factor count as equally fast.
 _EQUAL = 1.02
 
-# At most of one of two consumers, where who finds pages needs what is left, and where those copy rows of up to 128 columns:
-# beyond, consumers have none to spare, and tiles fewer rows.
+# The most registers of a consumer's thread where a block has two consumers and keys are in pages. The producer needs the rest:
+# to look up pages, and more where its lanes also copy rows of up to 128 columns. Beyond 128 columns consumers cannot spare
+# as many, and a key tile has fewer rows to copy.
 _FINDING_REGISTERS, _COPYING_REGISTERS = 224, 208
 
 
@@ -108,15 +118,15 @@ def choose(problem: Problem, target: Target, operands: Operands) -> Config:
     between = operands.strides.get("out", ())[:-1]
     store_bytes = access_bytes(problem.headdim_v * 2, operands.pointers, *between)
     if problem.max_seqlen_q < LONG_SEQLEN or problem.mask is not None or problem.pages is not None:
-        # Of few queries a cluster's last block has none, and takes a multiprocessor all the same. Under a mask, its
-        # blocks would visit key tiles for each other. Boxes of pages are small already.
+        # With few queries the last block of a cluster has no rows and occupies an SM all the same. Under a mask the
+        # blocks of a cluster would visit each other's key tiles. Boxes of pages are too small to be divided among blocks.
         fields["cluster"] = 1
     if problem.pages is not None and fields["consumers"] == 2:
         copies = tma.copies_rows(problem) and max(problem.headdim, problem.headdim_v) <= 128
         most = _COPYING_REGISTERS if copies else _FINDING_REGISTERS
         fields["consumer_registers"] = min(fields["consumer_registers"], most)
-    # Of ragged batches, and under masks, whose tiles are stored often: others gain nothing by it. Stages of a bias need the
-    # room more.
+    # Stores by TMA pay where tiles are stored often: in ragged batches and under masks. Other calls gain nothing by them.
+    # Where a bias stands beside the mask, its slots need the shared memory more.
     often = problem.ragged or (problem.mask is not None and problem.bias is None)
     storable = store_bytes == 16 and tma.mappable(problem, "out", operands)
     fields["tensor_stores"] &= often and storable
@@ -144,11 +154,12 @@ def choose(problem: Problem, target: Target, operands: Operands) -> Config:
 
 
 def masks_keys(problem: Problem) -> bool:
-    """Whether a mask is read as it comes: bools of few keys alone, side by side, in a dense call with nothing else that changes
-    scores or drops probabilities. Learned sinks may be there.
+    """Whether the kernel reads a mask's bools itself, so that no earlier launch makes bits and lists of tiles.
 
-    Tiles of more keys may be shared out, for which their number must be known before. Beside lengths, and beside a window of
-    many columns, there are no registers left.
+    It does for bools that differ by sequence and key alone and lie side by side, in a dense call of few keys where nothing
+    else changes scores or drops probabilities. Learned sinks may be there. With more keys query tiles may be split by keys,
+    for which the number of key tiles must be known beforehand. Beside lengths, and beside a left window at large head dims,
+    there are no registers left.
     """
     form = problem.mask
     if form is None or form.dtype != "bool" or form.shape[1:3] != (1, 1) or form.shape[3] == 1:
@@ -162,30 +173,37 @@ def masks_keys(problem: Problem) -> bool:
 
 
 def shareable(problem: Problem, seqlen: int) -> bool:
-    """Whether query tiles may be shared out by keys: alike ones of so many, and of dense batches causal ones too."""
+    """Whether the keys of query tiles may be split among blocks.
+
+    Tiles with about as many keys as each other may be from `seqlen` keys on, unlike ones of dense causal batches from
+    `UNLIKE_SEQLEN` on.
+    """
     if problem.num_splits is not None:
         return False
     longest = filling.extremes(problem)[1]
     if filling.by_length(problem):
-        # How long lists of a mask are the host does not know.
+        # The host does not know the lengths of a mask's lists.
         return problem.mask is None and longest >= UNLIKE_SEQLEN
     return longest >= seqlen and filling.alike(problem)
 
 
 def least_piece(problem: Problem, tile_k: int) -> int:
-    """Key tiles of a piece at least: of shorter ones a tile has so many that to merge them takes longer than to make them."""
+    """The fewest key tiles of a piece. With shorter pieces, merging those of a query tile takes longer than computing them."""
     shortest = math.sqrt(filling.ITEM_KEYS * filling.extremes(problem)[1])
     return max(LEAST_PIECE, math.ceil(shortest / tile_k))
 
 
 def worth_sharing(problem: Problem, rows: int, heads: int, workers: int) -> int:
-    """By how many key tiles the tiles that are shared out must be done earlier. rows, heads: of a tile."""
+    """By how many key tiles' time splitting must end the split tiles earlier.
+
+    rows: query rows of each head that the schedule hands out together; heads: those whose rows share a tile.
+    """
     idle = filling.count(problem, rows * heads, heads) < workers
     return WORTH_SHARING // 2 if idle and not filling.by_length(problem) else WORTH_SHARING
 
 
 def _in_equal_rounds(problem: Problem, idle: bool) -> bool:
-    """Whether all query tiles have the same keys, and every multiprocessor has one of its own. idle: some have none."""
+    """Whether all query tiles have equally many keys, and every SM has at least one tile. idle: some SMs have none."""
     limits = problem.window_left, problem.window_right
     alike = limits == (None, None) and problem.mask is None
     return not idle and not problem.ragged and alike
@@ -193,39 +211,41 @@ def _in_equal_rounds(problem: Problem, idle: bool) -> bool:
 
 def _aligning_pays(problem: Problem, operands: Operands) -> bool:
     if problem.pages is not None:
-        return False  # all pages would be copied, for the sake of some
-    # Copies 2 bytes wide, which the portable kernel would make of every tile, cost it most of its speed.
+        return False  # all pages of the cache would be copied, though a call reads some of them
+    # Otherwise the portable kernel takes the call. Copies of 2 bytes each cost that kernel most of its speed.
     return problem.max_seqlen_k >= ALIGN_SEQLEN or operands.copy_bytes(problem) == 2
 
 
 def _fields(problem: Problem, target: Target, wide: int) -> tuple[dict[str, Any], bool]:
-    """Of the row to take, and whether its last tiles are shared out by keys.
+    """The fields of the table row to take, and whether the keys of its last query tiles are split among blocks.
 
-    The row is its table's, but where another one would be done sooner for how it fills the machine.
+    The row is the usual one of the problem's table, unless another row fills the SMs so much better that it is expected to be
+    done sooner.
     """
     table = _table(problem)
     usual = _usual(problem, wide)
     rows = rows_of(usual["consumers"])
     tiles = filling.count(problem, rows, heads_per_tile(problem, rows))
-    # Of a kernel that is only compiled nobody knows how many multiprocessors there are.
+    # One stands for an unknown number of SMs: the kernel is only compiled.
     if target.multiprocessors == 1:
         return usual, problem.mask is None and shareable(problem, STREAM_K_SEQLEN)
     idle = tiles < target.multiprocessors
     if _in_equal_rounds(problem, idle) and shareable(problem, STREAM_K_SEQLEN):
         return usual, True
-    # Lists of a mask are unlike: whoever has none gains by a part of another's, and others by the longest first.
+    # The lists of a mask differ in length. Where SMs are idle it pays to split them; else whole tiles, longest list first, win.
     shares = shareable(problem, SHARED_SEQLEN) and (idle or problem.mask is None)
-    # What is held or drawn needs registers that no other row leaves it.
+    # A float32 bias and the random bits of dropout are held in registers that only the rows of these tables leave free.
     bound = table in ("held", "dropout")
     plain = table in ("any", "long", "left", "narrow_values") or table.startswith("paged")
     crowded = _may_crowd(problem, table, wide)
-    # What scores take beside products, a lone consumer hides behind those of other blocks alone.
+    # A block's only consumer can overlap its work on scores with the products of other blocks of the SM alone.
     longest = _SHORT_SCORED_SEQLEN if crowded and not plain else _SHORT_SEQLEN
     short = not bound and problem.max_seqlen_q <= longest
     short &= crowded or problem.max_seqlen_q > _LONE_SEQLEN
     limit = _SOME_ROUNDS if plain else _FEW_ROUNDS
     if problem.ragged and not problem.group and problem.pages is None:
-        limit = 1  # how much of a padded batch is real nobody knows: only of short sequences and few tiles it does not matter
+        # The host does not know how much of a padded batch is padding. Few tiles and short sequences are asked about anyway.
+        limit = 1
     if tiles >= limit * target.multiprocessors and not short:
         return usual, False
     others: list[Mapping[str, Any]] = []
@@ -254,7 +274,7 @@ def _fields(problem: Problem, target: Target, wide: int) -> tuple[dict[str, Any]
     choices += [(fields, True) for fields in rows_of_tables if shares and _blocks(fields) == 1]
     durations = [duration(each, problem) for each in choices]
     if problem.ragged and problem.group and problem.pages is None:
-        # Of sequences as long as they may be, and as long as they are on average: both must say so.
+        # Another row must win twice: with all sequences as long as they may be, and with all of the mean length.
         worth = _WORTH_CHANGING * durations[0]
         by_mean = [duration(each, filling.averaged(problem)) for each in choices]
         durations = [
@@ -264,17 +284,18 @@ def _fields(problem: Problem, target: Target, wide: int) -> tuple[dict[str, Any]
         durations[0] = by_mean[0]
     if min(durations) >= _WORTH_CHANGING * durations[0]:
         return usual, False
-    # Of what is as good as equal the first: tables say better than the rule of thumb which tile takes less.
+    # The first of those that are about equally fast: the order of the tables is measured, the times are estimates.
     best = next(n for n, each in enumerate(durations) if each <= _EQUAL * min(durations))
     fields, shared = choices[best]
     return dict(fields), shared
 
 
 def _may_crowd(problem: Problem, table: str, wide: int) -> bool:
-    """Whether blocks may share a multiprocessor.
+    """Whether several blocks may share an SM.
 
-    They have registers for scaled scores and for masks, and at small head dims for ALiBi or a bias that comes in slots; none
-    for who finds pages. Beyond short sequences a mask's larger tiles win: each tile's list is walked, and its bits are read.
+    Such blocks have registers for plain scores and for masks, and up to head dim 64 for ALiBi or for a bias that comes to
+    slots. They have none for a producer that looks up pages. Under a mask larger tiles are faster except for short
+    sequences, since each tile walks its own list of key tiles and reads its bits.
     """
     if problem.max_seqlen_k >= _CROWDED_KEYS or problem.pages is not None:
         return False
@@ -292,7 +313,7 @@ def _blocks(fields: Mapping[str, Any]) -> int:
 
 
 def _rows(table: str, wide: int) -> list[Row]:
-    """Of a table those for a head dim."""
+    """The rows of a table that serve a head dim."""
     fitting = [row for row in tile_tables.table(TILES, table) if wide <= row.headdim]
     return [row for row in fitting if row.headdim == fitting[0].headdim]
 
@@ -303,29 +324,30 @@ def _usual(problem: Problem, wide: int) -> dict[str, Any]:
 
 
 def _table(problem: Problem) -> str:
-    # What is drawn or read under the products, as much as scores, stays in registers until those are there.
+    # Random bits and float32 biases come while the products are under way. They fill as many registers as the scores do.
     beside = problem.bias is not None or problem.mask is not None
     if problem.dropout_p > 0 and not beside:
         return "dropout"
     if problem.dropout_p > 0 or (problem.bias is not None and ITEMSIZE[problem.bias.dtype] == 4):
         return "held"
-    # Few rows meet fewer tiles of a mask, and whole 16 bytes of its bits are read at once.
+    # Query tiles of few rows meet fewer key tiles of a mask. Key tiles of 128 keys have 16 bytes of its bits a row: one load.
     if problem.mask is not None:
         return "masked"
     if problem.bias is not None:
         return "bias"
-    # Who finds pages needs more registers than who finds rows.
+    # A producer that looks up pages needs more registers than one that loads rows.
     if problem.pages is not None:
         if problem.float8:
             return "paged_8bit"
         return "paged_rows" if tma.copies_rows(problem) else "paged"
-    # With a limit on the left a thread has more to remember, and a window is better met by small key tiles.
+    # A left limit takes registers, and small key tiles fit the edges of a window better.
     if problem.window_left is not None:
         return "left"
     slopes = problem.alibi_slopes is not None or features.features(problem).mod_line
     if slopes and problem.softcap is None:
         return "alibi_long" if problem.max_seqlen_k >= LONG_SEQLEN else "alibi"
-    # Keys wider than 128 columns leave room for a larger tile where the output takes fewer registers.
+    # Where keys have more than 128 columns and values do not, the output takes fewer registers, which leaves some for a larger
+    # key tile.
     if problem.headdim_v <= 128 < problem.headdim:
         return "narrow_values"
     return "long" if problem.max_seqlen_k >= LONG_SEQLEN else "any"

@@ -1,4 +1,4 @@
-"""What the compiler is told about kernels_cu/sm90/forward.cu, and what follows from it; `forward` chooses it."""
+"""The configuration that kernels_cu/sm90/forward.cu is compiled with, and what follows from it. `forward` chooses it."""
 
 from __future__ import annotations
 
@@ -14,30 +14,31 @@ from rawattn._kernels.source import source as _source
 
 ENTRY = "rawattn_sm90_forward"
 
-# K and V of this much are scheduled together. A fraction of the L2 cache: what is read from DRAM costs power, and power is
-# what bounds long calls (docs/notes/hopper-forward.md).
+# Bytes of K and V whose tiles are scheduled next to each other (a section of heads). They are a fraction of the L2 cache:
+# reads from DRAM cost power, and power bounds the speed of long calls (docs/notes/hopper-forward.md).
 SECTION_BYTES = 9 << 20
 
-# Rows of the output that TMA stores at a time: a warp's.
+# Rows of the output in one TMA store: those of a warp.
 STORE_ROWS = 16
 
-# Sequences of a ragged batch, up to which each block orders them for itself.
+# The largest ragged batch, in sequences, that each block orders for itself. Larger ones are ordered by a launch of their own.
 MOST_ORDERED = 64
 
-# Keys of a sequence, up to which a mask of keys is read as it comes: 32 of each lane of a warp.
+# The most keys of a mask that the kernel reads as bools (`forward.masks_keys`): 32 for each lane of a warp.
 MOST_MASKED_KEYS = 1024
 
-# Tiles of 8 bits that wait to be converted, of keys and of values (kStoredSlots in the kernel), in rows of so many bytes.
+# Slots for 8-bit key tiles that wait to be converted, and as many for values (kStoredSlots in the kernel); bytes of a row of
+# the swizzle, in which they lie.
 _STORED_SLOTS, _STORED_ROW_BYTES = 2, 128
 
-# Registers of a multiprocessor, and of a thread what setmaxnreg counts in.
+# Registers of an SM; the multiple of registers a thread that setmaxnreg takes.
 _REGISTERS, _REGISTER_STEP = 65536, 8
-_LEAST_REGISTERS = 24  # of a thread, the producer's
+_LEAST_REGISTERS = 24  # of a producer's thread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config(Features):
-    """Everything the compiler is told: the named constants of namespace `config` in the kernel."""
+    """The named constants of namespace `config` in the kernel."""
 
     LEAVES_OUT: ClassVar[frozenset[str]] = frozenset({"bias_chunks"})
 
@@ -47,28 +48,28 @@ class Config(Features):
     tile_k: int
     consumers: int
     stages: int
-    cluster: int  # blocks that load keys and values for each other
+    cluster: int  # blocks of a cluster, which share keys and values by TMA multicast
     ping_pong: bool
-    late_scaling: bool  # of scores, beside their exponentials
-    consumer_registers: int  # of a thread; the producer's have the rest
-    store_bytes: int  # of an access to the output
-    tensor_stores: bool  # by TMA, through a buffer in shared memory
-    stream_k: bool  # the keys of the last query tiles, among all blocks
+    late_scaling: bool  # scores are scaled beside their exponentials, not before the running max
+    consumer_registers: int  # of a consumer's thread; the producer's threads have the rest
+    store_bytes: int  # of one store of a lane to the output
+    tensor_stores: bool  # the output is stored by TMA, through a buffer in shared memory
+    stream_k: bool  # the keys of the last query tiles are split among all blocks
     page_rows: int = (
-        0  # of a box of keys or values, where those are in pages; 1 where lanes copy rows
+        0  # rows of a box of keys or values in pages: 1 where lanes copy rows, 0 without pages
     )
-    whole_rows: bool = False  # in it, else 64 columns of each
-    # Of a bias that comes to slots: 0 where lanes read it from memory.
-    bias_rows: int = 0  # of each head in a slot
-    bias_heads: int = 0
-    bias_stages: int = 0
-    bias_by_rows: bool = False  # copied one by one, else in boxes of 64 keys by TMA
+    whole_rows: bool = False  # such a box has all columns of its rows, else 64
+    # The slots in shared memory for a bias: 0 where lanes read it from global memory.
+    bias_rows: int = 0  # rows of each head in a slot
+    bias_heads: int = 0  # heads in a slot
+    bias_stages: int = 0  # slots
+    bias_by_rows: bool = False  # rows are copied one by one, else boxes of 64 keys come by TMA
     heads_per_tile: int = 1  # query heads of one kv head whose rows share a tile
-    interleaved: bool = False  # those: query by query, head by head
+    interleaved: bool = False  # a tile's rows are in the order of queries, then of heads
     query_slots: int = 1  # with two, the next tile's queries come while this one's are still read
-    ramp: bool = False  # what ALiBi or a line adds along the keys is part of the products
-    key_mask: bool = False  # a bool of each key, read as it comes
-    carried: bool = False  # lengths of few sequences in the kernel's parameters
+    ramp: bool = False  # Q K^T includes what ALiBi or a score function's line adds along the keys
+    key_mask: bool = False  # the kernel reads a mask of one bool for each key
+    carried: bool = False  # the lengths of few sequences are in the kernel's parameters
 
     @property
     def tile_rows(self) -> int:
@@ -76,22 +77,22 @@ class Config(Features):
 
     @property
     def tile_q(self) -> int:
-        """Query rows of each head."""
+        """Query rows of each head in a tile."""
         return self.tile_rows // self.heads_per_tile
 
     @property
     def copies_rows(self) -> bool:
-        """Of keys and values: lanes of the producer do, which needs no tensor maps."""
+        """Whether lanes of the producer copy the rows of keys and values, without tensor maps."""
         return self.page_rows == 1
 
     @property
     def run_rows(self) -> int:
-        """Query rows of a head that follow each other in a tile: see kernels_cu/sm90/rows.cuh."""
+        """Consecutive rows of a tile that belong to one head (kernels_cu/sm90/rows.cuh)."""
         return self.tile_q if self.tile_q % 64 == 0 or 64 % self.tile_q == 0 else STORE_ROWS
 
     @property
     def schedule_rows(self) -> int:
-        """Query rows of each head that the schedule hands out together: the tiles of a cluster."""
+        """Query rows of each head that the schedule hands out at once: those of all tiles of a cluster."""
         return self.tile_q * self.cluster
 
     @property
@@ -108,7 +109,7 @@ class Config(Features):
 
     @property
     def producer_registers(self) -> int:
-        """Of a thread. A block begins with as many for each thread and shares them out anew."""
+        """Registers of a producer's thread: what consumers leave. Before setmaxnreg all threads have equally many."""
         each = _REGISTERS // self.blocks_per_sm // self.threads // _REGISTER_STEP * _REGISTER_STEP
         return each * (1 + self.consumers) - self.consumer_registers * self.consumers
 
@@ -122,7 +123,7 @@ class Config(Features):
 
     @property
     def carried_words(self) -> int:
-        """Of 32 bits: starts and lengths of as many sequences as a block orders, on both sides."""
+        """Words of 32 bits for carried lengths: starts and lengths of up to `MOST_ORDERED` sequences of q and of k."""
         return 4 * (MOST_ORDERED + 1) if self.carried else 0
 
     @property
@@ -139,12 +140,12 @@ class Config(Features):
         biases = bias_slots.nbytes(self.bias_slot, self.bias_stages, self.tile_k)
         sides = 2 if self.alibi and not self.one_sided else 1
         ramp = -(-16 * (self.tile_rows + sides * self.tile_k) // 1024) * 1024 if self.ramp else 0
-        # Barriers, two slots of work, the order of a few sequences and the bits of a mask of keys have 1024.
+        # The last 1024 bytes are for mbarriers, two slots of work, the order of few sequences and the bits of a mask of keys.
         return tiles + outputs + biases + self._stored_bytes + ramp + 1024
 
     @property
     def _stored_bytes(self) -> int:
-        """Of keys and values as pages of 8 bits hold them."""
+        """Bytes of the slots for keys and values of 8 bits."""
         if not self.float8:
             return 0
         blocks = sum(-(-columns // _STORED_ROW_BYTES) for columns in (self.headdim, self.headdim_v))
@@ -196,10 +197,10 @@ class Config(Features):
 
 
 def rows_of(consumers: int) -> int:
-    """Of a tile, over all its heads."""
+    """Rows of a tile, over all its heads."""
     return 64 * consumers
 
 
 def blocks_per_sm(consumers: int, consumer_registers: int) -> int:
-    """How many run at once, by their registers. Tiles of more than one leave each other shared memory too."""
+    """Blocks that an SM runs at once, by their registers. Tiles of which several run are small enough in shared memory too."""
     return _REGISTERS // (128 * (consumers * consumer_registers + _LEAST_REGISTERS))

@@ -1,4 +1,4 @@
-"""What a row of the tile tables becomes for a call: less of it where room is short, and what is brought beside it."""
+"""Fits a configuration of the tile tables to a call: shrinks it where shared memory is short, and adds what the call needs."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from rawattn._kernels.sm90.forward_config import Config
 from rawattn._kernels.sm90.tile_heads import heads_per_tile, interleaves
 from rawattn._kernels.target import Target, shared_limit_of
 
-# Of products to which slopes are added: those are divided by it, and must stay numbers.
+# The least scale of scores with which a ramp may be added to Q K^T: its slopes are divided by the scale and must stay finite.
 _LEAST_SCALE = 2.0**-64
-# Columns of keys up to which consumers are short of time for scores: beyond, products take what a multiply-add of each score
-# does. Beside a bias the descriptors of a ramp have registers up to fewer.
+# The largest head dim at which a ramp pays, because consumers are short of time for scores. At larger ones its step of the
+# product takes as long as the multiply-add of each score that it saves. Beside a bias there are registers for the ramp's
+# descriptors only up to the second, smaller head dim.
 _RAMP_COLUMNS, _BIASED_RAMP_COLUMNS = 128, 96
 
 
 def with_room(config: Config, target: Target) -> Config:
-    """The same with less of its row, until tiles of 8 bits have room beside those that they become.
+    """The configuration, shrunk until 8-bit key tiles have room in shared memory beside the 16-bit tiles made of them.
 
-    The tables are made for 16 bits, but for "paged_8bit", whose rows have room at every head dim that they serve.
+    All tables but "paged_8bit" are made for 16-bit keys. The rows of "paged_8bit" have room at every head dim that they serve.
     """
     while config.float8 and config.shared_bytes > target.shared_limit:
         if config.tensor_stores:
@@ -34,7 +35,7 @@ def with_room(config: Config, target: Target) -> Config:
 
 
 def with_heads(config: Config, problem: Problem) -> Config:
-    """The same, whose tiles hold so many heads as they should. Of interleaved ones lanes store the output."""
+    """The configuration with the number of heads that share a tile. Where heads are interleaved, lanes store the output."""
     interleaved = interleaves(problem, config.tile_rows)
     return replace(
         config,
@@ -45,9 +46,9 @@ def with_heads(config: Config, problem: Problem) -> Config:
 
 
 def with_bias(config: Config, problem: Problem, target: Target, operands: Operands) -> Config:
-    """The same, with the bias brought beside the keys where it lies so and there is room for it."""
+    """The configuration with slots for the bias, where its layout allows that and shared memory has room for them."""
     slot = bias_slots.slot(problem, operands, config.tile_q, config.heads_per_tile)
-    # The warp that would bring rows converts tiles of 8 bits.
+    # With 8-bit keys, the warp that would copy rows of the bias converts tiles instead.
     if slot == bias_slots.NONE or (slot.by_rows and config.float8):
         return config
     brought = replace(
@@ -59,8 +60,8 @@ def with_bias(config: Config, problem: Problem, target: Target, operands: Operan
     )
     sizes = [(config.tile_k, bias_slots.STAGES), (config.tile_k, 1)]
     if slot.by_rows and problem.pages is None:
-        # Rows take more room than boxes, and to copy them longer: a second slot is worth more than so many keys. Not more
-        # than whole pages in a tile.
+        # Rows take more shared memory than boxes and longer to copy, so a second slot is worth more than 16 keys a tile.
+        # With pages tile_k stays, so that the tile still has whole pages.
         sizes.insert(1, (config.tile_k - 16, bias_slots.STAGES))
     room = shared_limit_of(config.blocks_per_sm, target.shared_limit)
     for tile_k, stages in sizes:
@@ -71,21 +72,25 @@ def with_bias(config: Config, problem: Problem, target: Target, operands: Operan
 
 
 def with_query_slots(config: Config, target: Target) -> Config:
-    """The same, with room for the next tile's queries where there is some. Those for tiles of 8 bits are converted in place."""
+    """The configuration with a second slot of queries where shared memory has room for it.
+
+    Not with 8-bit keys, for which queries are converted in their slot.
+    """
     twice = replace(config, query_slots=2)
     room = shared_limit_of(config.blocks_per_sm, target.shared_limit)
     return config if config.float8 or twice.shared_bytes > room else twice
 
 
 def with_ramp(config: Config, problem: Problem, target: Target) -> Config:
-    """The same, whose products have what ALiBi or a line adds along the keys, where scores are products but for the scale.
+    """The configuration with a ramp where one is possible and pays: what ALiBi or a line adds along the keys joins Q K^T.
 
-    What is added to scores must else be there before they are compared, unless it has a bound by rows.
+    That is possible where scores are otherwise Q K^T times the scale. Without a ramp, scores are scaled and added to before the
+    running max, unless the kernel knows a bound of what is added for each row (`one_sided`); then late scaling may stay.
     """
     ramp = replace(config, ramp=True)
     room = shared_limit_of(config.blocks_per_sm, target.shared_limit)
     late = config.late_scaling and (config.one_sided or not config.alibi)
-    # A slope is divided by the scale.
+    # The ramp's slopes are divided by the scale, so nothing but the scale may come between Q K^T and the addition.
     remade = problem.softcap is not None or (problem.score_mod is not None and not config.mod_line)
     made = not remade and not config.float8 and problem.scale >= _LEAST_SCALE
     pays = config.headdim <= (_BIASED_RAMP_COLUMNS if config.bias else _RAMP_COLUMNS)

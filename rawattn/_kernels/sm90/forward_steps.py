@@ -1,4 +1,4 @@
-"""How Hopper's forward is launched: the steps, the tensor maps it reads and stores through, and how its work is shared out."""
+"""How Hopper's forward is launched: its steps, its tensor maps, and how its work is divided among blocks."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from rawattn._kernels.steps import Geometry, Part, Step, Steps, Tiles, patches
 from rawattn._kernels.target import Target
 from rawattn._strides import Strides
 
-# How much work is kept for the end, for each cluster: this many of a head's longest tiles.
+# Work that is kept for the end of a causal schedule, for each cluster, in units of a head's longest query tile.
 _KEPT_ROUNDS = 0.25
-_LEAST_KEPT = 0.5  # tiles of each head, of which it takes whole ones
+# Nothing is kept where that makes fewer query tiles a head than this; else the number is rounded up.
+_LEAST_KEPT = 0.5
 
 _COUNTER_BYTES = 4
 _SCHEDULE_COUNTERS = 2  # one of work handed out, one of blocks done
@@ -59,7 +60,7 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
     )
     whole = -(-problem.rows_q // config.schedule_rows) * tiles.heads * problem.batch
     masks = mask_tiles.Masks(problem, structure, operands, inner, target)
-    # Where each block has one tile at most, none waits for another's.
+    # With at most one tile for each cluster, the order of tiles does not matter.
     listed = masks.of_queries(config.tile_q, config.tile_k, ordered=whole > clusters)
     launches += masks.steps
     scratch |= masks.scratch
@@ -67,7 +68,6 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
     values |= {
         "row_bound_q": row_bound(problem.rows_q),
         "row_bound_k": 0 if config.paged else row_bound(problem.rows_k),
-        # The line of what is shared out ends the schedule.
         **dict(
             zip(
                 ("next_page_k", "next_page_v"),
@@ -75,6 +75,7 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
                 strict=True,
             )
         ),
+        # Where query tiles are split by keys, their line ends the schedule, and nothing is kept for after it.
         "kept_tiles": 0 if shared else kept_tiles(problem, config, min(whole, clusters)),
     }
     addresses = {f"forward__{name}": own for name, own in names.items()} | {"forward__lse": "lse"}
@@ -102,7 +103,7 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
         of_padding += part.patches(params.SM90_FORWARD, "padding")
         fills += part.filled(params.SM90_FORWARD, "padding")
         tiles = replace(tiles, least=min(clusters, fill_padding.blocks(part)))
-    # Launches before it, and what finds pages, read lengths from memory.
+    # Earlier launches, and a producer that looks up pages, read lengths from global memory.
     carried = not launches and problem.pages is None and _may_be_carried(problem, structure)
     config = replace(config, carried=carried)
     first = params.SM90_FORWARD.dtype.itemsize
@@ -136,62 +137,64 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
 
 
 def _may_be_carried(problem: Problem, structure: Structure) -> bool:
-    """Whether lengths are few integers of the host, of 32 bits."""
+    """Whether lengths may travel in the kernel's parameters: 32-bit integers of the host for few sequences."""
     few = problem.ragged and problem.batch <= MOST_ORDERED
     return few and structure.on_host and max(structure.q.start, structure.k.start) <= 4
 
 
 def kept_tiles(problem: Problem, config: Config, clusters: int) -> int:
-    """Query tiles of each head that come after the others of all heads: the shortest, where causal tiles differ.
+    """How many query tiles of each head are kept for the end, behind all others of all heads: the shortest causal ones.
 
-    They fill the gaps that the last long ones leave. More of them balance better, and read more of K and V from DRAM.
+    They fill the gaps that the last long ones leave. More of them balance better, but read more of K and V from DRAM again.
     """
     if problem.ragged or problem.window_right is None or problem.window_left is not None:
         return 0
-    # Of tiles about as long as each other none fills a gap better, and the keys of those kept would be read twice.
+    # If tiles are about equally long, no tile fills a gap better than another, and keeping some would read their keys twice.
     if filling.alike(problem):
         return 0
     tiles = -(-problem.rows_q // config.schedule_rows)
     heads = problem.batch * problem.nheads_q // config.heads_per_tile
-    # In rows of a tile: the n-th shortest is `before` + n long, and the longest `before` + tiles.
+    # Lengths in units of a tile's rows: the n-th shortest tile has `before` + n, the longest `before` + tiles. So k kept tiles
+    # of a head are k * before + k * k / 2 of work, and `kept` is the k for which that is `wanted`.
     before = filling.extremes(problem)[0] / config.schedule_rows
     wanted = _KEPT_ROUNDS * clusters * (before + tiles) / heads
     kept = math.sqrt(before * before + 2 * wanted) - before
-    # Of very many heads the last ones fill the gaps: their keys need not be read twice for it.
+    # With very many heads the tiles of the last ones fill the gaps, and no keys need be read twice.
     return 0 if kept < _LEAST_KEPT else min(tiles, math.ceil(kept))
 
 
 @dataclass(frozen=True, slots=True)
 class StreamK:
-    """How the last query tiles are shared out by keys (kernels_cu/attn/schedule/stream_k.cuh).
+    """How the keys of the last query tiles are split (kernels_cu/attn/schedule/stream_k.cuh, which defines line, piece and
+    unit).
 
-    Of a ragged batch, whose tiles are counted on the GPU: how much may be. There `piece` and `units` say nothing.
+    Tiles of ragged batches are counted on the GPU. There all numbers are upper bounds, and `piece` and `units` are unused.
     """
 
-    tiles: int
-    piece: int
-    units: int  # of a tile
-    items: int  # at most: numbers of items are below it
-    partial_bytes: int  # of what all items come to
-    counters: int  # of a tile's items, one for each of its waves
-    # Where tiles are unlike: of each head those in the line, and all pieces. Else no rows.
-    rows: int = 0
-    pieces: int = 0
-    least: int = 1  # key tiles of a piece
-    gain: int = 0  # by how many they are done earlier
+    tiles: int  # query tiles in the line
+    piece: int  # units of a piece
+    units: int  # units of a query tile
+    items: int  # a bound: items are numbered below it
+    partial_bytes: int  # of the partial results of all items
+    counters: int  # of the items of a query tile that have arrived: one for each tile and warp
+    # These two are 0 where query tiles are alike. Where they are not:
+    rows: int = 0  # query tiles of each head in the line, the longest ones
+    pieces: int = 0  # all pieces of the line
+    least: int = 1  # the fewest key tiles of a piece
+    gain: int = 0  # key tiles by which splitting must end the tiles earlier
 
     @property
     def values(self) -> tuple[int, int, int, int, int, int, int]:
-        """Of the fields of the kernel's parameter."""
+        """The fields of the kernel's parameter struct `StreamK`, in its order."""
         return self.tiles, self.piece, self.units, self.rows, self.pieces, self.gain, self.least
 
 
 def stream_k_of(problem: Problem, config: Config, clusters: int) -> StreamK | None:
-    """What so many clusters of blocks share out: what remains behind whole rounds of tiles. None where it does not pay."""
+    """How `clusters` clusters of blocks split the query tiles that remain behind whole rounds. None where that does not pay."""
     if not config.stream_k:
         return None
     waves = config.cluster * config.consumers * 4
-    # Each lane has 16 bytes twice for 16 columns of its two rows, and once for their references and sums.
+    # A lane leaves 32 bytes for each 16 columns of its two rows, and 16 bytes for their references (running max) and sums.
     wave_bytes = 32 * 16 * (2 * -(-config.headdim_v // 16) + 1)
     rows, piece, units = 0, 0, 0
     least = forward.least_piece(problem, config.tile_k)
@@ -229,12 +232,12 @@ def stream_k_of(problem: Problem, config: Config, clusters: int) -> StreamK | No
 
 
 def row_bound(rows: int) -> int:
-    """Where the row axis of a ragged map ends: no sequence is longer."""
+    """The length of the row axis of a ragged tensor map: a power of two that no sequence exceeds."""
     return 1 << max(rows - 1, 1).bit_length()
 
 
 def tensor_maps(problem: Problem, config: Config, operands: Operands) -> dict[str, Geometry]:
-    """Of the operands by name, in the order of the kernel's `Maps`."""
+    """The tensor maps by the name of their array, in the order of the kernel's `Maps`."""
     box_rows = config.tile_q if config.interleaved else config.run_rows
     queries = {"q": (problem.headdim, box_rows, config.heads_per_tile)}
     if config.tensor_stores:
@@ -268,7 +271,10 @@ def maps_of_keys(
     box_rows: int,
     next_pages: tuple[int, int] | None = None,
 ) -> tuple[tuple[str, Geometry], ...]:
-    """Of keys and of values, in rows or pages: the name of the array, its map. next_pages: where boxes bring whole rows."""
+    """For keys and for values, in rows or in pages: the name of the array, and its tensor map.
+
+    next_pages: as `tma.next_pages` says, where boxes bring whole rows; else None.
+    """
     found = []
     dims = problem.headdim, problem.headdim_v
     for n, (name, headdim) in enumerate(zip(KEYS[problem.pages is not None], dims, strict=True)):
@@ -297,11 +303,11 @@ def geometry(
     box_rows: int,
     box_heads: int = 1,
 ) -> Geometry:
-    """The map of q, k, v or out: axes (column, row, head, row again, batch).
+    """The tensor map of q, k, v or out, with axes (column, row, head, row again, batch).
 
-    In a ragged map the first row axis ends at `row_bound`, where the kernel lets every sequence end, so that past the end of
-    a sequence all is out of bounds: loads arrive as zeros, stores are left out. The map starts as many rows before the array,
-    and the second row axis brings a sequence back to its rows.
+    In a ragged map the first row axis has `row_bound` rows. The kernel chooses coordinates so that every sequence ends where
+    that axis ends. So whatever is behind the end of a sequence is out of bounds: loads give zeros, stores are dropped. For that
+    the map starts `row_bound` rows before the array, and a coordinate of the second row axis leads back to the sequence's rows.
     """
     batch_stride, row_stride, head_stride = (0, *strides[:2]) if problem.group else strides[:3]
     bound = row_bound(rows) if problem.ragged else rows
@@ -318,7 +324,7 @@ def geometry(
 
 
 def heads_before_rows(given: Geometry) -> Geometry:
-    """The same map with axes (column, head, row, row again, batch): a box has all heads of a row side by side."""
+    """The same map with axes (column, head, row, row again, batch), so that a box has all heads of a row side by side."""
     column, row, head, *others = range(5)
     order = (column, head, row, *others)
     return replace(
@@ -330,7 +336,10 @@ def heads_before_rows(given: Geometry) -> Geometry:
 
 
 def geometry_of_pages(problem: Problem, strides: Strides, headdim: int, box_rows: int) -> Geometry:
-    """The map of an array of pages: axes (column, row of a page, head, nothing, page). Behind the last page all is zeros."""
+    """The tensor map of an array of pages, with axes (column, row of a page, head, unused, page).
+
+    Pages behind the last one are out of bounds: loads give zeros.
+    """
     form = problem.pages
     assert form is not None
     page_stride, row_stride, head_stride = strides[:3]
@@ -352,9 +361,10 @@ def geometry_of_pages(problem: Problem, strides: Strides, headdim: int, box_rows
 def whole_rows_of_pages(
     problem: Problem, strides: Strides, headdim: int, box_rows: int, next_page: int
 ) -> Geometry:
-    """The same for boxes of whole rows: axes (column of a block, row of eight, block of columns, eight rows, head and page).
+    """The same for boxes of whole rows.
 
-    Every page has `next_page` heads in the last axis, of which those behind the array's are never asked for.
+    Axes: (column in a block of 64, row in a group of eight, block of columns, group of rows, head and page). In the last axis a
+    page is `next_page` heads long; the kernel asks only for the first `nheads_kv` of them.
     """
     form = problem.pages
     assert form is not None
@@ -373,4 +383,4 @@ def whole_rows_of_pages(
 
 
 def _legal(stride: int, extent: int) -> int:
-    return stride if extent > 1 else 16  # the stride of an axis of one element says nothing
+    return stride if extent > 1 else 16  # an axis of one element may have any legal stride

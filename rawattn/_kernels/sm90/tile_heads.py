@@ -5,7 +5,8 @@ from __future__ import annotations
 from rawattn._call.problem import Problem
 from rawattn._kernels.sm90.filling import averaged
 
-# Tiles of interleaved heads must be so many fewer: they end in rows that are nobody's.
+# Heads are interleaved if that leaves at most this fraction of the tiles. Interleaved tiles may end in unused rows, so a
+# smaller gain does not pay (docs/notes/hopper-forward.md).
 _WORTH_INTERLEAVING = 0.8
 
 
@@ -21,10 +22,11 @@ def heads_per_tile(problem: Problem, tile_rows: int) -> int:
 
 
 def interleaves(problem: Problem, tile_rows: int) -> bool:
-    """Whether tiles have the rows of all heads that share keys query by query: where so they are fewer, by a fifth.
+    """Whether tiles are interleaved: their rows in the order of queries, then of all heads that share keys.
 
-    Not where a warp's rows must be those of one head: where what is done to scores, or to the output, differs from head to
-    head. Queries for pages of 8 bits are converted by the largest of all rows (docs/notes/hopper-forward.md).
+    They are where that makes fewer tiles by a fifth. They are not where a warp's rows must be of one head, because what is done
+    to scores or to the output differs by head. Nor are they with pages of 8 bits, whose queries are converted with the largest
+    value of all rows of a tile (docs/notes/hopper-forward.md).
     """
     group, rows = problem.group_heads, problem.max_seqlen_q
     if problem.group:  # a long sequence fills its tiles either way
@@ -46,10 +48,10 @@ def interleaves(problem: Problem, tile_rows: int) -> bool:
 
 
 def _heads_apart(problem: Problem, tile_rows: int) -> int:
-    """Likewise, where a warp's 16 rows are those of one head."""
+    """Query heads of a kv head that share a tile where all 16 rows of a warp are of one head: as many as fit."""
     group = problem.group_heads
     if problem.mask is not None and problem.mask.shape[1] > problem.nheads_kv:
-        group = 1  # each head meets tiles of its own
+        group = 1  # each query head has its own list of key tiles
 
     return max(
         heads

@@ -1,4 +1,4 @@
-"""What Hopper's TMA can bring of a call's arrays as they lie: tensor maps ask for alignment, strides and extents."""
+"""Which arrays of a call TMA can read where they lie: tensor maps have conditions on alignment, strides and extents."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from rawattn._call.problem import Problem
 from rawattn._kernels.attention_params import KEYS
 from rawattn._kernels.operands import Operands
 
-MAX_ROWS = 2**29  # of an array: row bounds of tensor maps are twice as far
+MAX_ROWS = 2**29  # of an array; the row axis of a ragged tensor map may be twice as long
 MAX_PAGES = 2**31 - 1  # coordinates of boxes are ints
-SWIZZLE_ROWS = 8  # boxes begin at multiples of them in shared memory
+SWIZZLE_ROWS = 8  # the swizzle's period, at which boxes begin in shared memory
 
 
 def loaded(problem: Problem) -> tuple[str, str, str]:
@@ -35,7 +35,7 @@ def aligned(problem: Problem, name: str, operands: Operands) -> bool:
 
 
 def mappable(problem: Problem, name: str, operands: Operands) -> bool:
-    """Whether a tensor map can have the strides of an array, in multiples of 16 as they are."""
+    """Whether a tensor map can have the strides of an array, given that they are multiples of 16 bytes."""
     return name not in operands.strides or all(
         0 < stride < 2**40 for stride in _real(problem, name, operands)
     )
@@ -54,12 +54,12 @@ def _real(problem: Problem, name: str, operands: Operands) -> Iterator[int]:
 
 
 def copies_rows(problem: Problem) -> bool:
-    """Whether lanes copy rows of keys in pages one by one: no box would begin in a page as the swizzle does."""
+    """Whether lanes copy rows of keys in pages one by one: boxes of such pages would begin inside the swizzle's period."""
     return problem.pages is not None and problem.pages.page_size % SWIZZLE_ROWS != 0
 
 
 def near(problem: Problem, operands: Operands) -> bool:
-    """Whether 32 bits count where the rows of all pages begin, in 16 bytes."""
+    """Whether 32 bits hold the offset of every row of every page, in units of 16 bytes."""
     form = problem.pages
     assert form is not None
     extents = form.num_pages - 1, form.page_size - 1
@@ -72,10 +72,12 @@ def near(problem: Problem, operands: Operands) -> bool:
 
 
 def next_pages(problem: Problem, operands: Operands) -> tuple[int, int] | None:
-    """Heads from a page of keys to the next, and of values, as one axis of a tensor map counts both.
+    """The stride from a page to the next in units of the head stride, for keys and for values.
 
-    None where boxes cannot bring whole rows: an array has other strides, rows end inside a block of 64 columns or are no more
-    than one, or tiles of 8 bits are to be converted.
+    With it one axis of a tensor map counts heads and pages together, so that boxes can bring whole rows. None where they
+    cannot:
+    the page stride is no multiple of the head stride, rows end inside a block of 64 columns or are one such block, or keys of 8
+    bits are to be converted.
     """
     form = problem.pages
     dims = problem.headdim, problem.headdim_v
