@@ -1,4 +1,4 @@
-"""Host twin of kernels_cu/portable/align_rows.cu: copies of arrays with rows that begin at multiples of 16 bytes."""
+"""Host twin of kernels_cu/portable/align_rows.cu, which copies an array so that its rows begin at multiples of 16 bytes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ THREADS = 256
 
 @dataclass(frozen=True, slots=True)
 class AlignedRows:
-    """The copy of an array: how it is made, how many bytes it has, and its strides in the array's own shape."""
+    """The copy of an array: the launch that makes it, its bytes, and its strides in the shape of the array."""
 
     step: Step
     nbytes: int
@@ -39,18 +39,18 @@ def source(headdim: int, copy_bytes: int) -> Source:
 
 
 def strides(batch: int, rows: int, nheads: int, headdim: int) -> tuple[int, int, int, int]:
-    """Of a copy, in bytes: (batch, row, head, column)."""
+    """The strides of a copy in bytes: (batch, row, head, column)."""
     head = 2 * round_up(headdim, 8)
     return (head * nheads * rows, head * nheads, head, 2)
 
 
 def blocks(rows: int, wave: int = 32) -> int:
-    """rows: of all sequences."""
+    """Blocks for `rows` rows of all sequences: a wave takes a row."""
     return -(-rows // (THREADS // wave))
 
 
 def copy(problem: Problem, operands: Operands, name: str, to: str) -> AlignedRows:
-    """Of q, k or v, to memory called `to`."""
+    """The copy of q, k or v, called `name`, to scratch called `to`."""
     batch = 1 if problem.group else problem.batch
     rows = problem.rows_q if name == "q" else problem.rows_k
     nheads = problem.nheads_q if name == "q" else problem.nheads_kv

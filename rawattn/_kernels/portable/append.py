@@ -1,4 +1,4 @@
-"""Host twin of kernels_cu/portable/append.cu: new keys and values go into their pages, rotary embedding on the way."""
+"""Host twin of kernels_cu/portable/append.cu, which writes new keys and values into pages and applies rotary embedding."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ THREADS = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """angle_bytes: the widest access to the cosines and sines of the planes that turn together."""
+    """The constants of the kernel.
+
+    copy_bytes, angle_bytes: of one access to rows, and to the cosines and sines that belong to the columns of that access.
+    """
 
     dtype: str
     headdim: int
@@ -33,7 +36,7 @@ class Config:
     float_angles: bool = False
     copy_bytes: int = 16
     angle_bytes: int = 16
-    float8: bool = False  # into pages that hold 8 bits
+    float8: bool = False  # pages hold 8-bit elements
 
     def source(self) -> Source:
         rotary = ""
@@ -62,14 +65,14 @@ class Config:
         )
 
     def blocks(self, heads: int, wave: int) -> int:
-        """heads: of all rows together, those of q, k and v."""
+        """heads: rows times heads of q, k and v together."""
         chunk = self.copy_bytes // ITEMSIZE[self.dtype]
         lanes = 1 << (max(self.headdim, self.headdim_v) // chunk - 1).bit_length()
         return -(-heads // (THREADS // min(lanes, wave)))
 
 
 def supports(problem: Problem, target: Target, operands: Operands) -> None:
-    """Every call."""
+    """None: this kernel serves every call."""
 
 
 def choose(problem: Problem, operands: Operands) -> Config:
@@ -82,11 +85,11 @@ def choose(problem: Problem, operands: Operands) -> Config:
         "headdim_v": problem.headdim_v,
         "float8": problem.float8,
     }
-    if problem.float8:  # so many elements are a part of each access to pages
+    if problem.float8:  # an access to pages must have at least as many elements
         width = min(width, itemsize * operands.key_bytes(problem))
     if rotary is None:
         if not problem.float8:
-            # Bits are copied: both types of 16 bits share a kernel.
+            # Bits are copied as they are, so both 16-bit dtypes share a kernel.
             common["dtype"] = "float32" if itemsize == 4 else "float16"
         return Config(**common, copy_bytes=width)
     width = access_bytes(width, rotary.dim // 2 * itemsize)
@@ -146,7 +149,7 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
 
 
 def variants(*, every: bool = False) -> list[Source]:
-    """Those worth compiling ahead: of the usual heads, with angles in float32. every: other widths and types too."""
+    """Sources worth compiling ahead: the usual head dims, with angles in float32. every: other widths and dtypes too."""
     usual = [
         Config(
             dtype=dtype,

@@ -1,8 +1,12 @@
 """Host twin of kernels_cu/portable/backward*.cu: problem -> configurations, sources; `backward_steps` launches them.
 
-By default: prepare (what each query row needs, and what follows from a ragged batch's lengths alone), main (dk, dv; dq summed
-in float32 by atomic additions), finish (those sums to dq). Where key tiles are few, several blocks share one, and their parts
-of dk and dv are added up behind main. Deterministic: prepare, main without dq, and a kernel that computes dq alone.
+The default launches are prepare (row_delta of each query row, and what follows from a ragged batch's lengths alone), main (dk
+and dv; dq is summed in float32 by atomic additions) and finish (converts those sums to dq). Where key tiles are few, several
+blocks share one, and a kernel behind main adds up their parts of dk and dv. The deterministic launches are prepare, main
+without dq, and a kernel that computes dq alone.
+
+A block of main owns a key tile and walks the query tiles that see it, in all query heads of the group. A turn is one query tile
+of that walk.
 """
 
 from __future__ import annotations
@@ -28,30 +32,35 @@ from rawattn._kernels.target import Target, shared_limit_of
 TILES = "portable_backward"
 DQ_TILES = "portable_backward_dq"
 FEATURES = features.names() - {"paged"}
-ROW_THREADS = 256  # of the kernels that visit rows
-# Of those kernels: waves of a multiprocessor that hide what each waits for, columns that a wave has at once, and how many waves
-# share a row, if any do.
+ROW_THREADS = 256  # of a block of the kernels that visit rows: prepare, finish and the sum of parts
+# For those kernels: the waves of an SM that hide each other's latency, the columns that a wave has at once, and the fewest
+# waves that share a row, if any share one.
 _ROW_WAVES, _ROW_COLUMNS, _WORTH_SHARING = 64, 256, 4
 
-# By head dims, the most query rows that share a key tile of the table "short": in ragged batches, under a causal mask, and
-# without one (docs/notes/portable-backward.md).
+# The most query rows that meet a key tile, over all heads of the group, for which the table "short" is the faster one. One line
+# for each head dim of _SHORT_DIMS, as the largest; columns: ragged batches, causal calls, other calls
+# (docs/notes/portable-backward.md).
 _SHORT_DIMS = (64, 128)
 _SHORT_ROWS = ((640, 384, 384), (384, 256, 96))
-# At most, where they add to float32 sums of dbias.
+# The same limit where main adds to float32 sums of dbias.
 _SUMMED_ROWS = 240
-# Keys of those tiles, and of the others up to such head dims.
+# Keys of a tile of the table "short", and of other tables up to the last of _SHORT_DIMS.
 _SHORT_KEYS, _USUAL_KEYS = 64, 128
 
-# What `parts` reckons with, in microseconds: a turn, what a block does around its turns, and a launch; and how much is
-# done in one.
+# The costs that `parts` reckons with, in microseconds of an H200, and rates a microsecond.
+# A turn: constant, and floating-point operations.
 _TURN, _FLOPS_A_MICROSECOND = 0.5, 2.6e6
+# What a block does before and behind its turns: constant, and elements of its key tile.
 _AROUND, _KEYS_A_MICROSECOND = 2.0, 5500
+# The launch that adds up parts: constant, and bytes that it moves.
 _LAUNCH, _BYTES_A_MICROSECOND = 5.0, 2.5e6
+# The most blocks that share a key tile; the fraction of the time without sharing that sharing must stay below; the fraction of
+# a block's equal share of all turns below which walks with sink tokens are not cut.
 _MOST_PARTS, _WORTH_IT, _OF_ALL = 64, 0.85, 0.25
 
 
 def supports(problem: Problem, target: Target, operands: Operands) -> str | None:
-    """Why a call is not for these kernels; they are for every call."""
+    """None: these kernels serve every call."""
     return None
 
 
@@ -60,11 +69,12 @@ def choose(problem: Problem, target: Target, operands: Operands, *, with_dq: boo
 
     with_dq: whether the kernel adds up dQ too, in an order that is not defined.
     """
-    # What becomes of scores takes registers, which the largest tile at small head dims has none left of.
+    # Further work on scores takes registers, and the largest tile at small head dims leaves none.
     table = "16bit" if problem.plain_scores else "scored"
     dbias = backward_options.by_main(problem, operands) if with_dq else backward_options.ALONE
     pairs = backward_options.in_pairs(problem, dbias)
-    # Here a line is one that all queries of a head share, and float32 has no digits to spare for it.
+    # The backward treats a score function as a line only where all queries of a head share its step. Float32 products cannot
+    # begin with what the line adds, since they have no digits to spare for it.
     line = features.adds_a_plane(problem) and problem.dtype != "float32"
     more = {"with_dq": with_dq, "dbias": dbias, "pairs": pairs, "mod_line": line}
     if problem.bias is not None and problem.bias.shape[2] == 1 and dbias == backward_options.ALONE:
@@ -72,10 +82,10 @@ def choose(problem: Problem, target: Target, operands: Operands, *, with_dq: boo
     chosen = choice.choose(Config, TILES, problem, target, operands, table, **more)
     if _is_short(problem, with_dq, dbias):
         small = choice.choose(Config, TILES, problem, target, operands, "short", **more)
-        # They are slower where fewer of them run at once.
+        # Small tiles are slower where shared memory holds fewer of their blocks at once.
         if small.shared_bytes <= shared_limit_of(small.blocks_per_sm, target.shared_limit):
             chosen = small
-    # A pair has one tile of the bias: the next one may come when all have read this one.
+    # Two heads of a pair share one tile of the bias in shared memory. The next may be copied only when all waves have read it.
     return replace(chosen, late_copies=True) if pairs else chosen
 
 
@@ -83,30 +93,30 @@ def _is_short(problem: Problem, with_dq: bool, dbias: int) -> bool:
     """Whether a key tile meets so few query rows that small tiles, of which several blocks run at once, take less time."""
     rows = problem.max_seqlen_q * problem.group_heads
     dim = max(problem.headdim, problem.headdim_v)
-    # What a score function does, or several other options take registers that small tiles do not have either.
+    # A score function, or several other options together, take registers that small tiles do not have either.
     if dim > _SHORT_DIMS[-1] or problem.score_mod is not None:
         return False
     options = (problem.softcap, problem.alibi_slopes, problem.mask, problem.bias)
     if sum(option is not None for option in options) + (problem.dropout_p > 0) > 1:
         return False
-    # Where one tile has all keys, dQ is no sum (`has_lone_keys`), which is worth more.
+    # If one usual tile holds all keys, main writes dQ without sums (`has_lone_keys`), which gains more than small tiles do.
     if with_dq and problem.max_seqlen_k <= _USUAL_KEYS and _rows_see_keys(problem):
         return problem.max_seqlen_k <= _SHORT_KEYS
     which = 0 if problem.ragged else 1 if problem.window_right is not None else 2
     limit = _SHORT_ROWS[dim > _SHORT_DIMS[0]][which]
-    # More tiles give more to the sums of dbias.
+    # More tiles make more additions to the sums of dbias.
     return rows <= (min(limit, _SUMMED_ROWS) if dbias == backward_options.SUMMED else limit)
 
 
 def choose_dq(problem: Problem, target: Target, operands: Operands) -> DqConfig:
-    """As `choose`, of the kernel that computes dQ alone."""
+    """The configuration of the kernel that computes dQ alone."""
     return choice.choose(DqConfig, DQ_TILES, problem, target, operands)
 
 
 def choose_captured(
     problem: Problem, target: Target, operands: Operands, *, exact_sums: bool
 ) -> DqConfig:
-    """As `choose_dq`, where the same kernel makes gradients of captured arrays instead."""
+    """The configuration of the same kernel where it makes gradients of captured arrays instead of dQ."""
     by_row, by_key = backward_options.partials(problem.score_mod)
     return replace(
         choose_dq(problem, target, operands),
@@ -122,7 +132,7 @@ def prepare_source(problem: Problem, copy_bytes: int) -> Source:
 
 
 def setup_source(problem: Problem, copy_bytes: int) -> Source:
-    """Of `prepare`, with what goes before a ragged call."""
+    """The source of `prepare` and the setup of a ragged call in one launch."""
     struct = helper_params.BACKWARD_SETUP
     return _row_source("backward_setup", problem, copy_bytes, struct=struct)
 
@@ -139,19 +149,18 @@ def parts_source(problem: Problem, copy_bytes: int, config: Config) -> Source:
 
 
 def parts(problem: Problem, target: Target, config: Config) -> int:
-    """How many blocks share the turns of a key tile's walk: several where key tiles leave multiprocessors idle.
+    """How many blocks share the turns of a key tile's walk: several where there are too few key tiles for all SMs.
 
-    Each part's dk and dv go through memory in float32. What that takes, what a turn of the walk does, and what a block
-    does around its turns, is in microseconds of an H200. Which tiles a mask leaves, and what lengths hold, is not known
-    here: all tiles count, and sequences are as long as the longest one.
+    The parts of dk and dv go through memory in float32. The number is that with the shortest estimated time. Masks' lists and
+    lengths are not known here, so all tiles count, and every sequence is as long as the longest one.
     """
     if problem.ragged and _is_short(problem, config.with_dq, config.dbias):
-        return 1  # there is little to share, and small tiles have short turns
+        return 1  # few turns, and those of small tiles are short
     rows = physical_keys(problem)
     tiles = problem.batch * -(-problem.max_seqlen_k // config.tile_k)
     if problem.group:
         tiles = min(tiles, rows // config.tile_k + problem.batch)
-    # There are sums of rows that no sequence has, too.
+    # The sums of parts include padding rows.
     tiles = max(tiles, -(-rows // config.tile_k)) * problem.nheads_kv
     turns, alike = _turns(problem, config)
     longest = _turns_of_sinks(problem, config) if problem.sink else turns
@@ -165,9 +174,9 @@ def parts(problem: Problem, target: Target, config: Config) -> int:
         time = around + -(-turns // count) * turn
         if alike:
             time *= -(-blocks // slots)
-            if count > 1:  # with one, `parts_of_sinks` shares these out
+            if count > 1:  # with one, `parts_of_sinks` may cut the walks with sink tokens
                 time = max(time, around + -(-longest // count) * turn)
-        else:  # the first key tiles, which come first, are met by all query tiles, the last ones by few
+        else:  # all query tiles meet the first key tiles, which start first, and few meet the last ones
             time = max(time, (blocks * around + tiles * turns * turn / 2) / slots)
         return time + (_LAUNCH + count * traffic if count > 1 else 0)
 
@@ -177,10 +186,10 @@ def parts(problem: Problem, target: Target, config: Config) -> int:
 
 
 def parts_of_sinks(problem: Problem, target: Target, config: Config) -> int:
-    """How many blocks share the turns of a key tile with sink tokens, where other key tiles meet a window's queries alone.
+    """How many blocks share the turns of a key tile with sink tokens, where other key tiles meet only a window's queries.
 
-    As many as leave none of them longer than others, or than a part of what all take together: those of the heads that are
-    walked last begin late.
+    As many as leave no part longer than the walk of another key tile, or than `_OF_ALL` of a block's equal share of all turns.
+    Long parts would delay the end, because those of the last heads begin late.
     """
     turns, alike = _turns(problem, config)
     if problem.window_left is None or not alike:
@@ -199,33 +208,33 @@ def parts_of_sinks(problem: Problem, target: Target, config: Config) -> int:
 
 
 def sink_rows(problem: Problem, config: Config) -> int:
-    """Keys of the key tiles that have sink tokens, of each sequence."""
+    """The number of keys in the key tiles of a sequence that have sink tokens."""
     return round_up(min(problem.sink, problem.max_seqlen_k), config.tile_k)
 
 
 def _turns(problem: Problem, config: Config) -> tuple[int, bool]:
-    """Of a key tile's walk at most, sink tokens aside, and whether key tiles are about alike in that."""
+    """The most turns of a key tile without sink tokens, and whether key tiles have about equally many turns."""
     left, right = problem.window_left, problem.window_right
     rows = problem.max_seqlen_q
     if left is not None and right is not None and config.tile_k + left + right < rows:
         return (-(-(config.tile_k + left + right) // config.tile_q) + 1) * problem.group_heads, True
-    # Else a limit on the right leaves the last key tiles few queries.
+    # Otherwise key tiles are unlike if there is a right limit: few queries see the last ones.
     return -(-rows // config.tile_q) * problem.group_heads, right is None
 
 
 def _turns_of_sinks(problem: Problem, config: Config) -> int:
-    """Of the walk of a key tile with sink tokens."""
+    """The turns of a key tile with sink tokens."""
     return -(-problem.max_seqlen_q // config.tile_q) * problem.group_heads
 
 
 def _turn(config: Config, together: int) -> float:
-    """Microseconds of a turn, where a multiprocessor runs so many blocks together."""
+    """Microseconds of a turn where an SM runs `together` blocks at once."""
     flops = 10 * config.tile_q * config.tile_k * config.depth
     return _TURN + together * flops / _FLOPS_A_MICROSECOND
 
 
 def _around(config: Config) -> float:
-    """Microseconds of what a block does around its turns."""
+    """Microseconds that a block takes before and behind its turns."""
     return _AROUND + config.tile_k * config.depth / _KEYS_A_MICROSECOND
 
 
@@ -240,7 +249,7 @@ def physical_keys(problem: Problem) -> int:
 
 
 def has_lone_keys(problem: Problem, config: Config) -> bool:
-    """Whether one tile has all keys of a sequence, and every query row sees some: then the main kernel's dQ is no sum."""
+    """Whether one tile holds all keys of a sequence, and every query row sees some. Then main writes dQ without sums."""
     return config.with_dq and problem.max_seqlen_k <= config.tile_k and _rows_see_keys(problem)
 
 
@@ -248,14 +257,14 @@ def _rows_see_keys(problem: Problem) -> bool:
     """Whether every row sees the first key, whatever the lengths are."""
     if problem.rows_k == 0 or problem.mask is not None or problem.window_left is not None:
         return False
-    if problem.ragged:  # of keys as many as of queries
+    if problem.ragged:  # with shared lengths a sequence has as many keys as queries
         return problem.shared_lengths
     first = 0 if problem.top_left else problem.rows_k - problem.rows_q
     return problem.window_right is None or first + problem.window_right >= 0
 
 
 def row_waves(problem: Problem, target: Target, of: Literal["q", "k"]) -> int:
-    """How many waves of the kernels that visit rows share one: a power of two, several of few rows with many heads."""
+    """How many waves of the kernels that visit rows share a row: a power of two, above 1 for few rows with many heads."""
     queries = of == "q"
     rows = physical_queries(problem) if queries else physical_keys(problem)
     heads = problem.nheads_q if queries else problem.nheads_kv
@@ -266,7 +275,7 @@ def row_waves(problem: Problem, target: Target, of: Literal["q", "k"]) -> int:
 
 
 def row_blocks(rows: int, waves: int = 1, wave: int = 32) -> int:
-    """Blocks of the kernels that visit rows, each of which so many waves share."""
+    """Blocks of the kernels that visit rows, where `waves` waves share a row."""
     return -(-rows * waves // (ROW_THREADS // wave))
 
 

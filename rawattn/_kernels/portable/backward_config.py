@@ -1,4 +1,4 @@
-"""What the compiler is told about kernels_cu/portable/backward.cu and backward_dq.cu; `backward` chooses it."""
+"""The configurations that kernels_cu/portable/backward.cu and backward_dq.cu are compiled with. `backward` chooses them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ DQ_ENTRY = "rawattn_backward_dq"
 
 
 def dq_pitch(headdim: int) -> int:
-    """Columns of a row of the dQ sums: whole blocks of 16."""
+    """Columns of a row of the dQ sums: a multiple of 16."""
     return round_up(headdim, 16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config(Features):
-    """Everything the compiler is told about the main kernel: the named constants of namespace `config`."""
+    """The main kernel's named constants of namespace `config`."""
 
     LEAVES_OUT: ClassVar[frozenset[str]] = frozenset(
         {"packed", "scale_first", "sink_logits", "paged"}
@@ -38,15 +38,15 @@ class Config(Features):
     stages: int
     blocks_per_sm: int
     dq_row_waves: int
-    late_copies: bool  # of the next queries and douts: behind the barrier that P waits for
+    late_copies: bool  # the next Q and dO are copied behind the barrier that hands over the weights
     copy_bytes: int
     with_dq: bool
     accumulator_feeds_a: bool
     bias_of_keys: bool = False  # the bias has one row, for all queries
     dbias: int = 0  # see backward_options.by_main
-    pairs: bool = False  # of heads, see backward_options.in_pairs
-    split: bool = False  # a key tile has several blocks, see `backward.parts`
-    split_sinks: bool = False  # those with sink tokens alone, see `backward.parts_of_sinks`
+    pairs: bool = False  # heads come in pairs, see backward_options.in_pairs
+    split: bool = False  # several blocks share a key tile, see `backward.parts`
+    split_sinks: bool = False  # only tiles with sink tokens, see `backward.parts_of_sinks`
     lone_keys: bool = False  # see `backward.has_lone_keys`
     wave: int = 32
 
@@ -59,10 +59,10 @@ class Config(Features):
         itemsize = 4 if self.element == "float" else 2
         padding = 16 // itemsize
         elements = 2 * (self.tile_k + self.stages * self.tile_q) * (self.depth + padding)
-        # P, and two of dS; without dQ one, or none where the accumulators that hold it are operands.
+        # Tiles of P and dS: one of P and two of dS. Without dQ one tile for P, and one for dS unless accumulators are operands.
         from_registers = self.from_registers
         tiles = 3 + self.pairs if self.with_dq else 1 + (not from_registers)
-        # Weights of all bits, with no room for the second half (see portable/handover.cuh).
+        # Exact weights take two tiles; one more where no tile of dS is free for the second half (see portable/handover.cuh).
         tiles += self.exact_weights and not (from_registers and self.with_dq)
         elements += tiles * self.tile_k * (self.tile_q + padding)
         if self.bias_chunks and itemsize == self.bias == 2:
@@ -72,39 +72,40 @@ class Config(Features):
 
     @property
     def depth(self) -> int:
-        """Columns of every tile of rows."""
+        """Columns of the tiles of Q, K, V and dO, padded alike."""
         return round_up(max(self.headdim, self.headdim_v), 16 * self.column_waves)
 
     @property
     def from_registers(self) -> bool:
-        """Whether a wave has all it needs of P or dS in its own accumulators, in the form of an operand."""
+        """Whether a wave's own accumulators of P and dS serve as operands of its next products."""
         return self.accumulator_feeds_a and self.column_waves == 1
 
     @property
     def exact_weights(self) -> bool:
-        """Whether weights are handed over with all their bits: see kernels_cu/portable/handover.cuh."""
+        """Whether weights are handed over in float32: see kernels_cu/portable/handover.cuh."""
         if self.element == "float":
             return False
         if self.modifies:
             return True
-        # To round weights to float16 costs gradients in float16 accuracy. Beside a bias or a mask, wide heads are slower so.
+        # Weights rounded to float16 cost float16 gradients accuracy. Beside a bias or a mask, they are slower at large head
+        # dims.
         return self.from_registers and (
             self.element == "float16" or (self.wide and self.has_scores_of_memory)
         )
 
     @property
     def wide(self) -> bool:
-        """Whether gradients of keys take more registers than head dims to 64 do."""
+        """Whether dK and dV take more registers than they do up to head dim 64."""
         return self.depth > 64
 
     @property
     def has_scores_of_memory(self) -> bool:
-        """Whether scores get something from memory, element by element."""
+        """Whether each score needs an element from memory: of a bias or a mask."""
         return self.bias > 0 or self.block_mask
 
     @property
     def modifies(self) -> bool:
-        """Whether a score function does more than to add a line."""
+        """Whether there is a score function that does more than add a line."""
         return self.score_mod is not None and not self.mod_line
 
     @property
@@ -120,26 +121,29 @@ class Config(Features):
 
     @property
     def early_dq(self) -> bool:
-        """Whether the half that owns dv does its share of dq before its product, not behind it."""
+        """Whether the half of the waves that owns dV computes its share of dQ before its own product, not behind it."""
         return not (self.wide and self._exact_and_plain)
 
     @property
     def dq_by_half(self) -> bool:
-        """Whether the half that owns dk computes all of dq: what scores cost the other half keeps it longer than that."""
+        """Whether the half of the waves that owns dK computes all of dQ, because scores keep the other half busy for longer."""
         if not self.from_registers or self.depth > 128:
             return False
         return self.softcap or (self.dropout and not self.wide)
 
     @property
     def _exact_and_plain(self) -> bool:
-        """Of weights with all bits from lane to lane, which ptxas has registers for in one order of a turn or another."""
+        """Whether exact weights go from lane to lane, with nothing else that takes registers.
+
+        Which order of a turn leaves ptxas enough registers depends on this.
+        """
         plain = not self.modifies and not self.has_scores_of_memory
         return self.from_registers and self.exact_weights and plain
 
     @property
     def unit_shift(self) -> int:
-        """The power of 2 that probabilities are multiplied by: see kernels_cu/portable/gradient_unit.cuh."""
-        # A probability is 1 and rounding: three times as much fits.
+        """The exponent of 2 of the factor on probabilities: see kernels_cu/portable/gradient_unit.cuh."""
+        # A probability is at most 1, up to rounding. 2^14 of it leaves room for a factor of 3 in float16.
         return 14 if self.element == "bfloat16" and not self.exact_weights else 0
 
     @property
@@ -180,7 +184,7 @@ class Config(Features):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DqConfig(Features):
-    """What the compiler is told about the kernel that computes dQ alone, or gradients of captured arrays.
+    """The named constants of the kernel that computes dQ alone, or gradients of captured arrays.
 
     partials_by_row, partials_by_key: see `backward_options.partials`.
     """
@@ -200,7 +204,7 @@ class DqConfig(Features):
     copy_bytes: int
     accumulator_feeds_a: bool
     captured: bool = False
-    exact_sums: bool = False  # of those: whatever the order, the same bits
+    exact_sums: bool = False  # their sums have the same bits in any order of additions
     partials_by_row: int = 0
     partials_by_key: int = 0
     wave: int = 32

@@ -1,4 +1,4 @@
-"""Host twin of the kernels that make gradients of options' arrays: bias, learned sinks, captured arrays of a score function."""
+"""Host twin of the kernels for gradients of options' arrays: bias, learned sinks, captured arrays of a score function."""
 
 from __future__ import annotations
 
@@ -26,21 +26,23 @@ SINK_THREADS = 1024
 CAPTURED_THREADS = 256
 _EXACT_BYTES = 80  # of an ExactSum (kernels_cu/portable/exact_sum.cuh)
 
-# Which kernel makes dbias: one of its own, the main one, the main one as float32 sums, or the main one in rows of its own.
+# What makes dbias: a kernel of its own; the main kernel, in the array itself; the main kernel, as float32 sums; the main
+# kernel, in a copy with aligned rows. See `by_main`.
 ALONE, WRITTEN, SUMMED, APART = range(4)
 
-# Blocks for each multiprocessor, from which on a block takes several tiles: the copies of one run under the last one's work.
+# Rounds of blocks from which on a block takes several tiles one after the other (a strip), so that it copies one tile while it
+# computes the previous one; the most tiles of a strip.
 _BLOCKS_ENOUGH = 4
 _LONGEST_STRIP = 8
-# What a tile is summed over is shared out among no more blocks than this.
+# The most blocks that share the scores over which a tile is summed.
 _MOST_SPLITS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BiasConfig(Features):
-    """What the compiler is told about the kernel of the gradient of the bias.
+    """The named constants of the kernel that makes dbias alone.
 
-    sums_rows, sums_keys: whether the bias has one row, or one key, for all.
+    sums_rows, sums_keys: whether the bias has one row for all queries, or one value for all keys.
     """
 
     LEAVES_OUT: ClassVar[frozenset[str]] = frozenset(
@@ -94,9 +96,11 @@ class BiasConfig(Features):
 class Gradients:
     """What a backward launches for the gradients of options' arrays.
 
-    dbias: what the main kernel does of it, see `by_main`. before: what is launched before that kernel.
-    values: fields of `params.BACKWARD`. patches, scratch, counters: as in `Steps`. When a struct holds `values`, `steps`
-    makes the launches, which come after `prepare`.
+    dbias: what the main kernel does for it, see `by_main`.
+    before: launches that come before the main kernel, each as (source, blocks, threads, shared bytes).
+    values: fields of `params.BACKWARD`. patches, scratch, counters: as in `Steps`.
+
+    `steps` makes the launches that come after the main kernel, from the bytes of a struct that holds `values`.
     """
 
     def __init__(
@@ -133,7 +137,7 @@ class Gradients:
     def steps(
         self, params_bytes: bytes, arrays: tuple[tuple[int, str], ...], captured: list[Step]
     ) -> list[Step]:
-        """captured: what makes the sums of captured arrays' gradients."""
+        """The launches behind the main kernel. captured: those that make the sums of captured gradients."""
         own = [
             Step(source, blocks, threads, params_bytes, arrays, shared_bytes)
             for source, blocks, threads, shared_bytes in self._launches
@@ -188,7 +192,7 @@ class Gradients:
         self.patches += patches(params.BACKWARD, dbias__data="dbias")
 
     def _bias_rows(self, dbias: int) -> None:
-        """Where the main kernel writes, or adds to what is cleared before it; given out behind it."""
+        """Scratch to which main writes dbias, or adds it after a launch has cleared it, and the launch that copies it out."""
         form = self._problem.bias
         assert form is not None
         batches, heads, rows, keys = form.shape
@@ -237,11 +241,12 @@ class Gradients:
 
 
 def by_main(problem: Problem, operands: Operands) -> int:
-    """What the main kernel, which has dS in shared memory, does of dbias (see kernels_cu/portable/bias_gradient.cuh).
+    """What the main kernel, which has dS in shared memory, does for dbias (see kernels_cu/portable/bias_gradient.cuh).
 
-    WRITTEN: an element belongs to one score, or to those of the two query heads of a group. APART: likewise, where the
-    array is not ours or has rows that eight keys cannot be written to at a time. SUMMED: it belongs to those of several
-    heads or sequences, whose order is not defined. ALONE: of bias arrays of another form, a kernel of its own makes it.
+    WRITTEN: it writes each element, which belongs to one score, or to those of the two query heads of a group.
+    APART: it writes elements to a copy, as the array is the caller's or its rows are no multiple of eight keys.
+    SUMMED: it adds elements in float32, in no defined order, as each belongs to scores of several heads or sequences.
+    ALONE: nothing. A kernel of its own makes dbias of any other form.
     """
     form = problem.bias
     if form is None or "dbias" not in operands.of_options:
@@ -259,9 +264,9 @@ def by_main(problem: Problem, operands: Operands) -> int:
 
 
 def in_pairs(problem: Problem, dbias: int) -> bool:
-    """Whether the main kernel, which does `dbias`, takes a group's heads by twos that share a bias.
+    """Whether the main kernel takes the heads of a group in pairs that share a bias, one right after the other.
 
-    They are of one query tile, one right after the other. What dbias gets of them is summed before it goes to memory.
+    Then it sums what both add to dbias before that goes to memory. dbias: see `by_main`.
     """
     form = problem.bias
     if form is None or dbias == ALONE:
@@ -271,7 +276,7 @@ def in_pairs(problem: Problem, dbias: int) -> bool:
 
 
 def choose_bias(problem: Problem, target: Target, operands: Operands) -> BiasConfig:
-    """The configuration of the kernel of the gradient of the bias."""
+    """The configuration of the kernel that makes dbias alone."""
     form = problem.bias
     assert form is not None
     return choice.choose(
@@ -286,9 +291,10 @@ def choose_bias(problem: Problem, target: Target, operands: Operands) -> BiasCon
 
 
 def shared_out(tiles: int, shares: int, slots: int, *, sums: bool) -> tuple[int, int]:
-    """How many tiles a block takes one after the other, and how many blocks share what one is summed over.
+    """How many tiles of dbias a block takes one after the other, and how many blocks share the sum of one.
 
-    shares: of each tile. slots: blocks that run at once. sums: whether tiles are summed up over their rows or keys.
+    shares: tiles of scores over which each tile of dbias is summed. slots: blocks that run at once. sums: whether a tile is
+    also summed over its rows or keys.
     """
     if tiles < slots:
         return 1, max(1, min(slots // max(tiles, 1), shares, _MOST_SPLITS))
@@ -298,7 +304,7 @@ def shared_out(tiles: int, shares: int, slots: int, *, sums: bool) -> tuple[int,
 
 
 def bias_sum_source(dtype: str) -> Source:
-    """Of the kernel that adds up splits; dtype: of the bias."""
+    """The source of the kernel that adds up the blocks' sums of a tile; dtype: of the bias."""
     return _source(
         "rawattn_backward_bias_sum",
         "portable/backward_bias_sum.cu",
@@ -310,7 +316,7 @@ def bias_sum_source(dtype: str) -> Source:
 
 
 def bias_rows_source(dtype: str, *, sums: bool, clears: bool = False) -> Source:
-    """Of the kernel that gives out what the main kernel added up or wrote, or clears sums before; dtype: of the bias."""
+    """The source of the kernel that copies out what main wrote or added up, or clears sums before it; dtype: of the bias."""
     return _source(
         "rawattn_backward_bias_rows",
         "portable/backward_bias_rows.cu",
@@ -322,7 +328,7 @@ def bias_rows_source(dtype: str, *, sums: bool, clears: bool = False) -> Source:
 
 
 def partials(score_mod: Any) -> tuple[int, int]:
-    """Which of a score text's partial derivatives belong to another element for each row, and for each key: as bits."""
+    """The partial derivatives of a score text whose element differs by row, and those whose element differs by key, as bits."""
     by_row = by_key = 0
     for n, partial in enumerate(program(score_mod).partials):
         read = {
@@ -334,7 +340,7 @@ def partials(score_mod: Any) -> tuple[int, int]:
 
 
 def captured_source(*, exact_sums: bool) -> Source:
-    """Of the kernel that gives a captured array's gradient out."""
+    """The source of the kernel that writes a captured array's gradient from its sums."""
     return _source(
         "rawattn_backward_captured",
         "portable/backward_captured.cu",

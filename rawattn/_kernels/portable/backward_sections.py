@@ -17,25 +17,25 @@ if TYPE_CHECKING:
     from rawattn._kernels.portable.backward_config import Config
     from rawattn._kernels.target import Target
 
-# Of a block, in turns of its walk: what it does before the first one and behind the last one.
+# The time of a block before its first turn and behind its last one, in turns.
 _AROUND = 3
 # Rounds of blocks beyond which the end of a schedule no longer matters.
 _ROUNDS = 16
-# The share of the time that is to be saved, since queries are then read from memory more often.
+# The fraction of the time that larger sections must save, because they read queries from DRAM more often.
 _WORTH_IT = 0.03
 
 
 def section_queries(
     problem: Problem, target: Target, config: Config, fitting: int, parts: int
 ) -> int:
-    """How many rows of queries the kv heads of a section have at most.
+    """The most query rows of a section, over its kv heads.
 
-    fitting: as many as fit the L2 cache. parts: blocks that share a key tile.
+    fitting: the query rows that fit the L2 cache. parts: blocks that share a key tile.
     """
     if problem.window_right is None or problem.mask is not None or problem.batch == 0:
         return fitting
     rows_q, rows_k = problem.rows_q, problem.rows_k
-    if problem.group:  # of all sequences; the host does not have their lengths
+    if problem.group:  # lengths are not known, so every sequence counts with the mean
         rows_q, rows_k = (max(1, rows // problem.batch) for rows in (rows_q, rows_k))
     heads = problem.nheads_kv
     sections = min(heads * rows_q // fitting, heads - 1) + 1
@@ -51,7 +51,7 @@ def section_queries(
 def _turns(
     problem: Problem, config: Config, rows_q: int, rows_k: int, parts: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Of each key tile, how many query tiles its blocks meet, of all heads of the group."""
+    """For each key tile, how many query tiles each of its blocks meets, over all heads of the group."""
     offset = 0 if problem.top_left else rows_k - rows_q
     group = problem.group_heads
     found = []
@@ -74,13 +74,17 @@ def _turns(
 def _heads_together(
     least: int, heads: int, batch: int, turns: tuple[tuple[int, ...], ...], slots: int
 ) -> int:
-    """Heads of a section: `least`, or the fewest with which the last block ends sooner."""
+    """Kv heads of a section: the fewest, from `least` on, with which the last block ends within `_WORTH_IT` of the earliest
+    end.
+
+    turns: as `_turns` says. slots: blocks that run at once.
+    """
     blocks = sum(map(len, turns)) * heads
     if least == heads or not 0 < blocks <= _ROUNDS * slots:
         return least
     # The last sequences decide when the last block ends.
     batch = min(batch, -(-_ROUNDS * slots // blocks))
-    # Sections are as even as can be: other numbers of heads than these come to one of these.
+    # A number of sections is as even as can be, so only these sizes differ.
     sizes = sorted({-(-heads // count) for count in range(1, -(-heads // least) + 1)})
     ends = {size: _end(size, heads, batch, turns, slots) for size in sizes}
     good = min(ends.values()) / (1 - _WORTH_IT)
@@ -90,7 +94,7 @@ def _heads_together(
 def _end(
     together: int, heads: int, batch: int, turns: tuple[tuple[int, ...], ...], slots: int
 ) -> int:
-    """When the last block ends, if each begins where one ends first."""
+    """When the last block ends, if each block starts in the slot that becomes free first."""
     free = [0] * slots
     for _ in range(batch):
         for first in range(0, heads, together):

@@ -75,11 +75,11 @@ def steps(
     orders: dict[str, int] = {}
 
     def scheduled(of: Any, tile: int) -> tuple[tuple[int, str], ...]:
-        """The order of one side's tiles, and where a kernel finds it."""
+        """Asks for the order in which one side's tiles are taken; returns the patch of its address."""
         if not problem.ragged:
             return ()
         order = f"order_{of}"
-        # Both kernels of query tiles have the same one.
+        # The kernels of dQ alone and of captured gradients share one order.
         if order not in orders:
             schedules.append(schedule.part(structure, tile, of=of, name=order))
             orders[order] = schedule.order_bytes(problem.batch)
@@ -111,7 +111,7 @@ def steps(
         )
 
     copy_bytes = operands.copy_bytes(problem)
-    # Of key tiles with sink tokens, all parts but the first.
+    # One block for each part but the first of each key tile with sink tokens.
     sink_tiles = problem.batch * problem.nheads_kv * values["sink_rows"] // config.tile_k
     more_blocks = sink_tiles * (of_sinks - 1)
     launches = [
@@ -162,7 +162,7 @@ def steps(
     paddings = _padding(problem, structure, operands)
     prepare = step(backward.prepare_source(problem, copy_bytes), visits, backward.ROW_THREADS, 0)
     if problem.ragged:
-        # Orders of lengths on the host are found once and for all, before it.
+        # Sequences with lengths on the host are ordered once (`Steps.schedules`), not at every run.
         of_device = () if structure.on_host else tuple(schedules)
         prepare = _with_setup(prepare, problem, copy_bytes, of_device, paddings)
     launches = [
@@ -184,7 +184,7 @@ def _with_setup(
     schedules: tuple[Part, ...],
     paddings: tuple[Part, ...],
 ) -> Step:
-    """The first step, which orders sequences and fills padding rows as well."""
+    """`prepare` with the setup in the same launch, which orders sequences and fills padding rows."""
     struct, path = helper_params.BACKWARD_SETUP, "setup."
     setup = ragged_setup.fields(struct, path, problem.batch, schedules, paddings)
     if not setup.blocks:
@@ -203,7 +203,7 @@ def _with_setup(
 
 
 def _refuse(problem: Problem) -> None:
-    """NotImplementedError for a score function without a derivative."""
+    """Raises NotImplementedError for a score function without a derivative."""
     if problem.score_mod is None:
         return
     from rawattn._scores.program import ScoreText
@@ -214,7 +214,7 @@ def _refuse(problem: Problem) -> None:
 
 
 def _padding(problem: Problem, structure: Structure, operands: Operands) -> tuple[Part, ...]:
-    """Fills padding rows of the gradients that are the library's own."""
+    """Parts that fill the padding rows of those gradients that are the library's own arrays."""
     heads_q, heads_kv = problem.nheads_q, problem.nheads_kv
     shapes: dict[str, tuple[Any, int, int]] = {
         "dq": ("q", heads_q, problem.headdim),

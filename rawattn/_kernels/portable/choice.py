@@ -25,8 +25,10 @@ def choose(
 ) -> _C:
     """The fastest known configuration of `problem` that fits the target's shared memory.
 
-    config: the dataclass to make, which tells its `shared_bytes`; `tiles`: the file of its tables; `table`: of 16-bit
-    elements; `more`: fields that neither these nor the problem say.
+    config: the dataclass to make; its `shared_bytes` decides whether a row fits.
+    tiles: the file of its tile tables.
+    table: the table for 16-bit elements; float32 has its own.
+    more: the fields that neither a row nor the problem gives.
     """
     wide = max(round_up(problem.headdim, 16), round_up(problem.headdim_v, 16))
     full = problem.dtype == "float32"
@@ -36,12 +38,12 @@ def choose(
         "headdim_v": problem.headdim_v,
         "copy_bytes": operands.copy_bytes(problem),
         **features(problem, operands).known_to(config),
-        # Of every target with waves of 32.
+        # So it is on every target whose waves have 32 lanes.
         "accumulator_feeds_a": not full and target.wave == 32,
         "wave": target.wave,
         **more,
     }
-    # The last row of each headdim fits every GPU since Ampere.
+    # Rows of one head dim are in the order of speed. The last one fits every GPU since Ampere.
     for row in tile_tables.table(tiles, "32bit" if full else table):
         candidate: Any = config(**row.fields, **fields)
         if wide <= row.headdim and candidate.shared_bytes <= target.shared_limit:

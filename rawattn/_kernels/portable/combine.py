@@ -1,4 +1,4 @@
-"""Host twin of kernels_cu/portable/combine.cu: partial results over disjoint keys become one."""
+"""Host twin of kernels_cu/portable/combine.cu, which merges partial results over disjoint keys into one."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _KINDS = {"float32": 0, "float16": 1, "bfloat16": 2}
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """How the partials of one kind lie.
+    """How the outs, or the lses, of all partial results lie in memory.
 
-    names: of their arrays. strides: in bytes, of one of them, in its public shape. partial: from one to the next, None where
-    each has an address of its own.
+    names: of their arrays. strides: of one partial, in bytes, in its public shape. partial: bytes from one partial to the next,
+    None where each has an address of its own.
     """
 
     name: str
@@ -40,7 +40,10 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """All constants of the kernel. dtype, result: of the partials and of out. load_bytes, store_bytes: of an access."""
+    """All constants of the kernel.
+
+    dtype, result: the dtypes of the partials and of out. load_bytes, store_bytes: of one access to them.
+    """
 
     dtype: str
     result: str
@@ -83,7 +86,7 @@ class Config:
 
 
 def variants() -> list[Source]:
-    """Each pair of types, and each way to read and to store a row."""
+    """Sources for each pair of dtypes, and for each width of loads and stores."""
     usual = [
         Config(dtype, result, headdim_v, 16, 16)
         for dtype, result in itertools.product(_KINDS, _KINDS)
@@ -114,11 +117,15 @@ def choose(problem: Problem, outs: Side, out: Strides, pointers: int) -> Config:
 
 
 def supports(problem: Problem, target: Target, operands: Operands) -> None:
-    """Every call."""
+    """None: this kernel serves every call."""
 
 
 def steps(problem: Problem, structure: Structure, operands: Operands, target: Target) -> Steps:
-    """One launch, which merges "outs[0]", "outs[1]" and so on, or "outs", and likewise the lses, to "out" and "lse"."""
+    """One launch, which merges partial results to "out" and "lse".
+
+    Their arrays are called "outs[0]", "outs[1]" and so on where each has an address of its own, else "outs". The lses are
+    called in the same way.
+    """
     form = problem.partials
     assert form is not None
     shape, lse_shape = result_shapes(problem)
@@ -157,7 +164,7 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
 def _side(
     name: str, shape: tuple[int, ...], count: int, listed: bool, strides: Mapping[str, Strides]
 ) -> Side:
-    """shape: of one of the partials."""
+    """shape: of one partial. count: of partials. listed: whether each has an address of its own."""
     if listed:
         names = tuple(f"{name}[{n}]" for n in range(count))
         return Side(name, names, walked(shape, strides[names[0]]), None)
@@ -166,12 +173,12 @@ def _side(
 
 
 def _elements(strides: Strides, itemsize: int) -> tuple[int, int, int]:
-    """(batch, row, head) of out, or of a partial of it."""
+    """Strides of (batch, row, head) in elements, of out or of a partial of it. Packed arrays have no batch axis."""
     *batch, row, head = (stride // itemsize for stride in strides)
     return (batch[0] if batch else 0, row, head)
 
 
 def _lse_elements(strides: Strides) -> tuple[int, int, int]:
-    """The same of an lse, which has heads before rows."""
+    """The same for an lse, whose axes are (batch, head, row): the result is (batch, row, head)."""
     *batch, head, row = (stride // 4 for stride in strides)
     return (batch[0] if batch else 0, row, head)

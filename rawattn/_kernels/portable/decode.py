@@ -24,46 +24,51 @@ ENTRY = "rawattn_decode"
 TILES = "portable_decode"  # the file of its tile tables
 FEATURES = features.names() - {"dropout"}
 
-# Query rows of all heads that share keys, at most: of more, each of a sequence's tiles would read its keys again. But other
-# kernels read them once for each head.
+# The most query rows that share keys (queries times heads of a GQA group). With more, a sequence has many query tiles, each of
+# which reads its keys again. More rows are taken where tiles have at least _HEADS_OF_TILE heads each, since other kernels read
+# the keys once for each head.
 MOST_ROWS = 128
-_HEADS_OF_TILE = 4  # for each tile
+_HEADS_OF_TILE = 4
+# Rows of a query tile; wide tiles have twice as many.
 TILE_ROWS = 16
-# A unit of a line has 16 keys at least.
+# The bound of a call's scores: an int counts the units of a line, which have at least 16 keys each.
 _MOST_SCORES = 16 * 2**31
-_OFFSET_BYTES = 8  # of where a row of a page is
+_OFFSET_BYTES = 8  # of the offset of a row of a page
+# Bytes of shared memory besides tiles: the descriptions of the query tiles that a block shares, a flag, and the room in which
+# the line is cut.
 _KEPT_BYTES, _FLAG_BYTES, _ROOM_BYTES = 192, 16, 128
-# Of wider values the output of so many rows would not stay in registers.
+# The largest headdim_v for wide tiles: of more columns the output of 32 rows does not fit registers.
 WIDE_TILE_HEADDIM = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config(Features):
-    """Everything the compiler is told: the named constants of namespace `config` in the kernel."""
+    """The named constants of namespace `config` in the kernel."""
 
     LEAVES_OUT: ClassVar[frozenset[str]] = frozenset({"bias_chunks", "packed"})
     NAME: ClassVar[str] = "portable"
     ENTRY: ClassVar[str] = ENTRY
     FILE: ClassVar[str] = "portable/decode.cu"
-    EARLY: ClassVar[bool] = False  # of its launch
+    EARLY: ClassVar[bool] = False  # `Step.early` of its launch
 
     element: str
     headdim: int
     headdim_v: int
     heads: int  # query heads of a tile
-    heads_left: bool = False  # those that share keys are no multiple of them
+    heads_left: bool = False  # the last tile of a GQA group has fewer heads
     tile_q: int  # queries of a tile
-    tile_rows: int  # of all its heads
+    tile_rows: int  # rows of a tile: 16 or 32, of which queries times heads are used
     tile_k: int
     waves: int
     stages: int
     blocks_per_sm: int
     copy_bytes: int
-    key_bytes: int  # of an access to keys and values
-    tile_in_page: bool = False  # tiles of keys divide pages
-    # Queries have no lengths; those of keys, and ids of pages, have 32 bits; the rows of a page are a power of two.
+    key_bytes: int  # of an access to keys and values; copy_bytes: to other arrays
+    tile_in_page: bool = False  # the page size is a multiple of tile_k
+    # Queries have no lengths, lengths of keys and page ids have 32 bits, and the page size is a power of two.
     plain_integers: bool = False
-    accumulator_feeds_a: bool  # of the target's product: decides whether P needs shared memory
+    # An accumulator of the target's mma is an operand A as it is, so that P needs no shared memory.
+    accumulator_feeds_a: bool
     wave: int = 32
 
     @property
@@ -72,20 +77,20 @@ class Config(Features):
 
     @property
     def partial_bytes(self) -> int:
-        """Of what the tile's rows come to in some of their keys: the output and two numbers of each, in float32."""
+        """Bytes of a partial result: for each row of a tile its output, running max and sum, in float32."""
         rows = self.tile_q * self.heads
         return round_up(4 * rows * (round_up(self.headdim_v, 16) + 2), 16)
 
     @property
     def stage_bytes(self) -> int:
-        """Of shared memory, of a tile of keys and values."""
+        """Bytes of a slot in shared memory: a tile of keys and one of values."""
         columns = round_up(self.headdim, 16), round_up(self.headdim_v, 16)
         size = 1 if self.float8 else self._size
         return self.tile_k * sum(each * size + 16 for each in columns)
 
     @property
     def more_bytes(self) -> int:
-        """Of shared memory, beside each wave's ring: where the rows of a tile are."""
+        """Bytes of shared memory for each wave besides its ring: the offsets of the rows of a tile, where it spans pages."""
         return 2 * self.tile_k * _OFFSET_BYTES if self.paged and not self.tile_in_page else 0
 
     @property
@@ -164,18 +169,18 @@ def wide(problem: Problem) -> bool:
 
 
 def tiles_of_keys(problem: Problem) -> int:
-    """Query tiles that share keys, each of which reads them."""
+    """The number of query tiles that share keys. Each reads them all."""
     _, heads, queries = _tile(problem)
     return -(-problem.max_seqlen_q // queries) * -(-problem.group_heads // heads)
 
 
 def tiles_of_heads(problem: Problem, heads: int) -> int:
-    """Tiles beside each other, of so many of the heads that share keys."""
+    """The number of query tiles that one query of all heads takes, in tiles of `heads` heads."""
     return problem.nheads_kv * -(-problem.group_heads // heads)
 
 
 def _tile(problem: Problem) -> tuple[int, int, int]:
-    """Rows, heads and queries of a tile. Of more heads than rows, tiles have nearly as many each."""
+    """Rows, heads and queries of a tile. Where a GQA group has more heads than a tile has rows, tiles share them evenly."""
     group = problem.group_heads
     rows = 2 * TILE_ROWS if wide(problem) else TILE_ROWS
     heads = -(-group // -(-group // rows))
@@ -190,7 +195,10 @@ def choose_tiles(
     target: Target,
     operands: Operands,
 ) -> _C:
-    """The configuration but for how its tiles are loaded. tiles: the file of tables, table: of 16-bit queries."""
+    """The configuration, apart from how key tiles are loaded.
+
+    tiles: the file of the tile tables. table: the table for 16-bit queries; float32 has its own.
+    """
     tile_rows, heads, tile_q = _tile(problem)
     chosen = choice.choose(
         config,
@@ -205,7 +213,7 @@ def choose_tiles(
         tile_rows=tile_rows,
         key_bytes=operands.key_bytes(problem),
     )
-    # The one query of a sequence sees all its keys under a causal mask too.
+    # If a sequence has one query, that is the last row, which sees all keys under a causal mask too.
     alone = problem.max_seqlen_q <= 1 and not chosen.top_left
     return replace(chosen, right=chosen.right and not alone)
 
@@ -234,7 +242,7 @@ def launches(
     target: Target,
     maps: tuple[tuple[str, Geometry], ...] = (),
 ) -> Steps:
-    """Those of a configuration; maps: of its main kernel's step."""
+    """The launches of a call with a configuration. maps: the tensor maps of the main kernel (`Step.maps`)."""
     config = replace(config, plain_integers=_plain_integers(problem, structure))
     values = attention_params.forward(problem, structure, operands, forward.SECTION_BYTES)
     masks = mask_tiles.Masks(problem, structure, operands, values, target)

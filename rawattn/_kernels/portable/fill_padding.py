@@ -12,11 +12,11 @@ from rawattn._kernels.steps import Part, side_fields, side_names
 
 _BLOCKS = 256  # enough to fill any GPU
 _WAVES = 8  # of a block
-_FILLED_BYTES = 64 << 10  # by a block that still takes little time
+_FILLED_BYTES = 64 << 10  # filled by one block in little time
 
 
 def blocks(part: Part) -> int:
-    """That fill it in little time, were all rows padding. Of many sequences a wave has some gaps."""
+    """Blocks enough to fill the part's arrays in little time even if all rows are padding, and a wave for each gap."""
     of, packed = part.fields, "side.start.data" in part.addresses
     rows = of["side.rows"] * (1 if packed else of["batch"])
     nbytes: int = rows * of["nheads"] * of["headdim"] * of["element_bytes"]
@@ -30,9 +30,9 @@ def fields(
     shape: tuple[int, int],
     strides: tuple[int, int, int],
 ) -> dict[str, Any]:
-    """Of an array with rows of `side`; shape: heads and head dim; strides in elements.
+    """Fields of the kernel's struct for an array with rows of `side`. shape: (heads, head dim). strides: in elements.
 
-    What they say of lse holds for rows of queries.
+    The fields for lse hold where these are rows of queries.
     """
     nheads, headdim = shape
     return {
@@ -55,7 +55,9 @@ def part(
     strides: tuple[int, int, int],
     filled: Mapping[str, str],
 ) -> Part:
-    """filled: the arrays to fill by the kernel's names for them: `out` and, for rows of queries, `lse`.
+    """The part of a launch that fills padding rows. shape, strides: see `fields`.
+
+    filled: the arrays' names, by what the kernel calls them: `out` and, for rows of queries, `lse`.
 
     The kernel leaves out an array whose address is 0.
     """

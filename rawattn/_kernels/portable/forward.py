@@ -21,13 +21,14 @@ ENTRY = "rawattn_forward"
 TILES = "portable_forward"  # the file of its tile tables
 FEATURES = features.names()
 
-# Keys of one kv head whose K and V fill this much are scheduled together: the part of L2 that running blocks should share.
+# Bytes of K and V whose query tiles are scheduled next to each other (a section of kv heads): the part of the L2 cache that
+# running blocks should share.
 SECTION_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config(Features):
-    """Everything the compiler is told: the named constants of namespace `config` in the kernel."""
+    """The named constants of namespace `config` in the kernel."""
 
     LEAVES_OUT: ClassVar[frozenset[str]] = frozenset({"bias_chunks", "packed"})
 
@@ -41,8 +42,9 @@ class Config(Features):
     blocks_per_sm: int
     query_in_registers: bool
     copy_bytes: int
-    key_bytes: int  # likewise, of keys and values
-    accumulator_feeds_a: bool  # of the target's product: decides whether P needs shared memory
+    key_bytes: int  # of an access to keys and values; copy_bytes: to other arrays
+    # An accumulator of the target's mma is an operand A as it is, so that P needs no shared memory.
+    accumulator_feeds_a: bool
     split: bool = False  # several blocks may share a query tile
     wave: int = 32
 
@@ -75,7 +77,7 @@ class Config(Features):
 
     @property
     def partial_bytes(self) -> int:
-        """Of what a wave's rows come to in a piece of their keys."""
+        """Bytes of a wave's partial result of a piece of its keys."""
         return splits.partial_bytes(self.tile_q // self.waves, self.headdim_v, self.wave)
 
     def source(self) -> Source:
@@ -104,7 +106,7 @@ class Config(Features):
 
 
 def supports(problem: Problem, target: Target, operands: Operands) -> str | None:
-    """Why a call is not for this kernel; it is for every call."""
+    """None: this kernel serves every call."""
     return None
 
 
@@ -131,7 +133,7 @@ def of_query_tiles(
 ) -> Steps:
     """The launches of a kernel whose blocks take query tiles, or pieces of their keys.
 
-    heads: query heads of a tile. waves: of a block, those that leave what a piece comes to.
+    heads: query heads of a tile. waves: those of a block that each leave a partial result of a piece.
     """
     values = attention_params.forward(problem, structure, operands, SECTION_BYTES)
     names = ["q", "out", "lse"]
@@ -173,7 +175,7 @@ def of_query_tiles(
 
 
 def padding(problem: Problem, structure: Structure, operands: Operands) -> tuple[Part, ...]:
-    """Fills padding rows of out and lse, where they are the library's own."""
+    """Parts that fill the padding rows of out and lse, where those are the library's own arrays."""
     ours = {name: name for name in operands.ours & {"out", "lse"}}
     if not ours or not structure.q.padded or not problem.rows_q:
         return ()

@@ -1,4 +1,8 @@
-"""Host twin of kernels_cu/portable/kept_setup.cu and scatter_keys.cu: what comes before and behind attention to kept keys."""
+"""Host twin of kernels_cu/portable/kept_setup.cu and scatter_keys.cu.
+
+Where all rows share a list of keys, `kept_setup` gathers those keys and values before attention, and `scatter_keys` writes
+their gradients to the rows of dk and dv behind it.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +23,16 @@ from rawattn._masks.layout import Shape
 from rawattn._strides import Strides
 
 THREADS = 256
-_MASK_WORDS, _MASK_ROWS = 16, 256  # that a block writes
-_MOST_LISTS = 2
+_MASK_WORDS, _MASK_ROWS = 16, 256  # words and rows of the mask's bits that a block writes
+_MOST_LISTS = 2  # for which the kernel's parameters have room
 
-# Farther apart than any row and key.
+# A limit that no row and key reach.
 _FAR = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
 class KeptRows:
-    """The kept rows of k, v or a gradient of them, called `name`, in memory called `copy`."""
+    """The kept rows of the array `name`, which is k, v or a gradient of them, and the scratch `copy` that holds those rows."""
 
     problem: Problem
     operands: Operands
@@ -37,7 +41,7 @@ class KeptRows:
 
     @property
     def row_bytes(self) -> int:
-        """Of a head."""
+        """Bytes of a row of one head."""
         wide = self.name.endswith("v")
         return (self.problem.headdim_v if wide else self.problem.headdim) * self._itemsize
 
@@ -49,7 +53,7 @@ class KeptRows:
 
     @property
     def strides(self) -> Strides:
-        """In bytes, in the shape of the array with all keys."""
+        """Of the copy, in bytes: (batch, row, head, column) as the array with all keys."""
         row = round_up(self.row_bytes, 16)
         head = row * self.problem.mask.kept
         return head * self.problem.nheads_kv, row, head, self._itemsize
@@ -65,9 +69,9 @@ class KeptRows:
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """What is written of a mask of kept keys: "kept_bits" and "kept_keys". shape: its own.
+    """A mask of kept keys of this shape, which the setup writes to "kept_bits" and "kept_keys".
 
-    lists: of tiles, fields and addresses of a `helper_params.KEPT_LISTS` each.
+    lists: the lists of tiles to make, each with the fields and addresses of a `helper_params.KEPT_LISTS`.
     """
 
     shape: Shape
@@ -75,7 +79,7 @@ class Mask:
 
 
 def limits(problem: Problem) -> tuple[int, int] | None:
-    """Of the keys that each row sees but for the list, (first, last) of a `KeptLimits`; None where each row sees all."""
+    """The keys that window and diagonal leave each row: (first, last) of a `KeptLimits`, or None where they leave all."""
     offset = 0 if problem.top_left else problem.rows_k - problem.rows_q
     left, right = problem.window_left, problem.window_right
     first = -_FAR if left is None else offset - left
@@ -86,7 +90,7 @@ def limits(problem: Problem) -> tuple[int, int] | None:
 
 
 def by_mask(keys: KeptRows, values: KeptRows, mask: Mask, target: Target) -> Step:
-    """Gathers keys and values, writes which of them each row sees, and makes the lists of tiles."""
+    """A launch that gathers keys and values, writes which of them each row sees, and makes the lists of tiles."""
     assert len(mask.lists) <= _MOST_LISTS
     problem = keys.problem
     batch, nheads, rows, _ = mask.shape
@@ -114,7 +118,7 @@ def by_mask(keys: KeptRows, values: KeptRows, mask: Mask, target: Target) -> Ste
 
 
 def by_lengths(keys: KeptRows, values: KeptRows, nheads: int, target: Target) -> Step:
-    """Gathers keys and values, and counts those of each list in "kept_lengths", (batch, nheads) integers."""
+    """A launch that gathers keys and values, and counts those of each list in "kept_lengths", (batch, nheads) integers."""
     lists = keys.problem.batch * nheads
     blocks = -(-lists // THREADS)
     fields = {"lengths.lists": lists, "lengths.nheads": nheads, "lengths.blocks": blocks}
@@ -130,7 +134,7 @@ def _setup(
     fields: dict[str, Any],
     addresses: dict[str, str],
 ) -> Step:
-    """blocks: of all but the rows."""
+    """blocks: those that do anything but gather rows."""
     problem = keys.problem
     gather = -(-problem.batch * problem.mask.kept // (THREADS // target.wave))
     own = {f"rows.{path}": value for path, value in _row_fields(keys, values).items()}
@@ -146,7 +150,7 @@ def _setup(
 
 
 def scatter(keys: KeptRows, values: KeptRows, wave: int) -> Step:
-    """Every row of both arrays is written."""
+    """A launch that writes every row of dK and dV: gradients of kept keys, and zeros."""
     problem = keys.problem
     return Step(
         source=source("scatter_keys", keys, values),
@@ -178,7 +182,7 @@ def source(kind: Literal["kept_setup", "scatter_keys"], keys: KeptRows, values: 
 
 
 def _row_fields(keys: KeptRows, values: KeptRows) -> dict[str, Any]:
-    """Of a `helper_params.KEPT_ROWS`."""
+    """Fields of a `helper_params.KEPT_ROWS`."""
     problem = keys.problem
     batch, nheads = problem.mask.shape[:2]
     count = problem.mask.kept

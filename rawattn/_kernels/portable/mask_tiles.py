@@ -1,4 +1,4 @@
-"""Host twin of kernels_cu/portable/mask_tiles.cu: which tiles of a kernel meet, where a mask hides keys one by one."""
+"""Host twin of kernels_cu/portable/mask_tiles.cu, which lists the tiles that a mask leaves each query tile or key tile."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from rawattn._kernels.target import Target
 from rawattn._masks import layout
 
 THREADS = 256
-MAX_HEADS = 2**20  # kernels find their groups by a reciprocal (kernels_cu/attn/mask_bits.cuh)
-_ORDER_BYTES = 1536  # of shared memory, that a wave takes to order lists
+MAX_HEADS = 2**20  # the division of kernels_cu/attn/mask_bits.cuh is exact below
+_ORDER_BYTES = 1536  # of shared memory that a wave needs to order lists
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """What the compiler is told."""
+    """The constants of the kernel. of_keys: it lists the query tiles of key tiles. ordered: it orders lists by length, too."""
 
     left: bool
     right: bool
@@ -68,10 +68,12 @@ class Config:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A kernel's lists of tiles: how they are made, what they take, and what of `BlockMask` in its parameters tells of them.
+    """A kernel's lists of tiles: how they are made, their memory, and what the kernel's parameters say of them.
 
-    step: None of kept keys, whose lists are `part` of what gathers them (`Lists.parts`).
-    scratch, counters: as in `Steps`. names: of the addresses of `TileLists`, by field.
+    step: the launch that makes them. None for kept keys, whose lists are made by the launch that gathers keys: `part` is what
+    that launch needs (`Lists.parts`).
+    scratch, counters: as in `Steps`.
+    fields: of `BlockMask` in the kernel's parameters. names: of the addresses of `TileLists` there, by field.
     """
 
     step: Step | None = None
@@ -82,7 +84,7 @@ class Listed:
     names: Mapping[str, str] = field(default_factory=dict)
 
     def patches(self, struct: structs.Struct, prefix: str = "") -> tuple[tuple[int, str], ...]:
-        """Where their addresses belong; prefix: of the path of the `params.FORWARD` in `struct`."""
+        """Where the addresses of the lists belong. prefix: the path of the `params.FORWARD` in `struct`."""
         path = f"{prefix}block_mask.lists"
         return tuple(
             (structs.offset(struct, f"{path}.{each}"), name) for each, name in self.names.items()
@@ -93,9 +95,9 @@ NOTHING = Listed()
 
 
 class Masks:
-    """What a call launches for its mask before the kernels that read it, and the scratch for that: nothing without one.
+    """What a call launches for its mask before the kernels that read it, and the scratch for that. Nothing without a mask.
 
-    lists: as in `Steps`, of a mask that comes as bits.
+    lists: as in `Steps`; empty for a mask of bools, whose bits are made at every run.
     """
 
     def __init__(
@@ -136,11 +138,11 @@ class Masks:
             self.scratch["mask_bands"] = mask_writing.band_bytes(form.shape)
 
     def of_queries(self, tile_q: int, tile_k: int, *, ordered: bool = False) -> Listed:
-        """The key tiles that each query tile meets; ordered: and the order of query tiles by their lists' lengths."""
+        """Lists the key tiles that each query tile meets. ordered: also orders query tiles by the lengths of their lists."""
         return self._listed("q", tile_q, tile_k, ordered=ordered)
 
     def of_keys(self, tile_q: int, tile_k: int) -> Listed:
-        """The query tiles that each key tile meets, of all heads that share the keys."""
+        """Lists the query tiles that each key tile meets, over all heads that share the keys."""
         return self._listed("k", tile_q, tile_k)
 
     def _listed(
@@ -161,7 +163,7 @@ class Masks:
             return listed
         assert listed.step is not None
         self.steps.append(listed.step)
-        # Lengths and page ids on a device may change between calls, and bits are made of bools at each.
+        # Only these lists may be kept for later calls: lengths and page ids on a device may change, and bools are read anew.
         if problem.mask.dtype != "bool" and not problem.ragged and problem.pages is None:
             launches, names = self.lists.launches, self.lists.scratch
             self.lists = Lists((*launches, listed.step), (*names, *listed.scratch))
@@ -175,7 +177,7 @@ def of_inner(
     values: Mapping[str, Any],
     target: Target,
 ) -> Masks:
-    """`Masks` of a struct's fields that has a `params.FORWARD` called forward."""
+    """The `Masks` of a kernel whose parameters have a `params.FORWARD` called "forward". values: the fields of all of them."""
     start = "forward."
     inner = {name.removeprefix(start): x for name, x in values.items() if name.startswith(start)}
     return Masks(problem, structure, operands, inner, target)
@@ -193,9 +195,10 @@ def lists(
     name: str,
     ordered: bool = False,
 ) -> Listed:
-    """Of the tiles of one side; values: fields of `params.FORWARD`. Those of keys are of all heads that share the keys.
+    """The lists of one side's tiles, called `name`. Lists of key tiles count query tiles over all heads that share the keys.
 
-    ordered: query tiles also in the order of their lists' lengths.
+    values: fields of `params.FORWARD`. of: "q" for the key tiles of each query tile, "k" for the query tiles of each key tile.
+    ordered: query tiles are also ordered by the lengths of their lists.
     """
     mask = problem.mask.shape
     of_keys = of == "k"
@@ -204,7 +207,7 @@ def lists(
     parts = group if of_keys else 1
     rows, tile = (problem.rows_k, tile_k) if of_keys else (problem.rows_q, tile_q)
     most = problem.max_seqlen_k if of_keys else problem.max_seqlen_q
-    # In batch mode lengths on the device lie within the array, whatever the host was promised.
+    # In batch mode, lengths on the device may exceed the bound that the host was given, but not the array's rows.
     tiles = -(-(min(most, rows) if problem.group else rows) // tile)
     others = -(-problem.rows_q // tile_q) if of_keys else -(-problem.rows_k // tile_k)
     if problem.group:
@@ -249,7 +252,7 @@ def lists(
         "sequences": sequences,
         "tiles": max(tiles, 1),
         "parts": parts,
-        # Of lists of queries every head of the mask has its own.
+        # Each head of the mask has its own lists for query tiles.
         "group": problem.nheads_q // mask[1] if of_keys else 1,
     }
     used = features(problem)

@@ -1,4 +1,4 @@
-"""Host twin of kernels_cu/attn/mask_writing.cuh and the kernels with it: masks written as `_masks.layout` says."""
+"""Host twin of kernels_cu/attn/mask_writing.cuh and its kernels, which write masks as bits (layout: `_masks.layout`)."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from rawattn._scores.program import ScoreText
 
 THREADS = 256
 SHARED_BYTES = 3 * THREADS
-_BLOCK_WORDS = 16
+_BLOCK_WORDS = 16  # words of a row that a block writes
 
 
 def fields(shape: Shape) -> dict[str, int]:
-    """Of a `WrittenMask`. One key for all is written as 128."""
+    """Fields of a `WrittenMask`. A mask with one value for all keys is written for 128."""
     _, nheads, rows, keys = shape
     keys = keys if keys > 1 else WORD_KEYS * ROW_WORDS
     return {
@@ -48,7 +48,7 @@ def blocks(shape: Shape) -> int:
 
 @functools.cache
 def source(dense: bool) -> Source:
-    """dense: whether the mask's 16 next keys may be read at once."""
+    """dense: whether 16 keys of the mask may be read at once."""
     return _source(
         "rawattn_mask_of_bools",
         "portable/mask_of_bools.cu",
@@ -69,9 +69,9 @@ def ranges_source() -> Source:
 
 
 def step(shape: Shape, strides: tuple[int, ...], alignment: int) -> Step:
-    """Writes the array "mask" to "mask_bits" and "mask_map".
+    """The launch that writes the array "mask" of bools to "mask_bits" and "mask_map".
 
-    strides: in bytes, of the last axes; alignment: its address modulo 16.
+    strides: in bytes, of the array's own, last axes. alignment: its address modulo 16.
     """
     given = (0,) * (4 - len(strides)) + strides
     own = tuple(x if extent > 1 else 0 for x, extent in zip(given, shape, strict=True))
@@ -90,7 +90,7 @@ def step(shape: Shape, strides: tuple[int, ...], alignment: int) -> Step:
 
 
 def ranges_step(shape: Shape, count: int, itemsize: int) -> Step:
-    """Writes what "ranges", (batch, rows, count, 2) integers, say."""
+    """The launch that writes the mask given by "ranges": (batch, rows, count, 2) integers of `itemsize` bytes."""
     values = {**fields(shape), "ranges.is_64bit": int(itemsize == 8), "count": count}
     return Step(
         source=ranges_source(),
@@ -119,8 +119,10 @@ def predicate_step(
     captured: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...],
     scalars: tuple[float, ...],
 ) -> Step:
-    """Writes what a predicate says. captured: bytes of an element, shapes and strides of its arrays, which are "captured0" and
-    so on."""
+    """The launch that writes the mask of a predicate.
+
+    captured: (bytes of an element, shape, strides) of each array that it captures; these are called "captured0" and so on.
+    """
     values: dict[str, Any] = {**fields(shape), "seqlen_q": shape[2], "seqlen_k": shape[3]}
     for n, (itemsize, extents, strides) in enumerate(captured):
         own = tuple(stride // itemsize for stride in strides)
@@ -141,7 +143,10 @@ def predicate_step(
 
 
 def keys_step(shape: Shape) -> Step | None:
-    """What comes after a step that writes a mask: "mask_keys" from "mask_bands". None where one band is all."""
+    """The launch behind one that writes a mask: it merges the keys seen in each band of rows, "mask_bands", to "mask_keys".
+
+    None where there is one band, for which the mask's own launch writes "mask_keys".
+    """
     count = bands(shape)
     if count <= 1:
         return None
@@ -165,7 +170,7 @@ def keys_step(shape: Shape) -> Step | None:
 
 
 def band_bytes(shape: Shape) -> int:
-    """Of "mask_bands"."""
+    """Bytes of "mask_bands"."""
     return keys_bytes(shape) * bands(shape)
 
 

@@ -1,7 +1,7 @@
-"""Host twin of kernels_cu/portable/ragged_setup.cuh: what a ragged call does before all else, in one launch.
+"""Host twin of kernels_cu/portable/ragged_setup.cuh: the setup of a ragged call, in one launch before all others.
 
-A launch takes its parameters with it, and with them integers of the host: nothing waits, no memory of the host must stay as
-it is, and a captured graph holds the values.
+Lengths on the host travel in the launch's parameters. So nothing waits for a copy, no host memory must stay as it is, and a
+captured CUDA graph holds the values.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from rawattn._kernels.structs import Struct
 
 THREADS = 256
 SHARED_BYTES = 8 * THREADS
-MOST = 4 * helper_params.WORDS_A_LAUNCH  # bytes that a launch carries
+MOST = 4 * helper_params.WORDS_A_LAUNCH  # bytes of integers that a launch carries
 
-# Where a launch that carries integers has their address, their count and themselves.
+# Offsets in the parameters of a launch that carries integers: the address to write them to, their count, and the integers.
 TO, COUNT, WORDS = (
     structs.offset(helper_params.CARRYING_SETUP, name) for name in ("to", "count", "words")
 )
@@ -30,20 +30,20 @@ assert TO % 8 == COUNT % 8 == WORDS % 8 == 0, "words of 8 bytes are copied as on
 
 @functools.cache
 def source() -> Source:
-    """Of lengths that are all in memory."""
+    """The kernel for lengths that are all in the GPU's memory."""
     entry, file = "rawattn_ragged_setup", "portable/ragged_setup.cu"
     return _source(entry, file, "portable ragged_setup", helper_params.SETUP)
 
 
 @functools.cache
 def carrying_source() -> Source:
-    """Of a launch that brings lengths."""
+    """The kernel whose parameters carry lengths of the host."""
     entry, file = "rawattn_carrying_setup", "portable/carrying_setup.cu"
     return _source(entry, file, "portable carrying_setup", helper_params.CARRYING_SETUP)
 
 
 def schedule_blocks(batch: int) -> int:
-    """That order the sequences once."""
+    """Blocks that write one order of the sequences."""
     return -(-batch // THREADS)
 
 
@@ -59,7 +59,7 @@ class Fields(NamedTuple):
 def fields(
     struct: Struct, path: str, batch: int, schedules: Sequence[Part], paddings: Sequence[Part]
 ) -> Fields:
-    """path: where the struct has it, with a dot behind; "" where it is the whole struct."""
+    """The setup of these parts. path: of the SETUP in `struct`, with a dot behind it; "" where it is the whole struct."""
     of_order = schedule_blocks(batch)
     of_padding = max(map(fill_padding.blocks, paddings), default=0)
     values: dict[str, Any] = {
@@ -83,7 +83,7 @@ def fields(
 def step(
     batch: int, schedules: Sequence[Part], paddings: Sequence[Part], *, carrying: bool = False
 ) -> Step:
-    """carrying: it brings integers as well, for whose address, count and words there is room in its parameters."""
+    """The setup launch. carrying: its parameters have room for integers of the host (`TO`, `COUNT`, `WORDS`), too."""
     struct = helper_params.CARRYING_SETUP if carrying else helper_params.SETUP
     found = fields(struct, "setup." if carrying else "", batch, schedules, paddings)
     return Step(

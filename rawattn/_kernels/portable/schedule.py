@@ -10,15 +10,15 @@ from rawattn._kernels.steps import Part, side_fields, side_names
 
 
 def order_bytes(batch: int) -> int:
-    """Of an order: each sequence, and what is behind the last one."""
+    """Bytes of an order: an entry for each sequence, and one behind the last."""
     return ORDERED_SEQUENCE.dtype.itemsize * (batch + 1)
 
 
 def part(structure: Structure, tile: int, *, of: Literal["q", "k"], name: str) -> Part:
-    """Writes an order to the address of this name.
+    """The part of a setup launch that writes an order of the sequences to the address called `name`.
 
-    tile: rows of the tiles to hand out, which are those `of` one side; sequences that are longest on the other come
-    first.
+    of: the side whose tiles are handed out in this order. tile: rows of such a tile. The sequences that are longest on the
+    other side come first.
     """
     other: Literal["q", "k"] = "k" if of == "q" else "q"
     tiled, longest = structure.side(of), structure.side(other)

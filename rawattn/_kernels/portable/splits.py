@@ -1,4 +1,8 @@
-"""How the keys of a query tile are split among blocks (kernels_cu/attn/splits.cuh): when, and into how many pieces."""
+"""How the keys of a query tile are split among blocks (split-KV): when, and into how many pieces.
+
+`Splits` are of kernels whose blocks take query tiles (kernels_cu/attn/splits.cuh), a `Line` is of decoding's
+(kernels_cu/attn/schedule/line.cuh, which defines line, part, unit and abreast).
+"""
 
 from __future__ import annotations
 
@@ -15,33 +19,36 @@ from rawattn._kernels.steps import Tiles
 from rawattn._kernels.structs import Struct
 from rawattn._kernels.target import Target
 
-# A piece has at least so many keys: what it comes to is written and read once more.
+# The fewest keys of a piece: its partial result is written and read once more.
 LEAST_KEYS = 512
-# Likewise of a part of a line, of ragged batches.
+# The fewest keys of a part of a line, in ragged batches.
 LEAST_PART_KEYS = 256
-# To join the parts of a query tile takes as long as so many units, and some more for each that one block reads. Where they
-# end in the midst of other query tiles, a block leaves two.
+# The time to merge the parts of a query tile, in units: _JOIN, _JOIN_EACH more for each part that one block reads, and _BROKEN
+# more where parts end inside query tiles, since a block then leaves two partial results (measured: docs/notes/decode.md).
 _JOIN, _JOIN_EACH, _BROKEN = 2.0, 0.08, 2.0
-_BUNCH, _MOST_OF_ONE = 16, 32  # as in kernels_cu/attn/schedule/shared_tile.cuh
-# Heads abreast in a line read rows that lie side by side: as many as leave no more than a tenth of the blocks idle.
+# Parts that are merged to one before the last merge; the most parts that one block merges at once. Both as in
+# kernels_cu/attn/schedule/shared_tile.cuh.
+_BUNCH, _MOST_OF_ONE = 16, 32
+# The most heads abreast. They read rows that are neighbours in memory, so there are as many as possible, as long as they keep
+# at least the fraction _WORTH_ABREAST of the blocks that run at once busy.
 MOST_ABREAST = 64
 _WORTH_ABREAST = 0.9
-# Of the blocks that run at once, those that keep the memory busy.
+# The fraction of the blocks that run at once that keeps the memory busy.
 _BUSY = 0.5
-# Where sequences differ, pieces are as long as if this many of them came to each block that runs at once, were all
-# sequences as long as they may be. So a longer sequence has more of them, and none is waited for much longer than for the
-# others. One row is merged at no cost. (Not measured yet.)
+# In ragged batches, pieces are as long as if this many of them came to each block that runs at once, with all sequences as
+# long as they may be. So a longer sequence has more pieces, and no piece takes much longer than the others. The second is for
+# sequences of one query tile, since merging few rows costs next to nothing. (Not measured yet.)
 _PIECES = 4
 _PIECES_OF_ONE_TILE = 32
-# Of parts whose ends are those of query tiles there may be so many fewer.
+# Parts that end where query tiles do are taken if they are at least this fraction of the parts that could be.
 _WORTH_UNBROKEN = 0.94
 _COUNTER_BYTES = 4
-# Rows of a 16 x 16 accumulator that a lane has elements of, by threads of a wave.
+# Rows of a 16 x 16 accumulator of which a lane has elements, by threads of a wave.
 _SLOTS = {32: 2, 64: 4}
 
 
 class Tiled(Protocol):
-    """What of a kernel's configuration decides."""
+    """The fields of a kernel's configuration that decide how keys are split."""
 
     @property
     def tile_q(self) -> int: ...
@@ -53,9 +60,9 @@ class Tiled(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """Of each query tile at most `count` pieces, of `least` key tiles at least.
+    """Each query tile has at most `count` pieces, of at least `least` key tiles each.
 
-    tiles: query tiles that a launch has at most, whatever the lengths are.
+    tiles: the most query tiles of a launch, whatever the lengths are.
     """
 
     count: int = 1
@@ -64,20 +71,20 @@ class Splits:
 
     @property
     def any(self) -> bool:
-        """Whether any query tile may have more than one."""
+        """Whether any query tile may have more than one piece."""
         return self.count > 1
 
     def fields(self) -> dict[str, Any]:
-        """Of the parameters."""
+        """Fields of the kernel's parameters."""
         return {"splits.count": self.count, "splits.least": self.least} if self.any else {}
 
     def patches(self, struct: Struct) -> tuple[tuple[int, str], ...]:
-        """Where the addresses of what blocks leave for each other belong."""
+        """Where the addresses of partial results and of their counters belong."""
         names = ("arrived", "partials") if self.any else ()
         return tuple((structs.offset(struct, f"splits.{name}"), f"split_{name}") for name in names)
 
     def scratch(self, block_bytes: int) -> dict[str, int]:
-        """Bytes by name; block_bytes: of what a block's rows come to."""
+        """Bytes by name; block_bytes: of a block's partial result."""
         return {"split_partials": self.tiles * self.count * block_bytes} if self.any else {}
 
     def counters(self) -> dict[str, int]:
@@ -93,15 +100,16 @@ def split(
 ) -> Splits:
     """How the keys of a launch's query tiles are split.
 
-    It follows from bounds of the lengths, so a batch that grows within them keeps its kernel and its launches. `num_splits`
-    is exact where a query tile has as many key tiles. Else lengths decide how many pieces each has.
+    Only bounds of the lengths count, so a batch that grows within them keeps its kernel and its launches. Where `num_splits` is
+    given, each query tile has that many pieces if it has as many key tiles. Where it is not, the number of pieces of a query
+    tile follows from its length.
     """
     most = _most(structure, tiles)
     keys = -(-structure.k.most // config.tile_k)
     if problem.num_splits is not None:
         count = min(problem.num_splits, keys)
         return Splits(count, 1, most) if count > 1 and most else WHOLE
-    # Of a kernel that is only compiled nobody knows how many multiprocessors there are.
+    # One stands for an unknown number of SMs: the kernel is only compiled.
     if target.multiprocessors == 1 or not most:
         return WHOLE
     met = _met(problem, config, keys)
@@ -114,7 +122,7 @@ def split(
 
 
 def affordable(problem: Problem, target: Target, scratch: dict[str, int]) -> dict[str, int]:
-    """`scratch`. ValueError where the device cannot hold what pieces leave for each other, as many as were asked for."""
+    """Returns `scratch`. ValueError where the device cannot hold the partial results of as many pieces as were asked for."""
     nbytes = scratch.get("split_partials", 0)
     if problem.num_splits is not None and target.memory is not None and nbytes > target.memory:
         raise ValueError(
@@ -129,20 +137,24 @@ def affordable(problem: Problem, target: Target, scratch: dict[str, int]) -> dic
 class Line:
     """A line of all key tiles, cut into parts (kernels_cu/attn/schedule/line.cuh).
 
-    blocks: of the launch. count: pieces of each query tile, 0 where parts decide. least: units of a part. abreast: tiles
-    of a part, each with its own block. heads: tiles beside each other, of all heads. busy: parts that keep the memory busy.
+    blocks: of the launch.
+    count: pieces of each query tile, 0 where the line is cut into equal parts instead.
+    least: the fewest units of a part.
+    abreast: query tiles of different heads that a part has, each with its own block.
+    heads: query tiles that one query of all heads takes.
+    busy: the number of parts that keeps the memory busy.
     """
 
     blocks: int | Tiles
     count: int
     least: int
     abreast: int
-    most: int  # blocks that a launch has at most, whatever the lengths are
+    most: int  # the most blocks of a launch, whatever the lengths are
     heads: int
     busy: float = 1.0
 
     def fields(self, nheads_kv: int) -> dict[str, float]:
-        """Of the parameters."""
+        """Fields of the kernel's parameters."""
         blocks = self.blocks // self.abreast if isinstance(self.blocks, int) else 0
         return {
             "splits.count": self.count,
@@ -155,12 +167,12 @@ class Line:
         }
 
     def patches(self, struct: Struct) -> tuple[tuple[int, str], ...]:
-        """Where the addresses of what blocks leave for each other belong."""
+        """Where the addresses of partial results and of their counters belong."""
         names = ("arrived", "partials")
         return tuple((structs.offset(struct, f"splits.{name}"), f"split_{name}") for name in names)
 
     def scratch(self, block_bytes: int) -> dict[str, int]:
-        """Bytes by name; block_bytes: of what a segment comes to, of which a part shares two with others."""
+        """Bytes by name; block_bytes: of a segment's partial result. A part shares at most two query tiles with other parts."""
         return {"split_partials": self.most * (1 if self.count else 2) * block_bytes}
 
     def counters(self) -> dict[str, int]:
@@ -171,9 +183,9 @@ class Line:
 def line(
     problem: Problem, structure: Structure, config: Tiled, target: Target, tiles: Tiles, unit: int
 ) -> Line:
-    """How a launch cuts its line. unit: key tiles.
+    """How a launch cuts its line. unit: key tiles of a unit.
 
-    It follows from bounds of the lengths, so a batch that grows within them keeps its kernel and its launch.
+    Only bounds of the lengths count, so a batch that grows within them keeps its kernel and its launch.
     """
     most = _most(structure, tiles)
     slots = target.multiprocessors * config.blocks_per_sm
@@ -195,12 +207,15 @@ def line(
 
 
 def _parts(streams: int, units: int, at_once: int, busy: float) -> int:
-    """Of a line of so many sequences of as many units each, where so many parts run at once: what takes the shortest."""
+    """The number of parts with the shortest expected time, for a line of `streams` streams of `units` units each.
+
+    A stream is a sequence's keys as the heads abreast read them. at_once: parts that run at once. busy: as in `Line`.
+    """
     if units == 1 or streams == 0:
         return min(streams, at_once)
 
     def time(units_of_part: int) -> float:
-        """In units: of a part's, beside what the memory takes for those of all."""
+        """The time of parts of so many units, overlapped with the memory's time for all units; in units."""
         return math.hypot(units_of_part, streams * units / busy)
 
     broken = min(at_once, streams * units)
@@ -216,24 +231,24 @@ def _parts(streams: int, units: int, at_once: int, busy: float) -> int:
 
 
 def _join(pieces: int) -> float:
-    """What it takes to join the pieces of a query tile, in units."""
+    """The time to merge the pieces of a query tile, in units."""
     if pieces <= _MOST_OF_ONE:
         return _JOIN + _JOIN_EACH * pieces if pieces > 1 else 0.0
     return 2 * _JOIN + _JOIN_EACH * (_BUNCH + pieces / _BUNCH)
 
 
 def _abreast(heads: int, slots: int) -> int:
-    """How many of these heads stand abreast, where so many blocks run at once."""
+    """How many of the query tiles of `heads` stand abreast, where `slots` blocks run at once."""
     divisors = [n for n in range(1, min(heads, MOST_ABREAST) + 1) if heads % n == 0]
-    idle = {n: slots % n for n in divisors}  # all of them of more than there are
+    idle = {n: slots % n for n in divisors}  # all slots, where n is larger than their number
     fitting = [n for n in divisors if slots - idle[n] >= _WORTH_ABREAST * slots]
     return max(fitting, default=1)
 
 
 def _unbroken(tiles: int, parts: int) -> int:
-    """How many of so many parts to make, so that parts of query tiles with as many keys each end where those do.
+    """How many parts to make, of at most `parts`, so that parts of equally long query tiles end where those do.
 
-    What ends in their midst is merged, and a few multiprocessors less read no slower.
+    A query tile inside which a part ends needs a merge, while a few idle SMs do not make reading slower.
     """
     if tiles <= 0:
         return parts
@@ -242,17 +257,17 @@ def _unbroken(tiles: int, parts: int) -> int:
 
 
 def partial_bytes(rows: int, headdim_v: int, wave: int) -> int:
-    """Of what a wave's rows come to in a piece of their keys: the output, and two numbers of each row of each lane."""
+    """Bytes of a wave's partial result of a piece: the output, and for each lane two numbers of each of its rows."""
     of_16_rows = 16 * round_up(headdim_v, 16) + 2 * wave * _SLOTS[wave]
     return rows // 16 * of_16_rows * 4
 
 
 def _met(problem: Problem, config: Tiled, keys: int) -> int:
-    """Key tiles that a query tile meets at most, of so many."""
+    """The most key tiles that a query tile meets, of `keys`."""
     left, right = problem.window_left, problem.window_right
     if left is None or right is None:
         return keys
-    # Neither sink tokens nor a window begin or end with a tile.
+    # A window may begin and end inside a key tile, and so may sink tokens end.
     window = -(-(left + right + config.tile_q) // config.tile_k) + 1
     return min(keys, window + -(-problem.sink // config.tile_k))
 
