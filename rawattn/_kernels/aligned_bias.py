@@ -1,6 +1,6 @@
-"""Calls whose bias has rows that begin anywhere, and several scores for each element: a copy with aligned rows comes first.
+"""Calls whose bias is copied to aligned rows first: its own rows are not aligned, and each element belongs to several scores.
 
-The kernels behind it are those of another family, whose bias is the copy.
+Another family's kernels follow, which read the copy instead of the bias.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from rawattn._strides import Strides, contiguous
 
 FEATURES = features.names() - {"paged"}
 
-# Of the device's memory, that a copy may take.
+# The largest copy, as a fraction of the device's memory.
 _MOST_OF_MEMORY = 1 / 64
 
-# Scores of an element, from which on the copy takes less time than it spares, and query rows.
+# The fewest scores for each element of the bias, and the fewest query rows, for which a copy saves more time than it takes
+# (docs/notes/scores.md).
 WORTH, LEAST_ROWS = 3, 32
 
 THREADS = 256
@@ -54,12 +55,12 @@ def supports(problem: Problem, target: Target, operands: Operands) -> str | None
 
 
 def supports_forward(problem: Problem, target: Target, operands: Operands) -> str | None:
-    """The same, of a forward: other kernels than Hopper's forward read a bias element by element."""
+    """The same for a forward. Only Hopper's forward gains by a copy; other kernels read a bias element by element."""
     return forward.supports(problem, target, operands) or supports(problem, target, operands)
 
 
 def operands_of(problem: Problem, operands: Operands) -> Operands:
-    """The same with the copy instead of the bias."""
+    """The operands with the copy in place of the bias."""
     shape = _shape(problem, operands)
     strides = contiguous(shape, 2)
     own = tuple(stride if n > 1 else 0 for stride, n in zip(strides, shape, strict=True))
@@ -72,7 +73,7 @@ def operands_of(problem: Problem, operands: Operands) -> Operands:
 
 
 def around(inner: Steps, problem: Problem, operands: Operands, target: Target) -> Steps:
-    """The steps of a family that was told `operands_of`, behind the one that copies. operands: the call's own."""
+    """The copy, and behind it `inner`: the steps that a family made from `operands_of`. operands: the call's own."""
     assert problem.bias is not None
     shape = _shape(problem, operands)
     lines = math.prod(shape[:-1])
@@ -107,12 +108,12 @@ def source() -> Source:
 
 
 def _apart(problem: Problem, operands: Operands) -> Strides:
-    """Bytes from a batch, a head and a row to the next: 0 where the bias is the same for all."""
+    """Strides of the bias in bytes for (batch, head, row): 0 where the bias is the same for all."""
     return bias_slots.strides(problem, operands)[:3]
 
 
 def _shape(problem: Problem, operands: Operands) -> tuple[int, ...]:
-    """Of the copy: one element along axes along which the bias is the same."""
+    """The shape of the copy: one element along an axis along which the bias is the same, keys rounded up to 16 bytes."""
     assert problem.bias is not None
     *others, keys = problem.bias.shape
     apart = _apart(problem, operands)
@@ -121,7 +122,7 @@ def _shape(problem: Problem, operands: Operands) -> tuple[int, ...]:
 
 
 def _renamed(step: Step) -> Step:
-    """Launches without a bias stay what they are: some are known by that (`Steps.lists`)."""
+    """The step with the copy in place of the bias. One without a bias is returned itself: `Steps.lists` compares identities."""
     own = {name for _, name in step.patches} | {name for name, _ in step.maps}
     if "bias" not in own:
         return step

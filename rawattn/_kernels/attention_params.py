@@ -1,4 +1,4 @@
-"""The parameters that all attention kernels have, from the problem: everything but addresses."""
+"""The parameters that all attention kernels have, made from the problem: fields, and offsets of addresses."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from rawattn._kernels.operands import ITEMSIZE, Operands
 from rawattn._kernels.steps import side_fields, side_patches
 from rawattn._kernels.structs import Struct
 
-# Of parameters that are the problem's own; "" is that of none.
+# Groups of parameters that are filled with the problem's fields of the same name; "" stands for parameters outside any group.
 _GROUPS = ("", "mask", "scores")
 
-# The arrays of keys and values: of rows, and of pages.
+# The names of the arrays of keys and values: in rows, and in pages.
 KEYS = (("k", "v"), ("k_pages", "v_pages"))
 
-# Bytes of K and V, or of what the backward reads and adds of query rows, that blocks running at once should share in L2.
+# Bytes that blocks running at once should share in the L2 cache: K and V in the forward; Q, dO and dQ in the backward.
 L2_SHARE = 32 << 20
 
 
 def forward(
     problem: Problem, structure: Structure, operands: Operands, section_bytes: int
 ) -> dict[str, Any]:
-    """Fields of `params.FORWARD`. section_bytes: of K and V whose heads are scheduled side by side."""
+    """Fields of `params.FORWARD`. section_bytes: bytes of K and V whose heads are scheduled next to each other."""
     key_bytes = (problem.headdim + problem.headdim_v) * (
         1 if problem.float8 else ITEMSIZE[problem.dtype]
     )
@@ -47,7 +47,7 @@ def forward(
 def backward(problem: Problem, structure: Structure, operands: Operands) -> dict[str, Any]:
     """Fields of `params.BACKWARD`."""
     inner = forward(problem, structure, operands, L2_SHARE)
-    # Of every query row: q and dout are read, float32 dq is added to.
+    # For each query row the backward reads Q and dO, and adds to dQ in float32.
     row_bytes = (problem.headdim + problem.headdim_v) * ITEMSIZE[problem.dtype]
     row_bytes += 4 * problem.headdim
     group = problem.group_heads
@@ -59,7 +59,10 @@ def backward(problem: Problem, structure: Structure, operands: Operands) -> dict
 
 
 def _of_problem(problem: Problem) -> dict[str, Any]:
-    """Fields of `params.FORWARD`, alone or in a group of scalars, that are called like one of the problem. None is 0 there."""
+    """Fields of `params.FORWARD`, outside groups or in one of `_GROUPS`, with the problem's values of the same name.
+
+    A value of None is left out, which makes it 0.
+    """
     found = {}
     for path in structs.leaves(params.FORWARD):
         value = getattr(problem, path.rpartition(".")[2], None)
@@ -71,7 +74,7 @@ def _of_problem(problem: Problem) -> dict[str, Any]:
 def side_addresses(
     struct: Struct, prefix: str, structure: Structure
 ) -> tuple[tuple[int, str], ...]:
-    """Where the addresses of the lengths belong; prefix: of the paths of q_side and k_side."""
+    """Where the addresses of the lengths belong. prefix: the path of the struct that has q_side and k_side."""
     return (
         *side_patches(struct, f"{prefix}q_side", structure.q, "q"),
         *side_patches(struct, f"{prefix}k_side", structure.k, "k"),
@@ -81,7 +84,7 @@ def side_addresses(
 def page_addresses(
     problem: Problem, struct: Struct, prefix: str = ""
 ) -> tuple[tuple[int, str], ...]:
-    """Where the addresses of a page table belong; prefix: of the path of the `params.FORWARD` in `struct`."""
+    """Where the addresses of a block table belong. prefix: the path of the struct that has `pages` in `struct`."""
     if problem.pages is None:
         return ()
     names = {"pages.ids.data": "block_table"}
@@ -91,7 +94,7 @@ def page_addresses(
 
 
 def without_pages(structure: Structure) -> Structure:
-    """Of the lengths of sequences whose keys are in pages: starts that count pages are no starts of rows."""
+    """The structure without starts of keys: with keys in pages those count pages, and are no starts of rows."""
     return structure._replace(k=structure.k._replace(start=0))
 
 
@@ -117,7 +120,7 @@ def page_fields(problem: Problem, structure: Structure, operands: Operands) -> d
 
 
 def division(by: int) -> tuple[int, int]:
-    """What `quotient` in kernels_cu/tile/rows.cuh takes to divide by a number."""
+    """The multiplier and the shift by which `quotient` in kernels_cu/tile/rows.cuh divides by a number."""
     shift = (by - 1).bit_length()
     return (1 << 31 + shift) // by + 1, shift
 

@@ -1,7 +1,7 @@
-"""What of attention a call uses, as the named constants that kernels are compiled with.
+"""The features of attention that a call uses, as the named constants that kernels are compiled with.
 
-Configurations of kernels inherit the features: a new one is a field here. A family of kernels that has no code for it yet
-does not list it among its FEATURES, and is not asked for such a call; one that it makes no difference to leaves it out.
+Configurations of kernels inherit the features, so a new feature is a field here. A family of kernels without code for it does
+not list it among its FEATURES and is not asked for such calls. A kernel to which it makes no difference names it in LEAVES_OUT.
 """
 
 from __future__ import annotations
@@ -16,47 +16,49 @@ from rawattn._kernels.operands import ITEMSIZE, WIDEST, Operands
 if TYPE_CHECKING:
     from rawattn._scores.line import Line
 
-# Constants whose names are not those of the fields, with a capital for every word.
+# Constants that are not named after their fields by the rule of `constant`.
 _SPELLED = {"headdim": "kHeadDim", "headdim_v": "kHeadDimV"}
-# Fields that the host alone needs: the element type is no constant, the others follow from the target.
+# Fields that become no constants: the element type and the score function are types, the others follow from the target.
 _OF_HOST = ("element", "wave", "accumulator_feeds_a", "score_mod")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Features:
-    """The features of a call, all off by default. LEAVES_OUT: those that make no difference to a kernel."""
+    """The features of a call, all off by default. LEAVES_OUT: those that make no difference to a kernel, which is compiled
+    without their constants.
+    """
 
     LEAVES_OUT: ClassVar[frozenset[str]] = frozenset()
 
     ragged: bool = False  # sequences have lengths of their own
     packed: bool = False  # group mode: the arrays have no batch axis
-    left: bool = False  # the visible keys have a limit on that side
-    right: bool = False
-    top_left: bool = False  # where the diagonal begins
+    left: bool = False  # a window limits the visible keys on the left
+    right: bool = False  # a window or the diagonal limits the visible keys on the right
+    top_left: bool = False  # the diagonal begins at the first row and key, not at the last ones
     scale_first: bool = (
-        False  # scores are scaled before they are compared: the scale is not positive
+        False  # scores are scaled before the running max, as the scale is not positive
     )
     softcap: bool = False
-    bias: int = 0  # bytes of one of its elements
-    bias_pairs: bool = False  # two of its keys may be read at once
-    bias_chunks: bool = False  # 16 bytes of it may
+    bias: int = 0  # bytes of an element of the bias, 0 without one
+    bias_pairs: bool = False  # the bias of two keys may be read at once
+    bias_chunks: bool = False  # 16 bytes of the bias may be read at once
     alibi: bool = False
-    # Of ALiBi, and of functions that add: no key beyond the diagonal is seen.
+    # With ALiBi, or a score function that only adds: no key beyond the diagonal is seen.
     one_sided: bool = False
-    score_mod: Hashable = None  # the user's function, as its text
-    mod_line: bool = False  # it adds what grows evenly from key to key
+    score_mod: Hashable = None  # the text of the user's score function
+    mod_line: bool = False  # the score function adds what grows evenly from key to key (a line)
     sink_logits: bool = False
     dropout: bool = False
     block_mask: bool = False
     paged: bool = False  # keys and values are in pages
-    float8: bool = False  # which hold 8 bits
+    float8: bool = False  # pages hold 8-bit elements
 
     def active(self) -> frozenset[str]:
-        """The names of those that are on."""
+        """The names of the features that are on."""
         return frozenset(name for name in _NAMES if getattr(self, name))
 
     def known_to(self, config: type[Features]) -> dict[str, bool]:
-        """Those that a kernel's configuration is told."""
+        """The features that a kernel's configuration has, with their values."""
         return {name: getattr(self, name) for name in _NAMES if name not in config.LEAVES_OUT}
 
 
@@ -64,12 +66,12 @@ _NAMES = tuple(field.name for field in fields(Features))
 
 
 def names() -> frozenset[str]:
-    """Of all features."""
+    """The names of all features."""
     return frozenset(_NAMES)
 
 
 def features(problem: Problem, operands: Operands | None = None) -> Features:
-    """What a call uses. Without operands, nothing is known of how arrays lie."""
+    """The features that a call uses. Without operands, those that depend on how arrays lie are off."""
     left, right = problem.window_left is not None, problem.window_right is not None
     additive, line = _added(problem)
     return Features(
@@ -77,7 +79,7 @@ def features(problem: Problem, operands: Operands | None = None) -> Features:
         packed=problem.group,
         left=left,
         right=right,
-        # Without a limit on either side, and without ALiBi, the diagonal is nowhere: both alignments share one kernel.
+        # Without a limit on either side and without ALiBi nothing depends on the diagonal, so both alignments share a kernel.
         top_left=problem.top_left and (left or right or problem.alibi_slopes is not None),
         scale_first=not problem.scale > 0,
         softcap=problem.softcap is not None,
@@ -110,7 +112,7 @@ def adds_a_plane(problem: Problem) -> bool:
 
 
 def _added(problem: Problem) -> tuple[bool, Line | None]:
-    """Whether the score function adds to scores alone, and its line, where that grows evenly from key to key."""
+    """Whether the score function only adds to scores; and its line, where what it adds grows evenly from key to key."""
     if problem.score_mod is None:
         return False, None
     from rawattn._scores.program import ScoreText, line_of, program
@@ -119,18 +121,18 @@ def _added(problem: Problem) -> tuple[bool, Line | None]:
     assert isinstance(text, ScoreText)
     if text.language != "expression":
         return False, None
-    # The diagonal is where both positions are the same.
+    # Both positions are the same on the diagonal, if it begins at the first row and key.
     aligned = problem.top_left or (not problem.ragged and problem.rows_q == problem.rows_k)
     causal = problem.window_right == 0 and aligned
-    # Beside these, kernels have no registers for a line's rows.
+    # Beside these options kernels have no registers for what a line adds to each row.
     alone = problem.softcap is None and problem.bias is None and problem.alibi_slopes is None
     return program(text).additive, line_of(text, causal=causal) if alone else None
 
 
 def _reads(problem: Problem, operands: Operands, keys: int, *, beyond: bool = False) -> bool:
-    """Whether so many keys of the bias lie side by side, at a multiple of their size, wherever they are such a multiple.
+    """Whether `keys` neighbouring keys of the bias can be read at once: any such group lies at a multiple of its size in bytes.
 
-    beyond: the last of a row may be no keys.
+    beyond: reads may go beyond the keys of a row, as the memory there is the array's.
     """
     form = problem.bias
     if form is None or not form.dense or (form.shape[3] % keys and not beyond):
@@ -141,7 +143,7 @@ def _reads(problem: Problem, operands: Operands, keys: int, *, beyond: bool = Fa
 
 
 def constants(config: Features, *properties: str) -> dict[str, int]:
-    """Of a configuration: its fields, and these of its properties."""
+    """The constants of a configuration: its fields, and these of its properties."""
     names = (*(field.name for field in fields(config)), *properties)
     skipped = {*_OF_HOST, *config.LEAVES_OUT}
     found = {constant(name): getattr(config, name) for name in names if name not in skipped}
@@ -157,7 +159,7 @@ def constant(name: str) -> str:
 
 
 def traits(config: Features, leave_out: Iterable[str] = ()) -> list[str]:
-    """The features that a configuration has on, in words."""
+    """The words for the features that are on in a configuration, for a kernel's summary."""
     return [
         name.replace("_", "-") for name in _NAMES if getattr(config, name) and name not in leave_out
     ]

@@ -1,8 +1,8 @@
 """Calls whose rows all share a list of keys: K and V of those keys are gathered, and attention to them alone follows.
 
-The kernels between are those of another family, on arrays that are the gathered ones. Lists need not be full, and rows may see
-fewer keys than the list. Where rows see all of it, and a kernel of decoding takes the call, a list that is not full is a
-sequence with fewer keys. Else which keys each row sees is a mask of bits again.
+Another family's kernels compute that attention on the gathered arrays. A list need not be full, and a row may see fewer keys
+than its list has. Where rows see all of their list and decoding's kernels take the inner call, a list becomes a sequence with
+as many keys as it has. Otherwise a mask of bits says which of the gathered keys each row sees.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from rawattn._kernels.target import Target
 from rawattn._masks import layout
 from rawattn._strides import Strides
 
-# A gathered key has another position, which these would take for its own; and a list belongs to sequences of one length.
+# The features left out read positions of keys, which gathering changes; or they mean sequences of different lengths, for which
+# there are no lists.
 FEATURES = features.names() - {
     "ragged",
     "packed",
@@ -37,10 +38,11 @@ FEATURES = features.names() - {
     "dropout",
 }
 
-# Gathered rows are read, written and read again: from so many keys for each kept one on that pays for few queries too.
+# A call is gathered if it has at least this many keys for each kept one. Gathered rows are read, written and read again; from
+# this ratio on that pays for few queries, too.
 WORTH = 2
 
-# Memory of the kept keys, by what it stands for.
+# Names of scratch, by the names of the arrays for which the inner call reads or writes it.
 _INPUTS = {"k": "kept_k", "v": "kept_v"}
 _GRADIENTS = {"dk": "kept_dk", "dv": "kept_dv"}
 _OTHERS = {"mask_bits": "kept_bits", "mask_keys": "kept_keys", "length_k": "kept_lengths"}
@@ -64,7 +66,7 @@ def supports(problem: Problem, target: Target, operands: Operands) -> str | None
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """A call's attention to its kept keys alone: what the family between is asked for."""
+    """A call's attention to its kept keys alone: the inner call that another family runs."""
 
     problem: Problem
     structure: Structure
@@ -73,13 +75,13 @@ class Gathered:
     _rows: Mapping[str, KeptRows]
 
     def around(self, inner: Steps, target: Target) -> Steps:
-        """The steps of that family, with the one that gathers before them, and behind a backward the one that scatters."""
+        """The steps of that family, behind one that gathers and, in a backward, before one that scatters."""
         names = {**_OTHERS, **{name: rows.copy for name, rows in self._rows.items()}}
         keys, values = (self._rows[name] for name in _INPUTS)
         scratch = {rows.copy: rows.nbytes for rows in self._rows.values()}
         mask = self.problem.mask
         if mask is None:
-            # Heads that have lists of their own are sequences.
+            # Each kv head with a list of its own is a sequence of the inner call.
             lists = self.problem.batch // keys.problem.batch
             before = kept_setup.by_lengths(keys, values, lists, target)
             scratch["kept_lengths"] = 4 * self.problem.batch
@@ -98,16 +100,16 @@ class Gathered:
             inner,
             launches=(before, *between, *after),
             scratch={**inner.scratch, **scratch},
-            lists=Lists(),  # of keys that each run gathers
+            lists=Lists(),  # each run gathers anew, so no lists are kept
         )
 
     def _blocks(self, step: Step) -> int:
-        """The call's own lengths are those of all keys."""
+        """Blocks counted from the inner call's lengths: the lengths that the runtime has are those of all keys."""
         return step.blocks if isinstance(step.blocks, int) else step.blocks.blocks(self._lengths)
 
 
 def by_mask(problem: Problem, operands: Operands) -> Gathered:
-    """Of a call that is supported, in any family."""
+    """The inner call with a mask, for any family. The call must be supported."""
     found = _rows(problem, operands)
     count = problem.mask.kept
     rows = 1 if kept_setup.limits(problem) is None else problem.rows_q
@@ -120,7 +122,10 @@ def by_mask(problem: Problem, operands: Operands) -> Gathered:
 
 
 def by_lengths(problem: Problem, operands: Operands) -> Gathered | None:
-    """Of a call that is supported, in a family that needs no order of sequences. None where rows do not all see their list."""
+    """The inner call with lengths, for a family that needs no order of sequences. The call must be supported.
+
+    None where some row does not see all of its list, or where heads with lists of their own cannot become sequences.
+    """
     if kept_setup.limits(problem) is not None:
         return None
     found = _rows(problem, operands)
@@ -130,7 +135,7 @@ def by_lengths(problem: Problem, operands: Operands) -> Gathered | None:
     if heads > 1:
         group = problem.nheads_q // heads
         of_heads = _of_heads(strides, heads, group, problem.batch)
-        # A number for each head would be one for those of a sequence.
+        # With heads as sequences, all sequences share one set of sink logits, so these cannot differ by kv head.
         if of_heads is None or problem.sink_logits is not None:
             return None
         strides = of_heads
@@ -159,9 +164,9 @@ def _unlimited(problem: Problem) -> Problem:
 def _of_heads(
     strides: Mapping[str, Strides], heads: int, group: int, batch: int
 ) -> dict[str, Strides] | None:
-    """Of the same arrays, each kv head with its query heads a sequence. None where those do not lie so.
+    """Strides of the same arrays where each kv head, with its query heads, is a sequence. None where no strides say that.
 
-    Kept keys do: of a sequence the heads come one after the other.
+    For kept keys there always are such strides, since the heads of a sequence come one after the other.
     """
     found: dict[str, Strides] = {}
     for name, (of_batch, row, head, element) in strides.items():

@@ -1,4 +1,4 @@
-"""How the arrays of a call lie in memory: what of it decides which kernel runs."""
+"""How the arrays of a call lie in memory, as far as that decides which kernel runs."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ if TYPE_CHECKING:
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
 WIDEST = 16  # bytes of the widest access there is
-_LEAST_COPY = 4  # of an asynchronous copy
+_LEAST_COPY = 4  # bytes of the narrowest asynchronous copy
 _OF_PAGES = ("k_pages", "v_pages")
 
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """strides: of each array by name.
+    """The layout of a call's arrays.
 
+    strides: of each array by name, in bytes.
     pointers: all addresses OR-ed together; only their alignment within 16 bytes counts.
-    ours: outputs whose padding rows are not the caller's.
-    of_options: strides of the options' arrays, and of their gradients. alignments: the addresses of those arrays modulo 16.
-    whole_rows: those of these arrays whose last 16 bytes of a row are theirs to the end.
+    ours: outputs that the library allocated, so that their padding rows are its own to fill.
+    of_options: strides of the options' arrays and of their gradients, in bytes.
+    alignments: the addresses of the options' arrays modulo 16.
+    whole_rows: the options' arrays whose rows may be read to the end of their last 16 bytes.
     """
 
     strides: Mapping[str, Strides] = field(default_factory=dict)
@@ -37,22 +39,22 @@ class Operands:
     whole_rows: frozenset[str] = frozenset()
 
     def copy_bytes(self, problem: Problem) -> int:
-        """The widest access that divides every row's address and length, but for those of pages that hold 8 bits."""
+        """Bytes of the widest access that divides every row's address and length. Rows of 8-bit pages do not count."""
         itemsize = ITEMSIZE[problem.dtype]
         if not problem.float8:
             return self._access(problem, itemsize, ())
-        # The address of a page may be odd, and addresses are not told apart.
+        # An address of 8-bit pages may be odd, and `pointers` does not tell addresses apart.
         return max(itemsize, self._access(problem, itemsize, _OF_PAGES))
 
     def key_bytes(self, problem: Problem) -> int:
-        """The same of keys and values. In pages of 8 bits none is of two bytes."""
+        """The same for keys and values. For 8-bit pages it is 1 byte, or a width that an asynchronous copy can have."""
         if not problem.float8:
             return self.copy_bytes(problem)
         width = self._access(problem, 1, set(self.strides).difference(_OF_PAGES))
         return width if width >= _LEAST_COPY else 1
 
     def _access(self, problem: Problem, itemsize: int, others: Collection[str]) -> int:
-        """others: arrays that have another one."""
+        """The widest access to all arrays but `others`."""
         dims = (problem.headdim * itemsize, problem.headdim_v * itemsize)
         own = [strides for name, strides in self.strides.items() if name not in others]
         between = (stride for each in own for stride in each[:-1])

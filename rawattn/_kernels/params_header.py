@@ -1,4 +1,4 @@
-"""Generates kernels_cu/attn/params.cuh from `params` and `helper_params`, to which a test holds the file.
+"""Generates kernels_cu/attn/params.cuh from `params` and `helper_params`. A test compares the file with this text.
 
 python -m rawattn._kernels.params_header > kernels_cu/attn/params.cuh
 """
@@ -9,8 +9,8 @@ from rawattn._kernels import helper_params, params, structs
 
 
 def text() -> str:
-    """All of the file."""
-    declared = [*params.STRUCTS, *helper_params.STRUCTS]  # the second ones hold some of the first
+    """The text of the file."""
+    declared = [*params.STRUCTS, *helper_params.STRUCTS]  # in this order: the second use the first
     return structs.text(declared, "rawattn/_kernels/params.py")
 
 

@@ -27,14 +27,16 @@ Supports = Callable[[Problem, Target, Operands], str | None]
 
 
 class Family(NamedTuple):
-    """features: the names of those that its kernels have code for.
+    """A family of kernels.
 
-    supports: None, or why a call with these features is not for it.
+    features: the names of the features that its kernels have code for.
 
-    steps: the launches of a call that it supports, from (problem, structure of the lengths, operands, target) and what the
-    verb adds by name.
+    supports: returns None, or why a call with these features is not for it.
 
-    around: whether its launches are around those of another family. A context that keeps calls to one family means that one.
+    steps: returns the launches of a call that it supports, from (problem, structure of the lengths, operands, target) and what
+    the verb adds by name.
+
+    around: whether its launches surround those of another, inner family. `selection.only` then restricts the inner one.
     """
 
     name: str
@@ -50,7 +52,7 @@ def _gathered(verb: str) -> Family:
     ) -> Steps:
         call = gathered.by_lengths(problem, operands)
         family = choose(verb, call.problem, target, call.operands) if call is not None else None
-        # Others would need an order of the sequences, which follows from what is counted here.
+        # Other families would need an order of the sequences, which depends on lengths that only the GPU counts.
         if call is None or family is None or family.name != "decode":
             call = gathered.by_mask(problem, operands)
             family = choose(verb, call.problem, target, call.operands)
@@ -66,7 +68,7 @@ def _with_aligned_bias(verb: str) -> Family:
     ) -> Steps:
         copied = aligned_bias.operands_of(problem, operands)
         family = choose(verb, problem, target, copied)
-        if family.name == "decode":  # it would read the copy as it does the bias
+        if family.name == "decode":  # reads a bias as fast where it lies
             return family.steps(problem, structure, operands, target, **more)
         inner = family.steps(problem, structure, copied, target, **more)
         return aligned_bias.around(inner, problem, operands, target)
@@ -92,7 +94,7 @@ _DECODE = Family(
 )
 _SM90_DECODE = Family("decode", sm90_decode.FEATURES, sm90_decode.supports, sm90_decode.steps)
 
-# Of few rows on many keys they are the faster ones.
+# Where these support a call, few rows meet many keys, and they are faster than the forward.
 _SM90_DECODE_FIRST = _SM90_DECODE._replace(supports=few_rows.supports_mapped)
 _DECODE_FIRST = _DECODE._replace(supports=few_rows.supports_portable)
 
@@ -155,7 +157,7 @@ def _first(
     only = selection().family
     wanted = features(problem).active()
     for family in families:
-        # The last one does everything: where another is asked for and does not apply, it runs all the same.
+        # The last family supports every call. It runs even if another was asked for, where that one does not apply.
         asked = only in (None, family.name) or family.around or family is families[-1]
         if (
             asked

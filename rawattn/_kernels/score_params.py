@@ -1,4 +1,4 @@
-"""The parameters of what changes scores and probabilities: fields of `params.FORWARD`, and where its addresses belong."""
+"""The parameters of the options that change scores and probabilities: fields of `params.FORWARD`, and offsets of addresses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rawattn._strides import Strides
 KINDS = {"float32": 0, "float16": 1, "bfloat16": 2}
 _ITEMSIZE = {"bool": 1, "float16": 2, "bfloat16": 2, "float32": 4, "int32": 4, "int64": 8}
 
-# Where the address of an option's array belongs.
+# The field of `params.FORWARD` to which the address of an option's array, or the option's number, belongs.
 _ADDRESSES = {
     "bias": "bias.data",
     "alibi_slopes": "alibi_slopes.data",
@@ -33,7 +33,7 @@ _ADDRESSES = {
 
 
 def fields(problem: Problem, operands: Operands) -> dict[str, Any]:
-    """By path, without addresses."""
+    """Fields of `params.FORWARD` by path, without addresses."""
     found: dict[str, Any] = {}
     if problem.bias is not None:
         found |= broadcast(
@@ -76,7 +76,7 @@ def fields(problem: Problem, operands: Operands) -> dict[str, Any]:
 
 
 def scale_fields(problem: Problem, operands: Operands) -> dict[str, Any]:
-    """Of the scales of keys and values in 8 bits."""
+    """Fields of the scales of 8-bit keys and values."""
     found: dict[str, Any] = {}
     for name in scales.NAMES if problem.float8 else ():
         found[f"{name}.number"] = 1.0
@@ -88,7 +88,7 @@ def scale_fields(problem: Problem, operands: Operands) -> dict[str, Any]:
 def scale_patches(
     problem: Problem, struct: Struct, prefix: str = ""
 ) -> tuple[tuple[int, str], ...]:
-    """Where the scales' addresses, and their numbers, belong. A number is followed by as many bytes of nothing."""
+    """Where addresses of scales, or their numbers, belong. Patches have 8 bytes: 4 of padding follow a number."""
     names = [
         name if isinstance(getattr(problem, name), ArrayForm) else f"{name}_value"
         for name in scales.NAMES
@@ -98,7 +98,7 @@ def scale_patches(
 
 
 def patches(problem: Problem, struct: Struct, prefix: str = "") -> tuple[tuple[int, str], ...]:
-    """Where the addresses of the options' arrays belong; prefix: of the path of the `params.FORWARD` in `struct`."""
+    """Where the addresses of the options' arrays belong. prefix: the path of the `params.FORWARD` in `struct`."""
     given = {
         "bias": problem.bias is not None,
         "mask_bits": problem.mask is not None,
@@ -115,7 +115,7 @@ def patches(problem: Problem, struct: Struct, prefix: str = "") -> tuple[tuple[i
 
 
 def broadcast(path: str, shape: tuple[int, ...], strides: Strides, dtype: str) -> dict[str, int]:
-    """Strides of an array of four axes, of which the caller gives the last ones: 0 along axes of one element."""
+    """The strides in elements of an array of four axes, 0 along axes of one element. The caller gives the last axes."""
     own = (0,) * (4 - len(strides)) + elements(strides, dtype)
     names = ("batch", "head", "row", "key")
     return {
@@ -125,10 +125,10 @@ def broadcast(path: str, shape: tuple[int, ...], strides: Strides, dtype: str) -
 
 
 def elements(strides: Strides, dtype: str) -> Strides:
-    """Strides in elements."""
+    """Strides in elements, from strides in bytes."""
     return tuple(stride // _ITEMSIZE[dtype] for stride in strides)
 
 
 def threshold(dropout_p: float) -> int:
-    """A probability is dropped when its 16 random bits are below this (docs/notes/dropout.md)."""
+    """The number below which 16 random bits drop a probability (docs/notes/dropout.md)."""
     return min(int(dropout_p * 65536 + 0.5), 65535)

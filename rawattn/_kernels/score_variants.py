@@ -64,16 +64,16 @@ def _options(dtype: str) -> list[dict[str, Any]]:
 
 
 def score_variants(target: Target) -> list[Source]:
-    """Of all families, forward and backward, in bfloat16 at a head dim of 128; all options together in float32 at 64 too.
+    """Sources of all families, forward and backward, in bfloat16 at head dim 128; all options together also in float32 at 64.
 
-    In turns of causal calls with a deterministic backward, and of others.
+    Every second call is causal and has a deterministic backward.
     """
     *_, together, _, _, _ = _options("float32")
     sources = _sources(_problem("float32", 64, causal=False, **together), target, False)
     for n, each in enumerate(_options("bfloat16")):
         odd = n % 2 == 1
         sources += _sources(_problem("bfloat16", 128, causal=odd, **each), target, odd)
-    # Rows that begin anywhere, of a bias of each score and of one that heads share.
+    # A bias whose rows are not aligned: one for each head, and one that heads share.
     for nheads in (_HEADS, 1):
         bias = _form("bfloat16", 1, nheads, _ROWS, _ROWS)
         sources += _sources(_problem("bfloat16", 128, causal=True, bias=bias), target, False, at=2)
@@ -81,7 +81,7 @@ def score_variants(target: Target) -> list[Source]:
 
 
 def _decoded(target: Target) -> list[Source]:
-    """Few rows of keys in rows and in pages, with each option that decoding has code for: a tile of one query, and of many."""
+    """Sources of decoding with the options that it has code for, keys in rows and in pages, one query and several in a tile."""
     pages = PageForm(page_size=16, num_pages=1, entries=1, has_indptr=False, dtype="int32")
     each: list[tuple[int, dict[str, Any]]] = [
         (1, {"mask": _form("bool", 1, 1, 1, _MANY_KEYS)}),
@@ -141,7 +141,7 @@ def _problem(dtype: str, headdim: int, *, causal: bool, **options: Any) -> Probl
 
 
 def _sources(problem: Problem, target: Target, deterministic: bool, *, at: int = 0) -> list[Source]:
-    """at: where the options' arrays begin within 16 bytes; their gradients are the caller's then."""
+    """at: the addresses of the options' arrays modulo 16. Other than 0, their gradients are the caller's arrays."""
     form = structure(bind(None, batch=1, rows_q=_ROWS, rows_k=_ROWS))
     queries, keys = (
         (1, _ROWS, nheads, problem.headdim) for nheads in (problem.nheads_q, problem.nheads_kv)
@@ -178,7 +178,7 @@ def _sources(problem: Problem, target: Target, deterministic: bool, *, at: int =
 
 
 def _arrays(problem: Problem) -> dict[str, tuple[tuple[int, ...], int]]:
-    """Shapes and bytes of an element."""
+    """The shape and the bytes of an element of each option's array, by name."""
     forms = {
         name: getattr(problem, name) for name in ("bias", "mask", "alibi_slopes", "sink_logits")
     }

@@ -1,4 +1,4 @@
-"""What the current context changes about which kernel runs, for tests, benches and searches."""
+"""How the current context overrides the choice of kernels and tiles, for tests, benchmarks and searches."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ FAMILIES = ("sm90", "decode", "portable")
 
 
 class Selection(NamedTuple):
-    """Part of what decides a launch."""
+    """The overrides. They are part of the key of a prepared call."""
 
-    family: str | None = None  # the one that calls are kept to
-    # Tile tables instead of shipped ones: (kernel, name of the table, rows).
+    family: str | None = None  # the only family that calls use
+    # Tile tables that replace shipped ones: (kernel, name of the table, rows).
     tables: tuple[tuple[str, str, tuple[Row, ...]], ...] = ()
 
 
@@ -28,9 +28,9 @@ selection = _selection.get
 
 @contextmanager
 def only(family: str) -> Iterator[None]:
-    """Keeps calls to one family of kernels, so that families can be compared.
+    """Restricts calls to one family of kernels, so that families can be compared.
 
-    "portable" applies to every call. Where another does not apply, the portable one runs all the same.
+    "portable" supports every call. Where another family does not support a call, the portable one runs it.
     """
     if family not in FAMILIES:
         raise ValueError(f"family: got {family!r}; accepted are {', '.join(FAMILIES)}")

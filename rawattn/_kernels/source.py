@@ -1,4 +1,4 @@
-"""The translation unit of a kernel: generated constants, the kernel's file, and what holds its structs to the host's."""
+"""The translation unit of a kernel: generated constants, the kernel's file, and assertions of its structs' layout."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ELEMENT = {"float16": "float16", "bfloat16": "bfloat16", "float32": "float"}
 
 
 class Described(Protocol):
-    """What the configurations of all attention kernels have."""
+    """The fields that the configurations of all attention kernels have."""
 
     @property
     def headdim(self) -> int: ...
@@ -32,8 +32,10 @@ def source(
 ) -> Source:
     """The kernel `entry` of a file below kernels_cu, with `constants` in namespace `config`.
 
+    struct: the kernel's first parameter. Every offset in it is asserted, so a struct changed on one side alone does not
+    compile.
+    element: becomes `config::Element`.
     score_mod: the text of a score function, which becomes `config::ScoreMod`.
-    struct: its first parameter. Every offset in it is asserted, so that a struct changed on one side alone does not compile.
     """
     lines = []
     if constants is not None:
@@ -57,7 +59,7 @@ def source(
 
 
 def dims(config: Described) -> str:
-    """The head dims, for a summary."""
+    """The head dims in words, for a kernel's summary."""
     both = config.headdim == config.headdim_v
     return f"D={config.headdim}" if both else f"D={config.headdim},{config.headdim_v}"
 

@@ -23,7 +23,7 @@ MAX_BLOCKS = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """All of a tensor map but its address. Innermost axis first; strides in bytes, without the innermost axis's."""
+    """All of a tensor map but its address. Axes are in order from the innermost; the innermost one has no stride. In bytes."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -36,8 +36,10 @@ class Geometry:
 class Tiles:
     """A number of blocks that follows from the lengths: `heads` for each tile of `rows` rows of one side's sequences.
 
-    least, most: of `times` blocks each; most where blocks take one tile after the other, least where they do more than that.
-    more: blocks beside those.
+    times: blocks for each of those, such as the blocks of a cluster.
+    most, least: limits before `times` applies. Most is for blocks that take one tile after the other, least for blocks that do
+    other work, too.
+    more: blocks added to the result.
     """
 
     side: Literal["q", "k"]
@@ -49,7 +51,7 @@ class Tiles:
     least: int = 0
 
     def blocks(self, lengths: Lengths) -> int:
-        """At least as many as there are tiles for. ValueError when one launch does not hold them."""
+        """The number for these lengths, at least the tiles that there are. ValueError when one launch cannot hold it."""
         side = lengths.q if self.side == "q" else lengths.k
         tiles = tile_count(side, lengths.batch, self.rows, group=lengths.group)
         count = min(checked(self.side, tiles * self.heads, self.rows), self.most)
@@ -57,7 +59,7 @@ class Tiles:
 
 
 def checked(argument: str, blocks: int, rows: int) -> int:
-    """`blocks`, when one launch holds as many."""
+    """Returns `blocks`. ValueError when one launch cannot hold as many."""
     if blocks > MAX_BLOCKS:
         raise ValueError(
             f"{argument}: {blocks} tiles of {rows} rows over all heads and sequences, but one launch holds "
@@ -70,12 +72,12 @@ def checked(argument: str, blocks: int, rows: int) -> int:
 class Step:
     """One launch.
 
-    params: the kernel's first parameter, without addresses.
-    patches: (offset in it, name of the address to put there). fills: likewise, of outputs whose padding rows it fills, and
-    leaves as they are where the address is 0.
-    maps: of the second parameter, where the kernel has one: (name of the array, its tensor map).
-    early: the kernel itself waits for those before it in the stream (`wait_for_prerequisites` in
-    kernels_cu/target/cuda.cuh), so it may come before they are done.
+    params: the bytes of the kernel's first parameter, without addresses.
+    patches: (offset in params, name of the address to put there).
+    fills: the same for outputs whose padding rows the kernel fills. It leaves those rows as they are where the address is 0.
+    maps: of the kernel's second parameter, where it has one: (name of the array, its tensor map).
+    early: the kernel may start before earlier kernels of the stream are done, since it waits for them itself
+    (`wait_for_prerequisites` in kernels_cu/target/cuda.cuh).
     carried: the bytes of params that have room for lengths of the host (kernels_cu/attn/carried.cuh).
     """
 
@@ -93,9 +95,9 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a launch does beside other things: the fields of a struct of its own, and the addresses there, by path.
+    """One of several tasks of a launch, which has a struct of its own: the struct's fields and its addresses, by path.
 
-    fills: those of outputs whose padding rows it fills.
+    fills: the addresses of outputs whose padding rows it fills.
     """
 
     fields: Mapping[str, Any]
@@ -103,15 +105,15 @@ class Part:
     fills: Mapping[str, str] = field(default_factory=dict)
 
     def prefixed(self, path: str) -> dict[str, Any]:
-        """The fields, in a struct that has this one at a path."""
+        """The fields by their paths in a struct that has this one at `path`."""
         return {f"{path}.{name}": value for name, value in self.fields.items()}
 
     def patches(self, struct: Struct, path: str) -> tuple[tuple[int, str], ...]:
-        """Where the addresses belong there."""
+        """Where the addresses belong in `struct`, which has this one at `path`."""
         return _at(struct, path, self.addresses)
 
     def filled(self, struct: Struct, path: str) -> tuple[tuple[int, str], ...]:
-        """The same of those of `fills`."""
+        """The same for the addresses of `fills`."""
         return _at(struct, path, self.fills)
 
 
@@ -121,12 +123,12 @@ def _at(struct: Struct, path: str, names: Mapping[str, str]) -> tuple[tuple[int,
 
 @dataclass(frozen=True, slots=True)
 class Lists:
-    """Launches that make lists from a mask's words and the call alone, and the names of the scratch that is theirs.
+    """Launches that make lists of tiles from nothing but a mask's bits and the call, and the names of their scratch.
 
-    A later run with the same words may leave these launches out, where that memory still holds what they wrote.
+    A later run with the same bits may leave these launches out, where the scratch still holds what they wrote.
 
-    parts: of a mask that has no words yet, lists that whoever makes those makes: fields and addresses of a
-    `helper_params.KEPT_LISTS` each.
+    parts: lists of a mask whose bits another launch makes, together with these lists. Each has the fields and addresses of a
+    `helper_params.KEPT_LISTS`.
     """
 
     launches: tuple[Step, ...] = ()
@@ -138,12 +140,12 @@ class Lists:
 class Steps:
     """The launches of a call, in order.
 
-    schedules, paddings: what is done before them and follows from the lengths alone: sequences are ordered, of lengths on the
-    host once and for all, and padding rows are filled that none of them fills.
+    schedules: orders of the sequences to be made before the launches, for lengths on the host only once.
+    paddings: padding rows to be filled before them, which no launch fills.
     orders: bytes of what each of `schedules` writes, by name.
-    scratch: bytes of memory that one run alone uses, by name.
-    counters: bytes of memory, by name, that every run leaves as it found it: zero.
-    lists: some of the launches and of the scratch, none of a ragged call's.
+    scratch: bytes of memory that one run uses, by name.
+    counters: bytes of memory, by name, that is zero before and after every run.
+    lists: those launches, and that scratch, that later runs may keep; empty for a ragged call.
     config: of the main kernel, for people and tests.
     """
 
@@ -160,14 +162,14 @@ class Steps:
 def patches(
     struct: Struct, names: Iterable[str] = (), **renamed: str
 ) -> tuple[tuple[int, str], ...]:
-    """Of the fields called like the addresses that belong there, and of fields by path with `__` for a dot."""
+    """Pairs of offset and name. names: fields called like their addresses. renamed: fields by path, with `__` for a dot."""
     own = {name: name for name in names}
     other = {path.replace("__", "."): name for path, name in renamed.items()}
     return tuple((structs.offset(struct, path), name) for path, name in {**own, **other}.items())
 
 
 def side_fields(path: str, side: SideStructure) -> dict[str, int]:
-    """Fields of a `Side` struct at `path`, without its addresses."""
+    """The fields of a `Side` struct at `path`, without its addresses."""
     return {
         f"{path}.cumulative": int(side.cumulative),
         f"{path}.rows": side.rows,

@@ -1,6 +1,6 @@
-"""Structs that the host fills and kernels read: fields by path, bytes, and their C++.
+"""Structs that the host fills and kernels read: their fields by path, their bytes, and their C++ declarations.
 
-A kernel asserts, when it is compiled, that each field is where the host puts it.
+The source of each kernel asserts at compile time that each field is where the host puts it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _KINDS = {"int": np.int32, "int64": np.int64, "float": np.float32, "unsigned": n
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Struct:
-    """A struct by its C++ name. fields: (C type or struct, names, what they are), names apart by commas.
+    """A struct by its C++ name. about: its comment in C++.
 
-    Pointers are addresses of 8 bytes, of whatever type.
+    fields: (C type or struct, names separated by commas, comment). All pointers are addresses of 8 bytes.
     """
 
     name: str
@@ -30,12 +30,12 @@ class Struct:
     dtype: np.dtype[Any]
 
     def zeros(self) -> np.ndarray[Any, Any]:
-        """One of it, empty: an array of one element, whose fields are set by name."""
+        """An array of one such struct, all zeros, whose fields can be set by name."""
         return np.zeros(1, self.dtype)
 
 
 def declare(declared: list[Struct], name: str, about: str, *fields: tuple[Any, str, str]) -> Struct:
-    """A struct that C++ lays out like NumPy, and the last one of those `declared`."""
+    """Makes a struct, whose NumPy layout is that of C++, and appends it to `declared`."""
     members: list[Any] = []
     for kind, names, _ in fields:
         for each in names.split(", "):
@@ -47,7 +47,7 @@ def declare(declared: list[Struct], name: str, about: str, *fields: tuple[Any, s
 
 
 def offset(struct: Struct, path: str) -> int:
-    """Where a field is, such as "forward.q_side.start.data"."""
+    """The offset in bytes of a field given by path, such as "forward.q_side.start.data"."""
     at, dtype = 0, struct.dtype
     for name in path.split("."):
         assert dtype.fields is not None
@@ -74,13 +74,13 @@ def fill(struct: Struct, values: Mapping[str, Any]) -> bytes:
 
 @functools.cache
 def leaves(struct: Struct) -> tuple[str, ...]:
-    """The paths of all fields that are no structs."""
+    """The paths of all fields that are not structs themselves."""
     return tuple(path for path, _ in _leaves(struct.dtype))
 
 
 @functools.cache
 def assertions(struct: Struct) -> tuple[str, ...]:
-    """C++ that does not compile unless the kernel's struct is laid out like this one."""
+    """Lines of C++ that compile only if the kernel's struct is laid out like this one."""
     told = "the host lays it out so"
     lines = [
         f'static_assert(OFFSET_OF({struct.name}, {path}) == {at}, "{told}");'
@@ -102,7 +102,7 @@ def _leaves(dtype: np.dtype[Any]) -> Iterator[tuple[str, int]]:
 
 
 def text(structs: Iterable[Struct], declared_in: str) -> str:
-    """The C++ header that has them, in their order."""
+    """The C++ header that declares the structs, in their order."""
     parts = [
         f"// What the host tells a kernel. Generated from {declared_in}, where it is declared: change that.\n"
         '#pragma once\n\n#include "target/target.cuh"\n'

@@ -1,7 +1,7 @@
-"""The tile tables: data files below `tiles/`, one a kernel, read when a call first chooses from them.
+"""The tile tables: data files in `tiles/`, one for each kernel, read when a call first chooses from them.
 
-A table's rows stand in the order of `headdim`, the largest padded head dim that a row serves; among rows of one head dim the
-fastest comes first. `measured` says on what a row was found to be the fastest, null where no figure was kept. bench/tune.py
+A table's rows are in the order of `headdim`, the largest padded head dim that a row serves. Among rows of one head dim the
+fastest comes first. `measured` says where a row was found to be the fastest; it is null where no figure was kept. bench/tune.py
 measures candidates and writes rows.
 """
 
@@ -23,7 +23,7 @@ LARGEST = 256  # the head dim that every table must serve
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """What the file of a kernel holds: tables by name, and of each row these fields."""
+    """What the file of a kernel must hold: tables of these names, whose rows have these fields."""
 
     tables: tuple[str, ...]
     fields: Mapping[str, type]
@@ -91,7 +91,7 @@ SCHEMAS = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """headdim: the largest it serves; shape: the schema's fields with their values, in its order."""
+    """A row of a tile table. headdim: the largest that it serves. shape: the fields of the schema, in its order."""
 
     headdim: int
     shape: tuple[tuple[str, int], ...]
@@ -99,12 +99,12 @@ class Row:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The constants of a configuration that the row decides."""
+        """The fields of a configuration that the row decides."""
         return dict(self.shape)
 
 
 def table(kernel: str, name: str) -> tuple[Row, ...]:
-    """The rows to choose from: the file's, or those that `selection.using_tiles` put there instead."""
+    """The rows to choose from: the file's, or those by which `selection.using_tiles` replaced them."""
     for replaced_kernel, replaced_name, rows in selection().tables:
         if (replaced_kernel, replaced_name) == (kernel, name):
             return rows
@@ -112,7 +112,7 @@ def table(kernel: str, name: str) -> tuple[Row, ...]:
 
 
 def read(kernel: str, path: Path) -> dict[str, tuple[Row, ...]]:
-    """Tables by name. ValueError, with the file and the row, when they are not what the schema says."""
+    """The tables of a file by name. ValueError, with the file and the row, where they do not follow the schema."""
     schema = SCHEMAS[kernel]
     try:
         tables = json.loads(path.read_text(encoding="utf-8"))["tables"]
@@ -132,7 +132,7 @@ def _shipped(kernel: str) -> dict[str, tuple[Row, ...]]:
 
 
 def forget() -> None:
-    """Reads the files again at the next choice: one was written."""
+    """Makes the next choice read the files again. Call it when a file was written."""
     _shipped.cache_clear()
 
 
@@ -162,7 +162,7 @@ def _row(where: str, entry: Any, schema: Schema) -> Row:
         raise ValueError(f"{where}: {', '.join(unknown)} unknown; fields are {', '.join(expected)}")
     for name, kind in expected.items():
         value = entry[name]
-        # True is an int too, and would be another constant in the source.
+        # True is an int too, but would become a constant of another type in the source.
         if type(value) is not kind or (kind is int and entry[name] <= 0):
             wanted = "a positive int" if kind is int else "true or false"
             raise ValueError(f"{where}: {name} is {value!r}, expected {wanted}")

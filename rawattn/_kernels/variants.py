@@ -23,18 +23,19 @@ from rawattn._strides import Strides, contiguous
 
 _PAGES = PageForm(page_size=16, num_pages=1, entries=1, has_indptr=False, dtype="int32")
 
-# Sequences of whose backward most time is spent: none of its tables for shorter ones.
+# Rows of a sequence that is too long for the backward's table "short".
 _MANY_ROWS = 2048
 
 
 def common_variants(arch: str, *, every: bool = False, purpose: str = "inference") -> list[Source]:
     """Sources worth compiling ahead of time for `arch`, without a GPU.
 
-    The common ones are 16-bit, dense and packed, causal and full, at the usual head dims: forward kernels for inference,
-    those of the gradients too for training, and for "all" both in float32 as well. `every` adds float32, keys in pages,
-    windows, top-left alignment, scales that are not positive, narrow copies and head dims between the usual ones, the
-    backward's kernels, and options that change scores: each code path of each tile shape, not the product of all. Of
-    portable kernels that differ in nothing but the 16-bit type it leaves out one.
+    The common ones are 16-bit, dense and packed, causal and full, at the usual head dims: forward kernels for purpose
+    "inference", backward kernels too for "training", and both also in float32 for "all".
+
+    every: adds each code path of each tile shape, though not the product of all: float32, keys in pages, windows, top-left
+    alignment, scales that are not positive, narrow copies, head dims between the usual ones, the backward's kernels, and
+    options that change scores. Of two portable kernels that differ only in the 16-bit dtype it leaves out one.
     """
     target = without_device(arch)
     sources = [ragged_setup.source(), ragged_setup.carrying_source(), *append.variants()]
@@ -77,9 +78,9 @@ def common_variants(arch: str, *, every: bool = False, purpose: str = "inference
             pages=pages,
             float8=float8,
         )
-        # Addresses that are multiples of `copy_bytes` allow no wider access.
+        # Addresses that are multiples of `copy_bytes` alone allow no wider access.
         operands = Operands(pointers=copy_bytes)
-        # Of arrays in memory, since TMA's maps are of these.
+        # For kernels with tensor maps, whose form depends on strides of pages.
         aligned = Operands(strides_of_pages(problem))
         mapped = sm90_decode.supports(problem, target, aligned) is None and copy_bytes == 16
         few = (sm90_decode if mapped else portable_decode).choose(problem, target, operands)
@@ -103,7 +104,7 @@ def common_variants(arch: str, *, every: bool = False, purpose: str = "inference
             return
         for rows, with_dq in ((64, True), (128, True), (_MANY_ROWS, True), (_MANY_ROWS, False)):
             sized = replace(problem, rows_q=rows, rows_k=rows, max_seqlen_q=rows, max_seqlen_k=rows)
-            # Of a packed batch keys may have the lengths of the queries, or others.
+            # The keys of a packed batch may have the lengths of its queries, or others.
             for shared in (False, True) if ragged else (False,):
                 sized = replace(sized, shared_lengths=shared)
                 main = portable_backward.choose(sized, target, operands, with_dq=with_dq)
@@ -137,7 +138,7 @@ def common_variants(arch: str, *, every: bool = False, purpose: str = "inference
         add("bfloat16", headdim, ragged=ragged, right=0, group=4)
     for group in (1, 4, 8):
         add("bfloat16", 128, ragged=True, right=0, group=group, pages=_PAGES)
-    # Chunks of heads that no tile divides.
+    # Chunks whose GQA group no tile divides evenly, so that heads are interleaved.
     for headdim, pages in ((64, None), (128, None), (128, _PAGES), (256, None)):
         add("bfloat16", headdim, ragged=True, right=0, group=5, seqlens=(20, 1), pages=pages)
     if every:
@@ -172,7 +173,7 @@ def common_variants(arch: str, *, every: bool = False, purpose: str = "inference
 
 
 def strides_of_pages(problem: Problem) -> dict[str, Strides]:
-    """Of arrays of pages in C order. What boxes of them bring follows from their strides."""
+    """Strides of arrays of pages in C order. They decide whether TMA boxes bring whole rows of pages."""
     form = problem.pages
     if form is None:
         return {}

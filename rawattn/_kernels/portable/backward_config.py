@@ -87,8 +87,8 @@ class Config(Features):
             return False
         if self.modifies:
             return True
-        # Weights rounded to float16 cost float16 gradients accuracy. Beside a bias or a mask, they are slower at large head
-        # dims.
+        # Weights rounded to float16 cost float16 gradients accuracy. Beside a bias or a mask, they are slower at large
+        # head dims.
         return self.from_registers and (
             self.element == "float16" or (self.wide and self.has_scores_of_memory)
         )

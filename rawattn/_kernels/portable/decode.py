@@ -34,8 +34,7 @@ TILE_ROWS = 16
 # The bound of a call's scores: an int counts the units of a line, which have at least 16 keys each.
 _MOST_SCORES = 16 * 2**31
 _OFFSET_BYTES = 8  # of the offset of a row of a page
-# Bytes of shared memory besides tiles: the descriptions of the query tiles that a block shares, a flag, and the room in which
-# the line is cut.
+# Bytes of shared memory besides tiles: descriptions of the query tiles that a block shares, a flag, room for cutting the line.
 _KEPT_BYTES, _FLAG_BYTES, _ROOM_BYTES = 192, 16, 128
 # The largest headdim_v for wide tiles: of more columns the output of 32 rows does not fit registers.
 WIDE_TILE_HEADDIM = 128

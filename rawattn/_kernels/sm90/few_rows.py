@@ -17,13 +17,11 @@ from rawattn._kernels.sm90.tile_heads import heads_per_tile
 from rawattn._kernels.target import Target
 
 # The least seqlen_k for which decoding is the faster kernel, in calls without pages and mask. First for more rows than
-# TILE_ROWS:
-# up to head dim _FEW_COLUMNS; beyond it; and at any head dim with a bias, ALiBi, a score function or a soft cap.
+# TILE_ROWS: up to head dim _FEW_COLUMNS; beyond it; and at any head dim with a bias, ALiBi, a score function or a soft cap.
 _LEAST_WIDE_NARROW, _LEAST_WIDE, _LEAST_WIDE_SCORED = 768, 1024, 128
 # Then for up to TILE_ROWS rows. Columns: (largest head dim, most rows, least seqlen_k). The first line that admits the call
-# decides.
-# _LEAST_IDLE holds while every stream can have a block of its own, at two blocks an SM; _LEAST_BUSY where there are more
-# streams.
+# decides. _LEAST_IDLE holds while every stream can have a block of its own, at two blocks an SM; _LEAST_BUSY where there are
+# more streams.
 _LEAST_IDLE = (
     (96, 16, 96),
     (128, 8, 96),

@@ -31,8 +31,8 @@ FEATURES = features.names()
 # also the least seqlen_q for which blocks run in clusters, where the table says so.
 LONG_SEQLEN = 8192
 
-# Stream-K splits the keys of the last query tiles among all blocks. Its limits, measured in docs/notes/hopper-forward.md:
-# Keys of a query tile from which on the last tiles are split without asking for the expected time.
+# Stream-K splits the keys of the last query tiles among all blocks. Its limits (docs/notes/hopper-forward.md):
+# Keys of a query tile from which on the last tiles are split without an estimate, where all tiles are alike.
 STREAM_K_SEQLEN = LONG_SEQLEN
 # Keys of a query tile from which on the last tiles are split where that is expected to take less time.
 SHARED_SEQLEN = 1024
@@ -47,13 +47,12 @@ LEAST_PIECE = 4
 # (docs/notes/hopper-forward.md).
 ALIGN_SEQLEN = 1024
 
-# When the usual row of a table is taken without asking how well its tiles fill the SMs. Then what a tile takes matters more,
-# and the tables say that best.
-# _SOME_ROUNDS: from as many query tiles an SM on. _FEW_ROUNDS: the same for calls that do more to scores (bias, ALiBi, mask,
-# dropout), since there the longest causal tile may take as long as two rounds.
-# Sequences of up to _SHORT_SEQLEN query rows are always asked about; with a bias or ALiBi, where blocks may share an SM, those
-# of up to _SHORT_SCORED_SEQLEN. Where blocks may not share an SM, sequences of up to _LONE_SEQLEN rows do not count as short:
-# one consumer of 64 rows that has an SM to itself is slower than a tile of 192 rows.
+# A call of many query tiles takes the usual row of its table without an estimate of other rows: the time of a tile then matters
+# more than the last round, and the tables give it best. Many are _SOME_ROUNDS tiles an SM, or _FEW_ROUNDS in calls that do more
+# to scores (bias, ALiBi, mask, dropout), where the longest causal tile may take as long as two rounds.
+# Short sequences get the estimate whatever the number of tiles: those of up to _SHORT_SEQLEN query rows, or with a bias or
+# ALiBi of up to _SHORT_SCORED_SEQLEN where blocks may share an SM. Where they may not, _LONE_SEQLEN rows and fewer do not count
+# as short: one consumer of 64 rows that has an SM to itself is slower than a tile of 192 rows.
 _FEW_ROUNDS, _SOME_ROUNDS, _SHORT_SEQLEN, _SHORT_SCORED_SEQLEN, _LONE_SEQLEN = 2, 8, 512, 640, 64
 # The most query rows of a sequence under a mask whose blocks may share an SM.
 _SHORT_MASKED_SEQLEN = 400
@@ -244,7 +243,7 @@ def _fields(problem: Problem, target: Target, wide: int) -> tuple[dict[str, Any]
     short &= crowded or problem.max_seqlen_q > _LONE_SEQLEN
     limit = _SOME_ROUNDS if plain else _FEW_ROUNDS
     if problem.ragged and not problem.group and problem.pages is None:
-        # The host does not know how much of a padded batch is padding. Few tiles and short sequences are asked about anyway.
+        # The host does not know how much of a padded batch is padding. Only for few tiles and short sequences this is harmless.
         limit = 1
     if tiles >= limit * target.multiprocessors and not short:
         return usual, False

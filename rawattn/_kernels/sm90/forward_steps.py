@@ -165,8 +165,7 @@ def kept_tiles(problem: Problem, config: Config, clusters: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StreamK:
-    """How the keys of the last query tiles are split (kernels_cu/attn/schedule/stream_k.cuh, which defines line, piece and
-    unit).
+    """How the keys of the last query tiles are split. kernels_cu/attn/schedule/stream_k.cuh defines line, piece and unit.
 
     Tiles of ragged batches are counted on the GPU. There all numbers are upper bounds, and `piece` and `units` are unused.
     """

@@ -75,9 +75,8 @@ def next_pages(problem: Problem, operands: Operands) -> tuple[int, int] | None:
     """The stride from a page to the next in units of the head stride, for keys and for values.
 
     With it one axis of a tensor map counts heads and pages together, so that boxes can bring whole rows. None where they
-    cannot:
-    the page stride is no multiple of the head stride, rows end inside a block of 64 columns or are one such block, or keys of 8
-    bits are to be converted.
+    cannot: the page stride is no multiple of the head stride, rows end inside a block of 64 columns or are one such block, or
+    keys of 8 bits are to be converted.
     """
     form = problem.pages
     dims = problem.headdim, problem.headdim_v
