@@ -3,7 +3,7 @@
 
 #include "target/target.cuh"
 
-// Integers the caller may keep on the GPU as int32 or int64; null when not given.
+// Integers that the caller may keep on the GPU as int32 or int64; null when not given.
 struct Integers {
   const void* data;
   int64 is_64bit;
@@ -13,7 +13,7 @@ struct Integers {
 struct Side {
   // (batch + 1) physical starts; null in batch mode
   Integers start;
-  // (batch + 1) cumulative or (batch) logical lengths; null = physical
+  // (batch + 1) cumulative or (batch) logical lengths; null: physical ones
   Integers length;
   // whether `length` is cumulative
   int64 cumulative;
@@ -27,7 +27,7 @@ struct Strides {
   int64 batch, row, head;
 };
 
-// What becomes of q . k before the softmax: scaled, then capped.
+// What is done to q . k before the softmax: it is scaled, then soft-capped.
 struct Scores {
   float scale, softcap;
 };
@@ -57,18 +57,19 @@ struct Dropout {
   int64 seed_value;
   int seed_is_64bit;
   unsigned threshold;
-  // of what is kept: 1 / (1 - dropout_p)
+  // on probabilities that are kept: 1 / (1 - dropout_p)
   float factor;
 };
 
-// Of each tile of one side's sequences and head, the tiles of the other side that meet it (see attn/listed_tiles.cuh).
+// For each tile of one side's sequences and each head, the tiles of the other side that it meets (see
+// attn/listed_tiles.cuh).
 struct TileLists {
   int* data;
-  // of Hopper's forward: tiles by the lengths of their lists, the longest first; null where there are few
+  // for Hopper's forward: the tiles, those with the longest lists first; null where tiles are few
   int* order;
-  // lists of a head between those of two sequences in batch mode; 0 where all share them
+  // in batch mode, how many lists of a head each sequence has; 0 where all sequences share them
   int64 sequence;
-  // that have lists of their own
+  // heads with lists of their own
   int nheads;
   // heads that share lists
   int group;
@@ -76,19 +77,19 @@ struct TileLists {
   int capacity;
 };
 
-// Keys that are hidden one by one. Bit n of a half-word is the key n of its 16; strides are in half-words.
+// A mask that hides single keys. Bit n of a half-word is key n of its 16; strides are in half-words.
 struct BlockMask {
   const unsigned short* bits;
   int64 batch, head;
   // query heads that share a head of it
   int group;
-  // its extents: what lies behind them is as the last row and the last 8 half-words of a row are
+  // its extents: beyond them the last row, and the last 8 half-words of a row, are repeated
   int rows, words;
   // of the kernel's own tiles
   TileLists lists;
-  // of each head one row of bits: the keys that any row sees
+  // one row of bits for each head: the keys that any row sees
   const unsigned short* keys;
-  // of a head of it the stride is `words`
+  // the stride of `keys` by batch; by head it is `words`
   int64 keys_batch;
 };
 
@@ -99,20 +100,20 @@ struct Captured {
   int extents[4];
 };
 
-// What a score function reads, in the order of its names.
+// The arrays and numbers that a score function captures, in the order of its names.
 struct CapturedArrays {
   Captured array0, array1, array2, array3, array4, array5, array6, array7;
   float scalars[8];
 };
 
-// Where keys and values lie that are in pages (attn/pages.cuh). Of them the strides of batches are those of pages.
-// Other strides are in ids.
+// The block table of keys and values in pages (attn/pages.cuh). In the strides of k and v, `batch` is from page to
+// page.
 struct Pages {
-  // of pages, a row of each sequence
+  // page ids: a row for each sequence
   Integers ids;
-  // (batch + 1): where the ids of each sequence begin in one row of all; null: a row of each
+  // (batch + 1): where each sequence begins in one row of all ids; null: rows are apart
   Integers indptr;
-  // strides of the rows and of the ids in one
+  // strides of `ids`, in ids: from row to row, and inside a row
   int64 row, entry;
   // ids of a row
   int64 capacity;
@@ -120,14 +121,14 @@ struct Pages {
   int64 count;
   // keys of a page
   int page_size;
-  // with shift: divides by it (tile/rows.cuh)
+  // with shift: divides by page_size (tile/rows.cuh)
   unsigned inverse;
   int shift;
 };
 
-// What keys or values in 8 bits are multiplied with (attn/stored_keys.cuh).
+// The factor on 8-bit keys or values (attn/stored_keys.cuh).
 struct KvScale {
-  // for each kv head; null: the number, for all
+  // a factor for each kv head; null: `number`, for all
   const float* data;
   // its stride in elements
   int64 head;
@@ -139,23 +140,24 @@ struct Mask {
   int64 window_left, window_right, sink;
 };
 
-// Query tiles whose keys several blocks share (attn/splits.cuh).
+// How the keys of query tiles are split among blocks: in pieces (attn/splits.cuh), or in a line that is cut into parts
+// (attn/schedule/line.cuh).
 struct Splits {
   // by query tile: how many blocks are done; zero between launches
   unsigned* arrived;
-  // what they come to
+  // the partial results of blocks
   void* partials;
-  // blocks of a query tile
+  // pieces of a query tile; of a line, 0 where it is cut into equal parts
   int count;
-  // key tiles of a piece, at least: of fewer keys there are fewer pieces
+  // the fewest key tiles of a piece, or units of a part
   int least;
-  // heads whose blocks read the same keys at the same time (attn/schedule/line.cuh)
+  // of a line: query tiles of different heads that a part has, each with a block
   int abreast;
-  // query tiles beside each other that share keys; these four too are of a line
+  // of a line: query tiles that one query of a kv head's group takes
   int of_group;
-  // of query tiles, as many abreast in each
+  // of a line: sets of query tiles abreast that one query of all heads takes
   int ranks;
-  // of those abreast one, where these decide how many parts a line has
+  // of a line: the most parts; 0 where `count` decides their number
   int blocks;
   // 1 / the number of parts that keep the memory busy
   float per_busy;
@@ -182,13 +184,12 @@ struct ForwardParams {
   Strides q_strides, k_strides, v_strides, out_strides;
   int64 lse_batch, lse_head;
   Side q_side, k_side;
-  // ragged only: the longest first, and behind the last one their tiles together (see
-  // attn/schedule/order_sequences.cuh); Hopper's forward has none where sequences are few and each block orders them
-  // for itself
+  // ragged only: the sequences, the longest first, and behind the last one the number of all tiles (see
+  // attn/schedule/order_sequences.cuh); null in Hopper's forward where sequences are so few that each block orders them
   OrderedSequence* order;
   Mask mask;
   int batch, nheads_q, nheads_kv;
-  // keys of one kv head whose K and V fill the share of L2 that concurrent blocks should live in
+  // keys of one kv head whose K and V fill the part of the L2 cache that blocks running at once should share
   int section_keys;
   Scores scores;
   Bias bias;
@@ -202,9 +203,9 @@ struct ForwardParams {
 };
 
 struct PaddingParams {
-  // rows that belong to no sequence become 0 in out
+  // its rows that belong to no sequence become 0; null where it is the caller's
   void* out;
-  // and -inf in lse; either is null when it is not ours to fill
+  // the same with -inf
   float* lse;
   Strides out_strides;
   int64 lse_batch, lse_head;
@@ -212,22 +213,24 @@ struct PaddingParams {
   int batch, nheads, headdim, element_bytes;
 };
 
-// How a schedule ends: `tiles` query tiles of `units` each, in pieces of `piece` units, no more than a query tile has
-// (see attn/schedule/stream_k.cuh). No tiles where all come whole. All of their units are fewer than 2^31.
+// The line at the end of a schedule: `tiles` query tiles of `units` units each, cut into pieces of `piece` units, at
+// most as many as a query tile has (see attn/schedule/stream_k.cuh). 0 tiles: none is split. A line has fewer than 2^31
+// units.
 struct StreamK {
-  // of a dense batch
+  // for dense batches
   int tiles, piece, units;
-  // of one whose tiles are unlike: query tiles of each head in the line, the longest, and pieces of the line; no rows
-  // where tiles are alike
+  // for dense batches with unlike tiles: query tiles of each head in the line, the longest ones, and pieces of the
+  // line; 0 rows where tiles are alike
   int rows, pieces;
-  // of a ragged one: key tiles by which a piece must be shorter than a tile, and which it has at least
+  // for ragged batches: key tiles by which a piece must at least be shorter than a query tile, and the fewest that it
+  // has
   int least_gain, least_piece;
 };
 
-// A bool of each key, side by side, the same for all rows and heads of a sequence.
+// A mask with a bool for each key, side by side, the same for all rows and heads of a sequence.
 struct KeyMask {
   const unsigned char* data;
-  // from a sequence to the next
+  // stride from a sequence to the next
   int64 batch;
   // its extent
   int keys;
@@ -237,15 +240,15 @@ struct Sm90ForwardParams {
   ForwardParams forward;
   // a counter of work handed out and one of blocks done; zero between launches
   unsigned* next_work;
-  // by tile that is split and wave: how many of its items are done; likewise
+  // by split query tile and warp: how many items are done; zero between launches
   unsigned* arrived;
-  // what items of such tiles come to
+  // the partial results of items
   void* partials;
   // ragged only: where the row axes of the tensor maps end
   int row_bound_q, row_bound_k;
-  // of each head of a causal dense batch: the shortest, which come last of all
+  // causal dense batches: the shortest query tiles of each head, this many, come last of all
   int kept_tiles;
-  // keys in pages whose boxes bring whole rows: heads from a page to the next in the tensor maps
+  // where boxes bring whole rows of pages: heads from a page to the next in the tensor maps
   int next_page_k, next_page_v;
   StreamK stream_k;
   KeyMask key_mask;
@@ -253,24 +256,24 @@ struct Sm90ForwardParams {
   PaddingParams padding;
 };
 
-// Where the gradient of the bias is written, all of it. Strides are in elements.
+// The gradient of the bias, which is written to every element. Strides are in elements.
 struct BiasGradient {
   void* data;
-  // of each split a sum of its own, in C order; null where there is one split, which writes data
+  // the sums of each split, in C order; null where there is one split, which writes data
   float* partials;
   int64 batch, head, row, key;
-  // its extents, beside those of the bias
+  // its extents; those of rows and keys are the bias's
   int batches, heads;
-  // of what an element is summed over
+  // blocks that share the scores over which an element is summed
   int splits;
   // key tiles of a block, one after the other
   int strip;
-  // of the longest sequences, where the bias has no axis for them
+  // of the longest sequences, where the bias has one row or key for all; else 1
   int row_tiles, key_tiles;
 };
 
 struct BackwardParams {
-  // the order is that of key tiles here (see attn/schedule/keys.cuh)
+  // `order` is here for key tiles (see attn/schedule/keys.cuh)
   ForwardParams forward;
   const void* dout;
   // laid out as lse; null = zeros
@@ -292,24 +295,24 @@ struct BackwardParams {
   float* part_sums;
   // blocks of a key tile, which share the turns of its walk
   int parts;
-  // where only key tiles with sink tokens have so many: the keys of those
+  // keys of the tiles with sink tokens, where only these are shared; else 0
   int sink_rows;
-  // of kernels that visit physical rows of queries, or of keys: the logarithm of how many waves share a row
+  // for kernels that visit physical rows of queries, or of keys: log2 of the number of waves that share a row
   int query_row_shift, key_row_shift;
   // gradients of captured arrays, one after the other, in C order: floats, or ExactSums
   void* captured_sums;
-  // where that of each begins
+  // where the gradient of each array begins in captured_sums
   int64 captured_at[8];
-  // query rows of one kv head's group that fill the share of L2 that concurrent blocks should live in
+  // query rows of a section, summed over its kv heads, which blocks running at once share in the L2 cache
   int section_queries;
 };
 
-// A gradient of a captured array is given out, and its sums are zeros again.
+// Copies the gradient of a captured array out of its sums, and makes these zeros again.
 struct CapturedGradientParams {
-  // as `BackwardParams::captured_sums`
+  // `BackwardParams::captured_sums`
   void* sums;
   void* to;
-  // of its elements among all sums
+  // where its elements begin among all sums, and how many they are
   int64 first, count;
   // in elements
   int64 strides[4];
@@ -345,16 +348,16 @@ struct AlignBiasParams {
   int nheads, rows, keys;
 };
 
-// Partial results over disjoint keys become one. Strides are in elements.
+// Partial results over disjoint keys are merged into one. Strides are in elements.
 struct CombineParams {
-  // listed: each; else the first
+  // where outs_listed, each partial's; else the first's alone
   const void* outs[64];
-  // likewise
+  // the same by lses_listed
   const float* lses[64];
   void* out;
   // (batch, nheads, rows), without gaps
   float* lse;
-  // from one to the next, 0 where they are listed
+  // strides by partial, 0 where they are listed
   int64 outs_partial, lses_partial;
   Strides outs_strides, lses_strides, out_strides;
   int64 rows;
@@ -369,24 +372,25 @@ struct AppendParams {
   const void* v;
   void* k_pages;
   void* v_pages;
-  // the rows of q, turned
+  // the rows of q with rotary embedding
   void* out;
   Strides q_strides, k_strides, v_strides, out_strides;
-  // those of batches are those of pages
+  // `batch` is from page to page
   Strides k_pages_strides, v_pages_strides;
   // of the new rows
   Side side;
-  // the keys of each sequence, the new ones among them
+  // the number of keys of each sequence, the new ones included
   Integers seqlen_k;
   Pages pages;
-  // by position and plane
+  // (positions, rotary_dim / 2)
   const void* cos;
+  // the same
   const void* sin;
-  // their strides in elements
+  // their strides by position, in elements
   int64 cos_row, sin_row;
   // their rows
   int64 positions;
-  // of all new rows, padding among them
+  // all new rows, padding included
   int64 rows;
   // nheads_q: 0 without q
   int batch, nheads_q, nheads_kv;
@@ -395,13 +399,13 @@ struct AppendParams {
   KvScale k_scale, v_scale;
 };
 
-// What is written of a mask (see attn/mask_writing.cuh).
+// The arrays that a mask is written to (see attn/mask_writing.cuh).
 struct WrittenMask {
   // (batch, nheads, rows, words)
   unsigned short* bits;
   // of granules, (batch, nheads, rows / 64, words / 4), rounded up
   unsigned char* map;
-  // that any row of 64 sees, (batch, nheads, rows / 64, words)
+  // keys that any of 64 rows sees, (batch, nheads, rows / 64, words)
   unsigned short* band_keys;
   int rows, keys, words;
   int nheads;
@@ -411,7 +415,7 @@ struct BoolsMaskParams {
   WrittenMask written;
   // True is not 0
   const unsigned char* from;
-  // its strides, 0 where it is the same for all
+  // strides of `from`, 0 where the mask is the same for all
   int64 batch, head, row, key;
 };
 
@@ -423,68 +427,68 @@ struct RangesMaskParams {
 };
 
 struct MaskKeysParams {
-  // of each plane `bands` rows of words
+  // (planes, bands, words); a plane is a head of a sequence
   const unsigned short* band_keys;
-  // of each plane one
+  // (planes, words)
   unsigned short* keys;
   int planes, bands, words;
 };
 
-// Of each head the keys that all rows share: ascending, -1 behind the last one (see attn/kept_keys.cuh).
+// For each head the list of keys that all rows share: ascending, -1 behind the last one (see attn/kept_keys.cuh).
 struct KeptKeys {
   const int* data;
   // strides; 0 where all have the same list
   int64 batch, head;
   // entries of a list
   int count;
-  // of the arrays that hold those keys: an entry that is none of them counts for nothing
+  // of the arrays that hold those keys: an entry outside of them is ignored
   int rows;
 };
 
-// Keys or values.
+// Keys or values, or their gradients.
 struct KeptArray {
-  // those of all keys
+  // the array with all keys
   void* all;
   // (batch, nheads, count, bytes rounded up to 16), without gaps
   void* kept;
-  // of the former
+  // of `all`
   Strides strides;
 };
 
-// Arrays of all keys, and of those that are kept.
+// Arrays of all keys, and of the kept keys.
 struct KeptRowsParams {
   KeptKeys kept;
   KeptArray k, v;
   int batch, nheads;
 };
 
-// What rows of queries see, but for the list of keys.
+// The keys that window and diagonal leave each row of queries.
 struct KeptLimits {
   // row i sees the keys [i + first, i + last]
   int64 first, last;
-  // and those below it, but none beyond i + last
+  // it also sees the keys below this, but none beyond i + last
   int64 sink;
-  // 1 where all are alike
+  // 1 where all rows see the same keys
   int rows;
 };
 
-// Which of the kept keys each row sees. Of it, and of the next ones, `blocks` take part in a launch.
+// Which of the kept keys each row sees. Here and in the next two structs, `blocks` blocks of a launch do the task.
 struct KeptMaskParams {
   // (batch, nheads, rows, words)
   unsigned short* bits;
-  // that any row sees, (batch, nheads, words)
+  // keys that any row sees, (batch, nheads, words)
   unsigned short* keys;
   int nheads, words;
   int blocks;
 };
 
-// Lists of tiles of a call that has kept keys alone.
+// Lists of tiles for attention to kept keys.
 struct KeptListsParams {
   TileLists lists;
-  // whether they are those of tiles of keys
+  // whether they list the query tiles of key tiles
   int of_keys;
   int tile_q, tile_k;
-  // that have lists of their own
+  // sequences with lists of their own
   int sequences;
   // of a sequence
   int tiles;
@@ -510,7 +514,7 @@ struct KeptSetupParams {
   KeptMaskParams mask;
   KeptListsParams lists0, lists1;
   KeptLengths lengths;
-  // of keys, and as many of values
+  // blocks that gather keys; as many gather values
   int gather_blocks;
 };
 
@@ -521,31 +525,31 @@ struct PredicateMaskParams {
 };
 
 struct MaskTilesParams {
-  // its lists are written
+  // `block_mask.lists` are written
   ForwardParams forward;
   // of granules
   const unsigned char* map;
   // its strides
   int64 map_batch, map_head, map_row;
-  // its extents: what lies behind them is as the last ones are
+  // its extents: beyond them the last row and key are repeated
   int map_rows, map_keys;
-  // that have lists of their own
+  // sequences with lists of their own
   int sequences;
-  // of a sequence; one of a device's lengths may have more
+  // of a sequence; with lengths on the device, one may have more
   int tiles;
   // heads whose tiles a list has, one head after the other
   int parts;
-  // heads, counted like parts of all lists, that share a head of the mask
+  // heads, counted as the parts of all lists, that share a head of the mask
   int group;
   // by sequence and head: waves that are done; zero between launches
   unsigned* listed;
 };
 
-// Of a ragged call, what follows from its lengths alone (portable/ragged_setup.cuh).
+// The setup of a ragged call, which depends on its lengths alone (portable/ragged_setup.cuh).
 struct RaggedSetupParams {
-  // `schedules` of them, each by `schedule_blocks`
+  // the first `schedules`, each made by `schedule_blocks` blocks
   ScheduleParams schedule0, schedule1;
-  // likewise, each filled by `padding_blocks`
+  // the first `paddings`, each by `padding_blocks` blocks
   PaddingParams padding0, padding1, padding2;
   int schedules, schedule_blocks, paddings, padding_blocks;
 };
@@ -554,18 +558,18 @@ struct RaggedSetupParams {
 struct BackwardSetupParams {
   BackwardParams backward;
   RaggedSetupParams setup;
-  // which come first
+  // the first blocks of the launch, which do the setup
   int setup_blocks;
 };
 
-// A setup that brings integers of the host.
+// A setup that carries integers of the host in its parameters.
 struct CarryingSetupParams {
-  // its sides say where the integers will be
+  // its sides have the addresses that the integers are written to
   RaggedSetupParams setup;
-  // where they go, at a multiple of 8 bytes
+  // where the words are written, at a multiple of 8 bytes
   unsigned* to;
-  // of the words that come
+  // the number of words carried
   int64 count;
-  // whole arrays of integers, where a schedule or padding reads them
+  // whole arrays of integers, if a schedule or padding of this launch reads them
   unsigned words[870];
 };

@@ -1,6 +1,6 @@
-"""Parameter structs of the kernels of attention, field by field, with what each means; `helper_params` has the others.
+"""Parameter structs of the attention kernels, with a comment for each field. `helper_params` has the structs of other kernels.
 
-They are declared there and here alone: `params_header` generates kernels_cu/attn/params.cuh from them.
+These two modules are the only declarations: `params_header` generates kernels_cu/attn/params.cuh from them, comments included.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _struct = partial(structs.declare, STRUCTS)
 
 INTEGERS = _struct(
     "Integers",
-    "Integers the caller may keep on the GPU as int32 or int64; null when not given.",
+    "Integers that the caller may keep on the GPU as int32 or int64; null when not given.",
     ("const void*", "data", ""),
     ("int64", "is_64bit", ""),
 )
@@ -24,7 +24,7 @@ SIDE_STRUCT = _struct(
     "Side",
     "Where the sequences of one side (queries or keys) lie, and how much of each is real.",
     (INTEGERS, "start", "(batch + 1) physical starts; null in batch mode"),
-    (INTEGERS, "length", "(batch + 1) cumulative or (batch) logical lengths; null = physical"),
+    (INTEGERS, "length", "(batch + 1) cumulative or (batch) logical lengths; null: physical ones"),
     ("int64", "cumulative", "whether `length` is cumulative"),
     ("int64", "rows", "rows of the array: seqlen in batch mode, total in packed mode"),
 )
@@ -37,7 +37,7 @@ STRIDES = _struct(
 )
 _SCORES = _struct(
     "Scores",
-    "What becomes of q . k before the softmax: scaled, then capped.",
+    "What is done to q . k before the softmax: it is scaled, then soft-capped.",
     ("float", "scale, softcap", ""),
 )
 _BIAS = _struct(
@@ -66,40 +66,41 @@ _DROPOUT = _struct(
     ("int64", "seed_value", ""),
     ("int", "seed_is_64bit", ""),
     ("unsigned", "threshold", ""),
-    ("float", "factor", "of what is kept: 1 / (1 - dropout_p)"),
+    ("float", "factor", "on probabilities that are kept: 1 / (1 - dropout_p)"),
 )
 TILE_LISTS = _struct(
     "TileLists",
-    "Of each tile of one side's sequences and head, the tiles of the other side that meet it (see attn/listed_tiles.cuh).",
+    "For each tile of one side's sequences and each head, the tiles of the other side that it meets (see "
+    "attn/listed_tiles.cuh).",
     ("int*", "data", ""),
     (
         "int*",
         "order",
-        "of Hopper's forward: tiles by the lengths of their lists, the longest first; null where there are few",
+        "for Hopper's forward: the tiles, those with the longest lists first; null where tiles are few",
     ),
     (
         "int64",
         "sequence",
-        "lists of a head between those of two sequences in batch mode; 0 where all share them",
+        "in batch mode, how many lists of a head each sequence has; 0 where all sequences share them",
     ),
-    ("int", "nheads", "that have lists of their own"),
+    ("int", "nheads", "heads with lists of their own"),
     ("int", "group", "heads that share lists"),
     ("int", "capacity", "entries of a list"),
 )
 _BLOCK_MASK = _struct(
     "BlockMask",
-    "Keys that are hidden one by one. Bit n of a half-word is the key n of its 16; strides are in half-words.",
+    "A mask that hides single keys. Bit n of a half-word is key n of its 16; strides are in half-words.",
     ("const unsigned short*", "bits", ""),
     ("int64", "batch, head", ""),
     ("int", "group", "query heads that share a head of it"),
     (
         "int",
         "rows, words",
-        "its extents: what lies behind them is as the last row and the last 8 half-words of a row are",
+        "its extents: beyond them the last row, and the last 8 half-words of a row, are repeated",
     ),
     (TILE_LISTS, "lists", "of the kernel's own tiles"),
-    ("const unsigned short*", "keys", "of each head one row of bits: the keys that any row sees"),
-    ("int64", "keys_batch", "of a head of it the stride is `words`"),
+    ("const unsigned short*", "keys", "one row of bits for each head: the keys that any row sees"),
+    ("int64", "keys_batch", "the stride of `keys` by batch; by head it is `words`"),
 )
 _CAPTURED = _struct(
     "Captured",
@@ -110,31 +111,30 @@ _CAPTURED = _struct(
 )
 CAPTURED_ARRAYS = _struct(
     "CapturedArrays",
-    "What a score function reads, in the order of its names.",
+    "The arrays and numbers that a score function captures, in the order of its names.",
     (_CAPTURED, "array0, array1, array2, array3, array4, array5, array6, array7", ""),
     ("float", "scalars[8]", ""),
 )
 PAGES = _struct(
     "Pages",
-    "Where keys and values lie that are in pages (attn/pages.cuh). Of them the strides of batches are those of pages. Other "
-    "strides are in ids.",
-    (INTEGERS, "ids", "of pages, a row of each sequence"),
+    "The block table of keys and values in pages (attn/pages.cuh). In the strides of k and v, `batch` is from page to page.",
+    (INTEGERS, "ids", "page ids: a row for each sequence"),
     (
         INTEGERS,
         "indptr",
-        "(batch + 1): where the ids of each sequence begin in one row of all; null: a row of each",
+        "(batch + 1): where each sequence begins in one row of all ids; null: rows are apart",
     ),
-    ("int64", "row, entry", "strides of the rows and of the ids in one"),
+    ("int64", "row, entry", "strides of `ids`, in ids: from row to row, and inside a row"),
     ("int64", "capacity", "ids of a row"),
     ("int64", "count", "pages of the array"),
     ("int", "page_size", "keys of a page"),
-    ("unsigned", "inverse", "with shift: divides by it (tile/rows.cuh)"),
+    ("unsigned", "inverse", "with shift: divides by page_size (tile/rows.cuh)"),
     ("int", "shift", ""),
 )
 KV_SCALE = _struct(
     "KvScale",
-    "What keys or values in 8 bits are multiplied with (attn/stored_keys.cuh).",
-    ("const float*", "data", "for each kv head; null: the number, for all"),
+    "The factor on 8-bit keys or values (attn/stored_keys.cuh).",
+    ("const float*", "data", "a factor for each kv head; null: `number`, for all"),
     ("int64", "head", "its stride in elements"),
     ("float", "number", ""),
 )
@@ -145,23 +145,24 @@ _MASK = _struct(
 )
 _SPLITS = _struct(
     "Splits",
-    "Query tiles whose keys several blocks share (attn/splits.cuh).",
+    "How the keys of query tiles are split among blocks: in pieces (attn/splits.cuh), or in a line that is cut into parts "
+    "(attn/schedule/line.cuh).",
     ("unsigned*", "arrived", "by query tile: how many blocks are done; zero between launches"),
-    ("void*", "partials", "what they come to"),
-    ("int", "count", "blocks of a query tile"),
-    ("int", "least", "key tiles of a piece, at least: of fewer keys there are fewer pieces"),
+    ("void*", "partials", "the partial results of blocks"),
+    ("int", "count", "pieces of a query tile; of a line, 0 where it is cut into equal parts"),
+    ("int", "least", "the fewest key tiles of a piece, or units of a part"),
     (
         "int",
         "abreast",
-        "heads whose blocks read the same keys at the same time (attn/schedule/line.cuh)",
+        "of a line: query tiles of different heads that a part has, each with a block",
     ),
     (
         "int",
         "of_group",
-        "query tiles beside each other that share keys; these four too are of a line",
+        "of a line: query tiles that one query of a kv head's group takes",
     ),
-    ("int", "ranks", "of query tiles, as many abreast in each"),
-    ("int", "blocks", "of those abreast one, where these decide how many parts a line has"),
+    ("int", "ranks", "of a line: sets of query tiles abreast that one query of all heads takes"),
+    ("int", "blocks", "of a line: the most parts; 0 where `count` decides their number"),
     ("float", "per_busy", "1 / the number of parts that keep the memory busy"),
 )
 ORDERED_SEQUENCE = _struct(
@@ -190,15 +191,15 @@ FORWARD = _struct(
     (
         "OrderedSequence*",
         "order",
-        "ragged only: the longest first, and behind the last one their tiles together (see attn/schedule/order_sequences.cuh); "
-        "Hopper's forward has none where sequences are few and each block orders them for itself",
+        "ragged only: the sequences, the longest first, and behind the last one the number of all tiles (see "
+        "attn/schedule/order_sequences.cuh); null in Hopper's forward where sequences are so few that each block orders them",
     ),
     (_MASK, "mask", ""),
     ("int", "batch, nheads_q, nheads_kv", ""),
     (
         "int",
         "section_keys",
-        "keys of one kv head whose K and V fill the share of L2 that concurrent blocks should live in",
+        "keys of one kv head whose K and V fill the part of the L2 cache that blocks running at once should share",
     ),
     (_SCORES, "scores", ""),
     (_BIAS, "bias", ""),
@@ -213,8 +214,8 @@ FORWARD = _struct(
 PADDING = _struct(
     "PaddingParams",
     "",
-    ("void*", "out", "rows that belong to no sequence become 0 in out"),
-    ("float*", "lse", "and -inf in lse; either is null when it is not ours to fill"),
+    ("void*", "out", "its rows that belong to no sequence become 0; null where it is the caller's"),
+    ("float*", "lse", "the same with -inf"),
     (STRIDES, "out_strides", ""),
     ("int64", "lse_batch, lse_head", ""),
     (SIDE_STRUCT, "side", ""),
@@ -222,26 +223,26 @@ PADDING = _struct(
 )
 _STREAM_K = _struct(
     "StreamK",
-    "How a schedule ends: `tiles` query tiles of `units` each, in pieces of `piece` units, no more than a query tile "
-    "has (see attn/schedule/stream_k.cuh). No tiles where all come whole. All of their units are fewer than 2^31.",
-    ("int", "tiles, piece, units", "of a dense batch"),
+    "The line at the end of a schedule: `tiles` query tiles of `units` units each, cut into pieces of `piece` units, at most "
+    "as many as a query tile has (see attn/schedule/stream_k.cuh). 0 tiles: none is split. A line has fewer than 2^31 units.",
+    ("int", "tiles, piece, units", "for dense batches"),
     (
         "int",
         "rows, pieces",
-        "of one whose tiles are unlike: query tiles of each head in the line, the longest, and pieces of the line; no rows "
-        "where tiles are alike",
+        "for dense batches with unlike tiles: query tiles of each head in the line, the longest ones, and pieces of the line; "
+        "0 rows where tiles are alike",
     ),
     (
         "int",
         "least_gain, least_piece",
-        "of a ragged one: key tiles by which a piece must be shorter than a tile, and which it has at least",
+        "for ragged batches: key tiles by which a piece must at least be shorter than a query tile, and the fewest that it has",
     ),
 )
 _KEY_MASK = _struct(
     "KeyMask",
-    "A bool of each key, side by side, the same for all rows and heads of a sequence.",
+    "A mask with a bool for each key, side by side, the same for all rows and heads of a sequence.",
     ("const unsigned char*", "data", ""),
-    ("int64", "batch", "from a sequence to the next"),
+    ("int64", "batch", "stride from a sequence to the next"),
     ("int", "keys", "its extent"),
 )
 SM90_FORWARD = _struct(
@@ -256,19 +257,19 @@ SM90_FORWARD = _struct(
     (
         "unsigned*",
         "arrived",
-        "by tile that is split and wave: how many of its items are done; likewise",
+        "by split query tile and warp: how many items are done; zero between launches",
     ),
-    ("void*", "partials", "what items of such tiles come to"),
+    ("void*", "partials", "the partial results of items"),
     ("int", "row_bound_q, row_bound_k", "ragged only: where the row axes of the tensor maps end"),
     (
         "int",
         "kept_tiles",
-        "of each head of a causal dense batch: the shortest, which come last of all",
+        "causal dense batches: the shortest query tiles of each head, this many, come last of all",
     ),
     (
         "int",
         "next_page_k, next_page_v",
-        "keys in pages whose boxes bring whole rows: heads from a page to the next in the tensor maps",
+        "where boxes bring whole rows of pages: heads from a page to the next in the tensor maps",
     ),
     (_STREAM_K, "stream_k", ""),
     (_KEY_MASK, "key_mask", ""),
@@ -276,27 +277,27 @@ SM90_FORWARD = _struct(
 )
 _BIAS_GRADIENT = _struct(
     "BiasGradient",
-    "Where the gradient of the bias is written, all of it. Strides are in elements.",
+    "The gradient of the bias, which is written to every element. Strides are in elements.",
     ("void*", "data", ""),
     (
         "float*",
         "partials",
-        "of each split a sum of its own, in C order; null where there is one split, which writes data",
+        "the sums of each split, in C order; null where there is one split, which writes data",
     ),
     ("int64", "batch, head, row, key", ""),
-    ("int", "batches, heads", "its extents, beside those of the bias"),
-    ("int", "splits", "of what an element is summed over"),
+    ("int", "batches, heads", "its extents; those of rows and keys are the bias's"),
+    ("int", "splits", "blocks that share the scores over which an element is summed"),
     ("int", "strip", "key tiles of a block, one after the other"),
     (
         "int",
         "row_tiles, key_tiles",
-        "of the longest sequences, where the bias has no axis for them",
+        "of the longest sequences, where the bias has one row or key for all; else 1",
     ),
 )
 BACKWARD = _struct(
     "BackwardParams",
     "",
-    (FORWARD, "forward", "the order is that of key tiles here (see attn/schedule/keys.cuh)"),
+    (FORWARD, "forward", "`order` is here for key tiles (see attn/schedule/keys.cuh)"),
     ("const void*", "dout", ""),
     ("const float*", "dlse", "laid out as lse; null = zeros"),
     ("void*", "dq", ""),
@@ -318,30 +319,30 @@ BACKWARD = _struct(
         "dv, then dk: each (parts, batch, rows, nheads_kv, depth), columns of 16 in the order of Accumulator::position()",
     ),
     ("int", "parts", "blocks of a key tile, which share the turns of its walk"),
-    ("int", "sink_rows", "where only key tiles with sink tokens have so many: the keys of those"),
+    ("int", "sink_rows", "keys of the tiles with sink tokens, where only these are shared; else 0"),
     (
         "int",
         "query_row_shift, key_row_shift",
-        "of kernels that visit physical rows of queries, or of keys: the logarithm of how many waves share a row",
+        "for kernels that visit physical rows of queries, or of keys: log2 of the number of waves that share a row",
     ),
     (
         "void*",
         "captured_sums",
         "gradients of captured arrays, one after the other, in C order: floats, or ExactSums",
     ),
-    ("int64", "captured_at[8]", "where that of each begins"),
+    ("int64", "captured_at[8]", "where the gradient of each array begins in captured_sums"),
     (
         "int",
         "section_queries",
-        "query rows of one kv head's group that fill the share of L2 that concurrent blocks should live in",
+        "query rows of a section, summed over its kv heads, which blocks running at once share in the L2 cache",
     ),
 )
 CAPTURED_GRADIENT = _struct(
     "CapturedGradientParams",
-    "A gradient of a captured array is given out, and its sums are zeros again.",
-    ("void*", "sums", "as `BackwardParams::captured_sums`"),
+    "Copies the gradient of a captured array out of its sums, and makes these zeros again.",
+    ("void*", "sums", "`BackwardParams::captured_sums`"),
     ("void*", "to", ""),
-    ("int64", "first, count", "of its elements among all sums"),
+    ("int64", "first, count", "where its elements begin among all sums, and how many they are"),
     ("int64", "strides[4]", "in elements"),
     ("int", "extents[4]", ""),
     ("int", "kind", "0: float32, 1: float16, 2: bfloat16"),
