@@ -1,1 +1,1 @@
-"""The public verbs: signatures and their documentation. The work is the dispatcher's."""
+"""The public verbs: their signatures and documentation. The dispatcher does the work."""

@@ -1,4 +1,4 @@
-"""`append_kv`: new keys and values into the pages of a cache, with a rotary embedding on the way."""
+"""`append_kv`: writes new keys and values into the pages of a cache, and applies a rotary embedding to them."""
 
 from __future__ import annotations
 
@@ -21,17 +21,21 @@ from rawattn._verbs import page_repeats
 from rawattn._verbs.attention import first
 from rawattn._verbs.paged import Limits, device_of, read_pages, scaled
 
-if TYPE_CHECKING:  # type checkers bring it: nothing is installed for it
+if TYPE_CHECKING:  # type checkers have their own copy: it is no dependency
     from typing_extensions import Unpack
 
 ArrayT = TypeVar("ArrayT")
 
-# The pages that are written: those of the new rows' own keys.
+# With this window the new rows of a sequence reach their own keys only, so the pages that are checked are those that the
+# call writes.
 WRITTEN = Limits((0, None), 0, False, True)
 
 
 class Appending(NamedTuple):
-    """A call of `append_kv` for the dispatcher."""
+    """A call of `append_kv` as the dispatcher takes it.
+
+    targets: (out,) with queries, else (). values: the scales that are numbers.
+    """
 
     verb: Verb
     inputs: Sequence[Any]
@@ -105,75 +109,77 @@ def append_kv(
 ) -> Asked[Any]:
     """Write the keys and values of new rows into the pages of a cache, in one launch.
 
-    Row i of the n new rows of sequence b is its key ``seqlen_k[b] - n + i``: lengths count the new rows already. The same
-    `seqlen_k`, `seqs` and `block_table` then serve `paged_attention`. With `rotary`, keys turn by their positions on the
-    way, and so do the queries of the same rows, where they are given.
+    Row i of the n new rows of sequence b becomes key ``seqlen_k[b] - n + i`` of the sequence: lengths already count the new
+    rows. The same `seqlen_k`, `seqs` and `block_table` then serve `paged_attention`. With `rotary`, the rotary embedding
+    turns each key by its position before it is written, and turns the queries of the same rows if they are given.
 
     Parameters
     ----------
     k : array, (batch, seqlen_q, nheads_kv, D), or (total_q, nheads_kv, D) in group mode
-        float16, bfloat16 or float32; D from 1 to 256. The new rows alone.
+        float16, bfloat16 or float32; D from 1 to 256. Only the new rows.
     v : array, (batch, seqlen_q, nheads_kv, Dv), or (total_q, nheads_kv, Dv)
-        The dtype and device of k. Dv from 1 to 256, free of D.
+        The dtype and device of k. Dv from 1 to 256, independent of D.
     k_pages : array, (num_pages, page_size, nheads_kv, D)
-        Written where it lies, as `paged_attention` reads it: any strides but for a dense last axis, and no overlap with
-        another array of the call. The dtype of k, or float8_e4m3fn.
+        Written in place. Any strides, except that the last axis is dense, as for `paged_attention`; no overlap with another
+        array of the call. The dtype of k, or float8_e4m3fn.
     v_pages : array, (num_pages, page_size, nheads_kv, Dv)
-        The dtype of k_pages. Both may lie side by side in one array, as long as no element is in both.
+        The dtype of k_pages. Both may be views of one array, as long as no element is in both.
     block_table : array, (batch, max_pages), or a pair (indptr, page_ids)
-        As of `paged_attention`. No two new rows may be in the same slot.
+        As in `paged_attention`. No two new rows may have the same slot (page and row in it).
     seqlen_k : (batch,)
-        The keys of each sequence, the new ones among them; int32 or int64, on the host or the device.
+        The number of keys of each sequence, including the new ones; int32 or int64, on the host or the device.
     q : array, optional, (batch, seqlen_q, nheads_q, D), or (total_q, nheads_q, D)
-        The queries of the same rows, to turn like the keys: for calls with `rotary`.
+        The queries of the same rows, which `rotary` turns as it turns the keys. Needs `rotary`.
     seqs : SeqLayout, optional
-        The lengths of the new rows, as the lengths of q in `paged_attention`: ``seqstart_q`` for a packed batch, logical
-        lengths for a padded one.
+        The numbers of new rows of the sequences, given as the lengths of q in `paged_attention`: ``seqstart_q`` for a packed
+        batch, logical lengths for a padded one.
     rotary : (cos, sin), optional
-        Cosines and sines of the angles of a rotary embedding, each (positions, rotary_dim / 2), float32 or the dtype of k:
-        of plane j at position p the angle is usually ``p * base ** (-2 * j / rotary_dim)``. The first rotary_dim
-        elements of a head turn, at most D of them; the others stay. Each angle is there once, so half of the columns are
-        passed of arrays that have each twice, as those of transformers: ``cos[:, : rotary_dim // 2]``, or ``cos[:, ::2]`` of
-        those for `interleaved`. Any strides; a last axis that is not dense is copied.
+        Cosines and sines of the angles of a rotary embedding, each (positions, rotary_dim / 2), float32 or the dtype of k.
+        The angle of plane j (a pair of elements) at position p is usually ``p * base ** (-2 * j / rotary_dim)``. The first
+        rotary_dim elements of a head turn, at most D of them; the others keep their values. Each angle is given once. Of
+        arrays that hold each angle twice, as those of transformers do, pass half of the columns:
+        ``cos[:, : rotary_dim // 2]``, or ``cos[:, ::2]`` with `interleaved`. Any strides; an array whose last axis is not
+        dense is copied.
     interleaved : bool
-        Whether plane j is of the neighbours 2j and 2j + 1 (GPT-J). Otherwise it is of j and j + rotary_dim / 2, one of
-        either half (GPT-NeoX, Llama).
+        Whether plane j consists of the neighbours 2j and 2j + 1 (GPT-J). Otherwise it consists of elements j and
+        j + rotary_dim / 2 (GPT-NeoX, Llama).
     k_scale, v_scale : float, or array (nheads_kv,), optional
-        As of `paged_attention`: rows on their way into float8_e4m3fn pages are divided by them. What is beyond 448 then
-        becomes 448, and NaN stays NaN.
+        As in `paged_attention`. Rows are divided by them before they are rounded to float8_e4m3fn. Quotients beyond +-448,
+        the largest finite number, become +-448; NaN stays NaN.
     out : array, optional
-        For the queries: written and returned, as of `attention`.
+        Array that the turned queries are written to, as in `attention`; it is returned.
     validate : bool
-        Check integers that are on the device too. It waits for the device. Where all are on the host, and where the call
-        runs on the CPU, they always are.
+        Also check integers that are on the device, which waits for the device. Integers are always checked where all of them
+        are on the host, or the call runs on the CPU.
     backend : "cuda" or "cpu", optional
-        Default: where the arrays are. NumPy's pages stay on the host, since each call would move all of them.
+        Default: where the arrays are. NumPy arrays are computed on the host, since a GPU would need a copy of all pages at
+        each call.
 
     Returns
     -------
     array or None
-        The queries turned, of q's framework, shape and dtype; None without `q`.
+        The turned queries, in q's framework, shape and dtype; None without `q`.
 
     Raises
     ------
     TypeError, ValueError
-        Naming the argument, what was got and what is accepted; before anything is written. ValueError for more new rows
-        than keys, for a length that is more than the pages hold or beyond the positions of `rotary`, for an id that is no
-        page's, and for two new rows in one slot: where all lengths and ids are on the host or the call runs on the CPU, else
-        with `validate`. Without it a row without a slot in the pages is not written, of two in one slot either may stay,
-        and a position that has no angle takes the nearest one's.
+        Naming the argument, what was got and what is accepted; before anything is written. ValueError for a sequence with
+        more new rows than keys, for a length beyond what the pages hold or beyond the positions of `rotary`, for a page id
+        out of range, and for two new rows in one slot. These are checked where all lengths and ids are on the host or the
+        call runs on the CPU, else only with `validate`. Unchecked, a row without a slot in the pages is not written, one of
+        two rows in the same slot stays, and a position without an angle takes the nearest angle.
     RuntimeError
         For ``backend="cuda"`` where there is no usable GPU, and for a torch tensor that requires a gradient, which would be
         lost: pass ``x.detach()``.
 
     Notes
     -----
-    Angles and scales are applied in float32, and results rounded once, to the nearest. Rotary embedding: Su et al. 2021,
+    Angles and scales are applied in float32, and each result is rounded once, to nearest. Rotary embedding: Su et al. 2021,
     arXiv:2104.09864.
 
     Examples
     --------
-    One new token of two sequences, which had 4 and 2 before, in pages of 2:
+    One new token for each of two sequences, which had 4 and 2 keys before, in pages of 2 keys:
 
     >>> import numpy as np, rawattn
     >>> rng = np.random.default_rng(0)
@@ -212,7 +218,7 @@ def append_kv(
 
 
 def _nothing(results: Sequence[Any]) -> None:
-    """What a call without queries gives back."""
+    """The return value of a call without queries: None."""
 
 
 def read_append(
@@ -232,7 +238,7 @@ def read_append(
     validate: Any,
     backend: Any,
 ) -> Appending:
-    """The call with its integers read, and those on the host checked."""
+    """The call with its integers read, and checked where they are on the host or `validate` asks for it."""
     interleaved = flag("interleaved", interleaved)
     if interleaved and rotary is None:
         raise TypeError(
@@ -249,7 +255,7 @@ def read_append(
         )
     if rotary is not None:
         rotary = _rotary.split(rotary)
-    # The host reads a call on the CPU in any case, so checking its integers waits for nothing more.
+    # A call on the CPU needs its integers on the host anyway, so checking them costs no further synchronisation.
     on_cpu = backend == "cpu" or (backend is None and device_of(k) == HOST)
     validate = flag("validate", validate) or on_cpu
     named = {"k": k, "k_pages": k_pages, "v_pages": v_pages, "block_table": block_table}
@@ -269,9 +275,10 @@ def read_append(
 
 
 def check_rows(k: Any, k_pages: Any, table: Any, layout: PagedLayout, cos: Any) -> None:
-    """ValueError for new rows that are no keys of their sequence, or that have no angle."""
+    """ValueError for a sequence with more new rows than keys, or with keys beyond the last position of `cos`."""
     shapes = [tuple(getattr(x, "shape", ())) for x in (k, k_pages, table)]
-    if len(shapes[0]) in (3, 4) and len(shapes[1]) == 4 and shapes[2]:  # else the call tells
+    # Other ranks are refused by the call itself.
+    if len(shapes[0]) in (3, 4) and len(shapes[1]) == 4 and shapes[2]:
         lengths = host_lengths(layout.on_the_host().bind(*shapes))
         angles = tuple(getattr(cos, "shape", ()))
         check_lengths(lengths, angles[0] if len(angles) == 2 else None)

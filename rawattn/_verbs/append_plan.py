@@ -17,8 +17,7 @@ _BY_POSITION = 5  # k, v, k_pages, v_pages, block_table
 class AppendPlan(Plan):
     """A `Plan` that takes its arrays in the order of `append_kv`: ``Plan(k, v, k_pages, v_pages, block_table, q=q)``.
 
-    The cosines and sines of the rotary embedding may be others too, as ``rotary=`` or as ``cos=`` and ``sin=``, and so may
-    scales that are arrays.
+    A call may also pass other angles, as ``rotary=`` or as ``cos=`` and ``sin=``, and other scales if these are arrays.
     """
 
     def __init__(self, **named: Any) -> None:
@@ -31,7 +30,7 @@ class AppendPlan(Plan):
         )
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        """The queries turned, or None."""
+        """The turned queries, or None without queries."""
         if "q" in self._verb.inputs and len(args) == _BY_POSITION:
             q = named.pop("q", self._inputs[_BY_POSITION - 1])
             args = (*args[:-1], q, args[-1])

@@ -1,4 +1,4 @@
-"""The public verbs: arrays in, a problem described, a backend run, arrays of the caller's framework out."""
+"""`attention`: the public verb of the forward pass."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from rawattn._runtime.option_arrays import with_arrays
 from rawattn._runtime.verbs import FORWARD
 from rawattn._verbs.repeats import repeating
 
-if TYPE_CHECKING:  # type checkers bring it: nothing is installed for it
+if TYPE_CHECKING:  # type checkers have their own copy: it is no dependency
     from typing_extensions import Unpack
 
 ArrayT = TypeVar("ArrayT")
 
 
 class CallOptions(ForwardOptions, total=False):
-    """All that `attention` takes by name but `return_lse`, to type checkers."""
+    """For type checkers: the keywords of `attention`, except `return_lse`."""
 
     out: Any
     backend: Literal["cuda", "cpu"] | None
@@ -67,81 +67,84 @@ def attention(
     ----------
     q : array, (batch, seqlen_q, nheads_q, D), or (total_q, nheads_q, D) in group mode
         CuPy, NumPy or any object with ``__dlpack__`` (torch, JAX, ...); float16, bfloat16 or float32; D from 1 to 256.
-        Of arrays that are (batch, heads, seqlen, D), as torch's own attention takes them, pass ``x.transpose(1, 2)``
-        (in NumPy, CuPy and JAX ``x.swapaxes(1, 2)``) for each of q, k and v: of strided arrays nothing is copied.
+        If arrays are (batch, heads, seqlen, D), as torch's own attention takes them, pass ``x.transpose(1, 2)`` (in NumPy,
+        CuPy and JAX ``x.swapaxes(1, 2)``) for each of q, k and v: strided views are read in place, without a copy.
     k : array, (batch, seqlen_k, nheads_kv, D), or (total_k, nheads_kv, D)
         ``nheads_q % nheads_kv == 0``; query head h reads head ``h // (nheads_q // nheads_kv)``.
     v : array, (batch, seqlen_k, nheads_kv, Dv), or (total_k, nheads_kv, Dv)
-        Dv from 1 to 256, free of D. q, k, v share one dtype and one device. Rows may have any strides; a last axis that
-        is not of unit stride is copied.
+        Dv from 1 to 256, independent of D. q, k, v share one dtype and one device. All axes but the last may have any
+        strides; an array whose last axis does not have unit stride is copied.
     seqs : SeqLayout, optional
         Where sequences start and how long they are. With ``seqstart_q`` the batch is packed (group mode); with logical
-        lengths alone it is padded. Whatever padding rows hold, NaN included, reaches no result.
+        lengths alone it is padded. The contents of padding rows, NaN included, never affect a result.
     causal : bool
         Query i sees keys j <= i + off.
     align : "bottom-right" or "top-left"
-        off = seqlen_k - seqlen_q of each sequence, or 0. Places the diagonal of `causal`, `window` and `alibi_slopes`.
+        Places the diagonal of `causal`, `window` and `alibi_slopes`: off = seqlen_k - seqlen_q of each sequence for
+        "bottom-right", off = 0 for "top-left".
     window : (left, right), optional
         Query i sees keys i + off - left <= j <= i + off + right, both ends included; None is unbounded.
     sink : int
-        This many leading keys stay visible whatever ``left`` says, never past the right edge.
+        The number of leading keys that stay visible whatever ``left`` is. ``right`` and `causal` hide them still.
     scale : float, optional
-        Default ``1 / sqrt(D)``; 0 and negative are legal.
+        Default ``1 / sqrt(D)``; 0 and negative numbers are legal.
     num_splits : int, optional
-        Into so many pieces, 1 to 256, the keys of a tile of queries are split, each of which is another block's; no more than
-        it has tiles of keys. 1 splits nothing; None is chosen for lengths and GPU. It changes rounding alone, and the same
-        value gives the same bits. Meanwhile, pieces take memory: about `num_splits` times that of `out` in float32, with
-        the rows of each sequence filled up to whole tiles of queries. ValueError where the GPU has less than that. On the
-        CPU there are no pieces.
+        The number of pieces, 1 to 256, into which the keys of each query tile are split, at most one for each key tile.
+        Different thread blocks compute the pieces. 1 splits nothing; None chooses by lengths and GPU. The number affects
+        rounding only, and the same number gives the same bits. During the call pieces take memory: about `num_splits`
+        times that of `out` in float32, with the rows of each sequence rounded up to whole query tiles. ValueError if the
+        GPU has less memory than that. The CPU backend splits nothing.
     return_lse : bool
         Also return the natural logarithm of the sum of exponentials of each row's scores, float32,
         (batch, nheads_q, seqlen_q) or (nheads_q, total_q).
     out : array, optional
-        Written and returned: the shape, dtype and device of the result, unit last stride, writable, no overlap with q, k
-        or v. Its padding rows are left untouched. In arrays allocated here they are 0, and -inf in lse.
+        Array that the result is written to; it is returned. It has the shape, dtype and device of the result and unit
+        stride along the last axis, is writable, and does not overlap q, k or v. Its padding rows are left untouched.
+        Padding rows of arrays that the call allocates are 0, and -inf in lse.
     backend : "cuda" or "cpu", optional
         Default: the GPU where there is one, for NumPy arrays too; else the CPU.
     softcap : float, optional
         Above 0: a scaled score s becomes ``softcap * tanh(s / softcap)``.
     score_mod : ScoreMod, optional
-        A function of the score and its position, compiled into the kernels; -inf hides a key. Text in C++ runs on GPUs alone.
+        A function of the score and its position, compiled into the kernels; a result of -inf hides the key. A function
+        written in C++ runs on GPUs only.
     bias : array, optional
         Added to the scores, never scaled; -inf hides a key. The dtype of q, or float32. Broadcasts by NumPy's rules to
-        (batch, heads, seqlen_q, seqlen_k), any strides, with 1, nheads_kv or nheads_q heads: a head of nheads_kv is that of
-        its group's query heads. In group mode the last two axes count positions inside each sequence, and are 1 or at least
-        as long as the longest sequence.
+        (batch, heads, seqlen_q, seqlen_k), any strides, where heads is 1, nheads_kv or nheads_q: with nheads_kv, each head
+        serves all query heads of its group. In group mode the last two axes count positions inside each sequence, and are 1
+        or at least as long as the longest sequence.
     alibi_slopes : array, (nheads_q,) or (batch, nheads_q), optional
-        float32, or 16-bit. Adds ``-slope * abs(i + off - j)`` to the score of query i and key j, off being that of `align`.
+        float32, or 16-bit. Adds ``-slope * abs(i + off - j)`` to the score of query i and key j, with off as in `align`.
     mask : array of bool, or BlockMask, optional
-        True keeps a key. The shapes of `bias`. Beside `causal` and `window`, which hide keys too. A mask that many calls use is
-        cheaper as a `BlockMask`, made once by `rawattn.block_mask`. On a GPU for 2**20 query heads at most.
+        True keeps a key. It has a shape that `bias` may have. `causal` and `window` hide further keys. A mask that many
+        calls use is cheaper as a `BlockMask`, made once by `rawattn.block_mask`. On a GPU at most 2**20 query heads.
     sink_logits : array, (nheads_q,), optional
-        float32, or 16-bit. A logit for each head that joins the softmax's denominator and lse, with no value: probabilities
-        then sum to less than 1. A row that sees no key has lse = its sink logit. -inf is none.
+        float32, or 16-bit. A learned logit for each head. It counts in the softmax's denominator and in lse, but has no
+        value, so probabilities sum to less than 1. A row that sees no key has its sink logit as lse. -inf adds nothing.
     dropout_p : float
         In [0, 1). Each probability is dropped with this chance, the others are divided by ``1 - dropout_p``; lse is that
-        without dropout. Needs a seed. Draws have 16 bits: below 2**-17 nothing is dropped, and above 1 - 2**-16 one in 65536
-        is still kept, which makes the output too large in the mean.
+        without dropout. Needs a seed. The random numbers have 16 bits: below 2**-17 nothing is dropped. Above 1 - 2**-16
+        one probability in 65536 is still kept, so the mean of the output is too large.
     seed : int, or integer array of one element, optional
-        What is dropped depends on (seed, batch, head, row, key) alone, so it is the same in the backward, on every backend
-        and for every tiling. An array (int32 or int64, on q's device) is read by the kernels: a captured graph draws anew in
-        each replay where it was changed in between.
+        What is dropped depends on (seed, batch, head, row, key) only, so it is the same in the backward, on every backend
+        and for every tile size. An array (int32 or int64, on q's device) is read by the kernels: change it between replays
+        of a captured CUDA graph, and each replay drops other probabilities.
 
     Returns
     -------
     out : array of q's framework, on q's device, (batch, seqlen_q, nheads_q, Dv) or (total_q, nheads_q, Dv)
     lse : array, only with ``return_lse``
 
-    The order of what happens to a score::
+    These steps turn a score into the output, in this order::
 
         s = scale * (q . k);  softcap;  score_mod;  s += bias;  s += alibi;  hidden keys: s = -inf
         lse = log(sum(exp(s)) + exp(sink_logit));  p = exp(s - lse);  dropout of p;  out = p v
 
-    A row that sees no key gives out 0 and lse -inf. On a GPU, NaN in a key or value inside the logical length may reach rows
-    that do not see it, where a tile that they visit has it: what hides it may be a mask that shows it to another row of the
-    head, `causal`, `window`, a bias of -inf or a score_mod that gives -inf. A key that `mask` hides from all rows of a head
-    reaches none of them. Garbage at the end of sequences is kept out by lengths in `seqs`, elsewhere by such a `mask`, not
-    by a bias of -inf.
+    A row that sees no key has out 0 and lse -inf. On a GPU, a NaN in a key or value within the logical length may reach a
+    row that does not see this key, if the row visits the tile that holds it. That is so for keys hidden by `causal`, by
+    `window`, by a bias of -inf, by a `score_mod` that gives -inf, or by a `mask` that shows the key to another row of the
+    head. A key that `mask` hides from all rows of a head reaches none of them. To keep out garbage at the end of sequences,
+    pass lengths in `seqs`. For garbage elsewhere, pass a `mask` that hides it from all rows; a bias of -inf is not enough.
 
     Raises
     ------
@@ -155,9 +158,9 @@ def attention(
 
     Notes
     -----
-    The work runs on the current stream of q's framework and never waits for it. Lengths that live on the GPU are never
-    read back, with or without ``max_seqlen_*``; the CPU backend alone has to. The algorithm is that of FlashAttention-2
-    (Dao 2023, arXiv:2307.08691), on Hopper of FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608).
+    The work is enqueued on the current stream of q's framework, and the call does not wait for it. Lengths on the GPU are
+    never read back, with or without ``max_seqlen_*``; only the CPU backend copies them to the host. The algorithm is that of
+    FlashAttention-2 (Dao 2023, arXiv:2307.08691), on Hopper of FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608).
 
     Examples
     --------
@@ -197,5 +200,5 @@ def attention(
 
 
 def first(results: Sequence[Any]) -> Any:
-    """What a call that does not return lse gives back."""
+    """The return value of a call that does not return lse."""
     return results[0]

@@ -1,4 +1,4 @@
-"""The public verbs of the backward: gradients of `rawattn.attention`."""
+"""`attention_backward` and `attention_vjp`: gradients of `rawattn.attention`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rawattn._runtime.verbs import BACKWARD, FORWARD
 from rawattn._verbs.attention import ArrayT, CallOptions
 from rawattn._verbs.repeats import repeating
 
-if TYPE_CHECKING:  # type checkers bring it: nothing is installed for it
+if TYPE_CHECKING:  # type checkers have their own copy: it is no dependency
     from typing_extensions import Unpack
 
 
@@ -40,7 +40,7 @@ def attention_backward(
     backend: Literal["cuda", "cpu"] | None = None,
     **options: Unpack[AttentionOptions],
 ) -> Asked[Gradients]:
-    """Gradients of `attention` with respect to q, k, v, the bias, learned sinks and what a score function captures.
+    """Gradients of `attention` with respect to q, k, v, the bias, learned sinks and the arrays that a score function captures.
 
     Parameters
     ----------
@@ -51,21 +51,22 @@ def attention_backward(
     out, lse : array
         What ``attention(..., return_lse=True)`` returned; lse is float32.
     **options
-        All that were given to `attention` but `num_splits`. A seed must have the value that it had there: what was dropped
-        is drawn again.
+        The options that were given to `attention`, except `num_splits`. A seed must have the value that it had there,
+        since the backward recomputes what was dropped.
     dlse : array, the shape of `lse`, float32, optional
         Gradient with respect to `lse`.
     want_dbias : bool, optional
         Whether to compute the gradient of `bias`; by default whenever there is one. True without a bias is an error.
     deterministic : bool
-        The same bits run after run. By default dq is summed by atomic additions, in an order that differs from run to
-        run, and so may dbias be where sequences or more than two heads share the bias; dk and dv are always the same.
-        On a GPU it costs about a quarter more time and needs less memory: 1 float32 of a query row and head, instead of
-        D + 1 (D rounded up to a multiple of 16).
+        True gives the same bits run after run. By default dq is summed by atomic additions, in an order that differs from
+        run to run. dbias may be too, where sequences or more than two heads share the bias. dk and dv always have the same
+        bits. On a GPU True costs about a quarter more time and needs less scratch memory: one float32 for each query row
+        and head instead of D + 1 (D rounded up to a multiple of 16).
     into : Gradients, optional
-        Arrays to write, each of the shape, dtype and device of what it is the gradient of, with unit last stride, writable,
-        without overlap with each other or with an input; a field that is None is allocated. `captured` is a dict. Padding
-        rows of dq, dk and dv are left untouched. In arrays allocated here they are 0.
+        Arrays that the gradients are written to. Each has the shape, dtype and device of the input that it is the gradient
+        of and unit stride along the last axis, is writable, and overlaps neither another one nor an input. For a field that
+        is None the call allocates an array. `captured` is a dict. Padding rows of dq, dk and dv are left untouched. Padding
+        rows of arrays that the call allocates are 0.
     backend : "cuda" or "cpu", optional
         Default: the GPU where there is one, for NumPy arrays too; else the CPU.
 
@@ -73,12 +74,13 @@ def attention_backward(
     -------
     Gradients
         (dq, dk, dv, dbias, dsink_logits, captured) in q's framework, on q's device. dk and dv have the heads of k and v:
-        the query heads that share one are summed. dbias has the shape and dtype of the bias, summed in float32 over the axes
-        along which that is repeated. captured is a dict of the arrays that ``score_mod`` has in ``wrt``. One that has no
-        input, or is not wanted, is None. `alibi_slopes` have no gradient; slopes that a `ScoreMod` captures have.
+        the query heads that share a kv head are summed. dbias has the shape and dtype of the bias, summed in float32 over
+        the axes along which the bias is broadcast. captured is a dict of the gradients of the arrays that ``score_mod`` has
+        in ``wrt``. A gradient whose input was not given, or that is not wanted, is None. `alibi_slopes` have no gradient;
+        slopes that a `ScoreMod` captures have one.
 
-    Rows that see no key have dq 0; keys that no query sees have dk = dv = 0. Whatever padding rows hold, NaN included,
-    reaches no gradient.
+    Rows that see no key have dq 0; keys that no query sees have dk = dv = 0. The contents of padding rows, NaN included,
+    never affect a gradient.
 
     Raises
     ------
@@ -91,10 +93,10 @@ def attention_backward(
 
     Notes
     -----
-    The work runs on the current stream of q's framework and never waits for it, as that of `attention`.
+    As in `attention`, the work is enqueued on the current stream of q's framework, and the call does not wait for it.
 
-    Torch tensors that require grad are accepted while grad mode is on too, unlike by `attention`: they are read as their
-    ``detach()``, and nothing is recorded.
+    Unlike `attention`, this function accepts torch tensors that require a gradient even while grad mode is on: it reads
+    their ``detach()`` and records nothing.
 
     Examples
     --------
@@ -106,7 +108,7 @@ def attention_backward(
     >>> gradients.dk.shape
     (2, 5, 4, 16)
 
-    Of a bias that all sequences share:
+    The gradient of a bias that all sequences share, and of learned sinks:
 
     >>> options = {"bias": rng.standard_normal((4, 5, 5), dtype=np.float32), "sink_logits": np.zeros(4, np.float32)}
     >>> out, lse = rawattn.attention(q, k, v, **options, return_lse=True)
@@ -127,12 +129,12 @@ def attention_backward(
 
 
 def dense_gradients(results: Sequence[Any]) -> Gradients:
-    """What a backward without other gradients gives back, from its outputs."""
+    """The return value of a backward whose outputs are dq, dk and dv alone."""
     return tuple.__new__(Gradients, (*results, None, None, None))
 
 
 def gradients(names: tuple[str, ...], score_mod: Any, results: Sequence[Any]) -> Gradients:
-    """What a backward gives back, from its outputs."""
+    """The return value of a backward, from its outputs. names: those behind dq, dk and dv."""
     others = dict(zip(names, results[3:], strict=True))
     captured = {name: others[f"dcaptured{n}"] for n, name in differentiated(score_mod).items()}
     dq, dk, dv = results[:3]
@@ -143,7 +145,7 @@ _FORWARD_ALONE = "num_splits", "out"  # options that the backward does not take
 _VJP_OPTIONS = tuple(CallOptions.__annotations__)
 _VJP_NAMES = ("q", "k", "v", *_VJP_OPTIONS, "deterministic", "return_lse")
 
-# Inside a vjp the caller takes the gradients: a tensor that requires one is read as its values.
+# The forward of a vjp. Its caller computes the gradients, so a tensor that requires one is accepted and read as its values.
 _UNTRACKED = replace(FORWARD, refuses_gradients=False)
 
 
@@ -210,15 +212,15 @@ def attention_vjp(
 def attention_vjp(
     q: Any, k: Any, v: Any, *, deterministic: bool = False, return_lse: bool = False, **options: Any
 ) -> tuple[Any, Pullback]:
-    """`attention`, and the function that pulls gradients of its result back to its inputs.
+    """The result of `attention`, and a function that maps gradients of this result to gradients of the inputs.
 
     Parameters
     ----------
     q, k, v : array
     **options
-        Those of `attention`. `num_splits` is of the forward alone.
+        Those of `attention`. `num_splits` applies to the forward only.
     deterministic : bool
-        Of the backward.
+        As in `attention_backward`.
     return_lse : bool
         Also return lse, as `attention` does.
 
@@ -226,8 +228,8 @@ def attention_vjp(
     -------
     out : array, or (out, lse) with `return_lse`
     backward : callable, ``backward(dout, *, dlse=None, want_dbias=None, into=None) -> Gradients``
-        As `attention_backward`. It holds q, k, v, out, lse and the arrays of options, an `out` that was given too: they must
-        not be changed before it is called.
+        Computes what `attention_backward` does. It keeps references to q, k, v, out, lse and the arrays of options, also
+        to an `out` that was given: do not change them before it is called.
 
     Examples
     --------

@@ -20,7 +20,7 @@ from rawattn._masks.block_mask import BlockMask, buffers, finished, map_of, shap
 from rawattn._masks.layout import GRANULE_ROWS, Shape
 
 _INT32_MAX = 2**31 - 1
-# The names of the axes in FlexAttention.
+# Names of axes in FlexAttention, and what they are called here.
 _FLEX = {"B": "batch", "H": "nheads", "Q_LEN": "seqlen_q", "KV_LEN": "seqlen_k"}
 _AXES = ("batch", "nheads", "seqlen_q", "seqlen_k")
 
@@ -38,27 +38,30 @@ def block_mask(
     nheads: int = 1,
     **captured: Any,
 ) -> BlockMask:
-    """A mask that is made once, and used by many calls as `mask=`, forward and backward.
+    """Build a mask once, for many calls that take it as `mask=`, forward and backward.
 
-    Its bits take an eighth of the memory of bools. Tiles in which no key is seen are neither loaded nor computed, and those
-    in which all are need no test. It is made of exactly one of `mask`, `predicate` and `ranges`; where that, or an array
-    that the predicate captures, lies on a GPU, it is made there.
+    Its bits take an eighth of the memory of bools. Tiles in which no row sees a key are neither loaded nor computed, and
+    tiles in which all rows see all keys need no test of elements. Give exactly one of `mask`, `predicate` and `ranges`. The
+    mask is built on the GPU if this argument, or an array that the predicate captures, is there; a predicate without arrays
+    is evaluated on the current GPU where there is one.
 
     Parameters
     ----------
     mask : bool array of any framework
-        True keeps a key. Of at most four axes that broadcast to (batch, nheads, seqlen_q, seqlen_k); nheads is 1, that of the
-        keys or that of the queries. In group and paged mode the last two axes count from the beginning of each sequence.
+        True keeps a key. At most four axes that broadcast to (batch, nheads, seqlen_q, seqlen_k), where nheads is 1,
+        nheads_kv or nheads_q of the calls. In group mode and with pages the last two axes count positions inside each
+        sequence.
     predicate : str
-        An expression that gives a bool, in the language of `rawattn.ScoreMod` without `score`: over batch, head, kv_head,
-        q_idx, kv_idx, seqlen_q, seqlen_k and what is captured, as in ``"q_idx // 128 == kv_idx // 128 and head != slow"``. head
-        counts up to `nheads`, and kv_head is the same. seqlen_q and seqlen_k are the lengths given here, not those that
-        sequences of a ragged or padded call have.
+        An expression with a bool value, in the language of `rawattn.ScoreMod` without `score`. Its variables are batch, head,
+        kv_head, q_idx, kv_idx, seqlen_q, seqlen_k and what is captured, as in
+        ``"q_idx // 128 == kv_idx // 128 and head != slow"``. head is below `nheads`, and kv_head equals head. seqlen_q and
+        seqlen_k are the arguments of this call, not the lengths of sequences in a ragged or padded batch.
     ranges : integer array, (batch, seqlen_q, n, 2)
-        The keys [begin, end) that each row sees: any number of ranges, in any order; one that ends where it begins, or
-        before, is empty. For documents, trees and prefixes.
+        Each row sees the keys of its n ranges [begin, end), in any order; a range that ends where it begins, or before, is
+        empty. For documents, trees and prefixes.
     seqlen_q, seqlen_k, batch, nheads : int
-        The shape, of a predicate; of ranges seqlen_k alone, what the array says need not be said again.
+        The shape of the mask. A predicate needs both lengths, ranges need seqlen_k. Other extents that the array has need
+        not be given.
     captured
         Arrays and numbers of the predicate, by name.
 
@@ -120,7 +123,7 @@ def refuse_tracers(given: Mapping[str, Any]) -> None:
 
 
 def _extent(name: str, value: Any) -> int:
-    """As Python's int: sizes that are computed from NumPy's would wrap around."""
+    """The extent of an axis as a Python int: arithmetic on NumPy integers could wrap around."""
     accepted = f"an int from 0 to {_INT32_MAX}"
     size = whole_number(name, value, accepted)
     if size > _INT32_MAX:
@@ -206,7 +209,7 @@ def _of_ranges(given: Any, shape: tuple[int | None, ...]) -> BlockMask:
         words = buffers(whole)
         bits, found, _ = words
         for n in range(whole[0]):
-            # A band at a time: bools of a whole mask are eight times its bits.
+            # A band of 64 rows at a time, since bools take eight times the memory of bits.
             for first in range(0, whole[2], GRANULE_ROWS):
                 rows_of = slice(first, first + GRANULE_ROWS)
                 keep = _rows_of_ranges(ranges[n, rows_of], keys)
@@ -218,11 +221,11 @@ def _of_ranges(given: Any, shape: tuple[int | None, ...]) -> BlockMask:
 
 
 def _rows_of_ranges(ranges: NDArray[Any], keys: int) -> NDArray[np.bool_]:
-    """ranges: (rows, count, 2)"""
+    """The keys that each row sees, (rows, keys). ranges: (rows, count, 2)."""
     begin, end = (np.clip(ranges[..., n], 0, keys) for n in (0, 1))
     end = np.maximum(begin, end)
     rows = np.broadcast_to(np.arange(len(ranges))[:, None], begin.shape)
-    # How many ranges are open at a key.
+    # Steps of the number of ranges that contain a key: +1 at each begin, -1 at each end.
     steps = np.zeros((len(ranges), keys + 1), np.int32)
     np.add.at(steps, (rows, begin), 1)
     np.add.at(steps, (rows, end), -1)

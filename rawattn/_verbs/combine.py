@@ -1,4 +1,4 @@
-"""`combine`: partial attention over disjoint keys becomes attention over all of them."""
+"""`combine`: merges partial results of attention over disjoint keys."""
 
 from __future__ import annotations
 
@@ -28,17 +28,18 @@ def combine(outs: Any, lses: Any, *, out: Any = None, dtype: Any = None) -> tupl
     outs : list of arrays, or one array with the partials on a new first axis
         Each as `attention` returns it, (batch, seqlen_q, nheads, Dv) or in group mode (total_q, nheads, Dv);
         all float16, all bfloat16 or all float32; Dv from 1 to 256; at least one. Any framework, one device, any strides.
-        A last axis that is not of unit stride is copied, and so are lists of more than 64 or of arrays whose strides differ.
-        One array is a stack in any case: a lone (batch, seqlen_q, nheads, Dv) is read as partials of group mode, as many as
-        batch, so one partial is given as a list of one.
+        Arrays whose last axis does not have unit stride are copied. So are lists of more than 64 arrays, and lists of
+        arrays whose strides differ. A single array is always a stack: one of shape (batch, seqlen_q, nheads, Dv) is read
+        as `batch` partials of group mode. Give a single partial as a list of one array.
     lses : list of arrays, or one array with the partials on a new first axis
         Natural logarithms of the sums of exponentials, as `attention` returns them: (batch, nheads, seqlen_q) or
-        (nheads, total_q), float32, any strides. A list or not, whatever `outs` is.
+        (nheads, total_q), float32, any strides. May be stacked where `outs` is a list, and a list where `outs` is stacked.
     out : array, optional
-        Written and returned: the shape of a partial, `dtype`, unit last stride, writable, no overlap with a partial.
+        Array that the result is written to; it is returned. It has the shape of a partial, dtype `dtype` and unit stride
+        along the last axis, is writable, and does not overlap a partial.
     dtype : dtype, optional
-        Of the result: float16, bfloat16 or float32, as a dtype of NumPy or torch or by name. Default: that of the
-        partials. Partials in float32 lose nothing on the way to a 16-bit result.
+        The dtype of the result: float16, bfloat16 or float32, as a dtype of NumPy or torch or by name. Default: that of
+        the partials. With float32 partials, a 16-bit result is rounded only once.
 
     Returns
     -------
@@ -46,8 +47,8 @@ def combine(outs: Any, lses: Any, *, out: Any = None, dtype: Any = None) -> tupl
     lse : array, float32, (batch, nheads, seqlen_q) or (nheads, total_q)
         The natural logarithm of ``sum_i exp(lse_i)``.
 
-    A partial whose lse is -inf weighs nothing, whatever its out holds, NaN included. Where all are -inf, out is 0 and
-    lse -inf. So results of `combine` can be combined again.
+    A row of a partial whose lse is -inf has weight 0, whatever its out holds, NaN included. Where the lse of all partials
+    is -inf, out is 0 and lse is -inf, so results of `combine` can be combined again.
 
     Raises
     ------
@@ -58,12 +59,12 @@ def combine(outs: Any, lses: Any, *, out: Any = None, dtype: Any = None) -> tupl
 
     Notes
     -----
-    The work runs on the current stream of the first partial's framework and never waits for it. NumPy arrays travel to
-    a GPU where there is one. Sums are made in float32. Splitting keys and merging what their parts give is what
-    Flash-Decoding does (Dao et al. 2023). Another use is a prefix that many sequences share, merged with the keys that
-    each has of its own (examples/shared_prefix.py).
+    The work is enqueued on the current stream of the first partial's framework, and the call does not wait for it. NumPy
+    arrays are copied to a GPU where there is one. Sums are computed in float32. Splitting keys and merging the partial
+    results is what Flash-Decoding does (Dao et al. 2023). Another use: attention to a prefix that many sequences share is
+    merged with the attention of each sequence to its own keys (examples/shared_prefix.py).
 
-    Partials must be disjoint: a key that two of them see counts twice. A `sink_logits` belongs to one partial alone.
+    Partials must be over disjoint keys: a key that two of them see counts twice. Pass `sink_logits` to one partial only.
 
     Examples
     --------
@@ -84,9 +85,9 @@ def combine(outs: Any, lses: Any, *, out: Any = None, dtype: Any = None) -> tupl
 def read(
     outs: Any, lses: Any, dtype: Any, out: Any = None
 ) -> tuple[tuple[Any, ...], int, int, str | None]:
-    """The arrays of a call one by one, how many outs and lses are listed, 0 where they are stacked, and the name of the dtype.
+    """The arrays of a call, how many outs and how many lses are listed (0 where stacked), and the name of the dtype.
 
-    Lists of more partials than a kernel is told one by one are stacked first.
+    Lists of more than MAX_LISTED partials are stacked first.
     """
     dtype = None if dtype is None else partials.result_dtype(dtype).name
     listed_outs, listed_lses = isinstance(outs, (list, tuple)), isinstance(lses, (list, tuple))
@@ -100,7 +101,7 @@ def read(
 
 @lru_cache(maxsize=256)
 def _asking(outs: int, lses: int, dtype: str | None) -> Callable[..., tuple[Any, Any]]:
-    """The calls with so many arrays, which it takes by position."""
+    """A function that makes calls with so many arrays, which it takes by position."""
     verb = combine_verb(outs, lses, dtype)
 
     def ask(*arrays: Any, out: Any = None) -> Asked[tuple[Any, Any]]:

@@ -20,7 +20,7 @@ _NAMES = ("outs", "lses")
 
 
 class CombinePlan(Plan):
-    """A call of `combine` on partials of one form: the same number, listed or stacked alike."""
+    """A `Plan` of `combine`: calls take as many partials as were planned, listed where these were listed, else stacked."""
 
     def __init__(self, outs: Any, lses: Any, out: Any, dtype: Any) -> None:
         self._given = partials.given("outs", outs), partials.given("lses", lses)
@@ -34,14 +34,14 @@ class CombinePlan(Plan):
             )
         arrays, *form = read(outs, lses, dtype, out)
         verb, targets = combine_verb(*form), (out, None)
-        if self._is_long:  # whatever is wrong with the call is told now
+        if self._is_long:  # planning raises every error that the call has
             dispatch.check(verb, arrays, targets, DEFAULTS, False, None)
             return
         returned: Any = tuple
         super().__init__(verb, arrays, targets, DEFAULTS, False, None, returned, ())
 
     def __call__(self, *args: Any, out: Any = None, into: Any = None, **named: Any) -> Any:
-        """out and lse."""
+        """(out, lse). If a list is long, this is an ordinary call of `combine`."""
         if into is not None:
             raise TypeError("into: this plan writes its results to out=")
         if len(args) > len(_NAMES) or not named.keys() <= set(_NAMES[len(args) :]):
@@ -65,13 +65,13 @@ class CombinePlan(Plan):
 
 
 def _is_native(array: Any) -> bool:
-    """Whether plans have kernels and memory of their own for such arrays."""
+    """Whether an array is CuPy's or a CUDA tensor of torch, for which plans own kernels and memory."""
     own = native(framework_of(array))
     return own is not None and own.read((array,), 1) is not None
 
 
 def _like(given: Any, planned: Given) -> Given:
-    """ValueError for partials that are not as many, or listed or stacked as those of planning time."""
+    """The partials of a call. ValueError if their number differs from planning time, or whether they are listed."""
     side = partials.given(planned.name, given)
     if (side.listed, len(side.arrays)) != (planned.listed, len(planned.arrays)):
         got, expected = (

@@ -1,7 +1,7 @@
-"""Calls on pages like earlier ones: steps of decoding, whose lengths and page ids lie on the GPU, for kernels to read.
+"""Fast path of repeated calls on pages: decoding steps whose lengths and page ids are on the GPU, where kernels read them.
 
-As `repeats`, which knows layouts: here the lengths are an array among the others, so a call is told by the form of its arrays
-and the spelling of its options alone.
+The counterpart of `repeats`, which handles layouts. Here the lengths are one more array of the call, so the form of the
+arrays and the values of the options are the whole key.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Result = TypeVar("Result")
 
 
 class Gathered(NamedTuple):
-    """A call's arrays, and what of it is none.
+    """The arguments of a call, arrays apart from options.
 
-    arrays: as the verb has them; then seqlen_k, and the indptr of a block table that is a pair.
-    out: to write, or None. options: all others by name, and under "" what else tells calls apart.
+    arrays: in the verb's order; then seqlen_k, and the indptr if the block table is a pair. out: the array to write, or None.
+    options: the other arguments by name, and under "" which optional arrays are given.
     """
 
     arrays: tuple[Any, ...]
@@ -41,16 +41,16 @@ def repeating(
     gather: Callable[[tuple[Any, ...], dict[str, Any]], Gathered | None],
     written: tuple[int, ...] = (),
 ) -> Callable[[Callable[Parameters, Asked[Result]]], Callable[Parameters, Result]]:
-    """Makes the public function of a verb of the one that says what is asked for.
+    """Decorator: turns a verb's own function, which returns an `Asked`, into the public function, with a fast path.
 
-    gather: from the arguments of a call; None for one that is no step of decoding. written: the indices of the arrays that
-    a call changes.
+    gather: gathers the arguments of a call, or returns None if the call has no fast path.
+    written: the indices of arrays that a call changes, among the gathered ones.
     """
 
     def decorate(ask: Callable[..., Asked[Result]]) -> Callable[..., Result]:
         name = ask.__name__
         kinds = argument_kinds(f"rawattn.{name}", inspect.signature(ask))
-        # By the type of the first array and the number of all.
+        # By the type of the first array and the number of arrays.
         readers: dict[tuple[type, int], Callable[..., Read | None]] = {}
 
         @functools.wraps(ask)
@@ -66,14 +66,14 @@ def repeating(
             if read is not None:
                 addresses, form, tracked = read
                 try:
-                    # What each array begins with decides, and all of them together only where that is nothing.
+                    # Launches depend on each array's address modulo 16. form[-1], all addresses OR-ed, is 0 if all are aligned.
                     alignments = tuple([x & 15 for x in addresses]) if form[-1] else None
                     values = tuple(others.values())
                     types = [type(x) for x in values]
                     types += [type(end) for x in values if type(x) is tuple for end in x]
                     key = form, alignments, out is None, *others, values, *types
                     repeat = known[name].get(key)
-                except TypeError:  # what cannot be hashed
+                except TypeError:  # an option that cannot be hashed
                     repeat = key = None
                 if repeat is not None and not tracked and selection() is UNCHANGED:
                     result = repeat(addresses, out)
@@ -121,7 +121,7 @@ def repeating(
 
 
 def of_paged_attention(args: tuple[Any, ...], options: dict[str, Any]) -> Gathered | None:
-    """q, k_pages, v_pages, block_table by position, seqlen_k by name."""
+    """q, k_pages, v_pages, block_table come by position, seqlen_k by name. None with `seqs` or `validate`."""
     if len(args) != 4 or options.get("seqs") is not None or options.get("validate"):
         return None
     others = {**options}
@@ -134,7 +134,7 @@ def of_paged_attention(args: tuple[Any, ...], options: dict[str, Any]) -> Gather
 
 
 def of_append_kv(args: tuple[Any, ...], options: dict[str, Any]) -> Gathered | None:
-    """k, v, k_pages, v_pages, block_table by position, seqlen_k, q and rotary by name."""
+    """k, v, k_pages, v_pages, block_table come by position, seqlen_k, q, rotary by name. None with `seqs` or `validate`."""
     if len(args) != 5 or options.get("seqs") is not None or options.get("validate"):
         return None
     others = {**options}

@@ -22,16 +22,16 @@ from rawattn._runtime.verbs import PAGED, Verb, with_scales
 from rawattn._verbs import page_repeats
 from rawattn._verbs.attention import CallOptions, first
 
-if TYPE_CHECKING:  # type checkers bring it: nothing is installed for it
+if TYPE_CHECKING:  # type checkers have their own copy: it is no dependency
     from typing_extensions import Unpack
 
 ArrayT = TypeVar("ArrayT")
 
 
 class Limits(NamedTuple):
-    """Which keys a row reaches: those of `attention`.
+    """Which keys a row may see, by the options of `attention` of these names.
 
-    written: whether rows are new keys, each of which needs a slot of its own.
+    written: whether the rows are new keys of `append_kv`, each of which needs its own slot.
     """
 
     window: tuple[int | None, int | None]
@@ -102,47 +102,48 @@ def paged_attention(
     backend: Literal["cuda", "cpu"] | None = None,
     **options: Unpack[ForwardOptions],
 ) -> Asked[Any]:
-    """Attention of queries to keys and values that lie in the pages of a cache, wherever each page is.
+    """Attention to keys and values that are stored in the pages of a cache.
 
-    Key j of sequence b is row ``j % page_size`` of page ``block_table[b, j // page_size]``. Everything else is as in
-    `attention`, and so is every option that is not named here.
+    Key j of sequence b is row ``j % page_size`` of page ``block_table[b, j // page_size]``. Everything else, including
+    every option that is not described here, is as in `attention`.
 
     Parameters
     ----------
     q : array, (batch, seqlen_q, nheads_q, D), or (total_q, nheads_q, D) in group mode
-        float16, bfloat16 or float32; D from 1 to 256. The newest rows of each sequence: one for a step of decoding,
-        several for speculative decoding and for a chunk of a prompt. Their own keys are in the pages already.
+        float16, bfloat16 or float32; D from 1 to 256. The newest rows of each sequence: one for a decoding step, several
+        for speculative decoding or a chunk of a prompt. The keys of these rows are already in the pages.
     k_pages : array, (num_pages, page_size, nheads_kv, D)
-        The dtype of q, or float8_e4m3fn whatever q is; the device of q; page_size from 1 to 1024. Any strides but for a
-        dense last axis, so a cache that is (num_pages, nheads_kv, page_size, D) is passed as a view with its two middle
-        axes swapped, without a copy.
+        The dtype of q, or float8_e4m3fn with any dtype of q. The device of q; page_size from 1 to 1024. Any strides, except
+        that the last axis is dense: a cache of shape (num_pages, nheads_kv, page_size, D) is passed as a view with its two
+        middle axes swapped, without a copy.
     v_pages : array, (num_pages, page_size, nheads_kv, Dv)
-        The dtype of k_pages. Dv from 1 to 256, free of D.
+        The dtype of k_pages. Dv from 1 to 256, independent of D.
     block_table : array, (batch, max_pages), or a pair (indptr, page_ids)
-        int32 or int64, any strides, on the device of q or on the host: a NumPy array or a list, which is sent there at each
-        call. Of a pair the pages of sequence b are ``page_ids[indptr[b]:indptr[b + 1]]``; indptr is (batch + 1,). Sequences
-        may share pages. Entries past the last page of a sequence may hold anything, and so may those of pages that no row
-        of the sequence sees through the window.
+        int32 or int64, any strides, on the device of q or on the host. A NumPy array or a list is copied to the device of q
+        at each call. In a pair, the pages of sequence b are ``page_ids[indptr[b]:indptr[b + 1]]``; indptr is (batch + 1,).
+        Sequences may share pages. Entries behind the last page of a sequence may hold anything, and so may entries of pages
+        that the window hides from all rows of the sequence.
     seqlen_k : (batch,)
-        The keys of each sequence, int32 or int64, on the host or the device. On the device they are read by the kernels at
-        every call, so they may grow in place.
+        The number of keys of each sequence, int32 or int64, on the host or the device. On the device they are read by the
+        kernels at every call, so they may grow in place.
     seqs : SeqLayout, optional
-        The lengths of q alone: ``seqstart_q`` for a packed batch (group mode), logical lengths for a padded one.
+        The lengths of q only: ``seqstart_q`` for a packed batch (group mode), logical lengths for a padded one.
         ``max_seqlen_k`` may be given, and is not needed.
     **options
-        As of `attention`. The last two axes of `bias` and `mask` count positions inside each sequence, and are 1 or at
+        As in `attention`. The last two axes of `bias` and `mask` count positions inside each sequence, and are 1 or at
         least as long as the longest sequence.
     k_scale, v_scale : float, or array (nheads_kv,), optional
-        What the keys and values of float8_e4m3fn pages are multiplied with: ``k_scale[h] * k_pages`` are the keys of kv
-        head h. A finite number above 0, or float32 ones on the device of q or on the host, from where they are sent at
-        each call. On the device they are read by the kernels at every call, and unchecked. Default: 1.
+        Factors of float8_e4m3fn pages: the keys of kv head h are ``k_scale[h]`` times what k_pages hold, and the values
+        likewise. A finite number above 0, or a float32 array of such numbers, on the device of q or on the host. An array
+        on the host is copied at each call. An array on the device is read by the kernels at every call, and is not checked.
+        Default: 1.
     return_lse : bool
         Also return the natural logarithm of the sum of exponentials of each row's scores, float32.
     out : array, optional
-        Written and returned, as of `attention`.
+        Array that the result is written to, as in `attention`; it is returned.
     validate : bool
-        Check integers that are on the device too: lengths, and the ids of all pages that are read. It waits for the
-        device. Where all of it is on the host it is always checked.
+        Also check integers that are on the device: lengths, and the ids of all pages that are read. This waits for the
+        device. Where all integers are on the host they are always checked.
     backend : "cuda" or "cpu", optional
         Default: the GPU where there is one, for NumPy arrays too; else the CPU.
 
@@ -151,15 +152,15 @@ def paged_attention(
     out : array of q's framework, on q's device, (batch, seqlen_q, nheads_q, Dv) or (total_q, nheads_q, Dv)
     lse : array, only with ``return_lse``: (batch, nheads_q, seqlen_q) or (nheads_q, total_q)
 
-    What unused rows of the last page hold, or pages of nobody, reaches no result, NaN included.
+    The contents of unused rows of a last page, and of pages that no sequence uses, never affect a result, NaN included.
 
     Raises
     ------
     TypeError, ValueError
-        Naming the argument, what was got and what is accepted; before anything is launched. ValueError for a length that is
-        more than the pages hold, and for an id that is no page's: always where all lengths and ids are on the host, else
-        with `validate`. Without it such a length is cut on the device, and such an id is some page's: nothing is read
-        outside of the arrays.
+        Naming the argument, what was got and what is accepted; before anything is launched. ValueError for a length beyond
+        what the pages hold, and for a page id out of range: always where all lengths and ids are on the host, else only with
+        `validate`. Unchecked, kernels cut such a length and clamp such an id to an existing page, so nothing is read outside
+        of the arrays.
     NotImplementedError
         For pages of 8 bits that are not float8_e4m3fn, and on the CPU for a `score_mod` in C++.
     RuntimeError
@@ -168,8 +169,8 @@ def paged_attention(
 
     Notes
     -----
-    float8_e4m3fn is that of `ml_dtypes` in NumPy and CuPy (``bytes.view(ml_dtypes.float8_e4m3fn)`` makes one of an array
-    of uint8, without a copy), torch.float8_e4m3fn and jax.numpy.float8_e4m3fn.
+    float8_e4m3fn is the dtype of `ml_dtypes` in NumPy and CuPy, torch.float8_e4m3fn, or jax.numpy.float8_e4m3fn. In NumPy
+    and CuPy ``bytes.view(ml_dtypes.float8_e4m3fn)`` views an array of uint8 as this dtype, without a copy.
 
     Examples
     --------
@@ -184,13 +185,13 @@ def paged_attention(
     >>> out.shape
     (2, 1, 8, 16)
 
-    The keys of the second one are those of pages 1 and 2:
+    The second sequence has its keys in pages 1 and 2:
 
     >>> k, v = (x[[1, 2]].reshape(1, 4, 4, 16)[:, :3] for x in (k_pages, v_pages))
     >>> bool(np.allclose(out[1:], rawattn.attention(q[1:], k, v), atol=1e-6))
     True
 
-    The same table as a pair, for chunks of 2 rows and of 1:
+    The same table as a pair, for query chunks of 2 rows and 1 row:
 
     >>> pair = ([0, 3, 5], [5, 0, 3, 1, 2])
     >>> packed = rng.standard_normal((3, 8, 16), dtype=np.float32)
@@ -220,10 +221,12 @@ def read_pages(
     names: Sequence[str] = PAGED.inputs[:3],
     limits: Limits | None = None,
 ) -> tuple[Any, Options]:
-    """The page ids of a call where its rows are, and the options with a `PagedLayout` instead of `seqs`.
+    """The page ids of a call, on the device of its rows, and the options with a `PagedLayout` as `seqs`.
 
-    named: the arguments of `paged_attention`. Integers on the host are checked, with `validate` those on a device too.
-    names: those of the rows and of both arrays of pages. limits: which keys a row reaches; None: as the options say.
+    Integers are checked where all of them are on the host, or with `validate`.
+
+    named: the arguments of the call. names: the arguments that are the rows and both arrays of pages.
+    limits: which keys a row may see; None takes that from the options.
     """
     validate = flag("validate", named["validate"])
     rows, k_pages, v_pages = found = [named[name] for name in names]
@@ -245,12 +248,12 @@ def read_pages(
 
 
 def limits_of(options: Options) -> Limits:
-    """Which keys a row reaches by the options of its call."""
+    """Which keys a row may see, by the options of its call."""
     return Limits(_options.window(options), _options.sink(options), _options.top_left(options))
 
 
 class Scaled(NamedTuple):
-    """A verb whose calls bring scales along, the arrays among these, where the rows are, and the numbers."""
+    """A verb that takes scales, and a call's scales: arrays on the device of its rows, and numbers as kernels take them."""
 
     verb: Verb
     arrays: tuple[Any, ...]
@@ -258,7 +261,7 @@ class Scaled(NamedTuple):
 
 
 def scaled(verb: Verb, rows: Any, named: Mapping[str, Any]) -> Scaled:
-    """named: the scales among the arguments of a call."""
+    """`verb` with the scales of a call. named: the arguments k_scale and v_scale."""
     if all(x is None for x in named.values()):
         return Scaled(verb, (), ())
     found = scales.read(named)
@@ -276,9 +279,9 @@ def check_pages(
     layout: pages.PagedLayout,
     limits: Limits,
 ) -> None:
-    """ValueError for lengths that do not fit, for ids of no page and for new rows in one slot.
+    """ValueError for lengths that do not fit, for page ids out of range, and for two new rows in one slot.
 
-    Shapes that do not fit are told by the call itself.
+    Shapes of a wrong rank pass: the call itself refuses them.
     """
     shapes = [tuple(getattr(x, "shape", ())) for x in (q, k_pages, v_pages)]
     if len(shapes[0]) not in (3, 4) or len(shapes[1]) != 4 or len(shapes[2]) != 4:
@@ -294,7 +297,7 @@ def check_pages(
 
 
 def device_of(array: Any) -> int | None:
-    """The device of an array, HOST, or None for what is no array: the call tells what is wrong with it."""
+    """The device of an array, HOST, or None for an object that is no array, which the call itself then refuses."""
     try:
         return arrays.device_of(array, arrays.framework_of(array))
     except Exception:  # frameworks raise all kinds for what they cannot export
@@ -302,7 +305,7 @@ def device_of(array: Any) -> int | None:
 
 
 def _beside(q: Any, table: np.ndarray[Any, Any]) -> Any:
-    """A table of the host where q is, in q's framework."""
+    """A host array copied to the device of q, in q's framework; the array itself if q is on the host."""
     device = device_of(q)
     if device is None or device == HOST:
         return table

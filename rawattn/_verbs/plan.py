@@ -33,27 +33,30 @@ from rawattn._verbs.combine import combine
 from rawattn._verbs.paged import check_pages, limits_of, paged_attention, read_pages, scaled
 from rawattn._verbs.plan_arguments import Arguments, check_form, host_table
 
-_MAX_KNOWN = 64  # ways to spell a call
+# Entries of `Plan._repeats`. Each is one way to pass a call's arrays: how many by position, and which by name.
+_MAX_KNOWN = 64
 
 
 class Plan:
     """A call of a verb on arrays of one form, made by `plan`.
 
-    Call it with arrays of the same shapes, strides, dtypes and device, by position or by name; one that is left out is that
-    of planning time. Names are those of the planned function, and those by which a score function captures arrays. ``out=``
-    (for the backward ``into=``) takes the results; otherwise they are in arrays of the plan's own, the same ones at every
-    call, overwritten by the next. Padding rows of the plan's own arrays are 0, -inf in lse. Lengths on the GPU may be other
-    arrays too, as ``seqlen_k=``; they are read at every call and at every replay of a captured graph, so they may change in
-    place. Values of the host (scale, window, lengths, a table of pages, ...) are those of planning time: lengths and tables
-    may be given again, but with other values they are refused. Where q is on the host too, a table of pages is an array
-    like q, whose values may be others: each call checks them.
+    Call it with arrays of the same shapes, strides, dtypes and device as in planning, by position or by name. For an array
+    that is left out, the call takes the one of planning time. Names are those of the planned function, and the names by
+    which a score function captures arrays. ``out=`` (for the backward ``into=``) gives arrays to write the results to.
+    Otherwise the results are in arrays of the plan, the same ones at every call, so the next call overwrites them. Padding
+    rows of the plan's arrays are 0, in lse -inf.
+
+    Lengths on the GPU may be other arrays too, as in ``seqlen_k=``. They are read at every call and at every replay of a
+    captured graph, so they may change in place. Values on the host (scale, window, lengths, a page table, ...) are those of
+    planning time: lengths and page tables may be given again, but other values are refused. If q is on the host too, a page
+    table is an array like q: its values may change, and each call checks them.
 
     A call allocates nothing, waits for nothing and can be captured in a CUDA graph (CuPy's and torch's). The plan must live
-    as long as such a graph: its scratch memory is the graph's too. For the same reason two calls of one plan must not run at
-    the same time on different streams; two plans may.
+    as long as such a graph, since the graph uses the plan's scratch memory. For the same reason two calls of one plan must
+    not run at the same time on different streams; calls of two plans may.
 
-    On the CPU, and for arrays that are neither CuPy's nor CUDA tensors of torch, a call is an ordinary one with the options
-    of planning time. Strides may then differ, and the results are in new arrays.
+    On the CPU, and for arrays that are neither CuPy arrays nor CUDA tensors of torch, a call is an ordinary one with the
+    options of planning time. Strides may then differ, and the results are in new arrays.
     """
 
     def __init__(
@@ -68,14 +71,14 @@ class Plan:
         values: tuple[int, ...],
         table: Any = None,
     ) -> None:
-        """table: page ids that are on the host where the arrays are not."""
+        """table: the page ids of planning time if these are on the host and the other arrays are not."""
         self._verb, self._options, self._flag, self._backend = verb, options, flag, backend
         self._values = values
         self._inputs, self._targets, self._returned = tuple(inputs), tuple(targets), returned
         self._arguments = Arguments(verb, inputs, options, table)
         self._gpu: GpuPlan | None = None
         self._repeat: Repeat | None = None
-        self._repeats: dict[tuple[Any, ...], Repeat] = {}  # of calls that name arrays
+        self._repeats: dict[tuple[Any, ...], Repeat] = {}  # calls that pass arrays by name
         own = native(arrays.framework_of(inputs[verb.q]))
         if own is not None and backend != "cpu":
             read = own.read((*inputs, *targets), verb.required)
@@ -86,9 +89,9 @@ class Plan:
                     verb, own, read, inputs, targets, options, flag, returned, values
                 )
                 self._repeat = self._gpu.repeat
-        if self._gpu is None:  # whatever is wrong with the call is told now
+        if self._gpu is None:  # planning raises every error that the call has
             if self._is_program(inputs, targets):
-                self._run(inputs, targets)  # which compiles it
+                self._run(inputs, targets)  # compiles the program
             else:
                 dispatch.check(verb, inputs, targets, options, flag, backend, values)
 
@@ -116,14 +119,14 @@ class Plan:
     def _told(
         self, args: Sequence[Any], named: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """How a call spells its arrays, and those in the order of their names; of gradients to write each that is given."""
+        """The key of a call with ``into=`` in `_repeats`, and its arrays in that order, gradients to write last."""
         written = self._written(None, named["into"])
         others = {name: x for name, x in named.items() if name != "into"}
         given = tuple(n for n, x in enumerate(written) if x is not None)
         return (len(args), *others, given), (*args, *others.values(), *[written[n] for n in given])
 
     def _learn(self, key: tuple[Any, ...], given: tuple[Any, ...]) -> None:
-        """Keeps how a call that has been made is made again, if it can be."""
+        """Keeps a fast path for calls like one that has been made, if there is one."""
         if self._gpu is None:
             return
         count, *names = key
@@ -139,9 +142,8 @@ class Plan:
 
     @dynamo.untraced
     def _call(self, *args: Any, out: Any = None, into: Any = None, **named: Any) -> Any:
-        if (
-            out is not None and "out" in self._verb.inputs
-        ):  # the forward's, which its backward reads
+        # A backward reads the forward's out: there `out` is an input.
+        if out is not None and "out" in self._verb.inputs:
             named["out"], out = out, None
         written = None
         if out is not None or into is not None:
@@ -163,20 +165,20 @@ class Plan:
         return self._returned(self._run(inputs, targets))
 
     def _run(self, inputs: Sequence[Any], targets: Sequence[Any]) -> Sequence[Any]:
-        """As an ordinary call does."""
+        """An ordinary call."""
         if self._is_program(inputs, targets):
             return eager.attention(inputs, self._options, self._flag)
         call = self._verb, inputs, targets, self._options, self._flag
         return dispatch.run(*call, self._backend, self._values)
 
     def _is_program(self, inputs: Sequence[Any], targets: Sequence[Any]) -> bool:
-        """Whether the call is a program of JAX's."""
+        """Whether the call runs as a compiled program of JAX."""
         if arrays.framework_of(inputs[self._verb.q]) != "jax":
             return False
         return eager.takes(self._verb, inputs, targets, self._options, self._backend)
 
     def _check_values(self, inputs: Sequence[Any]) -> None:
-        """ValueError for a table or scales on the host that do not fit: an ordinary call would refuse them too."""
+        """ValueError for a page table or scales on the host that an ordinary call would refuse too."""
         named = dict(zip(self._verb.inputs, inputs, strict=True))
         for name in scales.NAMES:
             if name in named:
@@ -190,7 +192,7 @@ class Plan:
             check_pages(q, k_pages, v_pages, table, layout, limits_of(self._options))
 
     def _written(self, out: Any, into: Any) -> Sequence[Any]:
-        """The caller's arrays among the outputs."""
+        """The caller's array for each output of the verb, None for those that are not given."""
         forward = self._verb.name != BACKWARD.name
         if (into if forward else out) is not None:
             given, other = ("into", "out") if forward else ("out", "into")
@@ -203,34 +205,35 @@ class Plan:
 
 @dynamo.untraced
 def plan(fn: Callable[..., Any], *args: Any, **options: Any) -> Plan:
-    """Prepare a call once: no validation, planning or allocation is left for the calls themselves.
+    """Prepare a call once, so that later calls like it neither validate, nor plan, nor allocate.
 
     Parameters
     ----------
     fn : `rawattn.attention`, `rawattn.attention_backward`, `rawattn.paged_attention`, `rawattn.append_kv` or `rawattn.combine`
     *args, **options
-        As `fn` takes them. Arrays tell shapes, strides, dtypes and device; of their values nothing is used.
-        Arrays of options (`bias`, `mask`, `alibi_slopes`, `sink_logits`, a seed on the GPU, what a score function captures)
-        are kept for the calls: ``Plan(q, k, v)`` reads those of planning time, ``Plan(q, k, v, bias=other)`` another bias.
+        As `fn` takes them. Of arrays the shapes, strides, dtypes and device count, not the values.
+        Arrays of options (`bias`, `mask`, `alibi_slopes`, `sink_logits`, a seed on the GPU, arrays that a score function
+        captures) are kept for the calls: ``Plan(q, k, v)`` reads those of planning time, ``Plan(q, k, v, bias=other)``
+        reads another bias.
 
     Returns
     -------
     Plan
         Call it with the arrays: ``Plan(q, k, v)``, ``Plan(dout, q, k, v, out, lse)``, ``Plan(q, k_pages, v_pages,
         block_table)``, ``Plan(k, v, k_pages, v_pages, block_table, q=q)`` or ``Plan(outs, lses)``.
-        Of a pair that is a block table the page ids alone may be given; its indptr is then that of planning time, which on
-        the GPU may change in place.
+        If the call was planned with a pair (indptr, page_ids) as block table, calls may give page_ids only. They then read
+        the indptr of planning time, which may change in place if it is on the GPU.
 
     Raises
     ------
     TypeError, ValueError, NotImplementedError, RuntimeError
-        As `fn` raises them; and ValueError for CuPy arrays and CUDA tensors of torch whose last axis is not dense, since each
-        call would have to copy them.
+        As `fn` raises them. Also ValueError for CuPy arrays and CUDA tensors of torch whose last axis is not dense, since
+        each call would have to copy them.
 
     Notes
     -----
-    Planning waits for the current stream. The memory of a plan is that of its results and of what the kernels need beside
-    them; it is freed with the plan, when the last stream that used it is done.
+    Planning waits for the current stream. A plan owns its results and the scratch memory of its kernels. This memory is
+    freed with the plan, once the work on all streams that used it is done.
 
     Examples
     --------
@@ -241,7 +244,8 @@ def plan(fn: Callable[..., Any], *args: Any, **options: Any) -> Plan:
     (1, 5, 2, 16)
     """
     planned: tuple[Any, ...] = (attention, attention_backward, paged_attention, append_kv, combine)
-    if not any(fn is each for each in planned):  # an array has no truth value
+    # Not `fn in planned`, which fails for an array: comparing it with == gives no bool.
+    if not any(fn is each for each in planned):
         name = getattr(fn, "__name__", None) or shown(fn)
         if name == "attention":
             name = f"{fn.__module__}.{name}"
@@ -260,11 +264,11 @@ def plan(fn: Callable[..., Any], *args: Any, **options: Any) -> Plan:
     given.apply_defaults()
     named = given.arguments
     if fn is combine:
-        from rawattn._verbs.combine_plan import CombinePlan  # which is a Plan
+        from rawattn._verbs.combine_plan import CombinePlan  # imported here, since it needs `Plan`
 
         return CombinePlan(**named)
     if fn is append_kv:
-        from rawattn._verbs.append_plan import AppendPlan  # likewise
+        from rawattn._verbs.append_plan import AppendPlan  # imported here, since it needs `Plan`
 
         return AppendPlan(**named)
     known = Options(**{name: named[name] for name in Options._fields if name in named})

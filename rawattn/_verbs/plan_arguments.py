@@ -1,4 +1,4 @@
-"""What a call of a plan is given, by position and in the words of the planned function, as the arrays of its verb."""
+"""The arguments of a plan's call, by position or by the planned function's names, matched to the arrays of its verb."""
 
 from __future__ import annotations
 
@@ -15,36 +15,38 @@ from rawattn._masks.block_mask import BlockMask
 from rawattn._runtime.option_arrays import told
 from rawattn._runtime.verbs import Verb
 
-# Integers of a layout that a call may be given again.
+# Arguments of a layout that a plan's call may give again.
 _LENGTHS = ("seqstart_q", "seqlen_q", "cu_seqlen_q", "seqstart_k", "seqlen_k", "cu_seqlen_k")
 
 
 class Complete(NamedTuple):
-    """All arrays of a call, those not given being the ones of planning time, and integers on the GPU by their names in the
-    layout."""
+    """The arguments of a call. inputs: all arrays of the verb, those of planning time where the call gives none.
+
+    integers: lengths on the GPU, by their names in the layout.
+    """
 
     inputs: list[Any]
     integers: dict[str, Any]
 
 
 class Arguments:
-    """How calls of one plan are read.
+    """Reads the arguments of one plan's calls.
 
-    inputs: the arrays of planning time. options: what is left of the options, without arrays. table: the page ids, where the
-    host has those of planning time.
+    inputs: the arrays of planning time. options: the options without their arrays.
+    table: the page ids of planning time if they were on the host and the inputs are on a GPU, else None.
     """
 
     def __init__(self, verb: Verb, inputs: Sequence[Any], options: Any, table: Any = None) -> None:
         self._verb, self._inputs, self._options = verb, tuple(inputs), options
         self._table = table
         self._told = told(verb, options)
-        # What the planned function calls them.
+        # Indices of inputs, by the verb's names and by the names that the caller knows.
         self._indices = {x: n for n, x in enumerate(verb.inputs)}
         for n, name in enumerate(self._told):
             self._indices.setdefault(name, n)
 
     def complete(self, args: Sequence[Any], named: Mapping[str, Any]) -> Complete:
-        """TypeError or ValueError, naming the argument, for what this plan does not take."""
+        """The arrays of a call. TypeError or ValueError, naming the argument, for an argument that this plan does not take."""
         if len(args) > len(self._inputs):
             raise TypeError(
                 f"plan: got {len(args)} arrays, expected {self._names()}, in this order or by name"
@@ -70,8 +72,10 @@ class Arguments:
         return Complete(inputs, integers)
 
     def places(self, count: int, names: Iterable[str]) -> list[int | str]:
-        """Of so many arrays by position and of those with these names: their indices among all inputs, or the name itself
-        of lengths."""
+        """Where the arguments of a call belong: `count` arrays by position, then arguments by name.
+
+        An index among all inputs for each array; lengths keep their name.
+        """
         return [*range(count), *(self._indices.get(name, name) for name in names)]
 
     def _names(self) -> str:
@@ -128,9 +132,9 @@ class Arguments:
 
 
 def host_table(given: Any, table: Any) -> Any:
-    """The page ids of planning time, where they are on the host and the call's own are not; else None.
+    """The page ids of planning time as a host array if the caller gave them on the host and `table` is on a GPU; else None.
 
-    given: a block table as the caller has it. table: its page ids beside the rows.
+    given: the caller's block table. table: its page ids on the device of the rows.
     """
     _, ids = pages.split(given)
     if isinstance(table, np.ndarray) or not isinstance(ids, (list, range, np.ndarray)):
@@ -139,7 +143,7 @@ def host_table(given: Any, table: Any) -> Any:
 
 
 def _as_planned(ids: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Page ids of a list in the dtype of planning time. ValueError for those that it does not hold."""
+    """Page ids of a list, in the dtype of planning time. ValueError for ids that do not fit this dtype."""
     found = ids.astype(dtype)
     changed = ids[found != ids]
     if changed.size:
@@ -158,7 +162,7 @@ def _changed(name: str) -> ValueError:
 
 
 class Form(NamedTuple):
-    """What an array that an ordinary call is made with has in common with that of planning time."""
+    """The properties in which an array of an ordinary call must equal that of planning time."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -168,14 +172,14 @@ class Form(NamedTuple):
 
 
 def form_of(array: Any) -> Form | None:
-    """By its attributes; None of what has none of them."""
+    """The form of an array, by its attributes; None for an object without shape and dtype."""
     if not (hasattr(array, "shape") and hasattr(array, "dtype")):
         return None
     return Form(tuple(array.shape), str(array.dtype).rpartition(".")[2])
 
 
 def check_form(name: str, array: Any, planned: Any) -> None:
-    """ValueError for an array that is not like that of planning time."""
+    """ValueError for an array whose form is not that of planning time."""
     if (array is None) != (planned is None):
         raise ValueError(f"{name}: given now or when the call was planned, but not both times")
     got, expected = form_of(array), form_of(planned)

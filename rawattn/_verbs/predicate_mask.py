@@ -1,4 +1,4 @@
-"""Masks of predicates: on the GPU of the arrays that are captured, or else on the host."""
+"""Masks of predicates, built on the GPU of the captured arrays, or on the host."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rawattn._scores.score_mod import Predicate
 
 
 def of_predicate(text: str, shape: Shape, captured: Mapping[str, Any]) -> BlockMask:
-    """Without captured arrays it is made on the current GPU, where there is one."""
+    """The mask, on the device of the captured arrays; without such arrays on the current GPU if there is one, else the host."""
     predicate = Predicate(text, **captured)
     given = dict(predicate.arrays)
     first = next(iter(given.values()), None)

@@ -1,9 +1,12 @@
-"""Calls like earlier ones, found by their arguments as they come: nothing of them is looked at twice.
+"""Fast path of repeated calls: a call like an earlier one is launched without checking or planning it again.
 
-A verb's own function checks its arguments and says what is asked for; the dispatcher prepares that and runs it. What it
-prepared is kept by the form of the arrays and the spelling of the options, and the next call with these is launched from
-there. Options that are arrays of the same type are read beside the others. Those that hold arrays, or become numbers for
-kernels, are no part of a key: calls with them always go to the dispatcher.
+On the slow path a verb's own function checks its arguments and returns an `Asked`, and the dispatcher prepares and runs it.
+The prepared launches are kept in `known`. The key is the form of the arrays (shapes, strides, dtypes, device) and the names,
+values and types of the options as the caller wrote them. The next call with the same key takes the launches from there.
+
+Options that are arrays of the first array's type are read as that is. A `BlockMask` has a fast path too, if no other option
+holds arrays. Calls with other options that hold arrays (a `ScoreMod`), or that become numbers for kernels (a seed with
+dropout), always take the slow path.
 """
 
 from __future__ import annotations
@@ -42,23 +45,24 @@ from rawattn._runtime.verbs import Verb
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
-# By the names of functions: calls by what tells them apart, of which layouts are told by their structure alone.
+# For each function, by its name: repeatable calls by key. A layout is in the key by its structure, not its values.
 known: dict[str, dict[Any, Any]] = {}
-_MAX_KNOWN = 512
-_MAX_KEPT = 32  # by a layout
+_MAX_KNOWN = 512  # entries for each function
+_MAX_KEPT = 32  # entries of `SeqLayout._calls`
 
-# Options that may be arrays, in the order of the verbs' inputs.
+# Options that may be arrays, in the order of a verb's inputs.
 _ARRAYS = ("dlse", *ARRAYS, "seed")
 
+# Types of options whose equal values mean equal calls.
 _PLAIN = {bool, int, float, str, tuple, type(None)}
 
 
 def repeating(
     verb: Verb, out: str = ""
 ) -> Callable[[Callable[Parameters, Asked[Result]]], Callable[Parameters, Result]]:
-    """Makes the public function of a verb of the one that says what is asked for.
+    """Decorator: turns a verb's own function, which returns an `Asked`, into the public function, with a fast path.
 
-    out: the name of the option that is an array to write, the first output.
+    out: the name of the option that is the array to write, which is the first output.
     """
 
     def decorate(ask: Callable[..., Asked[Result]]) -> Callable[..., Result]:
@@ -67,10 +71,10 @@ def repeating(
         names = [x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD]
         count, name = len(names), ask.__name__
         kinds = argument_kinds(f"rawattn.{name}", signature)
-        # By the type of the first array: what reads all of a call, without and with one to write.
+        # By the type of the first array: functions that read a call's arrays, without and with an array to write.
         readers: dict[type, Callable[..., Read | None]] = {}
         writers: dict[type, Callable[..., Read | None]] = {}
-        natives: dict[type, Native] = {}  # what makes readers of more arrays
+        natives: dict[type, Native] = {}  # these make readers of more arrays, for arrays of options
 
         @functools.wraps(ask)
         def call(*args: Any, **options: Any) -> Result:
@@ -154,8 +158,8 @@ def repeating(
                         if starts is not None and repeat is not None:
                             lengths = _of_starts(starts, repeat)
                     except (TypeError, ValueError, IndexError, AttributeError):
-                        # A layout that does not fit or is traced, or what cannot be hashed: the way of a first call tells
-                        # what is wrong.
+                        # A layout that does not fit or is traced, or an option that cannot be hashed. The slow path raises
+                        # the proper error.
                         repeat = key = None
                     if alone and repeat is not None:
                         seqs._calls[name] = form, lengths, repeat
@@ -202,7 +206,7 @@ def repeating(
             if own is None or selection() is not UNCHANGED or asked.backend == "cpu":
                 return returned(results)
             if (kind := type(args[0])) not in readers and kind in own.kinds:
-                # In this order: another thread that finds the one looks for the other.
+                # `readers` last: a thread that finds an entry there expects one in the other two.
                 natives[kind] = own
                 writers[kind] = own.reader(count + 1)
                 readers[kind] = own.reader(count)
@@ -225,7 +229,7 @@ def repeating(
 
 
 def shown(call: Callable[..., Result], ask: Callable[..., Asked[Result]]) -> Callable[..., Result]:
-    """`call`, of which people are shown what it gives back, where `ask` gives what is asked for."""
+    """`call` with the signature of `ask`, whose return annotation ``Asked[Result]`` becomes ``Result``."""
     signature = inspect.signature(ask)
     result = signature.return_annotation.removeprefix("Asked[").removesuffix("]")
     vars(call)["__signature__"] = signature.replace(return_annotation=result)
@@ -236,7 +240,10 @@ def shown(call: Callable[..., Result], ask: Callable[..., Asked[Result]]) -> Cal
 def _by_position(
     names: Sequence[str], args: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[Any, ...]:
-    """Arrays given by name at their positions, if all are given."""
+    """Arguments with arrays that are given by name moved to their positions, if none is missing.
+
+    Removes these from `options`.
+    """
     missing = names[len(args) :]
     if not all(name in options for name in missing):
         return args
@@ -246,9 +253,9 @@ def _by_position(
 def _spelling(
     options: Mapping[str, Any], out: str, kind: type
 ) -> tuple[Any, Any, Any, tuple[Any, ...]]:
-    """What tells options apart, None where all have their defaults; the layout; the array to write; other arrays of `kind`.
+    """The options' part of a key (None without options), the layout, the array to write, and other arrays, of type `kind`.
 
-    Types are part of it: True == 1 == 1.0, and not all of them are accepted everywhere.
+    Types are part of the key: True == 1 == 1.0, but an option may accept only one of them.
     """
     names = [name for name in options if name not in ("seqs", out)]
     spelled: Any = None
@@ -268,16 +275,16 @@ def _spelling(
 def _mask_alone(
     options: Mapping[str, Any], kind: type, natives: Mapping[type, Any]
 ) -> BlockMask | None:
-    """The mask, where no other option holds arrays and `seqs` is not given; None: the call is none of those here."""
+    """The mask of a call that has a fast path for it: without `seqs`, on arrays that are not JAX's. Else None."""
     mask = options.get("mask")
     if type(mask) is not BlockMask or options.get("seqs") is not None:
         return None
-    # Programs of JAX take no mask.
+    # The compiled programs of `_jax/eager.py` take no mask.
     return None if type(natives[kind]) is eager.Jax else mask
 
 
 def _of_starts(seqs: SeqLayout, repeat: Any) -> Any:
-    """What a repeated call is given of a layout of starts on the host, found once for both."""
+    """What a repeated call is given for a layout whose starts are on the host. Kept with the layout for this call."""
     found = seqs._calls.get(repeat)
     if found is None:
         found = vars(repeat)["of_starts"](seqs)
@@ -287,7 +294,7 @@ def _of_starts(seqs: SeqLayout, repeat: Any) -> Any:
 
 
 def _bound(verb: Verb, seqs: Any, form: tuple[Any, ...]) -> Lengths:
-    """The sequences of a call, whose arrays have this form."""
+    """The layout bound to a call's arrays, which have this form."""
     at = 4 * verb.q
     q: tuple[int, ...] = form[at]
     rows_q, rows_k = q[-3], form[at + 4][-3]
@@ -305,13 +312,14 @@ def _is_told(
     beside: tuple[Any, ...],
     mask: BlockMask | None,
 ) -> bool:
-    """Whether `key` tells all that there is to a call: options that are equal and of the same types mean the same."""
+    """Whether every call with the same `key` is the same call but for addresses, so that this one's launches serve it."""
     if mask is not None:
         others = {name: x for name, x in options.items() if name != "mask"}
         mine = all(name.startswith("mask_") for name in asked.verb.extras)
         return mine and are_plain(others, out) and not asked.values
     if beside:
-        # Kernels read arrays of options by where each begins within 16 bytes, and lengths are held against their shapes.
+        # The widths of a kernel's accesses to an option's array depend on its address modulo 16, so all addresses must be
+        # aligned. No layout: lengths are checked against the shapes of such arrays at each call.
         inputs = [x for x in asked.inputs if x is not None]
         same = [x is y for x, y in zip(inputs, (*args, *beside), strict=False)]
         return (
@@ -322,13 +330,13 @@ def _is_told(
             and key[0][-1] == 0
             and not asked.values
         )
-    # Inputs that are read in ways of their own may lie otherwise where the key tells the same of all.
+    # The key has only the OR of all addresses modulo 16. It says something about each of `extras` only where it is 0.
     aligned = not verb.extras or key[-1] == 0
     return asked.verb is verb and aligned and are_plain(options, out)
 
 
 def are_plain(options: Mapping[str, Any], out: str, beside: tuple[Any, ...] = ()) -> bool:
-    """Whether options that are equal and of the same types mean the same, but for arrays that are read beside the others."""
+    """Whether all options but `out` and the arrays `beside` have types of `_PLAIN`, or are a layout."""
     found = {type(x) for name, x in options.items() if name != out} - {SeqLayout}
     found |= {type(end) for x in options.values() if type(x) is tuple for end in x}
     return found - {type(x) for x in beside} <= _PLAIN
@@ -337,7 +345,7 @@ def are_plain(options: Mapping[str, Any], out: str, beside: tuple[Any, ...] = ()
 def _named(
     names: Sequence[str], options: Mapping[str, Any], beside: tuple[Any, ...]
 ) -> tuple[str, ...]:
-    """The names of all arrays that a call reads."""
+    """The names of the arrays that a call reads: `names`, then those of the options' arrays `beside`."""
     return (*names, *[next(name for name in options if options[name] is x) for x in beside])
 
 

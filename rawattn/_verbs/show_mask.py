@@ -1,4 +1,4 @@
-"""`show_mask`: dead, partial and full tiles, as text and as a picture."""
+"""`show_mask`: which tiles of a mask are dead, partial or full, as text and as a picture."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from rawattn._masks import host
 from rawattn._masks.block_mask import BlockMask
 from rawattn._verbs.block_mask import block_mask
 
-_SIGNS = np.array([".", "+", "#"])  # dead, partial, full
-_WIDEST = 96  # tiles in a line
+_SIGNS = np.array([".", "+", "#"])  # by state: dead, partial, full
+_WIDEST = 96  # most tiles in a line, where the tile size is chosen here
 _ENDINGS = (".png", ".svg", ".pdf")
 
 
@@ -38,24 +38,24 @@ def show_mask(
     tile: tuple[int, int] | None = None,
     path: str | os.PathLike[str] | None = None,
 ) -> str:
-    """Which tiles of a call are dead (``.``), partial (``+``) and full (``#``), as text: a line for each row of tiles.
+    """Show which tiles of a call are dead (``.``), partial (``+``) or full (``#``), one line of text for each row of tiles.
 
-    Dead tiles cost a kernel nothing, full ones no test of their elements.
+    Kernels skip dead tiles, in which no row sees a key. Full tiles, in which all rows see all keys, need no test of elements.
 
     Parameters
     ----------
     mask : BlockMask, or bool array of any framework, optional
-        As a call has it.
+        As in a call of `attention`.
     seqlen_q, seqlen_k : int, optional
-        Of the sequence. Default: those of the mask.
+        The lengths of the sequence. Default: those of the mask.
     causal, align, window, sink
-        As of the call.
+        As in a call of `attention`.
     batch, head : int
-        Which of them is shown, where the mask is not the same for all.
+        Which sequence and which head are shown, where the mask differs between them.
     tile : (rows, keys), optional
-        Default: 64 x 64, or as many more as a line needs that has no more than 96 tiles.
+        Default: 64 x 64, or the smallest square multiple of that with at most 96 tiles on either axis.
     path : str or path-like, optional
-        A picture is written there too, by matplotlib: .png, .svg or .pdf.
+        File that a picture is written to as well, by matplotlib: .png, .svg or .pdf.
 
     >>> import rawattn
     >>> print(rawattn.show_mask(seqlen_q=256, seqlen_k=256, causal=True, window=(100, None)))
@@ -100,7 +100,7 @@ def show_mask(
 
 
 def _length(name: str, given: int | None, own: int | None) -> int:
-    """own: of the mask."""
+    """The length of one axis: the given one, or by default the mask's. own: the mask's, None without a mask."""
     if given is None:
         if own is None:
             raise TypeError(
@@ -130,7 +130,7 @@ def _tile(tile: tuple[int, ...] | None, rows: int, keys: int) -> tuple[int, int]
 def _visible(
     first: int, last: int, rows: int, keys: int, settings: _options.Options
 ) -> NDArray[np.bool_]:
-    """By the rule of visible keys, of rows [first, last)."""
+    """Which keys the rows [first, last) may see by causal, window, sink and align: (last - first, keys)."""
     left, right = _options.window(settings)
     sink = _options.sink(settings)
     offset = 0 if _options.top_left(settings) else keys - rows
@@ -146,7 +146,7 @@ def _visible(
 def _rows_of(
     found: BlockMask, batch: int, head: int, first: int, count: int, keys: int
 ) -> NDArray[np.bool_]:
-    """What a mask says of some rows and the first keys."""
+    """The mask's bools of `count` rows from `first` on and of the first `keys` keys."""
     index = (batch if found.shape[0] > 1 else 0, head if found.shape[1] > 1 else 0)
     some = slice(0, 1) if found.shape[2] == 1 else slice(first, first + count)
     bits = host.host(found.bits[index][some])
@@ -155,7 +155,7 @@ def _rows_of(
 
 
 def _file(path: Any) -> Path:
-    """Where the picture goes, asked before the work."""
+    """The picture's path, checked before the work begins."""
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"path: got {shown(path)}, expected the name of a file, as 'mask.png'")
     file = Path(path)

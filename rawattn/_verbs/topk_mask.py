@@ -1,4 +1,4 @@
-"""`topk_mask`: of each row the keys with the largest scores."""
+"""`topk_mask`: a mask of the keys with the largest scores in each row."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rawattn._masks.block_mask import BlockMask
 from rawattn._masks.layout import Shape
 from rawattn._verbs.block_mask import block_mask, refuse_tracers
 
-# Elements that are looked through at a time: each takes some 20 bytes meanwhile.
+# Scores that are processed at a time. Each takes some 20 bytes of temporary memory.
 _AT_ONCE = 1 << 25
 
 
@@ -26,16 +26,17 @@ _AT_ONCE = 1 << 25
 def topk_mask(
     scores: Any, k: int, *, causal: bool = False, align: str = "bottom-right"
 ) -> BlockMask:
-    """The mask that keeps each row's `k` largest finite scores among the keys it may see; of equal ones the lower key.
+    """Build a mask that keeps each row's `k` largest finite scores, among the keys that the row may see.
 
-    Scores are of any framework and of at most four axes that broadcast to (batch, nheads, seqlen_q, seqlen_k); the mask is made
-    where they lie. `causal` and `align` mean what they mean to `rawattn.attention`, and do not replace them there.
+    Of equal scores the one with the lower key index is kept. Scores are an array of any framework with at most four axes that
+    broadcast to (batch, nheads, seqlen_q, seqlen_k). The mask is built on their device. `causal` and `align` mean what they
+    mean in `rawattn.attention`, and do not replace them there.
 
-    Where seqlen_q is 1, all rows share their keys, and `BlockMask.kept` lists them. With `causal` they are those of a single
-    query: by the default alignment it may see all keys, by "top-left" the first alone. A call on a GPU gathers those keys
-    and values, and computes attention to them alone, forward and backward, with `causal` and windows too. That asks for k of
-    at most half of the keys, for nheads of 1 or that of the keys, and for a call without `seqs`, `bias`, `alibi_slopes`,
-    `score_mod` and `dropout_p`. Others use the mask's bits.
+    If seqlen_q of the scores is 1, all rows of a call share their keys, and `BlockMask.kept` lists these. `causal` then
+    treats the scores as those of a single query: with the default alignment it may see all keys, with "top-left" only the
+    first. A call on a GPU gathers the listed keys and values and computes attention over these only, forward and backward,
+    also with `causal` and windows. It does so if k is at most half of the keys, nheads is 1 or nheads_kv, and the call has no
+    `seqs`, `bias`, `alibi_slopes`, `score_mod` or `dropout_p`. Other calls use the mask's bits.
 
     >>> import numpy as np, rawattn
     >>> rawattn.topk_mask(np.array([[1.0, 3.0, 3.0, -np.inf, 2.0]]), 2).to_bool()[0, 0, 0]
@@ -61,7 +62,7 @@ def topk_mask(
         whole: Shape = (1,) * (4 - given.ndim) + given.shape
         module: Any = np if imported.device == HOST else sys.modules["cupy"]
         rows, keys = whole[2:]
-        # The last key that each row may see.
+        # `last`: the last key that each row may see.
         offset = 0 if top_left else keys - rows
         last = module.arange(rows)[:, None] + offset if is_causal else None
         four = given.reshape(whole)
@@ -81,7 +82,7 @@ def topk_mask(
 def _largest(scores: Any, count: int, last: Any, module: Any) -> Any:
     keys = scores.shape[1]
     if scores.dtype.kind in "iu":
-        # Floats do not tell integers beyond 2**53 apart.
+        # Integers beyond 2**53 would not stay distinct as floats.
         values = scores.astype(np.int64 if scores.dtype.kind == "i" else np.uint64)
         lowest: float = np.iinfo(values.dtype).min
         candidates = module.ones(scores.shape, bool)
@@ -105,7 +106,7 @@ def _largest(scores: Any, count: int, last: Any, module: Any) -> Any:
 
 
 def _indices(keep: Any, count: int, module: Any) -> Any:
-    """Of the True ones of the last axis, ascending, -1 behind the last."""
+    """The indices of True elements along the last axis, ascending, padded with -1 to `count`."""
     keys = keep.shape[3]
     found = module.sort(module.where(keep, module.arange(keys), keys), axis=-1)[..., :count]
     return module.where(found == keys, -1, found).astype(np.int32)

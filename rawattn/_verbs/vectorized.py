@@ -1,4 +1,4 @@
-"""`unpack_pages`: caches that other libraries keep in vectors of a few elements, as pages of rows."""
+"""`unpack_pages`: converts the vectorized page layout of other libraries into pages of rows."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _V_AXES = "(num_pages, nheads_kv, Dv, page_size) or (num_pages, nheads_kv, page_
 
 @checks_arguments("rawattn.unpack_pages")
 def unpack_pages(k_cache: Any, v_cache: Any) -> tuple[Any, Any]:
-    """Copy a cache of vectorized pages into pages as `paged_attention` takes them.
+    """Copy a cache of vectorized pages into pages that `paged_attention` accepts.
 
-    Some kernels keep x neighbouring elements of a key together, and the keys of a page side by side, so that x elements
-    are one access (x is 8 for 16-bit elements). A page so laid out is no view of rows: it is copied, once for a pool.
-    ``block_table`` stays what it is.
+    Some libraries store a key in vectors of x neighbouring elements, so that one memory access reads x elements (x is 8 for
+    16-bit elements). Within a page, vector n of all keys comes before vector n + 1. No view can turn such a page into rows,
+    so the pool is copied. The ``block_table`` stays valid.
 
     Parameters
     ----------
@@ -31,7 +31,7 @@ def unpack_pages(k_cache: Any, v_cache: Any) -> tuple[Any, Any]:
     Returns
     -------
     k_pages : array, (num_pages, page_size, nheads_kv, D)
-        Of k_cache's framework, on its device, in C order.
+        In k_cache's framework, on its device, in C order.
     v_pages : array, (num_pages, page_size, nheads_kv, Dv)
 
     Raises
@@ -79,7 +79,7 @@ def unpack_pages(k_cache: Any, v_cache: Any) -> tuple[Any, Any]:
 
 
 def _checked(k: tuple[int, ...], v: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of the keys."""
+    """The shape of k_cache, once both shapes have been checked."""
     if len(k) != 5:
         raise ValueError(f"k_cache: got shape {k}, expected {_K_AXES}")
     if len(v) not in (4, 5):
@@ -97,7 +97,7 @@ def _checked(k: tuple[int, ...], v: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _copied(rows: Any) -> Any:
-    """In C order. Bits are copied where there are words of that size, since CuPy has no kernels for bfloat16."""
+    """A copy in C order. Elements are copied as unsigned integers of their size, since CuPy has no kernels for bfloat16."""
     dtype = rows.dtype
     words = np.dtype(f"u{dtype.itemsize}") if dtype.itemsize <= 8 else dtype
     return rows.view(words).copy(order="C").view(dtype)
