@@ -1,1 +1,1 @@
-"""A call as plain values. Everything that a caller can get wrong is answered here."""
+"""A call as plain values, and the checks of everything that a caller can get wrong."""

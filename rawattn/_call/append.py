@@ -1,4 +1,4 @@
-"""New keys and values on their way into pages: a call of `append_kv` as plain values, and what may be wrong with it."""
+"""A call of `append_kv` as plain values, and its checks."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def describe(
     arrays: Mapping[str, Any],
     number_scales: tuple[str, ...] = (),
 ) -> tuple[Problem, Lengths]:
-    """The call as a `Problem`, whose rows of queries are the new rows, and its sequences.
+    """The call as a `Problem`, whose query rows are the new rows, and the lengths of its sequences.
 
-    named: k, v, k_pages, v_pages, and q where there is one. arrays: block_table, and cos, sin and scales where there are
-    such. number_scales: the names of scales that are numbers. The options' `seqs` is a `PagedLayout`.
+    named: k, v, k_pages, v_pages, and q if given. arrays: block_table, and cos, sin and array scales if given.
+    number_scales: the names of scales that are numbers. The options' `seqs` is a `PagedLayout`.
     """
     k, v, k_pages, v_pages = (named[name] for name in ("k", "v", "k_pages", "v_pages"))
     float8 = scales.check_pools(named, "k")
@@ -65,7 +65,7 @@ def describe(
 def check_shapes(
     layout: Any, k: Any, v: Any, q: Any, k_pages: Any, v_pages: Any, table: Any
 ) -> pages.PageForm:
-    """The form of the pages. ValueError for arrays whose shapes do not fit each other; q may be None."""
+    """The form of the pages. ValueError for arrays whose shapes do not fit together. q may be None."""
     _check_rows(k.shape, v.shape, None if q is None else q.shape)
     form = pages.form(layout, k.shape, k_pages.shape, v_pages.shape, table)
     for name, of_rows, of_pages in (("k", k, k_pages), ("v", v, v_pages)):
@@ -78,7 +78,7 @@ def check_shapes(
 
 
 def check_lengths(lengths: HostLengths, positions: int | None) -> None:
-    """ValueError for more new rows than keys, and for keys beyond the last position of a rotary embedding."""
+    """ValueError for a sequence with more new rows than keys, or with keys beyond the positions of a rotary embedding."""
     few = np.flatnonzero(lengths.len_q > lengths.len_k)
     if few.size:
         n = int(few[0])
@@ -127,7 +127,7 @@ def _check_rows(k: tuple[int, ...], v: tuple[int, ...], q: tuple[int, ...] | Non
 
 
 def _check_written(name: str, array: Any) -> None:
-    """ValueError for pages that cannot be written where they lie."""
+    """ValueError for pages that cannot be written in place."""
     itemsize = array.dtype.itemsize
     if array.shape[-1] > 1 and array.strides[-1] != itemsize and 0 not in array.shape:
         raise ValueError(

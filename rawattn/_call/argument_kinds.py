@@ -1,6 +1,6 @@
-"""Arguments of a call by a position that takes none, or that are missing, told in the caller's words.
+"""Errors about missing arguments, and about arguments by position where none is accepted.
 
-Python's own message would name neither what is accepted nor what another library's argument is called here.
+Python's own messages would say neither which arguments are accepted nor what an argument of another library is called here.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ Result = TypeVar("Result")
 
 
 class ArgumentKinds(NamedTuple):
-    """What a function takes: by position, by position or name, by name alone, and which of all it must have."""
+    """The parameters of a function: those that may be given by position, those by name only, and those without a default."""
 
-    function: str
+    function: str  # its name in messages
     by_position: tuple[str, ...]
     by_name: tuple[str, ...]
     required: tuple[str, ...]
-    takes_others: bool  # which it hands on, or refuses itself
+    takes_others: bool  # it has ``**`` keywords, which it passes on or refuses itself
 
 
 def argument_kinds(function: str, signature: inspect.Signature) -> ArgumentKinds:
@@ -39,14 +39,14 @@ def argument_kinds(function: str, signature: inspect.Signature) -> ArgumentKinds
 
 
 def check_arguments(kinds: ArgumentKinds, args: Sequence[Any], options: Mapping[str, Any]) -> None:
-    """TypeError for too many arguments by position, and for one that must be given and is not."""
+    """TypeError for too many arguments by position, or for a missing one."""
     given = kinds.by_position[: len(args)]
     surplus = len(args) > len(kinds.by_position)
     missing = [name for name in kinds.required if name not in options and name not in given]
     if not surplus and not missing:
         return
     accepted = (*kinds.by_position, *kinds.by_name)
-    # The caller's name for what is missing says most.
+    # An unknown keyword comes first: it may be the caller's name for the missing argument.
     unknown = [name for name in options if name not in accepted]
     if unknown and not kinds.takes_others:
         refuse_unknown(kinds.function, unknown, accepted)
@@ -67,14 +67,14 @@ def check_arguments(kinds: ArgumentKinds, args: Sequence[Any], options: Mapping[
 
 
 def all_by_name(function: str, misplaced: Sequence[Any]) -> TypeError:
-    """Of arguments by position where none is accepted."""
+    """The error for arguments by position where all must be named."""
     return TypeError(
         f"{function}: got {len(misplaced)} by position, expected all by name{layout_advice(misplaced[-1])}"
     )
 
 
 def _joined(args: Sequence[Any]) -> str:
-    """The end of a message about one array, or one tuple instead of three."""
+    """Advice for a call that passes one tuple or one packed array instead of q, k and v; else ""."""
     if len(args) != 1:
         return ""
     if isinstance(args[0], (list, tuple)) and len(args[0]) == 3:
@@ -90,20 +90,24 @@ def _joined(args: Sequence[Any]) -> str:
 def checks_arguments(
     function: str,
 ) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
-    """Makes a function refuse misplaced, missing and unknown arguments in words of its own."""
+    """Decorator: the function then refuses misplaced, missing and unknown arguments with the library's own messages.
+
+    function: its name in messages.
+    """
 
     def decorate(call: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
         signature = inspect.signature(call)
         kinds = argument_kinds(function, signature)
         accepted = {*kinds.by_position, *kinds.by_name}
-        # One that hides its **unknown refuses these itself.
+        # Read from the code, not the signature: a function whose signature hides its **unknown refuses these itself.
         hands_on = bool(call.__code__.co_flags & inspect.CO_VARKEYWORDS)
 
+        # The number of required arguments if all of them may come by position, else -1.
         plain = len(kinds.required) if not {*kinds.required} & {*kinds.by_name} else -1
 
         @functools.wraps(call)
         def checked(*args: Parameters.args, **options: Parameters.kwargs) -> Result:
-            # Most calls: that has to be fast.
+            # The fast path, which most calls take.
             if len(args) == plain and (hands_on or options.keys() <= accepted):
                 return call(*args, **options)
             check_arguments(kinds, args, options)

@@ -1,4 +1,4 @@
-"""A layout's meeting with the arrays of a call: where its sequences then lie, or what does not fit."""
+"""Binds a layout to the arrays of a call: where the sequences then are, or an error where it does not fit."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from rawattn._call.seq_layout import ARRAYS, SeqLayout
 from rawattn._forgetting import make_room
 from rawattn._interop.xla import is_traced
 
-_MAX_BINDINGS = 16
+_MAX_BINDINGS = 16  # entries of `SeqLayout._bindings`
 
-# Of rows whose lengths are those of q: queries, and new keys on their way into pages.
+# The heads axis of the array to which a layout's lengths of q apply: q, or the new keys k of `append_kv`.
 _HEADS = {"q": "nheads_q", "k": "nheads_kv"}
 
 
 def bind(seqs: SeqLayout | None, *, batch: int | None, rows_q: int, rows_k: int) -> Lengths:
-    """The sequences of a call on arrays of these rows; `batch` is None in group mode.
+    """The sequences of a call on arrays with so many rows. `batch` is None in group mode.
 
-    Never synchronises. The result is remembered: the same layout and shapes give the same object.
+    Never synchronises with a GPU. The result is kept: the same layout and shapes give the same object.
 
-    Raises TypeError for something that is not a SeqLayout, ValueError for one that does not fit.
+    Raises TypeError if `seqs` is not a SeqLayout, ValueError if it does not fit the arrays.
     """
     if seqs is None:
         if batch is None:
@@ -71,9 +71,9 @@ def _dense(batch: int, rows_q: int, rows_k: int) -> Lengths:
 
 
 def refuse_traced(seqs: Any) -> None:
-    """TypeError for integers of a JAX function under transformation, in a layout of a call that has to be launched now.
+    """TypeError for JAX tracers among the integers of a layout, since they have no values for a call that is launched now.
 
-    seqs: a layout, also one of pages; anything else passes.
+    seqs: a `SeqLayout` or `PagedLayout`; anything else passes.
     """
     for name in ARRAYS:
         if is_traced(getattr(seqs, name, None)):
@@ -84,7 +84,7 @@ def refuse_traced(seqs: Any) -> None:
 
 
 def check_batch(seqs: SeqLayout, batch: int, rows: str = "q") -> None:
-    """ValueError for lengths of another number of sequences than there are of the new rows, which `rows` names."""
+    """ValueError if the layout's number of sequences is not `batch`, that of the array named `rows`."""
     if seqs.batch is not None and batch != seqs.batch:
         raise ValueError(
             f"seqs: got lengths of {seqs.batch} sequences, expected {batch}, the batch of {rows}"
@@ -92,7 +92,7 @@ def check_batch(seqs: SeqLayout, batch: int, rows: str = "q") -> None:
 
 
 def packed_for_batch(rows: str = "q") -> ValueError:
-    """Of starts where the new rows have a batch axis."""
+    """The error for starts in the layout where the array named `rows` has a batch axis."""
     heads = _HEADS[rows]
     return ValueError(
         f"seqs: got seqstart_q, which is for a packed {rows} (total_q, {heads}, D), but {rows} has four "
@@ -101,7 +101,7 @@ def packed_for_batch(rows: str = "q") -> ValueError:
 
 
 def not_packed(got: str, rows: str = "q") -> ValueError:
-    """Of packed rows without starts."""
+    """The error for a layout without starts where the array named `rows` is packed."""
     heads = _HEADS[rows]
     return ValueError(
         f"seqs: got {got}, but {rows} of three axes (total_q, {heads}, D) is a packed batch; expected "

@@ -1,4 +1,4 @@
-"""Whether results can be written where a caller wants them."""
+"""Checks of the arrays that results are written to."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def check_out(
     name: str = "out",
     like: str = "q",
 ) -> None:
-    """Raise TypeError or ValueError if results of this shape and dtype, which is that of the array `like`, cannot be written to
-    `out`.
+    """Raise TypeError or ValueError if results of this shape and dtype cannot be written to `out`.
 
-    `out` and `others`, the other arrays of the call with their names, have `shape`, `strides` in bytes and `dtype`, and are
-    NumPy or CuPy arrays or have an `address`. Arrays that interleave in one buffer without sharing a byte do not overlap.
+    others: the other arrays of the call, with their names. Each array has `shape`, `strides` in bytes and `dtype`, and is a
+    NumPy or CuPy array or has an `address`. Arrays that interleave in one buffer without sharing a byte do not overlap.
+    like: the name of the array that has this dtype, for the message.
     """
     if out.shape != shape:
         raise ValueError(f"{name}: got shape {out.shape}, expected {shape}")
@@ -47,7 +47,7 @@ def check_out(
 
 
 def check_own_elements(array: Any, name: str) -> None:
-    """ValueError for strides by which elements of an array to write may share memory."""
+    """ValueError if by the strides of an array to write two of its elements may share memory."""
     if 0 in array.shape:
         return
     extent = array.dtype.itemsize
@@ -75,7 +75,10 @@ def check_apart(out: Any, others: Iterable[tuple[str, Any]], name: str) -> None:
 
 
 def byte_range(array: Any, address: int | None = None) -> tuple[int, int]:
-    """First byte and the one past the last, from its address on or another one; equal where the array is empty."""
+    """The addresses of an array's first byte and of the byte behind its last one; equal if the array is empty.
+
+    address: that of element 0, in place of the array's own.
+    """
     low = high = _address(array) if address is None else address
     if 0 in array.shape:
         return low, low
@@ -95,9 +98,9 @@ def _address(array: Any) -> int:
 
 
 def _share_bytes(a: Any, b: Any) -> bool:
-    """Whether two arrays have a byte in common; also when that is too hard to tell."""
+    """Whether two arrays have a byte in common. True if NumPy gives up on deciding that."""
     try:
-        # NumPy's stubs have only the two special values of max_work.
+        # Any: NumPy's stubs accept only the two special values of max_work.
         work: Any = 100_000
         return np.shares_memory(_Addresses(a).view(), _Addresses(b).view(), max_work=work)
     except np.exceptions.TooHardError:
@@ -105,7 +108,7 @@ def _share_bytes(a: Any, b: Any) -> bool:
 
 
 class _Addresses:
-    """The addresses of an array, on any device, in NumPy's terms. Its memory is never touched."""
+    """An array's addresses as a NumPy array, whatever device they are on. The memory is never accessed."""
 
     def __init__(self, array: Any) -> None:
         self.__array_interface__ = {

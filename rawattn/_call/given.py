@@ -1,4 +1,4 @@
-"""What a layout says of one side, queries or keys, before it meets the arrays of a call."""
+"""What a layout says about one side, queries or keys, before it is bound to the arrays of a call."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ class Given:
     """One side of a layout before it is bound to arrays."""
 
     side: Literal["q", "k"]
-    start: Any
-    start_name: str
-    inherited: bool  # k's, from q's
-    length: Any
-    length_name: str
-    cumulative: bool
+    start: Any  # physical starts, None without any
+    start_name: str  # the argument that gave them, for messages
+    inherited: bool  # these are the starts of k, which were taken from q
+    length: Any  # logical lengths, None where the physical lengths count
+    length_name: str  # the argument that gave them, for messages
+    cumulative: bool  # whether `length` is cumulative
     max_seqlen: int | None
     on_host: bool
-    # What the host integers tell, where they do: the last physical row's end, the longest physical and logical length, and the
-    # sum of the logical ones.
-    end: int | None
-    longest_slot: int | None
-    longest: int | None
-    total: int | None
+    # The following are known only from integers on the host, else None.
+    end: int | None  # the last start, which is where the rows end
+    longest_slot: int | None  # the longest physical length
+    longest: int | None  # the longest logical length
+    total: int | None  # the sum of the logical lengths
 
     def logical(self) -> Integers:
-        """The logical lengths that the host integers tell, which have been checked."""
+        """The logical lengths. They are on the host and have been checked."""
         if self.length is None:
             return self.slots()
         lengths: Integers = np.diff(self.length) if self.cumulative else self.length
         return lengths
 
     def slots(self) -> Integers:
-        """The physical ones."""
+        """The physical lengths. The starts are on the host and have been checked."""
         slots: Integers = np.diff(self.start)
         return slots
 
 
-# Of a side: starts, cumulative lengths and lengths.
+# For each side, the arguments for its starts, its cumulative lengths and its lengths.
 _NAMES = {side: (f"seqstart_{side}", f"cu_seqlen_{side}", f"seqlen_{side}") for side in ("q", "k")}
 
 
+# Arguments of shape (batch,); the others are (batch + 1,).
 _LENGTHS = frozenset({"seqlen_q", "seqlen_k"})
 
 
@@ -60,7 +60,7 @@ def read_side(
     max_seqlen: int | None,
     of_q: Given | None = None,
 ) -> Given:
-    """What the arguments about a side say; `of_q`: what those about the other do, when this is k."""
+    """One side, from the arguments about it. of_q: the other side if this is k, whose starts are the default."""
     start_name, cumulative_name, length_name = _NAMES[side]
     inherited = start is None and of_q is not None and of_q.start is not None
     end = longest_slot = total = None
@@ -86,7 +86,7 @@ def read_side(
             longest, total = integers.most_of(length_name, length)
     else:
         on_host, longest, total = False, None, None
-    # By position: one is made for each side of each new layout.
+    # By position, which is faster than by name: one is made for each side of each new layout.
     given = Given(
         side,
         start,
@@ -105,7 +105,7 @@ def read_side(
     if longest_slot is not None and length is not None and longest is not None:
         what = f"the physical length that {start_name} gives it"
         integers.check_at_most(length_name, given.logical(), given.slots(), what)
-    # Starts that are q's may have no keys, where those are in pages: `side_of` checks them.
+    # If k inherits its lengths from q, `side_of` checks their maximum: a layout for keys in pages says nothing about the keys.
     own = not inherited or length is not None
     if max_seqlen is not None and longest is not None and own:
         check_maximum(side, max_seqlen, longest, length_name)
@@ -113,7 +113,7 @@ def read_side(
 
 
 def common_batch(arrays: Mapping[str, Any]) -> int | None:
-    """How many sequences integers are for, by name; None without any."""
+    """The number of sequences by a layout's integers, which must agree; None without any. arrays: by argument name."""
     first, batch = "", None
     for name, array in arrays.items():
         count = array.size if name in _LENGTHS else array.size - 1

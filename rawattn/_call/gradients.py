@@ -1,4 +1,4 @@
-"""The result of every backward pass, and what a caller may have it written to."""
+"""`Gradients`: the result of every backward pass, and the arrays that a caller may give to write it to."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from rawattn._call.options import flag
 
 
 class Gradients(NamedTuple):
-    """Gradients of an attention call, each in the shape of the input that it belongs to.
+    """Gradients of an attention call, each with the shape of its input.
 
-    A gradient that was not asked for, or whose input was not given, is None.
+    A gradient that was not asked for, or whose input was not given, is None. `captured` is a dict of the gradients of arrays
+    that a score function captures, by name.
     """
 
     dq: Any = None
@@ -26,7 +27,7 @@ _NONE = Gradients()
 
 
 def wanted(into: Any, bias: Any = None, want_dbias: Any = None) -> Gradients:
-    """The arrays to write, checked as far as they are not arrays of the call."""
+    """The arrays to write, as `Gradients`. Checks `want_dbias` and types; the arrays are checked with those of the call."""
     if want_dbias is not None and flag("want_dbias", want_dbias) and bias is None:
         raise ValueError("want_dbias: got True, but bias is None; pass the bias or drop want_dbias")
     if into is None:
@@ -44,9 +45,9 @@ def wanted(into: Any, bias: Any = None, want_dbias: Any = None) -> Gradients:
 
 
 def check_given(into: Gradients, made: Collection[str], captured: Collection[str]) -> None:
-    """ValueError for an array to write that no gradient of the call belongs to.
+    """ValueError for an array in `into` that is for a gradient which the call does not have.
 
-    made: which of dbias and dsink_logits the call has. captured: the arrays of the score function that have gradients.
+    made: the gradients of options' arrays that the call has. captured: the captured arrays that have gradients.
     """
     options = {"dbias": "bias=, and no want_dbias=False", "dsink_logits": "sink_logits="}
     for field, wanted in options.items():

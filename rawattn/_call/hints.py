@@ -1,6 +1,6 @@
-"""What a message adds for callers who come from somewhere else: the fix in their own words.
+"""Advice in error messages for callers who are used to another library.
 
-Pure functions of shapes, names and types. No framework is imported to tell its arrays.
+Pure functions of shapes, names and types. No framework is imported to recognise its arrays.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def transposed(q: Shape, k: Shape, v: Shape, framework: str | None = None) -> str:
-    """The end of a message about shapes that fit once the heads axis and the rows axis are swapped, else "".
+    """Advice for shapes that would fit if the heads axis and the rows axis were swapped, else "".
 
-    For a batch that is (batch, heads, seqlen, D), packed (heads, total, D). `framework`: that of the arrays, as `framework_of`
-    tells it.
+    Such shapes are (batch, heads, seqlen, D), or packed (heads, total, D). framework: that of the arrays, by `framework_of`.
     """
     if _fits(q, k, v) or not _fits(_swapped(q), _swapped(k), _swapped(v)):
         return ""
@@ -37,7 +36,7 @@ def transposed(q: Shape, k: Shape, v: Shape, framework: str | None = None) -> st
 
 
 def undivided(q: Shape) -> str:
-    """The end of a message about a q of three axes, in a call without `seqs`, that may be (batch, seqlen, width)."""
+    """Advice for a q of three axes in a call without `seqs`, which may be (batch, seqlen, width), else ""."""
     if len(q) != 3:
         return ""
     return (
@@ -47,7 +46,7 @@ def undivided(q: Shape) -> str:
 
 
 def _fits(q: Shape, k: Shape, v: Shape) -> bool:
-    """Whether shapes agree. Of the head dim nothing else is asked: swapping would not change it."""
+    """Whether the shapes agree. The range of the head dim is not checked, since swapping axes does not change it."""
     if not len(q) == len(k) == len(v) or len(q) not in (3, 4):
         return False
     return (
@@ -68,7 +67,7 @@ def _swapped(shape: Shape) -> Shape:
 
 
 def padding_mask(mask: Shape, batch: int, seqlen_q: int, seqlen_k: int) -> str:
-    """The end of a message about a `mask` that has the shape of a padding mask, else ""."""
+    """Advice for a `mask` that has the shape of a padding mask, else ""."""
     if len(mask) != 2 or mask[0] != batch or mask[1] not in (seqlen_q, seqlen_k):
         return ""
     return (
@@ -78,21 +77,21 @@ def padding_mask(mask: Shape, batch: int, seqlen_q: int, seqlen_k: int) -> str:
 
 
 def renamed(keyword: str, layout: bool = False) -> str | None:
-    """What to write for a keyword of another library, "write ..."; None for one that nobody has.
+    """Advice for a keyword of another library, as "write ..."; None for a keyword that is not known.
 
-    layout: among the arguments of `SeqLayout`, not of a call.
+    layout: whether it was given to `SeqLayout` and not to a call.
     """
     return (IN_LAYOUT if layout else KEYWORDS).get(keyword)
 
 
 class NoOthers(TypedDict):
-    """The keywords that a function with ``**unknown: Unpack[NoOthers]`` takes beside the named ones, to type checkers."""
+    """For type checkers: ``**unknown: Unpack[NoOthers]`` accepts no keywords beside the named ones."""
 
 
 def hides_unknown(function: Function) -> Function:
-    """`function` itself, whose signature no longer shows the ``**unknown`` and ``*misplaced`` that it takes to refuse them.
+    """`function` itself, with a signature that hides ``**unknown`` and ``*misplaced``, which it takes only to refuse them.
 
-    A wrapper would cost every call more than an empty dict does.
+    A wrapper that refuses them would cost every call more than the empty dict does.
     """
     shown = inspect.signature(function)
     refused = "unknown", "misplaced"
@@ -104,9 +103,9 @@ def hides_unknown(function: Function) -> Function:
 def refuse_unknown(
     function: str, unknown: Iterable[str], accepted: Iterable[str], layout: bool = False
 ) -> NoReturn:
-    """TypeError for the first of the keywords that `function` does not have, with what to write instead."""
+    """Raises TypeError for the first keyword in `unknown`, with advice what to write instead."""
     keyword, known = next(iter(unknown)), [x for x in accepted if x not in ("self", "cls")]
-    # What makes a layout of lengths, or of a mask, has names of its own for them.
+    # `SeqLayout.from_lengths` and `from_padding_mask` have other arguments than the ones that the advice names.
     advice = None if function.startswith("SeqLayout.") else renamed(keyword, layout)
     if function.endswith(("paged_attention", "append_kv")):
         advice = IN_PAGES.get(keyword, advice)
@@ -117,7 +116,7 @@ def refuse_unknown(
 
 
 def no_attribute(module: str, name: str, public: Iterable[str] = ()) -> AttributeError:
-    """What is raised for an attribute that a module of ours lacks. public: what `rawattn` itself has."""
+    """The error for an attribute that a module of this package does not have. public: the names that `rawattn` has."""
     advice = FUNCTIONS.get(name) or (f"it is rawattn.{name}" if name in public else "")
     return AttributeError(
         f"module {module!r} has no attribute {name!r}{'; ' if advice else ''}{advice}"
@@ -125,7 +124,7 @@ def no_attribute(module: str, name: str, public: Iterable[str] = ()) -> Attribut
 
 
 def layout_advice(obj: object) -> str:
-    """The end of a message about `seqs` that is no SeqLayout: what to make of what was given."""
+    """Advice for a `seqs` that is not a SeqLayout: how to make one of what was given."""
     shape, dtype = getattr(obj, "shape", None), str(getattr(obj, "dtype", ""))
     if shape is not None and len(shape) == 2 and dtype.endswith("bool"):
         return "; of a mask (True for a token) rawattn.SeqLayout.from_padding_mask(mask)"
@@ -150,13 +149,13 @@ def layout_advice(obj: object) -> str:
 def window_end(value: Any) -> int | None:
     """One end of `window`: an int >= 0, or None for an unbounded side.
 
-    TypeError or ValueError for anything else; the -1 with which other libraries say "unbounded" is answered with None.
+    TypeError or ValueError for anything else. The message about -1, by which other libraries mean unbounded, advises None.
     """
     if value is None:
         return None
     accepted = "a tuple (left, right) of ints >= 0, or None for an unbounded side"
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        # Never the contents of an array, which may be on a GPU.
+        # Arrays are shown by type only: their contents may be on a GPU.
         shown = "" if hasattr(value, "__dlpack__") else f"{reprlib.repr(value)} "
         fix = (
             "; under jax.jit it is a constant: name it in static_argnames='window'"

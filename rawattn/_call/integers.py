@@ -1,4 +1,4 @@
-"""The integers of a layout: read from any framework, checked where they are host data, computed where they live."""
+"""The integers of a layout: read from any framework, checked on the host, computed on the device where they are."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ Integers = NDArray[np.integer[Any]]
 
 _DTYPES = frozenset({np.dtype(np.int32), np.dtype(np.int64)})
 _INT = {int}
-FEW = (
-    64  # of so many integers Python's own lists tell the most and the order sooner than NumPy does
-)
+# Up to so many integers, loops over a Python list find their maximum and check their order faster than NumPy does.
+FEW = 64
 
 _RIGHT = (
     "expected padding after the real tokens alone; pad on the right, or give attention the mask as "
@@ -33,7 +32,7 @@ _RIGHT = (
 
 
 def most_of(name: str, lengths: Integers) -> tuple[int, int]:
-    """The longest of lengths, 0 where there are none, and their sum; negative ones are refused."""
+    """The longest of some lengths (0 without any) and their sum. ValueError for a negative one."""
     if lengths.size <= FEW:
         few = lengths.tolist()
         if not few:
@@ -53,7 +52,7 @@ def most_of(name: str, lengths: Integers) -> tuple[int, int]:
 
 
 def most_between(name: str, offsets: Integers) -> tuple[int, int, int]:
-    """The longest way from an offset to the next, the first offset and the last; as `differences` refuses."""
+    """The largest difference of two successive offsets, the first offset and the last. Checked as in `differences`."""
     if offsets.size <= FEW:
         few = offsets.tolist()
         last, longest = few[0], 0
@@ -72,23 +71,23 @@ def most_between(name: str, offsets: Integers) -> tuple[int, int, int]:
 
 
 def read(name: str, value: Any) -> Any:
-    """A one-dimensional array: host data copied, a GPU array as it is.
+    """A one-dimensional array of integers: a copy of host data, a GPU array as it is.
 
-    So is an array of a JAX function under transformation, which `rawattn.jax` makes an operand of its call.
+    A JAX tracer also stays as it is: `rawattn.jax` makes it an operand of its call.
 
-    `seqlen*` and `lengths*` are (batch,), others (batch + 1,).
+    name: the argument. Those that begin with `seqlen` or `lengths` are (batch,), others (batch + 1,).
     """
     return as_array(read_in_place(name, value))
 
 
 def read_in_place(name: str, value: Any) -> Any:
-    """Likewise, as a layout keeps it: `TensorIntegers` of a tensor of torch's on a GPU."""
+    """`read`, but a CUDA tensor of torch becomes `TensorIntegers`, the form in which a layout keeps it."""
     kind, array = type(value), None
-    # Those that most calls give are told apart from all others by their type.
+    # The common types come first, each with a short path.
     if kind is np.ndarray and value.dtype in _DTYPES:
         array = value.copy()
     elif kind is list and set(map(type, value)) == _INT:
-        with contextlib.suppress(OverflowError):  # refused below, as all that int64 cannot hold
+        with contextlib.suppress(OverflowError):  # an int that int64 cannot hold is refused below
             array = np.array(value, np.int64)
     elif kind is getattr(sys.modules.get("cupy"), "ndarray", None):
         if value.dtype in _DTYPES and value.ndim == 1 and value.size and value._c_contiguous:
@@ -141,7 +140,7 @@ def _one_int(name: str, value: int) -> str:
 
 
 def maximum(name: str, value: Any) -> int:
-    """A bound on lengths."""
+    """max_seqlen_q or max_seqlen_k as an int >= 0."""
     if type(value) is int and value >= 0:
         return value
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
@@ -154,11 +153,11 @@ def maximum(name: str, value: Any) -> int:
 
 
 def differences(name: str, offsets: Integers) -> Integers:
-    """From each offset to the next; offsets that are negative or decrease are refused."""
+    """The differences of successive offsets. ValueError if an offset is negative or less than the one before it."""
     before, after = offsets[:-1], offsets[1:]
     if offsets[0] < 0:
         raise ValueError(f"{name}: got {offsets[0]} first, expected offsets >= 0")
-    falls = after < before  # not their difference: that may wrap around
+    falls = after < before  # not after - before < 0: the difference may wrap around
     if np.count_nonzero(falls):
         i = int(falls.argmax())
         raise ValueError(
@@ -169,7 +168,7 @@ def differences(name: str, offsets: Integers) -> Integers:
 
 
 def check_at_most(name: str, lengths: Integers, most: Integers | int, what: str) -> None:
-    """Raise ValueError for the first length above `most`, which is one for all or one for each."""
+    """Raise ValueError for the first length above its bound. most: one bound for all lengths, or one for each."""
     longer = lengths > most
     if np.count_nonzero(longer):
         i = int(longer.argmax())
@@ -180,11 +179,11 @@ def check_at_most(name: str, lengths: Integers, most: Integers | int, what: str)
 
 
 def starts_from_lengths(name: str, value: Any) -> Any:
-    """Starts of sequences that follow each other without a gap, int64, where the lengths live."""
+    """Starts of sequences that follow each other without a gap, int64, on the device of the lengths."""
     if dynamo.is_compiling():
         return dynamo.starts_from_lengths(name, value)
     if xla.is_traced(value):
-        # JAX is loaded, since a function of its own is being traced.
+        # JAX is loaded, since it is tracing a function.
         return sys.modules["jax"].numpy.pad(read(name, value).cumsum(), (1, 0))
     with on_stream_of(value, framework_of(value)):
         lengths = read(name, value)
@@ -202,9 +201,9 @@ def starts_from_lengths(name: str, value: Any) -> Any:
 
 
 def lengths_from_mask(name: str, value: Any) -> Any:
-    """Real tokens of each row of a padding mask, int64, where the mask lives.
+    """The number of real tokens in each row of a padding mask, on the mask's device; int64, in JAX traces int32.
 
-    A mask on the host is refused unless the real tokens of each row come first.
+    ValueError for a mask on the host unless the real tokens of each row come first.
     """
     if isinstance(value, (list, tuple)):
         raise TypeError(
@@ -230,7 +229,7 @@ def lengths_from_mask(name: str, value: Any) -> Any:
 
 
 def _check_prefixes(name: str, mask: NDArray[np.bool_]) -> None:
-    resumes = mask[:, 1:] & ~mask[:, :-1]  # a real token right after padding
+    resumes = mask[:, 1:] & ~mask[:, :-1]  # real tokens directly behind padding
     if np.count_nonzero(resumes):
         row, column = (int(i) for i in np.argwhere(resumes)[0])
         raise ValueError(

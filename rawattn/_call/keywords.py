@@ -1,4 +1,4 @@
-"""Keywords of other libraries, and what to write instead of each."""
+"""Keywords and functions of other libraries, and what to write instead of each."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ _GROUPS: dict[str, str] = {
     "call it on the stream that is meant: the work runs on the current stream of q's framework": "stream cuda_stream",
 }
 
-# What to write in a call, by keyword.
+# Advice for a keyword that was given to a call.
 KEYWORDS: dict[str, str] = {
     keyword: advice for advice, keywords in _GROUPS.items() for keyword in keywords.split()
 }
@@ -200,12 +200,12 @@ _PAGE_GROUPS: dict[str, str] = {
     "write interleaved= in the call of rawattn.append_kv": "rotary_interleaved",
 }
 
-# The same among the arguments of calls on pages, before those of every call.
+# Advice for a keyword that was given to a call on pages. It comes before that of `KEYWORDS`.
 IN_PAGES: dict[str, str] = {
     keyword: advice for advice, keywords in _PAGE_GROUPS.items() for keyword in keywords.split()
 }
 
-# Functions of other libraries, which `rawattn` is asked for by their names.
+# Advice for a function of another library that is looked up in `rawattn`.
 FUNCTIONS: dict[str, str] = {
     name: advice
     for advice, names in {
@@ -223,7 +223,7 @@ FUNCTIONS: dict[str, str] = {
     for name in names.split()
 }
 
-# The same among the arguments of `SeqLayout`.
+# Advice for a keyword that was given to `SeqLayout`.
 IN_LAYOUT: dict[str, str] = {
     keyword: advice for advice, keywords in _LAYOUT_GROUPS.items() for keyword in keywords.split()
 }

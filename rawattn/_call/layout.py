@@ -1,7 +1,7 @@
-"""Where the sequences of a call lie in memory, and how much of each is real.
+"""Where the sequences of a call are in memory, and how many of their rows count.
 
-Physical starts address memory; logical lengths say how many of a sequence's rows count. Integers on
-the host are checked in full, integers on a GPU are never read back to be checked.
+Physical starts address memory; logical lengths say how many of a sequence's rows count, the others are padding. Integers on
+the host are checked in full. Integers on a GPU are never read back to be checked.
 """
 
 from __future__ import annotations
@@ -22,25 +22,26 @@ _INT32_MAX = 2**31 - 1
 
 @dataclass(slots=True, eq=False)  # not frozen: one is made at every call with a new layout
 class Side:
-    """The sequences of one side of a call, queries or keys. Integer arrays are C-contiguous."""
+    """The sequences of one side of a call, queries or keys. Integer arrays are C-contiguous, of NumPy or CuPy."""
 
-    start: Any  # (batch + 1,) physical starts, NumPy or CuPy, int32 or int64; None in batch mode
+    start: Any  # (batch + 1,) physical starts, int32 or int64; None in batch mode
     length: Any  # logical lengths: (batch + 1,) if cumulative, else (batch,); None = physical
     cumulative: bool
     rows: int  # physical rows: seqlen in batch mode, total in group mode
-    max_seqlen: int  # no logical length is above this
-    padded: bool  # rows outside every logical sequence exist, or cannot be ruled out
+    max_seqlen: int  # upper bound of all logical lengths
+    padded: bool  # there may be rows outside of all logical sequences
     page_size: int = 0  # not 0: rows are in pages (`_call.pages`), and `start` counts pages
-    promised: bool = False  # the caller gave a maximum
+    promised: bool = False  # the caller gave max_seqlen_q or max_seqlen_k
 
 
 @dataclass(slots=True, eq=False)  # not frozen: one is made at every call with a new layout
 class Lengths:
     """The sequences of a call.
 
-    q, k: one object where the keys have the sequences of the queries.
-    on_host: every integer array is host data.
-    structure, token: see `_call.structure`; found when they are first asked for.
+    q, k: one object if the keys have the same sequences as the queries.
+    on_host: whether every integer array is on the host.
+    structure, token: see `_call.structure`, which computes them when they are first needed.
+    memo: what prepared calls keep with these lengths, such as addresses on the device and numbers of blocks.
     """
 
     batch: int
@@ -50,14 +51,14 @@ class Lengths:
     on_host: bool
     structure: Any = field(default=None, init=False, repr=False)
     token: Any = field(default=None, init=False, repr=False)
-    memo: dict[Any, Any] = field(default_factory=dict, repr=False)  # what others find out about it
+    memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostLengths:
     """First physical row and logical length of every sequence, (batch,) int64 on the host.
 
-    In batch mode a start counts from the sequence's own batch entry: it is 0.
+    In batch mode starts are relative to the sequence's batch entry, so they are 0.
     """
 
     start_q: Int64s
@@ -67,14 +68,15 @@ class HostLengths:
 
 
 def bound_of(longest: int, rows: int) -> int:
-    """The longest of some lengths, as far as kernels depend on it: a power of two where it is one, else the largest number of
-    as many binary digits, but no more than there are rows."""
+    """The longest of some lengths, rounded up so that launches are shared: `longest` itself if it is a power of two, else
+    2**n - 1 with its number n of binary digits. At most `rows`.
+    """
     bound = longest if longest & (longest - 1) == 0 else (1 << longest.bit_length()) - 1
     return bound if bound < rows else rows
 
 
 def side_of(given: Given, batch: int, rows: int, of: str = "") -> Side:
-    """A side bound to an array of these rows. of: the array's name, where it is not that of the side."""
+    """A side bound to an array with so many rows. of: the array's name, by default that of the side."""
     side, start = given.side, given.start
     of = of or side
     if given.end is not None and given.end > rows:
@@ -82,7 +84,7 @@ def side_of(given: Given, batch: int, rows: int, of: str = "") -> Side:
             f"{given.start_name}: got an end of {given.end}, expected at most {rows}, the rows of {of}"
         )
     capacity = rows if start is not None else batch * rows
-    total = None  # logical rows, where known
+    total = None  # sum of the logical lengths, if known
     if start is None and given.length is None:
         if batch and given.max_seqlen is not None:
             check_maximum(side, given.max_seqlen, rows, f"the shape of {of}")
@@ -109,18 +111,18 @@ def side_of(given: Given, batch: int, rows: int, of: str = "") -> Side:
         raise ValueError(
             f"{side}: got a sequence of up to {longest} rows, expected at most {_INT32_MAX}{advice}"
         )
-    # Sequences never overlap: they cover the rows when their lengths add up to them.
+    # Sequences never overlap, so there is no padding if their lengths add up to all rows.
     padded = capacity > 0 and not (given.on_host and total == capacity)
     promised = given.max_seqlen is not None
-    # By position: one is made at every call with a new layout.
+    # By position, which is faster than by name: one is made at every call with a new layout.
     return Side(start, given.length, given.cumulative, rows, longest, padded, 0, promised)
 
 
 def host_lengths(lengths: Lengths) -> HostLengths:
     """Starts and lengths as host integers.
 
-    Arrays on a GPU are copied back, which synchronises with CuPy's current stream. Their values are
-    clamped as the kernels clamp them: whatever they hold, a sequence lies inside its array.
+    Arrays on a GPU are copied to the host, which synchronises with CuPy's current stream. Values are clamped as the kernels
+    clamp them, so every sequence is inside its array.
     """
     return HostLengths(*_spans(lengths.q, lengths.batch), *_spans(lengths.k, lengths.batch))
 

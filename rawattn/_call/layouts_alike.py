@@ -1,6 +1,6 @@
-"""What tells layouts apart: of those that are alike nothing is found out twice, and a call with one is found by that.
+"""Keys of layouts: two layouts with the same key are launched alike, so a call with the second one repeats the first.
 
-Layouts are given by their integers here: by name, as `SeqLayout` has read them.
+The functions here take a layout's integers by name, as `SeqLayout` has read them.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from rawattn._call import integers
 from rawattn._call.layout import bound_of
 from rawattn._forgetting import make_room
 
-Told = tuple[Any, ...]
-# What starts on the host come to: the longest way from one to the next, the first and the last.
+Told = tuple[Any, ...]  # the key of a layout
+# The values of starts on the host, summed up: the longest sequence, the first start and the last one.
 Starts = tuple[int, int, int]
-# Of the starts of q and of k; one object, where these are one array.
+# Those of q and of k; one object if both sides have the same starts.
 Values = tuple[Starts, Starts]
 
-# How many sequences layouts are of, by what tells them.
+# By the key of a layout: its number of sequences. A key that is here has passed all checks of the constructor.
 batches: dict[Told, int | None] = {}
-_MAX_TOLD = 4096
+_MAX_TOLD = 4096  # entries of `batches`
 
 
 def what_tells(
     arrays: Mapping[str, Any], max_seqlen_q: int | None, max_seqlen_k: int | None, joined: bool
 ) -> tuple[Told | None, Values | None]:
-    """What tells a layout apart but for addresses and values, and of starts alone, all on the host, what these come to.
+    """The key of a layout, which has no addresses and no values, and the `Values` if it has only starts, all on the host.
 
-    Neither, where there is more to look at: integers of the host that are not starts alone, or are above a maximum, and those
-    that JAX traces; nor where there are no integers.
+    Both are None for a layout without integers, and for one that needs a full look: host integers beside those on a GPU or
+    other than starts, starts with a sequence above its maximum, and JAX tracers.
     """
     told: Told = max_seqlen_q, max_seqlen_k, joined
     start = arrays.get("seqstart_q")
@@ -51,7 +51,7 @@ def what_tells(
         if type(x) is np.ndarray:
             return None, None
         device = getattr(getattr(x, "data", None), "device_id", None)
-        if device is None:  # of a function of JAX under transformation
+        if device is None:  # a JAX tracer
             return None, None
         told += name, x.size, x.dtype, device
     return told if arrays else None, None
@@ -63,7 +63,7 @@ def remember(told: Told, batch: int | None) -> None:
 
 
 def addresses_of(arrays: Mapping[str, Any]) -> list[int]:
-    """Of integers that are all on GPUs: starts and lengths of queries, then of keys, 0 for those that are not given."""
+    """The addresses of integers that are all on GPUs: start_q, length_q, start_k, length_k, 0 for one that is not given."""
     get = arrays.get
     start_q, start_k = get("seqstart_q"), get("seqstart_k")
     if start_k is None:
@@ -84,8 +84,9 @@ def addresses_of(arrays: Mapping[str, Any]) -> list[int]:
 def bounds_of(
     values: Values, arrays: Mapping[str, Any], rows_q: int, rows_k: int
 ) -> tuple[int, bool, int, bool] | None:
-    """What a call on arrays of these rows looks at of starts' values: a bound of each side's lengths, and whether it has
-    padding. None where they do not fit.
+    """The part of starts' values that decides the launches of a call on arrays with so many rows.
+
+    For q, then for k: `bound_of` the longest sequence, and whether there is padding. None if the starts do not fit the rows.
     """
     q, k = values
     longest, first, last = q

@@ -1,4 +1,4 @@
-"""What to write for a value that an option cannot have: the end of a message, "; ..." or ""."""
+"""Advice for a value that an option does not accept, as the end of an error message: "; ..." or ""."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 from rawattn._interop.advice import array_advice, cast
 from rawattn._interop.xla import is_traced
 
-# What has a gradient instead of a number, which has none.
+# By option: what to write instead of a traced number to get a gradient with respect to it.
 _DIFFERENTIATED = {
     "scale": ", or multiply q by it and pass scale=1.0",
     "softcap": ", or write it as ScoreMod('cap[0] * tanh(score / cap[0])', wrt='cap', cap=jnp.reshape(softcap, 1))",
@@ -16,7 +16,7 @@ _TEXT = "pass a text, as in mask=rawattn.block_mask(predicate='q_idx >= kv_idx',
 
 
 def array_option(name: str, given: object) -> str:
-    """Of an option that is an array, or a ScoreMod."""
+    """For an option that takes an array, a mask or a ScoreMod."""
     if name == "mask" and isinstance(given, str):
         return "; write causal=True" if "causal" in given.lower() else f"; {_TEXT}"
     if name == "mask" and callable(given):
@@ -53,13 +53,13 @@ def array_option(name: str, given: object) -> str:
 
 
 def learned_slopes(align: str) -> str:
-    """ALiBi whose slopes have gradients."""
+    """The text of a ScoreMod that computes ALiBi with slopes that have gradients."""
     row = "q_idx" if align == "top-left" else "q_idx + seqlen_k - seqlen_q"
     return f'rawattn.ScoreMod("score - slope[head] * abs({row} - kv_idx)", wrt="slope", slope=...)'
 
 
 def seed(given: object, framework: str | None = None) -> str:
-    """Of a generator, or of a key of JAX, whose numbers a call would not draw. framework: of an array, where it is a view."""
+    """For a `seed` that is a random generator or a JAX key. framework: of the caller's array, if `given` is a view of it."""
     library = type(given).__module__.partition(".")[0]
     dtype = str(getattr(given, "dtype", ""))
     if dtype == "uint32" and framework is not None and framework.partition(".")[0] != "jax":
@@ -74,7 +74,7 @@ def seed(given: object, framework: str | None = None) -> str:
 
 
 def number(name: str, given: object) -> str:
-    """Of an option that is a Python value and was given as an array, or as a bool that JAX traces."""
+    """For an option that takes a Python value and was given an array or a JAX tracer."""
     if is_traced(given):
         other = _DIFFERENTIATED.get(name, "")
         return f"; it is a constant of a compiled program: name it in static_argnames={name!r} of jax.jit{other}"

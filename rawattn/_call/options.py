@@ -1,8 +1,8 @@
-"""All options of attention with their types and defaults, and the checks of each that need no array.
+"""All options of attention with their types and defaults, and those checks of each that need no array.
 
-The public verbs show them in their signatures (`_call.signatures`), and behind these the options of a call are one `Options`.
-Arrays among them become inputs of the verb (`_runtime.option_arrays.with_arrays`); what is left tells calls apart by its
-values.
+The public verbs show the options in their signatures (`_call.signatures`). Internally the options of a call are one `Options`.
+Arrays among them become inputs of the verb (`_runtime.option_arrays.with_arrays`). The values of the other options are part
+of the keys by which prepared calls are found (`structural`).
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from rawattn._interop.integers import import_integers
 if TYPE_CHECKING:
     from rawattn._call.seq_layout import SeqLayout
 
-MAX_SPLITS = 256
+MAX_SPLITS = 256  # largest num_splits
 
 _INT32_MAX = 2**31 - 1
-# Kernels hold scale * log2(e) in float32.
+# Kernels compute scale * log2(e) in float32, so it must stay finite there.
 _MAX_SCALE = 2.0**127
-# Kernels hold the reciprocal of softcap too, and the square of scale / softcap.
+# Kernels compute the reciprocal of softcap, and the square of scale / softcap, in float32.
 _MIN_SOFTCAP, _MAX_SOFTCAP = 2.0**-60, 2.0**120
 
 
 class AttentionOptions(TypedDict, total=False):
-    """The options of attention and of its backward, to type checkers and to signatures."""
+    """The options that attention and its backward share, for type checkers and for signatures."""
 
     seqs: SeqLayout | None
     causal: bool
@@ -52,13 +52,13 @@ class AttentionOptions(TypedDict, total=False):
 
 
 class ForwardOptions(AttentionOptions, total=False):
-    """Those that the forward has beside them, too."""
+    """The options of the forward."""
 
     num_splits: int | None
 
 
 class Options(NamedTuple):
-    """What a caller gave, or the default."""
+    """The options of a call as the caller gave them, or their defaults."""
 
     seqs: Any = None
     causal: Any = False
@@ -81,10 +81,10 @@ DEFAULTS = Options()
 
 
 class ArrayForm(NamedTuple):
-    """An array of an option.
+    """The form of an option's array.
 
-    shape: with all its axes. given: as the caller has it. dense: whether its last axis has stride 1. kept: of a mask that
-    lists the keys that all rows share, how many entries a list has.
+    shape: with all axes. given: the caller's shape. dense: whether the last axis has unit stride.
+    kept: for a mask whose rows share listed keys (`topk_mask`), the number of entries of each list; else 0.
     """
 
     dtype: str
@@ -96,12 +96,12 @@ class ArrayForm(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreOptions:
-    """What of a call changes its scores and probabilities, apart from the values of arrays.
+    """The options that change scores and probabilities; arrays by their form only.
 
-    bias, mask: of four axes, (1 or batch; 1, nheads_kv or nheads_q; 1 or rows; 1 or keys). The dtype of a mask is bool, or
-    "bits" where it comes as bits, or "kept" where it is one of kept keys whose bits kernels make (`_kernels.gathered`).
+    bias, mask: of four axes, (1 or batch; 1, nheads_kv or nheads_q; 1 or rows; 1 or keys). The dtype of a mask is "bool"; or
+    "bits" for a BlockMask; or "kept" for kept keys whose bits a kernel writes (`_kernels.gathered`).
     alibi_slopes: (1 or batch, nheads_q).
-    seed: of one on the device; None: a number.
+    seed: the form of a seed on the device; None for a number.
     score_mod: the text of the function; score_scalars: its numbers; captured: the forms of its arrays.
     """
 
@@ -118,9 +118,9 @@ class ScoreOptions:
 
 
 def structural(options: Options) -> Any:
-    """What tells the options of calls apart, but for `seqs` and arrays, whose forms are part of the arrays'.
+    """The options' part of the key of a prepared call: all values but `seqs`. Arrays have left the options before.
 
-    Types are part of it: True == 1 == 1.0, and not all of them are accepted everywhere.
+    Types are part of the key: True == 1 == 1.0, but an option may accept only one of them.
     """
     values: tuple[Any, ...] = options[1:]
     types = tuple(map(type, values))
@@ -142,7 +142,7 @@ def top_left(options: Options) -> bool:
 
 
 def window(options: Options) -> tuple[int | None, int | None]:
-    """(left, right) with `causal` in it; None is unbounded."""
+    """(left, right) of `window`, where `causal` makes right 0; None is unbounded."""
     left, right = (None, None) if options.window is None else _window(options.window)
     return left, 0 if causal(options) else right
 
@@ -154,7 +154,7 @@ def _window(given: Any) -> tuple[int | None, int | None]:
     if len(given) != 2:
         raise ValueError(f"window: got {shown(given)}, expected {accepted}")
     left, right = map(window_end, given)
-    # Rows and keys of one sequence are never further apart: such an end hides nothing.
+    # A row and a key of one sequence are never that far apart, so such an end is unbounded.
     return (
         None if left is None or left >= _INT32_MAX else left,
         None if right is None or right >= _INT32_MAX else right,
@@ -222,13 +222,13 @@ def num_splits(options: Options) -> int | None:
     return value
 
 
-# Numbers that change scores or probabilities: fields of `ScoreOptions`.
+# Options that are numbers and change scores or probabilities, with their checks. Each is a field of `ScoreOptions`.
 SCORE_NUMBERS: dict[str, Callable[[Options], Any]] = {"softcap": softcap, "dropout_p": dropout_p}
 _NUMBER_DEFAULTS = tuple((name, getattr(DEFAULTS, name)) for name in SCORE_NUMBERS)
 
 
 def leaves_scores(options: Options) -> bool:
-    """Whether no option without an array changes scores or probabilities."""
+    """Whether scores and probabilities are unchanged by all options that are not arrays."""
     return (
         all(
             type(x := getattr(options, name)) is type(default) and x == default
@@ -240,7 +240,7 @@ def leaves_scores(options: Options) -> bool:
 
 
 def whole(name: str, value: Any, accepted: str) -> int:
-    """An int >= 0."""
+    """`value` as an int >= 0. accepted: what the option accepts, for the message."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(
             f"{name}: got {shown(value)}, expected {accepted}{option_advice.number(name, value)}"
@@ -251,7 +251,7 @@ def whole(name: str, value: Any, accepted: str) -> int:
 
 
 def number(name: str, value: Any, accepted: str) -> float:
-    """A float; infinite if it is out of a float's range."""
+    """`value` as a float, infinite for an int beyond a float's range. accepted: what the option accepts, for the message."""
     numbers = (float, int, np.floating, np.integer, ml_dtypes.bfloat16)
     if isinstance(value, bool) or not isinstance(value, numbers):
         raise TypeError(
@@ -264,7 +264,7 @@ def number(name: str, value: Any, accepted: str) -> float:
 
 
 def check_array(name: str, value: Any) -> None:
-    """Refuses what is no array where an option is one."""
+    """TypeError if the value of an option that takes an array is no array."""
     if not hasattr(value, "__dlpack__"):
         raise TypeError(
             f"{name}: got {shown(value)}, expected an array or None{option_advice.array_option(name, value)}"
@@ -272,7 +272,7 @@ def check_array(name: str, value: Any) -> None:
 
 
 def no_score_mod(value: Any) -> TypeError:
-    """Of what is given as `score_mod` and is none."""
+    """The error for a `score_mod` that is not a ScoreMod."""
     advice = option_advice.array_option("score_mod", value)
     return TypeError(f"score_mod: got {shown(value)}, expected a rawattn.ScoreMod or None{advice}")
 
@@ -285,7 +285,7 @@ def backend(value: Any) -> str | None:
 
 
 def flag(name: str, value: Any) -> bool:
-    """A choice between two: Python's bool, or NumPy's."""
+    """`value` as a bool. Python's and NumPy's bools are accepted."""
     if value is not True and value is not False and not isinstance(value, np.bool_):
         raise TypeError(
             f"{name}: got {shown(value)}, expected a bool: True or False{option_advice.number(name, value)}"
@@ -294,7 +294,7 @@ def flag(name: str, value: Any) -> bool:
 
 
 def shown(value: Any) -> str:
-    """For a message: short, and never the contents of an array, which may be on a GPU."""
+    """A value in short form, for a message. Arrays are shown by type and shape: their contents may be on a GPU."""
     if hasattr(value, "__dlpack__"):
         return f"a {type(value).__name__} of shape {tuple(getattr(value, 'shape', ()))}"
     return f"{' '.join(reprlib.repr(value).split())} ({type(value).__name__})"

@@ -1,4 +1,4 @@
-"""Whether a file can be written, asked before the work whose result goes there."""
+"""Checks that a file can be written, before the work whose result goes there."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def check(option: str, path: Path) -> None:
-    """Raises OSError, naming the option, where `path` cannot be made or replaced. Folders above may be missing."""
+    """Raises OSError, naming the option, if `path` cannot be created or replaced. Parent folders may be missing."""
     if path.is_dir():
         raise IsADirectoryError(f"{option} {path}: is a directory, expected the name of a file")
     nearest = path if path.exists() else next(up for up in path.absolute().parents if up.exists())
@@ -19,7 +19,7 @@ def check(option: str, path: Path) -> None:
 
 
 def check_ending(option: str, path: Path, endings: Sequence[str]) -> None:
-    """Raises ValueError, naming the option, where the name of a file does not end in one of these."""
+    """Raises ValueError, naming the option, if the file name does not have one of these endings."""
     if path.suffix.lower() not in endings:
         got = path.suffix or "no ending"
         raise ValueError(f"{option} {path}: got {got}, expected {', '.join(endings)}")

@@ -1,4 +1,4 @@
-"""The ids in a page table: which of them a call reads, what pages hold, and whether ids are those of pages."""
+"""The ids in a page table: which of them a call reads, the rows of their pages, and checks of the ids."""
 
 from __future__ import annotations
 
@@ -14,10 +14,7 @@ from rawattn._call.pages import PageForm
 def ids_of(
     table: NDArray[Any], lengths: HostLengths, form: PageForm, sequence: int
 ) -> NDArray[Any]:
-    """The ids of the pages that a sequence's keys are in, each of a page of the array whatever the table holds.
-
-    table: on the host.
-    """
+    """The ids of the pages that hold a sequence's keys, clamped to existing pages. table: on the host."""
     if form.has_indptr:
         first = int(lengths.start_k[sequence]) // form.page_size
         ids = table[first:]
@@ -29,7 +26,7 @@ def ids_of(
 
 
 class Reached(NamedTuple):
-    """Which pages of each sequence any of its rows may see: the first `sinks` ones, and those from `first` to before `last`."""
+    """The pages of each sequence that any of its rows may see: pages [0, sinks) and [first, last), each (batch,)."""
 
     sinks: NDArray[np.int64]
     first: NDArray[np.int64]
@@ -43,7 +40,7 @@ def reached(
     sink: int,
     top_left: bool,
 ) -> Reached:
-    """By window, sinks and lengths alone."""
+    """The pages that rows may see by window, sink tokens and lengths. Masks are not considered."""
     left, right = window
     offset = np.zeros_like(lengths.len_k) if top_left else lengths.len_k - lengths.len_q
     last = _pages_read(lengths, page_size)
@@ -56,7 +53,7 @@ def reached(
 
 
 def _pages_read(lengths: HostLengths, page_size: int) -> NDArray[np.int64]:
-    """Pages of each sequence's keys; none where it has no row."""
+    """The number of pages of each sequence's keys; 0 if the sequence has no query row."""
     return np.where(lengths.len_q > 0, -(-lengths.len_k // page_size), 0)
 
 
@@ -70,15 +67,15 @@ def gather(
 ) -> NDArray[Any]:
     """The keys, or the values, of all sequences, one sequence behind the other: (total, nheads_kv, D).
 
-    reached: the pages that are read; those of other keys are 0. scale: of pages of 8 bits, which become float32.
+    reached: the pages that are read, None for all; keys of other pages become 0.
+    scale: for pages of 8 bits, which become float32 and are multiplied by it; else None.
     """
     size, used = form.page_size, -(-lengths.len_k // form.page_size)
     sinks, first, last = reached or (0 * used, 0 * used, used)
     total = int(lengths.len_k.sum())
     dtype = pages.dtype if scale is None else np.float32
-    gathered = np.zeros(
-        (total, *pages.shape[2:]), dtype
-    )  # memory that nobody touches costs nothing
+    # Pages of zeroed memory that are never touched cost nothing.
+    gathered = np.zeros((total, *pages.shape[2:]), dtype)
     start = 0
     for sequence, length in enumerate(lengths.len_k.tolist()):
         ids = ids_of(table, lengths, form, sequence)
@@ -100,9 +97,10 @@ def check_ids(
     sink: int,
     top_left: bool,
 ) -> None:
-    """ValueError for the id of a page that a call reads and that is none of the array."""
+    """ValueError for an id that a call reads and that is out of range."""
     counts = _pages_read(lengths, form.page_size)
-    # Most calls have good ids alone, so only of the others is it asked who reads them. Unsigned, a negative id is large.
+    # In most calls all ids are in range. Only if one is not, the code below finds out whether a row may see that page.
+    # As an unsigned integer a negative id is large.
     ids = table.view(f"u{table.dtype.itemsize}")
     if form.has_indptr:
         entries = np.flatnonzero(ids >= form.num_pages)
@@ -135,22 +133,22 @@ def check_ids(
 
 
 def check_slots(table: NDArray[Any], lengths: HostLengths, form: PageForm) -> None:
-    """ValueError for two new rows in one slot. Rows are the last keys of their sequences; ids are those of pages."""
+    """ValueError for two new rows in one slot. New rows are the last keys of their sequences. The ids have been checked."""
     size = form.page_size
     first = np.maximum(lengths.len_k - lengths.len_q, 0)
     before = first // size
     counts = np.maximum(_pages_read(lengths, size) - before, 0)
     sequence = np.repeat(np.arange(counts.size), counts)
     page = before[sequence]
-    if counts.max(initial=0) > 1:  # chunks of new rows, in more pages than one
+    if counts.max(initial=0) > 1:  # the new rows of a sequence are in several pages
         page += np.arange(sequence.size) - (np.cumsum(counts) - counts)[sequence]
     if form.has_indptr:
         ids = table[lengths.start_k[sequence] // size + page]
     else:
         ids = table[sequence, page]
-    if len(set(ids.tolist())) == ids.size:  # as in most calls
+    if len(set(ids.tolist())) == ids.size:  # no page twice, as in most calls
         return
-    # The new rows of each page, as slots of the pool.
+    # For each page with new rows, the slots [begin, end) of these, counted over all pages of the array.
     past = (ids.astype(np.int64) - page) * size
     begin = np.maximum(first[sequence], page * size) + past
     end = np.minimum(lengths.len_k[sequence], (page + 1) * size) + past

@@ -1,4 +1,4 @@
-"""Keys in pages: the form of a page table, and the lengths of sequences whose keys are there."""
+"""Keys in pages: the form of a page table, and the lengths of sequences whose keys are in pages."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ _TABLE = "(batch, max_pages), or a pair (indptr (batch + 1,), page_ids (total_pa
 _PAIR = "a tuple is (indptr, page_ids), rows are a list"
 _INDPTR = "block_table's indptr"
 _INT32_MAX = 2**31 - 1
-_SHOWN = 8  # rows whose lengths a message tells
+_SHOWN = 8  # most row lengths that a message lists
 
 Shape = Sequence[int]
+# Arguments of a SeqLayout that calls on pages refuse, and those that they use.
 _OF_KEYS = ("seqstart_k", "seqlen_k", "cu_seqlen_k")
 _OF_Q = ("seqstart_q", "seqlen_q", "cu_seqlen_q", "max_seqlen_q", "max_seqlen_k")
 
 
 class PageForm(NamedTuple):
-    """The page table of a call, apart from its values.
+    """The form of a call's pages and page table, without values.
 
-    entries: of a sequence's row of the table, or of all sequences where `has_indptr`: where the table is (indptr, page_ids).
+    has_indptr: whether the table is a pair (indptr, page_ids). entries: ids in a row of the table, or in all of page_ids.
     """
 
     page_size: int
@@ -44,10 +45,10 @@ class PageForm(NamedTuple):
 
 
 class PagedLayout:
-    """The lengths of a call whose keys are in pages: those of q in `seqs`, and of the keys.
+    """The lengths of a call whose keys are in pages: those of q in `seqs`, those of the keys in `seqlen_k`.
 
-    indptr: (batch + 1,) where a sequence's pages begin in a table of one axis; None: a row of the table for each.
-    rows: the name of what the lengths of q are those of, "k" for new keys.
+    indptr: (batch + 1,), where each sequence begins in a table of one axis; None for a table with a row for each sequence.
+    rows: the name of the array to which the lengths of q apply, "q", or "k" for the new keys of `append_kv`.
     """
 
     def __init__(self, seqs: Any, seqlen_k: Any, indptr: Any = None, rows: str = "q") -> None:
@@ -69,7 +70,7 @@ class PagedLayout:
         self._k = read_side("k", None, None, self.seqlen_k, seqs.max_seqlen_k)
         self._bindings: dict[Any, Lengths] = {}
 
-    # Plans know the arrays of a layout by these names.
+    # Plans access the arrays of a layout by the names of a `SeqLayout`.
     @property
     def seqstart_q(self) -> Any:
         return self.seqs.seqstart_q
@@ -97,14 +98,14 @@ class PagedLayout:
         return self.seqs._q.on_host and self._k.on_host and indptr
 
     def on_the_host(self) -> PagedLayout:
-        """The same with what is on a GPU read back, and so checked in full."""
+        """The same layout with its integers copied to the host, where they are checked in full."""
         if self.on_host:
             return self
         fields = {name: _host(getattr(self.seqs, name)) for name in _OF_Q}
         return PagedLayout(SeqLayout(**fields), _host(self.seqlen_k), _host(self.indptr), self.rows)
 
     def bind(self, q: Shape, pages: Shape, table: Shape) -> Lengths:
-        """The sequences of a call on arrays of these shapes, the last one that of the page ids. Never synchronises.
+        """The sequences of a call on arrays of these shapes. table: the shape of the page ids. Never synchronises.
 
         Raises ValueError for lengths that do not fit.
         """
@@ -129,12 +130,12 @@ class PagedLayout:
         check_lengths(self, count)
         q = side_of(seqs._q, count, rows_q, self.rows)
         num_pages, page_size = pages[:2]
-        # Where there is no page at all, a page holds no key.
+        # Without any page there is no room for keys.
         k = self._side(count, page_size, page_size if num_pages else 0, table[-1])
         return Lengths(count, seqs.group, q, k, self.on_host)
 
     def _side(self, count: int, page_size: int, held: int, entries: int) -> Side:
-        """held: keys that a page holds; entries: page ids of a sequence, or where there is an indptr of all."""
+        """The side of the keys. held: keys that a page holds; entries: page ids of a sequence, or of all with an indptr."""
         room = entries * held
         most: Any = room
         if self.indptr is not None:
@@ -146,7 +147,7 @@ class PagedLayout:
             if isinstance(self.indptr, np.ndarray):
                 try:
                     used = integers.differences(_INDPTR, self.indptr)
-                except ValueError as error:  # it may be a row of a table
+                except ValueError as error:  # the caller may have meant a table as a tuple of rows
                     raise ValueError(f"{error}; {_PAIR}") from None
                 if self.indptr[-1] > entries:
                     raise ValueError(
@@ -172,13 +173,13 @@ class PagedLayout:
 
 
 def told(layout: Any, name: str) -> str:
-    """What the caller knows integers as that a layout has by this name."""
+    """How the caller knows the integers that a layout has by this name."""
     of_table = name == "seqstart_k" and isinstance(layout, PagedLayout)
     return _INDPTR if of_table else name
 
 
 def check_lengths(layout: PagedLayout, count: int) -> None:
-    """ValueError for lengths of the keys that are not those of as many sequences."""
+    """ValueError if `seqlen_k` does not have `count` lengths."""
     got = layout.seqlen_k.size
     if got != count:
         raise ValueError(
@@ -187,9 +188,9 @@ def check_lengths(layout: PagedLayout, count: int) -> None:
 
 
 def form(layout: Any, rows: Shape, k_pages: Shape, v_pages: Shape, table: Any) -> PageForm:
-    """The form of a call's pages, from the shapes of its arrays of rows and pages, and from the array of their ids.
+    """The form of a call's pages. rows, k_pages, v_pages: shapes of the arrays; table: the array of page ids.
 
-    Raises TypeError or ValueError for what is none.
+    Raises TypeError or ValueError for pages or a table that a call does not accept.
     """
     for name, shape in (("k_pages", k_pages), ("v_pages", v_pages)):
         if len(shape) != 4:
@@ -228,7 +229,7 @@ def form(layout: Any, rows: Shape, k_pages: Shape, v_pages: Shape, table: Any) -
 
 
 def split(block_table: Any) -> tuple[Any, Any]:
-    """A page table as (indptr, page_ids); the first is None where it is of two axes."""
+    """A block table as (indptr, page_ids). indptr is None for a table of two axes."""
     if isinstance(block_table, list):
         if not block_table:
             return None, np.empty((0, 0), np.int64)
@@ -246,7 +247,7 @@ def split(block_table: Any) -> tuple[Any, Any]:
 
 
 def _check_rows(table: list[Any]) -> None:
-    """TypeError for rows of a table that are not of one length: a pair in a list, for one."""
+    """TypeError for a list of rows of different lengths, such as a pair in a list instead of a tuple."""
     counts = [_count(row) for row in table]
     if None in counts or len(set(counts)) == 1:
         return
@@ -262,7 +263,7 @@ def _check_rows(table: list[Any]) -> None:
 
 
 def _count(row: Any) -> int | None:
-    """The integers of a list or of an array of one axis; None of anything else."""
+    """The number of entries of a list or of an array of one axis; None for anything else."""
     if isinstance(row, (list, tuple, range)):
         return len(row)
     shape: Shape = getattr(row, "shape", ())

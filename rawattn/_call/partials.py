@@ -1,4 +1,4 @@
-"""Partial results of attention over disjoint keys, as `combine` takes them: described and checked."""
+"""A call of `combine` as plain values, and its checks: partial results of attention over disjoint keys."""
 
 from __future__ import annotations
 
@@ -26,30 +26,33 @@ _OUT_AXES = "(batch, seqlen_q, nheads, Dv) or (total_q, nheads, Dv)"
 
 
 class Given(NamedTuple):
-    """One side of the partials: the arrays of a list, or one that has them stacked on its first axis."""
+    """The outs or the lses of all partials: the arrays of a list, or one array with the partials stacked on its first axis."""
 
     name: str
     arrays: tuple[Any, ...]
     listed: bool
 
     def names(self) -> tuple[str, ...]:
-        """Of the arrays, in messages."""
+        """The names of the arrays, for messages."""
         if not self.listed:
             return (self.name,)
         return tuple(f"{self.name}[{n}]" for n in range(len(self.arrays)))
 
     def shape_of_one(self, views: Sequence[Any]) -> Shape:
-        """The shape of a partial, of the first where they are listed."""
+        """The shape of a partial, in a list that of the first."""
         shape: Shape = tuple(views[0].shape)
         return shape if self.listed else shape[1:]
 
     def count(self, views: Sequence[Any]) -> int:
-        """How many partials there are."""
+        """The number of partials."""
         return len(views) if self.listed else views[0].shape[0]
 
 
 class PartialsForm(NamedTuple):
-    """Of a `Problem` about partial results: how many there are, the dtype of out, and whether outs and lses are listed."""
+    """What a `Problem` of `combine` has beside its rows.
+
+    parts: the number of partials. result: the dtype of out. listed: whether outs and whether lses are a list.
+    """
 
     parts: int
     result: str
@@ -57,7 +60,7 @@ class PartialsForm(NamedTuple):
 
 
 def given(name: str, arrays: Any) -> Given:
-    """`outs` or `lses` as the caller has them."""
+    """`outs` or `lses` as the caller gave them."""
     if not isinstance(arrays, (list, tuple)):
         return Given(name, (arrays,), False)
     if not arrays:
@@ -68,9 +71,9 @@ def given(name: str, arrays: Any) -> Given:
 def describe(
     outs: Given, lses: Given, dtype: Any, framework: str | None = None
 ) -> tuple[Problem, Lengths]:
-    """Every check of the partials and the dtype of their result.
+    """The call as a `Problem` and its sequences, once the partials and the result's dtype have passed every check.
 
-    outs, lses: of arrays with `shape` and `dtype`. framework: that of outs[0].
+    outs, lses: arrays with `shape` and `dtype`. dtype: the caller's, or None. framework: that of outs[0], for messages.
     """
     first = outs.arrays[0]
     if first.dtype not in _DTYPES.values():
@@ -120,7 +123,7 @@ def describe(
 def checked_shapes(
     outs: Given, lses: Given, views_of_outs: Sequence[Any], views_of_lses: Sequence[Any]
 ) -> Shape:
-    """The shape of out, once all partials have it and every lse is one of such an out."""
+    """The shape of out. ValueError unless all partials have it and every lse has the shape that goes with it."""
     shape = outs.shape_of_one(views_of_outs)
     if len(shape) not in (3, 4):
         got = tuple(views_of_outs[0].shape)
@@ -167,12 +170,12 @@ def checked_shapes(
 
 
 def lse_shape(shape: Shape) -> Shape:
-    """That of the lse of an out."""
+    """The shape of the lse that goes with an out of this shape."""
     return (*shape[:-3], shape[-2], shape[-3])
 
 
 def result_dtype(dtype: Any) -> np.dtype[Any]:
-    """The dtype that a caller names: NumPy's, torch's, or by its name."""
+    """The result's dtype, given as a dtype of NumPy or torch or by name. TypeError for any that `combine` does not have."""
     try:
         name: str = np.dtype(dtype).name
     except TypeError:

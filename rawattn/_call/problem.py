@@ -1,4 +1,4 @@
-"""A call as plain values. Every mistake that a caller can make in it is found here."""
+"""`Problem`: a call as plain values, and the checks of its arrays' shapes and dtypes and of its options."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from rawattn._interop.advice import cast
 if TYPE_CHECKING:
     from rawattn._call.partials import PartialsForm
 
-MAX_HEADDIM = 256
+MAX_HEADDIM = 256  # of q and k, and of v
 NO_ARRAYS: Mapping[str, Any] = MappingProxyType({})
 
 _INT32_MAX = 2**31 - 1
-# Byte order is part of a dtype, not of its name: the dtypes themselves are the keys.
+# The keys are dtypes, not names: a name does not say the byte order.
 DTYPE_NAMES = {
     np.dtype(np.float16): "float16",
     np.dtype(ml_dtypes.bfloat16): "bfloat16",
@@ -44,7 +44,7 @@ _AXES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem(ScoreOptions):
-    """What a call computes, apart from the values in its arrays."""
+    """What a call computes: everything that decides its kernels, without the values in its arrays."""
 
     dtype: str  # "float16", "bfloat16" or "float32"
     batch: int
@@ -55,7 +55,7 @@ class Problem(ScoreOptions):
     group: bool
     rows_q: int  # physical rows: seqlen in batch mode, total in group mode
     rows_k: int
-    max_seqlen_q: int  # no logical length is above this
+    max_seqlen_q: int  # upper bound of all logical lengths
     max_seqlen_k: int
     ragged: bool  # group mode, or logical lengths given
     window_left: int | None  # None = unbounded
@@ -63,24 +63,27 @@ class Problem(ScoreOptions):
     sink: int  # 0 without a left bound, where it has no meaning
     top_left: bool
     scale: float
-    shared_lengths: bool = False  # keys have the sequences of the queries
-    pages: PageForm | None = None  # rows_k are then those of a sequence's pages, at most
-    num_splits: int | None = None  # None = chosen
-    rotary: RotaryForm | None = None  # of keys on their way into pages
-    partials: PartialsForm | None = None  # merged: outs are rows of q, and there are no keys
+    shared_lengths: bool = False  # the keys have the same sequences as the queries
+    pages: PageForm | None = None  # if given, rows_k is the most keys that a sequence's pages hold
+    num_splits: int | None = None  # None = the library chooses
+    rotary: RotaryForm | None = None  # of `append_kv`
+    partials: PartialsForm | None = None  # of `combine`: the rows of q are outs, without keys
     float8: bool = False  # pages hold float8_e4m3fn
-    # Of what they hold: None is 1, `scales.NUMBER` a number of the call's own.
+    # Scales of float8 pages: None is 1, `scales.NUMBER` a number of the call, else the form of an array.
     k_scale: Any = None
     v_scale: Any = None
 
     @property
     def group_heads(self) -> int:
-        """Query heads of a kv head."""
+        """The number of query heads that share a kv head."""
         return self.nheads_q // self.nheads_kv
 
     @property
     def plain_scores(self) -> bool:
-        """Whether scores are scaled products and nothing else, and no probability is dropped."""
+        """Whether scores are scaled products q . k with nothing else done to them, and no probability is dropped.
+
+        A mask and learned sinks are allowed.
+        """
         return (
             self.softcap is None
             and self.bias is None
@@ -99,14 +102,13 @@ def describe(
     arrays: Mapping[str, Any] = NO_ARRAYS,
     **changed: Any,
 ) -> tuple[Problem, Lengths]:
-    """The call as a `Problem` and its sequences. q, k, v have the shapes and dtypes of NumPy or CuPy arrays.
+    """The call as a `Problem`, and its sequences. q, k, v have the shapes and dtypes of NumPy or CuPy arrays.
 
-    framework: that of the caller's arrays, as `framework_of` tells it, for the words of messages; None: not known.
-    arrays: those of options by name, as `option_arrays.with_arrays` takes them out of the options.
-    changed: options by name, instead of those in `options`.
+    framework: that of the caller's arrays, by `framework_of`, for messages; None if unknown.
+    arrays: the options' arrays by name, which `option_arrays.with_arrays` took out of the options.
+    changed: options by name that replace those in `options`.
 
-    Raises TypeError or ValueError for what the contract refuses, naming the argument, what was got
-    and what is accepted.
+    Raises TypeError or ValueError for a call that is not accepted, naming the argument, what was got and what is accepted.
     """
     if changed:
         options = options._replace(**changed)
@@ -140,9 +142,9 @@ def describe_paged(
     given_scales: Mapping[str, Any] = NO_ARRAYS,
     number_scales: tuple[str, ...] = (),
 ) -> tuple[Problem, Lengths]:
-    """`describe` where keys and values are in pages; the options' `seqs` is a `PagedLayout`.
+    """`describe` for keys and values in pages. The options' `seqs` is a `PagedLayout`.
 
-    given_scales: of keys and values in 8 bits, arrays by name. number_scales: the names of those that are numbers.
+    given_scales: the scales of float8 pages that are arrays, by name. number_scales: the names of scales that are numbers.
     """
     dtype = q.dtype
     named = {"q": q, "k_pages": k_pages, "v_pages": v_pages}
@@ -165,7 +167,7 @@ def describe_paged(
 
 
 class Dims(NamedTuple):
-    """Of a call's arrays, whose shapes were checked."""
+    """Dimensions of a call's arrays, whose shapes have been checked."""
 
     dtype: np.dtype[Any]
     rows_q: int
@@ -174,7 +176,7 @@ class Dims(NamedTuple):
     nheads_kv: int
     headdim: int
     headdim_v: int
-    framework: str | None  # that of the caller's arrays, for messages
+    framework: str | None  # of the caller's arrays, for messages
 
 
 def resolve(
@@ -184,7 +186,7 @@ def resolve(
     arrays: Mapping[str, Any],
     paged: PageForm | None = None,
 ) -> Problem:
-    """Every option checked and resolved; paged: where keys and values are in pages."""
+    """The `Problem` of a call, once every option is checked. paged: the form of its pages, if keys and values are in pages."""
     dtype, rows_q, rows_k, nheads_q, nheads_kv, headdim, headdim_v, framework = dims
     _options.causal(options)
     top_left = _options.top_left(options)
@@ -231,7 +233,7 @@ def result_shapes(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def refuse_dtypes(named: Mapping[str, Any], framework: str | None) -> NoReturn:
-    """TypeError for arrays that are not all of one dtype that attention has: that of the first one."""
+    """Raises the TypeError for arrays whose dtypes are not all that of the first one, or not one that attention supports."""
     first, *others = named
     for name, array in named.items():
         if name.endswith("_pages") and array.dtype in _BYTES:
@@ -278,7 +280,7 @@ def _check_shapes(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) ->
 def check_heads(
     q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], names: tuple[str, str]
 ) -> None:
-    """Of shapes with all axes; names: those of k and v."""
+    """ValueError for wrong head counts or head dims. The ranks have been checked. names: what the caller knows k and v as."""
     key, value = names
     nheads_q, nheads_kv = q[-2], k[-2]
     if nheads_q < 1:

@@ -1,4 +1,4 @@
-"""The rotary embedding of a call: the form of its angles, and what may be wrong with it."""
+"""The rotary embedding of a call: the form of its angles, and its checks."""
 
 from __future__ import annotations
 
@@ -10,19 +10,16 @@ _AXES = "(positions, rotary_dim / 2)"
 
 
 class RotaryForm(NamedTuple):
-    """A rotary embedding: the first `dim` elements of a head turn, in dim / 2 planes.
-
-    positions: for which angles are given.
-    """
+    """The form of a rotary embedding: the first `dim` elements of a head turn, in dim / 2 planes."""
 
     dim: int
-    positions: int
-    dtype: str  # of the angles' cosines and sines
-    interleaved: bool  # planes are of neighbours, else of either half
+    positions: int  # the number of positions that have angles
+    dtype: str  # of the cosines and sines
+    interleaved: bool  # plane j has elements 2j and 2j + 1; otherwise j and j + dim / 2
 
 
 def split(rotary: Any) -> tuple[Any, Any]:
-    """`rotary` as (cos, sin)."""
+    """`rotary` as a tuple (cos, sin). TypeError for anything but a pair of arrays."""
     if not isinstance(rotary, (tuple, list)) or len(rotary) != 2:
         got = (
             f"{len(rotary)} of them" if isinstance(rotary, (tuple, list)) else type(rotary).__name__
@@ -37,8 +34,8 @@ def split(rotary: Any) -> tuple[Any, Any]:
 
 
 def form(cos: Any, sin: Any, interleaved: bool, headdim: int, dtype: np.dtype[Any]) -> RotaryForm:
-    """dtype: of the keys. Raises TypeError or ValueError for angles that do not fit."""
-    # Of angles that are there twice, as other libraries have them for either style.
+    """The form of the angles. dtype: of the keys. Raises TypeError or ValueError for angles that do not fit."""
+    # For a message: the columns to pass of arrays that hold each angle twice, as other libraries have them.
     once = "::2" if interleaved else ": D // 2"
     for name, array in (("cos", cos), ("sin", sin)):
         if array.dtype not in (dtype, np.dtype(np.float32)):

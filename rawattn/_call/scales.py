@@ -1,4 +1,4 @@
-"""Keys and values that pages hold in 8 bits, and their scales: a number, or an array with one for each kv head."""
+"""float8 pages and their scales. A scale is a number, or an array with one number for each kv head."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from rawattn._interop.advice import cast
 from rawattn._interop.arrays import HOST, device_of, framework_of, import_array, refuse_gradients
 
 FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
-LARGEST = float(ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).max)
+LARGEST = float(ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).max)  # 448
 NAMES = ("k_scale", "v_scale")
-# The form of a scale that is a number, which a call brings along: calls that differ in it alone are alike.
+# The form of a scale that is a number. The number itself is data of the call: calls that differ only in it share kernels.
 NUMBER = "number"
 
 _ACCEPTED = "a finite number above 0, or a float32 array of shape (nheads_kv,)"
@@ -27,7 +27,7 @@ _8_BITS = frozenset(
 
 
 class Scales(NamedTuple):
-    """Of a call. arrays: by name. numbers: by name, as kernels are given them."""
+    """The scales of a call by name. numbers: the bits of a float32 as an int, the form in which kernels take them."""
 
     arrays: Mapping[str, Any]
     numbers: Mapping[str, int]
@@ -37,9 +37,9 @@ class Scales(NamedTuple):
 
 
 def read(named: Mapping[str, Any]) -> Scales:
-    """The scales among the arguments of a call; None is none.
+    """The scales of a call. named: the arguments k_scale and v_scale; None leaves one out.
 
-    TypeError or ValueError for a number that is no scale, and for an array of the host with such a one in it.
+    TypeError or ValueError for a number that is no scale, and for an array on the host that contains such a number.
     """
     arrays: dict[str, Any] = {}
     numbers: dict[str, int] = {}
@@ -64,7 +64,7 @@ def read(named: Mapping[str, Any]) -> Scales:
 
 
 def check(name: str, array: Any) -> None:
-    """ValueError for an array of the host in which there is a number that is no scale."""
+    """ValueError for an array on the host that contains a number that is no scale."""
     host = _on_host(name, array)
     if host is None or host.dtype != np.float32:
         return
@@ -77,7 +77,7 @@ def check(name: str, array: Any) -> None:
 
 
 def _on_host(name: str, array: Any) -> NDArray[Any] | None:
-    """An array of the host as NumPy's; None for one that is elsewhere."""
+    """An array on the host as a NumPy array; None for an array on a device."""
     refuse_gradients((name,), (array,))
     if device_of(array, framework_of(array)) != HOST:
         return None
@@ -88,7 +88,7 @@ def _on_host(name: str, array: Any) -> NDArray[Any] | None:
 def forms(
     scales: Mapping[str, Any], names: tuple[str, ...], float8: bool, nheads_kv: int
 ) -> dict[str, Any]:
-    """What a `Problem` has of them, by name. scales: arrays by name; names: of those that are numbers.
+    """The fields k_scale and v_scale of a `Problem`. scales: arrays by name; names: the scales that are numbers.
 
     TypeError or ValueError, naming the argument, what was got and what is accepted.
     """
@@ -119,7 +119,10 @@ def _form(name: str, array: Any, nheads_kv: int) -> ArrayForm:
 
 
 def value(name: str, extras: Mapping[str, Any]) -> Any:
-    """On the host, as it multiplies (..., nheads_kv, D). extras: arrays, and numbers as kernels are given them."""
+    """A scale on the host, in a shape that broadcasts to (..., nheads_kv, D).
+
+    extras: array scales by name, and number scales as bits by name with `_value` appended.
+    """
     array = extras.get(name)
     if array is not None:
         return array[:, None]
@@ -128,15 +131,15 @@ def value(name: str, extras: Mapping[str, Any]) -> Any:
 
 
 def quantised(rows: NDArray[Any], scale: Any) -> NDArray[Any]:
-    """float32 rows over their scale in 8 bits: what is out of range becomes the largest number there is."""
+    """float32 rows divided by their scale, as float8_e4m3fn. Quotients out of range become the largest finite number."""
     found: NDArray[Any] = np.clip(rows / scale, -LARGEST, LARGEST).astype(FLOAT8)
     return found
 
 
 def check_pools(named: Mapping[str, Any], lead: str) -> bool:
-    """Whether pools hold 8 bits. named: the other arrays, and k_pages and v_pages, all of which have a dtype.
+    """Whether both pools of pages hold float8_e4m3fn. named: k_pages, v_pages and the array `lead`, for the message.
 
-    TypeError for pools of two dtypes where one is 8 bits, NotImplementedError for other kinds of 8 bits.
+    TypeError if only one of the pools does, NotImplementedError for other 8-bit floats.
     """
     kinds = {name: named[name].dtype for name in ("k_pages", "v_pages")}
     for name, dtype in kinds.items():

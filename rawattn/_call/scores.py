@@ -1,4 +1,4 @@
-"""What options do to scores, as plain values: the forms of their arrays, checked against the call."""
+"""The options that change scores, as plain values: the forms of their arrays, checked against the shapes of a call."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _INTEGERS = {np.dtype(np.int32): "int32", np.dtype(np.int64): "int64"}
 
 
 class Shapes(NamedTuple):
-    """Of the call: what arrays of options broadcast to."""
+    """The shapes of a call, which arrays of options broadcast to. group: positions count inside each sequence."""
 
     dtype: np.dtype[Any]
     batch: int
@@ -34,13 +34,13 @@ class Shapes(NamedTuple):
     rows_q: int
     rows_k: int
     group: bool
-    framework: str | None = None  # that of the caller's arrays, for messages; None: not known
+    framework: str | None = None  # of the caller's arrays, for messages; None if unknown
 
 
 def describe(
     options: Options, arrays: Mapping[str, Any], shapes: Shapes, lengths: Lengths
 ) -> dict[str, Any]:
-    """Fields of `ScoreOptions`. arrays: those of options, by name.
+    """The fields of `ScoreOptions`. arrays: the options' arrays, by name.
 
     Raises TypeError or ValueError, naming the option, what was got and what is accepted.
     """
@@ -53,7 +53,7 @@ def describe(
         if arrays.get(name) is not None
     }
     if options.mask is not None:
-        # Of a BlockMask, whose arrays are its bits and its map.
+        # A `MaskForm`: the mask is a BlockMask, whose arrays are its bits and its map.
         given = options.mask.shape
         whole = four_axes("mask", given, shapes, lengths)
         found["mask"] = ArrayForm("bits", whole, given, kept=options.mask.kept)
@@ -143,9 +143,10 @@ _CHECKS: dict[str, Callable[[str, Any, Shapes, Lengths], ArrayForm]] = {
 
 
 def _longest(side: Side) -> int:
-    """The longest sequence of a side, 0 where nobody knows: lengths on a GPU may all be shorter than their slots or pages.
+    """A bound of the sequences' lengths, to check the shapes of a bias or mask against; 0 (no check) if none is known.
 
-    Kernels stay inside the array, whatever the lengths are.
+    Lengths on a GPU may all be shorter than their slots or pages, so without the caller's maximum they give no bound.
+    Kernels never read outside of the array, whatever the lengths are.
     """
     integers = side.start if side.length is None else side.length
     on_host = integers is None or isinstance(integers, np.ndarray)
@@ -155,7 +156,7 @@ def _longest(side: Side) -> int:
 def four_axes(
     name: str, shape: tuple[int, ...], shapes: Shapes, lengths: Lengths
 ) -> tuple[int, ...]:
-    """The shape of a bias or mask with all its axes: (1 or batch, heads, 1 or rows, 1 or keys)."""
+    """The shape of a bias or mask with all axes: (1 or batch, heads, 1 or rows, 1 or keys). ValueError if it does not fit."""
     whole = (1,) * (4 - len(shape)) + tuple(shape)
     nheads = (1, shapes.nheads_kv, shapes.nheads_q)
     good = len(shape) <= 4 and whole[0] in (1, shapes.batch) and whole[1] in nheads

@@ -1,4 +1,4 @@
-"""`SeqLayout`, by which a caller says where sequences start and how long they are."""
+"""`SeqLayout`: where a caller's sequences start and how long they are."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from rawattn._interop import dynamo
 from rawattn._interop.integers import as_array
 from rawattn._interop.xla import is_traced
 
-if TYPE_CHECKING:  # type checkers bring it: nothing is installed for it
+if TYPE_CHECKING:  # type checkers have their own copy: it is no dependency
     from typing_extensions import Never, Unpack
 
 ARRAYS = ("seqstart_q", "seqstart_k", "seqlen_q", "seqlen_k", "cu_seqlen_q", "cu_seqlen_k")
 
 
 class _Shown:
-    """An attribute of a layout: integers as arrays, of which those in tensors of torch's are CuPy's."""
+    """An attribute of a layout: its integers as an array, where a CUDA tensor of torch is shown as a CuPy array."""
 
     def __set_name__(self, owner: type[SeqLayout], name: str) -> None:
         self._name = name
@@ -43,51 +43,53 @@ class SeqLayout:
     """Where the sequences of a batch start and how long they are.
 
     With `seqstart_q` the batch is packed (group mode): q is (total_q, nheads_q, D), k and v are
-    (total_k, nheads_kv, ...). Without it the batch keeps its axis (batch mode), and lengths given
-    here make it a padded one. Every array is one-dimensional, int32 or int64: a list, a NumPy array
-    or an array of any framework, on the host or a GPU, mixed as convenient.
+    (total_k, nheads_kv, ...). Without it the arrays have a batch axis (batch mode), and lengths given
+    here make the batch a padded one. Every argument is one-dimensional, int32 or int64: a list, a NumPy
+    array or an array of any framework, on the host or a GPU, in any mixture.
 
     Parameters
     ----------
     seqstart_q, seqstart_k : (batch + 1,), optional
-        Physical offsets of each sequence's rows, not decreasing. The first need not be 0 nor the
-        last the number of rows. `seqstart_k` defaults to `seqstart_q`, where q and k have the same
-        number of rows. One array given as both is the same as that, and a little quicker than two.
+        Physical offsets: sequence b has the rows ``seqstart_q[b]`` to before ``seqstart_q[b + 1]``. They
+        do not decrease. The first need not be 0, nor the last the number of rows. `seqstart_k` defaults
+        to `seqstart_q` if q and k have the same number of rows. Giving one array as both means the same,
+        and is a little faster than two arrays.
     cu_seqlen_q, cu_seqlen_k : (batch + 1,), optional
-        Cumulative logical lengths, not decreasing. Only differences count; they address nothing.
+        Cumulative logical lengths, not decreasing. Only their differences count: they do not say where
+        sequences start.
     seqlen_q, seqlen_k : (batch,), optional
         Logical lengths. Rows of a sequence past its logical length are padding.
     max_seqlen_q, max_seqlen_k : int, optional
-        No logical length is above this: checked for lengths on the host, a promise for lengths on a
-        GPU, where a good bound saves empty work. Without it the bound is what shapes and host
-        integers allow; nothing is read back for it.
+        Upper bounds of the logical lengths. They are checked for lengths on the host, and a promise for
+        lengths on a GPU, where a tight bound avoids empty blocks. The default is the bound that follows
+        from shapes and host integers; nothing is read back for it.
 
     See `from_lengths` for a packed batch of known lengths, `from_padding_mask` for a padded one.
 
-    Of several logical lengths for one side, `cu_seqlen_*` counts before `seqlen_*`, and without
-    either the physical length does. One that does not count is checked for shape and dtype only.
+    If one side has several logical lengths, `cu_seqlen_*` takes precedence over `seqlen_*`; without either
+    the physical lengths count. Lengths that do not count are checked for shape and dtype only.
 
     Host integers are checked in full and copied: changing them later does not change the layout.
     Arrays on a GPU are held by reference and read by the kernels at every call, so lengths may grow
-    in place; only their shape and dtype are checked, and bad values cannot make a kernel leave its
-    arrays. The CPU backend and the reference copy them to the host at each call and wait for it.
-    Arrays that JAX traces are for `rawattn.jax` alone, with the rules of those on a GPU. In a function
-    under torch.compile a layout may be made too; it is checked when the compiled program runs.
+    in place. Only their shape and dtype are checked; bad values cannot make a kernel access memory outside
+    of its arrays. The CPU backend and the reference copy them to the host at each call, and wait for that.
+    JAX tracers are accepted by `rawattn.jax` only, with the rules of arrays on a GPU. A layout may also be
+    made in a function under torch.compile; it is then checked when the compiled program runs.
 
     Attributes
     ----------
     The parameters, as read-only NumPy arrays, CuPy arrays, ints or None, and
 
     batch : int or None
-        Number of sequences; None when no array is given.
+        Number of sequences; None if no array is given.
     group : bool
         Whether this is a packed batch.
 
     Raises
     ------
     TypeError, ValueError
-        Naming the argument, what was got and what is accepted. What depends on the arrays of a call
-        (rows, batch) is checked at the call.
+        Naming the argument, what was got and what is accepted. Whether the layout fits the arrays of a
+        call (rows, batch) is checked at the call.
 
     Examples
     --------
@@ -105,12 +107,12 @@ class SeqLayout:
     >>> padded.batch, padded.group
     (3, False)
 
-    Gaps are legal: here rows 0 and 1 belong to nobody, and 2 rows after each document are padding.
+    Gaps are legal: here rows 0 and 1 belong to no sequence, and 2 rows after each document are padding.
 
     >>> gaps = SeqLayout(seqstart_q=[2, 7, 14, 18], seqlen_q=[3, 5, 2], seqlen_k=[3, 5, 2])
 
-    So lengths given as starts are no error where they happen to rise, but two documents, of rows
-    2 and of rows 3 to 4:
+    So lengths that are given as starts by mistake raise no error if they happen to increase. These
+    would be two documents, of row 2 and of rows 3 to 4:
 
     >>> mistaken = SeqLayout(seqstart_q=[2, 3, 5])
     >>> mistaken.batch
@@ -129,18 +131,19 @@ class SeqLayout:
     max_seqlen_k: int | None
     batch: int | None = field(init=False)
     group: bool = field(init=False)
-    # By name, those that were given: as their addresses are read at a call.
+    # The given integers by name, in the form that calls read them (`integers.read_in_place`).
     _arrays: dict[str, Any] = field(init=False)
-    # Whether one array was given as the starts of both sides, and nothing else: as if those of k had been left out.
+    # Whether one array was given as the starts of both sides, and nothing else. It is then as if those of k were left out.
     _joined: bool = field(init=False)
-    # What tells it apart, and what the values of its starts come to: see `layouts_alike.what_tells`.
+    # The layout's key and the values of its starts: see `layouts_alike.what_tells`.
     _told: Told | None = field(init=False)
     _values: Values | None = field(init=False)
+    # `binding.bind` results by (batch, rows_q, rows_k).
     _bindings: dict[tuple[int | None, int, int], Lengths] = field(init=False)
-    # The last call of each verb, by its name: the form of its arrays, these lengths for it or where they are, and what makes it
-    # again. By what makes calls again, what that is given instead of starts on the host.
+    # Kept by `_verbs.repeats`. By name of a verb, its last call with this layout: the form of the arrays, the lengths or their
+    # addresses, and the closure that repeats the call. By such a closure: what it is given for starts on the host.
     _calls: dict[Any, Any] = field(init=False)
-    # The arguments of one made while torch.compile traced, which has no other attribute yet.
+    # The arguments of a layout that was made while torch.compile traces. It has no private attributes until it is used.
     _kept: ClassVar[dict[str, Any] | None] = None
 
     @hides_unknown
@@ -157,7 +160,7 @@ class SeqLayout:
         max_seqlen_k: int | None = None,
         **unknown: Unpack[NoOthers],
     ) -> None:
-        if misplaced:  # a decorator that looks for them costs every layout a tenth
+        if misplaced:  # `checks_arguments` would make every layout a tenth slower
             raise all_by_name("SeqLayout", misplaced)
         if unknown:
             refuse_unknown(
@@ -177,7 +180,7 @@ class SeqLayout:
                 }
             )
             return
-        # Written out: a loop over all six takes as long as to read one of them.
+        # Not a loop over the six names: that takes as long as reading one array.
         arrays: dict[str, Any] = {}
         joined = seqstart_k is seqstart_q and seqstart_q is not None
         read = integers.read_in_place
@@ -204,7 +207,7 @@ class SeqLayout:
                 "seqstart_k: got it without seqstart_q, expected both for a packed batch (group "
                 "mode); in a padded batch give lengths alone: seqlen_k or cu_seqlen_k"
             )
-        # As attributes, a frozen class takes them ten times as slowly.
+        # Setting attributes of a frozen class takes ten times as long as writing to its dictionary.
         fields = self.__dict__
         fields["max_seqlen_q"] = max_seqlen_q
         fields["max_seqlen_k"] = max_seqlen_k
@@ -215,7 +218,7 @@ class SeqLayout:
         fields["_joined"] = joined = joined and len(arrays) == 2 and max_seqlen_q == max_seqlen_k
         told, values = what_tells(arrays, max_seqlen_q, max_seqlen_k, joined)
         fields["_told"], fields["_values"] = told, values
-        # What one was found to be, all that are told the same are: nothing of it depends on values.
+        # All layouts with one key have the same number of sequences and pass the same checks: neither depends on values.
         batch = None if told is None else batches.get(told)
         if batch is None:
             batch = common_batch(arrays)
@@ -225,12 +228,12 @@ class SeqLayout:
         fields["batch"] = batch
 
     def _keep(self, given: dict[str, Any]) -> None:
-        """What it is made of, while torch.compile traces: nothing of it can be read or checked before the program runs."""
+        """Keeps the arguments while torch.compile traces: nothing can be read or checked before the program runs."""
         batch = None
         for name, x in given.items():
             if x is not None and name in ARRAYS:
                 batch = len(x) if name.startswith("seqlen") else len(x) - 1
-        set_attribute = object.__setattr__  # not into its dictionary, which torch cannot follow
+        set_attribute = object.__setattr__  # torch.compile cannot trace writes to `__dict__`
         set_attribute(self, "max_seqlen_q", given["max_seqlen_q"])
         set_attribute(self, "max_seqlen_k", given["max_seqlen_k"])
         set_attribute(self, "batch", batch)
@@ -240,7 +243,10 @@ class SeqLayout:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """Of one that left the program in which it was made, which is made now. Others have all of their attributes."""
+            """Completes a layout that was made under torch.compile and is used outside of it.
+
+            Other layouts have all of their attributes.
+            """
             given = self._kept
             if given is not None and dynamo.is_compiling():
                 if name == "_arrays":
@@ -252,7 +258,7 @@ class SeqLayout:
 
     @functools.cached_property
     def _sides(self) -> tuple[Given, Given]:
-        """What is said of q and of k: found by the constructor, but for layouts that it knew without."""
+        """Both sides, q and k. The constructor sets them, except if it knew the layout's key."""
         return _read_sides(self._arrays, self.max_seqlen_q, self.max_seqlen_k)
 
     @property
@@ -264,7 +270,7 @@ class SeqLayout:
         return self._sides[1]
 
     def _apart(self) -> SeqLayout:
-        """The same, whose starts of k may become others than those of q, if they are on a GPU."""
+        """A copy in which the starts of k count as an array of their own, which a plan's call may replace; only on a GPU."""
         if not self._joined or self._values is not None:
             return self
         found = copy.copy(self)
@@ -273,22 +279,20 @@ class SeqLayout:
         return found
 
     def _tell_anew(self) -> None:
-        """Where its arrays, or what is said of them, are no more those that it was made of."""
+        """Computes the key again, after arrays or `_joined` have changed."""
         told = what_tells(self._arrays, self.max_seqlen_q, self.max_seqlen_k, self._joined)
         self.__dict__["_told"], self.__dict__["_values"] = told
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of a copy, whose arrays lie elsewhere: without what calls have found."""
-        arrays = (
-            self._arrays
-        )  # of one that left a program the first look at it, which makes all of it
+        """The state of a copy or pickle, without what calls have kept: the copy's arrays have other addresses."""
+        arrays = self._arrays  # the first access, which completes a layout made under torch.compile
         state = {**self.__dict__, "_arrays": arrays, "_bindings": {}, "_calls": {}}
         for name in ("_sides", "_kept"):
             state.pop(name, None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Its arrays may be on another GPU."""
+        """The key is computed again, since the arrays may be on another GPU."""
         self.__dict__.update(state)
         self._tell_anew()
 
@@ -307,22 +311,22 @@ class SeqLayout:
         Parameters
         ----------
         lengths_q, lengths_k : (batch,)
-            Rows of each sequence, int32 or int64, of any framework or a list. `lengths_k` None: k
-            has the sequences of q.
+            The number of rows of each sequence, int32 or int64, of any framework or a list. `lengths_k` None
+            means that k has the sequences of q.
         max_seqlen_q, max_seqlen_k : int, optional
-            As of `SeqLayout`: worth giving for lengths on a GPU.
+            As in `SeqLayout`: worth giving for lengths on a GPU.
 
         Returns
         -------
         SeqLayout
-            With `seqstart_q`, and `seqstart_k` if `lengths_k` is given, int64, (batch + 1,). Those of
-            lengths on a GPU are computed there, now, on the stream that the lengths belong on, and
-            the host does not wait: later changes of the lengths do not reach them.
+            With `seqstart_q`, and `seqstart_k` if `lengths_k` is given, int64, (batch + 1,). If lengths are
+            on a GPU, the starts are computed there at once, on the current stream of the lengths' framework;
+            the host does not wait. Later changes of the lengths do not change the starts.
 
         Raises
         ------
         TypeError, ValueError
-            For lengths that are no integers, negative ones on the host, batches that differ.
+            For lengths that are not integers, negative lengths on the host, and batches that differ.
 
         Examples
         --------
@@ -346,28 +350,29 @@ class SeqLayout:
     @classmethod
     @checks_arguments("SeqLayout.from_padding_mask")
     def from_padding_mask(cls, mask_q: Any, mask_k: Any = None) -> SeqLayout:
-        """A padded batch (batch mode) from the mask that tells its tokens from its padding.
+        """A padded batch (batch mode), from a mask of its real tokens.
 
         Parameters
         ----------
         mask_q, mask_k : (batch, seqlen_q), (batch, seqlen_k)
             bool arrays of any framework, True for a real token. Padding comes after the real tokens.
-            `mask_k` None: that of q serves k too.
+            `mask_k` None means that `mask_q` serves k too.
 
         Returns
         -------
         SeqLayout
-            With `seqlen_q` and `seqlen_k`, int64, (batch,): how many tokens of each row are real. Those
-            of a mask on a GPU are computed there, on the stream that the mask belongs on. It is not
-            read back, so there padding must come last without being checked.
+            With `seqlen_q` and `seqlen_k`, int64, (batch,): the number of real tokens in each row. If a mask
+            is on a GPU, they are computed there, on the current stream of the mask's framework. The mask is
+            not read back, so padding must come last there, but this is not checked.
 
         Raises
         ------
         TypeError
             For a mask that is not bool.
         ValueError
-            For a mask on the host with padding before a real token, naming the row (in a function under
-            torch.compile when the program runs its attention), and for masks of another number of axes.
+            For a mask on the host with padding before a real token, naming the row, and for a mask that does
+            not have two axes. In a function under torch.compile, padding before a real token is refused when
+            the program runs its attention.
 
         Examples
         --------
@@ -404,7 +409,7 @@ _FIELDS = frozenset(x.name for x in dataclasses.fields(SeqLayout))
 def _read_sides(
     arrays: dict[str, Any], max_seqlen_q: int | None, max_seqlen_k: int | None
 ) -> tuple[Given, Given]:
-    """Of q and of k; one object, where nothing is said of k alone."""
+    """The sides q and k; one object if k has no arguments of its own."""
     get = arrays.get
     start = get("seqstart_q")
     of_q = of_k = read_side("q", start, get("cu_seqlen_q"), get("seqlen_q"), max_seqlen_q)

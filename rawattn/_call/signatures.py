@@ -1,4 +1,4 @@
-"""The options in the signatures of public functions, which take them as ``**options``: people see each by its name."""
+"""Signatures of the public functions: they take their options as ``**options``, but show each option by its name."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def takes_options(kind: type) -> Callable[[Function], Function]:
-    """Gives the last parameter of a function, its ``**options``, the keywords of `kind` in the signature that is shown.
+    """Decorator: the function's signature then shows the keywords of `kind` in place of ``**options``, its last parameter.
 
-    kind: `AttentionOptions` or `ForwardOptions`. The keywords come before the first one of the function's own that has a
-    default. The function itself is returned: a wrapper would cost every call more.
+    kind: `AttentionOptions` or `ForwardOptions`. The keywords come before the function's first own keyword with a default.
+    The function itself is returned, since a wrapper would cost every call time.
     """
 
     def decorate(function: Function) -> Function:
@@ -34,7 +34,7 @@ def takes_options(kind: type) -> Callable[[Function], Function]:
 
 
 def parameters_of(kind: type) -> list[inspect.Parameter]:
-    """The keywords of `AttentionOptions` or `ForwardOptions`."""
+    """The keywords of `AttentionOptions` or `ForwardOptions` as parameters of a signature."""
     return [
         inspect.Parameter(
             name,
@@ -49,9 +49,9 @@ def parameters_of(kind: type) -> list[inspect.Parameter]:
 def options_of(
     given: Mapping[str, Any], kind: type, name: str, function: Callable[..., Any]
 ) -> Options:
-    """What a call of `function`, which users know by `name`, was given as its ``**options``.
+    """The options of a call of `function`, from its ``**options``. name: what users know the function as.
 
-    TypeError for a keyword that is none of its arguments, with what to write instead.
+    TypeError for a keyword that the function does not have, with advice what to write instead.
     """
     if not given.keys() <= kind.__annotations__.keys():
         unknown = [keyword for keyword in given if keyword not in kind.__annotations__]

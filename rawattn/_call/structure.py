@@ -1,6 +1,7 @@
-"""What of a call's lengths decides how it is launched: their form, not their values.
+"""`Structure`: the form of a call's lengths without their values, which decides how the call is launched.
 
-Calls whose layouts have the same structure share kernels, grids and parameters; the integers themselves are data.
+Calls whose layouts have the same structure share kernels and parameters. The integers, and the numbers of blocks that follow
+from them, are data.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ from rawattn._call.layout import Lengths, Side, bound_of
 from rawattn._forgetting import make_room
 
 _INT32_MAX = 2**31 - 1
-_MAX_KNOWN = 4096
+_MAX_KNOWN = 4096  # entries of `_known`
 
 
 class SideStructure(NamedTuple):
-    """The integers of one side as kernels read them; a tuple, since it is part of keys.
+    """The integers of one side as kernels read them. A tuple, since it is part of keys.
 
-    start, length: bytes of each integer, 0 where there are none. From the host, lengths go to the device as int32 and not
-    cumulative.
-    most: a bound of every logical length (`bound_of`).
+    rows: physical rows. start, length: bytes of each integer, 0 if there are none. Lengths on the host are sent to the
+    device as int32 and not cumulative.
+    most: an upper bound of all logical lengths (`bound_of`).
     """
 
     rows: int
@@ -33,9 +34,10 @@ class SideStructure(NamedTuple):
 
 
 class Structure(NamedTuple):
-    """on_host: every integer is host data, and the schedule follows once and for all.
+    """The form of a call's lengths.
 
-    devices: of the integers that are not. shared: keys have the sequences of the queries.
+    on_host: whether every integer is on the host; the order of the sequences is then computed only once for a layout.
+    devices: the GPUs of integers that are not on the host. shared: whether the keys have the same sequences as the queries.
     """
 
     batch: int
@@ -48,20 +50,20 @@ class Structure(NamedTuple):
 
     @property
     def ragged(self) -> bool:
-        """Whether sequences have lengths of their own."""
+        """Whether sequences may differ in length: a packed batch, or logical lengths."""
         return self.group or bool(self.q.length or self.k.length)
 
     def side(self, name: str) -> SideStructure:
-        """That of "q" or "k"."""
+        """The side "q" or "k"."""
         return self.q if name == "q" else self.k
 
 
-# By what they hold, which a plain tuple is equal to.
+# Structures with their tokens, by a plain tuple of their fields.
 _known: dict[tuple[Any, ...], tuple[Structure, object]] = {}
 
 
 def token(lengths: Lengths) -> object:
-    """The same object for lengths of the same structure, quicker to find things by. Found once for each `lengths`."""
+    """An object that is the same for all lengths of one structure: a key that is hashed faster. Kept in `lengths`."""
     if lengths.token is None:
         _find(lengths)
     found: object = lengths.token
@@ -69,7 +71,7 @@ def token(lengths: Lengths) -> object:
 
 
 def structure(lengths: Lengths) -> Structure:
-    """Found once for each `lengths`."""
+    """The structure of some lengths. Kept in `lengths`."""
     if lengths.structure is None:
         _find(lengths)
     found: Structure = lengths.structure
@@ -84,7 +86,7 @@ def _find(lengths: Lengths) -> None:
     fields = lengths.batch, lengths.group, q, k, on_host, devices, of_k is of_q
     found = _known.get(fields)
     if found is None:
-        # What lengths have found stays what it is, and is found no more.
+        # Lengths keep their structure and token when these are dropped here.
         make_room(_known, _MAX_KNOWN)
         sides = SideStructure(*q), SideStructure(*k)
         form = Structure(lengths.batch, lengths.group, *sides, on_host, devices, of_k is of_q)
@@ -93,7 +95,7 @@ def _find(lengths: Lengths) -> None:
 
 
 def _side(side: Side) -> tuple[int, int, int, bool, bool, int]:
-    """The fields of a `SideStructure`."""
+    """The fields of a side's `SideStructure`."""
     start, length, rows = side.start, side.length, side.rows
     most, of_start, of_length, cumulative = rows, 0, 0, False
     if start is not None or length is not None:
