@@ -1,4 +1,4 @@
-"""`append_kv` as a verb of the dispatcher: without queries, and with queries to turn beside the keys."""
+"""`append_kv` as a verb of the dispatcher, with and without queries, which turn like the keys."""
 
 from __future__ import annotations
 
@@ -42,8 +42,9 @@ def _turned(
 
 @lru_cache(maxsize=8)
 def append_verb(turns: bool, interleaved: bool, queries: bool) -> Verb:
-    """The verb of a call with a rotary embedding or without, and with queries or without. Its options have a `PagedLayout`
-    as `seqs`.
+    """The verb of `append_kv`. turns: whether a call has a rotary embedding. queries: whether it has queries.
+
+    The options' `seqs` is a `PagedLayout`.
     """
     rows = ("k", "v", "k_pages", "v_pages", *(("q",) if queries else ()))
     extras = ("block_table", *(("cos", "sin") if turns else ()))

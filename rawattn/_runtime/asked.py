@@ -1,4 +1,4 @@
-"""A call as a verb's own function leaves it to others: checked as far as it is not arrays."""
+"""`Asked`: a call whose arguments have been read, ready for the dispatcher. Its arrays are not checked yet."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Asked(Generic[Result]):
-    """A call as the dispatcher takes it, and what is given back, from the results.
+    """A call as the dispatcher takes it.
 
-    memo: of its mask, if that has one.
+    inputs: the verb's arrays. targets: for each output an array to write, or None. flag: see `Verb`.
+    values: numbers of options for the kernels. returned: makes the caller's return value of the results.
+    memo: that of the call's `BlockMask`, if it has one.
     """
 
     verb: Verb

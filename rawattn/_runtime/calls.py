@@ -1,4 +1,4 @@
-"""A call on one GPU, from its arrays' form: described and checked, its kernels chosen, ready to launch."""
+"""Prepares a call on one GPU from the form of its arrays: checks it, chooses its kernels and loads them."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 
 class Call(NamedTuple):
-    """A call on one GPU with its arrays' form known.
+    """A prepared call on one GPU, for all arrays of one form.
 
     results: shape and dtype of each output, None for one that is not wanted.
-    made: index, shape and dtype of those that are the library's to make.
-    copies: which inputs are copied before every run, None where none is.
-    reach: of each array in the order of the verb's names, the bytes from its address to its first and past its last one.
+    made: index among the outputs, shape and dtype of each output that the library allocates.
+    copies: for each input, whether it is copied to C order before every run; None if no input is.
+    reach: for each array in the verb's order, the distances in bytes from its address to its first byte and behind its last.
     """
 
     prepared: Prepared
@@ -46,7 +46,7 @@ class Call(NamedTuple):
     reach: tuple[tuple[int, int], ...]
 
     def check_longest(self, lengths: Lengths) -> None:
-        """ValueError where a sequence is longer than an array of the options that is indexed by positions in it."""
+        """ValueError if a sequence is longer than a bias or mask whose axes count positions inside sequences."""
         problem = self.problem
         shapes = scores.Shapes(
             np.dtype(np.float32),
@@ -73,11 +73,12 @@ def prepare(
     framework: str,
     alignments: tuple[int, ...] = (),
 ) -> Call:
-    """A call on arrays of this form, described, checked, and made ready to launch.
+    """Checks a call on arrays of this form and prepares its launches.
 
-    views: of all the verb's arrays, with `shape`, `strides`, `dtype` and `device`; None for one that is not given or the
-    library's own. pointers: all addresses OR-ed together. framework: that of the caller's arrays. alignments: the
-    addresses of the options' arrays modulo 16.
+    views: all arrays of the verb, with `shape`, `strides`, `dtype` and `device`. None for an input that is not given, and for
+    an output that the library allocates or the call does not have.
+    pointers: the addresses OR-ed together. alignments: the addresses of the options' arrays modulo 16.
+    framework: that of the caller's arrays.
     """
     named = dict(zip(verb.inputs + verb.outputs, views, strict=True))
     described, lengths, results = describe(verb, named, options, flag, framework)
@@ -135,9 +136,9 @@ def launches(
     flag: bool,
     device: int,
 ) -> Prepared:
-    """What the fastest family of kernels that supports a call launches for it, loaded.
+    """The launches of the fastest kernel family that supports a call, with their kernels loaded.
 
-    CompileError where a kernel does not compile, which is a ValueError too where a score function's text in C++ is why.
+    Raises CompileError if a kernel does not compile; it is a ValueError too if the cause is a score function's text in C++.
     """
     from rawattn._compile.compiler import CompileError, TextError
     from rawattn._kernels import registry
@@ -170,7 +171,7 @@ def launches(
 def describe(
     verb: Verb, named: dict[str, Any], options: Options, flag: bool, framework: str
 ) -> tuple[problem.Problem, Lengths, tuple[tuple[tuple[int, ...], np.dtype[Any]] | None, ...]]:
-    """Every check of a call's arrays and options, and what it gives."""
+    """The call as a `Problem`, its sequences, and the shape and dtype of each output, once every check has passed."""
     refuse_traced(options.seqs)
     of_options = {name: named[name] for name in verb.extras}
     described, lengths = verb.describe(named, options, framework, of_options)
@@ -190,7 +191,7 @@ def describe(
 
 
 def check_written(verb: Verb, named: Mapping[str, Any]) -> None:
-    """ValueError where an input that the call changes shares memory with another one."""
+    """ValueError if an input that the call changes shares memory with another input."""
     others = {name: named[name] for name in verb.inputs}
     for name in verb.inputs:
         if name in verb.written:
@@ -200,8 +201,10 @@ def check_written(verb: Verb, named: Mapping[str, Any]) -> None:
 def refuse_gradients(
     verb: Verb, options: Options, inputs: Sequence[Any], targets: Sequence[Any]
 ) -> None:
-    """Raises where a gradient would be lost: of an input, where the verb takes none, or of an array to write. A tangent
-    always would.
+    """Raises if a gradient would be lost without notice.
+
+    That is so for a tensor that requires a gradient if it is an array to write, or an input of a verb with
+    `refuses_gradients`; and for any input with a forward-mode tangent.
     """
     names = told_with_results(verb, options)
     count = len(inputs)
@@ -226,12 +229,12 @@ def _is_copied(verb: Verb, name: str, view: Any) -> bool:
 
 
 def elsewhere(name: str, device: int, other: int, of: str) -> str:
-    """The message about an array that is on another device than that of the array `of`."""
+    """The message about an array that is not on the device of the array named `of`."""
     return f"{name}: on {name_of(device)}, but {of} is on {name_of(other)}; move them to one device"
 
 
 def of_layout(seqs: Any, device: int) -> str:
-    """What the caller knows integers of a layout on a GPU as."""
+    """The name of the caller's argument that has a layout's integers on this GPU."""
     if isinstance(seqs, PagedLayout):
         for name, array in (("seqlen_k", seqs.seqlen_k), ("block_table", seqs.indptr)):
             if array is None or isinstance(array, np.ndarray):

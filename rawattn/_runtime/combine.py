@@ -25,7 +25,7 @@ def _results(
 
 
 def _check_out(problem: Problem, arrays: Mapping[str, Any], framework: str | None) -> None:
-    """What the dtype of `out` asks for beside it; all else of `out` is as everywhere."""
+    """TypeError for an `out` whose dtype is not that of the result. Its other checks are those of any array to write."""
     out = arrays["out"]
     if out is None:
         return
@@ -60,7 +60,7 @@ def _cpu(
 
 @lru_cache(maxsize=256)
 def combine_verb(outs: int, lses: int, dtype: str | None) -> Verb:
-    """The verb of calls with so many partials in a list, 0 where they are stacked. dtype: of the result."""
+    """The verb of `combine` for so many listed outs and lses, 0 where they are stacked. dtype: that of the result."""
     of_outs, of_lses = (
         tuple(f"{name}[{n}]" for n in range(count)) or (name,)
         for name, count in (("outs", outs), ("lses", lses))

@@ -15,18 +15,18 @@ _REPAIR = "See whether nvidia-smi finds a GPU"
 
 
 class _Found(NamedTuple):
-    """What asking CuPy for GPUs came to."""
+    """The answer of CuPy when it is asked for GPUs."""
 
-    reason: str | None = None  # why there is none to use
-    cure: str | None = None  # given where something is broken, not merely absent
+    reason: str | None = None  # why no GPU can be used; None if one can
+    cure: str | None = None  # what to do, if something is broken and not just absent
 
 
 @functools.cache
 def gpu_available() -> bool:
-    """Whether CuPy is installed and sees a GPU; asked once for each process.
+    """Whether CuPy is installed and sees a GPU. It is asked once in each process.
 
-    Without CuPy, without a driver or without a GPU the answer is False. Whatever else keeps CuPy from telling is a
-    RuntimeWarning too, since arrays on the host would then be computed by the CPU without a word.
+    Without CuPy, without a driver or without a GPU the answer is False. If anything else prevents an answer, there is a
+    RuntimeWarning too, since arrays on the host would otherwise be computed by the CPU without notice.
     """
     found = _look()
     if found.cure is not None:
@@ -40,7 +40,7 @@ def gpu_available() -> bool:
 
 
 def _level_of_caller() -> int:
-    """Of the first frame outside of this package, for a warning of the function that asks."""
+    """The `stacklevel` of the first frame outside of this package, for a warning in the function that calls this one."""
     level, frame = 1, sys._getframe(1)
     while frame.f_globals.get("__name__", "").partition(".")[0] == "rawattn" and frame.f_back:
         level, frame = level + 1, frame.f_back
@@ -48,7 +48,7 @@ def _level_of_caller() -> int:
 
 
 def why_no_gpu() -> str | None:
-    """Why `gpu_available` is False, with the cure where something is broken; None where there is a GPU.
+    """Why `gpu_available` is False, and what to do if something is broken; None if there is a GPU.
 
     It never warns and never raises.
     """
@@ -60,11 +60,11 @@ def why_no_gpu() -> str | None:
 def _look() -> _Found:
     try:
         import cupy
-    except Exception as error:  # CuPy writes to the home directory and loads libraries of CUDA
+    except Exception as error:  # the import writes to the home directory and loads libraries
         return _without_cupy(error)
     try:
         count = cupy.cuda.runtime.getDeviceCount()
-    except Exception as error:  # CuPy's own type of error is of its module
+    except Exception as error:  # CuPy's own exception type is in the runtime module
         return _without_devices(error, cupy)
     return _Found() if count else _Found("the driver sees no GPU")
 

@@ -1,7 +1,7 @@
-"""The way of every call: where its arrays are, and so where it runs (`on_gpu`, `on_cpu`).
+"""The dispatcher: decides by the arrays' devices and `backend` where a call runs (`on_gpu`, `on_cpu`).
 
-Arrays of CuPy and CUDA tensors of torch are taken as they are (`_interop.native`). All others become views of CuPy or NumPy
-first (`_interop.arrays`), and NumPy's go to a GPU and back where there is one.
+CuPy arrays and CUDA tensors of torch are used as they are (`_interop.native`). All others first become CuPy or NumPy views
+(`_interop.arrays`). NumPy arrays are copied to a GPU and results back, where there is one.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def run(
     values: tuple[int, ...] = (),
     memo: dict[Any, Any] | None = None,
 ) -> Sequence[Any]:
-    """The outputs of a verb, None for one that is not wanted.
+    """Runs a call and returns the verb's outputs, None for one that is not wanted.
 
-    targets: arrays of the caller to write, None for an output that is the library's own. values: numbers for the kernels.
-    memo: of the call's mask, for what may be kept where no array is moved.
+    targets: the caller's arrays to write, None for an output that the library allocates. values: numbers for the kernels.
+    memo: that of the call's mask. It is used only if no array has to be moved.
     """
     framework = arrays.framework_of(inputs[verb.q])
     own = native(framework) if backend is None or backend == "cuda" else None
@@ -55,7 +55,7 @@ def run(
         and _are_plain(verb, inputs, targets)
         and (backend == "cpu" or (backend is None and _stays(verb)))
     ):
-        # Importing them would tell no more.
+        # Plain NumPy arrays need no import: they are views already.
         results = on_cpu.run(verb, inputs, targets, options, flag, framework, values)
     else:
         results = _imported(verb, inputs, targets, options, flag, backend, framework, values)
@@ -68,7 +68,7 @@ def run(
 
 
 def _are_plain(verb: Verb, inputs: Arrays, targets: Arrays) -> bool:
-    """Whether all are NumPy's own arrays, in the machine's byte order, and those to write may be written."""
+    """Whether all are NumPy arrays in native byte order, and arrays to write are writable."""
     for n, x in enumerate(inputs):
         if type(x) is np.ndarray:
             if not x.dtype.isnative or (verb.inputs[n] in verb.written and not x.flags.writeable):
@@ -91,7 +91,7 @@ def _imported(
     framework: str,
     values: tuple[int, ...],
 ) -> Sequence[Any]:
-    """`run` on views of the arrays, which may be of several frameworks, on the host or on a GPU."""
+    """`run` on imported views of the arrays, which may be of several frameworks, on the host or on a GPU."""
     _options.backend(backend)
     refuse_gradients(verb, options, inputs, targets)
     with arrays.on_stream_of(inputs[verb.q], framework) as stream:
@@ -116,7 +116,10 @@ def check(
     backend: str | None,
     values: tuple[int, ...] = (),
 ) -> None:
-    """Every check of `run`, which writes nothing. Where a GPU is to compute and no input changes, it does so: this compiles."""
+    """Makes every check of `run`, without writing to the caller's arrays.
+
+    If the call would run on a GPU and changes no input, it is run once on arrays of its own, which compiles its kernels.
+    """
     framework = arrays.framework_of(inputs[verb.q])
     _options.backend(backend)
     refuse_gradients(verb, options, inputs, targets)
@@ -136,7 +139,7 @@ def check(
 def _views(
     verb: Verb, inputs: Arrays, targets: Arrays, options: Options, stream: Any
 ) -> tuple[list[Any], int]:
-    """Views of the arrays, which may be of several frameworks, and the one device that all are on."""
+    """Views of the arrays, which may be of several frameworks, and their common device."""
     given: list[Imported | None] = []
     shown_names = told_with_results(verb, options)
     for shown, (name, x) in zip(shown_names, verb.named(inputs, targets), strict=True):
@@ -156,12 +159,15 @@ def _views(
 
 
 def _stays(verb: Verb) -> bool:
-    """Whether arrays of the host are computed on there: what a call changes would travel whole, for the sake of a few rows."""
+    """Whether calls on host arrays run on the CPU by default: without a GPU, and for verbs that change an input.
+
+    Such an input (a pool of pages) would be copied to a GPU and back as a whole, for the sake of a few rows.
+    """
     return bool(verb.written) or not gpu_available()
 
 
 def _backend(verb: Verb, backend: str | None, device: int) -> Any:
-    """Where a call with arrays on `device` runs: one of the four functions below."""
+    """The function that runs a call with arrays on `device`: `cuda`, `_cuda_from_host`, `_cpu_from_device` or `on_cpu.run`."""
     on_device = device != HOST
     if backend is None:
         backend = "cuda" if on_device or not _stays(verb) else "cpu"
@@ -183,7 +189,7 @@ def cuda(
     framework: str,
     values: tuple[int, ...] = (),
 ) -> Sequence[Any]:
-    """CuPy arrays, on CuPy's current stream."""
+    """Runs a call on CuPy arrays, on CuPy's current stream."""
     own = native("cupy")
     assert own is not None
     read = own.read((*inputs, *targets), verb.required)
@@ -200,9 +206,9 @@ def _cuda_from_host(
     framework: str,
     values: tuple[int, ...] = (),
 ) -> Sequence[Any]:
-    """NumPy arrays, by a GPU."""
+    """Runs a call on NumPy arrays by a GPU: copies them there, and the results back."""
     describe(verb, dict(verb.named(inputs, targets)), options, flag, framework)
-    # The caller's own arrays travel too: their padding rows come back as they were.
+    # Arrays to write are copied there too, so that their padding rows come back unchanged.
     arrays = [*map(_upload, inputs)], [*map(_upload, targets)]
     results = cuda(verb, *arrays, options, flag, framework, values)
     for name, host, on_device in zip(verb.inputs, inputs, arrays[0], strict=True):
@@ -227,7 +233,7 @@ def _cpu_from_device(
     framework: str,
     values: tuple[int, ...] = (),
 ) -> Sequence[Any]:
-    """CuPy arrays, by the CPU backend."""
+    """Runs a call on CuPy arrays by the CPU backend: copies them to the host, and the results back."""
     import cupy
 
     q = inputs[verb.q]
@@ -249,7 +255,7 @@ def _cpu_from_device(
 
 
 def _words(array: Any) -> str:
-    """As what arrays travel: CuPy copies no elements of a dtype that it does not know, float8 for one."""
+    """The unsigned dtype as which an array is copied: CuPy does not copy dtypes that it does not know, such as float8."""
     return f"u{array.dtype.itemsize}"
 
 

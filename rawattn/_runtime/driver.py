@@ -1,7 +1,7 @@
-"""The calls of the CUDA driver that CuPy does not offer.
+"""Functions of the CUDA driver that CuPy does not offer, called in the driver's library by ctypes.
 
-Straight from the driver's library: CUDA's Python bindings have them too, but take 14 ms to import, half of what a process
-would wait for its first cached kernel.
+CUDA's Python bindings have them too, but take 14 ms to import. That is half of the time that a process needs for its first
+cached kernel.
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ from collections.abc import Callable, Iterator, Sequence
 
 _LIBRARY = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
 
-# Of cuda.h.
-_DATA_TYPES = {"float16": 6, "bfloat16": 9, "float8_e4m3fn": 0}  # the last one as bytes
-# What a box asks for is fetched, and no more: where a row of a head is 256 bytes, its other half belongs to a box that is
-# asked for at once, and to fetch it twice takes a tenth of the memory's bandwidth (docs/notes/decode.md).
+# CUtensorMapDataType of cuda.h, by dtype. float8 is copied as bytes.
+_DATA_TYPES = {"float16": 6, "bfloat16": 9, "float8_e4m3fn": 0}
+# Enumerators of cuda.h for cuTensorMapEncodeTiled: interleave, swizzle, L2 promotion, fill of elements out of bounds.
+# L2 promotion of 128 bytes fetches just what a box needs. Where a row of a head has 256 bytes, the other half belongs to a box
+# that is requested at the same time. A larger promotion would fetch it twice, at the cost of a tenth of the DRAM bandwidth
+# (docs/notes/decode.md).
 _NOT_INTERLEAVED, _SWIZZLE_128B, _L2_PROMOTION_128B, _ZEROS_OUTSIDE = 0, 3, 2, 0
 
-_MAP_BYTES, _MAP_ALIGNMENT = 128, 64
-_CAPTURE_MODE_RELAXED = 2
-# CUlaunchConfig: grid, block, bytes of shared memory, stream, and its one CUlaunchAttribute, which lies behind it.
+_MAP_BYTES, _MAP_ALIGNMENT = 128, 64  # of a CUtensorMap
+_CAPTURE_MODE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+# CUlaunchConfig: grid, block, bytes of shared memory, stream, address and number of attributes. Its one CUlaunchAttribute
+# follows directly behind it.
 _LAUNCH = struct.Struct("<7I4xQQI4x")
 _LAUNCH_ATTRIBUTE = struct.Struct("<I4xi60x")
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
@@ -36,9 +39,9 @@ def encode_tensor_map(
     strides: Sequence[int],
     box: Sequence[int],
 ) -> bytes:
-    """A map for TMA, innermost axis first, in the 128-byte swizzle; what lies outside is read as zeros.
+    """A tensor map for TMA with the 128-byte swizzle. Elements out of bounds are read as zeros.
 
-    strides: in bytes, without the innermost axis's.
+    dims, strides, box: innermost axis first. strides: in bytes, without that of the innermost axis.
     """
     rank = len(dims)
     room = (ctypes.c_char * (_MAP_BYTES + _MAP_ALIGNMENT))()
@@ -59,9 +62,9 @@ def encode_tensor_map(
 
 
 class EarlyLaunch:
-    """A launch that may begin before those before it in the stream are done, as `early_launcher` is given it.
+    """The CUlaunchConfig of a programmatic dependent launch, which may start before the kernels before it have finished.
 
-    address: of it, which does not move. blocks, stream: those that are written there.
+    address: that of the CUlaunchConfig, which does not move. blocks, stream: the values that it holds now.
     """
 
     __slots__ = ("_form", "_memory", "_room", "address", "blocks", "stream")
@@ -85,7 +88,10 @@ class EarlyLaunch:
 
 @functools.cache
 def early_launcher() -> Callable[[int, int, int, None], int]:
-    """Takes the address of an `EarlyLaunch`, a kernel, the address of its arguments and None; returns CUDA's error."""
+    """cuLaunchKernelEx. Takes the address of an `EarlyLaunch`, a kernel, the address of its arguments and None.
+
+    Returns CUDA's error code.
+    """
     launch = _library().cuLaunchKernelEx
     launch.argtypes = (ctypes.c_void_p,) * 4
     return launch
@@ -93,7 +99,7 @@ def early_launcher() -> Callable[[int, int, int, None], int]:
 
 @contextlib.contextmanager
 def outside_capture() -> Iterator[None]:
-    """What this thread allocates and waits for on streams of its own is no matter of a capture that is under way."""
+    """Lets this thread allocate memory and wait for its own streams without invalidating a capture that is under way."""
     mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
     _call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
     try:

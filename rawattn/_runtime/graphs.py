@@ -1,7 +1,7 @@
-"""What captured CUDA graphs need: memory that a replay uses, held for as long as the process lives.
+"""Memory that captured CUDA graphs use in their replays. It is held for as long as the process lives.
 
-Nobody tells when a graph dies. So this is for calls that are captured as they are: memory of torch's is torch's to keep, and
-a `Plan` owns its own.
+There is no notice when a graph is destroyed, so the memory is never freed. Memory from torch's allocator is not held here:
+torch keeps it with the graph. Nor is that of a `Plan`, which owns it.
 """
 
 from __future__ import annotations
@@ -13,24 +13,23 @@ from rawattn._runtime import driver
 
 _held: list[Any] = []
 
-_CHUNK_BYTES = 64 << 10
-_ALIGNMENT = 256
+_CHUNK_BYTES = 64 << 10  # least size of an allocation, from which `zeros` takes pieces
+_ALIGNMENT = 256  # bytes, of every piece
 _lock = threading.Lock()
-_chunks: dict[
-    int, tuple[int, int]
-] = {}  # by device: address and bytes of what is left of the last one
+# By device: address and size in bytes of the unused rest of the last allocation.
+_chunks: dict[int, tuple[int, int]] = {}
 
 
 def hold(*owners: Any) -> None:
-    """Keeps them for good."""
+    """Keeps owners of memory alive until the process ends."""
     _held.append(owners)
 
 
 def zeros(nbytes: int, device: int) -> int:
-    """The address of memory that is zero now, during a capture: no replay has to clear what each leaves as it found it.
+    """The address of memory that is cleared at once, during a capture and not by the graph.
 
-    A node of the graph that clears it would take some 2 us of each replay. The memory is no pool's: what was given back to
-    one may still be in use by what is enqueued. The current device must be `device`.
+    Each replay leaves the memory zero, so none has to clear it: a memset node would add some 2 us to each replay. The memory
+    does not come from a pool, whose free blocks may still be in use by work that is enqueued. `device` must be current.
     """
     nbytes = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
     with _lock:

@@ -1,7 +1,7 @@
 """Kernels loaded on a device, and their launch.
 
-`cupy.RawModule` loads; the launch goes straight to the driver. CuPy's own converts one argument after the other, and takes
-longer over a struct and three tensor maps than the driver over the launch.
+`cupy.RawModule` loads them, but launches call the driver directly. CuPy's own launch converts arguments one by one, and for a
+struct and three tensor maps that takes longer than the driver's launch.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 
 
 class Arguments:
-    """What a launch hands to the driver: pointers to the kernel's parameters, and behind them the parameters' bytes.
+    """The parameters of a launch, in one buffer that does not move: pointers to the parameters, then the parameters' bytes.
 
-    data: all of it; view, words: the same by bytes, and by words of 8. at: where in it each parameter begins.
-    address: of all of it, which does not move. patched: the addresses that were written to it last. early: of launches that
-    are early.
+    data: the buffer. view: its bytes. words: its 8-byte words. at: offsets of the parameters in it, in bytes.
+    address: that of the buffer. patched: the addresses that were last written into it. early: the launch's configuration if
+    it is an early launch, once there was one.
     """
 
     __slots__ = ("_memory", "address", "at", "data", "early", "patched", "view", "words")
@@ -54,13 +54,13 @@ class Arguments:
 
 
 class Kernel:
-    """A kernel on one device. Launch it with that device current."""
+    """A kernel loaded on one device, which must be current when it is launched."""
 
     def __init__(self, function: Any) -> None:
         """function: a `cupy.RawKernel`, loaded on the device that is current now."""
         import cupy
 
-        self._function = function  # as long as it is there, so is the handle
+        self._function = function  # keeps the handle valid
         self._handle: int = function.kernel.ptr
         self._enqueue = cupy.cuda.driver.launchKernel
         self._enqueue_early = driver.early_launcher()
@@ -68,7 +68,7 @@ class Kernel:
         self._runtime = cupy.cuda.runtime
 
     def allow_shared_memory(self, nbytes: int) -> None:
-        """A launch may ask for `nbytes` of dynamic shared memory; without this, for 48 KiB."""
+        """Allows launches with `nbytes` of dynamic shared memory. The default limit is 48 KiB."""
         self._function.max_dynamic_shared_size_bytes = nbytes
 
     def launch(
@@ -80,16 +80,16 @@ class Kernel:
         arguments: Arguments,
         early: bool = False,
     ) -> None:
-        """Enqueues it on a stream. The arguments are read before this returns.
+        """Enqueues the kernel on a stream. The arguments are read before this returns.
 
-        early: it waits itself for the kernels before it (`Step.early`).
+        early: the kernel itself waits for those before it in the stream, so it may start early (`Step.early`).
         """
         self.launcher(threads, shared_bytes, early)(blocks, stream, arguments)
 
     def launcher(
         self, threads: int, shared_bytes: int, early: bool
     ) -> Callable[[int, int, Arguments], None]:
-        """`launch` of blocks of one form, from their number, the stream and the arguments."""
+        """`launch` for blocks of one size: a function of the number of blocks, the stream and the arguments."""
         return (self._launcher_early if early else self._launcher)(threads, shared_bytes)
 
     def _launcher(self, threads: int, shared_bytes: int) -> Callable[[int, int, Arguments], None]:
@@ -128,7 +128,7 @@ class Kernel:
         return launch
 
     def _make_context(self) -> None:
-        """The runtime makes a thread's context when it needs it, the driver does not."""
+        """Makes the device's context current in this thread: CUDA's runtime does so when needed, the driver does not."""
         self._runtime.memGetInfo()
 
 
@@ -137,7 +137,7 @@ _loading: dict[tuple[Source, int], threading.Lock] = {}
 
 
 def load(source: Source, device: int) -> Kernel:
-    """The kernel, compiled where it must be and loaded on a device.
+    """The kernel of a source, compiled if no cache has it, and loaded on a device.
 
     Later calls return the same object. Safe to call from several threads.
     """
@@ -153,7 +153,7 @@ def load(source: Source, device: int) -> Kernel:
 
 @functools.cache
 def target(device: int) -> Target:
-    """A device as kernels are chosen for it."""
+    """The properties of a device by which kernels are chosen."""
     import cupy
 
     attributes = cupy.cuda.Device(device).attributes
@@ -177,5 +177,5 @@ def _load(cubin: Cubin, entry: str, device: int) -> Kernel:
             path = Path(folder, "kernel.cubin")
             path.write_bytes(cubin.image)
         function = cupy.RawModule(path=str(path)).get_function(entry)
-        # CuPy reads the file at first use: now, while it exists and its device is current.
+        # CuPy loads the file at first use. `Kernel` uses it at once, while the file exists and the device is current.
         return Kernel(function)

@@ -1,4 +1,4 @@
-"""One step of a call as a function: its kernel loaded, its parameters written but for addresses."""
+"""One step of a call as a function, with its kernel loaded and its parameters written, except for the addresses."""
 
 from __future__ import annotations
 
@@ -13,13 +13,18 @@ from rawattn._runtime.kernel import Arguments
 from rawattn._runtime.lengths import CARRIED, NAMES
 from rawattn._runtime.tensor_map import MAP_BYTES, TensorMaps
 
-# Launches a step, from the addresses of everything that has a slot, or the bytes of what is carried, the number of blocks and
+# Launches a step. Arguments: what each slot holds (addresses, and the bytes of carried integers), the number of blocks, and
 # the stream.
 Launch = Callable[[Sequence[Any], int, int], None]
 
 
 def launch_of(step: Step, slot: dict[str, int], device: int) -> Launch:
-    """One step, its kernel loaded. Its arguments are written once, and patched where addresses differ from the last ones."""
+    """A function that launches a step, whose kernel is loaded now.
+
+    The arguments are written once. A launch rewrites them only if addresses differ from those of the last one.
+
+    slot: the index of each address among those that a launch is given, by name.
+    """
     loaded = kernel.load(step.source, device)
     if step.shared_bytes:
         loaded.allow_shared_memory(step.shared_bytes)
@@ -42,7 +47,8 @@ def launch_of(step: Step, slot: dict[str, int], device: int) -> Launch:
     carried, carried_at = len(order), at + step.carried.start
     if carries:
         order.append(slot[CARRIED])
-    pick = operator.itemgetter(*order, order[-1])  # one more: it gives a tuple then
+    # The last index twice, since `itemgetter` returns a tuple for two indices and more.
+    pick = operator.itemgetter(*order, order[-1])
     maps_at = [first.at[1] + MAP_BYTES * n for n in range(len(step.maps))]
     tensor_maps = [
         (slice(at, at + MAP_BYTES), n, TensorMaps(geometry))
@@ -50,16 +56,16 @@ def launch_of(step: Step, slot: dict[str, int], device: int) -> Launch:
     ]
 
     def patch(arguments: Arguments, picked: tuple[Any, ...]) -> None:
-        # Through memory views: a third of what `struct.pack_into` and slices of a bytearray take.
+        # Memory views take a third of the time of `struct.pack_into` and of slices of a bytearray.
         data, view, before = arguments.words, arguments.view, arguments.patched
-        arguments.patched = None  # until all of it is written
+        arguments.patched = None  # until everything is written, in case of an exception
         for at, n in words:
             data[at] = picked[n]
         if carries and (before is None or before[carried] != picked[carried]):
             integers = picked[carried]
             view[carried_at : carried_at + len(integers)] = integers
         for where, n, maps in tensor_maps:
-            # To copy a map takes as long as four addresses.
+            # Copying a map takes as long as writing four addresses, so it is copied only if its address has changed.
             if before is None or before[n] != picked[n]:
                 view[where] = maps.at(picked[n])
         arguments.patched = picked

@@ -1,8 +1,8 @@
-"""The integers of a call's lengths on a device, and the orders that follow from them.
+"""The integers of a call's lengths on a device, and the orders of sequences that follow from them.
 
-Host lengths travel in the parameters of launches on the caller's stream, so nothing waits for them. What was sent belongs to
-the layout and to the stream: a later call with the same layout on that stream finds it there, and its memory goes back to
-where it came from, in the order of that stream, with the layout.
+Host lengths are sent in the parameters of launches on the caller's stream, so nothing waits for them. The copy on the device
+is kept with the layout, for this stream: later calls with the same layout on the same stream use it. Its memory is freed with
+the layout, in the order of that stream.
 """
 
 from __future__ import annotations
@@ -19,18 +19,20 @@ from rawattn._interop.native import Memory
 from rawattn._kernels.steps import logical_lengths
 
 NAMES = ("start_q", "length_q", "start_k", "length_k")
-# What stands behind the addresses of orders where integers travel in the parameters of the launch that reads them: their
-# bytes. kernels_cu/attn/carried.cuh says at which addresses they then are.
+# The slot that holds the bytes of host integers, where these are carried: they travel in the parameters of the attention
+# kernel itself, and need no memory. Their "addresses" are then small numbers (kernels_cu/attn/carried.cuh), which begin at
+# _CARRIED_AT.
 CARRIED = "carried"
 _CARRIED_AT = 8
-_ALIGNMENT = 8  # bytes
+_ALIGNMENT = 8  # bytes, of every array
 
 
 class LengthsMemory:
-    """Where lengths of one structure, and `more` of these sizes in bytes that belong to a layout too, lie on one device.
+    """The memory on one device for lengths of one structure, and for the orders that belong to the layout.
 
-    integers: bytes of the lengths, if all of them are the host's.
-    carried: whether they travel in the parameters of the launch that reads them: then no memory is theirs.
+    more: the sizes of the orders in bytes.
+    integers: bytes of the lengths if all of them are on the host.
+    carried: whether lengths travel in the parameters of the kernel that reads them, so that they need no memory.
     """
 
     __slots__ = (
@@ -50,7 +52,7 @@ class LengthsMemory:
         self._device = device
         q, k, batch = structure.q, structure.k, structure.batch
         self._starts = [np.dtype(np.int32 if x.start == 4 else np.int64) for x in (q, k)]
-        # Room for all that may be the host's, which is so where it is not on a device.
+        # Room for all integers of the structure, since any of them may be on the host.
         sizes = [q.start * (batch + 1), q.length * batch, k.start * (batch + 1), k.length * batch]
         self._bytes = 0
         self._offsets = [self._room(size) for size in sizes]
@@ -65,10 +67,10 @@ class LengthsMemory:
         return at
 
     def addresses(self, lengths: Lengths, memory: Memory) -> tuple[Any, list[Any], bytes, int]:
-        """What keeps the memory of what the host has, addresses, data that is to be sent, and where to.
+        """(owner, addresses, data, to) for some lengths: the owner of the memory, and the data to send to the address `to`.
 
-        The addresses are those of `NAMES`, 0 where there are no such integers, and behind them those of `more`, or the bytes
-        of carried integers.
+        addresses: those of `NAMES`, 0 for integers that do not exist. Behind them the addresses of the orders or, if lengths
+        are carried, their bytes.
         """
         q, k, owner, base = lengths.q, lengths.k, None, 0
         addresses: list[Any]
@@ -89,7 +91,7 @@ class LengthsMemory:
         return owner, addresses, data, base
 
     def carried_starts(self, seqs: SeqLayout) -> list[Any]:
-        """`addresses` of a layout of starts alone."""
+        """The addresses of `addresses` for a layout with only starts, where these are carried."""
         start = seqs._arrays["seqstart_q"]
         data, at = self._sent(0, start), _CARRIED_AT + self._offsets[0]
         if self._shared:
@@ -99,7 +101,7 @@ class LengthsMemory:
         return [at, 0, _CARRIED_AT + at_k, 0, data]
 
     def _sent(self, n: int, start: Any) -> bytes:
-        """Starts of a side as kernels read them."""
+        """The bytes of a side's starts, in the dtype that kernels read. n: 0 for q, 1 for k."""
         dtype = self._starts[n]
         found: bytes = (start if start.dtype is dtype else start.astype(dtype)).tobytes()
         return found
@@ -107,7 +109,7 @@ class LengthsMemory:
     def _put(
         self, data: bytes, n: int, side: Side, lengths: Lengths, base: int
     ) -> tuple[bytes, int, int]:
-        """Data with the host's integers of the side at their offsets, and the addresses of its starts and lengths."""
+        """`data` with the side's host integers added at their offsets, and the addresses of its starts and lengths."""
         start, length = side.start, side.length
         at_start = at_length = 0
         if type(start) is np.ndarray:

@@ -1,4 +1,4 @@
-"""Calls of NumPy arrays by the CPU backend, described once for all calls like them."""
+"""Calls on NumPy arrays by the CPU backend. The checks of a call are kept for later calls like it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rawattn._scores.program import ScoreText
 
 Arrays = Sequence[Any]
 
-# Calls described earlier, by everything that decides it but values.
+# Results of `described`, by everything that they depend on: forms of arrays, structure of lengths, options.
 _known: dict[Any, tuple[Problem, Lengths, Any]] = {}
 _MAX_KNOWN = 512
 
@@ -35,14 +35,14 @@ def run(
     framework: str,
     values: tuple[int, ...] = (),
 ) -> Sequence[Any]:
-    """NumPy arrays, by the CPU backend."""
+    """Runs a call on NumPy arrays by the CPU backend."""
     problem, lengths, specs = described(verb, inputs, targets, options, flag, framework)
     results = []
     for target, spec, padding in zip(targets, specs, verb.padding, strict=True):
         result = target
         if target is None and spec is not None:
             result = np.empty(*spec) if framework == "numpy" else arrays.empty_host(*spec)
-            if problem.ragged:  # else the backend writes every row
+            if problem.ragged:  # otherwise the backend writes every row
                 result[...] = padding
         results.append(result)
     extras: dict[str, Any] = {}
@@ -58,10 +58,10 @@ def run(
 def described(
     verb: Verb, inputs: Arrays, targets: Arrays, options: Options, flag: bool, framework: str
 ) -> tuple[Problem, Lengths, Any]:
-    """`describe` of NumPy arrays, which makes every check. A call like an earlier one has passed them."""
+    """`calls.describe` for NumPy arrays, kept for later calls like this one, which pass the same checks."""
     key: Any = None
     lengths = None
-    # Memory to write is checked against all other arrays, each time.
+    # An array to write is checked for overlap with all other arrays at every call.
     if all(target is None for target in targets):
         try:
             form_of_lengths = None

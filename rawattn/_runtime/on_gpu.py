@@ -1,4 +1,4 @@
-"""Calls whose arrays lie on GPUs, of one framework: their launches found or prepared, results made, launches made."""
+"""Runs calls on arrays of one framework on a GPU: finds or prepares the launches, allocates results, launches."""
 
 from __future__ import annotations
 
@@ -27,14 +27,18 @@ if TYPE_CHECKING:
 
 Arrays = Sequence[Any]
 
-# A call made again, from the addresses of its arrays, which it uses up; the array that it is to write, the last of those, or
-# None; and its sequences where there is a layout, or what goes to its launches instead, or the memo of its mask. It gives None
-# back, and has done nothing, where it is no such call after all: the way of a first call tells why.
+# Repeats a call. Arguments:
+# - the addresses of its arrays, a list that the function changes;
+# - the array to write, whose address is the last of these, or None;
+# - the lengths if there is a layout, or what the launches take in their place, or the memo of the mask.
+# Returns the caller's result. Returns None, and has done nothing, if the call cannot be repeated after all; the slow path then
+# runs it, or raises the proper error.
 Repeat = Callable[[list[int], Any, Any], Any]
 
-# Calls prepared earlier, by everything that decides them but addresses and host integers.
+# Prepared calls, by everything that they depend on. Addresses (but for alignment) and values of host integers are not part of
+# the key.
 _prepared: dict[Any, Call] = {}
-_MAX_PREPARED = 512
+_MAX_PREPARED = 512  # entries of `_prepared`
 
 
 def run(
@@ -49,7 +53,7 @@ def run(
     values: tuple[int, ...] = (),
     memo: dict[Any, Any] | None = None,
 ) -> Sequence[Any]:
-    """`dispatch.run` on what `own` has read of these arrays. framework: that of the caller's."""
+    """`dispatch.run` on a GPU. read: what `own` has read of the inputs and targets. framework: that of the caller's arrays."""
     addresses, form, _ = read
     device: int = form[verb.q * 4 + 3]
     if device != own.current_device():
@@ -100,7 +104,7 @@ def called(
     flag: bool,
     framework: str,
 ) -> tuple[Call, Lengths | None, bool]:
-    """A call as it was prepared, its lengths where it was given some, and whether it is prepared only now."""
+    """The prepared call, the lengths (None without a layout), and whether the call was prepared only now."""
     addresses, form, _ = read
     call = lengths = None
     key: Any = None
@@ -114,7 +118,7 @@ def called(
             key = (*key, together(verb, addresses) % 16, alignments(verb, addresses))
         call = _prepared.get(key)
     except (TypeError, ValueError, IndexError, AttributeError):
-        key = None  # describing the call tells what is wrong with it
+        key = None  # preparing the call raises the proper error
     if call is not None:
         return call, lengths, False
     call = _prepare_natives(verb, own, read, inputs, targets, options, flag, framework)
@@ -136,12 +140,14 @@ def repeated(
     masked: bool = False,
     told: bool = False,
 ) -> Repeat | None:
-    """A call that `run` has made, to be made again with arrays, and sequences, of the same form; None where it cannot be.
+    """A function that repeats a call which `run` has made, on arrays and sequences of the same form; None if there is none.
 
-    It is for calls that have no numbers for kernels among their options. returned: what it gives back, from the results.
-    masked: it is given the memo of a mask instead of sequences. told: what stands behind the addresses of arrays, and what
-    `Prepared.run` is given. These are the addresses of integers on the GPU, and None; of starts on the host what its attribute
-    `of_starts` makes of their layout.
+    The call may not have numbers for kernels among its options. returned: makes the caller's result of the outputs.
+
+    masked: the function is given the memo of a mask, not lengths.
+    told: the function is given a pair, not lengths: the integers' slots behind the arrays' addresses, and the last argument of
+    the launches. With lengths on the GPU the pair is their addresses and None. With starts on the host, the function's
+    attribute `of_starts` makes the pair of their layout.
     """
     read = own.read((*inputs, *targets), verb.required)
     assert read is not None
@@ -156,7 +162,8 @@ def repeated(
     first, last = (made[0], made[-1] + 1) if made else (len(verb.names), len(verb.names))
     if given[-1] > first or made != list(range(first, first + len(made))):
         return None
-    # Between the addresses of what is given stand 0s, and behind them 0s, those of the results that are made, and 0s.
+    # The order of a run's addresses: given arrays, with 0 for each absent one among them; then 0s (`before`), the results that
+    # the library allocates, and 0s (`behind`).
     absent = sorted({*range(given[-1])} - {*given})
     before, behind = [0] * (first - given[-1] - 1), [0] * (len(verb.names) - last)
     makers = [own.maker(shape, dtype, inputs[verb.q]) for _, shape, dtype in call.made]
@@ -223,7 +230,7 @@ def repeated(
 
 
 def _launch_with_mask(prepared: Prepared) -> Callable[..., None]:
-    """`prepared.run` of a call without a layout, which is given its mask's memo, if that has one, instead of lengths."""
+    """`prepared.run` of a call without a layout, which takes the memo of its mask, or None, in place of lengths."""
     run, run_keeping = prepared.run, prepared.run_keeping
 
     def launch(
@@ -238,16 +245,19 @@ def _launch_with_mask(prepared: Prepared) -> Callable[..., None]:
 
 
 def overlaps(call: Call, first: int) -> tuple[tuple[int, int], ...]:
-    """Between which distances from each input the first output would overlap it."""
+    """For each input, the open interval of distances (output's address - input's) at which the first output overlaps it.
+
+    first: the index of that output among the verb's arrays, which is the number of inputs.
+    """
     low, high = call.reach[first]
     return tuple((start - high, end - low) for start, end in call.reach[:first])
 
 
 class Pair(NamedTuple):
-    """An input that a call changes and another one, by their indices among the addresses.
+    """An input that a call changes and another input, by their indices among the addresses.
 
-    They may share memory where the first one's address less the second's is between low and high, and is not the distance
-    at which they were found not to.
+    They may share memory if the difference of their addresses, changed - other, is between low and high. At `distance` they
+    do not: this has been checked for the call that was prepared. Views of one array may interleave so.
     """
 
     changed: int
@@ -258,7 +268,7 @@ class Pair(NamedTuple):
 
 
 def pairs(verb: Verb, call: Call, addresses: Sequence[int]) -> tuple[Pair, ...]:
-    """addresses: of inputs that have been checked."""
+    """The pairs of inputs that might share memory. addresses: those of inputs that have been checked not to."""
     found = []
     for n, name in enumerate(verb.inputs):
         if name not in verb.written:
@@ -272,7 +282,7 @@ def pairs(verb: Verb, call: Call, addresses: Sequence[int]) -> tuple[Pair, ...]:
 
 
 def are_apart(pairs: Sequence[Pair], addresses: Sequence[int]) -> bool:
-    """Whether no input that a call changes may share memory with another one."""
+    """Whether it is certain that no input that a call changes shares memory with another one."""
     for changed, other, low, high, distance in pairs:
         if low < (found := addresses[changed] - addresses[other]) < high and found != distance:
             return False
@@ -288,7 +298,7 @@ def find(
     options: Options,
     flag: bool,
 ) -> tuple[Call, Lengths]:
-    """A call of arrays of one framework, checked and prepared, and its lengths: for whoever runs it later."""
+    """Checks and prepares a call that is run later: the call, and its lengths."""
     framework = arrays.framework_of(inputs[verb.q])
     call = _prepare_natives(verb, own, read, inputs, targets, options, flag, framework)
     return call, call.lengths
@@ -312,8 +322,9 @@ def _prepare_natives(
 
 
 def together(verb: Verb, addresses: Sequence[int]) -> int:
-    """Those of inputs and outputs OR-ed together, but for options' arrays, which are read in their own ways: of how all of them
-    are aligned its last bits tell.
+    """The addresses of inputs and outputs OR-ed together, without `extras`: its last bits give the alignment that all have.
+
+    Kernels choose the width of accesses to `extras` by the alignment of each.
     """
     count = len(verb.inputs)
     found = 0
@@ -325,7 +336,7 @@ def together(verb: Verb, addresses: Sequence[int]) -> int:
 
 
 def alignments(verb: Verb, addresses: Sequence[int]) -> tuple[int, ...]:
-    """The addresses of the options' arrays modulo 16; of those that may begin anywhere, nothing."""
+    """The addresses of `extras` modulo 16; empty for a verb whose extras may have any alignment."""
     if verb.anywhere:
         return ()
     last = len(verb.inputs)
@@ -341,7 +352,7 @@ def _check_reach(
     targets: Arrays,
     options: Options,
 ) -> None:
-    """What of `check_out` depends on addresses: overlap."""
+    """The check of `check_out` that depends on addresses: ValueError if an array to write overlaps another array."""
     spans = [
         (address + low, address + high)
         for address, (low, high) in zip(addresses, call.reach, strict=True)

@@ -1,4 +1,4 @@
-"""Arrays of a call's options become inputs of its verb, and the gradients of such arrays outputs of it."""
+"""Turns the arrays of a call's options into inputs of its verb, and gradients of these arrays into outputs."""
 
 from __future__ import annotations
 
@@ -17,20 +17,23 @@ from rawattn._masks.block_mask import BlockMask
 from rawattn._runtime.verbs import FLOAT32, Shape, Verb
 from rawattn._scores.score_mod import ScoreMod, require_float32, require_gradient
 
-# In the order of the inputs that they become; then come captured ones and the seed.
+# Options with arrays, in the order of the verb's inputs. Captured arrays and the seed follow.
 ARRAYS = ("bias", "mask", "alibi_slopes", "sink_logits")
 _DTYPES = {
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float32": FLOAT32,
 }
-_ANGLES = {"cos": "rotary[0]", "sin": "rotary[1]"}
-_SEED_MASK = 2**64 - 1
+_ANGLES = {"cos": "rotary[0]", "sin": "rotary[1]"}  # what the caller knows these inputs as
+_SEED_MASK = 2**64 - 1  # kernels take the low 64 bits of a seed
 
 
 class Given(NamedTuple):
-    """A verb with the arrays of a call's options among its inputs, those arrays, numbers for kernels, and what is left of the
-    options."""
+    """The result of `with_arrays`.
+
+    verb: has the options' arrays among its inputs. arrays: these arrays. values: numbers of options for the kernels.
+    options: the options without arrays, which can be compared and hashed.
+    """
 
     verb: Verb
     arrays: tuple[Any, ...]
@@ -41,12 +44,13 @@ class Given(NamedTuple):
 def with_arrays(
     verb: Verb, options: Options, gradients: tuple[str, ...] = (), q: Any = None
 ) -> Given:
-    """Takes the arrays of options out of them. gradients: names of the outputs of a backward for those arrays.
+    """Takes the arrays out of the options.
 
-    q: what a BlockMask is to lie beside; None: where it lies.
+    gradients: the names of a backward's outputs for these arrays. q: a BlockMask is moved to the device of this array; None
+    leaves it where it is.
 
-    TypeError, naming the option or the captured array, for what is no array and for captured float64;
-    NotImplementedError for a score function without a derivative where the caller takes gradients.
+    TypeError, naming the option or the captured array, for an object that is no array and for captured float64.
+    NotImplementedError for a score function without a derivative, if the verb is one whose caller takes gradients.
     """
     if (
         options.bias is None
@@ -79,7 +83,7 @@ def with_arrays(
         if not isinstance(options.score_mod, ScoreMod):
             raise no_score_mod(options.score_mod)
         require_float32(options.score_mod.text)
-        if not verb.refuses_gradients:  # the caller takes them
+        if not verb.refuses_gradients:  # the caller computes gradients
             require_gradient(options.score_mod.text)
         text = (options.score_mod.text, options.score_mod.scalars)
         names += (f"captured{n}" for n in range(len(options.score_mod.arrays)))
@@ -90,7 +94,7 @@ def with_arrays(
             names.append("seed")
             arrays.append(seed)
     elif seed is not None:
-        # A mistake wherever it is, though only dropout reads it.
+        # Only dropout reads a seed, but one of a wrong type is refused without dropout too.
         if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
             raise TypeError(
                 f"seed: got {shown(seed)}, expected an int, or an integer array of one element"
@@ -106,7 +110,7 @@ def with_arrays(
 
 
 def _gradient(problem: Problem, name: str) -> tuple[Shape, np.dtype[Any]]:
-    """The shape and dtype of the gradient of an option's array: those of the array."""
+    """The shape and dtype of the gradient `name` of an option's array, which are those of the array."""
     if name.startswith("dcaptured"):
         form = problem.captured[int(name.removeprefix("dcaptured"))]
     else:
@@ -117,7 +121,7 @@ def _gradient(problem: Problem, name: str) -> tuple[Shape, np.dtype[Any]]:
 def named_gradients(
     into: Gradients, options: Options, want_dbias: bool | None
 ) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-    """The gradients of options' arrays that a call has, and the caller's arrays for them."""
+    """The names of the gradients of options' arrays that a call has, and the caller's arrays to write them to, or None."""
     found: dict[str, Any] = {}
     if options.bias is not None and (want_dbias is None or want_dbias):
         found["dbias"] = into.dbias
@@ -132,7 +136,7 @@ def named_gradients(
 
 
 def differentiated(score_mod: Any) -> dict[int, str]:
-    """The captured arrays of a score function whose gradients are wanted, by their indices."""
+    """The names of a score function's captured arrays whose gradients are wanted, by their indices."""
     if not isinstance(score_mod, ScoreMod):
         return {}
     wrt = score_mod.text.wrt
@@ -143,7 +147,7 @@ def differentiated(score_mod: Any) -> dict[int, str]:
 def extended(
     verb: Verb, extras: tuple[str, ...], values: tuple[str, ...], gradients: tuple[str, ...]
 ) -> Verb:
-    """A verb with more inputs, more numbers for kernels and more outputs: the gradients of the options' arrays."""
+    """A verb with further inputs (`extras`), numbers for kernels (`values`) and outputs (`gradients` of options' arrays)."""
 
     def results(
         problem: Problem, dtype: np.dtype[Any], flag: bool
@@ -167,7 +171,7 @@ def extended(
 
 
 def told_with_results(verb: Verb, options: Options) -> tuple[str, ...]:
-    """`told`, then the outputs: of what a score function captures, the index in `into`."""
+    """`told`, then the outputs as the caller knows them. Gradients of captured arrays are entries of ``into.captured``."""
     names: tuple[str, ...] = ()
     if options.score_mod is not None and verb.gradients:
         names = tuple(name for name, *_ in options.score_mod[0].arrays)
@@ -181,10 +185,10 @@ def told_with_results(verb: Verb, options: Options) -> tuple[str, ...]:
 
 
 def told(verb: Verb, options: Options) -> tuple[str, ...]:
-    """The inputs as the caller knows them: of a BlockMask its option, of what a score function captures its name there, of
-    angles their place in `rotary`.
+    """The names by which the caller knows the inputs.
 
-    options: what `with_arrays` has left of them.
+    Those of a BlockMask's arrays are "mask", those of captured arrays are the names in the ScoreMod, and those of angles are
+    entries of `rotary`. options: as `with_arrays` returned them.
     """
     if not verb.extras:
         return verb.inputs

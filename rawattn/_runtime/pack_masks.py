@@ -1,4 +1,4 @@
-"""Masks on a GPU: the launches that build them."""
+"""The launches that build a `BlockMask` on a GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rawattn._scores.score_mod import Predicate
 
 
 def of_bools(keep: Any, shape: Shape) -> BlockMask:
-    """Of a CuPy array of bools, of any strides; shape: with all its axes."""
+    """A mask of a CuPy array of bools with any strides. shape: that of the array, with all axes."""
     strides = keep.strides
     return _built(
         mask_writing.step(shape, strides, keep.data.ptr % 16),
@@ -28,7 +28,7 @@ def of_bools(keep: Any, shape: Shape) -> BlockMask:
 
 
 def of_ranges(ranges: Any, keys: int) -> BlockMask:
-    """Of CuPy integers (batch, rows, count, 2)."""
+    """A mask of ranges of keys, CuPy integers (batch, rows, count, 2)."""
     import cupy
 
     batch, rows, count, _ = ranges.shape
@@ -40,7 +40,7 @@ def of_ranges(ranges: Any, keys: int) -> BlockMask:
 def of_predicate(
     predicate: Predicate, captured: Mapping[str, Any], shape: Shape, device: int
 ) -> BlockMask:
-    """captured: CuPy arrays by name, in the order of the text."""
+    """A mask of a predicate. captured: CuPy arrays by name, in the order of the predicate's text."""
     forms = [(x.dtype.itemsize, x.shape, x.strides) for x in captured.values()]
     step = mask_writing.predicate_step(shape, predicate.text, tuple(forms), predicate.scalars)
     named = {f"captured{n}": x for n, x in enumerate(captured.values())}
@@ -48,7 +48,7 @@ def of_predicate(
 
 
 def _built(step: Step, shape: Shape, given: Mapping[str, Any], device: int) -> BlockMask:
-    """What a step makes of arrays by name. It runs on CuPy's current stream of their device."""
+    """The mask that a step writes, from arrays by name. It runs on CuPy's current stream of the device."""
     import cupy
 
     with cupy.cuda.Device(device):

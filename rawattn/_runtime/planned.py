@@ -1,4 +1,4 @@
-"""A call planned once and made many times: its memory is its own, and a call of it is patches and launches."""
+"""`GpuPlan`: a call that is prepared once, owns its memory, and then only patches addresses and launches."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from rawattn._runtime.option_arrays import told, told_with_results
 from rawattn._runtime.planned_repeats import Planned, Repeat, by_names, by_position
 from rawattn._runtime.verbs import Verb
 
-_WIDEST = 16
-# Which integers of a side an argument of the layout is: indices in `lengths.NAMES`.
+_WIDEST = 16  # bytes of a kernel's widest access; alignments count modulo this
+# The indices in `lengths.NAMES` of a layout's arguments.
 _STARTS = {"seqstart_q": 0, "seqstart_k": 2}
 _LENGTHS = {"cu_seqlen_q": 1, "seqlen_q": 1, "cu_seqlen_k": 3, "seqlen_k": 3}
 
 
 class GpuPlan:
-    """A call of `verb` on arrays of one framework on one GPU.
+    """A plan of a call of `verb` on arrays of one framework on one GPU.
 
-    given: the arrays of planning time: inputs, then arrays to write or None.
-    returned: what a call gives back, from the outputs. values: numbers of options, which kernels take beside the addresses.
+    read: what `own` has read of inputs and targets. inputs, targets: the arrays of planning time; a target is an array to
+    write, or None. returned: makes the caller's result of the outputs. values: numbers of options for the kernels.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class GpuPlan:
             self._prepare(read, targets)
 
     def _prepare(self, read: Read, targets: Sequence[Any]) -> None:
-        """Kernels and memory, on the current GPU, which is that of the arrays."""
+        """Loads kernels and allocates memory on the arrays' GPU, which is the current one."""
         verb, own, device, inputs = self._verb, self._own, self._device, self._inputs
         call, lengths = self._find(read, inputs, targets)
         if call.copies is not None:
@@ -95,9 +95,9 @@ class GpuPlan:
             streams.wait(self._stream, device)
 
     def repeat_of(self, given: Sequence[Any], places: Sequence[int | str]) -> Repeat | None:
-        """Calls like one that has been made, from its arrays in this order: see `by_names`.
+        """A fast path for calls like one that has been made, from its arrays in this order: see `by_names`.
 
-        places: indices among inputs and outputs, and names of lengths.
+        places: for each array its index among inputs and outputs, or the name of lengths.
         """
         at = self._planned.lengths_at
         return by_names(
@@ -112,9 +112,10 @@ class GpuPlan:
     def __call__(
         self, args: Sequence[Any], out: Sequence[Any] | None, given: Mapping[str, Any]
     ) -> Any:
-        """args: all inputs. out: arrays to write instead of the plan's own, None for those that stay.
+        """A call on the slow path, with every check.
 
-        given: integers of the layout on the GPU, CuPy's.
+        args: all inputs. out: for each output an array to write, or None for the plan's own; None if all are the plan's own.
+        given: other integers of the layout by name, CuPy arrays on the GPU.
         """
         integers: dict[int, int] = {}
         for name, array in given.items():
@@ -160,14 +161,18 @@ class GpuPlan:
         return self._returned(results)
 
     def __del__(self) -> None:
-        # Memory goes back in the order of the stream that it was taken on: after the last use on any other one.
+        # The memory is freed in the order of the stream on which it was allocated. So this stream first waits for all others
+        # on which calls used the memory.
         if sys.is_finalizing() or not hasattr(self, "_planned"):
             return
         for stream in self._planned.streams:
             streams.order(stream, self._stream, self._device)
 
     def _misaligned(self, addresses: Sequence[int]) -> ValueError:
-        """Arrays of options are read in words as wide as their alignments at planning time allow."""
+        """The error for an option's array whose alignment differs from that of planning time.
+
+        The planned kernel reads each such array with accesses as wide as its alignment allowed then.
+        """
         found = on_gpu.alignments(self._verb, addresses)
         name, got, planned = next(
             each
@@ -204,7 +209,7 @@ class GpuPlan:
             integers[index] = int(array.data.ptr)
 
     def _integers_of(self, name: str) -> tuple[int, ...]:
-        """Which integers of the sides an argument of the layout is, by their indices in `lengths.NAMES`."""
+        """The indices in `lengths.NAMES` of the integers that kernels read from an argument of the layout."""
         seqs: SeqLayout = self._options.seqs
         if name in _STARTS:
             both = name == "seqstart_q" and getattr(seqs, "seqstart_k", None) is None
@@ -242,7 +247,7 @@ class GpuPlan:
             check_apart(got, others, shown)
 
     def _refused(self, args: Sequence[Any]) -> Exception:
-        """What is wrong with arrays that are not like those of planning time."""
+        """The error for inputs that are not like those of planning time."""
         own = self._own
         names = told(self._verb, self._options)
         for name, x, planned in zip(names, args, self._inputs, strict=True):

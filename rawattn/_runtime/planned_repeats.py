@@ -1,7 +1,8 @@
-"""Calls of a plan like earlier ones: arrays read, addresses patched, launches made, and nothing looked at twice.
+"""Fast path of a plan's calls: arrays are read, addresses patched, and kernels launched, without further checks.
 
-Such a call is found by how many arrays it gives by position and by the names of the others. What is not like the call of
-planning time, or like the first one with those names, goes the long way, which tells what is wrong with it or takes it.
+A call is found by the number of arrays that it gives by position and by the names of the others. A call that is not like that
+of planning time, or not like the first one with the same names, takes the slow path (`GpuPlan.__call__`), which runs it or
+raises the proper error.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from rawattn._runtime.option_arrays import told
 from rawattn._runtime.prepared import Own
 from rawattn._runtime.verbs import Verb
 
+# Returned by a `Repeat` that has done nothing, since the call is not like the earlier one.
 UNLIKE: Any = object()
 
 Repeat = Callable[[Sequence[Any]], Any]
@@ -29,10 +31,13 @@ Repeat = Callable[[Sequence[Any]], Any]
 class Planned:
     """What all calls of a plan have in common.
 
-    inputs: the arrays of planning time. results: arrays to write, the caller's of that time or the plan's own; None for those
-    that the call does not have. returned: what a call gives back, of the results. values: numbers of options.
-    alignment: in bytes, of where all arrays but those of options begin. alignments: of these, where each begins within 16.
-    changed: indices of inputs that a call writes. streams: that calls have been launched on.
+    inputs: the arrays of planning time. results: for each output the caller's array of planning time or the plan's own; None
+    for an output that the call does not have. returned: makes the caller's result of the outputs.
+    values: numbers of options for the kernels.
+    alignment: in bytes, the one that the addresses of all arrays but `extras` must have. alignments: the addresses of `extras`
+    modulo 16.
+    pairs: inputs that must not share memory. changed: indices of inputs that a call writes.
+    memory: scratch and counters of the plan, with its launches. streams: those on which calls have been launched.
     """
 
     verb: Verb
@@ -52,30 +57,31 @@ class Planned:
 
     @property
     def lengths_at(self) -> int:
-        """Where addresses of lengths begin among a run's: behind inputs, results and values."""
+        """The index of the first address of lengths among a run's addresses: behind inputs, results and values."""
         return len(self.inputs) + len(self.results) + len(self.values)
 
     def addresses(self) -> list[int]:
-        """Those of planning time."""
+        """All addresses of a run with the arrays of planning time."""
         named = (*self.inputs, *self.results)
         own = [0 if x is None else self.own.address(x) for x in named]
         return [*own, *self.values, *self.memory.tail]
 
     def are_aligned(self, addresses: Sequence[int]) -> bool:
-        """Whether all but arrays of options begin where they may. Of the form of a call one bit tells of all together."""
+        """Whether all arrays but `extras` have the plan's alignment."""
         return not on_gpu.together(self.verb, addresses) & (self.alignment - 1)
 
     def are_apart(self, addresses: Sequence[int]) -> bool:
         return not self.pairs or on_gpu.are_apart(self.pairs, addresses)
 
     def begin_alike(self, addresses: Sequence[int]) -> bool:
-        """Whether arrays of options begin where they did at planning time, within 16 bytes."""
+        """Whether the addresses of `extras` modulo 16 are those of planning time."""
         return not self.alignments or on_gpu.alignments(self.verb, addresses) == self.alignments
 
 
 def by_position(planned: Planned) -> Repeat:
-    """The call with arrays like those of planning time, into the plan's own. It gives `UNLIKE`, and has done nothing, where
-    they are not like those.
+    """The fast path of calls that give arrays by position only and write to the results of planning time.
+
+    It returns `UNLIKE`, and has done nothing, if the arrays are not like those of planning time.
     """
     own, device, verb = planned.own, planned.device, planned.verb
     known_calls = _known_calls(planned)
@@ -120,10 +126,10 @@ def by_position(planned: Planned) -> Repeat:
 
 
 def _known_calls(planned: Planned) -> dict[int, tuple[Callable[..., Read | None], Any, list[int]]]:
-    """By how many arrays a call gives: what reads those, their form, and the addresses of all others.
+    """By the number of arrays that a call gives: their reader, their form, and the addresses that follow theirs.
 
-    Arrays of options may be left out. They are then those of planning time, and so is what stands behind an array that the
-    plan does not have.
+    A call may leave out options' arrays, which are then those of planning time. So are all arrays behind the first input that
+    the plan does not have.
     """
     verb, own, inputs = planned.verb, planned.own, planned.inputs
     most = next((n for n, x in enumerate(inputs) if x is None), len(inputs))
@@ -143,8 +149,9 @@ def _is_tracked(array: Any) -> bool:
 
 
 class Distance(NamedTuple):
-    """Two arrays, by their indices among the addresses, share memory where that of the one less that of the other is between
-    low and high."""
+    """Two arrays, by their indices among the addresses. They may share memory if the difference of their addresses,
+    one - other, is between low and high.
+    """
 
     one: int
     other: int
@@ -155,17 +162,19 @@ class Distance(NamedTuple):
 def by_names(
     planned: Planned, given: Sequence[Any], places: Sequence[Sequence[int]]
 ) -> Repeat | None:
-    """Calls like one that has gone the long way, by the arrays that they give in this order: `UNLIKE` where they are not.
-    None where one of these arrays is not plainly of the plan's framework.
+    """The fast path of calls like one that has taken the slow path, which give such arrays in this order.
 
-    places: of each array, the indices in a run's addresses that are its own.
+    It returns `UNLIKE`, and has done nothing, if the arrays are not like these. There is no fast path (None) if one of the
+    arrays is not a plain array of the plan's framework, or requires a gradient, which only the slow path checks.
+
+    given: the arrays of the call. places: for each, its indices among a run's addresses.
     """
     own, device, verb = planned.own, planned.device, planned.verb
     read = own.reader(len(given))
     found = None if any(x is None for x in given) else read(*given)
     if found is None or found[2]:
         return None
-    form = found[1][:-1]  # where arrays begin may differ from call to call
+    form = found[1][:-1]  # without the alignment, which may differ from call to call
     if any(verb.refuses_gradients and _is_tracked(x) for x in planned.inputs):
         return None
     first = len(planned.inputs)
@@ -228,7 +237,7 @@ def by_names(
 def _distances(
     planned: Planned, everything: Sequence[Any], theirs: Sequence[int]
 ) -> list[Distance]:
-    """Of the caller's arrays to write from all other arrays."""
+    """The distances at which an array to write overlaps any other array. theirs: indices of the caller's arrays to write."""
     reach = [None if x is None else byte_range(planned.own.view(x), 0) for x in everything]
     found = []
     for n in theirs:

@@ -1,7 +1,7 @@
-"""A call with everything decided but the addresses: kernels loaded, parameters written, memory counted.
+"""`Prepared`: a call with everything decided except addresses. Kernels are loaded, parameters written, memory counted.
 
-Calls that differ only in the arrays they are given share one, so a repeated call costs a dictionary lookup, the results'
-allocation and the launches.
+Calls that differ only in their arrays share one, so a repeated call costs a dictionary lookup, the allocation of results and
+the launches.
 """
 
 from __future__ import annotations
@@ -25,26 +25,28 @@ from rawattn._runtime.lengths import CARRIED, NAMES, LengthsMemory
 from rawattn._runtime.runs import Launches, RunMemory, run_of
 from rawattn._runtime.setup import Carrying, Setup, without_filling
 
-_MAX_COUNTED = 512
-_MAX_KNOWN = 16  # streams and calls that a layout remembers
-_MAX_LISTED = 8  # likewise a mask, whose lists are larger
+_MAX_COUNTED = 512  # entries of `Prepared._counted`
+_MAX_KNOWN = 16  # entries of `Lengths.memo`: pairs of a prepared call and a stream
+_MAX_LISTED = 8  # entries of a mask's memo, for such pairs too: its lists take more memory
 
 Run = Callable[[list[int], int, Memory, "Lengths | None"], None]
 RunKeeping = Callable[[list[int], int, Memory, dict[Any, Any]], None]
 
-# Lengths on a device: what keeps their memory, their addresses, those of the counters, and how many blocks each launch has.
+# What a layout's memo has for a prepared call on a stream: the owner of the lengths' memory on the device, the addresses of
+# the lengths, those of the counters, and the number of blocks of each launch.
 Found = tuple[Any, list[int], list[int], Sequence[int]]
 
 
 class Prepared:
-    """The launches of one call on one device.
+    """The launches of one call on one device, which must be current.
 
-    names: of the arrays whose addresses a run is given, in that order.
-    run: launches on a stream of the current device, from
-        addresses: of the arrays, 0 for one not given; the list is used up.
-        stream: its handle. memory: of work on that stream. lengths: where the call is ragged.
-    run_keeping: likewise, with the memo of its mask for what it need not make again; None where there is nothing to keep.
-    beside: what runs take beside the arrays.
+    names: the arrays whose addresses a run takes, in this order.
+    run: launches everything on a stream. Its arguments:
+        addresses: those of the arrays, 0 for one that is not given. The list is changed.
+        stream: the handle. memory: allocates for work on that stream. lengths: needed if the call is ragged.
+    run_keeping: `run` with the mask's memo in place of lengths, where it keeps the lists of tiles that the mask leaves; None
+        for a call without such lists.
+    beside: the scratch and counters of runs.
     """
 
     def __init__(
@@ -57,10 +59,10 @@ class Prepared:
     ) -> None:
         self.device, self.config, self._names = device, steps.config, tuple(names)
         self.ragged = structure.ragged
-        # Orders of lengths on the host belong to the layout, others to the run.
+        # If all lengths are on the host, the order of the sequences is kept with the layout. Otherwise each run computes it.
         self._once = structure.on_host
         orders = steps.orders if self.ragged else {}
-        # Lists come first: a mask may keep them, and none of the others.
+        # A mask's lists come first, so that `RunMemory.without_first` can leave them out when the mask keeps them.
         listed = {name: steps.scratch[name] for name in steps.lists.scratch}
         scratch = {**({} if self._once else orders), **listed, **steps.scratch}
         self._lengths_memory = LengthsMemory(
@@ -73,10 +75,11 @@ class Prepared:
         slots += orders if self._once else ()
         slots += (CARRIED,) if self._lengths_memory.carried else ()
         slots += (*scratch, *steps.counters)
-        self._counted: dict[tuple[int, int], list[int]] = {}  # blocks by the longest sequences
+        # Numbers of blocks, by the longest sequences of q and k.
+        self._counted: dict[tuple[int, int], list[int]] = {}
         self._slot = slot = {name: n for n, name in enumerate(slots)}
 
-        # What comes before all else: in the first run with a layout, with integers of the host, and in each of the others.
+        # The setup launch of a ragged call, which comes first. A layout's first run also sends the integers on the host.
         self._setup = None
         self._each_setup = None
         if self.ragged:
@@ -85,7 +88,7 @@ class Prepared:
             self._first_setup: Carrying = setup.first
             if self._once and not self._lengths_memory.carried:
                 self._first_setup = setup.loaded(self._lengths_memory.integers)
-        # Kernels that would have no blocks are not even compiled, where the shapes alone say so.
+        # Without ragged lengths the shapes decide the numbers of blocks: kernels without any block are not compiled.
         counts = [_count(each.blocks, lengths) for each in steps.launches]
         wanted = [self.ragged or bool(blocks) for blocks in counts]
         self.steps = list(itertools.compress(steps.launches, wanted))
@@ -97,14 +100,16 @@ class Prepared:
         self.run_keeping = self._keeping_runner(steps.lists)
 
     def _runner(self) -> Run:
-        """`run`, without what this call does not need."""
+        """`run`, specialised for what this call needs."""
         if self.ragged:
             return self._ragged_runner()
         return run_of(list(zip(self._launches, self._blocks, strict=True)), self.beside)
 
     def _keeping_runner(self, lists: Lists) -> RunKeeping | None:
-        """What is kept belongs to the mask and to the stream, as lengths do to a layout: it is made and read in the order of
-        that stream, and its memory goes back in that order too, when the mask is gone or has kept too much.
+        """`run_keeping`: a mask's first run on a stream writes its lists of tiles; later runs leave these launches out.
+
+        The lists are kept in the mask's memo for this stream. They are written and read in the order of the stream. Their
+        memory is freed in that order too, when the mask is deleted or its memo drops them.
         """
         made = [any(step is each for each in lists.launches) for step in self.steps]
         if not any(made):
@@ -119,7 +124,7 @@ class Prepared:
         device, is_capturing = self.device, streams.is_capturing
 
         def run(addresses: list[int], stream: int, memory: Memory, memo: dict[Any, Any]) -> None:
-            if stream > 1 and is_capturing(stream):  # a graph owns all that it uses
+            if stream > 1 and is_capturing(stream):  # a graph owns all memory that it uses
                 run_captured(addresses, stream, memory, launches)
                 return
             key = (self, own_stream(stream))
@@ -130,13 +135,13 @@ class Prepared:
                 return
             try:
                 owner, base = memory.keep(kept_bytes, device)
-            except MemoryError:  # the framework's own allocator may have some left
+            except MemoryError:  # the framework's allocator for scratch may have memory left
                 self.run(addresses, stream, memory, None)
                 return
             listed = [base + at for at in kept_at]
             addresses += listed
             run_all(addresses, stream, memory, None)
-            # Only now: another thread that finds them comes behind these launches.
+            # Entered only now: another thread that finds the lists then launches behind the launches that write them.
             make_room(memo, _MAX_LISTED)
             memo[key] = owner, listed
 
@@ -157,12 +162,12 @@ class Prepared:
             capturing = stream > 1 and is_capturing(stream)
             own = stream if stream != PER_THREAD else own_stream(stream)
             key, data = (self, own), b""
-            # What a graph uses is sent anew at each replay.
+            # A captured graph sends the lengths in each replay, so it takes nothing from the memo.
             found: Found | None = None if capturing else lengths.memo.get(key)
             blocks: Sequence[int]
             known = found is not None
             if found is None:
-                # Counted first: what one launch does not hold is refused before anything is launched.
+                # Blocks are counted first: ValueError for too many in one launch, before anything is launched.
                 blocks = blocks_of(lengths)
                 owner, own_addresses, data, to = addresses_of(lengths, memory)
                 counters = counters_of(stream, memory, capturing)
@@ -172,11 +177,10 @@ class Prepared:
             addresses += own_addresses
             scratch = None
             if scratch_bytes:
-                # It may be freed as soon as the launches are in the stream: whoever gets it then comes later there.
+                # The scratch may be freed as soon as the launches are enqueued: its next user comes later in the stream.
                 scratch, base = memory.allocate(scratch_bytes, device)
-                for (
-                    at
-                ) in scratch_at:  # not a comprehension, which before Python 3.12 is another call
+                # Not a comprehension, which before Python 3.12 is one more function call.
+                for at in scratch_at:
                     addresses.append(base + at)
             addresses += counters
             if data:
@@ -188,7 +192,7 @@ class Prepared:
                 if lengths.memo:
                     make_room(lengths.memo, _MAX_KNOWN)
                 lengths.memo[key] = found
-            for launch, count in zip(launches, blocks):  # noqa: B905  # (strict costs what a launch's patches do)
+            for launch, count in zip(launches, blocks):  # noqa: B905  # (strict takes as long as patching a launch)
                 launch(addresses, count, stream)
             if capturing and not memory.keeps_captured():
                 graphs.hold(self, found, scratch)
@@ -196,9 +200,9 @@ class Prepared:
         return run
 
     def with_integers(self, lengths: Lengths) -> Run:
-        """`run` of lengths that all lie on the device: their addresses, in the order of `NAMES`, stand behind those of arrays.
+        """`run` for lengths that are all on the device. It takes their addresses, in the order of `NAMES`, behind the arrays'.
 
-        lengths: such ones. They tell how many blocks there are.
+        lengths: such lengths, which give the numbers of blocks.
         """
         setup = () if self._each_setup is None else (self._each_setup,)
         blocks = [_count(each.blocks, lengths) for each in self.steps]
@@ -210,10 +214,11 @@ class Prepared:
         Callable[[list[int], int, Memory, Any], None],
         Callable[[SeqLayout], tuple[Sequence[Any], Any]],
     ]:
-        """`run` of lengths that are starts on the host alone. And what makes of their layout what stands behind the addresses
-        of arrays, and what a run is given instead of lengths.
+        """`run` for layouts with only starts, all on the host, and a function that makes two of its arguments of a layout.
 
-        bound: makes lengths of such a layout, which takes longer than what else there is to do.
+        These are the slots behind the arrays' addresses, and the last argument of `run`.
+
+        bound: binds such a layout. It takes longer than everything else here, so it is called only if necessary.
         """
         if not self._lengths_memory.carried:
             return self.run, lambda seqs: ((), bound(seqs))
@@ -224,7 +229,7 @@ class Prepared:
         )
 
         def given(seqs: SeqLayout) -> tuple[list[Any], Launches]:
-            q, k = seqs._values  # type: ignore[misc]  # such ones have them
+            q, k = seqs._values  # type: ignore[misc]  # layouts with only starts on the host have values
             blocks = known.get((q[0], k[0])) or self._blocks_of(bound(seqs))
             return integers_of(seqs), list(zip(launches, blocks))  # noqa: B905
 
@@ -233,7 +238,10 @@ class Prepared:
     def filling_all_but(
         self, theirs: Sequence[int]
     ) -> tuple[tuple[Launch, int] | None, list[Launch]]:
-        """What comes before all else in each run, and the launches, where padding rows of these arrays stay as they are."""
+        """The setup launch and the other launches of a run that leaves padding rows of some arrays as they are.
+
+        theirs: the indices of these arrays.
+        """
         kept = {self._names[n] for n in theirs}
         launches = list(self._launches)
         for n, step in enumerate(self.steps):
@@ -243,16 +251,16 @@ class Prepared:
         return setup, launches
 
     def own(self, memory: Memory, stream: int, lengths: Lengths | None) -> Own:
-        """What a run would allocate, for runs that must not: allocated, sent and ordered now, on `stream`."""
+        """Memory for the runs of a plan, which must not allocate. Lengths on the host are sent and ordered now, on `stream`."""
         return Own(self, memory, stream, lengths)
 
     def _blocks_of(self, lengths: Lengths) -> list[int]:
-        """Of each step."""
+        """The number of blocks of each step."""
         longest = (lengths.q.max_seqlen, lengths.k.max_seqlen)
         found = self._counted.get(longest)
         if found is None:
             found = [_count(each.blocks, lengths) for each in self.steps]
-            # In batch mode the host counts all of the lengths that it has, and not by the longest one alone.
+            # Only in group mode: in batch mode `tile_count` counts the tiles of all host lengths, not just of the longest.
             if lengths.group:
                 make_room(self._counted, _MAX_COUNTED)
                 self._counted[longest] = found
@@ -260,11 +268,11 @@ class Prepared:
 
 
 class Own:
-    """Memory for the runs of one owner: scratch, counters, and lengths of the host where they are now.
+    """The memory of one plan: scratch, counters, and the device copy of lengths on the host.
 
-    Runs with it allocate nothing, and come one after the other on the device: they share this memory.
+    Runs with it allocate nothing. They share the memory, so they must run one after the other on the device.
 
-    tail: the addresses behind those of the arrays. launches: all of a run, each with its number of blocks.
+    tail: the addresses behind those of the arrays. launches: all launches of a run, each with its number of blocks.
     """
 
     def __init__(
@@ -290,7 +298,7 @@ class Own:
             self.tail += counters
             self._held.append(owner)
         if data:
-            unknown = [0] * len(prepared._names)  # padding of what is not there is not filled
+            unknown = [0] * len(prepared._names)  # no outputs yet, so no padding rows are filled
             prepared._first_setup(data, to, [*unknown, *self.tail], stream)
         self._prepared, self._blocks = prepared, blocks
         self.launches = self._launches_of(prepared._each_setup, prepared._launches)
@@ -309,9 +317,10 @@ class Own:
         integers: dict[int, int] | None = None,
         theirs: Sequence[int] = (),
     ) -> None:
-        """integers: other addresses of lengths on the device, by their index in `NAMES`.
+        """Launches a run.
 
-        theirs: indices in `addresses` of a caller's own outputs, whose padding rows stay as they are.
+        integers: addresses of other lengths on the device, by their index in `NAMES`.
+        theirs: indices in `addresses` of the caller's arrays to write, whose padding rows stay as they are.
         """
         first = len(addresses)
         addresses += self.tail
@@ -322,7 +331,7 @@ class Own:
             launch(addresses, count, stream)
 
     def launches_keeping(self, theirs: tuple[int, ...]) -> list[tuple[Launch, int]]:
-        """All of a run that leaves padding rows of these arrays as they are."""
+        """The launches of a run that leaves padding rows of these arrays as they are."""
         if not theirs or not self._prepared.ragged:
             return self.launches
         found = self._keeping.get(theirs)

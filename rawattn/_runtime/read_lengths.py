@@ -1,4 +1,4 @@
-"""Calls made again whose lengths are arrays on the GPU: addresses among the others, and nothing of them is the host's."""
+"""Repeats calls on pages whose lengths are all on the GPU, so that their addresses are read like those of other arrays."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from rawattn._interop.native import Native
 from rawattn._runtime import on_gpu
 from rawattn._runtime.asked import Asked
 
-# What a repeat gives back where it is no such call after all, and has done nothing.
+# Returned by a repeat that has done nothing, since the call cannot be repeated: it takes the slow path.
 ANEW: Any = object()
 
 
 def repeated(
     own: Native, asked: Asked[Any], arrays: Sequence[Any], framework: str
 ) -> Callable[[list[int], Any], Any] | None:
-    """A call that `on_gpu.run` has made, to be made again from the addresses of arrays of the same form.
+    """A function that repeats a call which `on_gpu.run` has made, from the addresses of arrays of the same form.
 
-    arrays: the inputs; then the lengths of the keys, and where their pages begin, if that is an array; then that to write,
-    if there is one. None where the call is no such one.
+    arrays: the inputs; then seqlen_k, and the indptr of the block table if there is one; then the array to write, if given.
+    None if the call cannot be repeated in this way.
     """
     verb, inputs, targets = asked.verb, asked.inputs, asked.targets
     count, written = len(inputs), [x for x in targets if x is not None]
@@ -29,10 +29,10 @@ def repeated(
     read = own.read(given, verb.required)
     if read is None or integers not in (1, 2) or len(written) > 1:
         return None
-    if "seed_value" in verb.values:  # each call has another one
+    if "seed_value" in verb.values:  # a number that differs from call to call
         return None
     if any(x is not y for x, y in zip(inputs, arrays, strict=False)):
-        return None  # something was sent to the GPU, or scales came along
+        return None  # an array was copied to the GPU, or scales are among the inputs
     device: int = read[1][verb.q * 4 + 3]
     if device != own.current_device() or streams.is_capturing(own.stream(device)):
         return None

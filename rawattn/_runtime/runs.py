@@ -1,4 +1,4 @@
-"""Runs of launches that are known with their numbers of blocks, and the memory that they take beside their arrays."""
+"""Runs of launches with known numbers of blocks, and the memory that they need: scratch and counters."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from rawattn._runtime.launches import Launch
 
 _SCRATCH_ALIGNMENT, _COUNTER_ALIGNMENT = 256, 8  # bytes, of every piece
 
-# Each with its number of blocks.
-Launches = Sequence[tuple[Launch, int]]
+Launches = Sequence[tuple[Launch, int]]  # each with its number of blocks
 
 
 class RunMemory:
-    """What runs on one device take beside their arrays, in pieces of these sizes in bytes: their addresses come last of all.
+    """Scratch and counters of runs on one device. Their addresses come last among a run's addresses, in this order.
 
-    scratch: of each run. counters: of all runs on one stream, zero before and after each.
+    scratch: sizes in bytes of memory that a single run uses.
+    counters: sizes in bytes of memory that all runs on one stream share, zero before and after each run.
     """
 
     def __init__(self, device: int, scratch: Iterable[int], counters: Iterable[int]) -> None:
@@ -29,10 +29,11 @@ class RunMemory:
         sizes = [max(nbytes, 1) for nbytes in scratch]
         self.scratch_at, self.scratch_bytes = _behind_each_other(sizes, _SCRATCH_ALIGNMENT)
         self.counter_at, self.counter_bytes = _behind_each_other(counters, _COUNTER_ALIGNMENT)
-        self.counters: dict[Any, tuple[Any, list[int]]] = {}  # with their owner, by `own_stream`
+        # By stream (`own_stream`): the owner of the counters, and their addresses.
+        self.counters: dict[Any, tuple[Any, list[int]]] = {}
 
     def without_first(self, count: int) -> tuple[RunMemory, int]:
-        """That of runs for which so many pieces of scratch are kept elsewhere, and the bytes of those."""
+        """The memory of runs whose first `count` pieces of scratch are kept elsewhere, and the bytes of these pieces."""
         rest = self.scratch_at[count:]
         nbytes = rest[0] if rest else self.scratch_bytes
         found = copy.copy(self)
@@ -41,7 +42,7 @@ class RunMemory:
         return found, nbytes
 
     def counters_of(self, stream: int, memory: Memory, capturing: bool = False) -> list[int]:
-        """The addresses of counters of runs on a stream."""
+        """The addresses of the counters for a run on a stream."""
         if not self.counter_bytes:
             return []
         if capturing:
@@ -54,7 +55,7 @@ class RunMemory:
         return found[1]
 
     def zeros(self, stream: int, memory: Memory) -> tuple[Any, list[int]]:
-        """Counters of one owner: what keeps their memory, and their addresses."""
+        """New counters, cleared on a stream: the owner of their memory, and their addresses."""
         import cupy
 
         owner, base = memory.keep(self.counter_bytes, self.device)
@@ -64,7 +65,7 @@ class RunMemory:
     def run_captured(
         self, addresses: list[int], stream: int, memory: Memory, launches: Launches
     ) -> None:
-        """On a stream that is being captured: the graph owns what the launches use."""
+        """A run on a stream that is being captured. The memory of the launches stays allocated for the graph."""
         scratch = None
         if self.scratch_bytes:
             scratch, base = memory.allocate(self.scratch_bytes, self.device)
@@ -77,7 +78,7 @@ class RunMemory:
 
 
 def _behind_each_other(sizes: Iterable[int], alignment: int) -> tuple[list[int], int]:
-    """Where each piece begins, and the bytes of all."""
+    """The offset of each piece, and the size of all, in bytes."""
     begins, end = [], 0
     for nbytes in sizes:
         begins.append(end)
@@ -88,9 +89,9 @@ def _behind_each_other(sizes: Iterable[int], alignment: int) -> tuple[list[int],
 def run_of(
     launches: Launches | None, beside: RunMemory
 ) -> Callable[[list[int], int, Memory, Any], None]:
-    """`Prepared.run` that looks at no lengths. Where the call has some, what kernels read of them is among the addresses.
+    """A `Prepared.run` that takes no lengths. If the call has lengths, their addresses are among the given ones.
 
-    launches: of all runs; None: each is given its own, instead of lengths.
+    launches: those of all runs; None if each run is given its own, in place of lengths.
     """
     device, scratch_at, scratch_bytes = beside.device, beside.scratch_at, beside.scratch_bytes
     counters, counter_bytes, counters_of = beside.counters, beside.counter_bytes, beside.counters_of
@@ -103,9 +104,9 @@ def run_of(
             run_captured(addresses, stream, memory, own)
             return
         if scratch_bytes:
-            # `scratch` may be freed as soon as the launches are in the stream: whoever gets it then comes later there.
+            # The scratch may be freed as soon as the launches are enqueued: its next user comes later in the stream.
             scratch, base = memory.allocate(scratch_bytes, device)  # noqa: RUF059
-            for at in scratch_at:  # not a comprehension, which before Python 3.12 is another call
+            for at in scratch_at:  # a comprehension is one more call before Python 3.12
                 addresses.append(base + at)
         if counter_bytes:
             found = counters.get(stream if stream != PER_THREAD else own_stream(stream))

@@ -1,4 +1,4 @@
-"""What a ragged call launches before all else: integers of the host are sent, sequences ordered, padding rows filled."""
+"""The setup launch of a ragged call: it sends integers on the host, orders the sequences and fills padding rows."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from rawattn._runtime.launches import Launch, launch_of
 
 
 class Setup:
-    """That of one call on one device.
+    """The setup launches of one call on one device.
 
-    slot: of the addresses by name. ordered_once: orders belong to a layout, and only its first run finds them.
-    each: what every run but the first one with a layout launches, and of how many blocks; None where that is nothing.
+    slot: the index of each address, by name. ordered_once: orders are kept with a layout, so only its first run computes them.
+    each: the launch, with its number of blocks, of every run but the first one with a layout; None if it has nothing to do.
     """
 
     def __init__(
@@ -32,11 +32,11 @@ class Setup:
         self._pieces: tuple[Carrying, tuple[Launch, int] | None] | None = None
 
     def each_but(self, kept: Collection[str]) -> tuple[Launch, int] | None:
-        """`each`, where padding rows of these arrays stay as they are."""
+        """`each`, but it leaves padding rows of these arrays as they are."""
         return self._launch(without_filling(self._each, kept))
 
     def loaded(self, nbytes: int) -> Carrying:
-        """`first` of up to so many bytes, what it launches loaded now."""
+        """`first` for up to `nbytes` of integers, with its kernels loaded now."""
         whole = self._load_whole() if nbytes else self.first
         if nbytes <= ragged_setup.MOST:
             return whole
@@ -44,12 +44,13 @@ class Setup:
         return self.first
 
     def first(self, data: bytes, to: int, addresses: Sequence[int], stream: int) -> None:
-        """All of it, with integers of the host that go to an address."""
+        """The setup of a layout's first run: sends `data` to the address `to`, orders sequences and fills padding rows."""
         if len(data) <= ragged_setup.MOST:
             whole = self._whole or self._load_whole()
             whole(data, to, addresses, stream)
             return
-        # More than a launch carries: what orders and fills would find a part of it, so it comes behind all that send.
+        # More integers than one launch carries: several launches send them. Ordering and filling need all of them, so that is
+        # a launch of its own behind these.
         send, rest = self._pieces or self._load_pieces()
         for start in range(0, len(data), ragged_setup.MOST):
             send(data[start : start + ragged_setup.MOST], to + start, addresses, stream)
@@ -79,21 +80,21 @@ class Setup:
 
 
 def without_filling(step: Step, kept: Collection[str]) -> Step:
-    """The same that leaves padding rows of these arrays as they are."""
+    """A step that does the same but leaves padding rows of these arrays as they are."""
     return replace(step, fills=tuple(each for each in step.fills if each[1] not in kept))
 
 
-# A launch that brings whole integers of the host to an address, from all addresses and the stream.
+# Sends integers on the host to an address. Arguments: their bytes, that address, all addresses of the call, the stream.
 Carrying = Callable[[bytes, int, Sequence[int], int], None]
 
 
 def carrying_of(step: Step, slot: dict[str, int], device: int) -> Carrying:
-    """One, its kernel loaded."""
+    """A step as such a function, with its kernel loaded."""
     assert isinstance(step.blocks, int)
     blocks, params = step.blocks, step.params
     loaded = kernel.load(step.source, device)
     enqueue = loaded.launcher(step.threads, step.shared_bytes, step.early)
-    free = [Arguments((params,))]  # that no launch is using
+    free = [Arguments((params,))]  # arguments that no launch is using
     at = free[0].at[0]
     patches = [((at + offset) // 8, slot[name]) for offset, name in (*step.patches, *step.fills)]
     where, count = (at + ragged_setup.TO) // 8, (at + ragged_setup.COUNT) // 8

@@ -1,4 +1,4 @@
-"""Long lists of partials as one array each, in the framework of the first of them."""
+"""Stacks long lists of partials into one array for the outs and one for the lses, in the framework of the first."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from rawattn._runtime.calls import elsewhere
 
 
 def stacked(outs: Given, lses: Given, dtype: Any, out: Any) -> tuple[Any, Any, Any]:
-    """Outs and lses, stacked where they are listed, and the dtype. Every check of the arrays of a list is made first: of their
-    copies nobody knows their names, nor whether `out`, which may be None, shares memory with them.
+    """Outs and lses, each stacked if it is a list, and the dtype.
+
+    The arrays of a list are checked first, since the names in messages, and whether `out` (which may be None) shares memory
+    with one of them, cannot be told from the stacked copy.
     """
     first = outs.arrays[0]
     framework = arrays.framework_of(first)
@@ -49,7 +51,7 @@ def stacked(outs: Given, lses: Given, dtype: Any, out: Any) -> tuple[Any, Any, A
 
 
 def _stack(views: tuple[Any, ...], device: int) -> Any:
-    """As plain words, since CuPy does not know every dtype."""
+    """A stack of the views. Elements are copied as unsigned integers, since CuPy does not know every dtype."""
     first = views[0]
     words = np.dtype(f"u{first.dtype.itemsize}")
     shape = (len(views), *first.shape)

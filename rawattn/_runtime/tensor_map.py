@@ -1,4 +1,4 @@
-"""Tensor maps: how the TMA of Hopper and later is told the shape and strides of an array."""
+"""Tensor maps: the descriptors by which the TMA of Hopper and later knows the shape and strides of an array."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from rawattn._forgetting import make_room
 from rawattn._kernels.steps import Geometry
 from rawattn._runtime import driver
 
-MAP_BYTES = 128
-_KEEP = 64
+MAP_BYTES = 128  # of a CUtensorMap
+_KEEP = 64  # maps that are kept for one geometry
 
 
 class TensorMaps:
-    """Maps of one geometry, encoded once for each address. An encoding is an opaque kernel argument."""
+    """The tensor maps of one geometry, encoded once for each address. An encoded map is an opaque kernel argument."""
 
     def __init__(self, geometry: Geometry) -> None:
         self._geometry = geometry

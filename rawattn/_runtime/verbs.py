@@ -1,6 +1,6 @@
-"""What each verb takes and gives: the only things in which the dispatcher's calls differ.
+"""`Verb`: inputs, outputs and checks of each verb. The dispatcher treats all verbs alike but for this.
 
-The CPU backend is imported by the first call that runs on it: most programs have a GPU.
+The CPU backend is imported by the first call that runs on it, since most programs use a GPU.
 """
 
 from __future__ import annotations
@@ -28,27 +28,31 @@ Extras = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Verb:
-    """inputs: names of its arrays; `optional` ones may be None.
+    """The arrays and checks of one verb.
 
+    name: that of the public function, by which kernel families are registered.
+    inputs: names of the input arrays; `optional` ones may be None.
     lead: the input whose framework and device are those of the call. written: inputs that a call changes.
-    whole: arrays in C order, copied where inputs are not; of others the last axis alone must be dense.
-    outputs: names of its results. prefix: of these in messages, where they are arguments.
-    flag: the name of the one choice that is no option of the problem.
-    results: shape and dtype of each output, None for one that the flag leaves out, from (problem, dtype, flag).
-    check: refuses inputs that the forward does not have, from (problem, arrays by name, framework).
-    more: what the steps of its kernels are made with, for the flag.
-    cpu: from (problem, lengths, inputs, results, flag, what is in `extras` and `values` by name, gradients);
-        lengths are None where the batch is not ragged.
-    padding: what padding rows of each output hold.
-    refuses_gradients: whether a tensor that requires a gradient would lose it here without a word.
-    bind: the sequences of a call, from what its options have as `seqs` and the inputs.
-    describe: the problem and the sequences, from (arrays by name, options, framework, the arrays of options).
-    extras: those of its inputs that are read in ways of their own, the last ones: a page table, arrays of options.
-    dense: of these those whose last axis must be dense, copied where it is not.
-    anywhere: whether extras are read an element at a time, so that where they begin within 16 bytes makes no difference.
-    alike: inputs that have the same strides, or are all copied.
-    gradients: those of its outputs that are theirs, the last ones. values: numbers of options that kernels are given. But for
-    a page table all are what `option_arrays.with_arrays` found in a call.
+    whole: arrays that kernels need in C order; an input that is not is copied. Other arrays need only a dense last axis.
+    outputs: names of the results. prefix: precedes these in messages, where the caller gives arrays to write.
+    results: from (problem, dtype, flag), shape and dtype of each output, None for one that the flag leaves out. The flag is the
+        one choice of a call that is no option: return_lse, or deterministic.
+    check: from (problem, arrays by name, framework), the checks of inputs beside those that the forward has.
+    more: from the flag, further keyword arguments of the kernel family's `steps`.
+    cpu: the CPU backend, from (problem, lengths, inputs, results, flag, arrays of `extras` and numbers of `values` by name,
+        gradients). lengths are None if the batch is not ragged.
+    padding: the value of padding rows in each output that the library allocates.
+    refuses_gradients: whether tensors that require a gradient are refused, since the call would lose it without notice.
+    bind: from the options' `seqs` and the inputs, the sequences of a call.
+    describe: from (arrays by name, options, framework, arrays of `extras` by name), the problem and the sequences.
+    extras: the last inputs, which may have any strides: a page table, arrays of options. Kernels choose the width of accesses
+        by the alignment of each. They do not affect the width of accesses to the other arrays.
+    dense: the extras whose last axis must be dense; they are copied if it is not.
+    anywhere: whether extras are read an element at a time, so that their alignment makes no difference.
+    alike: groups of inputs that must have the same strides; if a group has not, all of it is copied.
+    gradients: the last outputs, which are the gradients of options' arrays. values: numbers of options for the kernels.
+        Apart from page tables, angles, scales and lses of partials, extras, gradients and values are what
+        `option_arrays.with_arrays` found in a call.
     """
 
     name: str
@@ -81,9 +85,9 @@ class Verb:
     anywhere: bool = False
     alike: tuple[tuple[str, ...], ...] = ()
 
-    names: tuple[str, ...] = field(init=False)  # of all its arrays
+    names: tuple[str, ...] = field(init=False)  # what a run takes in front: inputs, outputs, values
     q: int = field(init=False)  # the index of the lead among the inputs
-    required: int = field(init=False)  # how many inputs are not optional: those come first
+    required: int = field(init=False)  # how many inputs are not optional; these come first
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "names", self.inputs + self.outputs + self.values)
@@ -91,7 +95,7 @@ class Verb:
         object.__setattr__(self, "required", len(self.inputs) - len(self.optional))
 
     def named(self, inputs: Sequence[Any], targets: Sequence[Any]) -> list[tuple[str, Any]]:
-        """The arrays of a call with their names."""
+        """The arrays of a call with their names, inputs first."""
         return list(zip(self.inputs + self.outputs, (*inputs, *targets), strict=True))
 
 
@@ -130,7 +134,7 @@ def _forward_cpu(
 
 
 def _with_bools(problem: Problem, extras: Extras) -> Extras:
-    """The arrays of options with a mask of bools instead of its bits."""
+    """The arrays of `extras`, with a BlockMask's bits replaced by a mask of bools."""
     if "mask_bits" not in extras:
         return extras
     return {**extras, "mask": bools_of(extras["mask_bits"], problem.mask.shape)}
@@ -179,7 +183,7 @@ def _backward_cpu(
 ) -> None:
     from rawattn._cpu import backward as cpu_backward
 
-    # Sums are made in one order here, always.
+    # `deterministic` makes no difference: the CPU backend always adds in the same order.
     dout, q, k, v, out, lse, dlse = inputs
     dq, dk, dv, *others = results
     arrays = (dout, q, k, v, out, lse, dlse, dq, dk, dv)
@@ -241,7 +245,7 @@ FORWARD = Verb(
     describe=_describe_rows,
 )
 
-# Its options have a `PagedLayout` as `seqs`. block_table: the page ids, of one axis where the layout has an indptr.
+# The options' `seqs` is a `PagedLayout`. block_table: the page ids, with one axis if the layout has an indptr, else with two.
 PAGED = replace(
     FORWARD,
     name="paged_attention",
@@ -272,7 +276,7 @@ BACKWARD = Verb(
 
 @lru_cache(maxsize=64)
 def with_scales(verb: Verb, arrays: tuple[str, ...], numbers: tuple[str, ...]) -> Verb:
-    """A verb of keys in pages whose calls bring these scales along, as arrays or as numbers."""
+    """`verb`, one of keys in pages, with these scales as further inputs (`arrays`) or numbers for kernels (`numbers`)."""
     if not arrays and not numbers:
         return verb
     return replace(
