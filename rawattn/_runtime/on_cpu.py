@@ -81,7 +81,7 @@ def described(
                 problem, bound, specs = known
                 return problem, lengths or bound, specs
         except (TypeError, ValueError, IndexError, AttributeError):
-            key = None  # describing the call tells what is wrong with it
+            key = None  # `describe` raises the proper error
     found = describe(verb, dict(verb.named(inputs, targets)), options, flag, framework)
     if isinstance(text := found[0].score_mod, ScoreText):
         require_expression(text)

@@ -118,7 +118,7 @@ def called(
             key = (*key, together(verb, addresses) % 16, alignments(verb, addresses))
         call = _prepared.get(key)
     except (TypeError, ValueError, IndexError, AttributeError):
-        key = None  # preparing the call raises the proper error
+        key = None  # `_prepare_natives` raises the proper error
     if call is not None:
         return call, lengths, False
     call = _prepare_natives(verb, own, read, inputs, targets, options, flag, framework)

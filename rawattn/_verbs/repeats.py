@@ -78,10 +78,14 @@ def repeating(
 
         @functools.wraps(ask)
         def call(*args: Any, **options: Any) -> Result:
+            # First read the arrays and split the options; then find the call by its key and repeat it, or take the slow path.
+            # spelled: the options' part of the key. written: the array to write. starts: a layout of starts on the host.
+            # lengths: what a repeated call takes for its layout. read stays None if there is no fast path.
             spelled = written = lengths = starts = key = read = None
             seqs: Any = None
             beside: tuple[Any, ...] = ()  # arrays of options
             mask: BlockMask | None = None
+            # The commonest calls come first: arrays only, then only a layout, then only an array to write.
             if not options and len(args) == count:
                 reader = readers.get(type(args[0]))
                 read = None if reader is None else reader(*args)
@@ -132,6 +136,7 @@ def repeating(
             if read is not None:
                 addresses, form, tracked = read
                 repeat = None
+                # A layout keeps its last call of each verb: repeating that one needs no key.
                 alone = spelled is None and type(seqs) is SeqLayout
                 if alone and (latest := seqs._calls.get(name)) is not None and latest[0] == form:
                     _, lengths, repeat = latest
@@ -145,6 +150,7 @@ def repeating(
                             elif seqs._values is None:
                                 lengths = addresses_of(seqs._arrays), None
                             else:
+                                # `form` has shape, strides, dtype and device of each array; k follows q.
                                 at, starts = 4 * verb.q, seqs
                                 rows_q, rows_k = form[at][-3], form[at + 4][-3]
                                 told = told, bounds_of(seqs._values, seqs._arrays, rows_q, rows_k)
