@@ -1,8 +1,9 @@
 """A character-level GPT in NumPy or CuPy, with gradients: train.py trains it, generate.py runs it.
 
-Nothing differentiates by itself here. A layer is a function that returns its output and a second
-function, which pulls the gradient of the output back to the input, as `rawattn.attention_vjp` does;
-`chain` makes one layer of several. On the way back each adds to the gradients of its parameters.
+There is no automatic differentiation here. A layer is a function that returns its output and a
+second function, which pulls the gradient of the output back to the input, as
+`rawattn.attention_vjp` does. `chain` makes one layer of several. On the way back each layer adds to
+the gradients of its parameters.
 """
 
 from __future__ import annotations
@@ -55,12 +56,12 @@ def residual(*layers: Layer) -> Layer:
 
 
 class GPT:
-    """A small GPT-2: learned positions, norms first, output weights tied to the embedding.
+    """A small GPT-2: learned positions, norms before each layer, output weights tied to the embedding.
 
-    Between layers are float32 arrays (batch * seqlen, width). The parameters are views of one
-    vector, `flat`, matrices first, and their gradients views of `flat_grads`. `dtype` is that of
-    attention, `xp` NumPy or CuPy, `backend` as for `rawattn.attention`. `product` multiplies rows
-    and weights on the way forward.
+    Layers pass float32 arrays (batch * seqlen, width). The parameters are views of one vector,
+    `flat`, matrices first, and their gradients views of `flat_grads`. `dtype` is the dtype of
+    attention, `xp` is NumPy or CuPy, `backend` as for `rawattn.attention`. `product` multiplies
+    rows and weights on the way forward.
     """
 
     def __init__(
@@ -103,14 +104,14 @@ class GPT:
             start, end = end, end + math.prod(shape)
             self.params[name] = self.flat[start:end].reshape(shape)
             self.grads[name] = self.flat_grads[start:end].reshape(shape)
-            if len(shape) == 2:  # those that end in a sum over all layers are smaller
+            if len(shape) == 2:  # smaller where all layers add to one sum, as in GPT-2
                 spread = 0.02 / math.sqrt(2 * layers if "mix" in name or "down" in name else 1)
                 self.params[name][...] = xp.asarray(rng.normal(0, spread, shape), np.float32)
             elif "norm" in name and "weight" in name:
                 self.params[name][...] = 1
 
     def logits(self, tokens: Array) -> tuple[Array, Pull]:
-        """Tokens (batch, seqlen) to (batch * seqlen, vocab): how likely each is to come next."""
+        """Logits of the next token, (batch * seqlen, vocab), of tokens (batch, seqlen)."""
         blocks = (self.block(i, partial(self.attention, len(tokens))) for i in range(self.layers))
         return chain(self.embed, *blocks, partial(self.norm, "norm"), self.head)(tokens)
 
@@ -142,7 +143,7 @@ class GPT:
         return (tokens.reshape(-1, 1) == self.xp.arange(self.vocab)).astype(np.float32)
 
     def embed(self, tokens: Array) -> tuple[Array, Pull]:
-        """What each token is plus where it is."""
+        """The embedding of each token plus that of its position."""
         y = self.params["tokens"][tokens] + self.params["positions"][: tokens.shape[1]]
 
         def pull(dy: Array) -> None:
@@ -152,7 +153,7 @@ class GPT:
         return y.reshape(tokens.size, -1), pull
 
     def head(self, x: Array) -> tuple[Array, Pull]:
-        """How well each row agrees with each token of the embedding."""
+        """Logits: the dot product of each row with the embedding of each token."""
 
         def pull(dy: Array) -> Array:
             self.grads["tokens"] += dy.T @ x
@@ -172,7 +173,7 @@ class GPT:
         return self.product(x, weight) + bias, pull
 
     def norm(self, name: str, x: Array) -> tuple[Array, Pull]:
-        """Rows brought to mean 0 and variance 1, then scaled and shifted as learned."""
+        """Layer norm: rows brought to mean 0 and variance 1, then scaled and shifted as learned."""
         weight, bias = self.params[f"{name}.weight"], self.params[f"{name}.bias"]
         x = x - x.mean(axis=1, keepdims=True)
         inverse = 1 / self.xp.sqrt((x * x).mean(axis=1, keepdims=True) + 1e-5)
@@ -188,7 +189,7 @@ class GPT:
         return unit * weight + bias, pull
 
     def gelu(self, x: Array) -> tuple[Array, Pull]:
-        """x times the chance that a normal number is below x; approximated by tanh."""
+        """GELU by tanh: x times the probability that a normal number is below x, approximately."""
         c, d = 0.7978845608, 0.044715
         t = self.xp.tanh(c * (x + d * x * x * x))
 
@@ -213,7 +214,7 @@ class GPT:
 
 
 def save(path: Path, model: GPT, letters: Sequence[str]) -> None:
-    """Write a NumPy archive of the parameters, by name, and of `config`, which is JSON."""
+    """Write a NumPy archive of the parameters, by name, and of `config`, a JSON text."""
     sizes = {name: getattr(model, name) for name in ("context", "layers", "heads", "width")}
     config = json.dumps({**sizes, "dtype": str(model.dtype), "letters": "".join(letters)})
     weights = {
@@ -222,18 +223,18 @@ def save(path: Path, model: GPT, letters: Sequence[str]) -> None:
     part = path.with_name(f"{path.name}.part")
     with part.open("wb") as file:
         np.savez(file, config=config, **weights)
-    os.replace(part, path)  # at no time is there half a file of that name
+    os.replace(part, path)  # so the file is never there half written
 
 
 def load(path: Path, *, xp: Any = np, backend: Any = None) -> tuple[GPT, list[str]]:
-    """The model that `save` wrote, and the characters that its tokens count.
+    """The model that `save` wrote, and the characters that its tokens stand for.
 
     Raises
     ------
     FileNotFoundError
         There is no such file.
     ValueError
-        It holds something else.
+        The file holds something else.
     """
     expected = "expected a file that train.py --save wrote"
     try:

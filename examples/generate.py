@@ -8,7 +8,7 @@
 The prompts go through the model packed: rows of different texts follow each other, and none is
 padding. After that each step adds a row to every text. `rawattn.append_kv` writes keys and values
 into pages, `rawattn.paged_attention` reads them there. On a GPU the step is captured once and
-replayed, lengths grow on the device, and the host reads nothing until the end.
+replayed. Lengths grow on the device, and the host reads nothing back until the end.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Generation:
     window, sink
         A token sees the `window` before it and the first `sink` of its text; None: all before it.
     temperature, seed
-        Of the sampling; 0 takes the likeliest token. The numbers drawn are the same on every backend.
+        Of the sampling; 0 takes the likeliest token. The random numbers are the same on every backend.
     page_size
         Tokens of a page of the cache.
     """
@@ -86,7 +86,7 @@ class Generation:
             self.visible |= {"window": (window, 0), "sink": sink}
         self.stream: Any = contextlib.nullcontext()
         if self.xp is not np:
-            # A capture needs a stream of its own. It does not wait for the one that made the weights.
+            # A capture needs a stream of its own. That stream does not wait for the one that made the weights.
             self.xp.cuda.Device().synchronize()
             self.stream = self.xp.cuda.Stream(non_blocking=True)
         self.graph: Any = None
@@ -104,26 +104,26 @@ class Generation:
             self.positions = asarray(np.concatenate([np.arange(n) for n in lengths]))
             self.seqs = rawattn.SeqLayout(seqstart_q=np.cumsum([0, *lengths]))
             self.last = asarray(np.cumsum(lengths) - 1)
-            # What a step changes is changed in place: a graph knows addresses, not names.
+            # A step changes these arrays in place: a captured graph holds their addresses.
             self.logits = self.xp.zeros((batch, model.vocab), np.float32)
             self.tokens = self.xp.zeros(batch, np.int64)
             self.written = self.xp.zeros((count, batch), np.int64)
             self.now = self.xp.zeros(1, np.int64)
-            # The largest of logits plus Gumbel noise is a draw from their softmax.
+            # The argmax of logits plus Gumbel noise is a sample from their softmax.
             self.noise = None
             if temperature:
                 noise = rng.gumbel(size=(count, batch, model.vocab))
                 self.noise = asarray(noise, np.float32)
 
     def prefill(self) -> None:
-        """All prompts through the model in one packed batch; chooses the first token of each text."""
+        """Run all prompts through the model in one packed batch, and choose the first token of each text."""
         with self.stream:
             given = self.prompts, self.positions
             self.choose(self.forward(self.model, *given, self.attend_prompts, self.last))
         self.made = 1
 
     def step(self) -> None:
-        """One more token for each text."""
+        """Add one token to each text."""
         if not 1 <= self.made < self.count:
             raise RuntimeError(
                 f"step: got {self.made} of {self.count} tokens; expected a call after prefill, and "
@@ -151,16 +151,16 @@ class Generation:
                 self.plans.append((append, attend))
             changed = (self.lengths, self.tokens, self.now, self.logits)
             before = [x.copy() for x in changed]
-            self.decode(model)  # loads the kernels, which a capture could not
+            self.decode(model)  # loads the kernels: they cannot be loaded during a capture
             for x, old in zip(changed, before, strict=True):
                 x[...] = old
-            # What the step allocates is the graph's at every replay, so nobody else may get it.
+            # Every replay writes to the memory that the step allocates here, so nothing else may get it.
             self.pool = cupy.cuda.MemoryPool()
             with cupy.cuda.using_allocator(self.pool.malloc):
                 self.stream.begin_capture()
                 try:
                     self.decode(model)
-                finally:  # an interrupted one too: nothing can be read while a stream captures
+                finally:  # after an interrupt too: nothing can be read while a stream captures
                     graph = self.stream.end_capture()
             self.graph = graph
 
@@ -171,7 +171,7 @@ class Generation:
         return found
 
     def decode(self, model: GPT) -> None:
-        """The newest token of each text through the model; chooses the next one."""
+        """Run the newest token of each text through the model, and choose the next one."""
         self.lengths += 1
         self.choose(self.forward(model, self.tokens, self.lengths - 1, self.attend_newest))
 
@@ -183,7 +183,7 @@ class Generation:
         attend: Callable[[int, Array], tuple[Array, Pull]],
         wanted: Array = slice(None),
     ) -> Array:
-        """Logits after the wanted tokens. `attend` is given the layer, and rows of q, k and v."""
+        """Logits after the wanted tokens. `attend` takes the number of the layer, and rows of q, k and v."""
         x = model.params["tokens"][tokens] + model.params["positions"][positions]
         for i in range(model.layers):
             x, _ = model.block(i, partial(attend, i))(x)
@@ -196,7 +196,7 @@ class Generation:
         return self.attend(i, q, k, v, seqs=self.seqs)
 
     def attend_newest(self, i: int, x: Array) -> tuple[Array, Pull]:
-        """Attention of one row of each text to all of the text."""
+        """Attention of the newest row of each text to the whole text."""
         q, k, v = self.split(x, 1)
         if not self.plans:
             return self.attend(i, q, k, v)
@@ -207,7 +207,7 @@ class Generation:
     def attend(
         self, i: int, q: Array, k: Array, v: Array, seqs: rawattn.SeqLayout | None = None
     ) -> tuple[Array, Pull]:
-        """Keys and values into their pages, then attention to what the pages hold."""
+        """Append keys and values to their pages, then attend to the keys in the pages."""
         given = {
             "k_pages": self.cache[i, 0],
             "v_pages": self.cache[i, 1],
@@ -227,7 +227,7 @@ class Generation:
         return [qkv[..., part, :, :] for part in range(3)]
 
     def choose(self, logits: Array) -> None:
-        """The next token of each text."""
+        """Choose the next token of each text, and store it."""
         self.logits[...] = logits
         if self.noise is not None:
             logits = logits / self.temperature + self.noise[self.now][0]
@@ -237,7 +237,7 @@ class Generation:
 
 
 def page_table(needed: Sequence[int]) -> np.ndarray[Any, Any]:
-    """Page ids (batch, max_pages), dealt as texts of one speed ask for them; -1 where none is needed."""
+    """Page ids (batch, max_pages), in the order in which texts that grow together need pages; -1 for no page."""
     table = np.full((len(needed), max(needed)), -1, np.int32)
     asked = [(turn, text) for turn in range(max(needed)) for text in range(len(needed))]
     for page, (turn, text) in enumerate(x for x in asked if x[0] < needed[x[1]]):
@@ -246,17 +246,17 @@ def page_table(needed: Sequence[int]) -> np.ndarray[Any, Any]:
 
 
 def rows(y: Array) -> Array:
-    """The output of attention as the model has it between layers."""
+    """The output of attention in the layout that the model has between layers: (rows, width), float32."""
     return y.reshape(len(y), -1).astype(np.float32, copy=False)
 
 
 def no_gradient(dy: Array) -> Array:
-    """What a layer here returns beside its output: the cache does not keep what a gradient needs."""
+    """The second function that a layer returns: here it fails, since the cache keeps nothing for a gradient."""
     raise RuntimeError("a generated text has no gradients; train.py has")
 
 
 def product_of_few_rows(cupy: Any) -> Callable[[Array, Array], Array]:
-    """x W in one kernel: CuPy does not let cuBLAS, which its own product calls, be captured."""
+    """x W in one kernel: CuPy's own product calls cuBLAS, which CuPy refuses in a capture."""
     product = cupy.ReductionKernel(
         *("float32 x, float32 w", "float32 y", "x * w", "a + b", "y = a", "0"),
         "product_of_few_rows",
@@ -278,7 +278,7 @@ def tokens_of(text: str, letters: Sequence[str]) -> list[int]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Continue all texts at once, print them, and how fast that was."""
+    """Continue all texts at once, print them and the speed."""
     from tqdm import tqdm
 
     if args.model is None:
@@ -324,7 +324,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def integer(least: int, most: int | None = None) -> Callable[[str], int]:
-    """A number of at least `least`, and at most `most`, for argparse."""
+    """Read an int from `least` to `most`, for argparse."""
 
     def read(text: str) -> int:
         value = int(text)

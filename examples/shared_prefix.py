@@ -3,8 +3,9 @@
     python examples/shared_prefix.py
     python examples/shared_prefix.py --prefix 4096 --batch 64 --dtype float16
 
-All queries attend to the prefix as the rows of one long sequence, and to the keys of their own. `rawattn.combine` makes of
-both what attention over prefix and own keys gives, where the prefix would be stored and read once for each sequence.
+All queries attend to the prefix as the rows of one long sequence, and each to the keys of its own sequence. `rawattn.combine`
+merges both results into that of attention over prefix and own keys together. A single call for that would store and read the
+prefix once for each sequence.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def attend_to_copies(
 
 
 def run(args: argparse.Namespace) -> int:
-    """Both ways on random arrays; exit status 1 where they differ."""
+    """Compute both ways on random arrays. The exit status is 1 if they differ."""
     xp: Any = importlib.import_module(args.arrays or ("cupy" if has_gpu() else "numpy"))
     rng = np.random.default_rng(args.seed)
 
@@ -72,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def has_gpu() -> bool:
-    """Whether CuPy is installed and sees one."""
+    """Whether CuPy is installed and sees a GPU."""
     try:
         import cupy
 
@@ -82,12 +83,12 @@ def has_gpu() -> bool:
 
 
 def mib(nbytes: int) -> str:
-    """A number of bytes, for people."""
+    """A number of bytes as text, in MiB."""
     return f"{nbytes / 2**20:.1f} MiB"
 
 
 def positive(text: str) -> int:
-    """An int >= 1."""
+    """Read an int of at least 1, for argparse."""
     value = int(text) if text.isdecimal() else 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"got {text}, expected a whole number, at least 1")

@@ -5,8 +5,8 @@
     python examples/train.py --save gpt.npz                   # for generate.py
     python examples/train.py --text shakespeare.txt --steps 5000 --width 384 --layers 6 --heads 6
 
-The model gives the gradients of its parameters, all of them views of one vector; here are the
-optimiser, which is AdamW, the text, and the command line.
+The model computes the gradients of its parameters, all of them views of one vector. This file has
+the optimiser (AdamW), the text, and the command line.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def evaluate(model: GPT, text: Array, count: int = 32) -> float:
 
 
 def generate(model: GPT, tokens: list[int], count: int, seed: int = 0) -> list[int]:
-    """`tokens` and `count` more, each drawn from what the model expects, a little sharpened."""
+    """`tokens` and `count` more, each sampled from the model at a temperature of 0.8."""
     rng, tokens = np.random.default_rng(seed), list(tokens)
     for _ in range(count):
         logits, _ = model.logits(model.xp.asarray([tokens[-model.context :]]))
@@ -72,14 +72,14 @@ def generate(model: GPT, tokens: list[int], count: int, seed: int = 0) -> list[i
 
 
 def documentation() -> str:
-    """This project's own."""
+    """The documentation of this project."""
     root = Path(__file__).resolve().parents[1]
     files = [*sorted(root.glob("*.md")), *sorted(root.glob("docs/**/*.md"))]
     return "\n".join(path.read_text("utf-8") for path in files)
 
 
 def check_plot(path: Path) -> None:
-    """Raises where the loss curve could not be written, before hours go into it."""
+    """Raise an error if the loss curve cannot be written: before the training, not after it."""
     from matplotlib.figure import Figure
 
     endings = sorted(Figure().canvas.get_supported_filetypes())
@@ -90,7 +90,7 @@ def check_plot(path: Path) -> None:
 
 
 def check_file(option: str, path: Path) -> None:
-    """Raises where a file could not be written."""
+    """Raise an error if a file cannot be written."""
     if path.is_dir() or not path.parent.is_dir():
         raise ValueError(f"{option} {path}: expected the name of a file in a folder that exists")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
@@ -152,7 +152,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def positive(text: str) -> int:
-    """A number of something, for argparse."""
+    """Read an int of at least 1, for argparse."""
     value = int(text) if text.isdecimal() else 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"got {text}, expected a whole number, at least 1")
