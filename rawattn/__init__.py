@@ -46,7 +46,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`rawattn.reference`, which few programs use, is imported when it is asked for."""
+    """Imports `rawattn.reference`, which few programs use, on first access."""
     if name in ("reference", "parallel"):
         import importlib
 

@@ -1,4 +1,4 @@
-"""What dictionaries of earlier calls forget."""
+"""Bounds the size of dictionaries that cache earlier calls."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def make_room(table: dict[Any, Any], most: int) -> None:
-    """Before one more is put into it: where it has `most` entries, the older half goes. Threads need no lock for it."""
+    """Drops the older half of `table` if it has `most` entries. Call it before an entry is added; threads need no lock."""
     if len(table) >= most:
         for old in list(table)[: most // 2]:
             table.pop(old, None)

@@ -1,6 +1,6 @@
-"""Texts that say what an object is, by which the operators of a compiled program find it: those take no objects.
+"""Handles: texts by which torch operators of a compiled program find an object, since operators take no Python objects.
 
-Programs are kept on disk and run in other processes, so a handle never means something else there.
+Programs are cached on disk and may run in other processes. So equal handles mean equal objects in every process.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ _objects: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
 
 def unique() -> str:
-    """Of what is equal to nothing else, in any process."""
+    """A handle for an object that equals no other, in any process."""
     return secrets.token_hex(16)
 
 
 def handle_of(*said: object) -> str:
-    """Of what these values, of Python's own types, say all of: equal ones have the same in every process."""
+    """The handle of an object that these values of built-in types determine. Equal values give it in every process."""
     return hashlib.blake2b(repr(said).encode(), digest_size=16).hexdigest()
 
 
 def register(handle: str, new: Kept) -> Kept:
-    """What has this handle already, else the new object. It is not kept alive."""
+    """The object that already has this handle, else `new`, which gets it. Neither is kept alive."""
     found: Kept = _objects.setdefault(handle, new)
     return found
 
 
 def find(handle: str) -> Any:
-    """What has this handle. RuntimeError where it is gone, or was never in this process."""
+    """The object with this handle. RuntimeError if it is gone, or was never made in this process."""
     found = _objects.get(handle)
     if found is None:
         raise RuntimeError(

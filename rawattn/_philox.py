@@ -1,4 +1,4 @@
-"""Dropout: which probabilities are kept. docs/notes/dropout.md says why it is defined this way."""
+"""Dropout: which probabilities are kept. docs/notes/dropout.md explains this definition."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
 
-# One counter serves eight pairs of a block of this many rows and keys.
+# Rows, and keys, of a block. Each of the 32 counters of a block gives 128 random bits: 16 for each of eight (row, key) pairs.
 _BLOCK = 16
 
 
@@ -28,7 +28,7 @@ def philox4x32(counter: tuple[Any, Any, Any, Any], seed: int) -> tuple[Words, Wo
     c0, c1, c2, c3 = (word.copy() for word in words)
     key = [seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF]
     for _ in range(10):
-        # In place: most of the time goes to memory.
+        # In place, since most of the time goes to memory accesses.
         c0 *= np.uint64(_MULTIPLIERS[0])
         c2 *= np.uint64(_MULTIPLIERS[1])
         c1 ^= c2 >> _HALF
@@ -84,7 +84,10 @@ def kept(
 
 
 def _blocks(positions: Any) -> tuple[NDArray[np.int64], Any]:
-    """The blocks that hold positions, and an index of those among theirs: a slice for a range, which copies nothing."""
+    """The blocks that hold the positions, and an index of the positions among the elements of these blocks, laid end to end.
+
+    The index of a range is a slice, which copies nothing.
+    """
     if isinstance(positions, range) and positions.step == 1:
         first = positions.start // _BLOCK
         start = positions.start - first * _BLOCK

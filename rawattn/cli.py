@@ -1,4 +1,4 @@
-"""The `rawattn` command. A sub-command is a module of rawattn/_cli, imported once it is invoked."""
+"""The `rawattn` command. Each sub-command is a module of rawattn/_cli, imported only when it is invoked."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from rawattn import __version__
 from rawattn._console.pipes import ends_quietly
 
-_INTERRUPTED = 128 + 2  # what a shell reports of a command that SIGINT ended
+_INTERRUPTED = 128 + 2  # the exit status that a shell reports for a command ended by SIGINT
 
 _COMMANDS = {
     "info": "devices, driver, versions of everything involved, kernel cache",
@@ -25,8 +25,8 @@ _COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one sub-command; returns the exit status.
 
-    It is 130 after an interruption by Ctrl-C, 141 when the reader of the output has gone (`rawattn info | head -1`), as
-    a shell reports them of other commands.
+    The status is 130 after Ctrl-C, and 141 if the reader of the output has closed it (`rawattn info | head -1`), as a shell
+    reports them for other commands.
     """
     with ends_quietly():
         try:
@@ -50,7 +50,7 @@ def _run(argv: list[str]) -> int:
         else:
             subparsers.add_parser(name, help=summary)
     args, unknown = parser.parse_known_args(argv)
-    if unknown:  # told by the command itself, whose usage says what it takes
+    if unknown:  # reported by the sub-command's parser, whose usage lists what it takes
         subparsers.choices.get(invoked or "", parser).error(
             f"got {' '.join(unknown)}, which it does not take; --help tells what it takes"
         )

@@ -1,6 +1,6 @@
 """`rawattn.attention` as a function of JAX: under jit, grad, vmap and scan, on XLA's buffers and XLA's stream.
 
-The only module beside `rawattn.torch` that imports a framework, and only when it is imported itself.
+Importing this module imports JAX. `import rawattn` alone imports no framework.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One sequence over several GPUs: no part of this version. Who asks for it is told so, and where to read on."""
+"""Reserved for one sequence over several GPUs, which this version does not support. Importing it raises, with advice."""
 
 raise ModuleNotFoundError(
     "rawattn.parallel: one sequence over several GPUs is no part of this version; docs/guides/limits.md, 'Several GPUs, and "

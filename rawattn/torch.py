@@ -1,6 +1,6 @@
 """`rawattn.attention` as a function of PyTorch: autograd, torch.compile, and models of `transformers`.
 
-The only module beside `rawattn.jax` that imports a framework, and only when it is imported itself.
+Importing this module imports torch. `import rawattn` alone imports no framework.
 """
 
 from __future__ import annotations
@@ -15,30 +15,31 @@ __all__ = ["attention", "register_transformers"]
 
 
 def register_transformers(name: str = "rawattn") -> None:
-    """Make `rawattn.torch.attention` an attention implementation of `transformers`.
+    """Register `rawattn.torch.attention` as an attention implementation of `transformers`.
 
-    Models made with ``attn_implementation=name``, and models told so by ``model.set_attn_implementation(name)``, then
-    train and generate with it. Registering twice changes nothing.
+    Models made with ``attn_implementation=name``, or switched by ``model.set_attn_implementation(name)``, then train and
+    generate with it. Registering twice changes nothing.
 
     Parameters
     ----------
     name : str
-        What transformers is to call it.
+        The name under which transformers finds it.
 
     Raises
     ------
     ImportError
-        Where transformers is not installed.
+        If transformers is not installed.
 
     Notes
     -----
-    Without a mask in memory: causal, full and sliding-window attention, padding on either side, packed sequences by
-    `position_ids`, prefill and decoding with a dynamic or static cache. Of queries that are padding the results mean
-    nothing. Everything else comes as a mask or as numbers to add: padding between tokens, chunked attention, masks of four
-    axes, position biases. Soft caps, learned sinks and attention dropout are taken too. `output_attentions` is a
-    ValueError, and a paged cache of continuous batching a NotImplementedError.
-    Under autocast q, k and v are converted as for torch's own attention. Where the padding is, is read back once a
-    forward pass, which waits for the GPU; torch.compile breaks its graph there.
+    No mask is made in memory for causal, full and sliding-window attention, padding on either side, packed sequences by
+    `position_ids`, and prefill and decoding with a dynamic or static cache. The results of queries that are padding are
+    meaningless. In all other cases transformers passes a mask or a bias in memory: padding between tokens, chunked
+    attention, masks of four axes, position biases. Soft caps, learned sinks and attention dropout are supported.
+    `output_attentions` raises ValueError, and the paged cache of continuous batching raises NotImplementedError.
+
+    Under autocast q, k and v are converted as for torch's own attention. The positions of padding are read back to the host
+    once a forward pass, which waits for the GPU; torch.compile breaks its graph there.
 
     Examples
     --------

@@ -1,1 +1,1 @@
-"""What `rawattn.jax` is made of: what a call is, and how it is launched. `attention` alone imports JAX."""
+"""The implementation of `rawattn.jax`. `record` and `launch` import no JAX: they describe a call and launch it."""

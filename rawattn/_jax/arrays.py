@@ -1,4 +1,4 @@
-"""Arrays of a call, as XLA gets them: their dtypes, their shardings, and which are refused. Imports JAX."""
+"""Arrays of a call as they are passed to XLA: their dtypes and shardings, and checks of them. Imports JAX."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ INT64 = np.dtype(np.int64)
 
 
 class Form:
-    """What a description asks of an array of an option: that of a tracer has no strides."""
+    """Shape, dtype and C-order strides of an option's array, as `describe` reads them: a tracer has no strides."""
 
     def __init__(self, array: Any) -> None:
         self.shape, self.dtype = tuple(array.shape), np.dtype(array.dtype)
@@ -28,7 +28,7 @@ class Form:
 
 
 def check_numpy(name: str, array: Any, accepted: str) -> None:
-    """TypeError for what is no array of NumPy's, and for those of its kinds whose values are not what they hold."""
+    """TypeError for what is no NumPy array, and for masked arrays, matrices and arrays of foreign byte order."""
     if not isinstance(array, np.ndarray):
         kind = f"{type(array).__module__}.{type(array).__qualname__}"
         raise TypeError(f"{name}: got {kind}; accepted are {accepted}")
@@ -45,9 +45,9 @@ def refuse_symbolic_shapes(arrays: Mapping[str, Any]) -> None:
 
 
 def as_jax(integers: Any) -> Any:
-    """Those of a layout or of a BlockMask, in the dtype that XLA gets."""
+    """The integers of a layout or of a BlockMask as a JAX array, in the dtype that is passed to XLA."""
     if not isinstance(integers, (jax.Array, np.ndarray)):
-        # CuPy's, which a layout makes of what lies on a GPU. JAX narrows those unseen, and kernels clamp them.
+        # CuPy's, which a layout makes of arrays on a GPU. JAX narrows int64 without a check of the values; kernels clamp them.
         integers = jax.dlpack.from_dlpack(as_array(integers))
     found = _narrowed("seqs", integers)
     return jnp.asarray(found) if isinstance(found, np.ndarray) else found
@@ -56,9 +56,9 @@ def as_jax(integers: Any) -> Any:
 def narrowed_options(
     verb: Verb, arrays: tuple[Any, ...], options: Options
 ) -> tuple[tuple[Any, ...], Options]:
-    """Arrays of options as XLA gets them, and the options with the text of a score function that says so.
+    """Arrays of options with the dtypes that are passed to XLA, and the options with a score text of these dtypes.
 
-    Integers alone: floats and masks of int64 are refused as what they are.
+    Only captured arrays and seeds are narrowed: int64 where a float or a bool is expected is refused later, as int64.
     """
     names = told(verb, options)[-len(arrays) :]
     arrays = tuple(
@@ -76,8 +76,8 @@ def narrowed_options(
 
 
 def without_constants(options: Options, gradients: Set[str]) -> Options:
-    """The options with the text of a score function whose `wrt` names arrays with one of these gradients alone: kernels sum up
-    what it names.
+    """The options with the `wrt` of a score function reduced to the arrays whose gradients are in `gradients`, by names like
+    "dcaptured0": the backward computes a gradient for each array that `wrt` names.
     """
     if options.score_mod is None:
         return options
@@ -88,7 +88,9 @@ def without_constants(options: Options, gradients: Set[str]) -> Options:
 
 
 def _narrowed(name: str, array: Any) -> Any:
-    """As XLA gets it: without its 64-bit mode JAX makes int32 of int64, whatever the values are."""
+    """The array in the dtype that is passed to XLA. Without its 64-bit mode JAX turns int64 into int32 without a check, so
+    values that int32 does not hold are a ValueError here.
+    """
     if array.dtype != INT64 or jax.config.jax_enable_x64:
         return array
     if not isinstance(array, np.ndarray):
@@ -108,9 +110,9 @@ def _narrowed(name: str, array: Any) -> Any:
 
 
 def vary_alike(*arrays: Any) -> tuple[Any, ...]:
-    """Under jax.shard_map: arrays that all vary along the mesh axes along which one does.
+    """Under jax.shard_map: the arrays, each marked as varying along every mesh axis along which one of them varies.
 
-    So keys that are the same on every device get the sum of the devices' gradients.
+    So the gradient of keys that are the same on every device is summed over the devices.
     """
     if not any(isinstance(x, jax.core.Tracer) for x in arrays):
         return arrays
@@ -123,14 +125,16 @@ def vary_alike(*arrays: Any) -> tuple[Any, ...]:
 
 
 def _varying(type_of_array: Any) -> frozenset[str]:
-    """The mesh axes along which it varies."""
+    """The mesh axes along which an array of this type varies."""
     manual = getattr(type_of_array, "manual_axis_type", None)  # since JAX 0.10
     axes: frozenset[str] = type_of_array.vma if manual is None else manual.varying
     return axes
 
 
 def sharded_as(array: Any, gradient: Any) -> Any:
-    """A gradient with the sharding of its array, which types have on an explicit mesh, and results of custom calls do not."""
+    """The gradient with the sharding of its array: on an explicit mesh shardings are part of the types, but results of custom
+    calls do not have them.
+    """
     wanted = jax.typeof(array).sharding
     if jax.typeof(gradient).sharding.spec == wanted.spec:
         return gradient

@@ -1,7 +1,7 @@
 """`rawattn.jax.attention`: under jit, grad, vmap and scan, on XLA's buffers and XLA's stream. Imports JAX.
 
-A call is a custom call of the compiled program, whose only attribute is a text that says all of it but the arrays (`Record`).
-So a program can be cached or serialised, and nothing in this process has to outlive it.
+A call becomes a custom call in the compiled program. Its only attribute is a text that describes everything but the arrays
+(`Record`). So a program can be cached or serialised, and depends on no object of this process.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from rawattn._masks.block_mask import BlockMask
 from rawattn._runtime.option_arrays import named_gradients, told, with_arrays
 from rawattn._runtime.verbs import FORWARD
 
-if TYPE_CHECKING:  # type checkers bring it: nothing is installed for it
+if TYPE_CHECKING:  # type checkers ship it; it is no dependency of this package
     from typing_extensions import Unpack
 
 _TARGETS = {False: "rawattn_attention", True: "rawattn_attention_backward"}
@@ -68,25 +68,25 @@ def attention(
     k : array, (batch, seqlen_k, nheads_kv, D), or (total_k, nheads_kv, D)
     v : array, (batch, seqlen_k, nheads_kv, Dv), or (total_k, nheads_kv, Dv)
     seqs : SeqLayout, optional
-        Lengths from the host are constants of the compiled program: other lengths are another compilation. Lengths
-        that are traced are read when the program runs, by the kernels: bad values are not refused then, and never make
-        one read or write outside its arrays. ``max_seqlen_*`` saves them empty work.
+        Lengths from the host are constants of the compiled program; other lengths need another compilation. Traced lengths
+        are read by the kernels when the program runs. Bad values in them are not refused then, but never make a kernel read
+        or write outside its arrays. ``max_seqlen_*`` saves the kernels empty work.
     return_lse : bool
         Also return lse, float32, (batch, nheads_q, seqlen_q) or (nheads_q, total_q). It is differentiable too.
     deterministic : bool
-        Of the backward: the same bits run after run.
+        Whether the backward gives the same bits run after run.
     bias, mask, alibi_slopes, sink_logits : array, optional
-        As in `rawattn.attention`; JAX or NumPy, traced or not. `bias` and `sink_logits` have gradients, the others are
-        constants: a gradient with respect to slopes is a TypeError, and that of a `ScoreMod` that captures them is none.
-        Of a `BlockMask` the bits are constants of the program.
+        As in `rawattn.attention`; JAX or NumPy, traced or not. `bias` and `sink_logits` have gradients, the others have none.
+        A gradient with respect to `alibi_slopes` raises TypeError; for learned slopes, use a `ScoreMod` that captures them and
+        names them in ``wrt``. The bits of a `BlockMask` are constants of the program.
     score_mod : rawattn.ScoreMod, optional
-        Made where the call is traced: its text and its numbers are constants of the program, the arrays that it captures may
-        be traced, and those in its ``wrt`` have gradients. Gradients with respect to others are a TypeError.
+        It may be made inside the traced function. Its text and its numbers are constants of the program. The arrays that it
+        captures may be traced, and those in its ``wrt`` have gradients. Gradients with respect to the others raise TypeError.
     seed : int or array of one integer
-        An int is a constant of the program, which then drops the same at every run. A traced one, as by
-        ``jax.random.randint(key, (), 0, 2**31 - 1)``, is read when it runs; int32, or int64 in JAX's 64-bit mode.
+        An int is a constant of the program, so every run drops the same probabilities. A traced seed, as by
+        ``jax.random.randint(key, (), 0, 2**31 - 1)``, is read when the program runs; int32, or int64 in JAX's 64-bit mode.
     **options
-        The others of `rawattn.attention` as there: Python values, constants of the compiled program.
+        The other options of `rawattn.attention`, as there: Python values, constants of the compiled program.
 
     Returns
     -------
@@ -96,21 +96,22 @@ def attention(
     Raises
     ------
     TypeError, ValueError, NotImplementedError
-        As `rawattn.attention`, while the call is traced. What only shows when the program runs (too little memory, no
-        compiler) is an error of JAX's, as a rule ``jax.errors.JaxRuntimeError``, that ends in rawattn's own text.
+        As `rawattn.attention`, while the call is traced. Failures that show only when the program runs (too little memory, no
+        compiler) raise an exception of JAX, as a rule ``jax.errors.JaxRuntimeError``, whose message ends in rawattn's own.
 
     Notes
     -----
-    There is no `out`, since JAX's arrays do not change, and no `backend`: a call runs where the program does, on a
-    GPU in its kernels' stream, on the CPU in NumPy.
+    There is no `out`, since JAX arrays are immutable, and no `backend`: a call runs where the program runs, on a GPU on
+    the stream of the program, on the CPU in NumPy.
 
-    `jax.vmap` makes the mapped axis a part of the batch, copying what is not mapped; of `bias`, `mask` and `alibi_slopes`
-    with no batch of their own only what a gradient is taken of. What the calls of a map cannot share is a NotImplementedError
-    that names it: a packed batch, `dropout_p`, a `BlockMask`, a `score_mod` that reads `batch`, mapped `sink_logits` or
-    captured arrays, and gradients of a call with traced ones. `jax.lax.map` takes them all.
+    `jax.vmap` folds the mapped axis into the batch. If q, k, v or lengths are not mapped, they are copied for every call of
+    the map. `bias`, `mask` and `alibi_slopes` that are not mapped are copied only if they have a batch axis of their own or
+    their gradient is taken. These raise NotImplementedError, which names them: a packed batch, `dropout_p`, a `BlockMask`, a
+    `score_mod` that reads `batch`, mapped `sink_logits` or captured arrays, and gradients of a call in which `sink_logits` or
+    captured arrays are traced. `jax.lax.map` takes them all.
 
-    There are no forward-mode and no second derivatives. Under a sharded `jit` use `jax.shard_map`, so that each device calls
-    for its own shard.
+    There are no forward-mode and no second derivatives. Under a sharded `jit` use `jax.shard_map`, so that each device
+    makes a call for its own shard.
 
     Examples
     --------
@@ -139,7 +140,7 @@ def attention(
     if any(x.dtype == INT64 for x in arrays):
         arrays, left = narrowed_options(verb, arrays, left)
     gradients, _ = named_gradients(Gradients(), given, None)
-    if gradients:  # those that a backward gives: nobody takes that of a constant
+    if gradients:  # those that a backward gives: only of traced arrays, since nobody can ask for that of a constant
         traced = {f"d{name}" for name, x in zip(verb.extras, arrays, strict=True) if is_traced(x)}
         gradients = tuple(name for name in gradients if name in traced)
         left = without_constants(left, traced)
@@ -150,7 +151,7 @@ def attention(
     named = {name: Form(x) for name, x in zip(verb.extras, arrays, strict=True)}
     try:
         problem, lengths = describe(q, k, v, left, "jax", named)
-    except Exception:  # JAX's own too, of comparisons with a symbolic dimension
+    except Exception:  # also JAX's own, raised where a check compares a symbolic dimension
         refuse_symbolic_shapes({"q": q, "k": k, "v": v, **named})
         raise
     more = verb.extras, gradients, values[0] if values else None
@@ -173,7 +174,7 @@ def _constant(
     gradients: tuple[str, ...],
     seed: int | None = None,
 ) -> str:
-    """The text of a call without operands. A layout bound to the same shapes again is the same object."""
+    """The text of a call whose lengths are on the host."""
     return _record(problem, lengths, lse, deterministic, options, gradients, seed).text
 
 
@@ -186,7 +187,7 @@ def _record(
     gradients: tuple[str, ...],
     seed: int | None = None,
 ) -> Record:
-    """Of a forward, that knows which gradients its backward gives."""
+    """The record of a forward, which also says which gradients its backward gives."""
     more = {"options": options, "gradients": gradients, "seed": seed}
     return Record(problem, lengths, lse, deterministic, **more)  # type: ignore[arg-type]
 
@@ -237,7 +238,7 @@ def _call(record: Record, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
         return jax.ffi.ffi_call(_TARGETS[record.backward], results)(*arrays, record=record.text)
 
     def results_like(*arrays: Any) -> Any:
-        """Arrays of the shapes and dtypes of the results, that vary over a mesh wherever one of `arrays` does."""
+        """Arrays of the results' shapes and dtypes, which vary over every mesh axis over which one of `arrays` varies."""
         some = sum(x.sum().astype(np.float32) for x in arrays)
         return tuple(jnp.broadcast_to(some, shape).astype(dtype) for shape, dtype in record.outputs)
 
@@ -249,7 +250,7 @@ def _call(record: Record, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
                 "one packed batch, or use jax.lax.map"
             )
         options = dict(enumerate(record.options, record.first_option))
-        # A gradient is wanted for each call by itself.
+        # Arrays that stay one for all calls. One whose gradient is taken does not: each call needs a gradient of its own.
         given_once = {
             name
             for n, name in options.items()
@@ -282,8 +283,10 @@ def _of_calls(
     record: Record,
     option: str | None,
 ) -> Any:
-    """An array of all calls of a map, in the shape that it has in the one that is made of them. option: its name, if it is
-    one of an option."""
+    """An array of all `size` calls of a map, in `shape`: the shape that the one call made of them takes.
+
+    option: its name if it is an array of an option, else None.
+    """
     if option is not None and not is_mapped and array.shape == shape:  # one for all calls
         return array
     whole = array if is_mapped else jnp.broadcast_to(array, (size, *array.shape))
@@ -302,13 +305,16 @@ def _of_calls(
 
 
 def _of_each(result: Any, size: int, shape: tuple[int, ...]) -> Any:
-    """What each call of a map gives: a gradient of what its batch shares is the sum over that."""
+    """The result of each call of a map, split off the result of the one call that was made of them.
+
+    The gradient of an array that a call's batch shares is summed over that batch.
+    """
     if result.size == size * math.prod(shape):
         return result.reshape(size, *shape)
     return result.reshape(size, -1, *result.shape[1:]).sum(1).reshape(size, *shape)
 
 
-# XLA calls these as long as the process lives.
+# XLA may call these for the life of the process, so they are never freed.
 _HANDLERS = {"cpu": xla.handler(launch.cpu), "CUDA": xla.handler(launch.cuda)}
 for _platform, _handler in _HANDLERS.items():
     for _target in _TARGETS.values():

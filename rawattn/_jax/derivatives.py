@@ -1,4 +1,4 @@
-"""Derivatives that a call does not have: errors where JAX would give zeros, or words of its own. Imports JAX."""
+"""Derivatives that a call does not support: clear errors where JAX would give zeros or an unclear one. Imports JAX."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rawattn._interop.xla import is_traced
 
 
 def constant(name: str, array: Any, align: str) -> Any:
-    """An array of an option that has no gradient: a derivative with respect to it is a TypeError."""
+    """The array of an option that has no gradient, wrapped so that a derivative with respect to it raises TypeError."""
     if not is_traced(array) or not jnp.issubdtype(array.dtype, jnp.inexact):
         return array
     if name == "alibi_slopes":
@@ -28,7 +28,7 @@ def constant(name: str, array: Any, align: str) -> Any:
 
 
 def first_derivatives_alone(call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call`, a part of a function with derivatives of its own: those of `call` would be derivatives of these."""
+    """`call`, which runs inside a custom_vjp. Differentiating it means a second derivative, which raises TypeError."""
     return _without_derivatives(
         call,
         "rawattn.jax.attention has first derivatives alone: got a gradient of its gradient, expected none; call "
@@ -37,7 +37,7 @@ def first_derivatives_alone(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _without_derivatives(call: Callable[..., Any], says: str) -> Callable[..., Any]:
-    """`call`, but a TypeError where it is given something else than constants of what is differentiated."""
+    """`call`, which raises TypeError if one of its arguments is differentiated."""
     function = jax.custom_jvp(call)
 
     @function.defjvp  # type: ignore[untyped-decorator]

@@ -1,6 +1,7 @@
-"""A call on JAX arrays outside of `jit`: a compiled program of that one call, kept for the next one like it.
+"""Calls of `rawattn.attention` on JAX arrays outside of `jit`: each is compiled as a program of one call, which is cached.
 
-On a GPU this is the cheapest way there is in JAX: its own dispatch hands the arrays over, on its own stream, and nothing waits.
+On a GPU this takes the least host time that JAX allows: JAX's own dispatch passes the arrays on, on its own stream, and
+nothing waits.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ def takes(
     options: Options,
     backend: str | None,
 ) -> bool:
-    """Whether a call whose q is JAX's is one for a program: dense JAX arrays on a GPU, with results of JAX's own.
+    """Whether a call whose q is a JAX array is compiled as a program: dense JAX arrays on a GPU, and no `out` to write.
 
-    Lengths would be constants of the program, and other lengths another compilation. So would be a seed, and what a score
-    function captures.
+    Calls with lengths, a seed or a score function are not: these would be constants of the program, and each new value would
+    need another compilation.
     """
     import jax
 
@@ -55,11 +56,11 @@ def _are_on_gpus(array: Any) -> bool:
 
 
 def _program(options: Options, return_lse: bool) -> Any:
-    """JAX itself tells shapes and dtypes apart."""
+    """The jitted function for these options, cached. JAX compiles it once for each set of shapes and dtypes."""
     key: Any = (structural(options), return_lse)
     try:
         program = _programs.get(key)
-    except TypeError:  # an option that no program can have: `rawattn.jax` says why
+    except TypeError:  # an option that cannot be hashed: `rawattn.jax.attention` refuses it
         return _made(options, return_lse)
     if program is None:
         make_room(_programs, _MAX_PROGRAMS)
@@ -81,7 +82,10 @@ def _made(options: Options, return_lse: bool) -> Any:
 
 
 class Jax:
-    """Arrays of a type of JAX's, as `repeats` asks for them: they are their own addresses, and are all of one form."""
+    """Reads arrays of one JAX type for `_verbs.repeats`, as `native.Native` does for other frameworks.
+
+    The arrays themselves stand in for their addresses. All have one form, since JAX tells shapes and dtypes apart.
+    """
 
     def __init__(self, kind: type) -> None:
         self.kinds = (kind,)
@@ -100,6 +104,6 @@ class Jax:
 
 
 def repeated(options: Options, return_lse: bool) -> Callable[[list[Any], Any, Any], Any]:
-    """A call that a program has taken, to be made again with other arrays."""
+    """A function that makes a call of a known program again, with other arrays."""
     program = _program(options, return_lse)
     return lambda arrays, written, lengths: program(*arrays)

@@ -1,4 +1,4 @@
-"""Runs a call of a compiled program on the buffers of the program."""
+"""Handlers of XLA's custom calls: each runs one call of attention on the buffers of the compiled program."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rawattn._kernels.selection import selection
 
 
 def cpu(call: Call) -> None:
-    """A call of a program for the CPU: NumPy views of its buffers."""
+    """Runs a call of a CPU program, on NumPy views of its buffers."""
     record = read(call.text)
     _check(call, record)
     verb = record.verb
@@ -26,12 +26,12 @@ def cpu(call: Call) -> None:
     outputs = [_host_view(at, like) for at, like in zip(call.outputs, record.outputs, strict=True)]
     first = len(inputs) - len(record.operands)
     lengths = host_lengths(record.bound(inputs[first:]))
-    # Rows outside the sequences, which nobody else writes.
+    # For padding rows, which nothing else writes.
     for array, padding in zip(outputs, verb.padding, strict=False):
         array[...] = padding
     given: list[Any] = list(inputs[: record.first_option])
     results: list[Any] = list(outputs)
-    if not record.lse:  # dlse comes behind the inputs, lse behind the outputs
+    if not record.lse:  # None in place of dlse, the last input, or of lse, the last output
         (given if record.backward else results).append(None)
     extras = inputs[record.first_option : first]
     named: dict[str, Any] = dict(zip(record.options, extras, strict=True))
@@ -42,7 +42,7 @@ def cpu(call: Call) -> None:
 
 
 def cuda(call: Call) -> None:
-    """A call of a program for a GPU: kernels on the program's stream."""
+    """Runs a call of a GPU program: kernels on the program's stream."""
     import cupy
 
     device, stream = call.device(), call.stream()
@@ -58,7 +58,7 @@ _MAX_LAUNCHERS = 512
 
 
 def launcher(text: bytes, device: int) -> Launcher:
-    """Of the calls with this text."""
+    """The launcher of all calls with this text on this GPU, cached."""
     found = _launchers.get((text, device))
     if found is None:
         make_room(_launchers, _MAX_LAUNCHERS)
@@ -67,9 +67,9 @@ def launcher(text: bytes, device: int) -> Launcher:
 
 
 class Launcher:
-    """The calls of one record on one GPU.
+    """Launches the calls of one record on one GPU.
 
-    prepared: their kernels, by what decides them beside the record: where arrays begin within 16 bytes, and `selection`.
+    prepared: prepared calls, by what decides them beside the record: the addresses of the arrays modulo 16, and `selection()`.
     """
 
     def __init__(self, record: Record, device: int) -> None:
@@ -78,7 +78,7 @@ class Launcher:
         self._options = record.first_option
         self._operands = self._inputs - len(record.operands)
         self._seed = [] if record.seed is None else [record.seed]
-        # Where nothing stands: dlse comes behind the inputs, lse behind the outputs.
+        # The index among all addresses at which a 0 stands for an absent dlse (behind the inputs) or lse (-1: at the end).
         self._absent = None if record.lse else self._options if record.backward else -1
         self.prepared: dict[Any, Any] = {}
 
@@ -114,7 +114,7 @@ class Launcher:
 
 
 def _check(call: Call, record: Record) -> None:
-    """ValueError where a buffer of the program is not what the record says: nothing else keeps a read inside of it."""
+    """ValueError if a buffer of the program differs from the record in shape or dtype. Nothing else bounds accesses to it."""
     for n, (got, like) in enumerate(
         zip(call.forms(), [*record.inputs, *record.outputs], strict=True)
     ):
@@ -153,7 +153,7 @@ def _prepare(
 
 
 class _Integers:
-    """Integers of a layout among a program's buffers, as far as launches ask."""
+    """Integers of a layout in one of the program's buffers: the attributes of a CuPy array that launches read."""
 
     __slots__ = ("data", "dtype", "shape")
 
@@ -165,7 +165,7 @@ class _Integers:
 
 
 class _Memory:
-    """XLA's memory for what a call needs while it runs, CuPy's for what later calls find again."""
+    """`native.Memory` for a call of XLA: XLA's memory for scratch of this call, CuPy's for what later calls reuse."""
 
     __slots__ = ("_call", "_stream")
 
@@ -178,7 +178,7 @@ class _Memory:
     def keep(self, nbytes: int, device: int) -> tuple[Any, int]:
         import cupy
 
-        with streams.external(self._stream):  # CuPy hands it out again in the order of that stream
+        with streams.external(self._stream):  # CuPy reuses freed memory in the order of its stream
             memory = cupy.cuda.alloc(nbytes)
         return memory, memory.ptr
 

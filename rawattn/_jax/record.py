@@ -1,4 +1,4 @@
-"""A call of a compiled program: all of it but its arrays, as a text that the program holds."""
+"""`Record`: a call of a compiled program, everything but its arrays, as a text that the program holds."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _DTYPES = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float32": np.dtype(np.float32),
 }
-# What a problem is made of beside plain values.
+# The NamedTuples among the fields of a `Problem`, by name. All other fields are plain values or tuples.
 _FORMS: dict[str, Any] = {form.__name__: form for form in (ArrayForm, ScoreText)}
 _MASK_BYTES: dict[str, Callable[[Any], int]] = {
     "mask_bits": lambda form: mask_layout.bits_bytes(form.shape),
@@ -41,7 +41,7 @@ _MASK_BYTES: dict[str, Callable[[Any], int]] = {
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """Integers of a layout that the program is given or computes: their index among those of the call, and what they are."""
+    """An integer array of a layout that is an input of the custom call. index: its place among the call's integer arrays."""
 
     index: int
     shape: tuple[int, ...]
@@ -50,11 +50,11 @@ class Operand:
 
 @dataclass(frozen=True, eq=False)
 class Record:
-    """A call of the forward or the backward. The integers of `lengths` are all NumPy arrays, or all an `Operand`.
+    """A call of the forward or the backward. The integers of `lengths` are all NumPy arrays, or all `Operand`s.
 
-    lse: of the forward, whether it returns that; of the backward, whether it is given dlse.
-    options: the arrays of options that it is given. gradients: those of them that a backward gives, by their names there.
-    seed: of dropout, where that is a number.
+    lse: for the forward, whether it returns lse; for the backward, whether it is given dlse.
+    options: names of the options' arrays among the inputs. gradients: names of their gradients that the backward returns.
+    seed: the seed of dropout if it is a number, else None.
     """
 
     problem: Problem
@@ -68,7 +68,7 @@ class Record:
 
     @functools.cached_property
     def text(self) -> str:
-        """Equal for equal calls."""
+        """The record as JSON. Equal calls have equal texts."""
         problem = {x.name: getattr(self.problem, x.name) for x in fields(self.problem)}
         found = {
             "problem": {name: _encode_value(x) for name, x in problem.items()},
@@ -85,7 +85,7 @@ class Record:
 
     @functools.cached_property
     def verb(self) -> Verb:
-        """With the arrays of options among its inputs, and their gradients among its outputs."""
+        """The verb, with the arrays of options among its inputs and their gradients among its outputs."""
         values = () if self.seed is None else ("seed_value",)
         if not (self.options or values):
             return BACKWARD if self.backward else FORWARD
@@ -95,14 +95,16 @@ class Record:
 
     @functools.cached_property
     def operands(self) -> list[Operand]:
-        """Each once, in their order."""
+        """The operands of `lengths`, each once, ordered by index."""
         sides = (self.lengths.q, self.lengths.k)
         found = {x for side in sides for x in (side.start, side.length) if isinstance(x, Operand)}
         return sorted(found, key=lambda operand: operand.index)
 
     @functools.cached_property
     def inputs(self) -> list[Like]:
-        """q, k, v; or dout, q, k, v, out, lse and perhaps dlse. Then the arrays of options, then the operands."""
+        """Forms of the inputs: q, k, v of a forward, or dout, q, k, v, out, lse and, if given, dlse of a backward. Then the
+        arrays of options, then the operands.
+        """
         *qkv, out, lse = self._arrays()
         found = qkv
         if self.backward:
@@ -112,7 +114,7 @@ class Record:
 
     @property
     def first_option(self) -> int:
-        """Their index among the inputs."""
+        """The index of the first array of options among the inputs."""
         return len(self.inputs) - len(self.operands) - len(self.options)
 
     def form(self, option: str) -> Any:
@@ -128,14 +130,14 @@ class Record:
 
     @functools.cached_property
     def outputs(self) -> list[Like]:
-        """out and perhaps lse; or dq, dk, dv and the gradients of options' arrays."""
+        """Forms of the results: out and perhaps lse of a forward, or dq, dk, dv and the options' gradients of a backward."""
         *qkv, out, lse = self._arrays()
         if self.backward:
             return qkv + [self.like(name.removeprefix("d")) for name in self.gradients]
         return [out, lse] if self.lse else [out]
 
     def _arrays(self) -> list[Like]:
-        """q, k, v, out, lse."""
+        """Forms of q, k, v, out, lse."""
         problem = self.problem
         batch = () if problem.group else (problem.batch,)
         shapes = [
@@ -148,7 +150,7 @@ class Record:
         return [*((shape, dtype) for shape in (*shapes, out)), (lse, np.dtype(np.float32))]
 
     def bound(self, arrays: Sequence[Any]) -> Lengths:
-        """The sequences of a run whose operands are these arrays."""
+        """The lengths with `arrays` in place of the operands. Lengths on the host are returned as they are."""
         if self.lengths.on_host:
             return self.lengths
 
@@ -158,12 +160,12 @@ class Record:
         return _with_integers(self.lengths, integers)
 
     def folded(self, size: int, shared: Collection[str] = ()) -> Record:
-        """`size` calls in batch mode as one, whose batch has the sequences of all, call after call.
+        """`size` calls in batch mode as one call, whose batch holds the sequences of all, call after call.
 
-        Cumulative lengths are none any more. Arrays of options have all their axes, and that of the batch, but for those in
-        `shared`, which are as they were.
+        Cumulative lengths become plain lengths. Arrays of options get all their axes, the batch axis in full, except those in
+        `shared`, which stay as they are.
 
-        NotImplementedError, naming the option, for what would not be what the calls by themselves give.
+        NotImplementedError, naming the option, where the one call would give other results than the separate calls.
         """
         batch = size * self.problem.batch
 
@@ -217,7 +219,7 @@ class Record:
 
 @functools.lru_cache(maxsize=1024)
 def read(text: str | bytes) -> Record:
-    """The record that has this text."""
+    """The record of a text that `Record.text` made."""
     found = json.loads(text)
     plain = found.pop("problem")
     problem = Problem(**{name: _decode_value(x) for name, x in plain.items()})
@@ -234,9 +236,9 @@ def read(text: str | bytes) -> Record:
 def with_operands(
     lengths: Lengths, taken: Callable[[Any], Any] = as_array
 ) -> tuple[Lengths, list[Any]]:
-    """`lengths` with an `Operand` for each array of integers, and the arrays: each once, whatever it is of.
+    """`lengths` with an `Operand` for each array of integers, and the arrays. One that is used several times is listed once.
 
-    taken: makes of integers the array that the program gets, which may have another dtype.
+    taken: turns integers into the array that is passed to the program, which may have another dtype.
     """
     given: list[Any] = []
     arrays: list[Any] = []
@@ -286,7 +288,7 @@ def _decode(fields: dict[str, Any]) -> Side:
 
 
 def _encode_value(x: Any) -> Any:
-    """Of a problem: a plain value, or a tuple that says which one it is."""
+    """A field of a `Problem` for JSON: a plain value, or a tuple as a list that begins with its type's name ("": plain)."""
     if not isinstance(x, tuple):
         return x
     name = "" if type(x) is tuple else type(x).__name__

@@ -18,35 +18,38 @@ from rawattn._masks.layout import Shape
 
 
 class MaskForm(NamedTuple):
-    """What of a `BlockMask` tells calls apart: its shape, not its bits. kept: entries of each list of its kept keys, if any."""
+    """The part of a `BlockMask` that is in the key of a prepared call: its shape, not its bits.
+
+    kept: the length of each list of kept keys, 0 if it has no lists.
+    """
 
     shape: Shape
     kept: int = 0
 
 
 class Located(NamedTuple):
-    """Addresses of a mask's arrays, and what of them tells calls apart."""
+    """Addresses of a mask's arrays. told: its form and the addresses modulo 16, a part of the key of a repeated call."""
 
     addresses: tuple[int, ...]
     told: tuple[MaskForm, tuple[int, ...]]
 
 
 class BlockMask:
-    """Which keys each query sees: bits, and a map that tells kernels which tiles they need not visit.
+    """Which keys each query sees: a bit for each pair, and a map by which kernels skip tiles.
 
-    It is made by `rawattn.block_mask` or `rawattn.topk_mask`, and given to any number of calls as `mask=`, forward and
-    backward, of q on any device: where it does not lie yet, it is copied once and kept. A dense call on a GPU makes lists of
-    the tiles that the mask leaves, and the mask keeps them for later calls like that one on the same stream.
+    `rawattn.block_mask` and `rawattn.topk_mask` make it. Pass it as `mask=` to any number of calls, forward and backward. q
+    may be on any device: a mask that lies elsewhere is copied there once, and the copy is kept. A dense call on a GPU makes
+    lists of the tiles in which some key is seen. The mask keeps them for later calls of the same kind on the same stream.
 
     Attributes
     ----------
     shape : (batch, nheads, seqlen_q, seqlen_k)
-        Each axis is 1 where it is the same for all.
+        An axis is 1 if the mask is the same along it.
     device : int or None
-        The GPU where it was made; None: the host.
+        The CUDA ordinal of the GPU on which it was made; None for the host.
     kept : array or None
-        Of a mask of `topk_mask` whose rows share their keys: those keys, ascending, (batch, nheads, 1, k), -1 behind the
-        last one.
+        For a mask of `topk_mask` in which all rows of a head see the same keys: those keys, (batch, nheads, 1, k), ascending,
+        padded with -1. None for any other mask.
     """
 
     __slots__ = (
@@ -68,16 +71,16 @@ class BlockMask:
         kept: Any = None,
         replayed: bool = False,
     ) -> None:
-        """words: what `buffers` makes, filled. replayed: by a graph, anew at each replay."""
+        """words: memory from `buffers`, filled. replayed: whether a captured graph fills it anew at each replay."""
         self.shape: Shape = shape
         bits = words[0]
         self.device: int | None = None if isinstance(bits, np.ndarray) else bits.data.device_id
         self.kept = kept
         self.words = words
-        # By framework and device.
+        # The arrays on other devices or as torch tensors, by framework ("torch" or "") and device.
         self._copies: dict[tuple[str, int], tuple[Any, ...]] = {}
         self._located: dict[tuple[type, int], Located] = {}  # by the type of q, and device
-        # What calls find out about the words; None where these may change.
+        # What calls derive from the words, as lists of tiles; None if the words may change.
         self.memo: dict[Any, Any] | None = None if replayed else {}
         self.handle = _handles.unique()
         _handles.register(self.handle, self)
@@ -88,19 +91,19 @@ class BlockMask:
 
     @property
     def arrays(self) -> tuple[Any, ...]:
-        """What calls are given: `words`, and where rows share their keys the lists of those, (batch * nheads * k,)."""
+        """The arrays that calls read: `words`, and the lists of kept keys, (batch * nheads * k,), if there are any."""
         if not self.form.kept:
             return self.words
         return (*self.words, self.kept.reshape(-1))
 
     @property
     def bits(self) -> Any:
-        """uint16 (batch, nheads, rows, words): bit n of a word is the key n of its 16."""
+        """uint16 (batch, nheads, rows, words): bit n of word w is key 16 * w + n, set if the key is seen."""
         return shaped(self.words[0], self.shape)
 
     @property
     def map(self) -> Any:
-        """uint8 (batch, nheads, bands, granules): of each 64 x 64, 0 where no key is seen, 2 where all are, else 1."""
+        """uint8 (batch, nheads, bands, granules): for each 64 rows x 64 keys, 0 if no key is seen, 2 if all are, else 1."""
         return host.granules(map_of(self.words[1], self.shape), self.shape)
 
     @property
@@ -108,7 +111,7 @@ class BlockMask:
         return int(sum(x.nbytes for x in self.words))
 
     def to_bool(self) -> Any:
-        """The mask as a bool array of `shape`, NumPy's or CuPy's: for tests, and to look at."""
+        """The mask as a bool array of `shape`, a NumPy or CuPy array, for tests and inspection."""
         if self.device is None:
             return host.to_bools(self.bits, self.shape)
         import cupy
@@ -119,11 +122,13 @@ class BlockMask:
             return cupy.ascontiguousarray(whole).view(cupy.bool_)
 
     def beside(self, q: Any) -> tuple[Any, ...]:
-        """`arrays` where q lies, of q's framework if that may save time."""
+        """`arrays` on q's device, copied there once if needed. If q is a torch tensor on a GPU they are torch tensors too,
+        which saves host time.
+        """
         framework = arrays.framework_of(q)
         try:
             device = arrays.device_of(q, framework)
-        except Exception:  # q cannot be read, which the call says
+        except Exception:  # q cannot be read; the call itself raises for that
             device = HOST
         key = (framework if framework == "torch" and device != HOST else "", device)
         found = self._copies.get(key)
@@ -136,7 +141,7 @@ class BlockMask:
         return found
 
     def located(self, q: Any, device: int, address: Callable[[Any], int]) -> Located:
-        """`beside`, for q on that device: found once. address: of an array of q's framework."""
+        """The addresses of `beside(q)`, cached for q's type and device. address: gives that of an array of q's framework."""
         found = self._located.get((type(q), device))
         if found is None:
             addresses = tuple(map(address, self.beside(q)))
@@ -154,11 +159,11 @@ class BlockMask:
 
         with cupy.cuda.Device(device):
             moved = tuple(map(cupy.asarray, words))
-            cupy.cuda.get_current_stream().synchronize()  # it may be used on another stream
+            cupy.cuda.get_current_stream().synchronize()  # other streams may use the copy
         return moved
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles have a handle and a memo of their own, and what lies on other devices is moved there anew."""
+        """Copies and pickles get a handle and a memo of their own, and no copies on other devices."""
         return BlockMask, (self.words, self.shape, self.kept, self.memo is None)
 
     def __repr__(self) -> str:
@@ -167,12 +172,12 @@ class BlockMask:
 
 
 def memo_of(mask: Any) -> dict[Any, Any] | None:
-    """What calls with this mask may keep with it, if anything."""
+    """The dict in which calls may keep what they derive from this mask; None for an array, and for a mask that may change."""
     return mask.memo if isinstance(mask, BlockMask) else None
 
 
 def buffers(shape: Shape, module: Any = np) -> tuple[Any, Any, Any]:
-    """Memory for the bits, the map and the keys of a mask, int32 words: what every framework can pass on.
+    """Zeroed memory for the bits, the map and the seen keys of a mask, as int32, a dtype that every framework can exchange.
 
     module: NumPy or CuPy.
     """
@@ -182,23 +187,23 @@ def buffers(shape: Shape, module: Any = np) -> tuple[Any, Any, Any]:
 
 
 def finished(words: tuple[Any, Any, Any], shape: Shape) -> BlockMask:
-    """Of memory on the host whose bits and map are filled."""
+    """A mask from memory on the host whose bits and map are filled. The keys that any row sees are derived from the bits."""
     keys = words[2].view(np.uint16).reshape(layout.keys_shape(shape))
     np.bitwise_or.reduce(shaped(words[0], shape), axis=2, out=keys)
     return BlockMask(words, shape)
 
 
 def shaped(words: Any, shape: Shape) -> Any:
-    """The bits in such memory."""
+    """A view of the bits in the first array of `buffers`."""
     return words.view(np.uint16).reshape(layout.bits_shape(shape))
 
 
 def map_of(words: Any, shape: Shape) -> Any:
-    """The map in such memory."""
+    """A view of the map in the second array of `buffers`."""
     own = layout.map_shape(shape)
     return words.view(np.uint8)[: math.prod(own)].reshape(own)
 
 
 def bools_of(words: NDArray[np.int32], shape: Shape) -> NDArray[np.bool_]:
-    """The mask of four axes that words on the host hold the bits of."""
+    """The mask as bools of four axes, from its bits on the host."""
     return host.to_bools(shaped(words, shape), shape)

@@ -1,4 +1,4 @@
-"""Masks of bits in NumPy: the layout of `_kernels.portable.mask_writing`, built and read on the host."""
+"""Writes and reads the bits and the map of a mask in NumPy, as the kernels of `_kernels.portable.mask_writing` do on a GPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ROW_KEYS = WORD_KEYS * ROW_WORDS
 
 
 def to_bits(keep: NDArray[np.bool_]) -> tuple[Bits, Map]:
-    """The bits and the map of a mask of four axes, (batch, nheads, rows, keys)."""
+    """The bits and the map of a bool mask (batch, nheads, rows, keys)."""
     shape: Shape = keep.shape
     bits = np.zeros(bits_shape(shape), np.uint16)
     found = np.zeros(map_shape(shape), np.uint8)
@@ -37,7 +37,7 @@ def to_bits(keep: NDArray[np.bool_]) -> tuple[Bits, Map]:
 
 
 def write_rows(keep: NDArray[np.bool_], bits: Bits, found: Map) -> None:
-    """Writes the bits of rows from a multiple of 64 on, and what the map says of them."""
+    """Writes the bits and the map of `keep` (rows, keys), some rows of a mask. The first is at a multiple of 64."""
     rows, keys = keep.shape
     if keys == 1:
         keep, keys = np.broadcast_to(keep, (rows, _ROW_KEYS)), _ROW_KEYS
@@ -57,7 +57,7 @@ def write_rows(keep: NDArray[np.bool_], bits: Bits, found: Map) -> None:
 
 
 def to_bools(bits: Bits, shape: Shape) -> NDArray[np.bool_]:
-    """The mask of four axes that the bits are of."""
+    """The bools of `shape` that the bits stand for."""
     flat = np.unpackbits(
         np.ascontiguousarray(bits).view(np.uint8), axis=-1, bitorder="little", count=shape[3]
     )
@@ -66,7 +66,7 @@ def to_bools(bits: Bits, shape: Shape) -> NDArray[np.bool_]:
 
 
 def granules(found: Map, shape: Shape) -> Map:
-    """The map without what only fills up its rows."""
+    """The map without the entries that pad its rows."""
     trimmed: Map = found[..., : granule_keys(shape)]
     return trimmed
 

@@ -1,10 +1,11 @@
-"""How a mask lies in memory: bits, and a map of granules.
+"""The memory layout of a mask: bits, and a map of granules.
 
-Bits are half-words of 16 keys, (batch, nheads, rows, words), the lowest bit the first key. A row is padded to a multiple of
-128 keys, so that 16 bytes of it may be read at once. A mask with one key for all has one row of 128 like it: what lies behind
-a mask's extents is as its last row and its last 128 keys are.
+Bits are uint16 words of 16 keys each, (batch, nheads, rows, words); the lowest bit is the first key. A row is padded to a
+multiple of 128 keys, so that 16 bytes of it can be read at once. A mask that is the same for all keys holds 128 equal bits in
+each row: indices beyond the extents of a mask are read in its last row, and in its last 128 keys.
 
-The map says of each granule whether no key of it is seen, some, or all: (batch, nheads, rows / 64, words / 4), rounded up.
+The map, (batch, nheads, rows / 64, words / 4) rounded up, says for each granule of 64 rows x 64 keys whether no key of it is
+seen, some are, or all.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import math
 
 WORD_KEYS = 16
-ROW_WORDS = 8  # that a row has a multiple of
+ROW_WORDS = 8  # the number of words of a row is a multiple of this
 GRANULE_ROWS = 64
 GRANULE_WORDS = 4
 
@@ -20,17 +21,17 @@ Shape = tuple[int, int, int, int]
 
 
 def words(keys: int) -> int:
-    """Half-words of a row."""
+    """uint16 words of a row."""
     return -(-keys // (WORD_KEYS * ROW_WORDS)) * ROW_WORDS
 
 
 def bits_shape(shape: Shape) -> Shape:
-    """Of half-words, for a mask of this shape: (batch, nheads, rows, keys)."""
+    """The shape of the bits, in uint16 words, of a mask of this shape: (batch, nheads, rows, keys)."""
     return (*shape[:3], words(shape[3]))
 
 
 def map_shape(shape: Shape) -> Shape:
-    """Of bytes, for a mask of this shape."""
+    """The shape of the map, in bytes, of a mask of this shape."""
     batch, nheads, rows, count = bits_shape(shape)
     return batch, nheads, -(-rows // GRANULE_ROWS), count // GRANULE_WORDS
 
@@ -44,12 +45,12 @@ def map_bytes(shape: Shape) -> int:
 
 
 def bands(shape: Shape) -> int:
-    """Rows of granules."""
+    """The number of rows of granules."""
     return -(-shape[2] // GRANULE_ROWS)
 
 
 def keys_shape(shape: Shape) -> tuple[int, int, int]:
-    """Of half-words: of each head the keys that any row sees."""
+    """The shape, in uint16 words, of the bits that say which keys any row of a head sees."""
     return shape[0], shape[1], words(shape[3])
 
 
@@ -58,5 +59,5 @@ def keys_bytes(shape: Shape) -> int:
 
 
 def granule_keys(shape: Shape) -> int:
-    """Granules of a row that have keys."""
+    """The number of granules along the keys, without those that are padding alone."""
     return -(-shape[3] // (WORD_KEYS * GRANULE_WORDS))

@@ -4,5 +4,5 @@
                                             ->  numpy_eval: values on the host
                                             ->  cuda_text: C++ for a kernel
 
-`score_mod.ScoreMod` is the public class: a text with the arrays and numbers that it reads.
+`score_mod.ScoreMod` is the public class: a text and the arrays and numbers that it captures.
 """

@@ -1,28 +1,29 @@
-"""A score text as C++: a struct in namespace `config`, put before the kernel's file.
+"""A score text as C++: a struct in namespace `config`, placed before the kernel's file.
 
-It holds what the kernels call, each a template over the struct of parameters, whose `captured` has arrays and numbers:
+Kernels call its members. Each is a template over the parameter struct P, whose field `captured` holds the captured arrays and
+numbers:
 
     struct ScoreMod {
       static constexpr bool kAdditive;    // the derivative is 1 wherever a key is seen
       static constexpr bool kNeedsScore;  // derivatives depend on the score as it was before
-      static constexpr int kPartials;     // how many elements of captured arrays a score depends on, of those in wrt
-      ScoreMod(const ScorePosition& at, const P& p);  // of one head of a sequence, wherever q_idx and kv_idx stand
+      static constexpr int kPartials;     // on how many elements of the captured arrays in wrt a score depends
+      ScoreMod(const ScorePosition& at, const P& p);  // for one head of one sequence; reads neither q_idx nor kv_idx
       float value(float score, const ScorePosition& at, const P& p);       // -inf hides the key
       float derivative(float score, const ScorePosition& at, const P& p);  // anything where the value is -inf
       int partial_array<n>();                                          // the index of the array
       float partial<n>(float score, const ScorePosition& at, const P& p);
-      int64 partial_index<n>(const ScorePosition& at, const P& p);         // of the element, in C order
-      float added(const ScorePosition& at, const P& p);  // where kModLine: value() is the score and this
-      float step(const ScorePosition& at, const P& p);   // by how much it grows to the next key that is seen
-      float row_step(const ScorePosition& at, const P& p);  // likewise to the next query, where both are the head's alone
+      int64 partial_index<n>(const ScorePosition& at, const P& p);         // index of the element, in C order
+      float added(const ScorePosition& at, const P& p);  // if kModLine: value() is score + added()
+      float step(const ScorePosition& at, const P& p);   // growth of added() from one key to the next
+      float row_step(const ScorePosition& at, const P& p);  // growth to the next query, if both steps depend on the head alone
     };
     struct Predicate { bool holds(const ScorePosition& at, const P& p); };
 
-What all scores of a head share is computed once, by the constructor: compilers leave a load where it stands, behind the
-product that every tile waits for.
+Values that all scores of a head share are computed once, by the constructor. Compilers would not hoist a load out of the loop
+over tiles: it would stay behind the Q K^T product, where every tile waits for it.
 
-Every operation is a variable of its own, so that what expressions share is computed once. Nothing can fail that runs for
-nothing: divisions by zero are defined and indices clamped.
+Every operation becomes a variable, so that subexpressions which occur twice are computed once. Both branches of a `where` are
+computed, so no operation may fail: divisions by zero are defined and indices are clamped.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ _INFIX = {
 }
 _OF_FLOATS = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
 _TARGET = frozenset({"exp", "log", "tanh", "sin", "cos", "sqrt", "floor"})
-_POWERS = 16  # the largest exponent of a float that becomes products
-_MAX_SHARED = 4  # values that a kernel keeps in registers for all tiles of a head
+_POWERS = 16  # the largest integer exponent of a float that is computed by multiplications
+_MAX_SHARED = 4  # the most values per head that a kernel keeps in registers across tiles
 _OF_ONE_SCORE = frozenset({SCORE, *(position(name) for name in ("q_idx", "kv_idx"))})
 _NO_BACKWARD = "a score function in CUDA without backward has no derivative"
 _FILES = {"score_mod": "forward", "score_mod.backward": "backward"}
@@ -85,9 +86,9 @@ _AT_LINE = re.compile(
 
 
 def device_text(text: ScoreText) -> str:
-    """`config::ScoreMod` of a score text, in either language.
+    """The struct `config::ScoreMod` for a score text in either language.
 
-    Without a `backward`, a text in CUDA has no derivative: a kernel that calls it does not compile.
+    A CUDA text without a `backward` has no derivative: a kernel that calls `derivative` does not compile.
     """
     require_float32(text)
     members = _of_expression(text) if text.language == "expression" else _of_cuda(text)
@@ -95,7 +96,7 @@ def device_text(text: ScoreText) -> str:
 
 
 def predicate_text(text: ScoreText) -> str:
-    """`config::Predicate` of a predicate."""
+    """The struct `config::Predicate` for a predicate's text."""
     require_float32(text)
     body = _body(text, (predicate(text),))
     lines = [*body.lines, f"return {body.results[0]};"]
@@ -104,7 +105,7 @@ def predicate_text(text: ScoreText) -> str:
 
 
 def compile_error_message(log: str, text: ScoreText) -> str:
-    """What a compiler's log says of the user's own lines, the first error of each; "" if nothing."""
+    """The errors in a compiler's log that lie in the user's own lines, the first of each line; "" if there are none."""
     told: dict[tuple[str, int], str] = {}
     for line in log.splitlines():
         match = _AT_LINE.match(line.strip())
@@ -122,7 +123,7 @@ def compile_error_message(log: str, text: ScoreText) -> str:
 
 def _of_expression(text: ScoreText) -> list[str]:
     whole = program(text)
-    # A kernel calls nothing of a line unless it is one where the kernel is.
+    # The members of a line are written also if the text is a line under `causal` only. Kernels call them only if kModLine.
     steps = [each for each in line_of(text, causal=True) or () if each is not None]
     straight = tuple(map(with_early_floats, steps))
     value, derivative = map(with_early_floats, (whole.value, whole.derivative))
@@ -147,9 +148,9 @@ def _of_expression(text: ScoreText) -> list[str]:
 
 
 def shared_by_head(roots: Iterable[Expression]) -> tuple[Expression, ...]:
-    """The largest parts that are the same for all scores of a head, those of the first roots first.
+    """The largest subexpressions that are the same for all scores of a head, at most `_MAX_SHARED`, in the order of the roots.
 
-    A position, a captured float or a number costs nothing where it is used, so none of these is among them.
+    Positions, captured floats and literal numbers are left out: they cost nothing where they are used.
     """
     own: dict[Expression, bool] = {}  # whether it differs from score to score
     found: dict[Expression, None] = {}
@@ -168,7 +169,7 @@ def _costs(node: Expression) -> bool:
 
 
 def _shared(text: ScoreText, shared: tuple[Expression, ...]) -> list[str]:
-    """The constructor, and the members that it sets."""
+    """The constructor, and the data members that it sets."""
     body = _body(text, shared)
     sets = [f"shared{n} = {value};" for n, value in enumerate(body.results)]
     return [
@@ -235,7 +236,7 @@ def _of_cuda(text: ScoreText) -> list[str]:
 
 
 def _users(file: str, text: str) -> list[str]:
-    """The user's lines as they are, under a name of their own in what compilers say."""
+    """The user's lines unchanged, with a `#line` directive, so that a compiler's messages name them by `file` and line."""
     return [f'#line 1 "{file}"', text, '#line 1 "generated"']
 
 
@@ -249,7 +250,7 @@ def _body(
     expressions: Iterable[Expression],
     known: Mapping[Expression, str] | None = None,
 ) -> _Body:
-    """Statements that compute expressions, and what these are called then. known: names of what has been computed."""
+    """Statements that compute the expressions, and the names of the results. known: names of expressions already computed."""
     names = dict(known or {})
     lines: list[str] = []
     roots = tuple(expressions)
@@ -300,7 +301,9 @@ def _written(text: ScoreText, node: Expression, args: list[str]) -> str:
 
 
 def _to_float(node: Expression, x: str) -> str:
-    """Of a sum of positions that of the lane's first score, which its others share, and the rest, which compilers know."""
+    """The conversion of an int to float. A sum of positions is split in two: the value at the lane's first score, which all of
+    the lane's scores share and which is converted once, and an offset, which is a constant to the compiler.
+    """
     form = sum_of_positions(node) or {}
     more = {"at.q_more": form.get(QUERY, 0), "at.kv_more": form.get(KEY, 0)}
     terms = [f"({n}) * {name}" for name, n in more.items() if n]
@@ -315,7 +318,7 @@ def _power(node: Expression, x: str) -> str:
 
 
 def _scalar(index: int, kind: str) -> str:
-    """Numbers come as floats, also those that are none: the host has seen that they are exact."""
+    """A captured number. Ints and bools are passed as floats too; the host has checked that float32 holds them exactly."""
     value = f"p.captured.scalars[{index}]"
     return {FLOAT: value, INT: f"int({value})", BOOL: f"{value} != 0.0f"}[kind]
 
@@ -341,7 +344,7 @@ def _float(value: float) -> str:
 def _function(
     what: str, first: str, lines: Iterable[str], template: str = "", *, constant: bool = True
 ) -> str:
-    """A member function of a position and parameters; `first`: what comes before these."""
+    """A member function that takes a position and the parameters. first: arguments that come before these."""
     given = "[[maybe_unused]] const ScorePosition& at, [[maybe_unused]] const P& p"
     head = f"DEVICE {what}({first}{given}){' const' if constant else ''} {{"
     head = head.replace("(float score", "([[maybe_unused]] float score")

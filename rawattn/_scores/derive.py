@@ -1,4 +1,4 @@
-"""Derivatives of expressions, exact and simplified: 0 and 1 do not hide behind other forms of them."""
+"""Derivatives of expressions, exact and simplified, so that a derivative that is always 0 or 1 is the constant ZERO or ONE."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ ZERO, ONE = const(0.0), const(1.0)
 
 
 def derivative(expression: Expression, variable: Expression) -> Expression:
-    """Of a float with respect to a leaf, SCORE or a load.
+    """The derivative of a float with respect to `variable`: SCORE or a load.
 
-    At a kink it is that of the side where the text goes: of `max(a, b)` with equal arguments that of a, of `abs(0)` and of the
-    square root of an expression that is 0, 0.
+    At a kink it is the derivative of the branch that the evaluation takes: `max(a, b)` with equal arguments has that of a. That
+    of `abs(x)` is 0 where x is 0. So is that of `sqrt(x)`, unless dx is a constant: then it is infinite there (`_bent`).
     """
     found: dict[Expression, Expression] = {variable: ONE}
     for node in walk(expression):
@@ -29,9 +29,9 @@ def mentions(expression: Expression, leaf: Expression) -> bool:
 
 
 def shown(expression: Expression) -> Expression:
-    """Without the branches that hide a key: there the gradient is 0 whatever a derivative says.
+    """The expression without branches of -inf, which hide a key: its gradient is 0 whatever the derivative is.
 
-    So `where(condition, score + x, -inf)` has the derivative 1.
+    So the derivative of `where(condition, score + x, -inf)` becomes 1.
     """
     if expression.op != "where":
         return expression
@@ -104,8 +104,9 @@ def _power(node: Expression, dx: Expression) -> Expression:
 
 
 def _bent(root: Expression, dx: Expression, found: Expression) -> Expression:
-    """A derivative that is infinite where a root is 0. Of what is bent itself, as `max(score, 0)`, that would make NaN of the
-    side that has none: it is 0 there.
+    """The derivative `found`, which is infinite where `root` is 0, set to 0 there.
+
+    Needed if dx is not constant: for the root of `max(score, 0)`, dx is 0 on the flat side, and inf * 0 would be NaN.
     """
     if dx.op == "const":
         return found
@@ -114,13 +115,13 @@ def _bent(root: Expression, dx: Expression, found: Expression) -> Expression:
 
 def _absolute(node: Expression, dx: Expression) -> Expression:
     (x,) = node.args
-    # With dx once in it, what is nested grows by a sum.
+    # dx occurs once in the result, so the size of nested derivatives grows linearly, not exponentially.
     below = _less(x, ZERO)
     signed = multiply(choose(below, const(-1.0), ONE), dx)
     return choose(apply("or", _less(ZERO, x), below), signed, ZERO)
 
 
-# Of an operation that gives a float: of the node and the derivatives of its operands. Where there is none, it is 0.
+# By operation: the derivative of a float node, from the node and the derivatives of its operands. Other operations have 0.
 _RULES: dict[str, Callable[..., Expression]] = {
     "add": lambda node, dx, dy: add(dx, dy),
     "sub": lambda node, dx, dy: subtract(dx, dy),

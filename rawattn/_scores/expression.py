@@ -1,4 +1,4 @@
-"""What a text becomes: expressions of three types, in which every conversion is written out.
+"""The typed expression tree that a text is parsed into: three types, and every conversion is an explicit node.
 
 Integers have 32 bits and wrap around, on the host as on the device.
 """
@@ -11,17 +11,17 @@ from typing import Any, NamedTuple
 
 BOOL, INT, FLOAT = "bool", "int", "float"
 
-# The position of a score, and the lengths of its sequence. Integers, all of them.
+# The position of a score, and the lengths of its sequence. All are integers.
 POSITION = ("batch", "head", "kv_head", "q_idx", "kv_idx", "seqlen_q", "seqlen_k")
 
 _RANKS = {BOOL: 0, INT: 1, FLOAT: 2}
 
 
 class Expression(NamedTuple):
-    """A tree: `op` of `args`. `value` tells leaves apart:
+    """A tree: the operation `op` on `args`. `type` is that of the result. `value` depends on `op`:
 
-    const: the value; position: a name of POSITION; score: None; scalar: its index among the scalars;
-    load: the index of the array, whose indices are `args`; pow: the exponent.
+    const: the number; position: a name of POSITION; score: None; scalar: its index among the captured numbers;
+    load: the index of the captured array (`args` are the indices of its element); pow: the exponent.
     """
 
     op: str
@@ -46,12 +46,12 @@ def const(value: bool | int | float) -> Expression:
 
 
 def apply(op: str, *args: Expression) -> Expression:
-    """An operation that gives the type of its operands."""
+    """A node of an operation whose result has the type of its operands."""
     return Expression(op, args[0].type, args)
 
 
 def converted(x: Expression, kind: str) -> Expression:
-    """To a type; numbers that are written out are converted here."""
+    """x converted to a type. Constants are converted here, other expressions when they are evaluated."""
     if x.type == kind:
         return x
     if x.op == "const":
@@ -62,19 +62,19 @@ def converted(x: Expression, kind: str) -> Expression:
 
 
 def saturated(value: float) -> int:
-    """The int of 32 bits that is made of a number when a kernel runs: the nearest one toward 0, of NaN 0."""
+    """The 32-bit int that kernels make of a number: truncated toward 0, clamped to the range; NaN becomes 0."""
     if math.isnan(value):
         return 0
     return int(min(max(value, -(2**31)), 2**31 - 1))
 
 
 def common_type(args: tuple[Expression, ...], least: str = BOOL) -> str:
-    """What Python makes of numbers of several types."""
+    """The type of a result of operands of several types, by Python's rules; at least `least`."""
     return max((least, *(x.type for x in args)), key=_RANKS.__getitem__)
 
 
 def walk(root: Expression, leaves: Container[Expression] = ()) -> Iterator[Expression]:
-    """Every distinct expression in it, operands first. leaves: expressions whose operands are left out."""
+    """Every distinct subexpression of `root`, operands first. leaves: expressions whose operands are not visited."""
     seen: dict[int, Expression] = {}
     distinct: set[Expression] = set()
     waiting = [(root, False)]

@@ -1,4 +1,4 @@
-"""The expression dialect: text in Python's syntax, checked and typed. What is not listed here is refused."""
+"""The expression dialect: a text in Python's syntax, checked and typed. Anything that is not listed here is refused."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from rawattn._scores.expression import (
     position,
 )
 
-# Of one float.
+# Functions of one float.
 MATHS = ("exp", "log", "tanh", "sin", "cos", "sqrt")
 FUNCTIONS = (*MATHS, "abs", "floor", "min", "max", "where", "int", "float")
-# Names that nothing captured may have.
+# Names that captured arrays and numbers may not have.
 RESERVED = frozenset({"score", "inf", *POSITION, *FUNCTIONS})
 
 ACCEPTED = (
     "numbers, + - * / // % **, comparisons, and/or/not, `a if c else b`, subscripts of captured arrays, and "
     + ", ".join(FUNCTIONS)
 )
-MAX_POWER = 64  # of an int
+MAX_POWER = 64  # the largest exponent of an int
 _MAX_DEPTH = 200
 _MAX_CHARACTERS = 20_000
 _INT32 = 2**31
-# Names of positions in FlexAttention's functions, and of its users.
+# Names that FlexAttention and its users give to positions, and this dialect's names for them: for hints in errors.
 _ELSEWHERE = {
     **{
         "b": "batch",
@@ -75,7 +75,7 @@ _BITWISE = {ast.BitAnd: "and", ast.BitOr: "or", ast.BitXor: "!="}
 
 
 class Names(NamedTuple):
-    """What a text may name beside the position. scalars: their types."""
+    """The captured names that a text may use. scalars: the type of each."""
 
     arrays: Mapping[str, Array]
     scalars: Mapping[str, str]
@@ -88,9 +88,9 @@ class Array(NamedTuple):
 
 
 def parse(argument: str, text: str, names: Names, *, has_score: bool) -> Expression:
-    """The expression of a text, of any type. argument: what errors name.
+    """The expression of a text, of any type. argument: the name of the text in errors.
 
-    Raises ValueError, with the piece of the text that is not accepted.
+    Raises ValueError, which shows the piece of the text that is not accepted.
     """
     if "#" in text:
         raise ValueError(
@@ -114,12 +114,12 @@ def parse(argument: str, text: str, names: Names, *, has_score: bool) -> Express
 
 
 def normalised(text: str) -> str:
-    """On one line, so that layout makes no other kernel."""
+    """The text on one line, so that texts which differ in white space alone share a kernel."""
     return " ".join(text.split())
 
 
 def number(argument: str, expression: Expression) -> Expression:
-    """What a score text must give: a float."""
+    """The expression as a float, which a score text must give. ValueError for a bool."""
     if expression.type == BOOL:
         raise ValueError(
             f"{argument}: the text gives a bool, expected a number; to hide keys write "
@@ -129,7 +129,7 @@ def number(argument: str, expression: Expression) -> Expression:
 
 
 def truth(argument: str, expression: Expression) -> Expression:
-    """What a predicate must give: a bool."""
+    """The expression, which a predicate must give as a bool. ValueError for another type."""
     if expression.type != BOOL:
         raise ValueError(
             f"{argument}: the text gives {_article(expression)}, expected a bool, True where a key is "
@@ -214,12 +214,12 @@ class _Checker:
             self._refuse(node, "`~`; write `not`")
         literal = getattr(node.operand, "value", None)
         if isinstance(node.op, ast.USub) and type(literal) is int and literal == _INT32:
-            return const(-_INT32)  # which Python writes as the opposite of what is no int here
+            return const(-_INT32)  # Python parses -2**31 as minus 2**31, which int32 cannot hold
         x = self(node.operand, depth)
         if isinstance(node.op, ast.Not):
             return apply("not", self._condition(node.operand, x))
         x = converted(x, common_type((x,), INT))
-        # The lowest int's opposite wraps around to itself.
+        # The negation of the lowest int wraps around to itself.
         if isinstance(node.op, ast.UAdd) or x == const(-_INT32):
             return x
         return const(-x.value) if x.op == "const" else apply("neg", x)

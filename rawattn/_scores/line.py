@@ -1,7 +1,7 @@
-"""Texts that add to a score what grows evenly from key to key, as slopes do: `score + slope[head] * (kv_idx - q_idx)`.
+"""Texts that add to the score a term linear in the key's position, as ALiBi does: `score + slope[head] * (kv_idx - q_idx)`.
 
-What is added is then a number for each row, and another one times the key: kernels need neither function nor position of each
-score.
+The added term is then a row's constant plus a step times the key's index. So kernels need not evaluate the function, nor know
+the position, for each score.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from rawattn._scores.position_sums import sum_of_positions
 
 
 class Line(NamedTuple):
-    """added: what is added to the score; step: by how much it grows to the next key, the same for all keys of a row.
+    """added: the term that is added to the score; step: its growth from one key to the next, the same for all keys of a row.
 
-    row_step: by how much it grows to the next query, where that and `step` are the same for all of a head; else None.
+    row_step: its growth from one query to the next if that and `step` are the same for a whole head, else None.
     """
 
     added: Expression
@@ -25,7 +25,7 @@ class Line(NamedTuple):
 
 
 def line(value: Expression, *, causal: bool) -> Line | None:
-    """Of a text's value; None where it is nothing of the kind.
+    """The line of a text's value; None if the text does not add such a term.
 
     causal: no key beyond `q_idx` is seen, so that `abs(q_idx - kv_idx)` has no bend.
     """
@@ -42,7 +42,7 @@ def line(value: Expression, *, causal: bool) -> Line | None:
 
 
 def _without_score(node: Expression) -> Expression | None:
-    """Of `score + x`: x. None where the score is more than a summand."""
+    """x of `score + x`; None if the score enters in any other way."""
     if node == SCORE:
         return derive.ZERO
     if node.op == "where":
@@ -64,7 +64,7 @@ def _without_score(node: Expression) -> Expression | None:
 
 
 def _step(node: Expression, along: Expression, causal: bool) -> Expression | None:
-    """Of a float: how much it is more at the next position of that kind. None where that depends on the position."""
+    """The growth of a float from one position to the next along `along` (QUERY or KEY); None if it depends on the position."""
     if not derive.mentions(node, along):
         return derive.ZERO
     if node.op == "to_float":

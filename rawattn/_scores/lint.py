@@ -1,4 +1,4 @@
-"""What a text in CUDA may not hold. It keeps mistakes out, not an attacker: such a text is code of the program."""
+"""Checks of a score text in CUDA. They catch mistakes, not attacks: such a text runs as code of the program."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 from rawattn._scores.program import ScoreText
 
-# Pieces that reach beyond the function, each with what it is.
+# Patterns of code that reaches beyond the function, each with its name in errors.
 _REFUSED = (
     (r"#|%:|\?\?=", "a preprocessor directive"),
     (r"\b(?:__)?asm(?:__)?\b", "assembly"),
@@ -17,7 +17,7 @@ _REFUSED = (
 )
 _PAIRS = {")": "(", "]": "[", "}": "{"}
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
-# Of C++20, but for those that are Python's too.
+# Keywords of C++20, except those that are Python's too.
 _KEYWORDS = """
     alignas alignof and_eq asm auto bitand bitor bool case catch char char8_t char16_t char32_t co_await co_return co_yield
     compl concept const const_cast consteval constexpr constinit decltype default delete do double dynamic_cast enum
@@ -26,12 +26,12 @@ _KEYWORDS = """
     struct switch template this thread_local throw true typedef typeid typename union unsigned using virtual void volatile
     wchar_t xor xor_eq
 """
-# Of the text around.
+# Names that the generated code around the text uses.
 _AROUND = "at bfloat16 CapturedArray config DEVICE dscore float16 int64 p P ScorePosition target"
 
 
 def check(text: ScoreText) -> None:
-    """Of a text with language="cuda". Raises ValueError naming the argument, the line and what is refused."""
+    """Checks a text with language="cuda". ValueError, naming the argument, the line and what is refused."""
     names = (*(name for name, *_ in text.arrays), *(name for name, _ in text.scalars))
     for name in names:
         if name in (*_KEYWORDS.split(), *_AROUND.split()) or "__" in name:
@@ -53,8 +53,8 @@ def check(text: ScoreText) -> None:
 
 
 def _without_comments(argument: str, piece: str) -> str:
-    """Of as many lines."""
-    # At the end of a line it joins the next one to a comment.
+    """The text without comments, with the same number of lines."""
+    # A backslash at the end of a line would join the next line to a comment.
     _refuse(argument, piece, r"\\", "a backslash")
     code = _COMMENT.sub(lambda comment: " " + "\n" * comment[0].count("\n"), piece)
     if "/*" in code:

@@ -1,7 +1,7 @@
-"""Values of texts in NumPy, for the CPU backend and the reference: floats in the type of the scores, integers in int32.
+"""Evaluates texts in NumPy, for the CPU backend and the reference: floats in the dtype of the scores, integers in int32.
 
-Every function takes the position as integers or integer arrays that broadcast against the scores; `captured` holds the arrays
-by name, on the host, and `scalars` their values in the order of the text.
+Every function takes the position as integers or integer arrays that broadcast against the scores. `captured` holds the
+captured arrays by name, on the host; `scalars` the values of captured numbers in the order of the text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _INT32 = np.iinfo(np.int32)
 
 
 class PartialValues(NamedTuple):
-    """The partial derivatives for the elements of a captured array at `indices`, all of one shape."""
+    """Derivatives of scores with respect to a captured array's elements at `indices`. All arrays have the scores' shape."""
 
     name: str
     indices: tuple[Array, ...]
@@ -33,7 +33,7 @@ def evaluate(
     text: ScoreText, score: Array, batch: Any, head: Any, kv_head: Any, q_idx: Any, kv_idx: Any,
     seqlen_q: Any, seqlen_k: Any, captured: Mapping[str, Any], scalars: Sequence[float],
 ) -> Array:  # fmt: skip
-    """The new scores, in the type of `score`."""
+    """The new scores, in the dtype of `score`."""
     position = (batch, head, kv_head, q_idx, kv_idx, seqlen_q, seqlen_k)
     values = _Evaluation(text, score, position, captured, scalars)
     return values.whole(_of(text).value)
@@ -43,7 +43,7 @@ def derivative(
     text: ScoreText, score: Array, batch: Any, head: Any, kv_head: Any, q_idx: Any, kv_idx: Any,
     seqlen_q: Any, seqlen_k: Any, captured: Mapping[str, Any], scalars: Sequence[float],
 ) -> Array:  # fmt: skip
-    """Of the new scores with respect to `score`, the old ones; anything where the new one is -inf."""
+    """The derivative of the new scores with respect to the old ones, `score`. Undefined where the new score is -inf."""
     position = (batch, head, kv_head, q_idx, kv_idx, seqlen_q, seqlen_k)
     values = _Evaluation(text, score, position, captured, scalars)
     return values.whole(_of(text).derivative)
@@ -53,7 +53,7 @@ def partials(
     text: ScoreText, score: Array, batch: Any, head: Any, kv_head: Any, q_idx: Any, kv_idx: Any,
     seqlen_q: Any, seqlen_k: Any, captured: Mapping[str, Any], scalars: Sequence[float],
 ) -> list[PartialValues]:  # fmt: skip
-    """Of the new scores with respect to the arrays of `wrt`; an array may come more than once."""
+    """Derivatives of the new scores with respect to the arrays of `wrt`. An array has one entry for each load of it."""
     position = (batch, head, kv_head, q_idx, kv_idx, seqlen_q, seqlen_k)
     values = _Evaluation(text, score, position, captured, scalars)
     return [
@@ -67,8 +67,8 @@ def partials(
 
 
 def add_partial(total: Array, values: PartialValues, ds: Array) -> None:
-    """Adds the gradient to `total`, of the captured array's shape. ds: with respect to the new scores."""
-    seen = ds != 0  # a partial derivative may be anything where a key is hidden
+    """Adds a captured array's gradient to `total`, which has its shape. ds: the gradient with respect to the new scores."""
+    seen = ds != 0  # where a key is hidden its partial derivative is undefined
     products = np.where(seen, ds * np.where(seen, values.partial, 0), 0)
     flat = np.ravel_multi_index(values.indices, total.shape).reshape(-1)
     sums = np.bincount(flat, weights=products.reshape(-1), minlength=total.size)
@@ -79,14 +79,14 @@ def holds(
     text: ScoreText, batch: Any, head: Any, kv_head: Any, q_idx: Any, kv_idx: Any, seqlen_q: Any,
     seqlen_k: Any, captured: Mapping[str, Any], scalars: Sequence[float],
 ) -> NDArray[np.bool_]:  # fmt: skip
-    """Of a predicate: where it is true."""
+    """Where a predicate is true."""
     position = (batch, head, kv_head, q_idx, kv_idx, seqlen_q, seqlen_k)
     values = _Evaluation(text, np.zeros((), np.float32), position, captured, scalars)
     return values.whole(_predicate(text))
 
 
 def require_expression(text: ScoreText) -> None:
-    """Refuses a text in CUDA."""
+    """NotImplementedError for a text in CUDA."""
     if text.language != "expression":
         raise NotImplementedError(
             f"score_mod: got a text with language={text.language!r}, which needs a GPU; the CPU backend and "
@@ -100,7 +100,7 @@ def _of(text: ScoreText) -> Program:
 
 
 class _Evaluation:
-    """Expressions at given scores and positions. What they share is computed once."""
+    """Evaluates expressions at given scores and positions. Common subexpressions are computed once."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class _Evaluation:
         self._found: dict[Expression, Any] = {}
 
     def whole(self, expression: Expression) -> Array:
-        """In the shape of the scores and positions together."""
+        """The value, broadcast to the common shape of scores and positions."""
         return self.spread(self._value(expression))
 
     def spread(self, x: Any) -> Array:
@@ -173,7 +173,7 @@ def _int32(x: Any) -> Array:
 
 
 def _saturated(x: Any) -> Array:
-    """Integers, or floats without what follows the point; NaN is 0."""
+    """Numbers as int32: floats truncated toward 0, values beyond int32 clamped, NaN as 0."""
     x = np.asarray(x)
     if x.dtype.kind == "f":
         x = np.trunc(np.nan_to_num(x.astype(np.float64), nan=0.0))

@@ -1,4 +1,4 @@
-"""Integers of a text that are sums of positions, and what of them floats need not be converted for each score."""
+"""Integer expressions that are linear sums of positions, and conversions of them to float that need not be made per score."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from rawattn._scores.expression import (
     walk,
 )
 
-# Positions, each so many times, and a number, whose key is None.
+# A linear sum: the coefficient of each position, and under the key None the constant.
 Sum = dict[Expression | None, int]
 
-# No position is beyond it, as far as integers that must not wrap around are concerned.
+# The bound on positions with which sums are checked against wrapping around in int32.
 _LARGEST_POSITION = 2**26
 
 
 def sum_of_positions(node: Expression, *, causal: bool = False) -> Sum | None:
-    """Of an int. None where it may be no such sum, or wrap around.
+    """The linear sum of positions that an int expression is; None if it is none, or may wrap around.
 
     causal: no key beyond `q_idx` is seen, so that `abs(q_idx - kv_idx)` has no bend.
     """
@@ -57,7 +57,9 @@ def _sum(node: Expression, causal: bool) -> Sum | None:
 
 
 def _magnitude(form: Sum) -> Sum | None:
-    """Where no key is beyond its row."""
+    """The absolute value of a sum if no key is beyond its query: a multiple of `q_idx - kv_idx` plus a constant of the same
+    sign. None for other sums.
+    """
     kept = {of: n for of, n in form.items() if n}
     apart = kept.get(QUERY, 0)
     if set(kept) - {QUERY, KEY, None} or apart != -kept.get(KEY, 0):
@@ -73,8 +75,8 @@ def _times(form: Sum, n: int) -> Sum:
 
 
 def with_early_floats(root: Expression) -> Expression:
-    """The same values, but floats of ints are made of sums of positions where that is possible: of `abs(q_idx - kv_idx)` the
-    float is `abs(float(q_idx - kv_idx))`.
+    """The same values, with conversions to float moved inward to sums of positions where possible: `float(abs(q_idx - kv_idx))`
+    becomes `abs(float(q_idx - kv_idx))`.
     """
     found: dict[Expression, Expression] = {}
     for node in walk(root):
@@ -85,7 +87,7 @@ def with_early_floats(root: Expression) -> Expression:
 
 
 def _early_float(node: Expression) -> Expression | None:
-    """Of an int."""
+    """An int expression as a float, converted at its sums of positions; None if it is not made of such sums."""
     if sum_of_positions(node) is not None:
         return converted(node, FLOAT)
     if node.op not in ("abs", "neg", "min", "max"):

@@ -1,4 +1,4 @@
-"""A text as backends take it: its values, its derivative, and its partial derivatives for captured arrays."""
+"""A text as the backends take it: the expressions of its value, its derivative, and its partial derivatives."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rawattn._scores.expression import FLOAT, INT, SCORE, Expression, walk
 from rawattn._scores.language import Array, Names, number, parse, truth
 from rawattn._scores.line import Line, line
 
-# Types of elements of captured arrays, and what they are in a text.
+# The dtypes of captured arrays, and the types that their elements have in a text.
 ELEMENTS = {
     "float16": FLOAT,
     "bfloat16": FLOAT,
@@ -23,9 +23,9 @@ ELEMENTS = {
 
 
 class ScoreText(NamedTuple):
-    """What of a score function makes its kernel: part of the key of what was compiled.
+    """The part of a score function that decides which kernel is compiled. It is part of the key of compiled kernels.
 
-    arrays: (name, dtype, rank) in the order of captured arrays; scalars: (name, type). No shapes, no values.
+    arrays: (name, dtype, rank) of each captured array; scalars: (name, type) of each captured number. No shapes, no values.
     """
 
     language: str
@@ -37,7 +37,7 @@ class ScoreText(NamedTuple):
 
 
 class Partial(NamedTuple):
-    """The derivative with respect to the element of a captured array at `indices`."""
+    """The derivative with respect to the element at `indices` of a captured array. array: its index in `ScoreText.arrays`."""
 
     array: int
     indices: tuple[Expression, ...]
@@ -45,7 +45,7 @@ class Partial(NamedTuple):
 
 
 class Program(NamedTuple):
-    """Of a text in the expression dialect."""
+    """A text in the expression dialect: the new score and its derivatives."""
 
     value: Expression
     derivative: Expression
@@ -53,19 +53,19 @@ class Program(NamedTuple):
 
     @property
     def additive(self) -> bool:
-        """The derivative is exactly 1 wherever a key is seen."""
+        """Whether the derivative is exactly 1 wherever a key is seen."""
         return self.derivative == derive.ONE
 
     @property
     def needs_score(self) -> bool:
-        """Derivatives depend on the score as it was before."""
+        """Whether derivatives depend on the score as it was before the function."""
         derivatives = (self.derivative, *(each.value for each in self.partials))
         return any(derive.mentions(each, SCORE) for each in derivatives)
 
 
 @functools.lru_cache(maxsize=256)
 def program(text: ScoreText) -> Program:
-    """Of a score text. Raises ValueError for what the dialect does not have."""
+    """The program of a score text. ValueError for a text that the dialect does not accept."""
     value = number("score_mod", _parsed("score_mod", text, has_score=True))
     shown = derive.shown(value)
     loads = [
@@ -81,7 +81,7 @@ def program(text: ScoreText) -> Program:
 
 @functools.lru_cache(maxsize=256)
 def line_of(text: ScoreText, *, causal: bool) -> Line | None:
-    """What a score text adds, where that grows evenly from key to key; None for any other."""
+    """The term that a score text adds if it is linear in the key's position, else None (`line.line`)."""
     if text.language != "expression":
         return None
     return line(program(text).value, causal=causal)
@@ -89,7 +89,7 @@ def line_of(text: ScoreText, *, causal: bool) -> Line | None:
 
 @functools.lru_cache(maxsize=256)
 def predicate(text: ScoreText) -> Expression:
-    """Of a text that gives a bool."""
+    """The expression of a predicate's text."""
     return truth("predicate", _parsed("predicate", text, has_score=False))
 
 

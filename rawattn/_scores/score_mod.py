@@ -1,4 +1,4 @@
-"""`ScoreMod`, the user's function of scores, and `Predicate`, the same for masks: texts with what they capture."""
+"""`ScoreMod`, the user's score function, and `Predicate`, its counterpart for masks: a text and the arrays it captures."""
 
 from __future__ import annotations
 
@@ -31,36 +31,39 @@ _ARRAYS = "arrays of 1 to 4 axes and Python numbers"
 
 
 class ScoreMod:
-    """A function of the scores, compiled into the kernels and differentiated.
+    """A function of the attention scores, compiled into the kernels and differentiated.
 
-    It comes after scale and softcap and before the bias: `score` is the score of query `q_idx` and key `kv_idx`, positions
-    in their sequence; `batch`, `head`, `kv_head`, `seqlen_q` and `seqlen_k` are known too, integers all. `captured` are
-    arrays (`slope[head]`, `table[q_idx, kv_idx]`) and numbers that the text reads by name. Arrays may be of any framework,
-    lie where the attention's do, and are read anew at every call, never copied.
+    It is applied after scale and softcap and before the bias. In its text `score` is the score of query `q_idx` and key
+    `kv_idx`, both positions in their sequence. `batch`, `head`, `kv_head`, `seqlen_q` and `seqlen_k` can be read too; all of
+    these are integers. `captured` are arrays (`slope[head]`, `table[q_idx, kv_idx]`) and numbers that the text reads by name.
+    Arrays may be of any framework and must be on the device of q. They are never copied: each call reads their values anew.
 
     Parameters
     ----------
     forward
-        With `language="expression"` an expression in Python's syntax: + - * / // % **, comparisons, and/or/not, `a if c
-        else b`, `where(c, a, b)`, exp, log, tanh, sin, cos, sqrt, abs, floor, min, max, int, float. `//` and `%` round as
-        in Python, also where a number is negative; `**` takes a number written out as its exponent. Integers have 32 bits
-        and wrap around; a division of integers by zero gives 0. An index outside an axis is clamped to it, so that -1 is
-        the first element, not the last. A score of `-inf` hides the key: `where(kv_idx % 2 == 0, score, -inf)`.
+        With `language="expression"`: an expression in Python's syntax that gives the new score. Accepted are + - * / // % **,
+        comparisons, and/or/not, `a if c else b`, `where(c, a, b)`, exp, log, tanh, sin, cos, sqrt, abs, floor, min, max, int,
+        float. `//` and `%` round as in Python, also for negative numbers; the exponent of `**` must be a literal number.
+        Integers have 32 bits and wrap around; an integer division by zero gives 0. An index outside an axis is clamped to
+        it, so that -1 is the first element, not the last. A score of `-inf` hides the key:
+        `where(kv_idx % 2 == 0, score, -inf)`.
 
-        With `language="cuda"` statements of C++ that assign `score`; they run on GPUs alone. The names above are `const int`,
-        captured numbers constants, and arrays are read as `slope[head]` or `slope(head)`, of several axes as
-        `table(q_idx, kv_idx)`, with indices clamped too. Such a text is code of the program: never take it from others.
+        With `language="cuda"`: C++ statements that assign `score`; they run on GPUs only. The positions above are `const int`,
+        captured numbers are constants, and arrays are read as `slope[head]` or `slope(head)`, those of several axes as
+        `table(q_idx, kv_idx)`; indices are clamped here too. Such a text runs as code of your program, so never accept one
+        from an untrusted source.
     backward
-        For `language="cuda"`: statements that turn `dscore`, which is the gradient with respect to the new score, into that
-        with respect to the old one, which is `score` here. Without it gradients raise NotImplementedError.
+        For `language="cuda"`: C++ statements that turn `dscore` from the gradient with respect to the new score into the
+        gradient with respect to the old score. `score` is the old score in them. Without it gradients raise
+        NotImplementedError.
     wrt
-        Names of float arrays whose gradients `attention_backward` gives too, in `Gradients.captured`. For the expression
-        dialect, which differentiates itself.
+        Names of captured float arrays for which `attention_backward` returns gradients too, in `Gradients.captured`. Only for
+        `language="expression"`, whose texts are differentiated automatically.
 
     Raises
     ------
     TypeError, ValueError
-        Naming `score_mod` and the piece of the text, or the captured name, with what is accepted.
+        The message names the argument and the piece of the text, or the captured name, and says what is accepted.
 
     >>> import numpy as np
     >>> slopes = np.array([0.5, 0.25], np.float32)
@@ -109,7 +112,7 @@ class ScoreMod:
 
     @property
     def text(self) -> ScoreText:
-        """What of it makes its kernel."""
+        """The part that decides which kernel is compiled: texts, dtypes and names, no values."""
         return self._text
 
     @property
@@ -123,11 +126,11 @@ class ScoreMod:
         return self._scalars
 
     def with_arrays(self, arrays: Mapping[str, Any]) -> ScoreMod:
-        """The same function of other arrays, all of them, of the same dtypes and axes."""
+        """The same function with other arrays. arrays: all captured ones, by name, with the same dtypes and numbers of axes."""
         return self._function.with_arrays(arrays)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles are made of what the caller gave."""
+        """Copies and pickles are made anew from the texts and the captured arrays and numbers."""
         text = self._text
         kinds: dict[str, type] = {BOOL: bool, INT: int, FLOAT: float}
         numbers = {
@@ -152,8 +155,9 @@ def _made_again(
 
 
 class Function:
-    """What of a `ScoreMod` is no tensor of torch's, one object for all that are equal in it: compiled programs find it by its
-    handle, and are given the tensors.
+    """A `ScoreMod` without its torch tensors. Compiled programs find it by its handle and get the tensors as inputs.
+
+    All `ScoreMod`s that are equal but for their tensors share one.
     """
 
     __slots__ = ("__weakref__", "_arrays", "_scalars", "handle", "tensors", "text")
@@ -161,25 +165,25 @@ class Function:
     def __init__(
         self, text: ScoreText, scalars: tuple[float, ...], arrays: Mapping[str, Any], handle: str
     ) -> None:
-        """arrays: those that are no tensors."""
+        """arrays: the captured ones that are not torch tensors."""
         self.text, self.handle = text, handle
         self._scalars, self._arrays = scalars, arrays
         self.tensors = tuple(name for name, *_ in text.arrays if name not in arrays)
 
     @staticmethod
     def of(text: ScoreText, scalars: tuple[float, ...], arrays: Mapping[str, Any]) -> Function:
-        """arrays: all that are captured. Those that are no tensors are read by every call, and so told apart as objects."""
+        """arrays: all captured ones. Those other than tensors are read at each call, so a function with one equals no other."""
         tensor = getattr(sys.modules.get("torch"), "Tensor", ())
         others = {name: x for name, x in arrays.items() if not isinstance(x, tensor)}
         handle = _handles.unique() if others else _handles.handle_of(tuple(text), scalars)
         return _handles.register(handle, Function(text, scalars, others, handle))
 
     def with_tensors(self, tensors: Iterable[Any]) -> ScoreMod:
-        """tensors: in the order of their names."""
+        """The `ScoreMod` with these tensors, in the order of `self.tensors`."""
         return self.with_arrays({**self._arrays, **dict(zip(self.tensors, tensors, strict=True))})
 
     def with_arrays(self, arrays: Mapping[str, Any]) -> ScoreMod:
-        """Unlike the constructor it does not look at the text."""
+        """The `ScoreMod` with all of these arrays. Unlike the constructor it checks the arrays only, not the text."""
         for name, dtype, rank in self.text.arrays:
             found = _form(name, arrays[name])
             if found != (dtype, rank):
@@ -195,7 +199,7 @@ class Function:
 
 
 class Predicate:
-    """Which keys a query sees, as a text in the expression dialect that gives a bool. There is no `score`."""
+    """Which keys a query sees: a text in the expression dialect that gives a bool. It cannot read `score`."""
 
     __slots__ = ("arrays", "scalars", "text")
 
@@ -219,7 +223,7 @@ class Predicate:
 
 
 def require_float32(text: ScoreText) -> None:
-    """Refuses arrays that only the reference can take. TypeError naming the array."""
+    """TypeError, naming the array, for float64: only the reference takes it."""
     for name, dtype, _ in text.arrays:
         if dtype == "float64":
             raise TypeError(
@@ -289,7 +293,7 @@ def _check_name(argument: str, name: str) -> None:
 
 
 def _number(name: str, value: Any) -> tuple[str, float] | None:
-    """Type and value of a number, None of all else."""
+    """The type and the value of a number; None for anything else."""
     if isinstance(value, (bool, np.bool_)):
         return BOOL, float(value)
     if isinstance(value, (int, np.integer)):
@@ -299,14 +303,14 @@ def _number(name: str, value: Any) -> tuple[str, float] | None:
                 "element"
             )
         return INT, float(value)
-    # The numbers of ml_dtypes are no np.floating.
+    # A bfloat16 number of ml_dtypes is not an np.floating.
     if isinstance(value, (float, np.floating)) or type(value).__name__ == "bfloat16":
         return FLOAT, _float(name, float(value))
     return None
 
 
 def _float(name: str, value: float) -> float:
-    """Kernels have it as a float32."""
+    """The value. ValueError if float32, in which kernels get it, would make it infinite or zero."""
     with np.errstate(over="ignore", under="ignore"):
         rounded = float(np.float32(value))
     if (math.isinf(rounded) and math.isfinite(value)) or (rounded == 0 and value != 0):
@@ -319,14 +323,14 @@ def _float(name: str, value: float) -> float:
 
 
 def _form(name: str, value: Any) -> tuple[str, int]:
-    """(dtype, rank) of an array, by its attributes where it has them: nothing is ordered on a stream for that."""
+    """(dtype, rank) of an array, from its attributes if it has them, so that no stream has to wait."""
     if not hasattr(value, "__dlpack__"):
         advice = array_advice(value, name)
         raise TypeError(
             f"{name}: got {shown(value)}, accepted are {_ARRAYS}{'; ' if advice else ''}{advice or ''}"
         )
     given, value = value, _with_attributes(name, value)
-    if not getattr(value.dtype, "isnative", True):  # its name does not tell the order of its bytes
+    if not getattr(value.dtype, "isnative", True):  # the dtype's name does not show its byte order
         import_array(name, value)
     dtype = getattr(value.dtype, "name", None) or str(value.dtype).rpartition(".")[2]
     if dtype not in ELEMENTS:
@@ -350,7 +354,7 @@ def _form(name: str, value: Any) -> tuple[str, int]:
 
 
 def _with_attributes(name: str, value: Any) -> Any:
-    """An array that has dtype and shape: itself where it can tell them, else a view."""
+    """The array itself if it has the attributes dtype and shape, else a view that has them."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return value
     return import_array(name, value).array

@@ -1,1 +1,1 @@
-"""What `rawattn.torch` is made of. Imports torch, and is imported by `rawattn.torch` alone."""
+"""The implementation of `rawattn.torch`. Imports torch, and is imported by `rawattn.torch` alone."""

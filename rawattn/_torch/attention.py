@@ -1,4 +1,4 @@
-"""`rawattn.torch.attention`: recorded by autograd, and an operator of the functions that torch compiles."""
+"""`rawattn.torch.attention`: recorded by autograd in eager mode, a torch operator in compiled functions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rawattn._call.options import ForwardOptions, Options, flag
 from rawattn._call.signatures import options_of, takes_options
 from rawattn._torch import eager, ops
 
-if TYPE_CHECKING:  # type checkers bring it: nothing is installed for it
+if TYPE_CHECKING:  # type checkers ship it; it is no dependency of this package
     from typing_extensions import Unpack
 
 
@@ -28,37 +28,38 @@ def attention(
     backend: Literal["cuda", "cpu"] | None = None,
     **options: Unpack[ForwardOptions],
 ) -> Any:
-    """`rawattn.attention` of torch tensors, differentiable by autograd and fit for torch.compile.
+    """`rawattn.attention` of torch tensors, differentiable by autograd and usable under torch.compile.
 
     Parameters
     ----------
     q : Tensor, (batch, seqlen_q, nheads_q, D), or (total_q, nheads_q, D) in group mode
-        float16, bfloat16 or float32. Autocast does not convert it: q, k and v are of the one dtype they come with.
-        Of torch's own (batch, heads, seqlen, D), pass ``q.transpose(1, 2)``: nothing is copied.
+        float16, bfloat16 or float32. Autocast converts nothing: q, k and v must share one dtype as they are given.
+        For tensors of shape (batch, heads, seqlen, D), as torch's own attention takes them, pass ``q.transpose(1, 2)``;
+        nothing is copied.
     k : Tensor, (batch, seqlen_k, nheads_kv, D), or (total_k, nheads_kv, D)
     v : Tensor, (batch, seqlen_k, nheads_kv, Dv), or (total_k, nheads_kv, Dv)
     seqs : SeqLayout, optional
-        Of torch tensors, NumPy arrays or lists, made in a compiled function or before it.
+        Made of torch tensors, NumPy arrays or lists, inside a compiled function or before it.
     causal, align
-        As in `rawattn.attention`. Where seqlen_q differs from seqlen_k, `causal` is aligned to the bottom right;
-        torch's ``is_causal`` is ``align="top-left"``.
+        As in `rawattn.attention`. Where seqlen_q differs from seqlen_k, `causal` is aligned to the bottom right by default;
+        ``align="top-left"`` is what torch's ``is_causal`` does.
     return_lse : bool
         Also return lse, float32, (batch, nheads_q, seqlen_q) or (nheads_q, total_q). It is differentiable too.
     out : Tensor, optional
-        Written and returned. Only where no gradient is recorded, and not in a compiled function.
+        Written and returned. Accepted only where no gradient is recorded, and not in a compiled function.
     deterministic : bool
-        Of the backward: the same bits run after run.
+        Whether the backward gives the same bits run after run.
     bias, sink_logits : Tensor, optional
         As in `rawattn.attention`, with gradients.
     alibi_slopes, seed
-        As in `rawattn.attention`; constants. Slopes that require grad are a RuntimeError. A `seed` in a tensor is read by the
-        kernels: one on the GPU that is counted up between calls draws anew in every replay of a CUDA graph. Counted up between
-        a call and its backward it is autograd's error for tensors changed in place.
+        As in `rawattn.attention`; they get no gradients. Slopes that require grad raise RuntimeError. A `seed` in a tensor is
+        read by the kernels, so a seed on the GPU that is incremented between calls gives every replay of a CUDA graph another
+        dropout mask. Incrementing it between a call and its backward raises autograd's error for tensors changed in place.
     score_mod : rawattn.ScoreMod, optional
-        Tensors that it captures get gradients where its ``wrt`` names them; others that require grad are a RuntimeError. In a
-        compiled function: one that was made before, and lives as long; so does a `BlockMask`.
+        Captured tensors that its ``wrt`` names get gradients; other captured tensors that require grad raise RuntimeError. A
+        compiled function needs a `ScoreMod` or a `BlockMask` that was made before it and lives as long as it does.
     **options
-        The others of `rawattn.attention`, as there; constants.
+        The other options of `rawattn.attention`, as there; they get no gradients.
     backend : "cuda" or "cpu", optional
         As in `rawattn.attention`.
 
@@ -70,20 +71,20 @@ def attention(
     Raises
     ------
     TypeError, ValueError, NotImplementedError
-        As `rawattn.attention`, before anything is launched; double precision is a TypeError.
+        As `rawattn.attention`, before anything is launched. float64 raises TypeError.
     RuntimeError
-        When the gradient itself is differentiated, or a tensor has a tangent of forward mode: there are first derivatives
-        alone, in reverse mode.
+        If the gradient itself is differentiated, or a tensor has a forward-mode tangent: only first derivatives in reverse
+        mode are supported.
 
     Notes
     -----
-    q, k, v, out and lse are kept for the backward, by `save_for_backward`: saved-tensor hooks, activation checkpointing
-    and the check for tensors changed in place work. Nothing is kept where no input requires grad or grad mode is off.
+    q, k, v, out and lse are kept for the backward by `save_for_backward`, so saved-tensor hooks, activation checkpointing
+    and the check for tensors changed in place work. Nothing is kept if no input requires grad or grad mode is off.
     Work runs on torch's current stream and takes its memory from torch.
 
-    In a function under torch.compile the call is the operator ``rawattn::attention`` of the graph, also with
-    ``fullgraph=True``, and so it is under torch.export, ``make_fx`` and every other dispatch mode. In
-    ``torch.jit.trace`` it is refused.
+    Under torch.compile, also with ``fullgraph=True``, the call becomes the operator ``rawattn::attention`` in the graph.
+    The same holds under torch.export, ``make_fx`` and every other dispatch mode. ``torch.jit.trace`` is refused with a
+    RuntimeError.
 
     Examples
     --------
@@ -98,7 +99,7 @@ def attention(
     """
     compiles = torch.compiler.is_compiling()
     traced = compiles or (eager.is_traced() and out is None)
-    if compiles:  # torch cannot follow what finds the name that is meant
+    if compiles:  # torch cannot trace `options_of`, which looks for the name that was meant
         for name in options:
             if name not in Options._fields:
                 raise TypeError(f"{name}: rawattn.torch.attention has no such argument")

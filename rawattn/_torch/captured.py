@@ -1,4 +1,4 @@
-"""Tensors that a score function captures, as autograd and compiled programs see them: inputs of the call."""
+"""Tensors captured by a score function. To autograd and to compiled programs they are inputs of the call."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from rawattn import ScoreMod
 
 
 def tensors_of(score_mod: ScoreMod) -> dict[str, Any]:
-    """Those of its captured arrays that are tensors, by name."""
+    """Its captured arrays that are torch tensors, by name."""
     return {name: x for name, x in score_mod.arrays.items() if isinstance(x, torch.Tensor)}
 
 
 def with_tensors(score_mod: ScoreMod, tensors: Sequence[Any]) -> ScoreMod:
-    """The same function of other tensors instead of its own."""
+    """The same score function with `tensors` in place of its own, in the order of `tensors_of`."""
     names = tensors_of(score_mod)
     moved = dict(zip(names, tensors, strict=True))
     if all(moved[name] is x for name, x in names.items()):
@@ -25,7 +25,7 @@ def with_tensors(score_mod: ScoreMod, tensors: Sequence[Any]) -> ScoreMod:
 
 
 def checked(score_mod: ScoreMod) -> tuple[Any, ...]:
-    """The tensors that it captures. Raises RuntimeError for one whose gradient would be lost."""
+    """The tensors that it captures. RuntimeError for one that requires grad and is not in `wrt`, if grad mode is on."""
     tensors = tensors_of(score_mod)
     for name, x in tensors.items():
         if x.requires_grad and name not in score_mod.text.wrt and torch.is_grad_enabled():

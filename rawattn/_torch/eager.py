@@ -1,4 +1,4 @@
-"""Calls of `rawattn.torch` that are not compiled: handed on as they are spelled, and recorded where autograd asks for it."""
+"""Calls of `rawattn.torch.attention` in eager mode: passed on to `rawattn.attention`, recorded if autograd needs it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from rawattn._torch.captured import checked, tensors_of, with_tensors
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
-# Of the backward alone.
+# The option that only the backward takes.
 _OF_BACKWARD = "deterministic"
-# Of tensors among the options. Changed in place before the backward, they would make it that of another call.
+# Options that may be tensors. They go through `save_for_backward`, so that autograd refuses one that was changed in place
+# between the forward and the backward.
 _SAVED = ("bias", "sink_logits", "mask", "alibi_slopes", "seed")
-# Options that are no tensors and hold none, so that the call alone decides whether autograd records it.
+# Options that neither are tensors nor hold any. With these alone, only q, k and v decide whether autograd records the call.
 _PLAIN = {*Options._fields, "return_lse"} - {*_SAVED, "score_mod"}
 
 _DEFAULTS: dict[str, Any] = {**DEFAULTS._asdict(), "return_lse": False, _OF_BACKWARD: False}
@@ -32,14 +33,16 @@ _is_compiling, _modes = torch.compiler.is_dynamo_compiling, torch._C._len_torch_
 
 
 def is_traced() -> bool:
-    """Whether the call is one for the operator: torch.compile or a dispatch mode sees what is called, as that of torch.export,
-    of `make_fx` or of tensors without values.
+    """Whether the call must go through the operator: under torch.compile, or under a dispatch mode, as of torch.export,
+    `make_fx` or FakeTensorMode.
     """
     return bool(_is_compiling() or _modes())
 
 
 def repeating(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """`function`, the public one, without a look at options of calls that need none."""
+    """Wraps `function`, the public one, with a fast path: calls that are not traced and whose options are all in `_PLAIN`
+    skip its checks, which `rawattn.attention` makes too.
+    """
     kinds = argument_kinds("rawattn.torch.attention", inspect.signature(function))
 
     @functools.wraps(function)
@@ -64,7 +67,7 @@ def repeating(function: Callable[Parameters, Result]) -> Callable[Parameters, Re
 
 
 def run(q: Any, k: Any, v: Any, **options: Any) -> Any:
-    """The call with all of its options."""
+    """A call in eager mode, recorded if one of its tensors requires grad. Options that have their default are dropped."""
     options = {name: x for name, x in options.items() if x is not _DEFAULTS.get(name)}
     if _OF_BACKWARD in options:
         flag(_OF_BACKWARD, options[_OF_BACKWARD])
@@ -88,7 +91,7 @@ def run(q: Any, k: Any, v: Any, **options: Any) -> Any:
 
 
 class Recorded(torch.autograd.Function):  # type: ignore[misc]  # torch is not typed here
-    """What autograd records in eager mode: it costs the host less than an operator of torch does."""
+    """The autograd function of eager mode. It takes less host time than a torch operator."""
 
     @staticmethod
     def forward(
@@ -100,13 +103,13 @@ class Recorded(torch.autograd.Function):  # type: ignore[misc]  # torch is not t
         v: Any,
         *tensors: Any,
     ) -> Any:
-        """options: those of the forward and the backward.
+        """options: those of the forward and the backward, without tensors.
 
-        tensors: those among the options, of these names, then what a score function captures.
+        tensors: the options in `names`, which are tensors, then the tensors that a score function captures.
         """
         with_lse = "return_lse" in options and flag("return_lse", options["return_lse"])
         given = {**options, "return_lse": True}
-        given.update(zip(names, tensors))  # noqa: B905  # the others are what a score function captures
+        given.update(zip(names, tensors))  # noqa: B905  # the rest are a score function's tensors
         given.pop(_OF_BACKWARD, None)
         out, lse = attention(q, k, v, **given)
         ctx.save_for_backward(q, k, v, out, lse, *tensors)
@@ -116,7 +119,7 @@ class Recorded(torch.autograd.Function):  # type: ignore[misc]  # torch is not t
 
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any = None) -> tuple[Any, ...]:
-        if torch.is_grad_enabled():  # to differentiate the gradients in their turn
+        if torch.is_grad_enabled():  # the gradients may be differentiated again (create_graph=True)
             gradients: tuple[Any, ...] = _Once.apply(ctx, dout, dlse, *ctx.saved_tensors)
             return gradients
         return _pull(ctx, dout, dlse, *ctx.saved_tensors)
@@ -130,7 +133,7 @@ class Recorded(torch.autograd.Function):  # type: ignore[misc]  # torch is not t
 
 
 class _Once(torch.autograd.Function):  # type: ignore[misc]
-    """`_pull` as autograd records it, of all that the gradients depend on: whichever way leads back here is an error."""
+    """`_pull`, recorded by autograd with all that the gradients depend on, so that a second derivative raises an error."""
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Any:
@@ -147,7 +150,7 @@ class _Once(torch.autograd.Function):  # type: ignore[misc]
 def _pull(
     ctx: Any, dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *tensors: Any
 ) -> tuple[Any, ...]:
-    """The gradients of all inputs of `Recorded`."""
+    """The gradients with respect to all inputs of `Recorded`; None for those that have none."""
     options, names = ctx.call
     if dout is None:
         dout = torch.zeros_like(out)
@@ -159,7 +162,7 @@ def _pull(
     if not tensors:
         dq, dk, dv, *_ = attention_backward(dout, q, k, v, out, lse, **options)
         return None, None, dq, dk, dv
-    options.update(zip(names, tensors))  # noqa: B905  # likewise
+    options.update(zip(names, tensors))  # noqa: B905  # as in `Recorded.forward`
     captured = tensors[len(names) :]
     if captured:
         options["score_mod"] = with_tensors(options["score_mod"], captured)

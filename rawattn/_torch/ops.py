@@ -1,6 +1,6 @@
-"""The call as two operators of torch, for graphs: torch.compile sees their shapes and not what is inside.
+"""The forward and the backward as two torch operators, for graphs: torch.compile knows only the shapes of their results.
 
-An operator takes tensors, numbers and strings. So a `SeqLayout` travels as its integer arrays, a window as its two
+An operator takes tensors, numbers and strings. So a `SeqLayout` is passed as its integer arrays, a window as its two
 ends, and a seed as an int or as a tensor.
 """
 
@@ -25,14 +25,15 @@ _LAYOUT = (
     "Tensor? seqstart_q, Tensor? seqstart_k, Tensor? seqlen_q, Tensor? seqlen_k, "
     "Tensor? cu_seqlen_q, Tensor? cu_seqlen_k, SymInt? max_seqlen_q, SymInt? max_seqlen_k"
 )
-# What torch calls the types of options.
+# The types of options (annotations of `ForwardOptions`) in torch's schema language.
 _TYPES = {
     **{"bool": "bool", "int": "SymInt", "int | None": "SymInt?", "float": "float"},
     **{"float | None": "float?", "Any": "Tensor?", "Literal": "str"},
 }
-# Options that an operator takes otherwise: the two ends of a window, tensors and numbers apart, and objects by their handles,
-# a score function beside what it captures, and which of that gets a gradient: torch keeps programs on disk by what their
-# operators are given, so that this decides all that those give back.
+# Options that an operator takes in another form: a window as its two ends, a seed as a number or a tensor, and objects as
+# their handles. A score function's captured tensors are inputs of their own, with the indices of those that get a gradient.
+# These are passed, and not looked up by the handle, since torch caches programs on disk by the arguments of their operators:
+# the arguments must determine which results there are.
 _APART = {
     "window": ("SymInt? window_left", "SymInt? window_right"),
     "mask": ("Tensor? mask", "str? block_mask"),
@@ -42,7 +43,7 @@ _APART = {
 
 
 def _parameters() -> tuple[str, ...]:
-    """What an operator takes of the options but `seqs`, then what else it is told."""
+    """The schema of an operator's arguments behind those of `_LAYOUT`: all options but `seqs`, then what is no option."""
     found: list[str] = []
     for name, annotation in ForwardOptions.__annotations__.items():
         if name != "seqs":
@@ -56,7 +57,7 @@ _NAMES = tuple(parameter.split()[1] for parameter in _PARAMETERS)
 
 
 class Layout(NamedTuple):
-    """A `SeqLayout` in tensors, as the operators take it."""
+    """A `SeqLayout` as the operators take it: its arrays as tensors."""
 
     seqstart_q: Any = None
     seqstart_k: Any = None
@@ -75,21 +76,21 @@ _INDICES = {name: _OPTIONS_AT + n for n, name in enumerate(_NAMES)}
 
 
 def layout_of(seqs: SeqLayout | None) -> Layout:
-    """The arrays of `seqs` as tensors, while torch traces."""
+    """The arrays of `seqs` as tensors. Runs while torch traces."""
     if seqs is None:
         return Layout()
     given = seqs._kept
     if given is not None:  # made in the compiled function
         return Layout(**{name: _tensor(name, x) for name, x in given.items()})
-    # Not by its attributes, which may make an array of CuPy's: torch would trace that.
+    # Read from `_arrays`: the public attributes may make a CuPy array, which torch would trace.
     arrays = {name: _tensor(name, x) for name, x in seqs._arrays.items()}
     return Layout(**arrays, max_seqlen_q=seqs.max_seqlen_q, max_seqlen_k=seqs.max_seqlen_k)
 
 
 def arguments_of(options: Options, deterministic: Any, backend: str | None) -> tuple[Any, ...]:
-    """What an operator takes for the options and what comes after them, while torch traces.
+    """The arguments of an operator, in the order of `_PARAMETERS`. Runs while torch traces.
 
-    TypeError for what its schema would refuse in words of its own, or what it has no type for.
+    TypeError, in the library's words, for what the operator's schema would refuse or has no type for.
     """
     _check(options)
     given = options._asdict()
@@ -118,7 +119,7 @@ def arguments_of(options: Options, deterministic: Any, backend: str | None) -> t
 
 def _check(options: Options) -> None:
     for name in ("bias", "mask", "alibi_slopes", "sink_logits"):
-        x = getattr(options, name)  # NumPy's arrays are tensors here
+        x = getattr(options, name)  # under torch.compile NumPy arrays are tensors
         if isinstance(x, (bool, int, float, str, list, tuple)):
             raise TypeError(f"{name}: got {type(x).__name__}, expected a tensor or None")
     causal, align, seqs = options.causal, options.align, options.seqs
@@ -132,7 +133,7 @@ def _check(options: Options) -> None:
         raise TypeError(f"seqs: got {type(seqs).__name__}, expected a SeqLayout or None")
 
 
-# Options that are numbers, and what is accepted.
+# Options that are numbers, with the text of what is accepted. _WHOLE: those that must be ints.
 _WHOLE = {"sink": "an int >= 0", "num_splits": "an int from 1 to 256, or None"}
 _NUMBERS = {
     **_WHOLE,
@@ -157,12 +158,12 @@ def _number(name: str, given: Any, accepted: str) -> Any:
 
 
 def _is_read(x: Any) -> bool:
-    """Whether torch.compile reads the value of a float of NumPy's: not of 16 and 32 bits."""
+    """Whether torch.compile can read the value of x: of a NumPy float only if it has 64 bits."""
     return not isinstance(x, np.ndarray) or torch.as_tensor(x).dtype is torch.float64
 
 
 def _of_python(x: Any) -> Any:
-    """A number of NumPy's as one of Python's. Under torch.compile it is an array."""
+    """A NumPy number as a Python number. Under torch.compile a NumPy number is an array."""
     return x.item() if isinstance(x, (np.ndarray, np.generic)) and x.ndim == 0 else x
 
 
@@ -184,7 +185,7 @@ def _ends_of(window: Any) -> tuple[Any, Any]:
 
 
 def _seed_of(seed: Any) -> tuple[int | None, Any]:
-    """The seed as an int that the operator takes, or as a tensor."""
+    """(int, None) or (None, tensor): the two arguments of the operator that stand for the seed."""
     if seed is None or isinstance(seed, torch.Tensor):
         return None, seed
     seed = _of_python(seed)
@@ -192,7 +193,7 @@ def _seed_of(seed: Any) -> tuple[int | None, Any]:
         raise TypeError(
             f"seed: got {type(seed).__name__}, expected an int, or an integer tensor of one element"
         )
-    if not -(2**63) <= seed < 2**63:  # 64 bits of it count
+    if not -(2**63) <= seed < 2**63:  # only its low 64 bits count
         seed = (seed + 2**63) % 2**64 - 2**63
     return seed, None
 
@@ -211,18 +212,18 @@ def _tensor(name: str, integers: Any) -> Any:
 
 
 def run(q: Any, k: Any, v: Any, layout: Layout, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
-    """(out, lse) by way of the operator. arguments: those of `arguments_of`."""
+    """(out, lse), computed by the operator. arguments: from `arguments_of`."""
     results: tuple[Any, Any] = _attention(q, k, v, *layout, *arguments)
     return results
 
 
 def _named(arguments: tuple[Any, ...]) -> dict[str, Any]:
-    """Of the arguments of an operator from `layout` on, those behind that."""
+    """The options by name. arguments: of an operator, from those of the layout on."""
     return dict(zip(_NAMES, arguments[len(Layout._fields) :], strict=True))
 
 
 def _keywords(arguments: tuple[Any, ...]) -> dict[str, Any]:
-    """The keywords of `rawattn.attention` in the arguments of an operator from `layout` on."""
+    """The keywords for `rawattn.attention`. arguments: of an operator, from those of the layout on."""
     layout = Layout(*arguments[: len(Layout._fields)])
     keywords = _named(arguments)
     del keywords["deterministic"]

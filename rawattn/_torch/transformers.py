@@ -1,9 +1,9 @@
 """Models of `transformers` on `rawattn.torch.attention`: the attention of a layer, and its mask.
 
-transformers makes the mask of a forward pass once, by the function registered here, and hands it to every layer. It
-tells which keys a query sees as a function of positions, and which tokens are padding. What comes back here is a
-`Visible`: the same in the options of `rawattn.attention`, without a mask in memory. Only what causal, window and lengths do not
-say becomes a bool mask, the one that transformers makes for torch's own attention.
+transformers makes the mask of a forward pass once, by the function registered here, and passes it to every layer. It
+describes the mask by a function of positions and by which tokens are padding. The function registered here returns a
+`Visible`: the same keys, expressed by the options of `rawattn.attention` without a mask in memory. What a window and lengths
+cannot express becomes a bool mask, the one that transformers makes for torch's own attention.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rawattn._torch.attention import attention
 class Visible:
     """Which keys the queries of a forward pass see."""
 
-    ndim = 4  # as of the masks that models take as they are: those of 2 axes they take for padding
+    ndim = 4  # models pass a mask of 4 axes on as it is, and read one of 2 axes as padding
 
     def __init__(
         self,
@@ -37,17 +37,17 @@ class Visible:
         self.window = window
         self.layout = layout  # the arguments of a `SeqLayout`
         self.align = "top-left" if top_left else "bottom-right"
-        self.packed = packed  # the layout is that of (batch * seqlen, nheads, D)
+        self.packed = packed  # the layout is for tensors of shape (batch * seqlen, nheads, D)
         self.mask: Callable[[], Any] | None = (
             None  # the same as a bool mask (batch, 1, seqlen_q, seqlen_k)
         )
 
     def contiguous(self) -> Visible:
-        """What generate calls of every mask that it has made."""
+        """`generate` calls it on every mask."""
         return self
 
     def to(self, device: Any, non_blocking: bool = False) -> Visible:
-        """What accelerate calls of every argument of a layer, where layers are spread over devices."""
+        """accelerate calls it on every argument of a layer if layers are spread over devices."""
         if self.layout is None:
             return self
         moved = {
@@ -90,7 +90,7 @@ def forward(
     position_bias: Any = None,
     **others: Any,
 ) -> tuple[Any, None]:
-    """The attention of a layer: query, key and value are (batch, heads, seqlen, D), the result (batch, seqlen, heads, Dv)."""
+    """The attention of a layer. query, key, value: (batch, heads, seqlen, D); the result: (batch, seqlen, heads, Dv)."""
     if others.get("output_attentions"):
         raise ValueError(
             "output_attentions: got True, but rawattn never has the probabilities in memory; expected False, or "
@@ -107,7 +107,8 @@ def forward(
         reach = None if sliding_window is None else sliding_window - 1
         attention_mask = Visible((reach, 0 if causal else reach))
     elif bias is not None and isinstance(attention_mask, Visible) and attention_mask.packed:
-        # Its axes are those of the batch, and not positions in packed sequences.
+        # The bias has the axes of the batch, while a packed call would index it by positions inside each packed sequence. So
+        # the call is made dense, with the mask in memory.
         assert attention_mask.mask is not None
         attention_mask = attention_mask.mask().to(query.device)
     packed = isinstance(attention_mask, Visible) and attention_mask.packed
@@ -118,7 +119,7 @@ def forward(
         )
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     kind = q.device.type
-    if torch.is_autocast_enabled(kind):  # torch's own attention converts there
+    if torch.is_autocast_enabled(kind):  # torch's own attention converts q, k and v under autocast
         q, k, v = (x.to(torch.get_autocast_dtype(kind)) for x in (q, k, v))
     if not isinstance(attention_mask, Visible):
         mask, bias = _in_memory(attention_mask, key.shape[2], bias)
@@ -132,7 +133,7 @@ def forward(
         seed = torch.randint(2**31 - 1, (1,), device=q.device)
     if (
         torch.compiler.is_compiling()
-    ):  # where to make one costs nothing, and to keep it would break the program
+    ):  # making one is free when compiled, and a cached property would break the graph
         layout = attention_mask.layout
         seqs = None if layout is None else SeqLayout(**layout)
     else:
@@ -156,7 +157,9 @@ def forward(
 
 
 def _in_memory(given: Any, seqlen_k: int, bias: Any) -> tuple[Any, Any]:
-    """(mask, bias) of a mask (batch, 1 or heads, seqlen_q, seqlen_k): bool, True for a key to see, or numbers to add."""
+    """(mask, bias) of a mask (batch, 1 or heads, seqlen_q, seqlen_k), which is bool, True for a key that is seen, or numbers
+    to add to the scores.
+    """
     if not isinstance(given, torch.Tensor) or given.ndim != 4:
         raise TypeError(
             f"attention_mask: got {type(given).__name__} of shape {tuple(getattr(given, 'shape', ()))}, expected a Tensor "
@@ -169,16 +172,16 @@ def _in_memory(given: Any, seqlen_k: int, bias: Any) -> tuple[Any, Any]:
 
 
 def visible(*, attention_mask: Any = None, **call: Any) -> Any:
-    """What transformers calls for the mask of a forward pass; `call` says which. A `Visible`, or a bool mask."""
-    if isinstance(attention_mask, Visible):  # generate has made it before the pass
+    """The mask of a forward pass, for transformers: a `Visible`, or a bool mask. call: what transformers says of the mask."""
+    if isinstance(attention_mask, Visible):  # made by `generate` before the pass
         return attention_mask
     return _visible(attention_mask=attention_mask, **call)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # it reads where the padding is
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # it reads positions of padding back
 def _visible(*, device: Any = "cpu", use_vmap: bool = False, **call: Any) -> Any:
     needed = {name: call[name] for name in _OF_MASKS if name in call}
-    # Without its shortcuts, which return None for torch's is_causal.
+    # Without the shortcuts of sdpa_mask, which return None where torch's is_causal, or no mask, does.
     mask = functools.partial(
         masking_utils.sdpa_mask,
         **needed,
@@ -211,7 +214,7 @@ def _without_mask(
     attention_mask: Any = None,
     device: Any,
 ) -> Visible | None:
-    """None for what only a mask can say."""
+    """The mask as a `Visible`; None if only a mask in memory can express it."""
     pattern = _pattern(mask_function)
     if pattern is None:
         return None
@@ -219,8 +222,8 @@ def _without_mask(
     if sequence_ids is not None:
         return Visible(window, _packed_layout(sequence_ids), packed=True)
 
-    lead = int(q_offset) - kv_offset  # of the first query, in keys
-    # Behind the last query a causal pass has keys that nobody sees: the free end of a static cache.
+    lead = int(q_offset) - kv_offset  # keys before the first query's own
+    # In a causal pass no query sees the keys behind the last query: the free end of a static cache.
     room = min(kv_length, lead + q_length) if window[1] == 0 else kv_length
     spans = _spans(attention_mask, batch_size, kv_offset, room)
     if spans is None:
@@ -230,8 +233,9 @@ def _without_mask(
     top_left = diagonal and (lead == 0 or room - q_length != lead)
     if top_left and lead != 0:
         return None
-    # A query that is padding behind its sequence is computed as torch's own attention does it, except after earlier
-    # keys: there the last query and the last key must be those of one token.
+    # Queries that are padding behind their sequence are computed, as torch's own attention does. Where keys come before the
+    # first query they are cut off instead: the bottom-right diagonal needs the last query and the last key of a sequence to be
+    # those of one token.
     rows = torch.full_like(first, q_length)
     if diagonal and lead:
         rows = (end - lead).clamp(min=0)
@@ -265,7 +269,7 @@ def _on(device: Any, lengths: dict[str, Any]) -> dict[str, Any]:
 
 
 def _spans(mask: Any, batch: int, kv_offset: int, room: int) -> tuple[Any, Any] | None:
-    """First key of each sequence, and the one past its last, on the host; None where padding lies between tokens."""
+    """The first key of each sequence and the one past its last, on the host; None if padding lies between tokens."""
     if mask is None:
         return torch.zeros(batch, dtype=torch.int64), torch.full((batch,), room)
     mask = mask[:, kv_offset : kv_offset + room].bool()
@@ -278,14 +282,14 @@ def _spans(mask: Any, batch: int, kv_offset: int, room: int) -> tuple[Any, Any] 
         ]
     )
     first, end, count = spans.cpu()
-    first = first.clamp(max=end)  # a sequence of padding alone
+    first = first.clamp(max=end)  # for a sequence that is all padding
     if bool((end - first != count).any()):
         return None
     return first, end
 
 
 def _packed_layout(sequence_ids: Any) -> dict[str, Any]:
-    """Rows of equal id are a sequence; the next row of the batch begins another."""
+    """The arguments of a `SeqLayout`: neighbouring tokens of equal id are one sequence, and each batch row starts a new one."""
     begins = torch.ones_like(sequence_ids, dtype=torch.bool)
     begins[:, 1:] = sequence_ids[:, 1:] != sequence_ids[:, :-1]
     starts = begins.flatten().nonzero().flatten()
@@ -304,9 +308,10 @@ class _Pattern(NamedTuple):
 
 
 def _pattern(function: Any) -> _Pattern | None:
-    """What a mask function of transformers says; None for one that is not known here.
+    """What a mask function of transformers means; None if it is not one of those known here.
 
-    It is a composition of its own small functions, known by their code: what they close over are their parameters.
+    Mask functions are compositions of closures. A closure is recognised by its code object, and the variables that it closes
+    over are its parameters.
     """
     if function is masking_utils.causal_mask_function:
         return _Pattern((None, 0))
@@ -325,7 +330,7 @@ def _pattern(function: Any) -> _Pattern | None:
         return _Pattern((given["sliding_window"], given["sliding_window"]))
     if maker == "packed_sequence_mask_function":
         return _Pattern(sequence_ids=given["packed_sequence_mask"])
-    if maker == "remap_positions_for_packed_sequence":  # to positions that differ by as much
+    if maker == "remap_positions_for_packed_sequence":  # distances of positions stay the same
         return _pattern(given["mask_function"])
     merged = _Pattern()
     for part in map(_pattern, given["mask_functions"]):  # and_masks
@@ -342,7 +347,7 @@ def _pattern(function: Any) -> _Pattern | None:
 
 @functools.cache
 def _makers() -> dict[Any, str]:
-    """Names of the functions of transformers that make mask functions, by the code of what they make."""
+    """The names of transformers' functions that make mask functions, by the code object of what they make."""
     causal = masking_utils.causal_mask_function
     samples = {
         "and_masks": (causal,),
