@@ -1,1 +1,1 @@
-"""Generated source -> binary (NVRTC), and the cache on disk."""
+"""Compiles generated sources to cubins with NVRTC, and caches them on disk."""

@@ -4,15 +4,15 @@ One directory per compiled kernel, named by the first digits of its key:
 
     kernel.cu      the translation unit
     kernel.cubin   what the driver loads
-    log.txt        what the compiler said, when it said anything
+    log.txt        the compiler's log, if it is not empty
     meta.json      summary, registers, spills, seconds, ..., and the SHA-256 of each file above
-    .rawattn       says whose the directory is
+    .rawattn       marks the directory as rawattn's
 
-A directory is built beside its final name and renamed in one step, so a reader sees all of it or
-none. Whatever does not match its SHA-256 counts as absent and is rebuilt.
+A directory is built under a temporary name and then renamed in one step, so a reader sees all of it or
+nothing. A directory with a file that does not match its SHA-256 counts as absent and is rebuilt.
 
-The directory may hold other people's files, under any name. Nothing is removed or replaced by its
-name alone: it also has to carry a mark of ours, or meta.json of an entry of that name.
+The cache directory may hold files of other programs, under any name. Nothing is removed or replaced by its
+name alone: it must also carry rawattn's mark, or the meta.json of an entry of that name.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from typing import Any
 
 try:
     import fcntl
-except ImportError:  # Windows: no lock between processes, which costs a second compile at worst
+except ImportError:  # Windows: no lock between processes; at worst a kernel is compiled twice
     fcntl = None  # type: ignore[assignment]
 
 VARIABLE = "RAWATTN_CACHE_DIR"
@@ -51,10 +51,10 @@ _LOCK = re.compile(rf"[0-9a-f]{{{_NAME_DIGITS}}}\.lock")
 _WORKING = re.compile(rf"[0-9a-f]{{{_NAME_DIGITS}}}\.tmp-[0-9a-f]+")
 _NOTE = re.compile(r"compiler-[0-9a-f]{16}\.json")  # see memo.py
 _NOTE_WORKING = re.compile(r"compiler-[0-9a-f]{16}\.tmp-[0-9a-f]+")
-_STALE_SECONDS = 600.0  # a process that works on an entry is done or dead by then
+_STALE_SECONDS = 600.0  # the age at which temporary files are taken for those of dead processes
 _TRIES = 10
 
-# The mark: in a directory of ours a file of this name with these bytes, which a lock file holds itself.
+# The mark of what rawattn made: in a directory, a file of this name with these bytes; a lock file holds the bytes itself.
 _MARK_NAME = ".rawattn"
 _MARK = b"rawattn: `rawattn cache --clear` removes this\n"
 
@@ -73,7 +73,7 @@ class Entry:
 def directory() -> Path:
     """$RAWATTN_CACHE_DIR, else $XDG_CACHE_HOME/rawattn, else ~/.cache/rawattn.
 
-    It need not exist yet. Raises OSError when none of them names a folder (no home directory).
+    It need not exist yet. Raises OSError if there is neither a variable nor a home directory.
     """
     try:
         if chosen := os.environ.get(VARIABLE):
@@ -96,10 +96,10 @@ def read(key: str) -> Entry | None:
 
 
 def publish(key: str, files: Mapping[str, bytes], meta: Mapping[str, Any]) -> Entry | None:
-    """Put an entry on disk. None when it cannot be written there, after one warning about it.
+    """Put an entry on disk. If it cannot be written there, warns once and returns None.
 
-    When another process has put the same entry there in the meantime, that one is returned. Where
-    something that is not ours has the entry's name, it stays.
+    If another process has published the same entry in the meantime, that one is returned. Something with the
+    entry's name that rawattn did not make is left alone.
     """
     digests = {name: _sha256(content) for name, content in files.items()}
     full = {**meta, "key": key, "files": digests}
@@ -109,7 +109,7 @@ def publish(key: str, files: Mapping[str, bytes], meta: Mapping[str, Any]) -> En
         staging = _unused(final)
         try:
             staging.mkdir()
-            _mark(staging)  # first: whatever this process leaves behind is known as ours
+            _mark(staging)  # first, so that it can be removed later if this process dies
             _write_all(staging, files)
             (staging / "meta.json").write_text(json.dumps(full, indent=1) + "\n")
             for _ in range(_TRIES):
@@ -117,7 +117,7 @@ def publish(key: str, files: Mapping[str, bytes], meta: Mapping[str, Any]) -> En
                     return Entry(final, full, dict(files))
                 if (winner := read(key)) is not None:
                     return winner
-                if _is_ours(final):  # and damaged
+                if _is_ours(final):  # it is damaged, since it could not be read
                     _remove(final)
             raise OSError(f"{final} is in the way, and rawattn did not put it there; move it")
         finally:
@@ -128,9 +128,9 @@ def publish(key: str, files: Mapping[str, bytes], meta: Mapping[str, Any]) -> En
 
 
 def keep_failure(key: str, files: Mapping[str, bytes]) -> Path:
-    """Keep what failed to compile for a person to look at; returns the directory.
+    """Keep the files of a failed compilation for inspection; returns their directory.
 
-    That is in the cache where possible, else a new temporary one.
+    It is in the cache if possible, else a new temporary directory.
     """
     try:
         kept = _ensure_directory() / f"{key[:_NAME_DIGITS]}.failed"
@@ -148,8 +148,8 @@ def keep_failure(key: str, files: Mapping[str, bytes]) -> Path:
 def lock(key: str, timeout: float = _LOCK_SECONDS) -> Iterator[None]:
     """Keep other processes and threads from compiling the same key.
 
-    It only saves work, so where it cannot be had (file system without locks, unwritable directory,
-    a holder that does not finish in `timeout` seconds) the body runs without it.
+    It only saves work. So if it cannot be acquired (a file system without locks, an unwritable directory, a
+    holder that does not finish within `timeout` seconds), the body runs without it.
     """
     try:
         path = _ensure_directory() / f"{key[:_NAME_DIGITS]}.lock"
@@ -160,8 +160,8 @@ def lock(key: str, timeout: float = _LOCK_SECONDS) -> Iterator[None]:
         yield
     finally:
         if handle is not None:
-            # Whoever waits on the removed file finds the published entry next; whoever comes later
-            # makes a new file.
+            # A process that waits on the removed file gets the lock and then finds the published entry. Later processes
+            # make a new file.
             with contextlib.suppress(OSError):
                 if _is_marked(path) and os.path.samestat(os.fstat(handle), path.lstat()):
                     path.unlink()
@@ -169,7 +169,7 @@ def lock(key: str, timeout: float = _LOCK_SECONDS) -> Iterator[None]:
 
 
 def entries() -> list[tuple[Path, Entry | None]]:
-    """Every entry directory, the newest first, with None for a damaged one."""
+    """Every entry's directory, newest first, with its entry, or None if it is damaged."""
     root = directory()
     if not root.exists():
         return []
@@ -179,9 +179,9 @@ def entries() -> list[tuple[Path, Entry | None]]:
 
 
 def clear() -> int:
-    """Remove entries, kept failures, notes and what dead processes left; returns how many entries.
+    """Remove entries, kept failures, notes, and temporary files of dead processes; returns the number of entries removed.
 
-    What carries no mark of ours stays, whatever its name.
+    Anything without rawattn's mark stays, whatever its name.
     """
     root = directory()
     if not root.exists():
@@ -196,12 +196,12 @@ def clear() -> int:
 
 
 def why_unwritable() -> str | None:
-    """Why nothing can be written to the cache directory, or None where it can. Leaves nothing there."""
+    """Why the cache directory cannot be written, or None if it can. Leaves nothing behind."""
     try:
         folder = directory()
     except OSError as error:
         return str(error)
-    while not os.path.lexists(folder):  # it would be made
+    while not os.path.lexists(folder):  # a missing folder would be made in its parent
         folder = folder.parent
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -235,7 +235,7 @@ def _read(path: Path) -> Entry | None:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether a directory is one that we put there, by its mark or, from before there was one, by its meta.json."""
+    """Whether rawattn made a directory: by its mark, or by its meta.json, as entries of older versions have no mark."""
     if path.is_symlink() or not path.is_dir():
         return False
     if _is_marked(path / _MARK_NAME):
@@ -253,14 +253,15 @@ def _is_ours(path: Path) -> bool:
 
 
 def _is_marked(path: Path) -> bool:
-    """Whether a file is ours."""
+    """Whether a file holds rawattn's mark."""
     try:
         return path.read_bytes() == _MARK and not path.is_symlink()
     except OSError:
         return False
 
 
-# What `clear` removes: its names, what tells that it is ours, and whether a process at work needs it.
+# What `clear` removes. Columns: pattern of names, test whether rawattn made it, whether a running process may need it (it is
+# then removed only if stale).
 _KINDS: tuple[tuple[re.Pattern[str], Callable[[Path], bool], bool], ...] = (
     (_ENTRY, _is_ours, False),
     (_FAILED, _is_ours, False),
@@ -302,12 +303,12 @@ def _acquire(path: Path, timeout: float) -> int | None:
 
 
 def _open_lock(path: Path) -> tuple[int, bool]:
-    """A handle, and whether the file is new: a file that we did not make is locked, but never written or removed."""
+    """A handle, and whether the file is new. A file that exists already is locked, but not written: it may not be rawattn's."""
     for _ in range(_TRIES):
         try:
             return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), True
         except FileExistsError:
-            with contextlib.suppress(FileNotFoundError):  # its holder was done in between
+            with contextlib.suppress(FileNotFoundError):  # its holder removed it in between
                 return os.open(path, os.O_RDWR), False
     raise OSError(f"{path} comes and goes")
 
@@ -319,8 +320,8 @@ def _ensure_directory() -> Path:
 
 
 def _rename(staging: Path, final: Path) -> bool:
-    """False when something already has the final name."""
-    if os.path.lexists(final):  # an empty directory would be replaced
+    """Whether staging was renamed; False if something already has the final name."""
+    if os.path.lexists(final):  # a rename would replace an empty directory
         return False
     try:
         staging.rename(final)
@@ -332,7 +333,7 @@ def _rename(staging: Path, final: Path) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """Remove what is ours. It leaves its name first, so that nobody reads half of it."""
+    """Remove a file or directory of rawattn's. It is renamed first, so that no process reads a half-removed one."""
     aside = _unused(path)
     try:
         path.rename(aside)
@@ -341,7 +342,7 @@ def _remove(path: Path) -> None:
     if not aside.is_dir():
         aside.unlink(missing_ok=True)
         return
-    # The mark goes last: should this process die, the rest is still known as ours.
+    # The mark is removed last, so that the rest can still be recognised if this process dies.
     with contextlib.suppress(OSError):
         _mark(aside)
         for child in list(aside.iterdir()):

@@ -1,8 +1,8 @@
-"""Source -> cubin.
+"""Compiles sources to cubins.
 
-NVRTC compiles the generated translation unit with our headers in memory; no GPU is needed for that.
-`cupy.RawModule` only loads: as a compiler it always adds the plain `sm_XY` of the device (never
-`sm_90a`), and its cache would not notice a changed header.
+NVRTC compiles the generated translation unit, with the headers in memory; this needs no GPU.
+`cupy.RawModule` is used only to load cubins: as a compiler it always targets the plain `sm_XY` of the
+device, never `sm_90a`, and its cache would not notice a changed header.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from rawattn._compile import cache, memo
 
 _log = logging.getLogger("rawattn")
 
-# Everything in a translation unit runs on the device, so helpers need no annotation. ptxas -v is
-# where registers and spills come from, and NVRTC's own cache would return without it. No fast-math:
-# a kernel names the instructions it wants.
+# device-as-default: everything in a translation unit runs on the device, so helpers need no annotation. -v makes
+# ptxas print registers and spills; no-cache, since NVRTC's own cache would return without that print. No
+# fast-math: kernels choose approximate instructions explicitly.
 _OPTIONS = (
     "--std=c++17",
     "--device-as-default-execution-space",
@@ -38,9 +38,9 @@ _LOG_TAIL = 20
 
 
 class CompileError(RuntimeError):
-    """A kernel did not compile. The message names the kernel and where its source was kept.
+    """A kernel did not compile. The message names the kernel and the file in which its source was kept.
 
-    log: the compiler's, in full.
+    log: the compiler's full log.
     """
 
     def __init__(self, message: str, log: str = "") -> None:
@@ -49,16 +49,16 @@ class CompileError(RuntimeError):
 
 
 class TextError(CompileError, ValueError):
-    """A kernel did not compile for a text of the caller's. The message begins with the argument, and has the text's lines."""
+    """A kernel did not compile because of the caller's C++ text. The message names the argument and shows the text's lines."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
     """One kernel, ready to compile.
 
-    entry: name of its extern "C" __global__ function.
+    entry: the name of its extern "C" __global__ function.
     text: the translation unit: generated constants, then the `#include` of a kernel file.
-    summary: one line for people.
+    summary: a human-readable line.
     """
 
     entry: str
@@ -66,7 +66,7 @@ class Source:
     summary: str
 
     def __post_init__(self) -> None:
-        # An array scalar in here would make a new kernel for every value, or for every call.
+        # An array scalar in the text would make a new kernel for every value, or for every call.
         for field in fields(self):
             if type(value := getattr(self, field.name)) is not str:
                 raise TypeError(f"Source.{field.name}: got {type(value).__name__}, expected str")
@@ -100,7 +100,7 @@ class _Request:
 # Kernels whose cubin could not be written to disk, by key.
 _in_memory: dict[str, Cubin] = {}
 
-# Of NVRTC, once it is known.
+# The version of NVRTC, empty until it is known.
 _compiler_version: list[str] = []
 
 
@@ -133,13 +133,13 @@ def compile_source(source: Source, arch: str) -> Cubin:
 
 
 def find(source: Source, arch: str) -> Cubin | None:
-    """What compile_source would return without compiling, or None."""
+    """The cached cubin that compile_source would return, or None."""
     return _find(_request(source, arch).key)
 
 
 @functools.cache
 def device_arch(device: int) -> str:
-    """What to compile for: "sm_90a" on compute capability 9.0 (for wgmma), else "sm_XY"."""
+    """The architecture to compile for: "sm_90a" on compute capability 9.0 (for wgmma), else "sm_XY"."""
     import cupy
 
     capability = cupy.cuda.Device(device).compute_capability
@@ -159,7 +159,7 @@ def nvrtc_version() -> str:
 
 
 def _compiler() -> str:
-    """The version of NVRTC that keys are made with: what is remembered of it, else that of the library."""
+    """The version of NVRTC in the keys of kernels: the one that `memo` recalls, else that of the library."""
     if not _compiler_version:
         if (version := memo.recall()) is None:
             version = nvrtc_version()
@@ -169,7 +169,7 @@ def _compiler() -> str:
 
 
 def _correct_compiler() -> None:
-    """The library is not the one that was remembered."""
+    """Replaces the recalled version by that of the library, which differs."""
     _compiler_version[:] = [nvrtc_version()]
     memo.remember(nvrtc_version())
 
@@ -193,7 +193,7 @@ def _request(source: Source, arch: str) -> _Request:
 
 
 def _headers(source: Source) -> dict[str, str]:
-    """Every header that the text includes, directly or not, by the name it is included by."""
+    """Every header that the text includes, directly or indirectly, by the name in the `#include`."""
     root = kernels_dir()
     found: dict[str, str] = {}
     waiting = [(name, f"the source of {source.entry}") for name in _INCLUDE.findall(source.text)]
@@ -260,9 +260,9 @@ def _compile(source: Source, arch: str, request: _Request) -> Cubin:
 
 
 def _run_nvrtc(request: _Request) -> tuple[bytes | None, str]:
-    """The cubin (None when it did not compile) and the log."""
+    """The cubin (None if it did not compile) and the log."""
     nvrtc = _nvrtc()
-    # The bytes must outlive the call: CuPy hands NVRTC bare pointers.
+    # The bytes must outlive the call, since CuPy passes bare pointers to NVRTC.
     names = [name.encode() for name in request.headers]
     texts = [text.encode() for text in request.headers.values()]
     program = nvrtc.createProgram(request.text, "kernel.cu", texts, names)
@@ -277,7 +277,7 @@ def _run_nvrtc(request: _Request) -> tuple[bytes | None, str]:
 
 
 def _whole_elf(image: bytes) -> bytes:
-    """CuPy's getCUBIN drops the last byte, taking it for the end of a string; nvdisasm minds."""
+    """The image with its last byte: CuPy's getCUBIN drops it as if it ended a string, and nvdisasm then fails."""
     segments, sections = struct.unpack_from("<QQ", image, 32)
     segment_size, nsegments, section_size, nsections = struct.unpack_from("<4H", image, 54)
     end = max(segments + segment_size * nsegments, sections + section_size * nsections)
@@ -285,7 +285,7 @@ def _whole_elf(image: bytes) -> bytes:
 
 
 def _ptxas_report(log: str, entry: str) -> dict[str, int]:
-    """What ptxas -v printed about one kernel; empty when it printed it in a form we do not know."""
+    """What ptxas -v printed about one kernel; empty if the format is unknown."""
     report = log.partition(f"Compiling entry function '{entry}'")[2]
     report = report.partition("Compiling entry function")[0]
     memory = re.search(
@@ -319,7 +319,7 @@ def _failure(source: Source, arch: str, request: _Request, log: str) -> CompileE
 
 
 def _announce(line: str) -> None:
-    """Log at INFO; without logging set up, tell a person at a terminal why there was a pause."""
+    """Logs at INFO. If logging is not set up, prints to a terminal, to explain the pause."""
     _log.info(line)
     if not _log.hasHandlers() and sys.stderr.isatty():
         print(f"rawattn: {line}", file=sys.stderr)

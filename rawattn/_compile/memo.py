@@ -1,9 +1,9 @@
-"""Which NVRTC compiles here, known without loading it.
+"""The version of NVRTC, remembered on disk so that the library need not be loaded to learn it.
 
-The version is part of every kernel's key, but loading a library of a hundred megabytes to learn it would be half of what a
-process waits for its first cached kernel. So the last process that loaded it leaves a note in the cache directory: which file
-it was, and what it said. The note holds as long as that file is the same; what it cannot see is another NVRTC that would be
-found first now. Then kernels are taken from the cache as before, until one has to be compiled, which corrects the note.
+The version is part of every kernel's key, but loading the library, of a hundred megabytes, would be half of the time that a
+process waits for its first cached kernel. So a process that has loaded it leaves a note in the cache directory: the library's
+file and its version. The note is valid while that file is unchanged. It cannot notice another NVRTC that would now be found
+first: then kernels are still taken from the cache by the old version, until one must be compiled, which corrects the note.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from pathlib import Path
 
 from rawattn._compile import cache
 
-# What decides, beside the file system, which library is found.
+# Environment variables that influence which library is found.
 _VARIABLES = ("LD_LIBRARY_PATH", "CUDA_PATH", "CUDA_HOME", "CONDA_PREFIX", "PYTHONPATH")
 _LIBRARY = re.compile(r"libnvrtc(\.alt)?\.so[.\d]*")
 
 
 def recall() -> str | None:
-    """The version of the NVRTC that this environment loaded last; None when that is not known or its file changed."""
+    """The version of the NVRTC that this environment loaded last; None if it is not known or the library's file has changed."""
     try:
         note = json.loads(_note().read_bytes())
         found = os.stat(note["library"])
@@ -37,9 +37,9 @@ def recall() -> str | None:
 
 
 def remember(version: str) -> None:
-    """Notes the version of the library that this process has loaded, where the cache directory can be written."""
+    """Writes a note with the version of the library that this process has loaded, if the cache directory can be written."""
     libraries = _loaded()
-    if len(libraries) != 1:  # a framework brought its own: which one spoke is not known
+    if len(libraries) != 1:  # a framework loaded its own too: which one has the version is unknown
         return
     library = libraries.pop()
     with contextlib.suppress(OSError):
@@ -66,7 +66,7 @@ def _note() -> Path:
 
 
 def _loaded() -> set[str]:
-    """The NVRTC libraries in this process."""
+    """The paths of the NVRTC libraries loaded in this process."""
     try:
         lines = Path("/proc/self/maps").read_text("utf-8", "surrogateescape").splitlines()
     except OSError:

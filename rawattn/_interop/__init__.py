@@ -1,1 +1,1 @@
-"""Arrays of any framework, in and out: views, DLPack capsules, streams."""
+"""Conversion of arrays between frameworks: views, DLPack capsules, streams."""

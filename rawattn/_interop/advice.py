@@ -1,4 +1,4 @@
-"""What messages about arrays say to do, in the words of the arrays' own framework. None is imported for it."""
+"""Advice in error messages about arrays, in the terms of the array's own framework. Imports no framework."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _TORCH_CASTS = {"float16": "half", "bfloat16": "bfloat16", "float32": "float"}
 
 
 def cast(framework: str | None, name: str, dtype: Any) -> str:
-    """How an array called `name` is converted to `dtype`, a name or a NumPy dtype, in its own framework.
+    """Code that converts an array called `name` to `dtype`, a name or a NumPy dtype, in its own framework.
 
-    Where that is not known (None), in NumPy's words and in torch's.
+    For an unknown framework (None): the code for NumPy and for torch.
     """
     if framework is None:
         return f"{cast('numpy', name, dtype)}, in torch {cast('torch', name, dtype)}"
@@ -35,7 +35,7 @@ def cast(framework: str | None, name: str, dtype: Any) -> str:
 
 
 def array_advice(obj: object, name: str = "x") -> str:
-    """What to pass for something that is no array of values, "pass ..." or "call ..."; "" where nothing is known of it."""
+    """What to pass or call in place of an object that is no array of values: "pass ..." or "call ..."; "" if not known."""
     bases = {f"{base.__module__.partition('.')[0]}.{base.__name__}" for base in type(obj).__mro__}
     library = type(obj).__module__.partition(".")[0]
     if is_traced(obj):
@@ -81,7 +81,7 @@ def array_advice(obj: object, name: str = "x") -> str:
 
 
 def _functorch_says(test: str, obj: object) -> bool:
-    """Whether a transformation of torch's, that `test` tells of, has wrapped this tensor: it holds no values."""
+    """Whether a transformation of torch.func has wrapped this tensor, which then holds no values. test: functorch's test."""
     functorch = getattr(getattr(sys.modules.get("torch"), "_C", None), "_functorch", None)
     is_wrapped = getattr(functorch, test, None)
     return is_wrapped is not None and bool(is_wrapped(obj))

@@ -1,7 +1,7 @@
-"""Arrays of any framework in and out: NumPy or CuPy views of the caller's memory, and back.
+"""Imports arrays of any framework as NumPy or CuPy views of the caller's memory, and exports results.
 
-No framework is imported: a type says which module it lives in, and what is needed of that module
-is taken from `sys.modules`.
+No framework is imported: a type names the module that it lives in, and functions of that module are
+taken from `sys.modules`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = [
 
 HOST = -1
 
-# Packages whose types are known to users under another name.
+# Packages whose types users know under another name.
 _ALIASES = {"jaxlib": "jax"}
 _IMPORTER_PATHS = (
     "from_dlpack",
@@ -46,7 +46,7 @@ _IMPORTER_PATHS = (
     "utils.dlpack.from_dlpack",
     "experimental.dlpack.from_dlpack",
 )
-# Their arrays never change, but their capsules cannot say so.
+# Frameworks with immutable arrays, whose DLPack capsules do not mark them read-only.
 _IMMUTABLE = frozenset({"jax", "tensorflow"})
 
 _frameworks: dict[type, str] = {}
@@ -55,7 +55,7 @@ _importers: dict[str, Callable[[Any], object]] = {}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Imported:
-    """A zero-copy view of an array of the caller's. `device` is a CUDA ordinal, or HOST."""
+    """A zero-copy view of the caller's array. `device` is a CUDA ordinal, or HOST."""
 
     array: np.ndarray[Any, Any] | cupy.ndarray
     device: int
@@ -66,8 +66,8 @@ class Imported:
 def framework_of(obj: object) -> str:
     """The package that arrays of obj's type belong to: "numpy", "cupy", "torch", "jax", ...
 
-    That is where the type, or its nearest base class that has one, finds a `from_dlpack`; without
-    any, the top-level package of the type.
+    It is the outermost module of the type, or of its nearest base class, that has a `from_dlpack`. If none
+    has, it is the top-level package of the type.
     """
     cls = type(obj)
     try:
@@ -97,15 +97,15 @@ def _find_importer(module: str) -> Callable[[Any], object] | None:
 
 
 def on_stream_of(obj: Any, framework: str) -> AbstractContextManager[cupy.cuda.Stream | None]:
-    """A context in which CuPy's current stream is the one that work on `obj` belongs on.
+    """A context in which CuPy's current stream is the stream for work on `obj`.
 
-    It yields that stream, None for host arrays. For a torch tensor it is torch's current stream,
-    and what CuPy allocates on it is torch's memory; for all others it is CuPy's own current stream
-    on the array's device.
+    It yields that stream, None for host arrays. For a torch tensor it is torch's current stream, and
+    CuPy then allocates from torch's memory. For all other arrays it is CuPy's current stream on the
+    array's device.
     """
     try:
         device = device_of(obj, framework)
-    except Exception:  # cannot be read: `import_array` says so, and names the argument
+    except Exception:  # it cannot be read: `import_array` raises for that and names the argument
         device = HOST
     if device == HOST:
         return contextlib.nullcontext()
@@ -115,7 +115,7 @@ def on_stream_of(obj: Any, framework: str) -> AbstractContextManager[cupy.cuda.S
 
 
 def device_of(obj: Any, framework: str) -> int:
-    """CUDA ordinal, or HOST for all that is not CUDA memory."""
+    """The CUDA ordinal, or HOST for anything that is not CUDA memory."""
     if framework == "numpy":
         return HOST
     if framework == "cupy":
@@ -129,11 +129,11 @@ def device_of(obj: Any, framework: str) -> int:
 def import_array(name: str, obj: Any, *, stream: cupy.cuda.Stream | None = None) -> Imported:
     """A NumPy or CuPy view of `obj`, without a copy.
 
-    A device array is ready on `stream`, None being CuPy's current one on the array's device: all
-    that its framework has queued so far comes before. A torch tensor that requires grad is read as
-    its `detach()`.
+    stream: where the array will be used; None is CuPy's current stream on the array's device. It is
+    made to wait for the work on the array that its framework has queued so far. A torch tensor that requires
+    grad is read as its `detach()`.
 
-    TypeError, naming `name`, for anything that is no array or cannot be seen as one.
+    TypeError, naming `name`, for anything that is no array or cannot be viewed as one.
     """
     framework = framework_of(obj)
     if framework == "numpy":
@@ -146,7 +146,7 @@ def import_array(name: str, obj: Any, *, stream: cupy.cuda.Stream | None = None)
         return _import_dlpack(obj, framework, stream)
     except ImportError:
         raise
-    except Exception as error:  # frameworks raise all kinds for what they cannot export
+    except Exception as error:  # frameworks raise errors of many types for what they cannot export
         advice = array_advice(obj, name)
         why = "; ".join((*str(error).splitlines()[:1], advice)) if advice else error
         raise TypeError(
@@ -155,13 +155,13 @@ def import_array(name: str, obj: Any, *, stream: cupy.cuda.Stream | None = None)
 
 
 def is_recording() -> bool:
-    """Whether a tensor that requires a gradient or has a tangent would have it recorded now."""
+    """Whether autograd would record now: torch's grad mode is on or a forward-mode level is open. True without torch."""
     torch = sys.modules.get("torch")
     return torch is None or bool(torch.is_grad_enabled()) or forward_mode.is_on()
 
 
 def refuse_jit_trace() -> None:
-    """Raises RuntimeError where torch.jit.trace records: it sees operators of torch alone."""
+    """RuntimeError under torch.jit.trace, which records only torch operators."""
     if sys.modules["torch"].jit.is_tracing():
         raise RuntimeError(
             "got a call in torch.jit.trace, which would keep its result as a constant; expected none; use torch.export or "
@@ -170,10 +170,10 @@ def refuse_jit_trace() -> None:
 
 
 def refuse_gradients(names: Sequence[str], arrays: Sequence[Any]) -> None:
-    """Raises where an array belongs to a computation that a gradient is to be taken of, which would not see this call.
+    """Raises for an array whose gradient would be lost, since nothing records this call.
 
-    RuntimeError for a torch tensor that has a tangent, or that requires a gradient while torch's grad mode is on, TypeError for
-    a JAX tracer.
+    RuntimeError for a torch tensor that has a tangent, or that requires a gradient while grad mode is on. TypeError for a JAX
+    tracer.
     """
     forward_mode.refuse_tangents(names, arrays)
     torch = sys.modules.get("torch")
@@ -193,9 +193,9 @@ def refuse_gradients(names: Sequence[str], arrays: Sequence[Any]) -> None:
 
 
 def refuse_gradients_of_written(names: Sequence[str], arrays: Sequence[Any]) -> None:
-    """Raises RuntimeError for a torch tensor to write that has a tangent, or requires a gradient while torch's grad mode is on.
+    """RuntimeError for a torch tensor to write that has a tangent, or that requires a gradient while grad mode is on.
 
-    Autograd would take what is written for what it recorded before.
+    Autograd would attribute the written values to the operations that it recorded for the old ones.
     """
     forward_mode.refuse_tangents(names, arrays)
     torch = sys.modules.get("torch")
@@ -257,12 +257,12 @@ def _import_dlpack(obj: Any, framework: str, stream: Any) -> Imported:
         view = native.view_of_torch(obj)
         if view is not None:
             return _import_torch(obj, view, stream)
-        if obj.is_neg():  # its capsule would not tell
+        if obj.is_neg():  # a capsule cannot say that its memory holds negated values
             raise TypeError("it is a view of negated memory; pass its resolve_neg()")
     device = device_of(obj, framework)
     if device != HOST:
         return _import_device(obj, framework, device, stream)
-    # Before 2.9, torch has no capsule for it.
+    # torch before 2.9 exports no capsule of float8, so it is exported as bytes.
     of_bytes = framework == "torch" and str(obj.dtype) == "torch.float8_e4m3fn"
     tensor = dlpack.read(_capsule(obj.view(sys.modules["torch"].uint8) if of_bytes else obj))
     if tensor.device_type not in dlpack.HOST_TYPES:
@@ -276,14 +276,14 @@ def _import_dlpack(obj: Any, framework: str, stream: Any) -> Imported:
 
 
 def _import_torch(obj: Any, view: native.View, stream: Any) -> Imported:
-    """By attributes: a capsule takes four times as long."""
+    """Made from the tensor's attributes: a capsule takes four times as long."""
     cupy = streams.import_cupy()
     device = view.device
     if stream is None:
         stream = cupy.cuda.get_current_stream(device)
     producer = streams.current_stream("torch", device)
     owner = obj if producer == stream.ptr else _borrow(obj, "torch", producer, device, stream)
-    # Without strides CuPy makes an array in two thirds of the time.
+    # CuPy makes an array in two thirds of the time if it gets no strides.
     strides = None if obj.is_contiguous() else view.strides
     form = (view.address, view.shape, view.dtype, strides, device)
     return Imported(dlpack.device_array(*form, owner), device, "torch", False)
@@ -291,7 +291,7 @@ def _import_torch(obj: Any, view: native.View, stream: Any) -> Imported:
 
 def _import_device(obj: Any, framework: str, device: int, stream: Any) -> Imported:
     cupy = streams.import_cupy()
-    with cupy.cuda.Device(device):  # torch exports tensors of its current device alone
+    with cupy.cuda.Device(device):  # torch exports only tensors on its current device
         if stream is None:
             stream = cupy.cuda.get_current_stream()
         producer = streams.current_stream(framework, device)
@@ -313,10 +313,10 @@ def _borrow(owner: object, framework: str, producer: int | None, device: int, st
 
 
 def _wait_argument(framework: str, handle: int) -> int | None:
-    """`stream=` of `__dlpack__`, for a framework that is to order its own stream with `handle`."""
+    """The `stream=` of `__dlpack__` with which a framework makes the stream `handle` wait for its own."""
     capturing = streams.is_capturing(handle)
     if framework == "tensorflow" or (framework == "jax" and capturing):
-        return None  # they wait on the host then, and do not know -1
+        return None  # they do not know -1; with None they wait on the host
     return -1 if capturing else handle or streams.DLPACK_LEGACY
 
 
@@ -324,7 +324,7 @@ def _capsule(obj: Any, **keywords: Any) -> object:
     with streams.capsules:
         try:
             return obj.__dlpack__(**keywords, max_version=dlpack.MAX_VERSION)
-        except TypeError:  # a producer from before DLPack 1.0
+        except TypeError:  # a producer older than DLPack 1.0
             return obj.__dlpack__(**keywords)
 
 
@@ -349,7 +349,7 @@ def _described(obj: object) -> str:
 
 
 def empty_host(shape: tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:
-    """An uninitialised NumPy array, aligned to 64 bytes: JAX copies one that is not."""
+    """An uninitialised NumPy array, aligned to 64 bytes, since JAX copies arrays that are not."""
     dtype = np.dtype(dtype)
     nbytes = math.prod(shape) * dtype.itemsize
     block = np.empty(nbytes + 64, np.uint8)
@@ -359,7 +359,7 @@ def empty_host(shape: tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:
 
 
 class _Exported:
-    """What a `from_dlpack` is given: an array and the stream that writes it."""
+    """The producer that is passed to a `from_dlpack`: an array and the stream on which it is written."""
 
     def __init__(self, array: Any, stream: Any) -> None:
         self._array = array
@@ -381,15 +381,15 @@ class _Exported:
 
 
 def export_array(array: Any, framework: str, stream: cupy.cuda.Stream | None) -> object:
-    """`array` as one of `framework`, without a copy; what that does next comes after `stream`.
+    """`array` as an array of `framework`, without a copy. Later work of the framework on it waits for `stream`.
 
-    NumPy and CuPy arrays stay what they are, also where `framework` has no `from_dlpack`.
+    For NumPy, CuPy and frameworks without a `from_dlpack` the array is returned as it is.
     """
     importer = _importers.get(framework) or _find_importer(framework)
     if importer is None or framework in ("numpy", "cupy"):
         return array
     exported = _Exported(array, stream)
-    if framework == "tensorflow":  # takes the bare capsule, with which nothing can be ordered
+    if framework == "tensorflow":  # takes a bare capsule, which cannot order streams
         if stream is not None:
             stream.synchronize()
         return importer(exported.__dlpack__(stream=-1))

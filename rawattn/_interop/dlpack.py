@@ -1,8 +1,8 @@
-"""DLPack capsules, read into NumPy or CuPy views and written for other frameworks, uncopied.
+"""Reads DLPack capsules into NumPy or CuPy views, and writes them for other frameworks, without copies.
 
-NumPy's and CuPy's own readers are not enough: NumPy's knows no bfloat16, CuPy's does not tell that
-a tensor is read-only. A capsule read here is never renamed to "used": it stays the owner of its
-memory, and its producer's destructor frees that when the last view dies.
+The readers of NumPy and CuPy do not suffice: NumPy's knows no bfloat16, and CuPy's does not tell whether
+a tensor is read-only. A capsule read here is never renamed to "used". It stays the owner of its memory,
+which its producer's destructor frees when the last view dies.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 MAX_VERSION = (1, 0)
 MANAGED = 13
-HOST_TYPES = (1, 3)  # kDLCPU, kDLCUDAHost: pinned memory is host memory
+HOST_TYPES = (1, 3)  # kDLCPU, kDLCUDAHost (pinned host memory)
 DEVICE_TYPES = (2, MANAGED)  # kDLCUDA, kDLCUDAManaged
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -35,7 +35,7 @@ _DTYPES = {
     **{(5, bits): np.dtype(f"complex{bits}") for bits in (64, 128)},
     (6, 8): np.dtype(bool),
 }
-# Those that NumPy has no name for.
+# DLPack type codes of the dtypes that NumPy itself does not have.
 _CODES = {BFLOAT16: _BFLOAT_CODE, FLOAT8: _FLOAT8_CODE}
 
 
@@ -67,7 +67,7 @@ class _ManagedVersioned(ctypes.Structure):
 
 _READ_ONLY = 1
 
-# Prototypes of our own: argtypes set on ctypes.pythonapi's functions would be everybody's.
+# Prototypes of our own, since argtypes set on the functions of ctypes.pythonapi would hold for the whole process.
 _capsule_name = ctypes.PYFUNCTYPE(ctypes.c_char_p, ctypes.py_object)(
     ("PyCapsule_GetName", ctypes.pythonapi)
 )
@@ -77,7 +77,7 @@ _capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c
 
 
 class Tensor(NamedTuple):
-    """What a capsule describes; it owns the memory. Strides are in bytes, None for C order."""
+    """The tensor that a capsule describes. The capsule owns the memory. Strides are in bytes, None for C order."""
 
     pointer: int
     device_type: int
@@ -90,7 +90,7 @@ class Tensor(NamedTuple):
 
 
 def _open(capsule: object) -> tuple[_DLTensor, bool]:
-    """The tensor inside a capsule that nobody has consumed yet, and whether it is read-only."""
+    """The tensor inside an unused capsule, and whether it is read-only."""
     name = _capsule_name(capsule)
     if name == b"dltensor":
         return _DLTensor.from_address(_capsule_pointer(capsule, name)), False
@@ -103,7 +103,7 @@ def _open(capsule: object) -> tuple[_DLTensor, bool]:
 
 
 def read(capsule: object) -> Tensor:
-    """Describes a capsule: TypeError for its dtype, BufferError when it is used or too new."""
+    """The tensor of a capsule. TypeError for an unknown dtype; BufferError if it is used or of a newer major version."""
     raw, readonly = _open(capsule)
     dtype = _DTYPES.get((raw.code, raw.bits)) if raw.lanes == 1 else None
     if dtype is None:
@@ -125,7 +125,7 @@ def read(capsule: object) -> Tensor:
 
 
 class _HostMemory:
-    """Offers an array interface, for which NumPy keeps it as the base of the view."""
+    """An object with an array interface. NumPy keeps it, and so the capsule, as the base of the view."""
 
     __slots__ = ("__array_interface__", "_capsule")
 
@@ -144,7 +144,7 @@ def host_view(tensor: Tensor) -> np.ndarray[Any, Any]:
     """A NumPy view of host memory."""
     if 0 in tensor.shape:  # the pointer may be null
         return np.empty(tensor.shape, tensor.dtype)
-    if tensor.dtype in _CODES:  # an array interface has no name for it
+    if tensor.dtype in _CODES:  # an array interface has no typestr for it
         words = f"<u{tensor.dtype.itemsize}"
         return np.asarray(_HostMemory(tensor, words)).view(tensor.dtype)
     return np.asarray(_HostMemory(tensor, tensor.dtype.str))
@@ -152,7 +152,7 @@ def host_view(tensor: Tensor) -> np.ndarray[Any, Any]:
 
 def device_view(tensor: Tensor, owner: object) -> cupy.ndarray:
     """A CuPy view of device memory that keeps `owner` alive."""
-    # The device of managed memory is the one that allocated it; its capsule may say 0.
+    # A capsule of managed memory may say device 0; with -1 CuPy asks CUDA for the device that allocated it.
     managed = tensor.device_type == MANAGED and tensor.pointer
     device = -1 if managed else tensor.device_id
     return device_array(tensor.pointer, tensor.shape, tensor.dtype, tensor.strides, device, owner)
@@ -166,7 +166,7 @@ def device_array(
     device: int,
     owner: object,
 ) -> cupy.ndarray:
-    """A CuPy array over memory that `owner` keeps alive; CuPy looks a device of -1 up."""
+    """A CuPy array over memory that `owner` keeps alive. device: -1 lets CuPy ask CUDA for it."""
     import cupy
 
     memory = cupy.cuda.UnownedMemory(pointer, math.prod(shape) * dtype.itemsize, owner, device)
@@ -176,8 +176,8 @@ def device_array(
 def write(array: Any, **keywords: Any) -> object:
     """A capsule of a NumPy or CuPy array, made by its own `__dlpack__(**keywords)`.
 
-    A bfloat16 or float8 array, which NumPy refuses, is exported as integers and the dtype in the capsule
-    corrected: ownership and the deleter stay those of NumPy's or CuPy's own C code.
+    A bfloat16 or float8 array, which NumPy refuses, is exported as integers, and the dtype in the capsule is then
+    corrected. So ownership and the deleter stay those of NumPy's or CuPy's C code.
     """
     code = _CODES.get(array.dtype)
     if code is None:

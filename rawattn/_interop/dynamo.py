@@ -1,6 +1,6 @@
-"""What torch.compile meets of this library: layouts made while it traces, and functions that it must not trace.
+"""For torch.compile: layouts that are made while it traces, and functions that it must not trace.
 
-A traced tensor has no values and no address, and torch's own functions are all that make others of it.
+A traced tensor has no values and no address, and only torch's own functions can work on it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ Result = TypeVar("Result")
 
 
 def is_compiling() -> bool:
-    """Whether torch.compile or torch.export traces the caller, which gives it tensors without values. Torch is not imported
-    for it.
+    """Whether torch.compile or torch.export traces the caller, so that tensors have no values. Does not import torch.
 
-    `torch.compiler.is_compiling` says so of calls with values too, of whatever runs beside a compilation.
+    `torch.compiler.is_compiling` is not used: during a compilation it is true also for calls on tensors with values.
     """
     torch = sys.modules.get("torch")
     if torch is None:
@@ -29,12 +28,13 @@ def is_compiling() -> bool:
     return bool(compiler.is_dynamo_compiling() or compiler.is_exporting())
 
 
-# The length of a row of a mask on the host that has padding before a real token, for the check when the program runs.
+# The length that `lengths_from_mask` gives for a row in which padding comes before a real token. The program refuses it when it
+# runs. Only for masks on the host.
 NO_PREFIX = -(2**62)
 
 
 def tensor(integers: Any) -> Any:
-    """Those of a NumPy array or a list as a tensor; a tensor as it is."""
+    """The integers of a NumPy array or a list as a tensor; a tensor as it is."""
     torch = sys.modules["torch"]
     if isinstance(integers, np.ndarray):
         return torch.from_numpy(integers)
@@ -44,7 +44,7 @@ def tensor(integers: Any) -> Any:
 
 
 def starts_from_lengths(name: str, lengths: Any) -> Any:
-    """Starts of sequences that follow each other, int64, (batch + 1,)."""
+    """The starts of sequences that lie one behind another, and the end of the last: int64, (batch + 1,)."""
     torch, given = sys.modules["torch"], tensor(lengths)
     if given.dtype not in (torch.int32, torch.int64):
         raise TypeError(
@@ -57,7 +57,7 @@ def starts_from_lengths(name: str, lengths: Any) -> Any:
 
 
 def lengths_from_mask(name: str, mask: Any) -> Any:
-    """Real tokens of each row of a bool mask (batch, seqlen), int64."""
+    """The number of real tokens in each row of a bool mask (batch, seqlen): int64, (batch,)."""
     torch, given = sys.modules["torch"], tensor(mask)
     if given.dtype != torch.bool:
         raise TypeError(mask_words(name, _dtype(given)))
@@ -79,11 +79,12 @@ def _dtype(given: Any) -> str:
 
 
 def untraced(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """`function`, around which a program of torch.compile breaks, or says why it does not: it would be traced down to NumPy's
-    functions, of which torch makes its own.
+    """`function`, at which torch.compile breaks the graph, or with ``fullgraph=True`` raises an error that says why.
 
-    Behind the break a program may leave `call` alone, but not what it calls. So that is disabled in every call, once there may
-    be programs.
+    Otherwise it would trace into the function down to calls of NumPy, which it replaces by its own.
+
+    After a graph break torch may skip `call` itself but still trace the functions that `call` runs. So once torch.compile may
+    be in use, each call runs `function` under `torch.compiler.disable`.
     """
 
     @functools.wraps(function)
@@ -106,7 +107,7 @@ def _outside(function: Callable[..., Any]) -> Callable[..., Any]:
     return found
 
 
-# As torch marks what it is told not to trace, so that it breaks in front of the call, with these words.
+# The marks that `torch.compiler.disable` sets on a function, with the reason: torch then breaks the graph before the call.
 vars(_outside).update(
     _torchdynamo_disable=True,
     _torchdynamo_disable_msg=(

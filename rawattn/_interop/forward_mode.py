@@ -1,4 +1,4 @@
-"""Forward-mode derivatives of torch's, which no function of the library has. Torch is not imported for it."""
+"""Refuses torch's forward-mode derivatives, which no function of the library supports. Does not import torch."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _NONE = "there are no forward-mode derivatives"
 
 
 def is_on() -> bool:
-    """Whether tensors may have tangents now."""
+    """Whether a forward-mode level is open, so that tensors may have tangents."""
     forward_ad = sys.modules.get("torch.autograd.forward_ad")
     return forward_ad is not None and forward_ad._current_level >= 0
 
 
 def refuse_tangents(names: Sequence[str], arrays: Sequence[Any]) -> None:
-    """Raises RuntimeError for a tensor that has a tangent, whether or not it requires a gradient."""
+    """RuntimeError for a tensor that has a tangent, whether or not it requires a gradient."""
     if not is_on():
         return
     torch = sys.modules["torch"]
@@ -34,7 +34,7 @@ def lost_tangent(name: str) -> RuntimeError:
 
 
 def refuse_programs() -> None:
-    """Raises RuntimeError in an operator, which cannot see whether its tensors have tangents."""
+    """RuntimeError, for use in a torch operator, if a forward-mode level is open: an operator cannot see tangents."""
     if is_on():
         raise RuntimeError(
             "rawattn.torch.attention: got a call of a program in torch.autograd.forward_ad.dual_level, where tangents would be "

@@ -1,4 +1,4 @@
-"""Integers of any framework, and in lists."""
+"""Imports integers (lengths, starts, page ids) from arrays of any framework and from lists."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rawattn._interop.xla import is_traced
 if TYPE_CHECKING:
     import cupy
 
-# Dtypes in a set, since comparing one with a type makes a dtype of that.
+# A set of dtypes, since comparing a dtype with a type such as np.int32 first makes a dtype of the type.
 _INTEGERS = frozenset({np.dtype(np.int32), np.dtype(np.int64)})
 
 
@@ -25,7 +25,7 @@ def import_integers(
 ) -> np.ndarray[Any, Any] | cupy.ndarray:
     """An int32 or int64 view of an array of any framework; lists of int become int64.
 
-    TypeError, naming `name`, for other dtypes, bool and float included; ValueError for an int that int64 does not hold.
+    TypeError, naming `name`, for other dtypes, including bool and float. ValueError for an int that does not fit int64.
     """
     if isinstance(obj, (list, tuple, range)):
         array = _array_of_lists(name, obj)
@@ -41,9 +41,9 @@ def import_integers(
 
 
 class TensorIntegers:
-    """Integers of a tensor of torch's on a GPU, as the code of a call asks an array of CuPy's for them.
+    """Integers of a torch tensor on a GPU, with the attributes of a CuPy array that calls read.
 
-    To make such an array takes half of the time that a layout of tensors does, so it is made when somebody wants one.
+    Making a CuPy array takes half of the time of making a layout of tensors, so it is made only when it is needed.
     """
 
     def __init__(
@@ -54,12 +54,12 @@ class TensorIntegers:
 
     @property
     def data(self) -> TensorIntegers:
-        """What has `ptr` and `device_id`."""
+        """Itself: it has `ptr` and `device_id`, as the `data` of a CuPy array has."""
         return self
 
     @functools.cached_property
     def array(self) -> cupy.ndarray:
-        """CuPy's, over the tensor's memory."""
+        """A CuPy array over the tensor's memory."""
         form = self.ptr, (self.size,), self.dtype, None, self.device_id
         return dlpack.device_array(*form, self.tensor)
 
@@ -69,17 +69,19 @@ class TensorIntegers:
         return host
 
     def __reduce__(self) -> Any:
-        # A copy has memory of its own, which is where its address is.
+        # A copy has memory and an address of its own.
         return as_array, (self.array,)
 
 
 def as_array(integers: Any) -> Any:
-    """As an array, where they are a tensor's; all others as they are."""
+    """`TensorIntegers` as a CuPy array; anything else as it is."""
     return integers.array if type(integers) is TensorIntegers else integers
 
 
 def of_torch(tensor: Any) -> TensorIntegers | None:
-    """Those of a plain CUDA tensor of torch's of one axis that no stream has to wait for; None for everything else."""
+    """The integers of a plain, contiguous CUDA tensor of one axis, if torch's current stream is CuPy's too, so that no stream
+    has to wait. None for anything else.
+    """
     own: Any = native("torch")
     read = None if own is None else own.read_one(tensor)
     if read is None:
@@ -94,7 +96,7 @@ def of_torch(tensor: Any) -> TensorIntegers | None:
 
 
 def _array_of_lists(name: str, obj: Any) -> np.ndarray[Any, Any]:
-    if _holds_bool(obj):  # beside integers, NumPy would make integers of them
+    if _holds_bool(obj):  # NumPy would turn bools among integers into integers
         raise TypeError(f"{name}: got a list with bool in it; accepted are lists of int")
     try:
         array: np.ndarray[Any, Any] = np.asarray(obj)

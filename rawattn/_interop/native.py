@@ -1,8 +1,8 @@
-"""CuPy arrays and CUDA tensors of torch, read by their attributes: what a repeated call on them costs is host time.
+"""The fast path for CuPy arrays and CUDA tensors of torch: read by their attributes, to save host time in repeated calls.
 
-Nothing is converted: an array is an address and a form, results are made by the module that is already loaded, work is
-enqueued on that module's current stream and takes that module's memory, which it knows how to keep for a captured graph.
-Whatever is not plainly one of these goes through `arrays.import_array`.
+Nothing is converted. An array is read as an address and a form, and results are made by its own framework. Work is enqueued on
+the framework's current stream and takes its memory from the framework, which knows how to keep it for a captured graph. Any
+array that is not plainly one of these goes through `arrays.import_array`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rawattn._strides import contiguous
 
 
 class View(NamedTuple):
-    """Where an array lies. Strides are in bytes."""
+    """The memory of an array. Strides are in bytes."""
 
     address: int
     shape: tuple[int, ...]
@@ -31,61 +31,64 @@ class View(NamedTuple):
     device: int
 
 
-# Arrays of one framework as they were read: their addresses, 0 for an array not given; their form, which is hashable (four
-# entries for each, shape, strides or True for those of C order, dtype and device, or None for an array not given; then all
-# addresses OR-ed together, within 16 bytes); whether one of them requires a gradient or may have a tangent. A plain tuple,
-# since one is made at every call.
+# The arrays of a call, of one framework, as a reader returns them. A plain tuple, since one is made at every call:
+# - their addresses, 0 for an array that is not given;
+# - their form, hashable: for each array its shape, its strides (True for C order), dtype and device, or one None if it is not
+#   given; then the OR of all addresses, modulo 16;
+# - whether one of them requires a gradient or may have a tangent.
 Read = tuple[list[int], tuple[Any, ...], bool]
 
 
 class Memory(Protocol):
-    """Whose memory a run takes, for work on one stream."""
+    """The source of a run's memory, for work on one stream."""
 
     def allocate(self, nbytes: int, device: int) -> tuple[Any, int]:
-        """For that work alone: who owns it, and its address."""
+        """Scratch for that work alone: its owner, and its address."""
 
     def keep(self, nbytes: int, device: int) -> tuple[Any, int]:
-        """Likewise of memory that later work on that stream finds again."""
+        """Memory that later work on that stream reuses: its owner, and its address."""
 
     def keeps_captured(self) -> bool:
-        """Whether memory allocated during a capture is the graph's, also once its owner is gone."""
+        """Whether memory allocated during a capture stays the graph's after its owner is gone."""
 
 
 class Native(Memory, Protocol):
-    """How to deal with the arrays of one framework on a GPU. Its memory is for work on its current stream."""
+    """Operations on the arrays of one framework on a GPU. Its memory is for work on the framework's current stream."""
 
     kinds: tuple[type, ...]  # of its arrays
 
     def read(self, arrays: Sequence[Any], required: int) -> Read | None:
-        """None unless all of them are plain arrays of the framework on a GPU. The first `required` may not be None."""
+        """Reads the arrays, of which some may be None, but not the first `required`. None unless all are plain arrays of the
+        framework on a GPU.
+        """
 
     def reader(self, count: int) -> Callable[..., Read | None]:
-        """`read` of so many arrays, none of them None, which are its arguments."""
+        """A function that reads `count` arrays, given as its arguments, none of them None."""
 
     def maker(self, shape: tuple[int, ...], dtype: np.dtype[Any], beside: Any) -> Callable[[], Any]:
-        """Makes arrays as `empty` does, for as long as it is kept."""
+        """A function that makes arrays as `empty` does, faster, for repeated calls."""
 
     def view(self, array: Any) -> View:
-        """Of an array that `read` takes."""
+        """The view of an array that `read` accepts."""
 
     def address(self, array: Any) -> int:
-        """Of its first element."""
+        """The address of the array's first element."""
 
     def current_device(self) -> int:
-        """The ordinal that CUDA's runtime has as the calling thread's current device."""
+        """The ordinal of the calling thread's current device, by the CUDA runtime."""
 
     def contiguous(self, array: Any) -> Any:
         """A copy in C order."""
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], beside: Any) -> Any:
-        """A new array, uninitialised, on the device of another one, which is the current one."""
+        """A new, uninitialised array on the device of `beside`, which is the current device."""
 
     def stream(self, device: int) -> int:
-        """Handle of the current stream."""
+        """The handle of the framework's current stream on a device."""
 
 
 class _Reading:
-    """`Native.read`, by readers made for which arrays are given."""
+    """`Native.read` and `Native.reader`, by generated functions: one for each combination of given arrays."""
 
     def __init__(self, attributes: Attributes) -> None:
         self._attributes = attributes
@@ -134,7 +137,7 @@ class CuPy(_Reading):
         return View(data.ptr, shape, strides, dtype, data.device_id)
 
     def contiguous(self, array: Any) -> Any:
-        # As plain words, since CuPy does not copy every dtype.
+        # Copied as unsigned integers, since CuPy does not copy every dtype.
         words = self._ascontiguousarray(array.view(f"u{array.dtype.itemsize}"))
         return words.view(array.dtype)
 
@@ -158,7 +161,7 @@ class CuPy(_Reading):
 
 
 class Torch(_Reading):
-    """CUDA tensors of torch, on torch's current stream and in its memory, but for what later calls find again."""
+    """CUDA tensors of torch, on torch's current stream and in its memory. Memory that later calls reuse is CuPy's (`keep`)."""
 
     def __init__(self) -> None:
         import cupy
@@ -166,7 +169,7 @@ class Torch(_Reading):
         torch = sys.modules["torch"]
         super().__init__(
             Attributes(
-                # What a negated view's memory holds is not its values.
+                # The memory of a negated view does not hold its values.
                 plain="(type({x}) is tensor or type({x}) is parameter) and not {x}.is_neg() "
                 "and ({x}_ := {x}.get_device()) >= 0",
                 address="{x}.data_ptr()",
@@ -227,7 +230,7 @@ class Torch(_Reading):
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], beside: Any) -> Any:
         wanted = self._to_torch[dtype]
-        # Without keywords it takes two thirds of the time.
+        # Without a keyword `new_empty` takes two thirds of the time.
         return (
             beside.new_empty(shape)
             if beside.dtype is wanted
@@ -235,12 +238,12 @@ class Torch(_Reading):
         )
 
     def maker(self, shape: tuple[int, ...], dtype: np.dtype[Any], beside: Any) -> Callable[[], Any]:
-        """Like one element that is repeated over the shape: torch would read a shape anew at each call."""
+        """Uses `empty_like` on a single element expanded to the shape, since torch would parse a shape anew at each call."""
         one = self._one(beside.get_device()).view(self._to_torch[dtype])[:1].expand(shape)
         return functools.partial(self._empty_like, one, memory_format=self._contiguous)
 
     def _one(self, device: int) -> Any:
-        """Four bytes for good, so not of torch's memory."""
+        """A tensor of four bytes that lives as long as the process, so it is CuPy's memory, not torch's."""
         one = self._ones.get(device)
         if one is None:
             import cupy
@@ -253,18 +256,21 @@ class Torch(_Reading):
     def allocate(self, nbytes: int, device: int) -> tuple[Any, int]:
         allocator = self._allocators.get(device)
         if allocator is None:
-            # Of a tensor without memory: for torch to read a dtype and a device takes a quarter of the time.
+            # `new_empty` of a tensor without memory, since parsing a dtype and a device takes torch a quarter of the time.
             none = self._empty(0, dtype=self._bytes, device=self._device(device))
             allocator = self._allocators[device] = none.new_empty
         block = allocator(nbytes)
         return block, block.data_ptr()
 
     def keep(self, nbytes: int, device: int) -> tuple[Any, int]:
-        """CuPy's but for a capture: torch.compile warms programs up in their graphs' memory, where nothing may stay."""
+        """CuPy's memory, except during a capture. Not torch's, since torch.compile warms programs up in the memory of their
+        graphs, where nothing may stay allocated.
+        """
         stream = self.stream(device)
         if streams.is_capturing(stream):
             return self.allocate(nbytes, device)
-        # CuPy hands it out again in the order of the stream that is its own now. To make another one its own takes longer.
+        # CuPy reuses freed memory in the order of its current stream, so that must be this one. Switching takes time, so it is
+        # done only if needed.
         if self.is_cupys(stream, device):
             memory = self._keep(nbytes)
         else:
@@ -276,7 +282,7 @@ class Torch(_Reading):
         return True
 
     def is_cupys(self, stream: int, device: int) -> bool:
-        """Whether a stream is the current one of CuPy."""
+        """Whether a stream is CuPy's current stream on the device."""
         return bool(self._current_stream(device).ptr == stream)
 
     def _device(self, ordinal: int) -> Any:
@@ -287,13 +293,13 @@ class Torch(_Reading):
 
 
 def view_of_torch(tensor: Any) -> View | None:
-    """Of a plain CUDA tensor of torch's; None for whatever its attributes do not tell."""
+    """The view of a plain CUDA tensor of torch; None for a tensor that its attributes do not describe."""
     own = native("torch")
     try:
         if own is None or own.reader(1)(tensor) is None:
             return None
         return own.view(tensor)
-    except TypeError:  # a dtype that is none of an array of a call
+    except TypeError:  # a dtype that no array of a call may have
         return None
 
 
@@ -302,9 +308,10 @@ _made: dict[str, Native | None] = {}
 
 
 def native(framework: str) -> Native | None:
-    """How to deal with arrays of a framework, by the name that `arrays.framework_of` gives.
+    """The `Native` of a framework, by the name that `arrays.framework_of` gives. None for frameworks that have none.
 
-    None for torch where CuPy cannot be imported: tensors on the CPU do not need it, and the reading of CUDA's tells why.
+    Also None for torch if CuPy cannot be imported: tensors on the CPU do not need it, and importing one on a GPU raises an
+    error that says why.
     """
     if framework in _makers and framework not in _made:
         _made.setdefault(framework, _makers[framework]() if _has_cupy() else None)
@@ -314,6 +321,6 @@ def native(framework: str) -> Native | None:
 def _has_cupy() -> bool:
     try:
         import cupy  # noqa: F401
-    except Exception:  # CuPy writes to the home directory and loads libraries of CUDA
+    except Exception:  # importing CuPy may fail in many ways: it loads libraries and writes files
         return False
     return True

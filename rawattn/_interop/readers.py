@@ -1,7 +1,7 @@
-"""Functions that read the arrays of a call by their attributes, made as text for as many arrays as there are.
+"""Generates functions that read the arrays of a call by their attributes, unrolled for the number of arrays.
 
-A cached call reads its arrays again each time, which is most of what it costs in Python. A loop over them, which collects in
-lists, takes half as long again as the same attributes asked for one after the other.
+A repeated call reads its arrays each time, which is most of its time in Python. A loop over the arrays that collects lists
+takes 1.5 times as long as the unrolled function.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def read({arguments}):
 
 @dataclass(frozen=True, slots=True)
 class Attributes:
-    """How arrays of a framework are read: expressions of an array `x`, with `names` for what else is in them.
+    """How arrays of a framework are read: Python expressions of an array `{x}`. names: the other names in them.
 
-    plain: whether x is what the others are right for; it may bind `x_`. address: of its first element.
-    form: what tells arrays of different forms apart, hashable. Of one in C order the shape tells the strides.
-    tracked: whether it requires a gradient; `differentiated`: whether any of them may have a derivative otherwise, asked once.
-    now: whether arrays have values at all, asked once.
+    plain: whether the other expressions are valid for x; it may bind `{x}_`. address: of the first element.
+    form: the hashable form of x; strides are True for C order, in which the shape determines them.
+    tracked: whether x requires a gradient. differentiated: whether an array may have another derivative, asked once a call.
+    now: whether arrays have values at all, asked once a call.
     """
 
     plain: str
@@ -43,14 +43,14 @@ class Attributes:
     differentiated: str = "False"
 
     def reader(self, given: tuple[bool, ...]) -> Reader:
-        """Of that many arrays, None for those that are not given: what `native.Read` says, or None.
+        """A function of len(given) arrays, with None for those that are not given. It returns a `native.Read`, or None.
 
-        Its form ends with where the addresses lie within 16 bytes, the widest access there is, all of them together.
+        The form ends with the OR of all addresses modulo 16, the bytes of the widest access.
         """
         arrays = [f"x{n}" for n, one in enumerate(given) if one]
 
         def each(expression: str) -> list[str]:
-            # No expression has a name with an x in it but those of the array.
+            # Each placeholder {x} becomes the array's name.
             return [expression.replace("{x}", x) for x in arrays]
 
         text = _TEXT.format(
@@ -68,6 +68,6 @@ class Attributes:
             tracked=" or ".join((*each(self.tracked), self.differentiated)),
         )
         found: dict[str, Any] = dict(self.names)
-        exec(text, found)  # of the text above alone
+        exec(text, found)  # only the text generated above
         reader: Reader = found["read"]
         return reader

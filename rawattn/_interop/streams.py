@@ -1,12 +1,12 @@
 """CUDA streams and memory shared with other frameworks.
 
-CuPy and torch have a current stream that can be asked for: work that crosses from one stream to
-another is ordered with an event, and nothing is done where the stream is the same. All others are
-ordered by DLPack's stream protocol when an array comes in, and their memory is held until the work
-that uses it is done.
+CuPy and torch can be asked for their current stream. Work that crosses from one stream to another is
+ordered with an event; if both are the same stream, nothing is done. Other frameworks are ordered by
+DLPack's stream protocol when an array is imported, and their memory is held until the work that uses
+it is done.
 
-A stream that captures a graph is never ordered with one that does not: a graph cannot wait for
-work outside it, and whoever launches the graph orders the launch.
+A stream that captures a graph is never ordered with one that does not. A graph cannot wait for work
+outside it, so the code that launches the graph must order the launch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # The legacy default stream in DLPack; in CuPy and torch its handle is 0.
 DLPACK_LEGACY = 1
-# The handle by which every thread names a default stream of its own.
+# The handle of the per-thread default stream: the same number in each thread, but another stream.
 PER_THREAD = 2
 
 
@@ -41,9 +41,9 @@ def import_cupy() -> Any:
 
 @functools.cache
 def torch_stream() -> Callable[[int], int]:
-    """What gives the handle of torch's current stream on a device. torch is loaded."""
+    """A function that gives the handle of torch's current stream on a device. torch must be imported already."""
     torch = sys.modules["torch"]
-    public = torch.cuda.current_stream  # which makes two objects for it
+    public = torch.cuda.current_stream  # slower: it makes two Python objects
     raw: Callable[[int], int] = getattr(
         torch._C, "_cuda_getCurrentRawStream", lambda device: int(public(device).cuda_stream)
     )
@@ -51,12 +51,12 @@ def torch_stream() -> Callable[[int], int]:
 
 
 def own_stream(stream: int) -> int | tuple[int, int]:
-    """What tells the calling thread's stream of this handle apart from all others."""
+    """A key that identifies the calling thread's stream of this handle in the whole process."""
     return stream if stream != PER_THREAD else (stream, threading.get_ident())
 
 
 def current_stream(framework: str, device: int) -> int | None:
-    """Handle of the stream that `framework` uses on `device` now, None if it cannot be asked."""
+    """The handle of the current stream of `framework` on `device`; None if the framework cannot be asked."""
     if framework == "torch":
         return torch_stream()(device)
     if framework == "cupy":
@@ -65,7 +65,7 @@ def current_stream(framework: str, device: int) -> int | None:
 
 
 def compute_stream(framework: str, device: int) -> cupy.cuda.Stream:
-    """The stream that work on an array of `framework` belongs on, as a CuPy stream."""
+    """The stream for work on arrays of `framework`, as a CuPy stream: torch's current one for torch, else CuPy's."""
     current = import_cupy().cuda.get_current_stream(device)
     wanted = current_stream("torch", device) if framework == "torch" else current.ptr
     return current if wanted == current.ptr else external(wanted)
@@ -81,14 +81,14 @@ class _Foreign:
 
 @functools.lru_cache(maxsize=64)
 def external(handle: int) -> Any:
-    """A stream that somebody else made, as a CuPy stream."""
+    """A stream that other code made, as a CuPy stream."""
     import cupy
 
     return cupy.cuda.Stream.from_external(_Foreign(handle)) if handle else cupy.cuda.Stream.null
 
 
 class _Replaced(threading.local):
-    """CuPy's current streams by device, where `on_torch_stream` has replaced them."""
+    """The caller's current CuPy streams by device, while `on_torch_stream` replaces them."""
 
     def __init__(self) -> None:
         self.streams: dict[int, Any] = {}
@@ -107,7 +107,7 @@ def _callers_stream(device: int) -> Any:
 
 @contextlib.contextmanager
 def on_torch_stream(device: int) -> Iterator[Any]:
-    """Lets CuPy work on torch's current stream of `device`, and in torch's memory."""
+    """A context in which CuPy works on torch's current stream of `device` and allocates from torch's memory."""
     cupy = import_cupy()
     with cupy.cuda.Device(device):
         stream = compute_stream("torch", device)
@@ -127,8 +127,8 @@ def on_torch_stream(device: int) -> Iterator[Any]:
 class _TorchMemory:
     """A CuPy allocator that takes memory from torch.
 
-    What a call allocates during a torch graph capture must come from torch: it keeps the block for
-    the graph's replays after the last tensor is gone, and CuPy's own pool may not grow then.
+    Memory that a call allocates while torch captures a graph must come from torch, which keeps the block
+    for replays of the graph after the last tensor is gone. CuPy's pool may not grow during a capture.
     """
 
     __slots__ = ("_device", "_elsewhere", "_handle", "_torch")
@@ -142,7 +142,7 @@ class _TorchMemory:
     def __call__(self, nbytes: int) -> Any:
         import cupy
 
-        # torch gives freed memory out again in the order of its own stream alone.
+        # torch reuses freed memory in the order of its own stream, so the memory may be used on that stream only.
         if (
             cupy.cuda.runtime.getDevice() != self._device
             or cupy.cuda.get_current_stream().ptr != self._handle
@@ -156,7 +156,7 @@ class _TorchMemory:
 
 def is_capturing(handle: int) -> bool:
     """Whether a graph captures the stream."""
-    if handle in (0, DLPACK_LEGACY):  # cannot be captured, nor be asked during another's capture
+    if handle in (0, DLPACK_LEGACY):  # never captured; querying it fails while others capture
         return False
     import cupy
 
@@ -164,7 +164,7 @@ def is_capturing(handle: int) -> bool:
 
 
 def wait(stream: int, device: int) -> None:
-    """Waits on the host until a stream is done."""
+    """Blocks the host until all work on a stream is done."""
     import cupy
 
     with cupy.cuda.Device(device):
@@ -172,23 +172,23 @@ def wait(stream: int, device: int) -> None:
 
 
 def order(before: int, after: int, device: int) -> None:
-    """Makes stream `after` of `device` wait for all that its stream `before` has been given."""
+    """Makes the stream `after` of `device` wait for all work enqueued so far on its stream `before`."""
     if before == after or is_capturing(before) != is_capturing(after):
         return
     import cupy
 
-    with cupy.cuda.Device(device):  # handle 0 is the legacy stream of whichever device is current
+    with cupy.cuda.Device(device):  # handle 0 means the legacy stream of the current device
         event = cupy.cuda.Event(disable_timing=True)
         cupy.cuda.runtime.eventRecord(event.ptr, before)
         cupy.cuda.runtime.streamWaitEvent(after, event.ptr, 0)
 
 
 class Borrowed:
-    """Owner of memory that is used on another stream than its framework's.
+    """The owner of memory that is used on another stream than its framework's.
 
-    A framework reads an `out=` back, and gives freed memory out again, in the order of its own
-    stream. So when the last view dies, that stream is made to wait for the one that used it; where
-    it cannot be asked for, the memory is let go only once that work is done.
+    A framework reads a result in `out=`, and reuses freed memory, in the order of its own stream. So when the
+    last view dies, that stream is made to wait for the stream that used the memory. If the framework cannot be
+    asked for its stream, the memory is released only once that work is done.
     """
 
     __slots__ = ("_device", "_framework", "_owner", "_stream")
@@ -205,12 +205,12 @@ class Borrowed:
         theirs = current_stream(self._framework, self._device)
         if theirs is not None:
             order(self._stream.ptr, theirs, self._device)
-        elif not is_capturing(self._stream.ptr):  # a graph's inputs are the caller's to keep
+        elif not is_capturing(self._stream.ptr):  # the caller keeps a graph's inputs alive
             _free_after(self._stream, self._device, self._owner)
 
 
-# Held while a capsule is made, and while `_free` lets go of one: jaxlib counts a buffer's capsules without a lock, and ends the
-# process where two threads have made it miscount.
+# Held while a capsule is made, and while `_free` releases one: jaxlib counts a buffer's capsules without a lock, and aborts the
+# process if two threads have corrupted the count.
 capsules = threading.RLock()
 
 _dying: queue.SimpleQueue[tuple[Any, object]] = queue.SimpleQueue()
@@ -234,7 +234,7 @@ def _start_freeing() -> None:
 def _free() -> None:
     while True:
         event, owner = _dying.get()
-        with contextlib.suppress(Exception):  # in a failed context nothing is left to wait for
+        with contextlib.suppress(Exception):  # in a failed context there is nothing to wait for
             event.synchronize()
         with capsules:
             del event, owner

@@ -1,7 +1,7 @@
-"""Writes into arrays of the caller's, told to the framework that counts them.
+"""Reports writes into the caller's tensors to torch.
 
-torch keeps a version of each tensor. Its autograd saves tensors for the backward, and refuses one that was written since: it
-knows of its own writes, and of those it is told of.
+torch keeps a version counter for each tensor. Its autograd refuses a saved tensor that was written before the backward. It
+counts its own writes, and other writes only if they are reported.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def tell_written(*arrays: Any) -> None:
-    """Counts a write of each tensor of torch's among `arrays`; others, and None, have no count."""
+    """Increments the version of each torch tensor among `arrays`, which may hold None and arrays of other frameworks."""
     torch = sys.modules.get("torch")
     if torch is None:
         return
@@ -23,7 +23,7 @@ def tell_written(*arrays: Any) -> None:
 
 
 def teller(*arrays: Any) -> Callable[[], None] | None:
-    """What tells of a write of all of them, as often as it is called; None where no tensor is among them."""
+    """A function that reports a write of all the torch tensors among `arrays`; None if there are none."""
     torch = sys.modules.get("torch")
     tensors = [] if torch is None else [x for x in arrays if isinstance(x, torch.Tensor)]
     if len(tensors) == 1:

@@ -1,8 +1,8 @@
-"""Python functions as calls of a program of XLA's: handlers of its typed foreign function interface, made of ctypes alone.
+"""Python functions as custom calls of XLA programs: handlers of its typed foreign function interface, in ctypes alone.
 
-XLA calls a handler with the addresses of its own buffers, and on a GPU with the stream that its kernels are on. The structs
-are those of `xla/ffi/api/c_api.h`, which jaxlib ships and a test compares them with. XLA only appends fields to them, and
-takes those of older versions.
+XLA calls a handler with the addresses of its own buffers, and on a GPU with the stream of its kernels. The structs are those
+of `xla/ffi/api/c_api.h`, which jaxlib ships; a test compares them with it. XLA only appends fields to them, and accepts the
+structs of older versions.
 
 No framework is imported here.
 """
@@ -31,10 +31,10 @@ from ctypes import (
 from typing import Any
 
 _MAJOR, _MINOR = 0, 3  # of the interface that is declared here
-_METADATA = 1  # type of the extension by which XLA asks what a handler is
-_ALIGNMENT = 16  # the most that XLA's allocator takes
+_METADATA = 1  # type of the extension by which XLA queries a handler's metadata
+_ALIGNMENT = 16  # bytes, the largest that XLA's allocator accepts
 
-# Codes of errors, which XLA names in the exception that the user sees.
+# XLA's error codes by Python exception, first match. XLA names the code in the exception that the user sees.
 _CODES: tuple[tuple[type[BaseException], int], ...] = (
     (MemoryError, 8),  # RESOURCE_EXHAUSTED
     (NotImplementedError, 12),  # UNIMPLEMENTED
@@ -50,7 +50,7 @@ def _plain(name: str, *fields: tuple[str, Any]) -> Any:
 
 
 def _struct(name: str, *fields: tuple[str, Any]) -> Any:
-    """One that begins as most of the interface do: with its own size, and a chain of extensions."""
+    """A struct that begins as most structs of the interface do: with its own size and a pointer to a chain of extensions."""
     return _plain(name, ("struct_size", c_size_t), ("extension_start", c_void_p), *fields)
 
 
@@ -113,7 +113,7 @@ CallFrame = _struct(
     ("attrs", Attrs),
 )
 ErrorCreate = _struct("ErrorCreate", ("message", ctypes.c_char_p), ("errc", c_int))
-# Before version 0.4 XLA_FFI_Error_GetMessage, whose struct ends with the message.
+# Before version 0.4 this function is XLA_FFI_Error_GetMessage, whose struct ends with the message.
 ErrorGetDetails = _struct(
     "ErrorGetDetails", ("error", c_void_p), ("message", ctypes.c_char_p), ("errc", c_int)
 )
@@ -129,7 +129,7 @@ MemoryAllocate = _struct(
 )
 MemoryFree = _struct("MemoryFree", ("ctx", c_void_p), ("size", c_size_t), ("data", c_void_p))
 
-# Codes of dtypes, by NumPy's names; XLA has more.
+# NumPy's names of the dtypes that calls use, by XLA's codes.
 DTYPES = {
     1: "bool",
     4: "int32",
@@ -143,11 +143,11 @@ DTYPES = {
 _HANDLER = ctypes.CFUNCTYPE(c_void_p, c_void_p)
 _DATA_AT = Buffer.data.offset
 
-# All memory as words of 8 bytes, and as bytes: structs that XLA hands over are read at their addresses. To make a ctypes
-# struct of each takes five times as long.
+# All memory as an array of 8-byte words and as an array of bytes, by which XLA's structs are read at their addresses. Making a
+# ctypes struct of each takes five times as long.
 _WORDS = (c_uint64 * (sys.maxsize // 16)).from_address(0)
 _BYTES: Any = (c_char * (sys.maxsize // 2)).from_address(0)
-# Where what is read of a call frame stands in it, in words.
+# Offsets in a call frame, in words, of the fields that are read.
 _EXTENSION, _API, _CTX = (
     getattr(CallFrame, name).offset // 8 for name in ("extension_start", "api", "ctx")
 )
@@ -155,15 +155,15 @@ _ARGS, _RETS = (
     (getattr(CallFrame, of).offset + kind.size.offset) // 8
     for of, kind in (("args", Args), ("rets", Rets))
 )
-_ITEMS = (Args.args.offset - Args.size.offset) // 8  # from the size of Args, or Rets
+_ITEMS = (Args.args.offset - Args.size.offset) // 8  # from field `size` of Args or Rets
 _ATTRS = (CallFrame.attrs.offset + Attrs.attrs.offset) // 8
 
 
 class Call:
-    """One call of a handler. It is over, and its memory with it, when the handler returns.
+    """One call of a handler. It is valid, and so is its memory, until the handler returns.
 
     text: the value of the call's only attribute, a string.
-    inputs, outputs: addresses of the buffers, which are dense, rows first; 0 is possible for one without elements.
+    inputs, outputs: addresses of the buffers, which are in C order; the address of one without elements may be 0.
     """
 
     __slots__ = ("_allocated", "_ctx", "_frame", "_xla", "inputs", "outputs", "text")
@@ -193,7 +193,7 @@ class Call:
         return int(self._xla.device.ask(self._ctx))
 
     def allocate(self, nbytes: int) -> int:
-        """Address of device memory of XLA's own, for what this call puts on its stream and nothing later."""
+        """The address of device memory from XLA, for work that this call puts on its stream and nothing later."""
         if not nbytes:
             return 0
         asked = MemoryAllocate(
@@ -212,7 +212,7 @@ class Call:
         return self._allocated is not None
 
     def free(self) -> None:
-        """Give back all that was allocated: XLA hands it out again in the order of the stream."""
+        """Gives back all memory from `allocate`. XLA reuses it in the order of the stream."""
         while self._allocated:
             address, nbytes = self._allocated.pop()
             asked = MemoryFree(ctypes.sizeof(MemoryFree), None, self._ctx, nbytes, address)
@@ -220,10 +220,10 @@ class Call:
 
 
 def handler(run: Callable[[Call], None]) -> Any:
-    """A C function for `jax.ffi.pycapsule` that runs `run` for each call.
+    """A C function for `jax.ffi.pycapsule` that calls `run` for each custom call.
 
-    What `run` raises becomes an error of the program, with its text. XLA must not record the call into a graph of its own and
-    replay that: each call runs `run`. Whoever registers the function keeps it for the life of the process.
+    An exception of `run` becomes an error of the program with its text. The handler does not allow XLA to record the call into
+    a CUDA graph and replay it, so `run` runs at every call. The caller must keep the function for the life of the process.
     """
 
     def handle(address: int) -> int | None:
@@ -239,7 +239,7 @@ def handler(run: Callable[[Call], None]) -> Any:
             finally:
                 if call.took_memory:
                     call.free()
-        except BaseException as error:  # one that left a C function would be lost
+        except BaseException as error:  # ctypes would swallow one that leaves a C callback
             return xla.error(error)
         return None
 
@@ -247,7 +247,7 @@ def handler(run: Callable[[Call], None]) -> Any:
 
 
 def is_traced(obj: object) -> bool:
-    """Whether `obj` is an array of a JAX function under transformation, which has no values. JAX is not imported for it."""
+    """Whether `obj` is a JAX tracer, an array without values in a function under transformation. Does not import JAX."""
     jax = sys.modules.get("jax")
     tracer = getattr(getattr(jax, "core", None), "Tracer", None)
     return tracer is not None and isinstance(obj, tracer)
@@ -260,7 +260,8 @@ class _Xla:
         api = Api.from_address(address)
         self.version = api.api_version.major_version, api.api_version.minor_version
         self.complete = api.struct_size >= ctypes.sizeof(Api)
-        # Called with the GIL: they return at once. An allocation may wait for another thread to free.
+        # `_quick` functions are called with the GIL held, since they return at once. Allocations release it: one may wait for
+        # another thread to free memory.
         self._error_create = _quick(api.Error_Create)
         self._error_details = _quick(api.Error_GetDetails)
         self._error_destroy = _quick(api.Error_Destroy)
@@ -270,7 +271,7 @@ class _Xla:
         self.memory_free = _HANDLER(api.DeviceMemory_Free)
 
     def error(self, error: BaseException) -> int:
-        """An error of XLA's that says what `error` does."""
+        """The address of a new XLA error with the text of `error`."""
         code = next(code for kind, code in _CODES if isinstance(error, kind))
         lines = traceback.format_exception_only(type(error), error)
         message = "rawattn: " + "".join(lines).strip().replace("\0", "")
@@ -283,7 +284,7 @@ class _Xla:
             raise RuntimeError(self.take(error))
 
     def take(self, error: int) -> str:
-        """What XLA's `error` says; it is gone then."""
+        """The message of XLA's `error`, which is then destroyed."""
         asked = ErrorGetDetails(ctypes.sizeof(ErrorGetDetails), None, error, None, 0)
         self._error_details(byref(asked))
         message: bytes = asked.message
@@ -292,7 +293,7 @@ class _Xla:
 
 
 class _Question:
-    """What XLA is asked in every call: the structs of its arguments are kept, each for one thread at a time."""
+    """A query that XLA answers in every call. Its argument structs are pooled; each is used by one thread at a time."""
 
     def __init__(self, xla: _Xla, address: int, struct: Any, answer: str) -> None:
         self._xla, self._call, self._struct = xla, _quick(address), struct
@@ -328,7 +329,7 @@ def _quick(address: int) -> Any:
 
 
 def _describe(extension: int, xla: _Xla) -> bool:
-    """Answer XLA's question what the handler is, where that is the extension."""
+    """Fills in the handler's metadata if XLA asks for it by this extension. Whether it does."""
     if Extension.from_address(extension).type != _METADATA:
         return False
     if xla.version[0] != _MAJOR or not xla.complete:
@@ -344,13 +345,13 @@ def _describe(extension: int, xla: _Xla) -> bool:
 
 
 def _addresses(buffers: int) -> list[int]:
-    """Where the data of buffers lies, whose number, and pointers to whom, stand at this index in `_WORDS`."""
+    """The data addresses of the buffers of an Args or Rets. buffers: the index in `_WORDS` of its field `size`."""
     items = _WORDS[buffers + _ITEMS] // 8
     return [_WORDS[(at + _DATA_AT) // 8] for at in _WORDS[items : items + _WORDS[buffers]]]
 
 
 def _forms(buffers: int) -> Iterator[tuple[tuple[int, ...], str]]:
-    """Their shapes and dtypes."""
+    """Shapes and dtypes of the same buffers."""
     items = _WORDS[buffers + _ITEMS] // 8
     for at in _WORDS[items : items + _WORDS[buffers]]:
         buffer = Buffer.from_address(at)
