@@ -1,4 +1,4 @@
-"""New keys and values into pages on the CPU, and the rotary embedding of keys and queries."""
+"""`append_kv` on the CPU: new keys and values are written to pages, keys and queries get their rotary embedding."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Int64s = NDArray[np.int64]
 
 @np.errstate(
     all="ignore"
-)  # what overflows, and NaN, is the caller's, and passes without a word as on a GPU
+)  # overflow and NaN come from the caller's values and pass without a warning, as on a GPU
 def append(
     problem: Problem,
     lengths: HostLengths,
@@ -28,15 +28,15 @@ def append(
     v_pages: Array,
     extras: Mapping[str, Any],
 ) -> None:
-    """Writes the new rows that have a slot in the pages: their position is one of theirs, their page's id one of a page.
+    """Writes the new rows that have a slot in the pages: the position is not negative, and the id of its page is valid.
 
-    extras: block_table, cos and sin where keys turn, and the scales of pages that hold 8 bits.
+    extras: block_table, cos and sin if there is a rotary embedding, and the scales of float8 pages.
     """
     form = problem.pages
     assert form is not None
     sequence, at, position = new_rows(lengths)
     table = extras["block_table"]
-    # No length is above what the pages of its sequence hold, so a position may only be too low.
+    # No length exceeds the rows that the pages of its sequence hold, so a position can only be too low.
     page = np.maximum(position, 0) // form.page_size
     if form.has_indptr:
         ids = table[lengths.start_k[sequence] // form.page_size + page]
@@ -60,14 +60,14 @@ def append(
 def turn_rows(
     problem: Problem, lengths: HostLengths, q: Array, out: Array, extras: Mapping[str, Any]
 ) -> None:
-    """Writes the logical rows of q, turned."""
+    """Writes the logical rows of q with their rotary embedding to `out`."""
     sequence, at, position = new_rows(lengths)
     rows = _index(problem, lengths, sequence, at)
     out[rows] = turned(problem, q[rows], position, extras)
 
 
 def new_rows(lengths: HostLengths) -> tuple[Int64s, Int64s, Int64s]:
-    """Of each logical row its sequence, its index among the sequence's new rows, and its position."""
+    """For each logical row: its sequence, its index among the sequence's new rows, and its position."""
     sequence = np.repeat(np.arange(lengths.len_q.size), lengths.len_q)
     first = np.cumsum(lengths.len_q) - lengths.len_q
     at = np.arange(sequence.size) - first[sequence]
@@ -75,9 +75,9 @@ def new_rows(lengths: HostLengths) -> tuple[Int64s, Int64s, Int64s]:
 
 
 def turned(problem: Problem, rows: Array, position: Int64s, extras: Mapping[str, Any]) -> Array:
-    """Rows (n, heads, D) with the rotary embedding of their positions, in float32; without one as they are.
+    """Rows (n, heads, D) with the rotary embedding of their positions, in float32; the rows as they are without one.
 
-    A position that has no angle takes that of the nearest one.
+    A position outside the table of angles takes the nearest angle.
     """
     rotary = problem.rotary
     if rotary is None:
@@ -96,7 +96,7 @@ def turned(problem: Problem, rows: Array, position: Int64s, extras: Mapping[str,
 
 
 def _index(problem: Problem, lengths: HostLengths, sequence: Int64s, at: Int64s) -> Any:
-    """Of rows of sequences in the arrays of rows."""
+    """The index, in arrays such as q and the new k, of the rows `at` of the sequences `sequence`."""
     if problem.group:
         return lengths.start_q[sequence] + at
     return sequence, at

@@ -1,9 +1,9 @@
 """The CPU backend's backward, in float32, with threads over tiles of scores.
 
-A short sequence is one tile, computed with others of its lengths at once, here. A long one takes
-many tiles (`backward_tiles`). Beyond the arrays of the call, memory is a few tiles for each thread,
-whatever the lengths. Each tile of a result has one writer that adds in one order: the same bits on
-every run.
+Short sequences are computed here: each is one tile, and those of equal lengths are computed together.
+A long sequence takes many tiles (`backward_tiles`). Beyond the arrays of the call, memory is a few tiles
+for each thread, whatever the lengths. Each tile of a result is written by one thread, which adds in a
+fixed order, so every run gives the same bits.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ def backward(
     extras: Mapping[str, Any] = NO_ARRAYS,
     gradients: Mapping[str, Any] = NO_ARRAYS,
 ) -> None:
-    """Write the logical rows of dq, dk and dv, padding is neither read nor written; and all of `gradients`.
+    """Write the logical rows of dq, dk and dv, and all of `gradients`. Padding rows are neither read nor written.
 
-    All are NumPy arrays; `dlse` None is a gradient of 0. A row whose lse is -inf gives and gets 0.
-    `lengths` may be None in a dense batch: where `problem.ragged` is False. extras: arrays of options
-    by name, and "seed_value", a number. gradients: results for them, "d" before the names.
+    All are NumPy arrays; `dlse` None means a gradient of 0. A row whose lse is -inf contributes and gets 0.
+    `lengths` may be None if `problem.ragged` is False. extras: arrays of options by name, and the number
+    "seed_value". gradients: where the gradients of these arrays are written, by their names with a "d" in front.
     """
     arrays = Arrays(dout, q, k, v, out, lse, dlse, dq, dk, dv)
     options = PLAIN
@@ -61,7 +61,7 @@ def backward(
         options = Options(scores, Totals(problem, scores, gradients) if gradients else None)
     bundles, spans = divide_batch(problem, lengths)
     tasks = [
-        # Five products of the size of the forward's two.
+        # The backward has five matrix products where the forward has two of the same size.
         Task(
             bundle.work(problem) * 5 // 2,
             partial(_differentiate_bundle, problem, options, bundle, arrays),
@@ -77,8 +77,8 @@ def backward(
         options.totals.write(gradients)
 
 
-# NumPy's error state belongs to a thread. Warnings would be about the caller's NaN or infinity, or
-# about a gradient that float16 cannot hold.
+# NumPy's error state is per thread, so each task sets it. Warnings would be about the caller's NaN or
+# infinity, or about a gradient that float16 cannot hold.
 @np.errstate(all="ignore")
 def _differentiate_bundle(
     problem: Problem, options: Options, bundle: Bundle, arrays: Arrays
@@ -122,5 +122,5 @@ def _differentiate_bundle(
 
 
 def _of_rows(problem: Problem, bundle: Bundle, lse: Array) -> Floats:
-    """What is as `lse`, for the rows of a bundle."""
+    """An array with the axes of `lse`, for the rows of a bundle, in the layout of `heads_first`."""
     return heads_first(bundle.rows.read(lse.swapaxes(-1, -2))[..., None], problem.nheads_kv)

@@ -1,8 +1,8 @@
-"""The backward of long sequences, a tile of scores at a time: two passes, unless all keys are one tile.
+"""The backward of long sequences, one tile of scores at a time, in two passes, or one if all keys fit one tile.
 
-The first pass sums dk and dv of a key tile over the rows that see it, the second dq of a row tile over the keys that it sees.
-Both compute the probabilities anew, from `lse`. Where all keys of a sequence are one tile, dq needs no sum over tiles, and the
-first pass writes it too.
+The first pass sums dk and dv of a key tile over the query tiles that see it. The second sums dq of a query tile over the key
+tiles that it sees. Both recompute the probabilities from `lse`. If all keys of a sequence are one tile, dq needs no sum over
+tiles, and the first pass writes it too.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from rawattn._cpu.tiles import (
 
 
 class Arrays(NamedTuple):
-    """Those of the call."""
+    """The arrays of the call."""
 
     dout: Array
     q: Array
@@ -55,24 +55,24 @@ class Arrays(NamedTuple):
 
 
 class _Heads(NamedTuple):
-    """Some key heads of one sequence, and the query heads that share them; all are views."""
+    """Views of some kv heads of one sequence, and of the query heads that share them."""
 
-    dout: Array  # (seqlen_q, nheads_q, headdim_v), as out
-    q: Array  # (seqlen_q, nheads_q, headdim), as dq
-    k: Array  # (seqlen_k, nheads_kv, headdim), as dk
-    v: Array  # (seqlen_k, nheads_kv, headdim_v), as dv
+    dout: Array  # (seqlen_q, nheads_q, headdim_v), the shape of out too
+    q: Array  # (seqlen_q, nheads_q, headdim), the shape of dq too
+    k: Array  # (seqlen_k, nheads_kv, headdim), the shape of dk too
+    v: Array  # (seqlen_k, nheads_kv, headdim_v), the shape of dv too
     out: Array
-    lse: Array  # (nheads_q, seqlen_q), as dlse
+    lse: Array  # (nheads_q, seqlen_q), the shape of dlse too
     dlse: Array | None
     dq: Array
     dk: Array
     dv: Array
-    offset: int  # row i has the diagonal i + offset
-    where: Where  # all rows and keys
+    offset: int  # the diagonal of row i is key i + offset
+    where: Where  # covers all rows and keys
 
 
 class _Tile(NamedTuple):
-    """Of results: dk and dv of keys, or dq of rows."""
+    """A tile of results, [first, last): dk and dv of keys, or dq of rows."""
 
     heads: _Heads
     first: int
@@ -80,7 +80,7 @@ class _Tile(NamedTuple):
 
 
 def tasks_of(problem: Problem, options: Options, span: Span, arrays: Arrays) -> Iterator[Task]:
-    """What computes the gradients of one sequence."""
+    """The tasks that compute the gradients of one sequence."""
     for heads in _heads(problem, span, arrays):
         yield from _tasks(problem, options, heads)
 
@@ -121,7 +121,7 @@ def _heads(problem: Problem, span: Span, arrays: Arrays) -> Iterator[_Heads]:
 def _tasks(problem: Problem, options: Options, heads: _Heads) -> Iterator[Task]:
     seqlen_q, nheads_q = heads.q.shape[:2]
     seqlen_k = len(heads.k)
-    each = nheads_q * (problem.headdim + problem.headdim_v)  # multiplications of a score
+    each = nheads_q * (problem.headdim + problem.headdim_v)  # multiplications a (row, key) pair
     one_pass = 0 < seqlen_k <= KEYS
     if options.totals is not None and options.totals.has_sinks:
         work = seqlen_q * nheads_q * problem.headdim_v
@@ -143,7 +143,7 @@ def _tasks(problem: Problem, options: Options, heads: _Heads) -> Iterator[Task]:
 
 @np.errstate(all="ignore")
 def _sum_over_rows(problem: Problem, options: Options, tile: _Tile) -> Part | None:
-    """dk and dv of a key tile; and dq of all rows, if there is no other tile of keys."""
+    """dk and dv of a key tile; and dq of all rows if it is the only key tile."""
     heads, keys = tile.heads, (tile.first, tile.last)
     seqlen_q, nheads, nkeys = len(heads.q), heads.k.shape[1], tile.last - tile.first
     every_key = nkeys == len(heads.k)
@@ -178,7 +178,7 @@ def _sum_over_rows(problem: Problem, options: Options, tile: _Tile) -> Part | No
 
 @np.errstate(all="ignore")
 def _sum_over_keys(problem: Problem, options: Options, tile: _Tile) -> None:
-    """dq of a row tile."""
+    """dq of a query tile."""
     heads, rows = tile.heads, tile.last - tile.first
     diagonal = tile.first + heads.offset
     queries = _Rows(problem, heads, tile.first, tile.last, divide(problem, rows, 1))
@@ -195,7 +195,7 @@ def _sum_over_keys(problem: Problem, options: Options, tile: _Tile) -> None:
 
 @np.errstate(all="ignore")
 def _sum_of_sinks(problem: Problem, options: Options, heads: _Heads) -> Part | None:
-    """What all rows of some heads add to the gradient of the sink logits."""
+    """The contribution of all rows of some heads to the gradient of the sink logits."""
     seqlen_q = len(heads.q)
     part = options.part(heads.where)
     assert part is not None
@@ -208,7 +208,7 @@ def _sum_of_sinks(problem: Problem, options: Options, heads: _Heads) -> Part | N
 
 
 class _Rows:
-    """A tile of rows: what their probabilities and the gradients of their scores are made of."""
+    """A query tile: scaled q, dout, lse and delta, from which its probabilities and score gradients are computed."""
 
     def __init__(
         self, problem: Problem, heads: _Heads, first: int, last: int, pieces: Pieces
@@ -219,7 +219,7 @@ class _Rows:
             fill_rows(x[first:last], nheads_kv, filled) for x in (heads.q, heads.dout, heads.out)
         )
         self.q *= problem.scale
-        # exp(s - inf) = 0: rows without a key, and those that fill up the tile.
+        # inf gives exp(s - inf) = 0, for rows that see no key and for rows that only fill up the tile.
         self.normaliser = np.full((nheads_kv, filled, 1), np.inf, np.float32)
         lse = heads.lse[:, first:last].reshape(nheads_kv, -1, last - first, 1)
         rows_by_head(self.normaliser, nheads_q, last - first)[...] = np.where(
@@ -245,7 +245,7 @@ def _probabilities(
     where: Where,
     part: Part | None,
 ) -> tuple[Floats, Floats, Array | None]:
-    """p; ds, the gradient of scale * q . k; and where both are 0, as no row sees the key there."""
+    """(p, ds, masked): probabilities, the gradient of scale * q . k, and where both are 0 as the row does not see the key."""
     p = multiply_transposed(rows.q, k, pieces)
     ds = multiply_transposed(rows.dout, v, pieces)
     if options.scores is None:

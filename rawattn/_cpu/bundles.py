@@ -1,7 +1,7 @@
-"""Short sequences of equal lengths are computed together: each is a tile of its own, whole.
+"""Bundles: short sequences of equal lengths are computed together, each as one tile.
 
-What the interpreter costs is paid once for a bundle of them. A long sequence is left to the tiles
-of the forward and of the backward.
+So the interpreter's time is spent once a bundle. Long sequences are computed tile by tile, by the forward
+and by the backward.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from rawattn._cpu import tiles
 from rawattn._cpu.scores import Where
 from rawattn._cpu.tiles import Array, Floats, multiply, multiply_matrices
 
-# No tile of a bundle has more numbers: they stay in the cache.
+# The most numbers in q, k, v or a result of a bundle, so that they stay in the CPU's cache.
 _NUMBERS = 1 << 17
 
 
 class Rows(NamedTuple):
-    """Where the rows, or the keys, of sequences of one length lie in an array of the call."""
+    """Where the rows (or keys) of sequences of equal length lie in an array of the call."""
 
     index: Any
-    split: tuple[int, int] | None  # sequences and length, if the index finds one after another
+    split: tuple[int, int] | None  # (sequences, length) if the index gives one flat run of rows
 
     def read(self, array: Array) -> Array:
         """(sequences, length, ...). The heads of `array` come after its rows."""
@@ -37,7 +37,7 @@ class Rows(NamedTuple):
     def write(self, array: Array, values: Array) -> None:
         if self.split is None:
             array[self.index] = values
-        else:  # such an index, and the split of an axis, give views
+        else:  # the index is a slice then, and splitting an axis keeps it a view
             self.read(array)[...] = values
 
 
@@ -52,7 +52,7 @@ class Bundle(NamedTuple):
     len_k: int
 
     def work(self, problem: Problem) -> int:
-        """Multiplications of the forward; a number copied counts as 8, exp and the like as 16."""
+        """The work of the forward in multiplications: copying a number counts as 8, the softmax of a score (exp etc.) as 16."""
         headdims = problem.headdim + problem.headdim_v
         scores = problem.nheads_q * self.len_q * self.len_k
         numbers = (problem.nheads_q * self.len_q + problem.nheads_kv * self.len_k) * headdims
@@ -60,7 +60,7 @@ class Bundle(NamedTuple):
 
 
 class Span(NamedTuple):
-    """A sequence that is too long for a bundle."""
+    """A sequence that is too long for a bundle, computed alone."""
 
     sequence: int  # its index in the batch
     entry: tuple[Any, ...]  # its index on the batch axis; () in group mode
@@ -75,7 +75,7 @@ def divide_batch(
 ) -> tuple[Sequence[Bundle], Sequence[Span]]:
     """The sequences of a call, each in a bundle or alone.
 
-    `lengths` may be None where every sequence has all rows and keys of its batch entry.
+    `lengths` may be None if every sequence has all rows and keys of its batch entry.
     """
     if not problem.ragged:
         step = _step_of_dense(problem, (tiles.ROWS, tiles.KEYS))
@@ -101,7 +101,7 @@ def divide_batch(
 
 @functools.lru_cache(maxsize=256)
 def _step_of_dense(problem: Problem, tile: tuple[int, int]) -> int:
-    """`sequences_of_bundle` of a dense batch; tile: what it depends on beside the problem."""
+    """`sequences_of_bundle` of a dense batch, cached. tile: (ROWS, KEYS), on which the result depends too."""
     return sequences_of_bundle(problem, problem.rows_q, problem.rows_k)
 
 
@@ -136,7 +136,7 @@ def _of_batch(entries: slice | list[int], len_q: int, len_k: int) -> Bundle:
 
 
 def _entries(members: list[int]) -> slice | list[int]:
-    """An index of the batch axis, a slice where it can be: that makes no copy."""
+    """An index of the batch axis: a slice if possible, which makes no copy."""
     first, last = members[0], members[-1]
     return slice(first, last + 1) if last - first + 1 == len(members) else members
 
@@ -160,7 +160,7 @@ def _span(problem: Problem, lengths: HostLengths, b: int) -> Span:
 
 
 def mask_of_bundle(problem: Problem, bundle: Bundle) -> NDArray[np.bool_] | None:
-    """Where a tile of `heads_first` has a row that does not see the key; None: nowhere."""
+    """True where a row of a tile of `heads_first` does not see the key; None if all rows see all keys."""
     len_q, len_k = bundle.len_q, bundle.len_k
     diagonal = 0 if problem.top_left else len_k - len_q
     shape = (problem.nheads_q // problem.nheads_kv * len_q, len_k)
@@ -168,7 +168,7 @@ def mask_of_bundle(problem: Problem, bundle: Bundle) -> NDArray[np.bool_] | None
 
 
 def where_bundle(problem: Problem, bundle: Bundle) -> Where:
-    """Where its tile of scores is."""
+    """The position of a bundle's tile of scores."""
     rows, keys = (0, bundle.len_q), (0, bundle.len_k)
     return Where(bundle.members, (0, problem.nheads_kv), rows, keys, bundle.len_q, bundle.len_k)
 
@@ -176,7 +176,7 @@ def where_bundle(problem: Problem, bundle: Bundle) -> Where:
 def heads_first(array: Array, nheads_kv: int) -> Floats:
     """(sequences, length, nheads, d) as (sequences, nheads_kv, heads of a group * length, d).
 
-    The caller's own memory where possible.
+    A view of the caller's memory if possible.
     """
     by_head = array.transpose(0, 2, 1, 3)
     count, nheads, length, headdim = by_head.shape
@@ -186,7 +186,7 @@ def heads_first(array: Array, nheads_kv: int) -> Floats:
 
 
 def heads_last(tile: Floats, nheads: int) -> Floats:
-    """The inverse of `heads_first`, a view."""
+    """The inverse of `heads_first`, as a view."""
     count, nheads_kv, rows, headdim = tile.shape
     if nheads != nheads_kv:
         tile = tile.reshape(count, nheads, nheads_kv * rows // nheads, headdim)
@@ -196,8 +196,8 @@ def heads_last(tile: Floats, nheads: int) -> Floats:
 def multiply_whole(weights: Floats, values: Floats, masked: NDArray[np.bool_] | None) -> Floats:
     """Weights (sequences, nheads, n, m) times values (sequences, nheads, m, d).
 
-    A NaN or infinity in values stays away from where it is masked and the weight is 0. `masked` has
-    the axes of the weights, or the last two of them.
+    A NaN or infinity in values does not reach rows for which it is masked, whose weight is 0. `masked` has the
+    axes of the weights, or the last two of them.
     """
     product = multiply_matrices(weights, values)
     if masked is None or np.isfinite(product).all():

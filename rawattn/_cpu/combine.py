@@ -1,4 +1,4 @@
-"""Partial results over disjoint keys become one, in NumPy. The arithmetic is that of kernels_cu/portable/combine.cu."""
+"""Merges partial results over disjoint keys, in NumPy. The arithmetic is that of kernels_cu/portable/combine.cu."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import numpy as np
 
 
 def combine(outs: Sequence[Any], lses: Sequence[Any], out: Any, lse: Any) -> None:
-    """Writes `out` and `lse`. outs, lses: of each partial, in the shapes of `out` and `lse`."""
+    """Writes `out` and `lse`. outs, lses: those of the partials, each in the shape of `out` and `lse`."""
     if out.size == 0:
         lse[...] = -np.inf
         return
     top = lses[0].copy()
     for each in lses[1:]:
         np.fmax(top, each, out=top)
-    top[~(top > -np.inf)] = 0  # where all are dead, or NaN, which the sum shows
-    # A NaN or infinity among the partials is the caller's, and comes out without a warning as it does on a GPU.
+    top[~(top > -np.inf)] = 0  # where all lses are -inf or NaN; the sum carries the NaN on
+    # A NaN or infinity in the partials comes from the caller, and reaches the result without a warning, as on a GPU.
     with np.errstate(invalid="ignore", over="ignore", divide="ignore", under="ignore"):
         exponentials = [np.exp(each - top) for each in lses]
         total = np.sum(exponentials, axis=0, dtype=np.float32)
@@ -32,5 +32,5 @@ def combine(outs: Sequence[Any], lses: Sequence[Any], out: Any, lse: Any) -> Non
 
 
 def _beside(x: Any) -> Any:
-    """Numbers of heads and rows, as they multiply rows of heads."""
+    """Numbers (..., heads, rows) as (..., rows, heads, 1), to multiply arrays of the layout of `out`."""
     return np.swapaxes(x, -1, -2)[..., None]

@@ -1,9 +1,9 @@
 """The CPU backend: NumPy, on tiles of scores, with threads over tiles.
 
-A short sequence is one tile, computed with others of its lengths at once. A long one has several,
-and an online softmax over them. Arithmetic is float32 whatever the dtype. Beyond the arrays of the
-call, memory is a few tiles for each thread. Each row has one writer, which adds up its keys in one
-order: the same bits on every run. NaN in a key or value reaches the rows that see it and no other.
+A short sequence is one tile, and those of equal lengths are computed together. A long one has several
+tiles, with an online softmax over them. Arithmetic is float32 whatever the dtype. Beyond the arrays of
+the call, memory is a few tiles for each thread. Each row is computed by one thread, which adds up its
+keys in a fixed order, so every run gives the same bits. NaN in a key or value reaches only rows that see it.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ from rawattn._cpu.tiles import (
 
 
 class _Tile(NamedTuple):
-    """Rows of some heads of one sequence, and all the keys of these heads; all are views."""
+    """Views of some rows of some heads of one sequence, and of all keys and values of these heads."""
 
     q: Array  # (rows, nheads_q, headdim)
     k: Array  # (seqlen_k, nheads_kv, headdim)
     v: Array  # (seqlen_k, nheads_kv, headdim_v)
     out: Array  # (rows, nheads_q, headdim_v)
     lse: Array | None  # (nheads_q, rows)
-    diagonal: int  # the key under the diagonal of the first row
-    where: Where  # with all its keys
+    diagonal: int  # the key on the diagonal of the first row
+    where: Where  # covers all keys
 
 
 def forward(
@@ -69,8 +69,8 @@ def forward(
 ) -> None:
     """Write the logical rows of `out` and, if it is not None, of `lse`. All are NumPy arrays.
 
-    `lengths` may be None in a dense batch: where `problem.ragged` is False. extras: arrays of options
-    by name, and "seed_value", a number.
+    `lengths` may be None if `problem.ragged` is False. extras: arrays of options by name, and the number
+    "seed_value".
     """
     scores = scores_of(problem, extras)
     bundles, spans = divide_batch(problem, lengths)
@@ -87,8 +87,8 @@ def forward(
     run(tasks)
 
 
-# NumPy's error state belongs to a thread. Warnings would be about the caller's NaN or infinity, or
-# about a result that float16 cannot hold.
+# NumPy's error state is per thread, so each task sets it. Warnings would be about the caller's NaN or
+# infinity, or about a result that float16 cannot hold.
 @np.errstate(all="ignore")
 def _attend_bundle(
     problem: Problem,
@@ -190,7 +190,7 @@ def _attend(problem: Problem, scores: Scores | None, tile: _Tile) -> None:
     total = np.zeros((nheads_kv, filled, 1), np.float32)
     out = np.zeros((nheads_kv, filled, headdim_v), np.float32)
     if scores is not None and (sinks := scores.sinks(tile.where, filled)) is not None:
-        # A key that comes first, and has no value.
+        # The sink acts as a first key that has no value.
         running_max = np.maximum(running_max, sinks)
         total = np.exp(sinks - running_max)
 

@@ -1,4 +1,4 @@
-"""Keys in pages on the CPU: those that the rows of each sequence reach are gathered, and the forward has a packed batch."""
+"""`paged_attention` on the CPU: gathers the keys that rows can see from their pages, and runs the forward on a packed batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rawattn._cpu import forward as cpu_forward
 from rawattn._cpu.tiles import Array
 
 
-@np.errstate(all="ignore")  # numbers of 8 bits times their scale may overflow
+@np.errstate(all="ignore")  # float8 values times their scale may overflow
 def forward(
     problem: Problem,
     lengths: HostLengths,
@@ -26,8 +26,8 @@ def forward(
     lse: Array | None,
     extras: Mapping[str, Any],
 ) -> None:
-    """As `forward.forward`, with all keys and values in pages. extras: the table too, of which no id is believed to be one
-    of a page, and the scales of keys and values in 8 bits.
+    """As `forward.forward`, with keys and values in pages. extras: also the block table, whose ids are not trusted to be
+    valid, and the scales of float8 keys and values.
     """
     form = problem.pages
     assert form is not None
@@ -46,7 +46,7 @@ def forward(
     if problem.group:
         cpu_forward.forward(packed, flat, q, k, v, out, lse, extras)
         return
-    # A batch axis is that of sequences with equal room. Only logical rows are written.
+    # q has a batch axis: pack it as sequences of `rows` rows each. Only logical rows are copied to `out` and `lse`.
     batch, rows = q.shape[:2]
     flat = replace(flat, start_q=np.arange(batch, dtype=np.int64) * rows)
     flat_out = np.empty((batch * rows, *out.shape[2:]), out.dtype)

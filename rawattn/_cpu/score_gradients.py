@@ -1,7 +1,7 @@
-"""Gradients of the arrays of options: each task gives its part, and parts are added up in one order.
+"""Gradients of the options' arrays: each task returns its part, and parts are added up in a fixed order.
 
-So the same call gives the same bits with any number of threads. A part is as large as what its tile
-of scores, or its key tile with all rows, has of an array; few wait for those before them.
+So the same call gives the same bits with any number of threads. A part covers the elements of an array that
+the task's tile of scores, or its key tile with all rows, reads. Few parts wait for earlier ones at a time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Sums = dict[str, Array]  # by the names of gradients
 
 
 class Part:
-    """What one task adds. `where` covers all its tiles together."""
+    """The contribution of one task to the gradients. `where` covers all of its tiles."""
 
     def __init__(self, totals: Totals, where: Where) -> None:
         self.where = where
@@ -31,7 +31,7 @@ class Part:
         self._totals = totals
 
     def add_scores(self, ds: Floats, where: Where, changed: Changed) -> None:
-        """Of a tile: ds is the gradient of scores, 0 where they are hidden."""
+        """Adds a tile's contribution. ds: the gradient with respect to the scores, 0 where a key is hidden."""
         totals = self._totals
         inner = where.view(ds, totals.scores.nheads_q(where))
         if "dbias" in totals.sums:
@@ -41,7 +41,10 @@ class Part:
                 self._add_captured(each, inner)
 
     def add_sinks(self, normaliser: Floats, delta: Floats, where: Where) -> None:
-        """Of rows (..., key heads, rows of a group's heads, 1): lse, inf where it is -inf, and dout . out - dlse."""
+        """Adds the contribution of rows. Both arrays are (..., kv heads, rows of a group's heads, 1).
+
+        normaliser: lse, with inf in place of -inf. delta: dout . out - dlse.
+        """
         totals = self._totals
         if "dsink_logits" not in totals.sums:
             return
@@ -58,7 +61,7 @@ class Part:
     def _add_captured(self, values: PartialValues, ds: Floats) -> None:
         name = self._totals.captured[values.name]
         total = self._totals.sums[name]
-        # A partial derivative may be anything where the key is hidden.
+        # Where the key is hidden its partial derivative is undefined.
         seen = ds != 0
         products = np.where(seen, ds * values.partial, np.float32(0))
         flat = np.ravel_multi_index(values.indices, total.shape).reshape(-1)
@@ -74,7 +77,7 @@ class Part:
         axes = [axis for axis, n in ((0, batches), (3, rows), (4, keys)) if n == 1]
         if heads < problem.nheads_q:
             axes += [2] if heads == problem.nheads_kv else [1, 2]
-        # A copy: what is given is changed later.
+        # A copy, since ds is changed in place later.
         summed = ds.sum(axis=tuple(axes), keepdims=True) if axes else ds.copy()
         count, nheads_kv, group_size, *sides = summed.shape
         summed = summed.reshape(count, nheads_kv * group_size, *sides)
@@ -93,7 +96,7 @@ class Part:
 
 
 def _extent(axis: int, span: tuple[int, int]) -> int:
-    """Of what an axis of an option's array has for a span of rows or keys; one of 1 serves every index."""
+    """The extent, along an axis of an option's array, for a span of rows or keys: 1 if the axis is 1 and so broadcast."""
     return 1 if axis == 1 else span[1] - span[0]
 
 
@@ -102,7 +105,7 @@ def _within(axis: int, span: tuple[int, int], whole: tuple[int, int]) -> slice:
 
 
 class Totals:
-    """The gradients of a call's options."""
+    """The gradients of a call's options, summed over its tasks."""
 
     def __init__(self, problem: Problem, scores: Scores, names: Collection[str]) -> None:
         self.problem = problem
@@ -113,7 +116,7 @@ class Totals:
             self.sums["dbias"] = np.zeros(problem.bias.shape, np.float32)
         if "dsink_logits" in names:
             self.sums["dsink_logits"] = np.zeros(problem.nheads_q, np.float64)
-        # Names of captured arrays and those of their gradients.
+        # The name of each captured array's gradient, by the array's name.
         self.captured: dict[str, str] = {}
         for n, form in enumerate(problem.captured):
             name = f"dcaptured{n}"
@@ -129,7 +132,9 @@ class Totals:
         return "dsink_logits" in self.sums
 
     def collecting(self, tasks: Iterable[Task]) -> list[Task]:
-        """The tasks, which may give parts, in the order in which `threads.run` takes them."""
+        """The tasks, wrapped so that the parts they return are added here in a fixed order: that in which `threads.run` takes
+        them, largest first.
+        """
         tasks = sorted(tasks, key=lambda task: task.work, reverse=True)
         return [
             Task(task.work, partial(self._collect, number, task.compute))
@@ -137,7 +142,7 @@ class Totals:
         ]
 
     def write(self, results: Mapping[str, Any]) -> None:
-        """Into the results by their names."""
+        """Writes the sums to `results`, by the names of the gradients."""
         for name, total in self.sums.items():
             results[name][...] = total.reshape(results[name].shape)
 

@@ -1,7 +1,7 @@
-"""What the options of a call do to the scores of a tile, and to their gradients.
+"""Applies the options of a call to a tile of scores, and to their gradients.
 
-Scores are seen with five axes: (sequences, key heads, heads of a group, rows, keys). What an option
-has for them is an array that broadcasts to these. A call without such options has no `Scores`.
+Scores are viewed with five axes: (sequences, kv heads, query heads of a group, rows, keys). An option's values
+for a tile are an array that broadcasts to these axes. A call without such options has no `Scores`.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ Bools = NDArray[np.bool_]
 
 
 class Where(NamedTuple):
-    """Where a tile is: which of its elements are scores, and of what. Pairs are first and last (exclusive)."""
+    """The position of a tile of scores. Pairs are first and last (exclusive)."""
 
     sequences: slice | list[int]
     kv_heads: tuple[int, int]
     rows: tuple[int, int]  # positions in the sequence
     keys: tuple[int, int]
-    len_q: int  # of the sequences, that all have the same
+    len_q: int  # lengths of the sequences, equal for all of them
     len_k: int
 
     def view(self, tile: Array, nheads_q: int) -> Array:
-        """The scores of a tile (..., key heads, rows of a group's heads, keys), without what fills it up; to write, too.
+        """A writable view, with five axes, of a tile (..., kv heads, rows of a group's heads, keys) without its padding.
 
-        nheads_q: of these key heads.
+        nheads_q: the number of query heads that share these kv heads.
         """
         rows, keys = self.rows[1] - self.rows[0], self.keys[1] - self.keys[0]
         group_size = nheads_q // tile.shape[-3]
@@ -45,15 +45,15 @@ class Where(NamedTuple):
 
 
 class Changed(NamedTuple):
-    """hidden: where the tile has no score that counts, None: nowhere. capped: scores before `score_mod`, where the
-    backward needs them."""
+    """hidden: where keys are hidden or the tile is padding, None if nowhere. capped: the scores before `score_mod`, if the
+    backward needs them, else None."""
 
     hidden: Bools | None
     capped: Floats | None
 
 
 class Scores:
-    """The options of one call, with their arrays. It is only read: threads share it."""
+    """The options of one call, with their arrays. Threads share it, so it is read-only."""
 
     def __init__(self, problem: Problem, extras: Mapping[str, Any]) -> None:
         self._problem = problem
@@ -71,7 +71,7 @@ class Scores:
         if problem.dropout_p > 0:
             array = extras.get("seed")
             self._seed = int(extras["seed_value"] if array is None else array.reshape(-1)[0])
-        # What all kept probabilities are multiplied by.
+        # The factor of probabilities that dropout keeps.
         self.kept_factor = 1 / (1 - problem.dropout_p)
         self.score_mod: ScoreText | None = None
         if isinstance(problem.score_mod, ScoreText):
@@ -79,10 +79,10 @@ class Scores:
             self._captured = {
                 name: extras[f"captured{n}"] for n, (name, *_) in enumerate(self.score_mod.arrays)
             }
-        # Whether a key may be hidden by its score.
+        # Whether an option can give a score of -inf, which hides the key.
         shifts = (self._bias, self._slopes, self.score_mod)
         self._infinite = any(x is not None for x in shifts)
-        # Whether a derivative needs the scores.
+        # Whether the backward needs the scores before `score_mod`.
         self._bends = self._softcap is not None or self.score_mod is not None
 
     def nheads_q(self, where: Where) -> int:
@@ -90,9 +90,9 @@ class Scores:
         return (last - first) * self._group_size
 
     def change(self, tile: Floats, where: Where, masked: Bools | None, *, keep: bool) -> Changed:
-        """Scaled products become scores, -inf where hidden.
+        """Turns scale * q . k of a tile into scores in place, -inf where a key is hidden.
 
-        masked: as of `tiles.masked_pairs`. keep: what a derivative needs.
+        masked: from `tiles.masked_pairs`. keep: whether to keep what the backward needs.
         """
         scores = where.view(tile, self.nheads_q(where))
         if self._softcap is not None:
@@ -114,7 +114,7 @@ class Scores:
             if masked is not None:
                 hidden |= masked
             inner = where.view(hidden, self.nheads_q(where))
-            if bias is not None:  # of a score that was NaN the sum does not tell
+            if bias is not None:  # a bias of -inf hides a key whose score is NaN too
                 inner |= bias == -np.inf
             if self._mask is not None:
                 inner |= ~self.of_heads(self._mask, where)
@@ -123,7 +123,7 @@ class Scores:
         return Changed(hidden, capped)
 
     def differentiate(self, ds: Floats, where: Where, changed: Changed) -> None:
-        """The gradient of scores becomes that of scaled products."""
+        """Turns the gradient with respect to the scores into that with respect to scale * q . k, in place."""
         capped = changed.capped
         if capped is None:
             return
@@ -136,16 +136,16 @@ class Scores:
             np.subtract(1, slope, out=slope)
             inner *= slope
         if changed.hidden is not None:
-            # A hidden key's score may be NaN, and its slope.
+            # The score of a hidden key, and so its derivative, may be NaN.
             np.copyto(ds, 0, where=changed.hidden)
 
     def partials(self, where: Where, changed: Changed) -> list[PartialValues]:
-        """Derivatives of scores with respect to captured arrays; anything where they are hidden."""
+        """Derivatives of scores with respect to captured arrays; undefined where a key is hidden."""
         assert self.score_mod is not None and changed.capped is not None
         return numpy_eval.partials(*self._arguments(self.score_mod, changed.capped, where))
 
     def kept(self, where: Where) -> Bools | None:
-        """Which probabilities dropout keeps, of five axes; None: all of them."""
+        """Which probabilities dropout keeps, with five axes; None without dropout."""
         if self._seed is None:
             return None
         positions = self._positions(where)
@@ -154,13 +154,13 @@ class Scores:
         return _philox.kept(self._seed, self._problem.dropout_p, batch, head, rows, keys)
 
     def drop(self, tile: Floats, where: Where, kept: Bools | None) -> None:
-        """Zeros where it is not kept; what is kept stays to be multiplied by `kept_factor`."""
+        """Zeroes the elements that are not kept. The caller must multiply the kept ones by `kept_factor`."""
         if kept is not None:
             scores = where.view(tile, self.nheads_q(where))
             scores *= kept
 
     def sinks(self, where: Where, rows: int) -> Floats | None:
-        """The sink logits of a tile's rows, (key heads, rows, 1), -inf for those that fill it up."""
+        """The sink logits of a tile's rows, (kv heads, rows, 1); -inf for rows that only fill up the tile."""
         if self._sinks is None:
             return None
         by_row = np.full((where.kv_heads[1] - where.kv_heads[0], rows, 1), -np.inf, np.float32)
@@ -173,7 +173,7 @@ class Scores:
         return by_row
 
     def of_heads(self, array: Array, where: Where) -> Array:
-        """What an array of four axes, (1 or batch; heads; 1 or rows; 1 or keys), has for a tile."""
+        """The part of an array (1 or batch, heads, 1 or rows, 1 or keys) that belongs to a tile, with five axes."""
         part = array[self.index(array.shape, where)]
         count, heads, rows, keys = part.shape
         if array.shape[1] == 1:
@@ -185,7 +185,7 @@ class Scores:
         return found
 
     def index(self, shape: tuple[int, ...], where: Where) -> tuple[Any, ...]:
-        """Where an array of this shape, of four axes, holds what a tile has. An axis of 1 serves every index."""
+        """The index of a tile's part in an array of four axes with this shape. An axis of 1 is broadcast."""
         per_kv_head = shape[1] // self._problem.nheads_kv
         of_axes = (
             where.sequences,
@@ -198,7 +198,7 @@ class Scores:
         )
 
     def _arguments(self, text: ScoreText, scores: Floats, where: Where) -> tuple[Any, ...]:
-        """What the functions of `numpy_eval` take."""
+        """The arguments of the functions of `numpy_eval`."""
         positions = (*self._positions(where).values(), where.len_q, where.len_k)
         return text, scores, *positions, self._captured, self._problem.score_scalars
 
@@ -207,7 +207,7 @@ class Scores:
         return self.of_heads(self._slopes[:, :, None, None], where)
 
     def _positions(self, where: Where) -> dict[str, Array]:
-        """Of scores, each with the axes along which it changes, of five."""
+        """The positions of a tile's scores by name. Each array broadcasts to the five axes."""
         of = where.sequences
         batch = np.arange(of.start, of.stop) if isinstance(of, slice) else np.array(of)
         kv_head = np.arange(*where.kv_heads)[:, None]
@@ -221,7 +221,7 @@ class Scores:
         }
 
     def _distances(self, where: Where) -> Floats:
-        """Of rows' diagonals from keys: (rows, keys)."""
+        """The distances of keys from the rows' diagonals, (rows, keys)."""
         offset = 0 if self._problem.top_left else where.len_k - where.len_q
         diagonals = np.arange(*where.rows)[:, None] + offset
         distances: Floats = np.abs(diagonals - np.arange(*where.keys)).astype(np.float32)
@@ -229,7 +229,7 @@ class Scores:
 
 
 def scores_of(problem: Problem, extras: Mapping[str, Any]) -> Scores | None:
-    """None for a call without such options."""
+    """The options that change scores; None for a call without such options."""
     if not extras and problem.softcap is None and problem.score_mod is None:
         return None
     return Scores(problem, extras)

@@ -1,4 +1,4 @@
-"""From scores and dout . v to probabilities and the gradients of scores, of a tile: plain, and with options."""
+"""Turns scores and dout . v of a tile into probabilities and gradients of scores: without options, and with them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from rawattn._cpu.tiles import Array, Floats
 
 
 class Options(NamedTuple):
-    """Those that a call may have beyond its problem; of a plain call both are None.
+    """The options of a call that change scores, and the sums of their gradients. Both are None for a call without options.
 
-    totals: None also where no gradient of an option's array is wanted.
+    totals: None also if no gradient of an option's array is wanted.
     """
 
     scores: Scores | None
@@ -30,7 +30,7 @@ PLAIN = Options(None, None)
 def softmax_gradient(
     p: Floats, ds: Floats, normaliser: Floats, delta: Floats, masked: Array | None
 ) -> None:
-    """Scores become probabilities, and dout . v of each the gradient of its score; 0 where masked."""
+    """In place: p from scores to probabilities, ds from dout . v to the gradients of scores. Both are 0 where masked."""
     p -= normaliser
     np.exp(p, out=p)
     ds -= delta
@@ -50,9 +50,9 @@ def score_gradient(
     where: Where,
     part: Part | None,
 ) -> Array | None:
-    """The same with options, from scaled products and for them; p is as `out` has it, after dropout.
+    """The same with options: p begins as scale * q . k, and ds ends as the gradient with respect to that. p includes dropout.
 
-    Gives back what is hidden by options too.
+    Returns the mask of all hidden keys, those hidden by options included.
     """
     changed = scores.change(p, where, masked, keep=True)
     kept = scores.kept(where)

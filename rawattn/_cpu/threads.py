@@ -1,9 +1,9 @@
-"""How many threads a call gets: as many as its work is worth, at most those that it may have.
+"""Runs the tasks of a call on threads: as many as its work is worth, up to a maximum.
 
-`RAWATTN_NUM_THREADS` is the most threads of a call, an int >= 1, read once. By default it is the
-number of CPUs that the process may use, of which the machine may have more:
-`os.process_cpu_count()`, before Python 3.13 the size of the affinity mask. Matrix products are so
-small that the BLAS computes each on the thread that asks for it: threads of its own stay idle.
+The maximum is `RAWATTN_NUM_THREADS`, an int >= 1, read once. By default it is the number of CPUs that the
+process may use, which may be fewer than the host has: `os.process_cpu_count()`, before Python 3.13 the size
+of the affinity mask. Matrix products are so small that the BLAS computes each on the calling thread: the
+BLAS's own threads stay idle.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from collections.abc import Callable, Sequence
 from threading import Thread
 from typing import Any, NamedTuple
 
-# The least that a thread must have to do, in multiplications: 1 to 3 milliseconds, many times
-# what it takes to start one.
+# The least work for which a thread is started, in multiplications: 1 to 3 milliseconds, many times what
+# starting a thread takes.
 WORK_OF_A_THREAD = 1 << 25
 
 
 class Task(NamedTuple):
-    """A part of a call that waits for no other."""
+    """A part of a call that depends on no other part."""
 
     work: int  # multiplications
     compute: Callable[[], Any]
 
 
 def run(tasks: Sequence[Task]) -> None:
-    """Compute each, on the calling thread and as many more as pay.
+    """Compute all tasks, on the calling thread and as many more as are worth it.
 
-    Raises what a task raises; others may then be left out.
+    If a task raises, its exception is raised here, and other tasks may not run.
     """
     available = available_threads()
     threads = threads_for([task.work for task in tasks], available) if len(tasks) > 1 else 1
@@ -73,7 +73,7 @@ def _help(remaining: deque[Task], errors: list[BaseException]) -> None:
 
 
 def threads_for(work: Sequence[int], available: int) -> int:
-    """Threads for tasks of so many multiplications each."""
+    """The number of threads for tasks of these numbers of multiplications."""
     return max(1, min(available, len(work), sum(work) // WORK_OF_A_THREAD))
 
 
@@ -81,7 +81,7 @@ def threads_for(work: Sequence[int], available: int) -> int:
 def available_threads() -> int:
     """The most threads of a call.
 
-    Raises ValueError where `RAWATTN_NUM_THREADS` is not an int >= 1.
+    Raises ValueError if `RAWATTN_NUM_THREADS` is not an int >= 1.
     """
     cpus = _cpus()
     given = os.environ.get("RAWATTN_NUM_THREADS", "").strip()

@@ -1,8 +1,8 @@
-"""What the CPU's forward and backward share: tiles of scores, and products on them.
+"""Tiles of scores and the matrix products on them, for the CPU's forward and backward.
 
-A tile is some rows of queries by some keys, of one or several key heads at once; the query heads of
-a group count as rows. Its arrays are float32 of shape (nheads_kv, rows or keys, ...), filled up so
-that rows and keys divide into even pieces.
+A tile is some query rows by some keys, for one or several kv heads at once. The rows of all query heads of a
+GQA group count as rows of the tile. Its arrays are float32 of shape (nheads_kv, rows or keys, ...), padded so
+that rows and keys divide into pieces of equal size.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from rawattn._call.problem import Problem
 Array = NDArray[Any]
 Floats = NDArray[np.float32]
 
-# A tile has at most this many rows and keys. Heads share a tile of short sequences, where the
-# interpreter's time per tile is what counts.
+# A tile has at most this many rows and keys. For short sequences several heads share a tile, since the
+# interpreter's time per tile dominates.
 ROWS = 256
 KEYS = 512
-# Multiplications of a product that OpenBLAS makes on the calling thread: of two matrices, and of a
-# matrix and a vector. Larger ones it spreads over threads of its own, which fight with ours.
+# The most multiplications of a product that OpenBLAS computes on the calling thread: of two matrices, and of a
+# matrix and a vector. It splits larger ones among its own threads, which compete with ours.
 PRODUCT = 1 << 18
 PRODUCT_WITH_VECTOR = 9216
-# A running maximum begins here, not at -inf, from which nothing can be subtracted. A row that has
-# seen no key has weights of exp(-inf - LOWEST) = 0, and lse = LOWEST + log(0) = -inf.
+# The initial running max. It is not -inf, since -inf - (-inf) is NaN. A row that has seen no key has weights of
+# exp(-inf - LOWEST) = 0, and lse = LOWEST + log(0) = -inf.
 LOWEST = float(np.finfo(np.float32).min)
 
 
 def rows_of_tile(problem: Problem, seqlen_q: int) -> int:
-    """Rows of queries in a tile."""
+    """The query rows of a tile, for each query head."""
     return max(1, min(seqlen_q, ROWS // (problem.nheads_q // problem.nheads_kv)))
 
 
 def heads_of_tile(problem: Problem, seqlen_q: int, seqlen_k: int) -> int:
-    """Key heads that share a tile."""
+    """The number of kv heads that share a tile."""
     rows = rows_of_tile(problem, seqlen_q) * (problem.nheads_q // problem.nheads_kv)
     keys = max(1, min(seqlen_k, KEYS))
     return max(1, min(problem.nheads_kv, ROWS * KEYS // (rows * keys)))
@@ -46,9 +46,9 @@ def heads_of_tile(problem: Problem, seqlen_q: int, seqlen_k: int) -> int:
 def keys_seen(
     problem: Problem, diagonal: int, rows: int, seqlen_k: int
 ) -> Iterator[tuple[int, int]]:
-    """First and last (exclusive) of the key tiles that some of the rows see.
+    """First and last (exclusive) key of each key tile that some of the rows see.
 
-    `diagonal` is the key under the diagonal of the first row.
+    `diagonal` is the key on the diagonal of the first row.
     """
     left, right, sink = problem.window_left, problem.window_right, problem.sink
     end = seqlen_k if right is None else min(seqlen_k, diagonal + rows + right)
@@ -62,7 +62,7 @@ def keys_seen(
 def rows_seeing(
     problem: Problem, offset: int, keys: tuple[int, int], seqlen_q: int
 ) -> tuple[int, int]:
-    """First and last (exclusive) of the rows that see some of the keys; row i has diagonal
+    """First and last (exclusive) of the rows that see some of the keys. The diagonal of row i is key
     i + offset."""
     left, right = problem.window_left, problem.window_right
     first, last = keys
@@ -75,7 +75,7 @@ def rows_seeing(
 def masked_pairs(
     problem: Problem, diagonal: int, rows: int, keys: tuple[int, int], shape: tuple[int, int]
 ) -> NDArray[np.bool_] | None:
-    """Where a tile filled up to `shape` has a row that does not see the key; None: nowhere.
+    """True where a tile padded to `shape` is padding, or has a row that does not see the key; None if nowhere.
 
     The tile holds `rows` rows of each query head of a group, one head after another.
     """
@@ -99,7 +99,7 @@ def masked_pairs(
 
 
 class Pieces(NamedTuple):
-    """How a tile divides into pieces for the BLAS."""
+    """How a tile is divided into pieces for the BLAS: the numbers of pieces, and the size of each."""
 
     rows: int
     rows_each: int
@@ -108,7 +108,7 @@ class Pieces(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and keys of the tile, filled up."""
+        """Rows and keys of the tile, with its padding."""
         return self.rows * self.rows_each, self.keys * self.keys_each
 
     def of(self, tile: Floats) -> Floats:
@@ -116,14 +116,14 @@ class Pieces(NamedTuple):
         return tile.reshape(len(tile), *self).swapaxes(2, 3)
 
     def transposed(self, tile: Floats) -> Floats:
-        """The same with keys for rows: (nheads, key pieces, row pieces, keys, rows)."""
+        """The same view, transposed: (nheads, key pieces, row pieces, keys, rows)."""
         return tile.reshape(len(tile), *self).transpose(0, 3, 1, 4, 2)
 
 
 def divide(problem: Problem, rows: int, keys: int) -> Pieces:
-    """The pieces of a tile of so many rows of queries, and keys."""
+    """The pieces of a tile of `rows` query rows, for each query head of a group, and `keys` keys."""
     headdim = max(problem.headdim, problem.headdim_v)
-    # So small that a single row may multiply a piece of the keys as a vector.
+    # So small that a single row times a piece of the keys stays below PRODUCT_WITH_VECTOR.
     most_keys = 64 if headdim <= 128 else 32
     most_rows = min(64, PRODUCT // (most_keys * headdim))
     rows *= problem.nheads_q // problem.nheads_kv
@@ -149,7 +149,7 @@ def multiply_transposed(queries: Floats, keys: Floats, pieces: Pieces) -> Floats
 
 
 def multiply_matrices(left: Floats, right: Floats) -> Floats:
-    """left @ right. For an outer product matmul has no BLAS."""
+    """left @ right. An outer product is computed by broadcasting, since matmul does not use the BLAS for it."""
     product: Floats = left * right if left.shape[-1] == 1 else np.matmul(left, right)
     return product
 
@@ -157,8 +157,8 @@ def multiply_matrices(left: Floats, right: Floats) -> Floats:
 def multiply(weights: Floats, values: Floats, masked: NDArray[np.bool_] | None) -> Floats:
     """Weights in pieces (nheads, n pieces, m pieces, n, m) times values (nheads, all m, d).
 
-    A NaN or infinity in values stays away from where it is masked, ([nheads or 1,] all n, all m), and
-    the weight is 0, which it would reach as 0 * NaN.
+    masked: ([nheads or 1,] all n, all m). A NaN or infinity in values does not reach rows for which it is masked: their
+    weight is 0, but 0 * NaN would be NaN.
     """
     nheads, pieces, inner_pieces, size, inner = weights.shape
     headdim = values.shape[2]
@@ -172,7 +172,9 @@ def multiply(weights: Floats, values: Floats, masked: NDArray[np.bool_] | None) 
 
 
 def _multiply_strays(weights: Floats, values: Floats, masked: NDArray[np.bool_]) -> Floats:
-    """`multiply`, with what is not finite added alone, to what sees it."""
+    """`multiply` for values that are not all finite: keys with a NaN or infinity are added one by one, to the rows that see
+    them.
+    """
     strays = np.flatnonzero(~np.isfinite(values).all(axis=(0, 2)))
     finite = values.copy()
     finite[:, strays] = 0
@@ -192,7 +194,7 @@ def by_head(array: Array, nheads_kv: int) -> Array:
 
 
 def fill_rows(array: Array, nheads_kv: int, n: int) -> Floats:
-    """(rows, nheads_q, d) as the rows of a tile, (nheads_kv, n, d), the last of them 0."""
+    """(rows, nheads_q, d) as the rows of a tile, (nheads_kv, n, d), padded with 0."""
     rows, nheads_q, headdim = array.shape
     tile = np.empty((nheads_kv, n, headdim), np.float32)
     used = nheads_q // nheads_kv * rows
@@ -202,15 +204,15 @@ def fill_rows(array: Array, nheads_kv: int, n: int) -> Floats:
 
 
 def rows_by_head(tile: Floats, nheads_q: int, rows: int) -> Floats:
-    """The view of the rows of a tile, (nheads_kv, n, ...), that `by_head` is of an array."""
+    """A view of a tile (nheads_kv, n, ...) without its padding: (nheads_kv, heads of a group, rows, ...), as `by_head`."""
     nheads_kv = len(tile)
     used = nheads_q // nheads_kv * rows
     return tile[:, :used].reshape(nheads_kv, nheads_q // nheads_kv, rows, *tile.shape[2:])
 
 
 def fill_keys(array: Array, n: int) -> Floats:
-    """(keys, nheads_kv, d) as the keys of a tile, (nheads_kv, n, d), the last of them 0. The
-    caller's own memory where possible."""
+    """(keys, nheads_kv, d) as the keys of a tile, (nheads_kv, n, d), padded with 0. A view of the
+    caller's memory if possible."""
     given, nheads, headdim = array.shape
     heads_first = array.transpose(1, 0, 2)
     if (

@@ -1,9 +1,9 @@
 """Attention in float64 NumPy: the specification of every option, forward and backward.
 
-Nothing here is fast. `_scores.blocks` lists the (sequence, query head) pairs of a call,
-`_scores.scores` gives the scores of one of them and which keys each row sees, and the forward and
-the backward, in `_passes`, are the textbook formulas on top. All kernels are tested against these
-functions, and users may test theirs.
+It is not written for speed. `_scores.blocks` divides a call into blocks of rows of one (sequence, query head)
+pair. `_scores.scores` gives the scores of a block and which keys each row sees. The forward and the backward,
+in `_passes`, are the textbook formulas on top. All kernels are tested against these functions, and users may
+test theirs against them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rawattn.reference._targets import (
     write_gradients,
 )
 
-if TYPE_CHECKING:  # type checkers bring it: nothing is installed for it
+if TYPE_CHECKING:  # type checkers ship it; it is no dependency of this package
     from typing_extensions import Unpack
 
 
@@ -55,10 +55,9 @@ def attention(
     Arrays of any framework, device and floating dtype are accepted, float64 too. The results are
     NumPy float64 whatever the inputs: `out` (batch, seqlen_q, nheads_q, headdim_v) or, in group
     mode, (total_q, nheads_q, headdim_v), and `lse` (batch, nheads_q, seqlen_q) or (nheads_q,
-    total_q). Padding rows are 0, with an `lse` of -inf. A row that does not see a key is not
-    touched by NaN in it. `num_splits` and `backend` change nothing here; a `score_mod` is one in the expression dialect,
-    whose captured arrays may be float64 too. `out` is a NumPy array of any floating dtype, whose padding rows are left
-    untouched.
+    total_q). Padding rows are 0, with an `lse` of -inf. NaN in a key or value does not reach rows that do not see it.
+    `num_splits` and `backend` have no effect. A `score_mod` must be in the expression dialect; its captured arrays may be
+    float64 too. `out` is a NumPy array of any floating dtype, whose padding rows are left untouched.
 
     Raises TypeError or ValueError, naming the argument, for what `rawattn.attention` refuses.
 
@@ -96,8 +95,9 @@ def paged_attention(
 ) -> Any:
     """Attention with the arguments and shapes of `rawattn.paged_attention`, computed in float64.
 
-    It is `attention` on the keys and values that the table leads to, times their scales. Lengths and the ids of the pages that
-    are read are checked with and without `validate`, wherever the arrays live. `out` and `backend` are as of `attention`.
+    It is `attention` on the keys and values that the block table points to, times their scales. Lengths and the ids of the
+    pages that are read are always checked, whatever `validate` is and wherever the arrays live. `out` and `backend` are as in
+    `attention`.
 
     Raises TypeError or ValueError, naming the argument, for what `rawattn.paged_attention` refuses.
 
@@ -131,7 +131,7 @@ def paged_attention(
         page_ids.gather(x, table, lengths, form) * factor
         for x, factor in zip((k_pages, v_pages), factors, strict=True)
     )
-    # In group mode sequences have rows of their own, and arrays of options count from there.
+    # The call is made in group mode, in which arrays of options count rows from the start of each sequence.
     starts = lengths.start_q if q.ndim == 3 else np.arange(q.shape[0]) * q.shape[1]
     packed = SeqLayout(
         seqstart_q=_ends(starts, lengths.len_q),
@@ -149,7 +149,7 @@ def paged_attention(
 
 
 def _ends(starts: Any, lengths: Any) -> Any:
-    """The starts, and behind them where the last sequence ends."""
+    """The starts, followed by the end of the last sequence."""
     last = starts[-1:] + lengths[-1:] if starts.size else [0]
     return np.concatenate((starts, last)).astype(np.int64)
 
@@ -173,13 +173,12 @@ def attention_backward(
 ) -> Gradients:
     """Gradients with the arguments and shapes of `rawattn.attention_backward`, in float64.
 
-    `out` and `lse` are taken as given (those of `attention` for exact gradients): with the `lse`
-    and `out` of a larger softmax, of which the keys here are one part, the gradients are that
-    part's. The results are NumPy float64 whatever the inputs, in the shapes of `q`, `k`, `v`,
-    `bias` and `sink_logits`; `dbias` and `dsink_logits` are None without their input, `dbias` also
-    with `want_dbias=False`. `captured` is a dict of the gradients of the arrays that `score_mod`
-    has in `wrt`, None without any. Rows of padding get 0. `deterministic` and `backend` change nothing here. `into` holds
-    NumPy arrays of any floating dtype, in which rows of padding are left untouched.
+    `out` and `lse` are taken as given; pass those of `attention` for exact gradients. If they belong to a larger softmax, of
+    whose keys the keys here are a part, the gradients are those of that part. The results are NumPy float64 whatever the
+    inputs, in the shapes of `q`, `k`, `v`, `bias` and `sink_logits`. `dbias` and `dsink_logits` are None without their input,
+    `dbias` also with `want_dbias=False`. `captured` is a dict of the gradients of the arrays that `score_mod` names in `wrt`,
+    None if there are none. Padding rows get 0. `deterministic` and `backend` have no effect. `into` holds NumPy arrays of any
+    floating dtype, in which padding rows are left untouched.
 
     Raises TypeError or ValueError, naming the argument, for what `rawattn.attention_backward`
     refuses.

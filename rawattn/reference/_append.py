@@ -34,8 +34,8 @@ def append_kv(
 ) -> tuple[Array, Array, Array | None]:
     """`rawattn.append_kv` in float64, on copies of the pages: arrays of any framework, device and floating dtype.
 
-    Returns k_pages, v_pages, and the queries turned, 0 in their padding rows; None without `q`. What is new in pages of
-    float8_e4m3fn is divided by its scale and at most 448, and not rounded.
+    Returns k_pages, v_pages, and the queries with their rotary embedding, 0 in padding rows; None without `q`. New rows of
+    float8_e4m3fn pages are divided by their scale and clamped to 448 in magnitude, but not rounded.
 
     Raises TypeError or ValueError, naming the argument, for arrays, lengths and ids that `rawattn.append_kv` refuses.
 
@@ -92,7 +92,7 @@ def append_kv(
 
 
 def _turned(row: Array, position: int, angles: list[Array] | None, interleaved: bool) -> Array:
-    """(heads, D): each plane as a complex number, times that of its angle."""
+    """A row (heads, D) with its rotary embedding: each pair of elements is a complex number, multiplied by e^(i angle)."""
     if angles is None:
         return row
     cos, sin = (x[position] for x in angles)

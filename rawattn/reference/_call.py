@@ -1,4 +1,4 @@
-"""What the reference is called with: arrays on the host in one floating type, options resolved."""
+"""A call of the reference: arrays on the host in one floating dtype, and options resolved."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from rawattn._scores.score_mod import ScoreMod
 
 Array = NDArray[Any]
 
-# Options that the description of the problem resolves; the others are resolved here.
+# Options that `describe` resolves; the others are resolved here.
 _OF_PROBLEM = ("causal", "align", "window", "sink", "scale")
 
 
 class Modifier(NamedTuple):
-    """A score function with what it captured: arrays on the host, floats in the type of the call."""
+    """A score function and what it captured: arrays on the host, floats in the dtype of the call."""
 
     text: ScoreText
     captured: dict[str, Array]
@@ -36,9 +36,9 @@ class Modifier(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A call with its options resolved and its arrays in one floating type, on the host.
+    """A call with its options resolved and its arrays in one floating dtype, on the host.
 
-    Batch mode is group mode whose sequences all have the same room: rows are (total, heads, dim).
+    Batch mode is treated as group mode with sequences of equal room: arrays are (total, heads, dim).
     """
 
     q: Array
@@ -47,13 +47,13 @@ class Call(NamedTuple):
     shape_q: tuple[int, ...]
     shape_k: tuple[int, ...]
     shape_v: tuple[int, ...]
-    sequences: list[tuple[int, int, int, int]]  # first row, rows, first key, keys
-    left: float  # inf = unbounded, as on the right
+    sequences: list[tuple[int, int, int, int]]  # first row, rows, first key, keys of each
+    left: float  # inf if unbounded; right too
     right: float
     sink: int
     top_left: bool
     scale: float
-    bias: Array | None  # four axes, as the mask
+    bias: Array | None  # with four axes; the mask too
     shape_bias: tuple[int, ...] | None
     mask: Array | None
     alibi_slopes: Array | None  # (batch, nheads_q)
@@ -65,11 +65,11 @@ class Call(NamedTuple):
 
 
 def read(q: Any, k: Any, v: Any, options: Options, precision: DTypeLike = np.float64) -> Call:
-    """The call with every option checked and resolved; `precision` is that of the arithmetic."""
+    """The call with every option checked and resolved. precision: the dtype of the arithmetic."""
     refuse_traced(options.seqs)
     dtype = np.dtype(precision)
     q, k, v = (floats(name, x, dtype) for name, x in (("q", q), ("k", k), ("v", v)))
-    # The shapes are those of a float32 call, whatever the dtype is here.
+    # `describe` accepts no float64, so it gets float32 arrays of the same shapes.
     stand_in_q, stand_in_k, stand_in_v = (
         np.broadcast_to(np.float32(0), x.shape) for x in (q, k, v)
     )
@@ -170,7 +170,7 @@ def _sequences(problem: Problem, lengths: Lengths) -> list[tuple[int, int, int, 
 
 
 def host(name: str, array: Any) -> Array:
-    # Of NumPy's own the import would refuse another byte order, which is welcome here.
+    # NumPy arrays are taken as they are: `import_array` would refuse a foreign byte order, which is fine here.
     if type(array) is not np.ndarray:
         array = import_array(name, array).array
         array = array.get() if hasattr(array, "get") else array
@@ -188,7 +188,7 @@ def is_float(dtype: np.dtype[Any]) -> bool:
 
 
 def floats(name: str, array: Any, dtype: np.dtype[Any]) -> Array:
-    """Numbers of any framework on the host, in this type."""
+    """Floats of any framework, on the host and in this dtype."""
     array = host(name, array)
     if not is_float(array.dtype):
         raise TypeError(f"{name}: got {array.dtype}, expected a floating-point dtype")
@@ -197,9 +197,9 @@ def floats(name: str, array: Any, dtype: np.dtype[Any]) -> Array:
 
 
 def factors_of_pages(given: Mapping[str, Any], k_pages: Any, v_pages: Any) -> tuple[Any, Any]:
-    """What keys and values in pages are multiplied with, as it multiplies (..., nheads_kv, D).
+    """The factors of keys and values in pages, as arrays that broadcast to (..., nheads_kv, D).
 
-    given: both scales by name, which are for pages of float8_e4m3fn.
+    given: both scales by name; only pages of float8_e4m3fn have them.
     """
     pools = {"q": k_pages, "k_pages": k_pages, "v_pages": v_pages}
     pools = {name: host(name, x) for name, x in pools.items()}
@@ -240,7 +240,7 @@ def _four_axes(name: str, array: Array, problem: Problem, longest: tuple[int, in
 
 
 def _integer(seed: Any) -> int:
-    """Of a seed that was checked."""
+    """The value of a seed that was checked; 0 for None."""
     if seed is None or isinstance(seed, (int, np.integer)):
         return int(seed or 0)
     return int(seed.reshape(-1)[0])

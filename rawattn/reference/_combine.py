@@ -14,7 +14,7 @@ _FLOAT64 = np.dtype(np.float64)
 
 
 def combine(outs: Any, lses: Any) -> tuple[Array, Array]:
-    """`rawattn.combine` in float64: arrays of any framework, device and floating dtype, lists or stacked.
+    """`rawattn.combine` in float64. Takes arrays of any framework, device and floating dtype, in lists or stacked.
 
     The results are NumPy float64: `out` in the shape of a partial, and `lse`. Raises TypeError or ValueError, naming the
     argument, for shapes that `rawattn.combine` refuses.
@@ -37,11 +37,11 @@ def combine(outs: Any, lses: Any) -> tuple[Array, Array]:
     highest = np.where(highest == -np.inf, 0, highest)
     with np.errstate(
         invalid="ignore", divide="ignore"
-    ):  # infinity less infinity; no partial that weighs
+    ):  # inf - inf; and log(0) where all lses are -inf
         parts = np.exp(logs - highest)
         total = parts.sum(axis=0)
         lse = highest + np.log(total)
-    # Of their sum, not of lse: in a large one the logarithm of the sum is lost.
+    # Divided by the sum itself, not computed from lse: if lse is large, rounding loses log(total) in it.
     weights = parts / np.where(total == 0, 1, total)
     values = np.where(_beside(alive), values, 0)
     return np.sum(_beside(weights) * values, axis=0), lse
@@ -52,5 +52,5 @@ def _stacked(side: Given, arrays: list[Array]) -> Array:
 
 
 def _beside(x: Array) -> Array:
-    """Numbers of heads and rows, as they multiply rows of heads."""
+    """Numbers (..., heads, rows) as (..., rows, heads, 1), to multiply arrays of the layout of `out`."""
     return np.swapaxes(x, -1, -2)[..., None]

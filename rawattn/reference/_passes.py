@@ -24,7 +24,7 @@ Rounding = Callable[[Array], Array]
 
 
 def forward(call: Call, rounded: Rounding = lambda x: x) -> tuple[Array, Array]:
-    """`out` and `lse`; `rounded` is applied to the scores and to the probabilities."""
+    """`out` and `lse`. rounded: applied to the scores and to the probabilities, to model lower precision."""
     nheads_q, dtype = call.q.shape[1], call.q.dtype
     out = np.zeros((call.q.shape[0], nheads_q, call.v.shape[2]), dtype)
     lse = np.full((call.q.shape[0], nheads_q), -np.inf, dtype)
@@ -55,7 +55,7 @@ def backward(
     want_dbias: bool,
     rounded: Rounding = lambda x: x,
 ) -> Gradients:
-    """Gradients; `rounded` is applied to the scores, the probabilities and their gradient."""
+    """The gradients. rounded: applied to the scores, the probabilities and the gradients of scores."""
     dtype = call.q.dtype
     nheads_q = call.q.shape[1]
     shape_out = (*call.shape_q[:-1], call.shape_v[-1])
@@ -78,7 +78,7 @@ def backward(
             row = (block.rows, block.head)
             key = (block.keys, block.kv_head)
             capped, s, visible = scores(call, block)
-            # A row of lse -inf has no probabilities: exp(s - inf) is 0.
+            # A row whose lse is -inf has probabilities 0: exp(s - inf) = 0.
             normaliser = np.where(lse[row] == -np.inf, dtype.type(np.inf), lse[row])[:, None]
             p = rounded(np.exp(rounded(s) - normaliser))
             keep = dropout_factor(call, block)
@@ -90,7 +90,7 @@ def backward(
             if dsink is not None:
                 sink = sink_logit(call, block)
                 of_rows = np.exp(sink - normaliser) * (dlse[row][:, None] - delta)
-                # A sink of -inf gets nothing, and a row of lse -inf gives nothing, whatever the gradients there are.
+                # A sink of -inf gets 0, and a row whose lse is -inf contributes 0, even if its gradients are NaN.
                 of_rows[(normaliser == np.inf) | (sink == -np.inf)] = 0
                 dsink[block.head] += of_rows.sum()
             if dbias is not None:
@@ -123,8 +123,8 @@ def zeros_of_wrt(modifier: Modifier | None) -> dict[str, Array]:
 
 
 def _product(weights: Array, visible: Array, values: Array) -> Array:
-    """`weights @ values` over visible pairs alone: NaN or infinity in values that a row does not
-    see must not reach it as 0 * NaN."""
+    """`weights @ values` over visible pairs only. NaN or infinity in a value must not reach, as 0 * NaN, a row
+    that does not see it."""
     finite: NDArray[np.bool_] = np.asarray(np.isfinite(values).all(axis=1))
     product = weights @ np.where(finite[:, None], values, values.dtype.type(0))
     for key in np.flatnonzero(~finite):

@@ -1,4 +1,4 @@
-"""Blocks of scores: which there are in a call, what the scores of one are, and which keys its rows see."""
+"""Blocks of scores: the blocks of a call, the scores of a block, and which keys its rows see."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BLOCK = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Rows of one query head of one sequence, and all the keys of that sequence."""
+    """Some rows of one query head of one sequence, and all keys of that sequence."""
 
     batch: int
     head: int
@@ -57,7 +57,7 @@ class Scores(NamedTuple):
 
 
 def scores(call: Call, block: Block) -> Scores:
-    """The scores of one block, and which keys each row sees: the heart of the specification."""
+    """The scores of a block and which keys each row sees: the core of the specification."""
     i, j = block.i, block.j
     diagonal = i + block.offset
     visible = (j <= diagonal + call.right) & ((j >= diagonal - call.left) | (j < call.sink))
@@ -73,7 +73,7 @@ def scores(call: Call, block: Block) -> Scores:
     if call.bias is not None:
         bias = call.bias[index_in(call.bias, call, block)]
         s = s + bias
-        visible = visible & (bias != -np.inf)  # whatever the score is, NaN too
+        visible = visible & (bias != -np.inf)  # also if the score is NaN
     if call.alibi_slopes is not None:
         distance = np.abs(diagonal - j).astype(s.dtype)
         s = s - call.alibi_slopes[block.batch, block.head] * distance
@@ -83,14 +83,14 @@ def scores(call: Call, block: Block) -> Scores:
 
 
 def score_arguments(modifier: Modifier, call: Call, block: Block, s: Array) -> tuple[Any, ...]:
-    """What the functions of `numpy_eval` take."""
+    """The arguments of the functions of `numpy_eval`."""
     _, seqlen_q, _, seqlen_k = call.sequences[block.batch]
     position = (block.batch, block.head, block.kv_head, block.i, block.j, seqlen_q, seqlen_k)
     return modifier.text, s, *position, modifier.captured, modifier.scalars
 
 
 def dropout_factor(call: Call, block: Block) -> Any:
-    """What the probabilities are multiplied by: 0 or 1 / (1 - dropout_p)."""
+    """The factors of the probabilities: 0 if dropped, else 1 / (1 - dropout_p)."""
     if call.dropout_p == 0:
         return 1
     rows, keys = range(block.i[0, 0], block.i[-1, 0] + 1), range(block.j.shape[1])
@@ -105,7 +105,7 @@ def sink_logit(call: Call, block: Block) -> Any:
 
 
 def index_in(array: Array, call: Call, block: Block) -> tuple[Any, ...]:
-    """Where a bias or mask of four axes holds this block; an axis of 1 serves every index."""
+    """The index of this block in a bias or mask of four axes. An axis of 1 is broadcast."""
     batches, heads, rows, keys = array.shape
     first, last = int(block.i[0, 0]), int(block.i[-1, 0]) + 1
     return (

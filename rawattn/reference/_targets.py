@@ -1,4 +1,4 @@
-"""Arrays of the caller's that the reference writes its results to."""
+"""The caller's arrays to which the reference writes its results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from rawattn.reference._call import Array, Call, is_float
 
 
 def write(name: str, target: Any, result: Array, rows: Array | None = None) -> Any:
-    """`result`, or the caller's array with it. rows: of the first axes, which of them are no padding; None: all are real."""
+    """`result`, or the caller's array `target` after the result was written to it.
+
+    rows: True for rows that are no padding, over the first axes; None if there is no padding.
+    """
     if target is None:
         return result
     if not isinstance(target, np.ndarray):
@@ -32,7 +35,7 @@ def write(name: str, target: Any, result: Array, rows: Array | None = None) -> A
 
 
 def check_targets(targets: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
-    """ValueError for arrays to write that share memory with each other or with an input, all by name and NumPy's."""
+    """ValueError for NumPy arrays to write that share memory with each other or with an input."""
     others = {n: x for n, x in {**inputs, **targets}.items() if isinstance(x, np.ndarray)}
     for name in targets:
         if name in others:
@@ -42,7 +45,10 @@ def check_targets(targets: Mapping[str, Any], inputs: Mapping[str, Any]) -> None
 def write_gradients(
     call: Call, found: Gradients, into: Gradients, inputs: Mapping[str, Any]
 ) -> Gradients:
-    """`found` with the arrays of `into` instead of those that they have been written to. inputs: of the call, by name."""
+    """Writes the gradients `found` to the arrays of `into`, and returns those; gradients without one are returned as they are.
+
+    inputs: the arrays of the call by name, which the results may not overlap.
+    """
     rows_k = rows_of(call.shape_k, ((first, count) for _, _, first, count in call.sequences))
     rows = {"dq": rows_of_q(call), "dk": rows_k, "dv": rows_k, "dbias": None, "dsink_logits": None}
     captured: dict[str, Any] = dict(found.captured or {})
@@ -60,12 +66,12 @@ def write_gradients(
 
 
 def rows_of_q(call: Call) -> Array:
-    """Which rows of q are no padding, in the shape of its axes before the heads."""
+    """True for rows of q that are no padding, in the shape of its axes before the heads."""
     return rows_of(call.shape_q, ((first, count) for first, count, _, _ in call.sequences))
 
 
 def rows_of(shape: tuple[int, ...], sequences: Iterable[tuple[int, int]]) -> Array:
-    """Which rows of an array are no padding. sequences: the first row of each and how many it has."""
+    """True for rows of an array that are no padding. sequences: the first row and the number of rows of each."""
     real = np.zeros(shape[:-2], bool)
     flat = real.reshape(-1)
     for first, count in sequences:
