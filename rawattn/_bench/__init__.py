@@ -1,4 +1,4 @@
-"""What `rawattn bench` measures and how: suites, contenders, counters, timing, reports.
+"""The implementation of `rawattn bench`: suites, contenders, counters, timing, reports.
 
-To time kernels of one's own under the same conditions, use `rawattn._bench.timing.compare`.
+To time your own kernels under the same conditions, use `rawattn._bench.timing.compare`.
 """

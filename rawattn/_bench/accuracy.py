@@ -1,4 +1,4 @@
-"""How far dq and dk are from float64, over how far FlashAttention-2's are: the same data, many seeds."""
+"""Errors of dq and dk against float64, divided by those of FlashAttention-2 on the same data, over many seeds."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _GRADIENTS = ("dq", "dk")
 
 @dataclass(frozen=True, slots=True)
 class Error:
-    """Of one gradient of one seed: the largest, and the RMS over that of the exact gradient."""
+    """The error of one gradient for one seed. max: the largest absolute error; rms: RMS error over the exact gradient's RMS."""
 
     max: float
     rms: float
 
 
 def figures(dtype: str, peers: Sequence[str]) -> list[Figure]:
-    """A line for each gradient and kind of error, whatever the dtype of the run."""
+    """A figure for each gradient and kind of error, whatever the dtype of the run."""
     import cupy
 
     sides = (Ours("rawattn"), TorchFlash())
@@ -40,7 +40,7 @@ def figures(dtype: str, peers: Sequence[str]) -> list[Figure]:
     for kind, case in cases():
         try:
             errors = case_errors(case, sides, functools.partial(_draw, case, kind), cupy)
-        except Exception as error:  # its lines are shown all the same
+        except Exception as error:  # its figures are shown without values
             found += lines(case, kind, {}, measure.describe(error))
         else:
             found += lines(case, kind, errors)
@@ -48,7 +48,7 @@ def figures(dtype: str, peers: Sequence[str]) -> list[Figure]:
 
 
 def cases() -> Iterator[tuple[str, Case]]:
-    """With the dtype of each."""
+    """(dtype, case) pairs."""
     heads = (_NHEADS, _NHEADS)
     for dtype, headdim, causal in itertools.product(
         ("bfloat16", "float16"), (64, 128), (True, False)
@@ -65,7 +65,7 @@ def _draw(case: Case, dtype: str) -> Inputs:
 def case_errors(
     case: Case, sides: Sequence[Contender], draw: Callable[[], Inputs], xp: Any
 ) -> dict[str, list[tuple[Error, ...]]]:
-    """Errors of dq and dk by side, one tuple a seed. xp: NumPy or CuPy, whose arrays the inputs are."""
+    """The errors of (dq, dk) by side, one tuple a seed. xp: the module of the input arrays, NumPy or CuPy."""
     errors: dict[str, list[tuple[Error, ...]]] = {side.name: [] for side in sides}
     for _ in range(SEEDS):
         inputs = draw()
@@ -73,13 +73,13 @@ def case_errors(
         for side in sides:
             with side.scope():
                 got = side.read(case, side.prepare(case, inputs)())
-            pairs = zip(got, expected, strict=False)  # dv is not asked for
+            pairs = zip(got, expected, strict=False)  # dv is not compared
             errors[side.name].append(tuple(_error(*pair) for pair in pairs))
     return errors
 
 
 def exact(inputs: Inputs, causal: bool, xp: Any) -> tuple[Any, Any]:
-    """dq and dk in float64, with as many heads of k and v as of q."""
+    """dq and dk in float64. k and v must have as many heads as q."""
     q, k, v, dout = (_float64(x).transpose(0, 2, 1, 3) for x in (*inputs.qkv, inputs.dout))
     scale = q.shape[-1] ** -0.5
     s = scale * (q @ k.swapaxes(-1, -2))
@@ -107,7 +107,9 @@ def _error(got: Any, expected: Any) -> Error:
 def lines(
     case: Case, dtype: str, errors: Mapping[str, Sequence[tuple[Error, ...]]], reason: str = ""
 ) -> list[Figure]:
-    """Ratios of ours to the peer's: the mean of the largest errors, and the RMS of relative RMS errors, over seeds."""
+    """Ratios of our errors to the peer's: of the largest errors (mean over seeds), and of the relative RMS errors (RMS over
+    seeds).
+    """
     found = []
     for index, gradient in enumerate(_GRADIENTS):
         for what, mean in (("max", _mean_of_max), ("rms", _rms_of_rms)):

@@ -1,7 +1,7 @@
-"""Speed of calls without score options, over that of an earlier version of this package.
+"""Speed of calls without score options over that of an earlier version of this package.
 
 RAWATTN_BENCH_BEFORE names a folder that holds the earlier package, such as a checkout of it. Each version runs in a process of
-its own, since both have one name, and they take turns at bursts on one GPU.
+its own, since both packages have the same name. The two take turns at bursts on one GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rawattn._bench.report import Figure
 FOLDER = "RAWATTN_BENCH_BEFORE"
 _LEAST = 0.99
 _TURNS = 21
-# The suite, the contender of ours and the case.
+# Columns: suite, our contender, case.
 ASKED = (
     ("forward", "rawattn", "dense D64 S4096 causal"),
     ("forward", "rawattn", "dense D64 S4096 full"),
@@ -41,7 +41,8 @@ ASKED = (
     ("backward", "rawattn", "ragged D128 H16/16 causal"),
     ("backward", "deterministic", "dense D128 S4096 causal"),
 )
-# Answers each line [suite, contender, case, dtype, calls] with the seconds of one of so many calls; of 0: prepares the case.
+# The child answers each line [suite, contender, case, dtype, calls] with the mean seconds of a call in a burst of `calls`. With
+# calls = 0 it prepares the case first, and times 3 calls.
 _CHILD = """
 import json, sys
 from rawattn._bench import grids, machine, measure, ours, timing
@@ -65,13 +66,13 @@ for line in sys.stdin:
 
 
 class Version:
-    """A process with one version of the package."""
+    """A process that runs one version of the package."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
     def ask(self, *question: Any) -> None:
-        """Raises RuntimeError where the process has ended."""
+        """Sends a question. RuntimeError if the process has ended."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(question) + "\n")
@@ -80,7 +81,7 @@ class Version:
             raise RuntimeError("the process of a version has ended") from None
 
     def answer(self) -> float:
-        """To the oldest question that has none yet. Raises RuntimeError where there is none."""
+        """The answer to the oldest open question. RuntimeError if the call failed or the process has ended."""
         assert self._process.stdout is not None
         answer = json.loads(
             self._process.stdout.readline() or '"the process of a version has ended"'
@@ -92,8 +93,8 @@ class Version:
 
 @contextlib.contextmanager
 def version(folder: Path) -> Iterator[Version]:
-    """A process that imports the package of a folder."""
-    # The working folder is where `python -c` looks first.
+    """A process that imports the package in a folder."""
+    # `python -c` looks for packages in the working folder first.
     command = [sys.executable, "-c", _CHILD]
     process = subprocess.Popen(
         command, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -106,7 +107,7 @@ def version(folder: Path) -> Iterator[Version]:
 
 
 def figures(dtype: str, peers: Sequence[str]) -> list[Figure]:
-    """A line for each kernel; without an earlier version one that says so."""
+    """A figure for each kernel; without an earlier version, one figure that says so."""
     earlier = os.environ.get(FOLDER)
     if not earlier:
         name = "every kernel without score options, speed over the version before"
@@ -130,10 +131,10 @@ def _figure(before: Version, after: Version, asked: tuple[str, ...]) -> Figure:
 
 
 def compare(before: Version, after: Version, asked: tuple[str, ...]) -> tuple[float, float]:
-    """Medians of the seconds of a call of both."""
+    """The median seconds a call of both versions."""
     sides = (before, after)
     for side in sides:
-        side.ask(*asked, 0)  # both compile at once
+        side.ask(*asked, 0)  # both compile at the same time
     trials, failures = [], []
     for side in sides:
         try:
@@ -148,6 +149,6 @@ def compare(before: Version, after: Version, asked: tuple[str, ...]) -> tuple[fl
         for n in (0, 1) if turn % 2 else (1, 0):
             sides[n].ask(*asked, calls)
             samples[n].append(sides[n].answer())
-    # The first turn warms up.
+    # The first turn only warms up.
     old, new = (statistics.median(side[1:]) for side in samples)
     return old, new

@@ -15,24 +15,24 @@ from rawattn._bench.score_features import PLAIN, Feature
 
 @dataclass(frozen=True)
 class Case:
-    """One attention call, or its backward. Every sequence has as many keys as queries, unless `seqlen_k` is given."""
+    """One attention call, or its backward. Every sequence has as many keys as queries unless `seqlen_k` is given."""
 
-    kind: str  # dense, ragged, ...: rows that belong together
+    kind: str  # dense, ragged, ...: groups the rows of a report
     label: str
     seqlens: tuple[int, ...]
     nheads_q: int
     nheads_kv: int
     headdim: int
     causal: bool
-    packed: bool = False  # group mode; else batch mode, all seqlens the same
+    packed: bool = False  # group mode; else batch mode, with equal seqlens
     window_left: int | None = None
-    backward: bool = False  # the gradients of the call, not the call
+    backward: bool = False  # measure the backward alone
     peers: tuple[str, ...] = ()
-    deterministic: bool = False  # the deterministic backward runs too
-    # The case of the same suite that this one is divided by, and whether by FLOP/s or by time.
+    deterministic: bool = False  # measure the deterministic backward too
+    # The case of the same suite over which this one's ratio is taken, and whether that is of times or of FLOP/s.
     over: str | None = None
     by_time: bool = False
-    # A spent budget costs the cases of the highest number.
+    # Cases run in this order, so those with the highest number lose their peers first when the budget is spent.
     priority: int = 0
     seqlen_k: int | None = None  # keys of every sequence
     feature: Feature = PLAIN
@@ -53,12 +53,12 @@ class Case:
 
     @property
     def rows(self) -> int:
-        """Queries of a sequence, where all have as many."""
+        """Queries of a sequence, if all have as many."""
         return self.seqlens[0]
 
     @property
     def keys(self) -> int:
-        """Keys of a sequence, where all have as many."""
+        """Keys of a sequence, if all have as many."""
         return self.rows if self.seqlen_k is None else self.seqlen_k
 
     @property
@@ -67,7 +67,7 @@ class Case:
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of q, k and v, and of the gradient of `out` in a backward."""
+        """Shapes of q, k and v, and for a backward of dout."""
         q = (self.tokens,) if self.packed else (self.batch, self.rows)
         k = (self.tokens_k,) if self.packed else (self.batch, self.keys)
         q, k = (*q, self.nheads_q, self.headdim), (*k, self.nheads_kv, self.headdim)
@@ -75,7 +75,7 @@ class Case:
 
     @property
     def ngradients(self) -> int:
-        """Of q, k, v, and of what the feature adds."""
+        """The number of gradients: of q, k, v and of the feature's arrays."""
         return 3 + len(self.feature.gradients)
 
     @property
@@ -106,12 +106,12 @@ class Case:
             )
         else:
             nbytes = counters.forward_bytes(self.visible, self.tokens, *heads, itemsize)
-        # An array of the feature is read once, and its gradient is written once.
+        # The feature's array is read once; in a backward its gradient is written once.
         return nbytes + self.feature.elements * itemsize * (2 if self.backward else 1)
 
 
 def select(cases: list[Case], words: str) -> list[Case]:
-    """Cases whose name has all these words, and the cases that those are divided by."""
+    """The cases whose names have all these words, and the cases named in their `over`."""
     wanted = {case.name for case in cases if set(words.split()) <= set(case.name.split())}
     wanted |= {case.over for case in cases if case.name in wanted and case.over}
     return [case for case in cases if case.name in wanted]

@@ -13,8 +13,8 @@ _SECONDS = 120
 
 
 def run(code: str, *arguments: str, **environment: str) -> Any:
-    """What this Python code prints as its last line, in JSON; RuntimeError with its last word when it fails."""
-    # From source without an installation, the child must find the package that is running here.
+    """The last line that this Python code prints, read as JSON. RuntimeError, with the last line of its errors, if it fails."""
+    # If rawattn runs from a checkout without an installation, the child must find the same package.
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     child = subprocess.run(

@@ -9,7 +9,7 @@ from pathlib import Path
 from rawattn._bench import child
 from rawattn._bench.report import Figure
 
-# First calls of two kernel variants: the first also pays for what a process does once.
+# First calls of two kernel variants. The first one includes what a process does once.
 _FIRST_CALLS = """
 import json, time, cupy, rawattn
 seconds = []
@@ -25,9 +25,9 @@ print(json.dumps(seconds))
 
 
 def figures(dtype: str, peers: Sequence[str]) -> list[Figure]:
-    """First calls in a process with an empty kernel cache, and in the next process."""
+    """Times of first calls, in a process with an empty kernel cache and in the next process."""
     with tempfile.TemporaryDirectory(prefix="rawattn-bench-") as folder:
-        # Python's own cache too, wherever the package lies: an installed package has its bytecode.
+        # Python's bytecode is cached too, wherever the package lies, since an installed package has its bytecode.
         environment = {
             "RAWATTN_CACHE_DIR": folder,
             "PYTHONPYCACHEPREFIX": f"{folder}/bytecode",

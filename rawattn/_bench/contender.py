@@ -1,4 +1,4 @@
-"""What every contender must do."""
+"""The interface of contenders."""
 
 from __future__ import annotations
 
@@ -14,58 +14,58 @@ from rawattn._bench.timing import Call, Clock
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """CuPy arrays of a case, in the shapes of `rawattn.attention`."""
+    """The CuPy arrays of a case, in the shapes of `rawattn.attention`."""
 
     qkv: tuple[Any, ...]
-    dout: Any = None  # of a backward
+    dout: Any = None  # for a backward
     seqstart: Any = None
     max_seqlen: int = 0
     extras: Mapping[str, Any] = field(default_factory=dict)  # arrays of the case's feature
 
 
 class Contender:
-    """One implementation of attention: two verbs, on the same inputs."""
+    """One implementation of attention, with a forward and a backward."""
 
-    burst_factor = 1  # of the bursts that are asked for
+    burst_factor = 1  # its bursts are this many times as long as the run's
     ours = False
-    # For the table: call by call from Python (eager) or otherwise, and whose function on whose arrays.
+    # For the table: how it is called (eager: call by call from Python), on which framework's arrays, by which function.
     called = ""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def takes(self, case: Case) -> bool:
-        """Whether it is to be measured on a case."""
+        """Whether it is measured on a case."""
         return self.name in case.peers
 
     def clock(self, events: Clock) -> Clock:
-        """How its calls are timed: by events, where it runs on CuPy's current stream."""
+        """The clock for its calls: events, if it runs on CuPy's current stream."""
         return events
 
     def scope(self) -> AbstractContextManager[Any]:
-        """Entered around `prepare` and around its calls."""
+        """A context for `prepare` and for its calls."""
         return contextlib.nullcontext()
 
     def prepare(self, case: Case, inputs: Inputs) -> Call:
-        """The call to measure. Raises when it cannot do the case."""
+        """The call to measure. Raises if it does not support the case."""
         return (self.backward if case.backward else self.forward)(case, inputs)
 
     def forward(self, case: Case, inputs: Inputs) -> Call:
         raise NotImplementedError(f"{self.name}: the forward is not measured")
 
     def backward(self, case: Case, inputs: Inputs) -> Call:
-        """The backward alone: the forward that it needs is made here."""
+        """The backward alone: the forward that it needs runs here, before."""
         raise NotImplementedError(f"{self.name}: the backward is not measured")
 
     def read(self, case: Case, result: Any) -> tuple[Any, ...]:
-        """What a call returned, as CuPy arrays: (out,), or of a backward dq, dk, dv and those of the case's feature."""
+        """The result of a call as CuPy arrays: (out,), or for a backward dq, dk, dv and the gradients of the case's feature."""
         found = result[: case.ngradients] if case.backward else (self.out(result),)
         return tuple(map(self.array, found))
 
     def out(self, result: Any) -> Any:
-        """`out` in what the forward returned, in the shape of q."""
+        """`out`, in the shape of q, from the result of the forward."""
         return result
 
     def array(self, x: Any) -> Any:
-        """Its array as CuPy's."""
+        """An array of the contender as a CuPy array."""
         return x

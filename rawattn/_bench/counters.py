@@ -1,4 +1,4 @@
-"""Operations and bytes that attention cannot do without, counted from its visible-key rule."""
+"""The least operations and bytes of attention, counted from which keys each row sees."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Visible:
-    """What a mask leaves: (row, key) pairs, rows that see a key, keys that are seen."""
+    """Counts of visible (row, key) pairs, of rows that see a key, and of keys that some row sees."""
 
     pairs: int
     rows: int
@@ -25,7 +25,7 @@ def visible(
     sink: int = 0,
     align: str = "bottom-right",
 ) -> Visible:
-    """Exact counts for one sequence, by the options of `rawattn.attention`."""
+    """Exact counts for one sequence, from the options of `rawattn.attention`."""
     if not len_q or not len_k:
         return Visible(0, 0, 0)
     left, right = window or (None, None)
@@ -35,7 +35,7 @@ def visible(
     first = np.zeros(len_q, int) if left is None else np.clip(diagonal - left, 0, len_k)
     last = np.full(len_q, len_k) if right is None else np.clip(diagonal + right + 1, 0, len_k)
     band = np.maximum(last - first, 0)
-    # Sink keys before the band, and never past the right edge.
+    # Sink tokens before the window, but not past its right edge.
     sinks = np.minimum(sink, np.minimum(first, last))
 
     edges = np.zeros(len_k + 1, int)
@@ -48,7 +48,7 @@ def visible(
 
 
 def forward_flops(pairs: int, nheads_q: int, headdim: int, headdim_v: int) -> int:
-    """A multiplication and an addition for each element of q and of v, in every visible pair."""
+    """The Q K^T and P V products of every visible pair: a multiplication and an addition for each element of q and of v."""
     return 2 * pairs * nheads_q * (headdim + headdim_v)
 
 
@@ -61,15 +61,15 @@ def forward_bytes(
     headdim_v: int,
     itemsize: int,
 ) -> int:
-    """Each row and key that matters read once; the output of all `rows` written once."""
+    """Each row that sees a key and each key that is seen, read once; the output of all `rows`, written once."""
     read = counts.rows * nheads_q * headdim + counts.keys * nheads_kv * (headdim + headdim_v)
     return (read + rows * nheads_q * headdim_v) * itemsize
 
 
 def backward_flops(pairs: int, nheads_q: int, headdim: int, headdim_v: int) -> int:
-    """Five products of every visible pair: S and dP again, then dV, dK and dQ.
+    """Five products of every visible pair: S (recomputed), dP, dV, dK and dQ.
 
-    S, dK and dQ take D multiplications and additions each, dP and dV take Dv: for D = Dv 2.5 times the forward's.
+    S, dK and dQ take D multiplications and additions each, dP and dV take Dv. For D = Dv this is 2.5 times the forward's.
     """
     return 2 * pairs * nheads_q * (3 * headdim + 2 * headdim_v)
 
@@ -84,7 +84,9 @@ def backward_bytes(
     headdim_v: int,
     itemsize: int,
 ) -> int:
-    """Each row (q, out, dout and a float32 lse) and key that matters read once; all gradients written once."""
+    """Each row that sees a key (q, out, dout and a float32 lse) and each key that is seen, read once; all gradients written
+    once.
+    """
     read_rows = counts.rows * nheads_q * (headdim + 2 * headdim_v)
     read_keys = counts.keys * nheads_kv * (headdim + headdim_v)
     written = rows * nheads_q * headdim + keys * nheads_kv * (headdim + headdim_v)

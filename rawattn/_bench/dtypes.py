@@ -1,7 +1,7 @@
-"""Speed of float16 over bfloat16: all in one race, so that a change of clocks or temperature falls on both alike.
+"""Speed of float16 over bfloat16, in one race, so that changes of clocks or temperature affect both alike.
 
-Ours also runs on float16 arrays that hold the values of the bfloat16 arrays: float16's instructions, on mantissas as
-short as bfloat16's. What is still lost there is the instructions' cost; the rest is the power of longer mantissas.
+Ours also runs on float16 arrays that hold the values of the bfloat16 arrays: float16 instructions on mantissas as short as
+bfloat16's. The loss that remains there is the cost of the instructions; the rest is due to the power of longer mantissas.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PEERS = {"forward": (CUDNN, FA4), "backward": (FA2,)}
 
 
 def figures(verb: str, dtype: str, peers: Sequence[str]) -> list[Figure]:
-    """Ours and some of the peers, case by case, whatever the dtype of the run. verb: forward or backward."""
+    """Ratios for ours and for some peers, case by case, whatever the dtype of the run. verb: forward or backward."""
     events = EventClock()
     l2_bytes = machine.facts(machine.Sensors())["l2_bytes"]
     contenders = _contenders(verb, set(peers).intersection(_PEERS[verb]))
@@ -42,7 +42,7 @@ def _contenders(verb: str, names: Set[str]) -> list[Contender]:
 
 
 def cases(verb: str) -> list[Case]:
-    """The dense ones of the suite at S 4096."""
+    """The dense cases of the suite with seqlen 4096."""
     return [
         case
         for case in _GRIDS[verb]()
@@ -51,7 +51,7 @@ def cases(verb: str) -> list[Case]:
 
 
 def make_inputs(case: Case, l2_bytes: int) -> dict[str, list[Inputs]]:
-    """Sets of inputs, by kind."""
+    """The sets of inputs, by kind: bfloat16, float16, and float16 arrays of bfloat16 values."""
     sets = {kind: measure.make_inputs(case, kind, l2_bytes) for kind in (BFLOAT16, FLOAT16)}
     return {**sets, SAME_VALUES: [_float16(inputs) for inputs in sets[BFLOAT16]]}
 
@@ -70,7 +70,7 @@ def case_figures(
     inputs: Mapping[str, Sequence[Inputs]],
     events: Clock,
 ) -> list[Figure]:
-    """Ratios of one race. A peer that raises is left out; what ours raises is raised."""
+    """Ratios from one race. A peer that raises is left out; an error of ours is raised."""
     sides = [
         (contender, kind)
         for contender in contenders
@@ -80,7 +80,7 @@ def case_figures(
     for contender, kind in sides:
         try:
             entrant = measure.enter(case, contender, inputs[kind], events)[0]
-        except Exception:  # a peer that is missing, or cannot do this case, must not end the run
+        except Exception:  # a peer that is missing or does not support the case is left out
             if contender.ours:
                 raise
         else:

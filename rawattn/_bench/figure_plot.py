@@ -1,4 +1,4 @@
-"""A picture of a report that has figures alone: a bar for each one that has a bound, and a mark where the bound is."""
+"""Plots a report that has only figures: a bar for each figure with a bound, and a mark at the bound."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 from rawattn._bench.report import Figure, Report
 
 _OTHERS = "others"
-_MISSED, _BOUND = "#b2182b", "#000000"  # of no library (render.py)
-_INCHES = 0.21  # of a bar
-_HALF = 0.42  # of a mark's height, in bars
+_MISSED, _BOUND = "#b2182b", "#000000"  # colours that no library has in render.py
+_INCHES = 0.21  # height of a bar
+_HALF = 0.42  # half the height of a mark, in bars
 
 
 def draw(report: Report, kept: str) -> Any:
-    """A matplotlib figure: a panel for each kind of figure, which is what its name says behind the last colon.
+    """A matplotlib figure with a panel for each kind of figure: the part of its name behind the last colon.
 
-    kept: the colour of those within their bounds. Raises ImportError without matplotlib.
+    kept: the colour of figures within their bounds. Raises ImportError without matplotlib.
     """
     from matplotlib import figure as pictures
     from matplotlib.lines import Line2D
@@ -39,7 +39,7 @@ def draw(report: Report, kept: str) -> Any:
 
 
 def _panels(report: Report) -> dict[str, list[tuple[str, Figure]]]:
-    """The figures of each kind, with what tells them apart. Kinds of one figure are together where they read alike."""
+    """(name, figure) pairs by panel. Kinds with a single figure share a panel if their unit and direction are the same."""
     kinds: dict[tuple[str, str], list[tuple[str, Figure]]] = defaultdict(list)
     for figure in report.bounded():
         if figure.value is not None:
@@ -62,7 +62,7 @@ def _bars(axis: Any, found: list[tuple[str, Figure]], kept: str) -> None:
     values = [figure.value for _, figure in found]
     colours = [kept if figure.verdict == "ok" else _MISSED for _, figure in found]
     bars = axis.barh(heights, values, color=colours)
-    # In the middle, where no bound is.
+    # Labels in the middle of bars, where no mark of a bound is.
     labels = [f"{value:.3g}" for value in values]
     axis.bar_label(bars, labels, fontsize=7, label_type="center", color="white")
     bounds = [figure.bound for _, figure in found]

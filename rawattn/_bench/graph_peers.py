@@ -1,4 +1,4 @@
-"""Ours beside peers, all in CUDA graphs: the line of one shape, our time over that of the fastest peer."""
+"""Our time over that of the fastest peer for one shape, with all calls in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ _OURS = "rawattn"
 
 
 class Sides(NamedTuple):
-    """The same attention for everybody, on several sets of inputs.
+    """The same attention for all sides, on several sets of inputs.
 
-    ours: a call on each set. rows: CuPy arrays q, k and v of each set, for those who read no pages. causal: the last row sees
-    every key. masks: of each set, bools of the keys that a lone row sees, or numbers to add to its scores; or none.
+    ours: our call on each set. rows: for peers, which read no pages, the CuPy arrays q, k and v of each set. causal: aligned
+    so that the last row sees every key. masks: for each set, the bool mask of the keys that a single row sees, or a bias, or
+    None; may be empty.
     """
 
     ours: Sequence[Call]
@@ -31,14 +32,14 @@ class Sides(NamedTuple):
 def over_fastest(
     name: str, nbytes: int, prepare: Callable[[], Sides], peers: Iterable[str], most: float
 ) -> Figure:
-    """The line of a shape, with everybody's time or the reason why there is none.
+    """The figure of a shape, with the time of each side or the reason why it has none.
 
-    nbytes: what one call reads and writes. Who computes something else than ours is not timed.
+    nbytes: the bytes that one call reads and writes. A peer whose result differs from ours is not timed.
     """
     line = f"{name}: over the fastest peer"
     try:
         sides = prepare()
-    except Exception as error:  # the other lines are worth showing all the same
+    except Exception as error:  # the other figures are still shown
         return ratio(line, None, None, most, measure.describe(error))
     ready, reasons = _ready(sides, nbytes, peers)
     times: dict[str, float] = {}
@@ -54,13 +55,13 @@ def over_fastest(
 
 
 def ratio(name: str, top: float | None, bottom: float | None, most: float, of: str = "") -> Figure:
-    """A line of one time over another, which should be `most` at most."""
+    """The figure of one time over another, which should be at most `most`."""
     value = None if top is None or bottom is None else top / bottom
     return Figure(name, value, "x", most, at_most=True, of=of)
 
 
 def _ready(sides: Sides, nbytes: int, peers: Iterable[str]) -> tuple[dict[str, Entrant], list[str]]:
-    """Entrants whose results agree, ours first, and why others are none."""
+    """The entrants whose results agree, ours first, and the reasons why other sides are left out."""
     ready: dict[str, Entrant] = {}
     reasons: list[str] = []
     first: tuple[str, Sequence[Any]] | None = None
@@ -69,7 +70,7 @@ def _ready(sides: Sides, nbytes: int, peers: Iterable[str]) -> tuple[dict[str, E
             entrant = _entrant(side, sides, nbytes)
             results = entrant.call()
             differs = measure.disagreement(results, first)
-        except Exception as error:  # whoever cannot is out
+        except Exception as error:  # a side that does not support the shape is left out
             reasons.append(f"{side}: {measure.describe(error)}")
             continue
         if differs:
@@ -91,7 +92,7 @@ def _entrant(side: str, sides: Sides, nbytes: int) -> Entrant:
 
 
 def sdpa(backend: str, q: Any, k: Any, v: Any, causal: bool, mask: Any = None) -> Call:
-    """Torch's scaled_dot_product_attention, held to one of its kernels."""
+    """torch's scaled_dot_product_attention, restricted to one of its backends."""
     import torch
     from torch.nn import attention
     from torch.nn.attention.bias import causal_lower_right

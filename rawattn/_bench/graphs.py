@@ -1,7 +1,7 @@
-"""Calls in CUDA graphs: one entrant of a race is one graph, of calls on several sets of inputs.
+"""Calls in CUDA graphs: an entrant of a race is one graph of calls on several sets of inputs.
 
-A graph's launch takes microseconds, as a short call does. So a graph of short calls holds many, and the time of one is
-that of a replay over their number.
+Launching a graph takes microseconds, as long as a short call. So a graph holds many short calls, and the time of one is that
+of a replay divided by their number.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Any
 from rawattn._bench import machine
 from rawattn._bench.timing import Call, Entrant, EventClock
 
-_SHORT_BYTES = 64 << 20  # what a short call stays below
-_SHORT_CALLS, _CALLS = 16, 4  # at least so many of short ones, and of others
+_SHORT_BYTES = 64 << 20  # a call that reads and writes fewer bytes is short
+_SHORT_CALLS, _CALLS = 16, 4  # least calls in a graph, of short ones and of others
 _MAX_SETS = 16
-_WARM_UP = 3  # of torch's calls before a capture
+_WARM_UP = 3  # rounds of torch calls before a capture
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """Launches a graph. Returns what its calls returned when they were captured.
+    """Launches a graph, and returns the results of its calls from the capture.
 
-    A graph knows addresses alone: what its calls read and write lives as long as this.
+    A graph holds addresses only, so this keeps the arrays alive that its calls read and write.
     """
 
     launch: Call
@@ -39,27 +39,27 @@ Capture = Callable[[Sequence[Call]], Replay]
 
 
 def sets(nbytes: int) -> int:
-    """How many sets of inputs the L2 cache does not hold together. nbytes: what a call reads and writes."""
+    """The number of sets of inputs that together exceed the L2 cache. nbytes: the bytes that a call reads and writes."""
     l2_bytes: int = machine.facts(machine.Sensors())["l2_bytes"]
     return min(_MAX_SETS, max(1, -(-2 * l2_bytes // nbytes)))
 
 
 def entrant(capture: Capture, calls: Sequence[Call], nbytes: int) -> Entrant:
-    """A graph of these calls, one on each set of inputs; so many times over that short ones are 16 or more, others 4.
+    """A graph of these calls, one on each set of inputs, repeated to at least 16 short calls or 4 others.
 
-    nbytes: what one call reads and writes.
+    nbytes: the bytes that one call reads and writes.
     """
     import cupy
 
     least = _SHORT_CALLS if nbytes < _SHORT_BYTES else _CALLS
     rounds = -(-least // len(calls))
     every = [*calls] * rounds
-    cupy.cuda.runtime.deviceSynchronize()  # inputs are there before other streams read them
+    cupy.cuda.runtime.deviceSynchronize()  # inputs must be written before other streams read them
     return Entrant(capture(every), EventClock(), calls_each=len(every))
 
 
 def of_cupy(calls: Sequence[Call]) -> Replay:
-    """Of calls that launch on CuPy's current stream."""
+    """A graph of calls that launch on CuPy's current stream."""
     import cupy
 
     stream = cupy.cuda.Stream(non_blocking=True)
@@ -69,14 +69,14 @@ def of_cupy(calls: Sequence[Call]) -> Replay:
         stream.begin_capture()
         try:
             results = [call() for call in calls]
-        finally:  # an interrupted one too: nothing can be read while a stream captures
+        finally:  # also after an error, since nothing can be read while a stream captures
             graph = stream.end_capture()
     stream.synchronize()
     return Replay(graph.launch, calls, results)
 
 
 def of_torch(calls: Sequence[Call]) -> Replay:
-    """Of calls that launch on torch's current stream and return a tensor, which a replay returns as CuPy's array."""
+    """A graph of calls that launch on torch's current stream and return a tensor. A replay returns it as a CuPy array."""
     import cupy
     import torch
 

@@ -1,4 +1,4 @@
-"""The shapes that are measured, suite by suite."""
+"""The shapes that the suites `forward` and `backward` measure, and the names of peers."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import numpy as np
 from rawattn._bench.cases import Case
 
 CUDNN, FA2, FA4, JAX = "cuDNN", "FA2", "FA4", "JAX cuDNN"
-EFFICIENT, FLEX, FSA = "efficient", "FlexAttention", "flash-sparse-attn"  # of the suite scores
+EFFICIENT, FLEX, FSA = "efficient", "FlexAttention", "flash-sparse-attn"  # for the suite scores
 PEERS = (CUDNN, FA2, FA4, JAX, EFFICIENT, FLEX, FSA)
-DETERMINISTIC = "deterministic"  # ours, beside the backward that a caller gets
+DETERMINISTIC = "deterministic"  # ours, shown beside our default backward
 
 _MHA, _GQA = (16, 16), (32, 8)
 
 
 def forward(quick: bool = False) -> list[Case]:
-    """Dense, ragged, one long sequence among short ones, a window."""
+    """Cases: dense, ragged, one long sequence among short ones, and a sliding window."""
     dense = []
     for case in _dense(1024, 2048, 4096, 16384):
         seqlen = case.seqlens[0]
-        # JAX's cuDNN is torch's behind another door, and slow to compile: one length tells.
+        # JAX calls the same cuDNN as torch and compiles slowly, so it is measured at one length.
         peers = (CUDNN, FA2, FA4, JAX) if seqlen == 4096 else (CUDNN, FA2, FA4)
         dense.append(replace(case, peers=peers, priority=0 if seqlen >= 4096 else 2))
     ragged = []
@@ -34,12 +34,12 @@ def forward(quick: bool = False) -> list[Case]:
 
 
 def backward(quick: bool = False) -> list[Case]:
-    """Dense at 4096 and 16384, ragged over dense, grouped heads."""
+    """Cases: dense with seqlens 4096 and 16384, and ragged over dense, for MHA and GQA."""
     everybody = (CUDNN, FA2, FA4)
     cases = [replace(case, peers=everybody, deterministic=True) for case in _dense(4096, 16384)]
     for heads in (_MHA, _GQA):
         for causal in (True, False):
-            # FA4 compiles for seconds for each: what the figures do not need comes last.
+            # FA4 compiles each of these for seconds, so those that the figures do not need come last.
             priority = 0 if heads == _MHA else 1 if causal else 2
             pair, base = _ragged(heads, causal)
             cases += [
@@ -58,7 +58,7 @@ def _quick(cases: list[Case], quick: bool) -> list[Case]:
 
 
 def _dense(*seqlens: int) -> list[Case]:
-    """16384 tokens in sequences of one length, heads x D = 2048."""
+    """16384 tokens in sequences of equal length, with heads x D = 2048."""
     return [
         Case(
             "dense",
@@ -76,7 +76,7 @@ def _dense(*seqlens: int) -> list[Case]:
 
 
 def _ragged(heads: tuple[int, int], causal: bool) -> tuple[Case, Case]:
-    """Lengths uniform in 64..4096, about 33k tokens, and about as many in sequences of 2048."""
+    """A packed batch of lengths uniform in 64..4096, about 33k tokens, and a dense one of about as many, in seqlens of 2048."""
     seqlens = tuple(map(int, np.random.default_rng(2).integers(64, 4097, size=16)))
     label = f"H{heads[0]}/{heads[1]}"
     dense = _d128("ragged-ref", f"{label} B16 S2048", (2048,) * 16, heads, causal)
@@ -85,7 +85,7 @@ def _ragged(heads: tuple[int, int], causal: bool) -> tuple[Case, Case]:
 
 
 def _straggler() -> list[Case]:
-    """One sequence of 16384 beside 512 of 32: the time should be that of the long one."""
+    """One sequence of 16384 and 512 of 32. The time should be that of the long sequence alone."""
     alone = _d128("straggler-ref", "1x16384", (16384,), packed=True)
     crowd = (16384, *(32,) * 512)
     more: dict[str, Any] = {"packed": True, "over": alone.name, "by_time": True}

@@ -1,7 +1,7 @@
-"""The calls whose host time `rawattn bench --suite host` sets beside that of torch's SDPA.
+"""The calls whose host time `rawattn bench --suite host` compares with that of torch's SDPA.
 
-All are of one size, 128 rows of 16 heads with D 128: so small that the GPU is done before the host is with the next
-call. A maker prepares what a caller would keep, and returns the call that is timed.
+All have the same size, 128 rows of 16 heads with D 128: so small that the GPU finishes before the host has made the next
+call. A `make` function prepares what a caller would keep, and returns the call that is timed.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from rawattn._bench import host_floors, machine, peers
 from rawattn._bench.timing import Call
 
 SHAPE = (1, 128, 16, 128)
-# Of the ragged batches: as many rows as SHAPE has.
+# Lengths of the ragged batches, which add up to the rows of SHAPE.
 _LENGTHS = (16, 48, 24, 40)
-_ORDERS = 8  # lengths in this many orders are other lengths at each call
+_ORDERS = 8  # permutations of the lengths, so that each call has other lengths than the last one
 
 FORWARD = "torch SDPA"
 BACKWARD = "torch SDPA backward"
@@ -30,20 +30,20 @@ BOTH = "torch SDPA forward + backward"
 
 
 class Absent(RuntimeError):
-    """What a call needs is not here: no mistake of anybody."""
+    """Something that a call needs is not installed or not available. It is no failure."""
 
 
 class Setup:
-    """Inputs of all calls, made when a call asks for them.
+    """The inputs of all calls, made when a call first needs them.
 
     Parameters
     ----------
     xp, device
-        CuPy and "cuda", or, to try the calls without a GPU, NumPy and "cpu".
+        CuPy and "cuda"; or NumPy and "cpu", to try the calls without a GPU.
     dtype
-        Name of the dtype of q, k, v.
+        The name of the dtype of q, k, v.
     shape
-        Of q, k, v; `lengths` add up to its rows.
+        The shape of q, k, v. `lengths` must add up to its rows.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Setup:
 
     @functools.cached_property
     def arrays(self) -> list[Any]:
-        """q, k, v, dout of CuPy."""
+        """q, k, v, dout as CuPy arrays."""
         if self.device == "cuda":
             return [machine.random_array(self.shape, self.dtype) for _ in range(4)]
         rng = np.random.default_rng(0)
@@ -69,27 +69,27 @@ class Setup:
 
     @functools.cached_property
     def tensors(self) -> list[Any]:
-        """q, k, v, dout of torch."""
+        """q, k, v, dout as torch tensors."""
         torch = self.torch()
         options = {"dtype": getattr(torch, self.dtype), "device": self.device}
         return [torch.randn(self.shape, **options) for _ in range(4)]
 
     @functools.cached_property
     def jax_arrays(self) -> list[Any]:
-        """q, k, v of JAX."""
+        """q, k, v as JAX arrays."""
         jax = self.jax()
         keys = jax.random.split(jax.random.key(0), 3)
         return [jax.random.normal(key, self.shape, dtype=self.dtype) for key in keys]
 
     def torch(self) -> Any:
-        """The module; raises Absent where torch, or a GPU that it can use, is missing."""
+        """The module. Absent if torch, or a GPU that it can use, is missing."""
         torch = _imported("torch")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise Absent("torch has no GPU here")
         return torch
 
     def jax(self) -> Any:
-        """The module; raises Absent where JAX, or a GPU that it can use, is missing."""
+        """The module. Absent if JAX, or a GPU that it can use, is missing."""
         jax = _imported("jax", peers.import_jax)
         if self.device == "cuda" and jax.default_backend() != "gpu":
             raise Absent("JAX has no GPU here")
@@ -97,7 +97,7 @@ class Setup:
 
 
 def _imported(name: str, importer: Callable[[], Any] | None = None) -> Any:
-    """The module; raises Absent where there is none, and whatever one that is broken raises."""
+    """The module. Absent if it is not installed; a broken module raises its own error."""
     try:
         return importlib.import_module(name) if importer is None else importer()
     except ImportError as error:
@@ -108,7 +108,7 @@ def _imported(name: str, importer: Callable[[], Any] | None = None) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class HostCall:
-    """A call, and the most that it may take of the time of `over`, another of these; shown beside `also`, too."""
+    """A call to time. bound: the most for its time over that of the call `over`. also: another call to compare with."""
 
     name: str
     make: Callable[[Setup], Call]
@@ -118,7 +118,7 @@ class HostCall:
 
 
 def calls() -> list[HostCall]:
-    """Those that others are measured against first."""
+    """All calls. Those in `over` and `also` of others come first."""
     found = [
         HostCall(FORWARD, _sdpa, over=""),
         HostCall(BACKWARD, _sdpa_backward, over=""),
@@ -152,7 +152,7 @@ def calls() -> list[HostCall]:
 
 
 def _floors() -> list[HostCall]:
-    """What a call's launches and results take by themselves."""
+    """The launches and results of calls alone, without the rest: the least host time of a call."""
 
     def floor(of: str, make: Callable[..., Call], over: str = FORWARD, **more: int) -> HostCall:
         def on_gpu(setup: Setup) -> Call:
@@ -217,7 +217,7 @@ def _ragged(
     layout: str,
     setup: Setup,
 ) -> Call:
-    """A kept SeqLayout, or a new one at each call: of equal lengths, or of other ones in turn."""
+    """A ragged call, by `layout`: a kept SeqLayout, or a new one at each call, with "equal" lengths or "other" ones in turn."""
     batch, put = arrays(setup)
     qkv = [x.reshape(-1, *x.shape[2:]) for x in batch[:3]]
     longest = {"max_seqlen_q": setup.longest, "max_seqlen_k": setup.longest} if on_device else {}

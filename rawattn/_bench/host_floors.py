@@ -1,8 +1,8 @@
-"""What the host time of a call cannot be less than: its launches and its results, with nothing around them.
+"""Lower bounds of the host time of a call: its launches and its results, with nothing around them.
 
-The suite `host` times these beside the calls. A launch here is the driver's, of a kernel that does nothing, by the
-binding that the library uses; a result is an array from CuPy's pool, or a tensor of torch's. XLA's floor is the least
-program of its own, and autograd's a function that makes the results of both passes.
+The suite `host` times these beside the calls. A launch here is one of an empty kernel by the driver API, through the binding
+that the library uses. A result is an array from CuPy's pool, or a torch tensor. The floor of XLA is a program of one
+operation, and that of autograd a function that only makes the results of both passes and launches empty kernels.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NOTHING = 'extern "C" __global__ void nothing(const void* p) {}'
 
 
 def launches(setup: Setup, count: int = 1, arrays: int = 0) -> Call:
-    """`count` launches, and `arrays` of CuPy in the shape of q."""
+    """`count` launches, and `arrays` CuPy arrays in the shape of q."""
     cupy = setup.xp
     launch = _launcher(setup)
     shape, dtype = setup.shape, setup.arrays[0].dtype
@@ -36,7 +36,7 @@ def launches(setup: Setup, count: int = 1, arrays: int = 0) -> Call:
 
 
 def torch_launches(setup: Setup, count: int = 1, tensors: int = 1) -> Call:
-    """`count` launches, and tensors like q."""
+    """`count` launches, and `tensors` tensors like q."""
     empty_like, q = setup.torch().empty_like, setup.tensors[0]
     launch = _launcher(setup)
 
@@ -50,13 +50,13 @@ def torch_launches(setup: Setup, count: int = 1, tensors: int = 1) -> Call:
 
 
 def jitted(setup: Setup) -> Call:
-    """A program of XLA's with the inputs of an attention and one operation."""
+    """An XLA program with the inputs of attention and one operation."""
     jax = setup.jax()
     return functools.partial(jax.jit(lambda q, k, v: q + v), *setup.jax_arrays)
 
 
 def autograd(setup: Setup) -> Call:
-    """A forward and a backward of a function that makes results, and launches as often as attention does."""
+    """Forward and backward of a function that only makes results, with as many launches as attention has."""
     torch = setup.torch()
     launch = _launcher(setup)
 
@@ -82,7 +82,7 @@ def autograd(setup: Setup) -> Call:
 
 
 def _launcher(setup: Setup) -> Callable[[], None]:
-    """Launches one block of nothing on CuPy's current stream."""
+    """A function that launches one block of an empty kernel on CuPy's current stream."""
     cupy = setup.xp
     function = cupy.RawKernel(_NOTHING, "nothing")
     stream = cupy.cuda.get_current_stream().ptr

@@ -1,8 +1,7 @@
 """The suite `host`: host time of cached calls over that of torch's SDPA, all in one process.
 
-Calls take turns, so that what else the processor does falls on all alike. In a turn each runs some batches in a row, as
-a loop would; the first of them warms the processor's caches and does not count. What a batch leaves out is told in
-`host_time`.
+Calls take turns, so that other load on the CPU affects all alike. In a turn each call runs some batches in a row, as a loop
+would. The first batch warms the CPU's caches and does not count. `host_time` says what the time of a batch includes.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from rawattn._bench.timing import Call
 
 TURNS = 12
 _BATCHES = 6
-_LEAST_TURNS = 3  # however little time is left
-_SECONDS = 30.0
+_LEAST_TURNS = 3  # these run even if the time is over
+_SECONDS = 30.0  # after which no new turn begins
 
 
 @dataclass(slots=True)
@@ -34,7 +33,7 @@ class _Lane:
 
 
 def select(words: str) -> list[HostCall]:
-    """Calls whose name has all these words, and those that they are measured against."""
+    """The calls whose names have all these words, and those named in their `over` and `also`."""
     wanted = set(words.replace(",", " ").split())
     everything = host_calls.calls()
     found = [call for call in everything if wanted <= set(call.name.replace(",", " ").split())]
@@ -43,7 +42,7 @@ def select(words: str) -> list[HostCall]:
 
 
 def run(chosen: Sequence[HostCall], dtype: str, turns: int, step: Callable[[str], None]) -> Report:
-    """Measures calls on the current GPU; `step(text)` hears of each when it is ready to be timed."""
+    """Measures calls on the current GPU. step(text) is called for each when it is ready to be timed."""
     import cupy
 
     setup = Setup(cupy, dtype=dtype)
@@ -71,7 +70,7 @@ def measure_calls(
     step: Callable[[str], None] = lambda text: None,
     seconds: float = _SECONDS,
 ) -> list[HostRow]:
-    """A row for each call, those that raise and those that have nothing to run on included."""
+    """A row for each call, also for those that raise or are `Absent`."""
     rows = {call.name: HostRow(call.name, call.bound, call.over, call.also) for call in chosen}
     lanes = []
     for asked in chosen:
@@ -86,7 +85,7 @@ def measure_calls(
         except Absent as error:
             row.reason = f"left out: {error}"
             step(f"{asked.name}: {row.reason}")
-        except Exception as error:  # the other rows are worth showing all the same
+        except Exception as error:  # the other rows are still shown
             row.reason = f"failed: {measure.describe(error)}"
             step(f"{asked.name}: {row.reason}")
     begun = time.monotonic()
@@ -105,7 +104,7 @@ def measure_calls(
 
 
 def _batches(call: Call, synchronize: Call) -> list[float]:
-    """Host seconds a call in each of some batches, the GPU idle and the queue empty when each begins."""
+    """Host seconds a call in each batch but the first. Each begins with an idle GPU and an empty launch queue."""
     samples = []
     for _ in range(_BATCHES):
         started = time.perf_counter()
@@ -117,7 +116,7 @@ def _batches(call: Call, synchronize: Call) -> list[float]:
 
 
 def _settle(result: Any, synchronize: Call) -> None:
-    # JAX may still be about to launch what it has returned.
+    # JAX returns arrays whose kernels it may not have launched yet.
     if (wait := getattr(result, "block_until_ready", None)) is not None:
         wait()
     synchronize()

@@ -1,14 +1,14 @@
-"""Host time of a call: how long the caller's thread is away, whatever the GPU does meanwhile.
+"""Host time of a call: how long it blocks the caller's thread, whatever the GPU does meanwhile.
 
-Counted is all between a call and its return, for a call like an earlier one: reading the arguments, finding the
+It includes everything between a call and its return, for a call like an earlier one: reading the arguments, finding the
 prepared launch, allocating results, launching, and freeing the results when the caller drops them.
 
-Not counted: compiling and loading (the first batches only warm up), the GPU's own time, waiting for it, and waiting
-for room in the launch queue: the queue is drained before each batch, and a batch is a small fraction of what it holds.
+It excludes compiling and loading (the first batches only warm up), the GPU's time, waiting for the GPU, and waiting for room in
+the launch queue: the queue is drained before each batch, and a batch is a small fraction of its capacity.
 
-The same call may take longer in a process that has done much else: the memory pool splits and joins leftover blocks
-for each result, and other libraries' threads and code share the processor. So each library is measured twice: in a new
-process that does nothing else, as a bare loop would, and in this one, after its cases.
+The same call may take longer in a process that has done much else: the memory pool splits and joins old blocks for each
+result, and threads and code of other libraries share the CPU. So each library is measured twice: in a new process that does
+nothing else, like a bare loop, and in this process, after its cases.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from rawattn._bench.grids import CUDNN, FA2
 from rawattn._bench.report import Figure
 from rawattn._bench.timing import Call
 
-SHAPE = (1, 128, 16, 128)  # so small that the GPU is done before the host is with the next call
-BATCH = 20  # of some thousand launches that the queue holds
+SHAPE = (1, 128, 16, 128)  # so small that the GPU finishes before the host has made the next call
+BATCH = 20  # calls of a batch; the launch queue holds about a thousand launches
 _BATCHES = 100
 _WARM_UP = 10
 
 
 def seconds_a_call(call: Call, synchronize: Call) -> float:
-    """Median over batches of the host seconds a call, the GPU idle and the queue empty when each begins."""
+    """Host seconds a call, the median over batches. Each batch begins with an idle GPU and an empty launch queue."""
     samples = []
     for _ in range(_WARM_UP + _BATCHES):
         synchronize()
@@ -45,7 +45,7 @@ def seconds_a_call(call: Call, synchronize: Call) -> float:
 
 
 def figures(verb: str, dtype: str, peers: Sequence[str]) -> list[Figure]:
-    """Microseconds of a small cached call, ours and torch's where torch is a peer. verb: forward or backward."""
+    """Microseconds of a small cached call, of ours and, if torch is a peer, of torch's. verb: forward or backward."""
     libraries = ["rawattn"]
     if {CUDNN, FA2} & set(peers) and importlib.util.find_spec("torch"):
         libraries.append("torch SDPA")
@@ -59,7 +59,7 @@ def figures(verb: str, dtype: str, peers: Sequence[str]) -> list[Figure]:
     return found
 
 
-# JSON on the last line: a framework may print before.
+# The child prints JSON on its last line, since a framework may print something before.
 _CHILD = "import sys; from rawattn._bench import host_time; host_time.report(*sys.argv[1:])"
 
 
@@ -69,7 +69,7 @@ def report(library: str, verb: str, dtype: str) -> None:
 
 
 def _rawattn(verb: str, dtype: str) -> tuple[Call, Call]:
-    """The call, and what waits for it."""
+    """The call, and a function that waits for it."""
     import cupy
 
     import rawattn

@@ -1,4 +1,4 @@
-"""The machine measured on: device, versions, clocks, and the rate of its matrix products."""
+"""The machine that is measured: device, versions, clocks, and the rate of its matrix products."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from importlib import metadata
 from statistics import NormalDist
 from typing import Any
 
-import ml_dtypes  # teaches NumPy the name "bfloat16", too
+import ml_dtypes  # also registers the name "bfloat16" with NumPy
 import numpy as np
 
 from rawattn._bench.timing import Clock, Entrant, Timing, race
@@ -24,7 +24,7 @@ _PACKAGES = (
 )
 _PEAK_SIZE = 8192
 _FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
-# Random bits of an element, from where it is (a hash of C. Wellons, "Prospecting for hash functions").
+# Random bits of an element, from its index (a hash from C. Wellons, "Prospecting for hash functions").
 _HASH = """
 unsigned x = (unsigned)i ^ (unsigned)(i >> 32) * 0x9e3779b9u ^ seed;
 x ^= x >> 16; x *= 0x7feb352du; x ^= x >> 15; x *= 0x846ca68bu; x ^= x >> 16;
@@ -34,7 +34,7 @@ out = codes[x & 255u];
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One look at the GPU; power is NVML's average over about a second."""
+    """One reading of the GPU's sensors. The power is NVML's average over about a second."""
 
     sm_mhz: float
     watts: float
@@ -42,7 +42,7 @@ class Reading:
 
 
 class Sensors:
-    """Clock, power and temperature of the current device: from NVML, else from nvidia-smi."""
+    """Clock, power and temperature of the current device, from NVML or else from nvidia-smi."""
 
     def __init__(self) -> None:
         import cupy
@@ -56,7 +56,7 @@ class Sensors:
             self._nvml = nvml
 
     def read(self) -> Reading | None:
-        """None where neither answers."""
+        """A reading; None if neither NVML nor nvidia-smi answers."""
         nvml = self._nvml
         if nvml is not None:
             with contextlib.suppress(nvml.NVMLError):
@@ -73,7 +73,7 @@ class Sensors:
             return None
 
     def driver(self) -> str:
-        """Version of the driver."""
+        """The version of the driver, or "unknown"."""
         try:
             return self._smi("driver_version")
         except (OSError, subprocess.SubprocessError):
@@ -88,7 +88,7 @@ class Sensors:
 
 
 def facts(sensors: Sensors) -> dict[str, Any]:
-    """What a reader must know to compare figures."""
+    """The facts about the machine that a reader needs to compare figures."""
     import cupy
 
     device = cupy.cuda.Device()
@@ -106,7 +106,7 @@ def facts(sensors: Sensors) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what is installed of rawattn, its dependencies and its peers."""
+    """The versions of rawattn, its dependencies and its peers, as far as they are installed."""
     found = {}
     for name in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -117,13 +117,13 @@ def versions() -> dict[str, str]:
 
 
 def random_array(shape: tuple[int, ...], dtype: str) -> Any:
-    """Normal data: on zeros a GPU draws less power and runs faster than on anything real."""
+    """Normally distributed data. On zeros a GPU takes less power and runs faster than on real data."""
     normal = _generator().standard_normal(shape, dtype=np.float32)
     return normal.astype(np.dtype(dtype), copy=False)
 
 
 def random_float8(shape: tuple[int, ...]) -> Any:
-    """The same in float8_e4m3fn, for which CuPy has no arithmetic: each element one of 256 quantiles."""
+    """Normally distributed data in float8_e4m3fn. CuPy has no arithmetic for it, so each element is one of 256 quantiles."""
     import cupy
 
     normal = NormalDist()
@@ -145,7 +145,7 @@ def _generator() -> Any:
 
 
 def matmul_flops(dtype: str, clock: Clock) -> float:
-    """FLOP/s of a square matrix product, the ceiling that a percentage means."""
+    """FLOP/s of a square matrix product: the 100 % of the reports."""
     import cupy
 
     size = _PEAK_SIZE

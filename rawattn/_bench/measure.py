@@ -1,4 +1,4 @@
-"""Runs a suite: every case, every contender that is there, taking turns."""
+"""Runs a suite: every case with every available contender, which take turns."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Read = Callable[[], machine.Reading | None]
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the caller asks for."""
+    """The options of a run."""
 
     dtype: str = "bfloat16"
     repeats: int = REPEATS
@@ -49,7 +49,7 @@ def run(
     options: Options,
     step: Callable[[str], None],
 ) -> Report:
-    """Measures cases on the current GPU; `step(text)` hears of each when it is done."""
+    """Measures cases on the current GPU. step(text) is called after each."""
     started = time.monotonic()
     clock, sensors = EventClock(), machine.Sensors()
     facts = machine.facts(sensors)
@@ -75,7 +75,7 @@ def run(
             absent = {**dict.fromkeys(report.peers, spent), **absent}
         wanted = [contender for contender in contenders if contender.takes(case)]
         inputs = make_inputs(case, options.dtype, facts["l2_bytes"])
-        # A ratio of two cases that take turns does not depend on the clock, which changes from case to case.
+        # The GPU's clock changes from case to case. So if the ratio of two cases has a bound, they take turns in one race.
         base = None
         if case.over in names and any(not bound.peers for bound in case.bounds):
             base = _base(
@@ -106,7 +106,7 @@ def run(
 
 
 def make_inputs(case: Case, dtype: str, l2_bytes: int) -> list[Inputs]:
-    """Enough sets of inputs that none is still in the L2 cache when its turn comes again."""
+    """So many sets of inputs that none is still in the L2 cache when it is used again."""
     import cupy
 
     elements = sum(int(np.prod(shape)) for shape in case.shapes) + case.feature.elements
@@ -145,10 +145,10 @@ def measure_case(
     burst_seconds: float = BURST_SECONDS,
     base: tuple[Entrant, Result] | None = None,
 ) -> dict[str, Result]:
-    """Everybody's result, a reason instead of a time for whoever raised or computed something else than the first.
+    """The result of each contender. One that raises, or whose result differs from the first one's, has a reason and no time.
 
-    Peers that cannot be imported are added to `absent`, so that they are not tried again.
-    base: another call that takes its turns beside them, and where its time goes.
+    absent: reasons by peer. Peers that cannot be imported are added, so that they are not tried again.
+    base: another call that takes turns with them, and the result that gets its time.
     """
     results: dict[str, Result] = {}
     entrants: dict[str, Entrant] = {}
@@ -173,7 +173,7 @@ def measure_case(
         except ImportError as error:
             result.reason = absent[name] = describe(error)
             continue
-        except Exception as error:  # a peer that cannot do this case must not end the run
+        except Exception as error:  # a peer that does not support the case must not end the run
             result.reason = describe(error)
             continue
         entrants[name] = entrant
@@ -193,7 +193,7 @@ def measure_case(
 def _base(
     case: Case, contender: Contender, options: Options, l2_bytes: int, clock: Clock, read: Read
 ) -> tuple[Entrant, Result]:
-    """What another case is measured against, ready to race."""
+    """The base of another case's ratio, ready to race, and the result that gets its time."""
     result = Result()
     inputs = make_inputs(case, options.dtype, l2_bytes)
     entrant, result.first_seconds, _ = enter(
@@ -212,7 +212,7 @@ def enter(
     *,
     burst_seconds: float = BURST_SECONDS,
 ) -> tuple[Entrant, float, Any]:
-    """A contender ready to race: its first call, with whatever that compiles, is done. Its seconds, and its result."""
+    """A contender ready to race, after its first call, which may compile; the seconds of that call, and its result."""
     clock = contender.clock(events)
     with contender.scope():
         calls = [contender.prepare(case, one) for one in inputs]
@@ -234,22 +234,25 @@ def _noting(result: Result, read: Read) -> Callable[[], None]:
 def disagreement(
     got: Sequence[Any], first: tuple[str, Sequence[Any]] | None, agree: float = AGREE
 ) -> str:
-    """Why results are not worth a time; nothing when they agree with those of the first, by its name, or are the first."""
+    """Why results are not timed; "" if they agree with `first`, the name and the results of the first contender.
+
+    If there is no first one yet, they need only be without NaN.
+    """
     name, expected = first or ("itself", got)  # NaN differs from itself
-    # Who has no gradient of a bias gives fewer.
+    # A contender without dbias returns fewer results.
     errors = [difference(*pair) for pair in zip(got, expected, strict=False)]
     worst = max(errors, key=lambda error: np.inf if np.isnan(error) else error)
     return "" if worst <= agree else f"not timed: differs from {name} by {worst:.2g} of its RMS"
 
 
 def difference(got: Any, expected: Any) -> float:
-    """RMS of the difference over RMS of what was expected; NaN when either has one."""
+    """The RMS of the difference over the RMS of what was expected; NaN if either has a NaN."""
     got, expected = got.astype(np.float32), expected.astype(np.float32)
     return float((((got - expected) ** 2).mean() / (expected**2).mean()) ** 0.5)
 
 
 def describe(error: Exception) -> str:
-    """The first line of an error, with its kind where it says little."""
+    """The type and the first line of an error, at most 160 characters."""
     text = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {text}"[:160]
 

@@ -1,4 +1,4 @@
-"""Device memory that a backward needs beyond its inputs, outputs and gradients."""
+"""The device memory that a backward needs beyond its inputs, outputs and gradients."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _CASES = ("dense D128 S4096 causal", "ragged D128 H16/16 causal")
 
 
 def allowed(case: Case) -> int:
-    """Bytes of a float32 dQ and of 2 float32 for each row and head."""
+    """The bytes of a float32 dQ and of 2 float32 for each row and head."""
     return case.tokens * case.nheads_q * 4 * (case.headdim + 2)
 
 
 def figures(dtype: str, peers: Sequence[str]) -> list[Figure]:
-    """MiB of dense and ragged calls, and what they may need."""
+    """MiB that a dense and a ragged call need, and that they may need."""
     import cupy
 
     by_name = {case.name: case for case in grids.backward()}
@@ -40,10 +40,10 @@ def figures(dtype: str, peers: Sequence[str]) -> list[Figure]:
 
 
 def beyond(call: Callable[..., Any], into: tuple[Any, ...]) -> int:
-    """Most bytes that a call, and another like it, take from CuPy's pool when their gradients go to given arrays.
+    """The most bytes that two equal calls take from CuPy's pool, with gradients written to given arrays.
 
-    The pool is new, so what it then owns is what was needed at once and what is kept between calls, rounded up to
-    multiples of 512 bytes. (What an earlier call of the same kind had left in another pool would be missing.)
+    The pool is new, so the memory that it owns at the end is the largest amount in use at once, including what is kept between
+    calls, in multiples of 512 bytes. (Memory that an earlier call of the same kind kept in another pool is not counted.)
     """
     import cupy
 
@@ -54,6 +54,6 @@ def beyond(call: Callable[..., Any], into: tuple[Any, ...]) -> int:
     with cupy.cuda.using_allocator(pool.malloc):
         for _ in range(2):
             call(into=gradients)
-            # The pool must outlive what still runs in its memory.
+            # The pool must outlive kernels that still use its memory.
             cupy.cuda.runtime.deviceSynchronize()
         return int(pool.total_bytes())

@@ -12,12 +12,12 @@ from rawattn._bench.graph_peers import Sides
 from rawattn._bench.model_cases import Model
 from rawattn._bench.report import Figure
 
-_MOST = 1.0  # of one shape
-_MOST_OF_MEDIAN = 1 / 1.1
+_MOST = 1.0  # the bound on the ratio of one shape
+_MOST_OF_MEDIAN = 1 / 1.1  # the bound on the median ratio
 
 
 def figures(dtype: str, peers: Sequence[str]) -> list[Figure]:
-    """A line for each shape, and one for all."""
+    """A figure for each shape, and one for the median."""
     found = [_line(case, dtype, peers) for case in model_cases.CASES]
     ratios = [figure.value for figure in found if figure.value is not None]
     median = statistics.median(ratios) if ratios else None

@@ -1,4 +1,4 @@
-"""rawattn as a contender: what a caller gets, its other kernels, its deterministic backward."""
+"""rawattn as a contender: its default kernels, its other families, its deterministic backward."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rawattn._runtime.devices import gpu_available
 
 
 class Ours(Contender):
-    """rawattn, with the lengths of packed batches on the GPU, as a training loop has them."""
+    """rawattn. The lengths of packed batches are on the GPU, as in a training loop."""
 
     ours = True
     called = "eager, from CuPy"
@@ -68,9 +68,9 @@ def _options(case: Case, inputs: Inputs) -> dict[str, Any]:
 
 
 def families(verb: str) -> dict[str, Callable[[], AbstractContextManager[Any]]]:
-    """The library's kernels by the name to show, each with the scope that forces them. verb: forward or backward.
+    """Scopes that select our kernels, by the name to show. verb: forward or backward.
 
-    The first is what a caller gets. Where that is not the portable kernel, the portable one is shown beside it.
+    The first one selects nothing: a caller gets these kernels. If they are Hopper's, the portable ones are second.
     """
     ours: dict[str, Callable[[], AbstractContextManager[Any]]] = {"rawattn": contextlib.nullcontext}
     hopper = importlib.util.find_spec(f"rawattn._kernels.sm90.{verb}") is not None
@@ -80,7 +80,7 @@ def families(verb: str) -> dict[str, Callable[[], AbstractContextManager[Any]]]:
 
 
 def ours(verb: str) -> list[Contender]:
-    """What a caller gets first."""
+    """Our contenders for a verb. The first has the kernels that a caller gets."""
     found: list[Contender] = [Ours(name, scope) for name, scope in families(verb).items()]
     if verb == "backward":
         found.append(Ours(DETERMINISTIC, deterministic=True))

@@ -1,4 +1,4 @@
-"""Other libraries' attention. A framework is imported by its peer's first case."""
+"""Attention of other libraries. A framework is imported at its peer's first case."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from rawattn._bench.timing import Call, Clock, HostClock
 
 
 def peers(verb: str) -> list[Contender]:
-    """Those that have the verb, forward or backward."""
+    """The peers that are measured on a verb, forward or backward."""
     torch: list[Contender] = [TorchSDPA(CUDNN, "CUDNN_ATTENTION"), TorchFlash(), FlashAttention4()]
     # JAX's backward is cuDNN's too, which torch shows already.
     return [*torch, JaxCudnn()] if verb == "forward" else torch
 
 
 class Torch(Contender):
-    """What works on torch tensors. Its backward is what autograd recorded of one forward."""
+    """A contender on torch tensors. Its backward is the one that autograd recorded for one forward."""
 
     def scope(self) -> AbstractContextManager[Any]:
         import torch
@@ -32,7 +32,7 @@ class Torch(Contender):
         return scope
 
     def tensors(self, case: Case, inputs: Inputs) -> list[Any]:
-        """q, k and v, and what else a gradient is wanted of."""
+        """q, k and v, and other tensors whose gradients are wanted."""
         return tensors(*inputs.qkv)
 
     def call(self, case: Case, inputs: Inputs, qkv: Sequence[Any]) -> Call:
@@ -49,9 +49,9 @@ class Torch(Contender):
         with torch.enable_grad():
             out = self.out(self.call(case, inputs, leaves)())
         dout = torch.from_dlpack(inputs.dout)
-        # The graph and what the forward saved stay, so every call runs the same kernels on the same arrays. autograd
-        # runs them on the stream of the forward, the one that events are recorded on, and returns once all are
-        # enqueued. `grad` returns gradients and adds nothing to `.grad`, so the backward is all that runs.
+        # retain_graph keeps the graph and the saved tensors, so every call runs the same kernels on the same arrays.
+        # autograd runs them on the stream of the forward, on which the events are recorded, and returns once all are
+        # enqueued. `grad` returns the gradients and adds nothing to `.grad`, so nothing but the backward runs.
         return functools.partial(torch.autograd.grad, out, leaves, dout, retain_graph=True)
 
     def array(self, x: Any) -> Any:
@@ -61,7 +61,7 @@ class Torch(Contender):
 
 
 def tensors(*arrays: Any) -> list[Any]:
-    """CuPy arrays as torch's."""
+    """CuPy arrays as torch tensors. RuntimeError if torch and CuPy have different current streams."""
     import cupy
     import torch
 
@@ -71,7 +71,7 @@ def tensors(*arrays: Any) -> list[Any]:
 
 
 class TorchSDPA(Torch):
-    """torch's scaled_dot_product_attention, held to one of its kernels."""
+    """torch's scaled_dot_product_attention, restricted to one of its backends."""
 
     called = "eager, from PyTorch (scaled_dot_product_attention)"
 
@@ -100,12 +100,12 @@ class TorchSDPA(Torch):
         return functools.partial(sdpa, *transposed, **options)
 
     def out(self, result: Any) -> Any:
-        # The operator behind packed sequences returns a tuple, with `out` as it was given q.
+        # The operator for packed sequences returns a tuple, with `out` in the layout of q.
         return result[0] if isinstance(result, tuple) else result.transpose(1, 2)
 
 
 class TorchFlash(TorchSDPA):
-    """FlashAttention-2 as torch ships it; packed sequences by the operator behind torch's varlen attention."""
+    """FlashAttention-2 as shipped with torch. For packed sequences: the operator that torch's varlen attention uses."""
 
     called = "eager, from PyTorch (scaled_dot_product_attention; packed: its varlen operator)"
 
@@ -125,7 +125,7 @@ class TorchFlash(TorchSDPA):
 
 
 class FlashAttention4(Torch):
-    """FlashAttention-4 (CuTe-DSL): its kernels of the GPU at hand."""
+    """FlashAttention-4 (CuTe-DSL): its kernels for the current GPU."""
 
     called = "eager, from PyTorch (flash_attn.cute)"
 
@@ -148,7 +148,7 @@ class FlashAttention4(Torch):
         return functools.partial(function, *qkv, **options, **self.options(case, inputs))
 
     def options(self, case: Case, inputs: Inputs) -> dict[str, Any]:
-        """For the case's feature."""
+        """The options for the case's feature."""
         return {}
 
     def out(self, result: Any) -> Any:
@@ -156,10 +156,10 @@ class FlashAttention4(Torch):
 
 
 class JaxCudnn(Contender):
-    """jax.nn.dot_product_attention on cuDNN. JAX does not tell its stream: by the host's clock."""
+    """jax.nn.dot_product_attention on cuDNN. JAX does not expose its stream, so it is timed by the host's clock."""
 
     called = "jitted, from JAX (dot_product_attention)"
-    # Long, so that starting and waiting weigh little.
+    # Long bursts, so that starting and waiting have little weight.
     burst_factor = 3
 
     def __init__(self) -> None:
@@ -181,8 +181,8 @@ class JaxCudnn(Contender):
 
 
 def import_jax() -> Any:
-    """The module. Its memory is set so that others have room beside it, unless it is imported already."""
-    # Otherwise JAX takes three quarters of the GPU's memory at its first call.
+    """The module. Unless it is imported already, it is set to leave GPU memory to others."""
+    # By default JAX allocates three quarters of the GPU's memory at its first call.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     import jax
 

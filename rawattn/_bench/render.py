@@ -1,4 +1,4 @@
-"""A report for people: a text table, Markdown, a plot."""
+"""Renders a report as a text table, as Markdown and as a plot."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rawattn._console import table
 
 
 def text(report: Report) -> str:
-    """For a terminal."""
+    """The report as text for a terminal."""
     parts = [table.wrap(_heading(report))]
     if report.rows:
         parts.append(table.render(_header(report), _cells(report)))
@@ -28,7 +28,7 @@ def text(report: Report) -> str:
 
 
 def markdown(report: Report) -> str:
-    """To commit beside the JSON."""
+    """The report as Markdown, to commit beside the JSON."""
     parts = [f"# rawattn bench: {report.suite}, {report.dtype}", _heading(report)]
     if report.rows:
         parts.append(_markdown_table(_header(report), _cells(report)))
@@ -42,9 +42,9 @@ def markdown(report: Report) -> str:
 
 
 def plot(report: Report, path: Path) -> None:
-    """Bars by shape, in percent of the matrix-product rate, a panel for each head dimension or kind of case.
+    """Bars by shape, in percent of the matrix-product rate, with a panel for each head dim or kind of case.
 
-    Of a report without cases bars of its figures. Raises ImportError without matplotlib.
+    A report without cases gets bars of its figures. Raises ImportError without matplotlib.
     """
     picture = _rates(report) if report.rows else figure_plot.draw(report, _COLOURS["rawattn"])
     picture.suptitle(
@@ -61,7 +61,7 @@ def _rates(report: Report) -> Any:
     panels: dict[str, list[Row]] = defaultdict(list)
     for row in report.rows:
         if row.kind.endswith("-ref") or row.kind == "sweep":
-            continue  # bases, and calls of too little work for a rate to tell anything
+            continue  # bases of ratios, and calls with too little work for a meaningful rate
         panels[_panel(row)].append(row)
     figure = pictures.Figure(figsize=(12, 3.2 * max(len(panels), 1)), layout="constrained")
     colours = {name: colour(name) for name in (*report.ours, *report.peers)}
@@ -78,7 +78,7 @@ def _rates(report: Report) -> Any:
 
 PLOT_ENDINGS = (".png", ".svg", ".pdf")
 
-# A library has one colour in every plot. Ours are blue; peers stay apart for colour-blind readers too.
+# A contender has the same colour in every plot. Ours are blue; peers are distinguishable for colour-blind readers too.
 _COLOURS = {
     "rawattn": "#1b3a6b",
     "portable": "#4f83cc",
@@ -95,7 +95,7 @@ _OTHER = "#444444"
 
 
 def colour(name: str) -> str:
-    """Of a contender, whatever plot it is in."""
+    """The colour of a contender in every plot."""
     return _COLOURS.get(name, _OTHER)
 
 
@@ -124,7 +124,7 @@ def _bars(axis: Any, report: Report, rows: list[Row], colours: dict[str, str]) -
 
 
 def _tick(row: Row) -> str:
-    """The name of a case, without what the title of its panel says."""
+    """The name of a case without the words that the title of its panel has."""
     if not row.panel:
         return row.name.removeprefix(f"dense D{row.headdim} ").replace(" ", "\n")
     words = [word for word in row.name.split() if word not in ("forward", "backward")]

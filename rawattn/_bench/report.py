@@ -1,4 +1,4 @@
-"""What a run found, as data: written to and read from JSON."""
+"""The results of a run as data, written to and read from JSON."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from rawattn._bench.timing import BURST_SECONDS
 
 @dataclass(slots=True)
 class Result:
-    """One contender on one case: seconds a call, or the reason why there are none."""
+    """The result of one contender on one case: seconds a call, or the reason why there are none."""
 
     seconds: float | None = None
     spread: float = 0.0  # interquartile range over the median
     samples: tuple[float, ...] = ()
-    first_seconds: float = 0.0  # the first call, with whatever it compiles
+    first_seconds: float = 0.0  # the first call, including compilation
     sm_mhz: float | None = None
     watts: float | None = None
     celsius: float | None = None
@@ -26,10 +26,10 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """What our time of a case should be, beside that of others.
+    """A bound on our time of a case relative to another time.
 
-    what: the words of its line. limit: of their time over ours; at_most: of ours over theirs.
-    peers: the fastest of those that have a time is meant; none: ourselves on the case that this one is measured against.
+    what: the text of its line. limit: the least of the other time over ours or, if at_most, the most of ours over the other.
+    peers: the other time is that of the fastest of these; if empty, it is our own on the case named in `over`.
     """
 
     what: str
@@ -40,7 +40,7 @@ class Bound:
 
 @dataclass(slots=True)
 class Row:
-    """One case and everybody's result. base: ours on the case `over`, where that took its turns beside them."""
+    """One case and the results of all contenders. base: our result on the case `over`, if that took turns with them."""
 
     name: str
     kind: str
@@ -55,21 +55,21 @@ class Row:
     base: Result | None = None
 
     def seconds(self, contender: str) -> float | None:
-        """Of one call."""
+        """The seconds of one call."""
         result = self.results.get(contender)
         return result.seconds if result else None
 
     def rate(self, contender: str) -> float | None:
-        """FLOP/s of visible work."""
+        """FLOP/s, counting visible (row, key) pairs only."""
         seconds = self.seconds(contender)
         return self.flops / seconds if seconds else None
 
 
 @dataclass(slots=True)
 class Figure:
-    """A number that is no rate of a case; None where there is none.
+    """A number other than the rate of a case; its value is None if it is not available.
 
-    bound: the least that it should be; at_most: the most. of: what it was made of, or why there is none.
+    bound: the least that it should be or, if at_most, the most. of: the numbers it was computed from, or why it is missing.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Figure:
 
     @property
     def verdict(self) -> str:
-        """Of a number that has a bound."""
+        """For a value with a bound "ok", "above" or "below", without a bound "", and "not available" if there is no value."""
         if self.value is None:
             return "not available"
         if self.bound is None:
@@ -93,10 +93,10 @@ class Figure:
 
 @dataclass(slots=True)
 class HostRow:
-    """Host time of one call: seconds, or the reason why there are none. `over` and `also` name rows it is measured against."""
+    """The host time of one call: seconds, or the reason why there are none. `over` and `also`: rows it is compared with."""
 
     name: str
-    bound: float | None = None  # of the ratio to `over`
+    bound: float | None = None  # the most for the ratio to `over`
     over: str = ""
     also: str = ""
     seconds: float | None = None
@@ -118,11 +118,11 @@ class Report:
     rows: list[Row] = field(default_factory=list)
     figures: list[Figure] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    called: dict[str, str] = field(default_factory=dict)  # how each contender was
+    called: dict[str, str] = field(default_factory=dict)  # `Contender.called` by contender
     host: list[HostRow] = field(default_factory=list)
 
     def ratio(self, row: Row, peer: str) -> float | None:
-        """Speed of what a caller of ours gets over a peer's."""
+        """The speed of our default kernels over a peer's."""
         ours, theirs = row.rate(self.ours[0]), row.rate(peer)
         return ours / theirs if ours and theirs else None
 
@@ -131,7 +131,7 @@ class Report:
         return {row.name: ratio for row in self.rows if (ratio := self.ratio(row, peer))}
 
     def over_best(self) -> dict[str, float]:
-        """Our speed over that of the fastest peer, by case."""
+        """Our speed over the fastest peer's, by case."""
         found: dict[str, float] = {}
         for ratios in map(self.ratios, self.peers):
             for name, ratio in ratios.items():
@@ -139,14 +139,14 @@ class Report:
         return found
 
     def divided(self) -> list[Figure]:
-        """Cases over the ones they are measured against, for each of our families."""
+        """Ratios of cases to the cases in their `over`, for each of our contenders."""
         rows = {row.name: row for row in self.rows}
         figures = []
         for row in self.rows:
             if (base := rows.get(row.over or "")) is None:
                 continue
             if any(not bound.peers for bound in row.bounds):
-                continue  # that line is among those with a bound
+                continue  # `bounded` has this ratio
             for name in self.ours:
                 top, bottom = row.rate(name), base.rate(name)
                 if not top or not bottom:
@@ -159,7 +159,7 @@ class Report:
         return figures
 
     def bounded(self) -> list[Figure]:
-        """Everything that has a bound, whether it was measured or not."""
+        """All figures with a bound, measured or not."""
         rows = {row.name: row for row in self.rows}
         found = [
             self._held(row, bound, rows.get(row.over or ""))
@@ -169,7 +169,7 @@ class Report:
         return found + [figure for figure in self.figures if figure.bound is not None]
 
     def _held(self, row: Row, bound: Bound, base: Row | None) -> Figure:
-        """A case and one of its bounds."""
+        """The figure of a case for one of its bounds."""
         usual = self.ours[0]
         figure = Figure(f"{row.name}: {bound.what}", None, "x", bound.limit, bound.at_most)
         other, names = (row, bound.peers) if bound.peers else (base, (usual,))
@@ -193,7 +193,7 @@ class Report:
         return figure
 
     def cost(self, variant: str) -> list[Figure]:
-        """Time of another of ours over that of what a caller gets."""
+        """The time of another of our contenders over that of our default."""
         figures = []
         for row in self.rows:
             usual, other = row.rate(self.ours[0]), row.rate(variant)
@@ -203,7 +203,7 @@ class Report:
         return figures
 
     def host_ratio(self, row: HostRow, over: str) -> float | None:
-        """Host time of a call over that of another."""
+        """The host time of a call over that of another."""
         seconds = {one.name: one.seconds for one in self.host}
         base = seconds.get(over)
         return row.seconds / base if row.seconds and base else None
@@ -214,7 +214,7 @@ class Report:
 
     @classmethod
     def load(cls, path: Path) -> Report:
-        """Raises ValueError when the file is no report."""
+        """The report in a file. ValueError if the file is no report."""
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
             data["rows"] = [_row(row) for row in data["rows"]]
@@ -233,5 +233,5 @@ def _row(data: dict[str, Any]) -> Row:
 
 
 def _result(data: dict[str, Any]) -> Result:
-    # Reports of the first version held a `warning` beside the time; a contender that earned one is no longer timed.
+    # Reports of the first version have a `warning` beside the time. Contenders that had one are no longer timed.
     return Result(**{name: value for name, value in data.items() if name != "warning"})

@@ -22,7 +22,7 @@ from rawattn._bench.score_features import (
     TopK,
 )
 
-# Additive bias: batch, heads of q, of k and v, of the bias, length, D.
+# Cases with an additive bias. Columns: batch, heads of q, heads of k and v, heads of the bias, seqlen, D.
 _BIASES = (
     (1, 2, 1, 1, 4096, 64),
     (1, 2, 1, 1, 16384, 64),
@@ -34,7 +34,7 @@ _SWEEP = (256, 1024, 4096, 8192, 16384, 32768)
 
 
 def cases(quick: bool = False) -> list[Case]:
-    """Forward and backward; quick: the forward of D 128 alone."""
+    """All cases, forward and backward. quick: only the forward with D 128."""
     forward = [*_bias(), *_masks(), *_functions(), *_sweep(_SWEEP), *_decode()]
     backward = [*_bias(True), *_masks(True), *_functions(True), *_sweep((8192, 32768), True)]
     found = [*forward, *backward]
@@ -62,7 +62,7 @@ def _case(
 
 
 def _with_base(case: Case, base: Case, *bounds: Bound) -> list[Case]:
-    """A case, and the one that it is measured against in time."""
+    """A case with `base` as its `over`, compared by time, and that base."""
     base = replace(base, panel=case.panel, priority=case.priority)
     return [replace(case, over=base.name, by_time=True, bounds=(*bounds, *case.bounds)), base]
 
@@ -119,7 +119,7 @@ def _masks(backward: bool = False) -> list[Case]:
     kept = _case("topk", "kept1024", sizes, False, backward, TopK(1024), panel="masks")
     few = _case("topk-ref", "keys1024", sizes, False, backward, seqlen_k=1024)
     found += _with_base(kept, few, Bound("time over dense attention to 1024 keys", 1.3, True))
-    sizes = (1, 64, 8, 8192, 64)  # of gpt-oss
+    sizes = (1, 64, 8, 8192, 64)  # those of gpt-oss
     sinks = _case("sinks", "left128", sizes, True, backward, Sinks(), panel="masks", priority=1)
     sinks = replace(sinks, window_left=128, peers=(FA4,))
     window = _case("sinks-ref", "left128", sizes, True, backward, window_left=128)
@@ -127,7 +127,7 @@ def _masks(backward: bool = False) -> list[Case]:
 
 
 def _functions(backward: bool = False) -> list[Case]:
-    """What is done to one score at a time; and dropout, whose backward has no bound."""
+    """Cases with functions of single scores, and with dropout, whose backward has no bound."""
     sizes = (2, 16, 16, 8192, 128)
     panel = "score functions"
     alibi = _case("alibi", "", sizes, True, backward, Alibi(), peers=(FLEX,), panel=panel)
@@ -160,7 +160,7 @@ def _functions(backward: bool = False) -> list[Case]:
 
 
 def _sweep(lengths: tuple[int, ...], backward: bool = False) -> list[Case]:
-    """1024 keys kept of ever more, beside dense attention to all."""
+    """1024 keys kept of a growing number, beside dense attention to all keys."""
     found = []
     for seqlen in lengths:
         sizes = (1, 2, 1, seqlen, 64)

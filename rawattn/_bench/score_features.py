@@ -1,4 +1,4 @@
-"""What the cases of the suite `scores` do between q . k and the softmax: their arrays, and the options of ours for them."""
+"""The features of cases of the suite `scores`: what happens between q . k and the softmax, its arrays and our options."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from rawattn._bench import counters, machine
 if TYPE_CHECKING:
     from rawattn._bench.cases import Case
 
-# Two bf16 kernels differ by some tenths of a percent, in gradients too; a wrong mask by far more.
+# The largest RMS of the difference of two contenders' results, over the RMS of one. Two correct bfloat16 kernels differ by some
+# tenths of a percent, in gradients too; a wrong mask makes a far larger difference.
 AGREE = 0.02
 
 TILE = 128
-# Options of this package that are looked up when a case needs them: one that is missing ends that case alone.
+# Functions of this package are looked up when a case needs them, so that a missing one ends only that case.
 _library: Any = rawattn
 
 
 @dataclass(frozen=True)
 class Feature:
-    """Nothing; the features derive from it.
+    """No feature; base class of the features.
 
-    gradients: of arrays of the feature, those that a backward returns after dq, dk and dv.
-    q_factor: what q is multiplied by, so that results without the feature differ.
+    gradients: names of gradients of the feature's arrays that a backward returns after dq, dk and dv.
+    q_factor: a factor of q, so large that results without the feature would differ.
     """
 
     gradients: ClassVar[tuple[str, ...]] = ()
@@ -36,24 +37,24 @@ class Feature:
 
     @property
     def elements(self) -> int:
-        """Of arrays as large as those of the call, in its dtype."""
+        """The elements of the feature's large arrays, in the dtype of the call."""
         return 0
 
     @property
     def agree(self) -> float:
-        """RMS of the difference of two results, over that of one, up to which both may be right."""
+        """The RMS of the difference of two results, over that of one, up to which both count as right."""
         return AGREE
 
     def arrays(self, case: Case, dtype: str) -> dict[str, Any]:
-        """CuPy arrays that everybody is given."""
+        """The feature's CuPy arrays, which all contenders get."""
         return {}
 
     def options(self, case: Case, arrays: Mapping[str, Any]) -> dict[str, Any]:
-        """Of ours."""
+        """The feature as options of `rawattn.attention`."""
         return {}
 
     def visible(self, len_q: int, len_k: int, causal: bool) -> counters.Visible | None:
-        """Of a sequence; None: whatever causal and the window leave."""
+        """The visible pairs of a sequence; None if causal and the window determine them."""
         return None
 
 
@@ -81,7 +82,7 @@ class Bias(Feature):
 
 @dataclass(frozen=True)
 class Alibi(Feature):
-    """The built-in one, with the usual slopes."""
+    """The built-in ALiBi, with the usual slopes."""
 
     def arrays(self, case: Case, dtype: str) -> dict[str, Any]:
         import cupy
@@ -95,7 +96,7 @@ class Alibi(Feature):
 
 @dataclass(frozen=True)
 class AlibiText(Alibi):
-    """The same scores under a causal mask, by a user's text."""
+    """The same scores under a causal mask, by a `ScoreMod`."""
 
     def options(self, case: Case, arrays: Mapping[str, Any]) -> dict[str, Any]:
         text = "score + slope[head] * (kv_idx - q_idx)"
@@ -106,7 +107,7 @@ class AlibiText(Alibi):
 class Softcap(Feature):
     cap: float = 30.0
 
-    # Scores of a standard deviation of 4: under a cap of 30 the largest of them are a fifth smaller.
+    # Scores then have a standard deviation of 4, and a cap of 30 makes the largest of them smaller by a fifth.
     q_factor = 4.0
 
     def options(self, case: Case, arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,8 +120,8 @@ class Dropout(Feature):
 
     @property
     def agree(self) -> float:
-        # Two draws of their own differ by sqrt(2 p) of the RMS of either: with v of mean 0 a dropped share p / (1 - p)
-        # is the variance that each draw adds to that of a result, 1.
+        # Two contenders have different dropout masks, so their results differ by about sqrt(2 p) of the RMS of either: for v of
+        # mean 0 each mask adds a variance of p / (1 - p) to that of a result, 1.
         return 1.1 * float(np.sqrt(2 * self.p))
 
     def options(self, case: Case, arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -129,7 +130,7 @@ class Dropout(Feature):
 
 @dataclass(frozen=True)
 class Sinks(Feature):
-    """A learned logit a head, about as heavy as 50 keys, so that a result without it differs."""
+    """A learned sink for each head, with about the weight of 50 keys, so that a result without it differs."""
 
     def arrays(self, case: Case, dtype: str) -> dict[str, Any]:
         return {"sink_logits": 4 + machine.random_array((case.nheads_q,), "float32")}
@@ -140,7 +141,7 @@ class Sinks(Feature):
 
 @dataclass(frozen=True)
 class Tiles(Feature):
-    """Random live tiles of 128 x 128, this share of all, by a BlockMask."""
+    """A BlockMask in which a random share of the 128 x 128 tiles is visible."""
 
     share: float
 
@@ -160,7 +161,7 @@ class Tiles(Feature):
 
 
 def live_tiles(share: float, len_q: int, len_k: int) -> Any:
-    """(tiles of rows, tiles of keys), NumPy: exactly this share of them, rounded, the same in every call."""
+    """A bool NumPy array (query tiles, key tiles): True for exactly this share of tiles, rounded; the same in every call."""
     shape = (len_q // TILE, len_k // TILE)
     live = np.zeros(shape[0] * shape[1], bool)
     live[: round(share * live.size)] = True
@@ -169,7 +170,7 @@ def live_tiles(share: float, len_q: int, len_k: int) -> Any:
 
 @dataclass(frozen=True)
 class Documents(Feature):
-    """Documents of one length, by key ranges."""
+    """A BlockMask of documents of equal length, made from ranges of keys."""
 
     length: int
 
@@ -193,7 +194,7 @@ class Documents(Feature):
 
 @dataclass(frozen=True)
 class TopK(Feature):
-    """The keys of the largest random scores, the same for every row."""
+    """A BlockMask of the keys with the largest random importance, the same keys for every row."""
 
     kept: int
 
@@ -214,5 +215,5 @@ class TopK(Feature):
 
 @functools.lru_cache(maxsize=2)
 def importance(len_k: int) -> Any:
-    """Of every key: float32, NumPy, the same in every call."""
+    """The random importance of every key, a float32 NumPy array; the same in every call."""
     return np.random.default_rng(0).standard_normal(len_k, np.float32)

@@ -1,4 +1,4 @@
-"""Figures of the suite `scores` that are no case: the first use of a new score function, and what making a mask takes."""
+"""Figures of the suite `scores` beside its cases: the time of the first use of a new score function, and of making masks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rawattn._bench.report import Figure
 from rawattn._bench.score_features import Documents, Tiles, TopK
 from rawattn._bench.timing import time_call
 
-# In a process that has called attention before, so that what a process does once does not count.
+# The process has called attention before, so that what a process does once is not counted.
 _FIRST_USE = """
 import json, time, cupy, rawattn
 def seconds(call):
@@ -35,12 +35,12 @@ _MOST_SECONDS = 1.5
 
 
 def first_use(dtype: str, peers: Sequence[str]) -> list[Figure]:
-    """Seconds of the first forward and the first backward with a new text, the kernel cache empty."""
+    """Seconds of the first forward and the first backward with a new text, with an empty kernel cache."""
     names = ("first forward with a new ScoreMod", "first backward with it")
     try:
         with tempfile.TemporaryDirectory(prefix="rawattn-bench-") as folder:
             found = child.run(_FIRST_USE, RAWATTN_CACHE_DIR=folder)
-    except Exception as error:  # its lines are shown all the same
+    except Exception as error:  # its figures are shown without values
         return [
             Figure(name, None, "s", _MOST_SECONDS, True, measure.describe(error)) for name in names
         ]
@@ -51,7 +51,7 @@ def first_use(dtype: str, peers: Sequence[str]) -> list[Figure]:
 
 
 def masks(dtype: str, peers: Sequence[str]) -> list[Figure]:
-    """Milliseconds of making the masks of the suite, which calls after the first do not pay."""
+    """Milliseconds of making the masks of the suite, which is done once for many calls."""
     return [
         _made(case, dtype)
         for case in score_cases.cases()
@@ -65,5 +65,5 @@ def _made(case: Case, dtype: str) -> Figure:
         arrays = case.feature.arrays(case, dtype)
         make = functools.partial(case.feature.options, case, arrays)
         return Figure(name, 1e3 * time_call(make).seconds, "ms")
-    except Exception as error:  # the others are worth showing all the same
+    except Exception as error:  # the other figures are still shown
         return Figure(name, None, "ms", of=measure.describe(error))

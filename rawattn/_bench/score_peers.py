@@ -1,4 +1,4 @@
-"""Other libraries' attention with biases, masks and score functions. A framework is imported by its peer's first case."""
+"""Attention of other libraries with biases, masks and score functions. A framework is imported at its peer's first case."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rawattn._bench.timing import Call
 
 
 def peers() -> list[Contender]:
-    """All of them; flash-sparse-attention, which is rare, where it is installed."""
+    """All peers; flash-sparse-attention, which is rare, only if it is installed."""
     found: list[Contender] = [CudnnBias(), EfficientBias(), FlashDropout(), FlashScores(), Flex()]
     return [*found, FlashSparse()] if importlib.util.find_spec("flash_sparse_attn") else found
 
@@ -28,7 +28,9 @@ def _missing(case: Case) -> NotImplementedError:
 
 
 class CudnnBias(TorchSDPA):
-    """A bias as `attn_mask`, with the causal mask in it: `is_causal` beside a mask is refused. It has no dbias."""
+    """cuDNN with the bias as `attn_mask`. The causal mask is part of it, since torch refuses `is_causal` beside a mask. It has
+    no dbias.
+    """
 
     def __init__(self) -> None:
         super().__init__(CUDNN, "CUDNN_ATTENTION")
@@ -43,7 +45,7 @@ class CudnnBias(TorchSDPA):
 
 
 class EfficientBias(TorchSDPA):
-    """The same, and with dbias: the gradient of the mask by autograd."""
+    """torch's memory-efficient attention with the bias as `attn_mask`. It has dbias: autograd's gradient of the mask."""
 
     def __init__(self) -> None:
         super().__init__(EFFICIENT, "EFFICIENT_ATTENTION")
@@ -60,7 +62,7 @@ class EfficientBias(TorchSDPA):
             return _sdpa(case, qkv, mask)
 
         def repeated() -> Any:
-            # This kernel has no grouped heads.
+            # This kernel does not support GQA.
             q, *kv = qkv
             return _sdpa(case, [q, *(x.repeat_interleave(group, dim=2) for x in kv)], mask)()
 
@@ -71,14 +73,14 @@ def _sdpa(case: Case, qkv: Sequence[Any], mask: Any, **options: Any) -> Call:
     import torch
 
     transposed = [x.transpose(1, 2) for x in qkv]  # (batch, heads, rows, D)
-    # The kernels want a mask's batch and heads spelled out; this takes no memory.
+    # The kernels need the mask's batch and head axes in full; `expand` takes no memory.
     mask = mask.expand(case.batch, case.nheads_q, case.rows, case.keys)
     sdpa = torch.nn.functional.scaled_dot_product_attention
     return functools.partial(sdpa, *transposed, attn_mask=mask, **options)
 
 
 def _hidden(case: Case, inputs: Inputs) -> Any:
-    """The bias, -inf where the case is causal and a row does not see the key."""
+    """The bias, with -inf for keys that a causal case hides."""
     import torch
 
     (bias,) = tensors(inputs.extras["bias"])
@@ -123,8 +125,8 @@ class Flex(Torch):
         import torch
         from torch._functorch import config
 
-        # Backwards run again and again on one graph, which donated buffers do not allow. The setting is that of a
-        # thread, so autograd must stay on this one.
+        # Donated buffers do not allow several backwards on one graph. The setting is per thread, so autograd must run on
+        # this thread.
         with (
             super().scope(),
             config.patch(donated_buffer=False),
@@ -147,7 +149,7 @@ def _compiled(case: Case, inputs: Inputs, device: Any) -> Callable[..., Any]:
     import torch
     from torch.nn.attention import flex_attention as flex
 
-    # The compiler gives up on a function that it has seen with too many others as arguments.
+    # torch.compile stops recompiling a function after too many different arguments, so it is reset for each case.
     torch.compiler.reset()
     compiled: Callable[..., Any] = torch.compile(flex.flex_attention, dynamic=False)
     score_mod, keeps = _flex_score(case, inputs), _flex_mask(case, inputs)
@@ -191,7 +193,7 @@ class FlashSparse(Torch):
         return [*super().tensors(case, inputs), *tensors(inputs.extras["bias"])]
 
     def call(self, case: Case, inputs: Inputs, qkv: Sequence[Any]) -> Call:
-        # Later versions have other functions.
+        # Later versions of the package have other functions.
         module = importlib.import_module("flash_sparse_attn.flash_sparse_attn_triton")
         *qkv, bias = qkv
         options = {"attn_bias": bias, "is_causal": case.causal}

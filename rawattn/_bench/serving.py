@@ -1,6 +1,6 @@
-"""Figures of the suites `decode` and `prefill`: calls in CUDA graphs, over the memory's speed and over other libraries'.
+"""Figures of the suites `decode` and `prefill`: calls in CUDA graphs, compared with the read bandwidth and with peers.
 
-Those that have no pages read the same keys in rows.
+Peers, which read no pages, get the same keys in rows.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ extern "C" __global__ void read(const uint4* data, long long count, unsigned* ou
 }
 """
 _READ_BYTES = 2 << 30
-_LAUNCH = 3e-6  # seconds that a launch in a graph may take beside its bytes
+_LAUNCH = 3e-6  # seconds that a launch in a graph may take beyond the time for its bytes
 
 
 class Cache(NamedTuple):
-    """CuPy arrays of a case: queries, keys and values in rows or pages, the table of pages, lengths, a mask or a bias."""
+    """The CuPy arrays of a case: queries, keys and values in rows or pages, the block table, lengths, a mask or a bias."""
 
     q: Any
     k: Any
@@ -48,7 +48,7 @@ class Cache(NamedTuple):
 
 
 def decode(dtype: str, peers: Sequence[str]) -> list[Figure]:
-    """One new row of each sequence."""
+    """Figures with one new row of each sequence."""
     bandwidth = read_bandwidth()
     found = [Figure("read bandwidth", bandwidth / 1e12, "TB/s", of="a kernel that reads 2 GiB")]
     for case in serving_cases.BIG:
@@ -92,7 +92,7 @@ def decode(dtype: str, peers: Sequence[str]) -> list[Figure]:
 
 
 def prefill(dtype: str, peers: Sequence[str]) -> list[Figure]:
-    """A chunk of new rows of each sequence."""
+    """Figures with a chunk of new rows of each sequence."""
     found: list[Figure] = []
     for case in serving_cases.PREFILL:
         _over_peers(found, case, dtype, peers, 1 / 1.08)
@@ -103,7 +103,7 @@ def prefill(dtype: str, peers: Sequence[str]) -> list[Figure]:
 
 
 def read_bandwidth() -> float:
-    """Bytes a second of the fastest of a few grids."""
+    """The read bandwidth in bytes a second, by the fastest of a few grid sizes."""
     import cupy
 
     data, out = cupy.zeros(_READ_BYTES // 16 * 4, np.uint32), cupy.zeros(1, np.uint32)
@@ -121,7 +121,7 @@ def read_bandwidth() -> float:
 
 
 def make(case: Serving, dtype: str) -> Cache:
-    """Pages lie in no order."""
+    """The arrays of a case. Pages are in random order."""
     import cupy
 
     q = machine.random_array((case.batch, case.rows, case.nheads_q, case.headdim), dtype)
@@ -142,14 +142,14 @@ def make(case: Serving, dtype: str) -> Cache:
 
 
 def mask_of(case: Serving) -> np.ndarray[Any, Any]:
-    """(batch, 1, 1, keys) bool."""
+    """A padding mask (batch, 1, 1, keys), bool: the first keys of each sequence are hidden."""
     keys = case.contexts[0]
     padding = np.linspace(0, keys // 8, case.batch + 1)[1:]
     return np.arange(keys) >= padding[:, None, None, None]
 
 
 def table_of(case: Serving) -> np.ndarray[Any, Any]:
-    """(batch, most pages of a sequence) int32; -1 behind the last page of a sequence."""
+    """A block table (batch, most pages of a sequence), int32, with -1 behind the last page of a sequence."""
     ids = np.random.default_rng(0).permutation(case.pages).astype(np.int32)
     counts = [-(-keys // case.page_size) for keys in case.contexts]
     table = np.full((case.batch, max(counts)), -1, np.int32)
@@ -193,12 +193,12 @@ def _append(case: Serving, cache: Cache) -> Call:
 
 
 def _in_rows(case: Serving, cache: Cache) -> tuple[Any, Any, Any]:
-    """Queries, keys and values of sequences that are all alike, for those who read no pages."""
+    """Queries, keys and values in rows, for peers, which read no pages. All sequences must have equal lengths."""
     if not case.page_size:
         return cache.q, cache.k, cache.v
 
     def gathered(pages: Any) -> Any:
-        # Of the bits, as CuPy indexes integers whatever the dtype.
+        # Gathered as unsigned integers, which CuPy can index for every dtype.
         bits = pages.view(f"u{pages.itemsize}")[cache.table]
         joined = bits.reshape(case.batch, -1, *pages.shape[2:])
         return joined[:, : case.contexts[0]].view(pages.dtype)
@@ -217,7 +217,7 @@ def _sides(case: Serving, dtype: str) -> Sides:
 def _entrant(
     make_call: Callable[[Serving, Cache], Call], case: Serving, dtype: str, nbytes: int
 ) -> Entrant:
-    """A graph of calls on caches of the case. nbytes: what a call reads and writes."""
+    """A graph of calls on several caches of the case. nbytes: the bytes that a call reads and writes."""
     calls = [make_call(case, make(case, dtype)) for _ in range(graphs.sets(case.nbytes))]
     return graphs.entrant(graphs.of_cupy, calls, nbytes)
 
@@ -227,7 +227,7 @@ def _in_graph(make_call: Callable[[Serving, Cache], Call], case: Serving, dtype:
 
 
 def _eager(make_call: Callable[[Serving, Cache], Call], case: Serving, dtype: str) -> Entrant:
-    """Calls without a graph, on caches in turn."""
+    """Calls without a graph, on several caches in turn."""
     calls = [make_call(case, make(case, dtype)) for _ in range(graphs.sets(case.nbytes))]
     turns = itertools.cycle(calls)
 
@@ -245,17 +245,17 @@ def _raised(outcome: Any) -> Any:
 
 
 def _seconds(case: Serving, dtype: str, found: list[Figure]) -> float | None:
-    """Of our attention."""
+    """The seconds of our attention, with a figure for them."""
     return _timed(case.name, functools.partial(_entrant, _ours, case, dtype, case.nbytes), found)
 
 
 def _timed(
     name: str, prepare: Callable[[], Entrant], found: list[Figure], how: str = "in a graph"
 ) -> float | None:
-    """Seconds of one call, and a line of its own for it."""
+    """The seconds of one call, for which a figure is added to `found`."""
     try:
         seconds: float = _raised(race({"": prepare()}))[""].seconds
-    except Exception as error:  # the other lines are worth showing all the same
+    except Exception as error:  # the other figures are still shown
         found.append(Figure(name, None, "us", of=measure.describe(error)))
         return None
     found.append(Figure(name, 1e6 * seconds, "us", of=how))
@@ -275,7 +275,7 @@ def _share(
 
 
 def _pages_over_rows(found: list[Figure], case: Serving, dtype: str) -> None:
-    """A line of our time on keys in pages over that in rows, in one race, so that both have one clock."""
+    """The figure of our time on keys in pages over that on keys in rows, in one race, so that both have the same GPU clock."""
     name = f"{case.name}: page 16 over rows"
     try:
         timings = _raised(
@@ -286,7 +286,7 @@ def _pages_over_rows(found: list[Figure], case: Serving, dtype: str) -> None:
                 }
             )
         )
-    except Exception as error:  # the other lines are worth showing all the same
+    except Exception as error:  # the other figures are still shown
         found.append(ratio(name, None, None, 1.05, measure.describe(error)))
         return
     rows, pages = (timings[lie].seconds for lie in ("rows", "pages"))

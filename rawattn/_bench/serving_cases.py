@@ -1,4 +1,4 @@
-"""Calls of serving that are measured: few new rows on many cached keys, each with its bound."""
+"""The serving calls that are measured: few new rows on many cached keys."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from rawattn._bench.counters import Visible, visible
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """New rows of sequences on what their caches hold, causal. page_size 0: keys lie in rows, all sequences alike."""
+    """A causal call with new rows of sequences on their cached keys. page_size 0: keys in rows, sequences of equal length."""
 
     name: str
-    contexts: tuple[int, ...]  # keys of each sequence, the new rows' own among them
+    contexts: tuple[int, ...]  # keys of each sequence, including those of the new rows
     nheads_q: int
     nheads_kv: int
     page_size: int = 0
-    rows: int = 1  # new ones of each sequence
+    rows: int = 1  # new rows of each sequence
     headdim: int = 128
     window_left: int | None = None
     sink: int = 0
-    float8: bool = False  # what pages hold
-    masked: bool = False  # the first keys of a sequence are padding, up to an eighth of them
-    biased: bool = False  # each head has numbers to add, as torch's attention takes them for a mask
+    float8: bool = False  # pages hold float8
+    masked: bool = False  # a mask hides the first keys of a sequence as padding, up to an eighth
+    biased: bool = False  # each head has a bias, which torch's attention takes as its mask
 
     @property
     def batch(self) -> int:
@@ -31,23 +31,23 @@ class Serving:
 
     @property
     def pages(self) -> int:
-        """Of all sequences together."""
+        """The number of pages of all sequences."""
         return sum(-(-keys // self.page_size) for keys in self.contexts)
 
     @property
     def key_bytes(self) -> int:
-        """Of keys and values that some row sees, in 16 bits or in 8."""
+        """The bytes of keys and values that some row sees, in 16 bits or in float8."""
         keys = sum(times * self._visible(n).keys for n, times in Counter(self.contexts).items())
         return keys * self.nheads_kv * 2 * self.headdim * (1 if self.float8 else 2)
 
     @property
     def nbytes(self) -> int:
-        """What must be read and written: keys and values once, queries and outputs."""
+        """The least bytes to read and write: keys and values once, queries and outputs."""
         return self.key_bytes + 2 * self.batch * self.rows * self.nheads_q * self.headdim * 2
 
     @property
     def new_bytes(self) -> int:
-        """Of new rows on their way into pages, and of queries that turn beside them: read and written."""
+        """The bytes of `append_kv`: new rows and the queries that get their rotary embedding, read and written."""
         heads = self.nheads_q + 2 * self.nheads_kv
         return 2 * self.batch * self.rows * heads * self.headdim * 2
 
@@ -56,11 +56,11 @@ class Serving:
         return visible(self.rows, keys, causal=True, window=window, sink=self.sink)
 
     def in_pages(self, page_size: int) -> Serving:
-        """The same, with keys in pages."""
+        """The same call, with keys in pages."""
         return replace(self, name=f"{self.name} page {page_size}", page_size=page_size)
 
     def in_float8(self) -> Serving:
-        """The same, with pages that hold 8 bits."""
+        """The same call, with float8 pages."""
         return replace(self, name=f"{self.name} float8", float8=True)
 
     def under_a_mask(self) -> Serving:
@@ -71,13 +71,13 @@ class Serving:
 
 
 def alike(batch: int, keys: int, nheads_q: int, nheads_kv: int, rows: int = 1) -> Serving:
-    """Sequences of one length."""
+    """A case whose sequences have equal lengths."""
     new = "" if rows == 1 else f"{rows} rows on "
     name = f"{batch} x {new}{keys} {nheads_q}/{nheads_kv}"
     return Serving(name, (keys,) * batch, nheads_q, nheads_kv, rows=rows)
 
 
-# What fills the GPU, and what does not.
+# Cases that fill the GPU (BIG), and cases that do not (SMALL).
 BIG = (
     alike(64, 8192, 32, 8),
     alike(16, 4096, 32, 32),
@@ -91,15 +91,15 @@ SMALL = (
     alike(32, 2048, 32, 8),
     alike(128, 1024, 32, 8),
     alike(1, 32768, 64, 8),
-    # What is left of eight kv heads on each of eight GPUs; one kv head for all, as in Falcon; none shared.
+    # One of eight kv heads, as under tensor parallelism over eight GPUs; MQA, as in Falcon; MHA.
     alike(32, 4096, 8, 1),
     alike(11, 3593, 71, 1),
     alike(128, 192, 32, 32),
 )
-# As of caches of a fixed size, to which torch's attention is given a mask of padding.
+# Caches of a fixed size (static caches), for which torch's attention gets a padding mask; then the same with a bias.
 MASKED = tuple(case.under_a_mask() for case in (SMALL[1], SMALL[2], SMALL[5]))
 BIASED = tuple(case.with_a_bias() for case in (SMALL[1], SMALL[2], SMALL[5]))
-# Timed in a graph and without one.
+# Cases that are timed both in a graph and without one.
 EAGER = tuple(case.in_pages(16) for case in (SMALL[0], SMALL[2], SMALL[4]))
 PAGE_SIZES = (16, 128)
 MORE_PAGE_SIZES = (64, 256)  # without a bound
@@ -109,7 +109,7 @@ WINDOWED = Serving(
     "64 x 131072 32/8 window 1024 sink 4", (131072,) * 64, 32, 8, window_left=_WINDOW - 1, sink=_SINK
 ).in_pages(16)  # fmt: skip
 APPENDED = alike(64, 8192, 32, 8).in_pages(16)
-# As many keys as a row of WINDOWED sees.
+# A case with as many keys as a row of WINDOWED sees.
 AS_WINDOWED = alike(64, _WINDOW + _SINK, 32, 8)
 PREFILL = tuple(
     alike(batch, keys + rows, 32, 8, rows)
@@ -117,5 +117,5 @@ PREFILL = tuple(
     for keys in (8192, 32768)
     for batch in (1, 8)
 )
-# Heads that no tile divides, as in Qwen and Llama 4.
+# GQA groups of 7 and 5 heads, which divide no tile, as in Qwen and Llama 4.
 CHUNKS = (alike(8, 4096, 28, 4, 32), alike(8, 4096, 40, 8, 32), alike(8, 4096, 40, 8, 100))

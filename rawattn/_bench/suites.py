@@ -1,4 +1,4 @@
-"""What `--suite` chooses from."""
+"""The suites of `rawattn bench --suite`."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from rawattn._bench.report import Figure
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """cases(quick), and functions (dtype, peers) for further figures, by their word in --filter."""
+    """cases: a function of `quick`. figures: functions of (dtype, peers) for further figures, by their names in --filter."""
 
     summary: str
     cases: Callable[[bool], list[Case]]
     figures: Mapping[str, Callable[[str, Sequence[str]], list[Figure]]]
     note: str = ""  # below the table
-    host: bool = False  # of `host_suite`: neither cases nor further figures
+    host: bool = False  # measured by `host_suite`, with neither cases nor further figures
 
 
 _IN_GRAPHS = (
@@ -106,7 +106,7 @@ SUITES = {
 
 
 def contenders(suite: str) -> list[Contender]:
-    """Everybody who may be measured. Ours first, and of ours what a caller gets."""
+    """All contenders of a suite: ours first, and among ours the default kernels first."""
     if suite == "scores":
         return [ours.Ours("rawattn"), *score_peers.peers()]
     return [*ours.ours(suite), *peers.peers(suite)]

@@ -1,11 +1,10 @@
-"""Time of GPU calls: bursts between two CUDA events, contenders taking turns.
+"""Times GPU calls: bursts of calls between two CUDA events, in which contenders take turns.
 
-A burst is long enough that the host stays ahead of the GPU, and contenders take turns so that a
-change of clocks or temperature falls on all alike. The clock that a burst begins with is what the
-one before it, by its power, has left: so the order of every turn is drawn anew, and nobody keeps
-its neighbours. In short bursts all share one clock; in bursts of a third of a second each has that
-of its own power, as calls have that follow each other for long. Times compare within one `race`,
-hardly between.
+A burst is so long that the host stays ahead of the GPU. Contenders take turns so that changes of the GPU's clock
+or temperature affect all alike. A burst begins with the clock that the power of the burst before it has left, so
+the order is shuffled anew in every turn. In short bursts all contenders share one clock. In bursts of a third of
+a second each reaches the clock of its own power, as in a long run of equal calls. Times are comparable within one
+`race`, but hardly between races.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ REPEATS = 9
 BURST_SECONDS = 0.01
 _MAX_CALLS_A_SECOND = 20_000
 _TRIAL_CALLS = 3
-_FLUSHES = 4  # about half a millisecond
+_FLUSHES = 4  # writes of the flush buffer before a burst, about half a millisecond together
 _orders = random.Random(0)
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds a call over the bursts of a race."""
+    """Seconds a call, one sample for each burst of a race."""
 
     samples: tuple[float, ...]
 
@@ -54,18 +53,18 @@ class Clock(Protocol):
     """Measures a burst of calls."""
 
     def burst(self, call: Call, calls: int, during: Call | None = None) -> float:
-        """Seconds a call, over `calls` of them. `during` runs while the GPU works, where it can."""
+        """Seconds a call, over `calls` calls. `during` runs while the GPU works, if the clock allows it."""
 
     def first(self, call: Call) -> tuple[float, Any]:
-        """Host seconds until the result of one call is there, and the result."""
+        """Host seconds until the result of one call is ready, and the result."""
 
 
 class EventClock:
     """CUDA events on CuPy's current stream, which the calls must use.
 
-    Each burst starts after writes of `flush_bytes`: they empty the L2 cache of the inputs, and keep
-    the GPU busy while the host launches the first call, so that host time stays out. Several, as a
-    framework that goes through its autograd first takes longer than one.
+    Each burst starts after several writes of `flush_bytes`. They evict the inputs from the L2 cache, and keep the GPU
+    busy while the host launches the first call, so that host time is not measured. One write would be too short for a
+    framework whose calls go through its autograd.
     """
 
     def __init__(self, flush_bytes: int = 512 << 20) -> None:
@@ -93,7 +92,7 @@ class EventClock:
 
 
 class HostClock:
-    """The host's clock until `wait(result)` returns: for calls on a stream nobody tells."""
+    """The host's clock until `wait(result)` returns, for calls whose stream is not known."""
 
     def __init__(self, wait: Callable[[Any], Any]) -> None:
         self._wait = wait
@@ -121,7 +120,7 @@ def _first(call: Call, wait: Callable[[Any], Any]) -> tuple[float, Any]:
 
 
 def rotate(calls: Sequence[Call]) -> Call:
-    """One call that runs each of `calls` in turn: the same function over several sets of inputs."""
+    """A call that runs one of `calls` at a time, in turn: the same function on several sets of inputs."""
     turns = itertools.cycle(calls)
 
     def call() -> Any:
@@ -132,7 +131,7 @@ def rotate(calls: Sequence[Call]) -> Call:
 
 @dataclass(frozen=True, slots=True)
 class Entrant:
-    """One side of a race. `scope` is entered around each burst; `call` stands for `calls_each` calls, of which one is timed."""
+    """One side of a race. scope: a context for each burst. calls_each: how many calls `call` makes; the time is that of one."""
 
     call: Call
     clock: Clock
@@ -156,7 +155,7 @@ class _Lane:
 def race(
     entrants: Mapping[str, Entrant], *, repeats: int = REPEATS
 ) -> dict[str, Timing | Exception]:
-    """Times every entrant; one that raises is out, with its exception, and the others go on."""
+    """Times every entrant. One that raises leaves the race, with its exception as its result; the others go on."""
     lanes = {name: _Lane(entrant) for name, entrant in entrants.items()}
     failed: dict[str, Exception] = {}
 
@@ -165,7 +164,7 @@ def race(
             if name not in failed:
                 try:
                     turn(lanes[name])
-                except Exception as error:  # whatever a peer raises is its result
+                except Exception as error:  # the exception is the entrant's result
                     failed[name] = error
 
     def warm_up(lane: _Lane) -> None:
@@ -195,7 +194,7 @@ def race(
 def compare(
     calls: Mapping[str, Call], *, repeats: int = REPEATS, burst_seconds: float = BURST_SECONDS
 ) -> dict[str, Timing]:
-    """Times calls on CuPy's current stream, such as variants of one kernel; raises what one raises.
+    """Times calls on CuPy's current stream, such as variants of one kernel. An exception of a call is raised.
 
     >>> timings = compare({"tile 64": launch_64, "tile 128": launch_128})  # doctest: +SKIP
     >>> timings["tile 64"].seconds, timings["tile 64"].spread  # doctest: +SKIP
@@ -214,5 +213,5 @@ def compare(
 
 
 def time_call(call: Call, *, repeats: int = REPEATS) -> Timing:
-    """Time of one call that launches on CuPy's current stream."""
+    """The time of one call that launches on CuPy's current stream."""
     return compare({"": call}, repeats=repeats)[""]

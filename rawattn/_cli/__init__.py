@@ -1,1 +1,1 @@
-"""The sub-commands of `rawattn`, a module each: `add_parser(subparsers)` and `run(args)`."""
+"""The sub-commands of `rawattn`. Each is a module with `add_parser(subparsers)` and `run(args)`."""

@@ -1,4 +1,4 @@
-"""Values of options, for argparse: a wrong one is told with what is accepted."""
+"""Types of option values for argparse. Their errors say what is accepted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def count(text: str) -> int:
 
 
 def seconds(text: str) -> float:
-    """A time; below 0 is none, as 0."""
+    """A time in seconds. A negative one is accepted and acts as 0."""
     value = number(text)
     if math.isnan(value):
         raise argparse.ArgumentTypeError(f"got {text}, expected a number of seconds")
@@ -26,7 +26,7 @@ def seconds(text: str) -> float:
 
 
 def number(text: str) -> float:
-    """A float; NaN, which no bound lets through, for what is none."""
+    """The text as a float; NaN, which is within no bounds, for a text that is no number."""
     try:
         return float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""`rawattn bench`: speed on this GPU, beside whatever peers are installed."""
+"""`rawattn bench`: measures speed on this GPU, beside the peers that are installed."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure or load, then show and write; status 1 when there is nothing to show."""
+    """Measure or load a report, then show and write it; status 1 if there is nothing to show."""
     suite = suites.SUITES[args.suite]
     chosen = cases.select(suite.cases(args.quick), args.filter)
     calls = host_suite.select(args.filter) if suite.host else []
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         print(f"rawattn bench: {error}", file=sys.stderr)
         return 1
-    # The file first: a closed pipe or a missing matplotlib must not lose what was measured.
+    # Files are written first, so that a closed pipe or a missing matplotlib loses no measurement.
     if args.json is not None:
         report.save(args.json)
     if args.markdown is not None:
@@ -136,7 +136,7 @@ def _load(path: Path) -> Report:
 
 
 def _check_outputs(args: argparse.Namespace) -> None:
-    """Raises where something cannot be written, before anything is measured for it."""
+    """Raises if a file cannot be written, before anything is measured."""
     for option in ("json", "markdown", "plot"):
         if (path := getattr(args, option)) is not None:
             outputs.check(f"--{option}", path)
@@ -175,7 +175,7 @@ def _measure(args: argparse.Namespace, chosen: list[cases.Case], extras: list[st
                 report.notes.append(f"{name}: without peers, as the budget was spent")
             try:
                 report.figures += suite.figures[name](args.dtype, peers)
-            except Exception as error:  # the table that was measured is worth showing all the same
+            except Exception as error:  # the table is still shown
                 report.notes.append(f"{name} n/a: {measure.describe(error)}")
             progress.step(name)
     return report
@@ -202,7 +202,7 @@ def require_gpu() -> None:
 
 
 def duration(text: str) -> float:
-    """Seconds of a burst, for argparse."""
+    """The length of a burst in seconds, for argparse."""
     if not 0 < (value := arguments.number(text)) <= 10:
         raise argparse.ArgumentTypeError(f"got {text}, expected seconds, above 0 and up to 10")
     return value

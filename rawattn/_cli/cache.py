@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def contents(entries: list[tuple[Path, cache.Entry | None]]) -> str:
-    """How much lies where, in a few words."""
+    """The number of kernels, their size and their directory, as text."""
     nbytes = sum(_size(entry) for _, entry in entries if entry is not None)
     return f"{_kernels(len(entries))}, {table.size(nbytes)} in {cache.directory()}"
 

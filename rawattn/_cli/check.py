@@ -1,4 +1,4 @@
-"""`rawattn check`: the backends of this machine against the float64 reference."""
+"""`rawattn check`: compares the backends of this machine with the float64 reference."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _HEADER = ("backend", "dtype", "headdim", "mode", "out error", "bound", "lse err
 _DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
 _HEADDIMS = (64, 128, 256)
 _ROWS, _HEADS, _HEADS_KV = 200, 4, 2
-# The last rows of every sequence that has a length below its room are padding, and hold NaN.
+# Options of each mode. If a sequence is shorter than its room, the rest of its rows are padding and hold NaN.
 _MODES: dict[str, dict[str, Any]] = {
     "full": {},
     "causal, packed": {
@@ -43,7 +43,7 @@ _MODES: dict[str, dict[str, Any]] = {
         "seqs": {"seqlen_q": [200, 70], "seqlen_k": [150, 200]},
     },
 }  # fmt: skip
-# Calls on pages, by new rows of each sequence and by what pages hold.
+# Calls on pages: (new rows of each sequence, whether pages hold float8).
 _IN_PAGES: dict[str, tuple[int, bool]] = {
     "chunks in pages": (40, False),
     "decoding": (1, False),
@@ -63,13 +63,13 @@ class _Backend:
 
 @dataclass(frozen=True, slots=True)
 class _Error:
-    """Where an array is furthest from the reference, measured by what it may be off there."""
+    """The error of the element that comes closest to its bound, or exceeds it most, and that bound."""
 
     size: float
     bound: float
 
     @property
-    def within(self) -> bool:  # not with NaN
+    def within(self) -> bool:  # False for NaN
         return self.size <= self.bound
 
 
@@ -88,7 +88,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a table; status 1 when an error is above its bound."""
+    """Print a table; status 1 if an error is above its bound."""
     if args.backend == "cuda" and not gpu_available():
         print("rawattn check: no GPU that CuPy can use; `rawattn info` says why", file=sys.stderr)
         return 1
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     grid = [
         cell
         for cell in itertools.product(_backends(args.backend), _DTYPES, _HEADDIMS, modes)
-        # It takes no backend: a GPU merges NumPy's arrays where there is one.
+        # `combine` takes no backend: NumPy arrays are merged on the GPU if there is one.
         if cell[3] != _COMBINE or cell[0].keyword == "cuda" or not gpu_available()
     ]
     rows, failures = [], 0
@@ -120,7 +120,7 @@ def _backends(wanted: str | None) -> list[_Backend]:
         import cupy
 
         for device in range(cupy.cuda.runtime.getDeviceCount()):
-            # What a caller gets, and where that is a kernel of this GPU's own also the portable one.
+            # The family that calls use, and on Hopper the portable family too.
             families = ["sm90"] if device_arch(device) == sm90_forward.ARCH else []
             for family in (*families, "portable"):
                 name = f"GPU {device} {family}"
@@ -139,7 +139,7 @@ def _on(device: int, family: str) -> Iterator[None]:
 
 
 def _check(backend: _Backend, dtype: str, headdim: int, mode: str) -> tuple[_Error, _Error]:
-    """Errors of out and lse; of what is appended those of keys and values."""
+    """The errors of out and lse; for the append mode those of keys and values."""
     if mode in _IN_PAGES:
         return _check_pages(backend, dtype, headdim, *_IN_PAGES[mode])
     if mode == _APPEND:
@@ -175,7 +175,7 @@ def _check_pages(
     shape = (table.size, _PAGE_SIZE, _HEADS_KV, headdim)
     k, v = (_normal(rng, shape, of_pages) for _ in "kv")
     options: dict[str, Any] = {"seqlen_k": [*_LENGTHS], "causal": True}
-    # Few rows have kernels of their own.
+    # Calls of few rows use the decode family.
     with backend.current(), only("decode") if rows == 1 else nullcontext():
         got = rawattn.paged_attention(
             q, k, v, table, **options, return_lse=True, backend=backend.keyword
@@ -186,7 +186,7 @@ def _check_pages(
 
 
 def _check_append(backend: _Backend, dtype: str, headdim: int) -> tuple[_Error, _Error]:
-    """New keys turn in float32 and are rounded once, values are as they were."""
+    """The bounds: new keys get their rotary embedding in float32 and are rounded once; values are copied."""
     rng, table = np.random.default_rng(headdim), _table()
     shape = (len(_LENGTHS), 3, _HEADS_KV, headdim)
     k, v = (_normal(rng, shape, _DTYPES[dtype]) for _ in "kv")
@@ -225,7 +225,7 @@ def _check_combine(backend: _Backend, dtype: str, headdim: int) -> tuple[_Error,
 
 
 def _table() -> Array:
-    """Pages of the sequences in no order."""
+    """A block table whose pages are in random order."""
     count = -(-max(_LENGTHS) // _PAGE_SIZE)
     ids = np.random.default_rng(0).permutation(len(_LENGTHS) * count)
     return ids.reshape(len(_LENGTHS), count).astype(np.int32)
@@ -238,12 +238,11 @@ def _normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> Arr
 def _errors(
     got: Sequence[Array], wanted: Sequence[Array], weight: Array, inputs: tuple[Array, Array]
 ) -> tuple[_Error, _Error]:
-    """Of out and lse. weight: what out is with values of one sign. inputs: q and k."""
+    """The errors of out and lse. weight: out computed with the magnitudes of v. inputs: q and k."""
     (out, lse), (exact, exact_lse), (q, k) = got, wanted, inputs
-    # A score is a float32 sum of products: it is off by about an ulp of |q| |k| (Cauchy-Schwarz),
-    # and moves every probability by as much, up or down, relative to itself. Rounding each
-    # probability to the dtype costs half an ulp of the sum of p |v|, rounding the result half an
-    # ulp of that.
+    # A score is a float32 sum of products. Its error is about an ulp of |q| |k| (Cauchy-Schwarz), which is also the
+    # relative error that it causes in a probability. Rounding the probabilities to the dtype costs half an ulp of the
+    # sum of p |v|, and rounding the result half an ulp of the result.
     norms = [float(np.nanmax(np.linalg.norm(x.astype(np.float64), axis=-1))) for x in (q, k)]
     score = 4 * _ULP32 * max(1.0, norms[0] * norms[1] / q.shape[-1] ** 0.5)
     finfo = ml_dtypes.finfo(q.dtype)
@@ -256,7 +255,7 @@ def _errors(
 
 
 def _rows(lengths: dict[str, list[int]]) -> tuple[tuple[int, ...], Array, Array]:
-    """Row axes of the arrays; which rows of q, and of k and v, are padding."""
+    """The row axes of the arrays, and which rows of q, and of k and v, are padding."""
     if "seqstart_q" in lengths:
         starts = lengths["seqstart_q"]
         padding = np.ones(starts[-1], bool)
@@ -274,5 +273,5 @@ def _furthest(got: Array, exact: Array, bound: Array) -> _Error:
     got = got.astype(np.float64)
     with np.errstate(invalid="ignore"):
         error = np.where(got == exact, 0.0, np.abs(got - exact))
-    index = np.unravel_index(np.argmax(error / bound), error.shape)  # NaN is the largest
+    index = np.unravel_index(np.argmax(error / bound), error.shape)  # NaN counts as the largest
     return _Error(float(error[index]), float(bound[index]))

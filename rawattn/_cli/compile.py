@@ -1,4 +1,4 @@
-"""`rawattn compile`: fill the kernel cache ahead of time, for a GPU that need not be here."""
+"""`rawattn compile`: fills the kernel cache ahead of time, also for a GPU that this machine does not have."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rawattn._console.progress import Progress
 from rawattn._runtime.devices import why_no_gpu
 
 _PURPOSES = ("inference", "training", "all")
-# What calls load on compute capability 9.0, instead of what somebody may ask for.
+# Architectures that a user may name, and those whose kernels calls load instead.
 _SAME = {"sm_90": "sm_90a"}
 _LEFT_OUT = {
     "inference": "gradients (--for training), float32 (--for all), ",
@@ -72,7 +72,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compile what is missing; status 1 when something did not compile or could not be kept."""
+    """Compile what is missing; status 1 if something did not compile or could not be cached."""
     try:
         wanted = [
             (source, arch)
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _architectures(names: Sequence[str]) -> list[str]:
-    """Each once, as what calls load."""
+    """The architectures whose kernels calls load, each once."""
     for name in dict.fromkeys(names):
         if name in _SAME:
             print(
@@ -136,7 +136,7 @@ def _compile_all(
     done: list[tuple[compiler.Source, str]],
     errors: list[str],
 ) -> None:
-    """Adds each job to `done`, or why not to `errors`, as it ends."""
+    """Compiles the jobs. As each ends it is added to `done`, or its error to `errors`."""
     if not jobs:
         return
     with (

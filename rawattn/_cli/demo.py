@@ -1,4 +1,4 @@
-"""`rawattn demo`: embed sentences with all-MiniLM-L6-v2 and show which ones are close."""
+"""`rawattn demo`: embeds sentences with all-MiniLM-L6-v2 and shows which ones are similar."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ SENTENCES = (
     "In a transformer, each word pays attention to every other word.",
     "She scored the winning goal in the last minute of the final.",
 )
-_COLUMNS = 80  # where the output goes to no terminal
+_COLUMNS = 80  # if the output does not go to a terminal
 _PASSES = 10
 _SECONDS = 2.0
 
@@ -92,7 +92,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Embed, then print pairs and times; an error is one line, and exit status 1."""
+    """Embed, then print pairs and times. An error prints one line and gives status 1."""
     try:
         _run(args)
     except (OSError, ValueError, RuntimeError, MemoryError, ModuleNotFoundError) as error:
@@ -136,7 +136,7 @@ def _run(args: argparse.Namespace) -> None:
     print(table.wrap("\n".join(facts)))
 
     begin = time.perf_counter()
-    _embed(embed, model, documents[:1], machine)  # compiles whatever is not in a cache yet
+    _embed(embed, model, documents[:1], machine)  # compiles kernels that are not cached yet
     first = time.perf_counter() - begin
     begin = time.perf_counter()
     passes: list[Array] = []
@@ -178,7 +178,7 @@ def _embed(
 
 
 def example() -> Any:
-    """The model's code: examples/embed.py, which the wheel carries inside the package."""
+    """The module with the model's code: examples/embed.py, which the wheel ships inside the package."""
     package = Path(__file__).resolve().parents[1]
     candidates = (package / "_examples/embed.py", package.parent / "examples/embed.py")
     path = next((path for path in candidates if path.is_file()), None)
@@ -193,7 +193,7 @@ def example() -> Any:
 
 
 def find_model(embed: Any, folder: Path | None) -> Path:
-    """The folder of the model's files: in `folder`, else in the installed package, else beside the kernel cache."""
+    """The folder of the model's files: `folder`, else that of the installed package, else `model` in the kernel cache."""
     try:
         found: Path = embed.find_model(folder)
     except FileNotFoundError:
@@ -209,7 +209,7 @@ def find_model(embed: Any, folder: Path | None) -> Path:
 
 
 def read_lines(source: str) -> tuple[list[str], int]:
-    """The lines that hold something, stripped, and how many did not."""
+    """The lines that are not empty, stripped, and the number of empty ones."""
     try:
         data = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
     except OSError as error:
@@ -234,7 +234,7 @@ def read_lines(source: str) -> tuple[list[str], int]:
 def nearest_pairs(vectors: Array, count: int) -> list[tuple[float, int, int]]:
     """The `count` largest dot products of different rows as (value, i, j), i < j, best first."""
     best: list[tuple[float, int, int]] = []
-    rows = 1024  # of the n x n products at a time, so that n may be large
+    rows = 1024  # rows of the n x n products that are in memory at a time, so that n may be large
     for first in range(0, len(vectors), rows):
         products = vectors[first : first + rows] @ vectors.T
         seen = np.tri(len(products), len(vectors), first, dtype=bool)  # j <= i
@@ -249,13 +249,13 @@ def nearest_pairs(vectors: Array, count: int) -> list[tuple[float, int, int]]:
 
 
 def _one_line(text: str, width: int) -> str:
-    """Shortened to `width`, and without anything that moves a terminal's cursor."""
+    """The text shortened to `width`, without characters that move a terminal's cursor."""
     text = "".join(letter if letter.isprintable() else " " for letter in text)
     return text if len(text) <= width else text[: max(width - 3, 0)] + "..."
 
 
 class _Cpu:
-    """NumPy, and the host's clock."""
+    """Runs the model on NumPy, timed by the host's clock."""
 
     xp: Any = np
     name = "cpu (NumPy)"
@@ -268,7 +268,7 @@ class _Cpu:
         self.marks.append(time.perf_counter())
 
     def milliseconds(self) -> list[float]:
-        """Between each mark and the next; forgets them."""
+        """The times between each mark and the next. Forgets the marks."""
         marks, self.marks = self.marks, []
         return [1e3 * (end - start) for start, end in pairwise(marks)]
 
@@ -289,7 +289,7 @@ class _Cpu:
 
 
 class _Gpu(_Cpu):
-    """CuPy, and events in the stream that computes: they wait for nothing until they are read."""
+    """Runs the model on CuPy, timed by CUDA events, which do not wait until they are read."""
 
     def __init__(self) -> None:
         import cupy

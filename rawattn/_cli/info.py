@@ -1,4 +1,4 @@
-"""`rawattn info`: what a bug report needs, and whether a GPU will be used."""
+"""`rawattn info`: prints what a bug report needs, and whether a GPU will be used."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print one fact a line; one that cannot be had says why instead."""
+    """Print one fact a line, or why it is not known."""
     for name, fact in _facts():
         try:
             value = fact()
-        except Exception as error:  # whatever is broken here is what the others help to find
+        except Exception as error:  # the other facts help to find what is broken
             value = _unknown(error)
         print(f"{name:<13} {value}")
     return 0
@@ -60,7 +60,7 @@ def _unknown(error: Exception) -> str:
 
 def _cuda_facts() -> Iterator[tuple[str, Callable[[], str]]]:
     why = devices.why_no_gpu()
-    cupy = sys.modules.get("cupy")  # there by now, or not to be had
+    cupy = sys.modules.get("cupy")  # `why_no_gpu` has imported it if that is possible
     if cupy is None:
         yield "CuPy", lambda: str(why)
         yield "GPU", lambda: f"not looked for without CuPy, {_NO_GPU}"
@@ -96,7 +96,7 @@ def _cache_access() -> str:
 
 
 def _version(distribution: str) -> str:
-    """Without importing it."""
+    """The version of an installed distribution, read without importing it."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -104,7 +104,7 @@ def _version(distribution: str) -> str:
 
 
 def _dotted(version: int) -> str:
-    """13020 -> "13.2", the way CUDA counts."""
+    """CUDA's version number as text: 13020 -> "13.2"."""
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
@@ -115,7 +115,7 @@ def _driver(supported: int) -> str:
 
 
 def _kernel_driver() -> str:
-    """Version of the kernel driver, which CUDA's own API does not tell."""
+    """The version of the kernel driver, which CUDA's API does not give."""
     try:
         text = Path("/proc/driver/nvidia/version").read_text()
     except OSError:
@@ -125,7 +125,7 @@ def _kernel_driver() -> str:
 
 
 def _nvrtc_path() -> str:
-    """Where the library that is loaded now came from; Linux alone tells."""
+    """The path of the loaded NVRTC library; "" where it is not known, as on systems other than Linux."""
     try:
         maps = Path("/proc/self/maps").read_text()
     except OSError:

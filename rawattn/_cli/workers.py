@@ -1,6 +1,6 @@
-"""Processes that do jobs side by side, and are gone at once when somebody interrupts.
+"""Runs jobs in parallel processes that end at once on an interrupt.
 
-`concurrent.futures` waits for what its processes have begun, and a compiler does not listen to Python's signals.
+`concurrent.futures` would wait for jobs that have begun, and a running compiler does not react to Python's signals.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from typing import Any
 Function = Callable[..., str]
 Job = tuple[Any, ...]
 
-# spawn: a fork of a process that has used CUDA, or runs threads, is not safe.
+# spawn, since forking a process that has used CUDA or runs threads is not safe.
 _context = multiprocessing.get_context("spawn")
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a job: the text that the function returned or, when it `failed`, why.
+    """The outcome of a job. text: what the function returned or, if it `failed`, the reason.
 
-    said: what it wrote to standard error meanwhile.
+    said: what it wrote to standard error.
     """
 
     job: Job
@@ -41,9 +41,9 @@ class Outcome:
 def outcomes(
     function: Function, jobs: Sequence[Job], processes: int
 ) -> Generator[Outcome, None, None]:
-    """Calls function(*job) for each job in other processes; yields as they are done.
+    """Calls function(*job) for each job in other processes; yields outcomes as jobs end.
 
-    `close` the iterator, as `contextlib.closing` does, to end the processes before it is exhausted.
+    To end the processes before the iterator is exhausted, `close` it, as `contextlib.closing` does.
     """
     waiting = deque(jobs)
     started: dict[Connection, SpawnProcess] = {}
@@ -77,14 +77,14 @@ def outcomes(
 def _start(function: Function) -> tuple[Connection, SpawnProcess]:
     here, there = _context.Pipe()
     process = _context.Process(target=_serve, args=(function, there), daemon=True)
-    resource_tracker.ensure_running()  # which unblocks the signal when it starts: not below
-    # Ctrl-C reaches every process of a terminal. This one alone answers, and ends the others: they inherit the mask.
+    resource_tracker.ensure_running()  # starting it unblocks SIGINT, so it must not start below
+    # Ctrl-C reaches every process of a terminal. Workers inherit a mask that blocks it; only this process reacts and ends them.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         process.start()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    there.close()  # so that the end of the process is the end of what can be received
+    there.close()  # so that the parent receives EOFError once the process has ended
     return here, process
 
 
@@ -92,7 +92,7 @@ def _serve(function: Function, connection: Connection) -> None:
     while True:
         try:
             job = connection.recv()
-        except EOFError:  # whoever asked is gone
+        except EOFError:  # the parent is gone
             return
         said = io.StringIO()
         with contextlib.redirect_stderr(said):

@@ -1,1 +1,1 @@
-"""What the command line and the benches share: tables, progress, and a quiet end when a reader goes away."""
+"""Console output of the command line and the benches: tables, progress, and a quiet end if the reader closes the pipe."""

@@ -1,4 +1,4 @@
-"""A command whose output nobody reads any more ends at once and without a word, as others do in a pipeline."""
+"""Ends a command at once and silently if the reader of its output closes the pipe, as other commands do."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO, TypeVar, cast
 
-# What a shell reports of a command that SIGPIPE ended.
+# The exit status that a shell reports for a command ended by SIGPIPE.
 READER_GONE = 128 + 13
 
 _T = TypeVar("_T")
@@ -16,13 +16,13 @@ _T = TypeVar("_T")
 
 @contextlib.contextmanager
 def ends_quietly() -> Iterator[None]:
-    """Raises SystemExit where standard output or standard error cannot be written any more.
+    """Raises SystemExit if standard output or standard error can no longer be written.
 
-    The status is READER_GONE when the reader of a pipe has gone, else 1 after one line that says why. SystemExit is no
-    OSError: what handles the errors of its files does not take this for one of them.
+    The status is READER_GONE if the reader of a pipe has closed it, else 1, after one line that says why. It raises
+    SystemExit so that code which handles OSError for its own files does not catch it.
     """
     with contextlib.ExitStack() as stack:
-        # A stream that was closed before the start is None.
+        # sys.stdout and sys.stderr are None if they were closed before the process started.
         if sys.stderr is not None:
             stack.enter_context(contextlib.redirect_stderr(_guarded(sys.stderr)))
         if sys.stdout is not None:
@@ -32,7 +32,7 @@ def ends_quietly() -> Iterator[None]:
 
 
 class _Guarded:
-    """A stream; of its own only what `print` and `flush` need."""
+    """Wraps a stream: guards `write` and `flush`, and passes everything else on."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -59,7 +59,7 @@ class _Guarded:
             raise SystemExit(1) from None
 
     def _discard(self) -> None:
-        """What is still in the buffer goes nowhere; else the interpreter would try once more, and complain."""
+        """Redirects the stream to /dev/null. Otherwise the interpreter would flush the buffer at exit, and print an error."""
         with contextlib.suppress(OSError):
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())

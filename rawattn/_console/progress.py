@@ -1,4 +1,4 @@
-"""One line of progress for work that takes more than a moment."""
+"""A line of progress for long work."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _ERASE = "\r\x1b[K"
 
 
 class Progress:
-    """A bar that redraws itself on a terminal; elsewhere (a log file) one line per finished step.
+    """A bar that is redrawn on a terminal; elsewhere (a log file) one line per finished step.
 
-    While the bar is there, whole lines that anything writes to `sys.stderr` (warnings, logging, `print`) appear above it.
+    While the bar is shown, whole lines written to `sys.stderr` (warnings, logging, `print`) appear above it.
 
     Examples
     --------
@@ -66,7 +66,7 @@ class Progress:
             print(f"[{self._done}/{self._total}] {label}", file=self._stream, flush=True)
 
     def note(self, lines: str) -> None:
-        """Write whole lines: above the bar, where there is one."""
+        """Write whole lines, above the bar if it is shown."""
         lines = lines if lines.endswith("\n") else f"{lines}\n"
         if self._live:
             self._stream.write(_ERASE + lines)
@@ -79,7 +79,7 @@ class Progress:
         seconds = time.perf_counter() - self._started
         bar = "#" * filled + "." * (_BAR - filled)
         line = f"[{bar}] {self._done}/{self._total} {seconds:4.0f} s  {self._label}"
-        # A line that wraps cannot be redrawn; the sequence after it erases what a longer one left.
+        # The line is cut, since one that wraps cannot be redrawn. The escape sequence erases the rest of a longer old line.
         if (columns := terminal.columns(self._stream)) is not None:
             line = line[: columns - 1]
         self._stream.write(f"\r{line}\x1b[K")
@@ -87,7 +87,7 @@ class Progress:
 
 
 class _Above(io.TextIOBase):
-    """Stands in for sys.stderr while a bar is drawn there: hands on whole lines."""
+    """Replaces sys.stderr while a bar is drawn there, and passes whole lines on to it."""
 
     def __init__(self, progress: Progress, stream: TextIO) -> None:
         self._progress, self._stream, self._line = progress, stream, ""
@@ -99,7 +99,7 @@ class _Above(io.TextIOBase):
         return len(text)
 
     def end(self) -> None:
-        """Hand on what has no end of line yet."""
+        """Pass on the last line if it has no end yet."""
         if self._line:
             self.write("\n")
 

@@ -1,4 +1,4 @@
-"""Plain-text tables and quantities, as wide as the terminal allows."""
+"""Plain-text tables and quantities, fitted to the terminal."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from rawattn._console import terminal
 def render(
     header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1, columns: int | None = None
 ) -> str:
-    """Align columns under a header: the first `left` to the left, numbers to the right.
+    """Align columns under a header: the first `left` columns to the left, the others to the right.
 
-    No line is longer than `columns`, by default those of the terminal that standard output goes to; into a file or a
-    pipe lines are as long as they come. In too little room headers and the first `left` columns break between words;
-    in still less each row becomes a paragraph with a line for each cell.
+    No line is longer than `columns`, by default the width of the terminal of standard output; lines to a file or a pipe
+    are not limited. If the room is too small, headers and the first `left` columns are broken between words. If that does
+    not suffice, each row becomes a paragraph with a line for each cell.
     """
     columns = terminal.columns(sys.stdout) if columns is None else columns
     lines = (header, *rows)
@@ -50,7 +50,7 @@ def _broken(cell: str, width: int) -> list[str]:
 
 
 def _least(header: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> list[int]:
-    """Widths that columns cannot go below: of their longest word, or longest number."""
+    """The least width of each column: that of its longest word, or longest number."""
     found = []
     for column, (title, *cells) in enumerate(zip(header, *rows, strict=True)):
         words = [
@@ -61,7 +61,7 @@ def _least(header: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> l
 
 
 def _narrowed(widths: Sequence[int], least: Sequence[int], room: int) -> list[int] | None:
-    """Widths that fit, taken from the widest columns first; None where none do."""
+    """Widths that fit `room`, made by narrowing the widest columns first; None if that is impossible."""
     widths = list(widths)
     while sum(widths) > room:
         able = [column for column, width in enumerate(widths) if width > least[column]]
@@ -77,7 +77,7 @@ def _paragraph(header: Sequence[str], row: Sequence[str], columns: int) -> str:
 
 
 def wrap(text: str, columns: int | None = None) -> str:
-    """Text whose lines are no longer than `columns`, by default those of the terminal; none into a file or a pipe."""
+    """The text wrapped to `columns`, by default the terminal's width; not wrapped for a file or a pipe."""
     columns = terminal.columns(sys.stdout) if columns is None else columns
     if columns is None:
         return text

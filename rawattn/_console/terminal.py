@@ -1,15 +1,15 @@
-"""How wide the terminal is."""
+"""The width of the terminal."""
 
 from __future__ import annotations
 
 import os
 from typing import TextIO
 
-_UNKNOWN = 80  # of a terminal that does not tell
+_UNKNOWN = 80  # columns of a terminal whose width is unknown
 
 
 def columns(stream: TextIO) -> int | None:
-    """Columns of the terminal that a stream goes to; None where it goes to a file or a pipe. $COLUMNS decides if set."""
+    """The columns of a stream's terminal; None for a file or a pipe. $COLUMNS overrides both if it is set."""
     told = os.environ.get("COLUMNS", "")
     if told.isdecimal() and int(told) > 0:
         return int(told)
