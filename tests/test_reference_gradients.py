@@ -195,3 +195,21 @@ def test_a_sink_of_minus_infinity_is_no_sink() -> None:
     )
     assert np.all(gradients.dsink_logits[[0, 2]] == 0) and np.all(gradients.dsink_logits[[1, 3]])
     assert np.isfinite(gradients.dq).all() and np.all(lse[:, 0, :3] == -np.inf)
+
+
+@pytest.mark.parametrize("name", ["q", "k"])
+def test_nan_of_a_row_reaches_no_key_that_the_row_does_not_see(name) -> None:
+    arrays = dict(zip("qkv", arrays_of(), strict=True))
+    arrays[name][:, 3] = np.nan
+    options: Options = {"window": (1, 1), "align": "top-left"}
+    out, lse = reference.attention(**arrays, **options, return_lse=True)
+    gradients = reference.attention_backward(
+        np.ones_like(out), **arrays, out=out, lse=lse, **options
+    )
+    # Row i sees keys i - 1 to i + 1, of 7. Rows 2 to 4 see a key of NaN.
+    for gradient in (gradients.dk, gradients.dv):
+        reached = np.isnan(gradient).any(axis=(0, 2, 3))
+        expected = [False, False, True, True, True, False, False]
+        if name == "k":
+            expected[1] = expected[5] = True
+        assert reached.tolist() == expected
