@@ -193,6 +193,19 @@ for specs, (k, v) in (((P("x"), P("x"), P("x")), (k, v)), ((P("x"), P(), P()), (
     fresh_process(code, XLA_FLAGS="--xla_force_host_platform_device_count=2")
 
 
+def test_what_is_on_several_devices_is_refused_by_attention_itself() -> None:
+    code = """
+import jax, pytest, rawattn
+from jax.sharding import NamedSharding, PartitionSpec as P
+x = jax.numpy.ones((2, 9, 4, 16))
+mesh = jax.make_mesh((2,), ("x",))
+halves = jax.device_put(x, NamedSharding(mesh, P("x")))
+with pytest.raises(TypeError, match=r"^k: .*pass jax.device_put.k, device.*jax.shard_map"):
+    rawattn.attention(x, halves, x)
+"""
+    fresh_process(code, XLA_FLAGS="--xla_force_host_platform_device_count=2")
+
+
 @pytest.mark.exhaustive
 def test_gradients_are_sharded_as_what_they_are_of() -> None:
     """On an explicit mesh, where a sharding is part of a type, and where XLA chooses it."""

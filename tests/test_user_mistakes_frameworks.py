@@ -116,6 +116,16 @@ JAX = [
         TypeError,
         "backend: rawattn.jax.attention has no such argument; accepted are q, k, v, ",
     ),
+    Mistake(
+        "attention(donated, n, n)",
+        TypeError,
+        "q: got jaxlib...pass an array that JAX has not deleted: what q was donated to, as by donate_argnums",
+    ),
+    Mistake(
+        "attention(n, n, n, bias=donated)",
+        TypeError,
+        "bias: got jaxlib...pass an array that JAX has not deleted: what bias was donated to",
+    ),
     Mistake("attention(n, n, n, out=n)", ValueError, "out: got a read-only array; pass a writable"),
     Mistake(
         "attention(n, n, n, precision='high')", TypeError, "precision: ...leave it out: float32 has"
@@ -146,4 +156,6 @@ def test_calls_in_jax(mistake: Mistake) -> None:
     importlib.import_module("rawattn.jax")
 
     n = jax.device_put(np.ones((2, 5, 4, 8), np.float32), jax.devices("cpu")[0])
-    check(mistake, {**names(), "jax": jax, "n": n, "t": [1.0]})
+    donated = n + 1
+    donated.delete()
+    check(mistake, {**names(), "jax": jax, "n": n, "t": [1.0], "donated": donated})

@@ -40,6 +40,8 @@ def array_advice(obj: object, name: str = "x") -> str:
     library = type(obj).__module__.partition(".")[0]
     if is_traced(obj):
         return "call rawattn.jax.attention, which works inside jit, grad, vmap and scan: a tracer holds no values"
+    if "jaxlib.ArrayImpl" in bases and (advice := _jax_advice(obj, name)):
+        return advice
     if "torch.FakeTensor" in bases or "torch.FunctionalTensor" in bases:
         return "call rawattn.torch.attention, which works under torch.compile and FakeTensorMode: this tensor holds no values"
     if getattr(obj, "is_meta", False) is True:
@@ -77,6 +79,18 @@ def array_advice(obj: object, name: str = "x") -> str:
         return f"pass {name}.to_numpy() in the dtype that is meant"
     if isinstance(obj, (list, tuple)):
         return _sequence_advice(obj, name)
+    return ""
+
+
+def _jax_advice(obj: Any, name: str) -> str:
+    """Of an array of JAX's that holds no values here, or not all of them."""
+    if obj.is_deleted():
+        return f"pass an array that JAX has not deleted: what {name} was donated to, as by donate_argnums, returns one"
+    if len(obj.sharding.device_set) > 1:
+        return (
+            f"pass jax.device_put({name}, device), on one device, or call rawattn.jax.attention in jax.shard_map, where each "
+            "device has its own shard"
+        )
     return ""
 
 
