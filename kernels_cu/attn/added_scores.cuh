@@ -37,8 +37,9 @@ struct AddedScores {
   float distance[kRowBlocks][C::kSlots], slope[kRowBlocks][C::kSlots];
   // By row: the line at the same key, and its step from key to key.
   float line[kRowBlocks][C::kSlots], step[kRowBlocks][C::kSlots];
-  bool straight;  // set by the caller to are_straight(): whether `line` and `step` give the addends of lines
-  bool beyond;    // with kRamp and two-sided ALiBi, set before load(): whether the tile lies wholly beyond the diagonal
+  bool lines_by_step;  // set by the caller to can_step_lines(): whether `line` and `step` give the addends of lines
+  // With kRamp and two-sided ALiBi, set before load(): whether the tile lies wholly beyond the diagonal.
+  bool tile_beyond_diagonal;
 
   // Whether the largest addend of a row is known without those of its elements: see largest().
   static constexpr bool kBounded =
@@ -48,10 +49,10 @@ struct AddedScores {
   // or RowRules, here and below.
   //
   // A key's addend is then another key's addend and some steps, so it has the rounding error of the largest addend of
-  // the tile. For a steep line that error is too large for a score, and a line that overflows has no steps. spell_out()
-  // then adds the wave's lines to each score instead.
+  // the tile. For a steep line that error is too large for a score, and a line that overflows has no steps.
+  // add_line_per_score() then adds the wave's lines to each score instead.
   template <class Rules>
-  DEVICE static bool are_straight(const Rules& rules, int first_row, int lane) {
+  DEVICE static bool can_step_lines(const Rules& rules, int first_row, int lane) {
     bool even = true;
     if constexpr (ScoreRule::kLine) {
       constexpr float kSteepest = 16.0f, kLargest = 1e30f;
@@ -82,7 +83,7 @@ struct AddedScores {
         UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
           const ScoreRule& rule = rules.of(m, slot);
           const int i = rules.query(first_row + m * 16 + C::row(lane, slot));
-          slope[m][slot] = kRamp && !config::kOneSided && beyond ? -rule.slope : rule.slope;
+          slope[m][slot] = kRamp && !config::kOneSided && tile_beyond_diagonal ? -rule.slope : rule.slope;
           distance[m][slot] = static_cast<float>(i + rule.offset - first_key - own_column(lane));
         }
       }
@@ -99,13 +100,13 @@ struct AddedScores {
     }
   }
 
-  // Adds lines that are not straight to the scores, one by one, and sets `line` and `step` to 0. unit: one natural
+  // Unless lines_by_step, adds the lines to the scores, one by one, and sets `line` and `step` to 0. unit: one natural
   // unit, in units of the scores.
   template <class Rules>
-  DEVICE void spell_out(C (&s)[kRowBlocks][kKeyBlocks], const Rules& rules, float unit, int first_row, int first_key,
-                        int lane) {
+  DEVICE void add_line_per_score(C (&s)[kRowBlocks][kKeyBlocks], const Rules& rules, float unit, int first_row,
+                                 int first_key, int lane) {
     if constexpr (ScoreRule::kLine) {
-      if (straight) return;
+      if (lines_by_step) return;
       UNROLL for (int m = 0; m < kRowBlocks; m++) {
         UNROLL for (int n = 0; n < kKeyBlocks; n++) {
           UNROLL for (int e = 0; e < C::kElements; e++) {
@@ -121,9 +122,9 @@ struct AddedScores {
 
   // A function of (m, n, e) that sets the bias of an element to 0, for hidden elements: a NaN of the bias must not
   // reach the softmax.
-  DEVICE auto forgets() {
+  DEVICE auto bias_clearer() {
     return [this](int m, int n, int e) {
-      if constexpr (config::kBias > 0) forget(bias[m * kKeyBlocks + n], e);
+      if constexpr (config::kBias > 0) clear(bias[m * kKeyBlocks + n], e);
     };
   }
 
@@ -171,7 +172,7 @@ struct AddedScores {
  private:
   DEVICE static int own_column(int lane) { return kRamp ? 0 : C::column(lane, 0); }
   template <class Block>
-  DEVICE static void forget(Block& block, int e) {
+  DEVICE static void clear(Block& block, int e) {
     if constexpr (kHalves) {
       block[e / 2] &= e % 2 != 0 ? 0xffffu : 0xffff0000u;
     } else {

@@ -247,10 +247,10 @@ DEVICE void attend(const ForwardParams& p, unsigned char* shared, const More&...
     Rules rules(p, work.segment.sequence, work.segment.head, work.first, work.segment.rows, work.segment.q.length,
                 work.segment.k.length, visible.offset, lane);
     if constexpr (kConvertsQueries) rules.scale_keys(unit);
-    Softmax softmax(kScaleFirst || ScoreRule::kScaled ? Exponent::kUnit : rules.scale() * Exponent::kUnit);
+    Softmax softmax(kScaleFirst || ScoreRule::kGivesScaledScores ? Exponent::kUnit : rules.scale() * Exponent::kUnit);
     C o[kRowBlocks][kOutBlocks];
     UNROLL for (int m = 0; m < kRowBlocks; m++) { UNROLL for (int d = 0; d < kOutBlocks; d++) o[m][d] = C{}; }
-    const bool straight = Added::are_straight(rules, 0, lane);
+    const bool lines_by_step = Added::can_step_lines(rules, 0, lane);
 
     // All waves take the same number of turns, even without a tile in the last one: so they agree on `slot`.
 #pragma unroll 1
@@ -266,7 +266,7 @@ DEVICE void attend(const ForwardParams& p, unsigned char* shared, const More&...
       const int first_key = work.key_tiles.first_key(tile);
       // Loaded while the wave waits for the tile.
       Added added;
-      added.straight = straight;
+      added.lines_by_step = lines_by_step;
       added.load(rules, 0, first_key, lane);
       // After the wave_sync() all lanes may read the tile, and the slot of the tile before it may be refilled.
       ring.wait(slot);
@@ -281,7 +281,7 @@ DEVICE void attend(const ForwardParams& p, unsigned char* shared, const More&...
       const SoftmaxScore<kScaleFirst> finish{rules.scale()};
       const Edges edges = visible.edges(first_key, first_key + kTileK - 1, work.first, work.last());
       finish_scores(s, rules, added, finish, OneTile{rows_visible, first_key, edges}, 0, 0, lane);
-      seen.hide(s, finish.masked(), lane, added.forgets());
+      seen.hide(s, finish.masked(), lane, added.bias_clearer());
       // P V would be NaN where V is NaN, even for a probability of 0: rows of V that no query row sees are cleared.
       if (seen.clear_hidden(lane, [&](int key) { ring.clear_value(slot, key); })) {
         ring.values_are_clean();
@@ -295,10 +295,10 @@ DEVICE void attend(const ForwardParams& p, unsigned char* shared, const More&...
 
     if constexpr (L::kPrefetches) {
       target::wave_sync();  // all lanes are done with the last tile
-      reinterpret_cast<Partials*>(ring.bytes(last_slot(slot)))->leave(o, softmax, work.segment.rows, lane);
+      reinterpret_cast<Partials*>(ring.bytes(last_slot(slot)))->store(o, softmax, work.segment.rows, lane);
     } else {
       target::block_sync();
-      reinterpret_cast<Partials*>(shared + wave * kPartialBytes)->leave(o, softmax, work.segment.rows, lane);
+      reinterpret_cast<Partials*>(shared + wave * kPartialBytes)->store(o, softmax, work.segment.rows, lane);
     }
     target::block_sync();
     done = work.segment;
@@ -315,7 +315,7 @@ DEVICE void attend(const ForwardParams& p, unsigned char* shared, const More&...
   for (int n = 0; n < shares; n++) {
     if (!flags[n]) continue;
     const SharedTile<Partials> tile = kept[n];
-    join_parts(p, tile, flags[n], thread);
+    merge_parts(p, tile, flags[n], thread);
   }
 }
 

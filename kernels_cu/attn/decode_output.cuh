@@ -45,24 +45,24 @@ struct Output {
   }
 };
 
-// Merges `count` partial results; part(n) is the n-th. The rows are written to the output, or to `kept` where more
-// partial results are to be merged. Each thread has four columns of a row, or eight if four would leave it a second
-// turn.
+// Merges `count` partial results; part(n) is the n-th. The rows are written to the output, or to `destination` where
+// more partial results are to be merged. Each thread has four columns of a row, or eight if four would leave it a
+// second turn.
 template <int kAtOnce, class Part>
-DEVICE void merge(const Output& output, int thread, int count, const Part& part, Partials* kept) {
+DEVICE void merge(const Output& output, int thread, int count, const Part& part, Partials* destination) {
   constexpr int kFours = kRows * (kDepthV / 4) > kThreads ? 2 : 1, kColumns = 4 * kFours;
 #pragma unroll 1
   for (int n = thread; n < output.segment.rows * (kDepthV / kColumns); n += kThreads) {
     const int row = n / (kDepthV / kColumns), column = n % (kDepthV / kColumns) * kColumns;
     MergedColumns<kFours> merged;
-    merged.template join<kAtOnce>(count, row, column, part);
-    if (kept == nullptr) {
+    merged.template merge<kAtOnce>(count, row, column, part);
+    if (destination == nullptr) {
       output.write(row, column, merged);
     } else {
-      UNROLL for (int f = 0; f < kFours; f++) kept->out[row][column / 4 + f] = merged.out[f];
+      UNROLL for (int f = 0; f < kFours; f++) destination->out[row][column / 4 + f] = merged.out[f];
       if (column == 0) {
-        kept->running_max[row] = merged.running_max;
-        kept->sum[row] = merged.sum;
+        destination->running_max[row] = merged.running_max;
+        destination->sum[row] = merged.sum;
       }
     }
   }
@@ -71,27 +71,27 @@ DEVICE void merge(const Output& output, int thread, int count, const Part& part,
 // Merges the parts of a query tile, in the block that arrived last. Where there are very many, that is the last block
 // of a bunch of parts (attn/schedule/shared_tile.cuh): it merges the bunch, and the last block to do so merges the
 // bunches. flag: in shared memory.
-DEVICE void join_parts(const ForwardParams& p, const SharedTile<Partials>& tile, bool& flag, int thread) {
+DEVICE void merge_parts(const ForwardParams& p, const SharedTile<Partials>& tile, bool& flag, int thread) {
   const auto bunch = tile.bunch(p.splits);
   auto parts = tile.parts(p.splits);
   const auto bunches = parts.bunches(bunch.size);
   int count = bunch.count;
-  Partials* joined = nullptr;
+  Partials* merged = nullptr;
   if (bunch.bunches > 1) {
     parts = parts.from(bunch.begin);
-    joined = &bunches(bunch.begin / bunch.size);
+    merged = &bunches(bunch.begin / bunch.size);
   }
 #pragma unroll 1
   while (true) {
-    merge<SharedTile<Partials>::kAtOnce>(Output{p, tile.own}, thread, count, parts, joined);
-    if (joined == nullptr) return;
+    merge<SharedTile<Partials>::kAtOnce>(Output{p, tile.own}, thread, count, parts, merged);
+    if (merged == nullptr) return;
     target::block_sync();
     count = bunch.bunches;
     if (thread == 0) flag = tile.arrive_of_bunch(p.splits, count);
     target::block_sync();
     if (!flag) return;
     parts = bunches;
-    joined = nullptr;
+    merged = nullptr;
   }
 }
 

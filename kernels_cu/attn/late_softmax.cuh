@@ -3,7 +3,7 @@
 //
 // update_row_max() compares unscaled scores with a limit for each row to find outgrown rows. It compares their bits as
 // integers, which order like positive floats. If even negative scores may be too large for a row, its limit is
-// kBelowAll, and the row counts as outgrown in every tile.
+// kAlwaysOutgrown, and the row counts as outgrown in every tile.
 #pragma once
 
 #include "attn/softmax.cuh"
@@ -12,14 +12,15 @@
 template <class C, int kRowBlocks>
 struct LateOnlineSoftmax : SoftmaxRows<C, kRowBlocks> {
   using Rows = SoftmaxRows<C, kRowBlocks>;
-  using Rows::factor, Rows::kSlack, Rows::running_max, Rows::scale_log2, Rows::sum;
-  static constexpr int kBelowAll = -1;  // less than all bits that are compared, which are 0 or more
+  using Rows::rescale_factor, Rows::kSlack, Rows::running_max, Rows::scale_log2, Rows::sum;
+  static constexpr int kAlwaysOutgrown = -1;  // less than all bits that are compared, which are 0 or more
 
-  int limit[kRowBlocks][C::kSlots];  // bits of the largest unscaled score that does not outgrow the row's running max
+  // Bits of the largest unscaled score that does not outgrow the row's running max.
+  int score_limit[kRowBlocks][C::kSlots];
 
   DEVICE explicit LateOnlineSoftmax(float scale_log2) : Rows(scale_log2) {
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
-      UNROLL for (int slot = 0; slot < C::kSlots; slot++) limit[m][slot] = kBelowAll;
+      UNROLL for (int slot = 0; slot < C::kSlots; slot++) score_limit[m][slot] = kAlwaysOutgrown;
     }
   }
 
@@ -39,8 +40,9 @@ struct LateOnlineSoftmax : SoftmaxRows<C, kRowBlocks> {
       }
       UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
         // The limit leaves room for the largest addend of the row in this tile, so scores are compared without addends.
-        if constexpr (Added::kBounded) limit[m][slot] = limit_of(running_max[m][slot] - bound(added, m, slot));
-        outgrown = outgrown || largest[slot] > limit[m][slot];
+        if constexpr (Added::kBounded)
+          score_limit[m][slot] = score_limit_of(running_max[m][slot] - bound(added, m, slot));
+        outgrown = outgrown || largest[slot] > score_limit[m][slot];
       }
     }
     const bool moved = target::wave_any(outgrown);
@@ -73,9 +75,9 @@ struct LateOnlineSoftmax : SoftmaxRows<C, kRowBlocks> {
     return added.template largest<Log2>(m, slot, added.template start<Log2>(m, slot, 0.0f));
   }
   // The limit of a row whose exponents may exceed `exponent` by kSlack.
-  DEVICE int limit_of(float exponent) const {
+  DEVICE int score_limit_of(float exponent) const {
     const float largest = (exponent + kSlack) * target::reciprocal(scale_log2);
-    return largest >= 0.0f ? static_cast<int>(target::bits_of(largest)) : kBelowAll;
+    return largest >= 0.0f ? static_cast<int>(target::bits_of(largest)) : kAlwaysOutgrown;
   }
   // The largest exponent of a row of the tile, before the running max is subtracted.
   template <int kKeyBlocks, class Added>
@@ -98,10 +100,10 @@ struct LateOnlineSoftmax : SoftmaxRows<C, kRowBlocks> {
         const float before = running_max[m][slot];
         const float now = fmaxf(before, row_maximum(s, added, m, slot));
         // Nothing was accumulated before the first maximum.
-        factor[m][slot] = before == -target::infinity() ? 1.0f : target::exp2(before - now);
+        rescale_factor[m][slot] = before == -target::infinity() ? 1.0f : target::exp2(before - now);
         running_max[m][slot] = now;
-        sum[m][slot] *= factor[m][slot];
-        if constexpr (!Added::kBounded) limit[m][slot] = limit_of(now);
+        sum[m][slot] *= rescale_factor[m][slot];
+        if constexpr (!Added::kBounded) score_limit[m][slot] = score_limit_of(now);
       }
     }
   }

@@ -20,7 +20,7 @@ struct RowPartials {
 
   // Stores a wave's rows, of which the first `rows` are real. softmax.sum_rows() must come before.
   template <class C, int kRowBlocks, int kOutBlocks, class Softmax>
-  DEVICE void leave(const C (&o)[kRowBlocks][kOutBlocks], const Softmax& softmax, int rows, int lane) {
+  DEVICE void store(const C (&o)[kRowBlocks][kOutBlocks], const Softmax& softmax, int rows, int lane) {
     float* const columns = reinterpret_cast<float*>(out);
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
       UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
@@ -51,7 +51,7 @@ struct MergedColumns {
   // Merges `count` partial results into this one, in order; part(n) is the n-th. kAtOnce of them are loaded before the
   // first is used.
   template <int kAtOnce, class Part>
-  DEVICE void join(int count, int row, int column, const Part& part) {
+  DEVICE void merge(int count, int row, int column, const Part& part) {
 #pragma unroll 1
     for (int base = 0; base < count; base += kAtOnce) {
       float maxima[kAtOnce], sums[kAtOnce];

@@ -29,9 +29,9 @@ DEVICE int mod(int x, int y) {
   return rest != 0 && (rest < 0) != (y < 0) ? rest + y : rest;
 }
 
-// float(x). more: the part of x that is known at compile time. x - more is the same for many elements of a lane, so it
-// is converted once, and each element costs an addition instead of a conversion.
-DEVICE float float_of(int x, int more) { return float(x - more) + float(more); }
+// float(x). static_part: the part of x that is known at compile time. x - static_part is the same for many elements of
+// a lane, so it is converted once, and each element costs an addition instead of a conversion.
+DEVICE float float_of(int x, int static_part) { return float(x - static_part) + float(static_part); }
 
 DEVICE float abs(float x) { return fabsf(x); }
 DEVICE float min(float x, float y) { return fminf(x, y); }

@@ -7,5 +7,5 @@ struct ScorePosition {
   int seqlen_q, seqlen_k;
   // The parts of q_idx and kv_idx that are compile-time constants of an element. The rest is the same for many elements
   // of a lane (see score_maths::float_of).
-  int q_more = 0, kv_more = 0;
+  int q_static = 0, kv_static = 0;
 };

@@ -47,16 +47,16 @@ struct ScoreRule {
   static constexpr bool kLine = config::kScoreMod && config::kModLine;
   // Whether the score function is called for every score.
   static constexpr bool kModifies = config::kScoreMod && !kLine;
-  // Whether remake_scores() has work: a score is more than its scaled product and an addend.
-  static constexpr bool kRemakes = config::kSoftcap || kModifies;
+  // Whether transform_scores() has work: a score is more than its scaled product and an addend.
+  static constexpr bool kTransforms = config::kSoftcap || kModifies;
   // Whether bias, ALiBi or a line is added.
   static constexpr bool kAdds = config::kBias > 0 || config::kAlibi || kLine;
   // Whether the softcap is applied to unscaled products, which are then still to be scaled: see cap_products().
-  static constexpr bool kScalesCapped = config::kSoftcap && !kModifies && sizeof(config::Element) == 2;
-  // Whether remake_scores() gives scores in natural units. Else the scale is still to be applied.
-  static constexpr bool kScaled = kRemakes && !kScalesCapped;
+  static constexpr bool kCapsUnscaled = config::kSoftcap && !kModifies && sizeof(config::Element) == 2;
+  // Whether transform_scores() gives scores in natural units. Else the scale is still to be applied.
+  static constexpr bool kGivesScaledScores = kTransforms && !kCapsUnscaled;
   // Whether the derivative of a score with respect to its scaled product may differ from 1.
-  static constexpr bool kHasDerivative = kRemakes;
+  static constexpr bool kHasDerivative = kTransforms;
 
   const ForwardParams& p;
   int sequence, head, len_q, len_k, offset;
@@ -94,17 +94,17 @@ struct ScoreRule {
     return fmaf(-2.0f * cap, target::reciprocal(e + 1.0f), cap);
   }
 
-  DEVICE ScorePosition position(int i, int j, int i_more = 0, int j_more = 0) const {
-    return {sequence, head, head / (p.nheads_q / p.nheads_kv), i, j, len_q, len_k, i_more, j_more};
+  DEVICE ScorePosition position(int i, int j, int i_static = 0, int j_static = 0) const {
+    return {sequence, head, head / (p.nheads_q / p.nheads_kv), i, j, len_q, len_k, i_static, j_static};
   }
   // Applies the score function to what capped() returned. M is Mod: a template parameter, since NoScoreMod has no
   // value() that could be compiled.
   template <class M = Mod>
-  DEVICE float modified(float s, int i, int j, int i_more, int j_more) const {
+  DEVICE float modified(float s, int i, int j, int i_static, int j_static) const {
     if constexpr (!kModifies)
       return s;
     else
-      return static_cast<const M&>(mod).value(s, position(i, j, i_more, j_more), p);
+      return static_cast<const M&>(mod).value(s, position(i, j, i_static, j_static), p);
   }
   // The line of query i: what is added at key j.
   template <class M = Mod>
@@ -190,10 +190,10 @@ DEVICE void cap_products(C (&s)[kRowBlocks][kColumnBlocks], const ScoreRule& rul
 // rules: a ScoreRule or RowRules. visit(m, n, e, i, j, capped): called for each element, with its query i, its key j
 // and its scaled score between softcap and score function.
 template <class C, int kRowBlocks, int kKeyBlocks, class Rules, class Visit>
-DEVICE void remake_scores(C (&s)[kRowBlocks][kKeyBlocks], const Rules& rules, int first_row, int first_key, int lane,
-                          const Visit& visit) {
+DEVICE void transform_scores(C (&s)[kRowBlocks][kKeyBlocks], const Rules& rules, int first_row, int first_key, int lane,
+                             const Visit& visit) {
   const float scale = rules.scale();
-  if constexpr (ScoreRule::kScalesCapped) cap_products(s, rules.of(0, 0));
+  if constexpr (ScoreRule::kCapsUnscaled) cap_products(s, rules.of(0, 0));
   UNROLL for (int m = 0; m < kRowBlocks; m++) {
     UNROLL for (int n = 0; n < kKeyBlocks; n++) {
       UNROLL for (int e = 0; e < C::kElements; e++) {
@@ -201,7 +201,7 @@ DEVICE void remake_scores(C (&s)[kRowBlocks][kKeyBlocks], const Rules& rules, in
         const int i = rules.query(first_row + m * 16 + C::row(lane, C::slot(e)));
         const int j = first_key + n * 16 + C::column(lane, e);
         float& x = s[m][n].x[e];
-        if constexpr (ScoreRule::kScalesCapped) {
+        if constexpr (ScoreRule::kCapsUnscaled) {
           visit(m, n, e, i, j, x * scale);
         } else {
           x = rule.capped(x * scale);

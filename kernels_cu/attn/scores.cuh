@@ -21,10 +21,10 @@ struct SoftmaxScore {
 
   DEVICE static float masked() { return -target::infinity(); }
   // One natural unit of a score, in units of what operator() returns.
-  DEVICE float unit() const { return kScaleFirst || ScoreRule::kScaled ? 1.0f : target::reciprocal(scale); }
+  DEVICE float unit() const { return kScaleFirst || ScoreRule::kGivesScaledScores ? 1.0f : target::reciprocal(scale); }
   template <class Added>
   DEVICE float operator()(float product, int, int, int, const Added&) const {
-    return kScaleFirst && !ScoreRule::kScaled ? product * scale : product;
+    return kScaleFirst && !ScoreRule::kGivesScaledScores ? product * scale : product;
   }
 };
 
@@ -145,19 +145,20 @@ DEVICE void mask_scores_of_keys(C (&s)[kKeyBlocks][kQueryBlocks], float value, c
 
 // All steps for key tile number n of `keys`, in their order: softcap and score function, `finish`, steep lines, and the
 // mask of visible keys. finish(x, m, n, e, added): what an element becomes where its key is seen; x is the product, or
-// what remake_scores() made of it. A hidden element becomes Finish::masked(), and its bias 0. rules, visit: see
-// remake_scores().
+// what transform_scores() made of it. A hidden element becomes Finish::masked(), and its bias 0. rules, visit: see
+// transform_scores().
 template <class C, int kRowBlocks, int kKeyBlocks, bool kRamp, class Rules, class Finish, class Keys,
           class Visit = NoVisit>
 DEVICE void finish_scores(C (&s)[kRowBlocks][kKeyBlocks], const Rules& rules,
                           AddedScores<C, kRowBlocks, kKeyBlocks, kRamp>& added, const Finish& finish, const Keys& keys,
                           int n, int first_row, int lane, const Visit& visit = Visit{}) {
-  if constexpr (ScoreRule::kRemakes) remake_scores(s, rules, first_row, keys.first_key(n), lane, visit);
+  if constexpr (ScoreRule::kTransforms) transform_scores(s, rules, first_row, keys.first_key(n), lane, visit);
   UNROLL for (int m = 0; m < kRowBlocks; m++) {
     UNROLL for (int b = 0; b < kKeyBlocks; b++) {
       UNROLL for (int e = 0; e < C::kElements; e++) s[m][b].x[e] = finish(s[m][b].x[e], m, b, e, added);
     }
   }
-  if constexpr (ScoreRule::kLine) added.spell_out(s, rules, finish.unit(), first_row, keys.first_key(n), lane);
-  mask_scores(s, Finish::masked(), keys.visible, keys.edges(n), first_row, keys.first_key(n), lane, added.forgets());
+  if constexpr (ScoreRule::kLine) added.add_line_per_score(s, rules, finish.unit(), first_row, keys.first_key(n), lane);
+  mask_scores(s, Finish::masked(), keys.visible, keys.edges(n), first_row, keys.first_key(n), lane,
+              added.bias_clearer());
 }

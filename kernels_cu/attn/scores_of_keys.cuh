@@ -11,19 +11,19 @@
 
 // Applies softcap and score function to a tile of products; what is added to scores comes later. visit(m, n, e, i, j,
 // capped): called for each element, with its query i, its key j and its score between softcap and score function. That
-// score is scaled, but not where the softcap leaves products unscaled (kScalesCapped).
+// score is scaled, but not where the softcap leaves products unscaled (kCapsUnscaled).
 template <class C, int kKeyBlocks, int kQueryBlocks, class Visit>
-DEVICE void remake_scores_of_keys(C (&s)[kKeyBlocks][kQueryBlocks], const ScoreRule& rule, int first_key, int first_row,
-                                  int lane, const Visit& visit) {
+DEVICE void transform_scores_of_keys(C (&s)[kKeyBlocks][kQueryBlocks], const ScoreRule& rule, int first_key,
+                                     int first_row, int lane, const Visit& visit) {
   const float scale = rule.p.scores.scale;
-  if constexpr (ScoreRule::kScalesCapped) cap_products(s, rule);
+  if constexpr (ScoreRule::kCapsUnscaled) cap_products(s, rule);
   UNROLL for (int m = 0; m < kKeyBlocks; m++) {
     UNROLL for (int n = 0; n < kQueryBlocks; n++) {
       UNROLL for (int e = 0; e < C::kElements; e++) {
         const int i = first_row + n * 16 + C::column(lane, e);
         const int j = first_key + m * 16 + C::row(lane, C::slot(e));
         float& x = s[m][n].x[e];
-        if constexpr (ScoreRule::kScalesCapped) {
+        if constexpr (ScoreRule::kCapsUnscaled) {
           visit(m, n, e, i, j, x);
         } else {
           x = rule.capped(x * scale);
@@ -38,15 +38,15 @@ DEVICE void remake_scores_of_keys(C (&s)[kKeyBlocks][kQueryBlocks], const ScoreR
 // The part of an addend that depends on the key alone, for one-sided ALiBi and for the line of a score function. The
 // accumulators of K Q^T start from it, so no instruction adds it. It costs products some digits. float32 has none to
 // spare, so only 16-bit types use it.
-struct KeyStart {
-  static constexpr bool kAny = ((config::kAlibi && config::kOneSided) || ScoreRule::kLine) && !ScoreRule::kRemakes &&
+struct AccumulatorStart {
+  static constexpr bool kAny = ((config::kAlibi && config::kOneSided) || ScoreRule::kLine) && !ScoreRule::kTransforms &&
                                config::kBias == 0 && sizeof(config::Element) == 2;
   static_assert(kAny || !ScoreRule::kLine, "a line is known to no other code here");
 
   float step;  // from key to key, in units of products
 
   template <class Rule>  // a parameter, so that branches not taken are not compiled: not all score functions are lines
-  DEVICE explicit KeyStart(const Rule& rule) {
+  DEVICE explicit AccumulatorStart(const Rule& rule) {
     if constexpr (ScoreRule::kLine) {
       step = is_steep(rule) ? 0.0f : rule.step(0) * target::reciprocal(scale(rule.p));
     } else if constexpr (kAny) {
@@ -92,7 +92,7 @@ struct AddedScoresOfKeys {
   typename Either<kOfKeys, float[C::kSlots], OfElements>::Type bias[kBlocks];
   // Of ALiBi: the distance of the lane's first query from its first key. The offsets of its other queries and keys are
   // compile-time constants.
-  float far;
+  float first_distance;
   float slope;
   // The line at the lane's last query and first key, and its step from query to query. Under a causal mask this query
   // sees this key if any of the lane's queries sees any of its keys.
@@ -105,13 +105,13 @@ struct AddedScoresOfKeys {
     if constexpr (kOfKeys) {
       load_bias_of_keys(rule, first_key, lane);
     } else if constexpr (kFromTile) {
-      turn_round<M>(tile, pitch, lane);
+      load_transposed<M>(tile, pitch, lane);
     } else if constexpr (config::kBias > 0) {
       load_bias(rule, first_key, first_row, lane);
     }
     if constexpr (config::kAlibi) {
       slope = rule.slope;
-      far = static_cast<float>(first_row + C::column(lane, 0) + rule.offset - first_key - C::row(lane, 0));
+      first_distance = static_cast<float>(first_row + C::column(lane, 0) + rule.offset - first_key - C::row(lane, 0));
     }
     if constexpr (ScoreRule::kLine) {
       line = rule.added(first_row + C::column(lane, 0) + kLastColumn, first_key + C::row(lane, 0));
@@ -121,12 +121,12 @@ struct AddedScoresOfKeys {
 
   // Adds a line that is steep or overflows to each score by itself. begun: what the products started from, which is
   // taken out again.
-  DEVICE void spell_out(C (&s)[kKeyBlocks][kQueryBlocks], const ScoreRule& rule, const KeyStart& begun, int first_key,
-                        int first_row, int lane) {
+  DEVICE void add_line_per_score(C (&s)[kKeyBlocks][kQueryBlocks], const ScoreRule& rule, const AccumulatorStart& begun,
+                                 int first_key, int first_row, int lane) {
     if constexpr (ScoreRule::kLine) {
       constexpr float kLargest = 1e30f;
-      if (!target::wave_any(KeyStart::is_steep(rule) || !(fabsf(line) <= kLargest))) return;
-      const float unit = target::reciprocal(KeyStart::scale(rule.p));
+      if (!target::wave_any(AccumulatorStart::is_steep(rule) || !(fabsf(line) <= kLargest))) return;
+      const float unit = target::reciprocal(AccumulatorStart::scale(rule.p));
       UNROLL for (int m = 0; m < kKeyBlocks; m++) {
         UNROLL for (int n = 0; n < kQueryBlocks; n++) {
           UNROLL for (int e = 0; e < C::kElements; e++) {
@@ -145,7 +145,7 @@ struct AddedScoresOfKeys {
   DEVICE float start(int column, float lse) const {
     if constexpr (config::kAlibi && config::kOneSided) {
       const float unit = -slope * Finish::Unit::kUnit;
-      return fmaf(unit, static_cast<float>(column), Finish::start(lse, unit * far));
+      return fmaf(unit, static_cast<float>(column), Finish::start(lse, unit * first_distance));
     }
     if constexpr (ScoreRule::kLine) {
       constexpr float kUnit = Finish::Unit::kUnit;
@@ -168,15 +168,15 @@ struct AddedScoresOfKeys {
   DEVICE float with_alibi(int m, int n, int e, float x) const {
     if constexpr (!config::kAlibi) return x;
     const int key = m * 16 + C::row(0, C::slot(e));
-    if constexpr (KeyStart::kAny) return x;  // the product started from it
+    if constexpr (AccumulatorStart::kAny) return x;  // the product started from it
     // One-sided: distances of visible keys are not negative, so they need no absolute value.
     if constexpr (config::kOneSided) return fmaf(slope * Unit::kUnit, static_cast<float>(key), x);
-    const float distance = far + static_cast<float>(n * 16 + C::column(0, e) - key);
+    const float distance = first_distance + static_cast<float>(n * 16 + C::column(0, e) - key);
     return fmaf(-slope * Unit::kUnit, fmaxf(distance, -distance), x);
   }
 
   template <class M>  // a parameter, so that branches not taken are not compiled: not all operands become accumulators
-  DEVICE void turn_round(const config::Element* tile, int pitch, int lane) {
+  DEVICE void load_transposed(const config::Element* tile, int pitch, int lane) {
     UNROLL for (int m = 0; m < kKeyBlocks; m++) {
       UNROLL for (int n = 0; n < kQueryBlocks; n++) {
         auto& block = bias[m * kQueryBlocks + n];
@@ -228,7 +228,7 @@ struct AddedScoresOfKeys {
   }
 };
 
-// Turns products into probabilities. lse: of the queries from first_row on. visit: see remake_scores_of_keys().
+// Turns products into probabilities. lse: of the queries from first_row on. visit: see transform_scores_of_keys().
 //
 // Queries past the end of their sequence have an lse of inf, which makes their probabilities 0. A query whose keys are
 // all hidden by scores of -inf has an lse of -inf, which is taken for inf here. Past the end, a score function or the
@@ -241,13 +241,13 @@ DEVICE void finish_scores_of_keys(C (&s)[kKeyBlocks][kQueryBlocks], const ScoreR
                                   int lane, const Visit& visit = Visit{}) {
   constexpr bool kMayHide = config::kScoreMod || config::kBias > 0;  // whether a visible key may have a score of -inf
   constexpr bool kMayBeAnything = config::kScoreMod || (config::kBias > 0 && config::kRagged);
-  if constexpr (ScoreRule::kRemakes) remake_scores_of_keys(s, rule, first_key, first_row, lane, visit);
+  if constexpr (ScoreRule::kTransforms) transform_scores_of_keys(s, rule, first_key, first_row, lane, visit);
   UNROLL for (int b = 0; b < kQueryBlocks; b++) {
     UNROLL for (int i = 0; i < C::kRun; i++) {
       // The query's column from the lane's first query: a compile-time constant.
       const int known = b * 16 + C::column(0, C::element(0, i));
       const int column = C::column(lane, 0) + known;
-      if constexpr (ScoreRule::kRemakes || ScoreRule::kAdds) {
+      if constexpr (ScoreRule::kTransforms || ScoreRule::kAdds) {
         using Unit = typename Finish::Unit;
         const float row_lse = lse[column];
         const bool sees = !kMayHide || fabsf(row_lse) != target::infinity();

@@ -21,10 +21,10 @@ struct SoftmaxRows {
   // By how much an exponent may exceed the running max: a factor of 2^8, in units of the exponent.
   static constexpr float kSlack = 8.0f * (Exponent::kUnit / Log2::kUnit);
 
-  const float scale_log2;                    // turns scores into units of the exponent (attn/exponent.cuh)
-  float running_max[kRowBlocks][C::kSlots];  // in these units; -inf until the row has seen a key
-  float sum[kRowBlocks][C::kSlots];          // of this lane's columns only, until sum_rows()
-  float factor[kRowBlocks][C::kSlots];       // by which the last move of running_max scales sum and output
+  const float scale_log2;                       // turns scores into units of the exponent (attn/exponent.cuh)
+  float running_max[kRowBlocks][C::kSlots];     // in these units; -inf until the row has seen a key
+  float sum[kRowBlocks][C::kSlots];             // of this lane's columns only, until sum_rows()
+  float rescale_factor[kRowBlocks][C::kSlots];  // by which the last move of running_max scales sum and output
 
   // scale_log2 is positive.
   DEVICE explicit SoftmaxRows(float scale_log2) : scale_log2(scale_log2) {
@@ -59,7 +59,7 @@ struct SoftmaxRows {
   DEVICE void rescale(C (&o)[kRowBlocks][kOutBlocks]) const {
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
       UNROLL for (int d = 0; d < kOutBlocks; d++) {
-        UNROLL for (int e = 0; e < C::kElements; e++) o[m][d].x[e] *= factor[m][C::slot(e)];
+        UNROLL for (int e = 0; e < C::kElements; e++) o[m][d].x[e] *= rescale_factor[m][C::slot(e)];
       }
     }
   }
@@ -90,20 +90,20 @@ struct SoftmaxRows {
       UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
         const float before = running_max[m][slot], own = sink(m, slot);
         running_max[m][slot] = fmaxf(before, own);
-        factor[m][slot] = Exponent::power(before - shift(m, slot));
-        sum[m][slot] = sum[m][slot] * factor[m][slot] + Exponent::power(own - shift(m, slot));
+        rescale_factor[m][slot] = Exponent::power(before - shift(m, slot));
+        sum[m][slot] = sum[m][slot] * rescale_factor[m][slot] + Exponent::power(own - shift(m, slot));
       }
     }
   }
 
-  // Divides the output by the row sums; a row that saw no key becomes 0. kept: a factor of the output, for dropout
-  // 1 / (1 - dropout_p), and for float8 values their scale.
+  // Divides the output by the row sums; a row that saw no key becomes 0. output_factor: a factor of the output, for
+  // dropout 1 / (1 - dropout_p), and for float8 values their scale.
   template <int kOutBlocks>
-  DEVICE void divide(C (&o)[kRowBlocks][kOutBlocks], float kept = 1.0f) const {
+  DEVICE void divide(C (&o)[kRowBlocks][kOutBlocks], float output_factor = 1.0f) const {
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
       float inverse[C::kSlots];
       UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
-        inverse[slot] = sum[m][slot] == 0.0f ? 0.0f : kept / sum[m][slot];
+        inverse[slot] = sum[m][slot] == 0.0f ? 0.0f : output_factor / sum[m][slot];
       }
       UNROLL for (int d = 0; d < kOutBlocks; d++) {
         UNROLL for (int e = 0; e < C::kElements; e++) o[m][d].x[e] *= inverse[C::slot(e)];
@@ -126,12 +126,12 @@ struct SoftmaxRows {
 template <class C, int kRowBlocks>
 struct OnlineSoftmax : SoftmaxRows<C, kRowBlocks> {
   using Rows = SoftmaxRows<C, kRowBlocks>;
-  using Rows::factor, Rows::kSlack, Rows::running_max, Rows::scale_log2, Rows::sum;
+  using Rows::rescale_factor, Rows::kSlack, Rows::running_max, Rows::scale_log2, Rows::sum;
 
-  static constexpr float kNear = 1024.0f;  // the largest magnitude of a running max near 0, in natural units
+  static constexpr float kLargestNearZero = 1024.0f;  // the largest magnitude of a running max near 0, in natural units
 
   int threshold = -1;  // a row is outgrown if an exponent's bits exceed it; -1 until every row has seen a key
-  bool near = false;   // whether all of the wave's running maxima are near 0; natural units only
+  bool maxima_near_zero = false;  // whether all of the wave's running maxima are near 0; natural units only
 
   using Rows::Rows;
 
@@ -164,7 +164,7 @@ struct OnlineSoftmax : SoftmaxRows<C, kRowBlocks> {
       }
     }
     const bool moved = target::wave_any(largest > threshold);
-    const bool natural = Exponent::kNatural && !near;
+    const bool natural = Exponent::kNatural && !maxima_near_zero;
     if (moved) move_running_max(s);
     if (natural) {
       UNROLL for (int m = 0; m < kRowBlocks; m++) {
@@ -177,13 +177,13 @@ struct OnlineSoftmax : SoftmaxRows<C, kRowBlocks> {
   }
 
   // One unit of running_max, in units of the exponents that update_row_max() makes.
-  DEVICE float unit() const { return Exponent::kNatural && near ? Log2::kUnit : 1.0f; }
+  DEVICE float unit() const { return Exponent::kNatural && maxima_near_zero ? Log2::kUnit : 1.0f; }
 
   template <int kKeyBlocks>
   DEVICE void move_running_max(C (&s)[kRowBlocks][kKeyBlocks]) {
     constexpr float kLn2 = 0.6931471805599453f;
-    const float to_maximum = Exponent::kNatural && near ? kLn2 : 1.0f;
-    const float to_log2 = Exponent::kNatural && !near ? Log2::kUnit : 1.0f;
+    const float to_maximum = Exponent::kNatural && maxima_near_zero ? kLn2 : 1.0f;
+    const float to_log2 = Exponent::kNatural && !maxima_near_zero ? Log2::kUnit : 1.0f;
     bool unsettled = false, far = false;
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
       UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
@@ -191,11 +191,12 @@ struct OnlineSoftmax : SoftmaxRows<C, kRowBlocks> {
         const bool first = running_max[m][slot] == -target::infinity();
         const bool all_masked = first && maximum == -target::infinity();
         const float rise = all_masked ? 0.0f : (first ? maximum : fmaxf(maximum, 0.0f));
-        factor[m][slot] = first ? 1.0f : target::exp2(-rise * to_log2);  // nothing was accumulated before the first
+        // Nothing was accumulated before the first maximum.
+        rescale_factor[m][slot] = first ? 1.0f : target::exp2(-rise * to_log2);
         if (!all_masked) running_max[m][slot] = first ? rise : running_max[m][slot] + rise * to_maximum;
-        sum[m][slot] *= factor[m][slot];
+        sum[m][slot] *= rescale_factor[m][slot];
         unsettled = unsettled || all_masked;
-        far = far || !(fabsf(running_max[m][slot]) <= kNear);
+        far = far || !(fabsf(running_max[m][slot]) <= kLargestNearZero);
         UNROLL for (int n = 0; n < kKeyBlocks; n++) {
           UNROLL for (int e = 0; e < C::kElements; e++) {
             if (C::slot(e) == slot) s[m][n].x[e] -= rise;
@@ -203,7 +204,7 @@ struct OnlineSoftmax : SoftmaxRows<C, kRowBlocks> {
         }
       }
     }
-    if constexpr (Exponent::kNatural) near = !target::wave_any(far);
+    if constexpr (Exponent::kNatural) maxima_near_zero = !target::wave_any(far);
     threshold = target::wave_any(unsettled) ? -1 : static_cast<int>(target::bits_of(kSlack * unit()));
   }
 

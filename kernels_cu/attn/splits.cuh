@@ -45,7 +45,7 @@ struct PiecePartial {
 
   // Stores a wave's rows. softmax.sum_rows() must come before.
   template <class Softmax>
-  DEVICE void leave(const C (&o)[kRowBlocks][kOutBlocks], const Softmax& softmax, int lane) {
+  DEVICE void store(const C (&o)[kRowBlocks][kOutBlocks], const Softmax& softmax, int lane) {
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
       UNROLL for (int d = 0; d < kOutBlocks; d++) {
         UNROLL for (int e = 0; e < C::kElements; e += 4) {
@@ -62,7 +62,7 @@ struct PiecePartial {
 
   // Merges this piece into o and softmax. A piece whose row saw no key has an output of 0, and a weight of 0.
   template <class Softmax>
-  DEVICE void join(C (&o)[kRowBlocks][kOutBlocks], Softmax& softmax, int lane) const {
+  DEVICE void merge(C (&o)[kRowBlocks][kOutBlocks], Softmax& softmax, int lane) const {
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
       float before[C::kSlots], weight[C::kSlots];
       UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
@@ -94,7 +94,7 @@ DEVICE bool merge_pieces(const Splits& splits, const Piece& piece, int64 tile, C
   const int thread = target::thread_index();
   const int lane = thread % target::kWave, wave = thread / target::kWave;
   Partial* const partials = static_cast<Partial*>(splits.partials) + tile * splits.count * kWaves + wave;
-  if (has_rows) partials[piece.index * kWaves].leave(o, softmax, lane);
+  if (has_rows) partials[piece.index * kWaves].store(o, softmax, lane);
   // All stores of the block come before its arrival; the loads of the last block to arrive come after it.
   target::fence_device();
   target::block_sync();
@@ -112,6 +112,6 @@ DEVICE bool merge_pieces(const Splits& splits, const Piece& piece, int64 tile, C
     UNROLL for (int d = 0; d < kOutBlocks; d++) o[m][d] = C{};
   }
 #pragma unroll 1
-  for (int n = 0; n < piece.count; n++) partials[n * kWaves].join(o, softmax, lane);
+  for (int n = 0; n < piece.count; n++) partials[n * kWaves].merge(o, softmax, lane);
   return true;
 }

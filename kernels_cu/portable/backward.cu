@@ -175,7 +175,7 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
   const Element* const own = elements + (owns_dk ? kValuesAt : kKeysAt) + key * kPitch;
   Element* const p_tile = elements + kProbabilitiesAt + key * kPitchP;
   Element* const more_weights = elements + kMoreWeightsAt + key * kPitchP;
-  const Probability<Element, kUnitShift> probability(ScoreRule::kScaled ? 1.0f : KeyStart::scale(f));
+  const Probability<Element, kUnitShift> probability(ScoreRule::kGivesScaledScores ? 1.0f : AccumulatorStart::scale(f));
   C gradient[kKeyBlocks][kDepthBlocks];
   UNROLL for (int m = 0; m < kKeyBlocks; m++) { UNROLL for (int d = 0; d < kDepthBlocks; d++) gradient[m][d] = C{}; }
 
@@ -206,7 +206,7 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
     return ScoreRule(f, work.sequence, work.kv_head * group + head, work.q.length, work.k.length,
                      query_tiles.visible.offset);
   };
-  KeyStart key_start(rule_of(turn.head));
+  AccumulatorStart accumulator_start(rule_of(turn.head));
 #pragma unroll 1
   while (turn.exists) {
     wait_copies_and_sync();
@@ -241,14 +241,14 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
       const ScoreRule rule = rule_of(turn.head);
       KeptBits<C, kKeyBlocks, kQueryBlocks> kept;
       kept.draw_of_keys(DropoutRule(f, work.sequence, head), first_key + key, first_row + columns, lane);
-      if constexpr (KeyStart::kAny) {
+      if constexpr (AccumulatorStart::kAny) {
         UNROLL for (int m = 0; m < kKeyBlocks; m++) {
           UNROLL for (int b = 0; b < kQueryBlocks; b++) {
-            UNROLL for (int e = 0; e < C::kElements; e++) x[m][b].x[e] = key_start.of<C>(m, C::slot(e));
+            UNROLL for (int e = 0; e < C::kElements; e++) x[m][b].x[e] = accumulator_start.of<C>(m, C::slot(e));
           }
         }
       }
-      multiply<KeyStart::kAny>(x, own, queries + columns * kPitch, lane);
+      multiply<AccumulatorStart::kAny>(x, own, queries + columns * kPitch, lane);
       if constexpr (kPlain) {
         const AddedScoresOfKeys<C, kKeyBlocks, kQueryBlocks> nothing{};
         finish_scores_of_keys(x, rule, nothing, probability, lse, query_tiles, turn.n, first_key + key,
@@ -269,10 +269,10 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
         added.load(rule, bias, kPitchBias, first_key + key + m * 16, first_row + columns, lane);
         C derivative[kHasDerivative ? kAtOnce : 1][kHasDerivative ? kQueryBlocks : 1];
         C(&some)[kAtOnce][kQueryBlocks] = *reinterpret_cast<C(*)[kAtOnce][kQueryBlocks]>(&x[m]);
-        added.spell_out(some, rule, key_start, first_key + key + m * 16, first_row + columns, lane);
+        added.add_line_per_score(some, rule, accumulator_start, first_key + key + m * 16, first_row + columns, lane);
         finish_scores_of_keys(some, rule, added, probability, lse, query_tiles, turn.n, first_key + key + m * 16,
                               first_row + columns, lane, [&](int k, int b, int e, int i, int j, float capped) {
-                                if constexpr (ScoreRule::kScalesCapped) {
+                                if constexpr (ScoreRule::kCapsUnscaled) {
                                   derivative[k][b].x[e] = fmaf(capped * capped, -uncapped, 1.0f);
                                 } else if constexpr (kHasDerivative) {
                                   derivative[k][b].x[e] = rule.derivative(capped, i, j);
@@ -353,7 +353,8 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
     }
     if (kWithDq) buffer = kPairs ? (buffer + 1) % 3 : buffer ^ 1;
     // Computed here, since at the beginning of a turn the product would wait for it.
-    if (KeyStart::kAny && next.exists && next.head != turn.head) key_start = KeyStart(rule_of(next.head));
+    if (AccumulatorStart::kAny && next.exists && next.head != turn.head)
+      accumulator_start = AccumulatorStart(rule_of(next.head));
     before = turn;
     turn = next;
   }

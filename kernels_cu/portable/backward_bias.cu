@@ -224,7 +224,7 @@ KERNEL LAUNCH_BOUNDS(backward_bias::kThreads,
     const Visible visible(f, now.q.length, now.k.length);
     const OneTile tile{visible, now.first_row + wave_row, now.first_key + wave_key};
     const ScoreRule rule(f, now.sequence, now.head, now.q.length, now.k.length, visible.offset);
-    RowProbability<Element, kRowBlocks, C::kSlots> probability(ScoreRule::kScaled ? 1.0f : f.scores.scale);
+    RowProbability<Element, kRowBlocks, C::kSlots> probability(ScoreRule::kGivesScaledScores ? 1.0f : f.scores.scale);
     float delta[kRowBlocks][C::kSlots];
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
       UNROLL for (int slot = 0; slot < C::kSlots; slot++) {

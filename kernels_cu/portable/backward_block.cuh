@@ -102,15 +102,16 @@ using BiasTile =
     Either<(kDbias > 0), BiasGradientTile<M, Element, kTileQ, kTileK, kPitchP, kWaves>, NoBiasGradient>::Type;
 static_assert(!kPairs || (kDbias > 0 && kArrivals < 2 && (kStages == 1 || kLateCopies)), "all have read the one bias");
 static_assert(!kBiasOfKeys || (kBias > 0 && !kBiasTile && kDbias == 0), "a tile has rows, and so has its gradient");
-static_assert(kDbias == 0 || (kWithDq && !kRagged && !kBlockMask && !ScoreRule::kRemakes),
+static_assert(kDbias == 0 || (kWithDq && !kRagged && !kBlockMask && !ScoreRule::kTransforms),
               "all of dS lies in shared memory, and is the gradient of what is added");
 constexpr bool kHasDerivative = ScoreRule::kHasDerivative;
 // Whether probabilities come of products alone, without options, dropout or a block mask. This case has code of its
 // own, of which ptxas makes faster machine code.
-constexpr bool kPlain = !ScoreRule::kRemakes && !ScoreRule::kAdds && !kDropout && !kBlockMask;
+constexpr bool kPlain = !ScoreRule::kTransforms && !ScoreRule::kAdds && !kDropout && !kBlockMask;
 // How many key blocks have their scores finished together: one where scores need registers beside their products, else
 // all.
-constexpr int kAtOnce = ScoreRule::kRemakes || (kBias > 0 && !kBiasOfKeys) || (kAlibi && !kOneSided) ? 1 : kKeyBlocks;
+constexpr int kAtOnce =
+    ScoreRule::kTransforms || (kBias > 0 && !kBiasOfKeys) || (kAlibi && !kOneSided) ? 1 : kKeyBlocks;
 
 // How many steps of a product are unrolled. float32 products have many small steps: all unrolled would only be long.
 constexpr int kUnroll = kSteps <= 16 ? kSteps : 4;

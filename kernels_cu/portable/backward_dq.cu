@@ -115,7 +115,7 @@ KERNEL LAUNCH_BOUNDS(backward_dq::kThreads, config::kBlocksPerSm) void rawattn_b
 
   // Rows past the end of the sequence get an lse and a row_delta of 0: their queries and douts are 0, and so is all
   // that comes of them.
-  RowProbability<Element, kRowBlocks, C::kSlots> probability(ScoreRule::kScaled ? 1.0f : f.scores.scale);
+  RowProbability<Element, kRowBlocks, C::kSlots> probability(ScoreRule::kGivesScaledScores ? 1.0f : f.scores.scale);
   float delta[kRowBlocks][C::kSlots];
   UNROLL for (int m = 0; m < kRowBlocks; m++) {
     UNROLL for (int slot = 0; slot < C::kSlots; slot++) {

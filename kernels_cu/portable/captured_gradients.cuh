@@ -32,7 +32,7 @@ struct CapturedGradients {
     UNROLL for (int n = 0; n < kPartials; n++) whole[n] = 0.0f;
   }
 
-  // Adds what a tile gives. gradients: dS, 0 where a key is not seen. capped: see remake_scores().
+  // Adds what a tile gives. gradients: dS, 0 where a key is not seen. capped: see transform_scores().
   template <int n = 0>
   DEVICE void add(const C (&gradients)[kRowBlocks][kKeyBlocks], const C (&capped)[kRowBlocks][kKeyBlocks],
                   int first_row, int first_key) {

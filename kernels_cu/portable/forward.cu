@@ -176,8 +176,8 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
   Queries queries;
   queries.rows = reinterpret_cast<const Operand*>(elements) + wave * kWaveRows * kPitchQk;
   Operand* const slab = reinterpret_cast<Operand*>(elements) + kProbabilitiesAt + wave * kWaveRows * kPitchP;
-  OnlineSoftmax<C, kRowBlocks> softmax(kScaleFirst || ScoreRule::kScaled ? Exponent::kUnit
-                                                                         : rule.scale() * Exponent::kUnit);
+  OnlineSoftmax<C, kRowBlocks> softmax(kScaleFirst || ScoreRule::kGivesScaledScores ? Exponent::kUnit
+                                                                                    : rule.scale() * Exponent::kUnit);
   C o[kRowBlocks][kOutBlocks];
   C sum[kRowBlocks][kSumsApart ? kOutBlocks : 1];  // of the key tiles before those that o sums
   UNROLL for (int m = 0; m < kRowBlocks; m++) { UNROLL for (int d = 0; d < kOutBlocks; d++) o[m][d] = C{}; }
@@ -200,7 +200,7 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
   }
 
   using Added = AddedScores<C, kRowBlocks, kKeyBlocks>;
-  const bool straight = Added::are_straight(rule, first + wave * kWaveRows, lane);
+  const bool lines_by_step = Added::can_step_lines(rule, first + wave * kWaveRows, lane);
 #pragma unroll 1
   for (int n = key_tiles.begin; n < key_tiles.end; n++) {
     wait_copies_and_sync();
@@ -211,7 +211,7 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
 
     const int first_row = first + wave * kWaveRows;
     Added added;
-    added.straight = straight;
+    added.lines_by_step = lines_by_step;
     added.load(rule, first_row, key_tiles.first_key(n), lane);
     SeenKeys<kBlockMask, C, kRowBlocks, kKeyBlocks> seen;
     seen.load(key_tiles, n, first_row, lane);
@@ -234,7 +234,7 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
     target::copy_async_commit();
 
     finish_scores(s, rule, added, SoftmaxScore<kScaleFirst>{rule.scale()}, key_tiles, n, first_row, lane);
-    seen.hide(s, -target::infinity(), lane, added.forgets());
+    seen.hide(s, -target::infinity(), lane, added.bias_clearer());
     if (softmax.update_row_max(s, added)) {
       softmax.rescale(o);
       if constexpr (kSumsApart) softmax.rescale(sum);

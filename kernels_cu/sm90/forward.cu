@@ -186,7 +186,7 @@ DEVICE float output_factor(const ForwardParams& p, int head) {
 // What the softmax multiplies scores by to get exponents. scale: of Q K^T products. It is left out where scores are
 // scaled before they come to the softmax.
 DEVICE float softmax_scale(float scale) {
-  return kScaleFirst || ScoreRule::kScaled ? Exponent::kUnit : scale * Exponent::kUnit;
+  return kScaleFirst || ScoreRule::kGivesScaledScores ? Exponent::kUnit : scale * Exponent::kUnit;
 }
 
 DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMemory& s, int index) {
@@ -226,8 +226,8 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
     C o[1][kOutBlocks];
     M::A probabilities[kKeyBlocks];
     AddedScores<C, 1, kKeyBlocks, kRamp> added;
-    added.straight = added.are_straight(rule, first_row, self.lane);
-    self.slopes.begin(rule, added.straight, first_row, self.warp, self.lane);
+    added.lines_by_step = added.can_step_lines(rule, first_row, self.lane);
+    self.slopes.begin(rule, added.lines_by_step, first_row, self.warp, self.lane);
     MaskOfTile<kKeyMask> mask;
     RowsPastEnd<kPageRows> past_end;
     RandomWords random;
@@ -235,7 +235,7 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
     // Loads or generates what tile n needs beside its products, while those run: bias, mask bits, random bits of
     // dropout (sm90/forward_random.cuh).
     const auto prepare = [&](int n) {
-      added.beyond = is_beyond(own_tiles, n);
+      added.tile_beyond_diagonal = is_beyond(own_tiles, n);
       if constexpr (kBiasInSlots) {
         self.bias.read(added, s, self.lane);
         added.load_distances(rule, first_row, own_tiles.first_key(n), self.lane);
@@ -258,7 +258,7 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
       } else {
         finish_by(own_tiles);
       }
-      mask.hide(scores, self.lane, added.forgets());
+      mask.hide(scores, self.lane, added.bias_clearer());
       return softmax.update_row_max(scores, added);
     };
     const auto exponentiate = [&](C(&scores)[1][kKeyBlocks]) {

@@ -117,8 +117,8 @@ struct MaskOfTile {
     hidden.load(p.block_mask, work.sequence, head, tiles, n);
   }
   template <class Hidden>
-  DEVICE void hide(C (&s)[1][kKeyBlocks], int lane, const Hidden& forgets) const {
-    seen.hide(s, -target::infinity(), lane, forgets);
+  DEVICE void hide(C (&s)[1][kKeyBlocks], int lane, const Hidden& bias_clearer) const {
+    seen.hide(s, -target::infinity(), lane, bias_clearer);
   }
   DEVICE void clear(SharedMemory& s, int slot, int consumer) const { hidden.clear(s, slot, consumer); }
 };

@@ -21,7 +21,7 @@
 namespace forward {
 
 static_assert(!kRamp || kAlibi || ScoreRule::kLine, "a ramp along the keys");
-static_assert(!kRamp || !(kScaleFirst || ScoreRule::kRemakes || kFloat8), "scores are products, but for the scale");
+static_assert(!kRamp || !(kScaleFirst || ScoreRule::kTransforms || kFloat8), "scores are products, but for the scale");
 
 // For a ramp with two sides. is_beyond: for all rows of a consumer the key tile lies beyond the diagonal, or begins on
 // it. is_before: for all rows it lies before the diagonal, or ends on it.
@@ -88,13 +88,13 @@ struct Slopes<true> {
         rows(make_uniform_descriptor(ptx::repeated_descriptor(ramp.rows[index]))),
         keys(make_uniform_descriptor(ptx::repeated_descriptor(ramp.keys))) {}
 
-  // Writes the slopes for a query tile. straight: the lines of a score function are added as a ramp, which is decided
-  // for all rows of the warp together (are_straight() in attn/added_scores.cuh).
-  DEVICE void begin(const ScoreRule& rule, bool straight, int first_row, int warp, int lane) const {
+  // Writes the slopes for a query tile. lines_by_step: the lines of a score function are added as a ramp, which is
+  // decided for all rows of the warp together (can_step_lines() in attn/added_scores.cuh).
+  DEVICE void begin(const ScoreRule& rule, bool lines_by_step, int first_row, int warp, int lane) const {
     if (lane < 16) {
       float slope = 0.0f;
       if constexpr (kAlibi) slope = rule.slope;
-      if constexpr (ScoreRule::kLine) slope = straight ? rule.step(first_row + lane) : 0.0f;
+      if constexpr (ScoreRule::kLine) slope = lines_by_step ? rule.step(first_row + lane) : 0.0f;
       slope *= target::reciprocal(rule.scale());
       const float high = leading(slope), middle = leading(slope - high);
       ramp.rows[index][warp * 16 + lane] = {{high, middle, slope - high - middle, 0.0f}};

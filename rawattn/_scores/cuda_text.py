@@ -305,7 +305,7 @@ def _to_float(node: Expression, x: str) -> str:
     the lane's scores share and which is converted once, and an offset, which is a constant to the compiler.
     """
     form = sum_of_positions(node) or {}
-    more = {"at.q_more": form.get(QUERY, 0), "at.kv_more": form.get(KEY, 0)}
+    more = {"at.q_static": form.get(QUERY, 0), "at.kv_static": form.get(KEY, 0)}
     terms = [f"({n}) * {name}" for name, n in more.items() if n]
     return f"score_maths::float_of({x}, {' + '.join(terms)})" if terms else f"float({x})"
 

@@ -192,8 +192,8 @@ struct Line {
 
   // Whether each rank of each sequence should rather be a part of its own. This compares estimated times, in units. A
   // part takes the time of its own units and that of the memory for all units, combined as below. Equal parts also take
-  // the time to merge what they leave of a query tile: `join` units, more where parts end within other query tiles.
-  // Beside more than kMost units that is little (docs/notes/decode.md). longest: the most units of a rank.
+  // the time to merge what they leave of a query tile: merge_units, more where parts end within other query
+  // tiles. Beside more than kMost units that is little (docs/notes/decode.md). longest: the most units of a rank.
   DEVICE bool are_alone(int longest) const {
     constexpr int kMost = 16;
     const int streams = p.batch * p.splits.ranks;
@@ -201,11 +201,11 @@ struct Line {
     // Where sequences are equal and have several parts each, parts end where sequences do, but for a few numbers of
     // parts.
     const bool aligned = total == parts || (total == longest * streams && parts >= 2 * streams);
-    const float join = aligned ? 1.5f : 5.0f, shared = static_cast<float>(whole + (longer > 0 ? 1 : 0));
+    const float merge_units = aligned ? 1.5f : 5.0f, shared = static_cast<float>(whole + (longer > 0 ? 1 : 0));
     const float memory = static_cast<float>(total) * p.splits.per_busy, alone = static_cast<float>(longest);
-    // alone^2 + memory^2 < (sqrt(shared^2 + memory^2) + join)^2
+    // alone^2 + memory^2 < (sqrt(shared^2 + memory^2) + merge_units)^2
     const float root = fmaxf(shared, memory) + 0.4f * fminf(shared, memory);
-    return alone * alone < shared * shared + join * (join + 2.0f * root);
+    return alone * alone < shared * shared + merge_units * (merge_units + 2.0f * root);
   }
   // Makes a rank of the entered sequence, which begins at `start`, the block's part. exists: whether the block has a
   // part.

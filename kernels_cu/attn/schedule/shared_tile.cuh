@@ -38,8 +38,8 @@ struct SharedTile {
     // The partial results of bunches of `size` parts. Each lies in the second slot of the bunch's second part, which
     // has no other use, since no query tile begins in that part.
     DEVICE Parts bunches(int size) const {
-      Partials* const joined = all + stride + 1;
-      return {joined, joined, size * stride};
+      Partials* const merged = all + stride + 1;
+      return {merged, merged, size * stride};
     }
   };
   // A part shares at most two query tiles with others: the one in which it begins, and the one in which it ends. It has
